@@ -1,0 +1,210 @@
+"""The contract of a backend, stated once; the files beside this one hold only tactics.
+
+A backend is a compiler: `compile(network, loss, optimizer, batch_size)` returns a `Program`, and a `Program` is all that
+the train loop sees. Most backends implement `Ops`, one method per layer and pass, and let `layerwise` drive them; a
+fused backend implements `Program` itself. The same tests hold both.
+
+Dimension letters, in every shape comment of every backend:
+
+    N images   C channels   H W input      F filters   K kernel side   P Q convolution output
+    S pool side   U V pooled output   D features (inputs of a linear layer)   O outputs (of a linear layer)
+
+Arrays are C-contiguous and float32 unless a shape says otherwise; images are channels-last. Convolution is
+cross-correlation, as in every framework. Arguments go inputs first, outputs last; every output is fully overwritten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+
+from cnnexp.losses import Loss, Totals
+from cnnexp.network import Network
+from cnnexp.optimizers import Optimizer
+
+State = dict[str, np.ndarray]
+Array = Any  # a NumPy array, or a device array of the same shape
+
+
+class Program(Protocol):
+    """A network compiled for training at one batch size."""
+
+    network: Network
+    optimizer: Optimizer
+    batch_size: int
+    compile_s: float
+    """Seconds spent compiling and warming up, before anything is timed."""
+
+    def load(self, images: np.ndarray, labels: np.ndarray) -> Any:
+        """Put a split where the backend wants it, once; return a handle on it.
+
+        Args:
+            images: (N, *input_shape), float32, or uint8 that stands for value / 255.
+            labels: integers (N,), 0 .. classes - 1.
+        """
+        ...
+
+    def train(self, handle: Any, order: np.ndarray, rate: float) -> Totals:
+        """Take ceil(len(order) / batch_size) optimizer steps over the images `order` (int64) at learning rate `rate`.
+
+        Each step averages the gradient over its batch; a last short batch is trained too, averaged over its own size.
+        The totals are of the scores that each step saw, before its update. On return the work is done (devices are
+        synchronized), so a clock around the call is right.
+        """
+        ...
+
+    def gradients(self, handle: Any, indices: np.ndarray) -> tuple[Totals, np.ndarray]:
+        """Return the totals and the flat mean gradient (float32) of one batch, at most batch_size images; no update."""
+        ...
+
+    def apply(self, gradient: np.ndarray, rate: float) -> None:
+        """Take one optimizer step with a flat gradient: the second half of a training step."""
+        ...
+
+    def predict(self, handle: Any) -> np.ndarray:
+        """Return the scores (N, O) of a whole split."""
+        ...
+
+    def state(self) -> State:
+        """Return copies: `parameters` (flat float32), `step` (int64 scalar), and a flat array per optimizer slot."""
+        ...
+
+    def restore(self, state: State) -> None:
+        """Take over a `state()` of any backend; a missing `step` or slot means a fresh one, zero."""
+        ...
+
+    def close(self) -> None:
+        """Give back threads and device memory. Idempotent."""
+        ...
+
+
+class Backend(Protocol):
+    """One way to compute.
+
+    Attributes:
+        name: as in `conf/backend/`.
+        threads: CPU threads that its programs use (1 where it uses none of its own).
+        device: what computes, for the record: the CPU's or the GPU's name.
+    """
+
+    name: str
+    threads: int
+    device: str
+
+    def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> Program:
+        """Make a program; its parameters are zero until `restore`."""
+        ...
+
+
+Update = Callable[[Array, Array, tuple[Array, ...], float, int], None]
+
+
+class Ops(Protocol):
+    """The layers' mathematics on one kind of array.
+
+    `pads` is (rows above, columns left) that windows may reach into; windows also reach below and right as far as the
+    output's shape demands. What lies outside the image is 0 for convolution and does not exist for pooling. `dx` is
+    None where no gradient of the input is needed, `b` and `db` are None in a layer without bias.
+    """
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Allocate an uninitialized array."""
+        ...
+
+    def to_device(self, array: np.ndarray) -> Array:
+        """Return `array` where the ops want it; may be the same object."""
+        ...
+
+    def to_host(self, array: Array) -> np.ndarray:
+        """Return a NumPy copy, once all work on it is done."""
+        ...
+
+    def copy(self, source: np.ndarray, target: Array) -> None:
+        """Overwrite `target` with a NumPy array of the same shape and dtype."""
+        ...
+
+    def gather(self, images: Array, labels: Array, indices: Array, x: Array, t: Array) -> None:
+        """x[n] = images[indices[n]], t[n] = labels[indices[n]]. indices int64 (N,), labels and t int32."""
+        ...
+
+    def conv2d(self, x: Array, w: Array, b: Array | None, stride: int, pads: tuple[int, int], y: Array) -> None:
+        """y[n,p,q,f] = b[f] + sum_{i,j,c} x[n, p*stride + i - top, q*stride + j - left, c] * w[i,j,c,f].
+
+        x (N,H,W,C), w (K,K,C,F), b (F,), y (N,P,Q,F).
+        """
+        ...
+
+    def conv2d_backward(
+        self,
+        x: Array,
+        w: Array,
+        dy: Array,
+        stride: int,
+        pads: tuple[int, int],
+        dx: Array | None,
+        dw: Array,
+        db: Array | None,
+    ) -> None:
+        """Spread dy (N,P,Q,F) over the terms of `conv2d`.
+
+        dw[i,j,c,f] = sum_{n,p,q} x[n, p*stride + i - top, q*stride + j - left, c] * dy[n,p,q,f];
+        db[f] = sum_{n,p,q} dy[n,p,q,f]; dx gathers w[i,j,c,f] * dy[n,p,q,f] at the same places.
+        """
+        ...
+
+    def relu(self, x: Array, y: Array) -> None:
+        """y = max(x, 0)."""
+        ...
+
+    def relu_backward(self, y: Array, dy: Array, dx: Array) -> None:
+        """dx = dy where y > 0, else 0."""
+        ...
+
+    def sigmoid(self, x: Array, y: Array) -> None:
+        """y = 1 / (1 + exp(-x))."""
+        ...
+
+    def sigmoid_backward(self, y: Array, dy: Array, dx: Array) -> None:
+        """dx = dy * y * (1 - y)."""
+        ...
+
+    def max_pool(self, x: Array, size: int, stride: int, pads: tuple[int, int], y: Array, argmax: Array) -> None:
+        """y[n,u,v,c] = the largest x in its window; argmax int32 (N,U,V,C) = row * size + column of the first such.
+
+        x (N,H,W,C), y (N,U,V,C). Rows and columns of the window that lie outside the image do not take part.
+        """
+        ...
+
+    def max_pool_backward(
+        self, argmax: Array, dy: Array, size: int, stride: int, pads: tuple[int, int], dx: Array
+    ) -> None:
+        """dx = dy added at each window's argmax, else 0 (castanheira, section 2.2.2)."""
+        ...
+
+    def avg_pool(self, x: Array, size: int, stride: int, pads: tuple[int, int], y: Array) -> None:
+        """y[n,u,v,c] = the mean of the pixels of the window that lie inside the image."""
+        ...
+
+    def avg_pool_backward(self, dy: Array, size: int, stride: int, pads: tuple[int, int], dx: Array) -> None:
+        """dx = dy / (pixels of the window inside the image), added over the windows that hold the pixel."""
+        ...
+
+    def linear(self, x: Array, w: Array, b: Array | None, y: Array) -> None:
+        """y = x @ w + b. x (N,D), w (D,O), b (O,), y (N,O)."""
+        ...
+
+    def linear_backward(self, x: Array, w: Array, dy: Array, dx: Array | None, dw: Array, db: Array | None) -> None:
+        """dx = dy @ w.T, dw = x.T @ dy, db = sum of dy over n (khandait, section II.B.1)."""
+        ...
+
+    def loss(
+        self, loss: Loss, scores: Array, labels: Array, scale: float, d_scores: Array, losses: Array, hits: Array
+    ) -> None:
+        """Fill the gradient, the loss and the hit of every image: `cnnexp.losses`, function of the same name."""
+        ...
+
+    def updater(self, optimizer: Optimizer) -> Update:
+        """Compile the optimizer's rule into `update(w, g, slots, rate, step)`, in place over flat arrays."""
+        ...

@@ -1,0 +1,62 @@
+"""Errors that a user can act on: one line, an exit code, no traceback.
+
+Every error names what was given, what is legal and what to do. `cnnexp.__main__` prints it as
+`cnnexp: error: ...` and leaves with `exit_code`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class CnnexpError(Exception):
+    """Base of all errors meant for the user."""
+
+    exit_code = 1
+
+
+class ConfigError(CnnexpError):
+    """A config key is unknown, of the wrong type, or holds an illegal value."""
+
+    exit_code = 2
+
+
+class NetworkError(ConfigError):
+    """The layers do not fit each other, their input, or the loss."""
+
+
+class DataError(CnnexpError):
+    """A data set is missing, truncated, altered or malformed."""
+
+    exit_code = 3
+
+
+class BackendUnavailable(CnnexpError):
+    """The machine lacks what the chosen backend needs."""
+
+    exit_code = 4
+
+
+class TrackingError(CnnexpError):
+    """The tracking store cannot be opened or written."""
+
+    exit_code = 5
+
+
+class CheckpointError(CnnexpError):
+    """A checkpoint is missing, damaged, or of another network."""
+
+    exit_code = 6
+
+
+class Diverged(CnnexpError):
+    """The loss is no longer a finite number."""
+
+    exit_code = 7
+
+
+def did_you_mean(given: str, legal: Iterable[str]) -> str:
+    """Return `; did you mean 'x'?` for the nearest legal name, or an empty string."""
+    close = difflib.get_close_matches(given, list(legal), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
