@@ -32,6 +32,7 @@ class Program(Protocol):
     """A network compiled for training at one batch size."""
 
     network: Network
+    loss: Loss
     optimizer: Optimizer
     batch_size: int
     compile_s: float

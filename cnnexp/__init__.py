@@ -1,0 +1,35 @@
+"""cnnexp: train convolutional networks with hand-written kernels, and measure how much faster each one is.
+
+The names below are the Python API; `python -m cnnexp` puts the same pieces together from config. They are imported when
+first used, so `import cnnexp` costs nothing and needs neither Hydra, MLflow, Numba nor a GPU.
+"""
+
+from importlib import import_module as _import_module
+
+_HOMES = {
+    "cnnexp.backends": ("backend",),
+    "cnnexp.datasets": ("Dataset", "Digits", "FashionMnist", "Fer2013", "Images", "Mnist", "Npz", "Quadrants", "Split")
+    + ("Synthetic",),
+    "cnnexp.errors": ("CnnexpError",),
+    "cnnexp.losses": ("Loss", "Totals"),
+    "cnnexp.models": ("Custom", "Ffn", "Knm", "OneConv", "TwoConvMlp", "TwoConvPool4"),
+    "cnnexp.network": ("AvgPool2d", "Conv2d", "Flatten", "Linear", "MaxPool2d", "Network", "ReLU", "Sigmoid"),
+    "cnnexp.optimizers": ("SGD", "Adadelta", "Adagrad", "AdaMax", "Adam", "AdamW", "RMSprop"),
+    "cnnexp.schedules": ("Constant", "Cosine", "Step"),
+    "cnnexp.speedup": ("Baseline",),
+    "cnnexp.train": ("EpochResult", "train"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__version__ = "0.1.0"
+__all__ = sorted(_HOME_OF)  # noqa: PLE0605
+
+
+def __getattr__(name: str):
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'cnnexp' has no attribute {name!r}")
+    return getattr(_import_module(_HOME_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]
