@@ -12,7 +12,6 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import hydra

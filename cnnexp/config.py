@@ -8,14 +8,15 @@ vocabulary, and every mistake is one `ConfigError` line that names the key, the 
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import math
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from cnnexp.backends import BACKENDS, backend_class
+from cnnexp.datasets import DATASETS, Source
 from cnnexp.errors import ConfigError, did_you_mean
 from cnnexp.models import MODELS, Model
 from cnnexp.optimizers import OPTIMIZERS, Optimizer
@@ -116,7 +117,7 @@ class Settings:
     model: Model
     backend: Backend
     optimizer: Optimizer
-    dataset: Any
+    dataset: Source
     trainer: Trainer
     tracking: Tracking
     sweep: Sweep
@@ -132,9 +133,6 @@ def load(values: Mapping[str, Any]) -> Settings:
         ConfigError: an unknown section or key, a wrong type, an illegal value.
         BackendUnavailable: this machine cannot run the chosen backend.
     """
-    from cnnexp.backends import BACKENDS
-    from cnnexp.datasets import DATASETS
-
     _refuse_targets(values, "")
     sections = [field.name for field in dataclasses.fields(Settings)]
     _check_names("", values, sections, required=sections)
@@ -149,7 +147,7 @@ def load(values: Mapping[str, Any]) -> Settings:
         tracking=build(Tracking, values["tracking"], "tracking"),
         sweep=build(Sweep, values["sweep"], "sweep"),
         # last, since importing its compiler takes longest
-        backend=_named(BACKENDS, values["backend"], "backend"),
+        backend=_named(BACKENDS, values["backend"], "backend", backend_class),
     )
 
 
@@ -255,16 +253,13 @@ def _tagged(classes: Mapping[str, type], value: Any, key: str) -> Any:
     return build(classes[kind], value, key, tag="type")
 
 
-def _named(registry: Mapping[str, type | str], values: Mapping[str, Any], group: str) -> Any:
-    """Make the object that `values["name"]` picks from a registry; "module:Class" entries are imported now."""
+def _named(registry: Mapping[str, Any], values: Mapping[str, Any], group: str, lookup: Callable | None = None) -> Any:
+    """Make the object that `values["name"]` picks from a registry; `lookup` gets its class from the name."""
     name = values.get("name")
     if name not in registry:
         near = did_you_mean(str(name), registry)
         raise ConfigError(f"{group}.name={show(name)}: unknown; legal: {', '.join(registry)}{near}")
-    cls = registry[name]
-    if isinstance(cls, str):
-        module, _, attribute = cls.partition(":")
-        cls = getattr(importlib.import_module(module), attribute)
+    cls = lookup(name) if lookup else registry[name]
     return build(cls, values, group, tag="name")
 
 
