@@ -84,15 +84,19 @@ class Baseline:
         return Comparison(median, self._images, count, median / seconds_per_image)
 
     def _affordable_images(self, batch: np.ndarray, rate: float) -> int:
-        """Return how many images of a batch fit the budget, growing the batch tenfold until that is known."""
+        """Return how many images of a batch fit the budget.
+
+        A step has fixed costs, so seconds per image fall as the batch grows: each guess from fewer images is too low,
+        never too high, and the guesses grow until one is exact.
+        """
         count = 1
         while True:
-            self._time(batch[:count], rate)  # warm caches at this size; not counted
+            self._time(batch[:count], rate)  # warms caches at this size; not counted
             seconds = self._time(batch[:count], rate)
             affordable = int(count * self._budget_s / seconds) if seconds > 0 else len(batch)
-            if count == len(batch) or affordable < 10 * count:
-                return max(1, min(len(batch), affordable))
-            count = min(10 * count, len(batch))
+            if count == len(batch) or affordable <= count:
+                return count
+            count = min(affordable, len(batch))
 
     def _time(self, batch: np.ndarray, rate: float) -> float:
         started = self._clock()

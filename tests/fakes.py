@@ -1,0 +1,53 @@
+"""A clock that moves only when told, and a program whose steps cost what the test says."""
+
+import numpy as np
+
+from cnnexp import SGD, Flatten, Linear, Loss, Network, Totals
+
+
+class FakeClock:
+    """Call it for the seconds; `advance` moves it."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+    def advance(self, seconds):
+        self.now += seconds
+
+
+class FakeProgram:
+    """A `Program` that moves a fake clock by a cost per image and per step, and remembers what it was asked."""
+
+    def __init__(self, clock, per_image_s, per_step_s=0.0, batch_size=10, losses=None):
+        self.network = Network((2, 2, 1), (Flatten(), Linear(2)))
+        self.loss, self.optimizer, self.batch_size, self.compile_s = Loss.SOFTMAX_CROSS_ENTROPY, SGD(), batch_size, 0.0
+        self.clock, self.per_image_s, self.per_step_s = clock, per_image_s, per_step_s
+        self.losses = iter(losses) if losses else None
+        self.orders, self.rates, self.restored = [], [], []
+
+    def load(self, images, labels):
+        return images
+
+    def train(self, handle, order, rate):
+        self.orders.append(np.array(order))
+        self.rates.append(rate)
+        steps = -(-len(order) // self.batch_size)
+        self.clock.advance(self.per_image_s * len(order) + self.per_step_s * steps)
+        return Totals(next(self.losses) if self.losses else 1.0 * len(order), len(order), len(order))
+
+    def predict(self, handle):
+        self.clock.advance(100.0)  # evaluation must not count
+        return np.zeros((len(handle), 2), np.float32)
+
+    def state(self):
+        self.clock.advance(50.0)  # nor may copying the parameters
+        return {"parameters": np.zeros(self.network.parameter_count, np.float32)}
+
+    def restore(self, state):
+        self.restored.append(state)
+
+    def close(self):
+        pass
