@@ -1,0 +1,103 @@
+"""Facts of the machine and the code that a result depends on, for the record of a run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from cnnexp.backends.processor import cpu_name, usable_cores
+
+PACKAGES = ("numpy", "numba", "numba-cuda", "mlflow", "torch", "tensorflow", "keras")
+
+
+def checkout() -> Path | None:
+    """Return the root of the source checkout that this package runs from, None where it is installed."""
+    root = Path(__file__).resolve().parent.parent
+    return (
+        root
+        if (root / "pyproject.toml").is_file() and (root / "conf").is_dir()
+        else None
+    )
+
+
+def outputs_dir() -> Path:
+    """Return the absolute folder for what runs write: `outputs/` of the checkout, else of the working folder."""
+    return (checkout() or Path.cwd()) / "outputs"
+
+
+def machine_facts() -> dict[str, str]:
+    """Return what the machine is and how busy it was, by tag name."""
+    load = f"{os.getloadavg()[0]:.2f}" if hasattr(os, "getloadavg") else "unknown"
+    return {
+        "machine.host": platform.node(),
+        "machine.cpu": cpu_name(),
+        "machine.cores": str(usable_cores()),
+        "machine.load": load,
+        "machine.system": platform.platform(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python, cnnexp and the installed packages that compute, by tag name."""
+    found = {"version.python": platform.python_version()}
+    for package in ("cnnexp", *PACKAGES):
+        try:
+            found[f"version.{package}"] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def git_facts() -> dict[str, str]:
+    """Return `git.commit` and `git.dirty` of the checkout; nothing where there is no checkout or no git."""
+    root = checkout()
+    if root is None:
+        return {}
+    command = [
+        "git",
+        "-C",
+        str(root),
+        "status",
+        "--porcelain=v2",
+        "--branch",
+        "--untracked-files=no",
+    ]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=10, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return {}  # not a git checkout: a tarball, or no git installed
+    lines = done.stdout.splitlines()
+    commits = [
+        line.rpartition(" ")[2] for line in lines if line.startswith("# branch.oid ")
+    ]
+    return {
+        "git.commit": commits[0] if commits else "none",
+        "git.dirty": str(any(not line.startswith("#") for line in lines)).lower(),
+    }
+
+
+def config_hash(config: Mapping[str, Any]) -> str:
+    """Return 16 hex digits that name a config: equal for equal values, whatever the order of the keys.
+
+    Where and how a run is recorded does not change what it computes, so `tracking` and `sweep` are left out.
+    """
+    counted = {
+        key: value for key, value in config.items() if key not in ("tracking", "sweep")
+    }
+    return hashlib.sha256(json.dumps(counted, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def program_name() -> str:
+    """Return how the user started this program, for commands in messages."""
+    name = Path(sys.argv[0]).name
+    return "cnnexp" if name == "cnnexp" else "python -m cnnexp"

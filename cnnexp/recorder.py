@@ -1,0 +1,439 @@
+"""The record of a run, as the training process sees it: a journal in the run's folder, and MLflow at the other end of a pipe.
+
+Nothing here imports mlflow. `Recorder` starts `python -m cnnexp.tracking` and passes calls to it; `Run` turns results into
+metrics, tags and figures. Every call is first a line of `journal.jsonl`, so no failure of the store loses an epoch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import json
+import os
+import queue
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from cnnexp import environment
+from cnnexp.backends.protocol import Backend
+from cnnexp.datasets import Dataset
+from cnnexp.errors import Diverged, TrackingError
+from cnnexp.network import Network
+from cnnexp.train import EpochResult
+
+JOURNAL = "journal.jsonl"
+OPEN_ID = 0  # of the first call
+ANSWER_S = 180.0  # the recorder answers sooner, with an error if need be; after this it is called dead
+# Settings of MLflow's client in the recorder: give up after seconds, not after the four minutes of its defaults.
+CLIENT_SETTINGS = {
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
+    "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_LOGGING_LEVEL": "ERROR",
+}
+
+
+class Recorder:
+    """A process that writes runs to an MLflow store; started at once, ready some two seconds later.
+
+    Args:
+        uri: as `tracking.store_uri` returns it.
+        experiment: name of the MLflow experiment.
+    """
+
+    def __init__(self, uri: str, experiment: str) -> None:
+        self.uri = uri
+        self._ids = itertools.count(OPEN_ID)
+        self._answers: queue.SimpleQueue[str] = queue.SimpleQueue()
+        package_root = str(Path(__file__).resolve().parent.parent)
+        path = os.pathsep.join(
+            filter(None, [package_root, os.environ.get("PYTHONPATH")])
+        )
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "cnnexp.tracking"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # Ctrl-C is for the training process, which then ends the run here
+            env={**CLIENT_SETTINGS, **os.environ, "PYTHONPATH": path},
+        )
+        threading.Thread(target=self._listen, daemon=True).start()
+        self.ask("open", uri=uri, experiment=experiment)
+        self.post("draw", kind="warm_up")
+
+    def ask(self, method: str, /, **arguments: Any) -> Callable[[], Any]:
+        """Call a method of `tracking.Store`; return a function that waits for its value.
+
+        That function raises TrackingError where the store could not be opened, the method raised, or the recorder died.
+        """
+        call_id = next(self._ids)
+        self._send(call_id, method, arguments)
+        return functools.partial(self._receive, call_id)
+
+    def call(self, method: str, /, **arguments: Any) -> Any:
+        """Call a method of `tracking.Store` and return its value; raises as `ask`."""
+        return self.ask(method, **arguments)()
+
+    def post(self, method: str, /, **arguments: Any) -> None:
+        """Call a method of `tracking.Store` without waiting for it."""
+        self._send(None, method, arguments)
+
+    def close(self) -> None:
+        """Let the recorder finish and end. Idempotent."""
+        with contextlib.suppress(BrokenPipeError):  # it is dead already
+            self._process.stdin.close()
+        self._process.wait(ANSWER_S)
+
+    def _send(
+        self, call_id: int | None, method: str, arguments: Mapping[str, Any]
+    ) -> None:
+        try:
+            self._process.stdin.write(json.dumps([call_id, method, arguments]) + "\n")
+            self._process.stdin.flush()
+        except (BrokenPipeError, ValueError) as error:
+            raise TrackingError(
+                f"tracking.uri={self.uri}: the recorder process has died"
+            ) from error
+
+    def _receive(self, call_id: int) -> Any:
+        deadline = time.monotonic() + ANSWER_S
+        while True:
+            try:
+                line = self._answers.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                line = ""
+            if not line:
+                raise TrackingError(
+                    f"tracking.uri={self.uri}: the recorder process has died"
+                )
+            answered, value, error = json.loads(line)
+            # an earlier answer is of a call whose wait was interrupted, or of `open`, whose failure is everyone's
+            if error is not None and answered in (call_id, OPEN_ID):
+                raise TrackingError(error)
+            if answered == call_id:
+                return value
+
+    def _listen(self) -> None:
+        for line in self._process.stdout:
+            self._answers.put(line)
+        self._answers.put("")  # the end
+
+
+class Run:
+    """Context manager: one run's journal, MLflow record and figures.
+
+    Leaving the block ends the run: FINISHED, KILLED after Ctrl-C or SIGTERM, FAILED after any other exception, which
+    goes on to the caller.
+
+    Args:
+        folder: where the journal, the figures and the model go; made here.
+        config: the resolved config, section -> key -> value, with secrets left out.
+        overrides: what the user typed, e.g. `["model.filters=32"]`; part of the name.
+        recorder: None records in the folder alone.
+        name: None makes one up from the config.
+        parent: id of the sweep's MLflow run.
+        contended: whether other runs compute at the same time; then no speedup is claimed.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: Mapping[str, Mapping[str, Any]],
+        overrides: Sequence[str] = (),
+        recorder: Recorder | None = None,
+        name: str | None = None,
+        parent: str | None = None,
+        contended: bool = False,
+    ) -> None:
+        self.folder = Path(folder)
+        self.name = name or default_name(config, overrides)
+        self.id: str | None = None
+        self.epochs: list[EpochResult] = []
+        self._config, self._recorder, self._parent, self._contended = (
+            config,
+            recorder,
+            parent,
+            contended,
+        )
+        self._begun: Callable[[], str] | None = None
+        self._dataset: Dataset | None = None
+        self._artifacts: list[tuple[str, str | None]] = []
+        self._metrics: dict[str, float] = {}
+        self._lost: TrackingError | None = None
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._journal = open(self.folder / JOURNAL, "w", encoding="utf-8")  # noqa: SIM115, closed by __exit__
+        self._note(
+            "job",
+            name=self.name,
+            overrides=list(overrides),
+            config=config,
+            config_hash=environment.config_hash(config),
+            contended=contended,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def begin(self, dataset: Dataset, network: Network, backend: Backend) -> None:
+        """Ask for an MLflow run, once the data is there and the backend made; `wait` for it after compiling."""
+        self._dataset = dataset
+        self._metrics["model/parameters"] = network.parameter_count
+        call = {
+            "name": self.name,
+            "params": flatten(self._config),
+            "tags": {
+                "kind": "run",
+                **{
+                    group: str(self._config[group]["name"])
+                    for group in ("backend", "model", "dataset", "optimizer")
+                },
+                "seed": str(self._config["trainer"]["seed"]),
+                "device": backend.device,
+                "threads": str(backend.threads),
+                "config_hash": environment.config_hash(self._config),
+                "timing.contended": str(self._contended).lower(),
+            },
+            "dataset": {
+                "name": dataset.name,
+                "sha256": dataset.sha256,
+                "source": dataset.source,
+                "profile": {
+                    name: len(split.labels)
+                    for name in ("train", "test", "validation")
+                    if (split := getattr(dataset, name)) is not None
+                },
+            },
+            "parent": self._parent,
+        }
+        self._note("begin", **call)
+        if self._recorder is not None:
+            self._begun = self._recorder.ask("begin", **call)
+
+    def wait(self) -> None:
+        """Return once the store has the run, so that nothing but training runs while training is timed.
+
+        Raises:
+            TrackingError: the store cannot be opened or written.
+        """
+        if self._begun is not None:
+            begun, self._begun = self._begun, None
+            self.id = begun()
+
+    def epoch(self, result: EpochResult) -> None:
+        """Record one epoch."""
+        self.wait()
+        self.epochs.append(result)
+        self._log(epoch_metrics(result, self._contended), result.epoch)
+
+    def summarize(self, metrics: Mapping[str, float]) -> None:
+        """Add metrics that are recorded once, e.g. `{"time/compile_s": 1.2}`."""
+        self._metrics.update(metrics)
+
+    def add_artifact(self, path: Path, target: str | None = None) -> None:
+        """Store a file or folder with the run when it ends, under the folder `target` of its artifacts."""
+        self._artifacts.append((str(path), target))
+
+    def __exit__(self, kind, error, traceback) -> None:
+        status = _status(error)
+        tags = {} if error is None else {"error": _one_line(error)}
+        if isinstance(error, Diverged):
+            tags["diverged"] = "true"
+        try:
+            if self.epochs:
+                self.summarize(summary(self.epochs, self._contended))
+                self._log(self._metrics, self.epochs[-1].epoch)
+            self._finish(status, tags)
+        finally:
+            self._note("finish", status=status, tags=tags, metrics=self._metrics)
+            self._journal.close()
+        if self._lost is not None and error is None:
+            raise self._lost
+
+    def _finish(self, status: str, tags: dict[str, str]) -> None:
+        self.wait()
+        if self.id is None:
+            return
+        if status == "FINISHED":
+            self._artifacts += self._figures()
+        config = self.folder / "config.json"
+        config.write_text(json.dumps(self._config, indent=2) + "\n", encoding="utf-8")
+        artifacts = [(str(config), None), *self._artifacts]
+        try:
+            self._recorder.call(
+                "finish", run_id=self.id, status=status, tags=tags, artifacts=artifacts
+            )
+        except TrackingError as lost:
+            self._lost = TrackingError(
+                f"{lost}; all {len(self.epochs)} epochs are in {self.folder / JOURNAL}"
+            )
+
+    def _figures(self) -> list[tuple[str, str]]:
+        """Let the recorder draw, since it has matplotlib loaded; return its files."""
+        predictions = self.folder / "predictions.npz"
+        np.savez_compressed(
+            predictions,
+            labels=self._dataset.test.labels,
+            predicted=predicted_classes(self.epochs[-1].scores),
+        )
+        folder = self.folder / "figures"
+        self._recorder.call(
+            "draw",
+            kind="draw_run",
+            folder=str(folder),
+            epochs=[
+                {"epoch": e.epoch, **epoch_metrics(e, self._contended)}
+                for e in self.epochs
+            ],
+            baseline_s=[_baseline_epoch_s(e) for e in self.epochs],
+            predictions=str(predictions),
+            classes=list(self._dataset.classes),
+            title=self.name,
+        )
+        return [(str(folder), "figures"), (str(predictions), None)]
+
+    def _log(self, metrics: Mapping[str, float], step: int) -> None:
+        call = {"metrics": metrics, "step": step, "time_ms": int(time.time() * 1000)}
+        self._note("log", **call)
+        if self.id is None or self._lost is not None:
+            return
+        try:
+            self._recorder.post("log", run_id=self.id, **call)
+        except TrackingError as lost:
+            self._lost = TrackingError(
+                f"{lost}; the epochs are in {self.folder / JOURNAL}"
+            )
+
+    def _note(self, event: str, **facts: Any) -> None:
+        self._journal.write(json.dumps({"event": event, **facts}) + "\n")
+        self._journal.flush()
+
+
+def read_journal(folder: Path) -> dict[str, Any]:
+    """Return what the journal of a run's folder tells.
+
+    Returns:
+        The facts of its `job` line (name, overrides, config, config_hash, contended), with `status` (DIED if it never
+        ended), `error` (or None), `metrics` (the final ones) and `epochs` (a list of metrics by name).
+    """
+    facts: dict[str, Any] = {
+        "status": "DIED",
+        "error": "the process died",
+        "metrics": {},
+        "epochs": [],
+    }
+    for line in (Path(folder) / JOURNAL).read_text(encoding="utf-8").splitlines():
+        entry = json.loads(line)
+        match entry.pop("event"):
+            case "job":
+                facts.update(entry)
+            case "log":
+                facts["epochs"].append({"epoch": entry["step"], **entry["metrics"]})
+            case "finish":
+                facts.update(
+                    status=entry["status"],
+                    error=entry["tags"].get("error"),
+                    metrics=entry["metrics"],
+                )
+                facts["epochs"].pop()
+    return facts
+
+
+def epoch_metrics(result: EpochResult, contended: bool = False) -> dict[str, float]:
+    """Return one epoch's metrics by their MLflow names."""
+    metrics = {
+        "train/loss": result.train.mean_loss,
+        "train/accuracy": result.train.accuracy,
+        "test/loss": result.test.mean_loss,
+        "test/accuracy": result.test.accuracy,
+        "time/epoch_s": result.epoch_s,
+        "time/evaluate_s": result.evaluate_s,
+        "throughput/images_per_s": result.images_per_s,
+        "learning_rate": result.rate,
+    }
+    if result.validation is not None:
+        metrics["validation/loss"] = result.validation.mean_loss
+        metrics["validation/accuracy"] = result.validation.accuracy
+    if result.comparison is not None and not contended:
+        metrics["speedup/vs_baseline"] = result.comparison.speedup
+        metrics["speedup/baseline_images"] = result.comparison.images
+    return metrics
+
+
+def summary(epochs: Sequence[EpochResult], contended: bool = False) -> dict[str, float]:
+    """Return the metrics that are recorded once; "best" is by held-out accuracy, the first of equals."""
+    best = max(epochs, key=lambda result: result.held_out.accuracy)
+    metrics = {
+        "time/median_epoch_s": statistics.median(result.epoch_s for result in epochs),
+        "final/test_accuracy": epochs[-1].test.accuracy,
+        "best/test_accuracy": best.test.accuracy,
+    }
+    speedups = [
+        result.comparison.speedup for result in epochs if result.comparison is not None
+    ]
+    if speedups and not contended:
+        metrics["speedup/median"] = statistics.median(speedups)
+    return metrics
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Return the leaves of a config by dotted key, as Hydra would take them back; lists as JSON."""
+    flat: dict[str, str] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value if isinstance(value, str) else json.dumps(value)
+    return flat
+
+
+def default_name(
+    config: Mapping[str, Mapping[str, Any]], overrides: Sequence[str] = ()
+) -> str:
+    """Return e.g. `digits one_conv cpu-simd filters=32 seed=1`: the pieces, then what was changed in them."""
+    pieces = [str(config[group]["name"]) for group in ("dataset", "model", "backend")]
+    changed = [
+        override.split(".")[-1]
+        for override in overrides
+        if "." in override.partition("=")[0]
+        and not override.startswith(("tracking.", "sweep.", "hydra."))
+    ]
+    return " ".join([*pieces, *changed])
+
+
+def predicted_classes(scores: np.ndarray) -> np.ndarray:
+    """Return the class (N,) that scores (N, O) choose; one output is the probability of class 1."""
+    return (
+        (scores[:, 0] >= 0.5).astype(np.int32)
+        if scores.shape[1] == 1
+        else scores.argmax(axis=1)
+    )
+
+
+def _baseline_epoch_s(result: EpochResult) -> float | None:
+    """Return the seconds that the baseline would have needed for the whole epoch."""
+    return (
+        result.comparison.seconds_per_image * result.train.count
+        if result.comparison
+        else None
+    )
+
+
+def _status(error: BaseException | None) -> str:
+    if error is None:
+        return "FINISHED"
+    return "KILLED" if isinstance(error, KeyboardInterrupt | SystemExit) else "FAILED"
+
+
+def _one_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return text[0] if text else type(error).__name__
