@@ -1,0 +1,27 @@
+"""The backends by name. Nothing is imported until a name is asked for: no CUDA and no torch to import `cnnexp`."""
+
+from __future__ import annotations
+
+import importlib
+
+from cnnexp.errors import ConfigError, did_you_mean
+
+BACKENDS: dict[str, str] = {
+    "numpy": "numpy:Numpy",
+    "cpu": "cpu:Cpu",
+    "cpu-parallel": "cpu_parallel:CpuParallel",
+}
+"""Name, as in `conf/backend/`, to `module:Class` under `cnnexp.backends`."""
+
+
+def backend_class(name: str) -> type:
+    """Import and return the class of a backend.
+
+    Raises:
+        ConfigError: no backend has this name.
+        BackendUnavailable: the machine lacks what the backend's module needs.
+    """
+    if name not in BACKENDS:
+        raise ConfigError(f"backend={name!r}: unknown; legal: {', '.join(BACKENDS)}{did_you_mean(name, BACKENDS)}")
+    module, cls = BACKENDS[name].split(":")
+    return getattr(importlib.import_module(f"{__name__}.{module}"), cls)

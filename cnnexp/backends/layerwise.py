@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +23,17 @@ def as_float32(images: np.ndarray) -> np.ndarray:
     if images.dtype == np.uint8:
         return images.astype(np.float32) / np.float32(255)
     return np.ascontiguousarray(images, np.float32)
+
+
+def _in_scope(method):
+    """Run a method of `LayerwiseProgram` inside a new context of its scope."""
+
+    @functools.wraps(method)
+    def wrapped(self, *arguments):
+        with self._scope():
+            return method(self, *arguments)
+
+    return wrapped
 
 
 @dataclass(frozen=True)
@@ -39,6 +53,7 @@ class LayerwiseProgram:
     Args:
         ops: the layers' mathematics.
         release: called once by `close`.
+        scope: makes the context in which anything is computed, e.g. with a number of threads.
     """
 
     def __init__(
@@ -49,10 +64,12 @@ class LayerwiseProgram:
         optimizer: Optimizer,
         batch_size: int,
         release: Callable[[], None] = lambda: None,
+        scope: Callable[[], AbstractContextManager] = contextlib.nullcontext,
     ) -> None:
         check_loss(network, loss)
+        started = time.perf_counter()
         self.network, self.loss, self.optimizer, self.batch_size = network, loss, optimizer, batch_size
-        self._ops, self._release = ops, release
+        self._ops, self._release, self._scope = ops, release, scope
         self._update = ops.updater(optimizer)
         zeros = np.zeros(network.parameter_count, np.float32)
         self._parameters = ops.to_device(zeros.copy())
@@ -60,13 +77,13 @@ class LayerwiseProgram:
         self._slots = tuple(ops.to_device(zeros.copy()) for _ in optimizer.slots)
         self._step = 0
         self._buffers = _Buffers(ops, network, batch_size)
-        started = time.perf_counter()
         self._warm_up()
         self.compile_s = time.perf_counter() - started
 
     def load(self, images: np.ndarray, labels: np.ndarray) -> Split:
         return Split(self._ops.to_device(as_float32(images)), self._ops.to_device(labels.astype(np.int32)))
 
+    @_in_scope
     def train(self, handle: Split, order: np.ndarray, rate: float) -> Totals:
         ops, count = self._ops, len(order)
         order = ops.to_device(np.ascontiguousarray(order, np.int64))
@@ -77,16 +94,19 @@ class LayerwiseProgram:
             self._apply(rate)
         return _totals(ops.to_host(losses), ops.to_host(hits))
 
+    @_in_scope
     def gradients(self, handle: Split, indices: np.ndarray) -> tuple[Totals, np.ndarray]:
         ops, count = self._ops, len(indices)
         losses, hits = ops.empty((count,), np.float32), ops.empty((count,), np.uint8)
         self._gradients(handle, ops.to_device(np.ascontiguousarray(indices, np.int64)), losses, hits)
         return _totals(ops.to_host(losses), ops.to_host(hits)), ops.to_host(self._gradient)
 
+    @_in_scope
     def apply(self, gradient: np.ndarray, rate: float) -> None:
         self._ops.copy(gradient, self._gradient)
         self._apply(rate)
 
+    @_in_scope
     def predict(self, handle: Split) -> np.ndarray:
         ops = self._ops
         scores = np.empty((len(handle), *self.network.output_shape), np.float32)

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-import numpy as np
+import functools
+from dataclasses import dataclass
+from typing import ClassVar
 
+import numpy as np
+import threadpoolctl
+
+from cnnexp.backends.layerwise import LayerwiseProgram
+from cnnexp.backends.processor import cpu_name
 from cnnexp.backends.protocol import Update
 from cnnexp.losses import FUNCTIONS, Loss
+from cnnexp.network import Network
 from cnnexp.optimizers import Optimizer
 
 
@@ -153,3 +161,28 @@ def _inside(shape, size, stride, pads, out):
         for j in range(size):
             count += window(padded, i, j, stride, out)
     return count
+
+
+@functools.cache
+def _thread_pools() -> threadpoolctl.ThreadpoolController:
+    return threadpoolctl.ThreadpoolController()
+
+
+def one_blas_thread():
+    """Return a context in which BLAS uses one thread: what a backend calls its threads are all that it uses."""
+    return _thread_pools().limit(limits=1, user_api="blas")
+
+
+@dataclass(frozen=True)
+class Numpy:
+    """Matrix operations on one thread."""
+
+    name: ClassVar[str] = "numpy"
+    threads: ClassVar[int] = 1
+
+    @property
+    def device(self) -> str:
+        return cpu_name()
+
+    def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> LayerwiseProgram:
+        return LayerwiseProgram(NumpyOps(), network, loss, optimizer, batch_size, scope=one_blas_thread)

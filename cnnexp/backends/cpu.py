@@ -1,0 +1,120 @@
+"""`cpu`: the layers as sequential loops, compiled by Numba."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from cnnexp.backends import cpu_kernels
+from cnnexp.backends.layerwise import LayerwiseProgram
+from cnnexp.backends.processor import cpu_name
+from cnnexp.backends.protocol import Update
+from cnnexp.losses import Loss
+from cnnexp.network import Network
+from cnnexp.optimizers import Optimizer
+
+NO_VECTOR = np.empty(0, np.float32)
+NO_MATRIX = np.empty((0, 0), np.float32)
+NO_IMAGES = np.empty((1, 0, 0, 0), np.float32)
+
+
+class CpuOps:
+    """`Ops` (see `protocol`) on NumPy arrays, by the kernels of `cpu_kernels`, each compiled when first called.
+
+    Args:
+        parallel: compile the kernels for threads.
+    """
+
+    def __init__(self, parallel: bool) -> None:
+        self._parallel = parallel
+
+    def empty(self, shape, dtype):
+        return np.empty(shape, dtype)
+
+    def to_device(self, array):
+        return np.require(array, requirements="CW")
+
+    def to_host(self, array):
+        return array.copy()
+
+    def copy(self, source, target):
+        target[...] = source
+
+    def gather(self, images, labels, indices, x, t):
+        self._run(cpu_kernels.gather, _rows(images), labels, indices, _rows(x), t)
+
+    def conv2d(self, x, w, b, stride, pads, y):
+        self._run(cpu_kernels.conv2d, x, w, NO_VECTOR if b is None else b, stride, *pads, y)
+
+    def conv2d_backward(self, x, w, dy, stride, pads, dx, dw, db):
+        dx, db = NO_IMAGES if dx is None else dx, NO_VECTOR if db is None else db
+        self._run(cpu_kernels.conv2d_backward, x, w, dy, stride, *pads, dx, dw, db)
+
+    def relu(self, x, y):
+        self._run(cpu_kernels.relu, _rows(x), _rows(y))
+
+    def relu_backward(self, y, dy, dx):
+        self._run(cpu_kernels.relu_backward, _rows(y), _rows(dy), _rows(dx))
+
+    def sigmoid(self, x, y):
+        self._run(cpu_kernels.sigmoid, _rows(x), _rows(y))
+
+    def sigmoid_backward(self, y, dy, dx):
+        self._run(cpu_kernels.sigmoid_backward, _rows(y), _rows(dy), _rows(dx))
+
+    def max_pool(self, x, size, stride, pads, y, argmax):
+        self._run(cpu_kernels.max_pool, x, size, stride, *pads, y, argmax)
+
+    def max_pool_backward(self, argmax, dy, size, stride, pads, dx):
+        self._run(cpu_kernels.max_pool_backward, argmax, dy, size, stride, *pads, dx)
+
+    def avg_pool(self, x, size, stride, pads, y):
+        self._run(cpu_kernels.avg_pool, x, size, stride, *pads, y)
+
+    def avg_pool_backward(self, dy, size, stride, pads, dx):
+        self._run(cpu_kernels.avg_pool_backward, dy, size, stride, *pads, dx)
+
+    def linear(self, x, w, b, y):
+        self._run(cpu_kernels.linear, x, w, NO_VECTOR if b is None else b, y)
+
+    def linear_backward(self, x, w, dy, dx, dw, db):
+        dx, db = NO_MATRIX if dx is None else dx, NO_VECTOR if db is None else db
+        self._run(cpu_kernels.linear_backward, x, w, dy, dx, dw, db)
+
+    def loss(self, loss: Loss, scores, labels, scale, d_scores, losses, hits):
+        kernel = getattr(cpu_kernels, loss.value)
+        self._run(kernel, scores, labels, np.float32(scale), d_scores, losses, hits)
+
+    def updater(self, optimizer: Optimizer) -> Update:
+        compiled = cpu_kernels.compile_update(optimizer, self._parallel)
+
+        def update(w, g, slots, rate, step):
+            s, t = (*slots, NO_VECTOR, NO_VECTOR)[:2]
+            compiled(w, g, s, t, np.float32(rate), *optimizer.constants(step))
+
+        return update
+
+    def _run(self, kernel: cpu_kernels.Kernel, *arguments) -> None:
+        kernel.compiled(self._parallel)(*arguments)
+
+
+def _rows(array: np.ndarray) -> np.ndarray:
+    """Return (N, ...) as (N, D), a view."""
+    return array.reshape(array.shape[0], -1)
+
+
+@dataclass(frozen=True)
+class Cpu:
+    """Numba on one thread: the baseline of every speedup."""
+
+    name: ClassVar[str] = "cpu"
+    threads: ClassVar[int] = 1
+
+    @property
+    def device(self) -> str:
+        return cpu_name()
+
+    def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> LayerwiseProgram:
+        return LayerwiseProgram(CpuOps(parallel=False), network, loss, optimizer, batch_size)

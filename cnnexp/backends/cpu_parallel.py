@@ -1,0 +1,74 @@
+"""`cpu-parallel`: the loops of `cpu`, with the images of a batch shared among threads."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numba
+
+from cnnexp.backends.cpu import CpuOps
+from cnnexp.backends.layerwise import LayerwiseProgram
+from cnnexp.backends.processor import cpu_name, resolve_threads
+from cnnexp.errors import ConfigError
+from cnnexp.losses import Loss
+from cnnexp.network import Network
+from cnnexp.optimizers import Optimizer
+
+
+@functools.cache
+def choose_threading_layer() -> None:
+    """Let Numba use OpenMP, whose parallel regions start fastest, or its own work queue where it is missing.
+
+    It counts until the process runs its first parallel kernel; a layer that already runs stays.
+    """
+    try:
+        importlib.import_module("numba.np.ufunc.omppool")
+        numba.config.THREADING_LAYER = "omp"
+    except ImportError:
+        numba.config.THREADING_LAYER = "workqueue"
+
+
+@contextlib.contextmanager
+def numba_threads(count: int) -> Iterator[None]:
+    """Let parallel kernels use `count` threads, then as many as before: programs of a process do not share a count."""
+    before = numba.get_num_threads()
+    numba.set_num_threads(count)
+    try:
+        yield
+    finally:
+        numba.set_num_threads(before)
+
+
+@dataclass(frozen=True)
+class CpuParallel:
+    """Numba on several threads.
+
+    Attributes:
+        threads: 1 to the usable cores; all of them if None.
+    """
+
+    name: ClassVar[str] = "cpu-parallel"
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        threads = resolve_threads(self.threads)
+        if threads > numba.config.NUMBA_NUM_THREADS:
+            raise ConfigError(
+                f"backend.threads={threads}: must be at most {numba.config.NUMBA_NUM_THREADS}, "
+                "the environment variable NUMBA_NUM_THREADS; unset it"
+            )
+        object.__setattr__(self, "threads", threads)
+
+    @property
+    def device(self) -> str:
+        return cpu_name()
+
+    def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> LayerwiseProgram:
+        choose_threading_layer()
+        scope = functools.partial(numba_threads, self.threads)
+        return LayerwiseProgram(CpuOps(parallel=True), network, loss, optimizer, batch_size, scope=scope)
