@@ -211,7 +211,7 @@ def convert(value: Any, hint: Any, key: str) -> Any:
         return origin(convert(item, args[0], f"{key}[{i}]") for i, item in enumerate(value))
     if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
         return build(hint, value, key)
-    if hint is Any or hint in (str, bool, type(None)) and isinstance(value, hint):
+    if hint is Any or (hint in (str, bool, type(None)) and isinstance(value, hint)):
         return value
     if hint is int and _is_number(value, int):
         return value

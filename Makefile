@@ -1,0 +1,53 @@
+# All of it runs in .venv, made on first use and installed again only when pyproject.toml or constraints.txt changed.
+
+PYTHON ?= python3
+ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help train test lint ui bench gpu-check torch clean
+
+help: ## list these targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+train: $(VENV)/.core ## train: make train ARGS="model=two_conv_mlp trainer.epochs=3"
+	$(BIN)/python -m cnnexp $(ARGS)
+
+test: $(VENV)/.dev ## run the tests: make test ARGS="-k config"
+	$(BIN)/python -m pytest -q -n 2 $(ARGS)
+
+lint: $(VENV)/.dev ## check format, style and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+ui: $(VENV)/.core ## look at the recorded runs in a browser
+	$(BIN)/cnnexp ui $(ARGS)
+
+bench: $(VENV)/.dev ## time the backends against each other
+	$(BIN)/python -m benchmarks $(ARGS)
+
+gpu-check: $(VENV)/.gpu ## hold the GPU backends to the oracle, on a real GPU
+	$(BIN)/python -m pytest -q tests/backends -k gpu $(ARGS)
+
+torch: $(VENV)/.dev ## add PyTorch, for backend=torch and for the tests that compare with it
+	$(PIP) "torch==2.13.0"
+
+clean: ## remove .venv and what tools left behind; outputs/ stays
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+$(VENV)/.core: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) --editable .
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.core
+	$(PIP) --editable ".[dev]"
+	touch $@
+
+$(VENV)/.gpu: $(VENV)/.dev
+	$(PIP) --editable ".[dev,gpu]"
+	touch $@
