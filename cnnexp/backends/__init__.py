@@ -10,6 +10,7 @@ BACKENDS: dict[str, str] = {
     "numpy": "numpy:Numpy",
     "cpu": "cpu:Cpu",
     "cpu-parallel": "cpu_parallel:CpuParallel",
+    "gpu-naive": "gpu_naive:GpuNaive",
 }
 """Name, as in `conf/backend/`, to `module:Class` under `cnnexp.backends`."""
 

@@ -123,16 +123,18 @@ def _check_index(index: int, count: int) -> None:
         raise ConfigError(f"backend.device={index}: must be 0 .. {count - 1}, the GPUs of this machine")
 
 
-def check_block(gpu: Gpu, block: int, tile: int) -> None:
-    """Raise ConfigError where a launch setting is more than the GPU allows."""
+def check_block(gpu: Gpu, block: int) -> None:
+    """Raise ConfigError where a block has more threads than the GPU allows."""
     if not 1 <= block <= gpu.block_threads:
-        raise ConfigError(
-            f"backend.block={block}: must be 1 .. {gpu.block_threads} threads, the limit of {gpu.name}"
-        )
+        raise ConfigError(f"backend.block={block}: must be 1 .. {gpu.block_threads} threads, the limit of {gpu.name}")
+
+
+def check_tile(gpu: Gpu, tile: int) -> None:
+    """Raise ConfigError where a tile of tile * tile threads is more than the GPU allows."""
     widest = math.isqrt(gpu.block_threads)
     if not 1 <= tile <= widest:
         raise ConfigError(
-            f"backend.tile={tile}: must be 1 .. {widest}; a tile has tile * tile threads and {gpu.name} allows "
+            f"backend.tile={tile}: must be 1 .. {widest}; a tile has tile * tile threads, {gpu.name} allows "
             f"{gpu.block_threads}"
         )
 

@@ -136,7 +136,7 @@ def sigmoid_backward(block: int) -> Kernel:
 @lru_cache(maxsize=None)
 def max_pool(sizes: PoolSizes, block: int) -> Kernel:
     """One thread per (n, u, v, c); the first largest pixel of the window."""
-    H, W, C, S, stride, top, left, U, V = _u32(sizes)
+    H, W, C, S, stride, top, left, U, V = unsigned(sizes)
 
     def max_pool(x, y, argmax, count):
         i = u32(cuda.grid(1))
@@ -163,7 +163,7 @@ def max_pool(sizes: PoolSizes, block: int) -> Kernel:
 @lru_cache(maxsize=None)
 def max_pool_backward(sizes: PoolSizes, block: int) -> Kernel:
     """One thread per input pixel, which adds up the windows whose argmax it is: no two threads write one element."""
-    H, W, C, S, stride, top, left, U, V = _u32(sizes)
+    H, W, C, S, stride, top, left, U, V = unsigned(sizes)
 
     def max_pool_backward(argmax, dy, dx, count):
         i = u32(cuda.grid(1))
@@ -192,7 +192,7 @@ def max_pool_backward(sizes: PoolSizes, block: int) -> Kernel:
 @lru_cache(maxsize=None)
 def avg_pool(sizes: PoolSizes, block: int) -> Kernel:
     """One thread per (n, u, v, c); the mean of the pixels that exist."""
-    H, W, C, S, stride, top, left, U, V = _u32(sizes)
+    H, W, C, S, stride, top, left, U, V = unsigned(sizes)
 
     def avg_pool(x, y, count):
         i = u32(cuda.grid(1))
@@ -217,7 +217,7 @@ def avg_pool(sizes: PoolSizes, block: int) -> Kernel:
 @lru_cache(maxsize=None)
 def avg_pool_backward(sizes: PoolSizes, block: int) -> Kernel:
     """One thread per input pixel, which adds up its share of every window that holds it."""
-    H, W, C, S, stride, top, left, U, V = _u32(sizes)
+    H, W, C, S, stride, top, left, U, V = unsigned(sizes)
 
     def avg_pool_backward(dy, dx, count):
         i = u32(cuda.grid(1))
@@ -333,5 +333,6 @@ def update(optimizer: Optimizer, block: int) -> Kernel:
     return Kernel(update, signature, block)
 
 
-def _u32(sizes: PoolSizes | ConvSizes) -> list[np.uint32]:
+def unsigned(sizes: PoolSizes | ConvSizes) -> list[np.uint32]:
+    """Return the sizes, in their order, as constants that a kernel takes for uint32."""
     return [u32(value) for value in vars(sizes).values()]

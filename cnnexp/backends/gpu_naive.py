@@ -344,9 +344,8 @@ def batch_bytes(network: Network, optimizer: Optimizer, batch_size: int) -> int:
         size = int(np.prod(stage.output_shape))
         if not isinstance(stage.layer, Flatten):  # it shares its input's buffers
             values += size * (3 if isinstance(stage.layer, MaxPool2d) else 2)  # activation, gradient, argmax
-    scratch = SLICES * max(p.size for s in network.stages if isinstance(s.layer, Conv2d) for p in (s.weight,)) if any(
-        isinstance(s.layer, Conv2d) for s in network.stages
-    ) else 0
+    weights = [stage.weight.size for stage in network.stages if isinstance(stage.layer, Conv2d)]
+    scratch = SLICES * max(weights, default=0)
     return 4 * (values * batch_size + network.parameter_count * (2 + len(optimizer.slots)) + scratch)
 
 
