@@ -1,0 +1,245 @@
+"""What every data set is once loaded, and what every source of one shares: limits, checks and the hash."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from cnnexp.errors import ConfigError, DataError
+
+log = logging.getLogger(__name__)
+
+_OWN: tuple[Literal["C"], Literal["W"]] = ("C", "W")  # frameworks warn of arrays that they cannot write to
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """Images and their labels.
+
+    Attributes:
+        images: (N, H, W, C) or (N, D); uint8 that stands for value / 255, or float32.
+        labels: int32 (N,), 0 .. classes - 1.
+    """
+
+    images: np.ndarray
+    labels: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, rows: slice) -> Split:
+        return Split(self.images[rows], self.labels[rows])
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """Images to train on and images to test on; made by `build`, which checks them.
+
+    Attributes:
+        name: as in `conf/dataset/`.
+        train, test: the splits.
+        validation: what early stop and "best" look at instead of the test split, or None.
+        classes: one name per label.
+        source: where the images came from, for the record.
+        sha256: hash over the images and labels of all splits, as they are used.
+    """
+
+    name: str
+    train: Split
+    test: Split
+    validation: Split | None
+    classes: tuple[str, ...]
+    source: str
+    sha256: str
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Shape of one image, (H, W, C) or (D,)."""
+        return self.train.images.shape[1:]
+
+    @classmethod
+    def build(
+        cls,
+        name: str,
+        train: Split,
+        test: Split,
+        validation: Split | None = None,
+        *,
+        classes: tuple[str, ...],
+        source: str = "arrays",
+    ) -> Dataset:
+        """Check the splits, bring them to the dtypes of `Split`, and hash them.
+
+        Images may come as uint8 or as floats of any width and byte order, gray ones also as (N, H, W); labels as
+        integers of any width.
+
+        Raises:
+            DataError: counts differ, a label is out of range, a pixel is not finite, or a dtype or shape is not one
+                of these.
+        """
+        given = {"train": train, "test": test, "validation": validation}
+        splits = {key: _checked(f"{name}, {key}", s, len(classes)) for key, s in given.items() if s is not None}
+        shapes = {key: s.images.shape[1:] for key, s in splits.items()}
+        if len(set(shapes.values())) > 1:
+            raise DataError(f"{name}: the splits hold images of different shapes: {shapes}")
+        _warn_about_scale(name, splits["train"].images)
+        return cls(name, splits["train"], splits["test"], splits.get("validation"), classes, source, _sha256(splits))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Base of the sources; the fields of each are the keys of `conf/dataset/<name>.yaml`.
+
+    Attributes:
+        train_size: images to train on, the first of the training split; all if None.
+        test_size: images to test on, the first of the test split; all if None.
+        validation_size: images taken from the end of the whole training split; no validation split if None.
+    """
+
+    name: ClassVar[str]
+    train_size: int | None = None
+    test_size: int | None = None
+    validation_size: int | None = None
+
+    def __post_init__(self) -> None:
+        for key in ("train_size", "test_size", "validation_size"):
+            if getattr(self, key) is not None:
+                self._check_whole(key, 1)
+
+    def load(self) -> Dataset:
+        """Read the images.
+
+        Raises:
+            DataError: something is missing, damaged or malformed.
+            ConfigError: more images are asked for than there are.
+        """
+        raise NotImplementedError
+
+    def _check_whole(self, key: str, least: int, most: int | None = None) -> None:
+        value = getattr(self, key)
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if not whole or value < least or (most is not None and value > most):
+            bounds = f">= {least}" if most is None else f"{least} .. {most}"
+            raise ConfigError(f"dataset.{key}={value!r}: must be a whole number {bounds}")
+
+    def _check_given(self, key: str, what: str, example: str) -> None:
+        if getattr(self, key) is None:
+            raise ConfigError(f"dataset.{key}: not given; it is {what}, e.g. dataset.{key}={example}")
+
+    def _path(self, key: str) -> Path:
+        """Return the path that a field holds, with `~` expanded."""
+        return Path(getattr(self, key)).expanduser()
+
+    def _rows(self, train: int, test: int) -> tuple[slice, slice, slice | None]:
+        """Return which rows to train on, to test on and to validate on, of splits of these lengths.
+
+        Raises:
+            ConfigError: there are not so many.
+        """
+        held = self.validation_size or 0
+        self._check_limit("validation_size", train - 1, f"the training split has {train} images, one must stay")
+        kept = f", {held} of which are for validation" if held else ""
+        self._check_limit("train_size", train - held, f"the training split has {train} images{kept}")
+        self._check_limit("test_size", test, f"the test split has {test} images")
+        validation = slice(train - held, train) if held else None
+        return slice(0, self.train_size or train - held), slice(0, self.test_size or test), validation
+
+    def _check_limit(self, key: str, most: int, reason: str) -> None:
+        size = getattr(self, key)
+        if size is not None and size > most:
+            raise ConfigError(f"dataset.{key}={size}: {reason}; use at most {most}, or null")
+
+    def _dataset(self, train: Split, test: Split, classes: tuple[str, ...], source: str) -> Dataset:
+        """Apply the limits and build."""
+        _check_counts(f"{self.name}, train", train)  # before a limit hides what does not agree
+        _check_counts(f"{self.name}, test", test)
+        train_rows, test_rows, validation_rows = self._rows(len(train), len(test))
+        validation = train[validation_rows] if validation_rows else None
+        return Dataset.build(self.name, train[train_rows], test[test_rows], validation, classes=classes, source=source)
+
+
+def shown(path: Path | str | None) -> str:
+    """Return a path for an error message: quoted, and on one line whatever it holds."""
+    return repr(str(path))
+
+
+def reason_of(error: OSError) -> str:
+    """Return what the operating system says is wrong, in a few words."""
+    return (error.strerror or str(error) or type(error).__name__).lower()
+
+
+def _checked(where: str, split: Split, classes: int) -> Split:
+    """Return the split in the dtypes of `Split`, or raise DataError."""
+    images, labels = _checked_images(where, np.asarray(split.images)), np.asarray(split.labels)
+    if labels.ndim != 1 or labels.dtype.kind not in "iu":
+        raise DataError(
+            f"{where}: labels of type {labels.dtype} and shape {labels.shape}; must be one integer per image "
+            f"(for one-hot labels, their argmax over axis 1)"
+        )
+    _check_counts(where, split)
+    if not len(labels):
+        raise DataError(f"{where}: no images")
+    wrong = (labels < 0) | (labels >= classes)
+    if wrong.any():
+        raise DataError(
+            f"{where}: labels must be 0 .. {classes - 1} for {classes} classes; found {labels.min()} .. "
+            f"{labels.max()}, first wrong one at index {wrong.argmax()}"
+        )
+    return Split(images, np.require(labels, np.int32, _OWN))
+
+
+def _check_counts(where: str, split: Split) -> None:
+    if len(split.images) != len(split.labels):
+        raise DataError(f"{where}: {len(split.images)} images but {len(split.labels)} labels")
+
+
+def _checked_images(where: str, images: np.ndarray) -> np.ndarray:
+    """Return images as contiguous uint8 or float32, (N, H, W, C) or (N, D)."""
+    if images.dtype != np.uint8 and images.dtype.kind != "f":
+        raise DataError(f"{where}: images of type {images.dtype}; must be uint8 (0 .. 255) or floating point")
+    if images.ndim not in (2, 3, 4) or 0 in images.shape[1:]:
+        raise DataError(
+            f"{where}: images of shape {images.shape}; must be (N, height, width, channels), (N, height, width) or "
+            f"(N, features)"
+        )
+    if images.ndim == 3:
+        images = images[..., np.newaxis]
+    if images.dtype == np.uint8:
+        return np.require(images, requirements=_OWN)
+    with np.errstate(over="ignore"):  # a float64 too large for float32 becomes inf, reported below
+        images = np.require(images, np.float32, _OWN)
+    finite = np.isfinite(images)
+    if not finite.all():
+        first = tuple(int(i) for i in np.unravel_index(finite.argmin(), finite.shape))
+        raise DataError(f"{where}: {finite.size - finite.sum()} pixels are NaN or infinite, the first at index {first}")
+    return images
+
+
+def _warn_about_scale(name: str, images: np.ndarray) -> None:
+    """Log a warning where the pixels' range suggests that they were scaled twice, or never."""
+    low, high = images.min(), images.max()
+    advice = ""
+    if low == high:
+        advice = "all training pixels are equal: nothing can be learned"
+    elif images.dtype == np.uint8 and high <= 1:
+        advice = "uint8 pixels are divided by 255; multiply these by 255, or store them as float32"
+    elif images.dtype != np.uint8 and images.ndim == 4 and high > 10:
+        advice = "floating-point pixels are used as they are; divide these by 255, or store them as uint8"
+    if advice:
+        std = images.std(dtype=np.float64)
+        log.warning("%s: pixels from %g to %g, standard deviation %.3g: %s", name, low, high, std, advice)
+
+
+def _sha256(splits: dict[str, Split]) -> str:
+    digest = hashlib.sha256()
+    for key, split in splits.items():
+        for array in (split.images, split.labels):
+            array = np.ascontiguousarray(array)
+            digest.update(f"{key} {array.dtype} {array.shape} ".encode())
+            digest.update(array.data)
+    return digest.hexdigest()

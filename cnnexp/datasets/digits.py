@@ -1,0 +1,80 @@
+"""`digits`: the 1,797 handwritten digits that ship with scikit-learn (Alpaydin, Kaynak 1998), brought to 28x28."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+from cnnexp.datasets.base import Dataset, Source, Split, shown
+from cnnexp.errors import DataError
+
+SIDE = 28
+TRAINING = 1500  # of 1,797, after shuffling by seed
+BRIGHTEST = 16  # pixels are 0 .. 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Digits(Source):
+    """1,500 training and 297 test images, uint8 (N, 28, 28, 1); needs no network.
+
+    Attributes:
+        seed: which images are trained on and in which order, 0 .. 2**63 - 1.
+    """
+
+    name: ClassVar[str] = "digits"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_whole("seed", 0, 2**63 - 1)
+
+    def load(self) -> Dataset:
+        table = _read()
+        table = table[np.random.default_rng(self.seed).permutation(len(table))]
+        whole = Split(enlarge(table[:, :64].reshape(-1, 8, 8)), table[:, 64])
+        classes = tuple("0123456789")
+        return self._dataset(whole[:TRAINING], whole[TRAINING:], classes, "scikit-learn load_digits")
+
+
+def _read() -> np.ndarray:
+    """Return int64 (1797, 65): the 64 pixels of an image, then its label.
+
+    Reads the file that `sklearn.datasets.load_digits` reads; importing scikit-learn for it would add a second to the
+    start of every default run.
+    """
+    sklearn = importlib.util.find_spec("sklearn")
+    if sklearn is None or not sklearn.submodule_search_locations:
+        raise DataError("dataset=digits: needs scikit-learn, which holds the images; pip install scikit-learn")
+    path = Path(sklearn.submodule_search_locations[0], "datasets", "data", "digits.csv.gz")
+    try:
+        with gzip.open(path, "rt") as file:
+            table = np.loadtxt(file, delimiter=",").astype(np.int64)
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        raise DataError(f"{shown(path)}: {error}; install scikit-learn anew") from error
+    if table.shape != (1797, 65):
+        raise DataError(
+            f"{shown(path)}: altered: holds {table.shape} numbers, not (1797, 65); install scikit-learn anew"
+        )
+    return table
+
+
+def enlarge(images: np.ndarray) -> np.ndarray:
+    """Return 8x8 images of 0 .. 16 as uint8 (N, 28, 28, 1), interpolated linearly in both directions.
+
+    Pixel centres are aligned: row i of 28 lies at (i + 1/2) * 8/28 - 1/2 = (4 i - 5) / 14 of 8, so all weights are
+    fourteenths. In whole numbers the result, and so the hash of the data set, is the same on every machine.
+    """
+    at = np.clip(4 * np.arange(SIDE) - 5, 0, 14 * 7)
+    below = np.minimum(at // 14, 6)
+    weights = np.zeros((SIDE, 8), np.int64)
+    weights[np.arange(SIDE), below] = 14 * (below + 1) - at
+    weights[np.arange(SIDE), below + 1] = at - 14 * below
+    whole = 14 * 14 * BRIGHTEST
+    pixels = (weights @ images.astype(np.int64) @ weights.T * 255 + whole // 2) // whole
+    return pixels.astype(np.uint8)[..., np.newaxis]

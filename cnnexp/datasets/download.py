@@ -1,0 +1,116 @@
+"""Download a file once into the user's cache, from the first mirror that has it whole."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Self, TypeVar
+from urllib.parse import urlsplit
+
+from cnnexp.datasets.base import reason_of, shown
+from cnnexp.errors import DataError
+
+T = TypeVar("T")
+TIMEOUT_S = (5, 30)  # to connect, and between two packets
+CHUNK_BYTES = 1 << 16
+
+
+def fetch(dataset: str, name: str, mirrors: tuple[str, ...], read: Callable[[Path], T]) -> T:
+    """Return `read(path)` of the cached file, downloading it where it is missing or no longer whole.
+
+    A file enters the cache only after `read` accepted it, in one rename, so neither a cut connection nor a second
+    process can leave half a file there.
+
+    Args:
+        dataset: name of the data set and of its folder in the cache.
+        name: name of the file, under each mirror and in the cache.
+        mirrors: base URLs ending in a slash, tried in order.
+        read: reads and checks the file; raises DataError with what is wrong with it.
+
+    Raises:
+        DataError: no mirror gave a whole file; says why for each, and how to work offline.
+    """
+    import pooch  # type: ignore[import-untyped]  # only a download needs it
+
+    folder = Path(pooch.os_cache("cnnexp")) / dataset
+    cached = folder / name
+    if cached.exists():
+        try:
+            return read(cached)
+        except DataError:
+            pass  # damaged since: downloaded again below
+    problems = []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as partial:
+            for mirror in mirrors:
+                try:
+                    content = _download(mirror + name, Path(partial) / name, read)
+                except DataError as error:
+                    problems.append(f"{urlsplit(mirror).netloc}: {error}")
+                    continue
+                (Path(partial) / name).replace(cached)
+                return content
+    except OSError as error:
+        raise DataError(f"{dataset}: cannot write to the cache {shown(folder)}: {reason_of(error)}") from error
+    raise DataError(
+        f"{dataset}: cannot download {name} ({'; '.join(problems)}); "
+        f"to work offline, give the folder that holds the files: dataset.root=<folder>"
+    )
+
+
+def _download(url: str, path: Path, read: Callable[[Path], T]) -> T:
+    import pooch
+    import requests
+
+    try:
+        with _ProgressBar(path.name) as bar:
+            pooch.HTTPDownloader(progressbar=bar, chunk_size=CHUNK_BYTES, timeout=TIMEOUT_S)(url, str(path), None)
+    except requests.HTTPError as error:
+        raise DataError(str(error)) from error  # such as "404 Client Error: Not Found for url: ..."
+    except requests.Timeout as error:
+        raise DataError("no answer in time") from error
+    except requests.exceptions.ChunkedEncodingError as error:
+        raise DataError("the connection broke off") from error
+    except requests.RequestException as error:
+        raise DataError(f"no connection ({type(error).__name__})") from error
+    return read(path)
+
+
+class _ProgressBar:
+    """A rich bar on standard error, in the form that pooch drives; invisible where there is no terminal."""
+
+    def __init__(self, title: str) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+        console = Console(stderr=True)
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+        self._progress = Progress(*columns, console=console, disable=not console.is_terminal)
+        self._task = self._progress.add_task(title, total=None)
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.stop()
+
+    @property
+    def total(self) -> float | None:
+        """Size of the file in bytes; None or 0 where the server did not tell."""
+        return self._progress.tasks[self._task].total
+
+    @total.setter
+    def total(self, size: int) -> None:
+        self._progress.update(self._task, total=size or None)
+
+    def update(self, size: int) -> None:
+        self._progress.advance(self._task, size)
+
+    def reset(self) -> None:
+        self._progress.update(self._task, completed=0)
+
+    def close(self) -> None:
+        self._progress.refresh()

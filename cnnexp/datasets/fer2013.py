@@ -1,0 +1,101 @@
+"""`fer2013`: 35,887 faces with seven expressions (Goodfellow et al. 2013), 48x48, gray; chavan's second data set."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+from cnnexp.datasets.base import Dataset, Source, Split, reason_of, shown
+from cnnexp.errors import DataError
+
+SIDE = 48
+COLUMNS = ["emotion", "pixels", "Usage"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fer2013(Source):
+    """The published CSV: rows of Usage Training (28,709) are trained on, PrivateTest (3,589) tested on.
+
+    `validation_size` takes the first rows of PublicTest (3,589), the set that the competition kept for that.
+
+    Attributes:
+        path: the file `fer2013.csv`, with the columns emotion, pixels, Usage. Kaggle gives it to its users only.
+        verify: hold the number of rows of each Usage against the published ones.
+    """
+
+    name: ClassVar[str] = "fer2013"
+    rows: ClassVar[dict[str, int]] = {"Training": 28_709, "PublicTest": 3_589, "PrivateTest": 3_589}
+    classes: ClassVar[tuple[str, ...]] = ("angry", "disgust", "fear", "happy", "sad", "surprise", "neutral")
+
+    path: str | None = None
+    verify: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_given("path", "the file fer2013.csv from Kaggle's 2013 facial expression challenge", "fer2013.csv")
+
+    def load(self) -> Dataset:
+        where = f"dataset.path={shown(self.path)}"
+        try:
+            splits = _parse(self._path("path"))
+        except OSError as error:
+            raise DataError(f"{where}: {reason_of(error)}") from error
+        except (DataError, UnicodeDecodeError, csv.Error) as error:
+            raise DataError(f"{where}: {error}; is it the fer2013.csv that Kaggle published?") from error
+        for usage, expected in self.rows.items():
+            found = len(splits[usage])
+            if self.verify and found != expected:
+                raise DataError(
+                    f"{where}: truncated or altered: {found} rows of Usage {usage}, published were {expected}; "
+                    f"download it again, or take it as it is with dataset.verify=false"
+                )
+        train, test, public = splits["Training"], splits["PrivateTest"], splits["PublicTest"]
+        # its validation split is a set of its own, so nothing is held back from the training split
+        train_rows, test_rows, _ = replace(self, validation_size=None)._rows(len(train), len(test))
+        self._check_limit("validation_size", len(public), f"PublicTest has {len(public)} images")
+        validation = public[: self.validation_size] if self.validation_size else None
+        return Dataset.build(
+            self.name, train[train_rows], test[test_rows], validation, classes=self.classes, source=str(self.path)
+        )
+
+
+def _parse(path: Path) -> dict[str, Split]:
+    """Return one split per Usage."""
+    pixels = {usage: bytearray() for usage in Fer2013.rows}
+    labels: dict[str, list[int]] = {usage: [] for usage in Fer2013.rows}
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = csv.reader(file)
+        header = next(rows, [])
+        if header != COLUMNS:
+            raise DataError(f"begins with {','.join(header)[:60]!r}, expected {','.join(COLUMNS)!r}")
+        for row in rows:
+            usage, label, image = _parse_row(row, rows.line_num)
+            labels[usage].append(label)
+            pixels[usage] += image
+    shape = (-1, SIDE, SIDE, 1)
+    return {
+        usage: Split(np.frombuffer(pixels[usage], np.uint8).reshape(shape), np.array(labels[usage], np.int32))
+        for usage in pixels
+    }
+
+
+def _parse_row(row: list[str], line: int) -> tuple[str, int, bytes]:
+    """Return the Usage, label and pixels of a row."""
+    if len(row) != len(COLUMNS):
+        raise DataError(f"line {line}: {len(row)} columns, expected {len(COLUMNS)}")
+    emotion, text, usage = row
+    if usage not in Fer2013.rows:
+        raise DataError(f"line {line}: Usage is {usage[:30]!r}; legal: {', '.join(Fer2013.rows)}")
+    try:
+        label, image = int(emotion), bytes(map(int, text.split()))
+    except ValueError as error:
+        raise DataError(f"line {line}: emotion and pixels must be whole numbers, pixels 0 .. 255") from error
+    if len(image) != SIDE * SIDE:
+        raise DataError(f"line {line}: {len(image)} pixels, expected {SIDE} x {SIDE} = {SIDE * SIDE}")
+    if not 0 <= label < len(Fer2013.classes):
+        raise DataError(f"line {line}: emotion {label}; legal: 0 .. {len(Fer2013.classes) - 1}")
+    return usage, label, image

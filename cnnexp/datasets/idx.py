@@ -1,0 +1,177 @@
+"""The IDX format, and sets published as four IDX files: MNIST and those made in its form.
+
+Format (Y. LeCun's MNIST page): a magic number, 0x0000 then a byte for the element type then a byte for the number of
+dimensions; each dimension as a big-endian uint32; then the elements in C order.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import math
+import os
+import struct
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+from cnnexp.datasets.base import Dataset, Source, Split, reason_of, shown
+from cnnexp.datasets.download import fetch
+from cnnexp.errors import DataError
+
+UNSIGNED_BYTE = 0x08
+TYPES = {UNSIGNED_BYTE: "uint8", 0x09: "int8", 0x0B: "int16", 0x0C: "int32", 0x0D: "float32", 0x0E: "float64"}
+MAX_BYTES = 2**31  # MNIST has 47 million; a header that claims more than this is not believed
+
+
+def read_idx(path: Path, ndim: int) -> tuple[np.ndarray, str]:
+    """Read an IDX file of bytes, gzipped if its name ends in `.gz`.
+
+    Never reads more than its header announces, so a small file cannot unfold into a large one.
+
+    Args:
+        path: the file.
+        ndim: 3 for images, 1 for labels.
+
+    Returns:
+        The uint8 array and the sha256 of the (decompressed) file.
+
+    Raises:
+        DataError: what is wrong with the file; the caller adds which file it is.
+    """
+    try:
+        with _open(path) as file:
+            header = file.read(4 + 4 * ndim)
+            shape = _shape(header, ndim)
+            size = math.prod(shape)
+            body = file.read(size + 1)  # the byte too many tells of trailing ones, and makes gzip check its CRC
+    except EOFError as error:
+        raise DataError("truncated: the compressed data end early") from error
+    except (zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(f"damaged: {error}") from error
+    except OSError as error:
+        raise DataError(reason_of(error)) from error
+    if len(body) != size:
+        found = f"{len(body)} bytes follow" if len(body) < size else "more bytes follow"
+        raise DataError(f"truncated or altered: the header announces {'x'.join(map(str, shape))} = {size}, {found}")
+    digest = hashlib.sha256(header)
+    digest.update(body)
+    return np.frombuffer(body, np.uint8).reshape(shape), digest.hexdigest()
+
+
+def _open(path: Path):
+    if path.suffix != ".gz":
+        return path.open("rb")
+    with path.open("rb") as file:
+        start = file.read(32)
+    if not start.startswith(b"\x1f\x8b"):
+        html = b"<html" in start.lower() or b"<!doctype" in start.lower()
+        raise DataError(f"not gzip but {'a web page' if html else 'something else'}: it begins with {start[:15]!r}")
+    return gzip.open(path, "rb")
+
+
+def _shape(header: bytes, ndim: int) -> tuple[int, ...]:
+    expected = UNSIGNED_BYTE << 8 | ndim
+    if len(header) >= 4:
+        (magic,) = struct.unpack_from(">I", header)
+        kind, dimensions = magic >> 8, magic & 0xFF
+        if dimensions == ndim and kind in TYPES and kind != UNSIGNED_BYTE:
+            raise DataError(f"elements of type 0x{kind:02X} ({TYPES[kind]}); supported: 0x08 (uint8)")
+        if magic != expected:
+            raise DataError(f"found magic number 0x{magic:08X}, expected 0x{expected:08X} ({_contents(ndim)})")
+    if len(header) < 4 + 4 * ndim:
+        raise DataError(f"truncated: {len(header)} bytes, its header alone has {4 + 4 * ndim}")
+    shape = struct.unpack_from(f">{ndim}I", header, 4)
+    if not 0 < math.prod(shape) <= MAX_BYTES:
+        raise DataError(f"altered: the header announces {'x'.join(map(str, shape))} bytes; legal: 1 .. {MAX_BYTES}")
+    return shape
+
+
+def _contents(ndim: int) -> str:
+    return "images" if ndim == 3 else "labels"
+
+
+@dataclass(frozen=True)
+class IdxFile:
+    """One published file.
+
+    Attributes:
+        name: without `.gz`.
+        shape: of the published array.
+        sha256: of the decompressed file, or empty.
+        gz_md5: of the gzipped file, or empty.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    sha256: str = ""
+    gz_md5: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class IdxSet(Source):
+    """A set published as four IDX files; images uint8 (N, 28, 28, 1).
+
+    Attributes:
+        root: folder that holds the files, gzipped or not; None downloads them once, into the user's cache.
+        verify: hold each file against its published size and hash; False takes any set of this form (KMNIST, say).
+    """
+
+    root: str | None = None
+    verify: bool = True
+
+    mirrors: ClassVar[tuple[str, ...]]
+    files: ClassVar[tuple[IdxFile, ...]]
+    """Training images, training labels, test images, test labels."""
+    classes: ClassVar[tuple[str, ...]]
+
+    def load(self) -> Dataset:
+        read = self._download if self.root is None else self._find
+        train_images, train_labels, test_images, test_labels = (read(file) for file in self.files)
+        source = self.mirrors[0] if self.root is None else str(self.root)
+        return self._dataset(Split(train_images, train_labels), Split(test_images, test_labels), self.classes, source)
+
+    def _download(self, file: IdxFile) -> np.ndarray:
+        return fetch(self.name, f"{file.name}.gz", self.mirrors, lambda path: self._read(path, file))
+
+    def _find(self, file: IdxFile) -> np.ndarray:
+        root = self._path("root")
+        names = (file.name, f"{file.name}.gz")
+        try:
+            present = {entry.name for entry in os.scandir(root) if entry.is_file()}
+            problem = f"holds neither {names[0]} nor {names[1]}"
+        except OSError as error:
+            present, problem = set(), reason_of(error)
+        found = next((name for name in names if name in present), None)
+        if found is None:
+            raise DataError(
+                f"dataset.root={shown(self.root)}: {problem}; give the folder that holds the {self.name} files, "
+                f"or dataset.root=null to download them"
+            )
+        path = root / found
+        try:
+            return self._read(path, file)
+        except DataError as error:
+            expected = file.sha256 and f" (sha256 {file.sha256} once decompressed)"
+            raise DataError(f"{shown(path)}: {error}; download it again{expected}") from error
+
+    def _read(self, path: Path, file: IdxFile) -> np.ndarray:
+        """Return the file's array, or raise DataError with what is wrong with it."""
+        array, sha256 = read_idx(path, len(file.shape))
+        if not self.verify:
+            return array
+        if array.shape != file.shape:
+            raise DataError(f"holds an array of {array.shape}, the published one is {file.shape}")
+        if file.sha256 and sha256 != file.sha256:
+            raise DataError(f"altered: its content has sha256 {sha256}, the published one {file.sha256}")
+        if file.gz_md5 and path.suffix == ".gz" and (md5 := _md5(path)) != file.gz_md5:
+            raise DataError(f"altered or compressed anew: it has md5 {md5}, the published one {file.gz_md5}")
+        return array
+
+
+def _md5(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()

@@ -1,0 +1,158 @@
+"""`images`: a folder of pictures, one folder per class, read with Pillow."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+from cnnexp.datasets.base import Dataset, Source, Split, reason_of, shown
+from cnnexp.errors import ConfigError, DataError
+
+SUFFIXES = frozenset((".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"))
+MODES_OF_8_BITS = frozenset(("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr", "HSV", "LAB"))
+Labeled = tuple[Path, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Images(Source):
+    """Pictures as uint8 (N, H, W, 3), or (N, H, W, 1) where gray.
+
+    `root` holds a folder per class, named as the class; or it holds `train` and `test`, which hold these. Files of
+    other types than bmp, gif, jpeg, pgm, png, ppm, tiff and webp are left out, and so are hidden files. Order is
+    shuffled by seed, so a limit takes images of all classes. Transparency is dropped.
+
+    Attributes:
+        root: the folder.
+        height, width: pixels that every picture is resized to (bilinear); None keeps them, then all must agree.
+        grayscale: one channel instead of three.
+        test_fraction: share of each class that is tested on, > 0 and < 1; unused where `train` and `test` exist.
+        seed: which pictures are tested on and their order, 0 .. 2**63 - 1.
+    """
+
+    name: ClassVar[str] = "images"
+    root: str | None = None
+    height: int | None = None
+    width: int | None = None
+    grayscale: bool = False
+    test_fraction: float = 0.2
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_given("root", "the folder that holds a folder of pictures per class", "photos")
+        for key in ("height", "width"):
+            if getattr(self, key) is not None:
+                self._check_whole(key, 1)
+        self._check_whole("seed", 0, 2**63 - 1)
+        if not 0 < self.test_fraction < 1:
+            raise ConfigError(f"dataset.test_fraction={self.test_fraction!r}: must be > 0 and < 1")
+
+    def load(self) -> Dataset:
+        root = self._path("root")
+        folders = _folders(root)
+        if {"train", "test"} <= set(folders):
+            classes = _folders(root / "train")
+            train, test = (_list(root / name, classes) for name in ("train", "test"))
+        else:
+            classes = folders
+            train, test = self._hold_out(_list(root, classes))
+        rng = np.random.default_rng((self.seed, 1))
+        train, test = ([files[i] for i in rng.permutation(len(files))] for files in (train, test))
+        train_rows, test_rows, validation_rows = self._rows(len(train), len(test))
+        return Dataset.build(
+            self.name,
+            self._read_all(train[train_rows]),
+            self._read_all(test[test_rows]),
+            self._read_all(train[validation_rows]) if validation_rows else None,
+            classes=tuple(classes),
+            source=str(self.root),
+        )
+
+    def _hold_out(self, files: list[Labeled]) -> tuple[list[Labeled], list[Labeled]]:
+        """Split each class by seed, at least one picture on each side."""
+        rng = np.random.default_rng((self.seed, 0))
+        train: list[Labeled] = []
+        test: list[Labeled] = []
+        for label in sorted({label for _, label in files}):
+            members = [file for file in files if file[1] == label]
+            if len(members) < 2:
+                raise DataError(f"{shown(members[0][0].parent)}: holds one picture; a class needs two, to be split")
+            shuffled = [members[i] for i in rng.permutation(len(members))]
+            held = min(max(round(self.test_fraction * len(members)), 1), len(members) - 1)
+            test += shuffled[:held]
+            train += shuffled[held:]
+        return train, test
+
+    def _read_all(self, files: list[Labeled]) -> Split:
+        images: list[np.ndarray] = []
+        labels: list[int] = []
+        for path, label in files:
+            image = self._read(path)
+            if images and image.shape != images[0].shape:
+                raise DataError(
+                    f"{shown(path)} is {_size(image)} pixels and {shown(files[0][0])} {_size(images[0])}; "
+                    f"give the size they shall have: dataset.height=... dataset.width=..."
+                )
+            images.append(image)
+            labels.append(label)
+        return Split(np.stack(images), np.array(labels, np.int32))
+
+    def _read(self, path: Path) -> np.ndarray:
+        """Return a picture as uint8 (H, W, C)."""
+        from PIL import Image, ImageOps  # only this source needs it
+
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", Image.DecompressionBombWarning)
+                file = Image.open(path)
+            with file:
+                if file.mode not in MODES_OF_8_BITS:
+                    raise DataError(f"{shown(path)}: pixels of mode {file.mode}; convert it to 8 bits per channel")
+                picture = ImageOps.exif_transpose(file).convert("L" if self.grayscale else "RGB")
+        except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
+            raise DataError(f"{shown(path)}: more than {Image.MAX_IMAGE_PIXELS} pixels, refused") from error
+        except Image.UnidentifiedImageError as error:
+            raise DataError(f"{shown(path)}: not a picture that Pillow can read") from error
+        except (OSError, SyntaxError, ValueError) as error:
+            raise DataError(f"{shown(path)}: cannot be read as a picture: {error}") from error
+        size = (self.width or picture.width, self.height or picture.height)
+        if size != picture.size:
+            picture = picture.resize(size, Image.Resampling.BILINEAR)
+        return np.asarray(picture, np.uint8).reshape(size[1], size[0], -1)
+
+
+def _folders(folder: Path) -> list[str]:
+    """Return the names of the folders in a folder, sorted; hidden ones left out."""
+    try:
+        with os.scandir(folder) as entries:
+            names = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+    except OSError as error:
+        raise DataError(f"dataset.root: {shown(folder)}: {reason_of(error)}") from error
+    if len(names) < 2:
+        raise DataError(
+            f"dataset.root: {shown(folder)}: holds {len(names)} folders; it needs one per class, at least two"
+        )
+    return names
+
+
+def _list(folder: Path, classes: list[str]) -> list[Labeled]:
+    """Return the pictures of all classes, sorted by class and name."""
+    unknown = sorted(set(_folders(folder)) - set(classes))
+    if unknown:
+        raise DataError(f"{shown(folder)}: class {unknown[0]!r} is not among the training classes {', '.join(classes)}")
+    files = []
+    for label, name in enumerate(classes):
+        paths = sorted((folder / name).glob("**/*"))
+        files += [(p, label) for p in paths if p.suffix.lower() in SUFFIXES and not p.name.startswith(".")]
+        if not files or files[-1][1] != label:
+            raise DataError(f"{shown(folder / name)}: holds no pictures; legal: {' '.join(sorted(SUFFIXES))}")
+    return files
+
+
+def _size(image: np.ndarray) -> str:
+    return f"{image.shape[0]} x {image.shape[1]}"

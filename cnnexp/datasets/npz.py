@@ -1,0 +1,77 @@
+"""`npz`: your own arrays, from one NumPy `.npz` file; never unpickled."""
+
+from __future__ import annotations
+
+import zipfile
+import zlib
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from cnnexp.datasets.base import Dataset, Source, Split, reason_of, shown
+from cnnexp.errors import DataError
+
+ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Npz(Source):
+    """Arrays train_images, train_labels, test_images and test_labels, as `numpy.savez` writes them.
+
+    Images are uint8 (value / 255) or floats, (N, H, W, C), (N, H, W) or (N, D); labels are integers (N,) from 0.
+
+    Attributes:
+        path: the file.
+        classes: how many, >= 2; None for the largest training label + 1.
+    """
+
+    name: ClassVar[str] = "npz"
+    path: str | None = None
+    classes: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_given("path", "a file of arrays " + ", ".join(ARRAYS), "photos.npz")
+        if self.classes is not None:
+            self._check_whole("classes", 2)
+
+    def load(self) -> Dataset:
+        train_images, train_labels, test_images, test_labels = self._read()
+        count = self.classes or _largest(train_labels) + 1
+        classes = tuple(str(label) for label in range(max(count, 2)))
+        return self._dataset(
+            Split(train_images, train_labels), Split(test_images, test_labels), classes, str(self.path)
+        )
+
+    def _read(self) -> list[np.ndarray]:
+        where = f"dataset.path={shown(self.path)}"
+        path = self._path("path")
+        try:
+            if not zipfile.is_zipfile(path):
+                with path.open("rb"):  # for the reason, where it cannot be opened
+                    raise DataError(f"{where}: not a whole .npz file; write one with numpy.savez")
+            with np.load(path, allow_pickle=False) as file:
+                missing = [name for name in ARRAYS if name not in file]
+                if missing:
+                    found = ", ".join(file.files)[:200] or "nothing"
+                    raise DataError(f"{where}: holds no {missing[0]}, but {found}; needs {', '.join(ARRAYS)}")
+                return [_array(file, name) for name in ARRAYS]
+        except OSError as error:
+            raise DataError(f"{where}: {reason_of(error)}") from error
+        except (ValueError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
+            raise DataError(f"{where}: damaged: {error}") from error
+
+
+def _array(file, name: str) -> np.ndarray:
+    try:
+        return file[name]
+    except ValueError as error:
+        if "allow_pickle" in str(error):
+            raise DataError(f"{name} is an array of Python objects: pickled data refused") from error
+        raise
+
+
+def _largest(labels: np.ndarray) -> int:
+    """Return the largest label; labels that are no integers are refused later, with a reason."""
+    return int(labels.max()) if labels.size and labels.dtype.kind in "iu" else 1

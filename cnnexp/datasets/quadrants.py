@@ -1,0 +1,42 @@
+"""`quadrants`: points of the plane, told apart by the sign of x y (khandait, section III.A)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from cnnexp.datasets.base import Dataset, Source, Split
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quadrants(Source):
+    """Points drawn uniformly from [-1, 1]^2, float32 (N, 2): label 0 in quadrants I and III, 1 in II and IV.
+
+    Attributes:
+        train_size, test_size: how many points, >= 1; the paper does not say how many it drew.
+        validation_size: points drawn besides these; no validation split if None.
+        seed: of the draw, 0 .. 2**63 - 1.
+    """
+
+    name: ClassVar[str] = "quadrants"
+    train_size: int = 2000
+    test_size: int = 500
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_whole("train_size", 1)
+        self._check_whole("test_size", 1)
+        self._check_whole("seed", 0, 2**63 - 1)
+
+    def load(self) -> Dataset:
+        train = self._draw(0, self.train_size + (self.validation_size or 0))
+        test = self._draw(1, self.test_size)
+        return self._dataset(train, test, ("I and III", "II and IV"), f"generated, seed {self.seed}")
+
+    def _draw(self, stream: int, count: int) -> Split:
+        """Return `count` points; fewer are the first of more."""
+        points = np.random.default_rng((self.seed, stream)).uniform(-1, 1, (count, 2)).astype(np.float32)
+        return Split(points, (points[:, 0] * points[:, 1] < 0).astype(np.int32))

@@ -1,0 +1,65 @@
+"""`synthetic`: images of any size, one random pattern per class under noise, for timings and for tests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from cnnexp.datasets.base import Dataset, Source, Split
+from cnnexp.errors import ConfigError
+
+BLOCK = 4  # pixels; patterns are of square blocks, so that small kernels and pooling can see them
+
+
+@dataclass(frozen=True, kw_only=True)
+class Synthetic(Source):
+    """Images float32 (N, height, width, channels), each its class's pattern of 0s and 1s plus Gaussian noise.
+
+    Attributes:
+        height, width: pixels, >= 1.
+        channels: >= 1.
+        classes: >= 2; labels go round, so every class has as many images as the next, or one more.
+        train_size, test_size: how many images, >= 1.
+        validation_size: images made besides these; no validation split if None.
+        noise: standard deviation of the noise, >= 0, where patterns are 0 or 1.
+        seed: of patterns and noise, 0 .. 2**63 - 1.
+    """
+
+    name: ClassVar[str] = "synthetic"
+    height: int = 28
+    width: int = 28
+    channels: int = 1
+    classes: int = 10
+    train_size: int = 2000
+    test_size: int = 500
+    noise: float = 0.5
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key in ("height", "width", "channels", "train_size", "test_size"):
+            self._check_whole(key, 1)
+        self._check_whole("classes", 2)
+        self._check_whole("seed", 0, 2**63 - 1)
+        if not 0 <= self.noise < float("inf"):
+            raise ConfigError(f"dataset.noise={self.noise!r}: must be >= 0 and finite")
+
+    def load(self) -> Dataset:
+        blocks = (self.classes, -(-self.height // BLOCK), -(-self.width // BLOCK), self.channels)
+        patterns = np.random.default_rng((self.seed, 0)).integers(0, 2, blocks).astype(np.float32)
+        patterns = patterns.repeat(BLOCK, axis=1).repeat(BLOCK, axis=2)[:, : self.height, : self.width]
+        train = self._draw(1, patterns, self.train_size + (self.validation_size or 0))
+        test = self._draw(2, patterns, self.test_size)
+        classes = tuple(f"pattern {label}" for label in range(self.classes))
+        return self._dataset(train, test, classes, f"generated, seed {self.seed}")
+
+    def _draw(self, stream: int, patterns: np.ndarray, count: int) -> Split:
+        """Return `count` images; fewer are the first of more."""
+        labels = np.arange(count, dtype=np.int32) % self.classes
+        images = np.random.default_rng((self.seed, stream)).standard_normal((count, *patterns.shape[1:]), np.float32)
+        images *= np.float32(self.noise)
+        for label, pattern in enumerate(patterns):
+            images[label :: self.classes] += pattern
+        return Split(images, labels)

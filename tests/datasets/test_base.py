@@ -1,0 +1,160 @@
+"""Limits, checks and the hash that all sources share."""
+
+import logging
+import re
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+from cnnexp.datasets import Dataset, Source, Split
+from cnnexp.errors import ConfigError, DataError
+
+CLASSES = tuple("abc")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counting(Source):
+    """Ten training and four test images; image n is filled with n."""
+
+    name: ClassVar[str] = "counting"
+
+    def load(self):
+        return self._dataset(counting(10), counting(4), CLASSES, "test")
+
+
+def counting(count, dtype=np.uint8):
+    n = np.arange(count)
+    return Split(np.broadcast_to(n[:, None, None, None], (count, 2, 3, 1)).astype(dtype), n % 3)
+
+
+def values(split):
+    return split.images[:, 0, 0, 0].tolist()
+
+
+def build(images, labels, test=None):
+    return Dataset.build("own", Split(images, labels), test or counting(4), classes=CLASSES)
+
+
+def test_no_limits_give_everything():
+    dataset = Counting().load()
+    assert (values(dataset.train), values(dataset.test), dataset.validation) == (list(range(10)), [0, 1, 2, 3], None)
+    assert dataset.input_shape == (2, 3, 1)
+
+
+def test_limits_take_the_first_images_and_validation_the_last():
+    dataset = Counting(train_size=5, test_size=2, validation_size=3).load()
+    assert values(dataset.train) == [0, 1, 2, 3, 4]
+    assert values(dataset.validation) == [7, 8, 9]
+    assert values(dataset.test) == [0, 1]
+
+
+def test_validation_alone_leaves_the_rest_to_training():
+    dataset = Counting(validation_size=3).load()
+    assert values(dataset.train) == [0, 1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "parts"),
+    [
+        ({"train_size": 11}, ("dataset.train_size=11", "10 images")),
+        ({"test_size": 5}, ("dataset.test_size=5", "4 images")),
+        ({"train_size": 8, "validation_size": 3}, ("dataset.train_size=8", "10 images, 3 of which", "at most 7")),
+        ({"validation_size": 10}, ("dataset.validation_size=10", "10 images", "at most 9")),
+    ],
+)
+def test_more_than_there_is_names_both_numbers(sizes, parts):
+    with pytest.raises(ConfigError) as error:
+        Counting(**sizes).load()
+    assert all(part in str(error.value) for part in parts), error.value
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.5, True])
+@pytest.mark.parametrize("key", ["train_size", "test_size", "validation_size"])
+def test_sizes_are_whole_numbers_from_one(key, size):
+    with pytest.raises(ConfigError, match=rf"dataset\.{key}={size}: must be a whole number >= 1"):
+        Counting(**{key: size})
+
+
+def test_hash_depends_on_the_images_in_use_alone():
+    assert Counting().load().sha256 == Counting(train_size=10).load().sha256
+    different = [Counting(), Counting(train_size=9), Counting(test_size=3), Counting(validation_size=1)]
+    assert len({source.load().sha256 for source in different}) == 4
+
+
+def test_hash_sees_one_changed_pixel_and_one_changed_label():
+    split = counting(10)
+    images, labels = split.images.copy(), split.labels.copy()
+    images[9, 1, 2, 0] += 1
+    labels[9] = 2
+    hashes = {build(*pair).sha256 for pair in ((split.images, split.labels), (images, split.labels), (images, labels))}
+    assert len(hashes) == 3
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "float16", "float32", "float64", ">f4", ">f8"])
+def test_images_become_uint8_or_float32(dtype):
+    split = counting(10, dtype)
+    images = np.asfortranarray(split.images)
+    images.flags.writeable = False
+    train = build(images, split.labels.astype(">i8"), counting(4, dtype)).train
+    assert train.images.dtype == (np.uint8 if dtype == "uint8" else np.float32)
+    assert train.images.flags.c_contiguous
+    assert train.images.flags.writeable
+    assert train.labels.dtype == np.int32
+    np.testing.assert_array_equal(train.images, split.images.astype(np.float32))
+
+
+def test_gray_images_get_a_channel():
+    split = counting(10)
+    assert build(split.images[..., 0], split.labels).input_shape == (2, 3, 1)
+
+
+IMAGES, LABELS = counting(10).images, counting(10).labels
+
+
+@pytest.mark.parametrize(
+    ("images", "labels", "part"),
+    [
+        (IMAGES, LABELS[:9], "own, train: 10 images but 9 labels"),
+        (IMAGES[:0], LABELS[:0], "no images"),
+        (IMAGES, LABELS + 1, r"must be 0 \.\. 2 for 3 classes; found 1 \.\. 3, first wrong one at index 2"),
+        (IMAGES, LABELS - 1, r"found -1 \.\. 1, first wrong one at index 0"),
+        (IMAGES, LABELS.astype(np.float32), "labels of type float32"),
+        (IMAGES, np.eye(3, dtype=int)[LABELS], "one-hot"),
+        (IMAGES.astype(np.uint16), LABELS, "images of type uint16"),
+        (IMAGES.astype(np.complex64), LABELS, "images of type complex64"),
+        (IMAGES.astype(object), LABELS, "images of type object"),
+        (IMAGES[:, 0, 0, 0], LABELS, r"images of shape \(10,\)"),
+        (IMAGES[:, :0], LABELS, r"images of shape \(10, 0, 3, 1\)"),
+        (IMAGES[:, :1], LABELS, "different shapes"),
+        (np.where(IMAGES == 4, np.nan, IMAGES), LABELS, r"6 pixels are NaN or infinite, the first at index \(4, 0, 0"),
+        (np.where(IMAGES == 4, 1e300, IMAGES), LABELS, "6 pixels are NaN or infinite"),
+    ],
+)
+def test_malformed_arrays_are_one_line(images, labels, part):
+    with pytest.raises(DataError, match=part) as error:
+        build(images, labels)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("images", "part"),
+    [
+        (np.zeros_like(IMAGES), "pixels from 0 to 0, standard deviation 0: all training pixels are equal"),
+        (np.minimum(IMAGES, 1), "multiply these by 255"),
+        (IMAGES * np.float32(28), "pixels from 0 to 252, .* divide these by 255"),
+    ],
+)
+def test_suspicious_scale_is_a_warning(images, part, caplog):
+    test = Split(images[:4], LABELS[:4])
+    with caplog.at_level(logging.WARNING, "cnnexp"):
+        build(images, LABELS, test)
+    assert len(caplog.records) == 1
+    assert re.search(part, caplog.text)
+
+
+def test_sound_scales_are_no_warning(caplog):
+    build(IMAGES, LABELS)
+    build(IMAGES / np.float32(9), LABELS)
+    assert not caplog.records

@@ -1,0 +1,136 @@
+"""The download, against a local HTTP server."""
+
+import functools
+import gzip
+import hashlib
+import http.server
+import threading
+from typing import ClassVar
+
+import pytest
+from idx_files import NAMES, small_set, write
+
+from cnnexp.datasets import FashionMnist, Mnist
+from cnnexp.datasets.download import fetch
+from cnnexp.datasets.idx import IdxFile
+from cnnexp.errors import DataError
+
+FILES = small_set()
+SHAPES = ((30, 28, 28), (30,), (10, 28, 28), (10,))
+
+
+class Handler(http.server.SimpleHTTPRequestHandler):
+    """Serves a folder, counts what is asked for, and breaks off in the middle of files under /cut/."""
+
+    requests: ClassVar[list[str]] = []
+
+    def do_GET(self):
+        self.requests.append(self.path)
+        if self.path.startswith("/cut/"):
+            self.send_response(200)
+            self.send_header("Content-Length", "1000")
+            self.end_headers()
+            self.wfile.write(b"\x1f\x8b")
+        else:
+            super().do_GET()
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    """A mirror under /good/ and broken ones beside it; returns the base URL. The cache is a fresh folder."""
+    web = tmp_path / "web"
+    write(web / "good", FILES)
+    write(web / "altered", {name: content[:-1] + b"\xff" for name, content in FILES.items()})
+    (web / "html").mkdir()
+    for name in NAMES:
+        (web / "html" / f"{name}.gz").write_text("<!doctype html><html>Please log in")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(Handler, "requests", [])
+    monkeypatch.setattr("pooch.os_cache", lambda name: tmp_path / "cache" / name)
+    sha256 = [hashlib.sha256(content).hexdigest() for content in FILES.values()]
+    monkeypatch.setattr(Mnist, "files", tuple(map(IdxFile, NAMES, SHAPES, sha256)))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=web)) as httpd:
+        thread = threading.Thread(target=httpd.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield f"http://127.0.0.1:{httpd.server_port}"
+        httpd.shutdown()
+        thread.join()
+
+
+def mirrors(monkeypatch, *urls, source=Mnist):
+    monkeypatch.setattr(source, "mirrors", urls)
+
+
+def test_downloads_once_into_the_cache(server, monkeypatch, tmp_path):
+    mirrors(monkeypatch, f"{server}/good/")
+    first = Mnist().load()
+    assert (len(first.train), len(first.test)) == (30, 10)
+    assert Handler.requests == [f"/good/{name}.gz" for name in NAMES]
+    assert sorted(p.name for p in (tmp_path / "cache" / "cnnexp" / "mnist").iterdir()) == sorted(
+        f"{name}.gz" for name in NAMES
+    )
+    assert Mnist().load().sha256 == first.sha256
+    assert len(Handler.requests) == 4
+
+
+@pytest.mark.parametrize("broken", ["missing", "altered", "html", "cut"])
+def test_falls_back_to_the_second_mirror(server, monkeypatch, broken):
+    mirrors(monkeypatch, f"{server}/{broken}/", f"{server}/good/")
+    assert len(Mnist().load().train) == 30
+    assert Handler.requests[:2] == [f"/{broken}/{NAMES[0]}.gz", f"/good/{NAMES[0]}.gz"]
+
+
+def test_falls_back_where_nobody_listens(server, monkeypatch):
+    mirrors(monkeypatch, "http://127.0.0.1:9/", f"{server}/good/")
+    assert len(Mnist().load().train) == 30
+
+
+def test_both_mirrors_failing_is_one_line_with_the_way_offline(server, monkeypatch, tmp_path):
+    mirrors(monkeypatch, "http://127.0.0.1:9/", f"{server}/missing/", f"{server}/cut/", f"{server}/altered/")
+    with pytest.raises(DataError) as error:
+        Mnist().load()
+    line = str(error.value)
+    parts = ("mnist: cannot download train-images-idx3-ubyte.gz", "127.0.0.1:9: no connection", "404", "broke off")
+    assert all(part in line for part in (*parts, "altered", "dataset.root=<folder>")), line
+    assert "\n" not in line
+    assert not list((tmp_path / "cache" / "cnnexp" / "mnist").iterdir())
+
+
+def test_damaged_cache_is_downloaded_again(server, monkeypatch, tmp_path):
+    mirrors(monkeypatch, f"{server}/good/")
+    Mnist().load()
+    cached = tmp_path / "cache" / "cnnexp" / "mnist" / f"{NAMES[0]}.gz"
+    sound = cached.read_bytes()
+    cached.write_bytes(sound[:100])
+    assert len(Mnist().load().train) == 30
+    assert cached.read_bytes() == sound
+    assert len(Handler.requests) == 5
+
+
+def test_fashion_mnist_is_held_against_the_md5_of_the_gzipped_file(server, monkeypatch):
+    md5 = [hashlib.md5(gzip.compress(content, mtime=0)).hexdigest() for content in FILES.values()]
+    files = tuple(IdxFile(name, shape, gz_md5=m) for name, shape, m in zip(NAMES, SHAPES, md5, strict=True))
+    monkeypatch.setattr(FashionMnist, "files", files)
+    mirrors(monkeypatch, f"{server}/altered/", f"{server}/good/", source=FashionMnist)
+    dataset = FashionMnist().load()
+    assert dataset.classes[9] == "Ankle boot"
+    assert len(Handler.requests) == 8
+
+
+def test_cache_that_cannot_be_written(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("x")
+    monkeypatch.setattr("pooch.os_cache", lambda name: tmp_path / "file")
+    with pytest.raises(DataError, match=r"mnist: cannot write to the cache .*not a directory"):
+        fetch("mnist", "a.gz", ("http://127.0.0.1:9/",), lambda path: path)
+
+
+def test_published_mirrors_and_hashes():
+    for source in (Mnist, FashionMnist):
+        assert len(source.mirrors) == 2
+        assert all(url.endswith("/") for url in source.mirrors)
+        assert [file.name for file in source.files] == list(NAMES)
+    assert {len(file.sha256) for file in Mnist.files} == {64}
+    assert {len(file.gz_md5) for file in FashionMnist.files} == {32}

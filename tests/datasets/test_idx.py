@@ -1,0 +1,185 @@
+"""IDX files as published, and every way in which they can be broken."""
+
+import gzip
+import hashlib
+import struct
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from idx_files import NAMES, idx_bytes, small_set, write
+
+from cnnexp.datasets import FashionMnist, Mnist
+from cnnexp.datasets.idx import IdxFile, read_idx
+from cnnexp.errors import DataError
+
+IMAGES = np.arange(5 * 4 * 3, dtype=np.uint8).reshape(5, 4, 3)
+SOUND = idx_bytes(IMAGES)
+GZIPPED = gzip.compress(SOUND)
+REAL_MNIST = Path(__file__).parents[3] / "shared" / "data" / "mnist"
+
+
+def read(tmp_path, content, name="images", ndim=3):
+    path = tmp_path / name
+    path.write_bytes(content)
+    return read_idx(path, ndim)
+
+
+@pytest.mark.parametrize(("name", "content"), [("images", SOUND), ("images.gz", GZIPPED)])
+def test_reads_plain_and_gzipped(tmp_path, name, content):
+    array, sha256 = read(tmp_path, content, name)
+    np.testing.assert_array_equal(array, IMAGES)
+    assert sha256 == hashlib.sha256(SOUND).hexdigest()
+
+
+@settings(max_examples=30, deadline=None)
+@given(array=hnp.arrays(np.uint8, hnp.array_shapes(min_dims=3, max_dims=3)), gzipped=st.booleans())
+def test_round_trip(tmp_path_factory, array, gzipped):
+    content = idx_bytes(array)
+    content, name = (gzip.compress(content), "a.gz") if gzipped else (content, "a")
+    np.testing.assert_array_equal(read(tmp_path_factory.mktemp("idx"), content, name)[0], array)
+
+
+BROKEN = {
+    "labels given as images": ("images", idx_bytes(IMAGES[:, 0, 0]), "0x00000801, expected 0x00000803 (images)"),
+    "no IDX": ("images", b"\x89PNG\r\n\x1a\n" * 9, "found magic number 0x89504E47"),
+    "floats": ("images", idx_bytes(IMAGES, 0x0D), "type 0x0D (float32); supported: 0x08 (uint8)"),
+    "empty": ("images", b"", "truncated: 0 bytes"),
+    "header cut": ("images", SOUND[:10], "truncated: 10 bytes, its header alone has 16"),
+    "cut": ("images", SOUND[:-7], "announces 5x4x3 = 60, 53 bytes follow"),
+    "trailing bytes": ("images", SOUND + b"x", "announces 5x4x3 = 60, more bytes follow"),
+    "trailing bytes, gzipped": ("images.gz", gzip.compress(SOUND + b"x"), "more bytes follow"),
+    "no images": ("images", idx_bytes(IMAGES[:0]), "announces 0x4x3 bytes"),
+    "absurd header": ("images", struct.pack(">4I", 0x803, *[2**32 - 1] * 3), "legal: 1 .. 2147483648"),
+    "gzip cut": ("images.gz", GZIPPED[:-20], "truncated: the compressed data end early"),
+    "gzip without its last byte": ("images.gz", GZIPPED[:-1], "truncated"),
+    "wrong CRC": ("images.gz", GZIPPED[:-8] + b"\0" * 4 + GZIPPED[-4:], "damaged: CRC check failed"),
+    "damaged deflate stream": ("images.gz", GZIPPED[:10] + b"\xff" * 30, "damaged: Error -3"),
+    "plain file named .gz": ("images.gz", SOUND, "not gzip but something else: it begins with b'\\x00\\x00\\x08\\x03"),
+    "web page named .gz": ("images.gz", b"<!DOCTYPE html><html><body>404", "not gzip but a web page"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_files_say_what_is_wrong(tmp_path, case):
+    name, content, part = BROKEN[case]
+    with pytest.raises(DataError) as error:
+        read(tmp_path, content, name)
+    assert part in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_every_truncation_is_seen(tmp_path):
+    for content, name in ((SOUND, "images"), (GZIPPED, "images.gz")):
+        for length in range(len(content)):
+            with pytest.raises(DataError):
+                read(tmp_path, content[:length], name)
+
+
+def test_gzip_bomb_is_read_no_further_than_its_header_says(tmp_path):
+    path = tmp_path / "bomb.gz"
+    path.write_bytes(gzip.compress(SOUND + bytes(50_000_000)))
+    tracemalloc.start()
+    with pytest.raises(DataError, match="announces 5x4x3 = 60, more bytes follow"):
+        read_idx(path, 3)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2_000_000
+
+
+@pytest.mark.parametrize("gzipped", [True, False])
+def test_root_may_hold_either_form(tmp_path, gzipped):
+    write(tmp_path, small_set(), gzipped=gzipped)
+    dataset = Mnist(root=str(tmp_path), verify=False, train_size=20).load()
+    assert (dataset.train.images.shape, dataset.train.images.dtype) == ((20, 28, 28, 1), np.uint8)
+    assert dataset.train.images[:, 14, 14, 0].tolist() == list(range(20))
+    assert dataset.test.labels.tolist() == list(range(10))
+    assert (dataset.name, dataset.classes, dataset.source) == ("mnist", tuple("0123456789"), str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["with space", "ünïcode 日本", "%41#?&", "new\nline", "x" * 250])
+def test_root_may_have_any_name(tmp_path, name):
+    folder = write(tmp_path / name, small_set())
+    assert len(Mnist(root=str(folder), verify=False).load().train) == 30
+    (folder / "t10k-labels-idx1-ubyte.gz").write_bytes(b"")
+    with pytest.raises(DataError) as error:
+        Mnist(root=str(folder), verify=False).load()
+    assert "\n" not in str(error.value)
+
+
+def test_root_missing_file_and_empty(tmp_path):
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "empty").mkdir()
+    cases = {"nowhere": "no such file", "file": "not a directory", "empty": "holds neither train-images-idx3"}
+    for name, part in {**cases, "x" * 300: "file name too long"}.items():
+        with pytest.raises(DataError) as error:
+            Mnist(root=str(tmp_path / name)).load()
+        assert str(error.value).startswith(f"dataset.root='{tmp_path / name}': ")
+        assert part in str(error.value)
+
+
+def test_verify_holds_files_against_the_published_shape(tmp_path):
+    write(tmp_path, small_set())
+    with pytest.raises(
+        DataError, match=r"idx3-ubyte\.gz': holds an array of \(30, 28, 28\), .* \(60000, 28, 28\); down"
+    ):
+        Mnist(root=str(tmp_path)).load()
+
+
+@pytest.fixture
+def published(monkeypatch):
+    """A small set, published as MNIST (by sha256) and as Fashion-MNIST (by md5 of the gzipped file)."""
+    files = small_set()
+    shapes = ((30, 28, 28), (30,), (10, 28, 28), (10,))
+    sha256 = [hashlib.sha256(content).hexdigest() for content in files.values()]
+    md5 = [hashlib.md5(gzip.compress(content, mtime=0)).hexdigest() for content in files.values()]
+    monkeypatch.setattr(Mnist, "files", tuple(map(IdxFile, NAMES, shapes, sha256)))
+    monkeypatch.setattr(
+        FashionMnist, "files", tuple(IdxFile(*f, gz_md5=m) for *f, m in zip(NAMES, shapes, md5, strict=True))
+    )
+    return files
+
+
+@pytest.mark.parametrize("source", [Mnist, FashionMnist])
+def test_verify_accepts_the_published_content(tmp_path, published, source):
+    write(tmp_path, published)
+    assert len(source(root=str(tmp_path)).load().train) == 30
+
+
+def test_mnist_may_be_compressed_anew(tmp_path, published):
+    for name, content in published.items():
+        (tmp_path / f"{name}.gz").write_bytes(gzip.compress(content, compresslevel=1, mtime=7))
+    assert len(Mnist(root=str(tmp_path)).load().train) == 30
+
+
+@pytest.mark.parametrize(("source", "part"), [(Mnist, "altered: its content has sha256"), (FashionMnist, "has md5")])
+def test_one_altered_pixel_is_seen(tmp_path, published, source, part):
+    name = NAMES[2]
+    content = bytearray(published[name])
+    content[-1] ^= 1
+    write(tmp_path, {**published, name: bytes(content)})
+    with pytest.raises(DataError, match=f"{name}.gz': altered.*{part.split()[-1]}.*; download it again") as error:
+        source(root=str(tmp_path)).load()
+    assert part in str(error.value)
+
+
+def test_counts_of_images_and_labels_must_agree(tmp_path):
+    files = small_set()
+    write(tmp_path, {**files, NAMES[1]: idx_bytes(np.zeros(29, np.uint8))})
+    with pytest.raises(DataError, match="mnist, train: 30 images but 29 labels"):
+        Mnist(root=str(tmp_path), verify=False).load()
+
+
+@pytest.mark.skipif(not REAL_MNIST.is_dir(), reason="the real MNIST is not beside this checkout (shared/data/mnist)")
+def test_real_mnist():
+    whole = Mnist(root=str(REAL_MNIST)).load()
+    assert (len(whole.train), len(whole.test), whole.input_shape) == (60_000, 10_000, (28, 28, 1))
+    assert whole.train.labels[:10].tolist() == [5, 0, 4, 1, 9, 2, 1, 3, 1, 4]
+    rendon = Mnist(root=str(REAL_MNIST), train_size=50_000, validation_size=10_000).load()
+    np.testing.assert_array_equal(rendon.train.images, whole.train.images[:50_000])
+    np.testing.assert_array_equal(rendon.validation.labels, whole.train.labels[50_000:])
+    assert rendon.sha256 != whole.sha256

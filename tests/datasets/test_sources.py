@@ -1,0 +1,344 @@
+"""Each source that is neither MNIST nor its like, and the config files of all."""
+
+import csv
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+
+from cnnexp.datasets import DATASETS, Digits, Fer2013, Images, Npz, Quadrants, Synthetic
+from cnnexp.datasets.digits import enlarge
+from cnnexp.errors import ConfigError, DataError
+
+CONF = Path(__file__).parents[2] / "conf" / "dataset"
+
+
+def nearest_mean_accuracy(dataset):
+    """Return the test accuracy of a classifier that knows the mean training image of each class."""
+    train, test = (s.images.reshape(len(s), -1).astype(np.float32) for s in (dataset.train, dataset.test))
+    means = np.stack([train[dataset.train.labels == label].mean(0) for label in range(len(dataset.classes))])
+    distances = ((test[:, None] - means) ** 2).sum(2)
+    return (distances.argmin(1) == dataset.test.labels).mean()
+
+
+def test_config_files_hold_every_key_its_default_and_a_comment():
+    assert {path.stem for path in CONF.glob("*.yaml")} == set(DATASETS)
+    for name, source in DATASETS.items():
+        text = (CONF / f"{name}.yaml").read_text()
+        config = yaml.safe_load(text)
+        assert next(iter(config)) == "name"
+        assert config.pop("name") == name == source.name
+        assert config == {field.name: field.default for field in fields(source)}
+        for line in text.splitlines():
+            assert line.startswith("#") or "  # " in line, f"{name}.yaml: {line}"
+
+
+def test_digits():
+    dataset = Digits().load()
+    assert (dataset.train.images.shape, dataset.test.images.shape) == ((1500, 28, 28, 1), (297, 28, 28, 1))
+    assert dataset.train.images.dtype == np.uint8
+    assert (dataset.train.images.min(), dataset.train.images.max()) == (0, 255)
+    assert np.bincount(np.concatenate([dataset.train.labels, dataset.test.labels])).tolist() == [
+        178, 182, 177, 183, 181, 182, 181, 179, 174, 180
+    ]  # fmt: skip
+    assert nearest_mean_accuracy(dataset) > 0.85
+
+
+def test_digits_hold_the_images_of_scikit_learn():
+    datasets = pytest.importorskip("sklearn.datasets")
+    bunch = datasets.load_digits()
+    expected = enlarge(bunch.images)
+    loaded = Digits().load()
+    images = np.concatenate([loaded.train.images, loaded.test.images])
+    order = np.random.default_rng(0).permutation(len(expected))
+    np.testing.assert_array_equal(images, expected[order])
+    np.testing.assert_array_equal(np.concatenate([loaded.train.labels, loaded.test.labels]), bunch.target[order])
+
+
+def test_digits_depend_on_the_seed_alone():
+    assert Digits().load().sha256 == Digits(seed=0).load().sha256 != Digits(seed=1).load().sha256
+
+
+def test_enlarge_agrees_with_pillow():
+    images = np.random.default_rng(0).integers(0, 17, (3, 8, 8))
+    for image, enlarged in zip(images, enlarge(images), strict=True):
+        expected = Image.fromarray(image.astype(np.float32)).resize((28, 28), Image.Resampling.BILINEAR)
+        np.testing.assert_allclose(enlarged[..., 0], np.asarray(expected) * 255 / 16, atol=0.51)
+
+
+def test_quadrants():
+    dataset = Quadrants(train_size=1000, test_size=100, validation_size=50, seed=3).load()
+    points, labels = dataset.train.images, dataset.train.labels
+    assert (points.shape, points.dtype, len(dataset.validation)) == ((1000, 2), np.float32, 50)
+    assert -1 <= points.min() < -0.9 < 0.9 < points.max() <= 1
+    np.testing.assert_array_equal(labels, [int((x > 0) != (y > 0)) for x, y in points])
+    assert 400 < labels.sum() < 600
+    assert dataset.sha256 != Quadrants(train_size=1000, test_size=100, validation_size=50, seed=4).load().sha256
+
+
+@pytest.mark.parametrize("shape", [(28, 28, 1), (1, 7, 2), (30, 17, 3)])
+def test_synthetic_is_of_any_shape_and_can_be_learned(shape):
+    height, width, channels = shape
+    dataset = Synthetic(height=height, width=width, channels=channels, classes=3, seed=1, noise=0.1).load()
+    assert dataset.input_shape == shape
+    assert np.bincount(dataset.train.labels).tolist() == [667, 667, 666]
+    assert nearest_mean_accuracy(dataset) > 0.9
+
+
+@pytest.mark.parametrize("source", [Quadrants, Synthetic])
+def test_fewer_generated_images_are_the_first_of_more(source):
+    few, many = source(train_size=50).load(), source(train_size=90).load()
+    np.testing.assert_array_equal(few.train.images, many.train.images[:50])
+    assert not np.array_equal(few.train.images[:40], few.test.images[:40])
+
+
+@pytest.mark.parametrize(
+    ("source", "values", "part"),
+    [
+        (Digits, {"seed": -1}, r"dataset\.seed=-1: must be a whole number 0 \.\. 9223372036854775807"),
+        (Digits, {"seed": 2**70}, r"dataset\.seed=\d+: must be"),
+        (Quadrants, {"train_size": 0}, r"dataset\.train_size=0"),
+        (Quadrants, {"test_size": None}, r"dataset\.test_size=None"),
+        (Synthetic, {"classes": 1}, r"dataset\.classes=1: must be a whole number >= 2"),
+        (Synthetic, {"height": 0}, r"dataset\.height=0"),
+        (Synthetic, {"noise": float("nan")}, r"dataset\.noise=nan"),
+        (Images, {}, r"dataset\.root: not given; .*e\.g\. dataset\.root=photos"),
+        (Images, {"root": "x", "test_fraction": 1.0}, r"dataset\.test_fraction=1\.0: must be > 0 and < 1"),
+        (Images, {"root": "x", "width": 0}, r"dataset\.width=0"),
+        (Fer2013, {}, r"dataset\.path: not given"),
+        (Npz, {}, r"dataset\.path: not given"),
+        (Npz, {"path": "x", "classes": 1}, r"dataset\.classes=1"),
+    ],
+)
+def test_illegal_values_are_one_line(source, values, part):
+    with pytest.raises(ConfigError, match=part):
+        source(**values)
+
+
+# --- fer2013 ---
+
+USAGES = ["Training"] * 6 + ["PublicTest"] * 3 + ["PrivateTest"] * 2
+
+
+def fer_row(n, usage):
+    return [n % 7, " ".join([str(n)] * 48 * 48), usage]
+
+
+def write_fer(path, rows, header=("emotion", "pixels", "Usage")):
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([header, *rows])
+    return str(path)
+
+
+@pytest.fixture
+def fer(tmp_path, monkeypatch):
+    monkeypatch.setattr(Fer2013, "rows", {"Training": 6, "PublicTest": 3, "PrivateTest": 2})
+    return write_fer(tmp_path / "fer2013.csv", [fer_row(n, usage) for n, usage in enumerate(USAGES)])
+
+
+def test_fer2013(fer):
+    dataset = Fer2013(path=fer).load()
+    assert (dataset.train.images.shape, dataset.train.images.dtype) == ((6, 48, 48, 1), np.uint8)
+    assert dataset.train.images[:, 5, 5, 0].tolist() == [0, 1, 2, 3, 4, 5]
+    assert dataset.test.images[:, 0, 0, 0].tolist() == [9, 10]
+    assert dataset.test.labels.tolist() == [2, 3]
+    assert (dataset.validation, len(dataset.classes)) == (None, 7)
+
+
+def test_fer2013_validates_on_public_test(fer):
+    dataset = Fer2013(path=fer, validation_size=2, train_size=6).load()
+    assert dataset.validation.images[:, 0, 0, 0].tolist() == [6, 7]
+    assert len(dataset.train) == 6
+    with pytest.raises(ConfigError, match="validation_size=4: PublicTest has 3"):
+        Fer2013(path=fer, validation_size=4).load()
+
+
+@pytest.mark.parametrize(
+    ("row", "part"),
+    [
+        ([0, "1 2 3", "Training"], "line 2: 3 pixels, expected 48 x 48 = 2304"),
+        ([0, " ".join(["256"] * 2304), "Training"], r"line 2: .*pixels 0 \.\. 255"),
+        (["happy", " ".join(["0"] * 2304), "Training"], "line 2: emotion and pixels must be whole numbers"),
+        ([7, " ".join(["0"] * 2304), "Training"], r"line 2: emotion 7; legal: 0 \.\. 6"),
+        ([0, " ".join(["0"] * 2304), "Testing"], "line 2: Usage is 'Testing'; legal: Training, PublicTest, Priv"),
+        ([0, " ".join(["0"] * 2304)], "line 2: 2 columns, expected 3"),
+    ],
+)
+def test_fer2013_malformed_row(tmp_path, row, part):
+    with pytest.raises(DataError, match=part):
+        Fer2013(path=write_fer(tmp_path / "a.csv", [row])).load()
+
+
+def test_fer2013_of_another_layout_truncated_missing_or_binary(tmp_path, fer):
+    other = write_fer(tmp_path / "other.csv", [], ("label", "image"))
+    with pytest.raises(
+        DataError, match=r"dataset\.path='.*other\.csv': begins with 'label,image', expected 'emotion,p"
+    ):
+        Fer2013(path=other).load()
+    short = write_fer(tmp_path / "short.csv", [fer_row(n, usage) for n, usage in enumerate(USAGES[:-1])])
+    with pytest.raises(DataError, match="1 rows of Usage PrivateTest, published were 2"):
+        Fer2013(path=short).load()
+    assert len(Fer2013(path=short, verify=False).load().test) == 1
+    with pytest.raises(DataError, match="no such file"):
+        Fer2013(path=str(tmp_path / "none.csv")).load()
+    (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00" * 50)
+    with pytest.raises(DataError, match=r"binary\.csv"):
+        Fer2013(path=str(tmp_path / "binary.csv")).load()
+
+
+# --- images ---
+
+COLORS = {"blue": (0, 0, 250), "red": (250, 0, 0)}
+
+
+def write_pictures(folder, count=10, size=(6, 4), suffix=".png"):
+    for name, color in COLORS.items():
+        (folder / name).mkdir(parents=True)
+        for n in range(count):
+            Image.new("RGB", size, (*color[:1], n, color[2])).save(folder / name / f"{n}{suffix}")
+    return str(folder)
+
+
+def test_images_are_split_by_seed_in_every_class(tmp_path):
+    root = write_pictures(tmp_path / "photos")
+    (tmp_path / "photos" / "blue" / "notes.txt").write_text("no picture")
+    dataset = Images(root=root).load()
+    assert (dataset.classes, dataset.input_shape, dataset.train.images.dtype) == (("blue", "red"), (4, 6, 3), np.uint8)
+    assert np.bincount(dataset.train.labels).tolist() == [8, 8]
+    assert np.bincount(dataset.test.labels).tolist() == [2, 2]
+    np.testing.assert_array_equal(dataset.train.images[:, 0, 0, 0] == 250, dataset.train.labels == 1)
+    seen = [(s.images[n, 0, 0, 1], s.labels[n]) for s in (dataset.train, dataset.test) for n in range(len(s))]
+    assert len(set(seen)) == 20
+    assert Images(root=root).load().sha256 == dataset.sha256 != Images(root=root, seed=1).load().sha256
+
+
+def test_images_in_train_and_test_folders(tmp_path):
+    write_pictures(tmp_path / "train", 5)
+    write_pictures(tmp_path / "test", 3)
+    dataset = Images(root=str(tmp_path), height=8, width=9, grayscale=True, validation_size=2, test_size=4).load()
+    assert (len(dataset.train), len(dataset.validation), len(dataset.test)) == (8, 2, 4)
+    assert dataset.input_shape == (8, 9, 1)
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK"])
+def test_images_of_other_modes(tmp_path, mode):
+    suffix = ".tif" if mode == "CMYK" else ".png"
+    root = Path(write_pictures(tmp_path, 3, suffix=suffix))
+    Image.new("RGB", (6, 4), (255, 255, 255)).convert(mode).save(root / "blue" / f"white{suffix}")
+    dataset = Images(root=str(root)).load()
+    images = np.concatenate([dataset.train.images, dataset.test.images])
+    assert (images == 255).all(axis=(1, 2, 3)).sum() == 1
+
+
+def test_images_of_different_sizes_ask_for_one(tmp_path):
+    root = Path(write_pictures(tmp_path))
+    Image.new("RGB", (5, 5)).save(root / "red" / "big.png")
+    with pytest.raises(DataError, match=r"is 5 x 5 pixels and .* 4 x 6; .*dataset\.height=\.\.\. dataset\.width"):
+        Images(root=str(root), test_fraction=0.01).load()
+    assert Images(root=str(root), height=4, width=4).load().input_shape == (4, 4, 3)
+
+
+def test_damaged_images(tmp_path):
+    root = Path(write_pictures(tmp_path, 2, (60, 40)))
+    victim = root / "blue" / "0.png"
+    sound = victim.read_bytes()
+    Image.fromarray(np.zeros((40, 60), np.uint16)).save(root / "deep.png")
+    cases = {"not a picture": b"<html>", "cannot be read": sound[:-30], "mode I;16": (root / "deep.png").read_bytes()}
+    for part, content in cases.items():
+        victim.write_bytes(content)
+        with pytest.raises(DataError, match=rf"0\.png': .*{part}") as error:
+            Images(root=str(root)).load()
+        assert "\n" not in str(error.value)
+
+
+def test_image_too_large_is_refused_unread(tmp_path, monkeypatch):
+    root = write_pictures(tmp_path)
+    for limit in (20, 5):  # Pillow warns above its limit and refuses above twice that; both are refused here
+        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
+        with pytest.raises(DataError, match=f"more than {limit} pixels"):
+            Images(root=root).load()
+
+
+def test_folders_that_hold_no_classes(tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="holds 1 folders; it needs one per class"):
+        Images(root=str(tmp_path)).load()
+    with pytest.raises(DataError, match="no such file or directory"):
+        Images(root=str(tmp_path / "none")).load()
+    (tmp_path / "other").mkdir()
+    with pytest.raises(DataError, match="empty': holds no pictures"):
+        Images(root=str(tmp_path)).load()
+    write_pictures(tmp_path / "single", 1)
+    with pytest.raises(DataError, match="blue': holds one picture"):
+        Images(root=str(tmp_path / "single")).load()
+
+
+def test_test_folder_with_a_class_of_its_own(tmp_path):
+    write_pictures(tmp_path / "train", 2)
+    write_pictures(tmp_path / "test", 2)
+    (tmp_path / "test" / "green").mkdir()
+    with pytest.raises(DataError, match="class 'green' is not among the training classes blue, red"):
+        Images(root=str(tmp_path)).load()
+
+
+# --- npz ---
+
+ARRAYS = {
+    "train_images": np.arange(6 * 4 * 4, dtype=np.uint8).reshape(6, 4, 4),
+    "train_labels": np.array([0, 1, 2, 0, 1, 2]),
+    "test_images": np.ones((2, 4, 4), np.uint8),
+    "test_labels": np.array([0, 2]),
+}
+
+
+def write_npz(path, **changes):
+    np.savez_compressed(path, **{k: v for k, v in {**ARRAYS, **changes}.items() if v is not None})
+    return str(path)
+
+
+def test_npz(tmp_path):
+    dataset = Npz(path=write_npz(tmp_path / "a.npz"), validation_size=1).load()
+    assert (dataset.input_shape, dataset.classes) == ((4, 4, 1), ("0", "1", "2"))
+    np.testing.assert_array_equal(dataset.train.images[..., 0], ARRAYS["train_images"][:5])
+    assert dataset.validation.labels.tolist() == [2]
+    assert len(Npz(path=str(tmp_path / "a.npz"), classes=5).load().classes) == 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"test_labels": None}, "holds no test_labels, but train_images, train_labels, test_images; needs"),
+        ({"train_images": np.array([{}] * 6, object)}, "train_images is an array of Python objects: pickled data refu"),
+        ({"test_labels": np.array([0, 3])}, r"npz, test: labels must be 0 \.\. 2 for 3 classes; found 0 \.\. 3"),
+        ({"train_labels": np.eye(6)}, "labels of type float64"),
+        ({"train_labels": np.zeros(5, int)}, "6 images but 5 labels"),
+        ({"train_images": np.full((6, 4, 4), np.inf)}, "96 pixels are NaN or infinite"),
+        ({"train_images": ARRAYS["train_images"].astype(np.uint16)}, "images of type uint16"),
+    ],
+)
+def test_npz_malformed(tmp_path, changes, part):
+    with pytest.raises(DataError, match=part):
+        Npz(path=write_npz(tmp_path / "a.npz", **changes)).load()
+
+
+def test_npz_damaged_or_something_else(tmp_path):
+    path = Path(write_npz(tmp_path / "a.npz"))
+    sound = path.read_bytes()
+    flipped = bytearray(sound)
+    flipped[sound.index(b"train_images.npy") + 60] ^= 0xFF
+    np.save(tmp_path / "array.npy", ARRAYS["train_images"])
+    cases = {"cut": sound[:-30], "pickle": b"\x80\x04N.", "npy": (tmp_path / "array.npy").read_bytes(), "empty": b""}
+    for content in cases.values():
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=r"dataset\.path='.*a\.npz': not a whole \.npz file"):
+            Npz(path=str(path)).load()
+    path.write_bytes(flipped)
+    with pytest.raises(DataError, match="damaged"):
+        Npz(path=str(path)).load()
+    with pytest.raises(DataError, match="no such file"):
+        Npz(path=str(tmp_path / "none.npz")).load()
+    with pytest.raises(DataError, match="is a directory"):
+        Npz(path=str(tmp_path)).load()

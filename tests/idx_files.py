@@ -1,0 +1,39 @@
+"""Writes IDX files, sound ones and broken ones, for the tests beside it."""
+
+from __future__ import annotations
+
+import gzip
+import struct
+from pathlib import Path
+
+import numpy as np
+
+NAMES = (
+    "train-images-idx3-ubyte",
+    "train-labels-idx1-ubyte",
+    "t10k-images-idx3-ubyte",
+    "t10k-labels-idx1-ubyte",
+)
+
+
+def idx_bytes(array: np.ndarray, kind: int = 0x08) -> bytes:
+    """Return a uint8 array as IDX, its element type declared as `kind`."""
+    return struct.pack(f">I{array.ndim}I", kind << 8 | array.ndim, *array.shape) + array.tobytes()
+
+
+def small_set(train: int = 30, test: int = 10, side: int = 28) -> dict[str, bytes]:
+    """Return the four files of a small set, by name; image n is filled with n, its label is n mod 10."""
+    arrays = []
+    for count in (train, test):
+        n = np.arange(count, dtype=np.uint8)
+        arrays += [np.broadcast_to(n[:, None, None], (count, side, side)), n % 10]
+    return dict(zip(NAMES, map(idx_bytes, arrays), strict=True))
+
+
+def write(folder: Path, files: dict[str, bytes], *, gzipped: bool = True) -> Path:
+    """Write files by name, as `.gz` or plain; return the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        target = folder / (f"{name}.gz" if gzipped else name)
+        target.write_bytes(gzip.compress(content, mtime=0) if gzipped else content)
+    return folder
