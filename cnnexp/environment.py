@@ -21,11 +21,7 @@ PACKAGES = ("numpy", "numba", "numba-cuda", "mlflow", "torch", "tensorflow", "ke
 def checkout() -> Path | None:
     """Return the root of the source checkout that this package runs from, None where it is installed."""
     root = Path(__file__).resolve().parent.parent
-    return (
-        root
-        if (root / "pyproject.toml").is_file() and (root / "conf").is_dir()
-        else None
-    )
+    return root if (root / "pyproject.toml").is_file() and (root / "conf").is_dir() else None
 
 
 def outputs_dir() -> Path:
@@ -61,25 +57,13 @@ def git_facts() -> dict[str, str]:
     root = checkout()
     if root is None:
         return {}
-    command = [
-        "git",
-        "-C",
-        str(root),
-        "status",
-        "--porcelain=v2",
-        "--branch",
-        "--untracked-files=no",
-    ]
+    command = ["git", "-C", str(root), "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=10, check=True
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return {}  # not a git checkout: a tarball, or no git installed
     lines = done.stdout.splitlines()
-    commits = [
-        line.rpartition(" ")[2] for line in lines if line.startswith("# branch.oid ")
-    ]
+    commits = [line.rpartition(" ")[2] for line in lines if line.startswith("# branch.oid ")]
     return {
         "git.commit": commits[0] if commits else "none",
         "git.dirty": str(any(not line.startswith("#") for line in lines)).lower(),
@@ -91,9 +75,7 @@ def config_hash(config: Mapping[str, Any]) -> str:
 
     Where and how a run is recorded does not change what it computes, so `tracking` and `sweep` are left out.
     """
-    counted = {
-        key: value for key, value in config.items() if key not in ("tracking", "sweep")
-    }
+    counted = {key: value for key, value in config.items() if key not in ("tracking", "sweep")}
     return hashlib.sha256(json.dumps(counted, sort_keys=True).encode()).hexdigest()[:16]
 
 

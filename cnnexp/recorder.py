@@ -1,7 +1,7 @@
-"""The record of a run, as the training process sees it: a journal in the run's folder, and MLflow at the other end of a pipe.
+"""The record of a run, as the training process sees it: a journal in a folder, and MLflow at the far end of a pipe.
 
-Nothing here imports mlflow. `Recorder` starts `python -m cnnexp.tracking` and passes calls to it; `Run` turns results into
-metrics, tags and figures. Every call is first a line of `journal.jsonl`, so no failure of the store loses an epoch.
+Nothing here imports mlflow. `Recorder` starts `python -m cnnexp.tracking` and passes calls to it; `Run` turns results
+into metrics, tags and figures. Every epoch is first a line of `journal.jsonl`, so no failure of the store loses it.
 """
 
 from __future__ import annotations
@@ -56,9 +56,7 @@ class Recorder:
         self._ids = itertools.count(OPEN_ID)
         self._answers: queue.SimpleQueue[str] = queue.SimpleQueue()
         package_root = str(Path(__file__).resolve().parent.parent)
-        path = os.pathsep.join(
-            filter(None, [package_root, os.environ.get("PYTHONPATH")])
-        )
+        path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "cnnexp.tracking"],
             stdin=subprocess.PIPE,
@@ -88,22 +86,23 @@ class Recorder:
         """Call a method of `tracking.Store` without waiting for it."""
         self._send(None, method, arguments)
 
+    @property
+    def alive(self) -> bool:
+        """Whether the process still runs."""
+        return self._process.poll() is None
+
     def close(self) -> None:
         """Let the recorder finish and end. Idempotent."""
         with contextlib.suppress(BrokenPipeError):  # it is dead already
             self._process.stdin.close()
         self._process.wait(ANSWER_S)
 
-    def _send(
-        self, call_id: int | None, method: str, arguments: Mapping[str, Any]
-    ) -> None:
+    def _send(self, call_id: int | None, method: str, arguments: Mapping[str, Any]) -> None:
         try:
             self._process.stdin.write(json.dumps([call_id, method, arguments]) + "\n")
             self._process.stdin.flush()
         except (BrokenPipeError, ValueError) as error:
-            raise TrackingError(
-                f"tracking.uri={self.uri}: the recorder process has died"
-            ) from error
+            raise TrackingError(f"tracking.uri={self.uri}: the recorder process has died") from error
 
     def _receive(self, call_id: int) -> Any:
         deadline = time.monotonic() + ANSWER_S
@@ -113,9 +112,7 @@ class Recorder:
             except queue.Empty:
                 line = ""
             if not line:
-                raise TrackingError(
-                    f"tracking.uri={self.uri}: the recorder process has died"
-                )
+                raise TrackingError(f"tracking.uri={self.uri}: the recorder process has died")
             answered, value, error = json.loads(line)
             # an earlier answer is of a call whose wait was interrupted, or of `open`, whose failure is everyone's
             if error is not None and answered in (call_id, OPEN_ID):
@@ -143,6 +140,11 @@ class Run:
         name: None makes one up from the config.
         parent: id of the sweep's MLflow run.
         contended: whether other runs compute at the same time; then no speedup is claimed.
+
+    Attributes:
+        id: of the MLflow run, None without one.
+        epochs: the results so far.
+        metrics: what is recorded once, at the end.
     """
 
     def __init__(
@@ -159,19 +161,15 @@ class Run:
         self.name = name or default_name(config, overrides)
         self.id: str | None = None
         self.epochs: list[EpochResult] = []
-        self._config, self._recorder, self._parent, self._contended = (
-            config,
-            recorder,
-            parent,
-            contended,
-        )
+        self.metrics: dict[str, float] = {}
+        self._config, self._recorder, self._parent, self._contended = config, recorder, parent, contended
         self._begun: Callable[[], str] | None = None
+        self._skipped = False
         self._dataset: Dataset | None = None
         self._artifacts: list[tuple[str, str | None]] = []
-        self._metrics: dict[str, float] = {}
         self._lost: TrackingError | None = None
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._journal = open(self.folder / JOURNAL, "w", encoding="utf-8")  # noqa: SIM115, closed by __exit__
+        self._journal = (self.folder / JOURNAL).open("w", encoding="utf-8")
         self._note(
             "job",
             name=self.name,
@@ -184,19 +182,25 @@ class Run:
     def __enter__(self) -> Self:
         return self
 
+    def skip_if_finished(self) -> bool:
+        """Return whether the store has a finished run of the same config; this run then takes over its metrics."""
+        if self._recorder is None:
+            return False
+        metrics = self._recorder.call("finished", config_hash=environment.config_hash(self._config))
+        self._skipped = metrics is not None
+        self.metrics.update(metrics or {})
+        return self._skipped
+
     def begin(self, dataset: Dataset, network: Network, backend: Backend) -> None:
         """Ask for an MLflow run, once the data is there and the backend made; `wait` for it after compiling."""
         self._dataset = dataset
-        self._metrics["model/parameters"] = network.parameter_count
+        self.metrics["model/parameters"] = network.parameter_count
         call = {
             "name": self.name,
             "params": flatten(self._config),
             "tags": {
                 "kind": "run",
-                **{
-                    group: str(self._config[group]["name"])
-                    for group in ("backend", "model", "dataset", "optimizer")
-                },
+                **{group: str(self._config[group]["name"]) for group in ("backend", "model", "dataset", "optimizer")},
                 "seed": str(self._config["trainer"]["seed"]),
                 "device": backend.device,
                 "threads": str(backend.threads),
@@ -233,85 +237,75 @@ class Run:
         """Record one epoch."""
         self.wait()
         self.epochs.append(result)
-        self._log(epoch_metrics(result, self._contended), result.epoch)
+        metrics = epoch_metrics(result, self._contended)
+        self._note("epoch", epoch=result.epoch, metrics=metrics)
+        if self.id is not None and self._lost is None:
+            self._post(metrics, result.epoch)
 
     def summarize(self, metrics: Mapping[str, float]) -> None:
         """Add metrics that are recorded once, e.g. `{"time/compile_s": 1.2}`."""
-        self._metrics.update(metrics)
+        self.metrics.update(metrics)
 
     def add_artifact(self, path: Path, target: str | None = None) -> None:
         """Store a file or folder with the run when it ends, under the folder `target` of its artifacts."""
         self._artifacts.append((str(path), target))
 
     def __exit__(self, kind, error, traceback) -> None:
-        status = _status(error)
+        status = "SKIPPED" if self._skipped else _status(error)
         tags = {} if error is None else {"error": _one_line(error)}
         if isinstance(error, Diverged):
             tags["diverged"] = "true"
+        if self.epochs:
+            self.metrics.update(summary(self.epochs, self._contended))
         try:
-            if self.epochs:
-                self.summarize(summary(self.epochs, self._contended))
-                self._log(self._metrics, self.epochs[-1].epoch)
             self._finish(status, tags)
+        except TrackingError as lost:
+            self._lost = lost
         finally:
-            self._note("finish", status=status, tags=tags, metrics=self._metrics)
+            self._note("finish", status=status, tags=tags, metrics=self.metrics)
             self._journal.close()
         if self._lost is not None and error is None:
-            raise self._lost
+            raise TrackingError(f"{self._lost}; all {len(self.epochs)} epochs are in {self.folder / JOURNAL}")
 
     def _finish(self, status: str, tags: dict[str, str]) -> None:
         self.wait()
-        if self.id is None:
+        if self.id is None or self._lost is not None:
             return
+        if self.epochs:
+            self._post(self.metrics, self.epochs[-1].epoch)
         if status == "FINISHED":
-            self._artifacts += self._figures()
+            self._draw()
         config = self.folder / "config.json"
         config.write_text(json.dumps(self._config, indent=2) + "\n", encoding="utf-8")
-        artifacts = [(str(config), None), *self._artifacts]
-        try:
-            self._recorder.call(
-                "finish", run_id=self.id, status=status, tags=tags, artifacts=artifacts
-            )
-        except TrackingError as lost:
-            self._lost = TrackingError(
-                f"{lost}; all {len(self.epochs)} epochs are in {self.folder / JOURNAL}"
-            )
+        self.add_artifact(config)
+        self._recorder.call("finish", run_id=self.id, status=status, tags=tags, artifacts=self._artifacts)
 
-    def _figures(self) -> list[tuple[str, str]]:
-        """Let the recorder draw, since it has matplotlib loaded; return its files."""
+    def _draw(self) -> None:
+        """Let the recorder draw the figures, since it has matplotlib loaded."""
         predictions = self.folder / "predictions.npz"
         np.savez_compressed(
-            predictions,
-            labels=self._dataset.test.labels,
-            predicted=predicted_classes(self.epochs[-1].scores),
+            predictions, labels=self._dataset.test.labels, predicted=predicted_classes(self.epochs[-1].scores)
         )
         folder = self.folder / "figures"
         self._recorder.call(
             "draw",
             kind="draw_run",
             folder=str(folder),
-            epochs=[
-                {"epoch": e.epoch, **epoch_metrics(e, self._contended)}
-                for e in self.epochs
-            ],
+            epochs=[{"epoch": e.epoch, **epoch_metrics(e, self._contended)} for e in self.epochs],
             baseline_s=[_baseline_epoch_s(e) for e in self.epochs],
             predictions=str(predictions),
             classes=list(self._dataset.classes),
             title=self.name,
         )
-        return [(str(folder), "figures"), (str(predictions), None)]
+        self.add_artifact(folder, "figures")
+        self.add_artifact(predictions)
 
-    def _log(self, metrics: Mapping[str, float], step: int) -> None:
-        call = {"metrics": metrics, "step": step, "time_ms": int(time.time() * 1000)}
-        self._note("log", **call)
-        if self.id is None or self._lost is not None:
-            return
+    def _post(self, metrics: Mapping[str, float], step: int) -> None:
+        """Send metrics to the store; if the recorder has died, remember that for the end."""
         try:
-            self._recorder.post("log", run_id=self.id, **call)
+            self._recorder.post("log", run_id=self.id, metrics=metrics, step=step, time_ms=int(time.time() * 1000))
         except TrackingError as lost:
-            self._lost = TrackingError(
-                f"{lost}; the epochs are in {self.folder / JOURNAL}"
-            )
+            self._lost = lost
 
     def _note(self, event: str, **facts: Any) -> None:
         self._journal.write(json.dumps({"event": event, **facts}) + "\n")
@@ -325,26 +319,16 @@ def read_journal(folder: Path) -> dict[str, Any]:
         The facts of its `job` line (name, overrides, config, config_hash, contended), with `status` (DIED if it never
         ended), `error` (or None), `metrics` (the final ones) and `epochs` (a list of metrics by name).
     """
-    facts: dict[str, Any] = {
-        "status": "DIED",
-        "error": "the process died",
-        "metrics": {},
-        "epochs": [],
-    }
+    facts: dict[str, Any] = {"status": "DIED", "error": "the process died", "metrics": {}, "epochs": []}
     for line in (Path(folder) / JOURNAL).read_text(encoding="utf-8").splitlines():
         entry = json.loads(line)
         match entry.pop("event"):
             case "job":
                 facts.update(entry)
-            case "log":
-                facts["epochs"].append({"epoch": entry["step"], **entry["metrics"]})
+            case "epoch":
+                facts["epochs"].append({"epoch": entry["epoch"], **entry["metrics"]})
             case "finish":
-                facts.update(
-                    status=entry["status"],
-                    error=entry["tags"].get("error"),
-                    metrics=entry["metrics"],
-                )
-                facts["epochs"].pop()
+                facts.update(status=entry["status"], error=entry["tags"].get("error"), metrics=entry["metrics"])
     return facts
 
 
@@ -377,9 +361,7 @@ def summary(epochs: Sequence[EpochResult], contended: bool = False) -> dict[str,
         "final/test_accuracy": epochs[-1].test.accuracy,
         "best/test_accuracy": best.test.accuracy,
     }
-    speedups = [
-        result.comparison.speedup for result in epochs if result.comparison is not None
-    ]
+    speedups = [result.comparison.speedup for result in epochs if result.comparison is not None]
     if speedups and not contended:
         metrics["speedup/median"] = statistics.median(speedups)
     return metrics
@@ -396,36 +378,25 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     return flat
 
 
-def default_name(
-    config: Mapping[str, Mapping[str, Any]], overrides: Sequence[str] = ()
-) -> str:
+def default_name(config: Mapping[str, Mapping[str, Any]], overrides: Sequence[str] = ()) -> str:
     """Return e.g. `digits one_conv cpu-simd filters=32 seed=1`: the pieces, then what was changed in them."""
     pieces = [str(config[group]["name"]) for group in ("dataset", "model", "backend")]
     changed = [
         override.split(".")[-1]
         for override in overrides
-        if "." in override.partition("=")[0]
-        and not override.startswith(("tracking.", "sweep.", "hydra."))
+        if "." in override.partition("=")[0] and not override.startswith(("tracking.", "sweep.", "hydra."))
     ]
     return " ".join([*pieces, *changed])
 
 
 def predicted_classes(scores: np.ndarray) -> np.ndarray:
     """Return the class (N,) that scores (N, O) choose; one output is the probability of class 1."""
-    return (
-        (scores[:, 0] >= 0.5).astype(np.int32)
-        if scores.shape[1] == 1
-        else scores.argmax(axis=1)
-    )
+    return (scores[:, 0] >= 0.5).astype(np.int32) if scores.shape[1] == 1 else scores.argmax(axis=1)
 
 
 def _baseline_epoch_s(result: EpochResult) -> float | None:
     """Return the seconds that the baseline would have needed for the whole epoch."""
-    return (
-        result.comparison.seconds_per_image * result.train.count
-        if result.comparison
-        else None
-    )
+    return result.comparison.seconds_per_image * result.train.count if result.comparison else None
 
 
 def _status(error: BaseException | None) -> str:

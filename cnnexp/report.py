@@ -55,9 +55,7 @@ def draw_run(
         figure.savefig(Path(folder) / f"{name}.png")
 
 
-def draw_sweep(
-    folder: str, rows: Sequence[Mapping[str, Any]], varied: Sequence[str]
-) -> None:
+def draw_sweep(folder: str, rows: Sequence[Mapping[str, Any]], varied: Sequence[str]) -> None:
     """Draw what a sweep compares into `folder`: epoch_time.png and, where it was measured, speedup.png.
 
     Args:
@@ -72,9 +70,7 @@ def draw_sweep(
     ):
         measured = [row for row in rows if metric in row]
         if measured:
-            comparison(measured, varied, metric, label).savefig(
-                Path(folder) / f"{name}.png"
-            )
+            comparison(measured, varied, metric, label).savefig(Path(folder) / f"{name}.png")
 
 
 def learning(epochs: Sequence[Mapping[str, float]]) -> Figure:
@@ -83,42 +79,21 @@ def learning(epochs: Sequence[Mapping[str, float]]) -> Figure:
     for axes, metric in zip(figure.subplots(1, 2), ("loss", "accuracy"), strict=True):
         for split in ("train", "validation", "test"):
             if f"{split}/{metric}" in epochs[0]:
-                axes.plot(
-                    _column(epochs, "epoch"),
-                    _column(epochs, f"{split}/{metric}"),
-                    marker="o",
-                    label=split,
-                )
+                axes.plot(_column(epochs, "epoch"), _column(epochs, f"{split}/{metric}"), marker="o", label=split)
         _label(axes, "epoch", metric)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.legend()
     return figure
 
 
-def epoch_time(
-    epochs: Sequence[Mapping[str, float]], baseline_s: Sequence[float | None]
-) -> Figure:
+def epoch_time(epochs: Sequence[Mapping[str, float]], baseline_s: Sequence[float | None]) -> Figure:
     """Return the seconds of each epoch, beside what the baseline would have needed."""
     figure = _figure(6, 3.6)
     axes = figure.subplots()
-    axes.plot(
-        _column(epochs, "epoch"),
-        _column(epochs, "time/epoch_s"),
-        marker="o",
-        label="this run",
-    )
-    measured = [
-        (row["epoch"], seconds)
-        for row, seconds in zip(epochs, baseline_s, strict=True)
-        if seconds is not None
-    ]
+    axes.plot(_column(epochs, "epoch"), _column(epochs, "time/epoch_s"), marker="o", label="this run")
+    measured = [(row["epoch"], seconds) for row, seconds in zip(epochs, baseline_s, strict=True) if seconds is not None]
     if measured:
-        axes.plot(
-            *zip(*measured, strict=True),
-            marker="s",
-            linestyle="--",
-            label="baseline, from its timed batches",
-        )
+        axes.plot(*zip(*measured, strict=True), marker="s", linestyle="--", label="baseline, from its timed batches")
     _label(axes, "epoch", "training pass (s)")
     axes.set_ylim(bottom=0)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -126,9 +101,7 @@ def epoch_time(
     return figure
 
 
-def confusion(
-    labels: np.ndarray, predicted: np.ndarray, classes: Sequence[str]
-) -> Figure:
+def confusion(labels: np.ndarray, predicted: np.ndarray, classes: Sequence[str]) -> Figure:
     """Return how often each true class (row) was taken for each class (column), on the test split."""
     counts = confusion_matrix(labels, predicted, labels=range(len(classes)))
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
@@ -141,15 +114,7 @@ def confusion(
         _name_ticks(axes, classes)
         for (row, column), count in np.ndenumerate(counts):
             colour = "white" if shares[row, column] > 0.5 else "black"
-            axes.text(
-                column,
-                row,
-                count,
-                ha="center",
-                va="center",
-                fontsize="x-small",
-                color=colour,
-            )
+            axes.text(column, row, count, ha="center", va="center", fontsize="x-small", color=colour)
     axes.set_xlabel("predicted")
     axes.set_ylabel("true")
     return figure
@@ -157,31 +122,21 @@ def confusion(
 
 def recall(labels: np.ndarray, predicted: np.ndarray, classes: Sequence[str]) -> Figure:
     """Return the share of each class that was found, on the test split."""
-    values = recall_score(
-        labels, predicted, labels=range(len(classes)), average=None, zero_division=0.0
-    )
+    values = recall_score(labels, predicted, labels=range(len(classes)), average=None, zero_division=0.0)
     figure = _figure(max(6.0, min(0.5 * len(classes), 16)), 3.6)
     axes = figure.subplots()
     bars = axes.bar(range(len(classes)), values)
     if len(classes) <= CELLS_WITH_NUMBERS:
-        axes.set_xticks(
-            range(len(classes)),
-            classes,
-            rotation=45 if max(map(len, classes)) > 3 else 0,
-        )
+        axes.set_xticks(range(len(classes)), classes, rotation=45 if max(map(len, classes)) > 3 else 0)
         axes.bar_label(bars, [f"{value:.3f}" for value in values], fontsize="x-small")
     _label(axes, "class", "recall")
     axes.set_ylim(0, 1.08)
     return figure
 
 
-def comparison(
-    rows: Sequence[Mapping[str, Any]], varied: Sequence[str], metric: str, label: str
-) -> Figure:
+def comparison(rows: Sequence[Mapping[str, Any]], varied: Sequence[str], metric: str, label: str) -> Figure:
     """Return one metric against what varied: lines over a key of numbers if there is one, else bars."""
-    axis = next(
-        (key for key in reversed(varied) if len(rows) > 1 and _numeric(rows, key)), None
-    )
+    axis = next((key for key in reversed(varied) if len(rows) > 1 and _numeric(rows, key)), None)
     others = [key for key in varied if key != axis]
     if axis is None:
         return _bars(rows, others, metric, label)
@@ -189,9 +144,7 @@ def comparison(
     axes = figure.subplots()
     groups: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
-        groups.setdefault(_name(row, others), []).append(
-            (float(row[axis]), row[metric])
-        )
+        groups.setdefault(_name(row, others), []).append((float(row[axis]), row[metric]))
     for name, points in groups.items():
         axes.plot(*zip(*sorted(points), strict=True), marker="o", label=name)
     _label(axes, axis, label)
@@ -202,9 +155,7 @@ def comparison(
     return figure
 
 
-def _bars(
-    rows: Sequence[Mapping[str, Any]], varied: Sequence[str], metric: str, label: str
-) -> Figure:
+def _bars(rows: Sequence[Mapping[str, Any]], varied: Sequence[str], metric: str, label: str) -> Figure:
     figure = _figure(7, 1 + 0.4 * len(rows))
     axes = figure.subplots()
     values = [row[metric] for row in rows]
@@ -236,9 +187,7 @@ def _label(axes, x: str, y: str) -> None:
 
 
 def _name_ticks(axes, names: Sequence[str]) -> None:
-    axes.set_xticks(
-        range(len(names)), names, rotation=90 if max(map(len, names)) > 3 else 0
-    )
+    axes.set_xticks(range(len(names)), names, rotation=90 if max(map(len, names)) > 3 else 0)
     axes.set_yticks(range(len(names)), names)
 
 

@@ -13,6 +13,7 @@ import json
 import os
 import socket
 import sqlite3
+import subprocess
 import sys
 import time
 import urllib.request
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from mlflow.entities import Run
 
 SCHEMES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql", "databricks")
+UI_HOST = "127.0.0.1"  # MLflow's page has no passwords: it is not for the network
 CONNECT_S = 3.0  # a server that does not answer by then is called unreachable
 OPEN_S = 120.0  # as long may other processes take to set up a new store before us
 RETRY_S = 10.0  # after a failure, metrics are kept and sent again no sooner than this
@@ -58,40 +60,53 @@ def store_uri(uri: str | None) -> str:
 
 def artifact_location(uri: str) -> str | None:
     """Return where the artifacts of a store go: beside an sqlite file; None lets a server decide."""
-    return (
-        (_database(uri).parent / "mlartifacts").as_uri()
-        if uri.startswith("sqlite")
-        else None
-    )
+    return (_database(uri).parent / "mlartifacts").as_uri() if uri.startswith("sqlite") else None
 
 
-def ui_command(uri: str, host: str = "127.0.0.1", port: int = 5000) -> list[str]:
-    """Return the command that serves MLflow's web page on a store of `store_uri`."""
-    command = [
-        sys.executable,
-        "-m",
-        "mlflow",
-        "ui",
-        "--backend-store-uri",
-        uri,
-        "--host",
-        host,
-        "--port",
-        str(port),
-    ]
-    location = artifact_location(uri)
-    return [*command, "--default-artifact-root", location] if location else command
+def ui(arguments: Sequence[str]) -> None:
+    """Serve MLflow's web page on this machine until Ctrl-C, and print its address.
+
+    Args:
+        arguments: of the command line: `tracking.uri=...` for another store, `port=...` for another port than 5000 or
+            the next free one.
+    """
+    given = dict(argument.partition("=")[::2] for argument in arguments)
+    for key, value in given.items():
+        if key not in ("tracking.uri", "port") or (key == "port" and not value.isdecimal()):
+            raise ConfigError(f"ui {key}={value}: legal: tracking.uri=STORE, port=NUMBER")
+    uri = store_uri(given.get("tracking.uri"))
+    if uri.startswith("http"):
+        sys.stdout.write(f"This store has a web page of its own: {_without_password(uri)}\n")
+        return
+    port = int(given["port"]) if "port" in given else free_port()
+    sys.stdout.write(f"MLflow shows the runs of {_without_password(uri)} at http://{UI_HOST}:{port} until Ctrl-C\n")
+    sys.stdout.flush()
+    with _alone(uri):
+        pass  # let a process that sets up the store finish
+    environ = {"MLFLOW_DISABLE_TELEMETRY": "true", **os.environ}
+    with contextlib.suppress(KeyboardInterrupt):  # the way to end it
+        code = subprocess.run(ui_command(uri, port), env=environ, check=False).returncode
+        if code:
+            raise TrackingError(f"tracking.uri={_without_password(uri)}: mlflow ui ended with code {code}")
 
 
-def free_port(first: int = 5000, host: str = "127.0.0.1") -> int:
+def ui_command(uri: str, port: int) -> list[str]:
+    """Return the command that serves MLflow's web page, to this machine alone, on a store of `store_uri`."""
+    command = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", uri]
+    if location := artifact_location(uri):
+        command += ["--default-artifact-root", location]
+    return [*command, "--host", UI_HOST, "--port", str(port)]
+
+
+def free_port(first: int = 5000) -> int:
     """Return the first port from `first` on that nobody listens on."""
     for port in range(first, first + 100):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             with contextlib.suppress(OSError):
-                probe.bind((host, port))
+                probe.bind((UI_HOST, port))
                 return port
-    raise TrackingError(f"no free port between {first} and {first + 99} on {host}")
+    raise TrackingError(f"no free port between {first} and {first + 99} on {UI_HOST}")
 
 
 class Store:
@@ -138,52 +153,34 @@ class Store:
         """
         from mlflow.entities import Param
 
-        tags = {
-            **environment.machine_facts(),
-            **environment.versions(),
-            **environment.git_facts(),
-            **tags,
-        }
+        tags = {**environment.machine_facts(), **environment.versions(), **environment.git_facts(), **tags}
         tags["machine.pid"] = str(os.getppid())
         if parent is not None:
             tags["mlflow.parentRunId"] = parent
         with self._explained("cannot be written"):
-            run_id = self._client.create_run(
-                self._experiment_id, tags=tags, run_name=name
-            ).info.run_id
+            run_id = self._client.create_run(self._experiment_id, tags=tags, run_name=name).info.run_id
             self._open_runs.add(run_id)
             self._pending = []  # what an earlier run could not send is in its journal
             entries = [Param(key, value) for key, value in params.items()]
             for start in range(0, len(entries), PARAMS_PER_CALL):
-                self._client.log_batch(
-                    run_id, params=entries[start : start + PARAMS_PER_CALL]
-                )
+                self._client.log_batch(run_id, params=entries[start : start + PARAMS_PER_CALL])
             if dataset is not None:
                 self._client.log_inputs(run_id, [_dataset_input(dataset)])
         return run_id
 
-    def log(
-        self, run_id: str, metrics: Mapping[str, float], step: int, time_ms: int
-    ) -> None:
+    def log(self, run_id: str, metrics: Mapping[str, float], step: int, time_ms: int) -> None:
         """Record metrics. While the store does not answer they are kept here, for the next call or `finish`."""
         from mlflow.entities import Metric
 
-        self._pending += [
-            Metric(key, value, time_ms, step, run_id=run_id)
-            for key, value in metrics.items()
-        ]
+        self._pending += [Metric(key, value, time_ms, step, run_id=run_id) for key, value in metrics.items()]
         if time.monotonic() >= self._retry_at:
             try:
                 self._send_pending(run_id)
-            except Exception:  # noqa: BLE001, whatever its client raises; `finish` tries again and reports it
+            except Exception:  # whatever its client raises; `finish` tries again and reports it
                 self._retry_at = time.monotonic() + RETRY_S
 
     def finish(
-        self,
-        run_id: str,
-        status: str,
-        tags: Mapping[str, str],
-        artifacts: Sequence[tuple[str, str | None]] = (),
+        self, run_id: str, status: str, tags: Mapping[str, str], artifacts: Sequence[tuple[str, str | None]] = ()
     ) -> None:
         """End a run.
 
@@ -198,32 +195,21 @@ class Store:
             for key, value in tags.items():
                 self._client.set_tag(run_id, key, value)
             for path, target in artifacts:
-                log = (
-                    self._client.log_artifacts
-                    if Path(path).is_dir()
-                    else self._client.log_artifact
-                )
+                log = self._client.log_artifacts if Path(path).is_dir() else self._client.log_artifact
                 log(run_id, path, target)
             self._client.set_terminated(run_id, status)
             self._open_runs.discard(run_id)
 
-    def finished(self, config_hash: str) -> str | None:
-        """Return the id of a finished run of this config, None where there is none."""
+    def finished(self, config_hash: str) -> dict[str, float] | None:
+        """Return the last metrics of a finished run of this config, None where there is none."""
         with self._explained("cannot be read"):
-            runs = self._search(
-                f"attributes.status = 'FINISHED' and tags.config_hash = '{config_hash}'",
-                1,
-            )
-        return runs[0].info.run_id if runs else None
+            runs = self._search(f"attributes.status = 'FINISHED' and tags.config_hash = '{config_hash}'", 1)
+        return runs[0].data.metrics if runs else None
 
     def close(self) -> None:
         """End what was never ended: its process is gone."""
         for run_id in list(self._open_runs):
-            self.finish(
-                run_id,
-                "KILLED",
-                {"error": "the training process ended without closing the run"},
-            )
+            self.finish(run_id, "KILLED", {"error": "the training process ended without closing the run"})
 
     def _experiment(self, name: str) -> str:
         from mlflow.exceptions import MlflowException
@@ -231,9 +217,7 @@ class Store:
         found = self._client.get_experiment_by_name(name)
         if found is None:
             try:
-                return self._client.create_experiment(
-                    name, artifact_location=artifact_location(self._uri)
-                )
+                return self._client.create_experiment(name, artifact_location=artifact_location(self._uri))
             except MlflowException:
                 # on a server, another process may have been quicker
                 found = self._client.get_experiment_by_name(name)
@@ -247,20 +231,14 @@ class Store:
         return found.experiment_id
 
     def _search(self, condition: str, limit: int) -> Sequence[Run]:
-        return self._client.search_runs(
-            [self._experiment_id], filter_string=condition, max_results=limit
-        )
+        return self._client.search_runs([self._experiment_id], filter_string=condition, max_results=limit)
 
     def _close_stale_runs(self) -> None:
         """End runs of this machine whose process and recorder were both killed."""
         host = environment.machine_facts()["machine.host"]
-        for run in self._search(
-            f"attributes.status = 'RUNNING' and tags.`machine.host` = '{host}'", 100
-        ):
+        for run in self._search(f"attributes.status = 'RUNNING' and tags.`machine.host` = '{host}'", 100):
             if not _alive(int(run.data.tags.get("machine.pid", 0))):
-                self._client.set_tag(
-                    run.info.run_id, "error", "the training process died"
-                )
+                self._client.set_tag(run.info.run_id, "error", "the training process died")
                 self._client.set_terminated(run.info.run_id, "KILLED")
 
     def _send_pending(self, run_id: str) -> None:
@@ -277,9 +255,7 @@ class Store:
             raise
         except Exception as error:
             reason = str(error).strip().splitlines() or [type(error).__name__]
-            raise TrackingError(
-                f"tracking.uri={_without_password(self._uri)}: {what}: {reason[0]}"
-            ) from error
+            raise TrackingError(f"tracking.uri={_without_password(self._uri)}: {what}: {reason[0]}") from error
 
 
 def _database(uri: str) -> Path:
@@ -288,24 +264,14 @@ def _database(uri: str) -> Path:
 
 
 def _need_answer(uri: str) -> None:
-    """Raise OSError where a server does not answer, or an sqlite file's folder cannot be made.
+    """Raise OSError where a server does not answer.
 
     MLflow's own attempts at a database server go on for minutes.
     """
     parts = urlsplit(uri)
-    proxied = (
-        parts.scheme in urllib.request.getproxies()
-        and not urllib.request.proxy_bypass(parts.netloc)
-    )
-    if parts.scheme == "sqlite":
-        _database(uri).parent.mkdir(parents=True, exist_ok=True)
-    elif parts.hostname and not proxied:
-        port = parts.port or {
-            "http": 80,
-            "https": 443,
-            "postgresql": 5432,
-            "mysql": 3306,
-        }.get(parts.scheme)
+    proxied = parts.scheme in urllib.request.getproxies() and not urllib.request.proxy_bypass(parts.netloc)
+    if parts.hostname and not proxied:
+        port = parts.port or {"http": 80, "https": 443, "postgresql": 5432, "mysql": 3306}.get(parts.scheme)
         if port:
             socket.create_connection((parts.hostname, port), CONNECT_S).close()
 
@@ -319,9 +285,8 @@ def _alone(uri: str) -> Iterator[None]:
     if not uri.startswith("sqlite"):
         yield
         return
-    lock = sqlite3.connect(
-        f"{_database(uri)}.lock", timeout=OPEN_S, isolation_level=None
-    )
+    _database(uri).parent.mkdir(parents=True, exist_ok=True)
+    lock = sqlite3.connect(f"{_database(uri)}.lock", timeout=OPEN_S, isolation_level=None)
     try:
         lock.execute("BEGIN EXCLUSIVE")
         yield
@@ -376,12 +341,8 @@ def serve(calls: Iterator[str], answer) -> None:
                 value = getattr(report, arguments.pop("kind"))(**arguments)
             else:
                 value = getattr(store, name)(**arguments)
-        except Exception as failure:  # noqa: BLE001, the caller gets it and raises it
-            error = (
-                str(failure)
-                if isinstance(failure, TrackingError)
-                else f"{type(failure).__name__}: {failure}"
-            )
+        except Exception as failure:  # the caller gets it and raises it
+            error = str(failure) if isinstance(failure, TrackingError) else f"{type(failure).__name__}: {failure}"
         if call_id is not None:
             answer(json.dumps([call_id, value, error]) + "\n")
     if store is not None:
@@ -398,13 +359,9 @@ def main() -> None:
         answers.write(line)
         answers.flush()
 
-    with contextlib.suppress(
-        BrokenPipeError
-    ):  # the caller died; its run is closed by then
+    with contextlib.suppress(BrokenPipeError):  # the caller died; its run is closed by then
         serve(iter(sys.stdin.readline, ""), answer)
-    os._exit(
-        0
-    )  # MLflow's modules take a second to tear down, and nothing is left to save
+    os._exit(0)  # MLflow's modules take a second to tear down, and nothing is left to save
 
 
 if __name__ == "__main__":
