@@ -17,7 +17,7 @@ _HOMES = {
     "cnnexp.optimizers": ("SGD", "Adadelta", "Adagrad", "AdaMax", "Adam", "AdamW", "RMSprop"),
     "cnnexp.schedules": ("Constant", "Cosine", "Step"),
     "cnnexp.speedup": ("Baseline",),
-    "cnnexp.train": ("EpochResult", "train"),
+    "cnnexp.train": ("EpochResult", "train_epochs"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

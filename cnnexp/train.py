@@ -65,7 +65,7 @@ class Progress:
     seconds: float
 
 
-def train(
+def train_epochs(
     program: Program,
     dataset: Dataset,
     epochs: int,
