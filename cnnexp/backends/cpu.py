@@ -15,6 +15,10 @@ from cnnexp.losses import Loss
 from cnnexp.network import Network
 from cnnexp.optimizers import Optimizer
 
+LOSSES = {
+    Loss.SOFTMAX_CROSS_ENTROPY: cpu_kernels.softmax_cross_entropy,
+    Loss.BINARY_CROSS_ENTROPY: cpu_kernels.binary_cross_entropy,
+}
 NO_VECTOR = np.empty(0, np.float32)
 NO_MATRIX = np.empty((0, 0), np.float32)
 NO_IMAGES = np.empty((1, 0, 0, 0), np.float32)
@@ -84,11 +88,10 @@ class CpuOps:
         self._run(cpu_kernels.linear_backward, x, w, dy, dx, dw, db)
 
     def loss(self, loss: Loss, scores, labels, scale, d_scores, losses, hits):
-        kernel = getattr(cpu_kernels, loss.value)
-        self._run(kernel, scores, labels, np.float32(scale), d_scores, losses, hits)
+        LOSSES[loss](scores, labels, np.float32(scale), d_scores, losses, hits)
 
     def updater(self, optimizer: Optimizer) -> Update:
-        compiled = cpu_kernels.compile_update(optimizer, self._parallel)
+        compiled = cpu_kernels.compile_update(optimizer)
 
         def update(w, g, slots, rate, step):
             s, t = (*slots, NO_VECTOR, NO_VECTOR)[:2]

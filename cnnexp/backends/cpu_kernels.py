@@ -17,13 +17,13 @@ import numpy as np
 from numba import prange
 
 from cnnexp.losses import LOG_FLOOR, VARIANCE_FLOOR
+from cnnexp.optimizers import Optimizer
 
 # Sums may be reordered, multiply-adds fused; NaN and infinity keep their meaning, so a diverged loss is seen.
 OPTIONS = {"fastmath": {"contract", "reassoc", "nsz", "arcp"}, "error_model": "numpy", "nogil": True}
 
 BLOCKS = 32  # most partial weight gradients of a convolution: bounds their memory, and how many threads can share it
 FEATURES = 128  # features of a linear layer that one task sums gradients for
-ELEMENTS = 4096  # parameters that one task updates
 
 image, matrix, vector = "f4[:,:,:,::1]", "f4[:,::1]", "f4[::1]"
 ZERO, ONE, HALF = np.float32(0), np.float32(1), np.float32(0.5)
@@ -83,18 +83,23 @@ def conv2d_image(x, rows, b, side, stride, top, left, y):
     for p in range(y.shape[0]):
         line[:] = ZERO
         for i in range(max(0, top - p * stride), min(side, height + top - p * stride)):
+            pixels = x[p * stride + i - top]
             for s in range(width):
+                reached = line[s * filters : (s + side) * filters]
                 for c in range(channels):
-                    value = x[p * stride + i - top, s, c]
-                    for k in range(side * filters):
-                        line[s * filters + k] += value * rows[i, c, k]
+                    value, weights = pixels[s, c], rows[i, c]
+                    for k in range(reached.size):
+                        reached[k] += value * weights[k]
         for q in range(y.shape[1]):
-            column = q * stride - left + side - 1
-            reached = 0 <= column < width + side - 1
-            for f in range(filters):
-                y[p, q, f] = line[column * filters + f] if reached else ZERO
+            column, outputs = q * stride - left + side - 1, y[p, q]
+            if 0 <= column < width + side - 1:
+                reached = line[column * filters : (column + 1) * filters]
+                for f in range(filters):
+                    outputs[f] = reached[f]
+            else:
+                outputs[:] = ZERO
             for f in range(b.size):
-                y[p, q, f] += b[f]
+                outputs[f] += b[f]
 
 
 @kernel(image, image, vector, "i8", "i8", "i8", image)
@@ -114,25 +119,26 @@ def conv2d_backward_image(x, rows, dy, side, stride, top, left, dx, d_rows, db):
     for p in range(dy.shape[0]):
         line[:] = ZERO
         for q in range(dy.shape[1]):
-            column = q * stride - left + side - 1
+            column, slopes = q * stride - left + side - 1, dy[p, q]
             for f in range(filters):
-                db[f] += dy[p, q, f]
+                db[f] += slopes[f]
             if 0 <= column < width + side - 1:
+                reached = line[column * filters : (column + 1) * filters]
                 for f in range(filters):
-                    line[column * filters + f] = dy[p, q, f]
+                    reached[f] = slopes[f]
         for i in range(max(0, top - p * stride), min(side, height + top - p * stride)):
             row = p * stride + i - top
             for s in range(width):
+                reached = line[s * filters : (s + side) * filters]
                 for c in range(channels):
-                    value = x[row, s, c]
-                    for k in range(side * filters):
-                        d_rows[i, c, k] += value * line[s * filters + k]
-            if dx.size:
-                for s in range(width):
+                    value, d_weights = x[row, s, c], d_rows[i, c]
+                    for k in range(reached.size):
+                        d_weights[k] += value * reached[k]
+                if dx.size:
                     for c in range(channels):
-                        total = ZERO
-                        for k in range(side * filters):
-                            total += rows[i, c, k] * line[s * filters + k]
+                        total, weights = ZERO, rows[i, c]
+                        for k in range(reached.size):
+                            total += weights[k] * reached[k]
                         dx[row, s, c] += total
 
 
@@ -238,16 +244,16 @@ def max_pool_image(x, size, stride, top, left, y, argmax):
         row = u * stride - top
         for v in range(y.shape[1]):
             column = v * stride - left
-            for c in range(channels):
-                y[u, v, c] = -np.inf
-                argmax[u, v, c] = 0
+            largest, places = y[u, v], argmax[u, v]
+            largest[:] = -np.inf
+            places[:] = 0
             for i in range(max(0, -row), min(size, height - row)):
                 for j in range(max(0, -column), min(size, width - column)):
+                    pixels, place = x[row + i, column + j], np.int32(i * size + j)
                     for c in range(channels):
-                        value = x[row + i, column + j, c]
-                        larger = value > y[u, v, c]
-                        y[u, v, c] = value if larger else y[u, v, c]
-                        argmax[u, v, c] = i * size + j if larger else argmax[u, v, c]
+                        larger = pixels[c] > largest[c]
+                        largest[c] = pixels[c] if larger else largest[c]
+                        places[c] = place if larger else places[c]
 
 
 @kernel(image, "i8", "i8", "i8", "i8", image, "i4[:,:,:,::1]")
@@ -325,9 +331,9 @@ def turn(w, first, last, turned):
 @task
 def linear_row(x, turned, b, y):
     for o in range(y.size):
-        total = ZERO
+        total, weights = ZERO, turned[o]
         for d in range(x.size):
-            total += x[d] * turned[o, d]
+            total += x[d] * weights[d]
         y[o] = total + b[o] if b.size else total
 
 
@@ -345,26 +351,26 @@ def linear(x, w, b, y):
 def linear_backward_features(x, w, dy, first, last, dx, dw):
     """Fill dw (D,O), and dx (N,D) unless it is empty, for the features first .. last - 1."""
     outputs, count = dy.shape[1], last - first
-    total = np.zeros((outputs, count), np.float32)
-    turned = np.empty((outputs, count), np.float32)
+    turned, d_turned = np.empty((outputs, count), np.float32), np.zeros((outputs, count), np.float32)
     for o in range(outputs):
         for d in range(count):
             turned[o, d] = w[first + d, o]
     for n in range(x.shape[0]):
+        inputs = x[n, first:last]
         for o in range(outputs):
-            slope = dy[n, o]
+            slope, total = dy[n, o], d_turned[o]
             for d in range(count):
-                total[o, d] += slope * x[n, first + d]
+                total[d] += slope * inputs[d]
         if dx.size:
-            for d in range(count):
-                dx[n, first + d] = ZERO
+            d_inputs = dx[n, first:last]
+            d_inputs[:] = ZERO
             for o in range(outputs):
-                slope = dy[n, o]
+                slope, weights = dy[n, o], turned[o]
                 for d in range(count):
-                    dx[n, first + d] += slope * turned[o, d]
+                    d_inputs[d] += slope * weights[d]
     for d in range(count):
         for o in range(outputs):
-            dw[first + d, o] = total[o, d]
+            dw[first + d, o] = d_turned[o, d]
 
 
 @task
@@ -384,7 +390,7 @@ def linear_backward(x, w, dy, dx, dw, db):
 
 
 @task
-def softmax_cross_entropy_rows(scores, labels, scale, d_scores, losses, hits):
+def softmax_cross_entropy(scores, labels, scale, d_scores, losses, hits):
     outputs = scores.shape[1]
     for n in range(scores.shape[0]):
         best = 0
@@ -402,7 +408,7 @@ def softmax_cross_entropy_rows(scores, labels, scale, d_scores, losses, hits):
 
 
 @task
-def binary_cross_entropy_rows(scores, labels, scale, d_scores, losses, hits):
+def binary_cross_entropy(scores, labels, scale, d_scores, losses, hits):
     for n in range(scores.shape[0]):
         p, t = scores[n, 0], np.float32(labels[n])
         log_p, log_q = np.log(p), np.log1p(-p)
@@ -414,24 +420,17 @@ def binary_cross_entropy_rows(scores, labels, scale, d_scores, losses, hits):
         d_scores[n, 0] = (p - t) / max(p * (ONE - p), VARIANCE_FLOOR) * scale
 
 
-@kernel(matrix, "i4[::1]", "f4", matrix, vector, "u1[::1]")
-def softmax_cross_entropy(scores, labels, scale, d_scores, losses, hits):
-    softmax_cross_entropy_rows(scores, labels, scale, d_scores, losses, hits)
+def compile_update(optimizer: Optimizer):
+    """Compile an optimizer's rule into `update(w, g, s, t, rate, c0, c1)`, in place; unused slots are empty arrays.
 
-
-@kernel(matrix, "i4[::1]", "f4", matrix, vector, "u1[::1]")
-def binary_cross_entropy(scores, labels, scale, d_scores, losses, hits):
-    binary_cross_entropy_rows(scores, labels, scale, d_scores, losses, hits)
-
-
-def compile_update(optimizer, parallel: bool):
-    """Compile an optimizer's rule into `update(w, g, s, t, rate, c0, c1)`, in place; unused slots are empty arrays."""
+    One thread does it for both ways: it takes far less than the gradients, even of the smallest batch.
+    """
     rule = numba.njit(optimizer.rule(np.sqrt, max), **OPTIONS)
     slots = len(optimizer.slots)
 
-    @numba.njit(**OPTIONS)
-    def update_range(w, g, s, t, rate, c0, c1, first, last):
-        for i in range(first, last):
+    @numba.njit(f"void({', '.join([vector] * 4)}, f4, f4, f4)", **OPTIONS)
+    def update(w, g, s, t, rate, c0, c1):
+        for i in range(w.size):
             old_s = s[i] if slots > 0 else ZERO
             old_t = t[i] if slots > 1 else ZERO
             new_w, new_s, new_t = rule(w[i], g[i], old_s, old_t, rate, c0, c1)
@@ -440,10 +439,5 @@ def compile_update(optimizer, parallel: bool):
                 s[i] = new_s
             if slots > 1:
                 t[i] = new_t
-
-    @numba.njit(f"void({', '.join([vector] * 4)}, f4, f4, f4)", parallel=parallel, **OPTIONS)
-    def update(w, g, s, t, rate, c0, c1):
-        for block in prange((w.size + ELEMENTS - 1) // ELEMENTS):
-            update_range(w, g, s, t, rate, c0, c1, block * ELEMENTS, min((block + 1) * ELEMENTS, w.size))
 
     return update

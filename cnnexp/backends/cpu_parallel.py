@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
@@ -24,8 +25,12 @@ from cnnexp.optimizers import Optimizer
 def choose_threading_layer() -> None:
     """Let Numba use OpenMP, whose parallel regions start fastest, or its own work queue where it is missing.
 
-    It counts until the process runs its first parallel kernel; a layer that already runs stays.
+    It counts until the process runs its first parallel kernel; a layer that already runs stays. GNU OpenMP reads its
+    settings when it is loaded: by default a waiting thread spins for milliseconds, which on a machine with other work
+    to do keeps from its core the very thread that it waits for. A user's own setting stands.
     """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     try:
         importlib.import_module("numba.np.ufunc.omppool")
         numba.config.THREADING_LAYER = "omp"

@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,6 @@ except ImportError as error:  # numba-cuda is there, but not its CUDA bindings
 
 SIMULATED = bool(config.ENABLE_CUDASIM)
 SIMULATED_BLOCKS = 3  # a simulated thread costs 100 us: few of them, each taking many elements
-NO_FLOATS = np.empty(0, np.float32)
 LARGEST_ARRAY = 2**31  # elements; kernels index with uint32, and a grid stride may step past the end once
 Shape = tuple[int, ...]
 
@@ -77,7 +76,7 @@ def _dotted(version: tuple[int, int]) -> str:
     return ".".join(str(part) for part in version)
 
 
-@lru_cache(maxsize=None)
+@cache
 def open_gpu(index: int) -> Gpu:
     """Select a GPU for this process and return what it is.
 
@@ -127,16 +126,6 @@ def check_block(gpu: Gpu, block: int) -> None:
     """Raise ConfigError where a block has more threads than the GPU allows."""
     if not 1 <= block <= gpu.block_threads:
         raise ConfigError(f"backend.block={block}: must be 1 .. {gpu.block_threads} threads, the limit of {gpu.name}")
-
-
-def check_tile(gpu: Gpu, tile: int) -> None:
-    """Raise ConfigError where a tile of tile * tile threads is more than the GPU allows."""
-    widest = math.isqrt(gpu.block_threads)
-    if not 1 <= tile <= widest:
-        raise ConfigError(
-            f"backend.tile={tile}: must be 1 .. {widest}; a tile has tile * tile threads, {gpu.name} allows "
-            f"{gpu.block_threads}"
-        )
 
 
 def check_memory(needed: int, what: str) -> None:

@@ -1,8 +1,8 @@
 """The layers' mathematics on a GPU that no backend does differently: one thread per output element.
 
-Every kernel is made by a function of the sizes that are known when a network is compiled, so that index arithmetic folds
-into constants. Arrays are flat, indices uint32 and numbers float32: an int64 index doubles the instructions of an inner
-loop, a float64 literal makes the GPU compute in double. A thread strides over the grid, so any grid is right.
+Every kernel is made by a function of the sizes that are known when a network is compiled, so that index arithmetic
+folds into constants. Arrays are flat, indices uint32 and numbers float32: an int64 index doubles the instructions of an
+inner loop, a float64 literal makes the GPU compute in double. A thread strides over the grid, so any grid is right.
 
 Sums over images are formed in two stages, in a fixed order: first per slice of the batch, then over the slices. No
 atomic addition, so two runs give the same bits.
@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import numpy as np
 from numba import cuda
 
-from cnnexp.backends.gpu_device import Kernel
+from cnnexp.backends.gpu_device import Kernel, Tensor
 from cnnexp.losses import LOG_FLOOR, VARIANCE_FLOOR, Loss
 from cnnexp.optimizers import Optimizer
 
@@ -25,7 +25,7 @@ u32, f32 = np.uint32, np.float32
 ZERO, ONE, HALF = f32(0), f32(1), f32(0.5)
 LOWEST = f32(-np.inf)
 LABEL_ONE = np.int32(1)
-SLICES = 32  # of a batch, for the first stage of a sum over images
+SLICES = 32  # of a batch, at most, for the first stage of a sum over images
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class PoolSizes:
     V: int
 
 
-@lru_cache(maxsize=None)
+@cache
 def gather(D: int, block: int) -> Kernel:
     """x[n, d] = images[indices[n], d] and labels likewise; D elements per image."""
     D = u32(D)
@@ -85,7 +85,7 @@ def gather(D: int, block: int) -> Kernel:
     return Kernel(gather, "void(float32[::1], int32[::1], int64[::1], float32[::1], int32[::1], uint32)", block)
 
 
-@lru_cache(maxsize=None)
+@cache
 def relu(block: int) -> Kernel:
     def relu(x, y, count):
         i = u32(cuda.grid(1))
@@ -97,7 +97,7 @@ def relu(block: int) -> Kernel:
     return Kernel(relu, "void(float32[::1], float32[::1], uint32)", block)
 
 
-@lru_cache(maxsize=None)
+@cache
 def relu_backward(block: int) -> Kernel:
     def relu_backward(y, dy, dx, count):
         i = u32(cuda.grid(1))
@@ -108,7 +108,7 @@ def relu_backward(block: int) -> Kernel:
     return Kernel(relu_backward, "void(float32[::1], float32[::1], float32[::1], uint32)", block)
 
 
-@lru_cache(maxsize=None)
+@cache
 def sigmoid(block: int) -> Kernel:
     def sigmoid(x, y, count):
         i = u32(cuda.grid(1))
@@ -121,7 +121,7 @@ def sigmoid(block: int) -> Kernel:
     return Kernel(sigmoid, "void(float32[::1], float32[::1], uint32)", block)
 
 
-@lru_cache(maxsize=None)
+@cache
 def sigmoid_backward(block: int) -> Kernel:
     def sigmoid_backward(y, dy, dx, count):
         i = u32(cuda.grid(1))
@@ -133,7 +133,7 @@ def sigmoid_backward(block: int) -> Kernel:
     return Kernel(sigmoid_backward, "void(float32[::1], float32[::1], float32[::1], uint32)", block)
 
 
-@lru_cache(maxsize=None)
+@cache
 def max_pool(sizes: PoolSizes, block: int) -> Kernel:
     """One thread per (n, u, v, c); the first largest pixel of the window."""
     H, W, C, S, stride, top, left, U, V = unsigned(sizes)
@@ -160,7 +160,7 @@ def max_pool(sizes: PoolSizes, block: int) -> Kernel:
     return Kernel(max_pool, "void(float32[::1], float32[::1], int32[::1], uint32)", block)
 
 
-@lru_cache(maxsize=None)
+@cache
 def max_pool_backward(sizes: PoolSizes, block: int) -> Kernel:
     """One thread per input pixel, which adds up the windows whose argmax it is: no two threads write one element."""
     H, W, C, S, stride, top, left, U, V = unsigned(sizes)
@@ -189,7 +189,7 @@ def max_pool_backward(sizes: PoolSizes, block: int) -> Kernel:
     return Kernel(max_pool_backward, "void(int32[::1], float32[::1], float32[::1], uint32)", block)
 
 
-@lru_cache(maxsize=None)
+@cache
 def avg_pool(sizes: PoolSizes, block: int) -> Kernel:
     """One thread per (n, u, v, c); the mean of the pixels that exist."""
     H, W, C, S, stride, top, left, U, V = unsigned(sizes)
@@ -214,7 +214,7 @@ def avg_pool(sizes: PoolSizes, block: int) -> Kernel:
     return Kernel(avg_pool, "void(float32[::1], float32[::1], uint32)", block)
 
 
-@lru_cache(maxsize=None)
+@cache
 def avg_pool_backward(sizes: PoolSizes, block: int) -> Kernel:
     """One thread per input pixel, which adds up its share of every window that holds it."""
     H, W, C, S, stride, top, left, U, V = unsigned(sizes)
@@ -242,7 +242,7 @@ def avg_pool_backward(sizes: PoolSizes, block: int) -> Kernel:
     return Kernel(avg_pool_backward, "void(float32[::1], float32[::1], uint32)", block)
 
 
-@lru_cache(maxsize=None)
+@cache
 def loss(kind: Loss, O: int, block: int) -> Kernel:  # noqa: E741
     """One thread per image; `cnnexp.losses`, function of the same name."""
     make = {
@@ -294,23 +294,25 @@ def _binary_cross_entropy(O):  # noqa: E741
     return binary_cross_entropy
 
 
-@lru_cache(maxsize=None)
+@cache
 def sum_slices(block: int) -> Kernel:
-    """out[i] = sum over s of partial[s, i], s = 0 .. SLICES - 1 in that order: the second stage of a sum over images."""
+    """out[i] = sum of partial[s, i] over s = 0 .. slices - 1, in that order: the second stage of a sum over images."""
 
-    def sum_slices(partial, out, count):
+    def sum_slices(partial, out, slices, count):
         i = u32(cuda.grid(1))
         while i < count:
             total = ZERO
-            for s in range(SLICES):
-                total += partial[u32(u32(s) * count + i)]
+            s = u32(0)
+            while s < slices:
+                total += partial[u32(s * count + i)]
+                s = u32(s + u32(1))
             out[i] = total
             i = u32(i + u32(cuda.gridsize(1)))
 
-    return Kernel(sum_slices, "void(float32[::1], float32[::1], uint32)", block)
+    return Kernel(sum_slices, "void(float32[::1], float32[::1], uint32, uint32)", block)
 
 
-@lru_cache(maxsize=None)
+@cache
 def update(optimizer: Optimizer, block: int) -> Kernel:
     """One optimizer step on flat buffers: one thread per parameter, every parameter of the network in one launch."""
     rule = cuda.jit(device=True)(optimizer.rule(sqrt=math.sqrt, maximum=max))
@@ -331,6 +333,16 @@ def update(optimizer: Optimizer, block: int) -> Kernel:
 
     signature = "void(float32[::1], float32[::1], float32[::1], float32[::1], float32, float32, float32, uint32)"
     return Kernel(update, signature, block)
+
+
+def conv_sizes(x: Tensor, w: Tensor, stride: int, pads: tuple[int, int], y: Tensor) -> ConvSizes:
+    """Return the sizes of the convolution of x (N,H,W,C) with w (K,K,C,F) to y (N,P,Q,F)."""
+    return ConvSizes(*x.shape[1:], w.shape[0], w.shape[3], stride, *pads, *y.shape[1:3])
+
+
+def pool_sizes(x: Tensor, size: int, stride: int, pads: tuple[int, int], y: Tensor) -> PoolSizes:
+    """Return the sizes of the pooling of x (N,H,W,C) to y (N,U,V,C)."""
+    return PoolSizes(*x.shape[1:], size, stride, *pads, *y.shape[1:3])
 
 
 def unsigned(sizes: PoolSizes | ConvSizes) -> list[np.uint32]:

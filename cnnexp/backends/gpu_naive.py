@@ -7,7 +7,7 @@ memory, and `GpuBackend`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import ClassVar
 
 import numpy as np
@@ -15,10 +15,9 @@ from numba import cuda
 
 from cnnexp.backends import gpu_device, gpu_kernels
 from cnnexp.backends.gpu_device import SIMULATED, Gpu, Kernel, Tensor
-from cnnexp.backends.gpu_kernels import SLICES, ZERO, ConvSizes, PoolSizes, f32, u32
+from cnnexp.backends.gpu_kernels import SLICES, ZERO, ConvSizes, f32, u32
 from cnnexp.backends.layerwise import LayerwiseProgram
 from cnnexp.backends.protocol import Update
-from cnnexp.errors import ConfigError
 from cnnexp.losses import Loss
 from cnnexp.network import Conv2d, Flatten, MaxPool2d, Network
 from cnnexp.optimizers import Optimizer
@@ -26,7 +25,7 @@ from cnnexp.optimizers import Optimizer
 BLOCK = 8 if SIMULATED else 256  # threads per block
 
 
-@lru_cache(maxsize=None)
+@cache
 def conv2d(sizes: ConvSizes, has_bias: bool, block: int) -> Kernel:
     """One thread per (n, p, q, f); neighbours in a warp differ in f, so weights coalesce and pixels broadcast."""
     H, W, C, K, F, stride, top, left, P, Q = gpu_kernels.unsigned(sizes)
@@ -55,7 +54,7 @@ def conv2d(sizes: ConvSizes, has_bias: bool, block: int) -> Kernel:
     return Kernel(conv2d, "void(float32[::1], float32[::1], float32[::1], float32[::1], uint32)", block)
 
 
-@lru_cache(maxsize=None)
+@cache
 def conv2d_backward_input(sizes: ConvSizes, block: int) -> Kernel:
     """One thread per input pixel, which gathers from the outputs whose windows hold it."""
     H, W, C, K, F, stride, top, left, P, Q = gpu_kernels.unsigned(sizes)
@@ -85,13 +84,13 @@ def conv2d_backward_input(sizes: ConvSizes, block: int) -> Kernel:
     return Kernel(conv2d_backward_input, "void(float32[::1], float32[::1], float32[::1], uint32)", block)
 
 
-@lru_cache(maxsize=None)
+@cache
 def conv2d_backward_weights(sizes: ConvSizes, block: int) -> Kernel:
-    """partial[s, i, j, c, f] = the gradient of weight (i, j, c, f) over images s, s + SLICES, ...: one thread each."""
+    """partial[s, i, j, c, f] = the gradient of weight (i, j, c, f) over images s, s + slices, ...: one thread each."""
     H, W, C, K, F, stride, top, left, P, Q = gpu_kernels.unsigned(sizes)
     padded, size = sizes.padded, u32(sizes.K * sizes.K * sizes.C * sizes.F)
 
-    def conv2d_backward_weights(x, dy, partial, images, count):
+    def conv2d_backward_weights(x, dy, partial, images, slices, count):
         i = u32(cuda.grid(1))
         while i < count:
             k = u32(i % size)
@@ -111,19 +110,21 @@ def conv2d_backward_weights(sizes: ConvSizes, block: int) -> Kernel:
                                 pixel = u32(u32(u32(n * H + row - top) * W + col - left) * C + c)
                                 place = u32(u32(u32(n * P + u32(p)) * Q + u32(q)) * F + f)
                                 total += x[pixel] * dy[place]
-                n = u32(n + u32(SLICES))
+                n = u32(n + slices)
             partial[i] = total
             i = u32(i + u32(cuda.gridsize(1)))
 
-    return Kernel(conv2d_backward_weights, "void(float32[::1], float32[::1], float32[::1], uint32, uint32)", block)
+    return Kernel(
+        conv2d_backward_weights, "void(float32[::1], float32[::1], float32[::1], uint32, uint32, uint32)", block
+    )
 
 
-@lru_cache(maxsize=None)
+@cache
 def column_sums(columns: int, block: int) -> Kernel:
     """partial[s, f] = the sum of column f of dy over slice s of the rows; (rows, columns), one thread each."""
     F = u32(columns)
 
-    def column_sums(dy, partial, rows, count):
+    def column_sums(dy, partial, rows, slices, count):
         i = u32(cuda.grid(1))
         while i < count:
             f = u32(i % F)
@@ -131,14 +132,14 @@ def column_sums(columns: int, block: int) -> Kernel:
             row = u32(i // F)
             while row < rows:
                 total += dy[u32(row * F + f)]
-                row = u32(row + u32(SLICES))
+                row = u32(row + slices)
             partial[i] = total
             i = u32(i + u32(cuda.gridsize(1)))
 
-    return Kernel(column_sums, "void(float32[::1], float32[::1], uint32, uint32)", block)
+    return Kernel(column_sums, "void(float32[::1], float32[::1], uint32, uint32, uint32)", block)
 
 
-@lru_cache(maxsize=None)
+@cache
 def matmul(left_transposed: bool, right_transposed: bool, has_bias: bool, block: int) -> Kernel:
     """out (rows, columns) = left @ right (+ bias): one thread per element; a transposed operand is stored so.
 
@@ -193,11 +194,11 @@ class NaiveOps:
         kernel.over(x.size, self.stream, images, labels, indices, x, t)
 
     def conv2d(self, x, w, b, stride, pads, y):
-        kernel = conv2d(conv_sizes(x, w, stride, pads, y), b is not None, self._block)
+        kernel = conv2d(gpu_kernels.conv_sizes(x, w, stride, pads, y), b is not None, self._block)
         kernel.over(y.size, self.stream, x, w, self._or_nothing(b), y)
 
     def conv2d_backward(self, x, w, dy, stride, pads, dx, dw, db):
-        sizes = conv_sizes(x, w, stride, pads, dy)
+        sizes = gpu_kernels.conv_sizes(x, w, stride, pads, dy)
         if dx is not None:
             self._conv2d_backward_input(sizes, w, dy, dx)
         self._conv2d_backward_weights(sizes, x, dy, dw)
@@ -208,9 +209,11 @@ class NaiveOps:
         conv2d_backward_input(sizes, self._block).over(dx.size, self.stream, w, dy, dx)
 
     def _conv2d_backward_weights(self, sizes: ConvSizes, x: Tensor, dy: Tensor, dw: Tensor) -> None:
-        partial, images = self._partial(dw.size), u32(x.shape[0])
-        conv2d_backward_weights(sizes, self._block).over(partial.size, self.stream, x, dy, partial, images)
-        gpu_kernels.sum_slices(self._block).over(dw.size, self.stream, partial, dw)
+        images = x.shape[0]
+        partial, slices = self._partial(images, dw.size)
+        kernel = conv2d_backward_weights(sizes, self._block)
+        kernel.over(partial.size, self.stream, x, dy, partial, u32(images), slices)
+        gpu_kernels.sum_slices(self._block).over(dw.size, self.stream, partial, dw, slices)
 
     def relu(self, x, y):
         gpu_kernels.relu(self._block).over(x.size, self.stream, x, y)
@@ -225,18 +228,20 @@ class NaiveOps:
         gpu_kernels.sigmoid_backward(self._block).over(y.size, self.stream, y, dy, dx)
 
     def max_pool(self, x, size, stride, pads, y, argmax):
-        kernel = gpu_kernels.max_pool(pool_sizes(x, size, stride, pads, y), self._block)
+        kernel = gpu_kernels.max_pool(gpu_kernels.pool_sizes(x, size, stride, pads, y), self._block)
         kernel.over(y.size, self.stream, x, y, argmax)
 
     def max_pool_backward(self, argmax, dy, size, stride, pads, dx):
-        kernel = gpu_kernels.max_pool_backward(pool_sizes(dx, size, stride, pads, dy), self._block)
+        kernel = gpu_kernels.max_pool_backward(gpu_kernels.pool_sizes(dx, size, stride, pads, dy), self._block)
         kernel.over(dx.size, self.stream, argmax, dy, dx)
 
     def avg_pool(self, x, size, stride, pads, y):
-        gpu_kernels.avg_pool(pool_sizes(x, size, stride, pads, y), self._block).over(y.size, self.stream, x, y)
+        gpu_kernels.avg_pool(gpu_kernels.pool_sizes(x, size, stride, pads, y), self._block).over(
+            y.size, self.stream, x, y
+        )
 
     def avg_pool_backward(self, dy, size, stride, pads, dx):
-        kernel = gpu_kernels.avg_pool_backward(pool_sizes(dx, size, stride, pads, dy), self._block)
+        kernel = gpu_kernels.avg_pool_backward(gpu_kernels.pool_sizes(dx, size, stride, pads, dy), self._block)
         kernel.over(dx.size, self.stream, dy, dx)
 
     def linear(self, x, w, b, y):
@@ -272,28 +277,20 @@ class NaiveOps:
     def _sum_columns(self, dy: Tensor, out: Tensor) -> None:
         """out[f] = the sum of dy[..., f] over all else."""
         columns = dy.shape[-1]
-        partial, rows = self._partial(columns), u32(dy.size // columns)
-        column_sums(columns, self._block).over(partial.size, self.stream, dy, partial, rows)
-        gpu_kernels.sum_slices(self._block).over(columns, self.stream, partial, out)
+        rows = dy.size // columns
+        partial, slices = self._partial(rows, columns)
+        column_sums(columns, self._block).over(partial.size, self.stream, dy, partial, u32(rows), slices)
+        gpu_kernels.sum_slices(self._block).over(columns, self.stream, partial, out, slices)
 
-    def _partial(self, size: int) -> Tensor:
-        """Return scratch (SLICES, size), valid until asked for again."""
-        if self._scratch.size < SLICES * size:
-            self._scratch = gpu_device.empty((SLICES * size,), np.float32)
-        return Tensor(self._scratch.flat, (SLICES, size))
+    def _partial(self, rows: int, size: int) -> tuple[Tensor, np.uint32]:
+        """Return scratch (slices, size) for a sum over `rows`, valid until asked for again, and the slices."""
+        slices = min(rows, SLICES)
+        if self._scratch.size < slices * size:
+            self._scratch = gpu_device.empty((slices * size,), np.float32)
+        return Tensor(self._scratch.flat, (slices, size)), u32(slices)
 
     def _or_nothing(self, array: Tensor | None) -> Tensor:
         return self._nothing if array is None else array
-
-
-def conv_sizes(x: Tensor, w: Tensor, stride: int, pads: tuple[int, int], y: Tensor) -> ConvSizes:
-    """Return the sizes of the convolution of x (N,H,W,C) with w (K,K,C,F) to y (N,P,Q,F)."""
-    return ConvSizes(*x.shape[1:], w.shape[0], w.shape[3], stride, *pads, *y.shape[1:3])
-
-
-def pool_sizes(x: Tensor, size: int, stride: int, pads: tuple[int, int], y: Tensor) -> PoolSizes:
-    """Return the sizes of the pooling of x (N,H,W,C) to y (N,U,V,C)."""
-    return PoolSizes(*x.shape[1:], size, stride, *pads, *y.shape[1:3])
 
 
 @dataclass(frozen=True)

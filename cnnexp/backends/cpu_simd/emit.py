@@ -20,7 +20,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-FLOAT, INT, BYTE, INDEX = ir.FloatType(), ir.IntType(32), ir.IntType(8), ir.IntType(64)
+FLOAT, BIT, BYTE, INT, INDEX = ir.FloatType(), ir.IntType(1), ir.IntType(8), ir.IntType(32), ir.IntType(64)
 
 
 @dataclass(frozen=True)
