@@ -12,27 +12,32 @@ import math
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from cnnexp import config, explain
-from cnnexp.environment import outputs_dir
+from cnnexp import explain, sweep
+from cnnexp.config import Settings, Tracking, build, load, plain, record
+from cnnexp.console import Display, make_console
+from cnnexp.environment import outputs_dir, program_name
 from cnnexp.errors import CnnexpError
 from cnnexp.losses import check_loss
+from cnnexp.recorder import Recorder, Run
+from cnnexp.speedup import Baseline
+from cnnexp.tracking import store_uri
 from cnnexp.train import train_epochs
 
 log = logging.getLogger(__name__)
 
 COMMANDS = {"ui": "cnnexp.tracking:ui"}
+OBJECTIVES = {"test_accuracy": "final/test_accuracy", "epoch_s": "time/median_epoch_s"}
 PACKAGE = Path(__file__).resolve().parent
 # a checkout holds conf/ beside the package, an installed package inside it
 CONF = next((path for path in (PACKAGE / "conf", PACKAGE.parent / "conf") if path.is_dir()), PACKAGE / "conf")
-ERROR_FILE = "error.txt"  # left in the folder of a job that failed
 
 
 class Terminated(KeyboardInterrupt):
@@ -63,43 +68,88 @@ def main() -> None:
 def job(composed: DictConfig) -> float:
     """Run one job of the command line; return its objective, nan if it failed.
 
-    A failure is kept, not raised: Hydra would print it its own way, and report only a sweep's first.
+    A failure is kept, not raised: Hydra would print it its own way, and of a sweep only the first.
     """
     try:
         return run(composed)
     except Exception as error:
         _failures.append(error)
-        if HydraConfig.get().mode is RunMode.MULTIRUN:
-            _note_failure(error)
+        if sweep.current():
+            log.error("%s", error, exc_info=None if isinstance(error, CnnexpError) else error)
         return math.nan
 
 
 def run(composed: DictConfig) -> float:
-    """Train what the config describes; return the objective."""
-    settings = config.load(config.plain(composed))
+    """Train what the config describes, record it, show it; return the objective."""
+    hydra_config = HydraConfig.get()
+    folder, overrides = Path(hydra_config.runtime.output_dir), list(hydra_config.overrides.task)
+    within, recorded = sweep.current(), record(composed)
+    try:
+        settings = load(plain(composed))
+    except CnnexpError:
+        with Run(folder, recorded, overrides):  # a sweep finds what became of its jobs in their folders
+            raise
+    tracking, parent = settings.tracking, within.run_id if within else None
+    contended = within is not None and within.contended
+    with Run(folder, recorded, overrides, _recorder(tracking), tracking.run_name, parent, contended) as run:
+        if settings.sweep.skip_finished and run.skip_if_finished():
+            log.info("skipped, finished before: %s", run.name)
+        else:
+            _train(settings, run)
+    return run.metrics[OBJECTIVES[settings.sweep.objective]]
+
+
+def _train(settings: Settings, run: Run) -> None:
     trainer, dataset = settings.trainer, settings.dataset.load()
     network = settings.model.network(dataset.input_shape, len(dataset.classes))
     check_loss(network, settings.model.loss, len(dataset.classes))
+    run.begin(dataset, network, settings.backend)
     compiling = (network, settings.model.loss, settings.optimizer, trainer.batch_size)
-    with contextlib.closing(settings.backend.compile(*compiling)) as program:
+    with contextlib.ExitStack() as stack:
+        program = stack.enter_context(contextlib.closing(settings.backend.compile(*compiling)))
         program.restore({"parameters": network.initial_parameters(trainer.seed)})
+        baseline = None
+        if settings.baseline is not None:
+            beside = stack.enter_context(contextlib.closing(settings.baseline.compile(*compiling)))
+            baseline = Baseline(beside, dataset.train, trainer.baseline_batches, trainer.baseline_s)
+        run.summarize({"time/compile_s": program.compile_s})
+        run.wait()
+        display = stack.enter_context(Display(trainer.epochs, trainer.baseline, trainer.progress))
+        display.start(dataset, network, settings.backend, program.compile_s)
         for result in train_epochs(
-            program, dataset, trainer.epochs, trainer.seed, trainer.rates(), patience=trainer.patience
+            program,
+            dataset,
+            trainer.epochs,
+            trainer.seed,
+            trainer.rates(),
+            baseline,
+            trainer.patience,
+            on_progress=display.progress,
         ):
-            log.info("%s", result)
-    return result.test.accuracy
+            run.epoch(result)
+            display.epoch(result)
+    display.table(run.epochs)
 
 
-class SweepFolder(Callback):
-    """Remembers where a sweep's jobs write, in the process that starts them (Hydra calls it; see conf/config.yaml)."""
+class SweepCallback(Callback):
+    """Hydra's word that a sweep starts, in the process that starts it (see conf/config.yaml)."""
 
-    path: Path | None = None
+    started: sweep.Sweep | None = None
+    recorder: Recorder | None = None
 
     def on_multirun_start(self, config: DictConfig, **_) -> None:
-        SweepFolder.path = Path(config.hydra.sweep.dir)
+        """Begin the sweep; what Hydra would swallow ends the program instead."""
+        try:
+            tracking = build(Tracking, plain(config.tracking), "tracking")
+            SweepCallback.recorder = _recorder(tracking)
+            overrides = list(config.hydra.overrides.task)
+            SweepCallback.started = sweep.begin(Path(config.hydra.sweep.dir), overrides, SweepCallback.recorder)
+        except CnnexpError as error:
+            _leave(str(error), error.exit_code)
 
 
 _failures: list[Exception] = []  # of this process
+_recorders: dict[Tracking, Recorder] = {}  # the jobs of a sweep share one
 
 
 def _dispatch(arguments: list[str]) -> None:
@@ -108,43 +158,55 @@ def _dispatch(arguments: list[str]) -> None:
         getattr(importlib.import_module(module), function)(arguments[1:])
         return
     OmegaConf.register_new_resolver("outputs", lambda: str(outputs_dir()), replace=True)
-    hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)()
-    if SweepFolder.path is not None:
-        _report_sweep(SweepFolder.path)
-    elif _failures:
+    command = hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)
+    interrupted = True
+    try:
+        command()
+        interrupted = False
+    finally:
+        failed = _finish_sweep(SweepCallback.started, interrupted) if SweepCallback.started else []
+        for recorder in _recorders.values():
+            recorder.close()
+    for tracking in _recorders:
+        store = f" tracking.uri={tracking.uri}" if tracking.uri else ""
+        make_console().print(f"To look at it: {program_name()} ui{store}", highlight=False, soft_wrap=True)
+    if failed:
+        _leave(f"{len(failed)} jobs failed" + "".join(f"\n  {line}" for line in failed), 1)
+    if _failures:
         raise _failures[0]
 
 
-def _note_failure(error: Exception) -> None:
-    """Leave one line in the job's folder, where the process that started the sweep finds it."""
-    line = str(error) if isinstance(error, CnnexpError) else f"{type(error).__name__}: {error}"
-    hydra_config = HydraConfig.get()
-    overrides = " ".join(hydra_config.overrides.task)
-    log.error("%s: %s", overrides, line, exc_info=None if isinstance(error, CnnexpError) else error)
-    Path(hydra_config.runtime.output_dir, ERROR_FILE).write_text(f"{overrides}: {line}\n", encoding="utf-8")
+def _finish_sweep(started: sweep.Sweep, interrupted: bool) -> list[str]:
+    """End a sweep and show its table; return a line for each job that failed."""
+    rows = sweep.finish(started, SweepCallback.recorder, interrupted)
+    if rows:
+        make_console().print(sweep.summary_table(rows))
+    return sweep.failures(rows)
 
 
-def _report_sweep(folder: Path) -> None:
-    """Say which jobs failed and why, and leave with 1 if any did."""
-    failed = sorted(folder.glob(f"*/{ERROR_FILE}"))
-    if failed:
-        lines = "".join(f"\n  {path.read_text(encoding='utf-8').strip()}" for path in failed)
-        _leave(f"{len(failed)} jobs of the sweep failed:{lines}", 1)
+def _recorder(tracking: Tracking) -> Recorder | None:
+    """Return the process that writes to the store, started when first asked for."""
+    if tracking.name == "none":
+        return None
+    if tracking not in _recorders:
+        _recorders[tracking] = Recorder(store_uri(tracking.uri), tracking.experiment)
+    return _recorders[tracking]
 
 
 def _config_keys() -> list[str]:
     """Return the dotted keys of the config, with the groups that the command line picks where they exist."""
-    picked = [
-        word for word in sys.argv[1:] if (CONF / word.partition("=")[0] / f"{word.partition('=')[2]}.yaml").is_file()
-    ]
+    choices = [word.partition("=")[::2] for word in sys.argv[1:]]
+    picked = [f"{group}={name}" for group, name in choices if (CONF / group / f"{name}.yaml").is_file()]
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
-        composed = OmegaConf.to_container(hydra.compose("config", picked), resolve=False)
-    return list(_dotted(composed))
+        return list(_dotted(OmegaConf.to_container(hydra.compose("config", picked), resolve=False)))
 
 
-def _dotted(values: dict, prefix: str = ""):
+def _dotted(values: dict, prefix: str = "") -> Iterator[str]:
     for key, value in values.items():
-        yield from _dotted(value, f"{prefix}{key}.") if isinstance(value, dict) else (f"{prefix}{key}",)
+        if isinstance(value, dict):
+            yield from _dotted(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
 
 
 def _terminate(signum: int, frame: object) -> None:

@@ -15,6 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
 from cnnexp.backends import BACKENDS, backend_class
 from cnnexp.datasets import DATASETS, Source
 from cnnexp.errors import ConfigError, did_you_mean
@@ -23,10 +26,9 @@ from cnnexp.optimizers import OPTIMIZERS, Optimizer
 from cnnexp.schedules import Constant, Cosine, Schedule, Step
 
 if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
     from cnnexp.backends.protocol import Backend
 
+SECTIONS = ("model", "backend", "optimizer", "dataset", "trainer", "tracking", "sweep")
 MAX_EPOCHS = 1_000_000
 MAX_SEED = 2**63 - 1
 
@@ -49,10 +51,10 @@ class Trainer:
         progress: whether to show progress.
     """
 
-    epochs: int = 5
-    batch_size: int = 100
+    epochs: int = 10
+    batch_size: int = 32
     seed: int = 0
-    schedule: Literal["constant", "step", "cosine"] = "constant"
+    schedule: Literal["constant", "step", "cosine"] = "cosine"
     step_every: int = 10
     step_factor: float = 0.1
     patience: int | None = None
@@ -121,6 +123,7 @@ class Settings:
     trainer: Trainer
     tracking: Tracking
     sweep: Sweep
+    baseline: Backend | None
 
 
 def load(values: Mapping[str, Any]) -> Settings:
@@ -134,46 +137,47 @@ def load(values: Mapping[str, Any]) -> Settings:
         BackendUnavailable: this machine cannot run the chosen backend.
     """
     _refuse_targets(values, "")
-    sections = [field.name for field in dataclasses.fields(Settings)]
-    _check_names("", values, sections, required=sections)
+    _check_names("", values, SECTIONS, required=SECTIONS)
     for section, value in values.items():
         if not isinstance(value, Mapping):
             raise ConfigError(f"{section}={show(value)}: must be a mapping of keys to values")
+    trainer = build(Trainer, values["trainer"], "trainer")
+    if trainer.baseline is not None:
+        _check_choice(BACKENDS, trainer.baseline, "trainer.baseline")
     return Settings(
         model=_named(MODELS, values["model"], "model"),
         optimizer=_named(OPTIMIZERS, values["optimizer"], "optimizer"),
         dataset=_named(DATASETS, values["dataset"], "dataset"),
-        trainer=build(Trainer, values["trainer"], "trainer"),
+        trainer=trainer,
         tracking=build(Tracking, values["tracking"], "tracking"),
         sweep=build(Sweep, values["sweep"], "sweep"),
-        # last, since importing its compiler takes longest
+        # last, since importing their compilers takes longest
         backend=_named(BACKENDS, values["backend"], "backend", backend_class),
+        baseline=None if trainer.baseline is None else backend_class(trainer.baseline)(),
     )
 
 
-def plain(config: DictConfig, keep_env: bool = False) -> dict[str, Any]:
+def plain(config: DictConfig) -> dict[str, Any]:
     """Return a composed config as plain containers, its interpolations resolved.
-
-    Args:
-        config: as Hydra composed it.
-        keep_env: leave a value that reads the environment as written, `${oc.env:NAME}`: for records, which may be
-            shown to others.
 
     Raises:
         ConfigError: a mandatory value (`???`) is missing or an interpolation leads nowhere.
     """
-    from omegaconf import OmegaConf
-    from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
-
     try:
-        resolved = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+        return OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except MissingMandatoryValue as error:
-        raise ConfigError(f"{error.full_key} is missing: give it a value, {error.full_key}=VALUE") from error
+        raise ConfigError(f"{error.full_key}: must be given, as {error.full_key}=VALUE") from error
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{error.full_key}: {_first_line(error)}") from error
-    if keep_env:
-        return _keep_env(resolved, OmegaConf.to_container(config, resolve=False))
-    return resolved
+        raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
+
+
+def record(config: DictConfig) -> dict[str, Any]:
+    """Return a config for the record of a run, which others may see: what reads the environment stays as written."""
+    written = OmegaConf.to_container(config, resolve=False)
+    try:
+        return _keep_env(plain(config), written)
+    except ConfigError:
+        return written
 
 
 def build(cls: type, values: Mapping[str, Any], where: str, tag: str | None = None) -> Any:
@@ -256,11 +260,15 @@ def _tagged(classes: Mapping[str, type], value: Any, key: str) -> Any:
 def _named(registry: Mapping[str, Any], values: Mapping[str, Any], group: str, lookup: Callable | None = None) -> Any:
     """Make the object that `values["name"]` picks from a registry; `lookup` gets its class from the name."""
     name = values.get("name")
-    if name not in registry:
-        near = did_you_mean(str(name), registry)
-        raise ConfigError(f"{group}.name={show(name)}: unknown; legal: {', '.join(registry)}{near}")
+    _check_choice(registry, name, f"{group}.name")
     cls = lookup(name) if lookup else registry[name]
     return build(cls, values, group, tag="name")
+
+
+def _check_choice(registry: Mapping[str, Any], name: Any, key: str) -> None:
+    if name not in registry:
+        near = did_you_mean(str(name), registry)
+        raise ConfigError(f"{key}={show(name)}: unknown; legal: {', '.join(registry)}{near}")
 
 
 def _check_names(where: str, given: Mapping[str, Any], legal: Sequence[str], required: Sequence[str]) -> None:
@@ -315,7 +323,3 @@ def _is_number(value: Any, kinds: Any) -> bool:
 def _need(key: str, value: Any, legal: bool, description: str) -> None:
     if not legal:
         raise ConfigError(f"{key}={show(value)}: must be {description}")
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0]
