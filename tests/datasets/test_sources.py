@@ -160,7 +160,10 @@ def test_fer2013_validates_on_public_test(fer):
     ("row", "part"),
     [
         ([0, "1 2 3", "Training"], "line 2: 3 pixels, expected 48 x 48 = 2304"),
-        ([0, " ".join(["256"] * 2304), "Training"], r"line 2: .*pixels 0 \.\. 255"),
+        ([0, " ".join(["256"] * 2304), "Training"], r"line 2: pixels 256 \.\. 256; legal: 0 \.\. 255"),
+        ([0, " ".join(["0"] * 2304 + ["x"]), "Training"], "line 2: emotion and pixels must be whole numbers"),
+        ([0, " ".join(["0"] * 2303 + ["1.5"]), "Training"], "line 2: emotion and pixels must be whole numbers"),
+        ([0, " ".join(["0"] * 2303 + ["-1"]), "Training"], r"line 2: pixels -1 \.\. 0"),
         (["happy", " ".join(["0"] * 2304), "Training"], "line 2: emotion and pixels must be whole numbers"),
         ([7, " ".join(["0"] * 2304), "Training"], r"line 2: emotion 7; legal: 0 \.\. 6"),
         ([0, " ".join(["0"] * 2304), "Testing"], "line 2: Usage is 'Testing'; legal: Training, PublicTest, Priv"),
