@@ -11,6 +11,9 @@ BACKENDS: dict[str, str] = {
     "cpu": "cpu:Cpu",
     "cpu-parallel": "cpu_parallel:CpuParallel",
     "gpu-naive": "gpu_naive:GpuNaive",
+    "gpu-shared-input": "gpu_shared:GpuSharedInput",
+    "gpu-shared": "gpu_shared:GpuShared",
+    "gpu-tuned": "gpu_tuned:GpuTuned",
 }
 """Name, as in `conf/backend/`, to `module:Class` under `cnnexp.backends`."""
 

@@ -325,13 +325,13 @@ class GpuBackend:
     def check(self, gpu: Gpu) -> None:
         """Raise ConfigError where a setting is more than the GPU allows."""
 
-    def ops(self) -> NaiveOps:
-        """Return the layers' mathematics at this backend's settings."""
+    def ops(self, batch_size: int) -> NaiveOps:
+        """Return the layers' mathematics at this backend's settings, for batches of that size."""
         raise NotImplementedError
 
     def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> LayerwiseProgram:
         gpu_device.check_memory(batch_bytes(network, optimizer, batch_size), f"a batch of {batch_size}")
-        return LayerwiseProgram(self.ops(), network, loss, optimizer, batch_size)
+        return LayerwiseProgram(self.ops(batch_size), network, loss, optimizer, batch_size)
 
 
 def batch_bytes(network: Network, optimizer: Optimizer, batch_size: int) -> int:
@@ -360,5 +360,5 @@ class GpuNaive(GpuBackend):
     def check(self, gpu: Gpu) -> None:
         gpu_device.check_block(gpu, BLOCK if self.block is None else self.block)
 
-    def ops(self) -> NaiveOps:
+    def ops(self, batch_size: int) -> NaiveOps:
         return NaiveOps(BLOCK if self.block is None else self.block)

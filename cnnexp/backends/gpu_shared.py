@@ -140,13 +140,13 @@ class ConvTile:
         return -(-sizes.Q // self.tile), -(-sizes.P // self.tile), -(-sizes.F // self.filters)
 
 
-def conv_tile(sizes: ConvSizes, block: int, tile: int, shared_bytes: int) -> ConvTile:
+def conv_tile(sizes: ConvSizes, block: int, tile: int, shared_bytes: int, filters: int = FILTERS) -> ConvTile:
     """Return how to cover a convolution with tiles that fit in shared memory.
 
     Raises:
         ConfigError: not even one channel fits.
     """
-    side, filters = (tile - 1) * sizes.stride + sizes.K, min(sizes.F, FILTERS)
+    side, filters = (tile - 1) * sizes.stride + sizes.K, min(sizes.F, filters)
     per_channel = 4 * (side * side + sizes.K * sizes.K * filters)
     if per_channel > shared_bytes:
         raise ConfigError(
@@ -295,12 +295,14 @@ class SharedInputOps(NaiveOps):
             self._convolve(turned(sizes), True, dy, w, None, dx)
 
     def _convolve(self, sizes: ConvSizes, is_turned: bool, x, w, b, y) -> None:
-        plan = self.plan(sizes)
+        self._convolve_by(self._plan(sizes, is_turned), sizes, is_turned, x, w, b, y)
+
+    def _convolve_by(self, plan: ConvTile, sizes: ConvSizes, is_turned: bool, x, w, b, y) -> None:
         kernel = conv2d(sizes, is_turned, b is not None, self.stage_filters, plan)
         across, down, deep = plan.tiles(sizes)
         kernel.launch(x.shape[0] * across * down * deep, self.stream, x, w, self._or_nothing(b), y)
 
-    def plan(self, sizes: ConvSizes) -> ConvTile:
+    def _plan(self, sizes: ConvSizes, is_turned: bool) -> ConvTile:
         """Return how to cover a convolution."""
         return conv_tile(sizes, self._block, self._tile, self._shared_bytes)
 
@@ -364,7 +366,7 @@ class GpuSharedInput(GpuBackend):
         if self.tile < 1:
             raise ConfigError(f"backend.tile={self.tile}: must be >= 1, the side of a tile of outputs")
 
-    def ops(self) -> SharedInputOps:
+    def ops(self, batch_size: int) -> SharedInputOps:
         return self.make_ops(BLOCK if self.block is None else self.block, self.tile, self.gpu.shared_bytes)
 
 
