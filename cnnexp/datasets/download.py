@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,8 @@ from urllib.parse import urlsplit
 
 from cnnexp.datasets.base import reason_of, shown
 from cnnexp.errors import DataError
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 TIMEOUT_S = (5, 30)  # to connect, and between two packets
@@ -31,15 +34,15 @@ def fetch(dataset: str, name: str, mirrors: tuple[str, ...], read: Callable[[Pat
     Raises:
         DataError: no mirror gave a whole file; says why for each, and how to work offline.
     """
-    import pooch  # type: ignore[import-untyped]  # only a download needs it
+    import pooch  # only a download needs it
 
     folder = Path(pooch.os_cache("cnnexp")) / dataset
     cached = folder / name
     if cached.exists():
         try:
             return read(cached)
-        except DataError:
-            pass  # damaged since: downloaded again below
+        except DataError as error:
+            log.warning("%s: %s; downloading it again", shown(cached), error)
     problems = []
     try:
         folder.mkdir(parents=True, exist_ok=True)

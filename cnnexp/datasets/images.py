@@ -108,12 +108,12 @@ class Images(Source):
 
         try:
             with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of odd metadata, which many cameras write
                 warnings.simplefilter("error", Image.DecompressionBombWarning)
-                file = Image.open(path)
-            with file:
-                if file.mode not in MODES_OF_8_BITS:
-                    raise DataError(f"{shown(path)}: pixels of mode {file.mode}; convert it to 8 bits per channel")
-                picture = ImageOps.exif_transpose(file).convert("L" if self.grayscale else "RGB")
+                with Image.open(path) as file:
+                    if file.mode not in MODES_OF_8_BITS:
+                        raise DataError(f"{shown(path)}: pixels of mode {file.mode}; convert it to 8 bits per channel")
+                    picture = ImageOps.exif_transpose(file).convert("L" if self.grayscale else "RGB")
         except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
             raise DataError(f"{shown(path)}: more than {Image.MAX_IMAGE_PIXELS} pixels, refused") from error
         except Image.UnidentifiedImageError as error:

@@ -12,6 +12,8 @@ import numpy as np
 from cnnexp.datasets.base import Dataset, Source, Split, reason_of, shown
 from cnnexp.errors import DataError
 
+# What NumPy and zipfile raise on a damaged file; RuntimeError if it looks encrypted, MemoryError for an absurd shape
+_DAMAGES = (ValueError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, MemoryError)
 ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")
 
 
@@ -46,21 +48,22 @@ class Npz(Source):
 
     def _read(self) -> list[np.ndarray]:
         where = f"dataset.path={shown(self.path)}"
-        path = self._path("path")
         try:
-            if not zipfile.is_zipfile(path):
-                with path.open("rb"):  # for the reason, where it cannot be opened
+            with self._path("path").open("rb") as stream:
+                if not zipfile.is_zipfile(stream):
                     raise DataError(f"{where}: not a whole .npz file; write one with numpy.savez")
-            with np.load(path, allow_pickle=False) as file:
-                missing = [name for name in ARRAYS if name not in file]
-                if missing:
-                    found = ", ".join(file.files)[:200] or "nothing"
-                    raise DataError(f"{where}: holds no {missing[0]}, but {found}; needs {', '.join(ARRAYS)}")
-                return [_array(file, name) for name in ARRAYS]
+                stream.seek(0)
+                with np.load(stream, allow_pickle=False) as file:
+                    missing = [name for name in ARRAYS if name not in file]
+                    if missing:
+                        found = ", ".join(file.files)[:200] or "nothing"
+                        raise DataError(f"{where}: holds no {missing[0]}, but {found}; needs {', '.join(ARRAYS)}")
+                    return [_array(file, name) for name in ARRAYS]
         except OSError as error:
             raise DataError(f"{where}: {reason_of(error)}") from error
-        except (ValueError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
-            raise DataError(f"{where}: damaged: {error}") from error
+        except _DAMAGES as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise DataError(f"{where}: damaged: {reason}") from error
 
 
 def _array(file, name: str) -> np.ndarray:
@@ -68,7 +71,7 @@ def _array(file, name: str) -> np.ndarray:
         return file[name]
     except ValueError as error:
         if "allow_pickle" in str(error):
-            raise DataError(f"{name} is an array of Python objects: pickled data refused") from error
+            raise DataError(f"npz: {name} is an array of Python objects: pickled data refused") from error
         raise
 
 

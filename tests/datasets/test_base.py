@@ -2,6 +2,8 @@
 
 import logging
 import re
+import subprocess
+import sys
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -158,3 +160,9 @@ def test_sound_scales_are_no_warning(caplog):
     build(IMAGES, LABELS)
     build(IMAGES / np.float32(9), LABELS)
     assert not caplog.records
+
+
+def test_nothing_heavy_is_imported_before_it_is_needed():
+    code = "import sys; from cnnexp.datasets import Digits; Digits().load(); print(*sys.modules)"
+    modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"PIL", "pooch", "requests", "rich", "sklearn"} & set(modules)

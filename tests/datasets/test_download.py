@@ -99,7 +99,7 @@ def test_both_mirrors_failing_is_one_line_with_the_way_offline(server, monkeypat
     assert not list((tmp_path / "cache" / "cnnexp" / "mnist").iterdir())
 
 
-def test_damaged_cache_is_downloaded_again(server, monkeypatch, tmp_path):
+def test_damaged_cache_is_downloaded_again(server, monkeypatch, tmp_path, caplog):
     mirrors(monkeypatch, f"{server}/good/")
     Mnist().load()
     cached = tmp_path / "cache" / "cnnexp" / "mnist" / f"{NAMES[0]}.gz"
@@ -108,6 +108,7 @@ def test_damaged_cache_is_downloaded_again(server, monkeypatch, tmp_path):
     assert len(Mnist().load().train) == 30
     assert cached.read_bytes() == sound
     assert len(Handler.requests) == 5
+    assert "truncated" in caplog.text
 
 
 def test_fashion_mnist_is_held_against_the_md5_of_the_gzipped_file(server, monkeypatch):
@@ -118,6 +119,22 @@ def test_fashion_mnist_is_held_against_the_md5_of_the_gzipped_file(server, monke
     dataset = FashionMnist().load()
     assert dataset.classes[9] == "Ankle boot"
     assert len(Handler.requests) == 8
+
+
+def test_progress_is_shown_in_a_terminal_alone(server, monkeypatch, capsys):
+    mirrors(monkeypatch, f"{server}/good/")
+    size = len(gzip.compress(FILES[NAMES[1]], mtime=0))
+    monkeypatch.setattr("rich.console.Console.is_terminal", True)
+    Mnist().load()
+    shown = capsys.readouterr().err
+    assert all(f"{name}.gz" in shown for name in NAMES)
+    assert f"{size}/{size} bytes" in shown
+
+
+def test_no_progress_without_a_terminal(server, monkeypatch, capsys):
+    mirrors(monkeypatch, f"{server}/good/")
+    Mnist().load()
+    assert capsys.readouterr() == ("", "")
 
 
 def test_cache_that_cannot_be_written(monkeypatch, tmp_path):

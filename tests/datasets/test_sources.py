@@ -1,6 +1,8 @@
 """Each source that is neither MNIST nor its like, and the config files of all."""
 
 import csv
+import io
+import zipfile
 from dataclasses import fields
 from pathlib import Path
 
@@ -325,6 +327,33 @@ def test_npz(tmp_path):
 def test_npz_malformed(tmp_path, changes, part):
     with pytest.raises(DataError, match=part):
         Npz(path=write_npz(tmp_path / "a.npz", **changes)).load()
+
+
+def test_npz_with_a_flipped_bit_is_refused_or_unchanged(tmp_path):
+    path = Path(write_npz(tmp_path / "a.npz"))
+    sound, expected = path.read_bytes(), Npz(path=str(path)).load().sha256
+    rng = np.random.default_rng(0)
+    refusals = []
+    for position, bit in zip(rng.integers(0, len(sound), 300), rng.integers(0, 8, 300), strict=True):
+        flipped = bytearray(sound)
+        flipped[position] ^= 1 << bit
+        path.write_bytes(flipped)
+        try:
+            assert Npz(path=str(path)).load().sha256 == expected
+        except DataError as error:
+            refusals.append(str(error))
+    assert len(refusals) > 200
+    assert "\n" not in "".join(refusals)
+
+
+def test_npz_with_an_absurd_shape(tmp_path):
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": "|u1", "fortran_order": False, "shape": (2**50, 4, 4)})
+    with zipfile.ZipFile(tmp_path / "a.npz", "w") as file:
+        for name in ARRAYS:
+            file.writestr(f"{name}.npy", header.getvalue())
+    with pytest.raises(DataError, match=r"damaged: .*allocate"):
+        Npz(path=str(tmp_path / "a.npz")).load()
 
 
 def test_npz_damaged_or_something_else(tmp_path):
