@@ -10,6 +10,7 @@ BACKENDS: dict[str, str] = {
     "numpy": "numpy:Numpy",
     "cpu": "cpu:Cpu",
     "cpu-parallel": "cpu_parallel:CpuParallel",
+    "cpu-simd": "cpu_simd:CpuSimd",
     "gpu-naive": "gpu_naive:GpuNaive",
     "gpu-shared-input": "gpu_shared:GpuSharedInput",
     "gpu-shared": "gpu_shared:GpuShared",

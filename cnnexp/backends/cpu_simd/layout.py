@@ -1,8 +1,8 @@
 """Where activations lie in a thread's arena, and how they are addressed.
 
 Two layouts. A `Grid` has the batch in the vector lanes, [group][row][column][channel][lane]: one vector holds one value
-of `lanes` images, so a convolution of any shape is full vectors. A `Matrix` has one image per row, channels-last: linear
-layers and gradients through an argmax, where every image goes its own way, work on these. Changing layout is a
+of `lanes` images, so a convolution of any shape is full vectors. A `Matrix` has one image per row, channels-last:
+linear layers and gradients through an argmax, where every image goes its own way, work on these. Changing layout is a
 transposition of `lanes` x `lanes` blocks, a few hundred cycles an image.
 """
 

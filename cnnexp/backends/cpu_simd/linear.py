@@ -1,7 +1,7 @@
 """Linear layers on matrices (one image per row), in two forms.
 
-*Wide* (many outputs): outputs in the lanes, weights (D, O) as NumPy has them, O rounded up to whole vectors. Forward and
-weight gradient are products with 8 x 3 accumulators: 8 images x 3 vectors of outputs, 8 features x 3 vectors. The
+*Wide* (many outputs): outputs in the lanes, weights (D, O) as NumPy has them, O rounded up to whole vectors. Forward
+and weight gradient are products with 8 x 3 accumulators: 8 images x 3 vectors of outputs, 8 features x 3 vectors. The
 input's gradient sums over outputs, so it has the batch in the lanes instead and broadcasts the weights.
 
 *Skinny* (at most `MOST_OUTPUTS` outputs, as a classifier's last layer, where BLAS does badly): features in the lanes,
@@ -11,6 +11,8 @@ registers while the images go by; each image costs 2 O multiply-adds, O broadcas
 """
 
 from __future__ import annotations
+
+import itertools
 
 from llvmlite import ir
 
@@ -194,7 +196,7 @@ def skinny_backward(
     parts = chunks(outputs, 12 if k.target.registers >= 32 else 6)
     starts = [first + i * size for first, size, times in parts for i in range(times)] + [outputs]
     with k.loop(x.stride // k.lanes) as v:
-        for first, last in zip(starts, starts[1:], strict=False):
+        for first, last in itertools.pairwise(starts):
             block = [weights.at(v, room) + o * k.lanes for o in range(first, last)]
             places = [dw.at(v, room) + o * k.lanes for o in range(first, last)]
             columns = [k.load(place) for place in block] if dx else []

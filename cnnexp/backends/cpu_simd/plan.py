@@ -1,7 +1,7 @@
 """From a network to kernels: which layers are fused, in which layout each works, and where its values lie.
 
-`Plan` walks the stages, makes one node for each group of layers that is computed at once (a convolution takes in the ReLU
-and the max-pool after it, a linear layer its ReLU), and asks every node for its forward and backward kernels.
+`Plan` walks the stages, makes one node for each group of layers that is computed at once (a convolution takes in the
+ReLU and the max-pool after it, a linear layer its ReLU), and asks every node for its forward and backward kernels.
 """
 
 from __future__ import annotations
@@ -158,9 +158,7 @@ class Convolution(Node):
         kernels: Kernels = []
         if self.pool:
             windows = self.correlation.windows
-            kernels.append(
-                ("unpool", lambda k: conv_lanes.unpool(k, windows, self.y, self.dy, self.d, self.rectify))
-            )
+            kernels.append(("unpool", lambda k: conv_lanes.unpool(k, windows, self.y, self.dy, self.d, self.rectify)))
         elif self.rectify:
             kernels.append(("rectify_gradient", lambda k: conv_lanes.rectify_gradient(k, self.y, self.dy)))
         kernels.append(
@@ -229,7 +227,9 @@ class Dense(Node):
         if self.rectify:
             kernels.append(("rectify_gradient", lambda k: linear.rectify_gradient(k, self.y, self.dy)))
         if bias:
-            kernels.append(("bias_gradients", lambda k: linear.bias_gradients(k, self.dy, parameters.gradient(k, bias))))
+            kernels.append(
+                ("bias_gradients", lambda k: linear.bias_gradients(k, self.dy, parameters.gradient(k, bias)))
+            )
         if self.skinny:
             kernels.append(
                 (
@@ -309,7 +309,9 @@ class Pool(Node):
 
     def input_ring(self) -> Ring:
         (height, width, _), (top, left), (rows, columns, _) = (
-            self.stage.input_shape, self.stage.pads, self.stage.output_shape,
+            self.stage.input_shape,
+            self.stage.pads,
+            self.stage.output_shape,
         )
         bottom = (rows - 1) * self.stride + self.size - top - height
         right = (columns - 1) * self.stride + self.size - left - width

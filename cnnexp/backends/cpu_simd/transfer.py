@@ -22,8 +22,10 @@ def gather_lanes(k: Emitter, y: Grid, pixel: ir.Type) -> None:
     height, width, channels = y.shape
     run, runs = (height * width * channels, 1) if y.dense else (width * channels, height)
     with k.loop(k.groups(k.lanes)) as g:
-        sources = [_image(k, images, order, k.builder.add(k.builder.mul(g, INDEX(k.lanes)), INDEX(n)), y.shape)
-                   for n in range(k.lanes)]
+        sources = [
+            _image(k, images, order, k.builder.add(k.builder.mul(g, INDEX(k.lanes)), INDEX(n)), y.shape)
+            for n in range(k.lanes)
+        ]
         with k.loop(runs) as r:
             rows = [source.at(r, run) for source in sources]
             target = y.image(k, g).at(r, y.row)
@@ -69,7 +71,9 @@ def to_rows(k: Emitter, x: Grid, y: Matrix) -> None:
     """y[n] = x's values of image n in row, column, channel order; x has no ring."""
     with k.loop(k.groups(k.lanes)) as g:
         rows = y.row(k, k.builder.mul(g, INDEX(k.lanes)))
-        _each_block(k, y.size, lambda at, valid: _block_to_rows(k, x.image(k, g).at(at, k.lanes), rows.at(at), y, valid))
+        _each_block(
+            k, y.size, lambda at, valid: _block_to_rows(k, x.image(k, g).at(at, k.lanes), rows.at(at), y, valid)
+        )
 
 
 def to_lanes(k: Emitter, x: Matrix, y: Grid) -> None:

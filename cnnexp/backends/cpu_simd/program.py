@@ -1,0 +1,205 @@
+"""The program: NumPy's layouts outside, this backend's inside, and the threads between."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+import numpy as np
+
+from cnnexp.backends.cpu_simd.cache import load_or_compile
+from cnnexp.backends.cpu_simd.emit import Target
+from cnnexp.backends.cpu_simd.layout import aligned_zeros
+from cnnexp.backends.cpu_simd.plan import Plan
+from cnnexp.backends.cpu_simd.step import APPLY, GRADIENTS, LINE, PREDICT, SIGNATURE, TRAIN, compile_work
+from cnnexp.backends.protocol import State
+from cnnexp.errors import CheckpointError
+from cnnexp.losses import Loss, Totals, check_loss
+from cnnexp.network import Network
+from cnnexp.optimizers import Optimizer
+
+CALL_S = 0.2
+"""Longest stay in compiled code, about: then Python gets a chance to see Ctrl-C."""
+
+NO_SCORES = np.empty((0, 0), np.float32)
+
+
+@dataclass(frozen=True)
+class Split:
+    """A loaded split, flat.
+
+    Attributes:
+        bytes_, floats: the images, uint8 or float32; the other is empty.
+        taint: float32 (N,), NaN where an image holds one, else 0: a maximum may lose a NaN on the way to the loss.
+        labels: int32 (N,).
+    """
+
+    bytes_: np.ndarray
+    floats: np.ndarray
+    taint: np.ndarray
+    labels: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+class SimdProgram:
+    """A `Program` (see `protocol`): one compiled function that all threads run together.
+
+    Args:
+        target: the CPU. threads: how many, this one included.
+    """
+
+    def __init__(
+        self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int, target: Target, threads: int
+    ) -> None:
+        check_loss(network, loss)
+        self.network, self.optimizer, self.batch_size = network, optimizer, batch_size
+        started = time.perf_counter()
+        share = -(-batch_size // threads)
+        groups = groups_per_tile(share, target.lanes)
+        plan = Plan(network, target, groups)
+        make = functools.partial(compile_work, plan, loss, optimizer)
+        self._work = load_or_compile(make, SIGNATURE, network, loss, optimizer, target, groups)
+        self._positions = plan.parameters.positions
+        self._outputs = plan.scores.size
+        self._parameters = aligned_zeros((plan.parameters.size,))
+        self._slots = aligned_zeros((2, plan.parameters.size))
+        self._gradients = aligned_zeros((threads, plan.parameters.size))
+        self._arenas = plan.arena.make(threads)
+        self._totals = np.zeros((threads, 2))
+        self._flags = np.zeros(threads * LINE, np.int64)
+        self._step = 0
+        self._step_s = CALL_S
+        self._team = _Team(threads)
+        self.compile_s = time.perf_counter() - started
+
+    def load(self, images: np.ndarray, labels: np.ndarray) -> Split:
+        count, none = len(images), np.empty(0, np.float32)
+        labels = np.ascontiguousarray(labels, np.int32)
+        if images.dtype == np.uint8:
+            flat = np.ascontiguousarray(images).reshape(-1)
+            return Split(flat, none, np.zeros(count, np.float32), labels)
+        flat = np.ascontiguousarray(images, np.float32).reshape(-1)
+        missing = np.isnan(flat.reshape(count, -1)).any(axis=1)
+        return Split(np.empty(0, np.uint8), flat, np.where(missing, np.float32(np.nan), np.float32(0)), labels)
+
+    def train(self, handle: Split, order: np.ndarray, rate: float) -> Totals:
+        order = np.ascontiguousarray(order, np.int64)
+        totals, start = Totals(0.0, 0, 0), 0
+        while start < len(order):
+            steps = max(1, int(CALL_S / self._step_s))
+            part = order[start : start + steps * self.batch_size]
+            began = time.perf_counter()
+            totals += self._run(TRAIN, handle, part, self.batch_size, rate)
+            self._step_s = (time.perf_counter() - began) / -(-len(part) // self.batch_size)
+            start += len(part)
+        return totals
+
+    def gradients(self, handle: Split, indices: np.ndarray) -> tuple[Totals, np.ndarray]:
+        indices = np.ascontiguousarray(indices, np.int64)
+        totals = self._run(GRADIENTS, handle, indices, len(indices))
+        gradient = self._gradients[0].copy()
+        for other in self._gradients[1:]:
+            gradient += other
+        self._gradients[...] = 0
+        return totals, gradient[self._positions]
+
+    def apply(self, gradient: np.ndarray, rate: float) -> None:
+        self._gradients[0, self._positions] = gradient
+        self._run(APPLY, _NO_SPLIT, np.empty(0, np.int64), self.batch_size, rate)
+
+    def predict(self, handle: Split) -> np.ndarray:
+        scores = np.empty((len(handle), self._outputs), np.float32)
+        order, rows = np.arange(len(handle), dtype=np.int64), 4096
+        for start in range(0, len(handle), rows):
+            part = slice(start, start + rows)
+            self._run(PREDICT, handle, order[part], rows, scores=scores[part])
+        return scores
+
+    def state(self) -> State:
+        slots = {name: slot[self._positions] for name, slot in zip(self.optimizer.slots, self._slots, strict=False)}
+        return {"parameters": self._parameters[self._positions], "step": np.int64(self._step), **slots}
+
+    def restore(self, state: State) -> None:
+        size = self.network.parameter_count
+        for name, target in zip(("parameters", *self.optimizer.slots), (self._parameters, *self._slots), strict=False):
+            source = state[name] if name == "parameters" else state.get(name, np.zeros(size, np.float32))
+            if source.shape != (size,):
+                raise CheckpointError(f"state {name!r} has shape {source.shape}, the network needs ({size},)")
+            target[self._positions] = source
+        self._step = int(state.get("step", 0))
+
+    def close(self) -> None:
+        self._team.close()
+
+    def _run(
+        self, mode: int, split: Split, order: np.ndarray, batch: int, rate: float = 0.0, scores: np.ndarray = NO_SCORES
+    ) -> Totals:
+        """Have all threads do one call of the compiled function."""
+        steps = max(1, -(-len(order) // batch))
+        constants = np.zeros((steps, 2), np.float32)
+        if mode in (TRAIN, APPLY):
+            constants[...] = [self.optimizer.constants(self._step + i) for i in range(1, steps + 1)]
+            self._step += steps
+        if len(scores) == 0:
+            scores = np.empty((len(order), 0), np.float32)
+        self._totals[...] = 0
+        self._team.run(
+            lambda rank: self._work(
+                rank, mode, split.bytes_, split.floats, split.taint, split.labels, order, batch,
+                self._parameters, self._slots, self._gradients, self._arenas, scores, self._totals, self._flags,
+                np.float32(rate), constants,
+            )
+        )  # fmt: skip
+        loss, hits = self._totals.sum(axis=0)
+        return Totals(float(loss), int(hits), len(order))
+
+
+_NO_SPLIT = Split(np.empty(0, np.uint8), np.empty(0, np.float32), np.empty(0, np.float32), np.empty(0, np.int32))
+
+
+def groups_per_tile(share: int, lanes: int) -> int:
+    """Return how many vectors of images a thread takes through all layers at once: what its share needs, at most 2."""
+    return min(2, -(-share // lanes))
+
+
+class _Team:
+    """Threads that wait for work. The calling thread is rank 0; the others start with the first call."""
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+        self._inboxes: list[SimpleQueue] = []
+        self._done: SimpleQueue = SimpleQueue()
+
+    def run(self, task) -> None:
+        """Call task(rank) on every thread at once, and wait for all."""
+        if not self._inboxes:
+            self._start()
+        for inbox in self._inboxes:
+            inbox.put(task)
+        try:
+            task(0)
+        finally:
+            for _ in self._inboxes:
+                self._done.get()
+
+    def close(self) -> None:
+        for inbox in self._inboxes:
+            inbox.put(None)
+        self._inboxes = []
+
+    def _start(self) -> None:
+        for rank in range(1, self._threads):
+            inbox: SimpleQueue = SimpleQueue()
+            threading.Thread(target=_serve, args=(rank, inbox, self._done), daemon=True).start()
+            self._inboxes.append(inbox)
+
+
+def _serve(rank: int, inbox: SimpleQueue, done: SimpleQueue) -> None:
+    while (task := inbox.get()) is not None:
+        task(rank)
+        done.put(rank)

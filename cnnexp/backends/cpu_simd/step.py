@@ -1,0 +1,230 @@
+"""The compiled training loop of one thread: tiles of images through the kernels, a barrier, the optimizer, a barrier.
+
+All threads run the same function over the same batches at once. A thread takes a fixed share of every batch, sums its
+gradient in a buffer of its own, waits for the others, and then adds the threads' gradients in their order and updates
+its own share of the parameters. So the result depends on the number of threads alone, not on who came first.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+
+import numpy as np
+from numba import int32, int64, njit, types
+from numba.extending import intrinsic
+
+from cnnexp.backends.cpu_simd.emit import Target, compose
+from cnnexp.backends.cpu_simd.layout import Matrix
+from cnnexp.backends.cpu_simd.plan import Plan
+from cnnexp.losses import LOG_FLOOR, VARIANCE_FLOOR, Loss
+from cnnexp.optimizers import Optimizer
+
+PREDICT, GRADIENTS, APPLY, TRAIN = 0, 1, 2, 3
+"""What `work` does: forward only; forward and backward; the optimizer alone; training steps."""
+
+LINE = 8
+"""int64 numbers per cache line: every thread's flag has a line of its own."""
+
+SPINS = 20_000
+"""Turns of the waiting loop, some tens of microseconds, before a thread offers its core to others at every turn."""
+
+
+def compile_work(plan: Plan, loss: Loss, optimizer: Optimizer):
+    """Return `work`, a dispatcher that is not compiled yet; `SIGNATURE` is its one signature."""
+    target, images = plan.target, plan.arena.images
+    gather_bytes = compose("gather_uint8", target, plan.gather["uint8"])
+    gather_floats = compose("gather_float32", target, plan.gather["float32"])
+    forward = compose("forward", target, plan.forward)
+    backward = compose("backward", target, plan.backward)
+    tile_loss = _tile_loss(loss, plan.scores, plan.d_scores, target)
+    update = _update(optimizer)
+    outputs, stride, scores_at = plan.scores.size, plan.scores.stride, plan.scores.offset
+
+    @njit(nogil=True, error_model="numpy")
+    def run_tile(bytes_, floats, taint, labels, order, batch, train, parameters, gradients, arena, scores, totals):
+        """Run the images of `order` through the network, and back if `train`."""
+        count = len(order)
+        if len(bytes_):
+            gather_bytes(bytes_, order, arena, count)
+        else:
+            gather_floats(floats, order, arena, count)
+        forward(parameters, gradients, arena, count)
+        if train:
+            tile_loss(arena, taint, labels, order, batch, totals)
+            backward(parameters, gradients, arena, count)
+        else:
+            for n in range(count):
+                for o in range(outputs):
+                    scores[n, o] = arena[scores_at + n * stride + o]
+
+    @njit(nogil=True, error_model="numpy")
+    def work(
+        rank, mode, bytes_, floats, taint, labels, order, batch,
+        parameters, slots, gradients, arenas, scores, totals, flags, rate, constants,
+    ):  # fmt: skip
+        """Do one thread's part.
+
+        Args:
+            rank: of this thread. mode: see `PREDICT`, ...
+            bytes_, floats: the images, flat, one of the two empty. taint: float32 (N,), NaN where an image has one.
+            labels: int32 (N,). order: int64, the images to run. batch: images per step.
+            parameters: (size,). slots: (2, size). gradients: (threads, size), zero before and after a step.
+            arenas: (threads, ...). scores: (len(order), O), filled by `PREDICT`.
+            totals: float64 (threads, 2), added to: losses and hits. flags: int64 (threads * LINE,), for the barrier.
+            rate: float32. constants: float32 (steps, 2), the optimizer's, by step.
+        """
+        threads, count = gradients.shape[0], len(order)
+        size = len(parameters)
+        low, high = size * rank // threads // 16 * 16, size * (rank + 1) // threads // 16 * 16
+        if rank == threads - 1:
+            high = size
+        for step in range(max(1, -(-count // batch))):
+            first, last = step * batch, min((step + 1) * batch, count)
+            here = last - first
+            if mode != APPLY:
+                share, end = first + here * rank // threads, first + here * (rank + 1) // threads
+                while share < end:
+                    stop = min(share + images, end)
+                    run_tile(
+                        bytes_, floats, taint, labels, order[share:stop], here, mode != PREDICT,
+                        parameters, gradients[rank], arenas[rank], scores[share:stop], totals[rank],
+                    )  # fmt: skip
+                    share = stop
+            if mode in (TRAIN, APPLY):
+                wait(flags, rank, threads)
+                update(parameters, slots, gradients, low, high, rate, constants[step, 0], constants[step, 1])
+                wait(flags, rank, threads)
+
+    return work
+
+
+SIGNATURE = types.void(
+    int64, int64,
+    types.uint8[::1], types.float32[::1], types.float32[::1], types.int32[::1], types.int64[::1], int64,
+    types.float32[::1], types.float32[:, ::1], types.float32[:, ::1], types.float32[:, ::1], types.float32[:, ::1],
+    types.float64[:, ::1], types.int64[::1], types.float32, types.float32[:, ::1],
+)  # fmt: skip
+
+
+def _tile_loss(loss: Loss, scores: Matrix, d_scores: Matrix, target: Target) -> Callable:
+    """Return the loss of a tile; see `cnnexp.losses` for the formulas."""
+    outputs, stride, scores_at, d_scores_at = scores.size, scores.stride, scores.offset, d_scores.offset
+    log_floor, variance_floor = LOG_FLOOR, VARIANCE_FLOOR
+    one, zero = np.float32(1), np.float32(0)
+
+    @njit(nogil=True, error_model="numpy")
+    def softmax_cross_entropy(s, label, scale, taint, d):
+        best = 0
+        for o in range(outputs):
+            if s[o] > s[best]:
+                best = o
+        total = zero
+        for o in range(outputs):
+            d[o] = np.exp(s[o] - s[best])
+            total += d[o]
+        factor = scale / total
+        for o in range(outputs):
+            d[o] = d[o] * factor + taint
+        d[label] -= scale
+        return np.log(total) - (s[label] - s[best]), best == label
+
+    @njit(nogil=True, error_model="numpy")
+    def binary_cross_entropy(s, label, scale, taint, d):
+        p, t = s[0], np.float32(label)
+        log_p, log_q = np.log(p), np.log1p(-p)
+        log_p = log_floor if log_p < log_floor else log_p
+        log_q = log_floor if log_q < log_floor else log_q
+        variance = p * (one - p)
+        variance = variance_floor if variance < variance_floor else variance
+        d[0] = (p - t) / variance * scale + taint
+        return -(t * log_p + (one - t) * log_q), (p >= np.float32(0.5)) == (label == 1)
+
+    one_image = softmax_cross_entropy if loss is Loss.SOFTMAX_CROSS_ENTROPY else binary_cross_entropy
+
+    @njit(nogil=True, error_model="numpy")
+    def tile_loss(arena, taint, labels, order, batch, totals):
+        scale = one / np.float32(batch)
+        for n in range(len(order)):
+            s = arena[scores_at + n * stride : scores_at + n * stride + outputs]
+            d = arena[d_scores_at + n * stride : d_scores_at + n * stride + outputs]
+            image = order[n]
+            value, hit = one_image(s, labels[image], scale, taint[image], d)
+            totals[0] += value + taint[image]
+            totals[1] += hit
+
+    return tile_loss
+
+
+def _update(optimizer: Optimizer) -> Callable:
+    """Return the optimizer in one pass: add the threads' gradients in order, clear them, apply the rule."""
+
+    @njit(nogil=True)
+    def sqrt(x):
+        return math.sqrt(x)
+
+    @njit(nogil=True)
+    def maximum(a, b):
+        return a if a > b else b
+
+    rule = njit(nogil=True, error_model="numpy")(optimizer.rule(sqrt, maximum))
+    zero = np.float32(0)
+
+    @njit(nogil=True, error_model="numpy")
+    def update(parameters, slots, gradients, low, high, rate, c0, c1):
+        total = gradients[0]
+        for thread in range(1, gradients.shape[0]):
+            other = gradients[thread]
+            for i in range(low, high):
+                total[i] += other[i]
+                other[i] = zero
+        s, t = slots[0], slots[1]
+        for i in range(low, high):
+            parameters[i], s[i], t[i] = rule(parameters[i], total[i], s[i], t[i], rate, c0, c1)
+            total[i] = zero
+
+    return update
+
+
+@intrinsic
+def _store_release(typing, flags, index, value):
+    """flags[index] = value, after all that this thread wrote before."""
+
+    def codegen(context, builder, signature, arguments):
+        array = context.make_array(signature.args[0])(context, builder, arguments[0])
+        place = builder.gep(array.data, [arguments[1]])
+        builder.store_atomic(arguments[2], place, "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(flags, int64, int64), codegen
+
+
+@intrinsic
+def _load_acquire(typing, flags, index):
+    """flags[index], before all that this thread reads after."""
+
+    def codegen(context, builder, signature, arguments):
+        array = context.make_array(signature.args[0])(context, builder, arguments[0])
+        return builder.load_atomic(builder.gep(array.data, [arguments[1]]), "acquire", 8)
+
+    return int64(flags, int64), codegen
+
+
+_yield_core = types.ExternalFunction("SwitchToThread" if os.name == "nt" else "sched_yield", int32())
+"""Offer the core to other threads."""
+
+
+@njit(nogil=True)
+def wait(flags, rank, threads):
+    """Wait until every thread is here. flags: int64 (threads * LINE,), how often each thread came."""
+    if threads == 1:
+        return
+    turn = flags[rank * LINE] + 1
+    _store_release(flags, rank * LINE, turn)
+    for other in range(threads):
+        spins = 0
+        while _load_acquire(flags, other * LINE) < turn:
+            spins += 1
+            if spins > SPINS:
+                _yield_core()
