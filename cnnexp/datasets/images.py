@@ -132,10 +132,10 @@ def _folders(folder: Path) -> list[str]:
         with os.scandir(folder) as entries:
             names = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
     except OSError as error:
-        raise DataError(f"dataset.root: {shown(folder)}: {reason_of(error)}") from error
+        raise DataError(f"dataset.root={shown(folder)}: {reason_of(error)}") from error
     if len(names) < 2:
         raise DataError(
-            f"dataset.root: {shown(folder)}: holds {len(names)} folders; it needs one per class, at least two"
+            f"dataset.root={shown(folder)}: holds {len(names)} folders; it needs one per class, at least two"
         )
     return names
 
