@@ -14,6 +14,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -38,6 +39,9 @@ OBJECTIVES = {"test_accuracy": "final/test_accuracy", "epoch_s": "time/median_ep
 PACKAGE = Path(__file__).resolve().parent
 # a checkout holds conf/ beside the package, an installed package inside it
 CONF = next((path for path in (PACKAGE / "conf", PACKAGE.parent / "conf") if path.is_dir()), PACKAGE / "conf")
+
+# ${outputs:} in conf/config.yaml; here, so that the workers of a parallel launcher know it too
+OmegaConf.register_new_resolver("outputs", lambda: str(outputs_dir()), replace=True)
 
 
 class Terminated(KeyboardInterrupt):
@@ -157,7 +161,6 @@ def _dispatch(arguments: list[str]) -> None:
         module, _, function = COMMANDS[arguments[0]].partition(":")
         getattr(importlib.import_module(module), function)(arguments[1:])
         return
-    OmegaConf.register_new_resolver("outputs", lambda: str(outputs_dir()), replace=True)
     command = hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)
     interrupted = True
     try:
@@ -198,12 +201,12 @@ def _config_keys() -> list[str]:
     choices = [word.partition("=")[::2] for word in sys.argv[1:]]
     picked = [f"{group}={name}" for group, name in choices if (CONF / group / f"{name}.yaml").is_file()]
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
-        return list(_dotted(OmegaConf.to_container(hydra.compose("config", picked), resolve=False)))
+        return list(_dotted(hydra.compose("config", picked)))
 
 
-def _dotted(values: dict, prefix: str = "") -> Iterator[str]:
-    for key, value in values.items():
-        if isinstance(value, dict):
+def _dotted(values: Any, prefix: str = "") -> Iterator[str]:
+    for key, value in values.items_ex(resolve=False):
+        if isinstance(value, DictConfig):
             yield from _dotted(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}"

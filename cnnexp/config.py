@@ -13,7 +13,7 @@ import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard, cast
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
@@ -164,7 +164,7 @@ def plain(config: DictConfig) -> dict[str, Any]:
         ConfigError: a mandatory value (`???`) is missing or an interpolation leads nowhere.
     """
     try:
-        return OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+        return _container(config, resolve=True, throw_on_missing=True)
     except MissingMandatoryValue as error:
         raise ConfigError(f"{error.full_key}: must be given, as {error.full_key}=VALUE") from error
     except OmegaConfBaseException as error:
@@ -173,7 +173,7 @@ def plain(config: DictConfig) -> dict[str, Any]:
 
 def record(config: DictConfig) -> dict[str, Any]:
     """Return a config for the record of a run, which others may see: what reads the environment stays as written."""
-    written = OmegaConf.to_container(config, resolve=False)
+    written = _container(config, resolve=False)
     try:
         return _keep_env(plain(config), written)
     except ConfigError:
@@ -213,7 +213,7 @@ def convert(value: Any, hint: Any, key: str) -> Any:
         return value
     if origin in (tuple, list) and isinstance(value, Sequence) and not isinstance(value, str):
         return origin(convert(item, args[0], f"{key}[{i}]") for i, item in enumerate(value))
-    if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
+    if _is_dataclass(hint) and isinstance(value, Mapping):
         return build(hint, value, key)
     if hint is Any or (hint in (str, bool, type(None)) and isinstance(value, hint)):
         return value
@@ -233,7 +233,7 @@ def show(value: Any) -> str:
 
 
 def _convert_union(value: Any, hint: Any, members: tuple[Any, ...], key: str) -> Any:
-    classes = {member.__name__: member for member in members if dataclasses.is_dataclass(member)}
+    classes = {member.__name__: member for member in members if _is_dataclass(member)}
     if classes:
         return _tagged(classes, value, key)
     for member in members:
@@ -259,13 +259,13 @@ def _tagged(classes: Mapping[str, type], value: Any, key: str) -> Any:
 
 def _named(registry: Mapping[str, Any], values: Mapping[str, Any], group: str, lookup: Callable | None = None) -> Any:
     """Make the object that `values["name"]` picks from a registry; `lookup` gets its class from the name."""
-    name = values.get("name")
+    name: Any = values.get("name")
     _check_choice(registry, name, f"{group}.name")
     cls = lookup(name) if lookup else registry[name]
     return build(cls, values, group, tag="name")
 
 
-def _check_choice(registry: Mapping[str, Any], name: Any, key: str) -> None:
+def _check_choice(registry: Mapping[str, Any], name: object, key: str) -> None:
     if name not in registry:
         near = did_you_mean(str(name), registry)
         raise ConfigError(f"{key}={show(name)}: unknown; legal: {', '.join(registry)}{near}")
@@ -314,6 +314,14 @@ def _describe(hint: Any) -> str:
         return f"a list, each {_describe(args[0])}"
     words = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a text", type(None): "null"}
     return words.get(hint, "a mapping of keys to values")
+
+
+def _is_dataclass(hint: Any) -> TypeGuard[type]:
+    return isinstance(hint, type) and dataclasses.is_dataclass(hint)
+
+
+def _container(config: DictConfig, **options: Any) -> dict[str, Any]:
+    return cast(dict[str, Any], OmegaConf.to_container(config, **options))
 
 
 def _is_number(value: Any, kinds: Any) -> bool:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
+from yaml import MarkedYAMLError
+
 from cnnexp.errors import ConfigError, did_you_mean
 
 COMPOSERS = ("hydra", "omegaconf", "yaml", "antlr4", "codecs")
@@ -33,7 +35,8 @@ def explain(error: Exception, config_keys: Callable[[], Sequence[str]]) -> Confi
         return ConfigError(
             f"{key}={values}: several values; add -m to run them all, or quote them: {key}=\"'{values}'\""
         )
-    if mark := getattr(error, "problem_mark", None):
+    if isinstance(error, MarkedYAMLError):
+        mark = error.problem_mark
         return ConfigError(f"{mark.name}, line {mark.line + 1}: not YAML: {error.problem}")
     if isinstance(error, UnicodeDecodeError):
         return ConfigError(f"a config file is not UTF-8 text: {error}")
