@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import importlib
+from typing import TYPE_CHECKING
 
 from cnnexp.errors import ConfigError, did_you_mean
 
+if TYPE_CHECKING:
+    from cnnexp.backends.protocol import Backend
+
 BACKENDS: dict[str, str] = {
+    "python": "python:Python",
     "numpy": "numpy:Numpy",
+    "numpy-parallel": "numpy_parallel:NumpyParallel",
+    "unrolled": "unrolled:Unrolled",
+    "unrolled-parallel": "numpy_parallel:UnrolledParallel",
     "cpu": "cpu:Cpu",
     "cpu-parallel": "cpu_parallel:CpuParallel",
     "cpu-simd": "cpu_simd:CpuSimd",
@@ -19,7 +27,7 @@ BACKENDS: dict[str, str] = {
 """Name, as in `conf/backend/`, to `module:Class` under `cnnexp.backends`."""
 
 
-def backend_class(name: str) -> type:
+def backend_class(name: str) -> type[Backend]:
     """Import and return the class of a backend.
 
     Raises:
@@ -30,3 +38,8 @@ def backend_class(name: str) -> type:
         raise ConfigError(f"backend={name!r}: unknown; legal: {', '.join(BACKENDS)}{did_you_mean(name, BACKENDS)}")
     module, cls = BACKENDS[name].split(":")
     return getattr(importlib.import_module(f"{__name__}.{module}"), cls)
+
+
+def backend(name: str, **settings) -> Backend:
+    """Make a backend by name, e.g. `backend("cpu-parallel", threads=2)`; raises as `backend_class`."""
+    return backend_class(name)(**settings)

@@ -21,7 +21,6 @@ LOSSES = {
 }
 NO_VECTOR = np.empty(0, np.float32)
 NO_MATRIX = np.empty((0, 0), np.float32)
-NO_IMAGES = np.empty((1, 0, 0, 0), np.float32)
 
 
 class CpuOps:
@@ -50,11 +49,16 @@ class CpuOps:
         self._run(cpu_kernels.gather, _rows(images), labels, indices, _rows(x), t)
 
     def conv2d(self, x, w, b, stride, pads, y):
-        self._run(cpu_kernels.conv2d, x, w, NO_VECTOR if b is None else b, stride, *pads, y)
+        self._run(cpu_kernels.conv2d, x, self._reversed(w), NO_VECTOR if b is None else b, stride, *pads, y)
 
     def conv2d_backward(self, x, w, dy, stride, pads, dx, dw, db):
-        dx, db = NO_IMAGES if dx is None else dx, NO_VECTOR if db is None else db
-        self._run(cpu_kernels.conv2d_backward, x, w, dy, stride, *pads, dx, dw, db)
+        side, _, channels, filters = w.shape
+        blocks = min(len(x), cpu_kernels.BLOCKS)
+        d_rows = np.zeros((blocks, side, channels, side * filters), np.float32)
+        d_bias = np.zeros((blocks, filters), np.float32)
+        dx = np.empty((len(x), 0, 0, 0), np.float32) if dx is None else dx
+        self._run(cpu_kernels.conv2d_backward, x, self._reversed(w), dy, stride, *pads, dx, d_rows, d_bias)
+        cpu_kernels.sum_blocks.compiled(False)(d_rows, d_bias, dw, NO_VECTOR if db is None else db)
 
     def relu(self, x, y):
         self._run(cpu_kernels.relu, _rows(x), _rows(y))
@@ -81,14 +85,16 @@ class CpuOps:
         self._run(cpu_kernels.avg_pool_backward, dy, size, stride, *pads, dx)
 
     def linear(self, x, w, b, y):
-        self._run(cpu_kernels.linear, x, w, NO_VECTOR if b is None else b, y)
+        turned = np.empty(w.shape[::-1], np.float32)
+        self._run(cpu_kernels.linear, x, w, turned, NO_VECTOR if b is None else b, y)
 
     def linear_backward(self, x, w, dy, dx, dw, db):
-        dx, db = NO_MATRIX if dx is None else dx, NO_VECTOR if db is None else db
-        self._run(cpu_kernels.linear_backward, x, w, dy, dx, dw, db)
+        self._run(cpu_kernels.linear_backward, x, w, dy, NO_MATRIX if dx is None else dx, dw)
+        if db is not None:
+            cpu_kernels.sum_rows.compiled(False)(dy, db)
 
     def loss(self, loss: Loss, scores, labels, scale, d_scores, losses, hits):
-        LOSSES[loss](scores, labels, np.float32(scale), d_scores, losses, hits)
+        LOSSES[loss].compiled(False)(scores, labels, np.float32(scale), d_scores, losses, hits)
 
     def updater(self, optimizer: Optimizer) -> Update:
         compiled = cpu_kernels.compile_update(optimizer)
@@ -98,6 +104,13 @@ class CpuOps:
             compiled(w, g, s, t, np.float32(rate), *optimizer.constants(step))
 
         return update
+
+    def _reversed(self, w: np.ndarray) -> np.ndarray:
+        """Return w (K,K,C,F) by rows (K,C,K*F), see `cpu_kernels.reverse_rows`."""
+        side, _, channels, filters = w.shape
+        rows = np.empty((side, channels, side * filters), np.float32)
+        cpu_kernels.reverse_rows.compiled(False)(w, rows)
+        return rows
 
     def _run(self, kernel: cpu_kernels.Kernel, *arguments) -> None:
         kernel.compiled(self._parallel)(*arguments)

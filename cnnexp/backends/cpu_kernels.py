@@ -25,10 +25,11 @@ OPTIONS = {"fastmath": {"contract", "reassoc", "nsz", "arcp"}, "error_model": "n
 BLOCKS = 32  # most partial weight gradients of a convolution: bounds their memory, and how many threads can share it
 FEATURES = 128  # features of a linear layer that one task sums gradients for
 
-image, matrix, vector = "f4[:,:,:,::1]", "f4[:,::1]", "f4[::1]"
+batch, image, matrix, vector = "f4[:,:,:,::1]", "f4[:,:,::1]", "f4[:,::1]", "f4[::1]"
 ZERO, ONE, HALF = np.float32(0), np.float32(1), np.float32(0.5)
 
-task = numba.njit(cache=True, **OPTIONS)
+# a function that only kernels call: no wrappers to call it from Python or C, which would take as long to compile
+task = numba.njit(cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True, **OPTIONS)
 
 
 class Kernel:
@@ -56,28 +57,26 @@ def kernel(*arguments: str):
     return lambda function: Kernel(function, f"void({', '.join(arguments)})")
 
 
-@task
-def reversed_rows(w):
-    """Return w (K,K,C,F) as (K,C,K*F), the columns of each row reversed.
+@kernel(batch, image)
+def reverse_rows(w, rows):
+    """Fill rows (K,C,K*F) with w (K,K,C,F), the columns of each row reversed.
 
     A pixel at column s meets the output columns s - K + 1 .. s, with the weights' columns running backwards: reversed,
     a row of weights lies beside the outputs it feeds, and one contiguous loop over K*F covers them all.
     """
     side, _, channels, filters = w.shape
-    rows = np.empty((side, channels, side * filters), np.float32)
     for i in range(side):
         for j in range(side):
             for c in range(channels):
                 for f in range(filters):
                     rows[i, c, (side - 1 - j) * filters + f] = w[i, j, c, f]
-    return rows
 
 
 @task
-def conv2d_image(x, rows, b, side, stride, top, left, y):
-    """Convolve one image: x (H,W,C), rows of `reversed_rows`, y (P,Q,F)."""
+def conv2d_image(x, rows, b, stride, top, left, y):
+    """Convolve one image: x (H,W,C), rows as of `reverse_rows`, y (P,Q,F)."""
     height, width, channels = x.shape
-    filters = y.shape[2]
+    side, filters = rows.shape[0], y.shape[2]
     # outputs of one row at stride 1, from the first column that any pixel reaches to the last
     line = np.empty((width + side - 1) * filters, np.float32)
     for p in range(y.shape[0]):
@@ -102,18 +101,17 @@ def conv2d_image(x, rows, b, side, stride, top, left, y):
                 outputs[f] += b[f]
 
 
-@kernel(image, image, vector, "i8", "i8", "i8", image)
-def conv2d(x, w, b, stride, top, left, y):
-    rows = reversed_rows(w)
+@kernel(batch, image, vector, "i8", "i8", "i8", batch)
+def conv2d(x, rows, b, stride, top, left, y):
     for n in prange(x.shape[0]):
-        conv2d_image(x[n], rows, b, w.shape[0], stride, top, left, y[n])
+        conv2d_image(x[n], rows, b, stride, top, left, y[n])
 
 
 @task
-def conv2d_backward_image(x, rows, dy, side, stride, top, left, dx, d_rows, db):
+def conv2d_backward_image(x, rows, dy, stride, top, left, dx, d_rows, db):
     """Add one image's gradients to d_rows (K,C,K*F) and db (F,), and fill dx (H,W,C) unless it is empty."""
     height, width, channels = x.shape
-    filters = dy.shape[2]
+    side, filters = rows.shape[0], dy.shape[2]
     line = np.empty((width + side - 1) * filters, np.float32)
     dx[:] = ZERO
     for p in range(dy.shape[0]):
@@ -142,9 +140,18 @@ def conv2d_backward_image(x, rows, dy, side, stride, top, left, dx, d_rows, db):
                         dx[row, s, c] += total
 
 
-@task
+@kernel(batch, image, batch, "i8", "i8", "i8", batch, batch, matrix)
+def conv2d_backward(x, rows, dy, stride, top, left, dx, d_rows, d_bias):
+    """Fill dx (N,H,W,C), or nothing of it if it is (N,0,0,0); add up d_rows (B,K,C,K*F) and d_bias (B,F) by block."""
+    images, blocks = x.shape[0], d_rows.shape[0]
+    for block in prange(blocks):
+        for n in range(block * images // blocks, (block + 1) * images // blocks):
+            conv2d_backward_image(x[n], rows, dy[n], stride, top, left, dx[n], d_rows[block], d_bias[block])
+
+
+@kernel(batch, matrix, batch, vector)
 def sum_blocks(d_rows, d_bias, dw, db):
-    """Add up the blocks' weight gradients, turning the rows back."""
+    """Add up the blocks' gradients, first to last, and turn the rows back: dw (K,K,C,F), db (F,) or empty."""
     side, _, channels, filters = dw.shape
     dw[:] = ZERO
     db[:] = ZERO
@@ -156,21 +163,6 @@ def sum_blocks(d_rows, d_bias, dw, db):
                         dw[i, j, c, f] += d_rows[block, i, c, (side - 1 - j) * filters + f]
         for f in range(db.size):
             db[f] += d_bias[block, f]
-
-
-@kernel(image, image, image, "i8", "i8", "i8", image, image, vector)
-def conv2d_backward(x, w, dy, stride, top, left, dx, dw, db):
-    side, _, channels, filters = w.shape
-    rows = reversed_rows(w)
-    images = x.shape[0]
-    blocks = min(images, BLOCKS)
-    d_rows = np.zeros((blocks, side, channels, side * filters), np.float32)
-    d_bias = np.zeros((blocks, filters), np.float32)
-    for block in prange(blocks):
-        for n in range(block * images // blocks, (block + 1) * images // blocks):
-            dx_n = dx[n] if dx.size else dx[0]
-            conv2d_backward_image(x[n], rows, dy[n], side, stride, top, left, dx_n, d_rows[block], d_bias[block])
-    sum_blocks(d_rows, d_bias, dw, db)
 
 
 @task
@@ -256,7 +248,7 @@ def max_pool_image(x, size, stride, top, left, y, argmax):
                         places[c] = place if larger else places[c]
 
 
-@kernel(image, "i8", "i8", "i8", "i8", image, "i4[:,:,:,::1]")
+@kernel(batch, "i8", "i8", "i8", "i8", batch, "i4[:,:,:,::1]")
 def max_pool(x, size, stride, top, left, y, argmax):
     for n in prange(x.shape[0]):
         max_pool_image(x[n], size, stride, top, left, y[n], argmax[n])
@@ -272,7 +264,7 @@ def max_pool_backward_image(argmax, dy, size, stride, top, left, dx):
                 dx[u * stride - top + row, v * stride - left + column, c] += dy[u, v, c]
 
 
-@kernel("i4[:,:,:,::1]", image, "i8", "i8", "i8", "i8", image)
+@kernel("i4[:,:,:,::1]", batch, "i8", "i8", "i8", "i8", batch)
 def max_pool_backward(argmax, dy, size, stride, top, left, dx):
     for n in prange(dx.shape[0]):
         max_pool_backward_image(argmax[n], dy[n], size, stride, top, left, dx[n])
@@ -293,7 +285,7 @@ def avg_pool_image(x, size, stride, top, left, y):
                 y[u, v, c] = total / np.float32((last_row - first_row) * (last_column - first_column))
 
 
-@kernel(image, "i8", "i8", "i8", "i8", image)
+@kernel(batch, "i8", "i8", "i8", "i8", batch)
 def avg_pool(x, size, stride, top, left, y):
     for n in prange(x.shape[0]):
         avg_pool_image(x[n], size, stride, top, left, y[n])
@@ -314,7 +306,7 @@ def avg_pool_backward_image(dy, size, stride, top, left, dx):
                         dx[row, column, c] += dy[u, v, c] / inside
 
 
-@kernel(image, "i8", "i8", "i8", "i8", image)
+@kernel(batch, "i8", "i8", "i8", "i8", batch)
 def avg_pool_backward(dy, size, stride, top, left, dx):
     for n in prange(dx.shape[0]):
         avg_pool_backward_image(dy[n], size, stride, top, left, dx[n])
@@ -337,10 +329,10 @@ def linear_row(x, turned, b, y):
         y[o] = total + b[o] if b.size else total
 
 
-@kernel(matrix, matrix, vector, matrix)
-def linear(x, w, b, y):
-    features, outputs = w.shape
-    turned = np.empty((outputs, features), np.float32)  # so that the inner loop runs over the many features
+@kernel(matrix, matrix, matrix, vector, matrix)
+def linear(x, w, turned, b, y):
+    """y = x @ w + b; turned (O,D) is scratch for the transpose of w: the inner loop runs over the many features."""
+    features = w.shape[0]
     for block in prange((features + FEATURES - 1) // FEATURES):
         turn(w, block * FEATURES, min((block + 1) * FEATURES, features), turned)
     for n in prange(x.shape[0]):
@@ -373,23 +365,23 @@ def linear_backward_features(x, w, dy, first, last, dx, dw):
             dw[first + d, o] = d_turned[o, d]
 
 
-@task
+@kernel(matrix, vector)
 def sum_rows(dy, db):
+    """db = dy (N,O) summed over n."""
     db[:] = ZERO
     for n in range(dy.shape[0]):
         for o in range(db.size):
             db[o] += dy[n, o]
 
 
-@kernel(matrix, matrix, matrix, matrix, matrix, vector)
-def linear_backward(x, w, dy, dx, dw, db):
+@kernel(matrix, matrix, matrix, matrix, matrix)
+def linear_backward(x, w, dy, dx, dw):
     features = x.shape[1]
     for block in prange((features + FEATURES - 1) // FEATURES):
         linear_backward_features(x, w, dy, block * FEATURES, min((block + 1) * FEATURES, features), dx, dw)
-    sum_rows(dy, db)
 
 
-@task
+@kernel(matrix, "i4[::1]", "f4", matrix, vector, "u1[::1]")
 def softmax_cross_entropy(scores, labels, scale, d_scores, losses, hits):
     outputs = scores.shape[1]
     for n in range(scores.shape[0]):
@@ -407,7 +399,7 @@ def softmax_cross_entropy(scores, labels, scale, d_scores, losses, hits):
             d_scores[n, o] = (d_scores[n, o] / total - np.float32(o == labels[n])) * scale
 
 
-@task
+@kernel(matrix, "i4[::1]", "f4", matrix, vector, "u1[::1]")
 def binary_cross_entropy(scores, labels, scale, d_scores, losses, hits):
     for n in range(scores.shape[0]):
         p, t = scores[n, 0], np.float32(labels[n])
