@@ -65,7 +65,8 @@ class Recorder:
             start_new_session=True,  # Ctrl-C is for the training process, which then ends the run here
             env={**CLIENT_SETTINGS, **os.environ, "PYTHONPATH": path},
         )
-        threading.Thread(target=self._listen, daemon=True).start()
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
         self.ask("open", uri=uri, experiment=experiment)
         self.post("draw", kind="warm_up")
 
@@ -96,6 +97,7 @@ class Recorder:
         with contextlib.suppress(BrokenPipeError):  # it is dead already
             self._process.stdin.close()
         self._process.wait(ANSWER_S)
+        self._listener.join()
 
     def _send(self, call_id: int | None, method: str, arguments: Mapping[str, Any]) -> None:
         try:
@@ -121,8 +123,9 @@ class Recorder:
                 return value
 
     def _listen(self) -> None:
-        for line in self._process.stdout:
-            self._answers.put(line)
+        with self._process.stdout as answers:
+            for line in answers:
+                self._answers.put(line)
         self._answers.put("")  # the end
 
 
@@ -202,10 +205,11 @@ class Run:
                 "kind": "run",
                 **{group: str(self._config[group]["name"]) for group in ("backend", "model", "dataset", "optimizer")},
                 "seed": str(self._config["trainer"]["seed"]),
-                "device": backend.device,
+                "device": str(backend.device),
                 "threads": str(backend.threads),
                 "config_hash": environment.config_hash(self._config),
                 "timing.contended": str(self._contended).lower(),
+                **getattr(backend, "facts", {}),  # a GPU's name, as "device", and versions
             },
             "dataset": {
                 "name": dataset.name,

@@ -46,7 +46,7 @@ def store_uri(uri: str | None) -> str:
         ConfigError: the address is not one that MLflow can open.
     """
     if uri is None:
-        return f"sqlite:///{environment.outputs_dir() / 'mlflow.db'}"
+        return _sqlite_uri(environment.outputs_dir() / "mlflow.db")
     scheme = urlsplit(uri).scheme.partition("+")[0]
     if scheme not in SCHEMES:
         raise ConfigError(
@@ -54,7 +54,7 @@ def store_uri(uri: str | None) -> str:
             f"http://host:5000{did_you_mean(scheme, SCHEMES)}"
         )
     if scheme == "sqlite":
-        return f"sqlite:///{_database(uri).absolute()}"
+        return _sqlite_uri(_database(uri).absolute())
     return uri
 
 
@@ -261,6 +261,11 @@ class Store:
 def _database(uri: str) -> Path:
     """Return the file of an sqlite URI."""
     return Path(unquote(uri.partition(":///")[2]))
+
+
+def _sqlite_uri(database: Path) -> str:
+    """Return the URI of an sqlite file; only what would be read as something else is quoted."""
+    return f"sqlite:///{database}".replace("%", "%25").replace("?", "%3F")
 
 
 def _need_answer(uri: str) -> None:

@@ -1,0 +1,49 @@
+"""Epochs as `train_epochs` would yield them, and the config of a run, for tests of what is recorded."""
+
+import numpy as np
+
+from cnnexp import EpochResult, Flatten, Linear, Network, Split, Totals
+from cnnexp.datasets import Dataset
+from cnnexp.speedup import Comparison
+
+CONFIG = {
+    "model": {"name": "one_conv", "filters": 4, "layers": [1, 2]},
+    "backend": {"name": "numpy", "threads": None},
+    "dataset": {"name": "points", "root": "${oc.env:SECRET}"},
+    "optimizer": {"name": "sgd", "lr": 0.1},
+    "trainer": {"seed": 3},
+    "tracking": {"name": "mlflow", "uri": None},
+    "sweep": {"skip_finished": False},
+}
+NETWORK = Network((2, 2, 1), (Flatten(), Linear(3)))
+LABELS = np.array([0, 1, 2, 2], np.int32)
+SCORES = np.eye(3, dtype=np.float32)[[0, 1, 2, 1]]  # the last image is taken for a 1
+_IMAGES = np.zeros((4, 2, 2, 1), np.uint8)
+DATASET = Dataset(
+    name="points",
+    train=Split(np.zeros((8, 2, 2, 1), np.uint8), np.arange(8, dtype=np.int32) % 3),
+    test=Split(_IMAGES, LABELS),
+    validation=None,
+    classes=("a", "b", "c"),
+    source="made up",
+    sha256="0123456789abcdef" * 4,
+)
+
+
+class Backend:
+    name, threads, device = "numpy", 2, "a CPU"
+
+
+def epoch_result(epoch, correct=2, epoch_s=0.5, speedup=None, validation=None):
+    """One epoch of 8 training and 4 test images, `correct` of the test images right."""
+    return EpochResult(
+        epoch=epoch,
+        rate=0.1,
+        train=Totals(8.0 / epoch, 4, 8),
+        test=Totals(2.0, correct, 4),
+        validation=None if validation is None else Totals(1.0, validation, 4),
+        epoch_s=epoch_s,
+        evaluate_s=0.01,
+        comparison=None if speedup is None else Comparison(epoch_s * speedup / 8, 4, 3, speedup),
+        scores=SCORES,
+    )
