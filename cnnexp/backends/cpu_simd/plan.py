@@ -10,8 +10,10 @@ import math
 from dataclasses import dataclass, field
 
 import numpy as np
+from llvmlite import ir
 
-from cnnexp.backends.cpu_simd import conv_lanes, elementwise, linear, transfer
+from cnnexp.backends.cpu_simd import conv_filters, conv_lanes, elementwise, linear, transfer
+from cnnexp.backends.cpu_simd.conv_filters import FilterBank
 from cnnexp.backends.cpu_simd.conv_lanes import Correlation, Windows
 from cnnexp.backends.cpu_simd.emit import BYTE, FLOAT, Emitter, Kernels, Pointer, Target
 from cnnexp.backends.cpu_simd.layout import Arena, Grid, Matrix, Ring, round_up
@@ -183,19 +185,84 @@ class Convolution(Node):
         conv_lanes.forward(k, back, flipped, None)
 
 
+class FilterConvolution(Node):
+    """Conv2d [+ ReLU] + MaxPool2d that opens a network and leads into a linear layer, filters in lanes."""
+
+    wants = makes = Matrix
+    trains = True
+
+    def __init__(self, stage: Stage, rectify: bool, pool: Stage) -> None:
+        super().__init__(stage.name, pool.output_shape)
+        self.stage, self.rectify, self.pool = stage, rectify, pool
+        layer, (height, width, channels), (top, left) = stage.layer, stage.input_shape, stage.pads
+        rows, columns, _ = stage.output_shape
+        stored = [
+            max((count - 1) * layer.stride + layer.kernel, size + pad)
+            for count, size, pad in ((rows, height, top), (columns, width, left))
+        ]
+        self.row = stored[1] * channels
+        self.input_size = stored[0] * self.row
+        self.first = top * self.row + left * channels
+
+    @staticmethod
+    def suits(stage: Stage, pool: Stage | None, target: Target) -> bool:
+        """Whether the filters fill vectors and a patch and a filter's accumulators fit registers."""
+        layer, channels = stage.layer, stage.input_shape[2]
+        if pool is None or layer.filters % target.lanes or target.registers < 32:
+            return False
+        size = pool.layer.pool
+        side = conv_filters.patch_side(layer.kernel, layer.stride, size)
+        return layer.kernel**2 * channels <= 25 and size * size <= 4 and side * side * channels <= 64
+
+    def prepare(self, plan: Plan) -> None:
+        plan.parameters.place_plain(self.stage.weight)
+        if self.stage.bias:
+            plan.parameters.place_plain(self.stage.bias)
+        layer, channels, size = self.stage.layer, self.stage.input_shape[2], self.pool.layer.pool
+        images, cells = plan.arena.images, self.shape[0] * self.shape[1]
+        side = conv_filters.patch_side(layer.kernel, layer.stride, size)
+        fits = plan.target.permutes and side * side * channels <= plan.target.lanes
+        self.bank = FilterBank(
+            self.x, self.row, layer.kernel, layer.stride, channels, layer.filters,
+            size, self.pool.layer.stride or size, self.shape[:2], self.y,
+            plan.arena.allocate(images * cells * layer.filters // 4),
+            plan.arena.allocate(images * cells * plan.target.lanes) if fits else None,
+            self.rectify,
+        )  # fmt: skip
+
+    def forward(self, plan: Plan) -> Kernels:
+        weight, bias, place = self.stage.weight, self.stage.bias, plan.parameters.weight
+        return [("forward", lambda k: conv_filters.forward(k, self.bank, place(k, weight), bias and place(k, bias)))]
+
+    def backward(self, plan: Plan) -> Kernels:
+        weight, bias, place = self.stage.weight, self.stage.bias, plan.parameters.gradient
+        kernels: Kernels = []
+        if self.rectify and self.dy is not self.y:
+            kernels.append(("rectify_gradient", lambda k: linear.rectify_gradient(k, self.y, self.dy)))
+
+        def run(k: Emitter) -> None:
+            conv_filters.weight_gradients(k, self.bank, self.dy, place(k, weight), bias and place(k, bias))
+
+        return [*kernels, ("weight_gradients", run)]
+
+
 class Dense(Node):
-    """Linear [+ ReLU]; `linear` explains its two forms."""
+    """Linear [+ ReLU]; `linear` explains its two forms.
+
+    Attributes:
+        input_rectified: x is a ReLU's output, and dx, which takes its place, the gradient of that ReLU's input.
+    """
 
     wants = makes = Matrix
     trains = True
 
     def __init__(self, stage: Stage, rectify: bool) -> None:
         super().__init__(stage.name, stage.output_shape)
-        self.stage, self.rectify = stage, rectify
+        self.stage, self.rectify, self.input_rectified = stage, rectify, False
+        self.skinny = stage.weight.shape[1] <= linear.MOST_OUTPUTS
 
     def prepare(self, plan: Plan) -> None:
         (features, outputs), lanes = self.stage.weight.shape, plan.target.lanes
-        self.skinny = outputs <= linear.MOST_OUTPUTS
         d, o = np.mgrid[:features, :outputs]
         if self.skinny:
             size = linear.skinny_size(features, outputs, lanes)
@@ -231,14 +298,7 @@ class Dense(Node):
                 ("bias_gradients", lambda k: linear.bias_gradients(k, self.dy, parameters.gradient(k, bias)))
             )
         if self.skinny:
-            kernels.append(
-                (
-                    "backward",
-                    lambda k: linear.skinny_backward(
-                        k, self.x, parameters.weight(k, weight), self.dy, self.dx, parameters.gradient(k, weight), False
-                    ),
-                )
-            )
+            kernels.append(("backward", lambda k: self._skinny_backward(k, parameters)))
             return kernels
         kernels.append(
             (
@@ -258,6 +318,11 @@ class Dense(Node):
                 ("dx_to_rows", lambda k: transfer.to_rows(k, self.dx_lanes, self.dx)),
             ]
         return kernels
+
+    def _skinny_backward(self, k: Emitter, parameters: Parameters) -> None:
+        weight = self.stage.weight
+        w, dw = parameters.weight(k, weight), parameters.gradient(k, weight)
+        linear.skinny_backward(k, self.x, w, self.dy, self.dx, dw, self.input_rectified)
 
 
 class ToRows(Node):
@@ -367,12 +432,13 @@ class Plan:
     def __init__(self, network: Network, target: Target, groups: int) -> None:
         self.target = target
         self.arena, self.parameters = Arena(target.lanes, groups), Parameters(target.lanes)
-        nodes = _nodes(network)
+        nodes = _nodes(network, target)
         self._allocate(network, nodes)
         for node in nodes:
             node.prepare(self)
-        x = nodes[0].x
-        self.gather = {name: self._gather(network, x, kind) for name, kind in (("uint8", BYTE), ("float32", FLOAT))}
+        self.gather = {
+            name: self._gather(network, nodes[0], kind) for name, kind in (("uint8", BYTE), ("float32", FLOAT))
+        }
         self.scores, self.d_scores = nodes[-1].y, nodes[-1].dy
         self.forward = _named((node, node.forward(self)) for node in nodes)
         trained = nodes[_first_trained(nodes) :]
@@ -382,6 +448,8 @@ class Plan:
         """Give every node its input, output and gradients."""
         flat = len(network.input_shape) == 1 or nodes[0].wants is Matrix
         shape = (math.prod(network.input_shape),) if flat else network.input_shape
+        if isinstance(nodes[0], FilterConvolution):
+            shape = (nodes[0].input_size,)
         x = self._tensor(Matrix if flat else Grid, shape, nodes[0].input_ring())
         first, dx = _first_trained(nodes), None
         for i, node in enumerate(nodes):
@@ -390,19 +458,30 @@ class Plan:
             ring = nodes[i + 1].input_ring() if i + 1 < len(nodes) else Ring()
             node.y = self._tensor(kind, node.shape, ring)
             if i >= first:
-                node.dy = self._tensor(kind, node.shape, node.gradient_ring(i > first))
+                in_place = i + 1 < len(nodes) and self._overwrites(node, nodes[i + 1])
+                node.dy = node.y if in_place else self._tensor(kind, node.shape, node.gradient_ring(i > first))
             x, dx = node.y, node.dy
+
+    def _overwrites(self, node: Node, following: Node) -> bool:
+        """Whether the gradient of a node's output may take the output's place, and see to it."""
+        if not (isinstance(node, FilterConvolution) and isinstance(following, Dense) and following.skinny):
+            return False
+        following.input_rectified = node.rectify
+        return linear.can_overwrite(following.stage.weight.shape[1], self.target.registers)
 
     def _tensor(self, kind: type, shape: tuple[int, ...], ring: Ring) -> Tensor:
         if kind is Matrix:
             return self.arena.matrix(math.prod(shape))
         return self.arena.grid(shape if len(shape) == 3 else (1, 1, *shape), ring)
 
-    def _gather(self, network: Network, x: Tensor, pixel) -> Kernels:
+    def _gather(self, network: Network, first: Node, pixel: ir.Type) -> Kernels:
         shape = network.input_shape if len(network.input_shape) == 3 else (1, 1, *network.input_shape)
-        if isinstance(x, Matrix):
-            return [("gather", lambda k: transfer.gather_rows(k, x, shape, (0, 0, False), pixel))]
-        return [("gather", lambda k: transfer.gather_lanes(k, x, pixel))]
+        x, start, row = first.x, 0, shape[1] * shape[2]
+        if isinstance(x, Grid):
+            return [("gather", lambda k: transfer.gather_lanes(k, x, pixel))]
+        if isinstance(first, FilterConvolution):
+            start, row = first.first, first.row
+        return [("gather", lambda k: transfer.gather_rows(k, x, shape, start, row, pixel))]
 
 
 def _named(parts) -> Kernels:
@@ -413,7 +492,7 @@ def _first_trained(nodes: list[Node]) -> int:
     return next(i for i, node in enumerate(nodes) if node.trains)
 
 
-def _nodes(network: Network) -> list[Node]:
+def _nodes(network: Network, target: Target) -> list[Node]:
     """Group the stages, and put a change of layout where one is needed."""
     stages, nodes = list(network.stages), []
     layout = Grid if len(network.input_shape) == 3 else Matrix
@@ -423,7 +502,7 @@ def _nodes(network: Network) -> list[Node]:
         if isinstance(stage.layer, Flatten):
             shape = stage.output_shape
             continue
-        node = _node(stage, stages, shape)
+        node = _node(stage, stages, shape, target, first=not nodes)
         if node.wants is Matrix and layout is Grid and nodes:
             nodes.append(ToRows(f"{node.name}.rows", (math.prod(shape),)))
         nodes.append(node)
@@ -433,11 +512,14 @@ def _nodes(network: Network) -> list[Node]:
     return nodes
 
 
-def _node(stage: Stage, following: list[Stage], shape: tuple[int, ...]) -> Node:
+def _node(stage: Stage, following: list[Stage], shape: tuple[int, ...], target: Target, first: bool) -> Node:
     """Return the node of a stage, taking from `following` what it computes along."""
     match stage.layer:
         case Conv2d():
             rectify, pool = _follow(stage, following)
+            flattens = bool(following) and isinstance(following[0].layer, Flatten)
+            if first and flattens and FilterConvolution.suits(stage, pool, target):
+                return FilterConvolution(stage, rectify, pool)
             return Convolution(stage, rectify, pool)
         case Linear():
             rectify = bool(following) and isinstance(following[0].layer, ReLU)

@@ -57,7 +57,7 @@ class SimdProgram:
         self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int, target: Target, threads: int
     ) -> None:
         check_loss(network, loss)
-        self.network, self.optimizer, self.batch_size = network, optimizer, batch_size
+        self.network, self.loss, self.optimizer, self.batch_size = network, loss, optimizer, batch_size
         started = time.perf_counter()
         share = -(-batch_size // threads)
         groups = groups_per_tile(share, target.lanes)
@@ -79,11 +79,11 @@ class SimdProgram:
 
     def load(self, images: np.ndarray, labels: np.ndarray) -> Split:
         count, none = len(images), np.empty(0, np.float32)
-        labels = np.ascontiguousarray(labels, np.int32)
+        labels = np.require(labels, np.int32, "CW")
         if images.dtype == np.uint8:
-            flat = np.ascontiguousarray(images).reshape(-1)
+            flat = np.require(images, requirements="CW").reshape(-1)  # writable, as the kernels are typed
             return Split(flat, none, np.zeros(count, np.float32), labels)
-        flat = np.ascontiguousarray(images, np.float32).reshape(-1)
+        flat = np.require(images, np.float32, "CW").reshape(-1)
         missing = np.isnan(flat.reshape(count, -1)).any(axis=1)
         return Split(np.empty(0, np.uint8), flat, np.where(missing, np.float32(np.nan), np.float32(0)), labels)
 

@@ -43,17 +43,16 @@ def gather_lanes(k: Emitter, y: Grid, pixel: ir.Type) -> None:
                     k.store(value, target.at(i, k.lanes))
 
 
-def gather_rows(k: Emitter, y: Matrix, shape: Shape, ring: tuple[int, int, int], pixel: ir.Type) -> None:
+def gather_rows(k: Emitter, y: Matrix, shape: Shape, first: int, stride: int, pixel: ir.Type) -> None:
     """Copy images, picked by an order, into rows; buffers as `gather_lanes`.
 
     Args:
         shape: (H, W, C).
-        ring: elements before the image's first pixel, from row to row of it, and whether rows have room between them.
+        first: elements before the image's first pixel. stride: elements from row to row of it, at least W * C.
     """
     images, order, _ = k.buffers
     height, width, channels = shape
-    first, stride, apart = ring
-    run, runs = (width * channels, height) if apart else (height * width * channels, 1)
+    run, runs = (width * channels, height) if stride > width * channels else (height * width * channels, 1)
     with k.loop(k.count) as n:
         source = _image(k, images, order, n, shape)
         with k.loop(runs) as r:
