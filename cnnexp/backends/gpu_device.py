@@ -64,7 +64,7 @@ class Gpu:
     def facts(self) -> dict[str, str]:
         """Tags that say what computed."""
         return {
-            "gpu.name": self.name,
+            "device": self.name,
             "gpu.compute_capability": _dotted(self.compute_capability),
             "gpu.driver_cuda": _dotted(self.driver),
             "gpu.toolkit": _dotted(self.toolkit),
