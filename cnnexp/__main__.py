@@ -14,7 +14,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -86,12 +86,14 @@ def job(composed: DictConfig) -> float:
 def run(composed: DictConfig) -> float:
     """Train what the config describes, record it, show it; return the objective."""
     hydra_config = HydraConfig.get()
-    folder, overrides = Path(hydra_config.runtime.output_dir), list(hydra_config.overrides.task)
+    folder, overrides = Path(hydra_config.runtime.output_dir), _as_typed(hydra_config.overrides.task)
     within, recorded = sweep.current(), record(composed)
     try:
         settings = load(plain(composed))
     except CnnexpError:
-        with Run(folder, recorded, overrides):  # a sweep finds what became of its jobs in their folders
+        with Run(
+            folder, recorded, overrides, name="illegal config"
+        ):  # a sweep finds what became of its jobs in their folders
             raise
     tracking, parent = settings.tracking, within.run_id if within else None
     contended = within is not None and within.contended
@@ -113,7 +115,7 @@ def _train(settings: Settings, run: Run) -> None:
         program = stack.enter_context(contextlib.closing(settings.backend.compile(*compiling)))
         program.restore({"parameters": network.initial_parameters(trainer.seed)})
         baseline = None
-        if settings.baseline is not None:
+        if settings.baseline is not None and not run.contended:
             beside = stack.enter_context(contextlib.closing(settings.baseline.compile(*compiling)))
             baseline = Baseline(beside, dataset.train, trainer.baseline_batches, trainer.baseline_s)
         run.summarize({"time/compile_s": program.compile_s})
@@ -146,7 +148,7 @@ class SweepCallback(Callback):
         try:
             tracking = build(Tracking, plain(config.tracking), "tracking")
             SweepCallback.recorder = _recorder(tracking)
-            overrides = list(config.hydra.overrides.task)
+            overrides = _as_typed(config.hydra.overrides.task)
             SweepCallback.started = sweep.begin(Path(config.hydra.sweep.dir), overrides, SweepCallback.recorder)
         except CnnexpError as error:
             _leave(str(error), error.exit_code)
@@ -174,7 +176,9 @@ def _dispatch(arguments: list[str]) -> None:
         store = f" tracking.uri={tracking.uri}" if tracking.uri else ""
         make_console().print(f"To look at it: {program_name()} ui{store}", highlight=False, soft_wrap=True)
     if failed:
-        _leave(f"{len(failed)} jobs failed" + "".join(f"\n  {line}" for line in failed), 1)
+        _leave(
+            f"{len(failed)} job{'s' if len(failed) > 1 else ''} failed" + "".join(f"\n  {line}" for line in failed), 1
+        )
     if _failures:
         raise _failures[0]
 
@@ -194,6 +198,11 @@ def _recorder(tracking: Tracking) -> Recorder | None:
     if tracking not in _recorders:
         _recorders[tracking] = Recorder(store_uri(tracking.uri), tracking.experiment)
     return _recorders[tracking]
+
+
+def _as_typed(overrides: Any) -> list[str]:
+    """Return overrides without resolving what they hold: it may lead nowhere, or to a secret."""
+    return cast(list[str], OmegaConf.to_container(overrides, resolve=False))
 
 
 def _config_keys() -> list[str]:

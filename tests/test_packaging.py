@@ -1,0 +1,88 @@
+"""The project as it is installed: what is in the wheel, and that it works from any folder."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    """Return a folder into which a wheel of this checkout was installed, dependencies left out."""
+    source, site = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("site")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for name in ("cnnexp", "conf"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*pip, "--target", str(site), str(source)], check=True, env={**os.environ, "PIP_NO_INPUT": "1"})
+    return site
+
+
+def installed(site: Path, *command: str, cwd: Path) -> subprocess.CompletedProcess:
+    # -P and another folder: nothing of the checkout can be found by chance
+    environ = {**os.environ, "PYTHONPATH": str(site)}
+    return subprocess.run(
+        [sys.executable, "-P", *command], capture_output=True, text=True, cwd=cwd, env=environ, check=False
+    )
+
+
+def test_the_wheel_holds_every_module_and_every_config_file(site):
+    for folder, target in ((ROOT / "cnnexp", site / "cnnexp"), (ROOT / "conf", site / "cnnexp" / "conf")):
+        for path in folder.rglob("*"):
+            if path.suffix in (".py", ".yaml"):
+                assert (target / path.relative_to(folder)).is_file(), path
+
+
+def test_an_installed_package_composes_its_config_from_any_folder(site, tmp_path):
+    done = installed(site, "-m", "cnnexp", "--cfg", "job", "model=knm", cwd=tmp_path)
+    assert done.stderr == ""
+    assert "name: knm" in done.stdout
+
+
+def test_an_installed_package_trains_and_writes_to_the_working_folder(site, tmp_path):
+    arguments = ("experiment=smoke", "backend=numpy", "tracking=none", "trainer.baseline=null")
+    done = installed(site, "-m", "cnnexp", *arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert list((tmp_path / "outputs" / "runs").glob("*/*/journal.jsonl"))
+
+
+def test_the_console_script_is_the_same_command(site, tmp_path):
+    done = installed(site, str(site / "bin" / "cnnexp"), "dataset=mnst", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("cnnexp: error: dataset=mnst: unknown; legal: digits")
+
+
+def test_configs_of_the_user_work_against_the_installed_package(site, tmp_path):
+    (tmp_path / "mine" / "experiment").mkdir(parents=True)
+    (tmp_path / "mine" / "experiment" / "wide.yaml").write_text("# @package _global_\nmodel: {filters: 999}\n")
+    done = installed(site, "-m", "cnnexp", "--config-dir", "mine", "experiment=wide", "--cfg", "job", cwd=tmp_path)
+    assert "filters: 999" in done.stdout
+
+
+def test_every_dependency_is_bounded_below_and_above():
+    project = PROJECT["project"]
+    for requirements in (project["dependencies"], *project["optional-dependencies"].values()):
+        for requirement in requirements:
+            assert ">=" in requirement, requirement
+            assert "<" in requirement, requirement
+
+
+def test_the_extras():
+    assert {"gpu", "torch", "keras", "sweep", "mpi", "onnx", "dev"} <= set(PROJECT["project"]["optional-dependencies"])
+
+
+def test_the_constraints_are_names_and_versions_only():
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    for line in lines:
+        assert (
+            line.startswith("#") or line.replace("==", "").replace(".", "").replace("-", "").replace("_", "").isalnum()
+        )
+    assert {"numba", "mlflow", "hydra-core"} <= {line.partition("==")[0] for line in lines}
