@@ -146,6 +146,7 @@ class Run:
 
     Attributes:
         id: of the MLflow run, None without one.
+        contended: as given.
         epochs: the results so far.
         metrics: what is recorded once, at the end.
     """
@@ -165,7 +166,8 @@ class Run:
         self.id: str | None = None
         self.epochs: list[EpochResult] = []
         self.metrics: dict[str, float] = {}
-        self._config, self._recorder, self._parent, self._contended = config, recorder, parent, contended
+        self.contended = contended
+        self._config, self._recorder, self._parent = config, recorder, parent
         self._begun: Callable[[], str] | None = None
         self._skipped = False
         self._dataset: Dataset | None = None
@@ -208,7 +210,7 @@ class Run:
                 "device": str(backend.device),
                 "threads": str(backend.threads),
                 "config_hash": environment.config_hash(self._config),
-                "timing.contended": str(self._contended).lower(),
+                "timing.contended": str(self.contended).lower(),
                 **getattr(backend, "facts", {}),  # a GPU's name, as "device", and versions
             },
             "dataset": {
@@ -241,7 +243,7 @@ class Run:
         """Record one epoch."""
         self.wait()
         self.epochs.append(result)
-        metrics = epoch_metrics(result, self._contended)
+        metrics = epoch_metrics(result, self.contended)
         self._note("epoch", epoch=result.epoch, metrics=metrics)
         if self.id is not None and self._lost is None:
             self._post(metrics, result.epoch)
@@ -260,7 +262,7 @@ class Run:
         if isinstance(error, Diverged):
             tags["diverged"] = "true"
         if self.epochs:
-            self.metrics.update(summary(self.epochs, self._contended))
+            self.metrics.update(summary(self.epochs, self.contended))
         try:
             self._finish(status, tags)
         except TrackingError as lost:
@@ -295,7 +297,7 @@ class Run:
             "draw",
             kind="draw_run",
             folder=str(folder),
-            epochs=[{"epoch": e.epoch, **epoch_metrics(e, self._contended)} for e in self.epochs],
+            epochs=[{"epoch": e.epoch, **epoch_metrics(e, self.contended)} for e in self.epochs],
             baseline_s=[_baseline_epoch_s(e) for e in self.epochs],
             predictions=str(predictions),
             classes=list(self._dataset.classes),
