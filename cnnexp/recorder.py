@@ -348,7 +348,7 @@ def epoch_metrics(result: EpochResult, contended: bool = False) -> dict[str, flo
         "time/epoch_s": result.epoch_s,
         "time/evaluate_s": result.evaluate_s,
         "throughput/images_per_s": result.images_per_s,
-        "learning_rate": result.rate,
+        "train/learning_rate": result.rate,
     }
     if result.validation is not None:
         metrics["validation/loss"] = result.validation.mean_loss

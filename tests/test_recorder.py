@@ -79,7 +79,7 @@ def test_run_records_everything(live, store, tmp_path):
             "throughput/images_per_s": 32.0,
             "speedup/vs_baseline": 3.0,
             "speedup/baseline_images": 4,
-            "learning_rate": 0.1,
+            "train/learning_rate": 0.1,
             "time/compile_s": 1.5,
             "time/median_epoch_s": 0.375,
             "final/test_accuracy": 0.5,
