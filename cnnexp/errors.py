@@ -56,6 +56,12 @@ class Diverged(CnnexpError):
     exit_code = 7
 
 
+class WorkerDied(CnnexpError):
+    """One of several workers is gone, so the others cannot go on."""
+
+    exit_code = 8
+
+
 def did_you_mean(given: str, legal: Iterable[str]) -> str:
     """Return `; did you mean 'x'?` for the nearest legal name, or an empty string."""
     close = difflib.get_close_matches(given, list(legal), n=1)

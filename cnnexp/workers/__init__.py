@@ -1,0 +1,120 @@
+"""Several workers train one network: processes of this machine, or MPI ranks on many.
+
+A `workers` object stands between the config and the backend: `compile` makes one `Program` out of as many as there are
+workers, so the train loop does not know.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from cnnexp.backends.processor import usable_cores
+from cnnexp.backends.protocol import Backend, Program
+from cnnexp.errors import ConfigError
+from cnnexp.losses import Loss
+from cnnexp.network import Network
+from cnnexp.optimizers import Optimizer
+
+Sync = Literal["gradients", "parameters", "hybrid"]
+
+
+@dataclass(frozen=True)
+class Alone:
+    """One worker: the backend's own program."""
+
+    name: ClassVar[str] = "none"
+
+    @property
+    def count(self) -> int:
+        """How many workers."""
+        return 1
+
+    def compile(self, backend: Backend, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> Program:
+        """As `Backend.compile`."""
+        return backend.compile(network, loss, optimizer, batch_size)
+
+
+@dataclass(frozen=True)
+class _Parallel:
+    """Base of the ways to have several workers.
+
+    Attributes:
+        sync: what keeps them together: `gradients` (averaged at every step), `parameters` (averaged now and then, local
+            SGD), `hybrid` (convolutions share images, linear layers share outputs).
+        period: with `parameters`, batches per worker between two averages, >= 1; None averages once an epoch.
+    """
+
+    sync: Sync = "gradients"
+    period: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.period is not None and self.period < 1:
+            raise ConfigError(f"workers.period={self.period}: must be >= 1, or null for once an epoch")
+        if self.period is not None and self.sync != "parameters":
+            raise ConfigError(f"workers.period={self.period}: only with workers.sync=parameters, not {self.sync}")
+
+
+@dataclass(frozen=True)
+class Local(_Parallel):
+    """Processes of this machine.
+
+    Attributes:
+        count: how many, 2 to the usable cores.
+        sync, period: as `_Parallel`.
+    """
+
+    name: ClassVar[str] = "local"
+    count: int = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.count < 2:
+            raise ConfigError(f"workers.count={self.count}: must be >= 2; for one worker, workers=none")
+
+    def compile(self, backend, network, loss, optimizer, batch_size):
+        """As `Backend.compile`; the threads are divided among the workers."""
+        from cnnexp.workers.local import compile_local
+        from cnnexp.workers.replica import Spec
+
+        _check_batch(batch_size, self.count, self.sync)
+        own = divide_threads(backend, self.count)
+        return compile_local(Spec(own, network, loss, optimizer, batch_size, self.sync, self.period), self.count)
+
+
+@dataclass(frozen=True)
+class Mpi(_Parallel):
+    """MPI ranks, as many as `mpiexec -n` started, on this machine or many."""
+
+    name: ClassVar[str] = "mpi"
+
+    @property
+    def count(self) -> int:
+        """How many workers."""
+        from cnnexp.workers.mpi import group_size
+
+        return group_size()
+
+    def compile(self, backend, network, loss, optimizer, batch_size):
+        """As `Backend.compile`, on rank 0; the others serve (see `cnnexp.workers.mpi`)."""
+        from cnnexp.workers.mpi import compile_mpi
+        from cnnexp.workers.replica import Spec
+
+        _check_batch(batch_size, self.count, self.sync)
+        return compile_mpi(Spec(backend, network, loss, optimizer, batch_size, self.sync, self.period))
+
+
+WORKERS: dict[str, type] = {"none": Alone, "local": Local, "mpi": Mpi}
+
+
+def divide_threads(backend: Backend, workers: int) -> Backend:
+    """Return the backend with at most its share of this machine's cores, when `workers` of them run on it."""
+    if "threads" not in {field.name for field in dataclasses.fields(backend)}:
+        return backend
+    return dataclasses.replace(backend, threads=max(1, min(backend.threads, usable_cores() // workers)))
+
+
+def _check_batch(batch_size: int, workers: int, sync: str) -> None:
+    if sync != "parameters" and batch_size < workers:
+        raise ConfigError(f"trainer.batch_size={batch_size}: must be >= {workers}, one image per worker")

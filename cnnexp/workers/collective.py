@@ -1,0 +1,79 @@
+"""What workers do together, stated once; `local` and `mpi` say how."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+
+class Collective(Protocol):
+    """One worker's end of a group. All workers call the same methods in the same order.
+
+    Attributes:
+        rank: 0 .. size - 1; rank 0 leads.
+        size: how many workers there are.
+        host_size: how many of them share this machine's cores.
+    """
+
+    rank: int
+    size: int
+    host_size: int
+
+    def all_reduce(self, buffer: np.ndarray) -> None:
+        """Replace `buffer` (float32, one axis) by its sum over the workers, the same bits on every worker."""
+        ...
+
+    def all_gather(self, part: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
+        """Return the workers' parts (float32, one axis, `sizes[rank]` long) one after another, on every worker."""
+        ...
+
+    def broadcast(self, array: np.ndarray) -> None:
+        """Replace `array` (contiguous, same shape and dtype everywhere) by rank 0's."""
+        ...
+
+    def barrier(self) -> None:
+        """Return once every worker has come here."""
+        ...
+
+
+class Timed:
+    """A collective that counts the seconds spent in it; waiting for slower workers is part of them."""
+
+    def __init__(self, collective: Collective) -> None:
+        self.rank, self.size, self.host_size = collective.rank, collective.size, collective.host_size
+        self.seconds = 0.0
+        self._collective = collective
+
+    def all_reduce(self, buffer):
+        return self._time(self._collective.all_reduce, buffer)
+
+    def all_gather(self, part, sizes):
+        return self._time(self._collective.all_gather, part, sizes)
+
+    def broadcast(self, array):
+        return self._time(self._collective.broadcast, array)
+
+    def barrier(self):
+        return self._time(self._collective.barrier)
+
+    def _time(self, method: Callable, *arguments: Any) -> Any:
+        started = time.perf_counter()
+        try:
+            return method(*arguments)
+        finally:
+            self.seconds += time.perf_counter() - started
+
+
+def share(count: int, size: int, rank: int) -> slice:
+    """Return which of `count` things are worker `rank`'s: consecutive, shares differing by at most one."""
+    least, more = divmod(count, size)
+    start = rank * least + min(rank, more)
+    return slice(start, start + least + (rank < more))
+
+
+def shares(count: int, size: int) -> list[int]:
+    """Return how many of `count` things each worker has."""
+    return [count // size + (rank < count % size) for rank in range(size)]

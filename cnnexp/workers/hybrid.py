@@ -1,0 +1,240 @@
+"""Convolutions by images, linear layers by outputs (Krizhevsky 2014, "One weird trick"; castanheira, section 6).
+
+Convolutions have few weights and much to compute, so each worker takes some of the images and their small gradients are
+summed. Linear layers have many weights and little to compute, so each worker keeps only some of the outputs (columns of
+the weights) and sees all images: activations travel, the big weights never do.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cnnexp.backends.layerwise import LayerwiseProgram
+from cnnexp.backends.numpy import NumpyOps, one_blas_thread
+from cnnexp.errors import ConfigError
+from cnnexp.losses import FUNCTIONS, Loss, Totals
+from cnnexp.network import Conv2d, Flatten, Linear, Network, Parameter, ReLU, Sigmoid, Stage
+from cnnexp.optimizers import Optimizer
+from cnnexp.workers.collective import Collective, share, shares
+from cnnexp.workers.replica import NOTHING, Loaded, Replica, Spec
+
+
+class HybridReplica(Replica):
+    """A worker with all convolutions, on the chosen backend, and some columns of every linear layer, on NumPy.
+
+    The linear layers' activations and gradients come from and go to other workers, so they are on the host anyway.
+
+    Raises:
+        ConfigError: the network has no such parts, a linear layer has fewer outputs than there are workers, or the
+            backend is a fused one, which cannot run a part of a network.
+    """
+
+    def __init__(self, spec: Spec, collective: Collective) -> None:
+        first = first_linear(spec.network, collective.size)
+        features = Network(spec.network.input_shape, spec.network.layers[:first])
+        rows = shares(spec.batch_size, collective.size)[0]
+        # which loss is of no matter: the features are only ever given a gradient
+        program = spec.backend.compile(features, Loss.SOFTMAX_CROSS_ENTROPY, spec.optimizer, rows)
+        if not isinstance(program, LayerwiseProgram):
+            program.close()
+            raise ConfigError(
+                f"workers.sync=hybrid: backend={spec.backend.name} compiles a network as one piece; use a backend that "
+                "runs layer by layer, e.g. cpu-parallel"
+            )
+        super().__init__(program, collective)
+        self.network, self.loss, self.batch_size = spec.network, spec.loss, spec.batch_size
+        self._head = Head(spec.network, spec.optimizer, first, self.collective)
+        self._shared = features.parameter_count
+
+    def gradients(self, handle, indices):
+        with one_blas_thread():
+            totals, gradient = self._compute(self._splits[handle], indices)
+        return totals, np.concatenate([gradient, self._head.whole(self._head.gradient)])
+
+    def apply(self, gradient, rate):
+        self._head.gradient[:] = self._head.own(gradient[self._shared :])
+        self._apply(gradient[: self._shared], rate)
+
+    def predict(self, handle):
+        count = self._splits[handle].count
+        scores = np.empty((count, *self.network.output_shape), np.float32)
+        for start in range(0, count, self.batch_size):
+            batch = np.arange(start, min(start + self.batch_size, count))
+            with one_blas_thread():
+                scores[batch] = self._forward(self._splits[handle], batch)
+        return scores
+
+    def state(self):
+        state, head = self.program.state(), self._head
+        parts = dict(zip(("parameters", *self.program.optimizer.slots), (head.parameters, *head.slots), strict=True))
+        return {
+            name: np.concatenate([array, head.whole(parts[name])]) if name in parts else array
+            for name, array in state.items()
+        }
+
+    def restore(self, state):
+        shared, head = self._shared, self._head
+        self.program.restore({name: array[:shared] if array.ndim else array for name, array in state.items()})
+        zeros = np.zeros(self.network.parameter_count, np.float32)
+        for name, part in zip(
+            ("parameters", *self.program.optimizer.slots), (head.parameters, *head.slots), strict=True
+        ):
+            part[:] = head.own(state.get(name, zeros)[shared:])
+        head.step = int(state.get("step", 0))
+
+    def _train(self, split, order, rate):
+        totals = NOTHING
+        for start in range(0, len(order), self.batch_size):
+            with one_blas_thread():
+                batch_totals, gradient = self._compute(split, order[start : start + self.batch_size])
+                self._apply(gradient, rate)
+            totals += batch_totals
+        return totals
+
+    def _forward(self, split: Loaded, batch: np.ndarray) -> np.ndarray:
+        """Return the scores (N, O) of a batch, on every worker."""
+        mine = batch[share(len(batch), self.collective.size, self.collective.rank)]
+        width = self.program.network.output_shape[0]
+        rows = self.program.forward(split.whole, mine) if len(mine) else np.empty((0, width), np.float32)
+        sizes = [count * width for count in shares(len(batch), self.collective.size)]
+        return self._head.forward(self.collective.all_gather(rows.ravel(), sizes).reshape(len(batch), width))
+
+    def _compute(self, split: Loaded, batch: np.ndarray) -> tuple[Totals, np.ndarray]:
+        """Return the totals of a batch and the features' gradient; leave the columns' gradient in the head."""
+        count, mine = len(batch), share(len(batch), self.collective.size, self.collective.rank)
+        scores, labels = self._forward(split, batch), split.labels[batch]
+        d_scores, losses, hits = np.empty_like(scores), np.empty(count, np.float32), np.empty(count, np.uint8)
+        FUNCTIONS[self.loss](scores, labels, np.float32(1 / count), d_scores, losses, hits)
+        d_rows = self._head.backward(d_scores)[mine]
+        gradient = self.program.backward(d_rows) if len(d_rows) else np.zeros(self._shared, np.float32)
+        self.collective.all_reduce(gradient)
+        self._images += len(d_rows)
+        return Totals(float(losses.sum(dtype=np.float64)), int(hits.sum(dtype=np.int64)), count), gradient
+
+    def _apply(self, gradient: np.ndarray, rate: float) -> None:
+        self.program.apply(gradient, rate)
+        self._head.apply(rate)
+
+
+class Head:
+    """The layers from the first linear one on; of each linear layer's weights, one worker's columns.
+
+    Attributes:
+        parameters, gradient, slots: flat float32, this worker's columns only, layer after layer.
+        step: optimizer steps taken.
+    """
+
+    def __init__(self, network: Network, optimizer: Optimizer, first: int, collective: Collective) -> None:
+        self._stages, self._optimizer, self._collective = network.stages[first:], optimizer, collective
+        self._layouts = [_layout(self._stages, collective.size, rank) for rank in range(collective.size)]
+        self._sizes = [sum(own.size for _, _, own in layout) for layout in self._layouts]
+        size = self._sizes[collective.rank]
+        self.parameters, self.gradient = np.zeros(size, np.float32), np.zeros(size, np.float32)
+        self.slots = tuple(np.zeros(size, np.float32) for _ in optimizer.slots)
+        self.step = 0
+        self._inputs: list[np.ndarray] = []
+
+    def own(self, whole: np.ndarray) -> np.ndarray:
+        """Return this worker's columns of a flat array over all of the head's parameters."""
+        flat = np.empty_like(self.parameters)
+        for everyone, columns, own in self._layouts[self._collective.rank]:
+            own.view(flat)[...] = everyone.view(whole)[..., columns]
+        return flat
+
+    def whole(self, own: np.ndarray) -> np.ndarray:
+        """Return all columns, given each worker's."""
+        parts = np.split(self._collective.all_gather(own, self._sizes), np.cumsum(self._sizes)[:-1])
+        flat = np.empty(sum(self._sizes), np.float32)
+        for layout, part in zip(self._layouts, parts, strict=True):
+            for everyone, columns, owned in layout:
+                everyone.view(flat)[..., columns] = owned.view(part)
+        return flat
+
+    def forward(self, x: np.ndarray) -> np.ndarray:
+        """Return the scores (N, O) of the features x (N, D); both are the same on every worker."""
+        self._inputs = [x]
+        for stage, (w, b) in zip(self._stages, self._views(self.parameters), strict=True):
+            match stage.layer:
+                case Linear():
+                    x = self._join(x @ w + (0 if b is None else b), stage.output_shape[0])
+                case ReLU() | Sigmoid():
+                    y = np.empty_like(x)
+                    (_OPS.relu if isinstance(stage.layer, ReLU) else _OPS.sigmoid)(x, y)
+                    x = y
+            self._inputs.append(x)
+        return x
+
+    def backward(self, dy: np.ndarray) -> np.ndarray:
+        """Return the gradient of the features (N, D), leaving that of this worker's columns; dy (N, O)."""
+        weights, gradients = self._views(self.parameters), self._views(self.gradient)
+        for i in range(len(self._stages) - 1, -1, -1):
+            x, y, stage = self._inputs[i], self._inputs[i + 1], self._stages[i]
+            dx = np.empty_like(x)
+            match stage.layer:
+                case Linear():
+                    columns = share(dy.shape[1], self._collective.size, self._collective.rank)
+                    _OPS.linear_backward(x, weights[i][0], np.ascontiguousarray(dy[:, columns]), dx, *gradients[i])
+                    self._collective.all_reduce(dx.reshape(-1))
+                case ReLU():
+                    _OPS.relu_backward(y, dy, dx)
+                case Sigmoid():
+                    _OPS.sigmoid_backward(y, dy, dx)
+                case Flatten():
+                    dx = dy
+            dy = dx
+        return dy
+
+    def apply(self, rate: float) -> None:
+        """Take one optimizer step with the gradient that `backward` left."""
+        self.step += 1
+        self._optimizer.apply(self.parameters, self.gradient, self.slots, rate, self.step)
+
+    def _join(self, columns: np.ndarray, outputs: int) -> np.ndarray:
+        """Return (N, outputs) out of every worker's columns of it."""
+        count, widths = len(columns), shares(outputs, self._collective.size)
+        flat = self._collective.all_gather(columns.ravel(), [count * width for width in widths])
+        parts = np.split(flat, np.cumsum([count * width for width in widths])[:-1])
+        return np.hstack([part.reshape(count, width) for part, width in zip(parts, widths, strict=True)])
+
+    def _views(self, flat: np.ndarray) -> list[tuple[np.ndarray | None, np.ndarray | None]]:
+        """Return each stage's weight (D, columns) and bias (columns,) in a flat array of this worker's columns."""
+        views = iter([own.view(flat) for _, _, own in self._layouts[self._collective.rank]])
+        return [tuple(next(views) if p else None for p in (stage.weight, stage.bias)) for stage in self._stages]
+
+
+def first_linear(network: Network, workers: int) -> int:
+    """Return where the linear layers begin.
+
+    Raises:
+        ConfigError: there are no convolutions before them, or one has fewer outputs than there are workers.
+    """
+    layers = network.layers
+    first = next((i for i, layer in enumerate(layers) if isinstance(layer, Linear)), None)
+    if first is None or not any(isinstance(layer, Conv2d) for layer in layers[:first]):
+        raise ConfigError(
+            "workers.sync=hybrid: needs convolutions followed by linear layers; use workers.sync=gradients"
+        )
+    for stage in network.stages[first:]:
+        if isinstance(stage.layer, Linear) and stage.layer.features < workers:
+            raise ConfigError(
+                f"workers.sync=hybrid: {stage.name} has {stage.layer.features} outputs for {workers} workers; use at "
+                f"most {stage.layer.features} workers, or workers.sync=gradients"
+            )
+    return first
+
+
+def _layout(stages: tuple[Stage, ...], size: int, rank: int) -> list[tuple[Parameter, slice, Parameter]]:
+    """Return for each parameter: its place among all of the head's, a worker's columns of it, their place there."""
+    layout, everyone_at, own_at = [], 0, 0
+    for stage in stages:
+        for p in (stage.weight, stage.bias):
+            if p is not None:
+                columns = share(p.shape[-1], size, rank)
+                own_shape = (*p.shape[:-1], columns.stop - columns.start)
+                own = Parameter(p.name, own_shape, own_at, p.fan_in)
+                layout.append((Parameter(p.name, p.shape, everyone_at, p.fan_in), columns, own))
+                everyone_at, own_at = everyone_at + p.size, own_at + own.size
+    return layout
+
+
+_OPS = NumpyOps()

@@ -1,0 +1,162 @@
+"""Workers as MPI ranks: `mpiexec -n 4 python -m cnnexp workers=mpi`. The only file that imports mpi4py.
+
+Rank 0 is the program that the user sees. The others read no config and no data: they wait for what rank 0 sends, train
+with it, and wait again, so a whole sweep may run in one `mpiexec`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from cnnexp.errors import BackendUnavailable, CnnexpError, ConfigError, WorkerDied
+from cnnexp.workers import divide_threads
+from cnnexp.workers.guard import Member, start_guard
+from cnnexp.workers.program import ParallelProgram, make_replica, serve
+from cnnexp.workers.replica import Replica, Spec
+
+RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")  # set by MPICH, Intel MPI, Slurm; PMIx; Open MPI
+SPIN_S = 1e-3  # a broadcast that takes longer is waited for asleep: rank 0 is busy, e.g. with evaluation
+SLEEP_S = 2e-4
+END, TRAIN = 0, 1
+
+
+def launched_rank() -> int | None:
+    """Return this process's rank as its launcher has put it in the environment, None if not started by one."""
+    return next((int(os.environ[name]) for name in RANK_VARIABLES if name in os.environ), None)
+
+
+class MpiCollective:
+    """One rank's end of a communicator; see `Collective`. Arrays go as they lie in memory."""
+
+    def __init__(self, comm) -> None:
+        from mpi4py import MPI
+
+        self.rank, self.size = comm.rank, comm.size
+        self.host_size = comm.Split_type(MPI.COMM_TYPE_SHARED).size
+        self._comm, self._in_place = comm, MPI.IN_PLACE
+
+    def all_reduce(self, buffer: np.ndarray) -> None:
+        self._comm.Allreduce(self._in_place, buffer)
+
+    def all_gather(self, part: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
+        gathered = np.empty(sum(sizes), np.float32)
+        self._comm.Allgatherv(np.ascontiguousarray(part), (gathered, sizes))
+        return gathered
+
+    def broadcast(self, array: np.ndarray) -> None:
+        request, started = self._comm.Ibcast(array), time.perf_counter()
+        while not request.Test():
+            if time.perf_counter() - started > SPIN_S:
+                time.sleep(SLEEP_S)
+
+    def barrier(self) -> None:
+        self._comm.Barrier()
+
+
+class Session:
+    """This process's place among all that `mpiexec` started, from its first use to its end."""
+
+    def __init__(self) -> None:
+        try:
+            from mpi4py import MPI
+        except ImportError as error:
+            raise BackendUnavailable("workers=mpi: needs mpi4py and an MPI; pip install cnnexp[mpi]") from error
+        self.comm = MPI.COMM_WORLD
+        self.collective = MpiCollective(self.comm)
+        self.broken = False
+        address = None
+        if self.comm.rank == 0:
+            address = start_guard(self.comm.size, reachable=self.collective.host_size < self.comm.size)
+        address = self.comm.bcast(address)
+        self.member = Member(address, self.comm.rank, lambda: os._exit(WorkerDied.exit_code))
+
+    def compile(self, spec: Spec) -> Replica:
+        """Compile this rank's part; return once all have.
+
+        Raises:
+            CnnexpError: this rank could not, or another.
+        """
+        failure: CnnexpError | None = None
+        try:
+            backend = divide_threads(spec.backend, self.collective.host_size)
+            replica = make_replica(replace(spec, backend=backend), self.collective)
+        except CnnexpError as error:
+            failure = error
+        sizes = [1] * self.comm.size
+        failed = self.collective.all_gather(np.array([failure is not None], np.float32), sizes)
+        if failure is not None:
+            raise failure
+        if failed.any():
+            replica.close()
+            raise WorkerDied(f"worker {int(failed.argmax())} of {self.comm.size} could not compile; see its message")
+        return replica
+
+    def end(self) -> None:
+        """Rank 0: let the others go, or if they stand in the middle of something, take them down."""
+        self.member.leave(everyone=True)
+        if self.broken:
+            self.comm.Abort(1)
+        self.collective.broadcast(np.array([END]))
+
+
+@functools.cache
+def session() -> Session:
+    """Join the group; all ranks must."""
+    return Session()
+
+
+def lead() -> None:
+    """Rank 0, at its start: have the others wait for work, and let them go when this process ends."""
+    atexit.register(session().end)
+
+
+def follow() -> None:
+    """Every other rank: do what rank 0 asks until it ends."""
+    here = session()
+    order = np.empty(1, np.int64)
+    try:
+        while True:
+            here.collective.broadcast(order)
+            if order[0] == END:
+                here.member.leave()
+                return
+            spec = here.comm.bcast(None)
+            try:
+                replica = here.compile(spec)
+            except CnnexpError:
+                continue  # rank 0 reports it
+            serve(replica, here.collective)
+    except Exception as error:
+        here.member.fail(f"{type(error).__name__}: {error}")
+        raise
+
+
+def group_size() -> int:
+    """Return how many ranks there are.
+
+    Raises:
+        ConfigError: this process was not started by an MPI launcher.
+    """
+    if launched_rank() is None:
+        raise ConfigError("workers=mpi: not started by MPI; run it as mpiexec -n 4 python -m cnnexp workers=mpi ...")
+    return session().comm.size
+
+
+def compile_mpi(spec: Spec) -> ParallelProgram:
+    """Rank 0: have all ranks compile, and return the program of all of them."""
+    started, here = time.perf_counter(), session()
+    here.collective.broadcast(np.array([TRAIN]))
+    here.comm.bcast(spec)
+    replica = here.compile(spec)
+
+    def release(told: bool) -> None:
+        here.broken = here.broken or not told
+
+    return ParallelProgram(spec, here.collective, replica, time.perf_counter() - started, release)

@@ -1,0 +1,158 @@
+"""A `Program` that many workers run: rank 0 is called and tells the others, who do the same at the same time.
+
+So the train loop, the tracker and the checkpoints know of one program only, on rank 0. A command is a line of JSON, and
+the arrays it names follow, each broadcast as it lies in memory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from cnnexp.backends.protocol import State
+from cnnexp.errors import CheckpointError
+from cnnexp.losses import Totals
+from cnnexp.workers.collective import Collective
+from cnnexp.workers.replica import GradientReplica, ParameterReplica, Replica, Spec
+
+CLOSE = "close"
+COMMANDS = ("load", "train", "gradients", "apply", "predict", "state", "restore", "times")
+
+
+def make_replica(spec: Spec, collective: Collective) -> Replica:
+    """Compile one worker's part."""
+    if spec.sync == "hybrid":
+        from cnnexp.workers.hybrid import HybridReplica
+
+        return HybridReplica(spec, collective)
+    return {"gradients": GradientReplica, "parameters": ParameterReplica}[spec.sync](spec, collective)
+
+
+class ParallelProgram:
+    """Rank 0's program; see `Program` in `cnnexp.backends.protocol`.
+
+    Args:
+        spec: what is trained.
+        collective: rank 0's end of the group.
+        replica: rank 0's own part.
+        compile_s: seconds until every worker was ready.
+        release: called once by `close`, with whether the workers have been told to end; they have not where a call
+            was interrupted halfway, since then no two workers stand at the same place.
+    """
+
+    def __init__(
+        self,
+        spec: Spec,
+        collective: Collective,
+        replica: Replica,
+        compile_s: float,
+        release: Callable[[bool], None],
+    ) -> None:
+        self.network, self.loss, self.optimizer = spec.network, spec.loss, spec.optimizer
+        self.batch_size, self.compile_s = spec.batch_size, compile_s
+        self._collective, self._replica, self._release = collective, replica, release
+        self._together = True
+
+    def load(self, images: np.ndarray, labels: np.ndarray) -> int:
+        return self._call("load", np.ascontiguousarray(images), np.ascontiguousarray(labels))
+
+    def train(self, handle: int, order: np.ndarray, rate: float) -> Totals:
+        return self._call("train", handle, np.ascontiguousarray(order, np.int64), rate)
+
+    def gradients(self, handle: int, indices: np.ndarray) -> tuple[Totals, np.ndarray]:
+        return self._call("gradients", handle, np.ascontiguousarray(indices, np.int64))
+
+    def apply(self, gradient: np.ndarray, rate: float) -> None:
+        self._call("apply", np.ascontiguousarray(gradient, np.float32), rate)
+
+    def predict(self, handle: int) -> np.ndarray:
+        return self._call("predict", handle)
+
+    def state(self) -> State:
+        return self._call("state")
+
+    def restore(self, state: State) -> None:
+        size = self.network.parameter_count
+        wanted = {name: np.asarray(array, order="C") for name, array in state.items()}
+        for name in ("parameters", *self.optimizer.slots):
+            if name in wanted and wanted[name].shape != (size,):
+                raise CheckpointError(f"state {name!r} has shape {wanted[name].shape}, the network needs ({size},)")
+        self._call("restore", wanted)
+
+    def times(self) -> np.ndarray:
+        """Return (workers, 3): of all training so far, seconds computing, seconds communicating, and images."""
+        return self._call("times")
+
+    def close(self) -> None:
+        release, self._release = self._release, _already_closed
+        if release is _already_closed:
+            return
+        if self._together:
+            send(self._collective, CLOSE)
+        release(self._together)
+        self._replica.close()
+
+    def _call(self, command: str, *arguments: Any) -> Any:
+        self._together = False
+        send(self._collective, command, *arguments)
+        result = getattr(self._replica, command)(*arguments)
+        self._together = True
+        return result
+
+
+def serve(replica: Replica, collective: Collective) -> None:
+    """Do what rank 0 does until it closes the program: the life of every other worker."""
+    while True:
+        command, arguments = receive(collective)
+        if command == CLOSE:
+            replica.close()
+            return
+        getattr(replica, command)(*arguments)
+
+
+def send(collective: Collective, command: str, *arguments: Any) -> None:
+    """Broadcast a command from rank 0: numbers, arrays, and arrays by name."""
+    arrays: list[np.ndarray] = []
+
+    def describe(value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            arrays.append(value)
+            return {"dtype": value.dtype.str, "shape": value.shape}
+        if isinstance(value, Mapping):
+            return {"named": {name: describe(array) for name, array in value.items()}}
+        return value
+
+    line = json.dumps([command, [describe(argument) for argument in arguments]]).encode()
+    collective.broadcast(np.array([len(line)], np.int64))
+    collective.broadcast(np.frombuffer(line, np.uint8))
+    for array in arrays:
+        collective.broadcast(array)
+
+
+def receive(collective: Collective) -> tuple[str, list[Any]]:
+    """Return the next command and its arguments, as `send` took them."""
+    length = np.empty(1, np.int64)
+    collective.broadcast(length)
+    line = np.empty(int(length[0]), np.uint8)
+    collective.broadcast(line)
+    command, described = json.loads(line.tobytes())
+
+    def restored(value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        if "named" in value:
+            return {name: restored(array) for name, array in value["named"].items()}
+        array = np.empty(tuple(value["shape"]), np.dtype(value["dtype"]))
+        collective.broadcast(array)
+        return array
+
+    if command != CLOSE and command not in COMMANDS:
+        raise ValueError(f"unknown command {command!r}")
+    return command, [restored(value) for value in described]
+
+
+def _already_closed(told: bool) -> None:
+    """Stand in the place of a release that has been done."""

@@ -1,0 +1,215 @@
+"""One worker's part in training: what every worker runs, at the same time, with its own share of the images.
+
+All three ways make every worker end each exchange with the same parameters, bit for bit, since each sum is formed once
+and sent to all. Shares may be unequal, and empty where a short last batch has fewer images than there are workers.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cnnexp.backends.protocol import Backend, Program, State
+from cnnexp.losses import Loss, Totals
+from cnnexp.network import Network
+from cnnexp.optimizers import Optimizer
+from cnnexp.workers.collective import Collective, Timed, share, shares
+
+NOTHING = Totals(0.0, 0, 0)
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What the workers train and how they keep together.
+
+    Attributes:
+        backend, network, loss, optimizer, batch_size: as for `Backend.compile`.
+        sync: `gradients`, `parameters` or `hybrid`.
+        period: with `parameters`, batches per worker between two averages; None averages once an epoch.
+    """
+
+    backend: Backend
+    network: Network
+    loss: Loss
+    optimizer: Optimizer
+    batch_size: int
+    sync: str
+    period: int | None = None
+
+    def compile(self, batch_size: int) -> Program:
+        """Compile the network as it is, for batches of another size."""
+        return self.backend.compile(self.network, self.loss, self.optimizer, batch_size)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A split on one worker.
+
+    Attributes:
+        whole: the program's handle on all images, for training.
+        images, labels: all of it, as it came.
+    """
+
+    whole: Any
+    images: np.ndarray
+    labels: np.ndarray
+
+    @property
+    def count(self) -> int:
+        """Images in the split."""
+        return len(self.labels)
+
+
+class Replica:
+    """Base: a program of its own per worker, and what does not depend on how the workers keep together."""
+
+    def __init__(self, program: Program, collective: Collective) -> None:
+        self.program, self.collective = program, Timed(collective)
+        self._splits: list[Loaded] = []
+        self._rows: dict[int, Any] = {}
+        self._buffer = np.empty(program.network.parameter_count + 3, np.float32)  # a gradient, then its totals
+        self._train_s, self._communicate_s, self._images = 0.0, 0.0, 0
+
+    def load(self, images: np.ndarray, labels: np.ndarray) -> int:
+        """Take a split; return its handle, a number."""
+        self._splits.append(Loaded(self.program.load(images, labels), images, labels))
+        return len(self._splits) - 1
+
+    def train(self, handle: int, order: np.ndarray, rate: float) -> Totals:
+        """As `Program.train`; the totals are of all workers."""
+        started, communicated = time.perf_counter(), self.collective.seconds
+        totals = self._train(self._splits[handle], order, rate)
+        self._train_s += time.perf_counter() - started
+        self._communicate_s += self.collective.seconds - communicated
+        return totals
+
+    def gradients(self, handle: int, indices: np.ndarray) -> tuple[Totals, np.ndarray]:
+        """As `Program.gradients`: each worker computes its share of the batch, and all get the mean."""
+        totals = self._gradients(self._splits[handle], indices)
+        return totals, self._buffer[:-3].copy()
+
+    def apply(self, gradient: np.ndarray, rate: float) -> None:
+        self.program.apply(gradient, rate)
+
+    def predict(self, handle: int) -> np.ndarray:
+        """As `Program.predict`: each worker scores its rows."""
+        split, outputs = self._splits[handle], self.program.network.output_shape[0]
+        mine = share(split.count, self.collective.size, self.collective.rank)
+        scores = np.empty((0, outputs), np.float32)
+        if mine.start < mine.stop:
+            if handle not in self._rows:
+                self._rows[handle] = self.program.load(split.images[mine], split.labels[mine])
+            scores = self.program.predict(self._rows[handle])
+        sizes = [rows * outputs for rows in shares(split.count, self.collective.size)]
+        return self.collective.all_gather(scores.ravel(), sizes).reshape(split.count, outputs)
+
+    def state(self) -> State:
+        return self.program.state()
+
+    def restore(self, state: State) -> None:
+        self.program.restore(state)
+
+    def times(self) -> np.ndarray:
+        """Return float32 (workers, 3): of all training so far, seconds computing, seconds communicating, and images."""
+        own = np.array([self._train_s - self._communicate_s, self._communicate_s, self._images], np.float32)
+        return self.collective.all_gather(own, [3] * self.collective.size).reshape(-1, 3)
+
+    def close(self) -> None:
+        self.program.close()
+
+    def _train(self, split: Loaded, order: np.ndarray, rate: float) -> Totals:
+        raise NotImplementedError
+
+    def _gradients(self, split: Loaded, batch: np.ndarray) -> Totals:
+        """Leave the mean gradient of a batch over all workers in the buffer; the totals travel with it."""
+        mine = batch[share(len(batch), self.collective.size, self.collective.rank)]
+        if len(mine):
+            totals, gradient = self.program.gradients(split.whole, mine)
+            np.multiply(gradient, np.float32(len(mine) / len(batch)), out=self._buffer[:-3])
+            self._buffer[-3:] = totals.loss, totals.correct, totals.count
+        else:
+            self._buffer[:] = 0
+        self._images += len(mine)
+        self.collective.all_reduce(self._buffer)
+        return _totals(self._buffer[-3:])
+
+
+class GradientReplica(Replica):
+    """Average the gradient at every step: equal to one worker with the whole batch, up to rounding."""
+
+    def __init__(self, spec: Spec, collective: Collective) -> None:
+        super().__init__(spec.compile(shares(spec.batch_size, collective.size)[0]), collective)
+        self._batch_size = spec.batch_size
+
+    def _train(self, split, order, rate):
+        totals = NOTHING
+        for start in range(0, len(order), self._batch_size):
+            totals += self._gradients(split, order[start : start + self._batch_size])
+            self.program.apply(self._buffer[:-3], rate)
+        return totals
+
+
+class ParameterReplica(Replica):
+    """Let every worker train alone and average the parameters now and then (chavan, algorithm 4; local SGD).
+
+    The batches of an epoch are dealt out in turn, whole. Optimizer slots are averaged with the parameters, so that the
+    state after an epoch is one state; each worker counts by the images it has trained since the last average. Between
+    two averages the workers differ, and `state` and `predict` show each one's own.
+    """
+
+    def __init__(self, spec: Spec, collective: Collective) -> None:
+        super().__init__(spec.compile(spec.batch_size), collective)
+        self._period = spec.period
+        self._begin_epoch()
+
+    def restore(self, state):
+        super().restore(state)
+        self._begin_epoch()
+
+    def _train(self, split, order, rate):
+        rank, size, batch_size = self.collective.rank, self.collective.size, self.program.batch_size
+        totals, waiting = NOTHING, []
+        for start in range(0, len(order), batch_size):
+            batch, owner = order[start : start + batch_size], self._batch % size
+            if owner == rank:
+                waiting.append(batch)
+            self._batch, self._seen = self._batch + 1, self._seen + len(batch)
+            self._since[owner] += 1, len(batch)
+            epoch_over = self._seen >= split.count
+            if epoch_over or (self._period and self._batch % (size * self._period) == 0):
+                totals, waiting = totals + self._train_alone(split, waiting, rate), []
+                self._average()
+            if epoch_over:
+                self._begin_epoch()
+        totals += self._train_alone(split, waiting, rate)
+        message = np.array([totals.loss, totals.correct, totals.count], np.float32)
+        self.collective.all_reduce(message)
+        return _totals(message)
+
+    def _train_alone(self, split: Loaded, batches: list[np.ndarray], rate: float) -> Totals:
+        if not batches:
+            return NOTHING
+        order = np.concatenate(batches)
+        self._images += len(order)
+        return self.program.train(split.whole, order, rate)
+
+    def _average(self) -> None:
+        steps, images = self._since.T
+        state = self.program.state()
+        step = int(state.pop("step")) + int(steps.max() - steps[self.collective.rank])
+        flat = np.concatenate(list(state.values())) * np.float32(images[self.collective.rank] / images.sum())
+        self.collective.all_reduce(flat)
+        parts = np.split(flat, len(state))
+        self.program.restore({"step": np.int64(step), **dict(zip(state, parts, strict=True))})
+        self._since[:] = 0
+
+    def _begin_epoch(self) -> None:
+        self._batch, self._seen = 0, 0
+        self._since = np.zeros((self.collective.size, 2), np.int64)  # steps and images of each since the last average
+
+
+def _totals(message: np.ndarray) -> Totals:
+    return Totals(float(message[0]), round(float(message[1])), round(float(message[2])))

@@ -1,0 +1,185 @@
+import numpy as np
+import pytest
+from thread_group import Group
+
+from cnnexp import SGD, Adam, Conv2d, Flatten, Linear, Loss, MaxPool2d, Network, OneConv, ReLU, TwoConvMlp
+from cnnexp.backends import backend_class
+from cnnexp.errors import ConfigError
+from cnnexp.losses import Totals
+from cnnexp.train import epoch_order
+from cnnexp.workers.collective import share, shares
+from cnnexp.workers.program import make_replica
+from cnnexp.workers.replica import Spec
+
+SOFTMAX = Loss.SOFTMAX_CROSS_ENTROPY
+NETWORKS = {"one_conv": OneConv(filters=4), "two_conv_mlp": TwoConvMlp(filters=3, hidden=17)}
+OPTIMIZERS = {"sgd": SGD(lr=0.05, momentum=0.5), "adam": Adam(lr=1e-3)}
+
+
+def images(count, side=12, seed=1):
+    rng = np.random.default_rng(seed)
+    return rng.random((count, side, side, 1), np.float32), rng.integers(0, 10, count).astype(np.int32)
+
+
+def spec(model="one_conv", optimizer="sgd", batch_size=16, sync="gradients", period=None, backend="numpy", side=12):
+    network = NETWORKS[model].network((side, side, 1), 10)
+    return Spec(backend_class(backend)(), network, SOFTMAX, OPTIMIZERS[optimizer], batch_size, sync, period)
+
+
+def alone(spec, order, rate, data):
+    program = spec.compile(spec.batch_size)
+    program.restore({"parameters": spec.network.initial_parameters(0)})
+    totals = program.train(program.load(*data), order, rate)
+    return program, totals
+
+
+def together(size, spec, work, data):
+    def run(collective):
+        replica = make_replica(spec, collective)
+        replica.restore({"parameters": spec.network.initial_parameters(0)})
+        return work(replica, replica.load(*data))
+
+    return Group(size).run(run)
+
+
+def relative(a, b):
+    return np.linalg.norm(a.astype(float) - b) / np.linalg.norm(b.astype(float))
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 16, 17])
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_shares_cover_everything_once_and_differ_by_at_most_one(count, size):
+    parts = [np.arange(count)[share(count, size, rank)] for rank in range(size)]
+    np.testing.assert_array_equal(np.concatenate(parts), np.arange(count))
+    assert [len(part) for part in parts] == shares(count, size)
+    assert max(shares(count, size)) - min(shares(count, size)) <= 1
+
+
+@pytest.mark.parametrize("sync", ["gradients", "hybrid"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("model", NETWORKS)
+@pytest.mark.parametrize("size", [2, 3])
+def test_workers_train_like_one_on_the_whole_batch(sync, optimizer, model, size):
+    case, data = spec(model, optimizer, sync=sync), images(50)
+    order = np.concatenate([epoch_order(50, 0, epoch) for epoch in range(5)])  # 16 batches, the last of 10 images
+    one, totals = alone(case, order, 0.01, data)
+
+    def work(replica, handle):
+        return replica.train(handle, order, 0.01), replica.state(), replica.predict(handle)
+
+    for own_totals, state, scores in together(size, case, work, data):
+        assert (own_totals.correct, own_totals.count) == (totals.correct, totals.count)
+        assert own_totals.loss == pytest.approx(totals.loss, rel=1e-5)
+        assert state.keys() == one.state().keys()
+        for name, array in one.state().items():
+            assert relative(state[name], array) < 1e-5, name
+        assert state["step"] == 16
+        np.testing.assert_allclose(scores, one.predict(one.load(*data)), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("sync", ["gradients", "parameters", "hybrid"])
+def test_all_workers_hold_the_same_bits_after_an_epoch(sync):
+    data, order = images(50), epoch_order(50, 0, 1)
+
+    def work(replica, handle):
+        replica.train(handle, order, 0.05)
+        return replica.state()
+
+    first, *others = together(3, spec(optimizer="adam", sync=sync), work, data)
+    for other in others:
+        for name in first:
+            np.testing.assert_array_equal(first[name], other[name])
+
+
+@pytest.mark.parametrize("sync", ["gradients", "hybrid"])
+def test_a_batch_smaller_than_the_workers_leaves_some_without_images(sync):
+    case, data, order = spec(sync=sync), images(20), np.arange(18)  # the last batch has 2 images for 3 workers
+    one, totals = alone(case, order, 0.05, data)
+
+    def work(replica, handle):
+        return replica.train(handle, order, 0.05), replica.state()["parameters"]
+
+    for own, parameters in together(3, case, work, data):
+        assert own.count == totals.count == 18
+        assert relative(parameters, one.state()["parameters"]) < 1e-5
+
+
+@pytest.mark.parametrize("sync", ["gradients", "parameters", "hybrid"])
+def test_the_two_halves_of_a_step_equal_one_workers(sync):
+    case, data, batch = spec("two_conv_mlp", sync=sync), images(16), np.arange(16)
+    one, _ = alone(case, batch[:0], 0.05, data)
+    totals, gradient = one.gradients(one.load(*data), batch)
+    one.apply(gradient, 0.05)
+
+    def work(replica, handle):
+        found = replica.gradients(handle, batch)
+        replica.apply(found[1], 0.05)
+        return *found, replica.state()["parameters"]
+
+    for own_totals, own_gradient, parameters in together(2, case, work, data):
+        assert (own_totals.correct, own_totals.count) == (totals.correct, totals.count)
+        np.testing.assert_allclose(own_gradient, gradient, rtol=1e-4, atol=1e-7)
+        assert relative(parameters, one.state()["parameters"]) < 1e-6
+
+
+@pytest.mark.parametrize("period", [None, 1, 2])
+def test_parameters_are_averaged_as_algorithm_4_says(period):
+    """Against a simulation: programs trained one after another on every second batch, averaged by hand."""
+    case, data, order = spec(optimizer="adam", sync="parameters", period=period), images(16 * 6), epoch_order(96, 0, 1)
+    programs = [alone(case, order[:0], 0.01, data)[0] for _ in range(2)]
+    handles = [program.load(*data) for program in programs]
+    totals = Totals(0.0, 0, 0)
+    batches = order.reshape(6, 16)
+    for i, batch in enumerate(batches):
+        totals += programs[i % 2].train(handles[i % 2], batch, 0.01)
+        if i == 5 or (period and (i + 1) % (2 * period) == 0):
+            states = [program.state() for program in programs]
+            mean = {name: (states[0][name] + states[1][name]) / 2 for name in states[0]}
+            for program in programs:
+                program.restore(mean)
+
+    def work(replica, handle):
+        # called in uneven pieces, as the loop does
+        parts = [replica.train(handle, order[start:stop], 0.01) for start, stop in ((0, 16), (16, 64), (64, 96))]
+        return parts[0] + parts[1] + parts[2], replica.state()
+
+    for own, state in together(2, case, work, data):
+        assert (own.correct, own.count) == (totals.correct, totals.count)
+        assert own.loss == pytest.approx(totals.loss, rel=1e-5)
+        assert state["step"] == 3
+        for name, array in mean.items():
+            np.testing.assert_allclose(state[name], array, rtol=1e-5, atol=1e-8)
+
+
+def test_unequal_shares_count_by_their_images():
+    case, data, order = spec(sync="parameters"), images(40), np.arange(40)  # batches of 16, 16, 8 for 2 workers
+    programs = [alone(case, own, 0.05, data)[0] for own in (np.r_[0:16, 32:40], np.r_[16:32])]
+    weighted = (24 * programs[0].state()["parameters"] + 16 * programs[1].state()["parameters"]) / 40
+
+    def work(replica, handle):
+        replica.train(handle, order, 0.05)
+        return replica.state()
+
+    for state in together(2, case, work, data):
+        np.testing.assert_allclose(state["parameters"], weighted, rtol=1e-5, atol=1e-7)
+        assert state["step"] == 2
+
+
+def test_every_workers_time_and_share_are_known():
+    def work(replica, handle):
+        replica.train(handle, np.arange(40), 0.05)
+        return replica.times()
+
+    for times in together(2, spec(), work, images(40)):
+        assert times.shape == (2, 3)
+        assert (times[:, :2] > 0).all()
+        np.testing.assert_array_equal(times[:, 2], [20, 20])
+
+
+def test_hybrid_refuses_what_it_cannot_split():
+    only_linear = Network((12, 12, 1), (Flatten(), Linear(10)))
+    few_outputs = Network((12, 12, 1), (Conv2d(2, 3), ReLU(), MaxPool2d(2), Flatten(), Linear(2)))
+    for network, message in ((only_linear, "needs convolutions"), (few_outputs, "linear1 has 2 outputs for 3 workers")):
+        case = Spec(backend_class("numpy")(), network, SOFTMAX, SGD(), 16, "hybrid")
+        with pytest.raises(ConfigError, match=message):
+            Group(3).run(lambda collective, case=case: make_replica(case, collective))
