@@ -115,6 +115,22 @@ class LayerwiseProgram:
             scores[batch] = ops.to_host(self._forward(handle.images[batch]))
         return scores
 
+    @_in_scope
+    def forward(self, handle: Split, indices: np.ndarray) -> np.ndarray:
+        """Return the last layer's outputs (N, *output_shape) of at most batch_size images; `backward` goes on from it."""
+        ops = self._ops
+        x, labels = self._buffers.inputs(len(indices))
+        ops.gather(handle.images, handle.labels, ops.to_device(np.ascontiguousarray(indices, np.int64)), x, labels)
+        return ops.to_host(self._forward(x))
+
+    @_in_scope
+    def backward(self, d_outputs: np.ndarray) -> np.ndarray:
+        """Return the flat gradient, given that of the outputs of the last `forward`, (N, *output_shape)."""
+        count = len(d_outputs)
+        self._ops.copy(d_outputs, self._buffers.gradients(count)[-1])
+        self._backward(self._buffers.inputs(count)[0])
+        return self._ops.to_host(self._gradient)
+
     def state(self) -> State:
         to_host = self._ops.to_host
         slots = {name: to_host(slot) for name, slot in zip(self.optimizer.slots, self._slots, strict=True)}
@@ -159,27 +175,9 @@ class LayerwiseProgram:
         for stage, y, argmax in zip(
             self.network.stages, self._buffers.activations(count), self._buffers.argmaxes(count), strict=True
         ):
-            self._forward_stage(stage, x, y, argmax)
+            forward_stage(self._ops, stage, self._parameters, x, y, argmax)
             x = y
         return x
-
-    def _forward_stage(self, stage: Stage, x: Array, y: Array, argmax: Array | None) -> None:
-        ops = self._ops
-        match stage.layer:
-            case Conv2d(stride=stride):
-                ops.conv2d(x, self._weight(stage), self._bias(stage), stride, stage.pads, y)
-            case ReLU():
-                ops.relu(x, y)
-            case Sigmoid():
-                ops.sigmoid(x, y)
-            case MaxPool2d(pool, stride):
-                ops.max_pool(x, pool, stride or pool, stage.pads, y, argmax)
-            case AvgPool2d(pool, stride):
-                ops.avg_pool(x, pool, stride or pool, stage.pads, y)
-            case Linear():
-                ops.linear(x, self._weight(stage), self._bias(stage), y)
-            case Flatten():
-                pass  # y is a view of x's buffer
 
     def _backward(self, x: Array) -> None:
         """Fill the flat gradient buffer, from the last layer's gradient back to the first layer with parameters."""
@@ -190,36 +188,73 @@ class LayerwiseProgram:
         for i in range(len(stages) - 1, first - 1, -1):
             source = activations[i - 1] if i else x
             dx = d_activations[i - 1] if i > first else None
-            self._backward_stage(stages[i], source, activations[i], d_activations[i], argmaxes[i], dx)
+            backward_stage(
+                self._ops,
+                stages[i],
+                self._parameters,
+                self._gradient,
+                source,
+                activations[i],
+                d_activations[i],
+                argmaxes[i],
+                dx,
+            )
 
-    def _backward_stage(self, stage: Stage, x: Array, y: Array, dy: Array, argmax: Array | None, dx: Array) -> None:
-        ops = self._ops
-        match stage.layer:
-            case Conv2d(stride=stride):
-                w, (dw, db) = self._weight(stage), self._weight_gradients(stage)
-                ops.conv2d_backward(x, w, dy, stride, stage.pads, dx, dw, db)
-            case ReLU():
-                ops.relu_backward(y, dy, dx)
-            case Sigmoid():
-                ops.sigmoid_backward(y, dy, dx)
-            case MaxPool2d(pool, stride):
-                ops.max_pool_backward(argmax, dy, pool, stride or pool, stage.pads, dx)
-            case AvgPool2d(pool, stride):
-                ops.avg_pool_backward(dy, pool, stride or pool, stage.pads, dx)
-            case Linear():
-                dw, db = self._weight_gradients(stage)
-                ops.linear_backward(x, self._weight(stage), dy, dx, dw, db)
-            case Flatten():
-                pass  # dx is a view of dy's buffer
 
-    def _weight(self, stage: Stage) -> Array:
-        return stage.weight.view(self._parameters)
+def forward_stage(ops: Ops, stage: Stage, parameters: Array, x: Array, y: Array, argmax: Array | None) -> None:
+    """Run one layer on x (N, *input_shape), filling y and, for a max-pool, argmax."""
+    weight, bias = _views(stage, parameters)
+    match stage.layer:
+        case Conv2d(stride=stride):
+            ops.conv2d(x, weight, bias, stride, stage.pads, y)
+        case ReLU():
+            ops.relu(x, y)
+        case Sigmoid():
+            ops.sigmoid(x, y)
+        case MaxPool2d(pool, stride):
+            ops.max_pool(x, pool, stride or pool, stage.pads, y, argmax)
+        case AvgPool2d(pool, stride):
+            ops.avg_pool(x, pool, stride or pool, stage.pads, y)
+        case Linear():
+            ops.linear(x, weight, bias, y)
+        case Flatten():
+            pass  # y is a view of x's buffer
 
-    def _bias(self, stage: Stage) -> Array | None:
-        return stage.bias.view(self._parameters) if stage.bias else None
 
-    def _weight_gradients(self, stage: Stage) -> tuple[Array, Array | None]:
-        return stage.weight.view(self._gradient), stage.bias.view(self._gradient) if stage.bias else None
+def backward_stage(
+    ops: Ops,
+    stage: Stage,
+    parameters: Array,
+    gradient: Array,
+    x: Array,
+    y: Array,
+    dy: Array,
+    argmax: Array | None,
+    dx: Array | None,
+) -> None:
+    """Run one layer backwards, filling dx and its part of the flat gradient; arrays as in `forward_stage`."""
+    weight, _ = _views(stage, parameters)
+    dw, db = _views(stage, gradient)
+    match stage.layer:
+        case Conv2d(stride=stride):
+            ops.conv2d_backward(x, weight, dy, stride, stage.pads, dx, dw, db)
+        case ReLU():
+            ops.relu_backward(y, dy, dx)
+        case Sigmoid():
+            ops.sigmoid_backward(y, dy, dx)
+        case MaxPool2d(pool, stride):
+            ops.max_pool_backward(argmax, dy, pool, stride or pool, stage.pads, dx)
+        case AvgPool2d(pool, stride):
+            ops.avg_pool_backward(dy, pool, stride or pool, stage.pads, dx)
+        case Linear():
+            ops.linear_backward(x, weight, dy, dx, dw, db)
+        case Flatten():
+            pass  # dx is a view of dy's buffer
+
+
+def _views(stage: Stage, flat: Array) -> tuple[Array | None, Array | None]:
+    """Return the weight's and the bias's part of a flat buffer, None where the layer has none."""
+    return stage.weight and stage.weight.view(flat), stage.bias and stage.bias.view(flat)
 
 
 class _Buffers:
