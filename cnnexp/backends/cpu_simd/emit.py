@@ -78,7 +78,8 @@ class Emitter:
     """Appends instructions to one kernel.
 
     Attributes:
-        buffers: the kernel's three buffers; `parameters`, `gradients` and `arena` are their names in most kernels.
+        buffers: the arrays it works on; `parameters`, `gradients` and `arena` are the names of the first three in most
+            kernels.
         count: images in the tile, at run time.
         target: lanes and registers of the CPU.
     """
@@ -86,9 +87,9 @@ class Emitter:
     def __init__(self, function: ir.Function, target: Target) -> None:
         self.builder = ir.IRBuilder(function.append_basic_block("entry"))
         self.module, self.target, self.lanes = function.module, target, target.lanes
-        self.buffers = [Pointer(self, a) for a in function.args[:3]]
-        self.parameters, self.gradients, self.arena = self.buffers
-        self.count = function.args[3]
+        self.buffers = [Pointer(self, a) for a in function.args[:-1]]
+        self.parameters, self.gradients, self.arena = self.buffers[:3]
+        self.count = function.args[-1]
         self.vector = ir.VectorType(FLOAT, target.lanes)
         self.indices = ir.VectorType(INT, target.lanes)
         self.bytes = ir.VectorType(BYTE, target.lanes)
@@ -121,8 +122,9 @@ class Emitter:
 
     # memory
 
-    def load(self, pointer: Pointer) -> ir.Value:
-        return self.builder.load(pointer.value(self.vector), align=4)
+    def load(self, pointer: Pointer, width: int | None = None) -> ir.Value:
+        """Load a vector, of `width` floats rather than `lanes` if given."""
+        return self.builder.load(pointer.value(ir.VectorType(FLOAT, width or self.lanes)), align=4)
 
     def store(self, value: ir.Value, pointer: Pointer) -> None:
         self.builder.store(value, pointer.value(value.type), align=4)
@@ -148,14 +150,25 @@ class Emitter:
     def integers(self, number: int) -> ir.Value:
         return ir.Constant(self.indices, [INT(number)] * self.lanes)
 
-    def spread(self, scalar: ir.Value) -> ir.Value:
-        """Return the scalar in every lane."""
-        single = self.builder.insert_element(ir.Constant(self.vector, ir.Undefined), scalar, INT(0))
-        return self.builder.shuffle_vector(single, single, ir.Constant(self.indices, None))
+    def spread(self, scalar: ir.Value, width: int | None = None) -> ir.Value:
+        """Return the scalar in every lane, or in each of `width`."""
+        width = width or self.lanes
+        single = self.builder.insert_element(
+            ir.Constant(ir.VectorType(scalar.type, width), ir.Undefined), scalar, INT(0)
+        )
+        return self.builder.shuffle_vector(single, single, ir.Constant(ir.VectorType(INT, width), None))
 
     def splat(self, pointer: Pointer) -> ir.Value:
         """Load one float into every lane."""
         return self.spread(self.load_float(pointer))
+
+    def load_int(self, pointer: Pointer) -> ir.Value:
+        """Load a 32-bit integer that lies in a float's place."""
+        return self.builder.load(pointer.value(INT), align=4)
+
+    def as_floats(self, integers: ir.Value) -> ir.Value:
+        """Return the same bits, as floats: for moving them about."""
+        return self.builder.bitcast(integers, self.vector)
 
     # arithmetic
 
@@ -171,6 +184,9 @@ class Emitter:
 
     def multiply(self, a: ir.Value, b: ir.Value) -> ir.Value:
         return self.builder.fmul(a, b)
+
+    def sqrt(self, x: ir.Value) -> ir.Value:
+        return self._call("sqrt", x)
 
     def rectify(self, x: ir.Value) -> ir.Value:
         """Return max(x, 0); a NaN stays one."""
@@ -231,9 +247,21 @@ class Emitter:
         name = "llvm.x86.avx512.permvar.sf.512"
         return self.builder.call(cgutils.get_or_insert_function(self.module, kind, name), [table, indices])
 
+    def compress(self, value: ir.Value, mask: ir.Value) -> ir.Value:
+        """Return the lanes under the mask, moved together to the front."""
+        return self._call("experimental.vector.compress", value, mask, self.zero())
+
+    def count_lanes(self, mask: ir.Value) -> ir.Value:
+        """Return how many lanes of the mask are set, as a 64-bit integer."""
+        bits = ir.IntType(self.lanes)
+        name = f"llvm.ctpop.i{self.lanes}"
+        count = cgutils.get_or_insert_function(self.module, ir.FunctionType(bits, [bits]), name)
+        return self.builder.zext(self.builder.call(count, [self.builder.bitcast(mask, bits)]), INDEX)
+
     def _call(self, name: str, *values: ir.Value) -> ir.Value:
-        kind = ir.FunctionType(self.vector, [v.type for v in values])
-        function = cgutils.get_or_insert_function(self.module, kind, f"llvm.{name}.v{self.lanes}f32")
+        vector = values[0].type
+        kind = ir.FunctionType(vector, [v.type for v in values])
+        function = cgutils.get_or_insert_function(self.module, kind, f"llvm.{name}.v{vector.count}f32")
         return self.builder.call(function, values)
 
 
@@ -249,21 +277,37 @@ def compose(name: str, target: Target, kernels: Kernels):
 
     @intrinsic
     def run(typing, parameters, gradients, arena, count):
-        signature = types.void(parameters, gradients, arena, types.int64)
-
-        def codegen(context, builder, signature, arguments):
-            buffers = [
-                context.make_array(kind)(context, builder, value).data
-                for kind, value in zip(signature.args[:3], arguments[:3], strict=True)
-            ]
-            for kernel_name, emit in kernels:
-                function = _define(builder.module, f"{name}.{kernel_name}", [b.type for b in buffers], target, emit)
-                builder.call(function, [*buffers, arguments[3]])
-            return context.get_dummy_value()
-
-        return signature, codegen
+        return _signature(parameters, gradients, arena), _caller(name, target, kernels)
 
     return run
+
+
+def compose_five(name: str, target: Target, kernel: Emit):
+    """Return a function for `@njit` code that runs one kernel on five arrays and a count."""
+
+    @intrinsic
+    def run(typing, a, b, c, d, e, count):
+        return _signature(a, b, c, d, e), _caller(name, target, [("kernel", kernel)])
+
+    return run
+
+
+def _signature(*arrays: types.Array):
+    return types.void(*arrays, types.int64)
+
+
+def _caller(name: str, target: Target, kernels: Kernels):
+    """Return what emits the calls of the kernels, with the arrays' first elements."""
+
+    def emit_calls(context, builder, signature, arguments):
+        *arrays, count = zip(signature.args, arguments, strict=True)
+        buffers = [context.make_array(kind)(context, builder, value).data for kind, value in arrays]
+        for kernel_name, emit in kernels:
+            function = _define(builder.module, f"{name}.{kernel_name}", [b.type for b in buffers], target, emit)
+            builder.call(function, [*buffers, count[1]])
+        return context.get_dummy_value()
+
+    return emit_calls
 
 
 def _define(module: ir.Module, name: str, buffers: list[ir.Type], target: Target, emit: Emit) -> ir.Function:
@@ -273,7 +317,7 @@ def _define(module: ir.Module, name: str, buffers: list[ir.Type], target: Target
     function.linkage = "internal"
     function.attributes.add("noinline")
     function.attributes.add("nounwind")
-    for buffer in function.args[:3]:
+    for buffer in function.args[:-1]:
         buffer.add_attribute("noalias")
     k = Emitter(function, target)
     emit(k)

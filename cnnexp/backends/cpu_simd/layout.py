@@ -146,8 +146,8 @@ class Arena:
         return Matrix(self.allocate(self.images * stride), size, stride)
 
     def constants(self, values: np.ndarray) -> int:
-        """Return the offset of room that holds these values for good."""
-        values = values.astype(np.float32).ravel()
+        """Return the offset of room that holds these float32 values for good."""
+        values = values.ravel()
         offset = self.allocate(len(values))
         self._fills.append((offset, values))
         return offset

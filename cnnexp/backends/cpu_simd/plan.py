@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from llvmlite import ir
 
-from cnnexp.backends.cpu_simd import conv_filters, conv_lanes, elementwise, linear, transfer
+from cnnexp.backends.cpu_simd import conv_filters, conv_lanes, conv_sparse, elementwise, linear, transfer
 from cnnexp.backends.cpu_simd.conv_filters import FilterBank
 from cnnexp.backends.cpu_simd.conv_lanes import Correlation, Windows
+from cnnexp.backends.cpu_simd.conv_sparse import SparseGradient
 from cnnexp.backends.cpu_simd.emit import BYTE, FLOAT, Emitter, Kernels, Pointer, Target
 from cnnexp.backends.cpu_simd.layout import Arena, Grid, Matrix, Ring, round_up
 from cnnexp.network import AvgPool2d, Conv2d, Flatten, Linear, MaxPool2d, Network, Parameter, ReLU, Sigmoid, Stage
@@ -135,16 +136,33 @@ class Convolution(Node):
         if self.stage.bias:
             plan.parameters.place_plain(self.stage.bias)
         windows = None
-        self.d = self.dy
         if self.pool:
             size = self.pool.layer.pool
             windows = Windows(size, self.pool.layer.stride or size, plan.arena.codes(self.shape))
-            self.d = plan.arena.grid(self.stage.output_shape, self._dense_ring(self.dx is not None))
         self.correlation = Correlation(
             self.x, (0, 0), layer.stride, layer.kernel, channels, layer.filters, self.y, self.rectify, windows
         )
+        self.sparse = self._sparse(plan, windows)
+        if self.sparse:
+            return
+        self.d = self.dy
+        if self.pool:
+            self.d = plan.arena.grid(self.stage.output_shape, self._dense_ring(self.dx is not None))
         if self.dx:
             self.flipped = plan.arena.allocate(self.stage.weight.size)
+
+    def _sparse(self, plan: Plan, windows: Windows | None) -> SparseGradient | None:
+        """Return the gradient that follows the argmax, where it pays."""
+        layer, channels, target = self.stage.layer, self.stage.input_shape[2], plan.target
+        if windows is None or self.dx is None or windows.size < 2 or not (self.x.dense and self.dx.dense):
+            return None
+        if not conv_sparse.suits(layer.kernel, channels, target.registers, target.lanes):
+            return None
+        scratch = conv_sparse.make_scratch(plan.arena, layer.kernel, layer.stride, self.x, self.y, windows)
+        return SparseGradient(
+            self.x, self.y, self.dy, self.dx, layer.kernel, layer.stride, channels, layer.filters,
+            windows, self.rectify, scratch,
+        )  # fmt: skip
 
     def forward(self, plan: Plan) -> Kernels:
         weight, bias, place = self.stage.weight, self.stage.bias, plan.parameters.weight
@@ -157,6 +175,8 @@ class Convolution(Node):
 
     def backward(self, plan: Plan) -> Kernels:
         stage, place = self.stage, plan.parameters.gradient
+        if self.sparse:
+            return [("sparse_backward", lambda k: self._sparse_backward(k, plan))]
         kernels: Kernels = []
         if self.pool:
             windows = self.correlation.windows
@@ -174,6 +194,11 @@ class Convolution(Node):
         if self.dx:
             kernels.append(("input_gradient", lambda k: self._input_gradient(k, plan)))
         return kernels
+
+    def _sparse_backward(self, k: Emitter, plan: Plan) -> None:
+        weight, bias, parameters = self.stage.weight, self.stage.bias, plan.parameters
+        dw, db = parameters.gradient(k, weight), bias and parameters.gradient(k, bias)
+        conv_sparse.backward(k, self.sparse, parameters.weight(k, weight), dw, db)
 
     def _input_gradient(self, k: Emitter, plan: Plan) -> None:
         layer, channels, reach = self.stage.layer, self.stage.input_shape[2], self.stage.layer.kernel - 1
@@ -386,7 +411,7 @@ class Pool(Node):
         if self.largest:
             self.codes = plan.arena.codes(self.shape)
         else:
-            self.shares = plan.arena.constants(1 / self._inside())
+            self.shares = plan.arena.constants((1 / self._inside()).astype(np.float32))
         if self.dx:
             ring = self.input_ring()
             self.spread = plan.arena.grid(self.dx.shape, Ring(ring.top, ring.left, ring.bottom, ring.right))

@@ -141,9 +141,9 @@ class SimdProgram:
     ) -> Totals:
         """Have all threads do one call of the compiled function."""
         steps = max(1, -(-len(order) // batch))
-        constants = np.zeros((steps, 2), np.float32)
+        numbers = np.zeros((steps, 3), np.float32)
         if mode in (TRAIN, APPLY):
-            constants[...] = [self.optimizer.constants(self._step + i) for i in range(1, steps + 1)]
+            numbers[...] = [(rate, *self.optimizer.constants(self._step + i)) for i in range(1, steps + 1)]
             self._step += steps
         if len(scores) == 0:
             scores = np.empty((len(order), 0), np.float32)
@@ -152,7 +152,7 @@ class SimdProgram:
             lambda rank: self._work(
                 rank, mode, split.bytes_, split.floats, split.taint, split.labels, order, batch,
                 self._parameters, self._slots, self._gradients, self._arenas, scores, self._totals, self._flags,
-                np.float32(rate), constants,
+                numbers,
             )
         )  # fmt: skip
         loss, hits = self._totals.sum(axis=0)

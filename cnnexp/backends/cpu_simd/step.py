@@ -7,7 +7,7 @@ its own share of the parameters. So the result depends on the number of threads 
 
 from __future__ import annotations
 
-import math
+import functools
 import os
 from collections.abc import Callable
 
@@ -15,7 +15,8 @@ import numpy as np
 from numba import int32, int64, njit, types
 from numba.extending import intrinsic
 
-from cnnexp.backends.cpu_simd.emit import Target, compose
+from cnnexp.backends.cpu_simd import update
+from cnnexp.backends.cpu_simd.emit import Target, compose, compose_five
 from cnnexp.backends.cpu_simd.layout import Matrix
 from cnnexp.backends.cpu_simd.plan import Plan
 from cnnexp.losses import LOG_FLOOR, VARIANCE_FLOOR, Loss
@@ -39,7 +40,7 @@ def compile_work(plan: Plan, loss: Loss, optimizer: Optimizer):
     forward = compose("forward", target, plan.forward)
     backward = compose("backward", target, plan.backward)
     tile_loss = _tile_loss(loss, plan.scores, plan.d_scores, target)
-    update = _update(optimizer)
+    apply_update = _update(optimizer, target)
     outputs, stride, scores_at = plan.scores.size, plan.scores.stride, plan.scores.offset
 
     @njit(nogil=True, error_model="numpy")
@@ -62,7 +63,7 @@ def compile_work(plan: Plan, loss: Loss, optimizer: Optimizer):
     @njit(nogil=True, error_model="numpy")
     def work(
         rank, mode, bytes_, floats, taint, labels, order, batch,
-        parameters, slots, gradients, arenas, scores, totals, flags, rate, constants,
+        parameters, slots, gradients, arenas, scores, totals, flags, numbers,
     ):  # fmt: skip
         """Do one thread's part.
 
@@ -73,7 +74,7 @@ def compile_work(plan: Plan, loss: Loss, optimizer: Optimizer):
             parameters: (size,). slots: (2, size). gradients: (threads, size), zero before and after a step.
             arenas: (threads, ...). scores: (len(order), O), filled by `PREDICT`.
             totals: float64 (threads, 2), added to: losses and hits. flags: int64 (threads * LINE,), for the barrier.
-            rate: float32. constants: float32 (steps, 2), the optimizer's, by step.
+            numbers: float32 (steps, 3), the learning rate and the optimizer's constants, by step.
         """
         threads, count = gradients.shape[0], len(order)
         size = len(parameters)
@@ -94,7 +95,7 @@ def compile_work(plan: Plan, loss: Loss, optimizer: Optimizer):
                     share = stop
             if mode in (TRAIN, APPLY):
                 wait(flags, rank, threads)
-                update(parameters, slots, gradients, low, high, rate, constants[step, 0], constants[step, 1])
+                apply_update(parameters, slots, gradients, low, high, numbers[step])
                 wait(flags, rank, threads)
 
     return work
@@ -104,7 +105,7 @@ SIGNATURE = types.void(
     int64, int64,
     types.uint8[::1], types.float32[::1], types.float32[::1], types.int32[::1], types.int64[::1], int64,
     types.float32[::1], types.float32[:, ::1], types.float32[:, ::1], types.float32[:, ::1], types.float32[:, ::1],
-    types.float64[:, ::1], types.int64[::1], types.float32, types.float32[:, ::1],
+    types.float64[:, ::1], types.int64[::1], types.float32[:, ::1],
 )  # fmt: skip
 
 
@@ -157,34 +158,19 @@ def _tile_loss(loss: Loss, scores: Matrix, d_scores: Matrix, target: Target) -> 
     return tile_loss
 
 
-def _update(optimizer: Optimizer) -> Callable:
-    """Return the optimizer in one pass: add the threads' gradients in order, clear them, apply the rule."""
+def _update(optimizer: Optimizer, target: Target) -> Callable:
+    """Return the optimizer's part of a step: add up the threads' gradients in order, apply the rule, clear them."""
+    add = compose("add", target, [("add", update.add)])
+    apply = compose_five("update", target, functools.partial(update.update, optimizer=optimizer))
 
     @njit(nogil=True)
-    def sqrt(x):
-        return math.sqrt(x)
-
-    @njit(nogil=True)
-    def maximum(a, b):
-        return a if a > b else b
-
-    rule = njit(nogil=True, error_model="numpy")(optimizer.rule(sqrt, maximum))
-    zero = np.float32(0)
-
-    @njit(nogil=True, error_model="numpy")
-    def update(parameters, slots, gradients, low, high, rate, c0, c1):
-        total = gradients[0]
+    def run(parameters, slots, gradients, low, high, numbers):
+        total = gradients[0, low:high]
         for thread in range(1, gradients.shape[0]):
-            other = gradients[thread]
-            for i in range(low, high):
-                total[i] += other[i]
-                other[i] = zero
-        s, t = slots[0], slots[1]
-        for i in range(low, high):
-            parameters[i], s[i], t[i] = rule(parameters[i], total[i], s[i], t[i], rate, c0, c1)
-            total[i] = zero
+            add(total, gradients[thread, low:high], numbers, high - low)
+        apply(parameters[low:high], total, slots[0, low:high], slots[1, low:high], numbers, high - low)
 
-    return update
+    return run
 
 
 @intrinsic

@@ -70,32 +70,45 @@ def to_rows(k: Emitter, x: Grid, y: Matrix) -> None:
     """y[n] = x's values of image n in row, column, channel order; x has no ring."""
     with k.loop(k.groups(k.lanes)) as g:
         rows = y.row(k, k.builder.mul(g, INDEX(k.lanes)))
-        _each_block(
-            k, y.size, lambda at, valid: _block_to_rows(k, x.image(k, g).at(at, k.lanes), rows.at(at), y, valid)
-        )
+        group_to_rows(k, x.image(k, g), rows, y.size, y.stride)
 
 
 def to_lanes(k: Emitter, x: Matrix, y: Grid) -> None:
     """The inverse of `to_rows`; lanes past the last image get 0."""
     with k.loop(k.groups(k.lanes)) as g:
         first = k.builder.mul(g, INDEX(k.lanes))
-        rows = x.row(k, first)
-
-        def block(at: ir.Value, valid: int) -> None:
-            lanes = []
-            for n in range(k.lanes):
-                inside = k.builder.icmp_signed("<", k.builder.add(first, INDEX(n)), k.count)
-                lanes.append(k.builder.select(inside, k.load(rows.at(at) + n * x.stride), k.zero()))
-            for i, value in enumerate(k.transpose(lanes)[:valid]):
-                k.store(value, y.image(k, g).at(at, k.lanes) + i * k.lanes)
-
-        _each_block(k, x.size, block)
+        images = k.builder.sub(k.count, first)
+        group_to_lanes(k, x.row(k, first), y.image(k, g), x.size, x.stride, images)
 
 
-def _block_to_rows(k: Emitter, source: Pointer, target: Pointer, y: Matrix, valid: int) -> None:
-    lanes = [k.load(source + i * k.lanes) if i < valid else k.zero() for i in range(k.lanes)]
-    for n, value in enumerate(k.transpose(lanes)):
-        k.store(value, target + n * y.stride)
+def group_to_rows(k: Emitter, source: Pointer, target: Pointer, size: int, stride: int) -> None:
+    """Transpose `size` vectors into `lanes` rows, each rounded up to whole vectors with zeros.
+
+    Args:
+        stride: floats from row to row of the target.
+    """
+
+    def block(at: ir.Value, valid: int) -> None:
+        start = source.at(at, k.lanes)
+        lanes = [k.load(start + i * k.lanes) if i < valid else k.zero() for i in range(k.lanes)]
+        for n, value in enumerate(k.transpose(lanes)):
+            k.store(value, target.at(at) + n * stride)
+
+    _each_block(k, size, block)
+
+
+def group_to_lanes(k: Emitter, source: Pointer, target: Pointer, size: int, stride: int, images: ir.Value) -> None:
+    """Transpose the first `size` values of `lanes` rows into vectors; rows from `images` on count as 0."""
+    inside = [k.builder.icmp_signed("<", INDEX(n), images) for n in range(k.lanes)]
+
+    def block(at: ir.Value, valid: int) -> None:
+        rows = [
+            k.builder.select(within, k.load(source.at(at) + n * stride), k.zero()) for n, within in enumerate(inside)
+        ]
+        for i, value in enumerate(k.transpose(rows)[:valid]):
+            k.store(value, target.at(at, k.lanes) + i * k.lanes)
+
+    _each_block(k, size, block)
 
 
 def _each_block(k: Emitter, size: int, block) -> None:
