@@ -169,14 +169,22 @@ class Tensor:
 
 
 def empty(shape: Shape, dtype: Any) -> Tensor:
-    """Allocate an uninitialized device array."""
-    _check_size(shape)
+    """Allocate an uninitialized device array.
+
+    Raises:
+        ConfigError: it is larger than the GPU's free memory, or than kernels can index.
+    """
+    _check_array(shape, dtype)
     return Tensor(cuda.device_array(max(math.prod(shape), 1), dtype), shape)
 
 
 def to_device(array: np.ndarray) -> Tensor:
-    """Copy a NumPy array to the device."""
-    _check_size(array.shape)
+    """Copy a NumPy array to the device.
+
+    Raises:
+        ConfigError: as `empty`.
+    """
+    _check_array(array.shape, array.dtype)
     return Tensor(cuda.to_device(np.ascontiguousarray(array).reshape(-1)), array.shape)
 
 
@@ -195,12 +203,14 @@ def synchronize() -> None:
     cuda.synchronize()
 
 
-def _check_size(shape: Shape) -> None:
-    if math.prod(shape) >= LARGEST_ARRAY:
+def _check_array(shape: Shape, dtype: Any) -> None:
+    size = math.prod(shape)
+    if size >= LARGEST_ARRAY:
         raise ConfigError(
-            f"an array of shape {tuple(shape)} has {math.prod(shape):,} elements, kernels index less than "
-            f"{LARGEST_ARRAY:,}; lower trainer.batch_size or the model's size"
+            f"an array of shape {tuple(shape)} has {size:,} elements, GPU kernels index less than {LARGEST_ARRAY:,}; "
+            "lower trainer.batch_size or the model's size"
         )
+    check_memory(size * np.dtype(dtype).itemsize, f"an array of shape {tuple(shape)}")
 
 
 class Kernel:
