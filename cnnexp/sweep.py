@@ -24,7 +24,7 @@ VARIABLE = "CNNEXP_SWEEP"
 # of the table on the screen: metric -> title and format
 COLUMNS = {
     "time/median_epoch_s": ("epoch (s)", ".4g"),
-    "speedup/median": ("speedup", ".2f"),
+    "speedup/median": ("speedup", ".3g"),
     "final/test_accuracy": ("test acc.", ".4f"),
     "time/compile_s": ("compile (s)", ".2f"),
     "model/parameters": ("parameters", ",.0f"),
