@@ -40,15 +40,25 @@ def cache_folder() -> Path:
     return Path(base) / "cnnexp" / "cpu-simd"
 
 
-def load_or_compile(make: Callable[[], Dispatcher], signature: Signature, *described: object) -> Dispatcher:
-    """Return `make()` compiled for a signature, from the disk where it has been compiled before.
+def load_or_compile(make: Callable[[str], Dispatcher], signature: Signature, *described: object) -> Dispatcher:
+    """Return `make(key)` compiled for a signature, from the disk where it has been compiled before.
 
     Args:
-        make: returns a dispatcher that is not compiled yet.
+        make: returns a dispatcher that is not compiled yet. The names of all compiled functions in it must hold the
+            key: machine code of several programs meets in one process, and the linker goes by names.
         described: all that the function depends on besides the package's source; their `repr` tells them apart.
     """
-    function = make()
-    path = cache_folder() / f"{_key(signature, described)}.bin"
+    key = _key(signature, described)
+    if key not in _ready:
+        _ready[key] = _load_or_compile(make(key), signature, cache_folder() / f"{key}.bin")
+    return _ready[key]
+
+
+_ready: dict[str, Dispatcher] = {}
+"""What this process has compiled or loaded."""
+
+
+def _load_or_compile(function: Dispatcher, signature: Signature, path: Path) -> Dispatcher:
     payload = _read(path)
     if payload is None:
         function.compile(signature)

@@ -14,7 +14,7 @@ from cnnexp.backends.cpu_simd.cache import load_or_compile
 from cnnexp.backends.cpu_simd.emit import Target
 from cnnexp.backends.cpu_simd.layout import aligned_zeros
 from cnnexp.backends.cpu_simd.plan import Plan
-from cnnexp.backends.cpu_simd.step import APPLY, GRADIENTS, LINE, PREDICT, SIGNATURE, TRAIN, compile_work
+from cnnexp.backends.cpu_simd.step import APPLY, GRADIENTS, LINE, PREDICT, SIGNATURE, TRAIN, make_work
 from cnnexp.backends.protocol import State
 from cnnexp.errors import CheckpointError
 from cnnexp.losses import Loss, Totals, check_loss
@@ -62,7 +62,7 @@ class SimdProgram:
         share = -(-batch_size // threads)
         groups = groups_per_tile(share, target.lanes)
         plan = Plan(network, target, groups)
-        make = functools.partial(compile_work, plan, loss, optimizer)
+        make = functools.partial(make_work, plan, loss, optimizer)
         self._work = load_or_compile(make, SIGNATURE, network, loss, optimizer, target, groups)
         self._positions = plan.parameters.positions
         self._outputs = plan.scores.size

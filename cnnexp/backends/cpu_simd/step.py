@@ -32,18 +32,23 @@ SPINS = 20_000
 """Turns of the waiting loop, some tens of microseconds, before a thread offers its core to others at every turn."""
 
 
-def compile_work(plan: Plan, loss: Loss, optimizer: Optimizer):
-    """Return `work`, a dispatcher that is not compiled yet; `SIGNATURE` is its one signature."""
+def make_work(plan: Plan, loss: Loss, optimizer: Optimizer, key: str):
+    """Return `work`, a dispatcher that is not compiled yet; `SIGNATURE` is its one signature.
+
+    Args:
+        key: what tells its machine code from that of other programs.
+    """
+    compiled = _compiler(key)
     target, images = plan.target, plan.arena.images
     gather_bytes = compose("gather_uint8", target, plan.gather["uint8"])
     gather_floats = compose("gather_float32", target, plan.gather["float32"])
     forward = compose("forward", target, plan.forward)
     backward = compose("backward", target, plan.backward)
-    tile_loss = _tile_loss(loss, plan.scores, plan.d_scores, target)
-    apply_update = _update(optimizer, target)
+    tile_loss = _tile_loss(loss, plan.scores, plan.d_scores, compiled)
+    apply_update = _update(optimizer, target, compiled)
     outputs, stride, scores_at = plan.scores.size, plan.scores.stride, plan.scores.offset
 
-    @njit(nogil=True, error_model="numpy")
+    @compiled
     def run_tile(bytes_, floats, taint, labels, order, batch, train, parameters, gradients, arena, scores, totals):
         """Run the images of `order` through the network, and back if `train`."""
         count = len(order)
@@ -60,7 +65,7 @@ def compile_work(plan: Plan, loss: Loss, optimizer: Optimizer):
                 for o in range(outputs):
                     scores[n, o] = arena[scores_at + n * stride + o]
 
-    @njit(nogil=True, error_model="numpy")
+    @compiled
     def work(
         rank, mode, bytes_, floats, taint, labels, order, batch,
         parameters, slots, gradients, arenas, scores, totals, flags, numbers,
@@ -109,13 +114,23 @@ SIGNATURE = types.void(
 )  # fmt: skip
 
 
-def _tile_loss(loss: Loss, scores: Matrix, d_scores: Matrix, target: Target) -> Callable:
+def _compiler(key: str) -> Callable:
+    """Return a decorator: Numba's, for functions whose machine code bears the key in its name."""
+
+    def compiled(function: Callable):
+        function.__qualname__ = f"{function.__name__}_{key}"
+        return njit(nogil=True, error_model="numpy")(function)
+
+    return compiled
+
+
+def _tile_loss(loss: Loss, scores: Matrix, d_scores: Matrix, compiled: Callable) -> Callable:
     """Return the loss of a tile; see `cnnexp.losses` for the formulas."""
     outputs, stride, scores_at, d_scores_at = scores.size, scores.stride, scores.offset, d_scores.offset
     log_floor, variance_floor = LOG_FLOOR, VARIANCE_FLOOR
     one, zero = np.float32(1), np.float32(0)
 
-    @njit(nogil=True, error_model="numpy")
+    @compiled
     def softmax_cross_entropy(s, label, scale, taint, d):
         best = 0
         for o in range(outputs):
@@ -131,7 +146,7 @@ def _tile_loss(loss: Loss, scores: Matrix, d_scores: Matrix, target: Target) -> 
         d[label] -= scale
         return np.log(total) - (s[label] - s[best]), best == label
 
-    @njit(nogil=True, error_model="numpy")
+    @compiled
     def binary_cross_entropy(s, label, scale, taint, d):
         p, t = s[0], np.float32(label)
         log_p, log_q = np.log(p), np.log1p(-p)
@@ -144,7 +159,7 @@ def _tile_loss(loss: Loss, scores: Matrix, d_scores: Matrix, target: Target) -> 
 
     one_image = softmax_cross_entropy if loss is Loss.SOFTMAX_CROSS_ENTROPY else binary_cross_entropy
 
-    @njit(nogil=True, error_model="numpy")
+    @compiled
     def tile_loss(arena, taint, labels, order, batch, totals):
         scale = one / np.float32(batch)
         for n in range(len(order)):
@@ -158,12 +173,12 @@ def _tile_loss(loss: Loss, scores: Matrix, d_scores: Matrix, target: Target) -> 
     return tile_loss
 
 
-def _update(optimizer: Optimizer, target: Target) -> Callable:
+def _update(optimizer: Optimizer, target: Target, compiled: Callable) -> Callable:
     """Return the optimizer's part of a step: add up the threads' gradients in order, apply the rule, clear them."""
     add = compose("add", target, [("add", update.add)])
     apply = compose_five("update", target, functools.partial(update.update, optimizer=optimizer))
 
-    @njit(nogil=True)
+    @compiled
     def run(parameters, slots, gradients, low, high, numbers):
         total = gradients[0, low:high]
         for thread in range(1, gradients.shape[0]):
