@@ -1,0 +1,105 @@
+"""`python -m benchmarks`: time our CPU backends and the peers that are installed, in turn, and write what came out."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks import cases, contestants, machine, report
+from benchmarks.runner import ROOT, Match, Plan, installed, make_oracle
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the benchmark; return the exit code: 1 where one of ours failed; a peer that fails is only a row."""
+    options = parser().parse_args(arguments)
+    try:
+        chosen = cases.select(options.cases)
+        entries = contestants.select(options.contestants)
+    except ValueError as error:
+        parser().error(str(error))
+    cores = machine.usable_cores()
+    threads = sorted({len(cores) if n == "all" else int(n) for n in options.threads})
+    if not all(1 <= n <= len(cores) for n in threads):
+        parser().error(f"--threads {threads}: legal are 1 .. {len(cores)} and all")
+    plan = Plan(
+        rounds=2 if options.quick else options.rounds,
+        seconds=0.05 if options.quick else options.seconds,
+        setup_timeout_s=options.setup_timeout,
+        peer_python=options.peer_python,
+        cores=cores,
+    )
+    console = Console(width=max(120, Console().width), highlight=False)
+    entries, missing = _present(entries, plan.peer_python)
+    for name in missing:
+        console.print(f"{name}: not installed for {plan.peer_python}; left out")
+    result = {
+        "command": shlex.join(["python", "-m", "benchmarks", *(sys.argv[1:] if arguments is None else arguments)]),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "quick": options.quick,
+        "rounds": plan.rounds,
+        "seconds_per_sample": plan.seconds,
+        "machine": machine.facts(),
+        "not_installed": missing,
+        "matches": [],
+    }
+    began, before = time.monotonic(), machine.cpu_times()
+    options.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        for case in chosen:
+            oracle = Path(folder) / f"{case.name}.npz"
+            make_oracle(case, oracle)
+            for count in threads:
+                match = Match(case, count, plan, oracle)
+                with console.status("") as status:
+                    heading = f"{case.title}, {count} thread{'s' if count > 1 else ''}"
+                    match.run(entries, lambda text, h=heading, s=status: s.update(f"{h}: {text}"))
+                result["matches"].append(match.record())
+                result["seconds"] = time.monotonic() - began
+                result["stolen_share"] = _stolen(before, machine.cpu_times())
+                # after every match, so that nothing is lost where a run is broken off
+                (options.out / "cpu.json").write_text(json.dumps(result, indent=1) + "\n")
+                console.print(report.screen_table(result["matches"][-1]))
+    written = report.write(result, options.out)
+    console.print(f"{result['seconds']:.0f} s; wrote", *(str(path) for path in [options.out / "cpu.json", *written]))
+    failed = [row for match in result["matches"] for row in match["rows"] if row["error"] and row["side"] != "peer"]
+    return 1 if failed else 0
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    p.add_argument("--cases", nargs="+", default=["main"], help=f"groups ({', '.join(cases.GROUPS)}) or cases by name")
+    p.add_argument("--threads", nargs="+", default=["1", "all"], help="numbers of threads; all: every usable core")
+    p.add_argument("--contestants", nargs="+", default=["ours", "peer"], help="ours, peer, or contestants by name")
+    p.add_argument("--rounds", type=int, default=7, help="samples of each contestant")
+    p.add_argument("--seconds", type=float, default=0.3, help="length of a sample; longer where one step takes longer")
+    p.add_argument("--setup-timeout", type=float, default=240, help="seconds to import, compile and check")
+    p.add_argument("--peer-python", default=sys.executable, help="the interpreter that has the peers installed")
+    p.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder to write to")
+    p.add_argument("--quick", action="store_true", help="2 short rounds: to see that it works, not to quote")
+    return p
+
+
+def _present(entries: list[contestants.Entry], peer_python: str) -> tuple[list[contestants.Entry], list[str]]:
+    """Return the entries whose module can be imported, and the names of the others."""
+    found = installed(peer_python, {entry.module for entry in entries if entry.side == "peer"})
+    present = [entry for entry in entries if entry.side != "peer" or entry.module in found]
+    return present, [entry.name for entry in entries if entry not in present]
+
+
+def _stolen(before: dict[str, float] | None, after: dict[str, float] | None) -> float | None:
+    """Return the share of CPU time that the hypervisor gave to others."""
+    if before is None or after is None:
+        return None
+    return (after["stolen"] - before["stolen"]) / max(after["all"] - before["all"], 1e-9)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,164 @@
+"""What is timed: networks, batch sizes and optimizers, their data, and the multiply-adds they need."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from cnnexp.losses import Loss
+from cnnexp.models import OneConv, TwoConvMlp, TwoConvPool4
+from cnnexp.network import Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Sigmoid
+from cnnexp.optimizers import SGD, Adam, Optimizer
+
+CLASSES = 10
+LOSS = Loss.SOFTMAX_CROSS_ENTROPY
+SEED = 0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training job.
+
+    Attributes:
+        name: how it is asked for.
+        group: the table it belongs to.
+        title: how a figure names it.
+        network, batch_size, optimizer: the job.
+        grows: where the case is one of a sweep, the value that the sweep varies.
+    """
+
+    name: str
+    group: str
+    title: str
+    network: Network
+    batch_size: int
+    optimizer: Optimizer
+    grows: int | None = None
+
+    @property
+    def batches(self) -> int:
+        """How many different batches there are: about 4,000 images, at least two batches."""
+        return max(2, math.ceil(4000 / self.batch_size))
+
+
+@dataclass(frozen=True)
+class Data:
+    """A case's images float32 (batches, batch_size, H, W, C), labels int32 (batches, batch_size), first parameters."""
+
+    images: np.ndarray
+    labels: np.ndarray
+    parameters: np.ndarray
+
+
+def data(case: Case) -> Data:
+    """Draw a case's data; the same for every contestant, since it follows from the case alone.
+
+    Pixels are uniform in [0, 1): no image has an empty background, on which units would die and work be saved.
+    """
+    rng = np.random.default_rng(SEED)
+    shape = (case.batches, case.batch_size)
+    images = rng.random((*shape, *case.network.input_shape), np.float32)
+    labels = rng.integers(0, CLASSES, shape, np.int32)
+    return Data(images, labels, case.network.initial_parameters(SEED))
+
+
+def multiply_adds(network: Network) -> tuple[int, int]:
+    """Return the multiply-adds that one training step needs per image: (through the argmax, dense).
+
+    Forward: every output of every convolution and linear layer. Backward: as much again for the weights' gradient, and
+    again for the input's, which the first layer does not need. A convolution whose outputs go (through elementwise
+    layers) into max-pooling has at most one output per pooled cell with a gradient, so "through the argmax" its
+    gradients cost one patch per pooled cell; "dense", they cost every output. Elementwise work is not counted.
+    """
+    through, dense = 0, 0
+    first = next(stage for stage in network.stages if stage.weight)
+    for position, stage in enumerate(network.stages):
+        if stage.weight is None:
+            continue
+        passes = 1 if stage is first else 2
+        outputs = math.prod(stage.output_shape)
+        share = min(_outputs_with_gradient(network, position), outputs) / outputs
+        through += stage.macs + round(passes * stage.macs * share)
+        dense += stage.macs + passes * stage.macs
+    return through, dense
+
+
+def _outputs_with_gradient(network: Network, position: int) -> int:
+    """Return how many outputs of a stage can receive a gradient per image."""
+    for stage in network.stages[position + 1 :]:
+        if isinstance(stage.layer, MaxPool2d):
+            return math.prod(stage.output_shape)
+        if not isinstance(stage.layer, (ReLU, Sigmoid)):
+            break
+    return math.prod(network.stages[position].output_shape)
+
+
+def _one_conv(filters: int, batch_size: int, group: str, side: int = 28, grows: int | None = None) -> Case:
+    name = f"one_conv-f{filters}-b{batch_size}" + ("" if side == 28 else f"-s{side}")
+    title = f"one_conv, {filters} filters, batch {batch_size}" + ("" if side == 28 else f", {side} x {side}")
+    network = OneConv(filters=filters).network((side, side, 1), CLASSES)
+    return Case(name, group, title, network, batch_size, SGD(lr=0.01), grows)
+
+
+def _deep(depth: int) -> Case:
+    """Return `depth` convolutions of 8 filters, 3 x 3, "same" padding; then pooling and one linear layer."""
+    convolutions = (Conv2d(8, 3, padding="same"), ReLU()) * depth
+    network = Network((28, 28, 1), (*convolutions, MaxPool2d(2), Flatten(), Linear(CLASSES)))
+    return Case(f"deep-{depth}", "depth", f"{depth} convolutions, batch 64", network, 64, SGD(lr=0.01), depth)
+
+
+_TWO_CONV_MLP = Case(
+    "two_conv_mlp-b64",
+    "main",
+    "two_conv_mlp, batch 64",
+    TwoConvMlp().network((28, 28, 1), CLASSES),
+    64,
+    Adam(lr=1e-3, beta1=0.95, beta2=0.99),
+)
+_TWO_CONV_POOL4 = Case(
+    "two_conv_pool4-b32",
+    "main",
+    "two_conv_pool4, batch 32",
+    TwoConvPool4().network((28, 28, 1), CLASSES),
+    32,
+    Adam(lr=1e-3),
+)
+_TINY = Case(
+    "tiny",
+    "tiny",
+    "tiny, batch 8",
+    Network((6, 6, 1), (Conv2d(4, 3), ReLU(), MaxPool2d(2), Flatten(), Linear(CLASSES))),
+    8,
+    SGD(lr=0.01),
+)
+
+CASES: tuple[Case, ...] = (
+    _one_conv(64, 1000, "main"),
+    _one_conv(256, 500, "main"),
+    _TWO_CONV_MLP,
+    _TWO_CONV_POOL4,
+    # castanheira's two sweeps (section 5), then the two that the papers leave out
+    *(_one_conv(256, batch_size, "batch", grows=batch_size) for batch_size in (100, 250, 500, 1000)),
+    *(_one_conv(filters, 1000, "filters", grows=filters) for filters in (32, 64, 128, 256)),
+    *(_one_conv(64, 100, "size", side, grows=side) for side in (14, 28, 56)),
+    *(_deep(depth) for depth in (1, 2, 3, 4)),
+    _TINY,
+)
+GROUPS = ("main", "batch", "filters", "size", "depth")
+
+
+def select(wanted: list[str]) -> list[Case]:
+    """Return the cases that the groups and names in `wanted` mean, each network and batch once a group.
+
+    Raises:
+        ValueError: nothing has that name.
+    """
+    legal = [*GROUPS, *(case.name for case in CASES)]
+    for name in wanted:
+        if name not in legal:
+            raise ValueError(f"--cases {name}: unknown; legal: {', '.join(dict.fromkeys(legal))}")
+    grouped = [case for case in CASES if case.group in wanted]
+    named = {case.name: case for case in reversed(CASES) if case.name in wanted}
+    return grouped + [case for name, case in named.items() if name not in {case.name for case in grouped}]

@@ -1,0 +1,107 @@
+"""Keras on TensorFlow as a contestant: its layers and optimizers in a training step of its own, XLA on or off."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from importlib.metadata import version
+
+import numpy as np
+
+from benchmarks.cases import Case, Data
+from cnnexp.network import Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU
+from cnnexp.optimizers import SGD
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+os.environ["KERAS_BACKEND"] = "tensorflow"
+
+import keras
+import tensorflow as tf
+
+
+class Keras:
+    """A `keras.Sequential` trained by a `tf.function`, which is quicker than `train_on_batch` and `fit`.
+
+    Args:
+        jit_compile: compile the step with XLA.
+    """
+
+    def __init__(self, case: Case, data: Data, threads: int, jit_compile: bool = False) -> None:
+        tf.config.threading.set_intra_op_parallelism_threads(threads)
+        tf.config.threading.set_inter_op_parallelism_threads(threads)
+        self.batch_size, self._first, self._case = case.batch_size, data.parameters, case
+        self._views = [p.view(self._first) for p in case.network.parameters]
+        self._model = _model(case.network)
+        self._images = [tf.constant(batch) for batch in data.images]
+        self._labels = [tf.constant(batch) for batch in data.labels]
+        self._optimizer = _optimizer(case)
+        self._optimizer.build(self._model.trainable_variables)
+        self._step = tf.function(self._take_step, jit_compile=jit_compile)
+        self._gradients = tf.function(self._loss_and_gradients, jit_compile=jit_compile)
+        started = time.perf_counter()
+        self._step(self._images[0], self._labels[0])
+        self.compile_s = time.perf_counter() - started
+        self.facts = {"tensorflow": tf.__version__, "keras": version("keras"), "threads": threads}
+
+    def reset(self) -> None:
+        for variable, first in zip(self._model.trainable_variables, self._views, strict=True):
+            variable.assign(first)
+        for variable in self._optimizer.variables:
+            if "learning_rate" not in variable.path:
+                variable.assign(tf.zeros_like(variable))
+
+    def train(self, steps: int) -> None:
+        loss = None
+        for step in range(steps):
+            batch = step % len(self._images)
+            loss = self._step(self._images[batch], self._labels[batch])
+        if loss is not None:
+            loss.numpy()
+
+    def gradient(self) -> tuple[float, np.ndarray]:
+        loss, gradients = self._gradients(self._images[0], self._labels[0])
+        return float(loss), np.concatenate([gradient.numpy().ravel() for gradient in gradients])
+
+    def parameters(self) -> np.ndarray:
+        return np.concatenate([variable.numpy().ravel() for variable in self._model.trainable_variables])
+
+    def _loss_and_gradients(self, images, labels):
+        with tf.GradientTape() as tape:
+            scores = self._model(images, training=True)
+            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, scores)
+            loss = tf.reduce_mean(losses)
+        return loss, tape.gradient(loss, self._model.trainable_variables)
+
+    def _take_step(self, images, labels):
+        loss, gradients = self._loss_and_gradients(images, labels)
+        self._optimizer.apply(gradients, self._model.trainable_variables)
+        return loss
+
+
+def _optimizer(case: Case) -> keras.optimizers.Optimizer:
+    optimizer = case.optimizer
+    if type(optimizer) is SGD:
+        return keras.optimizers.SGD(optimizer.lr)
+    # Keras adds epsilon before it corrects the bias; with this one the first step, which is checked, is the same
+    epsilon = optimizer.eps * math.sqrt(1 - optimizer.beta2)
+    return keras.optimizers.Adam(optimizer.lr, optimizer.beta1, optimizer.beta2, epsilon)
+
+
+def _model(network: Network) -> keras.Sequential:
+    layers = [keras.Input(network.input_shape)]
+    for stage in network.stages:
+        match stage.layer:
+            case Conv2d(filters, kernel, 1, padding, bias):
+                layers.append(keras.layers.Conv2D(filters, kernel, padding=padding, use_bias=bias))
+            case ReLU():
+                layers.append(keras.layers.ReLU())
+            case MaxPool2d(pool, None, "valid"):
+                layers.append(keras.layers.MaxPooling2D(pool))
+            case Flatten():
+                layers.append(keras.layers.Flatten())
+            case Linear(features, bias):
+                layers.append(keras.layers.Dense(features, use_bias=bias))
+            case layer:
+                raise ValueError(f"no benchmark case uses {layer}")
+    return keras.Sequential(layers)

@@ -1,0 +1,161 @@
+"""The machine: how many float32 multiply-adds a second it can do, and what it is."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import threading
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.cases import Case, Data
+
+STEP_S = 0.005
+"""About how long one step of a limit takes; short beside a sample."""
+
+
+class Sgemm:
+    """A large float32 matrix product by NumPy's BLAS; `batch_size` is its multiply-adds."""
+
+    SIDE = 1024
+
+    def __init__(self, case: Case, data: Data, threads: int) -> None:
+        rng = np.random.default_rng(0)
+        self._a, self._b = (rng.random((self.SIDE, self.SIDE), np.float32) for _ in range(2))
+        self._c = np.empty_like(self._a)
+        self.batch_size, self.compile_s = self.SIDE**3, 0.0
+        self.facts = {"numpy": np.__version__, "blas": _blas(), "threads": threads}
+
+    def reset(self) -> None:
+        pass
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            np.matmul(self._a, self._b, out=self._c)
+
+
+class FmaLoop:
+    """Independent fused multiply-adds on vectors that stay in registers: nothing is read or written."""
+
+    def __init__(self, case: Case, data: Data, threads: int) -> None:
+        started = time.perf_counter()
+        loop, per_turn, facts = _fma_loop()
+        loop(1)
+        self.compile_s = time.perf_counter() - started
+        self._loop, self._threads = loop, threads
+        self._turns = round(STEP_S * 1e11 / per_turn)
+        self.batch_size = self._turns * per_turn * threads
+        self.facts = facts | {"threads": threads}
+
+    def reset(self) -> None:
+        pass
+
+    def train(self, steps: int) -> None:
+        turns = self._turns * steps
+        others = [threading.Thread(target=self._loop, args=(turns,)) for _ in range(self._threads - 1)]
+        for other in others:
+            other.start()
+        self._loop(turns)
+        for other in others:
+            other.join()
+
+
+@cache
+def _fma_loop() -> tuple[Callable[[int], float], int, dict[str, Any]]:
+    """Return (loop(turns), the multiply-adds of one turn, facts), for vectors as wide as this CPU has them."""
+    import llvmlite.binding
+    import numba
+    from llvmlite import ir
+    from numba.core import cgutils, types
+    from numba.extending import intrinsic
+
+    features = llvmlite.binding.get_host_cpu_features()
+    lanes = 16 if features.get("avx512f") else 8 if features.get("avx") else 4
+    chains = 12  # two units of four cycles need 8 in flight; AVX2 has 16 registers
+    vector, int64 = ir.VectorType(ir.FloatType(), lanes), ir.IntType(64)
+
+    def splat(value: float) -> ir.Constant:
+        return ir.Constant(vector, [value] * lanes)
+
+    def build(context, builder, signature, arguments):
+        fma = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(vector, [vector] * 3), f"llvm.fma.v{lanes}f32"
+        )
+        before, turn = builder.block, builder.append_basic_block("turn")
+        builder.branch(turn)
+        builder.position_at_end(turn)
+        done = builder.phi(int64)
+        sums = [builder.phi(vector) for _ in range(chains)]
+        new_sums = [builder.call(fma, [old, splat(0.999), splat(0.001)]) for old in sums]
+        new_done = builder.add(done, int64(1))
+        firsts = [int64(0), *(splat(chain) for chain in range(chains))]
+        for phi, first, new in zip([done, *sums], firsts, [new_done, *new_sums], strict=True):
+            phi.add_incoming(first, before)
+            phi.add_incoming(new, turn)
+        after = builder.append_basic_block("after")
+        builder.cbranch(builder.icmp_signed("<", new_done, arguments[0]), turn, after)
+        builder.position_at_end(after)
+        total = functools.reduce(builder.fadd, new_sums)
+        return builder.extract_element(total, ir.IntType(32)(0))
+
+    @intrinsic
+    def spin(typing_context, turns):
+        return types.float32(types.int64), build
+
+    @numba.njit(nogil=True)
+    def loop(turns):
+        return spin(turns)
+
+    facts = {"numba": numba.__version__, "lanes": lanes, "chains": chains}
+    return loop, lanes * chains, facts
+
+
+def facts() -> dict[str, Any]:
+    """Return what the machine is and how busy it was: once at the beginning of a run."""
+    return {
+        "processor": processor(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "cores": usable_cores(),
+        "load_average": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None,
+    }
+
+
+def processor() -> str:
+    """Return the CPU's name."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def usable_cores() -> list[int]:
+    """Return the numbers of the cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def cpu_times() -> dict[str, float] | None:
+    """Return the machine's seconds of (all, idle, stolen by the hypervisor) CPU time since it started, where known."""
+    stat = Path("/proc/stat")
+    if not stat.exists():
+        return None
+    ticks = [int(n) for n in stat.read_text().splitlines()[0].split()[1:9]]  # user .. steal
+    seconds = [n / os.sysconf("SC_CLK_TCK") for n in ticks]
+    return {"all": sum(seconds), "idle": seconds[3] + seconds[4], "stolen": seconds[7]}
+
+
+def _blas() -> str:
+    from threadpoolctl import threadpool_info
+
+    return ", ".join(f"{pool['internal_api']} {pool['version']}" for pool in threadpool_info())

@@ -1,0 +1,86 @@
+"""Our own backends as contestants."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from importlib.metadata import version
+
+import numpy as np
+
+from benchmarks.cases import LOSS, Case, Data
+from cnnexp.backends import backend_class
+
+SLOW_STEP_S = 0.5
+"""A slow backend gets so few images a step that a step takes no longer than this."""
+FEWER = (32, 1)
+"""Images per step that are tried where a whole batch is too much, most first; the oracle answers for them too."""
+
+
+class Ours:
+    """A backend's program. It pays for gathering each batch in its shuffled order; the peers find theirs gathered.
+
+    Args:
+        backend: its name in the registry.
+        slow: whether a whole batch may take too long; then a step has fewer images.
+    """
+
+    def __init__(self, case: Case, data: Data, threads: int, backend: str, slow: bool) -> None:
+        cls = backend_class(backend)
+        takes_threads = "threads" in {f.name for f in dataclasses.fields(cls)}
+        made = cls(threads=threads) if takes_threads else cls()
+        self._first, self._rate = data.parameters, case.optimizer.lr
+        self._compile = lambda size: made.compile(case.network, LOSS, case.optimizer, size)
+        order = np.random.default_rng(1).permutation(data.labels.size)
+        # the images are put away shuffled, so that this order visits them as the peers do
+        images, labels = data.images.reshape(-1, *data.images.shape[2:]), data.labels.reshape(-1)
+        shuffled_images, shuffled_labels = np.empty_like(images), np.empty_like(labels)
+        shuffled_images[order], shuffled_labels[order] = images, labels
+        self._order = order
+        sizes = [case.batch_size, *(n for n in FEWER if n < case.batch_size)]
+        size = self._affordable(sizes, shuffled_images, shuffled_labels) if slow else case.batch_size
+        self._begin(size, shuffled_images, shuffled_labels)
+        self.facts = {"threads": made.threads, "device": made.device, "numpy": np.__version__}
+        self.facts |= _numba_facts() if not slow else {}
+
+    def _begin(self, size: int, images: np.ndarray, labels: np.ndarray) -> None:
+        self.batch_size, self._program = size, self._compile(size)
+        self.compile_s = self._program.compile_s
+        self._handle = self._program.load(images, labels)
+        self._batches = len(self._order) // size
+        self.reset()
+
+    def _affordable(self, sizes: list[int], images: np.ndarray, labels: np.ndarray) -> int:
+        """Return the largest batch, sizes descending, whose step is short, judged by a step of the smallest."""
+        self._begin(sizes[-1], images, labels)
+        started = time.perf_counter()
+        self.train(1)
+        per_image = (time.perf_counter() - started) / sizes[-1]
+        self._program.close()
+        return next((size for size in sizes if size * per_image <= SLOW_STEP_S), sizes[-1])
+
+    def reset(self) -> None:
+        self._program.restore({"parameters": self._first})
+
+    def train(self, steps: int) -> None:
+        rounds, rest = divmod(steps, self._batches)
+        for count in [self._batches] * rounds + [rest] * bool(rest):
+            self._program.train(self._handle, self._order[: count * self.batch_size], self._rate)
+
+    def gradient(self) -> tuple[float, np.ndarray]:
+        totals, gradient = self._program.gradients(self._handle, self._order[: self.batch_size])
+        return totals.mean_loss, gradient
+
+    def parameters(self) -> np.ndarray:
+        return self._program.state()["parameters"]
+
+
+def _numba_facts() -> dict[str, object]:
+    import numba
+
+    try:
+        layer = numba.threading_layer()
+    except ValueError:  # nothing has run in parallel
+        layer = "none"
+    return {"numba": version("numba"), "threading_layer": layer, "numba_cpu": os.environ.get("NUMBA_CPU_NAME", "")}

@@ -1,0 +1,371 @@
+"""From raw samples to what people read: a table on the screen, Markdown, and figures."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+SWEEPS = {"batch": "images per batch", "filters": "filters", "size": "image side, pixels", "depth": "convolutions"}
+
+# Okabe and Ito's colours, which the colour-blind tell apart
+BLUE, SKY, ORANGE, GREEN, PURPLE, RED, GREY = (
+    "#0072B2",
+    "#56B4E9",
+    "#E69F00",
+    "#009E73",
+    "#CC79A7",
+    "#D55E00",
+    "#666666",
+)
+LINES = {
+    "cpu-simd": (BLUE, "o"),
+    "cpu-parallel": (SKY, "s"),
+    "torch": (ORANGE, "v"),
+    "torch channels_last": (RED, "^"),
+    "torch compiled": (PURPLE, "D"),
+    "keras": (GREEN, "P"),
+    "keras jit_compile": ("#F0E442", "X"),
+    "jax": (GREY, "*"),
+}
+
+
+@dataclass(frozen=True)
+class Line:
+    """One contestant on one case, in numbers to print.
+
+    Attributes:
+        rate, low, high, worst: images per second: median, quartiles and slowest sample. For a limit, multiply-adds.
+        against_peer: `rate` over the best peer's, None where no peer ran.
+        of_limit: useful multiply-adds per second, through the argmax, over the machine's.
+        scaled: whether its steps had fewer images than the batch.
+    """
+
+    contestant: str
+    side: str
+    error: str | None
+    rate: float = 0.0
+    low: float = 0.0
+    high: float = 0.0
+    worst: float = 0.0
+    against_peer: float | None = None
+    of_limit: float | None = None
+    scaled: int | None = None
+    peak_bytes: int | None = None
+    compile_s: float | None = None
+    gradient_error: float | None = None
+
+
+def lines(match: dict[str, Any]) -> list[Line]:
+    """Sum up a match, fastest first, those that failed last."""
+    rates = {row["contestant"]: _rates(row) for row in match["rows"] if row["samples"] and not row["error"]}
+    sides = {row["contestant"]: row["side"] for row in match["rows"]}
+    medians = {name: statistics.median(found) for name, found in rates.items()}
+    best_peer = max((medians[name] for name in medians if sides[name] == "peer"), default=None)
+    limit = max((medians[name] for name in medians if sides[name] == "limit"), default=None)
+    work = match["multiply_adds_per_image"]["through_argmax"]
+    summed = []
+    for row in match["rows"]:
+        name, side = row["contestant"], row["side"]
+        if name not in rates:
+            summed.append(Line(name, side, row["error"] or "no samples"))
+            continue
+        low, _, high = (
+            statistics.quantiles(rates[name], n=4, method="inclusive") if len(rates[name]) > 1 else rates[name] * 3
+        )
+        summed.append(
+            Line(
+                name,
+                side,
+                None,
+                medians[name],
+                low,
+                high,
+                min(rates[name]),
+                medians[name] / best_peer if best_peer and side != "limit" else None,
+                medians[name] * (1 if side == "limit" else work) / limit if limit else None,
+                row["per_step"] if side == "ours" and row["per_step"] < match["batch_size"] else None,
+                row["peak_bytes"],
+                row["setup"]["compile_s"],
+                row["setup"].get("check", {}).get("gradient"),
+            )
+        )
+    return sorted(summed, key=lambda line: (line.side == "limit", line.error is not None, -line.rate))
+
+
+def screen_table(match: dict[str, Any]) -> Table:
+    """Return one match as a table for the terminal: the columns that fit."""
+    summed = lines(match)
+    failures = "\n".join(f"{line.contestant} failed: {line.error}" for line in summed if line.error)
+    table = Table(title=_heading(match), caption=failures, title_justify="left", caption_justify="left", box=box.SIMPLE)
+    shown = [number for number, heading in enumerate(COLUMNS) if heading not in ("quartiles", "slowest", "gradient")]
+    for number in shown:
+        table.add_column(COLUMNS[number], justify="right" if number else "left", no_wrap=True)
+    for line in summed:
+        if not line.error:
+            cells = _cells(line)
+            table.add_row(*(cells[number] for number in shown), style="bold" if line.side == "ours" else None)
+    return table
+
+
+def write(result: dict[str, Any], out: Path) -> list[Path]:
+    """Write the tables and figures of a whole run under `out`; return their paths."""
+    written = [out / "cpu.md"]
+    written[0].write_text(markdown(result))
+    for threads in sorted({match["threads"] for match in result["matches"]}):
+        matches = [match for match in result["matches"] if match["threads"] == threads]
+        single = [match for match in matches if match["grows"] is None]
+        swept = [match for match in matches if match["grows"] is not None]
+        if single:
+            written += _bars(single, result, out / f"cpu-{threads}-threads")
+        if swept:
+            written += _growth(swept, result, out / f"growth-{threads}-threads")
+    return written
+
+
+COLUMNS = ("", "images/s", "quartiles", "slowest", "x best peer", "of limit", "us/image", "MB", "compile s", "gradient")
+
+
+def _cells(line: Line) -> list[str]:
+    name = line.contestant + (f" ({line.scaled} images a step)" if line.scaled else "")
+    if line.error:
+        return [name, f"failed: {line.error}", *[""] * (len(COLUMNS) - 2)]
+    memory = f"{line.peak_bytes / 1e6:,.0f}" if line.peak_bytes else ""
+    if line.side == "limit":
+        rate, low, high, worst = (f"{value / 1e9:.1f}" for value in (line.rate, line.low, line.high, line.worst))
+        return [f"{name}, 10^9 MAC/s", rate, f"{low} - {high}", worst, "", f"{line.of_limit:.0%}", *[""] * 4]
+    return [
+        name,
+        _figures(line.rate),
+        f"{_figures(line.low)} - {_figures(line.high)}",
+        _figures(line.worst),
+        "" if line.against_peer is None else f"{line.against_peer:.2f}",
+        "" if line.of_limit is None else f"{line.of_limit:.1%}",
+        _figures(1e6 / line.rate),
+        memory,
+        f"{line.compile_s:.1f}",
+        f"{line.gradient_error:.0e}",
+    ]
+
+
+def _figures(value: float) -> str:
+    """Return a number with three figures, thousands apart."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _heading(match: dict[str, Any]) -> str:
+    work = match["multiply_adds_per_image"]
+    return (
+        f"{match['title']}, {match['threads']} thread{'s' if match['threads'] > 1 else ''} "
+        f"({work['through_argmax']:,} multiply-adds per image; dense {work['dense']:,})"
+    )
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """Return all tables as Markdown, with what they need to be judged."""
+    parts = [
+        "# Training on the CPU, side by side",
+        "",
+        *(["**A quick run: it shows that the program works. Do not quote its numbers.**", ""] * result["quick"]),
+        f"`{result['command']}`",
+        "",
+        _conditions(result),
+        "",
+        "Whole training steps: forward, loss, backward, optimizer; float32; the same images, batches and first "
+        "parameters for all, in memory beforehand (ours gather each shuffled batch, the peers find theirs gathered). "
+        "Contestants take turns; a sample starts from the first parameters. Medians over rounds. Before timing each "
+        "is held to a float64 oracle; `gradient` is its distance, relative. `of limit`: useful multiply-adds, those of gradients "
+        "counted through the max-pool's argmax, over the faster of a loop of multiply-adds in registers and a large "
+        "matrix product, both timed in the same rounds. `MB`: the most memory resident in its process, framework "
+        "included. `compile s`: as found, caches of earlier runs included. `(32 images a step)`: too slow for more.",
+        "",
+    ]
+    swept = {m["group"] for m in result["matches"] if m["grows"] is not None}
+    for match in result["matches"]:
+        parts += [f"## {_heading(match)}", "", *_markdown_rows(COLUMNS, [_cells(line) for line in lines(match)]), ""]
+    for group in (g for g in SWEEPS if g in swept):
+        for threads in sorted({m["threads"] for m in result["matches"]}):
+            matches = [m for m in result["matches"] if m["group"] == group and m["threads"] == threads]
+            parts += [f"## Microseconds per image as the {SWEEPS[group]} grow, {threads} threads", ""]
+            parts += [*_markdown_rows(("", *(f"{m['grows']}" for m in matches)), _growth_rows(matches)), ""]
+    return "\n".join(parts)
+
+
+def _conditions(result: dict[str, Any]) -> str:
+    machine, matches = result["machine"], result["matches"]
+    loads = [load for match in matches for load in match["load_averages"]]
+    facts: dict[str, Any] = {}
+    for match in matches:
+        for row in match["rows"]:
+            facts |= row["setup"].get("facts", {})
+    skip = ("threads", "device", "lanes", "chains", "blas", "threading_layer", "numba_cpu")
+    versions = ", ".join(f"{name} {value}" for name, value in sorted(facts.items()) if name not in skip)
+    stolen = result.get("stolen_share")
+    return (
+        f"{result['started']}, {result['seconds']:.0f} s. {machine['processor']}, {len(machine['cores'])} cores, "
+        f"{machine['system']}, Python {machine['python']}, {versions}. {result['rounds']} rounds of "
+        f"{result['seconds_per_sample']:g} s. Load average {min(loads, default=0):.1f} to {max(loads, default=0):.1f} "
+        f"(this program's own work included)"
+        + (f"; {stolen:.1%} of the CPU's time went to other machines." if stolen is not None else ".")
+        + (f" Not installed: {', '.join(result['not_installed'])}." if result["not_installed"] else "")
+    )
+
+
+def _growth_rows(matches: list[dict[str, Any]]) -> list[list[str]]:
+    summed = [{line.contestant: line for line in lines(match) if line.side != "limit"} for match in matches]
+    names = dict.fromkeys(name for found in summed for name in found)
+    rows = []
+    for name in names:
+        cells = [found.get(name) for found in summed]
+        rows.append([name, *("" if c is None or c.error else _figures(1e6 / c.rate) for c in cells)])
+    return rows
+
+
+def _markdown_rows(columns: tuple[str, ...], rows: list[list[str]]) -> list[str]:
+    rule = ["---", *["---:"] * (len(columns) - 1)]
+    return ["| " + " | ".join(cell.replace("|", "/") for cell in row) + " |" for row in (columns, rule, *rows)]
+
+
+def _rates(row: dict[str, Any]) -> list[float]:
+    return [row["per_step"] * row["steps"] / seconds for seconds in row["samples"]]
+
+
+def _bars(matches: list[dict[str, Any]], result: dict[str, Any], path: Path) -> list[Path]:
+    """Draw images per second as bars, one panel per case, with the hardware's limit as a line."""
+    plt = _pyplot()
+    across = min(2, len(matches))
+    down = -(-len(matches) // across)
+    tallest = max(len(match["rows"]) for match in matches)
+    figure, axes = plt.subplots(
+        down, across, figsize=(6 * across, 0.9 + down * (0.9 + 0.26 * tallest)), squeeze=False, layout="constrained"
+    )
+    for axis in axes.flat[len(matches) :]:
+        axis.set_visible(False)
+    for axis, match in zip(axes.flat, matches, strict=False):
+        _bar_panel(axis, match)
+    figure.suptitle(_figure_title("Images trained per second", matches[0]["threads"], result), fontsize=11)
+    kinds = {"cpu-simd": BLUE, "other backends of cnnexp": SKY, "frameworks": ORANGE}
+    handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in kinds.values()]
+    figure.legend(handles, kinds, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    return _save(figure, path)
+
+
+def _bar_panel(axis, match: dict[str, Any]) -> None:
+    summed = [line for line in lines(match) if line.error is None]
+    shown = [line for line in summed if line.side != "limit"]
+    limit = max((line.rate for line in summed if line.side == "limit"), default=None)
+    limit = limit and limit / match["multiply_adds_per_image"]["through_argmax"]
+    names = [line.contestant + (f" ({line.scaled} images)" if line.scaled else "") for line in shown]
+    colours = [ORANGE if line.side == "peer" else BLUE if line.contestant == "cpu-simd" else SKY for line in shown]
+    bars = axis.barh(names, [line.rate for line in shown], color=colours, height=0.72)
+    axis.bar_label(bars, [_figures(line.rate) for line in shown], padding=3, fontsize=8)
+    axis.invert_yaxis()
+    axis.set_xscale("log")
+    top = max([line.rate for line in shown] + [limit or 0], default=1)
+    bottom = min((line.rate for line in shown), default=top / 10)
+    axis.set_xlim(bottom / 3, top * 4)
+    if limit:
+        axis.axvline(limit, color=RED, linewidth=1.2, linestyle=(0, (4, 2)))
+        axis.text(
+            limit,
+            1.01,
+            f"limit {_figures(limit)}",
+            color=RED,
+            fontsize=8,
+            ha="center",
+            va="bottom",
+            transform=axis.get_xaxis_transform(),
+        )
+    axis.set_title(match["title"], fontsize=10, loc="left", pad=16)
+    axis.set_xlabel("images/s (log)", fontsize=8)
+    _tidy(axis, "x")
+
+
+def _growth(matches: list[dict[str, Any]], result: dict[str, Any], path: Path) -> list[Path]:
+    """Draw the cost of an image as something grows, one panel per sweep, a line per contestant."""
+    plt = _pyplot()
+    groups = [group for group in SWEEPS if any(match["group"] == group for match in matches)]
+    across = min(2, len(groups))
+    down = -(-len(groups) // across)
+    figure, axes = plt.subplots(down, across, figsize=(5.2 * across, 0.9 + 3.4 * down), squeeze=False)
+    for axis in axes.flat[len(groups) :]:
+        axis.set_visible(False)
+    for axis, group in zip(axes.flat, groups, strict=False):
+        _growth_panel(axis, [match for match in matches if match["group"] == group], SWEEPS[group])
+    handles = {label: h for axis in axes.flat for h, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    figure.suptitle(_figure_title("What an image costs", matches[0]["threads"], result), fontsize=11)
+    figure.tight_layout(rect=(0, 0.09, 1, 1))
+    figure.legend(handles.values(), handles, loc="lower center", ncols=5, fontsize=8, frameon=False)
+    return _save(figure, path)
+
+
+def _growth_panel(axis, matches: list[dict[str, Any]], label: str) -> None:
+    grows = [match["grows"] for match in matches]
+    summed = [{line.contestant: line for line in lines(match) if line.error is None} for match in matches]
+    for name, (colour, marker) in LINES.items():
+        points = [(x, 1e6 / found[name].rate) for x, found in zip(grows, summed, strict=True) if name in found]
+        if points:
+            width = 2 if name == "cpu-simd" else 1.2
+            axis.plot(
+                *zip(*points, strict=True), color=colour, marker=marker, linewidth=width, markersize=5, label=name
+            )
+    limits = [
+        (x, 1e6 * match["multiply_adds_per_image"]["through_argmax"] / max(rates))
+        for x, match, found in zip(grows, matches, summed, strict=True)
+        if (rates := [line.rate for line in found.values() if line.side == "limit"])
+    ]
+    if limits:
+        axis.plot(
+            *zip(*limits, strict=True), color="black", linestyle=(0, (4, 2)), linewidth=1.2, label="hardware limit"
+        )
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    axis.set_xticks(grows, [str(x) for x in grows])
+    axis.minorticks_off()
+    axis.set_xlabel(label, fontsize=8)
+    axis.set_ylabel("us/image (log)", fontsize=8)
+    axis.set_title(_common_title(matches), fontsize=10, loc="left")
+    _tidy(axis, "both")
+
+
+def _common_title(matches: list[dict[str, Any]]) -> str:
+    """Return what the titles of a sweep's cases have in common."""
+    parts = [match["title"].split(", ") for match in matches]
+    return ", ".join(part for part in parts[0] if all(part in others for others in parts))
+
+
+def _figure_title(what: str, threads: int, result: dict[str, Any]) -> str:
+    quick = " - quick run, not to be quoted" if result["quick"] else ""
+    return f"{what}, {threads} thread{'s' if threads > 1 else ''} of {result['machine']['processor']}{quick}"
+
+
+def _tidy(axis, grid: str) -> None:
+    axis.tick_params(labelsize=8, length=2)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.grid(axis=grid, color="#dddddd", linewidth=0.5)
+    axis.set_axisbelow(True)
+
+
+def _pyplot():
+    """Import matplotlib only here, and without a screen."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams["svg.hashsalt"] = "benchmarks"  # the same data, the same file
+    return plt
+
+
+def _save(figure, path: Path) -> list[Path]:
+    import matplotlib.pyplot as plt
+
+    paths = [path.with_suffix(suffix) for suffix in (".png", ".svg")]
+    for target, metadata in zip(paths, ({}, {"Date": None}), strict=True):
+        figure.savefig(target, dpi=150, facecolor="white", metadata=metadata)
+    plt.close(figure)
+    return paths

@@ -1,0 +1,140 @@
+"""A contestant's process: reads one JSON command a line from standard input, answers one JSON line on standard output.
+
+    {"do": "setup", "contestant": ..., "case": ..., "threads": 2, "cores": [0, 1], "oracle": "file.npz"}
+    {"do": "pin", "cores": [0]}
+    {"do": "run", "steps": 10}  ->  {"seconds": ...}
+    {"do": "close"}             ->  {"peak_bytes": ...}
+
+A failure is answered `{"error": "..."}` and ends the process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.cases import CASES, data
+from benchmarks.contestants import ENTRIES
+
+LOSS_TOLERANCE = 1e-4
+GRADIENT_TOLERANCE = 1e-4
+# One Adam step moves a parameter by about the rate whatever its gradient is, so rounding in a tiny gradient shows.
+UPDATE_TOLERANCES = {"SGD": 1e-4, "Adam": 1e-2}
+
+
+def main() -> None:
+    """Answer commands until told to close, or until one fails."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what a library prints must not get between the answers
+    session: dict[str, Any] = {}
+    for line in sys.stdin:
+        command = json.loads(line)
+        try:
+            answer = COMMANDS[command.pop("do")](session, **command)
+        except Exception as error:  # the other end reports it; nothing is lost
+            print(json.dumps({"error": f"{type(error).__name__}: {error}".splitlines()[0]}), file=answers)
+            raise
+        print(json.dumps(answer), file=answers)
+        if "peak_bytes" in answer:
+            return
+
+
+def setup(session: dict, contestant: str, case: str, threads: int, cores: list[int], oracle: str) -> dict[str, Any]:
+    """Build a contestant, prove it right, and find out how long a step takes."""
+    pin(session, cores)
+    entry = ENTRIES[contestant]
+    job = next(c for c in CASES if c.name == case)
+    started = time.perf_counter()
+    made = session["contestant"] = entry.make(job, data(job), threads)
+    answer = {"setup_s": time.perf_counter() - started, "compile_s": made.compile_s, "facts": made.facts}
+    if entry.side != "limit":
+        answer |= {"check": check(made, type(job.optimizer).__name__, np.load(oracle))}
+        made.reset()
+    return answer | {"per_step": made.batch_size, "step_s": step_seconds(made)}
+
+
+def check(made, optimizer: str, oracle) -> dict[str, float]:
+    """Compare loss, gradient and one timed step with the oracle's, from the first parameters; relative 2-norms."""
+    n = made.batch_size
+    made.reset()
+    loss, gradient = made.gradient()
+    made.reset()
+    before = made.parameters()
+    made.train(1)
+    update = made.parameters() - before
+    found = {
+        "loss": abs(loss - float(oracle[f"loss_{n}"])) / abs(float(oracle[f"loss_{n}"])),
+        "gradient": distance(gradient, oracle[f"gradient_{n}"]),
+        "update": distance(update, oracle[f"update_{n}"]),
+    }
+    legal = {"loss": LOSS_TOLERANCE, "gradient": GRADIENT_TOLERANCE, "update": UPDATE_TOLERANCES[optimizer]}
+    for name, value in found.items():
+        if not value <= legal[name]:
+            raise ValueError(f"{name} is off by {value:.2g} from the float64 oracle, {legal[name]:g} is allowed")
+    return found
+
+
+def distance(found: np.ndarray, true: np.ndarray) -> float:
+    return float(np.linalg.norm(found - true) / np.linalg.norm(true))
+
+
+def step_seconds(made) -> float:
+    """Return the seconds of one step, once warm: of more and more steps, until they take a measurable time."""
+    made.train(1)
+    steps, seconds = 1, 0.0
+    while seconds < 0.02 and steps < 100_000:
+        started = time.perf_counter()
+        made.train(steps)
+        seconds = time.perf_counter() - started
+        steps *= 4
+    return seconds / (steps / 4)
+
+
+def pin(session: dict, cores: list[int]) -> dict[str, Any]:
+    """Bind every thread of this process to `cores`, where the system can."""
+    if hasattr(os, "sched_setaffinity"):
+        for task in Path("/proc/self/task").iterdir():
+            os.sched_setaffinity(int(task.name), cores)
+    return {}
+
+
+def run(session: dict, steps: int) -> dict[str, Any]:
+    """Time `steps` training steps from the first parameters.
+
+    One that is not timed warms the caches, which another contestant has just used; a lone long step does that itself.
+    """
+    made = session["contestant"]
+    if steps > 1:
+        made.train(1)
+    made.reset()
+    started = time.perf_counter()
+    made.train(steps)
+    return {"seconds": time.perf_counter() - started}
+
+
+def close(session: dict) -> dict[str, Any]:
+    return {"peak_bytes": peak_bytes()}
+
+
+def peak_bytes() -> int:
+    """Return the most memory this process has had resident."""
+    status = Path("/proc/self/status")
+    if status.exists():  # getrusage would count what the parent held before exec
+        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+COMMANDS = {"setup": setup, "pin": pin, "run": run, "close": close}
+
+if __name__ == "__main__":
+    main()
