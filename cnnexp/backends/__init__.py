@@ -23,6 +23,10 @@ BACKENDS: dict[str, str] = {
     "gpu-shared-input": "gpu_shared:GpuSharedInput",
     "gpu-shared": "gpu_shared:GpuShared",
     "gpu-tuned": "gpu_tuned:GpuTuned",
+    "gpu-fused": "gpu_fused:GpuFused",
+    "gpu": "gpu_fused:GpuFused",  # the fastest: it takes every network
+    "torch": "torch:Torch",
+    "keras": "keras:Keras",
 }
 """Name, as in `conf/backend/`, to `module:Class` under `cnnexp.backends`."""
 

@@ -50,11 +50,11 @@ class ConvBlock:
     from_bytes: bool
 
     @property
-    def U(self) -> int:
+    def U(self) -> int:  # noqa: N802
         return self.sizes.P // self.pool
 
     @property
-    def V(self) -> int:
+    def V(self) -> int:  # noqa: N802
         return self.sizes.Q // self.pool
 
     @property
@@ -234,8 +234,9 @@ def conv_backward_weights(conv: ConvBlock, rows: int, pairs: int, slices: int) -
 
 @cache
 def conv_backward_input(conv: ConvBlock, rows: int) -> Kernel:
-    """A block makes `rows` rows of dx of one image, for stride 1: the gradient is spread to the convolution's map in
-    shared memory and convolved with the turned filters; a thread makes `ACROSS` neighbours of one channel.
+    """A block makes `rows` rows of dx of one image, for stride 1; a thread `ACROSS` neighbours of one channel.
+
+    The gradient is spread to the convolution's map in shared memory, and convolved with the turned filters.
     """
     H, W, C, K, F, _, top, left, P, Q = unsigned(conv.sizes)
     S, U, V, rows_, block = u32(conv.pool), u32(conv.U), u32(conv.V), u32(rows), u32(BLOCK)
@@ -422,7 +423,7 @@ def linear_head(D: int, O: int, has_bias: bool, slices: int) -> Kernel:  # noqa:
         x, labels, order, cursor, ahead, w, b, scores, losses, hits, dx, arena, w_base, b_base, scale, count
     ):
         row = cuda.shared.array(d_count, f32)
-        sums = cuda.shared.array(block, f32)
+        sums = cuda.shared.array(BLOCK, f32)
         score = cuda.shared.array(o_count, f32)
         d_score = cuda.shared.array(o_count, f32)
         t = u32(cuda.threadIdx.x)

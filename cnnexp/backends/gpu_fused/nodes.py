@@ -7,26 +7,23 @@ that of the outputs of the node before it, and leaves partial gradients of its p
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from cnnexp.backends import gpu_device
-from cnnexp.backends.gpu_device import SIMULATED, Gpu, Tensor
+from cnnexp.backends.gpu_device import Gpu, Tensor
 from cnnexp.backends.gpu_fused import kernels
 from cnnexp.backends.gpu_fused.kernels import BLOCK, LANES, ConvBlock
 from cnnexp.backends.gpu_kernels import ConvSizes, f32, u32
 from cnnexp.backends.gpu_shared import SharedOps
 from cnnexp.backends.layerwise import backward_stage, forward_stage
 from cnnexp.losses import Loss
-from cnnexp.network import Conv2d, Flatten, Linear, MaxPool2d, Network, Parameter, ReLU, Stage
+from cnnexp.network import Flatten, MaxPool2d, Parameter, Stage
 
 MOST_TAPS = 49  # K * K accumulators of a thread in registers
-MOST_WINDOW = 16  # S * S accumulators
-MOST_OWNED = 256 if SIMULATED else 16  # weights of a thread in `linear_head`
-MOST_HEAD_INPUTS = 4096  # its inputs are staged in shared memory
 SPARE_SHARED = 1024  # bytes of shared memory left to the compiler
 
 
@@ -188,23 +185,23 @@ def plan_conv(conv: ConvBlock, context: Context) -> ConvPlan | None:
     filters = min(sizes.F, LANES)
     row = conv.wide * sizes.C
     rows = -(-conv.U // context.splits(batch * -(-sizes.F // filters), conv.U))
-    rows = _fitting(rows, lambda r: conv.input_rows(r) * row + sizes.K**2 * sizes.C * filters <= room)
+    rows = fitting(rows, lambda r: conv.input_rows(r) * row + sizes.K**2 * sizes.C * filters <= room)
 
     pairs, slices = min(sizes.C * sizes.F, BLOCK), min(batch, 2 * LANES)
     weight_rows = -(-conv.U // context.splits(slices * -(-sizes.C * sizes.F // pairs), conv.U))
-    weight_rows = _fitting(weight_rows, lambda r: conv.input_rows(r) * row + (sizes.K**2 + 1) * BLOCK <= room)
+    weight_rows = fitting(weight_rows, lambda r: conv.input_rows(r) * row + (sizes.K**2 + 1) * BLOCK <= room)
 
     input_rows = -(-sizes.H // context.splits(batch, sizes.H))
     broad = -(-sizes.W // kernels.ACROSS) * kernels.ACROSS + sizes.K - 1
     turned = sizes.K**2 * sizes.C * sizes.F
-    input_rows = _fitting(input_rows, lambda r: sizes.F * (r + sizes.K - 1) * broad + turned <= room)
+    input_rows = fitting(input_rows, lambda r: sizes.F * (r + sizes.K - 1) * broad + turned <= room)
     if sizes.stride > 1:
         input_rows = 0
     fits = rows and weight_rows and sizes.K**2 <= MOST_TAPS
     return ConvPlan(rows, filters, slices, weight_rows, pairs, input_rows) if fits else None
 
 
-def _fitting(rows: int, fits) -> int:
+def fitting(rows: int, fits: Callable[[int], bool]) -> int:
     """Return the most rows up to `rows` that fit, 0 if none."""
     while rows and not fits(rows):
         rows -= 1
@@ -411,65 +408,3 @@ class PlainLayer(Node):
 def _of_batch(count: int, *arrays: Tensor | None) -> list[Tensor | None]:
     """Return the first `count` images of each array."""
     return [None if array is None else array[:count] for array in arrays]
-
-
-def build(context: Context, network: Network, loss: Loss) -> list[Node]:
-    """Return the nodes of a network, first to last, its loss in the last."""
-    nodes: list[Node] = []
-    stages, i, trains = network.stages, 0, False
-    while i < len(stages):
-        fused = _fused(context, stages[i:], loss, nodes[-1] if nodes else None)
-        if fused is None and not nodes:
-            nodes.append(Gather(context, network.input_shape))
-            continue  # what reads the data set itself may not fuse, but a layer after a gather may
-        trains = trains or stages[i].weight is not None
-        node, used = fused or (PlainLayer(context, stages[i], nodes[-1], trains), 1)
-        nodes.append(node)
-        i += used
-    if not isinstance(nodes[-1], FusedHead):
-        nodes.append(PlainLoss(context, loss, nodes[-1]))
-    return nodes
-
-
-def _fused(context: Context, stages: Sequence[Stage], loss: Loss, before: Node | None) -> tuple[Node, int] | None:
-    """Return a fused node for the first of `stages` and how many of them it takes; None if there is none."""
-    stage = stages[0]
-    if isinstance(stage.layer, Conv2d):
-        pool, relu, used = _pool_and_relu(stages)
-        conv = conv_block(stage, pool, relu, before is None)
-        plan = plan_conv(conv, context)
-        if plan is None or (before is not None and before.dy is not None and not plan.input_rows):
-            return None
-        return FusedConv(context, stage, conv, plan, before), used
-    if isinstance(stage.layer, Linear) and before is not None:
-        if len(stages) == 1 and loss is Loss.SOFTMAX_CROSS_ENTROPY and _fits_head(*stage.weight.shape):
-            return FusedHead(context, stage, before), 1
-        relu = len(stages) > 1 and isinstance(stages[1].layer, ReLU)
-        return FusedLinear(context, stage, relu, before), 1 + relu
-    return None
-
-
-def _fits_head(D: int, O: int) -> bool:  # noqa: E741
-    return D <= MOST_HEAD_INPUTS and kernels.lanes_of(O) <= BLOCK and D * O <= MOST_OWNED * BLOCK
-
-
-def _pool_and_relu(stages: Sequence[Stage]) -> tuple[int, bool, int]:
-    """Return (pool, relu, layers taken) for a convolution and what follows it."""
-    pool, relu, used = 1, False, 1
-    (P, Q, _) = stages[0].output_shape
-    for stage in stages[1:]:
-        match stage.layer:
-            case ReLU() if not relu:
-                relu = True
-            case MaxPool2d(side, stride) if pool == 1 and _tiles(stage, side, stride or side, P, Q):
-                pool = side
-            case _:
-                break
-        used += 1
-    return pool, relu, used
-
-
-def _tiles(stage: Stage, side: int, stride: int, P: int, Q: int) -> bool:
-    """Return whether a pooling layer's windows cover the map once, and fit in a thread's registers."""
-    U, V, _ = stage.output_shape
-    return stride == side and side > 1 and side**2 <= MOST_WINDOW and (U * side, V * side) == (P, Q)

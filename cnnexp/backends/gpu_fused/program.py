@@ -12,8 +12,9 @@ import numpy as np
 from cnnexp.backends import gpu_device, gpu_kernels
 from cnnexp.backends.gpu_device import SIMULATED, Gpu, Tensor
 from cnnexp.backends.gpu_fused import kernels
+from cnnexp.backends.gpu_fused.build import build
 from cnnexp.backends.gpu_fused.kernels import BLOCK
-from cnnexp.backends.gpu_fused.nodes import Arena, Context, Partials, Step, build
+from cnnexp.backends.gpu_fused.nodes import Arena, Context, Partials, Step
 from cnnexp.backends.gpu_kernels import u32
 from cnnexp.backends.gpu_shared import CONV_TILE, SharedOps
 from cnnexp.backends.layerwise import as_float32
