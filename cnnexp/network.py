@@ -87,9 +87,7 @@ class Linear:
 
 Layer = Conv2d | ReLU | Sigmoid | MaxPool2d | AvgPool2d | Flatten | Linear
 Pool2d = MaxPool2d | AvgPool2d
-LAYERS: dict[str, type] = {
-    cls.__name__: cls for cls in (Conv2d, ReLU, Sigmoid, MaxPool2d, AvgPool2d, Flatten, Linear)
-}
+LAYERS: dict[str, type] = {cls.__name__: cls for cls in (Conv2d, ReLU, Sigmoid, MaxPool2d, AvgPool2d, Flatten, Linear)}
 
 
 @dataclass(frozen=True)
@@ -256,6 +254,12 @@ def _stage(layer: Layer, name: str, where: str, shape: Shape, offset: int) -> St
             if padding not in ("valid", "auto"):
                 raise NetworkError(f"{where}: padding={padding!r}; pooling allows 'valid' or 'auto'")
             pads, (u, v) = _slide(where, shape, pool, stride or pool, padding, "pool")
+            for before, count, size in zip(pads, (u, v), shape[:2], strict=True):
+                if before >= pool or (count - 1) * (stride or pool) - before >= size:
+                    raise NetworkError(
+                        f"{where}: padding=auto puts a window wholly outside the image, as stride {stride} is larger "
+                        f"than pool {pool}; use stride <= pool, or sizes that fit with padding=valid"
+                    )
             return Stage(layer, name, shape, (u, v, shape[2]), pads)
         case Flatten():
             return Stage(layer, name, shape, (math.prod(shape),))

@@ -412,6 +412,7 @@ def binary_cross_entropy(scores, labels, scale, d_scores, losses, hits):
         d_scores[n, 0] = (p - t) / max(p * (ONE - p), VARIANCE_FLOOR) * scale
 
 
+@functools.cache
 def compile_update(optimizer: Optimizer):
     """Compile an optimizer's rule into `update(w, g, s, t, rate, c0, c1)`, in place; unused slots are empty arrays.
 

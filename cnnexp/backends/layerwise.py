@@ -175,8 +175,11 @@ class LayerwiseProgram:
         for stage, y, argmax in zip(
             self.network.stages, self._buffers.activations(count), self._buffers.argmaxes(count), strict=True
         ):
-            forward_stage(self._ops, stage, self._parameters, x, y, argmax)
-            x = y
+            if isinstance(stage.layer, Flatten):
+                x = x.reshape(y.shape)  # not y: where it opens the network, x need not be the gathered batch
+            else:
+                forward_stage(self._ops, stage, self._parameters, x, y, argmax)
+                x = y
         return x
 
     def _backward(self, x: Array) -> None:

@@ -1,0 +1,56 @@
+"""What the papers' networks must reach on the real MNIST: `pytest -m slow tests/backends/test_mnist.py`."""
+
+import gzip
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cnnexp.backends import backend_class
+from cnnexp.losses import Loss, evaluate
+from cnnexp.network import Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU
+from cnnexp.optimizers import SGD, Adam
+
+MNIST = Path(__file__).resolve().parents[3] / "shared" / "data" / "mnist"
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not MNIST.is_dir(), reason="needs the four IDX files of MNIST in ../shared/data/mnist"),
+]
+
+MLP = (Flatten(), Linear(128), ReLU(), Linear(10))
+# layers, optimizer, batch, training images, epochs, least test accuracy
+LINES = {
+    "one_conv": ((Conv2d(32, 3), ReLU(), MaxPool2d(2), Flatten(), Linear(10)), SGD(lr=0.1), 100, 60_000, 1, 0.935),
+    "two_conv_mlp": (
+        (Conv2d(8, 5), ReLU(), Conv2d(8, 5), ReLU(), MaxPool2d(2), *MLP),
+        *(Adam(lr=1e-3, beta1=0.95, beta2=0.99), 64, 60_000, 2, 0.975),
+    ),
+    "two_conv_pool4": (
+        (Conv2d(4, 2, padding="same"), ReLU(), Conv2d(4, 2, padding="same"), ReLU(), MaxPool2d(4), *MLP),
+        *(Adam(lr=1e-3), 32, 50_000, 1, 0.915),
+    ),
+}
+
+
+def read(name: str, header: int) -> np.ndarray:
+    return np.frombuffer(gzip.decompress((MNIST / name).read_bytes()), np.uint8, offset=header)
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_accuracy(name, capsys):
+    layers, optimizer, batch_size, count, epochs, least = LINES[name]
+    network = Network((28, 28, 1), layers)
+    program = backend_class("cpu-parallel")().compile(network, Loss.SOFTMAX_CROSS_ENTROPY, optimizer, batch_size)
+    program.restore({"parameters": network.initial_parameters(seed=0)})
+    images = read("train-images-idx3-ubyte.gz", 16).reshape(-1, 28, 28, 1)[:count]
+    train = program.load(images, read("train-labels-idx1-ubyte.gz", 8)[:count])
+    rng = np.random.default_rng(0)
+    for _ in range(epochs):
+        program.train(train, rng.permutation(count), optimizer.lr)
+    labels = read("t10k-labels-idx1-ubyte.gz", 8)
+    test = program.load(read("t10k-images-idx3-ubyte.gz", 16).reshape(-1, 28, 28, 1), labels)
+    accuracy = evaluate(Loss.SOFTMAX_CROSS_ENTROPY, program.predict(test), labels.astype(np.int32)).accuracy
+    program.close()
+    with capsys.disabled():
+        print(f"\n{name}: test accuracy {accuracy:.4f}, at least {least}")
+    assert accuracy >= least

@@ -1,0 +1,124 @@
+"""50 steps of every backend and of PyTorch: same initial parameters, same batches, parameters alike to 1e-4."""
+
+import numpy as np
+import pytest
+from conformance import make_case
+
+from cnnexp.backends import BACKENDS, backend_class
+from cnnexp.errors import BackendUnavailable
+from cnnexp.losses import Loss
+from cnnexp.network import Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU
+from cnnexp.optimizers import SGD, Adam
+
+torch = pytest.importorskip("torch")
+
+STEPS, BATCH = 50, 8
+NETWORKS = {
+    "one_conv": Network((28, 28, 1), (Conv2d(8, 3), ReLU(), MaxPool2d(2), Flatten(), Linear(10))),
+    "two_conv_mlp": Network(
+        (28, 28, 1),
+        (
+            *(Conv2d(8, 5), ReLU(), Conv2d(8, 5), ReLU(), MaxPool2d(2), Flatten()),
+            *(Linear(128, bias=False), ReLU(), Linear(10, bias=False)),
+        ),
+    ),
+    "one_conv_small": Network((8, 8, 1), (Conv2d(2, 3), ReLU(), MaxPool2d(2), Flatten(), Linear(4))),
+    "two_conv_mlp_small": Network(
+        (10, 10, 1),
+        (
+            *(Conv2d(2, 3), ReLU(), Conv2d(2, 3), ReLU(), MaxPool2d(2), Flatten()),
+            *(Linear(6, bias=False), ReLU(), Linear(4, bias=False)),
+        ),
+    ),
+}
+OPTIMIZERS = {"sgd": SGD(lr=0.05), "adam": Adam(lr=1e-3, beta1=0.95, beta2=0.99)}
+
+
+def cases():
+    for backend in BACKENDS:
+        for name in NETWORKS:
+            if name.endswith("_small") == (backend == "python"):
+                yield pytest.param(backend, name, id=f"{backend}-{name}")
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("backend", "name"), cases())
+def test_50_steps_agree_with_pytorch(backend, name, optimizer):
+    network, rule = NETWORKS[name], OPTIMIZERS[optimizer]
+    case = make_case(network, images=4 * BATCH)
+    case.parameters = network.initial_parameters(seed=0)
+    case.images = np.abs(case.images) / 3
+    order = np.random.default_rng(1).integers(0, len(case.images), STEPS * BATCH)
+    actual = _trained(backend, case, rule, order)
+    expected = _trained_by_torch(case, rule, order)
+    assert np.abs(expected - case.parameters).max() > 1e-2, "the parameters hardly moved: nothing was compared"
+    for parameter in network.parameters:
+        ours, theirs = parameter.view(actual), parameter.view(expected)
+        assert np.linalg.norm(ours - theirs) <= 1e-4 * np.linalg.norm(theirs), parameter.name
+
+
+def _trained(backend, case, rule, order) -> np.ndarray:
+    try:
+        program = backend_class(backend)().compile(case.network, Loss.SOFTMAX_CROSS_ENTROPY, rule, BATCH)
+    except BackendUnavailable as error:
+        pytest.skip(str(error))
+    program.restore({"parameters": case.parameters})
+    program.train(program.load(case.images, case.labels), order, rule.lr)
+    state = program.state()
+    program.close()
+    return state["parameters"]
+
+
+def _trained_by_torch(case, rule, order) -> np.ndarray:
+    """Train PyTorch's own layers; its images are (N, C, H, W), its weights (F, C, K, K) and (O, D)."""
+    modules, weights = [], []
+    for stage in case.network.stages:
+        match stage.layer:
+            case Conv2d(filters, kernel):
+                modules.append(torch.nn.Conv2d(stage.input_shape[2], filters, kernel))
+            case Linear(features, bias):
+                modules.append(torch.nn.Linear(stage.input_shape[0], features, bias))
+            case MaxPool2d(pool):
+                modules.append(torch.nn.MaxPool2d(pool))
+            case ReLU():
+                modules.append(torch.nn.ReLU())
+            case Flatten():
+                modules += [_ChannelsLast(), torch.nn.Flatten()]
+        if stage.weight:
+            weights.append((stage.weight, modules[-1].weight))
+            if stage.bias:
+                weights.append((stage.bias, modules[-1].bias))
+    model = torch.nn.Sequential(*modules)
+    with torch.no_grad():
+        for ours, theirs in weights:
+            theirs.copy_(_to_torch(ours.view(case.parameters)))
+    if isinstance(rule, Adam):
+        optimizer = torch.optim.Adam(model.parameters(), rule.lr, (rule.beta1, rule.beta2), rule.eps)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), rule.lr)
+    images, labels = torch.tensor(case.images).permute(0, 3, 1, 2), torch.tensor(case.labels)
+    for start in range(0, len(order), BATCH):
+        batch = torch.tensor(order[start : start + BATCH])
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(images[batch]), labels[batch]).backward()
+        optimizer.step()
+    flat = np.empty_like(case.parameters)
+    for ours, theirs in weights:
+        ours.view(flat)[...] = _from_torch(theirs.detach().numpy())
+    return flat
+
+
+class _ChannelsLast(torch.nn.Module):
+    """Bring (N, C, H, W) into the order in which our Flatten reads."""
+
+    def forward(self, x):
+        return x.permute(0, 2, 3, 1)
+
+
+def _to_torch(array: np.ndarray):
+    axes = {4: (3, 2, 0, 1), 2: (1, 0), 1: (0,)}[array.ndim]
+    return torch.tensor(array.transpose(axes).copy())
+
+
+def _from_torch(array: np.ndarray) -> np.ndarray:
+    return array.transpose({4: (2, 3, 1, 0), 2: (1, 0), 1: (0,)}[array.ndim])

@@ -1,0 +1,234 @@
+"""What every backend must do, as functions that any test can call: `check_backend(backend, network, ...)`.
+
+Everything is compared with the float64 oracle of `reference`. Where a number decides, whether a ReLU lets it through or
+which pixel of a window is largest, float32 and float64 may decide differently if rounding blurs it; `decisions_are_clear`
+tells whether a case is free of such, and only such cases say anything about a backend.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import reference
+
+from cnnexp.losses import Loss
+from cnnexp.network import AvgPool2d, Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Sigmoid
+from cnnexp.optimizers import SGD, Adam, Optimizer
+
+TOLERANCE = 1e-5  # relative, of outputs and of every parameter's gradient
+CLEAR = 1e-4  # a decision between numbers closer than this, relative to the layer's largest, is blurred
+
+
+@dataclass
+class Case:
+    """A network with parameters and data.
+
+    Attributes:
+        exact: parameters and images are small whole numbers, so that most sums are exact, and ties are common.
+    """
+
+    network: Network
+    loss: Loss
+    parameters: np.ndarray
+    images: np.ndarray
+    labels: np.ndarray
+    exact: bool = False
+
+    @property
+    def layers(self) -> list[dict]:
+        return describe(self.network, self.parameters)
+
+    @property
+    def float_images(self) -> np.ndarray:
+        images = self.images
+        return images / 255.0 if images.dtype == np.uint8 else images.astype(np.float64)
+
+
+def make_case(network, loss=Loss.SOFTMAX_CROSS_ENTROPY, images=5, seed=0, exact=False) -> Case:
+    """Draw parameters, images and labels."""
+    rng = np.random.default_rng(seed)
+    shape = (images, *network.input_shape)
+    if exact:
+        parameters, pixels = rng.integers(-1, 2, network.parameter_count), rng.integers(-2, 3, shape)
+    else:
+        parameters, pixels = rng.uniform(-1, 1, network.parameter_count), rng.standard_normal(shape)
+        for parameter in network.parameters:
+            parameter.view(parameters)[...] *= np.sqrt(3 / parameter.fan_in)  # keeps activations near 1
+    classes = 2 if loss is Loss.BINARY_CROSS_ENTROPY else network.output_shape[0]
+    labels = rng.integers(0, classes, images)
+    return Case(network, loss, parameters.astype(np.float32), pixels.astype(np.float32), labels, exact)
+
+
+def describe(network: Network, flat: np.ndarray) -> list[dict]:
+    """Return the network as the oracle takes it, with float64 parameters from a flat buffer."""
+    flat = flat.astype(np.float64)
+    layers = []
+    for stage in network.stages:
+        weight = stage.weight.view(flat) if stage.weight else None
+        bias = stage.bias.view(flat) if stage.bias else None
+        match stage.layer:
+            case Conv2d(_, _, stride, padding):
+                layers.append({"kind": "conv2d", "weight": weight, "bias": bias, "stride": stride, "padding": padding})
+            case MaxPool2d(pool, stride, padding):
+                layers.append({"kind": "max_pool", "pool": pool, "stride": stride or pool, "padding": padding})
+            case AvgPool2d(pool, stride, padding):
+                layers.append({"kind": "avg_pool", "pool": pool, "stride": stride or pool, "padding": padding})
+            case Linear():
+                layers.append({"kind": "linear", "weight": weight, "bias": bias})
+            case ReLU() | Sigmoid() | Flatten():
+                layers.append({"kind": type(stage.layer).__name__.lower()})
+    return layers
+
+
+def decisions_are_clear(case: Case) -> bool:
+    """Tell whether float32 must decide as float64 does at every ReLU, every maximum and every hit.
+
+    Exact zeros and ties count as clear: in random cases they come from equal terms. In cases of whole numbers they also
+    come from terms that cancel, and are clear as long as the sums are exact.
+    """
+    values = reference.forward(case.layers, case.float_images)
+    exact = case.exact
+    scores = {"kind": "binary" if case.loss is Loss.BINARY_CROSS_ENTROPY else "scores"}
+    for layer, x in zip([*case.layers, scores], values, strict=True):
+        gaps = _gaps(layer, x)
+        blurred = gaps < CLEAR * np.abs(x).max(initial=0)
+        if not exact and np.any(blurred if case.exact else blurred & (gaps != 0)):
+            return False
+        # fractions, or sums of more than the 24 bits of a float32
+        exact = exact and layer["kind"] not in ("sigmoid", "avg_pool") and np.abs(x).max(initial=0) < 2**18
+    return True
+
+
+def _gaps(layer: dict, x: np.ndarray) -> np.ndarray:
+    """Return how far each decision that a layer takes on x is from being another one."""
+    match layer["kind"]:
+        case "relu":
+            return np.abs(x)
+        case "binary":
+            return np.minimum(np.abs(x - 0.5), 0.5 - np.abs(x - 0.5))  # a hit or not; the logarithm's clamp
+        case "scores":
+            return np.diff(np.sort(x, axis=1)[:, -2:], axis=1)
+        case "max_pool":
+            windows: dict[tuple, list] = {}
+            spots = reference.places(x.shape[1:3], layer["pool"], layer["stride"], layer["padding"])
+            for p, q, _, _, row, column in spots:
+                windows.setdefault((p, q), []).append(x[:, row, column])
+            return np.concatenate([np.diff(np.sort(w, axis=0)[-2:], axis=0).ravel() for w in windows.values()])
+    return np.empty(0)
+
+
+def flat_gradient(case: Case, found: list) -> np.ndarray:
+    """Return the oracle's gradients by layer as one flat float64 buffer."""
+    flat = np.zeros(case.network.parameter_count)
+    for stage, gradient in zip(case.network.stages, found, strict=True):
+        if stage.weight:
+            stage.weight.view(flat)[...] = gradient[0]
+        if stage.bias:
+            stage.bias.view(flat)[...] = gradient[1]
+    return flat
+
+
+def check_backend(
+    backend, network: Network, loss=Loss.SOFTMAX_CROSS_ENTROPY, images: int = 5, seed: int = 0, exact: bool = False
+) -> None:
+    """Hold one backend to the whole contract on one network: outputs, gradients, training, state, repetition."""
+    case = make_case(network, loss, images, seed, exact)
+    check_case(backend, case)
+    check_training(backend, case, Adam(lr=0.01))
+
+
+def check_case(backend, case: Case) -> None:
+    """Compare scores, totals and the gradient of every parameter with the oracle; the last batch is a short one."""
+    count = len(case.images)
+    program = backend.compile(case.network, case.loss, SGD(lr=0.1), max(count - 1, 1))
+    try:
+        program.restore({"parameters": case.parameters})
+        handle = program.load(case.images, case.labels)
+        check_scores(program, handle, case)
+        order = np.arange(count)[::-1].astype(np.int64)
+        for batch in (order[: program.batch_size], order[program.batch_size :]):
+            if len(batch):
+                check_gradients(program, handle, case, batch)
+    finally:
+        program.close()
+
+
+def check_scores(program, handle, case: Case) -> None:
+    scores = program.predict(handle)
+    assert scores.dtype == np.float32
+    assert scores.shape == (len(case.images), *case.network.output_shape)
+    expected = reference.forward(case.layers, case.float_images)[-1]
+    assert _close(scores, expected), reference.relative_error(scores, expected)
+
+
+def check_gradients(program, handle, case: Case, batch: np.ndarray) -> None:
+    before = program.state()["parameters"]
+    totals, gradient = program.gradients(handle, batch)
+    assert np.array_equal(program.state()["parameters"], before), "gradients() changed the parameters"
+    _, losses, hits, found = reference.gradients(
+        case.layers, case.float_images[batch], case.labels[batch], case.loss.value
+    )
+    assert totals.count == len(batch)
+    assert totals.correct == hits.sum()
+    np.testing.assert_allclose(totals.loss, losses.sum(), rtol=TOLERANCE, atol=TOLERANCE)
+    expected = flat_gradient(case, found)
+    assert gradient.dtype == np.float32
+    assert gradient.shape == expected.shape
+    for parameter in case.network.parameters:
+        actual, wanted = parameter.view(gradient), parameter.view(expected)
+        assert _close(actual, wanted, np.abs(expected).max()), (
+            f"{parameter.name}: relative error {reference.relative_error(actual, wanted):.1e}"
+        )
+
+
+def _close(actual, expected, whole: float = 0.0) -> bool:
+    """Compare to TOLERANCE of the largest value; what cancels is noise of the size of the `whole` gradient's rounding."""
+    difference = np.abs(actual - expected).max(initial=0.0)
+    return bool(difference <= TOLERANCE * np.abs(expected).max(initial=0.0) + 1e-7 * whole + 1e-30)
+
+
+def check_training(backend, case: Case, optimizer: Optimizer, steps: int = 5) -> None:
+    """Training is `gradients` and `apply` in turn; two runs are bit-identical; a run can go on from its state."""
+    count = len(case.images)
+    batch_size = max(count - 1, 1)
+    order = np.random.default_rng(1).integers(0, count, (steps - 1) * batch_size + 1)
+    program = backend.compile(case.network, case.loss, optimizer, batch_size)
+    try:
+        handle = program.load(case.images, case.labels)
+        program.restore({"parameters": case.parameters})
+        first = program.train(handle, order, 0.01)
+        trained = program.state()
+        assert first.count == len(order)
+        assert int(trained["step"]) == steps
+        assert set(trained) == {"parameters", "step", *optimizer.slots}
+
+        program.restore({"parameters": case.parameters})
+        assert program.train(handle, order, 0.01) == first, "two runs differ"
+        assert_same_state(program.state(), trained)
+
+        program.restore({"parameters": case.parameters})
+        middle = 2 * batch_size
+        program.train(handle, order[:middle], 0.01)
+        saved = program.state()
+        program.train(handle, order[:middle], 0.5)  # `saved` is a copy that later steps leave alone
+        program.restore(saved)
+        program.train(handle, order[middle:], 0.01)
+        assert_same_state(program.state(), trained)
+
+        program.restore({"parameters": case.parameters})
+        for start in range(0, len(order), batch_size):
+            _, gradient = program.gradients(handle, order[start : start + batch_size])
+            program.apply(gradient, 0.01)
+        assert int(program.state()["step"]) == steps
+        for name in ("parameters", *optimizer.slots):
+            np.testing.assert_allclose(program.state()[name], trained[name], rtol=1e-5, atol=1e-6)
+    finally:
+        program.close()
+        program.close()
+
+
+def assert_same_state(actual: dict, expected: dict) -> None:
+    assert set(actual) == set(expected)
+    for name, value in expected.items():
+        assert np.array_equal(actual[name], value), f"{name} differs"

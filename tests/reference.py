@@ -1,0 +1,272 @@
+"""The oracle: networks, losses and optimizers in float64, written to be read, and importing nothing from cnnexp.
+
+A network is a list of dicts, one per layer: `kind` and what the layer needs, e.g.
+`{"kind": "conv2d", "weight": w, "bias": b, "stride": 1, "padding": "same"}`. Images are (N, H, W, C).
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+
+def geometry(size, window, stride, padding):
+    """Return (zeros before the first pixel, number of windows) along one axis."""
+    if padding == "same":
+        count = -(-size // stride)
+        return max((count - 1) * stride + window - size, 0) // 2, count
+    if padding == "auto":
+        padded = max(size, window)
+        while (padded - window) % stride:
+            padded += 1
+        return (padded - size) // 2, (padded - window) // stride + 1
+    before = {"valid": 0, "full": window - 1}.get(padding, padding)
+    return before, (size + 2 * before - window) // stride + 1
+
+
+def places(shape, window, stride, padding):
+    """Yield (p, q, i, j, row, column) of every window element that lies on a pixel of an image (H, W)."""
+    (top, rows), (left, columns) = (geometry(size, window, stride, padding) for size in shape)
+    for p in range(rows):
+        for q in range(columns):
+            for i in range(window):
+                for j in range(window):
+                    row, column = p * stride + i - top, q * stride + j - left
+                    if 0 <= row < shape[0] and 0 <= column < shape[1]:
+                        yield p, q, i, j, row, column
+
+
+def output_shape(x, window, stride, padding, channels):
+    return (len(x), *(geometry(size, window, stride, padding)[1] for size in x.shape[1:3]), channels)
+
+
+def conv2d(x, layer):
+    w = layer["weight"]
+    y = np.zeros(output_shape(x, len(w), layer["stride"], layer["padding"], w.shape[3]))
+    for p, q, i, j, row, column in places(x.shape[1:3], len(w), layer["stride"], layer["padding"]):
+        y[:, p, q] += x[:, row, column] @ w[i, j]
+    return y if layer["bias"] is None else y + layer["bias"]
+
+
+def conv2d_backward(x, y, dy, layer):
+    w = layer["weight"]
+    dx, dw = np.zeros_like(x), np.zeros_like(w)
+    for p, q, i, j, row, column in places(x.shape[1:3], len(w), layer["stride"], layer["padding"]):
+        dx[:, row, column] += dy[:, p, q] @ w[i, j].T
+        dw[i, j] += x[:, row, column].T @ dy[:, p, q]
+    return dx, dw, dy.sum(axis=(0, 1, 2))
+
+
+def max_pool_places(x, layer):
+    """Return the largest value of every window and the (row, column) of the first pixel that holds it."""
+    pool, stride = layer["pool"], layer["stride"]
+    y = np.full(output_shape(x, pool, stride, layer["padding"], x.shape[3]), -np.inf)
+    where = np.zeros((*y.shape, 2), int)
+    for p, q, _, _, row, column in places(x.shape[1:3], pool, stride, layer["padding"]):
+        larger = x[:, row, column] > y[:, p, q]
+        where[:, p, q][larger] = row, column
+        y[:, p, q][larger] = x[:, row, column][larger]
+    return y, where
+
+
+def max_pool(x, layer):
+    return max_pool_places(x, layer)[0]
+
+
+def max_pool_backward(x, y, dy, layer):
+    dx = np.zeros_like(x)
+    where = max_pool_places(x, layer)[1]
+    n, _, _, c = np.indices(dy.shape)
+    np.add.at(dx, (n, where[..., 0], where[..., 1], c), dy)
+    return dx, None, None
+
+
+def window_sizes(x, layer):
+    """Return how many pixels each window covers, (U, V, 1)."""
+    pool, stride = layer["pool"], layer["stride"]
+    sizes = np.zeros((*output_shape(x, pool, stride, layer["padding"], 1)[1:3], 1))
+    for p, q, *_ in places(x.shape[1:3], pool, stride, layer["padding"]):
+        sizes[p, q] += 1
+    return sizes
+
+
+def avg_pool(x, layer):
+    pool, stride = layer["pool"], layer["stride"]
+    y = np.zeros(output_shape(x, pool, stride, layer["padding"], x.shape[3]))
+    for p, q, _, _, row, column in places(x.shape[1:3], pool, stride, layer["padding"]):
+        y[:, p, q] += x[:, row, column]
+    return y / window_sizes(x, layer)
+
+
+def avg_pool_backward(x, y, dy, layer):
+    dx, share = np.zeros_like(x), dy / window_sizes(x, layer)
+    for p, q, _, _, row, column in places(x.shape[1:3], layer["pool"], layer["stride"], layer["padding"]):
+        dx[:, row, column] += share[:, p, q]
+    return dx, None, None
+
+
+def relu(x, layer):
+    return np.where(x > 0, x, 0.0)
+
+
+def relu_backward(x, y, dy, layer):
+    return np.where(x > 0, dy, 0.0), None, None
+
+
+def sigmoid(x, layer):
+    return 0.5 * (1 + np.tanh(x / 2))
+
+
+def sigmoid_backward(x, y, dy, layer):
+    return dy * y * (1 - y), None, None
+
+
+def flatten(x, layer):
+    return x.reshape(len(x), -1)
+
+
+def flatten_backward(x, y, dy, layer):
+    return dy.reshape(x.shape), None, None
+
+
+def linear(x, layer):
+    y = x @ layer["weight"]
+    return y if layer["bias"] is None else y + layer["bias"]
+
+
+def linear_backward(x, y, dy, layer):
+    return dy @ layer["weight"].T, x.T @ dy, dy.sum(axis=0)
+
+
+FORWARD = {f.__name__: f for f in (conv2d, max_pool, avg_pool, relu, sigmoid, flatten, linear)}
+BACKWARD = {
+    "conv2d": conv2d_backward,
+    "max_pool": max_pool_backward,
+    "avg_pool": avg_pool_backward,
+    "relu": relu_backward,
+    "sigmoid": sigmoid_backward,
+    "flatten": flatten_backward,
+    "linear": linear_backward,
+}
+
+
+def forward(network, x):
+    """Return the input and the output of every layer."""
+    values = [np.asarray(x, np.float64)]
+    for layer in network:
+        values.append(FORWARD[layer["kind"]](values[-1], layer))
+    return values
+
+
+def softmax_cross_entropy(scores, labels):
+    """Return the loss of every image and the gradient of their mean."""
+    rows = np.arange(len(scores))
+    shifted = scores - scores.max(axis=1, keepdims=True)
+    log_softmax = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    gradient = np.exp(log_softmax)
+    gradient[rows, labels] -= 1
+    return -log_softmax[rows, labels], gradient / len(scores)
+
+
+def binary_cross_entropy(scores, labels):
+    """Return the loss of every image and the gradient of their mean; logarithms are clamped at -100, as in PyTorch."""
+    p = scores[:, 0]
+    with np.errstate(divide="ignore"):
+        losses = -np.where(labels == 1, np.maximum(np.log(p), -100), np.maximum(np.log(1 - p), -100))
+    return losses, ((p - labels) / np.maximum(p * (1 - p), 1e-12) / len(p))[:, None]
+
+
+LOSSES = {f.__name__: f for f in (softmax_cross_entropy, binary_cross_entropy)}
+
+
+def gradients(network, x, labels, loss):
+    """Return (scores, losses, hits, [(dw, db) or None per layer]): the mean loss's gradients."""
+    values = forward(network, x)
+    scores = values[-1]
+    losses, dy = LOSSES[loss](scores, labels)
+    predicted = scores[:, 0] >= 0.5 if loss == "binary_cross_entropy" else scores.argmax(axis=1)
+    found = []
+    for layer, layer_x, layer_y in reversed(list(zip(network, values, values[1:], strict=False))):
+        dy, dw, db = BACKWARD[layer["kind"]](layer_x, layer_y, dy, layer)
+        found.append(None if dw is None else (dw, None if layer["bias"] is None else db))
+    return scores, losses, predicted == labels, found[::-1]
+
+
+# The optimizers as published, one step each: `w`, `g` arrays, `memory` a dict that starts empty, `t` = 1, 2, ...
+
+
+def sgd(w, g, memory, t, lr=0.01, momentum=0.0, nesterov=False, weight_decay=0.0):
+    """Polyak 1964; Nesterov in the form of Sutskever et al. 2013 that PyTorch uses."""
+    g = g + weight_decay * w
+    memory["v"] = momentum * memory.get("v", 0.0) + g
+    return w - lr * (g + momentum * memory["v"] if nesterov else memory["v"])
+
+
+def rmsprop(w, g, memory, t, lr=0.01, alpha=0.99, eps=1e-8, momentum=0.0, weight_decay=0.0):
+    """Tieleman and Hinton 2012, lecture 6e, with PyTorch's momentum."""
+    g = g + weight_decay * w
+    memory["mean_square"] = alpha * memory.get("mean_square", 0.0) + (1 - alpha) * g**2
+    memory["v"] = momentum * memory.get("v", 0.0) + g / (np.sqrt(memory["mean_square"]) + eps)
+    return w - lr * memory["v"]
+
+
+def adagrad(w, g, memory, t, lr=0.01, lr_decay=0.0, eps=1e-10, weight_decay=0.0):
+    """Duchi, Hazan and Singer 2011."""
+    g = g + weight_decay * w
+    memory["sum"] = memory.get("sum", 0.0) + g**2
+    return w - lr / (1 + (t - 1) * lr_decay) * g / (np.sqrt(memory["sum"]) + eps)
+
+
+def adadelta(w, g, memory, t, lr=1.0, rho=0.9, eps=1e-6, weight_decay=0.0):
+    """Zeiler 2012, algorithm 1."""
+    g = g + weight_decay * w
+    memory["g2"] = rho * memory.get("g2", 0.0) + (1 - rho) * g**2
+    dx = -np.sqrt(memory.get("dx2", 0.0) + eps) / np.sqrt(memory["g2"] + eps) * g
+    memory["dx2"] = rho * memory.get("dx2", 0.0) + (1 - rho) * dx**2
+    return w + lr * dx
+
+
+def adam(w, g, memory, t, lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0):
+    """Kingma and Ba 2015, algorithm 1."""
+    g = g + weight_decay * w
+    memory["m"] = beta1 * memory.get("m", 0.0) + (1 - beta1) * g
+    memory["v"] = beta2 * memory.get("v", 0.0) + (1 - beta2) * g**2
+    m_hat, v_hat = memory["m"] / (1 - beta1**t), memory["v"] / (1 - beta2**t)
+    return w - lr * m_hat / (np.sqrt(v_hat) + eps)
+
+
+def adamw(w, g, memory, t, lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01):
+    """Loshchilov and Hutter 2019, algorithm 2."""
+    return adam(w, g, memory, t, lr, beta1, beta2, eps) - lr * weight_decay * w
+
+
+def adamax(w, g, memory, t, lr=2e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0):
+    """Kingma and Ba 2015, algorithm 2, with PyTorch's eps against division by zero."""
+    g = g + weight_decay * w
+    memory["m"] = beta1 * memory.get("m", 0.0) + (1 - beta1) * g
+    memory["u"] = np.maximum(beta2 * memory.get("u", 0.0), np.abs(g) + eps)
+    return w - lr / (1 - beta1**t) * memory["m"] / memory["u"]
+
+
+OPTIMIZERS = {f.__name__: f for f in (sgd, rmsprop, adagrad, adadelta, adam, adamw, adamax)}
+
+
+def numeric_gradient(function, array, step=1e-6):
+    """Return the central differences of a scalar `function()` by every element of `array`."""
+    gradient = np.zeros_like(array)
+    for index in np.ndindex(array.shape):
+        middle = array[index]
+        array[index] = middle + step
+        above = function()
+        array[index] = middle - step
+        gradient[index] = (above - function()) / (2 * step)
+        array[index] = middle
+    return gradient
+
+
+def relative_error(actual, expected):
+    """Return the largest difference, relative to the largest expected value."""
+    scale = np.abs(expected).max(initial=0.0)
+    difference = np.abs(np.asarray(actual, np.float64) - expected).max(initial=0.0)
+    return difference / scale if scale else (0.0 if difference == 0 else math.inf)

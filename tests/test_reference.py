@@ -1,0 +1,64 @@
+"""The oracle itself, against central differences."""
+
+import numpy as np
+import pytest
+import reference
+
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((3, 5, 6, 2))
+LAYERS = {
+    "conv2d": {"weight": RNG.standard_normal((3, 3, 2, 4)), "bias": RNG.standard_normal(4), "stride": 2},
+    "max_pool": {"pool": 3, "stride": 2},
+    "avg_pool": {"pool": 3, "stride": 2},
+    "relu": {},
+    "sigmoid": {},
+    "flatten": {},
+    "linear": {"weight": RNG.standard_normal((60, 4)), "bias": RNG.standard_normal(4)},
+}
+
+
+@pytest.mark.parametrize("padding", ["valid", "same", "full", "auto", 2])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_gradients_of_layers_are_central_differences(kind, padding):
+    if kind not in ("conv2d", "max_pool", "avg_pool") and padding != "valid":
+        pytest.skip("the layer has no padding")
+    if kind.endswith("pool") and padding not in ("valid", "auto"):
+        pytest.skip("pooling pads valid or auto")
+    layer = {"kind": kind, "padding": padding, **LAYERS[kind]}
+    x = X.reshape(3, -1).copy() if kind == "linear" else X.copy()
+    y = reference.FORWARD[kind](x, layer)
+    dy = np.random.default_rng(1).standard_normal(y.shape)
+    dx, dw, db = reference.BACKWARD[kind](x, y, dy, layer)
+
+    def value():
+        return (reference.FORWARD[kind](x, layer) * dy).sum()
+
+    assert reference.relative_error(dx, reference.numeric_gradient(value, x)) < 1e-6
+    for gradient, name in ((dw, "weight"), (db, "bias")):
+        if gradient is not None:
+            assert reference.relative_error(gradient, reference.numeric_gradient(value, layer[name])) < 1e-6
+
+
+@pytest.mark.parametrize("loss", reference.LOSSES)
+def test_gradients_of_losses_are_central_differences(loss):
+    rng = np.random.default_rng(2)
+    scores = rng.uniform(0.1, 0.9, (6, 1)) if loss == "binary_cross_entropy" else rng.standard_normal((6, 4))
+    labels = rng.integers(0, max(scores.shape[1], 2), 6)
+    gradient = reference.LOSSES[loss](scores, labels)[1]
+    numeric = reference.numeric_gradient(lambda: reference.LOSSES[loss](scores, labels)[0].mean(), scores)
+    assert reference.relative_error(gradient, numeric) < 1e-6
+
+
+def test_a_convolution_by_hand():
+    x = np.arange(9.0).reshape(1, 3, 3, 1)
+    w = np.array([[1.0, 2.0], [3.0, 4.0]]).reshape(2, 2, 1, 1)
+    layer = {"kind": "conv2d", "weight": w, "bias": np.array([10.0]), "stride": 1, "padding": "valid"}
+    # 0*1 + 1*2 + 3*3 + 4*4 + 10 = 37, and one pixel further adds 1 + 2 + 3 + 4
+    assert reference.conv2d(x, layer)[0, :, :, 0].tolist() == [[37, 47], [67, 77]]
+
+
+def test_a_tie_goes_to_the_first_pixel():
+    x = np.ones((1, 2, 2, 1))
+    layer = {"kind": "max_pool", "pool": 2, "stride": 2, "padding": "valid"}
+    dx = reference.max_pool_backward(x, None, np.full((1, 1, 1, 1), 5.0), layer)[0]
+    assert dx[0, :, :, 0].tolist() == [[5, 0], [0, 0]]
