@@ -41,7 +41,7 @@ class Ours:
         sizes = [case.batch_size, *(n for n in FEWER if n < case.batch_size)]
         size = self._affordable(sizes, shuffled_images, shuffled_labels) if slow else case.batch_size
         self._begin(size, shuffled_images, shuffled_labels)
-        self.facts = {"threads": made.threads, "device": made.device, "numpy": np.__version__}
+        self.facts = {"threads": made.threads, "device": made.device_name, "numpy": np.__version__}
         self.facts |= _numba_facts() if not slow else {}
 
     def _begin(self, size: int, images: np.ndarray, labels: np.ndarray) -> None:

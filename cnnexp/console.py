@@ -54,7 +54,7 @@ class Display:
             threads = f"{backend.threads} thread{'s' if backend.threads > 1 else ''} of " if backend.threads else ""
             self._line(
                 f"{dataset.name}: {splits}; {network.parameter_count:,} parameters; "
-                f"{backend.name} on {threads}{backend.device}, ready after {compile_s:.1f} s"
+                f"{backend.name} on {threads}{backend.device_name}, ready after {compile_s:.1f} s"
             )
 
     def progress(self, progress: EpochProgress) -> None:

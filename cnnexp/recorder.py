@@ -196,7 +196,7 @@ class Run:
         self.metrics.update(metrics or {})
         return self._skipped
 
-    def begin(self, dataset: Dataset, network: Network, backend: Backend) -> None:
+    def begin(self, dataset: Dataset, network: Network, backend: Backend, workers: int = 1) -> None:
         """Ask for an MLflow run, once the data is there and the backend made; `wait` for it after compiling."""
         self._dataset = dataset
         self.metrics["model/parameters"] = network.parameter_count
@@ -207,11 +207,12 @@ class Run:
                 "kind": "run",
                 **{group: str(self._config[group]["name"]) for group in ("backend", "model", "dataset", "optimizer")},
                 "seed": str(self._config["trainer"]["seed"]),
-                "device": str(backend.device),
+                "device": backend.device_name,
                 "threads": str(backend.threads),
+                "workers": str(workers),
                 "config_hash": environment.config_hash(self._config),
                 "timing.contended": str(self.contended).lower(),
-                **getattr(backend, "facts", {}),  # a GPU's name, as "device", and versions
+                **getattr(backend, "facts", {}),  # of a GPU: what it can do, driver and toolkit
             },
             "dataset": {
                 "name": dataset.name,
@@ -238,6 +239,12 @@ class Run:
         if self._begun is not None:
             begun, self._begun = self._begun, None
             self.id = begun()
+            self._note("recorded", run_id=self.id)
+
+    @property
+    def facts(self) -> dict[str, str | None]:
+        """What names this run, for a reader of its checkpoints."""
+        return {"name": self.name, "config_hash": environment.config_hash(self._config), "run_id": self.id}
 
     def epoch(self, result: EpochResult) -> None:
         """Record one epoch."""
@@ -316,6 +323,14 @@ class Run:
     def _note(self, event: str, **facts: Any) -> None:
         self._journal.write(json.dumps({"event": event, **facts}) + "\n")
         self._journal.flush()
+
+
+def find_folder(root: Path, run_id: str) -> Path | None:
+    """Return the folder, somewhere under `root`, of the run with this MLflow id, None if there is none."""
+    for journal in Path(root).rglob(JOURNAL):
+        if f'"run_id": "{run_id}"' in journal.read_text(encoding="utf-8"):
+            return journal.parent
+    return None
 
 
 def read_journal(folder: Path) -> dict[str, Any]:

@@ -31,7 +31,7 @@ DATASET = Dataset(
 
 
 class Backend:
-    name, threads, device = "numpy", 2, "a CPU"
+    name, threads, device_name = "numpy", 2, "a CPU"
 
 
 def epoch_result(epoch, correct=2, epoch_s=0.5, speedup=None, validation=None):

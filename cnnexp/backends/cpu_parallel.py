@@ -70,7 +70,7 @@ class CpuParallel:
         object.__setattr__(self, "threads", threads)
 
     @property
-    def device(self) -> str:
+    def device_name(self) -> str:
         return cpu_name()
 
     def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> LayerwiseProgram:

@@ -62,9 +62,8 @@ class Gpu:
 
     @property
     def facts(self) -> dict[str, str]:
-        """Tags that say what computed."""
+        """Tags that say what computed, beside the name."""
         return {
-            "device": self.name,
             "gpu.compute_capability": _dotted(self.compute_capability),
             "gpu.driver_cuda": _dotted(self.driver),
             "gpu.toolkit": _dotted(self.toolkit),

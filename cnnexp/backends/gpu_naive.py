@@ -318,6 +318,10 @@ class GpuBackend:
         return gpu_device.open_gpu(self.device)
 
     @property
+    def device_name(self) -> str:
+        return self.gpu.name
+
+    @property
     def facts(self) -> dict[str, str]:
         """Tags that say what computed."""
         return self.gpu.facts

@@ -181,7 +181,7 @@ class Numpy:
     threads: ClassVar[int] = 1
 
     @property
-    def device(self) -> str:
+    def device_name(self) -> str:
         return cpu_name()
 
     def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> LayerwiseProgram:

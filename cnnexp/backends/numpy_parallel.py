@@ -137,7 +137,7 @@ class _Split:
         object.__setattr__(self, "threads", resolve_threads(self.threads))
 
     @property
-    def device(self) -> str:
+    def device_name(self) -> str:
         return cpu_name()
 
     def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> LayerwiseProgram:

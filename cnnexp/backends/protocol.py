@@ -87,12 +87,12 @@ class Backend(Protocol):
     Attributes:
         name: as in `conf/backend/`.
         threads: CPU threads that its programs use (1 where it uses none of its own).
-        device: what computes, for the record: the CPU's or the GPU's name.
+        device_name: what computes, for the record: the CPU's or the GPU's name.
     """
 
     name: str
     threads: int
-    device: str
+    device_name: str
 
     def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> Program:
         """Make a program; its parameters are zero until `restore`."""

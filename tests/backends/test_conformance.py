@@ -254,7 +254,7 @@ def test_a_loss_that_does_not_suit_is_refused(backend):
 def test_a_backend_says_what_it_is(backend):
     assert backend.name in BACKENDS
     assert backend.threads >= 1
-    assert backend.device
+    assert backend.device_name
     program = backend.compile(Network((3,), (Linear(2),)), Loss.SOFTMAX_CROSS_ENTROPY, SGD(), 2)
     assert program.compile_s >= 0
     assert program.batch_size == 2
