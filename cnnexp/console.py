@@ -38,7 +38,9 @@ class Display:
     def __enter__(self) -> Self:
         if self._shown and self.console.is_terminal:
             columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[facts]}"))
-            self._bar = Progress(*columns, TimeRemainingColumn(), console=self.console, transient=True)
+            columns = (*columns, TimeRemainingColumn())
+            # no refreshing thread: the bar is drawn between the timed parts, never beside them
+            self._bar = Progress(*columns, console=self.console, transient=True, auto_refresh=False)
             self._task = self._bar.add_task("", total=None, facts="")
             self._bar.start()
         return self
@@ -67,6 +69,7 @@ class Display:
                 completed=progress.totals.count,
                 total=progress.images,
                 facts=f"{_facts(progress.totals)}  {rate:,.0f} images/s",
+                refresh=True,
             )
 
     def epoch(self, result: EpochResult) -> None:
