@@ -112,9 +112,9 @@ def confusion(labels: np.ndarray, predicted: np.ndarray, classes: Sequence[str])
     figure.colorbar(image, label="share of the true class")
     if len(classes) <= CELLS_WITH_NUMBERS:
         _name_ticks(axes, classes)
-        for (row, column), count in np.ndenumerate(counts):
+        for row, column in np.argwhere(counts):
             colour = "white" if shares[row, column] > 0.5 else "black"
-            axes.text(column, row, count, ha="center", va="center", fontsize="x-small", color=colour)
+            axes.text(column, row, counts[row, column], ha="center", va="center", fontsize="x-small", color=colour)
     axes.set_xlabel("predicted")
     axes.set_ylabel("true")
     return figure

@@ -197,7 +197,8 @@ def test_ui_shows_the_store_to_this_machine_alone(store, monkeypatch, capsys):
     assert "http://127.0.0.1:5123" in capsys.readouterr().out
     assert commands[0][3:] == [
         *("ui", "--backend-store-uri", store._uri),
-        *("--default-artifact-root", tracking.artifact_location(store._uri), "--host", "127.0.0.1", "--port", "5123"),
+        *("--default-artifact-root", tracking.artifact_location(store._uri)),
+        *("--host", "127.0.0.1", "--port", "5123", "--workers", "1"),
     ]
 
 
