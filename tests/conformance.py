@@ -1,8 +1,8 @@
 """What every backend must do, as functions that any test can call: `check_backend(backend, network, ...)`.
 
 Everything is compared with the float64 oracle of `reference`. Where a number decides, whether a ReLU lets it through or
-which pixel of a window is largest, float32 and float64 may decide differently if rounding blurs it; `decisions_are_clear`
-tells whether a case is free of such, and only such cases say anything about a backend.
+which pixel of a window is largest, float32 and float64 may decide differently if rounding blurs it. Only a case without
+such decisions says anything about a backend: `decisions_are_clear`.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def check_gradients(program, handle, case: Case, batch: np.ndarray) -> None:
 
 
 def _close(actual, expected, whole: float = 0.0) -> bool:
-    """Compare to TOLERANCE of the largest value; what cancels is noise of the size of the `whole` gradient's rounding."""
+    """Compare to TOLERANCE of the largest value; where terms cancel, what is left is rounding of the `whole` gradient."""
     difference = np.abs(actual - expected).max(initial=0.0)
     return bool(difference <= TOLERANCE * np.abs(expected).max(initial=0.0) + 1e-7 * whole + 1e-30)
 

@@ -44,11 +44,6 @@ def backend_class(name: str) -> type[Backend]:
     return getattr(importlib.import_module(f"{__name__}.{module}"), cls)
 
 
-def backend(name: str, **settings) -> Backend:
-    """Make a backend by name, e.g. `backend("cpu-parallel", threads=2)`; raises as `backend_class`."""
-    return backend_class(name)(**settings)
-
-
 def backend(name: str, **options) -> Backend:
     """Make a backend from its name and its options, the keys of `conf/backend/<name>.yaml`."""
     return backend_class(name)(**options)

@@ -18,6 +18,12 @@ from cnnexp.network import AvgPool2d, Conv2d, Flatten, Linear, MaxPool2d, Networ
 from cnnexp.optimizers import Optimizer
 
 
+Watch = Callable[[str, str], AbstractContextManager]
+"""Makes the context in which one pass of one layer runs, e.g. ("conv1", "backward"): where a profiler puts its clock."""
+
+_UNWATCHED: AbstractContextManager = contextlib.nullcontext()
+
+
 def as_float32(images: np.ndarray) -> np.ndarray:
     """Return images as float32 (N, ...): uint8 stands for value / 255."""
     if images.dtype == np.uint8:
@@ -54,6 +60,10 @@ class LayerwiseProgram:
         ops: the layers' mathematics.
         release: called once by `close`.
         scope: makes the context in which anything is computed, e.g. with a number of threads.
+
+    Attributes:
+        watch: may be set by who wants to know what a step does; besides the layers it hears of ("batch", "gather"),
+            ("loss", "forward") and ("parameters", "update").
     """
 
     def __init__(
@@ -70,6 +80,7 @@ class LayerwiseProgram:
         started = time.perf_counter()
         self.network, self.loss, self.optimizer, self.batch_size = network, loss, optimizer, batch_size
         self._ops, self._release, self._scope = ops, release, scope
+        self.watch: Watch = lambda layer, what: _UNWATCHED
         self._update = ops.updater(optimizer)
         zeros = np.zeros(network.parameter_count, np.float32)
         self._parameters = ops.to_device(zeros.copy())
@@ -117,7 +128,7 @@ class LayerwiseProgram:
 
     @_in_scope
     def forward(self, handle: Split, indices: np.ndarray) -> np.ndarray:
-        """Return the last layer's outputs (N, *output_shape) of at most batch_size images; `backward` goes on from it."""
+        """Return the outputs (N, *output_shape) of at most batch_size images; `backward` goes on from them."""
         ops = self._ops
         x, labels = self._buffers.inputs(len(indices))
         ops.gather(handle.images, handle.labels, ops.to_device(np.ascontiguousarray(indices, np.int64)), x, labels)
@@ -145,6 +156,10 @@ class LayerwiseProgram:
             self._ops.copy(np.ascontiguousarray(source, np.float32), target)
         self._step = int(state.get("step", 0))
 
+    def synchronize(self) -> None:
+        """Wait until all work is done: a copy to the host of what was written last."""
+        self._ops.to_host(self._parameters[:1])
+
     def close(self) -> None:
         self._release()
         self._release = lambda: None
@@ -159,15 +174,18 @@ class LayerwiseProgram:
         """Leave the mean gradient of one batch in the flat gradient buffer."""
         ops, count = self._ops, indices.shape[0]
         x, labels = self._buffers.inputs(count)
-        ops.gather(handle.images, handle.labels, indices, x, labels)
+        with self.watch("batch", "gather"):
+            ops.gather(handle.images, handle.labels, indices, x, labels)
         scores = self._forward(x)
         d_scores = self._buffers.gradients(count)[-1]
-        ops.loss(self.loss, scores, labels, 1.0 / count, d_scores, losses, hits)
+        with self.watch("loss", "forward"):
+            ops.loss(self.loss, scores, labels, 1.0 / count, d_scores, losses, hits)
         self._backward(x)
 
     def _apply(self, rate: float) -> None:
         self._step += 1
-        self._update(self._parameters, self._gradient, self._slots, rate, self._step)
+        with self.watch("parameters", "update"):
+            self._update(self._parameters, self._gradient, self._slots, rate, self._step)
 
     def _forward(self, x: Array) -> Array:
         """Return the scores of x (N, *input_shape), filling the activation buffers."""
@@ -178,7 +196,8 @@ class LayerwiseProgram:
             if isinstance(stage.layer, Flatten):
                 x = x.reshape(y.shape)  # not y: where it opens the network, x need not be the gathered batch
             else:
-                forward_stage(self._ops, stage, self._parameters, x, y, argmax)
+                with self.watch(stage.name, "forward"):
+                    forward_stage(self._ops, stage, self._parameters, x, y, argmax)
                 x = y
         return x
 
@@ -191,17 +210,18 @@ class LayerwiseProgram:
         for i in range(len(stages) - 1, first - 1, -1):
             source = activations[i - 1] if i else x
             dx = d_activations[i - 1] if i > first else None
-            backward_stage(
-                self._ops,
-                stages[i],
-                self._parameters,
-                self._gradient,
-                source,
-                activations[i],
-                d_activations[i],
-                argmaxes[i],
-                dx,
-            )
+            with self.watch(stages[i].name, "backward"):
+                backward_stage(
+                    self._ops,
+                    stages[i],
+                    self._parameters,
+                    self._gradient,
+                    source,
+                    activations[i],
+                    d_activations[i],
+                    argmaxes[i],
+                    dx,
+                )
 
 
 def forward_stage(ops: Ops, stage: Stage, parameters: Array, x: Array, y: Array, argmax: Array | None) -> None:

@@ -269,5 +269,5 @@ def test_threads_out_of_range(name, threads):
 
 
 def test_an_unknown_backend():
-    with pytest.raises(ConfigError, match="'cpu-paralel'.*did you mean 'cpu-parallel'"):
+    with pytest.raises(ConfigError, match=r"'cpu-paralel'.*did you mean 'cpu-parallel'"):
         backend_class("cpu-paralel")

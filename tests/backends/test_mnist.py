@@ -52,5 +52,5 @@ def test_accuracy(name, capsys):
     accuracy = evaluate(Loss.SOFTMAX_CROSS_ENTROPY, program.predict(test), labels.astype(np.int32)).accuracy
     program.close()
     with capsys.disabled():
-        print(f"\n{name}: test accuracy {accuracy:.4f}, at least {least}")
+        print(f"\n{name}: test accuracy {accuracy:.4f}, at least {least}")  # noqa: T201
     assert accuracy >= least

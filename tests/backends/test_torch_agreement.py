@@ -42,7 +42,7 @@ def cases():
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize(("backend", "name"), cases())
+@pytest.mark.parametrize(("backend", "name"), list(cases()))
 def test_50_steps_agree_with_pytorch(backend, name, optimizer):
     network, rule = NETWORKS[name], OPTIMIZERS[optimizer]
     case = make_case(network, images=4 * BATCH)
