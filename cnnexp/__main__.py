@@ -10,9 +10,10 @@ import importlib
 import logging
 import math
 import os
+import re
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,16 +22,18 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
-from cnnexp import explain, sweep
-from cnnexp.config import Settings, Tracking, build, load, plain, record
+from cnnexp import checkpoint, explain, sweep
+from cnnexp.config import Settings, Tracking, Trainer, build, load, plain, record
 from cnnexp.console import Display, make_console
 from cnnexp.environment import outputs_dir, program_name
-from cnnexp.errors import CnnexpError
+from cnnexp.errors import CnnexpError, ConfigError
 from cnnexp.losses import check_loss
-from cnnexp.recorder import Recorder, Run
+from cnnexp.recorder import Recorder, Run, find_folder
 from cnnexp.speedup import Baseline
 from cnnexp.tracking import store_uri
 from cnnexp.train import train_epochs
+from cnnexp.workers import mpi
+from cnnexp.workers.program import ParallelProgram
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +56,12 @@ def main() -> None:
     traceback_wanted = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise what it would print, so that errors are reported here
     signal.signal(signal.SIGTERM, _terminate)
+    if mpi.launched_rank():
+        mpi.follow()
+        return
     try:
+        if mpi.launched_rank() == 0:
+            mpi.lead()
         _dispatch(sys.argv[1:])
     except CnnexpError as error:
         if traceback_wanted:
@@ -109,11 +117,13 @@ def _train(settings: Settings, run: Run) -> None:
     trainer, dataset = settings.trainer, settings.dataset.load()
     network = settings.model.network(dataset.input_shape, len(dataset.classes))
     check_loss(network, settings.model.loss, len(dataset.classes))
-    run.begin(dataset, network, settings.backend)
     compiling = (network, settings.model.loss, settings.optimizer, trainer.batch_size)
+    training = checkpoint.describe(*compiling, trainer.rates(), trainer.seed, dataset.sha256)
+    resumed = _resumed(trainer, training) if trainer.resume is not None else None
+    run.begin(dataset, network, settings.backend, settings.workers.count)
     with contextlib.ExitStack() as stack:
-        program = stack.enter_context(contextlib.closing(settings.backend.compile(*compiling)))
-        program.restore({"parameters": network.initial_parameters(trainer.seed)})
+        program = stack.enter_context(contextlib.closing(settings.workers.compile(settings.backend, *compiling)))
+        program.restore(resumed.state if resumed else {"parameters": network.initial_parameters(trainer.seed)})
         baseline = None
         if settings.baseline is not None and not run.contended:
             beside = stack.enter_context(contextlib.closing(settings.baseline.compile(*compiling)))
@@ -122,6 +132,8 @@ def _train(settings: Settings, run: Run) -> None:
         run.wait()
         display = stack.enter_context(Display(trainer.epochs, trainer.baseline, trainer.progress))
         display.start(dataset, network, settings.backend, program.compile_s)
+        for result in resumed.history if resumed else ():
+            run.epoch(result)
         for result in train_epochs(
             program,
             dataset,
@@ -130,11 +142,29 @@ def _train(settings: Settings, run: Run) -> None:
             trainer.rates(),
             baseline,
             trainer.patience,
+            tuple(run.epochs),
             on_progress=display.progress,
         ):
             run.epoch(result)
             display.epoch(result)
+            whole = checkpoint.Checkpoint(result.epoch, training, program.state(), tuple(run.epochs), run.facts)
+            checkpoint.save(run.folder / checkpoint.FOLDER, whole)
+        if isinstance(program, ParallelProgram):
+            run.summarize(program.metrics())
     display.table(run.epochs)
+
+
+def _resumed(trainer: Trainer, training: Mapping[str, Any]) -> checkpoint.Checkpoint:
+    """Return the checkpoint that `trainer.resume` names, once it is known to be of this very training."""
+    where = Path(trainer.resume)
+    if not where.exists() and re.fullmatch("[0-9a-f]{32}", trainer.resume):
+        where = find_folder(outputs_dir(), trainer.resume) or where
+    path = checkpoint.find(where)
+    found = checkpoint.load(path)
+    checkpoint.check_same(found, training, path)
+    if found.epoch >= trainer.epochs:
+        raise ConfigError(f"trainer.epochs={trainer.epochs}: {path} has done {found.epoch} already; give more epochs")
+    return found
 
 
 class SweepCallback(Callback):

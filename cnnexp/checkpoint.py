@@ -27,9 +27,12 @@ import numpy as np
 
 from cnnexp.backends.protocol import State
 from cnnexp.errors import CheckpointError
-from cnnexp.losses import Loss
+from cnnexp.losses import Loss, Totals
 from cnnexp.network import Network
 from cnnexp.optimizers import Optimizer
+from cnnexp.schedules import Schedule
+from cnnexp.speedup import Comparison
+from cnnexp.train import EpochResult
 
 MAGIC = b"cnnexp checkpoint 1\n"
 DIGEST_END = len(MAGIC) + hashlib.sha256().digest_size * 2 + 1
@@ -46,27 +49,37 @@ class Checkpoint:
         epoch: the last one that is done.
         training: what must be the same for a run to go on as if never stopped: see `describe`.
         state: as `Program.state` returned it after that epoch.
-        history: each epoch's metrics by name, first to last, with what else is worth keeping (times, dates).
+        history: what every epoch was, first to last; the scores are left out.
         about: facts for the reader, e.g. config hash, backend, versions; never checked.
     """
 
     epoch: int
     training: Mapping[str, Any]
     state: State = field(repr=False)
-    history: tuple[Mapping[str, Any], ...] = ()
+    history: tuple[EpochResult, ...] = ()
     about: Mapping[str, Any] = field(default_factory=dict)
 
 
 def describe(
-    network: Network, loss: Loss, optimizer: Optimizer, batch_size: int, seed: int, dataset_sha256: str
+    network: Network,
+    loss: Loss,
+    optimizer: Optimizer,
+    batch_size: int,
+    schedule: Schedule,
+    seed: int,
+    dataset_sha256: str,
 ) -> dict[str, Any]:
-    """Return what decides a training run's numbers, as plain values by name; backend and workers are not in it."""
+    """Return what decides a training run's numbers, as plain values by name.
+
+    Backend and workers are not in it, nor is the number of epochs: a run may go on for longer.
+    """
     return {
         "network.input_shape": list(network.input_shape),
         "network.layers": [_plain(layer) for layer in network.layers],
         "loss": loss.value,
         "optimizer": _plain(optimizer),
         "batch_size": batch_size,
+        "schedule": _plain(schedule),
         "seed": seed,
         "dataset.sha256": dataset_sha256,
     }
@@ -166,7 +179,7 @@ def _encode(checkpoint: Checkpoint) -> bytes:
     meta = {
         "epoch": checkpoint.epoch,
         "training": checkpoint.training,
-        "history": checkpoint.history,
+        "history": [_plain_result(result) for result in checkpoint.history],
         "about": checkpoint.about,
     }
     arrays = {f"state/{name}": np.asarray(array) for name, array in checkpoint.state.items()}
@@ -191,7 +204,7 @@ def _decode(content: bytes) -> Checkpoint:
     with np.load(io.BytesIO(content[DIGEST_END:]), allow_pickle=False) as archive:
         meta = json.loads(archive["meta"].tobytes())
         state = {name.removeprefix("state/"): archive[name] for name in archive.files if name.startswith("state/")}
-    return Checkpoint(meta["epoch"], meta["training"], state, tuple(meta["history"]), meta["about"])
+    return Checkpoint(meta["epoch"], meta["training"], state, tuple(map(_result, meta["history"])), meta["about"])
 
 
 def _another(path: Path) -> str:
@@ -200,6 +213,16 @@ def _another(path: Path) -> str:
         if other != path and _damage(other.read_bytes()) is None:
             return f"; {other.name} beside it is whole"
     return ""
+
+
+def _plain_result(result: EpochResult) -> dict[str, Any]:
+    return dataclasses.asdict(dataclasses.replace(result, scores=None))
+
+
+def _result(plain: Mapping[str, Any]) -> EpochResult:
+    made = {"train": Totals, "test": Totals, "validation": Totals, "comparison": Comparison}
+    parts = {key: cls(**plain[key]) for key, cls in made.items() if plain[key] is not None}
+    return EpochResult(**{**plain, **parts, "scores": np.empty((0, 0), np.float32)})
 
 
 def _plain(spec: Any) -> dict[str, Any]:

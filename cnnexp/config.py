@@ -24,11 +24,12 @@ from cnnexp.errors import ConfigError, did_you_mean
 from cnnexp.models import MODELS, Model
 from cnnexp.optimizers import OPTIMIZERS, Optimizer
 from cnnexp.schedules import Constant, Cosine, Schedule, Step
+from cnnexp.workers import WORKERS, Workers
 
 if TYPE_CHECKING:
     from cnnexp.backends.protocol import Backend
 
-SECTIONS = ("model", "backend", "optimizer", "dataset", "trainer", "tracking", "sweep")
+SECTIONS = ("model", "backend", "optimizer", "dataset", "trainer", "workers", "tracking", "sweep")
 MAX_EPOCHS = 1_000_000
 MAX_SEED = 2**63 - 1
 
@@ -49,6 +50,8 @@ class Trainer:
         baseline_batches: batches it trains each epoch.
         baseline_s: the most seconds one of these batches may take; a slower baseline gets fewer images.
         progress: whether to show progress.
+        resume: go on from the newest checkpoint of a run: its folder, one of its checkpoint files, or its MLflow run
+            id; None starts afresh.
     """
 
     epochs: int = 10
@@ -62,6 +65,7 @@ class Trainer:
     baseline_batches: int = 3
     baseline_s: float = 1.0
     progress: bool = True
+    resume: str | None = None
 
     def __post_init__(self) -> None:
         _need("trainer.epochs", self.epochs, 1 <= self.epochs <= MAX_EPOCHS, f"1 .. {MAX_EPOCHS}")
@@ -121,6 +125,7 @@ class Settings:
     optimizer: Optimizer
     dataset: Source
     trainer: Trainer
+    workers: Workers
     tracking: Tracking
     sweep: Sweep
     baseline: Backend | None
@@ -149,6 +154,7 @@ def load(values: Mapping[str, Any]) -> Settings:
         optimizer=_named(OPTIMIZERS, values["optimizer"], "optimizer"),
         dataset=_named(DATASETS, values["dataset"], "dataset"),
         trainer=trainer,
+        workers=_named(WORKERS, values["workers"], "workers"),
         tracking=build(Tracking, values["tracking"], "tracking"),
         sweep=build(Sweep, values["sweep"], "sweep"),
         # last, since importing their compilers takes longest

@@ -73,9 +73,12 @@ def git_facts() -> dict[str, str]:
 def config_hash(config: Mapping[str, Any]) -> str:
     """Return 16 hex digits that name a config: equal for equal values, whatever the order of the keys.
 
-    Where and how a run is recorded does not change what it computes, so `tracking` and `sweep` are left out.
+    Where and how a run is recorded, or whether it was interrupted, does not change what it computes, so `tracking`,
+    `sweep` and `trainer.resume` are left out.
     """
     counted = {key: value for key, value in config.items() if key not in ("tracking", "sweep")}
+    if "trainer" in counted:
+        counted["trainer"] = {key: value for key, value in counted["trainer"].items() if key != "resume"}
     return hashlib.sha256(json.dumps(counted, sort_keys=True).encode()).hexdigest()[:16]
 
 

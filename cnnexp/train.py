@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -73,7 +73,7 @@ def train_epochs(
     schedule: Schedule = Constant(),
     baseline: Baseline | None = None,
     patience: int | None = None,
-    first_epoch: int = 1,
+    earlier: Sequence[EpochResult] = (),
     on_progress: Callable[[Progress], None] = lambda progress: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[EpochResult]:
@@ -87,7 +87,7 @@ def train_epochs(
         schedule: gives each epoch's learning rate.
         baseline: timed on a few of the run's batches each epoch.
         patience: stop after so many epochs in a row without a smaller held-out loss; None never stops early.
-        first_epoch: where to go on, after `program.restore`.
+        earlier: results of the epochs that are done, after `program.restore`; training goes on from there.
         on_progress: called about twice a second.
         clock: returns seconds.
 
@@ -101,7 +101,9 @@ def train_epochs(
         if split is not None
     }
     best, worse = math.inf, 0
-    for epoch in range(first_epoch, epochs + 1):
+    for result in earlier:
+        best, worse = _patience(result, best, worse)
+    for epoch in range(earlier[-1].epoch + 1 if earlier else 1, epochs + 1):
         rate = schedule(program.optimizer.lr, epoch, epochs)
         order = epoch_order(len(dataset.train.labels), seed, epoch)
         one_pass = _Pass(program, handle, order, epoch, rate, baseline, on_progress, clock)
@@ -123,8 +125,7 @@ def train_epochs(
         )
         yield result
 
-        worse = 0 if result.held_out.mean_loss < best else worse + 1
-        best = min(best, result.held_out.mean_loss)
+        best, worse = _patience(result, best, worse)
         if patience is not None and worse >= patience:
             return
 
@@ -132,6 +133,12 @@ def train_epochs(
 def epoch_order(count: int, seed: int, epoch: int) -> np.ndarray:
     """Return the permutation of 0 .. count - 1 (int64) in which an epoch visits the images; no hidden state."""
     return np.random.default_rng((seed, epoch)).permutation(count)
+
+
+def _patience(result: EpochResult, best: float, worse: int) -> tuple[float, int]:
+    """Return the smallest held-out loss so far, and how many epochs in a row have not been below it."""
+    loss = result.held_out.mean_loss
+    return min(best, loss), 0 if loss < best else worse + 1
 
 
 class _Pass:

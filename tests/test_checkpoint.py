@@ -1,24 +1,26 @@
+import dataclasses
 import itertools
 import os
 
 import numpy as np
 import pytest
+from results import epoch_result
 
-from cnnexp import SGD, Adam, Conv2d, Flatten, Linear, Loss, Network, ReLU, train_epochs
+from cnnexp import SGD, Adam, Constant, Conv2d, Cosine, Flatten, Linear, Loss, Network, ReLU, train_epochs
 from cnnexp.backends import backend_class
 from cnnexp.checkpoint import Checkpoint, check_same, describe, find, list_checkpoints, load, save
 from cnnexp.datasets import Dataset, Split
 from cnnexp.errors import CheckpointError
 
 NETWORK = Network((6, 6, 1), (Conv2d(2, 3), ReLU(), Flatten(), Linear(3)))
-TRAINING = describe(NETWORK, Loss.SOFTMAX_CROSS_ENTROPY, Adam(), 8, 5, "0" * 64)
+TRAINING = describe(NETWORK, Loss.SOFTMAX_CROSS_ENTROPY, Adam(), 8, Constant(), 5, "0" * 64)
 
 
 def checkpoint(epoch=1, seed=0):
     rng = np.random.default_rng(seed)
     names = ("parameters", "mean", "square")
     state = {name: rng.standard_normal(NETWORK.parameter_count).astype(np.float32) for name in names}
-    return Checkpoint(epoch, TRAINING, {**state, "step": np.int64(12)}, ({"epoch": epoch, "test/loss": 0.1},))
+    return Checkpoint(epoch, TRAINING, {**state, "step": np.int64(12)}, (epoch_result(epoch),), {"backend": "numpy"})
 
 
 def dataset():
@@ -31,7 +33,9 @@ def dataset():
 def test_what_is_saved_comes_back_bit_for_bit(tmp_path):
     saved = checkpoint()
     read = load(save(tmp_path, saved))
-    assert (read.epoch, read.history) == (1, saved.history)
+    assert (read.epoch, read.about) == (1, {"backend": "numpy"})
+    (then,), (now,) = saved.history, read.history
+    assert dataclasses.replace(now, scores=None) == dataclasses.replace(then, scores=None)
     assert read.state.keys() == saved.state.keys()
     for name, array in saved.state.items():
         np.testing.assert_array_equal(read.state[name], array)
@@ -120,6 +124,7 @@ def test_a_failure_at_any_moment_leaves_the_last_checkpoint_and_no_litter(tmp_pa
         ({"optimizer": SGD()}, 'optimizer is {"type": "SGD"'),
         ({"optimizer": Adam(lr=0.5)}, '"lr": 0.5'),
         ({"batch_size": 9}, "batch_size is 9, the checkpoint's 8"),
+        ({"schedule": Cosine()}, 'schedule is {"type": "Cosine"}'),
         ({"seed": 6}, "seed is 6, the checkpoint's 5"),
         ({"dataset_sha256": "1" * 64}, "dataset.sha256 is"),
     ],
@@ -130,6 +135,7 @@ def test_another_training_is_refused_and_what_differs_is_named(changed, message)
         "loss": Loss.SOFTMAX_CROSS_ENTROPY,
         "optimizer": Adam(),
         "batch_size": 8,
+        "schedule": Constant(),
         "seed": 5,
         "dataset_sha256": "0" * 64,
     }
@@ -151,13 +157,15 @@ def test_a_resumed_run_ends_bit_identical_to_one_never_stopped(tmp_path, optimiz
 
     stopped = compiled()
     stopped.restore(start)
+    results = []
     for result in itertools.islice(train_epochs(stopped, dataset(), 4, seed=5), 2):
-        save(tmp_path, Checkpoint(result.epoch, TRAINING, stopped.state()))
+        results.append(result)
+        save(tmp_path, Checkpoint(result.epoch, TRAINING, stopped.state(), tuple(results)))
 
     resumed, last = compiled(), load(find(tmp_path))
     assert last.epoch == 2
     resumed.restore(last.state)
-    list(train_epochs(resumed, dataset(), 4, seed=5, first_epoch=last.epoch + 1))
+    list(train_epochs(resumed, dataset(), 4, seed=5, earlier=last.history))
     assert resumed.state().keys() == unbroken.state().keys()
     for name, array in unbroken.state().items():
         np.testing.assert_array_equal(resumed.state()[name], array)

@@ -17,6 +17,7 @@ from cnnexp.models import MODELS, Custom, Ffn, OneConv
 from cnnexp.network import Conv2d, Flatten, Linear
 from cnnexp.optimizers import OPTIMIZERS, SGD
 from cnnexp.schedules import Constant, Cosine, Step
+from cnnexp.workers import WORKERS
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 VALUES = {
@@ -25,6 +26,7 @@ VALUES = {
     "optimizer": {"name": "sgd", "lr": 0.1},
     "dataset": {"name": "digits"},
     "trainer": {"epochs": 2, "baseline": None},
+    "workers": {"name": "none"},
     "tracking": {"name": "none"},
     "sweep": {},
 }
@@ -192,7 +194,13 @@ def test_values_that_lead_nowhere(value, message):
     assert record(config)["model"]["filters"] == value
 
 
-REGISTRIES = {"model": MODELS, "optimizer": OPTIMIZERS, "dataset": DATASETS, "backend": BACKENDS}
+REGISTRIES = {
+    "model": MODELS,
+    "optimizer": OPTIMIZERS,
+    "dataset": DATASETS,
+    "workers": WORKERS,
+    "backend": BACKENDS,
+}
 FILES = sorted(path for group in REGISTRIES for path in (CONF / group).glob("*.yaml"))
 
 

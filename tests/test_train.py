@@ -49,8 +49,8 @@ def test_order_follows_from_seed_and_epoch_alone():
 
 def test_a_run_that_goes_on_visits_the_images_as_one_never_stopped():
     whole, rest = FakeProgram(FakeClock(), 0.1), FakeProgram(FakeClock(), 0.1)
-    run(whole, epochs=3)
-    results = run(rest, epochs=3, first_epoch=3)
+    earlier = run(whole, epochs=3)[:2]
+    results = run(rest, epochs=3, earlier=earlier)
     assert [r.epoch for r in results] == [3]
     assert np.array_equal(np.concatenate(whole.orders)[50:], np.concatenate(rest.orders))
 
@@ -70,6 +70,12 @@ def test_a_loss_that_is_not_finite_stops_the_run(bad):
 def test_early_stop_counts_epochs_without_a_smaller_held_out_loss():
     results = run(FakeProgram(FakeClock(), 0.1), epochs=10, patience=2)
     assert len(results) == 3  # the fake's scores never change: best in epoch 1, worse in 2 and 3
+
+
+def test_early_stop_counts_the_epochs_before_a_run_went_on():
+    earlier = run(FakeProgram(FakeClock(), 0.1), epochs=2)
+    results = run(FakeProgram(FakeClock(), 0.1), epochs=10, patience=2, earlier=earlier)
+    assert [result.epoch for result in results] == [3]
 
 
 def test_held_out_is_the_validation_split_where_there_is_one():

@@ -33,6 +33,7 @@ class Alone:
 
     def compile(self, backend: Backend, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> Program:
         """As `Backend.compile`."""
+        _refuse_idle_ranks(self.name)
         return backend.compile(network, loss, optimizer, batch_size)
 
 
@@ -61,7 +62,7 @@ class Local(_Parallel):
     """Processes of this machine.
 
     Attributes:
-        count: how many, 2 to the usable cores.
+        count: how many, >= 2.
         sync, period: as `_Parallel`.
     """
 
@@ -78,6 +79,7 @@ class Local(_Parallel):
         from cnnexp.workers.local import compile_local
         from cnnexp.workers.replica import Spec
 
+        _refuse_idle_ranks(self.name)
         _check_batch(batch_size, self.count, self.sync)
         own = divide_threads(backend, self.count)
         return compile_local(Spec(own, network, loss, optimizer, batch_size, self.sync, self.period), self.count)
@@ -105,6 +107,7 @@ class Mpi(_Parallel):
         return compile_mpi(Spec(backend, network, loss, optimizer, batch_size, self.sync, self.period))
 
 
+Workers = Alone | Local | Mpi
 WORKERS: dict[str, type] = {"none": Alone, "local": Local, "mpi": Mpi}
 
 
@@ -113,6 +116,13 @@ def divide_threads(backend: Backend, workers: int) -> Backend:
     if "threads" not in {field.name for field in dataclasses.fields(backend)}:
         return backend
     return dataclasses.replace(backend, threads=max(1, min(backend.threads, usable_cores() // workers)))
+
+
+def _refuse_idle_ranks(name: str) -> None:
+    from cnnexp.workers.mpi import group_size, launched_rank
+
+    if launched_rank() is not None and group_size() > 1:
+        raise ConfigError(f"workers={name}: but {group_size()} MPI processes were started; add workers=mpi")
 
 
 def _check_batch(batch_size: int, workers: int, sync: str) -> None:

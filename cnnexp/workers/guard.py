@@ -1,4 +1,4 @@
-"""Somebody who is left to say which worker died: a process of its own, `python -m cnnexp.workers.guard`.
+"""Somebody who is left to say which worker died: a process of its own.
 
 A launcher that sees one MPI process die kills all others at once, so none of them can report it. The guard is not one
 of them: rank 0 starts it in a session of its own. Every worker keeps a connection to it, which the system closes when
@@ -74,7 +74,7 @@ def start_guard(size: int, reachable: bool) -> Address:
     token = secrets.token_hex(16)
     host = "" if reachable else "127.0.0.1"
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "cnnexp.workers.guard", str(size), host],
+        [sys.executable, "-I", __file__, str(size), host],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

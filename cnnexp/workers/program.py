@@ -86,6 +86,15 @@ class ParallelProgram:
         """Return (workers, 3): of all training so far, seconds computing, seconds communicating, and images."""
         return self._call("times")
 
+    def metrics(self) -> dict[str, float]:
+        """Return `times` by the names they are recorded under, e.g. `workers/1/communicate_s`."""
+        names = ("compute_s", "communicate_s", "images")
+        return {
+            f"workers/{rank}/{name}": float(value)
+            for rank, row in enumerate(self.times())
+            for name, value in zip(names, row, strict=True)
+        }
+
     def close(self) -> None:
         release, self._release = self._release, _already_closed
         if release is _already_closed:
