@@ -14,6 +14,8 @@ from llvmlite import ir
 from cnnexp.backends.cpu_simd.emit import BIT, INDEX, INT, Emitter, Pointer
 from cnnexp.backends.cpu_simd.layout import Grid, Matrix
 
+MAGIC = 1.5 * 2**23
+
 Map = Callable[[Emitter, ir.Value], ir.Value]
 Map2 = Callable[[Emitter, ir.Value, ir.Value], ir.Value]
 
@@ -26,13 +28,14 @@ def sigmoid(k: Emitter, x: ir.Value) -> ir.Value:
 
 
 def exp(k: Emitter, x: ir.Value) -> ir.Value:
-    """e**x for x <= 88, relative error below 2e-7; a NaN stays one, x < -87 counts as -87.
+    """e**x for x <= 88, relative error below 2e-7 where the result is no denormal; a NaN stays one.
 
     x = n log 2 + r: n by rounding (adding 1.5 * 2**23 leaves n in the low bits), log 2 in two parts (Cody and Waite
-    1980), e**r by Taylor's polynomial of degree 6 for |r| <= 0.35, 2**n by writing n into the exponent.
+    1980), e**r by Taylor's polynomial of degree 6 for |r| <= 0.35, 2**n in two factors, as it may be a denormal, each
+    by writing its exponent. e**-104 is 0.
     """
-    x = k.select(k.builder.fcmp_ordered("<", x, k.constant(-87)), k.constant(-87), x)
-    magic = k.constant(1.5 * 2**23)
+    x = k.select(k.builder.fcmp_ordered("<", x, k.constant(-104)), k.constant(-104), x)
+    magic = k.constant(MAGIC)
     rounded = k.fma(x, k.constant(float(np.float32(1 / math.log(2)))), magic)
     n = k.builder.fsub(rounded, magic)
     high = 0.693359375
@@ -41,9 +44,12 @@ def exp(k: Emitter, x: ir.Value) -> ir.Value:
     total = k.constant(float(np.float32(1 / math.factorial(6))))
     for degree in range(5, -1, -1):
         total = k.fma(total, r, k.constant(float(np.float32(1 / math.factorial(degree)))))
-    bits = k.builder.shl(k.builder.bitcast(rounded, k.indices), k.integers(23))
-    scale = k.builder.bitcast(k.builder.add(bits, k.integers(127 << 23)), k.vector)
-    return k.multiply(total, scale)
+    exponent = k.builder.sub(k.builder.bitcast(rounded, k.indices), k.integers(int(np.float32(MAGIC).view(np.int32))))
+    half = k.builder.ashr(exponent, k.integers(1))
+    for part in (half, k.builder.sub(exponent, half)):
+        bits = k.builder.shl(k.builder.add(part, k.integers(127)), k.integers(23))
+        total = k.multiply(total, k.builder.bitcast(bits, k.vector))
+    return total
 
 
 def same(k: Emitter, x: ir.Value) -> ir.Value:

@@ -70,7 +70,7 @@ class SimdProgram:
         self._slots = aligned_zeros((2, plan.parameters.size))
         self._gradients = aligned_zeros((threads, plan.parameters.size))
         self._arenas = plan.arena.make(threads)
-        self._totals = np.zeros((threads, 2))
+        self._totals = np.zeros((threads, LINE))
         self._flags = np.zeros(threads * LINE, np.int64)
         self._step = 0
         self._step_s = CALL_S
@@ -155,7 +155,7 @@ class SimdProgram:
                 numbers,
             )
         )  # fmt: skip
-        loss, hits = self._totals.sum(axis=0)
+        loss, hits = self._totals[:, :2].sum(axis=0)
         return Totals(float(loss), int(hits), len(order))
 
 

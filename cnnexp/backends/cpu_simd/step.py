@@ -26,7 +26,7 @@ PREDICT, GRADIENTS, APPLY, TRAIN = 0, 1, 2, 3
 """What `work` does: forward only; forward and backward; the optimizer alone; training steps."""
 
 LINE = 8
-"""int64 numbers per cache line: every thread's flag has a line of its own."""
+"""Numbers of 8 bytes per cache line: what a thread writes has lines of its own."""
 
 SPINS = 20_000
 """Turns of the waiting loop, some tens of microseconds, before a thread offers its core to others at every turn."""
@@ -49,21 +49,10 @@ def make_work(plan: Plan, loss: Loss, optimizer: Optimizer, key: str):
     outputs, stride, scores_at = plan.scores.size, plan.scores.stride, plan.scores.offset
 
     @compiled
-    def run_tile(bytes_, floats, taint, labels, order, batch, train, parameters, gradients, arena, scores, totals):
-        """Run the images of `order` through the network, and back if `train`."""
-        count = len(order)
-        if len(bytes_):
-            gather_bytes(bytes_, order, arena, count)
-        else:
-            gather_floats(floats, order, arena, count)
-        forward(parameters, gradients, arena, count)
-        if train:
-            tile_loss(arena, taint, labels, order, batch, totals)
-            backward(parameters, gradients, arena, count)
-        else:
-            for n in range(count):
-                for o in range(outputs):
-                    scores[n, o] = arena[scores_at + n * stride + o]
+    def copy_scores(arena, scores):
+        for n in range(len(scores)):
+            for o in range(outputs):
+                scores[n, o] = arena[scores_at + n * stride + o]
 
     @compiled
     def work(
@@ -78,11 +67,11 @@ def make_work(plan: Plan, loss: Loss, optimizer: Optimizer, key: str):
             labels: int32 (N,). order: int64, the images to run. batch: images per step.
             parameters: (size,). slots: (2, size). gradients: (threads, size), zero before and after a step.
             arenas: (threads, ...). scores: (len(order), O), filled by `PREDICT`.
-            totals: float64 (threads, 2), added to: losses and hits. flags: int64 (threads * LINE,), for the barrier.
+            totals: float64 (threads, LINE), added to: losses and hits. flags: int64 (threads * LINE,), for the barrier.
             numbers: float32 (steps, 3), the learning rate and the optimizer's constants, by step.
         """
         threads, count = gradients.shape[0], len(order)
-        size = len(parameters)
+        arena, gradient, size = arenas[rank], gradients[rank], len(parameters)
         low, high = size * rank // threads // 16 * 16, size * (rank + 1) // threads // 16 * 16
         if rank == threads - 1:
             high = size
@@ -90,14 +79,19 @@ def make_work(plan: Plan, loss: Loss, optimizer: Optimizer, key: str):
             first, last = step * batch, min((step + 1) * batch, count)
             here = last - first
             if mode != APPLY:
-                share, end = first + here * rank // threads, first + here * (rank + 1) // threads
-                while share < end:
-                    stop = min(share + images, end)
-                    run_tile(
-                        bytes_, floats, taint, labels, order[share:stop], here, mode != PREDICT,
-                        parameters, gradients[rank], arenas[rank], scores[share:stop], totals[rank],
-                    )  # fmt: skip
-                    share = stop
+                start, end = first + here * rank // threads, first + here * (rank + 1) // threads
+                for at in range(start, end, images):
+                    tile = order[at : min(at + images, end)]
+                    if len(bytes_):
+                        gather_bytes(bytes_, tile, arena, len(tile))
+                    else:
+                        gather_floats(floats, tile, arena, len(tile))
+                    forward(parameters, gradient, arena, len(tile))
+                    if mode == PREDICT:
+                        copy_scores(arena, scores[at : at + len(tile)])
+                    else:
+                        tile_loss(arena, taint, labels, tile, here, totals[rank])
+                        backward(parameters, gradient, arena, len(tile))
             if mode in (TRAIN, APPLY):
                 wait(flags, rank, threads)
                 apply_update(parameters, slots, gradients, low, high, numbers[step])
