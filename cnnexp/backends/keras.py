@@ -1,7 +1,7 @@
 """`keras`: the same network in Keras on TensorFlow, on the CPU: a peer to compare with (`pip install cnnexp[keras]`).
 
 Layers and gradients are TensorFlow's own, compiled into one `tf.function` per training step, which is faster than
-`fit`. The update is our rule on its tensors: Keras's Adam adds epsilon elsewhere, and the parameters must stay the same.
+`fit`. The update is our rule on its tensors, since Keras's Adam adds its epsilon elsewhere.
 """
 
 from __future__ import annotations
@@ -77,9 +77,8 @@ class KerasProgram:
         scalars = [tf.TensorSpec([])] * 3
         self._train_step = tf.function(self._take_step, input_signature=[*batch, *scalars])
         self._gradients = tf.function(self._differentiate, input_signature=batch)
-        self._apply = tf.function(
-            self._update, input_signature=[[tf.TensorSpec(v.shape) for v in self._variables], *scalars]
-        )
+        parts = [tf.TensorSpec(variable.shape) for variable in self._variables]
+        self._apply = tf.function(self._update, input_signature=[parts, *scalars])
         self._forward = tf.function(self._model, input_signature=[images])
         self._warm_up()
         self.compile_s = time.perf_counter() - started
@@ -156,9 +155,8 @@ class KerasProgram:
         for i, (w, g) in enumerate(zip(self._variables, gradients, strict=True)):
             slots = [slot[i] for slot in self._slots]
             s, t = ([tf.convert_to_tensor(slot) for slot in slots] + [zero, zero])[:2]
-            for old, value in zip(
-                [w, *slots], self._rule(tf.convert_to_tensor(w), g, s, t, rate, c0, c1), strict=False
-            ):
+            new = self._rule(tf.convert_to_tensor(w), g, s, t, rate, c0, c1)
+            for old, value in zip([w, *slots], new, strict=False):
                 old.assign(value)
 
     def _take_step(self, images, labels, indices, rate, c0, c1):

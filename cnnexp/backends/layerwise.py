@@ -17,9 +17,8 @@ from cnnexp.losses import Loss, Totals, check_loss
 from cnnexp.network import AvgPool2d, Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Sigmoid, Stage
 from cnnexp.optimizers import Optimizer
 
-
 Watch = Callable[[str, str], AbstractContextManager]
-"""Makes the context in which one pass of one layer runs, e.g. ("conv1", "backward"): where a profiler puts its clock."""
+"""Makes the context in which a pass of a layer runs, e.g. ("conv1", "backward"): where a profiler puts its clock."""
 
 _UNWATCHED: AbstractContextManager = contextlib.nullcontext()
 

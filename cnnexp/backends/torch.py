@@ -79,7 +79,7 @@ class _Flatten(nn.Module):
 
 
 class _BinaryCrossEntropy(torch.autograd.Function):
-    """As PyTorch's, see `losses.binary_cross_entropy`, but it takes NaN: the loop tells the user where that came from."""
+    """As PyTorch's (see `losses.binary_cross_entropy`), but NaN passes through: the train loop reports it."""
 
     @staticmethod
     def forward(ctx, p, t):
