@@ -129,6 +129,7 @@ def _train(settings: Settings, run: Run) -> None:
             beside = stack.enter_context(contextlib.closing(settings.baseline.compile(*compiling)))
             baseline = Baseline(beside, dataset.train, trainer.baseline_batches, trainer.baseline_s)
         run.summarize({"time/compile_s": program.compile_s})
+        run.add_artifact(run.folder / checkpoint.FOLDER, checkpoint.FOLDER)
         run.wait()
         display = stack.enter_context(Display(trainer.epochs, trainer.baseline, trainer.progress))
         display.start(dataset, network, settings.backend, program.compile_s)

@@ -260,7 +260,7 @@ class Run:
         self.metrics.update(metrics)
 
     def add_artifact(self, path: Path, target: str | None = None) -> None:
-        """Store a file or folder with the run when it ends, under the folder `target` of its artifacts."""
+        """Store a file or folder, if it exists when the run ends, under the folder `target` of its artifacts."""
         self._artifacts.append((str(path), target))
 
     def __exit__(self, kind, error, traceback) -> None:
@@ -291,7 +291,8 @@ class Run:
         config = self.folder / "config.json"
         config.write_text(json.dumps(self._config, indent=2) + "\n", encoding="utf-8")
         self.add_artifact(config)
-        self._recorder.call("finish", run_id=self.id, status=status, tags=tags, artifacts=self._artifacts)
+        artifacts = [(path, target) for path, target in self._artifacts if Path(path).exists()]
+        self._recorder.call("finish", run_id=self.id, status=status, tags=tags, artifacts=artifacts)
 
     def _draw(self) -> None:
         """Let the recorder draw the figures, since it has matplotlib loaded."""

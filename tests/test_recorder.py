@@ -64,6 +64,10 @@ def test_run_records_everything(live, store, tmp_path):
             run, [epoch_result(1, correct=4, epoch_s=0.5, speedup=2.0), epoch_result(2, epoch_s=0.25, speedup=3)]
         )
         run.summarize({"time/compile_s": 1.5})
+        (tmp_path / "checkpoints").mkdir()
+        (tmp_path / "checkpoints" / "2.npz").write_bytes(b"state")
+        run.add_artifact(tmp_path / "checkpoints", "checkpoints")
+        run.add_artifact(tmp_path / "never made")
 
     recorded = read(store, run.id)
     assert recorded.info.status == "FINISHED"
@@ -98,7 +102,7 @@ def test_run_records_everything(live, store, tmp_path):
     assert recorded.data.params["dataset.root"] == "${oc.env:SECRET}"
     artifacts = {a.path for a in store._client.list_artifacts(run.id)}
     figures = {a.path for a in store._client.list_artifacts(run.id, "figures")}
-    assert artifacts == {"config.json", "figures", "predictions.npz"}
+    assert artifacts == {"config.json", "figures", "predictions.npz", "checkpoints"}
     assert figures == {f"figures/{name}.png" for name in ("learning", "epoch_time", "confusion", "recall")}
     with np.load(tmp_path / "predictions.npz", allow_pickle=False) as arrays:
         assert arrays["predicted"].tolist() == [0, 1, 2, 1]
