@@ -183,7 +183,7 @@ def check_gradients(program, handle, case: Case, batch: np.ndarray) -> None:
 
 
 def _close(actual, expected, whole: float = 0.0) -> bool:
-    """Compare to TOLERANCE of the largest value; where terms cancel, what is left is rounding of the `whole` gradient."""
+    """Compare to TOLERANCE of the largest value; what cancels leaves rounding of the size of the `whole` gradient's."""
     difference = np.abs(actual - expected).max(initial=0.0)
     return bool(difference <= TOLERANCE * np.abs(expected).max(initial=0.0) + 1e-7 * whole + 1e-30)
 
