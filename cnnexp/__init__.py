@@ -8,8 +8,9 @@ from importlib import import_module as _import_module
 
 _HOMES = {
     "cnnexp.backends": ("backend",),
-    "cnnexp.datasets": ("Dataset", "Digits", "FashionMnist", "Fer2013", "Images", "Mnist", "Npz", "Quadrants", "Split")
-    + ("Synthetic",),
+    "cnnexp.datasets": (
+        *("Dataset", "Digits", "FashionMnist", "Fer2013", "Images", "Mnist", "Npz", "Quadrants", "Split", "Synthetic"),
+    ),
     "cnnexp.errors": ("CnnexpError",),
     "cnnexp.losses": ("Loss", "Totals"),
     "cnnexp.models": ("Custom", "Ffn", "Knm", "OneConv", "TwoConvMlp", "TwoConvPool4"),
@@ -22,7 +23,7 @@ _HOMES = {
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __version__ = "0.1.0"
-__all__ = sorted(_HOME_OF)  # noqa: PLE0605
+__all__ = sorted(_HOME_OF)
 
 
 def __getattr__(name: str):

@@ -99,9 +99,8 @@ def run(composed: DictConfig) -> float:
     try:
         settings = load(plain(composed))
     except CnnexpError:
-        with Run(
-            folder, recorded, overrides, name="illegal config"
-        ):  # a sweep finds what became of its jobs in their folders
+        # a sweep finds what became of its jobs in their folders
+        with Run(folder, recorded, overrides, name="illegal config"):
             raise
     tracking, parent = settings.tracking, within.run_id if within else None
     contended = within is not None and within.contended

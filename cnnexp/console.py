@@ -37,10 +37,15 @@ class Display:
 
     def __enter__(self) -> Self:
         if self._shown and self.console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[facts]}"))
-            columns = (*columns, TimeRemainingColumn())
-            # no refreshing thread: the bar is drawn between the timed parts, never beside them
-            self._bar = Progress(*columns, console=self.console, transient=True, auto_refresh=False)
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TextColumn("{task.fields[facts]}"),
+                TimeRemainingColumn(),
+                console=self.console,
+                transient=True,
+                auto_refresh=False,  # no refreshing thread: the bar is drawn between the timed parts, never beside them
+            )
             self._task = self._bar.add_task("", total=None, facts="")
             self._bar.start()
         return self

@@ -13,7 +13,7 @@ import numpy as np
 from cnnexp.errors import NetworkError
 from cnnexp.network import Network, Sigmoid
 
-# As torch.nn.BCELoss: log is clamped at -100 and the gradient's denominator at 1e-12, so a saturated sigmoid stays finite.
+# As torch.nn.BCELoss: log is clamped at -100 and the gradient's denominator at 1e-12: a saturated sigmoid stays finite.
 LOG_FLOOR = np.float32(-100.0)
 VARIANCE_FLOOR = np.float32(1e-12)
 

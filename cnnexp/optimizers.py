@@ -143,7 +143,7 @@ class RMSprop(Optimizer):
 
 @dataclass(frozen=True)
 class Adagrad(Optimizer):
-    """Divide by the root of the sum of squares (Duchi et al. 2011), the rate decaying by 1 / (1 + (step - 1) lr_decay)."""
+    """Divide by the root of the sum of squares (Duchi et al. 2011); the rate falls by 1 / (1 + (step - 1) lr_decay)."""
 
     lr_decay: float = 0.0
     eps: float = 1e-10

@@ -1,5 +1,6 @@
 """The command line: what a user types, and every mistake in it as one line."""
 
+import importlib.util
 import os
 import re
 import signal
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cnnexp import __main__ as cli
-from cnnexp.errors import DataError
+from cnnexp.errors import BackendUnavailable, DataError
 from cnnexp.recorder import read_journal
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -128,6 +129,20 @@ def test_a_tiny_run_shows_its_epochs_and_keeps_a_journal(run, tmp_path):
     assert journal["status"] == "FINISHED"
     assert journal["config"]["model"]["filters"] == 3
     assert len(journal["epochs"]) == 2
+
+
+def test_the_default_run_learns_the_digits(run, tmp_path):
+    code, _, _ = run("tracking=none", "trainer.baseline=null")
+    assert code == 0
+    assert read_journal(tmp_path / "run")["metrics"]["final/test_accuracy"] >= 0.95
+
+
+def test_a_missing_gpu_is_one_line_that_says_what_to_use(run):
+    if importlib.util.find_spec("numba_cuda"):
+        pytest.skip("numba-cuda is installed")
+    code, out, err = run("backend=gpu")
+    assert re.fullmatch("cnnexp: error: .*backend=cpu.*\n", err)
+    assert (code, out) == (BackendUnavailable.exit_code, "")
 
 
 def test_progress_off_shows_the_table_alone(run):

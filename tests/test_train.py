@@ -82,7 +82,8 @@ def test_held_out_is_the_validation_split_where_there_is_one():
     (result,) = run(FakeProgram(FakeClock(), 0.1), dataset(test=8, validation=4))
     assert (result.test.count, result.validation.count, result.held_out.count) == (8, 4, 4)
     (result,) = run(FakeProgram(FakeClock(), 0.1), dataset(test=8))
-    assert result.validation is None and result.held_out is result.test
+    assert result.validation is None
+    assert result.held_out is result.test
 
 
 def test_progress_reaches_the_whole_epoch():

@@ -1,8 +1,8 @@
 """The contract of a backend, stated once; the files beside this one hold only tactics.
 
-A backend is a compiler: `compile(network, loss, optimizer, batch_size)` returns a `Program`, and a `Program` is all that
-the train loop sees. Most backends implement `Ops`, one method per layer and pass, and let `layerwise` drive them; a
-fused backend implements `Program` itself. The same tests hold both.
+A backend is a compiler: `compile(network, loss, optimizer, batch_size)` returns a `Program`, and a `Program` is all
+that the train loop sees. Most backends implement `Ops`, one method per layer and pass, and let `layerwise` drive them;
+a fused backend implements `Program` itself. The same tests hold both.
 
 Dimension letters, in every shape comment of every backend:
 
