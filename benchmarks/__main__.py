@@ -20,21 +20,21 @@ from benchmarks.runner import ROOT, Match, Plan, installed, make_oracle
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark; return the exit code: 1 where one of ours failed; a peer that fails is only a row."""
     options = parser().parse_args(arguments)
+    if options.redraw:
+        report.write(json.loads((options.out / "cpu.json").read_text()), options.out)
+        return 0
     try:
         chosen = cases.select(options.cases)
         entries = contestants.select(options.contestants)
+        threads = _threads(options.threads)
     except ValueError as error:
         parser().error(str(error))
-    cores = machine.usable_cores()
-    threads = sorted({len(cores) if n == "all" else int(n) for n in options.threads})
-    if not all(1 <= n <= len(cores) for n in threads):
-        parser().error(f"--threads {threads}: legal are 1 .. {len(cores)} and all")
     plan = Plan(
         rounds=2 if options.quick else options.rounds,
         seconds=0.05 if options.quick else options.seconds,
         setup_timeout_s=options.setup_timeout,
         peer_python=options.peer_python,
-        cores=cores,
+        cores=machine.usable_cores(),
     )
     console = Console(width=max(120, Console().width), highlight=False)
     entries, missing = _present(entries, plan.peer_python)
@@ -78,13 +78,28 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--cases", nargs="+", default=["main"], help=f"groups ({', '.join(cases.GROUPS)}) or cases by name")
     p.add_argument("--threads", nargs="+", default=["1", "all"], help="numbers of threads; all: every usable core")
     p.add_argument("--contestants", nargs="+", default=["ours", "peer"], help="ours, peer, or contestants by name")
-    p.add_argument("--rounds", type=int, default=7, help="samples of each contestant")
-    p.add_argument("--seconds", type=float, default=0.3, help="length of a sample; longer where one step takes longer")
+    p.add_argument("--rounds", type=int, default=5, help="samples of each contestant")
+    p.add_argument("--seconds", type=float, default=0.2, help="length of a sample; longer where one step takes longer")
     p.add_argument("--setup-timeout", type=float, default=240, help="seconds to import, compile and check")
     p.add_argument("--peer-python", default=sys.executable, help="the interpreter that has the peers installed")
     p.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder to write to")
+    p.add_argument("--redraw", action="store_true", help="measure nothing; write tables and figures of --out/cpu.json")
     p.add_argument("--quick", action="store_true", help="2 short rounds: to see that it works, not to quote")
     return p
+
+
+def _threads(wanted: list[str]) -> list[int]:
+    """Return the numbers of threads, fewest first.
+
+    Raises:
+        ValueError: a number is none, or is more than there are cores.
+    """
+    cores = len(machine.usable_cores())
+    legal = {"all": cores, **{str(n): n for n in range(1, cores + 1)}}
+    for word in wanted:
+        if word not in legal:
+            raise ValueError(f"--threads {word}: legal are 1 .. {cores} and all")
+    return sorted({legal[word] for word in wanted})
 
 
 def _present(entries: list[contestants.Entry], peer_python: str) -> tuple[list[contestants.Entry], list[str]]:

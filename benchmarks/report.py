@@ -127,6 +127,14 @@ def write(result: dict[str, Any], out: Path) -> list[Path]:
     return written
 
 
+EXPLANATION = """Whole training steps: forward, loss, backward, optimizer; float32; the same images, batches and first parameters for
+all, in memory beforehand (ours gather each shuffled batch, the peers find theirs gathered). Contestants take turns; a
+sample starts from the first parameters. Medians over rounds. Before timing each is held to a float64 oracle;
+`gradient` is its distance, relative. `of limit`: useful multiply-adds, those of gradients counted through the
+max-pool's argmax, over the faster of a loop of multiply-adds in registers and a large matrix product, both timed in
+the same rounds. `MB`: the most memory resident in its process, framework included. `compile s`: as found, caches of
+earlier runs included. `(32 images a step)`: too slow for more."""
+
 COLUMNS = ("", "images/s", "quartiles", "slowest", "x best peer", "of limit", "us/image", "MB", "compile s", "gradient")
 
 
@@ -175,13 +183,7 @@ def markdown(result: dict[str, Any]) -> str:
         "",
         _conditions(result),
         "",
-        "Whole training steps: forward, loss, backward, optimizer; float32; the same images, batches and first "
-        "parameters for all, in memory beforehand (ours gather each shuffled batch, the peers find theirs gathered). "
-        "Contestants take turns; a sample starts from the first parameters. Medians over rounds. Before timing each "
-        "is held to a float64 oracle; `gradient` is its distance, relative. `of limit`: useful multiply-adds, those of gradients "
-        "counted through the max-pool's argmax, over the faster of a loop of multiply-adds in registers and a large "
-        "matrix product, both timed in the same rounds. `MB`: the most memory resident in its process, framework "
-        "included. `compile s`: as found, caches of earlier runs included. `(32 images a step)`: too slow for more.",
+        EXPLANATION,
         "",
     ]
     swept = {m["group"] for m in result["matches"] if m["grows"] is not None}

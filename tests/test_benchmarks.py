@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks import __main__ as program
-from benchmarks import cases, contestants, oracle, report, runner, worker
+from benchmarks import cases, contestants, oracle, report, run_overhead, runner, worker
 from cnnexp import Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU
 
 ROOT = Path(__file__).parents[1]
@@ -53,6 +53,13 @@ def test_select_names_what_is_legal():
     assert len(cases.select(["main"])) == 4
 
 
+def test_threads_are_held_to_the_cores_there_are():
+    cores = len(program.machine.usable_cores())
+    assert program._threads(["all", "1"]) == sorted({1, cores})
+    with pytest.raises(ValueError, match=f"--threads {cores + 1}: legal are 1 .. {cores} and all"):
+        program._threads([str(cores + 1)])
+
+
 def test_every_case_has_the_same_data_each_time():
     once, again = cases.data(TINY), cases.data(TINY)
     assert np.array_equal(once.images, again.images)
@@ -84,6 +91,29 @@ def test_a_contestant_that_failed_is_a_line_that_says_so():
 def test_a_scaled_down_contestant_says_so():
     line = report.lines(match({"python": [1.0]}, batch_size=1000, per_step=1))[0]
     assert report._cells(line)[0] == "python (1 images a step)"
+
+
+def test_figures_of_a_sweep(tmp_path):
+    matches = [match({"cpu-simd": [0.1 * n], "torch": [0.3 * n], "python": [9.0]}) for n in (1, 2, 4)]
+    for grows, record in zip((14, 28, 56), matches, strict=True):
+        record |= {"group": "size", "title": f"one_conv, {grows} x {grows}", "grows": grows}
+    result = {
+        "command": "c", "started": "s", "seconds": 1.0, "quick": False, "rounds": 1, "seconds_per_sample": 1.0,
+        "machine": {"processor": "p", "cores": [0], "system": "s", "python": "3"}, "not_installed": ["jax"],
+        "matches": matches,
+    }  # fmt: skip
+    paths = report.write(result, tmp_path)
+    assert [path.name for path in paths] == ["cpu.md", "growth-1-threads.png", "growth-1-threads.svg"]
+    assert "| torch | 3,000 | 6,000 | 12,000 |" in paths[0].read_text()
+    assert "Not installed: jax" in paths[0].read_text()
+
+
+def test_clocks_count_a_call_within_a_call_once():
+    clocks = run_overhead.Clocks(iter([0, 1, 3, 7, 8, 20]).__next__)
+    inner = clocks.wrap(lambda: None, "inner")  # from 3 to 7
+    clocks.wrap(inner, "outer")()  # from 1 to 8
+    clocks.stop()
+    assert clocks.seconds == {"configuration and the rest": 1 + 12, "outer": 2 + 1, "inner": 4}
 
 
 @pytest.mark.parametrize("entry", [e for e in contestants.ENTRIES.values() if e.side == "peer"], ids=lambda e: e.name)
