@@ -12,7 +12,8 @@ from cnnexp.optimizers import SGD, Adam
 
 torch = pytest.importorskip("torch")
 
-STEPS, BATCH = 50, 8
+# A batch large enough that one image whose ReLU or maximum rounding decides does not outweigh the rest
+STEPS, BATCH = 50, 32
 NETWORKS = {
     "one_conv": Network((28, 28, 1), (Conv2d(8, 3), ReLU(), MaxPool2d(2), Flatten(), Linear(10))),
     "two_conv_mlp": Network(
