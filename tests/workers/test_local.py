@@ -1,0 +1,159 @@
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from workers.work import RATE, compiled, images, order, trained
+
+from cnnexp.backends import backend_class
+from cnnexp.errors import CheckpointError, ConfigError, WorkerDied
+from cnnexp.workers import Local, divide_threads
+from cnnexp.workers.local import SLOT_BYTES, Board, LocalCollective
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def on_threads(size, work):
+    """Return what `work(collective)` returns on each rank; the board works between threads as between processes."""
+    board, results = Board(size), [None] * size
+
+    def run(rank):
+        results[rank] = work(LocalCollective(board, rank))
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return results
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("count", [0, 1, 7, SLOT_BYTES // 4 + 3])
+def test_exchanges_give_every_worker_the_same(size, count):
+    rng = np.random.default_rng(0)
+    parts = [rng.standard_normal(count).astype(np.float32) for _ in range(size)]
+    total = parts[0].copy()
+    for part in parts[1:]:
+        total += part  # in the order of the ranks: the same bits
+
+    def work(collective):
+        collective.barrier()
+        buffer = parts[collective.rank].copy()
+        collective.all_reduce(buffer)
+        uneven = parts[collective.rank][: count // (collective.rank + 1)]
+        gathered = collective.all_gather(uneven, [count // (rank + 1) for rank in range(size)])
+        told = parts[collective.rank].astype(np.float64).reshape(-1, 1)
+        collective.broadcast(told)
+        return buffer, gathered, told
+
+    for buffer, gathered, told in on_threads(size, work):
+        np.testing.assert_array_equal(buffer, total)
+        np.testing.assert_array_equal(gathered, np.concatenate([p[: count // (r + 1)] for r, p in enumerate(parts)]))
+        np.testing.assert_array_equal(told, parts[0].astype(np.float64).reshape(-1, 1))
+
+
+def test_no_worker_overtakes_another():
+    """Many small exchanges with workers of changing speed: a slot overwritten too early would give a wrong sum."""
+
+    def work(collective):
+        rng = np.random.default_rng(collective.rank)
+        for step in range(200):
+            if rng.random() < 0.1:
+                time.sleep(0.001)
+            buffer = np.full(5, step * (collective.rank + 1), np.float32)
+            collective.all_reduce(buffer)
+            np.testing.assert_array_equal(buffer, step * 6)
+        return True
+
+    assert on_threads(3, work) == [True] * 3
+
+
+@pytest.mark.parametrize("sync", ["gradients", "hybrid"])
+def test_two_processes_train_like_one(sync):
+    one = trained(compiled(None, "one_conv", "adam"))
+    program = compiled(Local(count=2, sync=sync), "one_conv", "adam")
+    totals, state, scores = trained(program)
+    assert program.metrics()["workers/1/images"] == 5 * 25
+    program.close()
+    program.close()
+    assert (totals.correct, totals.count) == (one[0].correct, one[0].count)
+    np.testing.assert_allclose(state["parameters"], one[1]["parameters"], rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(scores, one[2], rtol=1e-4, atol=1e-5)
+
+
+def test_a_state_of_another_network_leaves_the_workers_together():
+    program = compiled(Local(), "one_conv", "sgd")
+    with pytest.raises(CheckpointError, match=r"has shape \(3,\), the network needs"):
+        program.restore({"parameters": np.zeros(3, np.float32)})
+    assert trained(program)[0].count == len(order())
+    program.close()
+
+
+def test_a_killed_worker_is_named_and_the_others_end():
+    program = compiled(Local(count=3), "one_conv", "sgd")
+    handle = program.load(*images())
+    program.train(handle, order(), RATE)
+    children = [child.pid for child in _children()]
+    os.kill(children[1], signal.SIGKILL)
+    started = time.monotonic()
+    with pytest.raises(WorkerDied, match=rf"worker 2 of 3 \(pid {children[1]}\) was killed by SIGKILL"):
+        program.train(handle, np.tile(order(), 10_000), RATE)
+    program.close()
+    assert time.monotonic() - started < 10
+    assert not any(child.pid in children for child in _children())
+
+
+def test_workers_end_with_rank_0_and_say_so():
+    code = """
+import os, sys
+sys.path.insert(0, "tests")
+from workers.work import compiled
+from cnnexp.workers import Local
+if __name__ == "__main__":
+    program = compiled(Local(), "one_conv", "sgd")
+    os.kill(os.getpid(), 9)
+"""
+    started = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    # reading to the end of standard error waits for the last process that holds it
+    assert time.monotonic() - started < 30
+    assert done.returncode == -signal.SIGKILL
+    assert "cnnexp: error: worker 0 of 2 (pid " in done.stderr
+
+
+def test_threads_are_divided_among_the_workers(monkeypatch):
+    monkeypatch.setattr("cnnexp.workers.usable_cores", lambda: 2)
+    backend = backend_class("cpu-parallel")(threads=2)
+    assert [divide_threads(backend, workers).threads for workers in (1, 2, 4)] == [2, 1, 1]
+    alone = backend_class("numpy")()
+    assert divide_threads(alone, 4) is alone
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"count": 1}, r"workers\.count=1: must be >= 2"),
+        ({"period": 0, "sync": "parameters"}, r"workers\.period=0: must be >= 1"),
+        ({"period": 3}, r"workers\.period=3: only with workers\.sync=parameters, not gradients"),
+    ],
+)
+def test_mistakes_are_one_line(values, message):
+    with pytest.raises(ConfigError, match=message):
+        Local(**values)
+
+
+def test_more_workers_than_images_in_a_batch_are_refused():
+    with pytest.raises(ConfigError, match=r"trainer\.batch_size=16: must be >= 17"):
+        compiled(Local(count=17), "one_conv", "sgd")
+
+
+def _children():
+    from multiprocessing import active_children
+
+    return sorted(active_children(), key=lambda child: child.name)

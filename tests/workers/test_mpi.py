@@ -1,0 +1,99 @@
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from workers.work import MODELS, OPTIMIZERS, compiled, trained
+
+pytest.importorskip("mpi4py", reason="workers=mpi needs mpi4py: pip install cnnexp[mpi]")
+ROOT = Path(__file__).resolve().parent.parent.parent
+MPIEXEC = shutil.which("mpiexec", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
+pytestmark = pytest.mark.skipif(MPIEXEC is None, reason="no mpiexec: pip install cnnexp[mpi]")
+PATH = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+TINY = ("experiment=smoke", "backend=numpy", "tracking=none", "trainer.baseline=null", "trainer.epochs=1")
+FFN = ("model=ffn", "~model.filters", "model.loss_name=softmax_cross_entropy")
+
+
+def start(*arguments, ranks=2):
+    command = [MPIEXEC, "-n", str(ranks), sys.executable, *arguments]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=ROOT, env={**os.environ, **PATH}, **pipes)
+
+
+def finish(process, seconds=60):
+    try:
+        return process.communicate(timeout=seconds)
+    finally:
+        process.kill()
+
+
+def ranks_of(process):
+    """Return the processes of the ranks, by rank."""
+    psutil = pytest.importorskip("psutil")
+    found = [p for p in psutil.Process(process.pid).children(recursive=True) if "PMI_RANK" in p.environ()]
+    return {int(p.environ()["PMI_RANK"]): p for p in found if "guard.py" not in " ".join(p.cmdline())}
+
+
+def test_two_ranks_train_like_one(tmp_path):
+    cases = [
+        [sync, model, optimizer] for sync in ("gradients", "hybrid") for model in MODELS for optimizer in OPTIMIZERS
+    ]
+    process = start("tests/workers/work.py", "train", "--folder", str(tmp_path), "--cases", json.dumps(cases))
+    assert finish(process) == ("", "")
+    assert process.returncode == 0
+    for sync, model, optimizer in cases:
+        totals, state, scores = trained(compiled(None, model, optimizer))
+        with np.load(tmp_path / f"{sync}-{model}-{optimizer}.npz") as found:
+            assert float(found["loss"]) == pytest.approx(totals.loss, rel=1e-5)
+            np.testing.assert_allclose(found["scores"], scores, rtol=1e-4, atol=1e-5)
+            difference = np.linalg.norm(found["parameters"] - state["parameters"])
+            assert difference < 1e-5 * np.linalg.norm(state["parameters"])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_ends_all_and_is_named(rank):
+    process = start("tests/workers/work.py", "endless")
+    assert process.stdout.readline() == "training\n"
+    everyone = ranks_of(process)
+    assert sorted(everyone) == [0, 1]
+    started = time.monotonic()
+    everyone[rank].send_signal(signal.SIGKILL)
+    _, stderr = finish(process, 10)
+    assert time.monotonic() - started < 10
+    assert process.returncode != 0
+    assert re.search(rf"cnnexp: error: worker {rank} of 2 \(pid {everyone[rank].pid} on \S+\) died", stderr)
+    assert not any(worker.is_running() for worker in everyone.values())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("workers=mpi",), 0, ""),
+        (("trainer.epoch=3",), 2, "trainer.epoch=3: unknown key"),
+        ((), 2, "workers=none: but 2 MPI processes were started; add workers=mpi"),
+        (("workers=local",), 2, "workers=local: but 2 MPI processes were started; add workers=mpi"),
+        (("workers=mpi", "workers.sync=hybrid", *FFN), 2, "workers.sync=hybrid: needs convolutions"),
+    ],
+)
+def test_rank_0_alone_speaks_and_all_end(tmp_path, arguments, code, message):
+    process = start("-m", "cnnexp", *TINY, *arguments, f"hydra.run.dir={tmp_path}/run")
+    stdout, stderr = finish(process)
+    assert process.returncode == code
+    assert stdout.count("200 images to train on") == (code == 0)
+    assert message in stderr
+    assert stderr.count("\n") == (code != 0)
+    assert [path.name for path in tmp_path.iterdir()] in ([], ["run"])
+
+
+def test_workers_mpi_without_mpiexec_says_how():
+    command = [sys.executable, "-m", "cnnexp", *TINY, "workers=mpi"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 2
+    assert "workers=mpi: not started by MPI; run it as mpiexec -n 4" in done.stderr

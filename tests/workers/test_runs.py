@@ -1,0 +1,129 @@
+"""Whole runs from the command line: stopped, killed, and gone on with."""
+
+import contextlib
+import re
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cnnexp.checkpoint import find, list_checkpoints, load
+from cnnexp.recorder import read_journal
+
+psutil = pytest.importorskip("psutil", reason="finds the workers to kill")
+ROOT = Path(__file__).resolve().parent.parent.parent
+SMALL = ("experiment=smoke", "backend=numpy", "trainer.baseline=null", "trainer.schedule=constant", "optimizer=adam")
+
+
+def command(*arguments):
+    return [sys.executable, "-m", "cnnexp", *SMALL, *arguments]
+
+
+def cnnexp(*arguments):
+    return subprocess.run(command(*arguments), capture_output=True, text=True, cwd=ROOT, check=False)
+
+
+def states(folder):
+    return load(find(folder)).state
+
+
+def test_a_run_that_was_stopped_ends_bit_identical_to_one_that_was_not(tmp_path):
+    for name, more in {
+        "whole": ["trainer.epochs=4"],
+        "half": ["trainer.epochs=2"],
+        "rest": ["trainer.epochs=4", f"trainer.resume={tmp_path}/half"],
+    }.items():
+        done = cnnexp("tracking=none", f"hydra.run.dir={tmp_path}/{name}", *more)
+        assert (done.returncode, done.stderr) == (0, "")
+    whole, rest = states(tmp_path / "whole"), states(tmp_path / "rest")
+    assert whole.keys() == rest.keys()
+    for name, array in whole.items():
+        np.testing.assert_array_equal(rest[name], array)
+    losses = [[epoch["train/loss"] for epoch in read_journal(tmp_path / name)["epochs"]] for name in ("whole", "rest")]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["trainer.epochs=2"], 2, r"trainer.epochs=2: \S+ has done 2 already; give more epochs"),
+        (["trainer.epochs=3", "optimizer.lr=0.5"], 6, 'of another training: optimizer is .*"lr": 0.5'),
+        (["trainer.epochs=3", "model.filters=5"], 6, 'of another training: network.layers is .*"filters": 5'),
+        (["trainer.epochs=3", "trainer.resume=nowhere"], 6, "trainer.resume='nowhere': no such file or folder"),
+    ],
+)
+def test_a_run_that_cannot_go_on_says_why(tmp_path_factory, arguments, code, message):
+    half = tmp_path_factory.getbasetemp() / "done"
+    if not half.exists():
+        assert cnnexp("tracking=none", f"hydra.run.dir={half}").returncode == 0
+    folder = tmp_path_factory.mktemp("run")
+    done = cnnexp("tracking=none", f"hydra.run.dir={folder}", f"trainer.resume={half}", *arguments)
+    assert done.returncode == code
+    assert len(done.stderr.splitlines()) == 1
+    assert re.search(message, done.stderr)
+    assert not (folder / "checkpoints").exists()
+
+
+def test_a_killed_rank_0_ends_the_run_as_failed_and_it_goes_on_from_its_checkpoint(tmp_path):
+    store, folder = tmp_path / "mlflow.db", tmp_path / "run"
+    with _endless(folder, f"tracking.uri=sqlite:///{store}") as (run, worker):
+        killed = time.monotonic()
+        run.kill()
+        _, stderr = run.communicate(timeout=60)
+        while _statuses(store) == ["RUNNING"]:
+            time.sleep(0.05)
+        assert time.monotonic() - killed < 10
+        assert f"cnnexp: error: worker 0 of 2 (pid {run.pid}) died" in stderr
+        assert _statuses(store) == ["FAILED"]
+        assert not worker.is_running()
+
+    epoch = load(find(folder)).epoch + 1
+    on = ("dataset.train_size=1000", "tracking=none", f"trainer.resume={folder}", f"trainer.epochs={epoch}")
+    done = cnnexp(*on, f"hydra.run.dir={tmp_path}/on")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(read_journal(tmp_path / "on")["epochs"]) == epoch
+
+
+def test_a_killed_worker_ends_the_run_as_failed(tmp_path):
+    with _endless(tmp_path, "tracking=none") as (run, worker):
+        killed = time.monotonic()
+        worker.kill()
+        _, stderr = run.communicate(timeout=60)
+        assert time.monotonic() - killed < 10
+        assert run.returncode == 8
+        assert stderr == f"cnnexp: error: worker 1 of 2 (pid {worker.pid}) was killed by SIGKILL\n"
+        assert read_journal(tmp_path)["status"] == "FAILED"
+        assert load(find(tmp_path)).epoch >= 1
+
+
+@contextlib.contextmanager
+def _endless(folder, *arguments):
+    """Start a run of two workers, wait for its first checkpoint; yield it and its other worker."""
+    folders = (f"hydra.run.dir={folder}", "trainer.epochs=100000", "dataset.train_size=1000")
+    run = subprocess.Popen(
+        command("workers=local", *folders, *arguments),
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while not list_checkpoints(folder / "checkpoints"):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        (worker,) = [p for p in psutil.Process(run.pid).children() if "spawn_main" in " ".join(p.cmdline())]
+        yield run, worker
+    finally:
+        run.kill()
+        run.communicate()
+
+
+def _statuses(store):
+    with contextlib.closing(sqlite3.connect(store)) as connection:
+        return [status for (status,) in connection.execute("select status from runs")]

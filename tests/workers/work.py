@@ -1,0 +1,71 @@
+"""What the workers of these tests train; run by `mpiexec`, what every rank does."""
+
+import argparse
+import itertools
+import json
+
+import numpy as np
+
+from cnnexp import SGD, Adam, Loss, OneConv, TwoConvMlp
+from cnnexp.backends import backend_class
+from cnnexp.train import epoch_order
+from cnnexp.workers import Mpi, mpi
+
+MODELS = {"one_conv": OneConv(filters=4), "two_conv_mlp": TwoConvMlp(filters=3, hidden=17)}
+OPTIMIZERS = {"sgd": SGD(lr=0.05, momentum=0.5), "adam": Adam(lr=1e-3)}
+RATE = 0.01
+
+
+def images(count=50, side=12):
+    rng = np.random.default_rng(1)
+    return rng.random((count, side, side, 1), np.float32), rng.integers(0, 10, count).astype(np.int32)
+
+
+def order(epochs=5):
+    return np.concatenate([epoch_order(50, 0, epoch) for epoch in range(epochs)])
+
+
+def compiled(workers, model, optimizer, backend="numpy", batch_size=16):
+    network = MODELS[model].network((12, 12, 1), 10)
+    parts = (network, Loss.SOFTMAX_CROSS_ENTROPY, OPTIMIZERS[optimizer], batch_size)
+    backend = backend_class(backend)()
+    program = backend.compile(*parts) if workers is None else workers.compile(backend, *parts)
+    program.restore({"parameters": network.initial_parameters(0)})
+    return program
+
+
+def trained(program, count=None):
+    """Return the totals, the state and the scores after training on `order`."""
+    handle = program.load(*images())
+    totals = program.train(handle, order()[:count], RATE)
+    return totals, program.state(), program.predict(handle)
+
+
+def main():
+    """`mpiexec -n 2 python work.py train`: train every case and save what comes of it; `endless`: until killed."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("task", choices=["train", "endless"])
+    parser.add_argument("--folder")
+    parser.add_argument("--cases", type=json.loads)
+    options = parser.parse_args()
+    if mpi.launched_rank():
+        mpi.follow()
+        return
+    mpi.lead()
+    if options.task == "train":
+        for sync, model, optimizer in options.cases:
+            program = compiled(Mpi(sync=sync), model, optimizer)
+            totals, state, scores = trained(program)
+            program.close()
+            np.savez(f"{options.folder}/{sync}-{model}-{optimizer}.npz", loss=totals.loss, scores=scores, **state)
+    if options.task == "endless":
+        program = compiled(Mpi(), "one_conv", "sgd")
+        handle = program.load(*images())
+        for step in itertools.count():
+            program.train(handle, order(), RATE)
+            if step == 0:
+                print("training", flush=True)  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()
