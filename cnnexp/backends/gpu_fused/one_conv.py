@@ -24,7 +24,7 @@ from cnnexp.backends.gpu_kernels import ONE, ZERO, f32, u32, unsigned
 from cnnexp.network import Stage
 
 IMAGES = 2 if SIMULATED else 4  # of a block, forward: a linear weight is read once for all of them
-FILTERS = 8 if SIMULATED else 128  # of a block, forward, at most
+FILTERS = 4 if SIMULATED else 128  # of a block, forward, at most
 COLUMNS = 4 if SIMULATED else 16  # a sum over a block goes through so many sums of BLOCK / COLUMNS
 STAGED = 4 if SIMULATED else 128  # images staged at once, backward, at most
 MOST_WEIGHTS = 32  # K * K * C: weights of a filter in a thread's registers
@@ -105,7 +105,7 @@ def forward(conv: ConvBlock, O: int, rows: int, filters: int, batch_size: int) -
                         y[u32(u32(n0 + u32(m)) * D + feature)] = best
                         code[u32(u32(n0 + u32(m)) * D + feature)] = np.uint8(where)
                 for o in range(O):
-                    weight_o = wt[u32(u32(o) * D + feature)]
+                    weight_o = wt[feature + u32(u32(o) * D)]  # not wrapped to 32 bits: one address for all o
                     for m in range(IMAGES):
                         score[m * O + o] += pooled[m] * weight_o
                 cell = u32(cell + lanes)

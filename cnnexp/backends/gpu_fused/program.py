@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -112,7 +113,7 @@ class FusedProgram:
         totals = Totals(0.0, 0, 0)
         most = handle.order.shape[0] // self.batch_size * self.batch_size  # whole steps that the buffers hold
         for start in range(0, len(order), most):
-            totals += self._train(handle, order[start : start + most], rate)
+            totals += self._train(handle, order[start : start + most], rate, self._graphs)
         return totals
 
     def gradients(self, handle: Split, indices: np.ndarray) -> tuple[Totals, np.ndarray]:
@@ -162,39 +163,45 @@ class FusedProgram:
         """Device memory is given back with the last reference to it."""
 
     def _warm_up(self) -> None:
-        """Take every path once on zeros, so that every kernel is compiled before anything is timed."""
-        zeros = np.zeros((1, *self.network.input_shape), np.uint8)
+        """Take every path once on zeros: kernels are compiled before anything is timed, and never while a graph is."""
+        fresh = {"parameters": np.zeros(self.network.parameter_count, np.float32)}
+        self.restore(fresh)
+        if SIMULATED:
+            return  # nothing is compiled
+        zeros = np.zeros((self.batch_size, *self.network.input_shape), np.uint8)
+        labels, order = np.zeros(self.batch_size, np.int32), np.arange(self.batch_size)
         for images in (zeros, zeros.astype(np.float32)):
-            self._train(self.load(images, np.zeros(1, np.int32)), np.zeros(1, np.int64), 0.0)
-        self.restore({"parameters": np.zeros(self.network.parameter_count, np.float32)})
+            split = self.load(images, labels)
+            self._train(split, order, 0.0, graphs=None)
+            kernels.advance().launch(1, self._stream, split.cursor, u32(0))
+            self._train(split, order, 0.0, self._graphs)
+        self.restore(fresh)
 
-    def _train(self, split: Split, order: np.ndarray, rate: float) -> Totals:
+    def _train(self, split: Split, order: np.ndarray, rate: float, graphs: _Graphs | None) -> Totals:
         """Train on at most as many images as the split's buffers hold."""
         batch, count = self.batch_size, len(order)
         steps = -(-count // batch)
         rates = [(rate, *self.optimizer.constants(self._step + 1 + i)) for i in range(steps)]
         gpu_device.copy(np.array(rates, np.float32).reshape(-1), split.rates)
         self._send(split, order)
-        done = self._launch_graphs(split, count // batch) if self._graphs else 0
-        base = done * batch  # where the cursor is now
+        base = self._launch_graphs(graphs, split, count // batch) if graphs else 0
         for start in range(base, count, batch):
             self._enqueue(self._stream, split, start - base, min(batch, count - start))
         self._step += steps
         return self._totals(split, count)
 
-    def _launch_graphs(self, split: Split, steps: int) -> int:
-        """Launch graphs for `steps` whole steps; return how many that was, all of them."""
+    def _launch_graphs(self, graphs: _Graphs, split: Split, steps: int) -> int:
+        """Launch graphs for `steps` whole steps; return where the cursor is after them."""
+        left = steps
         for size in GRAPH_STEPS:
-            for _ in range(steps // size):
-                if size not in split.graphs:
-                    split.graphs[size] = self._graphs.capture(
-                        lambda stream, size=size: self._enqueue_steps(stream, split, size)
-                    )
+            if left >= size and size not in split.graphs:
+                split.graphs[size] = graphs.capture(partial(self._enqueue_steps, split, size))
+            for _ in range(left // size):
                 split.graphs[size].launch(self._stream)
-            steps %= size
-        return steps
+            left %= size
+        return steps * self.batch_size
 
-    def _enqueue_steps(self, stream: Any, split: Split, steps: int) -> None:
+    def _enqueue_steps(self, split: Split, steps: int, stream: Any) -> None:
         """Enqueue whole steps from the cursor on, then move it past them."""
         for i in range(steps):
             self._enqueue(stream, split, i * self.batch_size, self.batch_size)
@@ -258,13 +265,12 @@ class FusedProgram:
 def segments(partials: list[Partials]) -> np.ndarray:
     """Return the table of `kernels.update`, a row per block, uint32 (blocks, SEGMENT)."""
     rows = []
-    for partial in partials:
-        size = partial.parameter.size
-        threads = kernels.SUM_SLICES if partial.parts > kernels.MANY else 1
+    for sums in partials:
+        offset, size = sums.parameter.offset, sums.parameter.size
+        threads = kernels.SUM_SLICES if sums.parts > kernels.MANY else 1
         wide = BLOCK // threads
         for first in range(0, size, wide):
-            count = min(wide, size - first)
-            rows.append((partial.parameter.offset + first, count, partial.base + first, size, partial.parts, threads))
+            rows.append((offset + first, min(wide, size - first), sums.base + first, size, sums.parts, threads))
     return np.array(rows, np.uint32)
 
 
