@@ -525,7 +525,7 @@ def _nodes(network: Network, target: Target) -> list[Node]:
     while stages:
         stage = stages.pop(0)
         if isinstance(stage.layer, Flatten):
-            shape = stage.output_shape
+            # rows are flat already, and in lanes only a change of layout flattens
             continue
         node = _node(stage, stages, shape, target, first=not nodes)
         if node.wants is Matrix and layout is Grid and nodes:

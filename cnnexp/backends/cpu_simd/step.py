@@ -100,9 +100,14 @@ def make_work(plan: Plan, loss: Loss, optimizer: Optimizer, key: str):
     return work
 
 
+def _read_only(number: types.Type) -> types.Array:
+    """Return the type of a flat array that may be read-only, as a memory-mapped data set is."""
+    return types.Array(number, 1, "C", readonly=True)
+
+
 SIGNATURE = types.void(
-    int64, int64,
-    types.uint8[::1], types.float32[::1], types.float32[::1], types.int32[::1], types.int64[::1], int64,
+    int64, int64, _read_only(types.uint8), _read_only(types.float32), _read_only(types.float32),
+    _read_only(types.int32), _read_only(types.int64), int64,
     types.float32[::1], types.float32[:, ::1], types.float32[:, ::1], types.float32[:, ::1], types.float32[:, ::1],
     types.float64[:, ::1], types.int64[::1], types.float32[:, ::1],
 )  # fmt: skip
