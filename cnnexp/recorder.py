@@ -285,7 +285,7 @@ class Run:
         if self.id is None or self._lost is not None:
             return
         if self.epochs:
-            self._post(self.metrics, self.epochs[-1].epoch)
+            self._post(self.metrics, step=0)  # MLflow's page draws what has no steps as bars
         if status == "FINISHED":
             self._draw()
         config = self.folder / "config.json"

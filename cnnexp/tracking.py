@@ -13,7 +13,6 @@ import json
 import os
 import socket
 import sqlite3
-import subprocess
 import sys
 import time
 import urllib.request
@@ -84,11 +83,9 @@ def ui(arguments: Sequence[str]) -> None:
     sys.stdout.flush()
     with _alone(uri):
         pass  # let a process that sets up the store finish
-    environ = {"MLFLOW_DISABLE_TELEMETRY": "true", **os.environ}
-    with contextlib.suppress(KeyboardInterrupt):  # the way to end it
-        code = subprocess.run(ui_command(uri, port), env=environ, check=False).returncode
-        if code:
-            raise TrackingError(f"tracking.uri={_without_password(uri)}: mlflow ui ended with code {code}")
+    command = ui_command(uri, port)
+    # this process becomes MLflow's, so whatever ends it ends the page
+    os.execve(command[0], command, {"MLFLOW_DISABLE_TELEMETRY": "true", **os.environ})
 
 
 def ui_command(uri: str, port: int) -> list[str]:

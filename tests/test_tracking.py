@@ -190,9 +190,7 @@ def test_processes_that_start_at_once_share_a_new_store(tmp_path):
 
 def test_ui_shows_the_store_to_this_machine_alone(store, monkeypatch, capsys):
     commands = []
-    monkeypatch.setattr(
-        tracking.subprocess, "run", lambda c, **_: commands.append(c) or subprocess.CompletedProcess(c, 0)
-    )
+    monkeypatch.setattr(tracking.os, "execve", lambda path, command, environ: commands.append(command))
     tracking.ui([f"tracking.uri={store._uri}", "port=5123"])
     assert "http://127.0.0.1:5123" in capsys.readouterr().out
     assert commands[0][3:] == [
