@@ -127,19 +127,20 @@ def write(result: dict[str, Any], out: Path) -> list[Path]:
     return written
 
 
-EXPLANATION = """Whole training steps: forward, loss, backward, optimizer; float32; the same images, batches and first parameters for
-all, in memory beforehand (ours gather each shuffled batch, the peers find theirs gathered). Contestants take turns; a
-sample starts from the first parameters. Medians over rounds. Before timing each is held to a float64 oracle;
-`gradient` is its distance, relative. `of limit`: useful multiply-adds, those of gradients counted through the
-max-pool's argmax, over the faster of a loop of multiply-adds in registers and a large matrix product, both timed in
-the same rounds. `MB`: the most memory resident in its process, framework included. `compile s`: as found, caches of
-earlier runs included. `(32 images a step)`: too slow for more."""
+EXPLANATION = """Whole training steps: forward, loss, backward, optimizer; float32; the same images, batches and first
+parameters for all, in memory beforehand (ours gather each shuffled batch, the peers find theirs gathered).
+Contestants take turns; a sample starts from the first parameters. Medians over rounds. Before timing each is held to
+a float64 oracle; `gradient` is its distance, relative. `of limit`: useful multiply-adds, those of gradients counted
+through the max-pool's argmax, over the faster of a loop of multiply-adds in registers and a large matrix product,
+both timed in the same rounds. `MB`: the most memory resident in its process, framework included. `compile s`: as
+found, caches of earlier runs included. `(32 a step)`: so few images a step, since a whole batch would take too
+long."""
 
 COLUMNS = ("", "images/s", "quartiles", "slowest", "x best peer", "of limit", "us/image", "MB", "compile s", "gradient")
 
 
 def _cells(line: Line) -> list[str]:
-    name = line.contestant + (f" ({line.scaled} images a step)" if line.scaled else "")
+    name = line.contestant + (f" ({line.scaled} a step)" if line.scaled else "")
     if line.error:
         return [name, f"failed: {line.error}", *[""] * (len(COLUMNS) - 2)]
     memory = f"{line.peak_bytes / 1e6:,.0f}" if line.peak_bytes else ""
@@ -261,7 +262,7 @@ def _bar_panel(axis, match: dict[str, Any]) -> None:
     shown = [line for line in summed if line.side != "limit"]
     limit = max((line.rate for line in summed if line.side == "limit"), default=None)
     limit = limit and limit / match["multiply_adds_per_image"]["through_argmax"]
-    names = [line.contestant + (f" ({line.scaled} images)" if line.scaled else "") for line in shown]
+    names = [line.contestant + (f" ({line.scaled} a step)" if line.scaled else "") for line in shown]
     colours = [ORANGE if line.side == "peer" else BLUE if line.contestant == "cpu-simd" else SKY for line in shown]
     bars = axis.barh(names, [line.rate for line in shown], color=colours, height=0.72)
     axis.bar_label(bars, [_figures(line.rate) for line in shown], padding=3, fontsize=8)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from benchmarks.cases import Case, multiply_adds
 from benchmarks.contestants import Entry
 
 ROOT = Path(__file__).parents[1]
+PAUSE_S = 0.02  # for the threads of the one before, which wait busily for a while
 LONG_SAMPLE = 20  # a command may take this many times the seconds it should, and a minute more
 
 
@@ -213,6 +215,7 @@ class Match:
         """Let each take one sample, another one first each round."""
         running = self._running()
         for row in running[turn % len(running) :] + running[: turn % len(running)] if running else []:
+            time.sleep(PAUSE_S)
             answer = self._sample(row)
             if row.error is None:
                 row.samples.append(answer["seconds"])

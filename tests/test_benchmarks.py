@@ -90,7 +90,7 @@ def test_a_contestant_that_failed_is_a_line_that_says_so():
 
 def test_a_scaled_down_contestant_says_so():
     line = report.lines(match({"python": [1.0]}, batch_size=1000, per_step=1))[0]
-    assert report._cells(line)[0] == "python (1 images a step)"
+    assert report._cells(line)[0] == "python (1 a step)"
 
 
 def test_figures_of_a_sweep(tmp_path):
