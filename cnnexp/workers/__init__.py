@@ -62,7 +62,7 @@ class Local(_Parallel):
     """Processes of this machine.
 
     Attributes:
-        count: how many, >= 2.
+        count: how many, >= 1; one is the backend's own program.
         sync, period: as `_Parallel`.
     """
 
@@ -71,8 +71,8 @@ class Local(_Parallel):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.count < 2:
-            raise ConfigError(f"workers.count={self.count}: must be >= 2; for one worker, workers=none")
+        if self.count < 1:
+            raise ConfigError(f"workers.count={self.count}: must be >= 1")
 
     def compile(self, backend, network, loss, optimizer, batch_size):
         """As `Backend.compile`; the threads are divided among the workers."""
@@ -81,6 +81,8 @@ class Local(_Parallel):
 
         _refuse_idle_ranks(self.name)
         _check_batch(batch_size, self.count, self.sync)
+        if self.count == 1:
+            return backend.compile(network, loss, optimizer, batch_size)
         own = divide_threads(backend, self.count)
         return compile_local(Spec(own, network, loss, optimizer, batch_size, self.sync, self.period), self.count)
 

@@ -12,14 +12,29 @@ from typing import Any
 
 import numpy as np
 
+from cnnexp.backends.processor import usable_cores
 from cnnexp.backends.protocol import State
+from cnnexp.cost_model import (
+    Costs,
+    Prediction,
+    Training,
+    averages_per_epoch,
+    epoch_s,
+    extrapolate,
+    fit_links,
+    operations,
+)
+from cnnexp.datasets import Split
 from cnnexp.errors import CheckpointError
 from cnnexp.losses import Totals
+from cnnexp.workers import divide_threads
 from cnnexp.workers.collective import Collective
 from cnnexp.workers.replica import GradientReplica, ParameterReplica, Replica, Spec
 
 CLOSE = "close"
-COMMANDS = ("load", "train", "gradients", "apply", "predict", "state", "restore", "times")
+REPEATS = 20
+SHORT, LONG = 1, 1 << 18  # floats in the all-reduces that the cost model's constants are measured with
+COMMANDS = ("load", "train", "gradients", "apply", "predict", "state", "restore", "exchange", "times")
 
 
 def make_replica(spec: Spec, collective: Collective) -> Replica:
@@ -53,8 +68,9 @@ class ParallelProgram:
     ) -> None:
         self.network, self.loss, self.optimizer = spec.network, spec.loss, spec.optimizer
         self.batch_size, self.compile_s = spec.batch_size, compile_s
-        self._collective, self._replica, self._release = collective, replica, release
+        self._spec, self._collective, self._replica, self._release = spec, collective, replica, release
         self._together = True
+        self._prediction: Prediction | None = None
 
     def load(self, images: np.ndarray, labels: np.ndarray) -> int:
         return self._call("load", np.ascontiguousarray(images), np.ascontiguousarray(labels))
@@ -87,13 +103,37 @@ class ParallelProgram:
         return self._call("times")
 
     def metrics(self) -> dict[str, float]:
-        """Return `times` by the names they are recorded under, e.g. `workers/1/communicate_s`."""
+        """Return `times`, e.g. as `workers/1/communicate_s`, and what was measured, by the names for the record."""
         names = ("compute_s", "communicate_s", "images")
-        return {
+        times = {
             f"workers/{rank}/{name}": float(value)
             for rank, row in enumerate(self.times())
             for name, value in zip(names, row, strict=True)
         }
+        return {**times, **(self._prediction.metrics() if self._prediction else {})}
+
+    def measure(self, split: Split) -> Prediction:
+        """Measure the cost model's constants and return what it says of epochs over `split`; not with `hybrid`."""
+        spec, collective = self._spec, self._collective
+        images, count = len(split), min(self._replica.program.batch_size, len(split))
+        few = self.load(split.images[:count], split.labels[:count])
+        t_c = self._replica.gradient_s(few, count, REPEATS) / count / operations(spec.network)
+        short, long = ((floats, self._call("exchange", floats, REPEATS)) for floats in (SHORT, LONG))
+        costs = Costs(t_c, *fit_links(short, long, collective.size))
+        averages = averages_per_epoch(images, spec.batch_size, collective.size, spec.sync, spec.period)
+        floats = spec.network.parameter_count * (1 if spec.sync == "gradients" else 1 + len(spec.optimizer.slots))
+        training = Training(operations(spec.network), images, averages, floats)
+        threads = max(1, divide_threads(spec.backend, collective.host_size).threads)
+        cores = usable_cores() / threads * collective.size / collective.host_size
+        seconds = sum(epoch_s(costs, training, collective.size, cores))
+        self._prediction = Prediction(costs, training, collective.size, seconds)
+        return self._prediction
+
+    def extrapolate(self) -> list[dict[str, Any]]:
+        """Return the cost model's rows for this training on more workers and other links, after `measure`."""
+        spec, prediction = self._spec, self._prediction
+        images, floats = prediction.training.images, prediction.training.floats
+        return extrapolate(prediction.costs, spec.network, images, spec.batch_size, floats, spec.sync, spec.period)
 
     def close(self) -> None:
         release, self._release = self._release, _already_closed

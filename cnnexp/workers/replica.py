@@ -6,6 +6,7 @@ and sent to all. Shares may be unequal, and empty where a short last batch has f
 
 from __future__ import annotations
 
+import statistics
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -111,6 +112,25 @@ class Replica:
 
     def restore(self, state: State) -> None:
         self.program.restore(state)
+
+    def exchange(self, floats: int, repeats: int) -> float:
+        """Return the median seconds of an all-reduce of `floats` numbers."""
+        buffer, seconds = np.zeros(floats, np.float32), []
+        for _ in range(repeats):
+            self.collective.barrier()
+            started = time.perf_counter()
+            self.collective.all_reduce(buffer)
+            seconds.append(time.perf_counter() - started)
+        return statistics.median(seconds)
+
+    def gradient_s(self, handle: int, images: int, repeats: int) -> float:
+        """Return the median seconds that this worker, alone, needs for the gradient of `images` images."""
+        indices, seconds = np.arange(images), []
+        for _ in range(repeats):
+            started = time.perf_counter()
+            self.program.gradients(self._splits[handle].whole, indices)
+            seconds.append(time.perf_counter() - started)
+        return statistics.median(seconds)
 
     def times(self) -> np.ndarray:
         """Return float32 (workers, 3): of all training so far, seconds computing, seconds communicating, and images."""

@@ -11,6 +11,7 @@ import pytest
 from workers.work import RATE, compiled, images, order, trained
 
 from cnnexp.backends import backend_class
+from cnnexp.datasets import Split
 from cnnexp.errors import CheckpointError, ConfigError, WorkerDied
 from cnnexp.workers import Local, divide_threads
 from cnnexp.workers.local import SLOT_BYTES, Board, LocalCollective
@@ -138,7 +139,7 @@ def test_threads_are_divided_among_the_workers(monkeypatch):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"count": 1}, r"workers\.count=1: must be >= 2"),
+        ({"count": 0}, r"workers\.count=0: must be >= 1"),
         ({"period": 0, "sync": "parameters"}, r"workers\.period=0: must be >= 1"),
         ({"period": 3}, r"workers\.period=3: only with workers\.sync=parameters, not gradients"),
     ],
@@ -157,3 +158,18 @@ def _children():
     from multiprocessing import active_children
 
     return sorted(active_children(), key=lambda child: child.name)
+
+
+def test_the_constants_of_the_cost_model_are_measured():
+    program = compiled(Local(sync="parameters"), "one_conv", "adam")
+    prediction = program.measure(Split(*images()))
+    assert min(prediction.costs.t_c, prediction.costs.t_b, prediction.epoch_s) > 0
+    assert prediction.costs.t_s >= 0
+    assert prediction.training.averages == 1
+    assert prediction.training.floats == 3 * program.network.parameter_count
+    assert trained(program)[0].count == len(order())
+    program.close()
+
+
+def test_one_local_worker_is_the_backends_own_program():
+    assert type(compiled(Local(count=1), "one_conv", "sgd")) is type(compiled(None, "one_conv", "sgd"))

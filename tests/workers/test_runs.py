@@ -115,6 +115,7 @@ def _endless(folder, *arguments):
     try:
         deadline = time.monotonic() + 60
         while not list_checkpoints(folder / "checkpoints"):
+            assert run.poll() is None, run.stderr.read()
             assert time.monotonic() < deadline
             time.sleep(0.05)
         (worker,) = [p for p in psutil.Process(run.pid).children() if "spawn_main" in " ".join(p.cmdline())]

@@ -1,0 +1,245 @@
+"""How long training with many workers takes, from three constants of the machine: chavan, equations 5 to 8.
+
+The paper counts one convolution of an N x N image with K kernels of m x m, split over p processes by image rows, each
+of which exchanges its borders with S messages at once. `computation_s` to `speedup` are these equations. Equation 8 is
+printed with factors lost; `speedup` is what follows from equation 7.
+
+What the paper measures (figure 4), and what `workers` does, is another split: by images, with the parameters or the
+gradients averaged. `epoch_s` says it with the same three constants: t_c for the operations of a whole network, and t_s
+and t_b for the best known all-reduce of long messages (Rabenseifner; Thakur et al. 2005, section 4.5),
+2 log2(p) t_s + 2 (p - 1) / p n t_b for n bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cnnexp.network import Conv2d, Network
+
+TRAINING_PASSES = 3  # forward, gradient of the input, gradient of the weights: as many operations each
+BYTES = 4  # of a float32
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The constants of a machine and its network.
+
+    Attributes:
+        t_c: seconds per arithmetic operation of one worker's backend (a multiply-add is two).
+        t_s: seconds to start a message.
+        t_b: seconds per byte of a message.
+    """
+
+    t_c: float
+    t_s: float
+    t_b: float
+
+
+@dataclass(frozen=True)
+class Link:
+    """A network between machines; None as measured here, between processes of one machine."""
+
+    name: str
+    t_s: float | None = None
+    t_b: float | None = None
+
+
+# Bandwidths as asked for, without protocol overhead. The start-up times are not measured: they are of the order that
+# vendors state for TCP over 25 Gbit/s Ethernet and for 400 Gbit/s InfiniBand.
+LINKS = (
+    Link("loopback, as measured"),
+    Link("25 Gbit/s, 10 us", 10e-6, 8 / 25e9),
+    Link("400 Gbit/s, 2 us", 2e-6, 8 / 400e9),
+)
+WORKERS = (1, 2, 4, 8, 16, 64, 1024, 16384)
+
+
+def computation_s(costs: Costs, kernel: int, side: int, kernels: int, workers: int = 1) -> float:
+    """Equation 5: t_c (2 m^2 + 1) N^2 K / p."""
+    return costs.t_c * (2 * kernel**2 + 1) * side**2 * kernels / workers
+
+
+def communication_s(costs: Costs, kernel: int, side: int, kernels: int, messages: int = 1) -> float:
+    """Equation 6: 2 K (t_s + t_b S N (m - 1) / 2)."""
+    return 2 * kernels * (costs.t_s + costs.t_b * messages * side * (kernel - 1) / 2)
+
+
+def parallel_s(costs: Costs, kernel: int, side: int, kernels: int, workers: int, messages: int = 1) -> float:
+    """Equation 7: the sum of equations 5 and 6."""
+    return computation_s(costs, kernel, side, kernels, workers) + communication_s(
+        costs, kernel, side, kernels, messages
+    )
+
+
+def speedup(costs: Costs, kernel: int, side: int, workers: int, messages: int = 1) -> float:
+    """Equation 8: p / (1 + p (2 t_s + t_b S N (m - 1)) / (t_c (2 m^2 + 1) N^2)); the number of kernels cancels."""
+    return computation_s(costs, kernel, side, 1) / parallel_s(costs, kernel, side, 1, workers, messages)
+
+
+def operations(network: Network) -> int:
+    """Return the operations of training on one image: per output 2 for each weight that feeds it and 1 for the bias.
+
+    Layers without weights are left out; their time is part of a measured t_c.
+    """
+    forward = 0
+    for stage in network.stages:
+        if stage.weight is not None:
+            outputs = math.prod(stage.output_shape)
+            feeding = math.prod(stage.weight.shape[:-1]) if isinstance(stage.layer, Conv2d) else stage.weight.shape[0]
+            forward += outputs * (2 * feeding + 1)
+    return TRAINING_PASSES * forward
+
+
+def all_reduce_s(costs: Costs, floats: int, workers: int) -> float:
+    """Return the seconds to sum `floats` float32 over the workers."""
+    if workers == 1:
+        return 0.0
+    bandwidth = 2 * (workers - 1) / workers * floats * BYTES * costs.t_b
+    return 2 * math.log2(workers) * costs.t_s + bandwidth
+
+
+def fit_links(small: tuple[int, float], large: tuple[int, float], workers: int) -> tuple[float, float]:
+    """Return t_s and t_b from two timed all-reduces, (floats, seconds) each; neither is below 0."""
+    (few, short_s), (many, long_s) = small, large
+    per_byte = 2 * (workers - 1) / workers * BYTES
+    t_b = max(0.0, (long_s - short_s) / ((many - few) * per_byte))
+    t_s = max(0.0, (short_s - few * per_byte * t_b) / (2 * math.log2(workers)))
+    return t_s, t_b
+
+
+@dataclass(frozen=True)
+class Training:
+    """What an epoch asks for.
+
+    Attributes:
+        operations: of one image, see `operations`.
+        images: in an epoch.
+        averages: all-reduces in it, see `averages_per_epoch`.
+        floats: float32 numbers in each.
+    """
+
+    operations: int
+    images: int
+    averages: int
+    floats: int
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the model says of a run, before it starts.
+
+    Attributes:
+        costs: measured.
+        training: an epoch of the run.
+        workers: how many it has.
+        epoch_s: how long an epoch should take.
+    """
+
+    costs: Costs
+    training: Training
+    workers: int
+    epoch_s: float
+
+    def metrics(self) -> dict[str, float]:
+        """Return it by the names it is recorded under."""
+        return {
+            "cost_model/t_c_s": self.costs.t_c,
+            "cost_model/t_s_s": self.costs.t_s,
+            "cost_model/t_b_s": self.costs.t_b,
+            "cost_model/epoch_s": self.epoch_s,
+            "cost_model/break_even_workers": break_even(self.costs, self.training),
+        }
+
+
+def epoch_s(costs: Costs, training: Training, workers: int, cores: float | None = None) -> tuple[float, float]:
+    """Return the seconds of an epoch that go to computing and to communicating.
+
+    Args:
+        costs: of one worker's machine.
+        training: what is to be done.
+        workers: how many share the images; one that has no image waits.
+        cores: that all workers share, None where each has its own.
+    """
+    images = math.ceil(training.images / workers)
+    sharing = max(1.0, workers / cores) if cores else 1.0
+    compute = costs.t_c * training.operations * images * sharing
+    return compute, training.averages * all_reduce_s(costs, training.floats, workers)
+
+
+def averages_per_epoch(images: int, batch_size: int, workers: int, sync: str, period: int | None) -> int:
+    """Return how many all-reduces an epoch takes: one per batch, per `period` rounds of batches, or one.
+
+    Args:
+        images: in an epoch.
+        batch_size: of one step, over all workers with `gradients`, of each with `parameters`.
+        workers: how many.
+        sync: `gradients` or `parameters`.
+        period: as `workers.period`.
+    """
+    batches = math.ceil(images / batch_size)
+    if sync == "gradients":
+        return batches
+    return math.ceil(batches / (workers * period)) if period else 1
+
+
+def extrapolate(
+    costs: Costs,
+    network: Network,
+    images: int,
+    batch_size: int,
+    floats: int,
+    sync: str,
+    period: int | None = None,
+    workers: Sequence[int] = WORKERS,
+    links: Sequence[Link] = LINKS,
+) -> list[dict[str, Any]]:
+    """Return one row per link and number of workers, each worker on cores of its own.
+
+    With `gradients` the batch of one step grows with the workers, `batch_size` images for each: shared out it would
+    soon be less than one image per worker.
+
+    Returns:
+        Rows of `link`, `workers`, `sync`, `compute_s`, `communicate_s`, `epoch_s`, `speedup` over one worker, and
+        `efficiency`, the speedup per worker.
+    """
+    rows = []
+    for link in links:
+        on_link = Costs(
+            costs.t_c,
+            costs.t_s if link.t_s is None else link.t_s,
+            costs.t_b if link.t_b is None else link.t_b,
+        )
+        for count in workers:
+            whole = batch_size * count if sync == "gradients" else batch_size
+            averages = averages_per_epoch(images, whole, count, sync, period)
+            training = Training(operations(network), images, averages, floats)
+            compute, communicate = epoch_s(on_link, training, count)
+            alone, _ = epoch_s(on_link, training, 1)
+            faster = alone / (compute + communicate)
+            rows.append(
+                {
+                    "link": link.name,
+                    "workers": count,
+                    "sync": sync,
+                    "compute_s": compute,
+                    "communicate_s": communicate,
+                    "epoch_s": compute + communicate,
+                    "speedup": faster,
+                    "efficiency": faster / count,
+                }
+            )
+    return rows
+
+
+def break_even(costs: Costs, training: Training, limit: int = 1 << 20) -> int:
+    """Return the first power of two of workers at which communicating takes as long as computing, at most `limit`."""
+    workers = 2
+    while workers < limit:
+        compute, communicate = epoch_s(costs, training, workers)
+        if communicate >= compute:
+            return workers
+        workers *= 2
+    return limit
