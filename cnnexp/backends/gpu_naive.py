@@ -22,7 +22,7 @@ from cnnexp.losses import Loss
 from cnnexp.network import Conv2d, Flatten, MaxPool2d, Network
 from cnnexp.optimizers import Optimizer
 
-BLOCK = 8 if SIMULATED else 256  # threads per block
+BLOCK = 4 if SIMULATED else 256  # threads per block
 
 
 @cache

@@ -20,7 +20,8 @@ from cnnexp.backends.gpu_kernels import ZERO, ConvSizes, f32, u32
 from cnnexp.backends.gpu_naive import BLOCK, GpuBackend, NaiveOps
 from cnnexp.errors import ConfigError
 
-CONV_TILE, MATMUL_TILE = 8, 4 if SIMULATED else 16  # sides; a simulated barrier costs 200 us per thread
+CONV_TILE, MATMUL_SIDE = 8, 16
+MATMUL_THREADS = 4 if SIMULATED else 256  # a simulated barrier costs 200 us per thread
 FILTERS = 4  # of a tile
 
 
@@ -227,46 +228,57 @@ def _padded_width(sizes: ConvSizes) -> int:
 
 
 @cache
-def matmul(left_transposed: bool, right_transposed: bool, has_bias: bool, tile: int) -> Kernel:
-    """As `gpu_naive.matmul`; a block makes tile x tile elements from operands staged tile by tile."""
-    threads, size = tile * tile, tile * (tile + 1)  # one word more per row: columns fall into different banks
-    tile = u32(tile)
-    pitch = u32(tile + 1)
+def matmul(left_transposed: bool, right_transposed: bool, has_bias: bool) -> Kernel:
+    """As `gpu_naive.matmul`; a block makes a square of elements from operands staged square by square."""
+    side, threads, pitch = u32(MATMUL_SIDE), u32(MATMUL_THREADS), u32(MATMUL_SIDE + 1)
+    size = MATMUL_SIDE * (MATMUL_SIDE + 1)  # one word more per row: columns fall into different banks
+    owned = MATMUL_SIDE**2 // MATMUL_THREADS  # elements of a thread
+    elements = u32(MATMUL_SIDE**2)
 
     def matmul(left, right, bias, out, rows, columns, depth):
         a_tile = cuda.shared.array(size, f32)
         b_tile = cuda.shared.array(size, f32)
-        i, j = u32(u32(cuda.threadIdx.x) // tile), u32(u32(cuda.threadIdx.x) % tile)
-        across = u32((columns + tile - u32(1)) // tile)
-        r0, c0 = u32(u32(u32(cuda.blockIdx.x) // across) * tile), u32(u32(u32(cuda.blockIdx.x) % across) * tile)
-        total = ZERO
+        t = u32(cuda.threadIdx.x)
+        across = u32((columns + side - u32(1)) // side)
+        r0, c0 = u32(u32(u32(cuda.blockIdx.x) // across) * side), u32(u32(u32(cuda.blockIdx.x) % across) * side)
+        total = cuda.local.array(owned, f32)
+        for j in range(owned):
+            total[j] = ZERO
         k0 = u32(0)
         while k0 < depth:
-            # neighbours in a warp read neighbours in memory, whichever way an operand is stored
-            if left_transposed:
-                r, k = u32(r0 + j), u32(k0 + i)
-                a_tile[u32(j * pitch + i)] = left[u32(k * rows + r)] if r < rows and k < depth else ZERO
-            else:
-                r, k = u32(r0 + i), u32(k0 + j)
-                a_tile[u32(i * pitch + j)] = left[u32(r * depth + k)] if r < rows and k < depth else ZERO
-            if right_transposed:
-                k, c = u32(k0 + j), u32(c0 + i)
-                b_tile[u32(j * pitch + i)] = right[u32(c * depth + k)] if c < columns and k < depth else ZERO
-            else:
-                k, c = u32(k0 + i), u32(c0 + j)
-                b_tile[u32(i * pitch + j)] = right[u32(k * columns + c)] if c < columns and k < depth else ZERO
+            i = t
+            while i < elements:
+                # neighbours in a warp read neighbours in memory, whichever way an operand is stored
+                high, low = u32(i // side), u32(i % side)
+                if left_transposed:
+                    r, k = u32(r0 + low), u32(k0 + high)
+                    a_tile[u32(low * pitch + high)] = left[u32(k * rows + r)] if r < rows and k < depth else ZERO
+                else:
+                    r, k = u32(r0 + high), u32(k0 + low)
+                    a_tile[u32(high * pitch + low)] = left[u32(r * depth + k)] if r < rows and k < depth else ZERO
+                if right_transposed:
+                    k, c = u32(k0 + low), u32(c0 + high)
+                    b_tile[u32(low * pitch + high)] = right[u32(c * depth + k)] if c < columns and k < depth else ZERO
+                else:
+                    k, c = u32(k0 + high), u32(c0 + low)
+                    b_tile[u32(high * pitch + low)] = right[u32(k * columns + c)] if c < columns and k < depth else ZERO
+                i = u32(i + threads)
             cuda.syncthreads()
-            for t in range(tile):
-                total += a_tile[u32(i * pitch + u32(t))] * b_tile[u32(u32(t) * pitch + j)]
+            for j in range(owned):
+                place = u32(u32(j) * threads + t)
+                row, column = u32(u32(place // side) * pitch), u32(place % side)
+                for s in range(side):
+                    total[j] += a_tile[u32(row + u32(s))] * b_tile[u32(u32(s) * pitch + column)]
             cuda.syncthreads()
-            k0 = u32(k0 + tile)
-        if u32(r0 + i) < rows and u32(c0 + j) < columns:
-            if has_bias:
-                total += bias[u32(c0 + j)]
-            out[u32(u32(r0 + i) * columns + c0 + j)] = total
+            k0 = u32(k0 + side)
+        for j in range(owned):
+            place = u32(u32(j) * threads + t)
+            r, c = u32(r0 + place // side), u32(c0 + place % side)
+            if r < rows and c < columns:
+                out[u32(r * columns + c)] = total[j] + bias[c] if has_bias else total[j]
 
     arrays = "float32[::1], float32[::1], float32[::1], float32[::1]"
-    return Kernel(matmul, f"void({arrays}, uint32, uint32, uint32)", threads)
+    return Kernel(matmul, f"void({arrays}, uint32, uint32, uint32)", MATMUL_THREADS)
 
 
 class SharedInputOps(NaiveOps):
@@ -325,9 +337,9 @@ class SharedOps(SharedInputOps):
     stage_filters = True
 
     def _matmul(self, left, left_transposed, right, right_transposed, bias, out, depth):
-        kernel = matmul(left_transposed, right_transposed, bias is not None, MATMUL_TILE)
+        kernel = matmul(left_transposed, right_transposed, bias is not None)
         rows, columns = out.shape
-        blocks = -(-rows // MATMUL_TILE) * -(-columns // MATMUL_TILE)
+        blocks = -(-rows // MATMUL_SIDE) * -(-columns // MATMUL_SIDE)
         bias = self._or_nothing(bias)
         kernel.launch(blocks, self.stream, left, right, bias, out, u32(rows), u32(columns), u32(depth))
 
