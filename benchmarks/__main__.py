@@ -16,6 +16,8 @@ from rich.console import Console
 from benchmarks import cases, contestants, machine, report
 from benchmarks.runner import ROOT, Match, Plan, installed, make_oracle
 
+PATHS = ("--peer-python", "--out")
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark; return the exit code: 1 where one of ours failed; a peer that fails is only a row."""
@@ -41,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     for name in missing:
         console.print(f"{name}: not installed for {plan.peer_python}; left out")
     result = {
-        "command": shlex.join(["python", "-m", "benchmarks", *(sys.argv[1:] if arguments is None else arguments)]),
+        "command": _command(sys.argv[1:] if arguments is None else arguments),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "quick": options.quick,
         "rounds": plan.rounds,
@@ -86,6 +88,16 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--redraw", action="store_true", help="measure nothing; write tables and figures of --out/cpu.json")
     p.add_argument("--quick", action="store_true", help="2 short rounds: to see that it works, not to quote")
     return p
+
+
+def _command(arguments: list[str]) -> str:
+    """Return the command as anyone would type it: without this machine's folders."""
+    told = [word.partition("=") for word in arguments]
+    shown = [f"{name}=PATH" if equals and name in PATHS else name + equals + value for name, equals, value in told]
+    for number, word in enumerate(shown[:-1]):
+        if word in PATHS:
+            shown[number + 1] = "PATH"
+    return shlex.join(["python", "-m", "benchmarks", *shown])
 
 
 def _threads(wanted: list[str]) -> list[int]:

@@ -106,7 +106,9 @@ def _deep(depth: int) -> Case:
     """Return `depth` convolutions of 8 filters, 3 x 3, "same" padding; then pooling and one linear layer."""
     convolutions = (Conv2d(8, 3, padding="same"), ReLU()) * depth
     network = Network((28, 28, 1), (*convolutions, MaxPool2d(2), Flatten(), Linear(CLASSES)))
-    return Case(f"deep-{depth}", "depth", f"{depth} convolutions, batch 64", network, 64, SGD(lr=0.01), depth)
+    return Case(
+        f"deep-{depth}", "depth", f"{depth} convolutions, 8 filters 3 x 3, batch 64", network, 64, SGD(lr=0.01), depth
+    )
 
 
 _TWO_CONV_MLP = Case(

@@ -120,7 +120,7 @@ def facts() -> dict[str, Any]:
     """Return what the machine is and how busy it was: once at the beginning of a run."""
     return {
         "processor": processor(),
-        "system": platform.platform(),
+        "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "cores": usable_cores(),
         "load_average": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,

@@ -10,7 +10,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-SWEEPS = {"batch": "images per batch", "filters": "filters", "size": "image side, pixels", "depth": "convolutions"}
+SWEEPS = {"batch": "images per batch", "filters": "filters", "size": "image side in pixels", "depth": "convolutions"}
 
 # Okabe and Ito's colours, which the colour-blind tell apart
 BLUE, SKY, ORANGE, GREEN, PURPLE, RED, GREY = (
@@ -127,6 +127,7 @@ def write(result: dict[str, Any], out: Path) -> list[Path]:
     return written
 
 
+LABEL = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}  # lines do not cross it
 EXPLANATION = """Whole training steps: forward, loss, backward, optimizer; float32; the same images, batches and first
 parameters for all, in memory beforehand (ours gather each shuffled batch, the peers find theirs gathered).
 Contestants take turns; a sample starts from the first parameters. Medians over rounds. Before timing each is held to
@@ -193,7 +194,7 @@ def markdown(result: dict[str, Any]) -> str:
     for group in (g for g in SWEEPS if g in swept):
         for threads in sorted({m["threads"] for m in result["matches"]}):
             matches = [m for m in result["matches"] if m["group"] == group and m["threads"] == threads]
-            parts += [f"## Microseconds per image as the {SWEEPS[group]} grow, {threads} threads", ""]
+            parts += [f"## Microseconds per image, by {SWEEPS[group]}, {threads} threads", ""]
             parts += [*_markdown_rows(("", *(f"{m['grows']}" for m in matches)), _growth_rows(matches)), ""]
     return "\n".join(parts)
 
@@ -265,7 +266,7 @@ def _bar_panel(axis, match: dict[str, Any]) -> None:
     names = [line.contestant + (f" ({line.scaled} a step)" if line.scaled else "") for line in shown]
     colours = [ORANGE if line.side == "peer" else BLUE if line.contestant == "cpu-simd" else SKY for line in shown]
     bars = axis.barh(names, [line.rate for line in shown], color=colours, height=0.72)
-    axis.bar_label(bars, [_figures(line.rate) for line in shown], padding=3, fontsize=8)
+    axis.bar_label(bars, [_figures(line.rate) for line in shown], padding=3, fontsize=8, bbox=LABEL)
     axis.invert_yaxis()
     axis.set_xscale("log")
     top = max([line.rate for line in shown] + [limit or 0], default=1)

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -97,14 +98,20 @@ def child(report: Path, arguments: list[str]) -> None:
     started = time.time()
     clocks = Clocks()
     for target, label in CLOCKS.items():
-        module, _, path = target.partition(":")
-        *owners, name = path.split(".")
-        owner = functools.reduce(getattr, owners, importlib.import_module(module))
-        setattr(owner, name, clocks.wrap(getattr(owner, name), label))
+        owner, name, function = resolve(target)
+        setattr(owner, name, clocks.wrap(function, label))
     sys.argv = ["cnnexp", *arguments]
     entry.main()
     clocks.stop()
     report.write_text(json.dumps({"started": started, "ended": time.time(), "seconds": clocks.seconds}))
+
+
+def resolve(target: str) -> tuple[Any, str, Callable]:
+    """Return (the module or class, the name in it, the function) of a `module:Class.method` or `module:function`."""
+    module, _, path = target.partition(":")
+    *owners, name = path.split(".")
+    owner = functools.reduce(getattr, owners, importlib.import_module(module))
+    return owner, name, getattr(owner, name)
 
 
 def one_run(folder: Path, arguments: list[str]) -> dict[str, float]:

@@ -60,6 +60,11 @@ def test_threads_are_held_to_the_cores_there_are():
         program._threads([str(cores + 1)])
 
 
+def test_the_recorded_command_holds_no_folder_of_this_machine():
+    command = program._command(["--cases", "main", "--peer-python", "/home/me/bin/python", "--out=/home/me/here"])
+    assert command == "python -m benchmarks --cases main --peer-python PATH --out=PATH"
+
+
 def test_every_case_has_the_same_data_each_time():
     once, again = cases.data(TINY), cases.data(TINY)
     assert np.array_equal(once.images, again.images)
@@ -106,6 +111,11 @@ def test_figures_of_a_sweep(tmp_path):
     assert [path.name for path in paths] == ["cpu.md", "growth-1-threads.png", "growth-1-threads.svg"]
     assert "| torch | 3,000 | 6,000 | 12,000 |" in paths[0].read_text()
     assert "Not installed: jax" in paths[0].read_text()
+
+
+@pytest.mark.parametrize("target", run_overhead.CLOCKS)
+def test_every_clock_has_its_function(target):
+    assert callable(run_overhead.resolve(target)[2])
 
 
 def test_clocks_count_a_call_within_a_call_once():
