@@ -48,7 +48,7 @@ def load_or_compile(make: Callable[[str], Dispatcher], signature: Signature, *de
             key: machine code of several programs meets in one process, and the linker goes by names.
         described: all that the function depends on besides the package's source; their `repr` tells them apart.
     """
-    key = _key(signature, described)
+    key = program_key(signature, described)
     if key not in _ready:
         _ready[key] = _load_or_compile(make(key), signature, cache_folder() / f"{key}.bin")
     return _ready[key]
@@ -72,11 +72,15 @@ def _load_or_compile(function: Dispatcher, signature: Signature, path: Path) -> 
     return function
 
 
-def _key(signature: Signature, described: tuple[object, ...]) -> str:
+def source_files() -> list[Path]:
+    """Return the files that the machine code comes from."""
+    return [*sorted(Path(__file__).parent.glob("*.py")), *(Path(m.__file__) for m in (losses, network, optimizers))]
+
+
+def program_key(signature: Signature, described: tuple[object, ...]) -> str:
     """Return the hash of all that the machine code depends on."""
-    sources = [*sorted(Path(__file__).parent.glob("*.py")), *(Path(m.__file__) for m in (losses, network, optimizers))]
     facts = (sys.version, numba.__version__, llvmlite.__version__, host(), str(signature), *described)
-    return hashlib.sha256(b"\0".join([*(p.read_bytes() for p in sources), repr(facts).encode()])).hexdigest()
+    return hashlib.sha256(b"\0".join([*(p.read_bytes() for p in source_files()), repr(facts).encode()])).hexdigest()
 
 
 def _read(path: Path) -> bytes | None:

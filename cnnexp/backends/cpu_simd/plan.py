@@ -448,6 +448,7 @@ class Plan:
     """A network laid out in an arena, with the kernels that run it.
 
     Attributes:
+        nodes: first to last.
         arena, parameters: the room of activations and of parameters.
         scores, d_scores: output of the network and its gradient, one image per row.
         gather: kernels that bring images in, by the type of their pixels (`uint8`, `float32`).
@@ -457,7 +458,7 @@ class Plan:
     def __init__(self, network: Network, target: Target, groups: int) -> None:
         self.target = target
         self.arena, self.parameters = Arena(target.lanes, groups), Parameters(target.lanes)
-        nodes = _nodes(network, target)
+        nodes = self.nodes = group_stages(network, target)
         self._allocate(network, nodes)
         for node in nodes:
             node.prepare(self)
@@ -517,7 +518,7 @@ def _first_trained(nodes: list[Node]) -> int:
     return next(i for i, node in enumerate(nodes) if node.trains)
 
 
-def _nodes(network: Network, target: Target) -> list[Node]:
+def group_stages(network: Network, target: Target) -> list[Node]:
     """Group the stages, and put a change of layout where one is needed."""
     stages, nodes = list(network.stages), []
     layout = Grid if len(network.input_shape) == 3 else Matrix

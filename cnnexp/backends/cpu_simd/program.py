@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import threading
 import time
+import weakref
 from dataclasses import dataclass
-from queue import SimpleQueue
 
 import numpy as np
 
@@ -15,6 +14,7 @@ from cnnexp.backends.cpu_simd.emit import Target
 from cnnexp.backends.cpu_simd.layout import aligned_zeros
 from cnnexp.backends.cpu_simd.plan import Plan
 from cnnexp.backends.cpu_simd.step import APPLY, GRADIENTS, LINE, PREDICT, SIGNATURE, TRAIN, make_work
+from cnnexp.backends.cpu_simd.team import Team
 from cnnexp.backends.protocol import State
 from cnnexp.errors import CheckpointError
 from cnnexp.losses import Loss, Totals, check_loss
@@ -22,7 +22,7 @@ from cnnexp.network import Network
 from cnnexp.optimizers import Optimizer
 
 CALL_S = 0.2
-"""Longest stay in compiled code, about: then Python gets a chance to see Ctrl-C."""
+"""Seconds that one call of the compiled function takes, about: as long may work go on after a Ctrl-C."""
 
 NO_SCORES = np.empty((0, 0), np.float32)
 
@@ -74,7 +74,8 @@ class SimdProgram:
         self._flags = np.zeros(threads * LINE, np.int64)
         self._step = 0
         self._step_s = CALL_S
-        self._team = _Team(threads)
+        self._team = Team(threads)
+        weakref.finalize(self, self._team.close)
         self.compile_s = time.perf_counter() - started
 
     def load(self, images: np.ndarray, labels: np.ndarray) -> Split:
@@ -121,15 +122,18 @@ class SimdProgram:
         return scores
 
     def state(self) -> State:
+        self._team.settle()
         slots = {name: slot[self._positions] for name, slot in zip(self.optimizer.slots, self._slots, strict=False)}
         return {"parameters": self._parameters[self._positions], "step": np.int64(self._step), **slots}
 
     def restore(self, state: State) -> None:
+        self._team.settle()
         size = self.network.parameter_count
         for name, target in zip(("parameters", *self.optimizer.slots), (self._parameters, *self._slots), strict=False):
             source = state[name] if name == "parameters" else state.get(name, np.zeros(size, np.float32))
             if source.shape != (size,):
                 raise CheckpointError(f"state {name!r} has shape {source.shape}, the network needs ({size},)")
+            target[...] = 0  # also what rounds up the parameters, which a lost run may have left as NaN
             target[self._positions] = source
         self._step = int(state.get("step", 0))
 
@@ -165,41 +169,3 @@ _NO_SPLIT = Split(np.empty(0, np.uint8), np.empty(0, np.float32), np.empty(0, np
 def groups_per_tile(share: int, lanes: int) -> int:
     """Return how many vectors of images a thread takes through all layers at once: what its share needs, at most 2."""
     return min(2, -(-share // lanes))
-
-
-class _Team:
-    """Threads that wait for work. The calling thread is rank 0; the others start with the first call."""
-
-    def __init__(self, threads: int) -> None:
-        self._threads = threads
-        self._inboxes: list[SimpleQueue] = []
-        self._done: SimpleQueue = SimpleQueue()
-
-    def run(self, task) -> None:
-        """Call task(rank) on every thread at once, and wait for all."""
-        if not self._inboxes:
-            self._start()
-        for inbox in self._inboxes:
-            inbox.put(task)
-        try:
-            task(0)
-        finally:
-            for _ in self._inboxes:
-                self._done.get()
-
-    def close(self) -> None:
-        for inbox in self._inboxes:
-            inbox.put(None)
-        self._inboxes = []
-
-    def _start(self) -> None:
-        for rank in range(1, self._threads):
-            inbox: SimpleQueue = SimpleQueue()
-            threading.Thread(target=_serve, args=(rank, inbox, self._done), daemon=True).start()
-            self._inboxes.append(inbox)
-
-
-def _serve(rank: int, inbox: SimpleQueue, done: SimpleQueue) -> None:
-    while (task := inbox.get()) is not None:
-        task(rank)
-        done.put(rank)

@@ -1,0 +1,73 @@
+"""Threads that do one task together, and stay whole when the caller is interrupted."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+
+Task = Callable[[int], None]
+
+
+class Team:
+    """Threads that wait for tasks; they start with the first one.
+
+    The members of a task wait for each other inside it, so a task must begin on all or none. Ctrl-C may strike the
+    caller between any two of its instructions; therefore it only hands the task to a leader, in one, and waits. The
+    leader, which no signal reaches, is rank 0 and sends for the others. An interrupted caller leaves the task to end by
+    itself; what comes after it waits its turn.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+        self._tasks: SimpleQueue | None = None
+
+    def run(self, task: Task) -> None:
+        """Call task(rank) on every thread at once, and wait for all."""
+        if self._tasks is None:
+            self._tasks = self._start()
+        done: SimpleQueue = SimpleQueue()
+        self._tasks.put((task, done))
+        done.get()
+
+    def settle(self) -> None:
+        """Wait for what an interrupted `run` left."""
+        if self._tasks is not None:
+            self.run(lambda rank: None)
+
+    def close(self) -> None:
+        """End the threads. Idempotent; a later `run` starts new ones."""
+        if self._tasks is not None:
+            self._tasks.put((None, None))
+            self._tasks = None
+
+    def _start(self) -> SimpleQueue:
+        tasks: SimpleQueue = SimpleQueue()
+        threading.Thread(target=_lead, args=(tasks, self._threads), name="cpu-simd-0", daemon=True).start()
+        return tasks
+
+
+def _lead(tasks: SimpleQueue, threads: int) -> None:
+    """Take tasks and do each together with the other threads, until there is None."""
+    inboxes: list[SimpleQueue] = [SimpleQueue() for _ in range(1, threads)]
+    finished: SimpleQueue = SimpleQueue()
+    for rank, inbox in enumerate(inboxes, 1):
+        threading.Thread(target=_follow, args=(rank, inbox, finished), name=f"cpu-simd-{rank}", daemon=True).start()
+    while True:
+        task, done = tasks.get()
+        for inbox in inboxes:
+            inbox.put(task)
+        if task is None:
+            return
+        task(0)
+        for _ in inboxes:
+            finished.get()
+        del task  # what it refers to may go before the next one comes
+        done.put(None)
+
+
+def _follow(rank: int, inbox: SimpleQueue, finished: SimpleQueue) -> None:
+    while (task := inbox.get()) is not None:
+        task(rank)
+        del task
+        finished.put(rank)

@@ -1,0 +1,330 @@
+"""What is particular to `cpu-simd`; the contract it shares with all backends is in test_conformance."""
+
+import _thread
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+from conformance import check_case, make_case
+from numba import float32, int64, njit
+
+from cnnexp.backends.cpu_simd import CpuSimd, cache, elementwise, update
+from cnnexp.backends.cpu_simd.emit import Target, compose, compose_five
+from cnnexp.backends.cpu_simd.host import host_target
+from cnnexp.backends.cpu_simd.plan import Convolution, Dense, FilterConvolution, Plan, group_stages
+from cnnexp.backends.cpu_simd.program import SimdProgram
+from cnnexp.backends.cpu_simd.team import Team
+from cnnexp.losses import Loss
+from cnnexp.models import OneConv, TwoConvMlp, TwoConvPool4
+from cnnexp.network import AvgPool2d, Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Sigmoid
+from cnnexp.optimizers import OPTIMIZERS, SGD, Adam
+
+AVX512 = Target(lanes=16, registers=32, permutes=True)
+TARGETS = {
+    "sse": Target(lanes=4, registers=16),
+    "neon": Target(lanes=4, registers=32),
+    "avx2": Target(lanes=8, registers=16),
+    "wide": Target(lanes=16, registers=32),
+}
+TINY = Network((2,), (Linear(3), ReLU(), Linear(2)))
+SPARSE = Network(
+    (12, 12, 1),
+    (
+        *(Conv2d(8, 3), ReLU(), Conv2d(6, 3, padding="valid"), ReLU(), MaxPool2d(2, padding="valid", stride=3)),
+        *(Flatten(), Linear(21), ReLU(), Linear(5, bias=False)),
+    ),
+)
+FILTERS = Network((10, 8, 1), (Conv2d(32, 3, padding="same"), ReLU(), MaxPool2d(2), Flatten(), Linear(10)))
+GENERAL = Network(
+    (7, 9, 2),
+    (
+        *(Conv2d(5, 3, 2, "auto"), Sigmoid(), AvgPool2d(3, 2, "auto"), Conv2d(3, 2, 1, "full"), MaxPool2d(2, 1)),
+        *(Flatten(), Linear(17), Sigmoid(), Linear(14)),
+    ),
+)
+
+
+@dataclass
+class OnTarget:
+    """A backend for a CPU that this one may not be: LLVM splits or joins the vectors as it must."""
+
+    target: Target
+    threads: int = 2
+
+    def compile(self, network, loss, optimizer, batch_size):
+        return SimdProgram(network, loss, optimizer, batch_size, self.target, self.threads)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _own_cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setattr(cache, "_ready", {})
+        yield
+
+
+@pytest.mark.parametrize("network", [SPARSE, FILTERS], ids=["sparse", "filters"])
+@pytest.mark.parametrize("target", TARGETS)
+def test_other_vectors(target, network):
+    check_case(OnTarget(TARGETS[target]), make_case(network, images=19))
+
+
+def test_general_kernels_on_narrow_vectors():
+    check_case(OnTarget(TARGETS["sse"]), make_case(GENERAL, images=7))
+
+
+@pytest.mark.parametrize(
+    "conv", [Conv2d(32, 5), Conv2d(32, 3, stride=1, padding=2), Conv2d(32, 3, padding="same", bias=False)], ids=str
+)
+def test_many_filters(conv):
+    pool = MaxPool2d(2, padding="valid")
+    network = Network((10, 12, 1), (conv, pool, Flatten(), Linear(14), ReLU(), Linear(3)))
+    assert isinstance(group_stages(network, AVX512)[0], FilterConvolution)
+    check_case(OnTarget(host_target()), make_case(network, images=5))
+
+
+def test_the_papers_networks_get_the_special_kernels():
+    one, mlp, pool4 = (
+        Plan(model.network((28, 28, 1), 10), AVX512, 1) for model in (OneConv(), TwoConvMlp(), TwoConvPool4())
+    )
+    assert [type(node) for node in one.nodes] == [FilterConvolution, Dense]
+    assert one.nodes[0].dy is one.nodes[0].y, "the gradient takes the activation's place"
+    assert [type(node) for node in mlp.nodes if node.trains] == [Convolution, Convolution, Dense, Dense]
+    assert mlp.nodes[1].sparse
+    assert not pool4.nodes[1].sparse
+
+
+def test_memory_is_bounded_by_the_tile_not_the_batch():
+    network = OneConv(filters=256).network((28, 28, 1), 10)
+    program = CpuSimd(1).compile(network, Loss.SOFTMAX_CROSS_ENTROPY, SGD(), 1000)
+    held = sum(a.nbytes for a in vars(program).values() if isinstance(a, np.ndarray))
+    assert held < 30e6
+    program.close()
+
+
+def test_more_threads_than_images_and_batches_beyond_one_tile():
+    case = make_case(TINY, images=9000)
+    program = OnTarget(host_target(), threads=3).compile(TINY, case.loss, SGD(), 1)
+    program.restore({"parameters": case.parameters})
+    handle = program.load(case.images, case.labels)
+    totals = program.train(handle, np.arange(5), 0.1)
+    assert totals.count == 5
+    one = OnTarget(host_target(), threads=1).compile(TINY, case.loss, SGD(), 1)
+    one.restore({"parameters": case.parameters})
+    np.testing.assert_allclose(one.train(handle, np.arange(5), 0.1).loss, totals.loss, rtol=1e-6)
+    one.restore(program.state())
+    np.testing.assert_array_equal(one.predict(handle), program.predict(handle))
+
+
+def test_a_missing_number_reaches_the_loss():
+    # a maximum over a window drops it in any order of comparison but one
+    network = Network((6, 6, 1), (Conv2d(2, 1), ReLU(), MaxPool2d(3), Flatten(), Linear(2)))
+    case = make_case(network)
+    program = CpuSimd(1).compile(network, case.loss, SGD(), 5)
+    program.restore({"parameters": case.parameters})
+    for pixel in range(9):
+        images = case.images.copy()
+        images[2, pixel // 3, pixel % 3] = np.nan
+        assert np.isnan(program.train(program.load(images, case.labels), np.arange(5), 0.0).loss)
+        program.restore({"parameters": case.parameters})
+    assert np.isfinite(program.train(program.load(case.images, case.labels), np.arange(5), 0.0).loss)
+    program.close()
+
+
+def test_ctrl_c_ends_training_soon_and_leaves_the_program_whole():
+    case = make_case(TINY, images=2000)
+    program = OnTarget(host_target()).compile(TINY, case.loss, SGD(), 8)
+    program.restore({"parameters": case.parameters})
+    handle = program.load(case.images, case.labels)
+    order = np.random.default_rng(0).integers(0, 2000, 60_000_000)
+    threading.Timer(0.5, _thread.interrupt_main).start()
+    started = time.perf_counter()
+    with pytest.raises(KeyboardInterrupt):
+        program.train(handle, order, 0.01)
+    assert time.perf_counter() - started < 5
+    state = program.state()
+    assert state["step"] > 0
+    np.testing.assert_array_equal(program.state()["parameters"], state["parameters"])
+    assert program.train(handle, order[:80], 0.01).count == 80
+    assert program.state()["step"] == state["step"] + 10
+    program.close()
+
+
+def test_an_interrupted_team_finishes_its_task_first():
+    team, entered, seen = Team(2), threading.Barrier(3), []
+
+    def task(rank):
+        entered.wait()
+        seen.append(rank)
+
+    def interrupt():
+        _thread.interrupt_main()
+        time.sleep(0.1)
+        entered.wait()
+
+    threading.Timer(0.1, interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        team.run(task)
+    team.settle()
+    assert sorted(seen) == [0, 1]
+    team.close()
+    team.close()
+
+
+def test_threads_end_with_the_program():
+    def mine():
+        return {t for t in threading.enumerate() if t.name.startswith("cpu-simd")} - others
+
+    others = set(threading.enumerate())
+    case = make_case(TINY)
+    program = OnTarget(host_target()).compile(TINY, case.loss, SGD(), 8)
+    program.predict(program.load(case.images, case.labels))
+    assert len(mine()) == 2
+    del program
+    gc.collect()
+    deadline = time.monotonic() + 10
+    while mine() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not mine()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_traced_rule_rounds_as_numpy_does(name):
+    optimizer = OPTIMIZERS[name](weight_decay=0.01)
+    if hasattr(optimizer, "momentum"):
+        optimizer = replace(optimizer, momentum=0.9)
+    compiled = compose_five("update", host_target(), lambda k: update.update(k, optimizer))
+
+    @njit
+    def run(w, g, s, t, numbers):
+        compiled(w, g, s, t, numbers, len(w))
+
+    rng = np.random.default_rng(0)
+    w, g, s, t = rng.random((4, 64), np.float32) + np.float32(0.1)
+    expected, slots = w.copy(), [s.copy(), t.copy()][: len(optimizer.slots)]
+    optimizer.apply(expected, g, slots, 0.01, 3)
+    run(w, g, s, t, np.array([0.01, *optimizer.constants(3)], np.float32))
+    np.testing.assert_array_equal(w, expected)
+    for actual, wanted in zip((s, t), slots, strict=False):
+        np.testing.assert_array_equal(actual, wanted)
+    assert not g.any(), "gradients are cleared for the next step"
+
+
+def test_exp_is_as_accurate_as_it_says():
+    def kernel(k):
+        with k.loop(k.groups(k.lanes)) as i:
+            k.store(elementwise.exp(k, k.load(k.parameters.at(i, k.lanes))), k.gradients.at(i, k.lanes))
+
+    compiled = compose("exp", host_target(), [("exp", kernel)])
+
+    @njit
+    def run(x, y):
+        compiled(x, y, y, len(x))
+
+    x = np.linspace(-87, 80, 1 << 16).astype(np.float32)
+    y = np.empty_like(x)
+    run(x, y)
+    exact = np.exp(x.astype(np.float64))
+    assert (np.abs(y - exact) / exact).max() < 1e-7
+    x = np.repeat(np.float32([np.nan, -1e30, -np.inf, -200, 0]), 16)
+    y = np.empty_like(x)
+    run(x, y)
+    np.testing.assert_array_equal(y[::16], [np.nan, 0, 0, 0, 1])
+
+
+def tripled(key):
+    def triple(x):
+        return 3 * x
+
+    triple.__qualname__ = f"triple_{key}"
+    return njit(triple)
+
+
+TRIPLE = float32(float32)
+
+
+def test_the_cache_compiles_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cache, "_ready", {})
+    assert cache.load_or_compile(tripled, TRIPLE, "a")(np.float32(2)) == 6
+    (file,) = cache.cache_folder().iterdir()
+    content = file.read_bytes()
+
+    monkeypatch.setattr(cache, "_ready", {})
+    monkeypatch.setattr(cache, "_write", lambda *_: pytest.fail("compiled again"))
+    assert cache.load_or_compile(tripled, TRIPLE, "a")(np.float32(2)) == 6
+    monkeypatch.undo()
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for damaged in (content[:-1], b"", content[:40] + b"x" + content[41:]):
+        file.write_bytes(damaged)
+        monkeypatch.setattr(cache, "_ready", {})
+        assert cache.load_or_compile(tripled, TRIPLE, "a")(np.float32(2)) == 6
+        assert len(file.read_bytes()) == len(content)
+
+
+def test_the_cache_tells_programs_cpus_and_sources_apart(tmp_path, monkeypatch):
+    key = cache.program_key(TRIPLE, ("a",))
+    assert cache.program_key(TRIPLE, ("b",)) != key
+    assert cache.program_key(int64(int64), ("a",)) != key
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "host", lambda: ("x86_64", "another", "+sse2"))
+        assert cache.program_key(TRIPLE, ("a",)) != key
+    with monkeypatch.context() as patch:
+        changed = tmp_path / "step.py"
+        changed.write_text("# changed")
+        patch.setattr(cache, "source_files", lambda: [changed])
+        assert cache.program_key(TRIPLE, ("a",)) != key
+    assert cache.program_key(TRIPLE, ("a",)) == key
+
+
+def test_the_cache_forgets_what_was_not_used_for_longest(tmp_path, monkeypatch):
+    monkeypatch.setattr(cache, "KEEP", 3)
+    for age, name in enumerate("dcba"):
+        cache._write(tmp_path / f"{name}.bin", b"code")
+        os.utime(tmp_path / f"{name}.bin", (1000 + age, 1000 + age))
+    cache._write(tmp_path / "e.bin", b"code")
+    assert {p.stem for p in tmp_path.iterdir()} == {"a", "b", "e"}
+
+
+@pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="root writes anywhere")
+def test_a_folder_that_cannot_be_written_costs_a_compilation_only(tmp_path, monkeypatch):
+    tmp_path.chmod(0o500)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cache, "_ready", {})
+    assert cache.load_or_compile(tripled, TRIPLE)(np.float32(2)) == 6
+
+
+SCRIPT = """
+import numpy as np
+from cnnexp.backends.cpu_simd import CpuSimd
+from cnnexp.losses import Loss
+from cnnexp.network import Linear, Network
+from cnnexp.optimizers import Adam
+program = CpuSimd(1).compile(Network((2,), (Linear(2),)), Loss.SOFTMAX_CROSS_ENTROPY, Adam(), 4)
+program.restore({"parameters": np.arange(6, dtype=np.float32)})
+print(program.predict(program.load(np.ones((1, 2), np.float32), np.zeros(1, int))))
+"""
+
+
+def test_processes_that_start_at_once_share_the_cache(tmp_path):
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", SCRIPT]
+    for _ in range(2):
+        running = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+        assert {p.communicate(timeout=120)[0].strip() for p in running} == {"[[6. 9.]]"}
+        assert {p.returncode for p in running} == {0}
+        assert len(list(tmp_path.rglob("*.bin"))) == len([p for p in tmp_path.rglob("*") if p.is_file()]) == 1
+
+
+def test_adam_counts_its_steps():
+    program = CpuSimd(1).compile(TINY, Loss.SOFTMAX_CROSS_ENTROPY, Adam(), 4)
+    program.apply(np.zeros(TINY.parameter_count, np.float32), 0.1)
+    assert program.state()["step"] == 1
+    program.close()
