@@ -169,20 +169,19 @@ def epoch_s(costs: Costs, training: Training, workers: int, cores: float | None 
     return compute, training.averages * all_reduce_s(costs, training.floats, workers)
 
 
-def averages_per_epoch(images: int, batch_size: int, workers: int, sync: str, period: int | None) -> int:
-    """Return how many all-reduces an epoch takes: one per batch, per `period` rounds of batches, or one.
+def averages_per_epoch(images: int, batch_size: int, sync: str, period: int | None) -> int:
+    """Return how many all-reduces an epoch takes: one per batch, per `period` batches, or one.
 
     Args:
         images: in an epoch.
-        batch_size: of one step, over all workers with `gradients`, of each with `parameters`.
-        workers: how many.
+        batch_size: of one step, over all workers.
         sync: `gradients` or `parameters`.
         period: as `workers.period`.
     """
     batches = math.ceil(images / batch_size)
     if sync == "gradients":
         return batches
-    return math.ceil(batches / (workers * period)) if period else 1
+    return math.ceil(batches / period) if period else 1
 
 
 def extrapolate(
@@ -198,8 +197,7 @@ def extrapolate(
 ) -> list[dict[str, Any]]:
     """Return one row per link and number of workers, each worker on cores of its own.
 
-    With `gradients` the batch of one step grows with the workers, `batch_size` images for each: shared out it would
-    soon be less than one image per worker.
+    A batch has `batch_size` images for each worker here: shared out, it would soon be less than one image for each.
 
     Returns:
         Rows of `link`, `workers`, `sync`, `compute_s`, `communicate_s`, `epoch_s`, `speedup` over one worker, and
@@ -213,8 +211,7 @@ def extrapolate(
             costs.t_b if link.t_b is None else link.t_b,
         )
         for count in workers:
-            whole = batch_size * count if sync == "gradients" else batch_size
-            averages = averages_per_epoch(images, whole, count, sync, period)
+            averages = averages_per_epoch(images, batch_size * count, sync, period)
             training = Training(operations(network), images, averages, floats)
             compute, communicate = epoch_s(on_link, training, count)
             alone, _ = epoch_s(on_link, training, 1)

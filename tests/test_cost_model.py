@@ -46,10 +46,10 @@ def test_an_all_reduce_of_one_worker_costs_nothing_and_its_constants_are_found_a
 
 
 @pytest.mark.parametrize(
-    ("sync", "period", "averages"), [("gradients", None, 10), ("parameters", None, 1), ("parameters", 2, 3)]
+    ("sync", "period", "averages"), [("gradients", None, 10), ("parameters", None, 1), ("parameters", 3, 4)]
 )
 def test_how_often_an_epoch_averages(sync, period, averages):
-    assert averages_per_epoch(images=95, batch_size=10, workers=2, sync=sync, period=period) == averages
+    assert averages_per_epoch(images=95, batch_size=10, sync=sync, period=period) == averages
 
 
 def test_an_epoch_by_hand():

@@ -44,7 +44,7 @@ class _Parallel:
     Attributes:
         sync: what keeps them together: `gradients` (averaged at every step), `parameters` (averaged now and then, local
             SGD), `hybrid` (convolutions share images, linear layers share outputs).
-        period: with `parameters`, batches per worker between two averages, >= 1; None averages once an epoch.
+        period: with `parameters`, batches between two averages, >= 1; None averages once an epoch.
     """
 
     sync: Sync = "gradients"
@@ -80,7 +80,7 @@ class Local(_Parallel):
         from cnnexp.workers.replica import Spec
 
         _refuse_idle_ranks(self.name)
-        _check_batch(batch_size, self.count, self.sync)
+        _check_batch(batch_size, self.count)
         if self.count == 1:
             return backend.compile(network, loss, optimizer, batch_size)
         own = divide_threads(backend, self.count)
@@ -105,7 +105,7 @@ class Mpi(_Parallel):
         from cnnexp.workers.mpi import compile_mpi
         from cnnexp.workers.replica import Spec
 
-        _check_batch(batch_size, self.count, self.sync)
+        _check_batch(batch_size, self.count)
         return compile_mpi(Spec(backend, network, loss, optimizer, batch_size, self.sync, self.period))
 
 
@@ -127,6 +127,6 @@ def _refuse_idle_ranks(name: str) -> None:
         raise ConfigError(f"workers={name}: but {group_size()} MPI processes were started; add workers=mpi")
 
 
-def _check_batch(batch_size: int, workers: int, sync: str) -> None:
-    if sync != "parameters" and batch_size < workers:
+def _check_batch(batch_size: int, workers: int) -> None:
+    if batch_size < workers:
         raise ConfigError(f"trainer.batch_size={batch_size}: must be >= {workers}, one image per worker")

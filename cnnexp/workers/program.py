@@ -120,7 +120,7 @@ class ParallelProgram:
         t_c = self._replica.gradient_s(few, count, REPEATS) / count / operations(spec.network)
         short, long = ((floats, self._call("exchange", floats, REPEATS)) for floats in (SHORT, LONG))
         costs = Costs(t_c, *fit_links(short, long, collective.size))
-        averages = averages_per_epoch(images, spec.batch_size, collective.size, spec.sync, spec.period)
+        averages = averages_per_epoch(images, spec.batch_size, spec.sync, spec.period)
         floats = spec.network.parameter_count * (1 if spec.sync == "gradients" else 1 + len(spec.optimizer.slots))
         training = Training(operations(spec.network), images, averages, floats)
         threads = max(1, divide_threads(spec.backend, collective.host_size).threads)

@@ -29,7 +29,7 @@ class Spec:
     Attributes:
         backend, network, loss, optimizer, batch_size: as for `Backend.compile`.
         sync: `gradients`, `parameters` or `hybrid`.
-        period: with `parameters`, batches per worker between two averages; None averages once an epoch.
+        period: with `parameters`, batches between two averages; None averages once an epoch.
     """
 
     backend: Backend
@@ -175,14 +175,16 @@ class GradientReplica(Replica):
 class ParameterReplica(Replica):
     """Let every worker train alone and average the parameters now and then (chavan, algorithm 4; local SGD).
 
-    The batches of an epoch are dealt out in turn, whole. Optimizer slots are averaged with the parameters, so that the
-    state after an epoch is one state; each worker counts by the images it has trained since the last average. Between
-    two averages the workers differ, and `state` and `predict` show each one's own.
+    Each step of a worker is on its share of a batch, so plain SGD averaged after every batch is one worker's SGD.
+    Optimizer slots are averaged with the parameters, so that the state after an epoch is one state; a worker counts by
+    the images it has trained since the last average. Between two averages the workers differ, and `state` and
+    `predict` show each one's own.
     """
 
     def __init__(self, spec: Spec, collective: Collective) -> None:
-        super().__init__(spec.compile(spec.batch_size), collective)
-        self._period = spec.period
+        # batches of its own share: then many of them in one call fall apart into the right steps
+        super().__init__(spec.compile(shares(spec.batch_size, collective.size)[collective.rank]), collective)
+        self._batch_size, self._period = spec.batch_size, spec.period
         self._begin_epoch()
 
     def restore(self, state):
@@ -190,16 +192,15 @@ class ParameterReplica(Replica):
         self._begin_epoch()
 
     def _train(self, split, order, rate):
-        rank, size, batch_size = self.collective.rank, self.collective.size, self.program.batch_size
         totals, waiting = NOTHING, []
-        for start in range(0, len(order), batch_size):
-            batch, owner = order[start : start + batch_size], self._batch % size
-            if owner == rank:
-                waiting.append(batch)
-            self._batch, self._seen = self._batch + 1, self._seen + len(batch)
-            self._since[owner] += 1, len(batch)
+        for start in range(0, len(order), self._batch_size):
+            batch = order[start : start + self._batch_size]
+            waiting.append(batch[share(len(batch), self.collective.size, self.collective.rank)])
+            images = np.array(shares(len(batch), self.collective.size))
+            self._since += np.stack([images > 0, images])
+            self._batches, self._seen = self._batches + 1, self._seen + len(batch)
             epoch_over = self._seen >= split.count
-            if epoch_over or (self._period and self._batch % (size * self._period) == 0):
+            if epoch_over or (self._period and self._batches % self._period == 0):
                 totals, waiting = totals + self._train_alone(split, waiting, rate), []
                 self._average()
             if epoch_over:
@@ -209,26 +210,26 @@ class ParameterReplica(Replica):
         self.collective.all_reduce(message)
         return _totals(message)
 
-    def _train_alone(self, split: Loaded, batches: list[np.ndarray], rate: float) -> Totals:
-        if not batches:
+    def _train_alone(self, split: Loaded, parts: list[np.ndarray], rate: float) -> Totals:
+        order = np.concatenate(parts) if parts else ()
+        if not len(order):
             return NOTHING
-        order = np.concatenate(batches)
         self._images += len(order)
         return self.program.train(split.whole, order, rate)
 
     def _average(self) -> None:
-        steps, images = self._since.T
+        rank, (steps, images) = self.collective.rank, self._since
         state = self.program.state()
-        step = int(state.pop("step")) + int(steps.max() - steps[self.collective.rank])
-        flat = np.concatenate(list(state.values())) * np.float32(images[self.collective.rank] / images.sum())
+        step = int(state.pop("step")) + int(steps.max() - steps[rank])
+        flat = np.concatenate(list(state.values())) * np.float32(images[rank] / images.sum())
         self.collective.all_reduce(flat)
         parts = np.split(flat, len(state))
         self.program.restore({"step": np.int64(step), **dict(zip(state, parts, strict=True))})
         self._since[:] = 0
 
     def _begin_epoch(self) -> None:
-        self._batch, self._seen = 0, 0
-        self._since = np.zeros((self.collective.size, 2), np.int64)  # steps and images of each since the last average
+        self._batches, self._seen = 0, 0
+        self._since = np.zeros((2, self.collective.size), np.int64)  # steps and images of each since the last average
 
 
 def _totals(message: np.ndarray) -> Totals:

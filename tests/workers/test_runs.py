@@ -80,7 +80,7 @@ def test_a_killed_rank_0_ends_the_run_as_failed_and_it_goes_on_from_its_checkpoi
         assert time.monotonic() - killed < 10
         assert f"cnnexp: error: worker 0 of 2 (pid {run.pid}) died" in stderr
         assert _statuses(store) == ["FAILED"]
-        assert not worker.is_running()
+        assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
 
     epoch = load(find(folder)).epoch + 1
     on = ("dataset.train_size=1000", "tracking=none", f"trainer.resume={folder}", f"trainer.epochs={epoch}")
