@@ -29,8 +29,9 @@ ui: $(VENV)/.core ## look at the recorded runs in a browser
 bench: $(VENV)/.dev ## time the backends against each other
 	$(BIN)/python -m benchmarks $(ARGS)
 
-gpu-check: $(VENV)/.gpu ## hold the GPU backends to the oracle, on a real GPU
-	$(BIN)/python -m pytest -q tests/backends -k gpu $(ARGS)
+gpu-check: $(VENV)/.gpu ## hold the GPU backends to the oracle on a real GPU, then time them (beside PyTorch if installed)
+	$(BIN)/python -m pytest -q tests/backends -k gpu
+	$(BIN)/python -m benchmarks.gpu_check $(ARGS)
 
 torch: $(VENV)/.dev ## add PyTorch, for backend=torch and for the tests that compare with it
 	$(PIP) "torch==2.13.0"

@@ -1,0 +1,430 @@
+"""On a machine with an NVIDIA GPU: are the GPU backends right, and how fast are they beside PyTorch?
+
+    python -m benchmarks.gpu_check [--quick] [--skip-conformance] [--skip-torch] [--out FILE]
+
+Needs numpy, numba, numba-cuda and, for the comparison, torch. First every GPU backend is held to the float64 oracle of
+`tests/`, then the ceilings of the machine are measured (copy bandwidth, multiply-add rate, what a launch and a graph's
+node cost), then the contestants train the same networks by turns, on data that is on the device for all of them:
+
+    every GPU backend; PyTorch eager, channels_last, torch.compile(mode="reduce-overhead"), and a step captured in a
+    CUDA graph; each in full float32, the last two also with TF32, as rows of their own that count for no ratio.
+
+Every raw number goes into one JSON file, a table to standard output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.cases import LOSS, Case, multiply_adds
+from cnnexp.backends import backend_class
+from cnnexp.errors import CnnexpError
+from cnnexp.models import OneConv, TwoConvMlp, TwoConvPool4
+from cnnexp.network import AvgPool2d, Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Sigmoid
+from cnnexp.optimizers import SGD, Adam
+
+ROOT = Path(__file__).parents[1]
+BACKENDS = ("gpu-naive", "gpu-shared-input", "gpu-shared", "gpu-tuned", "gpu-fused")
+TORCH = ("eager", "channels_last", "compile", "graph", "compile tf32", "graph tf32")
+EPOCH = 60_000  # images
+MNIST = (28, 28, 1)
+REPEATS = 7
+PASS_S = 0.5  # about how long one timed pass takes
+
+CASES = (
+    Case("one_conv-f256-b1000", "gpu", "one_conv, 256 filters", OneConv(256).network(MNIST, 10), 1000, SGD(lr=0.01)),
+    Case("one_conv-f32-b100", "gpu", "one_conv, 32 filters", OneConv(32).network(MNIST, 10), 100, SGD(lr=0.01)),
+    Case("two_conv_mlp-b64", "gpu", "two_conv_mlp", TwoConvMlp().network(MNIST, 10), 64, Adam(lr=1e-3)),
+    Case("two_conv_pool4-b32", "gpu", "two_conv_pool4", TwoConvPool4().network(MNIST, 10), 32, Adam(lr=1e-3)),
+)
+
+# Every layer and setting, with more than one block and tiles that do not fill: (network, images, whole numbers). Large
+# networks get whole numbers: among so many decisions, of ReLUs and maxima, rounding would blur one in any other draw.
+CONFORMANCE = {
+    "one_conv": (Network(MNIST, (Conv2d(33, 3), ReLU(), MaxPool2d(2), Flatten(), Linear(10))), 37, True),
+    "two_conv_mlp": (TwoConvMlp().network(MNIST, 10), 9, True),
+    "two_conv_pool4": (TwoConvPool4().network(MNIST, 10), 33, True),
+    "small": (Network((6, 6, 1), (Conv2d(5, 3), ReLU(), MaxPool2d(2), Flatten(), Linear(4))), 5, False),
+    "colour": (
+        Network((7, 9, 3), (Conv2d(5, 4), MaxPool2d(2), ReLU(), Flatten(), Linear(6), ReLU(), Linear(7))),
+        5,
+        False,
+    ),
+    "strides": (
+        Network((9, 7, 2), (Conv2d(3, 3, 2), ReLU(), Conv2d(2, 2, padding="full"), Flatten(), Linear(3))),
+        6,
+        False,
+    ),
+    "pools": (
+        Network(
+            (9, 9, 2),
+            (
+                *(Conv2d(3, 3, padding=2), MaxPool2d(3, 2, "auto"), Sigmoid()),
+                *(AvgPool2d(2, 1), AvgPool2d(2, None, "auto"), Flatten()),
+            ),
+        ),
+        6,
+        False,
+    ),
+    "many_filters": (Network((5, 5, 3), (Conv2d(300, 3), ReLU(), MaxPool2d(3), Flatten(), Linear(11))), 5, True),
+    "many_outputs": (Network((4, 4, 1), (Conv2d(3, 3), ReLU(), Flatten(), Linear(40), ReLU(), Linear(99))), 4, False),
+    "one_of_all": (Network((1, 1, 1), (Conv2d(1, 1), ReLU(), Flatten(), Linear(2))), 2, False),
+}
+
+
+def conform(names: tuple[str, ...]) -> dict[str, dict[str, str]]:
+    """Return, by backend and network, "ok" or what is wrong; the first draw with clear decisions is taken."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from conformance import check_case, check_training, decisions_are_clear, make_case
+
+    found: dict[str, dict[str, str]] = {}
+    for name in names:
+        found[name] = {}
+        for title, (network, images, exact) in CONFORMANCE.items():
+            draws = (make_case(network, images=images, seed=seed, exact=exact) for seed in range(1000))
+            case = next(draw for draw in draws if decisions_are_clear(draw))
+            try:
+                check_case(backend_class(name)(), case)
+                check_training(backend_class(name)(), case, Adam(lr=0.01))
+                found[name][title] = "ok"
+            except (AssertionError, CnnexpError) as error:
+                found[name][title] = f"{type(error).__name__}: {error}"
+            print(f"{name:18} {title:16} {found[name][title]}", flush=True)
+    found["gpu-fused"]["graphs and single launches"] = _graphs_change_nothing()
+    return found
+
+
+def _graphs_change_nothing() -> str:
+    """Return "ok" where the captured and the plainly launched kernels leave the same bits."""
+    network, rng = CASES[1].network, np.random.default_rng(0)
+    images, labels = rng.integers(0, 256, (700, *MNIST), np.uint8), rng.integers(0, 10, 700)
+    states = []
+    for graphs in (False, True):
+        program = backend_class("gpu-fused")(graphs=graphs).compile(network, LOSS, Adam(), 7)
+        program.restore({"parameters": network.initial_parameters(0)})
+        program.train(program.load(images, labels), np.arange(700), 0.01)
+        states.append(program.state()["parameters"])
+    return "ok" if np.array_equal(*states) else "the parameters differ"
+
+
+@dataclass
+class Contestant:
+    """Something that trains: `run(steps)` returns when the device is done; `seconds` has one list per timed pass."""
+
+    name: str
+    run: Callable[[int], None]
+    compile_s: float
+    steps: int = 1
+    seconds: list[float] = field(default_factory=list)
+
+    def settle(self, most: int) -> None:
+        """Warm up, and find how many steps take about `PASS_S`."""
+        self.run(2)
+        while True:
+            elapsed = _seconds(lambda: self.run(self.steps))
+            if elapsed > PASS_S / 4 or self.steps >= most:
+                break
+            self.steps = min(most, self.steps * 4)
+        self.steps = max(1, min(most, round(self.steps * PASS_S / elapsed)))
+        self.run(self.steps)  # whatever a pass of this length captures or compiles
+
+    def images_per_s(self, batch_size: int) -> float:
+        return self.steps * batch_size / statistics.median(self.seconds)
+
+
+def _seconds(work: Callable[[], None]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def ours(name: str, case: Case, images: np.ndarray, labels: np.ndarray) -> Contestant:
+    """Return one of our backends, its data on the device."""
+    program = backend_class(name)().compile(case.network, LOSS, case.optimizer, case.batch_size)
+    program.restore({"parameters": case.network.initial_parameters(0)})
+    handle = program.load(images, labels)
+    order = np.random.default_rng(1).permutation(len(images))
+
+    def run(steps: int) -> None:
+        program.train(handle, order[: steps * case.batch_size], case.optimizer.lr)
+
+    return Contestant(name, run, program.compile_s)
+
+
+def peer(name: str, case: Case, images: np.ndarray, labels: np.ndarray, device: str = "cuda") -> Contestant:
+    """Return PyTorch, its images on the device as float32, gathered there by a permutation."""
+    import torch
+
+    how, tf32 = name.split()[0], name.endswith("tf32")
+    layout = torch.channels_last if how == "channels_last" else torch.contiguous_format
+    started = time.perf_counter()
+    torch.manual_seed(0)
+    model = torch_model(case.network).to(device, memory_format=layout)
+    x = torch.from_numpy(images).to(device).float().div(255).permute(0, 3, 1, 2).contiguous(memory_format=layout)
+    t = torch.from_numpy(labels).to(device).long()
+    order = torch.from_numpy(np.random.default_rng(1).permutation(len(images))).to(device)
+    batch = case.batch_size
+    fast = {"capturable": True, "fused": True} if isinstance(case.optimizer, Adam) else {"fused": True}
+    kind = torch.optim.Adam if isinstance(case.optimizer, Adam) else torch.optim.SGD
+    optimizer = kind(model.parameters(), lr=case.optimizer.lr, **(fast if device == "cuda" else {}))
+    forward = torch.compile(model, mode="reduce-overhead") if how == "compile" else model
+
+    def step(indices: Any) -> None:
+        optimizer.zero_grad(set_to_none=how != "graph")
+        torch.nn.functional.cross_entropy(forward(x[indices]), t[indices]).backward()
+        optimizer.step()
+
+    def precision() -> None:
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
+        torch.backends.cudnn.benchmark = True
+
+    precision()
+    one = _captured(step, order[:batch].clone()) if how == "graph" else step
+
+    def run(steps: int) -> None:
+        precision()
+        for i in range(steps):
+            if how == "compile":
+                torch.compiler.cudagraph_mark_step_begin()
+            one(order[i * batch : (i + 1) * batch])
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    run(3)
+    return Contestant(f"torch {name}", run, time.perf_counter() - started)
+
+
+def _captured(step: Callable[[Any], None], indices: Any) -> Callable[[Any], None]:
+    """Capture a step in a CUDA graph; return what copies a batch's indices in and replays it."""
+    import torch
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step(indices)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(indices)
+
+    def replay(batch: Any) -> None:
+        indices.copy_(batch)
+        graph.replay()
+
+    return replay
+
+
+def torch_model(network: Network) -> Any:
+    """Return the network as PyTorch layers."""
+    from torch import nn
+
+    layers: list[Any] = []
+    for stage in network.stages:
+        match stage.layer:
+            case Conv2d(filters, kernel, stride, padding, bias):
+                layers.append(nn.Conv2d(stage.input_shape[2], filters, kernel, stride, padding, bias=bias))
+            case MaxPool2d(pool):
+                layers.append(nn.MaxPool2d(pool))
+            case Linear(features, bias):
+                layers.append(nn.Linear(stage.input_shape[0], features, bias))
+            case layer:
+                layers.append({ReLU: nn.ReLU, Flatten: nn.Flatten}[type(layer)]())
+    return nn.Sequential(*layers)
+
+
+def least_bytes(case: Case) -> float:
+    """Return the fewest bytes of device memory that a step must move per image.
+
+    Its pixels as bytes, forward and backward; every pooled value and its code (a gradient goes through it alone)
+    written and read once; parameters and optimizer state read and written once a step, the gradient too.
+    """
+    pixels = 2 * math.prod(case.network.input_shape)
+    pooled = sum(math.prod(s.output_shape) for s in case.network.stages if isinstance(s.layer, MaxPool2d))
+    state = 2 + 2 * len(case.optimizer.slots) + 2
+    return pixels + 2 * 5 * pooled + 4 * state * case.network.parameter_count / case.batch_size
+
+
+def floor_s(case: Case, ceilings: dict[str, float]) -> float:
+    """Return the seconds per image below which this machine cannot train: arithmetic or memory, whichever is more."""
+    through, _ = multiply_adds(case.network)
+    return max(through / ceilings["fma_per_s"], least_bytes(case) / ceilings["copy_bytes_per_s"])
+
+
+def measure_ceilings() -> dict[str, float]:
+    """Measure copy bandwidth (bytes read and written), multiply-adds, launches by number of arrays, and graph nodes."""
+    from cuda.core import Device
+    from numba import cuda
+
+    def best(work: Callable[[], None]) -> float:
+        work()
+        cuda.synchronize()
+        return min(_seconds(lambda: (work(), cuda.synchronize())) for _ in range(10))
+
+    gpu = backend_class("gpu-naive")().gpu
+    size = 2**28
+    source, target = cuda.device_array(size, np.float32), cuda.device_array(size, np.float32)
+    target.copy_to_device(source)
+    found = {"copy_bytes_per_s": 8 * size / best(lambda: target.copy_to_device(source))}
+
+    turns, chains = np.uint32(4096), 8
+
+    @cuda.jit("void(float32[::1], float32, float32)")
+    def multiply_add(out, a, b):
+        x = cuda.local.array(chains, np.float32)
+        for k in range(chains):
+            x[k] = np.float32(cuda.threadIdx.x + k)
+        for _ in range(turns):
+            for k in range(chains):
+                x[k] = x[k] * a + b
+        total = np.float32(0)
+        for k in range(chains):
+            total += x[k]
+        out[cuda.grid(1)] = total
+
+    blocks, threads = gpu.multiprocessors * 8, 256
+    out, a, b = cuda.device_array(blocks * threads, np.float32), np.float32(0.999), np.float32(0.001)
+    seconds = best(lambda: multiply_add[blocks, threads](out, a, b))
+    found["fma_per_s"] = blocks * threads * int(turns) * chains / seconds
+
+    def thousand(kernel: Any, arrays: int) -> Callable[[], None]:
+        launch, given = kernel[1, 32], [cuda.device_array(32, np.float32) for _ in range(arrays)]
+        return lambda: [launch(*given) for _ in range(1000)]
+
+    for count in range(5):
+        found[f"launch_us_{count}_arrays"] = best(thousand(_idle_kernel(cuda, count), count)) * 1e3
+
+    device = Device(gpu.index)
+    device.set_current()
+    stream, builder = device.create_stream(), device.create_graph_builder()
+    idle, array = _idle_kernel(cuda, 1), cuda.device_array(32, np.float32)
+    idle[1, 32](array)
+    builder.begin_building()
+    for _ in range(1000):
+        idle[1, 32, builder](array)
+    graph = builder.end_building().complete()
+    found["graph_node_us"] = best(lambda: (graph.launch(stream), stream.sync())) * 1e3
+    return found
+
+
+def _idle_kernel(cuda: Any, arrays: int) -> Any:
+    """Return a kernel of `arrays` arrays that adds one to an element, or does nothing."""
+    if arrays == 0:
+        return cuda.jit("void()")(lambda: None)
+    names = ", ".join(f"a{k}" for k in range(arrays))
+    source = f"def idle({names}):\n    a0[cuda.threadIdx.x] += one\n"
+    scope: dict[str, Any] = {"cuda": cuda, "one": np.float32(1)}
+    exec(source, scope)
+    return cuda.jit(f"void({', '.join(['float32[::1]'] * arrays)})")(scope["idle"])
+
+
+def race(case: Case, names: tuple[str, ...], peers: tuple[str, ...], repeats: int) -> tuple[list[Contestant], dict]:
+    """Let all train by turns; return them with their raw seconds, and what failed, by name."""
+    rng = np.random.default_rng(0)
+    images, labels = rng.integers(0, 256, (EPOCH, *MNIST), np.uint8), rng.integers(0, 10, EPOCH)
+    contestants, failed = [], {}
+    makers = [(name, ours, name) for name in names] + [(f"torch {name}", peer, name) for name in peers]
+    for title, make, name in makers:
+        try:
+            contestant = make(name, case, images, labels)
+            contestant.settle(EPOCH // case.batch_size)
+            contestants.append(contestant)
+        except Exception as error:  # whatever one contestant lacks, the others race on; it is reported
+            failed[title] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            print(f"{case.name}: {title} does not run: {failed[title]}", flush=True)
+    for _ in range(repeats):
+        for contestant in contestants:
+            contestant.seconds.append(_seconds(lambda one=contestant: one.run(one.steps)))
+    return contestants, failed
+
+
+def rows(case: Case, contestants: list[Contestant], floor: float) -> list[dict[str, Any]]:
+    """Return what the table shows: images/s, ms per epoch, times the best PyTorch in float32, share of the floor."""
+    speeds = {c.name: c.images_per_s(case.batch_size) for c in contestants}
+    best = max((s for name, s in speeds.items() if name.startswith("torch") and "tf32" not in name), default=math.nan)
+    return [
+        {
+            "case": case.name,
+            "contestant": name,
+            "images_per_s": speed,
+            "epoch_ms": EPOCH / speed * 1e3,
+            "times_best_torch": speed / best,
+            "fraction_of_floor": speed * floor,
+        }
+        for name, speed in speeds.items()
+    ]
+
+
+def print_table(table: list[dict[str, Any]]) -> None:
+    print(f"\n{'case':22} {'contestant':22} {'images/s':>14} {'ms/epoch':>10} {'x best torch':>12} {'of floor':>9}")
+    for row in table:
+        print(
+            f"{row['case']:22} {row['contestant']:22} {row['images_per_s']:14,.0f} {row['epoch_ms']:10.2f} "
+            f"{row['times_best_torch']:12.2f} {row['fraction_of_floor']:9.1%}"
+        )
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in ("numpy", "numba", "numba-cuda", "cuda-core", "torch", "triton"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="3 repeats, and only the fastest of ours")
+    parser.add_argument("--skip-conformance", action="store_true", help="time at once")
+    parser.add_argument("--skip-torch", action="store_true", help="time ours alone")
+    parser.add_argument("--out", type=Path, help="the JSON file; benchmarks/results/gpu-<name of the GPU>.json")
+    options = parser.parse_args(arguments)
+    try:
+        gpu = backend_class("gpu-naive")().gpu
+    except CnnexpError as error:
+        print(f"gpu_check: error: {error}", file=sys.stderr)
+        return error.exit_code
+    names = ("gpu-fused",) if options.quick else BACKENDS
+    peers = () if options.skip_torch else TORCH
+    report: dict[str, Any] = {
+        "gpu": asdict(gpu),
+        "versions": versions(),
+        "started": time.strftime("%FT%TZ", time.gmtime()),
+    }
+    report["conformance"] = {} if options.skip_conformance else conform(names)
+    report["ceilings"] = measure_ceilings()
+    print(json.dumps(report["ceilings"], indent=1), flush=True)
+    report["raw"], report["table"], report["failed"] = {}, [], {}
+    for case in CASES:
+        contestants, report["failed"][case.name] = race(case, names, peers, 3 if options.quick else REPEATS)
+        report["raw"][case.name] = {
+            c.name: {"steps": c.steps, "batch_size": case.batch_size, "seconds": c.seconds, "compile_s": c.compile_s}
+            for c in contestants
+        }
+        report["table"] += rows(case, contestants, floor_s(case, report["ceilings"]))
+    out = options.out or ROOT / "benchmarks" / "results" / f"gpu-{gpu.name.lower().replace(' ', '-')}.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(report, indent=1) + "\n")
+    print_table(report["table"])
+    print(f"\nraw numbers: {out}")
+    wrong = [what for found in report["conformance"].values() for what in found.values() if what != "ok"]
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
