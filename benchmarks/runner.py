@@ -207,8 +207,8 @@ class Match:
         for row in self._running():
             self._ask(row, "pin", 60, cores=self._cores)
             row.steps = max(1, round(self._plan.seconds / row.setup["step_s"]))
-            answer = self._sample(row)
-            if row.error is None:
+            answer = self._sample(row) if row.steps > 1 else {}
+            if answer:
                 row.steps = max(1, round(row.steps * self._plan.seconds / answer["seconds"]))
 
     def _round(self, turn: int) -> None:

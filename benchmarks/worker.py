@@ -85,8 +85,7 @@ def distance(found: np.ndarray, true: np.ndarray) -> float:
 
 
 def step_seconds(made) -> float:
-    """Return the seconds of one step, once warm: of more and more steps, until they take a measurable time."""
-    made.train(1)
+    """Return the seconds of one step of a warm contestant: of more and more steps, until they can be measured."""
     steps, seconds = 1, 0.0
     while seconds < 0.02 and steps < 100_000:
         started = time.perf_counter()
