@@ -39,7 +39,7 @@ def candidates(sizes: ConvSizes, gpu: Gpu) -> list[ConvTile]:
                 continue  # this tile needs more shared memory than there is
             if block <= gpu.block_threads and plan not in plans:
                 plans.append(plan)
-    return plans or [conv_tile(sizes, BLOCK, 1, gpu.shared_bytes, 1)]
+    return plans or [conv_tile(sizes, min(BLOCK, gpu.block_threads), 1, gpu.shared_bytes, 1)]
 
 
 def fastest(plans: Sequence[ConvTile], seconds: Callable[[ConvTile], float]) -> ConvTile:

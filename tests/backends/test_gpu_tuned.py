@@ -1,0 +1,56 @@
+"""The search of `gpu-tuned`, with made-up times: no GPU is needed to choose among numbers."""
+
+import pytest
+
+from cnnexp.backends.gpu_device import Gpu
+from cnnexp.backends.gpu_kernels import ConvSizes
+from cnnexp.backends.gpu_tuned import REPEATS, Choices, candidates, fastest
+
+GPU = Gpu(0, "a GPU", (9, 0), (13, 0), (13, 0), 132, 1024, 48 * 1024)
+ONE_CONV = ConvSizes(H=28, W=28, C=1, K=3, F=64, stride=1, top=0, left=0, P=26, Q=26)
+WIDE = ConvSizes(H=64, W=64, C=256, K=7, F=512, stride=2, top=3, left=3, P=32, Q=32)
+
+
+@pytest.mark.parametrize("sizes", [ONE_CONV, WIDE])
+def test_candidates_fit_on_the_gpu_and_differ(sizes):
+    plans = candidates(sizes, GPU)
+    assert len(plans) == len(set(plans)) >= 4
+    for plan in plans:
+        assert plan.block <= GPU.block_threads
+        assert 4 * (plan.x_size + plan.w_size) <= GPU.shared_bytes
+        assert 1 <= plan.channels <= sizes.C
+
+
+def test_a_gpu_with_little_shared_memory_gets_the_smallest_tile():
+    little = Gpu(0, "a small GPU", (7, 5), (13, 0), (13, 0), 2, 64, 512)
+    plans = candidates(ONE_CONV, little)
+    assert [plan.tile for plan in plans] == [1]
+    assert plans[0].block <= little.block_threads
+
+
+def test_the_smallest_median_wins_whatever_an_outlier_says():
+    plans = candidates(ONE_CONV, GPU)[:3]
+    calls = dict.fromkeys(plans, 0)
+
+    def seconds(plan):
+        calls[plan] += 1
+        if plan == plans[1]:
+            return 9.0 if calls[plan] == 2 else 1.0
+        return 0.5 if calls[plan] == 2 else 2.0
+
+    assert fastest(plans, seconds) == plans[1]
+    assert set(calls.values()) == {REPEATS + 1}
+
+
+def test_choices_are_kept_by_key_and_survive_a_damaged_file(tmp_path):
+    path, (one, other) = tmp_path / "cache" / "choices.json", candidates(ONE_CONV, GPU)[:2]
+    kept = Choices(path)
+    assert kept.get("a") is None
+    kept.keep("a", one)
+    kept.keep("b", other)
+    assert (Choices(path).get("a"), Choices(path).get("b"), Choices(path).get("c")) == (one, other, None)
+    assert [entry.name for entry in path.parent.iterdir()] == ["choices.json"]
+    path.write_text("{")
+    assert kept.get("a") is None
+    kept.keep("a", other)
+    assert kept.get("a") == other
