@@ -179,9 +179,10 @@ def weight_gradients(k: Emitter, conv: Correlation, d: Grid, dw: Pointer, db: Po
     """
     taps, most_filters = (5, 4) if k.target.registers >= 32 else (3, 3)
     run = conv.kernel * conv.channels
-    for first_tap, size, tap_count in chunks(run, taps):
-        for first_filter, filters, filter_count in chunks(conv.filters, most_filters):
-            with k.loop(conv.kernel) as i, k.loop(tap_count) as tap_chunk, k.loop(filter_count) as filter_chunk:
+    for first_filter, filters, filter_count in chunks(conv.filters, most_filters):
+        for first_tap, size, tap_count in chunks(run, taps):
+            # the same few filters of d, the larger of the two, for every tap
+            with k.loop(filter_count) as filter_chunk, k.loop(conv.kernel) as i, k.loop(tap_count) as tap_chunk:
                 r = k.builder.add(k.builder.mul(tap_chunk, INDEX(size)), INDEX(first_tap))
                 f = k.builder.add(k.builder.mul(filter_chunk, INDEX(filters)), INDEX(first_filter))
                 _weight_tile(k, conv, d, i, r, f, size, filters, dw)
