@@ -22,12 +22,13 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
-from cnnexp import checkpoint, explain, sweep
+from cnnexp import checkpoint, explain, page, profile, sweep
 from cnnexp.config import Settings, Tracking, Trainer, build, load, plain, record
 from cnnexp.console import Display, make_console
 from cnnexp.environment import outputs_dir, program_name
 from cnnexp.errors import CnnexpError, ConfigError
 from cnnexp.losses import check_loss
+from cnnexp.profile import Ledger, Profiled
 from cnnexp.recorder import Recorder, Run, find_folder
 from cnnexp.speedup import Baseline
 from cnnexp.tracking import store_uri
@@ -37,7 +38,7 @@ from cnnexp.workers.program import ParallelProgram
 
 log = logging.getLogger(__name__)
 
-COMMANDS = {"ui": "cnnexp.tracking:ui"}
+COMMANDS = {"report": "cnnexp.page:command", "ui": "cnnexp.tracking:ui"}
 OBJECTIVES = {"test_accuracy": "final/test_accuracy", "epoch_s": "time/median_epoch_s"}
 PACKAGE = Path(__file__).resolve().parent
 # a checkout holds conf/ beside the package, an installed package inside it
@@ -45,6 +46,8 @@ CONF = next((path for path in (PACKAGE / "conf", PACKAGE.parent / "conf") if pat
 
 # ${outputs:} in conf/config.yaml; here, so that the workers of a parallel launcher know it too
 OmegaConf.register_new_resolver("outputs", lambda: str(outputs_dir()), replace=True)
+# ${by:NAME,{NAME1: VALUE1},OTHERWISE} in conf/experiment/: a value that depends on the backend, say
+OmegaConf.register_new_resolver("by", lambda name, values, otherwise: values.get(name, otherwise), replace=True)
 
 
 class Terminated(KeyboardInterrupt):
@@ -85,9 +88,10 @@ def job(composed: DictConfig) -> float:
     try:
         return run(composed)
     except Exception as error:
-        _failures.append(error)
-        if sweep.current():
+        if sweep.current():  # its end tells what failed, from the jobs' folders
             log.error("%s", error, exc_info=None if isinstance(error, CnnexpError) else error)
+        else:
+            _failures.append(error)
         return math.nan
 
 
@@ -113,7 +117,9 @@ def run(composed: DictConfig) -> float:
 
 
 def _train(settings: Settings, run: Run) -> None:
-    trainer, dataset = settings.trainer, settings.dataset.load()
+    ledger, trainer = Ledger(), settings.trainer
+    with ledger.span("data"):
+        dataset = settings.dataset.load()
     network = settings.model.network(dataset.input_shape, len(dataset.classes))
     check_loss(network, settings.model.loss, len(dataset.classes))
     compiling = (network, settings.model.loss, settings.optimizer, trainer.batch_size)
@@ -121,15 +127,27 @@ def _train(settings: Settings, run: Run) -> None:
     resumed = _resumed(trainer, training) if trainer.resume is not None else None
     run.begin(dataset, network, settings.backend, settings.workers.count)
     with contextlib.ExitStack() as stack:
-        program = stack.enter_context(contextlib.closing(settings.workers.compile(settings.backend, *compiling)))
+        with ledger.span("compile"):
+            program = stack.enter_context(contextlib.closing(settings.workers.compile(settings.backend, *compiling)))
+        parallel = program if isinstance(program, ParallelProgram) else None
+        if trainer.profile:
+            program = Profiled(program, ledger)
         program.restore(resumed.state if resumed else {"parameters": network.initial_parameters(trainer.seed)})
         baseline = None
         if settings.baseline is not None and not run.contended:
-            beside = stack.enter_context(contextlib.closing(settings.baseline.compile(*compiling)))
+            with ledger.span("baseline"):
+                beside = stack.enter_context(contextlib.closing(settings.baseline.compile(*compiling)))
+            beside = Profiled(beside, ledger, train="baseline")
             baseline = Baseline(beside, dataset.train, trainer.baseline_batches, trainer.baseline_s)
         run.summarize({"time/compile_s": program.compile_s})
         run.add_artifact(run.folder / checkpoint.FOLDER, checkpoint.FOLDER)
-        run.wait()
+        with ledger.span("record"):
+            run.wait()
+        if parallel is not None and settings.workers.sync != "hybrid":
+            parallel.measure(dataset.train)
+            table = run.folder / "cost_model.csv"
+            sweep.write_csv(parallel.extrapolate(), table)
+            run.add_artifact(table)
         display = stack.enter_context(Display(trainer.epochs, trainer.baseline, trainer.progress))
         display.start(dataset, network, settings.backend, program.compile_s)
         for result in resumed.history if resumed else ():
@@ -144,13 +162,18 @@ def _train(settings: Settings, run: Run) -> None:
             trainer.patience,
             tuple(run.epochs),
             on_progress=display.progress,
+            pass_s=trainer.pass_s,
         ):
-            run.epoch(result)
-            display.epoch(result)
-            whole = checkpoint.Checkpoint(result.epoch, training, program.state(), tuple(run.epochs), run.facts)
-            checkpoint.save(run.folder / checkpoint.FOLDER, whole)
-        if isinstance(program, ParallelProgram):
-            run.summarize(program.metrics())
+            with ledger.span("record"):
+                run.epoch(result)
+                display.epoch(result)
+                whole = checkpoint.Checkpoint(result.epoch, training, program.state(), tuple(run.epochs), run.facts)
+                checkpoint.save(run.folder / checkpoint.FOLDER, whole)
+        if isinstance(program, Profiled):
+            run.add_profile(profile.report(ledger, program, run.epochs, settings.backend.threads))
+            run.summarize(profile.metrics(run.profile))
+        if parallel is not None:
+            run.summarize(parallel.metrics())
     display.table(run.epochs)
 
 
@@ -179,7 +202,8 @@ class SweepCallback(Callback):
             tracking = build(Tracking, plain(config.tracking), "tracking")
             SweepCallback.recorder = _recorder(tracking)
             overrides = _as_typed(config.hydra.overrides.task)
-            SweepCallback.started = sweep.begin(Path(config.hydra.sweep.dir), overrides, SweepCallback.recorder)
+            folder, paper = Path(config.hydra.sweep.dir), config.sweep.paper
+            SweepCallback.started = sweep.begin(folder, overrides, SweepCallback.recorder, paper)
         except CnnexpError as error:
             _leave(str(error), error.exit_code)
 
@@ -217,8 +241,12 @@ def _finish_sweep(started: sweep.Sweep, interrupted: bool) -> list[str]:
     """End a sweep and show its table; return a line for each job that failed."""
     rows = sweep.finish(started, SweepCallback.recorder, interrupted)
     if rows:
-        make_console().print(sweep.summary_table(rows))
-    return sweep.failures(rows)
+        console = make_console()
+        console.print(sweep.summary_table(rows))
+        if started.paper is not None:
+            console.print(page.screen_table(page.compare(Path(started.folder), started.paper)))
+            console.print(f"The page: {Path(started.folder) / page.FOLDER / 'index.html'}", soft_wrap=True)
+    return sweep.failures(rows, started.paper)
 
 
 def _recorder(tracking: Tracking) -> Recorder | None:

@@ -23,6 +23,7 @@ from cnnexp.datasets import DATASETS, Source
 from cnnexp.errors import ConfigError, did_you_mean
 from cnnexp.models import MODELS, Model
 from cnnexp.optimizers import OPTIMIZERS, Optimizer
+from cnnexp.papers import EXPERIMENTS
 from cnnexp.schedules import Constant, Cosine, Schedule, Step
 from cnnexp.workers import WORKERS, Workers
 
@@ -52,6 +53,8 @@ class Trainer:
         progress: whether to show progress.
         resume: go on from the newest checkpoint of a run: its folder, one of its checkpoint files, or its MLflow run
             id; None starts afresh.
+        pass_s: seconds that a training pass may take before it ends early; None never ends one early.
+        profile: whether to clock every layer, see `cnnexp.profile`.
     """
 
     epochs: int = 10
@@ -66,6 +69,8 @@ class Trainer:
     baseline_s: float = 1.0
     progress: bool = True
     resume: str | None = None
+    pass_s: float | None = None
+    profile: bool = False
 
     def __post_init__(self) -> None:
         _need("trainer.epochs", self.epochs, 1 <= self.epochs <= MAX_EPOCHS, f"1 .. {MAX_EPOCHS}")
@@ -73,6 +78,7 @@ class Trainer:
         _need("trainer.seed", self.seed, 0 <= self.seed <= MAX_SEED, "0 .. 2**63 - 1")
         _need("trainer.patience", self.patience, self.patience is None or self.patience >= 1, ">= 1, or null")
         _need("trainer.baseline_batches", self.baseline_batches, self.baseline_batches >= 1, ">= 1")
+        _need("trainer.pass_s", self.pass_s, self.pass_s is None or self.pass_s > 0, "> 0 seconds, or null")
         _need("trainer.baseline_s", self.baseline_s, self.baseline_s > 0, "> 0 seconds")
         self.rates()
 
@@ -110,10 +116,19 @@ class Sweep:
     Attributes:
         skip_finished: skip jobs whose config already has a finished run in the store.
         objective: what each job returns to a sweeper: the final test accuracy, or the median epoch time in seconds.
+        paper: the table or figure of a paper that the jobs make again, a key of `papers.EXPERIMENTS`: it is shown at
+            the end, and what this machine lacks is a row of it that says so; None compares the jobs alone.
+        small: whether `debug=small` is on: experiments then leave out what takes minutes at any size.
     """
 
     skip_finished: bool = False
     objective: Literal["test_accuracy", "epoch_s"] = "test_accuracy"
+    paper: str | None = None
+    small: bool = False
+
+    def __post_init__(self) -> None:
+        if self.paper is not None:
+            _check_choice(EXPERIMENTS, self.paper, "sweep.paper")
 
 
 @dataclass(frozen=True)

@@ -26,11 +26,14 @@ import numpy as np
 from cnnexp import environment
 from cnnexp.backends.protocol import Backend
 from cnnexp.datasets import Dataset
-from cnnexp.errors import Diverged, TrackingError
+from cnnexp.errors import BackendUnavailable, Diverged, TrackingError
 from cnnexp.network import Network
 from cnnexp.train import EpochResult
 
 JOURNAL = "journal.jsonl"
+PREDICTIONS = "predictions.npz"  # of the test split: labels and predicted, integers (N,)
+PROFILE = "profile.json"
+LACKING = "UNAVAILABLE"  # status of a run whose backend this machine cannot run; MLflow calls it FAILED
 OPEN_ID = 0  # of the first call
 ANSWER_S = 180.0  # the recorder answers sooner, with an error if need be; after this it is called dead
 # Settings of MLflow's client in the recorder: give up after seconds, not after the four minutes of its defaults.
@@ -166,6 +169,7 @@ class Run:
         self.id: str | None = None
         self.epochs: list[EpochResult] = []
         self.metrics: dict[str, float] = {}
+        self.profile: Mapping[str, Any] | None = None
         self.contended = contended
         self._config, self._recorder, self._parent = config, recorder, parent
         self._begun: Callable[[], str] | None = None
@@ -259,6 +263,11 @@ class Run:
         """Add metrics that are recorded once, e.g. `{"time/compile_s": 1.2}`."""
         self.metrics.update(metrics)
 
+    def add_profile(self, profile: Mapping[str, Any]) -> None:
+        """Store where the time went: `profile.report`."""
+        self.profile = profile
+        (self.folder / PROFILE).write_text(json.dumps(profile, indent=2) + "\n", encoding="utf-8")
+
     def add_artifact(self, path: Path, target: str | None = None) -> None:
         """Store a file or folder, if it exists when the run ends, under the folder `target` of its artifacts."""
         self._artifacts.append((str(path), target))
@@ -270,6 +279,8 @@ class Run:
             tags["diverged"] = "true"
         if self.epochs:
             self.metrics.update(summary(self.epochs, self.contended))
+            if status == "FINISHED":
+                self._save_predictions()
         try:
             self._finish(status, tags)
         except TrackingError as lost:
@@ -292,14 +303,12 @@ class Run:
         config.write_text(json.dumps(self._config, indent=2) + "\n", encoding="utf-8")
         self.add_artifact(config)
         artifacts = [(path, target) for path, target in self._artifacts if Path(path).exists()]
-        self._recorder.call("finish", run_id=self.id, status=status, tags=tags, artifacts=artifacts)
+        self._recorder.call(
+            "finish", run_id=self.id, status="FAILED" if status == LACKING else status, tags=tags, artifacts=artifacts
+        )
 
     def _draw(self) -> None:
         """Let the recorder draw the figures, since it has matplotlib loaded."""
-        predictions = self.folder / "predictions.npz"
-        np.savez_compressed(
-            predictions, labels=self._dataset.test.labels, predicted=predicted_classes(self.epochs[-1].scores)
-        )
         folder = self.folder / "figures"
         self._recorder.call(
             "draw",
@@ -307,12 +316,20 @@ class Run:
             folder=str(folder),
             epochs=[{"epoch": e.epoch, **epoch_metrics(e, self.contended)} for e in self.epochs],
             baseline_s=[_baseline_epoch_s(e) for e in self.epochs],
-            predictions=str(predictions),
+            predictions=str(self.folder / PREDICTIONS),
             classes=list(self._dataset.classes),
             title=self.name,
         )
+        if self.profile is not None:
+            self._recorder.call("draw", kind="draw_profile", folder=str(folder), profile=self.profile, title=self.name)
+            self.add_artifact(self.folder / PROFILE)
         self.add_artifact(folder, "figures")
-        self.add_artifact(predictions)
+        self.add_artifact(self.folder / PREDICTIONS)
+
+    def _save_predictions(self) -> None:
+        predicted = predicted_classes(self.epochs[-1].scores)
+        labels = self._dataset.test.labels[: len(predicted)]
+        np.savez_compressed(self.folder / PREDICTIONS, labels=labels, predicted=predicted)
 
     def _post(self, metrics: Mapping[str, float], step: int) -> None:
         """Send metrics to the store; if the recorder has died, remember that for the end."""
@@ -339,14 +356,17 @@ def read_journal(folder: Path) -> dict[str, Any]:
 
     Returns:
         The facts of its `job` line (name, overrides, config, config_hash, contended), with `status` (DIED if it never
-        ended), `error` (or None), `metrics` (the final ones) and `epochs` (a list of metrics by name).
+        ended), `error` (or None), `begin` (what `Store.begin` was given, else empty), `metrics` (the final ones)
+        and `epochs` (a list of metrics by name).
     """
-    facts: dict[str, Any] = {"status": "DIED", "error": "the process died", "metrics": {}, "epochs": []}
+    facts: dict[str, Any] = {"status": "DIED", "error": "the process died", "metrics": {}, "epochs": [], "begin": {}}
     for line in (Path(folder) / JOURNAL).read_text(encoding="utf-8").splitlines():
         entry = json.loads(line)
         match entry.pop("event"):
             case "job":
                 facts.update(entry)
+            case "begin":
+                facts["begin"] = entry
             case "epoch":
                 facts["epochs"].append({"epoch": entry["epoch"], **entry["metrics"]})
             case "finish":
@@ -359,6 +379,7 @@ def epoch_metrics(result: EpochResult, contended: bool = False) -> dict[str, flo
     metrics = {
         "train/loss": result.train.mean_loss,
         "train/accuracy": result.train.accuracy,
+        "train/images": result.train.count,
         "test/loss": result.test.mean_loss,
         "test/accuracy": result.test.accuracy,
         "time/epoch_s": result.epoch_s,
@@ -424,6 +445,8 @@ def _baseline_epoch_s(result: EpochResult) -> float | None:
 def _status(error: BaseException | None) -> str:
     if error is None:
         return "FINISHED"
+    if isinstance(error, BackendUnavailable):
+        return LACKING
     return "KILLED" if isinstance(error, KeyboardInterrupt | SystemExit) else "FAILED"
 
 

@@ -7,15 +7,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from matplotlib import rc_context
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 from sklearn.metrics import confusion_matrix, recall_score
 
+from cnnexp import page
+
+if TYPE_CHECKING:
+    from cnnexp.page import Cell, Result
+
 DPI = 100
+# Okabe and Ito's colours, which the colour-blind can tell apart, without the palest
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+BLUE = COLOURS[0]
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+DASHES = ("-", "--", ":", "-.")
+BY_EPOCH = {"time/epoch_s": "epoch time (s)", "train/loss": "training loss"}
 CELLS_WITH_NUMBERS = 20  # a confusion matrix of more classes shows colours alone
 
 
@@ -71,6 +85,220 @@ def draw_sweep(folder: str, rows: Sequence[Mapping[str, Any]], varied: Sequence[
         measured = [row for row in rows if metric in row]
         if measured:
             comparison(measured, varied, metric, label).savefig(Path(folder) / f"{name}.png")
+
+
+def draw_profile(folder: str, profile: Mapping[str, Any], title: str) -> None:
+    """Draw where a run's time went into `folder`: profile.png and, where layers were clocked, roofline.png.
+
+    Args:
+        folder: made if missing.
+        profile: of `profile.report`.
+        title: of every figure.
+    """
+    figures = {"profile": ledger(profile)}
+    if profile["layered"]:
+        figures["roofline"] = roofline(profile)
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    for name, figure in figures.items():
+        figure.suptitle(title, fontsize="medium")
+        figure.savefig(Path(folder) / f"{name}.png")
+
+
+def ledger(profile: Mapping[str, Any]) -> Figure:
+    """Return the seconds of every entry of a profile's ledger, largest first."""
+    entries = [entry for entry in profile["entries"] if entry["seconds"] > 0]
+    figure = _figure(7, 1.2 + 0.28 * len(entries))
+    axes = figure.subplots()
+    names = [f"{entry['layer']} {entry['what']}".strip() for entry in entries]
+    bars = axes.barh(names, _column(entries, "seconds"))
+    shares = [f" {entry['seconds'] / profile['wall_s']:.1%}" for entry in entries]
+    axes.bar_label(bars, shares, fontsize="x-small")
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    accounted = f"{profile['accounted']:.1%} of {profile['wall_s']:.2f} s accounted for"
+    axes.set_xlabel(f"seconds and share of the wall time; {accounted}")
+    return figure
+
+
+def roofline(profile: Mapping[str, Any]) -> Figure:
+    """Return the speed of every layer's pass against its arithmetic intensity, under the machine's two limits."""
+    figure = _figure(7, 4.4)
+    axes = figure.subplots()
+    layers = [layer for layer in profile["layers"] if layer["flops"] > 0 and layer["seconds"] > 0]
+    intensity = np.array([layer["flops"] / layer["bytes"] for layer in layers])
+    speed = np.array([layer["flops"] / layer["seconds"] / 1e9 for layer in layers])
+    limits = profile["machine"]
+    span = np.geomspace(min(0.05, *intensity) / 2, max(100.0, *intensity) * 2, 200)
+    axes.plot(span, np.minimum(limits["gflops"], span * limits["gb_per_s"]), color="black", label="limit, measured")
+    for what, marker in (("forward", "o"), ("backward", "s")):
+        chosen = [i for i, layer in enumerate(layers) if layer["pass"] == what]
+        axes.scatter(intensity[chosen], speed[chosen], marker=marker, label=what, zorder=3)
+    for i, layer in enumerate(layers):
+        above = layer["pass"] == "forward"
+        place = {"xytext": (0, 6 if above else -6), "va": "bottom" if above else "top"}
+        axes.annotate(
+            layer["name"],
+            (intensity[i], speed[i]),
+            textcoords="offset points",
+            ha="center",
+            fontsize="x-small",
+            **place,
+        )
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    _label(axes, "arithmetic intensity (FLOP per byte, from the shapes)", "GFLOP/s")
+    axes.legend(loc="lower right")
+    return figure
+
+
+def draw_paper(result: Result, folder: Path) -> None:
+    """Draw a paper's table or figure, made again, into `folder`: figure.png and figure.svg."""
+    draw = {"bars": _paper_bars, "lines": _paper_lines, "epochs": _paper_epochs}[result.experiment.figure]
+    figure = draw(result)
+    figure.suptitle(f"{result.experiment.title}: {result.experiment.quantity}\n", fontsize="medium")
+    for suffix in ("png", "svg"):
+        # no date in the file, and text that stays text
+        with rc_context({"svg.fonttype": "none", "svg.hashsalt": "cnnexp"}):
+            figure.savefig(folder / f"figure.{suffix}", metadata={"Date": None} if suffix == "svg" else None)
+
+
+def _paper_bars(result: Result) -> Figure:
+    """Return a panel per column: a bar per line, the paper's number as a hollow bar above ours."""
+    lines, columns = result.experiment.lines, result.experiment.columns
+    across = min(len(columns), 3 if len(lines) < 8 else 2)
+    down = -(-len(columns) // across)
+    figure = _figure(2.6 + 3.2 * across, down * (1 + 0.38 * len(lines)))
+    panels = np.atleast_1d(figure.subplots(down, across, sharey=True)).ravel()
+    for axes in panels[len(columns) :]:
+        axes.remove()
+    for i, (column, axes) in enumerate(zip(columns, panels, strict=False)):
+        cells = [row[i] for row in result.cells]
+        values = [v for cell in cells for v in (cell.published, cell.ours) if v]
+        logarithmic = bool(values) and max(values) > 50 * min(values)
+        axes.set_xscale("log" if logarithmic else "linear")
+        # a logarithmic axis has no 0 for a bar to start from or a text to stand at
+        start = min(values) / 3 if logarithmic else 0
+        printed = any(cell.published is not None for cell in cells)
+        for place, cell in enumerate(cells):
+            _paper_bar(axes, place, cell, start, printed)
+        axes.set_yticks(range(len(lines)), [line.label for line in lines])
+        axes.set_ylim(len(lines) - 0.4, -0.6)
+        axes.margins(x=0.3)
+        axes.set_xlim(left=start)
+        axes.set_title(column.title, fontsize="medium")
+        axes.grid(axis="x", alpha=0.3)
+    shapes = [Patch(facecolor=BLUE, label="ours")]
+    if any(cell.published is not None for row in result.cells for cell in row):
+        shapes.append(Patch(facecolor="white", edgecolor="black", hatch="////", label="the paper"))
+    figure.legend(handles=shapes, loc="outside lower center", ncols=2)
+    return figure
+
+
+def _paper_bar(axes, place: int, cell: Cell, start: float, printed: bool) -> None:
+    """Draw one line's bars at a place of the vertical axis: the paper's in the upper half, ours in the lower."""
+    height = 0.38 if printed else 0.7
+    ours_at = place + (0.2 if printed else 0)
+    text = {"fontsize": "x-small", "va": "center"}
+    if cell.published is not None:
+        at = place - 0.2
+        axes.barh(at, cell.published - start, height, start, facecolor="white", edgecolor="black", hatch="////")
+        axes.text(cell.published, at, f" {cell.published:g}", **text)
+    if cell.ours is None:
+        axes.text(start, ours_at, f" {cell.why}", style="italic", color="#555555", **text)
+    else:
+        axes.barh(ours_at, cell.ours - start, height, start, color=BLUE, xerr=cell.spread)
+        axes.text(cell.ours, ours_at, f" {cell.ours:.3g}", **text)
+
+
+def _paper_lines(result: Result) -> Figure:
+    """Return a line over the columns for every line of the table that has numbers."""
+    experiment = result.experiment
+    figure = _figure(7.5, 4.6)
+    axes = figure.subplots()
+    values = [cell.ours for row in result.cells for cell in row if cell.ours]
+    axes.set_yscale("log" if values and max(values) > 50 * min(values) else "linear")
+    missing = []
+    for i, (line, cells) in enumerate(zip(experiment.lines, result.cells, strict=True)):
+        points = [
+            (column.x, cell.ours, cell.spread or 0)
+            for column, cell in zip(experiment.columns, cells, strict=True)
+            if cell.ours is not None
+        ]
+        if points:
+            x, y, spread = zip(*points, strict=True)
+            axes.errorbar(x, y, spread if any(spread) else None, label=line.label, **_series(i))
+        else:
+            missing.append(line.label)
+    xs = [column.x for column in experiment.columns]
+    _label(axes, experiment.axis, experiment.quantity)
+    axes.set_xticks(xs, [f"{x:g}" for x in xs])
+    if axes.get_yscale() == "linear":
+        axes.set_ylim(bottom=0)
+    if experiment.top:
+        above = axes.secondary_xaxis("top")
+        above.set_xticks(xs, [f"{n:,}" for n in experiment.top[1]])
+        above.set_xlabel(experiment.top[0])
+    _paper_legend(figure, axes, missing)
+    return figure
+
+
+def _paper_epochs(result: Result) -> Figure:
+    """Return a metric over the epochs, a line per cell of the table; and the recall of each class, if asked for."""
+    experiment = result.experiment
+    figure = _figure(11 if experiment.recall else 7.5, 4.6)
+    panels = np.atleast_1d(figure.subplots(1, 2 if experiment.recall else 1))
+    axes, missing = panels[0], []
+    drawn: set[str] = set()
+    for i, line in enumerate(experiment.lines):
+        found = False
+        for j, column in enumerate(experiment.columns):
+            for job in page.pick(result.jobs, {**column.jobs, **line.jobs}):
+                if not job.epochs or job.folder in drawn:
+                    continue
+                drawn.add(job.folder)
+                found = True
+                name = f"{line.label}, {column.title}" if column.jobs else line.label
+                style = (
+                    {**_series(i), "linestyle": DASHES[j % len(DASHES)], "marker": MARKERS[j]}
+                    if column.jobs
+                    else _series(i)
+                )
+                marker_every = max(1, len(job.epochs) // 10)
+                y = [epoch[experiment.by_epoch] for epoch in job.epochs]
+                axes.plot(_column(job.epochs, "epoch"), y, label=name, markevery=marker_every, **style)
+        if not found:
+            missing.append(line.label)
+    _label(axes, "epoch", BY_EPOCH[experiment.by_epoch])
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_ylim(bottom=0)
+    finished = [job for job in result.jobs if job.status == "FINISHED"]
+    if experiment.recall and finished:
+        best = max(finished, key=lambda job: job.metrics["final/test_accuracy"])
+        values = page.recalls(best)
+        bars = panels[1].bar(range(len(values)), values, color=BLUE)
+        panels[1].bar_label(bars, [f"{value:.3f}" for value in values], fontsize="x-small")
+        panels[1].set_xticks(range(len(values)))
+        panels[1].set_ylim(min(0.9, *values) - 0.02, 1.01)
+        _label(panels[1], "class", "recall on the test split")
+    _paper_legend(figure, axes, missing)
+    return figure
+
+
+def _paper_legend(figure: Figure, axes, missing: Sequence[str]) -> None:
+    """Put the legend beside the panels, with what could not be run."""
+    handles, labels = axes.get_legend_handles_labels()
+    handles += [Line2D([], [], linestyle="") for _ in missing]
+    labels += [f"{label}: not run here" for label in missing]
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, fontsize="small", frameon=False)
+
+
+def _series(i: int) -> dict[str, Any]:
+    """Return the look of a series: colour, marker and dash each tell it from the others, in print and to every eye."""
+    return {
+        "color": COLOURS[i % len(COLOURS)],
+        "marker": MARKERS[i % len(MARKERS)],
+        "linestyle": DASHES[i // len(COLOURS) % len(DASHES)],
+    }
 
 
 def learning(epochs: Sequence[Mapping[str, float]]) -> Figure:

@@ -18,6 +18,14 @@ from cnnexp.backends.protocol import Program
 from cnnexp.datasets import Split
 
 
+def amdahl_limit(parallel_share: float, speedup: float) -> float:
+    """Return 1 / ((1 - p) + p / s), the most that a run gains when a share p of its time gets s times as fast.
+
+    Amdahl's law, as khandait (section III.C) states it.
+    """
+    return 1 / ((1 - parallel_share) + parallel_share / speedup)
+
+
 @dataclass(frozen=True)
 class Comparison:
     """The baseline beside one epoch.

@@ -15,7 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cnnexp.recorder import JOURNAL, Recorder, read_journal
+from cnnexp import page
+from cnnexp.recorder import JOURNAL, LACKING, Recorder, read_journal
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -39,11 +40,13 @@ class Sweep:
         folder: holds one folder per job.
         run_id: of the parent run; None without MLflow.
         process: host and process that started the sweep.
+        paper: the table or figure of a paper that it makes again, or None; its jobs may lack what they need.
     """
 
     folder: str
     run_id: str | None
     process: str
+    paper: str | None = None
 
     @property
     def contended(self) -> bool:
@@ -57,24 +60,26 @@ def current() -> Sweep | None:
     return Sweep(**json.loads(text)) if text else None
 
 
-def begin(folder: Path, overrides: Sequence[str], recorder: Recorder | None = None) -> Sweep:
+def begin(folder: Path, overrides: Sequence[str], recorder: Recorder | None = None, paper: str | None = None) -> Sweep:
     """Start a sweep: make its parent run, and let its jobs know.
 
     Args:
         folder: where the jobs' folders will be.
         overrides: what the user typed, ranges and all.
         recorder: None keeps MLflow out.
+        paper: see `Sweep`.
 
     Raises:
         TrackingError: the store cannot be opened or written.
     """
     run_id = None
     if recorder is not None:
-        name = " ".join(override for override in overrides if "," in override) or Path(folder).name
+        name = paper or " ".join(override for override in overrides if "," in override) or Path(folder).name
         run_id = recorder.call(
             "begin", name=f"sweep {name}", params={}, tags={"kind": "sweep", "overrides": " ".join(overrides)}
         )
-    sweep = Sweep(str(folder), run_id, _this_process())
+    sweep = Sweep(str(folder), run_id, _this_process(), paper)
+    page.note_facts(Path(folder), paper, overrides)
     os.environ[VARIABLE] = json.dumps(asdict(sweep))
     return sweep
 
@@ -96,17 +101,19 @@ def finish(sweep: Sweep, recorder: Recorder | None = None, interrupted: bool = F
         return found
     table = Path(sweep.folder) / "summary.csv"
     write_csv(found, table)
+    if sweep.paper is not None:
+        page.write(Path(sweep.folder), sweep.paper)
     if recorder is not None and sweep.run_id is not None:
         figures = Path(sweep.folder) / "figures"
         finished = [row for row in found if row["status"] == "FINISHED"]
         recorder.call("draw", kind="draw_sweep", folder=str(figures), rows=finished, varied=varied(found))
-        failed = sum(row["status"] not in ("FINISHED", "SKIPPED") for row in found)
+        failed = len(failures(found, sweep.paper))
         recorder.call(
             "finish",
             run_id=sweep.run_id,
             status="KILLED" if interrupted else "FAILED" if failed else "FINISHED",
             tags={"jobs": str(len(found)), "jobs.failed": str(failed)},
-            artifacts=[(str(table), None), (str(figures), "figures")],
+            artifacts=[(str(table), None), (str(figures), "figures"), *_report(sweep)],
         )
     return found
 
@@ -115,8 +122,8 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     """Return one row per job of a sweep's folder, by their number.
 
     Returns:
-        `job` (its folder's name), `name`, `status` (FINISHED, FAILED, KILLED, SKIPPED, or DIED where the process was
-        gone before it could say), `error`, what varied by key, and the final metrics by name.
+        `job` (its folder's name), `name`, `status` (FINISHED, FAILED, KILLED, SKIPPED, UNAVAILABLE, or DIED where the
+        process was gone before it could say), `error`, what varied by key, and the final metrics by name.
     """
     jobs = sorted((path.parent for path in Path(folder).glob(f"*/{JOURNAL}")), key=_job_number)
     journals = [read_journal(job) for job in jobs]
@@ -169,14 +176,25 @@ def summary_table(found: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def failures(found: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return one line per job that did not finish: what it was and why."""
+def failures(found: Sequence[Mapping[str, Any]], paper: str | None = None) -> list[str]:
+    """Return one line per job that did not finish: what it was and why.
+
+    Args:
+        found: as `rows` returned it.
+        paper: see `Sweep`: where it is given, a backend that this machine lacks is no failure.
+    """
     keys = varied(found) if found else []
+    fine = ("FINISHED", "SKIPPED", *([LACKING] if paper is not None else []))
     return [
         f"job {row['job']} ({' '.join(f'{key}={row[key]}' for key in keys)}): {row['error']}"
         for row in found
-        if row["status"] not in ("FINISHED", "SKIPPED")
+        if row["status"] not in fine
     ]
+
+
+def _report(sweep: Sweep) -> list[tuple[str, str]]:
+    """Return the report of a paper's table or figure as an artifact, if there is one."""
+    return [] if sweep.paper is None else [(str(Path(sweep.folder) / page.FOLDER), page.FOLDER)]
 
 
 def _values(overrides: Sequence[str]) -> dict[str, str]:

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -76,6 +77,7 @@ def train_epochs(
     earlier: Sequence[EpochResult] = (),
     on_progress: Callable[[Progress], None] = lambda progress: None,
     clock: Callable[[], float] = time.perf_counter,
+    pass_s: float | None = None,
 ) -> Iterator[EpochResult]:
     """Train `program` and yield one result per epoch.
 
@@ -90,24 +92,25 @@ def train_epochs(
         earlier: results of the epochs that are done, after `program.restore`; training goes on from there.
         on_progress: called about twice a second.
         clock: returns seconds.
+        pass_s: seconds that a training pass may take: it then ends early, after at least one batch, and the epoch is
+            evaluated on the same share of the held-out splits; None trains on every image.
 
     Raises:
         Diverged: the loss is not a finite number.
     """
     handle = program.load(dataset.train.images, dataset.train.labels)
-    held_out = {
-        name: (program.load(split.images, split.labels), split.labels)
-        for name, split in (("test", dataset.test), ("validation", dataset.validation))
-        if split is not None
-    }
+    held_out = _load_held_out(program, dataset)
     best, worse = math.inf, 0
     for result in earlier:
         best, worse = _patience(result, best, worse)
     for epoch in range(earlier[-1].epoch + 1 if earlier else 1, epochs + 1):
         rate = schedule(program.optimizer.lr, epoch, epochs)
         order = epoch_order(len(dataset.train.labels), seed, epoch)
-        one_pass = _Pass(program, handle, order, epoch, rate, baseline, on_progress, clock)
+        one_pass = _Pass(program, handle, order, epoch, rate, baseline, on_progress, clock, pass_s)
         one_pass.run()
+        share = one_pass.totals.count / len(order)
+        if share < 1:
+            held_out = _load_held_out(program, dataset, share)
 
         started = clock()
         scores = {name: program.predict(split) for name, (split, _) in held_out.items()}
@@ -141,13 +144,24 @@ def _patience(result: EpochResult, best: float, worse: int) -> tuple[float, int]
     return min(best, loss), 0 if loss < best else worse + 1
 
 
+def _load_held_out(program: Program, dataset: Dataset, share: float = 1.0) -> dict[str, tuple[Any, np.ndarray]]:
+    """Load the first share of each held-out split; return (handle, labels) by name."""
+    held_out = {}
+    for name, split in (("test", dataset.test), ("validation", dataset.validation)):
+        if split is not None:
+            part = slice(math.ceil(share * len(split.labels)))
+            held_out[name] = program.load(split.images[part], split.labels[part]), split.labels[part]
+    return held_out
+
+
 class _Pass:
     """One epoch's training pass, in chunks of whole batches, the short last batch in a chunk of its own."""
 
-    def __init__(self, program, handle, order, epoch, rate, baseline, on_progress, clock) -> None:
+    def __init__(self, program, handle, order, epoch, rate, baseline, on_progress, clock, limit_s) -> None:
         self._program, self._handle, self._order = program, handle, order
         self._epoch, self._rate, self._baseline = epoch, rate, baseline
         self._on_progress, self._clock = on_progress, clock
+        self._limit_s = math.inf if limit_s is None else limit_s
         self._whole_s, self._whole_images = 0.0, 0
         self.totals, self.seconds = Totals(0.0, 0, 0), 0.0
 
@@ -162,19 +176,25 @@ class _Pass:
         batch_size, count = self._program.batch_size, len(self._order)
         whole = count - count % batch_size
         start, chunk = 0, min(batch_size, count)
-        while start < whole:
+        while start < whole and chunk:
             stop = min(start + chunk, whole)
             seconds = self._train(start, stop)
             self._whole_s, self._whole_images = self._whole_s + seconds, stop
             if self._baseline:
                 self._baseline.sample(self._order[start : start + batch_size], self._rate, self._program.state)
-            batches = int(CHUNK_S * (stop / self._whole_s) / batch_size) if self._whole_s > 0 else count
             # grow step by step, so that the baseline's samples are spread over the epoch
-            start, chunk = stop, batch_size * max(1, min(batches, 4 * (chunk // batch_size)))
-        if whole < count:
+            batches = max(1, min(self._batches_in(CHUNK_S), 4 * (chunk // batch_size)))
+            start, chunk = stop, batch_size * min(batches, self._batches_in(self._limit_s - self.seconds))
+        if start == whole < count:
             self._train(whole, count)
             if self._baseline and not whole:
                 self._baseline.sample(self._order, self._rate, self._program.state)
+
+    def _batches_in(self, seconds: float) -> int:
+        """Return how many whole batches fit into some seconds, at the speed so far; at most the epoch's."""
+        batch_s = self._whole_s * self._program.batch_size / self._whole_images
+        most = -(-len(self._order) // self._program.batch_size)
+        return most if batch_s * most <= seconds else max(0, int(seconds / batch_s))
 
     def _train(self, start: int, stop: int) -> float:
         """Train on order[start:stop], one call; return its seconds."""

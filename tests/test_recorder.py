@@ -76,6 +76,7 @@ def test_run_records_everything(live, store, tmp_path):
         {
             "train/loss": 0.5,
             "train/accuracy": 0.5,
+            "train/images": 8,
             "test/loss": 0.5,
             "test/accuracy": 0.5,
             "time/epoch_s": 0.25,

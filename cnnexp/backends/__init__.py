@@ -16,6 +16,8 @@ BACKENDS: dict[str, str] = {
     "numpy-parallel": "numpy_parallel:NumpyParallel",
     "unrolled": "unrolled:Unrolled",
     "unrolled-parallel": "numpy_parallel:UnrolledParallel",
+    "cpu-published": "cpu_published:CpuPublished",
+    "cpu-published-argmax": "cpu_published:CpuPublishedArgmax",
     "cpu": "cpu:Cpu",
     "cpu-parallel": "cpu_parallel:CpuParallel",
     "cpu-simd": "cpu_simd:CpuSimd",

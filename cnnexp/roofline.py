@@ -1,0 +1,72 @@
+"""The roofline: how much arithmetic and how much memory traffic a layer needs, and how much of each the machine has.
+
+A kernel cannot be faster than the machine's arithmetic, nor than its memory lets the operands through (Williams,
+Waterman and Patterson 2009). Both counts follow from the shapes alone: every array is read or written once.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+import numpy as np
+import threadpoolctl
+
+from cnnexp.network import AvgPool2d, Conv2d, Linear, MaxPool2d, Sigmoid, Stage
+
+BYTES = 4  # of a float32, and of an argmax
+SIGMOID_FLOPS = 4  # exp, add, divide, negate; an exp counts as one
+ROUNDS = 3  # the best of them counts: a limit is what the machine can do
+
+
+def work_per_image(stage: Stage, what: str, batch_size: int, needs_dx: bool = True) -> tuple[float, float]:
+    """Return (floating-point operations, bytes) of one image's pass through one layer.
+
+    Args:
+        stage: the layer in its place.
+        what: `forward` or `backward`.
+        batch_size: images that share one reading of the weights.
+        needs_dx: whether the backward pass computes the gradient of the layer's input: not in a network's first.
+    """
+    x, y = math.prod(stage.input_shape), math.prod(stage.output_shape)
+    forward = what == "forward"
+    if isinstance(stage.layer, Conv2d | Linear):
+        weights = sum(p.size for p in (stage.weight, stage.bias) if p) / batch_size
+        if forward:
+            return 2 * stage.macs, BYTES * (x + y + weights)
+        products = 2 if needs_dx else 1
+        return 2 * stage.macs * products, BYTES * (x + y + 2 * weights + (x if needs_dx else 0))
+    if isinstance(stage.layer, MaxPool2d | AvgPool2d):
+        window = stage.layer.pool**2
+        argmax = y if isinstance(stage.layer, MaxPool2d) else 0
+        return (window * y if forward else y), BYTES * (x + y + argmax)
+    per_element = SIGMOID_FLOPS if isinstance(stage.layer, Sigmoid) else 1
+    return per_element * x, BYTES * (2 if forward else 3) * x
+
+
+def machine_limits(threads: int) -> dict[str, float]:
+    """Measure what the machine can do: `gflops` by a matrix product, `gb_per_s` by copying an array; half a second.
+
+    Args:
+        threads: of the product; the copy has one, which most memory systems are not far from full with.
+    """
+    rng = np.random.default_rng(0)
+    side, words = 1024, 1 << 24  # the copied array, 64 MiB, is larger than caches
+    a, b = rng.random((2, side, side), np.float32)
+    source, target = np.ones(words, np.float32), np.zeros(words, np.float32)
+    with threadpoolctl.threadpool_limits(threads, user_api="blas"):
+        product_s = _best(lambda: np.matmul(a, b))
+    copy_s = _best(lambda: np.copyto(target, source))
+    return {"gflops": 2e-9 * side**3 / product_s, "gb_per_s": 2e-9 * source.nbytes / copy_s}
+
+
+def _best(work: Callable[[], object]) -> float:
+    """Return the fewest seconds of a few calls, after one to warm up."""
+    work()
+    seconds = []
+    for _ in range(ROUNDS):
+        started = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - started)
+    return min(seconds)
