@@ -13,9 +13,9 @@ from cnnexp.optimizers import SGD, Adam
 torch = pytest.importorskip("torch")
 
 STEPS, BATCH = 50, 8
-# Where two pixels of a pooling window, or a ReLU's input and 0, differ by less than float32 can tell, rounding picks the
-# gradient's way, and 50 steps amplify it: PyTorch in float32 then differs from itself in float64 by 1e-3 and more. That
-# happens in some orders of the images; a defect shows in all of them. So one order of these must agree.
+# Where two pixels of a pooling window, or a ReLU's input and 0, differ by less than float32 can tell, rounding picks
+# the gradient's way, and 50 steps amplify it: PyTorch in float32 then differs from itself in float64 by 1e-3 and more.
+# That happens in some orders of the images; a defect shows in all of them. So one order of these must agree.
 ORDERS = 3
 NETWORKS = {
     "one_conv": Network((28, 28, 1), (Conv2d(8, 3), ReLU(), MaxPool2d(2), Flatten(), Linear(10))),
