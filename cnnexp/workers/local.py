@@ -70,9 +70,10 @@ class LocalCollective:
             slots[self.rank] = part
             self.barrier()
             mine = share(len(part), self.size, self.rank)
-            np.add(slots[0, mine], slots[1, mine], out=result[mine])
-            for slot in slots[2:]:
-                result[mine] += slot[mine]
+            with np.errstate(over="ignore", invalid="ignore"):  # of a run that diverges: its loss will say so
+                np.add(slots[0, mine], slots[1, mine], out=result[mine])
+                for slot in slots[2:]:
+                    result[mine] += slot[mine]
             self.barrier()
             part[:] = result
 
@@ -146,6 +147,7 @@ def compile_local(spec: Spec, count: int) -> ParallelProgram:
         for rank in range(1, count):
             children.append(_start(board, rank, spec))
         replica = make_replica(spec, collective)
+        collective.barrier()  # now the others find the kernels in the cache
         collective.barrier()
     except BaseException:
         _stop(children, patience_s=0.0)
@@ -170,6 +172,7 @@ def _work(board: Board, rank: int, spec: Spec, failure: Connection) -> None:
     threading.Thread(target=_end_with_parent, args=(board.size,), daemon=True).start()
     try:
         collective = LocalCollective(board, rank)
+        collective.barrier()
         replica = make_replica(spec, collective)
         collective.barrier()
         serve(replica, collective)
