@@ -87,20 +87,22 @@ def conv2d(sizes: ConvSizes, turned: bool, has_bias: bool, stage_filters: bool, 
                         total = y[place]
                     elif has_bias:
                         total = b[f]
+                    # what is added to `corner` and `lane` is known when the loops are unrolled
+                    corner, lane = u32(u32(u32(row * side) + col) * u32(stride * channels)), u32(o % filters)
                     for a in range(K):
                         for e in range(K):
-                            pixel = u32(u32(u32(row * stride + u32(a)) * side + col * stride + u32(e)) * channels)
                             k = u32(u32(a) * K + u32(e))
                             for c in range(channels):
                                 if stage_filters:
-                                    weight = w_tile[u32(u32(k * channels + u32(c)) * filters + o % filters)]
+                                    weight = w_tile[lane + u32(u32(k * channels + u32(c)) * filters)]
                                 elif u32(c0 + u32(c)) >= C:
                                     weight = ZERO
                                 elif turned:
                                     weight = w[u32(u32(u32(last - k) * F + f) * C + c0 + u32(c))]
                                 else:
                                     weight = w[u32(u32(u32(k * C + c0) + u32(c)) * F + f)]
-                                total += x_tile[u32(pixel + u32(c))] * weight
+                                pixel = u32(u32(u32(u32(a) * side + u32(e)) * channels) + u32(c))
+                                total += x_tile[corner + pixel] * weight
                     y[place] = total
                 o = u32(o + block)
             c0 = u32(c0 + channels)
