@@ -113,7 +113,7 @@ def run(composed: DictConfig) -> float:
             log.info("skipped, finished before: %s", run.name)
         else:
             _train(settings, run)
-    return run.metrics[OBJECTIVES[settings.sweep.objective]]
+    return run.metrics.get(OBJECTIVES[settings.sweep.objective], math.nan)  # a simulated run has no times
 
 
 def _train(settings: Settings, run: Run) -> None:
@@ -133,8 +133,8 @@ def _train(settings: Settings, run: Run) -> None:
         if trainer.profile:
             program = Profiled(program, ledger)
         program.restore(resumed.state if resumed else {"parameters": network.initial_parameters(trainer.seed)})
-        baseline = None
-        if settings.baseline is not None and not run.contended:
+        baseline, timed = None, not getattr(settings.backend, "simulated", False)
+        if settings.baseline is not None and timed and not run.contended:
             with ledger.span("baseline"):
                 beside = stack.enter_context(contextlib.closing(settings.baseline.compile(*compiling)))
             beside = Profiled(beside, ledger, train="baseline")
@@ -148,7 +148,7 @@ def _train(settings: Settings, run: Run) -> None:
             table = run.folder / "cost_model.csv"
             sweep.write_csv(parallel.extrapolate(), table)
             run.add_artifact(table)
-        display = stack.enter_context(Display(trainer.epochs, trainer.baseline, trainer.progress))
+        display = stack.enter_context(Display(trainer.epochs, trainer.baseline, trainer.progress, timed=timed))
         display.start(dataset, network, settings.backend, program.compile_s)
         for result in resumed.history if resumed else ():
             run.epoch(result)

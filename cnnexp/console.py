@@ -28,11 +28,19 @@ class Display:
         baseline: name of the backend it is compared with, or None.
         shown: False shows nothing before the table.
         console: where to; standard output by default.
+        timed: False leaves times out: those of a simulated GPU mean nothing.
     """
 
-    def __init__(self, epochs: int, baseline: str | None = None, shown: bool = True, console: Console | None = None):
+    def __init__(
+        self,
+        epochs: int,
+        baseline: str | None = None,
+        shown: bool = True,
+        console: Console | None = None,
+        timed: bool = True,
+    ) -> None:
         self.console = console or make_console()
-        self._epochs, self._baseline, self._shown = epochs, baseline, shown
+        self._epochs, self._baseline, self._shown, self._timed = epochs, baseline, shown, timed
         self._bar: Progress | None = None
 
     def __enter__(self) -> Self:
@@ -61,7 +69,8 @@ class Display:
             threads = f"{backend.threads} thread{'s' if backend.threads > 1 else ''} of " if backend.threads else ""
             self._line(
                 f"{dataset.name}: {splits}; {network.parameter_count:,} parameters; "
-                f"{backend.name} on {threads}{backend.device_name}, ready after {compile_s:.1f} s"
+                f"{backend.name} on {threads}{backend.device_name}"
+                + (f", ready after {compile_s:.1f} s" if self._timed else "; simulated: its times mean nothing")
             )
 
     def progress(self, progress: EpochProgress) -> None:
@@ -73,7 +82,7 @@ class Display:
                 description=f"epoch {progress.epoch}/{self._epochs}",
                 completed=progress.totals.count,
                 total=progress.images,
-                facts=f"{_facts(progress.totals)}  {rate:,.0f} images/s",
+                facts=_facts(progress.totals) + (f"  {rate:,.0f} images/s" if self._timed else ""),
                 refresh=True,
             )
 
@@ -81,10 +90,9 @@ class Display:
         """Say what an epoch was, where there is no bar."""
         if self._shown and not self._bar:
             speedup = f"  {result.comparison.speedup:.2f} x {self._baseline}" if result.comparison else ""
-            self._line(
-                f"epoch {result.epoch}/{self._epochs}  train {_facts(result.train)}  test {_facts(result.test)}  "
-                f"{result.epoch_s:.2f} s  {result.images_per_s:,.0f} images/s{speedup}"
-            )
+            times = f"  {result.epoch_s:.2f} s  {result.images_per_s:,.0f} images/s{speedup}" if self._timed else ""
+            facts = f"train {_facts(result.train)}  test {_facts(result.test)}"
+            self._line(f"epoch {result.epoch}/{self._epochs}  {facts}{times}")
 
     def table(self, results: Sequence[EpochResult]) -> None:
         """Show every epoch as a row."""
@@ -94,13 +102,14 @@ class Display:
         compared = (f"speedup, {self._baseline} = 1",) if results[0].comparison else ()
         for title in ("epoch", "train loss", "train accuracy", *held_out, "test loss", "test accuracy"):
             table.add_column(title, justify="right")
-        for title in ("seconds", "images/s", *compared):
+        for title in ("seconds", "images/s", *compared) if self._timed else ():
             table.add_column(title, justify="right")
         for result in results:
             splits = (result.train, *([result.validation] if validated else []), result.test)
             cells = [text for totals in splits for text in (f"{totals.mean_loss:.4f}", f"{totals.accuracy:.2%}")]
             speedup = [f"{result.comparison.speedup:.2f}"] if result.comparison else []
-            table.add_row(str(result.epoch), *cells, f"{result.epoch_s:.2f}", f"{result.images_per_s:,.0f}", *speedup)
+            times = (f"{result.epoch_s:.2f}", f"{result.images_per_s:,.0f}", *speedup) if self._timed else ()
+            table.add_row(str(result.epoch), *cells, *times)
         self.console.print(table)
 
     def _line(self, text: str) -> None:

@@ -30,6 +30,7 @@ from cnnexp.errors import BackendUnavailable, Diverged, TrackingError
 from cnnexp.network import Network
 from cnnexp.train import EpochResult
 
+TIMES = ("time/", "throughput/", "speedup/")  # metrics of these groups are of time
 JOURNAL = "journal.jsonl"
 PREDICTIONS = "predictions.npz"  # of the test split: labels and predicted, integers (N,)
 PROFILE = "profile.json"
@@ -174,6 +175,7 @@ class Run:
         self._config, self._recorder, self._parent = config, recorder, parent
         self._begun: Callable[[], str] | None = None
         self._skipped = False
+        self._simulated = False
         self._dataset: Dataset | None = None
         self._artifacts: list[tuple[str, str | None]] = []
         self._lost: TrackingError | None = None
@@ -202,7 +204,7 @@ class Run:
 
     def begin(self, dataset: Dataset, network: Network, backend: Backend, workers: int = 1) -> None:
         """Ask for an MLflow run, once the data is there and the backend made; `wait` for it after compiling."""
-        self._dataset = dataset
+        self._dataset, self._simulated = dataset, getattr(backend, "simulated", False)
         self.metrics["model/parameters"] = network.parameter_count
         call = {
             "name": self.name,
@@ -254,7 +256,7 @@ class Run:
         """Record one epoch."""
         self.wait()
         self.epochs.append(result)
-        metrics = epoch_metrics(result, self.contended)
+        metrics = self._worth_telling(epoch_metrics(result, self.contended))
         self._note("epoch", epoch=result.epoch, metrics=metrics)
         if self.id is not None and self._lost is None:
             self._post(metrics, result.epoch)
@@ -279,6 +281,7 @@ class Run:
             tags["diverged"] = "true"
         if self.epochs:
             self.metrics.update(summary(self.epochs, self.contended))
+            self.metrics = self._worth_telling(self.metrics)
             if status == "FINISHED":
                 self._save_predictions()
         try:
@@ -308,7 +311,10 @@ class Run:
         )
 
     def _draw(self) -> None:
-        """Let the recorder draw the figures, since it has matplotlib loaded."""
+        """Let the recorder draw the figures, since it has matplotlib loaded; half of them are of times."""
+        self.add_artifact(self.folder / PREDICTIONS)
+        if self._simulated:
+            return
         folder = self.folder / "figures"
         self._recorder.call(
             "draw",
@@ -324,7 +330,6 @@ class Run:
             self._recorder.call("draw", kind="draw_profile", folder=str(folder), profile=self.profile, title=self.name)
             self.add_artifact(self.folder / PROFILE)
         self.add_artifact(folder, "figures")
-        self.add_artifact(self.folder / PREDICTIONS)
 
     def _save_predictions(self) -> None:
         predicted = predicted_classes(self.epochs[-1].scores)
@@ -337,6 +342,10 @@ class Run:
             self._recorder.post("log", run_id=self.id, metrics=metrics, step=step, time_ms=int(time.time() * 1000))
         except TrackingError as lost:
             self._lost = lost
+
+    def _worth_telling(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return the metrics without those that a simulated GPU makes meaningless: its times."""
+        return {key: value for key, value in metrics.items() if not (self._simulated and key.startswith(TIMES))}
 
     def _note(self, event: str, **facts: Any) -> None:
         self._journal.write(json.dumps({"event": event, **facts}) + "\n")

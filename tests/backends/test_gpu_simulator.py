@@ -1,5 +1,6 @@
 """Every GPU backend in Numba's CUDA simulator, each in a process of its own: see `simulated_gpu.py`."""
 
+import json
 import os
 import subprocess
 import sys
@@ -26,3 +27,27 @@ def test_backend_in_the_simulator(which):
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
     assert "skipped" not in done.stdout
+
+
+def test_a_simulated_run_trains_and_tells_no_times(tmp_path):
+    small = (
+        "dataset.height=6",
+        "dataset.width=6",
+        "dataset.train_size=12",
+        "dataset.test_size=3",
+        "trainer.batch_size=6",
+    )
+    done = simulate(
+        "cnnexp", "backend=gpu-shared", "experiment=smoke", *small, "tracking=none", f"hydra.run.dir={tmp_path}"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "simulated: its times mean nothing" in done.stdout
+    assert "epoch 2/2  train loss" in done.stdout
+    assert "images/s" not in done.stdout
+    lines = [json.loads(line) for line in (tmp_path / "journal.jsonl").read_text().splitlines()]
+    told = {key for line in lines for key in line.get("metrics", {})}
+    assert {"train/loss", "test/accuracy", "final/test_accuracy", "model/parameters"} <= told
+    assert not [key for key in told if key.startswith(("time/", "throughput/", "speedup/"))]
+    tags = next(line["tags"] for line in lines if line["event"] == "begin")
+    assert tags["gpu.simulated"] == "true"
+    assert tags["device"] == "CUDA simulator"
