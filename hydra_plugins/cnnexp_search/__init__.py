@@ -1,0 +1,1 @@
+"""Hydra plugin: hyper-parameter search."""

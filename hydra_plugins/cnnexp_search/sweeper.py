@@ -1,0 +1,108 @@
+"""`search=tpe`: Optuna proposes each job of a multirun from how the jobs before it did.
+
+Hydra loads sweepers only from packages under `hydra_plugins`, so this file is not in `cnnexp`. Hydra's own Optuna
+plugin needs an Optuna whose storage fails with the SQLAlchemy of MLflow 3; this one keeps its trials in a journal file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep
+from hydra.core.plugins import Plugins
+from hydra.plugins.sweeper import Sweeper
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, OmegaConf
+
+from cnnexp.errors import BackendUnavailable, ConfigError
+
+
+class TpeSweeper(Sweeper):
+    """Tree-structured Parzen estimators (Bergstra et al. 2011); conf/hydra/sweeper/tpe.yaml explains the arguments."""
+
+    def __init__(self, study: str, journal: str, direction: str, trials: int, at_once: int, seed: int) -> None:
+        if direction not in ("minimize", "maximize"):
+            raise ConfigError(f"hydra.sweeper.direction={direction!r}: must be minimize or maximize")
+        for key, value in (("trials", trials), ("at_once", at_once)):
+            if value < 1:
+                raise ConfigError(f"hydra.sweeper.{key}={value}: must be >= 1")
+        self._study, self._journal, self._direction = study, Path(journal), direction
+        self._trials, self._at_once, self._seed = trials, at_once, seed
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        self._config = config
+        self._launcher = Plugins.instance().instantiate_launcher(
+            hydra_context=hydra_context, task_function=task_function, config=config
+        )
+
+    def sweep(self, arguments: list[str]) -> None:
+        """Run as many trials as the study still lacks."""
+        try:
+            from optuna.samplers import TPESampler
+            from optuna.trial import TrialState
+        except ImportError as error:
+            raise BackendUnavailable("search=tpe: needs Optuna; pip install cnnexp[search]") from error
+        folder = Path(self._config.hydra.sweep.dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        OmegaConf.save(self._config, folder / "multirun.yaml")
+        overrides = OverridesParser.create().parse_overrides(arguments)
+        fixed = [override.input_line for override in overrides if not override.is_sweep_override()]
+        space = {o.get_key_element(): _distribution(o) for o in overrides if o.is_sweep_override()}
+        if not space:
+            raise ConfigError("search=tpe: nothing to search; e.g. 'optimizer.lr=tag(log,interval(1e-4,1e-1))'")
+        study = self._open()
+        done = len(study.get_trials(deepcopy=False, states=[TrialState.COMPLETE]))
+        study.sampler = TPESampler(seed=self._seed + done)  # a search that goes on does not propose the same again
+        job = 0
+        while done + job < self._trials:
+            trials = [study.ask(space) for _ in range(min(self._at_once, self._trials - done - job))]
+            batch = [[*fixed, *(f"{key}={value}" for key, value in trial.params.items())] for trial in trials]
+            for trial, returned in zip(trials, self._launcher.launch(batch, initial_job_idx=job), strict=True):
+                value = returned.return_value
+                if value is None or not math.isfinite(value):
+                    study.tell(trial, state=TrialState.FAIL)
+                else:
+                    study.tell(trial, value)
+            job += len(trials)
+
+    def _open(self) -> Any:
+        """Open the study; its file is made where it is missing."""
+        import optuna
+        from optuna.storages import JournalStorage
+        from optuna.storages.journal import JournalFileBackend
+
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self._journal.parent.mkdir(parents=True, exist_ok=True)
+        return optuna.create_study(
+            study_name=self._study,
+            storage=JournalStorage(JournalFileBackend(str(self._journal))),
+            direction=self._direction,
+            load_if_exists=True,
+        )
+
+
+def _distribution(override: Override) -> Any:
+    """Return where Optuna may look for an override's value."""
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+    sweep: Any = override.value()
+    log = "log" in getattr(sweep, "tags", ())
+    match sweep:
+        case ChoiceSweep():
+            return CategoricalDistribution(_texts(override))
+        case RangeSweep(start=int(start), stop=int(stop), step=int(step)):
+            last = start + (stop - 1 - start) // step * step
+            return IntDistribution(start, last, log=log, step=step)
+        case IntervalSweep(start=start, end=end):
+            return FloatDistribution(start, end, log=log)
+    raise ConfigError(
+        f"{override.input_line}: search=tpe takes choice(...), range(...) of whole numbers, and interval(...)"
+    )
+
+
+def _texts(override: Override) -> Sequence[str]:
+    return list(override.sweep_string_iterator())
