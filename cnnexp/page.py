@@ -213,7 +213,8 @@ def texts(cell: Cell) -> tuple[str, str, str]:
     ours = cell.why if cell.ours is None else number(cell.ours)
     if cell.spread is not None:
         ours += f" ± {number(cell.spread)}"
-    return number(cell.published), ours, "" if cell.ratio is None else f"{cell.ratio:.3g}"
+    published = "" if cell.published is None else f"{cell.published:,g}"
+    return published, ours, "" if cell.ratio is None else f"{cell.ratio:.3g}"
 
 
 def screen_table(result: Result) -> Table:

@@ -16,7 +16,7 @@ import numpy as np
 
 from cnnexp.backends.protocol import Program
 from cnnexp.losses import Totals
-from cnnexp.network import Network
+from cnnexp.network import Flatten, Network
 from cnnexp.roofline import machine_limits, work_per_image
 from cnnexp.speedup import amdahl_limit
 from cnnexp.train import EpochResult
@@ -167,6 +167,8 @@ def metrics(found: dict[str, Any]) -> dict[str, float]:
 def _layers(ledger: Ledger, network: Network, images: int, batch_size: int) -> Iterator[dict[str, Any]]:
     first = next(stage.name for stage in network.stages if stage.weight)
     for stage in network.stages:
+        if isinstance(stage.layer, Flatten):
+            continue  # it computes nothing
         for what in KERNELS:
             if (what, stage.name) in ledger.seconds:
                 flops, size = work_per_image(stage, what, batch_size, needs_dx=stage.name != first)

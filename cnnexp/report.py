@@ -16,7 +16,6 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
-from sklearn.metrics import confusion_matrix, recall_score
 
 from cnnexp import page
 
@@ -155,7 +154,7 @@ def draw_paper(result: Result, folder: Path) -> None:
     """Draw a paper's table or figure, made again, into `folder`: figure.png and figure.svg."""
     draw = {"bars": _paper_bars, "lines": _paper_lines, "epochs": _paper_epochs}[result.experiment.figure]
     figure = draw(result)
-    figure.suptitle(f"{result.experiment.title}: {result.experiment.quantity}\n", fontsize="medium")
+    figure.suptitle(result.experiment.title, fontsize="medium")
     for suffix in ("png", "svg"):
         # no date in the file, and text that stays text
         with rc_context({"svg.fonttype": "none", "svg.hashsalt": "cnnexp"}):
@@ -185,7 +184,7 @@ def _paper_bars(result: Result) -> Figure:
         axes.set_ylim(len(lines) - 0.4, -0.6)
         axes.margins(x=0.3)
         axes.set_xlim(left=start)
-        axes.set_title(column.title, fontsize="medium")
+        axes.set_title(column.title if len(columns) > 1 else result.experiment.quantity, fontsize="medium")
         axes.grid(axis="x", alpha=0.3)
     shapes = [Patch(facecolor=BLUE, label="ours")]
     if any(cell.published is not None for row in result.cells for cell in row):
@@ -228,7 +227,7 @@ def _paper_lines(result: Result) -> Figure:
             x, y, spread = zip(*points, strict=True)
             axes.errorbar(x, y, spread if any(spread) else None, label=line.label, **_series(i))
         else:
-            missing.append(line.label)
+            missing.append(line.jobs.get("backend.name", line.label))
     xs = [column.x for column in experiment.columns]
     _label(axes, experiment.axis, experiment.quantity)
     axes.set_xticks(xs, [f"{x:g}" for x in xs])
@@ -267,7 +266,7 @@ def _paper_epochs(result: Result) -> Figure:
                 y = [epoch[experiment.by_epoch] for epoch in job.epochs]
                 axes.plot(_column(job.epochs, "epoch"), y, label=name, markevery=marker_every, **style)
         if not found:
-            missing.append(line.label)
+            missing.append(line.jobs.get("backend.name", line.label))
     _label(axes, "epoch", BY_EPOCH[experiment.by_epoch])
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylim(bottom=0)
@@ -285,10 +284,11 @@ def _paper_epochs(result: Result) -> Figure:
 
 
 def _paper_legend(figure: Figure, axes, missing: Sequence[str]) -> None:
-    """Put the legend beside the panels, with what could not be run."""
+    """Put the legend below the panels, with the backends that could not be run."""
     handles, labels = axes.get_legend_handles_labels()
-    handles += [Line2D([], [], linestyle="") for _ in missing]
-    labels += [f"{label}: not run here" for label in missing]
+    if missing:
+        handles.append(Line2D([], [], linestyle=""))
+        labels.append(f"not on this machine: {', '.join(dict.fromkeys(missing))}")
     figure.legend(handles, labels, loc="outside lower center", ncols=2, fontsize="small", frameon=False)
 
 
@@ -329,9 +329,19 @@ def epoch_time(epochs: Sequence[Mapping[str, float]], baseline_s: Sequence[float
     return figure
 
 
+def confusion_counts(labels: np.ndarray, predicted: np.ndarray, classes: int) -> np.ndarray:
+    """Return (classes, classes), how many images of the row's class were predicted as the column's.
+
+    Two lines of NumPy, since importing scikit-learn for them takes longer than drawing all figures of a run.
+    """
+    counts = np.zeros((classes, classes), np.int64)
+    np.add.at(counts, (labels, predicted), 1)
+    return counts
+
+
 def confusion(labels: np.ndarray, predicted: np.ndarray, classes: Sequence[str]) -> Figure:
     """Return how often each true class (row) was taken for each class (column), on the test split."""
-    counts = confusion_matrix(labels, predicted, labels=range(len(classes)))
+    counts = confusion_counts(labels, predicted, len(classes))
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     side = min(3 + 0.42 * len(classes), 12)
     figure = _figure(side + 0.6, side)
@@ -350,7 +360,8 @@ def confusion(labels: np.ndarray, predicted: np.ndarray, classes: Sequence[str])
 
 def recall(labels: np.ndarray, predicted: np.ndarray, classes: Sequence[str]) -> Figure:
     """Return the share of each class that was found, on the test split."""
-    values = recall_score(labels, predicted, labels=range(len(classes)), average=None, zero_division=0.0)
+    counts = confusion_counts(labels, predicted, len(classes))
+    values = counts.diagonal() / np.maximum(counts.sum(axis=1), 1)
     figure = _figure(max(6.0, min(0.5 * len(classes), 16)), 3.6)
     axes = figure.subplots()
     bars = axes.bar(range(len(classes)), values)
