@@ -161,7 +161,7 @@ def test_a_sweep_goes_on_past_a_failing_job_and_says_why(run, tmp_path):
     code, _, err = run("-m", *TINY, "model.kernel=3,4,5")
     assert code == 1
     assert err.splitlines()[0] == "cnnexp: error: 1 job failed"
-    assert re.match(r"  job 1 .*model\.kernel=4.*12\.5 is not a whole number", err.splitlines()[1])
+    assert re.match(r"  job 1 .*model\.kernel=4.*2\.5 is not a whole number", err.splitlines()[1])
     assert [read_journal(tmp_path / "sweep" / str(i))["status"] for i in range(3)] == ["FINISHED", "FAILED", "FINISHED"]
     assert (tmp_path / "sweep" / "summary.csv").is_file()
 
