@@ -18,8 +18,9 @@ from cnnexp.backends.cpu_simd import CpuSimd, cache, elementwise, update
 from cnnexp.backends.cpu_simd.emit import Target, compose, compose_five
 from cnnexp.backends.cpu_simd.host import host_target
 from cnnexp.backends.cpu_simd.plan import Convolution, Dense, FilterConvolution, Plan, group_stages
-from cnnexp.backends.cpu_simd.program import SimdProgram
+from cnnexp.backends.cpu_simd.program import SimdProgram, make_plan
 from cnnexp.backends.cpu_simd.team import Team
+from cnnexp.errors import DataError
 from cnnexp.losses import Loss
 from cnnexp.models import OneConv, TwoConvMlp, TwoConvPool4
 from cnnexp.network import AvgPool2d, Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Sigmoid
@@ -105,6 +106,30 @@ def test_memory_is_bounded_by_the_tile_not_the_batch():
     program = CpuSimd(1).compile(network, Loss.SOFTMAX_CROSS_ENTROPY, SGD(), 1000)
     held = sum(a.nbytes for a in vars(program).values() if isinstance(a, np.ndarray))
     assert held < 30e6
+    program.close()
+
+
+def test_large_windows_and_large_images():
+    pool = MaxPool2d(17)  # its codes need more than a byte
+    network = Network((17, 34, 1), (Conv2d(3, 1), ReLU(), pool, Flatten(), Linear(3)))
+    check_case(OnTarget(host_target()), make_case(network, images=3))
+    large = Network((224, 224, 3), (Conv2d(16, 3, padding="same"), ReLU(), MaxPool2d(2), Flatten(), Linear(3, False)))
+    assert make_plan(large, AVX512, 256).arena.groups == 1
+    assert make_plan(network, AVX512, 256).arena.groups == 2
+
+
+def test_indices_and_labels_are_checked_before_compiled_code_trusts_them():
+    program = CpuSimd(1).compile(TINY, Loss.SOFTMAX_CROSS_ENTROPY, SGD(), 4)
+    images = np.zeros((3, 2), np.float32)
+    handle = program.load(images, np.array([0, 1, 1]))
+    for order in ([0, 3], [-1]):
+        with pytest.raises(IndexError, match="there are 3"):
+            program.train(handle, np.array(order), 0.1)
+        with pytest.raises(IndexError, match="there are 3"):
+            program.gradients(handle, np.array(order))
+    for labels in ([0, 1, 2], [0, -1, 1]):
+        with pytest.raises(DataError, match="2 classes"):
+            program.load(images, np.array(labels))
     program.close()
 
 
@@ -304,6 +329,7 @@ def test_a_folder_that_cannot_be_written_costs_a_compilation_only(tmp_path, monk
 SCRIPT = """
 import numpy as np
 from cnnexp.backends.cpu_simd import CpuSimd
+from cnnexp.errors import DataError
 from cnnexp.losses import Loss
 from cnnexp.network import Linear, Network
 from cnnexp.optimizers import Adam

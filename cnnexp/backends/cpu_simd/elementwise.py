@@ -104,7 +104,7 @@ def _each(k: Emitter, arrays: tuple, body: Callable) -> None:
 
 
 def max_pool(k: Emitter, x: Grid, size: int, stride: int, y: Grid, codes: Grid) -> None:
-    """y = the largest of each window and its place; x's ring holds -inf, so it never wins."""
+    """y = the largest of each window, codes = its place, a 32-bit integer; x's ring holds -inf, so it never wins."""
     rows, columns, channels = y.shape
     with k.loop(k.groups(k.lanes)) as g, k.loop(rows) as u, k.loop(columns) as v, k.loop(channels) as c:
         corner = x.stored(k, g).at(u, stride * x.row).at(v, stride * x.column).at(c, x.lanes)
@@ -116,7 +116,7 @@ def max_pool(k: Emitter, x: Grid, size: int, stride: int, y: Grid, codes: Grid) 
             best.set(k.select(larger, value, best.get()))
             where.set(k.select(larger, _spread_code(k, code), where.get()))
         k.store(best.get(), y.pixel(k, g, u, v).at(c, y.lanes))
-        k.store_bytes(where.get(), codes.pixel(k, g, u, v).at(c, codes.lanes))
+        k.store(k.as_floats(where.get()), codes.pixel(k, g, u, v).at(c, codes.lanes))
 
 
 def max_pool_gradient(k: Emitter, codes: Grid, dy: Grid, size: int, stride: int, dx: Grid) -> None:
@@ -126,7 +126,7 @@ def max_pool_gradient(k: Emitter, codes: Grid, dy: Grid, size: int, stride: int,
     with k.loop(k.groups(k.lanes)) as g, k.loop(rows) as u, k.loop(columns) as v, k.loop(channels) as c:
         corner = dx.stored(k, g).at(u, stride * dx.row).at(v, stride * dx.column).at(c, dx.lanes)
         value = k.load(dy.pixel(k, g, u, v).at(c, dy.lanes))
-        where = k.load_bytes(codes.pixel(k, g, u, v).at(c, codes.lanes))
+        where = k.as_integers(k.load(codes.pixel(k, g, u, v).at(c, codes.lanes)))
         with k.loop(size) as i, k.loop(size) as j:
             code = k.builder.trunc(k.builder.add(k.builder.mul(i, INDEX(size)), j), INT)
             here = k.builder.icmp_signed("==", where, _spread_code(k, code))

@@ -98,10 +98,28 @@ class Emitter:
 
     @contextmanager
     def loop(self, stop: ir.Value | int, start: ir.Value | int = 0, step: int = 1) -> Iterator[ir.Value]:
-        """Run the block for start, start + step, ... below stop."""
+        """Run the block for start, start + step, ... below stop; what shall be unrolled is so in Python already."""
+        builder = self.builder
         start, stop = (INDEX(n) if isinstance(n, int) else n for n in (start, stop))
-        with cgutils.for_range_slice(self.builder, start, stop, INDEX(step), INDEX) as (i, _):
-            yield i
+        head, body, end = (builder.append_basic_block(f"loop.{part}") for part in ("head", "body", "end"))
+        before = builder.block
+        builder.branch(head)
+        builder.position_at_end(head)
+        index = builder.phi(INDEX)
+        builder.cbranch(builder.icmp_signed("<", index, stop), body, end)
+        builder.position_at_end(body)
+        yield index
+        index.add_incoming(start, before)
+        index.add_incoming(builder.add(index, INDEX(step)), builder.block)
+        builder.branch(head).set_metadata("llvm.loop", self._as_it_is())
+        builder.position_at_end(end)
+
+    def _as_it_is(self) -> ir.values.MDValue:
+        """Return a mark for a loop that LLVM shall not unroll: it may take minutes over nested ones."""
+        disable = self.module.add_metadata(["llvm.loop.unroll.disable"])
+        mark = ir.values.MDValue(self.module, [disable], name=str(len(self.module.metadata)))
+        mark.operands = (mark, disable)  # what LLVM demands of a loop's mark
+        return mark
 
     def groups(self, size: int) -> ir.Value:
         """Return how many groups of `size` images hold the tile's images, the last one perhaps not full."""
@@ -169,6 +187,10 @@ class Emitter:
     def as_floats(self, integers: ir.Value) -> ir.Value:
         """Return the same bits, as floats: for moving them about."""
         return self.builder.bitcast(integers, self.vector)
+
+    def as_integers(self, floats: ir.Value) -> ir.Value:
+        """The inverse of `as_floats`."""
+        return self.builder.bitcast(floats, self.indices)
 
     # arithmetic
 

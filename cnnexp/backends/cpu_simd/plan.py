@@ -22,6 +22,9 @@ from cnnexp.network import AvgPool2d, Conv2d, Flatten, Linear, MaxPool2d, Networ
 
 Tensor = Grid | Matrix
 
+LARGEST_WINDOW = 4
+"""Side of the largest max-pool that a convolution computes along: its code has every pixel of the window in it."""
+
 
 class Parameters:
     """Where every parameter lies in this backend's own flat buffer, rounded up to vectors where a kernel likes it so.
@@ -409,7 +412,7 @@ class Pool(Node):
 
     def prepare(self, plan: Plan) -> None:
         if self.largest:
-            self.codes = plan.arena.codes(self.shape)
+            self.codes = plan.arena.grid(self.shape)
         else:
             self.shares = plan.arena.constants((1 / self._inside()).astype(np.float32))
         if self.dx:
@@ -573,8 +576,8 @@ def _follow(stage: Stage, following: list[Stage]) -> tuple[bool, Stage | None]:
 
 
 def _fits_windows(pool: Stage, shape: tuple[int, ...]) -> bool:
-    """Whether a stage is a max-pool whose windows neither overlap nor reach past the image."""
-    if not isinstance(pool.layer, MaxPool2d) or pool.pads != (0, 0):
+    """Whether a stage is a max-pool whose windows are small, do not overlap and do not reach past the image."""
+    if not isinstance(pool.layer, MaxPool2d) or pool.layer.pool > LARGEST_WINDOW or pool.pads != (0, 0):
         return False
     size, stride = pool.layer.pool, pool.layer.stride or pool.layer.pool
     inside = all((count - 1) * stride + size <= side for count, side in zip(pool.output_shape[:2], shape, strict=False))

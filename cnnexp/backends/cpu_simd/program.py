@@ -16,13 +16,16 @@ from cnnexp.backends.cpu_simd.plan import Plan
 from cnnexp.backends.cpu_simd.step import APPLY, GRADIENTS, LINE, PREDICT, SIGNATURE, TRAIN, make_work
 from cnnexp.backends.cpu_simd.team import Team
 from cnnexp.backends.protocol import State
-from cnnexp.errors import CheckpointError
+from cnnexp.errors import CheckpointError, DataError
 from cnnexp.losses import Loss, Totals, check_loss
 from cnnexp.network import Network
 from cnnexp.optimizers import Optimizer
 
 CALL_S = 0.2
 """Seconds that one call of the compiled function takes, about: as long may work go on after a Ctrl-C."""
+
+LARGEST_ARENA = 64 << 20
+"""Bytes of activations per thread from which on one vector of images at a time has to do."""
 
 NO_SCORES = np.empty((0, 0), np.float32)
 
@@ -59,11 +62,9 @@ class SimdProgram:
         check_loss(network, loss)
         self.network, self.loss, self.optimizer, self.batch_size = network, loss, optimizer, batch_size
         started = time.perf_counter()
-        share = -(-batch_size // threads)
-        groups = groups_per_tile(share, target.lanes)
-        plan = Plan(network, target, groups)
+        plan = make_plan(network, target, -(-batch_size // threads))
         make = functools.partial(make_work, plan, loss, optimizer)
-        self._work = load_or_compile(make, SIGNATURE, network, loss, optimizer, target, groups)
+        self._work = load_or_compile(make, SIGNATURE, network, loss, optimizer, target, plan.arena.groups)
         self._positions = plan.parameters.positions
         self._outputs = plan.scores.size
         self._parameters = aligned_zeros((plan.parameters.size,))
@@ -80,16 +81,21 @@ class SimdProgram:
 
     def load(self, images: np.ndarray, labels: np.ndarray) -> Split:
         count, none = len(images), np.empty(0, np.float32)
-        labels = np.require(labels, np.int32, "CW")
+        labels = np.ascontiguousarray(labels, np.int32)
+        classes = max(2, self._outputs)
+        if count and not (labels.min() >= 0 and labels.max() < classes):
+            raise DataError(
+                f"labels {labels.min()} to {labels.max()}: the network tells {classes} classes apart, from 0"
+            )
         if images.dtype == np.uint8:
-            flat = np.require(images, requirements="CW").reshape(-1)  # writable, as the kernels are typed
+            flat = np.ascontiguousarray(images).reshape(-1)
             return Split(flat, none, np.zeros(count, np.float32), labels)
-        flat = np.require(images, np.float32, "CW").reshape(-1)
+        flat = np.ascontiguousarray(images, np.float32).reshape(-1)
         missing = np.isnan(flat.reshape(count, -1)).any(axis=1)
         return Split(np.empty(0, np.uint8), flat, np.where(missing, np.float32(np.nan), np.float32(0)), labels)
 
     def train(self, handle: Split, order: np.ndarray, rate: float) -> Totals:
-        order = np.ascontiguousarray(order, np.int64)
+        order = _indices(order, handle)
         totals, start = Totals(0.0, 0, 0), 0
         while start < len(order):
             steps = max(1, int(CALL_S / self._step_s))
@@ -101,7 +107,7 @@ class SimdProgram:
         return totals
 
     def gradients(self, handle: Split, indices: np.ndarray) -> tuple[Totals, np.ndarray]:
-        indices = np.ascontiguousarray(indices, np.int64)
+        indices = _indices(indices, handle)
         totals = self._run(GRADIENTS, handle, indices, len(indices))
         gradient = self._gradients[0].copy()
         for other in self._gradients[1:]:
@@ -163,9 +169,22 @@ class SimdProgram:
         return Totals(float(loss), int(hits), len(order))
 
 
+def _indices(order: np.ndarray, split: Split) -> np.ndarray:
+    """Return an order as compiled code takes it, which looks no further."""
+    order = np.ascontiguousarray(order, np.int64)
+    if len(order) and not (order.min() >= 0 and order.max() < len(split)):
+        raise IndexError(f"images {order.min()} to {order.max()} asked for, there are {len(split)}")
+    return order
+
+
 _NO_SPLIT = Split(np.empty(0, np.uint8), np.empty(0, np.float32), np.empty(0, np.float32), np.empty(0, np.int32))
 
 
-def groups_per_tile(share: int, lanes: int) -> int:
-    """Return how many vectors of images a thread takes through all layers at once: what its share needs, at most 2."""
-    return min(2, -(-share // lanes))
+def make_plan(network: Network, target: Target, share: int) -> Plan:
+    """Return the plan for `share` images per thread and step.
+
+    Two vectors of images go through all layers at once, measured best on all of the papers' networks: weights are read
+    half as often as with one. It is one where the share is small or two would take much memory.
+    """
+    plan = Plan(network, target, min(2, -(-share // target.lanes)))
+    return plan if 4 * plan.arena.size <= LARGEST_ARENA else Plan(network, target, 1)
