@@ -15,7 +15,7 @@ from typing import Any
 
 from cnnexp.backends.processor import cpu_name, usable_cores
 
-PACKAGES = ("numpy", "numba", "numba-cuda", "mlflow", "torch", "tensorflow", "keras")
+PACKAGES = ("numpy", "numba", "numba-cuda", "mlflow", "torch", "tensorflow", "tensorflow-cpu", "keras")
 
 
 def checkout() -> Path | None:

@@ -322,11 +322,11 @@ body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto
   padding: 0 1rem; color: #111 }
 h1 { font-size: 1.5rem; margin-bottom: 0 } h2 { font-size: 1.1rem; margin-top: 2rem }
 .source { color: #444; margin-top: 0 }
-figure { margin: 1.5rem 0 } figure svg { width: 100%; height: auto }
+figure { margin: 1.5rem 0; text-align: center } figure svg { max-width: 100%; height: auto }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; font-size: .9rem }
 th, td { padding: .25rem .5rem; text-align: right; border-bottom: 1px solid #ccc }
-thead th { border-bottom: 1px solid #444 } tbody th, thead tr:first-child th { text-align: left; font-weight: 600 }
-tbody th { font-weight: 400 }
+thead th { border-bottom: 1px solid #444 } th[colspan] { text-align: center } td + td { white-space: nowrap }
+tbody th { font-weight: 400; text-align: left }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1rem; font-size: .9rem }
 dd { margin: 0; overflow-wrap: anywhere }
 @media print { body { margin: 0; max-width: none; font-size: 11px } tr, figure { break-inside: avoid } }
@@ -343,6 +343,12 @@ def notes(result: Result) -> list[str]:
             found.append(f"{name}: timed on {timed:,.0f} of {job.images:,} images an epoch, and scaled.")
     lacking = {job.config["backend.name"]: job.error for job in result.jobs if job.status == LACKING}
     found += [f"{backend}: {error}" for backend, error in lacking.items()]
+    load, cores = float(result.facts["machine.load"]), int(result.facts["machine.cores"])
+    if load > cores:
+        found.append(
+            f"{load:.0f} processes shared the {cores} cores when this run started, so its seconds are longer than the "
+            "machine needs, and threads had to wait for each other: compare rows with care."
+        )
     found.append(
         "All our numbers come from one run of one command; where others used the machine, ratios say more than seconds."
     )
@@ -383,4 +389,5 @@ def recalls(job: Job) -> list[float]:
     """Return the recall of each class on the test split."""
     with np.load(Path(job.folder) / PREDICTIONS, allow_pickle=False) as arrays:
         labels, predicted = arrays["labels"], arrays["predicted"]
-    return [float((predicted[labels == c] == c).mean()) for c in range(labels.max() + 1)]
+    found, there = np.bincount(labels[predicted == labels], minlength=labels.max() + 1), np.bincount(labels)
+    return (found / np.maximum(there, 1)).tolist()

@@ -29,6 +29,7 @@ BLUE = COLOURS[0]
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DASHES = ("-", "--", ":", "-.")
 BY_EPOCH = {"time/epoch_s": "epoch time (s)", "train/loss": "training loss"}
+SMALLEST_SHARE = 0.002  # of the wall time, for an entry of a ledger to have a bar of its own
 CELLS_WITH_NUMBERS = 20  # a confusion matrix of more classes shows colours alone
 
 
@@ -105,13 +106,14 @@ def draw_profile(folder: str, profile: Mapping[str, Any], title: str) -> None:
 
 def ledger(profile: Mapping[str, Any]) -> Figure:
     """Return the seconds of every entry of a profile's ledger, largest first."""
-    entries = [entry for entry in profile["entries"] if entry["seconds"] > 0]
-    figure = _figure(7, 1.2 + 0.28 * len(entries))
+    seconds = {f"{entry['layer']} {entry['what']}".strip(): entry["seconds"] for entry in profile["entries"]}
+    shown = {name: s for name, s in seconds.items() if s >= SMALLEST_SHARE * profile["wall_s"]}
+    if len(shown) < len(seconds):
+        shown[f"{len(seconds) - len(shown)} smaller entries"] = sum(seconds.values()) - sum(shown.values())
+    figure = _figure(7, 1.2 + 0.28 * len(shown))
     axes = figure.subplots()
-    names = [f"{entry['layer']} {entry['what']}".strip() for entry in entries]
-    bars = axes.barh(names, _column(entries, "seconds"))
-    shares = [f" {entry['seconds'] / profile['wall_s']:.1%}" for entry in entries]
-    axes.bar_label(bars, shares, fontsize="x-small")
+    bars = axes.barh(list(shown), list(shown.values()))
+    axes.bar_label(bars, [f" {s / profile['wall_s']:.1%}" for s in shown.values()], fontsize="x-small")
     axes.invert_yaxis()
     axes.margins(x=0.12)
     accounted = f"{profile['accounted']:.1%} of {profile['wall_s']:.2f} s accounted for"
@@ -184,7 +186,8 @@ def _paper_bars(result: Result) -> Figure:
         axes.set_ylim(len(lines) - 0.4, -0.6)
         axes.margins(x=0.3)
         axes.set_xlim(left=start)
-        axes.set_title(column.title if len(columns) > 1 else result.experiment.quantity, fontsize="medium")
+        if len(columns) > 1:
+            axes.set_title(column.title, fontsize="medium")
         axes.grid(axis="x", alpha=0.3)
     shapes = [Patch(facecolor=BLUE, label="ours")]
     if any(cell.published is not None for row in result.cells for cell in row):
@@ -197,16 +200,16 @@ def _paper_bar(axes, place: int, cell: Cell, start: float, printed: bool) -> Non
     """Draw one line's bars at a place of the vertical axis: the paper's in the upper half, ours in the lower."""
     height = 0.38 if printed else 0.7
     ours_at = place + (0.2 if printed else 0)
-    text = {"fontsize": "x-small", "va": "center"}
+    text = {"fontsize": "x-small", "va": "center", "xytext": (3, 0), "textcoords": "offset points"}
     if cell.published is not None:
         at = place - 0.2
         axes.barh(at, cell.published - start, height, start, facecolor="white", edgecolor="black", hatch="////")
-        axes.text(cell.published, at, f" {cell.published:g}", **text)
+        axes.annotate(f"{cell.published:,g}", (cell.published, at), **text)
     if cell.ours is None:
-        axes.text(start, ours_at, f" {cell.why}", style="italic", color="#555555", **text)
+        axes.annotate(cell.why, (start, ours_at), style="italic", color="#555555", **text)
     else:
         axes.barh(ours_at, cell.ours - start, height, start, color=BLUE, xerr=cell.spread)
-        axes.text(cell.ours, ours_at, f" {cell.ours:.3g}", **text)
+        axes.annotate(page.number(cell.ours), (cell.ours, ours_at), **text)
 
 
 def _paper_lines(result: Result) -> Figure:

@@ -109,12 +109,11 @@ def train_epochs(
         one_pass = _Pass(program, handle, order, epoch, rate, baseline, on_progress, clock, pass_s)
         one_pass.run()
         share = one_pass.totals.count / len(order)
-        if share < 1:
-            held_out = _load_held_out(program, dataset, share)
+        tested = held_out if share == 1 else _load_held_out(program, dataset, share)
 
         started = clock()
-        scores = {name: program.predict(split) for name, (split, _) in held_out.items()}
-        totals = {name: evaluate(program.loss, scores[name], labels) for name, (_, labels) in held_out.items()}
+        scores = {name: program.predict(split) for name, (split, _) in tested.items()}
+        totals = {name: evaluate(program.loss, scores[name], labels) for name, (_, labels) in tested.items()}
         result = EpochResult(
             epoch=epoch,
             rate=rate,

@@ -163,9 +163,9 @@ def test_a_report_is_made_again_from_its_folder(tmp_path, capsys):
 def test_a_report_of_nothing(tmp_path):
     with pytest.raises(ConfigError, match="give a sweep's folder, or an experiment: castanheira_fig2_batch"):
         page.command([])
-    with pytest.raises(ConfigError, match="neither a folder nor one of .*; did you mean 'garg_table1'"):
+    with pytest.raises(ConfigError, match=r"neither a folder nor one of .*; did you mean 'garg_table1'"):
         page.newest("garg_tabel1", tmp_path)
-    with pytest.raises(ConfigError, match="never run; run it with .* experiment=garg_table1"):
+    with pytest.raises(ConfigError, match=r"never run; run it with .* experiment=garg_table1"):
         page.newest("garg_table1", tmp_path)
     with pytest.raises(DataError, match="not the folder of a sweep"):
         page.command([str(tmp_path)])

@@ -67,6 +67,22 @@ def test_a_loss_that_is_not_finite_stops_the_run(bad):
         run(program)
 
 
+def test_a_pass_over_its_seconds_ends_early_and_is_tested_on_the_same_share():
+    program = FakeProgram(FakeClock(), 0.1, batch_size=10)  # a batch takes a second
+    results = run(program, dataset(train=100, test=50), epochs=2, pass_s=3.5)
+    assert [result.train.count for result in results] == [30, 30]
+    assert [result.test.count for result in results] == [15, 15]
+    assert results[0].epoch_s == pytest.approx(3.0)
+    assert len(results[0].scores) == 15
+
+
+def test_a_pass_has_at_least_one_batch_and_time_enough_changes_nothing():
+    (short,) = run(FakeProgram(FakeClock(), 0.1, batch_size=10), pass_s=0.01)
+    assert short.train.count == 10
+    (whole,) = run(FakeProgram(FakeClock(), 0.1, batch_size=10), pass_s=100.0)
+    assert (whole.train.count, whole.test.count) == (25, 8)
+
+
 def test_early_stop_counts_epochs_without_a_smaller_held_out_loss():
     results = run(FakeProgram(FakeClock(), 0.1), epochs=10, patience=2)
     assert len(results) == 3  # the fake's scores never change: best in epoch 1, worse in 2 and 3
