@@ -125,12 +125,6 @@ class Emitter:
         """Return how many groups of `size` images hold the tile's images, the last one perhaps not full."""
         return self.builder.udiv(self.builder.add(self.count, INDEX(size - 1)), INDEX(size))
 
-    @contextmanager
-    def when(self, condition: ir.Value) -> Iterator[None]:
-        """Run the block if the condition, one bit, holds."""
-        with self.builder.if_then(condition):
-            yield
-
     def variable(self, value: ir.Value | None = None) -> Variable:
         return Variable(self, self.zero() if value is None else value)
 
