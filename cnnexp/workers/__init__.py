@@ -31,6 +31,10 @@ class Alone:
         """How many workers."""
         return 1
 
+    def share_cores(self, backend: Backend) -> Backend:
+        """Return the backend as each worker of this machine has it: its threads are divided among them."""
+        return backend
+
     def compile(self, backend: Backend, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> Program:
         """As `Backend.compile`."""
         _refuse_idle_ranks(self.name)
@@ -74,6 +78,10 @@ class Local(_Parallel):
         if self.count < 1:
             raise ConfigError(f"workers.count={self.count}: must be >= 1")
 
+    def share_cores(self, backend: Backend) -> Backend:
+        """As `Alone.share_cores`."""
+        return divide_threads(backend, self.count)
+
     def compile(self, backend, network, loss, optimizer, batch_size):
         """As `Backend.compile`; the threads are divided among the workers."""
         from cnnexp.workers.local import compile_local
@@ -83,7 +91,7 @@ class Local(_Parallel):
         _check_batch(batch_size, self.count)
         if self.count == 1:
             return backend.compile(network, loss, optimizer, batch_size)
-        own = divide_threads(backend, self.count)
+        own = self.share_cores(backend)
         return compile_local(Spec(own, network, loss, optimizer, batch_size, self.sync, self.period), self.count)
 
 
@@ -99,6 +107,12 @@ class Mpi(_Parallel):
         from cnnexp.workers.mpi import group_size
 
         return group_size()
+
+    def share_cores(self, backend: Backend) -> Backend:
+        """As `Alone.share_cores`, for rank 0's machine."""
+        from cnnexp.workers.mpi import session
+
+        return divide_threads(backend, session().collective.host_size) if self.count > 1 else backend
 
     def compile(self, backend, network, loss, optimizer, batch_size):
         """As `Backend.compile`, on rank 0; the others serve (see `cnnexp.workers.mpi`)."""

@@ -112,8 +112,13 @@ class ParallelProgram:
         }
         return {**times, **(self._prediction.metrics() if self._prediction else {})}
 
+    @property
+    def predictable(self) -> bool:
+        """Whether the cost model covers how the workers keep together."""
+        return self._spec.sync != "hybrid"
+
     def measure(self, split: Split) -> Prediction:
-        """Measure the cost model's constants and return what it says of epochs over `split`; not with `hybrid`."""
+        """Measure the cost model's constants and return what it says of epochs over `split`, if `predictable`."""
         spec, collective = self._spec, self._collective
         images, count = len(split), min(self._replica.program.batch_size, len(split))
         few = self.load(split.images[:count], split.labels[:count])
