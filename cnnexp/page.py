@@ -347,11 +347,8 @@ def notes(result: Result) -> list[str]:
     if load > cores:
         found.append(
             f"{load:.0f} processes shared the {cores} cores when this run started, so its seconds are longer than the "
-            "machine needs, and threads had to wait for each other: compare rows with care."
+            "machine needs, and threads wait for each other: ratios say more than seconds, and not much more."
         )
-    found.append(
-        "All our numbers come from one run of one command; where others used the machine, ratios say more than seconds."
-    )
     return found
 
 
@@ -367,12 +364,17 @@ def run_facts(result: Result) -> list[tuple[str, str]]:
         and not key.endswith((".root", ".progress", ".resume", ".step_every", ".step_factor", ".baseline_s", ".verify"))
     }
     threads = sorted({f"{job.config['backend.name']} {job.threads}" for job in result.jobs if job.threads})
+    accounted = [job.metrics["profile/accounted"] for job in result.jobs if "profile/accounted" in job.metrics]
+    ledger = (
+        [("time ledger", f"at least {min(accounted):.1%} of each run's wall time accounted for")] if accounted else []
+    )
     commit = facts.get("git.commit", "unknown") + (" with changes" if facts.get("git.dirty") == "true" else "")
     return [
         ("command", facts["command"]),
         ("machine", f"{facts['machine.cpu']}, {facts['machine.cores']} usable cores, {facts['machine.system']}"),
         ("load", f"{facts['machine.load']} processes were running when it started"),
         ("threads", ", ".join(threads)),
+        *ledger,
         ("versions", versions),
         ("commit", commit),
         ("config", ", ".join(f"{key}={json.dumps(value)}" for key, value in common.items())),

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -75,10 +75,11 @@ class Profiled:
     """
 
     def __init__(self, program: Program, ledger: Ledger, train: str = "train") -> None:
-        self._program, self._ledger, self._train_entry = program, ledger, train
+        self._program = cast(Any, program)  # a layerwise one has more than a `Program`
+        self._ledger, self._train_entry = ledger, train
         self.layered = train == "train" and hasattr(program, "watch")
         if self.layered:
-            program.watch = self._watch
+            self._program.watch = self._watch
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._program, name)
@@ -124,7 +125,9 @@ def report(ledger: Ledger, program: Profiled, epochs: Sequence[EpochResult], thr
     """
     wall_s = ledger.close()
     images = sum(epoch.train.count for epoch in epochs)
-    entries = [{"what": what, "layer": layer, "seconds": s} for (what, layer), s in ledger.seconds.items()]
+    entries: list[dict[str, Any]] = [
+        {"what": what, "layer": layer, "seconds": s} for (what, layer), s in ledger.seconds.items()
+    ]
     entries.sort(key=lambda entry: -entry["seconds"])
     found: dict[str, Any] = {
         "wall_s": wall_s,
@@ -143,7 +146,7 @@ def report(ledger: Ledger, program: Profiled, epochs: Sequence[EpochResult], thr
     return found
 
 
-def metrics(found: dict[str, Any]) -> dict[str, float]:
+def metrics(found: Mapping[str, Any]) -> dict[str, float]:
     """Return a report's numbers by metric name.
 
     `profile/<layer>/<pass>_ms` is per image; `profile/share/<kind>/<pass>` is of the seconds of all training steps, as

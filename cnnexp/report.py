@@ -136,7 +136,7 @@ def roofline(profile: Mapping[str, Any]) -> Figure:
         axes.scatter(intensity[chosen], speed[chosen], marker=marker, label=what, zorder=3)
     for i, layer in enumerate(layers):
         above = layer["pass"] == "forward"
-        place = {"xytext": (0, 6 if above else -6), "va": "bottom" if above else "top"}
+        place: dict[str, Any] = {"xytext": (0, 6 if above else -6), "va": "bottom" if above else "top"}
         axes.annotate(
             layer["name"],
             (intensity[i], speed[i]),
@@ -169,7 +169,7 @@ def _paper_bars(result: Result) -> Figure:
     across = min(len(columns), 3 if len(lines) < 8 else 2)
     down = -(-len(columns) // across)
     figure = _figure(2.6 + 3.2 * across, down * (1 + 0.38 * len(lines)))
-    panels = np.atleast_1d(figure.subplots(down, across, sharey=True)).ravel()
+    panels = figure.subplots(down, across, sharey=True, squeeze=False).ravel()
     for axes in panels[len(columns) :]:
         axes.remove()
     for i, (column, axes) in enumerate(zip(columns, panels, strict=False)):
@@ -248,7 +248,7 @@ def _paper_epochs(result: Result) -> Figure:
     """Return a metric over the epochs, a line per cell of the table; and the recall of each class, if asked for."""
     experiment = result.experiment
     figure = _figure(11 if experiment.recall else 7.5, 4.6)
-    panels = np.atleast_1d(figure.subplots(1, 2 if experiment.recall else 1))
+    panels = figure.subplots(1, 2 if experiment.recall else 1, squeeze=False)[0]
     axes, missing = panels[0], []
     drawn: set[str] = set()
     for i, line in enumerate(experiment.lines):
