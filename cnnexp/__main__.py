@@ -12,6 +12,7 @@ import math
 import os
 import re
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -29,7 +30,7 @@ from cnnexp.environment import outputs_dir, program_name
 from cnnexp.errors import CnnexpError, ConfigError
 from cnnexp.losses import check_loss
 from cnnexp.profile import Ledger, Profiled
-from cnnexp.recorder import Recorder, Run, find_folder
+from cnnexp.recorder import Recorder, Run, find_folder, start_process
 from cnnexp.speedup import Baseline
 from cnnexp.tracking import store_uri
 from cnnexp.train import train_epochs
@@ -100,15 +101,21 @@ def run(composed: DictConfig) -> float:
     hydra_config = HydraConfig.get()
     folder, overrides = Path(hydra_config.runtime.output_dir), _as_typed(hydra_config.overrides.task)
     within, recorded = sweep.current(), record(composed)
+    # loads MLflow while this process loads the backend's compiler
+    early = start_process() if not _recorders and OmegaConf.select(composed, "tracking.name") == "mlflow" else None
     try:
         settings = load(plain(composed))
     except CnnexpError:
+        if early is not None:
+            with early:
+                early.kill()
         # a sweep finds what became of its jobs in their folders
         with Run(folder, recorded, overrides, name="illegal config"):
             raise
     tracking, parent = settings.tracking, within.run_id if within else None
     contended = within is not None and within.contended
-    with Run(folder, recorded, overrides, _recorder(tracking), tracking.run_name, parent, contended) as run:
+    recorder = _recorder(tracking, early)
+    with Run(folder, recorded, overrides, recorder, tracking.run_name, parent, contended) as run:
         if settings.sweep.skip_finished and run.skip_if_finished():
             log.info("skipped, finished before: %s", run.name)
         else:
@@ -125,15 +132,16 @@ def _train(settings: Settings, run: Run) -> None:
     compiling = (network, settings.model.loss, settings.optimizer, trainer.batch_size)
     training = checkpoint.describe(*compiling, trainer.rates(), trainer.seed, dataset.sha256)
     resumed = _resumed(trainer, training) if trainer.resume is not None else None
-    run.begin(dataset, network, settings.backend, settings.workers.count)
+    backend = settings.workers.share_cores(settings.backend)
+    run.begin(dataset, network, backend, settings.workers.count)
     with contextlib.ExitStack() as stack:
         with ledger.span("compile"):
-            program = stack.enter_context(contextlib.closing(settings.workers.compile(settings.backend, *compiling)))
+            program = stack.enter_context(contextlib.closing(settings.workers.compile(backend, *compiling)))
         parallel = program if isinstance(program, ParallelProgram) else None
         if trainer.profile:
             program = Profiled(program, ledger)
         program.restore(resumed.state if resumed else {"parameters": network.initial_parameters(trainer.seed)})
-        baseline, timed = None, not getattr(settings.backend, "simulated", False)
+        baseline, timed = None, not getattr(backend, "simulated", False)
         if settings.baseline is not None and timed and not run.contended:
             with ledger.span("baseline"):
                 beside = stack.enter_context(contextlib.closing(settings.baseline.compile(*compiling)))
@@ -143,13 +151,13 @@ def _train(settings: Settings, run: Run) -> None:
         run.add_artifact(run.folder / checkpoint.FOLDER, checkpoint.FOLDER)
         with ledger.span("record"):
             run.wait()
-        if parallel is not None and settings.workers.sync != "hybrid":
+        if parallel is not None and parallel.predictable:
             parallel.measure(dataset.train)
             table = run.folder / "cost_model.csv"
             sweep.write_csv(parallel.extrapolate(), table)
             run.add_artifact(table)
         display = stack.enter_context(Display(trainer.epochs, trainer.baseline, trainer.progress, timed=timed))
-        display.start(dataset, network, settings.backend, program.compile_s)
+        display.start(dataset, network, backend, program.compile_s)
         for result in resumed.history if resumed else ():
             run.epoch(result)
         for result in train_epochs(
@@ -170,7 +178,7 @@ def _train(settings: Settings, run: Run) -> None:
                 whole = checkpoint.Checkpoint(result.epoch, training, program.state(), tuple(run.epochs), run.facts)
                 checkpoint.save(run.folder / checkpoint.FOLDER, whole)
         if isinstance(program, Profiled):
-            run.add_profile(profile.report(ledger, program, run.epochs, settings.backend.threads))
+            run.add_profile(profile.report(ledger, program, run.epochs, backend.threads))
             run.summarize(profile.metrics(run.profile))
         if parallel is not None:
             run.summarize(parallel.metrics())
@@ -249,12 +257,12 @@ def _finish_sweep(started: sweep.Sweep, interrupted: bool) -> list[str]:
     return sweep.failures(rows, started.paper)
 
 
-def _recorder(tracking: Tracking) -> Recorder | None:
-    """Return the process that writes to the store, started when first asked for."""
+def _recorder(tracking: Tracking, early: subprocess.Popen[str] | None = None) -> Recorder | None:
+    """Return the process that writes to the store: the one started `early`, if any, when first asked for."""
     if tracking.name == "none":
         return None
     if tracking not in _recorders:
-        _recorders[tracking] = Recorder(store_uri(tracking.uri), tracking.experiment)
+        _recorders[tracking] = Recorder(store_uri(tracking.uri), tracking.experiment, early)
     return _recorders[tracking]
 
 

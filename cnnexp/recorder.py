@@ -47,32 +47,40 @@ CLIENT_SETTINGS = {
 }
 
 
+def start_process() -> subprocess.Popen[str]:
+    """Start a process for a `Recorder` early: it loads its libraries, and may be killed while none has opened it."""
+    package_root = str(Path(__file__).resolve().parent.parent)
+    path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "cnnexp.tracking"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # Ctrl-C is for the training process, which then ends the run here
+        env={**CLIENT_SETTINGS, **os.environ, "PYTHONPATH": path},
+    )
+    process.stdin.write(json.dumps([None, "draw", {"kind": "warm_up"}]) + "\n")
+    process.stdin.flush()
+    return process
+
+
 class Recorder:
     """A process that writes runs to an MLflow store; started at once, ready some two seconds later.
 
     Args:
         uri: as `tracking.store_uri` returns it.
         experiment: name of the MLflow experiment.
+        process: of `start_process`; None starts one.
     """
 
-    def __init__(self, uri: str, experiment: str) -> None:
+    def __init__(self, uri: str, experiment: str, process: subprocess.Popen[str] | None = None) -> None:
         self.uri = uri
         self._ids = itertools.count(OPEN_ID)
         self._answers: queue.SimpleQueue[str] = queue.SimpleQueue()
-        package_root = str(Path(__file__).resolve().parent.parent)
-        path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "cnnexp.tracking"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,  # Ctrl-C is for the training process, which then ends the run here
-            env={**CLIENT_SETTINGS, **os.environ, "PYTHONPATH": path},
-        )
+        self._process = process or start_process()
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
         self.ask("open", uri=uri, experiment=experiment)
-        self.post("draw", kind="warm_up")
 
     def ask(self, method: str, /, **arguments: Any) -> Callable[[], Any]:
         """Call a method of `tracking.Store`; return a function that waits for its value.
