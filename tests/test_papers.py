@@ -143,6 +143,16 @@ def test_every_experiment_runs_small(run, tmp_path, key):
     assert (report / "report.md").read_text(encoding="utf-8").startswith(f"# {EXPERIMENTS[key].title}\n")
 
 
+def test_the_quadrants_are_learned_as_well_as_in_the_paper(run, tmp_path):
+    run("experiment=khandait_quadrants", "backend=cpu", "tracking=none", "trainer.progress=false")
+    result = page.compare(tmp_path / "sweep", "khandait_quadrants")
+    loss, accuracy, _ = result.cells[0]
+    assert len(result.jobs) == 3  # seeds
+    assert loss.ours <= 0.106
+    assert accuracy.ours >= 99.0
+    assert accuracy.spread is not None
+
+
 def test_a_report_is_made_again_from_its_folder(tmp_path, capsys):
     job = tmp_path / "0"
     job.mkdir()
