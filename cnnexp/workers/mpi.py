@@ -9,6 +9,8 @@ from __future__ import annotations
 import atexit
 import functools
 import os
+import signal
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -119,6 +121,8 @@ def lead() -> None:
 
 def follow() -> None:
     """Every other rank: do what rank 0 asks until it ends."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # they reach all ranks; rank 0 decides what they mean
     here = session()
     order = np.empty(1, np.int64)
     try:
@@ -133,9 +137,10 @@ def follow() -> None:
             except CnnexpError:
                 continue  # rank 0 reports it
             serve(replica, here.collective)
-    except Exception as error:
+    except BaseException as error:
         here.member.fail(f"{type(error).__name__}: {error}")
-        raise
+        sys.excepthook(*sys.exc_info())
+        os._exit(1)  # an orderly end would wait for the other ranks
 
 
 def group_size() -> int:

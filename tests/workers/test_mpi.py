@@ -12,6 +12,9 @@ import numpy as np
 import pytest
 from workers.work import MODELS, OPTIMIZERS, compiled, trained
 
+from cnnexp.recorder import read_journal
+
+psutil = pytest.importorskip("psutil", reason="finds the ranks to kill")
 pytest.importorskip("mpi4py", reason="workers=mpi needs mpi4py: pip install cnnexp[mpi]")
 ROOT = Path(__file__).resolve().parent.parent.parent
 MPIEXEC = shutil.which("mpiexec", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
@@ -36,7 +39,6 @@ def finish(process, seconds=60):
 
 def ranks_of(process):
     """Return the processes of the ranks, by rank."""
-    psutil = pytest.importorskip("psutil")
     found = [p for p in psutil.Process(process.pid).children(recursive=True) if "PMI_RANK" in p.environ()]
     return {int(p.environ()["PMI_RANK"]): p for p in found if "guard.py" not in " ".join(p.cmdline())}
 
@@ -90,6 +92,23 @@ def test_rank_0_alone_speaks_and_all_end(tmp_path, arguments, code, message):
     assert message in stderr
     assert stderr.count("\n") == (code != 0)
     assert [path.name for path in tmp_path.iterdir()] in ([], ["run"])
+
+
+def test_ctrl_c_ends_all_ranks_and_the_run_is_killed(tmp_path):
+    folders = (f"hydra.run.dir={tmp_path}", "trainer.epochs=100000", "dataset.train_size=1000")
+    process = start("-m", "cnnexp", *TINY, *folders, "workers=mpi")
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "checkpoints").exists():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    everyone = ranks_of(process)
+    process.send_signal(signal.SIGINT)
+    _, stderr = finish(process, 10)
+    assert process.returncode != 0
+    assert "cnnexp: error: interrupted\n" in stderr
+    assert read_journal(tmp_path)["status"] == "KILLED"
+    assert psutil.wait_procs(everyone.values(), timeout=10)[1] == []
 
 
 def test_workers_mpi_without_mpiexec_says_how():

@@ -101,6 +101,15 @@ def test_a_killed_worker_ends_the_run_as_failed(tmp_path):
         assert load(find(tmp_path)).epoch >= 1
 
 
+def test_a_terminated_run_takes_its_workers_along(tmp_path):
+    with _endless(tmp_path, "tracking=none") as (run, worker):
+        run.terminate()
+        _, stderr = run.communicate(timeout=60)
+        assert (run.returncode, stderr) == (143, "cnnexp: error: terminated\n")
+        assert read_journal(tmp_path)["status"] == "KILLED"
+        assert not worker.is_running()
+
+
 @contextlib.contextmanager
 def _endless(folder, *arguments):
     """Start a run of two workers, wait for its first checkpoint; yield it and its other worker."""
