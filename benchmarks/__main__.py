@@ -16,7 +16,7 @@ from rich.console import Console
 from benchmarks import cases, contestants, machine, report
 from benchmarks.runner import ROOT, Match, Plan, installed, make_oracle
 
-PATHS = ("--peer-python", "--out")
+PATHS = ("--peer-python", "--out", "--mnist")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -37,6 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
         setup_timeout_s=options.setup_timeout,
         peer_python=options.peer_python,
         cores=machine.usable_cores(),
+        mnist=str(options.mnist.resolve()) if options.mnist else None,
     )
     console = Console(width=max(120, Console().width), highlight=False)
     entries, missing = _present(entries, plan.peer_python)
@@ -46,6 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
         "command": _command(sys.argv[1:] if arguments is None else arguments),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "quick": options.quick,
+        "images": "MNIST" if options.mnist else "uniform noise",
         "rounds": plan.rounds,
         "seconds_per_sample": plan.seconds,
         "machine": machine.facts(),
@@ -57,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         for case in chosen:
             oracle = Path(folder) / f"{case.name}.npz"
-            make_oracle(case, oracle)
+            make_oracle(case, oracle, plan.mnist)
             for count in threads:
                 match = Match(case, count, plan, oracle)
                 with console.status("") as status:
@@ -86,6 +88,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--peer-python", default=sys.executable, help="the interpreter that has the peers installed")
     p.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder to write to")
     p.add_argument("--redraw", action="store_true", help="measure nothing; write tables and figures of --out/cpu.json")
+    p.add_argument("--mnist", type=Path, help="folder with MNIST's files: train on real images, not on noise")
     p.add_argument("--quick", action="store_true", help="2 short rounds: to see that it works, not to quote")
     return p
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cnnexp.datasets import Mnist
 from cnnexp.losses import Loss
 from cnnexp.models import OneConv, TwoConvMlp, TwoConvPool4
 from cnnexp.network import Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Sigmoid
@@ -52,15 +53,23 @@ class Data:
     parameters: np.ndarray
 
 
-def data(case: Case) -> Data:
-    """Draw a case's data; the same for every contestant, since it follows from the case alone.
+def data(case: Case, mnist: str | None = None) -> Data:
+    """Draw a case's data; the same for every contestant, since it follows from the arguments alone.
 
-    Pixels are uniform in [0, 1): no image has an empty background, on which units would die and work be saved.
+    Args:
+        case: what is timed.
+        mnist: a folder with MNIST's files, whose training images are then drawn. None makes up images, pixels uniform
+            in [0, 1): they have no empty background, on which units die and a sparse gradient saves work.
     """
     rng = np.random.default_rng(SEED)
     shape = (case.batches, case.batch_size)
-    images = rng.random((*shape, *case.network.input_shape), np.float32)
-    labels = rng.integers(0, CLASSES, shape, np.int32)
+    if mnist is None:
+        images = rng.random((*shape, *case.network.input_shape), np.float32)
+        labels = rng.integers(0, CLASSES, shape, np.int32)
+    else:
+        train = Mnist(root=mnist).load().train
+        drawn = rng.permutation(len(train))[: math.prod(shape)].reshape(shape)
+        images, labels = train.images[drawn].astype(np.float32) / np.float32(255), train.labels[drawn]
     return Data(images, labels, case.network.initial_parameters(SEED))
 
 

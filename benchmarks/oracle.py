@@ -22,9 +22,9 @@ from conformance import describe
 CHUNK = 50  # images at once: activations in float64 are large
 
 
-def expected(case: Case) -> dict[str, np.ndarray]:
+def expected(case: Case, mnist: str | None = None) -> dict[str, np.ndarray]:
     """Return what the file holds."""
-    given = data(case)
+    given = data(case, mnist)
     images, labels = given.images.reshape(-1, *case.network.input_shape), given.labels.reshape(-1)
     found = {}
     for n in {case.batch_size, *(n for n in FEWER if n < case.batch_size)}:
@@ -54,5 +54,5 @@ def update(case: Case, parameters: np.ndarray, gradient: np.ndarray) -> np.ndarr
 
 
 if __name__ == "__main__":
-    name, file = sys.argv[1:]
-    np.savez(file, **expected(next(case for case in CASES if case.name == name)))
+    name, file, *mnist = sys.argv[1:]
+    np.savez(file, **expected(next(case for case in CASES if case.name == name), *mnist))

@@ -122,6 +122,7 @@ class Plan:
         setup_timeout_s: how long a contestant may take to import, compile and check.
         peer_python: the interpreter that has the peers.
         cores: the cores that may be used; n threads run on the first n.
+        mnist: a folder with MNIST, or None for made-up images.
     """
 
     rounds: int
@@ -129,6 +130,7 @@ class Plan:
     setup_timeout_s: float
     peer_python: str
     cores: list[int]
+    mnist: str | None = None
 
 
 class Match:
@@ -196,6 +198,7 @@ class Match:
                 threads=self.threads,
                 cores=self._plan.cores[first : first + self.threads],
                 oracle=str(self._oracle),
+                mnist=self._plan.mnist,
             )
             row.per_step = row.setup.get("per_step", 0)
 
@@ -245,7 +248,7 @@ def installed(python: str, modules: set[str]) -> set[str]:
     return set(found.stdout.split())
 
 
-def make_oracle(case: Case, path: Path) -> None:
+def make_oracle(case: Case, path: Path, mnist: str | None = None) -> None:
     """Have the float64 oracle write what is right for a case, in a process that then gives its memory back."""
-    command = [sys.executable, "-m", "benchmarks.oracle", case.name, str(path)]
+    command = [sys.executable, "-m", "benchmarks.oracle", case.name, str(path), *([mnist] if mnist else [])]
     subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})

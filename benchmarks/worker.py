@@ -1,6 +1,7 @@
 """A contestant's process: reads one JSON command a line from standard input, answers one JSON line on standard output.
 
-    {"do": "setup", "contestant": ..., "case": ..., "threads": 2, "cores": [0, 1], "oracle": "file.npz"}
+    {"do": "setup", "contestant": ..., "case": ..., "threads": 2, "cores": [0, 1], "oracle": "file.npz",
+     "mnist": null}
     {"do": "pin", "cores": [0]}
     {"do": "run", "steps": 10}  ->  {"seconds": ...}
     {"do": "close"}             ->  {"peak_bytes": ...}
@@ -45,13 +46,15 @@ def main() -> None:
             return
 
 
-def setup(session: dict, contestant: str, case: str, threads: int, cores: list[int], oracle: str) -> dict[str, Any]:
+def setup(
+    session: dict, contestant: str, case: str, threads: int, cores: list[int], oracle: str, mnist: str | None
+) -> dict[str, Any]:
     """Build a contestant, prove it right, and find out how long a step takes."""
     pin(session, cores)
     entry = ENTRIES[contestant]
     job = next(c for c in CASES if c.name == case)
     started = time.perf_counter()
-    made = session["contestant"] = entry.make(job, data(job), threads)
+    made = session["contestant"] = entry.make(job, data(job, mnist), threads)
     answer = {"setup_s": time.perf_counter() - started, "compile_s": made.compile_s, "facts": made.facts}
     if entry.side != "limit":
         answer |= {"check": check(made, type(job.optimizer).__name__, np.load(oracle))}
