@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def setup(
-    session: dict, contestant: str, case: str, threads: int, cores: list[int], oracle: str, mnist: str | None
+    session: dict, contestant: str, case: str, threads: int, cores: list[int], oracle: str, mnist: str | None = None
 ) -> dict[str, Any]:
     """Build a contestant, prove it right, and find out how long a step takes."""
     pin(session, cores)
