@@ -60,10 +60,10 @@ BUDGETS = {
     "gpu_shared.matmul": (48, 4.0),
     "one_conv.forward": (96, 2.5),
     "one_conv.backward": (96, 2.5),
-    "kernels.conv_forward": (64, 9.5),
-    "kernels.conv_backward_weights": (96, 6.0),
-    "kernels.conv_backward_input": (64, 4.0),
-    "kernels.linear_head": (96, 6.0),
+    "conv_kernels.conv_forward": (64, 9.5),
+    "conv_kernels.conv_backward_weights": (96, 6.0),
+    "conv_kernels.conv_backward_input": (64, 4.0),
+    "linear_kernels.linear_head": (96, 6.0),
 }
 REGISTERS = 128  # of any other kernel
 

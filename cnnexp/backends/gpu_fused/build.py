@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cnnexp.backends.gpu_device import SIMULATED
-from cnnexp.backends.gpu_fused import kernels, one_conv
+from cnnexp.backends.gpu_fused import linear_kernels, one_conv
 from cnnexp.backends.gpu_fused.kernels import BLOCK
 from cnnexp.backends.gpu_fused.nodes import (
     Context,
@@ -80,7 +80,7 @@ def _fused(context: Context, stages: Sequence[Stage], loss: Loss, before: Node |
 
 
 def _fits_head(D: int, O: int) -> bool:  # noqa: E741
-    return D <= MOST_HEAD_INPUTS and kernels.lanes_of(O) <= BLOCK and D * O <= MOST_OWNED * BLOCK
+    return D <= MOST_HEAD_INPUTS and linear_kernels.lanes_of(O) <= BLOCK and D * O <= MOST_OWNED * BLOCK
 
 
 def _pool_and_relu(stages: Sequence[Stage]) -> tuple[int, bool, int]:

@@ -15,8 +15,9 @@ import numpy as np
 
 from cnnexp.backends import gpu_device
 from cnnexp.backends.gpu_device import Gpu, Tensor
-from cnnexp.backends.gpu_fused import kernels
-from cnnexp.backends.gpu_fused.kernels import BLOCK, LANES, ConvBlock
+from cnnexp.backends.gpu_fused import conv_kernels, kernels, linear_kernels
+from cnnexp.backends.gpu_fused.conv_kernels import ConvBlock
+from cnnexp.backends.gpu_fused.kernels import BLOCK, LANES
 from cnnexp.backends.gpu_kernels import ConvSizes, f32, u32
 from cnnexp.backends.gpu_shared import SharedOps
 from cnnexp.backends.layerwise import backward_stage, forward_stage
@@ -192,7 +193,7 @@ def plan_conv(conv: ConvBlock, context: Context) -> ConvPlan | None:
     weight_rows = fitting(weight_rows, lambda r: conv.input_rows(r) * row + (sizes.K**2 + 1) * BLOCK <= room)
 
     input_rows = -(-sizes.H // context.splits(batch, sizes.H))
-    broad = -(-sizes.W // kernels.ACROSS) * kernels.ACROSS + sizes.K - 1
+    broad = -(-sizes.W // conv_kernels.ACROSS) * conv_kernels.ACROSS + sizes.K - 1
     turned = sizes.K**2 * sizes.C * sizes.F
     input_rows = fitting(input_rows, lambda r: sizes.F * (r + sizes.K - 1) * broad + turned <= room)
     if sizes.stride > 1:
@@ -228,16 +229,17 @@ class FusedConv(Node):
 
         self._blocks = -(-conv.U // plan.rows) * -(-conv.sizes.F // plan.filters)  # of an image
         kinds = {is_bytes: replace(conv, from_bytes=is_bytes and before is None) for is_bytes in (False, True)}
-        self._forward = {k: kernels.conv_forward(conv, plan.rows, plan.filters) for k, conv in kinds.items()}
+        self._forward = {k: conv_kernels.conv_forward(conv, plan.rows, plan.filters) for k, conv in kinds.items()}
         slices, splits = min(batch, plan.slices), -(-conv.U // plan.weight_rows)
         self._weights = {
-            k: kernels.conv_backward_weights(conv, plan.weight_rows, plan.pairs, slices) for k, conv in kinds.items()
+            k: conv_kernels.conv_backward_weights(conv, plan.weight_rows, plan.pairs, slices)
+            for k, conv in kinds.items()
         }
         self._weight_blocks = slices * splits * -(-conv.sizes.C * conv.sizes.F // plan.pairs)
         self._w_base = arena.take(stage.weight, slices * splits)
         self._b_base = arena.take(stage.bias, slices * splits)
         if before is not None and before.dy is not None:
-            self._input = kernels.conv_backward_input(conv, plan.input_rows)
+            self._input = conv_kernels.conv_backward_input(conv, plan.input_rows)
             self._input_blocks = -(-conv.sizes.H // plan.input_rows)  # of an image
 
     def forward(self, step):
@@ -279,9 +281,9 @@ class FusedLinear(Node):
         self._slices = context.splits(-(-self._rows * O // BLOCK), -(-context.batch_size // LANES))
         self._w_base = context.arena.take(stage.weight, self._slices)
         self._b_base = context.arena.take(stage.bias, self._slices)
-        self._forward = kernels.linear_forward(D, O, stage.bias is not None, relu)
-        self._input = kernels.linear_backward_input(D, O, relu)
-        self._weights = kernels.linear_backward_weights(D, O, stage.bias is not None, relu, self._slices)
+        self._forward = linear_kernels.linear_forward(D, O, stage.bias is not None, relu)
+        self._input = linear_kernels.linear_backward_input(D, O, relu)
+        self._weights = linear_kernels.linear_backward_weights(D, O, stage.bias is not None, relu, self._slices)
 
     def forward(self, step):
         blocks = step.count * -(-self._O // LANES)
@@ -300,7 +302,7 @@ class FusedLinear(Node):
             u32(step.count),
         )
         if self._before.dy is not None:
-            images = 4 * (BLOCK // LANES)  # of a block
+            images = linear_kernels.PER * (BLOCK // LANES)  # of a block
             blocks = -(-self._D // LANES) * -(-step.count // images)
             self._input.launch(blocks, step.stream, self._w, self.y, self.dy, self._before.dy, u32(step.count))
 
@@ -316,7 +318,7 @@ class FusedHead(Node):
         self._slices = min(context.batch_size, 2 * LANES)
         self._w_base = context.arena.take(stage.weight, self._slices)
         self._b_base = context.arena.take(stage.bias, self._slices)
-        self._kernel = kernels.linear_head(D, O, stage.bias is not None, self._slices)
+        self._kernel = linear_kernels.linear_head(D, O, stage.bias is not None, self._slices)
         self._d_input = before.dy or gpu_device.empty(before.y.shape, np.float32)
 
     def forward(self, step):

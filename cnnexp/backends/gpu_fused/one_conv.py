@@ -18,7 +18,9 @@ from numba import cuda
 
 from cnnexp.backends import gpu_device
 from cnnexp.backends.gpu_device import SIMULATED, Kernel
-from cnnexp.backends.gpu_fused.kernels import BLOCK, BYTE, LANES, ConvBlock, lanes_of, transpose
+from cnnexp.backends.gpu_fused.conv_kernels import ConvBlock
+from cnnexp.backends.gpu_fused.kernels import BLOCK, BYTE, LANES, transpose
+from cnnexp.backends.gpu_fused.linear_kernels import lanes_of
 from cnnexp.backends.gpu_fused.nodes import Context, Node, fitting
 from cnnexp.backends.gpu_kernels import ONE, ZERO, f32, u32, unsigned
 from cnnexp.network import Stage
