@@ -7,7 +7,8 @@ multiply-adds per 9 loads for 3x3 kernels and 2x2 windows.
 
 Every filter has its own argmax, so for the gradient each lane needs another pixel of the patch at each tap. If the
 patch fits one vector, that is one permutation: the forward pass leaves the patches in memory and stores, instead of the
-argmax, the place of the window's pixel in the patch; K * K * C accumulators stay in registers along a row of cells.
+argmax, the place of the window's pixel in the patch; a tap further is the same permutation of what lies a tap further
+in memory. K * K * C accumulators stay in registers along a row of cells.
 Otherwise the gradient is split into one vector per pixel of the window, zero where the maximum was not, and each is
 multiplied by broadcast pixels.
 
@@ -149,9 +150,9 @@ def weight_gradients(k: Emitter, bank: FilterBank, dy: Matrix, dw: Pointer, db: 
             gradient = k.load(dy.row(k, n).at(u, gradient_row).at(v, bank.filters).at(f, k.lanes))
             place = k.load_bytes(bank.cell(k, n, u, v)[1].at(f, k.lanes // 4))
             if bank.patches is not None:
-                patch = k.load(bank.patch(k, n, u, v))
+                patch = bank.patch(k, n, u, v)
                 for tap, total in zip(taps, totals, strict=False):
-                    pixel = k.permute(patch, k.builder.add(place, k.integers(tap)))
+                    pixel = k.permute(k.load_first(patch + tap, bank.corners[-1] + 1), place)
                     k.accumulate(total, pixel, gradient)
             else:
                 _accumulate_window(k, bank, bank.corner(k, n, u, v), gradient, place, totals)

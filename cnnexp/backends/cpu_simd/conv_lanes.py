@@ -18,6 +18,12 @@ from llvmlite import ir
 from cnnexp.backends.cpu_simd.emit import INDEX, Emitter, Pointer
 from cnnexp.backends.cpu_simd.layout import Grid
 
+MOST_SUMS = 256
+"""Vectors of sums that lie in the first cache beside what is summed: 16 KB of AVX-512's."""
+
+CACHED_VECTORS = 448
+"""Vectors of one piece of a row, of x and d together: 28 KB of AVX-512's."""
+
 
 @dataclass(frozen=True)
 class Windows:
@@ -44,6 +50,7 @@ class Correlation:
         y: output grid, of the pooled shape with `windows`.
         rectify: whether ReLU is applied.
         windows: the max-pool fused into it, or None.
+        positive: a grid of y's shape: y is 0 where it is not positive; None for y as it is. Not with `windows`.
     """
 
     x: Grid
@@ -55,6 +62,7 @@ class Correlation:
     y: Grid
     rectify: bool = False
     windows: Windows | None = None
+    positive: Grid | None = None
 
 
 def chunks(total: int, most: int) -> list[tuple[int, int, int]]:
@@ -99,8 +107,12 @@ def _plain(k: Emitter, conv: Correlation, corner, w, b, g, row, column, f, filte
     totals = _dot(k, conv, corner, [(0, i) for i in range(pixels)], w, filters)
     for i in range(pixels):
         target = conv.y.pixel(k, g, row, column).at(f, conv.y.lanes) + i * conv.y.column * conv.y.ring.step
+        if conv.positive:
+            positive = conv.positive.pixel(k, g, row, column).at(f, k.lanes) + i * conv.positive.column
         for j in range(filters):
             value = totals[i][j]
+            if conv.positive:
+                value = k.where_positive(k.load(positive + j * k.lanes), value)
             if b is not None:
                 value = k.add(value, k.splat(b + j))
             k.store(k.rectify(value) if conv.rectify else value, target + j * conv.y.lanes)
@@ -167,49 +179,80 @@ def flip_weights(k: Emitter, weights: Pointer, flipped: Pointer, kernel: int, ch
             k.store(value, target.at(f, channels).at(c))
 
 
-def weight_gradients(k: Emitter, conv: Correlation, d: Grid, dw: Pointer, db: Pointer | None) -> None:
+def weight_gradients(k: Emitter, conv: Correlation, d: Grid, dw: Pointer, db: Pointer | None, sums: Pointer) -> None:
     """dw[i,j,c,f] += sum over pixels and lanes of x * d; db likewise.
 
-    Register tile: 5 (tap, channel) x 4 filters of accumulators, over all pixels; 9 loads feed 20 multiply-adds. Lanes
-    are added up once per tile of images.
+    Register tile: 6 (tap, channel) x 4 filters of accumulators, along a piece of a row; 10 loads feed 24 multiply-adds.
+    All tiles of a block of taps and filters go along one piece before the next, so that x and d come from the first
+    cache, as do the sums that wait there meanwhile. Lanes are added up once per tile of images.
 
     Args:
         conv: the forward geometry; its y is not used.
         d: gradient of the convolution's output (P, Q, F), perhaps with room between pixels.
+        sums: room for `MOST_SUMS` vectors.
     """
-    taps, most_filters = (5, 4) if k.target.registers >= 32 else (3, 3)
     run = conv.kernel * conv.channels
-    for first_filter, filters, filter_count in chunks(conv.filters, most_filters):
-        for first_tap, size, tap_count in chunks(run, taps):
-            # the same few filters of d, the larger of the two, for every tap
-            with k.loop(filter_count) as filter_chunk, k.loop(conv.kernel) as i, k.loop(tap_count) as tap_chunk:
-                r = k.builder.add(k.builder.mul(tap_chunk, INDEX(size)), INDEX(first_tap))
-                f = k.builder.add(k.builder.mul(filter_chunk, INDEX(filters)), INDEX(first_filter))
-                _weight_tile(k, conv, d, i, r, f, size, filters, dw)
+    for first_filter, filters, filter_blocks in chunks(conv.filters, 8):
+        for first_tap, taps, tap_blocks in chunks(run, MOST_SUMS // filters):
+            with k.loop(filter_blocks) as filter_block, k.loop(conv.kernel) as i, k.loop(tap_blocks) as tap_block:
+                r = k.builder.add(k.builder.mul(tap_block, INDEX(taps)), INDEX(first_tap))
+                f = k.builder.add(k.builder.mul(filter_block, INDEX(filters)), INDEX(first_filter))
+                _weight_block(k, conv, d, i, r, f, taps, filters, dw, sums)
     if db is not None:
         _bias_gradients(k, d, db)
 
 
-def _weight_tile(k: Emitter, conv: Correlation, d: Grid, i, r, f, taps: int, filters: int, dw: Pointer) -> None:
+def _weight_block(
+    k: Emitter, conv: Correlation, d: Grid, i, r, f, taps: int, filters: int, dw: Pointer, sums: Pointer
+) -> None:
+    """Add to dw[i, r : r + taps, f : f + filters], r over taps and channels of kernel row i."""
     x = conv.x
     rows, columns, _ = d.shape
-    totals = [k.variables(filters) for _ in range(taps)]
+    most_columns = max(4, CACHED_VECTORS // (conv.stride * conv.channels + filters))
+    most_taps, most_filters = (6, 4) if k.target.registers >= 32 else (3, 3)
+    with k.loop(taps * filters) as total:
+        k.store(k.zero(), sums.at(total, k.lanes))
     with k.loop(k.groups(k.lanes)) as g, k.loop(rows) as p:
         source = (x.stored(k, g) + (conv.origin[0] * x.row + conv.origin[1] * x.column)).at(i, x.row)
         source = source.at(p, conv.stride * x.row).at(r, x.lanes)
         gradient = d.pixel(k, g, p, 0).at(f, d.lanes)
-        with k.loop(columns) as q:
-            at, gradient_at = source.at(q, conv.stride * x.column), gradient.at(q, d.ring.step * d.column)
-            gradients = [k.load(gradient_at + j * d.lanes) for j in range(filters)]
-            for t in range(taps):
-                value = k.load(at + t * x.lanes)
-                for j in range(filters):
-                    k.accumulate(totals[t][j], value, gradients[j])
-    run = conv.kernel * conv.channels
-    target = dw.at(i, run * conv.filters).at(r, conv.filters).at(f)
-    for t in range(taps):
-        for j in range(filters):
-            k.add_to(target + (t * conv.filters + j), k.sum_lanes(totals[t][j].get()))
+        for first, piece, pieces in chunks(columns, most_columns):
+            with k.loop(pieces) as at:
+                q = k.builder.add(k.builder.mul(at, INDEX(piece)), INDEX(first))
+                for first_tap, height, tap_tiles in chunks(taps, most_taps):
+                    for first_filter, width, filter_tiles in chunks(filters, most_filters):
+                        with k.loop(tap_tiles) as t, k.loop(filter_tiles) as j:
+                            tap = k.builder.add(k.builder.mul(t, INDEX(height)), INDEX(first_tap))
+                            column = k.builder.add(k.builder.mul(j, INDEX(width)), INDEX(first_filter))
+                            _weight_tile(
+                                k,
+                                source.at(q, conv.stride * x.column).at(tap, x.lanes),
+                                conv.stride * x.column,
+                                gradient.at(q, d.ring.step * d.column).at(column, d.lanes),
+                                d.ring.step * d.column,
+                                sums.at(tap, filters * k.lanes).at(column, k.lanes),
+                                (piece, height, width, filters),
+                            )
+    target = dw.at(i, conv.kernel * conv.channels * conv.filters).at(r, conv.filters).at(f)
+    with k.loop(taps) as t, k.loop(filters) as j:
+        total = k.load(sums.at(t, filters * k.lanes).at(j, k.lanes))
+        k.add_to(target.at(t, conv.filters).at(j), k.sum_lanes(total))
+
+
+def _weight_tile(k: Emitter, x: Pointer, x_step: int, d: Pointer, d_step: int, sums: Pointer, size) -> None:
+    """Add x * d along `piece` pixels to `height` x `width` of the sums, which lie `filters` vectors a row."""
+    piece, height, width, filters = size
+    places = [[sums + (t * filters + j) * k.lanes for j in range(width)] for t in range(height)]
+    totals = [[k.variable(k.load(place)) for place in row] for row in places]
+    with k.loop(piece) as q:
+        gradients = [k.load(d.at(q, d_step) + j * k.lanes) for j in range(width)]
+        for t in range(height):
+            value = k.load(x.at(q, x_step) + t * k.lanes)
+            for j in range(width):
+                k.accumulate(totals[t][j], value, gradients[j])
+    for total_row, place_row in zip(totals, places, strict=True):
+        for total, place in zip(total_row, place_row, strict=True):
+            k.store(total.get(), place)
 
 
 def _bias_gradients(k: Emitter, d: Grid, db: Pointer) -> None:

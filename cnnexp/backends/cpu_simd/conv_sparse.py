@@ -51,7 +51,8 @@ class SparseGradient:
 
     Attributes:
         x: input grid, without a ring. y, dy: pooled output and its gradient. dx: gradient of x, without a ring.
-        kernel, stride, channels, filters: K, step, C, F. windows: the max-pool. rectify: whether ReLU was applied.
+        kernel, stride, channels, filters: K, step, C, F. windows: the max-pool.
+        rectify: whether a ReLU was applied that dy does not know of.
         scratch: room.
     """
 

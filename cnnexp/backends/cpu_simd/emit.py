@@ -138,6 +138,13 @@ class Emitter:
         """Load a vector, of `width` floats rather than `lanes` if given."""
         return self.builder.load(pointer.value(ir.VectorType(FLOAT, width or self.lanes)), align=4)
 
+    def load_first(self, pointer: Pointer, count: int) -> ir.Value:
+        """Load the first `count` lanes, and perhaps more, over and over: it crosses fewer cache lines."""
+        width = min(self.lanes, max(4, 1 << (count - 1).bit_length()))
+        part = self.load(pointer, width)
+        lanes = [INT(i % width) for i in range(self.lanes)]
+        return self.builder.shuffle_vector(part, part, ir.Constant(self.indices, lanes))
+
     def store(self, value: ir.Value, pointer: Pointer) -> None:
         self.builder.store(value, pointer.value(value.type), align=4)
 

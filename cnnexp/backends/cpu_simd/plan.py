@@ -67,6 +67,8 @@ class Node:
         name: of its kernels.
         shape: of its output, without the images.
         x, y: input and output. dy, dx: their gradients, None where they are not needed.
+        input_rectified: x is a ReLU's output, and dx to be the gradient of that ReLU's input.
+        dy_rectified: dy already is the gradient of what its own ReLU takes in: the node after it saw to that.
     """
 
     name: str
@@ -75,6 +77,8 @@ class Node:
     y: Tensor = field(init=False)
     dy: Tensor | None = field(init=False, default=None)
     dx: Tensor | None = field(init=False, default=None)
+    input_rectified: bool = field(init=False, default=False)
+    dy_rectified: bool = field(init=False, default=False)
 
     wants = None
     """The layout of the input, `Grid` or `Matrix`; None for either, and the output is of the same."""
@@ -82,6 +86,15 @@ class Node:
     """The layout of the output."""
     trains = False
     """Whether it has parameters."""
+    rectify = False
+    """Whether it has taken in a ReLU."""
+    rectifies_dx = False
+    """Whether it can see to a ReLU before it when it stores dx."""
+
+    @property
+    def rectifies_dy(self) -> bool:
+        """Whether its ReLU's gradient is still to be taken."""
+        return self.rectify and not self.dy_rectified
 
     def input_ring(self) -> Ring:
         """Return the room that its input needs around it."""
@@ -105,7 +118,7 @@ class Convolution(Node):
     """Conv2d [+ ReLU] [+ MaxPool2d], batch in lanes."""
 
     wants = makes = Grid
-    trains = True
+    trains = rectifies_dx = True
 
     def __init__(self, stage: Stage, rectify: bool, pool: Stage | None) -> None:
         super().__init__(stage.name, (pool or stage).output_shape)
@@ -148,6 +161,7 @@ class Convolution(Node):
         self.sparse = self._sparse(plan, windows)
         if self.sparse:
             return
+        self.sums = plan.arena.allocate(conv_lanes.MOST_SUMS * plan.target.lanes)
         self.d = self.dy
         if self.pool:
             self.d = plan.arena.grid(self.stage.output_shape, self._dense_ring(self.dx is not None))
@@ -164,7 +178,7 @@ class Convolution(Node):
         scratch = conv_sparse.make_scratch(plan.arena, layer.kernel, layer.stride, self.x, self.y, windows)
         return SparseGradient(
             self.x, self.y, self.dy, self.dx, layer.kernel, layer.stride, channels, layer.filters,
-            windows, self.rectify, scratch,
+            windows, self.rectifies_dy, scratch,
         )  # fmt: skip
 
     def forward(self, plan: Plan) -> Kernels:
@@ -178,19 +192,29 @@ class Convolution(Node):
 
     def backward(self, plan: Plan) -> Kernels:
         stage, place = self.stage, plan.parameters.gradient
-        if self.sparse:
-            return [("sparse_backward", lambda k: self._sparse_backward(k, plan))]
         kernels: Kernels = []
+        if self.sparse:
+            kernels.append(("sparse_backward", lambda k: self._sparse_backward(k, plan)))
+            if self.input_rectified:
+                kernels.append(("rectify_dx", lambda k: conv_lanes.rectify_gradient(k, self.x, self.dx)))
+            return kernels
         if self.pool:
             windows = self.correlation.windows
-            kernels.append(("unpool", lambda k: conv_lanes.unpool(k, windows, self.y, self.dy, self.d, self.rectify)))
-        elif self.rectify:
+            kernels.append(
+                ("unpool", lambda k: conv_lanes.unpool(k, windows, self.y, self.dy, self.d, self.rectifies_dy))
+            )
+        elif self.rectifies_dy:
             kernels.append(("rectify_gradient", lambda k: conv_lanes.rectify_gradient(k, self.y, self.dy)))
         kernels.append(
             (
                 "weight_gradients",
                 lambda k: conv_lanes.weight_gradients(
-                    k, self.correlation, self.d, place(k, stage.weight), stage.bias and place(k, stage.bias)
+                    k,
+                    self.correlation,
+                    self.d,
+                    place(k, stage.weight),
+                    stage.bias and place(k, stage.bias),
+                    k.arena + self.sums,
                 ),
             )
         )
@@ -209,7 +233,8 @@ class Convolution(Node):
         weights = plan.parameters.weight(k, self.stage.weight)
         conv_lanes.flip_weights(k, weights, flipped, layer.kernel, channels, layer.filters)
         origin = tuple(max(0, pad - reach) for pad in self.stage.pads)
-        back = Correlation(self.d, origin, 1, layer.kernel, layer.filters, channels, self.dx)
+        positive = self.x if self.input_rectified else None
+        back = Correlation(self.d, origin, 1, layer.kernel, layer.filters, channels, self.dx, positive=positive)
         conv_lanes.forward(k, back, flipped, None)
 
 
@@ -254,7 +279,7 @@ class FilterConvolution(Node):
             self.x, self.row, layer.kernel, layer.stride, channels, layer.filters,
             size, self.pool.layer.stride or size, self.shape[:2], self.y,
             plan.arena.allocate(images * cells * layer.filters // 4),
-            plan.arena.allocate(images * cells * plan.target.lanes) if fits else None,
+            plan.arena.allocate((images * cells + 1) * plan.target.lanes) if fits else None,  # loads reach past the last
             self.rectify,
         )  # fmt: skip
 
@@ -265,7 +290,7 @@ class FilterConvolution(Node):
     def backward(self, plan: Plan) -> Kernels:
         weight, bias, place = self.stage.weight, self.stage.bias, plan.parameters.gradient
         kernels: Kernels = []
-        if self.rectify and self.dy is not self.y:
+        if self.rectifies_dy:
             kernels.append(("rectify_gradient", lambda k: linear.rectify_gradient(k, self.y, self.dy)))
 
         def run(k: Emitter) -> None:
@@ -275,19 +300,15 @@ class FilterConvolution(Node):
 
 
 class Dense(Node):
-    """Linear [+ ReLU]; `linear` explains its two forms.
-
-    Attributes:
-        input_rectified: x is a ReLU's output, and dx, which takes its place, the gradient of that ReLU's input.
-    """
+    """Linear [+ ReLU]; `linear` explains its two forms."""
 
     wants = makes = Matrix
     trains = True
 
     def __init__(self, stage: Stage, rectify: bool) -> None:
         super().__init__(stage.name, stage.output_shape)
-        self.stage, self.rectify, self.input_rectified = stage, rectify, False
-        self.skinny = stage.weight.shape[1] <= linear.MOST_OUTPUTS
+        self.stage, self.rectify = stage, rectify
+        self.skinny = self.rectifies_dx = stage.weight.shape[1] <= linear.MOST_OUTPUTS
 
     def prepare(self, plan: Plan) -> None:
         (features, outputs), lanes = self.stage.weight.shape, plan.target.lanes
@@ -319,7 +340,7 @@ class Dense(Node):
     def backward(self, plan: Plan) -> Kernels:
         weight, bias, parameters = self.stage.weight, self.stage.bias, plan.parameters
         kernels: Kernels = []
-        if self.rectify:
+        if self.rectifies_dy:
             kernels.append(("rectify_gradient", lambda k: linear.rectify_gradient(k, self.y, self.dy)))
         if bias:
             kernels.append(
@@ -487,15 +508,17 @@ class Plan:
             ring = nodes[i + 1].input_ring() if i + 1 < len(nodes) else Ring()
             node.y = self._tensor(kind, node.shape, ring)
             if i >= first:
-                in_place = i + 1 < len(nodes) and self._overwrites(node, nodes[i + 1])
+                in_place = False
+                if i + 1 < len(nodes):
+                    nodes[i + 1].input_rectified = node.dy_rectified = node.rectify and nodes[i + 1].rectifies_dx
+                    in_place = self._overwrites(node, nodes[i + 1])
                 node.dy = node.y if in_place else self._tensor(kind, node.shape, node.gradient_ring(i > first))
             x, dx = node.y, node.dy
 
     def _overwrites(self, node: Node, following: Node) -> bool:
-        """Whether the gradient of a node's output may take the output's place, and see to it."""
+        """Whether the gradient of a node's output may take the output's place."""
         if not (isinstance(node, FilterConvolution) and isinstance(following, Dense) and following.skinny):
             return False
-        following.input_rectified = node.rectify
         return linear.can_overwrite(following.stage.weight.shape[1], self.target.registers)
 
     def _tensor(self, kind: type, shape: tuple[int, ...], ring: Ring) -> Tensor:

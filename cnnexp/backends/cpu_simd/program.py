@@ -27,6 +27,12 @@ CALL_S = 0.2
 LARGEST_ARENA = 64 << 20
 """Bytes of activations per thread from which on one vector of images at a time has to do."""
 
+SECOND_CACHE = 2 << 20
+"""Bytes, about, of the cache that a core has to itself."""
+
+WEIGHT_PASSES = 6
+"""How much larger than the parameters activations must be to outweigh them."""
+
 NO_SCORES = np.empty((0, 0), np.float32)
 
 
@@ -183,8 +189,13 @@ _NO_SPLIT = Split(np.empty(0, np.uint8), np.empty(0, np.float32), np.empty(0, np
 def make_plan(network: Network, target: Target, share: int) -> Plan:
     """Return the plan for `share` images per thread and step.
 
-    Two vectors of images go through all layers at once, measured best on all of the papers' networks: weights are read
-    half as often as with one. It is one where the share is small or two would take much memory.
+    Two vectors of images go through all layers at once, so that weights are read half as often as with one; measured
+    best on all of the papers' networks. It is one where the share is small, where two would take much memory, or where
+    their activations would leave the second cache and outweigh the weights.
     """
-    plan = Plan(network, target, min(2, -(-share // target.lanes)))
-    return plan if 4 * plan.arena.size <= LARGEST_ARENA else Plan(network, target, 1)
+    one = Plan(network, target, 1)
+    if share <= target.lanes:
+        return one
+    two = Plan(network, target, 2)
+    fits = 4 * two.arena.size <= SECOND_CACHE or one.arena.size <= WEIGHT_PASSES * one.parameters.size
+    return two if fits and 4 * two.arena.size <= LARGEST_ARENA else one
