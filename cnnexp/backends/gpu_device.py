@@ -6,10 +6,13 @@ on the CPU: right or wrong as on a GPU, thousands of times slower.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib.util
 import math
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -77,7 +80,7 @@ def _dotted(version: tuple[int, int]) -> str:
 
 @cache
 def open_gpu(index: int) -> Gpu:
-    """Select a GPU for this process and return what it is.
+    """Return what a GPU is.
 
     Raises:
         BackendUnavailable: numba-cuda, the driver or a GPU is missing; the message says which.
@@ -97,8 +100,7 @@ def open_gpu(index: int) -> Gpu:
     if count == 0:
         raise _unavailable("the NVIDIA driver finds no GPU")
     _check_index(index, count)
-    cuda.select_device(index)
-    device = cuda.get_current_device()
+    device = cuda.gpus[index]
     name = device.name.decode() if isinstance(device.name, bytes) else device.name
     return Gpu(
         index,
@@ -121,17 +123,37 @@ def _check_index(index: int, count: int) -> None:
         raise ConfigError(f"backend.device={index}: must be 0 .. {count - 1}, the GPUs of this machine")
 
 
+def on(gpu: Gpu) -> AbstractContextManager:
+    """Return the context in which this thread computes on a GPU, whichever it used before."""
+    return contextlib.nullcontext() if SIMULATED else cuda.gpus[gpu.index]
+
+
+def on_its_gpu(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Run a method of a program on the program's `gpu`: other programs of the process may be on another."""
+
+    @functools.wraps(method)
+    def wrapped(self: Any, *arguments: Any) -> Any:
+        with on(self.gpu):
+            return method(self, *arguments)
+
+    return wrapped
+
+
 def check_block(gpu: Gpu, block: int) -> None:
     """Raise ConfigError where a block has more threads than the GPU allows."""
     if not 1 <= block <= gpu.block_threads:
         raise ConfigError(f"backend.block={block}: must be 1 .. {gpu.block_threads} threads, the limit of {gpu.name}")
 
 
+def free_memory() -> tuple[float, float]:
+    """Return the bytes of the GPU's memory that are free, and all of them; both are infinite in the simulator."""
+    free, total = cuda.current_context().get_memory_info()
+    return free, total
+
+
 def check_memory(needed: int, what: str) -> None:
     """Raise ConfigError where `needed` bytes for `what` are not free on the GPU."""
-    if SIMULATED:
-        return
-    free, total = cuda.current_context().get_memory_info()
+    free, total = free_memory()
     if needed > free:
         raise ConfigError(
             f"{what} needs {needed:,} bytes of GPU memory, {free:,} of {total:,} are free; lower trainer.batch_size, "

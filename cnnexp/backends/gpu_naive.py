@@ -13,12 +13,12 @@ from typing import ClassVar
 import numpy as np
 from numba import cuda
 
-from cnnexp.backends import gpu_device, gpu_kernels
-from cnnexp.backends.gpu_device import SIMULATED, Gpu, Kernel, Tensor
+from cnnexp.backends import gpu_device, gpu_kernels, gpu_streamed
+from cnnexp.backends.gpu_device import SIMULATED, Gpu, Kernel, Tensor, on_its_gpu
 from cnnexp.backends.gpu_kernels import SLICES, ZERO, ConvSizes, f32, u32
 from cnnexp.backends.layerwise import LayerwiseProgram
-from cnnexp.backends.protocol import Update
-from cnnexp.losses import Loss
+from cnnexp.backends.protocol import State, Update
+from cnnexp.losses import Loss, Totals
 from cnnexp.network import Conv2d, Flatten, MaxPool2d, Network
 from cnnexp.optimizers import Optimizer
 
@@ -293,6 +293,55 @@ class NaiveOps:
         return self._nothing if array is None else array
 
 
+class GpuProgram(LayerwiseProgram):
+    """A layerwise program on one GPU, for data sets of any size: see `gpu_streamed`.
+
+    Args:
+        gpu: what it runs on.
+    """
+
+    def __init__(
+        self, gpu: Gpu, ops: NaiveOps, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int
+    ) -> None:
+        self.gpu = gpu
+        super().__init__(ops, network, loss, optimizer, batch_size, scope=lambda: gpu_device.on(gpu))
+
+    @on_its_gpu
+    def load(self, images, labels):
+        image_bytes = 4 * int(np.prod(images.shape[1:])) + 17  # its label, and in `train` its index, loss and hit
+        return gpu_streamed.load(super().load, images, labels, image_bytes, self.batch_size)
+
+    def train(self, handle, order, rate):
+        totals = Totals(0.0, 0, 0)
+        for split, places in gpu_streamed.parts(handle, order):
+            totals += super().train(split, places, rate)
+        return totals
+
+    def gradients(self, handle, indices):
+        split, places = next(gpu_streamed.parts(handle, indices))
+        return super().gradients(split, places)
+
+    def predict(self, handle):
+        every = gpu_streamed.parts(handle, np.arange(len(handle)))
+        return np.concatenate([super(GpuProgram, self).predict(split) for split, _ in every])
+
+    def forward(self, handle, indices):
+        split, places = next(gpu_streamed.parts(handle, indices))
+        return super().forward(split, places)
+
+    @on_its_gpu
+    def state(self) -> State:
+        return super().state()
+
+    @on_its_gpu
+    def restore(self, state):
+        super().restore(state)
+
+    @on_its_gpu
+    def synchronize(self):
+        super().synchronize()
+
+
 @dataclass(frozen=True)
 class GpuBackend:
     """Base of the GPU backends.
@@ -333,9 +382,10 @@ class GpuBackend:
         """Return the layers' mathematics at this backend's settings, for batches of that size."""
         raise NotImplementedError
 
-    def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> LayerwiseProgram:
-        gpu_device.check_memory(batch_bytes(network, optimizer, batch_size), f"a batch of {batch_size}")
-        return LayerwiseProgram(self.ops(batch_size), network, loss, optimizer, batch_size)
+    def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> GpuProgram:
+        with gpu_device.on(self.gpu):
+            gpu_device.check_memory(batch_bytes(network, optimizer, batch_size), f"a batch of {batch_size}")
+            return GpuProgram(self.gpu, self.ops(batch_size), network, loss, optimizer, batch_size)
 
 
 def batch_bytes(network: Network, optimizer: Optimizer, batch_size: int) -> int:

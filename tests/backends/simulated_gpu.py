@@ -5,11 +5,13 @@ numbers: more than one block, tiles that do not fill, one filter, one image. Whe
 `test_gpu_compile.py`; neither has met a GPU.
 """
 
+import contextlib
+
 import numpy as np
 import pytest
-from conformance import check_case, check_training, decisions_are_clear, make_case
+from conformance import assert_same_state, check_case, check_training, decisions_are_clear, make_case
 
-from cnnexp.backends import backend_class
+from cnnexp.backends import backend_class, gpu_device, gpu_streamed
 from cnnexp.errors import ConfigError
 from cnnexp.losses import Loss
 from cnnexp.network import AvgPool2d, Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Sigmoid
@@ -96,6 +98,80 @@ def test_training_repeats_bit_for_bit_and_resumes(backend):
 def test_training_in_many_nodes_repeats_bit_for_bit():
     case = make_case(Network(*NETWORKS["two_conv"]), images=3)
     check_training(backend_class("gpu-fused")(), case, Adam(lr=0.01), steps=3)
+
+
+def test_a_data_set_larger_than_the_gpu_is_streamed_to_the_same_bits(backend, monkeypatch):
+    case = make_case(Network((4, 4, 1), (Conv2d(2, 3), ReLU(), Flatten(), Linear(2))), images=20)
+    rng = np.random.default_rng(3)
+    images, order = rng.integers(0, 256, case.images.shape).astype(np.uint8), rng.permutation(20)[:11]
+    program = backend.compile(case.network, case.loss, Adam(lr=0.01), 2)
+    found = []
+    for free in (np.inf, 950):  # bytes: windows of one batch or two
+        monkeypatch.setattr(gpu_device, "free_memory", lambda free=free: (free, free))
+        program.restore({"parameters": case.parameters})
+        handle = program.load(images, case.labels)
+        assert isinstance(handle, gpu_streamed.Streamed) == (free == 950)
+        assert len(handle) == 20
+        totals, gradient = program.gradients(handle, order[:2])
+        trained = program.train(handle, order, 0.01)
+        found.append((totals, trained, gradient, program.predict(handle), program.state()))
+    (totals, trained, gradient, scores, state), streamed = found
+    assert streamed[0] == totals
+    assert (streamed[1].correct, streamed[1].count) == (trained.correct, 11)
+    assert streamed[1].loss == pytest.approx(trained.loss, rel=1e-6)  # added up by parts
+    assert np.array_equal(streamed[2], gradient)
+    assert np.array_equal(streamed[3], scores)
+    assert_same_state(streamed[4], state)
+
+
+def test_a_gpu_too_small_for_one_batch_says_what_it_needs(backend, monkeypatch):
+    program = backend.compile(Network((100,), (Linear(2),)), Loss.SOFTMAX_CROSS_ENTROPY, Adam(), 2)
+    monkeypatch.setattr(gpu_device, "free_memory", lambda: (3000, 5000))
+    images = np.zeros((8, 100), np.float32)
+    needs = {"gpu-fused": ("3,456", "864")}.get(backend.name, ("3,336", "834"))
+    with pytest.raises(
+        ConfigError, match=rf"8 images, needs {needs[0]} bytes.* batch of 2 needs 4 times {needs[1]}; 3,000 of 5,000"
+    ):
+        program.load(images, np.zeros(8, np.int32))
+
+
+def test_a_batch_larger_than_the_gpu_is_refused(backend, monkeypatch):
+    monkeypatch.setattr(gpu_device, "free_memory", lambda: (3000, 5000))
+    with pytest.raises(ConfigError, match=r"needs [\d,]+ bytes of GPU memory, 3,000 of 5,000 are free"):
+        backend.compile(Network((100,), (Linear(2),)), Loss.SOFTMAX_CROSS_ENTROPY, Adam(), 50)
+
+
+def test_a_program_computes_on_its_own_gpu_whatever_was_used_before(backend, monkeypatch):
+    current = []
+
+    @contextlib.contextmanager
+    def on(gpu):
+        current.append(gpu)
+        yield
+        current.pop()
+
+    def guarded(function):
+        def guard(*arguments):
+            assert current
+            assert set(current) == {backend.gpu}
+            return function(*arguments)
+
+        return guard
+
+    monkeypatch.setattr(gpu_device, "on", on)
+    monkeypatch.setattr(gpu_device.Kernel, "launch", guarded(gpu_device.Kernel.launch))
+    for name in ("free_memory", "empty", "to_device", "to_host", "copy", "synchronize"):
+        monkeypatch.setattr(gpu_device, name, guarded(getattr(gpu_device, name)))
+    network = Network((2,), (Linear(2),))
+    program = backend.compile(network, Loss.SOFTMAX_CROSS_ENTROPY, Adam(), 2)
+    program.restore(program.state())
+    handle = program.load(np.ones((2, 2), np.float32), np.zeros(2, np.int32))
+    program.train(handle, np.arange(2), 0.1)
+    _, gradient = program.gradients(handle, np.arange(2))
+    program.apply(gradient, 0.1)
+    program.predict(handle)
+    program.close()
+    assert not current
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

@@ -1,9 +1,11 @@
-"""Every GPU kernel compiled for real GPUs, with none at hand: by NVVM to PTX, by nvJitLink to machine code.
+"""Every GPU kernel compiled for real GPUs, with none at hand: by NVVM, then by nvJitLink, as Numba does at a launch.
 
 Programs are made and trained as on a GPU, but arrays are NumPy's and a launch only notes the kernel. So what is
 compiled is what would be launched, and the arguments have the types that the signatures promise.
 """
 
+import contextlib
+import inspect
 import math
 import re
 from collections.abc import Iterator
@@ -15,12 +17,15 @@ import pytest
 pytest.importorskip("numba_cuda", reason="compiles with numba-cuda: pip install cnnexp[gpu]")
 
 import numba
-from cuda.core import Linker, LinkerOptions, ObjectCode
+from cuda.bindings.driver import CUdevice_attribute
+from cuda.core import Device, Linker, LinkerOptions, ObjectCode, Stream
+from cuda.core.graph import Graph, GraphBuilder
 from numba import cuda
 from numba.core import sigutils
 
 from cnnexp.backends import backend_class, gpu_device
 from cnnexp.backends.gpu_device import Gpu, Kernel, Tensor
+from cnnexp.backends.gpu_fused import kernels
 from cnnexp.losses import Loss
 from cnnexp.models import Knm, OneConv, TwoConvMlp, TwoConvPool4
 from cnnexp.network import AvgPool2d, Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Sigmoid
@@ -50,9 +55,9 @@ PROGRAMS = {
     "plain_loss": (Network((4,), (ReLU(), Linear(300))), SOFTMAX, SGD(), 4),
 }
 
-# Most registers of a thread, and most instructions per multiply-add in the innermost loop, on sm_90, by module and
-# kernel. 65,536 registers are 128 for each thread of two blocks of 256. One thread per element and no tiles means
-# addresses, and with padding tests, for every product; that is gpu-naive.
+# Most registers of a thread, and most instructions per multiply-add in the innermost loop, by module and kernel. 65,536
+# registers are 128 for each thread of two blocks of 256. One thread per element and no tiles means addresses, and with
+# padding tests, for every product; that is gpu-naive.
 BUDGETS = {
     "gpu_naive.conv2d": (48, 36.0),
     "gpu_naive.matmul": (48, 12.0),
@@ -66,6 +71,7 @@ BUDGETS = {
     "linear_kernels.linear_head": (96, 6.0),
 }
 REGISTERS = 128  # of any other kernel
+ANY_BLOCK = 64  # registers, so that a block of 1,024 threads, the most that backend.block may be, can be launched
 
 
 @pytest.fixture
@@ -81,7 +87,8 @@ def launched(monkeypatch) -> dict[Kernel, list]:
 
     monkeypatch.setattr(Kernel, "launch", launch)
     monkeypatch.setattr(gpu_device, "open_gpu", lambda index: GPU)
-    monkeypatch.setattr(gpu_device, "check_memory", lambda needed, what: None)
+    monkeypatch.setattr(gpu_device, "on", lambda gpu: contextlib.nullcontext())
+    monkeypatch.setattr(gpu_device, "free_memory", lambda: (math.inf, math.inf))
     monkeypatch.setattr(gpu_device, "synchronize", lambda: None)
     monkeypatch.setattr(
         gpu_device, "empty", lambda shape, dtype: Tensor(np.zeros(max(math.prod(shape), 1), dtype), shape)
@@ -119,21 +126,21 @@ def test_kernels_compile_within_their_budgets(launched, name, program):
         what = f"{kernel.function.__name__} of {name}, {program}"
         promised, _ = sigutils.normalize_signature(kernel.signature)
         assert [plain(t) for t in promised] == [plain(t) for t in types], what
+        key = f"{kernel.function.__module__.rpartition('.')[2]}.{kernel.function.__name__}"
+        most, per_fma = BUDGETS.get(key, (REGISTERS, math.inf))
+        most = most if name == "gpu-fused" else min(most, ANY_BLOCK)
         for capability in CAPABILITIES:
-            ptx, _ = cuda.compile_ptx(kernel.function, kernel.signature, cc=capability)
+            ptx, registers, spills, shared = compiled_code(kernel, capability)
             lines = [line.strip() for line in ptx.splitlines()]
             assert f".target sm_{capability[0]}{capability[1]}" in lines, what
             assert not [line for line in lines if ".f64" in line], f"{what} computes in float64"
             assert not [line for line in lines if ".local" in line], f"{what} uses local memory"
-        registers, spills, shared = machine_code(ptx, "sm_90")
-        key = f"{kernel.function.__module__.rpartition('.')[2]}.{kernel.function.__name__}"
-        most, per_fma = BUDGETS.get(key, (REGISTERS, math.inf))
-        assert spills == 0, f"{what} spills"
-        assert registers <= most, f"{what} takes {registers} registers, at most {most}"
-        assert registers * kernel.block <= 65536, f"{what} cannot be launched with {kernel.block} threads"
-        assert shared <= GPU.shared_bytes, f"{what} takes {shared} bytes of shared memory"
-        found = instructions_per_fma(ptx)
-        assert found <= per_fma, f"{what} takes {found:.1f} instructions per multiply-add, at most {per_fma}"
+            assert spills == 0, f"{what} spills"
+            assert registers <= most, f"{what} takes {registers} registers, at most {most}"
+            assert registers * kernel.block <= 65536, f"{what} cannot be launched with {kernel.block} threads"
+            assert shared <= GPU.shared_bytes, f"{what} takes {shared} bytes of shared memory"
+            found = instructions_per_fma(ptx)
+            assert found <= per_fma, f"{what} takes {found:.1f} instructions per multiply-add, at most {per_fma}"
 
 
 compiled: set[Kernel] = set()  # kernels are kept by their sizes, so two backends share some
@@ -153,15 +160,19 @@ def plain(numba_type) -> tuple:
     return (numba_type,)
 
 
-def machine_code(ptx: str, architecture: str) -> tuple[int, int, int]:
-    """Assemble; return the registers, the bytes spilled and the bytes of shared memory."""
-    options = LinkerOptions(arch=architecture, ptxas_options=["-v"])
-    linker = Linker(ObjectCode.from_ptx(ptx.encode()), options=options)
+def compiled_code(kernel: Kernel, capability: tuple[int, int]) -> tuple[str, int, int, int]:
+    """Compile and link; return PTX, the registers, the bytes spilled and the bytes of shared memory."""
+    code, _ = cuda.compile(kernel.function, kernel.signature, device=False, abi="numba", cc=capability, output="ltoir")
+    code, architecture = ObjectCode.from_ltoir(code), f"sm_{capability[0]}{capability[1]}"
+    linker = Linker(code, options=LinkerOptions(arch=architecture, link_time_optimization=True, ptx=True))
+    ptx = linker.link("ptx").code.decode().rstrip("\0")
+    options = LinkerOptions(arch=architecture, link_time_optimization=True, ptxas_options=["-v"])
+    linker = Linker(code, options=options)
     linker.link("cubin")
     log = linker.get_info_log()
     spills = sum(int(n) for n in re.findall(r"(\d+) bytes (?:stack frame|spill stores|spill loads)", log))
-    shared = [int(size) for size in re.findall(r"\.shared [^;]*\[(\d+)\];", ptx)]
-    return int(re.search(r"Used (\d+) registers", log)[1]), spills, sum(shared)
+    shared = sum(int(n) for n in re.findall(r"(\d+) bytes smem", log))
+    return ptx, int(re.search(r"Used (\d+) registers", log)[1]), spills, shared
 
 
 def instructions_per_fma(ptx: str) -> float:
@@ -174,3 +185,85 @@ def instructions_per_fma(ptx: str) -> float:
             runs[-1].append(line)
     hottest = max(runs, key=lambda run: sum("fma.rn.f32" in line for line in run))
     return len(hottest) / max(sum("fma.rn.f32" in line for line in hottest), 1)
+
+
+class Spied:
+    """Stands for an object of `cls` where there is no driver: what is called must exist there and take the arguments.
+
+    Args:
+        results: functions in place of the methods.
+    """
+
+    def __init__(self, cls, **results) -> None:
+        self._cls, self._results = cls, results
+
+    def __getattr__(self, name):
+        signature = inspect.signature(getattr(self._cls, name))
+
+        def call(*arguments, **named):
+            signature.bind(self, *arguments, **named)
+            return self._results[name](*arguments, **named)
+
+        return call
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_graphs_hold_the_kernels_of_single_launches_and_nothing_else(launched, program, monkeypatch):
+    done: list = []  # (kernel, blocks) in the order in which they would run
+    captured: list | None = None
+    note = Kernel.launch
+
+    def launch(self, blocks, stream, *arguments):
+        assert (stream is builder) == (captured is not None)
+        (done if captured is None else captured).append((self, blocks))
+        note(self, blocks, stream, *arguments)
+
+    def begin_building():
+        nonlocal captured
+        captured = []
+        return builder
+
+    def end_building():
+        nonlocal captured
+        nodes, captured = captured, None
+        graph = Spied(Graph, upload=lambda stream: None, launch=lambda stream: done.extend(nodes))
+        return Spied(GraphBuilder, complete=lambda: graph)
+
+    def never_while_capturing(function):
+        def guard(*arguments):
+            assert captured is None
+            return function(*arguments)
+
+        return guard
+
+    stream, builder = Spied(Stream), Spied(GraphBuilder, begin_building=begin_building, end_building=end_building)
+    device = Spied(Device, set_current=lambda: None, create_stream=lambda: stream, create_graph_builder=lambda: builder)
+    inspect.signature(Device).bind(0)
+    monkeypatch.setattr("cuda.core.Device", lambda index: device)
+    monkeypatch.setattr(Kernel, "launch", launch)
+    for name in ("empty", "to_device", "to_host", "copy", "synchronize"):
+        monkeypatch.setattr(gpu_device, name, never_while_capturing(getattr(gpu_device, name)))
+    network, loss, optimizer, _ = PROGRAMS[program]
+    runs = []
+    for graphs in (False, True):
+        made = backend_class("gpu-fused")(graphs=graphs).compile(network, loss, optimizer, 2)
+        handle = made.load(np.zeros((151, *network.input_shape), np.float32), np.zeros(151, np.int64))
+        done.clear()
+        made.train(handle, np.arange(151), 0.1)  # 75 whole steps: graphs of 64, 8 and 1; and a step of one image
+        runs.append([(kernel, blocks) for kernel, blocks in done if kernel is not kernels.advance()])
+        advances = len(done) - len(runs[-1])
+    assert runs[0] == runs[1]
+    assert advances == 1 + 1 + 3
+
+
+def test_what_is_asked_of_numba_cuda_exists():
+    for name in ("MULTIPROCESSOR_COUNT", "MAX_THREADS_PER_BLOCK", "MAX_SHARED_MEMORY_PER_BLOCK"):
+        assert hasattr(CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+    for device_property in ("name", "compute_capability"):
+        assert device_property in inspect.getsource(cuda.cudadrv.driver.Device.__init__)
+    assert callable(cuda.cudadrv.driver.get_version)
+    assert callable(cuda.runtime.get_version)
+    assert {"__enter__", "__exit__"} <= set(dir(cuda.cudadrv.devices._DeviceContextManager))
+    inspect.signature(cuda.event_elapsed_time).bind("start", "stop")
+    assert {"record", "synchronize"} <= set(dir(cuda.cudadrv.driver.Event))
+    inspect.signature(cuda.pinned_array).bind((2, 3), np.float32)

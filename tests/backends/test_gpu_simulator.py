@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from cnnexp.backends import BACKENDS
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -29,7 +31,8 @@ def test_backend_in_the_simulator(which):
     assert "skipped" not in done.stdout
 
 
-def test_a_simulated_run_trains_and_tells_no_times(tmp_path):
+@pytest.mark.parametrize("name", [name for name in BACKENDS if name.startswith("gpu")])
+def test_a_simulated_run_trains_and_tells_no_times(name, tmp_path):
     small = (
         "dataset.height=6",
         "dataset.width=6",
@@ -38,7 +41,7 @@ def test_a_simulated_run_trains_and_tells_no_times(tmp_path):
         "trainer.batch_size=6",
     )
     done = simulate(
-        "cnnexp", "backend=gpu-shared", "experiment=smoke", *small, "tracking=none", f"hydra.run.dir={tmp_path}"
+        "cnnexp", f"backend={name}", "experiment=smoke", *small, "tracking=none", f"hydra.run.dir={tmp_path}"
     )
     assert done.returncode == 0, done.stderr
     assert "simulated: its times mean nothing" in done.stdout

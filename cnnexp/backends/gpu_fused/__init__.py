@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from cnnexp.backends import gpu_device
 from cnnexp.backends.gpu_fused.program import FusedProgram
 from cnnexp.backends.gpu_naive import GpuBackend
 from cnnexp.losses import Loss
@@ -24,4 +25,5 @@ class GpuFused(GpuBackend):
     graphs: bool = True
 
     def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> FusedProgram:
-        return FusedProgram(self.gpu, network, loss, optimizer, batch_size, self.graphs)
+        with gpu_device.on(self.gpu):
+            return FusedProgram(self.gpu, network, loss, optimizer, batch_size, self.graphs)

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from cnnexp.backends import gpu_device, gpu_kernels
-from cnnexp.backends.gpu_device import SIMULATED, Gpu, Tensor
+from cnnexp.backends import gpu_device, gpu_kernels, gpu_streamed
+from cnnexp.backends.gpu_device import SIMULATED, Gpu, Tensor, on_its_gpu
 from cnnexp.backends.gpu_fused import kernels
 from cnnexp.backends.gpu_fused.build import build
 from cnnexp.backends.gpu_fused.kernels import BLOCK
@@ -75,7 +75,7 @@ class FusedProgram:
         check_loss(network, loss)
         started = time.perf_counter()
         self.network, self.loss, self.optimizer, self.batch_size = network, loss, optimizer, batch_size
-        self._gpu, self._step = gpu, 0
+        self.gpu, self._step = gpu, 0
         zeros = np.zeros(network.parameter_count, np.float32)
         self._parameters, self._gradient = gpu_device.to_device(zeros), gpu_device.to_device(zeros)
         self._slots = tuple(gpu_device.to_device(zeros) for _ in optimizer.slots)
@@ -91,11 +91,16 @@ class FusedProgram:
         self._warm_up()
         self.compile_s = time.perf_counter() - started
 
-    def load(self, images: np.ndarray, labels: np.ndarray) -> Split:
+    @on_its_gpu
+    def load(self, images: np.ndarray, labels: np.ndarray) -> Split | gpu_streamed.Streamed:
         images = images if images.dtype == np.uint8 else as_float32(images)
+        image_bytes = int(np.prod(images.shape[1:])) * images.itemsize + 32  # all else that `Split` has for an image
+        return gpu_streamed.load(self._load, images, labels, image_bytes, self.batch_size)
+
+    def _load(self, images: np.ndarray, labels: np.ndarray) -> Split:
+        """Put bytes or float32 images on the GPU, all of them."""
         count, batch = len(images), self.batch_size
         room = max(count, batch)
-        gpu_device.check_memory(images.nbytes + 16 * room, f"the data set, {count:,} images,")
         sums = -(-room // BLOCK)
         return Split(
             images=gpu_device.to_device(images),
@@ -109,20 +114,25 @@ class FusedProgram:
             hit_sums=gpu_device.empty((sums,), np.uint32),
         )
 
-    def train(self, handle: Split, order: np.ndarray, rate: float) -> Totals:
+    @on_its_gpu
+    def train(self, handle: Split | gpu_streamed.Streamed, order: np.ndarray, rate: float) -> Totals:
         totals = Totals(0.0, 0, 0)
-        most = handle.order.shape[0] // self.batch_size * self.batch_size  # whole steps that the buffers hold
-        for start in range(0, len(order), most):
-            totals += self._train(handle, order[start : start + most], rate, self._graphs)
+        for split, places in gpu_streamed.parts(handle, order):
+            most = split.order.shape[0] // self.batch_size * self.batch_size  # whole steps that the buffers hold
+            for start in range(0, len(places), most):
+                totals += self._train(split, places[start : start + most], rate, self._graphs)
         return totals
 
-    def gradients(self, handle: Split, indices: np.ndarray) -> tuple[Totals, np.ndarray]:
-        self._send(handle, indices)
-        self._run(Step(self._stream, handle, 0, len(indices)))
+    @on_its_gpu
+    def gradients(self, handle: Split | gpu_streamed.Streamed, indices: np.ndarray) -> tuple[Totals, np.ndarray]:
+        split, places = next(gpu_streamed.parts(handle, indices))
+        self._send(split, places)
+        self._run(Step(self._stream, split, 0, len(places)))
         kernel = kernels.update(None, self.batch_size, None)
         kernel.launch(self._table.shape[0], self._stream, self._arena.memory, self._table, self._gradient)
-        return self._totals(handle, len(indices)), self._to_host(self._gradient)
+        return self._totals(split, len(places)), self._to_host(self._gradient)
 
+    @on_its_gpu
     def apply(self, gradient: np.ndarray, rate: float) -> None:
         self._step += 1
         gpu_device.copy(gradient, self._gradient)
@@ -133,21 +143,28 @@ class FusedProgram:
         kernel.over(gradient.size, self._stream, self._parameters, self._gradient, s, t, np.float32(rate), *constants)
         self._refresh()
 
-    def predict(self, handle: Split) -> np.ndarray:
-        scores = np.empty((len(handle), *self.network.output_shape), np.float32)
-        self._send(handle, np.arange(len(handle)))
-        for start in range(0, len(handle), self.batch_size):
-            count = min(self.batch_size, len(handle) - start)
-            step = Step(self._stream, handle, start, count)
+    @on_its_gpu
+    def predict(self, handle: Split | gpu_streamed.Streamed) -> np.ndarray:
+        every = gpu_streamed.parts(handle, np.arange(len(handle)))
+        return np.concatenate([self._predict(split) for split, _ in every])
+
+    def _predict(self, split: Split) -> np.ndarray:
+        scores = np.empty((len(split), *self.network.output_shape), np.float32)
+        self._send(split, np.arange(len(split)))
+        for start in range(0, len(split), self.batch_size):
+            count = min(self.batch_size, len(split) - start)
+            step = Step(self._stream, split, start, count)
             for node in self._nodes:
                 node.forward(step)
             scores[start : start + count] = self._to_host(self._nodes[-1].y[:count])
         return scores
 
+    @on_its_gpu
     def state(self) -> State:
         slots = {name: self._to_host(slot) for name, slot in zip(self.optimizer.slots, self._slots, strict=True)}
         return {"parameters": self._to_host(self._parameters), "step": np.int64(self._step), **slots}
 
+    @on_its_gpu
     def restore(self, state: State) -> None:
         size = self.network.parameter_count
         for name, target in zip(("parameters", *self.optimizer.slots), (self._parameters, *self._slots), strict=True):
