@@ -1,20 +1,18 @@
-"""The composition root: the command line. It puts the pieces together, and is the only module that imports Hydra.
+"""The command line, and the only module that imports Hydra: it composes the config, and hands runs to `runner`.
 
 `python -m cnnexp ...` and the console script `cnnexp ...` are the same.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import logging
 import math
 import os
-import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,23 +21,24 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
-from cnnexp import checkpoint, explain, page, profile, sweep
-from cnnexp.config import Settings, Tracking, Trainer, build, load, plain, record
-from cnnexp.console import Display, make_console
+from cnnexp import explain, page, runner, sweep
+from cnnexp.config import Tracking, build, load, plain, record
+from cnnexp.console import make_console
 from cnnexp.environment import outputs_dir, program_name
-from cnnexp.errors import CnnexpError, ConfigError
-from cnnexp.losses import check_loss
-from cnnexp.profile import Ledger, Profiled
-from cnnexp.recorder import Recorder, Run, find_folder, start_process
-from cnnexp.speedup import Baseline
+from cnnexp.errors import CnnexpError
+from cnnexp.recorder import Recorder, Run, start_process
 from cnnexp.tracking import store_uri
-from cnnexp.train import train_epochs
 from cnnexp.workers import mpi
-from cnnexp.workers.program import ParallelProgram
 
 log = logging.getLogger(__name__)
 
-COMMANDS = {"report": "cnnexp.page:command", "ui": "cnnexp.tracking:ui"}
+# name -> function and arguments; conf/config.yaml tells what each is for
+COMMANDS = {
+    "doctor": ("cnnexp.doctor:command", ""),
+    "predict": ("cnnexp.predict:command", "RUN IMAGE... | RUN dataset=NAME [dataset.KEY=VALUE ...]  [backend=NAME]"),
+    "report": ("cnnexp.page:command", "FOLDER | EXPERIMENT"),
+    "ui": ("cnnexp.tracking:ui", "[tracking.uri=STORE] [port=NUMBER]"),
+}
 OBJECTIVES = {"test_accuracy": "final/test_accuracy", "epoch_s": "time/median_epoch_s"}
 PACKAGE = Path(__file__).resolve().parent
 # a checkout holds conf/ beside the package, an installed package inside it
@@ -119,83 +118,8 @@ def run(composed: DictConfig) -> float:
         if settings.sweep.skip_finished and run.skip_if_finished():
             log.info("skipped, finished before: %s", run.name)
         else:
-            _train(settings, run)
+            runner.train(settings, run)
     return run.metrics.get(OBJECTIVES[settings.sweep.objective], math.nan)  # a simulated run has no times
-
-
-def _train(settings: Settings, run: Run) -> None:
-    ledger, trainer = Ledger(), settings.trainer
-    with ledger.span("data"):
-        dataset = settings.dataset.load()
-    network = settings.model.network(dataset.input_shape, len(dataset.classes))
-    check_loss(network, settings.model.loss, len(dataset.classes))
-    compiling = (network, settings.model.loss, settings.optimizer, trainer.batch_size)
-    training = checkpoint.describe(*compiling, trainer.rates(), trainer.seed, dataset.sha256)
-    resumed = _resumed(trainer, training) if trainer.resume is not None else None
-    backend = settings.workers.share_cores(settings.backend)
-    run.begin(dataset, network, backend, settings.workers.count)
-    with contextlib.ExitStack() as stack:
-        with ledger.span("compile"):
-            program = stack.enter_context(contextlib.closing(settings.workers.compile(backend, *compiling)))
-        parallel = program if isinstance(program, ParallelProgram) else None
-        if trainer.profile:
-            program = Profiled(program, ledger)
-        program.restore(resumed.state if resumed else {"parameters": network.initial_parameters(trainer.seed)})
-        baseline, timed = None, not getattr(backend, "simulated", False)
-        if settings.baseline is not None and timed and not run.contended:
-            with ledger.span("baseline"):
-                beside = stack.enter_context(contextlib.closing(settings.baseline.compile(*compiling)))
-            beside = Profiled(beside, ledger, train="baseline")
-            baseline = Baseline(beside, dataset.train, trainer.baseline_batches, trainer.baseline_s)
-        run.summarize({"time/compile_s": program.compile_s})
-        run.add_artifact(run.folder / checkpoint.FOLDER, checkpoint.FOLDER)
-        with ledger.span("record"):
-            run.wait()
-        if parallel is not None and parallel.predictable:
-            parallel.measure(dataset.train)
-            table = run.folder / "cost_model.csv"
-            sweep.write_csv(parallel.extrapolate(), table)
-            run.add_artifact(table)
-        display = stack.enter_context(Display(trainer.epochs, trainer.baseline, trainer.progress, timed=timed))
-        display.start(dataset, network, backend, program.compile_s)
-        for result in resumed.history if resumed else ():
-            run.epoch(result)
-        for result in train_epochs(
-            program,
-            dataset,
-            trainer.epochs,
-            trainer.seed,
-            trainer.rates(),
-            baseline,
-            trainer.patience,
-            tuple(run.epochs),
-            on_progress=display.progress,
-            pass_s=trainer.pass_s,
-        ):
-            with ledger.span("record"):
-                run.epoch(result)
-                display.epoch(result)
-                whole = checkpoint.Checkpoint(result.epoch, training, program.state(), tuple(run.epochs), run.facts)
-                checkpoint.save(run.folder / checkpoint.FOLDER, whole)
-        if isinstance(program, Profiled):
-            run.add_profile(profile.report(ledger, program, run.epochs, backend.threads))
-            run.summarize(profile.metrics(run.profile))
-        if parallel is not None:
-            run.summarize(parallel.metrics())
-    display.table(run.epochs)
-
-
-def _resumed(trainer: Trainer, training: Mapping[str, Any]) -> checkpoint.Checkpoint:
-    """Return the checkpoint that `trainer.resume` names, once it is known to be of this very training."""
-    where = Path(trainer.resume)
-    if not where.exists() and re.fullmatch("[0-9a-f]{32}", trainer.resume):
-        where = find_folder(outputs_dir(), trainer.resume) or where
-    path = checkpoint.find(where)
-    found = checkpoint.load(path)
-    checkpoint.check_same(found, training, path)
-    if found.epoch >= trainer.epochs:
-        raise ConfigError(f"trainer.epochs={trainer.epochs}: {path} has done {found.epoch} already; give more epochs")
-    return found
 
 
 class SweepCallback(Callback):
@@ -222,8 +146,12 @@ _recorders: dict[Tracking, Recorder] = {}  # the jobs of a sweep share one
 
 def _dispatch(arguments: list[str]) -> None:
     if arguments and arguments[0] in COMMANDS:
-        module, _, function = COMMANDS[arguments[0]].partition(":")
-        getattr(importlib.import_module(module), function)(arguments[1:])
+        place, usage = COMMANDS[arguments[0]]
+        module, _, function = place.partition(":")
+        if set(arguments[1:]) & {"-h", "--help"}:
+            sys.stdout.write(f"Usage: {program_name()} {arguments[0]} {usage}\n")
+        else:
+            getattr(importlib.import_module(module), function)(arguments[1:])
         return
     command = hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)
     interrupted = True

@@ -28,7 +28,7 @@ import numpy as np
 from cnnexp.backends.protocol import State
 from cnnexp.errors import CheckpointError
 from cnnexp.losses import Loss, Totals
-from cnnexp.network import Network
+from cnnexp.network import LAYERS, Network
 from cnnexp.optimizers import Optimizer
 from cnnexp.schedules import Schedule
 from cnnexp.speedup import Comparison
@@ -85,6 +85,17 @@ def describe(
     }
 
 
+def rebuild(training: Mapping[str, Any]) -> tuple[Network, Loss]:
+    """Return the network and the loss that `describe` described.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is not as `describe` writes it.
+    """
+    layers = (dict(layer) for layer in training["network.layers"])
+    made = tuple(LAYERS[layer.pop("type")](**layer) for layer in layers)
+    return Network(training["network.input_shape"], made), Loss(training["loss"])
+
+
 def save(folder: Path, checkpoint: Checkpoint) -> Path:
     """Write a checkpoint into a folder, beside the one before it; older ones are removed.
 
@@ -134,11 +145,12 @@ def load(path: Path) -> Checkpoint:
         raise CheckpointError(f"checkpoint {path}: not as cnnexp writes it: {error}{_another(path)}") from error
 
 
-def find(where: Path) -> Path:
+def find(where: Path, given: str | None = None) -> Path:
     """Return the newest checkpoint of a run.
 
     Args:
         where: a checkpoint file, the run's folder, or its folder of checkpoints.
+        given: how the user gave it, for the message; None stands for `trainer.resume=...`.
 
     Raises:
         CheckpointError: there is none.
@@ -151,7 +163,9 @@ def find(where: Path) -> Path:
         if found:
             return found[-1]
     reason = "holds no checkpoint (epoch-*.ckpt)" if where.is_dir() else "no such file or folder"
-    raise CheckpointError(f"trainer.resume={str(where)!r}: {reason}; give a run's folder or a checkpoint file")
+    raise CheckpointError(
+        f"{given or f'trainer.resume={str(where)!r}'}: {reason}; give a run's folder or a checkpoint file"
+    )
 
 
 def check_same(checkpoint: Checkpoint, training: Mapping[str, Any], path: Path) -> None:

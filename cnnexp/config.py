@@ -165,15 +165,15 @@ def load(values: Mapping[str, Any]) -> Settings:
     if trainer.baseline is not None:
         _check_choice(BACKENDS, trainer.baseline, "trainer.baseline")
     return Settings(
-        model=_named(MODELS, values["model"], "model"),
-        optimizer=_named(OPTIMIZERS, values["optimizer"], "optimizer"),
-        dataset=_named(DATASETS, values["dataset"], "dataset"),
+        model=named(MODELS, values["model"], "model"),
+        optimizer=named(OPTIMIZERS, values["optimizer"], "optimizer"),
+        dataset=named(DATASETS, values["dataset"], "dataset"),
         trainer=trainer,
-        workers=_named(WORKERS, values["workers"], "workers"),
+        workers=named(WORKERS, values["workers"], "workers"),
         tracking=build(Tracking, values["tracking"], "tracking"),
         sweep=build(Sweep, values["sweep"], "sweep"),
         # last, since importing their compilers takes longest
-        backend=_named(BACKENDS, values["backend"], "backend", backend_class),
+        backend=named(BACKENDS, values["backend"], "backend", backend_class),
         baseline=None if trainer.baseline is None else backend_class(trainer.baseline)(),
     )
 
@@ -246,6 +246,21 @@ def convert(value: Any, hint: Any, key: str) -> Any:
     raise ConfigError(f"{key}={show(value)}: must be {_describe(hint)}{near}")
 
 
+def named(registry: Mapping[str, Any], values: Mapping[str, Any], group: str, lookup: Callable | None = None) -> Any:
+    """Make the object that `values["name"]` picks from a registry, strictly.
+
+    Args:
+        registry: name -> class.
+        values: its options, and its name.
+        group: the config path of `values`, for messages.
+        lookup: gets the class from the name, where the registry does not hold it.
+    """
+    name: Any = values.get("name")
+    _check_choice(registry, name, f"{group}.name")
+    cls = lookup(name) if lookup else registry[name]
+    return build(cls, values, group, tag="name")
+
+
 def show(value: Any) -> str:
     """Return a value as YAML would write it, on one line."""
     if value is None:
@@ -276,14 +291,6 @@ def _tagged(classes: Mapping[str, type], value: Any, key: str) -> Any:
     if kind not in classes:
         raise ConfigError(f"{key}.type={show(kind)}: unknown; legal: {legal}{did_you_mean(str(kind), classes)}")
     return build(classes[kind], value, key, tag="type")
-
-
-def _named(registry: Mapping[str, Any], values: Mapping[str, Any], group: str, lookup: Callable | None = None) -> Any:
-    """Make the object that `values["name"]` picks from a registry; `lookup` gets its class from the name."""
-    name: Any = values.get("name")
-    _check_choice(registry, name, f"{group}.name")
-    cls = lookup(name) if lookup else registry[name]
-    return build(cls, values, group, tag="name")
 
 
 def _check_choice(registry: Mapping[str, Any], name: object, key: str) -> None:

@@ -18,7 +18,6 @@ from cnnexp.backends.protocol import Program
 from cnnexp.losses import Totals
 from cnnexp.network import Flatten, Network
 from cnnexp.roofline import machine_limits, work_per_image
-from cnnexp.speedup import amdahl_limit
 from cnnexp.train import EpochResult
 
 REST = ("rest", "")
@@ -34,7 +33,7 @@ class Ledger:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.seconds: dict[tuple[str, str], float] = {REST: 0.0}
-        self._clock = clock
+        self.clock = clock
         self._open = [REST]
         self._since = clock()
 
@@ -59,7 +58,7 @@ class Ledger:
         return sum(self.seconds.values())
 
     def _charge(self) -> None:
-        now = self._clock()
+        now = self.clock()
         entry = self._open[-1]
         self.seconds[entry] = self.seconds.get(entry, 0.0) + now - self._since
         self._since = now
@@ -92,6 +91,20 @@ class Profiled:
         with self._ledger.span(self._train_entry):
             return self._program.train(handle, order, rate)
 
+    def layers_share(self, handle: Any, order: np.ndarray, rate: float) -> float | None:
+        """Train on `order`, clocked inside whatever the entry; return the share of the steps inside layers' passes.
+
+        The share is that of `report`. None where the program is fused, or told of no step.
+        """
+        if not hasattr(self._program, "watch"):
+            return None
+        before, inside = self._program.watch, Ledger(self._ledger.clock)
+        with self._ledger.span(self._train_entry):
+            Profiled(self._program, inside).train(handle, order, rate)
+        self._program.watch = before
+        trained = _trained_s(inside)
+        return _layers_s(inside) / trained if trained > 0 else None
+
     def predict(self, handle: Any) -> np.ndarray:
         with self._ledger.span("evaluate"):
             return self._program.predict(handle)
@@ -120,8 +133,8 @@ def report(ledger: Ledger, program: Profiled, epochs: Sequence[EpochResult], thr
     Returns:
         `wall_s`, `accounted` (share of it), `layered` (whether the layers were clocked one by one), `entries` (what,
         layer, seconds), `threads`, `images` (trained on, over all epochs); and where the layers were clocked `layers`
-        (name, kind, pass, and the run's seconds, flops and bytes), `machine` (`roofline.machine_limits`),
-        `parallel_share` and `amdahl_limit`.
+        (name, kind, pass, and the run's seconds, flops and bytes), `machine` (`roofline.machine_limits`) and
+        `parallel_share` (of the seconds of all training steps, the part inside these passes).
     """
     wall_s = ledger.close()
     images = sum(epoch.train.count for epoch in epochs)
@@ -140,9 +153,7 @@ def report(ledger: Ledger, program: Profiled, epochs: Sequence[EpochResult], thr
     if program.layered:
         found["machine"] = machine_limits(threads)
         found["layers"] = list(_layers(ledger, program.network, images, program.batch_size))
-        trained = _trained_s(ledger)
-        found["parallel_share"] = sum(layer["seconds"] for layer in found["layers"]) / trained
-        found["amdahl_limit"] = amdahl_limit(found["parallel_share"], threads)
+        found["parallel_share"] = _layers_s(ledger) / _trained_s(ledger)
     return found
 
 
@@ -158,7 +169,6 @@ def metrics(found: Mapping[str, Any]) -> dict[str, float]:
             named[f"profile/{entry['what']}_s"] = entry["seconds"]
     if found["layered"]:
         named["profile/parallel_share"] = found["parallel_share"]
-        named["speedup/amdahl_limit"] = found["amdahl_limit"]
         trained = sum(layer["seconds"] for layer in found["layers"]) / found["parallel_share"]
         for layer in found["layers"]:
             named[f"profile/{layer['name']}/{layer['pass']}_ms"] = 1e3 * layer["seconds"] / found["images"]
@@ -183,6 +193,11 @@ def _layers(ledger: Ledger, network: Network, images: int, batch_size: int) -> I
                     "flops": flops * images,
                     "bytes": size * images,
                 }
+
+
+def _layers_s(ledger: Ledger) -> float:
+    """Return the seconds inside the layers' passes; the loss is no layer."""
+    return sum(s for (what, layer), s in ledger.seconds.items() if what in KERNELS and layer != "loss")
 
 
 def _trained_s(ledger: Ledger) -> float:

@@ -34,6 +34,7 @@ TIMES = ("time/", "throughput/", "speedup/")  # metrics of these groups are of t
 JOURNAL = "journal.jsonl"
 PREDICTIONS = "predictions.npz"  # of the test split: labels and predicted, integers (N,)
 PROFILE = "profile.json"
+MODEL = "model"  # folder, in the run's and among its artifacts
 LACKING = "UNAVAILABLE"  # status of a run whose backend this machine cannot run; MLflow calls it FAILED
 OPEN_ID = 0  # of the first call
 ANSWER_S = 180.0  # the recorder answers sooner, with an error if need be; after this it is called dead
@@ -186,6 +187,7 @@ class Run:
         self._simulated = False
         self._dataset: Dataset | None = None
         self._artifacts: list[tuple[str, str | None]] = []
+        self._model: Path | None = None
         self._lost: TrackingError | None = None
         self.folder.mkdir(parents=True, exist_ok=True)
         self._journal = (self.folder / JOURNAL).open("w", encoding="utf-8")
@@ -256,9 +258,15 @@ class Run:
             self._note("recorded", run_id=self.id)
 
     @property
-    def facts(self) -> dict[str, str | None]:
-        """What names this run, for a reader of its checkpoints."""
-        return {"name": self.name, "config_hash": environment.config_hash(self._config), "run_id": self.id}
+    def facts(self) -> dict[str, Any]:
+        """What names this run and its data, for a reader of its checkpoints."""
+        return {
+            "name": self.name,
+            "config_hash": environment.config_hash(self._config),
+            "run_id": self.id,
+            "classes": list(self._dataset.classes),
+            "pixels": str(self._dataset.train.images.dtype),
+        }
 
     def epoch(self, result: EpochResult) -> None:
         """Record one epoch."""
@@ -277,6 +285,10 @@ class Run:
         """Store where the time went: `profile.report`."""
         self.profile = profile
         (self.folder / PROFILE).write_text(json.dumps(profile, indent=2) + "\n", encoding="utf-8")
+
+    def set_model(self, checkpoint: Path) -> None:
+        """Say which checkpoint is the run's model, should the run end now; MLflow gets it as one that it can load."""
+        self._model = checkpoint
 
     def add_artifact(self, path: Path, target: str | None = None) -> None:
         """Store a file or folder, if it exists when the run ends, under the folder `target` of its artifacts."""
@@ -310,6 +322,10 @@ class Run:
             self._post(self.metrics, step=0)  # MLflow's page draws what has no steps as bars
         if status == "FINISHED":
             self._draw()
+            if self._model is not None:
+                folder = self.folder / MODEL
+                self._recorder.call("save_model", run_id=self.id, checkpoint=str(self._model), folder=str(folder))
+                self.add_artifact(folder, MODEL)
         config = self.folder / "config.json"
         config.write_text(json.dumps(self._config, indent=2) + "\n", encoding="utf-8")
         self.add_artifact(config)

@@ -19,9 +19,16 @@ from cnnexp.datasets import Split
 
 
 def amdahl_limit(parallel_share: float, speedup: float) -> float:
-    """Return 1 / ((1 - p) + p / s), the most that a run gains when a share p of its time gets s times as fast.
+    """Return 1 / ((1 - p) + p / s), Amdahl's law as khandait (section III.C) uses it.
 
-    Amdahl's law, as khandait (section III.C) states it.
+    Args:
+        parallel_share: p, the share of the sequential program's training step that lies in the forward and backward
+            passes of its layers, 0 .. 1: what any number of cores can share (`profile.layers_share`).
+        speedup: s, how many times as fast that share can get: how many float32 operations the run's hardware does at
+            once, as khandait counts the cores of a GPU; infinity for an unlimited number.
+
+    Returns:
+        The most that a run gains over the sequential program by computing the layers in parallel.
     """
     return 1 / ((1 - parallel_share) + parallel_share / speedup)
 
@@ -52,6 +59,12 @@ class Baseline:
         batches: how many batches to time each epoch.
         budget_s: the most seconds one batch may take; a slower baseline is timed on the first images of each batch.
         clock: returns seconds.
+        layers_share: trains on (handle, batch, rate) and returns the share of that step inside its layers' passes, None
+            where they cannot be told apart (`profile.Profiled.layers_share`); itself None where no share is wanted.
+
+    Attributes:
+        parallel_share: the median of what `layers_share` returned, over steps before the first that is timed, so that
+            no clock inside a step slows a step that counts; None before, and where there is nothing to tell.
     """
 
     def __init__(
@@ -61,9 +74,11 @@ class Baseline:
         batches: int = 3,
         budget_s: float = 1.0,
         clock: Callable[[], float] = time.perf_counter,
+        layers_share: Callable[[Any, np.ndarray, float], float | None] | None = None,
     ) -> None:
         self.program, self.batches = program, batches
-        self._clock, self._budget_s = clock, budget_s
+        self.parallel_share: float | None = None
+        self._clock, self._budget_s, self._layers_share = clock, budget_s, layers_share
         self._handle = program.load(split.images, split.labels)
         self._images: int | None = None
         self._samples: list[float] = []
@@ -82,6 +97,7 @@ class Baseline:
             self.program.restore(state())
         if self._images is None:
             self._images = self._affordable_images(batch, rate)
+            self.parallel_share = self._measure_share(batch[: self._images], rate)
         batch = batch[: self._images]
         self._samples.append(self._time(batch, rate) / len(batch))
 
@@ -105,6 +121,19 @@ class Baseline:
             if count == len(batch) or affordable <= count:
                 return count
             count = min(affordable, len(batch))
+
+    def _measure_share(self, batch: np.ndarray, rate: float) -> float | None:
+        """Return the median share of `batches` steps, or of as many as fit the budget of one batch; at least one."""
+        if self._layers_share is None:
+            return None
+        shares: list[float] = []
+        started = self._clock()
+        while len(shares) < self.batches and (not shares or self._clock() - started < self._budget_s):
+            share = self._layers_share(self._handle, batch, rate)
+            if share is None:
+                return None
+            shares.append(share)
+        return statistics.median(shares)
 
     def _time(self, batch: np.ndarray, rate: float) -> float:
         started = self._clock()

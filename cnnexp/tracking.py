@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import socket
 import sqlite3
 import sys
@@ -177,6 +178,25 @@ class Store:
                 self._send_pending(run_id)
             except Exception:  # whatever its client raises; `finish` tries again and reports it
                 self._retry_at = time.monotonic() + RETRY_S
+
+    def save_model(self, run_id: str, checkpoint: str, folder: str) -> None:
+        """Make a checkpoint a model in MLflow's own format, which `mlflow.pyfunc.load_model` loads beside cnnexp.
+
+        Nothing is pickled and no code is written: the data is a copy of the checkpoint, the loader `cnnexp.predict`.
+
+        Args:
+            run_id: as `begin` returned it.
+            checkpoint: the file.
+            folder: made if missing.
+        """
+        from mlflow import pyfunc
+        from mlflow.models import Model
+
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        data = shutil.copy(checkpoint, folder)
+        model = Model(artifact_path=Path(folder).name, run_id=run_id)
+        pyfunc.add_to_model(model, loader_module="cnnexp.predict", data=Path(data).name)
+        model.save(str(Path(folder) / "MLmodel"))
 
     def finish(
         self, run_id: str, status: str, tags: Mapping[str, str], artifacts: Sequence[tuple[str, str | None]] = ()

@@ -115,7 +115,7 @@ def test_a_bug_is_a_traceback(run, monkeypatch):
     def broken(*_):
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(cli, "_train", broken)
+    monkeypatch.setattr(cli.runner, "train", broken)
     with pytest.raises(ZeroDivisionError, match="a bug"):
         run(*TINY)
 

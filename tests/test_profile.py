@@ -1,11 +1,12 @@
 """The ledger of a run's time, the roofline's counts, and Amdahl's law."""
 
+import contextlib
 import math
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from fakes import FakeClock
+from fakes import FakeClock, FakeProgram
 
 from cnnexp import profile
 from cnnexp.backends import backend_class
@@ -80,7 +81,6 @@ def test_every_layer_and_pass_of_a_layerwise_program_is_clocked():
     whats = {entry["what"] for entry in found["entries"]}
     assert {"compile", "transfer", "evaluate", "gather", "update"} <= whats
     assert 0 < found["parallel_share"] < 1
-    assert found["amdahl_limit"] == pytest.approx(1.0)  # on one thread
 
 
 def test_profiling_changes_no_number():
@@ -97,7 +97,7 @@ def test_profiling_changes_no_number():
 def test_a_fused_program_is_one_entry():
     found, _ = profiled("cpu-simd")
     assert not found["layered"]
-    assert "amdahl_limit" not in found
+    assert "parallel_share" not in found
     assert {entry["what"] for entry in found["entries"] if entry["seconds"]} >= {"train", "evaluate", "compile"}
     named = profile.metrics(found)
     assert named["profile/train_s"] > 0
@@ -122,6 +122,49 @@ def test_a_baseline_is_entered_under_its_own_name():
     baseline.train(handle, np.arange(4), 0.1)
     assert set(ledger.seconds) == {REST, ("transfer", ""), ("baseline", "")}
     assert baseline.batch_size == 4
+
+
+class Stepper:
+    """A layerwise program whose passes take what the test says."""
+
+    network = NETWORK
+
+    def __init__(self, clock):
+        self.clock, self.watch = clock, lambda layer, what: contextlib.nullcontext()
+
+    def train(self, handle, order, rate):
+        self.clock.advance(0.5)  # between the layers
+        passes = [("batch", "gather", 1), ("conv1", "forward", 4), ("loss", "forward", 2), ("conv1", "backward", 12)]
+        for layer, what, seconds in [*passes, ("parameters", "update", 0.5)]:
+            with self.watch(layer, what):
+                self.clock.advance(seconds)
+
+    def synchronize(self):
+        pass
+
+
+def test_the_layers_share_of_a_step_is_that_of_their_passes_alone():
+    clock = FakeClock()
+    ledger, program = Ledger(clock), Stepper(clock)
+    baseline = Profiled(program, ledger, train="baseline")
+    assert baseline.layers_share("handle", np.arange(4), 0.1) == pytest.approx((4 + 12) / 20)
+    assert ledger.seconds[("baseline", "")] == 20  # and none of it under the run's own entries
+    assert set(ledger.seconds) == {REST, ("baseline", "")}
+
+
+def test_steps_that_are_timed_are_not_clocked_inside():
+    clock = FakeClock()
+    program = Stepper(clock)
+    unwatched = program.watch
+    Profiled(program, Ledger(clock), train="baseline").layers_share("handle", np.arange(4), 0.1)
+    assert program.watch is unwatched
+
+
+def test_a_fused_baseline_has_no_layers_share():
+    clock = FakeClock()
+    program = FakeProgram(clock, 0.1)
+    assert Profiled(program, Ledger(clock), train="baseline").layers_share(None, np.arange(4), 0.1) is None
+    assert not program.orders  # and is not trained for nothing
 
 
 def work(layer, shape, what, batch_size=1, **options):

@@ -68,3 +68,35 @@ def test_no_baseline_no_comparison():
     clock = FakeClock()
     (result,) = train_epochs(FakeProgram(clock, 0.1), dataset(), 1, clock=clock)
     assert result.comparison is None
+
+
+def shared(shares, **options):
+    """Run a baseline whose steps, clocked inside, have these shares and cost a second; return it and how many were."""
+    clock, data = FakeClock(), dataset(40)
+    left = iter(shares)
+
+    def layers_share(handle, batch, rate):
+        clock.advance(1.0)
+        return next(left)
+
+    beside = FakeProgram(clock, 0.001)
+    baseline = Baseline(beside, data.train, clock=clock, layers_share=layers_share, **options)
+    results = list(train_epochs(FakeProgram(clock, 0.01), data, 2, baseline=baseline, clock=clock))
+    return baseline, len(shares) - len(list(left)), results
+
+
+def test_the_parallel_share_is_measured_once_a_run_outside_what_is_timed():
+    baseline, asked, results = shared([0.9, 0.2, 0.8, 0.1], budget_s=10)
+    assert (baseline.parallel_share, asked) == (0.8, 3)  # the median of three, in the first epoch alone
+    assert [r.epoch_s for r in results] == pytest.approx([0.4, 0.4])
+    assert [r.comparison.seconds_per_image for r in results] == pytest.approx([0.001, 0.001])
+
+
+def test_a_slow_baseline_measures_its_parallel_share_on_one_step():
+    baseline, asked, _ = shared([0.9, 0.2, 0.8], budget_s=1.0)
+    assert (baseline.parallel_share, asked) == (0.9, 1)
+
+
+def test_a_fused_baseline_has_no_parallel_share():
+    baseline, asked, _ = shared([None, 0.5])
+    assert (baseline.parallel_share, asked) == (None, 1)

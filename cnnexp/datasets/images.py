@@ -92,7 +92,7 @@ class Images(Source):
         images: list[np.ndarray] = []
         labels: list[int] = []
         for path, label in files:
-            image = self._read(path)
+            image = self.read(path)
             if images and image.shape != images[0].shape:
                 raise DataError(
                     f"{shown(path)} is {_size(image)} pixels and {shown(files[0][0])} {_size(images[0])}; "
@@ -102,8 +102,8 @@ class Images(Source):
             labels.append(label)
         return Split(np.stack(images), np.array(labels, np.int32))
 
-    def _read(self, path: Path) -> np.ndarray:
-        """Return a picture as uint8 (H, W, C)."""
+    def read(self, path: Path) -> np.ndarray:
+        """Return a picture as uint8 (H, W, C), of the size and the channels that the fields ask for."""
         from PIL import Image, ImageOps  # only this source needs it
 
         try:
