@@ -195,7 +195,9 @@ class Store:
         Path(folder).mkdir(parents=True, exist_ok=True)
         data = shutil.copy(checkpoint, folder)
         model = Model(artifact_path=Path(folder).name, run_id=run_id)
-        pyfunc.add_to_model(model, loader_module="cnnexp.predict", data=Path(data).name)
+        # who loads it may choose another backend: load_model(..., model_config={"backend": "cpu-simd"})
+        chosen = {"backend": "numpy"}
+        pyfunc.add_to_model(model, loader_module="cnnexp.predict", data=Path(data).name, model_config=chosen)
         model.save(str(Path(folder) / "MLmodel"))
 
     def finish(
