@@ -7,6 +7,7 @@ workers, so the train loop does not know.
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -49,16 +50,21 @@ class _Parallel:
         sync: what keeps them together: `gradients` (averaged at every step), `parameters` (averaged now and then, local
             SGD), `hybrid` (convolutions share images, linear layers share outputs).
         period: with `parameters`, batches between two averages, >= 1; None averages once an epoch.
+        patience_s: seconds that a worker may give no sign of life before the run ends, >= 1. Signs come from a thread
+            of their own, so a worker that computes, compiles or loads for longer gives them all the same.
     """
 
     sync: Sync = "gradients"
     period: int | None = None
+    patience_s: float = 300.0
 
     def __post_init__(self) -> None:
         if self.period is not None and self.period < 1:
             raise ConfigError(f"workers.period={self.period}: must be >= 1, or null for once an epoch")
         if self.period is not None and self.sync != "parameters":
             raise ConfigError(f"workers.period={self.period}: only with workers.sync=parameters, not {self.sync}")
+        if not 1 <= self.patience_s < math.inf:
+            raise ConfigError(f"workers.patience_s={self.patience_s:g}: must be >= 1 and finite, in seconds")
 
 
 @dataclass(frozen=True)
@@ -67,7 +73,7 @@ class Local(_Parallel):
 
     Attributes:
         count: how many, >= 1; one is the backend's own program.
-        sync, period: as `_Parallel`.
+        sync, period, patience_s: as `_Parallel`.
     """
 
     name: ClassVar[str] = "local"
@@ -92,7 +98,8 @@ class Local(_Parallel):
         if self.count == 1:
             return backend.compile(network, loss, optimizer, batch_size)
         own = self.share_cores(backend)
-        return compile_local(Spec(own, network, loss, optimizer, batch_size, self.sync, self.period), self.count)
+        spec = Spec(own, network, loss, optimizer, batch_size, self.sync, self.period)
+        return compile_local(spec, self.count, self.patience_s)
 
 
 @dataclass(frozen=True)
@@ -120,7 +127,8 @@ class Mpi(_Parallel):
         from cnnexp.workers.replica import Spec
 
         _check_batch(batch_size, self.count)
-        return compile_mpi(Spec(backend, network, loss, optimizer, batch_size, self.sync, self.period))
+        spec = Spec(backend, network, loss, optimizer, batch_size, self.sync, self.period)
+        return compile_mpi(spec, self.patience_s)
 
 
 Workers = Alone | Local | Mpi

@@ -3,14 +3,17 @@
 A launcher that sees one MPI process die kills all others at once, so none of them can report it. The guard is not one
 of them: rank 0 starts it in a session of its own. Every worker keeps a connection to it, which the system closes when
 the worker dies, on whatever machine. The guard then names the worker and tells the others to end, for launchers that do
-not see to that.
+not see to that. A worker that is stopped, or whose machine is out of reach, closes nothing: it falls silent.
 
-It speaks lines. A worker says `TOKEN RANK HOST PID`, later `bye`, or `failed REASON`; rank 0 may say `over`: whatever
-happens from here is no accident. The guard says `lost`.
+It speaks lines. A worker says `TOKEN RANK HOST PID`, then `alive` every second, in the end `bye` or `failed REASON`;
+rank 0 says `patience SECONDS` when there is work, and may say `over`: whatever happens from here is no accident. The
+guard says `lost`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import secrets
 import selectors
@@ -18,11 +21,15 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 HELLO_S = 5.0  # a stranger who does not say who it is by then is sent away
 LINE_BYTES = 4096
+BEAT_S = 1.0  # between two signs of life
+LOOK_S = 2.0  # how often the guard looks who has given none
+SILENT = "has given no sign of life for {:g} s (workers.patience_s)"
 
 
 @dataclass(frozen=True)
@@ -46,26 +53,38 @@ class Member:
     def __init__(self, address: Address, rank: int, on_lost: Callable[[], None]) -> None:
         self._socket = socket.create_connection((address.host, address.port), HELLO_S)
         self._socket.settimeout(None)
-        self._on_lost, self._leaving = on_lost, False
+        self._on_lost, self._leaving, self._speaking = on_lost, threading.Event(), threading.Lock()
         self._say(f"{address.token} {rank} {socket.gethostname()} {os.getpid()}")
-        threading.Thread(target=self._listen, daemon=True).start()
+        for work in (self._listen, self._beat):
+            threading.Thread(target=work, daemon=True).start()
+
+    def expect(self, patience_s: float) -> None:
+        """Say for how long, from now on, a worker may be silent before the run ends."""
+        self._say(f"patience {patience_s}")
 
     def leave(self, everyone: bool = False) -> None:
         """Say that this worker, or with it the whole group, ends as it should."""
-        self._leaving = True
+        self._leaving.set()
         self._say("over" if everyone else "bye")
 
     def fail(self, reason: str) -> None:
         """Say why this worker is about to die."""
-        self._leaving = True
+        self._leaving.set()
         self._say("failed " + reason.replace("\n", " "))
 
     def _say(self, line: str) -> None:
-        self._socket.sendall(line.encode()[: LINE_BYTES - 1] + b"\n")
+        with self._speaking:
+            self._socket.sendall(line.encode()[: LINE_BYTES - 1] + b"\n")
+
+    def _beat(self) -> None:
+        with contextlib.suppress(OSError):  # `_listen` sees to it
+            while not self._leaving.wait(BEAT_S):
+                self._say("alive")
 
     def _listen(self) -> None:
-        self._socket.recv(LINE_BYTES)  # returns when the guard says `lost`, or is gone
-        if not self._leaving:
+        with contextlib.suppress(OSError):
+            self._socket.recv(LINE_BYTES)  # returns when the guard says `lost`, or is gone
+        if not self._leaving.is_set():
             self._on_lost()
 
 
@@ -87,61 +106,98 @@ def start_guard(size: int, reachable: bool) -> Address:
     return Address(socket.gethostname() if reachable else host, port, token)
 
 
+@dataclass
+class _Watched:
+    """A worker as the guard knows it: who it is, what it has begun to say, and for how long it has been silent."""
+
+    who: str
+    heard: bytes = b""
+    silent_s: float = 0.0
+    gave_sign: bool = True
+
+
 def watch(server: socket.socket, size: int, token: str) -> str | None:
-    """Wait until every worker has left, or one died; return the line that says which, None if all is well."""
-    members: dict[socket.socket, tuple[int, str]] = {}
-    left, over = 0, False
+    """Wait until every worker has left, or one is lost; return the line that says which, None if all is well.
+
+    Silence is counted in looks, and only where another worker gives signs: a run that is stopped as a whole, with or
+    without its guard, goes on when it is continued.
+    """
+    members: dict[socket.socket, _Watched] = {}
+    left, over, patience_s, next_look = 0, False, math.inf, time.monotonic() + LOOK_S
     with selectors.DefaultSelector() as selector:
         selector.register(server, selectors.EVENT_READ)
         while left < size:
-            for key, _ in selector.select():
-                if key.fileobj is server:
-                    connection, member = _admit(server, token)
+            for key, _ in selector.select(max(0.0, next_look - time.monotonic())):
+                connection = key.fileobj
+                if connection is server:
+                    connection, member = _admit(server, size, token)
                     if member is not None:
                         members[connection] = member
                         selector.register(connection, selectors.EVENT_READ)
                     continue
-                connection, said = key.fileobj, _hear(key.fileobj)
-                over = over or said == "over"
-                if not over and said != "bye":
-                    for other in members.keys() - {connection}:
-                        _tell(other, "lost\n")
-                    return _describe(*members[connection], size, said)
-                selector.unregister(connection)
-                connection.close()
-                left += 1
+                for line in _hear(connection, members[connection]):
+                    word, _, rest = line.partition(" ")
+                    over = over or word == "over"
+                    if word == "patience":
+                        patience_s = float(rest)
+                    elif word in ("failed", "") and not over:
+                        return _part(members, connection, f"failed: {rest}" if word else "died; the run has ended")
+                    elif word != "alive":
+                        selector.unregister(connection)
+                        connection.close()
+                        del members[connection]
+                        left += 1
+                        break
+            if time.monotonic() >= next_look:
+                next_look = time.monotonic() + LOOK_S
+                _look(members.values())
+                for connection, member in members.items():
+                    if member.silent_s >= patience_s and not over:
+                        return _part(members, connection, f"{SILENT.format(patience_s)}; the run has ended")
     return None
 
 
-def _describe(rank: int, where: str, size: int, said: str) -> str:
-    who = f"worker {rank} of {size} ({where})"
-    return f"{who} {said.replace('failed', 'failed:', 1)}" if said else f"{who} died; the run has ended"
+def _look(members: Collection[_Watched]) -> None:
+    """Count the silence of those who have given no sign since the last look."""
+    if any(member.gave_sign for member in members):
+        for member in members:
+            member.silent_s = 0.0 if member.gave_sign else member.silent_s + LOOK_S
+            member.gave_sign = False
 
 
-def _admit(server: socket.socket, token: str) -> tuple[socket.socket, tuple[int, str] | None]:
+def _part(members: dict[socket.socket, _Watched], lost: socket.socket, reason: str) -> str:
+    """Tell everyone to end, one that is only stopped too; return the line that says why."""
+    for connection in members:
+        with contextlib.suppress(OSError):  # gone too
+            connection.sendall(b"lost\n")
+    return f"{members[lost].who} {reason}"
+
+
+def _admit(server: socket.socket, size: int, token: str) -> tuple[socket.socket, _Watched | None]:
     connection, _ = server.accept()
     connection.settimeout(HELLO_S)
-    words = _hear(connection).split()
+    hello, _, rest = _receive(connection).partition(b"\n")
+    words = hello.decode(errors="replace").split()
     if len(words) != 4 or not secrets.compare_digest(words[0].encode(), token.encode()):
         connection.close()
         return connection, None
     connection.settimeout(None)
-    return connection, (int(words[1]), f"pid {words[3]} on {words[2]}")
+    return connection, _Watched(f"worker {words[1]} of {size} (pid {words[3]} on {words[2]})", rest)
 
 
-def _hear(connection: socket.socket) -> str:
-    """Return what a worker says, without the line's end; nothing if it is gone."""
+def _hear(connection: socket.socket, member: _Watched) -> list[str]:
+    """Return the lines a worker has said since; an empty one last if it is gone."""
+    said, member.gave_sign = _receive(connection), True
+    *lines, member.heard = (member.heard + said).split(b"\n")
+    return [line.decode(errors="replace") for line in lines] + [""] * (not said)
+
+
+def _receive(connection: socket.socket) -> bytes:
+    """Return what has been said, nothing if the other end is gone."""
     try:
-        return connection.recv(LINE_BYTES).decode(errors="replace").strip()
+        return connection.recv(LINE_BYTES)
     except OSError:
-        return ""
-
-
-def _tell(connection: socket.socket, line: str) -> None:
-    try:
-        connection.sendall(line.encode())
-    except OSError:
-        return  # gone too
+        return b""
 
 
 def main() -> None:

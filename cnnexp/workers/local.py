@@ -22,11 +22,13 @@ import numpy as np
 
 from cnnexp.errors import CnnexpError, WorkerDied
 from cnnexp.workers.collective import share
+from cnnexp.workers.guard import SILENT
 from cnnexp.workers.program import ParallelProgram, make_replica, serve
 from cnnexp.workers.replica import Spec
 
 SLOT_BYTES = 1 << 20  # larger arrays go in pieces; the gradient of 262,144 parameters fits
-CHECK_S = 0.5  # how often a waiting worker looks whether the others are alive
+CHECK_S = 0.5  # how often a worker gives a sign of life, and one that waits looks whether the others are alive
+START_S = 300.0  # as long may a new process take to its first sign of life
 SPINS = 100  # tries before a worker sleeps: some tens of microseconds, about what waking up costs
 STOP_S = 5.0  # as long may a worker take to end by itself
 
@@ -44,6 +46,8 @@ class Board:
         self.size = size
         self.memory = _CONTEXT.RawArray("B", 2 * (size + 1) * SLOT_BYTES)
         self.semaphores = [[_CONTEXT.Semaphore(0) for _ in range(size)] for _ in range(2)]
+        self.pulses = _CONTEXT.RawArray("Q", size)
+        self.last_word = _CONTEXT.Semaphore(1)  # whoever takes it says why rank 0 is gone; the others end in silence
 
 
 class LocalCollective:
@@ -52,7 +56,7 @@ class LocalCollective:
     Args:
         board: shared by all.
         rank: of this process.
-        check: raises where another worker has died; called while waiting.
+        check: raises where another worker has died; called every `CHECK_S` seconds of waiting.
     """
 
     def __init__(self, board: Board, rank: int, check=lambda: None) -> None:
@@ -124,6 +128,40 @@ class LocalCollective:
             self._check()
 
 
+class Pulse:
+    """This worker's sign of life, and a look at the others': a process that was stopped does not die, so none sees it.
+
+    A thread counts up this worker's number on the board. Silence is counted in looks, not by a clock: where the whole
+    run was stopped for an hour, nobody was silent.
+
+    Args:
+        board: shared by all.
+        rank: of this process.
+        patience_s: seconds of silence until a worker counts as stopped.
+    """
+
+    def __init__(self, board: Board, rank: int, patience_s: float) -> None:
+        self._pulses, self._rank, self._patience_s = board.pulses, rank, patience_s
+        self._last, self._silent_s = [0] * board.size, [0.0] * board.size
+        self._over = threading.Event()
+        threading.Thread(target=self._beat, daemon=True).start()
+
+    def stopped(self, rank: int) -> bool:
+        """Return whether a worker has been silent for too long; to be asked every `CHECK_S` seconds."""
+        now = self._pulses[rank]
+        self._silent_s[rank] = self._silent_s[rank] + CHECK_S if now == self._last[rank] else 0.0
+        self._last[rank] = now
+        return self._silent_s[rank] >= (self._patience_s if now else max(self._patience_s, START_S))
+
+    def end(self) -> None:
+        """Give no more signs."""
+        self._over.set()
+
+    def _beat(self) -> None:
+        while not self._over.wait(CHECK_S):
+            self._pulses[self._rank] += 1
+
+
 @dataclass
 class _Child:
     """Another worker as rank 0 sees it."""
@@ -133,45 +171,56 @@ class _Child:
     failure: Connection  # one line, if it failed with an error of its own
 
 
-def compile_local(spec: Spec, count: int) -> ParallelProgram:
+def compile_local(spec: Spec, count: int, patience_s: float) -> ParallelProgram:
     """Start `count` - 1 processes and return the program of all of them.
 
     Raises:
-        WorkerDied: a process ended before it was ready.
+        WorkerDied: a process ended before it was ready, or was silent for `patience_s` seconds.
     """
     started = time.perf_counter()
     board = Board(count)
     children: list[_Child] = []
-    collective = LocalCollective(board, 0, lambda: _check_children(children, count))
+    pulse = Pulse(board, 0, patience_s)
+    collective = LocalCollective(board, 0, lambda: _check_children(children, count, pulse, patience_s))
+
+    def release(told: bool) -> None:
+        pulse.end()
+        _stop(children, STOP_S if told else 0.0)
+
     try:
         for rank in range(1, count):
-            children.append(_start(board, rank, spec))
+            children.append(_start(board, rank, spec, patience_s))
         replica = make_replica(spec, collective)
         collective.barrier()  # now the others find the kernels in the cache
         collective.barrier()
     except BaseException:
-        _stop(children, patience_s=0.0)
+        release(told=False)
         raise
-    seconds = time.perf_counter() - started
-    return ParallelProgram(spec, collective, replica, seconds, lambda told: _stop(children, STOP_S if told else 0.0))
+    return ParallelProgram(spec, collective, replica, time.perf_counter() - started, release)
 
 
-def _start(board: Board, rank: int, spec: Spec) -> _Child:
+def _start(board: Board, rank: int, spec: Spec, patience_s: float) -> _Child:
     failure, writer = _CONTEXT.Pipe(duplex=False)
     process = _CONTEXT.Process(
-        target=_work, args=(board, rank, spec, writer), name=f"cnnexp-worker-{rank}", daemon=True
+        target=_work, args=(board, rank, spec, patience_s, writer), name=f"cnnexp-worker-{rank}", daemon=True
     )
     process.start()
     writer.close()
     return _Child(rank, process, failure)
 
 
-def _work(board: Board, rank: int, spec: Spec, failure: Connection) -> None:
+def _work(board: Board, rank: int, spec: Spec, patience_s: float, failure: Connection) -> None:
     """Be one of the other workers, from start to end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; rank 0 decides what it means
-    threading.Thread(target=_end_with_parent, args=(board.size,), daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(board,), daemon=True).start()
+    pulse = Pulse(board, rank, patience_s)
+
+    def check() -> None:
+        if pulse.stopped(0):
+            _end(board, SILENT.format(patience_s))
+
     try:
-        collective = LocalCollective(board, rank)
+        collective = LocalCollective(board, rank, check)
         collective.barrier()
         replica = make_replica(spec, collective)
         collective.barrier()
@@ -182,22 +231,32 @@ def _work(board: Board, rank: int, spec: Spec, failure: Connection) -> None:
         sys.exit(1)
 
 
-def _end_with_parent(size: int) -> None:
+def _end_with_parent(board: Board) -> None:
     """End this process when rank 0 is gone: killed, it cannot say so itself."""
-    parent = multiprocessing.parent_process()
-    parent.join()
-    os.write(2, f"cnnexp: error: worker 0 of {size} (pid {parent.pid}) died; the run has ended\n".encode())
+    multiprocessing.parent_process().join()
+    _end(board, "died")
+
+
+def _end(board: Board, reason: str) -> None:
+    """End this process, and rank 0 where it still is there; the first to come here says why."""
+    parent = multiprocessing.parent_process().pid
+    if board.last_word.acquire(block=False):
+        os.write(2, f"cnnexp: error: worker 0 of {board.size} (pid {parent}) {reason}; the run has ended\n".encode())
+    if os.getppid() == parent:
+        os.kill(parent, signal.SIGKILL)
     os._exit(WorkerDied.exit_code)
 
 
-def _check_children(children: list[_Child], size: int) -> None:
+def _check_children(children: list[_Child], size: int, pulse: Pulse, patience_s: float) -> None:
     for child in children:
+        who = f"worker {child.rank} of {size} (pid {child.process.pid})"
         if child.process.exitcode is not None:
-            who = f"worker {child.rank} of {size} (pid {child.process.pid})"
             reason = None
             with contextlib.suppress(EOFError):
                 reason = child.failure.recv() if child.failure.poll() else None
             raise WorkerDied(f"{who} failed: {reason}" if reason else f"{who} {_ending(child.process.exitcode)}")
+        if pulse.stopped(child.rank):
+            raise WorkerDied(f"{who} {SILENT.format(patience_s)}")
 
 
 def _ending(exit_code: int) -> str:

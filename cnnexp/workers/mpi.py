@@ -154,9 +154,10 @@ def group_size() -> int:
     return session().comm.size
 
 
-def compile_mpi(spec: Spec) -> ParallelProgram:
-    """Rank 0: have all ranks compile, and return the program of all of them."""
+def compile_mpi(spec: Spec, patience_s: float) -> ParallelProgram:
+    """Rank 0: have all ranks compile, and return the program of all of them; none may be silent for `patience_s`."""
     started, here = time.perf_counter(), session()
+    here.member.expect(patience_s)
     here.collective.broadcast(np.array([TRAIN]))
     here.comm.bcast(spec)
     replica = here.compile(spec)

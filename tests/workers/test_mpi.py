@@ -1,8 +1,10 @@
+import contextlib
 import json
 import os
 import re
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 from workers.work import MODELS, OPTIMIZERS, compiled, trained
 
+from cnnexp.checkpoint import find, list_checkpoints, load
 from cnnexp.recorder import read_journal
 
 psutil = pytest.importorskip("psutil", reason="finds the ranks to kill")
@@ -35,6 +38,14 @@ def finish(process, seconds=60):
         return process.communicate(timeout=seconds)
     finally:
         process.kill()
+
+
+def wait_for(condition, process=None):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert process is None or process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def ranks_of(process):
@@ -74,6 +85,25 @@ def test_a_killed_rank_ends_all_and_is_named(rank):
     assert not any(worker.is_running() for worker in everyone.values())
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stopped_rank_ends_all_and_the_run_is_failed(tmp_path, rank):
+    store, folder = tmp_path / "mlflow.db", tmp_path / "run"
+    endless = (f"hydra.run.dir={folder}", "trainer.epochs=100000", "dataset.train_size=1000")
+    recorded = ("tracking=mlflow", f"tracking.uri=sqlite:///{store}")
+    process = start("-m", "cnnexp", *TINY, *endless, *recorded, "workers=mpi", "workers.patience_s=4")
+    wait_for(lambda: list_checkpoints(folder / "checkpoints"), process)
+    everyone = ranks_of(process)
+    everyone[rank].suspend()
+    _, stderr = finish(process, 60)
+    assert process.returncode != 0
+    said = rf"worker {rank} of 2 \(pid {everyone[rank].pid} on \S+\) has given no sign of life for 4 s"
+    assert re.findall(r"cnnexp: error: .*", stderr) == [re.search(f"cnnexp: error: {said} .*", stderr)[0]]
+    assert psutil.wait_procs(everyone.values(), timeout=10)[1] == []
+    wait_for(lambda: _statuses(store) != ["RUNNING"])
+    assert _statuses(store) == ["FAILED"]
+    assert load(find(folder)).epoch >= 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
@@ -97,11 +127,7 @@ def test_rank_0_alone_speaks_and_all_end(tmp_path, arguments, code, message):
 def test_ctrl_c_ends_all_ranks_and_the_run_is_killed(tmp_path):
     folders = (f"hydra.run.dir={tmp_path}", "trainer.epochs=100000", "dataset.train_size=1000")
     process = start("-m", "cnnexp", *TINY, *folders, "workers=mpi")
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "checkpoints").exists():
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for((tmp_path / "checkpoints").exists, process)
     everyone = ranks_of(process)
     process.send_signal(signal.SIGINT)
     _, stderr = finish(process, 10)
@@ -109,6 +135,11 @@ def test_ctrl_c_ends_all_ranks_and_the_run_is_killed(tmp_path):
     assert "cnnexp: error: interrupted\n" in stderr
     assert read_journal(tmp_path)["status"] == "KILLED"
     assert psutil.wait_procs(everyone.values(), timeout=10)[1] == []
+
+
+def _statuses(store):
+    with contextlib.closing(sqlite3.connect(store)) as connection:
+        return [status for (status,) in connection.execute("select status from runs")]
 
 
 def test_workers_mpi_without_mpiexec_says_how():

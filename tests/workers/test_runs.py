@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import signal
 import sqlite3
 import subprocess
 import sys
@@ -101,6 +102,40 @@ def test_a_killed_worker_ends_the_run_as_failed(tmp_path):
         assert load(find(tmp_path)).epoch >= 1
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stopped_worker_ends_the_run_as_failed(tmp_path, rank):
+    store, folder = tmp_path / "mlflow.db", tmp_path / "run"
+    with _endless(folder, "workers.patience_s=3", f"tracking.uri=sqlite:///{store}") as (run, worker):
+        stopped = worker if rank else psutil.Process(run.pid)
+        stopped.suspend()
+        _, stderr = run.communicate(timeout=60)
+        assert run.returncode == (8 if rank else -signal.SIGKILL)
+        said = f"worker {rank} of 2 (pid {stopped.pid}) has given no sign of life for 3 s (workers.patience_s)"
+        assert stderr == f"cnnexp: error: {said}\n" if rank else f"cnnexp: error: {said}; the run has ended\n"
+        deadline = time.monotonic() + 30
+        while _statuses(store) == ["RUNNING"] and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert _statuses(store) == ["FAILED"]
+        assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
+    assert load(find(folder)).epoch >= 1
+
+
+def test_a_run_that_is_stopped_as_a_whole_goes_on(tmp_path):
+    with _endless(tmp_path, "workers.patience_s=1", "tracking=none") as (run, worker):
+        everyone = [psutil.Process(run.pid), worker]
+        for process in everyone:
+            process.suspend()
+        time.sleep(4)
+        before = _newest_epoch(tmp_path)
+        for process in reversed(everyone):
+            process.resume()
+        deadline = time.monotonic() + 60
+        while _newest_epoch(tmp_path) <= before:
+            assert run.poll() is None, run.stderr.read()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
 def test_a_terminated_run_takes_its_workers_along(tmp_path):
     with _endless(tmp_path, "tracking=none") as (run, worker):
         run.terminate()
@@ -132,6 +167,10 @@ def _endless(folder, *arguments):
     finally:
         run.kill()
         run.communicate()
+
+
+def _newest_epoch(folder):
+    return int(list_checkpoints(folder / "checkpoints")[-1].stem.rpartition("-")[2])
 
 
 def _statuses(store):
