@@ -1,6 +1,6 @@
 """On a machine with an NVIDIA GPU: are the GPU backends right, and how fast are they beside PyTorch?
 
-    python -m benchmarks.gpu_check [--quick] [--skip-conformance] [--skip-torch] [--out FILE]
+    python -m benchmarks.gpu_check [--quick] [--dry-run] [--skip-conformance] [--skip-torch] [--out FILE]
 
 Needs numpy, numba, numba-cuda and, for the comparison, torch. First every GPU backend is held to the float64 oracle of
 `tests/`, then the ceilings of the machine are measured (copy bandwidth, multiply-add rate, what a launch and a graph's
@@ -9,7 +9,9 @@ node cost), then the contestants train the same networks by turns, on data that 
     every GPU backend; PyTorch eager, channels_last, torch.compile(mode="reduce-overhead"), and a step captured in a
     CUDA graph; each in full float32, the last two also with TF32, as rows of their own that count for no ratio.
 
-Every raw number goes into one JSON file, a table to standard output.
+Every raw number goes into one JSON file, which is written anew after every part, a table to standard output. Parts run
+in processes of their own, and whatever fails is reported and costs no other part its numbers. `--dry-run` goes the
+whole way with a tiny network: to see that the script works before it is given an hour, or in Numba's simulator.
 """
 
 from __future__ import annotations
@@ -17,17 +19,22 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import multiprocessing
 import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numba import cuda
 
 from benchmarks.cases import LOSS, Case, multiply_adds
 from cnnexp.backends import backend_class
@@ -50,6 +57,10 @@ CASES = (
     Case("two_conv_mlp-b64", "gpu", "two_conv_mlp", TwoConvMlp().network(MNIST, 10), 64, Adam(lr=1e-3)),
     Case("two_conv_pool4-b32", "gpu", "two_conv_pool4", TwoConvPool4().network(MNIST, 10), 32, Adam(lr=1e-3)),
 )
+
+TINY = Network((8, 8, 1), (Conv2d(4, 3), ReLU(), MaxPool2d(2), Flatten(), Linear(10)))
+DRY_RUN = (Case("tiny-b4", "gpu", "tiny", TINY, 4, SGD(lr=0.01)),)
+DRY_EPOCH = 8
 
 # Every layer and setting, with more than one block and tiles that do not fill: (network, images, whole numbers). Large
 # networks get whole numbers: among so many decisions, of ReLUs and maxima, rounding would blur one in any other draw.
@@ -85,39 +96,57 @@ CONFORMANCE = {
 }
 
 
-def conform(names: tuple[str, ...]) -> dict[str, dict[str, str]]:
-    """Return, by backend and network, "ok" or what is wrong; the first draw with clear decisions is taken."""
+def apart(work: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what `work` returns, from a process of its own: a fault on the device spoils its process for good."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(work, *arguments).result()
+
+
+def failure(error: BaseException) -> str:
+    """Return an error in one line."""
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+
+def conform(name: str, titles: tuple[str, ...]) -> dict[str, str]:
+    """Return, by network, "ok" or what is wrong; the first draw with clear decisions is taken."""
     sys.path.insert(0, str(ROOT / "tests"))
     from conformance import check_case, check_training, decisions_are_clear, make_case
 
-    found: dict[str, dict[str, str]] = {}
-    for name in names:
-        found[name] = {}
-        for title, (network, images, exact) in CONFORMANCE.items():
-            draws = (make_case(network, images=images, seed=seed, exact=exact) for seed in range(1000))
-            case = next(draw for draw in draws if decisions_are_clear(draw))
-            try:
-                check_case(backend_class(name)(), case)
-                check_training(backend_class(name)(), case, Adam(lr=0.01))
-                found[name][title] = "ok"
-            except (AssertionError, CnnexpError) as error:
-                found[name][title] = f"{type(error).__name__}: {error}"
-            print(f"{name:18} {title:16} {found[name][title]}", flush=True)
-    found["gpu-fused"]["graphs and single launches"] = _graphs_change_nothing()
+    found: dict[str, str] = {}
+    for title in titles:
+        network, images, exact = CONFORMANCE[title]
+        draws = (make_case(network, images=images, seed=seed, exact=exact) for seed in range(1000))
+        case = next(draw for draw in draws if decisions_are_clear(draw))
+        try:
+            check_case(backend_class(name)(), case)
+            check_training(backend_class(name)(), case, Adam(lr=0.01))
+            found[title] = "ok"
+        except Exception as error:  # of any kind: a compiler's, a driver's, a wrong number
+            found[title] = failure(error)
+        print(f"{name:18} {title:16} {found[title]}", flush=True)
+    if name == "gpu-fused" and not backend_class(name).simulated:
+        try:
+            found["graphs and single launches"] = _graphs_change_nothing()
+        except Exception as error:
+            found["graphs and single launches"] = failure(error)
     return found
 
 
 def _graphs_change_nothing() -> str:
     """Return "ok" where the captured and the plainly launched kernels leave the same bits."""
-    network, rng = CASES[1].network, np.random.default_rng(0)
-    images, labels = rng.integers(0, 256, (700, *MNIST), np.uint8), rng.integers(0, 10, 700)
-    states = []
-    for graphs in (False, True):
-        program = backend_class("gpu-fused")(graphs=graphs).compile(network, LOSS, Adam(), 7)
-        program.restore({"parameters": network.initial_parameters(0)})
-        program.train(program.load(images, labels), np.arange(700), 0.01)
-        states.append(program.state()["parameters"])
-    return "ok" if np.array_equal(*states) else "the parameters differ"
+    for network in (TINY, CONFORMANCE["colour"][0]):
+        rng = np.random.default_rng(0)
+        images = rng.integers(0, 256, (520, *network.input_shape), np.uint8)
+        labels = rng.integers(0, network.output_shape[0], 520)
+        states = []
+        for graphs in (False, True):
+            program = backend_class("gpu-fused")(graphs=graphs).compile(network, LOSS, Adam(), 7)
+            program.restore({"parameters": network.initial_parameters(0)})
+            program.train(program.load(images, labels), np.arange(520), 0.01)  # graphs of 64, 8 and 1 steps, and a rest
+            states.append(program.state()["parameters"])
+        if not np.array_equal(*states):
+            return f"the parameters differ, {network.layers}"
+    return "ok"
 
 
 @dataclass
@@ -125,7 +154,7 @@ class Contestant:
     """Something that trains: `run(steps)` returns when the device is done; `seconds` has one list per timed pass."""
 
     name: str
-    run: Callable[[int], None]
+    run: Callable[[int], None] | None
     compile_s: float
     steps: int = 1
     seconds: list[float] = field(default_factory=list)
@@ -258,69 +287,112 @@ def least_bytes(case: Case) -> float:
     return pixels + 2 * 5 * pooled + 4 * state * case.network.parameter_count / case.batch_size
 
 
-def floor_s(case: Case, ceilings: dict[str, float]) -> float:
-    """Return the seconds per image below which this machine cannot train: arithmetic or memory, whichever is more."""
+def floor_s(case: Case, ceilings: dict[str, float]) -> float | None:
+    """Return the seconds per image below which this machine cannot train: arithmetic or memory, whichever is more.
+
+    None where one of the two was not measured.
+    """
     through, _ = multiply_adds(case.network)
+    if not {"fma_per_s", "copy_bytes_per_s"} <= set(ceilings):
+        return None
     return max(through / ceilings["fma_per_s"], least_bytes(case) / ceilings["copy_bytes_per_s"])
 
 
-def measure_ceilings() -> dict[str, float]:
-    """Measure copy bandwidth (bytes read and written), multiply-adds, launches by number of arrays, and graph nodes."""
-    from cuda.core import Device
-    from numba import cuda
+@dataclass(frozen=True)
+class Effort:
+    """How much work each measurement of a ceiling is: floats copied, turns of the multiply-add loop, launches."""
 
-    def best(work: Callable[[], None]) -> float:
-        work()
-        cuda.synchronize()
-        return min(_seconds(lambda: (work(), cuda.synchronize())) for _ in range(10))
+    floats: int = 2**28
+    turns: int = 512
+    launches: int = 1000
 
-    gpu = backend_class("gpu-naive")().gpu
-    size = 2**28
-    source, target = cuda.device_array(size, np.float32), cuda.device_array(size, np.float32)
-    target.copy_to_device(source)
-    found = {"copy_bytes_per_s": 8 * size / best(lambda: target.copy_to_device(source))}
 
-    turns, chains = np.uint32(4096), 8
+def measure_ceilings(effort: Effort) -> tuple[dict[str, float], dict[str, str]]:
+    """Measure what the machine can do; return it by name, and what could not be measured.
 
-    @cuda.jit("void(float32[::1], float32, float32)")
+    Copy bandwidth (bytes read and written), multiply-adds, launches by number of arrays, and graph nodes.
+    """
+    found: dict[str, float] = {}
+    failed: dict[str, str] = {}
+    for probe in (_copy, _multiply_adds, _launches, _graph_nodes):
+        try:
+            found.update(probe(effort))
+        except Exception as error:
+            failed[f"ceilings, {probe.__name__[1:]}"] = failure(error)
+    return found, failed
+
+
+def _best(work: Callable[[], Any]) -> float:
+    """Return the least seconds of ten, after one that warms up."""
+    work()
+    cuda.synchronize()
+    return min(_seconds(lambda: (work(), cuda.synchronize())) for _ in range(10))
+
+
+def _copy(effort: Effort) -> Iterator[tuple[str, float]]:
+    source, target = (cuda.device_array(effort.floats, np.float32) for _ in range(2))
+    yield "copy_bytes_per_s", 8 * effort.floats / _best(lambda: target.copy_to_device(source))
+
+
+def _multiply_adds(effort: Effort) -> Iterator[tuple[str, float]]:
+    function, signature, each = multiply_add_kernel(effort.turns)
+    kernel = cuda.jit(signature)(function)
+    blocks, threads = backend_class("gpu-naive")().gpu.multiprocessors * 8, 256
+    out, a, b = cuda.device_array(blocks * threads, np.float32), np.float32(0.999), np.float32(0.001)
+    seconds = _best(lambda: kernel[blocks, threads](out, a, b))
+    yield "fma_per_s", blocks * threads * effort.turns * each / seconds
+
+
+def multiply_add_kernel(turns: int) -> tuple[Callable[..., None], str, int]:
+    """Return a kernel that does nothing but multiply and add, its signature, and how often a thread does in a turn."""
+    turns, chains, links = np.uint32(turns), 8, 8  # chains hide the latency; many links, the cost of counting turns
+
     def multiply_add(out, a, b):
         x = cuda.local.array(chains, np.float32)
         for k in range(chains):
             x[k] = np.float32(cuda.threadIdx.x + k)
         for _ in range(turns):
-            for k in range(chains):
-                x[k] = x[k] * a + b
+            for _ in range(links):
+                for k in range(chains):
+                    x[k] = x[k] * a + b
         total = np.float32(0)
         for k in range(chains):
             total += x[k]
         out[cuda.grid(1)] = total
 
-    blocks, threads = gpu.multiprocessors * 8, 256
-    out, a, b = cuda.device_array(blocks * threads, np.float32), np.float32(0.999), np.float32(0.001)
-    seconds = best(lambda: multiply_add[blocks, threads](out, a, b))
-    found["fma_per_s"] = blocks * threads * int(turns) * chains / seconds
+    return multiply_add, "void(float32[::1], float32, float32)", chains * links
 
-    def thousand(kernel: Any, arrays: int) -> Callable[[], None]:
-        launch, given = kernel[1, 32], [cuda.device_array(32, np.float32) for _ in range(arrays)]
-        return lambda: [launch(*given) for _ in range(1000)]
 
+def _launches(effort: Effort) -> Iterator[tuple[str, float]]:
     for count in range(5):
-        found[f"launch_us_{count}_arrays"] = best(thousand(_idle_kernel(cuda, count), count)) * 1e3
+        kernel, given = _idle_kernel(count), [cuda.device_array(32, np.float32) for _ in range(count)]
+        seconds = _best(partial(_launch_often, kernel[1, 32], given, effort.launches))
+        yield f"launch_us_{count}_arrays", seconds / effort.launches * 1e6
 
-    device = Device(gpu.index)
+
+def _launch_often(launch: Callable[..., None], arguments: list[Any], times: int) -> None:
+    for _ in range(times):
+        launch(*arguments)
+
+
+def _graph_nodes(effort: Effort) -> Iterator[tuple[str, float]]:
+    from cuda.core import Device
+
+    device = Device(0)
     device.set_current()
     stream, builder = device.create_stream(), device.create_graph_builder()
-    idle, array = _idle_kernel(cuda, 1), cuda.device_array(32, np.float32)
-    idle[1, 32](array)
+    idle, array = _idle_kernel(1), cuda.device_array(32, np.float32)
+    idle[1, 32](array)  # compiled before it is captured
+    cuda.synchronize()
     builder.begin_building()
-    for _ in range(1000):
+    for _ in range(effort.launches):
         idle[1, 32, builder](array)
     graph = builder.end_building().complete()
-    found["graph_node_us"] = best(lambda: (graph.launch(stream), stream.sync())) * 1e3
-    return found
+    seconds = _best(lambda: (graph.launch(stream), stream.sync()))
+    yield "graph_node_us", seconds / effort.launches * 1e6
 
 
-def _idle_kernel(cuda: Any, arrays: int) -> Any:
+def _idle_kernel(arrays: int) -> Any:
     """Return a kernel of `arrays` arrays that adds one to an element, or does nothing."""
     if arrays == 0:
         return cuda.jit("void()")(lambda: None)
@@ -331,38 +403,87 @@ def _idle_kernel(cuda: Any, arrays: int) -> Any:
     return cuda.jit(f"void({', '.join(['float32[::1]'] * arrays)})")(scope["idle"])
 
 
-def race(case: Case, names: tuple[str, ...], peers: tuple[str, ...], repeats: int) -> tuple[list[Contestant], dict]:
-    """Let all train by turns; return them with their raw seconds, and what failed, by name."""
+Failures = dict[str, str]  # one line, by contestant
+
+
+def race(
+    case: Case, names: tuple[str, ...], peers: tuple[str, ...], repeats: int, epoch: int
+) -> tuple[list[Contestant] | None, Failures]:
+    """Let all train by turns; return them with their raw seconds, and what failed.
+
+    None for the contestants where a failure has spoiled the device for all that come after it in this process.
+    """
     rng = np.random.default_rng(0)
-    images, labels = rng.integers(0, 256, (EPOCH, *MNIST), np.uint8), rng.integers(0, 10, EPOCH)
-    contestants, failed = [], {}
+    shape = (epoch, *case.network.input_shape)
+    images, labels = rng.integers(0, 256, shape, np.uint8), rng.integers(0, 10, epoch)
+    contestants: list[Contestant] = []
+    failed: Failures = {}
+
+    def attempt(title: str, work: Callable[[], Any]) -> Any:
+        try:
+            return work()
+        except Exception as error:  # whatever one contestant lacks, the others race on; it is reported
+            failed[title] = failure(error)
+            print(f"{case.name}: {title} does not run: {failed[title]}", flush=True)
+
     makers = [(name, ours, name) for name in names] + [(f"torch {name}", peer, name) for name in peers]
     for title, make, name in makers:
-        try:
-            contestant = make(name, case, images, labels)
-            contestant.settle(EPOCH // case.batch_size)
+        contestant = attempt(title, lambda make=make, name=name: make(name, case, images, labels))
+        if contestant is not None:
+            attempt(title, lambda one=contestant: one.settle(epoch // case.batch_size))
+        if title not in failed:
             contestants.append(contestant)
-        except Exception as error:  # whatever one contestant lacks, the others race on; it is reported
-            failed[title] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            print(f"{case.name}: {title} does not run: {failed[title]}", flush=True)
+        elif not _device_works():
+            return None, failed
     for _ in range(repeats):
-        for contestant in contestants:
-            contestant.seconds.append(_seconds(lambda one=contestant: one.run(one.steps)))
-    return contestants, failed
+        for contestant in list(contestants):
+            seconds = attempt(contestant.name, lambda one=contestant: _seconds(lambda: one.run(one.steps)))
+            if seconds is not None:
+                contestant.seconds.append(seconds)
+            elif not _device_works():
+                return None, failed
+            else:
+                contestants.remove(contestant)
+    return [replace(contestant, run=None) for contestant in contestants], failed  # what runs stays in its process
 
 
-def rows(case: Case, contestants: list[Contestant], floor: float) -> list[dict[str, Any]]:
+def _device_works() -> bool:
+    try:
+        cuda.synchronize()
+    except Exception:
+        return False
+    return True
+
+
+def race_apart(
+    case: Case, names: tuple[str, ...], peers: tuple[str, ...], repeats: int, epoch: int
+) -> tuple[list[Contestant], Failures]:
+    """`race` in a process of its own; in another, without who failed, where a failure has spoiled the device."""
+    failed: Failures = {}
+    while True:
+        left = tuple(name for name in names if name not in failed)
+        rest = tuple(name for name in peers if f"torch {name}" not in failed)
+        try:
+            contestants, more = apart(race, case, left, rest, repeats, epoch)
+        except Exception as error:
+            return [], {**failed, "the process": failure(error)}
+        failed.update(more)
+        if contestants is not None:
+            return contestants, failed
+
+
+def rows(case: Case, contestants: list[Contestant], floor: float | None) -> list[dict[str, Any]]:
     """Return what the table shows: images/s, ms per epoch, times the best PyTorch in float32, share of the floor."""
     speeds = {c.name: c.images_per_s(case.batch_size) for c in contestants}
-    best = max((s for name, s in speeds.items() if name.startswith("torch") and "tf32" not in name), default=math.nan)
+    best = max((s for name, s in speeds.items() if name.startswith("torch") and "tf32" not in name), default=None)
     return [
         {
             "case": case.name,
             "contestant": name,
             "images_per_s": speed,
             "epoch_ms": EPOCH / speed * 1e3,
-            "times_best_torch": speed / best,
-            "fraction_of_floor": speed * floor,
+            "times_best_torch": None if best is None else speed / best,
+            "fraction_of_floor": None if floor is None else speed * floor,
         }
         for name, speed in speeds.items()
     ]
@@ -371,9 +492,10 @@ def rows(case: Case, contestants: list[Contestant], floor: float) -> list[dict[s
 def print_table(table: list[dict[str, Any]]) -> None:
     print(f"\n{'case':22} {'contestant':22} {'images/s':>14} {'ms/epoch':>10} {'x best torch':>12} {'of floor':>9}")
     for row in table:
+        ratio, share = row["times_best_torch"], row["fraction_of_floor"]
         print(
             f"{row['case']:22} {row['contestant']:22} {row['images_per_s']:14,.0f} {row['epoch_ms']:10.2f} "
-            f"{row['times_best_torch']:12.2f} {row['fraction_of_floor']:9.1%}"
+            f"{'-' if ratio is None else f'{ratio:.2f}':>12} {'-' if share is None else f'{share:.1%}':>9}"
         )
 
 
@@ -390,40 +512,82 @@ def versions() -> dict[str, str]:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="3 repeats, and only the fastest of ours")
+    parser.add_argument("--dry-run", action="store_true", help="a tiny network all the way; its times mean nothing")
     parser.add_argument("--skip-conformance", action="store_true", help="time at once")
     parser.add_argument("--skip-torch", action="store_true", help="time ours alone")
     parser.add_argument("--out", type=Path, help="the JSON file; benchmarks/results/gpu-<name of the GPU>.json")
     options = parser.parse_args(arguments)
     try:
-        gpu = backend_class("gpu-naive")().gpu
+        backend = backend_class("gpu-naive")()
     except CnnexpError as error:
         print(f"gpu_check: error: {error}", file=sys.stderr)
         return error.exit_code
+    gpu, dry = backend.gpu, options.dry_run
+    if backend.simulated and not dry:
+        print("gpu_check: error: NUMBA_ENABLE_CUDASIM is set, there is nothing to time; add --dry-run", file=sys.stderr)
+        return 2
     names = ("gpu-fused",) if options.quick else BACKENDS
     peers = () if options.skip_torch else TORCH
+    if peers and find_spec("torch") is None:
+        print("torch is not installed: ours are timed alone", flush=True)
+        peers = ()
+    file = ROOT / ("outputs/gpu-dry-run" if dry else f"benchmarks/results/gpu-{gpu.name.lower().replace(' ', '-')}")
+    out = options.out or file.with_suffix(".json")
     report: dict[str, Any] = {
+        "dry_run": dry,
         "gpu": asdict(gpu),
         "versions": versions(),
         "started": time.strftime("%FT%TZ", time.gmtime()),
+        "conformance": {},
+        "ceilings": {},
+        "raw": {},
+        "table": [],
+        "failed": {},
     }
-    report["conformance"] = {} if options.skip_conformance else conform(names)
-    report["ceilings"] = measure_ceilings()
+    save(report, out)
+    for name in () if options.skip_conformance else names:
+        try:
+            found = apart(conform, name, ("one_of_all",) if dry else tuple(CONFORMANCE))
+        except Exception as error:
+            found = {"the process": failure(error)}
+        report["conformance"][name] = found
+        save(report, out)
+    try:
+        effort = Effort(floats=1024, turns=2, launches=2) if dry else Effort()
+        report["ceilings"], report["failed"]["ceilings"] = apart(measure_ceilings, effort)
+    except Exception as error:
+        report["failed"]["ceilings"] = {"the process": failure(error)}
+    save(report, out)
     print(json.dumps(report["ceilings"], indent=1), flush=True)
-    report["raw"], report["table"], report["failed"] = {}, [], {}
-    for case in CASES:
-        contestants, report["failed"][case.name] = race(case, names, peers, 3 if options.quick else REPEATS)
+    repeats = 2 if dry else 3 if options.quick else REPEATS
+    for case in DRY_RUN if dry else CASES:
+        contestants, report["failed"][case.name] = race_apart(case, names, peers, repeats, DRY_EPOCH if dry else EPOCH)
         report["raw"][case.name] = {
             c.name: {"steps": c.steps, "batch_size": case.batch_size, "seconds": c.seconds, "compile_s": c.compile_s}
             for c in contestants
         }
         report["table"] += rows(case, contestants, floor_s(case, report["ceilings"]))
-    out = options.out or ROOT / "benchmarks" / "results" / f"gpu-{gpu.name.lower().replace(' ', '-')}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(report, indent=1) + "\n")
+        save(report, out)
     print_table(report["table"])
+    wrong = [
+        f"{name}: {title}: {what}"
+        for group in (report["conformance"], report["failed"])
+        for name, found in group.items()
+        for title, what in found.items()
+        if what != "ok"
+    ]
+    for line in wrong:
+        print(f"NOT OK  {line}")
     print(f"\nraw numbers: {out}")
-    wrong = [what for found in report["conformance"].values() for what in found.values() if what != "ok"]
-    return 1 if wrong else 0
+    return 1 if any(": torch " not in line for line in wrong) else 0
+
+
+def save(report: dict[str, Any], path: Path) -> None:
+    """Write the report, in the place of what was written of it before."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    whole = path.with_name(f"{path.name}.part")
+    whole.write_text(json.dumps(report, indent=1) + "\n")
+    whole.replace(path)
 
 
 if __name__ == "__main__":

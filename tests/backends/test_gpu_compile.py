@@ -23,6 +23,7 @@ from cuda.core.graph import Graph, GraphBuilder
 from numba import cuda
 from numba.core import sigutils
 
+from benchmarks import gpu_check
 from cnnexp.backends import backend_class, gpu_device
 from cnnexp.backends.gpu_device import Gpu, Kernel, Tensor
 from cnnexp.backends.gpu_fused import kernels
@@ -211,11 +212,17 @@ class Spied:
 def test_graphs_hold_the_kernels_of_single_launches_and_nothing_else(launched, program, monkeypatch):
     done: list = []  # (kernel, blocks) in the order in which they would run
     captured: list | None = None
+    compiled_before: set[Kernel] = set()
     note = Kernel.launch
 
     def launch(self, blocks, stream, *arguments):
         assert (stream is builder) == (captured is not None)
-        (done if captured is None else captured).append((self, blocks))
+        if captured is None:
+            done.append((self, blocks))
+            compiled_before.add(self)
+        else:
+            captured.append((self, blocks))
+            assert self in compiled_before
         note(self, blocks, stream, *arguments)
 
     def begin_building():
@@ -267,3 +274,13 @@ def test_what_is_asked_of_numba_cuda_exists():
     inspect.signature(cuda.event_elapsed_time).bind("start", "stop")
     assert {"record", "synchronize"} <= set(dir(cuda.cudadrv.driver.Event))
     inspect.signature(cuda.pinned_array).bind((2, 3), np.float32)
+
+
+def test_the_multiply_adds_that_are_timed_are_all_there_is():
+    function, signature, each = gpu_check.multiply_add_kernel(512)
+    ptx, _, spills, _ = compiled_code(Kernel(function, signature, 256), (9, 0))
+    assert spills == 0
+    assert ".f64" not in ptx
+    assert ".local" not in ptx
+    assert ptx.count("fma.rn.f32") % each == 0
+    assert instructions_per_fma(ptx) < 1.1  # else counting would be timed
