@@ -188,9 +188,24 @@ def test_every_optimizer_takes_the_step_of_the_cpu(backend, optimizer):
         np.testing.assert_allclose(states[0][key], value, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("gpu-naive", {"block": 3}),
+        ("gpu-shared-input", {"block": 7, "tile": 1}),
+        ("gpu-shared", {"block": 3, "tile": 3}),
+    ],
+)
+def test_any_block_and_tile_give_the_same_numbers(name, settings):
+    case = make_case(Network(*NETWORKS["strides_and_paddings"]), images=2)
+    check_case(backend_class(name)(**settings), case)
+
+
 def test_settings_beyond_the_gpu_are_refused():
     with pytest.raises(ConfigError, match=r"backend.block=2048: must be 1 \.\. 1024 threads"):
         backend_class("gpu-naive")(block=2048)
+    with pytest.raises(ConfigError, match=r"backend.block=0: must be 1 \.\. 1024 threads, the limit of CUDA simulator"):
+        backend_class("gpu-shared")(block=0)
     with pytest.raises(ConfigError, match=r"backend.device=1: must be 0 \.\. 0"):
         backend_class("gpu-naive")(device=1)
     with pytest.raises(ConfigError, match=r"backend.tile=0: must be >= 1"):
