@@ -55,6 +55,7 @@ LINKS = (
     Link("400 Gbit/s, 2 us", 2e-6, 8 / 400e9),
 )
 WORKERS = (1, 2, 4, 8, 16, 64, 1024, 16384)
+TABLE = "cost_model.csv"  # of a run's folder: the rows of `extrapolate`
 
 
 def computation_s(costs: Costs, kernel: int, side: int, kernels: int, workers: int = 1) -> float:

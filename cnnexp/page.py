@@ -6,6 +6,7 @@ Everything comes from a sweep's folder, so a page can be made again at any time:
 
 from __future__ import annotations
 
+import csv
 import html
 import importlib
 import json
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cnnexp import environment
+from cnnexp import cost_model, environment
 from cnnexp.errors import ConfigError, DataError, did_you_mean
 from cnnexp.papers import EXPERIMENTS, Column, Experiment, Job, Line
 from cnnexp.recorder import JOURNAL, LACKING, PREDICTIONS, read_journal
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 FACTS = "sweep.json"  # of a sweep's folder: what was run, where
 WIDE = 3  # columns with the paper's numbers beside ours; more get them in brackets
+SCALING = "More workers and other links, as the cost model has them"
 FOLDER = "report"  # of a sweep's folder: the page and its figures
 
 
@@ -55,13 +57,14 @@ class Cell:
 
 @dataclass(frozen=True)
 class Result:
-    """An experiment with its jobs and the cells they make, by line and column."""
+    """An experiment with its jobs, the cells they make, by line and column, and rows of `cost_model.extrapolate`."""
 
     key: str
     experiment: Experiment
     jobs: Sequence[Job]
     cells: Sequence[Sequence[Cell]]
     facts: Mapping[str, Any]
+    scaling: Sequence[Mapping[str, Any]] = ()
 
 
 def command(arguments: Sequence[str]) -> None:
@@ -139,7 +142,19 @@ def compare(folder: Path, key: str) -> Result:
         [_cell(experiment, line, column, i, jobs) for i, column in enumerate(experiment.columns)]
         for line in experiment.lines
     ]
-    return Result(key, experiment, jobs, cells, read_facts(folder))
+    return Result(key, experiment, jobs, cells, read_facts(folder), _scaling(jobs) if experiment.scaling else ())
+
+
+def _scaling(jobs: Sequence[Job]) -> list[dict[str, Any]]:
+    """Return the cost model's rows of the first job that has any; its constants were measured with fewest workers."""
+    path = next((path for job in jobs if (path := Path(job.folder) / cost_model.TABLE).is_file()), None)
+    if path is None:
+        return []
+    with path.open(encoding="utf-8", newline="") as file:
+        return [
+            {key: value if key in ("link", "sync") else float(value) for key, value in row.items()}
+            for row in csv.DictReader(file)
+        ]
 
 
 def _job(folder: Path) -> Job:
@@ -258,6 +273,34 @@ def _shown(cell: Cell, headings: tuple[str, ...]) -> tuple[str, ...]:
     return (published, ours, ratio) if len(headings) == 3 else (ours,)
 
 
+def scaling_table(result: Result) -> list[list[str]]:
+    """Return a line per link and way of averaging under a line of headings; none without `Result.scaling`."""
+    if not result.scaling:
+        return []
+    workers = list(dict.fromkeys(row["workers"] for row in result.scaling))
+    lines: dict[str, list[str]] = {}
+    for row in result.scaling:
+        cell = f"{number(row['epoch_s'])} ({100 * row['efficiency']:.3g} %)"
+        lines.setdefault(scaling_label(row), []).append(cell)
+    return [["", *(f"{count:,.0f}" for count in workers)], *([label, *cells] for label, cells in lines.items())]
+
+
+def scaling_label(row: Mapping[str, Any]) -> str:
+    """Return the name of a row's link and of how its workers keep together."""
+    return f"{row['link']}; {'gradients at every step' if row['sync'] == 'gradients' else 'parameters once an epoch'}"
+
+
+def scaling_text(result: Result) -> str:
+    """Return what `scaling_table` shows."""
+    measured = next(job.metrics for job in result.jobs if "cost_model/t_c_s" in job.metrics)
+    constants = [f"{name} = {measured[f'cost_model/{name}_s']:.2g} s" for name in ("t_c", "t_s", "t_b")]
+    return (
+        "By number of workers: epoch time (s) and, in brackets, the speedup per worker. Each worker has a core of its "
+        "own and as many images in a step as one worker has. Measured at the start of the run with the fewest "
+        f"workers: {', '.join(constants)}."
+    )
+
+
 def as_markdown(result: Result) -> str:
     """Return the report as Markdown, with figure.png beside it."""
     experiment = result.experiment
@@ -277,6 +320,7 @@ def as_markdown(result: Result) -> str:
             "",
             *(f"| {' | '.join(row)} |" for row in table),
             "",
+            *_scaling_markdown(result),
             "## What differs from the paper, and why",
             "",
             *(f"- {note}" for note in notes(result)),
@@ -286,6 +330,30 @@ def as_markdown(result: Result) -> str:
             *(f"- {name}: {value}" for name, value in run_facts(result)),
             "",
         ]
+    )
+
+
+def _scaling_markdown(result: Result) -> list[str]:
+    if not result.scaling:
+        return []
+    head, *lines = scaling_table(result)
+    rows = [head, ["---", *["--:"] * (len(head) - 1)], *lines]
+    table = [f"| {' | '.join(row)} |" for row in rows]
+    return [f"## {SCALING}", "", scaling_text(result), "", *table, ""]
+
+
+def _scaling_html(result: Result) -> str:
+    if not result.scaling:
+        return ""
+    head, *lines = scaling_table(result)
+    headings = "".join(f"<th>{html.escape(text)}</th>" for text in head)
+    body = "".join(
+        f"<tr><th>{html.escape(label)}</th>{''.join(f'<td>{html.escape(text)}</td>' for text in texts)}</tr>"
+        for label, *texts in lines
+    )
+    return (
+        f"<h2>{SCALING}</h2>\n<p>{html.escape(scaling_text(result))}</p>\n"
+        f"<table><thead><tr>{headings}</tr></thead><tbody>{body}</tbody></table>\n"
     )
 
 
@@ -309,7 +377,7 @@ def as_html(result: Result, figure_svg: str) -> str:
 <p class="source">{html.escape(experiment.source)}. In the table: {html.escape(experiment.quantity)}.</p>
 <figure>{svg}</figure>
 <table><thead><tr><th></th>{head}</tr><tr><th></th>{kinds}</tr></thead><tbody>{body}</tbody></table>
-<h2>What differs from the paper, and why</h2>
+{_scaling_html(result)}<h2>What differs from the paper, and why</h2>
 <ul>{"".join(f"<li>{html.escape(note)}</li>" for note in notes(result))}</ul>
 <h2>What was run</h2>
 <dl>{"".join(f"<dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd>" for name, value in run_facts(result))}</dl>

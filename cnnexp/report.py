@@ -215,8 +215,8 @@ def _paper_bar(axes, place: int, cell: Cell, start: float, printed: bool) -> Non
 def _paper_lines(result: Result) -> Figure:
     """Return a line over the columns for every line of the table that has numbers."""
     experiment = result.experiment
-    figure = _figure(7.5, 4.6)
-    axes = figure.subplots()
+    figure = _figure(13 if result.scaling else 7.5, 5.4 if result.scaling else 4.6)
+    axes, *right = figure.subplots(1, 2 if result.scaling else 1, squeeze=False)[0]
     values = [cell.ours for row in result.cells for cell in row if cell.ours]
     axes.set_yscale("log" if values and max(values) > 50 * min(values) else "linear")
     missing = []
@@ -240,8 +240,31 @@ def _paper_lines(result: Result) -> Figure:
         above = axes.secondary_xaxis("top")
         above.set_xticks(xs, [f"{n:,}" for n in experiment.top[1]])
         above.set_xlabel(experiment.top[0])
+    for panel in right:
+        _paper_scaling(panel, result)
     _paper_legend(figure, axes, missing)
     return figure
+
+
+def _paper_scaling(axes, result: Result) -> None:
+    """Draw the cost model's epoch time over many workers: a colour per link, dashed with gradients at every step."""
+    links = list(dict.fromkeys(row["link"] for row in result.scaling))
+    for label in dict.fromkeys(page.scaling_label(row) for row in result.scaling):
+        rows = [row for row in result.scaling if page.scaling_label(row) == label]
+        style = {**_series(links.index(rows[0]["link"])), "linestyle": "--" if rows[0]["sync"] == "gradients" else "-"}
+        axes.plot(_column(rows, "workers"), _column(rows, "epoch_s"), label=f"model: {label}", **style)
+    measured = [(column.x, cell.ours) for column, cell in zip(result.experiment.columns, result.cells[0], strict=True)]
+    found = [(x, seconds) for x, seconds in measured if seconds is not None]
+    if found:
+        cores = result.facts["machine.cores"]
+        axes.plot(*zip(*found, strict=True), "k*", label=f"measured here, {cores} cores shared by all workers")
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    counts = list(dict.fromkeys(row["workers"] for row in result.scaling))
+    axes.set_xticks(counts, [f"{count:,.0f}" for count in counts], rotation=45)
+    axes.minorticks_off()
+    _label(axes, result.experiment.axis, result.experiment.quantity)
+    axes.legend(loc="lower left", fontsize="x-small", frameon=False)
 
 
 def _paper_epochs(result: Result) -> Figure:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cnnexp import checkpoint, profile
+from cnnexp import checkpoint, cost_model, profile
 from cnnexp.backends.protocol import Backend, Program
 from cnnexp.config import Settings, Trainer
 from cnnexp.console import Display
@@ -145,7 +145,7 @@ def _parallel_operations(backend: Backend) -> float:
 def _predict_epochs(program: ParallelProgram, dataset: Dataset, run: Run) -> None:
     """Measure what the cost model says of more workers and keep its table."""
     program.measure(dataset.train)
-    table = run.folder / "cost_model.csv"
+    table = run.folder / cost_model.TABLE
     write_csv(program.extrapolate(), table)
     run.add_artifact(table)
 

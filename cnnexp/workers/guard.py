@@ -24,6 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import cast
 
 HELLO_S = 5.0  # a stranger who does not say who it is by then is sent away
 LINE_BYTES = 4096
@@ -128,7 +129,7 @@ def watch(server: socket.socket, size: int, token: str) -> str | None:
         selector.register(server, selectors.EVENT_READ)
         while left < size:
             for key, _ in selector.select(max(0.0, next_look - time.monotonic())):
-                connection = key.fileobj
+                connection = cast(socket.socket, key.fileobj)
                 if connection is server:
                     connection, member = _admit(server, size, token)
                     if member is not None:

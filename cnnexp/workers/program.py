@@ -126,8 +126,7 @@ class ParallelProgram:
         short, long = ((floats, self._call("exchange", floats, REPEATS)) for floats in (SHORT, LONG))
         costs = Costs(t_c, *fit_links(short, long, collective.size))
         averages = averages_per_epoch(images, spec.batch_size, spec.sync, spec.period)
-        floats = spec.network.parameter_count * (1 if spec.sync == "gradients" else 1 + len(spec.optimizer.slots))
-        training = Training(operations(spec.network), images, averages, floats)
+        training = Training(operations(spec.network), images, averages, self._exchanged(spec.sync))
         threads = max(1, divide_threads(spec.backend, collective.host_size).threads)
         cores = usable_cores() / threads * collective.size / collective.host_size
         seconds = sum(epoch_s(costs, training, collective.size, cores))
@@ -135,10 +134,20 @@ class ParallelProgram:
         return self._prediction
 
     def extrapolate(self) -> list[dict[str, Any]]:
-        """Return the cost model's rows for this training on more workers and other links, after `measure`."""
+        """Return the cost model's rows for this training on more workers and other links, after `measure`.
+
+        Beside the way that this run keeps its workers together stands `gradients`, the one that costs most.
+        """
         spec, prediction = self._spec, self._prediction
-        images, floats = prediction.training.images, prediction.training.floats
-        return extrapolate(prediction.costs, spec.network, images, spec.batch_size, floats, spec.sync, spec.period)
+        rows = []
+        for sync, period in {spec.sync: spec.period, "gradients": None}.items():
+            images, floats = prediction.training.images, self._exchanged(sync)
+            rows += extrapolate(prediction.costs, spec.network, images, spec.batch_size, floats, sync, period)
+        return rows
+
+    def _exchanged(self, sync: str) -> int:
+        """Return how many float32 numbers one average sends: the gradient, or parameters and optimizer state."""
+        return self.network.parameter_count * (1 if sync == "gradients" else 1 + len(self.optimizer.slots))
 
     def close(self) -> None:
         release, self._release = self._release, _already_closed
