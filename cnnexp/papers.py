@@ -380,7 +380,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         scaling=True,
         notes=(
             "Each worker has one thread; workers beyond the machine's cores share them, and the model knows that. With "
-            "more workers on other links it gives each a core of its own.",
+            "more workers on other links it gives each a core of its own. Its time for one worker stands there too.",
             "The bandwidths of the other links are nominal, their start-up times (10 us and 2 us) assumed.",
         ),
     ),
