@@ -17,7 +17,8 @@ from numba import float32, int64, njit
 from cnnexp.backends.cpu_simd import CpuSimd, cache, elementwise, update
 from cnnexp.backends.cpu_simd.emit import Target, compose, compose_five
 from cnnexp.backends.cpu_simd.host import host_target
-from cnnexp.backends.cpu_simd.plan import Convolution, Dense, FilterConvolution, Plan, group_stages
+from cnnexp.backends.cpu_simd.nodes import Convolution, FilterClassifier, FilterConvolution, SkinnyDense, WideDense
+from cnnexp.backends.cpu_simd.plan import Plan, group_stages
 from cnnexp.backends.cpu_simd.program import SimdProgram, make_plan
 from cnnexp.backends.cpu_simd.team import Team
 from cnnexp.errors import DataError
@@ -94,9 +95,9 @@ def test_the_papers_networks_get_the_special_kernels():
     one, mlp, pool4 = (
         Plan(model.network((28, 28, 1), 10), AVX512, 1) for model in (OneConv(), TwoConvMlp(), TwoConvPool4())
     )
-    assert [type(node) for node in one.nodes] == [FilterConvolution, Dense]
-    assert one.nodes[0].dy is one.nodes[0].y, "the gradient takes the activation's place"
-    assert [type(node) for node in mlp.nodes if node.trains] == [Convolution, Convolution, Dense, Dense]
+    assert [type(node) for node in one.nodes] == [FilterClassifier]
+    assert one.nodes[0].conv.dy is one.nodes[0].conv.y, "the gradient takes the activation's place"
+    assert [type(node) for node in mlp.nodes if node.trains] == [Convolution, Convolution, WideDense, SkinnyDense]
     assert mlp.nodes[1].sparse
     assert not pool4.nodes[1].sparse
 

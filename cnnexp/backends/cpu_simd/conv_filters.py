@@ -97,10 +97,10 @@ def patch_side(kernel: int, stride: int, window: int) -> int:
     return (window - 1) * stride + kernel
 
 
-def forward(k: Emitter, bank: FilterBank, weights: Pointer, bias: Pointer | None) -> None:
-    """Fill bank.y, the places and the patches. weights (K, K, C, F), bias (F,)."""
-    rows, columns = bank.shape
-    with k.loop(k.count) as n, k.loop(rows) as u, k.loop(columns) as v:
+def forward_row(k: Emitter, bank: FilterBank, weights: Pointer, bias: Pointer | None, u: ir.Value) -> None:
+    """Fill row u of bank.y, the places and the patches. weights (K, K, C, F), bias (F,)."""
+    _, columns = bank.shape
+    with k.loop(k.count) as n, k.loop(columns) as v:
         corner = bank.corner(k, n, u, v)
         if bank.patches is not None:
             k.store(_gather_patch(k, bank, corner), bank.patch(k, n, u, v))
@@ -136,12 +136,14 @@ def _gather_patch(k: Emitter, bank: FilterBank, corner: Pointer) -> ir.Value:
     return patch
 
 
-def weight_gradients(k: Emitter, bank: FilterBank, dy: Matrix, dw: Pointer, db: Pointer | None) -> None:
-    """dw += pixel under each tap of each maximum * dy; db += dy. dy is 0 where ReLU gave 0."""
-    rows, columns = bank.shape
+def weight_gradients_row(
+    k: Emitter, bank: FilterBank, dy: Matrix, dw: Pointer, db: Pointer | None, u: ir.Value
+) -> None:
+    """dw += pixel under each tap of each maximum of row u * dy; db += dy. dy is 0 where ReLU gave 0."""
+    _, columns = bank.shape
     taps = bank.taps
     gradient_row = columns * bank.filters
-    with k.loop(k.count) as n, k.loop(rows) as u, k.loop(bank.filters // k.lanes) as f:
+    with k.loop(k.count) as n, k.loop(bank.filters // k.lanes) as f:
         targets = [dw.at(f, k.lanes) + t * bank.filters for t in range(len(taps))]
         if db is not None:
             targets.append(db.at(f, k.lanes))

@@ -11,7 +11,7 @@ lacks in width LLVM splits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -81,15 +81,16 @@ class Emitter:
         buffers: the arrays it works on; `parameters`, `gradients` and `arena` are the names of the first three in most
             kernels.
         count: images in the tile, at run time.
+        index: what `call` passes on, at run time.
         target: lanes and registers of the CPU.
     """
 
     def __init__(self, function: ir.Function, target: Target) -> None:
         self.builder = ir.IRBuilder(function.append_basic_block("entry"))
-        self.module, self.target, self.lanes = function.module, target, target.lanes
-        self.buffers = [Pointer(self, a) for a in function.args[:-1]]
+        self.function, self.module, self.target, self.lanes = function, function.module, target, target.lanes
+        *buffers, self.count, self.index = function.args
+        self.buffers = [Pointer(self, buffer) for buffer in buffers]
         self.parameters, self.gradients, self.arena = self.buffers[:3]
-        self.count = function.args[-1]
         self.vector = ir.VectorType(FLOAT, target.lanes)
         self.indices = ir.VectorType(INT, target.lanes)
         self.bytes = ir.VectorType(BYTE, target.lanes)
@@ -113,6 +114,12 @@ class Emitter:
         index.add_incoming(builder.add(index, INDEX(step)), builder.block)
         builder.branch(head).set_metadata("llvm.loop", self._as_it_is())
         builder.position_at_end(end)
+
+    def call(self, name: str, emit: Callable[[Emitter, ir.Value], None], index: ir.Value) -> None:
+        """Call emit(k, index) as a function of its own, on the same buffers: registers are allocated by function."""
+        *same, _ = self.function.args
+        function = _define(self.module, f"{self.function.name}.{name}", same, self.target, lambda k: emit(k, k.index))
+        self.builder.call(function, [*same, index])
 
     def _as_it_is(self) -> ir.values.MDValue:
         """Return a mark for a loop that LLVM shall not unroll: it may take minutes over nested ones."""
@@ -326,21 +333,22 @@ def _caller(name: str, target: Target, kernels: Kernels):
         *arrays, count = zip(signature.args, arguments, strict=True)
         buffers = [context.make_array(kind)(context, builder, value).data for kind, value in arrays]
         for kernel_name, emit in kernels:
-            function = _define(builder.module, f"{name}.{kernel_name}", [b.type for b in buffers], target, emit)
-            builder.call(function, [*buffers, count[1]])
+            same = [*buffers, count[1]]
+            function = _define(builder.module, f"{name}.{kernel_name}", same, target, emit)
+            builder.call(function, [*same, INDEX(0)])
         return context.get_dummy_value()
 
     return emit_calls
 
 
-def _define(module: ir.Module, name: str, buffers: list[ir.Type], target: Target, emit: Emit) -> ir.Function:
-    """Emit a kernel into the module."""
-    kind = ir.FunctionType(ir.VoidType(), [*buffers, INDEX])
+def _define(module: ir.Module, name: str, like: Sequence[ir.Value], target: Target, emit: Emit) -> ir.Function:
+    """Emit a kernel into the module, on arguments as those given: buffers, and the count of images."""
+    kind = ir.FunctionType(ir.VoidType(), [*(argument.type for argument in like), INDEX])
     function = ir.Function(module, kind, module.get_unique_name(name))
     function.linkage = "internal"
     function.attributes.add("noinline")
     function.attributes.add("nounwind")
-    for buffer in function.args[:-1]:
+    for buffer in function.args[:-2]:
         buffer.add_attribute("noalias")
     k = Emitter(function, target)
     emit(k)

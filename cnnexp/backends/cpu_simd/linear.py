@@ -16,14 +16,16 @@ import itertools
 
 from llvmlite import ir
 
-from cnnexp.backends.cpu_simd.conv_lanes import chunks, chunks_of
+from cnnexp.backends.cpu_simd.conv_lanes import chunks
 from cnnexp.backends.cpu_simd.emit import INDEX, Emitter, Pointer
 from cnnexp.backends.cpu_simd.layout import Grid, Matrix, round_up
 
 MOST_OUTPUTS = 12
 BLOCK_FLOATS = 4096
-"""Weights that stay in the first cache during a forward pass, 16 KB: of a block of features, per vector of outputs in
-the wide form."""
+"""Weights that stay in the first cache during a forward pass of the wide form, 16 KB: of a block of features, per
+vector of outputs."""
+SKINNY_BLOCK_FLOATS = 6144
+"""Likewise in the skinny form, 24 KB: it has less else to keep there, and begins anew with each block."""
 
 
 def wide_forward(k: Emitter, x: Matrix, weights: Pointer, bias: Pointer | None, y: Matrix, rectify: bool) -> None:
@@ -144,29 +146,33 @@ def skinny_size(features: int, outputs: int, lanes: int) -> int:
     return round_up(features, lanes) * outputs
 
 
-def skinny_forward(
-    k: Emitter, x: Matrix, weights: Pointer, bias: Pointer | None, y: Matrix, totals: Pointer, rectify: bool
-) -> None:
-    """y = x @ weights + bias.
-
-    Args:
-        weights: [feature vector][output][lane]. bias: (y.stride,).
-        totals: room for [image][output][lane], sums over the features of each lane.
-    """
-    outputs, vectors = y.size, x.stride // k.lanes
-    images = 2 if 2 * outputs + 3 <= k.target.registers else 1
-    room = outputs * k.lanes
+def skinny_begin(k: Emitter, totals: Pointer, outputs: int) -> None:
+    """Begin y = x @ weights + bias: clear totals [image][output][lane], sums over the features of each lane."""
     with k.loop(k.count) as n, k.loop(outputs) as o:
-        k.store(k.zero(), totals.at(n, room).at(o, k.lanes))
-    for first, size, times in chunks_of(vectors, max(1, BLOCK_FLOATS // room)):
+        k.store(k.zero(), totals.at(n, outputs * k.lanes).at(o, k.lanes))
+
+
+def skinny_add(
+    k: Emitter, x: Matrix, weights: Pointer, totals: Pointer, outputs: int, start: ir.Value, vectors: int
+) -> None:
+    """Add the products of `vectors` vectors of features from `start` on. weights [feature vector][output][lane]."""
+    room = outputs * k.lanes
+    images = 2 if 2 * outputs + 3 <= k.target.registers else 1
+    for first, size, times in chunks(vectors, max(1, SKINNY_BLOCK_FLOATS // room)):
         with k.loop(times) as block:
-            start = k.builder.add(k.builder.mul(block, INDEX(size)), INDEX(first))
+            at = k.builder.add(k.builder.mul(block, INDEX(size)), k.builder.add(start, INDEX(first)))
             pairs = k.builder.udiv(k.count, INDEX(images))
             with k.loop(pairs) as pair:
                 n = k.builder.mul(pair, INDEX(images))
-                _skinny_tile(k, x, weights, totals, n, images, start, size, outputs)
+                _skinny_tile(k, x, weights, totals, n, images, at, size, outputs)
             with k.loop(k.count, start=k.builder.mul(pairs, INDEX(images))) as n:
-                _skinny_tile(k, x, weights, totals, n, 1, start, size, outputs)
+                _skinny_tile(k, x, weights, totals, n, 1, at, size, outputs)
+
+
+def skinny_end(k: Emitter, totals: Pointer, bias: Pointer | None, y: Matrix, rectify: bool) -> None:
+    """y = the totals, their lanes added up, + bias (y.stride,)."""
+    outputs = y.size
+    room = outputs * k.lanes
     with k.loop(k.count) as n:
         for first in range(0, outputs, k.lanes):
             rows = [k.load(totals.at(n, room) + o * k.lanes) for o in range(first, min(first + k.lanes, outputs))]
@@ -197,19 +203,28 @@ def _skinny_tile(k: Emitter, x: Matrix, weights, totals, n, images: int, start, 
 
 
 def skinny_backward(
-    k: Emitter, x: Matrix, weights: Pointer, dy: Matrix, dx: Matrix | None, dw: Pointer, rectified: bool
+    k: Emitter,
+    x: Matrix,
+    weights: Pointer,
+    dy: Matrix,
+    dx: Matrix | None,
+    dw: Pointer,
+    rectified: bool,
+    start: ir.Value,
+    vectors: int,
 ) -> None:
     """dw += x.T @ dy, dx = dy @ weights.T.
 
     Args:
-        dx: may be `x` itself, which then is overwritten.
+        start, vectors: the vectors of features that it is about.
+        dx: may be `x` itself, which then is overwritten, if `reads_once`.
         rectified: x is a ReLU's output, and dx the gradient of that ReLU's input.
     """
     outputs = dy.size
     room = outputs * k.lanes
     parts = chunks(outputs, 12 if k.target.registers >= 32 else 6)
     starts = [first + i * size for first, size, times in parts for i in range(times)] + [outputs]
-    with k.loop(x.stride // k.lanes) as v:
+    with k.loop(k.builder.add(start, INDEX(vectors)), start=start) as v:
         for first, last in itertools.pairwise(starts):
             block = [weights.at(v, room) + o * k.lanes for o in range(first, last)]
             places = [dw.at(v, room) + o * k.lanes for o in range(first, last)]
@@ -233,6 +248,6 @@ def skinny_backward(
                 k.store(total.get(), place)
 
 
-def can_overwrite(outputs: int, registers: int) -> bool:
-    """Whether `skinny_backward` reads each x once only, so that dx may take its place."""
+def reads_once(outputs: int, registers: int) -> bool:
+    """Whether `skinny_backward` reads each x only once, so that dx may take its place."""
     return outputs <= (12 if registers >= 32 else 6)
