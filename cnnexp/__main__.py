@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import logging
 import math
@@ -25,9 +26,9 @@ from cnnexp import explain, page, runner, sweep
 from cnnexp.config import Tracking, build, load, plain, record
 from cnnexp.console import make_console
 from cnnexp.environment import outputs_dir, program_name
-from cnnexp.errors import CnnexpError
+from cnnexp.errors import CnnexpError, TrackingError
 from cnnexp.recorder import Recorder, Run, start_process
-from cnnexp.tracking import store_uri
+from cnnexp.tracking import store_uri, without_password
 from cnnexp.workers import mpi
 
 log = logging.getLogger(__name__)
@@ -39,6 +40,8 @@ COMMANDS = {
     "report": ("cnnexp.page:command", "FOLDER | EXPERIMENT"),
     "ui": ("cnnexp.tracking:ui", "[tracking.uri=STORE] [port=NUMBER]"),
 }
+# what the system says of a disk, and no mistake of ours
+DISK_ERRORS = (errno.EACCES, errno.EDQUOT, errno.EIO, errno.ENOSPC, errno.EPERM, errno.EROFS)
 OBJECTIVES = {"test_accuracy": "final/test_accuracy", "epoch_s": "time/median_epoch_s"}
 PACKAGE = Path(__file__).resolve().parent
 # a checkout holds conf/ beside the package, an installed package inside it
@@ -73,7 +76,14 @@ def main() -> None:
     except KeyboardInterrupt as error:
         terminated = isinstance(error, Terminated)
         _leave("terminated" if terminated else "interrupted", 143 if terminated else 130)
+    except BrokenPipeError:
+        # who read standard output is gone, as with `| head`; nobody is left to tell, nor at the interpreter's end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in DISK_ERRORS and not traceback_wanted:
+            where = f"{error.filename}: " if error.filename else ""
+            _leave(f"{where}{os.strerror(error.errno)}; runs write to hydra.run.dir=FOLDER and tracking.uri=STORE", 1)
         composing = explain.explain(error, _config_keys)
         if composing is None or traceback_wanted:
             raise
@@ -162,8 +172,8 @@ def _dispatch(arguments: list[str]) -> None:
         failed = _finish_sweep(SweepCallback.started, interrupted) if SweepCallback.started else []
         for recorder in _recorders.values():
             recorder.close()
-    for tracking in _recorders:
-        store = f" tracking.uri={tracking.uri}" if tracking.uri else ""
+    for tracking in _recorders if not any(isinstance(error, TrackingError) for error in _failures) else ():
+        store = f" tracking.uri={without_password(tracking.uri)}" if tracking.uri else ""
         make_console().print(f"To look at it: {program_name()} ui{store}", highlight=False, soft_wrap=True)
     if failed:
         _leave(

@@ -28,6 +28,7 @@ from cnnexp.backends.protocol import Backend
 from cnnexp.datasets import Dataset
 from cnnexp.errors import BackendUnavailable, Diverged, TrackingError
 from cnnexp.network import Network
+from cnnexp.tracking import without_password
 from cnnexp.train import EpochResult
 
 TIMES = ("time/", "throughput/", "speedup/")  # metrics of these groups are of time
@@ -75,7 +76,7 @@ class Recorder:
     """
 
     def __init__(self, uri: str, experiment: str, process: subprocess.Popen[str] | None = None) -> None:
-        self.uri = uri
+        self._death = f"tracking.uri={without_password(uri)}: the recorder process has died"
         self._ids = itertools.count(OPEN_ID)
         self._answers: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._process = process or start_process()
@@ -117,7 +118,7 @@ class Recorder:
             self._process.stdin.write(json.dumps([call_id, method, arguments]) + "\n")
             self._process.stdin.flush()
         except (BrokenPipeError, ValueError) as error:
-            raise TrackingError(f"tracking.uri={self.uri}: the recorder process has died") from error
+            raise TrackingError(self._death) from error
 
     def _receive(self, call_id: int) -> Any:
         deadline = time.monotonic() + ANSWER_S
@@ -127,7 +128,7 @@ class Recorder:
             except queue.Empty:
                 line = ""
             if not line:
-                raise TrackingError(f"tracking.uri={self.uri}: the recorder process has died")
+                raise TrackingError(self._death)
             answered, value, error = json.loads(line)
             # an earlier answer is of a call whose wait was interrupted, or of `open`, whose failure is everyone's
             if error is not None and answered in (call_id, OPEN_ID):

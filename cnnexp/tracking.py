@@ -55,6 +55,8 @@ def store_uri(uri: str | None) -> str:
             f"http://host:5000{did_you_mean(scheme, SCHEMES)}"
         )
     if scheme == "sqlite":
+        if not _database(uri).name:
+            raise ConfigError(f"tracking.uri={uri!r}: names no file; write sqlite:///path/to/mlflow.db")
         return _sqlite_uri(_database(uri).absolute())
     return uri
 
@@ -77,10 +79,10 @@ def ui(arguments: Sequence[str]) -> None:
             raise ConfigError(f"ui {key}={value}: legal: tracking.uri=STORE, port=NUMBER")
     uri = store_uri(given.get("tracking.uri"))
     if uri.startswith("http"):
-        sys.stdout.write(f"This store has a web page of its own: {_without_password(uri)}\n")
+        sys.stdout.write(f"This store has a web page of its own: {without_password(uri)}\n")
         return
     port = int(given["port"]) if "port" in given else free_port()
-    sys.stdout.write(f"MLflow shows the runs of {_without_password(uri)} at http://{UI_HOST}:{port} until Ctrl-C\n")
+    sys.stdout.write(f"MLflow shows the runs of {without_password(uri)} at http://{UI_HOST}:{port} until Ctrl-C\n")
     sys.stdout.flush()
     with _alone(uri):
         pass  # let a process that sets up the store finish
@@ -127,6 +129,7 @@ class Store:
         self._open_runs: dict[str, str] = {}  # id -> how many workers
         with self._explained("cannot be opened"):
             _need_answer(uri)
+            _need_database(uri)
             from mlflow.tracking import MlflowClient
 
             with _alone(uri):
@@ -279,7 +282,7 @@ class Store:
             raise
         except Exception as error:
             reason = str(error).strip().splitlines() or [type(error).__name__]
-            raise TrackingError(f"tracking.uri={_without_password(self._uri)}: {what}: {reason[0]}") from error
+            raise TrackingError(f"tracking.uri={without_password(self._uri)}: {what}: {reason[0]}") from error
 
 
 def _database(uri: str) -> Path:
@@ -303,6 +306,13 @@ def _need_answer(uri: str) -> None:
         port = parts.port or {"http": 80, "https": 443, "postgresql": 5432, "mysql": 3306}.get(parts.scheme)
         if port:
             socket.create_connection((parts.hostname, port), CONNECT_S).close()
+
+
+def _need_database(uri: str) -> None:
+    """Raise sqlite3.Error where an sqlite file exists and cannot be one; MLflow would try again for minutes."""
+    if uri.startswith("sqlite") and _database(uri).exists():
+        with contextlib.closing(sqlite3.connect(_database(uri), timeout=OPEN_S)) as database:
+            database.execute("PRAGMA schema_version")
 
 
 @contextlib.contextmanager
@@ -348,7 +358,8 @@ def _alive(pid: int) -> bool:
     return pid > 0
 
 
-def _without_password(uri: str) -> str:
+def without_password(uri: str) -> str:
+    """Return the URI of a store as a message may show it."""
     password = urlsplit(uri).password
     return uri.replace(f":{password}@", ":***@") if password else uri
 
@@ -371,7 +382,9 @@ def serve(calls: Iterator[str], answer) -> None:
             else:
                 value = getattr(store, name)(**arguments)
         except Exception as failure:  # the caller gets it and raises it
-            error = str(failure) if isinstance(failure, TrackingError) else f"{type(failure).__name__}: {failure}"
+            error = str(failure)
+            if not isinstance(failure, TrackingError):
+                error = f"the record of the run cannot be completed: {type(failure).__name__}: {failure}"
         if call_id is not None:
             answer(json.dumps([call_id, value, error]) + "\n")
     if store is not None:

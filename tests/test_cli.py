@@ -1,5 +1,6 @@
 """The command line: what a user types, and every mistake in it as one line."""
 
+import errno
 import importlib.util
 import os
 import re
@@ -11,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from cnnexp import __main__ as cli
-from cnnexp.errors import BackendUnavailable, DataError
-from cnnexp.recorder import read_journal
+from cnnexp.errors import BackendUnavailable, DataError, TrackingError
+from cnnexp.recorder import Run, read_journal
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ("experiment=smoke", "backend=numpy", "tracking=none", "trainer.baseline=null", "trainer.epochs=1")
@@ -109,6 +110,40 @@ def test_a_full_traceback_on_request(run, monkeypatch):
     monkeypatch.setattr(cli.os.environ, "get", lambda key, default=None: "1" if key == "HYDRA_FULL_ERROR" else default)
     with pytest.raises(Exception, match=r"Could not override 'trian\.lr'"):
         run("trian.lr=1")
+
+
+@pytest.mark.parametrize("file", [(), ("there",)])
+def test_a_disk_that_fills_up_is_one_line(run, monkeypatch, tmp_path, file):
+    note = Run._note
+
+    def full(self, event, **facts):
+        if event == "epoch":
+            raise OSError(errno.ENOSPC, "No space left on device", *file)
+        note(self, event, **facts)
+
+    monkeypatch.setattr(Run, "_note", full)
+    code, _, err = run(*TINY)
+    said = "No space left on device; runs write to hydra.run.dir=FOLDER and tracking.uri=STORE"
+    assert err == f"cnnexp: error: {'there: ' if file else ''}{said}\n"
+    assert code == 1
+    assert read_journal(tmp_path / "run")["status"] == "FAILED"
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_every_command_tells_its_arguments_and_is_in_the_help(run, command):
+    assert f"cnnexp {command} " in run("--help")[1]
+    code, out, _ = run(command, "--help")
+    assert code == 0
+    assert out.startswith(f"Usage: cnnexp {command} ")
+
+
+def test_no_hint_to_a_store_that_could_not_be_opened_and_no_password(run):
+    arguments = [word for word in TINY if word != "tracking=none"]
+    code, out, err = run(*arguments, "tracking.uri=http://me:secret@127.0.0.1:9")
+    assert code == TrackingError.exit_code
+    assert "http://me:***@127.0.0.1:9: cannot be opened" in err
+    assert "To look at it" not in out
+    assert "secret" not in out + err
 
 
 def test_a_bug_is_a_traceback(run, monkeypatch):

@@ -159,6 +159,20 @@ def test_a_backend_that_the_machine_lacks_is_said_before_anything_is_read(tmp_pa
         predict.command(["nowhere", "dataset=digits", "backend=gpu"])
 
 
+def test_a_reader_that_leaves_is_no_error(tmp_path):
+    path, _ = saved(tmp_path, (Flatten(), Linear(10)), (28, 28, 1))
+    with subprocess.Popen(
+        [sys.executable, "-u", "-m", "cnnexp", "predict", str(path), "dataset=digits"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    ) as process:
+        process.stdout.close()
+        err = process.stderr.read()
+    assert (process.returncode, err) == (141, "")
+
+
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
     """A real run, recorded in a store of its own: its folder and the store."""

@@ -170,6 +170,22 @@ def test_unreachable_server_is_told_at_once():
     assert time.monotonic() - started < tracking.CONNECT_S + 1
 
 
+@pytest.mark.parametrize("uri", ["sqlite:", "sqlite://x.db", "sqlite:///"])
+def test_a_store_without_a_file_is_a_config_error(uri):
+    with pytest.raises(ConfigError, match=r"names no file; write sqlite:///path/to/mlflow\.db"):
+        tracking.store_uri(uri)
+
+
+@pytest.mark.parametrize("kind", ["folder", "other file"])
+def test_what_is_no_database_is_told_at_once(tmp_path, kind):
+    path = tmp_path / "mlflow.db"
+    path.mkdir() if kind == "folder" else path.write_bytes(b"not a database " * 100)
+    started = time.monotonic()
+    with pytest.raises(TrackingError, match=r"mlflow\.db: cannot be opened: (unable to open|file is not a) database"):
+        tracking.Store(f"sqlite:///{path}", "first")
+    assert time.monotonic() - started < 5  # MLflow's own attempts go on for two minutes
+
+
 def test_unwritable_folder_is_told(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(TrackingError, match="cannot be opened"):
