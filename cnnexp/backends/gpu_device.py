@@ -249,6 +249,11 @@ class Kernel:
         self.function, self.signature, self.block = function, signature, block
         self._compiled = None
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """For the compiler: so bounded, a block of many threads never needs more registers than there are."""
+        return {"launch_bounds": self.block}
+
     def over(self, count: int, stream: Any, *arguments: Any) -> None:
         """Launch with one thread per element, for a kernel that strides over the grid up to `count`, its last one."""
         blocks = -(-count // self.block)
@@ -257,7 +262,7 @@ class Kernel:
     def launch(self, blocks: int, stream: Any, *arguments: Any) -> None:
         """Launch `blocks` blocks on a stream (0 for the default one, or a graph builder)."""
         if self._compiled is None:
-            self._compiled = cuda.jit(self.signature)(self.function)
+            self._compiled = cuda.jit(self.signature, **({} if SIMULATED else self.options))(self.function)
         self._compiled[blocks, self.block, stream](*[_flat(argument) for argument in arguments])
 
 
