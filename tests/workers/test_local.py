@@ -8,9 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from workers.work import RATE, compiled, images, order, trained
+from workers.work import MODELS, OPTIMIZERS, RATE, compiled, hundred_steps, images, order, trained
 
 from cnnexp.backends import backend_class
+from cnnexp.backends.processor import usable_cores
 from cnnexp.datasets import Split
 from cnnexp.errors import CheckpointError, ConfigError, WorkerDied
 from cnnexp.workers import Local, divide_threads
@@ -76,16 +77,33 @@ def test_no_worker_overtakes_another():
 
 
 @pytest.mark.parametrize("sync", ["gradients", "hybrid"])
-def test_two_processes_train_like_one(sync):
-    one = trained(compiled(None, "one_conv", "adam"))
-    program = compiled(Local(count=2, sync=sync), "one_conv", "adam")
-    totals, state, scores = trained(program)
-    assert program.metrics()["workers/1/images"] == 5 * 25
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("model", MODELS)
+def test_two_processes_train_like_one_for_100_steps(model, optimizer, sync):
+    one = trained(compiled(None, model, optimizer), hundred_steps())
+    program = compiled(Local(count=2, sync=sync), model, optimizer)
+    totals, state, scores = trained(program, hundred_steps())
+    assert program.metrics()["workers/1/images"] == 100 * 8
     program.close()
     program.close()
+    assert state["step"] == 100
     assert (totals.correct, totals.count) == (one[0].correct, one[0].count)
-    np.testing.assert_allclose(state["parameters"], one[1]["parameters"], rtol=1e-4, atol=1e-6)
+    difference = np.linalg.norm(state["parameters"] - one[1]["parameters"])
+    assert difference < 1e-5 * np.linalg.norm(one[1]["parameters"])
     np.testing.assert_allclose(scores, one[2], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(usable_cores() < 2, reason="one worker with two threads needs two cores")
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("model", MODELS)
+def test_two_processes_add_up_what_two_threads_add_up(model, optimizer):
+    """Bit for bit, where every worker has the same power of two of images: so no kink of the loss tells them apart."""
+    one = trained(compiled(None, model, optimizer, "cpu-simd", threads=2), hundred_steps())
+    program = compiled(Local(count=2), model, optimizer, "cpu-simd")
+    _, state, _ = trained(program, hundred_steps())
+    program.close()
+    for name, array in one[1].items():
+        np.testing.assert_array_equal(state[name], array, name)
 
 
 def test_a_state_of_another_network_leaves_the_workers_together():
@@ -140,6 +158,7 @@ def test_threads_are_divided_among_the_workers(monkeypatch):
     ("values", "message"),
     [
         ({"count": 0}, r"workers\.count=0: must be >= 1"),
+        ({"patience_s": 0.5}, r"workers\.patience_s=0\.5: must be >= 1 and finite, in seconds"),
         ({"period": 0, "sync": "parameters"}, r"workers\.period=0: must be >= 1"),
         ({"period": 3}, r"workers\.period=3: only with workers\.sync=parameters, not gradients"),
     ],

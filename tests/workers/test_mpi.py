@@ -12,8 +12,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from workers.work import MODELS, OPTIMIZERS, compiled, trained
+from workers.work import MODELS, OPTIMIZERS, compiled, hundred_steps, trained
 
+from cnnexp.backends.processor import usable_cores
 from cnnexp.checkpoint import find, list_checkpoints, load
 from cnnexp.recorder import read_journal
 
@@ -41,7 +42,7 @@ def finish(process, seconds=60):
 
 
 def wait_for(condition, process=None):
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while not condition():
         assert process is None or process.poll() is None, process.stderr.read()
         assert time.monotonic() < deadline
@@ -55,16 +56,23 @@ def ranks_of(process):
     return {int(p.environ()["PMI_RANK"]): p for p in found if not any(h in " ".join(p.cmdline()) for h in helpers)}
 
 
-def test_two_ranks_train_like_one(tmp_path):
+def test_two_ranks_train_like_one_for_100_steps(tmp_path):
+    ways = [("gradients", "numpy"), ("hybrid", "numpy")]
+    if usable_cores() > 1:
+        ways.append(("gradients", "cpu-simd"))
     cases = [
-        [sync, model, optimizer] for sync in ("gradients", "hybrid") for model in MODELS for optimizer in OPTIMIZERS
+        [sync, model, optimizer, backend] for sync, backend in ways for model in MODELS for optimizer in OPTIMIZERS
     ]
     process = start("tests/workers/work.py", "train", "--folder", str(tmp_path), "--cases", json.dumps(cases))
-    assert finish(process) == ("", "")
+    assert finish(process, 180) == ("", "")
     assert process.returncode == 0
-    for sync, model, optimizer in cases:
-        totals, state, scores = trained(compiled(None, model, optimizer))
-        with np.load(tmp_path / f"{sync}-{model}-{optimizer}.npz") as found:
+    for sync, model, optimizer, backend in cases:
+        threads = {"threads": 2} if backend == "cpu-simd" else {}
+        totals, state, scores = trained(compiled(None, model, optimizer, backend, **threads), hundred_steps())
+        with np.load(tmp_path / f"{sync}-{model}-{optimizer}-{backend}.npz") as found:
+            assert found["step"] == 100
+            if threads:  # two workers add up what two threads add up
+                np.testing.assert_array_equal(found["parameters"], state["parameters"])
             assert float(found["loss"]) == pytest.approx(totals.loss, rel=1e-5)
             np.testing.assert_allclose(found["scores"], scores, rtol=1e-4, atol=1e-5)
             difference = np.linalg.norm(found["parameters"] - state["parameters"])

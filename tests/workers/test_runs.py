@@ -6,6 +6,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from cnnexp.checkpoint import find, list_checkpoints, load
+from cnnexp.environment import outputs_dir
 from cnnexp.recorder import read_journal
 
 psutil = pytest.importorskip("psutil", reason="finds the workers to kill")
@@ -47,6 +49,24 @@ def test_a_run_that_was_stopped_ends_bit_identical_to_one_that_was_not(tmp_path)
     losses = [[epoch["train/loss"] for epoch in read_journal(tmp_path / name)["epochs"]] for name in ("whole", "rest")]
     assert losses[0] == losses[1]
     assert len(losses[0]) == 4
+
+
+def test_a_run_goes_on_by_its_mlflow_id(tmp_path):
+    store = f"tracking.uri=sqlite:///{tmp_path}/mlflow.db"
+    outputs_dir().mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=outputs_dir()) as half:  # where ids are looked for
+        done = cnnexp(store, f"hydra.run.dir={half}", "trainer.epochs=2")
+        assert (done.returncode, done.stderr) == (0, "")
+        with contextlib.closing(sqlite3.connect(tmp_path / "mlflow.db")) as connection:
+            ((run_id,),) = connection.execute("select run_uuid from runs")
+        done = cnnexp("tracking=none", f"hydra.run.dir={tmp_path}/rest", "trainer.epochs=4", f"trainer.resume={run_id}")
+        assert (done.returncode, done.stderr) == (0, "")
+        first, rest = read_journal(Path(half))["epochs"], read_journal(tmp_path / "rest")["epochs"]
+    assert [epoch["epoch"] for epoch in rest] == [1, 2, 3, 4]
+    assert [epoch["train/loss"] for epoch in rest[:2]] == [epoch["train/loss"] for epoch in first]
+    done = cnnexp("tracking=none", f"hydra.run.dir={tmp_path}/whole", "trainer.epochs=4")
+    assert (done.returncode, done.stderr) == (0, "")
+    np.testing.assert_array_equal(states(tmp_path / "rest")["parameters"], states(tmp_path / "whole")["parameters"])
 
 
 @pytest.mark.parametrize(
@@ -129,7 +149,7 @@ def test_a_run_that_is_stopped_as_a_whole_goes_on(tmp_path):
         before = _newest_epoch(tmp_path)
         for process in reversed(everyone):
             process.resume()
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 180
         while _newest_epoch(tmp_path) <= before:
             assert run.poll() is None, run.stderr.read()
             assert time.monotonic() < deadline
@@ -157,7 +177,7 @@ def _endless(folder, *arguments):
         text=True,
     )
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 180
         while not list_checkpoints(folder / "checkpoints"):
             assert run.poll() is None, run.stderr.read()
             assert time.monotonic() < deadline

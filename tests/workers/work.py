@@ -25,19 +25,24 @@ def order(epochs=5):
     return np.concatenate([epoch_order(50, 0, epoch) for epoch in range(epochs)])
 
 
-def compiled(workers, model, optimizer, backend="numpy", batch_size=16):
+def hundred_steps():
+    """Return what 100 steps of 16 images visit."""
+    return order(32)
+
+
+def compiled(workers, model, optimizer, backend="numpy", batch_size=16, **options):
     network = MODELS[model].network((12, 12, 1), 10)
     parts = (network, Loss.SOFTMAX_CROSS_ENTROPY, OPTIMIZERS[optimizer], batch_size)
-    backend = backend_class(backend)()
+    backend = backend_class(backend)(**options)
     program = backend.compile(*parts) if workers is None else workers.compile(backend, *parts)
     program.restore({"parameters": network.initial_parameters(0)})
     return program
 
 
-def trained(program, count=None):
-    """Return the totals, the state and the scores after training on `order`."""
+def trained(program, visited=None):
+    """Return the totals, the state and the scores after training on the images `visited`."""
     handle = program.load(*images())
-    totals = program.train(handle, order()[:count], RATE)
+    totals = program.train(handle, order() if visited is None else visited, RATE)
     return totals, program.state(), program.predict(handle)
 
 
@@ -53,11 +58,12 @@ def main():
         return
     mpi.lead()
     if options.task == "train":
-        for sync, model, optimizer in options.cases:
-            program = compiled(Mpi(sync=sync), model, optimizer)
-            totals, state, scores = trained(program)
+        for sync, model, optimizer, backend in options.cases:
+            program = compiled(Mpi(sync=sync), model, optimizer, backend)
+            totals, state, scores = trained(program, hundred_steps())
             program.close()
-            np.savez(f"{options.folder}/{sync}-{model}-{optimizer}.npz", loss=totals.loss, scores=scores, **state)
+            path = f"{options.folder}/{sync}-{model}-{optimizer}-{backend}.npz"
+            np.savez(path, loss=totals.loss, scores=scores, **state)
     if options.task == "endless":
         program = compiled(Mpi(), "one_conv", "sgd")
         handle = program.load(*images())
