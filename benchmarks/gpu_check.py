@@ -553,7 +553,7 @@ def main(arguments: list[str] | None = None) -> int:
         report["conformance"][name] = found
         save(report, out)
     try:
-        effort = Effort(floats=1024, turns=2, launches=2) if dry else Effort()
+        effort = Effort(floats=1024, turns=1, launches=2) if dry else Effort()
         report["ceilings"], report["failed"]["ceilings"] = apart(measure_ceilings, effort)
     except Exception as error:
         report["failed"]["ceilings"] = {"the process": failure(error)}
