@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from threadpoolctl import threadpool_info, threadpool_limits
 
 from benchmarks.cases import Case, Data
 
@@ -29,6 +30,7 @@ class Sgemm:
         rng = np.random.default_rng(0)
         self._a, self._b = (rng.random((self.SIDE, self.SIDE), np.float32) for _ in range(2))
         self._c = np.empty_like(self._a)
+        threadpool_limits(threads)
         self.batch_size, self.compile_s = self.SIDE**3, 0.0
         self.facts = {"numpy": np.__version__, "blas": _blas(), "threads": threads}
 
@@ -156,6 +158,4 @@ def cpu_times() -> dict[str, float] | None:
 
 
 def _blas() -> str:
-    from threadpoolctl import threadpool_info
-
     return ", ".join(f"{pool['internal_api']} {pool['version']}" for pool in threadpool_info())

@@ -18,7 +18,7 @@ from benchmarks.cases import Case, multiply_adds
 from benchmarks.contestants import Entry
 
 ROOT = Path(__file__).parents[1]
-PAUSE_S = 0.02  # for the threads of the one before, which wait busily for a while
+PAUSE_S = 0.15  # for the threads of the one before: OpenBLAS's and OpenMP's wait busily for a while
 LONG_SAMPLE = 20  # a command may take this many times the seconds it should, and a minute more
 
 
