@@ -29,6 +29,7 @@ def run(monkeypatch, capsys, tmp_path):
         folders = (f"hydra.run.dir={tmp_path}/run", f"hydra.sweep.dir={tmp_path}/sweep")
         monkeypatch.setattr(sys, "argv", ["cnnexp", *arguments, *(folders if "--help" not in arguments else ())])
         monkeypatch.setattr(cli, "_failures", [])
+        monkeypatch.setattr(cli, "_recorders", {})
         monkeypatch.setattr(cli.SweepCallback, "started", None)
         os.environ["HYDRA_FULL_ERROR"] = "0"
         try:
