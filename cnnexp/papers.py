@@ -178,8 +178,9 @@ GARG_NOTES = (
     "The paper's rows on 40 and on 4 CPU cores are both compared with our run on every core of this machine.",
     "The paper names no CPU, no GPU and no learning rate; Adam has beta1 0.95 and beta2 0.99 as printed, and "
     "rate 0.001.",
-    "The order of the paper need not return: its parallel rows had 4 and 40 cores, and its naive loops allocate "
-    "as they go.",
+    "The paper's order does not return everywhere. Its normal convolution is one small product per window, ours one "
+    "large product per kernel offset for all windows of the batch, so unrolling, which copies every pixel K * K times, "
+    "has nothing left to win. Its parallel rows had 4 and 40 cores.",
 )
 GPU_NOTE = (
     "chavan's GPU is a GTX 520 with 48 cores, the CPU an AMD with 4 cores; the published figures have no "

@@ -209,7 +209,7 @@ def _paper_bar(axes, place: int, cell: Cell, start: float, printed: bool) -> Non
         axes.annotate(cell.why, (start, ours_at), style="italic", color="#555555", **text)
     else:
         axes.barh(ours_at, cell.ours - start, height, start, color=BLUE, xerr=cell.spread)
-        axes.annotate(page.number(cell.ours), (cell.ours, ours_at), **text)
+        axes.annotate(page.number(cell.ours), (cell.ours + (cell.spread or 0), ours_at), **text)
 
 
 def _paper_lines(result: Result) -> Figure:
