@@ -110,20 +110,15 @@ def run(composed: DictConfig) -> float:
     hydra_config = HydraConfig.get()
     folder, overrides = Path(hydra_config.runtime.output_dir), _as_typed(hydra_config.overrides.task)
     within, recorded = sweep.current(), record(composed)
-    # loads MLflow while this process loads the backend's compiler
-    early = start_process() if not _recorders and OmegaConf.select(composed, "tracking.name") == "mlflow" else None
     try:
         settings = load(plain(composed))
     except CnnexpError:
-        if early is not None:
-            with early:
-                early.kill()
         # a sweep finds what became of its jobs in their folders
         with Run(folder, recorded, overrides, name="illegal config"):
             raise
     tracking, parent = settings.tracking, within.run_id if within else None
     contended = within is not None and within.contended
-    recorder = _recorder(tracking, early)
+    recorder = _recorder(tracking)
     with Run(folder, recorded, overrides, recorder, tracking.run_name, parent, contended) as run:
         if settings.sweep.skip_finished and run.skip_if_finished():
             log.info("skipped, finished before: %s", run.name)
@@ -152,6 +147,7 @@ class SweepCallback(Callback):
 
 _failures: list[Exception] = []  # of this process
 _recorders: dict[Tracking, Recorder] = {}  # the jobs of a sweep share one
+_early: list[subprocess.Popen[str]] = []  # a recorder's process that no recorder has taken yet
 
 
 def _dispatch(arguments: list[str]) -> None:
@@ -163,12 +159,17 @@ def _dispatch(arguments: list[str]) -> None:
         else:
             getattr(importlib.import_module(module), function)(arguments[1:])
         return
+    if _seems_recorded(arguments):
+        _early.append(start_process())  # loads MLflow while this process composes the config and loads its compiler
     command = hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)
     interrupted = True
     try:
         command()
         interrupted = False
     finally:
+        for process in _early:
+            with process:
+                process.kill()
         failed = _finish_sweep(SweepCallback.started, interrupted) if SweepCallback.started else []
         for recorder in _recorders.values():
             recorder.close()
@@ -195,12 +196,19 @@ def _finish_sweep(started: sweep.Sweep, interrupted: bool) -> list[str]:
     return sweep.failures(rows, started.paper)
 
 
-def _recorder(tracking: Tracking, early: subprocess.Popen[str] | None = None) -> Recorder | None:
-    """Return the process that writes to the store: the one started `early`, if any, when first asked for."""
+def _seems_recorded(arguments: list[str]) -> bool:
+    """Whether a command line, as far as it tells before it is composed, is of runs that MLflow records."""
+    about = [word for word in arguments if word.startswith("-") and word not in ("-m", "--multirun")]
+    return not about and "tracking=none" not in arguments
+
+
+def _recorder(tracking: Tracking) -> Recorder | None:
+    """Return the process that writes to the store."""
     if tracking.name == "none":
         return None
     if tracking not in _recorders:
-        _recorders[tracking] = Recorder(store_uri(tracking.uri), tracking.experiment, early)
+        uri = store_uri(tracking.uri)
+        _recorders[tracking] = Recorder(uri, tracking.experiment, _early.pop() if _early else None)
     return _recorders[tracking]
 
 
