@@ -167,8 +167,8 @@ def _dispatch(arguments: list[str]) -> None:
         command()
         interrupted = False
     finally:
-        for process in _early:
-            with process:
+        while _early:
+            with _early.pop() as process:
                 process.kill()
         failed = _finish_sweep(SweepCallback.started, interrupted) if SweepCallback.started else []
         for recorder in _recorders.values():

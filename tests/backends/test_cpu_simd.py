@@ -3,6 +3,7 @@
 import _thread
 import gc
 import os
+import platform
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ from conformance import check_case, make_case
 from numba import float32, int64, njit
 
 from cnnexp.backends.cpu_simd import CpuSimd, cache, elementwise, update
+from cnnexp.backends.cpu_simd.conv_lanes import CACHED_VECTORS, MOST_SUMS
 from cnnexp.backends.cpu_simd.emit import Target, compose, compose_five
 from cnnexp.backends.cpu_simd.host import host_target
 from cnnexp.backends.cpu_simd.nodes import Convolution, FilterClassifier, FilterConvolution, SkinnyDense, WideDense
@@ -88,6 +90,15 @@ def test_many_filters(conv):
     pool = MaxPool2d(2, padding="valid")
     network = Network((10, 12, 1), (conv, pool, Flatten(), Linear(14), ReLU(), Linear(3)))
     assert isinstance(group_stages(network, AVX512)[0], FilterConvolution)
+    check_case(OnTarget(host_target()), make_case(network, images=5))
+
+
+def test_many_channels_in_wide_rows():
+    """The sums of a weight gradient and a piece of a row no longer fit the first cache: both go in parts."""
+    first, second = Conv2d(50, 1, padding="valid"), Conv2d(9, 3, padding="same")
+    network = Network((5, 12, 1), (first, ReLU(), second, ReLU(), Conv2d(2, 3), Flatten(), Linear(3)))
+    assert 3 * 50 > MOST_SUMS // 5
+    assert 12 * (50 + 5) > CACHED_VECTORS
     check_case(OnTarget(host_target()), make_case(network, images=5))
 
 
@@ -358,6 +369,19 @@ def test_processes_that_start_at_once_share_the_cache(tmp_path):
         assert {p.communicate(timeout=120)[0].strip() for p in running} == {"[[6. 9.]]"}
         assert {p.returncode for p in running} == {0}
         assert len(list(tmp_path.rglob("*.bin"))) == len([p for p in tmp_path.rglob("*") if p.is_file()]) == 1
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="only x86 code flushes denormals")
+def test_momenta_end_at_zero_not_in_slow_denormals():
+    program = CpuSimd(2).compile(TINY, Loss.SOFTMAX_CROSS_ENTROPY, Adam(beta1=0.9), 4)
+    size, smallest = TINY.parameter_count, np.finfo(np.float32).smallest_normal
+    values = {"parameters": np.ones(size), "mean": np.full(size, smallest), "square": np.ones(size)}
+    program.restore({name: value.astype(np.float32) for name, value in values.items()})
+    program.apply(np.zeros(size, np.float32), 0.1)
+    state = program.state()
+    assert not state["mean"].any()
+    np.testing.assert_array_equal(state["parameters"], 1)
+    program.close()
 
 
 def test_adam_counts_its_steps():
