@@ -37,10 +37,11 @@ def read(name: str, header: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", LINES)
-def test_accuracy(name, capsys):
+@pytest.mark.parametrize("backend", ["cpu-parallel", "cpu-simd"])
+def test_accuracy(backend, name, capsys):
     layers, optimizer, batch_size, count, epochs, least = LINES[name]
     network = Network((28, 28, 1), layers)
-    program = backend_class("cpu-parallel")().compile(network, Loss.SOFTMAX_CROSS_ENTROPY, optimizer, batch_size)
+    program = backend_class(backend)().compile(network, Loss.SOFTMAX_CROSS_ENTROPY, optimizer, batch_size)
     program.restore({"parameters": network.initial_parameters(seed=0)})
     images = read("train-images-idx3-ubyte.gz", 16).reshape(-1, 28, 28, 1)[:count]
     train = program.load(images, read("train-labels-idx1-ubyte.gz", 8)[:count])
@@ -52,5 +53,5 @@ def test_accuracy(name, capsys):
     accuracy = evaluate(Loss.SOFTMAX_CROSS_ENTROPY, program.predict(test), labels.astype(np.int32)).accuracy
     program.close()
     with capsys.disabled():
-        print(f"\n{name}: test accuracy {accuracy:.4f}, at least {least}")  # noqa: T201
+        print(f"\n{name}, {backend}: test accuracy {accuracy:.4f}, at least {least}")  # noqa: T201
     assert accuracy >= least
