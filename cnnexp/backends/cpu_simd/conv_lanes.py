@@ -243,16 +243,12 @@ def _weight_tile(k: Emitter, x: Pointer, x_step: int, d: Pointer, d_step: int, s
     """Add x * d along `piece` pixels to `height` x `width` of the sums, which lie `filters` vectors a row."""
     piece, height, width, filters = size
     places = [[sums + (t * filters + j) * k.lanes for j in range(width)] for t in range(height)]
-    totals = [[k.variable(k.load(place)) for place in row] for row in places]
-    with k.loop(piece) as q:
+    with k.sums(places) as totals, k.loop(piece) as q:
         gradients = [k.load(d.at(q, d_step) + j * k.lanes) for j in range(width)]
         for t in range(height):
             value = k.load(x.at(q, x_step) + t * k.lanes)
             for j in range(width):
                 k.accumulate(totals[t][j], value, gradients[j])
-    for total_row, place_row in zip(totals, places, strict=True):
-        for total, place in zip(total_row, place_row, strict=True):
-            k.store(total.get(), place)
 
 
 def _bias_gradients(k: Emitter, d: Grid, db: Pointer) -> None:

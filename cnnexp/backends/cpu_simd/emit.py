@@ -139,6 +139,15 @@ class Emitter:
         """Return `count` vectors of zeros."""
         return [self.variable() for _ in range(count)]
 
+    @contextmanager
+    def sums(self, places: list[list[Pointer]]) -> Iterator[list[list[Variable]]]:
+        """Keep the vectors at `places`, row by row, in registers while the block adds to them."""
+        totals = [[self.variable(self.load(place)) for place in row] for row in places]
+        yield totals
+        for total_row, place_row in zip(totals, places, strict=True):
+            for total, place in zip(total_row, place_row, strict=True):
+                self.store(total.get(), place)
+
     # memory
 
     def load(self, pointer: Pointer, width: int | None = None) -> ir.Value:

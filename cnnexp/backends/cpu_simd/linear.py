@@ -53,17 +53,13 @@ def _wide_tile(k: Emitter, x: Matrix, weights: Pointer, y: Matrix, n, d, o, feat
     """Add the products of one block of features to `width` vectors of outputs of some images."""
     source, target = x.row(k, n).at(d), y.row(k, n).at(o)
     places = [[target + (i * y.stride + v * k.lanes) for v in range(width)] for i in range(images)]
-    totals = [[k.variable(k.load(place)) for place in row] for row in places]
-    with k.loop(features) as feature:
+    with k.sums(places) as totals, k.loop(features) as feature:
         block = weights.at(feature, y.stride)
         row = [k.load(block + v * k.lanes) for v in range(width)]
         for i in range(images):
             value = k.splat(source.at(feature) + i * x.stride)
             for v in range(width):
                 k.accumulate(totals[i][v], value, row[v])
-    for total_row, place_row in zip(totals, places, strict=True):
-        for total, place in zip(total_row, place_row, strict=True):
-            k.store(total.get(), place)
 
 
 def wide_weight_gradients(k: Emitter, x: Matrix, dy: Matrix, dw: Pointer) -> None:
@@ -76,8 +72,7 @@ def wide_weight_gradients(k: Emitter, x: Matrix, dy: Matrix, dw: Pointer) -> Non
                 d = k.builder.add(k.builder.mul(feature_chunk, INDEX(height)), INDEX(first_feature))
                 target = dw.at(d, dy.stride).at(o)
                 places = [[target + (i * dy.stride + v * k.lanes) for v in range(width)] for i in range(height)]
-                totals = [[k.variable(k.load(place)) for place in row] for row in places]
-                with k.loop(k.count) as n:
+                with k.sums(places) as totals, k.loop(k.count) as n:
                     gradient = dy.row(k, n).at(o)
                     row = [k.load(gradient + v * k.lanes) for v in range(width)]
                     source = x.row(k, n).at(d)
@@ -85,9 +80,6 @@ def wide_weight_gradients(k: Emitter, x: Matrix, dy: Matrix, dw: Pointer) -> Non
                         value = k.splat(source + i)
                         for v in range(width):
                             k.accumulate(totals[i][v], value, row[v])
-                for total_row, place_row in zip(totals, places, strict=True):
-                    for total, place in zip(total_row, place_row, strict=True):
-                        k.store(total.get(), place)
 
 
 def wide_input_gradient(k: Emitter, weights: Pointer, stride: int, dy: Grid, dx: Grid) -> None:
@@ -188,18 +180,15 @@ def _skinny_tile(k: Emitter, x: Matrix, weights, totals, n, images: int, start, 
     """Add the products of one block of features to the totals of one or two images."""
     room = outputs * k.lanes
     places = [[totals.at(n, room) + (i * room + o * k.lanes) for o in range(outputs)] for i in range(images)]
-    sums = [[k.variable(k.load(place)) for place in row] for row in places]
-    source = x.row(k, n).at(start, k.lanes)
-    block = weights.at(start, room)
-    with k.loop(size) as v:
-        values = [k.load(source.at(v, k.lanes) + i * x.stride) for i in range(images)]
-        for o in range(outputs):
-            weight = k.load(block.at(v, room) + o * k.lanes)
-            for i in range(images):
-                k.accumulate(sums[i][o], weight, values[i])
-    for sum_row, place_row in zip(sums, places, strict=True):
-        for total, place in zip(sum_row, place_row, strict=True):
-            k.store(total.get(), place)
+    with k.sums(places) as sums:
+        source = x.row(k, n).at(start, k.lanes)
+        block = weights.at(start, room)
+        with k.loop(size) as v:
+            values = [k.load(source.at(v, k.lanes) + i * x.stride) for i in range(images)]
+            for o in range(outputs):
+                weight = k.load(block.at(v, room) + o * k.lanes)
+                for i in range(images):
+                    k.accumulate(sums[i][o], weight, values[i])
 
 
 def skinny_backward(
