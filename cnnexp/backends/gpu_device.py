@@ -34,6 +34,10 @@ except ImportError as error:  # numba-cuda is there, but not its CUDA bindings
     ) from error
 
 SIMULATED = bool(config.ENABLE_CUDASIM)
+if SIMULATED:
+    from cnnexp.backends.gpu_simulator import mend_shared_arrays
+
+    mend_shared_arrays()
 SIMULATED_BLOCKS = 3  # a simulated thread costs 100 us: few of them, each taking many elements
 LARGEST_ARRAY = 2**31  # elements; kernels index with uint32, and a grid stride may step past the end once
 Shape = tuple[int, ...]

@@ -6,6 +6,8 @@ numbers: more than one block, tiles that do not fill, one filter, one image. Whe
 """
 
 import contextlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -221,3 +223,19 @@ def test_an_array_too_large_for_32_bit_indices_is_refused():
     network = Network((64, 64, 64), (Conv2d(512, 1), Flatten(), Linear(2)))
     with pytest.raises(ConfigError, match=r"2,147,483,648 elements"):
         backend_class("gpu-naive")().compile(network, Loss.SOFTMAX_CROSS_ENTROPY, Adam(), 1024)
+
+
+def test_threads_that_ask_at_once_get_the_same_shared_array(monkeypatch):
+    from numba.cuda.simulator.kernelapi import FakeCUDAShared
+
+    both, empty = threading.Barrier(2), np.empty
+
+    def empty_when_both_ask(shape, dtype):
+        both.wait(10)
+        return empty(shape, dtype)
+
+    monkeypatch.setattr(np, "empty", empty_when_both_ask)
+    shared = FakeCUDAShared(0)
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(lambda _: shared.array(4, np.float32), range(2))
+    assert first is second

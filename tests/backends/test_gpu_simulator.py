@@ -21,7 +21,8 @@ def simulate(*arguments: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.parametrize(
-    "which", ["gpu-naive", "gpu-shared-input", "gpu-shared and not input", "gpu-tuned", "gpu-fused", "refused"]
+    "which",
+    ["gpu-naive", "gpu-shared-input", "gpu-shared and not input", "gpu-tuned", "gpu-fused", "refused or shared_array"],
 )
 def test_backend_in_the_simulator(which):
     suite = "tests/backends/simulated_gpu.py"
