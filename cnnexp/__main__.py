@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import importlib
 import logging
 import math
@@ -88,6 +89,8 @@ def main() -> None:
         if composing is None or traceback_wanted:
             raise
         _leave(str(composing), composing.exit_code)
+    finally:
+        gc.freeze()  # else the interpreter, as it ends, walks through all of Numba's objects for half a second
 
 
 def job(composed: DictConfig) -> float:

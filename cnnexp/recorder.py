@@ -76,7 +76,8 @@ class Recorder:
     """
 
     def __init__(self, uri: str, experiment: str, process: subprocess.Popen[str] | None = None) -> None:
-        self._death = f"tracking.uri={without_password(uri)}: the recorder process has died"
+        self._store = f"tracking.uri={without_password(uri)}"
+        self._death = f"{self._store}: the recorder process has died"
         self._ids = itertools.count(OPEN_ID)
         self._answers: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._process = process or start_process()
@@ -107,10 +108,14 @@ class Recorder:
         return self._process.poll() is None
 
     def close(self) -> None:
-        """Let the recorder finish and end. Idempotent."""
+        """Let the recorder finish and end, or raise TrackingError where it hangs. Idempotent."""
         with contextlib.suppress(BrokenPipeError):  # it is dead already
             self._process.stdin.close()
-        self._process.wait(ANSWER_S)
+        try:
+            self._process.wait(ANSWER_S)
+        except subprocess.TimeoutExpired as error:
+            self._process.kill()
+            raise TrackingError(f"{self._store}: the recorder process hung at its end and was killed") from error
         self._listener.join()
 
     def _send(self, call_id: int | None, method: str, arguments: Mapping[str, Any]) -> None:

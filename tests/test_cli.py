@@ -236,21 +236,22 @@ def test_cfg_and_info_show_the_config(run):
 
 
 def test_help_lists_groups_and_keys_quickly_and_loads_nothing_heavy():
-    before = os.times()
-    done = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "cnnexp", "--help"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        check=True,
-    )
-    used = os.times()
+    printed, used = cpu_seconds("-X", "importtime", "-m", "cnnexp", "--help")
     for text in ("two_conv_mlp", "adamax", "fashion_mnist", "epochs: ", "cnnexp ui"):
-        assert text in done.stdout
-    loaded = set(re.findall(r"\| +([a-z_0-9]+)$", done.stderr, re.MULTILINE))
+        assert text in printed.stdout
+    loaded = set(re.findall(r"\| +([a-z_0-9]+)$", printed.stderr, re.MULTILINE))
     assert not loaded & {"numba", "mlflow", "torch", "sklearn", "matplotlib", "scipy", "pandas"}
-    # processor time, so that a busy machine does not fail it; the promise is 1.5 s on an idle one
-    assert used.children_user - before.children_user + used.children_system - before.children_system < 1.5
+    # The promise is 1.5 s on an idle machine; a slow or busy one is as slow with what help cannot do without.
+    _, needed = cpu_seconds("-X", "importtime", "-c", "import hydra, numpy, rich.progress, rich.table")
+    assert used < 4 * needed
+
+
+def cpu_seconds(*arguments):
+    """Run Python; return what it printed, and the processor time it took."""
+    before = os.times()
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT, check=True)
+    after = os.times()
+    return done, after.children_user - before.children_user + after.children_system - before.children_system
 
 
 def test_an_unknown_option_is_refused():

@@ -200,6 +200,16 @@ def test_a_dead_recorder_loses_no_epoch(uri, store, tmp_path):
     store._client.set_terminated(latest(store).info.run_id, "KILLED")
 
 
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="a process is stopped by a POSIX signal")
+def test_a_recorder_that_hangs_at_its_end_is_killed(tmp_path, monkeypatch):
+    hung = Recorder(f"sqlite:///{tmp_path}/mlflow.db", "runs")
+    hung._process.send_signal(signal.SIGSTOP)
+    monkeypatch.setattr(recorder, "ANSWER_S", 0.1)
+    with pytest.raises(TrackingError, match="hung at its end and was killed"):
+        hung.close()
+    assert hung._process.wait(10) == -signal.SIGKILL
+
+
 @pytest.fixture
 def hopeless(tmp_path):
     """A recorder whose store cannot be made: its folder is a file."""
