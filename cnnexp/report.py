@@ -247,11 +247,13 @@ def _paper_lines(result: Result) -> Figure:
 
 
 def _paper_scaling(axes, result: Result) -> None:
-    """Draw the cost model's epoch time over many workers: a colour per link, dashed with gradients at every step."""
+    """Draw the cost model: a colour per link; averaging parameters solid, gradients at every step dashed and hollow."""
     links = list(dict.fromkeys(row["link"] for row in result.scaling))
     for label in dict.fromkeys(page.scaling_label(row) for row in result.scaling):
         rows = [row for row in result.scaling if page.scaling_label(row) == label]
-        style = {**_series(links.index(rows[0]["link"])), "linestyle": "--" if rows[0]["sync"] == "gradients" else "-"}
+        style = _series(links.index(rows[0]["link"]))
+        if rows[0]["sync"] == "gradients":
+            style |= {"linestyle": "--", "markerfacecolor": "white"}
         axes.plot(_column(rows, "workers"), _column(rows, "epoch_s"), label=f"model: {label}", **style)
     measured = [(column.x, cell.ours) for column, cell in zip(result.experiment.columns, result.cells[0], strict=True)]
     found = [(x, seconds) for x, seconds in measured if seconds is not None]
@@ -264,7 +266,7 @@ def _paper_scaling(axes, result: Result) -> None:
     axes.set_xticks(counts, [f"{count:,.0f}" for count in counts], rotation=45)
     axes.minorticks_off()
     _label(axes, result.experiment.axis, result.experiment.quantity)
-    axes.legend(loc="lower left", fontsize="x-small", frameon=False)
+    axes.legend(loc="lower left", fontsize="x-small", handlelength=4)  # long enough to show dashes
 
 
 def _paper_epochs(result: Result) -> Figure:
