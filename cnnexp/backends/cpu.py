@@ -9,7 +9,7 @@ import numpy as np
 
 from cnnexp.backends import cpu_kernels
 from cnnexp.backends.layerwise import LayerwiseProgram
-from cnnexp.backends.processor import cpu_name
+from cnnexp.backends.processor import SequentialBackend
 from cnnexp.backends.protocol import Update
 from cnnexp.losses import Loss
 from cnnexp.network import Network
@@ -122,15 +122,10 @@ def _rows(array: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Cpu:
+class Cpu(SequentialBackend):
     """Numba on one thread: the baseline of every speedup."""
 
     name: ClassVar[str] = "cpu"
-    threads: ClassVar[int] = 1
-
-    @property
-    def device_name(self) -> str:
-        return cpu_name()
 
     def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> LayerwiseProgram:
         return LayerwiseProgram(CpuOps(parallel=False), network, loss, optimizer, batch_size)

@@ -14,7 +14,7 @@ import numba
 
 from cnnexp.backends.cpu import CpuOps
 from cnnexp.backends.layerwise import LayerwiseProgram
-from cnnexp.backends.processor import cpu_name, resolve_threads
+from cnnexp.backends.processor import ThreadedBackend
 from cnnexp.errors import ConfigError
 from cnnexp.losses import Loss
 from cnnexp.network import Network
@@ -50,28 +50,18 @@ def numba_threads(count: int) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class CpuParallel:
-    """Numba on several threads.
-
-    Attributes:
-        threads: 1 to the usable cores; all of them if None.
-    """
+class CpuParallel(ThreadedBackend):
+    """Numba on several threads."""
 
     name: ClassVar[str] = "cpu-parallel"
-    threads: int | None = None
 
     def __post_init__(self) -> None:
-        threads = resolve_threads(self.threads)
-        if threads > numba.config.NUMBA_NUM_THREADS:
+        super().__post_init__()
+        if self.threads > numba.config.NUMBA_NUM_THREADS:
             raise ConfigError(
-                f"backend.threads={threads}: must be at most {numba.config.NUMBA_NUM_THREADS}, "
+                f"backend.threads={self.threads}: must be at most {numba.config.NUMBA_NUM_THREADS}, "
                 "the environment variable NUMBA_NUM_THREADS; unset it"
             )
-        object.__setattr__(self, "threads", threads)
-
-    @property
-    def device_name(self) -> str:
-        return cpu_name()
 
     def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> LayerwiseProgram:
         choose_threading_layer()

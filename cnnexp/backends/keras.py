@@ -14,7 +14,7 @@ from typing import ClassVar
 import numpy as np
 
 from cnnexp.backends.layerwise import as_float32
-from cnnexp.backends.processor import cpu_name, resolve_threads
+from cnnexp.backends.processor import ThreadedBackend
 from cnnexp.backends.protocol import State
 from cnnexp.errors import BackendUnavailable, CheckpointError
 from cnnexp.losses import LOG_FLOOR, VARIANCE_FLOOR, Loss, Totals, check_loss
@@ -210,7 +210,7 @@ def _layers(stage: Stage) -> list[keras.layers.Layer]:
 
 
 @dataclass(frozen=True)
-class Keras:
+class Keras(ThreadedBackend):
     """Keras on TensorFlow, on the CPU.
 
     Attributes:
@@ -218,14 +218,6 @@ class Keras:
     """
 
     name: ClassVar[str] = "keras"
-    threads: int | None = None
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "threads", resolve_threads(self.threads))
-
-    @property
-    def device_name(self) -> str:
-        return cpu_name()
 
     def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> KerasProgram:
         set_threads(self.threads)

@@ -10,7 +10,7 @@ import numpy as np
 import threadpoolctl
 
 from cnnexp.backends.layerwise import LayerwiseProgram
-from cnnexp.backends.processor import cpu_name
+from cnnexp.backends.processor import SequentialBackend
 from cnnexp.backends.protocol import Update
 from cnnexp.losses import FUNCTIONS, Loss
 from cnnexp.network import Network
@@ -174,15 +174,10 @@ def one_blas_thread():
 
 
 @dataclass(frozen=True)
-class Numpy:
+class Numpy(SequentialBackend):
     """Matrix operations on one thread."""
 
     name: ClassVar[str] = "numpy"
-    threads: ClassVar[int] = 1
-
-    @property
-    def device_name(self) -> str:
-        return cpu_name()
 
     def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> LayerwiseProgram:
         return LayerwiseProgram(NumpyOps(), network, loss, optimizer, batch_size, scope=one_blas_thread)

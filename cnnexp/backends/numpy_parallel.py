@@ -14,7 +14,7 @@ import numpy as np
 
 from cnnexp.backends.layerwise import LayerwiseProgram
 from cnnexp.backends.numpy import NumpyOps, one_blas_thread
-from cnnexp.backends.processor import cpu_name, resolve_threads
+from cnnexp.backends.processor import ThreadedBackend
 from cnnexp.backends.protocol import Ops, Update
 from cnnexp.backends.unrolled import UnrolledOps
 from cnnexp.losses import Loss
@@ -123,22 +123,10 @@ def _part_of(array: np.ndarray | None, part: slice) -> np.ndarray | None:
 
 
 @dataclass(frozen=True)
-class _Split:
-    """What both backends share.
-
-    Attributes:
-        threads: 1 to the usable cores; all of them if None.
-    """
+class _Split(ThreadedBackend):
+    """What both backends share."""
 
     ops: ClassVar[type[Ops]]
-    threads: int | None = None
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "threads", resolve_threads(self.threads))
-
-    @property
-    def device_name(self) -> str:
-        return cpu_name()
 
     def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> LayerwiseProgram:
         ops = SplitOps(self.ops(), self.threads)

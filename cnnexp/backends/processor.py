@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import os
 import platform
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from cnnexp.errors import ConfigError
 
@@ -36,3 +38,32 @@ def cpu_name() -> str:
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
+
+
+@dataclass(frozen=True)
+class SequentialBackend:
+    """What backends on one thread of the CPU have in common."""
+
+    threads: ClassVar[int] = 1
+
+    @property
+    def device_name(self) -> str:
+        return cpu_name()
+
+
+@dataclass(frozen=True)
+class ThreadedBackend:
+    """What backends on several threads of the CPU have in common.
+
+    Attributes:
+        threads: 1 to the usable cores; all of them if None.
+    """
+
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "threads", resolve_threads(self.threads))
+
+    @property
+    def device_name(self) -> str:
+        return cpu_name()

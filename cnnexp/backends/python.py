@@ -13,7 +13,7 @@ from typing import ClassVar
 import numpy as np
 
 from cnnexp.backends.layerwise import LayerwiseProgram
-from cnnexp.backends.processor import cpu_name
+from cnnexp.backends.processor import SequentialBackend
 from cnnexp.backends.protocol import Update
 from cnnexp.losses import LOG_FLOOR, VARIANCE_FLOOR, Loss
 from cnnexp.network import Network
@@ -204,15 +204,10 @@ def _binary_cross_entropy(scores: list[float], label: int) -> tuple[float, bool,
 
 
 @dataclass(frozen=True)
-class Python:
+class Python(SequentialBackend):
     """Plain Python on one thread: the slowest, and the plainest to read."""
 
     name: ClassVar[str] = "python"
-    threads: ClassVar[int] = 1
-
-    @property
-    def device_name(self) -> str:
-        return cpu_name()
 
     def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> LayerwiseProgram:
         return LayerwiseProgram(PythonOps(), network, loss, optimizer, batch_size)

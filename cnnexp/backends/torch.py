@@ -15,7 +15,7 @@ from typing import ClassVar
 import numpy as np
 
 from cnnexp.backends.layerwise import as_float32
-from cnnexp.backends.processor import cpu_name, resolve_threads
+from cnnexp.backends.processor import ThreadedBackend
 from cnnexp.backends.protocol import State
 from cnnexp.errors import BackendUnavailable, CheckpointError, ConfigError
 from cnnexp.losses import LOG_FLOOR, VARIANCE_FLOOR, Loss, Totals, check_loss
@@ -281,22 +281,10 @@ def _torch_threads(count: int) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Torch:
-    """PyTorch on the CPU.
-
-    Attributes:
-        threads: 1 to the usable cores; all of them if None.
-    """
+class Torch(ThreadedBackend):
+    """PyTorch on the CPU."""
 
     name: ClassVar[str] = "torch"
-    threads: int | None = None
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "threads", resolve_threads(self.threads))
-
-    @property
-    def device_name(self) -> str:
-        return cpu_name()
 
     def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> TorchProgram:
         return TorchProgram(network, loss, optimizer, batch_size, self.threads)

@@ -9,7 +9,7 @@ import numpy as np
 
 from cnnexp.backends.layerwise import LayerwiseProgram
 from cnnexp.backends.numpy import NumpyOps, one_blas_thread, pad, unpad, window
-from cnnexp.backends.processor import cpu_name
+from cnnexp.backends.processor import SequentialBackend
 from cnnexp.losses import Loss
 from cnnexp.network import Network
 from cnnexp.optimizers import Optimizer
@@ -59,15 +59,10 @@ def roll(columns, stride, pads, x):
 
 
 @dataclass(frozen=True)
-class Unrolled:
+class Unrolled(SequentialBackend):
     """im2col and one matrix product per convolution, on one thread."""
 
     name: ClassVar[str] = "unrolled"
-    threads: ClassVar[int] = 1
-
-    @property
-    def device_name(self) -> str:
-        return cpu_name()
 
     def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> LayerwiseProgram:
         return LayerwiseProgram(UnrolledOps(), network, loss, optimizer, batch_size, scope=one_blas_thread)
