@@ -1,6 +1,6 @@
-"""The command line, and the only module that imports Hydra: it composes the config, and hands runs to `runner`.
+"""The command line: `python -m cnnexp ...` and the console script `cnnexp ...` are the same.
 
-`python -m cnnexp ...` and the console script `cnnexp ...` are the same.
+Only light modules are imported at the top, so that MLflow begins to load, in a process of its own, before Hydra here.
 """
 
 from __future__ import annotations
@@ -8,31 +8,13 @@ from __future__ import annotations
 import errno
 import gc
 import importlib
-import logging
-import math
 import os
 import signal
-import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, cast
 
-import hydra
-from hydra.core.hydra_config import HydraConfig
-from hydra.experimental.callback import Callback
-from omegaconf import DictConfig, OmegaConf
-
-from cnnexp import explain, page, runner, sweep
-from cnnexp.config import Tracking, build, load, plain, record
-from cnnexp.console import make_console
-from cnnexp.environment import outputs_dir, program_name
-from cnnexp.errors import CnnexpError, TrackingError
-from cnnexp.recorder import Recorder, Run, start_process
-from cnnexp.tracking import store_uri, without_password
-from cnnexp.workers import mpi
-
-log = logging.getLogger(__name__)
+from cnnexp.environment import launched_rank, program_name
+from cnnexp.errors import CnnexpError, leave
+from cnnexp.recorder import end_early, start_early
 
 # name -> function and arguments; conf/config.yaml tells what each is for
 COMMANDS = {
@@ -43,15 +25,6 @@ COMMANDS = {
 }
 # what the system says of a disk, and no mistake of ours
 DISK_ERRORS = (errno.EACCES, errno.EDQUOT, errno.EIO, errno.ENOSPC, errno.EPERM, errno.EROFS)
-OBJECTIVES = {"test_accuracy": "final/test_accuracy", "epoch_s": "time/median_epoch_s"}
-PACKAGE = Path(__file__).resolve().parent
-# a checkout holds conf/ beside the package, an installed package inside it
-CONF = next((path for path in (PACKAGE / "conf", PACKAGE.parent / "conf") if path.is_dir()), PACKAGE / "conf")
-
-# ${outputs:} in conf/config.yaml; here, so that the workers of a parallel launcher know it too
-OmegaConf.register_new_resolver("outputs", lambda: str(outputs_dir()), replace=True)
-# ${by:NAME,{NAME1: VALUE1},OTHERWISE} in conf/experiment/: a value that depends on the backend, say
-OmegaConf.register_new_resolver("by", lambda name, values, otherwise: values.get(name, otherwise), replace=True)
 
 
 class Terminated(KeyboardInterrupt):
@@ -63,20 +36,21 @@ def main() -> None:
     traceback_wanted = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise what it would print, so that errors are reported here
     signal.signal(signal.SIGTERM, _terminate)
-    if mpi.launched_rank():
-        mpi.follow()
+    rank = launched_rank()
+    if rank:
+        importlib.import_module("cnnexp.workers.mpi").follow()
         return
     try:
-        if mpi.launched_rank() == 0:
-            mpi.lead()
+        if rank == 0:
+            importlib.import_module("cnnexp.workers.mpi").lead()
         _dispatch(sys.argv[1:])
     except CnnexpError as error:
         if traceback_wanted:
             raise
-        _leave(str(error), error.exit_code)
+        leave(str(error), error.exit_code)
     except KeyboardInterrupt as error:
         terminated = isinstance(error, Terminated)
-        _leave("terminated" if terminated else "interrupted", 143 if terminated else 130)
+        leave("terminated" if terminated else "interrupted", 143 if terminated else 130)
     except BrokenPipeError:
         # who read standard output is gone, as with `| head`; nobody is left to tell, nor at the interpreter's end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -84,73 +58,15 @@ def main() -> None:
     except Exception as error:
         if isinstance(error, OSError) and error.errno in DISK_ERRORS and not traceback_wanted:
             where = f"{error.filename}: " if error.filename else ""
-            _leave(f"{where}{os.strerror(error.errno)}; runs write to hydra.run.dir=FOLDER and tracking.uri=STORE", 1)
-        composing = explain.explain(error, _config_keys)
+            leave(f"{where}{os.strerror(error.errno)}; runs write to hydra.run.dir=FOLDER and tracking.uri=STORE", 1)
+        from cnnexp import explain, hydra_app
+
+        composing = explain.explain(error, hydra_app.config_keys)
         if composing is None or traceback_wanted:
             raise
-        _leave(str(composing), composing.exit_code)
+        leave(str(composing), composing.exit_code)
     finally:
         gc.freeze()  # else the interpreter, as it ends, walks through all of Numba's objects for half a second
-
-
-def job(composed: DictConfig) -> float:
-    """Run one job of the command line; return its objective, nan if it failed.
-
-    A failure is kept, not raised: Hydra would print it its own way, and of a sweep only the first.
-    """
-    try:
-        return run(composed)
-    except Exception as error:
-        if sweep.current():  # its end tells what failed, from the jobs' folders
-            log.error("%s", error, exc_info=None if isinstance(error, CnnexpError) else error)
-        else:
-            _failures.append(error)
-        return math.nan
-
-
-def run(composed: DictConfig) -> float:
-    """Train what the config describes, record it, show it; return the objective."""
-    hydra_config = HydraConfig.get()
-    folder, overrides = Path(hydra_config.runtime.output_dir), _as_typed(hydra_config.overrides.task)
-    within, recorded = sweep.current(), record(composed)
-    try:
-        settings = load(plain(composed))
-    except CnnexpError:
-        # a sweep finds what became of its jobs in their folders
-        with Run(folder, recorded, overrides, name="illegal config"):
-            raise
-    tracking, parent = settings.tracking, within.run_id if within else None
-    contended = within is not None and within.contended
-    recorder = _recorder(tracking)
-    with Run(folder, recorded, overrides, recorder, tracking.run_name, parent, contended) as run:
-        if settings.sweep.skip_finished and run.skip_if_finished():
-            log.info("skipped, finished before: %s", run.name)
-        else:
-            runner.train(settings, run)
-    return run.metrics.get(OBJECTIVES[settings.sweep.objective], math.nan)  # a simulated run has no times
-
-
-class SweepCallback(Callback):
-    """Hydra's word that a sweep starts, in the process that starts it (see conf/config.yaml)."""
-
-    started: sweep.Sweep | None = None
-    recorder: Recorder | None = None
-
-    def on_multirun_start(self, config: DictConfig, **_) -> None:
-        """Begin the sweep; what Hydra would swallow ends the program instead."""
-        try:
-            tracking = build(Tracking, plain(config.tracking), "tracking")
-            SweepCallback.recorder = _recorder(tracking)
-            overrides = _as_typed(config.hydra.overrides.task)
-            folder, paper = Path(config.hydra.sweep.dir), config.sweep.paper
-            SweepCallback.started = sweep.begin(folder, overrides, SweepCallback.recorder, paper)
-        except CnnexpError as error:
-            _leave(str(error), error.exit_code)
-
-
-_failures: list[Exception] = []  # of this process
-_recorders: dict[Tracking, Recorder] = {}  # the jobs of a sweep share one
-_early: list[subprocess.Popen[str]] = []  # a recorder's process that no recorder has taken yet
 
 
 def _dispatch(arguments: list[str]) -> None:
@@ -163,40 +79,11 @@ def _dispatch(arguments: list[str]) -> None:
             getattr(importlib.import_module(module), function)(arguments[1:])
         return
     if _seems_recorded(arguments):
-        _early.append(start_process())  # loads MLflow while this process composes the config and loads its compiler
-    command = hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)
-    interrupted = True
+        start_early()  # loads MLflow while this process loads Hydra, the data and its compiler
     try:
-        command()
-        interrupted = False
+        importlib.import_module("cnnexp.hydra_app").launch()
     finally:
-        while _early:
-            with _early.pop() as process:
-                process.kill()
-        failed = _finish_sweep(SweepCallback.started, interrupted) if SweepCallback.started else []
-        for recorder in _recorders.values():
-            recorder.close()
-    for tracking in _recorders if not any(isinstance(error, TrackingError) for error in _failures) else ():
-        store = f" tracking.uri={without_password(tracking.uri)}" if tracking.uri else ""
-        make_console().print(f"To look at it: {program_name()} ui{store}", highlight=False, soft_wrap=True)
-    if failed:
-        _leave(
-            f"{len(failed)} job{'s' if len(failed) > 1 else ''} failed" + "".join(f"\n  {line}" for line in failed), 1
-        )
-    if _failures:
-        raise _failures[0]
-
-
-def _finish_sweep(started: sweep.Sweep, interrupted: bool) -> list[str]:
-    """End a sweep and show its table; return a line for each job that failed."""
-    rows = sweep.finish(started, SweepCallback.recorder, interrupted)
-    if rows:
-        console = make_console()
-        console.print(sweep.summary_table(rows))
-        if started.paper is not None:
-            console.print(page.screen_table(page.compare(Path(started.folder), started.paper)))
-            console.print(f"The page: {Path(started.folder) / page.FOLDER / 'index.html'}", soft_wrap=True)
-    return sweep.failures(rows, started.paper)
+        end_early()
 
 
 def _seems_recorded(arguments: list[str]) -> bool:
@@ -205,48 +92,9 @@ def _seems_recorded(arguments: list[str]) -> bool:
     return not about and "tracking=none" not in arguments
 
 
-def _recorder(tracking: Tracking) -> Recorder | None:
-    """Return the process that writes to the store."""
-    if tracking.name == "none":
-        return None
-    if tracking not in _recorders:
-        uri = store_uri(tracking.uri)
-        _recorders[tracking] = Recorder(uri, tracking.experiment, _early.pop() if _early else None)
-    return _recorders[tracking]
-
-
-def _as_typed(overrides: Any) -> list[str]:
-    """Return overrides without resolving what they hold: it may lead nowhere, or to a secret."""
-    return cast(list[str], OmegaConf.to_container(overrides, resolve=False))
-
-
-def _config_keys() -> list[str]:
-    """Return the dotted keys of the config, with the groups that the command line picks where they exist."""
-    choices = [word.partition("=")[::2] for word in sys.argv[1:]]
-    picked = [f"{group}={name}" for group, name in choices if (CONF / group / f"{name}.yaml").is_file()]
-    with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
-        return list(_dotted(hydra.compose("config", picked)))
-
-
-def _dotted(values: Any, prefix: str = "") -> Iterator[str]:
-    for key, value in values.items_ex(resolve=False):
-        if isinstance(value, DictConfig):
-            yield from _dotted(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}"
-
-
 def _terminate(signum: int, frame: object) -> None:
     raise Terminated
 
 
-def _leave(message: str, code: int) -> None:
-    sys.stderr.write(f"cnnexp: error: {message}\n")
-    sys.exit(code)
-
-
 if __name__ == "__main__":
-    # under its import name, so that Hydra's callback and the workers of a parallel launcher see this one module
-    from cnnexp.__main__ import main
-
     main()

@@ -15,7 +15,13 @@ from typing import Any
 
 from cnnexp.backends.processor import cpu_name, usable_cores
 
+RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")  # set by MPICH, Intel MPI, Slurm; PMIx; Open MPI
 PACKAGES = ("numpy", "numba", "numba-cuda", "mlflow", "torch", "tensorflow", "tensorflow-cpu", "keras")
+
+
+def launched_rank() -> int | None:
+    """Return this process's rank as its launcher has put it in the environment, None if not started by one."""
+    return next((int(os.environ[name]) for name in RANK_VARIABLES if name in os.environ), None)
 
 
 def checkout() -> Path | None:

@@ -7,7 +7,9 @@ Every error names what was given, what is legal and what to do. `cnnexp.__main__
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Iterable
+from typing import NoReturn
 
 
 class CnnexpError(Exception):
@@ -66,3 +68,9 @@ def did_you_mean(given: str, legal: Iterable[str]) -> str:
     """Return `; did you mean 'x'?` for the nearest legal name, or an empty string."""
     close = difflib.get_close_matches(given, list(legal), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def leave(message: str, exit_code: int) -> NoReturn:
+    """End the program with an error of one line."""
+    sys.stderr.write(f"cnnexp: error: {message}\n")
+    sys.exit(exit_code)

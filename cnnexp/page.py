@@ -22,7 +22,7 @@ import numpy as np
 from cnnexp import cost_model, environment
 from cnnexp.errors import ConfigError, DataError, did_you_mean
 from cnnexp.papers import EXPERIMENTS, Column, Experiment, Job, Line
-from cnnexp.recorder import JOURNAL, LACKING, PREDICTIONS, read_journal
+from cnnexp.record import JOURNAL, LACKING, PREDICTIONS, read_journal
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -18,7 +18,7 @@ from cnnexp.environment import outputs_dir
 from cnnexp.errors import ConfigError
 from cnnexp.losses import check_loss
 from cnnexp.profile import Ledger, Profiled
-from cnnexp.recorder import Run, find_folder
+from cnnexp.record import Run, find_folder
 from cnnexp.speedup import Baseline, amdahl_limit
 from cnnexp.sweep import write_csv
 from cnnexp.train import train_epochs

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cnnexp import page
-from cnnexp.recorder import JOURNAL, LACKING, Recorder, read_journal
+from cnnexp.record import JOURNAL, LACKING, read_journal
+from cnnexp.recorder import Recorder
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -26,6 +26,7 @@ from urllib.parse import unquote, urlsplit
 
 from cnnexp import environment
 from cnnexp.errors import ConfigError, TrackingError, did_you_mean
+from cnnexp.recorder import without_password
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -357,12 +358,6 @@ def _alive(pid: int) -> bool:
     except PermissionError:
         return True
     return pid > 0
-
-
-def without_password(uri: str) -> str:
-    """Return the URI of a store as a message may show it."""
-    password = urlsplit(uri).password
-    return uri.replace(f":{password}@", ":***@") if password else uri
 
 
 def serve(calls: Iterator[str], answer) -> None:

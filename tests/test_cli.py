@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from cnnexp import __main__ as cli
+from cnnexp import hydra_app
 from cnnexp.errors import BackendUnavailable, DataError, TrackingError
-from cnnexp.recorder import Run, read_journal
+from cnnexp.record import Run, read_journal
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ("experiment=smoke", "backend=numpy", "tracking=none", "trainer.baseline=null", "trainer.epochs=1")
@@ -28,9 +29,9 @@ def run(monkeypatch, capsys, tmp_path):
     def run(*arguments: str) -> tuple[int, str, str]:
         folders = (f"hydra.run.dir={tmp_path}/run", f"hydra.sweep.dir={tmp_path}/sweep")
         monkeypatch.setattr(sys, "argv", ["cnnexp", *arguments, *(folders if "--help" not in arguments else ())])
-        monkeypatch.setattr(cli, "_failures", [])
-        monkeypatch.setattr(cli, "_recorders", {})
-        monkeypatch.setattr(cli.SweepCallback, "started", None)
+        monkeypatch.setattr(hydra_app, "_failures", [])
+        monkeypatch.setattr(hydra_app, "_recorders", {})
+        monkeypatch.setattr(hydra_app.SweepCallback, "started", None)
         os.environ["HYDRA_FULL_ERROR"] = "0"
         try:
             cli.main()
@@ -151,7 +152,7 @@ def test_a_bug_is_a_traceback(run, monkeypatch):
     def broken(*_):
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(cli.runner, "train", broken)
+    monkeypatch.setattr(hydra_app.runner, "train", broken)
     with pytest.raises(ZeroDivisionError, match="a bug"):
         run(*TINY)
 
@@ -211,16 +212,16 @@ def test_a_mistake_in_one_job_of_a_sweep(run):
 def test_jobs_return_their_objective(run, tmp_path):
     objectives = []
 
-    class Watch(cli.Callback):
+    class Watch(hydra_app.Callback):
         def on_job_end(self, config, job_return, **_):
             objectives.append(job_return.return_value)
 
-    cli.Watch = Watch
+    hydra_app.Watch = Watch
     try:
         for name in ("test_accuracy", "epoch_s"):
-            run(*TINY, f"sweep.objective={name}", "+hydra.callbacks.watch._target_=cnnexp.__main__.Watch")
+            run(*TINY, f"sweep.objective={name}", "+hydra.callbacks.watch._target_=cnnexp.hydra_app.Watch")
     finally:
-        del cli.Watch
+        del hydra_app.Watch
     metrics = read_journal(tmp_path / "run")["metrics"]
     assert objectives[0] == metrics["final/test_accuracy"]
     assert objectives[1] == metrics["time/median_epoch_s"]

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from cnnexp import __main__ as cli
-from cnnexp import page
+from cnnexp import hydra_app, page
 from cnnexp.errors import ConfigError, DataError
 from cnnexp.papers import EXPERIMENTS, Column, Experiment, Job, Line, accuracy, epoch_s, limit, seconds_per_iteration
-from cnnexp.recorder import JOURNAL, LACKING
+from cnnexp.record import JOURNAL, LACKING
 
 ROOT = Path(__file__).resolve().parent.parent
 MNIST = ROOT.parent / "shared" / "data" / "mnist"
@@ -113,7 +113,7 @@ def run(monkeypatch, capsys, tmp_path):
 
     def run(*arguments: str) -> str:
         monkeypatch.setattr(sys, "argv", ["cnnexp", *arguments, f"hydra.sweep.dir={tmp_path}/sweep"])
-        monkeypatch.setattr(cli.SweepCallback, "started", None)
+        monkeypatch.setattr(hydra_app.SweepCallback, "started", None)
         monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
         cli.main()
         return capsys.readouterr().out

@@ -14,7 +14,7 @@ from cnnexp.backends import backend
 from cnnexp.checkpoint import Checkpoint, describe, save
 from cnnexp.datasets import Digits
 from cnnexp.errors import BackendUnavailable, CheckpointError, ConfigError, DataError
-from cnnexp.recorder import read_journal
+from cnnexp.record import read_journal
 
 ROOT = Path(__file__).resolve().parent.parent
 GRAY = (4, 4, 1)

@@ -11,7 +11,8 @@ from results import CONFIG, DATASET, NETWORK, Backend, epoch_result
 
 from cnnexp import recorder, tracking
 from cnnexp.errors import Diverged, TrackingError
-from cnnexp.recorder import Recorder, Run, read_journal
+from cnnexp.record import Run, default_name, flatten, predicted_classes, read_journal
+from cnnexp.recorder import Recorder
 
 # MLflow and what it imports warn of each other; the recorder's process silences them
 pytestmark = pytest.mark.filterwarnings("default")
@@ -236,7 +237,8 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from results import CONFIG, DATASET, NETWORK, Backend, epoch_result
-from cnnexp.recorder import Recorder, Run
+from cnnexp.record import Run
+from cnnexp.recorder import Recorder
 run = Run(Path(sys.argv[1]), CONFIG, (), Recorder(sys.argv[2], "runs"))
 run.begin(DATASET, NETWORK, Backend())
 run.epoch(epoch_result(1))
@@ -274,7 +276,7 @@ def test_an_interrupted_wait_does_not_mix_up_answers(live):
 
 def test_flatten_gives_dotted_keys():
     config = {"model": {"name": "custom", "layers": [{"type": "ReLU"}]}, "trainer": {"patience": None, "lr": 0.1}}
-    assert recorder.flatten(config) == {
+    assert flatten(config) == {
         "model.name": "custom",
         "model.layers": json.dumps([{"type": "ReLU"}]),
         "trainer.patience": "null",
@@ -284,8 +286,8 @@ def test_flatten_gives_dotted_keys():
 
 def test_name_tells_the_pieces_and_what_was_changed():
     overrides = ["model=one_conv", "model.filters=8", "tracking.uri=sqlite:///x", "trainer.seed=1"]
-    assert recorder.default_name(CONFIG, overrides) == "points one_conv numpy filters=8 seed=1"
+    assert default_name(CONFIG, overrides) == "points one_conv numpy filters=8 seed=1"
 
 
 def test_predicted_classes_of_one_output():
-    assert recorder.predicted_classes(np.array([[0.2], [0.5]], np.float32)).tolist() == [0, 1]
+    assert predicted_classes(np.array([[0.2], [0.5]], np.float32)).tolist() == [0, 1]

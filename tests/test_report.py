@@ -6,7 +6,7 @@ from PIL import Image
 from results import DATASET, LABELS, SCORES, epoch_result
 
 from cnnexp import report
-from cnnexp.recorder import epoch_metrics, predicted_classes
+from cnnexp.record import epoch_metrics, predicted_classes
 
 
 def epochs(*results):

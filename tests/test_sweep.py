@@ -12,7 +12,8 @@ from rich.console import Console
 
 from cnnexp import sweep, tracking
 from cnnexp.errors import DataError
-from cnnexp.recorder import JOURNAL, Recorder, Run
+from cnnexp.record import JOURNAL, Run
+from cnnexp.recorder import Recorder
 
 # MLflow and what it imports warn of each other; the recorder's process silences them
 pytestmark = pytest.mark.filterwarnings("default")
@@ -26,7 +27,7 @@ def no_sweep_left_over():
 
 
 def run_job(folder, number, overrides, epoch_s=0.5, error=None, recorder=None):
-    """A job as `cnnexp.__main__` runs it."""
+    """A job as `cnnexp.hydra_app` runs it."""
     within = sweep.current()
     job = Run(folder / str(number), CONFIG, overrides, recorder, None, within.run_id, within.contended)
     if error is None:

@@ -13,6 +13,7 @@ from typing import ClassVar, Literal
 
 from cnnexp.backends.processor import usable_cores
 from cnnexp.backends.protocol import Backend, Program
+from cnnexp.environment import launched_rank
 from cnnexp.errors import ConfigError
 from cnnexp.losses import Loss
 from cnnexp.network import Network
@@ -143,7 +144,7 @@ def divide_threads(backend: Backend, workers: int) -> Backend:
 
 
 def _refuse_idle_ranks(name: str) -> None:
-    from cnnexp.workers.mpi import group_size, launched_rank
+    from cnnexp.workers.mpi import group_size
 
     if launched_rank() is not None and group_size() > 1:
         raise ConfigError(f"workers={name}: but {group_size()} MPI processes were started; add workers=mpi")

@@ -17,21 +17,16 @@ from dataclasses import replace
 
 import numpy as np
 
+from cnnexp.environment import launched_rank
 from cnnexp.errors import BackendUnavailable, CnnexpError, ConfigError, WorkerDied
 from cnnexp.workers import divide_threads
 from cnnexp.workers.guard import Member, start_guard
 from cnnexp.workers.program import ParallelProgram, make_replica, serve
 from cnnexp.workers.replica import Replica, Spec
 
-RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")  # set by MPICH, Intel MPI, Slurm; PMIx; Open MPI
 SPIN_S = 1e-3  # a broadcast that takes longer is waited for asleep: rank 0 is busy, e.g. with evaluation
 SLEEP_S = 2e-4
 END, TRAIN = 0, 1
-
-
-def launched_rank() -> int | None:
-    """Return this process's rank as its launcher has put it in the environment, None if not started by one."""
-    return next((int(os.environ[name]) for name in RANK_VARIABLES if name in os.environ), None)
 
 
 class MpiCollective:

@@ -16,7 +16,7 @@ from workers.work import MODELS, OPTIMIZERS, compiled, hundred_steps, trained
 
 from cnnexp.backends.processor import usable_cores
 from cnnexp.checkpoint import find, list_checkpoints, load
-from cnnexp.recorder import read_journal
+from cnnexp.record import read_journal
 
 psutil = pytest.importorskip("psutil", reason="finds the ranks to kill")
 pytest.importorskip("mpi4py", reason="workers=mpi needs mpi4py: pip install cnnexp[mpi]")

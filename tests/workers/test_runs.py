@@ -15,7 +15,7 @@ import pytest
 
 from cnnexp.checkpoint import find, list_checkpoints, load
 from cnnexp.environment import outputs_dir
-from cnnexp.recorder import read_journal
+from cnnexp.record import read_journal
 
 psutil = pytest.importorskip("psutil", reason="finds the workers to kill")
 ROOT = Path(__file__).resolve().parent.parent.parent

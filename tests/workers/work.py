@@ -8,6 +8,7 @@ import numpy as np
 
 from cnnexp import SGD, Adam, Loss, OneConv, TwoConvMlp
 from cnnexp.backends import backend_class
+from cnnexp.environment import launched_rank
 from cnnexp.train import epoch_order
 from cnnexp.workers import Mpi, mpi
 
@@ -53,7 +54,7 @@ def main():
     parser.add_argument("--folder")
     parser.add_argument("--cases", type=json.loads)
     options = parser.parse_args()
-    if mpi.launched_rank():
+    if launched_rank():
         mpi.follow()
         return
     mpi.lead()
