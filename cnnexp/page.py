@@ -405,10 +405,10 @@ def notes(result: Result) -> list[str]:
     """Return what differs from the paper: its own notes, what was cut short, and what the machine lacks."""
     found = list(result.experiment.notes)
     for job in result.jobs:
-        timed = min((epoch["train/images"] for epoch in job.epochs), default=job.images)
-        if timed < job.images:
-            name = _name(job)
-            found.append(f"{name}: timed on {timed:,.0f} of {job.images:,} images an epoch, and scaled.")
+        timed = sorted({int(epoch["train/images"]) for epoch in job.epochs})
+        if timed and timed[0] < job.images:
+            name, span = _name(job), " to ".join(f"{count:,}" for count in dict.fromkeys((timed[0], timed[-1])))
+            found.append(f"{name}: timed on {span} of {job.images:,} images an epoch, and scaled.")
     lacking = {job.config["backend.name"]: job.error for job in result.jobs if job.status == LACKING}
     found += [f"{backend}: {error}" for backend, error in lacking.items()]
     load, cores = float(result.facts["machine.load"]), int(result.facts["machine.cores"])

@@ -50,7 +50,14 @@ def metric(name: str, scale: float = 1.0) -> Measure:
 
 def epoch_s(job: Job) -> float:
     """Seconds of an epoch over the whole training split, scaled where a pass was cut short; the median over epochs."""
-    return statistics.median(e["time/epoch_s"] * job.images / e["train/images"] for e in job.epochs)
+    return statistics.median(per_epoch(job, "time/epoch_s"))
+
+
+def per_epoch(job: Job, name: str) -> list[float]:
+    """Return a metric of every epoch; a time is scaled to the whole training split where its pass was cut short."""
+    if name == "time/epoch_s":
+        return [e[name] * job.images / e["train/images"] for e in job.epochs]
+    return [e[name] for e in job.epochs]
 
 
 def seconds_per_iteration(job: Job) -> float:

@@ -17,7 +17,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from cnnexp import page
+from cnnexp import page, papers
 
 if TYPE_CHECKING:
     from cnnexp.page import Cell, Result
@@ -291,7 +291,7 @@ def _paper_epochs(result: Result) -> Figure:
                     else _series(i)
                 )
                 marker_every = max(1, len(job.epochs) // 10)
-                y = [epoch[experiment.by_epoch] for epoch in job.epochs]
+                y = papers.per_epoch(job, experiment.by_epoch)
                 axes.plot(_column(job.epochs, "epoch"), y, label=name, markevery=marker_every, **style)
         if not found:
             missing.append(line.jobs.get("backend.name", line.label))

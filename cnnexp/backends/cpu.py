@@ -34,7 +34,7 @@ class CpuOps:
         self._parallel = parallel
 
     def empty(self, shape, dtype):
-        return np.empty(shape, dtype)
+        return np.full(shape, 0, dtype)
 
     def to_device(self, array):
         return np.require(array, requirements="CW")

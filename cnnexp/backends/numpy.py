@@ -25,7 +25,7 @@ class NumpyOps:
     """
 
     def empty(self, shape, dtype):
-        return np.empty(shape, dtype)
+        return np.full(shape, 0, dtype)
 
     def to_device(self, array):
         return array

