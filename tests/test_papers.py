@@ -12,7 +12,18 @@ import pytest
 from cnnexp import __main__ as cli
 from cnnexp import hydra_app, page
 from cnnexp.errors import ConfigError, DataError
-from cnnexp.papers import EXPERIMENTS, Column, Experiment, Job, Line, accuracy, epoch_s, limit, seconds_per_iteration
+from cnnexp.papers import (
+    EXPERIMENTS,
+    Column,
+    Experiment,
+    Job,
+    Line,
+    accuracy,
+    epoch_s,
+    limit,
+    per_epoch,
+    seconds_per_iteration,
+)
 from cnnexp.record import JOURNAL, LACKING
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -70,6 +81,16 @@ def test_an_epoch_cut_short_is_scaled():
     job = make_job(images=1000, timed=250, seconds=2.0)
     assert epoch_s(job) == 8.0
     assert seconds_per_iteration(job) == 0.08
+    assert per_epoch(job, "time/epoch_s") == [8.0]  # what the figure draws
+    assert per_epoch(job, "test/loss") == [0.1]
+
+
+def test_a_page_tells_on_how_many_images_an_epoch_was_timed():
+    job = make_job(images=1000, timed=250)
+    job.epochs.append({**job.epochs[0], "train/images": 400})
+    facts = {"machine.load": "0.1", "machine.cores": "2"}
+    result = page.Result("castanheira_fig3", EXPERIMENTS["castanheira_fig3"], (job,), (), facts)
+    assert any("timed on 250 to 400 of 1,000 images an epoch, and scaled" in note for note in page.notes(result))
 
 
 def test_cells_have_the_mean_over_seeds_its_spread_and_the_ratio():
