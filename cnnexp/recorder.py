@@ -1,4 +1,4 @@
-"""The far end of a pipe: a process that loads MLflow and writes to its store, while this one trains.
+"""The pipe to a process that loads MLflow and writes to its store, while this one trains.
 
 Imports nothing heavy, so that the process can start before anything else is loaded.
 """

@@ -439,9 +439,7 @@ def _bars(rows: Sequence[Mapping[str, Any]], varied: Sequence[str], metric: str,
 
 def _figure(width: float, height: float) -> Figure:
     """Return a figure of its own, in inches; pyplot would keep every one alive."""
-    figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
+    return Figure(figsize=(width, height), dpi=DPI, layout="constrained")
 
 
 def _save(figure: Figure, path: Path) -> None:

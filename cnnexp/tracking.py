@@ -1,7 +1,7 @@
 """The MLflow store: the only file that imports mlflow, and the process that does so.
 
 Importing MLflow takes longer than a short training, so it happens in a process of its own, `python -m cnnexp.tracking`,
-which `cnnexp.recorder` starts while the data loads and the kernels compile. It reads one call a line, `[id, name,
+which `cnnexp.recorder` starts before Hydra, the data and the compiler load. It reads one call a line, `[id, name,
 arguments]` as JSON, and answers calls that have an id with `[id, value, error]`. Training never waits for a slow store,
 and a training process that is killed outright leaves no run RUNNING: its end closes the pipe.
 """
