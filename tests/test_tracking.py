@@ -2,7 +2,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -161,13 +160,18 @@ def test_deleted_experiment_says_how_to_restore_it(store):
         tracking.Store(store._uri, "gone")
 
 
+@pytest.fixture
+def no_client(monkeypatch):
+    """Have MLflow's client fail: its own attempts at what cannot be opened go on for minutes."""
+    monkeypatch.setattr("mlflow.tracking.MlflowClient", lambda **uris: pytest.fail("MLflow was asked"))
+
+
+@pytest.mark.usefixtures("no_client")
 def test_unreachable_server_is_told_at_once():
-    started = time.monotonic()
     with pytest.raises(
         TrackingError, match=r"^tracking.uri=http://me:\*\*\*@127.0.0.1:\d+: cannot be opened: .*refused"
     ):
         tracking.Store(f"http://me:secret@127.0.0.1:{closed_port()}", "first")
-    assert time.monotonic() - started < tracking.CONNECT_S + 1
 
 
 @pytest.mark.parametrize("uri", ["sqlite:", "sqlite://x.db", "sqlite:///"])
@@ -176,14 +180,13 @@ def test_a_store_without_a_file_is_a_config_error(uri):
         tracking.store_uri(uri)
 
 
+@pytest.mark.usefixtures("no_client")
 @pytest.mark.parametrize("kind", ["folder", "other file"])
 def test_what_is_no_database_is_told_at_once(tmp_path, kind):
     path = tmp_path / "mlflow.db"
     path.mkdir() if kind == "folder" else path.write_bytes(b"not a database " * 100)
-    started = time.monotonic()
     with pytest.raises(TrackingError, match=r"mlflow\.db: cannot be opened: (unable to open|file is not a) database"):
         tracking.Store(f"sqlite:///{path}", "first")
-    assert time.monotonic() - started < 5  # MLflow's own attempts go on for two minutes
 
 
 def test_unwritable_folder_is_told(tmp_path):

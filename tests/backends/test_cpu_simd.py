@@ -190,13 +190,17 @@ def test_ctrl_c_ends_training_soon_and_leaves_the_program_whole():
     program.restore({"parameters": case.parameters})
     handle = program.load(case.images, case.labels)
     order = np.random.default_rng(0).integers(0, 2000, 60_000_000)
-    threading.Timer(0.5, _thread.interrupt_main).start()
-    started = time.perf_counter()
+
+    def interrupt():
+        while not program._step:
+            time.sleep(0.01)
+        _thread.interrupt_main()
+
+    threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
         program.train(handle, order, 0.01)
-    assert time.perf_counter() - started < 5
     state = program.state()
-    assert state["step"] > 0
+    assert 0 < state["step"] < len(order) / 8 / 2  # what had begun was finished, and no more
     np.testing.assert_array_equal(program.state()["parameters"], state["parameters"])
     assert program.train(handle, order[:80], 0.01).count == 80
     assert program.state()["step"] == state["step"] + 10
@@ -205,18 +209,19 @@ def test_ctrl_c_ends_training_soon_and_leaves_the_program_whole():
 
 @pytest.mark.usefixtures("no_collection")
 def test_an_interrupted_team_finishes_its_task_first():
-    team, entered, seen = Team(2), threading.Barrier(3), []
+    team, entered, interrupted, seen = Team(2), threading.Barrier(3), threading.Event(), []
 
     def task(rank):
         entered.wait()
+        interrupted.wait()
         seen.append(rank)
 
     def interrupt():
-        _thread.interrupt_main()
-        time.sleep(0.1)
         entered.wait()
+        _thread.interrupt_main()
+        interrupted.set()
 
-    threading.Timer(0.1, interrupt).start()
+    threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
         team.run(task)
     team.settle()
@@ -236,7 +241,7 @@ def test_threads_end_with_the_program():
     assert len(mine()) == 2
     del program
     gc.collect()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while mine() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not mine()
@@ -369,7 +374,7 @@ def test_processes_that_start_at_once_share_the_cache(tmp_path):
     command = [sys.executable, "-c", SCRIPT]
     for _ in range(2):
         running = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-        assert {p.communicate(timeout=120)[0].strip() for p in running} == {"[[6. 9.]]"}
+        assert {p.communicate(timeout=300)[0].strip() for p in running} == {"[[6. 9.]]"}
         assert {p.returncode for p in running} == {0}
         assert len(list(tmp_path.rglob("*.bin"))) == len([p for p in tmp_path.rglob("*") if p.is_file()]) == 1
 

@@ -17,6 +17,7 @@ from workers.work import MODELS, OPTIMIZERS, compiled, hundred_steps, trained
 from cnnexp.backends.processor import usable_cores
 from cnnexp.checkpoint import find, list_checkpoints, load
 from cnnexp.record import read_journal
+from cnnexp.workers import Mpi
 
 psutil = pytest.importorskip("psutil", reason="finds the ranks to kill")
 pytest.importorskip("mpi4py", reason="workers=mpi needs mpi4py: pip install cnnexp[mpi]")
@@ -24,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 MPIEXEC = shutil.which("mpiexec", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
 pytestmark = pytest.mark.skipif(MPIEXEC is None, reason="no mpiexec: pip install cnnexp[mpi]")
 PATH = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+LIMIT_S = Mpi().patience_s / 2  # a loss that is seen by then was not waited for; a busy machine is slow, not that slow
 TINY = ("experiment=smoke", "backend=numpy", "tracking=none", "trainer.baseline=null", "trainer.epochs=1")
 FFN = ("model=ffn", "~model.filters", "model.loss_name=softmax_cross_entropy")
 
@@ -34,7 +36,7 @@ def start(*arguments, ranks=2):
     return subprocess.Popen(command, cwd=ROOT, env={**os.environ, **PATH}, **pipes)
 
 
-def finish(process, seconds=60):
+def finish(process, seconds=LIMIT_S):
     try:
         return process.communicate(timeout=seconds)
     finally:
@@ -42,7 +44,7 @@ def finish(process, seconds=60):
 
 
 def wait_for(condition, process=None):
-    deadline = time.monotonic() + 180
+    deadline = time.monotonic() + LIMIT_S
     while not condition():
         assert process is None or process.poll() is None, process.stderr.read()
         assert time.monotonic() < deadline
@@ -64,7 +66,7 @@ def test_two_ranks_train_like_one_for_100_steps(tmp_path):
         [sync, model, optimizer, backend] for sync, backend in ways for model in MODELS for optimizer in OPTIMIZERS
     ]
     process = start("tests/workers/work.py", "train", "--folder", str(tmp_path), "--cases", json.dumps(cases))
-    assert finish(process, 180) == ("", "")
+    assert finish(process, 2 * LIMIT_S) == ("", "")
     assert process.returncode == 0
     for sync, model, optimizer, backend in cases:
         threads = {"threads": 2} if backend == "cpu-simd" else {}
@@ -85,13 +87,11 @@ def test_a_killed_rank_ends_all_and_is_named(rank):
     assert process.stdout.readline() == "training\n"
     everyone = ranks_of(process)
     assert sorted(everyone) == [0, 1]
-    started = time.monotonic()
     everyone[rank].send_signal(signal.SIGKILL)
-    _, stderr = finish(process, 10)
-    assert time.monotonic() - started < 10
+    _, stderr = finish(process)
     assert process.returncode != 0
     assert re.search(rf"cnnexp: error: worker {rank} of 2 \(pid {everyone[rank].pid} on \S+\) died", stderr)
-    assert not any(worker.is_running() for worker in everyone.values())
+    assert psutil.wait_procs(everyone.values(), timeout=LIMIT_S)[1] == []
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -103,11 +103,11 @@ def test_a_stopped_rank_ends_all_and_the_run_is_failed(tmp_path, rank):
     wait_for(lambda: list_checkpoints(folder / "checkpoints"), process)
     everyone = ranks_of(process)
     everyone[rank].suspend()
-    _, stderr = finish(process, 60)
+    _, stderr = finish(process)
     assert process.returncode != 0
     said = rf"worker {rank} of 2 \(pid {everyone[rank].pid} on \S+\) has given no sign of life for 4 s"
     assert re.findall(r"cnnexp: error: .*", stderr) == [re.search(f"cnnexp: error: {said} .*", stderr)[0]]
-    assert psutil.wait_procs(everyone.values(), timeout=10)[1] == []
+    assert psutil.wait_procs(everyone.values(), timeout=LIMIT_S)[1] == []
     wait_for(lambda: _statuses(store) != ["RUNNING"])
     assert _statuses(store) == ["FAILED"]
     assert load(find(folder)).epoch >= 1
@@ -139,11 +139,11 @@ def test_ctrl_c_ends_all_ranks_and_the_run_is_killed(tmp_path):
     wait_for((tmp_path / "checkpoints").exists, process)
     everyone = ranks_of(process)
     process.send_signal(signal.SIGINT)
-    _, stderr = finish(process, 10)
+    _, stderr = finish(process)
     assert process.returncode != 0
     assert "cnnexp: error: interrupted\n" in stderr
     assert read_journal(tmp_path)["status"] == "KILLED"
-    assert psutil.wait_procs(everyone.values(), timeout=10)[1] == []
+    assert psutil.wait_procs(everyone.values(), timeout=LIMIT_S)[1] == []
 
 
 def _statuses(store):
