@@ -16,10 +16,11 @@ import pytest
 from conformance import check_case, make_case
 from numba import float32, int64, njit
 
-from cnnexp.backends.cpu_simd import CpuSimd, cache, elementwise, update
+from cnnexp.backends.cpu_simd import CpuSimd, cache, elementwise, intrinsics, update
 from cnnexp.backends.cpu_simd.conv_lanes import CACHED_VECTORS, MOST_SUMS
-from cnnexp.backends.cpu_simd.emit import Target, compose, compose_five
+from cnnexp.backends.cpu_simd.emit import INDEX, Target, compose, compose_five
 from cnnexp.backends.cpu_simd.host import host_target
+from cnnexp.backends.cpu_simd.intrinsics import NEEDS
 from cnnexp.backends.cpu_simd.nodes import Convolution, FilterClassifier, FilterConvolution, SkinnyDense, WideDense
 from cnnexp.backends.cpu_simd.plan import Plan, group_stages
 from cnnexp.backends.cpu_simd.program import SimdProgram, make_plan
@@ -30,7 +31,7 @@ from cnnexp.models import OneConv, TwoConvMlp, TwoConvPool4
 from cnnexp.network import AvgPool2d, Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Sigmoid
 from cnnexp.optimizers import OPTIMIZERS, SGD, Adam
 
-AVX512 = Target(lanes=16, registers=32, permutes=True)
+AVX512 = Target(lanes=16, registers=32, features=("avx2", "avx512f"))
 TARGETS = {
     "sse": Target(lanes=4, registers=16),
     "neon": Target(lanes=4, registers=32),
@@ -289,6 +290,44 @@ def test_exp_is_as_accurate_as_it_says():
     y = np.empty_like(x)
     run(x, y)
     np.testing.assert_array_equal(y[::16], [np.nan, 0, 0, 0, 1])
+
+
+PLAIN = [Target(lanes, 16) for lanes in (4, 8, 16)]
+NATIVE = [t for t in (Target(8, 16, ("avx2",)), AVX512) if set(t.features) <= set(host_target().features)]
+
+
+@pytest.mark.parametrize("target", [*PLAIN, *NATIVE], ids=str)
+def test_lanes_under_a_mask_come_together(target):
+    def kernel(k):
+        count = k.variable(INDEX(0))
+        with k.loop(k.groups(k.lanes)) as i:
+            x = k.load(k.parameters.at(i, k.lanes))
+            alive = k.builder.fcmp_unordered("!=", x, k.zero())
+            twice = k.add(x, x)
+            count.set(k.append(alive, count.get(), [(x, k.gradients), (twice, k.arena)]))
+
+    compiled = compose("append", target, [("append", kernel)])
+
+    @njit
+    def run(x, y, z):
+        compiled(x, y, z, len(x))
+
+    every_mask = (np.arange(1 << min(target.lanes, 8))[:, None] >> np.arange(target.lanes) % 8) & 1
+    x = (every_mask * np.arange(1, every_mask.size + 1).reshape(every_mask.shape)).astype(np.float32).ravel()
+    y, z = np.zeros((2, len(x) + target.lanes), np.float32)
+    run(x, y, z)
+    alive = x[x != 0]
+    np.testing.assert_array_equal(y[: len(alive)], alive)
+    np.testing.assert_array_equal(z[: len(alive)], 2 * alive)
+
+
+def test_an_intrinsic_without_its_feature_is_refused():
+    """LLVM would end the process."""
+    for name, feature in NEEDS.items():
+        with pytest.raises(ValueError, match=f"{name} needs {feature}"):
+            intrinsics.call(None, ("neon",), name, None, [])
+    with pytest.raises(KeyError, match="experimental"):
+        intrinsics.call(None, ("avx512f",), "llvm.experimental.vector.compress.v8f32", None, [])
 
 
 def tripled(key):

@@ -6,8 +6,8 @@ many accumulators of their gradient, stay in registers. An *event* is a cell who
 only part of them): at its patch, dw += g * x and dx += g * w, per vector one load, one load and store, and two
 multiply-adds.
 
-For each group of `lanes` images: the input to rows; the events of every image and filter, compressed into lists so that
-the loop over them meets no branch; the events one by one; dx back to lanes.
+For each group of `lanes` images: the input to rows; the events of every image and filter, in lists, so that the loop
+over them meets no branch; the events one by one; dx back to lanes.
 """
 
 from __future__ import annotations
@@ -185,11 +185,10 @@ def _list_events(k: Emitter, conv: SparseGradient, g: ir.Value, db: Pointer | No
             for n, (gradient, patch) in enumerate(rows):
                 alive = k.builder.fcmp_unordered("!=", gradient, k.zero())
                 counter = (counts + 2 * n * conv.filters).at(f, 2).value(INDEX)
-                count = k.builder.load(counter, align=4)
-                for source, target in ((gradient, values), (patch, places)):
-                    at = (target + n * conv.filters * room).at(f, room).at(count)
-                    k.store(k.compress(source, alive), at)
-                k.builder.store(k.builder.add(count, k.count_lanes(alive)), counter, align=4)
+                first_event = n * conv.filters * room
+                lists = [(gradient, (values + first_event).at(f, room)), (patch, (places + first_event).at(f, room))]
+                count = k.append(alive, k.builder.load(counter, align=4), lists)
+                k.builder.store(count, counter, align=4)
 
         with k.loop(conv.cells // k.lanes) as b:
             block(k.builder.mul(b, INDEX(k.lanes)), k.lanes)

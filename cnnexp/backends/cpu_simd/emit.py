@@ -20,7 +20,12 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from cnnexp.backends.cpu_simd import intrinsics
+
 FLOAT, BIT, BYTE, INT, INDEX = ir.FloatType(), ir.IntType(1), ir.IntType(8), ir.IntType(32), ir.IntType(64)
+
+PERMUTES = {8: intrinsics.PERMUTE_8, 16: intrinsics.PERMUTE_16}
+"""By lanes."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +35,26 @@ class Target:
     Attributes:
         lanes: floats per vector, a power of 2 >= 4.
         registers: vector registers, which bound the register tiles.
-        permutes: whether one AVX-512 instruction permutes 16 floats by a vector of indices.
+        features: those of the CPU that `intrinsics.NEEDS` speaks of, sorted.
     """
 
     lanes: int
     registers: int
-    permutes: bool = False
+    features: tuple[str, ...] = ()
+
+    def has(self, intrinsic_name: str) -> bool:
+        """Whether the CPU has the instruction of an intrinsic in `intrinsics.NEEDS`."""
+        return intrinsics.NEEDS[intrinsic_name] in self.features
+
+    @property
+    def compresses(self) -> bool:
+        """Whether one instruction moves the lanes under a mask to the front."""
+        return self.lanes == 16 and self.has(intrinsics.COMPRESS_16)
+
+    @property
+    def permutes(self) -> bool:
+        """Whether one instruction permutes a vector by a vector of indices."""
+        return self.lanes in PERMUTES and self.has(PERMUTES[self.lanes])
 
 
 class Pointer:
@@ -213,7 +232,7 @@ class Emitter:
 
     def fma(self, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
         """Return a * b + c, in one instruction where the CPU has it."""
-        return self._call("fmuladd", a, b, c)
+        return self._float_function("fmuladd", a, b, c)
 
     def accumulate(self, total: Variable, a: ir.Value, b: ir.Value) -> None:
         total.set(self.fma(a, b, total.get()))
@@ -225,7 +244,7 @@ class Emitter:
         return self.builder.fmul(a, b)
 
     def sqrt(self, x: ir.Value) -> ir.Value:
-        return self._call("sqrt", x)
+        return self._float_function("sqrt", x)
 
     def rectify(self, x: ir.Value) -> ir.Value:
         """Return max(x, 0); a NaN stays one."""
@@ -282,26 +301,62 @@ class Emitter:
 
     def permute(self, table: ir.Value, indices: ir.Value) -> ir.Value:
         """Return table[indices], lane by lane (needs `target.permutes`)."""
-        kind = ir.FunctionType(self.vector, [self.vector, self.indices])
-        name = "llvm.x86.avx512.permvar.sf.512"
-        return self.builder.call(cgutils.get_or_insert_function(self.module, kind, name), [table, indices])
+        return self._intrinsic(PERMUTES[self.lanes], self.vector, table, indices)
 
-    def compress(self, value: ir.Value, mask: ir.Value) -> ir.Value:
-        """Return the lanes under the mask, moved together to the front."""
-        return self._call("experimental.vector.compress", value, mask, self.zero())
+    def append(self, mask: ir.Value, count: ir.Value, columns: list[tuple[ir.Value, Pointer]]) -> ir.Value:
+        """Store the lanes under the mask behind the first `count` elements; return the new count.
 
-    def count_lanes(self, mask: ir.Value) -> ir.Value:
+        Args:
+            columns: vectors, and the list in memory that each goes to. Up to `lanes` elements behind a list's new end
+                may change as well.
+        """
+        if self.target.compresses or (self.lanes == 8 and self.target.permutes):
+            to_front = self._compress if self.target.compresses else self._permute_to_front
+            for value, column in columns:
+                self.store(to_front(value, mask), column.at(count))
+            return self.builder.add(count, self._count_lanes(mask))
+        # every lane is stored, and over it the next one where the mask is not set: no branch
+        for lane in range(self.lanes):
+            for value, column in columns:
+                element = self.builder.extract_element(value, INT(lane))
+                self.builder.store(element, column.at(count).value(FLOAT), align=4)
+            count = self.builder.add(count, self.builder.zext(self.builder.extract_element(mask, INT(lane)), INDEX))
+        return count
+
+    def _compress(self, value: ir.Value, mask: ir.Value) -> ir.Value:
+        return self._intrinsic(intrinsics.COMPRESS_16, self.vector, value, self.zero(), mask)
+
+    def _permute_to_front(self, value: ir.Value, mask: ir.Value) -> ir.Value:
+        """Return the lanes under a mask of 8 moved to the front: a permutation out of a table of 2 KB.
+
+        A step of two small convolutions takes up to 8 % less time than with lanes stored one by one.
+        """
+        table = self.module.globals.get("front_orders")
+        if table is None:
+            rows = [ir.Constant(self.bytes, [BYTE(lane) for lane in front_order(m, 8)]) for m in range(256)]
+            content = ir.Constant(ir.ArrayType(self.bytes, len(rows)), rows)
+            table = cgutils.global_constant(self.module, "front_orders", content)
+        row = self.builder.zext(self.builder.bitcast(mask, BYTE), INDEX)
+        order = self.builder.load(self.builder.gep(table, [INDEX(0), row]), align=8)
+        return self.permute(value, self.builder.zext(order, self.indices))
+
+    def _count_lanes(self, mask: ir.Value) -> ir.Value:
         """Return how many lanes of the mask are set, as a 64-bit integer."""
         bits = ir.IntType(self.lanes)
-        name = f"llvm.ctpop.i{self.lanes}"
-        count = cgutils.get_or_insert_function(self.module, ir.FunctionType(bits, [bits]), name)
-        return self.builder.zext(self.builder.call(count, [self.builder.bitcast(mask, bits)]), INDEX)
+        count = self._intrinsic(f"llvm.ctpop.i{self.lanes}", bits, self.builder.bitcast(mask, bits))
+        return self.builder.zext(count, INDEX)
 
-    def _call(self, name: str, *values: ir.Value) -> ir.Value:
+    def _float_function(self, name: str, *values: ir.Value) -> ir.Value:
         vector = values[0].type
-        kind = ir.FunctionType(vector, [v.type for v in values])
-        function = cgutils.get_or_insert_function(self.module, kind, f"llvm.{name}.v{vector.count}f32")
-        return self.builder.call(function, values)
+        return self._intrinsic(f"llvm.{name}.v{vector.count}f32", vector, *values)
+
+    def _intrinsic(self, name: str, result: ir.Type, *values: ir.Value) -> ir.Value:
+        return intrinsics.call(self.builder, self.target.features, name, result, values)
+
+
+def front_order(mask: int, lanes: int) -> list[int]:
+    """Return the lanes, those whose bit is set first."""
+    return sorted(range(lanes), key=lambda lane: not mask >> lane & 1)
 
 
 Emit = Callable[[Emitter], None]

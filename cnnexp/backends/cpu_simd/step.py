@@ -19,6 +19,8 @@ from numba.extending import intrinsic
 
 from cnnexp.backends.cpu_simd import update
 from cnnexp.backends.cpu_simd.emit import Target, compose, compose_five
+from cnnexp.backends.cpu_simd.host import host_target
+from cnnexp.backends.cpu_simd.intrinsics import LOAD_CONTROL, PAUSE, STORE_CONTROL, call
 from cnnexp.backends.cpu_simd.layout import Matrix
 from cnnexp.backends.cpu_simd.plan import Plan
 from cnnexp.losses import LOG_FLOOR, VARIANCE_FLOOR, Loss
@@ -228,13 +230,13 @@ def _flush_denormals(typing):
     """
 
     def codegen(context, builder, signature, arguments):
-        if context.codegen().magic_tuple()[0].startswith(("x86", "i686")):
+        target = host_target()
+        if target.has(LOAD_CONTROL):
             register = cgutils.alloca_once(builder, ir.IntType(32))
             place = builder.bitcast(register, ir.IntType(8).as_pointer())
-            kind = ir.FunctionType(ir.VoidType(), [place.type])
-            builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.sse.stmxcsr"), [place])
+            call(builder, target.features, STORE_CONTROL, ir.VoidType(), [place])
             builder.store(builder.or_(builder.load(register), ir.IntType(32)(FLUSH_TO_ZERO)), register)
-            builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.sse.ldmxcsr"), [place])
+            call(builder, target.features, LOAD_CONTROL, ir.VoidType(), [place])
         return context.get_dummy_value()
 
     return types.void(), codegen
@@ -245,9 +247,9 @@ def _pause(typing):
     """Tell the core that this is a waiting loop, so that another thread of the same core runs faster."""
 
     def codegen(context, builder, signature, arguments):
-        if context.codegen().magic_tuple()[0].startswith(("x86", "i686")):
-            kind = ir.FunctionType(ir.VoidType(), [])
-            builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.sse2.pause"), [])
+        target = host_target()
+        if target.has(PAUSE):
+            call(builder, target.features, PAUSE, ir.VoidType(), [])
         return context.get_dummy_value()
 
     return types.void(), codegen
