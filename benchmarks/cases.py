@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from cnnexp.datasets import Mnist
-from cnnexp.losses import Loss
-from cnnexp.models import OneConv, TwoConvMlp, TwoConvPool4
 from cnnexp.network import Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Sigmoid
+from cnnexp.network.losses import Loss
+from cnnexp.network.models import OneConv, TwoConvMlp, TwoConvPool4
 from cnnexp.optimizers import SGD, Adam, Optimizer
 
 CLASSES = 10

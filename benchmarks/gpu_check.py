@@ -39,8 +39,8 @@ from numba import cuda
 from benchmarks.cases import LOSS, Case, multiply_adds
 from cnnexp.backends import backend_class
 from cnnexp.errors import CnnexpError
-from cnnexp.models import OneConv, TwoConvMlp, TwoConvPool4
 from cnnexp.network import AvgPool2d, Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Sigmoid
+from cnnexp.network.models import OneConv, TwoConvMlp, TwoConvPool4
 from cnnexp.optimizers import SGD, Adam
 
 ROOT = Path(__file__).parents[1]

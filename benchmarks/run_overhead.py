@@ -27,7 +27,7 @@ from rich.table import Table
 from benchmarks import machine
 from benchmarks.runner import ROOT
 from cnnexp import __main__ as entry
-from cnnexp import recorder
+from cnnexp.tracking import pipe
 
 RUN = [
     "model=two_conv_mlp",
@@ -41,23 +41,23 @@ RUN = [
 ]
 CLOCKS = {
     "cnnexp.datasets.mnist:Mnist.load": "data",
-    "cnnexp.backends.cpu_simd:CpuSimd.compile": "compilation",
-    "cnnexp.backends.cpu:Cpu.compile": "baseline",
-    "cnnexp.speedup:Baseline.__init__": "baseline",
-    "cnnexp.speedup:Baseline.sample": "baseline",
-    "cnnexp.backends.cpu_simd.program:SimdProgram.load": "data",
-    "cnnexp.backends.cpu_simd.program:SimdProgram.train": "training",
-    "cnnexp.backends.cpu_simd.program:SimdProgram.predict": "evaluation",
-    "cnnexp.train:evaluate": "evaluation",
-    "cnnexp.recorder:Recorder.__init__": "logging",
-    "cnnexp.recorder:Recorder.close": "logging",
-    "cnnexp.record:Run.__init__": "logging",
-    "cnnexp.record:Run.begin": "logging",
-    "cnnexp.record:Run.wait": "logging",
-    "cnnexp.record:Run.epoch": "logging",
-    "cnnexp.record:Run.__exit__": "logging",
-    "cnnexp.record:Run._draw": "figures",
-    "cnnexp.checkpoint:save": "checkpoints",
+    "cnnexp.backends.simd:CpuSimd.compile": "compilation",
+    "cnnexp.backends.cpu.sequential:Cpu.compile": "baseline",
+    "cnnexp.training.baseline:Baseline.__init__": "baseline",
+    "cnnexp.training.baseline:Baseline.sample": "baseline",
+    "cnnexp.backends.simd.program:SimdProgram.load": "data",
+    "cnnexp.backends.simd.program:SimdProgram.train": "training",
+    "cnnexp.backends.simd.program:SimdProgram.predict": "evaluation",
+    "cnnexp.training.loop:evaluate": "evaluation",
+    "cnnexp.tracking.pipe:Recorder.__init__": "logging",
+    "cnnexp.tracking.pipe:Recorder.close": "logging",
+    "cnnexp.tracking.journal:Run.__init__": "logging",
+    "cnnexp.tracking.journal:Run.begin": "logging",
+    "cnnexp.tracking.journal:Run.wait": "logging",
+    "cnnexp.tracking.journal:Run.epoch": "logging",
+    "cnnexp.tracking.journal:Run.__exit__": "logging",
+    "cnnexp.tracking.journal:Run._draw": "figures",
+    "cnnexp.training.checkpoint:save": "checkpoints",
 }
 OUTSIDE = ("start and imports", "configuration and the rest", "end")
 COUNTED = ("data", "evaluation", "logging", "figures")
@@ -101,7 +101,7 @@ def child(report: Path, arguments: list[str]) -> None:
 
     def start_early() -> None:
         """Start the recorder's process as ever; only then load what the clocks are put around."""
-        recorder.start_early()
+        pipe.start_early()
         loading = clocks.wrap(resolve, OUTSIDE[0])
         for target, label in CLOCKS.items():
             owner, name, function = loading(target)

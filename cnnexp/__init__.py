@@ -4,7 +4,9 @@ The names below are the Python API; `python -m cnnexp` puts the same pieces toge
 first used, so `import cnnexp` costs nothing and needs neither Hydra, MLflow, Numba nor a GPU.
 """
 
+import sys as _sys
 from importlib import import_module as _import_module
+from types import ModuleType as _ModuleType
 
 _HOMES = {
     "cnnexp.backends": ("backend",),
@@ -12,13 +14,13 @@ _HOMES = {
         *("Dataset", "Digits", "FashionMnist", "Fer2013", "Images", "Mnist", "Npz", "Quadrants", "Split", "Synthetic"),
     ),
     "cnnexp.errors": ("CnnexpError",),
-    "cnnexp.losses": ("Loss", "Totals"),
-    "cnnexp.models": ("Custom", "Ffn", "Knm", "OneConv", "TwoConvMlp", "TwoConvPool4"),
+    "cnnexp.network.losses": ("Loss", "Totals"),
+    "cnnexp.network.models": ("Custom", "Ffn", "Knm", "OneConv", "TwoConvMlp", "TwoConvPool4"),
     "cnnexp.network": ("AvgPool2d", "Conv2d", "Flatten", "Linear", "MaxPool2d", "Network", "ReLU", "Sigmoid"),
     "cnnexp.optimizers": ("SGD", "Adadelta", "Adagrad", "AdaMax", "Adam", "AdamW", "RMSprop"),
-    "cnnexp.schedules": ("Constant", "Cosine", "Step"),
-    "cnnexp.speedup": ("Baseline",),
-    "cnnexp.train": ("EpochResult", "train_epochs"),
+    "cnnexp.training.schedules": ("Constant", "Cosine", "Step"),
+    "cnnexp.training.baseline": ("Baseline",),
+    "cnnexp.training.loop": ("EpochResult", "train_epochs"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -34,3 +36,14 @@ def __getattr__(name: str):
 
 def __dir__() -> list[str]:
     return [*globals(), *__all__]
+
+
+class _Moved(_ModuleType):
+    """A module under its former name; its docstring is the name that it has now."""
+
+    def __getattr__(self, name: str):
+        return getattr(_import_module(self.__doc__), name)
+
+
+# the loader that models recorded by 0.1.0 name
+_sys.modules[f"{__name__}.predict"] = _Moved(f"{__name__}.predict", f"{__name__}.tracking.model")

@@ -14,14 +14,17 @@ import sys
 
 from cnnexp.environment import launched_rank, program_name
 from cnnexp.errors import CnnexpError, leave
-from cnnexp.recorder import end_early, start_early
+from cnnexp.tracking.pipe import end_early, start_early
 
 # name -> function and arguments; conf/config.yaml tells what each is for
 COMMANDS = {
-    "doctor": ("cnnexp.doctor:command", ""),
-    "predict": ("cnnexp.predict:command", "RUN IMAGE... | RUN dataset=NAME [dataset.KEY=VALUE ...]  [backend=NAME]"),
-    "report": ("cnnexp.page:command", "FOLDER | EXPERIMENT"),
-    "ui": ("cnnexp.tracking:ui", "[tracking.uri=STORE] [port=NUMBER]"),
+    "doctor": ("cnnexp.app.doctor:command", ""),
+    "predict": (
+        "cnnexp.app.predict:command",
+        "RUN IMAGE... | RUN dataset=NAME [dataset.KEY=VALUE ...] [backend=NAME]",
+    ),
+    "report": ("cnnexp.papers.page:command", "FOLDER | EXPERIMENT"),
+    "ui": ("cnnexp.tracking.store:ui", "[tracking.uri=STORE] [port=NUMBER]"),
 }
 # what the system says of a disk, and no mistake of ours
 DISK_ERRORS = (errno.EACCES, errno.EDQUOT, errno.EIO, errno.ENOSPC, errno.EPERM, errno.EROFS)
@@ -59,7 +62,7 @@ def main() -> None:
         if isinstance(error, OSError) and error.errno in DISK_ERRORS and not traceback_wanted:
             where = f"{error.filename}: " if error.filename else ""
             leave(f"{where}{os.strerror(error.errno)}; runs write to hydra.run.dir=FOLDER and tracking.uri=STORE", 1)
-        from cnnexp import explain, hydra_app
+        from cnnexp.app import explain, hydra_app
 
         composing = explain.explain(error, hydra_app.config_keys)
         if composing is None or traceback_wanted:
@@ -81,7 +84,7 @@ def _dispatch(arguments: list[str]) -> None:
     if _seems_recorded(arguments):
         start_early()  # loads MLflow while this process loads Hydra, the data and its compiler
     try:
-        importlib.import_module("cnnexp.hydra_app").launch()
+        importlib.import_module("cnnexp.app.hydra_app").launch()
     finally:
         end_early()
 

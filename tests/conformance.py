@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import reference
 
-from cnnexp.losses import Loss
 from cnnexp.network import AvgPool2d, Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Sigmoid
+from cnnexp.network.losses import Loss
 from cnnexp.optimizers import SGD, Adam, Optimizer
 
 TOLERANCE = 1e-5  # relative, of outputs and of every parameter's gradient

@@ -4,7 +4,7 @@ import numpy as np
 
 from cnnexp import EpochResult, Flatten, Linear, Network, Split, Totals
 from cnnexp.datasets import Dataset
-from cnnexp.speedup import Comparison
+from cnnexp.training.baseline import Comparison
 
 CONFIG = {
     "model": {"name": "one_conv", "filters": 4, "layers": [1, 2]},

@@ -85,7 +85,7 @@ def test_100_steps_are_those_of_torch(name, settings):
 
 @pytest.mark.parametrize(("name", "settings"), CASES)
 def test_the_compiled_rule_is_the_same(name, settings):
-    from cnnexp.backends.cpu_kernels import compile_update
+    from cnnexp.backends.cpu.kernels import compile_update
 
     _, gradients = expected(name, settings)
     optimizer = OPTIMIZERS[name](**settings)

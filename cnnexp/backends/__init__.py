@@ -11,24 +11,24 @@ if TYPE_CHECKING:
     from cnnexp.backends.protocol import Backend
 
 BACKENDS: dict[str, str] = {
-    "python": "python:Python",
-    "numpy": "numpy:Numpy",
-    "numpy-parallel": "numpy_parallel:NumpyParallel",
-    "unrolled": "unrolled:Unrolled",
-    "unrolled-parallel": "numpy_parallel:UnrolledParallel",
-    "cpu-published": "cpu_published:CpuPublished",
-    "cpu-published-argmax": "cpu_published:CpuPublishedArgmax",
-    "cpu": "cpu:Cpu",
-    "cpu-parallel": "cpu_parallel:CpuParallel",
-    "cpu-simd": "cpu_simd:CpuSimd",
-    "gpu-naive": "gpu_naive:GpuNaive",
-    "gpu-shared-input": "gpu_shared:GpuSharedInput",
-    "gpu-shared": "gpu_shared:GpuShared",
-    "gpu-tuned": "gpu_tuned:GpuTuned",
-    "gpu-fused": "gpu_fused:GpuFused",
-    "gpu": "gpu_fused:GpuFused",  # the fastest: it takes every network
-    "torch": "torch:Torch",
-    "keras": "keras:Keras",
+    "python": "plain.python:Python",
+    "numpy": "plain.numpy:Numpy",
+    "numpy-parallel": "plain.numpy_parallel:NumpyParallel",
+    "unrolled": "plain.unrolled:Unrolled",
+    "unrolled-parallel": "plain.numpy_parallel:UnrolledParallel",
+    "cpu-published": "cpu.published:CpuPublished",
+    "cpu-published-argmax": "cpu.published:CpuPublishedArgmax",
+    "cpu": "cpu.sequential:Cpu",
+    "cpu-parallel": "cpu.parallel:CpuParallel",
+    "cpu-simd": "simd:CpuSimd",
+    "gpu-naive": "gpu.naive:GpuNaive",
+    "gpu-shared-input": "gpu.shared:GpuSharedInput",
+    "gpu-shared": "gpu.shared:GpuShared",
+    "gpu-tuned": "gpu.tuned:GpuTuned",
+    "gpu-fused": "gpu.fused:GpuFused",
+    "gpu": "gpu.fused:GpuFused",  # the fastest: it takes every network
+    "torch": "peers.torch:Torch",
+    "keras": "peers.keras:Keras",
 }
 """Name, as in `conf/backend/`, to `module:Class` under `cnnexp.backends`."""
 

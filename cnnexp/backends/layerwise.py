@@ -13,8 +13,8 @@ import numpy as np
 
 from cnnexp.backends.protocol import Array, Ops, State
 from cnnexp.errors import CheckpointError
-from cnnexp.losses import Loss, Totals, check_loss
 from cnnexp.network import AvgPool2d, Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Sigmoid, Stage
+from cnnexp.network.losses import Loss, Totals, check_loss
 from cnnexp.optimizers import Optimizer
 
 Watch = Callable[[str, str], AbstractContextManager]

@@ -20,8 +20,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from cnnexp.losses import Loss, Totals
 from cnnexp.network import Network
+from cnnexp.network.losses import Loss, Totals
 from cnnexp.optimizers import Optimizer
 
 State = dict[str, np.ndarray]
@@ -203,7 +203,7 @@ class Ops(Protocol):
     def loss(
         self, loss: Loss, scores: Array, labels: Array, scale: float, d_scores: Array, losses: Array, hits: Array
     ) -> None:
-        """Fill the gradient, the loss and the hit of every image: `cnnexp.losses`, function of the same name."""
+        """Fill the gradient, the loss and the hit of every image: see the function of that name in `network.losses`."""
         ...
 
     def updater(self, optimizer: Optimizer) -> Update:

@@ -15,8 +15,8 @@ from cnnexp.backends.processor import usable_cores
 from cnnexp.backends.protocol import Backend, Program
 from cnnexp.environment import launched_rank
 from cnnexp.errors import ConfigError
-from cnnexp.losses import Loss
 from cnnexp.network import Network
+from cnnexp.network.losses import Loss
 from cnnexp.optimizers import Optimizer
 
 Sync = Literal["gradients", "parameters", "hybrid"]

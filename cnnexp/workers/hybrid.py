@@ -10,10 +10,10 @@ from __future__ import annotations
 import numpy as np
 
 from cnnexp.backends.layerwise import LayerwiseProgram
-from cnnexp.backends.numpy import NumpyOps, one_blas_thread
+from cnnexp.backends.plain.numpy import NumpyOps, one_blas_thread
 from cnnexp.errors import ConfigError
-from cnnexp.losses import FUNCTIONS, Loss, Totals
 from cnnexp.network import Conv2d, Flatten, Linear, Network, Parameter, ReLU, Sigmoid, Stage
+from cnnexp.network.losses import FUNCTIONS, Loss, Totals
 from cnnexp.optimizers import Optimizer
 from cnnexp.workers.collective import Collective, share, shares
 from cnnexp.workers.replica import NOTHING, Loaded, Replica, Spec

@@ -14,7 +14,9 @@ import numpy as np
 
 from cnnexp.backends.processor import usable_cores
 from cnnexp.backends.protocol import State
-from cnnexp.cost_model import (
+from cnnexp.datasets import Split
+from cnnexp.errors import CheckpointError
+from cnnexp.measuring.cost_model import (
     Costs,
     Prediction,
     Training,
@@ -24,9 +26,7 @@ from cnnexp.cost_model import (
     fit_links,
     operations,
 )
-from cnnexp.datasets import Split
-from cnnexp.errors import CheckpointError
-from cnnexp.losses import Totals
+from cnnexp.network.losses import Totals
 from cnnexp.workers import divide_threads
 from cnnexp.workers.collective import Collective
 from cnnexp.workers.replica import GradientReplica, ParameterReplica, Replica, Spec

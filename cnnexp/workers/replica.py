@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from cnnexp.backends.protocol import Backend, Program, State
-from cnnexp.losses import Loss, Totals
 from cnnexp.network import Network
+from cnnexp.network.losses import Loss, Totals
 from cnnexp.optimizers import Optimizer
 from cnnexp.workers.collective import Collective, Timed, share, shares
 

@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 from conformance import assert_same_state, check_case, check_training, decisions_are_clear, make_case
 
-from cnnexp.backends import backend_class, gpu_device, gpu_streamed
+from cnnexp.backends import backend_class
+from cnnexp.backends.gpu import device
+from cnnexp.backends.gpu.streamed import Streamed
 from cnnexp.errors import ConfigError
-from cnnexp.losses import Loss
 from cnnexp.network import AvgPool2d, Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Sigmoid
+from cnnexp.network.losses import Loss
 from cnnexp.optimizers import OPTIMIZERS, Adam
 
 GPU_BACKENDS = ("gpu-naive", "gpu-shared-input", "gpu-shared", "gpu-tuned", "gpu-fused")
@@ -109,10 +111,10 @@ def test_a_data_set_larger_than_the_gpu_is_streamed_to_the_same_bits(backend, mo
     program = backend.compile(case.network, case.loss, Adam(lr=0.01), 2)
     found = []
     for free in (np.inf, 950):  # bytes: windows of one batch or two
-        monkeypatch.setattr(gpu_device, "free_memory", lambda free=free: (free, free))
+        monkeypatch.setattr(device, "free_memory", lambda free=free: (free, free))
         program.restore({"parameters": case.parameters})
         handle = program.load(images, case.labels)
-        assert isinstance(handle, gpu_streamed.Streamed) == (free == 950)
+        assert isinstance(handle, Streamed) == (free == 950)
         assert len(handle) == 20
         totals, gradient = program.gradients(handle, order[:2])
         trained = program.train(handle, order, 0.01)
@@ -128,7 +130,7 @@ def test_a_data_set_larger_than_the_gpu_is_streamed_to_the_same_bits(backend, mo
 
 def test_a_gpu_too_small_for_one_batch_says_what_it_needs(backend, monkeypatch):
     program = backend.compile(Network((100,), (Linear(2),)), Loss.SOFTMAX_CROSS_ENTROPY, Adam(), 2)
-    monkeypatch.setattr(gpu_device, "free_memory", lambda: (3000, 5000))
+    monkeypatch.setattr(device, "free_memory", lambda: (3000, 5000))
     images = np.zeros((8, 100), np.float32)
     needs = {"gpu-fused": ("3,456", "864")}.get(backend.name, ("3,336", "834"))
     with pytest.raises(
@@ -138,7 +140,7 @@ def test_a_gpu_too_small_for_one_batch_says_what_it_needs(backend, monkeypatch):
 
 
 def test_a_batch_larger_than_the_gpu_is_refused(backend, monkeypatch):
-    monkeypatch.setattr(gpu_device, "free_memory", lambda: (3000, 5000))
+    monkeypatch.setattr(device, "free_memory", lambda: (3000, 5000))
     with pytest.raises(ConfigError, match=r"needs [\d,]+ bytes of GPU memory, 3,000 of 5,000 are free"):
         backend.compile(Network((100,), (Linear(2),)), Loss.SOFTMAX_CROSS_ENTROPY, Adam(), 50)
 
@@ -160,10 +162,10 @@ def test_a_program_computes_on_its_own_gpu_whatever_was_used_before(backend, mon
 
         return guard
 
-    monkeypatch.setattr(gpu_device, "on", on)
-    monkeypatch.setattr(gpu_device.Kernel, "launch", guarded(gpu_device.Kernel.launch))
+    monkeypatch.setattr(device, "on", on)
+    monkeypatch.setattr(device.Kernel, "launch", guarded(device.Kernel.launch))
     for name in ("free_memory", "empty", "to_device", "to_host", "copy", "synchronize"):
-        monkeypatch.setattr(gpu_device, name, guarded(getattr(gpu_device, name)))
+        monkeypatch.setattr(device, name, guarded(getattr(device, name)))
     network = Network((2,), (Linear(2),))
     program = backend.compile(network, Loss.SOFTMAX_CROSS_ENTROPY, Adam(), 2)
     program.restore(program.state())

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from cnnexp.backends import BACKENDS, backend_class
 from cnnexp.errors import BackendUnavailable, CheckpointError, ConfigError, NetworkError
-from cnnexp.losses import Loss
 from cnnexp.network import AvgPool2d, Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Sigmoid
+from cnnexp.network.losses import Loss
 from cnnexp.optimizers import OPTIMIZERS, SGD, Adam
 
 # a backend that compiles anew for each network gets fewer of them
@@ -180,9 +180,10 @@ flat_layers = st.one_of(
 def test_random_networks(backend):
     @settings(
         max_examples=EXAMPLES.get(backend.name, 40),
+        deadline=None,
         derandomize=True,
         database=None,
-        suppress_health_check=[HealthCheck.filter_too_much],
+        suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],
     )
     @given(case=cases())
     def check(case):

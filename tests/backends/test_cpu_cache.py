@@ -7,8 +7,9 @@ import sys
 SCRIPT = """
 import sys
 import numpy as np
-from cnnexp.backends import backend_class, cpu_kernels
-from cnnexp.losses import Loss
+from cnnexp.backends import backend_class
+from cnnexp.backends.cpu import kernels
+from cnnexp.network.losses import Loss
 from cnnexp.network import Linear, Network
 from cnnexp.optimizers import SGD
 
@@ -17,7 +18,7 @@ program = backend_class(sys.argv[1])().compile(network, Loss.SOFTMAX_CROSS_ENTRO
 program.restore({"parameters": np.arange(8, dtype=np.float32) / 8})
 handle = program.load(np.arange(12, dtype=np.float32).reshape(4, 3) / 12, np.array([0, 1, 1, 0]))
 parallel = sys.argv[1] == "cpu-parallel"
-stats = cpu_kernels.linear.compiled(parallel).stats
+stats = kernels.linear.compiled(parallel).stats
 print(bool(stats.cache_hits), program.gradients(handle, np.arange(4))[1].tobytes().hex())
 """
 

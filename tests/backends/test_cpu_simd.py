@@ -16,19 +16,19 @@ import pytest
 from conformance import check_case, make_case
 from numba import float32, int64, njit
 
-from cnnexp.backends.cpu_simd import CpuSimd, cache, elementwise, intrinsics, update
-from cnnexp.backends.cpu_simd.conv_lanes import CACHED_VECTORS, MOST_SUMS
-from cnnexp.backends.cpu_simd.emit import INDEX, Target, compose, compose_five
-from cnnexp.backends.cpu_simd.host import host_target
-from cnnexp.backends.cpu_simd.intrinsics import NEEDS
-from cnnexp.backends.cpu_simd.nodes import Convolution, FilterClassifier, FilterConvolution, SkinnyDense, WideDense
-from cnnexp.backends.cpu_simd.plan import Plan, group_stages
-from cnnexp.backends.cpu_simd.program import SimdProgram, make_plan
-from cnnexp.backends.cpu_simd.team import Team
+from cnnexp.backends.simd import CpuSimd, cache, elementwise, intrinsics, update
+from cnnexp.backends.simd.conv_lanes import CACHED_VECTORS, MOST_SUMS
+from cnnexp.backends.simd.emit import INDEX, Target, compose, compose_five
+from cnnexp.backends.simd.host import host_target
+from cnnexp.backends.simd.intrinsics import NEEDS
+from cnnexp.backends.simd.nodes import Convolution, FilterClassifier, FilterConvolution, SkinnyDense, WideDense
+from cnnexp.backends.simd.plan import Plan, group_stages
+from cnnexp.backends.simd.program import SimdProgram, make_plan
+from cnnexp.backends.simd.team import Team
 from cnnexp.errors import DataError
-from cnnexp.losses import Loss
-from cnnexp.models import OneConv, TwoConvMlp, TwoConvPool4
 from cnnexp.network import AvgPool2d, Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Sigmoid
+from cnnexp.network.losses import Loss
+from cnnexp.network.models import OneConv, TwoConvMlp, TwoConvPool4
 from cnnexp.optimizers import OPTIMIZERS, SGD, Adam
 
 AVX512 = Target(lanes=16, registers=32, features=("avx2", "avx512f"))
@@ -397,9 +397,9 @@ def test_a_folder_that_cannot_be_written_costs_a_compilation_only(tmp_path, monk
 
 SCRIPT = """
 import numpy as np
-from cnnexp.backends.cpu_simd import CpuSimd
+from cnnexp.backends.simd import CpuSimd
 from cnnexp.errors import DataError
-from cnnexp.losses import Loss
+from cnnexp.network.losses import Loss
 from cnnexp.network import Linear, Network
 from cnnexp.optimizers import Adam
 program = CpuSimd(1).compile(Network((2,), (Linear(2),)), Loss.SOFTMAX_CROSS_ENTROPY, Adam(), 4)

@@ -24,16 +24,17 @@ from numba import cuda
 from numba.core import sigutils
 
 from benchmarks import gpu_check
-from cnnexp.backends import backend_class, gpu_device, gpu_naive
-from cnnexp.backends.gpu_device import Gpu, Kernel, Tensor
-from cnnexp.backends.gpu_fused import kernels
-from cnnexp.backends.gpu_kernels import ConvSizes
-from cnnexp.losses import Loss
-from cnnexp.models import Knm, OneConv, TwoConvMlp, TwoConvPool4
+from cnnexp.backends import backend_class
+from cnnexp.backends.gpu import device, naive
+from cnnexp.backends.gpu.device import Gpu, Kernel, Tensor
+from cnnexp.backends.gpu.fused import kernels
+from cnnexp.backends.gpu.kernels import ConvSizes
 from cnnexp.network import AvgPool2d, Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Sigmoid
+from cnnexp.network.losses import Loss
+from cnnexp.network.models import Knm, OneConv, TwoConvMlp, TwoConvPool4
 from cnnexp.optimizers import SGD, Adam, AdaMax, RMSprop
 
-pytestmark = pytest.mark.skipif(gpu_device.SIMULATED, reason="the simulator compiles nothing")
+pytestmark = pytest.mark.skipif(device.SIMULATED, reason="the simulator compiles nothing")
 
 GPU = Gpu(0, "none", (9, 0), (13, 0), (13, 0), 132, 1024, 48 * 1024)
 CAPABILITIES = ((7, 5), (8, 0), (9, 0))
@@ -88,16 +89,14 @@ def launched(monkeypatch) -> dict[Kernel, list]:
         assert kernels.setdefault(self, types) == types
 
     monkeypatch.setattr(Kernel, "launch", launch)
-    monkeypatch.setattr(gpu_device, "open_gpu", lambda index: GPU)
-    monkeypatch.setattr(gpu_device, "on", lambda gpu: contextlib.nullcontext())
-    monkeypatch.setattr(gpu_device, "free_memory", lambda: (math.inf, math.inf))
-    monkeypatch.setattr(gpu_device, "synchronize", lambda: None)
-    monkeypatch.setattr(
-        gpu_device, "empty", lambda shape, dtype: Tensor(np.zeros(max(math.prod(shape), 1), dtype), shape)
-    )
-    monkeypatch.setattr(gpu_device, "to_device", lambda array: Tensor(array.flatten(), array.shape))
-    monkeypatch.setattr(gpu_device, "to_host", lambda tensor: tensor.flat[: tensor.size].reshape(tensor.shape))
-    monkeypatch.setattr(gpu_device, "copy", lambda source, target: None)
+    monkeypatch.setattr(device, "open_gpu", lambda index: GPU)
+    monkeypatch.setattr(device, "on", lambda gpu: contextlib.nullcontext())
+    monkeypatch.setattr(device, "free_memory", lambda: (math.inf, math.inf))
+    monkeypatch.setattr(device, "synchronize", lambda: None)
+    monkeypatch.setattr(device, "empty", lambda shape, dtype: Tensor(np.zeros(max(math.prod(shape), 1), dtype), shape))
+    monkeypatch.setattr(device, "to_device", lambda array: Tensor(array.flatten(), array.shape))
+    monkeypatch.setattr(device, "to_host", lambda tensor: tensor.flat[: tensor.size].reshape(tensor.shape))
+    monkeypatch.setattr(device, "copy", lambda source, target: None)
     # a device function asks for the GPU at hand when it is compiled
     monkeypatch.setattr("numba.cuda.dispatcher.get_current_device", lambda: SimpleNamespace(compute_capability=(7, 5)))
     return kernels
@@ -257,7 +256,7 @@ def test_graphs_hold_the_kernels_of_single_launches_and_nothing_else(launched, p
     monkeypatch.setattr("cuda.core.Device", lambda index: device)
     monkeypatch.setattr(Kernel, "launch", launch)
     for name in ("empty", "to_device", "to_host", "copy", "synchronize"):
-        monkeypatch.setattr(gpu_device, name, never_while_capturing(getattr(gpu_device, name)))
+        monkeypatch.setattr(device, name, never_while_capturing(getattr(device, name)))
     network, loss, optimizer, _ = PROGRAMS[program]
     runs = []
     for graphs in (False, True):
@@ -297,6 +296,6 @@ def test_the_multiply_adds_that_are_timed_are_all_there_is():
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_a_block_of_as_many_threads_as_may_be_has_registers_enough(capability):
     sizes = ConvSizes(H=28, W=28, C=1, K=3, F=256, stride=1, top=0, left=0, P=26, Q=26)
-    kernel = gpu_naive.conv2d_backward_weights(sizes, GPU.block_threads)  # left to itself it takes up to 96 registers
+    kernel = naive.conv2d_backward_weights(sizes, GPU.block_threads)  # left to itself it takes up to 96 registers
     _, registers, _, _ = compiled_code(kernel, capability)
     assert registers <= 65536 // GPU.block_threads

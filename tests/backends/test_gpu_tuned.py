@@ -2,9 +2,9 @@
 
 import pytest
 
-from cnnexp.backends.gpu_device import Gpu
-from cnnexp.backends.gpu_kernels import ConvSizes
-from cnnexp.backends.gpu_tuned import REPEATS, Choices, candidates, fastest
+from cnnexp.backends.gpu.device import Gpu
+from cnnexp.backends.gpu.kernels import ConvSizes
+from cnnexp.backends.gpu.tuned import REPEATS, Choices, candidates, fastest
 
 GPU = Gpu(0, "a GPU", (9, 0), (13, 0), (13, 0), 132, 1024, 48 * 1024)
 ONE_CONV = ConvSizes(H=28, W=28, C=1, K=3, F=64, stride=1, top=0, left=0, P=26, Q=26)

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cnnexp.backends.cpu import CpuOps
-from cnnexp.backends.numpy import NumpyOps
-from cnnexp.backends.python import PythonOps
+from cnnexp.backends.cpu.sequential import CpuOps
+from cnnexp.backends.plain.numpy import NumpyOps
+from cnnexp.backends.plain.python import PythonOps
 
 RESIDENT = Path("/proc/self/statm")
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from cnnexp.backends import backend_class
-from cnnexp.losses import Loss, evaluate
 from cnnexp.network import Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU
+from cnnexp.network.losses import Loss, evaluate
 from cnnexp.optimizers import SGD, Adam
 
 MNIST = Path(__file__).resolve().parents[3] / "shared" / "data" / "mnist"

@@ -6,8 +6,8 @@ from conformance import make_case
 
 from cnnexp.backends import BACKENDS, backend_class
 from cnnexp.errors import BackendUnavailable
-from cnnexp.losses import Loss
 from cnnexp.network import Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU
+from cnnexp.network.losses import Loss
 from cnnexp.optimizers import SGD, Adam
 
 torch = pytest.importorskip("torch")

@@ -5,8 +5,8 @@ import pytest
 
 from cnnexp.backends import backend_class
 from cnnexp.errors import BackendUnavailable, ConfigError
-from cnnexp.losses import Loss
-from cnnexp.models import TwoConvMlp
+from cnnexp.network.losses import Loss
+from cnnexp.network.models import TwoConvMlp
 from cnnexp.optimizers import Adam
 
 

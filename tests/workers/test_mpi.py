@@ -15,8 +15,8 @@ import pytest
 from workers.work import MODELS, OPTIMIZERS, compiled, hundred_steps, trained
 
 from cnnexp.backends.processor import usable_cores
-from cnnexp.checkpoint import find, list_checkpoints, load
-from cnnexp.record import read_journal
+from cnnexp.tracking.journal import read_journal
+from cnnexp.training.checkpoint import find, list_checkpoints, load
 from cnnexp.workers import Mpi
 
 psutil = pytest.importorskip("psutil", reason="finds the ranks to kill")
@@ -54,7 +54,7 @@ def wait_for(condition, process=None):
 def ranks_of(process):
     """Return the processes of the ranks, by rank."""
     found = [p for p in psutil.Process(process.pid).children(recursive=True) if "PMI_RANK" in p.environ()]
-    helpers = ("guard.py", "cnnexp.tracking")  # of rank 0, with its environment
+    helpers = ("guard.py", "cnnexp.tracking.store")  # of rank 0, with its environment
     return {int(p.environ()["PMI_RANK"]): p for p in found if not any(h in " ".join(p.cmdline()) for h in helpers)}
 
 

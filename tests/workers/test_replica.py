@@ -7,8 +7,8 @@ from thread_group import Group
 from cnnexp import SGD, Adam, Conv2d, Flatten, Linear, Loss, MaxPool2d, Network, OneConv, ReLU, TwoConvMlp
 from cnnexp.backends import backend_class
 from cnnexp.errors import ConfigError
-from cnnexp.losses import Totals
-from cnnexp.train import epoch_order
+from cnnexp.network.losses import Totals
+from cnnexp.training.loop import epoch_order
 from cnnexp.workers.collective import share, shares
 from cnnexp.workers.program import make_replica
 from cnnexp.workers.replica import Spec

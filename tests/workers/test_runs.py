@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cnnexp.checkpoint import find, list_checkpoints, load
 from cnnexp.environment import outputs_dir
-from cnnexp.record import read_journal
+from cnnexp.tracking.journal import read_journal
+from cnnexp.training.checkpoint import find, list_checkpoints, load
 from cnnexp.workers import Local
 
 psutil = pytest.importorskip("psutil", reason="finds the workers to kill")

@@ -9,7 +9,7 @@ import numpy as np
 from cnnexp import SGD, Adam, Loss, OneConv, TwoConvMlp
 from cnnexp.backends import backend_class
 from cnnexp.environment import launched_rank
-from cnnexp.train import epoch_order
+from cnnexp.training.loop import epoch_order
 from cnnexp.workers import Mpi, mpi
 
 MODELS = {"one_conv": OneConv(filters=4), "two_conv_mlp": TwoConvMlp(filters=3, hidden=17)}

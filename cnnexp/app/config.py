@@ -1,0 +1,361 @@
+"""The config: what each group holds, and the strict way from plain values to objects.
+
+The schema is the dataclasses themselves: a group's keys are the fields of the class that its `name` picks, their types
+are the fields' annotations, and their ranges are checked where the object is made. So YAML and Python use one
+vocabulary, and every mistake is one `ConfigError` line that names the key, the value and what is legal.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard, cast
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+from cnnexp.backends import BACKENDS, backend_class
+from cnnexp.datasets import DATASETS, Source
+from cnnexp.errors import ConfigError, did_you_mean
+from cnnexp.network.models import MODELS, Model
+from cnnexp.optimizers import OPTIMIZERS, Optimizer
+from cnnexp.papers.published import EXPERIMENTS
+from cnnexp.training.schedules import Constant, Cosine, Schedule, Step
+from cnnexp.workers import WORKERS, Workers
+
+if TYPE_CHECKING:
+    from cnnexp.backends.protocol import Backend
+
+SECTIONS = ("model", "backend", "optimizer", "dataset", "trainer", "workers", "tracking", "sweep")
+MAX_EPOCHS = 1_000_000
+MAX_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """How long and in what order to train, and what to measure beside it.
+
+    Attributes:
+        epochs: 1 .. 1,000,000.
+        batch_size: images per optimizer step, >= 1.
+        seed: of the initial parameters and of each epoch's order, 0 .. 2**63 - 1.
+        schedule: of the learning rate.
+        step_every: epochs between the steps of `schedule=step`.
+        step_factor: what each such step multiplies the rate by.
+        patience: stop after so many epochs in a row without a smaller held-out loss; None never stops early.
+        baseline: the backend to compare with, beside the run; None compares with nothing.
+        baseline_batches: batches it trains each epoch.
+        baseline_s: the most seconds one of these batches may take; a slower baseline gets fewer images.
+        progress: whether to show progress.
+        resume: go on from the newest checkpoint of a run: its folder, one of its checkpoint files, or its MLflow run
+            id; None starts afresh.
+        pass_s: seconds that a training pass may take before it ends early; None never ends one early.
+        profile: whether to clock every layer, see `measuring.ledger`.
+    """
+
+    epochs: int = 10
+    batch_size: int = 32
+    seed: int = 0
+    schedule: Literal["constant", "step", "cosine"] = "cosine"
+    step_every: int = 10
+    step_factor: float = 0.1
+    patience: int | None = None
+    baseline: str | None = "cpu"
+    baseline_batches: int = 3
+    baseline_s: float = 1.0
+    progress: bool = True
+    resume: str | None = None
+    pass_s: float | None = None
+    profile: bool = False
+
+    def __post_init__(self) -> None:
+        _need("trainer.epochs", self.epochs, 1 <= self.epochs <= MAX_EPOCHS, f"1 .. {MAX_EPOCHS}")
+        _need("trainer.batch_size", self.batch_size, self.batch_size >= 1, ">= 1")
+        _need("trainer.seed", self.seed, 0 <= self.seed <= MAX_SEED, "0 .. 2**63 - 1")
+        _need("trainer.patience", self.patience, self.patience is None or self.patience >= 1, ">= 1, or null")
+        _need("trainer.baseline_batches", self.baseline_batches, self.baseline_batches >= 1, ">= 1")
+        _need("trainer.pass_s", self.pass_s, self.pass_s is None or self.pass_s > 0, "> 0 seconds, or null")
+        _need("trainer.baseline_s", self.baseline_s, self.baseline_s > 0, "> 0 seconds")
+        self.rates()
+
+    def rates(self) -> Schedule:
+        """Return the schedule that the keys describe."""
+        if self.schedule == "step":
+            return Step(self.step_every, self.step_factor)
+        return Cosine() if self.schedule == "cosine" else Constant()
+
+
+@dataclass(frozen=True)
+class Tracking:
+    """Where runs are recorded.
+
+    Attributes:
+        name: `mlflow`, or `none`, which records nothing and never imports MLflow.
+        uri: the MLflow store; None is an sqlite file under `outputs/`.
+        experiment: the MLflow experiment that runs are listed under.
+        run_name: None makes one up from the config.
+    """
+
+    name: Literal["none", "mlflow"] = "mlflow"
+    uri: str | None = None
+    experiment: str = "cnnexp"
+    run_name: str | None = None
+
+    def __post_init__(self) -> None:
+        _need("tracking.experiment", self.experiment, 0 < len(self.experiment) <= 256, "1 .. 256 characters")
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """How a multirun behaves.
+
+    Attributes:
+        skip_finished: skip jobs whose config already has a finished run in the store.
+        objective: what each job returns to a sweeper: the final test accuracy, or the median epoch time in seconds.
+        paper: the table or figure of a paper that the jobs make again, a key of `published.EXPERIMENTS`: it is shown at
+            the end, and what this machine lacks is a row of it that says so; None compares the jobs alone.
+        small: whether `debug=small` is on: experiments then leave out what takes minutes at any size.
+    """
+
+    skip_finished: bool = False
+    objective: Literal["test_accuracy", "epoch_s"] = "test_accuracy"
+    paper: str | None = None
+    small: bool = False
+
+    def __post_init__(self) -> None:
+        if self.paper is not None:
+            _check_choice(EXPERIMENTS, self.paper, "sweep.paper")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One run's config, every piece made and checked, no data read yet."""
+
+    model: Model
+    backend: Backend
+    optimizer: Optimizer
+    dataset: Source
+    trainer: Trainer
+    workers: Workers
+    tracking: Tracking
+    sweep: Sweep
+    baseline: Backend | None
+
+
+def load(values: Mapping[str, Any]) -> Settings:
+    """Make the pieces from a composed, resolved config.
+
+    Args:
+        values: section -> key -> value, as plain containers: see `plain`.
+
+    Raises:
+        ConfigError: an unknown section or key, a wrong type, an illegal value.
+        BackendUnavailable: this machine cannot run the chosen backend.
+    """
+    _refuse_targets(values, "")
+    _check_names("", values, SECTIONS, required=SECTIONS)
+    for section, value in values.items():
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{section}={show(value)}: must be a mapping of keys to values")
+    trainer = build(Trainer, values["trainer"], "trainer")
+    if trainer.baseline is not None:
+        _check_choice(BACKENDS, trainer.baseline, "trainer.baseline")
+    return Settings(
+        model=named(MODELS, values["model"], "model"),
+        optimizer=named(OPTIMIZERS, values["optimizer"], "optimizer"),
+        dataset=named(DATASETS, values["dataset"], "dataset"),
+        trainer=trainer,
+        workers=named(WORKERS, values["workers"], "workers"),
+        tracking=build(Tracking, values["tracking"], "tracking"),
+        sweep=build(Sweep, values["sweep"], "sweep"),
+        # last, since importing their compilers takes longest
+        backend=named(BACKENDS, values["backend"], "backend", backend_class),
+        baseline=None if trainer.baseline is None else backend_class(trainer.baseline)(),
+    )
+
+
+def plain(config: DictConfig) -> dict[str, Any]:
+    """Return a composed config as plain containers, its interpolations resolved.
+
+    Raises:
+        ConfigError: a mandatory value (`???`) is missing or an interpolation leads nowhere.
+    """
+    try:
+        return _container(config, resolve=True, throw_on_missing=True)
+    except MissingMandatoryValue as error:
+        raise ConfigError(f"{error.full_key}: must be given, as {error.full_key}=VALUE") from error
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
+
+
+def record(config: DictConfig) -> dict[str, Any]:
+    """Return a config for the record of a run, which others may see: what reads the environment stays as written."""
+    written = _container(config, resolve=False)
+    try:
+        return _keep_env(plain(config), written)
+    except ConfigError:
+        return written
+
+
+def build(cls: type, values: Mapping[str, Any], where: str, tag: str | None = None) -> Any:
+    """Make a dataclass from plain values, strictly.
+
+    Args:
+        cls: the dataclass; its fields are the legal keys, their annotations the legal types.
+        values: key -> value.
+        where: the config path of `values`, for messages.
+        tag: a key of `values` that has chosen `cls` and is no field of it.
+
+    Raises:
+        ConfigError: an unknown or missing key, a wrong type, an illegal value.
+    """
+    fields = [field for field in dataclasses.fields(cls) if field.init]
+    required = [f.name for f in fields if f.default is f.default_factory is dataclasses.MISSING]
+    given = {key: value for key, value in values.items() if key != tag}
+    _check_names(where, given, [field.name for field in fields], required)
+    hints = typing.get_type_hints(cls)
+    return cls(**{key: convert(value, hints[key], f"{where}.{key}") for key, value in given.items()})
+
+
+def convert(value: Any, hint: Any, key: str) -> Any:
+    """Return `value` as the annotation `hint` wants it: never a guess, so no '3' for 3, no true for 1.0, no nan.
+
+    Raises:
+        ConfigError: it is of another type, naming `key`, the value and what is legal.
+    """
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return _convert_union(value, hint, args, key)
+    if origin is Literal and isinstance(value, str) and value in args:
+        return value
+    if origin in (tuple, list) and isinstance(value, Sequence) and not isinstance(value, str):
+        return origin(convert(item, args[0], f"{key}[{i}]") for i, item in enumerate(value))
+    if _is_dataclass(hint) and isinstance(value, Mapping):
+        return build(hint, value, key)
+    if hint is Any or (hint in (str, bool, type(None)) and isinstance(value, hint)):
+        return value
+    if hint is int and _is_number(value, int):
+        return value
+    if hint is float and _is_number(value, int | float) and math.isfinite(value):
+        return float(value)
+    near = did_you_mean(value, args) if origin is Literal and isinstance(value, str) else ""
+    raise ConfigError(f"{key}={show(value)}: must be {_describe(hint)}{near}")
+
+
+def named(registry: Mapping[str, Any], values: Mapping[str, Any], group: str, lookup: Callable | None = None) -> Any:
+    """Make the object that `values["name"]` picks from a registry, strictly.
+
+    Args:
+        registry: name -> class.
+        values: its options, and its name.
+        group: the config path of `values`, for messages.
+        lookup: gets the class from the name, where the registry does not hold it.
+    """
+    name: Any = values.get("name")
+    _check_choice(registry, name, f"{group}.name")
+    cls = lookup(name) if lookup else registry[name]
+    return build(cls, values, group, tag="name")
+
+
+def show(value: Any) -> str:
+    """Return a value as YAML would write it, on one line."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def _convert_union(value: Any, hint: Any, members: tuple[Any, ...], key: str) -> Any:
+    classes = {member.__name__: member for member in members if _is_dataclass(member)}
+    if classes:
+        return _tagged(classes, value, key)
+    for member in members:
+        try:
+            return convert(value, member, key)
+        except ConfigError:
+            continue
+    literals = [name for member in members if typing.get_origin(member) is Literal for name in typing.get_args(member)]
+    near = did_you_mean(value, literals) if isinstance(value, str) else ""
+    raise ConfigError(f"{key}={show(value)}: must be {_describe(hint)}{near}")
+
+
+def _tagged(classes: Mapping[str, type], value: Any, key: str) -> Any:
+    """Make one of several dataclasses, chosen by the value's `type`."""
+    legal = ", ".join(classes)
+    if not isinstance(value, Mapping) or "type" not in value:
+        raise ConfigError(f"{key}={show(value)}: must be a mapping with a type, one of {legal}")
+    kind = value["type"]
+    if kind not in classes:
+        raise ConfigError(f"{key}.type={show(kind)}: unknown; legal: {legal}{did_you_mean(str(kind), classes)}")
+    return build(classes[kind], value, key, tag="type")
+
+
+def _check_choice(registry: Mapping[str, Any], name: object, key: str) -> None:
+    if name not in registry:
+        near = did_you_mean(str(name), registry)
+        raise ConfigError(f"{key}={show(name)}: unknown; legal: {', '.join(registry)}{near}")
+
+
+def _check_names(where: str, given: Mapping[str, Any], legal: Sequence[str], required: Sequence[str]) -> None:
+    prefix = f"{where}." if where else ""
+    for key, value in given.items():
+        if key not in legal:
+            names = ", ".join(legal) or "none"
+            raise ConfigError(
+                f"{prefix}{key}={show(value)}: unknown key; legal: {names}{did_you_mean(str(key), legal)}"
+            )
+    for key in required:
+        if key not in given:
+            raise ConfigError(f"{prefix}{key} is missing")
+
+
+def _refuse_targets(value: Any, path: str) -> None:
+    """Refuse `_target_` at any depth: config chooses code by name from our registries, never by import path."""
+    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        here = f"{path}.{key}" if path else str(key)
+        if key == "_target_":
+            raise ConfigError(f"{here}={show(item)}: refused; code is chosen by name, never by _target_")
+        _refuse_targets(item, here)
+
+
+def _keep_env(resolved: Any, written: Any) -> Any:
+    if isinstance(written, str) and "oc.env" in written:
+        return written
+    if isinstance(resolved, dict) and isinstance(written, dict):
+        return {key: _keep_env(value, written[key]) for key, value in resolved.items()}
+    if isinstance(resolved, list) and isinstance(written, list):
+        return [_keep_env(*pair) for pair in zip(resolved, written, strict=True)]
+    return resolved
+
+
+def _describe(hint: Any) -> str:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return f"one of {', '.join(args)}"
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_describe(member) for member in args)
+    if origin in (tuple, list):
+        return f"a list, each {_describe(args[0])}"
+    words = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a text", type(None): "null"}
+    return words.get(hint, "a mapping of keys to values")
+
+
+def _is_dataclass(hint: Any) -> TypeGuard[type]:
+    return isinstance(hint, type) and dataclasses.is_dataclass(hint)
+
+
+def _container(config: DictConfig, **options: Any) -> dict[str, Any]:
+    return cast(dict[str, Any], OmegaConf.to_container(config, **options))
+
+
+def _is_number(value: Any, kinds: Any) -> bool:
+    return isinstance(value, kinds) and not isinstance(value, bool)
+
+
+def _need(key: str, value: Any, legal: bool, description: str) -> None:
+    if not legal:
+        raise ConfigError(f"{key}={show(value)}: must be {description}")

@@ -1,0 +1,161 @@
+"""The only module that imports Hydra: it composes the config of a command line, and hands each job to `run`."""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, OmegaConf
+
+from cnnexp.app import sweep
+from cnnexp.app.config import Tracking, build, load, plain, record
+from cnnexp.app.console import make_console
+from cnnexp.app.run import train
+from cnnexp.environment import outputs_dir, program_name
+from cnnexp.errors import CnnexpError, TrackingError, leave
+from cnnexp.papers import page
+from cnnexp.tracking.journal import Run
+from cnnexp.tracking.pipe import Recorder, without_password
+from cnnexp.tracking.store import store_uri
+
+log = logging.getLogger(__name__)
+
+OBJECTIVES = {"test_accuracy": "final/test_accuracy", "epoch_s": "time/median_epoch_s"}
+PACKAGE = Path(__file__).resolve().parents[1]
+# a checkout holds conf/ beside the package, an installed package inside it
+CONF = next((path for path in (PACKAGE / "conf", PACKAGE.parent / "conf") if path.is_dir()), PACKAGE / "conf")
+
+# ${outputs:} in conf/config.yaml; here, so that the workers of a parallel launcher know it too
+OmegaConf.register_new_resolver("outputs", lambda: str(outputs_dir()), replace=True)
+# ${by:NAME,{NAME1: VALUE1},OTHERWISE} in conf/experiment/: a value that depends on the backend, say
+OmegaConf.register_new_resolver("by", lambda name, values, otherwise: values.get(name, otherwise), replace=True)
+
+
+def launch() -> None:
+    """Run all jobs of this process's command line; raise what made the only one fail."""
+    command = hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)
+    interrupted = True
+    try:
+        command()
+        interrupted = False
+    finally:
+        failed = _finish_sweep(SweepCallback.started, interrupted) if SweepCallback.started else []
+        for recorder in _recorders.values():
+            recorder.close()
+    for tracking in _recorders if not any(isinstance(error, TrackingError) for error in _failures) else ():
+        store = f" tracking.uri={without_password(tracking.uri)}" if tracking.uri else ""
+        make_console().print(f"To look at it: {program_name()} ui{store}", highlight=False, soft_wrap=True)
+    if failed:
+        jobs = "1 job" if len(failed) == 1 else f"{len(failed)} jobs"
+        leave("\n  ".join([f"{jobs} failed", *failed]), 1)
+    if _failures:
+        raise _failures[0]
+
+
+def job(composed: DictConfig) -> float:
+    """Run one job of the command line; return its objective, nan if it failed.
+
+    A failure is kept, not raised: Hydra would print it its own way, and of a sweep only the first.
+    """
+    try:
+        return run(composed)
+    except Exception as error:
+        if sweep.current():  # its end tells what failed, from the jobs' folders
+            log.error("%s", error, exc_info=None if isinstance(error, CnnexpError) else error)
+        else:
+            _failures.append(error)
+        return math.nan
+
+
+def run(composed: DictConfig) -> float:
+    """Train what the config describes, record it, show it; return the objective."""
+    hydra_config = HydraConfig.get()
+    folder, overrides = Path(hydra_config.runtime.output_dir), _as_typed(hydra_config.overrides.task)
+    within, recorded = sweep.current(), record(composed)
+    try:
+        settings = load(plain(composed))
+    except CnnexpError:
+        # a sweep finds what became of its jobs in their folders
+        with Run(folder, recorded, overrides, name="illegal config"):
+            raise
+    tracking, parent = settings.tracking, within.run_id if within else None
+    contended = within is not None and within.contended
+    recorder = _recorder(tracking)
+    with Run(folder, recorded, overrides, recorder, tracking.run_name, parent, contended) as run:
+        if settings.sweep.skip_finished and run.skip_if_finished():
+            log.info("skipped, finished before: %s", run.name)
+        else:
+            train(settings, run)
+    return run.metrics.get(OBJECTIVES[settings.sweep.objective], math.nan)  # a simulated run has no times
+
+
+class SweepCallback(Callback):
+    """Hydra's word that a sweep starts, in the process that starts it (see conf/config.yaml)."""
+
+    started: sweep.Sweep | None = None
+    recorder: Recorder | None = None
+
+    def on_multirun_start(self, config: DictConfig, **_) -> None:
+        """Begin the sweep; what Hydra would swallow ends the program instead."""
+        try:
+            tracking = build(Tracking, plain(config.tracking), "tracking")
+            SweepCallback.recorder = _recorder(tracking)
+            overrides = _as_typed(config.hydra.overrides.task)
+            folder, paper = Path(config.hydra.sweep.dir), config.sweep.paper
+            SweepCallback.started = sweep.begin(folder, overrides, SweepCallback.recorder, paper)
+        except CnnexpError as error:
+            leave(str(error), error.exit_code)
+
+
+_failures: list[Exception] = []  # of this process
+_recorders: dict[Tracking, Recorder] = {}  # the jobs of a sweep share one
+
+
+def _finish_sweep(started: sweep.Sweep, interrupted: bool) -> list[str]:
+    """End a sweep and show its table; return a line for each job that failed."""
+    rows = sweep.finish(started, SweepCallback.recorder, interrupted)
+    if rows:
+        console = make_console()
+        console.print(sweep.summary_table(rows))
+        if started.paper is not None:
+            console.print(page.screen_table(page.compare(Path(started.folder), started.paper)))
+            console.print(f"The page: {Path(started.folder) / page.FOLDER / 'index.html'}", soft_wrap=True)
+    return sweep.failures(rows, started.paper)
+
+
+def _recorder(tracking: Tracking) -> Recorder | None:
+    """Return the process that writes to the store."""
+    if tracking.name == "none":
+        return None
+    if tracking not in _recorders:
+        uri = store_uri(tracking.uri)
+        _recorders[tracking] = Recorder(uri, tracking.experiment)
+    return _recorders[tracking]
+
+
+def _as_typed(overrides: Any) -> list[str]:
+    """Return overrides without resolving what they hold: it may lead nowhere, or to a secret."""
+    return cast(list[str], OmegaConf.to_container(overrides, resolve=False))
+
+
+def config_keys() -> list[str]:
+    """Return the dotted keys of the config, with the groups that the command line picks where they exist."""
+    choices = [word.partition("=")[::2] for word in sys.argv[1:]]
+    picked = [f"{group}={name}" for group, name in choices if (CONF / group / f"{name}.yaml").is_file()]
+    with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+        return list(_dotted(hydra.compose("config", picked)))
+
+
+def _dotted(values: Any, prefix: str = "") -> Iterator[str]:
+    for key, value in values.items_ex(resolve=False):
+        if isinstance(value, DictConfig):
+            yield from _dotted(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"

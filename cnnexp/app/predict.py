@@ -1,0 +1,102 @@
+"""`cnnexp predict`: classify images with what a run has trained."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from cnnexp.app.config import named
+from cnnexp.app.run import find_run
+from cnnexp.backends import BACKENDS, backend_class
+from cnnexp.datasets import DATASETS, Dataset, Images
+from cnnexp.errors import ConfigError, DataError
+from cnnexp.tracking.model import BACKEND, Classifier
+
+
+def command(arguments: Sequence[str]) -> None:
+    """Print the class and its probability of every image; of a data set's test split the accuracy, too.
+
+    Args:
+        arguments: a run (its folder, a checkpoint file, a model's folder or an MLflow run id); then either picture
+            files or `dataset=NAME` with its keys; and `backend=NAME` with its keys.
+
+    Raises:
+        ConfigError: an argument is unknown, missing or illegal.
+        CheckpointError: there is no such run, or its checkpoint is damaged.
+        DataError: an image or the data set cannot be read, or is not what the model takes.
+    """
+    run, files, options = _parse(arguments)
+    backend = named(BACKENDS, {"name": BACKEND, **options.get("backend", {})}, "backend", backend_class)
+    source = named(DATASETS, options["dataset"], "dataset") if "dataset" in options else None
+    classifier = Classifier(find_run(run, f"predict {run}"), backend)
+    if source is None:
+        lines = _classify_files(classifier, files)
+    else:
+        lines = _classify_split(classifier, source.load())
+    for line in lines:
+        sys.stdout.write(f"{line}\n")
+
+
+def _parse(arguments: Sequence[str]) -> tuple[str, list[str], dict[str, dict[str, Any]]]:
+    """Return the run, the image files, and the options by group."""
+    words, overrides = [], []
+    for argument in arguments:
+        key, given, value = argument.partition("=")
+        if given and key.partition(".")[0] in ("dataset", "backend"):
+            # without a dot it picks the object, as on the command line of a run
+            overrides.append(argument if "." in key else f"{key}.name={value}")
+        elif argument.startswith("-") or (given and not Path(argument).exists()):
+            raise ConfigError(
+                f"predict {argument}: unknown; legal: dataset=NAME, backend=NAME, their keys, and files that exist"
+            )
+        else:
+            words.append(argument)
+    try:
+        options = OmegaConf.to_container(OmegaConf.from_dotlist(overrides), resolve=True)
+    except (OmegaConfBaseException, YAMLError) as error:
+        raise ConfigError(f"predict {' '.join(overrides)}: {str(error).splitlines()[0]}") from error
+    if not words or bool(words[1:]) == ("dataset" in options):
+        raise ConfigError(
+            "predict: give a run and either images or a data set: predict RUN IMAGE... | RUN dataset=NAME"
+        )
+    return words[0], words[1:], cast(dict[str, dict[str, Any]], options)
+
+
+def _classify_files(classifier: Classifier, files: Sequence[str]) -> Iterator[str]:
+    """Yield `FILE  CLASS  PROBABILITY` of each picture, brought to the size and the channels that the model takes."""
+    shape = classifier.input_shape
+    if len(shape) != 3 or shape[2] not in (1, 3):
+        raise ConfigError(f"predict IMAGE: the model takes inputs of shape {shape}, no pictures; give a dataset=NAME")
+    if classifier.pixels != "uint8":
+        raise ConfigError(
+            "predict IMAGE: the model was trained on floating-point images, whose scale no picture file has; give them "
+            "as dataset=npz dataset.path=FILE"
+        )
+    reader = Images(root=".", height=shape[0], width=shape[1], grayscale=shape[2] == 1)
+    for file in files:
+        (probabilities,) = classifier.predict(reader.read(Path(file))[np.newaxis])
+        best = int(probabilities.argmax())
+        yield f"{file}  {classifier.classes[best]}  {probabilities[best]:.4f}"
+
+
+def _classify_split(classifier: Classifier, dataset: Dataset) -> Iterator[str]:
+    """Yield `NUMBER  CLASS  PROBABILITY` of each test image, what a wrong one is instead, and the accuracy."""
+    if dataset.input_shape != classifier.input_shape or len(dataset.classes) != len(classifier.classes):
+        raise DataError(
+            f"dataset={dataset.name}: inputs of shape {dataset.input_shape} and {len(dataset.classes)} classes; the "
+            f"model takes {classifier.input_shape} and tells {len(classifier.classes)} apart"
+        )
+    probabilities = classifier.predict(dataset.test.images)
+    predicted = probabilities.argmax(axis=1)
+    for i, (label, found) in enumerate(zip(dataset.test.labels, predicted, strict=True)):
+        wrong = "" if found == label else f"  wrong: {dataset.classes[label]}"
+        yield f"{i}  {dataset.classes[found]}  {probabilities[i, found]:.4f}{wrong}"
+    right = int((predicted == dataset.test.labels).sum())
+    yield f"test accuracy {right / len(predicted):.4f}, {right} of {len(predicted)} images"

@@ -1,0 +1,158 @@
+"""One run, from its settings to its record: the pieces are put together here, trained, clocked, kept and shown."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from cnnexp.app.config import Settings, Trainer
+from cnnexp.app.console import Display
+from cnnexp.app.sweep import write_csv
+from cnnexp.backends.protocol import Backend, Program
+from cnnexp.datasets import Dataset
+from cnnexp.environment import outputs_dir
+from cnnexp.errors import ConfigError
+from cnnexp.measuring import cost_model
+from cnnexp.measuring.amdahl import amdahl_limit
+from cnnexp.measuring.ledger import Ledger, Profiled, metrics, report
+from cnnexp.network.losses import check_loss
+from cnnexp.tracking.journal import Run, find_folder
+from cnnexp.training import checkpoint
+from cnnexp.training.baseline import Baseline
+from cnnexp.training.loop import train_epochs
+from cnnexp.workers.program import ParallelProgram
+
+RUN_ID = re.compile("[0-9a-f]{32}")
+
+
+def train(settings: Settings, run: Run) -> None:
+    """Train what the settings describe; record it in `run`, show it on the screen."""
+    ledger, trainer = Ledger(), settings.trainer
+    with ledger.span("data"):
+        dataset = settings.dataset.load()
+    network = settings.model.network(dataset.input_shape, len(dataset.classes))
+    check_loss(network, settings.model.loss, len(dataset.classes))
+    compiling = (network, settings.model.loss, settings.optimizer, trainer.batch_size)
+    training = checkpoint.describe(*compiling, trainer.rates(), trainer.seed, dataset.sha256)
+    resumed = _resumed(trainer, training) if trainer.resume is not None else None
+    backend = settings.workers.share_cores(settings.backend)
+    run.begin(dataset, network, backend, settings.workers.count)
+    with contextlib.ExitStack() as stack:
+        with ledger.span("compile"):
+            program = stack.enter_context(contextlib.closing(settings.workers.compile(backend, *compiling)))
+        parallel = program if isinstance(program, ParallelProgram) else None
+        if trainer.profile:
+            program = Profiled(program, ledger)
+        program.restore(resumed.state if resumed else {"parameters": network.initial_parameters(trainer.seed)})
+        timed = not getattr(backend, "simulated", False)
+        baseline = None
+        if settings.baseline is not None and timed and not run.contended:
+            with ledger.span("baseline"):
+                beside = stack.enter_context(contextlib.closing(settings.baseline.compile(*compiling)))
+            baseline = _baseline(settings, Profiled(beside, ledger, train="baseline"), dataset)
+        run.summarize({"time/compile_s": program.compile_s})
+        run.add_artifact(run.folder / checkpoint.FOLDER, checkpoint.FOLDER)
+        with ledger.span("record"):
+            run.wait()
+        if parallel is not None and parallel.predictable:
+            _predict_epochs(parallel, dataset, run)
+        display = stack.enter_context(Display(trainer.epochs, trainer.baseline, trainer.progress, timed=timed))
+        display.start(dataset, network, backend, program.compile_s)
+        for result in resumed.history if resumed else ():
+            run.epoch(result)
+        for result in train_epochs(
+            program,
+            dataset,
+            trainer.epochs,
+            trainer.seed,
+            trainer.rates(),
+            baseline,
+            trainer.patience,
+            tuple(run.epochs),
+            on_progress=display.progress,
+            pass_s=trainer.pass_s,
+        ):
+            with ledger.span("record"):
+                run.epoch(result)
+                display.epoch(result)
+                if baseline is not None:
+                    run.summarize(_limit(baseline, backend, settings.workers.count))
+                _save(result.epoch, training, program, run)
+        if isinstance(program, Profiled):
+            run.add_profile(report(ledger, program, run.epochs, backend.threads))
+            run.summarize(metrics(run.profile))
+        if parallel is not None:
+            run.summarize(parallel.metrics())
+    display.table(run.epochs)
+
+
+def find_run(named: str, given: str) -> Path:
+    """Return the newest checkpoint of the run that a user means.
+
+    Args:
+        named: a run's folder, a checkpoint file, or the id of an MLflow run whose folder is under `outputs/`.
+        given: how the user gave it, for the message.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    where = Path(named)
+    if not where.exists() and RUN_ID.fullmatch(named):
+        where = find_folder(outputs_dir(), named) or where
+    return checkpoint.find(where, given)
+
+
+def _resumed(trainer: Trainer, training: Mapping[str, Any]) -> checkpoint.Checkpoint:
+    """Return the checkpoint that `trainer.resume` names, once it is known to be of this very training."""
+    path = find_run(trainer.resume, f"trainer.resume={trainer.resume!r}")
+    found = checkpoint.load(path)
+    checkpoint.check_same(found, training, path)
+    if found.epoch >= trainer.epochs:
+        raise ConfigError(f"trainer.epochs={trainer.epochs}: {path} has done {found.epoch} already; give more epochs")
+    return found
+
+
+def _baseline(settings: Settings, program: Profiled, dataset: Dataset) -> Baseline:
+    """Return the baseline; one that is sequential tells, too, which share of its steps could be parallel."""
+    trainer, backend = settings.trainer, settings.baseline
+    share = program.layers_share if backend.threads == 1 and not hasattr(backend, "gpu") else None
+    return Baseline(program, dataset.train, trainer.baseline_batches, trainer.baseline_s, layers_share=share)
+
+
+def _limit(baseline: Baseline, backend: Backend, workers: int) -> dict[str, float]:
+    """Return Amdahl's limit for the run's hardware, and the share that it follows from, where that was measured."""
+    share = baseline.parallel_share
+    if share is None:
+        return {}
+    limit = amdahl_limit(share, workers * _parallel_operations(backend))
+    return {"speedup/parallel_share": share, "speedup/amdahl_limit": limit}
+
+
+def _parallel_operations(backend: Backend) -> float:
+    """Return how many float32 operations a backend's hardware does at once: threads times vector lanes.
+
+    A GPU's are infinite: from thousands on, their number hardly moves a limit.
+    """
+    if hasattr(backend, "gpu"):
+        return math.inf
+    from cnnexp.backends.simd.host import host_target  # loads Numba's compiler, as most baselines have
+
+    return backend.threads * host_target().lanes
+
+
+def _predict_epochs(program: ParallelProgram, dataset: Dataset, run: Run) -> None:
+    """Measure what the cost model says of more workers and keep its table."""
+    program.measure(dataset.train)
+    table = run.folder / cost_model.TABLE
+    write_csv(program.extrapolate(), table)
+    run.add_artifact(table)
+
+
+def _save(epoch: int, training: Mapping[str, Any], program: Program, run: Run) -> None:
+    """Write the checkpoint of an epoch; the last one becomes the run's model."""
+    whole = checkpoint.Checkpoint(epoch, training, program.state(), tuple(run.epochs), run.facts)
+    run.set_model(checkpoint.save(run.folder / checkpoint.FOLDER, whole))

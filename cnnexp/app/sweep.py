@@ -1,0 +1,216 @@
+"""A sweep: many jobs of one command, one parent run over theirs, and a table that compares them.
+
+The jobs may run in other processes, on other machines that share the disk, so all they share with the sweep is an
+environment variable (whose sweep am I part of?) and their folders (what became of me?).
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cnnexp.papers import page
+from cnnexp.tracking.journal import JOURNAL, LACKING, read_journal
+from cnnexp.tracking.pipe import Recorder
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+VARIABLE = "CNNEXP_SWEEP"
+# of the table on the screen: metric -> title and format
+COLUMNS = {
+    "time/median_epoch_s": ("epoch (s)", ".4g"),
+    "speedup/median": ("speedup", ".3g"),
+    "final/test_accuracy": ("test acc.", ".4f"),
+    "time/compile_s": ("compile (s)", ".2f"),
+    "model/parameters": ("parameters", ",.0f"),
+}
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep, as its jobs see it.
+
+    Attributes:
+        folder: holds one folder per job.
+        run_id: of the parent run; None without MLflow.
+        process: host and process that started the sweep.
+        paper: the table or figure of a paper that it makes again, or None; its jobs may lack what they need.
+    """
+
+    folder: str
+    run_id: str | None
+    process: str
+    paper: str | None = None
+
+    @property
+    def contended(self) -> bool:
+        """Whether this job runs in another process than the sweep: a parallel launcher runs several at once."""
+        return self.process != _this_process()
+
+
+def current() -> Sweep | None:
+    """Return the sweep that this process runs a job of, None where there is none."""
+    text = os.environ.get(VARIABLE)
+    return Sweep(**json.loads(text)) if text else None
+
+
+def begin(folder: Path, overrides: Sequence[str], recorder: Recorder | None = None, paper: str | None = None) -> Sweep:
+    """Start a sweep: make its parent run, and let its jobs know.
+
+    Args:
+        folder: where the jobs' folders will be.
+        overrides: what the user typed, ranges and all.
+        recorder: None keeps MLflow out.
+        paper: see `Sweep`.
+
+    Raises:
+        TrackingError: the store cannot be opened or written.
+    """
+    run_id = None
+    if recorder is not None:
+        name = paper or " ".join(override for override in overrides if "," in override) or Path(folder).name
+        run_id = recorder.call(
+            "begin", name=f"sweep {name}", params={}, tags={"kind": "sweep", "overrides": " ".join(overrides)}
+        )
+    sweep = Sweep(str(folder), run_id, _this_process(), paper)
+    page.note_facts(Path(folder), paper, overrides)
+    os.environ[VARIABLE] = json.dumps(asdict(sweep))
+    return sweep
+
+
+def finish(sweep: Sweep, recorder: Recorder | None = None, interrupted: bool = False) -> list[dict[str, Any]]:
+    """End a sweep: write its table, draw its figures, end its parent run.
+
+    Args:
+        sweep: as `begin` returned it.
+        recorder: as for `begin`.
+        interrupted: by Ctrl-C or SIGTERM.
+
+    Returns:
+        One row per job, in their order: see `rows`.
+    """
+    os.environ.pop(VARIABLE, None)
+    found = rows(Path(sweep.folder))
+    if not found:
+        return found
+    table = Path(sweep.folder) / "summary.csv"
+    write_csv(found, table)
+    if sweep.paper is not None:
+        page.write(Path(sweep.folder), sweep.paper)
+    if recorder is not None and sweep.run_id is not None:
+        figures = Path(sweep.folder) / "figures"
+        finished = [row for row in found if row["status"] == "FINISHED"]
+        recorder.call("draw", kind="draw_sweep", folder=str(figures), rows=finished, varied=varied(found))
+        failed = len(failures(found, sweep.paper))
+        recorder.call(
+            "finish",
+            run_id=sweep.run_id,
+            status="KILLED" if interrupted else "FAILED" if failed else "FINISHED",
+            tags={"jobs": str(len(found)), "jobs.failed": str(failed)},
+            artifacts=[(str(table), None), (str(figures), "figures"), *_report(sweep)],
+        )
+    return found
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    """Return one row per job of a sweep's folder, by their number.
+
+    Returns:
+        `job` (its folder's name), `name`, `status` (FINISHED, FAILED, KILLED, SKIPPED, UNAVAILABLE, or DIED where the
+        process was gone before it could say), `error`, what varied by key, and the final metrics by name.
+    """
+    jobs = sorted((path.parent for path in Path(folder).glob(f"*/{JOURNAL}")), key=_job_number)
+    journals = [read_journal(job) for job in jobs]
+    changed = [_values(journal["overrides"]) for journal in journals]
+    keys = _differing(changed)
+    return [
+        {
+            "job": job.name,
+            "name": journal["name"],
+            "status": journal["status"],
+            "error": journal["error"],
+            "contended": journal["contended"],
+            **{key: values.get(key, "") for key in keys},
+            **journal["metrics"],
+        }
+        for job, journal, values in zip(jobs, journals, changed, strict=True)
+    ]
+
+
+def varied(found: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the keys of `rows` that hold what varied."""
+    fixed = {"job", "name", "status", "error", "contended"}
+    return [key for key in found[0] if key not in fixed and "/" not in key]
+
+
+def write_csv(found: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Write `rows` as a table with a header; what a job lacks is left empty."""
+    columns = list(dict.fromkeys(key for row in found for key in row))
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(found)
+
+
+def summary_table(found: Sequence[Mapping[str, Any]]) -> Table:
+    """Return `rows` as a table for the screen."""
+    from rich.table import Table
+
+    keys = varied(found)
+    names = [name for name in COLUMNS if any(name in row for row in found)]
+    table = Table(title=f"{len(found)} jobs")
+    for title in ("job", *keys, "status"):
+        table.add_column(title)
+    for name in names:
+        table.add_column(COLUMNS[name][0], justify="right")
+    for row in found:
+        status = row["status"] + (", contended" if row["contended"] else "")
+        cells = [format(row[name], COLUMNS[name][1]) if name in row else "" for name in names]
+        table.add_row(row["job"], *(row[key] for key in keys), status, *cells)
+    return table
+
+
+def failures(found: Sequence[Mapping[str, Any]], paper: str | None = None) -> list[str]:
+    """Return one line per job that did not finish: what it was and why.
+
+    Args:
+        found: as `rows` returned it.
+        paper: see `Sweep`: where it is given, a backend that this machine lacks is no failure.
+    """
+    keys = varied(found) if found else []
+    fine = ("FINISHED", "SKIPPED", *([LACKING] if paper is not None else []))
+    return [
+        f"job {row['job']} ({' '.join(f'{key}={row[key]}' for key in keys)}): {row['error']}"
+        for row in found
+        if row["status"] not in fine
+    ]
+
+
+def _report(sweep: Sweep) -> list[tuple[str, str]]:
+    """Return the report of a paper's table or figure as an artifact, if there is one."""
+    return [] if sweep.paper is None else [(str(Path(sweep.folder) / page.FOLDER), page.FOLDER)]
+
+
+def _values(overrides: Sequence[str]) -> dict[str, str]:
+    return {key.lstrip("+~"): value for key, _, value in (override.partition("=") for override in overrides)}
+
+
+def _differing(changed: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return the keys whose values differ between jobs, in the order they were typed."""
+    keys = dict.fromkeys(key for values in changed for key in values)
+    return [key for key in keys if len({values.get(key) for values in changed}) > 1]
+
+
+def _job_number(folder: Path) -> tuple[int, str]:
+    return (int(folder.name) if folder.name.isdecimal() else -1, folder.name)
+
+
+def _this_process() -> str:
+    return f"{socket.gethostname()}:{os.getpid()}"

@@ -1,0 +1,1 @@
+"""Backends of Numba loops on the CPU, layer by layer."""

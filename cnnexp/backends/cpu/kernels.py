@@ -1,0 +1,436 @@
+"""The layers as loops that Numba compiles, for one thread or several from the same source.
+
+Each kernel is a thin loop over tasks: images, or blocks whose number depends on the shapes alone. A task is a function
+of its own, compiled once for both ways, and what tasks sum up is added in their order. So results depend neither on the
+number of threads nor on which of them took a task.
+
+Arguments are those of `protocol.Ops`, with `pads` as two numbers and an empty array where Ops has None.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+
+import numba
+import numpy as np
+from numba import prange
+
+from cnnexp.network.losses import LOG_FLOOR, VARIANCE_FLOOR
+from cnnexp.optimizers import Optimizer
+
+# Sums may be reordered, multiply-adds fused; NaN and infinity keep their meaning, so a diverged loss is seen.
+OPTIONS = {"fastmath": {"contract", "reassoc", "nsz", "arcp"}, "error_model": "numpy", "nogil": True}
+
+BLOCKS = 32  # most partial weight gradients of a convolution: bounds their memory, and how many threads can share it
+FEATURES = 128  # features of a linear layer that one task sums gradients for
+
+batch, image, matrix, vector = "f4[:,:,:,::1]", "f4[:,:,::1]", "f4[:,::1]", "f4[::1]"
+ZERO, ONE, HALF = np.float32(0), np.float32(1), np.float32(0.5)
+
+# a function that only kernels call: no wrappers to call it from Python or C, which would take as long to compile
+task = numba.njit(cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True, **OPTIONS)
+
+
+class Kernel:
+    """A function to be compiled when first asked for, with one signature, sequentially or parallel.
+
+    Numba's disk cache names its files after the function's qualified name and does not tell apart the options it was
+    compiled with (numba#6845), and two processes that add different entries to one file can swap them. So each way of
+    compiling has a name of its own, and each name a single signature.
+    """
+
+    def __init__(self, function: types.FunctionType, signature: str) -> None:
+        self._function, self._signature = function, signature
+        self.compiled = functools.cache(self._compile)
+
+    def _compile(self, parallel: bool):
+        """Return the compiled function."""
+        source = self._function
+        twin = types.FunctionType(source.__code__, source.__globals__, source.__name__)
+        twin.__qualname__ = f"{source.__qualname__}_{'parallel' if parallel else 'sequential'}"
+        return numba.njit(self._signature, parallel=parallel, cache=True, **OPTIONS)(twin)
+
+
+def kernel(*arguments: str):
+    """Make a `Kernel` of the decorated function, with these argument types and no result."""
+    return lambda function: Kernel(function, f"void({', '.join(arguments)})")
+
+
+@kernel(batch, image)
+def reverse_rows(w, rows):
+    """Fill rows (K,C,K*F) with w (K,K,C,F), the columns of each row reversed.
+
+    A pixel at column s meets the output columns s - K + 1 .. s, with the weights' columns running backwards: reversed,
+    a row of weights lies beside the outputs it feeds, and one contiguous loop over K*F covers them all.
+    """
+    side, _, channels, filters = w.shape
+    for i in range(side):
+        for j in range(side):
+            for c in range(channels):
+                for f in range(filters):
+                    rows[i, c, (side - 1 - j) * filters + f] = w[i, j, c, f]
+
+
+@task
+def conv2d_image(x, rows, b, stride, top, left, y):
+    """Convolve one image: x (H,W,C), rows as of `reverse_rows`, y (P,Q,F)."""
+    height, width, channels = x.shape
+    side, filters = rows.shape[0], y.shape[2]
+    # outputs of one row at stride 1, from the first column that any pixel reaches to the last
+    line = np.empty((width + side - 1) * filters, np.float32)
+    for p in range(y.shape[0]):
+        line[:] = ZERO
+        for i in range(max(0, top - p * stride), min(side, height + top - p * stride)):
+            pixels = x[p * stride + i - top]
+            for s in range(width):
+                reached = line[s * filters : (s + side) * filters]
+                for c in range(channels):
+                    value, weights = pixels[s, c], rows[i, c]
+                    for k in range(reached.size):
+                        reached[k] += value * weights[k]
+        for q in range(y.shape[1]):
+            column, outputs = q * stride - left + side - 1, y[p, q]
+            if 0 <= column < width + side - 1:
+                reached = line[column * filters : (column + 1) * filters]
+                for f in range(filters):
+                    outputs[f] = reached[f]
+            else:
+                outputs[:] = ZERO
+            for f in range(b.size):
+                outputs[f] += b[f]
+
+
+@kernel(batch, image, vector, "i8", "i8", "i8", batch)
+def conv2d(x, rows, b, stride, top, left, y):
+    for n in prange(x.shape[0]):
+        conv2d_image(x[n], rows, b, stride, top, left, y[n])
+
+
+@task
+def conv2d_backward_image(x, rows, dy, stride, top, left, dx, d_rows, db):
+    """Add one image's gradients to d_rows (K,C,K*F) and db (F,), and fill dx (H,W,C) unless it is empty."""
+    height, width, channels = x.shape
+    side, filters = rows.shape[0], dy.shape[2]
+    line = np.empty((width + side - 1) * filters, np.float32)
+    dx[:] = ZERO
+    for p in range(dy.shape[0]):
+        line[:] = ZERO
+        for q in range(dy.shape[1]):
+            column, slopes = q * stride - left + side - 1, dy[p, q]
+            for f in range(filters):
+                db[f] += slopes[f]
+            if 0 <= column < width + side - 1:
+                reached = line[column * filters : (column + 1) * filters]
+                for f in range(filters):
+                    reached[f] = slopes[f]
+        for i in range(max(0, top - p * stride), min(side, height + top - p * stride)):
+            row = p * stride + i - top
+            for s in range(width):
+                reached = line[s * filters : (s + side) * filters]
+                for c in range(channels):
+                    value, d_weights = x[row, s, c], d_rows[i, c]
+                    for k in range(reached.size):
+                        d_weights[k] += value * reached[k]
+                if dx.size:
+                    for c in range(channels):
+                        total, weights = ZERO, rows[i, c]
+                        for k in range(reached.size):
+                            total += weights[k] * reached[k]
+                        dx[row, s, c] += total
+
+
+@kernel(batch, image, batch, "i8", "i8", "i8", batch, batch, matrix)
+def conv2d_backward(x, rows, dy, stride, top, left, dx, d_rows, d_bias):
+    """Fill dx (N,H,W,C), or nothing of it if it is (N,0,0,0); add up d_rows (B,K,C,K*F) and d_bias (B,F) by block."""
+    images, blocks = x.shape[0], d_rows.shape[0]
+    for block in prange(blocks):
+        for n in range(block * images // blocks, (block + 1) * images // blocks):
+            conv2d_backward_image(x[n], rows, dy[n], stride, top, left, dx[n], d_rows[block], d_bias[block])
+
+
+@kernel(batch, matrix, batch, vector)
+def sum_blocks(d_rows, d_bias, dw, db):
+    """Add up the blocks' gradients, first to last, and turn the rows back: dw (K,K,C,F), db (F,) or empty."""
+    side, _, channels, filters = dw.shape
+    dw[:] = ZERO
+    db[:] = ZERO
+    for block in range(d_rows.shape[0]):
+        for i in range(side):
+            for j in range(side):
+                for c in range(channels):
+                    for f in range(filters):
+                        dw[i, j, c, f] += d_rows[block, i, c, (side - 1 - j) * filters + f]
+        for f in range(db.size):
+            db[f] += d_bias[block, f]
+
+
+@task
+def copy_row(source, target):
+    for d in range(target.size):
+        target[d] = source[d]
+
+
+@kernel(matrix, "i4[::1]", "i8[::1]", matrix, "i4[::1]")
+def gather(images, labels, indices, x, t):
+    for n in prange(indices.size):
+        t[n] = labels[indices[n]]
+        copy_row(images[indices[n]], x[n])
+
+
+@task
+def relu_row(x, y):
+    for d in range(x.size):
+        # not max(x, 0), which would turn NaN into 0
+        y[d] = ZERO if x[d] < ZERO else x[d]
+
+
+@kernel(matrix, matrix)
+def relu(x, y):
+    for n in prange(x.shape[0]):
+        relu_row(x[n], y[n])
+
+
+@task
+def relu_backward_row(y, dy, dx):
+    for d in range(y.size):
+        dx[d] = dy[d] if y[d] > ZERO else ZERO
+
+
+@kernel(matrix, matrix, matrix)
+def relu_backward(y, dy, dx):
+    for n in prange(y.shape[0]):
+        relu_backward_row(y[n], dy[n], dx[n])
+
+
+@task
+def sigmoid_row(x, y):
+    for d in range(x.size):
+        # exp of -|x| only, so neither branch overflows
+        e = np.exp(-abs(x[d]))
+        y[d] = (ONE if x[d] >= ZERO else e) / (ONE + e)
+
+
+@kernel(matrix, matrix)
+def sigmoid(x, y):
+    for n in prange(x.shape[0]):
+        sigmoid_row(x[n], y[n])
+
+
+@task
+def sigmoid_backward_row(y, dy, dx):
+    for d in range(y.size):
+        dx[d] = dy[d] * y[d] * (ONE - y[d])
+
+
+@kernel(matrix, matrix, matrix)
+def sigmoid_backward(y, dy, dx):
+    for n in prange(y.shape[0]):
+        sigmoid_backward_row(y[n], dy[n], dx[n])
+
+
+@task
+def max_pool_image(x, size, stride, top, left, y, argmax):
+    height, width, channels = x.shape
+    for u in range(y.shape[0]):
+        row = u * stride - top
+        for v in range(y.shape[1]):
+            column = v * stride - left
+            largest, places = y[u, v], argmax[u, v]
+            largest[:] = -np.inf
+            places[:] = 0
+            for i in range(max(0, -row), min(size, height - row)):
+                for j in range(max(0, -column), min(size, width - column)):
+                    pixels, place = x[row + i, column + j], np.int32(i * size + j)
+                    for c in range(channels):
+                        larger = pixels[c] > largest[c]
+                        largest[c] = pixels[c] if larger else largest[c]
+                        places[c] = place if larger else places[c]
+
+
+@kernel(batch, "i8", "i8", "i8", "i8", batch, "i4[:,:,:,::1]")
+def max_pool(x, size, stride, top, left, y, argmax):
+    for n in prange(x.shape[0]):
+        max_pool_image(x[n], size, stride, top, left, y[n], argmax[n])
+
+
+@task
+def max_pool_backward_image(argmax, dy, size, stride, top, left, dx):
+    dx[:] = ZERO
+    for u in range(dy.shape[0]):
+        for v in range(dy.shape[1]):
+            for c in range(dy.shape[2]):
+                row, column = divmod(argmax[u, v, c], size)
+                dx[u * stride - top + row, v * stride - left + column, c] += dy[u, v, c]
+
+
+@kernel("i4[:,:,:,::1]", batch, "i8", "i8", "i8", "i8", batch)
+def max_pool_backward(argmax, dy, size, stride, top, left, dx):
+    for n in prange(dx.shape[0]):
+        max_pool_backward_image(argmax[n], dy[n], size, stride, top, left, dx[n])
+
+
+@task
+def avg_pool_image(x, size, stride, top, left, y):
+    height, width, channels = x.shape
+    for u in range(y.shape[0]):
+        first_row, last_row = max(0, u * stride - top), min(height, u * stride - top + size)
+        for v in range(y.shape[1]):
+            first_column, last_column = max(0, v * stride - left), min(width, v * stride - left + size)
+            for c in range(channels):
+                total = ZERO
+                for row in range(first_row, last_row):
+                    for column in range(first_column, last_column):
+                        total += x[row, column, c]
+                y[u, v, c] = total / np.float32((last_row - first_row) * (last_column - first_column))
+
+
+@kernel(batch, "i8", "i8", "i8", "i8", batch)
+def avg_pool(x, size, stride, top, left, y):
+    for n in prange(x.shape[0]):
+        avg_pool_image(x[n], size, stride, top, left, y[n])
+
+
+@task
+def avg_pool_backward_image(dy, size, stride, top, left, dx):
+    height, width, channels = dx.shape
+    dx[:] = ZERO
+    for u in range(dy.shape[0]):
+        first_row, last_row = max(0, u * stride - top), min(height, u * stride - top + size)
+        for v in range(dy.shape[1]):
+            first_column, last_column = max(0, v * stride - left), min(width, v * stride - left + size)
+            inside = np.float32((last_row - first_row) * (last_column - first_column))
+            for row in range(first_row, last_row):
+                for column in range(first_column, last_column):
+                    for c in range(channels):
+                        dx[row, column, c] += dy[u, v, c] / inside
+
+
+@kernel(batch, "i8", "i8", "i8", "i8", batch)
+def avg_pool_backward(dy, size, stride, top, left, dx):
+    for n in prange(dx.shape[0]):
+        avg_pool_backward_image(dy[n], size, stride, top, left, dx[n])
+
+
+@task
+def turn(w, first, last, turned):
+    """turned (O,D) = transpose of w (D,O), for the features first .. last - 1."""
+    for o in range(w.shape[1]):
+        for d in range(first, last):
+            turned[o, d] = w[d, o]
+
+
+@task
+def linear_row(x, turned, b, y):
+    for o in range(y.size):
+        total, weights = ZERO, turned[o]
+        for d in range(x.size):
+            total += x[d] * weights[d]
+        y[o] = total + b[o] if b.size else total
+
+
+@kernel(matrix, matrix, matrix, vector, matrix)
+def linear(x, w, turned, b, y):
+    """y = x @ w + b; turned (O,D) is scratch for the transpose of w: the inner loop runs over the many features."""
+    features = w.shape[0]
+    for block in prange((features + FEATURES - 1) // FEATURES):
+        turn(w, block * FEATURES, min((block + 1) * FEATURES, features), turned)
+    for n in prange(x.shape[0]):
+        linear_row(x[n], turned, b, y[n])
+
+
+@task
+def linear_backward_features(x, w, dy, first, last, dx, dw):
+    """Fill dw (D,O), and dx (N,D) unless it is empty, for the features first .. last - 1."""
+    outputs, count = dy.shape[1], last - first
+    turned, d_turned = np.empty((outputs, count), np.float32), np.zeros((outputs, count), np.float32)
+    for o in range(outputs):
+        for d in range(count):
+            turned[o, d] = w[first + d, o]
+    for n in range(x.shape[0]):
+        inputs = x[n, first:last]
+        for o in range(outputs):
+            slope, total = dy[n, o], d_turned[o]
+            for d in range(count):
+                total[d] += slope * inputs[d]
+        if dx.size:
+            d_inputs = dx[n, first:last]
+            d_inputs[:] = ZERO
+            for o in range(outputs):
+                slope, weights = dy[n, o], turned[o]
+                for d in range(count):
+                    d_inputs[d] += slope * weights[d]
+    for d in range(count):
+        for o in range(outputs):
+            dw[first + d, o] = d_turned[o, d]
+
+
+@kernel(matrix, vector)
+def sum_rows(dy, db):
+    """db = dy (N,O) summed over n."""
+    db[:] = ZERO
+    for n in range(dy.shape[0]):
+        for o in range(db.size):
+            db[o] += dy[n, o]
+
+
+@kernel(matrix, matrix, matrix, matrix, matrix)
+def linear_backward(x, w, dy, dx, dw):
+    features = x.shape[1]
+    for block in prange((features + FEATURES - 1) // FEATURES):
+        linear_backward_features(x, w, dy, block * FEATURES, min((block + 1) * FEATURES, features), dx, dw)
+
+
+@kernel(matrix, "i4[::1]", "f4", matrix, vector, "u1[::1]")
+def softmax_cross_entropy(scores, labels, scale, d_scores, losses, hits):
+    outputs = scores.shape[1]
+    for n in range(scores.shape[0]):
+        best = 0
+        for o in range(outputs):
+            if scores[n, o] > scores[n, best]:
+                best = o
+        total = ZERO
+        for o in range(outputs):
+            d_scores[n, o] = np.exp(scores[n, o] - scores[n, best])
+            total += d_scores[n, o]
+        losses[n] = np.log(total) - (scores[n, labels[n]] - scores[n, best])
+        hits[n] = best == labels[n]
+        for o in range(outputs):
+            d_scores[n, o] = (d_scores[n, o] / total - np.float32(o == labels[n])) * scale
+
+
+@kernel(matrix, "i4[::1]", "f4", matrix, vector, "u1[::1]")
+def binary_cross_entropy(scores, labels, scale, d_scores, losses, hits):
+    for n in range(scores.shape[0]):
+        p, t = scores[n, 0], np.float32(labels[n])
+        log_p, log_q = np.log(p), np.log1p(-p)
+        # comparisons this way round let NaN through
+        log_p = LOG_FLOOR if log_p < LOG_FLOOR else log_p
+        log_q = LOG_FLOOR if log_q < LOG_FLOOR else log_q
+        losses[n] = -(t * log_p + (ONE - t) * log_q)
+        hits[n] = (p >= HALF) == (labels[n] == 1)
+        d_scores[n, 0] = (p - t) / max(p * (ONE - p), VARIANCE_FLOOR) * scale
+
+
+@functools.cache
+def compile_update(optimizer: Optimizer):
+    """Compile an optimizer's rule into `update(w, g, s, t, rate, c0, c1)`, in place; unused slots are empty arrays.
+
+    One thread does it for both ways: it takes far less than the gradients, even of the smallest batch.
+    """
+    rule = numba.njit(optimizer.rule(np.sqrt, max), **OPTIONS)
+    slots = len(optimizer.slots)
+
+    @numba.njit(f"void({', '.join([vector] * 4)}, f4, f4, f4)", **OPTIONS)
+    def update(w, g, s, t, rate, c0, c1):
+        for i in range(w.size):
+            old_s = s[i] if slots > 0 else ZERO
+            old_t = t[i] if slots > 1 else ZERO
+            new_w, new_s, new_t = rule(w[i], g[i], old_s, old_t, rate, c0, c1)
+            w[i] = new_w
+            if slots > 0:
+                s[i] = new_s
+            if slots > 1:
+                t[i] = new_t
+
+    return update

@@ -1,0 +1,69 @@
+"""`cpu-parallel`: the loops of `cpu`, with the images of a batch shared among threads."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numba
+
+from cnnexp.backends.cpu.sequential import CpuOps
+from cnnexp.backends.layerwise import LayerwiseProgram
+from cnnexp.backends.processor import ThreadedBackend
+from cnnexp.errors import ConfigError
+from cnnexp.network import Network
+from cnnexp.network.losses import Loss
+from cnnexp.optimizers import Optimizer
+
+
+@functools.cache
+def choose_threading_layer() -> None:
+    """Let Numba use OpenMP, whose parallel regions start fastest, or its own work queue where it is missing.
+
+    It counts until the process runs its first parallel kernel; a layer that already runs stays. GNU OpenMP reads its
+    settings when it is loaded: by default a waiting thread spins for milliseconds, which on a machine with other work
+    to do keeps from its core the very thread that it waits for. A user's own setting stands.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    try:
+        importlib.import_module("numba.np.ufunc.omppool")
+        numba.config.THREADING_LAYER = "omp"
+    except ImportError:
+        numba.config.THREADING_LAYER = "workqueue"
+
+
+@contextlib.contextmanager
+def numba_threads(count: int) -> Iterator[None]:
+    """Let parallel kernels use `count` threads, then as many as before: programs of a process do not share a count."""
+    before = numba.get_num_threads()
+    numba.set_num_threads(count)
+    try:
+        yield
+    finally:
+        numba.set_num_threads(before)
+
+
+@dataclass(frozen=True)
+class CpuParallel(ThreadedBackend):
+    """Numba on several threads."""
+
+    name: ClassVar[str] = "cpu-parallel"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.threads > numba.config.NUMBA_NUM_THREADS:
+            raise ConfigError(
+                f"backend.threads={self.threads}: must be at most {numba.config.NUMBA_NUM_THREADS}, "
+                "the environment variable NUMBA_NUM_THREADS; unset it"
+            )
+
+    def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> LayerwiseProgram:
+        choose_threading_layer()
+        scope = functools.partial(numba_threads, self.threads)
+        return LayerwiseProgram(CpuOps(parallel=True), network, loss, optimizer, batch_size, scope=scope)

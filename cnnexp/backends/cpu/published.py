@@ -1,0 +1,72 @@
+"""`cpu-published`: `cpu` with the two detours of castanheira's code, for `experiment=fusion`.
+
+The maximum of each pooling window is searched again in the backward pass, and the weight gradients of a convolution are
+made image by image, then summed (sections 4.2, 5.2 and 6). `cpu-published-argmax` has the second alone, `cpu` neither.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from cnnexp.backends.cpu.sequential import Cpu, CpuOps
+from cnnexp.backends.layerwise import LayerwiseProgram
+from cnnexp.network import Network
+from cnnexp.network.losses import Loss
+from cnnexp.optimizers import Optimizer
+
+
+class PublishedOps(CpuOps):
+    """`Ops` (see `protocol`) of `cpu`, with the paper's detours.
+
+    Args:
+        keep_argmax: use the place of each maximum that the forward pass kept, instead of searching again.
+    """
+
+    def __init__(self, keep_argmax: bool) -> None:
+        super().__init__(parallel=False)
+        self._keep_argmax = keep_argmax
+        self._pooled: dict[int, tuple] = {}  # the last max_pool, by the address of its argmax
+
+    def max_pool(self, x, size, stride, pads, y, argmax):
+        super().max_pool(x, size, stride, pads, y, argmax)
+        self._pooled[argmax.ctypes.data] = x, y
+
+    def max_pool_backward(self, argmax, dy, size, stride, pads, dx):
+        if not self._keep_argmax:
+            x, y = self._pooled[argmax.ctypes.data]
+            super().max_pool(x, size, stride, pads, y, argmax)
+        super().max_pool_backward(argmax, dy, size, stride, pads, dx)
+
+    def conv2d_backward(self, x, w, dy, stride, pads, dx, dw, db):
+        dws = np.empty((len(x), *dw.shape), np.float32)
+        dbs = None if db is None else np.empty((len(x), *db.shape), np.float32)
+        for n in range(len(x)):
+            image = slice(n, n + 1)
+            d_image = None if dx is None else dx[image]
+            d_bias = None if dbs is None else dbs[n]
+            super().conv2d_backward(x[image], w, dy[image], stride, pads, d_image, dws[n], d_bias)
+        dws.sum(axis=0, out=dw)
+        if db is not None:
+            dbs.sum(axis=0, out=db)
+
+
+@dataclass(frozen=True)
+class CpuPublished(Cpu):
+    """Both detours."""
+
+    name: ClassVar[str] = "cpu-published"
+    keep_argmax: ClassVar[bool] = False
+
+    def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> LayerwiseProgram:
+        return LayerwiseProgram(PublishedOps(self.keep_argmax), network, loss, optimizer, batch_size)
+
+
+@dataclass(frozen=True)
+class CpuPublishedArgmax(CpuPublished):
+    """The place of each maximum is kept, and only the gradients take their detour."""
+
+    name: ClassVar[str] = "cpu-published-argmax"
+    keep_argmax: ClassVar[bool] = True

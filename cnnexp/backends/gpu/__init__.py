@@ -1,0 +1,1 @@
+"""Backends of Numba CUDA kernels. None of them has met a GPU yet."""

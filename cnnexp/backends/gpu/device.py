@@ -1,0 +1,274 @@
+"""The GPU itself: whether there is one, what it allows, its arrays, and how a kernel is launched on it.
+
+Under Numba's CUDA simulator (`NUMBA_ENABLE_CUDASIM=1`, set before Python starts) the same kernels run as Python threads
+on the CPU: right or wrong as on a GPU, thousands of times slower.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import math
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import config
+
+from cnnexp.errors import BackendUnavailable, ConfigError
+
+# numba-cuda reads this when imported. A small batch fills few blocks, by the nature of these networks: no warning.
+os.environ.setdefault("NUMBA_CUDA_LOW_OCCUPANCY_WARNINGS", "0")
+config.CUDA_LOW_OCCUPANCY_WARNINGS = 0
+
+try:
+    from numba import cuda
+except ImportError as error:  # numba-cuda is there, but not its CUDA bindings
+    raise BackendUnavailable(
+        f"numba-cuda does not import ({error}): install cnnexp[gpu], or use backend=cpu-parallel or cpu-simd"
+    ) from error
+
+SIMULATED = bool(config.ENABLE_CUDASIM)
+if SIMULATED:
+    from cnnexp.backends.gpu.simulator import mend_shared_arrays
+
+    mend_shared_arrays()
+SIMULATED_BLOCKS = 3  # a simulated thread costs 100 us: few of them, each taking many elements
+LARGEST_ARRAY = 2**31  # elements; kernels index with uint32, and a grid stride may step past the end once
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What one GPU is and allows.
+
+    Attributes:
+        index: CUDA's number of it.
+        name: as its maker calls it.
+        compute_capability: (major, minor).
+        driver: newest CUDA version that its driver takes, (major, minor).
+        toolkit: CUDA version of the compiler in use, (major, minor).
+        multiprocessors: how many blocks can surely run at once.
+        block_threads: the most threads in one block.
+        shared_bytes: the most static shared memory of one block.
+    """
+
+    index: int
+    name: str
+    compute_capability: tuple[int, int]
+    driver: tuple[int, int]
+    toolkit: tuple[int, int]
+    multiprocessors: int
+    block_threads: int
+    shared_bytes: int
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """Tags that say what computed, beside the name."""
+        return {
+            "gpu.compute_capability": _dotted(self.compute_capability),
+            "gpu.driver_cuda": _dotted(self.driver),
+            "gpu.toolkit": _dotted(self.toolkit),
+            "gpu.simulated": str(SIMULATED).lower(),
+        }
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(str(part) for part in version)
+
+
+@cache
+def open_gpu(index: int) -> Gpu:
+    """Return what a GPU is.
+
+    Raises:
+        BackendUnavailable: numba-cuda, the driver or a GPU is missing; the message says which.
+        ConfigError: the index is not a GPU's.
+    """
+    if SIMULATED:
+        _check_index(index, 1)
+        return Gpu(0, "CUDA simulator", (0, 0), (0, 0), (0, 0), 1, 1024, 48 * 1024)
+    if importlib.util.find_spec("numba_cuda") is None:
+        raise _unavailable("the package numba-cuda is not installed; install cnnexp[gpu]")
+    try:
+        count = len(cuda.gpus)
+    except cuda.CudaSupportError as error:
+        missing = "NO_DEVICE" in str(error)
+        driver = "the NVIDIA driver finds no GPU" if missing else "the NVIDIA driver is not installed or does not load"
+        raise _unavailable(driver) from error
+    if count == 0:
+        raise _unavailable("the NVIDIA driver finds no GPU")
+    _check_index(index, count)
+    device = cuda.gpus[index]
+    name = device.name.decode() if isinstance(device.name, bytes) else device.name
+    return Gpu(
+        index,
+        name,
+        tuple(device.compute_capability),
+        cuda.cudadrv.driver.get_version(),
+        cuda.runtime.get_version(),
+        device.MULTIPROCESSOR_COUNT,
+        device.MAX_THREADS_PER_BLOCK,
+        device.MAX_SHARED_MEMORY_PER_BLOCK,
+    )
+
+
+def _unavailable(what: str) -> BackendUnavailable:
+    return BackendUnavailable(f"no GPU to compute on: {what}; without one use backend=cpu-parallel or cpu-simd")
+
+
+def _check_index(index: int, count: int) -> None:
+    if not 0 <= index < count:
+        raise ConfigError(f"backend.device={index}: must be 0 .. {count - 1}, the GPUs of this machine")
+
+
+def on(gpu: Gpu) -> AbstractContextManager:
+    """Return the context in which this thread computes on a GPU, whichever it used before."""
+    return contextlib.nullcontext() if SIMULATED else cuda.gpus[gpu.index]
+
+
+def on_its_gpu(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Run a method of a program on the program's `gpu`: other programs of the process may be on another."""
+
+    @functools.wraps(method)
+    def wrapped(self: Any, *arguments: Any) -> Any:
+        with on(self.gpu):
+            return method(self, *arguments)
+
+    return wrapped
+
+
+def check_block(gpu: Gpu, block: int) -> None:
+    """Raise ConfigError where a block has more threads than the GPU allows."""
+    if not 1 <= block <= gpu.block_threads:
+        raise ConfigError(f"backend.block={block}: must be 1 .. {gpu.block_threads} threads, the limit of {gpu.name}")
+
+
+def free_memory() -> tuple[float, float]:
+    """Return the bytes of the GPU's memory that are free, and all of them; both are infinite in the simulator."""
+    free, total = cuda.current_context().get_memory_info()
+    return free, total
+
+
+def check_memory(needed: int, what: str) -> None:
+    """Raise ConfigError where `needed` bytes for `what` are not free on the GPU."""
+    free, total = free_memory()
+    if needed > free:
+        raise ConfigError(
+            f"{what} needs {needed:,} bytes of GPU memory, {free:,} of {total:,} are free; lower trainer.batch_size, "
+            "dataset.train_size or the model's size"
+        )
+
+
+class Tensor:
+    """A C-contiguous device array with a shape: a flat Numba array, so that reshaping is free.
+
+    Slices along the first axis are made once and kept, since a step takes the same ones again and again.
+    """
+
+    def __init__(self, flat: Any, shape: Shape) -> None:
+        self.flat, self.shape = flat, tuple(shape)
+        self._parts: dict[tuple[int, int], Any] = {}
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    def reshape(self, shape: Shape) -> Tensor:
+        return Tensor(self.flat, shape)
+
+    def __getitem__(self, part: slice) -> Tensor:
+        start, stop, _ = part.indices(self.shape[0])
+        if (start, stop) not in self._parts:
+            row = math.prod(self.shape[1:])
+            self._parts[start, stop] = self.flat[start * row : stop * row]
+        return Tensor(self._parts[start, stop], (stop - start, *self.shape[1:]))
+
+
+def empty(shape: Shape, dtype: Any) -> Tensor:
+    """Allocate an uninitialized device array.
+
+    Raises:
+        ConfigError: it is larger than the GPU's free memory, or than kernels can index.
+    """
+    _check_array(shape, dtype)
+    return Tensor(cuda.device_array(max(math.prod(shape), 1), dtype), shape)
+
+
+def to_device(array: np.ndarray) -> Tensor:
+    """Copy a NumPy array to the device.
+
+    Raises:
+        ConfigError: as `empty`.
+    """
+    _check_array(array.shape, array.dtype)
+    return Tensor(cuda.to_device(np.ascontiguousarray(array).reshape(-1)), array.shape)
+
+
+def to_host(tensor: Tensor) -> np.ndarray:
+    """Copy a device array to a NumPy array, once all work on it is done."""
+    return tensor.flat.copy_to_host()[: tensor.size].reshape(tensor.shape)
+
+
+def copy(source: np.ndarray, target: Tensor) -> None:
+    """Overwrite a device array."""
+    target.flat[: source.size].copy_to_device(np.ascontiguousarray(source).reshape(-1))
+
+
+def synchronize() -> None:
+    """Wait for all work on the device."""
+    cuda.synchronize()
+
+
+def _check_array(shape: Shape, dtype: Any) -> None:
+    size = math.prod(shape)
+    if size >= LARGEST_ARRAY:
+        raise ConfigError(
+            f"an array of shape {tuple(shape)} has {size:,} elements, GPU kernels index less than {LARGEST_ARRAY:,}; "
+            "lower trainer.batch_size or the model's size"
+        )
+    check_memory(size * np.dtype(dtype).itemsize, f"an array of shape {tuple(shape)}")
+
+
+class Kernel:
+    """A kernel with its signature and block size, compiled when first launched.
+
+    The Python function stays at hand, so that a test can compile it for any GPU where there is none.
+
+    Args:
+        function: the kernel.
+        signature: Numba types of its arguments, e.g. `void(float32[::1], uint32)`.
+        block: threads per block, x only.
+    """
+
+    def __init__(self, function: Callable[..., None], signature: str, block: int) -> None:
+        self.function, self.signature, self.block = function, signature, block
+        self._compiled = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """For the compiler: so bounded, a block of many threads never needs more registers than there are."""
+        return {"launch_bounds": self.block}
+
+    def over(self, count: int, stream: Any, *arguments: Any) -> None:
+        """Launch with one thread per element, for a kernel that strides over the grid up to `count`, its last one."""
+        blocks = -(-count // self.block)
+        self.launch(min(blocks, SIMULATED_BLOCKS) if SIMULATED else blocks, stream, *arguments, np.uint32(count))
+
+    def launch(self, blocks: int, stream: Any, *arguments: Any) -> None:
+        """Launch `blocks` blocks on a stream (0 for the default one, or a graph builder)."""
+        if self._compiled is None:
+            self._compiled = cuda.jit(self.signature, **({} if SIMULATED else self.options))(self.function)
+        self._compiled[blocks, self.block, stream](*[_flat(argument) for argument in arguments])
+
+
+def _flat(argument: Any) -> Any:
+    return argument.flat if isinstance(argument, Tensor) else argument

@@ -1,0 +1,29 @@
+"""`gpu-fused`: a whole training step in a handful of kernels, many steps in one CUDA graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from cnnexp.backends.gpu import device
+from cnnexp.backends.gpu.fused.program import FusedProgram
+from cnnexp.backends.gpu.naive import GpuBackend
+from cnnexp.network import Network
+from cnnexp.network.losses import Loss
+from cnnexp.optimizers import Optimizer
+
+
+@dataclass(frozen=True)
+class GpuFused(GpuBackend):
+    """Layers fused, data on the device, steps in CUDA graphs.
+
+    Attributes:
+        graphs: launch many steps as one CUDA graph; without, the same kernels one by one.
+    """
+
+    name: ClassVar[str] = "gpu-fused"
+    graphs: bool = True
+
+    def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> FusedProgram:
+        with device.on(self.gpu):
+            return FusedProgram(self.gpu, network, loss, optimizer, batch_size, self.graphs)

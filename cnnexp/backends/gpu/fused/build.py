@@ -1,0 +1,105 @@
+"""Which layers of a network go into which node."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cnnexp.backends.gpu.device import SIMULATED
+from cnnexp.backends.gpu.fused import linear_kernels, one_conv
+from cnnexp.backends.gpu.fused.kernels import BLOCK
+from cnnexp.backends.gpu.fused.nodes import (
+    Context,
+    FusedConv,
+    FusedHead,
+    FusedLinear,
+    Gather,
+    Node,
+    PlainLayer,
+    PlainLoss,
+    conv_block,
+    plan_conv,
+)
+from cnnexp.backends.gpu.fused.one_conv import OneConv
+from cnnexp.network import Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Stage
+from cnnexp.network.losses import Loss
+
+MOST_WINDOW = 16  # S * S: accumulators of a thread
+MOST_OWNED = 256 if SIMULATED else 16  # weights of a thread in `linear_head`
+MOST_HEAD_INPUTS = 4096  # its inputs are staged in shared memory
+
+
+def build(context: Context, network: Network, loss: Loss) -> list[Node]:
+    """Return the nodes of a network, first to last, its loss in the last."""
+    whole = _one_conv(context, network.stages, loss)
+    if whole is not None:
+        return [whole]
+    nodes: list[Node] = []
+    stages, i, trains = network.stages, 0, False
+    while i < len(stages):
+        fused = _fused(context, stages[i:], loss, nodes[-1] if nodes else None)
+        if fused is None and not nodes:
+            nodes.append(Gather(context, network.input_shape))
+            continue  # what reads the data set itself may not fuse, but a layer after a gather may
+        trains = trains or stages[i].weight is not None
+        node, used = fused or (PlainLayer(context, stages[i], nodes[-1], trains), 1)
+        nodes.append(node)
+        i += used
+    if not isinstance(nodes[-1], FusedHead):
+        nodes.append(PlainLoss(context, loss, nodes[-1]))
+    return nodes
+
+
+def _one_conv(context: Context, stages: Sequence[Stage], loss: Loss) -> OneConv | None:
+    """Return the node of a network that is a convolution with pooling and ReLU, and a linear layer; else None."""
+    if not isinstance(stages[0].layer, Conv2d) or loss is not Loss.SOFTMAX_CROSS_ENTROPY:
+        return None
+    pool, relu, used = _pool_and_relu(stages)
+    if [type(stage.layer) for stage in stages[used:]] != [Flatten, Linear]:
+        return None
+    conv, linear = conv_block(stages[0], pool, relu, from_order=True), stages[-1]
+    cut = one_conv.plan(conv, linear.weight.shape[1], context)
+    return OneConv(context, stages[0], conv, linear, cut) if cut else None
+
+
+def _fused(context: Context, stages: Sequence[Stage], loss: Loss, before: Node | None) -> tuple[Node, int] | None:
+    """Return a fused node for the first of `stages` and how many of them it takes; None if there is none."""
+    stage = stages[0]
+    if isinstance(stage.layer, Conv2d):
+        pool, relu, used = _pool_and_relu(stages)
+        conv = conv_block(stage, pool, relu, before is None)
+        plan = plan_conv(conv, context)
+        if plan is None or (before is not None and before.dy is not None and not plan.input_rows):
+            return None
+        return FusedConv(context, stage, conv, plan, before), used
+    if isinstance(stage.layer, Linear) and before is not None:
+        if len(stages) == 1 and loss is Loss.SOFTMAX_CROSS_ENTROPY and _fits_head(*stage.weight.shape):
+            return FusedHead(context, stage, before), 1
+        relu = len(stages) > 1 and isinstance(stages[1].layer, ReLU)
+        return FusedLinear(context, stage, relu, before), 1 + relu
+    return None
+
+
+def _fits_head(D: int, O: int) -> bool:  # noqa: E741
+    return D <= MOST_HEAD_INPUTS and linear_kernels.lanes_of(O) <= BLOCK and D * O <= MOST_OWNED * BLOCK
+
+
+def _pool_and_relu(stages: Sequence[Stage]) -> tuple[int, bool, int]:
+    """Return (pool, relu, layers taken) for a convolution and what follows it."""
+    pool, relu, used = 1, False, 1
+    (P, Q, _) = stages[0].output_shape
+    for stage in stages[1:]:
+        match stage.layer:
+            case ReLU() if not relu:
+                relu = True
+            case MaxPool2d(side, stride) if pool == 1 and _tiles(stage, side, stride or side, P, Q):
+                pool = side
+            case _:
+                break
+        used += 1
+    return pool, relu, used
+
+
+def _tiles(stage: Stage, side: int, stride: int, P: int, Q: int) -> bool:
+    """Return whether a pooling layer's windows cover the map once, and fit in a thread's registers."""
+    U, V, _ = stage.output_shape
+    return stride == side and side > 1 and side**2 <= MOST_WINDOW and (U * side, V * side) == (P, Q)

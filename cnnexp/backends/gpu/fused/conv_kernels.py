@@ -1,0 +1,289 @@
+"""The fused kernels of a convolution: with bias, max-pool and ReLU in one pass, and back through the argmax alone.
+
+A convolution never writes its full map: bias, max-pool and ReLU follow in registers, and one byte per pooled value says
+where it came from, `code` = row * S + column of the window, or S * S where ReLU shut it off. The gradient then goes
+through that one place alone (castanheira, section 2.2.2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+from numba import cuda
+
+from cnnexp.backends.gpu.device import Kernel
+from cnnexp.backends.gpu.fused.kernels import BLOCK, BYTE
+from cnnexp.backends.gpu.kernels import ZERO, ConvSizes, f32, u32, unsigned
+
+ACROSS = 4  # pixels of a row that one thread makes in `conv_backward_input`
+
+
+@dataclass(frozen=True)
+class ConvBlock:
+    """A convolution with what follows it in registers.
+
+    Attributes:
+        sizes: of the convolution.
+        pool: S, side and step of the max-pool after it; 1 if there is none.
+        relu: whether a ReLU is before or after the pooling (the same thing, as max and ReLU commute).
+        has_bias: of the convolution.
+        from_order: its input is the data set, read through `order`; else the layer before, image by image.
+        from_bytes: the data set holds bytes.
+    """
+
+    sizes: ConvSizes
+    pool: int
+    relu: bool
+    has_bias: bool
+    from_order: bool
+    from_bytes: bool
+
+    @property
+    def U(self) -> int:  # noqa: N802
+        return self.sizes.P // self.pool
+
+    @property
+    def V(self) -> int:  # noqa: N802
+        return self.sizes.Q // self.pool
+
+    @property
+    def wide(self) -> int:
+        """Columns of the padded image that windows see."""
+        return (self.sizes.Q - 1) * self.sizes.stride + self.sizes.K
+
+    def input_rows(self, rows: int) -> int:
+        """Return the rows of the padded image under `rows` rows of pooled outputs."""
+        return (rows * self.pool - 1) * self.sizes.stride + self.sizes.K
+
+    @property
+    def input_type(self) -> str:
+        return "uint8[::1]" if self.from_bytes else "float32[::1]"
+
+
+@cache
+def conv_forward(conv: ConvBlock, rows: int, filters: int) -> Kernel:
+    """A block makes `rows` rows of pooled outputs of one image, `filters` filters; a thread one (u, v, f) at a time.
+
+    Neighbours in a warp differ in f: pixels broadcast from shared memory, outputs coalesce.
+    """
+    H, W, C, K, F, stride, top, left, _, _ = unsigned(conv.sizes)
+    S, U, V, wide = u32(conv.pool), u32(conv.U), u32(conv.V), u32(conv.wide)
+    rows_, filters_, block = u32(rows), u32(filters), u32(BLOCK)
+    tiles, deep = u32(-(-conv.U // rows)), u32(-(-conv.sizes.F // filters))
+    x_size, w_size = conv.input_rows(rows) * conv.wide * conv.sizes.C, conv.sizes.K**2 * conv.sizes.C * filters
+    image, cells, lanes = u32(H * W * C), u32(rows * conv.V), u32(BLOCK // filters)
+    window, shut, from_order, from_bytes = conv.pool**2, u32(conv.pool**2), conv.from_order, conv.from_bytes
+    relu, has_bias = conv.relu, conv.has_bias
+
+    def conv_forward(x, order, cursor, ahead, w, b, y, code):
+        x_tile = cuda.shared.array(x_size, f32)
+        w_tile = cuda.shared.array(w_size, f32)
+        t = u32(cuda.threadIdx.x)
+        f0 = u32(u32(u32(cuda.blockIdx.x) % deep) * filters_)
+        u0 = u32(u32(u32(u32(cuda.blockIdx.x) // deep) % tiles) * rows_)
+        n = u32(u32(cuda.blockIdx.x) // u32(deep * tiles))
+        first = u32(n * image)
+        if from_order:
+            first = u32(order[u32(cursor[0] + ahead + n)] * image)
+        i = t
+        while i < u32(x_size):
+            row = u32(u0 * S * stride + u32(u32(i // C) // wide))  # in the padded image
+            col = u32(u32(i // C) % wide)
+            value = ZERO
+            if top <= row and row < u32(H + top) and left <= col and col < u32(W + left):
+                value = f32(x[u32(first + u32(u32(u32(row - top) * W + col - left) * C + i % C))])
+            x_tile[i] = value / BYTE if from_bytes else value
+            i = u32(i + block)
+        i = t
+        while i < u32(w_size):
+            f = u32(f0 + i % filters_)
+            w_tile[i] = w[u32(u32(i // filters_) * F + f)] if f < F else ZERO
+            i = u32(i + block)
+        cuda.syncthreads()
+        lane_f = u32(t % filters_)
+        f = u32(f0 + lane_f)
+        if f < F and t < u32(lanes * filters_):
+            total = cuda.local.array(window, f32)
+            bias = b[f] if has_bias else ZERO
+            cell = u32(t // filters_)
+            while cell < cells and u32(u0 + cell // V) < U:
+                for k in range(window):
+                    total[k] = ZERO
+                corner = u32(u32(u32(u32(cell // V) * S * stride) * wide + u32(cell % V) * S * stride) * C)
+                for c in range(C):
+                    for a in range(K):
+                        for e in range(K):
+                            weight = w_tile[u32(u32(u32(u32(a) * K + u32(e)) * C + u32(c)) * filters_ + lane_f)]
+                            for i in range(S):
+                                for j in range(S):
+                                    row = u32(u32(i) * stride + u32(a))
+                                    col = u32(u32(j) * stride + u32(e))
+                                    total[i * S + j] += weight * x_tile[corner + u32(row * wide + col) * C + u32(c)]
+                best, where = total[0], u32(0)
+                for k in range(1, window):
+                    if total[k] > best:
+                        best, where = total[k], u32(k)
+                best += bias
+                if relu and not best > ZERO:
+                    best, where = ZERO, shut
+                place = u32(u32(u32(u32(n * U + u0) * V) + cell) * F + f)
+                y[place] = best
+                code[place] = np.uint8(where)
+                cell = u32(cell + lanes)
+
+    arrays = "float32[::1], float32[::1], float32[::1], uint8[::1]"
+    return Kernel(conv_forward, f"void({conv.input_type}, uint32[::1], uint32[::1], uint32, {arrays})", BLOCK)
+
+
+@cache
+def conv_backward_weights(conv: ConvBlock, rows: int, pairs: int, slices: int) -> Kernel:
+    """Partial gradients of the weights, through the argmax alone: a thread owns the K * K weights of one (c, f).
+
+    A block takes `rows` rows of pooled outputs of the images of one slice, and `pairs` pairs (c, f); its threads share
+    out the places of a pair and add up in shared memory. part = slice * splits + rows' number.
+    """
+    H, W, C, K, F, stride, top, left, _, _ = unsigned(conv.sizes)
+    S, U, V, wide = u32(conv.pool), u32(conv.U), u32(conv.V), u32(conv.wide)
+    rows_, pairs_, slices_, block = u32(rows), u32(pairs), u32(slices), u32(BLOCK)
+    splits, pair_groups = u32(-(-conv.U // rows)), u32(-(-conv.sizes.C * conv.sizes.F // pairs))
+    x_size, image, cells = conv.input_rows(rows) * conv.wide * conv.sizes.C, u32(H * W * C), u32(rows * conv.V)
+    taps, sums, groups = conv.sizes.K**2, (conv.sizes.K**2 + 1) * BLOCK, u32(BLOCK // pairs)
+    size, shut, all_pairs = u32(taps * int(C * F)), u32(conv.pool**2), u32(C * F)
+    from_order, from_bytes, has_bias = conv.from_order, conv.from_bytes, conv.has_bias
+
+    def conv_backward_weights(x, order, cursor, ahead, dy, code, arena, w_base, b_base, count):
+        x_tile = cuda.shared.array(x_size, f32)
+        shared_sums = cuda.shared.array(sums, f32)
+        t = u32(cuda.threadIdx.x)
+        u0 = u32(u32(u32(cuda.blockIdx.x) % splits) * rows_)
+        pair = u32(u32(u32(u32(cuda.blockIdx.x) // splits) % pair_groups) * pairs_ + t % pairs_)
+        s = u32(u32(cuda.blockIdx.x) // u32(splits * pair_groups))
+        c, f, group = u32(pair // F), u32(pair % F), u32(t // pairs_)
+        total = cuda.local.array(taps, f32)
+        for k in range(taps):
+            total[k] = ZERO
+        total_b = ZERO
+        n = s
+        while n < count:
+            first = u32(n * image)
+            if from_order:
+                first = u32(order[u32(cursor[0] + ahead + n)] * image)
+            cuda.syncthreads()
+            i = t
+            while i < u32(x_size):
+                row = u32(u0 * S * stride + u32(u32(i // C) // wide))  # in the padded image
+                col = u32(u32(i // C) % wide)
+                value = ZERO
+                if top <= row and row < u32(H + top) and left <= col and col < u32(W + left):
+                    value = f32(x[u32(first + u32(u32(u32(row - top) * W + col - left) * C + i % C))])
+                x_tile[i] = value / BYTE if from_bytes else value
+                i = u32(i + block)
+            cuda.syncthreads()
+            if pair < all_pairs and group < groups:
+                cell = group
+                while cell < cells and u32(u0 + cell // V) < U:
+                    place = u32(u32(u32(u32(n * U + u0) * V) + cell) * F + f)
+                    where = u32(code[place])
+                    if where < shut:
+                        g = dy[place]
+                        row = u32(u32(u32(cell // V) * S + where // S) * stride)
+                        col = u32(u32(u32(cell % V) * S + where % S) * stride)
+                        corner = u32(u32(row * wide + col) * C + c)
+                        for a in range(K):
+                            for e in range(K):
+                                total[a * K + e] += g * x_tile[corner + u32(u32(a) * wide + u32(e)) * C]
+                        total_b += g
+                    cell = u32(cell + groups)
+            n = u32(n + slices_)
+        for k in range(taps):
+            shared_sums[u32(u32(k) * block + t)] = total[k]
+        shared_sums[u32(u32(taps) * block + t)] = total_b
+        cuda.syncthreads()
+        part = u32(s * splits + u32(cuda.blockIdx.x) % splits)
+        i = t
+        while i < u32(u32(taps + 1) * pairs_):
+            k, lane = u32(i // pairs_), u32(i % pairs_)
+            owner = u32(pair - t % pairs_ + lane)
+            if owner < all_pairs:
+                value = ZERO
+                for g in range(groups):
+                    value += shared_sums[u32(k * block + u32(g) * pairs_ + lane)]
+                if k < u32(taps):
+                    arena[u32(w_base + part * size + k * all_pairs + owner)] = value
+                elif has_bias and owner < F:
+                    arena[u32(b_base + part * F + owner)] = value
+            i = u32(i + block)
+
+    signature = (
+        f"void({conv.input_type}, uint32[::1], uint32[::1], uint32, float32[::1], uint8[::1], float32[::1], uint32, "
+        "uint32, uint32)"
+    )
+    return Kernel(conv_backward_weights, signature, BLOCK)
+
+
+@cache
+def conv_backward_input(conv: ConvBlock, rows: int) -> Kernel:
+    """A block makes `rows` rows of dx of one image, for stride 1; a thread `ACROSS` neighbours of one channel.
+
+    The gradient is spread to the convolution's map in shared memory, and convolved with the turned filters.
+    """
+    H, W, C, K, F, _, top, left, P, Q = unsigned(conv.sizes)
+    S, U, V, rows_, block = u32(conv.pool), u32(conv.U), u32(conv.V), u32(rows), u32(BLOCK)
+    across, quads = u32(ACROSS), u32(-(-conv.sizes.W // ACROSS))
+    high, broad = u32(rows + conv.sizes.K - 1), u32(int(quads) * ACROSS + conv.sizes.K - 1)
+    d_size, w_size = int(F * high * broad), conv.sizes.K**2 * conv.sizes.C * conv.sizes.F
+    tiles, items, last = u32(-(-conv.sizes.H // rows)), u32(rows * int(quads) * int(C)), u32(conv.sizes.K - 1)
+    seen = ACROSS + conv.sizes.K - 1
+
+    def conv_backward_input(w, dy, code, dx):
+        d_tile = cuda.shared.array(d_size, f32)
+        w_tile = cuda.shared.array(w_size, f32)
+        t = u32(cuda.threadIdx.x)
+        h0 = u32(u32(u32(cuda.blockIdx.x) % tiles) * rows_)
+        n = u32(u32(cuda.blockIdx.x) // tiles)
+        i = t
+        while i < u32(d_size):
+            f = u32(i % F)
+            # p and q plus K - 1, so that they are not negative
+            q = u32(u32(u32(i // F) % broad) + left)
+            p = u32(u32(h0 + u32(u32(i // F) // broad)) + top)
+            value = ZERO
+            if last <= p and u32(p - last) < P and last <= q and u32(q - last) < Q:
+                p, q = u32(p - last), u32(q - last)
+                place = u32(u32(u32(n * U + p // S) * V + q // S) * F + f)
+                if u32(code[place]) == u32(u32(p % S) * S + q % S):
+                    value = dy[place]
+            d_tile[u32(u32(f * high + u32(u32(i // F) // broad)) * broad + u32(i // F) % broad)] = value
+            i = u32(i + block)
+        i = t
+        while i < u32(w_size):
+            f, c, k = u32(i % F), u32(u32(i // F) % C), u32(i // u32(F * C))
+            w_tile[u32(u32(u32(K * K - u32(1) - k) * F + f) * C + c)] = w[i]
+            i = u32(i + block)
+        cuda.syncthreads()
+        total = cuda.local.array(ACROSS, f32)
+        d = cuda.local.array(seen, f32)
+        item = t
+        while item < items:
+            c, quad, row = u32(item % C), u32(u32(item // C) % quads), u32(u32(item // C) // quads)
+            for j in range(ACROSS):
+                total[j] = ZERO
+            for f in range(F):
+                for a in range(K):
+                    corner = u32(u32(u32(f) * high + row + u32(a)) * broad + quad * across)
+                    for j in range(seen):
+                        d[j] = d_tile[corner + u32(j)]
+                    for e in range(K):
+                        weight = w_tile[u32(u32(u32(u32(a) * K + u32(e)) * F + u32(f)) * C + c)]
+                        for j in range(ACROSS):
+                            total[j] += weight * d[j + e]
+            h = u32(h0 + row)
+            for j in range(ACROSS):
+                col = u32(quad * across + u32(j))
+                if h < H and col < W:
+                    dx[u32(u32(u32(n * H + h) * W + col) * C + c)] = total[j]
+            item = u32(item + block)
+
+    return Kernel(conv_backward_input, "void(float32[::1], float32[::1], uint8[::1], float32[::1])", BLOCK)

@@ -1,0 +1,196 @@
+"""What every fused program needs beside its layers: batches gathered, gradients added up, steps taken, totals kept.
+
+A network's images stay where they were loaded, as bytes: `order` lists the images of the steps to come,
+`cursor[0] + ahead` is where a batch starts in it. Gradients of parameters are partial sums in an arena; `update` adds
+them up in a fixed order and takes the step. Every partial sum is written at every step, by zero where a short batch has
+no image for it. The layers' kernels are in `conv_kernels`, `linear_kernels` and `one_conv`.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import numpy as np
+from numba import cuda
+
+from cnnexp.backends.gpu.device import SIMULATED, Kernel
+from cnnexp.backends.gpu.kernels import ZERO, f32, u32
+from cnnexp.optimizers import Optimizer
+
+BLOCK = 16 if SIMULATED else 256  # threads
+LANES = 4 if SIMULATED else 32  # threads of a block side by side in memory: a warp
+BYTE = f32(255)
+SUM_SLICES = 8  # threads that share out the parts of one parameter
+MANY = 4  # parts that one thread adds up by itself
+SEGMENT = 6  # numbers in a row of `update`'s table
+
+
+@cache
+def gather(D: int, from_bytes: bool) -> Kernel:
+    """x[n, d] = image order[start + n], for a network that does not open with a fused convolution."""
+    D = u32(D)
+
+    def gather(images, order, cursor, ahead, x, count):
+        i = u32(cuda.grid(1))
+        while i < count:
+            value = f32(images[u32(order[u32(cursor[0] + ahead + i // D)] * D + i % D)])
+            x[i] = value / BYTE if from_bytes else value
+            i = u32(i + u32(cuda.gridsize(1)))
+
+    images = "uint8[::1]" if from_bytes else "float32[::1]"
+    return Kernel(gather, f"void({images}, uint32[::1], uint32[::1], uint32, float32[::1], uint32)", BLOCK)
+
+
+@cache
+def gather_labels() -> Kernel:
+    """t[n] = label of image order[start + n], for a loss that is not fused."""
+
+    def gather_labels(labels, order, cursor, ahead, t, count):
+        i = u32(cuda.grid(1))
+        while i < count:
+            t[i] = labels[order[u32(cursor[0] + ahead + i)]]
+            i = u32(i + u32(cuda.gridsize(1)))
+
+    return Kernel(gather_labels, "void(int32[::1], uint32[::1], uint32[::1], uint32, int32[::1], uint32)", BLOCK)
+
+
+@cache
+def keep_losses() -> Kernel:
+    """Put a batch's losses and hits in their places, for a loss that is not fused."""
+
+    def keep_losses(batch_losses, batch_hits, cursor, ahead, losses, hits, count):
+        i = u32(cuda.grid(1))
+        while i < count:
+            losses[u32(cursor[0] + ahead + i)] = batch_losses[i]
+            hits[u32(cursor[0] + ahead + i)] = batch_hits[i]
+            i = u32(i + u32(cuda.gridsize(1)))
+
+    arrays = "float32[::1], uint8[::1], uint32[::1], uint32, float32[::1], uint8[::1]"
+    return Kernel(keep_losses, f"void({arrays}, uint32)", BLOCK)
+
+
+@cache
+def update(optimizer: Optimizer | None, batch_size: int, mirror: tuple[int, int, int] | None) -> Kernel:
+    """Add up every parameter's partial gradients and take the optimizer's step, all parameters in one launch.
+
+    Args:
+        optimizer: whose rule; None writes the gradient to `w` instead.
+        batch_size: finds a step's row (rate, c0, c1) of `rates` from its place in the order.
+        mirror: (offset, D, O) of a linear layer's weights that are kept transposed in `mirrored` too.
+
+    A block's row of `table`: first parameter, how many, where in the arena the first part of the first is, from one
+    part to the next, parts, threads per parameter.
+    """
+    rule = cuda.jit(device=True)(optimizer.rule(sqrt=math.sqrt, maximum=max)) if optimizer else None
+    slots = len(optimizer.slots) if optimizer else 0
+    steps, block = optimizer is not None, BLOCK
+    mirrors = mirror is not None
+    offset, D, O = (u32(v) for v in mirror or (0, 1, 1))  # noqa: E741
+    batch = u32(batch_size)
+
+    def add_up(arena, table, sums):
+        t, row = u32(cuda.threadIdx.x), u32(u32(cuda.blockIdx.x) * u32(SEGMENT))
+        base, stride = u32(table[u32(row + u32(2))]), u32(table[u32(row + u32(3))])
+        parts, threads = u32(table[u32(row + u32(4))]), u32(table[u32(row + u32(5))])
+        wide = u32(u32(block) // threads)
+        total = ZERO
+        if u32(t % wide) < u32(table[u32(row + u32(1))]):
+            part = u32(t // wide)
+            while part < parts:
+                total += arena[u32(base + part * stride + t % wide)]
+                part = u32(part + threads)
+        sums[t] = total
+        cuda.syncthreads()
+        value = ZERO
+        if t < wide:
+            for s in range(threads):
+                value += sums[u32(u32(s) * wide + t)]
+        return value
+
+    add_up = cuda.jit(device=True)(add_up)
+
+    if not steps:
+
+        def update(arena, table, w):
+            sums = cuda.shared.array(block, f32)
+            t, row = u32(cuda.threadIdx.x), u32(u32(cuda.blockIdx.x) * u32(SEGMENT))
+            g = add_up(arena, table, sums)
+            if t < u32(table[u32(row + u32(1))]):
+                w[u32(table[row] + t)] = g
+
+        return Kernel(update, "void(float32[::1], uint32[::1], float32[::1])", BLOCK)
+
+    def update(arena, table, w, s, t, rates, cursor, ahead, mirrored):
+        sums = cuda.shared.array(block, f32)
+        lane, row = u32(cuda.threadIdx.x), u32(u32(cuda.blockIdx.x) * u32(SEGMENT))
+        g = add_up(arena, table, sums)
+        if lane < u32(table[u32(row + u32(1))]):
+            i = u32(table[row] + lane)
+            step = u32(u32(cursor[0] + ahead) // batch * u32(3))
+            old_s = s[i] if slots > 0 else ZERO
+            old_t = t[i] if slots > 1 else ZERO
+            rate, c0, c1 = rates[step], rates[u32(step + u32(1))], rates[u32(step + u32(2))]
+            new_w, new_s, new_t = rule(w[i], g, old_s, old_t, rate, c0, c1)
+            w[i] = new_w
+            if slots > 0:
+                s[i] = new_s
+            if slots > 1:
+                t[i] = new_t
+            if mirrors and offset <= i and u32(i - offset) < u32(D * O):
+                place = u32(i - offset)
+                mirrored[u32(u32(place % O) * D + place // O)] = new_w
+
+    signature = (
+        "void(float32[::1], uint32[::1], float32[::1], float32[::1], float32[::1], float32[::1], uint32[::1], uint32, "
+        "float32[::1])"
+    )
+    return Kernel(update, signature, BLOCK)
+
+
+@cache
+def transpose(D: int, O: int) -> Kernel:  # noqa: E741
+    """out[o, d] = w[d, o]."""
+    D, O = u32(D), u32(O)  # noqa: E741
+
+    def transpose(w, out, count):
+        i = u32(cuda.grid(1))
+        while i < count:
+            out[u32(u32(i % O) * D + i // O)] = w[i]
+            i = u32(i + u32(cuda.gridsize(1)))
+
+    return Kernel(transpose, "void(float32[::1], float32[::1], uint32)", BLOCK)
+
+
+@cache
+def advance() -> Kernel:
+    """cursor[0] += by: the last node of a graph, so that the same graph runs the next steps when launched again."""
+
+    def advance(cursor, by):
+        if cuda.threadIdx.x == 0:
+            cursor[0] = u32(cursor[0] + by)
+
+    return Kernel(advance, "void(uint32[::1], uint32)", 1)
+
+
+@cache
+def sum_up() -> Kernel:
+    """Per block of `BLOCK` images, the sum of their losses and hits: what is copied to the host after a pass."""
+    block = BLOCK
+
+    def sum_up(losses, hits, loss_sums, hit_sums, count):
+        some_losses = cuda.shared.array(block, f32)
+        some_hits = cuda.shared.array(block, np.uint32)
+        t, i = u32(cuda.threadIdx.x), u32(cuda.grid(1))
+        some_losses[t] = losses[i] if i < count else ZERO
+        some_hits[t] = u32(hits[i]) if i < count else u32(0)
+        cuda.syncthreads()
+        if t == u32(0):
+            loss, hit = ZERO, u32(0)
+            for k in range(block):
+                loss += some_losses[k]
+                hit = u32(hit + some_hits[k])
+            loss_sums[u32(cuda.blockIdx.x)] = loss
+            hit_sums[u32(cuda.blockIdx.x)] = hit
+
+    return Kernel(sum_up, "void(float32[::1], uint8[::1], float32[::1], uint32[::1], uint32)", BLOCK)

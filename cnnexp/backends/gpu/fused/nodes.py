@@ -1,0 +1,412 @@
+"""What a fused program is made of: each node runs one layer, or several that share a kernel, forward and backward.
+
+A node reads the outputs of the node before it and writes its own; backward it reads the gradient of its outputs, writes
+that of the outputs of the node before it, and leaves partial gradients of its parameters in the arena.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from cnnexp.backends.gpu import device
+from cnnexp.backends.gpu.device import Gpu, Tensor
+from cnnexp.backends.gpu.fused import conv_kernels, kernels, linear_kernels
+from cnnexp.backends.gpu.fused.conv_kernels import ConvBlock
+from cnnexp.backends.gpu.fused.kernels import BLOCK, LANES
+from cnnexp.backends.gpu.kernels import ConvSizes, f32, u32
+from cnnexp.backends.gpu.shared import SharedOps
+from cnnexp.backends.layerwise import backward_stage, forward_stage
+from cnnexp.network import Flatten, MaxPool2d, Parameter, Stage
+from cnnexp.network.losses import Loss
+
+MOST_TAPS = 49  # K * K accumulators of a thread in registers
+SPARE_SHARED = 1024  # bytes of shared memory left to the compiler
+
+
+@dataclass
+class Step:
+    """Where a step's images are.
+
+    Attributes:
+        stream: where its kernels are enqueued: a stream, or a graph builder.
+        split: the loaded split, see `program.Split`.
+        ahead: place of the first image in `split.order`, after `split.cursor`.
+        count: images, at most the batch size.
+    """
+
+    stream: Any
+    split: Any
+    ahead: int
+    count: int
+
+    @property
+    def place(self) -> tuple[Tensor, Tensor, np.uint32]:
+        return self.split.order, self.split.cursor, u32(self.ahead)
+
+
+@dataclass(frozen=True)
+class Partials:
+    """Where a parameter's partial gradients lie in the arena: `parts` times its size, from `base` on."""
+
+    parameter: Parameter
+    base: int
+    parts: int
+
+
+class Arena:
+    """Gives out room for partial gradients. The first `parameter_count` floats are the gradient of layers not fused."""
+
+    def __init__(self, parameter_count: int) -> None:
+        self.size = parameter_count
+        self.partials: list[Partials] = []
+        self.memory: Tensor | None = None  # allocated when all is given out
+
+    def take(self, parameter: Parameter | None, parts: int) -> np.uint32:
+        """Return the first index of `parts` partial gradients; of nothing, 0."""
+        if parameter is None:
+            return u32(0)
+        self.partials.append(Partials(parameter, self.size, parts))
+        self.size += parts * parameter.size
+        return u32(self.size - parts * parameter.size)
+
+    def take_whole(self, parameter: Parameter | None) -> None:
+        """Let a layer that is not fused write the whole gradient, at the parameter's own offset."""
+        if parameter is not None:
+            self.partials.append(Partials(parameter, parameter.offset, 1))
+
+
+@dataclass
+class Context:
+    """What nodes are built from, and share.
+
+    Attributes:
+        gpu: whose limits count.
+        batch_size: images of a step, at most.
+        parameters: the flat buffer.
+        arena: partial gradients.
+        ops: the kernels of layers that are not fused.
+        mirror: (offset, D, O) of a linear layer's weights that are kept transposed too, in `mirrored`.
+    """
+
+    gpu: Gpu
+    batch_size: int
+    parameters: Tensor
+    arena: Arena
+    ops: SharedOps
+    mirror: tuple[int, int, int] | None = None
+    mirrored: Tensor | None = None
+
+    def view(self, parameter: Parameter | None) -> Tensor:
+        """Return a parameter's part of the flat buffer; of nothing, any array."""
+        return self.parameters if parameter is None else parameter.view(self.parameters)
+
+    @property
+    def shared_floats(self) -> int:
+        """Floats of shared memory that a kernel may use."""
+        return (self.gpu.shared_bytes - SPARE_SHARED) // 4
+
+    def splits(self, blocks: int, most: int) -> int:
+        """Return into how many parts to split `blocks` blocks so that every multiprocessor has two; at most `most`."""
+        return max(1, min(most, -(-2 * self.gpu.multiprocessors // blocks)))
+
+
+class Node:
+    """A part of the network: its outputs `y` and their gradient `dy`, (N, *shape); the gather has no gradient."""
+
+    y: Tensor
+    dy: Tensor | None = None
+
+    def _allocate(self, context: Context, shape: tuple[int, ...]) -> None:
+        self.y = device.empty((context.batch_size, *shape), np.float32)
+        self.dy = device.empty((context.batch_size, *shape), np.float32)
+
+    def forward(self, step: Step) -> None:
+        raise NotImplementedError
+
+    def backward(self, step: Step) -> None:
+        raise NotImplementedError
+
+    def refresh(self, stream: Any) -> None:
+        """Bring up to date what is kept of the parameters beside the flat buffer."""
+
+
+class Gather(Node):
+    """Opens a network whose first layer does not read the data set itself."""
+
+    def __init__(self, context: Context, shape: tuple[int, ...]) -> None:
+        self.y = device.empty((context.batch_size, *shape), np.float32)
+        self._kernels = {is_bytes: kernels.gather(math.prod(shape), is_bytes) for is_bytes in (False, True)}
+        self._size = math.prod(shape)
+
+    def forward(self, step):
+        self._kernels[step.split.is_bytes].over(
+            step.count * self._size, step.stream, step.split.images, *step.place, self.y
+        )
+
+    def backward(self, step):
+        """Images have no gradient."""
+
+
+@dataclass(frozen=True)
+class ConvPlan:
+    """How the kernels of a convolution cut it up.
+
+    Attributes:
+        rows: rows of pooled outputs of a block, forward.
+        filters: of a block, forward.
+        slices: of the batch, for the gradient of the weights.
+        weight_rows: rows of pooled outputs of a block there.
+        pairs: (channel, filter) pairs of a block there.
+        input_rows: rows of a block, for the gradient of the input; 0 if none fits.
+    """
+
+    rows: int
+    filters: int
+    slices: int
+    weight_rows: int
+    pairs: int
+    input_rows: int
+
+
+def conv_block(stage: Stage, pool: int, relu: bool, from_order: bool) -> ConvBlock:
+    """Return what the kernels of a convolution are made from."""
+    (H, W, C), (P, Q, F), layer = stage.input_shape, stage.output_shape, stage.layer
+    sizes = ConvSizes(H, W, C, layer.kernel, F, layer.stride, *stage.pads, P, Q)
+    return ConvBlock(sizes, pool, relu, stage.bias is not None, from_order, from_bytes=False)
+
+
+def plan_conv(conv: ConvBlock, context: Context) -> ConvPlan | None:
+    """Return a plan whose tiles fit in shared memory, with blocks enough for the GPU; None if none fits."""
+    sizes, batch, room = conv.sizes, context.batch_size, context.shared_floats
+    filters = min(sizes.F, LANES)
+    row = conv.wide * sizes.C
+    rows = -(-conv.U // context.splits(batch * -(-sizes.F // filters), conv.U))
+    rows = fitting(rows, lambda r: conv.input_rows(r) * row + sizes.K**2 * sizes.C * filters <= room)
+
+    pairs, slices = min(sizes.C * sizes.F, BLOCK), min(batch, 2 * LANES)
+    weight_rows = -(-conv.U // context.splits(slices * -(-sizes.C * sizes.F // pairs), conv.U))
+    weight_rows = fitting(weight_rows, lambda r: conv.input_rows(r) * row + (sizes.K**2 + 1) * BLOCK <= room)
+
+    input_rows = -(-sizes.H // context.splits(batch, sizes.H))
+    broad = -(-sizes.W // conv_kernels.ACROSS) * conv_kernels.ACROSS + sizes.K - 1
+    turned = sizes.K**2 * sizes.C * sizes.F
+    input_rows = fitting(input_rows, lambda r: sizes.F * (r + sizes.K - 1) * broad + turned <= room)
+    if sizes.stride > 1:
+        input_rows = 0
+    fits = rows and weight_rows and sizes.K**2 <= MOST_TAPS
+    return ConvPlan(rows, filters, slices, weight_rows, pairs, input_rows) if fits else None
+
+
+def fitting(rows: int, fits: Callable[[int], bool]) -> int:
+    """Return the most rows up to `rows` that fit, 0 if none."""
+    while rows and not fits(rows):
+        rows -= 1
+    return rows
+
+
+class FusedConv(Node):
+    """Convolution, max-pool and ReLU in one kernel, and their gradients in two.
+
+    Args:
+        context: what is shared.
+        stage: the convolution.
+        conv: it and what follows it.
+        plan: how its kernels cut it up.
+        before: the node before; None if the convolution reads the data set.
+    """
+
+    def __init__(self, context: Context, stage: Stage, conv: ConvBlock, plan: ConvPlan, before: Node | None) -> None:
+        self._before = before
+        batch, arena = context.batch_size, context.arena
+        self._allocate(context, (conv.U, conv.V, conv.sizes.F))
+        self._code = device.empty(self.y.shape, np.uint8)
+        self._w, self._b, self._arena = context.view(stage.weight), context.view(stage.bias), arena
+
+        self._blocks = -(-conv.U // plan.rows) * -(-conv.sizes.F // plan.filters)  # of an image
+        kinds = {is_bytes: replace(conv, from_bytes=is_bytes and before is None) for is_bytes in (False, True)}
+        self._forward = {k: conv_kernels.conv_forward(conv, plan.rows, plan.filters) for k, conv in kinds.items()}
+        slices, splits = min(batch, plan.slices), -(-conv.U // plan.weight_rows)
+        self._weights = {
+            k: conv_kernels.conv_backward_weights(conv, plan.weight_rows, plan.pairs, slices)
+            for k, conv in kinds.items()
+        }
+        self._weight_blocks = slices * splits * -(-conv.sizes.C * conv.sizes.F // plan.pairs)
+        self._w_base = arena.take(stage.weight, slices * splits)
+        self._b_base = arena.take(stage.bias, slices * splits)
+        if before is not None and before.dy is not None:
+            self._input = conv_kernels.conv_backward_input(conv, plan.input_rows)
+            self._input_blocks = -(-conv.sizes.H // plan.input_rows)  # of an image
+
+    def forward(self, step):
+        self._forward[step.split.is_bytes].launch(
+            step.count * self._blocks, step.stream, self._x(step), *step.place, self._w, self._b, self.y, self._code
+        )
+
+    def backward(self, step):
+        self._weights[step.split.is_bytes].launch(
+            self._weight_blocks,
+            step.stream,
+            self._x(step),
+            *step.place,
+            self.dy,
+            self._code,
+            self._arena.memory,
+            self._w_base,
+            self._b_base,
+            u32(step.count),
+        )
+        if self._before is not None and self._before.dy is not None:
+            self._input.launch(
+                step.count * self._input_blocks, step.stream, self._w, self.dy, self._code, self._before.dy
+            )
+
+    def _x(self, step: Step) -> Tensor:
+        return step.split.images if self._before is None else self._before.y
+
+
+class FusedLinear(Node):
+    """A linear layer and the ReLU after it."""
+
+    def __init__(self, context: Context, stage: Stage, relu: bool, before: Node) -> None:
+        D, O = stage.weight.shape  # noqa: E741
+        self._before, self._D, self._O = before, D, O
+        self._allocate(context, (O,))
+        self._w, self._b, self._arena = context.view(stage.weight), context.view(stage.bias), context.arena
+        self._rows = D + (stage.bias is not None)
+        self._slices = context.splits(-(-self._rows * O // BLOCK), -(-context.batch_size // LANES))
+        self._w_base = context.arena.take(stage.weight, self._slices)
+        self._b_base = context.arena.take(stage.bias, self._slices)
+        self._forward = linear_kernels.linear_forward(D, O, stage.bias is not None, relu)
+        self._input = linear_kernels.linear_backward_input(D, O, relu)
+        self._weights = linear_kernels.linear_backward_weights(D, O, stage.bias is not None, relu, self._slices)
+
+    def forward(self, step):
+        blocks = step.count * -(-self._O // LANES)
+        self._forward.launch(blocks, step.stream, self._before.y, self._w, self._b, self.y)
+
+    def backward(self, step):
+        self._weights.over(
+            self._slices * self._rows * self._O,
+            step.stream,
+            self._before.y,
+            self.y,
+            self.dy,
+            self._arena.memory,
+            self._w_base,
+            self._b_base,
+            u32(step.count),
+        )
+        if self._before.dy is not None:
+            images = linear_kernels.PER * (BLOCK // LANES)  # of a block
+            blocks = -(-self._D // LANES) * -(-step.count // images)
+            self._input.launch(blocks, step.stream, self._w, self.y, self.dy, self._before.dy, u32(step.count))
+
+
+class FusedHead(Node):
+    """The last linear layer with softmax and cross entropy: forward makes the gradients too, so backward is empty."""
+
+    def __init__(self, context: Context, stage: Stage, before: Node) -> None:
+        D, O = stage.weight.shape  # noqa: E741
+        self._before, self._D = before, D
+        self.y = device.empty((context.batch_size, O), np.float32)
+        self._w, self._b, self._arena = context.view(stage.weight), context.view(stage.bias), context.arena
+        self._slices = min(context.batch_size, 2 * LANES)
+        self._w_base = context.arena.take(stage.weight, self._slices)
+        self._b_base = context.arena.take(stage.bias, self._slices)
+        self._kernel = linear_kernels.linear_head(D, O, stage.bias is not None, self._slices)
+        self._d_input = before.dy or device.empty(before.y.shape, np.float32)
+
+    def forward(self, step):
+        split = step.split
+        self._kernel.launch(
+            self._slices,
+            step.stream,
+            self._before.y,
+            split.labels,
+            *step.place,
+            self._w,
+            self._b,
+            self.y,
+            split.losses,
+            split.hits,
+            self._d_input,
+            self._arena.memory,
+            self._w_base,
+            self._b_base,
+            f32(1.0 / step.count),
+            u32(step.count),
+        )
+
+    def backward(self, step):
+        """Done with the scores."""
+
+
+class PlainLoss(Node):
+    """A loss that is not fused with the layer before it."""
+
+    def __init__(self, context: Context, loss: Loss, before: Node) -> None:
+        self._ops, self._loss, self._before, self.y = context.ops, loss, before, before.y
+        self._labels = device.empty((context.batch_size,), np.int32)
+        self._losses = device.empty((context.batch_size,), np.float32)
+        self._hits = device.empty((context.batch_size,), np.uint8)
+
+    def forward(self, step):
+        count, split = step.count, step.split
+        kernels.gather_labels().over(count, step.stream, split.labels, *step.place, self._labels)
+        self._ops.stream = step.stream
+        scores, d_scores = self._before.y[:count], self._before.dy[:count]
+        self._ops.loss(self._loss, scores, self._labels, 1.0 / count, d_scores, self._losses, self._hits)
+        _, cursor, ahead = step.place
+        kernels.keep_losses().over(
+            count, step.stream, self._losses, self._hits, cursor, ahead, split.losses, split.hits
+        )
+
+    def backward(self, step):
+        """Done with the loss."""
+
+
+class PlainLayer(Node):
+    """A layer with no fused kernel: `gpu-shared`'s.
+
+    Args:
+        context: what is shared.
+        stage: the layer.
+        before: the node before.
+        trains: whether it or a layer before it has parameters; else it has no use for gradients.
+    """
+
+    def __init__(self, context: Context, stage: Stage, before: Node, trains: bool) -> None:
+        self._stage, self._before, self._ops, self._arena = stage, before, context.ops, context.arena
+        self._parameters = context.parameters
+        context.arena.take_whole(stage.weight)
+        context.arena.take_whole(stage.bias)
+        shape = (context.batch_size, *stage.output_shape)
+        if isinstance(stage.layer, Flatten):
+            self.y, self.dy = before.y.reshape(shape), before.dy and before.dy.reshape(shape)
+        else:
+            self._allocate(context, stage.output_shape)
+            self.dy = self.dy if trains else None
+        pools = isinstance(stage.layer, MaxPool2d)
+        self._argmax = device.empty(shape, np.int32) if pools else None
+
+    def forward(self, step):
+        self._ops.stream = step.stream
+        x, y, argmax = _of_batch(step.count, self._before.y, self.y, self._argmax)
+        forward_stage(self._ops, self._stage, self._parameters, x, y, argmax)
+
+    def backward(self, step):
+        if self.dy is None:
+            return
+        self._ops.stream = step.stream
+        arrays = _of_batch(step.count, self._before.y, self.y, self.dy, self._argmax, self._before.dy)
+        backward_stage(self._ops, self._stage, self._parameters, self._arena.memory, *arrays)
+
+
+def _of_batch(count: int, *arrays: Tensor | None) -> list[Tensor | None]:
+    """Return the first `count` images of each array."""
+    return [None if array is None else array[:count] for array in arrays]

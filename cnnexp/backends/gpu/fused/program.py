@@ -1,0 +1,315 @@
+"""The program of `gpu-fused`: the data set stays on the device, a call to `train` launches graphs of many steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from cnnexp.backends.gpu import device, streamed
+from cnnexp.backends.gpu.device import SIMULATED, Gpu, Tensor, on_its_gpu
+from cnnexp.backends.gpu.fused import kernels
+from cnnexp.backends.gpu.fused.build import build
+from cnnexp.backends.gpu.fused.kernels import BLOCK
+from cnnexp.backends.gpu.fused.nodes import Arena, Context, Partials, Step
+from cnnexp.backends.gpu.kernels import u32, update
+from cnnexp.backends.gpu.shared import CONV_TILE, SharedOps
+from cnnexp.backends.layerwise import as_float32
+from cnnexp.backends.protocol import State
+from cnnexp.errors import CheckpointError
+from cnnexp.network import Network
+from cnnexp.network.losses import Loss, Totals, check_loss
+from cnnexp.optimizers import Optimizer
+
+GRAPH_STEPS = (64, 8, 1)  # steps of the graphs that a pass is put together from
+
+
+@dataclass
+class Split:
+    """A loaded split, and what a pass over it needs on the device.
+
+    Attributes:
+        images: (N, *input_shape), bytes or float32. labels: int32 (N,).
+        order: uint32, the images of the steps to come.
+        cursor: uint32 (1,), place in `order` from which steps count.
+        rates: (rate, c0, c1) of every step to come, float32.
+        losses, hits: by place in `order`.
+        loss_sums, hit_sums: of `BLOCK` places each; all that goes back to the host.
+        graphs: by number of steps.
+    """
+
+    images: Tensor
+    labels: Tensor
+    order: Tensor
+    cursor: Tensor
+    rates: Tensor
+    losses: Tensor
+    hits: Tensor
+    loss_sums: Tensor
+    hit_sums: Tensor
+    graphs: dict[int, Any] = field(default_factory=dict)
+
+    @property
+    def is_bytes(self) -> bool:
+        return self.images.flat.dtype == np.uint8
+
+    def __len__(self) -> int:
+        return self.images.shape[0]
+
+
+class FusedProgram:
+    """A `Program` (see `protocol`) in few kernels and no work on the host between steps.
+
+    Args:
+        gpu: what it runs on.
+        graphs: whether steps are captured in CUDA graphs; else the same kernels are launched one by one.
+    """
+
+    def __init__(
+        self, gpu: Gpu, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int, graphs: bool
+    ) -> None:
+        check_loss(network, loss)
+        started = time.perf_counter()
+        self.network, self.loss, self.optimizer, self.batch_size = network, loss, optimizer, batch_size
+        self.gpu, self._step = gpu, 0
+        zeros = np.zeros(network.parameter_count, np.float32)
+        self._parameters, self._gradient = device.to_device(zeros), device.to_device(zeros)
+        self._slots = tuple(device.to_device(zeros) for _ in optimizer.slots)
+        self._nothing = device.empty((1,), np.float32)
+        ops = SharedOps(BLOCK, CONV_TILE, gpu.shared_bytes)
+        self._context = Context(gpu, batch_size, self._parameters, Arena(network.parameter_count), ops)
+        self._nodes = build(self._context, network, loss)
+        self._arena = self._context.arena
+        self._arena.memory = device.empty((self._arena.size,), np.float32)
+        self._table = device.to_device(segments(self._arena.partials))
+        self._graphs = _Graphs(gpu.index) if graphs and not SIMULATED else None
+        self._stream = self._graphs.stream if self._graphs else 0
+        self._warm_up()
+        self.compile_s = time.perf_counter() - started
+
+    @on_its_gpu
+    def load(self, images: np.ndarray, labels: np.ndarray) -> Split | streamed.Streamed:
+        images = images if images.dtype == np.uint8 else as_float32(images)
+        image_bytes = int(np.prod(images.shape[1:])) * images.itemsize + 32  # all else that `Split` has for an image
+        return streamed.load(self._load, images, labels, image_bytes, self.batch_size)
+
+    def _load(self, images: np.ndarray, labels: np.ndarray) -> Split:
+        """Put bytes or float32 images on the GPU, all of them."""
+        count, batch = len(images), self.batch_size
+        room = max(count, batch)
+        sums = -(-room // BLOCK)
+        return Split(
+            images=device.to_device(images),
+            labels=device.to_device(labels.astype(np.int32)),
+            order=device.empty((room,), np.uint32),
+            cursor=device.empty((1,), np.uint32),
+            rates=device.empty((3 * -(-room // batch),), np.float32),
+            losses=device.empty((room,), np.float32),
+            hits=device.empty((room,), np.uint8),
+            loss_sums=device.empty((sums,), np.float32),
+            hit_sums=device.empty((sums,), np.uint32),
+        )
+
+    @on_its_gpu
+    def train(self, handle: Split | streamed.Streamed, order: np.ndarray, rate: float) -> Totals:
+        totals = Totals(0.0, 0, 0)
+        for split, places in streamed.parts(handle, order):
+            most = split.order.shape[0] // self.batch_size * self.batch_size  # whole steps that the buffers hold
+            for start in range(0, len(places), most):
+                totals += self._train(split, places[start : start + most], rate, self._graphs)
+        return totals
+
+    @on_its_gpu
+    def gradients(self, handle: Split | streamed.Streamed, indices: np.ndarray) -> tuple[Totals, np.ndarray]:
+        split, places = next(streamed.parts(handle, indices))
+        self._send(split, places)
+        self._run(Step(self._stream, split, 0, len(places)))
+        kernel = kernels.update(None, self.batch_size, None)
+        kernel.launch(self._table.shape[0], self._stream, self._arena.memory, self._table, self._gradient)
+        return self._totals(split, len(places)), self._to_host(self._gradient)
+
+    @on_its_gpu
+    def apply(self, gradient: np.ndarray, rate: float) -> None:
+        self._step += 1
+        device.copy(gradient, self._gradient)
+        device.synchronize()
+        kernel = update(self.optimizer, BLOCK)
+        s, t = self._two_slots()
+        constants = self.optimizer.constants(self._step)
+        kernel.over(gradient.size, self._stream, self._parameters, self._gradient, s, t, np.float32(rate), *constants)
+        self._refresh()
+
+    @on_its_gpu
+    def predict(self, handle: Split | streamed.Streamed) -> np.ndarray:
+        every = streamed.parts(handle, np.arange(len(handle)))
+        return np.concatenate([self._predict(split) for split, _ in every])
+
+    def _predict(self, split: Split) -> np.ndarray:
+        scores = np.empty((len(split), *self.network.output_shape), np.float32)
+        self._send(split, np.arange(len(split)))
+        for start in range(0, len(split), self.batch_size):
+            count = min(self.batch_size, len(split) - start)
+            step = Step(self._stream, split, start, count)
+            for node in self._nodes:
+                node.forward(step)
+            scores[start : start + count] = self._to_host(self._nodes[-1].y[:count])
+        return scores
+
+    @on_its_gpu
+    def state(self) -> State:
+        slots = {name: self._to_host(slot) for name, slot in zip(self.optimizer.slots, self._slots, strict=True)}
+        return {"parameters": self._to_host(self._parameters), "step": np.int64(self._step), **slots}
+
+    @on_its_gpu
+    def restore(self, state: State) -> None:
+        size = self.network.parameter_count
+        for name, target in zip(("parameters", *self.optimizer.slots), (self._parameters, *self._slots), strict=True):
+            source = state[name] if name == "parameters" else state.get(name, np.zeros(size, np.float32))
+            if source.shape != (size,):
+                raise CheckpointError(f"state {name!r} has shape {source.shape}, the network needs ({size},)")
+            device.copy(np.ascontiguousarray(source, np.float32), target)
+        self._step = int(state.get("step", 0))
+        device.synchronize()
+        self._refresh()
+
+    def close(self) -> None:
+        """Device memory is given back with the last reference to it."""
+
+    def _warm_up(self) -> None:
+        """Take every path once on zeros: kernels are compiled before anything is timed, and never while a graph is."""
+        fresh = {"parameters": np.zeros(self.network.parameter_count, np.float32)}
+        self.restore(fresh)
+        if SIMULATED:
+            return  # nothing is compiled
+        zeros = np.zeros((self.batch_size, *self.network.input_shape), np.uint8)
+        labels, order = np.zeros(self.batch_size, np.int32), np.arange(self.batch_size)
+        for images in (zeros, zeros.astype(np.float32)):
+            split = self.load(images, labels)
+            self._train(split, order, 0.0, graphs=None)
+            kernels.advance().launch(1, self._stream, split.cursor, u32(0))
+            self._train(split, order, 0.0, self._graphs)
+        self.restore(fresh)
+
+    def _train(self, split: Split, order: np.ndarray, rate: float, graphs: _Graphs | None) -> Totals:
+        """Train on at most as many images as the split's buffers hold."""
+        batch, count = self.batch_size, len(order)
+        steps = -(-count // batch)
+        rates = [(rate, *self.optimizer.constants(self._step + 1 + i)) for i in range(steps)]
+        device.copy(np.array(rates, np.float32).reshape(-1), split.rates)
+        self._send(split, order)
+        base = self._launch_graphs(graphs, split, count // batch) if graphs else 0
+        for start in range(base, count, batch):
+            self._enqueue(self._stream, split, start - base, min(batch, count - start))
+        self._step += steps
+        return self._totals(split, count)
+
+    def _launch_graphs(self, graphs: _Graphs, split: Split, steps: int) -> int:
+        """Launch graphs for `steps` whole steps; return where the cursor is after them."""
+        left = steps
+        for size in GRAPH_STEPS:
+            if left >= size and size not in split.graphs:
+                split.graphs[size] = graphs.capture(partial(self._enqueue_steps, split, size))
+            for _ in range(left // size):
+                split.graphs[size].launch(self._stream)
+            left %= size
+        return steps * self.batch_size
+
+    def _enqueue_steps(self, split: Split, steps: int, stream: Any) -> None:
+        """Enqueue whole steps from the cursor on, then move it past them."""
+        for i in range(steps):
+            self._enqueue(stream, split, i * self.batch_size, self.batch_size)
+        kernels.advance().launch(1, stream, split.cursor, u32(steps * self.batch_size))
+
+    def _enqueue(self, stream: Any, split: Split, ahead: int, count: int) -> None:
+        """Enqueue one step."""
+        step = Step(stream, split, ahead, count)
+        self._run(step)
+        kernel = kernels.update(self.optimizer, self.batch_size, self._context.mirror)
+        _, cursor, ahead = step.place
+        kernel.launch(
+            self._table.shape[0],
+            stream,
+            self._arena.memory,
+            self._table,
+            self._parameters,
+            *self._two_slots(),
+            split.rates,
+            cursor,
+            ahead,
+            self._context.mirrored or self._nothing,
+        )
+
+    def _run(self, step: Step) -> None:
+        """Enqueue a step but for its update: losses, hits and partial gradients."""
+        for node in self._nodes:
+            node.forward(step)
+        for node in reversed(self._nodes):
+            node.backward(step)
+
+    def _send(self, split: Split, order: np.ndarray) -> None:
+        """Put the images of the steps to come on the device, and the cursor before them."""
+        device.copy(np.ascontiguousarray(order, np.uint32), split.order)
+        device.copy(np.zeros(1, np.uint32), split.cursor)
+        device.synchronize()
+
+    def _totals(self, split: Split, count: int) -> Totals:
+        blocks = -(-count // BLOCK)
+        kernels.sum_up().launch(
+            blocks, self._stream, split.losses, split.hits, split.loss_sums, split.hit_sums, u32(count)
+        )
+        losses, hits = self._to_host(split.loss_sums[:blocks]), self._to_host(split.hit_sums[:blocks])
+        return Totals(float(losses.sum(dtype=np.float64)), int(hits.sum(dtype=np.int64)), count)
+
+    def _refresh(self) -> None:
+        """Bring up to date what the nodes keep of the parameters."""
+        for node in self._nodes:
+            node.refresh(self._stream)
+        device.synchronize()
+
+    def _two_slots(self) -> tuple[Tensor, Tensor]:
+        s, t = (*self._slots, self._nothing, self._nothing)[:2]
+        return s, t
+
+    def _to_host(self, tensor: Tensor) -> np.ndarray:
+        device.synchronize()
+        return device.to_host(tensor)
+
+
+def segments(partials: list[Partials]) -> np.ndarray:
+    """Return the table of `kernels.update`, a row per block, uint32 (blocks, SEGMENT)."""
+    rows = []
+    for sums in partials:
+        offset, size = sums.parameter.offset, sums.parameter.size
+        threads = kernels.SUM_SLICES if sums.parts > kernels.MANY else 1
+        wide = BLOCK // threads
+        for first in range(0, size, wide):
+            rows.append((offset + first, min(wide, size - first), sums.base + first, size, sums.parts, threads))
+    return np.array(rows, np.uint32)
+
+
+class _Graphs:
+    """Captures launches in CUDA graphs, by cuda.core.
+
+    Args:
+        index: CUDA's number of the GPU.
+    """
+
+    def __init__(self, index: int) -> None:
+        from cuda.core import Device
+
+        self._device = Device(index)
+        self._device.set_current()
+        self.stream = self._device.create_stream()
+
+    def capture(self, enqueue: Callable[[Any], None]) -> Any:
+        """Return the graph of what `enqueue` launches on the stream it is given."""
+        builder = self._device.create_graph_builder()
+        builder.begin_building()
+        enqueue(builder)
+        graph = builder.end_building().complete()
+        graph.upload(self.stream)
+        return graph

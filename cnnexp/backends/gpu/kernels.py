@@ -1,0 +1,350 @@
+"""The layers' mathematics on a GPU that no backend does differently: one thread per output element.
+
+Every kernel is made by a function of the sizes that are known when a network is compiled, so that index arithmetic
+folds into constants. Arrays are flat, indices uint32 and numbers float32: an int64 index doubles the instructions of an
+inner loop, a float64 literal makes the GPU compute in double. A thread strides over the grid, so any grid is right.
+
+Sums over images are formed in two stages, in a fixed order: first per slice of the batch, then over the slices. No
+atomic addition, so two runs give the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+from numba import cuda
+
+from cnnexp.backends.gpu.device import Kernel, Tensor
+from cnnexp.network.losses import LOG_FLOOR, VARIANCE_FLOOR, Loss
+from cnnexp.optimizers import Optimizer
+
+u32, f32 = np.uint32, np.float32
+ZERO, ONE, HALF = f32(0), f32(1), f32(0.5)
+LOWEST = f32(-np.inf)
+LABEL_ONE = np.int32(1)
+SLICES = 32  # of a batch, at most, for the first stage of a sum over images
+
+
+@dataclass(frozen=True)
+class ConvSizes:
+    """Sizes of a convolution, in the letters of `protocol`; images by `stride`, `top` and `left` as there."""
+
+    H: int
+    W: int
+    C: int
+    K: int
+    F: int
+    stride: int
+    top: int
+    left: int
+    P: int
+    Q: int
+
+    @property
+    def padded(self) -> bool:
+        """Whether windows reach outside the image."""
+        below = (self.P - 1) * self.stride + self.K - self.top > self.H
+        right = (self.Q - 1) * self.stride + self.K - self.left > self.W
+        return bool(self.top or self.left or below or right)
+
+
+@dataclass(frozen=True)
+class PoolSizes:
+    """Sizes of a pooling layer, in the letters of `protocol`."""
+
+    H: int
+    W: int
+    C: int
+    S: int
+    stride: int
+    top: int
+    left: int
+    U: int
+    V: int
+
+
+@cache
+def gather(D: int, block: int) -> Kernel:
+    """x[n, d] = images[indices[n], d] and labels likewise; D elements per image."""
+    D = u32(D)
+
+    def gather(images, labels, indices, x, t, count):
+        i = u32(cuda.grid(1))
+        while i < count:
+            n = u32(i // D)
+            d = u32(i % D)
+            source = u32(indices[n])
+            x[i] = images[u32(source * D + d)]
+            if d == u32(0):
+                t[n] = labels[source]
+            i = u32(i + u32(cuda.gridsize(1)))
+
+    return Kernel(gather, "void(float32[::1], int32[::1], int64[::1], float32[::1], int32[::1], uint32)", block)
+
+
+@cache
+def relu(block: int) -> Kernel:
+    def relu(x, y, count):
+        i = u32(cuda.grid(1))
+        while i < count:
+            value = x[i]
+            y[i] = value if value > ZERO else ZERO
+            i = u32(i + u32(cuda.gridsize(1)))
+
+    return Kernel(relu, "void(float32[::1], float32[::1], uint32)", block)
+
+
+@cache
+def relu_backward(block: int) -> Kernel:
+    def relu_backward(y, dy, dx, count):
+        i = u32(cuda.grid(1))
+        while i < count:
+            dx[i] = dy[i] if y[i] > ZERO else ZERO
+            i = u32(i + u32(cuda.gridsize(1)))
+
+    return Kernel(relu_backward, "void(float32[::1], float32[::1], float32[::1], uint32)", block)
+
+
+@cache
+def sigmoid(block: int) -> Kernel:
+    def sigmoid(x, y, count):
+        i = u32(cuda.grid(1))
+        while i < count:
+            value = x[i]
+            e = f32(math.exp(-abs(value)))  # of a negative number only, so it cannot overflow
+            y[i] = (ONE if value >= ZERO else e) / (ONE + e)
+            i = u32(i + u32(cuda.gridsize(1)))
+
+    return Kernel(sigmoid, "void(float32[::1], float32[::1], uint32)", block)
+
+
+@cache
+def sigmoid_backward(block: int) -> Kernel:
+    def sigmoid_backward(y, dy, dx, count):
+        i = u32(cuda.grid(1))
+        while i < count:
+            value = y[i]
+            dx[i] = dy[i] * value * (ONE - value)
+            i = u32(i + u32(cuda.gridsize(1)))
+
+    return Kernel(sigmoid_backward, "void(float32[::1], float32[::1], float32[::1], uint32)", block)
+
+
+@cache
+def max_pool(sizes: PoolSizes, block: int) -> Kernel:
+    """One thread per (n, u, v, c); the first largest pixel of the window."""
+    H, W, C, S, stride, top, left, U, V = unsigned(sizes)
+
+    def max_pool(x, y, argmax, count):
+        i = u32(cuda.grid(1))
+        while i < count:
+            c = u32(i % C)
+            v = u32(u32(i // C) % V)
+            u = u32(u32(i // u32(C * V)) % U)
+            n = u32(i // u32(C * V * U))
+            best, where = LOWEST, u32(0)
+            for a in range(S):
+                for b in range(S):
+                    row, col = u32(u * stride + u32(a)), u32(v * stride + u32(b))  # in the padded image
+                    if top <= row and row < u32(H + top) and left <= col and col < u32(W + left):
+                        value = x[u32(u32(u32(n * H + row - top) * W + col - left) * C + c)]
+                        if value > best:
+                            best, where = value, u32(u32(a) * S + u32(b))
+            y[i] = best
+            argmax[i] = np.int32(where)
+            i = u32(i + u32(cuda.gridsize(1)))
+
+    return Kernel(max_pool, "void(float32[::1], float32[::1], int32[::1], uint32)", block)
+
+
+@cache
+def max_pool_backward(sizes: PoolSizes, block: int) -> Kernel:
+    """One thread per input pixel, which adds up the windows whose argmax it is: no two threads write one element."""
+    H, W, C, S, stride, top, left, U, V = unsigned(sizes)
+
+    def max_pool_backward(argmax, dy, dx, count):
+        i = u32(cuda.grid(1))
+        while i < count:
+            c = u32(i % C)
+            col = u32(u32(u32(i // C) % W) + left)  # in the padded image
+            row = u32(u32(u32(i // u32(C * W)) % H) + top)
+            n = u32(i // u32(C * W * H))
+            total = ZERO
+            u = u32((row - S) // stride + u32(1)) if row >= S else u32(0)
+            while u < U and u32(u * stride) <= row:
+                v = u32((col - S) // stride + u32(1)) if col >= S else u32(0)
+                while v < V and u32(v * stride) <= col:
+                    place = u32(u32(u32(n * U + u) * V + v) * C + c)
+                    offset = u32(u32(row - u * stride) * S + u32(col - v * stride))
+                    if u32(argmax[place]) == offset:
+                        total += dy[place]
+                    v = u32(v + u32(1))
+                u = u32(u + u32(1))
+            dx[i] = total
+            i = u32(i + u32(cuda.gridsize(1)))
+
+    return Kernel(max_pool_backward, "void(int32[::1], float32[::1], float32[::1], uint32)", block)
+
+
+@cache
+def avg_pool(sizes: PoolSizes, block: int) -> Kernel:
+    """One thread per (n, u, v, c); the mean of the pixels that exist."""
+    H, W, C, S, stride, top, left, U, V = unsigned(sizes)
+
+    def avg_pool(x, y, count):
+        i = u32(cuda.grid(1))
+        while i < count:
+            c = u32(i % C)
+            v = u32(u32(i // C) % V)
+            u = u32(u32(i // u32(C * V)) % U)
+            n = u32(i // u32(C * V * U))
+            total, inside = ZERO, u32(0)
+            for a in range(S):
+                for b in range(S):
+                    row, col = u32(u * stride + u32(a)), u32(v * stride + u32(b))
+                    if top <= row and row < u32(H + top) and left <= col and col < u32(W + left):
+                        total += x[u32(u32(u32(n * H + row - top) * W + col - left) * C + c)]
+                        inside = u32(inside + u32(1))
+            y[i] = total / f32(inside)
+            i = u32(i + u32(cuda.gridsize(1)))
+
+    return Kernel(avg_pool, "void(float32[::1], float32[::1], uint32)", block)
+
+
+@cache
+def avg_pool_backward(sizes: PoolSizes, block: int) -> Kernel:
+    """One thread per input pixel, which adds up its share of every window that holds it."""
+    H, W, C, S, stride, top, left, U, V = unsigned(sizes)
+
+    def avg_pool_backward(dy, dx, count):
+        i = u32(cuda.grid(1))
+        while i < count:
+            c = u32(i % C)
+            col = u32(u32(u32(i // C) % W) + left)
+            row = u32(u32(u32(i // u32(C * W)) % H) + top)
+            n = u32(i // u32(C * W * H))
+            total = ZERO
+            u = u32((row - S) // stride + u32(1)) if row >= S else u32(0)
+            while u < U and u32(u * stride) <= row:
+                high = u32(min(u32(u * stride + S), u32(H + top)) - max(u32(u * stride), top))
+                v = u32((col - S) // stride + u32(1)) if col >= S else u32(0)
+                while v < V and u32(v * stride) <= col:
+                    wide = u32(min(u32(v * stride + S), u32(W + left)) - max(u32(v * stride), left))
+                    total += dy[u32(u32(u32(n * U + u) * V + v) * C + c)] / f32(u32(high * wide))
+                    v = u32(v + u32(1))
+                u = u32(u + u32(1))
+            dx[i] = total
+            i = u32(i + u32(cuda.gridsize(1)))
+
+    return Kernel(avg_pool_backward, "void(float32[::1], float32[::1], uint32)", block)
+
+
+@cache
+def loss(kind: Loss, O: int, block: int) -> Kernel:  # noqa: E741
+    """One thread per image; `cnnexp.network.losses`, function of the same name."""
+    make = {
+        Loss.SOFTMAX_CROSS_ENTROPY: _softmax_cross_entropy,
+        Loss.BINARY_CROSS_ENTROPY: _binary_cross_entropy,
+    }[kind]
+    signature = "void(float32[::1], int32[::1], float32[::1], float32[::1], uint8[::1], float32, uint32)"
+    return Kernel(make(u32(O)), signature, block)
+
+
+def _softmax_cross_entropy(O):  # noqa: E741
+    def softmax_cross_entropy(scores, labels, d_scores, losses, hits, scale, count):
+        n = u32(cuda.grid(1))
+        while n < count:
+            first, label = u32(n * O), u32(labels[n])
+            best, largest = u32(0), scores[first]
+            for o in range(1, O):
+                if scores[u32(first + u32(o))] > largest:
+                    best, largest = u32(o), scores[u32(first + u32(o))]
+            total = ZERO
+            for o in range(O):
+                e = f32(math.exp(scores[u32(first + u32(o))] - largest))
+                d_scores[u32(first + u32(o))] = e
+                total += e
+            for o in range(O):
+                target = ONE if u32(o) == label else ZERO
+                d_scores[u32(first + u32(o))] = (d_scores[u32(first + u32(o))] / total - target) * scale
+            losses[n] = f32(math.log(total)) - (scores[u32(first + label)] - largest)
+            hits[n] = np.uint8(1) if best == label else np.uint8(0)
+            n = u32(n + u32(cuda.gridsize(1)))
+
+    return softmax_cross_entropy
+
+
+def _binary_cross_entropy(O):  # noqa: E741
+    def binary_cross_entropy(scores, labels, d_scores, losses, hits, scale, count):
+        n = u32(cuda.grid(1))
+        while n < count:
+            p = scores[n]
+            is_one = labels[n] == LABEL_ONE
+            target = ONE if is_one else ZERO
+            log_p = max(f32(math.log(p)), LOG_FLOOR) if p > ZERO else LOG_FLOOR
+            log_q = max(f32(math.log1p(-p)), LOG_FLOOR) if p < ONE else LOG_FLOOR
+            losses[n] = -(log_p if is_one else log_q)
+            hits[n] = np.uint8(1) if (p >= HALF) == is_one else np.uint8(0)
+            d_scores[n] = (p - target) / max(p * (ONE - p), VARIANCE_FLOOR) * scale
+            n = u32(n + u32(cuda.gridsize(1)))
+
+    return binary_cross_entropy
+
+
+@cache
+def sum_slices(block: int) -> Kernel:
+    """out[i] = sum of partial[s, i] over s = 0 .. slices - 1, in that order: the second stage of a sum over images."""
+
+    def sum_slices(partial, out, slices, count):
+        i = u32(cuda.grid(1))
+        while i < count:
+            total = ZERO
+            s = u32(0)
+            while s < slices:
+                total += partial[u32(s * count + i)]
+                s = u32(s + u32(1))
+            out[i] = total
+            i = u32(i + u32(cuda.gridsize(1)))
+
+    return Kernel(sum_slices, "void(float32[::1], float32[::1], uint32, uint32)", block)
+
+
+@cache
+def update(optimizer: Optimizer, block: int) -> Kernel:
+    """One optimizer step on flat buffers: one thread per parameter, every parameter of the network in one launch."""
+    rule = cuda.jit(device=True)(optimizer.rule(sqrt=math.sqrt, maximum=max))
+    slots = len(optimizer.slots)
+
+    def update(w, g, s, t, rate, c0, c1, count):
+        i = u32(cuda.grid(1))
+        while i < count:
+            old_s = s[i] if slots > 0 else ZERO
+            old_t = t[i] if slots > 1 else ZERO
+            new_w, new_s, new_t = rule(w[i], g[i], old_s, old_t, rate, c0, c1)
+            w[i] = new_w
+            if slots > 0:
+                s[i] = new_s
+            if slots > 1:
+                t[i] = new_t
+            i = u32(i + u32(cuda.gridsize(1)))
+
+    signature = "void(float32[::1], float32[::1], float32[::1], float32[::1], float32, float32, float32, uint32)"
+    return Kernel(update, signature, block)
+
+
+def conv_sizes(x: Tensor, w: Tensor, stride: int, pads: tuple[int, int], y: Tensor) -> ConvSizes:
+    """Return the sizes of the convolution of x (N,H,W,C) with w (K,K,C,F) to y (N,P,Q,F)."""
+    return ConvSizes(*x.shape[1:], w.shape[0], w.shape[3], stride, *pads, *y.shape[1:3])
+
+
+def pool_sizes(x: Tensor, size: int, stride: int, pads: tuple[int, int], y: Tensor) -> PoolSizes:
+    """Return the sizes of the pooling of x (N,H,W,C) to y (N,U,V,C)."""
+    return PoolSizes(*x.shape[1:], size, stride, *pads, *y.shape[1:3])
+
+
+def unsigned(sizes: PoolSizes | ConvSizes) -> list[np.uint32]:
+    """Return the sizes, in their order, as constants that a kernel takes for uint32."""
+    return [u32(value) for value in vars(sizes).values()]

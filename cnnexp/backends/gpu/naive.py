@@ -1,0 +1,416 @@
+"""`gpu-naive`: one thread per output element, global memory only (castanheira section 3; chavan's first version).
+
+Also what every layerwise GPU backend shares: `NaiveOps`, which the others override where they stage tiles in shared
+memory, and `GpuBackend`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import ClassVar
+
+import numpy as np
+from numba import cuda
+
+from cnnexp.backends.gpu import device, kernels, streamed
+from cnnexp.backends.gpu.device import SIMULATED, Gpu, Kernel, Tensor, on_its_gpu
+from cnnexp.backends.gpu.kernels import SLICES, ZERO, ConvSizes, f32, u32
+from cnnexp.backends.layerwise import LayerwiseProgram
+from cnnexp.backends.protocol import State, Update
+from cnnexp.network import Conv2d, Flatten, MaxPool2d, Network
+from cnnexp.network.losses import Loss, Totals
+from cnnexp.optimizers import Optimizer
+
+BLOCK = 4 if SIMULATED else 256  # threads per block
+
+
+@cache
+def conv2d(sizes: ConvSizes, has_bias: bool, block: int) -> Kernel:
+    """One thread per (n, p, q, f); neighbours in a warp differ in f, so weights coalesce and pixels broadcast."""
+    H, W, C, K, F, stride, top, left, P, Q = kernels.unsigned(sizes)
+    padded = sizes.padded
+
+    def conv2d(x, w, b, y, count):
+        i = u32(cuda.grid(1))
+        while i < count:
+            f = u32(i % F)
+            q = u32(u32(i // F) % Q)
+            p = u32(u32(i // u32(F * Q)) % P)
+            n = u32(i // u32(F * Q * P))
+            total = b[f] if has_bias else ZERO
+            for a in range(K):
+                row = u32(p * stride + u32(a))  # in the padded image
+                for e in range(K):
+                    col = u32(q * stride + u32(e))
+                    if not padded or (top <= row and row < u32(H + top) and left <= col and col < u32(W + left)):
+                        pixel = u32(u32(u32(n * H + row - top) * W + col - left) * C)
+                        weight = u32(u32(u32(u32(a) * K + u32(e)) * C) * F + f)
+                        for c in range(C):
+                            total += x[u32(pixel + u32(c))] * w[u32(weight + u32(c) * F)]
+            y[i] = total
+            i = u32(i + u32(cuda.gridsize(1)))
+
+    return Kernel(conv2d, "void(float32[::1], float32[::1], float32[::1], float32[::1], uint32)", block)
+
+
+@cache
+def conv2d_backward_input(sizes: ConvSizes, block: int) -> Kernel:
+    """One thread per input pixel, which gathers from the outputs whose windows hold it."""
+    H, W, C, K, F, stride, top, left, P, Q = kernels.unsigned(sizes)
+
+    def conv2d_backward_input(w, dy, dx, count):
+        i = u32(cuda.grid(1))
+        while i < count:
+            c = u32(i % C)
+            col = u32(u32(u32(i // C) % W) + left)  # in the padded image
+            row = u32(u32(u32(i // u32(C * W)) % H) + top)
+            n = u32(i // u32(C * W * H))
+            total = ZERO
+            p = u32((row - K) // stride + u32(1)) if row >= K else u32(0)
+            while p < P and u32(p * stride) <= row:
+                q = u32((col - K) // stride + u32(1)) if col >= K else u32(0)
+                while q < Q and u32(q * stride) <= col:
+                    a, e = u32(row - p * stride), u32(col - q * stride)
+                    weight = u32(u32(u32(a * K + e) * C + c) * F)
+                    place = u32(u32(u32(n * P + p) * Q + q) * F)
+                    for f in range(F):
+                        total += w[u32(weight + u32(f))] * dy[u32(place + u32(f))]
+                    q = u32(q + u32(1))
+                p = u32(p + u32(1))
+            dx[i] = total
+            i = u32(i + u32(cuda.gridsize(1)))
+
+    return Kernel(conv2d_backward_input, "void(float32[::1], float32[::1], float32[::1], uint32)", block)
+
+
+@cache
+def conv2d_backward_weights(sizes: ConvSizes, block: int) -> Kernel:
+    """partial[s, i, j, c, f] = the gradient of weight (i, j, c, f) over images s, s + slices, ...: one thread each."""
+    H, W, C, K, F, stride, top, left, P, Q = kernels.unsigned(sizes)
+    padded, size = sizes.padded, u32(sizes.K * sizes.K * sizes.C * sizes.F)
+
+    def conv2d_backward_weights(x, dy, partial, images, slices, count):
+        i = u32(cuda.grid(1))
+        while i < count:
+            k = u32(i % size)
+            f = u32(k % F)
+            c = u32(u32(k // F) % C)
+            e = u32(u32(k // u32(F * C)) % K)
+            a = u32(k // u32(F * C * K))
+            total = ZERO
+            n = u32(i // size)
+            while n < images:
+                for p in range(P):
+                    row = u32(u32(p) * stride + a)  # in the padded image
+                    if not padded or (top <= row and row < u32(H + top)):
+                        for q in range(Q):
+                            col = u32(u32(q) * stride + e)
+                            if not padded or (left <= col and col < u32(W + left)):
+                                pixel = u32(u32(u32(n * H + row - top) * W + col - left) * C + c)
+                                place = u32(u32(u32(n * P + u32(p)) * Q + u32(q)) * F + f)
+                                total += x[pixel] * dy[place]
+                n = u32(n + slices)
+            partial[i] = total
+            i = u32(i + u32(cuda.gridsize(1)))
+
+    return Kernel(
+        conv2d_backward_weights, "void(float32[::1], float32[::1], float32[::1], uint32, uint32, uint32)", block
+    )
+
+
+@cache
+def column_sums(columns: int, block: int) -> Kernel:
+    """partial[s, f] = the sum of column f of dy over slice s of the rows; (rows, columns), one thread each."""
+    F = u32(columns)
+
+    def column_sums(dy, partial, rows, slices, count):
+        i = u32(cuda.grid(1))
+        while i < count:
+            f = u32(i % F)
+            total = ZERO
+            row = u32(i // F)
+            while row < rows:
+                total += dy[u32(row * F + f)]
+                row = u32(row + slices)
+            partial[i] = total
+            i = u32(i + u32(cuda.gridsize(1)))
+
+    return Kernel(column_sums, "void(float32[::1], float32[::1], uint32, uint32, uint32)", block)
+
+
+@cache
+def matmul(left_transposed: bool, right_transposed: bool, has_bias: bool, block: int) -> Kernel:
+    """out (rows, columns) = left @ right (+ bias): one thread per element; a transposed operand is stored so.
+
+    left is (rows, depth), or (depth, rows) if transposed; right (depth, columns), or (columns, depth).
+    """
+
+    def matmul(left, right, bias, out, rows, columns, depth, count):
+        i = u32(cuda.grid(1))
+        while i < count:
+            r, c = u32(i // columns), u32(i % columns)
+            total = bias[c] if has_bias else ZERO
+            k = u32(0)
+            while k < depth:
+                a = left[u32(k * rows + r)] if left_transposed else left[u32(r * depth + k)]
+                b = right[u32(c * depth + k)] if right_transposed else right[u32(k * columns + c)]
+                total += a * b
+                k = u32(k + u32(1))
+            out[i] = total
+            i = u32(i + u32(cuda.gridsize(1)))
+
+    arrays = "float32[::1], float32[::1], float32[::1], float32[::1]"
+    return Kernel(matmul, f"void({arrays}, uint32, uint32, uint32, uint32)", block)
+
+
+class NaiveOps:
+    """`Ops` (see `protocol`) on device arrays, nothing staged in shared memory.
+
+    Args:
+        block: threads per block.
+    """
+
+    def __init__(self, block: int) -> None:
+        self.stream = 0
+        self._block = block
+        self._scratch = device.empty((1,), np.float32)
+        self._nothing = device.empty((1,), np.float32)  # stands for an absent bias or slot
+
+    def empty(self, shape, dtype):
+        return device.empty(shape, dtype)
+
+    def to_device(self, array):
+        return device.to_device(array)
+
+    def to_host(self, array):
+        return device.to_host(array)
+
+    def copy(self, source, target):
+        device.copy(source, target)
+
+    def gather(self, images, labels, indices, x, t):
+        kernel = kernels.gather(x.size // x.shape[0], self._block)
+        kernel.over(x.size, self.stream, images, labels, indices, x, t)
+
+    def conv2d(self, x, w, b, stride, pads, y):
+        kernel = conv2d(kernels.conv_sizes(x, w, stride, pads, y), b is not None, self._block)
+        kernel.over(y.size, self.stream, x, w, self._or_nothing(b), y)
+
+    def conv2d_backward(self, x, w, dy, stride, pads, dx, dw, db):
+        sizes = kernels.conv_sizes(x, w, stride, pads, dy)
+        if dx is not None:
+            self._conv2d_backward_input(sizes, w, dy, dx)
+        self._conv2d_backward_weights(sizes, x, dy, dw)
+        if db is not None:
+            self._sum_columns(dy, db)
+
+    def _conv2d_backward_input(self, sizes: ConvSizes, w: Tensor, dy: Tensor, dx: Tensor) -> None:
+        conv2d_backward_input(sizes, self._block).over(dx.size, self.stream, w, dy, dx)
+
+    def _conv2d_backward_weights(self, sizes: ConvSizes, x: Tensor, dy: Tensor, dw: Tensor) -> None:
+        images = x.shape[0]
+        partial, slices = self._partial(images, dw.size)
+        kernel = conv2d_backward_weights(sizes, self._block)
+        kernel.over(partial.size, self.stream, x, dy, partial, u32(images), slices)
+        kernels.sum_slices(self._block).over(dw.size, self.stream, partial, dw, slices)
+
+    def relu(self, x, y):
+        kernels.relu(self._block).over(x.size, self.stream, x, y)
+
+    def relu_backward(self, y, dy, dx):
+        kernels.relu_backward(self._block).over(y.size, self.stream, y, dy, dx)
+
+    def sigmoid(self, x, y):
+        kernels.sigmoid(self._block).over(x.size, self.stream, x, y)
+
+    def sigmoid_backward(self, y, dy, dx):
+        kernels.sigmoid_backward(self._block).over(y.size, self.stream, y, dy, dx)
+
+    def max_pool(self, x, size, stride, pads, y, argmax):
+        kernel = kernels.max_pool(kernels.pool_sizes(x, size, stride, pads, y), self._block)
+        kernel.over(y.size, self.stream, x, y, argmax)
+
+    def max_pool_backward(self, argmax, dy, size, stride, pads, dx):
+        kernel = kernels.max_pool_backward(kernels.pool_sizes(dx, size, stride, pads, dy), self._block)
+        kernel.over(dx.size, self.stream, argmax, dy, dx)
+
+    def avg_pool(self, x, size, stride, pads, y):
+        kernels.avg_pool(kernels.pool_sizes(x, size, stride, pads, y), self._block).over(y.size, self.stream, x, y)
+
+    def avg_pool_backward(self, dy, size, stride, pads, dx):
+        kernel = kernels.avg_pool_backward(kernels.pool_sizes(dx, size, stride, pads, dy), self._block)
+        kernel.over(dx.size, self.stream, dy, dx)
+
+    def linear(self, x, w, b, y):
+        self._matmul(x, False, w, False, b, y, depth=x.shape[1])
+
+    def linear_backward(self, x, w, dy, dx, dw, db):
+        self._matmul(x, True, dy, False, None, dw, depth=x.shape[0])
+        if db is not None:
+            self._sum_columns(dy, db)
+        if dx is not None:
+            self._matmul(dy, False, w, True, None, dx, depth=dy.shape[1])
+
+    def loss(self, loss: Loss, scores, labels, scale, d_scores, losses, hits):
+        kernel = kernels.loss(loss, scores.shape[1], self._block)
+        kernel.over(scores.shape[0], self.stream, scores, labels, d_scores, losses, hits, f32(scale))
+
+    def updater(self, optimizer: Optimizer) -> Update:
+        kernel = kernels.update(optimizer, self._block)
+
+        def update(w, g, slots, rate, step):
+            s, t = (*slots, self._nothing, self._nothing)[:2]
+            kernel.over(w.size, self.stream, w, g, s, t, f32(rate), *optimizer.constants(step))
+
+        return update
+
+    def _matmul(self, left, left_transposed, right, right_transposed, bias, out, depth: int) -> None:
+        """out = left @ right (+ bias), over `depth` products; a transposed operand is stored so."""
+        kernel = matmul(left_transposed, right_transposed, bias is not None, self._block)
+        rows, columns = (u32(side) for side in out.shape)
+        bias = self._or_nothing(bias)
+        kernel.over(out.size, self.stream, left, right, bias, out, rows, columns, u32(depth))
+
+    def _sum_columns(self, dy: Tensor, out: Tensor) -> None:
+        """out[f] = the sum of dy[..., f] over all else."""
+        columns = dy.shape[-1]
+        rows = dy.size // columns
+        partial, slices = self._partial(rows, columns)
+        column_sums(columns, self._block).over(partial.size, self.stream, dy, partial, u32(rows), slices)
+        kernels.sum_slices(self._block).over(columns, self.stream, partial, out, slices)
+
+    def _partial(self, rows: int, size: int) -> tuple[Tensor, np.uint32]:
+        """Return scratch (slices, size) for a sum over `rows`, valid until asked for again, and the slices."""
+        slices = min(rows, SLICES)
+        if self._scratch.size < slices * size:
+            self._scratch = device.empty((slices * size,), np.float32)
+        return Tensor(self._scratch.flat, (slices, size)), u32(slices)
+
+    def _or_nothing(self, array: Tensor | None) -> Tensor:
+        return self._nothing if array is None else array
+
+
+class GpuProgram(LayerwiseProgram):
+    """A layerwise program on one GPU, for data sets of any size: see `streamed`.
+
+    Args:
+        gpu: what it runs on.
+    """
+
+    def __init__(
+        self, gpu: Gpu, ops: NaiveOps, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int
+    ) -> None:
+        self.gpu = gpu
+        super().__init__(ops, network, loss, optimizer, batch_size, scope=lambda: device.on(gpu))
+
+    @on_its_gpu
+    def load(self, images, labels):
+        image_bytes = 4 * int(np.prod(images.shape[1:])) + 17  # its label, and in `train` its index, loss and hit
+        return streamed.load(super().load, images, labels, image_bytes, self.batch_size)
+
+    def train(self, handle, order, rate):
+        totals = Totals(0.0, 0, 0)
+        for split, places in streamed.parts(handle, order):
+            totals += super().train(split, places, rate)
+        return totals
+
+    def gradients(self, handle, indices):
+        split, places = next(streamed.parts(handle, indices))
+        return super().gradients(split, places)
+
+    def predict(self, handle):
+        every = streamed.parts(handle, np.arange(len(handle)))
+        return np.concatenate([super(GpuProgram, self).predict(split) for split, _ in every])
+
+    def forward(self, handle, indices):
+        split, places = next(streamed.parts(handle, indices))
+        return super().forward(split, places)
+
+    @on_its_gpu
+    def state(self) -> State:
+        return super().state()
+
+    @on_its_gpu
+    def restore(self, state):
+        super().restore(state)
+
+    @on_its_gpu
+    def synchronize(self):
+        super().synchronize()
+
+
+@dataclass(frozen=True)
+class GpuBackend:
+    """Base of the GPU backends.
+
+    Attributes:
+        device: CUDA's index of the GPU, >= 0.
+
+    Raises:
+        BackendUnavailable: numba-cuda, the driver or a GPU is missing.
+        ConfigError: the index is not a GPU's.
+    """
+
+    device: int = 0
+    threads: ClassVar[int] = 1
+    simulated: ClassVar[bool] = SIMULATED
+
+    def __post_init__(self) -> None:
+        self.check(self.gpu)
+
+    @property
+    def gpu(self) -> Gpu:
+        """What this backend computes on."""
+        return device.open_gpu(self.device)
+
+    @property
+    def device_name(self) -> str:
+        return self.gpu.name
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """Tags that say what computed."""
+        return self.gpu.facts
+
+    def check(self, gpu: Gpu) -> None:
+        """Raise ConfigError where a setting is more than the GPU allows."""
+
+    def ops(self, batch_size: int) -> NaiveOps:
+        """Return the layers' mathematics at this backend's settings, for batches of that size."""
+        raise NotImplementedError
+
+    def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> GpuProgram:
+        with device.on(self.gpu):
+            device.check_memory(batch_bytes(network, optimizer, batch_size), f"a batch of {batch_size}")
+            return GpuProgram(self.gpu, self.ops(batch_size), network, loss, optimizer, batch_size)
+
+
+def batch_bytes(network: Network, optimizer: Optimizer, batch_size: int) -> int:
+    """Return the bytes that a layerwise program allocates, but for the data set."""
+    values = int(np.prod(network.input_shape)) + 1
+    for stage in network.stages:
+        size = int(np.prod(stage.output_shape))
+        if not isinstance(stage.layer, Flatten):  # it shares its input's buffers
+            values += size * (3 if isinstance(stage.layer, MaxPool2d) else 2)  # activation, gradient, argmax
+    weights = [stage.weight.size for stage in network.stages if isinstance(stage.layer, Conv2d)]
+    scratch = SLICES * max(weights, default=0)
+    return 4 * (values * batch_size + network.parameter_count * (2 + len(optimizer.slots)) + scratch)
+
+
+@dataclass(frozen=True)
+class GpuNaive(GpuBackend):
+    """One thread per output element, global memory only.
+
+    Attributes:
+        block: threads per block; chosen if None.
+    """
+
+    name: ClassVar[str] = "gpu-naive"
+    block: int | None = None
+
+    def check(self, gpu: Gpu) -> None:
+        device.check_block(gpu, BLOCK if self.block is None else self.block)
+
+    def ops(self, batch_size: int) -> NaiveOps:
+        return NaiveOps(BLOCK if self.block is None else self.block)

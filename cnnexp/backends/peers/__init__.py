@@ -1,0 +1,1 @@
+"""Frameworks to compare with, as backends."""

@@ -1,0 +1,243 @@
+"""`keras`: the same network in Keras on TensorFlow, on the CPU: a peer to compare with (`pip install cnnexp[keras]`).
+
+Layers and gradients are TensorFlow's own, compiled into one `tf.function` per training step, which is faster than
+`fit`. The update is our rule on its tensors, since Keras's Adam adds its epsilon elsewhere.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from cnnexp.backends.layerwise import as_float32
+from cnnexp.backends.processor import ThreadedBackend
+from cnnexp.backends.protocol import State
+from cnnexp.errors import BackendUnavailable, CheckpointError
+from cnnexp.network import AvgPool2d, Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Sigmoid, Stage
+from cnnexp.network.losses import LOG_FLOOR, VARIANCE_FLOOR, Loss, Totals, check_loss
+from cnnexp.optimizers import Optimizer
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # its greeting of the CPU
+os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+try:
+    import keras
+    import tensorflow as tf
+except ImportError as error:
+    raise BackendUnavailable(
+        f"backend=keras: Keras on TensorFlow cannot be imported ({error}); pip install 'cnnexp[keras]'"
+    ) from error
+
+
+class EdgePad(keras.layers.Layer):
+    """Put `value` around images (N,H,W,C), as far as the windows of a stage reach."""
+
+    def __init__(self, stage: Stage, window: int, stride: int, value: float) -> None:
+        super().__init__()
+        (top, left), (H, W, _), (P, Q, _) = stage.pads, stage.input_shape, stage.output_shape
+        below = max((P - 1) * stride + window - top - H, 0)
+        right = max((Q - 1) * stride + window - left - W, 0)
+        self.sides, self.value = [[0, 0], [top, below], [left, right], [0, 0]], value
+        self.needed = any(map(any, self.sides))
+
+    def call(self, x):
+        return tf.pad(x, self.sides, constant_values=self.value) if self.needed else x
+
+
+class EdgeAverage(keras.layers.Layer):
+    """The mean over the pixels of each window that lie inside the image."""
+
+    def __init__(self, stage: Stage, pool: int, stride: int) -> None:
+        super().__init__()
+        self.pad, self.pool = EdgePad(stage, pool, stride, 0.0), keras.layers.AveragePooling2D(pool, stride)
+        self.share = self.pool(self.pad(tf.ones((1, *stage.input_shape[:2], 1))))
+
+    def call(self, x):
+        return self.pool(self.pad(x)) / self.share if self.pad.needed else self.pool(x)
+
+
+class KerasProgram:
+    """A `Program` (see `protocol`) on Keras layers."""
+
+    def __init__(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> None:
+        check_loss(network, loss)
+        started = time.perf_counter()
+        self.network, self.loss, self.optimizer, self.batch_size = network, loss, optimizer, batch_size
+        layers = [layer for stage in network.stages for layer in _layers(stage)]
+        self._model = keras.Sequential([keras.Input(network.input_shape), *layers])
+        self._variables = [variable.value for variable in self._model.trainable_variables]
+        self._slots = [[tf.Variable(tf.zeros_like(v)) for v in self._variables] for _ in optimizer.slots]
+        self._rule = optimizer.rule(tf.sqrt, tf.maximum)
+        self._step = 0
+        images = tf.TensorSpec([None, *network.input_shape])
+        batch = (images, tf.TensorSpec([None], tf.int32), tf.TensorSpec([None], tf.int64))
+        scalars = [tf.TensorSpec([])] * 3
+        self._train_step = tf.function(self._take_step, input_signature=[*batch, *scalars])
+        self._gradients = tf.function(self._differentiate, input_signature=batch)
+        parts = [tf.TensorSpec(variable.shape) for variable in self._variables]
+        self._apply = tf.function(self._update, input_signature=[parts, *scalars])
+        self._forward = tf.function(self._model, input_signature=[images])
+        self._warm_up()
+        self.compile_s = time.perf_counter() - started
+
+    def load(self, images: np.ndarray, labels: np.ndarray) -> tuple[tf.Tensor, tf.Tensor]:
+        return tf.constant(as_float32(images)), tf.constant(labels.astype(np.int32))
+
+    def train(self, handle, order: np.ndarray, rate: float) -> Totals:
+        losses, hits = [], []
+        for start in range(0, len(order), self.batch_size):
+            indices = order[start : start + self.batch_size].astype(np.int64)
+            self._step += 1
+            loss, correct = self._train_step(*handle, indices, np.float32(rate), *self.optimizer.constants(self._step))
+            losses.append(loss)
+            hits.append(correct)
+        return Totals(sum(float(loss) for loss in losses), sum(int(correct) for correct in hits), len(order))
+
+    def gradients(self, handle, indices: np.ndarray) -> tuple[Totals, np.ndarray]:
+        loss, hits, gradients = self._gradients(*handle, indices.astype(np.int64))
+        return Totals(float(loss), int(hits), len(indices)), self._flat(gradients)
+
+    def apply(self, gradient: np.ndarray, rate: float) -> None:
+        self._step += 1
+        parts = [tf.constant(part) for part in self._parts(gradient)]
+        self._apply(parts, np.float32(rate), *self.optimizer.constants(self._step))
+
+    def predict(self, handle) -> np.ndarray:
+        images = handle[0]
+        rows = range(0, len(images), self.batch_size)
+        return np.concatenate([self._forward(images[start : start + self.batch_size]).numpy() for start in rows])
+
+    def state(self) -> State:
+        slots = {name: self._flat(slot) for name, slot in zip(self.optimizer.slots, self._slots, strict=True)}
+        return {"parameters": self._flat(self._variables), "step": np.int64(self._step), **slots}
+
+    def restore(self, state: State) -> None:
+        size = self.network.parameter_count
+        for name, targets in zip(("parameters", *self.optimizer.slots), (self._variables, *self._slots), strict=True):
+            source = state[name] if name == "parameters" else state.get(name, np.zeros(size, np.float32))
+            if source.shape != (size,):
+                raise CheckpointError(f"state {name!r} has shape {source.shape}, the network needs ({size},)")
+            for target, part in zip(targets, self._parts(source), strict=True):
+                target.assign(part)
+        self._step = int(state.get("step", 0))
+
+    def close(self) -> None:
+        """Nothing to give back: TensorFlow's threads are the process's."""
+
+    def _warm_up(self) -> None:
+        """Trace and run every function once, so that none is compiled while timed."""
+        zeros = self.load(np.zeros((1, *self.network.input_shape), np.float32), np.zeros(1, np.int32))
+        _, gradient = self.gradients(zeros, np.zeros(1, np.int64))
+        self.apply(gradient, 0.0)
+        self.train(zeros, np.zeros(1, np.int64), 0.0)
+        self.predict(zeros)
+        self.restore({"parameters": np.zeros(self.network.parameter_count, np.float32)})
+
+    def _differentiate(self, images, labels, indices):
+        """Return the summed loss, the hits and the mean gradients of one batch."""
+        x, t = tf.gather(images, indices), tf.gather(labels, indices)
+        with tf.GradientTape() as tape:
+            scores = self._model(x, training=True)
+            losses = _losses(self.loss, scores, t)
+            mean = tf.reduce_mean(losses)
+        if self.loss is Loss.BINARY_CROSS_ENTROPY:
+            hits = tf.equal(scores[:, 0] >= 0.5, tf.equal(t, 1))
+        else:
+            hits = tf.equal(tf.argmax(scores, 1, tf.int32), t)
+        gradients = tape.gradient(mean, self._variables)
+        return tf.reduce_sum(losses), tf.reduce_sum(tf.cast(hits, tf.int32)), gradients
+
+    def _update(self, gradients, rate, c0, c1) -> None:
+        zero = tf.constant(0.0)
+        for i, (w, g) in enumerate(zip(self._variables, gradients, strict=True)):
+            slots = [slot[i] for slot in self._slots]
+            s, t = ([tf.convert_to_tensor(slot) for slot in slots] + [zero, zero])[:2]
+            new = self._rule(tf.convert_to_tensor(w), g, s, t, rate, c0, c1)
+            for old, value in zip([w, *slots], new, strict=False):
+                old.assign(value)
+
+    def _take_step(self, images, labels, indices, rate, c0, c1):
+        loss, hits, gradients = self._differentiate(images, labels, indices)
+        self._update(gradients, rate, c0, c1)
+        return loss, hits
+
+    def _flat(self, parts) -> np.ndarray:
+        """Return the parts, in the order and shapes of the parameters, as one flat buffer."""
+        return np.concatenate([np.asarray(part, np.float32).ravel() for part in parts])
+
+    def _parts(self, flat: np.ndarray) -> list[np.ndarray]:
+        return [parameter.view(np.asarray(flat, np.float32)) for parameter in self.network.parameters]
+
+
+def _losses(loss: Loss, scores, labels):
+    """Return the loss of every image (N,): `cnnexp.network.losses`."""
+    if loss is Loss.SOFTMAX_CROSS_ENTROPY:
+        return tf.nn.sparse_softmax_cross_entropy_with_logits(labels, scores)
+    return _binary_cross_entropy(scores[:, 0], tf.cast(labels, tf.float32))
+
+
+@tf.custom_gradient
+def _binary_cross_entropy(p, t):
+    """Return the losses with the clamps of `losses.binary_cross_entropy`, which Keras sets elsewhere."""
+    losses = -(t * tf.maximum(tf.math.log(p), LOG_FLOOR) + (1 - t) * tf.maximum(tf.math.log1p(-p), LOG_FLOOR))
+
+    def gradient(upstream):
+        return upstream * (p - t) / tf.maximum(p * (1 - p), VARIANCE_FLOOR), None
+
+    return losses, gradient
+
+
+def _layers(stage: Stage) -> list[keras.layers.Layer]:
+    match stage.layer:
+        case Conv2d(filters, kernel, stride, _, bias):
+            pad = EdgePad(stage, kernel, stride, 0.0)
+            return [pad, keras.layers.Conv2D(filters, kernel, stride, use_bias=bias)]
+        case MaxPool2d(pool, stride):
+            return [EdgePad(stage, pool, stride or pool, -np.inf), keras.layers.MaxPooling2D(pool, stride)]
+        case AvgPool2d(pool, stride):
+            return [EdgeAverage(stage, pool, stride or pool)]
+        case Linear(features, bias):
+            return [keras.layers.Dense(features, use_bias=bias)]
+        case ReLU():
+            return [keras.layers.ReLU()]
+        case Sigmoid():
+            return [keras.layers.Activation("sigmoid")]
+        case Flatten():
+            return [keras.layers.Flatten()]
+
+
+@dataclass(frozen=True)
+class Keras(ThreadedBackend):
+    """Keras on TensorFlow, on the CPU.
+
+    Attributes:
+        threads: 1 to the usable cores; all of them if None. TensorFlow takes it once, from the first in a process.
+    """
+
+    name: ClassVar[str] = "keras"
+
+    def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> KerasProgram:
+        set_threads(self.threads)
+        with tf.device("/CPU:0"):
+            return KerasProgram(network, loss, optimizer, batch_size)
+
+
+def set_threads(count: int) -> None:
+    """Let TensorFlow use `count` threads for one operation, and one operation at a time.
+
+    Raises:
+        BackendUnavailable: TensorFlow runs already, with another number.
+    """
+    threading = tf.config.threading
+    if threading.get_intra_op_parallelism_threads() != count:
+        try:
+            threading.set_intra_op_parallelism_threads(count)
+            threading.set_inter_op_parallelism_threads(1)
+        except RuntimeError as error:
+            raise BackendUnavailable(
+                f"backend.threads={count}: TensorFlow runs already with {threading.get_intra_op_parallelism_threads()} "
+                "threads in this process; run one number per process"
+            ) from error

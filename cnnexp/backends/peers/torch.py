@@ -1,0 +1,290 @@
+"""`torch`: the same network in PyTorch, eager, on the CPU: a peer to compare with (`pip install cnnexp[torch]`).
+
+Modules, autograd and optimizers are PyTorch's own. Only the borders are ours: parameters come from and go to the flat
+buffer, images are (N,C,H,W) views of channels-last memory, which PyTorch's convolutions take as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from cnnexp.backends.layerwise import as_float32
+from cnnexp.backends.processor import ThreadedBackend
+from cnnexp.backends.protocol import State
+from cnnexp.errors import BackendUnavailable, CheckpointError, ConfigError
+from cnnexp.network import AvgPool2d, Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Sigmoid, Stage
+from cnnexp.network.losses import LOG_FLOOR, VARIANCE_FLOOR, Loss, Totals, check_loss
+from cnnexp.optimizers import SGD, Adadelta, Adagrad, Adam, AdaMax, AdamW, Optimizer, RMSprop
+
+try:
+    import torch
+    from torch import nn
+    from torch.nn import functional
+except ImportError as error:
+    raise BackendUnavailable(
+        f"backend=torch: PyTorch cannot be imported ({error}); pip install 'cnnexp[torch]'"
+    ) from error
+
+# our names of the optimizers' slots -> PyTorch's keys of its state
+SLOTS = {
+    SGD: {"velocity": "momentum_buffer"},
+    RMSprop: {"square": "square_avg", "velocity": "momentum_buffer"},
+    Adagrad: {"square_sum": "sum"},
+    Adadelta: {"square": "square_avg", "update": "acc_delta"},
+    Adam: {"mean": "exp_avg", "square": "exp_avg_sq"},
+    AdamW: {"mean": "exp_avg", "square": "exp_avg_sq"},
+    AdaMax: {"mean": "exp_avg", "norm": "exp_inf"},
+}
+
+
+class _Pad(nn.Module):
+    """Put `value` around images (N,C,H,W), as far as the windows of a stage reach."""
+
+    def __init__(self, stage: Stage, window: int, stride: int, value: float) -> None:
+        super().__init__()
+        (top, left), (H, W, _), (P, Q, _) = stage.pads, stage.input_shape, stage.output_shape
+        below = max((P - 1) * stride + window - top - H, 0)
+        right = max((Q - 1) * stride + window - left - W, 0)
+        self.sides, self.value = (left, right, top, below), value
+
+    def forward(self, x):
+        return functional.pad(x, self.sides, value=self.value) if any(self.sides) else x
+
+
+class _AvgPool(nn.Module):
+    """The mean over the pixels of each window that lie inside the image."""
+
+    def __init__(self, stage: Stage, pool: int, stride: int) -> None:
+        super().__init__()
+        self.pad, self.pool = _Pad(stage, pool, stride, 0.0), nn.AvgPool2d(pool, stride)
+        ones = torch.ones(1, 1, *stage.input_shape[:2])
+        self.share = self.pool(self.pad(ones)) if any(self.pad.sides) else None
+
+    def forward(self, x):
+        means = self.pool(self.pad(x))
+        return means if self.share is None else means / self.share
+
+
+class _Flatten(nn.Module):
+    """(N,C,H,W) -> (N,H*W*C), in row, column, channel order."""
+
+    def forward(self, x):
+        return (x.permute(0, 2, 3, 1) if x.ndim == 4 else x).flatten(1)
+
+
+class _BinaryCrossEntropy(torch.autograd.Function):
+    """As PyTorch's (see `losses.binary_cross_entropy`), but NaN passes through: the train loop reports it."""
+
+    @staticmethod
+    def forward(ctx, p, t):
+        ctx.save_for_backward(p, t)
+        return -(t * p.log().clamp(min=float(LOG_FLOOR)) + (1 - t) * (-p).log1p().clamp(min=float(LOG_FLOOR)))
+
+    @staticmethod
+    def backward(ctx, upstream):
+        p, t = ctx.saved_tensors
+        return upstream * (p - t) / (p * (1 - p)).clamp(min=float(VARIANCE_FLOOR)), None
+
+
+class TorchProgram:
+    """A `Program` (see `protocol`) on PyTorch.
+
+    Args:
+        threads: that PyTorch's operations use.
+    """
+
+    def __init__(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int, threads: int) -> None:
+        check_loss(network, loss)
+        started = time.perf_counter()
+        self.network, self.loss, self.optimizer, self.batch_size = network, loss, optimizer, batch_size
+        self._threads = threads
+        modules = {stage.name: _module(stage) for stage in network.stages}
+        self._modules = nn.Sequential(*modules.values()).to(memory_format=torch.channels_last)
+        # tensors in the order of the flat buffer
+        self._tensors = [
+            getattr(_weighted(modules[stage.name]), part)
+            for stage in network.stages
+            for part, parameter in (("weight", stage.weight), ("bias", stage.bias))
+            if parameter
+        ]
+        self.restore({"parameters": np.zeros(network.parameter_count, np.float32)})
+        zeros = self.load(np.zeros((1, *network.input_shape), np.float32), np.zeros(1, np.int32))
+        self.train(zeros, np.zeros(1, np.int64), 0.0)
+        self.restore({"parameters": np.zeros(network.parameter_count, np.float32)})
+        self.compile_s = time.perf_counter() - started
+
+    def load(self, images: np.ndarray, labels: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        images = torch.tensor(as_float32(images))
+        return images, torch.tensor(labels.astype(np.int64))
+
+    def train(self, handle, order: np.ndarray, rate: float) -> Totals:
+        order = torch.tensor(np.ascontiguousarray(order, np.int64))
+        loss, hits = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.int64)
+        with _torch_threads(self._threads):
+            for indices in order.split(self.batch_size):
+                losses, correct = self._backward(handle, indices)
+                self._update(rate)
+                loss += losses
+                hits += correct
+        return Totals(float(loss), int(hits), len(order))
+
+    def gradients(self, handle, indices: np.ndarray) -> tuple[Totals, np.ndarray]:
+        with _torch_threads(self._threads):
+            loss, hits = self._backward(handle, torch.tensor(np.ascontiguousarray(indices, np.int64)))
+        return Totals(float(loss), int(hits), len(indices)), self._flat([tensor.grad for tensor in self._tensors])
+
+    def apply(self, gradient: np.ndarray, rate: float) -> None:
+        for tensor, part in zip(self._tensors, self._parts(gradient), strict=True):
+            tensor.grad = part
+        with _torch_threads(self._threads):
+            self._update(rate)
+
+    def predict(self, handle) -> np.ndarray:
+        with _torch_threads(self._threads), torch.no_grad():
+            return torch.cat([self._modules(_channels_first(x)) for x in handle[0].split(self.batch_size)]).numpy()
+
+    def state(self) -> State:
+        states = [self._updater.state[tensor] for tensor in self._tensors]
+        slots = {
+            name: self._flat([s[SLOTS[type(self.optimizer)][name]] for s in states]) for name in self.optimizer.slots
+        }
+        return {"parameters": self._flat(self._tensors), "step": np.int64(self._steps), **slots}
+
+    def restore(self, state: State) -> None:
+        size = self.network.parameter_count
+        given = {"parameters": state["parameters"]}
+        given |= {name: state.get(name, np.zeros(size, np.float32)) for name in self.optimizer.slots}
+        for name, flat in given.items():
+            if flat.shape != (size,):
+                raise CheckpointError(f"state {name!r} has shape {flat.shape}, the network needs ({size},)")
+        parts = {name: self._parts(flat) for name, flat in given.items()}
+        self._steps = int(state.get("step", 0))
+        self._updater = _updater(self.optimizer, self._tensors)
+        for i, tensor in enumerate(self._tensors):
+            with torch.no_grad():
+                tensor.copy_(parts["parameters"][i])
+            self._updater.state[tensor] = {
+                "step": torch.tensor(float(self._steps)),
+                **{SLOTS[type(self.optimizer)][name]: parts[name][i] for name in self.optimizer.slots},
+            }
+
+    def close(self) -> None:
+        """Nothing to give back: PyTorch's threads are the process's."""
+
+    def _backward(self, handle, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Leave the mean gradient of one batch in the tensors; return its summed loss and its hits."""
+        images, labels = handle[0][indices], handle[1][indices]
+        scores = self._modules(_channels_first(images))
+        self._updater.zero_grad()
+        if self.loss is Loss.BINARY_CROSS_ENTROPY:
+            mean = _BinaryCrossEntropy.apply(scores[:, 0], labels.to(scores.dtype)).mean()
+            hits = (scores.detach()[:, 0] >= 0.5) == (labels == 1)
+        else:
+            mean = functional.cross_entropy(scores, labels)
+            hits = scores.detach().argmax(1) == labels
+        mean.backward()
+        return mean.detach() * len(indices), hits.sum()
+
+    def _update(self, rate: float) -> None:
+        self._steps += 1
+        for group in self._updater.param_groups:
+            group["lr"] = rate
+        self._updater.step()
+
+    def _flat(self, tensors: list[torch.Tensor]) -> np.ndarray:
+        """Return tensors, in their order in PyTorch's shapes, as one flat buffer of ours."""
+        flat = np.empty(self.network.parameter_count, np.float32)
+        for parameter, tensor in zip(self.network.parameters, tensors, strict=True):
+            parameter.view(flat)[...] = tensor.detach().permute(_axes(tensor.ndim, (2, 3, 1, 0))).numpy()
+        return flat
+
+    def _parts(self, flat: np.ndarray) -> list[torch.Tensor]:
+        """Return copies of the parameters of a flat buffer, in PyTorch's shapes and memory formats."""
+        parts = []
+        for parameter, tensor in zip(self.network.parameters, self._tensors, strict=True):
+            part = torch.tensor(parameter.view(np.ascontiguousarray(flat, np.float32)))
+            parts.append(torch.empty_like(tensor.detach()).copy_(part.permute(_axes(part.ndim, (3, 2, 0, 1)))))
+        return parts
+
+
+def _axes(dimensions: int, of_convolution: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the order of axes between our layout and PyTorch's: (K,K,C,F) and (F,C,K,K), (D,O) and (O,D), (F,)."""
+    return {4: of_convolution, 2: (1, 0), 1: (0,)}[dimensions]
+
+
+def _channels_first(images: torch.Tensor) -> torch.Tensor:
+    return images.permute(0, 3, 1, 2) if images.ndim == 4 else images
+
+
+def _module(stage: Stage) -> nn.Module:
+    match stage.layer:
+        case Conv2d(filters, kernel, stride, _, bias):
+            pad = _Pad(stage, kernel, stride, 0.0)
+            return nn.Sequential(pad, nn.Conv2d(stage.input_shape[2], filters, kernel, stride, bias=bias))
+        case MaxPool2d(pool, stride):
+            return nn.Sequential(_Pad(stage, pool, stride or pool, -torch.inf), nn.MaxPool2d(pool, stride))
+        case AvgPool2d(pool, stride):
+            return _AvgPool(stage, pool, stride or pool)
+        case Linear(features, bias):
+            return nn.Linear(stage.input_shape[0], features, bias)
+        case ReLU():
+            return nn.ReLU()
+        case Sigmoid():
+            return nn.Sigmoid()
+        case Flatten():
+            return _Flatten()
+
+
+def _weighted(module: nn.Module) -> nn.Module:
+    """Return the part of a layer that has weights."""
+    return module[-1] if isinstance(module, nn.Sequential) else module
+
+
+def _updater(optimizer: Optimizer, tensors: list[torch.Tensor]) -> torch.optim.Optimizer:
+    """Return PyTorch's optimizer of the same formulas."""
+    common = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay}
+    match optimizer:
+        case SGD():
+            options = {"momentum": optimizer.momentum, "nesterov": optimizer.nesterov}
+            return torch.optim.SGD(tensors, **common, **options)
+        case RMSprop():
+            options = {"alpha": optimizer.alpha, "eps": optimizer.eps, "momentum": optimizer.momentum}
+            return torch.optim.RMSprop(tensors, **common, **options)
+        case Adagrad():
+            return torch.optim.Adagrad(tensors, **common, lr_decay=optimizer.lr_decay, eps=optimizer.eps)
+        case Adadelta():
+            return torch.optim.Adadelta(tensors, **common, rho=optimizer.rho, eps=optimizer.eps)
+        case Adam():
+            options = {"betas": (optimizer.beta1, optimizer.beta2), "eps": optimizer.eps}
+            return (torch.optim.AdamW if optimizer.decoupled else torch.optim.Adam)(tensors, **common, **options)
+        case AdaMax():
+            options = {"betas": (optimizer.beta1, optimizer.beta2), "eps": optimizer.eps}
+            return torch.optim.Adamax(tensors, **common, **options)
+    raise ConfigError(f"backend=torch: has no optimizer like {type(optimizer).__name__}")
+
+
+@contextlib.contextmanager
+def _torch_threads(count: int) -> Iterator[None]:
+    """Let PyTorch use `count` threads, then as many as before: programs of a process do not share a count."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@dataclass(frozen=True)
+class Torch(ThreadedBackend):
+    """PyTorch on the CPU."""
+
+    name: ClassVar[str] = "torch"
+
+    def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> TorchProgram:
+        return TorchProgram(network, loss, optimizer, batch_size, self.threads)

@@ -1,0 +1,1 @@
+"""Backends in Python and NumPy alone."""

@@ -1,0 +1,149 @@
+"""`numpy-parallel` and `unrolled-parallel`: the images of a batch split over threads (garg: parallel over the batch).
+
+NumPy lets go of the interpreter's lock while it works on large arrays, so threads of one process do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from cnnexp.backends.layerwise import LayerwiseProgram
+from cnnexp.backends.plain.numpy import NumpyOps, one_blas_thread
+from cnnexp.backends.plain.unrolled import UnrolledOps
+from cnnexp.backends.processor import ThreadedBackend
+from cnnexp.backends.protocol import Ops, Update
+from cnnexp.network import Network
+from cnnexp.network.losses import Loss
+from cnnexp.optimizers import Optimizer
+
+
+class SplitOps:
+    """`Ops` (see `protocol`) that gives each of `threads` workers a contiguous part of the images.
+
+    Each worker sums its own weight gradient; they are added in the order of the parts, so a number of threads always
+    gives the same result.
+    """
+
+    def __init__(self, ops: Ops, threads: int) -> None:
+        self._ops, self._threads = ops, threads
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="cnnexp")
+        self.empty, self.to_device, self.to_host, self.copy = ops.empty, ops.to_device, ops.to_host, ops.copy
+
+    def shutdown(self) -> None:
+        """End the workers."""
+        self._pool.shutdown()
+
+    def gather(self, images, labels, indices, x, t):
+        self._each(len(x), lambda part: self._ops.gather(images, labels, indices[part], x[part], t[part]))
+
+    def conv2d(self, x, w, b, stride, pads, y):
+        self._each(len(x), lambda part: self._ops.conv2d(x[part], w, b, stride, pads, y[part]))
+
+    def conv2d_backward(self, x, w, dy, stride, pads, dx, dw, db):
+        self._sum(
+            len(x),
+            lambda part, dw, db: self._ops.conv2d_backward(
+                x[part], w, dy[part], stride, pads, _part_of(dx, part), dw, db
+            ),
+            dw,
+            db,
+        )
+
+    def relu(self, x, y):
+        self._each(len(x), lambda part: self._ops.relu(x[part], y[part]))
+
+    def relu_backward(self, y, dy, dx):
+        self._each(len(y), lambda part: self._ops.relu_backward(y[part], dy[part], dx[part]))
+
+    def sigmoid(self, x, y):
+        self._each(len(x), lambda part: self._ops.sigmoid(x[part], y[part]))
+
+    def sigmoid_backward(self, y, dy, dx):
+        self._each(len(y), lambda part: self._ops.sigmoid_backward(y[part], dy[part], dx[part]))
+
+    def max_pool(self, x, size, stride, pads, y, argmax):
+        self._each(len(x), lambda part: self._ops.max_pool(x[part], size, stride, pads, y[part], argmax[part]))
+
+    def max_pool_backward(self, argmax, dy, size, stride, pads, dx):
+        self._each(
+            len(dx), lambda part: self._ops.max_pool_backward(argmax[part], dy[part], size, stride, pads, dx[part])
+        )
+
+    def avg_pool(self, x, size, stride, pads, y):
+        self._each(len(x), lambda part: self._ops.avg_pool(x[part], size, stride, pads, y[part]))
+
+    def avg_pool_backward(self, dy, size, stride, pads, dx):
+        self._each(len(dx), lambda part: self._ops.avg_pool_backward(dy[part], size, stride, pads, dx[part]))
+
+    def linear(self, x, w, b, y):
+        self._each(len(x), lambda part: self._ops.linear(x[part], w, b, y[part]))
+
+    def linear_backward(self, x, w, dy, dx, dw, db):
+        self._sum(
+            len(x),
+            lambda part, dw, db: self._ops.linear_backward(x[part], w, dy[part], _part_of(dx, part), dw, db),
+            dw,
+            db,
+        )
+
+    def loss(self, loss: Loss, scores, labels, scale, d_scores, losses, hits):
+        self._ops.loss(loss, scores, labels, scale, d_scores, losses, hits)
+
+    def updater(self, optimizer: Optimizer) -> Update:
+        return self._ops.updater(optimizer)
+
+    def _parts(self, count: int) -> list[slice]:
+        workers = min(self._threads, count)
+        return [slice(i * count // workers, (i + 1) * count // workers) for i in range(workers)]
+
+    def _each(self, count: int, work: Callable[[slice], None]) -> None:
+        """Do `work` on every part of `count` images, side by side."""
+        for _ in self._pool.map(work, self._parts(count)):
+            pass  # each result is waited for, and a worker's error is raised here
+
+    def _sum(self, count: int, work: Callable, dw: np.ndarray, db: np.ndarray | None) -> None:
+        """Do `work(part, dw, db)` on every part with gradients of its own, and add them up in order."""
+        parts = self._parts(count)
+        dws = np.empty((len(parts), *dw.shape), np.float32)
+        dbs = [None] * len(parts) if db is None else np.empty((len(parts), *db.shape), np.float32)
+        for _ in self._pool.map(work, parts, dws, dbs):
+            pass
+        dws.sum(axis=0, out=dw)
+        if db is not None:
+            dbs.sum(axis=0, out=db)
+
+
+def _part_of(array: np.ndarray | None, part: slice) -> np.ndarray | None:
+    return None if array is None else array[part]
+
+
+@dataclass(frozen=True)
+class _Split(ThreadedBackend):
+    """What both backends share."""
+
+    ops: ClassVar[type[Ops]]
+
+    def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> LayerwiseProgram:
+        ops = SplitOps(self.ops(), self.threads)
+        return LayerwiseProgram(ops, network, loss, optimizer, batch_size, release=ops.shutdown, scope=one_blas_thread)
+
+
+@dataclass(frozen=True)
+class NumpyParallel(_Split):
+    """`numpy` with the images of a batch split over threads."""
+
+    name: ClassVar[str] = "numpy-parallel"
+    ops: ClassVar[type[Ops]] = NumpyOps
+
+
+@dataclass(frozen=True)
+class UnrolledParallel(_Split):
+    """`unrolled` with the images of a batch split over threads."""
+
+    name: ClassVar[str] = "unrolled-parallel"
+    ops: ClassVar[type[Ops]] = UnrolledOps

@@ -1,0 +1,213 @@
+"""`python`: naive loops in plain Python, a number at a time: the papers' "naive convolution".
+
+Layers read nested lists and compute in Python's floats; results are rounded to float32 where they are stored. It is for
+seeing how slow that is, and for reading: nothing here is clever.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from cnnexp.backends.layerwise import LayerwiseProgram
+from cnnexp.backends.processor import SequentialBackend
+from cnnexp.backends.protocol import Update
+from cnnexp.network import Network
+from cnnexp.network.losses import LOG_FLOOR, VARIANCE_FLOOR, Loss
+from cnnexp.optimizers import Optimizer
+
+
+class PythonOps:
+    """`Ops` (see `protocol`) on NumPy arrays that serve as storage alone."""
+
+    def empty(self, shape, dtype):
+        return np.full(shape, 0, dtype)
+
+    def to_device(self, array):
+        return array
+
+    def to_host(self, array):
+        return array.copy()
+
+    def copy(self, source, target):
+        target[...] = source
+
+    def gather(self, images, labels, indices, x, t):
+        for n, index in enumerate(indices):
+            x[n] = images[index]
+            t[n] = labels[index]
+
+    def conv2d(self, x, w, b, stride, pads, y):
+        (top, left), (_, height, width, channels) = pads, x.shape
+        images, weights = x.tolist(), w.tolist()
+        bias = [0.0] * w.shape[3] if b is None else b.tolist()
+        for n, p, q, f in np.ndindex(y.shape):
+            total = bias[f]
+            for i, j in _inside(p, q, w.shape[0], stride, pads, height, width):
+                for c in range(channels):
+                    total += images[n][p * stride + i - top][q * stride + j - left][c] * weights[i][j][c][f]
+            y[n, p, q, f] = total
+
+    def conv2d_backward(self, x, w, dy, stride, pads, dx, dw, db):
+        (top, left), (_, height, width, channels) = pads, x.shape
+        images, weights, slopes = x.tolist(), w.tolist(), dy.tolist()
+        d_images, d_weights = np.zeros(x.shape).tolist(), np.zeros(w.shape).tolist()
+        d_bias = [0.0] * w.shape[3]
+        for n, p, q, f in np.ndindex(dy.shape):
+            slope = slopes[n][p][q][f]
+            d_bias[f] += slope
+            for i, j in _inside(p, q, w.shape[0], stride, pads, height, width):
+                row, column = p * stride + i - top, q * stride + j - left
+                for c in range(channels):
+                    d_weights[i][j][c][f] += images[n][row][column][c] * slope
+                    if dx is not None:
+                        d_images[n][row][column][c] += weights[i][j][c][f] * slope
+        _store(d_images, dx)
+        _store(d_weights, dw)
+        _store(d_bias, db)
+
+    def relu(self, x, y):
+        _store([0.0 if value < 0 else value for value in x.ravel().tolist()], y)
+
+    def relu_backward(self, y, dy, dx):
+        pairs = zip(y.ravel().tolist(), dy.ravel().tolist(), strict=True)
+        _store([slope if value > 0 else 0.0 for value, slope in pairs], dx)
+
+    def sigmoid(self, x, y):
+        _store([_sigmoid(value) for value in x.ravel().tolist()], y)
+
+    def sigmoid_backward(self, y, dy, dx):
+        pairs = zip(y.ravel().tolist(), dy.ravel().tolist(), strict=True)
+        _store([slope * value * (1 - value) for value, slope in pairs], dx)
+
+    def max_pool(self, x, size, stride, pads, y, argmax):
+        (top, left), (_, height, width, _) = pads, x.shape
+        images = x.tolist()
+        for n, u, v, c in np.ndindex(y.shape):
+            largest, place = -math.inf, 0
+            for i, j in _inside(u, v, size, stride, pads, height, width):
+                value = images[n][u * stride + i - top][v * stride + j - left][c]
+                if value > largest:
+                    largest, place = value, i * size + j
+            y[n, u, v, c], argmax[n, u, v, c] = largest, place
+
+    def max_pool_backward(self, argmax, dy, size, stride, pads, dx):
+        top, left = pads
+        places, slopes, d_images = argmax.tolist(), dy.tolist(), np.zeros(dx.shape).tolist()
+        for n, u, v, c in np.ndindex(dy.shape):
+            i, j = divmod(places[n][u][v][c], size)
+            d_images[n][u * stride + i - top][v * stride + j - left][c] += slopes[n][u][v][c]
+        _store(d_images, dx)
+
+    def avg_pool(self, x, size, stride, pads, y):
+        (top, left), (_, height, width, _) = pads, x.shape
+        images = x.tolist()
+        for n, u, v, c in np.ndindex(y.shape):
+            total, places = 0.0, _inside(u, v, size, stride, pads, height, width)
+            for i, j in places:
+                total += images[n][u * stride + i - top][v * stride + j - left][c]
+            y[n, u, v, c] = total / len(places)
+
+    def avg_pool_backward(self, dy, size, stride, pads, dx):
+        (top, left), (_, height, width, _) = pads, dx.shape
+        slopes, d_images = dy.tolist(), np.zeros(dx.shape).tolist()
+        for n, u, v, c in np.ndindex(dy.shape):
+            places = _inside(u, v, size, stride, pads, height, width)
+            for i, j in places:
+                d_images[n][u * stride + i - top][v * stride + j - left][c] += slopes[n][u][v][c] / len(places)
+        _store(d_images, dx)
+
+    def linear(self, x, w, b, y):
+        rows, weights = x.tolist(), w.tolist()
+        bias = [0.0] * w.shape[1] if b is None else b.tolist()
+        for n, o in np.ndindex(y.shape):
+            total = bias[o]
+            for d in range(w.shape[0]):
+                total += rows[n][d] * weights[d][o]
+            y[n, o] = total
+
+    def linear_backward(self, x, w, dy, dx, dw, db):
+        rows, weights, slopes = x.tolist(), w.tolist(), dy.tolist()
+        d_rows, d_weights, d_bias = np.zeros(x.shape).tolist(), np.zeros(w.shape).tolist(), [0.0] * w.shape[1]
+        for n, o in np.ndindex(dy.shape):
+            d_bias[o] += slopes[n][o]
+            for d in range(w.shape[0]):
+                d_weights[d][o] += rows[n][d] * slopes[n][o]
+                if dx is not None:
+                    d_rows[n][d] += weights[d][o] * slopes[n][o]
+        _store(d_rows, dx)
+        _store(d_weights, dw)
+        _store(d_bias, db)
+
+    def loss(self, loss: Loss, scores, labels, scale, d_scores, losses, hits):
+        one = _softmax_cross_entropy if loss is Loss.SOFTMAX_CROSS_ENTROPY else _binary_cross_entropy
+        for n, (row, label) in enumerate(zip(scores.tolist(), labels.tolist(), strict=True)):
+            losses[n], hits[n], slopes = one(row, label)
+            for o, slope in enumerate(slopes):
+                d_scores[n, o] = slope * scale
+
+    def updater(self, optimizer: Optimizer) -> Update:
+        rule = optimizer.rule(math.sqrt, max)
+
+        def update(w, g, slots, rate, step):
+            constants = optimizer.constants(step)
+            for i in range(len(w)):
+                s, t = (*(slot[i] for slot in slots), np.float32(0), np.float32(0))[:2]
+                new = rule(w[i], g[i], s, t, np.float32(rate), *constants)
+                for old, value in zip((w, *slots), new, strict=False):
+                    old[i] = value
+
+        return update
+
+
+def _inside(p, q, size, stride, pads, height, width) -> list[tuple[int, int]]:
+    """Return the places (i, j) of the window at (p, q) that lie inside the image."""
+    first_row, first_column = p * stride - pads[0], q * stride - pads[1]
+    return [
+        (i, j)
+        for i in range(size)
+        for j in range(size)
+        if 0 <= first_row + i < height and 0 <= first_column + j < width
+    ]
+
+
+def _store(values: list, target: np.ndarray | None) -> None:
+    """Round a list, nested or flat, into a float32 array, if there is one."""
+    if target is not None:
+        target[...] = np.array(values, np.float32).reshape(target.shape)
+
+
+def _sigmoid(x: float) -> float:
+    if x >= 0:
+        return 1 / (1 + math.exp(-x))
+    e = math.exp(x)
+    return e / (1 + e)
+
+
+def _softmax_cross_entropy(scores: list[float], label: int) -> tuple[float, bool, list[float]]:
+    largest = max(scores)
+    exps = [math.exp(score - largest) for score in scores]
+    total = sum(exps)
+    slopes = [e / total - (o == label) for o, e in enumerate(exps)]
+    return math.log(total) - (scores[label] - largest), scores.index(largest) == label, slopes
+
+
+def _binary_cross_entropy(scores: list[float], label: int) -> tuple[float, bool, list[float]]:
+    p = scores[0]
+    log_p = max(math.log(p), LOG_FLOOR) if p > 0 else LOG_FLOOR
+    log_q = max(math.log1p(-p), LOG_FLOOR) if p < 1 else LOG_FLOOR
+    loss = -(label * log_p + (1 - label) * log_q)
+    return loss, (p >= 0.5) == (label == 1), [(p - label) / max(p * (1 - p), VARIANCE_FLOOR)]
+
+
+@dataclass(frozen=True)
+class Python(SequentialBackend):
+    """Plain Python on one thread: the slowest, and the plainest to read."""
+
+    name: ClassVar[str] = "python"
+
+    def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> LayerwiseProgram:
+        return LayerwiseProgram(PythonOps(), network, loss, optimizer, batch_size)

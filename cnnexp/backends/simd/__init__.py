@@ -1,0 +1,30 @@
+"""`cpu-simd`: the whole network compiled into vector kernels; the fastest backend on a CPU.
+
+How the files stand to each other: `intrinsics` (what only some CPUs have), `emit` (vector instructions) and `layout`
+(where values lie) at the bottom; kernels in `transfer`, `conv_lanes`, `conv_filters`, `conv_sparse`, `linear`,
+`elementwise`, `update`; `nodes` groups layers and calls their kernels, `plan` picks the nodes and connects them; `step`
+is the compiled training loop; `program` is what the train loop sees, `team` its threads; `cache` keeps compiled
+programs on disk; `host` knows the CPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from cnnexp.backends.processor import ThreadedBackend
+from cnnexp.backends.simd.host import host_target
+from cnnexp.backends.simd.program import SimdProgram
+from cnnexp.network import Network
+from cnnexp.network.losses import Loss
+from cnnexp.optimizers import Optimizer
+
+
+@dataclass(frozen=True)
+class CpuSimd(ThreadedBackend):
+    """Vector kernels compiled for the whole network, on several threads."""
+
+    name: ClassVar[str] = "cpu-simd"
+
+    def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> SimdProgram:
+        return SimdProgram(network, loss, optimizer, batch_size, host_target(), self.threads)

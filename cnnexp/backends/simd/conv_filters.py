@@ -1,0 +1,174 @@
+"""The first convolution of a network with many filters: filters in the vector lanes, one image at a time.
+
+Fused with ReLU and max-pool, on matrices. An image lies in its row as [row][column][channel] with its padding around
+it; what one pooled cell sees is a square *patch* of it. Forward: the patch's values are broadcast once into registers
+and used by every vector of filters, whose K * K * C weights are loaded once and serve all pixels of the window: 36
+multiply-adds per 9 loads for 3x3 kernels and 2x2 windows.
+
+Every filter has its own argmax, so for the gradient each lane needs another pixel of the patch at each tap. If the
+patch fits one vector, that is one permutation: the forward pass leaves the patches in memory and stores, instead of the
+argmax, the place of the window's pixel in the patch; a tap further is the same permutation of what lies a tap further
+in memory. K * K * C accumulators stay in registers along a row of cells.
+Otherwise the gradient is split into one vector per pixel of the window, zero where the maximum was not, and each is
+multiplied by broadcast pixels.
+
+There is no gradient of the input: a first layer needs none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llvmlite import ir
+
+from cnnexp.backends.simd.emit import INT, Emitter, Pointer
+from cnnexp.backends.simd.layout import Matrix
+
+
+@dataclass(frozen=True)
+class FilterBank:
+    """The geometry of the layer.
+
+    Attributes:
+        x: stored images. row: floats from row to row of one.
+        kernel, stride, channels, filters: K, step, C, F; F is a multiple of the lanes.
+        window, step: S and step of the max-pool, at least S.
+        shape: (U, V) of the pooled output.
+        y: pooled output, [u][v][filter].
+        places: where bytes [image][u][v][filter] lie in the arena, the place of each maximum in its patch.
+        patches: where patches [image][u][v][lane] lie, or None where one does not fit a vector.
+        rectify: whether ReLU is applied.
+    """
+
+    x: Matrix
+    row: int
+    kernel: int
+    stride: int
+    channels: int
+    filters: int
+    window: int
+    step: int
+    shape: tuple[int, int]
+    y: Matrix
+    places: int
+    patches: int | None
+    rectify: bool
+
+    @property
+    def side(self) -> int:
+        """Rows and columns of a patch."""
+        return patch_side(self.kernel, self.stride, self.window)
+
+    @property
+    def taps(self) -> list[int]:
+        """The place of every weight of a filter in a patch whose window starts at its corner."""
+        return [
+            (i * self.side + j) * self.channels + c
+            for i in range(self.kernel)
+            for j in range(self.kernel)
+            for c in range(self.channels)
+        ]
+
+    @property
+    def corners(self) -> list[int]:
+        """The place in the patch of every pixel of the window."""
+        unit = self.stride * self.channels
+        return [(i * self.side + j) * unit for i in range(self.window) for j in range(self.window)]
+
+    def corner(self, k: Emitter, n: ir.Value, u: ir.Value, v: ir.Value) -> Pointer:
+        """Return the address of the first pixel that a cell sees."""
+        step = self.step * self.stride
+        return self.x.row(k, n).at(u, step * self.row).at(v, step * self.channels)
+
+    def patch(self, k: Emitter, n: ir.Value, u: ir.Value, v: ir.Value) -> Pointer:
+        rows, columns = self.shape
+        place = (k.arena + self.patches).at(n, rows * columns * k.lanes)
+        return place.at(u, columns * k.lanes).at(v, k.lanes)
+
+    def cell(self, k: Emitter, n: ir.Value, u: ir.Value, v: ir.Value) -> tuple[Pointer, Pointer]:
+        """Return the addresses of a cell's values and of its places."""
+        rows, columns = self.shape
+        quarter = self.filters // 4
+        places = (k.arena + self.places).at(n, rows * columns * quarter).at(u, columns * quarter).at(v, quarter)
+        return self.y.row(k, n).at(u, columns * self.filters).at(v, self.filters), places
+
+
+def patch_side(kernel: int, stride: int, window: int) -> int:
+    return (window - 1) * stride + kernel
+
+
+def forward_row(k: Emitter, bank: FilterBank, weights: Pointer, bias: Pointer | None, u: ir.Value) -> None:
+    """Fill row u of bank.y, the places and the patches. weights (K, K, C, F), bias (F,)."""
+    _, columns = bank.shape
+    with k.loop(k.count) as n, k.loop(columns) as v:
+        corner = bank.corner(k, n, u, v)
+        if bank.patches is not None:
+            k.store(_gather_patch(k, bank, corner), bank.patch(k, n, u, v))
+        width = bank.side * bank.channels
+        pixels = [k.splat(corner + (p // width * bank.row + p % width)) for p in range(bank.side * width)]
+        cell, places = bank.cell(k, n, u, v)
+        with k.loop(bank.filters // k.lanes) as f:
+            column = weights.at(f, k.lanes)
+            totals = [k.zero() for _ in bank.corners]
+            for t, tap in enumerate(bank.taps):
+                weight = k.load(column + t * bank.filters)
+                totals = [
+                    k.fma(weight, pixels[tap + at], total) for at, total in zip(bank.corners, totals, strict=True)
+                ]
+            best, place = totals[0], k.integers(0)
+            for at, total in list(zip(bank.corners, totals, strict=True))[1:]:
+                larger = k.larger(total, best)
+                best, place = k.select(larger, total, best), k.select(larger, k.integers(at), place)
+            value = k.add(best, k.load(bias.at(f, k.lanes))) if bias else best
+            k.store(k.rectify(value) if bank.rectify else value, cell.at(f, k.lanes))
+            k.store_bytes(place, places.at(f, k.lanes // 4))
+
+
+def _gather_patch(k: Emitter, bank: FilterBank, corner: Pointer) -> ir.Value:
+    """Return the patch in one vector, its rows one after another."""
+    width = bank.side * bank.channels
+    patch = k.load(corner)
+    for i in range(1, bank.side):
+        lanes = [
+            INT(k.lanes + lane - i * width if i * width <= lane < (i + 1) * width else lane) for lane in range(k.lanes)
+        ]
+        patch = k.builder.shuffle_vector(patch, k.load(corner + i * bank.row), ir.Constant(k.indices, lanes))
+    return patch
+
+
+def weight_gradients_row(
+    k: Emitter, bank: FilterBank, dy: Matrix, dw: Pointer, db: Pointer | None, u: ir.Value
+) -> None:
+    """dw += pixel under each tap of each maximum of row u * dy; db += dy. dy is 0 where ReLU gave 0."""
+    _, columns = bank.shape
+    taps = bank.taps
+    gradient_row = columns * bank.filters
+    with k.loop(k.count) as n, k.loop(bank.filters // k.lanes) as f:
+        targets = [dw.at(f, k.lanes) + t * bank.filters for t in range(len(taps))]
+        if db is not None:
+            targets.append(db.at(f, k.lanes))
+        totals = [k.variable(k.load(target)) for target in targets]
+        with k.loop(columns) as v:
+            gradient = k.load(dy.row(k, n).at(u, gradient_row).at(v, bank.filters).at(f, k.lanes))
+            place = k.load_bytes(bank.cell(k, n, u, v)[1].at(f, k.lanes // 4))
+            if bank.patches is not None:
+                patch = bank.patch(k, n, u, v)
+                for tap, total in zip(taps, totals, strict=False):
+                    pixel = k.permute(k.load_first(patch + tap, bank.corners[-1] + 1), place)
+                    k.accumulate(total, pixel, gradient)
+            else:
+                _accumulate_window(k, bank, bank.corner(k, n, u, v), gradient, place, totals)
+            if db is not None:
+                totals[-1].set(k.add(totals[-1].get(), gradient))
+        for total, target in zip(totals, targets, strict=True):
+            k.store(total.get(), target)
+
+
+def _accumulate_window(k: Emitter, bank: FilterBank, corner: Pointer, gradient, place, totals) -> None:
+    """Add every pixel of the window's part: the gradient where the maximum was, else 0."""
+    width = bank.side * bank.channels
+    for at in bank.corners:
+        part = k.select(k.equal(place, at), gradient, k.zero())
+        for tap, total in zip(bank.taps, totals, strict=False):
+            p = at + tap
+            k.accumulate(total, k.splat(corner + (p // width * bank.row + p % width)), part)

@@ -1,0 +1,291 @@
+"""Convolution with the batch in the vector lanes: any shape, any number of filters, full vectors.
+
+Layout [group][row][column][channel][lane]. A kernel row of one pixel is a contiguous run of K * C vectors, and its
+weights (K, K, C, F) a run of K * C * F floats, so every convolution is K runs.
+
+Register tile of the forward pass: 4 pixels x up to 6 filters of accumulators; per (channel, tap) 4 loads of x and one
+broadcast per filter feed 4 multiply-adds each, 8 loads per 16 multiply-adds with 4 filters. Where a max-pool follows,
+the 4 pixels are those of its window, so maximum, argmax, bias and ReLU happen in registers and the full convolution is
+never stored. The gradient of the input is the same kernel on the flipped weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llvmlite import ir
+
+from cnnexp.backends.simd.emit import INDEX, Emitter, Pointer
+from cnnexp.backends.simd.layout import Grid
+
+MOST_SUMS = 256
+"""Vectors of sums that lie in the first cache beside what is summed: 16 KB of AVX-512's."""
+
+CACHED_VECTORS = 448
+"""Vectors of one piece of a row, of x and d together: 28 KB of AVX-512's."""
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Max-pool windows that do not overlap and lie inside the image, fused into a convolution.
+
+    Attributes:
+        size: S. stride: >= S. codes: bytes, where each argmax goes (row * S + column), a grid of the pooled shape.
+    """
+
+    size: int
+    stride: int
+    codes: Grid
+
+
+@dataclass(frozen=True)
+class Correlation:
+    """y = cross-correlation of x with weights, the geometry of one forward or input-gradient pass.
+
+    Attributes:
+        x: input grid, its ring wide enough for every window.
+        origin: stored (row, column) of x where the first window starts.
+        stride: stored pixels from window to window.
+        kernel, channels, filters: K, C, F.
+        y: output grid, of the pooled shape with `windows`.
+        rectify: whether ReLU is applied.
+        windows: the max-pool fused into it, or None.
+        positive: a grid of y's shape: y is 0 where it is not positive; None for y as it is. Not with `windows`.
+    """
+
+    x: Grid
+    origin: tuple[int, int]
+    stride: int
+    kernel: int
+    channels: int
+    filters: int
+    y: Grid
+    rectify: bool = False
+    windows: Windows | None = None
+    positive: Grid | None = None
+
+
+def chunks(total: int, most: int) -> list[tuple[int, int, int]]:
+    """Split `total` into runs of equal chunks of at most `most`: (first, size of a chunk, number of chunks)."""
+    size = -(-total // -(-total // most))
+    whole = total // size
+    rest = total - whole * size
+    return [(0, size, whole)] + ([(whole * size, rest, 1)] if rest else [])
+
+
+def forward(k: Emitter, conv: Correlation, weights: Pointer, bias: Pointer | None) -> None:
+    """Fill conv.y (and the argmax codes)."""
+    pixels = 4 if k.target.registers >= 32 else 2
+    most_filters = 6 if k.target.registers >= 32 else 4
+    rows, columns, _ = conv.y.shape
+    step = conv.stride * (conv.windows.stride if conv.windows else 1)
+    with k.loop(k.groups(k.lanes)) as g:
+        source = conv.x.stored(k, g) + (conv.origin[0] * conv.x.row + conv.origin[1] * conv.x.column)
+        with k.loop(rows) as row:
+            for first, width, count in [(0, 1, columns)] if conv.windows else chunks_of(columns, pixels):
+                with k.loop(count) as tile:
+                    column = k.builder.add(k.builder.mul(tile, INDEX(width)), INDEX(first))
+                    corner = source.at(row, step * conv.x.row).at(column, step * conv.x.column)
+                    for first_filter, filters, times in chunks(conv.filters, most_filters):
+                        with k.loop(times) as t:
+                            f = k.builder.add(k.builder.mul(t, INDEX(filters)), INDEX(first_filter))
+                            w, b = weights.at(f), bias.at(f) if bias else None
+                            if conv.windows:
+                                _pooled(k, conv, corner, w, b, g, row, column, f, filters, pixels)
+                            else:
+                                _plain(k, conv, corner, w, b, g, row, column, f, filters, width)
+
+
+def chunks_of(total: int, size: int) -> list[tuple[int, int, int]]:
+    """Split `total` into chunks of `size` and one rest: (first, size of a chunk, number of chunks)."""
+    whole, rest = divmod(total, size)
+    return ([(0, size, whole)] if whole else []) + ([(whole * size, rest, 1)] if rest else [])
+
+
+def _plain(k: Emitter, conv: Correlation, corner, w, b, g, row, column, f, filters: int, pixels: int) -> None:
+    """Convolve `pixels` neighbours of one row with `filters` filters, and store them."""
+    totals = _dot(k, conv, corner, [(0, i) for i in range(pixels)], w, filters)
+    for i in range(pixels):
+        target = conv.y.pixel(k, g, row, column).at(f, conv.y.lanes) + i * conv.y.column * conv.y.ring.step
+        if conv.positive:
+            positive = conv.positive.pixel(k, g, row, column).at(f, k.lanes) + i * conv.positive.column
+        for j in range(filters):
+            value = totals[i][j]
+            if conv.positive:
+                value = k.where_positive(k.load(positive + j * k.lanes), value)
+            if b is not None:
+                value = k.add(value, k.splat(b + j))
+            k.store(k.rectify(value) if conv.rectify else value, target + j * conv.y.lanes)
+
+
+def _pooled(k: Emitter, conv: Correlation, corner, w, b, g, row, column, f, filters: int, most: int) -> None:
+    """Convolve one pooling window with `filters` filters, and store its maxima and where they were."""
+    size, codes = conv.windows.size, conv.windows.codes
+    window = [(i, j) for i in range(size) for j in range(size)]
+    best: list[ir.Value] = []
+    where: list[ir.Value] = []
+    for start in range(0, len(window), most):
+        part = window[start : start + most]
+        for code, values in enumerate(_dot(k, conv, corner, part, w, filters), start):
+            if code == 0:
+                best, where = values, [k.integers(0)] * filters
+                continue
+            for j in range(filters):
+                larger = k.larger(values[j], best[j])
+                best[j] = k.select(larger, values[j], best[j])
+                where[j] = k.select(larger, k.integers(code), where[j])
+    target = conv.y.pixel(k, g, row, column).at(f, conv.y.lanes)
+    code_target = codes.pixel(k, g, row, column).at(f, codes.lanes)
+    for j in range(filters):
+        value = best[j] if b is None else k.add(best[j], k.splat(b + j))
+        k.store(k.rectify(value) if conv.rectify else value, target + j * conv.y.lanes)
+        k.store_bytes(where[j], code_target + j * codes.lanes)
+
+
+def _dot(k: Emitter, conv: Correlation, corner: Pointer, pixels, w: Pointer, filters: int) -> list[list[ir.Value]]:
+    """Return the sums over kernel and channels, [pixel][filter]; `pixels` are (row, column) in steps of the stride."""
+    x, run = conv.x, conv.kernel * conv.channels
+    places = [(i * x.row + j * x.column) * conv.stride for i, j in pixels]
+    totals = [k.variables(filters) for _ in pixels]
+
+    def taps(source: Pointer, weights: Pointer, count: int) -> None:
+        for r in range(count):
+            values = [k.load(source + (place + r * x.lanes)) for place in places]
+            for f in range(filters):
+                weight = k.splat(weights + (r * conv.filters + f))
+                for p, value in enumerate(values):
+                    k.accumulate(totals[p][f], weight, value)
+
+    with k.loop(conv.kernel) as i:
+        source, weights = corner.at(i, x.row), w.at(i, run * conv.filters)
+        for first, size, count in chunks_of(run, 8 if run > 16 else run):
+            with k.loop(count) as c:
+                taps(
+                    (source + first * x.lanes).at(c, size * x.lanes),
+                    (weights + first * conv.filters).at(c, size * conv.filters),
+                    size,
+                )
+    return [[total.get() for total in row] for row in totals]
+
+
+def flip_weights(k: Emitter, weights: Pointer, flipped: Pointer, kernel: int, channels: int, filters: int) -> None:
+    """flipped[K-1-i, K-1-j, f, c] = weights[i, j, c, f]: the kernel of the input's gradient."""
+    taps = kernel * kernel
+    with k.loop(taps) as tap:
+        source = weights.at(tap, channels * filters)
+        target = flipped.at(k.builder.sub(INDEX(taps - 1), tap), channels * filters)
+        with k.loop(channels) as c, k.loop(filters) as f:
+            value = k.load_float(source.at(c, filters).at(f))
+            k.store(value, target.at(f, channels).at(c))
+
+
+def weight_gradients(k: Emitter, conv: Correlation, d: Grid, dw: Pointer, db: Pointer | None, sums: Pointer) -> None:
+    """dw[i,j,c,f] += sum over pixels and lanes of x * d; db likewise.
+
+    Register tile: 6 (tap, channel) x 4 filters of accumulators, along a piece of a row; 10 loads feed 24 multiply-adds.
+    All tiles of a block of taps and filters go along one piece before the next, so that x and d come from the first
+    cache, as do the sums that wait there meanwhile. Lanes are added up once per tile of images.
+
+    Args:
+        conv: the forward geometry; its y is not used.
+        d: gradient of the convolution's output (P, Q, F), perhaps with room between pixels.
+        sums: room for `MOST_SUMS` vectors.
+    """
+    run = conv.kernel * conv.channels
+    for first_filter, filters, filter_blocks in chunks(conv.filters, 8):
+        for first_tap, taps, tap_blocks in chunks(run, MOST_SUMS // filters):
+            with k.loop(filter_blocks) as filter_block, k.loop(conv.kernel) as i, k.loop(tap_blocks) as tap_block:
+                r = k.builder.add(k.builder.mul(tap_block, INDEX(taps)), INDEX(first_tap))
+                f = k.builder.add(k.builder.mul(filter_block, INDEX(filters)), INDEX(first_filter))
+                _weight_block(k, conv, d, i, r, f, taps, filters, dw, sums)
+    if db is not None:
+        _bias_gradients(k, d, db)
+
+
+def _weight_block(
+    k: Emitter, conv: Correlation, d: Grid, i, r, f, taps: int, filters: int, dw: Pointer, sums: Pointer
+) -> None:
+    """Add to dw[i, r : r + taps, f : f + filters], r over taps and channels of kernel row i."""
+    x = conv.x
+    rows, columns, _ = d.shape
+    most_columns = max(4, CACHED_VECTORS // (conv.stride * conv.channels + filters))
+    most_taps, most_filters = (6, 4) if k.target.registers >= 32 else (3, 3)
+    with k.loop(taps * filters) as total:
+        k.store(k.zero(), sums.at(total, k.lanes))
+    with k.loop(k.groups(k.lanes)) as g, k.loop(rows) as p:
+        source = (x.stored(k, g) + (conv.origin[0] * x.row + conv.origin[1] * x.column)).at(i, x.row)
+        source = source.at(p, conv.stride * x.row).at(r, x.lanes)
+        gradient = d.pixel(k, g, p, 0).at(f, d.lanes)
+        for first, piece, pieces in chunks(columns, most_columns):
+            with k.loop(pieces) as at:
+                q = k.builder.add(k.builder.mul(at, INDEX(piece)), INDEX(first))
+                for first_tap, height, tap_tiles in chunks(taps, most_taps):
+                    for first_filter, width, filter_tiles in chunks(filters, most_filters):
+                        with k.loop(tap_tiles) as t, k.loop(filter_tiles) as j:
+                            tap = k.builder.add(k.builder.mul(t, INDEX(height)), INDEX(first_tap))
+                            column = k.builder.add(k.builder.mul(j, INDEX(width)), INDEX(first_filter))
+                            _weight_tile(
+                                k,
+                                source.at(q, conv.stride * x.column).at(tap, x.lanes),
+                                conv.stride * x.column,
+                                gradient.at(q, d.ring.step * d.column).at(column, d.lanes),
+                                d.ring.step * d.column,
+                                sums.at(tap, filters * k.lanes).at(column, k.lanes),
+                                (piece, height, width, filters),
+                            )
+    target = dw.at(i, conv.kernel * conv.channels * conv.filters).at(r, conv.filters).at(f)
+    with k.loop(taps) as t, k.loop(filters) as j:
+        total = k.load(sums.at(t, filters * k.lanes).at(j, k.lanes))
+        k.add_to(target.at(t, conv.filters).at(j), k.sum_lanes(total))
+
+
+def _weight_tile(k: Emitter, x: Pointer, x_step: int, d: Pointer, d_step: int, sums: Pointer, size) -> None:
+    """Add x * d along `piece` pixels to `height` x `width` of the sums, which lie `filters` vectors a row."""
+    piece, height, width, filters = size
+    places = [[sums + (t * filters + j) * k.lanes for j in range(width)] for t in range(height)]
+    with k.sums(places) as totals, k.loop(piece) as q:
+        gradients = [k.load(d.at(q, d_step) + j * k.lanes) for j in range(width)]
+        for t in range(height):
+            value = k.load(x.at(q, x_step) + t * k.lanes)
+            for j in range(width):
+                k.accumulate(totals[t][j], value, gradients[j])
+
+
+def _bias_gradients(k: Emitter, d: Grid, db: Pointer) -> None:
+    rows, columns, channels = d.shape
+    for first, size, count in chunks(channels, 8):
+        with k.loop(count) as chunk:
+            f = k.builder.add(k.builder.mul(chunk, INDEX(size)), INDEX(first))
+            totals = k.variables(size)
+            with k.loop(k.groups(k.lanes)) as g, k.loop(rows) as p, k.loop(columns) as q:
+                at = d.pixel(k, g, p, q).at(f, d.lanes)
+                for j in range(size):
+                    totals[j].set(k.add(totals[j].get(), k.load(at + j * d.lanes)))
+            for j in range(size):
+                k.add_to(db.at(f) + j, k.sum_lanes(totals[j].get()))
+
+
+def unpool(k: Emitter, windows: Windows, y: Grid, dy: Grid, d: Grid, rectified: bool) -> None:
+    """d = dy at each window's argmax, else 0, and 0 wherever ReLU gave 0. Pixels in no window keep their zero."""
+    rows, columns, channels = y.shape
+    size = windows.size
+    with k.loop(k.groups(k.lanes)) as g, k.loop(rows) as u, k.loop(columns) as v, k.loop(channels) as c:
+        value = k.load(dy.pixel(k, g, u, v).at(c, dy.lanes))
+        if rectified:
+            value = k.where_positive(k.load(y.pixel(k, g, u, v).at(c, y.lanes)), value)
+        where = k.load_bytes(windows.codes.pixel(k, g, u, v).at(c, windows.codes.lanes))
+        step = d.ring.step
+        corner = d.image(k, g).at(u, windows.stride * step * d.row).at(v, windows.stride * step * d.column)
+        corner = corner.at(c, d.lanes)
+        for i in range(size):
+            for j in range(size):
+                here = k.select(k.equal(where, i * size + j), value, k.zero())
+                k.store(here, corner + (i * d.row + j * d.column) * step)
+
+
+def rectify_gradient(k: Emitter, y: Grid, dy: Grid) -> None:
+    """dy = 0 wherever ReLU gave 0, in place."""
+    rows, columns, channels = y.shape
+    with k.loop(k.groups(k.lanes)) as g, k.loop(rows) as p, k.loop(columns) as q, k.loop(channels) as c:
+        at = dy.pixel(k, g, p, q).at(c, dy.lanes)
+        k.store(k.where_positive(k.load(y.pixel(k, g, p, q).at(c, y.lanes)), k.load(at)), at)

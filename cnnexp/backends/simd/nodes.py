@@ -1,0 +1,536 @@
+"""The nodes of a plan: layers that are computed at once, and the kernels that do it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+from llvmlite import ir
+
+from cnnexp.backends.simd import conv_filters, conv_lanes, conv_sparse, elementwise, linear, transfer
+from cnnexp.backends.simd.conv_filters import FilterBank
+from cnnexp.backends.simd.conv_lanes import Correlation, Windows
+from cnnexp.backends.simd.conv_sparse import SparseGradient
+from cnnexp.backends.simd.emit import INDEX, Emitter, Kernels, Target
+from cnnexp.backends.simd.layout import Grid, Matrix, Ring
+from cnnexp.network import MaxPool2d, Sigmoid, Stage
+
+if TYPE_CHECKING:
+    from cnnexp.backends.simd.plan import Plan
+
+Tensor = Grid | Matrix
+
+
+@dataclass
+class Node:
+    """Layers computed at once.
+
+    Attributes:
+        name: of its kernels.
+        shape: of its output, without the images.
+        x, y: input and output. dy, dx: their gradients, None where they are not needed.
+        input_rectified: x is a ReLU's output, and dx to be the gradient of that ReLU's input.
+        dy_rectified: dy already is the gradient of what its own ReLU takes in: the node after it saw to that.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    x: Tensor = field(init=False)
+    y: Tensor = field(init=False)
+    dy: Tensor | None = field(init=False, default=None)
+    dx: Tensor | None = field(init=False, default=None)
+    input_rectified: bool = field(init=False, default=False)
+    dy_rectified: bool = field(init=False, default=False)
+
+    wants = None
+    """The layout of the input, `Grid` or `Matrix`; None for either, and the output is of the same."""
+    makes = None
+    """The layout of the output."""
+    trains = False
+    """Whether it has parameters."""
+    rectify = False
+    """Whether it has taken in a ReLU."""
+    rectifies_dx = False
+    """Whether it can see to a ReLU before it when it stores dx."""
+
+    @property
+    def rectifies_dy(self) -> bool:
+        """Whether its ReLU's gradient is still to be taken."""
+        return self.rectify and not self.dy_rectified
+
+    def input_ring(self) -> Ring:
+        """Return the room that its input needs around it."""
+        return Ring()
+
+    def gradient_ring(self, needs_dx: bool) -> Ring:
+        """Return the room around dy that it needs."""
+        return Ring()
+
+    def prepare(self, plan: Plan) -> None:
+        """Allocate what else it needs, once x, y, dy, dx are known."""
+
+    def forward(self, plan: Plan) -> Kernels:
+        raise NotImplementedError
+
+    def backward(self, plan: Plan) -> Kernels:
+        raise NotImplementedError
+
+
+class Convolution(Node):
+    """Conv2d [+ ReLU] [+ MaxPool2d], batch in lanes."""
+
+    wants = makes = Grid
+    trains = rectifies_dx = True
+
+    def __init__(self, stage: Stage, rectify: bool, pool: Stage | None) -> None:
+        super().__init__(stage.name, (pool or stage).output_shape)
+        self.stage, self.rectify, self.pool = stage, rectify, pool
+
+    def input_ring(self) -> Ring:
+        layer, (height, width, _), (top, left) = self.stage.layer, self.stage.input_shape, self.stage.pads
+        rows, columns, _ = self.stage.output_shape
+        bottom = (rows - 1) * layer.stride + layer.kernel - top - height
+        right = (columns - 1) * layer.stride + layer.kernel - left - width
+        return Ring(top, left, max(bottom, 0), max(right, 0))
+
+    def gradient_ring(self, needs_dx: bool) -> Ring:
+        return Ring() if self.pool else self._dense_ring(needs_dx)
+
+    def _dense_ring(self, needs_dx: bool) -> Ring:
+        """The room around the gradient of the full convolution: windows of the flipped kernel reach over its edge."""
+        if not needs_dx:
+            return Ring()
+        layer, reach = self.stage.layer, self.stage.layer.kernel - 1
+        sides = []
+        for pad, size, count in zip(self.stage.pads, self.stage.input_shape, self.stage.output_shape, strict=False):
+            before, extent = max(0, reach - pad), (count - 1) * layer.stride + 1
+            sides.append((before, max(0, max(0, pad - reach) + size + reach - before - extent)))
+        (top, bottom), (left, right) = sides
+        return Ring(top, left, bottom, right, layer.stride)
+
+    def prepare(self, plan: Plan) -> None:
+        layer, channels = self.stage.layer, self.stage.input_shape[2]
+        plan.parameters.place_plain(self.stage.weight)
+        if self.stage.bias:
+            plan.parameters.place_plain(self.stage.bias)
+        windows = None
+        if self.pool:
+            size = self.pool.layer.pool
+            windows = Windows(size, self.pool.layer.stride or size, plan.arena.codes(self.shape))
+        self.correlation = Correlation(
+            self.x, (0, 0), layer.stride, layer.kernel, channels, layer.filters, self.y, self.rectify, windows
+        )
+        self.sparse = self._sparse(plan, windows)
+        if self.sparse:
+            return
+        self.sums = plan.arena.allocate(conv_lanes.MOST_SUMS * plan.target.lanes)
+        self.d = self.dy
+        if self.pool:
+            self.d = plan.arena.grid(self.stage.output_shape, self._dense_ring(self.dx is not None))
+        if self.dx:
+            self.flipped = plan.arena.allocate(self.stage.weight.size)
+
+    def _sparse(self, plan: Plan, windows: Windows | None) -> SparseGradient | None:
+        """Return the gradient that follows the argmax, where it pays."""
+        layer, channels, target = self.stage.layer, self.stage.input_shape[2], plan.target
+        if windows is None or self.dx is None or windows.size < 2 or not (self.x.dense and self.dx.dense):
+            return None
+        if not conv_sparse.suits(layer.kernel, channels, target.registers, target.lanes):
+            return None
+        scratch = conv_sparse.make_scratch(plan.arena, layer.kernel, layer.stride, self.x, self.y, windows)
+        return SparseGradient(
+            self.x, self.y, self.dy, self.dx, layer.kernel, layer.stride, channels, layer.filters,
+            windows, self.rectifies_dy, scratch,
+        )  # fmt: skip
+
+    def forward(self, plan: Plan) -> Kernels:
+        weight, bias, place = self.stage.weight, self.stage.bias, plan.parameters.weight
+        return [
+            (
+                "forward",
+                lambda k: conv_lanes.forward(k, self.correlation, place(k, weight), bias and place(k, bias)),
+            )
+        ]
+
+    def backward(self, plan: Plan) -> Kernels:
+        stage, place = self.stage, plan.parameters.gradient
+        kernels: Kernels = []
+        if self.sparse:
+            kernels.append(("sparse_backward", lambda k: self._sparse_backward(k, plan)))
+            if self.input_rectified:
+                kernels.append(("rectify_dx", lambda k: conv_lanes.rectify_gradient(k, self.x, self.dx)))
+            return kernels
+        if self.pool:
+            windows = self.correlation.windows
+            kernels.append(
+                ("unpool", lambda k: conv_lanes.unpool(k, windows, self.y, self.dy, self.d, self.rectifies_dy))
+            )
+        elif self.rectifies_dy:
+            kernels.append(("rectify_gradient", lambda k: conv_lanes.rectify_gradient(k, self.y, self.dy)))
+        kernels.append(
+            (
+                "weight_gradients",
+                lambda k: conv_lanes.weight_gradients(
+                    k,
+                    self.correlation,
+                    self.d,
+                    place(k, stage.weight),
+                    stage.bias and place(k, stage.bias),
+                    k.arena + self.sums,
+                ),
+            )
+        )
+        if self.dx:
+            kernels.append(("input_gradient", lambda k: self._input_gradient(k, plan)))
+        return kernels
+
+    def _sparse_backward(self, k: Emitter, plan: Plan) -> None:
+        weight, bias, parameters = self.stage.weight, self.stage.bias, plan.parameters
+        dw, db = parameters.gradient(k, weight), bias and parameters.gradient(k, bias)
+        conv_sparse.backward(k, self.sparse, parameters.weight(k, weight), dw, db)
+
+    def _input_gradient(self, k: Emitter, plan: Plan) -> None:
+        layer, channels, reach = self.stage.layer, self.stage.input_shape[2], self.stage.layer.kernel - 1
+        flipped = k.arena + self.flipped
+        weights = plan.parameters.weight(k, self.stage.weight)
+        conv_lanes.flip_weights(k, weights, flipped, layer.kernel, channels, layer.filters)
+        origin = tuple(max(0, pad - reach) for pad in self.stage.pads)
+        positive = self.x if self.input_rectified else None
+        back = Correlation(self.d, origin, 1, layer.kernel, layer.filters, channels, self.dx, positive=positive)
+        conv_lanes.forward(k, back, flipped, None)
+
+
+class FilterConvolution(Node):
+    """Conv2d [+ ReLU] + MaxPool2d that opens a network and leads into a linear layer, filters in lanes."""
+
+    wants = makes = Matrix
+    trains = True
+
+    def __init__(self, stage: Stage, rectify: bool, pool: Stage) -> None:
+        super().__init__(stage.name, pool.output_shape)
+        self.stage, self.rectify, self.pool = stage, rectify, pool
+        layer, (height, width, channels), (top, left) = stage.layer, stage.input_shape, stage.pads
+        rows, columns, _ = stage.output_shape
+        stored = [
+            max((count - 1) * layer.stride + layer.kernel, size + pad)
+            for count, size, pad in ((rows, height, top), (columns, width, left))
+        ]
+        self.row = stored[1] * channels
+        self.input_size = stored[0] * self.row
+        self.first = top * self.row + left * channels
+
+    @staticmethod
+    def suits(stage: Stage, pool: Stage | None, target: Target) -> bool:
+        """Whether the filters fill vectors and a patch and a filter's accumulators fit registers."""
+        layer, channels = stage.layer, stage.input_shape[2]
+        if pool is None or layer.filters % target.lanes or target.registers < 32:
+            return False
+        size = pool.layer.pool
+        side = conv_filters.patch_side(layer.kernel, layer.stride, size)
+        return layer.kernel**2 * channels <= 25 and size * size <= 4 and side * side * channels <= 64
+
+    def prepare(self, plan: Plan) -> None:
+        plan.parameters.place_plain(self.stage.weight)
+        if self.stage.bias:
+            plan.parameters.place_plain(self.stage.bias)
+        layer, channels, size = self.stage.layer, self.stage.input_shape[2], self.pool.layer.pool
+        images, cells = plan.arena.images, self.shape[0] * self.shape[1]
+        side = conv_filters.patch_side(layer.kernel, layer.stride, size)
+        fits = plan.target.permutes and side * side * channels <= plan.target.lanes
+        self.bank = FilterBank(
+            self.x, self.row, layer.kernel, layer.stride, channels, layer.filters,
+            size, self.pool.layer.stride or size, self.shape[:2], self.y,
+            plan.arena.allocate(images * cells * layer.filters // 4),
+            # loads reach past the last one
+            plan.arena.allocate((images * cells + 1) * plan.target.lanes) if fits else None,
+            self.rectify,
+        )  # fmt: skip
+
+    def forward(self, plan: Plan) -> Kernels:
+        def run(k: Emitter) -> None:
+            with k.loop(self.shape[0]) as u:
+                self.forward_row(k, plan, u)
+
+        return [("forward", run)]
+
+    def forward_row(self, k: Emitter, plan: Plan, u: ir.Value) -> None:
+        weight, bias, place = self.stage.weight, self.stage.bias, plan.parameters.weight
+        conv_filters.forward_row(k, self.bank, place(k, weight), bias and place(k, bias), u)
+
+    def backward(self, plan: Plan) -> Kernels:
+        def run(k: Emitter) -> None:
+            with k.loop(self.shape[0]) as u:
+                self.weight_gradients_row(k, plan, u)
+
+        kernels: Kernels = []
+        if self.rectifies_dy:
+            kernels.append(("rectify_gradient", lambda k: linear.rectify_gradient(k, self.y, self.dy)))
+        return [*kernels, ("weight_gradients", run)]
+
+    def weight_gradients_row(self, k: Emitter, plan: Plan, u: ir.Value) -> None:
+        weight, bias, place = self.stage.weight, self.stage.bias, plan.parameters.gradient
+        conv_filters.weight_gradients_row(k, self.bank, self.dy, place(k, weight), bias and place(k, bias), u)
+
+
+class Dense(Node):
+    """Linear [+ ReLU]; `linear` explains its two forms."""
+
+    wants = makes = Matrix
+    trains = True
+
+    def __init__(self, stage: Stage, rectify: bool) -> None:
+        super().__init__(stage.name, stage.output_shape)
+        self.stage, self.rectify = stage, rectify
+
+    def backward(self, plan: Plan) -> Kernels:
+        """Return what both forms begin with."""
+        kernels: Kernels = []
+        if self.rectifies_dy:
+            kernels.append(("rectify_gradient", lambda k: linear.rectify_gradient(k, self.y, self.dy)))
+        if self.stage.bias:
+            kernels.append(
+                (
+                    "bias_gradients",
+                    lambda k: linear.bias_gradients(k, self.dy, plan.parameters.gradient(k, self.stage.bias)),
+                )
+            )
+        return kernels
+
+
+class WideDense(Dense):
+    """Many outputs."""
+
+    def prepare(self, plan: Plan) -> None:
+        features, outputs = self.stage.weight.shape
+        d, o = np.mgrid[:features, :outputs]
+        plan.parameters.place(self.stage.weight, features * self.y.stride, d * self.y.stride + o)
+        if self.stage.bias:
+            plan.parameters.place_plain(self.stage.bias)
+        if self.dx:
+            self.dy_lanes = plan.arena.grid((1, 1, outputs))
+            self.dx_lanes = plan.arena.grid((1, 1, features))
+
+    def forward(self, plan: Plan) -> Kernels:
+        weight, bias, place = self.stage.weight, self.stage.bias, plan.parameters.weight
+
+        def run(k: Emitter) -> None:
+            linear.wide_forward(k, self.x, place(k, weight), bias and place(k, bias), self.y, self.rectify)
+
+        return [("forward", run)]
+
+    def backward(self, plan: Plan) -> Kernels:
+        weight, parameters = self.stage.weight, plan.parameters
+        kernels = super().backward(plan)
+        kernels.append(
+            (
+                "weight_gradients",
+                lambda k: linear.wide_weight_gradients(k, self.x, self.dy, parameters.gradient(k, weight)),
+            )
+        )
+        if self.dx:
+            kernels += [
+                ("dy_to_lanes", lambda k: transfer.to_lanes(k, self.dy, self.dy_lanes)),
+                (
+                    "input_gradient",
+                    lambda k: linear.wide_input_gradient(
+                        k, parameters.weight(k, weight), self.y.stride, self.dy_lanes, self.dx_lanes
+                    ),
+                ),
+                ("dx_to_rows", lambda k: transfer.to_rows(k, self.dx_lanes, self.dx)),
+            ]
+        return kernels
+
+
+class SkinnyDense(Dense):
+    """Few outputs. Both passes can go by parts of the features: see `FilterClassifier`."""
+
+    rectifies_dx = True
+
+    def prepare(self, plan: Plan) -> None:
+        (features, outputs), lanes = self.stage.weight.shape, plan.target.lanes
+        d, o = np.mgrid[:features, :outputs]
+        size = linear.skinny_size(features, outputs, lanes)
+        plan.parameters.place(self.stage.weight, size, (d // lanes * outputs + o) * lanes + d % lanes)
+        if self.stage.bias:
+            plan.parameters.place_plain(self.stage.bias)
+        self.totals = plan.arena.allocate(plan.arena.images * outputs * lanes)
+
+    def forward(self, plan: Plan) -> Kernels:
+        def run(k: Emitter) -> None:
+            self.begin(k)
+            self.add(k, plan, INDEX(0), self.x.stride // k.lanes)
+            self.end(k, plan)
+
+        return [("forward", run)]
+
+    def begin(self, k: Emitter) -> None:
+        linear.skinny_begin(k, k.arena + self.totals, self.y.size)
+
+    def add(self, k: Emitter, plan: Plan, first: ir.Value, vectors: int) -> None:
+        weights = plan.parameters.weight(k, self.stage.weight)
+        linear.skinny_add(k, self.x, weights, k.arena + self.totals, self.y.size, first, vectors)
+
+    def end(self, k: Emitter, plan: Plan) -> None:
+        bias = self.stage.bias and plan.parameters.weight(k, self.stage.bias)
+        linear.skinny_end(k, k.arena + self.totals, bias, self.y, self.rectify)
+
+    def backward(self, plan: Plan) -> Kernels:
+        def run(k: Emitter) -> None:
+            self.run_backward(k, plan, INDEX(0), self.x.stride // k.lanes)
+
+        return [*super().backward(plan), ("backward", run)]
+
+    def run_backward(self, k: Emitter, plan: Plan, first: ir.Value, vectors: int) -> None:
+        weight, parameters = self.stage.weight, plan.parameters
+        w, dw = parameters.weight(k, weight), parameters.gradient(k, weight)
+        linear.skinny_backward(k, self.x, w, self.dy, self.dx, dw, self.input_rectified, first, vectors)
+
+
+class FilterClassifier(Node):
+    """A `FilterConvolution` and the skinny `Dense` after it, row of cells by row of cells.
+
+    What one writes the other reads from a cache. The gradient of what lies between takes its place.
+    """
+
+    wants = makes = Matrix
+    trains = True
+
+    def __init__(self, conv: FilterConvolution, dense: SkinnyDense) -> None:
+        super().__init__(f"{conv.name}+{dense.name}", dense.shape)
+        self.conv, self.dense, self.rectify = conv, dense, dense.rectify
+        self.input_size, self.first, self.row = conv.input_size, conv.first, conv.row
+
+    @staticmethod
+    def suits(first: Node, second: Node, target: Target) -> bool:
+        if not (isinstance(first, FilterConvolution) and isinstance(second, SkinnyDense)):
+            return False
+        return linear.reads_once(second.stage.weight.shape[1], target.registers)
+
+    def prepare(self, plan: Plan) -> None:
+        conv, dense = self.conv, self.dense
+        between = plan.arena.matrix(math.prod(conv.shape))
+        conv.x, conv.y, conv.dy = self.x, between, between
+        dense.x, dense.dx, dense.y, dense.dy = between, between, self.y, self.dy
+        dense.input_rectified = conv.dy_rectified = conv.rectify
+        dense.dy_rectified = self.dy_rectified
+        conv.prepare(plan)
+        dense.prepare(plan)
+        self.row_vectors = conv.shape[1] * conv.shape[2] // plan.target.lanes
+
+    def forward(self, plan: Plan) -> Kernels:
+        def run(k: Emitter) -> None:
+            self.dense.begin(k)
+            with k.loop(self.conv.shape[0]) as u:
+                k.call("conv", lambda k, u: self.conv.forward_row(k, plan, u), u)
+                k.call("linear", lambda k, u: self.dense.add(k, plan, self._vector(k, u), self.row_vectors), u)
+            self.dense.end(k, plan)
+
+        return [("forward", run)]
+
+    def backward(self, plan: Plan) -> Kernels:
+        def run(k: Emitter) -> None:
+            with k.loop(self.conv.shape[0]) as u:
+                k.call("linear", lambda k, u: self.dense.run_backward(k, plan, self._vector(k, u), self.row_vectors), u)
+                k.call("conv", lambda k, u: self.conv.weight_gradients_row(k, plan, u), u)
+
+        return [*Dense.backward(self.dense, plan), ("backward", run)]
+
+    def _vector(self, k: Emitter, u: ir.Value) -> ir.Value:
+        """Return the first vector of row u."""
+        return k.builder.mul(u, INDEX(self.row_vectors))
+
+
+class ToRows(Node):
+    """Changes layout, from lanes to rows."""
+
+    wants, makes = Grid, Matrix
+
+    def prepare(self, plan: Plan) -> None:
+        self.dense = self.dx
+        if self.dx and not self.dx.dense:
+            self.dense = plan.arena.grid(self.dx.shape)
+
+    def forward(self, plan: Plan) -> Kernels:
+        return [("forward", lambda k: transfer.to_rows(k, self.x, self.y))]
+
+    def backward(self, plan: Plan) -> Kernels:
+        kernels: Kernels = [("backward", lambda k: transfer.to_lanes(k, self.dy, self.dense))]
+        if self.dense is not self.dx:
+            kernels.append(("copy", lambda k: elementwise.apply(k, elementwise.same, self.dense, self.dx)))
+        return kernels
+
+
+class Activation(Node):
+    """ReLU or Sigmoid where nothing takes it in."""
+
+    def __init__(self, stage: Stage, shape: tuple[int, ...]) -> None:
+        super().__init__(stage.name, shape)
+        sigmoid = isinstance(stage.layer, Sigmoid)
+        self.function = elementwise.sigmoid if sigmoid else elementwise.relu
+        self.gradient = elementwise.sigmoid_gradient if sigmoid else elementwise.relu_gradient
+
+    def forward(self, plan: Plan) -> Kernels:
+        return [("forward", lambda k: elementwise.apply(k, self.function, self.x, self.y))]
+
+    def backward(self, plan: Plan) -> Kernels:
+        return [("backward", lambda k: elementwise.apply_gradient(k, self.gradient, self.y, self.dy, self.dx))]
+
+
+class Pool(Node):
+    """MaxPool2d or AvgPool2d where no convolution takes it in."""
+
+    wants = makes = Grid
+
+    def __init__(self, stage: Stage) -> None:
+        super().__init__(stage.name, stage.output_shape)
+        self.stage, self.size = stage, stage.layer.pool
+        self.stride = stage.layer.stride or self.size
+        self.largest = isinstance(stage.layer, MaxPool2d)
+
+    def input_ring(self) -> Ring:
+        (height, width, _), (top, left), (rows, columns, _) = (
+            self.stage.input_shape,
+            self.stage.pads,
+            self.stage.output_shape,
+        )
+        bottom = (rows - 1) * self.stride + self.size - top - height
+        right = (columns - 1) * self.stride + self.size - left - width
+        return Ring(top, left, max(bottom, 0), max(right, 0), value=-math.inf if self.largest else 0.0)
+
+    def prepare(self, plan: Plan) -> None:
+        if self.largest:
+            self.codes = plan.arena.grid(self.shape)
+        else:
+            self.shares = plan.arena.constants((1 / self._inside()).astype(np.float32))
+        if self.dx:
+            ring = self.input_ring()
+            self.spread = plan.arena.grid(self.dx.shape, Ring(ring.top, ring.left, ring.bottom, ring.right))
+
+    def _inside(self) -> np.ndarray:
+        """Return how many pixels of each window lie inside the image, (U, V)."""
+        counts = []
+        for pad, size, count in zip(self.stage.pads, self.stage.input_shape, self.stage.output_shape, strict=False):
+            first = np.arange(count) * self.stride - pad
+            counts.append(np.minimum(first + self.size, size) - np.maximum(first, 0))
+        return np.multiply.outer(*counts[:2])
+
+    def forward(self, plan: Plan) -> Kernels:
+        def run(k: Emitter) -> None:
+            if self.largest:
+                elementwise.max_pool(k, self.x, self.size, self.stride, self.y, self.codes)
+            else:
+                elementwise.avg_pool(k, self.x, self.size, self.stride, k.arena + self.shares, self.y)
+
+        return [("forward", run)]
+
+    def backward(self, plan: Plan) -> Kernels:
+        def run(k: Emitter) -> None:
+            if self.largest:
+                elementwise.max_pool_gradient(k, self.codes, self.dy, self.size, self.stride, self.spread)
+            else:
+                elementwise.avg_pool_gradient(k, self.dy, self.size, self.stride, k.arena + self.shares, self.spread)
+            elementwise.apply(k, elementwise.same, self.spread, self.dx)
+
+        return [("backward", run)]

@@ -1,0 +1,199 @@
+"""From a network to kernels: which layers are fused, in which layout each works, and where its values lie.
+
+`Plan` walks the stages, makes one node for each group of layers that is computed at once (a convolution takes in the
+ReLU and the max-pool after it, a linear layer its ReLU), and asks every node for its forward and backward kernels.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from llvmlite import ir
+
+from cnnexp.backends.simd import transfer
+from cnnexp.backends.simd.emit import BYTE, FLOAT, Emitter, Kernels, Pointer, Target
+from cnnexp.backends.simd.layout import Arena, Grid, Matrix, Ring, round_up
+from cnnexp.backends.simd.linear import MOST_OUTPUTS
+from cnnexp.backends.simd.nodes import (
+    Activation,
+    Convolution,
+    FilterClassifier,
+    FilterConvolution,
+    Node,
+    Pool,
+    SkinnyDense,
+    Tensor,
+    ToRows,
+    WideDense,
+)
+from cnnexp.network import AvgPool2d, Conv2d, Flatten, Linear, MaxPool2d, Network, Parameter, ReLU, Stage
+
+LARGEST_WINDOW = 4
+"""Side of the largest max-pool that a convolution computes along: its code has every pixel of the window in it."""
+
+
+class Parameters:
+    """Where every parameter lies in this backend's own flat buffer, rounded up to vectors where a kernel likes it so.
+
+    Attributes:
+        size: of the buffer, in floats.
+        positions: int64 (parameter_count,), the place of every element of the network's flat buffer.
+    """
+
+    def __init__(self, lanes: int) -> None:
+        self.lanes, self.size = lanes, 0
+        self._offsets: dict[str, int] = {}
+        self._parts: list[tuple[int, np.ndarray]] = []
+
+    def place(self, parameter: Parameter, size: int, positions: np.ndarray) -> None:
+        """Give a parameter `size` floats, its elements at `positions` in them."""
+        self._offsets[parameter.name] = self.size
+        self._parts.append((parameter.offset, self.size + positions.ravel()))
+        self.size += round_up(size, 16)
+
+    def place_plain(self, parameter: Parameter) -> None:
+        self.place(parameter, round_up(parameter.size, self.lanes), np.arange(parameter.size))
+
+    @property
+    def positions(self) -> np.ndarray:
+        return np.concatenate([positions for _, positions in sorted(self._parts, key=lambda part: part[0])])
+
+    def weight(self, k: Emitter, parameter: Parameter) -> Pointer:
+        return k.parameters + self._offsets[parameter.name]
+
+    def gradient(self, k: Emitter, parameter: Parameter) -> Pointer:
+        return k.gradients + self._offsets[parameter.name]
+
+
+class Plan:
+    """A network laid out in an arena, with the kernels that run it.
+
+    Attributes:
+        nodes: first to last.
+        arena, parameters: the room of activations and of parameters.
+        scores, d_scores: output of the network and its gradient, one image per row.
+        gather: kernels that bring images in, by the type of their pixels (`uint8`, `float32`).
+        forward, backward: kernels in order.
+    """
+
+    def __init__(self, network: Network, target: Target, groups: int) -> None:
+        self.target = target
+        self.arena, self.parameters = Arena(target.lanes, groups), Parameters(target.lanes)
+        nodes = self.nodes = group_stages(network, target)
+        self._allocate(network, nodes)
+        for node in nodes:
+            node.prepare(self)
+        self.gather = {
+            name: self._gather(network, nodes[0], kind) for name, kind in (("uint8", BYTE), ("float32", FLOAT))
+        }
+        self.scores, self.d_scores = nodes[-1].y, nodes[-1].dy
+        self.forward = _named((node, node.forward(self)) for node in nodes)
+        trained = nodes[_first_trained(nodes) :]
+        self.backward = _named((node, node.backward(self)) for node in reversed(trained))
+
+    def _allocate(self, network: Network, nodes: list[Node]) -> None:
+        """Give every node its input, output and gradients."""
+        flat = len(network.input_shape) == 1 or nodes[0].wants is Matrix
+        shape = (math.prod(network.input_shape),) if flat else network.input_shape
+        if isinstance(nodes[0], FilterConvolution | FilterClassifier):
+            shape = (nodes[0].input_size,)
+        x = self._tensor(Matrix if flat else Grid, shape, nodes[0].input_ring())
+        first, dx = _first_trained(nodes), None
+        for i, node in enumerate(nodes):
+            node.x, node.dx = x, dx
+            kind = node.makes or type(x)
+            ring = nodes[i + 1].input_ring() if i + 1 < len(nodes) else Ring()
+            node.y = self._tensor(kind, node.shape, ring)
+            if i >= first:
+                node.dy = self._tensor(kind, node.shape, node.gradient_ring(i > first))
+                if i + 1 < len(nodes):
+                    nodes[i + 1].input_rectified = node.dy_rectified = node.rectify and nodes[i + 1].rectifies_dx
+            x, dx = node.y, node.dy
+
+    def _tensor(self, kind: type, shape: tuple[int, ...], ring: Ring) -> Tensor:
+        if kind is Matrix:
+            return self.arena.matrix(math.prod(shape))
+        return self.arena.grid(shape if len(shape) == 3 else (1, 1, *shape), ring)
+
+    def _gather(self, network: Network, first: Node, pixel: ir.Type) -> Kernels:
+        shape = network.input_shape if len(network.input_shape) == 3 else (1, 1, *network.input_shape)
+        x, start, row = first.x, 0, shape[1] * shape[2]
+        if isinstance(x, Grid):
+            return [("gather", lambda k: transfer.gather_lanes(k, x, pixel))]
+        if isinstance(first, FilterConvolution | FilterClassifier):
+            start, row = first.first, first.row
+        return [("gather", lambda k: transfer.gather_rows(k, x, shape, start, row, pixel))]
+
+
+def _named(parts) -> Kernels:
+    return [(f"{node.name}.{name}", emit) for node, kernels in parts for name, emit in kernels]
+
+
+def _first_trained(nodes: list[Node]) -> int:
+    return next(i for i, node in enumerate(nodes) if node.trains)
+
+
+def group_stages(network: Network, target: Target) -> list[Node]:
+    """Group the stages, and put a change of layout where one is needed."""
+    stages, nodes = list(network.stages), []
+    layout = Grid if len(network.input_shape) == 3 else Matrix
+    shape = network.input_shape
+    while stages:
+        stage = stages.pop(0)
+        if isinstance(stage.layer, Flatten):
+            # rows are flat already, and in lanes only a change of layout flattens
+            continue
+        node = _node(stage, stages, shape, target, first=not nodes)
+        if node.wants is Matrix and layout is Grid and nodes:
+            nodes.append(ToRows(f"{node.name}.rows", (math.prod(shape),)))
+        nodes.append(node)
+        layout, shape = node.makes or layout, node.shape
+    if layout is Grid:
+        nodes.append(ToRows("scores", (math.prod(shape),)))
+    if len(nodes) > 1 and FilterClassifier.suits(*nodes[:2], target):
+        nodes[:2] = [FilterClassifier(*nodes[:2])]
+    return nodes
+
+
+def _node(stage: Stage, following: list[Stage], shape: tuple[int, ...], target: Target, first: bool) -> Node:
+    """Return the node of a stage, taking from `following` what it computes along."""
+    match stage.layer:
+        case Conv2d():
+            rectify, pool = _follow(stage, following)
+            flattens = bool(following) and isinstance(following[0].layer, Flatten)
+            if first and flattens and FilterConvolution.suits(stage, pool, target):
+                return FilterConvolution(stage, rectify, pool)
+            return Convolution(stage, rectify, pool)
+        case Linear():
+            rectify = bool(following) and isinstance(following[0].layer, ReLU)
+            if rectify:
+                following.pop(0)
+            return (SkinnyDense if stage.output_shape[0] <= MOST_OUTPUTS else WideDense)(stage, rectify)
+        case MaxPool2d() | AvgPool2d():
+            return Pool(stage)
+        case _:
+            return Activation(stage, shape)
+
+
+def _follow(stage: Stage, following: list[Stage]) -> tuple[bool, Stage | None]:
+    """Take a ReLU and a max-pool, in either order, that a convolution can compute along."""
+    rectify, pool = False, None
+    while following:
+        if isinstance(following[0].layer, ReLU) and not rectify:
+            rectify = True
+        elif pool is None and _fits_windows(following[0], stage.output_shape):
+            pool = following[0]
+        else:
+            break
+        following.pop(0)
+    return rectify, pool
+
+
+def _fits_windows(pool: Stage, shape: tuple[int, ...]) -> bool:
+    """Whether a stage is a max-pool whose windows are small, do not overlap and do not reach past the image."""
+    if not isinstance(pool.layer, MaxPool2d) or pool.layer.pool > LARGEST_WINDOW or pool.pads != (0, 0):
+        return False
+    size, stride = pool.layer.pool, pool.layer.stride or pool.layer.pool
+    inside = all((count - 1) * stride + size <= side for count, side in zip(pool.output_shape[:2], shape, strict=False))
+    return stride >= size and inside

@@ -1,0 +1,201 @@
+"""The program: NumPy's layouts outside, this backend's inside, and the threads between."""
+
+from __future__ import annotations
+
+import functools
+import time
+import weakref
+from dataclasses import dataclass
+
+import numpy as np
+
+from cnnexp.backends.protocol import State
+from cnnexp.backends.simd.cache import load_or_compile
+from cnnexp.backends.simd.emit import Target
+from cnnexp.backends.simd.layout import aligned_zeros
+from cnnexp.backends.simd.plan import Plan
+from cnnexp.backends.simd.step import APPLY, GRADIENTS, LINE, PREDICT, SIGNATURE, TRAIN, make_work
+from cnnexp.backends.simd.team import Team
+from cnnexp.errors import CheckpointError, DataError
+from cnnexp.network import Network
+from cnnexp.network.losses import Loss, Totals, check_loss
+from cnnexp.optimizers import Optimizer
+
+CALL_S = 0.2
+"""Seconds that one call of the compiled function takes, about: as long may work go on after a Ctrl-C."""
+
+LARGEST_ARENA = 64 << 20
+"""Bytes of activations per thread from which on one vector of images at a time has to do."""
+
+SECOND_CACHE = 2 << 20
+"""Bytes, about, of the cache that a core has to itself."""
+
+WEIGHT_PASSES = 6
+"""How much larger than the parameters activations must be to outweigh them."""
+
+NO_SCORES = np.empty((0, 0), np.float32)
+
+
+@dataclass(frozen=True)
+class Split:
+    """A loaded split, flat.
+
+    Attributes:
+        bytes_, floats: the images, uint8 or float32; the other is empty.
+        taint: float32 (N,), NaN where an image holds one, else 0: a maximum may lose a NaN on the way to the loss.
+        labels: int32 (N,).
+    """
+
+    bytes_: np.ndarray
+    floats: np.ndarray
+    taint: np.ndarray
+    labels: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+class SimdProgram:
+    """A `Program` (see `protocol`): one compiled function that all threads run together.
+
+    Args:
+        target: the CPU. threads: how many, this one included.
+    """
+
+    def __init__(
+        self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int, target: Target, threads: int
+    ) -> None:
+        check_loss(network, loss)
+        self.network, self.loss, self.optimizer, self.batch_size = network, loss, optimizer, batch_size
+        started = time.perf_counter()
+        plan = make_plan(network, target, -(-batch_size // threads))
+        make = functools.partial(make_work, plan, loss, optimizer)
+        self._work = load_or_compile(make, SIGNATURE, network, loss, optimizer, target, plan.arena.groups)
+        self._positions = plan.parameters.positions
+        self._outputs = plan.scores.size
+        self._parameters = aligned_zeros((plan.parameters.size,))
+        self._slots = aligned_zeros((2, plan.parameters.size))
+        self._gradients = aligned_zeros((threads, plan.parameters.size))
+        self._arenas = plan.arena.make(threads)
+        self._totals = np.zeros((threads, LINE))
+        self._flags = np.zeros(threads * LINE, np.int64)
+        self._step = 0
+        self._step_s = CALL_S
+        self._team = Team(threads)
+        weakref.finalize(self, self._team.close)
+        self.compile_s = time.perf_counter() - started
+
+    def load(self, images: np.ndarray, labels: np.ndarray) -> Split:
+        count, none = len(images), np.empty(0, np.float32)
+        labels = np.ascontiguousarray(labels, np.int32)
+        classes = max(2, self._outputs)
+        if count and not (labels.min() >= 0 and labels.max() < classes):
+            raise DataError(
+                f"labels {labels.min()} to {labels.max()}: the network tells {classes} classes apart, from 0"
+            )
+        if images.dtype == np.uint8:
+            flat = np.ascontiguousarray(images).reshape(-1)
+            return Split(flat, none, np.zeros(count, np.float32), labels)
+        flat = np.ascontiguousarray(images, np.float32).reshape(-1)
+        missing = np.isnan(flat.reshape(count, -1)).any(axis=1)
+        return Split(np.empty(0, np.uint8), flat, np.where(missing, np.float32(np.nan), np.float32(0)), labels)
+
+    def train(self, handle: Split, order: np.ndarray, rate: float) -> Totals:
+        order = _indices(order, handle)
+        totals, start = Totals(0.0, 0, 0), 0
+        while start < len(order):
+            steps = max(1, int(CALL_S / self._step_s))
+            part = order[start : start + steps * self.batch_size]
+            began = time.perf_counter()
+            totals += self._run(TRAIN, handle, part, self.batch_size, rate)
+            self._step_s = (time.perf_counter() - began) / -(-len(part) // self.batch_size)
+            start += len(part)
+        return totals
+
+    def gradients(self, handle: Split, indices: np.ndarray) -> tuple[Totals, np.ndarray]:
+        indices = _indices(indices, handle)
+        totals = self._run(GRADIENTS, handle, indices, len(indices))
+        gradient = self._gradients[0].copy()
+        for other in self._gradients[1:]:
+            gradient += other
+        self._gradients[...] = 0
+        return totals, gradient[self._positions]
+
+    def apply(self, gradient: np.ndarray, rate: float) -> None:
+        self._gradients[0, self._positions] = gradient
+        self._run(APPLY, _NO_SPLIT, np.empty(0, np.int64), self.batch_size, rate)
+
+    def predict(self, handle: Split) -> np.ndarray:
+        scores = np.empty((len(handle), self._outputs), np.float32)
+        order, rows = np.arange(len(handle), dtype=np.int64), 4096
+        for start in range(0, len(handle), rows):
+            part = slice(start, start + rows)
+            self._run(PREDICT, handle, order[part], rows, scores=scores[part])
+        return scores
+
+    def state(self) -> State:
+        self._team.settle()
+        slots = {name: slot[self._positions] for name, slot in zip(self.optimizer.slots, self._slots, strict=False)}
+        return {"parameters": self._parameters[self._positions], "step": np.int64(self._step), **slots}
+
+    def restore(self, state: State) -> None:
+        self._team.settle()
+        size = self.network.parameter_count
+        for name, target in zip(("parameters", *self.optimizer.slots), (self._parameters, *self._slots), strict=False):
+            source = state[name] if name == "parameters" else state.get(name, np.zeros(size, np.float32))
+            if source.shape != (size,):
+                raise CheckpointError(f"state {name!r} has shape {source.shape}, the network needs ({size},)")
+            target[...] = 0  # also what rounds up the parameters, which a lost run may have left as NaN
+            target[self._positions] = source
+        self._step = int(state.get("step", 0))
+
+    def close(self) -> None:
+        self._team.close()
+
+    def _run(
+        self, mode: int, split: Split, order: np.ndarray, batch: int, rate: float = 0.0, scores: np.ndarray = NO_SCORES
+    ) -> Totals:
+        """Have all threads do one call of the compiled function."""
+        steps = max(1, -(-len(order) // batch))
+        numbers = np.zeros((steps, 3), np.float32)
+        if mode in (TRAIN, APPLY):
+            numbers[...] = [(rate, *self.optimizer.constants(self._step + i)) for i in range(1, steps + 1)]
+            self._step += steps
+        if len(scores) == 0:
+            scores = np.empty((len(order), 0), np.float32)
+        self._totals[...] = 0
+        self._team.run(
+            lambda rank: self._work(
+                rank, mode, split.bytes_, split.floats, split.taint, split.labels, order, batch,
+                self._parameters, self._slots, self._gradients, self._arenas, scores, self._totals, self._flags,
+                numbers,
+            )
+        )  # fmt: skip
+        loss, hits = self._totals[:, :2].sum(axis=0)
+        return Totals(float(loss), int(hits), len(order))
+
+
+def _indices(order: np.ndarray, split: Split) -> np.ndarray:
+    """Return an order as compiled code takes it, which looks no further."""
+    order = np.ascontiguousarray(order, np.int64)
+    if len(order) and not (order.min() >= 0 and order.max() < len(split)):
+        raise IndexError(f"images {order.min()} to {order.max()} asked for, there are {len(split)}")
+    return order
+
+
+_NO_SPLIT = Split(np.empty(0, np.uint8), np.empty(0, np.float32), np.empty(0, np.float32), np.empty(0, np.int32))
+
+
+def make_plan(network: Network, target: Target, share: int) -> Plan:
+    """Return the plan for `share` images per thread and step.
+
+    Two vectors of images go through all layers at once, so that weights are read half as often as with one; measured
+    best on all of the papers' networks. It is one where the share is small, where two would take much memory, or where
+    their activations would leave the second cache and outweigh the weights.
+    """
+    one = Plan(network, target, 1)
+    if share <= target.lanes:
+        return one
+    two = Plan(network, target, 2)
+    fits = 4 * two.arena.size <= SECOND_CACHE or one.arena.size <= WEIGHT_PASSES * one.parameters.size
+    return two if fits and 4 * two.arena.size <= LARGEST_ARENA else one

@@ -1,0 +1,276 @@
+"""The compiled training loop of one thread: tiles of images through the kernels, a barrier, the optimizer, a barrier.
+
+All threads run the same function over the same batches at once. A thread takes a fixed share of every batch, sums its
+gradient in a buffer of its own, waits for the others, and then adds the threads' gradients in their order and updates
+its own share of the parameters. So the result depends on the number of threads alone, not on who came first.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+
+import numpy as np
+from llvmlite import ir
+from numba import int32, int64, njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from cnnexp.backends.simd import update
+from cnnexp.backends.simd.emit import Target, compose, compose_five
+from cnnexp.backends.simd.host import host_target
+from cnnexp.backends.simd.intrinsics import LOAD_CONTROL, PAUSE, STORE_CONTROL, call
+from cnnexp.backends.simd.layout import Matrix
+from cnnexp.backends.simd.plan import Plan
+from cnnexp.network.losses import LOG_FLOOR, VARIANCE_FLOOR, Loss
+from cnnexp.optimizers import Optimizer
+
+PREDICT, GRADIENTS, APPLY, TRAIN = 0, 1, 2, 3
+"""What `work` does: forward only; forward and backward; the optimizer alone; training steps."""
+
+LINE = 8
+"""Numbers of 8 bytes per cache line: what a thread writes has lines of its own."""
+
+FLUSH_TO_ZERO = 0x8040
+"""Bits of x86's MXCSR: results below the normal numbers become 0, and so do operands."""
+
+SPINS = 2000
+"""Turns of the waiting loop, about 0.1 ms on x86, before a thread offers its core to others at every turn."""
+
+
+def make_work(plan: Plan, loss: Loss, optimizer: Optimizer, key: str):
+    """Return `work`, a dispatcher that is not compiled yet; `SIGNATURE` is its one signature.
+
+    Args:
+        key: what tells its machine code from that of other programs.
+    """
+    compiled = _compiler(key)
+    target, images = plan.target, plan.arena.images
+    gather_bytes = compose("gather_uint8", target, plan.gather["uint8"])
+    gather_floats = compose("gather_float32", target, plan.gather["float32"])
+    forward = compose("forward", target, plan.forward)
+    backward = compose("backward", target, plan.backward)
+    tile_loss = _tile_loss(loss, plan.scores, plan.d_scores, compiled)
+    apply_update = _update(optimizer, target, compiled)
+    outputs, stride, scores_at = plan.scores.size, plan.scores.stride, plan.scores.offset
+
+    @compiled
+    def copy_scores(arena, scores):
+        for n in range(len(scores)):
+            for o in range(outputs):
+                scores[n, o] = arena[scores_at + n * stride + o]
+
+    def work(
+        rank, mode, bytes_, floats, taint, labels, order, batch,
+        parameters, slots, gradients, arenas, scores, totals, flags, numbers,
+    ):  # fmt: skip
+        """Do one thread's part.
+
+        Args:
+            rank: of this thread. mode: see `PREDICT`, ...
+            bytes_, floats: the images, flat, one of the two empty. taint: float32 (N,), NaN where an image has one.
+            labels: int32 (N,). order: int64, the images to run. batch: images per step.
+            parameters: (size,). slots: (2, size). gradients: (threads, size), zero before and after a step.
+            arenas: (threads, ...). scores: (len(order), O), filled by `PREDICT`.
+            totals: float64 (threads, LINE), added to: losses and hits. flags: int64 (threads * LINE,), for the barrier.
+            numbers: float32 (steps, 3), the learning rate and the optimizer's constants, by step.
+        """
+        _flush_denormals()
+        threads, count = gradients.shape[0], len(order)
+        arena, gradient, size = arenas[rank], gradients[rank], len(parameters)
+        low, high = size * rank // threads // 16 * 16, size * (rank + 1) // threads // 16 * 16
+        if rank == threads - 1:
+            high = size
+        for step in range(max(1, -(-count // batch))):
+            first, last = step * batch, min((step + 1) * batch, count)
+            here = last - first
+            if mode != APPLY:
+                start, end = first + here * rank // threads, first + here * (rank + 1) // threads
+                for at in range(start, end, images):
+                    tile = order[at : min(at + images, end)]
+                    if len(bytes_):
+                        gather_bytes(bytes_, tile, arena, len(tile))
+                    else:
+                        gather_floats(floats, tile, arena, len(tile))
+                    forward(parameters, gradient, arena, len(tile))
+                    if mode == PREDICT:
+                        copy_scores(arena, scores[at : at + len(tile)])
+                    else:
+                        tile_loss(arena, taint, labels, tile, here, totals[rank])
+                        backward(parameters, gradient, arena, len(tile))
+            if mode in (TRAIN, APPLY):
+                wait(flags, rank, threads)
+                apply_update(parameters, slots, gradients, low, high, numbers[step])
+                wait(flags, rank, threads)
+
+    return compiled(work, from_python=True)
+
+
+def _read_only(number: types.Type) -> types.Array:
+    """Return the type of a flat array that may be read-only, as a memory-mapped data set is."""
+    return types.Array(number, 1, "C", readonly=True)
+
+
+SIGNATURE = types.void(
+    int64, int64, _read_only(types.uint8), _read_only(types.float32), _read_only(types.float32),
+    _read_only(types.int32), _read_only(types.int64), int64,
+    types.float32[::1], types.float32[:, ::1], types.float32[:, ::1], types.float32[:, ::1], types.float32[:, ::1],
+    types.float64[:, ::1], types.int64[::1], types.float32[:, ::1],
+)  # fmt: skip
+
+
+def _compiler(key: str) -> Callable:
+    """Return a decorator: Numba's, for functions whose machine code bears the key in its name.
+
+    Only a function `from_python` gets the wrapper, a fifth of the time to compile, with which Python can call it.
+    """
+
+    def compiled(function: Callable, from_python: bool = False):
+        function.__qualname__ = f"{function.__name__}_{key}"
+        options = {"no_cpython_wrapper": not from_python, "no_cfunc_wrapper": True}
+        return njit(nogil=True, error_model="numpy", **options)(function)
+
+    return compiled
+
+
+def _tile_loss(loss: Loss, scores: Matrix, d_scores: Matrix, compiled: Callable) -> Callable:
+    """Return the loss of a tile; see `cnnexp.network.losses` for the formulas."""
+    outputs, stride, scores_at, d_scores_at = scores.size, scores.stride, scores.offset, d_scores.offset
+    log_floor, variance_floor = LOG_FLOOR, VARIANCE_FLOOR
+    one, zero = np.float32(1), np.float32(0)
+
+    @compiled
+    def softmax_cross_entropy(s, label, scale, taint, d):
+        best = 0
+        for o in range(outputs):
+            if s[o] > s[best]:
+                best = o
+        total = zero
+        for o in range(outputs):
+            d[o] = np.exp(s[o] - s[best])
+            total += d[o]
+        factor = scale / total
+        for o in range(outputs):
+            d[o] = d[o] * factor + taint
+        d[label] -= scale
+        return np.log(total) - (s[label] - s[best]), best == label
+
+    @compiled
+    def binary_cross_entropy(s, label, scale, taint, d):
+        p, t = s[0], np.float32(label)
+        log_p, log_q = np.log(p), np.log1p(-p)
+        log_p = log_floor if log_p < log_floor else log_p
+        log_q = log_floor if log_q < log_floor else log_q
+        variance = p * (one - p)
+        variance = variance_floor if variance < variance_floor else variance
+        d[0] = (p - t) / variance * scale + taint
+        return -(t * log_p + (one - t) * log_q), (p >= np.float32(0.5)) == (label == 1)
+
+    one_image = softmax_cross_entropy if loss is Loss.SOFTMAX_CROSS_ENTROPY else binary_cross_entropy
+
+    @compiled
+    def tile_loss(arena, taint, labels, order, batch, totals):
+        scale = one / np.float32(batch)
+        for n in range(len(order)):
+            s = arena[scores_at + n * stride : scores_at + n * stride + outputs]
+            d = arena[d_scores_at + n * stride : d_scores_at + n * stride + outputs]
+            image = order[n]
+            value, hit = one_image(s, labels[image], scale, taint[image], d)
+            totals[0] += value + taint[image]
+            totals[1] += hit
+
+    return tile_loss
+
+
+def _update(optimizer: Optimizer, target: Target, compiled: Callable) -> Callable:
+    """Return the optimizer's part of a step: add up the threads' gradients in order, apply the rule, clear them."""
+    add = compose("add", target, [("add", update.add)])
+    apply = compose_five("update", target, functools.partial(update.update, optimizer=optimizer))
+
+    @compiled
+    def run(parameters, slots, gradients, low, high, numbers):
+        total = gradients[0, low:high]
+        for thread in range(1, gradients.shape[0]):
+            add(total, gradients[thread, low:high], numbers, high - low)
+        apply(parameters[low:high], total, slots[0, low:high], slots[1, low:high], numbers, high - low)
+
+    return run
+
+
+@intrinsic
+def _store_release(typing, flags, index, value):
+    """flags[index] = value, after all that this thread wrote before."""
+
+    def codegen(context, builder, signature, arguments):
+        array = context.make_array(signature.args[0])(context, builder, arguments[0])
+        place = builder.gep(array.data, [arguments[1]])
+        builder.store_atomic(arguments[2], place, "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(flags, int64, int64), codegen
+
+
+@intrinsic
+def _load_acquire(typing, flags, index):
+    """flags[index], before all that this thread reads after."""
+
+    def codegen(context, builder, signature, arguments):
+        array = context.make_array(signature.args[0])(context, builder, arguments[0])
+        return builder.load_atomic(builder.gep(array.data, [arguments[1]]), "acquire", 8)
+
+    return int64(flags, int64), codegen
+
+
+@intrinsic
+def _flush_denormals(typing):
+    """Have this thread, which does nothing else, take numbers below 1e-38 for 0: they are a hundred times as slow.
+
+    Momenta of units that stopped learning halve for thousands of steps and get there.
+    """
+
+    def codegen(context, builder, signature, arguments):
+        target = host_target()
+        if target.has(LOAD_CONTROL):
+            register = cgutils.alloca_once(builder, ir.IntType(32))
+            place = builder.bitcast(register, ir.IntType(8).as_pointer())
+            call(builder, target.features, STORE_CONTROL, ir.VoidType(), [place])
+            builder.store(builder.or_(builder.load(register), ir.IntType(32)(FLUSH_TO_ZERO)), register)
+            call(builder, target.features, LOAD_CONTROL, ir.VoidType(), [place])
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic
+def _pause(typing):
+    """Tell the core that this is a waiting loop, so that another thread of the same core runs faster."""
+
+    def codegen(context, builder, signature, arguments):
+        target = host_target()
+        if target.has(PAUSE):
+            call(builder, target.features, PAUSE, ir.VoidType(), [])
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+_yield_core = types.ExternalFunction("SwitchToThread" if os.name == "nt" else "sched_yield", int32())
+"""Offer the core to other threads."""
+
+
+@njit(nogil=True)
+def wait(flags, rank, threads):
+    """Wait until every thread is here. flags: int64 (threads * LINE,), how often each thread came."""
+    if threads == 1:
+        return
+    turn = flags[rank * LINE] + 1
+    _store_release(flags, rank * LINE, turn)
+    for other in range(threads):
+        spins = 0
+        while _load_acquire(flags, other * LINE) < turn:
+            spins += 1
+            if spins < SPINS:
+                _pause()
+            else:
+                _yield_core()

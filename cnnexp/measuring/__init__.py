@@ -1,0 +1,1 @@
+"""Where time goes and what bounds it: the time ledger, the roofline, the cost model of several workers."""

@@ -1,0 +1,110 @@
+"""What training minimizes: the mean over images of one loss per image.
+
+Written once in NumPy, for evaluation and for the NumPy backends; the compiled backends hold twins of the same names.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import numpy as np
+
+from cnnexp.errors import NetworkError
+from cnnexp.network.layers import Sigmoid
+from cnnexp.network.shapes import Network
+
+# As torch.nn.BCELoss: log is clamped at -100 and the gradient's denominator at 1e-12: a saturated sigmoid stays finite.
+LOG_FLOOR = np.float32(-100.0)
+VARIANCE_FLOOR = np.float32(1e-12)
+
+
+class Loss(enum.Enum):
+    """The losses by their config names."""
+
+    SOFTMAX_CROSS_ENTROPY = "softmax_cross_entropy"
+    BINARY_CROSS_ENTROPY = "binary_cross_entropy"
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What a pass over images sums up.
+
+    Attributes:
+        loss: the sum of the images' losses (not the mean).
+        correct: how many images were classified right.
+        count: how many images were seen.
+    """
+
+    loss: float
+    correct: int
+    count: int
+
+    def __add__(self, other: Totals) -> Totals:
+        return Totals(self.loss + other.loss, self.correct + other.correct, self.count + other.count)
+
+    @property
+    def mean_loss(self) -> float:
+        return self.loss / self.count
+
+    @property
+    def accuracy(self) -> float:
+        return self.correct / self.count
+
+
+def check_loss(network: Network, loss: Loss, classes: int | None = None) -> None:
+    """Raise NetworkError where the network's last shape does not suit the loss and the number of classes."""
+    shape = network.output_shape
+    if loss is Loss.BINARY_CROSS_ENTROPY:
+        if shape != (1,) or not isinstance(network.layers[-1], Sigmoid):
+            raise NetworkError(f"binary_cross_entropy needs Linear(1) and Sigmoid last; the network ends in {shape}")
+        if classes not in (None, 2):
+            raise NetworkError(f"binary_cross_entropy needs a data set of 2 classes, not {classes}")
+    elif len(shape) != 1 or (classes is not None and shape != (classes,)):
+        want = f"({classes},)" if classes is not None else "a flat vector of scores"
+        raise NetworkError(f"the network ends in shape {shape}, the data set needs {want}: one output per class")
+
+
+def softmax_cross_entropy(scores, labels, scale, d_scores, losses, hits) -> None:
+    """loss_n = log(sum_o exp(scores[n, o])) - scores[n, labels[n]]  (castanheira, definition 1).
+
+    Args:
+        scores: float32 (N, O). labels: integers (N,). scale: factor on the gradient, 1/N for the mean.
+        d_scores: out, float32 (N, O), (softmax - onehot) * scale. losses: out, float32 (N,).
+        hits: out, uint8 (N,), 1 where the first largest score is the label's.
+    """
+    shifted = scores - scores.max(axis=1, keepdims=True)
+    exps = np.exp(shifted)
+    sums = exps.sum(axis=1, keepdims=True)
+    rows = np.arange(len(labels))
+    losses[...] = np.log(sums[:, 0]) - shifted[rows, labels]
+    hits[...] = scores.argmax(axis=1) == labels
+    np.divide(exps, sums, out=d_scores)
+    d_scores[rows, labels] -= 1
+    d_scores *= scale
+
+
+def binary_cross_entropy(scores, labels, scale, d_scores, losses, hits) -> None:
+    """loss_n = -(t log p + (1 - t) log(1 - p)), p = scores[n, 0] in [0, 1]  (khandait, section II.C).
+
+    Arguments as `softmax_cross_entropy` with O = 1; a hit is (p >= 0.5) == (t == 1).
+    """
+    p = scores[:, 0]
+    t = labels.astype(scores.dtype)
+    with np.errstate(divide="ignore"):
+        log_p = np.maximum(np.log(p), LOG_FLOOR)
+        log_q = np.maximum(np.log1p(-p), LOG_FLOOR)
+    losses[...] = -(t * log_p + (1 - t) * log_q)
+    hits[...] = (p >= 0.5) == (labels == 1)
+    d_scores[:, 0] = (p - t) / np.maximum(p * (1 - p), VARIANCE_FLOOR) * scale
+
+
+FUNCTIONS = {Loss.SOFTMAX_CROSS_ENTROPY: softmax_cross_entropy, Loss.BINARY_CROSS_ENTROPY: binary_cross_entropy}
+
+
+def evaluate(loss: Loss, scores: np.ndarray, labels: np.ndarray) -> Totals:
+    """Return the totals of `scores` (N, O) against `labels` (N,), summed in float64."""
+    count = len(labels)
+    losses, hits = np.empty(count, np.float32), np.empty(count, np.uint8)
+    FUNCTIONS[loss](scores, labels, np.float32(1), np.empty_like(scores), losses, hits)
+    return Totals(float(losses.sum(dtype=np.float64)), int(hits.sum(dtype=np.int64)), count)

@@ -1,0 +1,199 @@
+"""Models: the papers' networks by name, and `custom`, a list of layers.
+
+Each is a frozen dataclass whose fields are the keys of its file in `conf/model/`. It holds no shapes: `network` fits it
+to a data set.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from cnnexp.errors import ConfigError
+from cnnexp.network.layers import Conv2d, Flatten, Layer, Linear, MaxPool2d, ReLU, Shape, Sigmoid
+from cnnexp.network.losses import Loss
+from cnnexp.network.shapes import Network
+
+Padding = Literal["valid", "same", "full", "auto"] | int
+LossName = Literal["softmax_cross_entropy", "binary_cross_entropy"]
+
+
+@dataclass(frozen=True)
+class Model:
+    """Base of the models; every whole number in one counts something, so it is at least 1 (`padding`: at least 0)."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            for number in value if isinstance(value, tuple) else (value,):
+                least = 0 if field.name == "padding" else 1
+                if isinstance(number, int) and not isinstance(number, bool) and number < least:
+                    raise ConfigError(f"model.{field.name}={number}: must be a whole number >= {least}")
+
+    def network(self, input_shape: Shape, classes: int) -> Network:
+        """Return the network for a data set.
+
+        Args:
+            input_shape: (H, W, C) of its images, or (D,) of its points.
+            classes: how many it has.
+
+        Raises:
+            NetworkError: the layers do not fit the input.
+        """
+        raise NotImplementedError
+
+    @property
+    def loss(self) -> Loss:
+        """What training minimizes."""
+        return Loss.SOFTMAX_CROSS_ENTROPY
+
+
+@dataclass(frozen=True)
+class OneConv(Model):
+    """Castanheira's network (section 2): one convolution, one pooling layer, one linear layer.
+
+    Attributes:
+        filters: of the convolution.
+        kernel: side in pixels.
+        pool: side of the max-pooling window, and its step.
+        padding: of the convolution; `auto` pads the pooling layer too.
+    """
+
+    filters: int = 64
+    kernel: int = 3
+    pool: int = 2
+    padding: Padding = "valid"
+
+    def network(self, input_shape: Shape, classes: int) -> Network:
+        conv = Conv2d(self.filters, self.kernel, padding=self.padding)
+        return Network(input_shape, (conv, ReLU(), _pool(self), Flatten(), Linear(classes)))
+
+
+@dataclass(frozen=True)
+class TwoConvMlp(Model):
+    """Garg's network: two convolutions, one pooling layer, two linear layers.
+
+    Attributes:
+        filters, kernel, pool, padding: as `OneConv`, for both convolutions.
+        hidden: outputs of the first linear layer.
+        linear_bias: whether the linear layers have biases; the paper's count, 105,496, is without.
+    """
+
+    filters: int = 8
+    kernel: int = 5
+    pool: int = 2
+    padding: Padding = "valid"
+    hidden: int = 128
+    linear_bias: bool = False
+
+    def network(self, input_shape: Shape, classes: int) -> Network:
+        head = (Linear(self.hidden, self.linear_bias), ReLU(), Linear(classes, self.linear_bias))
+        return Network(input_shape, (*_two_convolutions(self), _pool(self), Flatten(), *head))
+
+
+@dataclass(frozen=True)
+class TwoConvPool4(Model):
+    """Rendon and Sanseviero's network: two small convolutions, one wide pooling layer, two linear layers.
+
+    Attributes:
+        filters, kernel, pool, padding: as `OneConv`, for both convolutions.
+        hidden: outputs of the first linear layer.
+    """
+
+    filters: int = 4
+    kernel: int = 2
+    pool: int = 4
+    padding: Padding = "same"
+    hidden: int = 128
+
+    def network(self, input_shape: Shape, classes: int) -> Network:
+        head = (Linear(self.hidden), ReLU(), Linear(classes))
+        return Network(input_shape, (*_two_convolutions(self), _pool(self), Flatten(), *head))
+
+
+@dataclass(frozen=True)
+class Knm(Model):
+    """Chavan and Kulkarni's "K-N-M-10": N kernels of K x K, M hidden neurons, e.g. 5-50-100-10 (their figure 3).
+
+    Attributes:
+        kernel: K, side in pixels.
+        filters: N.
+        hidden: M, outputs of the first linear layer; the last has one per class of the data set.
+        pool, padding: as `OneConv`.
+    """
+
+    kernel: int = 5
+    filters: int = 50
+    hidden: int = 100
+    pool: int = 2
+    padding: Padding = "valid"
+
+    def network(self, input_shape: Shape, classes: int) -> Network:
+        conv = Conv2d(self.filters, self.kernel, padding=self.padding)
+        head = (Linear(self.hidden), ReLU(), Linear(classes))
+        return Network(input_shape, (conv, ReLU(), _pool(self), Flatten(), *head))
+
+
+@dataclass(frozen=True)
+class Ffn(Model):
+    """Khandait et al.'s feed-forward network: linear layers with ReLU between them; images are flattened first.
+
+    Attributes:
+        hidden: outputs of each hidden layer, first to last; empty for a linear classifier.
+        loss_name: `binary_cross_entropy` ends in one sigmoid (two classes, as in the paper), `softmax_cross_entropy`
+            in one score per class.
+    """
+
+    hidden: tuple[int, ...] = (30,)
+    loss_name: LossName = "binary_cross_entropy"
+
+    def network(self, input_shape: Shape, classes: int) -> Network:
+        flatten = (Flatten(),) if len(input_shape) > 1 else ()
+        body = tuple(layer for width in self.hidden for layer in (Linear(width), ReLU()))
+        binary = self.loss is Loss.BINARY_CROSS_ENTROPY
+        head = (Linear(1), Sigmoid()) if binary else (Linear(classes),)
+        return Network(input_shape, (*flatten, *body, *head))
+
+    @property
+    def loss(self) -> Loss:
+        return Loss(self.loss_name)
+
+
+@dataclass(frozen=True)
+class Custom(Model):
+    """Any list of layers.
+
+    Attributes:
+        layers: first to last; the last must give one output per class of the data set (one for
+            `binary_cross_entropy`, with a Sigmoid after it).
+        loss_name: what training minimizes.
+    """
+
+    layers: tuple[Layer, ...]
+    loss_name: LossName = "softmax_cross_entropy"
+
+    def network(self, input_shape: Shape, classes: int) -> Network:
+        return Network(input_shape, self.layers)
+
+    @property
+    def loss(self) -> Loss:
+        return Loss(self.loss_name)
+
+
+MODELS: dict[str, type[Model]] = {
+    "one_conv": OneConv,
+    "two_conv_mlp": TwoConvMlp,
+    "two_conv_pool4": TwoConvPool4,
+    "knm": Knm,
+    "ffn": Ffn,
+    "custom": Custom,
+}
+
+
+def _pool(model: OneConv | TwoConvMlp | TwoConvPool4 | Knm) -> MaxPool2d:
+    return MaxPool2d(model.pool, padding="auto" if model.padding == "auto" else "valid")
+
+
+def _two_convolutions(model: TwoConvMlp | TwoConvPool4) -> tuple[Layer, ...]:
+    conv = Conv2d(model.filters, model.kernel, padding=model.padding)
+    return conv, ReLU(), conv, ReLU()

@@ -1,0 +1,1 @@
+"""The papers' published numbers, and the pages that set ours beside them."""

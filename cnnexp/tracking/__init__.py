@@ -1,0 +1,1 @@
+"""The record of runs: journal, pipe, store, figures."""

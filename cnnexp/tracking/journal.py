@@ -1,0 +1,377 @@
+"""The record of a run, as the training process sees it: a journal in a folder, and MLflow through a `Recorder`.
+
+`Run` turns results into metrics, tags and figures. Every epoch is first a line of `journal.jsonl`, so no failure of the
+store loses it.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from cnnexp import environment
+from cnnexp.backends.protocol import Backend
+from cnnexp.datasets import Dataset
+from cnnexp.errors import BackendUnavailable, Diverged, TrackingError
+from cnnexp.network import Network
+from cnnexp.tracking.pipe import Recorder
+from cnnexp.training.loop import EpochResult
+
+TIMES = ("time/", "throughput/", "speedup/")  # metrics of these groups are of time
+JOURNAL = "journal.jsonl"
+PREDICTIONS = "predictions.npz"  # of the test split: labels and predicted, integers (N,)
+PROFILE = "profile.json"
+MODEL = "model"  # folder, in the run's and among its artifacts
+LACKING = "UNAVAILABLE"  # status of a run whose backend this machine cannot run; MLflow calls it FAILED
+
+
+class Run:
+    """Context manager: one run's journal, MLflow record and figures.
+
+    Leaving the block ends the run: FINISHED, KILLED after Ctrl-C or SIGTERM, FAILED after any other exception, which
+    goes on to the caller.
+
+    Args:
+        folder: where the journal, the figures and the model go; made here.
+        config: the resolved config, section -> key -> value, with secrets left out.
+        overrides: what the user typed, e.g. `["model.filters=32"]`; part of the name.
+        recorder: None records in the folder alone.
+        name: None makes one up from the config.
+        parent: id of the sweep's MLflow run.
+        contended: whether other runs compute at the same time; then no speedup is claimed.
+
+    Attributes:
+        id: of the MLflow run, None without one.
+        contended: as given.
+        epochs: the results so far.
+        metrics: what is recorded once, at the end.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: Mapping[str, Mapping[str, Any]],
+        overrides: Sequence[str] = (),
+        recorder: Recorder | None = None,
+        name: str | None = None,
+        parent: str | None = None,
+        contended: bool = False,
+    ) -> None:
+        self.folder = Path(folder)
+        self.name = name or default_name(config, overrides)
+        self.id: str | None = None
+        self.epochs: list[EpochResult] = []
+        self.metrics: dict[str, float] = {}
+        self.profile: Mapping[str, Any] | None = None
+        self.contended = contended
+        self._config, self._recorder, self._parent = config, recorder, parent
+        self._begun: Callable[[], str] | None = None
+        self._skipped = False
+        self._simulated = False
+        self._dataset: Dataset | None = None
+        self._artifacts: list[tuple[str, str | None]] = []
+        self._model: Path | None = None
+        self._lost: TrackingError | None = None
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._journal = (self.folder / JOURNAL).open("w", encoding="utf-8")
+        self._note(
+            "job",
+            name=self.name,
+            overrides=list(overrides),
+            config=config,
+            config_hash=environment.config_hash(config),
+            contended=contended,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def skip_if_finished(self) -> bool:
+        """Return whether the store has a finished run of the same config; this run then takes over its metrics."""
+        if self._recorder is None:
+            return False
+        metrics = self._recorder.call("finished", config_hash=environment.config_hash(self._config))
+        self._skipped = metrics is not None
+        self.metrics.update(metrics or {})
+        return self._skipped
+
+    def begin(self, dataset: Dataset, network: Network, backend: Backend, workers: int = 1) -> None:
+        """Ask for an MLflow run, once the data is there and the backend made; `wait` for it after compiling."""
+        self._dataset, self._simulated = dataset, getattr(backend, "simulated", False)
+        self.metrics["model/parameters"] = network.parameter_count
+        call = {
+            "name": self.name,
+            "params": flatten(self._config),
+            "tags": {
+                "kind": "run",
+                **{group: str(self._config[group]["name"]) for group in ("backend", "model", "dataset", "optimizer")},
+                "seed": str(self._config["trainer"]["seed"]),
+                "device": backend.device_name,
+                "threads": str(backend.threads),
+                "workers": str(workers),
+                "config_hash": environment.config_hash(self._config),
+                "timing.contended": str(self.contended).lower(),
+                **getattr(backend, "facts", {}),  # of a GPU: what it can do, driver and toolkit
+            },
+            "dataset": {
+                "name": dataset.name,
+                "sha256": dataset.sha256,
+                "source": dataset.source,
+                "profile": {
+                    name: len(split.labels)
+                    for name in ("train", "test", "validation")
+                    if (split := getattr(dataset, name)) is not None
+                },
+            },
+            "parent": self._parent,
+        }
+        self._note("begin", **call)
+        if self._recorder is not None:
+            self._begun = self._recorder.ask("begin", **call)
+
+    def wait(self) -> None:
+        """Return once the store has the run, so that nothing but training runs while training is timed.
+
+        Raises:
+            TrackingError: the store cannot be opened or written.
+        """
+        if self._begun is not None:
+            begun, self._begun = self._begun, None
+            self.id = begun()
+            self._note("recorded", run_id=self.id)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What names this run and its data, for a reader of its checkpoints."""
+        return {
+            "name": self.name,
+            "config_hash": environment.config_hash(self._config),
+            "run_id": self.id,
+            "classes": list(self._dataset.classes),
+            "pixels": str(self._dataset.train.images.dtype),
+        }
+
+    def epoch(self, result: EpochResult) -> None:
+        """Record one epoch."""
+        self.wait()
+        self.epochs.append(result)
+        metrics = self._worth_telling(epoch_metrics(result, self.contended))
+        self._note("epoch", epoch=result.epoch, metrics=metrics)
+        if self.id is not None and self._lost is None:
+            self._post(metrics, result.epoch)
+
+    def summarize(self, metrics: Mapping[str, float]) -> None:
+        """Add metrics that are recorded once, e.g. `{"time/compile_s": 1.2}`."""
+        self.metrics.update(metrics)
+
+    def add_profile(self, profile: Mapping[str, Any]) -> None:
+        """Store where the time went: `ledger.report`."""
+        self.profile = profile
+        (self.folder / PROFILE).write_text(json.dumps(profile, indent=2) + "\n", encoding="utf-8")
+
+    def set_model(self, checkpoint: Path) -> None:
+        """Say which checkpoint is the run's model, should the run end now; MLflow gets it as one that it can load."""
+        self._model = checkpoint
+
+    def add_artifact(self, path: Path, target: str | None = None) -> None:
+        """Store a file or folder, if it exists when the run ends, under the folder `target` of its artifacts."""
+        self._artifacts.append((str(path), target))
+
+    def __exit__(self, kind, error, traceback) -> None:
+        status = "SKIPPED" if self._skipped else _status(error)
+        tags = {} if error is None else {"error": _one_line(error)}
+        if isinstance(error, Diverged):
+            tags["diverged"] = "true"
+        if self.epochs:
+            self.metrics.update(summary(self.epochs, self.contended))
+            self.metrics = self._worth_telling(self.metrics)
+            if status == "FINISHED":
+                self._save_predictions()
+        try:
+            self._finish(status, tags)
+        except TrackingError as lost:
+            self._lost = lost
+        finally:
+            self._note("finish", status=status, tags=tags, metrics=self.metrics)
+            self._journal.close()
+        if self._lost is not None and error is None:
+            raise TrackingError(f"{self._lost}; all {len(self.epochs)} epochs are in {self.folder / JOURNAL}")
+
+    def _finish(self, status: str, tags: dict[str, str]) -> None:
+        self.wait()
+        if self.id is None or self._lost is not None:
+            return
+        if self.epochs:
+            self._post(self.metrics, step=0)  # MLflow's page draws what has no steps as bars
+        if status == "FINISHED":
+            self._draw()
+            if self._model is not None:
+                folder = self.folder / MODEL
+                self._recorder.call("save_model", run_id=self.id, checkpoint=str(self._model), folder=str(folder))
+                self.add_artifact(folder, MODEL)
+        config = self.folder / "config.json"
+        config.write_text(json.dumps(self._config, indent=2) + "\n", encoding="utf-8")
+        self.add_artifact(config)
+        artifacts = [(path, target) for path, target in self._artifacts if Path(path).exists()]
+        self._recorder.call(
+            "finish", run_id=self.id, status="FAILED" if status == LACKING else status, tags=tags, artifacts=artifacts
+        )
+
+    def _draw(self) -> None:
+        """Let the recorder draw the figures, since it has matplotlib loaded; half of them are of times."""
+        self.add_artifact(self.folder / PREDICTIONS)
+        if self._simulated:
+            return
+        folder = self.folder / "figures"
+        self._recorder.call(
+            "draw",
+            kind="draw_run",
+            folder=str(folder),
+            epochs=[{"epoch": e.epoch, **epoch_metrics(e, self.contended)} for e in self.epochs],
+            baseline_s=[_baseline_epoch_s(e) for e in self.epochs],
+            predictions=str(self.folder / PREDICTIONS),
+            classes=list(self._dataset.classes),
+            title=self.name,
+        )
+        if self.profile is not None:
+            self._recorder.call("draw", kind="draw_profile", folder=str(folder), profile=self.profile, title=self.name)
+            self.add_artifact(self.folder / PROFILE)
+        self.add_artifact(folder, "figures")
+
+    def _save_predictions(self) -> None:
+        predicted = predicted_classes(self.epochs[-1].scores)
+        labels = self._dataset.test.labels[: len(predicted)]
+        np.savez_compressed(self.folder / PREDICTIONS, labels=labels, predicted=predicted)
+
+    def _post(self, metrics: Mapping[str, float], step: int) -> None:
+        """Send metrics to the store; if the recorder has died, remember that for the end."""
+        try:
+            self._recorder.post("log", run_id=self.id, metrics=metrics, step=step, time_ms=int(time.time() * 1000))
+        except TrackingError as lost:
+            self._lost = lost
+
+    def _worth_telling(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return the metrics without those that a simulated GPU makes meaningless: its times."""
+        return {key: value for key, value in metrics.items() if not (self._simulated and key.startswith(TIMES))}
+
+    def _note(self, event: str, **facts: Any) -> None:
+        self._journal.write(json.dumps({"event": event, **facts}) + "\n")
+        self._journal.flush()
+
+
+def find_folder(root: Path, run_id: str) -> Path | None:
+    """Return the folder, somewhere under `root`, of the run with this MLflow id, None if there is none."""
+    for journal in Path(root).rglob(JOURNAL):
+        if f'"run_id": "{run_id}"' in journal.read_text(encoding="utf-8"):
+            return journal.parent
+    return None
+
+
+def read_journal(folder: Path) -> dict[str, Any]:
+    """Return what the journal of a run's folder tells.
+
+    Returns:
+        The facts of its `job` line (name, overrides, config, config_hash, contended), with `status` (DIED if it never
+        ended), `error` (or None), `begin` (what `Store.begin` was given, else empty), `metrics` (the final ones)
+        and `epochs` (a list of metrics by name).
+    """
+    facts: dict[str, Any] = {"status": "DIED", "error": "the process died", "metrics": {}, "epochs": [], "begin": {}}
+    for line in (Path(folder) / JOURNAL).read_text(encoding="utf-8").splitlines():
+        entry = json.loads(line)
+        match entry.pop("event"):
+            case "job":
+                facts.update(entry)
+            case "begin":
+                facts["begin"] = entry
+            case "epoch":
+                facts["epochs"].append({"epoch": entry["epoch"], **entry["metrics"]})
+            case "finish":
+                facts.update(status=entry["status"], error=entry["tags"].get("error"), metrics=entry["metrics"])
+    return facts
+
+
+def epoch_metrics(result: EpochResult, contended: bool = False) -> dict[str, float]:
+    """Return one epoch's metrics by their MLflow names."""
+    metrics = {
+        "train/loss": result.train.mean_loss,
+        "train/accuracy": result.train.accuracy,
+        "train/images": result.train.count,
+        "test/loss": result.test.mean_loss,
+        "test/accuracy": result.test.accuracy,
+        "time/epoch_s": result.epoch_s,
+        "time/evaluate_s": result.evaluate_s,
+        "throughput/images_per_s": result.images_per_s,
+        "train/learning_rate": result.rate,
+    }
+    if result.validation is not None:
+        metrics["validation/loss"] = result.validation.mean_loss
+        metrics["validation/accuracy"] = result.validation.accuracy
+    if result.comparison is not None and not contended:
+        metrics["speedup/vs_baseline"] = result.comparison.speedup
+        metrics["speedup/baseline_images"] = result.comparison.images
+    return metrics
+
+
+def summary(epochs: Sequence[EpochResult], contended: bool = False) -> dict[str, float]:
+    """Return the metrics that are recorded once; "best" is by held-out accuracy, the first of equals."""
+    best = max(epochs, key=lambda result: result.held_out.accuracy)
+    metrics = {
+        "time/median_epoch_s": statistics.median(result.epoch_s for result in epochs),
+        "final/test_accuracy": epochs[-1].test.accuracy,
+        "best/test_accuracy": best.test.accuracy,
+    }
+    speedups = [result.comparison.speedup for result in epochs if result.comparison is not None]
+    if speedups and not contended:
+        metrics["speedup/median"] = statistics.median(speedups)
+    return metrics
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Return the leaves of a config by dotted key, as Hydra would take them back; lists as JSON."""
+    flat: dict[str, str] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value if isinstance(value, str) else json.dumps(value)
+    return flat
+
+
+def default_name(config: Mapping[str, Mapping[str, Any]], overrides: Sequence[str] = ()) -> str:
+    """Return e.g. `digits one_conv cpu-simd filters=32 seed=1`: the pieces, then what was changed in them."""
+    pieces = [str(config[group]["name"]) for group in ("dataset", "model", "backend")]
+    changed = [
+        override.split(".")[-1]
+        for override in overrides
+        if "." in override.partition("=")[0] and not override.startswith(("tracking.", "sweep.", "hydra."))
+    ]
+    return " ".join([*pieces, *changed])
+
+
+def predicted_classes(scores: np.ndarray) -> np.ndarray:
+    """Return the class (N,) that scores (N, O) choose; one output is the probability of class 1."""
+    return (scores[:, 0] >= 0.5).astype(np.int32) if scores.shape[1] == 1 else scores.argmax(axis=1)
+
+
+def _baseline_epoch_s(result: EpochResult) -> float | None:
+    """Return the seconds that the baseline would have needed for the whole epoch."""
+    return result.comparison.seconds_per_image * result.train.count if result.comparison else None
+
+
+def _status(error: BaseException | None) -> str:
+    if error is None:
+        return "FINISHED"
+    if isinstance(error, BackendUnavailable):
+        return LACKING
+    return "KILLED" if isinstance(error, KeyboardInterrupt | SystemExit) else "FAILED"
+
+
+def _one_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return text[0] if text else type(error).__name__

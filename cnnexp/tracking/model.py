@@ -1,0 +1,96 @@
+"""A trained network that classifies: for `cnnexp predict`, and for MLflow's `pyfunc.load_model`.
+
+Nothing here imports mlflow: it imports this module, by the name that `store.Store.save_model` wrote into the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cnnexp.backends import backend_class
+from cnnexp.backends.protocol import Backend
+from cnnexp.errors import CheckpointError, DataError
+from cnnexp.network import Shape
+from cnnexp.network.losses import Loss
+from cnnexp.optimizers import SGD
+from cnnexp.training import checkpoint
+
+BACKEND = "numpy"  # it needs no compiler, so a few images are classified soonest
+BATCH_SIZE = 100
+
+
+class Classifier:
+    """A trained network, ready to classify.
+
+    Args:
+        path: a checkpoint file.
+        backend: what computes.
+
+    Attributes:
+        classes: their names, in the order of the outputs.
+        input_shape: (H, W, C) of an image, or (D,) of a point.
+        pixels: dtype of the images that it was trained on, `uint8` or `float32`.
+
+    Raises:
+        CheckpointError: the file is damaged, or not one that holds a network.
+    """
+
+    def __init__(self, path: Path, backend: Backend) -> None:
+        trained = checkpoint.load(path)
+        try:
+            network, self._loss = checkpoint.rebuild(trained.training)
+            parameters = trained.state["parameters"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"checkpoint {path}: holds no network: {error}") from error
+        outputs = 2 if self._loss is Loss.BINARY_CROSS_ENTROPY else network.output_shape[0]
+        self.input_shape: Shape = network.input_shape
+        self.classes: tuple[str, ...] = tuple(trained.about.get("classes", map(str, range(outputs))))
+        self.pixels: str = trained.about.get("pixels", "uint8")
+        self._program = backend.compile(network, self._loss, SGD(), BATCH_SIZE)
+        self._program.restore({"parameters": parameters})
+
+    def predict(self, images: np.ndarray, params: Mapping[str, Any] | None = None) -> np.ndarray:
+        """Return the probability of each class, float32 (N, classes).
+
+        Args:
+            images: (N, *input_shape), or gray ones as (N, H, W). Whole numbers, 0 .. 255, stand for value / 255;
+                floats are taken as they are.
+            params: MLflow's, unused.
+
+        Raises:
+            DataError: the images are of another shape or type.
+        """
+        images = np.asarray(images)
+        if images.ndim == 3 and self.input_shape[2:] == (1,):
+            images = images[..., np.newaxis]
+        if images.shape[1:] != self.input_shape:
+            raise DataError(f"images of shape {images.shape}: the model takes (N, {str(self.input_shape)[1:]}")
+        if images.dtype.kind in "iu":
+            if images.size and not 0 <= images.min() <= images.max() <= 255:
+                raise DataError(f"whole pixels must be 0 .. 255; found {images.min()} .. {images.max()}")
+            images = images.astype(np.uint8)
+        elif images.dtype.kind == "f":
+            images = images.astype(np.float32)
+        else:
+            raise DataError(f"images of type {images.dtype}: must be whole or floating-point numbers")
+        handle = self._program.load(images, np.zeros(len(images), np.int32))
+        scores = self._program.predict(handle)
+        if self._loss is Loss.BINARY_CROSS_ENTROPY:
+            return np.hstack([1 - scores, scores])
+        powers = np.exp(scores - scores.max(axis=1, keepdims=True))
+        return powers / powers.sum(axis=1, keepdims=True)
+
+
+def _load_pyfunc(path: str, model_config: Mapping[str, Any] | None = None) -> Classifier:
+    """Return what `mlflow.pyfunc.load_model` wraps.
+
+    Args:
+        path: of the model's data, a checkpoint file.
+        model_config: `{"backend": NAME}` for another backend than `BACKEND`.
+    """
+    name = (model_config or {}).get("backend", BACKEND)
+    return Classifier(Path(path), backend_class(name)())

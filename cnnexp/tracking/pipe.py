@@ -1,0 +1,152 @@
+"""The pipe to a process that loads MLflow and writes to its store, while this one trains.
+
+Imports nothing heavy, so that the process can start before anything else is loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from cnnexp.errors import TrackingError
+
+OPEN_ID = 0  # of the first call
+ANSWER_S = 180.0  # the recorder answers sooner, with an error if need be; after this it is called dead
+# Settings of MLflow's client in the recorder: give up after seconds, not after the four minutes of its defaults.
+CLIENT_SETTINGS = {
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
+    "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_LOGGING_LEVEL": "ERROR",
+}
+
+
+_early: list[subprocess.Popen[str]] = []
+
+
+def start_early() -> None:
+    """Start the process of the first `Recorder` to come, which then finds it with its libraries loaded."""
+    _early.append(_start_process())
+
+
+def end_early() -> None:
+    """End the process of `start_early` if no recorder has taken it."""
+    while _early:
+        with _early.pop() as process:
+            process.kill()
+
+
+class Recorder:
+    """A process that writes runs to an MLflow store; started at once, ready some two seconds later.
+
+    Args:
+        uri: as `store.store_uri` returns it.
+        experiment: name of the MLflow experiment.
+    """
+
+    def __init__(self, uri: str, experiment: str) -> None:
+        self._store = f"tracking.uri={without_password(uri)}"
+        self._death = f"{self._store}: the recorder process has died"
+        self._ids = itertools.count(OPEN_ID)
+        self._answers: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._process = _early.pop() if _early else _start_process()
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
+        self.ask("open", uri=uri, experiment=experiment)
+
+    def ask(self, method: str, /, **arguments: Any) -> Callable[[], Any]:
+        """Call a method of `store.Store`; return a function that waits for its value.
+
+        That function raises TrackingError where the store could not be opened, the method raised, or the recorder died.
+        """
+        call_id = next(self._ids)
+        self._send(call_id, method, arguments)
+        return functools.partial(self._receive, call_id)
+
+    def call(self, method: str, /, **arguments: Any) -> Any:
+        """Call a method of `store.Store` and return its value; raises as `ask`."""
+        return self.ask(method, **arguments)()
+
+    def post(self, method: str, /, **arguments: Any) -> None:
+        """Call a method of `store.Store` without waiting for it."""
+        self._send(None, method, arguments)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process still runs."""
+        return self._process.poll() is None
+
+    def close(self) -> None:
+        """Let the recorder finish and end, or raise TrackingError where it hangs. Idempotent."""
+        with contextlib.suppress(BrokenPipeError):  # it is dead already
+            self._process.stdin.close()
+        try:
+            self._process.wait(ANSWER_S)
+        except subprocess.TimeoutExpired as error:
+            self._process.kill()
+            raise TrackingError(f"{self._store}: the recorder process hung at its end and was killed") from error
+        self._listener.join()
+
+    def _send(self, call_id: int | None, method: str, arguments: Mapping[str, Any]) -> None:
+        try:
+            self._process.stdin.write(json.dumps([call_id, method, arguments]) + "\n")
+            self._process.stdin.flush()
+        except (BrokenPipeError, ValueError) as error:
+            raise TrackingError(self._death) from error
+
+    def _receive(self, call_id: int) -> Any:
+        deadline = time.monotonic() + ANSWER_S
+        while True:
+            try:
+                line = self._answers.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                line = ""
+            if not line:
+                raise TrackingError(self._death)
+            answered, value, error = json.loads(line)
+            # an earlier answer is of a call whose wait was interrupted, or of `open`, whose failure is everyone's
+            if error is not None and answered in (call_id, OPEN_ID):
+                raise TrackingError(error)
+            if answered == call_id:
+                return value
+
+    def _listen(self) -> None:
+        with self._process.stdout as answers:
+            for line in answers:
+                self._answers.put(line)
+        self._answers.put("")  # the end
+
+
+def _start_process() -> subprocess.Popen[str]:
+    package_root = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "cnnexp.tracking.store"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # Ctrl-C is for the training process, which then ends the run here
+        env={**CLIENT_SETTINGS, **os.environ, "PYTHONPATH": path},
+    )
+    process.stdin.write(json.dumps([None, "draw", {"kind": "warm_up"}]) + "\n")
+    process.stdin.flush()
+    return process
+
+
+def without_password(uri: str) -> str:
+    """Return the URI of a store as a message may show it."""
+    password = urlsplit(uri).password
+    return uri.replace(f":{password}@", ":***@") if password else uri

@@ -1,0 +1,1 @@
+"""The epoch loop, the baseline that is timed beside it, checkpoints and learning-rate schedules."""

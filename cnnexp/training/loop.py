@@ -1,0 +1,210 @@
+"""The epoch loop: it yields facts, and does nothing else. Who calls it records them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from cnnexp.backends.protocol import Program
+from cnnexp.datasets import Dataset
+from cnnexp.errors import Diverged
+from cnnexp.network.losses import Totals, evaluate
+from cnnexp.training.baseline import Baseline, Comparison
+from cnnexp.training.schedules import Constant, Schedule
+
+CHUNK_S = 0.5  # seconds between looks at the progress bar and at Ctrl-C
+
+
+@dataclass(frozen=True)
+class EpochResult:
+    """What one epoch was.
+
+    Attributes:
+        epoch: 1 for the first.
+        rate: the learning rate used.
+        train: totals of the training pass, each image scored as its step saw it.
+        test: totals of the test split after the epoch.
+        validation: totals of the validation split after the epoch, where the data set has one.
+        epoch_s: seconds of the training pass alone; evaluation, baseline and compilation are not in it.
+        evaluate_s: seconds of evaluation.
+        comparison: the baseline beside this epoch, None where there is no baseline.
+        scores: (N, O), the network's outputs on the test split.
+    """
+
+    epoch: int
+    rate: float
+    train: Totals
+    test: Totals
+    validation: Totals | None
+    epoch_s: float
+    evaluate_s: float
+    comparison: Comparison | None
+    scores: np.ndarray = field(repr=False)
+
+    @property
+    def images_per_s(self) -> float:
+        return self.train.count / self.epoch_s
+
+    @property
+    def held_out(self) -> Totals:
+        """Totals that early stop and "best" go by: of the validation split if there is one, else of the test split."""
+        return self.validation or self.test
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far an epoch is: the totals so far, of how many images, in how many seconds of training."""
+
+    epoch: int
+    totals: Totals
+    images: int
+    seconds: float
+
+
+def train_epochs(
+    program: Program,
+    dataset: Dataset,
+    epochs: int,
+    seed: int = 0,
+    schedule: Schedule = Constant(),
+    baseline: Baseline | None = None,
+    patience: int | None = None,
+    earlier: Sequence[EpochResult] = (),
+    on_progress: Callable[[Progress], None] = lambda progress: None,
+    clock: Callable[[], float] = time.perf_counter,
+    pass_s: float | None = None,
+) -> Iterator[EpochResult]:
+    """Train `program` and yield one result per epoch.
+
+    Args:
+        program: holds the parameters to start from, its batch size and its optimizer.
+        dataset: trained on `train`, evaluated on `test` and, if it has one, `validation`.
+        epochs: the last epoch's number, >= 1.
+        seed: shuffles; each epoch's order follows from the seed and the epoch alone.
+        schedule: gives each epoch's learning rate.
+        baseline: timed on a few of the run's batches each epoch.
+        patience: stop after so many epochs in a row without a smaller held-out loss; None never stops early.
+        earlier: results of the epochs that are done, after `program.restore`; training goes on from there.
+        on_progress: called about twice a second.
+        clock: returns seconds.
+        pass_s: seconds that a training pass may take: it then ends early, after at least one batch, and the epoch is
+            evaluated on the same share of the held-out splits; None trains on every image.
+
+    Raises:
+        Diverged: the loss is not a finite number.
+    """
+    handle = program.load(dataset.train.images, dataset.train.labels)
+    held_out = _load_held_out(program, dataset)
+    best, worse = math.inf, 0
+    for result in earlier:
+        best, worse = _patience(result, best, worse)
+    for epoch in range(earlier[-1].epoch + 1 if earlier else 1, epochs + 1):
+        rate = schedule(program.optimizer.lr, epoch, epochs)
+        order = epoch_order(len(dataset.train.labels), seed, epoch)
+        one_pass = _Pass(program, handle, order, epoch, rate, baseline, on_progress, clock, pass_s)
+        one_pass.run()
+        share = one_pass.totals.count / len(order)
+        tested = held_out if share == 1 else _load_held_out(program, dataset, share)
+
+        started = clock()
+        scores = {name: program.predict(split) for name, (split, _) in tested.items()}
+        totals = {name: evaluate(program.loss, scores[name], labels) for name, (_, labels) in tested.items()}
+        result = EpochResult(
+            epoch=epoch,
+            rate=rate,
+            train=one_pass.totals,
+            test=totals["test"],
+            validation=totals.get("validation"),
+            epoch_s=one_pass.seconds,
+            evaluate_s=clock() - started,
+            comparison=baseline.compare(one_pass.seconds_per_image) if baseline else None,
+            scores=scores["test"],
+        )
+        yield result
+
+        best, worse = _patience(result, best, worse)
+        if patience is not None and worse >= patience:
+            return
+
+
+def epoch_order(count: int, seed: int, epoch: int) -> np.ndarray:
+    """Return the permutation of 0 .. count - 1 (int64) in which an epoch visits the images; no hidden state."""
+    return np.random.default_rng((seed, epoch)).permutation(count)
+
+
+def _patience(result: EpochResult, best: float, worse: int) -> tuple[float, int]:
+    """Return the smallest held-out loss so far, and how many epochs in a row have not been below it."""
+    loss = result.held_out.mean_loss
+    return min(best, loss), 0 if loss < best else worse + 1
+
+
+def _load_held_out(program: Program, dataset: Dataset, share: float = 1.0) -> dict[str, tuple[Any, np.ndarray]]:
+    """Load the first share of each held-out split; return (handle, labels) by name."""
+    held_out = {}
+    for name, split in (("test", dataset.test), ("validation", dataset.validation)):
+        if split is not None:
+            part = slice(math.ceil(share * len(split.labels)))
+            held_out[name] = program.load(split.images[part], split.labels[part]), split.labels[part]
+    return held_out
+
+
+class _Pass:
+    """One epoch's training pass, in chunks of whole batches, the short last batch in a chunk of its own."""
+
+    def __init__(self, program, handle, order, epoch, rate, baseline, on_progress, clock, limit_s) -> None:
+        self._program, self._handle, self._order = program, handle, order
+        self._epoch, self._rate, self._baseline = epoch, rate, baseline
+        self._on_progress, self._clock = on_progress, clock
+        self._limit_s = math.inf if limit_s is None else limit_s
+        self._whole_s, self._whole_images = 0.0, 0
+        self.totals, self.seconds = Totals(0.0, 0, 0), 0.0
+
+    @property
+    def seconds_per_image(self) -> float:
+        """Over whole batches, since a short one costs more per image; over all where none is whole."""
+        if self._whole_images:
+            return self._whole_s / self._whole_images
+        return self.seconds / self.totals.count
+
+    def run(self) -> None:
+        batch_size, count = self._program.batch_size, len(self._order)
+        whole = count - count % batch_size
+        start, chunk = 0, min(batch_size, count)
+        while start < whole and chunk:
+            stop = min(start + chunk, whole)
+            seconds = self._train(start, stop)
+            self._whole_s, self._whole_images = self._whole_s + seconds, stop
+            if self._baseline:
+                self._baseline.sample(self._order[start : start + batch_size], self._rate, self._program.state)
+            # grow step by step, so that the baseline's samples are spread over the epoch
+            batches = max(1, min(self._batches_in(CHUNK_S), 4 * (chunk // batch_size)))
+            start, chunk = stop, batch_size * min(batches, self._batches_in(self._limit_s - self.seconds))
+        if start == whole < count:
+            self._train(whole, count)
+            if self._baseline and not whole:
+                self._baseline.sample(self._order, self._rate, self._program.state)
+
+    def _batches_in(self, seconds: float) -> int:
+        """Return how many whole batches fit into some seconds, at the speed so far; at most the epoch's."""
+        batch_s = self._whole_s * self._program.batch_size / self._whole_images
+        most = -(-len(self._order) // self._program.batch_size)
+        return most if batch_s * most <= seconds else max(0, int(seconds / batch_s))
+
+    def _train(self, start: int, stop: int) -> float:
+        """Train on order[start:stop], one call; return its seconds."""
+        started = self._clock()
+        totals = self._program.train(self._handle, self._order[start:stop], self._rate)
+        seconds = self._clock() - started
+        if not math.isfinite(totals.loss):
+            raise Diverged(
+                f"the loss became {totals.loss} in epoch {self._epoch}, images {start} to {stop}, at learning rate "
+                f"{self._rate:g}; lower optimizer.lr or check the data"
+            )
+        self.totals, self.seconds = self.totals + totals, self.seconds + seconds
+        self._on_progress(Progress(self._epoch, self.totals, len(self._order), self.seconds))
+        return seconds

@@ -1,0 +1,281 @@
+"""The command line: what a user types, and every mistake in it as one line."""
+
+import errno
+import importlib.util
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cnnexp import __main__ as cli
+from cnnexp.app import hydra_app
+from cnnexp.errors import BackendUnavailable, DataError, TrackingError
+from cnnexp.tracking.journal import Run, read_journal
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = ("experiment=smoke", "backend=numpy", "tracking=none", "trainer.baseline=null", "trainer.epochs=1")
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, tmp_path):
+    """Return run(*arguments) -> (exit code, standard output, standard error), in this process."""
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
+    handler = signal.getsignal(signal.SIGTERM)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        folders = (f"hydra.run.dir={tmp_path}/run", f"hydra.sweep.dir={tmp_path}/sweep")
+        monkeypatch.setattr(sys, "argv", ["cnnexp", *arguments, *(folders if "--help" not in arguments else ())])
+        monkeypatch.setattr(hydra_app, "_failures", [])
+        monkeypatch.setattr(hydra_app, "_recorders", {})
+        monkeypatch.setattr(hydra_app.SweepCallback, "started", None)
+        os.environ["HYDRA_FULL_ERROR"] = "0"
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as left:
+            code = left.code or 0
+        return code, *capsys.readouterr()
+
+    yield run
+    signal.signal(signal.SIGTERM, handler)
+
+
+def python_m(*arguments: str, **options) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "cnnexp", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, **options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["trian.lr=1"], "trian.lr=1: unknown key; legal: model, backend, .*; did you mean 'trainer'"),
+        (["trainer.epoch=3"], "trainer.epoch=3: unknown key; legal in trainer: epochs, .*; did you mean 'trainer.epoc"),
+        (["model=ffn", "model.filters=3"], "model.filters=3: unknown key; legal in model: name, hidden, loss_name"),
+        (["+model.bogus=1"], "model.bogus=1: unknown key; legal: filters, kernel, pool, padding"),
+        (["+bogus=1"], "bogus=1: unknown key; legal: model, backend, optimizer"),
+        (["~trainer.bogus"], "trainer.bogus: unknown key; legal in trainer: epochs"),
+        (["~model"], "model is missing"),
+        (["dataset=mnst"], "dataset=mnst: unknown; legal: digits, .*; did you mean 'mnist'"),
+        (["experiment=smok"], "experiment=smok: unknown; legal: .*; did you mean 'smoke'"),
+        (["modle=one_conv"], "modle=one_conv: unknown key; legal: model, .*; did you mean 'model'"),
+        (["model.filters=["], "no viable alternative at input '\\['"),
+        (["model.filters"], "Error parsing override 'model.filters'"),
+        (["tracking.run_name=日本"], "quote a value of other letters"),
+        (["trainer.epochs=1,2"], "trainer.epochs=1,2: several values; add -m to run them all, or quote them"),
+        (["model.filters=???"], "model.filters: must be given, as model.filters=VALUE"),
+        (["tracking.uri=${oc.env:CNNEXP_TEST_MISSING}"], "tracking.uri: .*CNNEXP_TEST_MISSING"),
+        (["tracking.uri=${nope.x}"], "tracking.uri: .*nope"),
+        (["optimizer.lr=1e400"], "optimizer.lr=inf: must be a finite number"),
+        (["optimizer.lr=nan"], "optimizer.lr=nan: must be a finite number"),
+        (["trainer.epochs='3'"], "trainer.epochs='3': must be a whole number"),
+        (["trainer.epochs=3.0"], "trainer.epochs=3.0: must be a whole number"),
+        (["model.filters=true"], "model.filters=true: must be a whole number"),
+        (["+model._target_=os.system"], "model._target_='os.system': refused"),
+        (["--config-dir", "nowhere"], "Additional config directory '.*nowhere' not found"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(run, arguments, message):
+    code, out, err = run(*arguments)
+    assert re.fullmatch(f"cnnexp: error: .*{message}.*\n", err)
+    assert (code, out) == (2, "")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"model: [1\nb: 2", r"mine\.yaml, line 2: not YAML"),
+        (b"model:\n\tfilters: 1\n", r"mine\.yaml, line 2: not YAML"),
+        (b"a: 1\na: 2\n", r"mine\.yaml, line 2: not YAML: found duplicate key a"),
+        (b"\xff\xfe", "not UTF-8"),
+        (b"# @package _global_\nmodel: {filtres: 3}", "model.filtres=3: unknown key; .*did you mean 'filters'"),
+    ],
+)
+def test_a_mistake_in_a_file_of_the_user(run, tmp_path, text, message):
+    (tmp_path / "mine" / "experiment").mkdir(parents=True)
+    (tmp_path / "mine" / "experiment" / "mine.yaml").write_bytes(text)
+    code, out, err = run("--config-dir", str(tmp_path / "mine"), "experiment=mine")
+    assert re.fullmatch(f"cnnexp: error: .*{message}.*\n", err)
+    assert (code, out) == (2, "")
+
+
+def test_other_errors_keep_their_exit_code(run, tmp_path):
+    code, _, err = run("dataset=mnist", f"dataset.root={tmp_path}/nowhere", "tracking=none")
+    assert re.fullmatch("cnnexp: error: .*nowhere.*\n", err)
+    assert code == DataError.exit_code
+
+
+def test_a_full_traceback_on_request(run, monkeypatch):
+    monkeypatch.setattr(cli.os.environ, "get", lambda key, default=None: "1" if key == "HYDRA_FULL_ERROR" else default)
+    with pytest.raises(Exception, match=r"Could not override 'trian\.lr'"):
+        run("trian.lr=1")
+
+
+@pytest.mark.parametrize("file", [(), ("there",)])
+def test_a_disk_that_fills_up_is_one_line(run, monkeypatch, tmp_path, file):
+    note = Run._note
+
+    def full(self, event, **facts):
+        if event == "epoch":
+            raise OSError(errno.ENOSPC, "No space left on device", *file)
+        note(self, event, **facts)
+
+    monkeypatch.setattr(Run, "_note", full)
+    code, _, err = run(*TINY)
+    said = "No space left on device; runs write to hydra.run.dir=FOLDER and tracking.uri=STORE"
+    assert err == f"cnnexp: error: {'there: ' if file else ''}{said}\n"
+    assert code == 1
+    assert read_journal(tmp_path / "run")["status"] == "FAILED"
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_every_command_tells_its_arguments_and_is_in_the_help(run, command):
+    assert f"cnnexp {command} " in run("--help")[1]
+    code, out, _ = run(command, "--help")
+    assert code == 0
+    assert out.startswith(f"Usage: cnnexp {command} ")
+
+
+def test_no_hint_to_a_store_that_could_not_be_opened_and_no_password(run):
+    arguments = [word for word in TINY if word != "tracking=none"]
+    code, out, err = run(*arguments, "tracking.uri=http://me:secret@127.0.0.1:9")
+    assert code == TrackingError.exit_code
+    assert "http://me:***@127.0.0.1:9: cannot be opened" in err
+    assert "To look at it" not in out
+    assert "secret" not in out + err
+
+
+def test_a_bug_is_a_traceback(run, monkeypatch):
+    def broken(*_):
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(hydra_app, "train", broken)
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        run(*TINY)
+
+
+def test_a_tiny_run_shows_its_epochs_and_keeps_a_journal(run, tmp_path):
+    code, out, err = run(*TINY, "trainer.epochs=2", "model.filters=3")
+    assert (code, err) == (0, "")
+    assert re.search(r"epoch 1/2 +train loss \d\.\d+ .*images/s", out)
+    assert re.search(r"│ +2 │", out)
+    journal = read_journal(tmp_path / "run")
+    assert journal["status"] == "FINISHED"
+    assert journal["config"]["model"]["filters"] == 3
+    assert len(journal["epochs"]) == 2
+
+
+def test_the_default_run_learns_the_digits(run, tmp_path):
+    code, _, _ = run("tracking=none", "trainer.baseline=null")
+    assert code == 0
+    assert read_journal(tmp_path / "run")["metrics"]["final/test_accuracy"] >= 0.95
+
+
+def test_a_missing_gpu_is_one_line_that_says_what_to_use(run):
+    if importlib.util.find_spec("numba_cuda"):
+        pytest.skip("numba-cuda is installed")
+    code, out, err = run("backend=gpu")
+    assert re.fullmatch("cnnexp: error: .*backend=cpu.*\n", err)
+    assert (code, out) == (BackendUnavailable.exit_code, "")
+
+
+def test_progress_off_shows_the_table_alone(run):
+    _, out, _ = run(*TINY, "trainer.progress=false")
+    assert "epoch 1/1" not in out
+    assert "train loss" in out
+
+
+def test_debug_small_shrinks_any_run(run, tmp_path):
+    code, _, _ = run("debug=small", "backend=numpy", "tracking=none", "trainer.baseline=null", "model.filters=4")
+    assert code == 0
+    assert read_journal(tmp_path / "run")["config"]["dataset"]["train_size"] == 200
+
+
+def test_a_sweep_goes_on_past_a_failing_job_and_says_why(run, tmp_path):
+    code, _, err = run("-m", *TINY, "model.kernel=3,4,5")
+    assert code == 1
+    assert err.splitlines()[0] == "cnnexp: error: 1 job failed"
+    assert re.match(r"  job 1 .*model\.kernel=4.*2\.5 is not a whole number", err.splitlines()[1])
+    assert [read_journal(tmp_path / "sweep" / str(i))["status"] for i in range(3)] == ["FINISHED", "FAILED", "FINISHED"]
+    assert (tmp_path / "sweep" / "summary.csv").is_file()
+
+
+def test_a_mistake_in_one_job_of_a_sweep(run):
+    code, _, err = run("-m", *TINY, "model.filters=2,0")
+    assert code == 1
+    assert "model.filters=0: must be a whole number >= 1" in err.splitlines()[-1]
+
+
+def test_jobs_return_their_objective(run, tmp_path):
+    objectives = []
+
+    class Watch(hydra_app.Callback):
+        def on_job_end(self, config, job_return, **_):
+            objectives.append(job_return.return_value)
+
+    hydra_app.Watch = Watch
+    try:
+        for name in ("test_accuracy", "epoch_s"):
+            run(*TINY, f"sweep.objective={name}", "+hydra.callbacks.watch._target_=cnnexp.app.hydra_app.Watch")
+    finally:
+        del hydra_app.Watch
+    metrics = read_journal(tmp_path / "run")["metrics"]
+    assert objectives[0] == metrics["final/test_accuracy"]
+    assert objectives[1] == metrics["time/median_epoch_s"]
+
+
+def test_cfg_and_info_show_the_config(run):
+    code, out, _ = run("--cfg", "job", "model=knm")
+    assert code == 0
+    assert "name: knm" in out
+    code, out, _ = run("--info", "defaults", "model=knm")
+    assert code == 0
+    assert "model/knm" in out
+
+
+def test_help_lists_groups_and_keys_and_loads_nothing_heavy():
+    command = [sys.executable, "-X", "importtime", "-m", "cnnexp", "--help"]
+    printed = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+    for text in ("two_conv_mlp", "adamax", "fashion_mnist", "epochs: ", "cnnexp ui"):
+        assert text in printed.stdout
+    loaded = set(re.findall(r"\| +([a-z_0-9]+)$", printed.stderr, re.MULTILINE))
+    assert not loaded & {"numba", "mlflow", "torch", "sklearn", "matplotlib", "scipy", "pandas"}
+
+
+def test_an_unknown_option_is_refused():
+    done = python_m("--bogus")
+    assert done.returncode == 2
+    assert "unrecognized arguments: --bogus" in done.stderr
+
+
+def test_runs_go_to_the_checkout_from_any_folder_and_never_share_one(tmp_path):
+    command = [sys.executable, "-m", "cnnexp", "--cfg", "hydra", "--package", "hydra.run.dir", "--resolve"]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environ, check=True)
+    microseconds = r"\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d-\d{6}"
+    assert re.search(f"{re.escape(str(ROOT / 'outputs' / 'runs'))}/{microseconds}$", done.stdout.strip())
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "word"), [(signal.SIGTERM, 143, "terminated"), (signal.SIGINT, 130, "inter")]
+)
+def test_signals_end_the_run_as_killed(tmp_path, number, code, word):
+    arguments = [*TINY, "trainer.epochs=1000000", f"hydra.run.dir={tmp_path}"]
+    with subprocess.Popen(
+        [sys.executable, "-u", "-m", "cnnexp", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    ) as process:
+        for line in process.stdout:
+            if line.startswith("epoch "):
+                break
+        process.send_signal(number)
+        _, err = process.communicate(timeout=180)
+    assert process.returncode == code
+    assert re.fullmatch(f"cnnexp: error: {word}.*\n", err)
+    assert read_journal(tmp_path)["status"] == "KILLED"

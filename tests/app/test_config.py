@@ -1,0 +1,252 @@
+import dataclasses
+import math
+import re
+from pathlib import Path
+from typing import Any, Literal, get_type_hints
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from cnnexp.app.config import Sweep, Tracking, Trainer, build, convert, load, plain, record
+from cnnexp.backends import BACKENDS, backend_class
+from cnnexp.datasets import DATASETS
+from cnnexp.errors import BackendUnavailable, ConfigError
+from cnnexp.network import Conv2d, Flatten, Linear
+from cnnexp.network.models import MODELS, Custom, Ffn, OneConv
+from cnnexp.optimizers import OPTIMIZERS, SGD
+from cnnexp.training.schedules import Constant, Cosine, Step
+from cnnexp.workers import WORKERS
+
+CONF = Path(__file__).resolve().parents[2] / "conf"
+VALUES = {
+    "model": {"name": "one_conv", "filters": 8},
+    "backend": {"name": "numpy"},
+    "optimizer": {"name": "sgd", "lr": 0.1},
+    "dataset": {"name": "digits"},
+    "trainer": {"epochs": 2, "baseline": None},
+    "workers": {"name": "none"},
+    "tracking": {"name": "none"},
+    "sweep": {},
+}
+
+
+def changed(section: str, **values: Any) -> dict[str, Any]:
+    return {**VALUES, section: {**VALUES[section], **values}}
+
+
+def test_load_makes_every_piece():
+    settings = load(VALUES)
+    assert settings.model == OneConv(filters=8)
+    assert settings.optimizer == SGD(lr=0.1)
+    assert settings.dataset == DATASETS["digits"]()
+    assert settings.trainer == Trainer(epochs=2, baseline=None)
+    assert settings.tracking == Tracking(name="none")
+    assert settings.sweep == Sweep()
+    assert settings.backend.name == "numpy"
+    assert settings.baseline is None
+
+
+def test_load_makes_the_baseline():
+    assert load(changed("trainer", baseline="numpy")).baseline.name == "numpy"
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (changed("model", filers=3), "model.filers=3: unknown key; legal: filters, kernel, pool, padding; did you"),
+        (changed("model", bogus={"a": 1}), "model.bogus={'a': 1}: unknown key; legal: filters"),
+        (changed("model", name="onconv"), "model.name='onconv': unknown; legal: one_conv, .*; did you mean 'one_conv'"),
+        (changed("model", name=None), "model.name=null: unknown; legal: one_conv"),
+        (changed("backend", name="cuda"), "backend.name='cuda': unknown; legal: "),
+        (changed("backend", threads=2), "backend.threads=2: unknown key; legal: none"),
+        (changed("optimizer", name="adamm"), "optimizer.name='adamm': unknown; legal: .*; did you mean 'adam'"),
+        (changed("dataset", name="mnst"), "dataset.name='mnst': unknown; legal: .*; did you mean 'mnist'"),
+        (changed("model", filters="abc"), "model.filters='abc': must be a whole number"),
+        (changed("model", filters="3"), "model.filters='3': must be a whole number"),
+        (changed("model", filters=2.0), "model.filters=2.0: must be a whole number"),
+        (changed("model", filters=True), "model.filters=true: must be a whole number"),
+        (changed("model", filters=None), "model.filters=null: must be a whole number"),
+        (changed("model", filters=[1]), r"model.filters=\[1\]: must be a whole number"),
+        (changed("model", filters=0), "model.filters=0: must be a whole number >= 1"),
+        (changed("model", padding="sane"), "model.padding='sane': must be one of valid, same, .* did you mean 'same'"),
+        (changed("optimizer", lr="abc"), "optimizer.lr='abc': must be a finite number"),
+        (changed("optimizer", lr=math.nan), "optimizer.lr=nan: must be a finite number"),
+        (changed("optimizer", lr=math.inf), "optimizer.lr=inf: must be a finite number"),
+        (changed("optimizer", lr=True), "optimizer.lr=true: must be a finite number"),
+        (changed("optimizer", lr=-0.1), "optimizer.lr=-0.1: must be > 0"),
+        (changed("optimizer", lr=0), "optimizer.lr=0.0: must be > 0"),
+        (changed("optimizer", momentum=1.0), "optimizer.momentum=1.0: must be .* < 1"),
+        (changed("optimizer", weight_decay=-1), "optimizer.weight_decay=-1.0: must be >= 0"),
+        (changed("optimizer", nesterov=1), "optimizer.nesterov=1: must be true or false"),
+        (changed("optimizer", nesterov=True), "optimizer.nesterov=true: needs optimizer.momentum > 0"),
+        (changed("trainer", epochs=0), "trainer.epochs=0: must be 1 .. 1000000"),
+        (changed("trainer", epochs=10**9), "trainer.epochs=1000000000: must be 1 .."),
+        (changed("trainer", batch_size=0), "trainer.batch_size=0: must be >= 1"),
+        (changed("trainer", seed=-1), "trainer.seed=-1: must be 0 .."),
+        (changed("trainer", seed=2**70), "trainer.seed=1180591620717411303424: must be 0 .."),
+        (changed("trainer", schedule="cosin"), "trainer.schedule='cosin': must be one of .* did you mean 'cosine'"),
+        (changed("trainer", schedule="step", step_every=0), "trainer.step_every=0: must be"),
+        (changed("trainer", patience=0), "trainer.patience=0: must be >= 1, or null"),
+        (changed("trainer", baseline="cpuu"), "trainer.baseline='cpuu': unknown; legal: .* did you mean 'cpu'"),
+        (changed("trainer", baseline_s=0), "trainer.baseline_s=0.0: must be > 0 seconds"),
+        (changed("tracking", experiment=""), "tracking.experiment='': must be 1 .. 256 characters"),
+        (changed("tracking", run_name=7), "tracking.run_name=7: must be a text or null"),
+        (changed("sweep", objective="loss"), "sweep.objective='loss': must be one of test_accuracy, epoch_s"),
+        (changed("model", _target_="os.system"), "model._target_='os.system': refused"),
+        ({**VALUES, "extra": {"a": {"_target_": "x"}}}, "extra.a._target_='x': refused"),
+        ({**VALUES, "extra": 1}, "extra=1: unknown key; legal: model, backend"),
+        ({**VALUES, "model": "one_conv"}, "model='one_conv': must be a mapping"),
+        ({key: VALUES[key] for key in VALUES if key != "model"}, "model is missing"),
+    ],
+)
+def test_mistakes_are_one_line_that_says_what_is_legal(values, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        load(values)
+    assert "\n" not in str(caught.value)
+
+
+def test_custom_layers_from_mappings():
+    layers = [{"type": "Conv2d", "filters": 8, "kernel": 5}, {"type": "Flatten"}, {"type": "Linear", "features": 10}]
+    model = build(Custom, {"layers": layers}, "model")
+    assert model == Custom(layers=(Conv2d(8, 5), Flatten(), Linear(10)))
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        ({"type": "conv3d"}, r"model.layers\[0\].type='conv3d': unknown; legal: Conv2d, ReLU"),
+        ({"type": "RelU"}, r"did you mean 'ReLU'"),
+        ({"filters": 3}, r"model.layers\[0\]=.*: must be a mapping with a type, one of Conv2d"),
+        ("ReLU", r"model.layers\[0\]='ReLU': must be a mapping with a type"),
+        ({"type": "Conv2d"}, r"model.layers\[0\].filters is missing"),
+        ({"type": "Conv2d", "filters": 2.5}, r"model.layers\[0\].filters=2.5: must be a whole number"),
+        ({"type": "Linear", "features": 3, "bias": 0}, r"model.layers\[0\].bias=0: must be true or false"),
+        ({"type": "Flatten", "stride": 1}, r"model.layers\[0\].stride=1: unknown key; legal: none"),
+    ],
+)
+def test_mistakes_in_custom_layers(layer, message):
+    with pytest.raises(ConfigError, match=message):
+        build(Custom, {"layers": [layer]}, "model")
+
+
+def test_lists_become_tuples():
+    assert build(Ffn, {"hidden": [3, 4]}, "model").hidden == (3, 4)
+    with pytest.raises(ConfigError, match=r"model.hidden\[1\]='4': must be a whole number"):
+        build(Ffn, {"hidden": [3, "4"]}, "model")
+    with pytest.raises(ConfigError, match=r"model\.hidden=5: must be a list, each a whole number"):
+        build(Ffn, {"hidden": 5}, "model")
+
+
+SCALARS = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.lists(st.integers(), max_size=2)
+)
+
+
+@given(value=SCALARS, hint=st.sampled_from([int, float, bool, str, int | None, Literal["a", "b"], str | int]))
+def test_convert_returns_the_value_unchanged_or_raises(value, hint):
+    try:
+        converted = convert(value, hint, "key")
+    except ConfigError:
+        return
+    assert converted == value
+    assert hint is float or type(converted) is type(value)
+
+
+def test_rates_follow_the_schedule():
+    assert Trainer(schedule="constant").rates() == Constant()
+    assert Trainer(schedule="cosine").rates() == Cosine()
+    assert Trainer(schedule="step", step_every=3, step_factor=0.5).rates() == Step(3, 0.5)
+
+
+def test_plain_resolves_and_record_keeps_the_environment_unread(monkeypatch):
+    monkeypatch.setenv("CNNEXP_TEST_SECRET", "hush")
+    config = OmegaConf.create(
+        {
+            "tracking": {"uri": "http://${oc.env:CNNEXP_TEST_SECRET}@host"},
+            "copy": "${list}",
+            "list": [1, "${n}"],
+            "n": 2,
+        }
+    )
+    assert plain(config)["tracking"]["uri"] == "http://hush@host"
+    assert record(config) == {
+        "tracking": {"uri": "http://${oc.env:CNNEXP_TEST_SECRET}@host"},
+        "copy": [1, 2],
+        "list": [1, 2],
+        "n": 2,
+    }
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("???", "model.filters: must be given, as model.filters=VALUE"),
+        ("${oc.env:CNNEXP_TEST_MISSING}", "model.filters: .*CNNEXP_TEST_MISSING"),
+        ("${nope.x}", "model.filters: .*nope"),
+    ],
+)
+def test_values_that_lead_nowhere(value, message):
+    config = OmegaConf.create({"model": {"filters": value}})
+    with pytest.raises(ConfigError, match=message):
+        plain(config)
+    assert record(config)["model"]["filters"] == value
+
+
+REGISTRIES = {
+    "model": MODELS,
+    "optimizer": OPTIMIZERS,
+    "dataset": DATASETS,
+    "workers": WORKERS,
+    "backend": BACKENDS,
+}
+FILES = sorted(path for group in REGISTRIES for path in (CONF / group).glob("*.yaml"))
+
+
+@pytest.mark.parametrize("group", REGISTRIES)
+def test_every_name_has_a_file_of_that_name(group):
+    assert {path.stem for path in (CONF / group).glob("*.yaml")} == set(REGISTRIES[group])
+    for path in (CONF / group).glob("*.yaml"):
+        assert OmegaConf.load(path)["name"] == path.stem
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_every_file_holds_all_keys_of_its_class_with_legal_types(path):
+    group, values = path.parent.name, OmegaConf.to_container(OmegaConf.load(path))
+    try:
+        cls = backend_class(path.stem) if group == "backend" else REGISTRIES[group][path.stem]
+    except BackendUnavailable as missing:
+        pytest.skip(str(missing))
+    del values["name"]
+    assert set(values) == {field.name for field in dataclasses.fields(cls) if field.init}
+    hints = get_type_hints(cls)
+    for key, value in values.items():
+        convert(value, hints[key], key)
+
+
+@pytest.mark.parametrize(("file", "cls"), [("trainer/default", Trainer), ("tracking/mlflow", Tracking)])
+def test_yaml_and_python_have_the_same_defaults(file, cls):
+    values = OmegaConf.to_container(OmegaConf.load(CONF / f"{file}.yaml"))
+    assert set(values) == {field.name for field in dataclasses.fields(cls)}
+    assert build(cls, values, "section") == cls()
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "custom"])
+def test_models_have_the_same_defaults_in_yaml_and_python(name):
+    values = OmegaConf.to_container(OmegaConf.load(CONF / "model" / f"{name}.yaml"))
+    assert build(MODELS[name], values, "model", tag="name") == MODELS[name]()
+
+
+@pytest.mark.parametrize("path", sorted(CONF.rglob("*.yaml")), ids=lambda path: path.relative_to(CONF).as_posix())
+def test_every_key_is_explained_by_a_comment(path):
+    lines = path.read_text(encoding="utf-8").splitlines()
+    if path.parent.name in ("experiment", "debug"):  # they change keys that are explained in their groups
+        assert lines[0] == "# @package _global_"
+        assert lines[1].startswith("# ")
+        return
+    if path.name == "config.yaml":
+        lines = lines[: lines.index("hydra:")]
+    for before, line in zip(["", *lines], lines, strict=False):
+        if re.match(r" *[a-z_0-9]+: +\S", line) and not line.lstrip().startswith("- "):
+            assert before.lstrip().startswith("#") or " # " in line, f"{path.name}: {line}"

@@ -1,0 +1,226 @@
+"""Classifying with what a run has trained: from the command line, and through MLflow."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from cnnexp import SGD, Constant, Flatten, Linear, Loss, Network, ReLU, Sigmoid
+from cnnexp.app import predict, run
+from cnnexp.backends import backend
+from cnnexp.datasets import Digits
+from cnnexp.errors import BackendUnavailable, CheckpointError, ConfigError, DataError
+from cnnexp.tracking.journal import read_journal
+from cnnexp.training.checkpoint import Checkpoint, describe, save
+
+ROOT = Path(__file__).resolve().parents[2]
+GRAY = (4, 4, 1)
+DENSE = (Flatten(), Linear(3))
+
+
+def saved(folder, layers=DENSE, shape=GRAY, loss=Loss.SOFTMAX_CROSS_ENTROPY, **about):
+    """Save a checkpoint of a network with random parameters; return its file and the parameters."""
+    network = Network(shape, layers)
+    parameters = np.random.default_rng(0).standard_normal(network.parameter_count).astype(np.float32)
+    training = describe(network, loss, SGD(), 8, Constant(), 0, "0" * 64)
+    return save(folder, Checkpoint(1, training, {"parameters": parameters}, about=about)), parameters
+
+
+def images(count=5, shape=GRAY):
+    return np.random.default_rng(1).integers(0, 256, (count, *shape)).astype(np.uint8)
+
+
+def softmax(x):
+    return np.exp(x) / np.exp(x).sum(axis=1, keepdims=True)
+
+
+def test_probabilities_are_the_softmax_of_the_outputs(tmp_path):
+    path, parameters = saved(tmp_path)
+    weight, bias = parameters[:48].reshape(16, 3).astype(np.float64), parameters[48:]
+    expected = softmax(images().reshape(5, 16) / 255 @ weight + bias)
+    for name in ("numpy", "cpu"):
+        classifier = predict.Classifier(path, backend(name))
+        np.testing.assert_allclose(classifier.predict(images()), expected, rtol=1e-5)
+        np.testing.assert_allclose(classifier.predict(images() / 255), expected, rtol=1e-5)  # floats as they are
+        np.testing.assert_allclose(classifier.predict(images()[..., 0].astype(np.int64)), expected, rtol=1e-5)
+    assert classifier.classes == ("0", "1", "2")
+
+
+def test_one_output_is_the_probability_of_the_second_class(tmp_path):
+    path, parameters = saved(tmp_path, (Linear(1), Sigmoid()), (2,), Loss.BINARY_CROSS_ENTROPY, classes=["no", "yes"])
+    points = np.array([[0.5, -1.0], [3.0, 2.0]])
+    yes = 1 / (1 + np.exp(-(points @ parameters[:2] + parameters[2])))
+    classifier = predict.Classifier(path, backend("numpy"))
+    np.testing.assert_allclose(classifier.predict(points), np.stack([1 - yes, yes], axis=1), rtol=1e-5)
+    assert classifier.classes == ("no", "yes")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (np.zeros((2, 5, 4, 1)), r"images of shape \(2, 5, 4, 1\): the model takes \(N, 4, 4, 1\)"),
+        (np.zeros(GRAY), r"the model takes \(N, 4, 4, 1\)"),
+        (np.full((1, *GRAY), 256), "must be 0 .. 255; found 256 .. 256"),
+        (np.full((1, *GRAY), "a"), "of type <U1"),
+    ],
+)
+def test_images_that_the_model_does_not_take(tmp_path, given, message):
+    classifier = predict.Classifier(saved(tmp_path)[0], backend("numpy"))
+    with pytest.raises(DataError, match=message):
+        classifier.predict(given)
+
+
+def test_a_checkpoint_without_a_network_is_one_line(tmp_path):
+    path = save(tmp_path, Checkpoint(1, {"loss": "none"}, {}))
+    with pytest.raises(CheckpointError, match=r"epoch-000001.ckpt: holds no network"):
+        predict.Classifier(path, backend("numpy"))
+
+
+def test_pictures_are_brought_to_what_the_model_takes(tmp_path, capsys):
+    path, _ = saved(tmp_path / "gray", classes=["a", "b", "c"])
+    pixels = images(1)[0]
+    Image.fromarray(pixels[..., 0]).save(tmp_path / "as it is.png")
+    Image.fromarray(np.repeat(pixels, 3, axis=2).repeat(2, axis=0).repeat(2, axis=1)).save(tmp_path / "x=large.png")
+    predict.command([str(tmp_path / "gray"), str(tmp_path / "as it is.png"), str(tmp_path / "x=large.png")])
+    (probabilities,) = predict.Classifier(path, backend("numpy")).predict(pixels[np.newaxis])
+    best = probabilities.argmax()
+    small, large = capsys.readouterr().out.splitlines()
+    assert small == f"{tmp_path}/as it is.png  {'abc'[best]}  {probabilities[best]:.4f}"
+    assert re.fullmatch(rf"{tmp_path}/x=large\.png  [abc]  [01]\.\d{{4}}", large)
+
+
+def test_a_data_sets_test_split_gets_an_accuracy(tmp_path, capsys):
+    path, _ = saved(tmp_path, (Flatten(), Linear(10)), (28, 28, 1))
+    test = Digits(test_size=200).load().test
+    predicted = predict.Classifier(path, backend("numpy")).predict(test.images).argmax(axis=1)
+    right = (predicted == test.labels).sum()
+    assert 0 < right < 200
+    predict.command([str(path), "dataset=digits", "dataset.test_size=200", "backend=unrolled"])
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines] == [str(found) for found in predicted]
+    assert [line.split()[4] for line in lines if "wrong" in line] == [
+        str(label) for label, found in zip(test.labels, predicted, strict=True) if label != found
+    ]
+    assert last == f"test accuracy {right / 200:.4f}, {right} of 200 images"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ([], ConfigError, "give a run and either images or a data set"),
+        (["MODEL"], ConfigError, "give a run and either images or a data set"),
+        (["MODEL", "a.png", "dataset=digits"], ConfigError, "give a run and either images or a data set"),
+        (["MODEL", "datset=digits"], ConfigError, "predict datset=digits: unknown; legal: dataset=NAME"),
+        (["MODEL", "--fast"], ConfigError, "predict --fast: unknown"),
+        (["MODEL", "dataset=digit"], ConfigError, "dataset.name='digit': unknown; .*did you mean 'digits'"),
+        (["MODEL", "dataset=digits", "dataset.test_siz=1"], ConfigError, "dataset.test_siz=1: unknown key"),
+        (["MODEL", "dataset=digits", "dataset.seed=[1"], ConfigError, "dataset.seed="),
+        (["MODEL", "dataset=digits", "backend=nump"], ConfigError, "backend.name='nump': unknown"),
+        (
+            ["MODEL", "dataset=digits"],
+            DataError,
+            r"dataset=digits: inputs of shape \(28, 28, 1\) and 10 classes; the mo",
+        ),
+        (["MODEL", "nowhere.png"], DataError, "nowhere.png"),
+        (["nowhere", "dataset=digits"], CheckpointError, "predict nowhere: no such file or folder"),
+        (["0" * 32, "dataset=digits"], CheckpointError, "predict 0{32}: no such file or folder"),
+    ],
+)
+def test_a_mistake_is_one_line(tmp_path, arguments, error, message):
+    path, _ = saved(tmp_path)
+    with pytest.raises(error, match=message) as raised:
+        predict.command([str(path) if word == "MODEL" else word for word in arguments])
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ({"layers": (Linear(1), Sigmoid()), "shape": (2,), "loss": Loss.BINARY_CROSS_ENTROPY}, "no pictures"),
+        ({"layers": (Flatten(), ReLU(), Linear(3)), "shape": (4, 4, 2)}, "no pictures"),
+        ({"pixels": "float32"}, "trained on floating-point images"),
+    ],
+)
+def test_models_that_take_no_picture_files(tmp_path, model, message):
+    path, _ = saved(tmp_path, **model)
+    with pytest.raises(ConfigError, match=message):
+        predict.command([str(path), "a.png"])
+
+
+def test_a_backend_that_the_machine_lacks_is_said_before_anything_is_read(tmp_path, monkeypatch):
+    def lacking(name):
+        raise BackendUnavailable("no GPU")
+
+    monkeypatch.setattr(predict, "backend_class", lacking)
+    with pytest.raises(BackendUnavailable):
+        predict.command(["nowhere", "dataset=digits", "backend=gpu"])
+
+
+def test_a_reader_that_leaves_is_no_error(tmp_path):
+    path, _ = saved(tmp_path, (Flatten(), Linear(10)), (28, 28, 1))
+    with subprocess.Popen(
+        [sys.executable, "-u", "-m", "cnnexp", "predict", str(path), "dataset=digits"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    ) as process:
+        process.stdout.close()
+        err = process.stderr.read()
+    assert (process.returncode, err) == (141, "")
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """A real run, recorded in a store of its own: its folder and the store."""
+    folder = tmp_path_factory.mktemp("recorded")
+    uri = f"sqlite:///{folder}/mlflow.db"
+    arguments = ["experiment=smoke", "backend=numpy", "trainer.baseline=cpu", f"tracking.uri={uri}"]
+    command = [sys.executable, "-m", "cnnexp", *arguments, f"hydra.run.dir={folder}/runs/1"]
+    subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
+    return folder / "runs" / "1", uri
+
+
+# MLflow and what it imports warn of each other
+@pytest.mark.filterwarnings("default")
+def test_mlflow_loads_the_model_of_a_run(recorded, monkeypatch):
+    import mlflow
+
+    folder, uri = recorded
+    (run,) = mlflow.MlflowClient(uri).search_runs(["1"])
+    artifacts = [artifact.path for artifact in mlflow.MlflowClient(uri).list_artifacts(run.info.run_id, "model")]
+    assert [Path(path).suffix for path in artifacts] == ["", ".ckpt"]  # MLmodel and its data: no pickle, no code
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    model = mlflow.pyfunc.load_model(f"runs:/{run.info.run_id}/model")
+    with np.load(folder / "predictions.npz") as arrays:
+        predicted = arrays["predicted"]
+    test = _smoke_images(folder)
+    np.testing.assert_array_equal(model.predict(test).argmax(axis=1), predicted)
+    other = mlflow.pyfunc.load_model(f"runs:/{run.info.run_id}/model", model_config={"backend": "cpu"})
+    np.testing.assert_allclose(other.predict(test), model.predict(test), rtol=1e-4, atol=1e-6)
+
+
+def test_a_recorded_run_is_found_by_its_id_and_has_a_limit(recorded, monkeypatch, capsys):
+    folder, _ = recorded
+    journal = (folder / "journal.jsonl").read_text(encoding="utf-8")
+    (run_id,) = re.findall(r'"run_id": "([0-9a-f]{32})"', journal)
+    monkeypatch.setattr(run, "outputs_dir", lambda: folder.parent)
+    dataset = read_journal(folder)["config"]["dataset"]
+    keys = [f"dataset.{key}={'null' if value is None else value}" for key, value in dataset.items() if key != "name"]
+    predict.command([run_id, f"dataset={dataset['name']}", *keys])
+    metrics = read_journal(folder)["metrics"]
+    assert f"test accuracy {metrics['final/test_accuracy']:.4f}," in capsys.readouterr().out
+    share, limit = metrics["speedup/parallel_share"], metrics["speedup/amdahl_limit"]
+    assert 0 < share < 1
+    assert 1 < limit < 1 / (1 - share)
+
+
+def _smoke_images(folder):
+    from cnnexp.app.config import named
+    from cnnexp.datasets import DATASETS
+
+    return named(DATASETS, read_journal(folder)["config"]["dataset"], "dataset").load().test.images

@@ -1,0 +1,73 @@
+"""`search=tpe`: what Optuna is asked, told, and remembers."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from cnnexp.errors import ConfigError
+from hydra_plugins.cnnexp_search.sweeper import TpeSweeper, _distribution
+
+optuna = pytest.importorskip("optuna", reason="search=tpe needs Optuna: pip install cnnexp[search]")
+CategoricalDistribution = optuna.distributions.CategoricalDistribution
+FloatDistribution = optuna.distributions.FloatDistribution
+IntDistribution = optuna.distributions.IntDistribution
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(
+    ("override", "distribution"),
+    [
+        ("optimizer.lr=interval(0.1,0.5)", FloatDistribution(0.1, 0.5)),
+        ("optimizer.lr=tag(log,interval(1e-4,1e-1))", FloatDistribution(1e-4, 1e-1, log=True)),
+        ("model.filters=range(4,64,4)", IntDistribution(4, 60, step=4)),
+        ("model.filters=range(3)", IntDistribution(0, 2)),
+        ("model.filters=choice(16,32)", CategoricalDistribution(["16", "32"])),
+        ("optimizer=adam,sgd", CategoricalDistribution(["adam", "sgd"])),
+    ],
+)
+def test_where_to_look_is_said_in_hydras_words(override, distribution):
+    (parsed,) = OverridesParser.create().parse_overrides([override])
+    assert _distribution(parsed) == distribution
+
+
+def test_what_cannot_be_searched_is_one_line():
+    (parsed,) = OverridesParser.create().parse_overrides(["optimizer.lr=glob(*)"])
+    with pytest.raises(ConfigError, match=r"optimizer\.lr=glob\(\*\): search=tpe takes choice"):
+        _distribution(parsed)
+    for values, message in (
+        ({"direction": "up"}, "hydra.sweeper.direction='up': must be minimize or maximize"),
+        ({"trials": 0}, "hydra.sweeper.trials=0: must be >= 1"),
+        ({"at_once": 0}, "hydra.sweeper.at_once=0: must be >= 1"),
+    ):
+        defaults = {"study": "s", "journal": "j", "direction": "maximize", "trials": 1, "at_once": 1, "seed": 0}
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            TpeSweeper(**{**defaults, **values})
+
+
+def test_a_search_goes_on_where_it_stopped(tmp_path):
+    def search(trials, *more):
+        command = [sys.executable, "-m", "cnnexp", "-m", "search=tpe", f"hydra.sweeper.trials={trials}"]
+        small = ("experiment=smoke", "backend=numpy", "trainer.baseline=null", "trainer.epochs=1", "tracking=none")
+        where = (f"hydra.sweeper.journal={tmp_path}/trials", f"hydra.sweep.dir={tmp_path}/{trials}")
+        arguments = [*command, *small, *where, *more]
+        done = subprocess.run(arguments, capture_output=True, text=True, cwd=ROOT, check=False)
+        return done.returncode, done.stdout, done.stderr
+
+    lr = "optimizer.lr=tag(log,interval(1e-3,1e-1))"
+    assert search(1)[0] == 2  # nothing to search
+    for trials in (2, 3):
+        code, _, err = search(trials, lr)
+        assert (code, err) == (0, "")
+    assert sorted(path.name for path in tmp_path.glob("*/*/journal.jsonl")) == ["journal.jsonl"] * 3
+
+    backend = optuna.storages.journal.JournalFileBackend(str(tmp_path / "trials"))
+    (study,) = optuna.get_all_study_summaries(optuna.storages.JournalStorage(backend))
+    assert (study.study_name, study.n_trials) == ("one_conv-synthetic-test_accuracy", 3)
+    study = optuna.load_study(study_name=study.study_name, storage=optuna.storages.JournalStorage(backend))
+    assert len({trial.params["optimizer.lr"] for trial in study.trials}) == 3
+    assert all(0 <= trial.value <= 1 for trial in study.trials)

@@ -1,0 +1,160 @@
+import csv
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from results import CONFIG, DATASET, NETWORK, Backend, epoch_result
+from rich.console import Console
+
+from cnnexp.app import sweep
+from cnnexp.errors import DataError
+from cnnexp.tracking import store
+from cnnexp.tracking.journal import JOURNAL, Run
+from cnnexp.tracking.pipe import Recorder
+
+# MLflow and what it imports warn of each other; the recorder's process silences them
+pytestmark = pytest.mark.filterwarnings("default")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def no_sweep_left_over():
+    yield
+    os.environ.pop(sweep.VARIABLE, None)
+
+
+def run_job(folder, number, overrides, epoch_s=0.5, error=None, recorder=None):
+    """A job as `cnnexp.app.hydra_app` runs it."""
+    within = sweep.current()
+    job = Run(folder / str(number), CONFIG, overrides, recorder, None, within.run_id, within.contended)
+    if error is None:
+        job.begin(DATASET, NETWORK, Backend())
+        job.epoch(epoch_result(1, epoch_s=epoch_s, speedup=2.0))
+    job.__exit__(type(error), error, None)
+    return job
+
+
+def test_rows_tell_what_varied_and_what_became_of_each_job(tmp_path):
+    started = sweep.begin(tmp_path, ["backend=numpy,cpu", "model.filters=2,10", "trainer.seed=1"])
+    for number in (10, 9, 2):
+        run_job(tmp_path, number, [f"model.filters={number}", "trainer.seed=1"], epoch_s=number)
+    run_job(tmp_path, 11, ["model.filters=11", "trainer.seed=1"], error=DataError("no data"))
+    (tmp_path / "12").mkdir()
+    job_line = (tmp_path / "10" / JOURNAL).read_text().splitlines()[0]
+    (tmp_path / "12" / JOURNAL).write_text(job_line + "\n")
+    rows = sweep.finish(started)
+    assert [row["job"] for row in rows] == ["2", "9", "10", "11", "12"]
+    assert [row["status"] for row in rows] == ["FINISHED"] * 3 + ["FAILED", "DIED"]
+    assert [row["model.filters"] for row in rows] == ["2", "9", "10", "11", "10"]
+    assert sweep.varied(rows) == ["model.filters"]
+    assert [row.get("time/median_epoch_s") for row in rows] == [2, 9, 10, None, None]
+    assert sweep.failures(rows) == [
+        "job 11 (model.filters=11): no data",
+        "job 12 (model.filters=10): the process died",
+    ]
+
+
+def test_table_as_csv_and_on_the_screen(tmp_path):
+    started = sweep.begin(tmp_path, [])
+    run_job(tmp_path, 0, ["model.filters=2"], epoch_s=0.25)
+    run_job(tmp_path, 1, ["model.filters=4"], error=DataError("no, data"))
+    rows = sweep.finish(started)
+    with (tmp_path / "summary.csv").open(newline="") as file:
+        table = list(csv.DictReader(file))
+    assert [row["error"] for row in table] == ["", "no, data"]
+    assert [row["time/median_epoch_s"] for row in table] == ["0.25", ""]
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(sweep.summary_table(rows))
+    shown = console.export_text()
+    assert "model.filters" in shown
+    assert "FAILED" in shown
+    assert "0.25" in shown
+
+
+def test_a_sweep_without_jobs_is_no_error(tmp_path):
+    started = sweep.begin(tmp_path, [])
+    assert sweep.finish(started) == []
+    assert sweep.failures([]) == []
+
+
+def test_jobs_in_other_processes_are_contended(tmp_path):
+    sweep.begin(tmp_path, [])
+    assert not sweep.current().contended
+    question = "from cnnexp.app import sweep; print(sweep.current().folder, sweep.current().contended)"
+    answer = subprocess.run([sys.executable, "-c", question], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert answer.stdout.split() == [str(tmp_path), "True"]
+
+
+def test_a_sweep_is_over_when_it_is_finished(tmp_path):
+    sweep.finish(sweep.begin(tmp_path, []))
+    assert sweep.current() is None
+
+
+def test_sweep_in_mlflow_has_a_parent_with_table_and_figures(tmp_path):
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    recorder = Recorder(uri, "sweeps")
+    started = sweep.begin(tmp_path / "jobs", ["model.filters=2,4", "trainer.seed=1"], recorder)
+    jobs = [run_job(tmp_path / "jobs", i, [f"model.filters={2 + 2 * i}"], 1 + i, None, recorder) for i in range(2)]
+    run_job(tmp_path / "jobs", 2, ["model.filters=0"], error=DataError("no data"), recorder=recorder)
+    sweep.finish(started, recorder)
+    recorder.close()
+
+    client = store.Store(uri, "sweeps")._client
+    parent = client.get_run(started.run_id)
+    assert (parent.info.run_name, parent.info.status) == ("sweep model.filters=2,4", "FAILED")
+    assert {key: parent.data.tags[key] for key in ("kind", "jobs", "jobs.failed")} == {
+        "kind": "sweep",
+        "jobs": "3",
+        "jobs.failed": "1",
+    }
+    for job in jobs:
+        child = client.get_run(job.id)
+        assert child.data.tags["mlflow.parentRunId"] == started.run_id
+        assert child.data.tags.keys() >= {
+            "backend",
+            "model",
+            "dataset",
+            "optimizer",
+            "device",
+            "threads",
+            "config_hash",
+        }
+    artifacts = {a.path for a in client.list_artifacts(started.run_id)}
+    figures = {a.path for a in client.list_artifacts(started.run_id, "figures")}
+    assert artifacts == {"summary.csv", "figures"}
+    assert figures == {"figures/epoch_time.png", "figures/speedup.png"}
+
+
+def command_line(*arguments):
+    command = [sys.executable, "-m", "cnnexp", "-m", "experiment=smoke", "trainer.baseline=null", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+
+
+def test_a_sweep_from_the_command_line_can_go_on_where_it_failed(tmp_path):
+    store = f"tracking.uri=sqlite:///{tmp_path}/mlflow.db"
+    filters = ("backend=numpy", "trainer.epochs=1", store)
+    first = command_line(*filters, "model.filters=2,-1", f"hydra.sweep.dir={tmp_path}/first")
+    assert first.returncode == 1, first.stderr
+    assert "job 1 (model.filters=-1): model.filters=-1: must be a whole number >= 1" in first.stderr
+    second = command_line(
+        *filters, "model.filters=2,4", "sweep.skip_finished=true", f"hydra.sweep.dir={tmp_path}/second"
+    )
+    assert second.returncode == 0, second.stderr
+    rows = sweep.rows(tmp_path / "second")
+    assert [row["status"] for row in rows] == ["SKIPPED", "FINISHED"]
+    assert rows[0]["final/test_accuracy"] == sweep.rows(tmp_path / "first")[0]["final/test_accuracy"]
+
+
+def test_a_parallel_launcher_is_contended(tmp_path):
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    done = command_line(
+        *("backend=numpy", "tracking=none", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"),
+        *("model.filters=2,4", f"hydra.sweep.dir={tmp_path}"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert [row["contended"] for row in sweep.rows(tmp_path)] == [True, True]
+    assert json.loads((tmp_path / "0" / JOURNAL).read_text().splitlines()[0])["contended"]

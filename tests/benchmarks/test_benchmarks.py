@@ -1,0 +1,207 @@
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks import __main__ as program
+from benchmarks import cases, contestants, oracle, report, run_overhead, runner, worker
+from cnnexp import Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU
+
+ROOT = Path(__file__).parents[2]
+TINY = cases.select(["tiny"])[0]
+
+
+def match(samples, batch_size=100, side="peer", per_step=100):
+    """Return a match's record: contestant -> seconds of each one-step sample, beside a limit of 10^9 a second."""
+    rows = [
+        {"contestant": name, "side": side_of, "error": None, "per_step": steps_of, "steps": 1, "samples": seconds}
+        | {"setup": {"compile_s": 0.5, "check": {"gradient": 1e-7}, "facts": {}}, "peak_bytes": 10**8}
+        for name, side_of, steps_of, seconds in [
+            *((name, "peer" if name in ("torch", "jax") else "ours", per_step, s) for name, s in samples.items()),
+            ("sgemm", "limit", 10**9, [1.0, 1.0, 1.0]),
+        ]
+    ]
+    work = {"through_argmax": 10**6, "dense": 2 * 10**6}
+    return {
+        "title": "t", "case": "c", "group": "main", "grows": None, "threads": 1, "batch_size": batch_size,
+        "multiply_adds_per_image": work, "load_averages": [0.0], "rows": rows,
+    }  # fmt: skip
+
+
+def test_multiply_adds_of_one_conv_by_hand():
+    network = next(c for c in cases.CASES if c.name == "one_conv-f64-b1000").network
+    conv, pooled_conv, linear = 26 * 26 * 64 * 9, 13 * 13 * 64 * 9, 13 * 13 * 64 * 10
+    assert cases.multiply_adds(network) == (conv + pooled_conv + 3 * linear, 2 * conv + 3 * linear)
+
+
+def test_multiply_adds_of_an_inner_convolution_include_its_input_gradient():
+    layers = (Conv2d(2, 3), ReLU(), Conv2d(4, 3), ReLU(), MaxPool2d(2), Flatten(), Linear(5))
+    first, second, linear = 8 * 8 * 2 * 9, 6 * 6 * 4 * 9 * 2, 3 * 3 * 4 * 5
+    through = 2 * first + second + 2 * second // 4 + 3 * linear
+    assert cases.multiply_adds(Network((10, 10, 1), layers)) == (through, 2 * first + 3 * second + 3 * linear)
+
+
+def test_select_names_what_is_legal():
+    with pytest.raises(ValueError, match="--cases huge: unknown; legal: main, batch"):
+        cases.select(["huge"])
+    with pytest.raises(ValueError, match="--contestants caffe: unknown; legal: ours, peer"):
+        contestants.select(["caffe"])
+    assert len(cases.select(["main"])) == 4
+
+
+def test_threads_are_held_to_the_cores_there_are():
+    cores = len(program.machine.usable_cores())
+    assert program._threads(["all", "1"]) == sorted({1, cores})
+    with pytest.raises(ValueError, match=f"--threads {cores + 1}: legal are 1 .. {cores} and all"):
+        program._threads([str(cores + 1)])
+
+
+def test_the_recorded_command_holds_no_folder_of_this_machine():
+    command = program._command(["--cases", "main", "--peer-python", "/home/me/bin/python", "--out=/home/me/here"])
+    assert command == "python -m benchmarks --cases main --peer-python PATH --out=PATH"
+
+
+def test_every_case_has_the_same_data_each_time():
+    once, again = cases.data(TINY), cases.data(TINY)
+    assert np.array_equal(once.images, again.images)
+    assert np.array_equal(once.parameters, again.parameters)
+    assert once.images.shape == (500, 8, 6, 6, 1)
+
+
+def test_lines_compare_with_the_best_peer_and_the_limit():
+    found = {
+        line.contestant: line
+        for line in report.lines(match({"cpu": [0.2, 0.1, 0.4], "torch": [2, 1, 4], "jax": [4, 4, 4]}))
+    }
+    assert found["cpu"].rate == 500
+    assert found["cpu"].worst == 250
+    assert found["cpu"].against_peer == 10
+    assert found["cpu"].of_limit == 0.5
+    assert found["jax"].against_peer == 0.5
+    assert found["sgemm"].of_limit == 1
+
+
+def test_a_contestant_that_failed_is_a_line_that_says_so():
+    record = match({"cpu": [1.0], "torch": [1.0]})
+    record["rows"][1] |= {"error": "no compiler", "samples": []}
+    last = [line for line in report.lines(record) if line.side != "limit"][-1]
+    assert (last.contestant, last.error) == ("torch", "no compiler")
+    assert "failed: no compiler" in "".join(report._cells(last))
+
+
+def test_a_scaled_down_contestant_says_so():
+    line = report.lines(match({"python": [1.0]}, batch_size=1000, per_step=1))[0]
+    assert report._cells(line)[0] == "python (1 a step)"
+
+
+def test_figures_of_a_sweep(tmp_path):
+    matches = [match({"cpu-simd": [0.1 * n], "torch": [0.3 * n], "python": [9.0]}) for n in (1, 2, 4)]
+    for grows, record in zip((14, 28, 56), matches, strict=True):
+        record |= {"group": "size", "title": f"one_conv, {grows} x {grows}", "grows": grows}
+    result = {
+        "command": "c", "started": "s", "seconds": 1.0, "quick": False, "rounds": 1, "seconds_per_sample": 1.0,
+        "machine": {"processor": "p", "cores": [0], "system": "s", "python": "3"}, "not_installed": ["jax"],
+        "matches": matches,
+    }  # fmt: skip
+    paths = report.write(result, tmp_path)
+    assert [path.name for path in paths] == ["cpu.md", "growth-1-threads.png", "growth-1-threads.svg"]
+    assert "| torch | 3,000 | 6,000 | 12,000 |" in paths[0].read_text()
+    assert "Not installed: jax" in paths[0].read_text()
+
+
+@pytest.mark.parametrize("target", run_overhead.CLOCKS)
+def test_every_clock_has_its_function(target):
+    assert callable(run_overhead.resolve(target)[2])
+
+
+def test_clocks_count_a_call_within_a_call_once():
+    clocks = run_overhead.Clocks(iter([0, 1, 3, 7, 8, 20]).__next__)
+    inner = clocks.wrap(lambda: None, "inner")  # from 3 to 7
+    clocks.wrap(inner, "outer")()  # from 1 to 8
+    clocks.stop()
+    assert clocks.seconds == {"configuration and the rest": 1 + 12, "outer": 2 + 1, "inner": 4}
+
+
+@pytest.mark.parametrize("entry", [e for e in contestants.ENTRIES.values() if e.side == "peer"], ids=lambda e: e.name)
+def test_peers_do_the_work_of_the_oracle(entry, tmp_path):
+    if entry.module not in runner.installed(sys.executable, {entry.module}):
+        pytest.skip(f"{entry.module} is not installed")
+    if "compiled" in entry.name:
+        pytest.skip("compiling takes half a minute; `python -m benchmarks` checks it each time")
+    path = tmp_path / "oracle.npz"
+    np.savez(path, **oracle.expected(TINY))
+    one = runner.Worker(entry, sys.executable, tmp_path / "stderr.txt")
+    try:
+        answer = one.ask(
+            "setup", 120, contestant=entry.name, case="tiny", threads=1, cores=runner_cores(), oracle=str(path)
+        )
+    finally:
+        one.end()
+    assert answer["check"]["gradient"] < 1e-6
+
+
+def runner_cores():
+    return program.machine.usable_cores()[:1]
+
+
+class Wrong:
+    """A contestant whose gradient is right and whose timed step does nothing."""
+
+    batch_size = 8
+
+    def __init__(self, true):
+        self._true = true
+
+    def reset(self):
+        pass
+
+    def train(self, steps):
+        pass
+
+    def gradient(self):
+        return float(self._true["loss_8"]), self._true["gradient_8"]
+
+    def parameters(self):
+        return np.zeros(len(self._true["gradient_8"]))
+
+
+def test_a_contestant_that_does_not_do_the_work_is_refused():
+    with pytest.raises(ValueError, match="update is off by 1 from the float64 oracle"):
+        worker.check(Wrong(oracle.expected(TINY)), "SGD", oracle.expected(TINY))
+
+
+def test_a_worker_that_dies_or_hangs_is_reported(tmp_path):
+    entry = contestants.ENTRIES["numpy"]
+    one = runner.Worker(entry, sys.executable, tmp_path / "stderr.txt")
+    with pytest.raises(runner.WorkerFailed, match="no answer to setup within 0 s"):
+        one.ask("setup", 0.05, contestant="numpy", case="tiny", threads=1, cores=[0], oracle="")
+    one.end()
+    one = runner.Worker(entry, sys.executable, tmp_path / "stderr.txt")
+    with pytest.raises(runner.WorkerFailed, match="KeyError: 'nobody'"):
+        one.ask("setup", 60, contestant="nobody", case="tiny", threads=1, cores=runner_cores(), oracle="")
+    one.end()
+
+
+def test_the_program_from_one_end_to_the_other(tmp_path):
+    command = [sys.executable, "-m", "benchmarks", "--cases", "tiny", "--threads", "1", "--quick"]
+    command += ["--contestants", "cpu", "numpy", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((tmp_path / "cpu.json").read_text())
+    rows = {row["contestant"]: row for row in result["matches"][0]["rows"]}
+    assert set(rows) == {"fma-loop", "sgemm", "cpu", "numpy"}
+    for row in rows.values():
+        assert row["error"] is None
+        assert len(row["samples"]) == 2
+        assert all(math.isfinite(s) and s > 0 for s in row["samples"])
+        assert row["peak_bytes"] > 10**7
+    assert rows["cpu"]["setup"]["check"]["gradient"] < 1e-6
+    text = (tmp_path / "cpu.md").read_text()
+    assert "Do not quote its numbers" in text
+    assert "| numpy |" in text
+    assert (tmp_path / "cpu-1-threads.png").stat().st_size > 10_000
+    assert "<svg" in (tmp_path / "cpu-1-threads.svg").read_text()

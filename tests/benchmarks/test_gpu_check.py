@@ -1,0 +1,217 @@
+"""`benchmarks/gpu_check.py` where there is no GPU: what it counts, what it prints, and that its PyTorch trains."""
+
+import dataclasses
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks import gpu_check
+from benchmarks.gpu_check import CASES, CONFORMANCE, Contestant
+from cnnexp.backends import backend_class
+from cnnexp.backends.gpu.device import Gpu
+from cnnexp.errors import BackendUnavailable
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_without_a_gpu_it_says_what_is_missing(capsys):
+    try:
+        backend_class("gpu-naive")()
+    except BackendUnavailable:
+        assert gpu_check.main([]) == 4
+        line = capsys.readouterr().err
+        assert "no GPU to compute on" in line
+        assert "cpu-parallel" in line
+        assert "cpu-simd" in line
+        assert line.count("\n") == 1
+    else:
+        pytest.skip("this machine has a GPU")
+
+
+def test_the_floor_of_one_conv_is_counted_by_hand():
+    case = CASES[0]  # 256 filters, batch 1000, SGD
+    # forward 26 * 26 * 9 * 256 and 43264 * 10; the filters' gradient through 13 * 13 places, the linear layer's twice
+    multiply_adds = 26 * 26 * 9 * 256 + 13 * 13 * 9 * 256 + 3 * 432_640
+    # bytes twice; a float and a byte per pooled value, out and in; the parameters and their gradient, out and in
+    moved = 2 * 784 + 2 * 5 * 43_264 + 4 * 4 * 435_210 / 1000
+    assert gpu_check.least_bytes(case) == pytest.approx(moved)
+    assert gpu_check.floor_s(case, {"fma_per_s": 1.0, "copy_bytes_per_s": 1e30}) == multiply_adds
+    assert gpu_check.floor_s(case, {"fma_per_s": 1e30, "copy_bytes_per_s": 2.0}) == pytest.approx(moved / 2)
+
+
+def test_ratios_are_to_the_best_float32_pytorch_by_medians():
+    case = CASES[1]
+    seconds = {"gpu-fused": [1.0, 9.0, 1.0], "torch eager": [8.0], "torch graph": [4.0], "torch graph tf32": [2.0]}
+    contestants = [Contestant(name, lambda steps: None, 0.0, 10, times) for name, times in seconds.items()]
+    table = gpu_check.rows(case, contestants, floor=1e-4)
+    assert [row["times_best_torch"] for row in table] == [4.0, 0.5, 1.0, 2.0]
+    assert table[0]["images_per_s"] == 10 * case.batch_size
+    assert table[0]["epoch_ms"] == 60_000 / 1000 * 1e3
+    assert table[0]["fraction_of_floor"] == pytest.approx(0.1)
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same'")  # what two_conv_pool4 asks for
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_pytorch_trains_the_same_network(case):
+    torch = pytest.importorskip("torch")
+    case = dataclasses.replace(case, batch_size=4)
+    model = gpu_check.torch_model(case.network)
+    assert sum(p.numel() for p in model.parameters()) == case.network.parameter_count
+    rng = np.random.default_rng(0)
+    images, labels = rng.integers(0, 256, (12, 28, 28, 1), np.uint8), rng.integers(0, 10, 12)
+    with torch.random.fork_rng():
+        contestant = gpu_check.peer("channels_last", case, images, labels, device="cpu")
+    contestant.settle(most=3)
+    assert 1 <= contestant.steps <= 3
+
+
+def test_every_kind_of_layer_is_held_to_the_oracle():
+    layers = {type(layer).__name__ for network, _, _ in CONFORMANCE.values() for layer in network.layers}
+    assert layers == {"Conv2d", "ReLU", "Sigmoid", "MaxPool2d", "AvgPool2d", "Flatten", "Linear"}
+
+
+def test_a_dry_run_goes_all_the_way_in_the_simulator_with_no_more_than_it_says_it_needs(tmp_path):
+    for absent in ("hydra", "omegaconf", "mlflow", "matplotlib", "sklearn", "pooch", "PIL", "rich", "yaml"):
+        (tmp_path / f"{absent}.py").write_text(f"raise ImportError('{absent} is not there')")
+    environment = {
+        **os.environ,
+        "NUMBA_ENABLE_CUDASIM": "1",
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]),
+    }
+    command = [sys.executable, "-m", "benchmarks.gpu_check"]
+    refused = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert refused.returncode == 2
+    assert refused.stderr == "gpu_check: error: NUMBA_ENABLE_CUDASIM is set, there is nothing to time; add --dry-run\n"
+
+    out = tmp_path / "dry.json"
+    command += ["--dry-run", "--quick", "--skip-torch", f"--out={out}"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 1, done.stderr
+    report = json.loads(out.read_text())
+    assert report["conformance"] == {"gpu-fused": {"one_of_all": "ok"}}
+    assert {"fma_per_s", "copy_bytes_per_s", "launch_us_4_arrays"} <= set(report["ceilings"])
+    # graphs are not simulated; that this failed is told, and cost no other number
+    assert list(report["failed"]["ceilings"]) == ["ceilings, graph_nodes"]
+    assert "NOT OK  ceilings: ceilings, graph_nodes: " in done.stdout
+    (row,) = report["table"]
+    assert row["contestant"] == "gpu-fused"
+    assert len(report["raw"]["tiny-b4"]["gpu-fused"]["seconds"]) == 2
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A made-up GPU and contestants; what would run apart runs here."""
+    fake = dataclasses.make_dataclass("Fake", ["gpu", "simulated"])
+    gpu = Gpu(0, "a GPU", (9, 0), (13, 0), (13, 0), 132, 1024, 48 * 1024)
+    monkeypatch.setattr(gpu_check, "backend_class", lambda name: lambda: fake(gpu, False))
+    monkeypatch.setattr(gpu_check, "apart", lambda work, *arguments: work(*arguments))
+    monkeypatch.setattr(gpu_check, "conform", lambda name, titles: {"small": "ok"})
+    monkeypatch.setattr(gpu_check, "measure_ceilings", lambda effort: ({"fma_per_s": 1.0}, {}))
+    monkeypatch.setattr(gpu_check, "ours", lambda name, *case: Contestant(name, lambda steps: None, 0.0))
+    monkeypatch.setattr(gpu_check, "peer", lambda name, *case: Contestant(f"torch {name}", lambda steps: None, 0.0))
+    monkeypatch.setattr(gpu_check, "find_spec", lambda name: True)
+    monkeypatch.setattr(gpu_check, "CASES", CASES[:2])
+    monkeypatch.setattr(gpu_check, "EPOCH", 1000)
+    return monkeypatch
+
+
+def test_one_backend_that_fails_costs_no_other_its_numbers(machine, tmp_path, capsys):
+    def conform(name, titles):
+        if name == "gpu-naive":
+            raise OSError("the process died")
+        return {"small": "wrong"} if name == "gpu-tuned" else {"small": "ok"}
+
+    def ours(name, *case):
+        def run(steps):
+            if name == "gpu-shared":
+                raise RuntimeError("out of memory\nand so on")
+
+        if name == "gpu-naive":
+            raise TypeError("does not compile")
+        return Contestant(name, run, 0.0)
+
+    machine.setattr(gpu_check, "conform", conform)
+    machine.setattr(gpu_check, "ours", ours)
+    machine.setattr(gpu_check, "_device_works", lambda: True)
+    out = tmp_path / "report.json"
+    assert gpu_check.main([f"--out={out}"]) == 1
+    report, told = json.loads(out.read_text()), capsys.readouterr().out
+    assert report["conformance"]["gpu-naive"] == {"the process": "OSError: the process died"}
+    assert report["conformance"]["gpu-fused"] == {"small": "ok"}
+    for case in CASES[:2]:
+        assert report["failed"][case.name] == {
+            "gpu-naive": "TypeError: does not compile",
+            "gpu-shared": "RuntimeError: out of memory",
+        }
+        assert set(report["raw"][case.name]) == {"gpu-shared-input", "gpu-tuned", "gpu-fused"} | {
+            f"torch {name}" for name in gpu_check.TORCH
+        }
+    assert "NOT OK  gpu-tuned: small: wrong" in told
+    assert all(row["fraction_of_floor"] is None for row in report["table"])  # the bandwidth was not measured
+
+
+def test_what_torch_lacks_is_told_and_not_held_against_us(machine, tmp_path, capsys):
+    def peer(name, *case):
+        raise RuntimeError("no compiler")
+
+    machine.setattr(gpu_check, "peer", peer)
+    machine.setattr(gpu_check, "_device_works", lambda: True)
+    assert gpu_check.main([f"--out={tmp_path / 'report.json'}"]) == 0
+    assert "torch compile: RuntimeError: no compiler" in capsys.readouterr().out
+
+
+def test_after_a_fault_that_spoils_the_device_the_others_race_in_a_new_process(machine, tmp_path):
+    races = []
+
+    def apart(work, *arguments):
+        if work is gpu_check.race:
+            races.append(arguments[1])
+        return work(*arguments)
+
+    def ours(name, *case):
+        def run(steps):
+            if name == "gpu-shared":
+                raise RuntimeError("an illegal memory access was encountered")
+
+        return Contestant(name, run, 0.0)
+
+    machine.setattr(gpu_check, "apart", apart)
+    machine.setattr(gpu_check, "ours", ours)
+    machine.setattr(gpu_check, "_device_works", lambda: False)
+    out = tmp_path / "report.json"
+    assert gpu_check.main(["--skip-torch", f"--out={out}"]) == 1
+    without = tuple(name for name in gpu_check.BACKENDS if name != "gpu-shared")
+    assert races == [gpu_check.BACKENDS, without] * 2
+    assert list(json.loads(out.read_text())["raw"][CASES[0].name]) == list(without)
+
+
+def test_the_report_is_written_after_every_part(machine, tmp_path):
+    out = tmp_path / "new" / "report.json"
+
+    def conform(name, titles):
+        report = json.loads(out.read_text())
+        assert list(report["conformance"]) == list(gpu_check.BACKENDS[: gpu_check.BACKENDS.index(name)])
+        return {"small": "ok"}
+
+    def race(case, names, peers, repeats, epoch):
+        report = json.loads(out.read_text())
+        assert report["ceilings"] == {"fma_per_s": 1.0}
+        assert list(report["raw"]) == [done.name for done in CASES[: CASES.index(case)]]
+        return [Contestant("gpu-fused", None, 0.0, 1, [1.0])], {}
+
+    machine.setattr(gpu_check, "conform", conform)
+    machine.setattr(gpu_check, "race", race)
+    assert gpu_check.main([f"--out={out}"]) == 0
+    assert list(json.loads(out.read_text())["raw"]) == [case.name for case in CASES[:2]]
+
+
+def test_a_process_that_dies_is_an_error_and_takes_no_one_with_it():
+    with pytest.raises(Exception, match="terminated abruptly"):
+        gpu_check.apart(os._exit, 3)
+    assert gpu_check.apart(math.hypot, 3, 4) == 5

@@ -1,0 +1,85 @@
+import pytest
+
+from cnnexp import Conv2d, Flatten, Linear, Network, ReLU, TwoConvMlp
+from cnnexp.measuring.cost_model import (
+    LINKS,
+    Costs,
+    Training,
+    all_reduce_s,
+    averages_per_epoch,
+    break_even,
+    communication_s,
+    computation_s,
+    epoch_s,
+    extrapolate,
+    fit_links,
+    operations,
+    parallel_s,
+    speedup,
+)
+
+COSTS = Costs(t_c=1e-9, t_s=1e-5, t_b=1e-9)
+
+
+def test_equations_5_to_8_by_hand():
+    # m = 3, N = 10, K = 4, p = 2: 19 * 100 * 4 operations; 8 (t_s + 10 t_b) seconds of messages with S = 1
+    assert computation_s(COSTS, kernel=3, side=10, kernels=4, workers=2) == pytest.approx(7600e-9 / 2)
+    assert communication_s(COSTS, kernel=3, side=10, kernels=4) == pytest.approx(8 * (1e-5 + 10e-9))
+    assert parallel_s(COSTS, 3, 10, 4, 2) == pytest.approx(3.8e-6 + 8.008e-5)
+    # p / (1 + p (2 t_s + t_b S N (m - 1)) / (t_c (2 m^2 + 1) N^2))
+    assert speedup(COSTS, 3, 10, 2) == pytest.approx(2 / (1 + 2 * (2e-5 + 20e-9) / 1900e-9))
+    assert speedup(Costs(1.0, 0.0, 0.0), 3, 10, 16) == 16
+
+
+def test_operations_of_a_network_by_hand():
+    network = Network((6, 6, 2), (Conv2d(4, 3), ReLU(), Flatten(), Linear(5)))
+    conv, linear = 4 * 4 * 4 * (2 * 3 * 3 * 2 + 1), 5 * (2 * 64 + 1)
+    assert operations(network) == 3 * (conv + linear)
+
+
+def test_an_all_reduce_of_one_worker_costs_nothing_and_its_constants_are_found_again():
+    assert all_reduce_s(COSTS, 1000, 1) == 0
+    assert all_reduce_s(COSTS, 1000, 2) == pytest.approx(2e-5 + 4000 * 1e-9)
+    for workers in (2, 4, 7):
+        timed = [(floats, all_reduce_s(COSTS, floats, workers)) for floats in (1, 1 << 18)]
+        assert fit_links(*timed, workers) == pytest.approx((COSTS.t_s, COSTS.t_b), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("sync", "period", "averages"), [("gradients", None, 10), ("parameters", None, 1), ("parameters", 3, 4)]
+)
+def test_how_often_an_epoch_averages(sync, period, averages):
+    assert averages_per_epoch(images=95, batch_size=10, sync=sync, period=period) == averages
+
+
+def test_an_epoch_by_hand():
+    training = Training(operations=1000, images=100, averages=3, floats=500)
+    assert epoch_s(COSTS, training, 1) == (pytest.approx(1e-4), 0)
+    assert epoch_s(COSTS, training, 3) == (pytest.approx(34e-6), pytest.approx(3 * all_reduce_s(COSTS, 500, 3)))
+    # four workers on two cores compute as fast as two
+    assert epoch_s(COSTS, training, 4, cores=2)[0] == pytest.approx(50e-6)
+
+
+def test_rows_say_where_more_workers_stop_paying():
+    network = TwoConvMlp().network((28, 28, 1), 10)
+    rows = extrapolate(COSTS, network, 60_000, 64, network.parameter_count, "parameters")
+    assert len(rows) == 3 * 8
+    assert {row["link"] for row in rows} == {link.name for link in LINKS}
+    slow, _, fast = (rows[8 * i : 8 * i + 8] for i in range(3))
+    for row in slow:
+        alone = slow[0]["epoch_s"]
+        assert row["epoch_s"] == pytest.approx(row["compute_s"] + row["communicate_s"])
+        assert row["speedup"] == pytest.approx(alone / row["epoch_s"])
+        assert row["efficiency"] == pytest.approx(row["speedup"] / row["workers"])
+    efficiencies = [row["efficiency"] for row in slow]
+    assert efficiencies == sorted(efficiencies, reverse=True)
+    assert fast[-1]["speedup"] > slow[-1]["speedup"]
+
+
+def test_break_even_is_where_communicating_takes_as_long_as_computing():
+    training = Training(operations=1000, images=1 << 20, averages=1, floats=500)
+    workers = break_even(COSTS, training)
+    for count, later in ((workers // 2, False), (workers, True)):
+        compute, communicate = epoch_s(COSTS, training, count)
+        assert (communicate >= compute) == later
+    assert break_even(Costs(1e-9, 0.0, 0.0), training, limit=64) == 64

@@ -1,0 +1,209 @@
+"""The ledger of a run's time, the roofline's counts, and Amdahl's law."""
+
+import contextlib
+import itertools
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from fakes import FakeClock, FakeProgram
+
+from cnnexp.backends import backend_class
+from cnnexp.measuring.amdahl import amdahl_limit
+from cnnexp.measuring.ledger import REST, Ledger, Profiled, metrics, report
+from cnnexp.measuring.roofline import machine_limits, work_per_image
+from cnnexp.network import AvgPool2d, Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Sigmoid
+from cnnexp.network.losses import Loss, Totals
+from cnnexp.optimizers import SGD
+
+NETWORK = Network((12, 12, 2), (Conv2d(4, 3), ReLU(), MaxPool2d(2), Flatten(), Linear(6), Sigmoid(), Linear(3)))
+
+
+def test_inner_spans_stop_the_outer_one():
+    clock = FakeClock()
+    ledger = Ledger(clock)
+    clock.advance(1)
+    with ledger.span("train"):
+        clock.advance(2)
+        with ledger.span("forward", "conv1"):
+            assert ledger.inside("train")
+            clock.advance(4)
+        clock.advance(8)
+    assert not ledger.inside("train")
+    clock.advance(16)
+    assert ledger.close() == 31
+    assert ledger.seconds == {REST: 17, ("train", ""): 10, ("forward", "conv1"): 4}
+
+
+def test_a_span_that_raises_is_charged_and_closed():
+    clock = FakeClock()
+    ledger = Ledger(clock)
+
+    def fail():
+        with ledger.span("train"):
+            clock.advance(3)
+            raise ValueError("stop")
+
+    with pytest.raises(ValueError, match="stop"):
+        fail()
+    clock.advance(1)
+    assert ledger.close() == 4
+    assert ledger.seconds[("train", "")] == 3
+
+
+def profiled(name: str) -> tuple[dict, Profiled]:
+    """Train a backend for two short epochs, its clock one that ticks when looked at; return the profile and program."""
+    rng = np.random.default_rng(0)
+    images, labels = rng.random((64, *NETWORK.input_shape), np.float32), rng.integers(0, 3, 64)
+    ledger = Ledger(itertools.count().__next__)
+    with ledger.span("compile"):
+        program = Profiled(backend_class(name)().compile(NETWORK, Loss.SOFTMAX_CROSS_ENTROPY, SGD(), 16), ledger)
+    program.restore({"parameters": NETWORK.initial_parameters(0)})
+    handle = program.load(images, labels)
+    for _ in range(2):
+        program.train(handle, np.arange(64), 0.1)
+        program.predict(handle)
+    epochs = [SimpleNamespace(train=Totals(1.0, 1, 64))] * 2
+    found = report(ledger, program, epochs, threads=1)
+    program.close()
+    return found, program
+
+
+def test_every_layer_and_pass_of_a_layerwise_program_is_clocked():
+    found, _ = profiled("numpy")
+    assert found["layered"]
+    assert sum(entry["seconds"] for entry in found["entries"]) == pytest.approx(found["wall_s"])
+    assert found["accounted"] >= 0.95
+    clocked = {(layer["name"], layer["pass"]) for layer in found["layers"]}
+    names = [stage.name for stage in NETWORK.stages if not isinstance(stage.layer, Flatten)]
+    assert clocked == {(name, what) for name in names for what in ("forward", "backward")}
+    whats = {entry["what"] for entry in found["entries"]}
+    assert {"compile", "transfer", "evaluate", "gather", "update"} <= whats
+    assert 0 < found["parallel_share"] < 1
+
+
+def test_profiling_changes_no_number():
+    _, watched = profiled("numpy")
+    program = backend_class("numpy")().compile(NETWORK, Loss.SOFTMAX_CROSS_ENTROPY, SGD(), 16)
+    program.restore({"parameters": NETWORK.initial_parameters(0)})
+    rng = np.random.default_rng(0)
+    handle = program.load(rng.random((64, *NETWORK.input_shape), np.float32), rng.integers(0, 3, 64))
+    for _ in range(2):
+        program.train(handle, np.arange(64), 0.1)
+    assert np.array_equal(watched.state()["parameters"], program.state()["parameters"])
+
+
+def test_a_fused_program_is_one_entry():
+    found, _ = profiled("cpu-simd")
+    assert not found["layered"]
+    assert "parallel_share" not in found
+    assert {entry["what"] for entry in found["entries"] if entry["seconds"]} >= {"train", "evaluate", "compile"}
+    named = metrics(found)
+    assert named["profile/train_s"] > 0
+    assert not any("share" in name for name in named)
+
+
+def test_metrics_by_layer_and_by_kind():
+    found, _ = profiled("numpy")
+    named = metrics(found)
+    (conv,) = (s for s in found["layers"] if (s["name"], s["pass"]) == ("conv1", "backward"))
+    assert named["profile/conv1/backward_ms"] == pytest.approx(1e3 * conv["seconds"] / 128)
+    shares = [value for name, value in named.items() if name.startswith("profile/share/")]
+    assert sum(shares) == pytest.approx(found["parallel_share"]) == named["profile/parallel_share"]
+    assert named["profile/share/linear/forward"] > 0
+
+
+def test_a_baseline_is_entered_under_its_own_name():
+    ledger = Ledger()
+    program = backend_class("numpy")().compile(NETWORK, Loss.SOFTMAX_CROSS_ENTROPY, SGD(), 4)
+    baseline = Profiled(program, ledger, train="baseline")
+    handle = baseline.load(np.zeros((4, *NETWORK.input_shape), np.float32), np.zeros(4, np.int32))
+    baseline.train(handle, np.arange(4), 0.1)
+    assert set(ledger.seconds) == {REST, ("transfer", ""), ("baseline", "")}
+    assert baseline.batch_size == 4
+
+
+class Stepper:
+    """A layerwise program whose passes take what the test says."""
+
+    network = NETWORK
+
+    def __init__(self, clock):
+        self.clock, self.watch = clock, lambda layer, what: contextlib.nullcontext()
+
+    def train(self, handle, order, rate):
+        self.clock.advance(0.5)  # between the layers
+        passes = [("batch", "gather", 1), ("conv1", "forward", 4), ("loss", "forward", 2), ("conv1", "backward", 12)]
+        for layer, what, seconds in [*passes, ("parameters", "update", 0.5)]:
+            with self.watch(layer, what):
+                self.clock.advance(seconds)
+
+    def synchronize(self):
+        pass
+
+
+def test_the_layers_share_of_a_step_is_that_of_their_passes_alone():
+    clock = FakeClock()
+    ledger, program = Ledger(clock), Stepper(clock)
+    baseline = Profiled(program, ledger, train="baseline")
+    assert baseline.layers_share("handle", np.arange(4), 0.1) == pytest.approx((4 + 12) / 20)
+    assert ledger.seconds[("baseline", "")] == 20  # and none of it under the run's own entries
+    assert set(ledger.seconds) == {REST, ("baseline", "")}
+
+
+def test_steps_that_are_timed_are_not_clocked_inside():
+    clock = FakeClock()
+    program = Stepper(clock)
+    unwatched = program.watch
+    Profiled(program, Ledger(clock), train="baseline").layers_share("handle", np.arange(4), 0.1)
+    assert program.watch is unwatched
+
+
+def test_a_fused_baseline_has_no_layers_share():
+    clock = FakeClock()
+    program = FakeProgram(clock, 0.1)
+    assert Profiled(program, Ledger(clock), train="baseline").layers_share(None, np.arange(4), 0.1) is None
+    assert not program.orders  # and is not trained for nothing
+
+
+def work(layer, shape, what, batch_size=1, **options):
+    network = Network(shape, (layer, Flatten(), Linear(1)) if len(shape) == 3 else (layer,))
+    return work_per_image(network.stages[0], what, batch_size, **options)
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "what", "flops", "numbers"),
+    [
+        # 6x6 outputs of 4 filters, each 3x3x2 multiply-adds
+        (Conv2d(4, 3), (8, 8, 2), "forward", 2 * 36 * 4 * 18, 128 + 144 + 76),
+        (Conv2d(4, 3), (8, 8, 2), "backward", 2 * 2 * 36 * 4 * 18, 128 + 144 + 2 * 76 + 128),
+        (Linear(5), (7,), "forward", 2 * 35, 7 + 5 + 40),
+        (MaxPool2d(2), (4, 4, 3), "forward", 4 * 12, 48 + 12 + 12),
+        (MaxPool2d(2), (4, 4, 3), "backward", 12, 48 + 12 + 12),
+        (AvgPool2d(2), (4, 4, 3), "forward", 4 * 12, 48 + 12),
+        (ReLU(), (4, 4, 3), "forward", 48, 96),
+        (ReLU(), (4, 4, 3), "backward", 48, 144),
+        (Sigmoid(), (4, 4, 3), "forward", 4 * 48, 96),
+    ],
+)
+def test_operations_and_bytes_by_hand(layer, shape, what, flops, numbers):
+    assert work(layer, shape, what) == (flops, 4 * numbers)
+
+
+def test_weights_are_read_once_a_batch_and_a_first_layer_needs_no_dx():
+    assert work(Linear(5), (7,), "forward", batch_size=10)[1] == 4 * (12 + 4)
+    assert work(Conv2d(4, 3), (8, 8, 2), "backward", needs_dx=False) == (2 * 36 * 4 * 18, 4 * (128 + 144 + 152))
+
+
+def test_machine_limits_are_measured():
+    limits = machine_limits(1)
+    assert set(limits) == {"gflops", "gb_per_s"}
+    assert all(0.1 < value < 1e6 for value in limits.values())
+
+
+@pytest.mark.parametrize(
+    ("share", "speedup", "expected"), [(0.0, 8, 1.0), (1.0, 8, 8.0), (0.5, math.inf, 2.0), (0.9801, 768, 47.2)]
+)
+def test_amdahls_law(share, speedup, expected):
+    assert amdahl_limit(share, speedup) == pytest.approx(expected, abs=0.05)

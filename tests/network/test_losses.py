@@ -1,0 +1,90 @@
+"""The losses in NumPy against the oracle, where they saturate, and the networks that suit them."""
+
+import numpy as np
+import pytest
+import reference
+
+from cnnexp.errors import NetworkError
+from cnnexp.network import Conv2d, Flatten, Linear, Network, ReLU, Sigmoid
+from cnnexp.network.losses import FUNCTIONS, Loss, Totals, check_loss, evaluate
+
+SOFTMAX, BINARY = Loss.SOFTMAX_CROSS_ENTROPY, Loss.BINARY_CROSS_ENTROPY
+
+
+def compute(loss, scores, labels):
+    scores = np.asarray(scores, np.float32)
+    labels = np.asarray(labels, np.int32)
+    d_scores, losses, hits = np.empty_like(scores), np.empty(len(labels), np.float32), np.empty(len(labels), np.uint8)
+    FUNCTIONS[loss](scores, labels, np.float32(1 / len(labels)), d_scores, losses, hits)
+    return losses, d_scores, hits
+
+
+@pytest.mark.parametrize("loss", Loss)
+def test_losses_and_gradients_are_those_of_the_oracle(loss):
+    rng = np.random.default_rng(0)
+    scores = rng.uniform(0.01, 0.99, (50, 1)) if loss is BINARY else 3 * rng.standard_normal((50, 7))
+    labels = rng.integers(0, 2 if loss is BINARY else 7, 50)
+    scores = scores.astype(np.float32)
+    losses, d_scores, hits = compute(loss, scores, labels)
+    expected_losses, expected_gradient = reference.LOSSES[loss.value](scores.astype(np.float64), labels)
+    assert reference.relative_error(losses, expected_losses) < 1e-6
+    assert reference.relative_error(d_scores, expected_gradient) < 1e-6
+    predicted = scores[:, 0] >= 0.5 if loss is BINARY else scores.argmax(axis=1)
+    assert np.array_equal(hits, predicted == labels)
+
+
+def test_huge_scores_do_not_overflow():
+    losses, d_scores, hits = compute(SOFTMAX, [[1e30, -1e30], [1e30, -1e30]], [0, 1])
+    assert losses.tolist() == [0, np.float32(2e30)]
+    assert np.isfinite(d_scores).all()
+    assert hits.tolist() == [1, 0]
+
+
+def test_a_tie_of_scores_goes_to_the_first():
+    assert compute(SOFTMAX, [[1, 1], [1, 1]], [0, 1])[2].tolist() == [1, 0]
+
+
+def test_sure_and_wrong_costs_100():
+    losses, d_scores, _ = compute(BINARY, [[0], [1]], [1, 0])
+    assert losses.tolist() == [100, 100]
+    assert np.isfinite(d_scores).all()
+
+
+def test_nan_is_not_hidden():
+    assert np.isnan(compute(SOFTMAX, [[np.nan, 1]], [0])[0]).all()
+    assert np.isnan(compute(BINARY, [[np.nan]], [0])[0]).all()
+
+
+def test_evaluate_sums():
+    scores = np.array([[2, 0], [0, 2], [0, 2]], np.float32)
+    totals = evaluate(SOFTMAX, scores, np.array([0, 1, 0]))
+    assert totals.count == 3
+    assert totals.correct == 2
+    assert totals.loss == pytest.approx(2 * np.log1p(np.exp(-2)) + np.log1p(np.exp(2)), rel=1e-6)
+
+
+def test_totals_add_up():
+    total = Totals(3.0, 1, 2) + Totals(1.0, 2, 2)
+    assert total == Totals(4.0, 3, 4)
+    assert total.mean_loss == 1.0
+    assert total.accuracy == 0.75
+
+
+@pytest.mark.parametrize(
+    ("layers", "loss", "classes", "message"),
+    [
+        ((Flatten(), Linear(2), Sigmoid()), BINARY, None, r"needs Linear\(1\) and Sigmoid last"),
+        ((Flatten(), Linear(1)), BINARY, None, r"needs Linear\(1\) and Sigmoid last"),
+        ((Flatten(), Linear(1), Sigmoid()), BINARY, 10, "2 classes, not 10"),
+        ((Flatten(), Linear(9)), SOFTMAX, 10, r"\(9,\).*\(10,\)"),
+        ((Conv2d(3, 2), ReLU()), SOFTMAX, None, "a flat vector of scores"),
+    ],
+)
+def test_a_network_that_does_not_suit_is_refused(layers, loss, classes, message):
+    with pytest.raises(NetworkError, match=message):
+        check_loss(Network((4, 4, 1), layers), loss, classes)
+
+
+@pytest.mark.parametrize(("loss", "layers"), [(SOFTMAX, (Linear(2),)), (BINARY, (Linear(1), Sigmoid()))])
+def test_a_network_that_suits_passes(loss, layers):
+    check_loss(Network((3,), layers), loss, 2)

@@ -1,0 +1,83 @@
+import pytest
+
+from cnnexp.errors import ConfigError, NetworkError
+from cnnexp.network import Conv2d, Flatten, Linear, MaxPool2d, ReLU, Sigmoid
+from cnnexp.network.losses import Loss, check_loss
+from cnnexp.network.models import MODELS, Custom, Ffn, Knm, OneConv, TwoConvMlp, TwoConvPool4
+
+MNIST = (28, 28, 1)
+
+
+@pytest.mark.parametrize(
+    ("model", "count"),
+    [
+        (OneConv(), 108_810),  # castanheira: 10 d + 1690 d + 10, d = 64
+        (OneConv(filters=32), 10 * 32 + 1690 * 32 + 10),
+        (OneConv(filters=256), 10 * 256 + 1690 * 256 + 10),
+        (TwoConvMlp(), 105_496),  # garg, as published: no biases in the linear layers
+        (TwoConvMlp(linear_bias=True), 105_634),
+        (TwoConvPool4(), 26_594),  # rendon
+        (Knm(kernel=5, filters=50, hidden=100), 26 * 50 + (12 * 12 * 50 + 1) * 100 + 101 * 10),
+    ],
+)
+def test_parameter_counts(model, count):
+    assert model.network(MNIST, 10).parameter_count == count
+
+
+def test_knm_on_faces_of_seven_classes():
+    network = Knm().network((48, 48, 1), 7)
+    assert network.output_shape == (7,)
+    assert [stage.output_shape for stage in network.stages][:3] == [(44, 44, 50), (44, 44, 50), (22, 22, 50)]
+
+
+def test_ffn_for_points_ends_in_one_sigmoid():
+    network = Ffn(hidden=(5, 4)).network((2,), 2)
+    assert network.layers == (Linear(5), ReLU(), Linear(4), ReLU(), Linear(1), Sigmoid())
+    assert Ffn().loss is Loss.BINARY_CROSS_ENTROPY
+    check_loss(network, Ffn().loss, 2)
+
+
+def test_ffn_for_images_of_many_classes():
+    model = Ffn(hidden=(), loss_name="softmax_cross_entropy")
+    assert model.network(MNIST, 10).layers == (Flatten(), Linear(10))
+    assert model.loss is Loss.SOFTMAX_CROSS_ENTROPY
+
+
+@pytest.mark.parametrize("model", [OneConv, TwoConvMlp, TwoConvPool4, Knm])
+def test_auto_padding_reaches_the_pooling_layer(model):
+    layers = model(kernel=4, pool=3, padding="auto").network((28, 28, 1), 10).layers
+    convs, pools = ([layer for layer in layers if isinstance(layer, kind)] for kind in (Conv2d, MaxPool2d))
+    assert {layer.padding for layer in convs + pools} == {"auto"}
+
+
+def test_sizes_that_do_not_fit_state_the_sum_and_offer_auto():
+    with pytest.raises(NetworkError, match=r"\(25 \+ 2\*0 - 2\) / 2 \+ 1 = 12.5 .* padding=auto"):
+        OneConv(kernel=4).network(MNIST, 10)
+
+
+def test_custom_is_its_layers():
+    model = Custom(layers=(Flatten(), Linear(10)))
+    assert model.network(MNIST, 10).parameter_count == 7850
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: OneConv(filters=0), r"model.filters=0: must be a whole number >= 1"),
+        (lambda: OneConv(kernel=-3), r"model.kernel=-3: must be"),
+        (lambda: Knm(padding=-1), r"model.padding=-1: must be a whole number >= 0"),
+        (lambda: Ffn(hidden=(3, 0)), r"model.hidden=0: must be"),
+    ],
+)
+def test_illegal_values(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_images_are_needed_by_convolutions():
+    with pytest.raises(NetworkError, match="Conv2d needs an image"):
+        OneConv().network((2,), 2)
+
+
+def test_every_model_has_a_name():
+    assert set(MODELS) == {"one_conv", "two_conv_mlp", "two_conv_pool4", "knm", "ffn", "custom"}

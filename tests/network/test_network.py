@@ -1,0 +1,141 @@
+"""Shapes, parameters, errors and initial values of networks."""
+
+import math
+
+import numpy as np
+import pytest
+import reference
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cnnexp.errors import NetworkError
+from cnnexp.network import AvgPool2d, Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Sigmoid
+from cnnexp.network.shapes import window_count
+
+IMAGE = (28, 28, 1)
+
+
+def shapes(network):
+    return [stage.output_shape for stage in network.stages]
+
+
+def test_castanheira_one_conv():
+    network = Network(IMAGE, (Conv2d(64, 3), ReLU(), MaxPool2d(2), Flatten(), Linear(10)))
+    assert shapes(network) == [(26, 26, 64), (26, 26, 64), (13, 13, 64), (10816,), (10,)]
+    assert network.parameter_count == 108_810
+
+
+@pytest.mark.parametrize(("bias", "count"), [(False, 105_496), (True, 105_634)])
+def test_garg_two_conv_mlp(bias, count):
+    convs = (Conv2d(8, 5), ReLU(), Conv2d(8, 5), ReLU(), MaxPool2d(2), Flatten())
+    network = Network(IMAGE, (*convs, Linear(128, bias), ReLU(), Linear(10, bias)))
+    assert shapes(network)[4:6] == [(10, 10, 8), (800,)]
+    assert network.parameter_count == count
+
+
+def test_rendon_two_conv_pool4():
+    convs = (Conv2d(4, 2, padding="same"), ReLU(), Conv2d(4, 2, padding="same"), ReLU(), MaxPool2d(4), Flatten())
+    network = Network(IMAGE, (*convs, Linear(128), ReLU(), Linear(10)))
+    assert shapes(network)[:6] == [(28, 28, 4)] * 4 + [(7, 7, 4), (196,)]
+    assert network.parameter_count == 26_594
+
+
+def test_parameters_lie_one_after_another():
+    network = Network((6, 6, 2), (Conv2d(3, 3), ReLU(), Conv2d(4, 2, bias=False), Flatten(), Linear(5)))
+    assert [p.name for p in network.parameters] == [
+        "conv1.weight", "conv1.bias", "conv2.weight", "linear1.weight", "linear1.bias",
+    ]  # fmt: skip
+    assert [p.shape for p in network.parameters] == [(3, 3, 2, 3), (3,), (2, 2, 3, 4), (36, 5), (5,)]
+    offset = 0
+    for parameter in network.parameters:
+        assert parameter.offset == offset
+        assert parameter.size == math.prod(parameter.shape)
+        offset += parameter.size
+    assert offset == network.parameter_count
+    flat = np.zeros(offset, np.float32)
+    for i, parameter in enumerate(network.parameters, 1):
+        parameter.view(flat)[...] = i  # views of one buffer
+    assert sorted(set(flat)) == [1, 2, 3, 4, 5]
+
+
+@given(st.integers(1, 30), st.integers(1, 8), st.integers(1, 5), st.sampled_from(["valid", "same", "full", "auto", 1]))
+def test_windows_are_counted_as_the_oracle_does(size, window, stride, padding):
+    found = window_count(size, window, stride, padding)
+    if found is None:
+        before = {"valid": 0, "full": window - 1}.get(padding, padding)
+        assert size + 2 * before < window or (size + 2 * before - window) % stride
+    else:
+        assert found == reference.geometry(size, window, stride, padding)
+
+
+def test_auto_pads_just_enough():
+    assert window_count(28, 3, 2, "auto") == (0, 14)  # one row below
+    assert window_count(27, 3, 2, "auto") == (0, 13)  # none
+    assert window_count(2, 5, 1, "auto") == (1, 1)  # three in all
+
+
+def test_multiply_adds():
+    network = Network((6, 6, 2), (Conv2d(3, 3), ReLU(), Flatten(), Linear(5)))
+    assert [stage.macs for stage in network.stages] == [4 * 4 * 3 * 9 * 2, 0, 0, 48 * 5]
+
+
+@pytest.mark.parametrize(
+    ("shape", "layers", "message"),
+    [
+        (IMAGE, (Conv2d(8, 5, stride=2),), r"height \(28 \+ 2\*0 - 5\) / 2 \+ 1 = 12.5 is not a whole.*padding=auto"),
+        ((28, 27, 1), (Conv2d(8, 4, stride=2),), r"layer 0 \(conv1\): width \(27 \+ 2\*0 - 4\) / 2 \+ 1 = 12.5"),
+        (IMAGE, (Conv2d(8, 5, 2, padding=1),), r"\(28 \+ 2\*1 - 5\) / 2 \+ 1 = 13.5"),
+        ((7, 7, 1), (Conv2d(8, 9),), r"kernel 9 is larger than its padded input, height 7; use a kernel of at most 7"),
+        (
+            IMAGE,
+            (Conv2d(2), MaxPool2d(3)),
+            r"layer 1 \(maxpool1\).*not a whole number of windows; change pool or stride",
+        ),
+        (IMAGE, (Conv2d(0),), r"filters=0; must be a whole number >= 1"),
+        (IMAGE, (Conv2d(True),), r"filters=True; must be a whole number >= 1"),
+        (IMAGE, (Conv2d(2, 2.5),), r"kernel=2.5; must be a whole number >= 1"),
+        (IMAGE, (Conv2d(2, 3, stride=0),), r"stride=0; must be a whole number >= 1"),
+        (IMAGE, (Conv2d(2, 3, padding=-1),), r"padding=-1; legal: valid, same, full, auto, or a whole number >= 0"),
+        (IMAGE, (Conv2d(2, 3, padding="sane"),), r"padding='sane'; legal"),
+        (IMAGE, (MaxPool2d(2, padding="same"), Flatten(), Linear(1)), r"pooling allows 'valid' or 'auto'"),
+        ((2, 2, 1), (MaxPool2d(1, 2, "auto"),), r"window wholly outside the image, as stride 2 is larger than pool 1"),
+        ((2, 2, 1), (AvgPool2d(1, 4, "auto"),), r"window wholly outside the image, as stride 4 is larger than pool 1"),
+        (IMAGE, (AvgPool2d(2, stride=0), Flatten(), Linear(1)), r"stride=0; must be"),
+        (IMAGE, (Linear(10),), r"Linear needs a flat input but gets \(28, 28, 1\); put Flatten before it"),
+        (IMAGE, (Flatten(), Conv2d(2)), r"layer 1 \(conv1\): Conv2d needs an image .* but gets \(784,\)"),
+        (IMAGE, (Flatten(), Linear(0)), r"features=0; must be"),
+        (IMAGE, (Flatten(), ReLU()), r"nothing to train; add at least one Conv2d or Linear layer"),
+        (IMAGE, (), r"empty; add at least one"),
+        (IMAGE, ("Conv2d",), r"'Conv2d' is not a layer; legal: Conv2d, ReLU"),
+        ((28, 28), (Flatten(), Linear(1)), r"input shape \(28, 28\): must be"),
+        ((0,), (Linear(1),), r"input shape \(0,\): must be"),
+    ],
+)
+def test_what_does_not_fit_is_refused(shape, layers, message):
+    with pytest.raises(NetworkError, match=message):
+        Network(shape, layers)
+
+
+def test_initial_parameters_depend_on_the_seed_alone():
+    network = Network(IMAGE, (Conv2d(8, 5), ReLU(), Flatten(), Linear(10)))
+    first = network.initial_parameters(1)
+    assert first.dtype == np.float32
+    assert np.array_equal(first, network.initial_parameters(1))
+    assert not np.array_equal(first, network.initial_parameters(2))
+
+
+def test_initial_parameters_fill_pytorchs_range():
+    network = Network(IMAGE, (Conv2d(64, 5), ReLU(), Flatten(), Linear(10)))
+    flat = network.initial_parameters(0)
+    for parameter in network.parameters:
+        bound = 1 / math.sqrt({"conv1": 25, "linear1": 24 * 24 * 64}[parameter.name.split(".")[0]])
+        values = parameter.view(flat)
+        assert np.abs(values).max() <= bound
+        assert np.abs(values).max() > 0.8 * bound
+        assert abs(values.mean()) < 0.5 * bound
+
+
+def test_networks_of_equal_layers_are_equal():
+    layers = (Linear(3), Sigmoid(), Linear(1))
+    assert Network((2,), layers) == Network([2], list(layers))
+    assert Network((2,), layers) != Network((3,), layers)

@@ -1,0 +1,109 @@
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+from results import DATASET, LABELS, SCORES, epoch_result
+
+from cnnexp.tracking import figures
+from cnnexp.tracking.journal import epoch_metrics, predicted_classes
+
+
+def epochs(*results):
+    return [{"epoch": result.epoch, **epoch_metrics(result)} for result in results]
+
+
+def lines(axes):
+    return {line.get_label(): [list(data) for data in line.get_data()] for line in axes.get_lines()}
+
+
+def labels_and_widths(axes):
+    return dict(
+        zip(
+            [text.get_text().strip() for text in axes.get_yticklabels()],
+            [bar.get_width() for bar in axes.patches],
+            strict=True,
+        )
+    )
+
+
+def test_draw_run_writes_its_figures(tmp_path):
+    predictions = tmp_path / "predictions.npz"
+    np.savez(predictions, labels=LABELS, predicted=predicted_classes(SCORES))
+    figures.draw_run(
+        str(tmp_path / "figures"), epochs(epoch_result(1)), [None], str(predictions), DATASET.classes, "a run"
+    )
+    sizes = {path.name: Image.open(io.BytesIO(path.read_bytes())).size for path in (tmp_path / "figures").iterdir()}
+    assert sizes.keys() == {"learning.png", "epoch_time.png", "confusion.png", "recall.png"}
+    assert all(min(size) >= 300 for size in sizes.values())
+
+
+def test_learning_shows_each_split_by_epoch():
+    figure = figures.learning(
+        epochs(epoch_result(1, correct=1, validation=2), epoch_result(2, correct=3, validation=4))
+    )
+    losses, accuracies = map(lines, figure.axes)
+    assert losses["train"] == [[1, 2], [1.0, 0.5]]
+    assert accuracies["test"] == [[1, 2], [0.25, 0.75]]
+    assert accuracies["validation"] == [[1, 2], [0.5, 1.0]]
+    assert "validation" not in lines(figures.learning(epochs(epoch_result(1))).axes[0])
+
+
+def test_epoch_time_shows_the_baseline_where_it_was_measured():
+    figure = figures.epoch_time(epochs(epoch_result(1), epoch_result(2)), [None, 1.5])
+    run, baseline = lines(figure.axes[0]).values()
+    assert run == [[1, 2], [0.5, 0.5]]
+    assert baseline == [[2], [1.5]]
+    assert len(lines(figures.epoch_time(epochs(epoch_result(1)), [None]).axes[0])) == 1
+
+
+def test_confusion_counts_true_by_predicted():
+    axes = figures.confusion(LABELS, predicted_classes(SCORES), DATASET.classes).axes[0]
+    cells = {tuple(map(int, text.get_position()[::-1])): text.get_text() for text in axes.texts}
+    assert cells[2, 1] == "1"  # the 2 that was taken for a 1
+    assert (1, 2) not in cells  # zeros are left out
+    assert [cells[i, i] for i in range(3)] == ["1", "1", "1"]
+    assert np.array(axes.images[0].get_array())[2].tolist() == [0, 0.5, 0.5]
+
+
+def test_a_class_without_images_has_recall_zero():
+    heights = [bar.get_height() for bar in figures.recall(LABELS, predicted_classes(SCORES), "abcd").axes[0].patches]
+    assert heights == [1, 1, 0.5, 0]
+
+
+def test_many_classes_are_not_named(tmp_path):
+    classes = [str(i) for i in range(100)]
+    assert not figures.confusion(np.arange(100), np.arange(100), classes).axes[0].texts
+
+
+ROWS = [
+    {"backend": backend, "model.filters": filters, "time/median_epoch_s": seconds}
+    for backend, filters, seconds in [("cpu", "64", 4.0), ("cpu", "32", 2.0), ("cpu-parallel", "32", 1.0)]
+]
+
+
+def test_comparison_draws_a_line_per_choice_over_a_number():
+    axes = figures.comparison(ROWS, ["backend", "model.filters"], "time/median_epoch_s", "seconds").axes[0]
+    assert axes.get_xlabel() == "model.filters"
+    assert lines(axes) == {"cpu": [[32, 64], [2, 4]], "cpu-parallel": [[32], [1]]}
+
+
+def test_comparison_draws_bars_where_only_choices_varied():
+    axes = figures.comparison(ROWS[1:], ["backend"], "time/median_epoch_s", "seconds").axes[0]
+    assert labels_and_widths(axes) == {"cpu": 2, "cpu-parallel": 1}
+
+
+@pytest.mark.parametrize("speedups", [(None, None), (None, 2.0)])
+def test_draw_sweep_shows_speedup_only_where_it_was_measured(tmp_path, speedups):
+    rows = [
+        {**row, **({} if speedup is None else {"speedup/median": speedup})}
+        for row, speedup in zip(ROWS, speedups, strict=False)
+    ]
+    figures.draw_sweep(str(tmp_path / "figures"), rows, ["backend", "model.filters"])
+    drawn = {path.name for path in (tmp_path / "figures").iterdir()}
+    assert drawn == {"epoch_time.png"} | ({"speedup.png"} if any(speedups) else set())
+
+
+def test_draw_sweep_of_failures_alone_draws_nothing(tmp_path):
+    figures.draw_sweep(str(tmp_path / "figures"), [], [])
+    assert list((tmp_path / "figures").iterdir()) == []

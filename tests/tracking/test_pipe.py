@@ -1,0 +1,294 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from results import CONFIG, DATASET, NETWORK, Backend, epoch_result
+
+from cnnexp.errors import Diverged, TrackingError
+from cnnexp.tracking import pipe
+from cnnexp.tracking import store as stores
+from cnnexp.tracking.journal import Run, default_name, flatten, predicted_classes, read_journal
+from cnnexp.tracking.pipe import Recorder
+
+# MLflow and what it imports warn of each other; the recorder's process silences them
+pytestmark = pytest.mark.filterwarnings("default")
+
+
+@pytest.fixture(scope="module")
+def uri(tmp_path_factory):
+    return f"sqlite:///{tmp_path_factory.mktemp('store')}/mlflow.db"
+
+
+@pytest.fixture(scope="module")
+def store(uri):
+    """A second pair of eyes on the store that the recorder writes."""
+    return stores.Store(uri, "runs")
+
+
+@pytest.fixture(scope="module")
+def live(uri, store):
+    recorder = Recorder(uri, "runs")
+    yield recorder
+    recorder.close()
+
+
+def run_epochs(run, results):
+    run.begin(DATASET, NETWORK, Backend())
+    run.wait()
+    for result in results:
+        run.epoch(result)
+
+
+def record(folder, recorder, results, error=None):
+    """Record a run that ends with `error`."""
+    with Run(folder, CONFIG, (), recorder) as run:
+        run_epochs(run, results)
+        if error is not None:
+            raise error
+
+
+def read(store, run_id):
+    return store._client.get_run(run_id)
+
+
+def latest(store):
+    return store._client.search_runs([store._experiment_id], max_results=1)[0]
+
+
+def test_run_records_everything(live, store, tmp_path):
+    with Run(tmp_path, CONFIG, ["model.filters=4"], live) as run:
+        run_epochs(
+            run, [epoch_result(1, correct=4, epoch_s=0.5, speedup=2.0), epoch_result(2, epoch_s=0.25, speedup=3)]
+        )
+        run.summarize({"time/compile_s": 1.5})
+        (tmp_path / "checkpoints").mkdir()
+        (tmp_path / "checkpoints" / "2.npz").write_bytes(b"state")
+        run.add_artifact(tmp_path / "checkpoints", "checkpoints")
+        run.add_artifact(tmp_path / "never made")
+
+    recorded = read(store, run.id)
+    assert recorded.info.status == "FINISHED"
+    assert recorded.info.run_name == "points one_conv numpy filters=4"
+    assert recorded.data.metrics == pytest.approx(
+        {
+            "train/loss": 0.5,
+            "train/accuracy": 0.5,
+            "train/images": 8,
+            "test/loss": 0.5,
+            "test/accuracy": 0.5,
+            "time/epoch_s": 0.25,
+            "time/evaluate_s": 0.01,
+            "throughput/images_per_s": 32.0,
+            "speedup/vs_baseline": 3.0,
+            "speedup/baseline_images": 4,
+            "train/learning_rate": 0.1,
+            "time/compile_s": 1.5,
+            "time/median_epoch_s": 0.375,
+            "final/test_accuracy": 0.5,
+            "best/test_accuracy": 1.0,
+            "speedup/median": 2.5,
+            "model/parameters": 15,
+        }
+    )
+    assert [m.step for m in store._client.get_metric_history(run.id, "time/epoch_s")] == [1, 2]
+    tags = recorded.data.tags
+    wanted = {"backend": "numpy", "model": "one_conv", "dataset": "points", "optimizer": "sgd", "device": "a CPU"}
+    wanted |= {"threads": "2", "seed": "3", "kind": "run", "timing.contended": "false"}
+    assert {key: tags[key] for key in wanted} == wanted
+    assert len(tags["config_hash"]) == 16
+    assert recorded.data.params["model.filters"] == "4"
+    assert recorded.data.params["dataset.root"] == "${oc.env:SECRET}"
+    artifacts = {a.path for a in store._client.list_artifacts(run.id)}
+    figures = {a.path for a in store._client.list_artifacts(run.id, "figures")}
+    assert artifacts == {"config.json", "figures", "predictions.npz", "checkpoints"}
+    assert figures == {f"figures/{name}.png" for name in ("learning", "epoch_time", "confusion", "recall")}
+    with np.load(tmp_path / "predictions.npz", allow_pickle=False) as arrays:
+        assert arrays["predicted"].tolist() == [0, 1, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "tags"),
+    [
+        (KeyboardInterrupt(), "KILLED", {"error": "KeyboardInterrupt"}),
+        (SystemExit(143), "KILLED", {"error": "143"}),
+        (ValueError("no\ngood"), "FAILED", {"error": "no"}),
+        (Diverged("the loss became nan"), "FAILED", {"error": "the loss became nan", "diverged": "true"}),
+    ],
+)
+def test_an_exception_ends_the_run_and_goes_on(live, store, tmp_path, error, status, tags):
+    with pytest.raises(type(error)):
+        record(tmp_path, live, [epoch_result(1)], error)
+    recorded = latest(store)
+    assert recorded.info.status == status
+    assert {key: recorded.data.tags.get(key) for key in tags} == tags
+    assert ("diverged" in recorded.data.tags) == ("diverged" in tags)
+    assert recorded.data.metrics["final/test_accuracy"] == 0.5
+    assert read_journal(tmp_path)["status"] == status
+
+
+def test_contended_run_claims_no_speedup(live, store, tmp_path):
+    with Run(tmp_path, CONFIG, (), live, contended=True) as run:
+        run_epochs(run, [epoch_result(1, speedup=5.0)])
+    recorded = read(store, run.id)
+    assert recorded.data.tags["timing.contended"] == "true"
+    assert not [name for name in recorded.data.metrics if name.startswith("speedup/")]
+
+
+def test_run_of_a_sweep_has_its_parent(live, store, tmp_path):
+    parent = live.call("begin", name="sweep", params={}, tags={"kind": "sweep"})
+    with Run(tmp_path, CONFIG, (), live, parent=parent) as run:
+        run_epochs(run, [epoch_result(1)])
+    assert read(store, run.id).data.tags["mlflow.parentRunId"] == parent
+    live.call("finish", run_id=parent, status="FINISHED", tags={})
+
+
+def test_finished_config_is_skipped(live, tmp_path):
+    config = {**CONFIG, "trainer": {"seed": 77}}
+    with Run(tmp_path / "1", config, (), live) as first:
+        assert not first.skip_if_finished()
+        run_epochs(first, [epoch_result(1)])
+    elsewhere = {**config, "tracking": {"name": "mlflow", "run_name": "another"}}
+    with Run(tmp_path / "2", elsewhere, (), live) as second:
+        assert second.skip_if_finished()
+    journal = read_journal(tmp_path / "2")
+    assert journal["status"] == "SKIPPED"
+    assert journal["metrics"]["final/test_accuracy"] == 0.5
+
+
+def test_without_a_recorder_the_journal_tells_all(tmp_path):
+    with Run(tmp_path, CONFIG, ["model.filters=4"]) as run:
+        assert not run.skip_if_finished()
+        run_epochs(run, [epoch_result(1), epoch_result(2)])
+    journal = read_journal(tmp_path)
+    assert (journal["status"], journal["error"], journal["overrides"]) == ("FINISHED", None, ["model.filters=4"])
+    assert [epoch["epoch"] for epoch in journal["epochs"]] == [1, 2]
+    assert journal["epochs"][1]["train/loss"] == 0.5
+    assert journal["metrics"]["time/median_epoch_s"] == 0.5
+
+
+def test_journal_of_a_run_that_never_ended(tmp_path):
+    run = Run(tmp_path, CONFIG)
+    run_epochs(run, [epoch_result(1)])
+    journal = read_journal(tmp_path)
+    assert (journal["status"], len(journal["epochs"])) == ("DIED", 1)
+    run.__exit__(None, None, None)
+
+
+def test_best_goes_by_the_validation_split(tmp_path):
+    with Run(tmp_path, CONFIG) as run:
+        run_epochs(run, [epoch_result(1, correct=1, validation=4), epoch_result(2, correct=3, validation=2)])
+    assert run.metrics["best/test_accuracy"] == 0.25
+    assert run.metrics["final/test_accuracy"] == 0.75
+
+
+def test_a_dead_recorder_loses_no_epoch(uri, store, tmp_path):
+    doomed = Recorder(uri, "runs")
+
+    def results():
+        yield epoch_result(1)
+        doomed._process.kill()
+        doomed._process.wait()
+        yield epoch_result(2)
+
+    with pytest.raises(TrackingError, match=f"recorder process has died; all 2 epochs are in {tmp_path}"):
+        record(tmp_path, doomed, results())
+    assert len(read_journal(tmp_path)["epochs"]) == 2
+    doomed.close()
+    store._client.set_terminated(latest(store).info.run_id, "KILLED")
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="a process is stopped by a POSIX signal")
+def test_a_recorder_that_hangs_at_its_end_is_killed(tmp_path, monkeypatch):
+    hung = Recorder(f"sqlite:///{tmp_path}/mlflow.db", "runs")
+    hung._process.send_signal(signal.SIGSTOP)
+    monkeypatch.setattr(pipe, "ANSWER_S", 0.1)
+    with pytest.raises(TrackingError, match="hung at its end and was killed"):
+        hung.close()
+    assert hung._process.wait(10) == -signal.SIGKILL
+
+
+@pytest.fixture
+def hopeless(tmp_path):
+    """A recorder whose store cannot be made: its folder is a file."""
+    (tmp_path / "file").write_text("")
+    recorder = Recorder(f"sqlite:///{tmp_path}/file/mlflow.db", "runs")
+    yield recorder
+    recorder.close()
+
+
+def test_a_store_that_cannot_be_opened_stops_the_run_before_training(hopeless, tmp_path):
+    with pytest.raises(TrackingError, match=r"tracking\.uri=.*cannot be opened"):
+        record(tmp_path, hopeless, [epoch_result(1)])
+    assert read_journal(tmp_path)["epochs"] == []
+
+
+def test_the_error_of_the_store_hides_no_error_of_the_run(hopeless, tmp_path):
+    run = Run(tmp_path, CONFIG, (), hopeless)
+    run.begin(DATASET, NETWORK, Backend())
+    assert not run.__exit__(ValueError, ValueError("mine"), None)
+    assert read_journal(tmp_path)["error"] == "mine"
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from results import CONFIG, DATASET, NETWORK, Backend, epoch_result
+from cnnexp.tracking.journal import Run
+from cnnexp.tracking.pipe import Recorder
+run = Run(Path(sys.argv[1]), CONFIG, (), Recorder(sys.argv[2], "runs"))
+run.begin(DATASET, NETWORK, Backend())
+run.epoch(epoch_result(1))
+print(run.id, "mlflow" in sys.modules, "matplotlib" in sys.modules, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_process_leaves_no_run_running_and_never_imported_mlflow(uri, store, tmp_path):
+    path = os.pathsep.join(sys.path)
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path), uri],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    run_id, *imported = done.stdout.split()
+    assert imported == ["False", "False"]
+    deadline = time.monotonic() + 120
+    while read(store, run_id).info.status == "RUNNING" and time.monotonic() < deadline:
+        time.sleep(0.1)
+    recorded = read(store, run_id)
+    assert recorded.info.status == "KILLED"
+    assert recorded.data.metrics["test/accuracy"] == 0.5
+
+
+def test_an_interrupted_wait_does_not_mix_up_answers(live):
+    forgotten = live.ask("finished", config_hash="none")
+    assert live.call("draw", kind="warm_up") is None
+    assert isinstance(live.call("begin", name="x", params={}, tags={}), str)
+    del forgotten
+
+
+def test_flatten_gives_dotted_keys():
+    config = {"model": {"name": "custom", "layers": [{"type": "ReLU"}]}, "trainer": {"patience": None, "lr": 0.1}}
+    assert flatten(config) == {
+        "model.name": "custom",
+        "model.layers": json.dumps([{"type": "ReLU"}]),
+        "trainer.patience": "null",
+        "trainer.lr": "0.1",
+    }
+
+
+def test_name_tells_the_pieces_and_what_was_changed():
+    overrides = ["model=one_conv", "model.filters=8", "tracking.uri=sqlite:///x", "trainer.seed=1"]
+    assert default_name(CONFIG, overrides) == "points one_conv numpy filters=8 seed=1"
+
+
+def test_predicted_classes_of_one_output():
+    assert predicted_classes(np.array([[0.2], [0.5]], np.float32)).tolist() == [0, 1]

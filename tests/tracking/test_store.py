@@ -1,0 +1,239 @@
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from cnnexp import environment
+from cnnexp.errors import ConfigError, TrackingError
+from cnnexp.tracking import store as stores
+from cnnexp.tracking.pipe import Recorder
+
+# MLflow and what it imports warn of each other; the recorder's process silences them
+pytestmark = pytest.mark.filterwarnings("default")
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    """One store for the module: making one takes seconds. Its path holds what breaks careless URIs."""
+    folder = tmp_path_factory.mktemp("stores") / "a b ü #1 %41 ?"
+    return stores.Store(stores._sqlite_uri(folder / "mlflow.db"), "first")
+
+
+def begin(store, name="a run", **tags):
+    return store.begin(name, {"model.filters": "4"}, tags)
+
+
+def read(store, run_id):
+    return store._client.get_run(run_id)
+
+
+def history(store, run_id, key):
+    return [(m.step, m.value) for m in store._client.get_metric_history(run_id, key)]
+
+
+def closed_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_default_store_does_not_depend_on_the_working_folder(monkeypatch, tmp_path):
+    before = stores.store_uri(None)
+    monkeypatch.chdir(tmp_path)
+    assert stores.store_uri(None) == before
+    assert before == f"sqlite:///{environment.outputs_dir()}/mlflow.db"
+
+
+def test_installed_package_writes_to_the_working_folder(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(environment, "checkout", lambda: None)
+    assert environment.outputs_dir() == tmp_path / "outputs"
+
+
+def test_relative_store_is_made_absolute(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert stores.store_uri("sqlite:///my/runs.db") == f"sqlite:///{tmp_path}/my/runs.db"
+    assert stores.store_uri("http://host:5000") == "http://host:5000"
+
+
+@pytest.mark.parametrize(
+    ("uri", "said"), [("htp://host", "did you mean 'http'"), ("file:///mlruns", "sqlite:///"), ("mlruns", "sqlite:///")]
+)
+def test_unknown_kind_of_store_is_a_config_error(uri, said):
+    with pytest.raises(ConfigError, match=f"tracking.uri='{uri}': must start with.*{said}"):
+        stores.store_uri(uri)
+
+
+def test_run_holds_what_was_recorded(store, tmp_path):
+    (tmp_path / "figures").mkdir()
+    (tmp_path / "figures/curve.png").write_bytes(b"png")
+    (tmp_path / "config.json").write_text("{}")
+    dataset = {"name": "points", "sha256": "0123456789abcdef" * 4, "source": "made up", "profile": {"train": 8}}
+    params = {f"key{i}": str(i) for i in range(250)}
+    run_id = store.begin("named", params, {"backend": "numpy"}, dataset, parent=begin(store, "parent"))
+    store.log(run_id, {"train/loss": 2.0, "test/accuracy": 0.5}, 1, 1000)
+    store.log(run_id, {"train/loss": 1.0, "test/accuracy": 0.7}, 2, 2000)
+    artifacts = [(str(tmp_path / "figures"), "figures"), (str(tmp_path / "config.json"), None)]
+    store.finish(run_id, "FINISHED", {"note": "done"}, artifacts)
+
+    run = read(store, run_id)
+    assert (run.info.status, run.info.run_name) == ("FINISHED", "named")
+    assert run.data.params == params
+    assert run.data.tags["backend"] == "numpy"
+    assert run.data.tags["note"] == "done"
+    assert {"mlflow.parentRunId", "machine.cpu", "machine.cores", "version.numpy"} <= run.data.tags.keys()
+    assert history(store, run_id, "train/loss") == [(1, 2.0), (2, 1.0)]
+    assert run.inputs.dataset_inputs[0].dataset.digest == dataset["sha256"][:36]
+    assert {a.path for a in store._client.list_artifacts(run_id)} == {"figures", "config.json"}
+    assert stores._database(store._uri).is_file()
+    assert (stores._database(store._uri).parent / "mlartifacts" / run_id / "artifacts/figures/curve.png").is_file()
+
+
+def test_runs_go_to_their_experiment(store):
+    other = stores.Store(store._uri, "second")
+    runs = [read(each, begin(each)).info.experiment_id for each in (store, other)]
+    names = [store._client.get_experiment(experiment_id).name for experiment_id in runs]
+    assert names == ["first", "second"]
+
+
+def test_outage_loses_no_metric_and_doubles_none(store, monkeypatch):
+    run_id = begin(store)
+    log_batch = store._client.log_batch
+    monkeypatch.setattr(store._client, "log_batch", lambda *a, **k: (_ for _ in ()).throw(ConnectionError("down")))
+    for step in (1, 2):
+        store.log(run_id, {"train/loss": float(step)}, step, step)
+    monkeypatch.setattr(store._client, "log_batch", log_batch)
+    store.log(run_id, {"train/loss": 3.0}, 3, 3)
+    assert history(store, run_id, "train/loss") == []  # kept: it is not asked again at once
+    store.finish(run_id, "FINISHED", {})
+    assert history(store, run_id, "train/loss") == [(1, 1.0), (2, 2.0), (3, 3.0)]
+
+
+def test_outage_at_the_end_names_the_store(store, monkeypatch):
+    run_id = begin(store)
+    monkeypatch.setattr(store._client, "set_terminated", lambda *a: (_ for _ in ()).throw(ConnectionError("gone\nx")))
+    with pytest.raises(TrackingError, match=r"^tracking.uri=sqlite.*: stopped answering: gone$"):
+        store.finish(run_id, "FINISHED", {})
+
+
+def test_a_lost_runs_metrics_do_not_reach_the_next(store, monkeypatch):
+    lost = begin(store)
+    with monkeypatch.context() as outage:
+        outage.setattr(store._client, "log_batch", lambda *a, **k: (_ for _ in ()).throw(ConnectionError("down")))
+        store.log(lost, {"train/loss": 9.0}, 1, 1)
+    following = begin(store)
+    store.finish(following, "FINISHED", {})
+    assert read(store, following).data.metrics == {}
+
+
+def test_finished_finds_only_finished_runs_of_the_config(store):
+    for status in ("FAILED", "FINISHED"):
+        run_id = begin(store, config_hash=f"hash of {status}")
+        store.log(run_id, {"final/test_accuracy": 0.9}, 1, 1)
+        store.finish(run_id, status, {})
+    assert store.finished("hash of FINISHED") == {"final/test_accuracy": 0.9}
+    assert store.finished("hash of FAILED") is None
+
+
+def test_a_killed_machine_leaves_no_run_running(store):
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    stale, live = begin(store), begin(store)
+    store._client.set_tag(stale, "machine.pid", str(gone.pid))
+    store._client.set_tag(live, "machine.pid", str(os.getpid()))
+    stores.Store(store._uri, "first")
+    assert read(store, stale).info.status == "KILLED"
+    assert read(store, live).info.status == "RUNNING"
+
+
+def test_close_ends_open_runs(store):
+    run_id = begin(store)
+    store.close()
+    assert read(store, run_id).info.status == "KILLED"
+
+
+def test_deleted_experiment_says_how_to_restore_it(store):
+    experiment_id = stores.Store(store._uri, "gone")._experiment_id
+    store._client.delete_experiment(experiment_id)
+    with pytest.raises(TrackingError, match=f"tracking.experiment='gone': deleted.*--experiment-id {experiment_id}"):
+        stores.Store(store._uri, "gone")
+
+
+@pytest.fixture
+def no_client(monkeypatch):
+    """Have MLflow's client fail: its own attempts at what cannot be opened go on for minutes."""
+    monkeypatch.setattr("mlflow.tracking.MlflowClient", lambda **uris: pytest.fail("MLflow was asked"))
+
+
+@pytest.mark.usefixtures("no_client")
+def test_unreachable_server_is_told_at_once():
+    with pytest.raises(
+        TrackingError, match=r"^tracking.uri=http://me:\*\*\*@127.0.0.1:\d+: cannot be opened: .*refused"
+    ):
+        stores.Store(f"http://me:secret@127.0.0.1:{closed_port()}", "first")
+
+
+@pytest.mark.parametrize("uri", ["sqlite:", "sqlite://x.db", "sqlite:///"])
+def test_a_store_without_a_file_is_a_config_error(uri):
+    with pytest.raises(ConfigError, match=r"names no file; write sqlite:///path/to/mlflow\.db"):
+        stores.store_uri(uri)
+
+
+@pytest.mark.usefixtures("no_client")
+@pytest.mark.parametrize("kind", ["folder", "other file"])
+def test_what_is_no_database_is_told_at_once(tmp_path, kind):
+    path = tmp_path / "mlflow.db"
+    path.mkdir() if kind == "folder" else path.write_bytes(b"not a database " * 100)
+    with pytest.raises(TrackingError, match=r"mlflow\.db: cannot be opened: (unable to open|file is not a) database"):
+        stores.Store(f"sqlite:///{path}", "first")
+
+
+def test_unwritable_folder_is_told(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TrackingError, match="cannot be opened"):
+        stores.Store(f"sqlite:///{tmp_path}/file/mlflow.db", "first")
+
+
+def test_processes_that_start_at_once_share_a_new_store(tmp_path):
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    recorders = [Recorder(uri, "together") for _ in range(4)]
+    answers = [recorder.ask("begin", name=f"run {i}", params={}, tags={}) for i, recorder in enumerate(recorders)]
+    runs = [answer() for answer in answers]
+    for recorder, run_id in zip(recorders, runs, strict=True):
+        recorder.call("finish", run_id=run_id, status="FINISHED", tags={})
+        recorder.close()
+    store = stores.Store(uri, "together")
+    assert {run.info.run_id for run in store._search("attributes.status = 'FINISHED'", 10)} == set(runs)
+
+
+def test_ui_shows_the_store_to_this_machine_alone(store, monkeypatch, capsys):
+    commands = []
+    monkeypatch.setattr(stores.os, "execve", lambda path, command, environ: commands.append(command))
+    stores.ui([f"tracking.uri={store._uri}", "port=5123"])
+    assert "http://127.0.0.1:5123" in capsys.readouterr().out
+    assert commands[0][3:] == [
+        *("ui", "--backend-store-uri", store._uri),
+        *("--default-artifact-root", stores.artifact_location(store._uri)),
+        *("--host", "127.0.0.1", "--port", "5123", "--workers", "1"),
+    ]
+
+
+def test_ui_of_a_server_is_the_server(capsys):
+    stores.ui(["tracking.uri=http://host:5000"])
+    assert capsys.readouterr().out.endswith("http://host:5000\n")
+
+
+@pytest.mark.parametrize("argument", ["prot=1", "port=x", "port"])
+def test_ui_refuses_what_it_does_not_know(argument):
+    with pytest.raises(ConfigError, match=r"legal: tracking\.uri=STORE, port=NUMBER"):
+        stores.ui([argument])
+
+
+def test_free_port_skips_a_taken_one():
+    with socket.socket() as taken:
+        taken.bind((stores.UI_HOST, 0))
+        taken.listen()
+        first = taken.getsockname()[1]
+        assert stores.free_port(first) > first

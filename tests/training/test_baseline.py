@@ -1,0 +1,102 @@
+"""The baseline on a fake clock: the ratio must be of equal work, and nothing else may be in it."""
+
+import numpy as np
+import pytest
+from fakes import FakeClock, FakeProgram
+from training.test_loop import dataset
+
+from cnnexp import Baseline, train_epochs
+
+
+def measure(own, other, train=25, batch_size=10, epochs=1, **options):
+    """Run a fake program of costs `own` beside a baseline of costs `other`, (per image, per step) in seconds."""
+    clock = FakeClock()
+    program = FakeProgram(clock, *own, batch_size=batch_size)
+    beside = FakeProgram(clock, *other, batch_size=batch_size)
+    data = dataset(train)
+    baseline = Baseline(beside, data.train, clock=clock, **options)
+    return list(train_epochs(program, data, epochs, baseline=baseline, clock=clock)), program, beside
+
+
+def test_speedup_is_the_ratio_of_the_costs():
+    (result,), _, _ = measure(own=(0.01,), other=(0.08,))
+    assert result.comparison.speedup == pytest.approx(8.0)
+    assert result.comparison.seconds_per_image == pytest.approx(0.08)
+
+
+def test_the_short_last_batch_is_compared_with_nothing():
+    # A cost per step makes short batches dearer per image: 10 images cost 0.02 each, 1 image would cost 0.11.
+    (result,), _, _ = measure(own=(0.01, 0.1), other=(0.02, 0.2), train=21)
+    assert result.train.count == 21
+    assert result.comparison.images == 10
+    assert result.comparison.speedup == pytest.approx(2.0)
+
+
+def test_data_of_one_short_batch_is_compared_with_the_same_batch():
+    (result,), _, _ = measure(own=(0.01, 0.1), other=(0.02, 0.2), train=7)
+    assert (result.comparison.images, result.comparison.batches) == (7, 1)
+    assert result.comparison.speedup == pytest.approx(2.0)
+
+
+def test_baseline_sees_batches_that_the_run_trained_on():
+    (result,), program, beside = measure(own=(0.01,), other=(0.02,), train=100, batches=2)
+    trained = [batch for order in program.orders for batch in np.split(order, len(order) // 10)]
+    timed = beside.orders[-result.comparison.batches :]
+    assert result.comparison.batches == 2
+    assert all(any(np.array_equal(batch, own) for own in trained) for batch in timed)
+
+
+def test_baseline_time_is_not_in_the_epoch():
+    (result,), _, _ = measure(own=(0.01,), other=(5.0,))
+    assert result.epoch_s == pytest.approx(25 * 0.01)
+
+
+def test_a_slow_baseline_is_timed_on_fewer_images_and_says_so():
+    (result,), _, beside = measure(own=(0.01,), other=(2.0,), train=400, batch_size=100, budget_s=10.0)
+    assert result.comparison.images == 5
+    assert result.comparison.speedup == pytest.approx(200.0)
+    assert max(len(order) for order in beside.orders) == 5
+
+
+def test_each_epoch_starts_the_baseline_from_the_parameters_of_the_run():
+    results, _, beside = measure(own=(0.01,), other=(0.02,), epochs=3)
+    assert len(beside.restored) == 3
+    assert [r.comparison.speedup for r in results] == pytest.approx([2.0] * 3)
+
+
+def test_no_baseline_no_comparison():
+    clock = FakeClock()
+    (result,) = train_epochs(FakeProgram(clock, 0.1), dataset(), 1, clock=clock)
+    assert result.comparison is None
+
+
+def shared(shares, **options):
+    """Run a baseline whose steps, clocked inside, have these shares and cost a second; return it and how many were."""
+    clock, data = FakeClock(), dataset(40)
+    left = iter(shares)
+
+    def layers_share(handle, batch, rate):
+        clock.advance(1.0)
+        return next(left)
+
+    beside = FakeProgram(clock, 0.001)
+    baseline = Baseline(beside, data.train, clock=clock, layers_share=layers_share, **options)
+    results = list(train_epochs(FakeProgram(clock, 0.01), data, 2, baseline=baseline, clock=clock))
+    return baseline, len(shares) - len(list(left)), results
+
+
+def test_the_parallel_share_is_measured_once_a_run_outside_what_is_timed():
+    baseline, asked, results = shared([0.9, 0.2, 0.8, 0.1], budget_s=10)
+    assert (baseline.parallel_share, asked) == (0.8, 3)  # the median of three, in the first epoch alone
+    assert [r.epoch_s for r in results] == pytest.approx([0.4, 0.4])
+    assert [r.comparison.seconds_per_image for r in results] == pytest.approx([0.001, 0.001])
+
+
+def test_a_slow_baseline_measures_its_parallel_share_on_one_step():
+    baseline, asked, _ = shared([0.9, 0.2, 0.8], budget_s=1.0)
+    assert (baseline.parallel_share, asked) == (0.9, 1)
+
+
+def test_a_fused_baseline_has_no_parallel_share():
+    baseline, asked, _ = shared([None, 0.5])
+    assert (baseline.parallel_share, asked) == (None, 1)

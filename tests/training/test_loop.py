@@ -1,0 +1,129 @@
+"""The epoch loop on a fake program and a fake clock: what is timed, what is trained, when it stops."""
+
+import numpy as np
+import pytest
+from fakes import FakeClock, FakeProgram
+
+from cnnexp import Constant, Cosine, Dataset, Split, Step, train_epochs
+from cnnexp.errors import ConfigError, Diverged
+from cnnexp.training.loop import epoch_order
+
+
+def dataset(train=25, test=8, validation=None):
+    def split(count):
+        return Split(np.zeros((count, 2, 2, 1), np.float32), np.zeros(count, np.int32))
+
+    held_out = split(validation) if validation else None
+    return Dataset("fake", split(train), split(test), held_out, ("a", "b"), "made here", "0" * 64)
+
+
+def run(program, data=None, epochs=1, **options):
+    return list(train_epochs(program, data or dataset(), epochs, clock=program.clock, **options))
+
+
+def test_every_image_is_trained_once_an_epoch_the_short_last_batch_included():
+    program = FakeProgram(FakeClock(), 0.001, batch_size=10)
+    (result,) = run(program)
+    assert sorted(np.concatenate(program.orders)) == list(range(25))
+    assert all(len(order) % 10 == 0 for order in program.orders[:-1])
+    assert len(program.orders[-1]) == 5
+    assert result.train.count == 25
+
+
+def test_epoch_seconds_are_the_training_pass_alone():
+    program = FakeProgram(FakeClock(), 0.25, per_step_s=1.0, batch_size=10)
+    (result,) = run(program)
+    assert result.epoch_s == pytest.approx(25 * 0.25 + 3 * 1.0)
+    assert result.evaluate_s == pytest.approx(100.0)
+    assert result.images_per_s == pytest.approx(25 / result.epoch_s)
+
+
+def test_order_follows_from_seed_and_epoch_alone():
+    first, second = FakeProgram(FakeClock(), 0.001), FakeProgram(FakeClock(), 5.0)
+    run(first, epochs=2, seed=3)
+    run(second, epochs=2, seed=3)  # slower, so its chunks differ
+    assert np.array_equal(np.concatenate(first.orders), np.concatenate(second.orders))
+    assert not np.array_equal(epoch_order(25, 3, 1), epoch_order(25, 3, 2))
+    assert not np.array_equal(epoch_order(25, 3, 1), epoch_order(25, 4, 1))
+
+
+def test_a_run_that_goes_on_visits_the_images_as_one_never_stopped():
+    whole, rest = FakeProgram(FakeClock(), 0.1), FakeProgram(FakeClock(), 0.1)
+    earlier = run(whole, epochs=3)[:2]
+    results = run(rest, epochs=3, earlier=earlier)
+    assert [r.epoch for r in results] == [3]
+    assert np.array_equal(np.concatenate(whole.orders)[50:], np.concatenate(rest.orders))
+
+
+def test_batch_larger_than_the_data():
+    (result,) = run(FakeProgram(FakeClock(), 0.1, batch_size=100))
+    assert result.train.count == 25
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_stops_the_run(bad):
+    program = FakeProgram(FakeClock(), 0.001, losses=[1.0, bad])
+    with pytest.raises(Diverged, match=r"epoch 1, images 10 to 20, at learning rate 0\.01"):
+        run(program)
+
+
+def test_a_pass_over_its_seconds_ends_early_and_is_tested_on_the_same_share():
+    program = FakeProgram(FakeClock(), 0.1, batch_size=10)  # a batch takes a second
+    results = run(program, dataset(train=100, test=50), epochs=2, pass_s=3.5)
+    assert [result.train.count for result in results] == [30, 30]
+    assert [result.test.count for result in results] == [15, 15]
+    assert results[0].epoch_s == pytest.approx(3.0)
+    assert len(results[0].scores) == 15
+
+
+def test_a_pass_has_at_least_one_batch_and_time_enough_changes_nothing():
+    (short,) = run(FakeProgram(FakeClock(), 0.1, batch_size=10), pass_s=0.01)
+    assert short.train.count == 10
+    (whole,) = run(FakeProgram(FakeClock(), 0.1, batch_size=10), pass_s=100.0)
+    assert (whole.train.count, whole.test.count) == (25, 8)
+
+
+def test_early_stop_counts_epochs_without_a_smaller_held_out_loss():
+    results = run(FakeProgram(FakeClock(), 0.1), epochs=10, patience=2)
+    assert len(results) == 3  # the fake's scores never change: best in epoch 1, worse in 2 and 3
+
+
+def test_early_stop_counts_the_epochs_before_a_run_went_on():
+    earlier = run(FakeProgram(FakeClock(), 0.1), epochs=2)
+    results = run(FakeProgram(FakeClock(), 0.1), epochs=10, patience=2, earlier=earlier)
+    assert [result.epoch for result in results] == [3]
+
+
+def test_held_out_is_the_validation_split_where_there_is_one():
+    (result,) = run(FakeProgram(FakeClock(), 0.1), dataset(test=8, validation=4))
+    assert (result.test.count, result.validation.count, result.held_out.count) == (8, 4, 4)
+    (result,) = run(FakeProgram(FakeClock(), 0.1), dataset(test=8))
+    assert result.validation is None
+    assert result.held_out is result.test
+
+
+def test_progress_reaches_the_whole_epoch():
+    seen = []
+    run(FakeProgram(FakeClock(), 0.1), on_progress=seen.append)
+    assert seen[-1].totals.count == seen[-1].images == 25
+    assert [p.totals.count for p in seen] == sorted({p.totals.count for p in seen})
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rates"),
+    [
+        (Constant(), [0.01, 0.01, 0.01, 0.01]),
+        (Step(every=2, factor=0.5), [0.01, 0.01, 0.005, 0.005]),
+        (Cosine(), [0.01, 0.01 * (2 + 2**0.5) / 4, 0.005, 0.01 * (2 - 2**0.5) / 4]),
+    ],
+    ids=["constant", "step", "cosine"],
+)
+def test_schedules(schedule, rates):
+    results = run(FakeProgram(FakeClock(), 0.1), epochs=4, schedule=schedule)
+    assert [r.rate for r in results] == pytest.approx(rates)
+
+
+@pytest.mark.parametrize("options", [{"every": 0}, {"factor": 0.0}, {"factor": 1.5}])
+def test_step_schedule_refuses(options):
+    with pytest.raises(ConfigError, match=rf"trainer\.step_{next(iter(options))}="):
+        Step(**options)
