@@ -58,6 +58,10 @@ class Diverged(CnnexpError):
     exit_code = 7
 
 
+class CompilerDied(CnnexpError):
+    """A backend's compiler ended the process that it ran in: a fault of the compiler, on this CPU."""
+
+
 class WorkerDied(CnnexpError):
     """One of several workers is gone, so the others cannot go on."""
 

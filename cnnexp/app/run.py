@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import re
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ from cnnexp.app.sweep import write_csv
 from cnnexp.backends.protocol import Backend, Program
 from cnnexp.datasets import Dataset
 from cnnexp.environment import outputs_dir
-from cnnexp.errors import ConfigError
+from cnnexp.errors import CompilerDied, ConfigError
 from cnnexp.measuring import cost_model
 from cnnexp.measuring.amdahl import amdahl_limit
 from cnnexp.measuring.ledger import Ledger, Profiled, metrics, report
@@ -25,6 +26,8 @@ from cnnexp.training import checkpoint
 from cnnexp.training.baseline import Baseline
 from cnnexp.training.loop import train_epochs
 from cnnexp.workers.program import ParallelProgram
+
+log = logging.getLogger(__name__)
 
 RUN_ID = re.compile("[0-9a-f]{32}")
 
@@ -43,7 +46,16 @@ def train(settings: Settings, run: Run) -> None:
     run.begin(dataset, network, backend, settings.workers.count)
     with contextlib.ExitStack() as stack:
         with ledger.span("compile"):
-            program = stack.enter_context(contextlib.closing(settings.workers.compile(backend, *compiling)))
+            try:
+                program = settings.workers.compile(backend, *compiling)
+            except CompilerDied as death:
+                backend = getattr(backend, "next_best", None)
+                if backend is None:
+                    raise
+                log.warning("%s; going on with %s", death, backend.name)
+                run.tag("backend.fallback", backend.name)
+                program = settings.workers.compile(backend, *compiling)
+            stack.enter_context(contextlib.closing(program))
         parallel = program if isinstance(program, ParallelProgram) else None
         if trainer.profile:
             program = Profiled(program, ledger)

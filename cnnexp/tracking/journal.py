@@ -68,6 +68,7 @@ class Run:
         self.id: str | None = None
         self.epochs: list[EpochResult] = []
         self.metrics: dict[str, float] = {}
+        self._tags: dict[str, str] = {}
         self.profile: Mapping[str, Any] | None = None
         self.contended = contended
         self._config, self._recorder, self._parent = config, recorder, parent
@@ -170,6 +171,10 @@ class Run:
         """Add metrics that are recorded once, e.g. `{"time/compile_s": 1.2}`."""
         self.metrics.update(metrics)
 
+    def tag(self, name: str, value: str) -> None:
+        """Add a tag that becomes known only after `begin`."""
+        self._tags[name] = value
+
     def add_profile(self, profile: Mapping[str, Any]) -> None:
         """Store where the time went: `ledger.report`."""
         self.profile = profile
@@ -185,7 +190,7 @@ class Run:
 
     def __exit__(self, kind, error, traceback) -> None:
         status = "SKIPPED" if self._skipped else _status(error)
-        tags = {} if error is None else {"error": _one_line(error)}
+        tags = self._tags if error is None else {**self._tags, "error": _one_line(error)}
         if isinstance(error, Diverged):
             tags["diverged"] = "true"
         if self.epochs:

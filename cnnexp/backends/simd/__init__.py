@@ -4,7 +4,7 @@ How the files stand to each other: `intrinsics` (what only some CPUs have), `emi
 (where values lie) at the bottom; kernels in `transfer`, `conv_lanes`, `conv_filters`, `conv_sparse`, `linear`,
 `elementwise`, `update`; `nodes` groups layers and calls their kernels, `plan` picks the nodes and connects them; `step`
 is the compiled training loop; `program` is what the train loop sees, `team` its threads; `cache` keeps compiled
-programs on disk; `host` knows the CPU.
+programs on disk, and `apart` makes them in a process of its own; `host` knows the CPU.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from cnnexp.backends.processor import ThreadedBackend
+from cnnexp.backends.protocol import Backend
 from cnnexp.backends.simd.host import host_target
 from cnnexp.backends.simd.program import SimdProgram
 from cnnexp.network import Network
@@ -22,9 +23,24 @@ from cnnexp.optimizers import Optimizer
 
 @dataclass(frozen=True)
 class CpuSimd(ThreadedBackend):
-    """Vector kernels compiled for the whole network, on several threads."""
+    """Vector kernels compiled for the whole network, on several threads.
+
+    Attributes:
+        threads: as `ThreadedBackend`.
+        fallback: whether a run whose network kills the compiler goes on with `next_best`.
+    """
 
     name: ClassVar[str] = "cpu-simd"
+    fallback: bool = False
+
+    @property
+    def next_best(self) -> Backend | None:
+        """The backend to go on with after `CompilerDied`, None where the run is to end."""
+        if not self.fallback:
+            return None
+        from cnnexp.backends.cpu.parallel import CpuParallel  # hundreds of loops to decorate
+
+        return CpuParallel(self.threads)
 
     def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> SimdProgram:
         return SimdProgram(network, loss, optimizer, batch_size, host_target(), self.threads)

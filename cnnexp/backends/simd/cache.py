@@ -41,17 +41,26 @@ def cache_folder() -> Path:
     return Path(base) / "cnnexp" / "cpu-simd"
 
 
-def load_or_compile(make: Callable[[str], Dispatcher], signature: Signature, *described: object) -> Dispatcher:
+def load_or_compile(
+    make: Callable[[str], Dispatcher],
+    signature: Signature,
+    *described: object,
+    elsewhere: Callable[..., bytes | None] = lambda key, *described: None,
+) -> Dispatcher:
     """Return `make(key)` compiled for a signature, from the disk where it has been compiled before.
 
     Args:
         make: returns a dispatcher that is not compiled yet. The names of all compiled functions in it must hold the
             key: machine code of several programs meets in one process, and the linker goes by names.
         described: all that the function depends on besides the package's source; their `repr` tells them apart.
+        elsewhere: asked, with the key and `described`, for the `compiled_bytes` of what is not on the disk; None from
+            it means to compile here.
     """
     key = program_key(signature, described)
     if key not in _ready:
-        _ready[key] = _load_or_compile(make(key), signature, cache_folder() / f"{key}.bin")
+        _ready[key] = _load_or_compile(
+            make(key), signature, cache_folder() / f"{key}.bin", lambda: elsewhere(key, *described)
+        )
     return _ready[key]
 
 
@@ -59,15 +68,23 @@ _ready: dict[str, Dispatcher] = {}
 """What this process has compiled or loaded."""
 
 
-def _load_or_compile(function: Dispatcher, signature: Signature, path: Path) -> Dispatcher:
+def compiled_bytes(function: Dispatcher, signature: Signature) -> bytes:
+    """Compile a dispatcher for a signature; return what a file of the cache holds of it."""
+    function.compile(signature)
+    return serialize.dumps(function.overloads[signature.args]._reduce())
+
+
+def _load_or_compile(
+    function: Dispatcher, signature: Signature, path: Path, elsewhere: Callable[[], bytes | None]
+) -> Dispatcher:
     payload = _read(path)
     if payload is None:
-        function.compile(signature)
-        _write(path, serialize.dumps(function.overloads[signature.args]._reduce()))
-    else:
+        payload = elsewhere()
+        _write(path, payload or compiled_bytes(function, signature))
+    if payload is not None:
         # a context that has not compiled anything yet knows no runtime functions
         cpu_target.target_context.refresh()
-        # the file is this user's own, and whole: its hash was checked
+        # made by this user's own process, and whole: a file's hash was checked
         function.add_overload(CompileResult._rebuild(cpu_target.target_context, *pickle.loads(payload)))
     function.disable_compile()
     return function

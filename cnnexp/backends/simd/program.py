@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cnnexp.backends.protocol import State
+from cnnexp.backends.simd import apart
 from cnnexp.backends.simd.cache import load_or_compile
 from cnnexp.backends.simd.emit import Target
 from cnnexp.backends.simd.layout import aligned_zeros
@@ -70,7 +71,8 @@ class SimdProgram:
         started = time.perf_counter()
         plan = make_plan(network, target, -(-batch_size // threads))
         make = functools.partial(make_work, plan, loss, optimizer)
-        self._work = load_or_compile(make, SIGNATURE, network, loss, optimizer, target, plan.arena.groups)
+        described = (network, loss, optimizer, target, plan.arena.groups)
+        self._work = load_or_compile(make, SIGNATURE, *described, elsewhere=apart.compile_apart)
         self._positions = plan.parameters.positions
         self._outputs = plan.scores.size
         self._parameters = aligned_zeros((plan.parameters.size,))
