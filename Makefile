@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint ui bench gpu-check torch clean
+.PHONY: help train test test-lowest test-newest lint ui bench gpu-check torch clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -17,6 +17,16 @@ train: $(VENV)/.core ## train: make train ARGS="model=two_conv_mlp trainer.epoch
 
 test: $(VENV)/.dev ## run the tests: make test ARGS="-k config"
 	$(BIN)/python -m pytest -q -n 2 $(ARGS)
+
+# the bounds in pyproject.toml are what these have passed with, each in an environment of its own; not keras, torch, gpu
+test-lowest: RESOLUTION := lowest-direct## run the tests with the lowest versions that pyproject.toml allows
+test-newest: RESOLUTION := highest## run the tests with the newest ones: make test-newest PYTHON=python3.13
+test-lowest test-newest:
+	$(PYTHON) -m venv --clear $(VENV)-$@
+	$(VENV)-$@/bin/python -m pip --disable-pip-version-check install --quiet "uv<1"
+	$(VENV)-$@/bin/uv pip install --quiet --python $(VENV)-$@/bin/python --resolution $(RESOLUTION) \
+		--editable ".[dev,mpi,onnx,search,sweep]"
+	$(VENV)-$@/bin/python -m pytest -q -n 2 $(ARGS)
 
 lint: $(VENV)/.dev ## check format, style and types
 	$(BIN)/ruff format --check .
@@ -37,7 +47,7 @@ torch: $(VENV)/.dev ## add PyTorch, for backend=torch and for the tests that com
 	$(PIP) "torch==2.13.0"
 
 clean: ## remove .venv and what tools left behind; outputs/ stays
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-* build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 $(VENV)/.core: pyproject.toml constraints.txt

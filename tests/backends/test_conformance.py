@@ -180,10 +180,9 @@ flat_layers = st.one_of(
 def test_random_networks(backend):
     @settings(
         max_examples=EXAMPLES.get(backend.name, 40),
-        deadline=None,
         derandomize=True,
         database=None,
-        suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],
+        suppress_health_check=[HealthCheck.filter_too_much],
     )
     @given(case=cases())
     def check(case):

@@ -36,7 +36,7 @@ def test_reads_plain_and_gzipped(tmp_path, name, content):
     assert sha256 == hashlib.sha256(SOUND).hexdigest()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(array=hnp.arrays(np.uint8, hnp.array_shapes(min_dims=3, max_dims=3)), gzipped=st.booleans())
 def test_round_trip(tmp_path_factory, array, gzipped):
     content = idx_bytes(array)
