@@ -396,13 +396,17 @@ def _caller(name: str, target: Target, kernels: Kernels):
     def emit_calls(context, builder, signature, arguments):
         *arrays, count = zip(signature.args, arguments, strict=True)
         buffers = [context.make_array(kind)(context, builder, value).data for kind, value in arrays]
-        for kernel_name, emit in kernels:
-            same = [*buffers, count[1]]
-            function = _define(builder.module, f"{name}.{kernel_name}", same, target, emit)
-            builder.call(function, [*same, INDEX(0)])
+        call_kernels(builder, name, target, kernels, [*buffers, count[1]])
         return context.get_dummy_value()
 
     return emit_calls
+
+
+def call_kernels(builder: ir.IRBuilder, name: str, target: Target, kernels: Kernels, like: list[ir.Value]) -> None:
+    """Define the kernels and call them in order, on `like`: buffers, and the count of images."""
+    for kernel_name, emit in kernels:
+        function = _define(builder.module, f"{name}.{kernel_name}", like, target, emit)
+        builder.call(function, [*like, INDEX(0)])
 
 
 def _define(module: ir.Module, name: str, like: Sequence[ir.Value], target: Target, emit: Emit) -> ir.Function:

@@ -1,0 +1,135 @@
+"""`cpu-simd` compiled for one CPU, named by TEST_CPU; run by `test_cpus.py`, in a process of its own.
+
+A kernel that a CPU has no instruction for ends the process inside LLVM, and Numba takes the CPU from the environment.
+Where this machine has not got the CPU's instructions, its code is made and read, not run.
+"""
+
+import contextlib
+import itertools
+import os
+import re
+
+import numpy as np
+import pytest
+import reference
+from conformance import (
+    check_case,
+    check_gradients,
+    check_scores,
+    check_training,
+    decisions_are_clear,
+    flat_gradient,
+    make_case,
+)
+from machine_code import CPUS, KernelProgram, check_update
+
+from cnnexp.backends.simd import CpuSimd
+from cnnexp.backends.simd.host import host, host_target
+from cnnexp.backends.simd.program import make_plan
+from cnnexp.errors import NetworkError
+from cnnexp.network import AvgPool2d, Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Sigmoid
+from cnnexp.optimizers import SGD
+
+CPU = CPUS[os.environ["TEST_CPU"]]
+RATE = 0.1
+FILTERS, KERNELS, POOLS = range(1, 18), range(1, 8), range(1, 5)
+STRIDES, PADDINGS = (1, 2), ("valid", "valid", "same", "full", "auto", 1)
+GRID = list(itertools.product(FILTERS, KERNELS, POOLS))
+
+FEW_FILTERS = Network(
+    (12, 14, 1),
+    (Conv2d(3, 3), ReLU(), Conv2d(3, 3), ReLU(), MaxPool2d(2), Flatten(), Linear(5, False)),
+)
+MANY_FILTERS = Network((10, 8, 1), (Conv2d(32, 3, padding="same"), ReLU(), MaxPool2d(2), Flatten(), Linear(10)))
+GENERAL = Network(
+    (7, 9, 2),
+    (
+        *(Conv2d(5, 3, 2, "auto"), Sigmoid(), AvgPool2d(3, 2, "auto"), Conv2d(3, 2, 1, "full"), MaxPool2d(2, 1)),
+        *(Flatten(), Linear(17), Sigmoid(), Linear(14)),
+    ),
+)
+
+
+def two_convolutions(filters: int, kernel: int, pool: int) -> Network:
+    """Return a network of two convolutions, the rest of its geometry drawn until it fits."""
+    rng = np.random.default_rng((filters, kernel, pool))
+    while True:
+        first, first_kernel, stride = (
+            int(rng.choice(choice)) for choice in ([filters, *FILTERS], KERNELS[:3], STRIDES)
+        )
+        height, width = map(int, rng.integers(0, 9, 2) + first_kernel + kernel - 1)
+        padding, pool_padding = PADDINGS[rng.integers(len(PADDINGS))], ("valid", "auto")[rng.integers(2)]
+        convolutions = Conv2d(first, first_kernel), ReLU(), Conv2d(filters, kernel, stride, padding), ReLU()
+        with contextlib.suppress(NetworkError):
+            return Network(
+                (height, width, 1), (*convolutions, MaxPool2d(pool, padding=pool_padding), Flatten(), Linear(5))
+            )
+
+
+def is_sparse(network: Network) -> bool:
+    return any(getattr(node, "sparse", None) for node in make_plan(network, CPU.target, 99).nodes)
+
+
+def sample(count: int) -> list[tuple[int, int, int]]:
+    """Return points of the grid, half of them with the gradient that follows the argmax."""
+    grid = np.random.default_rng(list(CPUS).index(os.environ["TEST_CPU"])).permutation(GRID)
+    kinds = {True: [], False: []}
+    for point in map(tuple, grid.tolist()):
+        kind = kinds[is_sparse(two_convolutions(*point))]
+        if len(kind) < count // 2:
+            kind.append(point)
+        elif min(map(len, kinds.values())) == count // 2:
+            return kinds[True] + kinds[False]
+    raise AssertionError("no such networks")
+
+
+def check_step(network: Network) -> KernelProgram:
+    """Compile the kernels, and train one step beside the oracle where they can run; look at the code where not."""
+    program = KernelProgram(CPU, network, SGD(), CPU.target.lanes + 2)
+    if not CPU.runs_here:
+        program.read()
+        return program
+    cases = (make_case(network, images=CPU.target.lanes + 3, seed=seed, exact=seed == 2) for seed in range(3))
+    case = next(case for case in cases if decisions_are_clear(case))
+    program.restore({"parameters": case.parameters})
+    handle, batch = program.load(case.images, case.labels), np.arange(CPU.target.lanes + 3)[:0:-1]
+    check_scores(program, handle, case)
+    check_gradients(program, handle, case, batch)
+    program.apply(program.gradients(handle, batch)[1], RATE)
+    *_, found = reference.gradients(case.layers, case.float_images[batch], case.labels[batch], case.loss.value)
+    expected = reference.sgd(case.parameters.astype(np.float64), flat_gradient(case, found), {}, 1, RATE)
+    np.testing.assert_allclose(program.state()["parameters"], expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+    return program
+
+
+@pytest.mark.parametrize("point", sample(4), ids=str)
+def test_two_convolutions(point):
+    check_step(two_convolutions(*point))
+
+
+@pytest.mark.parametrize(
+    "network", [FEW_FILTERS, MANY_FILTERS, GENERAL], ids=["few_filters", "many_filters", "general"]
+)
+def test_code_is_of_this_cpu(network):
+    assembly = check_step(network).read()
+    for pattern in CPU.has if network is FEW_FILTERS else ():
+        assert re.search(pattern, assembly), pattern
+
+
+def test_every_optimizer_compiles():
+    check_update(CPU)
+
+
+@pytest.mark.skipif(not CPU.runs_here, reason="another CPU")
+def test_a_program_trains():
+    assert host()[1:] == (CPU.name, CPU.features)
+    assert host_target() == CPU.target
+    case = make_case(FEW_FILTERS, images=19)
+    check_case(CpuSimd(2), case)
+    check_training(CpuSimd(2), case, SGD(lr=0.1))  # as in check_case: it is compiled already
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", GRID, ids=str)
+def test_whole_grid(point):
+    check_step(two_convolutions(*point))
