@@ -23,7 +23,7 @@ COMMANDS = {
         "cnnexp.app.predict:command",
         "RUN IMAGE... | RUN dataset=NAME [dataset.KEY=VALUE ...] [backend=NAME]",
     ),
-    "report": ("cnnexp.papers.page:command", "FOLDER | EXPERIMENT"),
+    "report": ("cnnexp.app.report:command", "FOLDER | EXPERIMENT"),
     "ui": ("cnnexp.tracking.store:ui", "[tracking.uri=STORE] [port=NUMBER]"),
 }
 # what the system says of a disk, and no mistake of ours

@@ -23,7 +23,7 @@ from cnnexp.datasets import DATASETS, Source
 from cnnexp.errors import ConfigError, did_you_mean
 from cnnexp.network.models import MODELS, Model
 from cnnexp.optimizers import OPTIMIZERS, Optimizer
-from cnnexp.papers.published import EXPERIMENTS
+from cnnexp.papers import EXPERIMENTS
 from cnnexp.training.schedules import Constant, Cosine, Schedule, Step
 from cnnexp.workers import WORKERS, Workers
 
@@ -116,7 +116,7 @@ class Sweep:
     Attributes:
         skip_finished: skip jobs whose config already has a finished run in the store.
         objective: what each job returns to a sweeper: the final test accuracy, or the median epoch time in seconds.
-        paper: the table or figure of a paper that the jobs make again, a key of `published.EXPERIMENTS`: it is shown at
+        paper: the table or figure of a paper that the jobs make again, a key of `papers.EXPERIMENTS`: it is shown at
             the end, and what this machine lacks is a row of it that says so; None compares the jobs alone.
         small: whether `debug=small` is on: experiments then leave out what takes minutes at any size.
     """

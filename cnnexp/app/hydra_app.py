@@ -21,6 +21,7 @@ from cnnexp.app.run import train
 from cnnexp.environment import outputs_dir, program_name
 from cnnexp.errors import CnnexpError, TrackingError, leave
 from cnnexp.papers import page
+from cnnexp.papers.compare import compare
 from cnnexp.tracking.journal import Run
 from cnnexp.tracking.pipe import Recorder, without_password
 from cnnexp.tracking.store import store_uri
@@ -125,7 +126,7 @@ def _finish_sweep(started: sweep.Sweep, interrupted: bool) -> list[str]:
         console = make_console()
         console.print(sweep.summary_table(rows))
         if started.paper is not None:
-            console.print(page.screen_table(page.compare(Path(started.folder), started.paper)))
+            console.print(page.screen(compare(Path(started.folder), started.paper)))
             console.print(f"The page: {Path(started.folder) / page.FOLDER / 'index.html'}", soft_wrap=True)
     return sweep.failures(rows, started.paper)
 

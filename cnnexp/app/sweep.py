@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cnnexp.papers import page
+from cnnexp.papers.compare import note_facts
 from cnnexp.tracking.journal import JOURNAL, LACKING, read_journal
 from cnnexp.tracking.pipe import Recorder
 
@@ -80,7 +81,7 @@ def begin(folder: Path, overrides: Sequence[str], recorder: Recorder | None = No
             "begin", name=f"sweep {name}", params={}, tags={"kind": "sweep", "overrides": " ".join(overrides)}
         )
     sweep = Sweep(str(folder), run_id, _this_process(), paper)
-    page.note_facts(Path(folder), paper, overrides)
+    note_facts(Path(folder), paper, overrides)
     os.environ[VARIABLE] = json.dumps(asdict(sweep))
     return sweep
 

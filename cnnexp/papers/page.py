@@ -1,227 +1,36 @@
-"""A paper's table or figure, made again: our numbers beside the published ones, on the screen and as a page.
-
-Everything comes from a sweep's folder, so a page can be made again at any time: `cnnexp report FOLDER`, or
-`cnnexp report KEY` for the newest sweep of an experiment.
-"""
+"""The page of a paper's table or figure, made again, as HTML and as Markdown; its table on the screen."""
 
 from __future__ import annotations
 
-import csv
 import html
-import importlib
 import json
-import statistics
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from cnnexp import environment
-from cnnexp.errors import ConfigError, DataError, did_you_mean
-from cnnexp.measuring import cost_model
-from cnnexp.papers.published import EXPERIMENTS, Column, Experiment, Job, Line
-from cnnexp.tracking.journal import JOURNAL, LACKING, PREDICTIONS, read_journal
+from cnnexp.papers.compare import Cell, Result, compare, scaling_label
+from cnnexp.papers.measures import Job
+from cnnexp.papers.table import Group, Table, as_html, as_markdown, as_screen, number
+from cnnexp.tracking.journal import LACKING
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    import rich.table
 
-FACTS = "sweep.json"  # of a sweep's folder: what was run, where
 WIDE = 3  # columns with the paper's numbers beside ours; more get them in brackets
 SCALING = "More workers and other links, as the cost model has them"
 FOLDER = "report"  # of a sweep's folder: the page and its figures
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One number made again.
-
-    Attributes:
-        published: as printed, or None.
-        ours: the mean over the jobs that make it, or None where there is none.
-        spread: their standard deviation where there are several (seeds), else None.
-        why: what stands there instead of a number.
-    """
-
-    published: float | None
-    ours: float | None
-    spread: float | None = None
-    why: str = ""
-
-    @property
-    def ratio(self) -> float | None:
-        """Ours over the published."""
-        return None if self.published in (None, 0) or self.ours is None else self.ours / self.published
-
-
-@dataclass(frozen=True)
-class Result:
-    """An experiment with its jobs, the cells they make, by line and column, and rows of `cost_model.extrapolate`."""
-
-    key: str
-    experiment: Experiment
-    jobs: Sequence[Job]
-    cells: Sequence[Sequence[Cell]]
-    facts: Mapping[str, Any]
-    scaling: Sequence[Mapping[str, Any]] = ()
-
-
-def command(arguments: Sequence[str]) -> None:
-    """Make the report of `cnnexp report FOLDER` or `cnnexp report KEY` again, and say where it is.
-
-    Raises:
-        ConfigError: no such sweep.
-    """
-    if len(arguments) != 1:
-        raise ConfigError("report: give a sweep's folder, or an experiment: " + ", ".join(EXPERIMENTS))
-    folder = Path(arguments[0])
-    if not folder.is_dir():
-        folder = newest(arguments[0], environment.outputs_dir() / "sweeps")
-    key = read_facts(folder)["paper"]
-    if key is None:
-        raise ConfigError(f"report {folder}: makes no table or figure of a paper; set sweep.paper when you run it")
-    write(folder, key)
-    sys.stdout.write(f"{folder / FOLDER / 'index.html'}\n")
-
-
-def newest(key: str, sweeps: Path) -> Path:
-    """Return the folder of the last sweep that made the table or figure `key` again."""
-    if key not in EXPERIMENTS:
-        raise ConfigError(
-            f"report {key}: neither a folder nor one of {', '.join(EXPERIMENTS)}{did_you_mean(key, EXPERIMENTS)}"
-        )
-    found = [path.parent for path in sweeps.glob(f"*/*/{FACTS}") if read_facts(path.parent)["paper"] == key]
-    if not found:
-        raise ConfigError(f"report {key}: never run; run it with {environment.program_name()} experiment={key}")
-    return max(found)
-
-
-def note_facts(folder: Path, paper: str | None, overrides: Sequence[str]) -> None:
-    """Keep beside a sweep what a reader of its report must know: command, machine, versions, code."""
-    facts = {
-        "paper": paper,
-        "command": f"python -m cnnexp {' '.join(overrides)}",
-        **environment.machine_facts(),
-        **environment.versions(),
-        **environment.git_facts(),
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / FACTS).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-
-
-def read_facts(folder: Path) -> dict[str, Any]:
-    """Return what `note_facts` kept.
-
-    Raises:
-        DataError: the folder is not one of a sweep.
-    """
-    try:
-        return json.loads((folder / FACTS).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise DataError(f"{folder}: not the folder of a sweep: it has no {FACTS}") from error
-
-
 def write(folder: Path, key: str) -> Result:
     """Write the report of a sweep into its folder: index.html, report.md, figure.png and figure.svg."""
+    from cnnexp.papers.figures import draw  # matplotlib takes a while
+
     result = compare(folder, key)
     target = folder / FOLDER
     target.mkdir(exist_ok=True)
-    importlib.import_module("cnnexp.tracking.figures").draw_paper(result, target)
-    (target / "index.html").write_text(as_html(result, (target / "figure.svg").read_text(encoding="utf-8")), "utf-8")
-    (target / "report.md").write_text(as_markdown(result), encoding="utf-8")
+    draw(result, target)
+    (target / "index.html").write_text(web_page(result, (target / "figure.svg").read_text(encoding="utf-8")), "utf-8")
+    (target / "report.md").write_text(markdown(result), encoding="utf-8")
     return result
-
-
-def compare(folder: Path, key: str) -> Result:
-    """Return an experiment's cells, made by the jobs in a sweep's folder."""
-    experiment = EXPERIMENTS[key]
-    paths = sorted((path.parent for path in folder.glob(f"*/{JOURNAL}")), key=lambda path: (len(path.name), path.name))
-    jobs = [_job(path) for path in paths]
-    cells = [
-        [_cell(experiment, line, column, i, jobs) for i, column in enumerate(experiment.columns)]
-        for line in experiment.lines
-    ]
-    return Result(key, experiment, jobs, cells, read_facts(folder), _scaling(jobs) if experiment.scaling else ())
-
-
-def _scaling(jobs: Sequence[Job]) -> list[dict[str, Any]]:
-    """Return the cost model's rows of the first job that has any; its constants were measured with fewest workers."""
-    path = next((path for job in jobs if (path := Path(job.folder) / cost_model.TABLE).is_file()), None)
-    if path is None:
-        return []
-    with path.open(encoding="utf-8", newline="") as file:
-        return [
-            {key: value if key in ("link", "sync") else float(value) for key, value in row.items()}
-            for row in csv.DictReader(file)
-        ]
-
-
-def _job(folder: Path) -> Job:
-    journal = read_journal(folder)
-    begun, tags = journal["begin"], journal["begin"].get("tags", {})
-    return Job(
-        config=_leaves(journal["config"]),
-        status=journal["status"],
-        error=journal["error"],
-        metrics=journal["metrics"],
-        epochs=journal["epochs"],
-        images=begun.get("dataset", {}).get("profile", {}).get("train", 0),
-        folder=str(folder),
-        device=tags.get("device", ""),
-        threads=int(tags.get("threads", 0)),
-    )
-
-
-def _leaves(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the leaves of a config by dotted key."""
-    leaves: dict[str, Any] = {}
-    for key, value in config.items():
-        leaves |= _leaves(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
-    return leaves
-
-
-def _cell(experiment: Experiment, line: Line, column: Column, position: int, jobs: Sequence[Job]) -> Cell:
-    published = line.published[position] if position < len(line.published) else None
-    measure = line.measure or column.measure or experiment.measure
-    chosen = pick(jobs, {**column.jobs, **line.jobs})
-    values = [value for job in chosen if job.status == "FINISHED" and (value := measure(job)) is not None]
-    if line.against is not None and values:
-        base = [
-            value
-            for job in pick(jobs, {**column.jobs, **line.against})
-            if job.status == "FINISHED" and (value := measure(job)) is not None
-        ]
-        values = [statistics.fmean(base) / value for value in values] if base else []
-    if values:
-        spread = statistics.stdev(values) if len(values) > 1 else None
-        return Cell(published, statistics.fmean(values), spread)
-    return Cell(published, None, None, _why(chosen))
-
-
-def pick(jobs: Sequence[Job], asked: Mapping[str, Any]) -> list[Job]:
-    """Return the jobs whose config holds what is asked for."""
-    return [job for job in jobs if all(job.config.get(key) == value for key, value in asked.items())]
-
-
-def _why(chosen: Sequence[Job]) -> str:
-    statuses = {job.status for job in chosen}
-    if LACKING in statuses:
-        return "not on this machine"
-    if not chosen or statuses == {"FINISHED"}:
-        return "–"
-    return next(iter(statuses)).lower()
-
-
-def number(value: float | None) -> str:
-    """Return a number with three or four significant digits, without exponents."""
-    if value is None:
-        return ""
-    if value == 0 or abs(value) >= 1000:
-        return f"{value:,.0f}"
-    digits = max(0, 3 - int(np.floor(np.log10(abs(value)))) - (0 if abs(value) >= 1 else 1))
-    return f"{value:.{min(digits, 6)}f}"
 
 
 def texts(cell: Cell) -> tuple[str, str, str]:
@@ -233,38 +42,24 @@ def texts(cell: Cell) -> tuple[str, str, str]:
     return published, ours, "" if cell.ratio is None else f"{cell.ratio:.3g}"
 
 
-def screen_table(result: Result) -> Table:
-    """Return the comparison as a table for the screen."""
-    from rich.table import Table
-
-    experiment = result.experiment
-    table = Table(title=f"{experiment.title}\n{experiment.source}: {experiment.quantity}")
-    table.add_column("")
-    for column, headings in zip(experiment.columns, _headings(result), strict=True):
-        for heading in headings:
-            table.add_column(f"{column.title}\n{heading}", justify="right")
-    for label, *cells in _rows(result):
-        table.add_row(label, *cells)
-    return table
-
-
-def _headings(result: Result) -> list[tuple[str, ...]]:
-    """Return what stands under the title of each column of the experiment."""
-    wide = len(result.experiment.columns) > WIDE
-    three = ("ours (paper)",) if wide else ("paper", "ours", "ours / paper")
-    return [three if printed else ("ours",) for printed in _printed(result)]
-
-
-def _rows(result: Result) -> Iterator[list[str]]:
-    """Yield each line's label and texts, under `_headings`."""
-    for line, cells in zip(result.experiment.lines, result.cells, strict=True):
-        shown = zip(cells, _headings(result), strict=True)
-        yield [line.label, *(text for cell, headings in shown for text in _shown(cell, headings))]
-
-
-def _printed(result: Result) -> list[bool]:
-    """Return for each column whether the paper has any number in it."""
-    return [any(row[i].published is not None for row in result.cells) for i in range(len(result.experiment.columns))]
+def table_of(result: Result) -> Table:
+    """Return the comparison: the paper's numbers, ours and their ratio where the paper has any, else ours alone."""
+    columns = result.experiment.columns
+    printed = [any(row[i].published is not None for row in result.cells) for i in range(len(columns))]
+    three = ("ours (paper)",) if len(columns) > WIDE else ("paper", "ours", "ours / paper")
+    groups = [
+        Group(column.title, three if there else ("ours",)) for column, there in zip(columns, printed, strict=True)
+    ]
+    return Table(
+        groups,
+        [
+            [
+                line.label,
+                *(text for group, cell in zip(groups, cells, strict=True) for text in _shown(cell, group.headings)),
+            ]
+            for line, cells in zip(result.experiment.lines, result.cells, strict=True)
+        ],
+    )
 
 
 def _shown(cell: Cell, headings: tuple[str, ...]) -> tuple[str, ...]:
@@ -274,21 +69,14 @@ def _shown(cell: Cell, headings: tuple[str, ...]) -> tuple[str, ...]:
     return (published, ours, ratio) if len(headings) == 3 else (ours,)
 
 
-def scaling_table(result: Result) -> list[list[str]]:
-    """Return a line per link and way of averaging under a line of headings; none without `Result.scaling`."""
-    if not result.scaling:
-        return []
-    workers = list(dict.fromkeys(row["workers"] for row in result.scaling))
-    lines: dict[str, list[str]] = {}
+def scaling_table(result: Result) -> Table:
+    """Return a row per link and way of averaging, a column per number of workers."""
+    workers = dict.fromkeys(row["workers"] for row in result.scaling)
+    rows: dict[str, list[str]] = {}
     for row in result.scaling:
-        cell = f"{number(row['epoch_s'])} ({100 * row['efficiency']:.3g} %)"
-        lines.setdefault(scaling_label(row), []).append(cell)
-    return [["", *(f"{count:,.0f}" for count in workers)], *([label, *cells] for label, cells in lines.items())]
-
-
-def scaling_label(row: Mapping[str, Any]) -> str:
-    """Return the name of a row's link and of how its workers keep together."""
-    return f"{row['link']}; {'gradients at every step' if row['sync'] == 'gradients' else 'parameters once an epoch'}"
+        label = scaling_label(row)
+        rows.setdefault(label, [label]).append(f"{number(row['epoch_s'])} ({100 * row['efficiency']:.3g} %)")
+    return Table([Group(f"{count:,.0f}") for count in workers], list(rows.values()))
 
 
 def scaling_text(result: Result) -> str:
@@ -302,15 +90,18 @@ def scaling_text(result: Result) -> str:
     )
 
 
-def as_markdown(result: Result) -> str:
+def screen(result: Result) -> rich.table.Table:
+    """Return the comparison as a table for the screen."""
+    experiment = result.experiment
+    return as_screen(table_of(result), f"{experiment.title}\n{experiment.source}: {experiment.quantity}")
+
+
+def markdown(result: Result) -> str:
     """Return the report as Markdown, with figure.png beside it."""
     experiment = result.experiment
-    titles = [
-        f"{column.title}: {heading}"
-        for column, headings in zip(experiment.columns, _headings(result), strict=True)
-        for heading in headings
-    ]
-    table = [["", *titles], ["---", *["--:"] * len(titles)], *_rows(result)]
+    scaling = []
+    if result.scaling:
+        scaling = [f"## {SCALING}", "", scaling_text(result), "", *as_markdown(scaling_table(result)), ""]
     return "\n".join(
         [
             f"# {experiment.title}",
@@ -319,9 +110,9 @@ def as_markdown(result: Result) -> str:
             "",
             f"![{experiment.title}](figure.png)",
             "",
-            *(f"| {' | '.join(row)} |" for row in table),
+            *as_markdown(table_of(result)),
             "",
-            *_scaling_markdown(result),
+            *scaling,
             "## What differs from the paper, and why",
             "",
             *(f"- {note}" for note in notes(result)),
@@ -334,51 +125,22 @@ def as_markdown(result: Result) -> str:
     )
 
 
-def _scaling_markdown(result: Result) -> list[str]:
-    if not result.scaling:
-        return []
-    head, *lines = scaling_table(result)
-    rows = [head, ["---", *["--:"] * (len(head) - 1)], *lines]
-    table = [f"| {' | '.join(row)} |" for row in rows]
-    return [f"## {SCALING}", "", scaling_text(result), "", *table, ""]
-
-
-def _scaling_html(result: Result) -> str:
-    if not result.scaling:
-        return ""
-    head, *lines = scaling_table(result)
-    headings = "".join(f"<th>{html.escape(text)}</th>" for text in head)
-    body = "".join(
-        f"<tr><th>{html.escape(label)}</th>{''.join(f'<td>{html.escape(text)}</td>' for text in texts)}</tr>"
-        for label, *texts in lines
-    )
-    return (
-        f"<h2>{SCALING}</h2>\n<p>{html.escape(scaling_text(result))}</p>\n"
-        f"<table><thead><tr>{headings}</tr></thead><tbody>{body}</tbody></table>\n"
-    )
-
-
-def as_html(result: Result, figure_svg: str) -> str:
+def web_page(result: Result, figure_svg: str) -> str:
     """Return the report as one HTML page that needs no other file."""
     experiment = result.experiment
     title, svg = html.escape(experiment.title), figure_svg[figure_svg.index("<svg") :]
-    head = "".join(
-        f'<th colspan="{len(headings)}">{html.escape(column.title)}</th>'
-        for column, headings in zip(experiment.columns, _headings(result), strict=True)
-    )
-    kinds = "".join(f"<th>{heading}</th>" for headings in _headings(result) for heading in headings)
-    body = "".join(
-        f"<tr><th>{html.escape(label)}</th>{''.join(f'<td>{html.escape(text)}</td>' for text in texts)}</tr>"
-        for label, *texts in _rows(result)
-    )
+    scaling = ""
+    if result.scaling:
+        text, table = html.escape(scaling_text(result)), as_html(scaling_table(result))
+        scaling = f"<h2>{SCALING}</h2>\n<p>{text}</p>\n{table}\n"
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title>
 <style>{STYLE}</style></head><body>
 <h1>{title}</h1>
 <p class="source">{html.escape(experiment.source)}. In the table: {html.escape(experiment.quantity)}.</p>
 <figure>{svg}</figure>
-<table><thead><tr><th></th>{head}</tr><tr><th></th>{kinds}</tr></thead><tbody>{body}</tbody></table>
-{_scaling_html(result)}<h2>What differs from the paper, and why</h2>
+{as_html(table_of(result))}
+{scaling}<h2>What differs from the paper, and why</h2>
 <ul>{"".join(f"<li>{html.escape(note)}</li>" for note in notes(result))}</ul>
 <h2>What was run</h2>
 <dl>{"".join(f"<dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd>" for name, value in run_facts(result))}</dl>
@@ -454,11 +216,3 @@ def _name(job: Job) -> str:
     varied = {"trainer.batch_size": "batch {}", "model.filters": "{} filters"}
     facts = [text.format(job.config[key]) for key, text in varied.items() if key in job.config]
     return f"{job.config['backend.name']} ({', '.join(facts)})"
-
-
-def recalls(job: Job) -> list[float]:
-    """Return the recall of each class on the test split."""
-    with np.load(Path(job.folder) / PREDICTIONS, allow_pickle=False) as arrays:
-        labels, predicted = arrays["labels"], arrays["predicted"]
-    found, there = np.bincount(labels[predicted == labels], minlength=labels.max() + 1), np.bincount(labels)
-    return (found / np.maximum(there, 1)).tolist()

@@ -1,0 +1,73 @@
+"""Castanheira and Ingelse (2021): a convolutional network on MNIST, on one CPU core, on several and on a GPU."""
+
+from cnnexp.papers.experiment import Column, Experiment, Line, on, over
+from cnnexp.papers.measures import (
+    accuracy,
+    images_per_s,
+)
+
+LINES = (
+    Line("sequential CPU: cpu", on("cpu")),
+    Line("parallel CPU: cpu-parallel", on("cpu-parallel")),
+    Line("GPU: gpu-naive", on("gpu-naive")),
+    Line("ours, CPU: cpu-simd", on("cpu-simd")),
+    Line("ours, GPU: gpu-fused", on("gpu-fused")),
+)
+NOTES = (
+    "The paper drew its times and printed no numbers but these: the GPU is up to 3 times as fast as the CPU, and "
+    "copying from GPU to CPU takes 3 s of an epoch.",
+    "The paper's CPU is a Core i7-9750H, its GPU a GTX 1650 Max-Q; its parallel CPU code used two threads.",
+    "Our GPU backends keep parameters and gradients on the GPU, so the paper's 3 s of copies do not arise.",
+)
+
+EXPERIMENTS = {
+    "castanheira_fig2_batch": Experiment(
+        title="Epoch time against batch size, 256 filters",
+        source="Castanheira and Ingelse (2021), figure 2, left",
+        quantity="epoch time (s)",
+        lines=LINES,
+        columns=over("trainer.batch_size", (100, 250, 500, 1000)),
+        figure="lines",
+        axis="batch size",
+        notes=NOTES,
+    ),
+    "castanheira_fig2_filters": Experiment(
+        title="Epoch time against number of filters, batch 1000",
+        source="Castanheira and Ingelse (2021), figure 2, right",
+        quantity="epoch time (s)",
+        lines=LINES,
+        columns=over("model.filters", (32, 64, 128, 256)),
+        figure="lines",
+        axis="filters",
+        top=("parameters", tuple(1700 * d + 10 for d in (32, 64, 128, 256))),
+        notes=NOTES,
+    ),
+    "castanheira_fig3": Experiment(
+        title="Epoch time over a hundred epochs",
+        source="Castanheira and Ingelse (2021), figure 3",
+        quantity="epoch time (s)",
+        lines=LINES,
+        columns=(Column("median epoch (s)"), Column("test accuracy (%)", measure=accuracy)),
+        figure="epochs",
+        notes=NOTES,
+    ),
+    "fusion": Experiment(
+        title="What castanheira's future work brings, step by step",
+        source="Castanheira and Ingelse (2021), section 6, built here",
+        quantity="epoch time (s)",
+        lines=(
+            Line("CPU as published: cpu-published", on("cpu-published")),
+            Line("+ place of the maximum kept: cpu-published-argmax", on("cpu-published-argmax")),
+            Line("+ gradients summed in place: cpu", on("cpu")),
+            Line("+ threads: cpu-parallel", on("cpu-parallel")),
+            Line("+ layers fused, vector kernels: cpu-simd", on("cpu-simd")),
+            Line("GPU, global memory: gpu-naive", on("gpu-naive")),
+            Line("+ input in shared memory: gpu-shared-input", on("gpu-shared-input")),
+            Line("+ filters too: gpu-shared", on("gpu-shared")),
+            Line("+ block sizes measured: gpu-tuned", on("gpu-tuned")),
+            Line("+ layers fused: gpu-fused", on("gpu-fused")),
+        ),
+        columns=(Column("epoch (s)"), Column("images per second", measure=images_per_s)),
+        notes=("These are our own steps, each with all before it on its processor; the paper has no such table.",),
+    ),
+}

@@ -1,0 +1,175 @@
+"""Our numbers beside the published ones: the cells of an experiment, made by the jobs in a sweep's folder."""
+
+from __future__ import annotations
+
+import csv
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cnnexp import environment
+from cnnexp.errors import DataError
+from cnnexp.measuring import cost_model
+from cnnexp.papers import EXPERIMENTS
+from cnnexp.papers.experiment import Column, Experiment, Line
+from cnnexp.papers.measures import Job
+from cnnexp.tracking.journal import JOURNAL, LACKING, PREDICTIONS, read_journal
+
+FACTS = "sweep.json"  # of a sweep's folder: what was run, where
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One number made again.
+
+    Attributes:
+        published: as printed, or None.
+        ours: the mean over the jobs that make it, or None where there is none.
+        spread: their standard deviation where there are several (seeds), else None.
+        why: what stands there instead of a number.
+    """
+
+    published: float | None
+    ours: float | None
+    spread: float | None = None
+    why: str = ""
+
+    @property
+    def ratio(self) -> float | None:
+        """Ours over the published."""
+        return None if self.published in (None, 0) or self.ours is None else self.ours / self.published
+
+
+@dataclass(frozen=True)
+class Result:
+    """An experiment with its jobs, the cells they make, by line and column, and rows of `cost_model.extrapolate`."""
+
+    key: str
+    experiment: Experiment
+    jobs: Sequence[Job]
+    cells: Sequence[Sequence[Cell]]
+    facts: Mapping[str, Any]
+    scaling: Sequence[Mapping[str, Any]] = ()
+
+
+def note_facts(folder: Path, paper: str | None, overrides: Sequence[str]) -> None:
+    """Keep beside a sweep what a reader of its report must know: command, machine, versions, code."""
+    facts = {
+        "paper": paper,
+        "command": f"python -m cnnexp {' '.join(overrides)}",
+        **environment.machine_facts(),
+        **environment.versions(),
+        **environment.git_facts(),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / FACTS).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+
+
+def read_facts(folder: Path) -> dict[str, Any]:
+    """Return what `note_facts` kept.
+
+    Raises:
+        DataError: the folder is not one of a sweep.
+    """
+    try:
+        return json.loads((folder / FACTS).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DataError(f"{folder}: not the folder of a sweep: it has no {FACTS}") from error
+
+
+def compare(folder: Path, key: str) -> Result:
+    """Return an experiment's cells, made by the jobs in a sweep's folder."""
+    experiment = EXPERIMENTS[key]
+    paths = sorted((path.parent for path in folder.glob(f"*/{JOURNAL}")), key=lambda path: (len(path.name), path.name))
+    jobs = [_job(path) for path in paths]
+    cells = [
+        [_cell(experiment, line, column, i, jobs) for i, column in enumerate(experiment.columns)]
+        for line in experiment.lines
+    ]
+    return Result(key, experiment, jobs, cells, read_facts(folder), _scaling(jobs) if experiment.scaling else ())
+
+
+def _scaling(jobs: Sequence[Job]) -> list[dict[str, Any]]:
+    """Return the cost model's rows of the first job that has any; its constants were measured with fewest workers."""
+    path = next((path for job in jobs if (path := Path(job.folder) / cost_model.TABLE).is_file()), None)
+    if path is None:
+        return []
+    with path.open(encoding="utf-8", newline="") as file:
+        return [
+            {key: value if key in ("link", "sync") else float(value) for key, value in row.items()}
+            for row in csv.DictReader(file)
+        ]
+
+
+def _job(folder: Path) -> Job:
+    journal = read_journal(folder)
+    begun, tags = journal["begin"], journal["begin"].get("tags", {})
+    return Job(
+        config=_leaves(journal["config"]),
+        status=journal["status"],
+        error=journal["error"],
+        metrics=journal["metrics"],
+        epochs=journal["epochs"],
+        images=begun.get("dataset", {}).get("profile", {}).get("train", 0),
+        folder=str(folder),
+        device=tags.get("device", ""),
+        threads=int(tags.get("threads", 0)),
+    )
+
+
+def _leaves(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the leaves of a config by dotted key."""
+    leaves: dict[str, Any] = {}
+    for key, value in config.items():
+        leaves |= _leaves(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return leaves
+
+
+def _cell(experiment: Experiment, line: Line, column: Column, position: int, jobs: Sequence[Job]) -> Cell:
+    published = line.published[position] if position < len(line.published) else None
+    measure = line.measure or column.measure or experiment.measure
+    chosen = pick(jobs, {**column.jobs, **line.jobs})
+    values = [value for job in chosen if job.status == "FINISHED" and (value := measure(job)) is not None]
+    if line.against is not None and values:
+        base = [
+            value
+            for job in pick(jobs, {**column.jobs, **line.against})
+            if job.status == "FINISHED" and (value := measure(job)) is not None
+        ]
+        values = [statistics.fmean(base) / value for value in values] if base else []
+    if values:
+        spread = statistics.stdev(values) if len(values) > 1 else None
+        return Cell(published, statistics.fmean(values), spread)
+    return Cell(published, None, None, _why(chosen))
+
+
+def pick(jobs: Sequence[Job], asked: Mapping[str, Any]) -> list[Job]:
+    """Return the jobs whose config holds what is asked for."""
+    return [job for job in jobs if all(job.config.get(key) == value for key, value in asked.items())]
+
+
+def _why(chosen: Sequence[Job]) -> str:
+    statuses = {job.status for job in chosen}
+    if LACKING in statuses:
+        return "not on this machine"
+    if not chosen or statuses == {"FINISHED"}:
+        return "–"
+    return next(iter(statuses)).lower()
+
+
+def scaling_label(row: Mapping[str, Any]) -> str:
+    """Return the name of a row's link and of how its workers keep together."""
+    return f"{row['link']}; {'gradients at every step' if row['sync'] == 'gradients' else 'parameters once an epoch'}"
+
+
+def recalls(job: Job) -> list[float]:
+    """Return the recall of each class on the test split."""
+    with np.load(Path(job.folder) / PREDICTIONS, allow_pickle=False) as arrays:
+        labels, predicted = arrays["labels"], arrays["predicted"]
+    found, there = np.bincount(labels[predicted == labels], minlength=labels.max() + 1), np.bincount(labels)
+    return (found / np.maximum(there, 1)).tolist()

@@ -1,0 +1,90 @@
+"""Measures: the number that a job of a sweep gives to a paper's table."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cnnexp.measuring.amdahl import amdahl_limit
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of a sweep, as its journal tells it.
+
+    Attributes:
+        config: the leaves of its config by dotted key.
+        status: FINISHED, or why not.
+        error: one line, None where it finished.
+        metrics: what is recorded once. epochs: metrics of each epoch.
+        images: of its whole training split.
+        folder: of the run.
+        device, threads: that it computed on.
+    """
+
+    config: Mapping[str, Any]
+    status: str
+    error: str | None
+    metrics: Mapping[str, float]
+    epochs: Sequence[Mapping[str, float]]
+    images: int = 0
+    folder: str = ""
+    device: str = ""
+    threads: int = 0
+
+
+Measure = Callable[[Job], float | None]
+
+
+def metric(name: str, scale: float = 1.0) -> Measure:
+    """Return a measure: a metric that is recorded once, times `scale`; None where the job has none."""
+    return lambda job: job.metrics[name] * scale if name in job.metrics else None
+
+
+def epoch_s(job: Job) -> float:
+    """Seconds of an epoch over the whole training split, scaled where a pass was cut short; the median over epochs."""
+    return statistics.median(per_epoch(job, "time/epoch_s"))
+
+
+def per_epoch(job: Job, name: str) -> list[float]:
+    """Return a metric of every epoch; a time is scaled to the whole training split where its pass was cut short."""
+    if name == "time/epoch_s":
+        return [e[name] * job.images / e["train/images"] for e in job.epochs]
+    return [e[name] for e in job.epochs]
+
+
+def seconds_per_iteration(job: Job) -> float:
+    """Seconds of one optimizer step; the median over epochs."""
+    batch = job.config["trainer.batch_size"]
+    return statistics.median(e["time/epoch_s"] * batch / e["train/images"] for e in job.epochs)
+
+
+def images_per_s(job: Job) -> float:
+    """Training images per second; the median over epochs."""
+    return statistics.median(e["throughput/images_per_s"] for e in job.epochs)
+
+
+def layer_ms(layer: str, *passes: str) -> Measure:
+    """Return a measure: milliseconds per image in some passes of a layer, from the profile."""
+    names = [f"profile/{layer}/{what}_ms" for what in passes or ("forward", "backward")]
+    return lambda job: sum(job.metrics[name] for name in names) if set(names) <= set(job.metrics) else None
+
+
+def limit(speedup: float | None) -> Measure:
+    """Return a measure: Amdahl's limit for the profile's parallel share; None takes the job's threads as speedup."""
+
+    def measure(job: Job) -> float | None:
+        share = job.metrics.get("profile/parallel_share")
+        return None if share is None else amdahl_limit(share, speedup or job.threads)
+
+    return measure
+
+
+accuracy = metric("final/test_accuracy", 100)
+
+
+def test_loss(job: Job) -> float:
+    """Mean loss on the test split after the last epoch."""
+    return job.epochs[-1]["test/loss"]

@@ -1,0 +1,37 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from cnnexp.app import report
+from cnnexp.errors import ConfigError, DataError
+from cnnexp.papers.compare import note_facts
+from cnnexp.tracking.journal import JOURNAL, LACKING
+
+
+def test_a_report_is_made_again_from_its_folder(tmp_path, capsys):
+    job = tmp_path / "0"
+    job.mkdir()
+    config = {"backend": {"name": "cpu"}, "model": {"hidden": [4]}}
+    entries = [
+        {"event": "job", "name": "n", "overrides": [], "config": config, "config_hash": "h", "contended": False},
+        {"event": "finish", "status": LACKING, "tags": {"error": "no <b>"}, "metrics": {}},
+    ]
+    (job / JOURNAL).write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    note_facts(tmp_path, "khandait_quadrants", ["experiment=khandait_quadrants"])
+    report.command([str(tmp_path)])
+    made = Path(capsys.readouterr().out.strip())
+    assert made == tmp_path / "report" / "index.html"
+    assert "not on this machine" in made.read_text(encoding="utf-8")
+    assert "no &lt;b&gt;" in made.read_text(encoding="utf-8")
+
+
+def test_a_report_of_nothing(tmp_path):
+    with pytest.raises(ConfigError, match="give a sweep's folder, or an experiment: castanheira_fig2_batch"):
+        report.command([])
+    with pytest.raises(ConfigError, match=r"neither a folder nor one of .*; did you mean 'garg_table1'"):
+        report.newest("garg_tabel1", tmp_path)
+    with pytest.raises(ConfigError, match=r"never run; run it with .* experiment=garg_table1"):
+        report.newest("garg_table1", tmp_path)
+    with pytest.raises(DataError, match="not the folder of a sweep"):
+        report.command([str(tmp_path)])
