@@ -38,6 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
         peer_python=options.peer_python,
         cores=machine.usable_cores(),
         mnist=str(options.mnist.resolve()) if options.mnist else None,
+        environment=machine.HOLDS.get(options.hold, {}),
     )
     console = Console(width=max(120, Console().width), highlight=False)
     entries, missing = _present(entries, plan.peer_python)
@@ -51,6 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
         "rounds": plan.rounds,
         "seconds_per_sample": plan.seconds,
         "machine": machine.facts(),
+        "held": options.hold,
         "not_installed": missing,
         "matches": [],
     }
@@ -89,6 +91,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder to write to")
     p.add_argument("--redraw", action="store_true", help="measure nothing; write tables and figures of --out/cpu.json")
     p.add_argument("--mnist", type=Path, help="folder with MNIST's files: train on real images, not on noise")
+    p.add_argument("--hold", choices=machine.HOLDS, help="hold everyone, the limits too, to these instructions")
     p.add_argument("--quick", action="store_true", help="2 short rounds: to see that it works, not to quote")
     return p
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from benchmarks.networks import CLASSES, NETWORKS
 from cnnexp.datasets import Mnist
 from cnnexp.network import Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Sigmoid
 from cnnexp.network.losses import Loss
 from cnnexp.network.models import OneConv, TwoConvMlp, TwoConvPool4
 from cnnexp.optimizers import SGD, Adam, Optimizer
 
-CLASSES = 10
 LOSS = Loss.SOFTMAX_CROSS_ENTROPY
 SEED = 0
 
@@ -120,6 +120,15 @@ def _deep(depth: int) -> Case:
     )
 
 
+def _networks() -> list[Case]:
+    optimizers = {"sgd": SGD(lr=0.01), "adam": Adam(lr=1e-3)}
+    return [
+        Case(f"{name}-b{batch_size}", "networks", f"{title}, batch {batch_size}", network, batch_size, optimizers[rule])
+        for name, (title, network, rule) in NETWORKS.items()
+        for batch_size in (1, 16, 128)
+    ]
+
+
 _TWO_CONV_MLP = Case(
     "two_conv_mlp-b64",
     "main",
@@ -155,9 +164,10 @@ CASES: tuple[Case, ...] = (
     *(_one_conv(filters, 1000, "filters", grows=filters) for filters in (32, 64, 128, 256)),
     *(_one_conv(64, 100, "size", side, grows=side) for side in (14, 28, 56)),
     *(_deep(depth) for depth in (1, 2, 3, 4)),
+    *_networks(),
     _TINY,
 )
-GROUPS = ("main", "batch", "filters", "size", "depth")
+GROUPS = ("main", "batch", "filters", "size", "depth", "networks")
 
 
 def select(wanted: list[str]) -> list[Case]:

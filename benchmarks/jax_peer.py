@@ -13,7 +13,7 @@ import optax
 from jax import lax
 
 from benchmarks.cases import Case, Data
-from cnnexp.network import Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU
+from cnnexp.network import AvgPool2d, Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU
 from cnnexp.optimizers import SGD
 
 
@@ -76,14 +76,19 @@ def _forward(network: Network, parameters, x):
     remaining = iter(parameters)
     for stage in network.stages:
         match stage.layer:
-            case Conv2d(_, _, 1, padding, bias):
+            case Conv2d(_, _, stride, padding, bias):
                 dimensions = ("NHWC", "HWIO", "NHWC")
-                x = lax.conv_general_dilated(x, next(remaining), (1, 1), padding.upper(), dimension_numbers=dimensions)
+                room = [(padding, padding)] * 2 if isinstance(padding, int) else padding.upper()
+                weight = next(remaining)
+                x = lax.conv_general_dilated(x, weight, (stride, stride), room, dimension_numbers=dimensions)
                 x = x + next(remaining) if bias else x
             case ReLU():
                 x = jax.nn.relu(x)
             case MaxPool2d(pool, None, "valid"):
                 x = _max_pool(x, pool)
+            case AvgPool2d(pool, None, "valid"):
+                window = (1, pool, pool, 1)
+                x = lax.reduce_window(x, 0.0, lax.add, window, window, "VALID") / pool**2
             case Flatten():
                 x = x.reshape(x.shape[0], -1)
             case Linear(_, bias):

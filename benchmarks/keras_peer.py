@@ -10,7 +10,7 @@ from importlib.metadata import version
 import numpy as np
 
 from benchmarks.cases import Case, Data
-from cnnexp.network import Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU
+from cnnexp.network import AvgPool2d, Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU
 from cnnexp.optimizers import SGD
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -92,12 +92,17 @@ def _model(network: Network) -> keras.Sequential:
     layers = [keras.Input(network.input_shape)]
     for stage in network.stages:
         match stage.layer:
-            case Conv2d(filters, kernel, 1, padding, bias):
-                layers.append(keras.layers.Conv2D(filters, kernel, padding=padding, use_bias=bias))
+            case Conv2d(filters, kernel, stride, padding, bias):
+                if isinstance(padding, int):
+                    layers.append(keras.layers.ZeroPadding2D(padding))
+                    padding = "valid"
+                layers.append(keras.layers.Conv2D(filters, kernel, stride, padding, use_bias=bias))
             case ReLU():
                 layers.append(keras.layers.ReLU())
             case MaxPool2d(pool, None, "valid"):
                 layers.append(keras.layers.MaxPooling2D(pool))
+            case AvgPool2d(pool, None, "valid"):
+                layers.append(keras.layers.AveragePooling2D(pool))
             case Flatten():
                 layers.append(keras.layers.Flatten())
             case Linear(features, bias):

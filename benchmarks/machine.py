@@ -17,6 +17,18 @@ from threadpoolctl import threadpool_info, threadpool_limits
 
 from benchmarks.cases import Case, Data
 
+HOLDS = {
+    "avx2": {
+        "NUMBA_CPU_NAME": "haswell",
+        "NUMBA_CPU_FEATURES": "+avx,+avx2,+fma,+bmi,+bmi2,+f16c,+popcnt,+lzcnt,+movbe,+sse4.2",
+        "OPENBLAS_CORETYPE": "Haswell",
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "ATEN_CPU_CAPABILITY": "avx2",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+    }
+}
+"""Environments that hold every contestant, and the limits, to less than the CPU has: `avx2` is 8 lanes, 16 registers."""
+
 STEP_S = 0.005
 """About how long one step of a limit takes; short beside a sample."""
 
@@ -71,14 +83,14 @@ class FmaLoop:
 @cache
 def _fma_loop() -> tuple[Callable[[int], float], int, dict[str, Any]]:
     """Return (loop(turns), the multiply-adds of one turn, facts), for vectors as wide as this CPU has them."""
-    import llvmlite.binding
     import numba
     from llvmlite import ir
     from numba.core import cgutils, types
     from numba.extending import intrinsic
 
-    features = llvmlite.binding.get_host_cpu_features()
-    lanes = 16 if features.get("avx512f") else 8 if features.get("avx") else 4
+    from cnnexp.backends.simd.host import host_target
+
+    lanes = host_target().lanes  # what Numba compiles for, which may be held to less than the CPU has
     chains = 12  # two units of four cycles need 8 in flight; AVX2 has 16 registers
     vector, int64 = ir.VectorType(ir.FloatType(), lanes), ir.IntType(64)
 

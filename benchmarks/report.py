@@ -209,9 +209,10 @@ def _conditions(result: dict[str, Any]) -> str:
     skip = ("threads", "device", "lanes", "chains", "blas", "threading_layer", "numba_cpu")
     versions = ", ".join(f"{name} {value}" for name, value in sorted(facts.items()) if name not in skip)
     stolen = result.get("stolen_share")
+    held = f", everyone held to {result['held']}" if result.get("held") else ""
     return (
         f"{result['started']}, {result['seconds']:.0f} s. {machine['processor']}, {len(machine['cores'])} cores, "
-        f"{machine['system']}, Python {machine['python']}, {versions}. {result['rounds']} rounds of "
+        f"{machine['system']}{held}, Python {machine['python']}, {versions}. {result['rounds']} rounds of "
         f"{result['seconds_per_sample']:g} s. Load average {min(loads, default=0):.1f} to {max(loads, default=0):.1f} "
         f"(this program's own work included)"
         + (f"; {stolen:.1%} of the CPU's time went to other machines." if stolen is not None else ".")

@@ -33,9 +33,10 @@ class Worker:
         entry: the contestant.
         python: the interpreter that has what it needs.
         stderr: where its standard error goes.
+        environment: added to this process's.
     """
 
-    def __init__(self, entry: Entry, python: str, stderr: Path) -> None:
+    def __init__(self, entry: Entry, python: str, stderr: Path, environment: dict[str, str] | None = None) -> None:
         self.entry, self._stderr = entry, stderr
         with stderr.open("wb") as errors:
             self._process = subprocess.Popen(
@@ -44,7 +45,7 @@ class Worker:
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                env={**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})},
                 text=True,
             )
 
@@ -123,6 +124,7 @@ class Plan:
         peer_python: the interpreter that has the peers.
         cores: the cores that may be used; n threads run on the first n.
         mnist: a folder with MNIST, or None for made-up images.
+        environment: of the contestants, added to this process's.
     """
 
     rounds: int
@@ -131,6 +133,7 @@ class Plan:
     peer_python: str
     cores: list[int]
     mnist: str | None = None
+    environment: dict[str, str] = field(default_factory=dict)
 
 
 class Match:
@@ -181,7 +184,7 @@ class Match:
         for number, entry in enumerate(entries):
             python = self._plan.peer_python if entry.side == "peer" else sys.executable
             self.rows[entry.name] = Row(entry.name, entry.side)
-            self._workers[entry.name] = Worker(entry, python, folder / f"{number}.txt")
+            self._workers[entry.name] = Worker(entry, python, folder / f"{number}.txt", self._plan.environment)
 
         def set_up(number: int) -> None:
             row = self.rows[entries[number].name]

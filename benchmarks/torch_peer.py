@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from benchmarks.cases import Case, Data
-from cnnexp.network import Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU
+from cnnexp.network import AvgPool2d, Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU
 from cnnexp.optimizers import SGD
 
 
@@ -139,12 +139,14 @@ def _model(network: Network, channels_last: bool) -> nn.Sequential:
     layers: list[nn.Module] = []
     for stage in network.stages:
         match stage.layer:
-            case Conv2d(filters, kernel, 1, padding, bias):
-                layers.append(nn.Conv2d(stage.input_shape[2], filters, kernel, padding=padding, bias=bias))
+            case Conv2d(filters, kernel, stride, padding, bias):
+                layers.append(nn.Conv2d(stage.input_shape[2], filters, kernel, stride, padding, bias=bias))
             case ReLU():
                 layers.append(nn.ReLU(inplace=True))
             case MaxPool2d(pool, None, "valid"):
                 layers.append(nn.MaxPool2d(pool))
+            case AvgPool2d(pool, None, "valid"):
+                layers.append(nn.AvgPool2d(pool))
             case Flatten():
                 layers.append(_FlattenChannelsLast() if channels_last else nn.Flatten())
             case Linear(features, bias):

@@ -1,5 +1,6 @@
 import json
 import math
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -51,6 +52,25 @@ def test_select_names_what_is_legal():
     with pytest.raises(ValueError, match="--contestants caffe: unknown; legal: ours, peer"):
         contestants.select(["caffe"])
     assert len(cases.select(["main"])) == 4
+
+
+def test_the_networks_are_there_at_three_batches():
+    chosen = cases.select(["networks"])
+    assert len(chosen) >= 30
+    assert {case.batch_size for case in chosen} == {1, 16, 128}
+    assert len({case.name for case in chosen}) == len(chosen)
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="holds an x86 CPU to less")
+def test_held_contestants_have_8_lanes(tmp_path):
+    one = runner.Worker(
+        contestants.ENTRIES["fma-loop"], sys.executable, tmp_path / "stderr.txt", program.machine.HOLDS["avx2"]
+    )
+    try:
+        answer = one.ask("setup", 120, contestant="fma-loop", case="tiny", threads=1, cores=runner_cores(), oracle="")
+    finally:
+        one.end()
+    assert answer["facts"]["lanes"] == 8
 
 
 def test_threads_are_held_to_the_cores_there_are():
@@ -126,18 +146,19 @@ def test_clocks_count_a_call_within_a_call_once():
     assert clocks.seconds == {"configuration and the rest": 1 + 12, "outer": 2 + 1, "inner": 4}
 
 
+@pytest.mark.parametrize("case", [TINY, *cases.select(["strided-b1", "all_conv-b1"])], ids=lambda c: c.name)
 @pytest.mark.parametrize("entry", [e for e in contestants.ENTRIES.values() if e.side == "peer"], ids=lambda e: e.name)
-def test_peers_do_the_work_of_the_oracle(entry, tmp_path):
+def test_peers_do_the_work_of_the_oracle(entry, case, tmp_path):
     if entry.module not in runner.installed(sys.executable, {entry.module}):
         pytest.skip(f"{entry.module} is not installed")
     if "compiled" in entry.name:
         pytest.skip("compiling takes half a minute; `python -m benchmarks` checks it each time")
     path = tmp_path / "oracle.npz"
-    np.savez(path, **oracle.expected(TINY))
+    np.savez(path, **oracle.expected(case))
     one = runner.Worker(entry, sys.executable, tmp_path / "stderr.txt")
     try:
         answer = one.ask(
-            "setup", 120, contestant=entry.name, case="tiny", threads=1, cores=runner_cores(), oracle=str(path)
+            "setup", 120, contestant=entry.name, case=case.name, threads=1, cores=runner_cores(), oracle=str(path)
         )
     finally:
         one.end()

@@ -1,0 +1,99 @@
+"""The networks of the group `networks`: kinds that the papers do not have, from published examples and between them.
+
+What cnnexp has no layer for is left out (dropout), and where an example's pooling drops a row its convolutions are
+padded instead.
+"""
+
+from __future__ import annotations
+
+from cnnexp.network import AvgPool2d, Conv2d, Flatten, Layer, Linear, MaxPool2d, Network, ReLU
+
+CLASSES = 10
+MNIST, CIFAR, FACE = (28, 28, 1), (32, 32, 3), (48, 48, 1)
+
+
+def _conv(filters: int, kernel: int = 3, stride: int = 1, padding: str | int = "same") -> tuple[Layer, ...]:
+    return Conv2d(filters, kernel, stride, padding), ReLU()
+
+
+def _mlp(*widths: int) -> tuple[Layer, ...]:
+    return (*(layer for width in widths for layer in (Linear(width), ReLU())), Linear(CLASSES))
+
+
+POOL, FLAT = (MaxPool2d(2),), (Flatten(),)
+
+NETWORKS: dict[str, tuple[str, Network, str]] = {
+    "lenet5": (
+        "LeNet-5 (LeCun et al. 1998, figure 2), with ReLU and max-pooling",
+        Network(MNIST, (*_conv(6, 5), *POOL, *_conv(16, 5, padding="valid"), *POOL, *FLAT, *_mlp(120, 84))),
+        "sgd",
+    ),
+    "keras_mnist": (
+        "Keras's simple MNIST convnet: 32-pool-64-pool",
+        Network(MNIST, (*_conv(32), *POOL, *_conv(64), *POOL, *FLAT, Linear(CLASSES))),
+        "adam",
+    ),
+    "keras_cifar": (
+        "Keras's CIFAR-10 example: 32-32-pool-64-64-pool-512",
+        Network(CIFAR, (*_conv(32), *_conv(32), *POOL, *_conv(64), *_conv(64), *POOL, *FLAT, *_mlp(512))),
+        "adam",
+    ),
+    "vgg": (
+        "VGG-like: 64-64-pool-128-128-pool-256-pool",
+        Network(
+            CIFAR,
+            (
+                *_conv(64),
+                *_conv(64),
+                *POOL,
+                *_conv(128),
+                *_conv(128),
+                *POOL,
+                *_conv(256),
+                *POOL,
+                *FLAT,
+                Linear(CLASSES),
+            ),
+        ),
+        "sgd",
+    ),
+    "strided": (
+        "strided 33 x 33: 32, 64/2, 64, 128/2",
+        Network(
+            (33, 33, 3),  # so that steps of 2 go into it with one pixel of padding on every side
+            (*_conv(32), *_conv(64, 3, 2, 1), *_conv(64), *_conv(128, 3, 2, 1), *FLAT, Linear(CLASSES)),
+        ),
+        "adam",
+    ),
+    "all_conv": (
+        "all-convolutional: 16-16-pool-32-32-average",
+        Network(MNIST, (*_conv(16), *_conv(16), *POOL, *_conv(32), *_conv(32), AvgPool2d(14), *FLAT, Linear(CLASSES))),
+        "sgd",
+    ),
+    "faces": (
+        "faces 48 x 48: 32 of 5 x 5, pool, 64 of 5 x 5, pool, 128",
+        Network(FACE, (*_conv(32, 5), *POOL, *_conv(64, 5), *POOL, *FLAT, *_mlp(128))),
+        "adam",
+    ),
+    "deep": (
+        "12 convolutions: 4 of 32, 4 of 64, 4 of 128, each four with a pool",
+        Network(
+            CIFAR,
+            (
+                *(layer for filters in (32, 64, 128) for layer in (*_conv(filters) * 4, *POOL)),
+                *FLAT,
+                Linear(CLASSES),
+            ),
+        ),
+        "sgd",
+    ),
+    "wide_mlp": ("wide MLP: 784-1024-1024-10", Network(MNIST, (*FLAT, *_mlp(1024, 1024))), "adam"),
+    "deep_mlp": ("deep MLP: 784, 8 layers of 128", Network(MNIST, (*FLAT, *_mlp(*[128] * 8))), "sgd"),
+    "smallest_mlp": ("smallest MLP: 8 x 8 digits, 30", Network((8, 8, 1), (*FLAT, *_mlp(30))), "sgd"),
+    "smallest_conv": (
+        "smallest convolution: 8 x 8 digits, 4 filters",
+        Network((8, 8, 1), (*_conv(4, padding="valid"), MaxPool2d(2), *FLAT, Linear(CLASSES))),
+        "sgd",
+    ),
+}
+"""By name: (title, network, optimizer)."""
