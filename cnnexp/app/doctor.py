@@ -1,26 +1,48 @@
-"""`cnnexp doctor`: what this machine can run, and for what it cannot, what is missing."""
+"""`cnnexp doctor`: what this machine can run, and for what it cannot, what is missing.
+
+Every backend trains one step of a small network in a process of its own, so that one that dies takes nothing with it,
+and is held to `numpy`, as `numpy` is to `python`; the tests hold those two to a float64 oracle.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata, util
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import numpy as np
 from rich.table import Table
 
 from cnnexp import environment
 from cnnexp.app.console import make_console
-from cnnexp.backends import BACKENDS, backend_class
+from cnnexp.backends import BACKENDS, backend_class, child
+from cnnexp.backends.processor import usable_cores
+from cnnexp.backends.protocol import Backend
 from cnnexp.datasets import DATASETS
 from cnnexp.datasets.idx import IdxSet
 from cnnexp.errors import CnnexpError, ConfigError
+from cnnexp.network import AvgPool2d, Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Sigmoid
+from cnnexp.network.losses import Loss
+from cnnexp.optimizers import SGD
 from cnnexp.tracking.store import store_uri
 
 FLOAT_BITS = 32
-# importing these takes seconds, so it is only asked whether they are installed
-SLOW = {"torch": ("torch",), "keras": ("keras", "tensorflow")}
+LIMIT_S = 600.0
+"""As long may a backend take to its answer; the first time on a machine it compiles."""
+
+TRIAL = Network(
+    (12, 12, 1),
+    (
+        *(Conv2d(3, 3), ReLU(), MaxPool2d(2), Conv2d(5, 2), ReLU(), AvgPool2d(2)),
+        *(Flatten(), Linear(8), Sigmoid(), Linear(4)),
+    ),
+)
+RIGHT = 1e-3
+"""Of the length of a step: what float32, summed in another order, is far from."""
 
 
 def command(arguments: Sequence[str]) -> None:
@@ -48,35 +70,67 @@ def _machine() -> Iterator[tuple[str, str]]:
     facts = environment.machine_facts()
     yield "CPU", facts["machine.cpu"]
     yield "cores", f"{facts['machine.cores']} usable, {facts['machine.load']} processes running in the last minute"
-    try:
-        from cnnexp.backends.simd.host import host_target
-
-        lanes = host_target().lanes
-        yield "vectors", f"{lanes * FLOAT_BITS} bits, {lanes} float32 at once"
-    except Exception as error:  # whatever a broken Numba raises: its backends say the same below
-        yield "vectors", _why(error)
+    yield "vectors", _ask("vectors", "")
     yield "system", facts["machine.system"]
 
 
 def _backends() -> Iterator[tuple[str, str]]:
     """Yield the backends, those with the same answer together."""
     answers: dict[str, list[str]] = {}
-    for name in BACKENDS:
-        answers.setdefault(_try_backend(name), []).append(name)
+    with make_console().status("every backend trains a step"), ThreadPoolExecutor(usable_cores()) as asking:
+        for name, answer in zip(BACKENDS, asking.map(lambda name: _ask("trial", name), BACKENDS), strict=True):
+            answers.setdefault(answer, []).append(name)
     for answer, names in answers.items():
         yield ", ".join(names), answer
 
 
+def _ask(function: str, question: str) -> str:
+    """Return the answer of a function of this module in a process of its own, or how that process ended."""
+    try:
+        return child.call(f"{__name__}:{function}", question.encode(), LIMIT_S).decode()
+    except child.ChildDied as death:
+        return f"no: its process {death}"
+
+
+def vectors(question: bytes) -> bytes:
+    """Answer how wide this CPU's vectors are."""
+    try:
+        from cnnexp.backends.simd.host import host_target
+
+        lanes = host_target().lanes
+        return f"{lanes * FLOAT_BITS} bits, {lanes} float32 at once".encode()
+    except Exception as error:  # whatever a broken Numba raises: its backends say the same
+        return _why(error).encode()
+
+
+def trial(name: bytes) -> bytes:
+    """Answer what a backend computes on, once it has trained a step right, or in one line why it cannot."""
+    return _try_backend(name.decode()).encode()
+
+
 def _try_backend(name: str) -> str:
-    """Return what a backend would compute on, or in one line why it cannot."""
-    if name in SLOW and all(util.find_spec(package) for package in SLOW[name]):
-        return "installed: " + ", ".join(f"{package} {_version(package)}" for package in SLOW[name])
+    reference = "python" if name == "numpy" else "numpy"
     try:
         backend = backend_class(name)()
+        start = TRIAL.initial_parameters(0)
+        own, other = _step(backend, start), _step(backend_class(reference)(), start)
     except Exception as error:  # also what a broken installation raises: it is this command's news
         return _why(error)
+    off = np.linalg.norm(own - other) / np.linalg.norm(other - start)
+    if not off < RIGHT:
+        return f"no: a step that it trains is off by {off:.1g} of its length, by {reference}'s"
     threads = f"{backend.threads} thread{'s' if backend.threads > 1 else ''} of " if not hasattr(backend, "gpu") else ""
     return f"yes, on {threads}{backend.device_name}"
+
+
+def _step(backend: Backend, start: np.ndarray) -> np.ndarray:
+    """Return the parameters after one step from `start` on eight images."""
+    rng = np.random.default_rng(0)
+    images, labels = rng.random((8, *TRIAL.input_shape), np.float32), np.arange(8) % 4
+    with contextlib.closing(backend.compile(TRIAL, Loss.SOFTMAX_CROSS_ENTROPY, SGD(lr=1.0), 8)) as program:
+        program.restore({"parameters": start})
+        program.train(program.load(images, labels), np.arange(8), 1.0)
+        return program.state()["parameters"]
 
 
 def _around() -> Iterator[tuple[str, str]]:

@@ -1,6 +1,8 @@
 """`cnnexp doctor`: what it tells of this machine, and of one that lacks something."""
 
+import os
 import re
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +10,8 @@ from cnnexp import environment
 from cnnexp.app import doctor
 from cnnexp.backends.processor import usable_cores
 from cnnexp.errors import BackendUnavailable, ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -42,23 +46,41 @@ def test_it_tells_of_the_machine_and_of_every_backend(told, monkeypatch):
     assert {"MPI", "mnist", "fashion_mnist"} <= found.keys()
 
 
-def test_what_is_missing_is_one_line_for_all_that_lack_it(told, monkeypatch):
+ABORTING = """
+import os, sys
+if "cnnexp.app.doctor:trial" in sys.orig_argv:
+    from cnnexp.app import doctor
+    doctor._step = lambda backend, start: os.abort()
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="an abort is a signal on POSIX alone")
+def test_what_dies_is_one_line_for_all_that_die_so(told, tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text(ABORTING)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
+    monkeypatch.setattr(doctor, "BACKENDS", dict.fromkeys(("python", "numpy"), ""))
+    assert answers(told())["python, numpy"] == "no: its process was ended by SIGABRT"
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (BackendUnavailable("no GPU to compute on"), b"no: no GPU to compute on"),
+        (OSError("libcuda.so: cannot open\nmore of it"), b"no: OSError: libcuda.so: cannot open"),
+    ],
+)
+def test_what_is_missing_or_broken_is_told_not_raised(monkeypatch, error, said):
     def lacking(name):
-        raise BackendUnavailable("no GPU to compute on")
+        raise error
 
     monkeypatch.setattr(doctor, "backend_class", lacking)
-    monkeypatch.setattr(doctor, "SLOW", {})
-    monkeypatch.setattr(doctor, "BACKENDS", {"gpu-naive": "", "gpu": ""})
-    assert answers(told())["gpu-naive, gpu"] == "no: no GPU to compute on"
+    assert doctor.trial(b"gpu") == said
 
 
-def test_a_broken_installation_is_told_not_raised(told, monkeypatch):
-    def broken(name):
-        raise OSError("libcuda.so: cannot open\nmore of it")
-
-    monkeypatch.setattr(doctor, "backend_class", broken)
-    monkeypatch.setattr(doctor, "BACKENDS", {"gpu": ""})
-    assert answers(told())["gpu"] == "no: OSError: libcuda.so: cannot open"
+def test_a_wrong_step_is_told(monkeypatch):
+    step = doctor._step
+    monkeypatch.setattr(doctor, "_step", lambda b, start: start if b.name == "python" else step(b, start))
+    assert doctor.trial(b"python") == b"no: a step that it trains is off by 1 of its length, by numpy's"
 
 
 def test_it_takes_no_arguments():

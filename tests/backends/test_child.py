@@ -1,0 +1,56 @@
+"""A call in a process of its own: its answer, and every way to end without one."""
+
+import os
+
+import pytest
+
+from cnnexp.backends import child
+
+MODULE = """
+import os, sys, time
+
+def reverse(question):
+    print("a library talks")
+    os.write(1, b"so does one in C")
+    return question[::-1]
+
+def abort(question):
+    os.abort()
+
+def fatal(question):
+    os.write(2, b"LLVM ERROR: Cannot select: 0x1\\nStack dump\\n")
+    os._exit(1)
+
+def hang(question):
+    time.sleep(600)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _module(tmp_path, monkeypatch):
+    (tmp_path / "calls.py").write_text(MODULE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+
+def test_the_answer_is_what_the_function_returns_and_nothing_else():
+    assert child.call("calls:reverse", b"\0\xff", 60) == b"\xff\0"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="an abort is a signal on POSIX alone")
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("abort", "was ended by SIGABRT"),
+        ("fatal", "ended with exit code 1 (LLVM ERROR: Cannot select: 0x1)"),
+        ("missing", "ended with exit code 1"),
+    ],
+)
+def test_a_death_says_how(function, said):
+    with pytest.raises(child.ChildDied) as death:
+        child.call(f"calls:{function}", b"", 60)
+    assert str(death.value) == said
+
+
+def test_a_call_that_hangs_is_ended():
+    with pytest.raises(child.ChildDied, match=r"^took more than 0\.5 s and was killed$"):
+        child.call("calls:hang", b"", 0.5)
