@@ -52,7 +52,7 @@ def train(settings: Settings, run: Run) -> None:
                 backend = getattr(backend, "next_best", None)
                 if backend is None:
                     raise
-                log.warning("%s; going on with %s", death, backend.name)
+                log.warning("%s", death)
                 run.tag("backend.fallback", backend.name)
                 program = settings.workers.compile(backend, *compiling)
             stack.enter_context(contextlib.closing(program))

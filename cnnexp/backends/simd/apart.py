@@ -49,8 +49,8 @@ def compile_apart(
     except child.ChildDied as death:
         nodes = ", ".join(type(node).__name__ for node in Plan(network, target, groups).nodes)
         raise CompilerDied(
-            f"backend=cpu-simd: the compiler {death}, for {host()[1]} with {target.lanes} lanes, on {nodes}; take "
-            "backend=cpu-parallel, or backend.fallback=true, which does so by itself"
+            f"backend=cpu-simd: the compiler {death}, for {host()[1]} with {target.lanes} lanes, on {nodes}; "
+            "backend.fallback=true goes on with cpu-parallel"
         ) from death
 
 
