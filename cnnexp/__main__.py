@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 
-from cnnexp.environment import launched_rank, program_name
+from cnnexp.environment import launched_rank
 from cnnexp.errors import CnnexpError, leave
 from cnnexp.tracking.pipe import end_early, start_early
 
@@ -77,7 +77,7 @@ def _dispatch(arguments: list[str]) -> None:
         place, usage = COMMANDS[arguments[0]]
         module, _, function = place.partition(":")
         if set(arguments[1:]) & {"-h", "--help"}:
-            sys.stdout.write(f"Usage: {program_name()} {arguments[0]} {usage}\n")
+            sys.stdout.write(f"Usage: cnnexp {arguments[0]} {usage}\n")
         else:
             getattr(importlib.import_module(module), function)(arguments[1:])
         return

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -89,6 +90,11 @@ def config_hash(config: Mapping[str, Any]) -> str:
 
 
 def program_name() -> str:
-    """Return how the user started this program, for commands in messages."""
-    name = Path(sys.argv[0]).name
-    return "cnnexp" if name == "cnnexp" else "python -m cnnexp"
+    """Return how the user starts this program, for commands in messages: one that works where it is typed."""
+    name = "cnnexp" if Path(sys.argv[0]).name == "cnnexp" else "python -m cnnexp"
+    program, scripts = name.split()[0], os.path.dirname(sys.executable)
+    found = shutil.which(program)
+    if found and os.path.realpath(os.path.dirname(found)) == os.path.realpath(scripts):
+        return name
+    beside = os.path.relpath(scripts)  # the environment is not active
+    return os.path.join(min(beside, scripts, key=len), name)

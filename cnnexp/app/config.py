@@ -55,6 +55,8 @@ class Trainer:
             id; None starts afresh.
         pass_s: seconds that a training pass may take before it ends early; None never ends one early.
         profile: whether to clock every layer, see `measuring.ledger`.
+        patient: whether to wait before every epoch until other work leaves this process's cores alone, at most
+            `interference.PATIENCE_S` in all.
     """
 
     epochs: int = 10
@@ -71,6 +73,7 @@ class Trainer:
     resume: str | None = None
     pass_s: float | None = None
     profile: bool = False
+    patient: bool = False
 
     def __post_init__(self) -> None:
         _need("trainer.epochs", self.epochs, 1 <= self.epochs <= MAX_EPOCHS, f"1 .. {MAX_EPOCHS}")

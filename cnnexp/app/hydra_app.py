@@ -22,6 +22,7 @@ from cnnexp.environment import outputs_dir, program_name
 from cnnexp.errors import CnnexpError, TrackingError, leave
 from cnnexp.papers import page
 from cnnexp.papers.compare import compare
+from cnnexp.tracking import verdict
 from cnnexp.tracking.journal import Run
 from cnnexp.tracking.pipe import Recorder, without_password
 from cnnexp.tracking.store import store_uri
@@ -94,6 +95,11 @@ def run(composed: DictConfig) -> float:
             log.info("skipped, finished before: %s", run.name)
         else:
             train(settings, run)
+    if within is None and run.verdict:
+        console = make_console()
+        more = f"{program_name()} ui | {program_name()} predict {run.id or folder} IMAGE"
+        rows = [*run.verdict, ("more", more)]
+        console.print(verdict.screen(rows, console.width), highlight=False, markup=False, soft_wrap=True)
     return run.metrics.get(OBJECTIVES[settings.sweep.objective], math.nan)  # a simulated run has no times
 
 

@@ -19,7 +19,8 @@ from cnnexp.environment import outputs_dir
 from cnnexp.errors import CompilerDied, ConfigError
 from cnnexp.measuring import cost_model
 from cnnexp.measuring.amdahl import amdahl_limit
-from cnnexp.measuring.ledger import Ledger, Profiled, metrics, report
+from cnnexp.measuring.interference import PATIENCE_S, Watched, await_quiet
+from cnnexp.measuring.ledger import Ledger, Profiled, metrics, report, step_parts
 from cnnexp.network.losses import check_loss
 from cnnexp.tracking.journal import Run, find_folder
 from cnnexp.training import checkpoint
@@ -61,11 +62,12 @@ def train(settings: Settings, run: Run) -> None:
             program = Profiled(program, ledger)
         program.restore(resumed.state if resumed else {"parameters": network.initial_parameters(trainer.seed)})
         timed = not getattr(backend, "simulated", False)
-        baseline = None
+        baseline = beside = None
         if settings.baseline is not None and timed and not run.contended:
             with ledger.span("baseline"):
-                beside = stack.enter_context(contextlib.closing(settings.baseline.compile(*compiling)))
-            baseline = _baseline(settings, Profiled(beside, ledger, train="baseline"), dataset)
+                compiled = stack.enter_context(contextlib.closing(settings.baseline.compile(*compiling)))
+            beside = Profiled(compiled, ledger, train="baseline")
+            baseline = _baseline(settings, beside, dataset)
         run.summarize({"time/compile_s": program.compile_s})
         run.add_artifact(run.folder / checkpoint.FOLDER, checkpoint.FOLDER)
         with ledger.span("record"):
@@ -76,8 +78,11 @@ def train(settings: Settings, run: Run) -> None:
         display.start(dataset, network, backend, program.compile_s)
         for result in resumed.history if resumed else ():
             run.epoch(result)
+        watched = Watched(program)
+        patience_s = PATIENCE_S if trainer.patient else 0.0
+        patience_s -= _await_quiet(patience_s, ledger)
         for result in train_epochs(
-            program,
+            watched,
             dataset,
             trainer.epochs,
             trainer.seed,
@@ -89,14 +94,20 @@ def train(settings: Settings, run: Run) -> None:
             pass_s=trainer.pass_s,
         ):
             with ledger.span("record"):
+                run.interference = None if parallel is not None else watched.interference()
                 run.epoch(result)
                 display.epoch(result)
                 if baseline is not None:
                     run.summarize(_limit(baseline, backend, settings.workers.count))
                 _save(result.epoch, training, program, run)
+            patience_s -= _await_quiet(patience_s if result.epoch < trainer.epochs else 0.0, ledger)
+        if beside is not None and beside.parts:
+            run.parts[settings.baseline.name] = beside.parts
         if isinstance(program, Profiled):
             run.add_profile(report(ledger, program, run.epochs, backend.threads))
             run.summarize(metrics(run.profile))
+            if program.layered:
+                run.parts[backend.name] = step_parts(ledger)
         if parallel is not None:
             run.summarize(parallel.metrics())
     display.table(run.epochs)
@@ -133,6 +144,14 @@ def _baseline(settings: Settings, program: Profiled, dataset: Dataset) -> Baseli
     trainer, backend = settings.trainer, settings.baseline
     share = program.layers_share if backend.threads == 1 and not hasattr(backend, "gpu") else None
     return Baseline(program, dataset.train, trainer.baseline_batches, trainer.baseline_s, layers_share=share)
+
+
+def _await_quiet(patience_s: float, ledger: Ledger) -> float:
+    """Wait until others leave the cores alone, so many seconds at most; return the seconds waited."""
+    if patience_s <= 0:
+        return 0.0
+    with ledger.span("quiet"):
+        return await_quiet(patience_s)
 
 
 def _limit(baseline: Baseline, backend: Backend, workers: int) -> dict[str, float]:

@@ -22,6 +22,7 @@ from cnnexp.training.loop import EpochResult
 
 REST = ("rest", "")
 KERNELS = ("forward", "backward")  # passes that any number of cores can share
+STEP = ("train", "gather", "update", *KERNELS)  # what a training step consists of
 
 
 class Ledger:
@@ -71,12 +72,16 @@ class Profiled:
         program: what computes.
         ledger: gets `transfer`, `train`, `evaluate`, and where the program can be watched each layer's passes.
         train: the name of the entry for `train`, e.g. `baseline`; only the default looks into the layers.
+
+    Attributes:
+        parts: of the steps that `layers_share` clocked last, each part's share by name; empty before.
     """
 
     def __init__(self, program: Program, ledger: Ledger, train: str = "train") -> None:
         self._program = cast(Any, program)  # a layerwise one has more than a `Program`
         self._ledger, self._train_entry = ledger, train
         self.layered = train == "train" and hasattr(program, "watch")
+        self.parts: dict[str, float] = {}
         if self.layered:
             self._program.watch = self._watch
 
@@ -102,7 +107,7 @@ class Profiled:
         with self._ledger.span(self._train_entry):
             Profiled(self._program, inside).train(handle, order, rate)
         self._program.watch = before
-        trained = _trained_s(inside)
+        trained, self.parts = _trained_s(inside), step_parts(inside)
         return _layers_s(inside) / trained if trained > 0 else None
 
     def predict(self, handle: Any) -> np.ndarray:
@@ -132,9 +137,10 @@ def report(ledger: Ledger, program: Profiled, epochs: Sequence[EpochResult], thr
 
     Returns:
         `wall_s`, `accounted` (share of it), `layered` (whether the layers were clocked one by one), `entries` (what,
-        layer, seconds), `threads`, `images` (trained on, over all epochs); and where the layers were clocked `layers`
-        (name, kind, pass, and the run's seconds, flops and bytes), `machine` (`roofline.machine_limits`) and
-        `parallel_share` (of the seconds of all training steps, the part inside these passes).
+        layer, seconds), `threads`, `images` (trained on, over all epochs), `machine` (`roofline.machine_limits`) and
+        `share_of_gflops` (of the machine's, that all layers' passes reached); and where the layers were clocked
+        `layers` (name, kind, pass, and the run's seconds, flops and bytes) and `parallel_share` (of the seconds of all
+        training steps, the part inside these passes).
     """
     wall_s = ledger.close()
     images = sum(epoch.train.count for epoch in epochs)
@@ -150,8 +156,10 @@ def report(ledger: Ledger, program: Profiled, epochs: Sequence[EpochResult], thr
         "images": images,
         "entries": entries,
     }
+    found["machine"] = machine_limits(threads)
+    flops = _flops_per_image(program.network, program.batch_size) * images / _trained_s(ledger)
+    found["share_of_gflops"] = flops / 1e9 / found["machine"]["gflops"]
     if program.layered:
-        found["machine"] = machine_limits(threads)
         found["layers"] = list(_layers(ledger, program.network, images, program.batch_size))
         found["parallel_share"] = _layers_s(ledger) / _trained_s(ledger)
     return found
@@ -164,6 +172,8 @@ def metrics(found: Mapping[str, Any]) -> dict[str, float]:
     khandait's table has it.
     """
     named = {"profile/wall_s": found["wall_s"], "profile/accounted": found["accounted"]}
+    named["profile/machine_gflops"] = found["machine"]["gflops"]
+    named["profile/share_of_gflops"] = found["share_of_gflops"]
     for entry in found["entries"]:
         if not entry["layer"]:
             named[f"profile/{entry['what']}_s"] = entry["seconds"]
@@ -175,6 +185,27 @@ def metrics(found: Mapping[str, Any]) -> dict[str, float]:
             key = f"profile/share/{layer['kind']}/{layer['pass']}"
             named[key] = named.get(key, 0.0) + layer["seconds"] / trained
     return named
+
+
+def step_parts(ledger: Ledger) -> dict[str, float]:
+    """Return the share of a training step by part, e.g. `conv1 backward`; of a fused program all is `train`."""
+    trained_s = _trained_s(ledger)
+    return {
+        f"{layer} {what}".strip(): seconds / trained_s
+        for (what, layer), seconds in ledger.seconds.items()
+        if what in STEP and trained_s > 0
+    }
+
+
+def _flops_per_image(network: Network, batch_size: int) -> float:
+    """Return the floating-point operations that a training step needs for one image."""
+    first = next(stage.name for stage in network.stages if stage.weight)
+    return sum(
+        work_per_image(stage, what, batch_size, needs_dx=stage.name != first)[0]
+        for stage in network.stages
+        for what in KERNELS
+        if not isinstance(stage.layer, Flatten)
+    )
 
 
 def _layers(ledger: Ledger, network: Network, images: int, batch_size: int) -> Iterator[dict[str, Any]]:
@@ -202,5 +233,4 @@ def _layers_s(ledger: Ledger) -> float:
 
 def _trained_s(ledger: Ledger) -> float:
     """Return the seconds inside training steps: their layers, gather, loss, update, and what lies between."""
-    inside = ("train", "gather", "update", *KERNELS)
-    return sum(seconds for (what, _), seconds in ledger.seconds.items() if what in inside)
+    return sum(seconds for (what, _), seconds in ledger.seconds.items() if what in STEP)

@@ -19,7 +19,9 @@ from cnnexp import environment
 from cnnexp.backends.protocol import Backend
 from cnnexp.datasets import Dataset
 from cnnexp.errors import BackendUnavailable, Diverged, TrackingError
+from cnnexp.measuring.interference import Interference
 from cnnexp.network import Network
+from cnnexp.tracking import verdict
 from cnnexp.tracking.pipe import Recorder
 from cnnexp.training.loop import EpochResult
 
@@ -27,6 +29,7 @@ TIMES = ("time/", "throughput/", "speedup/")  # metrics of these groups are of t
 JOURNAL = "journal.jsonl"
 PREDICTIONS = "predictions.npz"  # of the test split: labels and predicted, integers (N,)
 PROFILE = "profile.json"
+REPORT = "report.md"  # the verdict, and MLflow's note of the run
 MODEL = "model"  # folder, in the run's and among its artifacts
 LACKING = "UNAVAILABLE"  # status of a run whose backend this machine cannot run; MLflow calls it FAILED
 
@@ -51,6 +54,10 @@ class Run:
         contended: as given.
         epochs: the results so far.
         metrics: what is recorded once, at the end.
+        profile: where the time went, None unless asked for.
+        interference: what other work took of the time, None where it is not known.
+        parts: by the name of a backend, the share of its training step by part.
+        verdict: what the run ends with, once it has ended; empty without an epoch.
     """
 
     def __init__(
@@ -70,6 +77,9 @@ class Run:
         self.metrics: dict[str, float] = {}
         self._tags: dict[str, str] = {}
         self.profile: Mapping[str, Any] | None = None
+        self.interference: Interference | None = None
+        self.parts: dict[str, Mapping[str, float]] = {}
+        self.verdict: list[verdict.Row] = []
         self.contended = contended
         self._config, self._recorder, self._parent = config, recorder, parent
         self._begun: Callable[[], str] | None = None
@@ -195,10 +205,16 @@ class Run:
             tags["diverged"] = "true"
         if self.epochs:
             self.metrics.update(summary(self.epochs, self.contended))
+            if self.interference is not None:
+                self.metrics["time/waited_share"] = self.interference.waited
+                tags["timing.disturbed"] = str(self.interference.disturbed).lower()
             self.metrics = self._worth_telling(self.metrics)
             if status == "FINISHED":
                 self._save_predictions()
         try:
+            self.wait()  # for the id, which the verdict names
+            if self.epochs:
+                tags["mlflow.note.content"] = self._conclude(status)
             self._finish(status, tags)
         except TrackingError as lost:
             self._lost = lost
@@ -208,8 +224,23 @@ class Run:
         if self._lost is not None and error is None:
             raise TrackingError(f"{self._lost}; all {len(self.epochs)} epochs are in {self.folder / JOURNAL}")
 
+    def _conclude(self, status: str) -> str:
+        """Come to the verdict and write it into the folder; return it as Markdown."""
+        baseline = self._config["trainer"].get("baseline")
+        self.verdict = verdict.run_rows(
+            self.epochs, self.metrics, baseline, self.contended, self._simulated, self.interference, self.parts
+        )
+        if status != "FINISHED":
+            self.verdict.insert(0, ("status", f"{status} after {self.epochs[-1].epoch} epochs"))
+        self.verdict.append(("folder", str(self.folder)))
+        if self.id is not None:
+            self.verdict.append(("run", self.id))
+        page = verdict.markdown(self.name, self.verdict)
+        (self.folder / REPORT).write_text(page, encoding="utf-8")
+        self.add_artifact(self.folder / REPORT)
+        return page
+
     def _finish(self, status: str, tags: dict[str, str]) -> None:
-        self.wait()
         if self.id is None or self._lost is not None:
             return
         if self.epochs:
@@ -328,13 +359,12 @@ def summary(epochs: Sequence[EpochResult], contended: bool = False) -> dict[str,
     best = max(epochs, key=lambda result: result.held_out.accuracy)
     metrics = {
         "time/median_epoch_s": statistics.median(result.epoch_s for result in epochs),
+        "throughput/median_images_per_s": statistics.median(result.images_per_s for result in epochs),
         "final/test_accuracy": epochs[-1].test.accuracy,
         "best/test_accuracy": best.test.accuracy,
     }
     speedups = [result.comparison.speedup for result in epochs if result.comparison is not None]
-    if speedups and not contended:
-        metrics["speedup/median"] = statistics.median(speedups)
-    return metrics
+    return metrics if contended else {**metrics, **verdict.interval_metrics(speedups)}
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

@@ -91,7 +91,10 @@ def test_run_records_everything(live, store, tmp_path):
             "time/median_epoch_s": 0.375,
             "final/test_accuracy": 0.5,
             "best/test_accuracy": 1.0,
+            "throughput/median_images_per_s": 24.0,
             "speedup/median": 2.5,
+            "speedup/low": 2.0,
+            "speedup/high": 3.0,
             "model/parameters": 15,
         }
     )
@@ -103,9 +106,11 @@ def test_run_records_everything(live, store, tmp_path):
     assert len(tags["config_hash"]) == 16
     assert recorded.data.params["model.filters"] == "4"
     assert recorded.data.params["dataset.root"] == "${oc.env:SECRET}"
+    assert tags["mlflow.note.content"] == (tmp_path / "report.md").read_text()
+    assert f"| run | {run.id} |" in tags["mlflow.note.content"]
     artifacts = {a.path for a in store._client.list_artifacts(run.id)}
     figures = {a.path for a in store._client.list_artifacts(run.id, "figures")}
-    assert artifacts == {"config.json", "figures", "predictions.npz", "checkpoints"}
+    assert artifacts == {"config.json", "figures", "predictions.npz", "checkpoints", "report.md"}
     assert figures == {f"figures/{name}.png" for name in ("learning", "epoch_time", "confusion", "recall")}
     with np.load(tmp_path / "predictions.npz", allow_pickle=False) as arrays:
         assert arrays["predicted"].tolist() == [0, 1, 2, 1]

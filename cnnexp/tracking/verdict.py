@@ -1,0 +1,132 @@
+"""The answer that a run or a sweep ends with: how much faster, how sure, why, and whether the machine was quiet.
+
+Rows of a title and a sentence, every figure with its unit; the screen, `report.md` and MLflow's note show the same.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cnnexp.measuring.confidence import Interval, median_interval
+from cnnexp.measuring.interference import Interference
+from cnnexp.training.loop import EpochResult
+
+Row = tuple[str, str]
+WIDTH = 80  # of the screen, where nobody says that it is less
+LARGEST = 4  # parts of a step that are worth naming
+MORE_EPOCHS = 6  # from so many on the range of their ratios holds the median with 95 % confidence
+
+
+def run_rows(
+    epochs: Sequence[EpochResult],
+    metrics: Mapping[str, float],
+    baseline: str | None,
+    contended: bool = False,
+    simulated: bool = False,
+    interference: Interference | None = None,
+    parts: Mapping[str, Mapping[str, float]] | None = None,
+) -> list[Row]:
+    """Return the verdict on one run.
+
+    Args:
+        epochs: at least one.
+        metrics: those recorded once, by name.
+        baseline: its name, None without one.
+        contended: whether other runs computed at the same time.
+        simulated: whether times mean nothing.
+        interference: None where it is not known.
+        parts: by the name of a backend, the share of its training step by part.
+    """
+    rows = []
+    if not simulated:
+        ratios = [result.comparison.speedup for result in epochs if result.comparison is not None]
+        if contended:
+            rows.append(("speedup", "not told: other runs computed at the same time"))
+        elif ratios:
+            rows.append(("speedup", f"{speedup(median_interval(ratios), 'epoch')}; {baseline} = 1"))
+        if "speedup/amdahl_limit" in metrics:
+            share, limit = metrics["speedup/parallel_share"], metrics["speedup/amdahl_limit"]
+            rows.append(
+                ("limit", f"{limit:.3g} x by sharing out the layers, {share:.1%} of {baseline}'s step (Amdahl)")
+            )
+        rows.append(("speed", _speed(epochs, metrics)))
+    rows.append(("accuracy", _accuracy(metrics)))
+    if not simulated:
+        rows.append(("machine", machine(interference)))
+        for name, shares in (parts or {}).items():
+            largest = sorted(shares, key=lambda part: -shares[part])[:LARGEST]
+            told = ", ".join(f"{part} {shares[part]:.0%}" for part in largest)
+            rows.append((f"{name} step", told))
+    return rows
+
+
+def speedup(interval: Interval, unit: str) -> str:
+    """Return e.g. `9.31 x (median of 10 epochs; 8.9 to 9.6 with 98 % confidence; all 7.2 to 9.8)`."""
+    if interval.count == 1:
+        return f"{interval.median:.3g} x (one {unit}: how sure is not known)"
+    if interval.count < MORE_EPOCHS:
+        sure = f"{interval.least:.3g} to {interval.most:.3g}, too few for an interval"
+    else:
+        sure = (
+            f"{interval.low:.3g} to {interval.high:.3g} with {interval.confidence:.0%} confidence; "
+            f"all {interval.least:.3g} to {interval.most:.3g}"
+        )
+    return f"{interval.median:.3g} x (median of {interval.count} {unit}s; {sure})"
+
+
+def machine(interference: Interference | None) -> str:
+    """Say whether other work disturbed a run."""
+    if interference is None:
+        return "whether other work disturbed is not known here"
+    cores = f"{interference.cores} core{'s' if interference.cores > 1 else ''}"
+    stolen = f", {interference.stolen:.1%} of the cores went to other machines" if interference.stolen >= 0.001 else ""
+    told = f"threads waited for a core {interference.waited:.1%} of the time{stolen}; load {interference.load:.1f}"
+    if not interference.disturbed:
+        return f"quiet: {told} on {cores}"
+    return f"DISTURBED by other work: {told} on {cores}; measure again, or wait with trainer.patient=true"
+
+
+def screen(rows: Sequence[Row], width: int = WIDTH) -> str:
+    """Return rows as text that no screen of this width clips; a path that is longer goes over several lines."""
+    indent = max(len(title) for title, _ in rows) + 2
+    return "\n".join(
+        textwrap.fill(
+            text,
+            max(width, indent + 20),
+            initial_indent=title.ljust(indent),
+            subsequent_indent=" " * indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        for title, text in rows
+    )
+
+
+def markdown(title: str, rows: Sequence[Row]) -> str:
+    """Return rows as a page in Markdown."""
+    cells = [f"| {name} | {text.replace('|', chr(92) + '|')} |" for name, text in rows]
+    return "\n".join([f"## {title}", "", "| | |", "|---|---|", *cells, ""])
+
+
+def interval_metrics(ratios: Sequence[float]) -> dict[str, float]:
+    """Return the median of the epochs' speedups and the ends of its interval, by metric name."""
+    if not ratios:
+        return {}
+    found = median_interval(ratios)
+    return {"speedup/median": found.median, "speedup/low": found.low, "speedup/high": found.high}
+
+
+def _speed(epochs: Sequence[EpochResult], metrics: Mapping[str, float]) -> str:
+    fastest = median_interval([result.images_per_s for result in epochs]).median
+    text = f"{fastest:,.0f} images/s, {metrics['time/median_epoch_s']:.3g} s an epoch"
+    if "profile/share_of_gflops" in metrics:
+        share, limit = metrics["profile/share_of_gflops"], metrics["profile/machine_gflops"]
+        text += f"; {share:.1%} of the {limit:,.0f} GFLOP/s that a matrix product reaches here"
+    return text
+
+
+def _accuracy(metrics: Mapping[str, Any]) -> str:
+    final, best = metrics["final/test_accuracy"], metrics["best/test_accuracy"]
+    return f"{final:.2%} of the test images" + (f"; the best epoch {best:.2%}" if best > final else "")

@@ -1,0 +1,49 @@
+import numpy as np
+import pytest
+from scipy import stats
+
+from cnnexp.measuring.confidence import EXACT, holm, median_interval, p_value
+
+
+@pytest.mark.parametrize(
+    ("count", "low", "high", "confidence"),
+    [(1, 0, 0, 0.0), (2, 0, 1, 0.5), (5, 0, 4, 0.9375), (6, 0, 5, 0.96875), (10, 1, 8, 0.978515625)],
+)
+def test_interval_of_a_median_is_that_of_the_tables(count, low, high, confidence):
+    found = median_interval(list(reversed(range(count))))
+    assert (found.low, found.high, found.confidence) == (low, high, pytest.approx(confidence))
+    assert (found.median, found.least, found.most, found.count) == ((count - 1) / 2, 0, count - 1, count)
+
+
+def test_interval_holds_the_median_as_often_as_it_says():
+    rng = np.random.default_rng(0)
+    intervals = [median_interval(rng.lognormal(size=15).tolist()) for _ in range(2000)]
+    held = np.mean([found.low <= 1.0 <= found.high for found in intervals])
+    assert held == pytest.approx(intervals[0].confidence, abs=0.015)
+    assert intervals[0].confidence >= 0.95
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (3, 4), (10, 10), (7, 20)])
+def test_p_value_is_the_exact_mann_whitney_test(sizes):
+    rng = np.random.default_rng(1)
+    for shift in (0.0, 1.0, 5.0):
+        a, b = rng.normal(size=sizes[0]), rng.normal(shift, size=sizes[1])
+        expected = stats.mannwhitneyu(a, b, method="exact").pvalue
+        assert p_value(a.tolist(), b.tolist()) == pytest.approx(expected)
+
+
+def test_many_pairs_are_approximated():
+    rng = np.random.default_rng(2)
+    a, b = rng.normal(size=60), rng.normal(0.4, size=40)
+    assert len(a) * len(b) > EXACT
+    assert p_value(a.tolist(), b.tolist()) == pytest.approx(stats.mannwhitneyu(a, b).pvalue, rel=1e-6)
+
+
+def test_equal_measurements_do_not_differ():
+    assert p_value([1.0] * 5, [1.0] * 5) == 1.0
+
+
+def test_holm_raises_what_was_tried_more_often():
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert holm([0.6, 0.7]) == [1.0, 1.0]
+    assert holm([]) == []

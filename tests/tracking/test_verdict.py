@@ -1,0 +1,112 @@
+import dataclasses
+import re
+
+import pytest
+from results import CONFIG, DATASET, NETWORK, Backend, epoch_result
+
+from cnnexp.measuring.confidence import median_interval
+from cnnexp.measuring.interference import Interference
+from cnnexp.tracking import verdict
+from cnnexp.tracking.journal import REPORT, Run, read_journal, summary
+
+QUIET, BUSY = Interference(0.004, 0.0, 0.3, 2), Interference(0.31, 0.02, 6.0, 2)
+RATIOS = (2.0, 2.5, 3.0, 2.4, 2.6, 2.2, 2.8)
+
+
+def rows(ratios=RATIOS, interference=QUIET, metrics=(), **options):
+    epochs = [epoch_result(i + 1, speedup=ratio) for i, ratio in enumerate(ratios)]
+    recorded = {**summary(epochs), **dict(metrics)}
+    return dict(verdict.run_rows(epochs, recorded, "cpu", interference=interference, **options))
+
+
+def test_speedup_with_its_interval_and_its_range():
+    found = median_interval(RATIOS)
+    assert (found.low, found.high) == (2.0, 3.0)
+    said = rows()["speedup"]
+    assert said == "2.5 x (median of 7 epochs; 2 to 3 with 98% confidence; all 2 to 3); cpu = 1"
+
+
+@pytest.mark.parametrize(("count", "said"), [(1, "one epoch: how sure is not known"), (3, "too few for an interval")])
+def test_few_epochs_claim_no_confidence(count, said):
+    text = rows(RATIOS[:count])["speedup"]
+    assert said in text
+    assert "confidence" not in text
+
+
+def test_a_quiet_machine_is_called_quiet_and_a_busy_one_is_flagged():
+    assert rows()["machine"] == "quiet: threads waited for a core 0.4% of the time; load 0.3 on 2 cores"
+    busy = rows(interference=BUSY)["machine"]
+    assert busy.startswith("DISTURBED by other work: threads waited for a core 31.0% of the time, 2.0% of the cores")
+    assert "trainer.patient=true" in busy
+    assert "not known" in rows(interference=None)["machine"]
+
+
+def test_amdahl_limit_share_of_the_machine_and_largest_parts_stand_where_they_were_measured():
+    bare = rows()
+    assert not {"limit", "cpu step"} & bare.keys()
+    assert "GFLOP" not in bare["speed"]
+    metrics = {
+        **{"speedup/amdahl_limit": 20.7, "speedup/parallel_share": 0.982},
+        **{"profile/share_of_gflops": 0.094, "profile/machine_gflops": 18.0},
+    }
+    parts = {"cpu": {"a": 0.1, "b": 0.5, "c": 0.2, "d": 0.15, "e": 0.05}, "cpu-simd": {"train": 1.0}}
+    full = rows(metrics=metrics, parts=parts)
+    assert full["limit"] == "20.7 x by sharing out the layers, 98.2% of cpu's step (Amdahl)"
+    assert full["speed"] == "16 images/s, 0.5 s an epoch; 9.4% of the 18 GFLOP/s that a matrix product reaches here"
+    assert full["cpu step"] == "b 50%, c 20%, d 15%, a 10%"
+    assert full["cpu-simd step"] == "train 100%"
+
+
+def test_no_times_of_a_simulated_gpu_and_no_speedup_of_contended_runs():
+    assert list(rows(simulated=True)) == ["accuracy"]
+    assert rows(contended=True)["speedup"] == "not told: other runs computed at the same time"
+
+
+def test_the_best_epoch_is_told_where_it_was_not_the_last():
+    epochs = [epoch_result(1, correct=4), epoch_result(2, correct=2)]
+    said = dict(verdict.run_rows(epochs, summary(epochs), None))
+    assert said["accuracy"] == "50.00% of the test images; the best epoch 100.00%"
+    assert "speedup" not in said
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_no_line_is_wider_than_the_screen(width):
+    text = verdict.screen(list(rows(interference=BUSY).items()), width)
+    assert max(map(len, text.splitlines())) <= width
+    flat = " ".join(text.split())
+    for said in rows(interference=BUSY).values():
+        assert said in flat
+
+
+def test_markdown_keeps_its_columns():
+    assert "| a | one \\| two |" in verdict.markdown("title", [("a", "one | two")])
+
+
+def test_a_run_writes_its_verdict_into_its_folder(tmp_path):
+    with Run(tmp_path, CONFIG) as run:
+        run.begin(DATASET, NETWORK, Backend())
+        for epoch, ratio in enumerate(RATIOS, 1):
+            run.interference = dataclasses.replace(BUSY)
+            run.epoch(epoch_result(epoch, speedup=ratio))
+    page = (tmp_path / REPORT).read_text()
+    assert "| speedup | 2.5 x (median of 7 epochs" in page
+    assert f"| folder | {tmp_path} |" in page
+    journal = read_journal(tmp_path)
+    assert journal["metrics"].items() >= {"speedup/median": 2.5, "speedup/low": 2.0, "speedup/high": 3.0}.items()
+    assert journal["metrics"]["time/waited_share"] == 0.31
+    assert '"timing.disturbed": "true"' in (tmp_path / "journal.jsonl").read_text()
+
+
+def test_a_run_that_was_stopped_says_so(tmp_path):
+    run = Run(tmp_path, CONFIG)
+    run.begin(DATASET, NETWORK, Backend())
+    run.epoch(epoch_result(1))
+    run.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+    assert re.search(r"\| status \| KILLED after 1 epochs \|", (tmp_path / REPORT).read_text())
+
+
+def test_a_run_without_an_epoch_has_no_verdict(tmp_path):
+    with pytest.raises(ValueError, match="early"), Run(tmp_path, CONFIG) as run:
+        raise ValueError("early")
+    assert run.verdict == []
+    assert not (tmp_path / REPORT).exists()
