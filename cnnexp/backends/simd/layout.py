@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from llvmlite import ir
 
-from cnnexp.backends.simd.emit import Emitter, Pointer
-from cnnexp.network import Shape
+from cnnexp.backends.simd.emit import Emitter, Pointer, Target
+from cnnexp.network import Parameter, Shape
 
 
 def round_up(number: int, multiple: int) -> int:
@@ -166,3 +167,44 @@ def aligned_zeros(shape: Shape) -> np.ndarray:
     raw = np.zeros(math.prod(shape) + 16, np.float32)
     start = -(raw.ctypes.data // 4) % 16
     return raw[start : start + math.prod(shape)].reshape(shape)
+
+
+class Parameters:
+    """Where every parameter lies in this backend's own flat buffer, rounded up to vectors where a kernel likes it so.
+
+    Attributes:
+        size: of the buffer, in floats.
+        positions: int64 (parameter_count,), the place of every element of the network's flat buffer.
+    """
+
+    def __init__(self, lanes: int) -> None:
+        self.lanes, self.size = lanes, 0
+        self._offsets: dict[str, int] = {}
+        self._parts: list[tuple[int, np.ndarray]] = []
+
+    def place(self, parameter: Parameter, size: int, positions: np.ndarray) -> None:
+        """Give a parameter `size` floats, its elements at `positions` in them."""
+        self._offsets[parameter.name] = self.size
+        self._parts.append((parameter.offset, self.size + positions.ravel()))
+        self.size += round_up(size, 16)
+
+    def place_plain(self, parameter: Parameter) -> None:
+        self.place(parameter, round_up(parameter.size, self.lanes), np.arange(parameter.size))
+
+    @property
+    def positions(self) -> np.ndarray:
+        return np.concatenate([positions for _, positions in sorted(self._parts, key=lambda part: part[0])])
+
+    def weight(self, k: Emitter, parameter: Parameter) -> Pointer:
+        return k.parameters + self._offsets[parameter.name]
+
+    def gradient(self, k: Emitter, parameter: Parameter) -> Pointer:
+        return k.gradients + self._offsets[parameter.name]
+
+
+class Layout(Protocol):
+    """What a node sees of its plan: the vectors, and the room of activations and of parameters."""
+
+    target: Target
+    arena: Arena
+    parameters: Parameters

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 from llvmlite import ir
@@ -14,11 +13,8 @@ from cnnexp.backends.simd.conv_filters import FilterBank
 from cnnexp.backends.simd.conv_lanes import Correlation, Windows
 from cnnexp.backends.simd.conv_sparse import SparseGradient
 from cnnexp.backends.simd.emit import INDEX, Emitter, Kernels, Target
-from cnnexp.backends.simd.layout import Grid, Matrix, Ring
+from cnnexp.backends.simd.layout import Grid, Layout, Matrix, Ring
 from cnnexp.network import MaxPool2d, Sigmoid, Stage
-
-if TYPE_CHECKING:
-    from cnnexp.backends.simd.plan import Plan
 
 Tensor = Grid | Matrix
 
@@ -68,13 +64,13 @@ class Node:
         """Return the room around dy that it needs."""
         return Ring()
 
-    def prepare(self, plan: Plan) -> None:
+    def prepare(self, plan: Layout) -> None:
         """Allocate what else it needs, once x, y, dy, dx are known."""
 
-    def forward(self, plan: Plan) -> Kernels:
+    def forward(self, plan: Layout) -> Kernels:
         raise NotImplementedError
 
-    def backward(self, plan: Plan) -> Kernels:
+    def backward(self, plan: Layout) -> Kernels:
         raise NotImplementedError
 
 
@@ -110,7 +106,7 @@ class Convolution(Node):
         (top, bottom), (left, right) = sides
         return Ring(top, left, bottom, right, layer.stride)
 
-    def prepare(self, plan: Plan) -> None:
+    def prepare(self, plan: Layout) -> None:
         layer, channels = self.stage.layer, self.stage.input_shape[2]
         plan.parameters.place_plain(self.stage.weight)
         if self.stage.bias:
@@ -132,7 +128,7 @@ class Convolution(Node):
         if self.dx:
             self.flipped = plan.arena.allocate(self.stage.weight.size)
 
-    def _sparse(self, plan: Plan, windows: Windows | None) -> SparseGradient | None:
+    def _sparse(self, plan: Layout, windows: Windows | None) -> SparseGradient | None:
         """Return the gradient that follows the argmax, where it pays."""
         layer, channels, target = self.stage.layer, self.stage.input_shape[2], plan.target
         if windows is None or self.dx is None or windows.size < 2 or not (self.x.dense and self.dx.dense):
@@ -145,7 +141,7 @@ class Convolution(Node):
             windows, self.rectifies_dy, scratch,
         )  # fmt: skip
 
-    def forward(self, plan: Plan) -> Kernels:
+    def forward(self, plan: Layout) -> Kernels:
         weight, bias, place = self.stage.weight, self.stage.bias, plan.parameters.weight
         return [
             (
@@ -154,7 +150,7 @@ class Convolution(Node):
             )
         ]
 
-    def backward(self, plan: Plan) -> Kernels:
+    def backward(self, plan: Layout) -> Kernels:
         stage, place = self.stage, plan.parameters.gradient
         kernels: Kernels = []
         if self.sparse:
@@ -186,12 +182,12 @@ class Convolution(Node):
             kernels.append(("input_gradient", lambda k: self._input_gradient(k, plan)))
         return kernels
 
-    def _sparse_backward(self, k: Emitter, plan: Plan) -> None:
+    def _sparse_backward(self, k: Emitter, plan: Layout) -> None:
         weight, bias, parameters = self.stage.weight, self.stage.bias, plan.parameters
         dw, db = parameters.gradient(k, weight), bias and parameters.gradient(k, bias)
         conv_sparse.backward(k, self.sparse, parameters.weight(k, weight), dw, db)
 
-    def _input_gradient(self, k: Emitter, plan: Plan) -> None:
+    def _input_gradient(self, k: Emitter, plan: Layout) -> None:
         layer, channels, reach = self.stage.layer, self.stage.input_shape[2], self.stage.layer.kernel - 1
         flipped = k.arena + self.flipped
         weights = plan.parameters.weight(k, self.stage.weight)
@@ -231,7 +227,7 @@ class FilterConvolution(Node):
         side = conv_filters.patch_side(layer.kernel, layer.stride, size)
         return layer.kernel**2 * channels <= 25 and size * size <= 4 and side * side * channels <= 64
 
-    def prepare(self, plan: Plan) -> None:
+    def prepare(self, plan: Layout) -> None:
         plan.parameters.place_plain(self.stage.weight)
         if self.stage.bias:
             plan.parameters.place_plain(self.stage.bias)
@@ -248,18 +244,18 @@ class FilterConvolution(Node):
             self.rectify,
         )  # fmt: skip
 
-    def forward(self, plan: Plan) -> Kernels:
+    def forward(self, plan: Layout) -> Kernels:
         def run(k: Emitter) -> None:
             with k.loop(self.shape[0]) as u:
                 self.forward_row(k, plan, u)
 
         return [("forward", run)]
 
-    def forward_row(self, k: Emitter, plan: Plan, u: ir.Value) -> None:
+    def forward_row(self, k: Emitter, plan: Layout, u: ir.Value) -> None:
         weight, bias, place = self.stage.weight, self.stage.bias, plan.parameters.weight
         conv_filters.forward_row(k, self.bank, place(k, weight), bias and place(k, bias), u)
 
-    def backward(self, plan: Plan) -> Kernels:
+    def backward(self, plan: Layout) -> Kernels:
         def run(k: Emitter) -> None:
             with k.loop(self.shape[0]) as u:
                 self.weight_gradients_row(k, plan, u)
@@ -269,7 +265,7 @@ class FilterConvolution(Node):
             kernels.append(("rectify_gradient", lambda k: linear.rectify_gradient(k, self.y, self.dy)))
         return [*kernels, ("weight_gradients", run)]
 
-    def weight_gradients_row(self, k: Emitter, plan: Plan, u: ir.Value) -> None:
+    def weight_gradients_row(self, k: Emitter, plan: Layout, u: ir.Value) -> None:
         weight, bias, place = self.stage.weight, self.stage.bias, plan.parameters.gradient
         conv_filters.weight_gradients_row(k, self.bank, self.dy, place(k, weight), bias and place(k, bias), u)
 
@@ -284,7 +280,7 @@ class Dense(Node):
         super().__init__(stage.name, stage.output_shape)
         self.stage, self.rectify = stage, rectify
 
-    def backward(self, plan: Plan) -> Kernels:
+    def backward(self, plan: Layout) -> Kernels:
         """Return what both forms begin with."""
         kernels: Kernels = []
         if self.rectifies_dy:
@@ -302,7 +298,7 @@ class Dense(Node):
 class WideDense(Dense):
     """Many outputs."""
 
-    def prepare(self, plan: Plan) -> None:
+    def prepare(self, plan: Layout) -> None:
         features, outputs = self.stage.weight.shape
         d, o = np.mgrid[:features, :outputs]
         plan.parameters.place(self.stage.weight, features * self.y.stride, d * self.y.stride + o)
@@ -312,7 +308,7 @@ class WideDense(Dense):
             self.dy_lanes = plan.arena.grid((1, 1, outputs))
             self.dx_lanes = plan.arena.grid((1, 1, features))
 
-    def forward(self, plan: Plan) -> Kernels:
+    def forward(self, plan: Layout) -> Kernels:
         weight, bias, place = self.stage.weight, self.stage.bias, plan.parameters.weight
 
         def run(k: Emitter) -> None:
@@ -320,7 +316,7 @@ class WideDense(Dense):
 
         return [("forward", run)]
 
-    def backward(self, plan: Plan) -> Kernels:
+    def backward(self, plan: Layout) -> Kernels:
         weight, parameters = self.stage.weight, plan.parameters
         kernels = super().backward(plan)
         kernels.append(
@@ -348,7 +344,7 @@ class SkinnyDense(Dense):
 
     rectifies_dx = True
 
-    def prepare(self, plan: Plan) -> None:
+    def prepare(self, plan: Layout) -> None:
         (features, outputs), lanes = self.stage.weight.shape, plan.target.lanes
         d, o = np.mgrid[:features, :outputs]
         size = linear.skinny_size(features, outputs, lanes)
@@ -357,7 +353,7 @@ class SkinnyDense(Dense):
             plan.parameters.place_plain(self.stage.bias)
         self.totals = plan.arena.allocate(plan.arena.images * outputs * lanes)
 
-    def forward(self, plan: Plan) -> Kernels:
+    def forward(self, plan: Layout) -> Kernels:
         def run(k: Emitter) -> None:
             self.begin(k)
             self.add(k, plan, INDEX(0), self.x.stride // k.lanes)
@@ -368,21 +364,21 @@ class SkinnyDense(Dense):
     def begin(self, k: Emitter) -> None:
         linear.skinny_begin(k, k.arena + self.totals, self.y.size)
 
-    def add(self, k: Emitter, plan: Plan, first: ir.Value, vectors: int) -> None:
+    def add(self, k: Emitter, plan: Layout, first: ir.Value, vectors: int) -> None:
         weights = plan.parameters.weight(k, self.stage.weight)
         linear.skinny_add(k, self.x, weights, k.arena + self.totals, self.y.size, first, vectors)
 
-    def end(self, k: Emitter, plan: Plan) -> None:
+    def end(self, k: Emitter, plan: Layout) -> None:
         bias = self.stage.bias and plan.parameters.weight(k, self.stage.bias)
         linear.skinny_end(k, k.arena + self.totals, bias, self.y, self.rectify)
 
-    def backward(self, plan: Plan) -> Kernels:
+    def backward(self, plan: Layout) -> Kernels:
         def run(k: Emitter) -> None:
             self.run_backward(k, plan, INDEX(0), self.x.stride // k.lanes)
 
         return [*super().backward(plan), ("backward", run)]
 
-    def run_backward(self, k: Emitter, plan: Plan, first: ir.Value, vectors: int) -> None:
+    def run_backward(self, k: Emitter, plan: Layout, first: ir.Value, vectors: int) -> None:
         weight, parameters = self.stage.weight, plan.parameters
         w, dw = parameters.weight(k, weight), parameters.gradient(k, weight)
         linear.skinny_backward(k, self.x, w, self.dy, self.dx, dw, self.input_rectified, first, vectors)
@@ -408,7 +404,7 @@ class FilterClassifier(Node):
             return False
         return linear.reads_once(second.stage.weight.shape[1], target.registers)
 
-    def prepare(self, plan: Plan) -> None:
+    def prepare(self, plan: Layout) -> None:
         conv, dense = self.conv, self.dense
         between = plan.arena.matrix(math.prod(conv.shape))
         conv.x, conv.y, conv.dy = self.x, between, between
@@ -419,7 +415,7 @@ class FilterClassifier(Node):
         dense.prepare(plan)
         self.row_vectors = conv.shape[1] * conv.shape[2] // plan.target.lanes
 
-    def forward(self, plan: Plan) -> Kernels:
+    def forward(self, plan: Layout) -> Kernels:
         def run(k: Emitter) -> None:
             self.dense.begin(k)
             with k.loop(self.conv.shape[0]) as u:
@@ -429,7 +425,7 @@ class FilterClassifier(Node):
 
         return [("forward", run)]
 
-    def backward(self, plan: Plan) -> Kernels:
+    def backward(self, plan: Layout) -> Kernels:
         def run(k: Emitter) -> None:
             with k.loop(self.conv.shape[0]) as u:
                 k.call("linear", lambda k, u: self.dense.run_backward(k, plan, self._vector(k, u), self.row_vectors), u)
@@ -447,15 +443,15 @@ class ToRows(Node):
 
     wants, makes = Grid, Matrix
 
-    def prepare(self, plan: Plan) -> None:
+    def prepare(self, plan: Layout) -> None:
         self.dense = self.dx
         if self.dx and not self.dx.dense:
             self.dense = plan.arena.grid(self.dx.shape)
 
-    def forward(self, plan: Plan) -> Kernels:
+    def forward(self, plan: Layout) -> Kernels:
         return [("forward", lambda k: transfer.to_rows(k, self.x, self.y))]
 
-    def backward(self, plan: Plan) -> Kernels:
+    def backward(self, plan: Layout) -> Kernels:
         kernels: Kernels = [("backward", lambda k: transfer.to_lanes(k, self.dy, self.dense))]
         if self.dense is not self.dx:
             kernels.append(("copy", lambda k: elementwise.apply(k, elementwise.same, self.dense, self.dx)))
@@ -471,10 +467,10 @@ class Activation(Node):
         self.function = elementwise.sigmoid if sigmoid else elementwise.relu
         self.gradient = elementwise.sigmoid_gradient if sigmoid else elementwise.relu_gradient
 
-    def forward(self, plan: Plan) -> Kernels:
+    def forward(self, plan: Layout) -> Kernels:
         return [("forward", lambda k: elementwise.apply(k, self.function, self.x, self.y))]
 
-    def backward(self, plan: Plan) -> Kernels:
+    def backward(self, plan: Layout) -> Kernels:
         return [("backward", lambda k: elementwise.apply_gradient(k, self.gradient, self.y, self.dy, self.dx))]
 
 
@@ -499,7 +495,7 @@ class Pool(Node):
         right = (columns - 1) * self.stride + self.size - left - width
         return Ring(top, left, max(bottom, 0), max(right, 0), value=-math.inf if self.largest else 0.0)
 
-    def prepare(self, plan: Plan) -> None:
+    def prepare(self, plan: Layout) -> None:
         if self.largest:
             self.codes = plan.arena.grid(self.shape)
         else:
@@ -516,7 +512,7 @@ class Pool(Node):
             counts.append(np.minimum(first + self.size, size) - np.maximum(first, 0))
         return np.multiply.outer(*counts[:2])
 
-    def forward(self, plan: Plan) -> Kernels:
+    def forward(self, plan: Layout) -> Kernels:
         def run(k: Emitter) -> None:
             if self.largest:
                 elementwise.max_pool(k, self.x, self.size, self.stride, self.y, self.codes)
@@ -525,7 +521,7 @@ class Pool(Node):
 
         return [("forward", run)]
 
-    def backward(self, plan: Plan) -> Kernels:
+    def backward(self, plan: Layout) -> Kernels:
         def run(k: Emitter) -> None:
             if self.largest:
                 elementwise.max_pool_gradient(k, self.codes, self.dy, self.size, self.stride, self.spread)

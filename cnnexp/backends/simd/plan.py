@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 from llvmlite import ir
 
 from cnnexp.backends.simd import transfer
-from cnnexp.backends.simd.emit import BYTE, FLOAT, Emitter, Kernels, Pointer, Target
-from cnnexp.backends.simd.layout import Arena, Grid, Matrix, Ring, round_up
+from cnnexp.backends.simd.emit import BYTE, FLOAT, Kernels, Target
+from cnnexp.backends.simd.layout import Arena, Grid, Matrix, Parameters, Ring
 from cnnexp.backends.simd.linear import MOST_OUTPUTS
 from cnnexp.backends.simd.nodes import (
     Activation,
@@ -27,43 +26,10 @@ from cnnexp.backends.simd.nodes import (
     ToRows,
     WideDense,
 )
-from cnnexp.network import AvgPool2d, Conv2d, Flatten, Linear, MaxPool2d, Network, Parameter, ReLU, Stage
+from cnnexp.network import AvgPool2d, Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Stage
 
 LARGEST_WINDOW = 4
 """Side of the largest max-pool that a convolution computes along: its code has every pixel of the window in it."""
-
-
-class Parameters:
-    """Where every parameter lies in this backend's own flat buffer, rounded up to vectors where a kernel likes it so.
-
-    Attributes:
-        size: of the buffer, in floats.
-        positions: int64 (parameter_count,), the place of every element of the network's flat buffer.
-    """
-
-    def __init__(self, lanes: int) -> None:
-        self.lanes, self.size = lanes, 0
-        self._offsets: dict[str, int] = {}
-        self._parts: list[tuple[int, np.ndarray]] = []
-
-    def place(self, parameter: Parameter, size: int, positions: np.ndarray) -> None:
-        """Give a parameter `size` floats, its elements at `positions` in them."""
-        self._offsets[parameter.name] = self.size
-        self._parts.append((parameter.offset, self.size + positions.ravel()))
-        self.size += round_up(size, 16)
-
-    def place_plain(self, parameter: Parameter) -> None:
-        self.place(parameter, round_up(parameter.size, self.lanes), np.arange(parameter.size))
-
-    @property
-    def positions(self) -> np.ndarray:
-        return np.concatenate([positions for _, positions in sorted(self._parts, key=lambda part: part[0])])
-
-    def weight(self, k: Emitter, parameter: Parameter) -> Pointer:
-        return k.parameters + self._offsets[parameter.name]
-
-    def gradient(self, k: Emitter, parameter: Parameter) -> Pointer:
-        return k.gradients + self._offsets[parameter.name]
 
 
 class Plan:
