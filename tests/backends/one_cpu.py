@@ -33,7 +33,7 @@ from cnnexp.optimizers import SGD
 CPU = CPUS[os.environ["TEST_CPU"]]
 RATE = 0.1
 FILTERS, KERNELS, POOLS = range(1, 18), range(1, 8), range(1, 5)
-STRIDES, PADDINGS = (1, 2), ("valid", "valid", "same", "full", "auto", 1)
+STRIDES, PADDINGS, POOL_PADDINGS = (1, 2), (*["valid"] * 4, "same", "full", "auto", 1), ("valid", "valid", "auto")
 GRID = list(itertools.product(FILTERS, KERNELS, POOLS))
 
 FEW_FILTERS = Network(
@@ -51,19 +51,17 @@ GENERAL = Network(
 
 
 def two_convolutions(filters: int, kernel: int, pool: int) -> Network:
-    """Return a network of two convolutions, the rest of its geometry drawn until it fits."""
+    """Return a network of two convolutions, the rest of its geometry drawn, its sides until they fit."""
     rng = np.random.default_rng((filters, kernel, pool))
+    few_or_many = filters, rng.integers(1, 5), rng.choice(FILTERS)
+    first, first_kernel, stride = (int(rng.choice(choice)) for choice in (few_or_many, KERNELS[:3], STRIDES))
+    padding, pool_padding = (choice[rng.integers(len(choice))] for choice in (PADDINGS, POOL_PADDINGS))
+    convolutions = Conv2d(first, first_kernel), ReLU(), Conv2d(filters, kernel, stride, padding), ReLU()
+    layers = *convolutions, MaxPool2d(pool, padding=pool_padding), Flatten(), Linear(5)
     while True:
-        first, first_kernel, stride = (
-            int(rng.choice(choice)) for choice in ([filters, *FILTERS], KERNELS[:3], STRIDES)
-        )
         height, width = map(int, rng.integers(0, 9, 2) + first_kernel + kernel - 1)
-        padding, pool_padding = PADDINGS[rng.integers(len(PADDINGS))], ("valid", "auto")[rng.integers(2)]
-        convolutions = Conv2d(first, first_kernel), ReLU(), Conv2d(filters, kernel, stride, padding), ReLU()
         with contextlib.suppress(NetworkError):
-            return Network(
-                (height, width, 1), (*convolutions, MaxPool2d(pool, padding=pool_padding), Flatten(), Linear(5))
-            )
+            return Network((height, width, 1), layers)
 
 
 def is_sparse(network: Network) -> bool:

@@ -22,9 +22,22 @@ def run_tests(name: str, cache: Path, *arguments: str) -> None:
         environment.pop(key, None)
         if cpu.runs_here and value is not None:
             environment[key] = value
-    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-p", "no:xdist", *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-v",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "-p",
+        "no:faulthandler",
+        "--capture=sys",
+        *arguments,
+    ]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{name}: exit code {done.returncode}\n{done.stdout[-4000:]}{done.stderr[-2000:]}"
+    assert done.returncode == 0, f"{name}: exit code {done.returncode}\n{done.stdout[-4000:]}{done.stderr[:2000]}"
     assert " passed" in done.stdout
 
 
