@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-lowest test-newest lint ui bench gpu-check torch clean
+.PHONY: help train test test-lowest test-newest lint docs ui bench gpu-check torch clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,6 +32,10 @@ lint: $(VENV)/.dev ## check format, style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+docs: $(VENV)/.dev ## build the documentation site into build/docs
+	$(PIP) --editable ".[dev,docs]"
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --builder html docs build/docs
 
 ui: $(VENV)/.core ## look at the recorded runs in a browser
 	$(BIN)/cnnexp ui $(ARGS)

@@ -42,7 +42,7 @@ class Program(Protocol):
         """Put a split where the backend wants it, once; return a handle on it.
 
         Args:
-            images: (N, *input_shape), float32, or uint8 that stands for value / 255.
+            images: `(N, *input_shape)`, float32, or uint8 that stands for value / 255.
             labels: integers (N,), 0 .. classes - 1.
         """
         ...
