@@ -22,7 +22,7 @@ from cnnexp.measuring.amdahl import amdahl_limit
 from cnnexp.measuring.interference import PATIENCE_S, Watched, await_quiet
 from cnnexp.measuring.ledger import Ledger, Profiled, metrics, report, step_parts
 from cnnexp.network.losses import check_loss
-from cnnexp.tracking.journal import Run, find_folder
+from cnnexp.tracking.journal import FALLBACK, Run, find_folder
 from cnnexp.training import checkpoint
 from cnnexp.training.baseline import Baseline
 from cnnexp.training.loop import train_epochs
@@ -54,7 +54,7 @@ def train(settings: Settings, run: Run) -> None:
                 if backend is None:
                     raise
                 log.warning("%s", death)
-                run.tag("backend.fallback", backend.name)
+                run.tag(FALLBACK, backend.name)
                 program = settings.workers.compile(backend, *compiling)
             stack.enter_context(contextlib.closing(program))
         parallel = program if isinstance(program, ParallelProgram) else None

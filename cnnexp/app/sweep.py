@@ -125,7 +125,8 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
     Returns:
         `job` (its folder's name), `name`, `status` (FINISHED, FAILED, KILLED, SKIPPED, UNAVAILABLE, or DIED where the
-        process was gone before it could say), `error`, what varied by key, and the final metrics by name.
+        process was gone before it could say), `error`, `contended`, `fallback` (the backend that took over, or None),
+        what varied by key, and the final metrics by name.
     """
     jobs = sorted((path.parent for path in Path(folder).glob(f"*/{JOURNAL}")), key=_job_number)
     journals = [read_journal(job) for job in jobs]
@@ -138,6 +139,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
             "status": journal["status"],
             "error": journal["error"],
             "contended": journal["contended"],
+            "fallback": journal["fallback"],
             **{key: values.get(key, "") for key in keys},
             **journal["metrics"],
         }
@@ -147,7 +149,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 def varied(found: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the keys of `rows` that hold what varied."""
-    fixed = {"job", "name", "status", "error", "contended"}
+    fixed = {"job", "name", "status", "error", "contended", "fallback"}
     return [key for key in found[0] if key not in fixed and "/" not in key]
 
 
@@ -173,6 +175,7 @@ def summary_table(found: Sequence[Mapping[str, Any]]) -> Table:
         table.add_column(COLUMNS[name][0], justify="right")
     for row in found:
         status = row["status"] + (", contended" if row["contended"] else "")
+        status += f", on {row['fallback']}" if row["fallback"] else ""
         cells = [format(row[name], COLUMNS[name][1]) if name in row else "" for name in names]
         table.add_row(row["job"], *(row[key] for key in keys), status, *cells)
     return table

@@ -109,8 +109,9 @@ def _scaling(jobs: Sequence[Job]) -> list[dict[str, Any]]:
 def _job(folder: Path) -> Job:
     journal = read_journal(folder)
     begun, tags = journal["begin"], journal["begin"].get("tags", {})
+    computed = {"backend.name": journal["fallback"]} if journal["fallback"] else {}
     return Job(
-        config=_leaves(journal["config"]),
+        config=_leaves(journal["config"]) | computed,
         status=journal["status"],
         error=journal["error"],
         metrics=journal["metrics"],

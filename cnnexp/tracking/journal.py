@@ -31,6 +31,7 @@ PREDICTIONS = "predictions.npz"  # of the test split: labels and predicted, inte
 PROFILE = "profile.json"
 REPORT = "report.md"  # the verdict, and MLflow's note of the run
 MODEL = "model"  # folder, in the run's and among its artifacts
+FALLBACK = "backend.fallback"  # tag: the backend that took over from one whose compiler died
 LACKING = "UNAVAILABLE"  # status of a run whose backend this machine cannot run; MLflow calls it FAILED
 
 
@@ -314,10 +315,11 @@ def read_journal(folder: Path) -> dict[str, Any]:
 
     Returns:
         The facts of its `job` line (name, overrides, config, config_hash, contended), with `status` (DIED if it never
-        ended), `error` (or None), `begin` (what `Store.begin` was given, else empty), `metrics` (the final ones)
-        and `epochs` (a list of metrics by name).
+        ended), `error` (or None), `fallback` (the backend that took over, or None), `begin` (what `Store.begin` was
+        given, else empty), `metrics` (the final ones) and `epochs` (a list of metrics by name).
     """
-    facts: dict[str, Any] = {"status": "DIED", "error": "the process died", "metrics": {}, "epochs": [], "begin": {}}
+    facts: dict[str, Any] = {"status": "DIED", "error": "the process died", "fallback": None}
+    facts |= {"begin": {}, "metrics": {}, "epochs": []}
     for line in (Path(folder) / JOURNAL).read_text(encoding="utf-8").splitlines():
         entry = json.loads(line)
         match entry.pop("event"):
@@ -328,7 +330,8 @@ def read_journal(folder: Path) -> dict[str, Any]:
             case "epoch":
                 facts["epochs"].append({"epoch": entry["epoch"], **entry["metrics"]})
             case "finish":
-                facts.update(status=entry["status"], error=entry["tags"].get("error"), metrics=entry["metrics"])
+                facts.update(status=entry["status"], metrics=entry["metrics"])
+                facts.update(error=entry["tags"].get("error"), fallback=entry["tags"].get(FALLBACK))
     return facts
 
 

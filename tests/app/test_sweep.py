@@ -12,8 +12,10 @@ from rich.console import Console
 
 from cnnexp.app import sweep
 from cnnexp.errors import DataError
+from cnnexp.papers import EXPERIMENTS
+from cnnexp.papers.compare import compare
 from cnnexp.tracking import store
-from cnnexp.tracking.journal import JOURNAL, Run
+from cnnexp.tracking.journal import FALLBACK, JOURNAL, Run
 from cnnexp.tracking.pipe import Recorder
 
 # MLflow and what it imports warn of each other; the recorder's process silences them
@@ -36,6 +38,21 @@ def run_job(folder, number, overrides, epoch_s=0.5, error=None, recorder=None):
         job.epoch(epoch_result(1, epoch_s=epoch_s, speedup=2.0))
     job.__exit__(type(error), error, None)
     return job
+
+
+def test_a_backend_that_took_over_is_told_and_its_times_are_no_others(tmp_path):
+    sweep.begin(tmp_path, ["model.filters=2"])
+    with Run(tmp_path / "0", CONFIG, ["model.filters=2"]) as job:
+        job.begin(DATASET, NETWORK, Backend())
+        job.tag(FALLBACK, "cpu-parallel")
+        job.epoch(epoch_result(1))
+    rows = sweep.rows(tmp_path)
+    assert sweep.varied(rows) == []
+    printed = io.StringIO()
+    Console(file=printed, width=200).print(sweep.summary_table(rows))
+    assert "FINISHED, on cpu-parallel" in printed.getvalue()
+    (compared,) = compare(tmp_path, next(iter(EXPERIMENTS))).jobs
+    assert compared.config["backend.name"] == "cpu-parallel"
 
 
 def test_rows_tell_what_varied_and_what_became_of_each_job(tmp_path):
