@@ -12,8 +12,8 @@ import os
 import signal
 import sys
 
-from cnnexp.environment import launched_rank
 from cnnexp.errors import CnnexpError, leave
+from cnnexp.measuring.environment import launched_rank
 from cnnexp.tracking.pipe import end_early, start_early
 
 # name -> function and arguments; conf/config.yaml tells what each is for

@@ -10,6 +10,7 @@ import difflib
 import sys
 from collections.abc import Iterable
 from typing import NoReturn
+from urllib.parse import urlsplit
 
 
 class CnnexpError(Exception):
@@ -78,3 +79,9 @@ def leave(message: str, exit_code: int) -> NoReturn:
     """End the program with an error of one line."""
     sys.stderr.write(f"cnnexp: error: {message}\n")
     sys.exit(exit_code)
+
+
+def without_password(uri: str) -> str:
+    """Return the URI of a store as a message may show it."""
+    password = urlsplit(uri).password
+    return uri.replace(f":{password}@", ":***@") if password else uri

@@ -17,7 +17,6 @@ from urllib.parse import urlsplit
 import numpy as np
 from rich.table import Table
 
-from cnnexp import environment
 from cnnexp.app.console import make_console
 from cnnexp.backends import BACKENDS, backend_class, child
 from cnnexp.backends.processor import usable_cores
@@ -25,6 +24,7 @@ from cnnexp.backends.protocol import Backend
 from cnnexp.datasets import DATASETS
 from cnnexp.datasets.idx import IdxSet
 from cnnexp.errors import CnnexpError, ConfigError
+from cnnexp.measuring import environment
 from cnnexp.network import AvgPool2d, Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Sigmoid
 from cnnexp.network.losses import Loss
 from cnnexp.optimizers import SGD

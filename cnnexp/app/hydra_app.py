@@ -18,13 +18,13 @@ from cnnexp.app import sweep
 from cnnexp.app.config import Tracking, build, load, plain, record
 from cnnexp.app.console import make_console
 from cnnexp.app.run import train
-from cnnexp.environment import outputs_dir, program_name
-from cnnexp.errors import CnnexpError, TrackingError, leave
+from cnnexp.errors import CnnexpError, TrackingError, leave, without_password
+from cnnexp.measuring.environment import outputs_dir, program_name
 from cnnexp.papers import page
 from cnnexp.papers.compare import compare
 from cnnexp.tracking import verdict
 from cnnexp.tracking.journal import Run
-from cnnexp.tracking.pipe import Recorder, without_password
+from cnnexp.tracking.pipe import Recorder
 from cnnexp.tracking.store import store_uri
 
 log = logging.getLogger(__name__)

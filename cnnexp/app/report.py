@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from cnnexp import environment
 from cnnexp.errors import ConfigError, did_you_mean
+from cnnexp.measuring import environment
 from cnnexp.papers import EXPERIMENTS, page
 from cnnexp.papers.compare import FACTS, read_facts
 

@@ -15,10 +15,10 @@ from cnnexp.app.console import Display
 from cnnexp.app.sweep import write_csv
 from cnnexp.backends.protocol import Backend, Program
 from cnnexp.datasets import Dataset
-from cnnexp.environment import outputs_dir
 from cnnexp.errors import CompilerDied, ConfigError
 from cnnexp.measuring import cost_model
 from cnnexp.measuring.amdahl import amdahl_limit
+from cnnexp.measuring.environment import outputs_dir
 from cnnexp.measuring.interference import PATIENCE_S, Watched, await_quiet
 from cnnexp.measuring.ledger import Ledger, Profiled, metrics, report, step_parts
 from cnnexp.network.losses import check_loss

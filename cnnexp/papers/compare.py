@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from cnnexp import environment
 from cnnexp.errors import DataError
-from cnnexp.measuring import cost_model
+from cnnexp.measuring import cost_model, environment
 from cnnexp.papers import EXPERIMENTS
 from cnnexp.papers.experiment import Column, Experiment, Line
 from cnnexp.papers.measures import Job

@@ -15,10 +15,10 @@ from typing import Any, Self
 
 import numpy as np
 
-from cnnexp import environment
 from cnnexp.backends.protocol import Backend
 from cnnexp.datasets import Dataset
 from cnnexp.errors import BackendUnavailable, Diverged, TrackingError
+from cnnexp.measuring import environment
 from cnnexp.measuring.interference import Interference
 from cnnexp.network import Network
 from cnnexp.tracking import verdict

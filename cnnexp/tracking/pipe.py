@@ -18,9 +18,8 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-from cnnexp.errors import TrackingError
+from cnnexp.errors import TrackingError, without_password
 
 OPEN_ID = 0  # of the first call
 ANSWER_S = 180.0  # the recorder answers sooner, with an error if need be; after this it is called dead
@@ -144,9 +143,3 @@ def _start_process() -> subprocess.Popen[str]:
     process.stdin.write(json.dumps([None, "draw", {"kind": "warm_up"}]) + "\n")
     process.stdin.flush()
     return process
-
-
-def without_password(uri: str) -> str:
-    """Return the URI of a store as a message may show it."""
-    password = urlsplit(uri).password
-    return uri.replace(f":{password}@", ":***@") if password else uri

@@ -24,9 +24,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
-from cnnexp import environment
-from cnnexp.errors import ConfigError, TrackingError, did_you_mean
-from cnnexp.tracking.pipe import without_password
+from cnnexp.errors import ConfigError, TrackingError, did_you_mean, without_password
+from cnnexp.measuring import environment
 
 if TYPE_CHECKING:
     from mlflow.entities import Run

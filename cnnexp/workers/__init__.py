@@ -6,18 +6,17 @@ workers, so the train loop does not know.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from cnnexp.backends.processor import usable_cores
 from cnnexp.backends.protocol import Backend, Program
-from cnnexp.environment import launched_rank
 from cnnexp.errors import ConfigError
+from cnnexp.measuring.environment import launched_rank
 from cnnexp.network import Network
 from cnnexp.network.losses import Loss
 from cnnexp.optimizers import Optimizer
+from cnnexp.workers.replica import Spec, divide_threads
 
 Sync = Literal["gradients", "parameters", "hybrid"]
 
@@ -92,7 +91,6 @@ class Local(_Parallel):
     def compile(self, backend, network, loss, optimizer, batch_size):
         """As `Backend.compile`; the threads are divided among the workers."""
         from cnnexp.workers.local import compile_local
-        from cnnexp.workers.replica import Spec
 
         _refuse_idle_ranks(self.name)
         _check_batch(batch_size, self.count)
@@ -125,7 +123,6 @@ class Mpi(_Parallel):
     def compile(self, backend, network, loss, optimizer, batch_size):
         """As `Backend.compile`, on rank 0; the others serve (see `cnnexp.workers.mpi`)."""
         from cnnexp.workers.mpi import compile_mpi
-        from cnnexp.workers.replica import Spec
 
         _check_batch(batch_size, self.count)
         spec = Spec(backend, network, loss, optimizer, batch_size, self.sync, self.period)
@@ -134,13 +131,6 @@ class Mpi(_Parallel):
 
 Workers = Alone | Local | Mpi
 WORKERS: dict[str, type] = {"none": Alone, "local": Local, "mpi": Mpi}
-
-
-def divide_threads(backend: Backend, workers: int) -> Backend:
-    """Return the backend with at most its share of this machine's cores, when `workers` of them run on it."""
-    if "threads" not in {field.name for field in dataclasses.fields(backend)}:
-        return backend
-    return dataclasses.replace(backend, threads=max(1, min(backend.threads, usable_cores() // workers)))
 
 
 def _refuse_idle_ranks(name: str) -> None:

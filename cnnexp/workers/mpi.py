@@ -17,12 +17,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from cnnexp.environment import launched_rank
 from cnnexp.errors import BackendUnavailable, CnnexpError, ConfigError, WorkerDied
-from cnnexp.workers import divide_threads
+from cnnexp.measuring.environment import launched_rank
 from cnnexp.workers.guard import Member, start_guard
 from cnnexp.workers.program import ParallelProgram, make_replica, serve
-from cnnexp.workers.replica import Replica, Spec
+from cnnexp.workers.replica import Replica, Spec, divide_threads
 
 SPIN_S = 1e-3  # a broadcast that takes longer is waited for asleep: rank 0 is busy, e.g. with evaluation
 SLEEP_S = 2e-4

@@ -27,9 +27,8 @@ from cnnexp.measuring.cost_model import (
     operations,
 )
 from cnnexp.network.losses import Totals
-from cnnexp.workers import divide_threads
 from cnnexp.workers.collective import Collective
-from cnnexp.workers.replica import GradientReplica, ParameterReplica, Replica, Spec
+from cnnexp.workers.replica import GradientReplica, ParameterReplica, Replica, Spec, divide_threads
 
 CLOSE = "close"
 REPEATS = 20

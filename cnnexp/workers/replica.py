@@ -6,6 +6,7 @@ and sent to all. Shares may be unequal, and empty where a short last batch has f
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import time
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from cnnexp.backends.processor import usable_cores
 from cnnexp.backends.protocol import Backend, Program, State
 from cnnexp.network import Network
 from cnnexp.network.losses import Loss, Totals
@@ -234,3 +236,10 @@ class ParameterReplica(Replica):
 
 def _totals(message: np.ndarray) -> Totals:
     return Totals(float(message[0]), round(float(message[1])), round(float(message[2])))
+
+
+def divide_threads(backend: Backend, workers: int) -> Backend:
+    """Return the backend with at most its share of this machine's cores, when `workers` of them run on it."""
+    if "threads" not in {field.name for field in dataclasses.fields(backend)}:
+        return backend
+    return dataclasses.replace(backend, threads=max(1, min(backend.threads, usable_cores() // workers)))

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from cnnexp import environment
 from cnnexp.app import doctor
 from cnnexp.backends.processor import usable_cores
 from cnnexp.errors import BackendUnavailable, ConfigError
+from cnnexp.measuring import environment
 
 ROOT = Path(__file__).resolve().parents[2]
 

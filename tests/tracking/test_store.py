@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from cnnexp import environment
 from cnnexp.errors import ConfigError, TrackingError
+from cnnexp.measuring import environment
 from cnnexp.tracking import store as stores
 from cnnexp.tracking.pipe import Recorder
 

@@ -14,8 +14,9 @@ from cnnexp.backends import backend_class
 from cnnexp.backends.processor import usable_cores
 from cnnexp.datasets import Split
 from cnnexp.errors import CheckpointError, ConfigError, WorkerDied
-from cnnexp.workers import Local, divide_threads
+from cnnexp.workers import Local
 from cnnexp.workers.local import SLOT_BYTES, Board, LocalCollective
+from cnnexp.workers.replica import divide_threads
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

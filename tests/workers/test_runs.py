@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cnnexp.environment import outputs_dir
+from cnnexp.measuring.environment import outputs_dir
 from cnnexp.tracking.journal import read_journal
 from cnnexp.training.checkpoint import find, list_checkpoints, load
 from cnnexp.workers import Local

@@ -8,7 +8,7 @@ import numpy as np
 
 from cnnexp import SGD, Adam, Loss, OneConv, TwoConvMlp
 from cnnexp.backends import backend_class
-from cnnexp.environment import launched_rank
+from cnnexp.measuring.environment import launched_rank
 from cnnexp.training.loop import epoch_order
 from cnnexp.workers import Mpi, mpi
 

@@ -27,7 +27,7 @@ def launched_rank() -> int | None:
 
 def checkout() -> Path | None:
     """Return the root of the source checkout that this package runs from, None where it is installed."""
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
     return root if (root / "pyproject.toml").is_file() and (root / "conf").is_dir() else None
 
 
