@@ -52,7 +52,7 @@ class Trainer:
         baseline_s: the most seconds one of these batches may take; a slower baseline gets fewer images.
         progress: whether to show progress.
         resume: go on from the newest checkpoint of a run: its folder, one of its checkpoint files, or its MLflow run
-            id; None starts afresh.
+            id; `auto` takes the newest run of this config, if there is one; None starts afresh.
         pass_s: seconds that a training pass may take before it ends early; None never ends one early.
         profile: whether to clock every layer, see `measuring.ledger`.
         patient: whether to wait before every epoch until other work leaves this process's cores alone, at most

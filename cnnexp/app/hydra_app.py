@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from cnnexp.app import sweep
 from cnnexp.app.config import Tracking, build, load, plain, record
 from cnnexp.app.console import make_console
+from cnnexp.app.resume import find_earlier
 from cnnexp.app.run import train
 from cnnexp.errors import CnnexpError, TrackingError, leave, without_password
 from cnnexp.measuring.environment import outputs_dir, program_name
@@ -89,12 +90,14 @@ def run(composed: DictConfig) -> float:
             raise
     tracking, parent = settings.tracking, within.run_id if within else None
     contended = within is not None and within.contended
+    earlier = find_earlier(settings.trainer.resume, folder, recorded)
+    goes_on = earlier is not None and earlier.folder.resolve() == folder.resolve()
     recorder = _recorder(tracking)
-    with Run(folder, recorded, overrides, recorder, tracking.run_name, parent, contended) as run:
+    with Run(folder, recorded, overrides, recorder, tracking.run_name, parent, contended, goes_on) as run:
         if settings.sweep.skip_finished and run.skip_if_finished():
             log.info("skipped, finished before: %s", run.name)
         else:
-            train(settings, run)
+            train(settings, run, earlier)
     if within is None and run.verdict:
         console = make_console()
         more = f"{program_name()} ui | {program_name()} predict {run.id or folder} IMAGE"

@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from cnnexp.app.config import named
-from cnnexp.app.run import find_run
+from cnnexp.app.resume import find_run
 from cnnexp.backends import BACKENDS, backend_class
 from cnnexp.datasets import DATASETS, Dataset, Images
 from cnnexp.errors import ConfigError, DataError

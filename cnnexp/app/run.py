@@ -5,36 +5,30 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import re
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
-from cnnexp.app.config import Settings, Trainer
+from cnnexp.app.config import Settings
 from cnnexp.app.console import Display
+from cnnexp.app.resume import Earlier
 from cnnexp.app.sweep import write_csv
-from cnnexp.backends.protocol import Backend, Program
+from cnnexp.backends.protocol import Backend
 from cnnexp.datasets import Dataset
-from cnnexp.errors import CompilerDied, ConfigError
+from cnnexp.errors import CompilerDied
 from cnnexp.measuring import cost_model
 from cnnexp.measuring.amdahl import amdahl_limit
-from cnnexp.measuring.environment import outputs_dir
 from cnnexp.measuring.interference import PATIENCE_S, Watched, await_quiet
 from cnnexp.measuring.ledger import Ledger, Profiled, metrics, report, step_parts
 from cnnexp.network.losses import check_loss
-from cnnexp.tracking.journal import FALLBACK, Run, find_folder
+from cnnexp.tracking.journal import FALLBACK, Run
 from cnnexp.training import checkpoint
 from cnnexp.training.baseline import Baseline
-from cnnexp.training.loop import train_epochs
+from cnnexp.training.loop import EpochResult, predict_test, train_epochs
 from cnnexp.workers.program import ParallelProgram
 
 log = logging.getLogger(__name__)
 
-RUN_ID = re.compile("[0-9a-f]{32}")
 
-
-def train(settings: Settings, run: Run) -> None:
-    """Train what the settings describe; record it in `run`, show it on the screen."""
+def train(settings: Settings, run: Run, earlier: Earlier | None = None) -> None:
+    """Train what the settings describe, from where an earlier run was stopped; record it in `run`, show it."""
     ledger, trainer = Ledger(), settings.trainer
     with ledger.span("data"):
         dataset = settings.dataset.load()
@@ -42,7 +36,8 @@ def train(settings: Settings, run: Run) -> None:
     check_loss(network, settings.model.loss, len(dataset.classes))
     compiling = (network, settings.model.loss, settings.optimizer, trainer.batch_size)
     training = checkpoint.describe(*compiling, trainer.rates(), trainer.seed, dataset.sha256)
-    resumed = _resumed(trainer, training) if trainer.resume is not None else None
+    resumed = earlier.load(training, trainer.epochs) if earlier is not None else None
+    history = resumed.history if resumed else ()
     backend = settings.workers.share_cores(settings.backend)
     run.begin(dataset, network, backend, settings.workers.count)
     with contextlib.ExitStack() as stack:
@@ -76,7 +71,13 @@ def train(settings: Settings, run: Run) -> None:
             _predict_epochs(parallel, dataset, run)
         display = stack.enter_context(Display(trainer.epochs, trainer.baseline, trainer.progress, timed=timed))
         display.start(dataset, network, backend, program.compile_s)
-        for result in resumed.history if resumed else ():
+        keeper = checkpoint.Keeper(run.folder / checkpoint.FOLDER, training, history)
+
+        def keep(result: EpochResult | None = None) -> None:
+            run.set_model(keeper.save(program.state(), run.facts, result))
+
+        keep()  # of the start: so a run that is stopped in its first epoch can go on, too
+        for result in history:
             run.epoch(result)
         watched = Watched(program)
         patience_s = PATIENCE_S if trainer.patient else 0.0
@@ -99,10 +100,12 @@ def train(settings: Settings, run: Run) -> None:
                 display.epoch(result)
                 if baseline is not None:
                     run.summarize(_limit(baseline, backend, settings.workers.count))
-                _save(result.epoch, training, program, run)
+                keep(result)
             patience_s -= _await_quiet(patience_s if result.epoch < trainer.epochs else 0.0, ledger)
         if beside is not None and beside.parts:
             run.parts[settings.baseline.name] = beside.parts
+        if len(run.epochs) == len(history) > 0:  # nothing was left to train
+            run.evaluated(predict_test(program, dataset, history[-1]))
         if isinstance(program, Profiled):
             run.add_profile(report(ledger, program, run.epochs, backend.threads))
             run.summarize(metrics(run.profile))
@@ -111,32 +114,6 @@ def train(settings: Settings, run: Run) -> None:
         if parallel is not None:
             run.summarize(parallel.metrics())
     display.table(run.epochs)
-
-
-def find_run(named: str, given: str) -> Path:
-    """Return the newest checkpoint of the run that a user means.
-
-    Args:
-        named: a run's folder, a checkpoint file, or the id of an MLflow run whose folder is under `outputs/`.
-        given: how the user gave it, for the message.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    where = Path(named)
-    if not where.exists() and RUN_ID.fullmatch(named):
-        where = find_folder(outputs_dir(), named) or where
-    return checkpoint.find(where, given)
-
-
-def _resumed(trainer: Trainer, training: Mapping[str, Any]) -> checkpoint.Checkpoint:
-    """Return the checkpoint that `trainer.resume` names, once it is known to be of this very training."""
-    path = find_run(trainer.resume, f"trainer.resume={trainer.resume!r}")
-    found = checkpoint.load(path)
-    checkpoint.check_same(found, training, path)
-    if found.epoch >= trainer.epochs:
-        raise ConfigError(f"trainer.epochs={trainer.epochs}: {path} has done {found.epoch} already; give more epochs")
-    return found
 
 
 def _baseline(settings: Settings, program: Profiled, dataset: Dataset) -> Baseline:
@@ -181,9 +158,3 @@ def _predict_epochs(program: ParallelProgram, dataset: Dataset, run: Run) -> Non
     table = run.folder / cost_model.TABLE
     write_csv(program.extrapolate(), table)
     run.add_artifact(table)
-
-
-def _save(epoch: int, training: Mapping[str, Any], program: Program, run: Run) -> None:
-    """Write the checkpoint of an epoch; the last one becomes the run's model."""
-    whole = checkpoint.Checkpoint(epoch, training, program.state(), tuple(run.epochs), run.facts)
-    run.set_model(checkpoint.save(run.folder / checkpoint.FOLDER, whole))

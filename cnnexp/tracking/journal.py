@@ -6,23 +6,27 @@ store loses it.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 import numpy as np
 
 from cnnexp.backends.protocol import Backend
 from cnnexp.datasets import Dataset
-from cnnexp.errors import BackendUnavailable, Diverged, TrackingError
+from cnnexp.errors import BackendUnavailable, ConfigError, Diverged, TrackingError
 from cnnexp.measuring import environment
 from cnnexp.measuring.interference import Interference
 from cnnexp.network import Network
 from cnnexp.tracking import verdict
+from cnnexp.tracking.folder import Claim
 from cnnexp.tracking.pipe import Recorder
+from cnnexp.training.checkpoint import holds_checkpoints
 from cnnexp.training.loop import EpochResult
 
 TIMES = ("time/", "throughput/", "speedup/")  # metrics of these groups are of time
@@ -49,6 +53,10 @@ class Run:
         name: None makes one up from the config.
         parent: id of the sweep's MLflow run.
         contended: whether other runs compute at the same time; then no speedup is claimed.
+        goes_on: with the run that the folder holds, whose journal this one continues.
+
+    Raises:
+        ConfigError: another run is in the folder now, or the folder holds one and `goes_on` is not set.
 
     Attributes:
         id: of the MLflow run, None without one.
@@ -70,6 +78,7 @@ class Run:
         name: str | None = None,
         parent: str | None = None,
         contended: bool = False,
+        goes_on: bool = False,
     ) -> None:
         self.folder = Path(folder)
         self.name = name or default_name(config, overrides)
@@ -91,7 +100,15 @@ class Run:
         self._model: Path | None = None
         self._lost: TrackingError | None = None
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._journal = (self.folder / JOURNAL).open("w", encoding="utf-8")
+        self._claim = Claim(self.folder)
+        if not goes_on and holds_run(self.folder):
+            self._claim.release()
+            raise ConfigError(
+                f"hydra.run.dir={self.folder}: holds another run; choose another folder, or go on with that run by "
+                "trainer.resume=auto"
+            )
+        self._noted = {entry["epoch"] for entry in read_journal(self.folder)["epochs"]} if goes_on else set()
+        self._journal = _open_journal(self.folder / JOURNAL, goes_on)
         self._note(
             "job",
             name=self.name,
@@ -174,7 +191,8 @@ class Run:
         self.wait()
         self.epochs.append(result)
         metrics = self._worth_telling(epoch_metrics(result, self.contended))
-        self._note("epoch", epoch=result.epoch, metrics=metrics)
+        if result.epoch not in self._noted:
+            self._note("epoch", epoch=result.epoch, metrics=metrics)
         if self.id is not None and self._lost is None:
             self._post(metrics, result.epoch)
 
@@ -194,6 +212,10 @@ class Run:
     def set_model(self, checkpoint: Path) -> None:
         """Say which checkpoint is the run's model, should the run end now; MLflow gets it as one that it can load."""
         self._model = checkpoint
+
+    def evaluated(self, scores: np.ndarray) -> None:
+        """Give the last epoch its scores on the test split, which no checkpoint keeps."""
+        self.epochs[-1] = dataclasses.replace(self.epochs[-1], scores=scores)
 
     def add_artifact(self, path: Path, target: str | None = None) -> None:
         """Store a file or folder, if it exists when the run ends, under the folder `target` of its artifacts."""
@@ -222,6 +244,7 @@ class Run:
         finally:
             self._note("finish", status=status, tags=tags, metrics=self.metrics)
             self._journal.close()
+            self._claim.release()
         if self._lost is not None and error is None:
             raise TrackingError(f"{self._lost}; all {len(self.epochs)} epochs are in {self.folder / JOURNAL}")
 
@@ -305,34 +328,72 @@ class Run:
 def find_folder(root: Path, run_id: str) -> Path | None:
     """Return the folder, somewhere under `root`, of the run with this MLflow id, None if there is none."""
     for journal in Path(root).rglob(JOURNAL):
-        if f'"run_id": "{run_id}"' in journal.read_text(encoding="utf-8"):
+        if f'"run_id": "{run_id}"' in journal.read_text(encoding="utf-8", errors="replace"):
             return journal.parent
     return None
+
+
+def hash_in(journal: Path) -> str | None:
+    """Return the config hash in the first line of a journal, which is its job's."""
+    return next((entry.get("config_hash") for entry in _events(journal)), None)
+
+
+def holds_run(folder: Path) -> bool:
+    """Return whether a folder holds what a run has trained; a job that failed before leaves a journal alone."""
+    return holds_checkpoints(folder) or bool(read_journal(folder)["epochs"])
+
+
+def _open_journal(path: Path, goes_on: bool) -> TextIO:
+    """Open a journal to write to: anew, or behind its last whole line."""
+    if not goes_on:
+        return path.open("w", encoding="utf-8")
+    with contextlib.suppress(FileNotFoundError), path.open("rb+") as file:
+        file.truncate(file.read().rfind(b"\n") + 1)
+    return path.open("a", encoding="utf-8")
 
 
 def read_journal(folder: Path) -> dict[str, Any]:
     """Return what the journal of a run's folder tells.
 
+    A line that is no event of ours, such as the last one of a process that was killed while it wrote, is left out.
+
     Returns:
-        The facts of its `job` line (name, overrides, config, config_hash, contended), with `status` (DIED if it never
-        ended), `error` (or None), `fallback` (the backend that took over, or None), `begin` (what `Store.begin` was
-        given, else empty), `metrics` (the final ones) and `epochs` (a list of metrics by name).
+        The facts of its last `job` line (name, overrides, config, config_hash, contended; empty without one), with
+        `status` (DIED if it never ended), `error` (or None), `fallback` (the backend that took over, or None), `begin`
+        (what `Store.begin` was given, else empty),
+        `run_id` (of the MLflow run, or None), `metrics` (the final ones) and `epochs` (a list of metrics by name,
+        each epoch once).
     """
-    facts: dict[str, Any] = {"status": "DIED", "error": "the process died", "fallback": None}
-    facts |= {"begin": {}, "metrics": {}, "epochs": []}
-    for line in (Path(folder) / JOURNAL).read_text(encoding="utf-8").splitlines():
-        entry = json.loads(line)
-        match entry.pop("event"):
-            case "job":
-                facts.update(entry)
-            case "begin":
-                facts["begin"] = entry
-            case "epoch":
-                facts["epochs"].append({"epoch": entry["epoch"], **entry["metrics"]})
-            case "finish":
-                facts.update(status=entry["status"], metrics=entry["metrics"])
-                facts.update(error=entry["tags"].get("error"), fallback=entry["tags"].get(FALLBACK))
-    return facts
+    unended = {"status": "DIED", "error": "the process died", "fallback": None, "metrics": {}, "begin": {}}
+    facts: dict[str, Any] = {
+        "name": "", "overrides": [], "config": {}, "config_hash": "", "contended": False, "run_id": None, **unended
+    }  # fmt: skip
+    epochs: dict[int, dict[str, float]] = {}
+    for entry in _events(Path(folder) / JOURNAL):
+        with contextlib.suppress(KeyError, TypeError, AttributeError):
+            match entry.pop("event"):
+                case "job":  # the first, or of a process that goes on where another ended
+                    facts.update(unended)
+                    facts.update(entry)
+                case "begin":
+                    facts["begin"] = entry
+                case "recorded":
+                    facts["run_id"] = entry["run_id"]
+                case "epoch":
+                    epochs[entry["epoch"]] = {"epoch": entry["epoch"], **entry["metrics"]}
+                case "finish":
+                    facts.update(status=entry["status"], metrics=entry["metrics"])
+                    facts.update(error=entry["tags"].get("error"), fallback=entry["tags"].get(FALLBACK))
+    return {**facts, "epochs": list(epochs.values())}
+
+
+def _events(journal: Path) -> Iterator[dict[str, Any]]:
+    with contextlib.suppress(FileNotFoundError), journal.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            with contextlib.suppress(ValueError, RecursionError):
+                entry = json.loads(line)
+                if isinstance(entry, dict):
+                    yield entry
 
 
 def epoch_metrics(result: EpochResult, contended: bool = False) -> dict[str, float]:

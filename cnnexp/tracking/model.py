@@ -40,7 +40,7 @@ class Classifier:
     """
 
     def __init__(self, path: Path, backend: Backend) -> None:
-        trained = checkpoint.load(path)
+        trained = checkpoint.load(path, history=False)
         try:
             network, self._loss = checkpoint.rebuild(trained.training)
             parameters = trained.state["parameters"]

@@ -1,24 +1,30 @@
-"""Checkpoints: all that a run needs to go on, in one file that is either whole or refused.
+"""Checkpoints: all that a run needs to go on, in files that are either whole or refused.
 
-A file is a magic line, the SHA-256 of everything after it, and an npz archive of the arrays of `Program.state()` with a
-JSON record beside them. Nothing is pickled, so a file runs no code, and one changed bit or missing byte anywhere is
-found before anything is read. Files are written under another name, forced to the disk and renamed, and the one before
-is kept: a crash at any moment leaves a whole checkpoint.
+A file is a magic line, the SHA-256 of everything after it, and an npz archive of the arrays of `Program.state()` with
+a JSON record beside them. What every epoch was stands once for all checkpoints of a folder, a line an epoch, in a file
+that only grows: the record says how much of it belongs to the checkpoint, with the SHA-256 of that. So epoch 3,000
+costs what epoch 1 did.
 
-The order of an epoch follows from the seed and the epoch's number alone (`train.epoch_order`), so these two are the
+Nothing is pickled, so a file runs no code, and one changed bit or missing byte anywhere is found before anything is
+read. Files are written under another name, forced to the disk and renamed, and the one before is kept: a crash at any
+moment leaves a whole checkpoint.
+
+The order of an epoch follows from the seed and the epoch's number alone (`loop.epoch_order`), so these two are the
 whole random state.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import io
 import json
+import logging
 import os
 import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +33,7 @@ import numpy as np
 
 from cnnexp.backends.protocol import State
 from cnnexp.errors import CheckpointError
+from cnnexp.files import open_regular, read_regular, sync_folder
 from cnnexp.network import LAYERS, Network
 from cnnexp.network.losses import Loss, Totals
 from cnnexp.optimizers import Optimizer
@@ -34,11 +41,16 @@ from cnnexp.training.baseline import Comparison
 from cnnexp.training.loop import EpochResult
 from cnnexp.training.schedules import Schedule
 
-MAGIC = b"cnnexp checkpoint 1\n"
+log = logging.getLogger(__name__)
+
+MAGIC = b"cnnexp checkpoint 2\n"
 DIGEST_END = len(MAGIC) + hashlib.sha256().digest_size * 2 + 1
-KEPT = 2
+KEPT = 2  # the last ones
 FOLDER = "checkpoints"
-_NAME = re.compile(r"epoch-(\d+)\.ckpt")
+HISTORY = "history.jsonl"
+MOST_BYTES = 1 << 36  # of a file; parameters and two slots of 5 billion numbers
+_NAME = re.compile(r"epoch-(\d{6,9})\.ckpt")
+_LEFTOVER = re.compile(r"\..*\.\d+\.tmp")
 
 
 @dataclass(frozen=True)
@@ -46,7 +58,7 @@ class Checkpoint:
     """A run between two epochs.
 
     Attributes:
-        epoch: the last one that is done.
+        epoch: the last one that is done, 0 before the first.
         training: what must be the same for a run to go on as if never stopped: see `describe`.
         state: as `Program.state` returned it after that epoch.
         history: what every epoch was, first to last; the scores are left out.
@@ -58,6 +70,89 @@ class Checkpoint:
     state: State = field(repr=False)
     history: tuple[EpochResult, ...] = ()
     about: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Keeper:
+    """Writes the checkpoints of one run into a folder that is its own.
+
+    The last `KEPT` stay, and the best: the first with the highest held-out accuracy. What a process that was killed
+    has left half-written goes.
+
+    Args:
+        folder: made where it does not exist.
+        training: see `Checkpoint`.
+        earlier: the epochs that are done.
+
+    Raises:
+        CheckpointError: the folder cannot be written.
+    """
+
+    def __init__(self, folder: Path, training: Mapping[str, Any], earlier: Sequence[EpochResult] = ()) -> None:
+        self._folder, self._training = Path(folder), training
+        self._digest, self._bytes, self._lines = hashlib.sha256(), 0, 0
+        self._best: EpochResult | None = None
+        lines = [self._count(result) for result in earlier]
+        with self._explained(self._folder / HISTORY):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            for path in self._folder.iterdir():
+                if _LEFTOVER.fullmatch(path.name):
+                    path.unlink()
+            _write_whole(self._folder / HISTORY, b"".join(lines))
+
+    def save(self, state: State, about: Mapping[str, Any], result: EpochResult | None = None) -> Path:
+        """Write a checkpoint after one more epoch, or without a result where the run is now.
+
+        Returns:
+            The file, `epoch-000007.ckpt` after epoch 7.
+
+        Raises:
+            CheckpointError: it cannot be written; those before it are untouched.
+        """
+        target = self._folder / f"epoch-{self._lines + (result is not None):06d}.ckpt"
+        with self._explained(target):
+            if result is not None:
+                before = self._bytes
+                line = self._count(result)
+                with (self._folder / HISTORY).open("rb+") as file:
+                    file.seek(before)
+                    file.truncate()  # what a write that failed has left
+                    file.write(line)
+                    file.flush()
+                    os.fsync(file.fileno())
+            _write_whole(target, self._encode(state, about))
+            for old in list_checkpoints(self._folder)[:-KEPT]:
+                if self._best is None or old.name != f"epoch-{self._best.epoch:06d}.ckpt":
+                    old.unlink()
+        return target
+
+    def _count(self, result: EpochResult) -> bytes:
+        """Take an epoch into the history; return its line."""
+        line = json.dumps(_plain_result(result)).encode() + b"\n"
+        self._digest.update(line)
+        self._bytes, self._lines = self._bytes + len(line), self._lines + 1
+        if self._best is None or result.held_out.accuracy > self._best.held_out.accuracy:
+            self._best = result
+        return line
+
+    def _encode(self, state: State, about: Mapping[str, Any]) -> bytes:
+        meta = {
+            "epoch": self._lines,
+            "training": self._training,
+            "history": {"bytes": self._bytes, "sha256": self._digest.hexdigest()},
+            "about": about,
+        }
+        arrays = {f"state/{name}": np.asarray(array) for name, array in state.items()}
+        archive = io.BytesIO()
+        np.savez(archive, meta=np.frombuffer(json.dumps(meta).encode(), np.uint8), **arrays)
+        body = archive.getvalue()
+        return MAGIC + hashlib.sha256(body).hexdigest().encode() + b"\n" + body
+
+    @contextlib.contextmanager
+    def _explained(self, path: Path):
+        try:
+            yield
+        except OSError as error:
+            raise CheckpointError(f"checkpoint {path}: cannot be written: {error.strerror or error}") from error
 
 
 def describe(
@@ -96,57 +191,36 @@ def rebuild(training: Mapping[str, Any]) -> tuple[Network, Loss]:
     return Network(training["network.input_shape"], made), Loss(training["loss"])
 
 
-def save(folder: Path, checkpoint: Checkpoint) -> Path:
-    """Write a checkpoint into a folder, beside the one before it; older ones are removed.
-
-    Returns:
-        The file, `epoch-000007.ckpt` for epoch 7.
-
-    Raises:
-        CheckpointError: it cannot be written; those before it are untouched.
-    """
-    target = Path(folder) / f"epoch-{checkpoint.epoch:06d}.ckpt"
-    written = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with written.open("wb") as file:
-            file.write(_encode(checkpoint))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(written, target)
-        _sync_folder(target.parent)
-        for old in list_checkpoints(folder)[:-KEPT]:
-            old.unlink()
-    except OSError as error:
-        raise CheckpointError(f"checkpoint {target}: cannot be written: {error.strerror or error}") from error
-    finally:
-        written.unlink(missing_ok=True)
-    return target
-
-
-def load(path: Path) -> Checkpoint:
+def load(path: Path, history: bool = True) -> Checkpoint:
     """Read a checkpoint.
 
+    Args:
+        path: the file.
+        history: whether to read what the epochs were, from the file beside it.
+
     Raises:
-        CheckpointError: the file is missing, cut short, altered, or of another version.
+        CheckpointError: the file is missing, cut short, altered, of another version, or not as `Keeper` writes it.
     """
     path = Path(path)
     try:
-        content = path.read_bytes()
+        content = read_regular(path, MOST_BYTES)
     except OSError as error:
         raise CheckpointError(f"checkpoint {path}: cannot be read: {error.strerror or error}") from error
     damage = _damage(content)
     if damage:
         raise CheckpointError(f"checkpoint {path}: {damage}{_another(path)}")
     try:
-        return _decode(content)
-    except (KeyError, TypeError, ValueError, zipfile.BadZipFile) as error:
-        # the digest is right, so it was written so: by something else than `save`
-        raise CheckpointError(f"checkpoint {path}: not as cnnexp writes it: {error}{_another(path)}") from error
+        return _decode(content, path.parent / HISTORY if history else None)
+    except CheckpointError as error:
+        raise CheckpointError(f"checkpoint {path}: {error}") from error
+    except Exception as error:
+        # the digest is right, so it was written so, by something else than a `Keeper`: whatever reading it raises
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(f"checkpoint {path}: not as cnnexp writes it: {reason}{_another(path)}") from error
 
 
 def find(where: Path, given: str | None = None) -> Path:
-    """Return the newest checkpoint of a run.
+    """Return the newest checkpoint of a run that is whole; a newer one that is damaged is warned of.
 
     Args:
         where: a checkpoint file, the run's folder, or its folder of checkpoints.
@@ -156,16 +230,23 @@ def find(where: Path, given: str | None = None) -> Path:
         CheckpointError: there is none.
     """
     where = Path(where)
-    if where.is_file():
-        return where
-    for folder in (where, where / FOLDER):
-        found = list_checkpoints(folder)
-        if found:
-            return found[-1]
-    reason = "holds no checkpoint (epoch-*.ckpt)" if where.is_dir() else "no such file or folder"
-    raise CheckpointError(
-        f"{given or f'trainer.resume={str(where)!r}'}: {reason}; give a run's folder or a checkpoint file"
-    )
+    given = given or f"trainer.resume={str(where)!r}"
+    try:
+        if where.is_file():
+            return where
+        for folder in (where, where / FOLDER):
+            found = list_checkpoints(folder)
+            if found:
+                return _newest_whole(found)
+        reason = "holds no checkpoint (epoch-*.ckpt)" if where.is_dir() else "no such file or folder"
+    except (OSError, ValueError) as error:  # a name that is too long, or holds a zero byte
+        reason = getattr(error, "strerror", None) or str(error)
+    raise CheckpointError(f"{given}: {reason}; give a run's folder or a checkpoint file")
+
+
+def holds_checkpoints(folder: Path) -> bool:
+    """Return whether a run's folder holds a checkpoint."""
+    return bool(list_checkpoints(Path(folder) / FOLDER))
 
 
 def check_same(checkpoint: Checkpoint, training: Mapping[str, Any], path: Path) -> None:
@@ -189,18 +270,35 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return [path for _, path in sorted(numbered)]
 
 
-def _encode(checkpoint: Checkpoint) -> bytes:
-    meta = {
-        "epoch": checkpoint.epoch,
-        "training": checkpoint.training,
-        "history": [_plain_result(result) for result in checkpoint.history],
-        "about": checkpoint.about,
-    }
-    arrays = {f"state/{name}": np.asarray(array) for name, array in checkpoint.state.items()}
-    archive = io.BytesIO()
-    np.savez(archive, meta=np.frombuffer(json.dumps(meta).encode(), np.uint8), **arrays)
-    body = archive.getvalue()
-    return MAGIC + hashlib.sha256(body).hexdigest().encode() + b"\n" + body
+def _newest_whole(found: Sequence[Path]) -> Path:
+    """Return the last of some checkpoint files that is whole, or the very last where none is."""
+    for path in reversed(found):
+        damage = _damage(_content(path))
+        if damage is None:
+            return path
+        log.warning("checkpoint %s: %s; the one before it is used", path, damage)
+    return found[-1]
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return read_regular(path, MOST_BYTES)
+    except OSError:
+        return b""
+
+
+def _write_whole(target: Path, content: bytes) -> None:
+    """Put a file in place, whole or not at all, on the disk when this returns."""
+    written = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        with written.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(written, target)
+        sync_folder(target.parent)
+    finally:
+        written.unlink(missing_ok=True)
 
 
 def _damage(content: bytes) -> str | None:
@@ -214,17 +312,55 @@ def _damage(content: bytes) -> str | None:
     return None
 
 
-def _decode(content: bytes) -> Checkpoint:
-    with np.load(io.BytesIO(content[DIGEST_END:]), allow_pickle=False) as archive:
+def _decode(content: bytes, history: Path | None) -> Checkpoint:
+    """Return the checkpoint in a file's bytes; raises whatever it likes where they are not as `Keeper` writes them."""
+    body = io.BytesIO(content[DIGEST_END:])
+    with zipfile.ZipFile(body) as archive:
+        for member in archive.infolist():
+            if member.compress_type != zipfile.ZIP_STORED or member.file_size > len(content):
+                raise ValueError(f"{member.filename} is compressed")
+    with np.load(body, allow_pickle=False) as archive:
         meta = json.loads(archive["meta"].tobytes())
         state = {name.removeprefix("state/"): archive[name] for name in archive.files if name.startswith("state/")}
-    return Checkpoint(meta["epoch"], meta["training"], state, tuple(map(_result, meta["history"])), meta["about"])
+    _check_state(state)
+    epoch, training, about = meta["epoch"], meta["training"], meta["about"]
+    if type(epoch) is not int or epoch < 0 or not isinstance(training, dict) or not isinstance(about, dict):
+        raise ValueError("its record has a field of another type")
+    if history is None:
+        return Checkpoint(epoch, training, state, (), about)
+    results = _read_history(history, **meta["history"])
+    if [result.epoch for result in results] != list(range(1, epoch + 1)):
+        raise CheckpointError(f"{history.name} beside it is of other epochs")
+    return Checkpoint(epoch, training, state, results, about)
+
+
+def _check_state(state: Mapping[str, np.ndarray]) -> None:
+    parameters = state["parameters"]
+    for name, array in state.items():
+        if name == "step":
+            legal = array.shape == () and array.dtype == np.int64 and array >= 0
+        else:
+            legal = array.ndim == 1 and array.dtype == np.float32 and array.shape == parameters.shape
+        if not legal:
+            raise ValueError(f"{name} is {array.dtype} of shape {array.shape}")
+
+
+def _read_history(path: Path, bytes: int, sha256: str) -> tuple[EpochResult, ...]:
+    """Return the epochs in the first bytes of a history."""
+    try:
+        with open_regular(path, MOST_BYTES) as file:
+            content = file.read(min(bytes, MOST_BYTES, os.fstat(file.fileno()).st_size))
+    except OSError as error:
+        raise CheckpointError(f"{path.name} beside it cannot be read: {error.strerror or error}") from error
+    if len(content) != bytes or hashlib.sha256(content).hexdigest() != sha256:
+        raise CheckpointError(f"{path.name} beside it is damaged: its bytes do not match their SHA-256")
+    return tuple(_result(json.loads(line)) for line in content.splitlines())
 
 
 def _another(path: Path) -> str:
     """Return where to go on instead: the newest other checkpoint beside `path` that is whole."""
     for other in reversed(list_checkpoints(path.parent)):
-        if other != path and _damage(other.read_bytes()) is None:
+        if other != path and _damage(_content(other)) is None:
             return f"; {other.name} beside it is whole"
     return ""
 
@@ -246,13 +382,3 @@ def _plain(spec: Any) -> dict[str, Any]:
 def _short(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 120 else text[:117] + "..."
-
-
-def _sync_folder(folder: Path) -> None:
-    """Force a rename to the disk; only POSIX systems can open a folder for that."""
-    if os.name == "posix":
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

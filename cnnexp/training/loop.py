@@ -96,13 +96,15 @@ def train_epochs(
             evaluated on the same share of the held-out splits; None trains on every image.
 
     Raises:
-        Diverged: the loss is not a finite number.
+        Diverged: the loss, of training or of a held-out split, is not a finite number.
     """
     handle = program.load(dataset.train.images, dataset.train.labels)
     held_out = _load_held_out(program, dataset)
     best, worse = math.inf, 0
     for result in earlier:
         best, worse = _patience(result, best, worse)
+    if patience is not None and worse >= patience:
+        return
     for epoch in range(earlier[-1].epoch + 1 if earlier else 1, epochs + 1):
         rate = schedule(program.optimizer.lr, epoch, epochs)
         order = epoch_order(len(dataset.train.labels), seed, epoch)
@@ -114,6 +116,12 @@ def train_epochs(
         started = clock()
         scores = {name: program.predict(split) for name, (split, _) in tested.items()}
         totals = {name: evaluate(program.loss, scores[name], labels) for name, (_, labels) in tested.items()}
+        for name, total in totals.items():
+            if not math.isfinite(total.loss):
+                raise Diverged(
+                    f"the {name} loss became {total.loss} after epoch {epoch}, at learning rate {rate:g}; lower "
+                    "optimizer.lr or check the data"
+                )
         result = EpochResult(
             epoch=epoch,
             rate=rate,
@@ -130,6 +138,12 @@ def train_epochs(
         best, worse = _patience(result, best, worse)
         if patience is not None and worse >= patience:
             return
+
+
+def predict_test(program: Program, dataset: Dataset, result: EpochResult) -> np.ndarray:
+    """Return the scores (N, O) of the test images that an epoch was evaluated on, by the parameters as they are."""
+    handle, _ = _load_held_out(program, dataset, result.train.count / len(dataset.train.labels))["test"]
+    return program.predict(handle)
 
 
 def epoch_order(count: int, seed: int, epoch: int) -> np.ndarray:

@@ -4,12 +4,14 @@ import errno
 import importlib.util
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from commands import TINY
 
 from cnnexp import __main__ as cli
 from cnnexp.app import hydra_app
@@ -17,31 +19,6 @@ from cnnexp.errors import BackendUnavailable, DataError, TrackingError
 from cnnexp.tracking.journal import Run, read_journal
 
 ROOT = Path(__file__).resolve().parents[2]
-TINY = ("experiment=smoke", "backend=numpy", "tracking=none", "trainer.baseline=null", "trainer.epochs=1")
-
-
-@pytest.fixture
-def run(monkeypatch, capsys, tmp_path):
-    """Return run(*arguments) -> (exit code, standard output, standard error), in this process."""
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
-    handler = signal.getsignal(signal.SIGTERM)
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        folders = (f"hydra.run.dir={tmp_path}/run", f"hydra.sweep.dir={tmp_path}/sweep")
-        monkeypatch.setattr(sys, "argv", ["cnnexp", *arguments, *(folders if "--help" not in arguments else ())])
-        monkeypatch.setattr(hydra_app, "_failures", [])
-        monkeypatch.setattr(hydra_app, "_recorders", {})
-        monkeypatch.setattr(hydra_app.SweepCallback, "started", None)
-        os.environ["HYDRA_FULL_ERROR"] = "0"
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as left:
-            code = left.code or 0
-        return code, *capsys.readouterr()
-
-    yield run
-    signal.signal(signal.SIGTERM, handler)
 
 
 def python_m(*arguments: str, **options) -> subprocess.CompletedProcess:
@@ -219,6 +196,7 @@ def test_jobs_return_their_objective(run, tmp_path):
     hydra_app.Watch = Watch
     try:
         for name in ("test_accuracy", "epoch_s"):
+            shutil.rmtree(tmp_path / "run", ignore_errors=True)
             run(*TINY, f"sweep.objective={name}", "+hydra.callbacks.watch._target_=cnnexp.app.hydra_app.Watch")
     finally:
         del hydra_app.Watch

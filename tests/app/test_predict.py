@@ -10,12 +10,12 @@ import pytest
 from PIL import Image
 
 from cnnexp import SGD, Constant, Flatten, Linear, Loss, Network, ReLU, Sigmoid
-from cnnexp.app import predict, run
+from cnnexp.app import predict, resume
 from cnnexp.backends import backend
 from cnnexp.datasets import Digits
 from cnnexp.errors import BackendUnavailable, CheckpointError, ConfigError, DataError
 from cnnexp.tracking.journal import read_journal
-from cnnexp.training.checkpoint import Checkpoint, describe, save
+from cnnexp.training.checkpoint import Keeper, describe
 
 ROOT = Path(__file__).resolve().parents[2]
 GRAY = (4, 4, 1)
@@ -27,7 +27,7 @@ def saved(folder, layers=DENSE, shape=GRAY, loss=Loss.SOFTMAX_CROSS_ENTROPY, **a
     network = Network(shape, layers)
     parameters = np.random.default_rng(0).standard_normal(network.parameter_count).astype(np.float32)
     training = describe(network, loss, SGD(), 8, Constant(), 0, "0" * 64)
-    return save(folder, Checkpoint(1, training, {"parameters": parameters}, about=about)), parameters
+    return Keeper(folder, training).save({"parameters": parameters}, about), parameters
 
 
 def images(count=5, shape=GRAY):
@@ -75,8 +75,8 @@ def test_images_that_the_model_does_not_take(tmp_path, given, message):
 
 
 def test_a_checkpoint_without_a_network_is_one_line(tmp_path):
-    path = save(tmp_path, Checkpoint(1, {"loss": "none"}, {}))
-    with pytest.raises(CheckpointError, match=r"epoch-000001.ckpt: holds no network"):
+    path = Keeper(tmp_path, {"loss": "none"}).save({"parameters": np.zeros(1, np.float32)}, {})
+    with pytest.raises(CheckpointError, match=r"epoch-000000.ckpt: holds no network"):
         predict.Classifier(path, backend("numpy"))
 
 
@@ -208,7 +208,7 @@ def test_a_recorded_run_is_found_by_its_id_and_has_a_limit(recorded, monkeypatch
     folder, _ = recorded
     journal = (folder / "journal.jsonl").read_text(encoding="utf-8")
     (run_id,) = re.findall(r'"run_id": "([0-9a-f]{32})"', journal)
-    monkeypatch.setattr(run, "outputs_dir", lambda: folder.parent)
+    monkeypatch.setattr(resume, "outputs_dir", lambda: folder.parent)
     dataset = read_journal(folder)["config"]["dataset"]
     keys = [f"dataset.{key}={'null' if value is None else value}" for key, value in dataset.items() if key != "name"]
     predict.command([run_id, f"dataset={dataset['name']}", *keys])

@@ -10,7 +10,7 @@ from cnnexp import SGD, Adam, Constant, Conv2d, Cosine, Flatten, Linear, Loss, N
 from cnnexp.backends import backend_class
 from cnnexp.datasets import Dataset, Split
 from cnnexp.errors import CheckpointError
-from cnnexp.training.checkpoint import Checkpoint, check_same, describe, find, list_checkpoints, load, save
+from cnnexp.training.checkpoint import Checkpoint, Keeper, check_same, describe, find, list_checkpoints, load
 
 NETWORK = Network((6, 6, 1), (Conv2d(2, 3), ReLU(), Flatten(), Linear(3)))
 TRAINING = describe(NETWORK, Loss.SOFTMAX_CROSS_ENTROPY, Adam(), 8, Constant(), 5, "0" * 64)
@@ -20,7 +20,13 @@ def checkpoint(epoch=1, seed=0):
     rng = np.random.default_rng(seed)
     names = ("parameters", "mean", "square")
     state = {name: rng.standard_normal(NETWORK.parameter_count).astype(np.float32) for name in names}
-    return Checkpoint(epoch, TRAINING, {**state, "step": np.int64(12)}, (epoch_result(epoch),), {"backend": "numpy"})
+    return Checkpoint(epoch, TRAINING, {**state, "step": np.int64(12)}, (), {"backend": "numpy"})
+
+
+def save(folder, given):
+    """Write one checkpoint as a run would that has trained its epochs."""
+    *earlier, last = [dataclasses.replace(epoch_result(1), epoch=epoch) for epoch in range(1, given.epoch + 1)]
+    return Keeper(folder, given.training, earlier).save(given.state, given.about, last)
 
 
 def dataset():
@@ -34,7 +40,7 @@ def test_what_is_saved_comes_back_bit_for_bit(tmp_path):
     saved = checkpoint()
     read = load(save(tmp_path, saved))
     assert (read.epoch, read.about) == (1, {"backend": "numpy"})
-    (then,), (now,) = saved.history, read.history
+    (now,), then = read.history, epoch_result(1)
     assert dataclasses.replace(now, scores=None) == dataclasses.replace(then, scores=None)
     assert read.state.keys() == saved.state.keys()
     for name, array in saved.state.items():
@@ -73,21 +79,80 @@ def test_a_damaged_file_is_one_line_that_names_a_whole_one(tmp_path):
 
 def test_pickled_arrays_are_refused(tmp_path):
     path = tmp_path / "epoch-000001.ckpt"
-    evil = Checkpoint(1, TRAINING, {"parameters": np.array([{"an": "object"}], object)})
-    save(tmp_path, evil)
+    Keeper(tmp_path, TRAINING).save({"parameters": np.array([{"an": "object"}], object)}, {}, epoch_result(1))
     with pytest.raises(CheckpointError, match="not as cnnexp writes it"):
         load(path)
 
 
-def test_two_are_kept_and_the_newest_is_found(tmp_path):
-    for epoch in (1, 2, 3, 10):
-        save(tmp_path / "checkpoints", checkpoint(epoch))
-    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == [
-        "epoch-000003.ckpt",
-        "epoch-000010.ckpt",
-    ]
-    newest = tmp_path / "checkpoints" / "epoch-000010.ckpt"
+def test_the_last_two_and_the_best_are_kept_and_the_newest_is_found(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / ".epoch-000001.ckpt.123.tmp").write_bytes(b"of a process that was killed")
+    keeper = Keeper(tmp_path / "checkpoints", TRAINING)
+    for epoch, correct in enumerate((1, 3, 2, 3, 0), 1):
+        keeper.save(checkpoint().state, {}, epoch_result(epoch, correct))
+    names = [f"epoch-00000{epoch}.ckpt" for epoch in (2, 4, 5)]
+    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == names
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == [*names, "history.jsonl"]
+    newest = tmp_path / "checkpoints" / "epoch-000005.ckpt"
     assert find(tmp_path) == find(tmp_path / "checkpoints") == find(newest) == newest
+
+
+def test_a_damaged_newest_is_passed_over_and_said(tmp_path, caplog):
+    keeper = Keeper(tmp_path, TRAINING)
+    for epoch in (1, 2):
+        path = keeper.save(checkpoint().state, {}, epoch_result(epoch))
+    path.write_bytes(path.read_bytes()[:-1])
+    assert load(find(tmp_path)).epoch == 1
+    assert "the one before it is used" in caplog.text
+
+
+def test_a_history_that_is_not_the_checkpoints_own_is_refused(tmp_path):
+    path = save(tmp_path, checkpoint(2))
+    history = tmp_path / "history.jsonl"
+    whole = history.read_bytes()
+    history.write_bytes(whole + b"an epoch whose checkpoint was never written")
+    assert len(load(path).history) == 2
+    for damaged in (whole[:-1], whole.replace(b"8", b"9", 1), b""):
+        history.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=r"history\.jsonl beside it is damaged"):
+            load(path)
+    history.unlink()
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load(path)
+    assert load(path, history=False).history == ()
+
+
+def test_the_three_thousandth_epoch_writes_what_the_first_did(tmp_path):
+    keeper = Keeper(tmp_path, TRAINING, [epoch_result(epoch) for epoch in range(1, 3000)])
+    first = Keeper(tmp_path / "first", TRAINING).save(checkpoint().state, {}, epoch_result(1))
+    path = keeper.save(checkpoint().state, {}, epoch_result(3000))
+    assert path.stat().st_size < first.stat().st_size + 100
+    assert len(load(path).history) == 3000
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"state": {"step": np.int64(1)}},
+        {"state": {"parameters": np.zeros((2, 2), np.float32)}},
+        {"state": {"parameters": np.zeros(3, np.float32), "mean": np.zeros(2, np.float32)}},
+        {"state": {"parameters": np.zeros(3)}},
+        {"state": {"parameters": np.zeros(3, np.float32), "step": np.float64(1)}},
+        {"about": [1]},
+    ],
+)
+def test_a_whole_file_with_wrong_fields_is_refused(tmp_path, change):
+    given = {"state": {"parameters": np.zeros(3, np.float32)}, "about": {}, **change}
+    path = Keeper(tmp_path, TRAINING).save(given["state"], given["about"], epoch_result(1))
+    with pytest.raises(CheckpointError, match="not as cnnexp writes it"):
+        load(path)
+
+
+def test_no_pipe_and_no_device_is_read(tmp_path):
+    os.mkfifo(tmp_path / "epoch-000001.ckpt")
+    for path in (tmp_path / "epoch-000001.ckpt", "/dev/zero"):
+        with pytest.raises(CheckpointError, match="not a regular file"):
+            load(path)
 
 
 def test_nothing_to_find_is_one_line(tmp_path):
@@ -101,19 +166,20 @@ def test_nothing_to_find_is_one_line(tmp_path):
 
 @pytest.mark.parametrize("call", ["write", "fsync", "replace"])
 def test_a_failure_at_any_moment_leaves_the_last_checkpoint_and_no_litter(tmp_path, monkeypatch, call):
-    save(tmp_path, checkpoint(1))
+    keeper = Keeper(tmp_path, TRAINING)
+    keeper.save(checkpoint().state, {}, epoch_result(1))
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
     if call == "write":
-        monkeypatch.setattr("cnnexp.training.checkpoint._encode", full)
+        monkeypatch.setattr(Keeper, "_encode", full)
     else:
         monkeypatch.setattr(os, call, full)
     with pytest.raises(CheckpointError, match="cannot be written: No space left on device"):
-        save(tmp_path, checkpoint(2))
+        keeper.save(checkpoint().state, {}, epoch_result(2))
     monkeypatch.undo()
-    assert os.listdir(tmp_path) == ["epoch-000001.ckpt"]
+    assert sorted(os.listdir(tmp_path)) == ["epoch-000001.ckpt", "history.jsonl"]
     assert load(find(tmp_path)).epoch == 1
 
 
@@ -157,10 +223,9 @@ def test_a_resumed_run_ends_bit_identical_to_one_never_stopped(tmp_path, optimiz
 
     stopped = compiled()
     stopped.restore(start)
-    results = []
+    keeper = Keeper(tmp_path, TRAINING)
     for result in itertools.islice(train_epochs(stopped, dataset(), 4, seed=5), 2):
-        results.append(result)
-        save(tmp_path, Checkpoint(result.epoch, TRAINING, stopped.state(), tuple(results)))
+        keeper.save(stopped.state(), {}, result)
 
     resumed, last = compiled(), load(find(tmp_path))
     assert last.epoch == 2

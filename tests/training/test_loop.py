@@ -67,6 +67,19 @@ def test_a_loss_that_is_not_finite_stops_the_run(bad):
         run(program)
 
 
+def test_a_held_out_loss_that_is_not_finite_stops_the_run_before_it_is_kept():
+    program = FakeProgram(FakeClock(), 0.001)
+    program.predict = lambda handle: np.full((len(handle), 2), np.nan, np.float32)
+    with pytest.raises(Diverged, match=r"the test loss became nan after epoch 1, at learning rate 0\.01"):
+        run(program)
+
+
+def test_patience_that_has_run_out_trains_no_epoch_more():
+    earlier = run(FakeProgram(FakeClock(), 0.1), epochs=3)  # its held-out loss never falls
+    assert run(FakeProgram(FakeClock(), 0.1), epochs=9, earlier=earlier, patience=2) == []
+    assert [r.epoch for r in run(FakeProgram(FakeClock(), 0.1), epochs=9, earlier=earlier, patience=3)] == [4]
+
+
 def test_a_pass_over_its_seconds_ends_early_and_is_tested_on_the_same_share():
     program = FakeProgram(FakeClock(), 0.1, batch_size=10)  # a batch takes a second
     results = run(program, dataset(train=100, test=50), epochs=2, pass_s=3.5)

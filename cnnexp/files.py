@@ -1,0 +1,51 @@
+"""Reading files that anybody may have made: regular ones alone, and never more of them than is asked for."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+FEW_BYTES = 1 << 20
+
+
+def open_regular(path: Path, most_bytes: int | None = None) -> BinaryIO:
+    """Open a file to read; what is no file or too large is refused before anything is read.
+
+    A pipe or a device would keep the reader waiting, or go on for ever.
+
+    Raises:
+        OSError: it cannot be opened, is not a regular file, or has more than `most_bytes`.
+    """
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    file = os.fdopen(descriptor, "rb")
+    found = os.fstat(descriptor)
+    reason: OSError | None = None
+    if stat.S_ISDIR(found.st_mode):
+        reason = IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    elif not stat.S_ISREG(found.st_mode):
+        reason = OSError(errno.EINVAL, "not a regular file", str(path))
+    elif most_bytes is not None and found.st_size > most_bytes:
+        reason = OSError(errno.EFBIG, f"{found.st_size} bytes, more than the {most_bytes} that are read", str(path))
+    if reason is not None:
+        file.close()
+        raise reason
+    return file
+
+
+def read_regular(path: Path, most_bytes: int) -> bytes:
+    """Return the content of a file; raises as `open_regular`."""
+    with open_regular(path, most_bytes) as file:
+        return file.read()
+
+
+def sync_folder(folder: Path) -> None:
+    """Force a rename to the disk; only POSIX systems can open a folder for that."""
+    if os.name == "posix":
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,124 @@
+"""Folders that hold one run each, and runs that are gone on with."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from commands import TINY
+
+from cnnexp.app import resume
+from cnnexp.errors import ConfigError
+from cnnexp.tracking.folder import Claim, is_claimed
+from cnnexp.tracking.journal import JOURNAL, read_journal
+from cnnexp.training.checkpoint import find, load
+
+THREE = (*TINY, "trainer.epochs=3")
+
+
+def parameters(folder):
+    return load(find(folder)).state["parameters"]
+
+
+def test_a_folder_that_holds_a_run_is_refused_and_stays_as_it_is(run, tmp_path):
+    assert run(*THREE)[0] == 0
+    before = {path: path.read_bytes() for path in (tmp_path / "run").glob("checkpoints/*")}
+    journal = (tmp_path / "run" / JOURNAL).read_bytes()
+    code, _, err = run(*TINY, "optimizer.lr=0.5")
+    assert code == 2
+    assert err == (
+        f"cnnexp: error: hydra.run.dir={tmp_path}/run: holds another run; choose another folder, or go on with that "
+        "run by trainer.resume=auto\n"
+    )
+    assert {path: path.read_bytes() for path in (tmp_path / "run").glob("checkpoints/*")} == before
+    assert (tmp_path / "run" / JOURNAL).read_bytes() == journal
+
+
+def test_a_folder_where_a_job_failed_before_it_trained_is_free(run, tmp_path):
+    assert run(*TINY, "model.filters=0")[0] == 2
+    assert run(*TINY)[0] == 0
+    assert read_journal(tmp_path / "run")["status"] == "FINISHED"
+
+
+def test_a_folder_with_a_live_run_is_refused(run, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    script = (
+        "import sys, pathlib; from cnnexp.tracking.folder import Claim;"
+        "claim = Claim(pathlib.Path(sys.argv[1])); print(1, flush=True); input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        other.stdout.readline()
+        code, _, err = run(*TINY)
+        assert code == 2
+        assert f"process {other.pid} on " in err
+        assert "runs in it now; choose another folder" in err
+        assert is_claimed(folder)
+        other.kill()
+        other.wait()
+    assert not is_claimed(folder)  # the system frees what a killed process held
+    Claim(folder).release()
+
+
+@pytest.mark.parametrize("lost", [0, 1, 3])
+def test_a_run_goes_on_in_its_own_folder_by_itself(run, tmp_path, monkeypatch, lost):
+    """Stopped before its first epoch, after its first, and after its last, as SIGKILL leaves it."""
+    assert run(*THREE)[0] == 0
+    wanted, folder = parameters(tmp_path / "run"), tmp_path / "run"
+    whole = read_journal(folder)
+    shutil.rmtree(folder)
+
+    def stop(self, result):
+        if result is not None and result.epoch == lost + 1:
+            raise KeyboardInterrupt
+        return save(self, result)
+
+    from cnnexp.tracking.journal import Run
+
+    save = Run.epoch
+    monkeypatch.setattr(Run, "epoch", stop)
+    assert run(*THREE)[0] == (130 if lost < 3 else 0)
+    monkeypatch.setattr(Run, "epoch", save)
+    lines = (folder / JOURNAL).read_text(encoding="utf-8").splitlines(keepends=True)
+    half = [line for line in lines if json.loads(line)["event"] != "finish"]
+    (folder / JOURNAL).write_text("".join(half) + '{"event": "epo', encoding="utf-8")  # killed while it wrote
+    assert read_journal(folder)["status"] == "DIED"
+
+    code, _, err = run(*THREE, "trainer.resume=auto")
+    assert (code, err) == (0, "")
+    np.testing.assert_array_equal(parameters(folder), wanted)
+    journal = read_journal(folder)
+    assert journal["status"] == "FINISHED"
+    assert [epoch["epoch"] for epoch in journal["epochs"]] == [1, 2, 3]
+    assert [epoch["train/loss"] for epoch in journal["epochs"]] == [epoch["train/loss"] for epoch in whole["epochs"]]
+    events = [json.loads(line)["event"] for line in (folder / JOURNAL).read_text(encoding="utf-8").splitlines()]
+    assert events.count("epoch") == 3
+    with np.load(folder / "predictions.npz") as arrays:
+        assert len(arrays["predicted"]) == len(arrays["labels"]) > 0
+
+
+def test_auto_finds_the_newest_run_of_the_same_config(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(resume, "outputs_dir", lambda: tmp_path)
+    assert run(*TINY)[0] == 0
+    os.rename(tmp_path / "run", tmp_path / "first")
+    code, _, _ = run(*TINY, "optimizer.lr=0.5", "trainer.resume=auto")
+    assert code == 0
+    os.rename(tmp_path / "run", tmp_path / "other")
+    config = read_journal(tmp_path / "first")["config"]
+    assert resume.find_earlier("auto", tmp_path / "run", config).folder == tmp_path / "first"
+    claim = Claim(tmp_path / "first")
+    assert resume.find_earlier("auto", tmp_path / "run", config) is None  # it runs now
+    claim.release()
+
+
+def test_an_older_checkpoint_is_not_gone_on_from_among_later_ones(run, tmp_path):
+    assert run(*THREE)[0] == 0
+    older = tmp_path / "run" / "checkpoints" / "epoch-000002.ckpt"
+    with pytest.raises(ConfigError, match=r"later checkpoints lie beside it; choose another hydra\.run\.dir"):
+        resume.find_earlier(str(older), tmp_path / "run", {})
+    assert resume.find_earlier(str(older), tmp_path / "elsewhere", {}).path == older
