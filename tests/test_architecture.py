@@ -14,6 +14,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "cnnexp"
 # bottom to top; a room (a folder or a lone module of cnnexp/) uses what lies below it, and nothing beside it
 FLOORS = (
     ("errors",),
+    ("system",),
     ("network", "optimizers", "datasets"),
     ("backends",),
     ("training",),

@@ -33,10 +33,10 @@ import numpy as np
 
 from cnnexp.backends.protocol import State
 from cnnexp.errors import CheckpointError
-from cnnexp.files import open_regular, read_regular, sync_folder
 from cnnexp.network import LAYERS, Network
 from cnnexp.network.losses import Loss, Totals
 from cnnexp.optimizers import Optimizer
+from cnnexp.system.files import open_regular, read_regular, sync_folder
 from cnnexp.training.baseline import Comparison
 from cnnexp.training.loop import EpochResult
 from cnnexp.training.schedules import Schedule
