@@ -106,7 +106,8 @@ def _gaps(layer: dict, x: np.ndarray) -> np.ndarray:
         case "relu":
             return np.abs(x)
         case "binary":
-            return np.minimum(np.abs(x - 0.5), 0.5 - np.abs(x - 0.5))  # a hit or not; the logarithm's clamp
+            # a hit or not; and 1 - p, by which the gradient divides, has lost float32's last digits near 1
+            return np.minimum(np.abs(x - 0.5), (0.5 - np.abs(x - 0.5)) / 100)
         case "scores":
             return np.diff(np.sort(x, axis=1)[:, -2:], axis=1)
         case "max_pool":
