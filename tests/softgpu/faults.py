@@ -1,0 +1,356 @@
+"""Kernels and host code with one fault each, and what the checks say of it; run by `test_softgpu.py`, on two GPUs.
+
+Numba compiles the kernels, so what is checked is what it makes of them. Beside a fault stands the same kernel without.
+"""
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from cuda.core import Device
+from numba import cuda
+from numba.cuda.cudadrv.driver import CudaAPIError
+
+import softgpu
+
+f32 = np.float32
+THREADS = 64
+
+
+@pytest.fixture(autouse=True)
+def new():
+    softgpu.revive()
+    yield
+    softgpu.revive()
+
+
+def found(check: str, *words: str) -> bool:
+    """Tell whether this is all that was found, and says all of that."""
+    told = softgpu.findings()
+    return bool(told) and all(line.startswith(f"{check}: ") for line in told) and all(word in told[0] for word in words)
+
+
+def launch(kernel, *arguments, blocks=1, threads=THREADS):
+    kernel[blocks, threads](*arguments)
+    cuda.synchronize()
+
+
+def zeros(count=THREADS, dtype=np.float32):
+    return cuda.to_device(np.zeros(count, dtype))
+
+
+def test_memcheck_an_index_off_by_one_leaves_the_allocation():
+    @cuda.jit("void(float32[::1], float32[::1], uint32)")
+    def shift(x, y, first):
+        i = cuda.grid(1)
+        y[i] = x[i + first]
+
+    x, y = zeros(), zeros()
+    launch(shift, x, y, np.uint32(0))
+    assert softgpu.findings() == []
+    with pytest.raises(CudaAPIError, match="ILLEGAL_ADDRESS"):
+        launch(shift, x, y, np.uint32(1))
+    assert found("memcheck", "a read of 4 bytes", "outside every allocation", "shift", "ld.global")
+    with pytest.raises(CudaAPIError, match="ILLEGAL_ADDRESS"):
+        zeros()  # the context is lost, as on a GPU
+
+
+def test_memcheck_a_write_past_shared_memory():
+    @cuda.jit("void(float32[::1], uint32)")
+    def kernel(y, first):
+        tile = cuda.shared.array(THREADS, np.float32)
+        i = cuda.threadIdx.x
+        tile[np.uint32(i + first)] = f32(1)
+        cuda.syncthreads()
+        y[i] = tile[i]
+
+    launch(kernel, zeros(), np.uint32(0))
+    assert softgpu.findings() == []
+    with pytest.raises(CudaAPIError, match="ILLEGAL_ADDRESS"):
+        launch(kernel, zeros(), np.uint32(1))
+    assert found("memcheck", "a write", "shared address 0x100", "st.shared")
+
+
+def test_memcheck_memory_that_was_given_back():
+    @cuda.jit("void(float32[::1])")
+    def kernel(x):
+        x[cuda.threadIdx.x] = f32(1)
+
+    memory = Device(0).allocate(4 * THREADS, stream=Device(0).default_stream)
+    interface = {"shape": (THREADS,), "typestr": "<f4", "data": (int(memory.handle), False), "version": 3}
+    x = cuda.as_cuda_array(SimpleNamespace(__cuda_array_interface__=interface), sync=False)
+    launch(kernel, x)
+    assert softgpu.findings() == []
+    memory.close()
+    with pytest.raises(CudaAPIError, match="ILLEGAL_ADDRESS"):
+        launch(kernel, x)
+    assert found("memcheck", "a write", "outside every allocation")
+
+
+def test_memcheck_a_vector_that_is_not_aligned(run_ptx):
+    ptx = """
+    ld.global.v2.f32 {%f1, %f2}, [%rd1+OFFSET];
+    add.f32 %f1, %f1, %f2;
+    st.global.f32 [%rd2], %f1;
+    """
+    run_ptx(ptx.replace("OFFSET", "8"), np.ones(8, np.float32), 1)
+    assert softgpu.findings() == []
+    with pytest.raises(Exception, match="ILLEGAL_ADDRESS"):
+        run_ptx(ptx.replace("OFFSET", "4"), np.ones(8, np.float32), 1)
+    assert found("memcheck", "8 bytes at the misaligned address", "ld.global.v2.f32")
+
+
+def test_memcheck_memory_of_another_gpu():
+    @cuda.jit("void(float32[::1], float32[::1])")
+    def kernel(x, y):
+        y[cuda.threadIdx.x] = x[cuda.threadIdx.x]
+
+    with cuda.gpus[1]:
+        x = zeros()
+    with pytest.raises(CudaAPIError, match="ILLEGAL_ADDRESS"):
+        launch(kernel, x, zeros())
+    assert found("memcheck", "memory of GPU 1, by a kernel on GPU 0")
+
+
+def test_initcheck_memory_that_nobody_wrote():
+    @cuda.jit("void(float32[::1], float32[::1])")
+    def kernel(x, y):
+        y[cuda.threadIdx.x] = x[cuda.threadIdx.x] + f32(1)
+
+    launch(kernel, zeros(), zeros())
+    assert softgpu.findings() == []
+    launch(kernel, cuda.device_array(THREADS, np.float32), zeros())
+    assert found("initcheck", "nobody wrote", "ld.global")
+
+
+def test_initcheck_shared_memory_is_new_in_every_block():
+    @cuda.jit("void(float32[::1], uint32)")
+    def kernel(y, writers):
+        tile = cuda.shared.array(THREADS, np.float32)
+        i = cuda.threadIdx.x
+        if cuda.blockIdx.x < writers:
+            tile[i] = f32(1)
+        cuda.syncthreads()
+        y[cuda.grid(1)] = tile[i]
+
+    launch(kernel, zeros(2 * THREADS), np.uint32(2), blocks=2)
+    assert softgpu.findings() == []
+    launch(kernel, zeros(2 * THREADS), np.uint32(1), blocks=2)
+    assert found("initcheck", "shared address", "nobody wrote")
+
+
+def test_initcheck_what_is_copied_to_the_host():
+    cuda.device_array(4, np.float32).copy_to_host()
+    assert found("initcheck", "a copy to the host of 16 bytes")
+
+
+@pytest.mark.parametrize("barrier", [True, False])
+def test_racecheck_a_missing_barrier(barrier):
+    @cuda.jit("void(float32[::1])")
+    def kernel(y):
+        tile = cuda.shared.array(THREADS, np.float32)
+        i = cuda.threadIdx.x
+        tile[i] = f32(i)
+        if barrier:
+            cuda.syncthreads()
+        y[i] = tile[THREADS - 1 - i]
+
+    launch(kernel, zeros())
+    assert bool(softgpu.findings()) is not barrier
+    assert barrier or any(line.startswith("racecheck: ") and "shared" in line for line in softgpu.findings())
+
+
+@pytest.mark.parametrize("barrier", [True, False])
+def test_racecheck_a_tile_that_is_overwritten_while_it_is_read(barrier):
+    @cuda.jit("void(float32[::1])")
+    def kernel(y):
+        tile = cuda.shared.array(THREADS, np.float32)
+        i = cuda.threadIdx.x
+        total = f32(0)
+        for turn in range(3):
+            tile[i] = f32(i + turn)
+            cuda.syncthreads()
+            total += tile[THREADS - 1 - i]
+            if barrier:
+                cuda.syncthreads()
+        y[i] = total
+
+    launch(kernel, zeros())
+    if barrier:
+        assert softgpu.findings() == []
+    else:
+        assert found("racecheck", "shared")
+
+
+@pytest.mark.parametrize("synchronized", [True, False])
+def test_racecheck_within_a_warp(synchronized):
+    @cuda.jit("void(float32[::1])")
+    def kernel(y):
+        tile = cuda.shared.array(32, np.float32)
+        i = cuda.threadIdx.x
+        tile[i] = f32(i)
+        if synchronized:
+            cuda.syncwarp()
+        y[i] = tile[31 - i]
+
+    launch(kernel, zeros(32), threads=32)
+    assert bool(softgpu.findings()) is not synchronized
+    assert synchronized or found("racecheck", "shared")
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_racecheck_between_blocks(blocks):
+    @cuda.jit("void(float32[::1])")
+    def kernel(y):
+        if cuda.threadIdx.x == 0:
+            y[0] = f32(cuda.blockIdx.x)
+
+    launch(kernel, zeros(), blocks=blocks)
+    assert bool(softgpu.findings()) is (blocks > 1)
+    assert blocks == 1 or found("racecheck", "a write", "global", "block 0")
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_racecheck_a_block_reads_what_another_writes(blocks):
+    @cuda.jit("void(float32[::1])")
+    def kernel(y):
+        i = cuda.grid(1)
+        n = cuda.gridsize(1)
+        value = y[(i + THREADS) % n]
+        cuda.syncthreads()
+        y[i] = value
+
+    launch(kernel, zeros(blocks * THREADS), blocks=blocks)
+    assert bool(softgpu.findings()) is (blocks > 1)
+    assert blocks == 1 or found("racecheck", "global")
+
+
+def test_racecheck_knows_bytes_apart_and_lets_atomics_be():
+    @cuda.jit("void(uint8[::1], int32[::1])")
+    def kernel(y, total):
+        y[cuda.grid(1)] = np.uint8(1)
+        cuda.atomic.add(total, 0, np.int32(2))
+
+    y, total = zeros(2 * THREADS, np.uint8), zeros(1, np.int32)
+    launch(kernel, y, total, blocks=2)
+    assert softgpu.findings() == []
+    assert total.copy_to_host()[0] == 4 * THREADS
+
+
+def test_racecheck_bytes():
+    @cuda.jit("void(uint8[::1])")
+    def kernel(y):
+        y[cuda.threadIdx.x // 2] = np.uint8(1)
+
+    launch(kernel, zeros(THREADS, np.uint8))
+    assert found("racecheck", "a write", "st.global.u8")
+
+
+def test_synccheck_a_barrier_that_some_have_left_for_good():
+    @cuda.jit("void(float32[::1], uint32)")
+    def kernel(y, stay):
+        i = cuda.threadIdx.x
+        if i >= stay:
+            return
+        y[i] = f32(1)
+        cuda.syncthreads()
+        y[i] += f32(1)
+
+    launch(kernel, zeros(), np.uint32(THREADS))
+    assert softgpu.findings() == []
+    launch(kernel, zeros(), np.uint32(40))
+    assert found("synccheck", "24 are gone", "bar.sync")
+
+
+def test_synccheck_a_barrier_in_a_branch():
+    @cuda.jit("void(float32[::1], uint32)")
+    def kernel(y, least):
+        i = cuda.threadIdx.x
+        if i >= least:
+            y[i] = f32(1)
+            cuda.syncthreads()
+            y[i] += f32(1)
+        else:
+            y[i] = f32(2)
+            cuda.syncthreads()
+
+    launch(kernel, zeros(), np.uint32(32))
+    assert found("synccheck", "wait at different barriers")
+
+
+def test_synccheck_a_value_from_a_lane_that_is_not_there():
+    @cuda.jit("void(int32[::1])")
+    def kernel(y):
+        i = cuda.threadIdx.x
+        if i < 8:
+            y[i] = cuda.shfl_sync(0xFF, i, 20)
+
+    launch(kernel, zeros(32, np.int32), threads=32)
+    assert found("synccheck", "from lane 20, which is not there")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((np.zeros(8, np.float64), np.uint32(3)), "launch argument 0 is array(float64, 1d, C)"),
+        ((np.zeros((8, 1), np.float32), np.uint32(3)), "launch argument 0 is array(float32, 2d, C)"),
+        ((np.zeros(8, np.float32), 3), "launch argument 1 is int64, the kernel takes uint32"),
+    ],
+)
+def test_argcheck(arguments, says):
+    @cuda.jit("void(float32[::1], uint32)")
+    def kernel(x, count):
+        x[cuda.threadIdx.x] = f32(count)
+
+    array, count = arguments
+    launch(kernel, cuda.to_device(array), count, threads=4)
+    assert found("argcheck", says)
+
+
+def test_argcheck_an_argument_too_few():
+    @cuda.jit("void(float32[::1], uint32)")
+    def kernel(x, count):
+        x[cuda.threadIdx.x] = f32(count)
+
+    (compiled,) = kernel.overloads.values()
+    with pytest.raises(TypeError, match="1 launch arguments"):
+        compiled.launch((zeros(),), (1, 1, 1), (4, 1, 1))
+    assert found("argcheck", "1 launch arguments for a kernel of 2")
+
+
+def test_contextcheck_a_copy_in_another_gpus_context():
+    with cuda.gpus[1]:
+        x = zeros(4)
+        x.copy_to_device(np.ones(4, np.float32))
+    assert softgpu.findings() == []
+    x.copy_to_device(np.ones(4, np.float32))
+    assert found("contextcheck", "16 bytes of GPU 1, in the context of GPU 0")
+
+
+def test_a_kernel_of_many_branches_computes_what_python_does():
+    @cuda.jit("void(float32[::1], uint32)")
+    def kernel(y, count):
+        i = cuda.grid(1)
+        while i < count:
+            n, steps = i + 1, 0
+            while n != 1:
+                if n % 2:
+                    n = 3 * n + 1
+                else:
+                    n = n // 2
+                steps += 1
+            y[i] = f32(math.sqrt(steps))
+            i += cuda.gridsize(1)
+
+    def steps(n):
+        count = 0
+        while n != 1:
+            n, count = (3 * n + 1 if n % 2 else n // 2), count + 1
+        return count
+
+    y = zeros(500)
+    launch(kernel, y, np.uint32(500), blocks=3, threads=96)
+    wanted = np.sqrt(np.array([steps(i + 1) for i in range(500)], np.float32))
+    np.testing.assert_array_equal(y.copy_to_host(), wanted)
+    assert softgpu.findings() == []

@@ -1,0 +1,337 @@
+"""What single PTX instructions do, beside NumPy and Python's whole numbers; run by `test_softgpu.py`."""
+
+import numpy as np
+import pytest
+from numba import cuda
+from ptx_runner import run
+
+import softgpu
+from softgpu import assembler, ptx
+from softgpu.cubin import Resources
+
+RNG = np.random.default_rng(0)
+EDGES = {
+    "u32": np.array([0, 1, 2, 3, 31, 32, 33, 255, 2**16, 2**31 - 1, 2**31, 2**32 - 1], np.uint32),
+    "s32": np.array([0, 1, -1, 2, -3, 31, 32, 2**31 - 1, -(2**31), 77, -78, 12], np.int32),
+    "u64": np.array([0, 1, 2, 63, 64, 2**32, 2**32 - 1, 2**63, 2**64 - 1, 5, 7, 9], np.uint64),
+    "s64": np.array([0, 1, -1, -2, 63, 2**32, -(2**32), 2**63 - 1, -(2**63), 5, 7, -9], np.int64),
+    "u16": np.array([0, 1, 2, 15, 16, 255, 256, 2**15, 2**16 - 1, 3, 5, 7], np.uint16),
+    "s16": np.array([0, 1, -1, 15, 16, 255, -256, 2**15 - 1, -(2**15), 3, -5, 7], np.int16),
+    "f32": np.array([0, -0.0, 1, -1, 1.5, 1e-40, 3e38, -3e38, np.inf, -np.inf, np.nan, 0.1], np.float32),
+    "f64": np.array([0, -0.0, 1, -1, 1.5, 1e-310, 1e308, -1e308, np.inf, -np.inf, np.nan, 0.1], np.float64),
+}
+REGISTERS = {1: "h", 2: "h", 4: "r", 8: "rd"}
+
+
+def pairs(kind: str) -> np.ndarray:
+    """Return pairs of edge cases and random ones, (n, 2)."""
+    edges = EDGES[kind]
+    every = np.stack(np.meshgrid(edges, edges), -1).reshape(-1, 2)
+    if kind[0] == "f":
+        drawn = (RNG.standard_normal((100, 2)) * 10.0 ** RNG.integers(-30, 30, (100, 2))).astype(edges.dtype)
+    else:
+        drawn = np.frombuffer(RNG.bytes(200 * edges.itemsize), edges.dtype).reshape(100, 2)
+    return np.concatenate([every, drawn])
+
+
+def register(kind: str, number: int) -> str:
+    if kind[0] == "f":
+        return f"%{'f' if kind == 'f32' else 'd'}{number}"
+    return f"%{REGISTERS[int(kind[1:]) // 8]}{10 + number if kind[1:] == '64' else number + 8}"
+
+
+def binary(instruction: str, kind: str, result: str = "", x: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Run `instruction d, a, b` on pairs; return them and the results."""
+    result = result or kind
+    x = pairs(kind) if x is None else x
+    size = x.dtype.itemsize
+    a, b, d = register(kind, 0), register(kind, 1), register(result, 2)
+    body = f"""
+    ld.global.{kind} {a}, [%rd1];
+    ld.global.{kind} {b}, [%rd1+{size}];
+    {instruction} {d}, {a}, {b};
+    st.global.{result} [%rd2], {d};
+    """
+    dtype = EDGES[result].dtype
+    return x, run(body, x, len(x), dtype)
+
+
+def wrapped(value: int, kind: str) -> int:
+    bits = int(kind[1:])
+    value &= (1 << bits) - 1
+    return value - (1 << bits) if kind[0] == "s" and value >> (bits - 1) else value
+
+
+def trunc_div(a: int, b: int) -> int:
+    return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
+
+
+WHOLE = {
+    "add": lambda a, b: a + b,
+    "sub": lambda a, b: a - b,
+    "mul.lo": lambda a, b: a * b,
+    "min": min,
+    "max": max,
+    "div": trunc_div,
+    "rem": lambda a, b: a - b * trunc_div(a, b),
+}
+
+
+@pytest.mark.parametrize("kind", ["u32", "s32", "u64", "s64", "u16", "s16"])
+@pytest.mark.parametrize("name", WHOLE)
+def test_arithmetic_of_whole_numbers(name, kind):
+    if kind == "s16" and name in ("min", "max", "div", "rem"):
+        with pytest.raises(Exception, match=r"INVALID_IMAGE"):
+            binary(f"{name}.{kind}", kind)
+        softgpu.revive()
+        return
+    x, y = binary(f"{name}.{kind}", kind)
+    for (a, b), found in zip(x.tolist(), y.tolist(), strict=True):
+        if b or name not in ("div", "rem"):
+            assert found == wrapped(WHOLE[name](a, b), kind), (a, b)
+
+
+@pytest.mark.parametrize("kind", ["u32", "s32", "u64", "s64"])
+def test_products_of_full_width(kind):
+    bits = int(kind[1:])
+    x, y = binary(f"mul.hi.{kind}", kind)
+    assert y.tolist() == [wrapped(a * b >> bits, kind) for a, b in x.tolist()]
+    if bits == 32:
+        wide = f"{kind[0]}64"
+        x, y = binary(f"mul.wide.{kind}", kind, wide)
+        assert y.tolist() == [a * b for a, b in x.tolist()]
+
+
+@pytest.mark.parametrize(("name", "operator"), [("and", "__and__"), ("or", "__or__"), ("xor", "__xor__")])
+@pytest.mark.parametrize("kind", ["u32", "u64", "u16"])
+def test_logic(name, operator, kind):
+    x, y = binary(f"{name}.b{kind[1:]}", kind)
+    assert y.tolist() == [getattr(a, operator)(b) for a, b in x.tolist()]
+
+
+@pytest.mark.parametrize("kind", ["u32", "s32", "u64", "s64", "u16", "s16"])
+@pytest.mark.parametrize("name", ["shl", "shr"])
+def test_shifts_by_more_than_there_is(name, kind):
+    bits = int(kind[1:])
+    x = pairs(kind)[:, :1]
+    for by in (0, 1, bits - 1, bits, bits + 7, 2**31):
+        a, d = register(kind, 0), register(kind, 2)
+        opcode = f"shl.b{bits}" if name == "shl" else f"shr.{kind}"
+        body = f"ld.global.{kind} {a}, [%rd1]; {opcode} {d}, {a}, {by}; st.global.{kind} [%rd2], {d};"
+        y = run(body, x, len(x), x.dtype)
+        for a, found in zip(x[:, 0].tolist(), y.tolist(), strict=True):
+            shifted = a << min(by, 64) if name == "shl" else a >> min(by, 64)
+            assert found == wrapped(shifted, kind), (a, by)
+
+
+def clipped(values: np.ndarray, least: int, most: int) -> np.ndarray:
+    return np.nan_to_num(np.clip(values.astype(np.float64), least, most), nan=0)
+
+
+COMPARISONS = {
+    "eq": "__eq__", "ne": "__ne__", "lt": "__lt__", "le": "__le__", "gt": "__gt__", "ge": "__ge__",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["u32", "s32", "u64", "s64", "u16", "s16", "f32", "f64"])
+@pytest.mark.parametrize("name", COMPARISONS)
+def test_comparisons(name, kind):
+    x = pairs(kind)
+    a, b = register(kind, 0), register(kind, 1)
+    unordered = [f"setp.{name}u.{kind} %p2, {a}, {b};" if kind[0] == "f" else f"setp.{name}.{kind} %p2, {a}, {b};"]
+    body = f"""
+    ld.global.{kind} {a}, [%rd1]; ld.global.{kind} {b}, [%rd1+{x.itemsize}];
+    setp.{name}.{kind} %p1, {a}, {b}; {unordered[0]}
+    selp.u32 %r4, 1, 0, %p1; selp.u32 %r5, 2, 0, %p2; or.b32 %r4, %r4, %r5;
+    st.global.u32 [%rd2], %r4;
+    """
+    y = run(body, x, len(x), np.uint32)
+    for (a, b), found in zip(x.tolist(), y.tolist(), strict=True):
+        nan = a != a or b != b
+        wanted = bool(getattr(a, COMPARISONS[name])(b)) and not nan
+        assert found == wanted + 2 * (wanted or nan), (a, b)
+
+
+@pytest.mark.parametrize("kind", ["f32", "f64"])
+@pytest.mark.parametrize(
+    ("instruction", "operator"),
+    [
+        ("add", np.add),
+        ("sub", np.subtract),
+        ("mul", np.multiply),
+        ("div.rn", np.divide),
+        ("min", np.fmin),
+        ("max", np.fmax),
+    ],
+)
+def test_floating_point_is_that_of_ieee(instruction, operator, kind):
+    x, y = binary(f"{instruction}.{kind}", kind)
+    with np.errstate(all="ignore"):
+        wanted = operator(x[:, 0], x[:, 1])
+    if instruction in ("min", "max"):  # of two zeros, either
+        y, wanted = y + 0, wanted + 0
+    np.testing.assert_array_equal(y, wanted)
+
+
+def test_a_fused_multiply_add_rounds_once():
+    x = np.float32(RNG.standard_normal((500, 3)))
+    x[:, 2] = -x[:, 0] * x[:, 1]  # what is left is the rounding of the product
+    body = """
+    ld.global.f32 %f1, [%rd1]; ld.global.f32 %f2, [%rd1+4]; ld.global.f32 %f3, [%rd1+8];
+    fma.rn.f32 %f4, %f1, %f2, %f3; st.global.f32 [%rd2], %f4;
+    """
+    exact = x[:, 0].astype(np.float64) * x[:, 1] + x[:, 2]
+    np.testing.assert_array_equal(run(body, x, 500), exact.astype(np.float32))
+    assert np.count_nonzero(exact) > 400
+
+
+@pytest.mark.parametrize("way", ["rm", "rp", "rz"])
+def test_directed_rounding(way):
+    x, y = binary(f"add.{way}.f32", "f32", x=np.float32(RNG.standard_normal((300, 2))))
+    exact = x.astype(np.float64).sum(axis=1)
+    near = exact.astype(np.float32)
+    toward = {"rm": -np.inf, "rp": np.inf, "rz": 0}[way]
+    beyond = {"rm": near > exact, "rp": near < exact, "rz": np.abs(near) > np.abs(exact)}[way]
+    np.testing.assert_array_equal(y, np.where(beyond, np.nextafter(near, np.float32(toward)), near))
+    assert beyond.any()
+
+
+@pytest.mark.parametrize(
+    ("instruction", "kind", "result", "wanted"),
+    [
+        ("cvt.rzi.s32.f32", "f32", "s32", lambda v: clipped(np.trunc(v), -(2**31), 2**31 - 1)),
+        ("cvt.rni.u32.f32", "f32", "u32", lambda v: clipped(np.rint(v), 0, 2**32 - 1)),
+        ("cvt.sat.f32.f32", "f32", "f32", lambda v: np.nan_to_num(np.clip(v, 0, 1), nan=0)),
+        ("cvt.rn.f32.u32", "u32", "f32", lambda v: v),
+        ("cvt.rn.f32.s64", "s64", "f32", lambda v: v),
+        ("cvt.rn.f32.f64", "f64", "f32", lambda v: v),
+        ("cvt.f64.f32", "f32", "f64", lambda v: v),
+        ("cvt.u64.u32", "u32", "u64", lambda v: v),
+        ("cvt.s64.s32", "s32", "s64", lambda v: v),
+        ("cvt.u32.u64", "u64", "u32", lambda v: v & 0xFFFFFFFF),
+        ("cvt.u16.u64", "u64", "u16", lambda v: v & 0xFFFF),
+        ("cvt.s32.s16", "s16", "s32", lambda v: v),
+        ("cvt.u32.u16", "u16", "u32", lambda v: v),
+        ("cvt.s16.s8", "s16", "s16", lambda v: v.astype(np.int8)),
+        ("neg.f32", "f32", "f32", lambda v: -v),
+        ("abs.s32", "s32", "s32", lambda v: np.abs(v)),
+        ("sqrt.rn.f32", "f32", "f32", np.sqrt),
+        ("not.b16", "u16", "u16", lambda v: ~v),
+        ("popc.b32", "u32", "u32", np.bitwise_count),
+        ("brev.b32", "u32", "u32", lambda v: np.array([int(f"{n:032b}"[::-1], 2) for n in v.tolist()])),
+        ("clz.b64", "u64", "u32", lambda v: np.array([64 - n.bit_length() for n in v.tolist()])),
+    ],
+)
+def test_conversions_and_what_has_one_operand(instruction, kind, result, wanted):
+    x = pairs(kind)[:, 0]
+    a, d = register(kind, 0), register(result, 2)
+    body = f"ld.global.{kind} {a}, [%rd1]; {instruction} {d}, {a}; st.global.{result} [%rd2], {d};"
+    y = run(body, x, len(x), EDGES[result].dtype)
+    with np.errstate(all="ignore"):
+        np.testing.assert_array_equal(y, np.asarray(wanted(x)).astype(EDGES[result].dtype))
+
+
+@pytest.mark.parametrize(
+    ("instruction", "wanted"),
+    [
+        ("ex2.approx.ftz.f32", np.exp2),
+        ("lg2.approx.f32", np.log2),
+        ("rcp.approx.f32", np.reciprocal),
+        ("sin.approx.f32", np.sin),
+    ],
+)
+def test_approximations_are_within_those_of_a_gpu(instruction, wanted):
+    x = RNG.uniform(0.01, 20, 200).astype(np.float32)
+    y = run(f"ld.global.f32 %f1, [%rd1]; {instruction} %f2, %f1; st.global.f32 [%rd2], %f2;", x, 200)
+    np.testing.assert_allclose(y, wanted(x.astype(np.float64)), rtol=4e-7, atol=1e-6)
+
+
+def test_bit_fields_and_permutations():
+    x = RNG.integers(0, 2**32, (64, 2), dtype=np.uint32)
+    body = """
+    ld.global.u32 %r4, [%rd1]; ld.global.u32 %r5, [%rd1+4];
+    bfi.b32 %r6, %r4, %r5, 8, 12; bfe.u32 %r7, %r6, 4, 9; bfe.s32 %r8, %r5, 20, 12; prmt.b32 %r9, %r4, %r5, 0x7531;
+    lop3.b32 %r10, %r7, %r8, %r9, 0x96; shf.l.wrap.b32 %r11, %r10, %r4, 7;
+    st.global.u32 [%rd2], %r11;
+    """
+    found = run(body, x, 64, np.uint32)
+    for (a, b), y in zip(x.tolist(), found.tolist(), strict=True):
+        inserted = (b & ~(0xFFF << 8)) | (a & 0xFFF) << 8
+        unsigned, signed = inserted >> 4 & 0x1FF, wrapped(b >> 20, "s12") & 0xFFFFFFFF
+        together = (b << 32 | a).to_bytes(8, "little")
+        permuted = int.from_bytes(bytes(together[k] for k in (1, 3, 5, 7)), "little")
+        assert y == (a << 7 | (unsigned ^ signed ^ permuted) >> 25) & 0xFFFFFFFF
+
+
+def test_branches_join_again_and_predicates_guard():
+    x = np.arange(64, dtype=np.int32)
+    body = """
+    ld.global.u32 %r4, [%rd1]; mov.u32 %r5, 0; and.b32 %r6, %r4, 3; setp.eq.s32 %p1, %r6, 0;
+    @%p1 bra $ZERO; setp.eq.s32 %p2, %r6, 1; @!%p2 bra $OTHER; add.s32 %r5, %r5, 100; bra.uni $JOIN;
+$OTHER: add.s32 %r5, %r5, 1; add.s32 %r6, %r6, -1; setp.gt.s32 %p3, %r6, 0; @%p3 bra $OTHER; bra.uni $JOIN;
+$ZERO: mov.u32 %r5, 7;
+$JOIN: activemask.b32 %r7; popc.b32 %r7, %r7; mul.lo.s32 %r7, %r7, 1000; add.s32 %r5, %r5, %r7;
+    @%p1 add.s32 %r5, %r5, 5; st.global.u32 [%rd2], %r5;
+    """
+    wanted = [32000 + {0: 12, 1: 100, 2: 2, 3: 3}[n % 4] for n in range(64)]
+    assert run(body, x, 64, np.int32).tolist() == wanted
+
+
+def test_lanes_exchange_and_vote():
+    @cuda.jit("void(int32[::1])")
+    def kernel(y):
+        i = cuda.threadIdx.x
+        total = i
+        for step in (16, 8, 4, 2, 1):
+            total += cuda.shfl_xor_sync(0xFFFFFFFF, total, step)
+        below = cuda.shfl_up_sync(0xFFFFFFFF, i, 1)
+        above = cuda.shfl_down_sync(0xFFFFFFFF, i, 2)
+        odd = cuda.ballot_sync(0xFFFFFFFF, i % 2)
+        every = cuda.all_sync(0xFFFFFFFF, i < 32)
+        y[i] = (
+            total
+            + 1000 * below
+            + 100000 * above
+            + (np.uint32(odd) == np.uint32(0xAAAAAAAA)) * 10000000
+            + every * 20000000
+        )
+
+    y = cuda.to_device(np.zeros(32, np.int32))
+    kernel[1, 32](y)
+    wanted = [496 + 1000 * max(i - 1, 0) + 100000 * (i + 2 if i < 30 else i) + 30000000 for i in range(32)]
+    assert y.copy_to_host().tolist() == wanted
+    assert softgpu.findings() == []
+
+
+def test_vectors_local_memory_and_generic_addresses():
+    @cuda.jit("void(float32[::1], uint32)")
+    def kernel(y, first):
+        mine = cuda.local.array(8, np.float32)
+        for k in range(8):
+            mine[k] = np.float32(k) + y[k]
+        y[8 + cuda.threadIdx.x] = mine[np.uint32(first + cuda.threadIdx.x) % 8]
+
+    y = cuda.to_device(np.arange(16, dtype=np.float32))
+    kernel[1, 8](y, np.uint32(3))
+    assert y.copy_to_host()[8:].tolist() == [2.0 * ((3 + i) % 8) for i in range(8)]
+
+    x = np.arange(16, dtype=np.float32)
+    body = """
+    ld.global.v4.f32 {%f1, %f2, %f3, %f4}, [%rd1];
+    mov.u64 %rd3, tile; mad.wide.u32 %rd3, %r3, 16, %rd3; st.shared.v2.f32 [%rd3], {%f1, %f2};
+    cvta.shared.u64 %rd4, %rd3; st.v2.f32 [%rd4+8], {%f3, %f4}; ld.v4.f32 {%f5, %f6, %f7, %f8}, [%rd4];
+    cvta.to.shared.u64 %rd5, %rd4; ld.shared.f32 %f9, [%rd5+12]; fma.rn.f32 %f5, %f6, 0f41200000, %f5;
+    fma.rn.f32 %f5, %f7, 0f42C80000, %f5; fma.rn.f32 %f5, %f9, 0f447A0000, %f5; st.global.f32 [%rd2], %f5;
+    """
+    rows = x.reshape(4, 4)
+    assert run(body, rows, 4).tolist() == (rows @ np.float32([1, 10, 100, 1000])).tolist()
+    assert softgpu.findings() == []
+
+
+def test_what_it_does_not_have_is_named():
+    text = (
+        ".target sm_90\n.visible .entry k() {\n.reg .b32 %r<3>;\nmov.u32 %r1, 1;\ndp4a.u32.u32 %r2, %r1, %r1, %r1;\n}"
+    )
+    (entry,) = ptx.parse(text)
+    with pytest.raises(ptx.PtxError, match=r"line 5: the software GPU has no such instruction: dp4a\.u32\.u32"):
+        assembler.image(entry, Resources(1, 0, 0, 0))

@@ -1,0 +1,77 @@
+"""The software GPU itself: each suite in a process of its own, which has the GPUs that it asks for."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("numba_cuda", reason="runs numba-cuda: pip install cnnexp[gpu]")
+
+import softgpu
+from softgpu import SoftGpu
+
+ROOT, HERE = Path(__file__).parents[2], Path(__file__).parent
+pytestmark = pytest.mark.skipif(bool(softgpu.unavailable()), reason=softgpu.unavailable())
+
+
+def run(gpu: SoftGpu, *arguments: str) -> subprocess.CompletedProcess:
+    environment = gpu.environment()
+    environment["PYTHONPATH"] += os.pathsep + str(HERE)
+    environment["NUMBA_CUDA_LOW_OCCUPANCY_WARNINGS"] = "0"
+    environment.pop("PYTEST_XDIST_WORKER", None)
+    command = [sys.executable, "-m", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500, check=False)
+
+
+@pytest.mark.parametrize(
+    ("suites", "gpu"),
+    [
+        pytest.param(("instructions", "faults", "host"), SoftGpu(devices=2), id="in order"),
+        pytest.param(("host",), SoftGpu(devices=2, streams="late"), id="streams late"),
+        pytest.param(("faults",), SoftGpu(devices=2, seed=5), id="shuffled", marks=pytest.mark.slow),
+    ],
+)
+def test_suites(suites, gpu):
+    files = [str(HERE / f"{suite}.py") for suite in suites]
+    done = run(gpu, "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *files)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert "skipped" not in done.stdout
+
+
+ASK = """
+import sys
+from numba import cuda
+import numpy as np
+try:
+    print(*(gpu.compute_capability for gpu in cuda.gpus))
+    for _ in range(3):
+        x = cuda.to_device(np.zeros(4, np.float32))
+        cuda.synchronize()
+    print("done")
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("gpu", "says"),
+    [
+        (SoftGpu(devices=3, capability=(7, 5)), "(7, 5) (7, 5) (7, 5)\ndone"),
+        (SoftGpu(devices=0), "CUDA_ERROR_NO_DEVICE"),
+        (SoftGpu(fault="alloc:2"), "CUDA_ERROR_OUT_OF_MEMORY"),
+        (SoftGpu(fault="lost:2"), "CUDA_ERROR_UNKNOWN"),
+    ],
+)
+def test_machines_and_faults_on_demand(gpu, says, tmp_path):
+    script = tmp_path / "ask.py"
+    script.write_text(ASK)
+    done = subprocess.run(
+        [sys.executable, str(script)], env=gpu.environment(), capture_output=True, text=True, check=False
+    )
+    assert says in done.stdout
+
+
+def test_nothing_of_it_is_at_work_outside_its_environment():
+    assert "softgpu.numba_hook" not in sys.modules
