@@ -107,7 +107,7 @@ def _gaps(layer: dict, x: np.ndarray) -> np.ndarray:
             return np.abs(x)
         case "binary":
             # a hit or not; and 1 - p, by which the gradient divides, has lost float32's last digits near 1
-            return np.minimum(np.abs(x - 0.5), (0.5 - np.abs(x - 0.5)) / 100)
+            return np.minimum(np.abs(x - 0.5), (0.5 - np.abs(x - 0.5)) / 100) * np.abs(x).max()
         case "scores":
             return np.diff(np.sort(x, axis=1)[:, -2:], axis=1)
         case "max_pool":
@@ -176,11 +176,23 @@ def check_gradients(program, handle, case: Case, batch: np.ndarray) -> None:
     expected = flat_gradient(case, found)
     assert gradient.dtype == np.float32
     assert gradient.shape == expected.shape
+    whole = _uncancelled(case, batch)
     for parameter in case.network.parameters:
         actual, wanted = parameter.view(gradient), parameter.view(expected)
-        assert _close(actual, wanted, np.abs(expected).max()), (
+        assert _close(actual, wanted, whole), (
             f"{parameter.name}: relative error {reference.relative_error(actual, wanted):.1e}"
         )
+
+
+def _uncancelled(case: Case, batch: np.ndarray) -> float:
+    """Return how large the mean gradient is before its terms cancel: images, or a label and a probability near it."""
+    sizes = []
+    for part in np.split(batch, len(batch)) if len(batch) <= 8 else [batch]:
+        _, losses, _, found = reference.gradients(
+            case.layers, case.float_images[part], case.labels[part], case.loss.value
+        )
+        sizes.append(np.abs(flat_gradient(case, found)).max() / max(-np.expm1(-losses.max()), 1e-30))
+    return float(np.mean(sizes))
 
 
 def _close(actual, expected, whole: float = 0.0) -> bool:
