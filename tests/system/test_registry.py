@@ -2,11 +2,13 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from cnnexp.app.config import load
@@ -102,6 +104,16 @@ def test_a_plugin_that_cannot_be_loaded(tmp_path, file, text, message):
     with pytest.raises(ConfigError, match=message):
         registry.take_plugins(["model=knm", f"plugins={tmp_path / file}"])
     assert json.__file__ != str(tmp_path / file)
+
+
+def test_the_documented_plugin_does_what_it_says(tmp_path):
+    (text,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "plugins.md").read_text(encoding="utf-8"), re.DOTALL)
+    file = tmp_path / text.partition("\n")[0].removeprefix("# ")
+    file.write_text(text, encoding="utf-8")
+    assert registry.take_plugins([f"plugins={file}", "optimizer=momentum_sign"]) == ["optimizer=momentum_sign"]
+    w, momentum = np.zeros(3, np.float32), np.zeros(3, np.float32)
+    OPTIMIZERS["momentum_sign"]().apply(w, np.array([2, -1, 0], np.float32), [momentum], 0.5, 1)
+    assert (w.tolist(), momentum.tolist()) == ([-0.5, 0.5, 0], pytest.approx([0.2, -0.1, 0]))
 
 
 def test_a_config_file_cannot_name_a_plugin():
