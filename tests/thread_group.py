@@ -33,7 +33,7 @@ class ThreadCollective:
 
 class Group:
     def __init__(self, size):
-        self.size, self.slots, self.meeting = size, [None] * size, threading.Barrier(size, timeout=60)
+        self.size, self.slots, self.meeting = size, [None] * size, threading.Barrier(size, timeout=300)
 
     def exchange(self, rank, array):
         self.slots[rank] = array.copy()

@@ -158,7 +158,7 @@ def test_peers_do_the_work_of_the_oracle(entry, case, tmp_path):
     one = runner.Worker(entry, sys.executable, tmp_path / "stderr.txt")
     try:
         answer = one.ask(
-            "setup", 120, contestant=entry.name, case=case.name, threads=1, cores=runner_cores(), oracle=str(path)
+            "setup", 300, contestant=entry.name, case=case.name, threads=1, cores=runner_cores(), oracle=str(path)
         )
     finally:
         one.end()
@@ -203,14 +203,14 @@ def test_a_worker_that_dies_or_hangs_is_reported(tmp_path):
     one.end()
     one = runner.Worker(entry, sys.executable, tmp_path / "stderr.txt")
     with pytest.raises(runner.WorkerFailed, match="KeyError: 'nobody'"):
-        one.ask("setup", 60, contestant="nobody", case="tiny", threads=1, cores=runner_cores(), oracle="")
+        one.ask("setup", 300, contestant="nobody", case="tiny", threads=1, cores=runner_cores(), oracle="")
     one.end()
 
 
 def test_the_program_from_one_end_to_the_other(tmp_path):
     command = [sys.executable, "-m", "benchmarks", "--cases", "tiny", "--threads", "1", "--quick"]
     command += ["--contestants", "cpu", "numpy", "--out", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((tmp_path / "cpu.json").read_text())
     rows = {row["contestant"]: row for row in result["matches"][0]["rows"]}
