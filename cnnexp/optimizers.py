@@ -16,7 +16,6 @@ from typing import ClassVar
 import numpy as np
 
 from cnnexp.errors import ConfigError
-from cnnexp.system.registry import Registry
 
 Rule = Callable
 f32 = np.float32
@@ -262,15 +261,12 @@ class AdaMax(Optimizer):
         return adamax
 
 
-OPTIMIZERS: Registry[Optimizer] = Registry(
-    "optimizer",
-    {
-        "sgd": SGD,
-        "rmsprop": RMSprop,
-        "adagrad": Adagrad,
-        "adadelta": Adadelta,
-        "adam": Adam,
-        "adamw": AdamW,
-        "adamax": AdaMax,
-    },
-)
+OPTIMIZERS: dict[str, type[Optimizer]] = {
+    "sgd": SGD,
+    "rmsprop": RMSprop,
+    "adagrad": Adagrad,
+    "adadelta": Adadelta,
+    "adam": Adam,
+    "adamw": AdamW,
+    "adamax": AdaMax,
+}

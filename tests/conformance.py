@@ -7,16 +7,31 @@ such decisions says anything about a backend: `decisions_are_clear`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import assert_never
 
 import numpy as np
 import reference
 
-from cnnexp.network import AvgPool2d, Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Sigmoid
+from cnnexp.network import (
+    AvgPool2d,
+    Conv2d,
+    Elementwise,
+    Flatten,
+    GlobalAvgPool,
+    LeakyReLU,
+    Linear,
+    MaxPool2d,
+    Network,
+    Residual,
+    Stage,
+)
 from cnnexp.network.losses import Loss
 from cnnexp.optimizers import SGD, Adam, Optimizer
 
 TOLERANCE = 1e-5  # relative, of outputs and of every parameter's gradient
+INEXACT = ("sigmoid", "tanh", "gelu", "leaky_relu", "avg_pool", "global_avg_pool")
 CLEAR = 1e-4  # a decision between numbers closer than this, relative to the layer's largest, is blurred
 
 
@@ -62,9 +77,12 @@ def make_case(network, loss=Loss.SOFTMAX_CROSS_ENTROPY, images=5, seed=0, exact=
 
 def describe(network: Network, flat: np.ndarray) -> list[dict]:
     """Return the network as the oracle takes it, with float64 parameters from a flat buffer."""
-    flat = flat.astype(np.float64)
-    layers = []
-    for stage in network.stages:
+    return _describe(network.stages, flat.astype(np.float64))
+
+
+def _describe(stages: Iterable[Stage], flat: np.ndarray) -> list[dict]:
+    layers: list[dict] = []
+    for stage in stages:
         weight = stage.weight.view(flat) if stage.weight else None
         bias = stage.bias.view(flat) if stage.bias else None
         match stage.layer:
@@ -74,10 +92,18 @@ def describe(network: Network, flat: np.ndarray) -> list[dict]:
                 layers.append({"kind": "max_pool", "pool": pool, "stride": stride or pool, "padding": padding})
             case AvgPool2d(pool, stride, padding):
                 layers.append({"kind": "avg_pool", "pool": pool, "stride": stride or pool, "padding": padding})
+            case GlobalAvgPool():
+                layers.append({"kind": "global_avg_pool"})
             case Linear():
                 layers.append({"kind": "linear", "weight": weight, "bias": bias})
-            case ReLU() | Sigmoid() | Flatten():
+            case Residual():
+                layers.append({"kind": "residual", "layers": _describe(stage.stages, flat)})
+            case LeakyReLU(slope):
+                layers.append({"kind": "leaky_relu", "slope": slope})
+            case Elementwise() | Flatten():
                 layers.append({"kind": type(stage.layer).__name__.lower()})
+            case _:
+                assert_never(stage.layer)
     return layers
 
 
@@ -87,23 +113,33 @@ def decisions_are_clear(case: Case) -> bool:
     Exact zeros and ties count as clear: in random cases they come from equal terms. In cases of whole numbers they also
     come from terms that cancel, and are clear as long as the sums are exact.
     """
-    values = reference.forward(case.layers, case.float_images)
-    exact = case.exact
-    scores = {"kind": "binary" if case.loss is Loss.BINARY_CROSS_ENTROPY else "scores"}
-    for layer, x in zip([*case.layers, scores], values, strict=True):
+    last = {"kind": "binary" if case.loss is Loss.BINARY_CROSS_ENTROPY else "scores"}
+    return _clear([*case.layers, last], case.float_images, case.exact)[0]
+
+
+def _clear(layers: list[dict], x: np.ndarray, exact: bool) -> tuple[bool, bool]:
+    """Return whether the decisions on the way of x through layers are clear, and whether sums still are exact."""
+    whole = exact
+    for layer in layers:
+        if layer["kind"] == "residual":
+            clear, exact = _clear(layer["layers"], x, exact)
+            if not clear:
+                return False, exact
         gaps = _gaps(layer, x)
         blurred = gaps < CLEAR * np.abs(x).max(initial=0)
-        if not exact and np.any(blurred if case.exact else blurred & (gaps != 0)):
-            return False
+        if not exact and np.any(blurred if whole else blurred & (gaps != 0)):
+            return False, exact
         # fractions, or sums of more than the 24 bits of a float32
-        exact = exact and layer["kind"] not in ("sigmoid", "avg_pool") and np.abs(x).max(initial=0) < 2**18
-    return True
+        exact = exact and layer["kind"] not in INEXACT and np.abs(x).max(initial=0) < 2**18
+        if layer["kind"] in reference.LAYERS:
+            x = reference.LAYERS[layer["kind"]][0](x, layer)
+    return True, exact
 
 
 def _gaps(layer: dict, x: np.ndarray) -> np.ndarray:
     """Return how far each decision that a layer takes on x is from being another one."""
     match layer["kind"]:
-        case "relu":
+        case "relu" | "leaky_relu":
             return np.abs(x)
         case "binary":
             # a hit or not; and 1 - p, by which the gradient divides, has lost float32's last digits near 1
@@ -120,13 +156,10 @@ def _gaps(layer: dict, x: np.ndarray) -> np.ndarray:
 
 
 def flat_gradient(case: Case, found: list) -> np.ndarray:
-    """Return the oracle's gradients by layer as one flat float64 buffer."""
+    """Return the oracle's gradients, parameter by parameter, as one flat float64 buffer."""
     flat = np.zeros(case.network.parameter_count)
-    for stage, gradient in zip(case.network.stages, found, strict=True):
-        if stage.weight:
-            stage.weight.view(flat)[...] = gradient[0]
-        if stage.bias:
-            stage.bias.view(flat)[...] = gradient[1]
+    for parameter, gradient in zip(case.network.parameters, found, strict=True):
+        parameter.view(flat)[...] = gradient
     return flat
 
 

@@ -13,6 +13,8 @@ import numpy as np
 
 def geometry(size, window, stride, padding):
     """Return (zeros before the first pixel, number of windows) along one axis."""
+    if padding == "floor":
+        return 0, (size - window) // stride + 1
     if padding == "same":
         count = -(-size // stride)
         return max((count - 1) * stride + window - size, 0) // 2, count
@@ -122,6 +124,42 @@ def sigmoid_backward(x, y, dy, layer):
     return dy * y * (1 - y), None, None
 
 
+def leaky_relu(x, layer):
+    return np.where(x > 0, x, layer["slope"] * x)
+
+
+def leaky_relu_backward(x, y, dy, layer):
+    return np.where(x > 0, dy, layer["slope"] * dy), None, None
+
+
+def tanh(x, layer):
+    return np.tanh(x)
+
+
+def tanh_backward(x, y, dy, layer):
+    return dy / np.cosh(x) ** 2, None, None
+
+
+erf = np.vectorize(math.erf, otypes=[float])
+
+
+def gelu(x, layer):
+    return x / 2 * (1 + erf(x / math.sqrt(2)))
+
+
+def gelu_backward(x, y, dy, layer):
+    density = np.exp(-(x**2) / 2) / math.sqrt(2 * math.pi)
+    return dy * ((1 + erf(x / math.sqrt(2))) / 2 + x * density), None, None
+
+
+def global_avg_pool(x, layer):
+    return x.mean(axis=(1, 2))
+
+
+def global_avg_pool_backward(x, y, dy, layer):
+    return np.broadcast_to(dy[:, None, None] / (x.shape[1] * x.shape[2]), x.shape), None, None
+
+
 def flatten(x, layer):
     return x.reshape(len(x), -1)
 
@@ -139,15 +177,29 @@ def linear_backward(x, y, dy, layer):
     return dy @ layer["weight"].T, x.T @ dy, dy.sum(axis=0)
 
 
-FORWARD = {f.__name__: f for f in (conv2d, max_pool, avg_pool, relu, sigmoid, flatten, linear)}
-BACKWARD = {
-    "conv2d": conv2d_backward,
-    "max_pool": max_pool_backward,
-    "avg_pool": avg_pool_backward,
-    "relu": relu_backward,
-    "sigmoid": sigmoid_backward,
-    "flatten": flatten_backward,
-    "linear": linear_backward,
+def residual(x, layer):
+    return x + forward(layer["layers"], x)[-1]
+
+
+def residual_backward(x, y, dy, layer):
+    """Return dx, and in the place of dw what `backward` found of the layers inside."""
+    dx, found = backward(layer["layers"], forward(layer["layers"], x), dy)
+    return dx + dy, found, None
+
+
+LAYERS = {
+    "conv2d": (conv2d, conv2d_backward),
+    "max_pool": (max_pool, max_pool_backward),
+    "avg_pool": (avg_pool, avg_pool_backward),
+    "global_avg_pool": (global_avg_pool, global_avg_pool_backward),
+    "relu": (relu, relu_backward),
+    "leaky_relu": (leaky_relu, leaky_relu_backward),
+    "sigmoid": (sigmoid, sigmoid_backward),
+    "tanh": (tanh, tanh_backward),
+    "gelu": (gelu, gelu_backward),
+    "flatten": (flatten, flatten_backward),
+    "linear": (linear, linear_backward),
+    "residual": (residual, residual_backward),
 }
 
 
@@ -155,8 +207,20 @@ def forward(network, x):
     """Return the input and the output of every layer."""
     values = [np.asarray(x, np.float64)]
     for layer in network:
-        values.append(FORWARD[layer["kind"]](values[-1], layer))
+        values.append(LAYERS[layer["kind"]][0](values[-1], layer))
     return values
+
+
+def backward(network, values, dy):
+    """Return (dx, the gradients of all parameters in order), given what `forward` returned."""
+    found = []
+    for layer, x, y in reversed(list(zip(network, values, values[1:], strict=False))):
+        dy, dw, db = LAYERS[layer["kind"]][1](x, y, dy, layer)
+        if isinstance(dw, list):
+            found = dw + found
+        elif dw is not None:
+            found = [dw, *([] if layer["bias"] is None else [db]), *found]
+    return dy, found
 
 
 def softmax_cross_entropy(scores, labels):
@@ -181,16 +245,12 @@ LOSSES = {f.__name__: f for f in (softmax_cross_entropy, binary_cross_entropy)}
 
 
 def gradients(network, x, labels, loss):
-    """Return (scores, losses, hits, [(dw, db) or None per layer]): the mean loss's gradients."""
+    """Return (scores, losses, hits, [gradient of every parameter]): the mean loss's gradients."""
     values = forward(network, x)
     scores = values[-1]
     losses, dy = LOSSES[loss](scores, labels)
     predicted = scores[:, 0] >= 0.5 if loss == "binary_cross_entropy" else scores.argmax(axis=1)
-    found = []
-    for layer, layer_x, layer_y in reversed(list(zip(network, values, values[1:], strict=False))):
-        dy, dw, db = BACKWARD[layer["kind"]](layer_x, layer_y, dy, layer)
-        found.append(None if dw is None else (dw, None if layer["bias"] is None else db))
-    return scores, losses, predicted == labels, found[::-1]
+    return scores, losses, predicted == labels, backward(network, values, dy)[1]
 
 
 # The optimizers as published, one step each: `w`, `g` arrays, `memory` a dict that starts empty, `t` = 1, 2, ...

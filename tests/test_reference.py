@@ -10,33 +10,57 @@ LAYERS = {
     "conv2d": {"weight": RNG.standard_normal((3, 3, 2, 4)), "bias": RNG.standard_normal(4), "stride": 2},
     "max_pool": {"pool": 3, "stride": 2},
     "avg_pool": {"pool": 3, "stride": 2},
+    "global_avg_pool": {},
     "relu": {},
+    "leaky_relu": {"slope": 0.2},
     "sigmoid": {},
+    "tanh": {},
+    "gelu": {},
     "flatten": {},
     "linear": {"weight": RNG.standard_normal((60, 4)), "bias": RNG.standard_normal(4)},
 }
 
 
-@pytest.mark.parametrize("padding", ["valid", "same", "full", "auto", 2])
+@pytest.mark.parametrize("padding", ["valid", "same", "full", "auto", "floor", 2])
 @pytest.mark.parametrize("kind", LAYERS)
 def test_gradients_of_layers_are_central_differences(kind, padding):
     if kind not in ("conv2d", "max_pool", "avg_pool") and padding != "valid":
         pytest.skip("the layer has no padding")
-    if kind.endswith("pool") and padding not in ("valid", "auto"):
-        pytest.skip("pooling pads valid or auto")
+    if kind.endswith("pool") and padding not in ("valid", "auto", "floor"):
+        pytest.skip("pooling pads valid, auto or floor")
     layer = {"kind": kind, "padding": padding, **LAYERS[kind]}
     x = X.reshape(3, -1).copy() if kind == "linear" else X.copy()
-    y = reference.FORWARD[kind](x, layer)
+    run, run_backward = reference.LAYERS[kind]
+    y = run(x, layer)
     dy = np.random.default_rng(1).standard_normal(y.shape)
-    dx, dw, db = reference.BACKWARD[kind](x, y, dy, layer)
+    dx, dw, db = run_backward(x, y, dy, layer)
 
     def value():
-        return (reference.FORWARD[kind](x, layer) * dy).sum()
+        return (run(x, layer) * dy).sum()
 
     assert reference.relative_error(dx, reference.numeric_gradient(value, x)) < 1e-6
     for gradient, name in ((dw, "weight"), (db, "bias")):
         if gradient is not None:
             assert reference.relative_error(gradient, reference.numeric_gradient(value, layer[name])) < 1e-6
+
+
+def test_gradients_of_a_residual_are_central_differences():
+    rng = np.random.default_rng(3)
+    inner = [
+        {"kind": "linear", "weight": rng.standard_normal((4, 4)), "bias": rng.standard_normal(4)},
+        {"kind": "tanh"},
+    ]
+    network = [*inner, {"kind": "residual", "layers": [{"kind": "residual", "layers": inner}, {"kind": "tanh"}]}]
+    x, dy = rng.standard_normal((2, 3, 4))
+    dx, found = reference.backward(network, reference.forward(network, x), dy)
+
+    def value():
+        return (reference.forward(network, x)[-1] * dy).sum()
+
+    assert reference.relative_error(dx, reference.numeric_gradient(value, x)) < 1e-6
+    # the same weights twice: their gradients add up
+    weights = reference.numeric_gradient(value, inner[0]["weight"])
+    assert reference.relative_error(found[0] + found[2], weights) < 1e-6
 
 
 @pytest.mark.parametrize("loss", reference.LOSSES)

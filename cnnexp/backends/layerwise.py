@@ -12,15 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from cnnexp.backends.protocol import Array, Ops, State
+from cnnexp.backends.stages import Chain, Run, Watch, unwatched
 from cnnexp.errors import CheckpointError
-from cnnexp.network import AvgPool2d, Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Sigmoid, Stage
+from cnnexp.network import Network
 from cnnexp.network.losses import Loss, Totals, check_loss
 from cnnexp.optimizers import Optimizer
-
-Watch = Callable[[str, str], AbstractContextManager]
-"""Makes the context in which a pass of a layer runs, e.g. ("conv1", "backward"): where a profiler puts its clock."""
-
-_UNWATCHED: AbstractContextManager = contextlib.nullcontext()
 
 
 def as_float32(images: np.ndarray) -> np.ndarray:
@@ -53,7 +49,7 @@ class Split:
 
 
 class LayerwiseProgram:
-    """A `Program` (see `protocol`) that keeps one activation and one gradient buffer per layer.
+    """A `Program` (see `protocol`) that runs the network's stages one after another: see `stages`.
 
     Args:
         ops: the layers' mathematics.
@@ -79,14 +75,16 @@ class LayerwiseProgram:
         started = time.perf_counter()
         self.network, self.loss, self.optimizer, self.batch_size = network, loss, optimizer, batch_size
         self._ops, self._release, self._scope = ops, release, scope
-        self.watch: Watch = lambda layer, what: _UNWATCHED
+        self.watch: Watch = unwatched
         self._update = ops.updater(optimizer)
         zeros = np.zeros(network.parameter_count, np.float32)
         self._parameters = ops.to_device(zeros.copy())
         self._gradient = ops.to_device(zeros.copy())
         self._slots = tuple(ops.to_device(zeros.copy()) for _ in optimizer.slots)
         self._step = 0
-        self._buffers = _Buffers(ops, network, batch_size)
+        self._x = ops.empty((batch_size, *network.input_shape), np.float32)
+        self._labels = ops.empty((batch_size,), np.int32)
+        self._chain = Chain(ops, network.stages, batch_size, self._x, None)
         self._warm_up()
         self.compile_s = time.perf_counter() - started
 
@@ -129,7 +127,7 @@ class LayerwiseProgram:
     def forward(self, handle: Split, indices: np.ndarray) -> np.ndarray:
         """Return the outputs (N, *output_shape) of at most batch_size images; `backward` goes on from them."""
         ops = self._ops
-        x, labels = self._buffers.inputs(len(indices))
+        x, labels = self._inputs(len(indices))
         ops.gather(handle.images, handle.labels, ops.to_device(np.ascontiguousarray(indices, np.int64)), x, labels)
         return ops.to_host(self._forward(x))
 
@@ -137,8 +135,8 @@ class LayerwiseProgram:
     def backward(self, d_outputs: np.ndarray) -> np.ndarray:
         """Return the flat gradient, given that of the outputs of the last `forward`, (N, *output_shape)."""
         count = len(d_outputs)
-        self._ops.copy(d_outputs, self._buffers.gradients(count)[-1])
-        self._backward(self._buffers.inputs(count)[0])
+        self._ops.copy(d_outputs, self._chain.gradient(count))
+        self._backward(self._inputs(count)[0])
         return self._ops.to_host(self._gradient)
 
     def state(self) -> State:
@@ -172,11 +170,11 @@ class LayerwiseProgram:
     def _gradients(self, handle: Split, indices: Array, losses: Array, hits: Array) -> None:
         """Leave the mean gradient of one batch in the flat gradient buffer."""
         ops, count = self._ops, indices.shape[0]
-        x, labels = self._buffers.inputs(count)
+        x, labels = self._inputs(count)
         with self.watch("batch", "gather"):
             ops.gather(handle.images, handle.labels, indices, x, labels)
         scores = self._forward(x)
-        d_scores = self._buffers.gradients(count)[-1]
+        d_scores = self._chain.gradient(count)
         with self.watch("loss", "forward"):
             ops.loss(self.loss, scores, labels, 1.0 / count, d_scores, losses, hits)
         self._backward(x)
@@ -188,139 +186,19 @@ class LayerwiseProgram:
 
     def _forward(self, x: Array) -> Array:
         """Return the scores of x (N, *input_shape), filling the activation buffers."""
-        count = x.shape[0]
-        for stage, y, argmax in zip(
-            self.network.stages, self._buffers.activations(count), self._buffers.argmaxes(count), strict=True
-        ):
-            if isinstance(stage.layer, Flatten):
-                x = x.reshape(y.shape)  # not y: where it opens the network, x need not be the gathered batch
-            else:
-                with self.watch(stage.name, "forward"):
-                    forward_stage(self._ops, stage, self._parameters, x, y, argmax)
-                x = y
-        return x
+        return self._chain.forward(self._run(x.shape[0]), x)
 
     def _backward(self, x: Array) -> None:
         """Fill the flat gradient buffer, from the last layer's gradient back to the first layer with parameters."""
-        count = x.shape[0]
-        stages, activations = self.network.stages, self._buffers.activations(count)
-        d_activations, argmaxes = self._buffers.gradients(count), self._buffers.argmaxes(count)
-        first = next(i for i, stage in enumerate(stages) if stage.weight)
-        for i in range(len(stages) - 1, first - 1, -1):
-            source = activations[i - 1] if i else x
-            dx = d_activations[i - 1] if i > first else None
-            with self.watch(stages[i].name, "backward"):
-                backward_stage(
-                    self._ops,
-                    stages[i],
-                    self._parameters,
-                    self._gradient,
-                    source,
-                    activations[i],
-                    d_activations[i],
-                    argmaxes[i],
-                    dx,
-                )
+        self._chain.backward(self._run(x.shape[0]), x, None)
 
+    def _run(self, count: int) -> Run:
+        return Run(count, self._parameters, self._gradient, self.watch)
 
-def forward_stage(ops: Ops, stage: Stage, parameters: Array, x: Array, y: Array, argmax: Array | None) -> None:
-    """Run one layer on x (N, *input_shape), filling y and, for a max-pool, argmax."""
-    weight, bias = _views(stage, parameters)
-    match stage.layer:
-        case Conv2d(stride=stride):
-            ops.conv2d(x, weight, bias, stride, stage.pads, y)
-        case ReLU():
-            ops.relu(x, y)
-        case Sigmoid():
-            ops.sigmoid(x, y)
-        case MaxPool2d(pool, stride):
-            ops.max_pool(x, pool, stride or pool, stage.pads, y, argmax)
-        case AvgPool2d(pool, stride):
-            ops.avg_pool(x, pool, stride or pool, stage.pads, y)
-        case Linear():
-            ops.linear(x, weight, bias, y)
-        case Flatten():
-            pass  # y is a view of x's buffer
-
-
-def backward_stage(
-    ops: Ops,
-    stage: Stage,
-    parameters: Array,
-    gradient: Array,
-    x: Array,
-    y: Array,
-    dy: Array,
-    argmax: Array | None,
-    dx: Array | None,
-) -> None:
-    """Run one layer backwards, filling dx and its part of the flat gradient; arrays as in `forward_stage`."""
-    weight, _ = _views(stage, parameters)
-    dw, db = _views(stage, gradient)
-    match stage.layer:
-        case Conv2d(stride=stride):
-            ops.conv2d_backward(x, weight, dy, stride, stage.pads, dx, dw, db)
-        case ReLU():
-            ops.relu_backward(y, dy, dx)
-        case Sigmoid():
-            ops.sigmoid_backward(y, dy, dx)
-        case MaxPool2d(pool, stride):
-            ops.max_pool_backward(argmax, dy, pool, stride or pool, stage.pads, dx)
-        case AvgPool2d(pool, stride):
-            ops.avg_pool_backward(dy, pool, stride or pool, stage.pads, dx)
-        case Linear():
-            ops.linear_backward(x, weight, dy, dx, dw, db)
-        case Flatten():
-            pass  # dx is a view of dy's buffer
-
-
-def _views(stage: Stage, flat: Array) -> tuple[Array | None, Array | None]:
-    """Return the weight's and the bias's part of a flat buffer, None where the layer has none."""
-    return stage.weight and stage.weight.view(flat), stage.bias and stage.bias.view(flat)
-
-
-class _Buffers:
-    """The arrays of one batch, allocated once; shorter batches get views of their first images."""
-
-    def __init__(self, ops: Ops, network: Network, batch_size: int) -> None:
-        self._x = ops.empty((batch_size, *network.input_shape), np.float32)
-        self._labels = ops.empty((batch_size,), np.int32)
-        self._activations: list[Array] = []
-        self._gradients: list[Array] = []
-        self._argmaxes: list[Array | None] = []
-        for stage in network.stages:
-            shape = (batch_size, *stage.output_shape)
-            if isinstance(stage.layer, Flatten):
-                # a Flatten that opens the network flattens the gathered batch itself
-                source = self._activations[-1] if self._activations else self._x
-                gradient = self._gradients[-1] if self._gradients else ops.empty(shape, np.float32)
-                self._activations.append(source.reshape(shape))
-                self._gradients.append(gradient.reshape(shape))
-            else:
-                self._activations.append(ops.empty(shape, np.float32))
-                self._gradients.append(ops.empty(shape, np.float32))
-            pools = isinstance(stage.layer, MaxPool2d)
-            self._argmaxes.append(ops.empty(shape, np.int32) if pools else None)
-        self._batch_size = batch_size
-
-    def inputs(self, count: int) -> tuple[Array, Array]:
-        """Return x (N, *input_shape) and labels (N,) of `count` images."""
-        return self._first(self._x, count), self._first(self._labels, count)
-
-    def activations(self, count: int) -> list[Array]:
-        """Return the output of every layer, (N, *output_shape)."""
-        return [self._first(a, count) for a in self._activations]
-
-    def gradients(self, count: int) -> list[Array]:
-        """Return the gradient of every layer's output, (N, *output_shape)."""
-        return [self._first(a, count) for a in self._gradients]
-
-    def argmaxes(self, count: int) -> list[Array | None]:
-        """Return the argmax of every max-pool, (N, U, V, C), None for other layers."""
-        return [None if a is None else self._first(a, count) for a in self._argmaxes]
-
-    def _first(self, array: Array, count: int) -> Array:
-        return array if count == self._batch_size else array[:count]
+    def _inputs(self, count: int) -> tuple[Array, Array]:
+        """Return the buffers of x (N, *input_shape) and of the labels (N,) of `count` images."""
+        whole = count == self.batch_size
+        return (self._x, self._labels) if whole else (self._x[:count], self._labels[:count])
 
 
 def _totals(losses: np.ndarray, hits: np.ndarray) -> Totals:

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from cnnexp.network import Network
+from cnnexp.network import Elementwise, Network, Stage, Window
 from cnnexp.network.losses import Loss, Totals
 from cnnexp.optimizers import Optimizer
 
@@ -105,13 +105,17 @@ Update = Callable[[Array, Array, tuple[Array, ...], float, int], None]
 class Ops(Protocol):
     """The layers' mathematics on one kind of array.
 
-    `pads` is (rows above, columns left) that windows may reach into; windows also reach below and right as far as the
-    output's shape demands. What lies outside the image is 0 for convolution and does not exist for pooling. `dx` is
-    None where no gradient of the input is needed, `b` and `db` are None in a layer without bias.
+    A `Window` says how windows slide over an image. What lies outside the image is 0 for convolution and does not exist
+    for pooling. `saved` is what a layer's backward pass keeps of its forward pass, the ops' own business: nobody else
+    looks into it. `dx` is None where no gradient of the input is needed, `b` and `db` are None in a layer without bias.
     """
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """Allocate an array; on the CPU written once, so that no timed batch pays for the first use of its memory."""
+        ...
+
+    def saved(self, stage: Stage, batch_size: int) -> Array:
+        """Allocate what the stage's backward pass keeps of its forward pass, for up to `batch_size` images."""
         ...
 
     def to_device(self, array: np.ndarray) -> Array:
@@ -130,7 +134,7 @@ class Ops(Protocol):
         """x[n] = images[indices[n]], t[n] = labels[indices[n]]. indices int64 (N,), labels and t int32."""
         ...
 
-    def conv2d(self, x: Array, w: Array, b: Array | None, stride: int, pads: tuple[int, int], y: Array) -> None:
+    def conv2d(self, x: Array, w: Array, b: Array | None, window: Window, y: Array) -> None:
         """y[n,p,q,f] = b[f] + sum_{i,j,c} x[n, p*stride + i - top, q*stride + j - left, c] * w[i,j,c,f].
 
         x (N,H,W,C), w (K,K,C,F), b (F,), y (N,P,Q,F).
@@ -142,8 +146,7 @@ class Ops(Protocol):
         x: Array,
         w: Array,
         dy: Array,
-        stride: int,
-        pads: tuple[int, int],
+        window: Window,
         dx: Array | None,
         dw: Array,
         db: Array | None,
@@ -155,41 +158,35 @@ class Ops(Protocol):
         """
         ...
 
-    def relu(self, x: Array, y: Array) -> None:
-        """y = max(x, 0)."""
+    def elementwise(self, layer: Elementwise, x: Array, y: Array) -> None:
+        """y = the layer's rule of x, number by number."""
         ...
 
-    def relu_backward(self, y: Array, dy: Array, dx: Array) -> None:
-        """dx = dy where y > 0, else 0."""
+    def elementwise_backward(self, layer: Elementwise, x: Array, y: Array, dy: Array, dx: Array) -> None:
+        """dx = dy times the layer's derivative at x."""
         ...
 
-    def sigmoid(self, x: Array, y: Array) -> None:
-        """y = 1 / (1 + exp(-x))."""
-        ...
-
-    def sigmoid_backward(self, y: Array, dy: Array, dx: Array) -> None:
-        """dx = dy * y * (1 - y)."""
-        ...
-
-    def max_pool(self, x: Array, size: int, stride: int, pads: tuple[int, int], y: Array, argmax: Array) -> None:
-        """y[n,u,v,c] = the largest x in its window; argmax int32 (N,U,V,C) = row * size + column of the first such.
+    def max_pool(self, x: Array, window: Window, y: Array, saved: Array) -> None:
+        """y[n,u,v,c] = the largest x in its window, the first such in row order; `saved` keeps which.
 
         x (N,H,W,C), y (N,U,V,C). Rows and columns of the window that lie outside the image do not take part.
         """
         ...
 
-    def max_pool_backward(
-        self, argmax: Array, dy: Array, size: int, stride: int, pads: tuple[int, int], dx: Array
-    ) -> None:
-        """dx = dy added at each window's argmax, else 0 (castanheira, section 2.2.2)."""
+    def max_pool_backward(self, saved: Array, dy: Array, window: Window, dx: Array) -> None:
+        """dx = dy added at the pixel that each window took, else 0 (castanheira, section 2.2.2)."""
         ...
 
-    def avg_pool(self, x: Array, size: int, stride: int, pads: tuple[int, int], y: Array) -> None:
+    def avg_pool(self, x: Array, window: Window, y: Array) -> None:
         """y[n,u,v,c] = the mean of the pixels of the window that lie inside the image."""
         ...
 
-    def avg_pool_backward(self, dy: Array, size: int, stride: int, pads: tuple[int, int], dx: Array) -> None:
+    def avg_pool_backward(self, dy: Array, window: Window, dx: Array) -> None:
         """dx = dy / (pixels of the window inside the image), added over the windows that hold the pixel."""
+        ...
+
+    def add(self, a: Array, b: Array, total: Array) -> None:
+        """total = a + b; `total` may be one of them."""
         ...
 
     def linear(self, x: Array, w: Array, b: Array | None, y: Array) -> None:

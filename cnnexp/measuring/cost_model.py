@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cnnexp.network import Conv2d, Network
+from cnnexp.network import Conv2d, Linear, Network
+from cnnexp.network.shapes import walk
 
 TRAINING_PASSES = 3  # forward, gradient of the input, gradient of the weights: as many operations each
 BYTES = 4  # of a float32
@@ -83,14 +84,12 @@ def speedup(costs: Costs, kernel: int, side: int, workers: int, messages: int = 
 def operations(network: Network) -> int:
     """Return the operations of training on one image: per output 2 for each weight that feeds it and 1 for the bias.
 
-    Layers without weights are left out; their time is part of a measured t_c.
+    Convolutions and linear layers count; the others' time is part of a measured t_c.
     """
     forward = 0
-    for stage in network.stages:
-        if stage.weight is not None:
-            outputs = math.prod(stage.output_shape)
-            feeding = math.prod(stage.weight.shape[:-1]) if isinstance(stage.layer, Conv2d) else stage.weight.shape[0]
-            forward += outputs * (2 * feeding + 1)
+    for stage in walk(network.stages):
+        if isinstance(stage.layer, Conv2d | Linear):
+            forward += math.prod(stage.output_shape) * (2 * math.prod(stage.weight.shape[:-1]) + 1)
     return TRAINING_PASSES * forward
 
 

@@ -18,6 +18,7 @@ from cnnexp.backends.protocol import Program
 from cnnexp.measuring.roofline import machine_limits, work_per_image
 from cnnexp.network import Flatten, Network
 from cnnexp.network.losses import Totals
+from cnnexp.network.shapes import walk
 from cnnexp.training.loop import EpochResult
 
 REST = ("rest", "")
@@ -209,8 +210,8 @@ def _flops_per_image(network: Network, batch_size: int) -> float:
 
 
 def _layers(ledger: Ledger, network: Network, images: int, batch_size: int) -> Iterator[dict[str, Any]]:
-    first = next(stage.name for stage in network.stages if stage.weight)
-    for stage in network.stages:
+    first = next(stage.name for stage in walk(network.stages) if stage.weight)
+    for stage in walk(network.stages):
         if isinstance(stage.layer, Flatten):
             continue  # it computes nothing
         for what in KERNELS:
@@ -218,7 +219,7 @@ def _layers(ledger: Ledger, network: Network, images: int, batch_size: int) -> I
                 flops, size = work_per_image(stage, what, batch_size, needs_dx=stage.name != first)
                 yield {
                     "name": stage.name,
-                    "kind": stage.name.rstrip("0123456789"),
+                    "kind": stage.name.split(".")[-1].rstrip("0123456789"),
                     "pass": what,
                     "seconds": ledger.seconds[what, stage.name],
                     "flops": flops * images,

@@ -9,14 +9,27 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from typing import assert_never
 
 import numpy as np
 import threadpoolctl
 
-from cnnexp.network import AvgPool2d, Conv2d, Linear, MaxPool2d, Sigmoid, Stage
+from cnnexp.network import (
+    AvgPool2d,
+    Conv2d,
+    Elementwise,
+    Flatten,
+    GlobalAvgPool,
+    LeakyReLU,
+    Linear,
+    MaxPool2d,
+    ReLU,
+    Residual,
+    Stage,
+)
 
 BYTES = 4  # of a float32, and of an argmax
-SIGMOID_FLOPS = 4  # exp, add, divide, negate; an exp counts as one
+FUNCTION_FLOPS = 4  # of a sigmoid: exp, add, divide, negate, an exp counting as one; others are taken for alike
 ROUNDS = 3  # the best of them counts: a limit is what the machine can do
 
 
@@ -30,19 +43,27 @@ def work_per_image(stage: Stage, what: str, batch_size: int, needs_dx: bool = Tr
         needs_dx: whether the backward pass computes the gradient of the layer's input: not in a network's first.
     """
     x, y = math.prod(stage.input_shape), math.prod(stage.output_shape)
-    forward = what == "forward"
-    if isinstance(stage.layer, Conv2d | Linear):
-        weights = sum(p.size for p in (stage.weight, stage.bias) if p) / batch_size
-        if forward:
-            return 2 * stage.macs, BYTES * (x + y + weights)
-        products = 2 if needs_dx else 1
-        return 2 * stage.macs * products, BYTES * (x + y + 2 * weights + (x if needs_dx else 0))
-    if isinstance(stage.layer, MaxPool2d | AvgPool2d):
-        window = stage.layer.pool**2
-        argmax = y if isinstance(stage.layer, MaxPool2d) else 0
-        return (window * y if forward else y), BYTES * (x + y + argmax)
-    per_element = SIGMOID_FLOPS if isinstance(stage.layer, Sigmoid) else 1
-    return per_element * x, BYTES * (2 if forward else 3) * x
+    forward, layer = what == "forward", stage.layer
+    match layer:
+        case Conv2d() | Linear():
+            weights = sum(p.size for p in stage.parameters) / batch_size
+            if forward:
+                return 2 * stage.macs, BYTES * (x + y + weights)
+            products = 2 if needs_dx else 1
+            return 2 * stage.macs * products, BYTES * (x + y + 2 * weights + (x if needs_dx else 0))
+        case MaxPool2d() | AvgPool2d() | GlobalAvgPool():
+            argmax = y if isinstance(layer, MaxPool2d) else 0
+            seen = min(stage.window.size, stage.input_shape[0]) * min(stage.window.size, stage.input_shape[1])
+            return (seen * y if forward else y), BYTES * (x + y + argmax)
+        case Elementwise():
+            per_element = 1 if isinstance(layer, ReLU | LeakyReLU) else FUNCTION_FLOPS
+            return per_element * x, BYTES * (2 if forward else 3) * x
+        case Residual():
+            return x, BYTES * 3 * x  # its sum alone: the layers in it are timed for themselves
+        case Flatten():
+            return 0, 0
+        case _:
+            assert_never(layer)
 
 
 def machine_limits(threads: int) -> dict[str, float]:

@@ -1,31 +1,40 @@
 """What a network is: layer specs, inferred shapes, the losses and the papers' models."""
 
+from cnnexp.network.elementwise import GELU, Elementwise, LeakyReLU, Maths, ReLU, Sigmoid, Tanh
 from cnnexp.network.layers import (
     LAYERS,
     AvgPool2d,
     Conv2d,
     Flatten,
+    GlobalAvgPool,
     Layer,
     Linear,
     MaxPool2d,
-    ReLU,
+    Residual,
     Shape,
-    Sigmoid,
 )
-from cnnexp.network.shapes import Network, Parameter, Stage
+from cnnexp.network.shapes import Network, Parameter, Stage, Window
 
 __all__ = [
+    "GELU",
     "LAYERS",
     "AvgPool2d",
     "Conv2d",
+    "Elementwise",
     "Flatten",
+    "GlobalAvgPool",
     "Layer",
+    "LeakyReLU",
     "Linear",
+    "Maths",
     "MaxPool2d",
     "Network",
     "Parameter",
     "ReLU",
+    "Residual",
     "Shape",
     "Sigmoid",
     "Stage",
+    "Tanh",
+    "Window",
 ]

@@ -6,7 +6,11 @@ Shapes leave out the leading number of images and are channels-last, `(H, W, C)`
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from cnnexp.network.elementwise import GELU, Elementwise, LeakyReLU, ReLU, Sigmoid, Tanh
 
 Shape = tuple[int, ...]
 
@@ -20,7 +24,8 @@ class Conv2d:
         kernel: side of the kernel in pixels, >= 1.
         stride: step in pixels, >= 1.
         padding: zeros around the image: `valid` (none), `same` (output side = ceil(side / stride)), `full`
-            (kernel - 1 on every side), `auto` (just enough for the windows to fit), or pixels on every side.
+            (kernel - 1 on every side), `auto` (just enough for the windows to fit), `floor` (none, and what does not
+            fill a window is left out, as in PyTorch and Keras), or pixels on every side.
         bias: whether a bias per filter is added.
     """
 
@@ -32,23 +37,14 @@ class Conv2d:
 
 
 @dataclass(frozen=True)
-class ReLU:
-    """max(x, 0), elementwise."""
-
-
-@dataclass(frozen=True)
-class Sigmoid:
-    """1 / (1 + exp(-x)), elementwise."""
-
-
-@dataclass(frozen=True)
 class MaxPool2d:
     """Keep the largest value of each square window; ties go to the first in row order.
 
     Attributes:
         pool: side of the window in pixels, >= 1.
         stride: step in pixels; the side of the window if None.
-        padding: `valid` (none) or `auto`: windows at the edge may reach past it, where they see nothing.
+        padding: `valid` (none), `auto` (windows at the edge may reach past it, where they see nothing), or `floor`
+            (none, and what does not fill a window is left out, as in PyTorch and Keras).
     """
 
     pool: int
@@ -66,6 +62,11 @@ class AvgPool2d:
 
 
 @dataclass(frozen=True)
+class GlobalAvgPool:
+    """(H, W, C) -> (C,), the mean of every channel (Lin et al. 2014)."""
+
+
+@dataclass(frozen=True)
 class Flatten:
     """(H, W, C) -> (H * W * C,), in row, column, channel order."""
 
@@ -78,6 +79,42 @@ class Linear:
     bias: bool = True
 
 
-Layer = Conv2d | ReLU | Sigmoid | MaxPool2d | AvgPool2d | Flatten | Linear
-Pool2d = MaxPool2d | AvgPool2d
-LAYERS: dict[str, type] = {cls.__name__: cls for cls in (Conv2d, ReLU, Sigmoid, MaxPool2d, AvgPool2d, Flatten, Linear)}
+@dataclass(frozen=True)
+class Residual:
+    """x + f(x), f being `layers` one after another, which give back the shape that they take (He et al. 2016)."""
+
+    layers: tuple[Layer, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", tuple(self.layers))
+
+
+Layer = Conv2d | Elementwise | MaxPool2d | AvgPool2d | GlobalAvgPool | Flatten | Linear | Residual
+"""What stands in a network. Who matches on layers matches on all of these: mypy holds it by `assert_never`."""
+
+_KINDS: tuple[type[Layer], ...] = (
+    *(Conv2d, ReLU, LeakyReLU, Sigmoid, Tanh, GELU),
+    *(MaxPool2d, AvgPool2d, GlobalAvgPool, Flatten, Linear, Residual),
+)
+LAYERS: dict[str, type[Layer]] = {cls.__name__: cls for cls in _KINDS}
+"""By the name that a config gives; a user's own elementwise layer is added here."""
+
+
+def describe_layer(layer: Layer) -> dict[str, Any]:
+    """Return a layer as plain values: its `type`, then its fields."""
+    values = {f.name: getattr(layer, f.name) for f in fields(layer)}
+    if isinstance(layer, Residual):
+        values["layers"] = [describe_layer(inner) for inner in layer.layers]
+    return {"type": type(layer).__name__, **values}
+
+
+def make_layer(described: Mapping[str, Any]) -> Layer:
+    """Return the layer that `describe_layer` described.
+
+    Raises:
+        KeyError, TypeError: it is not as written there, or of a type that is not registered here.
+    """
+    values = {name: value for name, value in described.items() if name != "type"}
+    if "layers" in values:
+        values["layers"] = tuple(make_layer(inner) for inner in values["layers"])
+    return LAYERS[described["type"]](**values)

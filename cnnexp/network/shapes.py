@@ -7,14 +7,29 @@ Nothing here holds an array of images or runs anything. `Network` infers every s
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import assert_never
 
 import numpy as np
 
 from cnnexp.errors import NetworkError
-from cnnexp.network.layers import LAYERS, AvgPool2d, Conv2d, Flatten, Layer, Linear, MaxPool2d, ReLU, Shape, Sigmoid
+from cnnexp.network.elementwise import Elementwise
+from cnnexp.network.layers import (
+    LAYERS,
+    AvgPool2d,
+    Conv2d,
+    Flatten,
+    GlobalAvgPool,
+    Layer,
+    Linear,
+    MaxPool2d,
+    Residual,
+    Shape,
+)
 
-PADDINGS = ("valid", "same", "full", "auto")
+PADDINGS = ("valid", "same", "full", "auto", "floor")
+POOL_PADDINGS = ("valid", "auto", "floor")
 
 
 @dataclass(frozen=True)
@@ -43,33 +58,78 @@ class Parameter:
 
 
 @dataclass(frozen=True)
+class Window:
+    """How square windows slide over an image, all worked out: no backend does it again.
+
+    Attributes:
+        size: side of a window in pixels. stride: step in pixels.
+        top, left, bottom, right: rows and columns outside the image that windows reach into, >= 0.
+    """
+
+    size: int
+    stride: int
+    top: int = 0
+    left: int = 0
+    bottom: int = 0
+    right: int = 0
+
+    @property
+    def pads(self) -> tuple[int, int, int, int]:
+        """(top, left, bottom, right)."""
+        return self.top, self.left, self.bottom, self.right
+
+    @property
+    def padded(self) -> bool:
+        """Whether any window reaches outside the image."""
+        return any(self.pads)
+
+
+@dataclass(frozen=True)
 class Stage:
     """A layer in its place: what comes in, what goes out, what it holds.
 
     Attributes:
         layer: the spec.
-        name: kind and ordinal, e.g. `conv1`, `relu2`, `linear1`.
+        name: kind and ordinal, e.g. `conv1`, `relu2`, `linear1`, and `residual1.conv1` of a layer inside another.
         input_shape, output_shape: without the number of images.
-        pads: rows above and columns left of the image that windows may reach into; what is needed below and to the
-            right follows from the output shape.
+        window: of a convolution or pooling layer, else None.
         weight, bias: its parameters, or None.
+        stages: of the layers that it holds, first to last.
     """
 
     layer: Layer
     name: str
     input_shape: Shape
     output_shape: Shape
-    pads: tuple[int, int] = (0, 0)
+    window: Window | None = None
     weight: Parameter | None = None
     bias: Parameter | None = None
+    stages: tuple[Stage, ...] = ()
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """Its own and those of the layers that it holds, in their order in the flat buffer."""
+        own = tuple(p for p in (self.weight, self.bias) if p is not None)
+        return own + tuple(p for stage in self.stages for p in stage.parameters)
 
     @property
     def macs(self) -> int:
         """Multiply-adds of one forward pass of one image."""
-        if isinstance(self.layer, Conv2d):
-            kernel, _, channels, _ = self.weight.shape
-            return math.prod(self.output_shape) * kernel * kernel * channels
-        return self.weight.size if self.weight else 0
+        match self.layer:
+            case Conv2d():
+                kernel, _, channels, _ = self.weight.shape
+                return math.prod(self.output_shape) * kernel * kernel * channels
+            case Linear():
+                return self.weight.size
+            case _:
+                return sum(stage.macs for stage in self.stages)
+
+
+def walk(stages: Iterable[Stage]) -> Iterator[Stage]:
+    """Yield the stages and those inside them, each after what it holds."""
+    for stage in stages:
+        yield from walk(stage.stages)
+        yield stage
 
 
 @dataclass(frozen=True)
@@ -101,7 +161,7 @@ class Network:
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
-        return tuple(p for s in self.stages for p in (s.weight, s.bias) if p is not None)
+        return tuple(p for stage in self.stages for p in stage.parameters)
 
     @property
     def parameter_count(self) -> int:
@@ -128,9 +188,15 @@ def window_count(size: int, window: int, stride: int, padding: str | int) -> tup
     if padding == "auto":
         missing = max(window - size, 0) or -(size - window) % stride
         return missing // 2, (size + missing - window) // stride + 1
-    before = {"valid": 0, "full": window - 1}[padding] if isinstance(padding, str) else padding
+    before = _before(window, padding)
     room = size + 2 * before - window
-    return None if room < 0 or room % stride else (before, room // stride + 1)
+    if room < 0 or (room % stride and padding != "floor"):
+        return None
+    return before, room // stride + 1
+
+
+def _before(window: int, padding: str | int) -> int:
+    return {"valid": 0, "floor": 0, "full": window - 1}[padding] if isinstance(padding, str) else padding
 
 
 def _infer(input_shape: Shape, layers: tuple[Layer, ...]) -> tuple[Stage, ...]:
@@ -138,82 +204,109 @@ def _infer(input_shape: Shape, layers: tuple[Layer, ...]) -> tuple[Stage, ...]:
         raise NetworkError(f"input shape {input_shape}: must be (height, width, channels) or (features,), each >= 1")
     if not layers:
         raise NetworkError("model.layers: empty; add at least one Conv2d or Linear layer")
-    stages: list[Stage] = []
-    ordinals: dict[str, int] = {}
-    shape, offset = input_shape, 0
-    for position, layer in enumerate(layers):
-        if type(layer) not in LAYERS.values():
-            raise NetworkError(f"layer {position}: {layer!r} is not a layer; legal: {', '.join(LAYERS)}")
-        kind = _KINDS[type(layer)]
-        ordinals[kind] = ordinals.get(kind, 0) + 1
-        name = f"{kind}{ordinals[kind]}"
-        stage = _stage(layer, name, f"layer {position} ({name})", shape, offset)
-        offset += sum(p.size for p in (stage.weight, stage.bias) if p)
-        stages.append(stage)
-        shape = stage.output_shape
-    return tuple(stages)
+    return _Builder().stages(layers, input_shape)
 
 
-_KINDS: dict[type, str] = {
-    Conv2d: "conv",
-    ReLU: "relu",
-    Sigmoid: "sigmoid",
-    MaxPool2d: "maxpool",
-    AvgPool2d: "avgpool",
-    Flatten: "flatten",
-    Linear: "linear",
-}
+class _Builder:
+    """Puts layers in their places, giving out the room in the flat buffer as it goes."""
 
+    def __init__(self) -> None:
+        self._offset = 0
 
-def _stage(layer: Layer, name: str, where: str, shape: Shape, offset: int) -> Stage:
-    match layer:
-        case Conv2d(filters, kernel, stride, padding, has_bias):
-            _need_image(where, shape, "Conv2d")
-            _check_whole(where, filters=filters, kernel=kernel, stride=stride)
-            pads, (p, q) = _slide(where, shape, kernel, stride, padding, "kernel")
-            channels = shape[2]
-            fan_in = kernel * kernel * channels
-            weight, bias = _weights(name, (kernel, kernel, channels, filters), fan_in, offset, has_bias)
-            return Stage(layer, name, shape, (p, q, filters), pads, weight, bias)
-        case MaxPool2d(pool, stride, padding) | AvgPool2d(pool, stride, padding):
-            _need_image(where, shape, type(layer).__name__)
-            _check_whole(where, pool=pool, stride=pool if stride is None else stride)
-            if padding not in ("valid", "auto"):
-                raise NetworkError(f"{where}: padding={padding!r}; pooling allows 'valid' or 'auto'")
-            pads, (u, v) = _slide(where, shape, pool, stride or pool, padding, "pool")
-            for before, count, size in zip(pads, (u, v), shape[:2], strict=True):
-                if before >= pool or (count - 1) * (stride or pool) - before >= size:
+    def stages(
+        self, layers: tuple[Layer, ...], shape: Shape, position: str = "", prefix: str = ""
+    ) -> tuple[Stage, ...]:
+        """Return the stages of layers on an input; `position` and `prefix` say which layer holds them."""
+        stages: list[Stage] = []
+        ordinals: dict[str, int] = {}
+        for i, layer in enumerate(layers):
+            here = f"{position}{i}"
+            if not isinstance(layer, Layer):
+                raise NetworkError(f"layer {here}: {layer!r} is not a layer; legal: {', '.join(LAYERS)}")
+            kind = type(layer).__name__.lower().removesuffix("2d")
+            ordinals[kind] = ordinals.get(kind, 0) + 1
+            name = f"{prefix}{kind}{ordinals[kind]}"
+            stages.append(self._stage(layer, name, here, shape))
+            shape = stages[-1].output_shape
+        return tuple(stages)
+
+    def _stage(self, layer: Layer, name: str, position: str, shape: Shape) -> Stage:
+        where = f"layer {position} ({name})"
+        match layer:
+            case Conv2d(filters, kernel, stride, padding, has_bias):
+                _need_image(where, shape, "Conv2d")
+                _check_whole(where, filters=filters, kernel=kernel, stride=stride)
+                window, (p, q) = _slide(where, shape, kernel, stride, padding, "kernel")
+                weights = self._weights(name, (kernel, kernel, shape[2], filters), kernel * kernel * shape[2], has_bias)
+                return Stage(layer, name, shape, (p, q, filters), window, *weights)
+            case MaxPool2d(pool, stride, padding) | AvgPool2d(pool, stride, padding):
+                _need_image(where, shape, type(layer).__name__)
+                step = pool if stride is None else stride
+                _check_whole(where, pool=pool, stride=step)
+                window, (u, v) = _slide_pool(where, shape, pool, step, padding)
+                return Stage(layer, name, shape, (u, v, shape[2]), window)
+            case GlobalAvgPool():
+                _need_image(where, shape, "GlobalAvgPool")
+                height, width, channels = shape
+                side = max(height, width)  # one window over all: what lies outside the image does not count
+                return Stage(layer, name, shape, (channels,), Window(side, 1, 0, 0, side - height, side - width))
+            case Flatten():
+                return Stage(layer, name, shape, (math.prod(shape),))
+            case Linear(features, has_bias):
+                if len(shape) != 1:
+                    raise NetworkError(f"{where}: Linear needs a flat input but gets {shape}; put Flatten before it")
+                _check_whole(where, features=features)
+                weights = self._weights(name, (shape[0], features), shape[0], has_bias)
+                return Stage(layer, name, shape, (features,), None, *weights)
+            case Elementwise():
+                return Stage(layer, name, shape, shape)
+            case Residual(layers):
+                if not layers:
+                    raise NetworkError(f"{where}: Residual holds no layers; give it at least one")
+                inner = self.stages(layers, shape, f"{position}.", f"{name}.")
+                if inner[-1].output_shape != shape:
                     raise NetworkError(
-                        f"{where}: padding=auto puts a window wholly outside the image, as stride {stride} is larger "
-                        f"than pool {pool}; use stride <= pool, or sizes that fit with padding=valid"
+                        f"{where}: Residual adds its input, {shape}, to what its layers make of it, "
+                        f"{inner[-1].output_shape}; they must give back the shape they take"
                     )
-            return Stage(layer, name, shape, (u, v, shape[2]), pads)
-        case Flatten():
-            return Stage(layer, name, shape, (math.prod(shape),))
-        case Linear(features, has_bias):
-            if len(shape) != 1:
-                raise NetworkError(f"{where}: Linear needs a flat input but gets {shape}; put Flatten before it")
-            _check_whole(where, features=features)
-            weight, bias = _weights(name, (shape[0], features), shape[0], offset, has_bias)
-            return Stage(layer, name, shape, (features,), (0, 0), weight, bias)
-        case _:
-            return Stage(layer, name, shape, shape)
+                return Stage(layer, name, shape, shape, stages=inner)
+            case _:
+                assert_never(layer)
+
+    def _weights(self, name: str, shape: Shape, fan_in: int, has_bias: bool) -> tuple[Parameter, Parameter | None]:
+        weight = self._take(f"{name}.weight", shape, fan_in)
+        return weight, self._take(f"{name}.bias", shape[-1:], fan_in) if has_bias else None
+
+    def _take(self, name: str, shape: Shape, fan_in: int) -> Parameter:
+        parameter = Parameter(name, shape, self._offset, fan_in)
+        self._offset += parameter.size
+        return parameter
 
 
-def _weights(name: str, shape: Shape, fan_in: int, offset: int, has_bias: bool):
-    weight = Parameter(f"{name}.weight", shape, offset, fan_in)
-    bias = Parameter(f"{name}.bias", shape[-1:], offset + weight.size, fan_in) if has_bias else None
-    return weight, bias
+def _slide_pool(where: str, shape: Shape, pool: int, stride: int, padding: str | int) -> tuple[Window, Shape]:
+    if padding not in POOL_PADDINGS:
+        raise NetworkError(f"{where}: padding={padding!r}; pooling allows 'valid', 'auto' or 'floor'")
+    window, counts = _slide(where, shape, pool, stride, padding, "pool")
+    for before, count, size in zip((window.top, window.left), counts, shape[:2], strict=True):
+        if before >= pool or (count - 1) * stride - before >= size:
+            raise NetworkError(
+                f"{where}: padding=auto puts a window wholly outside the image, as stride {stride} is larger "
+                f"than pool {pool}; use stride <= pool, or sizes that fit with padding=valid"
+            )
+    return window, counts
 
 
-def _slide(where: str, shape: Shape, window: int, stride: int, padding: str | int, noun: str):
+def _slide(
+    where: str, shape: Shape, window: int, stride: int, padding: str | int, noun: str
+) -> tuple[Window, tuple[int, int]]:
+    """Return how windows slide over an image, and how many there are down and across."""
     if not (padding in PADDINGS if isinstance(padding, str) else _whole(padding, 0)):
         raise NetworkError(f"{where}: padding={padding!r}; legal: {', '.join(PADDINGS)}, or a whole number >= 0")
-    fits = []
+    befores, counts, afters = [], [], []
     for axis, size in zip(("height", "width"), shape[:2], strict=True):
         fit = window_count(size, window, stride, padding)
         if fit is None:
-            before = {"valid": 0, "full": window - 1}[padding] if isinstance(padding, str) else padding
+            before = _before(window, padding)
             padded = size + 2 * before
             if window > padded:
                 raise NetworkError(
@@ -222,12 +315,14 @@ def _slide(where: str, shape: Shape, window: int, stride: int, padding: str | in
                 )
             raise NetworkError(
                 f"{where}: {axis} ({size} + 2*{before} - {window}) / {stride} + 1 = "
-                f"{(padded - window) / stride + 1:g} is not a whole number of windows; "
-                f"change {noun} or stride, or use padding=auto, which pads just enough"
+                f"{(padded - window) / stride + 1:g} is not a whole number of windows; change {noun} or stride, or "
+                "use padding=auto, which pads just enough, or padding=floor, which leaves the rest out"
             )
-        fits.append(fit)
-    (top, p), (left, q) = fits
-    return (top, left), (p, q)
+        before, count = fit
+        befores.append(before)
+        counts.append(count)
+        afters.append(max((count - 1) * stride + window - before - size, 0))
+    return Window(window, stride, *befores, *afters), (counts[0], counts[1])
 
 
 def _need_image(where: str, shape: Shape, kind: str) -> None:

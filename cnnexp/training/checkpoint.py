@@ -33,7 +33,8 @@ import numpy as np
 
 from cnnexp.backends.protocol import State
 from cnnexp.errors import CheckpointError
-from cnnexp.network import LAYERS, Network
+from cnnexp.network import Network
+from cnnexp.network.layers import describe_layer, make_layer
 from cnnexp.network.losses import Loss, Totals
 from cnnexp.optimizers import Optimizer
 from cnnexp.system.files import open_regular, read_regular, sync_folder
@@ -170,7 +171,7 @@ def describe(
     """
     return {
         "network.input_shape": list(network.input_shape),
-        "network.layers": [_plain(layer) for layer in network.layers],
+        "network.layers": [describe_layer(layer) for layer in network.layers],
         "loss": loss.value,
         "optimizer": _plain(optimizer),
         "batch_size": batch_size,
@@ -186,9 +187,8 @@ def rebuild(training: Mapping[str, Any]) -> tuple[Network, Loss]:
     Raises:
         KeyError, TypeError, ValueError: it is not as `describe` writes it.
     """
-    layers = (dict(layer) for layer in training["network.layers"])
-    made = tuple(LAYERS[layer.pop("type")](**layer) for layer in layers)
-    return Network(training["network.input_shape"], made), Loss(training["loss"])
+    layers = tuple(make_layer(layer) for layer in training["network.layers"])
+    return Network(training["network.input_shape"], layers), Loss(training["loss"])
 
 
 def load(path: Path, history: bool = True) -> Checkpoint:

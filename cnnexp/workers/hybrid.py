@@ -12,7 +12,7 @@ import numpy as np
 from cnnexp.backends.layerwise import LayerwiseProgram
 from cnnexp.backends.plain.numpy import NumpyOps, one_blas_thread
 from cnnexp.errors import ConfigError
-from cnnexp.network import Conv2d, Flatten, Linear, Network, Parameter, ReLU, Sigmoid, Stage
+from cnnexp.network import Elementwise, Flatten, Layer, Linear, Network, Parameter, Stage
 from cnnexp.network.losses import FUNCTIONS, Loss, Totals
 from cnnexp.optimizers import Optimizer
 from cnnexp.workers.collective import Collective, share, shares
@@ -157,10 +157,14 @@ class Head:
             match stage.layer:
                 case Linear():
                     x = self._join(x @ w + (0 if b is None else b), stage.output_shape[0])
-                case ReLU() | Sigmoid():
+                case Elementwise():
                     y = np.empty_like(x)
-                    (_OPS.relu if isinstance(stage.layer, ReLU) else _OPS.sigmoid)(x, y)
+                    _OPS.elementwise(stage.layer, x, y)
                     x = y
+                case Flatten():
+                    pass  # x is flat already
+                case layer:
+                    raise _no_part(layer)
             self._inputs.append(x)
         return x
 
@@ -175,12 +179,12 @@ class Head:
                     columns = share(dy.shape[1], self._collective.size, self._collective.rank)
                     _OPS.linear_backward(x, weights[i][0], np.ascontiguousarray(dy[:, columns]), dx, *gradients[i])
                     self._collective.all_reduce(dx.reshape(-1))
-                case ReLU():
-                    _OPS.relu_backward(y, dy, dx)
-                case Sigmoid():
-                    _OPS.sigmoid_backward(y, dy, dx)
+                case Elementwise():
+                    _OPS.elementwise_backward(stage.layer, x, y, dy, dx)
                 case Flatten():
                     dx = dy
+                case layer:
+                    raise _no_part(layer)
             dy = dx
         return dy
 
@@ -210,17 +214,26 @@ def first_linear(network: Network, workers: int) -> int:
     """
     layers = network.layers
     first = next((i for i, layer in enumerate(layers) if isinstance(layer, Linear)), None)
-    if first is None or not any(isinstance(layer, Conv2d) for layer in layers[:first]):
+    if first is None or not any(stage.macs for stage in network.stages[:first]):
         raise ConfigError(
             "workers.sync=hybrid: needs convolutions followed by linear layers; use workers.sync=gradients"
         )
     for stage in network.stages[first:]:
+        if not isinstance(stage.layer, Linear | Elementwise | Flatten):
+            raise _no_part(stage.layer)
         if isinstance(stage.layer, Linear) and stage.layer.features < workers:
             raise ConfigError(
                 f"workers.sync=hybrid: {stage.name} has {stage.layer.features} outputs for {workers} workers; use at "
                 f"most {stage.layer.features} workers, or workers.sync=gradients"
             )
     return first
+
+
+def _no_part(layer: Layer) -> ConfigError:
+    return ConfigError(
+        f"workers.sync=hybrid: cannot divide {type(layer).__name__} among workers after the first Linear; use "
+        "workers.sync=gradients"
+    )
 
 
 def _layout(stages: tuple[Stage, ...], size: int, rank: int) -> list[tuple[Parameter, slice, Parameter]]:

@@ -13,7 +13,7 @@ from cnnexp.app.config import Sweep, Tracking, Trainer, build, convert, load, pl
 from cnnexp.backends import BACKENDS, backend_class
 from cnnexp.datasets import DATASETS
 from cnnexp.errors import BackendUnavailable, ConfigError
-from cnnexp.network import Conv2d, Flatten, Linear
+from cnnexp.network import Conv2d, Flatten, LeakyReLU, Linear, Residual, Tanh
 from cnnexp.network.models import MODELS, Custom, Ffn, OneConv
 from cnnexp.optimizers import OPTIMIZERS, SGD
 from cnnexp.training.schedules import Constant, Cosine, Step
@@ -113,9 +113,19 @@ def test_custom_layers_from_mappings():
     assert model == Custom(layers=(Conv2d(8, 5), Flatten(), Linear(10)))
 
 
+def test_layers_that_hold_layers_from_mappings():
+    inner = [{"type": "LeakyReLU", "slope": 0.2}, {"type": "Residual", "layers": [{"type": "Tanh"}]}]
+    model = build(Custom, {"layers": [{"type": "Residual", "layers": inner}]}, "model")
+    assert model.layers == (Residual((LeakyReLU(0.2), Residual((Tanh(),)))),)
+
+
 @pytest.mark.parametrize(
     ("layer", "message"),
     [
+        (
+            {"type": "Residual", "layers": [{"type": "Tanh", "slope": 1}]},
+            r"model.layers\[0\].layers\[0\].slope=1: unknown key; legal: none",
+        ),
         ({"type": "conv3d"}, r"model.layers\[0\].type='conv3d': unknown; legal: Conv2d, ReLU"),
         ({"type": "RelU"}, r"did you mean 'ReLU'"),
         ({"filters": 3}, r"model.layers\[0\]=.*: must be a mapping with a type, one of Conv2d"),

@@ -9,7 +9,21 @@ from hypothesis import strategies as st
 
 from cnnexp.backends import BACKENDS, backend_class
 from cnnexp.errors import BackendUnavailable, CheckpointError, ConfigError, NetworkError
-from cnnexp.network import AvgPool2d, Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Sigmoid
+from cnnexp.network import (
+    GELU,
+    AvgPool2d,
+    Conv2d,
+    Flatten,
+    GlobalAvgPool,
+    LeakyReLU,
+    Linear,
+    MaxPool2d,
+    Network,
+    ReLU,
+    Residual,
+    Sigmoid,
+    Tanh,
+)
 from cnnexp.network.losses import Loss
 from cnnexp.optimizers import OPTIMIZERS, SGD, Adam
 
@@ -58,6 +72,42 @@ NETWORKS = {
     "flatten_first": ((4, 4, 2), (Flatten(), Linear(5), ReLU(), Linear(3))),
     "flatten_twice": ((2, 2, 2), (Flatten(), Flatten(), Linear(3), Flatten(), Linear(3))),
     "sigmoids": ((4, 4, 1), (Conv2d(3, 2), Sigmoid(), Flatten(), Linear(3), Sigmoid(), Linear(3))),
+    "elementwise": (
+        (4, 5, 2),
+        (
+            *(Tanh(), Conv2d(3, 2), GELU(), Conv2d(2, 2), LeakyReLU(0.2), Flatten()),
+            *(Linear(5), Tanh(), Linear(4), GELU(), Linear(3), LeakyReLU(), Linear(3)),
+        ),
+    ),
+    "global_average": ((5, 3, 2), (Conv2d(3, 2), ReLU(), GlobalAvgPool(), Linear(3))),
+    "floor": (
+        (13, 12, 1),
+        (Conv2d(3, 3, 2, "floor"), MaxPool2d(2, padding="floor"), AvgPool2d(2, 3, "floor"), Flatten(), Linear(3)),
+    ),
+    "floor_fused": ((9, 9, 1), (Conv2d(32, 2), ReLU(), MaxPool2d(3, padding="floor"), Flatten(), Linear(3))),
+    "floor_twice": (
+        (9, 9, 1),
+        (
+            *(Conv2d(4, 2), ReLU(), MaxPool2d(3, padding="floor")),
+            *(Conv2d(4, 1, 2, "floor"), ReLU(), MaxPool2d(1), Flatten(), Linear(3)),
+        ),
+    ),
+    "residual": (
+        (5, 4, 2),
+        (
+            *(Conv2d(3, 2), Residual((ReLU(), Conv2d(3, 3, padding="same"), Tanh())), MaxPool2d(3, padding="floor")),
+            *(Flatten(), Residual((Linear(3, bias=False),)), Linear(3)),
+        ),
+    ),
+    "residual_first": ((4, 4, 2), (Residual((Conv2d(2, 3, padding="same"), ReLU())), GlobalAvgPool(), Linear(3))),
+    "residual_nested": (
+        (3, 3, 2),
+        (
+            *(Conv2d(2, 1), Residual((Residual((Conv2d(2, 1), Residual((Sigmoid(),)))), Conv2d(2, 3, padding="same")))),
+            *(Flatten(), Residual((Flatten(),)), Linear(3), Residual((Flatten(), ReLU()))),
+        ),
+    ),
+    "residual_without_parameters": ((3,), (Residual((Sigmoid(),)), Linear(3), Residual((Tanh(), Sigmoid())))),
     "no_bias": ((5, 5, 2), (Conv2d(3, 2, bias=False), ReLU(), Conv2d(2, 2, bias=False), Flatten())),
     "many_filters": ((5, 5, 3), (Conv2d(37, 3), ReLU(), MaxPool2d(3), Flatten(), Linear(11))),
 }
@@ -136,12 +186,14 @@ def cases(draw):
         layers.append(draw(image_layers))
         if not fits(shape, layers):
             layers.pop()
-    layers.append(Flatten())
+    layers.append(GlobalAvgPool() if draw(st.integers(0, 4)) == 0 else Flatten())
     for _ in range(draw(st.integers(0, 2))):
         layers.append(draw(flat_layers))
+        if not fits(shape, [*layers, Linear(1)]):
+            layers.pop()
     if binary:
         layers += [Linear(1, bias=draw(st.booleans())), Sigmoid()]
-    elif draw(st.booleans()) or not any(isinstance(layer, Conv2d | Linear) for layer in layers):
+    elif draw(st.booleans()) or not trains(shape, layers):
         layers.append(Linear(draw(st.integers(1, 5)), bias=draw(st.booleans())))
     case = make_case(
         Network(shape, tuple(layers)),
@@ -163,18 +215,40 @@ def fits(shape, layers) -> bool:
     return True
 
 
+def trains(shape, layers) -> bool:
+    """Tell whether there is something to train."""
+    try:
+        Network(shape, tuple(layers))
+    except NetworkError:
+        return False
+    return True
+
+
 sides = st.integers(1, 4)
-paddings = st.sampled_from(["valid", "same", "full", "auto", 0, 1, 3])
-image_layers = st.one_of(
+paddings = st.sampled_from(["valid", "same", "full", "auto", "floor", 0, 1, 3])
+pool_paddings = st.sampled_from(["valid", "auto", "floor"])
+elementwise = st.sampled_from([ReLU(), Sigmoid(), Tanh(), LeakyReLU(0.1), GELU()])
+plain_image_layers = st.one_of(
     st.builds(Conv2d, st.integers(1, 5), sides, st.integers(1, 3), paddings, st.booleans()),
-    st.builds(MaxPool2d, sides, st.one_of(st.none(), sides), st.sampled_from(["valid", "auto"])),
-    st.builds(AvgPool2d, sides, st.one_of(st.none(), sides), st.sampled_from(["valid", "auto"])),
-    st.just(ReLU()),
-    st.just(Sigmoid()),
+    st.builds(MaxPool2d, sides, st.one_of(st.none(), sides), pool_paddings),
+    st.builds(AvgPool2d, sides, st.one_of(st.none(), sides), pool_paddings),
+    elementwise,
 )
-flat_layers = st.one_of(
-    st.builds(Linear, st.integers(1, 9), st.booleans()), st.just(ReLU()), st.just(Sigmoid()), st.just(Flatten())
-)
+
+
+@st.composite
+def residuals(draw, layers, shape_keeping):
+    """Draw a Residual whose layers mostly keep the shape; it may hold another."""
+    inner = draw(st.lists(shape_keeping, min_size=1, max_size=2))
+    if draw(st.booleans()):
+        inner.append(Residual(tuple(draw(st.lists(layers, min_size=1, max_size=2)))))
+    return Residual(tuple(inner))
+
+
+same_convolutions = st.builds(Conv2d, st.integers(1, 3), sides, st.just(1), st.just("same"), st.booleans())
+image_layers = st.one_of(plain_image_layers, residuals(same_convolutions, elementwise | same_convolutions))
+plain_flat_layers = st.one_of(st.builds(Linear, st.integers(1, 9), st.booleans()), elementwise, st.just(Flatten()))
+flat_layers = st.one_of(plain_flat_layers, residuals(plain_flat_layers, elementwise | plain_flat_layers))
 
 
 def test_random_networks(backend):

@@ -1,5 +1,6 @@
 """Shapes, parameters, errors and initial values of networks."""
 
+import json
 import math
 
 import numpy as np
@@ -9,8 +10,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cnnexp.errors import NetworkError
-from cnnexp.network import AvgPool2d, Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Sigmoid
-from cnnexp.network.shapes import window_count
+from cnnexp.network import (
+    AvgPool2d,
+    Conv2d,
+    Flatten,
+    GlobalAvgPool,
+    LeakyReLU,
+    Linear,
+    MaxPool2d,
+    Network,
+    ReLU,
+    Residual,
+    Sigmoid,
+    Window,
+)
+from cnnexp.network.layers import describe_layer, make_layer
+from cnnexp.network.shapes import walk, window_count
 
 IMAGE = (28, 28, 1)
 
@@ -58,14 +73,54 @@ def test_parameters_lie_one_after_another():
     assert sorted(set(flat)) == [1, 2, 3, 4, 5]
 
 
-@given(st.integers(1, 30), st.integers(1, 8), st.integers(1, 5), st.sampled_from(["valid", "same", "full", "auto", 1]))
+@given(
+    st.integers(1, 30),
+    st.integers(1, 8),
+    st.integers(1, 5),
+    st.sampled_from(["valid", "same", "full", "auto", "floor", 1]),
+)
 def test_windows_are_counted_as_the_oracle_does(size, window, stride, padding):
     found = window_count(size, window, stride, padding)
     if found is None:
-        before = {"valid": 0, "full": window - 1}.get(padding, padding)
+        before = {"valid": 0, "floor": 0, "full": window - 1}.get(padding, padding)
         assert size + 2 * before < window or (size + 2 * before - window) % stride
     else:
         assert found == reference.geometry(size, window, stride, padding)
+
+
+def test_floor_leaves_out_what_does_not_fill_a_window():
+    assert window_count(13, 2, 2, "floor") == (0, 6)
+    assert window_count(12, 2, 2, "floor") == (0, 6)
+    network = Network((13, 9, 1), (Conv2d(2, 3, 2, "floor"), MaxPool2d(2, padding="floor"), Flatten()))
+    assert shapes(network) == [(6, 4, 2), (3, 2, 2), (12,)]
+
+
+def test_windows_are_worked_out():
+    layers = (Conv2d(2, 3, padding="same"), MaxPool2d(3, 2, "auto"), AvgPool2d(2, padding="floor"), GlobalAvgPool())
+    windows = [stage.window for stage in Network((6, 7, 1), layers).stages]
+    assert windows[0] == Window(3, 1, top=1, left=1, bottom=1, right=1)
+    assert windows[1] == Window(3, 2, bottom=1)
+    assert windows[2] == Window(2, 2)  # of the 3 rows and columns, one is left out
+    assert windows[3] == Window(1, 1)
+    assert Network((3, 5, 2), (Conv2d(1, 1), GlobalAvgPool())).stages[1].window == Window(5, 1, bottom=2)
+
+
+def test_a_residual_holds_a_network_of_its_own():
+    inner = (Conv2d(2, 3, padding="same"), Residual((ReLU(), Conv2d(2, 1))))
+    network = Network((4, 4, 2), (Conv2d(2, 1), Residual(inner), GlobalAvgPool(), Linear(3)))
+    names = [parameter.name.removesuffix(".weight") for parameter in network.parameters if "weight" in parameter.name]
+    assert names == ["conv1", "residual1.conv1", "residual1.residual1.conv1", "linear1"]
+    assert network.parameters[-1].offset + 3 == network.parameter_count == 6 + 38 + 6 + 9
+    assert [stage.macs for stage in network.stages] == [64, 16 * (36 + 4), 0, 6]
+    assert [stage.name for stage in walk(network.stages)][1:5] == [
+        "residual1.conv1", "residual1.residual1.relu1", "residual1.residual1.conv1", "residual1.residual1",
+    ]  # fmt: skip
+
+
+def test_layers_come_back_from_plain_values():
+    layers = (Conv2d(2, 3), Residual((LeakyReLU(0.2), Residual((ReLU(),)))), Flatten(), Linear(2, bias=False))
+    plain = json.loads(json.dumps([describe_layer(layer) for layer in layers]))
+    assert tuple(make_layer(layer) for layer in plain) == layers
 
 
 def test_auto_pads_just_enough():
@@ -95,9 +150,13 @@ def test_multiply_adds():
         (IMAGE, (Conv2d(True),), r"filters=True; must be a whole number >= 1"),
         (IMAGE, (Conv2d(2, 2.5),), r"kernel=2.5; must be a whole number >= 1"),
         (IMAGE, (Conv2d(2, 3, stride=0),), r"stride=0; must be a whole number >= 1"),
-        (IMAGE, (Conv2d(2, 3, padding=-1),), r"padding=-1; legal: valid, same, full, auto, or a whole number >= 0"),
+        (
+            IMAGE,
+            (Conv2d(2, 3, padding=-1),),
+            r"padding=-1; legal: valid, same, full, auto, floor, or a whole number >= 0",
+        ),
         (IMAGE, (Conv2d(2, 3, padding="sane"),), r"padding='sane'; legal"),
-        (IMAGE, (MaxPool2d(2, padding="same"), Flatten(), Linear(1)), r"pooling allows 'valid' or 'auto'"),
+        (IMAGE, (MaxPool2d(2, padding="same"), Flatten(), Linear(1)), r"pooling allows 'valid', 'auto' or 'floor'"),
         ((2, 2, 1), (MaxPool2d(1, 2, "auto"),), r"window wholly outside the image, as stride 2 is larger than pool 1"),
         ((2, 2, 1), (AvgPool2d(1, 4, "auto"),), r"window wholly outside the image, as stride 4 is larger than pool 1"),
         (IMAGE, (AvgPool2d(2, stride=0), Flatten(), Linear(1)), r"stride=0; must be"),
@@ -106,6 +165,14 @@ def test_multiply_adds():
         (IMAGE, (Flatten(), Linear(0)), r"features=0; must be"),
         (IMAGE, (Flatten(), ReLU()), r"nothing to train; add at least one Conv2d or Linear layer"),
         (IMAGE, (), r"empty; add at least one"),
+        (
+            (8, 8, 4),
+            (Residual((Conv2d(4, 3),)),),
+            r"layer 0 \(residual1\): Residual adds its input, \(8, 8, 4\), to .*, \(6, 6, 4\); they must give back",
+        ),
+        (IMAGE, (Residual((Flatten(), Conv2d(1))),), r"layer 0.1 \(residual1.conv1\): Conv2d needs an image"),
+        (IMAGE, (Residual(()),), r"Residual holds no layers"),
+        ((4,), (GlobalAvgPool(), Linear(1)), r"GlobalAvgPool needs an image .* but gets \(4,\)"),
         (IMAGE, ("Conv2d",), r"'Conv2d' is not a layer; legal: Conv2d, ReLU"),
         ((28, 28), (Flatten(), Linear(1)), r"input shape \(28, 28\): must be"),
         ((0,), (Linear(1),), r"input shape \(0,\): must be"),

@@ -4,18 +4,21 @@ Each kernel is a thin loop over tasks: images, or blocks whose number depends on
 of its own, compiled once for both ways, and what tasks sum up is added in their order. So results depend neither on the
 number of threads nor on which of them took a task.
 
-Arguments are those of `protocol.Ops`, with `pads` as two numbers and an empty array where Ops has None.
+Arguments are those of `protocol.Ops`, with a window as its numbers and an empty array where Ops has None.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import types
 
 import numba
 import numpy as np
 from numba import prange
 
+from cnnexp.network import Elementwise, Maths
+from cnnexp.network.elementwise import fingerprint
 from cnnexp.network.losses import LOG_FLOOR, VARIANCE_FLOOR
 from cnnexp.optimizers import Optimizer
 
@@ -38,17 +41,22 @@ class Kernel:
     Numba's disk cache names its files after the function's qualified name and does not tell apart the options it was
     compiled with (numba#6845), and two processes that add different entries to one file can swap them. So each way of
     compiling has a name of its own, and each name a single signature.
+
+    Args:
+        name: what tells it from others of the same function; the function's own if None.
+        bound: names that stand for something else in this one, among its globals: the cache does not look at them.
     """
 
-    def __init__(self, function: types.FunctionType, signature: str) -> None:
-        self._function, self._signature = function, signature
+    def __init__(self, function: types.FunctionType, signature: str, name: str | None = None, **bound: object) -> None:
+        self._function, self._signature, self._bound = function, signature, bound
+        self._name = name or function.__qualname__
         self.compiled = functools.cache(self._compile)
 
     def _compile(self, parallel: bool):
         """Return the compiled function."""
         source = self._function
-        twin = types.FunctionType(source.__code__, source.__globals__, source.__name__)
-        twin.__qualname__ = f"{source.__qualname__}_{'parallel' if parallel else 'sequential'}"
+        twin = types.FunctionType(source.__code__, {**source.__globals__, **self._bound}, source.__name__)
+        twin.__qualname__ = f"{self._name}_{'parallel' if parallel else 'sequential'}"
         return numba.njit(self._signature, parallel=parallel, cache=True, **OPTIONS)(twin)
 
 
@@ -178,55 +186,51 @@ def gather(images, labels, indices, x, t):
         copy_row(images[indices[n]], x[n])
 
 
-@task
-def relu_row(x, y):
-    for d in range(x.size):
-        # not max(x, 0), which would turn NaN into 0
-        y[d] = ZERO if x[d] < ZERO else x[d]
+@numba.njit(**OPTIONS)
+def _maximum(a, b):
+    return b if a < b else a
 
 
-@kernel(matrix, matrix)
-def relu(x, y):
+@numba.njit(**OPTIONS)
+def _where(condition, a, b):
+    return a if condition else b
+
+
+MATHS = Maths(math.exp, math.tanh, math.erf, _maximum, _where)
+
+
+def _apply(x, y):
     for n in prange(x.shape[0]):
-        relu_row(x[n], y[n])
+        for d in range(x.shape[1]):
+            y[n, d] = rule(x[n, d])  # noqa: F821 - bound by Kernel
 
 
-@task
-def relu_backward_row(y, dy, dx):
-    for d in range(y.size):
-        dx[d] = dy[d] if y[d] > ZERO else ZERO
+def _apply_backward(x, y, dy, dx):
+    for n in prange(x.shape[0]):
+        for d in range(x.shape[1]):
+            dx[n, d] = dy[n, d] * derivative(x[n, d], y[n, d])  # noqa: F821 - bound by Kernel
+
+
+@functools.cache
+def elementwise(layer: Elementwise) -> Kernel:
+    """Return the kernel `(x, y)` of a layer, on (N,D)."""
+    rule = numba.njit(layer.rule(MATHS), **OPTIONS)
+    return Kernel(_apply, f"void({matrix}, {matrix})", f"elementwise_{fingerprint(layer)}", rule=rule)
+
+
+@functools.cache
+def elementwise_backward(layer: Elementwise) -> Kernel:
+    """Return the kernel `(x, y, dy, dx)` of a layer, on (N,D)."""
+    derivative, arguments = numba.njit(layer.derivative(MATHS), **OPTIONS), ", ".join([matrix] * 4)
+    name = f"elementwise_backward_{fingerprint(layer)}"
+    return Kernel(_apply_backward, f"void({arguments})", name, derivative=derivative)
 
 
 @kernel(matrix, matrix, matrix)
-def relu_backward(y, dy, dx):
-    for n in prange(y.shape[0]):
-        relu_backward_row(y[n], dy[n], dx[n])
-
-
-@task
-def sigmoid_row(x, y):
-    for d in range(x.size):
-        # exp of -|x| only, so neither branch overflows
-        e = np.exp(-abs(x[d]))
-        y[d] = (ONE if x[d] >= ZERO else e) / (ONE + e)
-
-
-@kernel(matrix, matrix)
-def sigmoid(x, y):
-    for n in prange(x.shape[0]):
-        sigmoid_row(x[n], y[n])
-
-
-@task
-def sigmoid_backward_row(y, dy, dx):
-    for d in range(y.size):
-        dx[d] = dy[d] * y[d] * (ONE - y[d])
-
-
-@kernel(matrix, matrix, matrix)
-def sigmoid_backward(y, dy, dx):
-    for n in prange(y.shape[0]):
-        sigmoid_backward_row(y[n], dy[n], dx[n])
+def add(a, b, total):
+    for n in prange(a.shape[0]):
+        for d in range(a.shape[1]):
+            total[n, d] = a[n, d] + b[n, d]
 
 
 @task

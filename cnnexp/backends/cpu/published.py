@@ -28,26 +28,26 @@ class PublishedOps(CpuOps):
     def __init__(self, keep_argmax: bool) -> None:
         super().__init__(parallel=False)
         self._keep_argmax = keep_argmax
-        self._pooled: dict[int, tuple] = {}  # the last max_pool, by the address of its argmax
+        self._pooled: dict[int, tuple] = {}  # the last max_pool, by the address of what it saved
 
-    def max_pool(self, x, size, stride, pads, y, argmax):
-        super().max_pool(x, size, stride, pads, y, argmax)
-        self._pooled[argmax.ctypes.data] = x, y
+    def max_pool(self, x, window, y, saved):
+        super().max_pool(x, window, y, saved)
+        self._pooled[saved.ctypes.data] = x, y
 
-    def max_pool_backward(self, argmax, dy, size, stride, pads, dx):
+    def max_pool_backward(self, saved, dy, window, dx):
         if not self._keep_argmax:
-            x, y = self._pooled[argmax.ctypes.data]
-            super().max_pool(x, size, stride, pads, y, argmax)
-        super().max_pool_backward(argmax, dy, size, stride, pads, dx)
+            x, y = self._pooled[saved.ctypes.data]
+            super().max_pool(x, window, y, saved)
+        super().max_pool_backward(saved, dy, window, dx)
 
-    def conv2d_backward(self, x, w, dy, stride, pads, dx, dw, db):
+    def conv2d_backward(self, x, w, dy, window, dx, dw, db):
         dws = np.empty((len(x), *dw.shape), np.float32)
         dbs = None if db is None else np.empty((len(x), *db.shape), np.float32)
         for n in range(len(x)):
             image = slice(n, n + 1)
             d_image = None if dx is None else dx[image]
             d_bias = None if dbs is None else dbs[n]
-            super().conv2d_backward(x[image], w, dy[image], stride, pads, d_image, dws[n], d_bias)
+            super().conv2d_backward(x[image], w, dy[image], window, d_image, dws[n], d_bias)
         dws.sum(axis=0, out=dw)
         if db is not None:
             dbs.sum(axis=0, out=db)

@@ -8,10 +8,11 @@ from typing import ClassVar
 import numpy as np
 
 from cnnexp.backends.cpu import kernels
+from cnnexp.backends.host import HostOps
 from cnnexp.backends.layerwise import LayerwiseProgram
 from cnnexp.backends.processor import SequentialBackend
 from cnnexp.backends.protocol import Update
-from cnnexp.network import Network
+from cnnexp.network import Network, Window
 from cnnexp.network.losses import Loss
 from cnnexp.optimizers import Optimizer
 
@@ -23,7 +24,7 @@ NO_VECTOR = np.empty(0, np.float32)
 NO_MATRIX = np.empty((0, 0), np.float32)
 
 
-class CpuOps:
+class CpuOps(HostOps):
     """`Ops` (see `protocol`) on NumPy arrays, by the kernels of `kernels`, each compiled when first called.
 
     Args:
@@ -33,56 +34,44 @@ class CpuOps:
     def __init__(self, parallel: bool) -> None:
         self._parallel = parallel
 
-    def empty(self, shape, dtype):
-        return np.full(shape, 0, dtype)
-
     def to_device(self, array):
         return np.require(array, requirements="CW")
-
-    def to_host(self, array):
-        return array.copy()
-
-    def copy(self, source, target):
-        target[...] = source
 
     def gather(self, images, labels, indices, x, t):
         self._run(kernels.gather, _rows(images), labels, indices, _rows(x), t)
 
-    def conv2d(self, x, w, b, stride, pads, y):
-        self._run(kernels.conv2d, x, self._reversed(w), NO_VECTOR if b is None else b, stride, *pads, y)
+    def conv2d(self, x, w, b, window, y):
+        self._run(kernels.conv2d, x, self._reversed(w), NO_VECTOR if b is None else b, *_corner(window), y)
 
-    def conv2d_backward(self, x, w, dy, stride, pads, dx, dw, db):
+    def conv2d_backward(self, x, w, dy, window, dx, dw, db):
         side, _, channels, filters = w.shape
         blocks = min(len(x), kernels.BLOCKS)
         d_rows = np.zeros((blocks, side, channels, side * filters), np.float32)
         d_bias = np.zeros((blocks, filters), np.float32)
         dx = np.empty((len(x), 0, 0, 0), np.float32) if dx is None else dx
-        self._run(kernels.conv2d_backward, x, self._reversed(w), dy, stride, *pads, dx, d_rows, d_bias)
+        self._run(kernels.conv2d_backward, x, self._reversed(w), dy, *_corner(window), dx, d_rows, d_bias)
         kernels.sum_blocks.compiled(False)(d_rows, d_bias, dw, NO_VECTOR if db is None else db)
 
-    def relu(self, x, y):
-        self._run(kernels.relu, _rows(x), _rows(y))
+    def elementwise(self, layer, x, y):
+        self._run(kernels.elementwise(layer), _rows(x), _rows(y))
 
-    def relu_backward(self, y, dy, dx):
-        self._run(kernels.relu_backward, _rows(y), _rows(dy), _rows(dx))
+    def elementwise_backward(self, layer, x, y, dy, dx):
+        self._run(kernels.elementwise_backward(layer), _rows(x), _rows(y), _rows(dy), _rows(dx))
 
-    def sigmoid(self, x, y):
-        self._run(kernels.sigmoid, _rows(x), _rows(y))
+    def max_pool(self, x, window, y, saved):
+        self._run(kernels.max_pool, x, window.size, *_corner(window), y, saved[: len(x)])
 
-    def sigmoid_backward(self, y, dy, dx):
-        self._run(kernels.sigmoid_backward, _rows(y), _rows(dy), _rows(dx))
+    def max_pool_backward(self, saved, dy, window, dx):
+        self._run(kernels.max_pool_backward, saved[: len(dx)], dy, window.size, *_corner(window), dx)
 
-    def max_pool(self, x, size, stride, pads, y, argmax):
-        self._run(kernels.max_pool, x, size, stride, *pads, y, argmax)
+    def avg_pool(self, x, window, y):
+        self._run(kernels.avg_pool, x, window.size, *_corner(window), y)
 
-    def max_pool_backward(self, argmax, dy, size, stride, pads, dx):
-        self._run(kernels.max_pool_backward, argmax, dy, size, stride, *pads, dx)
+    def avg_pool_backward(self, dy, window, dx):
+        self._run(kernels.avg_pool_backward, dy, window.size, *_corner(window), dx)
 
-    def avg_pool(self, x, size, stride, pads, y):
-        self._run(kernels.avg_pool, x, size, stride, *pads, y)
-
-    def avg_pool_backward(self, dy, size, stride, pads, dx):
-        self._run(kernels.avg_pool_backward, dy, size, stride, *pads, dx)
+    def add(self, a, b, total):
+        self._run(kernels.add, _rows(a), _rows(b), _rows(total))
 
     def linear(self, x, w, b, y):
         turned = np.empty(w.shape[::-1], np.float32)
@@ -114,6 +103,11 @@ class CpuOps:
 
     def _run(self, kernel: kernels.Kernel, *arguments) -> None:
         kernel.compiled(self._parallel)(*arguments)
+
+
+def _corner(window: Window) -> tuple[int, int, int]:
+    """Return (stride, top, left): where windows are; those past the other edges are seen by the arrays' shapes."""
+    return window.stride, window.top, window.left
 
 
 def _rows(array: np.ndarray) -> np.ndarray:

@@ -18,6 +18,7 @@ import numpy as np
 from numba import cuda
 
 from cnnexp.backends.gpu.device import Kernel, Tensor
+from cnnexp.network import Elementwise, Maths, Window
 from cnnexp.network.losses import LOG_FLOOR, VARIANCE_FLOOR, Loss
 from cnnexp.optimizers import Optimizer
 
@@ -85,52 +86,73 @@ def gather(D: int, block: int) -> Kernel:
     return Kernel(gather, "void(float32[::1], int32[::1], int64[::1], float32[::1], int32[::1], uint32)", block)
 
 
-@cache
-def relu(block: int) -> Kernel:
-    def relu(x, y, count):
-        i = u32(cuda.grid(1))
-        while i < count:
-            value = x[i]
-            y[i] = value if value > ZERO else ZERO
-            i = u32(i + u32(cuda.gridsize(1)))
-
-    return Kernel(relu, "void(float32[::1], float32[::1], uint32)", block)
+@cuda.jit(device=True)
+def _exp(x):
+    return f32(math.exp(x))
 
 
-@cache
-def relu_backward(block: int) -> Kernel:
-    def relu_backward(y, dy, dx, count):
-        i = u32(cuda.grid(1))
-        while i < count:
-            dx[i] = dy[i] if y[i] > ZERO else ZERO
-            i = u32(i + u32(cuda.gridsize(1)))
-
-    return Kernel(relu_backward, "void(float32[::1], float32[::1], float32[::1], uint32)", block)
+@cuda.jit(device=True)
+def _tanh(x):
+    return f32(math.tanh(x))
 
 
-@cache
-def sigmoid(block: int) -> Kernel:
-    def sigmoid(x, y, count):
-        i = u32(cuda.grid(1))
-        while i < count:
-            value = x[i]
-            e = f32(math.exp(-abs(value)))  # of a negative number only, so it cannot overflow
-            y[i] = (ONE if value >= ZERO else e) / (ONE + e)
-            i = u32(i + u32(cuda.gridsize(1)))
+@cuda.jit(device=True)
+def _erf(x):
+    return f32(math.erf(x))
 
-    return Kernel(sigmoid, "void(float32[::1], float32[::1], uint32)", block)
+
+@cuda.jit(device=True)
+def _maximum(a, b):
+    return b if a < b else a
+
+
+@cuda.jit(device=True)
+def _where(condition, a, b):
+    return a if condition else b
+
+
+MATHS = Maths(_exp, _tanh, _erf, _maximum, _where)
 
 
 @cache
-def sigmoid_backward(block: int) -> Kernel:
-    def sigmoid_backward(y, dy, dx, count):
+def elementwise(layer: Elementwise, block: int) -> Kernel:
+    """y = the layer's rule of x: one thread per number."""
+    rule = cuda.jit(device=True)(layer.rule(MATHS))
+
+    def elementwise(x, y, count):
         i = u32(cuda.grid(1))
         while i < count:
-            value = y[i]
-            dx[i] = dy[i] * value * (ONE - value)
+            y[i] = rule(x[i])
             i = u32(i + u32(cuda.gridsize(1)))
 
-    return Kernel(sigmoid_backward, "void(float32[::1], float32[::1], float32[::1], uint32)", block)
+    return Kernel(elementwise, "void(float32[::1], float32[::1], uint32)", block)
+
+
+@cache
+def elementwise_backward(layer: Elementwise, block: int) -> Kernel:
+    """dx = dy times the layer's derivative: one thread per number."""
+    derivative = cuda.jit(device=True)(layer.derivative(MATHS))
+
+    def elementwise_backward(x, y, dy, dx, count):
+        i = u32(cuda.grid(1))
+        while i < count:
+            dx[i] = dy[i] * derivative(x[i], y[i])
+            i = u32(i + u32(cuda.gridsize(1)))
+
+    return Kernel(elementwise_backward, "void(float32[::1], float32[::1], float32[::1], float32[::1], uint32)", block)
+
+
+@cache
+def add(block: int) -> Kernel:
+    """total = a + b: one thread per number."""
+
+    def add(a, b, total, count):
+        i = u32(cuda.grid(1))
+        while i < count:
+            total[i] = a[i] + b[i]
+            i = u32(i + u32(cuda.gridsize(1)))
+
+    return Kernel(add, "void(float32[::1], float32[::1], float32[::1], uint32)", block)
 
 
 @cache
@@ -335,14 +357,14 @@ def update(optimizer: Optimizer, block: int) -> Kernel:
     return Kernel(update, signature, block)
 
 
-def conv_sizes(x: Tensor, w: Tensor, stride: int, pads: tuple[int, int], y: Tensor) -> ConvSizes:
+def conv_sizes(x: Tensor, w: Tensor, window: Window, y: Tensor) -> ConvSizes:
     """Return the sizes of the convolution of x (N,H,W,C) with w (K,K,C,F) to y (N,P,Q,F)."""
-    return ConvSizes(*x.shape[1:], w.shape[0], w.shape[3], stride, *pads, *y.shape[1:3])
+    return ConvSizes(*x.shape[1:], w.shape[0], w.shape[3], window.stride, window.top, window.left, *y.shape[1:3])
 
 
-def pool_sizes(x: Tensor, size: int, stride: int, pads: tuple[int, int], y: Tensor) -> PoolSizes:
+def pool_sizes(x: Tensor, window: Window, y: Tensor) -> PoolSizes:
     """Return the sizes of the pooling of x (N,H,W,C) to y (N,U,V,C)."""
-    return PoolSizes(*x.shape[1:], size, stride, *pads, *y.shape[1:3])
+    return PoolSizes(*x.shape[1:], window.size, window.stride, window.top, window.left, *y.shape[1:3])
 
 
 def unsigned(sizes: PoolSizes | ConvSizes) -> list[np.uint32]:

@@ -20,6 +20,7 @@ from cnnexp.backends.layerwise import LayerwiseProgram
 from cnnexp.backends.protocol import State, Update
 from cnnexp.network import Conv2d, Flatten, MaxPool2d, Network
 from cnnexp.network.losses import Loss, Totals
+from cnnexp.network.shapes import walk
 from cnnexp.optimizers import Optimizer
 
 BLOCK = 4 if SIMULATED else 256  # threads per block
@@ -180,6 +181,12 @@ class NaiveOps:
     def empty(self, shape, dtype):
         return device.empty(shape, dtype)
 
+    def saved(self, stage, batch_size):
+        """Allocate the place of each window's maximum, int32 (N,U,V,C), for a max-pool."""
+        if isinstance(stage.layer, MaxPool2d):
+            return self.empty((batch_size, *stage.output_shape), np.int32)
+        return None
+
     def to_device(self, array):
         return device.to_device(array)
 
@@ -193,12 +200,12 @@ class NaiveOps:
         kernel = kernels.gather(x.size // x.shape[0], self._block)
         kernel.over(x.size, self.stream, images, labels, indices, x, t)
 
-    def conv2d(self, x, w, b, stride, pads, y):
-        kernel = conv2d(kernels.conv_sizes(x, w, stride, pads, y), b is not None, self._block)
+    def conv2d(self, x, w, b, window, y):
+        kernel = conv2d(kernels.conv_sizes(x, w, window, y), b is not None, self._block)
         kernel.over(y.size, self.stream, x, w, self._or_nothing(b), y)
 
-    def conv2d_backward(self, x, w, dy, stride, pads, dx, dw, db):
-        sizes = kernels.conv_sizes(x, w, stride, pads, dy)
+    def conv2d_backward(self, x, w, dy, window, dx, dw, db):
+        sizes = kernels.conv_sizes(x, w, window, dy)
         if dx is not None:
             self._conv2d_backward_input(sizes, w, dy, dx)
         self._conv2d_backward_weights(sizes, x, dy, dw)
@@ -215,32 +222,28 @@ class NaiveOps:
         kernel.over(partial.size, self.stream, x, dy, partial, u32(images), slices)
         kernels.sum_slices(self._block).over(dw.size, self.stream, partial, dw, slices)
 
-    def relu(self, x, y):
-        kernels.relu(self._block).over(x.size, self.stream, x, y)
+    def elementwise(self, layer, x, y):
+        kernels.elementwise(layer, self._block).over(x.size, self.stream, x, y)
 
-    def relu_backward(self, y, dy, dx):
-        kernels.relu_backward(self._block).over(y.size, self.stream, y, dy, dx)
+    def elementwise_backward(self, layer, x, y, dy, dx):
+        kernels.elementwise_backward(layer, self._block).over(y.size, self.stream, x, y, dy, dx)
 
-    def sigmoid(self, x, y):
-        kernels.sigmoid(self._block).over(x.size, self.stream, x, y)
+    def max_pool(self, x, window, y, saved):
+        kernel = kernels.max_pool(kernels.pool_sizes(x, window, y), self._block)
+        kernel.over(y.size, self.stream, x, y, saved)
 
-    def sigmoid_backward(self, y, dy, dx):
-        kernels.sigmoid_backward(self._block).over(y.size, self.stream, y, dy, dx)
+    def max_pool_backward(self, saved, dy, window, dx):
+        kernel = kernels.max_pool_backward(kernels.pool_sizes(dx, window, dy), self._block)
+        kernel.over(dx.size, self.stream, saved, dy, dx)
 
-    def max_pool(self, x, size, stride, pads, y, argmax):
-        kernel = kernels.max_pool(kernels.pool_sizes(x, size, stride, pads, y), self._block)
-        kernel.over(y.size, self.stream, x, y, argmax)
+    def avg_pool(self, x, window, y):
+        kernels.avg_pool(kernels.pool_sizes(x, window, y), self._block).over(y.size, self.stream, x, y)
 
-    def max_pool_backward(self, argmax, dy, size, stride, pads, dx):
-        kernel = kernels.max_pool_backward(kernels.pool_sizes(dx, size, stride, pads, dy), self._block)
-        kernel.over(dx.size, self.stream, argmax, dy, dx)
+    def avg_pool_backward(self, dy, window, dx):
+        kernels.avg_pool_backward(kernels.pool_sizes(dx, window, dy), self._block).over(dx.size, self.stream, dy, dx)
 
-    def avg_pool(self, x, size, stride, pads, y):
-        kernels.avg_pool(kernels.pool_sizes(x, size, stride, pads, y), self._block).over(y.size, self.stream, x, y)
-
-    def avg_pool_backward(self, dy, size, stride, pads, dx):
-        kernel = kernels.avg_pool_backward(kernels.pool_sizes(dx, size, stride, pads, dy), self._block)
-        kernel.over(dx.size, self.stream, dy, dx)
+    def add(self, a, b, total):
+        kernels.add(self._block).over(total.size, self.stream, a, b, total)
 
     def linear(self, x, w, b, y):
         self._matmul(x, False, w, False, b, y, depth=x.shape[1])
@@ -389,11 +392,11 @@ class GpuBackend:
 def batch_bytes(network: Network, optimizer: Optimizer, batch_size: int) -> int:
     """Return the bytes that a layerwise program allocates, but for the data set."""
     values = int(np.prod(network.input_shape)) + 1
-    for stage in network.stages:
+    for stage in walk(network.stages):
         size = int(np.prod(stage.output_shape))
         if not isinstance(stage.layer, Flatten):  # it shares its input's buffers
             values += size * (3 if isinstance(stage.layer, MaxPool2d) else 2)  # activation, gradient, argmax
-    weights = [stage.weight.size for stage in network.stages if isinstance(stage.layer, Conv2d)]
+    weights = [stage.weight.size for stage in walk(network.stages) if isinstance(stage.layer, Conv2d)]
     scratch = SLICES * max(weights, default=0)
     return 4 * (values * batch_size + network.parameter_count * (2 + len(optimizer.slots)) + scratch)
 

@@ -298,8 +298,8 @@ class SharedInputOps(NaiveOps):
         super().__init__(block)
         self._tile, self._shared_bytes = tile, shared_bytes
 
-    def conv2d(self, x, w, b, stride, pads, y):
-        sizes = kernels.conv_sizes(x, w, stride, pads, y)
+    def conv2d(self, x, w, b, window, y):
+        sizes = kernels.conv_sizes(x, w, window, y)
         self._convolve(sizes, False, x, w, b, y)
 
     def _conv2d_backward_input(self, sizes, w, dy, dx):

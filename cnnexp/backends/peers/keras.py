@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, assert_never
 
 import numpy as np
 
@@ -17,7 +17,25 @@ from cnnexp.backends.layerwise import as_float32
 from cnnexp.backends.processor import ThreadedBackend
 from cnnexp.backends.protocol import State
 from cnnexp.errors import BackendUnavailable, CheckpointError
-from cnnexp.network import AvgPool2d, Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Sigmoid, Stage
+from cnnexp.network import (
+    GELU,
+    AvgPool2d,
+    Conv2d,
+    Elementwise,
+    Flatten,
+    GlobalAvgPool,
+    LeakyReLU,
+    Linear,
+    Maths,
+    MaxPool2d,
+    Network,
+    ReLU,
+    Residual,
+    Sigmoid,
+    Stage,
+    Tanh,
+    Window,
+)
 from cnnexp.network.losses import LOG_FLOOR, VARIANCE_FLOOR, Loss, Totals, check_loss
 from cnnexp.optimizers import Optimizer
 
@@ -33,15 +51,13 @@ except ImportError as error:
 
 
 class EdgePad(keras.layers.Layer):
-    """Put `value` around images (N,H,W,C), as far as the windows of a stage reach."""
+    """Put `value` around images (N,H,W,C), as far as windows reach."""
 
-    def __init__(self, stage: Stage, window: int, stride: int, value: float) -> None:
+    def __init__(self, window: Window, value: float) -> None:
         super().__init__()
-        (top, left), (H, W, _), (P, Q, _) = stage.pads, stage.input_shape, stage.output_shape
-        below = max((P - 1) * stride + window - top - H, 0)
-        right = max((Q - 1) * stride + window - left - W, 0)
-        self.sides, self.value = [[0, 0], [top, below], [left, right], [0, 0]], value
-        self.needed = any(map(any, self.sides))
+        top, left, bottom, right = window.pads
+        self.sides, self.value = [[0, 0], [top, bottom], [left, right], [0, 0]], value
+        self.needed = window.padded
 
     def call(self, x):
         return tf.pad(x, self.sides, constant_values=self.value) if self.needed else x
@@ -50,13 +66,44 @@ class EdgePad(keras.layers.Layer):
 class EdgeAverage(keras.layers.Layer):
     """The mean over the pixels of each window that lie inside the image."""
 
-    def __init__(self, stage: Stage, pool: int, stride: int) -> None:
+    def __init__(self, stage: Stage) -> None:
         super().__init__()
-        self.pad, self.pool = EdgePad(stage, pool, stride, 0.0), keras.layers.AveragePooling2D(pool, stride)
+        window = stage.window
+        self.pad, self.pool = EdgePad(window, 0.0), keras.layers.AveragePooling2D(window.size, window.stride)
         self.share = self.pool(self.pad(tf.ones((1, *stage.input_shape[:2], 1))))
 
     def call(self, x):
         return self.pool(self.pad(x)) / self.share if self.pad.needed else self.pool(x)
+
+
+class Rule(keras.layers.Layer):
+    """A user's elementwise layer, by its own derivative."""
+
+    def __init__(self, layer: Elementwise) -> None:
+        super().__init__()
+        self.rule, self.derivative = layer.rule(MATHS), layer.derivative(MATHS)
+
+    def call(self, x):
+        @tf.custom_gradient
+        def run(x):
+            y = self.rule(x)
+            return y, lambda dy: dy * self.derivative(x, y)
+
+        return run(x)
+
+
+MATHS = Maths(tf.exp, tf.tanh, tf.math.erf, lambda a, b: tf.where(a < b, b, a), tf.where)
+
+
+class Skip(keras.layers.Layer):
+    """x + f(x)."""
+
+    def __init__(self, inner: list[keras.layers.Layer]) -> None:
+        super().__init__()
+        self.inner = keras.Sequential(inner)
+
+    def call(self, x, training=None):
+        return x + self.inner(x, training=training)
 
 
 class KerasProgram:
@@ -191,22 +238,34 @@ def _binary_cross_entropy(p, t):
 
 
 def _layers(stage: Stage) -> list[keras.layers.Layer]:
-    match stage.layer:
+    layer, window = stage.layer, stage.window
+    match layer:
         case Conv2d(filters, kernel, stride, _, bias):
-            pad = EdgePad(stage, kernel, stride, 0.0)
-            return [pad, keras.layers.Conv2D(filters, kernel, stride, use_bias=bias)]
-        case MaxPool2d(pool, stride):
-            return [EdgePad(stage, pool, stride or pool, -np.inf), keras.layers.MaxPooling2D(pool, stride)]
-        case AvgPool2d(pool, stride):
-            return [EdgeAverage(stage, pool, stride or pool)]
+            return [EdgePad(window, 0.0), keras.layers.Conv2D(filters, kernel, stride, use_bias=bias)]
+        case MaxPool2d():
+            return [EdgePad(window, -np.inf), keras.layers.MaxPooling2D(window.size, window.stride)]
+        case AvgPool2d():
+            return [EdgeAverage(stage)]
+        case GlobalAvgPool():
+            return [keras.layers.GlobalAveragePooling2D()]
         case Linear(features, bias):
             return [keras.layers.Dense(features, use_bias=bias)]
-        case ReLU():
-            return [keras.layers.ReLU()]
-        case Sigmoid():
-            return [keras.layers.Activation("sigmoid")]
         case Flatten():
             return [keras.layers.Flatten()]
+        case Residual():
+            return [Skip([made for inner in stage.stages for made in _layers(inner)])]
+        case ReLU():
+            return [keras.layers.ReLU()]
+        case LeakyReLU(slope):
+            return [keras.layers.LeakyReLU(slope)]
+        case Sigmoid() | Tanh():
+            return [keras.layers.Activation(type(layer).__name__.lower())]
+        case GELU():
+            return [keras.layers.Activation(keras.activations.gelu)]
+        case Elementwise():
+            return [Rule(layer)]
+        case _:
+            assert_never(layer)
 
 
 @dataclass(frozen=True)

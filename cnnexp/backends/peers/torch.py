@@ -10,7 +10,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, assert_never
 
 import numpy as np
 
@@ -18,7 +18,25 @@ from cnnexp.backends.layerwise import as_float32
 from cnnexp.backends.processor import ThreadedBackend
 from cnnexp.backends.protocol import State
 from cnnexp.errors import BackendUnavailable, CheckpointError, ConfigError
-from cnnexp.network import AvgPool2d, Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Sigmoid, Stage
+from cnnexp.network import (
+    GELU,
+    AvgPool2d,
+    Conv2d,
+    Elementwise,
+    Flatten,
+    GlobalAvgPool,
+    LeakyReLU,
+    Linear,
+    Maths,
+    MaxPool2d,
+    Network,
+    ReLU,
+    Residual,
+    Sigmoid,
+    Stage,
+    Tanh,
+    Window,
+)
 from cnnexp.network.losses import LOG_FLOOR, VARIANCE_FLOOR, Loss, Totals, check_loss
 from cnnexp.optimizers import SGD, Adadelta, Adagrad, Adam, AdaMax, AdamW, Optimizer, RMSprop
 
@@ -44,14 +62,12 @@ SLOTS = {
 
 
 class _Pad(nn.Module):
-    """Put `value` around images (N,C,H,W), as far as the windows of a stage reach."""
+    """Put `value` around images (N,C,H,W), as far as windows reach."""
 
-    def __init__(self, stage: Stage, window: int, stride: int, value: float) -> None:
+    def __init__(self, window: Window, value: float) -> None:
         super().__init__()
-        (top, left), (H, W, _), (P, Q, _) = stage.pads, stage.input_shape, stage.output_shape
-        below = max((P - 1) * stride + window - top - H, 0)
-        right = max((Q - 1) * stride + window - left - W, 0)
-        self.sides, self.value = (left, right, top, below), value
+        top, left, bottom, right = window.pads
+        self.sides, self.value = (left, right, top, bottom), value
 
     def forward(self, x):
         return functional.pad(x, self.sides, value=self.value) if any(self.sides) else x
@@ -60,15 +76,59 @@ class _Pad(nn.Module):
 class _AvgPool(nn.Module):
     """The mean over the pixels of each window that lie inside the image."""
 
-    def __init__(self, stage: Stage, pool: int, stride: int) -> None:
+    def __init__(self, stage: Stage) -> None:
         super().__init__()
-        self.pad, self.pool = _Pad(stage, pool, stride, 0.0), nn.AvgPool2d(pool, stride)
+        window = stage.window
+        self.pad, self.pool = _Pad(window, 0.0), nn.AvgPool2d(window.size, window.stride)
         ones = torch.ones(1, 1, *stage.input_shape[:2])
-        self.share = self.pool(self.pad(ones)) if any(self.pad.sides) else None
+        self.share = self.pool(self.pad(ones)) if window.padded else None
 
     def forward(self, x):
         means = self.pool(self.pad(x))
         return means if self.share is None else means / self.share
+
+
+class _Rule(nn.Module):
+    """A user's elementwise layer, by its own derivative."""
+
+    def __init__(self, layer: Elementwise) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return _RuleFunction.apply(x, self.layer)
+
+
+class _RuleFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, layer):
+        y = layer.rule(MATHS)(x)
+        ctx.layer = layer
+        ctx.save_for_backward(x, y)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * ctx.layer.derivative(MATHS)(*ctx.saved_tensors), None
+
+
+def _where(condition, a, b):
+    """As `Maths` has it; a and b may be numbers."""
+    return torch.where(condition, *(torch.as_tensor(value, dtype=torch.float32) for value in (a, b)))
+
+
+MATHS = Maths(torch.exp, torch.tanh, torch.erf, lambda a, b: _where(a < b, b, a), _where)
+
+
+class _Residual(nn.Module):
+    """x + f(x)."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return x + self.inner(x)
 
 
 class _Flatten(nn.Module):
@@ -104,15 +164,9 @@ class TorchProgram:
         started = time.perf_counter()
         self.network, self.loss, self.optimizer, self.batch_size = network, loss, optimizer, batch_size
         self._threads = threads
-        modules = {stage.name: _module(stage) for stage in network.stages}
-        self._modules = nn.Sequential(*modules.values()).to(memory_format=torch.channels_last)
-        # tensors in the order of the flat buffer
-        self._tensors = [
-            getattr(_weighted(modules[stage.name]), part)
-            for stage in network.stages
-            for part, parameter in (("weight", stage.weight), ("bias", stage.bias))
-            if parameter
-        ]
+        self._tensors: list[nn.Parameter] = []  # in the order of the flat buffer
+        modules = [_module(stage, self._tensors) for stage in network.stages]
+        self._modules = nn.Sequential(*modules).to(memory_format=torch.channels_last)
         self.restore({"parameters": np.zeros(network.parameter_count, np.float32)})
         zeros = self.load(np.zeros((1, *network.input_shape), np.float32), np.zeros(1, np.int32))
         self.train(zeros, np.zeros(1, np.int64), 0.0)
@@ -222,28 +276,42 @@ def _channels_first(images: torch.Tensor) -> torch.Tensor:
     return images.permute(0, 3, 1, 2) if images.ndim == 4 else images
 
 
-def _module(stage: Stage) -> nn.Module:
-    match stage.layer:
+def _module(stage: Stage, tensors: list[nn.Parameter]) -> nn.Module:
+    """Return the module of a stage, adding its parameters to `tensors` in the order of the flat buffer."""
+    layer, window = stage.layer, stage.window
+    match layer:
         case Conv2d(filters, kernel, stride, _, bias):
-            pad = _Pad(stage, kernel, stride, 0.0)
-            return nn.Sequential(pad, nn.Conv2d(stage.input_shape[2], filters, kernel, stride, bias=bias))
-        case MaxPool2d(pool, stride):
-            return nn.Sequential(_Pad(stage, pool, stride or pool, -torch.inf), nn.MaxPool2d(pool, stride))
-        case AvgPool2d(pool, stride):
-            return _AvgPool(stage, pool, stride or pool)
+            conv = nn.Conv2d(stage.input_shape[2], filters, kernel, stride, bias=bias)
+            tensors += conv.parameters()
+            return nn.Sequential(_Pad(window, 0.0), conv)
+        case MaxPool2d():
+            return nn.Sequential(_Pad(window, -torch.inf), nn.MaxPool2d(window.size, window.stride))
+        case AvgPool2d():
+            return _AvgPool(stage)
+        case GlobalAvgPool():
+            return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
         case Linear(features, bias):
-            return nn.Linear(stage.input_shape[0], features, bias)
-        case ReLU():
-            return nn.ReLU()
-        case Sigmoid():
-            return nn.Sigmoid()
+            linear = nn.Linear(stage.input_shape[0], features, bias)
+            tensors += linear.parameters()
+            return linear
         case Flatten():
             return _Flatten()
-
-
-def _weighted(module: nn.Module) -> nn.Module:
-    """Return the part of a layer that has weights."""
-    return module[-1] if isinstance(module, nn.Sequential) else module
+        case Residual():
+            return _Residual(nn.Sequential(*(_module(inner, tensors) for inner in stage.stages)))
+        case ReLU():
+            return nn.ReLU()
+        case LeakyReLU(slope):
+            return nn.LeakyReLU(slope)
+        case Sigmoid():
+            return nn.Sigmoid()
+        case Tanh():
+            return nn.Tanh()
+        case GELU():
+            return nn.GELU()
+        case Elementwise():
+            return _Rule(layer)
+        case _:
+            assert_never(layer)
 
 
 def _updater(optimizer: Optimizer, tensors: list[torch.Tensor]) -> torch.optim.Optimizer:

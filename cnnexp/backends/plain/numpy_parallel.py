@@ -32,7 +32,8 @@ class SplitOps:
     def __init__(self, ops: Ops, threads: int) -> None:
         self._ops, self._threads = ops, threads
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="cnnexp")
-        self.empty, self.to_device, self.to_host, self.copy = ops.empty, ops.to_device, ops.to_host, ops.copy
+        self.empty, self.saved, self.copy = ops.empty, ops.saved, ops.copy
+        self.to_device, self.to_host = ops.to_device, ops.to_host
 
     def shutdown(self) -> None:
         """End the workers."""
@@ -41,44 +42,37 @@ class SplitOps:
     def gather(self, images, labels, indices, x, t):
         self._each(len(x), lambda part: self._ops.gather(images, labels, indices[part], x[part], t[part]))
 
-    def conv2d(self, x, w, b, stride, pads, y):
-        self._each(len(x), lambda part: self._ops.conv2d(x[part], w, b, stride, pads, y[part]))
+    def conv2d(self, x, w, b, window, y):
+        self._each(len(x), lambda part: self._ops.conv2d(x[part], w, b, window, y[part]))
 
-    def conv2d_backward(self, x, w, dy, stride, pads, dx, dw, db):
+    def conv2d_backward(self, x, w, dy, window, dx, dw, db):
         self._sum(
             len(x),
-            lambda part, dw, db: self._ops.conv2d_backward(
-                x[part], w, dy[part], stride, pads, _part_of(dx, part), dw, db
-            ),
+            lambda part, dw, db: self._ops.conv2d_backward(x[part], w, dy[part], window, _part_of(dx, part), dw, db),
             dw,
             db,
         )
 
-    def relu(self, x, y):
-        self._each(len(x), lambda part: self._ops.relu(x[part], y[part]))
+    def elementwise(self, layer, x, y):
+        self._each(len(x), lambda part: self._ops.elementwise(layer, x[part], y[part]))
 
-    def relu_backward(self, y, dy, dx):
-        self._each(len(y), lambda part: self._ops.relu_backward(y[part], dy[part], dx[part]))
+    def elementwise_backward(self, layer, x, y, dy, dx):
+        self._each(len(x), lambda part: self._ops.elementwise_backward(layer, x[part], y[part], dy[part], dx[part]))
 
-    def sigmoid(self, x, y):
-        self._each(len(x), lambda part: self._ops.sigmoid(x[part], y[part]))
+    def max_pool(self, x, window, y, saved):
+        self._each(len(x), lambda part: self._ops.max_pool(x[part], window, y[part], saved[part]))
 
-    def sigmoid_backward(self, y, dy, dx):
-        self._each(len(y), lambda part: self._ops.sigmoid_backward(y[part], dy[part], dx[part]))
+    def max_pool_backward(self, saved, dy, window, dx):
+        self._each(len(dx), lambda part: self._ops.max_pool_backward(saved[part], dy[part], window, dx[part]))
 
-    def max_pool(self, x, size, stride, pads, y, argmax):
-        self._each(len(x), lambda part: self._ops.max_pool(x[part], size, stride, pads, y[part], argmax[part]))
+    def avg_pool(self, x, window, y):
+        self._each(len(x), lambda part: self._ops.avg_pool(x[part], window, y[part]))
 
-    def max_pool_backward(self, argmax, dy, size, stride, pads, dx):
-        self._each(
-            len(dx), lambda part: self._ops.max_pool_backward(argmax[part], dy[part], size, stride, pads, dx[part])
-        )
+    def avg_pool_backward(self, dy, window, dx):
+        self._each(len(dx), lambda part: self._ops.avg_pool_backward(dy[part], window, dx[part]))
 
-    def avg_pool(self, x, size, stride, pads, y):
-        self._each(len(x), lambda part: self._ops.avg_pool(x[part], size, stride, pads, y[part]))
-
-    def avg_pool_backward(self, dy, size, stride, pads, dx):
-        self._each(len(dx), lambda part: self._ops.avg_pool_backward(dy[part], size, stride, pads, dx[part]))
+    def add(self, a, b, total):
+        self._each(len(a), lambda part: self._ops.add(a[part], b[part], total[part]))
 
     def linear(self, x, w, b, y):
         self._each(len(x), lambda part: self._ops.linear(x[part], w, b, y[part]))

@@ -12,54 +12,53 @@ from typing import ClassVar
 
 import numpy as np
 
+from cnnexp.backends.host import HostOps
 from cnnexp.backends.layerwise import LayerwiseProgram
 from cnnexp.backends.processor import SequentialBackend
 from cnnexp.backends.protocol import Update
-from cnnexp.network import Network
+from cnnexp.network import Maths, Network
 from cnnexp.network.losses import LOG_FLOOR, VARIANCE_FLOOR, Loss
 from cnnexp.optimizers import Optimizer
 
 
-class PythonOps:
+def _exp(x: float) -> float:
+    try:
+        return math.exp(x)
+    except OverflowError:
+        return math.inf
+
+
+MATHS = Maths(_exp, math.tanh, math.erf, lambda a, b: b if a < b else a, lambda condition, a, b: a if condition else b)
+
+
+class PythonOps(HostOps):
     """`Ops` (see `protocol`) on NumPy arrays that serve as storage alone."""
-
-    def empty(self, shape, dtype):
-        return np.full(shape, 0, dtype)
-
-    def to_device(self, array):
-        return array
-
-    def to_host(self, array):
-        return array.copy()
-
-    def copy(self, source, target):
-        target[...] = source
 
     def gather(self, images, labels, indices, x, t):
         for n, index in enumerate(indices):
             x[n] = images[index]
             t[n] = labels[index]
 
-    def conv2d(self, x, w, b, stride, pads, y):
-        (top, left), (_, height, width, channels) = pads, x.shape
+    def conv2d(self, x, w, b, window, y):
+        stride, (top, left, *_), (_, height, width, channels) = window.stride, window.pads, x.shape
         images, weights = x.tolist(), w.tolist()
         bias = [0.0] * w.shape[3] if b is None else b.tolist()
         for n, p, q, f in np.ndindex(y.shape):
             total = bias[f]
-            for i, j in _inside(p, q, w.shape[0], stride, pads, height, width):
+            for i, j in _inside(p, q, window, height, width):
                 for c in range(channels):
                     total += images[n][p * stride + i - top][q * stride + j - left][c] * weights[i][j][c][f]
             y[n, p, q, f] = total
 
-    def conv2d_backward(self, x, w, dy, stride, pads, dx, dw, db):
-        (top, left), (_, height, width, channels) = pads, x.shape
+    def conv2d_backward(self, x, w, dy, window, dx, dw, db):
+        stride, (top, left, *_), (_, height, width, channels) = window.stride, window.pads, x.shape
         images, weights, slopes = x.tolist(), w.tolist(), dy.tolist()
         d_images, d_weights = np.zeros(x.shape).tolist(), np.zeros(w.shape).tolist()
         d_bias = [0.0] * w.shape[3]
         for n, p, q, f in np.ndindex(dy.shape):
             slope = slopes[n][p][q][f]
             d_bias[f] += slope
-            for i, j in _inside(p, q, w.shape[0], stride, pads, height, width):
+            for i, j in _inside(p, q, window, height, width):
                 row, column = p * stride + i - top, q * stride + j - left
                 for c in range(channels):
                     d_weights[i][j][c][f] += images[n][row][column][c] * slope
@@ -69,56 +68,54 @@ class PythonOps:
         _store(d_weights, dw)
         _store(d_bias, db)
 
-    def relu(self, x, y):
-        _store([0.0 if value < 0 else value for value in x.ravel().tolist()], y)
+    def elementwise(self, layer, x, y):
+        rule = layer.rule(MATHS)
+        _store([rule(value) for value in x.ravel().tolist()], y)
 
-    def relu_backward(self, y, dy, dx):
-        pairs = zip(y.ravel().tolist(), dy.ravel().tolist(), strict=True)
-        _store([slope if value > 0 else 0.0 for value, slope in pairs], dx)
+    def elementwise_backward(self, layer, x, y, dy, dx):
+        derivative = layer.derivative(MATHS)
+        triples = zip(x.ravel().tolist(), y.ravel().tolist(), dy.ravel().tolist(), strict=True)
+        _store([slope * derivative(value, result) for value, result, slope in triples], dx)
 
-    def sigmoid(self, x, y):
-        _store([_sigmoid(value) for value in x.ravel().tolist()], y)
-
-    def sigmoid_backward(self, y, dy, dx):
-        pairs = zip(y.ravel().tolist(), dy.ravel().tolist(), strict=True)
-        _store([slope * value * (1 - value) for value, slope in pairs], dx)
-
-    def max_pool(self, x, size, stride, pads, y, argmax):
-        (top, left), (_, height, width, _) = pads, x.shape
+    def max_pool(self, x, window, y, saved):
+        stride, (top, left, *_), (_, height, width, _) = window.stride, window.pads, x.shape
         images = x.tolist()
         for n, u, v, c in np.ndindex(y.shape):
             largest, place = -math.inf, 0
-            for i, j in _inside(u, v, size, stride, pads, height, width):
+            for i, j in _inside(u, v, window, height, width):
                 value = images[n][u * stride + i - top][v * stride + j - left][c]
                 if value > largest:
-                    largest, place = value, i * size + j
-            y[n, u, v, c], argmax[n, u, v, c] = largest, place
+                    largest, place = value, i * window.size + j
+            y[n, u, v, c], saved[n, u, v, c] = largest, place
 
-    def max_pool_backward(self, argmax, dy, size, stride, pads, dx):
-        top, left = pads
-        places, slopes, d_images = argmax.tolist(), dy.tolist(), np.zeros(dx.shape).tolist()
+    def max_pool_backward(self, saved, dy, window, dx):
+        stride, top, left = window.stride, window.top, window.left
+        places, slopes, d_images = saved.tolist(), dy.tolist(), np.zeros(dx.shape).tolist()
         for n, u, v, c in np.ndindex(dy.shape):
-            i, j = divmod(places[n][u][v][c], size)
+            i, j = divmod(places[n][u][v][c], window.size)
             d_images[n][u * stride + i - top][v * stride + j - left][c] += slopes[n][u][v][c]
         _store(d_images, dx)
 
-    def avg_pool(self, x, size, stride, pads, y):
-        (top, left), (_, height, width, _) = pads, x.shape
+    def avg_pool(self, x, window, y):
+        stride, (top, left, *_), (_, height, width, _) = window.stride, window.pads, x.shape
         images = x.tolist()
         for n, u, v, c in np.ndindex(y.shape):
-            total, places = 0.0, _inside(u, v, size, stride, pads, height, width)
+            total, places = 0.0, _inside(u, v, window, height, width)
             for i, j in places:
                 total += images[n][u * stride + i - top][v * stride + j - left][c]
             y[n, u, v, c] = total / len(places)
 
-    def avg_pool_backward(self, dy, size, stride, pads, dx):
-        (top, left), (_, height, width, _) = pads, dx.shape
+    def avg_pool_backward(self, dy, window, dx):
+        stride, (top, left, *_), (_, height, width, _) = window.stride, window.pads, dx.shape
         slopes, d_images = dy.tolist(), np.zeros(dx.shape).tolist()
         for n, u, v, c in np.ndindex(dy.shape):
-            places = _inside(u, v, size, stride, pads, height, width)
+            places = _inside(u, v, window, height, width)
             for i, j in places:
                 d_images[n][u * stride + i - top][v * stride + j - left][c] += slopes[n][u][v][c] / len(places)
         _store(d_images, dx)
+
+    def add(self, a, b, total):
+        _store([p + q for p, q in zip(a.ravel().tolist(), b.ravel().tolist(), strict=True)], total)
 
     def linear(self, x, w, b, y):
         rows, weights = x.tolist(), w.tolist()
@@ -163,13 +160,13 @@ class PythonOps:
         return update
 
 
-def _inside(p, q, size, stride, pads, height, width) -> list[tuple[int, int]]:
+def _inside(p, q, window, height, width) -> list[tuple[int, int]]:
     """Return the places (i, j) of the window at (p, q) that lie inside the image."""
-    first_row, first_column = p * stride - pads[0], q * stride - pads[1]
+    first_row, first_column = p * window.stride - window.top, q * window.stride - window.left
     return [
         (i, j)
-        for i in range(size)
-        for j in range(size)
+        for i in range(window.size)
+        for j in range(window.size)
         if 0 <= first_row + i < height and 0 <= first_column + j < width
     ]
 
@@ -178,13 +175,6 @@ def _store(values: list, target: np.ndarray | None) -> None:
     """Round a list, nested or flat, into a float32 array, if there is one."""
     if target is not None:
         target[...] = np.array(values, np.float32).reshape(target.shape)
-
-
-def _sigmoid(x: float) -> float:
-    if x >= 0:
-        return 1 / (1 + math.exp(-x))
-    e = math.exp(x)
-    return e / (1 + e)
 
 
 def _softmax_cross_entropy(scores: list[float], label: int) -> tuple[float, bool, list[float]]:

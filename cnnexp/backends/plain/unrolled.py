@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 
 from cnnexp.backends.layerwise import LayerwiseProgram
-from cnnexp.backends.plain.numpy import NumpyOps, one_blas_thread, pad, unpad, window
+from cnnexp.backends.plain.numpy import NumpyOps, one_blas_thread, pad, pixels, unpad
 from cnnexp.backends.processor import SequentialBackend
 from cnnexp.network import Network
 from cnnexp.network.losses import Loss
@@ -18,44 +18,41 @@ from cnnexp.optimizers import Optimizer
 class UnrolledOps(NumpyOps):
     """`NumpyOps` with its convolution unrolled: K*K times the memory of the image, for one large product."""
 
-    def conv2d(self, x, w, b, stride, pads, y):
-        kernel, filters = w.shape[0], w.shape[3]
-        columns = unroll(x, kernel, stride, pads, y.shape[1:3])
+    def conv2d(self, x, w, b, window, y):
+        filters = w.shape[3]
+        columns = unroll(x, window, y.shape[1:3])
         flat_y = y.reshape(-1, filters)
         np.matmul(columns.reshape(len(flat_y), -1), w.reshape(-1, filters), out=flat_y)
         if b is not None:
             y += b
 
-    def conv2d_backward(self, x, w, dy, stride, pads, dx, dw, db):
-        kernel, filters = w.shape[0], w.shape[3]
+    def conv2d_backward(self, x, w, dy, window, dx, dw, db):
+        filters = w.shape[3]
         flat_dy = dy.reshape(-1, filters)  # (N*P*Q, F)
-        columns = unroll(x, kernel, stride, pads, dy.shape[1:3])
+        columns = unroll(x, window, dy.shape[1:3])
         np.matmul(columns.reshape(len(flat_dy), -1).T, flat_dy, out=dw.reshape(-1, filters))
         if db is not None:
             flat_dy.sum(axis=0, out=db)
         if dx is not None:
             d_columns = (flat_dy @ w.reshape(-1, filters).T).reshape(columns.shape)
-            roll(d_columns, stride, pads, dx)
+            roll(d_columns, window, dx)
 
 
-def unroll(x, kernel, stride, pads, out):
+def unroll(x, window, out):
     """Return the windows of x (N,H,W,C) side by side, (N,P,Q,K,K,C): im2col."""
-    padded = pad(x, kernel, stride, pads, out)
-    columns = np.empty((len(x), *out, kernel, kernel, x.shape[3]), np.float32)
-    for i in range(kernel):
-        for j in range(kernel):
-            columns[:, :, :, i, j] = window(padded, i, j, stride, out)
+    padded = pad(x, window)
+    columns = np.empty((len(x), *out, window.size, window.size, x.shape[3]), np.float32)
+    for i, j in np.ndindex(window.size, window.size):
+        columns[:, :, :, i, j] = pixels(padded, i, j, window, out)
     return columns
 
 
-def roll(columns, stride, pads, x):
+def roll(columns, window, x):
     """Fill x (N,H,W,C) with the sums of the window elements (N,P,Q,K,K,C) that were taken from each pixel: col2im."""
-    out, kernel = columns.shape[1:3], columns.shape[3]
-    padded = np.zeros_like(pad(x, kernel, stride, pads, out))
-    for i in range(kernel):
-        for j in range(kernel):
-            window(padded, i, j, stride, out)[...] += columns[:, :, :, i, j]
-    x[...] = unpad(padded, pads, x.shape)
+    padded = np.zeros_like(pad(x, window))
+    for i, j in np.ndindex(window.size, window.size):
+        pixels(padded, i, j, window, columns.shape[1:3])[...] += columns[:, :, :, i, j]
+    x[...] = unpad(padded, window, x.shape)
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from cnnexp.backends.processor import ThreadedBackend
-from cnnexp.backends.protocol import Backend
+from cnnexp.backends.protocol import Backend, Program
 from cnnexp.backends.simd.host import host_target
+from cnnexp.backends.simd.plan import suits
 from cnnexp.backends.simd.program import SimdProgram
 from cnnexp.network import Network
 from cnnexp.network.losses import Loss
@@ -24,6 +25,8 @@ from cnnexp.optimizers import Optimizer
 @dataclass(frozen=True)
 class CpuSimd(ThreadedBackend):
     """Vector kernels compiled for the whole network, on several threads.
+
+    A network with a layer that has no vector kernel is compiled as `cpu-parallel` does.
 
     Attributes:
         threads: as `ThreadedBackend`.
@@ -36,11 +39,15 @@ class CpuSimd(ThreadedBackend):
     @property
     def next_best(self) -> Backend | None:
         """The backend to go on with after `CompilerDied`, None where the run is to end."""
-        if not self.fallback:
-            return None
+        return self._general if self.fallback else None
+
+    @property
+    def _general(self) -> Backend:
         from cnnexp.backends.cpu.parallel import CpuParallel  # hundreds of loops to decorate
 
         return CpuParallel(self.threads)
 
-    def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> SimdProgram:
+    def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> Program:
+        if not suits(network):
+            return self._general.compile(network, loss, optimizer, batch_size)
         return SimdProgram(network, loss, optimizer, batch_size, host_target(), self.threads)

@@ -28,7 +28,7 @@ from numba.core.typing.templates import Signature
 
 from cnnexp import optimizers
 from cnnexp.backends.simd.host import host
-from cnnexp.network import layers, losses, shapes
+from cnnexp.network import Elementwise, Network, elementwise, layers, losses, shapes
 
 DIGEST_BYTES = 32
 KEEP = 200
@@ -94,14 +94,20 @@ def source_files() -> list[Path]:
     """Return the files that the machine code comes from."""
     return [
         *sorted(Path(__file__).parent.glob("*.py")),
-        *(Path(m.__file__) for m in (layers, losses, optimizers, shapes)),
+        *(Path(m.__file__) for m in (elementwise, layers, losses, optimizers, shapes)),
     ]
 
 
 def program_key(signature: Signature, described: tuple[object, ...]) -> str:
     """Return the hash of all that the machine code depends on."""
-    facts = (sys.version, numba.__version__, llvmlite.__version__, host(), str(signature), *described)
+    rules = [_rules(network) for network in described if isinstance(network, Network)]
+    facts = (sys.version, numba.__version__, llvmlite.__version__, host(), str(signature), *rules, *described)
     return hashlib.sha256(b"\0".join([*(p.read_bytes() for p in source_files()), repr(facts).encode()])).hexdigest()
+
+
+def _rules(network: Network) -> list[str]:
+    """Return what tells the code of elementwise layers, which may be a user's, from nowhere in this package."""
+    return [elementwise.fingerprint(layer) for layer in network.layers if isinstance(layer, Elementwise)]
 
 
 def _read(path: Path) -> bytes | None:

@@ -1,4 +1,4 @@
-"""Pooling and activations on their own, where no convolution or linear layer next to them takes them in.
+"""Pooling and elementwise layers on their own, where no convolution or linear layer next to them takes them in.
 
 General kernels: any window, stride and padding, batch in lanes.
 """
@@ -20,21 +20,15 @@ Map = Callable[[Emitter, ir.Value], ir.Value]
 Map2 = Callable[[Emitter, ir.Value, ir.Value], ir.Value]
 
 
-def sigmoid(k: Emitter, x: ir.Value) -> ir.Value:
-    """1 / (1 + exp(-x)), almost rounded right: the loss divides by 1 - y. No branch overflows."""
-    e = exp(k, k.select(k.larger(x, k.zero()), k.builder.fneg(x), x))
-    small = k.builder.fdiv(e, k.add(k.constant(1), e))
-    return k.select(k.builder.fcmp_ordered(">", x, k.zero()), k.builder.fsub(k.constant(1), small), small)
-
-
 def exp(k: Emitter, x: ir.Value) -> ir.Value:
-    """e**x for x <= 88, relative error below 1e-7 where the result is no denormal; a NaN stays one.
+    """e**x, relative error below 1e-7 where the result is no denormal; infinity where it is too large; a NaN stays one.
 
     x = n log 2 + r: n by rounding (adding 1.5 * 2**23 leaves n in the low bits), log 2 in two parts (Cody and Waite
     1980), e**r by Taylor's polynomial of degree 7 for |r| <= 0.35, 2**n in two factors, as it may be a denormal, each
-    by writing its exponent. e**-104 is 0.
+    by writing its exponent. e**-104 is 0, e**89 infinity.
     """
     x = k.select(k.builder.fcmp_ordered("<", x, k.constant(-104)), k.constant(-104), x)
+    x = k.select(k.builder.fcmp_ordered(">", x, k.constant(89)), k.constant(89), x)
     magic = k.constant(MAGIC)
     rounded = k.fma(x, k.constant(float(np.float32(1 / math.log(2)))), magic)
     n = k.builder.fsub(rounded, magic)
@@ -56,18 +50,6 @@ def same(k: Emitter, x: ir.Value) -> ir.Value:
     return x
 
 
-def relu(k: Emitter, x: ir.Value) -> ir.Value:
-    return k.rectify(x)
-
-
-def relu_gradient(k: Emitter, y: ir.Value, dy: ir.Value) -> ir.Value:
-    return k.where_positive(y, dy)
-
-
-def sigmoid_gradient(k: Emitter, y: ir.Value, dy: ir.Value) -> ir.Value:
-    return k.multiply(dy, k.multiply(y, k.builder.fsub(k.constant(1), y)))
-
-
 def apply(k: Emitter, function: Map, x: Grid | Matrix, y: Grid | Matrix) -> None:
     """y = function(x); what rounds up a matrix's rows stays 0."""
     if isinstance(x, Matrix) and x.size % k.lanes:
@@ -76,9 +58,11 @@ def apply(k: Emitter, function: Map, x: Grid | Matrix, y: Grid | Matrix) -> None
     _each(k, (x, y), lambda a, b: k.store(function(k, k.load(a)), b))
 
 
-def apply_gradient(k: Emitter, function: Map2, y: Grid | Matrix, dy: Grid | Matrix, dx: Grid | Matrix) -> None:
-    """dx = function(y, dy)."""
-    _each(k, (y, dy, dx), lambda a, b, c: k.store(function(k, k.load(a), k.load(b)), c))
+def apply_gradient(
+    k: Emitter, function: Map2, x: Grid | Matrix, y: Grid | Matrix, dy: Grid | Matrix, dx: Grid | Matrix
+) -> None:
+    """dx = dy * function(x, y)."""
+    _each(k, (x, y, dy, dx), lambda a, b, c, d: k.store(k.multiply(k.load(c), function(k, k.load(a), k.load(b))), d))
 
 
 def _apply_rows(k: Emitter, function: Map, x: Matrix, y: Matrix) -> None:

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 import numpy as np
 from llvmlite import ir
 
-from cnnexp.backends.simd import conv_filters, conv_lanes, conv_sparse, elementwise, linear, transfer
+from cnnexp.backends.simd import conv_filters, conv_lanes, conv_sparse, elementwise, linear, trace, transfer
 from cnnexp.backends.simd.conv_filters import FilterBank
 from cnnexp.backends.simd.conv_lanes import Correlation, Windows
 from cnnexp.backends.simd.conv_sparse import SparseGradient
 from cnnexp.backends.simd.emit import INDEX, Emitter, Kernels, Target
 from cnnexp.backends.simd.layout import Grid, Layout, Matrix, Ring
-from cnnexp.network import MaxPool2d, Sigmoid, Stage
+from cnnexp.network import MaxPool2d, Stage
 
 Tensor = Grid | Matrix
 
@@ -85,11 +85,7 @@ class Convolution(Node):
         self.stage, self.rectify, self.pool = stage, rectify, pool
 
     def input_ring(self) -> Ring:
-        layer, (height, width, _), (top, left) = self.stage.layer, self.stage.input_shape, self.stage.pads
-        rows, columns, _ = self.stage.output_shape
-        bottom = (rows - 1) * layer.stride + layer.kernel - top - height
-        right = (columns - 1) * layer.stride + layer.kernel - left - width
-        return Ring(top, left, max(bottom, 0), max(right, 0))
+        return Ring(*self.stage.window.pads)
 
     def gradient_ring(self, needs_dx: bool) -> Ring:
         return Ring() if self.pool else self._dense_ring(needs_dx)
@@ -100,7 +96,9 @@ class Convolution(Node):
             return Ring()
         layer, reach = self.stage.layer, self.stage.layer.kernel - 1
         sides = []
-        for pad, size, count in zip(self.stage.pads, self.stage.input_shape, self.stage.output_shape, strict=False):
+        for pad, size, count in zip(
+            self.stage.window.pads[:2], self.stage.input_shape, self.stage.output_shape, strict=False
+        ):
             before, extent = max(0, reach - pad), (count - 1) * layer.stride + 1
             sides.append((before, max(0, max(0, pad - reach) + size + reach - before - extent)))
         (top, bottom), (left, right) = sides
@@ -113,8 +111,7 @@ class Convolution(Node):
             plan.parameters.place_plain(self.stage.bias)
         windows = None
         if self.pool:
-            size = self.pool.layer.pool
-            windows = Windows(size, self.pool.layer.stride or size, plan.arena.codes(self.shape))
+            windows = Windows(self.pool.window.size, self.pool.window.stride, plan.arena.codes(self.shape))
         self.correlation = Correlation(
             self.x, (0, 0), layer.stride, layer.kernel, channels, layer.filters, self.y, self.rectify, windows
         )
@@ -192,7 +189,7 @@ class Convolution(Node):
         flipped = k.arena + self.flipped
         weights = plan.parameters.weight(k, self.stage.weight)
         conv_lanes.flip_weights(k, weights, flipped, layer.kernel, channels, layer.filters)
-        origin = tuple(max(0, pad - reach) for pad in self.stage.pads)
+        origin = tuple(max(0, pad - reach) for pad in self.stage.window.pads[:2])
         positive = self.x if self.input_rectified else None
         back = Correlation(self.d, origin, 1, layer.kernel, layer.filters, channels, self.dx, positive=positive)
         conv_lanes.forward(k, back, flipped, None)
@@ -207,14 +204,9 @@ class FilterConvolution(Node):
     def __init__(self, stage: Stage, rectify: bool, pool: Stage) -> None:
         super().__init__(stage.name, pool.output_shape)
         self.stage, self.rectify, self.pool = stage, rectify, pool
-        layer, (height, width, channels), (top, left) = stage.layer, stage.input_shape, stage.pads
-        rows, columns, _ = stage.output_shape
-        stored = [
-            max((count - 1) * layer.stride + layer.kernel, size + pad)
-            for count, size, pad in ((rows, height, top), (columns, width, left))
-        ]
-        self.row = stored[1] * channels
-        self.input_size = stored[0] * self.row
+        (height, width, channels), (top, left, bottom, right) = stage.input_shape, stage.window.pads
+        self.row = (left + width + right) * channels
+        self.input_size = (top + height + bottom) * self.row
         self.first = top * self.row + left * channels
 
     @staticmethod
@@ -223,7 +215,7 @@ class FilterConvolution(Node):
         layer, channels = stage.layer, stage.input_shape[2]
         if pool is None or layer.filters % target.lanes or target.registers < 32:
             return False
-        size = pool.layer.pool
+        size = pool.window.size
         side = conv_filters.patch_side(layer.kernel, layer.stride, size)
         return layer.kernel**2 * channels <= 25 and size * size <= 4 and side * side * channels <= 64
 
@@ -231,13 +223,13 @@ class FilterConvolution(Node):
         plan.parameters.place_plain(self.stage.weight)
         if self.stage.bias:
             plan.parameters.place_plain(self.stage.bias)
-        layer, channels, size = self.stage.layer, self.stage.input_shape[2], self.pool.layer.pool
+        layer, channels, size = self.stage.layer, self.stage.input_shape[2], self.pool.window.size
         images, cells = plan.arena.images, self.shape[0] * self.shape[1]
         side = conv_filters.patch_side(layer.kernel, layer.stride, size)
         fits = plan.target.permutes and side * side * channels <= plan.target.lanes
         self.bank = FilterBank(
             self.x, self.row, layer.kernel, layer.stride, channels, layer.filters,
-            size, self.pool.layer.stride or size, self.shape[:2], self.y,
+            size, self.pool.window.stride, self.shape[:2], self.y,
             plan.arena.allocate(images * cells * layer.filters // 4),
             # loads reach past the last one
             plan.arena.allocate((images * cells + 1) * plan.target.lanes) if fits else None,
@@ -459,19 +451,19 @@ class ToRows(Node):
 
 
 class Activation(Node):
-    """ReLU or Sigmoid where nothing takes it in."""
+    """An elementwise layer where nothing takes it in."""
 
     def __init__(self, stage: Stage, shape: tuple[int, ...]) -> None:
         super().__init__(stage.name, shape)
-        sigmoid = isinstance(stage.layer, Sigmoid)
-        self.function = elementwise.sigmoid if sigmoid else elementwise.relu
-        self.gradient = elementwise.sigmoid_gradient if sigmoid else elementwise.relu_gradient
+        self.layer = stage.layer
 
     def forward(self, plan: Layout) -> Kernels:
-        return [("forward", lambda k: elementwise.apply(k, self.function, self.x, self.y))]
+        rule = trace.emitted(self.layer.rule(trace.MATHS))
+        return [("forward", lambda k: elementwise.apply(k, rule, self.x, self.y))]
 
     def backward(self, plan: Layout) -> Kernels:
-        return [("backward", lambda k: elementwise.apply_gradient(k, self.gradient, self.y, self.dy, self.dx))]
+        derivative = trace.emitted(self.layer.derivative(trace.MATHS))
+        return [("backward", lambda k: elementwise.apply_gradient(k, derivative, self.x, self.y, self.dy, self.dx))]
 
 
 class Pool(Node):
@@ -481,19 +473,11 @@ class Pool(Node):
 
     def __init__(self, stage: Stage) -> None:
         super().__init__(stage.name, stage.output_shape)
-        self.stage, self.size = stage, stage.layer.pool
-        self.stride = stage.layer.stride or self.size
+        self.stage, self.size, self.stride = stage, stage.window.size, stage.window.stride
         self.largest = isinstance(stage.layer, MaxPool2d)
 
     def input_ring(self) -> Ring:
-        (height, width, _), (top, left), (rows, columns, _) = (
-            self.stage.input_shape,
-            self.stage.pads,
-            self.stage.output_shape,
-        )
-        bottom = (rows - 1) * self.stride + self.size - top - height
-        right = (columns - 1) * self.stride + self.size - left - width
-        return Ring(top, left, max(bottom, 0), max(right, 0), value=-math.inf if self.largest else 0.0)
+        return Ring(*self.stage.window.pads, value=-math.inf if self.largest else 0.0)
 
     def prepare(self, plan: Layout) -> None:
         if self.largest:
@@ -507,10 +491,12 @@ class Pool(Node):
     def _inside(self) -> np.ndarray:
         """Return how many pixels of each window lie inside the image, (U, V)."""
         counts = []
-        for pad, size, count in zip(self.stage.pads, self.stage.input_shape, self.stage.output_shape, strict=False):
+        (rows, columns, _), window = self.y.shape, self.stage.window
+        height, width, _ = self.stage.input_shape
+        for pad, size, count in ((window.top, height, rows), (window.left, width, columns)):
             first = np.arange(count) * self.stride - pad
             counts.append(np.minimum(first + self.size, size) - np.maximum(first, 0))
-        return np.multiply.outer(*counts[:2])
+        return np.multiply.outer(*counts)
 
     def forward(self, plan: Layout) -> Kernels:
         def run(k: Emitter) -> None:

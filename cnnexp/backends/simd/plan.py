@@ -7,6 +7,7 @@ ReLU and the max-pool after it, a linear layer its ReLU), and asks every node fo
 from __future__ import annotations
 
 import math
+from typing import assert_never
 
 from llvmlite import ir
 
@@ -26,7 +27,19 @@ from cnnexp.backends.simd.nodes import (
     ToRows,
     WideDense,
 )
-from cnnexp.network import AvgPool2d, Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Stage
+from cnnexp.network import (
+    AvgPool2d,
+    Conv2d,
+    Elementwise,
+    Flatten,
+    GlobalAvgPool,
+    Linear,
+    MaxPool2d,
+    Network,
+    ReLU,
+    Residual,
+    Stage,
+)
 
 LARGEST_WINDOW = 4
 """Side of the largest max-pool that a convolution computes along: its code has every pixel of the window in it."""
@@ -100,6 +113,11 @@ def _first_trained(nodes: list[Node]) -> int:
     return next(i for i, node in enumerate(nodes) if node.trains)
 
 
+def suits(network: Network) -> bool:
+    """Whether there is a kernel for every layer."""
+    return not any(isinstance(layer, Residual) for layer in network.layers)
+
+
 def group_stages(network: Network, target: Target) -> list[Node]:
     """Group the stages, and put a change of layout where one is needed."""
     stages, nodes = list(network.stages), []
@@ -136,10 +154,14 @@ def _node(stage: Stage, following: list[Stage], shape: tuple[int, ...], target: 
             if rectify:
                 following.pop(0)
             return (SkinnyDense if stage.output_shape[0] <= MOST_OUTPUTS else WideDense)(stage, rectify)
-        case MaxPool2d() | AvgPool2d():
+        case MaxPool2d() | AvgPool2d() | GlobalAvgPool():
             return Pool(stage)
-        case _:
+        case Elementwise():
             return Activation(stage, shape)
+        case Flatten() | Residual():
+            raise TypeError(f"{stage.name}: no node computes it; `suits` tells")
+        case _:
+            assert_never(stage.layer)
 
 
 def _follow(stage: Stage, following: list[Stage]) -> tuple[bool, Stage | None]:
@@ -148,7 +170,7 @@ def _follow(stage: Stage, following: list[Stage]) -> tuple[bool, Stage | None]:
     while following:
         if isinstance(following[0].layer, ReLU) and not rectify:
             rectify = True
-        elif pool is None and _fits_windows(following[0], stage.output_shape):
+        elif pool is None and _fits_windows(following[0]):
             pool = following[0]
         else:
             break
@@ -156,10 +178,8 @@ def _follow(stage: Stage, following: list[Stage]) -> tuple[bool, Stage | None]:
     return rectify, pool
 
 
-def _fits_windows(pool: Stage, shape: tuple[int, ...]) -> bool:
+def _fits_windows(pool: Stage) -> bool:
     """Whether a stage is a max-pool whose windows are small, do not overlap and do not reach past the image."""
-    if not isinstance(pool.layer, MaxPool2d) or pool.layer.pool > LARGEST_WINDOW or pool.pads != (0, 0):
+    if not isinstance(pool.layer, MaxPool2d) or pool.window.padded:
         return False
-    size, stride = pool.layer.pool, pool.layer.stride or pool.layer.pool
-    inside = all((count - 1) * stride + size <= side for count, side in zip(pool.output_shape[:2], shape, strict=False))
-    return stride >= size and inside
+    return pool.window.size <= min(LARGEST_WINDOW, pool.window.stride)

@@ -6,8 +6,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from cnnexp.backends.gpu import device
+from cnnexp.backends.gpu.fused.build import suits
 from cnnexp.backends.gpu.fused.program import FusedProgram
 from cnnexp.backends.gpu.naive import GpuBackend
+from cnnexp.backends.gpu.shared import GpuShared
+from cnnexp.backends.protocol import Program
 from cnnexp.network import Network
 from cnnexp.network.losses import Loss
 from cnnexp.optimizers import Optimizer
@@ -17,6 +20,8 @@ from cnnexp.optimizers import Optimizer
 class GpuFused(GpuBackend):
     """Layers fused, data on the device, steps in CUDA graphs.
 
+    A network with a layer that it has no node for is compiled as `gpu-shared` does.
+
     Attributes:
         graphs: launch many steps as one CUDA graph; without, the same kernels one by one.
     """
@@ -24,6 +29,8 @@ class GpuFused(GpuBackend):
     name: ClassVar[str] = "gpu-fused"
     graphs: bool = True
 
-    def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> FusedProgram:
+    def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> Program:
+        if not suits(network):
+            return GpuShared(self.device).compile(network, loss, optimizer, batch_size)
         with device.on(self.gpu):
             return FusedProgram(self.gpu, network, loss, optimizer, batch_size, self.graphs)

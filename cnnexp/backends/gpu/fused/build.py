@@ -20,7 +20,7 @@ from cnnexp.backends.gpu.fused.nodes import (
     plan_conv,
 )
 from cnnexp.backends.gpu.fused.one_conv import OneConv
-from cnnexp.network import Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Stage
+from cnnexp.network import Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Residual, Stage
 from cnnexp.network.losses import Loss
 
 MOST_WINDOW = 16  # S * S: accumulators of a thread
@@ -91,7 +91,7 @@ def _pool_and_relu(stages: Sequence[Stage]) -> tuple[int, bool, int]:
         match stage.layer:
             case ReLU() if not relu:
                 relu = True
-            case MaxPool2d(side, stride) if pool == 1 and _tiles(stage, side, stride or side, P, Q):
+            case MaxPool2d(side) if pool == 1 and _tiles(stage, P, Q):
                 pool = side
             case _:
                 break
@@ -99,7 +99,12 @@ def _pool_and_relu(stages: Sequence[Stage]) -> tuple[int, bool, int]:
     return pool, relu, used
 
 
-def _tiles(stage: Stage, side: int, stride: int, P: int, Q: int) -> bool:
+def _tiles(stage: Stage, P: int, Q: int) -> bool:
     """Return whether a pooling layer's windows cover the map once, and fit in a thread's registers."""
-    U, V, _ = stage.output_shape
-    return stride == side and side > 1 and side**2 <= MOST_WINDOW and (U * side, V * side) == (P, Q)
+    (U, V, _), side = stage.output_shape, stage.window.size
+    return stage.window.stride == side and side > 1 and side**2 <= MOST_WINDOW and (U * side, V * side) == (P, Q)
+
+
+def suits(network: Network) -> bool:
+    """Return whether there are nodes for all of the network."""
+    return not any(isinstance(layer, Residual) for layer in network.layers)

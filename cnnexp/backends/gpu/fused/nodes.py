@@ -20,8 +20,8 @@ from cnnexp.backends.gpu.fused.conv_kernels import ConvBlock
 from cnnexp.backends.gpu.fused.kernels import BLOCK, LANES
 from cnnexp.backends.gpu.kernels import ConvSizes, f32, u32
 from cnnexp.backends.gpu.shared import SharedOps
-from cnnexp.backends.layerwise import backward_stage, forward_stage
-from cnnexp.network import Flatten, MaxPool2d, Parameter, Stage
+from cnnexp.backends.stages import Run, backward_stage, forward_stage
+from cnnexp.network import Flatten, Parameter, Stage
 from cnnexp.network.losses import Loss
 
 MOST_TAPS = 49  # K * K accumulators of a thread in registers
@@ -175,8 +175,8 @@ class ConvPlan:
 
 def conv_block(stage: Stage, pool: int, relu: bool, from_order: bool) -> ConvBlock:
     """Return what the kernels of a convolution are made from."""
-    (H, W, C), (P, Q, F), layer = stage.input_shape, stage.output_shape, stage.layer
-    sizes = ConvSizes(H, W, C, layer.kernel, F, layer.stride, *stage.pads, P, Q)
+    (H, W, C), (P, Q, F), window = stage.input_shape, stage.output_shape, stage.window
+    sizes = ConvSizes(H, W, C, window.size, F, window.stride, window.top, window.left, P, Q)
     return ConvBlock(sizes, pool, relu, stage.bias is not None, from_order, from_bytes=False)
 
 
@@ -391,20 +391,24 @@ class PlainLayer(Node):
         else:
             self._allocate(context, stage.output_shape)
             self.dy = self.dy if trains else None
-        pools = isinstance(stage.layer, MaxPool2d)
-        self._argmax = device.empty(shape, np.int32) if pools else None
+        self._saved = context.ops.saved(stage, context.batch_size)
 
     def forward(self, step):
-        self._ops.stream = step.stream
-        x, y, argmax = _of_batch(step.count, self._before.y, self.y, self._argmax)
-        forward_stage(self._ops, self._stage, self._parameters, x, y, argmax)
-
-    def backward(self, step):
-        if self.dy is None:
+        if isinstance(self._stage.layer, Flatten):
             return
         self._ops.stream = step.stream
-        arrays = _of_batch(step.count, self._before.y, self.y, self.dy, self._argmax, self._before.dy)
-        backward_stage(self._ops, self._stage, self._parameters, self._arena.memory, *arrays)
+        x, y = _of_batch(step.count, self._before.y, self.y)
+        forward_stage(self._ops, self._stage, self._run(step), x, y, self._saved)
+
+    def backward(self, step):
+        if self.dy is None or isinstance(self._stage.layer, Flatten):
+            return
+        self._ops.stream = step.stream
+        x, y, dy, dx = _of_batch(step.count, self._before.y, self.y, self.dy, self._before.dy)
+        backward_stage(self._ops, self._stage, self._run(step), x, y, dy, self._saved, dx)
+
+    def _run(self, step: Step) -> Run:
+        return Run(step.count, self._parameters, self._arena.memory)
 
 
 def _of_batch(count: int, *arrays: Tensor | None) -> list[Tensor | None]:

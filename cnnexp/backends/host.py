@@ -1,0 +1,33 @@
+"""What the `Ops` of every CPU backend have in common: NumPy arrays, and what layers keep in them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from cnnexp.network import MaxPool2d, Stage
+
+
+class HostOps:
+    """The part of `Ops` (see `protocol`) that computes nothing.
+
+    A max-pool keeps the place, row * size + column, of each window's maximum, int32 (N,U,V,C).
+    """
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        return np.full(shape, 0, dtype)
+
+    def saved(self, stage: Stage, batch_size: int) -> np.ndarray | None:
+        if isinstance(stage.layer, MaxPool2d):
+            return self.empty((batch_size, *stage.output_shape), np.int32)
+        return None
+
+    def to_device(self, array: np.ndarray) -> np.ndarray:
+        return array
+
+    def to_host(self, array: np.ndarray) -> np.ndarray:
+        return array.copy()
+
+    def copy(self, source: np.ndarray, target: np.ndarray) -> None:
+        target[...] = source

@@ -1,0 +1,224 @@
+"""The stages of a network with the arrays of a batch: one way through them forward, one back."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import assert_never
+
+import numpy as np
+
+from cnnexp.backends.protocol import Array, Ops
+from cnnexp.network import (
+    AvgPool2d,
+    Conv2d,
+    Elementwise,
+    Flatten,
+    GlobalAvgPool,
+    Linear,
+    MaxPool2d,
+    Residual,
+    Stage,
+)
+
+Watch = Callable[[str, str], AbstractContextManager]
+"""Makes the context in which a pass of a layer runs, e.g. ("conv1", "backward"): where a profiler puts its clock."""
+
+_UNWATCHED: AbstractContextManager = contextlib.nullcontext()
+
+
+def unwatched(layer: str, what: str) -> AbstractContextManager:
+    """Watch nothing."""
+    return _UNWATCHED
+
+
+@dataclass(frozen=True)
+class Run:
+    """What every layer is given while one batch goes through them.
+
+    Attributes:
+        count: images in the batch.
+        parameters, gradient: flat float32.
+    """
+
+    count: int
+    parameters: Array
+    gradient: Array
+    watch: Watch = unwatched
+
+
+class Chain:
+    """Stages one after another, each with buffers for its output and its gradient, allocated once.
+
+    Batches shorter than `batch_size` use the first images of each buffer.
+
+    Args:
+        x: buffer of the input (N, *input_shape) of the first stage.
+        dx: buffer of its gradient, or None where there is none.
+    """
+
+    def __init__(self, ops: Ops, stages: Sequence[Stage], batch_size: int, x: Array, dx: Array | None) -> None:
+        self.steps: list[_Step] = []
+        for stage in stages:
+            step = _STEPS.get(type(stage.layer), _Leaf)(ops, stage, batch_size, x, dx)
+            self.steps.append(step)
+            x, dx = step.y, step.dy
+        self._batch_size = batch_size
+        trained = (i for i, stage in enumerate(stages) if stage.parameters)
+        self._first_trained = next(trained, len(stages))
+
+    def forward(self, run: Run, x: Array) -> Array:
+        """Return the output of the last stage for x (N, *input_shape)."""
+        for step in self.steps:
+            x = step.forward(run, x, self._first(step.y, run))
+        return x
+
+    def gradient(self, count: int) -> Array:
+        """Return where the gradient of the output of `count` images belongs, before `backward`."""
+        dy = self.steps[-1].dy
+        return dy if count == self._batch_size else dy[:count]
+
+    def backward(self, run: Run, x: Array, dx: Array | None) -> None:
+        """Fill the flat gradient, and dx unless it is None; then no stage before the first that trains is run."""
+        first = self._first_trained if dx is None else 0
+        for i in range(len(self.steps) - 1, first - 1, -1):
+            step = self.steps[i]
+            source = self._first(self.steps[i - 1].y, run) if i else x
+            target = self._first(self.steps[i - 1].dy, run) if i > first else dx
+            step.backward(run, source, self._first(step.y, run), self._first(step.dy, run), target)
+
+    def _first(self, array: Array, run: Run) -> Array:
+        return array if run.count == self._batch_size else array[: run.count]
+
+
+class _Step:
+    """A stage with its buffers: y (N, *output_shape), and dy, its gradient."""
+
+    y: Array
+    dy: Array
+
+    def forward(self, run: Run, x: Array, y: Array) -> Array:
+        """Return the output, which is in y or a view of x."""
+        raise NotImplementedError
+
+    def backward(self, run: Run, x: Array, y: Array, dy: Array, dx: Array | None) -> None:
+        """Fill dx unless it is None, and the stage's part of the flat gradient."""
+        raise NotImplementedError
+
+
+class _Leaf(_Step):
+    """A layer that the ops compute."""
+
+    def __init__(self, ops: Ops, stage: Stage, batch_size: int, x: Array, dx: Array | None) -> None:
+        shape = (batch_size, *stage.output_shape)
+        self._ops, self._stage = ops, stage
+        self.y, self.dy = ops.empty(shape, np.float32), ops.empty(shape, np.float32)
+        self._saved = ops.saved(stage, batch_size)
+
+    def forward(self, run, x, y):
+        with run.watch(self._stage.name, "forward"):
+            forward_stage(self._ops, self._stage, run, x, y, self._saved)
+        return y
+
+    def backward(self, run, x, y, dy, dx):
+        with run.watch(self._stage.name, "backward"):
+            backward_stage(self._ops, self._stage, run, x, y, dy, self._saved, dx)
+
+
+class _View(_Step):
+    """A Flatten: its output is its input seen in another shape."""
+
+    def __init__(self, ops: Ops, stage: Stage, batch_size: int, x: Array, dx: Array | None) -> None:
+        shape = (batch_size, *stage.output_shape)
+        self.y = x.reshape(shape)
+        self.dy = ops.empty(shape, np.float32) if dx is None else dx.reshape(shape)
+
+    def forward(self, run, x, y):
+        return x.reshape(y.shape)  # not y: where it opens the network, x need not be the gathered batch
+
+    def backward(self, run, x, y, dy, dx):
+        """Do nothing: dx is a view of dy's buffer."""
+
+
+class _Branch(_Step):
+    """A Residual: its layers' last gradient is its own, to which the way past them adds."""
+
+    def __init__(self, ops: Ops, stage: Stage, batch_size: int, x: Array, dx: Array | None) -> None:
+        self._ops, self._stage = ops, stage
+        self._inner = Chain(ops, stage.stages, batch_size, x, dx)
+        self.y = ops.empty((batch_size, *stage.output_shape), np.float32)
+        self.dy = self._inner.steps[-1].dy
+
+    def forward(self, run, x, y):
+        inner = self._inner.forward(run, x)
+        with run.watch(self._stage.name, "forward"):
+            self._ops.add(x, inner, y)
+        return y
+
+    def backward(self, run, x, y, dy, dx):
+        self._inner.backward(run, x, dx)
+        if dx is not None:
+            with run.watch(self._stage.name, "backward"):
+                self._ops.add(dx, dy, dx)
+
+
+_STEPS: dict[type, type[_Leaf | _View | _Branch]] = {Flatten: _View, Residual: _Branch}
+
+
+def forward_stage(ops: Ops, stage: Stage, run: Run, x: Array, y: Array, saved: Array) -> None:
+    """Run one layer on x (N, *input_shape), filling y and what `saved` has room for."""
+    weight, bias = _views(stage, run.parameters)
+    match stage.layer:
+        case Conv2d():
+            ops.conv2d(x, weight, bias, stage.window, y)
+        case Elementwise():
+            ops.elementwise(stage.layer, x, y)
+        case MaxPool2d():
+            ops.max_pool(x, stage.window, y, saved)
+        case AvgPool2d():
+            ops.avg_pool(x, stage.window, y)
+        case GlobalAvgPool():
+            ops.avg_pool(x, stage.window, _one_pixel(y))
+        case Linear():
+            ops.linear(x, weight, bias, y)
+        case Flatten() | Residual():
+            raise TypeError(f"{stage.name}: is made of views and other layers; `Chain` runs it")
+        case _:
+            assert_never(stage.layer)
+
+
+def backward_stage(
+    ops: Ops, stage: Stage, run: Run, x: Array, y: Array, dy: Array, saved: Array, dx: Array | None
+) -> None:
+    """Run one layer backwards, filling dx and its part of the flat gradient; arrays as in `forward_stage`."""
+    weight, _ = _views(stage, run.parameters)
+    dw, db = _views(stage, run.gradient)
+    match stage.layer:
+        case Conv2d():
+            ops.conv2d_backward(x, weight, dy, stage.window, dx, dw, db)
+        case Elementwise():
+            ops.elementwise_backward(stage.layer, x, y, dy, dx)
+        case MaxPool2d():
+            ops.max_pool_backward(saved, dy, stage.window, dx)
+        case AvgPool2d():
+            ops.avg_pool_backward(dy, stage.window, dx)
+        case GlobalAvgPool():
+            ops.avg_pool_backward(_one_pixel(dy), stage.window, dx)
+        case Linear():
+            ops.linear_backward(x, weight, dy, dx, dw, db)
+        case Flatten() | Residual():
+            raise TypeError(f"{stage.name}: is made of views and other layers; `Chain` runs it")
+        case _:
+            assert_never(stage.layer)
+
+
+def _one_pixel(y: Array) -> Array:
+    """Return y (N,C) as the output of a pooling layer, (N,1,1,C)."""
+    return y.reshape((y.shape[0], 1, 1, y.shape[1]))
+
+
+def _views(stage: Stage, flat: Array) -> tuple[Array | None, Array | None]:
+    """Return the weight's and the bias's part of a flat buffer, None where the layer has none."""
+    return stage.weight and stage.weight.view(flat), stage.bias and stage.bias.view(flat)

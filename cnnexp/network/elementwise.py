@@ -1,0 +1,227 @@
+"""Elementwise layers: each is one rule on scalars and its derivative, compiled for every target as optimizers are.
+
+A rule is written with `+ - * /`, comparisons and the functions of `Maths` alone, so that the same source runs on Python
+numbers and NumPy arrays, is compiled by Numba for CPU and GPU, and is traced into vector instructions. All numbers in
+it are float32: one float64 literal would make a GPU compute in double.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from cnnexp.errors import NetworkError
+
+f32 = np.float32
+ZERO, HALF, ONE = f32(0), f32(0.5), f32(1)
+
+
+@dataclass(frozen=True)
+class Maths:
+    """What a rule may call, in the form that a target compiles or runs.
+
+    Attributes:
+        exp, tanh, erf: of one number.
+        maximum: `maximum(a, b)`, b where a < b, else a: a NaN in a stays.
+        where: `where(condition, a, b)`, a where the condition holds, else b; both are computed.
+    """
+
+    exp: Callable
+    tanh: Callable
+    erf: Callable
+    maximum: Callable
+    where: Callable
+
+
+@dataclass(frozen=True)
+class Elementwise:
+    """Base of the layers y = f(x), number by number.
+
+    A rule binds what it needs of `maths` and its own fields, as float32, to local names before it is defined: a
+    compiled target sees only those.
+    """
+
+    def rule(self, maths: Maths) -> Callable[[Any], Any]:
+        """Return f: x -> y."""
+        raise NotImplementedError
+
+    def derivative(self, maths: Maths) -> Callable[[Any, Any], Any]:
+        """Return (x, y) -> dy/dx."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class ReLU(Elementwise):
+    """max(x, 0); a NaN stays one."""
+
+    def rule(self, maths):
+        maximum = maths.maximum
+
+        def relu(x):
+            return maximum(x, ZERO)
+
+        return relu
+
+    def derivative(self, maths):
+        where = maths.where
+
+        def relu_derivative(x, y):
+            return where(y > ZERO, ONE, ZERO)
+
+        return relu_derivative
+
+
+@dataclass(frozen=True)
+class LeakyReLU(Elementwise):
+    """x where x > 0, else slope * x (Maas et al. 2013).
+
+    Attributes:
+        slope: of the negative side, a finite number.
+    """
+
+    slope: float = 0.01
+
+    def __post_init__(self) -> None:
+        if isinstance(self.slope, bool) or not isinstance(self.slope, int | float) or not math.isfinite(self.slope):
+            raise NetworkError(f"LeakyReLU: slope={self.slope!r}; must be a finite number")
+
+    def rule(self, maths):
+        where, slope = maths.where, f32(self.slope)
+
+        def leaky_relu(x):
+            return where(x > ZERO, x, slope * x)
+
+        return leaky_relu
+
+    def derivative(self, maths):
+        where, slope = maths.where, f32(self.slope)
+
+        def leaky_relu_derivative(x, y):
+            return where(x > ZERO, ONE, slope)
+
+        return leaky_relu_derivative
+
+
+@dataclass(frozen=True)
+class Sigmoid(Elementwise):
+    """1 / (1 + exp(-x)), almost rounded right: the binary loss divides by 1 - y."""
+
+    def rule(self, maths):
+        exp, maximum, where = maths.exp, maths.maximum, maths.where
+
+        def sigmoid(x):
+            e = exp(-maximum(x, -x))  # of a negative number only, so it cannot overflow
+            small = e / (ONE + e)
+            return where(x > ZERO, ONE - small, small)
+
+        return sigmoid
+
+    def derivative(self, maths):
+        def sigmoid_derivative(x, y):
+            return y * (ONE - y)
+
+        return sigmoid_derivative
+
+
+@dataclass(frozen=True)
+class Tanh(Elementwise):
+    """The hyperbolic tangent."""
+
+    def rule(self, maths):
+        tanh = maths.tanh
+
+        def hyperbolic_tangent(x):
+            return tanh(x)
+
+        return hyperbolic_tangent
+
+    def derivative(self, maths):
+        def tanh_derivative(x, y):
+            return ONE - y * y
+
+        return tanh_derivative
+
+
+@dataclass(frozen=True)
+class GELU(Elementwise):
+    """x times the normal distribution's share below x: x * (1 + erf(x / sqrt 2)) / 2 (Hendrycks and Gimpel 2016)."""
+
+    def rule(self, maths):
+        erf, root = maths.erf, f32(math.sqrt(0.5))
+
+        def gelu(x):
+            return x * (HALF + HALF * erf(x * root))
+
+        return gelu
+
+    def derivative(self, maths):
+        erf, exp = maths.erf, maths.exp
+        root, density = f32(math.sqrt(0.5)), f32(1 / math.sqrt(2 * math.pi))
+
+        def gelu_derivative(x, y):
+            return HALF + HALF * erf(x * root) + x * density * exp(-HALF * x * x)
+
+        return gelu_derivative
+
+
+def fingerprint(layer: Elementwise) -> str:
+    """Return what changes with a layer's rules and numbers, for caches that look at files or names alone."""
+    unbound = Maths(*[None] * len(fields(Maths)))
+    facts = type(layer).__module__, layer, _facts(layer.rule(unbound)), _facts(layer.derivative(unbound))
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+
+
+def _facts(value: Any) -> Any:
+    """Return a function's code and what it closes over, anything else as it is."""
+    if not isinstance(value, types.FunctionType):
+        return value
+    code, cells = value.__code__, value.__closure__ or ()
+    return code.co_code, code.co_consts, code.co_names, [_facts(cell.cell_contents) for cell in cells]
+
+
+def rational_erf(maximum: Callable) -> Callable[[Any], Any]:
+    """Return erf for a target that has only arithmetic: x P(x^2) / Q(x^2) on [-4, 4], beyond which it is 1 in float32.
+
+    The coefficients are Eigen's (`generic_fast_erf_float`); within 4e-7 of the true value.
+    """
+    p = [f32(c) for c in (
+        -2.72614225801306e-10, 2.77068142495902e-08, -2.10102402082508e-06, -5.69250639462346e-05,
+        -7.34990630326855e-04, -2.95459980854025e-03, -1.60960333262415e-02,
+    )]  # fmt: skip
+    q = [f32(c) for c in (
+        -1.45660718464996e-05, -2.13374055278905e-04, -1.68282697438203e-03, -7.37332916720468e-03,
+        -1.42647390514189e-02,
+    )]  # fmt: skip
+    return _odd_rational(p, q, f32(4), maximum)
+
+
+def rational_tanh(maximum: Callable) -> Callable[[Any], Any]:
+    """Return tanh for a target that has only arithmetic, as `rational_erf`; Eigen's `generic_fast_tanh_float`."""
+    p = [f32(c) for c in (
+        -2.76076847742355e-16, 2.00018790482477e-13, -8.60467152213735e-11, 5.12229709037114e-08,
+        1.48572235717979e-05, 6.37261928875436e-04, 4.89352455891786e-03,
+    )]  # fmt: skip
+    q = [f32(c) for c in (1.19825839466702e-06, 1.18534705686654e-04, 2.26843463243900e-03, 4.89352518554385e-03)]
+    return _odd_rational(p, q, f32(7.90531110763549805), maximum)
+
+
+def _odd_rational(p: list[np.float32], q: list[np.float32], bound: np.float32, maximum: Callable) -> Callable:
+    """Return x -> x P(x^2) / Q(x^2), coefficients from the highest power down, x held to [-bound, bound]."""
+
+    def function(x):
+        x = -maximum(-maximum(x, -bound), -bound)
+        square = x * x
+        above, below = p[0], q[0]
+        for coefficient in p[1:]:
+            above = above * square + coefficient
+        for coefficient in q[1:]:
+            below = below * square + coefficient
+        return x * above / below
+
+    return function

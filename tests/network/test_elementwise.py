@@ -1,0 +1,79 @@
+"""Elementwise layers: their rules on NumPy, and what compiled backends share of them."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import reference
+
+from cnnexp.backends.plain.numpy import MATHS
+from cnnexp.backends.plain.python import MATHS as PYTHON
+from cnnexp.errors import NetworkError
+from cnnexp.network import GELU, Elementwise, LeakyReLU, ReLU, Sigmoid, Tanh
+from cnnexp.network.elementwise import fingerprint, rational_erf, rational_tanh
+
+LAYERS = (ReLU(), LeakyReLU(0.2), Sigmoid(), Tanh(), GELU())
+X = np.linspace(-6, 6, 4001).astype(np.float32)[1:]
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=repr)
+def test_a_derivative_is_its_rules(layer):
+    x = X.astype(np.float64)
+    rule, derivative = layer.rule(MATHS), layer.derivative(MATHS)
+    numeric = (rule(x + 1e-6) - rule(x - 1e-6)) / 2e-6
+    clear = np.abs(x) > 1e-3
+    # the rational erf and tanh are smooth only to the rounding of float32
+    assert np.abs(derivative(x, rule(x)) - numeric)[clear].max() < 1e-5
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=repr)
+def test_nothing_is_computed_in_double(layer):
+    y = layer.rule(MATHS)(X)
+    assert y.dtype == layer.derivative(MATHS)(X, y).dtype == np.float32
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=repr)
+@pytest.mark.parametrize("maths", [MATHS, PYTHON], ids=["numpy", "python"])
+def test_not_a_number_stays_one(layer, maths):
+    assert np.isnan(layer.rule(maths)(np.float32(np.nan) if maths is MATHS else float("nan")))
+
+
+def test_sigmoid_keeps_its_distance_from_one():
+    y = Sigmoid().rule(MATHS)(np.array([-700, -10, 10, 700], np.float32))
+    np.testing.assert_allclose(y, 1 / (1 + np.exp(-np.array([-700, -10, 10, 700.0]))), rtol=1e-6, atol=1e-38)
+
+
+def test_functions_made_of_arithmetic():
+    x = np.linspace(-9, 9, 10_001).astype(np.float32)
+    assert np.abs(rational_erf(np.maximum)(x) - reference.erf(x.astype(np.float64))).max() < 4e-7
+    assert np.abs(rational_tanh(np.maximum)(x) - np.tanh(x.astype(np.float64))).max() < 4e-7
+
+
+@dataclass(frozen=True)
+class Scaled(Elementwise):
+    scale: float = 2.0
+
+    def rule(self, maths):
+        scale = np.float32(self.scale)
+        return lambda x: scale * x
+
+    def derivative(self, maths):
+        scale = np.float32(self.scale)
+        return lambda x, y: scale
+
+
+def test_a_fingerprint_changes_with_numbers_and_code():
+    prints = {fingerprint(layer) for layer in (*LAYERS, LeakyReLU(0.3), Scaled(), Scaled(3.0))}
+    assert len(prints) == 8
+    assert fingerprint(Scaled()) == fingerprint(Scaled(2.0))
+    before = fingerprint(Scaled())
+    changed = dataclass(frozen=True)(
+        type("Scaled", (Scaled,), {"rule": lambda self, maths: lambda x: np.float32(self.scale) * x * x})
+    )
+    assert fingerprint(changed()) != before
+
+
+@pytest.mark.parametrize("slope", [float("nan"), True, "0.1"])
+def test_a_slope_is_a_finite_number(slope):
+    with pytest.raises(NetworkError, match=r"LeakyReLU: slope=.*; must be a finite number"):
+        LeakyReLU(slope)
