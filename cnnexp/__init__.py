@@ -18,6 +18,7 @@ _HOMES = {
     "cnnexp.network.models": ("Custom", "Ffn", "Knm", "OneConv", "TwoConvMlp", "TwoConvPool4"),
     "cnnexp.network": ("AvgPool2d", "Conv2d", "Flatten", "Linear", "MaxPool2d", "Network", "ReLU", "Sigmoid"),
     "cnnexp.optimizers": ("SGD", "Adadelta", "Adagrad", "AdaMax", "Adam", "AdamW", "RMSprop"),
+    "cnnexp.system.registry": ("register",),
     "cnnexp.training.schedules": ("Constant", "Cosine", "Step"),
     "cnnexp.training.baseline": ("Baseline",),
     "cnnexp.training.loop": ("EpochResult", "train_epochs"),

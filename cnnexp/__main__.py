@@ -5,6 +5,7 @@ Only light modules are imported at the top, so that MLflow begins to load, in a 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import importlib
@@ -14,6 +15,7 @@ import sys
 
 from cnnexp.errors import CnnexpError, leave
 from cnnexp.measuring.environment import launched_rank
+from cnnexp.system.registry import take_plugins
 from cnnexp.tracking.pipe import end_early, start_early
 
 # name -> function and arguments; conf/config.yaml tells what each is for
@@ -41,11 +43,14 @@ def main() -> None:
     signal.signal(signal.SIGTERM, _terminate)
     rank = launched_rank()
     if rank:
+        with contextlib.suppress(CnnexpError):  # rank 0 reports it
+            take_plugins(sys.argv[1:])
         importlib.import_module("cnnexp.workers.mpi").follow()
         return
     try:
         if rank == 0:
             importlib.import_module("cnnexp.workers.mpi").lead()
+        sys.argv[1:] = take_plugins(sys.argv[1:])
         _dispatch(sys.argv[1:])
     except CnnexpError as error:
         if traceback_wanted:

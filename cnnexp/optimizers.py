@@ -16,6 +16,7 @@ from typing import ClassVar
 import numpy as np
 
 from cnnexp.errors import ConfigError
+from cnnexp.system.registry import Registry
 
 Rule = Callable
 f32 = np.float32
@@ -261,12 +262,15 @@ class AdaMax(Optimizer):
         return adamax
 
 
-OPTIMIZERS: dict[str, type[Optimizer]] = {
-    "sgd": SGD,
-    "rmsprop": RMSprop,
-    "adagrad": Adagrad,
-    "adadelta": Adadelta,
-    "adam": Adam,
-    "adamw": AdamW,
-    "adamax": AdaMax,
-}
+OPTIMIZERS: Registry[Optimizer] = Registry(
+    "optimizer",
+    {
+        "sgd": SGD,
+        "rmsprop": RMSprop,
+        "adagrad": Adagrad,
+        "adadelta": Adadelta,
+        "adam": Adam,
+        "adamw": AdamW,
+        "adamax": AdaMax,
+    },
+)

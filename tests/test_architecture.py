@@ -25,7 +25,7 @@ FLOORS = (
     ("__main__",),
 )
 LEVELS = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
-BACKENDS_KNOW = {"backends", "errors", "network", "optimizers"}  # no config, no loop, no data set
+BACKENDS_KNOW = {"backends", "errors", "network", "optimizers", "system"}  # no config, no loop, no data set
 # library -> the only modules that import it
 ONLY_IN = {
     "hydra": {"cnnexp.app.hydra_app"},

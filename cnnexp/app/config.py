@@ -11,7 +11,7 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard, cast
 
@@ -25,6 +25,7 @@ from cnnexp.network import LAYERS, Layer
 from cnnexp.network.models import MODELS, Model
 from cnnexp.optimizers import OPTIMIZERS, Optimizer
 from cnnexp.papers import EXPERIMENTS
+from cnnexp.system.registry import Registry
 from cnnexp.training.schedules import Constant, Cosine, Schedule, Step
 from cnnexp.workers import WORKERS, Workers
 
@@ -161,13 +162,17 @@ def load(values: Mapping[str, Any]) -> Settings:
         BackendUnavailable: this machine cannot run the chosen backend.
     """
     _refuse_targets(values, "")
+    if "plugins" in values:
+        raise ConfigError(
+            "plugins: refused in a config file, since a plugin is code; give plugins=FILE.py on the command line"
+        )
     _check_names("", values, SECTIONS, required=SECTIONS)
     for section, value in values.items():
         if not isinstance(value, Mapping):
             raise ConfigError(f"{section}={show(value)}: must be a mapping of keys to values")
     trainer = build(Trainer, values["trainer"], "trainer")
     if trainer.baseline is not None:
-        _check_choice(BACKENDS, trainer.baseline, "trainer.baseline")
+        BACKENDS.find(trainer.baseline, "trainer.baseline")
     return Settings(
         model=named(MODELS, values["model"], "model"),
         optimizer=named(OPTIMIZERS, values["optimizer"], "optimizer"),
@@ -177,7 +182,7 @@ def load(values: Mapping[str, Any]) -> Settings:
         tracking=build(Tracking, values["tracking"], "tracking"),
         sweep=build(Sweep, values["sweep"], "sweep"),
         # last, since importing their compilers takes longest
-        backend=named(BACKENDS, values["backend"], "backend", backend_class),
+        backend=named(BACKENDS, values["backend"], "backend"),
         baseline=None if trainer.baseline is None else backend_class(trainer.baseline)(),
     )
 
@@ -225,6 +230,17 @@ def build(cls: type, values: Mapping[str, Any], where: str, tag: str | None = No
     return cls(**{key: convert(value, hints[key], f"{where}.{key}") for key, value in given.items()})
 
 
+def defaults(cls: type) -> dict[str, Any]:
+    """Return the keys of a dataclass with their defaults, as plain values; `???` for those that must be given."""
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(cls):
+        if field.init:
+            make = field.default_factory
+            value = field.default if make is dataclasses.MISSING else make()
+            values[field.name] = "???" if value is dataclasses.MISSING else value
+    return values
+
+
 def convert(value: Any, hint: Any, key: str) -> Any:
     """Return `value` as the annotation `hint` wants it: never a guess, so no '3' for 3, no true for 1.0, no nan.
 
@@ -252,19 +268,15 @@ def convert(value: Any, hint: Any, key: str) -> Any:
     raise ConfigError(f"{key}={show(value)}: must be {_describe(hint)}{near}")
 
 
-def named(registry: Mapping[str, Any], values: Mapping[str, Any], group: str, lookup: Callable | None = None) -> Any:
+def named(registry: Registry[Any], values: Mapping[str, Any], group: str) -> Any:
     """Make the object that `values["name"]` picks from a registry, strictly.
 
     Args:
-        registry: name -> class.
+        registry: of the group.
         values: its options, and its name.
         group: the config path of `values`, for messages.
-        lookup: gets the class from the name, where the registry does not hold it.
     """
-    name: Any = values.get("name")
-    _check_choice(registry, name, f"{group}.name")
-    cls = lookup(name) if lookup else registry[name]
-    return build(cls, values, group, tag="name")
+    return build(registry.find(values.get("name"), f"{group}.name"), values, group, tag="name")
 
 
 def show(value: Any) -> str:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import hydra
+from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
 from cnnexp.app import sweep
-from cnnexp.app.config import Tracking, build, load, plain, record
+from cnnexp.app.config import Tracking, build, defaults, load, plain, record
 from cnnexp.app.console import make_console
 from cnnexp.app.resume import find_earlier
 from cnnexp.app.run import train
@@ -23,6 +24,7 @@ from cnnexp.errors import CnnexpError, TrackingError, leave, without_password
 from cnnexp.measuring.environment import outputs_dir, program_name
 from cnnexp.papers import page
 from cnnexp.papers.compare import compare
+from cnnexp.system import registry
 from cnnexp.tracking import verdict
 from cnnexp.tracking.journal import Run
 from cnnexp.tracking.pipe import Recorder
@@ -30,6 +32,7 @@ from cnnexp.tracking.store import store_uri
 
 log = logging.getLogger(__name__)
 
+GROUPS = ("model", "backend", "optimizer", "dataset", "workers")  # a class for each name in them
 OBJECTIVES = {"test_accuracy": "final/test_accuracy", "epoch_s": "time/median_epoch_s"}
 PACKAGE = Path(__file__).resolve().parents[1]
 # a checkout holds conf/ beside the package, an installed package inside it
@@ -43,6 +46,7 @@ OmegaConf.register_new_resolver("by", lambda name, values, otherwise: values.get
 
 def launch() -> None:
     """Run all jobs of this process's command line; raise what made the only one fail."""
+    _offer_plugins(sys.argv[1:])
     command = hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)
     interrupted = True
     try:
@@ -153,6 +157,16 @@ def _recorder(tracking: Tracking) -> Recorder | None:
 def _as_typed(overrides: Any) -> list[str]:
     """Return overrides without resolving what they hold: it may lead nowhere, or to a secret."""
     return cast(list[str], OmegaConf.to_container(overrides, resolve=False))
+
+
+def _offer_plugins(words: Sequence[str]) -> None:
+    """Let the command line pick what plugins added: the defaults of its class stand where our groups have a file."""
+    picked = [(group, name) for group, _, names in (word.partition("=") for word in words) for name in names.split(",")]
+    if any(group in GROUPS and not (CONF / group / f"{name}.yaml").is_file() for group, name in picked):
+        registry.load_installed()
+    for group in GROUPS:
+        for name, cls in registry.added(group).items():
+            ConfigStore.instance().store(name, {"name": name, **defaults(cls)}, group)
 
 
 def config_keys() -> list[str]:

@@ -14,7 +14,7 @@ from yaml import YAMLError
 
 from cnnexp.app.config import named
 from cnnexp.app.resume import find_run
-from cnnexp.backends import BACKENDS, backend_class
+from cnnexp.backends import BACKENDS
 from cnnexp.datasets import DATASETS, Dataset, Images
 from cnnexp.errors import ConfigError, DataError
 from cnnexp.tracking.model import BACKEND, Classifier
@@ -33,7 +33,7 @@ def command(arguments: Sequence[str]) -> None:
         DataError: an image or the data set cannot be read, or is not what the model takes.
     """
     run, files, options = _parse(arguments)
-    backend = named(BACKENDS, {"name": BACKEND, **options.get("backend", {})}, "backend", backend_class)
+    backend = named(BACKENDS, {"name": BACKEND, **options.get("backend", {})}, "backend")
     source = named(DATASETS, options["dataset"], "dataset") if "dataset" in options else None
     classifier = Classifier(find_run(run, f"predict {run}"), backend)
     if source is None:

@@ -2,35 +2,37 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
 
-from cnnexp.errors import ConfigError, did_you_mean
+from cnnexp.system.registry import Registry
 
 if TYPE_CHECKING:
     from cnnexp.backends.protocol import Backend
 
-BACKENDS: dict[str, str] = {
-    "python": "plain.python:Python",
-    "numpy": "plain.numpy:Numpy",
-    "numpy-parallel": "plain.numpy_parallel:NumpyParallel",
-    "unrolled": "plain.unrolled:Unrolled",
-    "unrolled-parallel": "plain.numpy_parallel:UnrolledParallel",
-    "cpu-published": "cpu.published:CpuPublished",
-    "cpu-published-argmax": "cpu.published:CpuPublishedArgmax",
-    "cpu": "cpu.sequential:Cpu",
-    "cpu-parallel": "cpu.parallel:CpuParallel",
-    "cpu-simd": "simd:CpuSimd",
-    "gpu-naive": "gpu.naive:GpuNaive",
-    "gpu-shared-input": "gpu.shared:GpuSharedInput",
-    "gpu-shared": "gpu.shared:GpuShared",
-    "gpu-tuned": "gpu.tuned:GpuTuned",
-    "gpu-fused": "gpu.fused:GpuFused",
-    "gpu": "gpu.fused:GpuFused",  # the fastest: it takes every network
-    "torch": "peers.torch:Torch",
-    "keras": "peers.keras:Keras",
-}
-"""Name, as in `conf/backend/`, to `module:Class` under `cnnexp.backends`."""
+BACKENDS: Registry[Backend] = Registry(
+    "backend",
+    {
+        "python": "plain.python:Python",
+        "numpy": "plain.numpy:Numpy",
+        "numpy-parallel": "plain.numpy_parallel:NumpyParallel",
+        "unrolled": "plain.unrolled:Unrolled",
+        "unrolled-parallel": "plain.numpy_parallel:UnrolledParallel",
+        "cpu-published": "cpu.published:CpuPublished",
+        "cpu-published-argmax": "cpu.published:CpuPublishedArgmax",
+        "cpu": "cpu.sequential:Cpu",
+        "cpu-parallel": "cpu.parallel:CpuParallel",
+        "cpu-simd": "simd:CpuSimd",
+        "gpu-naive": "gpu.naive:GpuNaive",
+        "gpu-shared-input": "gpu.shared:GpuSharedInput",
+        "gpu-shared": "gpu.shared:GpuShared",
+        "gpu-tuned": "gpu.tuned:GpuTuned",
+        "gpu-fused": "gpu.fused:GpuFused",
+        "gpu": "gpu.fused:GpuFused",  # the fastest: it takes every network
+        "torch": "peers.torch:Torch",
+        "keras": "peers.keras:Keras",
+    },
+    package=__name__,
+)
 
 
 def backend_class(name: str) -> type[Backend]:
@@ -40,10 +42,7 @@ def backend_class(name: str) -> type[Backend]:
         ConfigError: no backend has this name.
         BackendUnavailable: the machine lacks what the backend's module needs.
     """
-    if name not in BACKENDS:
-        raise ConfigError(f"backend={name!r}: unknown; legal: {', '.join(BACKENDS)}{did_you_mean(name, BACKENDS)}")
-    module, cls = BACKENDS[name].split(":")
-    return getattr(importlib.import_module(f"{__name__}.{module}"), cls)
+    return BACKENDS.find(name, "backend")
 
 
 def backend(name: str, **options) -> Backend:

@@ -14,6 +14,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from cnnexp.system.registry import load_named
+
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 LAST_WORDS = re.compile(r"Assertion .* failed|LLVM ERROR: .*")
 
@@ -55,6 +57,7 @@ def serve() -> None:
     """Be the child: answer one question."""
     with os.fdopen(os.dup(1), "wb") as out:
         os.dup2(2, 1)  # what a library prints is not the answer
+        load_named()  # the question may hold objects of theirs
         module, _, function = sys.argv[1].partition(":")
         out.write(getattr(importlib.import_module(module), function)(sys.stdin.buffer.read()))
 

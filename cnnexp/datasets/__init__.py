@@ -16,10 +16,12 @@ from cnnexp.datasets.mnist import Mnist
 from cnnexp.datasets.npz import Npz
 from cnnexp.datasets.quadrants import Quadrants
 from cnnexp.datasets.synthetic import Synthetic
+from cnnexp.system.registry import Registry
 
-DATASETS: dict[str, type[Source]] = {
-    source.name: source for source in (Digits, Mnist, FashionMnist, Fer2013, Quadrants, Synthetic, Images, Npz)
-}
+DATASETS: Registry[Source] = Registry(
+    "dataset",
+    {source.name: source for source in (Digits, Mnist, FashionMnist, Fer2013, Quadrants, Synthetic, Images, Npz)},
+)
 
 __all__ = [
     "DATASETS",

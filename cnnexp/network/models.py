@@ -13,6 +13,7 @@ from cnnexp.errors import ConfigError
 from cnnexp.network.layers import Conv2d, Flatten, Layer, Linear, MaxPool2d, ReLU, Shape, Sigmoid
 from cnnexp.network.losses import Loss
 from cnnexp.network.shapes import Network
+from cnnexp.system.registry import Registry
 
 Padding = Literal["valid", "same", "full", "auto"] | int
 LossName = Literal["softmax_cross_entropy", "binary_cross_entropy"]
@@ -180,14 +181,17 @@ class Custom(Model):
         return Loss(self.loss_name)
 
 
-MODELS: dict[str, type[Model]] = {
-    "one_conv": OneConv,
-    "two_conv_mlp": TwoConvMlp,
-    "two_conv_pool4": TwoConvPool4,
-    "knm": Knm,
-    "ffn": Ffn,
-    "custom": Custom,
-}
+MODELS: Registry[Model] = Registry(
+    "model",
+    {
+        "one_conv": OneConv,
+        "two_conv_mlp": TwoConvMlp,
+        "two_conv_pool4": TwoConvPool4,
+        "knm": Knm,
+        "ffn": Ffn,
+        "custom": Custom,
+    },
+)
 
 
 def _pool(model: OneConv | TwoConvMlp | TwoConvPool4 | Knm) -> MaxPool2d:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from cnnexp.errors import BackendUnavailable, ConfigError, Diverged, TrackingErr
 from cnnexp.measuring import environment
 from cnnexp.measuring.interference import Interference
 from cnnexp.network import Network
+from cnnexp.system.registry import VARIABLE
 from cnnexp.tracking import verdict
 from cnnexp.tracking.folder import Claim
 from cnnexp.tracking.pipe import Recorder
@@ -146,6 +148,7 @@ class Run:
                 "workers": str(workers),
                 "config_hash": environment.config_hash(self._config),
                 "timing.contended": str(self.contended).lower(),
+                **({"plugins": os.environ[VARIABLE]} if os.environ.get(VARIABLE) else {}),
                 **getattr(backend, "facts", {}),  # of a GPU: what it can do, driver and toolkit
             },
             "dataset": {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from cnnexp.backends.protocol import Backend, Program
 from cnnexp.errors import ConfigError
@@ -16,6 +16,7 @@ from cnnexp.measuring.environment import launched_rank
 from cnnexp.network import Network
 from cnnexp.network.losses import Loss
 from cnnexp.optimizers import Optimizer
+from cnnexp.system.registry import Registry
 from cnnexp.workers.replica import Spec, divide_threads
 
 Sync = Literal["gradients", "parameters", "hybrid"]
@@ -130,7 +131,7 @@ class Mpi(_Parallel):
 
 
 Workers = Alone | Local | Mpi
-WORKERS: dict[str, type] = {"none": Alone, "local": Local, "mpi": Mpi}
+WORKERS: Registry[Any] = Registry("workers", {"none": Alone, "local": Local, "mpi": Mpi})
 
 
 def _refuse_idle_ranks(name: str) -> None:

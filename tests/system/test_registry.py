@@ -1,0 +1,158 @@
+"""Names that config calls classes by, and plugins: a user's own pieces, in one file outside the package."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cnnexp.app.config import load
+from cnnexp.backends import BACKENDS
+from cnnexp.errors import ConfigError
+from cnnexp.optimizers import OPTIMIZERS, SGD
+from cnnexp.system import registry
+from cnnexp.system.registry import Registry, register
+from cnnexp.tracking.journal import read_journal
+
+ROOT = Path(__file__).resolve().parents[2]
+OUTSIDE = ROOT / "tests" / "outside.py"
+TINY = ("tracking=none", "trainer.baseline=null", "trainer.epochs=2", "trainer.batch_size=8", "trainer.progress=false")
+
+
+@pytest.fixture(autouse=True)
+def nothing_added(monkeypatch):
+    monkeypatch.setattr(registry, "_added", {group: {} for group in registry._added})
+    monkeypatch.setattr(registry, "_shipped", {**registry._shipped})
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv(registry.VARIABLE, "")
+
+
+def python_m(*arguments: str, cwd: Path, path: str = str(ROOT)) -> subprocess.CompletedProcess:
+    command, environ = [sys.executable, "-m", "cnnexp", *arguments], {**os.environ, "PYTHONPATH": path}
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=False, env=environ)
+
+
+@dataclass(frozen=True)
+class Mine(SGD):
+    pass
+
+
+def test_a_registered_class_is_found_beside_ours():
+    assert register("optimizer", "mine")(Mine) is Mine
+    assert OPTIMIZERS["mine"] is OPTIMIZERS.find("mine", "optimizer.name") is Mine
+    assert list(OPTIMIZERS)[-1] == "mine"
+    assert len(OPTIMIZERS) == len(list(OPTIMIZERS))
+    register("optimizer", "mine")(Mine)  # the same file, loaded again
+
+
+def test_a_class_is_imported_when_it_is_asked_for():
+    lazy = Registry("optimizer", {"later": "nowhere:Later", "now": "optimizers:SGD"})
+    assert list(lazy) == ["later", "now"]
+    assert "later" in lazy
+    assert lazy["now"] is SGD
+    with pytest.raises(ModuleNotFoundError):
+        lazy["later"]
+
+
+@pytest.mark.parametrize(
+    ("group", "name", "cls", "message"),
+    [
+        ("optimiser", "x", Mine, "register\\('optimiser'\\): unknown; legal: model, .*; did you mean 'optimizer'"),
+        ("optimizer", "sgd", Mine, "'sgd'\\): the name is taken"),
+        ("optimizer", "x", int, "int must be a dataclass"),
+    ],
+)
+def test_what_cannot_be_registered(group, name, cls, message):
+    with pytest.raises(ConfigError, match=message):
+        register(group, name)(cls)
+
+
+def test_two_plugins_may_not_share_a_name():
+    register("backend", "x")(Mine)
+    with pytest.raises(ConfigError, match="'x'\\): the name is taken"):
+        register("backend", "x")(SGD)
+    with pytest.raises(ConfigError, match="'x'\\): the name is taken"):
+        Registry("backend", {"x": SGD})
+
+
+def test_an_unknown_name_is_an_error_that_says_what_is_legal():
+    with pytest.raises(
+        ConfigError, match=r"backend.name='cpu-smd': unknown; legal: python, .*; did you mean 'cpu-simd'"
+    ):
+        BACKENDS.find("cpu-smd", "backend.name")
+    with pytest.raises(ConfigError, match=r"backend\.name=null: unknown"):
+        BACKENDS.find(None, "backend.name")
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "message"),
+    [
+        ("gone.py", None, "gone.py: no such file"),
+        ("broken_plugin.py", "import nowhere_at_all", "broken_plugin.py: cannot be imported: ModuleNotFoundError"),
+        ("broken_twice.py", "1 / 0", "broken_twice.py: cannot be imported: ZeroDivisionError"),
+        ("json.py", "", "json.py: another module is called json; rename the file"),
+    ],
+)
+def test_a_plugin_that_cannot_be_loaded(tmp_path, file, text, message):
+    if text is not None:
+        (tmp_path / file).write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        registry.take_plugins(["model=knm", f"plugins={tmp_path / file}"])
+    assert json.__file__ != str(tmp_path / file)
+
+
+def test_the_documented_plugin_does_what_it_says(tmp_path):
+    (text,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "plugins.md").read_text(encoding="utf-8"), re.DOTALL)
+    file = tmp_path / text.partition("\n")[0].removeprefix("# ")
+    file.write_text(text, encoding="utf-8")
+    assert registry.take_plugins([f"plugins={file}", "optimizer=momentum_sign"]) == ["optimizer=momentum_sign"]
+    w, momentum = np.zeros(3, np.float32), np.zeros(3, np.float32)
+    OPTIMIZERS["momentum_sign"]().apply(w, np.array([2, -1, 0], np.float32), [momentum], 0.5, 1)
+    assert (w.tolist(), momentum.tolist()) == ([-0.5, 0.5, 0], pytest.approx([0.2, -0.1, 0]))
+
+
+def test_a_config_file_cannot_name_a_plugin():
+    with pytest.raises(ConfigError, match="plugins: refused in a config file"):
+        load({"plugins": [str(OUTSIDE)]})
+
+
+def test_one_of_each_kind_from_one_file_outside_the_package(tmp_path):
+    """On the command line of a sweep, compiled for NumPy, for loops and for vectors: the same numbers."""
+    own = ("model=wide", "optimizer=sign", "dataset=stripes", "backend=mine,cpu,cpu-simd", "model.hidden=20")
+    done = python_m("-m", f"plugins=[{OUTSIDE}]", *own, *TINY, f"hydra.sweep.dir={tmp_path}/sweep", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    journals = [read_journal(tmp_path / "sweep" / job) for job in "012"]
+    losses = [[epoch["train/loss"] for epoch in journal["epochs"]] for journal in journals]
+    assert losses[0][1] < losses[0][0]
+    assert losses[1:] == [pytest.approx(losses[0], rel=1e-4)] * 2
+    config = journals[0]["config"]
+    assert config["model"] == {"name": "wide", "hidden": 20}
+    assert config["optimizer"] == {"name": "sign", "lr": 0.001, "weight_decay": 0.0}
+    assert journals[0]["begin"]["tags"]["plugins"] == str(OUTSIDE)
+
+
+def test_workers_know_the_plugin_too(tmp_path):
+    own = ("model=wide", "optimizer=sign", "dataset=stripes", "backend=mine", "workers=local")
+    done = python_m(f"plugins={OUTSIDE}", *own, *TINY, f"hydra.run.dir={tmp_path}/run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert read_journal(tmp_path / "run")["status"] == "FINISHED"
+
+
+def test_an_installed_package_offers_its_plugin_by_an_entry_point(tmp_path):
+    about = tmp_path / "site" / "outside-1.0.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: outside\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text("[cnnexp_plugins]\noutside = outside\n")
+    (tmp_path / "site" / "outside.py").write_text(OUTSIDE.read_text(encoding="utf-8"), encoding="utf-8")
+    path = f"{tmp_path / 'site'}:{ROOT}"
+    done = python_m("--cfg", "job", "optimizer=sign", cwd=tmp_path, path=path)
+    assert done.returncode == 0, done.stderr
+    assert "name: sign\n" in done.stdout
+    missed = python_m("--cfg", "job", "optimizer=sine", cwd=tmp_path, path=path)
+    assert "optimizer=sine: unknown; legal: " in missed.stderr
+    assert "did you mean 'sign'" in missed.stderr
