@@ -91,7 +91,7 @@ def test_with_fallback_the_run_goes_on_and_says_so(start, tmp_path):
     assert re.search(DIED, stdout)
     assert "210 parameters; cpu-parallel on 1 thread" in stdout
     end = json.loads((tmp_path / "run" / JOURNAL).read_text().splitlines()[-1])
-    assert (end["status"], end["tags"]) == ("FINISHED", {"backend.fallback": "cpu-parallel"})
+    assert (end["status"], end["tags"]["backend.fallback"]) == ("FINISHED", "cpu-parallel")
 
 
 def test_ctrl_c_ends_the_child_too(start, tmp_path):
