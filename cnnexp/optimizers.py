@@ -85,6 +85,7 @@ class SGD(Optimizer):
     v = momentum * v + g; w -= rate * v, or with Nesterov w -= rate * (g + momentum * v).
     """
 
+    lr: float = 0.1
     momentum: float = 0.0
     nesterov: bool = False
 
@@ -118,6 +119,7 @@ class SGD(Optimizer):
 class RMSprop(Optimizer):
     """Divide by a running root mean square (Hinton, lecture 6e): v = alpha v + (1 - alpha) g^2."""
 
+    lr: float = 1e-3
     alpha: float = 0.99
     eps: float = 1e-8
     momentum: float = 0.0

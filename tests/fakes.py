@@ -23,7 +23,8 @@ class FakeProgram:
 
     def __init__(self, clock, per_image_s, per_step_s=0.0, batch_size=10, losses=None):
         self.network = Network((2, 2, 1), (Flatten(), Linear(2)))
-        self.loss, self.optimizer, self.batch_size, self.compile_s = Loss.SOFTMAX_CROSS_ENTROPY, SGD(), batch_size, 0.0
+        self.loss, self.optimizer = Loss.SOFTMAX_CROSS_ENTROPY, SGD(lr=0.01)
+        self.batch_size, self.compile_s = batch_size, 0.0
         self.clock, self.per_image_s, self.per_step_s = clock, per_image_s, per_step_s
         self.losses = iter(losses) if losses else None
         self.orders, self.rates, self.restored = [], [], []

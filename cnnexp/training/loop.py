@@ -15,7 +15,7 @@ from cnnexp.datasets import Dataset
 from cnnexp.errors import Diverged
 from cnnexp.network.losses import Totals, evaluate
 from cnnexp.training.baseline import Baseline, Comparison
-from cnnexp.training.schedules import Constant, Schedule
+from cnnexp.training.schedules import Cosine, Schedule
 
 CHUNK_S = 0.5  # seconds between looks at the progress bar and at Ctrl-C
 
@@ -71,7 +71,7 @@ def train_epochs(
     dataset: Dataset,
     epochs: int,
     seed: int = 0,
-    schedule: Schedule = Constant(),
+    schedule: Schedule = Cosine(),
     baseline: Baseline | None = None,
     patience: int | None = None,
     earlier: Sequence[EpochResult] = (),

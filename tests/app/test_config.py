@@ -1,4 +1,5 @@
 import dataclasses
+import inspect
 import math
 import re
 from pathlib import Path
@@ -9,13 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from cnnexp.app.config import Sweep, Tracking, Trainer, build, convert, load, plain, record
-from cnnexp.backends import BACKENDS, backend_class
+from cnnexp.app.config import Sweep, Tracking, Trainer, build, convert, defaults, load, plain, record
+from cnnexp.backends import BACKENDS
 from cnnexp.datasets import DATASETS
 from cnnexp.errors import BackendUnavailable, ConfigError
 from cnnexp.network import Conv2d, Flatten, LeakyReLU, Linear, Residual, Tanh
 from cnnexp.network.models import MODELS, Custom, Ffn, OneConv
 from cnnexp.optimizers import OPTIMIZERS, SGD
+from cnnexp.training.baseline import Baseline
+from cnnexp.training.loop import train_epochs
 from cnnexp.training.schedules import Constant, Cosine, Step
 from cnnexp.workers import WORKERS
 
@@ -222,30 +225,38 @@ def test_every_name_has_a_file_of_that_name(group):
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_every_file_holds_all_keys_of_its_class_with_legal_types(path):
+def test_every_file_holds_all_keys_of_its_class_and_its_defaults(path):
     group, values = path.parent.name, OmegaConf.to_container(OmegaConf.load(path))
     try:
-        cls = backend_class(path.stem) if group == "backend" else REGISTRIES[group][path.stem]
+        cls = REGISTRIES[group][path.stem]
     except BackendUnavailable as missing:
         pytest.skip(str(missing))
     del values["name"]
-    assert set(values) == {field.name for field in dataclasses.fields(cls) if field.init}
-    hints = get_type_hints(cls)
-    for key, value in values.items():
-        convert(value, hints[key], key)
+    hints, python = get_type_hints(cls), defaults(cls)
+    assert set(values) == set(python)
+    typed = {key: convert(value, hints[key], key) for key, value in values.items()}
+    assert {key: value for key, value in typed.items() if python[key] != "???"} == {
+        key: value for key, value in python.items() if value != "???"
+    }
 
 
-@pytest.mark.parametrize(("file", "cls"), [("trainer/default", Trainer), ("tracking/mlflow", Tracking)])
-def test_yaml_and_python_have_the_same_defaults(file, cls):
-    values = OmegaConf.to_container(OmegaConf.load(CONF / f"{file}.yaml"))
+@pytest.mark.parametrize(
+    ("section", "cls"), [("trainer/default", Trainer), ("tracking/mlflow", Tracking), ("config", Sweep)]
+)
+def test_yaml_and_python_have_the_same_defaults(section, cls):
+    values = OmegaConf.to_container(OmegaConf.load(CONF / f"{section}.yaml"))
+    values = values["sweep"] if section == "config" else values
     assert set(values) == {field.name for field in dataclasses.fields(cls)}
     assert build(cls, values, "section") == cls()
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "custom"])
-def test_models_have_the_same_defaults_in_yaml_and_python(name):
-    values = OmegaConf.to_container(OmegaConf.load(CONF / "model" / f"{name}.yaml"))
-    assert build(MODELS[name], values, "model", tag="name") == MODELS[name]()
+def test_what_the_trainer_passes_on_has_the_same_defaults_in_python():
+    trainer = Trainer()
+    passed = {"seed": trainer.seed, "schedule": trainer.rates(), "patience": trainer.patience, "pass_s": trainer.pass_s}
+    assert passed == {name: inspect.signature(train_epochs).parameters[name].default for name in passed}
+    passed = {"batches": trainer.baseline_batches, "budget_s": trainer.baseline_s}
+    assert passed == {name: inspect.signature(Baseline).parameters[name].default for name in passed}
+    assert Trainer(schedule="step").rates() == Step()
 
 
 @pytest.mark.parametrize("path", sorted(CONF.rglob("*.yaml")), ids=lambda path: path.relative_to(CONF).as_posix())

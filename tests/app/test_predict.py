@@ -11,7 +11,7 @@ from PIL import Image
 
 from cnnexp import SGD, Constant, Flatten, Linear, Loss, Network, ReLU, Sigmoid
 from cnnexp.app import predict, resume
-from cnnexp.backends import backend
+from cnnexp.backends import BACKENDS, backend
 from cnnexp.datasets import Digits
 from cnnexp.errors import BackendUnavailable, CheckpointError, ConfigError, DataError
 from cnnexp.tracking.journal import read_journal
@@ -152,10 +152,10 @@ def test_models_that_take_no_picture_files(tmp_path, model, message):
 
 
 def test_a_backend_that_the_machine_lacks_is_said_before_anything_is_read(tmp_path, monkeypatch):
-    def lacking(name):
+    def lacking(registry, name):
         raise BackendUnavailable("no GPU")
 
-    monkeypatch.setattr(predict, "backend_class", lacking)
+    monkeypatch.setattr(type(BACKENDS), "__getitem__", lacking)
     with pytest.raises(BackendUnavailable):
         predict.command(["nowhere", "dataset=digits", "backend=gpu"])
 
