@@ -26,7 +26,7 @@ COMMANDS = {
         "RUN IMAGE... | RUN dataset=NAME [dataset.KEY=VALUE ...] [backend=NAME]",
     ),
     "report": ("cnnexp.app.report:command", "FOLDER | EXPERIMENT"),
-    "ui": ("cnnexp.tracking.store:ui", "[tracking.uri=STORE] [port=NUMBER]"),
+    "ui": ("cnnexp.tracking.browser:command", "[tracking.uri=STORE] [port=NUMBER]"),
 }
 # what the system says of a disk, and no mistake of ours
 DISK_ERRORS = (errno.EACCES, errno.EDQUOT, errno.EIO, errno.ENOSPC, errno.EPERM, errno.EROFS)

@@ -26,7 +26,7 @@ from cnnexp.papers import page
 from cnnexp.papers.compare import compare
 from cnnexp.system import registry
 from cnnexp.tracking import verdict
-from cnnexp.tracking.journal import Run
+from cnnexp.tracking.journal import Run, default_name
 from cnnexp.tracking.pipe import Recorder
 from cnnexp.tracking.store import store_uri
 
@@ -54,11 +54,14 @@ def launch() -> None:
         interrupted = False
     finally:
         failed = _finish_sweep(SweepCallback.started, interrupted) if SweepCallback.started else []
+        lost = any(isinstance(error, TrackingError) for error in _failures)
+        links = {} if lost else {tracking: recorder.call("link") for tracking, recorder in _recorders.items()}
         for recorder in _recorders.values():
             recorder.close()
-    for tracking in _recorders if not any(isinstance(error, TrackingError) for error in _failures) else ():
+    for tracking, link in links.items():
         store = f" tracking.uri={without_password(tracking.uri)}" if tracking.uri else ""
-        make_console().print(f"To look at it: {program_name()} ui{store}", highlight=False, soft_wrap=True)
+        text = f"To look at it: {program_name()} ui{store}, which opens\n{link}"
+        make_console().print(text, highlight=False, markup=False, soft_wrap=True)
     if failed:
         jobs = "1 job" if len(failed) == 1 else f"{len(failed)} jobs"
         leave("\n  ".join([f"{jobs} failed", *failed]), 1)
@@ -97,7 +100,8 @@ def run(composed: DictConfig) -> float:
     earlier = find_earlier(settings.trainer.resume, folder, recorded)
     goes_on = earlier is not None and earlier.folder.resolve() == folder.resolve()
     recorder = _recorder(tracking)
-    with Run(folder, recorded, overrides, recorder, tracking.run_name, parent, contended, goes_on) as run:
+    name = tracking.run_name or default_name(recorded, overrides, within.varied if within else ())
+    with Run(folder, recorded, overrides, recorder, name, parent, contended, goes_on) as run:
         if settings.sweep.skip_finished and run.skip_if_finished():
             log.info("skipped, finished before: %s", run.name)
         else:
@@ -123,7 +127,8 @@ class SweepCallback(Callback):
             SweepCallback.recorder = _recorder(tracking)
             overrides = _as_typed(config.hydra.overrides.task)
             folder, paper = Path(config.hydra.sweep.dir), config.sweep.paper
-            SweepCallback.started = sweep.begin(folder, overrides, SweepCallback.recorder, paper)
+            searched = list(config.hydra.sweeper.get("params") or ())
+            SweepCallback.started = sweep.begin(folder, overrides, SweepCallback.recorder, paper, searched)
         except CnnexpError as error:
             leave(str(error), error.exit_code)
 

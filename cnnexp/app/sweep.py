@@ -43,12 +43,14 @@ class Sweep:
         run_id: of the parent run; None without MLflow.
         process: host and process that started the sweep.
         paper: the table or figure of a paper that it makes again, or None; its jobs may lack what they need.
+        varied: the keys that differ between its jobs, in the order they were typed.
     """
 
     folder: str
     run_id: str | None
     process: str
     paper: str | None = None
+    varied: Sequence[str] = ()
 
     @property
     def contended(self) -> bool:
@@ -62,7 +64,13 @@ def current() -> Sweep | None:
     return Sweep(**json.loads(text)) if text else None
 
 
-def begin(folder: Path, overrides: Sequence[str], recorder: Recorder | None = None, paper: str | None = None) -> Sweep:
+def begin(
+    folder: Path,
+    overrides: Sequence[str],
+    recorder: Recorder | None = None,
+    paper: str | None = None,
+    searched: Sequence[str] = (),
+) -> Sweep:
     """Start a sweep: make its parent run, and let its jobs know.
 
     Args:
@@ -70,17 +78,19 @@ def begin(folder: Path, overrides: Sequence[str], recorder: Recorder | None = No
         overrides: what the user typed, ranges and all.
         recorder: None keeps MLflow out.
         paper: see `Sweep`.
+        searched: keys that the sweeper itself varies, e.g. those of an experiment's file.
 
     Raises:
         TrackingError: the store cannot be opened or written.
     """
     run_id = None
+    typed = [override.lstrip("+").partition("=")[0] for override in overrides if "," in override or "(" in override]
     if recorder is not None:
         name = paper or " ".join(override for override in overrides if "," in override) or Path(folder).name
         run_id = recorder.call(
             "begin", name=f"sweep {name}", params={}, tags={"kind": "sweep", "overrides": " ".join(overrides)}
         )
-    sweep = Sweep(str(folder), run_id, _this_process(), paper)
+    sweep = Sweep(str(folder), run_id, _this_process(), paper, list(dict.fromkeys((*typed, *searched))))
     note_facts(Path(folder), paper, overrides)
     os.environ[VARIABLE] = json.dumps(asdict(sweep))
     return sweep

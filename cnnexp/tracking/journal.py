@@ -36,7 +36,7 @@ JOURNAL = "journal.jsonl"
 PREDICTIONS = "predictions.npz"  # of the test split: labels and predicted, integers (N,)
 PROFILE = "profile.json"
 REPORT = "report.md"  # the verdict, and MLflow's note of the run
-MODEL = "model"  # folder, in the run's and among its artifacts
+MODEL = "model"  # folder of the run's
 FALLBACK = "backend.fallback"  # tag: the backend that took over from one whose compiler died
 LACKING = "UNAVAILABLE"  # status of a run whose backend this machine cannot run; MLflow calls it FAILED
 
@@ -275,15 +275,26 @@ class Run:
         if status == "FINISHED":
             self._draw()
             if self._model is not None:
-                folder = self.folder / MODEL
-                self._recorder.call("save_model", run_id=self.id, checkpoint=str(self._model), folder=str(folder))
-                self.add_artifact(folder, MODEL)
+                self._save_model()
         config = self.folder / "config.json"
         config.write_text(json.dumps(self._config, indent=2) + "\n", encoding="utf-8")
         self.add_artifact(config)
         artifacts = [(path, target) for path, target in self._artifacts if Path(path).exists()]
         self._recorder.call(
             "finish", run_id=self.id, status="FAILED" if status == LACKING else status, tags=tags, artifacts=artifacts
+        )
+
+    def _save_model(self) -> None:
+        test = self._dataset.test.images
+        self._recorder.call(
+            "save_model",
+            run_id=self.id,
+            checkpoint=str(self._model),
+            folder=str(self.folder / MODEL),
+            example=test[:1].tolist(),
+            pixels=str(test.dtype),
+            classes=len(self._dataset.classes),
+            step=self.epochs[-1].epoch,
         )
 
     def _draw(self) -> None:
@@ -445,15 +456,24 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     return flat
 
 
-def default_name(config: Mapping[str, Mapping[str, Any]], overrides: Sequence[str] = ()) -> str:
-    """Return e.g. `digits one_conv cpu-simd filters=32 seed=1`: the pieces, then what was changed in them."""
-    pieces = [str(config[group]["name"]) for group in ("dataset", "model", "backend")]
-    changed = [
-        override.split(".")[-1]
-        for override in overrides
-        if "." in override.partition("=")[0] and not override.startswith(("tracking.", "sweep.", "hydra."))
-    ]
-    return " ".join([*pieces, *changed])
+def default_name(
+    config: Mapping[str, Mapping[str, Any]], overrides: Sequence[str] = (), varied: Sequence[str] = ()
+) -> str:
+    """Return e.g. `cpu-simd filters=8 one_conv digits epochs=3`: a page that cuts names keeps what differs.
+
+    Args:
+        config: the resolved config.
+        overrides: what the user typed; what it changes in the pieces is part of the name.
+        varied: keys of the sweep that this is a job of; they come first, before the pieces and other changes.
+    """
+    pieces = {group: str(config[group]["name"]) for group in ("backend", "model", "dataset")}
+    changed = {
+        key: f"{key.rpartition('.')[2]}={value}"
+        for key, _, value in (override.lstrip("+").partition("=") for override in overrides)
+        if "." in key and not key.startswith(("tracking.", "sweep.", "hydra."))
+    }
+    told = {**pieces, **changed}
+    return " ".join(told[key] for key in dict.fromkeys((*(key for key in varied if key in told), *told)))
 
 
 def predicted_classes(scores: np.ndarray) -> np.ndarray:

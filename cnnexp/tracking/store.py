@@ -26,18 +26,20 @@ from urllib.parse import unquote, urlsplit
 
 from cnnexp.errors import ConfigError, TrackingError, did_you_mean, without_password
 from cnnexp.measuring import environment
+from cnnexp.tracking import view
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
 
 SCHEMES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql", "databricks")
-UI_HOST = "127.0.0.1"  # MLflow's page has no passwords: it is not for the network
 CONNECT_S = 3.0  # a server that does not answer by then is called unreachable
 OPEN_S = 120.0  # as long may other processes take to set up a new store before us
 RETRY_S = 10.0  # after a failure, metrics are kept and sent again no sooner than this
 PARAMS_PER_CALL = 100  # MLflow's limits on one batch
 METRICS_PER_CALL = 1000
 EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}  # the page opens on runs, not on GenAI traces
+MODEL = "model"  # name of every run's model: runs:/ID/model
+EXAMPLE = "input_example.json"
 DIGEST_LENGTH = 36  # MLflow's limit
 
 
@@ -56,60 +58,15 @@ def store_uri(uri: str | None) -> str:
             f"http://host:5000{did_you_mean(scheme, SCHEMES)}"
         )
     if scheme == "sqlite":
-        if not _database(uri).name:
+        if not database_of(uri).name:
             raise ConfigError(f"tracking.uri={uri!r}: names no file; write sqlite:///path/to/mlflow.db")
-        return _sqlite_uri(_database(uri).absolute())
+        return _sqlite_uri(database_of(uri).absolute())
     return uri
 
 
 def artifact_location(uri: str) -> str | None:
     """Return where the artifacts of a store go: beside an sqlite file; None lets a server decide."""
-    return (_database(uri).parent / "mlartifacts").as_uri() if uri.startswith("sqlite") else None
-
-
-def ui(arguments: Sequence[str]) -> None:
-    """Serve MLflow's web page on this machine until Ctrl-C, and print its address.
-
-    Args:
-        arguments: of the command line: `tracking.uri=...` for another store, `port=...` for another port than 5000 or
-            the next free one.
-    """
-    given = dict(argument.partition("=")[::2] for argument in arguments)
-    for key, value in given.items():
-        if key not in ("tracking.uri", "port") or (key == "port" and not value.isdecimal()):
-            raise ConfigError(f"ui {key}={value}: legal: tracking.uri=STORE, port=NUMBER")
-    uri = store_uri(given.get("tracking.uri"))
-    if uri.startswith("http"):
-        sys.stdout.write(f"This store has a web page of its own: {without_password(uri)}\n")
-        return
-    port = int(given["port"]) if "port" in given else free_port()
-    sys.stdout.write(f"MLflow shows the runs of {without_password(uri)} at http://{UI_HOST}:{port} until Ctrl-C\n")
-    sys.stdout.flush()
-    with _alone(uri):
-        pass  # let a process that sets up the store finish
-    command = ui_command(uri, port)
-    # this process becomes MLflow's, so whatever ends it ends the page
-    os.execve(command[0], command, {"MLFLOW_DISABLE_TELEMETRY": "true", **os.environ})
-
-
-def ui_command(uri: str, port: int) -> list[str]:
-    """Return the command that serves MLflow's web page, to this machine alone, on a store of `store_uri`."""
-    command = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", uri]
-    if location := artifact_location(uri):
-        command += ["--default-artifact-root", location]
-    # one worker, of MLflow's four, starts four times as fast and is enough for one person
-    return [*command, "--host", UI_HOST, "--port", str(port), "--workers", "1"]
-
-
-def free_port(first: int = 5000) -> int:
-    """Return the first port from `first` on that nobody listens on."""
-    for port in range(first, first + 100):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            with contextlib.suppress(OSError):
-                probe.bind((UI_HOST, port))
-                return port
-    raise TrackingError(f"no free port between {first} and {first + 99} on {UI_HOST}")
+    return (database_of(uri).parent / "mlartifacts").as_uri() if uri.startswith("sqlite") else None
 
 
 class Store:
@@ -130,10 +87,10 @@ class Store:
         self._open_runs: dict[str, str] = {}  # id -> how many workers
         with self._explained("cannot be opened"):
             _need_answer(uri)
-            _need_database(uri)
+            _needdatabase_of(uri)
             from mlflow.tracking import MlflowClient
 
-            with _alone(uri):
+            with alone(uri):
                 self._client = MlflowClient(tracking_uri=uri, registry_uri=uri)
                 self._experiment_id = self._experiment(experiment)
             self._close_stale_runs()
@@ -183,8 +140,10 @@ class Store:
             except Exception:  # whatever its client raises; `finish` tries again and reports it
                 self._retry_at = time.monotonic() + RETRY_S
 
-    def save_model(self, run_id: str, checkpoint: str, folder: str) -> None:
-        """Make a checkpoint a model in MLflow's own format, which `mlflow.pyfunc.load_model` loads beside cnnexp.
+    def save_model(
+        self, run_id: str, checkpoint: str, folder: str, example: list, pixels: str, classes: int, step: int
+    ) -> None:
+        """Log a checkpoint as a model of MLflow's, which `mlflow.pyfunc.load_model` loads beside cnnexp.
 
         Nothing is pickled and no code is written: the data is a copy of the checkpoint, the loader `model`.
 
@@ -192,17 +151,38 @@ class Store:
             run_id: as `begin` returned it.
             checkpoint: the file.
             folder: made if missing.
+            example: (1, *input_shape), an image that the model takes.
+            pixels: dtype of such images.
+            classes: how many probabilities it gives for each.
+            step: the epoch of the checkpoint.
         """
+        import numpy as np
         from mlflow import pyfunc
-        from mlflow.models import Model
+        from mlflow.entities import LoggedModelOutput
+        from mlflow.models import Model, ModelSignature
+        from mlflow.types import Schema, TensorSpec
 
         Path(folder).mkdir(parents=True, exist_ok=True)
         data = shutil.copy(checkpoint, folder)
-        model = Model(artifact_path=Path(folder).name, run_id=run_id)
-        # who loads it may choose another backend: load_model(..., model_config={"backend": "cpu-simd"})
-        chosen = {"backend": "numpy"}
-        pyfunc.add_to_model(model, loader_module="cnnexp.tracking.model", data=Path(data).name, model_config=chosen)
-        model.save(str(Path(folder) / "MLmodel"))
+        shape = (-1, *np.shape(example)[1:])
+        images, probabilities = TensorSpec(np.dtype(pixels), shape), TensorSpec(np.dtype("float32"), (-1, classes))
+        with self._explained("cannot be written"):
+            logged = self._client.create_logged_model(self._experiment_id, MODEL, run_id)
+            model = Model(
+                artifact_path=logged.artifact_location,
+                run_id=run_id,
+                signature=ModelSignature(Schema([images]), Schema([probabilities])),
+                saved_input_example_info={"artifact_path": EXAMPLE, "type": "ndarray", "format": "tf-serving"},
+                model_id=logged.model_id,
+            )
+            (Path(folder) / EXAMPLE).write_text(json.dumps({"inputs": example}), encoding="utf-8")
+            # who loads it may choose another backend: load_model(..., model_config={"backend": "cpu-simd"})
+            chosen = {"backend": "numpy"}
+            pyfunc.add_to_model(model, loader_module="cnnexp.tracking.model", data=Path(data).name, model_config=chosen)
+            model.save(str(Path(folder) / "MLmodel"))
+            self._client.log_model_artifacts(logged.model_id, folder)
+            self._client.finalize_logged_model(logged.model_id, "READY")
+            self._client.log_outputs(run_id, [LoggedModelOutput(logged.model_id, step)])
 
     def finish(
         self, run_id: str, status: str, tags: Mapping[str, str], artifacts: Sequence[tuple[str, str | None]] = ()
@@ -225,6 +205,10 @@ class Store:
             self._client.set_terminated(run_id, status)
             self._open_runs.pop(run_id, None)
 
+    def link(self) -> str:
+        """Return the address that shows this experiment's runs; of an sqlite store it works while `cnnexp ui` runs."""
+        return view.address(self._uri, self._experiment_id)
+
     def finished(self, config_hash: str) -> dict[str, float] | None:
         """Return the last metrics of a finished run of this config, None where there is none."""
         with self._explained("cannot be read"):
@@ -242,10 +226,11 @@ class Store:
     def _experiment(self, name: str) -> str:
         from mlflow.exceptions import MlflowException
 
+        tags = {**EXPERIMENT_TAGS, view.TAG: view.state()}
         found = self._client.get_experiment_by_name(name)
         if found is None:
             try:
-                return self._client.create_experiment(name, artifact_location(self._uri), EXPERIMENT_TAGS)
+                return self._client.create_experiment(name, artifact_location(self._uri), tags)
             except MlflowException:
                 # on a server, another process may have been quicker
                 found = self._client.get_experiment_by_name(name)
@@ -256,6 +241,9 @@ class Store:
                 f"tracking.experiment={name!r}: deleted in this store; choose another name or restore it with "
                 f"MLFLOW_TRACKING_URI={self._uri} mlflow experiments restore --experiment-id {found.experiment_id}"
             )
+        for key in tags:
+            if found.tags.get(key) != tags[key]:  # made by hand, or by an older cnnexp
+                self._client.set_experiment_tag(found.experiment_id, key, tags[key])
         return found.experiment_id
 
     def _search(self, condition: str, limit: int) -> Sequence[Run]:
@@ -286,7 +274,7 @@ class Store:
             raise TrackingError(f"tracking.uri={without_password(self._uri)}: {what}: {reason[0]}") from error
 
 
-def _database(uri: str) -> Path:
+def database_of(uri: str) -> Path:
     """Return the file of an sqlite URI."""
     return Path(unquote(uri.partition(":///")[2]))
 
@@ -309,15 +297,15 @@ def _need_answer(uri: str) -> None:
             socket.create_connection((parts.hostname, port), CONNECT_S).close()
 
 
-def _need_database(uri: str) -> None:
+def _needdatabase_of(uri: str) -> None:
     """Raise sqlite3.Error where an sqlite file exists and cannot be one; MLflow would try again for minutes."""
-    if uri.startswith("sqlite") and _database(uri).exists():
-        with contextlib.closing(sqlite3.connect(_database(uri), timeout=OPEN_S)) as database:
+    if uri.startswith("sqlite") and database_of(uri).exists():
+        with contextlib.closing(sqlite3.connect(database_of(uri), timeout=OPEN_S)) as database:
             database.execute("PRAGMA schema_version")
 
 
 @contextlib.contextmanager
-def _alone(uri: str) -> Iterator[None]:
+def alone(uri: str) -> Iterator[None]:
     """Let one process at a time set up an sqlite store: MLflow takes no lock, and two at once break a new one.
 
     The lock is an sqlite transaction on a file beside the store: on every system, and given up by a dying process.
@@ -325,8 +313,8 @@ def _alone(uri: str) -> Iterator[None]:
     if not uri.startswith("sqlite"):
         yield
         return
-    _database(uri).parent.mkdir(parents=True, exist_ok=True)
-    lock = sqlite3.connect(f"{_database(uri)}.lock", timeout=OPEN_S, isolation_level=None)
+    database_of(uri).parent.mkdir(parents=True, exist_ok=True)
+    lock = sqlite3.connect(f"{database_of(uri)}.lock", timeout=OPEN_S, isolation_level=None)
     try:
         lock.execute("BEGIN EXCLUSIVE")
         yield

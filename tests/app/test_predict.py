@@ -191,15 +191,20 @@ def test_mlflow_loads_the_model_of_a_run(recorded, monkeypatch):
     import mlflow
 
     folder, uri = recorded
-    (run,) = mlflow.MlflowClient(uri).search_runs(["1"])
-    artifacts = [artifact.path for artifact in mlflow.MlflowClient(uri).list_artifacts(run.info.run_id, "model")]
-    assert [Path(path).suffix for path in artifacts] == ["", ".ckpt"]  # MLmodel and its data: no pickle, no code
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    (run,) = mlflow.MlflowClient(uri).search_runs(["1"], "tags.kind = 'run'")
+    artifacts = [artifact.path for artifact in mlflow.MlflowClient(uri).list_artifacts(run.info.run_id, "model")]
+    # MLmodel, its data and an image: no pickle, no code
+    assert sorted(Path(path).suffix for path in artifacts) == ["", ".ckpt", ".json"]
     model = mlflow.pyfunc.load_model(f"runs:/{run.info.run_id}/model")
     with np.load(folder / "predictions.npz") as arrays:
         predicted = arrays["predicted"]
     test = _smoke_images(folder)
     np.testing.assert_array_equal(model.predict(test).argmax(axis=1), predicted)
+    assert model.metadata.signature.inputs.inputs[0].shape == (-1, *test.shape[1:])
+    example = model.metadata.load_input_example(str(folder / "model"))
+    np.testing.assert_array_equal(example, test[:1])
+    np.testing.assert_allclose(model.predict(example), model.predict(test)[:1], rtol=1e-5)
     other = mlflow.pyfunc.load_model(f"runs:/{run.info.run_id}/model", model_config={"backend": "cpu"})
     np.testing.assert_allclose(other.predict(test), model.predict(test), rtol=1e-4, atol=1e-6)
 

@@ -73,7 +73,7 @@ def test_run_records_everything(live, store, tmp_path):
 
     recorded = read(store, run.id)
     assert recorded.info.status == "FINISHED"
-    assert recorded.info.run_name == "points one_conv numpy filters=4"
+    assert recorded.info.run_name == "numpy one_conv points filters=4"
     assert recorded.data.metrics == pytest.approx(
         {
             "train/loss": 0.5,
@@ -292,7 +292,9 @@ def test_flatten_gives_dotted_keys():
 
 def test_name_tells_the_pieces_and_what_was_changed():
     overrides = ["model=one_conv", "model.filters=8", "tracking.uri=sqlite:///x", "trainer.seed=1"]
-    assert default_name(CONFIG, overrides) == "points one_conv numpy filters=8 seed=1"
+    assert default_name(CONFIG, overrides) == "numpy one_conv points filters=8 seed=1"
+    varied = ["trainer.seed", "model", "optimizer"]
+    assert default_name(CONFIG, overrides, varied) == "seed=1 one_conv numpy points filters=8"
 
 
 def test_predicted_classes_of_one_output():

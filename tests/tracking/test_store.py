@@ -1,3 +1,4 @@
+import json
 import os
 import socket
 import subprocess
@@ -8,6 +9,7 @@ import pytest
 from cnnexp.errors import ConfigError, TrackingError
 from cnnexp.measuring import environment
 from cnnexp.tracking import store as stores
+from cnnexp.tracking import view
 from cnnexp.tracking.pipe import Recorder
 
 # MLflow and what it imports warn of each other; the recorder's process silences them
@@ -87,8 +89,8 @@ def test_run_holds_what_was_recorded(store, tmp_path):
     assert history(store, run_id, "train/loss") == [(1, 2.0), (2, 1.0)]
     assert run.inputs.dataset_inputs[0].dataset.digest == dataset["sha256"][:36]
     assert {a.path for a in store._client.list_artifacts(run_id)} == {"figures", "config.json"}
-    assert stores._database(store._uri).is_file()
-    assert (stores._database(store._uri).parent / "mlartifacts" / run_id / "artifacts/figures/curve.png").is_file()
+    assert stores.database_of(store._uri).is_file()
+    assert (stores.database_of(store._uri).parent / "mlartifacts" / run_id / "artifacts/figures/curve.png").is_file()
 
 
 def test_runs_go_to_their_experiment(store):
@@ -208,32 +210,24 @@ def test_processes_that_start_at_once_share_a_new_store(tmp_path):
     assert {run.info.run_id for run in store._search("attributes.status = 'FINISHED'", 10)} == set(runs)
 
 
-def test_ui_shows_the_store_to_this_machine_alone(store, monkeypatch, capsys):
-    commands = []
-    monkeypatch.setattr(stores.os, "execve", lambda path, command, environ: commands.append(command))
-    stores.ui([f"tracking.uri={store._uri}", "port=5123"])
-    assert "http://127.0.0.1:5123" in capsys.readouterr().out
-    assert commands[0][3:] == [
-        *("ui", "--backend-store-uri", store._uri),
-        *("--default-artifact-root", stores.artifact_location(store._uri)),
-        *("--host", "127.0.0.1", "--port", "5123", "--workers", "1"),
-    ]
+def test_an_experiment_has_our_view_and_an_older_one_gets_it(store):
+    def tags():
+        return store._client.get_experiment(store._experiment_id).tags
+
+    assert tags()["mlflow.experimentKind"] == "custom_model_development"
+    assert json.loads(tags()[view.TAG])["orderByKey"] == "metrics.`speedup/median`"
+    store._client.set_experiment_tag(store._experiment_id, view.TAG, "of an older cnnexp")
+    stores.Store(store._uri, "first")
+    assert tags()[view.TAG] == view.state()
+    assert len(view.state()) < 5000  # as long as a tag may be
 
 
-def test_ui_of_a_server_is_the_server(capsys):
-    stores.ui(["tracking.uri=http://host:5000"])
-    assert capsys.readouterr().out.endswith("http://host:5000\n")
-
-
-@pytest.mark.parametrize("argument", ["prot=1", "port=x", "port"])
-def test_ui_refuses_what_it_does_not_know(argument):
-    with pytest.raises(ConfigError, match=r"legal: tracking\.uri=STORE, port=NUMBER"):
-        stores.ui([argument])
-
-
-def test_free_port_skips_a_taken_one():
-    with socket.socket() as taken:
-        taken.bind((stores.UI_HOST, 0))
-        taken.listen()
-        first = taken.getsockname()[1]
-        assert stores.free_port(first) > first
+def test_link_to_an_experiment(store):
+    assert store.link().startswith(
+        f"http://127.0.0.1:5000/#/experiments/{store._experiment_id}/runs?viewStateShareKey="
+    )
+    assert view.address("https://me:secret@host:8080/", "7").startswith(
+        "https://me:***@host:8080/#/experiments/7/runs?"
+    )
+    assert view.address("sqlite:///x.db", "7", False, 6) == "http://127.0.0.1:6/#/experiments/7/runs?" + view.MODE
+    assert view.address("sqlite:///x.db", None) == "http://127.0.0.1:5000/#/experiments?workflowType=machine_learning"

@@ -1,0 +1,109 @@
+"""`cnnexp ui`: MLflow's page of a store, opened on the experiment that was recorded last.
+
+`python -m cnnexp.tracking.browser ADDRESS` waits for a page and opens it: the process that serves it cannot.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sqlite3
+import subprocess
+import sys
+import time
+import webbrowser
+from collections.abc import Mapping, Sequence
+from urllib.parse import urlsplit
+
+from cnnexp.errors import ConfigError, TrackingError, without_password
+from cnnexp.tracking import view
+from cnnexp.tracking.store import alone, artifact_location, database_of, store_uri
+
+SERVED_S = 60.0  # a page that does not answer by then is not opened
+
+
+def command(arguments: Sequence[str]) -> None:
+    """Serve MLflow's web page on this machine until Ctrl-C, print its address, and open it where there is a screen.
+
+    Args:
+        arguments: of the command line: `tracking.uri=...` for another store, `port=...` for another port than 5000 or
+            the next free one.
+    """
+    given = dict(argument.partition("=")[::2] for argument in arguments)
+    for key, value in given.items():
+        if key not in ("tracking.uri", "port") or (key == "port" and not value.isdecimal()):
+            raise ConfigError(f"ui {key}={value}: legal: tracking.uri=STORE, port=NUMBER")
+    uri = store_uri(given.get("tracking.uri"))
+    if uri.startswith("http"):
+        sys.stdout.write(f"This store has a web page of its own: {without_password(uri)}\n")
+        return
+    port = int(given["port"]) if "port" in given else free_port()
+    with alone(uri):  # let a process that sets up the store finish
+        address = view.address(uri, *last_experiment(uri), port)
+    sys.stdout.write(f"MLflow shows the runs of {without_password(uri)} until Ctrl-C, at\n{address}\n")
+    sys.stdout.flush()
+    if has_screen(os.environ):
+        subprocess.Popen([sys.executable, "-m", __name__, address], start_new_session=True)
+    served = serving(uri, port)
+    # this process becomes MLflow's, so whatever ends it ends the page
+    os.execve(served[0], served, {"MLFLOW_DISABLE_TELEMETRY": "true", **os.environ})
+
+
+def serving(uri: str, port: int) -> list[str]:
+    """Return the command that serves MLflow's web page, to this machine alone, on a store of `store_uri`."""
+    command = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", uri]
+    if location := artifact_location(uri):
+        command += ["--default-artifact-root", location]
+    # one worker, of MLflow's four, starts four times as fast and is enough for one person
+    return [*command, "--host", view.HOST, "--port", str(port), "--workers", "1"]
+
+
+def last_experiment(uri: str) -> tuple[str | None, bool]:
+    """Return the id of the experiment of the newest run, and whether it has our view.
+
+    None where there is no run, or the store is no sqlite file: MLflow's own client would take seconds to load for it.
+    """
+    if not uri.startswith("sqlite") or not database_of(uri).exists():
+        return None, False
+    newest = """
+        SELECT runs.experiment_id, tags.value FROM runs JOIN experiments USING (experiment_id)
+        LEFT JOIN experiment_tags AS tags ON tags.experiment_id = runs.experiment_id AND tags.key = ?
+        WHERE runs.lifecycle_stage = 'active' AND experiments.lifecycle_stage = 'active'
+        ORDER BY runs.start_time DESC LIMIT 1
+    """
+    with contextlib.suppress(sqlite3.Error), contextlib.closing(sqlite3.connect(database_of(uri))) as database:
+        for experiment_id, shared in database.execute(newest, (view.TAG,)):
+            return str(experiment_id), shared == view.state()
+    return None, False
+
+
+def free_port(first: int = view.PORT) -> int:
+    """Return the first port from `first` on that nobody listens on."""
+    for port in range(first, first + 100):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with contextlib.suppress(OSError):
+                probe.bind((view.HOST, port))
+                return port
+    raise TrackingError(f"no free port between {first} and {first + 99} on {view.HOST}")
+
+
+def has_screen(environ: Mapping[str, str]) -> bool:
+    """Return whether a browser would have a window; one that draws in the terminal would take ours."""
+    return sys.platform in ("darwin", "win32") or any(environ.get(k) for k in ("BROWSER", "DISPLAY", "WAYLAND_DISPLAY"))
+
+
+def open_when_served(address: str, limit_s: float = SERVED_S) -> bool:
+    """Open a page in the browser once its server answers; return whether it did in time."""
+    parts, ends = urlsplit(address), time.monotonic() + limit_s
+    while time.monotonic() < ends:
+        with contextlib.suppress(OSError):
+            socket.create_connection((parts.hostname, parts.port), 1.0).close()
+            return webbrowser.open(address)
+        time.sleep(0.2)
+    return False
+
+
+if __name__ == "__main__":
+    open_when_served(sys.argv[1])

@@ -1,0 +1,80 @@
+"""The view of an experiment that MLflow's page opens on: runs ranked by speedup, with charts that draw at once.
+
+MLflow keeps a view that somebody shares as a tag of the experiment, named by a key that a link then names. The format
+is written nowhere: this is what the page of MLflow 3.17 writes and reads, and `tests/tracking/test_browser.py` opens it
+in a browser. Where the experiment has no such view, a link that named it would end on an empty page for GenAI.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from cnnexp.errors import without_password
+
+HOST = "127.0.0.1"  # MLflow's page has no passwords: it is not for the network
+PORT = 5000
+KEY = "cnnexp"
+TAG = f"mlflow.sharedViewState.{KEY}"
+# name of the column -> its width in pixels, in their order; `tags`, `params` and `metrics` are MLflow's
+COLUMNS = {
+    "tags.`backend`": 110,
+    "tags.`model`": 110,
+    "params.`model.filters`": 100,
+    "params.`trainer.batch_size`": 100,
+    "metrics.`final/test_accuracy`": 110,
+    "metrics.`time/median_epoch_s`": 110,
+    "metrics.`speedup/median`": 110,
+    "metrics.`throughput/median_images_per_s`": 110,
+}
+FIXED = {"attributes.`Run Name`": 230, "runDateAndNestInfo": 120}  # columns that MLflow always shows
+BARS = ("speedup/median", "final/test_accuracy", "time/median_epoch_s", "throughput/median_images_per_s")
+LINES = ("test/accuracy", "train/loss")
+SECTION = "How much faster"
+MODE = "workflowType=machine_learning"  # without it the page may open for GenAI, on traces
+
+
+def state() -> str:
+    """Return the value of the tag `TAG`, as JSON; MLflow deflates its own, and takes both."""
+    return json.dumps(
+        {
+            # a sweep's own run is no row: its jobs are, each in its place of the ranking
+            "searchFilter": "tags.kind = 'run'",
+            "orderByKey": "metrics.`speedup/median`",
+            "orderByAsc": False,
+            "startTime": "ALL",
+            "lifecycleFilter": "Active",
+            "modelVersionFilter": "All Runs",
+            "datasetsFilter": [],
+            "selectedColumns": list(COLUMNS),
+            "columnOrder": [*FIXED, *COLUMNS],
+            "columnWidths": {**FIXED, **COLUMNS},
+            "runsHiddenMode": "FIRST_20_RUNS",
+            "compareRunCharts": [*(_chart("BAR", key) for key in BARS), *(_chart("LINE", key) for key in LINES)],
+            "compareRunSections": [{"uuid": SECTION, "name": SECTION, "display": True, "isReordered": True}],
+            "isAccordionReordered": True,  # keeps our section first
+        }
+    )
+
+
+def address(uri: str, experiment_id: str | None, shared: bool = True, port: int = PORT) -> str:
+    """Return the address that opens an experiment, the list of experiments where there is none yet.
+
+    Args:
+        uri: of the store; a server has a page of its own, other stores one that `cnnexp ui` serves.
+        experiment_id: MLflow's.
+        shared: whether the experiment has our view; without it the plain list of runs opens.
+        port: of that page.
+    """
+    host = without_password(uri).rstrip("/") if uri.startswith("http") else f"http://{HOST}:{port}"
+    if experiment_id is None:
+        return f"{host}/#/experiments?{MODE}"
+    opened = f"viewStateShareKey={KEY}&{MODE}&compareRunsMode=CHART" if shared else MODE
+    return f"{host}/#/experiments/{experiment_id}/runs?{opened}"
+
+
+def _chart(kind: str, metric: str) -> dict[str, Any]:
+    chart = {"type": kind, "uuid": metric, "metricSectionId": SECTION, "metricKey": metric, "runsCountToCompare": 20}
+    if kind == "LINE":
+        chart |= {"xAxisKey": "step", "useGlobalXaxisKey": True, "range": {}}
+    return chart

@@ -1,0 +1,205 @@
+"""MLflow's page: what `cnnexp ui` serves and opens, and what a fresh browser then shows."""
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from cnnexp.errors import ConfigError
+from cnnexp.tracking import browser, view
+from cnnexp.tracking import store as stores
+
+# MLflow and what it imports warn of each other; the recorder's process silences them
+pytestmark = pytest.mark.filterwarnings("default")
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    return stores.Store(stores._sqlite_uri(tmp_path_factory.mktemp("ui") / "mlflow.db"), "first")
+
+
+def test_ui_shows_the_store_to_this_machine_alone(store, monkeypatch, capsys):
+    commands = []
+    monkeypatch.setattr(browser.os, "execve", lambda path, command, environ: commands.append(command))
+    browser.command([f"tracking.uri={store._uri}", "port=5123"])
+    assert "http://127.0.0.1:5123" in capsys.readouterr().out
+    assert commands[0][3:] == [
+        *("ui", "--backend-store-uri", store._uri),
+        *("--default-artifact-root", stores.artifact_location(store._uri)),
+        *("--host", "127.0.0.1", "--port", "5123", "--workers", "1"),
+    ]
+
+
+def test_ui_of_a_server_is_the_server(capsys):
+    browser.command(["tracking.uri=http://host:5000"])
+    assert capsys.readouterr().out.endswith("http://host:5000\n")
+
+
+@pytest.mark.parametrize("argument", ["prot=1", "port=x", "port"])
+def test_ui_refuses_what_it_does_not_know(argument):
+    with pytest.raises(ConfigError, match=r"legal: tracking\.uri=STORE, port=NUMBER"):
+        browser.command([argument])
+
+
+def test_free_port_skips_a_taken_one():
+    with socket.socket() as taken:
+        taken.bind((view.HOST, 0))
+        taken.listen()
+        first = taken.getsockname()[1]
+        assert browser.free_port(first) > first
+
+
+def test_last_experiment_is_that_of_the_newest_run_that_is_not_deleted(store, tmp_path):
+    assert browser.last_experiment(f"sqlite:///{tmp_path}/none.db") == (None, False)
+    assert browser.last_experiment("http://host") == (None, False)
+    (tmp_path / "other.db").write_bytes(b"not a database " * 100)
+    assert browser.last_experiment(f"sqlite:///{tmp_path}/other.db") == (None, False)
+    later = stores.Store(store._uri, "later")
+    store.begin("first", {}, {})
+    time.sleep(0.002)  # MLflow's times are milliseconds
+    run_id = later.begin("second", {}, {})
+    assert browser.last_experiment(store._uri) == (later._experiment_id, True)
+    later._client.delete_run(run_id)
+    assert browser.last_experiment(store._uri) == (store._experiment_id, True)
+
+
+def test_a_page_is_opened_where_there_is_a_screen_once_it_is_served(monkeypatch):
+    opened = []
+    monkeypatch.setattr(browser.webbrowser, "open", lambda address: opened.append(address) or True)
+    with socket.socket() as served:
+        served.bind((view.HOST, 0))
+        address = f"http://{view.HOST}:{served.getsockname()[1]}/#/x"
+        assert not browser.open_when_served(address, limit_s=0.3)
+        served.listen()
+        assert browser.open_when_served(address)
+    assert opened == [address]
+    monkeypatch.setattr(browser.sys, "platform", "linux")
+    assert browser.has_screen({"DISPLAY": ":0"})
+    assert not browser.has_screen({"TERM": "xterm"})
+
+
+# in a browser
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+FLAGS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--window-size=1600,1000"),
+)
+MLFLOW_S = 120.0  # that its server may take to start, beside other work
+RUNS = {"cpu": (1.0, 0.9, 2.0), "cpu-simd": (36.5, 0.91, 0.05), "cpu-parallel": (1.75, 0.89, 1.1)}
+RANKED = ["cpu-simd", "cpu-parallel", "cpu"]
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed to open MLflow's page in")
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    """`cnnexp ui` on a sweep of three runs: the address that it opened in the user's browser, and the store."""
+    folder = tmp_path_factory.mktemp("page")
+    uri = f"sqlite:///{folder}/mlflow.db"
+    recorded = stores.Store(uri, "backends")
+    parent = recorded.begin("sweep", {}, {"kind": "sweep"})
+    (folder / "a.ckpt").write_bytes(b"a model")
+    for backend, (speedup, accuracy, epoch_s) in RUNS.items():
+        tags = {"kind": "run", "backend": backend, "model": "one_conv"}
+        params = {"model.filters": "8", "trainer.batch_size": "50"}
+        run_id = recorded.begin(f"{backend} one_conv digits", params, tags, parent=parent)
+        for epoch in (1, 2):
+            recorded.log(run_id, {"test/accuracy": accuracy, "train/loss": 1 / epoch}, epoch, epoch)
+        times = {"time/median_epoch_s": epoch_s, "throughput/median_images_per_s": 300 / epoch_s}
+        recorded.log(run_id, {"speedup/median": speedup, "final/test_accuracy": accuracy, **times}, 0, 3)
+        recorded.save_model(run_id, str(folder / "a.ckpt"), str(folder / backend), [[[[0]]]], "uint8", 10, 2)
+        recorded.finish(run_id, "FINISHED", {})
+    recorded.finish(parent, "FINISHED", {})
+    opened = folder / "opened"
+    opener = folder / "opener"
+    opener.write_text(f'#!/bin/sh\necho "$1" > {opened}\n')
+    opener.chmod(0o755)
+    command = [sys.executable, "-m", "cnnexp", "ui", f"tracking.uri={uri}", f"port={browser.free_port(5300)}"]
+    with subprocess.Popen(
+        command,
+        cwd=Path(__file__).resolve().parents[2],
+        env={**os.environ, "BROWSER": f"{opener} %s"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            process.stdout.readline()
+            printed = process.stdout.readline().strip()
+            ends = time.monotonic() + MLFLOW_S
+            while not opened.exists() and time.monotonic() < ends:
+                time.sleep(0.2)
+            assert opened.read_text().strip() == printed
+            yield printed, recorded
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def look(address, until):
+    """Return the page as a fresh browser has drawn it: the first of a few looks at which `until(page)` is true."""
+    for _ in range(4):
+        command = [CHROMIUM, *FLAGS, "--run-all-compositor-stages-before-draw", "--virtual-time-budget=60000"]
+        done = subprocess.run([*command, "--dump-dom", address], capture_output=True, text=True, check=True)
+        if until(done.stdout):
+            break
+    return done.stdout
+
+
+def names(dom):
+    """Return the runs that a list shows, in its order."""
+    return list(dict.fromkeys(re.findall(r">(cpu[a-z-]*) one_conv digits<", dom)))
+
+
+@needs_chromium
+def test_the_page_opens_on_the_ranking_with_its_charts(page):
+    address, _ = page
+    dom = look(address, lambda dom: dom.count("bartext") >= 12)
+    assert names(dom)[:3] == RANKED
+    assert view.SECTION in dom
+    bars = re.findall(r'class="bartext[^>]*data-unformatted="([^"]*)"', dom)
+    for speedup, accuracy, epoch_s in RUNS.values():
+        assert {f"{speedup:.2f}", f"{accuracy:.2f}", f"{epoch_s:.2f}"} <= set(bars)
+    assert dom.count("scatterlayer") >= 2  # accuracy and loss by epoch
+    assert "workflowType=genai" not in dom
+
+
+@needs_chromium
+def test_the_table_has_our_columns(page):
+    address, _ = page
+    dom = look(address.replace("=CHART", "=TABLE"), lambda dom: len(names(dom)) == 3)
+    assert names(dom) == RANKED
+    shown = re.findall(r'col-id="((?:tags|params|metrics)\.[^"]*)"', dom)
+    assert set(shown) <= view.COLUMNS.keys()
+    assert len(set(shown)) >= 7  # the last may lie outside the window
+
+
+@needs_chromium
+def test_without_our_view_the_plain_list_opens(page):
+    address, store = page
+    store._client.set_experiment_tag(store._experiment_id, view.TAG, "no view")
+    try:
+        experiment = browser.last_experiment(store._uri)
+        plain = view.address(store._uri, *experiment, int(re.search(r":(\d+)/", address)[1]))
+        dom = look(plain, lambda dom: ">sweep<" in dom)
+    finally:
+        store._client.set_experiment_tag(store._experiment_id, view.TAG, view.state())
+    assert experiment == (store._experiment_id, False)
+    assert ">sweep<" in dom
+
+
+@needs_chromium
+def test_models_are_in_the_models_tab(page):
+    address, store = page
+    models = f"{address.partition('#')[0]}#/experiments/{store._experiment_id}/models?{view.MODE}"
+    dom = look(models, lambda dom: len(names(dom)) == 3)
+    assert set(names(dom)) == set(RUNS)
