@@ -175,7 +175,7 @@ class Store:
                 saved_input_example_info={"artifact_path": EXAMPLE, "type": "ndarray", "format": "tf-serving"},
                 model_id=logged.model_id,
             )
-            (Path(folder) / EXAMPLE).write_text(json.dumps({"inputs": example}), encoding="utf-8")
+            (Path(folder) / EXAMPLE).write_text(json.dumps(example), encoding="utf-8")
             # who loads it may choose another backend: load_model(..., model_config={"backend": "cpu-simd"})
             chosen = {"backend": "numpy"}
             pyfunc.add_to_model(model, loader_module="cnnexp.tracking.model", data=Path(data).name, model_config=chosen)
