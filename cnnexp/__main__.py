@@ -6,14 +6,13 @@ Only light modules are imported at the top, so that MLflow begins to load, in a 
 from __future__ import annotations
 
 import contextlib
-import errno
 import gc
 import importlib
 import os
 import signal
 import sys
 
-from cnnexp.errors import CnnexpError, leave
+from cnnexp.errors import CnnexpError, explained, leave
 from cnnexp.measuring.environment import launched_rank
 from cnnexp.system.registry import take_plugins
 from cnnexp.tracking.pipe import end_early, start_early
@@ -28,12 +27,18 @@ COMMANDS = {
     "report": ("cnnexp.app.report:command", "FOLDER | EXPERIMENT"),
     "ui": ("cnnexp.tracking.browser:command", "[tracking.uri=STORE] [port=NUMBER]"),
 }
-# what the system says of a disk, and no mistake of ours
-DISK_ERRORS = (errno.EACCES, errno.EDQUOT, errno.EIO, errno.ENOSPC, errno.EPERM, errno.EROFS)
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, treated like Ctrl-C: the run ends as killed."""
+    """SIGTERM or SIGHUP, treated like Ctrl-C: the run ends as killed.
+
+    Args:
+        signum: which of them.
+    """
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signal.Signals(signum).name)
+        self.exit_code = 128 + signum
 
 
 def main() -> None:
@@ -41,6 +46,8 @@ def main() -> None:
     traceback_wanted = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise what it would print, so that errors are reported here
     signal.signal(signal.SIGTERM, _terminate)
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:  # not with nohup
+        signal.signal(signal.SIGHUP, _terminate)
     rank = launched_rank()
     if rank:
         with contextlib.suppress(CnnexpError):  # rank 0 reports it
@@ -57,22 +64,18 @@ def main() -> None:
             raise
         leave(str(error), error.exit_code)
     except KeyboardInterrupt as error:
-        terminated = isinstance(error, Terminated)
-        leave("terminated" if terminated else "interrupted", 143 if terminated else 130)
+        if isinstance(error, Terminated):
+            leave("terminated", error.exit_code)
+        leave("interrupted", 130)
     except BrokenPipeError:
         # who read standard output is gone, as with `| head`; nobody is left to tell, nor at the interpreter's end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in DISK_ERRORS and not traceback_wanted:
-            where = f"{error.filename}: " if error.filename else ""
-            leave(f"{where}{os.strerror(error.errno)}; runs write to hydra.run.dir=FOLDER and tracking.uri=STORE", 1)
-        from cnnexp.app import explain, hydra_app
-
-        composing = explain.explain(error, hydra_app.config_keys)
-        if composing is None or traceback_wanted:
+        if traceback_wanted:
             raise
-        leave(str(composing), composing.exit_code)
+        told = _composing(error) or explained(error)
+        leave(str(told), told.exit_code)
     finally:
         gc.freeze()  # else the interpreter, as it ends, walks through all of Numba's objects for half a second
 
@@ -94,6 +97,16 @@ def _dispatch(arguments: list[str]) -> None:
         end_early()
 
 
+def _composing(error: Exception) -> CnnexpError | None:
+    """Return the mistake in the config behind an exception, None where it is none or nobody can say."""
+    try:
+        from cnnexp.app import explain, hydra_app
+
+        return explain.explain(error, hydra_app.config_keys)
+    except Exception:  # what cannot be explained is told as it is
+        return None
+
+
 def _seems_recorded(arguments: list[str]) -> bool:
     """Whether a command line, as far as it tells before it is composed, is of runs that MLflow records."""
     about = [word for word in arguments if word.startswith("-") and word not in ("-m", "--multirun")]
@@ -101,7 +114,7 @@ def _seems_recorded(arguments: list[str]) -> bool:
 
 
 def _terminate(signum: int, frame: object) -> None:
-    raise Terminated
+    raise Terminated(signum)
 
 
 if __name__ == "__main__":

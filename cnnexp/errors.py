@@ -6,11 +6,25 @@ Every error names what was given, what is legal and what to do. `cnnexp.__main__
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import errno
+import os
 import sys
+import tempfile
+import traceback
 from collections.abc import Iterable
+from pathlib import Path
 from typing import NoReturn
 from urllib.parse import urlsplit
+
+MOST_SAID = 300  # characters of what an unexpected error says
+# what the system says of a disk or a path on it, and no mistake of ours
+DISK_ERRORS = (
+    *(errno.EACCES, errno.EDQUOT, errno.EIO, errno.ENOSPC, errno.EPERM, errno.EROFS),
+    *(errno.EEXIST, errno.EFBIG, errno.ELOOP, errno.EMFILE, errno.ENAMETOOLONG, errno.ENFILE, errno.ENOENT),
+    *(errno.EISDIR, errno.ENOTDIR),
+)
 
 
 class CnnexpError(Exception):
@@ -41,6 +55,12 @@ class BackendUnavailable(CnnexpError):
     exit_code = 4
 
 
+class OutOfMemory(CnnexpError):
+    """What is asked for takes more memory than this process can have."""
+
+    exit_code = 4
+
+
 class TrackingError(CnnexpError):
     """The tracking store cannot be opened or written."""
 
@@ -67,6 +87,42 @@ class WorkerDied(CnnexpError):
     """One of several workers is gone, so the others cannot go on."""
 
     exit_code = 8
+
+
+class Unexpected(CnnexpError):
+    """A mistake of this program: its traceback is in a file."""
+
+    exit_code = 1
+
+
+def explained(error: Exception, *folders: Path) -> CnnexpError:
+    """Return any error as one line: as it is, as what a disk lacks, or, as the last resort, as unexpected.
+
+    The traceback of an unexpected one goes into a file, in the first of some folders that takes it.
+    """
+    if isinstance(error, CnnexpError):
+        return error
+    if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+        where = f"{error.filename}: " if error.filename else ""
+        return CnnexpError(
+            f"{where}{os.strerror(error.errno)}; runs write to hydra.run.dir=FOLDER and tracking.uri=STORE"
+        )
+    return _keep_traceback(error, *folders)
+
+
+def _keep_traceback(error: Exception, *folders: Path) -> Unexpected:
+    text = "".join(traceback.format_exception(error))
+    said = " ".join(str(error).split())[:MOST_SAID]
+    line = f"unexpected {type(error).__name__}: {said}"
+    if isinstance(error, MemoryError):
+        line = "out of memory; lower trainer.batch_size, the size of the model or the data set"
+    for folder in (*folders, Path(tempfile.gettempdir())):
+        with contextlib.suppress(OSError):
+            descriptor, name = tempfile.mkstemp(".txt", "traceback-", folder)
+            with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
+                file.write(text)
+            return Unexpected(f"{line}; its traceback is in {name}")
+    return Unexpected(f"{line}; its traceback could not be written anywhere")
 
 
 def did_you_mean(given: str, legal: Iterable[str]) -> str:

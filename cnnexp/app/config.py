@@ -8,7 +8,7 @@ vocabulary, and every mistake is one `ConfigError` line that names the key, the 
 from __future__ import annotations
 
 import dataclasses
-import math
+import sys
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 SECTIONS = ("model", "backend", "optimizer", "dataset", "trainer", "workers", "tracking", "sweep")
 MAX_EPOCHS = 1_000_000
-MAX_SEED = 2**63 - 1
+MAX_WHOLE = MAX_SEED = 2**63 - 1  # compiled code counts in int64
+MOST_SHOWN = 200  # characters of a value, in a message
 
 
 @dataclass(frozen=True)
@@ -261,8 +262,10 @@ def convert(value: Any, hint: Any, key: str) -> Any:
     if hint is Any or (hint in (str, bool, type(None)) and isinstance(value, hint)):
         return value
     if hint is int and _is_number(value, int):
-        return value
-    if hint is float and _is_number(value, int | float) and math.isfinite(value):
+        if abs(value) <= MAX_WHOLE:
+            return value
+        raise ConfigError(f"{key}={show(value)}: must be a whole number of at most 2**63 - 1")
+    if hint is float and _is_number(value, int | float) and abs(value) <= sys.float_info.max:
         return float(value)
     near = did_you_mean(value, args) if origin is Literal and isinstance(value, str) else ""
     raise ConfigError(f"{key}={show(value)}: must be {_describe(hint)}{near}")
@@ -280,10 +283,14 @@ def named(registry: Registry[Any], values: Mapping[str, Any], group: str) -> Any
 
 
 def show(value: Any) -> str:
-    """Return a value as YAML would write it, on one line."""
+    """Return a value as YAML would write it, on one line, cut where it is long."""
     if value is None:
         return "null"
-    return str(value).lower() if isinstance(value, bool) else repr(value)
+    try:
+        text = str(value).lower() if isinstance(value, bool) else repr(value)
+    except ValueError:  # Python writes no whole number of more than 4,300 digits
+        text = "a number of thousands of digits"
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 
 
 def _convert_union(value: Any, hint: Any, members: tuple[Any, ...], key: str) -> Any:
@@ -306,13 +313,13 @@ def _tagged(classes: Mapping[str, type], value: Any, key: str) -> Any:
     if not isinstance(value, Mapping) or "type" not in value:
         raise ConfigError(f"{key}={show(value)}: must be a mapping with a type, one of {legal}")
     kind = value["type"]
-    if kind not in classes:
+    if not isinstance(kind, str) or kind not in classes:
         raise ConfigError(f"{key}.type={show(kind)}: unknown; legal: {legal}{did_you_mean(str(kind), classes)}")
     return build(classes[kind], value, key, tag="type")
 
 
 def _check_choice(registry: Mapping[str, Any], name: object, key: str) -> None:
-    if name not in registry:
+    if not isinstance(name, str) or name not in registry:
         near = did_you_mean(str(name), registry)
         raise ConfigError(f"{key}={show(name)}: unknown; legal: {', '.join(registry)}{near}")
 

@@ -116,10 +116,17 @@ class Display:
         self.console.print(text, highlight=False, soft_wrap=True, markup=False)
 
 
+class _Screen(Console):
+    """A console whose reader may leave: Rich would end the program with exit code 1."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 def make_console() -> Console:
     """Return a console on standard output, wide enough for tables where it is no terminal."""
-    console = Console()
-    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=WIDTH)
+    console = _Screen()
+    return console if console.is_terminal or "COLUMNS" in os.environ else _Screen(width=WIDTH)
 
 
 def _facts(totals: Totals) -> str:

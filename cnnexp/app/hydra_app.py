@@ -20,7 +20,7 @@ from cnnexp.app.config import Tracking, build, defaults, load, plain, record
 from cnnexp.app.console import make_console
 from cnnexp.app.resume import find_earlier
 from cnnexp.app.run import train
-from cnnexp.errors import CnnexpError, TrackingError, leave, without_password
+from cnnexp.errors import CnnexpError, TrackingError, explained, leave, without_password
 from cnnexp.measuring.environment import outputs_dir, program_name
 from cnnexp.papers import page
 from cnnexp.papers.compare import compare
@@ -77,17 +77,18 @@ def job(composed: DictConfig) -> float:
     try:
         return run(composed)
     except Exception as error:
+        told = error if isinstance(error, BrokenPipeError) else explained(error, _folder())
+        told.__cause__ = error.__cause__ if told is error else error
         if sweep.current():  # its end tells what failed, from the jobs' folders
-            log.error("%s", error, exc_info=None if isinstance(error, CnnexpError) else error)
+            log.error("%s", told)
         else:
-            _failures.append(error)
+            _failures.append(told)
         return math.nan
 
 
 def run(composed: DictConfig) -> float:
     """Train what the config describes, record it, show it; return the objective."""
-    hydra_config = HydraConfig.get()
-    folder, overrides = Path(hydra_config.runtime.output_dir), _as_typed(hydra_config.overrides.task)
+    folder, overrides = _folder(), _as_typed(HydraConfig.get().overrides.task)
     within, recorded = sweep.current(), record(composed)
     try:
         settings = load(plain(composed))
@@ -157,6 +158,11 @@ def _recorder(tracking: Tracking) -> Recorder | None:
         uri = store_uri(tracking.uri)
         _recorders[tracking] = Recorder(uri, tracking.experiment)
     return _recorders[tracking]
+
+
+def _folder() -> Path:
+    """Return the folder of the job that runs now."""
+    return Path(HydraConfig.get().runtime.output_dir)
 
 
 def _as_typed(overrides: Any) -> list[str]:

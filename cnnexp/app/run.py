@@ -13,11 +13,13 @@ from cnnexp.app.sweep import write_csv
 from cnnexp.backends.protocol import Backend
 from cnnexp.datasets import Dataset
 from cnnexp.errors import CompilerDied
-from cnnexp.measuring import cost_model
+from cnnexp.measuring import cost_model, footprint
 from cnnexp.measuring.amdahl import amdahl_limit
 from cnnexp.measuring.interference import PATIENCE_S, Watched, await_quiet
 from cnnexp.measuring.ledger import Ledger, Profiled, metrics, report, step_parts
+from cnnexp.network import Network
 from cnnexp.network.losses import check_loss
+from cnnexp.system import memory
 from cnnexp.tracking.journal import FALLBACK, Run
 from cnnexp.training import checkpoint
 from cnnexp.training.baseline import Baseline
@@ -39,6 +41,7 @@ def train(settings: Settings, run: Run, earlier: Earlier | None = None) -> None:
     resumed = earlier.load(training, trainer.epochs) if earlier is not None else None
     history = resumed.history if resumed else ()
     backend = settings.workers.share_cores(settings.backend)
+    _need_memory(settings, backend, network, dataset)
     run.begin(dataset, network, backend, settings.workers.count)
     with contextlib.ExitStack() as stack:
         with ledger.span("compile"):
@@ -114,6 +117,15 @@ def train(settings: Settings, run: Run, earlier: Earlier | None = None) -> None:
         if parallel is not None:
             run.summarize(parallel.metrics())
     display.table(run.epochs)
+
+
+def _need_memory(settings: Settings, backend: Backend, network: Network, dataset: Dataset) -> None:
+    """Raise OutOfMemory where the run takes more memory than there is, before any of it is taken."""
+    size = (network, settings.optimizer, settings.trainer.batch_size)
+    parts = [*footprint.training(*size, backend, dataset, settings.workers.count)]
+    if settings.baseline is not None:
+        parts += footprint.program(*size, settings.baseline)
+    memory.need(parts)
 
 
 def _baseline(settings: Settings, program: Profiled, dataset: Dataset) -> Baseline:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from cnnexp.errors import ConfigError
+from cnnexp.errors import BackendUnavailable, ConfigError
 
 
 def usable_cores() -> int:
@@ -27,6 +27,16 @@ def resolve_threads(threads: int | None) -> int:
     if not 1 <= threads <= cores:
         raise ConfigError(f"backend.threads={threads}: must be 1 to {cores}, the cores this process may use, or null")
     return threads
+
+
+def need_compiler() -> None:
+    """Raise BackendUnavailable where the environment has Numba compile nothing: our kernels are not for Python."""
+    disabled = os.environ.get("NUMBA_DISABLE_JIT", "0")
+    if disabled not in ("", "0"):
+        raise BackendUnavailable(
+            f"backend: NUMBA_DISABLE_JIT={disabled} is set, so Numba compiles nothing; unset it, or use backend=numpy "
+            "and trainer.baseline=null"
+        )
 
 
 @functools.cache

@@ -11,6 +11,9 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from cnnexp.errors import ConfigError, DataError
+from cnnexp.system import memory
+
+MAX_CLASSES = 100_000
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +91,7 @@ class Dataset:
         if len(set(shapes.values())) > 1:
             raise DataError(f"{name}: the splits hold images of different shapes: {shapes}")
         _warn_about_scale(name, splits["train"].images)
+        _warn_about_classes(name, splits["train"].labels, splits["test"].labels, classes)
         return cls(name, splits["train"], splits["test"], splits.get("validation"), classes, source, _sha256(splits))
 
 
@@ -133,7 +137,13 @@ class Source:
 
     def _path(self, key: str) -> Path:
         """Return the path that a field holds, with `~` expanded."""
-        return Path(getattr(self, key)).expanduser()
+        value = getattr(self, key)
+        try:
+            if "\0" in value:
+                raise RuntimeError("holds a zero byte")
+            return Path(value).expanduser()
+        except RuntimeError as error:  # of `~nobody`, too
+            raise ConfigError(f"dataset.{key}={value!r}: {error}") from error
 
     def _rows(self, train: int, test: int) -> tuple[slice, slice, slice | None]:
         """Return which rows to train on, to test on and to validate on, of splits of these lengths.
@@ -168,6 +178,11 @@ def shown(path: Path | str | None) -> str:
     return repr(str(path))
 
 
+def need_images(count: int, bytes_each: int, key: str) -> None:
+    """Raise OutOfMemory unless there is memory for `count` images; `key` of `conf/dataset/` makes them fewer."""
+    memory.need([memory.Part(f"{count} images", count * bytes_each, f"dataset.{key}")])
+
+
 def reason_of(error: OSError) -> str:
     """Return what the operating system says is wrong, in a few words."""
     return (error.strerror or str(error) or type(error).__name__).lower()
@@ -194,6 +209,9 @@ def _checked(where: str, split: Split, classes: int) -> Split:
 
 
 def _check_counts(where: str, split: Split) -> None:
+    for what, array in (("images", split.images), ("labels", split.labels)):
+        if np.ndim(array) == 0:
+            raise DataError(f"{where}: {what} are a single number, no array")
     if len(split.images) != len(split.labels):
         raise DataError(f"{where}: {len(split.images)} images but {len(split.labels)} labels")
 
@@ -233,6 +251,14 @@ def _warn_about_scale(name: str, images: np.ndarray) -> None:
     if advice:
         std = images.std(dtype=np.float64)
         log.warning("%s: pixels from %g to %g, standard deviation %.3g: %s", name, low, high, std, advice)
+
+
+def _warn_about_classes(name: str, train: np.ndarray, test: np.ndarray, classes: tuple[str, ...]) -> None:
+    """Log a warning where classes are tested on that are never trained on."""
+    unknown = sorted(set(np.unique(test)) - set(np.unique(train)))
+    if unknown:
+        shown_names = ", ".join(classes[label] for label in unknown[:10])
+        log.warning("%s: %d of the classes tested on have no training image: %s", name, len(unknown), shown_names)
 
 
 def _sha256(splits: dict[str, Split]) -> str:

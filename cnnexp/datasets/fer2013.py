@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,8 +13,10 @@ import numpy as np
 
 from cnnexp.datasets.base import Dataset, Source, Split, reason_of, shown
 from cnnexp.errors import DataError
+from cnnexp.system.files import open_regular
 
 SIDE = 48
+MOST_BYTES = 2**31  # the published file has 300 million
 COLUMNS = ["emotion", "pixels", "Usage"]
 
 
@@ -70,7 +73,7 @@ def _parse(path: Path) -> dict[str, Split]:
     """Return one split per Usage."""
     pixels = {usage: bytearray() for usage in Fer2013.rows}
     labels: dict[str, list[int]] = {usage: [] for usage in Fer2013.rows}
-    with path.open(newline="", encoding="utf-8") as file:
+    with io.TextIOWrapper(open_regular(path, MOST_BYTES), encoding="utf-8", newline="") as file:
         rows = csv.reader(file)
         header = next(rows, [])
         if header != COLUMNS:

@@ -21,6 +21,7 @@ import numpy as np
 from cnnexp.datasets.base import Dataset, Source, Split, reason_of, shown
 from cnnexp.datasets.download import fetch
 from cnnexp.errors import DataError
+from cnnexp.system.files import open_regular
 
 UNSIGNED_BYTE = 0x08
 TYPES = {UNSIGNED_BYTE: "uint8", 0x09: "int8", 0x0B: "int16", 0x0C: "int32", 0x0D: "float32", 0x0E: "float64"}
@@ -64,8 +65,8 @@ def read_idx(path: Path, ndim: int) -> tuple[np.ndarray, str]:
 
 def _open(path: Path):
     if path.suffix != ".gz":
-        return path.open("rb")
-    with path.open("rb") as file:
+        return open_regular(path)
+    with open_regular(path) as file:
         start = file.read(32)
     if not start.startswith(b"\x1f\x8b"):
         html = b"<html" in start.lower() or b"<!doctype" in start.lower()

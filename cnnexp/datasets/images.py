@@ -10,12 +10,14 @@ from typing import ClassVar
 
 import numpy as np
 
-from cnnexp.datasets.base import Dataset, Source, Split, reason_of, shown
+from cnnexp.datasets.base import Dataset, Source, Split, need_images, reason_of, shown
 from cnnexp.errors import ConfigError, DataError
+from cnnexp.system.files import open_regular
 
 SUFFIXES = frozenset((".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"))
 MODES_OF_8_BITS = frozenset(("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr", "HSV", "LAB"))
 Labeled = tuple[Path, int]
+MOST_BYTES = 2**28  # of a picture's file; a larger one is no picture to train on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +100,8 @@ class Images(Source):
                     f"{shown(path)} is {_size(image)} pixels and {shown(files[0][0])} {_size(images[0])}; "
                     f"give the size they shall have: dataset.height=... dataset.width=..."
                 )
+            if not images:
+                need_images(len(files), image.nbytes, "height")
             images.append(image)
             labels.append(label)
         return Split(np.stack(images), np.array(labels, np.int32))
@@ -110,7 +114,7 @@ class Images(Source):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of odd metadata, which many cameras write
                 warnings.simplefilter("error", Image.DecompressionBombWarning)
-                with Image.open(path) as file:
+                with open_regular(path, MOST_BYTES) as stream, Image.open(stream) as file:
                     if file.mode not in MODES_OF_8_BITS:
                         raise DataError(f"{shown(path)}: pixels of mode {file.mode}; convert it to 8 bits per channel")
                     picture = ImageOps.exif_transpose(file).convert("L" if self.grayscale else "RGB")
@@ -118,8 +122,11 @@ class Images(Source):
             raise DataError(f"{shown(path)}: more than {Image.MAX_IMAGE_PIXELS} pixels, refused") from error
         except Image.UnidentifiedImageError as error:
             raise DataError(f"{shown(path)}: not a picture that Pillow can read") from error
-        except (OSError, SyntaxError, ValueError) as error:
-            raise DataError(f"{shown(path)}: cannot be read as a picture: {error}") from error
+        except DataError:
+            raise
+        except Exception as error:  # Pillow's readers raise whatever they like on a damaged file
+            reason = reason_of(error) if isinstance(error, OSError) else str(error) or type(error).__name__
+            raise DataError(f"{shown(path)}: cannot be read as a picture: {reason}") from error
         size = (self.width or picture.width, self.height or picture.height)
         if size != picture.size:
             picture = picture.resize(size, Image.Resampling.BILINEAR)

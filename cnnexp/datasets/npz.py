@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import zipfile
-import zlib
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
-from cnnexp.datasets.base import Dataset, Source, Split, reason_of, shown
-from cnnexp.errors import DataError
+from cnnexp.datasets.base import MAX_CLASSES, Dataset, Source, Split, reason_of, shown
+from cnnexp.errors import CnnexpError, DataError
+from cnnexp.system import memory
+from cnnexp.system.files import open_regular
 
-# What NumPy and zipfile raise on a damaged file; RuntimeError if it looks encrypted, MemoryError for an absurd shape
-_DAMAGES = (ValueError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, MemoryError)
 ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")
 
 
@@ -25,7 +24,7 @@ class Npz(Source):
 
     Attributes:
         path: the file.
-        classes: how many, >= 2; None for the largest training label + 1.
+        classes: how many, 2 .. 100,000; None for the largest training label + 1.
     """
 
     name: ClassVar[str] = "npz"
@@ -36,11 +35,15 @@ class Npz(Source):
         super().__post_init__()
         self._check_given("path", "a file of arrays " + ", ".join(ARRAYS), "photos.npz")
         if self.classes is not None:
-            self._check_whole("classes", 2)
+            self._check_whole("classes", 2, MAX_CLASSES)
 
     def load(self) -> Dataset:
         train_images, train_labels, test_images, test_labels = self._read()
         count = self.classes or _largest(train_labels) + 1
+        if count > MAX_CLASSES:
+            raise DataError(
+                f"dataset.path={shown(self.path)}: train_labels up to {count - 1}; there can be {MAX_CLASSES} classes"
+            )
         classes = tuple(str(label) for label in range(max(count, 2)))
         return self._dataset(
             Split(train_images, train_labels), Split(test_images, test_labels), classes, str(self.path)
@@ -49,9 +52,14 @@ class Npz(Source):
     def _read(self) -> list[np.ndarray]:
         where = f"dataset.path={shown(self.path)}"
         try:
-            with self._path("path").open("rb") as stream:
+            with open_regular(self._path("path")) as stream:
                 if not zipfile.is_zipfile(stream):
                     raise DataError(f"{where}: not a whole .npz file; write one with numpy.savez")
+                with zipfile.ZipFile(stream) as archive:
+                    wanted = [member for member in archive.infolist() if member.filename.removesuffix(".npy") in ARRAYS]
+                memory.need(
+                    [memory.Part(f"the arrays of {where}", sum(m.file_size for m in wanted), "the file's size")]
+                )
                 stream.seek(0)
                 with np.load(stream, allow_pickle=False) as file:
                     missing = [name for name in ARRAYS if name not in file]
@@ -61,7 +69,9 @@ class Npz(Source):
                     return [_array(file, name) for name in ARRAYS]
         except OSError as error:
             raise DataError(f"{where}: {reason_of(error)}") from error
-        except _DAMAGES as error:
+        except CnnexpError:
+            raise
+        except Exception as error:  # NumPy and zipfile raise whatever they like on a damaged file
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise DataError(f"{where}: damaged: {reason}") from error
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from cnnexp.datasets.base import Dataset, Source, Split
+from cnnexp.datasets.base import Dataset, Source, Split, need_images
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +32,8 @@ class Quadrants(Source):
         self._check_whole("seed", 0, 2**63 - 1)
 
     def load(self) -> Dataset:
+        larger = "train_size" if self.train_size >= self.test_size else "test_size"
+        need_images(self.train_size + self.test_size + (self.validation_size or 0), 2 * 8, larger)
         train = self._draw(0, self.train_size + (self.validation_size or 0))
         test = self._draw(1, self.test_size)
         return self._dataset(train, test, ("I and III", "II and IV"), f"generated, seed {self.seed}")

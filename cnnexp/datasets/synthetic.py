@@ -7,9 +7,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from cnnexp.datasets.base import Dataset, Source, Split
+from cnnexp.datasets.base import MAX_CLASSES, Dataset, Source, Split, need_images
 from cnnexp.errors import ConfigError
 
+SIZES = ("height", "width", "channels", "train_size", "test_size", "classes")
 BLOCK = 4  # pixels; patterns are of square blocks, so that small kernels and pooling can see them
 
 
@@ -20,7 +21,7 @@ class Synthetic(Source):
     Attributes:
         height, width: pixels, >= 1.
         channels: >= 1.
-        classes: >= 2; labels go round, so every class has as many images as the next, or one more.
+        classes: 2 .. 100,000; labels go round, so every class has as many images as the next, or one more.
         train_size, test_size: how many images, >= 1.
         validation_size: images made besides these; no validation split if None.
         noise: standard deviation of the noise, >= 0, where patterns are 0 or 1.
@@ -39,14 +40,18 @@ class Synthetic(Source):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for key in ("height", "width", "channels", "train_size", "test_size"):
+        for key in SIZES[:-1]:
             self._check_whole(key, 1)
-        self._check_whole("classes", 2)
+        self._check_whole("classes", 2, MAX_CLASSES)
         self._check_whole("seed", 0, 2**63 - 1)
         if not 0 <= self.noise < float("inf"):
             raise ConfigError(f"dataset.noise={self.noise!r}: must be >= 0 and finite")
 
     def load(self) -> Dataset:
+        count = self.train_size + self.test_size + (self.validation_size or 0) + self.classes
+        size = max(self.height, self.width, self.channels, self.train_size, self.test_size, self.classes)
+        largest = next(key for key in SIZES if getattr(self, key) == size)
+        need_images(count, 4 * self.height * self.width * self.channels, largest)
         blocks = (self.classes, -(-self.height // BLOCK), -(-self.width // BLOCK), self.channels)
         patterns = np.random.default_rng((self.seed, 0)).integers(0, 2, blocks).astype(np.float32)
         patterns = patterns.repeat(BLOCK, axis=1).repeat(BLOCK, axis=2)[:, : self.height, : self.width]

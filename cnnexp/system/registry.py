@@ -54,7 +54,7 @@ class Registry(Mapping[str, type[T]], Generic[T]):
         return entry
 
     def __contains__(self, name: object) -> bool:
-        return name in self._ours or name in _added[self._group]
+        return isinstance(name, str) and (name in self._ours or name in _added[self._group])
 
     def __iter__(self) -> Iterator[str]:
         return iter([*self._ours, *_added[self._group]])

@@ -32,8 +32,9 @@ def command(arguments: Sequence[str]) -> None:
     """
     given = dict(argument.partition("=")[::2] for argument in arguments)
     for key, value in given.items():
-        if key not in ("tracking.uri", "port") or (key == "port" and not value.isdecimal()):
-            raise ConfigError(f"ui {key}={value}: legal: tracking.uri=STORE, port=NUMBER")
+        number = value.isascii() and value.isdecimal() and len(value) < 6 and 0 < int(value) < 2**16
+        if key not in ("tracking.uri", "port") or (key == "port" and not number):
+            raise ConfigError(f"ui {key}={value}: legal: tracking.uri=STORE, port=NUMBER from 1 to 65535")
     uri = store_uri(given.get("tracking.uri"))
     if uri.startswith("http"):
         sys.stdout.write(f"This store has a web page of its own: {without_password(uri)}\n")

@@ -47,6 +47,14 @@ def python_m(*arguments: str, **options) -> subprocess.CompletedProcess:
         (["tracking.uri=${oc.env:CNNEXP_TEST_MISSING}"], "tracking.uri: .*CNNEXP_TEST_MISSING"),
         (["tracking.uri=${nope.x}"], "tracking.uri: .*nope"),
         (["optimizer.lr=1e400"], "optimizer.lr=inf: must be a finite number"),
+        (
+            ["trainer.batch_size=9223372036854775808"],
+            "batch_size=9223372036854775808: must be a whole number of at most",
+        ),
+        (["optimizer.lr=1" + 400 * "0"], "optimizer.lr=10*...: must be a finite number"),
+        (["model.name=[1]"], r"model.name=\[1\]: unknown; legal: one_conv"),
+        (["model=custom", "model.layers=[{type: [1]}]"], r"model.layers\[0\].type=\[1\]: unknown; legal: Conv2d"),
+        (["dataset=npz", "dataset.path='~nosuchuser/x'", "tracking=none"], "dataset.path='~nosuchuser/x': "),
         (["optimizer.lr=nan"], "optimizer.lr=nan: must be a finite number"),
         (["trainer.epochs='3'"], "trainer.epochs='3': must be a whole number"),
         (["trainer.epochs=3.0"], "trainer.epochs=3.0: must be a whole number"),
@@ -125,13 +133,71 @@ def test_no_hint_to_a_store_that_could_not_be_opened_and_no_password(run):
     assert "secret" not in out + err
 
 
-def test_a_bug_is_a_traceback(run, monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ZeroDivisionError("a\nbug"), "unexpected ZeroDivisionError: a bug"),
+        (MemoryError(), "out of memory; lower trainer.batch_size, the size of the model or the data set"),
+        (RecursionError("deep"), "unexpected RecursionError: deep"),
+    ],
+)
+def test_a_bug_is_one_line_that_names_a_file_with_the_traceback(run, monkeypatch, tmp_path, error, said):
+    def broken(*_):
+        raise error
+
+    monkeypatch.setattr(hydra_app, "train", broken)
+    code, _, err = run(*TINY)
+    (file,) = (tmp_path / "run").glob("traceback-*.txt")
+    assert (code, err) == (1, f"cnnexp: error: {said}; its traceback is in {file}\n")
+    assert "in broken" in file.read_text(encoding="utf-8")
+    assert read_journal(tmp_path / "run")["status"] == "FAILED"
+
+
+def test_a_bug_in_a_job_of_a_sweep_shows_no_traceback_either(run, monkeypatch, tmp_path):
     def broken(*_):
         raise ZeroDivisionError("a bug")
 
     monkeypatch.setattr(hydra_app, "train", broken)
-    with pytest.raises(ZeroDivisionError, match="a bug"):
-        run(*TINY)
+    code, out, err = run("-m", *TINY, "model.filters=2,3")
+    assert code == 1
+    assert "Traceback" not in out + err
+    assert len([*(tmp_path / "sweep").glob("*/traceback-*.txt")]) == 2
+
+
+def test_a_bug_before_any_run_is_one_line_too(run, monkeypatch):
+    monkeypatch.setattr(hydra_app, "launch", lambda: [][0])
+    code, _, err = run(*TINY)
+    assert code == 1
+    file = re.fullmatch(r"cnnexp: error: unexpected IndexError: .*; its traceback is in (.*)\n", err)[1]
+    assert "IndexError" in Path(file).read_text(encoding="utf-8")
+    os.unlink(file)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="links and /proc are of POSIX systems")
+@pytest.mark.parametrize("folder", ["file/run", "loop/run", "x" * 300, "/proc/cnnexp", "/dev/null/x"])
+def test_a_folder_that_cannot_be_is_one_line(run, tmp_path, folder):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    given = folder if folder.startswith("/") else f"{tmp_path}/{folder}"
+    code, _, err = run(*TINY, f"hydra.run.dir={given}")
+    assert code == 1
+    assert re.fullmatch(r"cnnexp: error: .*; runs write to hydra\.run\.dir=FOLDER and tracking\.uri=STORE\n", err)
+
+
+def test_a_reader_that_leaves_ends_the_run_as_any_program(tmp_path):
+    command = [sys.executable, "-m", "cnnexp", *TINY, f"hydra.run.dir={tmp_path}", "trainer.epochs=50"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        assert process.wait() == 141
+
+
+def test_numba_switched_off_is_one_line(run, monkeypatch):
+    monkeypatch.setenv("NUMBA_DISABLE_JIT", "1")
+    code, _, err = run(*TINY, "backend=cpu")
+    assert code == BackendUnavailable.exit_code
+    assert "NUMBA_DISABLE_JIT=1 is set, so Numba compiles nothing; unset it, or use backend=numpy" in err
 
 
 def test_a_tiny_run_shows_its_epochs_and_keeps_a_journal(run, tmp_path):
@@ -238,7 +304,8 @@ def test_runs_go_to_the_checkout_from_any_folder_and_never_share_one(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("number", "code", "word"), [(signal.SIGTERM, 143, "terminated"), (signal.SIGINT, 130, "inter")]
+    ("number", "code", "word"),
+    [(signal.SIGTERM, 143, "terminated"), (signal.SIGHUP, 129, "terminated"), (signal.SIGINT, 130, "inter")],
 )
 def test_signals_end_the_run_as_killed(tmp_path, number, code, word):
     arguments = [*TINY, "trainer.epochs=1000000", f"hydra.run.dir={tmp_path}"]

@@ -436,3 +436,19 @@ def test_adam_counts_its_steps():
     program.apply(np.zeros(TINY.parameter_count, np.float32), 0.1)
     assert program.state()["step"] == 1
     program.close()
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_what_a_thread_of_the_team_raises_reaches_the_caller(rank):
+    team, seen = Team(3), []
+
+    def task(own):
+        if own == rank:
+            raise OverflowError(f"of thread {own}")
+
+    for _ in range(2):  # the team lives on
+        with pytest.raises(OverflowError, match=f"of thread {rank}"):
+            team.run(task)
+    team.run(seen.append)
+    assert sorted(seen) == [0, 1, 2]
+    team.close()

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import os
 import zipfile
 from dataclasses import fields
 from pathlib import Path
@@ -13,7 +14,9 @@ from PIL import Image
 
 from cnnexp.datasets import DATASETS, Digits, Fer2013, Images, Npz, Quadrants, Synthetic
 from cnnexp.datasets.digits import enlarge
-from cnnexp.errors import ConfigError, DataError
+from cnnexp.datasets.idx import read_idx
+from cnnexp.errors import ConfigError, DataError, OutOfMemory
+from cnnexp.system import memory
 
 CONF = Path(__file__).parents[2] / "conf" / "dataset"
 
@@ -104,7 +107,7 @@ def test_fewer_generated_images_are_the_first_of_more(source):
         (Digits, {"seed": 2**70}, r"dataset\.seed=\d+: must be"),
         (Quadrants, {"train_size": 0}, r"dataset\.train_size=0"),
         (Quadrants, {"test_size": None}, r"dataset\.test_size=None"),
-        (Synthetic, {"classes": 1}, r"dataset\.classes=1: must be a whole number >= 2"),
+        (Synthetic, {"classes": 1}, r"dataset\.classes=1: must be a whole number 2 .. 100000"),
         (Synthetic, {"height": 0}, r"dataset\.height=0"),
         (Synthetic, {"noise": float("nan")}, r"dataset\.noise=nan"),
         (Images, {}, r"dataset\.root: not given; .*e\.g\. dataset\.root=photos"),
@@ -374,3 +377,39 @@ def test_npz_damaged_or_something_else(tmp_path):
         Npz(path=str(tmp_path / "none.npz")).load()
     with pytest.raises(DataError, match="is a directory"):
         Npz(path=str(tmp_path)).load()
+
+
+def test_npz_with_one_enormous_label_is_refused_at_once(tmp_path):
+    with pytest.raises(DataError, match="train_labels up to 1000000000000; there can be 100000 classes"):
+        Npz(path=write_npz(tmp_path / "a.npz", train_labels=np.array([0, 1, 2, 0, 1, 10**12]))).load()
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_npz_with_a_number_in_place_of_an_array(tmp_path, name):
+    with pytest.raises(DataError, match=r"a single number, no array|labels of type|of shape"):
+        Npz(path=write_npz(tmp_path / "a.npz", **{name: np.uint8(3)})).load()
+
+
+def test_npz_that_unfolds_to_more_than_there_is(tmp_path, monkeypatch):
+    path = write_npz(tmp_path / "a.npz", train_images=np.zeros((6, 1000, 1000), np.uint8))
+    monkeypatch.setattr(memory, "available", lambda: (5_000_000, "ulimit -v"))
+    with pytest.raises(OutOfMemory, match=r"needs 600\d+ bytes .* for the arrays of dataset.path"):
+        Npz(path=path).load()
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="pipes with names are of POSIX systems")
+def test_no_source_waits_for_a_pipe_or_reads_a_device(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", "/dev/zero"):
+        for source in (Npz(path=str(path)), Fer2013(path=str(path))):
+            with pytest.raises(DataError, match="not a regular file"):
+                source.load()
+        with pytest.raises(DataError, match="not a regular file"):
+            read_idx(Path(path), 1)
+        with pytest.raises(DataError, match="not a regular file"):
+            Images(root=".").read(Path(path))
+
+
+def test_a_class_that_is_tested_on_and_never_trained_on_is_told(tmp_path, caplog):
+    Npz(path=write_npz(tmp_path / "a.npz", train_labels=np.array([0, 1, 1, 0, 1, 1])), classes=3).load()
+    assert "1 of the classes tested on have no training image: 2" in caplog.text

@@ -10,7 +10,7 @@ import numpy as np
 from cnnexp.backends.cpu import kernels
 from cnnexp.backends.host import HostOps
 from cnnexp.backends.layerwise import LayerwiseProgram
-from cnnexp.backends.processor import SequentialBackend
+from cnnexp.backends.processor import SequentialBackend, need_compiler
 from cnnexp.backends.protocol import Update
 from cnnexp.network import Network, Window
 from cnnexp.network.losses import Loss
@@ -32,6 +32,7 @@ class CpuOps(HostOps):
     """
 
     def __init__(self, parallel: bool) -> None:
+        need_compiler()
         self._parallel = parallel
 
     def to_device(self, array):

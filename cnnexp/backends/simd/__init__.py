@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from cnnexp.backends.processor import ThreadedBackend
+from cnnexp.backends.processor import ThreadedBackend, need_compiler
 from cnnexp.backends.protocol import Backend, Program
 from cnnexp.backends.simd.host import host_target
 from cnnexp.backends.simd.plan import suits
@@ -48,6 +48,7 @@ class CpuSimd(ThreadedBackend):
         return CpuParallel(self.threads)
 
     def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> Program:
+        need_compiler()
         if not suits(network):
             return self._general.compile(network, loss, optimizer, batch_size)
         return SimdProgram(network, loss, optimizer, batch_size, host_target(), self.threads)

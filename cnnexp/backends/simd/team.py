@@ -23,12 +23,17 @@ class Team:
         self._tasks: SimpleQueue | None = None
 
     def run(self, task: Task) -> None:
-        """Call task(rank) on every thread at once, and wait for all."""
+        """Call task(rank) on every thread at once, and wait for all; what one raises, the lowest rank first, goes on.
+
+        A thread that the others wait for inside the task must not raise: they would wait for ever.
+        """
         if self._tasks is None:
             self._tasks = self._start()
         done: SimpleQueue = SimpleQueue()
         self._tasks.put((task, done))
-        done.get()
+        failure = done.get()
+        if failure is not None:
+            raise failure
 
     def settle(self) -> None:
         """Wait for what an interrupted `run` left."""
@@ -59,15 +64,22 @@ def _lead(tasks: SimpleQueue, threads: int) -> None:
             inbox.put(task)
         if task is None:
             return
-        task(0)
-        for _ in inboxes:
-            finished.get()
+        failures = {0: _attempt(task, 0), **dict(finished.get() for _ in inboxes)}
         del task  # what it refers to may go before the next one comes
-        done.put(None)
+        done.put(next((failures[rank] for rank in sorted(failures) if failures[rank] is not None), None))
 
 
 def _follow(rank: int, inbox: SimpleQueue, finished: SimpleQueue) -> None:
     while (task := inbox.get()) is not None:
-        task(rank)
+        failure = _attempt(task, rank)
         del task
-        finished.put(rank)
+        finished.put((rank, failure))
+
+
+def _attempt(task: Task, rank: int) -> BaseException | None:
+    """Do a task; return what it raises, which the thread that asked for the task shall have."""
+    try:
+        task(rank)
+    except BaseException as failure:
+        return failure
+    return None

@@ -1,0 +1,71 @@
+"""What a training run takes of the host's memory, from the network and the config alone, before any of it is taken.
+
+The parts are what is certain: buffers that the code makes, not what the interpreter, the compilers and NumPy's
+temporaries add. So a run that is refused could not have been; one that is let in may still run out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from cnnexp.backends.protocol import Backend
+from cnnexp.datasets import Dataset
+from cnnexp.network import Flatten, MaxPool2d, Network
+from cnnexp.optimizers import Optimizer
+from cnnexp.system.memory import Part
+
+FLOAT = 4  # bytes
+LANES = 4  # images that a vector of cpu-simd holds at least
+PROCESS_BYTES = 100_000_000  # of a worker that has imported a compiler
+CHECKPOINT_COPIES = 2  # of the state, while one is written
+
+
+def training(
+    network: Network, optimizer: Optimizer, batch_size: int, backend: Backend, dataset: Dataset, workers: int = 1
+) -> Iterator[Part]:
+    """Yield the parts of a program, what it loads, and its checkpoints; as many programs as there are workers."""
+    yield from program(network, optimizer, batch_size, backend, workers)
+    states = FLOAT * network.parameter_count * (1 + len(optimizer.slots))
+    yield Part("the copies of the parameters in a checkpoint", CHECKPOINT_COPIES * states, "the size of the model")
+    splits = [split for split in (dataset.train, dataset.test, dataset.validation) if split is not None]
+    count = sum(len(split) for split in splits)
+    if backend.name != "cpu-simd" and not hasattr(backend, "gpu") and dataset.train.images.itemsize < FLOAT:
+        size = FLOAT * math.prod(dataset.input_shape)
+        yield Part(f"{count} images as float32", count * size, "dataset.train_size")
+    outputs = math.prod(network.output_shape)
+    held_out = count - len(dataset.train)
+    yield Part(f"the scores of {held_out} images", FLOAT * held_out * outputs, "dataset.test_size")
+    if workers > 1:
+        yield Part(f"{workers} processes", (workers - 1) * PROCESS_BYTES, "workers.count")
+
+
+def program(
+    network: Network, optimizer: Optimizer, batch_size: int, backend: Backend, workers: int = 1
+) -> Iterator[Part]:
+    """Yield what a compiled network holds: nothing on the host where a GPU has it."""
+    if hasattr(backend, "gpu"):
+        return
+    fused = backend.name == "cpu-simd"
+    gradients = backend.threads if fused else 1
+    copies = 1 + gradients + len(optimizer.slots)
+    weights = workers * copies * FLOAT * network.parameter_count
+    yield Part(
+        f"{network.parameter_count} parameters, their gradients and the optimizer's slots",
+        weights,
+        "the size of the model",
+    )
+    images = workers * backend.threads * LANES if fused else batch_size
+    what = "the activations of a tile of images" if fused else f"the activations of a batch of backend={backend.name}"
+    key = "the size of the model" if fused else "trainer.batch_size"
+    yield Part(what, images * FLOAT * _values(network, both=not fused), key)
+
+
+def _values(network: Network, both: bool) -> int:
+    """Return how many values of 4 bytes an image has in all layers, the gradients and places of maxima, too."""
+    values = math.prod(network.input_shape)
+    for stage in network.stages:
+        if not isinstance(stage.layer, Flatten):
+            copies = 1 + both + (both and isinstance(stage.layer, MaxPool2d))
+            values += copies * math.prod(stage.output_shape)
+    return values

@@ -1,0 +1,103 @@
+"""Memory is counted before it is taken: what is needed, part by part, against what this process can still have."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from cnnexp.errors import OutOfMemory
+
+try:
+    import resource
+except ImportError:  # not a POSIX system
+    resource = None
+
+UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB", "EB")
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Something that takes memory.
+
+    Attributes:
+        what: for a message, e.g. `the activations of a batch`.
+        bytes: at least so many.
+        key: of the config, whose lower value makes it smaller.
+    """
+
+    what: str
+    bytes: int
+    key: str
+
+
+def need(parts: Iterable[Part]) -> None:
+    """Raise OutOfMemory unless this process can have the memory that all parts take together."""
+    parts = list(parts)
+    wanted, (there, limit) = sum(part.bytes for part in parts), available()
+    if wanted > there:
+        largest = max(parts, key=lambda part: part.bytes)
+        raise OutOfMemory(
+            f"needs {wanted} bytes ({show(wanted)}) of memory, {show(largest.bytes)} of them for {largest.what}; "
+            f"{show(there)} can be had ({limit}); lower {largest.key}"
+        )
+
+
+def available() -> tuple[float, str]:
+    """Return how many bytes this process can still take, and what limits them; infinite where nothing tells."""
+    return min(_limits(), default=(math.inf, "no limit is known"))
+
+
+def show(count: float) -> str:
+    """Return e.g. `1.5 GB`."""
+    unit = min(len(UNITS) - 1, max(0, (len(str(int(count))) - 1) // 3)) if math.isfinite(count) else 0
+    return f"{int(count) / 1000**unit:.3g} {UNITS[unit]}"
+
+
+def _limits() -> Iterator[tuple[float, str]]:
+    with contextlib.suppress(OSError, KeyError, ValueError):
+        yield _kilobytes(Path("/proc/meminfo"))["MemAvailable"], "MemAvailable of this machine"
+    yield from _cgroups()
+    if resource is not None:
+        with contextlib.suppress(OSError, KeyError, ValueError):
+            now = _kilobytes(Path("/proc/self/status"))
+            for name, key, taken in (("RLIMIT_AS", "-v", "VmSize"), ("RLIMIT_DATA", "-d", "VmData")):
+                most, _ = resource.getrlimit(getattr(resource, name))
+                if most != resource.RLIM_INFINITY:
+                    yield max(0, most - now[taken]), f"ulimit {key}"
+
+
+def _cgroups() -> Iterator[tuple[float, str]]:
+    """Yield what the control groups of this process leave, version 2 or 1, up to the root."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, kinds, place = line.split(":", 2)
+            if kinds == "" or "memory" in kinds.split(","):
+                root = CGROUPS / "memory" if kinds else CGROUPS
+                folder = root / place.lstrip("/")
+                for group in (folder, *folder.parents):
+                    if group == root.parent:
+                        break
+                    yield from _cgroup(group)
+
+
+def _cgroup(folder: Path) -> Iterator[tuple[float, str]]:
+    for most, taken, cache in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        with contextlib.suppress(OSError, ValueError):
+            limit = int((folder / most).read_text())  # ValueError where it is "max"
+            if limit < 1 << 60:  # version 1 writes a number near 2**63 for none
+                stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                used = int((folder / taken).read_text()) - int(stat.get(cache, 0))
+                yield max(0, limit - used), f"the limit of control group {folder}"
+
+
+def _kilobytes(path: Path) -> dict[str, int]:
+    """Return the lines `Name:  123 kB` of a file of /proc, in bytes."""
+    lines = (line.split() for line in path.read_text().splitlines())
+    return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if len(words) == 3 and words[2] == "kB"}
