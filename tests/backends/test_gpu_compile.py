@@ -251,9 +251,9 @@ def test_graphs_hold_the_kernels_of_single_launches_and_nothing_else(launched, p
         return guard
 
     stream, builder = Spied(Stream), Spied(GraphBuilder, begin_building=begin_building, end_building=end_building)
-    device = Spied(Device, set_current=lambda: None, create_stream=lambda: stream, create_graph_builder=lambda: builder)
+    gpu = Spied(Device, set_current=lambda: None, create_stream=lambda: stream, create_graph_builder=lambda: builder)
     inspect.signature(Device).bind(0)
-    monkeypatch.setattr("cuda.core.Device", lambda index: device)
+    monkeypatch.setattr("cuda.core.Device", lambda index: gpu)
     monkeypatch.setattr(Kernel, "launch", launch)
     for name in ("empty", "to_device", "to_host", "copy", "synchronize"):
         monkeypatch.setattr(device, name, never_while_capturing(getattr(device, name)))
