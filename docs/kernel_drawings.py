@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
 from cnnexp import Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU
+from cnnexp.network.shapes import Window
 
 # Okabe and Ito's colours, which the colour-blind can tell apart
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -26,14 +27,12 @@ def draw_all(folder: Path) -> None:
 
 def im2col() -> Figure:
     """A 4x4 image and its unrolled windows: the numbers are what `unroll` returns for pixels numbered in order."""
-    from cnnexp.backends.plain.numpy import pad, window
+    from cnnexp.backends.plain.unrolled import unroll
 
     side, kernel = 4, 3
     out = (side - kernel + 1,) * 2
     image = np.arange(side * side, dtype=np.float32).reshape(1, side, side, 1)
-    padded = pad(image, kernel, 1, (0, 0), out)
-    windows = [window(padded, i, j, 1, out)[0, ..., 0].ravel() for i in range(kernel) for j in range(kernel)]
-    columns = np.stack(windows, axis=1).astype(int)  # (P*Q, K*K)
+    columns = unroll(image, Window(kernel, stride=1), out).reshape(-1, kernel * kernel).astype(int)  # (P*Q, K*K)
     figure = Figure(figsize=(9, 3.2), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(side, kernel * kernel))
     owners = np.arange(side * side).reshape(side, side)
