@@ -10,6 +10,7 @@ from cnnexp.backends.layerwise import LayerwiseProgram
 from cnnexp.backends.plain.numpy import NumpyOps
 from cnnexp.backends.processor import SequentialBackend
 from cnnexp.datasets import Source
+from cnnexp.network import Elementwise
 from cnnexp.network.models import Model
 from cnnexp.optimizers import Optimizer
 
@@ -29,6 +30,31 @@ class Sign(Optimizer):
             return w - rate * g / maximum(maximum(g, zero - g), least), s, t
 
         return rule
+
+
+@register("layer", "Swish")
+@dataclass(frozen=True)
+class Swish(Elementwise):
+    """x * sigmoid(beta * x) (Ramachandran et al. 2017)."""
+
+    beta: float = 1.0
+
+    def rule(self, maths):
+        exp, beta, one = maths.exp, np.float32(self.beta), np.float32(1)
+
+        def swish(x):
+            return x / (one + exp(-beta * x))
+
+        return swish
+
+    def derivative(self, maths):
+        exp, beta, one = maths.exp, np.float32(self.beta), np.float32(1)
+
+        def swish_derivative(x, y):
+            s = one / (one + exp(-beta * x))
+            return s + beta * x * s * (one - s)
+
+        return swish_derivative
 
 
 @register("model", "wide")

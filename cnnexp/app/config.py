@@ -250,7 +250,7 @@ def convert(value: Any, hint: Any, key: str) -> Any:
     """
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint == Layer:
-        return _tagged(LAYERS, value, key)
+        return _layer(value, key)
     if origin in (typing.Union, types.UnionType):
         return _convert_union(value, hint, args, key)
     if origin is Literal and isinstance(value, str) and value in args:
@@ -294,9 +294,6 @@ def show(value: Any) -> str:
 
 
 def _convert_union(value: Any, hint: Any, members: tuple[Any, ...], key: str) -> Any:
-    classes = {member.__name__: member for member in members if _is_dataclass(member)}
-    if classes:
-        return _tagged(classes, value, key)
     for member in members:
         try:
             return convert(value, member, key)
@@ -307,15 +304,11 @@ def _convert_union(value: Any, hint: Any, members: tuple[Any, ...], key: str) ->
     raise ConfigError(f"{key}={show(value)}: must be {_describe(hint)}{near}")
 
 
-def _tagged(classes: Mapping[str, type], value: Any, key: str) -> Any:
-    """Make one of several dataclasses, chosen by the value's `type`."""
-    legal = ", ".join(classes)
+def _layer(value: Any, key: str) -> Layer:
+    """Make the layer that the value's `type` picks."""
     if not isinstance(value, Mapping) or "type" not in value:
-        raise ConfigError(f"{key}={show(value)}: must be a mapping with a type, one of {legal}")
-    kind = value["type"]
-    if not isinstance(kind, str) or kind not in classes:
-        raise ConfigError(f"{key}.type={show(kind)}: unknown; legal: {legal}{did_you_mean(str(kind), classes)}")
-    return build(classes[kind], value, key, tag="type")
+        raise ConfigError(f"{key}={show(value)}: must be a mapping with a type, one of {', '.join(LAYERS)}")
+    return build(LAYERS.find(value["type"], f"{key}.type"), value, key, tag="type")
 
 
 def _check_choice(registry: Mapping[str, Any], name: object, key: str) -> None:

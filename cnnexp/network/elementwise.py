@@ -173,16 +173,16 @@ class GELU(Elementwise):
 def fingerprint(layer: Elementwise) -> str:
     """Return what changes with a layer's rules and numbers, for caches that look at files or names alone."""
     unbound = Maths(*[None] * len(fields(Maths)))
-    facts = type(layer).__module__, layer, _facts(layer.rule(unbound)), _facts(layer.derivative(unbound))
+    facts = type(layer).__module__, layer, code_of(layer.rule(unbound)), code_of(layer.derivative(unbound))
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
-def _facts(value: Any) -> Any:
+def code_of(value: Any) -> Any:
     """Return a function's code and what it closes over, anything else as it is."""
     if not isinstance(value, types.FunctionType):
         return value
     code, cells = value.__code__, value.__closure__ or ()
-    return code.co_code, code.co_consts, code.co_names, [_facts(cell.cell_contents) for cell in cells]
+    return code.co_code, code.co_consts, code.co_names, [code_of(cell.cell_contents) for cell in cells]
 
 
 def rational_erf(maximum: Callable) -> Callable[[Any], Any]:

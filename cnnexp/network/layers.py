@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from cnnexp.network.elementwise import GELU, Elementwise, LeakyReLU, ReLU, Sigmoid, Tanh
+from cnnexp.system.registry import Registry
 
 Shape = tuple[int, ...]
 
@@ -96,8 +97,8 @@ _KINDS: tuple[type[Layer], ...] = (
     *(Conv2d, ReLU, LeakyReLU, Sigmoid, Tanh, GELU),
     *(MaxPool2d, AvgPool2d, GlobalAvgPool, Flatten, Linear, Residual),
 )
-LAYERS: dict[str, type[Layer]] = {cls.__name__: cls for cls in _KINDS}
-"""By the name that a config gives; a user's own elementwise layer is added here."""
+LAYERS: Registry[Layer] = Registry("layer", {cls.__name__: cls for cls in _KINDS})
+"""By the name that a config gives, the class's own; a plugin may add elementwise layers."""
 
 
 def describe_layer(layer: Layer) -> dict[str, Any]:
@@ -112,9 +113,10 @@ def make_layer(described: Mapping[str, Any]) -> Layer:
     """Return the layer that `describe_layer` described.
 
     Raises:
-        KeyError, TypeError: it is not as written there, or of a type that is not registered here.
+        KeyError, TypeError: it is not as written there.
+        ConfigError: it is of a type that nobody has registered.
     """
     values = {name: value for name, value in described.items() if name != "type"}
     if "layers" in values:
         values["layers"] = tuple(make_layer(inner) for inner in values["layers"])
-    return LAYERS[described["type"]](**values)
+    return LAYERS.find(described["type"], "a layer's type")(**values)

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from backends import outside_layer
 from conformance import assert_same_state, check_case, check_training, decisions_are_clear, make_case
 
 from cnnexp.backends import backend_class
@@ -77,6 +78,11 @@ def test_network_equals_the_oracle(backend, name):
     case = make_case(Network(*NETWORKS[name]), images=3)
     assert decisions_are_clear(case)
     check_case(backend, case)
+
+
+def test_a_users_own_layer_from_outside_the_package(backend):
+    with outside_layer.network() as network:
+        check_case(backend, make_case(network, images=3))
 
 
 def test_binary_cross_entropy(backend):

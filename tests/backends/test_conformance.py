@@ -3,6 +3,7 @@
 import conformance
 import numpy as np
 import pytest
+from backends import outside_layer
 from conformance import Case, assert_same_state, check_backend, check_case, check_training, make_case
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
@@ -117,6 +118,11 @@ NETWORKS = {
 @pytest.mark.parametrize("name", NETWORKS)
 def test_network(backend, name, images):
     check_backend(backend, Network(*NETWORKS[name]), images=images)
+
+
+def test_a_users_own_layer_from_outside_the_package(backend):
+    with outside_layer.network() as network:
+        check_backend(backend, network)
 
 
 @pytest.mark.parametrize("name", ["one_conv", "two_conv_mlp", "pools_overlap"])

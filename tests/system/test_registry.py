@@ -65,6 +65,7 @@ def test_a_class_is_imported_when_it_is_asked_for():
         ("optimiser", "x", Mine, "register\\('optimiser'\\): unknown; legal: model, .*; did you mean 'optimizer'"),
         ("optimizer", "sgd", Mine, "'sgd'\\): the name is taken"),
         ("optimizer", "x", int, "int must be a dataclass"),
+        ("layer", "x", Mine, "must be called as its class, 'Mine'"),
     ],
 )
 def test_what_cannot_be_registered(group, name, cls, message):
@@ -136,11 +137,16 @@ def test_one_of_each_kind_from_one_file_outside_the_package(tmp_path):
     assert journals[0]["begin"]["tags"]["plugins"] == str(OUTSIDE)
 
 
-def test_workers_know_the_plugin_too(tmp_path):
-    own = ("model=wide", "optimizer=sign", "dataset=stripes", "backend=mine", "workers=local")
-    done = python_m(f"plugins={OUTSIDE}", *own, *TINY, f"hydra.run.dir={tmp_path}/run", cwd=tmp_path)
+def test_workers_and_a_stored_model_know_the_plugin_too(tmp_path):
+    layers = "[{type: Flatten}, {type: Linear, features: 8}, {type: Swish, beta: 1.5}, {type: Linear, features: 2}]"
+    own = ("model=custom", f"model.layers={layers}", "optimizer=sign", "dataset=stripes", "backend=mine")
+    done = python_m(f"plugins={OUTSIDE}", *own, *TINY, "workers=local", f"hydra.run.dir={tmp_path}/run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert read_journal(tmp_path / "run")["status"] == "FINISHED"
+    done = python_m("predict", f"{tmp_path}/run", "dataset=stripes", f"plugins={OUTSIDE}", cwd=tmp_path)
+    assert "test accuracy " in done.stdout
+    done = python_m("predict", f"{tmp_path}/run", "dataset=digits", cwd=tmp_path)
+    assert done.stderr.startswith("cnnexp: error: a layer's type='Swish': unknown; legal: Conv2d, ")
 
 
 def test_an_installed_package_offers_its_plugin_by_an_entry_point(tmp_path):

@@ -28,7 +28,7 @@ from numba.core.typing.templates import Signature
 
 from cnnexp import optimizers
 from cnnexp.backends.simd.host import host
-from cnnexp.network import Elementwise, Network, elementwise, layers, losses, shapes
+from cnnexp.network import Elementwise, Network, Residual, elementwise, layers, losses, shapes
 
 DIGEST_BYTES = 32
 KEEP = 200
@@ -100,14 +100,21 @@ def source_files() -> list[Path]:
 
 def program_key(signature: Signature, described: tuple[object, ...]) -> str:
     """Return the hash of all that the machine code depends on."""
-    rules = [_rules(network) for network in described if isinstance(network, Network)]
+    rules = [rule for thing in described for rule in _rules(thing)]
     facts = (sys.version, numba.__version__, llvmlite.__version__, host(), str(signature), *rules, *described)
     return hashlib.sha256(b"\0".join([*(p.read_bytes() for p in source_files()), repr(facts).encode()])).hexdigest()
 
 
-def _rules(network: Network) -> list[str]:
-    """Return what tells the code of elementwise layers, which may be a user's, from nowhere in this package."""
-    return [elementwise.fingerprint(layer) for layer in network.layers if isinstance(layer, Elementwise)]
+def _rules(described: object) -> list[object]:
+    """Return what tells the rules of layers and optimizers, which may be a user's, from nowhere in this package."""
+    match described:
+        case Network(layers=layers) | Residual(layers=layers):
+            return [rule for layer in layers for rule in _rules(layer)]
+        case Elementwise():
+            return [elementwise.fingerprint(described)]
+        case optimizers.Optimizer():
+            return [elementwise.code_of(described.rule())]
+    return []
 
 
 def _read(path: Path) -> bytes | None:
