@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-lowest test-newest lint docs ui bench gpu-check torch clean
+.PHONY: help train test test-lowest test-newest lint docs ui bench gpu-check soft-gpu torch clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,6 +46,9 @@ bench: $(VENV)/.dev ## time the backends against each other
 gpu-check: $(VENV)/.gpu ## hold the GPU backends to the oracle on a real GPU, then time them (beside PyTorch if installed)
 	$(BIN)/python -m pytest -q tests/backends -k gpu
 	$(BIN)/python -m benchmarks.gpu_check $(ARGS)
+
+soft-gpu: $(VENV)/.gpu ## hold every GPU backend to the oracle on a GPU made of software, all that takes long included
+	$(BIN)/python -m pytest -q -s -m "slow or not slow" tests/softgpu tests/backends/test_soft_gpu.py $(ARGS)
 
 torch: $(VENV)/.dev ## add PyTorch, for backend=torch and for the tests that compare with it
 	$(PIP) "torch==2.13.0"

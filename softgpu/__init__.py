@@ -22,7 +22,7 @@ from pathlib import Path
 
 from softgpu.build import Unavailable, library, unavailable
 
-__all__ = ["SoftGpu", "Unavailable", "findings", "library", "revive", "unavailable"]
+__all__ = ["SoftGpu", "Unavailable", "findings", "library", "revive", "set_order", "unavailable"]
 
 HOOK = Path(__file__).parent / "hook"
 
@@ -102,3 +102,8 @@ def findings() -> list[str]:
 def revive() -> None:
     """Forget this process's findings, and the errors that its GPUs are in, as if it had just begun."""
     driver().softgpu_revive()
+
+
+def set_order(seed: int, streams: str = "now") -> None:
+    """Change, in this process, the order of blocks and warps and when work on streams is done: see `SoftGpu`."""
+    driver().softgpu_order(ctypes.c_uint64(seed), ("now", "late", "random").index(streams))

@@ -1309,6 +1309,13 @@ void softgpu_revive(void) { /* forget all findings and faults, as a new process 
         devices[k].error = CUDA_SUCCESS;
     pthread_mutex_unlock(&lock);
 }
+void softgpu_order(uint64_t seed, int when) { /* from now on; `when` is 0 at once, 1 late, 2 at random */
+    pthread_mutex_lock(&lock);
+    for (int k = 0; k < n_devices; k++)
+        drain_all(k);
+    settings.seed = seed, random_state = seed + 1, late = when;
+    pthread_mutex_unlock(&lock);
+}
 uint64_t softgpu_ticks(void) { return clock_ticks; }
 void softgpu_count(int on, const uint32_t *latency) {
     pthread_mutex_lock(&lock);

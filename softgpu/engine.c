@@ -1571,14 +1571,14 @@ static void shuffled(u32 *order, u32 count, u64 *state) {
 static void forget(Memory *memories, int devices);
 
 int execute(const Launch *launch) {
-    static u64 random_state;
+    static u64 random_state, seeded;
     static Block block; /* one launch at a time: the driver holds its lock */
     Kernel *kernel = launch->kernel;
     if (launch_tag + 1 >= LAUNCHES - 1)
         forget(launch->memories, launch->devices), launch_tag = 0;
     launch_tag++;
-    if (!random_state)
-        random_state = settings.seed;
+    if (seeded != settings.seed)
+        random_state = seeded = settings.seed;
     memset(&block, 0, sizeof block);
     block.launch = launch, block.kernel = kernel;
     block.n_threads = (int)(launch->block[0] * launch->block[1] * launch->block[2]);

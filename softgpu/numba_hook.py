@@ -10,8 +10,11 @@ import ctypes
 import importlib.abc
 import importlib.util
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
+
+edit_ptx: Callable[[str], str] = str  # what becomes of a kernel's PTX: for tests that put a fault in it
 
 PATCHES = {"numba.cuda.codegen": "_patch_codegen", "numba.cuda.dispatcher": "_patch_dispatcher"}
 
@@ -63,7 +66,7 @@ def _patch_codegen(codegen: ModuleType) -> None:
         if cc not in made:
             code = bytes(get_cubin(self, cc).code)
             text = self.get_lto_ptx(cc) if self._lto else self.get_asm_str(cc)
-            (entry,) = ptx.parse(text)
+            (entry,) = ptx.parse(edit_ptx(text))
             made[cc] = ObjectCode.from_cubin(assembler.image(entry, cubin.resources(code, entry.name)))
         return made[cc]
 

@@ -45,7 +45,7 @@ import sys
 from numba import cuda
 import numpy as np
 try:
-    print(*(gpu.compute_capability for gpu in cuda.gpus))
+    print(*(tuple(gpu.compute_capability) for gpu in cuda.gpus))
     for _ in range(3):
         x = cuda.to_device(np.zeros(4, np.float32))
         cuda.synchronize()

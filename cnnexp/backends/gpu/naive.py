@@ -312,20 +312,24 @@ class GpuProgram(LayerwiseProgram):
         image_bytes = 4 * int(np.prod(images.shape[1:])) + 17  # its label, and in `train` its index, loss and hit
         return streamed.load(super().load, images, labels, image_bytes, self.batch_size)
 
+    @on_its_gpu
     def train(self, handle, order, rate):
         totals = Totals(0.0, 0, 0)
         for split, places in streamed.parts(handle, order):
             totals += super().train(split, places, rate)
         return totals
 
+    @on_its_gpu
     def gradients(self, handle, indices):
         split, places = next(streamed.parts(handle, indices))
         return super().gradients(split, places)
 
+    @on_its_gpu
     def predict(self, handle):
         every = streamed.parts(handle, np.arange(len(handle)))
         return np.concatenate([super(GpuProgram, self).predict(split) for split, _ in every])
 
+    @on_its_gpu
     def forward(self, handle, indices):
         split, places = next(streamed.parts(handle, indices))
         return super().forward(split, places)

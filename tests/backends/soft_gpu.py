@@ -1,0 +1,240 @@
+"""The GPU backends on the software GPU: real PTX, the real path of the host, every access checked.
+
+Run by `test_soft_gpu.py` in a process of its own, on two GPUs. After every test the checks must have found nothing.
+"""
+
+import gc
+import gzip
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from backends.simulated_gpu import GPU_BACKENDS, NETWORKS
+from conformance import assert_same_state, check_case, check_training, decisions_are_clear, make_case
+
+import softgpu
+from benchmarks.gpu_check import CONFORMANCE
+from cnnexp.backends import backend_class
+from cnnexp.backends.gpu import device, tuned
+from cnnexp.backends.gpu.naive import GpuProgram
+from cnnexp.backends.gpu.streamed import Streamed
+from cnnexp.network import Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU
+from cnnexp.network.losses import Loss
+from cnnexp.network.models import OneConv
+from cnnexp.optimizers import SGD, Adam
+from softgpu import numba_hook
+
+MNIST = Path(__file__).resolve().parents[3] / "shared" / "data" / "mnist"
+SMALL = Network((6, 6, 1), (Conv2d(5, 3), ReLU(), MaxPool2d(2), Flatten(), Linear(4)))
+
+
+@pytest.fixture(autouse=True)
+def silent(request):
+    softgpu.revive()
+    softgpu.set_order(0)
+    yield
+    if "mutant" not in request.keywords:
+        assert softgpu.findings() == []
+    softgpu.revive()
+
+
+@pytest.fixture(autouse=True)
+def tuned_anew(tmp_path, monkeypatch):
+    """No plan is kept, and few are compiled."""
+    monkeypatch.setattr(tuned, "choices", lambda: tuned.Choices(tmp_path / "choices.json"))
+    monkeypatch.setattr(tuned, "TILES_AND_FILTERS", ((4, 8), (8, 4)))
+
+
+@pytest.fixture(params=GPU_BACKENDS)
+def backend(request):
+    return backend_class(request.param)()
+
+
+def clear_case(network, images, exact):
+    draws = (make_case(network, images=images, seed=seed, exact=exact) for seed in range(1000))
+    return next(draw for draw in draws if decisions_are_clear(draw))
+
+
+def test_network_equals_the_oracle_and_training_repeats(backend):
+    case = clear_case(SMALL, 5, False)
+    check_case(backend, case)
+    softgpu.set_order(3, "random")  # of blocks, warps and streams
+    check_training(backend, case, Adam(lr=0.01))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*CONFORMANCE, *(f"simulated {name}" for name in NETWORKS)])
+def test_every_network_equals_the_oracle(backend, name):
+    if name in CONFORMANCE:
+        network, images, exact = CONFORMANCE[name]
+    else:
+        network, images, exact = Network(*NETWORKS[name.split()[1]]), 3, False
+    case = clear_case(network, images, exact)
+    softgpu.set_order(1, "late")
+    check_case(backend, case)
+    check_training(backend, case, Adam(lr=0.01))
+
+
+def trained(backend, network, batch, images, labels, order, optimizer=None):
+    program = backend.compile(network, Loss.SOFTMAX_CROSS_ENTROPY, optimizer or SGD(lr=0.05), batch)
+    program.restore({"parameters": network.initial_parameters(seed=0)})
+    totals = program.train(program.load(images, labels), order, 0.05)
+    return totals, program.state()["parameters"]
+
+
+def draw(count, shape=(28, 28, 1)):
+    rng = np.random.default_rng(0)
+    return rng.integers(0, 256, (count, *shape), np.uint8), rng.integers(0, 10, count), rng.permutation(count)
+
+
+@pytest.mark.parametrize("name", ["gpu-shared", "gpu-fused"])
+def test_the_order_of_blocks_warps_and_streams_changes_no_bit(name):
+    images, labels, order = draw(40, (6, 6, 1))
+    found = []
+    for seed, streams in ((0, "now"), (1, "late"), (2, "random")):
+        softgpu.set_order(seed, streams)
+        found.append(trained(backend_class(name)(), SMALL, 4, images, labels % 4, order, Adam()))
+    assert found[0][0] == found[1][0] == found[2][0]
+    assert np.array_equal(found[0][1], found[1][1])
+    assert np.array_equal(found[0][1], found[2][1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", [64, 100, 1000])
+@pytest.mark.parametrize("model", ["one_conv", "two_conv_mlp", "two_conv_pool4"])
+def test_a_step_of_real_size_ends_where_the_cpu_ends(backend, model, batch):
+    from cnnexp.network.models import TwoConvMlp, TwoConvPool4
+
+    make = {"one_conv": OneConv(32), "two_conv_mlp": TwoConvMlp(), "two_conv_pool4": TwoConvPool4()}[model]
+    images, labels, order = draw(batch + batch // 3)
+    network = make.network((28, 28, 1), 10)
+    softgpu.set_order(7, "random")
+    _, ours = trained(backend, network, batch, images, labels, order)
+    _, theirs = trained(backend_class("cpu")(), network, batch, images, labels, order)
+    np.testing.assert_allclose(ours, theirs, atol=1e-4 * np.abs(theirs).max())
+
+
+@pytest.mark.parametrize("name", ["gpu-naive", "gpu-fused"])
+def test_a_data_set_that_is_streamed_to_the_second_gpu_leaves_the_same_bits(name, monkeypatch):
+    images, labels, order = draw(40, (6, 6, 1))
+    case = make_case(SMALL, images=3)
+    program = backend_class(name)(device=1).compile(SMALL, case.loss, Adam(lr=0.01), 4)
+    found, little = [], {"gpu-naive": 5000, "gpu-fused": 2500}[name]  # bytes: windows of one batch or two
+    for free in (np.inf, little):
+        softgpu.set_order(2, "late")
+        monkeypatch.setattr(device, "free_memory", lambda free=free: (free, free))
+        program.restore({"parameters": case.parameters})
+        handle = program.load(images, labels % 4)
+        assert isinstance(handle, Streamed) == (free == little)
+        program.train(handle, order, 0.01)
+        _, gradient = program.gradients(handle, order[:4])
+        found.append({**program.state(), "gradient": gradient, "scores": program.predict(handle)})
+    assert_same_state(found[1], found[0])
+
+
+def test_programs_on_two_gpus_take_turns():
+    images, labels, order = draw(8, (6, 6, 1))
+    programs = [
+        backend_class("gpu-fused")(device=index).compile(SMALL, Loss.SOFTMAX_CROSS_ENTROPY, SGD(), 4)
+        for index in (0, 1)
+    ]
+    handles = [program.load(images, labels % 4) for program in programs]
+    for program, handle in zip(programs * 2, handles * 2, strict=True):
+        program.train(handle, order, 0.1)
+    assert_same_state(programs[1].state(), programs[0].state())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not MNIST.is_dir(), reason="needs the four IDX files of MNIST in ../shared/data/mnist")
+def test_an_epoch_of_2000_mnist_images_ends_where_the_cpu_ends(backend, capsys):
+    def read(name, header):
+        return np.frombuffer(gzip.decompress((MNIST / name).read_bytes()), np.uint8, offset=header)
+
+    images = read("train-images-idx3-ubyte.gz", 16).reshape(-1, 28, 28, 1)[:2000]
+    labels = read("train-labels-idx1-ubyte.gz", 8)[:2000]
+    network, order = OneConv(32).network((28, 28, 1), 10), np.random.default_rng(0).permutation(2000)
+    softgpu.set_order(1, "random")
+    (totals, ours), (expected, theirs) = (
+        trained(one, network, 100, images, labels, order) for one in (backend, backend_class("cpu")())
+    )
+    apart = np.abs(ours - theirs).max() / np.abs(theirs).max()
+    with capsys.disabled():
+        print(f"\n{backend.name}: parameters apart by {apart:.1e}, {totals.correct} and {expected.correct} right")  # noqa: T201
+    assert apart < 1e-4
+    assert totals.correct > 1000
+
+
+# Four faults, each of which the checks must find.
+
+
+def forget_kernels(names):
+    """Have kernels of these names compiled again."""
+    for kernel in gc.get_objects():
+        if isinstance(kernel, device.Kernel) and re.fullmatch(names, kernel.function.__name__):
+            kernel._compiled = None
+
+
+def run_once(name="gpu-shared"):
+    images, labels, order = draw(40, (6, 6, 1))
+    return trained(backend_class(name)(), SMALL, 4, images, labels % 4, order)
+
+
+@pytest.mark.mutant
+@pytest.mark.parametrize(("name", "kernel"), [("gpu-shared", "conv2d"), ("gpu-fused", "linear_head|forward")])
+def test_a_barrier_removed_is_found(name, kernel, monkeypatch):
+    removed = []
+
+    def without_a_barrier(text):  # the first after something was written to shared memory
+        if removed or not re.search(rf"\.entry \w*\d({kernel})B", text) or "bar.sync" not in text:
+            return text
+        removed.append(text)
+        before, store, after = text.partition("st.shared")
+        return before + store + re.sub(r"bar\.sync\s+0;", "", after, count=1)
+
+    monkeypatch.setattr(numba_hook, "edit_ptx", without_a_barrier)
+    forget_kernels(kernel)
+    run_once(name)
+    forget_kernels(kernel)
+    assert removed
+    assert {line.partition(":")[0] for line in softgpu.findings()} & {"racecheck", "initcheck"}
+
+
+@pytest.mark.mutant
+def test_an_index_off_by_one_is_found(monkeypatch):
+    def one_further(text):
+        if not re.search(r"\.entry \w*4reluB", text):
+            return text
+        return re.sub(r"(ld\.global\.f32\s+%f\d+, \[%rd\d+)\]", r"\1+4]", text, count=1)
+
+    monkeypatch.setattr(numba_hook, "edit_ptx", one_further)
+    forget_kernels("relu")
+    with pytest.raises(Exception, match="ILLEGAL_ADDRESS"):
+        run_once()
+    forget_kernels("relu")
+    assert any(line.startswith("memcheck: a read of 4 bytes") for line in softgpu.findings())
+
+
+@pytest.mark.mutant
+def test_a_launch_argument_of_the_wrong_type_is_found(monkeypatch):
+    launch = device.Kernel.launch
+
+    def with_a_double(self, blocks, stream, *arguments):
+        doubled = [np.float64(a) if isinstance(a, np.float32) else a for a in arguments]
+        launch(self, blocks, stream, *doubled)
+
+    monkeypatch.setattr(device.Kernel, "launch", with_a_double)
+    run_once()
+    assert any("is float64, the kernel takes float32" in line for line in softgpu.findings())
+
+
+@pytest.mark.mutant
+def test_work_in_the_wrong_context_is_found(monkeypatch):
+    images, labels, order = draw(40, (6, 6, 1))
+    program = backend_class("gpu-naive")(device=1).compile(SMALL, Loss.SOFTMAX_CROSS_ENTROPY, SGD(), 4)
+    monkeypatch.setattr(device, "free_memory", lambda: (5000, 5000))  # so small that data is streamed
+    handle = program.load(images, labels % 4)
+    assert softgpu.findings() == []
+    monkeypatch.setattr(GpuProgram, "train", GpuProgram.train.__wrapped__)
+    program.train(handle, order, 0.1)
+    assert softgpu.findings()[0].startswith("contextcheck: a copy to the GPU")
