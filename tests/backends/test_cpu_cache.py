@@ -1,49 +1,151 @@
-"""Numba's disk cache: `cpu` and `cpu-parallel`, started at once on an empty cache, never take each other's code."""
+"""Compiled code on disk: `cpu` and `cpu-parallel` share one cache, and what lies in it is not trusted unseen."""
 
+import hashlib
 import os
+import pickle
 import subprocess
 import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cnnexp.backends import cache
+from cnnexp.backends.cpu import kernels
+from cnnexp.optimizers import SGD, Adam
 
 SCRIPT = """
 import sys
 import numpy as np
-from cnnexp.backends import backend_class
-from cnnexp.backends.cpu import kernels
+from cnnexp.backends import backend_class, cache
 from cnnexp.network.losses import Loss
-from cnnexp.network import Linear, Network
-from cnnexp.optimizers import SGD
+from cnnexp.network import Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU
+from cnnexp.optimizers import Adam
 
-network = Network((3,), (Linear(2),))
-program = backend_class(sys.argv[1])().compile(network, Loss.SOFTMAX_CROSS_ENTROPY, SGD(), 4)
-program.restore({"parameters": np.arange(8, dtype=np.float32) / 8})
-handle = program.load(np.arange(12, dtype=np.float32).reshape(4, 3) / 12, np.array([0, 1, 1, 0]))
-parallel = sys.argv[1] == "cpu-parallel"
-stats = kernels.linear.compiled(parallel).stats
-print(bool(stats.cache_hits), program.gradients(handle, np.arange(4))[1].tobytes().hex())
+compiled = []
+make = cache.compiled_bytes
+cache.compiled_bytes = lambda *a: compiled.append(a) or make(*a)
+network = Network((4, 4, 1), (Conv2d(2, 3, padding="same"), ReLU(), MaxPool2d(2), Flatten(), Linear(2)))
+program = backend_class(sys.argv[1])().compile(network, Loss.SOFTMAX_CROSS_ENTROPY, Adam(), 4)
+program.restore({"parameters": np.arange(network.parameter_count, dtype=np.float32) / 8})
+handle = program.load(np.arange(64, dtype=np.float32).reshape(4, 4, 4, 1) / 64, np.array([0, 1, 1, 0]))
+program.train(handle, np.arange(4), 0.1)
+print(len(compiled), program.state()["parameters"].tobytes().hex())
 """
 
 
-def start(backend, cache):
-    environment = {**os.environ, "NUMBA_CACHE_DIR": str(cache)}
-    return subprocess.Popen([sys.executable, "-c", SCRIPT, backend], env=environment, stdout=subprocess.PIPE, text=True)
+def start(backend, folder):
+    environment = {**os.environ, "XDG_CACHE_HOME": str(folder), "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, backend],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def outputs(processes):
-    found = [process.communicate(timeout=300)[0].split() for process in processes]
-    assert [process.returncode for process in processes] == [0] * len(processes)
-    return found
+    found = [process.communicate(timeout=300) for process in processes]
+    assert [(process.returncode, err) for process, (_, err) in zip(processes, found, strict=True)] == [
+        (0, "") for _ in processes
+    ]
+    return [(int(out.split()[0]), out.split()[1]) for out, _ in found]
 
 
-def test_processes_share_an_empty_cache(tmp_path):
-    names = ["cpu", "cpu-parallel"]
-    cold = outputs([start(name, tmp_path) for name in names])
-    warm = outputs([start(name, tmp_path) for name in names])
-    assert [hit for hit, _ in cold] == ["False", "False"]
-    assert [hit for hit, _ in warm] == ["True", "True"]
-    assert len({gradient for _, gradient in cold + warm}) == 1
-    indexes = [path.name for path in tmp_path.rglob("*.nbi") if "linear_" in path.name]
-    for way in ("sequential", "parallel"):
-        assert sum(f".linear_{way}-" in name for name in indexes) == 1
-    for index in tmp_path.rglob("*.nbi"):
-        # one entry per file, so no two processes can write different code under one name
-        assert len(list(index.parent.glob(f"{index.stem}.*.nbc"))) == 1, index.name
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory):
+    """A cache that `cpu` and `cpu-parallel` have filled together, and what they computed, cold and warm."""
+    folder, names = tmp_path_factory.mktemp("cache"), ["cpu", "cpu-parallel"]
+    cold = outputs([start(name, folder) for name in names])
+    warm = outputs([start(name, folder) for name in names])
+    return folder, cold, warm
+
+
+def test_processes_share_an_empty_cache_and_compile_nothing_twice(filled):
+    folder, cold, warm = filled
+    assert sum(count for count, _ in cold) > 10  # the later may find what the earlier has made
+    assert [count for count, _ in warm] == [0, 0]
+    assert len({parameters for _, parameters in cold + warm}) == 1
+    assert {path.suffix for path in folder.rglob("*") if path.is_file()} == {".bin"}
+    for made in (folder / "cnnexp" / "compiled", *(folder / "cnnexp" / "compiled").iterdir()):
+        assert made.stat().st_mode & 0o077 == 0
+
+
+def test_damaged_files_are_compiled_again(filled):
+    folder, cold, _ = filled
+    rng = np.random.default_rng(0)
+    files = sorted((folder / "cnnexp" / "compiled").iterdir())
+    for i, path in enumerate(files):
+        content = bytearray(path.read_bytes())
+        content[rng.integers(len(content))] ^= 1 << rng.integers(8)
+        path.write_bytes(content if i % 3 else content[: rng.integers(len(content))])
+    ((count, parameters),) = outputs([start("cpu", folder)])
+    assert count > 5
+    assert parameters == cold[0][1]
+
+
+def tripled(key):
+    return kernels.Kernel(lambda x, y: None, "void(f4[::1], f4[::1])", f"nothing_{key}")
+
+
+def test_without_a_home_everything_is_compiled(monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    assert cache.cache_folder() is None
+    monkeypatch.setattr(cache, "_ready", {})
+    tripled("homeless").compiled(False)(np.zeros(1, np.float32), np.zeros(1, np.float32))
+
+
+class Evil:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def planted(folder, payload):
+    """Put a payload where the kernel `nothing_planted` would lie."""
+    kernel = tripled("planted")
+    key = cache.program_key(cache.signature_of(kernel._signature), ("cpu", "nothing_planted_sequential"))
+    path = folder / "cnnexp" / "compiled" / f"{key}.bin"
+    path.parent.mkdir(parents=True, mode=0o700)
+    path.write_bytes(hashlib.sha256(payload).digest() + payload)
+    path.chmod(0o600)
+    return kernel, path
+
+
+@pytest.mark.skipif(os.name != "posix", reason="owners and modes are of POSIX systems")
+@pytest.mark.parametrize("way", ["folder mode", "file mode", "file owner", "folder owner", "pipe"])
+def test_what_others_may_have_written_is_not_read(tmp_path, monkeypatch, way):
+    kernel, path = planted(tmp_path, pickle.dumps(Evil(tmp_path / "marker")))
+    if way == "pipe":
+        path.unlink()
+        os.mkfifo(path)
+    elif way.endswith("mode"):
+        (path if way == "file mode" else path.parent).chmod(0o777)
+    elif os.geteuid() == 0:
+        os.chown(path if way == "file owner" else path.parent, 12345, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cache, "_ready", {})
+    kernel.compiled(False)(np.zeros(1, np.float32), np.zeros(1, np.float32))
+    assert not (tmp_path / "marker").exists()
+
+
+def test_a_whole_file_that_is_no_code_is_compiled_again(tmp_path, monkeypatch):
+    kernel, path = planted(tmp_path, pickle.dumps("no code"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cache, "_ready", {})
+    kernel.compiled(False)(np.zeros(1, np.float32), np.zeros(1, np.float32))
+    assert path.stat().st_size > 200
+
+
+def test_updates_of_several_optimizers_do_not_take_each_others_code(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    keys = {cache.program_key(cache.signature_of("void()"), (o,)) for o in (SGD(), SGD(momentum=0.5), Adam())}
+    assert len(keys) == 3

@@ -16,7 +16,8 @@ import pytest
 from conformance import check_case, make_case
 from numba import float32, int64, njit
 
-from cnnexp.backends.simd import CpuSimd, cache, elementwise, intrinsics, update
+from cnnexp.backends import cache
+from cnnexp.backends.simd import CpuSimd, elementwise, intrinsics, update
 from cnnexp.backends.simd.conv_lanes import CACHED_VECTORS, MOST_SUMS
 from cnnexp.backends.simd.emit import INDEX, Target, compose, compose_five
 from cnnexp.backends.simd.host import host_target

@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cnnexp.backends.simd import CpuSimd, apart, cache
+from cnnexp.backends import cache
+from cnnexp.backends.simd import CpuSimd, apart
 from cnnexp.backends.simd.host import host, host_target
 from cnnexp.errors import CompilerDied
 from cnnexp.network import Flatten, Linear, Network
@@ -32,7 +33,7 @@ SMALL = (
 SITE = """
 import os, sys, time
 if "apart:answer" in " ".join(sys.orig_argv):
-    from cnnexp.backends.simd import cache
+    from cnnexp.backends import cache
 
     def abort(*_):
         os.write(2, b"python: X86.cpp:7: void f(): Assertion `VT.isInteger()' failed.\\nStack dump\\n")

@@ -17,6 +17,7 @@ import numba
 import numpy as np
 from numba import prange
 
+from cnnexp.backends.cache import load_or_compile, signature_of
 from cnnexp.network import Elementwise, Maths
 from cnnexp.network.elementwise import fingerprint
 from cnnexp.network.losses import LOG_FLOOR, VARIANCE_FLOOR
@@ -32,19 +33,18 @@ batch, image, matrix, vector = "f4[:,:,:,::1]", "f4[:,:,::1]", "f4[:,::1]", "f4[
 ZERO, ONE, HALF = np.float32(0), np.float32(1), np.float32(0.5)
 
 # a function that only kernels call: no wrappers to call it from Python or C, which would take as long to compile
-task = numba.njit(cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True, **OPTIONS)
+task = numba.njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, **OPTIONS)
 
 
 class Kernel:
     """A function to be compiled when first asked for, with one signature, sequentially or parallel.
 
-    Numba's disk cache names its files after the function's qualified name and does not tell apart the options it was
-    compiled with (numba#6845), and two processes that add different entries to one file can swap them. So each way of
-    compiling has a name of its own, and each name a single signature.
+    The linker goes by names, so each way of compiling has a name of its own, and each name a single signature. Compiled
+    code is kept by `cache`, not by Numba's, which reads what is damaged, or anybody's, as if it were whole.
 
     Args:
         name: what tells it from others of the same function; the function's own if None.
-        bound: names that stand for something else in this one, among its globals: the cache does not look at them.
+        bound: names that stand for something else in this one, among its globals; `name` tells which.
     """
 
     def __init__(self, function: types.FunctionType, signature: str, name: str | None = None, **bound: object) -> None:
@@ -57,7 +57,8 @@ class Kernel:
         source = self._function
         twin = types.FunctionType(source.__code__, {**source.__globals__, **self._bound}, source.__name__)
         twin.__qualname__ = f"{self._name}_{'parallel' if parallel else 'sequential'}"
-        return numba.njit(self._signature, parallel=parallel, cache=True, **OPTIONS)(twin)
+        dispatcher = numba.njit(parallel=parallel, **OPTIONS)(twin)
+        return load_or_compile(lambda key: dispatcher, signature_of(self._signature), "cpu", twin.__qualname__)
 
 
 def kernel(*arguments: str):
@@ -214,16 +215,21 @@ def _apply_backward(x, y, dy, dx):
 @functools.cache
 def elementwise(layer: Elementwise) -> Kernel:
     """Return the kernel `(x, y)` of a layer, on (N,D)."""
-    rule = numba.njit(layer.rule(MATHS), **OPTIONS)
-    return Kernel(_apply, f"void({matrix}, {matrix})", f"elementwise_{fingerprint(layer)}", rule=rule)
+    name = f"elementwise_{fingerprint(layer)}"
+    return Kernel(_apply, f"void({matrix}, {matrix})", name, rule=_named(layer.rule(MATHS), name))
 
 
 @functools.cache
 def elementwise_backward(layer: Elementwise) -> Kernel:
     """Return the kernel `(x, y, dy, dx)` of a layer, on (N,D)."""
-    derivative, arguments = numba.njit(layer.derivative(MATHS), **OPTIONS), ", ".join([matrix] * 4)
-    name = f"elementwise_backward_{fingerprint(layer)}"
-    return Kernel(_apply_backward, f"void({arguments})", name, derivative=derivative)
+    name, arguments = f"elementwise_backward_{fingerprint(layer)}", ", ".join([matrix] * 4)
+    return Kernel(_apply_backward, f"void({arguments})", name, derivative=_named(layer.derivative(MATHS), name))
+
+
+def _named(rule: types.FunctionType, name: str):
+    """Return a layer's scalar rule to be compiled, under a name that no other rule has."""
+    rule.__qualname__ = f"rule_of_{name}"
+    return numba.njit(rule, **OPTIONS)
 
 
 @kernel(matrix, matrix, matrix)
@@ -425,7 +431,7 @@ def compile_update(optimizer: Optimizer):
     rule = numba.njit(optimizer.rule(np.sqrt, max), **OPTIONS)
     slots = len(optimizer.slots)
 
-    @numba.njit(f"void({', '.join([vector] * 4)}, f4, f4, f4)", **OPTIONS)
+    @numba.njit(**OPTIONS)
     def update(w, g, s, t, rate, c0, c1):
         for i in range(w.size):
             old_s = s[i] if slots > 0 else ZERO
@@ -437,4 +443,9 @@ def compile_update(optimizer: Optimizer):
             if slots > 1:
                 t[i] = new_t
 
-    return update
+    def make(key: str):
+        rule.py_func.__qualname__, update.py_func.__qualname__ = f"rule_{key}", f"update_{key}"
+        return update
+
+    signature = signature_of(f"void({', '.join([vector] * 4)}, f4, f4, f4)")
+    return load_or_compile(make, signature, "cpu update", optimizer)

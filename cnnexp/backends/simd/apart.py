@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import pickle
 
-from cnnexp.backends import child
-from cnnexp.backends.simd import cache
+from cnnexp.backends import cache, child
 from cnnexp.backends.simd.emit import Target
 from cnnexp.backends.simd.host import host
 from cnnexp.backends.simd.plan import Plan

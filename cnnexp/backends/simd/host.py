@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from numba.core.registry import cpu_target
-
+from cnnexp.backends.cache import host
 from cnnexp.backends.simd import intrinsics
 from cnnexp.backends.simd.emit import Target
-
-
-def host() -> tuple[str, str, str]:
-    """Return what Numba compiles for: (target triple, CPU name, features as `+avx2,-sse4a,...`)."""
-    return cpu_target.target_context.codegen().magic_tuple()
 
 
 def host_target() -> Target:

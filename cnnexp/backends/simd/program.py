@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cnnexp.backends.cache import load_or_compile
 from cnnexp.backends.protocol import State
 from cnnexp.backends.simd import apart
-from cnnexp.backends.simd.cache import load_or_compile
 from cnnexp.backends.simd.emit import Target
 from cnnexp.backends.simd.layout import aligned_zeros
 from cnnexp.backends.simd.plan import Plan

@@ -1,15 +1,17 @@
-"""Compiled programs on disk, so that the second start of a network takes milliseconds of compiling, not seconds.
+"""Compiled code on disk, so that the second start of a network takes milliseconds of compiling, not seconds.
 
 A file is named by a hash of all that its machine code depends on: the source of this package and of what it compiles
 (the optimizers' rules), Numba's and Python's versions, the CPU and its features, and the program itself. So a changed
 source or CPU never meets old code; it makes a new file. A file is written under another name and then renamed, so
 processes that start at once see a whole file or none; it begins with the hash of its content, and one that does not
-match is compiled anew and replaced.
+match is compiled anew and replaced. Reading a file runs what is in it: so it is read only where it, and its folder,
+belong to this user and nobody else may write them. Without such a folder everything is compiled at every start.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import pickle
@@ -20,25 +22,34 @@ from pathlib import Path
 
 import llvmlite
 import numba
-from numba.core import serialize
+from numba.core import serialize, sigutils
 from numba.core.compiler import CompileResult
 from numba.core.dispatcher import Dispatcher
 from numba.core.registry import cpu_target
 from numba.core.typing.templates import Signature
 
 from cnnexp import optimizers
-from cnnexp.backends.simd.host import host
 from cnnexp.network import Elementwise, Network, Residual, elementwise, layers, losses, shapes
+from cnnexp.system.files import open_regular
 
 DIGEST_BYTES = 32
-KEEP = 200
-"""Files kept, the latest used; a file is about 200 KB."""
+KEEP = 400
+"""Files kept, the latest used; a file has 20 to 200 KB."""
+OTHERS_WRITE = 0o022
 
 
-def cache_folder() -> Path:
-    """Return where compiled programs lie: the user's cache folder."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "cnnexp" / "cpu-simd"
+def host() -> tuple[str, str, str]:
+    """Return what Numba compiles for: (target triple, CPU name, features as `+avx2,-sse4a,...`)."""
+    return cpu_target.target_context.codegen().magic_tuple()
+
+
+def cache_folder() -> Path | None:
+    """Return where compiled code lies, in the user's cache folder; None where there is none."""
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:  # a user without a home
+        return None
+    return Path(base) / "cnnexp" / "compiled"
 
 
 def load_or_compile(
@@ -58,10 +69,16 @@ def load_or_compile(
     """
     key = program_key(signature, described)
     if key not in _ready:
-        _ready[key] = _load_or_compile(
-            make(key), signature, cache_folder() / f"{key}.bin", lambda: elsewhere(key, *described)
-        )
+        folder = cache_folder()
+        path = None if folder is None else folder / f"{key}.bin"
+        _ready[key] = _load_or_compile(make(key), signature, path, lambda: elsewhere(key, *described))
     return _ready[key]
+
+
+def signature_of(text: str) -> Signature:
+    """Return the signature that a text describes, e.g. `void(f4[::1], i8)`."""
+    arguments, result = sigutils.normalize_signature(text)
+    return result(*arguments)
 
 
 _ready: dict[str, Dispatcher] = {}
@@ -75,26 +92,37 @@ def compiled_bytes(function: Dispatcher, signature: Signature) -> bytes:
 
 
 def _load_or_compile(
-    function: Dispatcher, signature: Signature, path: Path, elsewhere: Callable[[], bytes | None]
+    function: Dispatcher, signature: Signature, path: Path | None, elsewhere: Callable[[], bytes | None]
 ) -> Dispatcher:
-    payload = _read(path)
-    if payload is None:
+    payload = None if path is None else _read(path)
+    if payload is None or not _rebuild(function, payload):
         payload = elsewhere()
-        _write(path, payload or compiled_bytes(function, signature))
-    if payload is not None:
-        # a context that has not compiled anything yet knows no runtime functions
-        cpu_target.target_context.refresh()
-        # made by this user's own process, and whole: a file's hash was checked
-        function.add_overload(CompileResult._rebuild(cpu_target.target_context, *pickle.loads(payload)))
+        made = payload or compiled_bytes(function, signature)
+        if path is not None:
+            _write(path, made)
+        if payload is not None:
+            _rebuild(function, payload)
     function.disable_compile()
     return function
 
 
+def _rebuild(function: Dispatcher, payload: bytes) -> bool:
+    """Give a dispatcher its machine code; return whether the payload, whole as its hash says, is what it should be."""
+    # a context that has not compiled anything yet knows no runtime functions
+    cpu_target.target_context.refresh()
+    try:
+        function.add_overload(CompileResult._rebuild(cpu_target.target_context, *pickle.loads(payload)))
+    except Exception:  # written by something else, under our name
+        return False
+    return True
+
+
 def source_files() -> list[Path]:
     """Return the files that the machine code comes from."""
+    folder = Path(__file__).parent
     return [
-        *sorted(Path(__file__).parent.glob("*.py")),
-        *(Path(m.__file__) for m in (elementwise, layers, losses, optimizers, shapes)),
+        *sorted([*folder.glob("cpu/*.py"), *folder.glob("simd/*.py")]),
+        *(Path(m) for m in (__file__, *(m.__file__ for m in (elementwise, layers, losses, optimizers, shapes)))),
     ]
 
 
@@ -102,7 +130,13 @@ def program_key(signature: Signature, described: tuple[object, ...]) -> str:
     """Return the hash of all that the machine code depends on."""
     rules = [rule for thing in described for rule in _rules(thing)]
     facts = (sys.version, numba.__version__, llvmlite.__version__, host(), str(signature), *rules, *described)
-    return hashlib.sha256(b"\0".join([*(p.read_bytes() for p in source_files()), repr(facts).encode()])).hexdigest()
+    return hashlib.sha256(_digest(tuple(source_files())) + repr(facts).encode()).hexdigest()
+
+
+@functools.cache
+def _digest(files: tuple[Path, ...]) -> bytes:
+    """Return a hash over the files; they do not change while a process has imported them."""
+    return hashlib.sha256(b"\0".join(hashlib.sha256(path.read_bytes()).digest() for path in files)).digest()
 
 
 def _rules(described: object) -> list[object]:
@@ -118,9 +152,14 @@ def _rules(described: object) -> list[object]:
 
 
 def _read(path: Path) -> bytes | None:
-    """Return the content of a file, None if there is none or it is damaged."""
+    """Return the content of a file, None if there is none, it is damaged, or others may have written it."""
     try:
-        content = path.read_bytes()
+        if not _is_private(os.stat(path.parent)):
+            return None
+        with open_regular(path) as file:
+            if not _is_private(os.fstat(file.fileno())):
+                return None
+            content = file.read()
         os.utime(path)
     except OSError:
         return None
@@ -128,11 +167,20 @@ def _read(path: Path) -> bytes | None:
     return payload if hashlib.sha256(payload).digest() == digest else None
 
 
+def _is_private(found: os.stat_result) -> bool:
+    """Return whether a file or folder is this user's own and nobody else may write it."""
+    if not hasattr(os, "geteuid"):
+        return True  # its owner is not told by number there
+    return found.st_uid == os.geteuid() and not found.st_mode & OTHERS_WRITE
+
+
 def _write(path: Path, payload: bytes) -> None:
     """Put a file in place whole, and remove those not used for longest; a folder that cannot be written stays as is."""
     # compiling again is all that a read-only home costs
     with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not _is_private(os.stat(path.parent)):
+            return
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
             file.write(hashlib.sha256(payload).digest() + payload)
         os.replace(file.name, path)
