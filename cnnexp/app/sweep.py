@@ -10,14 +10,17 @@ import csv
 import json
 import os
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cnnexp.app import ranking
 from cnnexp.papers import page
 from cnnexp.papers.compare import note_facts
-from cnnexp.tracking.journal import JOURNAL, LACKING, read_journal
+from cnnexp.tracking import verdict
+from cnnexp.tracking.journal import JOURNAL, LACKING, REPORT, read_journal
 from cnnexp.tracking.pipe import Recorder
 
 if TYPE_CHECKING:
@@ -113,6 +116,7 @@ def finish(sweep: Sweep, recorder: Recorder | None = None, interrupted: bool = F
         return found
     table = Path(sweep.folder) / "summary.csv"
     write_csv(found, table)
+    report, ranked = _write_report(sweep, found)
     if sweep.paper is not None:
         page.write(Path(sweep.folder), sweep.paper)
     if recorder is not None and sweep.run_id is not None:
@@ -120,14 +124,43 @@ def finish(sweep: Sweep, recorder: Recorder | None = None, interrupted: bool = F
         finished = [row for row in found if row["status"] == "FINISHED"]
         recorder.call("draw", kind="draw_sweep", folder=str(figures), rows=finished, varied=varied(found))
         failed = len(failures(found, sweep.paper))
+        if ranked:
+            recorder.post("log", run_id=sweep.run_id, metrics=ranked, step=0, time_ms=int(time.time() * 1000))
         recorder.call(
             "finish",
             run_id=sweep.run_id,
             status="KILLED" if interrupted else "FAILED" if failed else "FINISHED",
-            tags={"jobs": str(len(found)), "jobs.failed": str(failed)},
-            artifacts=[(str(table), None), (str(figures), "figures"), *_report(sweep)],
+            tags={
+                "jobs": str(len(found)),
+                "jobs.failed": str(failed),
+                "mlflow.note.content": report.read_text("utf-8"),
+            },
+            artifacts=[(str(table), None), (str(report), None), (str(figures), "figures"), *_report(sweep)],
         )
     return found
+
+
+def conclude(sweep: Sweep, found: Sequence[Mapping[str, Any]]) -> tuple[list[verdict.Row], dict[str, float]]:
+    """Return what a sweep ends with, its ranking, what differs and where it is, and the metrics of its own run."""
+    journals = {row["job"]: read_journal(Path(sweep.folder) / row["job"]) for row in found}
+    baselines = {journal["config"].get("trainer", {}).get("baseline") for journal in journals.values()}
+    epochs = {job: journal["epochs"] for job, journal in journals.items()}
+    measure, places = ranking.rank(found, varied(found), epochs)
+    baseline = baselines.pop() if len(baselines) == 1 else None
+    told = ranking.rows(found, measure, places, baseline, len(failures(found, sweep.paper)))
+    told.append(("folder", sweep.folder))
+    if sweep.run_id is not None:
+        told.append(("run", sweep.run_id))
+    return told, ranking.metrics(measure, places)
+
+
+def _write_report(sweep: Sweep, found: Sequence[Mapping[str, Any]]) -> tuple[Path, dict[str, float]]:
+    """Write the verdict into the sweep's folder; return the file, and the metrics of the sweep's own run."""
+    told, metrics = conclude(sweep, found)
+    page = verdict.markdown(f"{len(found)} jobs", told) + "\n" + ranking.table(found, varied(found), COLUMNS)
+    report = Path(sweep.folder) / REPORT
+    report.write_text(page, encoding="utf-8")
+    return report, metrics
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -136,7 +169,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     Returns:
         `job` (its folder's name), `name`, `status` (FINISHED, FAILED, KILLED, SKIPPED, UNAVAILABLE, or DIED where the
         process was gone before it could say), `error`, `contended`, `fallback` (the backend that took over, or None),
-        what varied by key, and the final metrics by name.
+        `disturbed` (by other work, None where it is not known), what varied by key, and the final metrics by name.
     """
     jobs = sorted((path.parent for path in Path(folder).glob(f"*/{JOURNAL}")), key=_job_number)
     journals = [read_journal(job) for job in jobs]
@@ -150,6 +183,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
             "error": journal["error"],
             "contended": journal["contended"],
             "fallback": journal["fallback"],
+            "disturbed": journal["disturbed"],
             **{key: values.get(key, "") for key in keys},
             **journal["metrics"],
         }
@@ -159,7 +193,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 def varied(found: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the keys of `rows` that hold what varied."""
-    fixed = {"job", "name", "status", "error", "contended", "fallback"}
+    fixed = {"job", "name", "status", "error", "contended", "fallback", "disturbed"}
     return [key for key in found[0] if key not in fixed and "/" not in key]
 
 

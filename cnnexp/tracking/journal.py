@@ -35,6 +35,7 @@ TIMES = ("time/", "throughput/", "speedup/")  # metrics of these groups are of t
 JOURNAL = "journal.jsonl"
 PREDICTIONS = "predictions.npz"  # of the test split: labels and predicted, integers (N,)
 PROFILE = "profile.json"
+DISTURBED = "timing.disturbed"  # tag: whether other work took more of the time than a verdict stands
 REPORT = "report.md"  # the verdict, and MLflow's note of the run
 MODEL = "model"  # folder of the run's
 FALLBACK = "backend.fallback"  # tag: the backend that took over from one whose compiler died
@@ -233,7 +234,7 @@ class Run:
             self.metrics.update(summary(self.epochs, self.contended))
             if self.interference is not None:
                 self.metrics["time/waited_share"] = self.interference.waited
-                tags["timing.disturbed"] = str(self.interference.disturbed).lower()
+                tags[DISTURBED] = str(self.interference.disturbed).lower()
             self.metrics = self._worth_telling(self.metrics)
             if status == "FINISHED":
                 self._save_predictions()
@@ -373,12 +374,19 @@ def read_journal(folder: Path) -> dict[str, Any]:
 
     Returns:
         The facts of its last `job` line (name, overrides, config, config_hash, contended; empty without one), with
-        `status` (DIED if it never ended), `error` (or None), `fallback` (the backend that took over, or None), `begin`
-        (what `Store.begin` was given, else empty),
+        `status` (DIED if it never ended), `error` (or None), `fallback` (the backend that took over, or None),
+        `disturbed` (by other work; None where it is not known), `begin` (what `Store.begin` was given, else empty),
         `run_id` (of the MLflow run, or None), `metrics` (the final ones) and `epochs` (a list of metrics by name,
         each epoch once).
     """
-    unended = {"status": "DIED", "error": "the process died", "fallback": None, "metrics": {}, "begin": {}}
+    unended = {
+        "status": "DIED",
+        "error": "the process died",
+        "fallback": None,
+        "disturbed": None,
+        "metrics": {},
+        "begin": {},
+    }
     facts: dict[str, Any] = {
         "name": "", "overrides": [], "config": {}, "config_hash": "", "contended": False, "run_id": None, **unended
     }  # fmt: skip
@@ -398,6 +406,7 @@ def read_journal(folder: Path) -> dict[str, Any]:
                 case "finish":
                     facts.update(status=entry["status"], metrics=entry["metrics"])
                     facts.update(error=entry["tags"].get("error"), fallback=entry["tags"].get(FALLBACK))
+                    facts["disturbed"] = {"true": True, "false": False}.get(entry["tags"].get(DISTURBED))
     return {**facts, "epochs": list(epochs.values())}
 
 

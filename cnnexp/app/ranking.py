@@ -1,0 +1,151 @@
+"""The verdict on a sweep: its jobs ranked by speedup, and which of them differ by more than chance."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from cnnexp.measuring.confidence import Interval, holm, median_interval, p_value
+from cnnexp.tracking import verdict
+
+SEED = "trainer.seed"  # jobs that differ in it alone are repeats of one
+SIGNIFICANT = 0.05  # p-value, after Holm, below which two places differ
+# what ranks: metric of every epoch -> how a median of it is told
+MEASURES = {"speedup/vs_baseline": "{:.3g} x", "throughput/images_per_s": "{:,.0f} images/s"}
+
+
+@dataclass(frozen=True)
+class Place:
+    """A job of a sweep, or several that differ in their seed alone.
+
+    Attributes:
+        label: what varied, e.g. `cpu-simd filters=32`.
+        jobs: their numbers.
+        values: of the measure, one per epoch of every job.
+        interval: of their median.
+    """
+
+    label: str
+    jobs: tuple[str, ...]
+    values: tuple[float, ...]
+    interval: Interval
+
+
+def rank(
+    found: Sequence[Mapping[str, Any]], varied: Sequence[str], epochs: Mapping[str, Sequence[Mapping[str, float]]]
+) -> tuple[str | None, list[Place]]:
+    """Return the measure that ranks, and the places, best first; (None, []) where nothing can be compared.
+
+    Args:
+        found: as `sweep.rows` returned it.
+        varied: as `sweep.varied` returned it.
+        epochs: each job's epochs, metrics by name, by the job's number.
+    """
+    finished = [row for row in found if row["status"] in ("FINISHED", "SKIPPED") and not row["contended"]]
+    measured = {measure: [row for row in finished if _values(epochs[row["job"]], measure)] for measure in MEASURES}
+    measure = next((measure for measure, rows in measured.items() if rows), None)
+    groups: dict[str, list[str]] = {}
+    for row in measured.get(measure, ()):
+        groups.setdefault(_label(row, varied), []).append(row["job"])
+    places = []
+    for label, jobs in groups.items():
+        values = [value for job in jobs for value in _values(epochs[job], measure)]
+        places.append(Place(label, tuple(jobs), tuple(values), median_interval(values)))
+    return measure, sorted(places, key=lambda place: -place.interval.median)
+
+
+def rows(
+    found: Sequence[Mapping[str, Any]],
+    measure: str | None,
+    places: Sequence[Place],
+    baseline: str | None,
+    failed: int,
+) -> list[verdict.Row]:
+    """Return the verdict on a sweep.
+
+    Args:
+        found: as `sweep.rows` returned it.
+        measure: of `rank`.
+        places: of `rank`.
+        baseline: name of what speedups are over, None where jobs differ in it.
+        failed: how many jobs did not finish.
+    """
+    told: list[verdict.Row] = []
+    if measure is None:
+        told.append(("ranking", "none: no job was timed alone to its end"))
+    elif measure == "speedup/vs_baseline":
+        told.append(("ranking", f"by speedup over {baseline or 'the baseline of each job'}, median of all epochs"))
+    else:
+        told.append(("ranking", "by images/s, median of all epochs; trainer.baseline=cpu gives a speedup beside it"))
+    for number, place in enumerate(places, 1):
+        told.append((f"{number:>4}.", f"{place.label}: {_told(place.interval, MEASURES[measure])}"))
+    if len(places) > 1:
+        told += _differences(places)
+    disturbed = [row["job"] for row in found if row["disturbed"]]
+    if disturbed:
+        jobs = f"job{'s' if len(disturbed) > 1 else ''} {', '.join(disturbed)} of {len(found)}"
+        text = f"DISTURBED by other work: {jobs}; measure again, or wait with trainer.patient=true"
+        told.append(("machine", text))
+    elif any(row["disturbed"] is False for row in found):
+        told.append(("machine", "quiet: no job was disturbed by other work"))
+    if failed:
+        told.append(("failed", f"{failed} of {len(found)} jobs"))
+    return told
+
+
+def metrics(measure: str | None, places: Sequence[Place]) -> dict[str, float]:
+    """Return what the page of the sweep's own run shows: every place by its label, and the best."""
+    named = {f"ranking/{re.sub(r'[^0-9A-Za-z_. -]', ' ', p.label)[:200]}": p.interval.median for p in places}
+    if measure == "speedup/vs_baseline":
+        named["speedup/best"] = places[0].interval.median
+    return named
+
+
+def table(found: Sequence[Mapping[str, Any]], varied: Sequence[str], columns: Mapping[str, tuple[str, str]]) -> str:
+    """Return the jobs as a table in Markdown.
+
+    Args:
+        found: as `sweep.rows` returned it.
+        varied: as `sweep.varied` returned it.
+        columns: metric -> title and format.
+    """
+    names = [name for name in columns if any(name in row for row in found)]
+    lines = [["job", *varied, "status", *(columns[name][0] for name in names)]]
+    lines.append(["---"] * (2 + len(varied)) + ["--:"] * len(names))
+    for row in found:
+        numbers = [format(row[name], columns[name][1]) if name in row else "" for name in names]
+        lines.append([row["job"], *(str(row[key]) for key in varied), row["status"], *numbers])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def _differences(places: Sequence[Place]) -> list[verdict.Row]:
+    """Say which neighbours in the ranking differ, and which may have changed places by chance."""
+    p_values = holm([p_value(a.values, b.values) for a, b in pairwise(places)])
+    differ = [f"{i} from {i + 1} (p {p:.2g})" for i, p in enumerate(p_values, 1) if p < SIGNIFICANT]
+    alike = [f"{i} and {i + 1} (p {p:.2g})" for i, p in enumerate(p_values, 1) if p >= SIGNIFICANT]
+    told = [("differ", ", ".join(differ))] if differ else []
+    if alike:
+        told.append(("not sure", f"{', '.join(alike)}: more epochs, or {SEED}=0,1,2, may tell them apart"))
+    return told
+
+
+def _told(interval: Interval, form: str) -> str:
+    if interval.count == 1:
+        return f"{form.format(interval.median)} (one epoch)"
+    number = form.partition("}")[0] + "}"
+    sure = f" with {interval.confidence:.0%} confidence" if interval.count >= verdict.MORE_EPOCHS else ""
+    ends = f"{number.format(interval.low)} to {number.format(interval.high)}{sure}"
+    return f"{form.format(interval.median)} ({ends}, {interval.count} epochs)"
+
+
+def _values(epochs: Sequence[Mapping[str, float]], measure: str) -> list[float]:
+    return [epoch[measure] for epoch in epochs if measure in epoch]
+
+
+def _label(row: Mapping[str, Any], varied: Sequence[str]) -> str:
+    """Return what varied, but for the seed: `cpu-simd filters=32`."""
+    words = [f"{key.rpartition('.')[2]}={row[key]}" if "." in key else str(row[key]) for key in varied if key != SEED]
+    return " ".join(words) or row["name"]
