@@ -1,23 +1,23 @@
-"""What a person sees of a run: a progress bar in a terminal, a line per epoch elsewhere, a table at the end."""
+"""What a person sees: of a run a row per epoch, of a sweep a row per job, below a progress bar in a terminal."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from cnnexp.backends.protocol import Backend
 from cnnexp.datasets import Dataset
 from cnnexp.network import Network
-from cnnexp.network.losses import Totals
 from cnnexp.training.loop import EpochResult
 from cnnexp.training.loop import Progress as EpochProgress
 
 WIDTH = 120  # of tables where nobody says how wide the screen is
+LINE = 80  # of text: wider is hard to read
 
 
 class Display:
@@ -26,9 +26,10 @@ class Display:
     Args:
         epochs: how many there will be at most.
         baseline: name of the backend it is compared with, or None.
-        shown: False shows nothing before the table.
+        shown: False shows nothing.
         console: where to; standard output by default.
         timed: False leaves times out: those of a simulated GPU mean nothing.
+        job: e.g. `job 2 of 8`, of a sweep, whose table then has a row for the whole run; empty for a run alone.
     """
 
     def __init__(
@@ -38,18 +39,22 @@ class Display:
         shown: bool = True,
         console: Console | None = None,
         timed: bool = True,
+        job: str = "",
     ) -> None:
         self.console = console or make_console()
         self._epochs, self._baseline, self._shown, self._timed = epochs, baseline, shown, timed
         self._bar: Progress | None = None
+        self._rows, self._headed = shown and not job, False
+        self._job = f"{job}  " if job else ""
 
     def __enter__(self) -> Self:
         if self._shown and self.console.is_terminal:
             self._bar = Progress(
                 TextColumn("{task.description}"),
-                BarColumn(),
+                BarColumn(bar_width=None),
                 TextColumn("{task.fields[facts]}"),
                 TimeRemainingColumn(),
+                expand=True,
                 console=self.console,
                 transient=True,
                 auto_refresh=False,  # no refreshing thread: the bar is drawn between the timed parts, never beside them
@@ -64,10 +69,10 @@ class Display:
 
     def start(self, dataset: Dataset, network: Network, backend: Backend, compile_s: float) -> None:
         """Say what is about to be trained."""
-        if self._shown:
+        if self._rows:
             splits = f"{len(dataset.train):,} images to train on, {len(dataset.test):,} to test on"
             threads = f"{backend.threads} thread{'s' if backend.threads > 1 else ''} of " if backend.threads else ""
-            self._line(
+            self._wrapped(
                 f"{dataset.name}: {splits}; {network.parameter_count:,} parameters; "
                 f"{backend.name} on {threads}{backend.device_name}"
                 + (f", ready after {compile_s:.1f} s" if self._timed else "; simulated: its times mean nothing")
@@ -79,38 +84,36 @@ class Display:
             rate = progress.totals.count / progress.seconds if progress.seconds else 0.0
             self._bar.update(
                 self._task,
-                description=f"epoch {progress.epoch}/{self._epochs}",
+                description=f"{self._job}epoch {progress.epoch}/{self._epochs}",
                 completed=progress.totals.count,
                 total=progress.images,
-                facts=_facts(progress.totals) + (f"  {rate:,.0f} images/s" if self._timed else ""),
+                facts=f"accuracy {progress.totals.accuracy:.2%}" + (f"  {rate:,.0f} images/s" if self._timed else ""),
                 refresh=True,
             )
 
     def epoch(self, result: EpochResult) -> None:
-        """Say what an epoch was, where there is no bar."""
-        if self._shown and not self._bar:
-            speedup = f"  {result.comparison.speedup:.2f} x {self._baseline}" if result.comparison else ""
-            times = f"  {result.epoch_s:.2f} s  {result.images_per_s:,.0f} images/s{speedup}" if self._timed else ""
-            facts = f"train {_facts(result.train)}  test {_facts(result.test)}"
-            self._line(f"epoch {result.epoch}/{self._epochs}  {facts}{times}")
+        """Show a finished epoch as a row, which stays."""
+        if not self._rows:
+            return
+        splits = {"train": result.train, "valid.": result.validation, "test": result.test}
+        cells = {"epoch": f"{result.epoch}/{self._epochs}"}
+        for name, totals in splits.items():
+            if totals is not None:
+                cells |= {f"{name} loss": _short(totals.mean_loss, 4), f"{name} acc.": f"{totals.accuracy:.2%}"}
+        if self._timed:
+            cells |= {"seconds": f"{result.epoch_s:.3g}", "images/s": f"{result.images_per_s:,.0f}"}
+            if result.comparison:
+                cells[f"x {self._baseline}"] = _short(result.comparison.speedup, 2)
+        least = {"epoch": 2 * len(str(self._epochs)) + 2}
+        widths = [max(least.get(key, 7), len(key.split()[-1]) + 1, len(cells[key]) + 1) for key in cells]
+        if not self._headed:
+            self._headed = True
+            for row in zip(*(_two_lines(title) for title in cells), strict=True):
+                self._line("".join(word.rjust(width) for word, width in zip(row, widths, strict=True)))
+        self._line("".join(cell.rjust(width) for cell, width in zip(cells.values(), widths, strict=True)))
 
-    def table(self, results: Sequence[EpochResult]) -> None:
-        """Show every epoch as a row."""
-        validated = results[0].validation is not None
-        table = Table()
-        held_out = ("validation loss", "validation accuracy") if validated else ()
-        compared = (f"speedup, {self._baseline} = 1",) if results[0].comparison else ()
-        for title in ("epoch", "train loss", "train accuracy", *held_out, "test loss", "test accuracy"):
-            table.add_column(title, justify="right")
-        for title in ("seconds", "images/s", *compared) if self._timed else ():
-            table.add_column(title, justify="right")
-        for result in results:
-            splits = (result.train, *([result.validation] if validated else []), result.test)
-            cells = [text for totals in splits for text in (f"{totals.mean_loss:.4f}", f"{totals.accuracy:.2%}")]
-            speedup = [f"{result.comparison.speedup:.2f}"] if result.comparison else []
-            times = (f"{result.epoch_s:.2f}", f"{result.images_per_s:,.0f}", *speedup) if self._timed else ()
-            table.add_row(str(result.epoch), *cells, *times)
-        self.console.print(table)
+    def _wrapped(self, text: str) -> None:
+        self._line(textwrap.fill(text, min(self.console.width, LINE)))
 
     def _line(self, text: str) -> None:
         self.console.print(text, highlight=False, soft_wrap=True, markup=False)
@@ -123,11 +126,88 @@ class _Screen(Console):
         raise BrokenPipeError
 
 
+class JobTable:
+    """The table of a sweep, which fills in: a row per job as it ends, with the time that is left.
+
+    Args:
+        titles: of what varies.
+        jobs: how many there will be, None where that is not known.
+        started: `time.time()` at the sweep's start.
+        console: where to; standard output by default.
+    """
+
+    def __init__(self, titles: Sequence[str], jobs: int | None, started: float, console: Console | None = None) -> None:
+        self.console = console or make_console()
+        self.shown = 0
+        self._jobs, self._started = jobs, started
+        self._failed: dict[str, int] = {}  # error -> the first job that it ended
+        self._width = max(16, min(self.console.width, LINE) - 46)
+        label = ", ".join(title.rpartition(".")[2] for title in titles) or "job"
+        self._print(
+            f"{'job':>6}  {label[: self._width]:<{self._width}}{'epoch (s)':>11}{'speedup':>9}{'acc.':>9}  left"
+        )
+
+    def name(self, number: int) -> str:
+        """Return e.g. `job 2 of 8`."""
+        return f"job {number + 1} of {self._jobs}" if self._jobs else f"job {number + 1}"
+
+    def row(self, number: int, label: str, metrics: Mapping[str, float], error: str | None, now: float) -> None:
+        """Show a job that has ended.
+
+        Args:
+            number: 0 for the first.
+            label: what varied.
+            metrics: its final ones.
+            error: why it failed, or None.
+            now: `time.time()`.
+        """
+        self.shown += 1
+        place = f"{number + 1}/{self._jobs}" if self._jobs else str(number + 1)
+        if error is not None:
+            first = self._failed.setdefault(error, number)
+            why = f"FAILED: {error}" if first == number else f"FAILED, as {first + 1}"
+            text = f"{place:>6}  {label}  {why}"
+            self._print(textwrap.fill(text, min(self.console.width, LINE), subsequent_indent=" " * 8))
+            return
+        cells = [
+            format(metrics[name], form) if name in metrics else ""
+            for name, form in (
+                ("time/median_epoch_s", ">11.4g"),
+                ("speedup/median", ">9.3g"),
+                ("final/test_accuracy", ">9.2%"),
+            )
+        ]
+        cells = [cell.rjust(width) for cell, width in zip(cells, (11, 9, 9), strict=True)]
+        left = (now - self._started) / self.shown * (self._jobs - self.shown) if self._jobs else None
+        if len(label) > self._width:  # on a line of its own, whole
+            self._print(f"{place:>6}  {label}")
+            place = label = ""
+        told = "" if left is None else f"  {_duration(left)}"
+        self._print(f"{place:>6}  {label:<{self._width}}{''.join(cells)}{told}")
+
+    def _print(self, text: str) -> None:
+        self.console.print(text, highlight=False, soft_wrap=True, markup=False)
+
+
+def _short(value: float, decimals: int) -> str:
+    """Return a number with so many decimals, a large one without."""
+    return f"{value:.{decimals}f}" if value < 100 else f"{value:.3g}" if value >= 1e5 else f"{value:,.0f}"
+
+
+def _duration(seconds: float) -> str:
+    """Return e.g. `40 s`, `3 min`, `1.5 h`."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def _two_lines(title: str) -> tuple[str, str]:
+    """Return what stands above and what stands in the line of titles: `train`, `loss`."""
+    above, _, below = title.rpartition(" ")
+    return above, below
+
+
 def make_console() -> Console:
     """Return a console on standard output, wide enough for tables where it is no terminal."""
     console = _Screen()
     return console if console.is_terminal or "COLUMNS" in os.environ else _Screen(width=WIDTH)
-
-
-def _facts(totals: Totals) -> str:
-    return f"loss {totals.mean_loss:.4f}  accuracy {totals.accuracy:.2%}"

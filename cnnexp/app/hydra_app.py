@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
 from cnnexp.app import sweep
 from cnnexp.app.config import Tracking, build, defaults, load, plain, record
-from cnnexp.app.console import make_console
+from cnnexp.app.console import LINE, JobTable, make_console
 from cnnexp.app.resume import find_earlier
 from cnnexp.app.run import train
 from cnnexp.errors import CnnexpError, TrackingError, explained, leave, without_password
@@ -31,6 +34,8 @@ from cnnexp.tracking.pipe import Recorder
 from cnnexp.tracking.store import store_uri
 
 log = logging.getLogger(__name__)
+for noisy in ("matplotlib", "numba", "PIL"):
+    logging.getLogger(noisy).setLevel(logging.WARNING)  # else hydra.verbose=true tells of every byte code
 
 GROUPS = ("model", "backend", "optimizer", "dataset", "workers")  # a class for each name in them
 OBJECTIVES = {"test_accuracy": "final/test_accuracy", "epoch_s": "time/median_epoch_s"}
@@ -55,7 +60,9 @@ def launch() -> None:
     finally:
         failed = _finish_sweep(SweepCallback.started, interrupted) if SweepCallback.started else []
         lost = any(isinstance(error, TrackingError) for error in _failures)
-        links = {} if lost else {tracking: recorder.call("link") for tracking, recorder in _recorders.items()}
+        links: dict[Tracking, str] = {}
+        with contextlib.suppress(TrackingError):  # a store that is gone has been told of by then
+            links = {} if lost else {tracking: recorder.call("link") for tracking, recorder in _recorders.items()}
         for recorder in _recorders.values():
             recorder.close()
     for tracking, link in links.items():
@@ -63,8 +70,7 @@ def launch() -> None:
         text = f"To look at it: {program_name()} ui{store}, which opens\n{link}"
         make_console().print(text, highlight=False, markup=False, soft_wrap=True)
     if failed:
-        jobs = "1 job" if len(failed) == 1 else f"{len(failed)} jobs"
-        leave("\n  ".join([f"{jobs} failed", *failed]), 1)
+        leave("\n  ".join(failed), 1)
     if _failures:
         raise _failures[0]
 
@@ -79,8 +85,8 @@ def job(composed: DictConfig) -> float:
     except Exception as error:
         told = error if isinstance(error, BrokenPipeError) else explained(error, _folder())
         told.__cause__ = error.__cause__ if told is error else error
-        if sweep.current():  # its end tells what failed, from the jobs' folders
-            log.error("%s", told)
+        if within := sweep.current():
+            _show(within, {}, str(told))
         else:
             _failures.append(told)
         return math.nan
@@ -106,12 +112,14 @@ def run(composed: DictConfig) -> float:
         if settings.sweep.skip_finished and run.skip_if_finished():
             log.info("skipped, finished before: %s", run.name)
         else:
-            train(settings, run, earlier)
-    if within is None and run.verdict:
+            train(settings, run, earlier, _table(within).name(_number()) if within else "")
+    if within is not None:
+        _show(within, run.metrics)
+    elif run.verdict:
         console = make_console()
         more = f"{program_name()} ui | {program_name()} predict {run.id or folder} IMAGE"
         rows = [*run.verdict, ("more", more)]
-        console.print(verdict.screen(rows, console.width), highlight=False, markup=False, soft_wrap=True)
+        console.print(verdict.screen(rows, min(console.width, LINE)), highlight=False, markup=False, soft_wrap=True)
     return run.metrics.get(OBJECTIVES[settings.sweep.objective], math.nan)  # a simulated run has no times
 
 
@@ -128,14 +136,45 @@ class SweepCallback(Callback):
             SweepCallback.recorder = _recorder(tracking)
             overrides = _as_typed(config.hydra.overrides.task)
             folder, paper = Path(config.hydra.sweep.dir), config.sweep.paper
-            searched = list(config.hydra.sweeper.get("params") or ())
-            SweepCallback.started = sweep.begin(folder, overrides, SweepCallback.recorder, paper, searched)
+            varied, jobs = _plan(overrides, config.hydra.sweeper)
+            SweepCallback.started = sweep.begin(folder, overrides, SweepCallback.recorder, paper, varied, jobs)
         except CnnexpError as error:
             leave(str(error), error.exit_code)
 
 
 _failures: list[Exception] = []  # of this process
 _recorders: dict[Tracking, Recorder] = {}  # the jobs of a sweep share one
+_tables: dict[str, JobTable] = {}  # of the sweeps whose jobs this process has run, by their folder
+
+
+def _plan(overrides: Sequence[str], sweeper: DictConfig) -> tuple[list[str], int | None]:
+    """Return the keys that a sweeper varies, in their order, and how many jobs that makes, if it is known."""
+    params = {str(key): str(value) for key, value in (sweeper.get("params") or {}).items()}
+    typed = OverridesParser.create().parse_overrides([*overrides, *(f"{key}={value}" for key, value in params.items())])
+    swept = {override.get_key_element(): override for override in reversed(typed) if override.is_sweep_override()}
+    varied = [key for key in dict.fromkeys(override.get_key_element() for override in typed) if key in swept]
+    if "BasicSweeper" in sweeper["_target_"]:
+        return varied, math.prod(len(list(swept[key].sweep_string_iterator())) for key in varied)
+    return [*varied, *(key for key in params if key not in varied)], sweeper.get("n_trials")
+
+
+def _table(within: sweep.Sweep) -> JobTable:
+    if within.folder not in _tables:
+        _tables[within.folder] = JobTable(within.varied, within.jobs, within.started)
+    return _tables[within.folder]
+
+
+def _number() -> int:
+    return int(HydraConfig.get().job.num)
+
+
+def _show(within: sweep.Sweep, metrics: Mapping[str, float], error: str | None = None) -> None:
+    """Show the job of a sweep that has just ended."""
+    typed = dict(override.lstrip("+~").partition("=")[::2] for override in _as_typed(HydraConfig.get().overrides.task))
+    told = (
+        f"{key.rpartition('.')[2]}={typed[key]}" if "." in key else typed[key] for key in within.varied if key in typed
+    )
+    _table(within).row(_number(), " ".join(told), metrics, error, time.time())
 
 
 def _finish_sweep(started: sweep.Sweep, interrupted: bool) -> list[str]:
@@ -143,7 +182,11 @@ def _finish_sweep(started: sweep.Sweep, interrupted: bool) -> list[str]:
     rows = sweep.finish(started, SweepCallback.recorder, interrupted)
     if rows:
         console = make_console()
-        console.print(sweep.summary_table(rows))
+        shown = _tables.pop(started.folder).shown if started.folder in _tables else 0
+        if shown < len(rows):  # other processes ran them
+            console.print(sweep.summary_table(rows))
+        told = verdict.screen(sweep.conclude(started, rows)[0], min(console.width, LINE))
+        console.print(told, highlight=False, markup=False, soft_wrap=True)
         if started.paper is not None:
             console.print(page.screen(compare(Path(started.folder), started.paper)))
             console.print(f"The page: {Path(started.folder) / page.FOLDER / 'index.html'}", soft_wrap=True)

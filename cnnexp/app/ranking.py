@@ -86,7 +86,7 @@ def rows(
         told += _differences(places)
     disturbed = [row["job"] for row in found if row["disturbed"]]
     if disturbed:
-        jobs = f"job{'s' if len(disturbed) > 1 else ''} {', '.join(disturbed)} of {len(found)}"
+        jobs = f"{len(disturbed)} of {len(found)} jobs, in folders {', '.join(disturbed)}"
         text = f"DISTURBED by other work: {jobs}; measure again, or wait with trainer.patient=true"
         told.append(("machine", text))
     elif any(row["disturbed"] is False for row in found):

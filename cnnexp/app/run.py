@@ -29,8 +29,15 @@ from cnnexp.workers.program import ParallelProgram
 log = logging.getLogger(__name__)
 
 
-def train(settings: Settings, run: Run, earlier: Earlier | None = None) -> None:
-    """Train what the settings describe, from where an earlier run was stopped; record it in `run`, show it."""
+def train(settings: Settings, run: Run, earlier: Earlier | None = None, job: str = "") -> None:
+    """Train what the settings describe, from where an earlier run was stopped; record it in `run`, show it.
+
+    Args:
+        settings: every piece, made and checked.
+        run: its record.
+        earlier: what was stopped, None to start afresh.
+        job: e.g. `job 2 of 8`, of a sweep; empty for a run alone.
+    """
     ledger, trainer = Ledger(), settings.trainer
     with ledger.span("data"):
         dataset = settings.dataset.load()
@@ -72,7 +79,8 @@ def train(settings: Settings, run: Run, earlier: Earlier | None = None) -> None:
             run.wait()
         if parallel is not None and parallel.predictable:
             _predict_epochs(parallel, dataset, run)
-        display = stack.enter_context(Display(trainer.epochs, trainer.baseline, trainer.progress, timed=timed))
+        display = Display(trainer.epochs, trainer.baseline, trainer.progress, timed=timed, job=job)
+        stack.enter_context(display)
         display.start(dataset, network, backend, program.compile_s)
         keeper = checkpoint.Keeper(run.folder / checkpoint.FOLDER, training, history)
 
@@ -116,7 +124,6 @@ def train(settings: Settings, run: Run, earlier: Earlier | None = None) -> None:
                 run.parts[backend.name] = step_parts(ledger)
         if parallel is not None:
             run.summarize(parallel.metrics())
-    display.table(run.epochs)
 
 
 def _need_memory(settings: Settings, backend: Backend, network: Network, dataset: Dataset) -> None:

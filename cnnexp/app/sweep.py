@@ -47,6 +47,8 @@ class Sweep:
         process: host and process that started the sweep.
         paper: the table or figure of a paper that it makes again, or None; its jobs may lack what they need.
         varied: the keys that differ between its jobs, in the order they were typed.
+        jobs: how many there will be, None where the sweeper decides as it goes.
+        started: `time.time()` at its start.
     """
 
     folder: str
@@ -54,6 +56,8 @@ class Sweep:
     process: str
     paper: str | None = None
     varied: Sequence[str] = ()
+    jobs: int | None = None
+    started: float = 0.0
 
     @property
     def contended(self) -> bool:
@@ -72,7 +76,8 @@ def begin(
     overrides: Sequence[str],
     recorder: Recorder | None = None,
     paper: str | None = None,
-    searched: Sequence[str] = (),
+    varied: Sequence[str] = (),
+    jobs: int | None = None,
 ) -> Sweep:
     """Start a sweep: make its parent run, and let its jobs know.
 
@@ -81,19 +86,18 @@ def begin(
         overrides: what the user typed, ranges and all.
         recorder: None keeps MLflow out.
         paper: see `Sweep`.
-        searched: keys that the sweeper itself varies, e.g. those of an experiment's file.
+        varied, jobs: see `Sweep`.
 
     Raises:
         TrackingError: the store cannot be opened or written.
     """
     run_id = None
-    typed = [override.lstrip("+").partition("=")[0] for override in overrides if "," in override or "(" in override]
     if recorder is not None:
         name = paper or " ".join(override for override in overrides if "," in override) or Path(folder).name
         run_id = recorder.call(
             "begin", name=f"sweep {name}", params={}, tags={"kind": "sweep", "overrides": " ".join(overrides)}
         )
-    sweep = Sweep(str(folder), run_id, _this_process(), paper, list(dict.fromkeys((*typed, *searched))))
+    sweep = Sweep(str(folder), run_id, _this_process(), paper, list(varied), jobs, time.time())
     note_facts(Path(folder), paper, overrides)
     os.environ[VARIABLE] = json.dumps(asdict(sweep))
     return sweep
@@ -123,7 +127,7 @@ def finish(sweep: Sweep, recorder: Recorder | None = None, interrupted: bool = F
         figures = Path(sweep.folder) / "figures"
         finished = [row for row in found if row["status"] == "FINISHED"]
         recorder.call("draw", kind="draw_sweep", folder=str(figures), rows=finished, varied=varied(found))
-        failed = len(failures(found, sweep.paper))
+        failed = len(_failed(found, sweep.paper))
         if ranked:
             recorder.post("log", run_id=sweep.run_id, metrics=ranked, step=0, time_ms=int(time.time() * 1000))
         recorder.call(
@@ -147,7 +151,7 @@ def conclude(sweep: Sweep, found: Sequence[Mapping[str, Any]]) -> tuple[list[ver
     epochs = {job: journal["epochs"] for job, journal in journals.items()}
     measure, places = ranking.rank(found, varied(found), epochs)
     baseline = baselines.pop() if len(baselines) == 1 else None
-    told = ranking.rows(found, measure, places, baseline, len(failures(found, sweep.paper)))
+    told = ranking.rows(found, measure, places, baseline, len(_failed(found, sweep.paper)))
     told.append(("folder", sweep.folder))
     if sweep.run_id is not None:
         told.append(("run", sweep.run_id))
@@ -226,19 +230,26 @@ def summary_table(found: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def failures(found: Sequence[Mapping[str, Any]], paper: str | None = None) -> list[str]:
-    """Return one line per job that did not finish: what it was and why.
+    """Return one line per cause that jobs did not finish: the first of them, how many more, and why.
 
     Args:
         found: as `rows` returned it.
         paper: see `Sweep`: where it is given, a backend that this machine lacks is no failure.
     """
     keys = varied(found) if found else []
+    causes: dict[str, list[str]] = {}
+    for row in _failed(found, paper):
+        causes.setdefault(row["error"], []).append(f"{row['job']} ({' '.join(f'{key}={row[key]}' for key in keys)})")
+    told = []
+    for cause, jobs in causes.items():
+        more = f" and {len(jobs) - 1} more" if len(jobs) > 1 else ""
+        told.append(f"job {jobs[0]}{more}: {cause}")
+    return told
+
+
+def _failed(found: Sequence[Mapping[str, Any]], paper: str | None) -> list[Mapping[str, Any]]:
     fine = ("FINISHED", "SKIPPED", *([LACKING] if paper is not None else []))
-    return [
-        f"job {row['job']} ({' '.join(f'{key}={row[key]}' for key in keys)}): {row['error']}"
-        for row in found
-        if row["status"] not in fine
-    ]
+    return [row for row in found if row["status"] not in fine]
 
 
 def _report(sweep: Sweep) -> list[tuple[str, str]]:

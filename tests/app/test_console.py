@@ -3,9 +3,10 @@ import io
 
 import numpy as np
 import pytest
+from results import DATASET, NETWORK, Backend
 from rich.console import Console
 
-from cnnexp.app.console import Display
+from cnnexp.app.console import Display, JobTable
 from cnnexp.network.losses import Totals
 from cnnexp.training.baseline import Comparison
 from cnnexp.training.loop import EpochResult, Progress
@@ -23,24 +24,64 @@ RESULT = EpochResult(
 )
 
 
-def show(terminal: bool, shown: bool = True) -> str:
+def show(terminal, shown=True, epochs=2, results=(RESULT,), width=80, job="", **options):
     out = io.StringIO()
-    with Display(2, "cpu", shown, Console(file=out, force_terminal=terminal, width=120)) as display:
+    console = Console(file=out, force_terminal=terminal, width=width)
+    with Display(epochs, "cpu", shown, console, job=job, **options) as display:
+        display.start(DATASET, NETWORK, Backend(), 1.5)
         display.progress(Progress(1, Totals(30.0, 40, 60), 100, 0.25))
-        display.epoch(RESULT)
+        for result in results:
+            display.epoch(result)
     return out.getvalue()
 
 
-def test_lines_where_there_is_no_terminal():
-    line = "epoch 1/2  train loss 0.5000  accuracy 80.00%  test loss 0.5000  accuracy 90.00%  0.50 s  200 images/s"
-    assert show(terminal=False) == f"{line}  2.00 x cpu\n"
+def test_a_row_per_epoch_under_one_line_of_titles():
+    lines = show(False, results=[RESULT, dataclasses.replace(RESULT, epoch=2, epoch_s=12.5)]).splitlines()
+    assert lines[0] == "points: 8 images to train on, 4 to test on; 15 parameters; numpy on 2 threads of"
+    assert lines[2:4] == [
+        "        train  train   test   test                       x",
+        " epoch   loss   acc.   loss   acc. seconds images/s    cpu",
+    ]
+    assert lines[4] == "   1/2 0.5000 80.00% 0.5000 90.00%     0.5      200   2.00"
+    assert lines[5] == "   2/2 0.5000 80.00% 0.5000 90.00%    12.5        8   2.00"
+    assert len(lines) == 6
 
 
-def test_a_bar_in_a_terminal():
+def test_nothing_is_wider_than_80_columns():
+    wide = dataclasses.replace(
+        RESULT,
+        epoch=999,
+        train=Totals(5e6, 80, 100_000),
+        validation=Totals(5e6, 10, 10),
+        test=Totals(1e3, 10, 10),
+        epoch_s=0.0123,
+        comparison=Comparison(0.01, 32, 3, 1234.56),
+    )
+    for line in show(False, epochs=1000, results=[wide]).splitlines():
+        assert len(line) <= 80
+
+
+def test_a_validation_split_has_columns_of_its_own_and_a_simulated_gpu_no_times():
+    validated = dataclasses.replace(RESULT, validation=Totals(2.0, 1, 4))
+    assert "25.00%" in show(False, results=[validated])
+    assert "25.00%" not in show(False)
+    untimed = show(False, timed=False)
+    assert "images/s" not in untimed
+    assert "its times mean nothing" in untimed
+
+
+def test_in_a_terminal_a_bar_and_finished_epochs_stay():
     text = show(terminal=True)
     assert "epoch 1/2" in text
-    assert "loss 0.5000  accuracy 66.67%  240 images/s" in text
-    assert "train loss" not in text
+    assert "accuracy 66.67%  240 images/s" in text
+    assert text.count("90.00%") == 1
+
+
+def test_the_bar_of_a_job_says_which_and_shows_no_epochs():
+    text = show(terminal=True, job="job 2 of 8")
+    assert "job 2 of 8  epoch 1/2" in text
+    assert "90.00%" not in text
+    assert show(terminal=False, job="job 2 of 8") == ""
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -48,13 +89,46 @@ def test_nothing_where_none_is_wanted(terminal):
     assert show(terminal, shown=False) == ""
 
 
-@pytest.mark.parametrize("validated", [True, False])
-def test_the_table_has_a_row_per_epoch(validated):
-    result = dataclasses.replace(RESULT, validation=Totals(2.0, 1, 4) if validated else None)
+def test_no_colour_where_none_is_wanted(monkeypatch):
+    assert "\x1b[38;5;" in show(terminal=True) or "\x1b[3" in show(terminal=True)
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b[3" not in show(terminal=True)
+
+
+METRICS = {"time/median_epoch_s": 0.0123, "speedup/median": 35.2, "final/test_accuracy": 0.952}
+
+
+def job_table(rows, jobs=4, titles=("backend", "model.filters"), width=80):
     out = io.StringIO()
-    Display(2, "cpu", console=Console(file=out, width=200)).table([result, dataclasses.replace(result, epoch=2)])
-    rows = [line for line in out.getvalue().splitlines() if line.startswith("│")]
-    assert [row.split()[1] for row in rows] == ["1", "2"]
-    assert ("25.00%" in rows[0]) is validated
-    assert "90.00%" in rows[0]
-    assert rows[0].split()[-2] == "2.00"
+    table = JobTable(titles, jobs, 100.0, Console(file=out, width=width))
+    for number, (label, metrics, error) in enumerate(rows):
+        table.row(number, label, metrics, error, 110.0 + 10 * number)
+    return out.getvalue().splitlines()
+
+
+def test_a_sweep_is_a_table_that_fills_in_with_the_time_left():
+    title, first, second = job_table([("cpu filters=8", METRICS, None), ("cpu filters=16", {}, None)])
+    assert title.split() == ["job", "backend,", "filters", "epoch", "(s)", "speedup", "acc.", "left"]
+    assert first.split() == ["1/4", "cpu", "filters=8", "0.0123", "35.2", "95.20%", "30", "s"]
+    assert second.split() == ["2/4", "cpu", "filters=16", "20", "s"]
+    assert first.index("0.0123") + 6 == title.index("(s)") + 3
+
+
+def test_one_cause_that_fails_every_job_is_told_once():
+    lines = job_table([("a", {}, "no GPU"), ("b", {}, "no GPU"), ("c", {}, "no data")])
+    assert [line.strip() for line in lines[1:]] == [
+        *("1/4  a  FAILED: no GPU", "2/4  b  FAILED, as 1", "3/4  c  FAILED: no data")
+    ]
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_no_row_of_a_sweep_is_wider_than_80_columns(width):
+    rows = [("cpu-parallel " + "filters=8 " * 5, METRICS, None), ("cpu", {}, "a reason that goes on " * 10)]
+    lines = job_table(rows, width=width)
+    assert max(map(len, lines)) <= 80
+    assert " ".join(lines).count("goes") == 10
+
+
+def test_a_sweep_of_unknown_length_tells_no_time_left():
+    (_, row) = job_table([("x", METRICS, None)], jobs=None)
+    assert row.split() == ["1", "x", "0.0123", "35.2", "95.20%"]

@@ -142,7 +142,12 @@ def test_sweep_in_mlflow_has_a_parent_with_table_and_figures(tmp_path):
         }
     artifacts = {a.path for a in client.list_artifacts(started.run_id)}
     figures = {a.path for a in client.list_artifacts(started.run_id, "figures")}
-    assert artifacts == {"summary.csv", "figures"}
+    assert artifacts == {"summary.csv", "figures", "report.md"}
+    note = parent.data.tags["mlflow.note.content"]
+    assert note == (tmp_path / "jobs" / "report.md").read_text()
+    assert "| not sure | 1 and 2 (p 1)" in note
+    assert "| 2 | 0 | FAILED |" in note
+    assert parent.data.metrics == {"ranking/filters 2": 2.0, "ranking/filters 4": 2.0, "speedup/best": 2.0}
     assert figures == {"figures/epoch_time.png", "figures/speedup.png"}
 
 

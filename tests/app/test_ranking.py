@@ -1,0 +1,82 @@
+import pytest
+
+from cnnexp.app import ranking
+
+
+def row(job, backend, seed="0", status="FINISHED", contended=False, disturbed=False):
+    return {
+        **{"job": job, "name": f"job {job}", "status": status, "contended": contended, "disturbed": disturbed},
+        **{"backend": backend, "trainer.seed": seed, "final/test_accuracy": 0.9},
+    }
+
+
+def epochs(*speedups):
+    return [{"epoch": i, "speedup/vs_baseline": s, "throughput/images_per_s": 100 * s} for i, s in enumerate(speedups)]
+
+
+VARIED = ["backend", "trainer.seed"]
+FAST, SLOW = (5.0, 5.1, 5.2, 4.9, 5.3, 4.8), (2.0, 2.1, 1.9, 2.2, 2.05, 1.95)
+LIKE_SLOW = (2.01, 2.11, 1.91, 2.19, 2.04, 1.96)
+
+
+def verdict(rows, by_job, failed=0):
+    measure, places = ranking.rank(rows, VARIED, by_job)
+    return dict(ranking.rows(rows, measure, places, "cpu", failed)), places
+
+
+def test_places_by_median_and_which_neighbours_differ():
+    rows = [row("0", "slow"), row("1", "fast"), row("2", "like slow")]
+    told, places = verdict(rows, {"0": epochs(*SLOW), "1": epochs(*FAST), "2": epochs(*LIKE_SLOW)})
+    assert [place.label for place in places] == ["fast", "slow", "like slow"]
+    assert told["   1."] == "fast: 5.05 x (4.8 to 5.3 with 97% confidence, 6 epochs)"
+    assert told["differ"] == "1 from 2 (p 0.0043)"
+    assert told["not sure"].startswith("2 and 3 (p 0.94): more epochs")
+    assert told["machine"].startswith("quiet")
+    assert ranking.metrics("speedup/vs_baseline", places) == pytest.approx(
+        {"ranking/fast": 5.05, "ranking/slow": 2.025, "ranking/like slow": 2.025, "speedup/best": 5.05}
+    )
+
+
+def test_jobs_that_differ_in_their_seed_alone_are_repeats():
+    rows = [row("0", "fast", "0"), row("1", "fast", "1"), row("2", "slow", "0")]
+    _, places = verdict(rows, {"0": epochs(*FAST[:3]), "1": epochs(*FAST[3:]), "2": epochs(*SLOW)})
+    assert [(place.label, place.jobs) for place in places] == [("fast", ("0", "1")), ("slow", ("2",))]
+    assert sorted(places[0].values) == sorted(FAST)
+
+
+def test_too_few_epochs_tell_nothing_apart():
+    told, _ = verdict([row("0", "a"), row("1", "b")], {"0": epochs(5.0, 5.1), "1": epochs(1.0, 1.1)})
+    assert "differ" not in told
+    assert told["not sure"].startswith("1 and 2 (p 0.33)")
+    assert told["   1."] == "a: 5.05 x (5 to 5.1, 2 epochs)"
+
+
+def test_without_a_baseline_speed_ranks():
+    rows = [row("0", "a"), row("1", "b")]
+    by_job = {job: [{"throughput/images_per_s": 1e4 * (1 + int(job))}] for job in "01"}
+    told, places = verdict(rows, by_job)
+    assert [place.label for place in places] == ["b", "a"]
+    assert told["   1."] == "b: 20,000 images/s (one epoch)"
+    assert "speedup/best" not in ranking.metrics("throughput/images_per_s", places)
+
+
+def test_what_failed_or_was_contended_has_no_place_and_what_was_disturbed_is_named():
+    rows = [
+        row("0", "a", disturbed=True),
+        row("1", "b", contended=True),
+        row("2", "c", status="FAILED", disturbed=None),
+    ]
+    told, places = verdict(rows, {job: epochs(2.0) for job in "012"}, failed=1)
+    assert [place.label for place in places] == ["a"]
+    assert "DISTURBED by other work: 1 of 3 jobs, in folders 0;" in told["machine"]
+    assert told["failed"] == "1 of 3 jobs"
+    told, places = verdict([rows[1]], {"1": epochs(2.0)})
+    assert (places, told["ranking"]) == ([], "none: no job was timed alone to its end")
+
+
+def test_a_table_of_all_jobs():
+    text = ranking.table(
+        [row("0", "a"), row("1", "b", status="FAILED")], VARIED, {"final/test_accuracy": ("acc.", ".2%")}
+    )
+    assert text.splitlines()[0] == "| job | backend | trainer.seed | status | acc. |"
+    assert text.splitlines()[3] == "| 1 | b | 0 | FAILED | 90.00% |"
