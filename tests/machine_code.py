@@ -93,7 +93,7 @@ def kernel_module(cpu: Cpu, plan, optimizer) -> str:
     step = [("update", functools.partial(update.update, optimizer=optimizer))]
     add_function(module, "gather", plan.target, plan.gather["float32"], [FLOAT, INDEX, FLOAT])
     add_function(module, "forward", plan.target, plan.forward, [FLOAT] * 3)
-    add_function(module, "backward", plan.target, plan.backward, [FLOAT] * 3)
+    add_function(module, "backward", plan.target, [*plan.backward, *plan.gradients], [FLOAT] * 3)
     add_function(module, "update", plan.target, step, [FLOAT] * 5)
     return str(module)
 

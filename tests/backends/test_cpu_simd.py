@@ -13,17 +13,26 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
-from conformance import check_case, make_case
+from conformance import check_case, check_training, make_case
 from numba import float32, int64, njit
 
 from cnnexp.backends import cache
 from cnnexp.backends.simd import CpuSimd, elementwise, intrinsics, update
+from cnnexp.backends.simd.conv_channels import phases
 from cnnexp.backends.simd.conv_lanes import CACHED_VECTORS, MOST_SUMS
 from cnnexp.backends.simd.emit import INDEX, Target, compose, compose_five
-from cnnexp.backends.simd.host import host_target
+from cnnexp.backends.simd.host import host_target, second_cache
 from cnnexp.backends.simd.intrinsics import NEEDS
-from cnnexp.backends.simd.nodes import Convolution, FilterClassifier, FilterConvolution, SkinnyDense, WideDense
+from cnnexp.backends.simd.nodes import (
+    ChannelConvolution,
+    Convolution,
+    FilterClassifier,
+    FilterConvolution,
+    SkinnyDense,
+    WideDense,
+)
 from cnnexp.backends.simd.plan import Plan, group_stages
+from cnnexp.backends.simd.product import Panels, choose_tile
 from cnnexp.backends.simd.program import SimdProgram, make_plan
 from cnnexp.backends.simd.team import Team
 from cnnexp.errors import DataError
@@ -102,12 +111,102 @@ def test_many_channels_in_wide_rows():
     network = Network((5, 12, 1), (first, ReLU(), second, ReLU(), Conv2d(2, 3), Flatten(), Linear(3)))
     assert MOST_SUMS // 5 < 3 * 50
     assert CACHED_VECTORS < 12 * (50 + 5)
-    check_case(OnTarget(host_target()), make_case(network, images=5))
+    check_case(OnTarget(replace(host_target(), convolutions="lanes")), make_case(network, images=5))
+
+
+CHANNELS = {
+    "pools": (
+        (8, 12, 3),
+        (
+            *(Conv2d(8, 3, padding="same"), ReLU(), Conv2d(11, 3, padding="same"), ReLU(), MaxPool2d(2)),
+            *(Conv2d(7, 3), MaxPool2d(2), Flatten(), Linear(3)),
+        ),
+    ),
+    "strides": (
+        (9, 7, 3),
+        (Conv2d(8, 3, 2, 1), ReLU(), Conv2d(6, 2, 2, "auto"), ReLU(), Conv2d(4, 1, 2, "auto"), Flatten()),
+    ),
+    "between_other_layers": (
+        (6, 5, 4),
+        (
+            *(ReLU(), Conv2d(4, 3, padding="full"), Conv2d(8, 3, 3, "auto"), AvgPool2d(2, 1), Sigmoid()),
+            *(Conv2d(4, 2), Flatten(), Linear(3)),
+        ),
+    ),
+    "general": (GENERAL.input_shape, GENERAL.layers),
+}
+
+
+@pytest.mark.parametrize("target", ["sse", "avx2", "wide"])
+@pytest.mark.parametrize("name", CHANNELS)
+def test_channels_in_lanes(target, name):
+    network, shaped = Network(*CHANNELS[name]), replace(TARGETS[target], convolutions="channels")
+    assert any(isinstance(node, ChannelConvolution) for node in group_stages(network, shaped))
+    check_case(OnTarget(shaped), make_case(network, images=19))
+
+
+@pytest.mark.parametrize(("size", "kernel", "stride", "pad"), [(7, 3, 1, 0), (9, 3, 2, 1), (7, 2, 3, 0), (6, 5, 4, 2)])
+def test_every_tap_of_every_output_is_in_one_phase(size, kernel, stride, pad):
+    count = (size + 2 * pad - kernel) // stride + 1
+    expected = {(p * stride + i - pad, i, p) for p in range(count) for i in range(kernel)}
+    found = {
+        (phase.first + stride * u, tap, phase.start + u + m)
+        for phase in phases(size, kernel, stride, pad)
+        for u in range(phase.count)
+        for m, tap in enumerate(phase.taps)
+    }
+    assert {one for one in expected if 0 <= one[0] < size} == {one for one in found if 0 <= one[2] < count}
+
+
+@pytest.mark.parametrize("outputs", [1, 7, 16, 48, 49, 200])
+@pytest.mark.parametrize("width", [1, 2, 3])
+def test_panels_have_a_place_for_every_weight(outputs, width):
+    panels = Panels(5, outputs, width, 16)
+    places = panels.positions()
+    assert len(set(places.ravel())) == places.size
+    assert places.max() < panels.size
+    assert sum(size * times for _, size, times in panels.kinds) == panels.vectors
+
+
+def test_tiles_fit_the_registers_and_fill_them():
+    for registers in (16, 32):
+        for counts, unit, vectors in (((32, 32), 1, 4), ((16, 16), 4, 8), ((8, 8), 4, 16), ((1, 1), 1, 1)):
+            rows, columns, width = choose_tile(counts, unit, vectors, registers)
+            assert rows * columns * unit * width + width + 1 <= registers
+            if counts != (1, 1):
+                assert rows * columns * unit * width >= registers // 2
+
+
+def test_wide_layers_of_any_batch():
+    """The last tile of images ends with the last one; a wide input gradient takes several groups at a time."""
+    network = Network((37,), (Linear(50), ReLU(), Linear(33), ReLU(), Linear(21)))
+    for images in (2, 5, 140):
+        check_case(OnTarget(host_target(), threads=1), make_case(network, images=images))
+
+
+@pytest.mark.parametrize(("images", "owns"), [(11, True), (140, False)])
+def test_threads_own_wide_weights_where_a_batch_is_one_tile(images, owns):
+    network = Network((37,), (Linear(50), ReLU(), Linear(33), ReLU(), Linear(3)))
+    backend, case = OnTarget(host_target(), threads=2), make_case(network, images=images)
+    plan = make_plan(network, host_target(), -(-(images - 1) // 2))
+    assert plan.owns is owns
+    assert plan.parameters.owned == (sum(node.panels.size for node in plan.nodes[:2]) if owns else 0)
+    check_training(backend, case, Adam())
+
+
+def test_the_second_cache_is_read_not_assumed(tmp_path):
+    for index, (level, size) in enumerate([("1", "48K"), ("2", "512K"), ("3", "32M")]):
+        folder = tmp_path / f"index{index}"
+        folder.mkdir()
+        (folder / "level").write_text(level + "\n")
+        (folder / "size").write_text(size + "\n")
+    assert second_cache(tmp_path) == 512 << 10
+    assert second_cache(tmp_path / "nothing") > 0
 
 
 def test_the_papers_networks_get_the_special_kernels():
     one, mlp, pool4 = (
-        Plan(model.network((28, 28, 1), 10), AVX512, 1) for model in (OneConv(), TwoConvMlp(), TwoConvPool4())
+        Plan(model.network((28, 28, 1), 10), AVX512, 1, 16) for model in (OneConv(), TwoConvMlp(), TwoConvPool4())
     )
     assert [type(node) for node in one.nodes] == [FilterClassifier]
     assert one.nodes[0].conv.dy is one.nodes[0].conv.y, "the gradient takes the activation's place"

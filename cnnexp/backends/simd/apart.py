@@ -24,7 +24,7 @@ LIMIT_S = 600.0
 
 
 def compile_apart(
-    key: str, network: Network, loss: Loss, optimizer: Optimizer, target: Target, groups: int
+    key: str, network: Network, loss: Loss, optimizer: Optimizer, target: Target, groups: int, share: int
 ) -> bytes | None:
     """Return a program's machine code as the cache keeps it, None where the child raised or could not be asked.
 
@@ -32,13 +32,13 @@ def compile_apart(
 
     Args:
         key: the program's, see `cache.program_key`.
-        groups: vectors of images that go through the layers at once.
+        groups: vectors of images that go through the layers at once. share: images of a thread in a step.
 
     Raises:
         CompilerDied: the child did not live to answer.
     """
     try:
-        question = pickle.dumps((key, network, loss, optimizer, target, groups))
+        question = pickle.dumps((key, network, loss, optimizer, target, groups, share))
     except (AttributeError, TypeError, pickle.PicklingError):
         return None  # what describes the program is known to this process alone
     try:
@@ -46,7 +46,7 @@ def compile_apart(
     except OSError:
         return None  # no process may be started here
     except child.ChildDied as death:
-        nodes = ", ".join(type(node).__name__ for node in Plan(network, target, groups).nodes)
+        nodes = ", ".join(type(node).__name__ for node in Plan(network, target, groups, share).nodes)
         raise CompilerDied(
             f"backend=cpu-simd: the compiler {death}, for {host()[1]} with {target.lanes} lanes, on {nodes}; "
             "backend.fallback=true goes on with cpu-parallel"
@@ -59,7 +59,7 @@ def answer(question: bytes) -> bytes:
         key, *described = pickle.loads(question)
         if cache.program_key(SIGNATURE, tuple(described)) != key:
             return b""  # this process would compile something else
-        network, loss, optimizer, target, groups = described
-        return cache.compiled_bytes(make_work(Plan(network, target, groups), loss, optimizer, key), SIGNATURE)
+        network, loss, optimizer, target, groups, share = described
+        return cache.compiled_bytes(make_work(Plan(network, target, groups, share), loss, optimizer, key), SIGNATURE)
     except Exception:
         return b""

@@ -17,6 +17,7 @@ from llvmlite import ir
 
 from cnnexp.backends.simd.emit import INDEX, Emitter, Pointer
 from cnnexp.backends.simd.layout import Grid
+from cnnexp.backends.simd.product import chunks
 
 MOST_SUMS = 256
 """Vectors of sums that lie in the first cache beside what is summed: 16 KB of AVX-512's."""
@@ -63,14 +64,6 @@ class Correlation:
     rectify: bool = False
     windows: Windows | None = None
     positive: Grid | None = None
-
-
-def chunks(total: int, most: int) -> list[tuple[int, int, int]]:
-    """Split `total` into runs of equal chunks of at most `most`: (first, size of a chunk, number of chunks)."""
-    size = -(-total // -(-total // most))
-    whole = total // size
-    rest = total - whole * size
-    return [(0, size, whole)] + ([(whole * size, rest, 1)] if rest else [])
 
 
 def forward(k: Emitter, conv: Correlation, weights: Pointer, bias: Pointer | None) -> None:

@@ -79,7 +79,7 @@ def _apply_rows(k: Emitter, function: Map, x: Matrix, y: Matrix) -> None:
 def _each(k: Emitter, arrays: tuple, body: Callable) -> None:
     """Call the body with the address of every vector of arrays of the same shape."""
     if isinstance(arrays[0], Matrix):
-        with k.loop(k.count) as n, k.loop(arrays[0].stride // k.lanes) as i:
+        with k.loop(k.count) as n, k.loop(arrays[0].width // k.lanes) as i:
             body(*(a.row(k, n).at(i, k.lanes) for a in arrays))
         return
     rows, columns, channels = arrays[0].shape

@@ -36,11 +36,15 @@ class Target:
         lanes: floats per vector, a power of 2 >= 4.
         registers: vector registers, which bound the register tiles.
         features: those of the CPU that `intrinsics.NEEDS` speaks of, sorted.
+        second_cache: bytes of the cache that a core has to itself.
+        convolutions: `lanes` (the batch in the lanes) or `channels`, where both can; "" for the faster.
     """
 
     lanes: int
     registers: int
     features: tuple[str, ...] = ()
+    second_cache: int = 2 << 20
+    convolutions: str = ""
 
     def has(self, intrinsic_name: str) -> bool:
         """Whether the CPU has the instruction of an intrinsic in `intrinsics.NEEDS`."""
@@ -182,6 +186,24 @@ class Emitter:
 
     def store(self, value: ir.Value, pointer: Pointer) -> None:
         self.builder.store(value, pointer.value(value.type), align=4)
+
+    def load_part(self, pointer: Pointer, count: int) -> ir.Value:
+        """Load a vector of which the first `count` lanes count; the others are 0."""
+        if count == self.lanes:
+            return self.load(pointer)
+        inside = ir.Constant(ir.VectorType(BIT, self.lanes), [BIT(i < count) for i in range(self.lanes)])
+        return self.builder.select(inside, self.load(pointer), self.zero())
+
+    def store_part(self, value: ir.Value, pointer: Pointer, count: int) -> None:
+        """Store the first `count` lanes and no others, in parts whose sizes are powers of 2."""
+        first = 0
+        while count - first:
+            width = 1 << ((count - first).bit_length() - 1)
+            lanes = ir.Constant(ir.VectorType(INT, width), [INT(first + i) for i in range(width)])
+            self.store(
+                value if width == self.lanes else self.builder.shuffle_vector(value, value, lanes), pointer + first
+            )
+            first += width
 
     def load_float(self, pointer: Pointer) -> ir.Value:
         return self.builder.load(pointer.value(FLOAT), align=4)
@@ -372,6 +394,16 @@ def compose(name: str, target: Target, kernels: Kernels):
     @intrinsic
     def run(typing, parameters, gradients, arena, count):
         return _signature(parameters, gradients, arena), _caller(name, target, kernels)
+
+    return run
+
+
+def compose_six(name: str, target: Target, kernels: Kernels):
+    """Return a function for `@njit` code that runs the kernels in order, each on six arrays and a count."""
+
+    @intrinsic
+    def run(typing, a, b, c, d, e, f, count):
+        return _signature(a, b, c, d, e, f), _caller(name, target, kernels)
 
     return run
 

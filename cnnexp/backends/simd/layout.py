@@ -1,8 +1,9 @@
 """Where activations lie in a thread's arena, and how they are addressed.
 
-Two layouts. A `Grid` has the batch in the vector lanes, [group][row][column][channel][lane]: one vector holds one value
-of `lanes` images, so a convolution of any shape is full vectors. A `Matrix` has one image per row, channels-last:
-linear layers and gradients through an argmax, where every image goes its own way, work on these. Changing layout is a
+Three layouts. A `Grid` has the batch in the vector lanes, [group][row][column][channel][lane]: one vector holds one
+value of `lanes` images, so a convolution of any shape is full vectors. A `Matrix` has one image per row, channels-last:
+linear layers and gradients through an argmax, where every image goes its own way, work on these. An `Image` is a matrix
+that knows rows and columns and may have a ring: convolutions of many channels work on these. Changing layout is a
 transposition of `lanes` x `lanes` blocks, a few hundred cycles an image.
 """
 
@@ -21,6 +22,16 @@ from cnnexp.network import Parameter, Shape
 
 def round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
+
+
+SHORT_ROW = 256
+"""Floats of rows of a matrix that are stored without room between them."""
+
+
+def odd_lines(floats: int) -> int:
+    """Return the next odd number of cache lines: rows a power of two apart would meet in one set of a cache."""
+    lines = -(-floats // 16)
+    return 16 * (lines + 1 - lines % 2)
 
 
 @dataclass(frozen=True)
@@ -98,15 +109,58 @@ class Matrix:
     Attributes:
         offset: of the first element in the arena, in floats.
         size: D.
-        stride: floats from row to row, a multiple of the lanes; the rest of a row holds finite values.
+        stride: floats from row to row.
+        width: D rounded up to whole vectors; the rest of them holds finite values.
     """
 
     offset: int
     size: int
     stride: int
+    width: int
 
     def row(self, k: Emitter, image: ir.Value | int) -> Pointer:
         return (k.arena + self.offset).at(image, self.stride)
+
+
+@dataclass(frozen=True)
+class Image:
+    """Values (H, W, C) of images, one image per row, channels-last, perhaps with a ring.
+
+    Attributes:
+        offset: of the first stored pixel in the arena, in floats.
+        shape: (H, W, C). ring: the room around; its step is 1.
+        stride: floats from image to image; loads and stores may reach a vector past the last value.
+        width: H * W * C rounded up to whole vectors.
+    """
+
+    offset: int
+    shape: Shape
+    ring: Ring
+    stride: int
+    width: int
+
+    @property
+    def column(self) -> int:
+        return self.shape[2]
+
+    @property
+    def row(self) -> int:
+        return (self.shape[1] + self.ring.left + self.ring.right) * self.column
+
+    @property
+    def matrix(self) -> Matrix:
+        """The same values flat, where there is no ring."""
+        assert self.ring == Ring()
+        return Matrix(self.offset, math.prod(self.shape), self.stride, self.width)
+
+    def stored(self, k: Emitter, image: ir.Value | int) -> Pointer:
+        """Return the address of the first stored pixel, in the ring if there is one."""
+        return (k.arena + self.offset).at(image, self.stride)
+
+    def pixel(self, k: Emitter, image: ir.Value, row: ir.Value | int, column: ir.Value | int) -> Pointer:
+        """Return the address of channel 0 of a pixel of the image."""
+        first = self.stored(k, image) + (self.ring.top * self.row + self.ring.left * self.column)
+        return first.at(row, self.row).at(column, self.column)
 
 
 class Arena:
@@ -143,8 +197,15 @@ class Arena:
         return Grid(self.allocate(self.groups * grid.group), shape, self.lanes // 4)
 
     def matrix(self, size: int) -> Matrix:
-        stride = round_up(size, self.lanes)
-        return Matrix(self.allocate(self.images * stride), size, stride)
+        width = round_up(size, self.lanes)
+        stride = width if width < SHORT_ROW else odd_lines(width)
+        return Matrix(self.allocate(self.images * stride), size, stride, width)
+
+    def image(self, shape: Shape, ring: Ring = Ring()) -> Image:
+        row = (shape[1] + ring.left + ring.right) * shape[2]
+        stride = odd_lines((shape[0] + ring.top + ring.bottom) * row + self.lanes)
+        width = round_up(math.prod(shape), self.lanes)
+        return Image(self.allocate(self.images * stride), shape, ring, stride, width)
 
     def constants(self, values: np.ndarray) -> int:
         """Return the offset of room that holds these float32 values for good."""
@@ -153,10 +214,14 @@ class Arena:
         self._fills.append((offset, values))
         return offset
 
+    @property
+    def stride(self) -> int:
+        """Floats from one thread's arena to the next, once all is allocated."""
+        return round_up(self.size + 16 * self.lanes, 16)
+
     def make(self, threads: int) -> np.ndarray:
-        """Return arenas (threads, size) as a fresh run needs them, each on its own cache lines."""
-        size = round_up(self.size + 16 * self.lanes, 16)
-        arenas = aligned_zeros((threads, size))
+        """Return arenas (threads, stride) as a fresh run needs them, each on its own cache lines."""
+        arenas = aligned_zeros((threads, self.stride))
         for offset, values in self._fills:
             arenas[:, offset : offset + len(values)] = values
         return arenas
@@ -172,39 +237,64 @@ def aligned_zeros(shape: Shape) -> np.ndarray:
 class Parameters:
     """Where every parameter lies in this backend's own flat buffer, rounded up to vectors where a kernel likes it so.
 
+    The owned ones lie last: a thread that owns a share of them adds up their gradient over all images and takes their
+    step at once (`Plan.updates`). The others' gradients are added up by thread.
+
     Attributes:
-        size: of the buffer, in floats.
-        positions: int64 (parameter_count,), the place of every element of the network's flat buffer.
+        added, owned: floats of the two parts of the buffer.
     """
 
     def __init__(self, lanes: int) -> None:
-        self.lanes, self.size = lanes, 0
-        self._offsets: dict[str, int] = {}
-        self._parts: list[tuple[int, np.ndarray]] = []
+        self.lanes, self.added, self.owned = lanes, 0, 0
+        self._places: dict[str, tuple[bool, int]] = {}
+        self._parts: list[tuple[Parameter, np.ndarray]] = []
 
-    def place(self, parameter: Parameter, size: int, positions: np.ndarray) -> None:
+    @property
+    def size(self) -> int:
+        """Floats of the buffer."""
+        return self.added + self.owned
+
+    def place(self, parameter: Parameter, size: int, positions: np.ndarray, owned: bool = False) -> None:
         """Give a parameter `size` floats, its elements at `positions` in them."""
-        self._offsets[parameter.name] = self.size
-        self._parts.append((parameter.offset, self.size + positions.ravel()))
-        self.size += round_up(size, 16)
+        self._places[parameter.name] = owned, self.owned if owned else self.added
+        self._parts.append((parameter, positions.ravel()))
+        if owned:
+            self.owned += round_up(size, 16)
+        else:
+            self.added += round_up(size, 16)
 
     def place_plain(self, parameter: Parameter) -> None:
         self.place(parameter, round_up(parameter.size, self.lanes), np.arange(parameter.size))
 
     @property
     def positions(self) -> np.ndarray:
-        return np.concatenate([positions for _, positions in sorted(self._parts, key=lambda part: part[0])])
+        """The place of every element of the network's flat buffer, int64 (parameter_count,)."""
+        parts = sorted(self._parts, key=lambda part: part[0].offset)
+        return np.concatenate([self.offset(parameter) + positions for parameter, positions in parts])
+
+    def offset(self, parameter: Parameter) -> int:
+        """Return where a parameter begins, once all have their places."""
+        owned, at = self._places[parameter.name]
+        return at + self.added if owned else at
 
     def weight(self, k: Emitter, parameter: Parameter) -> Pointer:
-        return k.parameters + self._offsets[parameter.name]
+        return k.parameters + self.offset(parameter)
 
     def gradient(self, k: Emitter, parameter: Parameter) -> Pointer:
-        return k.gradients + self._offsets[parameter.name]
+        return k.gradients + self.offset(parameter)
 
 
 class Layout(Protocol):
-    """What a node sees of its plan: the vectors, and the room of activations and of parameters."""
+    """What a node sees of its plan.
+
+    Attributes:
+        target: the CPU. arena, parameters: the room of activations and of parameters.
+        share: images of a thread in a step, at most a tile's.
+        owns: whether a step's images are one tile of each thread, so that weights may be owned.
+    """
 
     target: Target
     arena: Arena
     parameters: Parameters
+    share: int
+    owns: bool

@@ -1,8 +1,8 @@
 """Linear layers on matrices (one image per row), in two forms.
 
-*Wide* (many outputs): outputs in the lanes, weights (D, O) as NumPy has them, O rounded up to whole vectors. Forward
-and weight gradient are products with 8 x 3 accumulators: 8 images x 3 vectors of outputs, 8 features x 3 vectors. The
-input's gradient sums over outputs, so it has the batch in the lanes instead and broadcasts the weights.
+*Wide* (many outputs): outputs in the lanes, weights in panels; forward and weight gradient are the products of
+`product`. The input's gradient sums over outputs, so it has the batch in the lanes instead and broadcasts the weights,
+which the panels hold in runs.
 
 *Skinny* (at most `MOST_OUTPUTS` outputs, as a classifier's last layer, where BLAS does badly): features in the lanes,
 weights kept as [feature vector][output][lane]. Forward: 2 images x O accumulators, in blocks of features whose weights
@@ -16,110 +16,121 @@ import itertools
 
 from llvmlite import ir
 
-from cnnexp.backends.simd.conv_lanes import chunks
+from cnnexp.backends.simd import update
 from cnnexp.backends.simd.emit import INDEX, Emitter, Pointer
 from cnnexp.backends.simd.layout import Grid, Matrix, round_up
+from cnnexp.backends.simd.product import Panels, Steps, add_products, chunks, most_height
+from cnnexp.optimizers import Optimizer
 
 MOST_OUTPUTS = 12
-BLOCK_FLOATS = 4096
-"""Weights that stay in the first cache during a forward pass of the wide form, 16 KB: of a block of features, per
-vector of outputs."""
 SKINNY_BLOCK_FLOATS = 6144
-"""Likewise in the skinny form, 24 KB: it has less else to keep there, and begins anew with each block."""
+"""Weights that stay in the first cache during a forward pass of the skinny form, 24 KB."""
 
 
-def wide_forward(k: Emitter, x: Matrix, weights: Pointer, bias: Pointer | None, y: Matrix, rectify: bool) -> None:
-    """y = x @ weights + bias. weights (D, y.stride), bias (y.stride,).
-
-    By blocks of features, so that the weights of a block stay in a cache while the images go by.
-    """
-    images, vectors = (8, 3) if k.target.registers >= 32 and k.lanes >= 8 else (4, 2)
-    with k.loop(k.builder.mul(k.groups(images), INDEX(images))) as n, k.loop(y.stride // k.lanes) as v:
-        k.store(k.load(bias.at(v, k.lanes)) if bias else k.zero(), y.row(k, n).at(v, k.lanes))
-    for first, width, times in chunks(y.stride // k.lanes, vectors):
-        for first_feature, features, blocks in chunks(x.size, BLOCK_FLOATS // k.lanes):
-            with k.loop(times) as chunk, k.loop(blocks) as block, k.loop(k.groups(images)) as tile:
-                o = k.builder.add(k.builder.mul(chunk, INDEX(width * k.lanes)), INDEX(first * k.lanes))
-                d = k.builder.add(k.builder.mul(block, INDEX(features)), INDEX(first_feature))
-                n = k.builder.mul(tile, INDEX(images))
-                _wide_tile(k, x, weights.at(d, y.stride).at(o), y, n, d, o, features, images, width)
-    if rectify:
-        with k.loop(k.count) as n, k.loop(y.stride // k.lanes) as v:
-            at = y.row(k, n).at(v, k.lanes)
-            k.store(k.rectify(k.load(at)), at)
-
-
-def _wide_tile(k: Emitter, x: Matrix, weights: Pointer, y: Matrix, n, d, o, features: int, images: int, width: int):
-    """Add the products of one block of features to `width` vectors of outputs of some images."""
-    source, target = x.row(k, n).at(d), y.row(k, n).at(o)
-    places = [[target + (i * y.stride + v * k.lanes) for v in range(width)] for i in range(images)]
-    with k.sums(places) as totals, k.loop(features) as feature:
-        block = weights.at(feature, y.stride)
-        row = [k.load(block + v * k.lanes) for v in range(width)]
-        for i in range(images):
-            value = k.splat(source.at(feature) + i * x.stride)
-            for v in range(width):
-                k.accumulate(totals[i][v], value, row[v])
+def wide_forward(
+    k: Emitter, x: Matrix, weights: Pointer, panels: Panels, bias: Pointer | None, y: Matrix, rectify: bool, height: int
+) -> None:
+    """y = x @ weights + bias, by tiles of `height` images; the last ends with the last image, and may do some twice."""
+    for panel in panels.each(k):
+        unit = panel.width * k.lanes
+        with k.loop(k.groups(height)) as tile:
+            n = k.builder.mul(tile, INDEX(height))
+            last = k.builder.sub(k.count, INDEX(height))
+            n = k.builder.select(k.builder.icmp_signed("<", n, last), n, last)
+            n = k.builder.select(k.builder.icmp_signed("<", n, INDEX(0)), INDEX(0), n)
+            totals = [k.variables(panel.width) for _ in range(height)]
+            steps = Steps(1, x.size, (0, 1), (0, unit))
+            places = [i * x.stride for i in range(height)]
+            add_products(k, totals, x.row(k, n), places, panel.at(weights), steps, [k.lanes] * panel.width)
+            target = panel.outputs(y.row(k, n))
+            for i, row in enumerate(totals):
+                for v, total in enumerate(row):
+                    value = total.get()
+                    if bias is not None:
+                        value = k.add(value, k.load(panel.outputs(bias) + v * k.lanes))
+                    k.store(k.rectify(value) if rectify else value, target + (i * y.stride + v * k.lanes))
 
 
-def wide_weight_gradients(k: Emitter, x: Matrix, dy: Matrix, dw: Pointer) -> None:
-    """dw += x.T @ dy. dw (D, dy.stride)."""
-    features, vectors = (8, 3) if k.target.registers >= 32 else (4, 2)
-    for first, width, times in chunks(dy.stride // k.lanes, vectors):
-        for first_feature, height, feature_times in chunks(x.size, features):
-            with k.loop(feature_times) as feature_chunk, k.loop(times) as chunk:
-                o = k.builder.add(k.builder.mul(chunk, INDEX(width * k.lanes)), INDEX(first * k.lanes))
-                d = k.builder.add(k.builder.mul(feature_chunk, INDEX(height)), INDEX(first_feature))
-                target = dw.at(d, dy.stride).at(o)
-                places = [[target + (i * dy.stride + v * k.lanes) for v in range(width)] for i in range(height)]
-                with k.sums(places) as totals, k.loop(k.count) as n:
-                    gradient = dy.row(k, n).at(o)
-                    row = [k.load(gradient + v * k.lanes) for v in range(width)]
-                    source = x.row(k, n).at(d)
-                    for i in range(height):
-                        value = k.splat(source + i)
-                        for v in range(width):
-                            k.accumulate(totals[i][v], value, row[v])
+def wide_weight_gradients(k: Emitter, x: Matrix, dy: Matrix, panels: Panels, dw: Pointer) -> None:
+    """dw += x.T @ dy, in panels as the weights."""
+    for panel in panels.each(k):
+        unit = panel.width * k.lanes
+        for first, height, times in chunks(x.size, most_height(panel.width, k.target.registers)):
+            with k.loop(times) as t:
+                d = k.builder.add(k.builder.mul(t, INDEX(height)), INDEX(first))
+                target = panel.at(dw).at(d, unit)
+                places = [[target + (i * unit + v * k.lanes) for v in range(panel.width)] for i in range(height)]
+                with k.sums(places) as totals:
+                    steps = Steps(1, k.count, (0, x.stride), (0, dy.stride))
+                    source, gradient = x.row(k, 0).at(d), panel.outputs(dy.row(k, 0))
+                    add_products(k, totals, source, list(range(height)), gradient, steps, panel.valid)
 
 
-def wide_input_gradient(k: Emitter, weights: Pointer, stride: int, dy: Grid, dx: Grid) -> None:
-    """dx[d, lane] = sum over o of weights[d, o] * dy[o, lane]; two groups of lanes at a time where there are two.
+def wide_update(
+    k: Emitter, x: Matrix, dy: Matrix, panels: Panels, offset: int, arena: int, optimizer: Optimizer
+) -> None:
+    """Take the optimizer's step of this thread's share of the weights with x.T @ dy over all threads' images.
+
+    The gradient is never stored. Buffers: parameters, two slots, (rate, c0, c1), all threads' arenas, and
+    int64 (2 + threads,): this thread's rank, the number of threads, and the images in each one's arena.
 
     Args:
-        stride: of a row of the weights. dy: (1, 1, O). dx: any shape of D values without a ring.
+        offset: of the weights in the parameters. arena: floats from arena to arena.
+    """
+    *state, numbers, arenas, table = k.buffers
+    rank, threads = (k.builder.load((table + i).value(INDEX)) for i in range(2))
+    step = update.Step(k, optimizer, numbers)
+    for panel in panels.each(k):
+        unit = panel.width * k.lanes
+        for first, height, times in chunks(x.size, most_height(panel.width, k.target.registers)):
+            low, high = (
+                k.builder.udiv(k.builder.mul(INDEX(times), r), threads) for r in (rank, k.builder.add(rank, INDEX(1)))
+            )
+            with k.loop(high, start=low) as t:
+                d = k.builder.add(k.builder.mul(t, INDEX(height)), INDEX(first))
+                totals = [k.variables(panel.width) for _ in range(height)]
+                with k.loop(threads) as other:
+                    count = k.builder.load((table + 2).at(other).value(INDEX))
+                    steps = Steps(1, count, (0, x.stride), (0, dy.stride))
+                    source = (arenas + x.offset).at(other, arena).at(d)
+                    gradient = panel.outputs((arenas + dy.offset).at(other, arena))
+                    add_products(k, totals, source, list(range(height)), gradient, steps, panel.valid)
+                places = [panel.at(buffer + offset).at(d, unit) for buffer in state]
+                for i, row in enumerate(totals):
+                    for v, total in enumerate(row):
+                        step.take([place + (i * unit + v * k.lanes) for place in places], total.get())
+
+
+def wide_input_gradient(k: Emitter, weights: Pointer, panels: Panels, dy: Grid, dx: Grid, groups: int) -> None:
+    """dx[d, lane] = sum over o of weights[d, o] * dy[o, lane], `groups` groups of lanes.
+
+    Args:
+        dy: (1, 1, O). dx: any shape of D values without a ring.
     """
     features = dx.group // dx.lanes
-    outputs = dy.shape[2]
-    groups = k.groups(k.lanes)
-    pairs = k.builder.udiv(groups, INDEX(2))
-    with k.loop(pairs) as pair:
-        _input_tiles(k, weights, stride, dy, dx, features, outputs, k.builder.mul(pair, INDEX(2)), 2)
-    with k.loop(groups, start=k.builder.mul(pairs, INDEX(2))) as last:
-        _input_tiles(k, weights, stride, dy, dx, features, outputs, last, 1)
-
-
-def _input_tiles(k: Emitter, weights, stride, dy, dx, features: int, outputs: int, group: ir.Value, width: int) -> None:
-    most = 12 if k.target.registers >= 32 else 8 // width
-    source, target = dy.image(k, group), dx.image(k, group)
-    for first, height, times in chunks(features, most):
-        with k.loop(times) as chunk:
-            d = k.builder.add(k.builder.mul(chunk, INDEX(height)), INDEX(first))
-            rows = weights.at(d, stride)
-            totals = [k.variables(width) for _ in range(height)]
-            with k.loop(outputs) as o:
-                gradients = [k.load(source.at(o, k.lanes) + g * dy.group) for g in range(width)]
-                for i in range(height):
-                    weight = k.splat(rows.at(o) + i * stride)
-                    for g in range(width):
-                        k.accumulate(totals[i][g], weight, gradients[g])
-            for i in range(height):
-                for g in range(width):
-                    k.store(totals[i][g].get(), target.at(d, k.lanes) + (i * k.lanes + g * dx.group))
+    for first_group, width, group_times in chunks(groups, 4):
+        for first, height, times in chunks(features, most_height(width, k.target.registers)):
+            with k.loop(times) as t, k.loop(group_times) as part:
+                d = k.builder.add(k.builder.mul(t, INDEX(height)), INDEX(first))
+                group = k.builder.add(k.builder.mul(part, INDEX(width)), INDEX(first_group))
+                source, target = dy.image(k, group), dx.image(k, group)
+                totals = [k.variables(width) for _ in range(height)]
+                for vector, panel_width, panel_times in panels.kinds:
+                    unit, panel = panel_width * k.lanes, panels.rows * panel_width * k.lanes
+                    outputs = min(unit, panels.outputs - (vector + (panel_times - 1) * panel_width) * k.lanes)
+                    steps = Steps(panel_times, outputs, (panel, 1), (unit * k.lanes, k.lanes), dy.group)
+                    rows = (weights + vector * panels.rows * k.lanes).at(d, unit)
+                    lines = source + vector * k.lanes * k.lanes
+                    places = [i * unit for i in range(height)]
+                    add_products(k, totals, rows, places, lines, steps, [k.lanes] * width)
+                for i, row in enumerate(totals):
+                    for g, total in enumerate(row):
+                        k.store(total.get(), target.at(d, k.lanes) + (i * k.lanes + g * dx.group))
 
 
 def bias_gradients(k: Emitter, dy: Matrix, db: Pointer) -> None:
     """db += the sum of dy over images."""
-    with k.loop(dy.stride // k.lanes) as v:
+    with k.loop(dy.width // k.lanes) as v:
         total = k.variable(k.load(db.at(v, k.lanes)))
         with k.loop(k.count) as n:
             total.set(k.add(total.get(), k.load(dy.row(k, n).at(v, k.lanes))))
@@ -128,7 +139,7 @@ def bias_gradients(k: Emitter, dy: Matrix, db: Pointer) -> None:
 
 def rectify_gradient(k: Emitter, y: Matrix, dy: Matrix) -> None:
     """dy = 0 wherever ReLU gave 0, in place."""
-    with k.loop(k.count) as n, k.loop(y.stride // k.lanes) as v:
+    with k.loop(k.count) as n, k.loop(y.width // k.lanes) as v:
         at = dy.row(k, n).at(v, k.lanes)
         k.store(k.where_positive(k.load(y.row(k, n).at(v, k.lanes)), k.load(at)), at)
 
@@ -162,7 +173,7 @@ def skinny_add(
 
 
 def skinny_end(k: Emitter, totals: Pointer, bias: Pointer | None, y: Matrix, rectify: bool) -> None:
-    """y = the totals, their lanes added up, + bias (y.stride,)."""
+    """y = the totals, their lanes added up, + bias (y.width,)."""
     outputs = y.size
     room = outputs * k.lanes
     with k.loop(k.count) as n:

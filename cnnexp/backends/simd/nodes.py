@@ -8,15 +8,26 @@ from dataclasses import dataclass, field
 import numpy as np
 from llvmlite import ir
 
-from cnnexp.backends.simd import conv_filters, conv_lanes, conv_sparse, elementwise, linear, trace, transfer
+from cnnexp.backends.simd import (
+    conv_channels,
+    conv_filters,
+    conv_lanes,
+    conv_sparse,
+    elementwise,
+    linear,
+    trace,
+    transfer,
+)
 from cnnexp.backends.simd.conv_filters import FilterBank
 from cnnexp.backends.simd.conv_lanes import Correlation, Windows
 from cnnexp.backends.simd.conv_sparse import SparseGradient
 from cnnexp.backends.simd.emit import INDEX, Emitter, Kernels, Target
-from cnnexp.backends.simd.layout import Grid, Layout, Matrix, Ring
+from cnnexp.backends.simd.layout import Grid, Image, Layout, Matrix, Ring, round_up
+from cnnexp.backends.simd.product import Panels, choose_tile, most_height
 from cnnexp.network import MaxPool2d, Stage
+from cnnexp.optimizers import Optimizer
 
-Tensor = Grid | Matrix
+Tensor = Grid | Matrix | Image
 
 
 @dataclass
@@ -41,7 +52,7 @@ class Node:
     dy_rectified: bool = field(init=False, default=False)
 
     wants = None
-    """The layout of the input, `Grid` or `Matrix`; None for either, and the output is of the same."""
+    """The layout of the input, `Grid`, `Matrix` or `Image`; None for either, and the output is of the same."""
     makes = None
     """The layout of the output."""
     trains = False
@@ -72,6 +83,14 @@ class Node:
 
     def backward(self, plan: Layout) -> Kernels:
         raise NotImplementedError
+
+    def owned_gradients(self, plan: Layout) -> Kernels:
+        """Return what adds to the gradients of weights that threads own; `Plan` tells when."""
+        return []
+
+    def owned_updates(self, plan: Layout, optimizer: Optimizer) -> Kernels:
+        """Return what takes the step of weights that threads own."""
+        return []
 
 
 class Convolution(Node):
@@ -195,6 +214,83 @@ class Convolution(Node):
         conv_lanes.forward(k, back, flipped, None)
 
 
+class ChannelConvolution(Convolution):
+    """Conv2d [+ ReLU] [+ MaxPool2d], channels in lanes; see `conv_channels`."""
+
+    wants = makes = Image
+
+    @staticmethod
+    def suits(stage: Stage, pool: Stage | None, target: Target) -> bool:
+        """Whether the filters fill vectors and a window's sums fit the registers."""
+        filters, window = stage.layer.filters, pool.window.size**2 if pool else 1
+        if target.convolutions:
+            return target.convolutions == "channels"
+        return 4 * filters >= 3 * round_up(filters, target.lanes) and window <= most_height(1, target.registers)
+
+    def _dense_ring(self, needs_dx: bool) -> Ring:
+        if not needs_dx:
+            return Ring()
+        stage, layer = self.stage, self.stage.layer
+        return conv_channels.gradient_ring(
+            stage.input_shape, stage.output_shape, layer.kernel, layer.stride, stage.window.pads[:2]
+        )
+
+    def prepare(self, plan: Layout) -> None:
+        stage, layer, channels, target = self.stage, self.stage.layer, self.stage.input_shape[2], plan.target
+        windows, counts = None, self.shape[:2]
+        if self.pool:
+            size, vectors = self.pool.window.size, -(-layer.filters // target.lanes)
+            codes = plan.arena.image((*counts, vectors * target.lanes // 4))
+            windows = Windows(size, self.pool.window.stride, codes)
+        width = conv_channels.panel_width(counts, windows.size if windows else 1, layer.filters, target)
+        panels = Panels(layer.kernel**2 * channels, layer.filters, width, target.lanes)
+        plan.parameters.place(stage.weight, panels.size, panels.positions())
+        if stage.bias:
+            plan.parameters.place_plain(stage.bias)
+        self.sum = conv_channels.Sum(
+            self.x, (0, 0), layer.stride, (layer.kernel, layer.kernel), self.y, (0, 0), 1, counts,
+            panels, self.rectify, windows,
+        )  # fmt: skip
+        self.d, ring = self.dy, self._dense_ring(self.dx is not None)
+        if self.pool or self.dy.ring != ring:
+            self.d = plan.arena.image(stage.output_shape, ring)
+        if self.dx:
+            positive = self.x if self.input_rectified else None
+            self.gradient = conv_channels.input_gradient_of(
+                self.d, self.dx, layer.kernel, layer.stride, stage.window.pads[:2], positive, target
+            )
+            self.packed = plan.arena.allocate(self.gradient.size)
+
+    def forward(self, plan: Layout) -> Kernels:
+        weight, bias, place = self.stage.weight, self.stage.bias, plan.parameters.weight
+        return [("forward", lambda k: conv_channels.forward(k, self.sum, place(k, weight), bias and place(k, bias)))]
+
+    def backward(self, plan: Layout) -> Kernels:
+        kernels: Kernels = []
+        if self.pool:
+            windows = self.sum.windows
+            kernels.append(
+                ("unpool", lambda k: conv_channels.unpool(k, windows, self.y, self.dy, self.d, self.rectifies_dy))
+            )
+        elif self.rectifies_dy or self.d is not self.dy:
+            positive = self.y if self.rectifies_dy else None
+            kernels.append(("gradient", lambda k: conv_channels.copy_gradient(k, positive, self.dy, self.d)))
+        kernels.append(("weight_gradients", lambda k: self._weight_gradients(k, plan)))
+        if self.dx:
+            kernels.append(("input_gradient", lambda k: self._input_gradient(k, plan)))
+        return kernels
+
+    def _weight_gradients(self, k: Emitter, plan: Layout) -> None:
+        bias, place = self.stage.bias, plan.parameters.gradient
+        dw, db = place(k, self.stage.weight), bias and place(k, bias)
+        conv_channels.weight_gradients(k, self.sum, self.d, dw, db, plan.target.second_cache)
+
+    def _input_gradient(self, k: Emitter, plan: Layout) -> None:
+        layer, weights = self.stage.layer, plan.parameters.weight(k, self.stage.weight)
+        packed = k.arena + self.packed
+        conv_channels.input_gradient(k, self.gradient, self.sum.panels, layer.kernel, layer.stride, weights, packed)
+
+
 class FilterConvolution(Node):
     """Conv2d [+ ReLU] + MaxPool2d that opens a network and leads into a linear layer, filters in lanes."""
 
@@ -291,9 +387,10 @@ class WideDense(Dense):
     """Many outputs."""
 
     def prepare(self, plan: Layout) -> None:
-        features, outputs = self.stage.weight.shape
-        d, o = np.mgrid[:features, :outputs]
-        plan.parameters.place(self.stage.weight, features * self.y.stride, d * self.y.stride + o)
+        (features, outputs), target = self.stage.weight.shape, plan.target
+        self.height, _, width = choose_tile((plan.share, 1), 1, -(-outputs // target.lanes), target.registers)
+        self.panels = Panels(features, outputs, width, target.lanes)
+        plan.parameters.place(self.stage.weight, self.panels.size, self.panels.positions(), plan.owns)
         if self.stage.bias:
             plan.parameters.place_plain(self.stage.bias)
         if self.dx:
@@ -304,31 +401,43 @@ class WideDense(Dense):
         weight, bias, place = self.stage.weight, self.stage.bias, plan.parameters.weight
 
         def run(k: Emitter) -> None:
-            linear.wide_forward(k, self.x, place(k, weight), bias and place(k, bias), self.y, self.rectify)
+            w, b = place(k, weight), bias and place(k, bias)
+            linear.wide_forward(k, self.x, w, self.panels, b, self.y, self.rectify, self.height)
 
         return [("forward", run)]
 
     def backward(self, plan: Layout) -> Kernels:
         weight, parameters = self.stage.weight, plan.parameters
-        kernels = super().backward(plan)
-        kernels.append(
-            (
-                "weight_gradients",
-                lambda k: linear.wide_weight_gradients(k, self.x, self.dy, parameters.gradient(k, weight)),
-            )
-        )
+
+        def input_gradient(k: Emitter) -> None:
+            w, groups = parameters.weight(k, weight), plan.arena.groups
+            linear.wide_input_gradient(k, w, self.panels, self.dy_lanes, self.dx_lanes, groups)
+
+        kernels = [*super().backward(plan), *([] if plan.owns else self._weight_gradients(plan))]
         if self.dx:
             kernels += [
                 ("dy_to_lanes", lambda k: transfer.to_lanes(k, self.dy, self.dy_lanes)),
-                (
-                    "input_gradient",
-                    lambda k: linear.wide_input_gradient(
-                        k, parameters.weight(k, weight), self.y.stride, self.dy_lanes, self.dx_lanes
-                    ),
-                ),
+                ("input_gradient", input_gradient),
                 ("dx_to_rows", lambda k: transfer.to_rows(k, self.dx_lanes, self.dx)),
             ]
         return kernels
+
+    def _weight_gradients(self, plan: Layout) -> Kernels:
+        def run(k: Emitter) -> None:
+            dw = plan.parameters.gradient(k, self.stage.weight)
+            linear.wide_weight_gradients(k, self.x, self.dy, self.panels, dw)
+
+        return [("weight_gradients", run)]
+
+    def owned_gradients(self, plan: Layout) -> Kernels:
+        return self._weight_gradients(plan) if plan.owns else []
+
+    def owned_updates(self, plan: Layout, optimizer: Optimizer) -> Kernels:
+        def run(k: Emitter) -> None:
+            at = plan.parameters.offset(self.stage.weight)
+            linear.wide_update(k, self.x, self.dy, self.panels, at, plan.arena.stride, optimizer)
+
+        return [("update", run)] if plan.owns else []
 
 
 class SkinnyDense(Dense):
@@ -348,7 +457,7 @@ class SkinnyDense(Dense):
     def forward(self, plan: Layout) -> Kernels:
         def run(k: Emitter) -> None:
             self.begin(k)
-            self.add(k, plan, INDEX(0), self.x.stride // k.lanes)
+            self.add(k, plan, INDEX(0), self.x.width // k.lanes)
             self.end(k, plan)
 
         return [("forward", run)]
@@ -366,7 +475,7 @@ class SkinnyDense(Dense):
 
     def backward(self, plan: Layout) -> Kernels:
         def run(k: Emitter) -> None:
-            self.run_backward(k, plan, INDEX(0), self.x.stride // k.lanes)
+            self.run_backward(k, plan, INDEX(0), self.x.width // k.lanes)
 
         return [*super().backward(plan), ("backward", run)]
 
@@ -433,21 +542,40 @@ class FilterClassifier(Node):
 class ToRows(Node):
     """Changes layout, from lanes to rows."""
 
-    wants, makes = Grid, Matrix
+    wants = Grid
+
+    def __init__(self, name: str, shape: tuple[int, ...], makes: type) -> None:
+        super().__init__(name, shape)
+        self.makes = makes
 
     def prepare(self, plan: Layout) -> None:
         self.dense = self.dx
-        if self.dx and not self.dx.dense:
+        if self.makes is Matrix and self.dx and not self.dx.dense:
             self.dense = plan.arena.grid(self.dx.shape)
 
     def forward(self, plan: Layout) -> Kernels:
-        return [("forward", lambda k: transfer.to_rows(k, self.x, self.y))]
+        change = transfer.to_rows if self.makes is Matrix else transfer.to_image
+        return [("forward", lambda k: change(k, self.x, self.y))]
 
     def backward(self, plan: Layout) -> Kernels:
+        if self.makes is Image:
+            return [("backward", lambda k: transfer.from_image(k, self.dy, self.dx))]
         kernels: Kernels = [("backward", lambda k: transfer.to_lanes(k, self.dy, self.dense))]
         if self.dense is not self.dx:
             kernels.append(("copy", lambda k: elementwise.apply(k, elementwise.same, self.dense, self.dx)))
         return kernels
+
+
+class ToLanes(Node):
+    """Changes layout, from images in rows to lanes."""
+
+    wants, makes = Image, Grid
+
+    def forward(self, plan: Layout) -> Kernels:
+        return [("forward", lambda k: transfer.from_image(k, self.x, self.y))]
+
+    def backward(self, plan: Layout) -> Kernels:
+        return [("backward", lambda k: transfer.to_image(k, self.dy, self.dx))]
 
 
 class Activation(Node):

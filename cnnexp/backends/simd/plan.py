@@ -13,10 +13,11 @@ from llvmlite import ir
 
 from cnnexp.backends.simd import transfer
 from cnnexp.backends.simd.emit import BYTE, FLOAT, Kernels, Target
-from cnnexp.backends.simd.layout import Arena, Grid, Matrix, Parameters, Ring
+from cnnexp.backends.simd.layout import Arena, Grid, Image, Matrix, Parameters, Ring
 from cnnexp.backends.simd.linear import MOST_OUTPUTS
 from cnnexp.backends.simd.nodes import (
     Activation,
+    ChannelConvolution,
     Convolution,
     FilterClassifier,
     FilterConvolution,
@@ -24,6 +25,7 @@ from cnnexp.backends.simd.nodes import (
     Pool,
     SkinnyDense,
     Tensor,
+    ToLanes,
     ToRows,
     WideDense,
 )
@@ -40,6 +42,7 @@ from cnnexp.network import (
     Residual,
     Stage,
 )
+from cnnexp.optimizers import Optimizer
 
 LARGEST_WINDOW = 4
 """Side of the largest max-pool that a convolution computes along: its code has every pixel of the window in it."""
@@ -49,15 +52,18 @@ class Plan:
     """A network laid out in an arena, with the kernels that run it.
 
     Attributes:
-        nodes: first to last.
+        nodes: first to last. share, owns: see `Layout`.
         arena, parameters: the room of activations and of parameters.
         scores, d_scores: output of the network and its gradient, one image per row.
         gather: kernels that bring images in, by the type of their pixels (`uint8`, `float32`).
         forward, backward: kernels in order.
+        gradients: what adds to the gradients of owned weights, after `backward`.
+        updates: what takes the step of owned weights instead, once all threads have come through `backward`.
     """
 
-    def __init__(self, network: Network, target: Target, groups: int) -> None:
-        self.target = target
+    def __init__(self, network: Network, target: Target, groups: int, share: int) -> None:
+        images = groups * target.lanes
+        self.target, self.share, self.owns = target, min(share, images), share <= images
         self.arena, self.parameters = Arena(target.lanes, groups), Parameters(target.lanes)
         nodes = self.nodes = group_stages(network, target)
         self._allocate(network, nodes)
@@ -66,10 +72,16 @@ class Plan:
         self.gather = {
             name: self._gather(network, nodes[0], kind) for name, kind in (("uint8", BYTE), ("float32", FLOAT))
         }
-        self.scores, self.d_scores = nodes[-1].y, nodes[-1].dy
+        self.scores, self.d_scores = (
+            tensor.matrix if isinstance(tensor, Image) else tensor for tensor in (nodes[-1].y, nodes[-1].dy)
+        )
         self.forward = _named((node, node.forward(self)) for node in nodes)
         trained = nodes[_first_trained(nodes) :]
         self.backward = _named((node, node.backward(self)) for node in reversed(trained))
+        self.gradients = _named((node, node.owned_gradients(self)) for node in trained)
+
+    def updates(self, optimizer: Optimizer) -> Kernels:
+        return _named((node, node.owned_updates(self, optimizer)) for node in self.nodes)
 
     def _allocate(self, network: Network, nodes: list[Node]) -> None:
         """Give every node its input, output and gradients."""
@@ -77,15 +89,18 @@ class Plan:
         shape = (math.prod(network.input_shape),) if flat else network.input_shape
         if isinstance(nodes[0], FilterConvolution | FilterClassifier):
             shape = (nodes[0].input_size,)
-        x = self._tensor(Matrix if flat else Grid, shape, nodes[0].input_ring())
+        x = self._tensor(Matrix if flat else nodes[0].wants or Grid, shape, nodes[0].input_ring())
         first, dx = _first_trained(nodes), None
         for i, node in enumerate(nodes):
+            if isinstance(x, Image) and node.wants is Matrix:
+                x, dx = x.matrix, dx and dx.matrix
             node.x, node.dx = x, dx
             kind = node.makes or type(x)
             ring = nodes[i + 1].input_ring() if i + 1 < len(nodes) else Ring()
             node.y = self._tensor(kind, node.shape, ring)
             if i >= first:
-                node.dy = self._tensor(kind, node.shape, node.gradient_ring(i > first))
+                flat = i + 1 == len(nodes) or nodes[i + 1].wants is Matrix
+                node.dy = self._tensor(kind, node.shape, Ring() if flat else node.gradient_ring(i > first))
                 if i + 1 < len(nodes):
                     nodes[i + 1].input_rectified = node.dy_rectified = node.rectify and nodes[i + 1].rectifies_dx
             x, dx = node.y, node.dy
@@ -93,14 +108,19 @@ class Plan:
     def _tensor(self, kind: type, shape: tuple[int, ...], ring: Ring) -> Tensor:
         if kind is Matrix:
             return self.arena.matrix(math.prod(shape))
+        if kind is Image:
+            return self.arena.image(shape, ring)
         return self.arena.grid(shape if len(shape) == 3 else (1, 1, *shape), ring)
 
     def _gather(self, network: Network, first: Node, pixel: ir.Type) -> Kernels:
         shape = network.input_shape if len(network.input_shape) == 3 else (1, 1, *network.input_shape)
         x, start, row = first.x, 0, shape[1] * shape[2]
-        if isinstance(x, Grid):
+        if isinstance(x, Image):
+            start, row = x.ring.top * x.row + x.ring.left * x.column, x.row
+            x = Matrix(x.offset, math.prod(shape), x.stride, x.width)
+        elif isinstance(x, Grid):
             return [("gather", lambda k: transfer.gather_lanes(k, x, pixel))]
-        if isinstance(first, FilterConvolution | FilterClassifier):
+        elif isinstance(first, FilterConvolution | FilterClassifier):
             start, row = first.first, first.row
         return [("gather", lambda k: transfer.gather_rows(k, x, shape, start, row, pixel))]
 
@@ -129,15 +149,27 @@ def group_stages(network: Network, target: Target) -> list[Node]:
             # rows are flat already, and in lanes only a change of layout flattens
             continue
         node = _node(stage, stages, shape, target, first=not nodes)
-        if node.wants is Matrix and layout is Grid and nodes:
-            nodes.append(ToRows(f"{node.name}.rows", (math.prod(shape),)))
+        if nodes:
+            layout = _change(nodes, node.name, layout, node.wants, shape)
         nodes.append(node)
         layout, shape = node.makes or layout, node.shape
-    if layout is Grid:
-        nodes.append(ToRows("scores", (math.prod(shape),)))
+    _change(nodes, "scores", layout, Matrix, shape)
     if len(nodes) > 1 and FilterClassifier.suits(*nodes[:2], target):
         nodes[:2] = [FilterClassifier(*nodes[:2])]
     return nodes
+
+
+def _change(nodes: list[Node], name: str, layout: type, wanted: type | None, shape: tuple[int, ...]) -> type:
+    """Put the nodes that change a layout into the wanted one, and return it; an image is flat already."""
+    if wanted is None and layout is Image:
+        wanted = Grid
+    if wanted is None or wanted is layout:
+        return layout
+    if layout is Image and wanted is Grid:
+        nodes.append(ToLanes(f"{name}.lanes", shape))
+    elif layout is Grid:
+        nodes.append(ToRows(f"{name}.rows", shape if wanted is Image else (math.prod(shape),), wanted))
+    return wanted
 
 
 def _node(stage: Stage, following: list[Stage], shape: tuple[int, ...], target: Target, first: bool) -> Node:
@@ -148,6 +180,8 @@ def _node(stage: Stage, following: list[Stage], shape: tuple[int, ...], target: 
             flattens = bool(following) and isinstance(following[0].layer, Flatten)
             if first and flattens and FilterConvolution.suits(stage, pool, target):
                 return FilterConvolution(stage, rectify, pool)
+            if ChannelConvolution.suits(stage, pool, target):
+                return ChannelConvolution(stage, rectify, pool)
             return Convolution(stage, rectify, pool)
         case Linear():
             rectify = bool(following) and isinstance(following[0].layer, ReLU)

@@ -28,9 +28,6 @@ CALL_S = 0.2
 LARGEST_ARENA = 64 << 20
 """Bytes of activations per thread from which on one vector of images at a time has to do."""
 
-SECOND_CACHE = 2 << 20
-"""Bytes, about, of the cache that a core has to itself."""
-
 WEIGHT_PASSES = 6
 """How much larger than the parameters activations must be to outweigh them."""
 
@@ -71,7 +68,7 @@ class SimdProgram:
         started = time.perf_counter()
         plan = make_plan(network, target, -(-batch_size // threads))
         make = functools.partial(make_work, plan, loss, optimizer)
-        described = (network, loss, optimizer, target, plan.arena.groups)
+        described = (network, loss, optimizer, target, plan.arena.groups, plan.share + (not plan.owns))
         self._work = load_or_compile(make, SIGNATURE, *described, elsewhere=apart.compile_apart)
         self._positions = plan.parameters.positions
         self._outputs = plan.scores.size
@@ -192,12 +189,19 @@ def make_plan(network: Network, target: Target, share: int) -> Plan:
     """Return the plan for `share` images per thread and step.
 
     Two vectors of images go through all layers at once, so that weights are read half as often as with one; measured
-    best on all of the papers' networks. It is one where the share is small, where two would take much memory, or where
-    their activations would leave the second cache and outweigh the weights.
+    best on all of the papers' networks. More where the weights themselves leave the second cache. It is one where the
+    share is small, where two would take much memory, or where their activations would leave the second cache and
+    outweigh the weights.
     """
-    one = Plan(network, target, 1)
-    if share <= target.lanes:
-        return one
-    two = Plan(network, target, 2)
-    fits = 4 * two.arena.size <= SECOND_CACHE or one.arena.size <= WEIGHT_PASSES * one.parameters.size
-    return two if fits and 4 * two.arena.size <= LARGEST_ARENA else one
+    plan = one = Plan(network, target, 1, share)
+    heavy = 4 * one.parameters.size > target.second_cache
+    for groups in (2, 4, 8) if heavy else (2,):
+        if share <= groups // 2 * target.lanes:
+            break
+        groups = min(groups, -(-share // target.lanes))
+        more = Plan(network, target, groups, share)
+        fits = 4 * more.arena.size <= target.second_cache or one.arena.size <= WEIGHT_PASSES * one.parameters.size
+        if not fits or 4 * more.arena.size > LARGEST_ARENA:
+            break
+        plan = more
+    return plan

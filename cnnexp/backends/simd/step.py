@@ -18,7 +18,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from cnnexp.backends.simd import update
-from cnnexp.backends.simd.emit import Target, compose, compose_five
+from cnnexp.backends.simd.emit import Target, compose, compose_five, compose_six
 from cnnexp.backends.simd.host import host_target
 from cnnexp.backends.simd.intrinsics import LOAD_CONTROL, PAUSE, STORE_CONTROL, call
 from cnnexp.backends.simd.layout import Matrix
@@ -51,6 +51,9 @@ def make_work(plan: Plan, loss: Loss, optimizer: Optimizer, key: str):
     gather_floats = compose("gather_float32", target, plan.gather["float32"])
     forward = compose("forward", target, plan.forward)
     backward = compose("backward", target, plan.backward)
+    owned_gradients = compose("owned_gradients", target, plan.gradients)
+    owned_updates = compose_six("owned_updates", target, plan.updates(optimizer))
+    added = plan.parameters.added
     tile_loss = _tile_loss(loss, plan.scores, plan.d_scores, compiled)
     apply_update = _update(optimizer, target, compiled)
     outputs, stride, scores_at = plan.scores.size, plan.scores.stride, plan.scores.offset
@@ -78,7 +81,10 @@ def make_work(plan: Plan, loss: Loss, optimizer: Optimizer, key: str):
         """
         _flush_denormals()
         threads, count = gradients.shape[0], len(order)
-        arena, gradient, size = arenas[rank], gradients[rank], len(parameters)
+        arena, gradient = arenas[rank], gradients[rank]
+        size = added if mode == TRAIN else len(parameters)
+        shares = np.empty(2 + threads, np.int64)
+        shares[0], shares[1] = rank, threads
         low, high = size * rank // threads // 16 * 16, size * (rank + 1) // threads // 16 * 16
         if rank == threads - 1:
             high = size
@@ -99,9 +105,15 @@ def make_work(plan: Plan, loss: Loss, optimizer: Optimizer, key: str):
                     else:
                         tile_loss(arena, taint, labels, tile, here, totals[rank])
                         backward(parameters, gradient, arena, len(tile))
+                        if mode == GRADIENTS:
+                            owned_gradients(parameters, gradient, arena, len(tile))
             if mode in (TRAIN, APPLY):
                 wait(flags, rank, threads)
                 apply_update(parameters, slots, gradients, low, high, numbers[step])
+                if mode == TRAIN:
+                    for other in range(threads):
+                        shares[2 + other] = here * (other + 1) // threads - here * other // threads
+                    owned_updates(parameters, slots[0], slots[1], numbers[step], arenas, shares, 0)
                 wait(flags, rank, threads)
 
     return compiled(work, from_python=True)

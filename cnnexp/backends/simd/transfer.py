@@ -6,7 +6,7 @@ import numpy as np
 from llvmlite import ir
 
 from cnnexp.backends.simd.emit import BYTE, FLOAT, INDEX, INT, Emitter, Pointer
-from cnnexp.backends.simd.layout import Grid, Matrix
+from cnnexp.backends.simd.layout import Grid, Image, Matrix
 from cnnexp.network import Shape
 
 BYTE_SCALE = float(np.float32(1) / np.float32(255))
@@ -71,6 +71,44 @@ def to_rows(k: Emitter, x: Grid, y: Matrix) -> None:
     with k.loop(k.groups(k.lanes)) as g:
         rows = y.row(k, k.builder.mul(g, INDEX(k.lanes)))
         group_to_rows(k, x.image(k, g), rows, y.size, y.stride)
+
+
+def to_image(k: Emitter, x: Grid, y: Image) -> None:
+    """y = x's values of every image; its ring stays as it is."""
+    height, width, channels = y.shape
+    with k.loop(k.groups(k.lanes)) as g, k.loop(height) as p:
+        target = y.pixel(k, k.builder.mul(g, INDEX(k.lanes)), p, INDEX(0))
+        if x.ring.step == 1:
+            _row_to_images(k, x.pixel(k, g, p, INDEX(0)), target, width * channels, y.stride)
+        else:
+            with k.loop(width) as q:
+                _row_to_images(k, x.pixel(k, g, p, q), target.at(q, y.column), channels, y.stride)
+
+
+def from_image(k: Emitter, x: Image, y: Grid) -> None:
+    """The inverse of `to_image`; lanes past the last image get 0."""
+    height, width, channels = x.shape
+    with k.loop(k.groups(k.lanes)) as g, k.loop(height) as p:
+        first = k.builder.mul(g, INDEX(k.lanes))
+        images = k.builder.sub(k.count, first)
+        source = x.pixel(k, first, p, INDEX(0))
+        if y.ring.step == 1:
+            group_to_lanes(k, source, y.pixel(k, g, p, INDEX(0)), width * channels, x.stride, images)
+        else:
+            with k.loop(width) as q:
+                group_to_lanes(k, source.at(q, x.column), y.pixel(k, g, p, q), channels, x.stride, images)
+
+
+def _row_to_images(k: Emitter, source: Pointer, target: Pointer, size: int, stride: int) -> None:
+    """Transpose `size` vectors into `lanes` rows, and write nothing else."""
+
+    def block(at: ir.Value, valid: int) -> None:
+        start = source.at(at, k.lanes)
+        lanes = [k.load(start + i * k.lanes) if i < valid else k.zero() for i in range(k.lanes)]
+        for n, value in enumerate(k.transpose(lanes)):
+            k.store_part(value, target.at(at) + n * stride, valid)
+
+    _each_block(k, size, block)
 
 
 def to_lanes(k: Emitter, x: Matrix, y: Grid) -> None:

@@ -2,10 +2,33 @@
 
 from __future__ import annotations
 
+from llvmlite import ir
+
 from cnnexp.backends.simd import trace
-from cnnexp.backends.simd.emit import Emitter
+from cnnexp.backends.simd.emit import Emitter, Pointer
 from cnnexp.backends.simd.trace import Traced
 from cnnexp.optimizers import Optimizer
+
+
+class Step:
+    """One step of an optimizer on vectors of parameters.
+
+    Args:
+        numbers: where (rate, c0, c1) lie.
+    """
+
+    def __init__(self, k: Emitter, optimizer: Optimizer, numbers: Pointer) -> None:
+        self._k, self._rule, self._slots = k, optimizer.rule(trace.sqrt, trace.maximum), len(optimizer.slots)
+        self._scalars = [Traced(k, k.splat(numbers + i)) for i in range(3)]
+
+    def take(self, places: list[Pointer], gradient: ir.Value) -> None:
+        """Change the vectors at `places`, of the parameters and of two slots, by their gradient."""
+        k, zero = self._k, Traced(self._k, self._k.zero())
+        places = places[: 1 + self._slots]
+        w, *state = (Traced(k, k.load(place)) for place in places)
+        new_w, *new_state = self._rule(w, Traced(k, gradient), *[*state, zero, zero][:2], *self._scalars)
+        for new, place in zip((new_w, *new_state), places, strict=False):
+            k.store(new.value, place)
 
 
 def update(k: Emitter, optimizer: Optimizer) -> None:
@@ -13,17 +36,12 @@ def update(k: Emitter, optimizer: Optimizer) -> None:
 
     Buffers: parameters, gradients, the two slots, and (rate, c0, c1).
     """
-    parameters, gradients, first_slot, second_slot, numbers = k.buffers
-    rule = optimizer.rule(trace.sqrt, trace.maximum)
-    scalars = [Traced(k, k.splat(numbers + i)) for i in range(3)]
-    slots = [first_slot, second_slot][: len(optimizer.slots)]
-    zero = Traced(k, k.zero())
+    parameters, gradients, *slots, numbers = k.buffers
+    step = Step(k, optimizer, numbers)
     with k.loop(k.groups(k.lanes)) as i:
-        places = [buffer.at(i, k.lanes) for buffer in (parameters, gradients, *slots)]
-        w, g, *state = (Traced(k, k.load(place)) for place in places)
-        new_w, *new_state = rule(w, g, *[*state, zero, zero][:2], *scalars)
-        for new, place in zip((new_w, zero, *new_state), places, strict=False):
-            k.store(new.value, place)
+        gradient = gradients.at(i, k.lanes)
+        step.take([buffer.at(i, k.lanes) for buffer in (parameters, *slots)], k.load(gradient))
+        k.store(k.zero(), gradient)
 
 
 def add(k: Emitter) -> None:
