@@ -145,6 +145,22 @@ def test_channels_in_lanes(target, name):
     check_case(OnTarget(shaped), make_case(network, images=19))
 
 
+@pytest.mark.parametrize("target", ["avx2", "wide"])
+def test_gradients_of_many_channels_follow_the_argmax(target):
+    network = Network(
+        (9, 13, 2),
+        (
+            *(Conv2d(24, 3, padding="same"), ReLU(), Conv2d(32, 2), MaxPool2d(2), Conv2d(21, 3, padding="full")),
+            *(ReLU(), MaxPool2d(3, padding="floor"), Flatten(), Linear(3)),
+        ),
+    )
+    shaped = replace(TARGETS[target], convolutions="channels")
+    events = [node.events for node in make_plan(network, shaped, 10).nodes if isinstance(node, ChannelConvolution)]
+    assert events[0] is None
+    assert events[2]
+    check_case(OnTarget(shaped), make_case(network, images=19))
+
+
 @pytest.mark.parametrize(("size", "kernel", "stride", "pad"), [(7, 3, 1, 0), (9, 3, 2, 1), (7, 2, 3, 0), (6, 5, 4, 2)])
 def test_every_tap_of_every_output_is_in_one_phase(size, kernel, stride, pad):
     count = (size + 2 * pad - kernel) // stride + 1

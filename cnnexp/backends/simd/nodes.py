@@ -10,6 +10,7 @@ from llvmlite import ir
 
 from cnnexp.backends.simd import (
     conv_channels,
+    conv_events,
     conv_filters,
     conv_lanes,
     conv_sparse,
@@ -18,6 +19,7 @@ from cnnexp.backends.simd import (
     trace,
     transfer,
 )
+from cnnexp.backends.simd.conv_events import Events
 from cnnexp.backends.simd.conv_filters import FilterBank
 from cnnexp.backends.simd.conv_lanes import Correlation, Windows
 from cnnexp.backends.simd.conv_sparse import SparseGradient
@@ -251,6 +253,9 @@ class ChannelConvolution(Convolution):
             self.x, (0, 0), layer.stride, (layer.kernel, layer.kernel), self.y, (0, 0), 1, counts,
             panels, self.rectify, windows,
         )  # fmt: skip
+        self.events = self._events(plan)
+        if self.events:
+            return
         self.d, ring = self.dy, self._dense_ring(self.dx is not None)
         if self.pool or self.dy.ring != ring:
             self.d = plan.arena.image(stage.output_shape, ring)
@@ -261,12 +266,23 @@ class ChannelConvolution(Convolution):
             )
             self.packed = plan.arena.allocate(self.gradient.size)
 
+    def _events(self, plan: Layout) -> Events | None:
+        """Return the gradient that follows the argmax, where it pays."""
+        windows, channels = self.sum.windows, self.stage.input_shape[2]
+        if windows is None or self.dx is None:
+            return None
+        if not conv_events.suits(self.stage.layer.kernel, channels, plan.target.lanes, windows.size):
+            return None
+        return conv_events.make_events(plan.arena, self.sum, self.dy, self.dx, self.rectifies_dy, self.input_rectified)
+
     def forward(self, plan: Layout) -> Kernels:
         weight, bias, place = self.stage.weight, self.stage.bias, plan.parameters.weight
         return [("forward", lambda k: conv_channels.forward(k, self.sum, place(k, weight), bias and place(k, bias)))]
 
     def backward(self, plan: Layout) -> Kernels:
         kernels: Kernels = []
+        if self.events:
+            return [("events", lambda k: self._follow_events(k, plan))]
         if self.pool:
             windows = self.sum.windows
             kernels.append(
@@ -279,6 +295,11 @@ class ChannelConvolution(Convolution):
         if self.dx:
             kernels.append(("input_gradient", lambda k: self._input_gradient(k, plan)))
         return kernels
+
+    def _follow_events(self, k: Emitter, plan: Layout) -> None:
+        weight, bias, parameters = self.stage.weight, self.stage.bias, plan.parameters
+        dw, db = parameters.gradient(k, weight), bias and parameters.gradient(k, bias)
+        conv_events.backward(k, self.events, parameters.weight(k, weight), dw, db)
 
     def _weight_gradients(self, k: Emitter, plan: Layout) -> None:
         bias, place = self.stage.bias, plan.parameters.gradient
