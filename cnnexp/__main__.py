@@ -9,10 +9,11 @@ import contextlib
 import gc
 import importlib
 import os
+import re
 import signal
 import sys
 
-from cnnexp.errors import CnnexpError, explained, leave
+from cnnexp.errors import CnnexpError, ConfigError, did_you_mean, explained, leave
 from cnnexp.measuring.environment import launched_rank
 from cnnexp.system.registry import take_plugins
 from cnnexp.tracking.pipe import end_early, start_early
@@ -81,6 +82,17 @@ def main() -> None:
 
 
 def _dispatch(arguments: list[str]) -> None:
+    if "--version" in arguments or arguments[:1] == ["version"]:
+        sys.stdout.write(f"cnnexp {importlib.import_module('cnnexp').__version__}\n")
+        return
+    if arguments[:1] == ["help"]:
+        arguments = sys.argv[1:] = [*(name for name in arguments[1:2] if name in COMMANDS), "--help"]
+    if arguments and re.fullmatch(r"[a-z][a-z_-]*", arguments[0]) and arguments[0] not in COMMANDS:
+        legal = ("help", *COMMANDS)
+        raise ConfigError(
+            f"{arguments[0]}: no such command; legal: {', '.join(legal)}{did_you_mean(arguments[0], legal)}; "
+            "a run takes GROUP=NAME and GROUP.KEY=VALUE alone"
+        )
     if arguments and arguments[0] in COMMANDS:
         place, usage = COMMANDS[arguments[0]]
         module, _, function = place.partition(":")

@@ -131,6 +131,12 @@ def did_you_mean(given: str, legal: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
+def installing(extra: str) -> str:
+    """Return the command that installs what a part of cnnexp needs besides, from a checkout or from an index."""
+    checkout = Path(__file__).resolve().parents[1]
+    return f"pip install '{'.' if (checkout / 'pyproject.toml').is_file() else 'cnnexp'}[{extra}]'"
+
+
 def leave(message: str, exit_code: int) -> NoReturn:
     """End the program with an error of one line."""
     sys.stderr.write(f"cnnexp: error: {message}\n")

@@ -50,6 +50,7 @@ class Trainer:
         step_every: epochs between the steps of `schedule=step`.
         step_factor: what each such step multiplies the rate by.
         patience: stop after so many epochs in a row without a smaller held-out loss; None never stops early.
+        target: stop after the first epoch with such a held-out accuracy; None trains for all epochs.
         baseline: the backend to compare with, beside the run; None compares with nothing.
         baseline_batches: batches it trains each epoch.
         baseline_s: the most seconds one of these batches may take; a slower baseline gets fewer images.
@@ -69,6 +70,7 @@ class Trainer:
     step_every: int = 10
     step_factor: float = 0.1
     patience: int | None = None
+    target: float | None = None
     baseline: str | None = "cpu"
     baseline_batches: int = 3
     baseline_s: float = 1.0
@@ -83,6 +85,7 @@ class Trainer:
         _need("trainer.batch_size", self.batch_size, self.batch_size >= 1, ">= 1")
         _need("trainer.seed", self.seed, 0 <= self.seed <= MAX_SEED, "0 .. 2**63 - 1")
         _need("trainer.patience", self.patience, self.patience is None or self.patience >= 1, ">= 1, or null")
+        _need("trainer.target", self.target, self.target is None or 0 < self.target <= 1, "> 0, <= 1, or null")
         _need("trainer.baseline_batches", self.baseline_batches, self.baseline_batches >= 1, ">= 1")
         _need("trainer.pass_s", self.pass_s, self.pass_s is None or self.pass_s > 0, "> 0 seconds, or null")
         _need("trainer.baseline_s", self.baseline_s, self.baseline_s > 0, "> 0 seconds")

@@ -23,7 +23,7 @@ from cnnexp.backends.processor import usable_cores
 from cnnexp.backends.protocol import Backend
 from cnnexp.datasets import DATASETS
 from cnnexp.datasets.idx import IdxSet
-from cnnexp.errors import CnnexpError, ConfigError
+from cnnexp.errors import CnnexpError, ConfigError, installing
 from cnnexp.measuring import environment
 from cnnexp.network import AvgPool2d, Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Sigmoid
 from cnnexp.network.losses import Loss
@@ -134,7 +134,7 @@ def _step(backend: Backend, start: np.ndarray) -> np.ndarray:
 
 
 def _around() -> Iterator[tuple[str, str]]:
-    mpi = "mpi4py " + _version("mpi4py") if util.find_spec("mpi4py") else "no mpi4py: install cnnexp[mpi]"
+    mpi = "mpi4py " + _version("mpi4py") if util.find_spec("mpi4py") else f"no mpi4py: {installing('mpi')}"
     yield "MPI", f"{mpi}; {shutil.which('mpiexec') or 'no mpiexec on the PATH'}"
     store = store_uri(None)
     database = Path(urlsplit(store).path)

@@ -15,6 +15,15 @@ from cnnexp.errors import ConfigError, did_you_mean
 
 COMPOSERS = ("hydra", "omegaconf", "yaml", "antlr4", "codecs")
 
+# what other libraries call a key of ours
+SYNONYMS = {
+    "learning_rate": "lr",
+    "batch": "batch_size",
+    "epoch": "epochs",
+    "num_epochs": "epochs",
+    "n_filters": "filters",
+}
+
 
 def explain(error: Exception, config_keys: Callable[[], Sequence[str]]) -> ConfigError | None:
     """Return the user's error behind an exception, or None where it was not raised while composing.
@@ -52,7 +61,9 @@ def _unknown_key(key: str, text: str, keys: Sequence[str]) -> ConfigError:
     prefix = f"{parent}." if any(k.startswith(f"{parent}.") for k in keys) else ""
     legal = list(dict.fromkeys(k[len(prefix) :].split(".")[0] for k in keys if k.startswith(prefix)))
     where = f" in {parent}" if prefix else ""
-    near = did_you_mean(key, [*keys, *(legal if not prefix else ())])
+    leaf = SYNONYMS.get(key.rpartition(".")[2], key.rpartition(".")[2])
+    meant = [k for k in keys if k.rpartition(".")[2] == leaf]  # lr: optimizer.lr
+    near = f"; did you mean {meant[0]!r}?" if meant else did_you_mean(key, [*keys, *(legal if not prefix else ())])
     return ConfigError(f"{given[1] if given else key}: unknown key; legal{where}: {', '.join(legal)}{near}")
 
 

@@ -104,6 +104,7 @@ def train(settings: Settings, run: Run, earlier: Earlier | None = None, job: str
             tuple(run.epochs),
             on_progress=display.progress,
             pass_s=trainer.pass_s,
+            target=trainer.target,
         ):
             with ledger.span("record"):
                 run.interference = None if parallel is not None else watched.interference()

@@ -231,7 +231,7 @@ class Run:
         if isinstance(error, Diverged):
             tags["diverged"] = "true"
         if self.epochs:
-            self.metrics.update(summary(self.epochs, self.contended))
+            self.metrics.update(summary(self.epochs, self.contended, self._config["trainer"].get("target")))
             if self.interference is not None:
                 self.metrics["time/waited_share"] = self.interference.waited
                 tags[DISTURBED] = str(self.interference.disturbed).lower()
@@ -258,6 +258,9 @@ class Run:
         self.verdict = verdict.run_rows(
             self.epochs, self.metrics, baseline, self.contended, self._simulated, self.interference, self.parts
         )
+        target = self._config["trainer"].get("target")
+        if target is not None and not self._simulated:
+            self.verdict.append(("target", verdict.to_target(target, self.metrics)))
         if status != "FINISHED":
             self.verdict.insert(0, ("status", f"{status} after {self.epochs[-1].epoch} epochs"))
         self.verdict.append(("folder", str(self.folder)))
@@ -441,8 +444,11 @@ def epoch_metrics(result: EpochResult, contended: bool = False) -> dict[str, flo
     return metrics
 
 
-def summary(epochs: Sequence[EpochResult], contended: bool = False) -> dict[str, float]:
-    """Return the metrics that are recorded once; "best" is by held-out accuracy, the first of equals."""
+def summary(epochs: Sequence[EpochResult], contended: bool = False, target: float | None = None) -> dict[str, float]:
+    """Return the metrics that are recorded once; "best" is by held-out accuracy, the first of equals.
+
+    Where an epoch has reached the accuracy `target`, `time/to_target_s` is the seconds of training up to its end.
+    """
     best = max(epochs, key=lambda result: result.held_out.accuracy)
     metrics = {
         "time/median_epoch_s": statistics.median(result.epoch_s for result in epochs),
@@ -450,6 +456,10 @@ def summary(epochs: Sequence[EpochResult], contended: bool = False) -> dict[str,
         "final/test_accuracy": epochs[-1].test.accuracy,
         "best/test_accuracy": best.test.accuracy,
     }
+    if target is not None:
+        reached = next((i for i, result in enumerate(epochs, 1) if result.held_out.accuracy >= target), None)
+        if reached is not None:
+            metrics["time/to_target_s"] = sum(result.epoch_s for result in epochs[:reached])
     speedups = [result.comparison.speedup for result in epochs if result.comparison is not None]
     return metrics if contended else {**metrics, **verdict.interval_metrics(speedups)}
 

@@ -88,6 +88,13 @@ def machine(interference: Interference | None) -> str:
     return f"DISTURBED by other work: {told} on {cores}; measure again, or wait with trainer.patient=true"
 
 
+def to_target(target: float, metrics: Mapping[str, float]) -> str:
+    """Say how long training took to reach an accuracy, to the end of the epoch that did."""
+    if "time/to_target_s" not in metrics:
+        return f"{target:.2%} was not reached"
+    return f"{target:.2%} reached after {metrics['time/to_target_s']:.3g} s of training"
+
+
 def screen(rows: Sequence[Row], width: int = WIDTH) -> str:
     """Return rows as text that no screen of this width clips; a path that is longer goes over several lines."""
     indent = max(len(title) for title, _ in rows) + 2

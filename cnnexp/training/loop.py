@@ -78,6 +78,7 @@ def train_epochs(
     on_progress: Callable[[Progress], None] = lambda progress: None,
     clock: Callable[[], float] = time.perf_counter,
     pass_s: float | None = None,
+    target: float | None = None,
 ) -> Iterator[EpochResult]:
     """Train `program` and yield one result per epoch.
 
@@ -94,6 +95,7 @@ def train_epochs(
         clock: returns seconds.
         pass_s: seconds that a training pass may take: it then ends early, after at least one batch, and the epoch is
             evaluated on the same share of the held-out splits; None trains on every image.
+        target: stop after the first epoch with such a held-out accuracy; None trains for all epochs.
 
     Raises:
         Diverged: the loss, of training or of a held-out split, is not a finite number.
@@ -134,6 +136,8 @@ def train_epochs(
             scores=scores["test"],
         )
         yield result
+        if target is not None and result.held_out.accuracy >= target:
+            return
 
         best, worse = _patience(result, best, worse)
         if patience is not None and worse >= patience:

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from cnnexp.errors import BackendUnavailable, CnnexpError, ConfigError, WorkerDied
+from cnnexp.errors import BackendUnavailable, CnnexpError, ConfigError, WorkerDied, installing
 from cnnexp.measuring.environment import launched_rank
 from cnnexp.workers.guard import Member, start_guard
 from cnnexp.workers.program import ParallelProgram, make_replica, serve
@@ -63,7 +63,7 @@ class Session:
         try:
             from mpi4py import MPI
         except ImportError as error:
-            raise BackendUnavailable("workers=mpi: needs mpi4py and an MPI; pip install cnnexp[mpi]") from error
+            raise BackendUnavailable(f"workers=mpi: needs mpi4py and an MPI; {installing('mpi')}") from error
         self.comm = MPI.COMM_WORLD
         self.collective = MpiCollective(self.comm)
         self.broken = False

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from commands import TINY
 
+import cnnexp
 from cnnexp import __main__ as cli
 from cnnexp.app import hydra_app
 from cnnexp.errors import BackendUnavailable, DataError, TrackingError
@@ -29,7 +30,7 @@ def python_m(*arguments: str, **options) -> subprocess.CompletedProcess:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["trian.lr=1"], "trian.lr=1: unknown key; legal: model, backend, .*; did you mean 'trainer'"),
+        (["trian.lr=1"], "trian.lr=1: unknown key; legal: model, backend, .*; did you mean 'optimizer.lr'"),
         (["trainer.epoch=3"], "trainer.epoch=3: unknown key; legal in trainer: epochs, .*; did you mean 'trainer.epoc"),
         (["model=ffn", "model.filters=3"], "model.filters=3: unknown key; legal in model: name, hidden, loss_name"),
         (["+model.bogus=1"], "model.bogus=1: unknown key; legal: filters, kernel, pool, padding"),
@@ -39,6 +40,12 @@ def python_m(*arguments: str, **options) -> subprocess.CompletedProcess:
         (["dataset=mnst"], "dataset=mnst: unknown; legal: digits, .*; did you mean 'mnist'"),
         (["experiment=smok"], "experiment=smok: unknown; legal: .*; did you mean 'smoke'"),
         (["modle=one_conv"], "modle=one_conv: unknown key; legal: model, .*; did you mean 'model'"),
+        (["lr=0.1"], "lr=0.1: unknown key; .*did you mean 'optimizer.lr'"),
+        (["optimizer.learning_rate=0.1"], "unknown key; legal in optimizer: .*did you mean 'optimizer.lr'"),
+        (["epochs=3"], "did you mean 'trainer.epochs'"),
+        (["trainer.target=99"], "trainer.target=99.0: must be > 0, <= 1, or null"),
+        (["train"], "train: no such command; legal: help, doctor, "),
+        (["predcit", "x"], "predcit: no such command; .*did you mean 'predict'"),
         (["model.filters=["], "no viable alternative at input '\\['"),
         (["model.filters"], "Error parsing override 'model.filters'"),
         (["tracking.run_name=日本"], "quote a value of other letters"),
@@ -122,6 +129,18 @@ def test_every_command_tells_its_arguments_and_is_in_the_help(run, command):
     code, out, _ = run(command, "--help")
     assert code == 0
     assert out.startswith(f"Usage: cnnexp {command} ")
+
+
+def test_version_is_ours_and_help_is_the_help(run):
+    assert run("--version")[:2] == (0, f"cnnexp {cnnexp.__version__}\n")
+    assert "Usage: cnnexp" in run("help")[1]
+    assert run("help", "ui")[1].startswith("Usage: cnnexp ui ")
+
+
+def test_verbose_is_free_of_the_noise_of_libraries(tmp_path):
+    done = python_m(*TINY, "backend=cpu", "hydra.verbose=true", f"hydra.run.dir={tmp_path}")
+    assert done.returncode == 0
+    assert "numba" not in (done.stdout + done.stderr).lower()
 
 
 def test_no_hint_to_a_store_that_could_not_be_opened_and_no_password(run):

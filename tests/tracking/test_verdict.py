@@ -110,3 +110,16 @@ def test_a_run_without_an_epoch_has_no_verdict(tmp_path):
         raise ValueError("early")
     assert run.verdict == []
     assert not (tmp_path / REPORT).exists()
+
+
+def test_time_to_a_target_is_the_training_up_to_the_epoch_that_reached_it():
+    epochs = [
+        epoch_result(1, correct=1, epoch_s=2.0),
+        epoch_result(2, correct=3, epoch_s=0.5),
+        epoch_result(3, correct=2),
+    ]
+    assert summary(epochs, target=0.75)["time/to_target_s"] == 2.5
+    assert "time/to_target_s" not in summary(epochs, target=0.9)
+    assert "time/to_target_s" not in summary(epochs)
+    assert verdict.to_target(0.75, summary(epochs, target=0.75)) == "75.00% reached after 2.5 s of training"
+    assert verdict.to_target(0.9, summary(epochs, target=0.9)) == "90.00% was not reached"

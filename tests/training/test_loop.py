@@ -140,3 +140,11 @@ def test_schedules(schedule, rates):
 def test_step_schedule_refuses(options):
     with pytest.raises(ConfigError, match=rf"trainer\.step_{next(iter(options))}="):
         Step(**options)
+
+
+def test_training_stops_after_the_epoch_that_reaches_its_target():
+    # the fake's scores are all 0 and so are the labels: everything is right
+    assert len(run(FakeProgram(FakeClock(), 0.1), epochs=5, target=1.0)) == 1
+    wrong = dataset()
+    wrong.test.labels[:] = 1
+    assert len(run(FakeProgram(FakeClock(), 0.1), wrong, epochs=5, target=0.5)) == 5

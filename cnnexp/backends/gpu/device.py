@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numba import config
 
-from cnnexp.errors import BackendUnavailable, ConfigError
+from cnnexp.errors import BackendUnavailable, ConfigError, installing
 
 # numba-cuda reads this when imported. A small batch fills few blocks, by the nature of these networks: no warning.
 os.environ.setdefault("NUMBA_CUDA_LOW_OCCUPANCY_WARNINGS", "0")
@@ -30,7 +30,7 @@ try:
     from numba import cuda
 except ImportError as error:  # numba-cuda is there, but not its CUDA bindings
     raise BackendUnavailable(
-        f"numba-cuda does not import ({error}): install cnnexp[gpu], or use backend=cpu-parallel or cpu-simd"
+        f"numba-cuda does not import ({error}): {installing('gpu')}, or use backend=cpu-parallel or cpu-simd"
     ) from error
 
 SIMULATED = bool(config.ENABLE_CUDASIM)
@@ -94,7 +94,7 @@ def open_gpu(index: int) -> Gpu:
         _check_index(index, 1)
         return Gpu(0, "CUDA simulator", (0, 0), (0, 0), (0, 0), 1, 1024, 48 * 1024)
     if importlib.util.find_spec("numba_cuda") is None:
-        raise _unavailable("the package numba-cuda is not installed; install cnnexp[gpu]")
+        raise _unavailable(f"the package numba-cuda is not installed; {installing('gpu')}")
     try:
         count = len(cuda.gpus)
     except cuda.CudaSupportError as error:

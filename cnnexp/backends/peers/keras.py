@@ -16,7 +16,7 @@ import numpy as np
 from cnnexp.backends.layerwise import as_float32
 from cnnexp.backends.processor import ThreadedBackend
 from cnnexp.backends.protocol import State
-from cnnexp.errors import BackendUnavailable, CheckpointError
+from cnnexp.errors import BackendUnavailable, CheckpointError, installing
 from cnnexp.network import (
     GELU,
     AvgPool2d,
@@ -46,7 +46,7 @@ try:
     import tensorflow as tf
 except ImportError as error:
     raise BackendUnavailable(
-        f"backend=keras: Keras on TensorFlow cannot be imported ({error}); pip install 'cnnexp[keras]'"
+        f"backend=keras: Keras on TensorFlow cannot be imported ({error}); {installing('keras')}"
     ) from error
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from cnnexp.backends.layerwise import as_float32
 from cnnexp.backends.processor import ThreadedBackend
 from cnnexp.backends.protocol import State
-from cnnexp.errors import BackendUnavailable, CheckpointError, ConfigError
+from cnnexp.errors import BackendUnavailable, CheckpointError, ConfigError, installing
 from cnnexp.network import (
     GELU,
     AvgPool2d,
@@ -45,9 +45,7 @@ try:
     from torch import nn
     from torch.nn import functional
 except ImportError as error:
-    raise BackendUnavailable(
-        f"backend=torch: PyTorch cannot be imported ({error}); pip install 'cnnexp[torch]'"
-    ) from error
+    raise BackendUnavailable(f"backend=torch: PyTorch cannot be imported ({error}); {installing('torch')}") from error
 
 # our names of the optimizers' slots -> PyTorch's keys of its state
 SLOTS = {
