@@ -7,6 +7,7 @@ such decisions says anything about a backend: `decisions_are_clear`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import assert_never
@@ -16,7 +17,9 @@ import reference
 
 from cnnexp.network import (
     AvgPool2d,
+    BatchNorm2d,
     Conv2d,
+    Dropout,
     Elementwise,
     Flatten,
     GlobalAvgPool,
@@ -26,12 +29,15 @@ from cnnexp.network import (
     Network,
     Residual,
     Stage,
+    noise,
 )
 from cnnexp.network.losses import Loss
+from cnnexp.network.shapes import walk
 from cnnexp.optimizers import SGD, Adam, Optimizer
 
 TOLERANCE = 1e-5  # relative, of outputs and of every parameter's gradient
-INEXACT = ("sigmoid", "tanh", "gelu", "leaky_relu", "avg_pool", "global_avg_pool")
+SEED = 7  # of what Dropout draws
+INEXACT = ("sigmoid", "tanh", "gelu", "leaky_relu", "avg_pool", "global_avg_pool", "dropout", "batch_norm")
 CLEAR = 1e-4  # a decision between numbers closer than this, relative to the layer's largest, is blurred
 
 
@@ -51,8 +57,29 @@ class Case:
     exact: bool = False
 
     @property
+    def state(self) -> dict[str, np.ndarray]:
+        """What a program is given: the parameters, and running averages and a seed where there are any."""
+        state = {**self.network.initial_state(SEED), "parameters": self.parameters}
+        if "running" in state:
+            state["running"] = np.random.default_rng(1).uniform(0.5, 1.5, self.network.running_count).astype(np.float32)
+        return state
+
+    @property
     def layers(self) -> list[dict]:
-        return describe(self.network, self.parameters)
+        """The network as the oracle takes it, in `predict`."""
+        return self.training_layers(None)
+
+    def training_layers(self, batch: np.ndarray | None) -> list[dict]:
+        """Return the network as the oracle takes it, in the first training step, on these images."""
+        flat = {name: array.astype(np.float64) for name, array in self.state.items() if array.ndim}
+        return _describe(self.network.stages, flat, batch)
+
+    @property
+    def batches(self) -> list[np.ndarray]:
+        """The batches that `check_case` trains on: the last is a short one."""
+        count = len(self.images)
+        order, size = np.arange(count)[::-1].astype(np.int64), max(count - 1, 1)
+        return [batch for batch in (order[:size], order[size:]) if len(batch)]
 
     @property
     def float_images(self) -> np.ndarray:
@@ -75,16 +102,11 @@ def make_case(network, loss=Loss.SOFTMAX_CROSS_ENTROPY, images=5, seed=0, exact=
     return Case(network, loss, parameters.astype(np.float32), pixels.astype(np.float32), labels, exact)
 
 
-def describe(network: Network, flat: np.ndarray) -> list[dict]:
-    """Return the network as the oracle takes it, with float64 parameters from a flat buffer."""
-    return _describe(network.stages, flat.astype(np.float64))
-
-
-def _describe(stages: Iterable[Stage], flat: np.ndarray) -> list[dict]:
+def _describe(stages: Iterable[Stage], flat: dict[str, np.ndarray], batch: np.ndarray | None) -> list[dict]:
     layers: list[dict] = []
     for stage in stages:
-        weight = stage.weight.view(flat) if stage.weight else None
-        bias = stage.bias.view(flat) if stage.bias else None
+        weight = stage.weight.view(flat["parameters"]) if stage.weight else None
+        bias = stage.bias.view(flat["parameters"]) if stage.bias else None
         match stage.layer:
             case Conv2d(_, _, stride, padding):
                 layers.append({"kind": "conv2d", "weight": weight, "bias": bias, "stride": stride, "padding": padding})
@@ -97,7 +119,16 @@ def _describe(stages: Iterable[Stage], flat: np.ndarray) -> list[dict]:
             case Linear():
                 layers.append({"kind": "linear", "weight": weight, "bias": bias})
             case Residual():
-                layers.append({"kind": "residual", "layers": _describe(stage.stages, flat)})
+                layers.append({"kind": "residual", "layers": _describe(stage.stages, flat, batch)})
+            case Dropout(rate):
+                layers.append({"kind": "dropout", "rate": rate})
+                if batch is not None:
+                    key, size = noise.layer_key(SEED, 1, stage.name), math.prod(stage.output_shape)
+                    layers[-1]["kept"] = noise.keeps(key, rate, batch, size).reshape(-1, *stage.output_shape)
+            case BatchNorm2d(_, epsilon):
+                layers.append({"kind": "batch_norm", "weight": weight, "bias": bias, "epsilon": epsilon})
+                if batch is None:
+                    layers[-1]["running"] = [average.view(flat["running"]) for average in stage.running]
             case LeakyReLU(slope):
                 layers.append({"kind": "leaky_relu", "slope": slope})
             case Elementwise() | Flatten():
@@ -114,13 +145,18 @@ def decisions_are_clear(case: Case) -> bool:
     come from terms that cancel, and are clear as long as the sums are exact.
     """
     last = {"kind": "binary" if case.loss is Loss.BINARY_CROSS_ENTROPY else "scores"}
-    return _clear([*case.layers, last], case.float_images, case.exact)[0]
+    passes = [(case.layers, case.float_images)]
+    if case.network.running or case.network.draws:
+        passes += [(case.training_layers(batch), case.float_images[batch]) for batch in case.batches]
+    return all(_clear([*layers, last], x, case.exact)[0] for layers, x in passes)
 
 
 def _clear(layers: list[dict], x: np.ndarray, exact: bool) -> tuple[bool, bool]:
     """Return whether the decisions on the way of x through layers are clear, and whether sums still are exact."""
     whole = exact
     for layer in layers:
+        if layer["kind"] == "batch_norm" and "running" not in layer and not _spread(x):
+            return False, exact
         if layer["kind"] == "residual":
             clear, exact = _clear(layer["layers"], x, exact)
             if not clear:
@@ -134,6 +170,12 @@ def _clear(layers: list[dict], x: np.ndarray, exact: bool) -> tuple[bool, bool]:
         if layer["kind"] in reference.LAYERS:
             x = reference.LAYERS[layer["kind"]][0](x, layer)
     return True, exact
+
+
+def _spread(x: np.ndarray) -> bool:
+    """Tell whether the numbers of every channel differ enough for what is left of them without their mean."""
+    few = x[..., 0].size < 4
+    return not few and bool((x.var(axis=(0, 1, 2)) > 1e-3 * np.square(x).mean(axis=(0, 1, 2)) + 1e-6).all())
 
 
 def _gaps(layer: dict, x: np.ndarray) -> np.ndarray:
@@ -177,13 +219,11 @@ def check_case(backend, case: Case) -> None:
     count = len(case.images)
     program = backend.compile(case.network, case.loss, SGD(lr=0.1), max(count - 1, 1))
     try:
-        program.restore({"parameters": case.parameters})
+        program.restore(case.state)
         handle = program.load(case.images, case.labels)
         check_scores(program, handle, case)
-        order = np.arange(count)[::-1].astype(np.int64)
-        for batch in (order[: program.batch_size], order[program.batch_size :]):
-            if len(batch):
-                check_gradients(program, handle, case, batch)
+        for batch in case.batches:
+            check_gradients(program, handle, case, batch)
     finally:
         program.close()
 
@@ -197,12 +237,13 @@ def check_scores(program, handle, case: Case) -> None:
 
 
 def check_gradients(program, handle, case: Case, batch: np.ndarray) -> None:
-    before = program.state()["parameters"]
+    program.restore(case.state)
     totals, gradient = program.gradients(handle, batch)
-    assert np.array_equal(program.state()["parameters"], before), "gradients() changed the parameters"
-    _, losses, hits, found = reference.gradients(
-        case.layers, case.float_images[batch], case.labels[batch], case.loss.value
-    )
+    state, layers = program.state(), case.training_layers(batch)
+    assert np.array_equal(state["parameters"], case.parameters), "gradients() changed the parameters"
+    _, losses, hits, found = reference.gradients(layers, case.float_images[batch], case.labels[batch], case.loss.value)
+    if case.network.running:
+        assert _close(state["running"], _moved(case, layers))
     assert totals.count == len(batch)
     assert totals.correct == hits.sum()
     np.testing.assert_allclose(totals.loss, losses.sum(), rtol=TOLERANCE, atol=TOLERANCE)
@@ -217,15 +258,34 @@ def check_gradients(program, handle, case: Case, batch: np.ndarray) -> None:
         )
 
 
+def _moved(case: Case, layers: list[dict]) -> np.ndarray:
+    """Return the running averages after the step that `layers` have been run in."""
+    flat = case.state["running"].astype(np.float64)
+    norms = [stage for stage in walk(case.network.stages) if isinstance(stage.layer, BatchNorm2d)]
+    for stage, layer in zip(norms, _norms(layers), strict=True):
+        for average, seen in zip(stage.running, layer["seen"], strict=True):
+            view = average.view(flat)
+            view += stage.layer.momentum * (seen - view)
+    return flat
+
+
+def _norms(layers: list[dict]) -> list[dict]:
+    inside = [_norms(layer["layers"]) if layer["kind"] == "residual" else [layer] for layer in layers]
+    return [layer for group in inside for layer in group if layer["kind"] == "batch_norm"]
+
+
 def _uncancelled(case: Case, batch: np.ndarray) -> float:
     """Return how large the mean gradient is before its terms cancel: images, or a label and a probability near it."""
     sizes = []
-    for part in np.split(batch, len(batch)) if len(batch) <= 8 else [batch]:
+    # the mean that a batch normalization takes away binds the images together
+    whole = len(batch) > 8 or case.network.running
+    for part in [batch] if whole else np.split(batch, len(batch)):
         _, losses, _, found = reference.gradients(
-            case.layers, case.float_images[part], case.labels[part], case.loss.value
+            case.training_layers(part), case.float_images[part], case.labels[part], case.loss.value
         )
         sizes.append(np.abs(flat_gradient(case, found)).max() / max(-np.expm1(-losses.max()), 1e-30))
-    return float(np.mean(sizes))
+    # a bias before a batch normalization has no gradient, only what rounding leaves of all its terms
+    return float(np.mean(sizes)) * (10 if case.network.running else 1)
 
 
 def _close(actual, expected, whole: float = 0.0) -> bool:
@@ -242,18 +302,18 @@ def check_training(backend, case: Case, optimizer: Optimizer, steps: int = 5) ->
     program = backend.compile(case.network, case.loss, optimizer, batch_size)
     try:
         handle = program.load(case.images, case.labels)
-        program.restore({"parameters": case.parameters})
+        program.restore(case.state)
         first = program.train(handle, order, 0.01)
         trained = program.state()
         assert first.count == len(order)
         assert int(trained["step"]) == steps
-        assert set(trained) == {"parameters", "step", *optimizer.slots}
+        assert set(trained) == {"step", *case.state, *optimizer.slots}
 
-        program.restore({"parameters": case.parameters})
+        program.restore(case.state)
         assert program.train(handle, order, 0.01) == first, "two runs differ"
         assert_same_state(program.state(), trained)
 
-        program.restore({"parameters": case.parameters})
+        program.restore(case.state)
         middle = 2 * batch_size
         program.train(handle, order[:middle], 0.01)
         saved = program.state()
@@ -262,12 +322,12 @@ def check_training(backend, case: Case, optimizer: Optimizer, steps: int = 5) ->
         program.train(handle, order[middle:], 0.01)
         assert_same_state(program.state(), trained)
 
-        program.restore({"parameters": case.parameters})
+        program.restore(case.state)
         for start in range(0, len(order), batch_size):
             _, gradient = program.gradients(handle, order[start : start + batch_size])
             program.apply(gradient, 0.01)
         assert int(program.state()["step"]) == steps
-        for name in ("parameters", *optimizer.slots):
+        for name in (*case.state, *optimizer.slots):
             np.testing.assert_allclose(program.state()[name], trained[name], rtol=1e-5, atol=1e-6)
     finally:
         program.close()

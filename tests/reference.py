@@ -187,7 +187,37 @@ def residual_backward(x, y, dy, layer):
     return dx + dy, found, None
 
 
+def dropout(x, layer):
+    """In a step of training `layer` holds what is `kept` of each image."""
+    return x * layer["kept"] / (1 - layer["rate"]) if "kept" in layer else x
+
+
+def dropout_backward(x, y, dy, layer):
+    return dy * layer["kept"] / (1 - layer["rate"]), None, None
+
+
+def batch_norm(x, layer):
+    """Without `running` averages, (mean, variance), a step of training: what they move towards is left in `layer`."""
+    mean, variance = layer.get("running", (x.mean(axis=(0, 1, 2)), x.var(axis=(0, 1, 2))))
+    count = x[..., 0].size
+    layer["seen"] = mean, variance * count / max(count - 1, 1)
+    return (x - mean) / np.sqrt(variance + layer["epsilon"]) * layer["weight"] + layer["bias"]
+
+
+def batch_norm_backward(x, y, dy, layer):
+    """Ioffe and Szegedy 2015, section 3, in its three steps: through the variance, the mean, and x itself."""
+    axes, count = (0, 1, 2), x[..., 0].size
+    centred, deviation = x - x.mean(axis=axes), np.sqrt(x.var(axis=axes) + layer["epsilon"])
+    d_normal = dy * layer["weight"]
+    d_variance = (d_normal * centred).sum(axis=axes) * -0.5 / deviation**3
+    d_mean = -d_normal.sum(axis=axes) / deviation
+    dx = d_normal / deviation + d_variance * 2 * centred / count + d_mean / count
+    return dx, (dy * centred / deviation).sum(axis=axes), dy.sum(axis=axes)
+
+
 LAYERS = {
+    "dropout": (dropout, dropout_backward),
+    "batch_norm": (batch_norm, batch_norm_backward),
     "conv2d": (conv2d, conv2d_backward),
     "max_pool": (max_pool, max_pool_backward),
     "avg_pool": (avg_pool, avg_pool_backward),

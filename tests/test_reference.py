@@ -17,6 +17,8 @@ LAYERS = {
     "tanh": {},
     "gelu": {},
     "flatten": {},
+    "dropout": {"rate": 0.4, "kept": RNG.random((3, 5, 6, 2)) > 0.4},
+    "batch_norm": {"weight": RNG.standard_normal(2), "bias": RNG.standard_normal(2), "epsilon": 0.1},
     "linear": {"weight": RNG.standard_normal((60, 4)), "bias": RNG.standard_normal(4)},
 }
 

@@ -65,7 +65,7 @@ def train(settings: Settings, run: Run, earlier: Earlier | None = None, job: str
         parallel = program if isinstance(program, ParallelProgram) else None
         if trainer.profile:
             program = Profiled(program, ledger)
-        program.restore(resumed.state if resumed else {"parameters": network.initial_parameters(trainer.seed)})
+        program.restore(resumed.state if resumed else network.initial_state(trainer.seed))
         timed = not getattr(backend, "simulated", False)
         baseline = beside = None
         if settings.baseline is not None and timed and not run.contended:

@@ -29,7 +29,7 @@ from numba.core.registry import cpu_target
 from numba.core.typing.templates import Signature
 
 from cnnexp import optimizers
-from cnnexp.network import Elementwise, Network, Residual, elementwise, layers, losses, shapes
+from cnnexp.network import Elementwise, Network, Residual, elementwise, layers, losses, noise, shapes
 from cnnexp.system.files import open_regular
 
 DIGEST_BYTES = 32
@@ -122,7 +122,7 @@ def source_files() -> list[Path]:
     folder = Path(__file__).parent
     return [
         *sorted([*folder.glob("cpu/*.py"), *folder.glob("simd/*.py")]),
-        *(Path(m) for m in (__file__, *(m.__file__ for m in (elementwise, layers, losses, optimizers, shapes)))),
+        *(Path(m) for m in (__file__, *(m.__file__ for m in (elementwise, layers, losses, noise, optimizers, shapes)))),
     ]
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from cnnexp.backends.protocol import Array, Ops, State
 from cnnexp.backends.stages import Chain, Run, Watch, unwatched
-from cnnexp.errors import CheckpointError
+from cnnexp.backends.state import complete
 from cnnexp.network import Network
 from cnnexp.network.losses import Loss, Totals, check_loss
 from cnnexp.optimizers import Optimizer
@@ -81,7 +81,8 @@ class LayerwiseProgram:
         self._parameters = ops.to_device(zeros.copy())
         self._gradient = ops.to_device(zeros.copy())
         self._slots = tuple(ops.to_device(zeros.copy()) for _ in optimizer.slots)
-        self._step = 0
+        self._running = ops.to_device(np.zeros(max(network.running_count, 1), np.float32))
+        self._step, self._seed = 0, 0
         self._x = ops.empty((batch_size, *network.input_shape), np.float32)
         self._labels = ops.empty((batch_size,), np.int32)
         self._chain = Chain(ops, network.stages, batch_size, self._x, None)
@@ -92,21 +93,29 @@ class LayerwiseProgram:
         return Split(self._ops.to_device(as_float32(images)), self._ops.to_device(labels.astype(np.int32)))
 
     @_in_scope
-    def train(self, handle: Split, order: np.ndarray, rate: float) -> Totals:
+    def train(self, handle: Split, order: np.ndarray, rate: float, images: np.ndarray | None = None) -> Totals:
+        """As `Program.train`.
+
+        Args:
+            images: places in the data set of the images of `order`, where the handle shows only a part of it.
+        """
         ops, count = self._ops, len(order)
-        order = ops.to_device(np.ascontiguousarray(order, np.int64))
+        order, images = self._places(order, images)
         losses, hits = ops.empty((count,), np.float32), ops.empty((count,), np.uint8)
         for start in range(0, count, self.batch_size):
             batch = slice(start, min(start + self.batch_size, count))
-            self._gradients(handle, order[batch], losses[batch], hits[batch])
+            self._gradients(handle, order[batch], images[batch], losses[batch], hits[batch])
             self._apply(rate)
         return _totals(ops.to_host(losses), ops.to_host(hits))
 
     @_in_scope
-    def gradients(self, handle: Split, indices: np.ndarray) -> tuple[Totals, np.ndarray]:
+    def gradients(
+        self, handle: Split, indices: np.ndarray, images: np.ndarray | None = None
+    ) -> tuple[Totals, np.ndarray]:
+        """As `Program.gradients`; `images` as for `train`."""
         ops, count = self._ops, len(indices)
         losses, hits = ops.empty((count,), np.float32), ops.empty((count,), np.uint8)
-        self._gradients(handle, ops.to_device(np.ascontiguousarray(indices, np.int64)), losses, hits)
+        self._gradients(handle, *self._places(indices, images), losses, hits)
         return _totals(ops.to_host(losses), ops.to_host(hits)), ops.to_host(self._gradient)
 
     @_in_scope
@@ -120,38 +129,44 @@ class LayerwiseProgram:
         scores = np.empty((len(handle), *self.network.output_shape), np.float32)
         for start in range(0, len(handle), self.batch_size):
             batch = slice(start, min(start + self.batch_size, len(handle)))
-            scores[batch] = ops.to_host(self._forward(handle.images[batch]))
+            scores[batch] = ops.to_host(self._chain.forward(self._run(batch.stop - start), handle.images[batch]))
         return scores
 
     @_in_scope
-    def forward(self, handle: Split, indices: np.ndarray) -> np.ndarray:
-        """Return the outputs (N, *output_shape) of at most batch_size images; `backward` goes on from them."""
-        ops = self._ops
+    def forward(self, handle: Split, indices: np.ndarray, trains: bool, images: np.ndarray | None = None) -> np.ndarray:
+        """Return the outputs (N, *output_shape) of at most batch_size images; if it `trains`, `backward` goes on."""
+        places, images = self._places(indices, images)
         x, labels = self._inputs(len(indices))
-        ops.gather(handle.images, handle.labels, ops.to_device(np.ascontiguousarray(indices, np.int64)), x, labels)
-        return ops.to_host(self._forward(x))
+        self._ops.gather(handle.images, handle.labels, places, x, labels)
+        self._begun = self._run(len(indices), trains, images)
+        return self._ops.to_host(self._chain.forward(self._begun, x))
 
     @_in_scope
     def backward(self, d_outputs: np.ndarray) -> np.ndarray:
         """Return the flat gradient, given that of the outputs of the last `forward`, (N, *output_shape)."""
         count = len(d_outputs)
         self._ops.copy(d_outputs, self._chain.gradient(count))
-        self._backward(self._inputs(count)[0])
+        self._chain.backward(self._begun, self._inputs(count)[0], None)
         return self._ops.to_host(self._gradient)
 
     def state(self) -> State:
         to_host = self._ops.to_host
-        slots = {name: to_host(slot) for name, slot in zip(self.optimizer.slots, self._slots, strict=True)}
-        return {"parameters": to_host(self._parameters), "step": np.int64(self._step), **slots}
+        state = {"parameters": to_host(self._parameters), "step": np.int64(self._step)}
+        state |= {name: to_host(slot) for name, slot in zip(self.optimizer.slots, self._slots, strict=True)}
+        if self.network.running:
+            state["running"] = to_host(self._running)
+        if self.network.draws:
+            state["seed"] = np.int64(self._seed)
+        return state
 
     def restore(self, state: State) -> None:
-        size = self.network.parameter_count
-        for name, target in zip(("parameters", *self.optimizer.slots), (self._parameters, *self._slots), strict=True):
-            source = state[name] if name == "parameters" else state.get(name, np.zeros(size, np.float32))
-            if source.shape != (size,):
-                raise CheckpointError(f"state {name!r} has shape {source.shape}, the network needs ({size},)")
-            self._ops.copy(np.ascontiguousarray(source, np.float32), target)
-        self._step = int(state.get("step", 0))
+        whole = complete(state, self.network, self.optimizer)
+        targets = dict(zip(self.optimizer.slots, self._slots, strict=True))
+        targets |= {"parameters": self._parameters, "running": self._running}
+        for name, array in whole.items():
+            if name in targets:
+                self._ops.copy(np.ascontiguousarray(array, np.float32), targets[name])
+        self._step, self._seed = int(whole["step"]), int(whole.get("seed", 0))
 
     def synchronize(self) -> None:
         """Wait until all work is done: a copy to the host of what was written last."""
@@ -162,38 +177,39 @@ class LayerwiseProgram:
         self._release = lambda: None
 
     def _warm_up(self) -> None:
-        """Run one step on zeros, so that every kernel is compiled before anything is timed."""
-        zeros = np.zeros((1, *self.network.input_shape), np.float32)
-        self.train(self.load(zeros, np.zeros(1, np.int32)), np.zeros(1, np.int64), 0.0)
+        """Run one step on zeros and look at them, so that every kernel is compiled before anything is timed."""
+        zeros = self.load(np.zeros((1, *self.network.input_shape), np.float32), np.zeros(1, np.int32))
+        self.train(zeros, np.zeros(1, np.int64), 0.0)
+        self.predict(zeros)
         self.restore({"parameters": np.zeros(self.network.parameter_count, np.float32)})
 
-    def _gradients(self, handle: Split, indices: Array, losses: Array, hits: Array) -> None:
+    def _places(self, order: np.ndarray, images: np.ndarray | None) -> tuple[Array, Array]:
+        """Return the places in a handle and in the data set, where the ops want them."""
+        places = self._ops.to_device(np.ascontiguousarray(order, np.int64))
+        return places, places if images is None else self._ops.to_device(np.ascontiguousarray(images, np.int64))
+
+    def _gradients(self, handle: Split, places: Array, images: Array, losses: Array, hits: Array) -> None:
         """Leave the mean gradient of one batch in the flat gradient buffer."""
-        ops, count = self._ops, indices.shape[0]
+        ops, count = self._ops, places.shape[0]
+        run = self._run(count, True, images)
         x, labels = self._inputs(count)
         with self.watch("batch", "gather"):
-            ops.gather(handle.images, handle.labels, indices, x, labels)
-        scores = self._forward(x)
+            ops.gather(handle.images, handle.labels, places, x, labels)
+        scores = self._chain.forward(run, x)
         d_scores = self._chain.gradient(count)
         with self.watch("loss", "forward"):
             ops.loss(self.loss, scores, labels, 1.0 / count, d_scores, losses, hits)
-        self._backward(x)
+        self._chain.backward(run, x, None)
 
     def _apply(self, rate: float) -> None:
         self._step += 1
         with self.watch("parameters", "update"):
             self._update(self._parameters, self._gradient, self._slots, rate, self._step)
 
-    def _forward(self, x: Array) -> Array:
-        """Return the scores of x (N, *input_shape), filling the activation buffers."""
-        return self._chain.forward(self._run(x.shape[0]), x)
-
-    def _backward(self, x: Array) -> None:
-        """Fill the flat gradient buffer, from the last layer's gradient back to the first layer with parameters."""
-        self._chain.backward(self._run(x.shape[0]), x, None)
-
-    def _run(self, count: int) -> Run:
-        return Run(count, self._parameters, self._gradient, self.watch)
+    def _run(self, count: int, trains: bool = False, images: Array = None) -> Run:
+        step = self._step + 1
+        arrays = (self._parameters, self._gradient, self._running)
+        return Run(count, *arrays, trains, self._seed, step, images, self.watch)
 
     def _inputs(self, count: int) -> tuple[Array, Array]:
         """Return the buffers of x (N, *input_shape) and of the labels (N,) of `count` images."""

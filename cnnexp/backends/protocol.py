@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from cnnexp.network import Elementwise, Network, Stage, Window
+from cnnexp.network import BatchNorm2d, Elementwise, Network, Stage, Window
 from cnnexp.network.losses import Loss, Totals
 from cnnexp.optimizers import Optimizer
 
@@ -57,7 +57,10 @@ class Program(Protocol):
         ...
 
     def gradients(self, handle: Any, indices: np.ndarray) -> tuple[Totals, np.ndarray]:
-        """Return the totals and the flat mean gradient (float32) of one batch, at most batch_size images; no update."""
+        """Return the totals and the flat mean gradient (float32) of one batch, at most batch_size images.
+
+        No parameter changes; running averages do, as in the step that this is the first half of.
+        """
         ...
 
     def apply(self, gradient: np.ndarray, rate: float) -> None:
@@ -69,11 +72,15 @@ class Program(Protocol):
         ...
 
     def state(self) -> State:
-        """Return copies: `parameters` (flat float32), `step` (int64 scalar), and a flat array per optimizer slot."""
+        """Return copies: `parameters` (flat float32), `step` (int64 scalar), and a flat array per optimizer slot.
+
+        Where layers keep running averages also `running` (flat float32, see `Network.running`), and where a step draws
+        random numbers `seed` (int64 scalar).
+        """
         ...
 
     def restore(self, state: State) -> None:
-        """Take over a `state()` of any backend; a missing `step` or slot means a fresh one, zero."""
+        """Take over a `state()` of any backend; what is missing is as when a run begins, see `state.complete`."""
         ...
 
     def close(self) -> None:
@@ -187,6 +194,43 @@ class Ops(Protocol):
 
     def add(self, a: Array, b: Array, total: Array) -> None:
         """total = a + b; `total` may be one of them."""
+        ...
+
+    def dropout(self, x: Array, images: Array, key: int, rate: float, y: Array) -> None:
+        """y = x / (1 - rate) where `noise.keeps(key, rate, images, D)`, else 0; of a gradient likewise. y (N, ...)."""
+        ...
+
+    def batch_norm(
+        self,
+        layer: BatchNorm2d,
+        x: Array,
+        w: Array,
+        b: Array,
+        mean: Array,
+        variance: Array,
+        y: Array,
+        saved: Array,
+    ) -> None:
+        """y = (x - m) / sqrt(v + epsilon) * w + b, m and v the mean and variance of a channel over the batch.
+
+        x, y (N,H,W,C), all else (C,). The running averages `mean` and `variance` move towards m and v, by `momentum`;
+        v as the unbiased estimate there.
+        """
+        ...
+
+    def batch_norm_predict(
+        self, layer: BatchNorm2d, x: Array, w: Array, b: Array, mean: Array, variance: Array, y: Array
+    ) -> None:
+        """y = (x - mean) / sqrt(variance + epsilon) * w + b, with the running averages."""
+        ...
+
+    def batch_norm_backward(
+        self, x: Array, w: Array, dy: Array, saved: Array, dx: Array | None, dw: Array, db: Array
+    ) -> None:
+        """With n = (x - m) / sqrt(v + epsilon): db = sum of dy, dw = sum of dy * n, both over all but the channels.
+
+        dx = w / sqrt(v + epsilon) * (dy - mean(dy) - n * mean(dy * n)).
+        """
         ...
 
     def linear(self, x: Array, w: Array, b: Array | None, y: Array) -> None:

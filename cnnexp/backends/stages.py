@@ -13,7 +13,9 @@ import numpy as np
 from cnnexp.backends.protocol import Array, Ops
 from cnnexp.network import (
     AvgPool2d,
+    BatchNorm2d,
     Conv2d,
+    Dropout,
     Elementwise,
     Flatten,
     GlobalAvgPool,
@@ -22,6 +24,7 @@ from cnnexp.network import (
     Residual,
     Stage,
 )
+from cnnexp.network.noise import layer_key
 
 Watch = Callable[[str, str], AbstractContextManager]
 """Makes the context in which a pass of a layer runs, e.g. ("conv1", "backward"): where a profiler puts its clock."""
@@ -41,12 +44,25 @@ class Run:
     Attributes:
         count: images in the batch.
         parameters, gradient: flat float32.
+        running: flat float32, the running averages.
+        trains: whether it is a step of training, not `predict`.
+        seed, step: what random numbers follow from; steps count from 1.
+        images: int64 (N,), the images' places in the data set, where the ops want them; None in `predict`.
     """
 
     count: int
     parameters: Array
     gradient: Array
+    running: Array = None
+    trains: bool = False
+    seed: int = 0
+    step: int = 0
+    images: Array = None
     watch: Watch = unwatched
+
+    def key(self, stage: Stage) -> int:
+        """Return the key of a layer's random numbers in this step."""
+        return layer_key(self.seed, self.step, stage.name)
 
 
 class Chain:
@@ -142,6 +158,13 @@ class _View(_Step):
         """Do nothing: dx is a view of dy's buffer."""
 
 
+class _Dropout(_Leaf):
+    """A Dropout, which outside training is not there."""
+
+    def forward(self, run, x, y):
+        return super().forward(run, x, y) if run.trains else x
+
+
 class _Branch(_Step):
     """A Residual: its layers' last gradient is its own, to which the way past them adds."""
 
@@ -164,7 +187,7 @@ class _Branch(_Step):
                 self._ops.add(dx, dy, dx)
 
 
-_STEPS: dict[type, type[_Leaf | _View | _Branch]] = {Flatten: _View, Residual: _Branch}
+_STEPS: dict[type, type[_Leaf | _View | _Branch]] = {Flatten: _View, Dropout: _Dropout, Residual: _Branch}
 
 
 def forward_stage(ops: Ops, stage: Stage, run: Run, x: Array, y: Array, saved: Array) -> None:
@@ -183,6 +206,14 @@ def forward_stage(ops: Ops, stage: Stage, run: Run, x: Array, y: Array, saved: A
             ops.avg_pool(x, stage.window, _one_pixel(y))
         case Linear():
             ops.linear(x, weight, bias, y)
+        case Dropout(rate):
+            ops.dropout(x, run.images, run.key(stage), rate, y)
+        case BatchNorm2d():
+            mean, variance = (average.view(run.running) for average in stage.running)
+            if run.trains:
+                ops.batch_norm(stage.layer, x, weight, bias, mean, variance, y, saved)
+            else:
+                ops.batch_norm_predict(stage.layer, x, weight, bias, mean, variance, y)
         case Flatten() | Residual():
             raise TypeError(f"{stage.name}: is made of views and other layers; `Chain` runs it")
         case _:
@@ -208,6 +239,10 @@ def backward_stage(
             ops.avg_pool_backward(_one_pixel(dy), stage.window, dx)
         case Linear():
             ops.linear_backward(x, weight, dy, dx, dw, db)
+        case Dropout(rate):
+            ops.dropout(dy, run.images, run.key(stage), rate, dx)
+        case BatchNorm2d():
+            ops.batch_norm_backward(x, weight, dy, saved, dx, dw, db)
         case Flatten() | Residual():
             raise TypeError(f"{stage.name}: is made of views and other layers; `Chain` runs it")
         case _:

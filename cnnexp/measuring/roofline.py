@@ -16,7 +16,9 @@ import threadpoolctl
 
 from cnnexp.network import (
     AvgPool2d,
+    BatchNorm2d,
     Conv2d,
+    Dropout,
     Elementwise,
     Flatten,
     GlobalAvgPool,
@@ -58,6 +60,11 @@ def work_per_image(stage: Stage, what: str, batch_size: int, needs_dx: bool = Tr
         case Elementwise():
             per_element = 1 if isinstance(layer, ReLU | LeakyReLU) else FUNCTION_FLOPS
             return per_element * x, BYTES * (2 if forward else 3) * x
+        case Dropout():
+            return x, BYTES * 2 * x
+        case BatchNorm2d():
+            # the mean, the variance and the result, or two sums and dx: each reads x again, as caches do not hold it
+            return (7 if forward else 9) * x, BYTES * (4 if forward else 7) * x
         case Residual():
             return x, BYTES * 3 * x  # its sum alone: the layers in it are timed for themselves
         case Flatten():

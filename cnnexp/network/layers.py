@@ -81,6 +81,35 @@ class Linear:
 
 
 @dataclass(frozen=True)
+class Dropout:
+    """In training, zero each number with probability `rate` and divide the others by 1 - rate (Srivastava et al. 2014).
+
+    See `noise` for which. In `predict` it does nothing.
+
+    Attributes:
+        rate: 0 <= rate < 1.
+    """
+
+    rate: float = 0.5
+
+
+@dataclass(frozen=True)
+class BatchNorm2d:
+    """Normalize every channel of an image, then scale and shift it (Ioffe and Szegedy 2015, algorithms 1 and 2).
+
+    Training takes mean and variance of the batch, and leaves a running average of both, of the variance the unbiased
+    one, as PyTorch does; `predict` takes those. Workers each take those of their own share of the batch.
+
+    Attributes:
+        momentum: weight of the newest batch in the running averages, 0 < momentum <= 1.
+        epsilon: added to the variance, > 0.
+    """
+
+    momentum: float = 0.1
+    epsilon: float = 1e-5
+
+
+@dataclass(frozen=True)
 class Residual:
     """x + f(x), f being `layers` one after another, which give back the shape that they take (He et al. 2016)."""
 
@@ -90,12 +119,14 @@ class Residual:
         object.__setattr__(self, "layers", tuple(self.layers))
 
 
-Layer = Conv2d | Elementwise | MaxPool2d | AvgPool2d | GlobalAvgPool | Flatten | Linear | Residual
+Layer = (
+    Conv2d | Elementwise | MaxPool2d | AvgPool2d | GlobalAvgPool | Flatten | Linear | Dropout | BatchNorm2d | Residual
+)
 """What stands in a network. Who matches on layers matches on all of these: mypy holds it by `assert_never`."""
 
 _KINDS: tuple[type[Layer], ...] = (
     *(Conv2d, ReLU, LeakyReLU, Sigmoid, Tanh, GELU),
-    *(MaxPool2d, AvgPool2d, GlobalAvgPool, Flatten, Linear, Residual),
+    *(MaxPool2d, AvgPool2d, GlobalAvgPool, Flatten, Linear, Dropout, BatchNorm2d, Residual),
 )
 LAYERS: Registry[Layer] = Registry("layer", {cls.__name__: cls for cls in _KINDS})
 """By the name that a config gives, the class's own; a plugin may add elementwise layers."""

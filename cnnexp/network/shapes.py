@@ -18,7 +18,9 @@ from cnnexp.network.elementwise import Elementwise
 from cnnexp.network.layers import (
     LAYERS,
     AvgPool2d,
+    BatchNorm2d,
     Conv2d,
+    Dropout,
     Flatten,
     GlobalAvgPool,
     Layer,
@@ -41,12 +43,14 @@ class Parameter:
         shape: Conv2d weight (K, K, C, F), Linear weight (D, O), bias (F,) or (O,).
         offset: index of its first element in the flat buffer.
         fan_in: inputs that feed one output of the layer; bounds the initial values.
+        start: the initial value of all its elements; None where they are drawn.
     """
 
     name: str
     shape: Shape
     offset: int
     fan_in: int
+    start: float | None = None
 
     @property
     def size(self) -> int:
@@ -93,7 +97,8 @@ class Stage:
         name: kind and ordinal, e.g. `conv1`, `relu2`, `linear1`, and `residual1.conv1` of a layer inside another.
         input_shape, output_shape: without the number of images.
         window: of a convolution or pooling layer, else None.
-        weight, bias: its parameters, or None.
+        weight, bias: its parameters, or None; a BatchNorm2d's scale and shift.
+        running: of a BatchNorm2d, the mean and the variance of every channel in the flat buffer of running averages.
         stages: of the layers that it holds, first to last.
     """
 
@@ -104,6 +109,7 @@ class Stage:
     window: Window | None = None
     weight: Parameter | None = None
     bias: Parameter | None = None
+    running: tuple[Parameter, ...] = ()
     stages: tuple[Stage, ...] = ()
 
     @property
@@ -167,16 +173,50 @@ class Network:
     def parameter_count(self) -> int:
         return sum(p.size for p in self.parameters)
 
+    @property
+    def running(self) -> tuple[Parameter, ...]:
+        """The running averages of its layers, e.g. `batchnorm1.mean`, in their order in a flat buffer of their own."""
+        return tuple(average for stage in walk(self.stages) for average in stage.running)
+
+    @property
+    def running_count(self) -> int:
+        return sum(average.size for average in self.running)
+
+    @property
+    def draws(self) -> bool:
+        """Whether a training step draws random numbers."""
+        return any(isinstance(stage.layer, Dropout) for stage in walk(self.stages))
+
+    def initial_state(self, seed: int) -> dict[str, np.ndarray]:
+        """Return what a run begins with, as `Program.restore` takes it.
+
+        `parameters`; `running`, where layers keep running averages; `seed`, where a step draws random numbers.
+        """
+        state = {"parameters": self.initial_parameters(seed)}
+        if self.running:
+            state["running"] = self.initial_running()
+        if self.draws:
+            state["seed"] = np.asarray(seed, np.int64)
+        return state
+
+    def initial_running(self) -> np.ndarray:
+        """Return the flat float32 running averages of a run that begins: means 0, variances 1."""
+        flat = np.empty(self.running_count, np.float32)
+        for average in self.running:
+            average.view(flat)[...] = average.start
+        return flat
+
     def initial_parameters(self, seed: int) -> np.ndarray:
         """Draw the flat float32 parameters, U(-1/sqrt(fan_in), 1/sqrt(fan_in)): PyTorch's rule for these layers.
 
-        The draw depends on the seed and the shapes alone, so it is the same on every backend.
+        Scales of a BatchNorm2d are 1 and shifts 0. The draw depends on the seed and the shapes alone, so it is the same
+        on every backend.
         """
         rng = np.random.default_rng(seed)
         flat = np.empty(self.parameter_count, np.float32)
         for p in self.parameters:
             bound = 1.0 / math.sqrt(p.fan_in)
-            p.view(flat)[...] = rng.uniform(-bound, bound, p.shape)
+            p.view(flat)[...] = rng.uniform(-bound, bound, p.shape) if p.start is None else p.start
         return flat
 
 
@@ -211,7 +251,7 @@ class _Builder:
     """Puts layers in their places, giving out the room in the flat buffer as it goes."""
 
     def __init__(self) -> None:
-        self._offset = 0
+        self._offset, self._running_offset = 0, 0
 
     def stages(
         self, layers: tuple[Layer, ...], shape: Shape, position: str = "", prefix: str = ""
@@ -260,6 +300,16 @@ class _Builder:
                 return Stage(layer, name, shape, (features,), None, *weights)
             case Elementwise():
                 return Stage(layer, name, shape, shape)
+            case Dropout(rate):
+                _check_number(where, "rate", rate, 0 <= rate < 1, ">= 0 and < 1")
+                return Stage(layer, name, shape, shape)
+            case BatchNorm2d(momentum, epsilon):
+                _need_image(where, shape, "BatchNorm2d")
+                _check_number(where, "momentum", momentum, 0 < momentum <= 1, "> 0 and <= 1")
+                _check_number(where, "epsilon", epsilon, 0 < epsilon < math.inf, "> 0")
+                scale, shift = (self._take(f"{name}.{of}", shape[2:], 1, start) for of, start in _SCALE_AND_SHIFT)
+                running = tuple(self._keep(f"{name}.{of}", shape[2:], start) for of, start in _MEAN_AND_VARIANCE)
+                return Stage(layer, name, shape, shape, None, scale, shift, running)
             case Residual(layers):
                 if not layers:
                     raise NetworkError(f"{where}: Residual holds no layers; give it at least one")
@@ -277,10 +327,19 @@ class _Builder:
         weight = self._take(f"{name}.weight", shape, fan_in)
         return weight, self._take(f"{name}.bias", shape[-1:], fan_in) if has_bias else None
 
-    def _take(self, name: str, shape: Shape, fan_in: int) -> Parameter:
-        parameter = Parameter(name, shape, self._offset, fan_in)
+    def _take(self, name: str, shape: Shape, fan_in: int, start: float | None = None) -> Parameter:
+        parameter = Parameter(name, shape, self._offset, fan_in, start)
         self._offset += parameter.size
         return parameter
+
+    def _keep(self, name: str, shape: Shape, start: float) -> Parameter:
+        average = Parameter(name, shape, self._running_offset, 1, start)
+        self._running_offset += average.size
+        return average
+
+
+_SCALE_AND_SHIFT = (("weight", 1.0), ("bias", 0.0))
+_MEAN_AND_VARIANCE = (("mean", 0.0), ("variance", 1.0))
 
 
 def _slide_pool(where: str, shape: Shape, pool: int, stride: int, padding: str | int) -> tuple[Window, Shape]:
@@ -334,6 +393,11 @@ def _check_whole(where: str, **values: object) -> None:
     for key, value in values.items():
         if not _whole(value, 1):
             raise NetworkError(f"{where}: {key}={value!r}; must be a whole number >= 1")
+
+
+def _check_number(where: str, key: str, value: object, legal: bool, description: str) -> None:
+    if isinstance(value, bool) or not legal:
+        raise NetworkError(f"{where}: {key}={value!r}; must be {description}")
 
 
 def _whole(value: object, least: int) -> bool:

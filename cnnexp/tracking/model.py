@@ -43,7 +43,7 @@ class Classifier:
         trained = checkpoint.load(path, history=False)
         try:
             network, self._loss = checkpoint.rebuild(trained.training)
-            parameters = trained.state["parameters"]
+            state = {name: trained.state[name] for name in network.initial_state(0)}
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"checkpoint {path}: holds no network: {error}") from error
         outputs = 2 if self._loss is Loss.BINARY_CROSS_ENTROPY else network.output_shape[0]
@@ -51,7 +51,7 @@ class Classifier:
         self.classes: tuple[str, ...] = tuple(trained.about.get("classes", map(str, range(outputs))))
         self.pixels: str = trained.about.get("pixels", "uint8")
         self._program = backend.compile(network, self._loss, SGD(), BATCH_SIZE)
-        self._program.restore({"parameters": parameters})
+        self._program.restore(state)
 
     def predict(self, images: np.ndarray, params: Mapping[str, Any] | None = None) -> np.ndarray:
         """Return the probability of each class, float32 (N, classes).

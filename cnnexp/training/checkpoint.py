@@ -337,10 +337,11 @@ def _decode(content: bytes, history: Path | None) -> Checkpoint:
 def _check_state(state: Mapping[str, np.ndarray]) -> None:
     parameters = state["parameters"]
     for name, array in state.items():
-        if name == "step":
-            legal = array.shape == () and array.dtype == np.int64 and array >= 0
+        if name in ("step", "seed"):
+            legal = array.shape == () and array.dtype == np.int64 and (name == "seed" or array >= 0)
         else:
-            legal = array.ndim == 1 and array.dtype == np.float32 and array.shape == parameters.shape
+            legal = array.ndim == 1 and array.dtype == np.float32
+            legal = legal and (name == "running" or array.shape == parameters.shape)
         if not legal:
             raise ValueError(f"{name} is {array.dtype} of shape {array.shape}")
 

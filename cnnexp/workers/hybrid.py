@@ -12,8 +12,9 @@ import numpy as np
 from cnnexp.backends.layerwise import LayerwiseProgram
 from cnnexp.backends.plain.numpy import NumpyOps, one_blas_thread
 from cnnexp.errors import ConfigError
-from cnnexp.network import Elementwise, Flatten, Layer, Linear, Network, Parameter, Stage
+from cnnexp.network import Dropout, Elementwise, Flatten, Layer, Linear, Network, Parameter, Stage
 from cnnexp.network.losses import FUNCTIONS, Loss, Totals
+from cnnexp.network.noise import layer_key
 from cnnexp.optimizers import Optimizer
 from cnnexp.workers.collective import Collective, share, shares
 from cnnexp.workers.replica import NOTHING, Loaded, Replica, Spec
@@ -61,7 +62,7 @@ class HybridReplica(Replica):
         for start in range(0, count, self.batch_size):
             batch = np.arange(start, min(start + self.batch_size, count))
             with one_blas_thread():
-                scores[batch] = self._forward(self._splits[handle], batch)
+                scores[batch] = self._forward(self._splits[handle], batch, trains=False)
         return scores
 
     def state(self):
@@ -70,17 +71,19 @@ class HybridReplica(Replica):
         return {
             name: np.concatenate([array, head.whole(parts[name])]) if name in parts else array
             for name, array in state.items()
-        }
+        } | ({"seed": np.int64(head.seed)} if self.network.draws else {})
 
     def restore(self, state):
         shared, head = self._shared, self._head
-        self.program.restore({name: array[:shared] if array.ndim else array for name, array in state.items()})
+        flat = ("parameters", *self.program.optimizer.slots)
+        features = {name: array[:shared] if name in flat else array for name, array in state.items()}
+        self.program.restore(features)
         zeros = np.zeros(self.network.parameter_count, np.float32)
         for name, part in zip(
             ("parameters", *self.program.optimizer.slots), (head.parameters, *head.slots), strict=True
         ):
             part[:] = head.own(state.get(name, zeros)[shared:])
-        head.step = int(state.get("step", 0))
+        head.step, head.seed = int(state.get("step", 0)), int(state.get("seed", 0))
 
     def _train(self, split, order, rate):
         totals = NOTHING
@@ -91,18 +94,19 @@ class HybridReplica(Replica):
             totals += batch_totals
         return totals
 
-    def _forward(self, split: Loaded, batch: np.ndarray) -> np.ndarray:
+    def _forward(self, split: Loaded, batch: np.ndarray, trains: bool) -> np.ndarray:
         """Return the scores (N, O) of a batch, on every worker."""
         mine = batch[share(len(batch), self.collective.size, self.collective.rank)]
         width = self.program.network.output_shape[0]
-        rows = self.program.forward(split.whole, mine) if len(mine) else np.empty((0, width), np.float32)
+        rows = self.program.forward(split.whole, mine, trains) if len(mine) else np.empty((0, width), np.float32)
         sizes = [count * width for count in shares(len(batch), self.collective.size)]
-        return self._head.forward(self.collective.all_gather(rows.ravel(), sizes).reshape(len(batch), width))
+        x = self.collective.all_gather(rows.ravel(), sizes).reshape(len(batch), width)
+        return self._head.forward(x, batch if trains else None)
 
     def _compute(self, split: Loaded, batch: np.ndarray) -> tuple[Totals, np.ndarray]:
         """Return the totals of a batch and the features' gradient; leave the columns' gradient in the head."""
         count, mine = len(batch), share(len(batch), self.collective.size, self.collective.rank)
-        scores, labels = self._forward(split, batch), split.labels[batch]
+        scores, labels = self._forward(split, batch, trains=True), split.labels[batch]
         d_scores, losses, hits = np.empty_like(scores), np.empty(count, np.float32), np.empty(count, np.uint8)
         FUNCTIONS[self.loss](scores, labels, np.float32(1 / count), d_scores, losses, hits)
         d_rows = self._head.backward(d_scores)[mine]
@@ -122,6 +126,7 @@ class Head:
     Attributes:
         parameters, gradient, slots: flat float32, this worker's columns only, layer after layer.
         step: optimizer steps taken.
+        seed: of the random numbers that layers draw.
     """
 
     def __init__(self, network: Network, optimizer: Optimizer, first: int, collective: Collective) -> None:
@@ -131,7 +136,8 @@ class Head:
         size = self._sizes[collective.rank]
         self.parameters, self.gradient = np.zeros(size, np.float32), np.zeros(size, np.float32)
         self.slots = tuple(np.zeros(size, np.float32) for _ in optimizer.slots)
-        self.step = 0
+        self.step, self.seed = 0, 0
+        self._images: np.ndarray | None = None
         self._inputs: list[np.ndarray] = []
 
     def own(self, whole: np.ndarray) -> np.ndarray:
@@ -150,9 +156,13 @@ class Head:
                 everyone.view(flat)[..., columns] = owned.view(part)
         return flat
 
-    def forward(self, x: np.ndarray) -> np.ndarray:
-        """Return the scores (N, O) of the features x (N, D); both are the same on every worker."""
-        self._inputs = [x]
+    def forward(self, x: np.ndarray, images: np.ndarray | None) -> np.ndarray:
+        """Return the scores (N, O) of the features x (N, D); both are the same on every worker.
+
+        Args:
+            images: their places in the data set, in a step of training; else None.
+        """
+        self._inputs, self._images = [x], images
         for stage, (w, b) in zip(self._stages, self._views(self.parameters), strict=True):
             match stage.layer:
                 case Linear():
@@ -161,6 +171,8 @@ class Head:
                     y = np.empty_like(x)
                     _OPS.elementwise(stage.layer, x, y)
                     x = y
+                case Dropout(rate):
+                    x = self._drop(stage, rate, x)
                 case Flatten():
                     pass  # x is flat already
                 case layer:
@@ -181,12 +193,21 @@ class Head:
                     self._collective.all_reduce(dx.reshape(-1))
                 case Elementwise():
                     _OPS.elementwise_backward(stage.layer, x, y, dy, dx)
+                case Dropout(rate):
+                    dx = self._drop(stage, rate, dy)
                 case Flatten():
                     dx = dy
                 case layer:
                     raise _no_part(layer)
             dy = dx
         return dy
+
+    def _drop(self, stage: Stage, rate: float, x: np.ndarray) -> np.ndarray:
+        if self._images is None:
+            return x
+        y = np.empty_like(x)
+        _OPS.dropout(x, self._images, layer_key(self.seed, self.step + 1, stage.name), rate, y)
+        return y
 
     def apply(self, rate: float) -> None:
         """Take one optimizer step with the gradient that `backward` left."""
@@ -219,7 +240,7 @@ def first_linear(network: Network, workers: int) -> int:
             "workers.sync=hybrid: needs convolutions followed by linear layers; use workers.sync=gradients"
         )
     for stage in network.stages[first:]:
-        if not isinstance(stage.layer, Linear | Elementwise | Flatten):
+        if not isinstance(stage.layer, Linear | Elementwise | Dropout | Flatten):
             raise _no_part(stage.layer)
         if isinstance(stage.layer, Linear) and stage.layer.features < workers:
             raise ConfigError(

@@ -1,7 +1,9 @@
 """One worker's part in training: what every worker runs, at the same time, with its own share of the images.
 
 All three ways make every worker end each exchange with the same parameters, bit for bit, since each sum is formed once
-and sent to all. Shares may be unequal, and empty where a short last batch has fewer images than there are workers.
+and sent to all. Where layers keep running averages (BatchNorm2d), each worker's are of its own images, and are averaged
+at the end of every call of `train`. Shares may be unequal, and empty where a short last batch has fewer images than
+there are workers.
 """
 
 from __future__ import annotations
@@ -85,6 +87,8 @@ class Replica:
         """As `Program.train`; the totals are of all workers."""
         started, communicated = time.perf_counter(), self.collective.seconds
         totals = self._train(self._splits[handle], order, rate)
+        if self.program.network.running:
+            self._average_running()
         self._train_s += time.perf_counter() - started
         self._communicate_s += self.collective.seconds - communicated
         return totals
@@ -144,6 +148,13 @@ class Replica:
 
     def _train(self, split: Loaded, order: np.ndarray, rate: float) -> Totals:
         raise NotImplementedError
+
+    def _average_running(self) -> None:
+        """Give every worker the mean of all workers' running averages: each has seen its own images alone."""
+        state = self.program.state()
+        mean = state["running"] / np.float32(self.collective.size)
+        self.collective.all_reduce(mean)
+        self.program.restore({**state, "running": mean})
 
     def _gradients(self, split: Loaded, batch: np.ndarray) -> Totals:
         """Leave the mean gradient of a batch over all workers in the buffer; the totals travel with it."""
@@ -222,11 +233,12 @@ class ParameterReplica(Replica):
     def _average(self) -> None:
         rank, (steps, images) = self.collective.rank, self._since
         state = self.program.state()
-        step = int(state.pop("step")) + int(steps.max() - steps[rank])
-        flat = np.concatenate(list(state.values())) * np.float32(images[rank] / images.sum())
+        state["step"] = np.int64(int(state["step"]) + int(steps.max() - steps[rank]))
+        arrays = {name: array for name, array in state.items() if array.ndim}
+        flat = np.concatenate(list(arrays.values())) * np.float32(images[rank] / images.sum())
         self.collective.all_reduce(flat)
-        parts = np.split(flat, len(state))
-        self.program.restore({"step": np.int64(step), **dict(zip(state, parts, strict=True))})
+        parts = np.split(flat, np.cumsum([array.size for array in arrays.values()])[:-1])
+        self.program.restore({**state, **dict(zip(arrays, parts, strict=True))})
         self._since[:] = 0
 
     def _begin_epoch(self) -> None:

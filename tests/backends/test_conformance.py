@@ -13,7 +13,9 @@ from cnnexp.errors import BackendUnavailable, CheckpointError, ConfigError, Netw
 from cnnexp.network import (
     GELU,
     AvgPool2d,
+    BatchNorm2d,
     Conv2d,
+    Dropout,
     Flatten,
     GlobalAvgPool,
     LeakyReLU,
@@ -40,6 +42,10 @@ def backend(request):
         pytest.skip(str(error))
 
 
+BLOCK = (
+    *(Conv2d(4, 3, padding="same", bias=False), BatchNorm2d(), ReLU()),
+    *(Conv2d(4, 3, padding="same", bias=False), BatchNorm2d()),
+)
 NETWORKS = {
     "one_conv": ((8, 8, 1), (Conv2d(4, 3), ReLU(), MaxPool2d(2), Flatten(), Linear(5))),
     "two_conv_mlp": (
@@ -91,6 +97,29 @@ NETWORKS = {
         (
             *(Conv2d(4, 2), ReLU(), MaxPool2d(3, padding="floor")),
             *(Conv2d(4, 1, 2, "floor"), ReLU(), MaxPool2d(1), Flatten(), Linear(3)),
+        ),
+    ),
+    "dropout": (
+        (4, 3, 2),
+        (
+            *(Dropout(0.2), Conv2d(3, 2), Dropout(0.5), ReLU(), Flatten()),
+            *(Dropout(0.1), Linear(6), Residual((Dropout(0.7), Linear(6))), Dropout(0.0), Linear(3)),
+        ),
+    ),
+    "batch_norm": (
+        (5, 4, 2),
+        (
+            *(Conv2d(3, 2, bias=False), BatchNorm2d(), ReLU(), Conv2d(4, 2), BatchNorm2d(0.5, 1e-2), Tanh()),
+            *(BatchNorm2d(1.0), Flatten(), Linear(3)),
+        ),
+    ),
+    "batch_norm_first": ((3, 3, 2), (BatchNorm2d(), Conv2d(3, 2), GlobalAvgPool(), Linear(3))),
+    "residual_network": (
+        (6, 6, 3),
+        (
+            *(Conv2d(4, 3, padding="same", bias=False), BatchNorm2d(), ReLU(), Residual(BLOCK), ReLU()),
+            *(Conv2d(4, 3, 2, "same", bias=False), BatchNorm2d(), ReLU(), Residual(BLOCK), ReLU()),
+            *(GlobalAvgPool(), Dropout(0.2), Linear(5)),
         ),
     ),
     "residual": (
@@ -239,6 +268,8 @@ plain_image_layers = st.one_of(
     st.builds(MaxPool2d, sides, st.one_of(st.none(), sides), pool_paddings),
     st.builds(AvgPool2d, sides, st.one_of(st.none(), sides), pool_paddings),
     elementwise,
+    st.builds(BatchNorm2d, st.sampled_from([0.1, 1.0])),
+    st.just(Dropout(0.3)),
 )
 
 
@@ -253,7 +284,9 @@ def residuals(draw, layers, shape_keeping):
 
 same_convolutions = st.builds(Conv2d, st.integers(1, 3), sides, st.just(1), st.just("same"), st.booleans())
 image_layers = st.one_of(plain_image_layers, residuals(same_convolutions, elementwise | same_convolutions))
-plain_flat_layers = st.one_of(st.builds(Linear, st.integers(1, 9), st.booleans()), elementwise, st.just(Flatten()))
+plain_flat_layers = st.one_of(
+    st.builds(Linear, st.integers(1, 9), st.booleans()), elementwise, st.just(Flatten()), st.just(Dropout(0.4))
+)
 flat_layers = st.one_of(plain_flat_layers, residuals(plain_flat_layers, elementwise | plain_flat_layers))
 
 

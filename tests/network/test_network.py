@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from cnnexp.errors import NetworkError
 from cnnexp.network import (
     AvgPool2d,
+    BatchNorm2d,
     Conv2d,
+    Dropout,
     Flatten,
     GlobalAvgPool,
     LeakyReLU,
@@ -171,6 +173,12 @@ def test_multiply_adds():
             r"layer 0 \(residual1\): Residual adds its input, \(8, 8, 4\), to .*, \(6, 6, 4\); they must give back",
         ),
         (IMAGE, (Residual((Flatten(), Conv2d(1))),), r"layer 0.1 \(residual1.conv1\): Conv2d needs an image"),
+        (IMAGE, (Dropout(1.0), Flatten(), Linear(1)), r"layer 0 \(dropout1\): rate=1.0; must be >= 0 and < 1"),
+        (IMAGE, (Dropout(-0.1), Flatten(), Linear(1)), r"rate=-0.1; must be >= 0 and < 1"),
+        (IMAGE, (Dropout(False), Flatten(), Linear(1)), r"rate=False; must be"),
+        (IMAGE, (BatchNorm2d(0), Flatten(), Linear(1)), r"layer 0 \(batchnorm1\): momentum=0; must be > 0 and <= 1"),
+        (IMAGE, (BatchNorm2d(0.1, 0.0),), r"epsilon=0.0; must be > 0"),
+        ((4,), (BatchNorm2d(), Linear(1)), r"BatchNorm2d needs an image .* but gets \(4,\)"),
         (IMAGE, (Residual(()),), r"Residual holds no layers"),
         ((4,), (GlobalAvgPool(), Linear(1)), r"GlobalAvgPool needs an image .* but gets \(4,\)"),
         (IMAGE, ("Conv2d",), r"'Conv2d' is not a layer; legal: Conv2d, ReLU"),
@@ -189,6 +197,23 @@ def test_initial_parameters_depend_on_the_seed_alone():
     assert first.dtype == np.float32
     assert np.array_equal(first, network.initial_parameters(1))
     assert not np.array_equal(first, network.initial_parameters(2))
+
+
+def test_a_run_begins_with_a_whole_state():
+    plain = Network(IMAGE, (Flatten(), Linear(2)))
+    assert plain.initial_state(3).keys() == {"parameters"}
+    inner = Residual((Conv2d(1, 1, bias=False), BatchNorm2d(), Dropout()))
+    network = Network(IMAGE, (BatchNorm2d(), inner, GlobalAvgPool(), Linear(2, bias=False)))
+    state = network.initial_state(3)
+    assert state.keys() == {"parameters", "running", "seed"}
+    assert state["seed"] == 3
+    assert [average.name for average in network.running] == [
+        "batchnorm1.mean", "batchnorm1.variance", "residual1.batchnorm1.mean", "residual1.batchnorm1.variance",
+    ]  # fmt: skip
+    assert state["running"].tolist() == [0, 1, 0, 1]
+    named = {parameter.name: parameter.view(state["parameters"]).tolist() for parameter in network.parameters}
+    assert named["batchnorm1.weight"] == named["residual1.batchnorm1.weight"] == [1]
+    assert named["batchnorm1.bias"] == [0]
 
 
 def test_initial_parameters_fill_pytorchs_range():

@@ -10,6 +10,7 @@ from cnnexp import SGD, Adam, Constant, Conv2d, Cosine, Flatten, Linear, Loss, N
 from cnnexp.backends import backend_class
 from cnnexp.datasets import Dataset, Split
 from cnnexp.errors import CheckpointError
+from cnnexp.network import BatchNorm2d, Dropout
 from cnnexp.training.checkpoint import Checkpoint, Keeper, check_same, describe, find, list_checkpoints, load
 
 NETWORK = Network((6, 6, 1), (Conv2d(2, 3), ReLU(), Flatten(), Linear(3)))
@@ -211,12 +212,16 @@ def test_another_training_is_refused_and_what_differs_is_named(changed, message)
     assert str(error.value).count(", the checkpoint's") == 1
 
 
-@pytest.mark.parametrize("optimizer", [SGD(lr=0.1, momentum=0.9), Adam()])
-def test_a_resumed_run_ends_bit_identical_to_one_never_stopped(tmp_path, optimizer):
-    def compiled():
-        return backend_class("numpy")().compile(NETWORK, Loss.SOFTMAX_CROSS_ENTROPY, optimizer, 8)
+DRAWING = Network((6, 6, 1), (Conv2d(2, 3), BatchNorm2d(), Dropout(0.3), Flatten(), Linear(3)))
 
-    start = {"parameters": NETWORK.initial_parameters(0)}
+
+@pytest.mark.parametrize("network", [NETWORK, DRAWING], ids=["plain", "drawing"])
+@pytest.mark.parametrize("optimizer", [SGD(lr=0.1, momentum=0.9), Adam()])
+def test_a_resumed_run_ends_bit_identical_to_one_never_stopped(tmp_path, network, optimizer):
+    def compiled():
+        return backend_class("numpy")().compile(network, Loss.SOFTMAX_CROSS_ENTROPY, optimizer, 8)
+
+    start = network.initial_state(3)
     unbroken = compiled()
     unbroken.restore(start)
     list(train_epochs(unbroken, dataset(), 4, seed=5))

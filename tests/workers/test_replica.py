@@ -7,6 +7,7 @@ from thread_group import Group
 from cnnexp import SGD, Adam, Conv2d, Flatten, Linear, Loss, MaxPool2d, Network, OneConv, ReLU, TwoConvMlp
 from cnnexp.backends import backend_class
 from cnnexp.errors import ConfigError
+from cnnexp.network import BatchNorm2d, Dropout
 from cnnexp.network.losses import Totals
 from cnnexp.training.loop import epoch_order
 from cnnexp.workers.collective import share, shares
@@ -55,6 +56,50 @@ def test_shares_cover_everything_once_and_differ_by_at_most_one(count, size):
     np.testing.assert_array_equal(np.concatenate(parts), np.arange(count))
     assert [len(part) for part in parts] == shares(count, size)
     assert max(shares(count, size)) - min(shares(count, size)) <= 1
+
+
+def layered(*layers, sync="gradients", period=None):
+    network = Network((6, 6, 1), (Conv2d(3, 3), *layers, Flatten(), Dropout(0.2), Linear(10), Dropout(0.3), Linear(10)))
+    return Spec(backend_class("numpy")(), network, SOFTMAX, SGD(lr=0.05), 8, sync, period)
+
+
+@pytest.mark.parametrize(("sync", "period"), [("gradients", None), ("hybrid", None), ("parameters", 1)])
+def test_what_dropout_drops_does_not_depend_on_the_workers(sync, period):
+    case, data, order = layered(Dropout(0.4), sync=sync, period=period), images(24, side=6), np.arange(24)
+    start = case.network.initial_state(11)
+    program = case.compile(case.batch_size)
+    program.restore(start)
+    totals = program.train(program.load(*data), order, 0.05)
+
+    def work(replica, handle):
+        replica.restore(start)
+        return replica.train(handle, order, 0.05), replica.state(), replica.predict(handle)
+
+    for own, state, scores in together(2, case, work, data):
+        assert own.loss == pytest.approx(totals.loss, rel=1e-5)
+        assert state["seed"] == 11
+        assert relative(state["parameters"], program.state()["parameters"]) < 1e-6
+        np.testing.assert_allclose(scores, program.predict(program.load(*data)), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("sync", "period"), [("gradients", None), ("hybrid", None), ("parameters", 2)])
+def test_running_averages_are_averaged_over_the_workers(sync, period):
+    case, data, order = layered(BatchNorm2d(), sync=sync, period=period), images(24, side=6), np.arange(24)
+    start = case.network.initial_state(11)
+
+    def work(replica, handle):
+        replica.restore(start)
+        own = []
+        average = replica._average_running
+        replica._average_running = lambda: (own.append(replica.program.state()["running"]), average())
+        replica.train(handle, order, 0.0)
+        return own[-1], replica.state()["running"]
+
+    (first, averaged), (second, also) = together(2, case, work, data)
+    np.testing.assert_array_equal(averaged, also)
+    np.testing.assert_allclose(averaged, (first + second) / 2, rtol=1e-6)
+    if sync != "parameters":  # there the last average of all was a moment ago
+        assert relative(first, second) > 1e-4
 
 
 @pytest.mark.parametrize("sync", ["gradients", "hybrid"])

@@ -18,7 +18,7 @@ import numpy as np
 from numba import prange
 
 from cnnexp.backends.cache import load_or_compile, signature_of
-from cnnexp.network import Elementwise, Maths
+from cnnexp.network import Elementwise, Maths, noise
 from cnnexp.network.elementwise import fingerprint
 from cnnexp.network.losses import LOG_FLOOR, VARIANCE_FLOOR
 from cnnexp.optimizers import Optimizer
@@ -30,6 +30,7 @@ BLOCKS = 32  # most partial weight gradients of a convolution: bounds their memo
 FEATURES = 128  # features of a linear layer that one task sums gradients for
 
 batch, image, matrix, vector = "f4[:,:,:,::1]", "f4[:,:,::1]", "f4[:,::1]", "f4[::1]"
+doubles = "f8[:,::1]"
 ZERO, ONE, HALF = np.float32(0), np.float32(1), np.float32(0.5)
 
 # a function that only kernels call: no wrappers to call it from Python or C, which would take as long to compile
@@ -237,6 +238,65 @@ def add(a, b, total):
     for n in prange(a.shape[0]):
         for d in range(a.shape[1]):
             total[n, d] = a[n, d] + b[n, d]
+
+
+mix = numba.njit(noise.mix, no_cpython_wrapper=True, no_cfunc_wrapper=True, **OPTIONS)
+
+
+@kernel(matrix, "i8[::1]", "i8", "i8", "f4", matrix)
+def dropout(x, images, key, least, scale, y):
+    """Keep, scaled, what `noise.keeps`; `least` is the rate's threshold."""
+    for n in prange(x.shape[0]):
+        start = mix(key ^ images[n])
+        for d in range(x.shape[1]):
+            y[n, d] = x[n, d] * scale if mix(start ^ mix(d)) >= least else ZERO
+
+
+@kernel(matrix, doubles)
+def sum_channels(x, partial):
+    """partial[b] += the pixels of block b of x (R,C): one of B parts of the pixels."""
+    pixels, blocks = x.shape[0], partial.shape[0]
+    for block in prange(blocks):
+        for r in range(block * pixels // blocks, (block + 1) * pixels // blocks):
+            for c in range(x.shape[1]):
+                partial[block, c] += x[r, c]
+
+
+@kernel(matrix, vector, doubles)
+def sum_squares(x, mean, partial):
+    """As `sum_channels`, of (x - mean)^2."""
+    pixels, blocks = x.shape[0], partial.shape[0]
+    for block in prange(blocks):
+        for r in range(block * pixels // blocks, (block + 1) * pixels // blocks):
+            for c in range(x.shape[1]):
+                difference = x[r, c] - mean[c]
+                partial[block, c] += difference * difference
+
+
+@kernel(matrix, vector, matrix, doubles)
+def sum_products(x, mean, dy, partial):
+    """As `sum_channels`, of (x - mean) * dy."""
+    pixels, blocks = x.shape[0], partial.shape[0]
+    for block in prange(blocks):
+        for r in range(block * pixels // blocks, (block + 1) * pixels // blocks):
+            for c in range(x.shape[1]):
+                partial[block, c] += (x[r, c] - mean[c]) * dy[r, c]
+
+
+@kernel(matrix, vector, vector, vector, matrix)
+def normalize(x, mean, scale, shift, y):
+    """y = (x - mean) * scale + shift, by channel."""
+    for r in prange(x.shape[0]):
+        for c in range(x.shape[1]):
+            y[r, c] = (x[r, c] - mean[c]) * scale[c] + shift[c]
+
+
+@kernel(matrix, matrix, vector, vector, vector, vector, matrix)
+def normalize_backward(x, dy, mean, scale, share, slope, dx):
+    """dx = scale * (dy - share - (x - mean) * slope), by channel."""
+    for r in prange(x.shape[0]):
+        for c in range(x.shape[1]):
+            dx[r, c] = scale[c] * (dy[r, c] - share[c] - (x[r, c] - mean[c]) * slope[c])
 
 
 @task

@@ -14,6 +14,7 @@ from cnnexp.backends.processor import SequentialBackend, need_compiler
 from cnnexp.backends.protocol import Update
 from cnnexp.network import Network, Window
 from cnnexp.network.losses import Loss
+from cnnexp.network.noise import threshold
 from cnnexp.optimizers import Optimizer
 
 LOSSES = {
@@ -74,6 +75,41 @@ class CpuOps(HostOps):
     def add(self, a, b, total):
         self._run(kernels.add, _rows(a), _rows(b), _rows(total))
 
+    def dropout(self, x, images, key, rate, y):
+        self._run(kernels.dropout, _rows(x), images, key, threshold(rate), np.float32(1 / (1 - rate)), _rows(y))
+
+    def batch_norm(self, layer, x, w, b, mean, variance, y, saved):
+        pixels = _pixels(x)
+        m = (self._sums(kernels.sum_channels, pixels) / len(pixels)).astype(np.float32)
+        v = self._sums(kernels.sum_squares, pixels, m) / len(pixels)
+        mean += np.float32(layer.momentum) * (m - mean)
+        variance += np.float32(layer.momentum) * (v * len(pixels) / max(len(pixels) - 1, 1) - variance)
+        saved[0], saved[1] = m, 1 / np.sqrt(v + layer.epsilon)
+        self._run(kernels.normalize, pixels, m, saved[1] * w, b, _pixels(y))
+
+    def batch_norm_predict(self, layer, x, w, b, mean, variance, y):
+        scale = w / np.sqrt(variance + np.float32(layer.epsilon))
+        self._run(kernels.normalize, _pixels(x), mean, scale, b, _pixels(y))
+
+    def batch_norm_backward(self, x, w, dy, saved, dx, dw, db):
+        (mean, inverse), pixels, slopes = saved, _pixels(x), _pixels(dy)
+        total = self._sums(kernels.sum_channels, slopes)
+        product = self._sums(kernels.sum_products, pixels, mean, slopes) * inverse
+        dw[:], db[:] = product, total
+        if dx is not None:
+            share, slope = (
+                (total / len(pixels)).astype(np.float32),
+                (product * inverse / len(pixels)).astype(np.float32),
+            )
+            self._run(kernels.normalize_backward, pixels, slopes, mean, inverse * w, share, slope, _pixels(dx))
+
+    def _sums(self, kernel: kernels.Kernel, *arguments: np.ndarray) -> np.ndarray:
+        """Return sums over pixels (C,), float64: those of blocks of them, added in order."""
+        pixels, channels = arguments[0].shape
+        partial = np.zeros((min(pixels, kernels.BLOCKS), channels))
+        self._run(kernel, *arguments, partial)
+        return partial.sum(axis=0)
+
     def linear(self, x, w, b, y):
         turned = np.empty(w.shape[::-1], np.float32)
         self._run(kernels.linear, x, w, turned, NO_VECTOR if b is None else b, y)
@@ -114,6 +150,11 @@ def _corner(window: Window) -> tuple[int, int, int]:
 def _rows(array: np.ndarray) -> np.ndarray:
     """Return (N, ...) as (N, D), a view."""
     return array.reshape(array.shape[0], -1)
+
+
+def _pixels(array: np.ndarray) -> np.ndarray:
+    """Return (N,H,W,C) as (N*H*W, C), a view."""
+    return array.reshape(-1, array.shape[3])
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import numpy as np
 from numba import cuda
 
 from cnnexp.backends.gpu.device import Kernel, Tensor
-from cnnexp.network import Elementwise, Maths, Window
+from cnnexp.network import Elementwise, Maths, Window, noise
 from cnnexp.network.losses import LOG_FLOOR, VARIANCE_FLOOR, Loss
 from cnnexp.optimizers import Optimizer
 
@@ -153,6 +153,124 @@ def add(block: int) -> Kernel:
             i = u32(i + u32(cuda.gridsize(1)))
 
     return Kernel(add, "void(float32[::1], float32[::1], float32[::1], uint32)", block)
+
+
+_mix = cuda.jit(device=True)(noise.mix)
+
+
+@cache
+def dropout(D: int, block: int) -> Kernel:
+    """Keep, scaled, what `noise.keeps`; D numbers per image, `least` is the rate's threshold. One thread per number."""
+    D = u32(D)
+
+    def dropout(x, images, y, key, least, scale, count):
+        i = u32(cuda.grid(1))
+        while i < count:
+            start = _mix(key ^ images[u32(i // D)])
+            y[i] = x[i] * scale if _mix(start ^ _mix(np.int64(u32(i % D)))) >= least else ZERO
+            i = u32(i + u32(cuda.gridsize(1)))
+
+    return Kernel(dropout, "void(float32[::1], int64[::1], float32[::1], int64, int64, float32, uint32)", block)
+
+
+@cache
+def column_products(columns: int, squares: bool, block: int) -> Kernel:
+    """partial[s, c] = over slice s of the rows, the sum of (x - mean)^2, or of (x - mean) * dy; one thread each."""
+    C = u32(columns)
+
+    def column_products(x, mean, dy, partial, rows, slices, count):
+        i = u32(cuda.grid(1))
+        while i < count:
+            c = u32(i % C)
+            total = ZERO
+            row = u32(i // C)
+            while row < rows:
+                place = u32(row * C + c)
+                difference = x[place] - mean[c]
+                total += difference * (difference if squares else dy[place])
+                row = u32(row + slices)
+            partial[i] = total
+            i = u32(i + u32(cuda.gridsize(1)))
+
+    arrays = ", ".join(["float32[::1]"] * 4)
+    return Kernel(column_products, f"void({arrays}, uint32, uint32, uint32)", block)
+
+
+@cache
+def scale(block: int) -> Kernel:
+    """x *= factor: one thread per number."""
+
+    def scale(x, factor, count):
+        i = u32(cuda.grid(1))
+        while i < count:
+            x[i] = x[i] * factor
+            i = u32(i + u32(cuda.gridsize(1)))
+
+    return Kernel(scale, "void(float32[::1], float32, uint32)", block)
+
+
+@cache
+def average(block: int) -> Kernel:
+    """Move running averages; `inverse` holds sums of squares, then 1 / sqrt(variance + epsilon)."""
+
+    def average(mean, inverse, running_mean, running_variance, momentum, epsilon, share, unbiased, count):
+        c = u32(cuda.grid(1))
+        while c < count:
+            squares = inverse[c]
+            running_mean[c] += momentum * (mean[c] - running_mean[c])
+            running_variance[c] += momentum * (squares * unbiased - running_variance[c])
+            inverse[c] = ONE / f32(math.sqrt(squares * share + epsilon))
+            c = u32(c + u32(cuda.gridsize(1)))
+
+    arrays = ", ".join(["float32[::1]"] * 4)
+    return Kernel(average, f"void({arrays}, float32, float32, float32, float32, uint32)", block)
+
+
+@cache
+def normalize(channels: int, from_variance: bool, block: int) -> Kernel:
+    """y = (x - mean) * inverse * w + b, `inverse` given or made from a variance; one thread per number."""
+    C = u32(channels)
+
+    def normalize(x, mean, inverse, w, b, y, epsilon, count):
+        i = u32(cuda.grid(1))
+        while i < count:
+            c = u32(i % C)
+            factor = ONE / f32(math.sqrt(inverse[c] + epsilon)) if from_variance else inverse[c]
+            y[i] = (x[i] - mean[c]) * (factor * w[c]) + b[c]
+            i = u32(i + u32(cuda.gridsize(1)))
+
+    arrays = ", ".join(["float32[::1]"] * 6)
+    return Kernel(normalize, f"void({arrays}, float32, uint32)", block)
+
+
+@cache
+def normalize_backward(channels: int, block: int) -> Kernel:
+    """dx of `protocol`'s `batch_norm_backward`, share being 1 / the numbers of a channel; one thread per number."""
+    C = u32(channels)
+
+    def normalize_backward(x, mean, inverse, w, dy, dw, db, dx, share, count):
+        i = u32(cuda.grid(1))
+        while i < count:
+            c = u32(i % C)
+            normal = (x[i] - mean[c]) * inverse[c]
+            dx[i] = inverse[c] * w[c] * (dy[i] - db[c] * share - normal * (dw[c] * share))
+            i = u32(i + u32(cuda.gridsize(1)))
+
+    arrays = ", ".join(["float32[::1]"] * 8)
+    return Kernel(normalize_backward, f"void({arrays}, float32, uint32)", block)
+
+
+@cache
+def times(block: int) -> Kernel:
+    """x *= factors, number by number."""
+
+    def times(x, factors, count):
+        i = u32(cuda.grid(1))
+        while i < count:
+            x[i] = x[i] * factors[i]
+            i = u32(i + u32(cuda.gridsize(1)))
+
+    return Kernel(times, "void(float32[::1], float32[::1], uint32)", block)
 
 
 @cache

@@ -18,8 +18,9 @@ from cnnexp.backends.gpu.device import SIMULATED, Gpu, Kernel, Tensor, on_its_gp
 from cnnexp.backends.gpu.kernels import SLICES, ZERO, ConvSizes, f32, u32
 from cnnexp.backends.layerwise import LayerwiseProgram
 from cnnexp.backends.protocol import State, Update
-from cnnexp.network import Conv2d, Flatten, MaxPool2d, Network
+from cnnexp.network import BatchNorm2d, Conv2d, Flatten, MaxPool2d, Network
 from cnnexp.network.losses import Loss, Totals
+from cnnexp.network.noise import threshold
 from cnnexp.network.shapes import walk
 from cnnexp.optimizers import Optimizer
 
@@ -182,9 +183,12 @@ class NaiveOps:
         return device.empty(shape, dtype)
 
     def saved(self, stage, batch_size):
-        """Allocate the place of each window's maximum, int32 (N,U,V,C), for a max-pool."""
-        if isinstance(stage.layer, MaxPool2d):
-            return self.empty((batch_size, *stage.output_shape), np.int32)
+        """Allocate the place of each window's maximum, int32 (N,U,V,C); mean and inverse deviation, (C,) each."""
+        match stage.layer:
+            case MaxPool2d():
+                return self.empty((batch_size, *stage.output_shape), np.int32)
+            case BatchNorm2d():
+                return tuple(self.empty(stage.output_shape[2:], np.float32) for _ in range(2))
         return None
 
     def to_device(self, array):
@@ -245,6 +249,35 @@ class NaiveOps:
     def add(self, a, b, total):
         kernels.add(self._block).over(total.size, self.stream, a, b, total)
 
+    def dropout(self, x, images, key, rate, y):
+        kernel, numbers = kernels.dropout(x.size // x.shape[0], self._block), (np.int64(key), np.int64(threshold(rate)))
+        kernel.over(x.size, self.stream, x, images, y, *numbers, f32(1 / (1 - rate)))
+
+    def batch_norm(self, layer, x, w, b, mean, variance, y, saved):
+        (m, inverse), count = saved, x.size // w.size
+        self._sum_columns(x, m)
+        kernels.scale(self._block).over(m.size, self.stream, m, f32(1 / count))
+        self._sum_products(x, m, x, inverse, squares=True)
+        shares = f32(1 / count), f32(1 / max(count - 1, 1))
+        arrays = m, inverse, mean, variance
+        kernels.average(self._block).over(
+            w.size, self.stream, *arrays, f32(layer.momentum), f32(layer.epsilon), *shares
+        )
+        kernels.normalize(w.size, False, self._block).over(x.size, self.stream, x, m, inverse, w, b, y, ZERO)
+
+    def batch_norm_predict(self, layer, x, w, b, mean, variance, y):
+        kernel = kernels.normalize(w.size, True, self._block)
+        kernel.over(x.size, self.stream, x, mean, variance, w, b, y, f32(layer.epsilon))
+
+    def batch_norm_backward(self, x, w, dy, saved, dx, dw, db):
+        mean, inverse = saved
+        self._sum_columns(dy, db)
+        self._sum_products(x, mean, dy, dw, squares=False)
+        kernels.times(self._block).over(w.size, self.stream, dw, inverse)
+        if dx is not None:
+            kernel, share = kernels.normalize_backward(w.size, self._block), f32(w.size / x.size)
+            kernel.over(x.size, self.stream, x, mean, inverse, w, dy, dw, db, dx, share)
+
     def linear(self, x, w, b, y):
         self._matmul(x, False, w, False, b, y, depth=x.shape[1])
 
@@ -283,6 +316,15 @@ class NaiveOps:
         column_sums(columns, self._block).over(partial.size, self.stream, dy, partial, u32(rows), slices)
         kernels.sum_slices(self._block).over(columns, self.stream, partial, out, slices)
 
+    def _sum_products(self, x: Tensor, mean: Tensor, dy: Tensor, out: Tensor, squares: bool) -> None:
+        """out[c] = the sum of (x - mean)^2, or of (x - mean) * dy, over all but the channels."""
+        columns = mean.size
+        rows = x.size // columns
+        partial, slices = self._partial(rows, columns)
+        kernel = kernels.column_products(columns, squares, self._block)
+        kernel.over(partial.size, self.stream, x, mean, dy, partial, u32(rows), slices)
+        kernels.sum_slices(self._block).over(columns, self.stream, partial, out, slices)
+
     def _partial(self, rows: int, size: int) -> tuple[Tensor, np.uint32]:
         """Return scratch (slices, size) for a sum over `rows`, valid until asked for again, and the slices."""
         slices = min(rows, SLICES)
@@ -313,16 +355,17 @@ class GpuProgram(LayerwiseProgram):
         return streamed.load(super().load, images, labels, image_bytes, self.batch_size)
 
     @on_its_gpu
-    def train(self, handle, order, rate):
+    def train(self, handle, order, rate, images=None):
         totals = Totals(0.0, 0, 0)
         for split, places in streamed.parts(handle, order):
-            totals += super().train(split, places, rate)
+            shown = order[totals.count : totals.count + len(places)]
+            totals += super().train(split, places, rate, shown)
         return totals
 
     @on_its_gpu
-    def gradients(self, handle, indices):
+    def gradients(self, handle, indices, images=None):
         split, places = next(streamed.parts(handle, indices))
-        return super().gradients(split, places)
+        return super().gradients(split, places, indices)
 
     @on_its_gpu
     def predict(self, handle):
@@ -330,9 +373,9 @@ class GpuProgram(LayerwiseProgram):
         return np.concatenate([super(GpuProgram, self).predict(split) for split, _ in every])
 
     @on_its_gpu
-    def forward(self, handle, indices):
+    def forward(self, handle, indices, trains, images=None):
         split, places = next(streamed.parts(handle, indices))
-        return super().forward(split, places)
+        return super().forward(split, places, trains, indices)
 
     @on_its_gpu
     def state(self) -> State:

@@ -6,8 +6,10 @@ Layers and gradients are TensorFlow's own, compiled into one `tf.function` per t
 
 from __future__ import annotations
 
+import math
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, assert_never
 
@@ -16,11 +18,14 @@ import numpy as np
 from cnnexp.backends.layerwise import as_float32
 from cnnexp.backends.processor import ThreadedBackend
 from cnnexp.backends.protocol import State
-from cnnexp.errors import BackendUnavailable, CheckpointError, installing
+from cnnexp.backends.state import complete
+from cnnexp.errors import BackendUnavailable, installing
 from cnnexp.network import (
     GELU,
     AvgPool2d,
+    BatchNorm2d,
     Conv2d,
+    Dropout,
     Elementwise,
     Flatten,
     GlobalAvgPool,
@@ -35,6 +40,7 @@ from cnnexp.network import (
     Stage,
     Tanh,
     Window,
+    noise,
 )
 from cnnexp.network.losses import LOG_FLOOR, VARIANCE_FLOOR, Loss, Totals, check_loss
 from cnnexp.optimizers import Optimizer
@@ -95,6 +101,57 @@ class Rule(keras.layers.Layer):
 MATHS = Maths(tf.exp, tf.tanh, tf.math.erf, lambda a, b: tf.where(a < b, b, a), tf.where)
 
 
+class Drop(keras.layers.Layer):
+    """`noise.keeps`: which numbers are dropped is not TensorFlow's to say.
+
+    Args:
+        now: int64, the seed and the step that is being taken; `images` is set to their places in the data set.
+    """
+
+    def __init__(self, stage: Stage, now: Step) -> None:
+        super().__init__()
+        self.layer_name, self.rate, self.shape, self.now = stage.name, stage.layer.rate, stage.output_shape, now
+
+    def call(self, x, training=None):
+        if not training:
+            return x
+        kept = tf.numpy_function(self._keeps, [self.now.numbers, self.now.images], tf.float32)
+        return x * tf.reshape(kept, tf.shape(x))
+
+    def _keeps(self, numbers, images):
+        key = noise.layer_key(*map(int, numbers), self.layer_name)
+        return noise.keeps(key, self.rate, images, math.prod(self.shape)) * np.float32(1 / (1 - self.rate))
+
+
+class Step:
+    """What random numbers follow from: seed and step, and the images of the step that is being taken."""
+
+    def __init__(self) -> None:
+        self.numbers = tf.Variable([0, 0], dtype=tf.int64)
+        self.images = None
+
+
+class Norm(keras.layers.Layer):
+    """Batch normalization with the unbiased variance in its running average, as PyTorch; Keras's takes the other."""
+
+    def __init__(self, stage: Stage) -> None:
+        super().__init__()
+        self.layer, channels = stage.layer, stage.output_shape[2]
+        self.scale, self.shift = (self.add_weight(shape=(channels,), name=name) for name in ("scale", "shift"))
+        self.averages = [tf.Variable(tf.zeros(channels), trainable=False) for _ in range(2)]
+
+    def call(self, x, training=None):
+        if training:
+            mean, variance = tf.nn.moments(x, [0, 1, 2])
+            count = tf.cast(tf.size(x) // tf.size(mean), tf.float32)
+            unbiased = variance * count / tf.maximum(count - 1, 1)
+            for average, value in zip(self.averages, (mean, unbiased), strict=True):
+                average.assign_add(self.layer.momentum * (value - average))
+        else:
+            mean, variance = self.averages
+        return tf.nn.batch_normalization(x, mean, variance, self.shift, self.scale, self.layer.epsilon)
+
+
 class Skip(keras.layers.Layer):
     """x + f(x)."""
 
@@ -113,7 +170,9 @@ class KerasProgram:
         check_loss(network, loss)
         started = time.perf_counter()
         self.network, self.loss, self.optimizer, self.batch_size = network, loss, optimizer, batch_size
-        layers = [layer for stage in network.stages for layer in _layers(stage)]
+        self._now = Step()
+        layers = [layer for stage in network.stages for layer in _layers(stage, self._now)]
+        self._averages = [average for norm in _norms(layers) for average in norm.averages]
         self._model = keras.Sequential([keras.Input(network.input_shape), *layers])
         self._variables = [variable.value for variable in self._model.trainable_variables]
         self._slots = [[tf.Variable(tf.zeros_like(v)) for v in self._variables] for _ in optimizer.slots]
@@ -126,7 +185,7 @@ class KerasProgram:
         self._gradients = tf.function(self._differentiate, input_signature=batch)
         parts = [tf.TensorSpec(variable.shape) for variable in self._variables]
         self._apply = tf.function(self._update, input_signature=[parts, *scalars])
-        self._forward = tf.function(self._model, input_signature=[images])
+        self._forward = tf.function(lambda x: self._model(x, training=False), input_signature=[images])
         self._warm_up()
         self.compile_s = time.perf_counter() - started
 
@@ -137,18 +196,20 @@ class KerasProgram:
         losses, hits = [], []
         for start in range(0, len(order), self.batch_size):
             indices = order[start : start + self.batch_size].astype(np.int64)
-            self._step += 1
+            self._begin_step()
             loss, correct = self._train_step(*handle, indices, np.float32(rate), *self.optimizer.constants(self._step))
             losses.append(loss)
             hits.append(correct)
         return Totals(sum(float(loss) for loss in losses), sum(int(correct) for correct in hits), len(order))
 
     def gradients(self, handle, indices: np.ndarray) -> tuple[Totals, np.ndarray]:
+        if self.network.draws:
+            self._now.numbers[1].assign(self._step + 1)
         loss, hits, gradients = self._gradients(*handle, indices.astype(np.int64))
         return Totals(float(loss), int(hits), len(indices)), self._flat(gradients)
 
     def apply(self, gradient: np.ndarray, rate: float) -> None:
-        self._step += 1
+        self._begin_step()
         parts = [tf.constant(part) for part in self._parts(gradient)]
         self._apply(parts, np.float32(rate), *self.optimizer.constants(self._step))
 
@@ -158,21 +219,31 @@ class KerasProgram:
         return np.concatenate([self._forward(images[start : start + self.batch_size]).numpy() for start in rows])
 
     def state(self) -> State:
-        slots = {name: self._flat(slot) for name, slot in zip(self.optimizer.slots, self._slots, strict=True)}
-        return {"parameters": self._flat(self._variables), "step": np.int64(self._step), **slots}
+        state = {"parameters": self._flat(self._variables), "step": np.int64(self._step)}
+        state |= {name: self._flat(slot) for name, slot in zip(self.optimizer.slots, self._slots, strict=True)}
+        if self._averages:
+            state["running"] = self._flat(self._averages)
+        if self.network.draws:
+            state["seed"] = self._now.numbers.numpy()[0]
+        return state
 
     def restore(self, state: State) -> None:
-        size = self.network.parameter_count
+        whole = complete(state, self.network, self.optimizer)
         for name, targets in zip(("parameters", *self.optimizer.slots), (self._variables, *self._slots), strict=True):
-            source = state[name] if name == "parameters" else state.get(name, np.zeros(size, np.float32))
-            if source.shape != (size,):
-                raise CheckpointError(f"state {name!r} has shape {source.shape}, the network needs ({size},)")
-            for target, part in zip(targets, self._parts(source), strict=True):
+            for target, part in zip(targets, self._parts(whole[name]), strict=True):
                 target.assign(part)
-        self._step = int(state.get("step", 0))
+        for average, place in zip(self._averages, self.network.running, strict=True):
+            average.assign(place.view(whole["running"]))
+        self._step = int(whole["step"])
+        self._now.numbers.assign([int(whole.get("seed", 0)), self._step + 1])
 
     def close(self) -> None:
         """Nothing to give back: TensorFlow's threads are the process's."""
+
+    def _begin_step(self) -> None:
+        self._step += 1
+        if self.network.draws:
+            self._now.numbers[1].assign(self._step)
 
     def _warm_up(self) -> None:
         """Trace and run every function once, so that none is compiled while timed."""
@@ -186,6 +257,7 @@ class KerasProgram:
     def _differentiate(self, images, labels, indices):
         """Return the summed loss, the hits and the mean gradients of one batch."""
         x, t = tf.gather(images, indices), tf.gather(labels, indices)
+        self._now.images = indices
         with tf.GradientTape() as tape:
             scores = self._model(x, training=True)
             losses = _losses(self.loss, scores, t)
@@ -237,7 +309,15 @@ def _binary_cross_entropy(p, t):
     return losses, gradient
 
 
-def _layers(stage: Stage) -> list[keras.layers.Layer]:
+def _norms(layers: list[keras.layers.Layer]) -> Iterator[Norm]:
+    for layer in layers:
+        if isinstance(layer, Skip):
+            yield from _norms(layer.inner.layers)
+        elif isinstance(layer, Norm):
+            yield layer
+
+
+def _layers(stage: Stage, now: Step) -> list[keras.layers.Layer]:
     layer, window = stage.layer, stage.window
     match layer:
         case Conv2d(filters, kernel, stride, _, bias):
@@ -253,7 +333,11 @@ def _layers(stage: Stage) -> list[keras.layers.Layer]:
         case Flatten():
             return [keras.layers.Flatten()]
         case Residual():
-            return [Skip([made for inner in stage.stages for made in _layers(inner)])]
+            return [Skip([made for inner in stage.stages for made in _layers(inner, now)])]
+        case Dropout():
+            return [Drop(stage, now)]
+        case BatchNorm2d():
+            return [Norm(stage)]
         case ReLU():
             return [keras.layers.ReLU()]
         case LeakyReLU(slope):

@@ -7,6 +7,7 @@ buffer, images are (N,C,H,W) views of channels-last memory, which PyTorch's conv
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,11 +18,14 @@ import numpy as np
 from cnnexp.backends.layerwise import as_float32
 from cnnexp.backends.processor import ThreadedBackend
 from cnnexp.backends.protocol import State
-from cnnexp.errors import BackendUnavailable, CheckpointError, ConfigError, installing
+from cnnexp.backends.state import complete
+from cnnexp.errors import BackendUnavailable, ConfigError, installing
 from cnnexp.network import (
     GELU,
     AvgPool2d,
+    BatchNorm2d,
     Conv2d,
+    Dropout,
     Elementwise,
     Flatten,
     GlobalAvgPool,
@@ -36,6 +40,7 @@ from cnnexp.network import (
     Stage,
     Tanh,
     Window,
+    noise,
 )
 from cnnexp.network.losses import LOG_FLOOR, VARIANCE_FLOOR, Loss, Totals, check_loss
 from cnnexp.optimizers import SGD, Adadelta, Adagrad, Adam, AdaMax, AdamW, Optimizer, RMSprop
@@ -118,6 +123,44 @@ def _where(condition, a, b):
 MATHS = Maths(torch.exp, torch.tanh, torch.erf, lambda a, b: _where(a < b, b, a), _where)
 
 
+class _BatchNorm(nn.BatchNorm2d):
+    """Also of one number per channel, which PyTorch refuses: its variance is 0, and no estimate of it unbiased."""
+
+    def forward(self, x):
+        if not self.training or x.numel() > x.shape[1]:
+            return super().forward(x)
+        with torch.no_grad():
+            self.running_mean += self.momentum * (x.flatten() - self.running_mean)
+            self.running_var *= 1 - self.momentum
+        return (x - x.detach()) * 0 * self.weight[:, None, None] + self.bias[:, None, None]
+
+
+@dataclass
+class _Step:
+    """What random numbers follow from in the step that is being taken; `images` are places in the data set."""
+
+    seed: int = 0
+    step: int = 0
+    images: torch.Tensor | None = None
+
+
+class _Dropout(nn.Module):
+    """`noise.keeps` on tensors: which numbers are dropped is not PyTorch's to say."""
+
+    def __init__(self, stage: Stage, now: _Step) -> None:
+        super().__init__()
+        self.stage, self.rate, self.now = stage, stage.layer.rate, now
+
+    def forward(self, x):
+        if not self.training:
+            return x
+        rows = noise.mix(noise.layer_key(self.now.seed, self.now.step, self.stage.name) ^ self.now.images)
+        shape = self.stage.output_shape
+        draws = noise.mix(rows[:, None] ^ noise.mix(torch.arange(math.prod(shape))))
+        kept = _channels_first((draws >= noise.threshold(self.rate)).reshape(len(x), *shape))
+        return x * kept / (1 - self.rate)
+
+
 class _Residual(nn.Module):
     """x + f(x)."""
 
@@ -163,7 +206,9 @@ class TorchProgram:
         self.network, self.loss, self.optimizer, self.batch_size = network, loss, optimizer, batch_size
         self._threads = threads
         self._tensors: list[nn.Parameter] = []  # in the order of the flat buffer
-        modules = [_module(stage, self._tensors) for stage in network.stages]
+        self._averages: list[torch.Tensor] = []
+        self._now = _Step()
+        modules = [_module(stage, self._tensors, self._averages, self._now) for stage in network.stages]
         self._modules = nn.Sequential(*modules).to(memory_format=torch.channels_last)
         self.restore({"parameters": np.zeros(network.parameter_count, np.float32)})
         zeros = self.load(np.zeros((1, *network.input_shape), np.float32), np.zeros(1, np.int32))
@@ -199,6 +244,7 @@ class TorchProgram:
 
     def predict(self, handle) -> np.ndarray:
         with _torch_threads(self._threads), torch.no_grad():
+            self._modules.eval()
             return torch.cat([self._modules(_channels_first(x)) for x in handle[0].split(self.batch_size)]).numpy()
 
     def state(self) -> State:
@@ -206,17 +252,19 @@ class TorchProgram:
         slots = {
             name: self._flat([s[SLOTS[type(self.optimizer)][name]] for s in states]) for name in self.optimizer.slots
         }
-        return {"parameters": self._flat(self._tensors), "step": np.int64(self._steps), **slots}
+        state = {"parameters": self._flat(self._tensors), "step": np.int64(self._steps), **slots}
+        if self._averages:
+            state["running"] = torch.cat(self._averages).numpy()
+        if self.network.draws:
+            state["seed"] = np.int64(self._now.seed)
+        return state
 
     def restore(self, state: State) -> None:
-        size = self.network.parameter_count
-        given = {"parameters": state["parameters"]}
-        given |= {name: state.get(name, np.zeros(size, np.float32)) for name in self.optimizer.slots}
-        for name, flat in given.items():
-            if flat.shape != (size,):
-                raise CheckpointError(f"state {name!r} has shape {flat.shape}, the network needs ({size},)")
-        parts = {name: self._parts(flat) for name, flat in given.items()}
-        self._steps = int(state.get("step", 0))
+        whole = complete(state, self.network, self.optimizer)
+        parts = {name: self._parts(whole[name]) for name in ("parameters", *self.optimizer.slots)}
+        self._steps, self._now.seed = int(whole["step"]), int(whole.get("seed", 0))
+        for average, part in zip(self._averages, self.network.running, strict=True):
+            average.copy_(torch.tensor(part.view(whole["running"])))
         self._updater = _updater(self.optimizer, self._tensors)
         for i, tensor in enumerate(self._tensors):
             with torch.no_grad():
@@ -232,6 +280,8 @@ class TorchProgram:
     def _backward(self, handle, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Leave the mean gradient of one batch in the tensors; return its summed loss and its hits."""
         images, labels = handle[0][indices], handle[1][indices]
+        self._modules.train()
+        self._now.step, self._now.images = self._steps + 1, indices
         scores = self._modules(_channels_first(images))
         self._updater.zero_grad()
         if self.loss is Loss.BINARY_CROSS_ENTROPY:
@@ -274,8 +324,8 @@ def _channels_first(images: torch.Tensor) -> torch.Tensor:
     return images.permute(0, 3, 1, 2) if images.ndim == 4 else images
 
 
-def _module(stage: Stage, tensors: list[nn.Parameter]) -> nn.Module:
-    """Return the module of a stage, adding its parameters to `tensors` in the order of the flat buffer."""
+def _module(stage: Stage, tensors: list[nn.Parameter], averages: list[torch.Tensor], now: _Step) -> nn.Module:
+    """Return the module of a stage, adding its parameters and running averages to the lists, in their order."""
     layer, window = stage.layer, stage.window
     match layer:
         case Conv2d(filters, kernel, stride, _, bias):
@@ -295,7 +345,15 @@ def _module(stage: Stage, tensors: list[nn.Parameter]) -> nn.Module:
         case Flatten():
             return _Flatten()
         case Residual():
-            return _Residual(nn.Sequential(*(_module(inner, tensors) for inner in stage.stages)))
+            inner = [_module(inner, tensors, averages, now) for inner in stage.stages]
+            return _Residual(nn.Sequential(*inner))
+        case Dropout():
+            return _Dropout(stage, now)
+        case BatchNorm2d(momentum, epsilon):
+            norm = _BatchNorm(stage.output_shape[2], epsilon, momentum)
+            tensors += norm.parameters()
+            averages += [norm.running_mean, norm.running_var]
+            return norm
         case ReLU():
             return nn.ReLU()
         case LeakyReLU(slope):

@@ -16,6 +16,7 @@ from cnnexp.backends.protocol import Update
 from cnnexp.network import Maths, Network
 from cnnexp.network.elementwise import rational_erf
 from cnnexp.network.losses import FUNCTIONS, Loss
+from cnnexp.network.noise import keeps
 from cnnexp.optimizers import Optimizer
 
 MATHS = Maths(np.exp, np.tanh, rational_erf(np.maximum), np.maximum, np.where)
@@ -90,6 +91,31 @@ class NumpyOps(HostOps):
 
     def add(self, a, b, total):
         np.add(a, b, out=total)
+
+    def dropout(self, x, images, key, rate, y):
+        kept = keeps(key, rate, images, x[0].size).reshape(x.shape)
+        np.multiply(x, kept * np.float32(1 / (1 - rate)), out=y)
+
+    def batch_norm(self, layer, x, w, b, mean, variance, y, saved):
+        m = x.mean(axis=(0, 1, 2), dtype=np.float64)
+        v = np.square(x - m.astype(np.float32)).mean(axis=(0, 1, 2), dtype=np.float64)
+        count = x.size // len(m)
+        for average, value in ((mean, m), (variance, v * count / max(count - 1, 1))):
+            average += np.float32(layer.momentum) * (value - average)
+        saved[0], saved[1] = m, 1 / np.sqrt(v + layer.epsilon)
+        y[...] = (x - saved[0]) * (saved[1] * w) + b
+
+    def batch_norm_predict(self, layer, x, w, b, mean, variance, y):
+        y[...] = (x - mean) * (w / np.sqrt(variance + np.float32(layer.epsilon))) + b
+
+    def batch_norm_backward(self, x, w, dy, saved, dx, dw, db):
+        mean, inverse = saved
+        normal = (x - mean) * inverse
+        count = x.size // len(w)
+        dw[...] = (dy * normal).sum(axis=(0, 1, 2), dtype=np.float64)
+        db[...] = dy.sum(axis=(0, 1, 2), dtype=np.float64)
+        if dx is not None:
+            dx[...] = inverse * w * (dy - db / count - normal * (dw / count))
 
     def linear(self, x, w, b, y):
         np.matmul(x, w, out=y)

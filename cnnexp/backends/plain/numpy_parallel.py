@@ -74,6 +74,18 @@ class SplitOps:
     def add(self, a, b, total):
         self._each(len(a), lambda part: self._ops.add(a[part], b[part], total[part]))
 
+    def dropout(self, x, images, key, rate, y):
+        self._each(len(x), lambda part: self._ops.dropout(x[part], images[part], key, rate, y[part]))
+
+    def batch_norm(self, layer, x, w, b, mean, variance, y, saved):
+        self._ops.batch_norm(layer, x, w, b, mean, variance, y, saved)  # the mean is one over all images
+
+    def batch_norm_predict(self, layer, x, w, b, mean, variance, y):
+        self._each(len(x), lambda part: self._ops.batch_norm_predict(layer, x[part], w, b, mean, variance, y[part]))
+
+    def batch_norm_backward(self, x, w, dy, saved, dx, dw, db):
+        self._ops.batch_norm_backward(x, w, dy, saved, dx, dw, db)
+
     def linear(self, x, w, b, y):
         self._each(len(x), lambda part: self._ops.linear(x[part], w, b, y[part]))
 

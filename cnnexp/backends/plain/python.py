@@ -18,6 +18,7 @@ from cnnexp.backends.processor import SequentialBackend
 from cnnexp.backends.protocol import Update
 from cnnexp.network import Maths, Network
 from cnnexp.network.losses import LOG_FLOOR, VARIANCE_FLOOR, Loss
+from cnnexp.network.noise import mix, threshold
 from cnnexp.optimizers import Optimizer
 
 
@@ -116,6 +117,40 @@ class PythonOps(HostOps):
 
     def add(self, a, b, total):
         _store([p + q for p, q in zip(a.ravel().tolist(), b.ravel().tolist(), strict=True)], total)
+
+    def dropout(self, x, images, key, rate, y):
+        least, scale, rows = threshold(rate), 1 / (1 - rate), x.reshape(len(x), -1).tolist()
+        for image, row in zip(images.tolist(), rows, strict=True):
+            start = mix(key ^ image)
+            row[:] = [value * scale if mix(start ^ mix(d)) >= least else 0.0 for d, value in enumerate(row)]
+        _store(rows, y)
+
+    def batch_norm(self, layer, x, w, b, mean, variance, y, saved):
+        for c in range(x.shape[3]):
+            values = x[..., c].ravel().tolist()
+            m = sum(values) / len(values)
+            v = sum((value - m) ** 2 for value in values) / len(values)
+            unbiased = v * len(values) / max(len(values) - 1, 1)
+            mean[c] += layer.momentum * (m - mean[c])
+            variance[c] += layer.momentum * (unbiased - variance[c])
+            saved[0, c], saved[1, c] = m, 1 / math.sqrt(v + layer.epsilon)
+            _store([(value - m) * saved[1, c] * w[c] + b[c] for value in values], y[..., c])
+
+    def batch_norm_predict(self, layer, x, w, b, mean, variance, y):
+        for c in range(x.shape[3]):
+            inverse = 1 / math.sqrt(variance[c] + layer.epsilon)
+            _store([(value - mean[c]) * inverse * w[c] + b[c] for value in x[..., c].ravel().tolist()], y[..., c])
+
+    def batch_norm_backward(self, x, w, dy, saved, dx, dw, db):
+        for c in range(x.shape[3]):
+            m, inverse, slopes = float(saved[0, c]), float(saved[1, c]), dy[..., c].ravel().tolist()
+            normals = [(value - m) * inverse for value in x[..., c].ravel().tolist()]
+            total, product = sum(slopes), sum(slope * n for slope, n in zip(slopes, normals, strict=True))
+            dw[c], db[c] = product, total
+            if dx is not None:
+                pairs, count = zip(slopes, normals, strict=True), len(slopes)
+                scale = inverse * float(w[c])
+                _store([scale * (slope - total / count - n * product / count) for slope, n in pairs], dx[..., c])
 
     def linear(self, x, w, b, y):
         rows, weights = x.tolist(), w.tolist()

@@ -31,7 +31,9 @@ from cnnexp.backends.simd.nodes import (
 )
 from cnnexp.network import (
     AvgPool2d,
+    BatchNorm2d,
     Conv2d,
+    Dropout,
     Elementwise,
     Flatten,
     GlobalAvgPool,
@@ -135,7 +137,7 @@ def _first_trained(nodes: list[Node]) -> int:
 
 def suits(network: Network) -> bool:
     """Whether there is a kernel for every layer."""
-    return not any(isinstance(layer, Residual) for layer in network.layers)
+    return not any(isinstance(layer, Dropout | BatchNorm2d | Residual) for layer in network.layers)
 
 
 def group_stages(network: Network, target: Target) -> list[Node]:
@@ -192,7 +194,7 @@ def _node(stage: Stage, following: list[Stage], shape: tuple[int, ...], target: 
             return Pool(stage)
         case Elementwise():
             return Activation(stage, shape)
-        case Flatten() | Residual():
+        case Flatten() | Dropout() | BatchNorm2d() | Residual():
             raise TypeError(f"{stage.name}: no node computes it; `suits` tells")
         case _:
             assert_never(stage.layer)

@@ -20,7 +20,7 @@ from cnnexp.backends.gpu.fused.nodes import (
     plan_conv,
 )
 from cnnexp.backends.gpu.fused.one_conv import OneConv
-from cnnexp.network import Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Residual, Stage
+from cnnexp.network import BatchNorm2d, Conv2d, Dropout, Flatten, Linear, MaxPool2d, Network, ReLU, Residual, Stage
 from cnnexp.network.losses import Loss
 
 MOST_WINDOW = 16  # S * S: accumulators of a thread
@@ -107,4 +107,4 @@ def _tiles(stage: Stage, P: int, Q: int) -> bool:
 
 def suits(network: Network) -> bool:
     """Return whether there are nodes for all of the network."""
-    return not any(isinstance(layer, Residual) for layer in network.layers)
+    return not any(isinstance(layer, Dropout | BatchNorm2d | Residual) for layer in network.layers)
