@@ -33,7 +33,7 @@ from cnnexp.backends.simd.nodes import (
 )
 from cnnexp.backends.simd.plan import Plan, group_stages
 from cnnexp.backends.simd.product import Panels, choose_tile
-from cnnexp.backends.simd.program import SimdProgram, make_plan
+from cnnexp.backends.simd.program import SimdProgram, make_plan, paying_threads
 from cnnexp.backends.simd.team import Team
 from cnnexp.errors import DataError
 from cnnexp.network import AvgPool2d, Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Sigmoid
@@ -198,6 +198,17 @@ def test_wide_layers_of_any_batch():
     network = Network((37,), (Linear(50), ReLU(), Linear(33), ReLU(), Linear(21)))
     for images in (2, 5, 140):
         check_case(OnTarget(host_target(), threads=1), make_case(network, images=images))
+
+
+def test_threads_are_as_many_as_pay():
+    large = Network((28, 28, 1), (Flatten(), Linear(1024), ReLU(), Linear(1024), ReLU(), Linear(10)))
+    khandait = Network((2,), (Linear(64), ReLU(), Linear(1), Sigmoid()))
+    mlp = TwoConvMlp().network((28, 28, 1), 10)
+    assert paying_threads(khandait, 50, AVX512, 8) == 1
+    assert paying_threads(khandait, 100_000, AVX512, 8) == 8
+    assert paying_threads(mlp, 64, AVX512, 8) == 8
+    assert paying_threads(mlp, 1, AVX512, 8) == 1, "one image cannot be shared"
+    assert paying_threads(large, 1, AVX512, 2) == 2, "but the update of many parameters can"
 
 
 @pytest.mark.parametrize(("images", "owns"), [(11, True), (140, False)])

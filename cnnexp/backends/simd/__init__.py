@@ -17,7 +17,7 @@ from cnnexp.backends.processor import ThreadedBackend, need_compiler
 from cnnexp.backends.protocol import Backend, Program
 from cnnexp.backends.simd.host import host_target
 from cnnexp.backends.simd.plan import suits
-from cnnexp.backends.simd.program import SimdProgram
+from cnnexp.backends.simd.program import SimdProgram, paying_threads
 from cnnexp.network import Network
 from cnnexp.network.losses import Loss
 from cnnexp.optimizers import Optimizer
@@ -30,7 +30,7 @@ class CpuSimd(ThreadedBackend):
     A network with a layer that has no vector kernel is compiled as `cpu-parallel` does.
 
     Attributes:
-        threads: as `ThreadedBackend`.
+        threads: as `ThreadedBackend`; the smallest networks train on fewer, see `paying_threads`.
         fallback: whether a run whose network kills the compiler goes on with `next_best`.
     """
 
@@ -52,4 +52,6 @@ class CpuSimd(ThreadedBackend):
         need_compiler()
         if not suits(network):
             return self._general.compile(network, loss, optimizer, batch_size)
-        return SimdProgram(network, loss, optimizer, batch_size, host_target(), self.threads)
+        target = host_target()
+        threads = paying_threads(network, batch_size, target, self.threads)
+        return SimdProgram(network, loss, optimizer, batch_size, target, threads)

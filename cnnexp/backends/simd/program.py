@@ -28,6 +28,12 @@ CALL_S = 0.2
 LARGEST_ARENA = 64 << 20
 """Bytes of activations per thread from which on one vector of images at a time has to do."""
 
+SMALL_SHARE = 0.15
+"""Part of the multiply-adds a CPU can do that the smallest networks reach: 784-30-10 and less, measured."""
+
+THREAD_CYCLES = 12_000
+"""Cycles of a step, about 4 us, that are worth a thread."""
+
 WEIGHT_PASSES = 6
 """How much larger than the parameters activations must be to outweigh them."""
 
@@ -183,6 +189,18 @@ def _indices(order: np.ndarray, split: Split) -> np.ndarray:
 
 
 _NO_SPLIT = Split(np.empty(0, np.uint8), np.empty(0, np.float32), np.empty(0, np.float32), np.empty(0, np.int32))
+
+
+def paying_threads(network: Network, batch_size: int, target: Target, threads: int) -> int:
+    """Return how many of the threads a training step is worth; it follows from shapes, not from the clock.
+
+    Waiting for each other costs about 3 us a step, and a thread without an image has parameters to update at best.
+    """
+    macs = 3 * sum(stage.macs for stage in network.stages) * batch_size
+    work = int(macs / (2 * target.lanes * SMALL_SHARE))
+    if 4 * network.parameter_count <= target.second_cache:
+        threads = min(threads, batch_size)
+    return max(1, min(threads, work // THREAD_CYCLES))
 
 
 def make_plan(network: Network, target: Target, share: int) -> Plan:

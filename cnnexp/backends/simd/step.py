@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import numpy as np
 from llvmlite import ir
-from numba import int32, int64, njit, types
+from numba import int32, int64, njit, types, uint32
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -37,6 +37,12 @@ FLUSH_TO_ZERO = 0x8040
 
 SPINS = 2000
 """Turns of the waiting loop, about 0.1 ms on x86, before a thread offers its core to others at every turn."""
+
+YIELDS = 10_000
+"""Turns, some ms, before it sleeps between them: the thread it waits for has lost its core."""
+
+SLEEP = 1 if os.name == "nt" else 50
+"""Milliseconds on Windows, elsewhere microseconds."""
 
 
 def make_work(plan: Plan, loss: Loss, optimizer: Optimizer, key: str):
@@ -267,6 +273,9 @@ def _pause(typing):
     return types.void(), codegen
 
 
+_sleep = types.ExternalFunction("Sleep" if os.name == "nt" else "usleep", int32(uint32))
+"""Give the core away for `SLEEP`."""
+
 _yield_core = types.ExternalFunction("SwitchToThread" if os.name == "nt" else "sched_yield", int32())
 """Offer the core to other threads."""
 
@@ -284,5 +293,7 @@ def wait(flags, rank, threads):
             spins += 1
             if spins < SPINS:
                 _pause()
-            else:
+            elif spins < YIELDS:
                 _yield_core()
+            else:
+                _sleep(SLEEP)
