@@ -15,16 +15,19 @@ from yaml import YAMLError
 from cnnexp.app.config import named
 from cnnexp.app.resume import find_run
 from cnnexp.backends import BACKENDS
-from cnnexp.datasets import DATASETS, Dataset, Images
+from cnnexp.datasets import DATASETS, Dataset, photograph
+from cnnexp.datasets.images import read_picture
 from cnnexp.errors import ConfigError, DataError
 from cnnexp.tracking.model import BACKEND, Classifier
+
+SURE = 0.9  # a smaller probability is told with the next class
 
 
 def command(arguments: Sequence[str]) -> None:
     """Print the class and its probability of every image; of a data set's test split the accuracy, too.
 
     Args:
-        arguments: a run (its folder, a checkpoint file, a model's folder or an MLflow run id); then either picture
+        arguments: a run (see `resume.find_run`); then either picture
             files or `dataset=NAME` with its keys; and `backend=NAME` with its keys.
 
     Raises:
@@ -70,7 +73,10 @@ def _parse(arguments: Sequence[str]) -> tuple[str, list[str], dict[str, dict[str
 
 
 def _classify_files(classifier: Classifier, files: Sequence[str]) -> Iterator[str]:
-    """Yield `FILE  CLASS  PROBABILITY` of each picture, brought to the size and the channels that the model takes."""
+    """Yield `FILE  CLASS  PROBABILITY` of each picture, brought to the look of the images that the model takes.
+
+    What the model is not sure of, and a picture that is not like its training data, is said in the line.
+    """
     shape = classifier.input_shape
     if len(shape) != 3 or shape[2] not in (1, 3):
         raise ConfigError(f"predict IMAGE: the model takes inputs of shape {shape}, no pictures; give a dataset=NAME")
@@ -79,11 +85,16 @@ def _classify_files(classifier: Classifier, files: Sequence[str]) -> Iterator[st
             "predict IMAGE: the model was trained on floating-point images, whose scale no picture file has; give them "
             "as dataset=npz dataset.path=FILE"
         )
-    reader = Images(root=".", height=shape[0], width=shape[1], grayscale=shape[2] == 1)
     for file in files:
-        (probabilities,) = classifier.predict(reader.read(Path(file))[np.newaxis])
-        best = int(probabilities.argmax())
-        yield f"{file}  {classifier.classes[best]}  {probabilities[best]:.4f}"
+        image = photograph.prepare(read_picture(Path(file), "RGBA"), classifier.look, shape)
+        (probabilities,) = classifier.predict(image[np.newaxis])
+        best, second = (int(i) for i in probabilities.argsort()[:-3:-1])
+        line = f"{file}  {classifier.classes[best]}  {probabilities[best]:.4f}"
+        if probabilities[best] < SURE:
+            line += f"  unsure: or {classifier.classes[second]}, {probabilities[second]:.4f}"
+        if classifier.look is not None and (why := photograph.unlike(image, classifier.look)):
+            line += f"  unlike the training data: {why}"
+        yield line
 
 
 def _classify_split(classifier: Classifier, dataset: Dataset) -> Iterator[str]:

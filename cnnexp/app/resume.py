@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,12 @@ from typing import Any
 from cnnexp.errors import CheckpointError, ConfigError
 from cnnexp.measuring.environment import config_hash, outputs_dir
 from cnnexp.tracking.folder import is_claimed
-from cnnexp.tracking.journal import JOURNAL, find_folder, hash_in, read_journal
+from cnnexp.tracking.journal import JOURNAL, hash_in, read_journal
 from cnnexp.training import checkpoint
 
 AUTO = "auto"
-RUN_ID = re.compile("[0-9a-f]{32}")
+LATEST, BEST = "latest", "best"
+ID_START = re.compile("[0-9a-f]{4,32}")
 
 
 @dataclass(frozen=True)
@@ -76,17 +77,48 @@ def find_run(named: str, given: str) -> Path:
     """Return the newest checkpoint of the run that a user means.
 
     Args:
-        named: a run's folder, a checkpoint file, or the id of an MLflow run whose folder is under `outputs/`.
+        named: a run's folder or a checkpoint file; or, of the runs under `outputs/`, an MLflow id or the first digits
+            of one, `latest`, or `best`: the one that ended with the highest test accuracy.
         given: how the user gave it, for the message.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is none, or several have such an id.
     """
-    if RUN_ID.fullmatch(named) and not Path(named).exists():
-        where = find_folder(outputs_dir(), named)
-        if where is not None:
-            return checkpoint.find(where, given)
+    if Path(named).exists():
+        return checkpoint.find(Path(named), given)
+    if named in (LATEST, BEST):
+        return checkpoint.find(_ranked(named, given), given)
+    if ID_START.fullmatch(named):
+        found = {
+            run_id: folder
+            for folder in _trained()
+            if (run_id := read_journal(folder)["run_id"] or "").startswith(named)
+        }
+        if len(found) > 1:
+            raise CheckpointError(f"{given}: {len(found)} runs begin so: {', '.join(sorted(found))}; give more digits")
+        for folder in found.values():
+            return checkpoint.find(folder, given)
     return checkpoint.find(Path(named), given)
+
+
+def _ranked(named: str, given: str) -> Path:
+    """Return the folder of the latest run, or of the best."""
+    folders = list(_trained())
+    if named == BEST:
+        accuracies = {folder: read_journal(folder)["metrics"].get("final/test_accuracy", 0.0) for folder in folders}
+        folders.sort(key=lambda folder: accuracies[folder])
+    else:
+        folders.sort(key=lambda folder: (folder / JOURNAL).stat().st_mtime)
+    if not folders:
+        raise CheckpointError(f"{given}: no run under {outputs_dir()} has a checkpoint; give a run's folder")
+    return folders[-1]
+
+
+def _trained() -> Iterator[Path]:
+    """Yield the folders under `outputs/` of runs that have a checkpoint."""
+    for journal in outputs_dir().rglob(JOURNAL):
+        if checkpoint.list_checkpoints(journal.parent / checkpoint.FOLDER):
+            yield journal.parent
 
 
 def _newest(folder: Path, wanted: str) -> Earlier | None:

@@ -108,29 +108,45 @@ class Images(Source):
 
     def read(self, path: Path) -> np.ndarray:
         """Return a picture as uint8 (H, W, C), of the size and the channels that the fields ask for."""
-        from PIL import Image, ImageOps  # only this source needs it
+        from PIL import Image
 
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of odd metadata, which many cameras write
-                warnings.simplefilter("error", Image.DecompressionBombWarning)
-                with open_regular(path, MOST_BYTES) as stream, Image.open(stream) as file:
-                    if file.mode not in MODES_OF_8_BITS:
-                        raise DataError(f"{shown(path)}: pixels of mode {file.mode}; convert it to 8 bits per channel")
-                    picture = ImageOps.exif_transpose(file).convert("L" if self.grayscale else "RGB")
-        except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
-            raise DataError(f"{shown(path)}: more than {Image.MAX_IMAGE_PIXELS} pixels, refused") from error
-        except Image.UnidentifiedImageError as error:
-            raise DataError(f"{shown(path)}: not a picture that Pillow can read") from error
-        except DataError:
-            raise
-        except Exception as error:  # Pillow's readers raise whatever they like on a damaged file
-            reason = reason_of(error) if isinstance(error, OSError) else str(error) or type(error).__name__
-            raise DataError(f"{shown(path)}: cannot be read as a picture: {reason}") from error
+        picture = Image.fromarray(read_picture(path, "L" if self.grayscale else "RGB"))
         size = (self.width or picture.width, self.height or picture.height)
         if size != picture.size:
             picture = picture.resize(size, Image.Resampling.BILINEAR)
         return np.asarray(picture, np.uint8).reshape(size[1], size[0], -1)
+
+
+def read_picture(path: Path, mode: str) -> np.ndarray:
+    """Return a picture file as uint8 (H, W, ...), turned as its metadata says.
+
+    Args:
+        path: the file.
+        mode: Pillow's: `L`, `RGB` or `RGBA`.
+
+    Raises:
+        DataError: it is no picture, is damaged, or has more than 8 bits a channel.
+    """
+    from PIL import Image, ImageOps  # only this source needs it
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of odd metadata, which many cameras write
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with open_regular(path, MOST_BYTES) as stream, Image.open(stream) as file:
+                if file.mode not in MODES_OF_8_BITS:
+                    raise DataError(f"{shown(path)}: pixels of mode {file.mode}; convert it to 8 bits per channel")
+                picture = ImageOps.exif_transpose(file).convert(mode)
+    except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
+        raise DataError(f"{shown(path)}: more than {Image.MAX_IMAGE_PIXELS} pixels, refused") from error
+    except Image.UnidentifiedImageError as error:
+        raise DataError(f"{shown(path)}: not a picture that Pillow can read") from error
+    except DataError:
+        raise
+    except Exception as error:  # Pillow's readers raise whatever they like on a damaged file
+        reason = reason_of(error) if isinstance(error, OSError) else str(error) or type(error).__name__
+        raise DataError(f"{shown(path)}: cannot be read as a picture: {reason}") from error
+    return np.asarray(picture, np.uint8)
 
 
 def _folders(folder: Path) -> list[str]:

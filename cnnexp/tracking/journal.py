@@ -19,7 +19,7 @@ from typing import Any, Self, TextIO
 import numpy as np
 
 from cnnexp.backends.protocol import Backend
-from cnnexp.datasets import Dataset
+from cnnexp.datasets import Dataset, photograph
 from cnnexp.errors import BackendUnavailable, ConfigError, Diverged, TrackingError
 from cnnexp.measuring import environment
 from cnnexp.measuring.interference import Interference
@@ -99,6 +99,7 @@ class Run:
         self._skipped = False
         self._simulated = False
         self._dataset: Dataset | None = None
+        self._look: photograph.Look | None = None
         self._artifacts: list[tuple[str, str | None]] = []
         self._model: Path | None = None
         self._lost: TrackingError | None = None
@@ -136,6 +137,7 @@ class Run:
     def begin(self, dataset: Dataset, network: Network, backend: Backend, workers: int = 1) -> None:
         """Ask for an MLflow run, once the data is there and the backend made; `wait` for it after compiling."""
         self._dataset, self._simulated = dataset, getattr(backend, "simulated", False)
+        self._look = photograph.describe(dataset.train.images, dataset.train.labels, len(dataset.classes))
         self.metrics["model/parameters"] = network.parameter_count
         call = {
             "name": self.name,
@@ -188,6 +190,7 @@ class Run:
             "run_id": self.id,
             "classes": list(self._dataset.classes),
             "pixels": str(self._dataset.train.images.dtype),
+            "look": self._look,
         }
 
     def epoch(self, result: EpochResult) -> None:
@@ -341,14 +344,6 @@ class Run:
     def _note(self, event: str, **facts: Any) -> None:
         self._journal.write(json.dumps({"event": event, **facts}) + "\n")
         self._journal.flush()
-
-
-def find_folder(root: Path, run_id: str) -> Path | None:
-    """Return the folder, somewhere under `root`, of the run with this MLflow id, None if there is none."""
-    for journal in Path(root).rglob(JOURNAL):
-        if f'"run_id": "{run_id}"' in journal.read_text(encoding="utf-8", errors="replace"):
-            return journal.parent
-    return None
 
 
 def hash_in(journal: Path) -> str | None:

@@ -34,6 +34,7 @@ class Classifier:
         classes: their names, in the order of the outputs.
         input_shape: (H, W, C) of an image, or (D,) of a point.
         pixels: dtype of the images that it was trained on, `uint8` or `float32`.
+        look: what these have in common, of `photograph.describe`, or None.
 
     Raises:
         CheckpointError: the file is damaged, or not one that holds a network.
@@ -50,6 +51,7 @@ class Classifier:
         self.input_shape: Shape = network.input_shape
         self.classes: tuple[str, ...] = tuple(trained.about.get("classes", map(str, range(outputs))))
         self.pixels: str = trained.about.get("pixels", "uint8")
+        self.look: Mapping[str, Any] | None = trained.about.get("look")
         self._program = backend.compile(network, self._loss, SGD(), BATCH_SIZE)
         self._program.restore(state)
 

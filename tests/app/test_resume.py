@@ -11,7 +11,7 @@ import pytest
 from commands import TINY
 
 from cnnexp.app import resume
-from cnnexp.errors import ConfigError
+from cnnexp.errors import CheckpointError, ConfigError
 from cnnexp.tracking.folder import Claim, is_claimed
 from cnnexp.tracking.journal import JOURNAL, read_journal
 from cnnexp.training.checkpoint import find, load
@@ -122,3 +122,35 @@ def test_an_older_checkpoint_is_not_gone_on_from_among_later_ones(run, tmp_path)
     with pytest.raises(ConfigError, match=r"later checkpoints lie beside it; choose another hydra\.run\.dir"):
         resume.find_earlier(str(older), tmp_path / "run", {})
     assert resume.find_earlier(str(older), tmp_path / "elsewhere", {}).path == older
+
+
+def finished(folder, run_id, accuracy, age_s):
+    """A run's folder as far as its name can be found: a journal and a checkpoint."""
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "checkpoints" / "epoch-000001.ckpt").write_bytes(b"")
+    events = [
+        {"event": "recorded", "run_id": run_id},
+        {"event": "finish", "status": "FINISHED", "tags": {}, "metrics": {"final/test_accuracy": accuracy}},
+    ]
+    (folder / JOURNAL).write_text("".join(json.dumps(event) + "\n" for event in events), encoding="utf-8")
+    os.utime(folder / JOURNAL, (1e9 - age_s, 1e9 - age_s))
+    return folder / "checkpoints" / "epoch-000001.ckpt"
+
+
+def test_a_run_is_named_by_latest_best_or_the_first_digits_of_its_id(tmp_path, monkeypatch):
+    monkeypatch.setattr(resume, "outputs_dir", lambda: tmp_path / "outputs")
+    with pytest.raises(CheckpointError, match=r"^latest: no run under .*outputs has a checkpoint"):
+        resume.find_run("latest", "latest")
+    old = finished(tmp_path / "outputs" / "a", "abcd" + 28 * "1", 0.99, 100)
+    new = finished(tmp_path / "outputs" / "b", "abce" + 28 * "2", 0.98, 1)
+    (tmp_path / "outputs" / "c").mkdir()
+    (tmp_path / "outputs" / "c" / JOURNAL).write_text("{}\n")  # newer, but it has trained nothing
+    assert resume.find_run("latest", "x") == new
+    assert resume.find_run("best", "x") == old
+    assert resume.find_run("abcd", "x") == old
+    assert resume.find_run("abce222", "x") == new
+    finished(tmp_path / "outputs" / "d", "abcd" + 28 * "3", 0.5, 50)
+    with pytest.raises(CheckpointError, match=r"^predict abcd: 2 runs begin so: abcd1+, abcd3+; give more digits"):
+        resume.find_run("abcd", "predict abcd")
+    with pytest.raises(CheckpointError, match="no such file or folder"):
+        resume.find_run("0000", "x")

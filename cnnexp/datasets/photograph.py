@@ -1,0 +1,203 @@
+"""A photograph of one thing on a plain ground, brought to the look of the images that a model was trained on.
+
+MNIST's digits, light on black, were scaled to fit a box of 20 pixels and put by their centre of mass into 28 x 28
+(LeCun, Bottou, Bengio and Haffner 1998, section III.A). Nobody's photographs are. What a data set did to its images is
+read from the images themselves, `describe`, and kept with the model; `prepare` does the same to a picture, and `unlike`
+says when the outcome is still not like them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+SAMPLE = 2000  # images that `describe` looks at
+PLAIN = 0.6  # share of the borders' pixels that are ground, from which on it is called plain; ink may reach there
+EVEN = 0.1  # of the range of pixels, that ground may differ from itself
+INK = 0.2  # of the range of pixels, from which on a pixel is no ground
+GRID = 7  # side of the coarse image that distances are taken of
+RARE = 0.5  # per cent of the training images, at each end, that look stranger than what is called like them
+FINE = 4  # times the model's side: a larger picture is shrunk to it first, which averages noise away
+NOISE = 4.0  # standard deviations of the ground, from which on a pixel is ink
+Look = Mapping[str, Any]
+
+
+def describe(images: np.ndarray, labels: np.ndarray, classes: int) -> Look | None:
+    """Return what grey images of one thing on a plain ground have in common, None for others.
+
+    Args:
+        images: uint8 (N, H, W, 1).
+        labels: (N,).
+        classes: how many there are.
+
+    Returns:
+        `ground` (a pixel), `side` (of the box, in pixels), `by_mass` (centred by mass, or by the box), `ink` and
+        `distance` (least and most of what is usual), and `centres` (of the classes, coarse, `GRID` x `GRID` each).
+    """
+    if images.dtype != np.uint8 or images.ndim != 4 or images.shape[3] != 1 or min(images.shape[1:3]) < GRID:
+        return None
+    images, labels = images[:SAMPLE, :, :, 0] / np.float32(255), labels[:SAMPLE]
+    border = _border(images)
+    ground = float(np.median(border))
+    if np.mean(np.abs(border - ground) <= EVEN) < PLAIN:
+        return None
+    ink = np.abs(images - ground)
+    boxes = [box for image in ink if (box := _box(image > INK)) is not None]
+    if not boxes:
+        return None
+    offsets = [np.subtract(_mass_centre(image), _middle(image.shape)) for image in ink if image.max() > INK]
+    centred = [np.subtract(_box_centre(box), _middle(images.shape[1:])) for box in boxes]
+    coarse = np.stack([_coarse(image) for image in ink])
+    centres = np.stack([coarse[labels == c].mean(axis=0) if (labels == c).any() else coarse[0] for c in range(classes)])
+    return {
+        "ground": round(ground, 4),
+        "side": int(np.median([max(bottom - top, right - left) for top, bottom, left, right in boxes])),
+        "by_mass": bool(np.std(offsets) < np.std(centred)),
+        "ink": _usual(ink.mean(axis=(1, 2))),
+        "distance": _usual(np.sqrt(((coarse[:, None] - centres[None]) ** 2).sum(axis=2).min(axis=1))),
+        "centres": np.round(centres, 3).tolist(),
+    }
+
+
+def prepare(picture: np.ndarray, look: Look | None, shape: Sequence[int]) -> np.ndarray:
+    """Return a picture as the model takes it, uint8 (H, W, C).
+
+    Args:
+        picture: uint8 (h, w, 4), red, green, blue, alpha.
+        look: of `describe`; None only flattens and resizes.
+        shape: (H, W, C) of the model's images.
+    """
+    flat = _flatten(picture)
+    if look is None or shape[2] != 1:
+        pixels = flat if shape[2] == 3 else _grey(flat)[:, :, None]
+        resized = [_resize(pixels[:, :, c], shape[1], shape[0]) for c in range(shape[2])]
+        return np.rint(np.stack(resized, axis=2)).astype(np.uint8)
+    grey = _grey(flat)
+    if grey.shape == tuple(shape[:2]):
+        given = np.rint(grey).astype(np.uint8)[:, :, None]
+        if abs(np.median(_border(given[None, :, :, 0] / 255)) - look["ground"]) <= EVEN and unlike(given, look) is None:
+            return given  # it is as they are
+    ink = _ink(_shrink(grey, FINE * max(shape[:2])) / 255)
+    box = _box(ink > INK)
+    placed = np.zeros(shape[:2], np.float32)
+    if box is not None:
+        top, bottom, left, right = box
+        scale = look["side"] / max(bottom - top, right - left)
+        height = max(1, min(shape[0], round(scale * (bottom - top))))
+        width = max(1, min(shape[1], round(scale * (right - left))))
+        small = np.clip(_resize(255 * ink[top:bottom, left:right], width, height) / 255, 0, 1)
+        centre = _mass_centre(small) if look["by_mass"] else _middle(small.shape)
+        rows, columns = (
+            min(max(round(m - c), 0), limit - n)
+            for m, c, limit, n in zip(_middle(shape[:2]), centre, shape[:2], small.shape, strict=True)
+        )
+        placed[rows : rows + height, columns : columns + width] = small
+    return np.rint(255 * (look["ground"] + placed * _reach(look["ground"]))).astype(np.uint8)[:, :, None]
+
+
+def unlike(image: np.ndarray, look: Look) -> str | None:
+    """Return in what an image, uint8 (H, W, 1), is not like those of `describe`; None where it is like them."""
+    ink = np.abs(image[:, :, 0] / np.float32(255) - look["ground"])
+    least, most = look["ink"]
+    if not least <= ink.mean() <= most:
+        return f"{'less' if ink.mean() < least else 'more'} ink than they have"
+    distance = np.sqrt(((_coarse(ink) - np.array(look["centres"])) ** 2).sum(axis=1).min())
+    return "a shape unlike theirs" if distance > look["distance"][1] else None
+
+
+def _flatten(picture: np.ndarray) -> np.ndarray:
+    """Return (h, w, 3) on the ground, white or black, that shows what is opaque."""
+    colours, alpha = picture[:, :, :3].astype(np.float32), picture[:, :, 3:].astype(np.float32) / 255
+    if alpha.min() == 1:
+        return colours
+    light = (_grey(colours) * alpha[:, :, 0]).sum() > 127 * max(alpha.sum(), 1e-6)
+    return colours * alpha + (0.0 if light else 255.0) * (1 - alpha)
+
+
+def _grey(colours: np.ndarray) -> np.ndarray:
+    return colours @ np.array([0.299, 0.587, 0.114], np.float32)
+
+
+def _ink(grey: np.ndarray) -> np.ndarray:
+    """Return how much of each pixel is ink, 0 .. 1, whether dark on light or light on dark.
+
+    The ground is a plane through the border, since light falls from a side; what differs from it no more than it
+    differs from itself is noise.
+    """
+    height, width = grey.shape
+    rows, columns = np.mgrid[:height, :width]
+    frame = np.zeros(grey.shape, bool)
+    edge = max(1, min(height, width) // 20)
+    frame[:edge] = frame[-edge:] = frame[:, :edge] = frame[:, -edge:] = True
+    near = np.abs(grey - np.median(grey[frame])) <= max(
+        EVEN, 3 * np.median(np.abs(grey[frame] - np.median(grey[frame])))
+    )
+    known = frame & near  # ink may reach the border
+    plane = np.stack([np.ones(known.sum()), rows[known], columns[known]], axis=1)
+    fitted, *_ = np.linalg.lstsq(plane, grey[known], rcond=None)
+    differs = grey - (fitted[0] + fitted[1] * rows + fitted[2] * columns)
+    noise = 1.4826 * np.median(np.abs(differs[known]))
+    differs = differs if differs.max() > -differs.min() else -differs
+    ink = np.where(differs > NOISE * noise, differs, 0.0)
+    full = np.percentile(ink[ink > 0], 90) if (ink > 0).any() else 1.0
+    return np.clip(ink / max(full, 1e-6), 0, 1).astype(np.float32)
+
+
+def _shrink(grey: np.ndarray, side: int) -> np.ndarray:
+    scale = side / max(grey.shape)
+    return (
+        grey
+        if scale >= 1
+        else _resize(grey, max(1, round(scale * grey.shape[1])), max(1, round(scale * grey.shape[0])))
+    )
+
+
+def _resize(pixels: np.ndarray, width: int, height: int) -> np.ndarray:
+    from PIL import Image
+
+    if pixels.shape == (height, width):
+        return pixels
+    return np.asarray(Image.fromarray(pixels.astype(np.float32)).resize((width, height), Image.Resampling.BILINEAR))
+
+
+def _reach(ground: float) -> float:
+    """Return how far ink lies from a ground, towards the farther end of the range."""
+    return 1 - ground if ground < 0.5 else -ground
+
+
+def _border(images: np.ndarray) -> np.ndarray:
+    """Return the outermost pixels of images (N, H, W), as (N, pixels)."""
+    sides = (images[:, 0], images[:, -1], images[:, 1:-1, 0], images[:, 1:-1, -1])
+    return np.concatenate(sides, axis=1)
+
+
+def _box(mask: np.ndarray) -> tuple[int, int, int, int] | None:
+    """Return top, bottom, left, right of what is set (bottom and right are past it), None where nothing is."""
+    rows, columns = np.flatnonzero(mask.any(axis=1)), np.flatnonzero(mask.any(axis=0))
+    return (rows[0], rows[-1] + 1, columns[0], columns[-1] + 1) if len(rows) else None
+
+
+def _box_centre(box: tuple[int, int, int, int]) -> tuple[float, float]:
+    top, bottom, left, right = box
+    return (top + bottom - 1) / 2, (left + right - 1) / 2
+
+
+def _middle(shape: Sequence[int]) -> tuple[float, float]:
+    return (shape[0] - 1) / 2, (shape[1] - 1) / 2
+
+
+def _mass_centre(ink: np.ndarray) -> tuple[float, float]:
+    total = ink.sum()
+    rows, columns = (np.arange(n) for n in ink.shape)
+    return float((ink.sum(axis=1) * rows).sum() / total), float((ink.sum(axis=0) * columns).sum() / total)
+
+
+def _coarse(ink: np.ndarray) -> np.ndarray:
+    return _resize(ink, GRID, GRID).ravel()
+
+
+def _usual(values: np.ndarray) -> list[float]:
+    least, most = np.percentile(values, (RARE, 100 - RARE))
+    return [float(np.floor(least * 1e4) / 1e4), float(np.ceil(most * 1e4) / 1e4)]

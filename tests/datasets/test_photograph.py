@@ -1,0 +1,129 @@
+"""Pictures as people take them, for a model trained on digits that a data set had prepared."""
+
+import numpy as np
+import pytest
+from renderings import opaque, renderings
+
+from cnnexp import SGD, Digits, OneConv, backend, train_epochs
+from cnnexp.app.predict import SURE
+from cnnexp.datasets import photograph
+
+SHAPE = (28, 28, 1)
+
+
+def strokes(count, side=20, size=28, seed=0):
+    """Return light strokes on black, uint8, each `side` high, put by its centre of mass into the middle."""
+    rng = np.random.default_rng(seed)
+    images = np.zeros((count, size, size, 1), np.uint8)
+    for image in images:
+        width = rng.integers(4, 9)
+        ink = np.zeros((side, width + 6), np.uint8)
+        ink[:, 3:6] = 255
+        ink[-rng.integers(3, 8) :, : width + 6] = 255  # a foot, so that mass and box have different centres
+        rows, columns = np.nonzero(ink)
+        top, left = round(size / 2 - 0.5 - rows.mean()), round(size / 2 - 0.5 - columns.mean())
+        image[top : top + side, left : left + width + 6, 0] = ink
+    return images
+
+
+LOOK = photograph.describe(strokes(200), np.zeros(200, np.int32), 1)
+
+
+def centre(image):
+    weights = image[:, :, 0] / image.sum()
+    return tuple((weights * axis).sum() for axis in np.mgrid[: image.shape[0], : image.shape[1]])
+
+
+def height(image):
+    return int((image[:, :, 0] > 60).any(axis=1).sum())
+
+
+def test_the_look_is_read_from_the_images():
+    assert (LOOK["ground"], LOOK["side"], LOOK["by_mass"]) == (0.0, 20, True)
+    light = photograph.describe(255 - strokes(50), np.zeros(50, np.int32), 1)
+    assert (light["ground"], light["side"]) == (1.0, 20)
+
+
+def test_images_on_no_plain_ground_in_colour_or_in_floats_have_no_look():
+    noise = np.random.default_rng(0).integers(0, 256, (50, 28, 28, 1)).astype(np.uint8)
+    labels = np.zeros(50, np.int32)
+    assert photograph.describe(noise, labels, 1) is None
+    assert photograph.describe(np.repeat(strokes(50), 3, axis=3), labels, 1) is None
+    assert photograph.describe(strokes(50).astype(np.float32), labels, 1) is None
+    assert photograph.describe(np.zeros((50, 28, 28, 1), np.uint8), labels, 1) is None
+
+
+@pytest.mark.parametrize("name", renderings(np.zeros((28, 28), np.uint8) + np.eye(28, dtype=np.uint8) * 255))
+def test_each_rendering_becomes_light_on_dark_of_their_size_in_their_place(name):
+    for i, image in enumerate(strokes(5, seed=1)):
+        prepared = photograph.prepare(renderings(image[:, :, 0], i)[name], LOOK, SHAPE)
+        assert prepared.shape == SHAPE
+        assert prepared.dtype == np.uint8
+        assert np.median(prepared) == 0
+        assert prepared.max() > 200
+        assert abs(height(prepared) - 20) <= 2
+        np.testing.assert_allclose(centre(prepared), (13.5, 13.5), atol=1.0)
+        assert np.abs(prepared.astype(int) - image).mean() < 14
+
+
+def test_what_is_as_they_are_is_taken_as_it_is():
+    image = strokes(1, seed=2)[0]
+    np.testing.assert_array_equal(photograph.prepare(opaque(image[:, :, 0]), LOOK, SHAPE), image)
+
+
+def test_a_ground_of_light_gets_dark_ink():
+    look = photograph.describe(255 - strokes(50), np.zeros(50, np.int32), 1)
+    image = strokes(1, seed=3)[0, :, :, 0]
+    prepared = photograph.prepare(renderings(image)["280 pixels"], look, SHAPE)
+    assert np.median(prepared) == 255
+    assert prepared.min() < 55
+
+
+def test_light_ink_on_nothing_is_seen_too():
+    picture = np.zeros((100, 100, 4), np.uint8)
+    picture[20:80, 40:60] = 255
+    prepared = photograph.prepare(picture, LOOK, SHAPE)
+    assert height(prepared) == 20
+
+
+def test_without_a_look_a_picture_is_flattened_and_resized():
+    picture = np.zeros((8, 8, 4), np.uint8)
+    picture[:, :, 3] = 255
+    picture[:, :4, 0] = 255
+    prepared = photograph.prepare(picture, None, (4, 4, 3))
+    assert prepared.shape == (4, 4, 3)
+    assert prepared[:, 0, 0].tolist() == [255] * 4
+    assert prepared[:, 3].max() == 0
+
+
+def test_what_is_not_like_them_is_said():
+    rng = np.random.default_rng(0)
+    assert sum(photograph.unlike(image, LOOK) is not None for image in strokes(100, seed=4)) <= 5
+    blank = opaque(np.full((50, 50), 128, np.uint8))
+    noise = opaque(rng.integers(0, 256, (100, 100)).astype(np.uint8))
+    stripes = opaque(np.repeat(np.repeat([[0, 255]], 4, axis=0).ravel(), 8)[None].repeat(64, axis=0).astype(np.uint8))
+    for picture in (blank, noise, stripes):
+        assert photograph.unlike(photograph.prepare(picture, LOOK, SHAPE), LOOK) is not None
+
+
+def test_ten_digits_in_nine_renderings_are_read_and_the_rest_flagged():
+    data = Digits().load()
+    model = OneConv(filters=16)
+    network = model.network(SHAPE, 10)
+    program = backend("numpy").compile(network, model.loss, SGD(lr=0.1), 50)
+    program.restore({"parameters": network.initial_parameters(0)})
+    list(train_epochs(program, data, 4))
+    look = photograph.describe(data.train.images, data.train.labels, 10)
+    right, silent = 0, []
+    for digit in range(10):
+        i = int(np.flatnonzero(data.test.labels == digit)[0])
+        for name, picture in renderings(data.test.images[i, :, :, 0], i).items():
+            image = photograph.prepare(picture, look, SHAPE)
+            scores = program.predict(program.load(image[None], np.zeros(1, np.int32)))[0].astype(np.float64)
+            sure = np.exp(scores - scores.max()).sum() < 1 / SURE
+            if scores.argmax() == digit:
+                right += 1
+            elif sure and photograph.unlike(image, look) is None:
+                silent.append((digit, name))
+    assert right >= 81
+    assert silent == []
