@@ -53,9 +53,7 @@ def image(entry: Entry, resources: Resources) -> bytes:
     operations = list(dict.fromkeys(code.operation for code in made.code))
     numbers = {name: number for number, name in enumerate(operations)}
     parts = [_text(entry.name), struct.pack("<I", int("".join(filter(str.isdigit, entry.target))))]
-    parts.append(
-        struct.pack("<IIII", resources.registers, resources.shared_bytes, resources.local_bytes, entry.threads)
-    )
+    parts.append(struct.pack("<IIII", resources.registers, made.shared_size, resources.local_bytes, entry.threads))
     parts.append(struct.pack("<III", made.shared_size, made.local_size, made.file_bytes))
     sizes = [variable.size for variable in entry.params.values()]
     parts.append(struct.pack(f"<I{2 * len(sizes)}I", len(sizes), *sizes, *made.param_offsets.values()))

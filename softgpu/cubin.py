@@ -1,4 +1,4 @@
-"""What a cubin, an ELF file, says of a kernel: registers, shared and local memory."""
+"""What a cubin, an ELF file, says of a kernel that its PTX does not: registers and stack."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ class Resources:
 
     Attributes:
         registers: of a thread.
-        shared_bytes: of a block.
         local_bytes: of a thread's stack.
         instructions: of the machine code, 16 bytes each.
     """
 
     registers: int
-    shared_bytes: int
     local_bytes: int
     instructions: int
 
@@ -53,11 +51,9 @@ def resources(cubin: bytes, name: str) -> Resources:
                     entry = struct.unpack_from("<I", cubin, symbols[4] + 24 * symbol)[0]
                     attributes[attribute, text(symbols[6], entry)] = number
                 place += value
-    shared = sections.get(f".nv.shared.{name}")
     code = sections[f".text.{name}"]
     return Resources(
         attributes.get((REGISTERS, name), code[7] >> 24),
-        shared[5] if shared else 0,
         attributes.get((FRAME, name), 0),
         code[5] // 16,
     )

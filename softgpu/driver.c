@@ -1243,26 +1243,27 @@ static CUresult f_cuGetErrorString(CUresult error, const char **text) {
 
 #define FUNCTIONS(X)                                                                                                   \
     X(cuInit)                                                                                                          \
-    X(cuDriverGetVersion) X(cuDeviceGetCount) X(cuDeviceGet) X(cuDeviceGetAttribute) X(cuDeviceGetName) X(             \
-        cuDeviceGetUuid) X(cuDeviceTotalMem) X(cuDeviceGetPCIBusId) X(cuDeviceCanAccessPeer)                           \
-        X(cuDevicePrimaryCtxRetain) X(cuDevicePrimaryCtxRelease) X(cuDevicePrimaryCtxReset) X(                         \
-            cuDevicePrimaryCtxGetState) X(cuCtxGetCurrent) X(cuCtxSetCurrent) X(cuCtxPushCurrent) X(cuCtxPopCurrent)   \
-            X(cuCtxGetDevice) X(cuCtxGetFlags) X(cuCtxSynchronize) X(cuCtxGetStreamPriorityRange) X(cuMemAlloc)        \
-                X(cuMemFree) X(cuMemGetInfo) X(cuMemGetAddressRange) X(cuMemHostAlloc) X(cuMemAllocHost) X(            \
-                    cuMemFreeHost) X(cuPointerGetAttribute) X(cuPointerGetAttributes) X(cuMemcpyHtoD) X(cuMemcpyDtoH)  \
-                    X(cuMemcpyDtoD) X(cuMemcpyHtoDAsync) X(cuMemcpyDtoHAsync) X(cuMemcpyDtoDAsync) X(cuMemsetD8)       \
-                        X(cuMemsetD8Async) X(cuStreamCreate) X(cuStreamCreateWithPriority) X(cuStreamDestroy) X(       \
-                            cuStreamGetCtx) X(cuStreamGetDevice) X(cuStreamGetFlags) X(cuStreamGetPriority)            \
-                            X(cuStreamSynchronize) X(cuStreamQuery) X(cuStreamWaitEvent) X(cuStreamBeginCapture) X(    \
-                                cuStreamEndCapture) X(cuStreamIsCapturing) X(cuStreamGetCaptureInfo) X(cuEventCreate)  \
-                                X(cuEventDestroy) X(cuEventRecord) X(cuEventSynchronize) X(cuEventQuery) X(            \
-                                    cuEventElapsedTime) X(cuLibraryLoadData) X(cuLibraryUnload) X(cuLibraryGetKernel)  \
-                                    X(cuLibraryGetKernelCount) X(cuLibraryGetModule) X(cuLibraryGetGlobal)             \
-                                        X(cuKernelGetFunction) X(cuKernelGetLibrary) X(cuKernelGetAttribute)           \
-                                            X(cuKernelSetAttribute) X(cuKernelGetParamInfo) X(cuFuncGetAttribute)      \
-                                                X(cuFuncGetParamInfo) X(cuOccupancyMaxActiveBlocksPerMultiprocessor)   \
-                                                    X(cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags)            \
-                                                        X(cuLaunchKernel) X(cuLaunchKernelEx) X(cuGraphInstantiate)    \
+    X(cuDriverGetVersion)                                                                                              \
+    X(cuDeviceGetCount) X(cuDeviceGet) X(cuDeviceGetAttribute) X(cuDeviceGetName) X(cuDeviceGetUuid)                   \
+        X(cuDeviceTotalMem) X(cuDeviceGetPCIBusId) X(cuDeviceCanAccessPeer) X(cuDevicePrimaryCtxRetain) X(             \
+            cuDevicePrimaryCtxRelease) X(cuDevicePrimaryCtxReset) X(cuDevicePrimaryCtxGetState) X(cuCtxGetCurrent)     \
+            X(cuCtxSetCurrent) X(cuCtxPushCurrent) X(cuCtxPopCurrent) X(cuCtxGetDevice) X(cuCtxGetFlags) X(            \
+                cuCtxSynchronize) X(cuCtxGetStreamPriorityRange) X(cuMemAlloc) X(cuMemFree) X(cuMemGetInfo)            \
+                X(cuMemGetAddressRange) X(cuMemHostAlloc) X(cuMemAllocHost) X(cuMemFreeHost) X(cuPointerGetAttribute)  \
+                    X(cuPointerGetAttributes) X(cuMemcpyHtoD) X(cuMemcpyDtoH) X(cuMemcpyDtoD) X(cuMemcpyHtoDAsync) X(  \
+                        cuMemcpyDtoHAsync) X(cuMemcpyDtoDAsync) X(cuMemsetD8) X(cuMemsetD8Async) X(cuStreamCreate)     \
+                        X(cuStreamCreateWithPriority) X(cuStreamDestroy) X(cuStreamGetCtx) X(cuStreamGetDevice) X(     \
+                            cuStreamGetFlags) X(cuStreamGetPriority) X(cuStreamSynchronize) X(cuStreamQuery)           \
+                            X(cuStreamWaitEvent) X(cuStreamBeginCapture) X(cuStreamEndCapture) X(cuStreamIsCapturing)  \
+                                X(cuStreamGetCaptureInfo) X(cuEventCreate) X(cuEventDestroy) X(cuEventRecord)          \
+                                    X(cuEventSynchronize) X(cuEventQuery) X(cuEventElapsedTime) X(cuLibraryLoadData)   \
+                                        X(cuLibraryUnload) X(cuLibraryGetKernel) X(cuLibraryGetKernelCount)            \
+                                            X(cuLibraryGetModule) X(cuLibraryGetGlobal) X(cuKernelGetFunction) X(      \
+                                                cuKernelGetLibrary) X(cuKernelGetAttribute) X(cuKernelSetAttribute)    \
+                                                X(cuKernelGetParamInfo) X(cuFuncGetAttribute) X(cuFuncGetParamInfo)    \
+                                                    X(cuOccupancyMaxActiveBlocksPerMultiprocessor)                     \
+                                                        X(cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags) X(     \
+                                                            cuLaunchKernel) X(cuLaunchKernelEx) X(cuGraphInstantiate)  \
                                                             X(cuGraphInstantiateWithParams) X(cuGraphUpload)           \
                                                                 X(cuGraphLaunch) X(cuGraphGetNodes) X(cuGraphDestroy)  \
                                                                     X(cuGraphExecDestroy) X(cuUserObjectCreate)        \
@@ -1317,9 +1318,9 @@ void softgpu_order(uint64_t seed, int when) { /* from now on; `when` is 0 at onc
     pthread_mutex_unlock(&lock);
 }
 uint64_t softgpu_ticks(void) { return clock_ticks; }
-void softgpu_count(int on, const uint32_t *latency) {
+void softgpu_count(int on, const uint32_t *latency, uint32_t cached_latency) {
     pthread_mutex_lock(&lock);
-    settings.count = on;
+    settings.count = on, settings.cached_latency = cached_latency;
     for (int k = 0; latency && k < CLASSES; k++)
         settings.latency[k] = latency[k];
     for (int k = 0; k < n_kernels; k++) {
@@ -1328,5 +1329,40 @@ void softgpu_count(int on, const uint32_t *latency) {
     }
     pthread_mutex_unlock(&lock);
 }
-int softgpu_kernels(void) { return n_kernels; }
-const Kernel *softgpu_kernel(int k) { return all_kernels[k]; }
+/* What every kernel that was launched did since counting began, as JSON; by class, the numbers of `Count`. */
+const char *softgpu_counts(void) {
+    static char *text;
+    static size_t size;
+    pthread_mutex_lock(&lock);
+    free(text);
+    FILE *out = open_memstream(&text, &size);
+    const char *separator = "[";
+    for (int n = 0; n < n_kernels; n++) {
+        const Kernel *k = all_kernels[n];
+        const Totals *t = &k->totals;
+        Count classes[CLASSES] = {0};
+        if (!t->launches)
+            continue;
+        for (uint32_t i = 0; i < k->n_code; i++) {
+            Count *c = classes + k->code[i].class;
+            c->executed += k->count[i].executed, c->lanes += k->count[i].lanes;
+            c->sectors += k->count[i].sectors, c->wavefronts += k->count[i].wavefronts;
+        }
+        fprintf(out, "%s{\"name\":\"%s\",\"registers\":%u,\"shared_bytes\":%u", separator, k->name, k->registers,
+                k->shared_bytes);
+#define FIELD(name) fprintf(out, ",\"" #name "\":%llu", (unsigned long long)t->name)
+        FIELD(launches), FIELD(blocks), FIELD(block_threads), FIELD(read_sectors), FIELD(written_sectors);
+        FIELD(chain), FIELD(longest_chain), FIELD(cycles), FIELD(longest_cycles), FIELD(divergent);
+        fprintf(out, ",\"classes\":[");
+        for (int c = 0; c < CLASSES; c++)
+            fprintf(out, "%s[%llu,%llu,%llu,%llu]", c ? "," : "", (unsigned long long)classes[c].executed,
+                    (unsigned long long)classes[c].lanes, (unsigned long long)classes[c].sectors,
+                    (unsigned long long)classes[c].wavefronts);
+        fprintf(out, "]}");
+        separator = ",";
+    }
+    fprintf(out, *separator == '[' ? "[]" : "]");
+    fclose(out);
+    pthread_mutex_unlock(&lock);
+    return text;
+}

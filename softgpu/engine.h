@@ -49,7 +49,7 @@ typedef struct {
 
 /* What a kernel did, over its launches. */
 typedef struct {
-    uint64_t launches, blocks, threads, block_threads, grid;
+    uint64_t launches, blocks, block_threads;
     uint64_t read_sectors, written_sectors; /* different ones within a launch, added up */
     uint64_t chain, longest_chain;   /* waits for global memory one after another: of all blocks, of the longest */
     uint64_t cycles, longest_cycles; /* of a block alone on a multiprocessor */
@@ -88,7 +88,7 @@ typedef struct {
 typedef struct {
     int memcheck, initcheck, racecheck, synccheck, count;
     uint64_t seed;
-    uint32_t latency[CLASSES];
+    uint32_t latency[CLASSES], cached_latency; /* cycles; the latter of a load of what this launch has read before */
 } Settings;
 extern Settings settings;
 

@@ -159,4 +159,4 @@ def test_a_kernel_says_what_the_compiler_gave_it():
 
 
 def test_the_driver_is_ours():
-    assert ctypes.CDLL("libcuda.so.1").softgpu_kernels() >= 1
+    assert ctypes.CDLL("libcuda.so.1").softgpu_ticks() > 0

@@ -334,4 +334,4 @@ def test_what_it_does_not_have_is_named():
     )
     (entry,) = ptx.parse(text)
     with pytest.raises(ptx.PtxError, match=r"line 5: the software GPU has no such instruction: dp4a\.u32\.u32"):
-        assembler.image(entry, Resources(1, 0, 0, 0))
+        assembler.image(entry, Resources(1, 0, 0))

@@ -38,7 +38,7 @@ def run(body: str, x: np.ndarray, threads: int, dtype=np.float32) -> np.ndarray:
     device = Device(0)
     device.set_current()
     (entry,) = ptx.parse(TEXT.replace("BODY", body))
-    kernel = ObjectCode.from_cubin(assembler.image(entry, Resources(32, 0, 0, 0))).get_kernel("kernel")
+    kernel = ObjectCode.from_cubin(assembler.image(entry, Resources(32, 0, 0))).get_kernel("kernel")
     y = cuda.to_device(np.zeros(threads, dtype))
     given = cuda.to_device(np.ascontiguousarray(x).view(np.uint8).reshape(-1))
     row, result = np.uint32(x.nbytes // threads), np.uint32(y.dtype.itemsize)

@@ -28,7 +28,7 @@ def run(gpu: SoftGpu, *arguments: str) -> subprocess.CompletedProcess:
 @pytest.mark.parametrize(
     ("suites", "gpu"),
     [
-        pytest.param(("instructions", "faults", "host"), SoftGpu(devices=2), id="in order"),
+        pytest.param(("instructions", "faults", "host", "counts"), SoftGpu(devices=2), id="in order"),
         pytest.param(("host",), SoftGpu(devices=2, streams="late"), id="streams late"),
         pytest.param(("faults",), SoftGpu(devices=2, seed=5), id="shuffled", marks=pytest.mark.slow),
     ],
