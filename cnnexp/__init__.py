@@ -15,8 +15,11 @@ _HOMES = {
     ),
     "cnnexp.errors": ("CnnexpError",),
     "cnnexp.network.losses": ("Loss", "Totals"),
-    "cnnexp.network.models": ("Custom", "Ffn", "Knm", "OneConv", "TwoConvMlp", "TwoConvPool4"),
-    "cnnexp.network": ("AvgPool2d", "Conv2d", "Flatten", "Linear", "MaxPool2d", "Network", "ReLU", "Sigmoid"),
+    "cnnexp.network.models": ("Custom", "Ffn", "Knm", "OneConv", "ResNet", "TwoConvMlp", "TwoConvPool4"),
+    "cnnexp.network": (
+        *("AvgPool2d", "BatchNorm2d", "Conv2d", "Dropout", "Elementwise", "Flatten", "GELU", "GlobalAvgPool"),
+        *("LeakyReLU", "Linear", "MaxPool2d", "Network", "ReLU", "Residual", "Sigmoid", "Tanh"),
+    ),
     "cnnexp.optimizers": ("SGD", "Adadelta", "Adagrad", "AdaMax", "Adam", "AdamW", "RMSprop"),
     "cnnexp.system.registry": ("register",),
     "cnnexp.training.schedules": ("Constant", "Cosine", "Step"),

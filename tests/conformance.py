@@ -97,7 +97,7 @@ def make_case(network, loss=Loss.SOFTMAX_CROSS_ENTROPY, images=5, seed=0, exact=
         parameters, pixels = rng.uniform(-1, 1, network.parameter_count), rng.standard_normal(shape)
         for parameter in network.parameters:
             parameter.view(parameters)[...] *= np.sqrt(3 / parameter.fan_in)  # keeps activations near 1
-    classes = 2 if loss is Loss.BINARY_CROSS_ENTROPY else network.output_shape[0]
+    classes = 2 if loss == Loss.BINARY_CROSS_ENTROPY else network.output_shape[0]
     labels = rng.integers(0, classes, images)
     return Case(network, loss, parameters.astype(np.float32), pixels.astype(np.float32), labels, exact)
 
@@ -138,13 +138,19 @@ def _describe(stages: Iterable[Stage], flat: dict[str, np.ndarray], batch: np.nd
     return layers
 
 
+def loss_name(loss: Loss) -> str:
+    """Return what the oracle calls a loss."""
+    assert loss.label_smoothing in (0, reference.SMOOTHING)
+    return "smoothed_cross_entropy" if loss.label_smoothing else loss.name
+
+
 def decisions_are_clear(case: Case) -> bool:
     """Tell whether float32 must decide as float64 does at every ReLU, every maximum and every hit.
 
     Exact zeros and ties count as clear: in random cases they come from equal terms. In cases of whole numbers they also
     come from terms that cancel, and are clear as long as the sums are exact.
     """
-    last = {"kind": "binary" if case.loss is Loss.BINARY_CROSS_ENTROPY else "scores"}
+    last = {"kind": "binary" if case.loss == Loss.BINARY_CROSS_ENTROPY else "scores"}
     passes = [(case.layers, case.float_images)]
     if case.network.running or case.network.draws:
         passes += [(case.training_layers(batch), case.float_images[batch]) for batch in case.batches]
@@ -241,7 +247,9 @@ def check_gradients(program, handle, case: Case, batch: np.ndarray) -> None:
     totals, gradient = program.gradients(handle, batch)
     state, layers = program.state(), case.training_layers(batch)
     assert np.array_equal(state["parameters"], case.parameters), "gradients() changed the parameters"
-    _, losses, hits, found = reference.gradients(layers, case.float_images[batch], case.labels[batch], case.loss.value)
+    _, losses, hits, found = reference.gradients(
+        layers, case.float_images[batch], case.labels[batch], loss_name(case.loss)
+    )
     if case.network.running:
         assert _close(state["running"], _moved(case, layers))
     assert totals.count == len(batch)
@@ -281,7 +289,7 @@ def _uncancelled(case: Case, batch: np.ndarray) -> float:
     whole = len(batch) > 8 or case.network.running
     for part in [batch] if whole else np.split(batch, len(batch)):
         _, losses, _, found = reference.gradients(
-            case.training_layers(part), case.float_images[part], case.labels[part], case.loss.value
+            case.training_layers(part), case.float_images[part], case.labels[part], loss_name(case.loss)
         )
         sizes.append(np.abs(flat_gradient(case, found)).max() / max(-np.expm1(-losses.max()), 1e-30))
     # a bias before a batch normalization has no gradient, only what rounding leaves of all its terms

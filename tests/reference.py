@@ -271,7 +271,23 @@ def binary_cross_entropy(scores, labels):
     return losses, ((p - labels) / np.maximum(p * (1 - p), 1e-12) / len(p))[:, None]
 
 
-LOSSES = {f.__name__: f for f in (softmax_cross_entropy, binary_cross_entropy)}
+def smoothed_cross_entropy(scores, labels, smoothing):
+    """Szegedy et al. 2016, section 7: cross entropy against a mixture of the label and of all classes alike."""
+    targets = (1 - smoothing) * np.eye(scores.shape[1])[labels] + smoothing / scores.shape[1]
+    shifted = scores - scores.max(axis=1, keepdims=True)
+    log_softmax = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    return -(targets * log_softmax).sum(axis=1), (np.exp(log_softmax) - targets) / len(scores)
+
+
+def mean_squared_error(scores, labels):
+    """Return the loss of every image, the mean over its outputs, and the gradient of their mean."""
+    difference = scores - np.eye(scores.shape[1])[labels]
+    return (difference**2).mean(axis=1), 2 * difference / difference.size
+
+
+LOSSES = {f.__name__: f for f in (softmax_cross_entropy, binary_cross_entropy, mean_squared_error)}
+LOSSES["smoothed_cross_entropy"] = lambda scores, labels: smoothed_cross_entropy(scores, labels, SMOOTHING)
+SMOOTHING = 0.1
 
 
 def gradients(network, x, labels, loss):

@@ -5,8 +5,8 @@ Written once in NumPy, for evaluation and for the NumPy backends; the compiled b
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -19,11 +19,37 @@ LOG_FLOOR = np.float32(-100.0)
 VARIANCE_FLOOR = np.float32(1e-12)
 
 
-class Loss(enum.Enum):
-    """The losses by their config names."""
+@dataclass(frozen=True)
+class Loss:
+    """What training minimizes.
 
-    SOFTMAX_CROSS_ENTROPY = "softmax_cross_entropy"
-    BINARY_CROSS_ENTROPY = "binary_cross_entropy"
+    Attributes:
+        name: `softmax_cross_entropy`, `binary_cross_entropy` or `mean_squared_error`.
+        label_smoothing: of `softmax_cross_entropy`, how much of the target is spread evenly over all classes (Szegedy
+            et al. 2016, section 7), 0 <= label_smoothing < 1.
+
+    Raises:
+        NetworkError: there is no such loss, or the smoothing is out of range.
+    """
+
+    name: str
+    label_smoothing: float = 0.0
+
+    SOFTMAX_CROSS_ENTROPY: ClassVar[Loss]
+    BINARY_CROSS_ENTROPY: ClassVar[Loss]
+    MEAN_SQUARED_ERROR: ClassVar[Loss]
+
+    def __post_init__(self) -> None:
+        if self.name not in NAMES:
+            raise NetworkError(f"loss {self.name!r}: unknown; legal: {', '.join(NAMES)}")
+        if not 0 <= self.label_smoothing < 1 or isinstance(self.label_smoothing, bool):
+            raise NetworkError(f"label_smoothing={self.label_smoothing}: must be >= 0 and < 1")
+        if self.label_smoothing and self.name != "softmax_cross_entropy":
+            raise NetworkError(f"label_smoothing={self.label_smoothing}: {self.name} has none; it must be 0")
+
+
+NAMES = ("softmax_cross_entropy", "binary_cross_entropy", "mean_squared_error")
+Loss.SOFTMAX_CROSS_ENTROPY, Loss.BINARY_CROSS_ENTROPY, Loss.MEAN_SQUARED_ERROR = map(Loss, NAMES)
 
 
 @dataclass(frozen=True)
@@ -55,7 +81,7 @@ class Totals:
 def check_loss(network: Network, loss: Loss, classes: int | None = None) -> None:
     """Raise NetworkError where the network's last shape does not suit the loss and the number of classes."""
     shape = network.output_shape
-    if loss is Loss.BINARY_CROSS_ENTROPY:
+    if loss == Loss.BINARY_CROSS_ENTROPY:
         if shape != (1,) or not isinstance(network.layers[-1], Sigmoid):
             raise NetworkError(f"binary_cross_entropy needs Linear(1) and Sigmoid last; the network ends in {shape}")
         if classes not in (None, 2):
@@ -99,12 +125,42 @@ def binary_cross_entropy(scores, labels, scale, d_scores, losses, hits) -> None:
     d_scores[:, 0] = (p - t) / np.maximum(p * (1 - p), VARIANCE_FLOOR) * scale
 
 
-FUNCTIONS = {Loss.SOFTMAX_CROSS_ENTROPY: softmax_cross_entropy, Loss.BINARY_CROSS_ENTROPY: binary_cross_entropy}
+def smoothed_cross_entropy(scores, labels, smoothing, scale, d_scores, losses, hits) -> None:
+    """As `softmax_cross_entropy`, against (1 - smoothing) * onehot + smoothing / O, as torch.nn.CrossEntropyLoss."""
+    outputs = scores.shape[1]
+    softmax_cross_entropy(scores, labels, np.float32(1), d_scores, losses, hits)
+    own = scores[np.arange(len(labels)), labels]
+    losses += smoothing * (own - scores.mean(axis=1))
+    d_scores -= smoothing / outputs
+    d_scores[np.arange(len(labels)), labels] += smoothing
+    d_scores *= scale
+
+
+def mean_squared_error(scores, labels, scale, d_scores, losses, hits) -> None:
+    """loss_n = mean_o (scores[n, o] - onehot[n, o])^2, as torch.nn.MSELoss; arguments as `softmax_cross_entropy`."""
+    outputs = scores.shape[1]
+    np.copyto(d_scores, scores)
+    d_scores[np.arange(len(labels)), labels] -= 1
+    losses[...] = np.square(d_scores).mean(axis=1)
+    hits[...] = scores.argmax(axis=1) == labels
+    d_scores *= np.float32(2 / outputs) * scale
+
+
+def compute(loss: Loss, scores, labels, scale, d_scores, losses, hits) -> None:
+    """Fill the gradient, the loss and the hit of every image: the function of the loss's name."""
+    arrays = scale, d_scores, losses, hits
+    if loss.label_smoothing:
+        smoothed_cross_entropy(scores, labels, np.float32(loss.label_smoothing), *arrays)
+    else:
+        _FUNCTIONS[loss.name](scores, labels, *arrays)
+
+
+_FUNCTIONS = {f.__name__: f for f in (softmax_cross_entropy, binary_cross_entropy, mean_squared_error)}
 
 
 def evaluate(loss: Loss, scores: np.ndarray, labels: np.ndarray) -> Totals:
     """Return the totals of `scores` (N, O) against `labels` (N,), summed in float64."""
     count = len(labels)
     losses, hits = np.empty(count, np.float32), np.empty(count, np.uint8)
-    FUNCTIONS[loss](scores, labels, np.float32(1), np.empty_like(scores), losses, hits)
+    compute(loss, scores, labels, np.float32(1), np.empty_like(scores), losses, hits)
     return Totals(float(losses.sum(dtype=np.float64)), int(hits.sum(dtype=np.int64)), count)

@@ -9,14 +9,27 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from cnnexp.errors import ConfigError
-from cnnexp.network.layers import Conv2d, Flatten, Layer, Linear, MaxPool2d, ReLU, Shape, Sigmoid
+from cnnexp.errors import ConfigError, NetworkError
+from cnnexp.network.layers import (
+    BatchNorm2d,
+    Conv2d,
+    Dropout,
+    Flatten,
+    GlobalAvgPool,
+    Layer,
+    Linear,
+    MaxPool2d,
+    ReLU,
+    Residual,
+    Shape,
+    Sigmoid,
+)
 from cnnexp.network.losses import Loss
 from cnnexp.network.shapes import Network
 from cnnexp.system.registry import Registry
 
 Padding = Literal["valid", "same", "full", "auto"] | int
-LossName = Literal["softmax_cross_entropy", "binary_cross_entropy"]
+LossName = Literal["softmax_cross_entropy", "binary_cross_entropy", "mean_squared_error"]
 
 
 @dataclass(frozen=True)
@@ -146,12 +159,12 @@ class Ffn(Model):
     """
 
     hidden: tuple[int, ...] = (30,)
-    loss_name: LossName = "binary_cross_entropy"
+    loss_name: Literal["softmax_cross_entropy", "binary_cross_entropy"] = "binary_cross_entropy"
 
     def network(self, input_shape: Shape, classes: int) -> Network:
         flatten = (Flatten(),) if len(input_shape) > 1 else ()
         body = tuple(layer for width in self.hidden for layer in (Linear(width), ReLU()))
-        binary = self.loss is Loss.BINARY_CROSS_ENTROPY
+        binary = self.loss == Loss.BINARY_CROSS_ENTROPY
         head = (Linear(1), Sigmoid()) if binary else (Linear(classes),)
         return Network(input_shape, (*flatten, *body, *head))
 
@@ -168,17 +181,65 @@ class Custom(Model):
         layers: first to last; the last must give one output per class of the data set (one for
             `binary_cross_entropy`, with a Sigmoid after it).
         loss_name: what training minimizes.
+        label_smoothing: of `softmax_cross_entropy`: see `Loss`.
     """
 
     layers: tuple[Layer, ...]
     loss_name: LossName = "softmax_cross_entropy"
+    label_smoothing: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_loss(self.loss_name, self.label_smoothing)
 
     def network(self, input_shape: Shape, classes: int) -> Network:
         return Network(input_shape, self.layers)
 
     @property
     def loss(self) -> Loss:
-        return Loss(self.loss_name)
+        return Loss(self.loss_name, self.label_smoothing)
+
+
+@dataclass(frozen=True)
+class ResNet(Model):
+    """The residual network of He et al. (2016, section 4.2) for small images, with its shortcuts as identities only.
+
+    A convolution, then three groups of `blocks` residual blocks of two convolutions each, then the mean of every
+    channel and a linear layer: 6 * blocks + 2 layers with weights, and one convolution more between two groups, which
+    halves the image and doubles the channels. The paper does that in the shortcut of a group's first block.
+
+    Attributes:
+        blocks: n in the paper's depth, 6n + 2.
+        width: channels of the first group; the second has twice as many, the third four times.
+        dropout: rate before the linear layer; none if 0.
+        label_smoothing: see `Loss`.
+    """
+
+    blocks: int = 1
+    width: int = 16
+    dropout: float = 0.0
+    label_smoothing: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(f"model.dropout={self.dropout}: must be >= 0 and < 1")
+        _check_loss("softmax_cross_entropy", self.label_smoothing)
+
+    def network(self, input_shape: Shape, classes: int) -> Network:
+        layers: list[Layer] = [*_normalized(self.width), ReLU()]
+        for group in range(3):
+            width = self.width * 2**group
+            if group:
+                layers += [*_normalized(width, stride=2), ReLU()]
+            block = Residual((*_normalized(width), ReLU(), *_normalized(width)))
+            layers += [block, ReLU()] * self.blocks
+        drop = (Dropout(self.dropout),) if self.dropout else ()
+        return Network(input_shape, (*layers, GlobalAvgPool(), *drop, Linear(classes)))
+
+    @property
+    def loss(self) -> Loss:
+        return Loss("softmax_cross_entropy", self.label_smoothing)
 
 
 MODELS: Registry[Model] = Registry(
@@ -189,6 +250,7 @@ MODELS: Registry[Model] = Registry(
         "two_conv_pool4": TwoConvPool4,
         "knm": Knm,
         "ffn": Ffn,
+        "resnet": ResNet,
         "custom": Custom,
     },
 )
@@ -201,3 +263,15 @@ def _pool(model: OneConv | TwoConvMlp | TwoConvPool4 | Knm) -> MaxPool2d:
 def _two_convolutions(model: TwoConvMlp | TwoConvPool4) -> tuple[Layer, ...]:
     conv = Conv2d(model.filters, model.kernel, padding=model.padding)
     return conv, ReLU(), conv, ReLU()
+
+
+def _normalized(filters: int, stride: int = 1) -> tuple[Layer, ...]:
+    """A convolution without bias, which the shift after it would undo, and a batch normalization."""
+    return Conv2d(filters, 3, stride, "same", bias=False), BatchNorm2d()
+
+
+def _check_loss(name: str, label_smoothing: float) -> None:
+    try:
+        Loss(name, label_smoothing)
+    except NetworkError as error:
+        raise ConfigError(f"model.{error}") from error

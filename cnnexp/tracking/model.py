@@ -47,7 +47,7 @@ class Classifier:
             state = {name: trained.state[name] for name in network.initial_state(0)}
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"checkpoint {path}: holds no network: {error}") from error
-        outputs = 2 if self._loss is Loss.BINARY_CROSS_ENTROPY else network.output_shape[0]
+        outputs = 2 if self._loss == Loss.BINARY_CROSS_ENTROPY else network.output_shape[0]
         self.input_shape: Shape = network.input_shape
         self.classes: tuple[str, ...] = tuple(trained.about.get("classes", map(str, range(outputs))))
         self.pixels: str = trained.about.get("pixels", "uint8")
@@ -81,7 +81,7 @@ class Classifier:
             raise DataError(f"images of type {images.dtype}: must be whole or floating-point numbers")
         handle = self._program.load(images, np.zeros(len(images), np.int32))
         scores = self._program.predict(handle)
-        if self._loss is Loss.BINARY_CROSS_ENTROPY:
+        if self._loss == Loss.BINARY_CROSS_ENTROPY:
             return np.hstack([1 - scores, scores])
         powers = np.exp(scores - scores.max(axis=1, keepdims=True))
         return powers / powers.sum(axis=1, keepdims=True)

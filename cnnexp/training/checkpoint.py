@@ -172,7 +172,8 @@ def describe(
     return {
         "network.input_shape": list(network.input_shape),
         "network.layers": [describe_layer(layer) for layer in network.layers],
-        "loss": loss.value,
+        "loss": loss.name,
+        **({"loss.label_smoothing": loss.label_smoothing} if loss.label_smoothing else {}),
         "optimizer": _plain(optimizer),
         "batch_size": batch_size,
         "schedule": _plain(schedule),
@@ -188,7 +189,9 @@ def rebuild(training: Mapping[str, Any]) -> tuple[Network, Loss]:
         KeyError, TypeError, ValueError: it is not as `describe` writes it.
     """
     layers = tuple(make_layer(layer) for layer in training["network.layers"])
-    return Network(training["network.input_shape"], layers), Loss(training["loss"])
+    return Network(training["network.input_shape"], layers), Loss(
+        training["loss"], training.get("loss.label_smoothing", 0.0)
+    )
 
 
 def load(path: Path, history: bool = True) -> Checkpoint:

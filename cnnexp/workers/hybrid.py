@@ -13,7 +13,7 @@ from cnnexp.backends.layerwise import LayerwiseProgram
 from cnnexp.backends.plain.numpy import NumpyOps, one_blas_thread
 from cnnexp.errors import ConfigError
 from cnnexp.network import Dropout, Elementwise, Flatten, Layer, Linear, Network, Parameter, Stage
-from cnnexp.network.losses import FUNCTIONS, Loss, Totals
+from cnnexp.network.losses import Loss, Totals, compute
 from cnnexp.network.noise import layer_key
 from cnnexp.optimizers import Optimizer
 from cnnexp.workers.collective import Collective, share, shares
@@ -108,7 +108,7 @@ class HybridReplica(Replica):
         count, mine = len(batch), share(len(batch), self.collective.size, self.collective.rank)
         scores, labels = self._forward(split, batch, trains=True), split.labels[batch]
         d_scores, losses, hits = np.empty_like(scores), np.empty(count, np.float32), np.empty(count, np.uint8)
-        FUNCTIONS[self.loss](scores, labels, np.float32(1 / count), d_scores, losses, hits)
+        compute(self.loss, scores, labels, np.float32(1 / count), d_scores, losses, hits)
         d_rows = self._head.backward(d_scores)[mine]
         gradient = self.program.backward(d_rows) if len(d_rows) else np.zeros(self._shared, np.float32)
         self.collective.all_reduce(gradient)

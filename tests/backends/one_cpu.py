@@ -94,7 +94,7 @@ def check_step(network: Network) -> KernelProgram:
     check_scores(program, handle, case)
     check_gradients(program, handle, case, batch)
     program.apply(program.gradients(handle, batch)[1], RATE)
-    *_, found = reference.gradients(case.layers, case.float_images[batch], case.labels[batch], case.loss.value)
+    *_, found = reference.gradients(case.layers, case.float_images[batch], case.labels[batch], case.loss.name)
     expected = reference.sgd(case.parameters.astype(np.float64), flat_gradient(case, found), {}, 1, RATE)
     np.testing.assert_allclose(program.state()["parameters"], expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
     return program

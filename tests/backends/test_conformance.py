@@ -3,6 +3,7 @@
 import conformance
 import numpy as np
 import pytest
+import reference
 from backends import outside_layer
 from conformance import Case, assert_same_state, check_backend, check_case, check_training, make_case
 from hypothesis import HealthCheck, assume, given, settings
@@ -164,6 +165,11 @@ def test_ties_and_dead_relus(backend, name):
 )
 def test_binary_cross_entropy(backend, layers):
     check_backend(backend, Network((2,), layers), loss=Loss.BINARY_CROSS_ENTROPY, images=20, seed=1)
+
+
+@pytest.mark.parametrize("loss", [Loss.MEAN_SQUARED_ERROR, Loss("softmax_cross_entropy", reference.SMOOTHING)])
+def test_other_losses(backend, loss):
+    check_backend(backend, Network((4,), (Linear(5), Tanh(), Linear(3))), loss=loss, images=7)
 
 
 def test_saturated_binary_scores_stay_finite(backend):

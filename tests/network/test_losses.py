@@ -3,10 +3,12 @@
 import numpy as np
 import pytest
 import reference
+from conformance import loss_name
 
 from cnnexp.errors import NetworkError
 from cnnexp.network import Conv2d, Flatten, Linear, Network, ReLU, Sigmoid
-from cnnexp.network.losses import FUNCTIONS, Loss, Totals, check_loss, evaluate
+from cnnexp.network import losses as losses_of
+from cnnexp.network.losses import Loss, Totals, check_loss, evaluate
 
 SOFTMAX, BINARY = Loss.SOFTMAX_CROSS_ENTROPY, Loss.BINARY_CROSS_ENTROPY
 
@@ -15,21 +17,24 @@ def compute(loss, scores, labels):
     scores = np.asarray(scores, np.float32)
     labels = np.asarray(labels, np.int32)
     d_scores, losses, hits = np.empty_like(scores), np.empty(len(labels), np.float32), np.empty(len(labels), np.uint8)
-    FUNCTIONS[loss](scores, labels, np.float32(1 / len(labels)), d_scores, losses, hits)
+    losses_of.compute(loss, scores, labels, np.float32(1 / len(labels)), d_scores, losses, hits)
     return losses, d_scores, hits
 
 
-@pytest.mark.parametrize("loss", Loss)
+SMOOTHED = Loss("softmax_cross_entropy", reference.SMOOTHING)
+
+
+@pytest.mark.parametrize("loss", [SOFTMAX, BINARY, Loss.MEAN_SQUARED_ERROR, SMOOTHED])
 def test_losses_and_gradients_are_those_of_the_oracle(loss):
     rng = np.random.default_rng(0)
-    scores = rng.uniform(0.01, 0.99, (50, 1)) if loss is BINARY else 3 * rng.standard_normal((50, 7))
-    labels = rng.integers(0, 2 if loss is BINARY else 7, 50)
+    scores = rng.uniform(0.01, 0.99, (50, 1)) if loss == BINARY else 3 * rng.standard_normal((50, 7))
+    labels = rng.integers(0, 2 if loss == BINARY else 7, 50)
     scores = scores.astype(np.float32)
     losses, d_scores, hits = compute(loss, scores, labels)
-    expected_losses, expected_gradient = reference.LOSSES[loss.value](scores.astype(np.float64), labels)
+    expected_losses, expected_gradient = reference.LOSSES[loss_name(loss)](scores.astype(np.float64), labels)
     assert reference.relative_error(losses, expected_losses) < 1e-6
     assert reference.relative_error(d_scores, expected_gradient) < 1e-6
-    predicted = scores[:, 0] >= 0.5 if loss is BINARY else scores.argmax(axis=1)
+    predicted = scores[:, 0] >= 0.5 if loss == BINARY else scores.argmax(axis=1)
     assert np.array_equal(hits, predicted == labels)
 
 
@@ -88,3 +93,16 @@ def test_a_network_that_does_not_suit_is_refused(layers, loss, classes, message)
 @pytest.mark.parametrize(("loss", "layers"), [(SOFTMAX, (Linear(2),)), (BINARY, (Linear(1), Sigmoid()))])
 def test_a_network_that_suits_passes(loss, layers):
     check_loss(Network((3,), layers), loss, 2)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (("hinge",), "loss 'hinge': unknown; legal: softmax_cross_entropy, binary"),
+        (("softmax_cross_entropy", 1.0), "label_smoothing=1.0: must be >= 0 and < 1"),
+        (("mean_squared_error", 0.1), "label_smoothing=0.1: mean_squared_error has none; it must be 0"),
+    ],
+)
+def test_losses_that_are_none(values, message):
+    with pytest.raises(NetworkError, match=message):
+        Loss(*values)

@@ -1,9 +1,10 @@
 import pytest
 
 from cnnexp.errors import ConfigError, NetworkError
-from cnnexp.network import Conv2d, Flatten, Linear, MaxPool2d, ReLU, Sigmoid
+from cnnexp.network import Conv2d, Flatten, Linear, MaxPool2d, ReLU, Residual, Sigmoid
 from cnnexp.network.losses import Loss, check_loss
-from cnnexp.network.models import MODELS, Custom, Ffn, Knm, OneConv, TwoConvMlp, TwoConvPool4
+from cnnexp.network.models import MODELS, Custom, Ffn, Knm, OneConv, ResNet, TwoConvMlp, TwoConvPool4
+from cnnexp.network.shapes import walk
 
 MNIST = (28, 28, 1)
 
@@ -33,14 +34,14 @@ def test_knm_on_faces_of_seven_classes():
 def test_ffn_for_points_ends_in_one_sigmoid():
     network = Ffn(hidden=(5, 4)).network((2,), 2)
     assert network.layers == (Linear(5), ReLU(), Linear(4), ReLU(), Linear(1), Sigmoid())
-    assert Ffn().loss is Loss.BINARY_CROSS_ENTROPY
+    assert Ffn().loss == Loss.BINARY_CROSS_ENTROPY
     check_loss(network, Ffn().loss, 2)
 
 
 def test_ffn_for_images_of_many_classes():
     model = Ffn(hidden=(), loss_name="softmax_cross_entropy")
     assert model.network(MNIST, 10).layers == (Flatten(), Linear(10))
-    assert model.loss is Loss.SOFTMAX_CROSS_ENTROPY
+    assert model.loss == Loss.SOFTMAX_CROSS_ENTROPY
 
 
 @pytest.mark.parametrize("model", [OneConv, TwoConvMlp, TwoConvPool4, Knm])
@@ -80,4 +81,35 @@ def test_images_are_needed_by_convolutions():
 
 
 def test_every_model_has_a_name():
-    assert set(MODELS) == {"one_conv", "two_conv_mlp", "two_conv_pool4", "knm", "ffn", "custom"}
+    assert set(MODELS) == {"one_conv", "two_conv_mlp", "two_conv_pool4", "knm", "ffn", "resnet", "custom"}
+
+
+@pytest.mark.parametrize(
+    ("model", "parameters"),
+    [
+        # by hand: 3x3 convolutions without bias, 2 numbers per normalized channel, a linear layer of 10
+        (ResNet(), 9 * (3 * 16 + 2 * 16**2 + 16 * 32 + 2 * 32**2 + 32 * 64 + 2 * 64**2) + 2 * 3 * (16 + 32 + 64) + 650),
+        (ResNet(2, 4), 9 * (12 + 4 * 16 + 32 + 4 * 64 + 128 + 4 * 256) + 2 * 5 * (4 + 8 + 16) + 170),
+    ],
+)
+def test_resnet(model, parameters):
+    network = model.network((32, 32, 3), 10)
+    assert network.parameter_count == parameters
+    convolutions = [stage for stage in walk(network.stages) if isinstance(stage.layer, Conv2d)]
+    assert len(convolutions) == 6 * model.blocks + 3
+    images = [stage.output_shape for stage in network.stages if isinstance(stage.layer, Residual)]
+    sides = [(32, model.width), (16, 2 * model.width), (8, 4 * model.width)]
+    assert images == [(side, side, width) for side, width in sides for _ in range(model.blocks)]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"dropout": 1.0}, r"model.dropout=1.0: must be >= 0 and < 1"),
+        ({"label_smoothing": -0.1}, r"model.label_smoothing=-0.1: must be >= 0 and < 1"),
+        ({"blocks": 0}, r"model.blocks=0: must be a whole number >= 1"),
+    ],
+)
+def test_resnets_that_are_refused(values, message):
+    with pytest.raises(ConfigError, match=message):
+        ResNet(**values)

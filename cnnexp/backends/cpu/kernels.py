@@ -469,6 +469,44 @@ def softmax_cross_entropy(scores, labels, scale, d_scores, losses, hits):
             d_scores[n, o] = (d_scores[n, o] / total - np.float32(o == labels[n])) * scale
 
 
+@kernel(matrix, "i4[::1]", "f4", "f4", matrix, vector, "u1[::1]")
+def smoothed_cross_entropy(scores, labels, smoothing, scale, d_scores, losses, hits):
+    outputs = scores.shape[1]
+    share = smoothing / np.float32(outputs)
+    for n in range(scores.shape[0]):
+        best, whole = 0, ZERO
+        for o in range(outputs):
+            whole += scores[n, o]
+            if scores[n, o] > scores[n, best]:
+                best = o
+        total = ZERO
+        for o in range(outputs):
+            d_scores[n, o] = np.exp(scores[n, o] - scores[n, best])
+            total += d_scores[n, o]
+        own = scores[n, labels[n]]
+        losses[n] = np.log(total) - (own - scores[n, best]) + smoothing * own - share * whole
+        hits[n] = best == labels[n]
+        for o in range(outputs):
+            target = share + (ONE - smoothing if o == labels[n] else ZERO)
+            d_scores[n, o] = (d_scores[n, o] / total - target) * scale
+
+
+@kernel(matrix, "i4[::1]", "f4", matrix, vector, "u1[::1]")
+def mean_squared_error(scores, labels, scale, d_scores, losses, hits):
+    outputs = scores.shape[1]
+    share = ONE / np.float32(outputs)
+    for n in range(scores.shape[0]):
+        best, total = 0, ZERO
+        for o in range(outputs):
+            if scores[n, o] > scores[n, best]:
+                best = o
+            difference = scores[n, o] - np.float32(o == labels[n])
+            total += difference * difference
+            d_scores[n, o] = (difference + difference) * share * scale
+        losses[n] = total * share
+        hits[n] = best == labels[n]
+
+
 @kernel(matrix, "i4[::1]", "f4", matrix, vector, "u1[::1]")
 def binary_cross_entropy(scores, labels, scale, d_scores, losses, hits):
     for n in range(scores.shape[0]):

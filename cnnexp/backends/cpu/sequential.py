@@ -18,8 +18,9 @@ from cnnexp.network.noise import threshold
 from cnnexp.optimizers import Optimizer
 
 LOSSES = {
-    Loss.SOFTMAX_CROSS_ENTROPY: kernels.softmax_cross_entropy,
-    Loss.BINARY_CROSS_ENTROPY: kernels.binary_cross_entropy,
+    "softmax_cross_entropy": kernels.softmax_cross_entropy,
+    "binary_cross_entropy": kernels.binary_cross_entropy,
+    "mean_squared_error": kernels.mean_squared_error,
 }
 NO_VECTOR = np.empty(0, np.float32)
 NO_MATRIX = np.empty((0, 0), np.float32)
@@ -120,7 +121,12 @@ class CpuOps(HostOps):
             kernels.sum_rows.compiled(False)(dy, db)
 
     def loss(self, loss: Loss, scores, labels, scale, d_scores, losses, hits):
-        LOSSES[loss].compiled(False)(scores, labels, np.float32(scale), d_scores, losses, hits)
+        arrays = np.float32(scale), d_scores, losses, hits
+        if loss.label_smoothing:
+            smoothed = kernels.smoothed_cross_entropy.compiled(False)
+            smoothed(scores, labels, np.float32(loss.label_smoothing), *arrays)
+        else:
+            LOSSES[loss.name].compiled(False)(scores, labels, *arrays)
 
     def updater(self, optimizer: Optimizer) -> Update:
         compiled = kernels.compile_update(optimizer)

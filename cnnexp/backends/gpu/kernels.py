@@ -385,12 +385,12 @@ def avg_pool_backward(sizes: PoolSizes, block: int) -> Kernel:
 @cache
 def loss(kind: Loss, O: int, block: int) -> Kernel:  # noqa: E741
     """One thread per image; `cnnexp.network.losses`, function of the same name."""
-    make = {
-        Loss.SOFTMAX_CROSS_ENTROPY: _softmax_cross_entropy,
-        Loss.BINARY_CROSS_ENTROPY: _binary_cross_entropy,
-    }[kind]
+    if kind.label_smoothing:
+        made = _smoothed_cross_entropy(u32(O), f32(kind.label_smoothing))
+    else:
+        made = LOSSES[kind.name](u32(O))
     signature = "void(float32[::1], int32[::1], float32[::1], float32[::1], uint8[::1], float32, uint32)"
-    return Kernel(make(u32(O)), signature, block)
+    return Kernel(made, signature, block)
 
 
 def _softmax_cross_entropy(O):  # noqa: E741
@@ -432,6 +432,64 @@ def _binary_cross_entropy(O):  # noqa: E741
             n = u32(n + u32(cuda.gridsize(1)))
 
     return binary_cross_entropy
+
+
+def _smoothed_cross_entropy(O, smoothing):  # noqa: E741
+    share, rest = f32(smoothing / f32(O)), f32(ONE - smoothing)
+
+    def smoothed_cross_entropy(scores, labels, d_scores, losses, hits, scale, count):
+        n = u32(cuda.grid(1))
+        while n < count:
+            first, label = u32(n * O), u32(labels[n])
+            best, largest, whole = u32(0), scores[first], ZERO
+            for o in range(O):
+                score = scores[u32(first + u32(o))]
+                whole += score
+                if score > largest:
+                    best, largest = u32(o), score
+            total = ZERO
+            for o in range(O):
+                e = f32(math.exp(scores[u32(first + u32(o))] - largest))
+                d_scores[u32(first + u32(o))] = e
+                total += e
+            for o in range(O):
+                target = share + rest if u32(o) == label else share
+                d_scores[u32(first + u32(o))] = (d_scores[u32(first + u32(o))] / total - target) * scale
+            own = scores[u32(first + label)]
+            losses[n] = f32(math.log(total)) - (own - largest) + smoothing * own - share * whole
+            hits[n] = np.uint8(1) if best == label else np.uint8(0)
+            n = u32(n + u32(cuda.gridsize(1)))
+
+    return smoothed_cross_entropy
+
+
+def _mean_squared_error(O):  # noqa: E741
+    share = f32(ONE / f32(O))
+
+    def mean_squared_error(scores, labels, d_scores, losses, hits, scale, count):
+        n = u32(cuda.grid(1))
+        while n < count:
+            first, label = u32(n * O), u32(labels[n])
+            best, largest, total = u32(0), scores[first], ZERO
+            for o in range(O):
+                score = scores[u32(first + u32(o))]
+                if score > largest:
+                    best, largest = u32(o), score
+                difference = score - ONE if u32(o) == label else score
+                total += difference * difference
+                d_scores[u32(first + u32(o))] = (difference + difference) * share * scale
+            losses[n] = total * share
+            hits[n] = np.uint8(1) if best == label else np.uint8(0)
+            n = u32(n + u32(cuda.gridsize(1)))
+
+    return mean_squared_error
+
+
+LOSSES = {
+    "softmax_cross_entropy": _softmax_cross_entropy,
+    "binary_cross_entropy": _binary_cross_entropy,
+    "mean_squared_error": _mean_squared_error,
+}
 
 
 @cache

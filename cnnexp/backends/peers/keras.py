@@ -262,7 +262,7 @@ class KerasProgram:
             scores = self._model(x, training=True)
             losses = _losses(self.loss, scores, t)
             mean = tf.reduce_mean(losses)
-        if self.loss is Loss.BINARY_CROSS_ENTROPY:
+        if self.loss == Loss.BINARY_CROSS_ENTROPY:
             hits = tf.equal(scores[:, 0] >= 0.5, tf.equal(t, 1))
         else:
             hits = tf.equal(tf.argmax(scores, 1, tf.int32), t)
@@ -293,7 +293,12 @@ class KerasProgram:
 
 def _losses(loss: Loss, scores, labels):
     """Return the loss of every image (N,): `cnnexp.network.losses`."""
-    if loss is Loss.SOFTMAX_CROSS_ENTROPY:
+    if loss == Loss.MEAN_SQUARED_ERROR:
+        return tf.reduce_mean(tf.square(scores - tf.one_hot(labels, scores.shape[1])), axis=1)
+    if loss.label_smoothing:
+        targets = tf.one_hot(labels, scores.shape[1]) * (1 - loss.label_smoothing)
+        return tf.nn.softmax_cross_entropy_with_logits(targets + loss.label_smoothing / scores.shape[1], scores)
+    if loss == Loss.SOFTMAX_CROSS_ENTROPY:
         return tf.nn.sparse_softmax_cross_entropy_with_logits(labels, scores)
     return _binary_cross_entropy(scores[:, 0], tf.cast(labels, tf.float32))
 

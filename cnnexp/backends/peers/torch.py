@@ -284,11 +284,14 @@ class TorchProgram:
         self._now.step, self._now.images = self._steps + 1, indices
         scores = self._modules(_channels_first(images))
         self._updater.zero_grad()
-        if self.loss is Loss.BINARY_CROSS_ENTROPY:
+        if self.loss == Loss.BINARY_CROSS_ENTROPY:
             mean = _BinaryCrossEntropy.apply(scores[:, 0], labels.to(scores.dtype)).mean()
             hits = (scores.detach()[:, 0] >= 0.5) == (labels == 1)
+        elif self.loss == Loss.MEAN_SQUARED_ERROR:
+            mean = functional.mse_loss(scores, functional.one_hot(labels, scores.shape[1]).to(scores.dtype))
+            hits = scores.detach().argmax(1) == labels
         else:
-            mean = functional.cross_entropy(scores, labels)
+            mean = functional.cross_entropy(scores, labels, label_smoothing=self.loss.label_smoothing)
             hits = scores.detach().argmax(1) == labels
         mean.backward()
         return mean.detach() * len(indices), hits.sum()

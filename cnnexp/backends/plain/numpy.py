@@ -15,7 +15,7 @@ from cnnexp.backends.processor import SequentialBackend
 from cnnexp.backends.protocol import Update
 from cnnexp.network import Maths, Network
 from cnnexp.network.elementwise import rational_erf
-from cnnexp.network.losses import FUNCTIONS, Loss
+from cnnexp.network.losses import Loss, compute
 from cnnexp.network.noise import keeps
 from cnnexp.optimizers import Optimizer
 
@@ -130,7 +130,7 @@ class NumpyOps(HostOps):
             np.matmul(dy, w.T, out=dx)
 
     def loss(self, loss: Loss, scores, labels, scale, d_scores, losses, hits):
-        FUNCTIONS[loss](scores, labels, np.float32(scale), d_scores, losses, hits)
+        compute(loss, scores, labels, np.float32(scale), d_scores, losses, hits)
 
     def updater(self, optimizer: Optimizer) -> Update:
         return optimizer.apply

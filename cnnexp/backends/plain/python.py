@@ -175,9 +175,9 @@ class PythonOps(HostOps):
         _store(d_bias, db)
 
     def loss(self, loss: Loss, scores, labels, scale, d_scores, losses, hits):
-        one = _softmax_cross_entropy if loss is Loss.SOFTMAX_CROSS_ENTROPY else _binary_cross_entropy
+        one = LOSSES[loss.name]
         for n, (row, label) in enumerate(zip(scores.tolist(), labels.tolist(), strict=True)):
-            losses[n], hits[n], slopes = one(row, label)
+            losses[n], hits[n], slopes = one(row, label, loss.label_smoothing)
             for o, slope in enumerate(slopes):
                 d_scores[n, o] = slope * scale
 
@@ -212,20 +212,36 @@ def _store(values: list, target: np.ndarray | None) -> None:
         target[...] = np.array(values, np.float32).reshape(target.shape)
 
 
-def _softmax_cross_entropy(scores: list[float], label: int) -> tuple[float, bool, list[float]]:
-    largest = max(scores)
+def _softmax_cross_entropy(scores: list[float], label: int, smoothing: float) -> tuple[float, bool, list[float]]:
+    largest, share = max(scores), smoothing / len(scores)
     exps = [math.exp(score - largest) for score in scores]
     total = sum(exps)
-    slopes = [e / total - (o == label) for o, e in enumerate(exps)]
-    return math.log(total) - (scores[label] - largest), scores.index(largest) == label, slopes
+    slopes = [e / total - (o == label) * (1 - smoothing) - share for o, e in enumerate(exps)]
+    loss = math.log(total) - (scores[label] - largest)
+    if smoothing:
+        loss += smoothing * (scores[label] - sum(scores) / len(scores))
+    return loss, scores.index(largest) == label, slopes
 
 
-def _binary_cross_entropy(scores: list[float], label: int) -> tuple[float, bool, list[float]]:
+def _binary_cross_entropy(scores: list[float], label: int, _: float) -> tuple[float, bool, list[float]]:
     p = scores[0]
     log_p = max(math.log(p), LOG_FLOOR) if p > 0 else LOG_FLOOR
     log_q = max(math.log1p(-p), LOG_FLOOR) if p < 1 else LOG_FLOOR
     loss = -(label * log_p + (1 - label) * log_q)
     return loss, (p >= 0.5) == (label == 1), [(p - label) / max(p * (1 - p), VARIANCE_FLOOR)]
+
+
+def _mean_squared_error(scores: list[float], label: int, _: float) -> tuple[float, bool, list[float]]:
+    differences = [score - (o == label) for o, score in enumerate(scores)]
+    loss = sum(difference**2 for difference in differences) / len(scores)
+    return loss, scores.index(max(scores)) == label, [2 * difference / len(scores) for difference in differences]
+
+
+LOSSES = {
+    "softmax_cross_entropy": _softmax_cross_entropy,
+    "binary_cross_entropy": _binary_cross_entropy,
+    "mean_squared_error": _mean_squared_error,
+}
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,7 @@ from cnnexp.network import (
     Residual,
     Stage,
 )
+from cnnexp.network.losses import Loss
 from cnnexp.optimizers import Optimizer
 
 LARGEST_WINDOW = 4
@@ -135,8 +136,10 @@ def _first_trained(nodes: list[Node]) -> int:
     return next(i for i, node in enumerate(nodes) if node.trains)
 
 
-def suits(network: Network) -> bool:
-    """Whether there is a kernel for every layer."""
+def suits(network: Network, loss: Loss) -> bool:
+    """Whether there is a kernel for every layer and for the loss."""
+    if loss not in (Loss.SOFTMAX_CROSS_ENTROPY, Loss.BINARY_CROSS_ENTROPY):
+        return False
     return not any(isinstance(layer, Dropout | BatchNorm2d | Residual) for layer in network.layers)
 
 

@@ -185,7 +185,7 @@ def _tile_loss(loss: Loss, scores: Matrix, d_scores: Matrix, compiled: Callable)
         d[0] = (p - t) / variance * scale + taint
         return -(t * log_p + (one - t) * log_q), (p >= np.float32(0.5)) == (label == 1)
 
-    one_image = softmax_cross_entropy if loss is Loss.SOFTMAX_CROSS_ENTROPY else binary_cross_entropy
+    one_image = softmax_cross_entropy if loss == Loss.SOFTMAX_CROSS_ENTROPY else binary_cross_entropy
 
     @compiled
     def tile_loss(arena, taint, labels, order, batch, totals):

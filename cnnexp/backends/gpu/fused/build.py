@@ -51,7 +51,7 @@ def build(context: Context, network: Network, loss: Loss) -> list[Node]:
 
 def _one_conv(context: Context, stages: Sequence[Stage], loss: Loss) -> OneConv | None:
     """Return the node of a network that is a convolution with pooling and ReLU, and a linear layer; else None."""
-    if not isinstance(stages[0].layer, Conv2d) or loss is not Loss.SOFTMAX_CROSS_ENTROPY:
+    if not isinstance(stages[0].layer, Conv2d) or loss != Loss.SOFTMAX_CROSS_ENTROPY:
         return None
     pool, relu, used = _pool_and_relu(stages)
     if [type(stage.layer) for stage in stages[used:]] != [Flatten, Linear]:
@@ -72,7 +72,7 @@ def _fused(context: Context, stages: Sequence[Stage], loss: Loss, before: Node |
             return None
         return FusedConv(context, stage, conv, plan, before), used
     if isinstance(stage.layer, Linear) and before is not None:
-        if len(stages) == 1 and loss is Loss.SOFTMAX_CROSS_ENTROPY and _fits_head(*stage.weight.shape):
+        if len(stages) == 1 and loss == Loss.SOFTMAX_CROSS_ENTROPY and _fits_head(*stage.weight.shape):
             return FusedHead(context, stage, before), 1
         relu = len(stages) > 1 and isinstance(stages[1].layer, ReLU)
         return FusedLinear(context, stage, relu, before), 1 + relu
