@@ -10,13 +10,13 @@ import contextlib
 import difflib
 import errno
 import os
+import re
 import sys
 import tempfile
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NoReturn
-from urllib.parse import urlsplit
 
 MOST_SAID = 300  # characters of what an unexpected error says
 # what the system says of a disk or a path on it, and no mistake of ours
@@ -144,6 +144,5 @@ def leave(message: str, exit_code: int) -> NoReturn:
 
 
 def without_password(uri: str) -> str:
-    """Return the URI of a store as a message may show it."""
-    password = urlsplit(uri).password
-    return uri.replace(f":{password}@", ":***@") if password else uri
+    """Return the URI of a store, or a text with such in it, as a message may show it."""
+    return re.sub(r"(://[^/@\s]*?):[^/\s]*@", r"\1:***@", uri)

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any, cast
 
 import hydra
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
-from cnnexp.app import sweep
+from cnnexp.app import sweep, trust
 from cnnexp.app.config import Tracking, build, defaults, load, plain, record
 from cnnexp.app.console import LINE, JobTable, make_console
 from cnnexp.app.resume import find_earlier
@@ -51,6 +52,8 @@ OmegaConf.register_new_resolver("by", lambda name, values, otherwise: values.get
 
 def launch() -> None:
     """Run all jobs of this process's command line; raise what made the only one fail."""
+    trust.check_words(sys.argv[1:])
+    sys.argv[1:] = _sweep_first(trust.hide_password(sys.argv[1:]))
     _offer_plugins(sys.argv[1:])
     command = hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)
     interrupted = True
@@ -73,6 +76,34 @@ def launch() -> None:
         leave("\n  ".join(failed), 1)
     if _failures:
         raise _failures[0]
+
+
+def _watch_composing() -> None:
+    """Have every config looked at before Hydra acts on it, in the workers of a parallel launcher, too."""
+    load_file, compose = OmegaConf.load, ConfigLoaderImpl.load_configuration
+
+    def load(file: Any) -> Any:
+        if isinstance(name := getattr(file, "name", file), str | Path):
+            trust.check_file(Path(name))
+        return load_file(file)
+
+    def load_configuration(self: ConfigLoaderImpl, *arguments: Any, **options: Any) -> DictConfig:
+        composed = compose(self, *arguments, **options)
+        trust.check_composed(cast(dict[str, Any], OmegaConf.to_container(composed, resolve=False)))
+        return composed
+
+    # Hydra loads its plugins, the reader of files among them, as modules that nobody else can reach
+    setattr(OmegaConf, "load", staticmethod(load))  # noqa: B010
+    setattr(ConfigLoaderImpl, "load_configuration", load_configuration)  # noqa: B010
+
+
+_watch_composing()
+
+
+def _sweep_first(words: list[str]) -> list[str]:
+    """Return a command line with `-m` at its start: Hydra takes no values on both of its sides."""
+    flags = [word for word in words if word in ("-m", "--multirun")]
+    return [*flags, *(word for word in words if word not in flags)]
 
 
 def job(composed: DictConfig) -> float:

@@ -12,6 +12,7 @@ import contextlib
 import gc
 import json
 import os
+import re
 import shutil
 import socket
 import sqlite3
@@ -40,6 +41,7 @@ METRICS_PER_CALL = 1000
 EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}  # the page opens on runs, not on GenAI traces
 MODEL = "model"  # name of every run's model: runs:/ID/model
 EXAMPLE = "input_example.json"
+DATABASE_LINE = re.compile(r"\([\w.]*(?:Error|Exception)\) .*")  # as SQLAlchemy quotes its driver
 DIGEST_LENGTH = 36  # MLflow's limit
 
 
@@ -239,7 +241,8 @@ class Store:
         if found.lifecycle_stage == "deleted":
             raise TrackingError(
                 f"tracking.experiment={name!r}: deleted in this store; choose another name or restore it with "
-                f"MLFLOW_TRACKING_URI={self._uri} mlflow experiments restore --experiment-id {found.experiment_id}"
+                f"MLFLOW_TRACKING_URI={without_password(self._uri)} mlflow experiments restore "
+                f"--experiment-id {found.experiment_id}"
             )
         for key in tags:
             if found.tags.get(key) != tags[key]:  # made by hand, or by an older cnnexp
@@ -270,13 +273,18 @@ class Store:
         except TrackingError:
             raise
         except Exception as error:
-            reason = str(error).strip().splitlines() or [type(error).__name__]
-            raise TrackingError(f"tracking.uri={without_password(self._uri)}: {what}: {reason[0]}") from error
+            raise TrackingError(without_password(f"tracking.uri={self._uri}: {what}: {_reason(error)}")) from error
 
 
 def database_of(uri: str) -> Path:
     """Return the file of an sqlite URI."""
     return Path(unquote(uri.partition(":///")[2]))
+
+
+def _reason(error: Exception) -> str:
+    """Return the line of an error that says most: the database's own, where there is one, else the first."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return next((found[0] for line in lines if (found := DATABASE_LINE.search(line))), lines[0])
 
 
 def _sqlite_uri(database: Path) -> str:
