@@ -16,8 +16,8 @@ from benchmarks.ours import FEWER
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
+import conformance
 import reference
-from conformance import describe
 
 CHUNK = 50  # images at once: activations in float64 are large
 
@@ -35,14 +35,13 @@ def expected(case: Case, mnist: str | None = None) -> dict[str, np.ndarray]:
 
 def mean_gradient(case: Case, parameters: np.ndarray, images: np.ndarray, labels: np.ndarray):
     """Return (mean loss, flat mean gradient), summed over chunks."""
-    layers, count = describe(case.network, parameters), len(labels)
+    trial, count = conformance.Case(case.network, LOSS, parameters, images, labels), len(labels)
     loss, gradient = 0.0, np.zeros(parameters.size)
     for start in range(0, count, CHUNK):
         chunk = slice(start, start + CHUNK)
-        _, losses, _, found = reference.gradients(layers, images[chunk], labels[chunk], LOSS.value)
-        flat = np.concatenate([part.ravel() for pair in found if pair for part in pair if part is not None])
+        _, losses, _, found = reference.gradients(trial.layers, images[chunk], labels[chunk], LOSS.value)
         loss += losses.sum() / count
-        gradient += flat * len(losses) / count
+        gradient += conformance.flat_gradient(trial, found) * len(losses) / count
     return loss, gradient
 
 

@@ -118,10 +118,13 @@ def write(result: dict[str, Any], out: Path) -> list[Path]:
     written[0].write_text(markdown(result))
     for threads in sorted({match["threads"] for match in result["matches"]}):
         matches = [match for match in result["matches"] if match["threads"] == threads]
-        single = [match for match in matches if match["grows"] is None]
+        many = [match for match in matches if match["group"] == "networks"]
+        single = [match for match in matches if match["grows"] is None and match not in many]
         swept = [match for match in matches if match["grows"] is not None]
         if single:
             written += _bars(single, result, out / f"cpu-{threads}-threads")
+        if many:
+            written += _ratios(many, result, out / f"networks-{threads}-threads")
         if swept:
             written += _growth(swept, result, out / f"growth-{threads}-threads")
     return written
@@ -191,6 +194,8 @@ def markdown(result: dict[str, Any]) -> str:
     swept = {m["group"] for m in result["matches"] if m["grows"] is not None}
     for match in result["matches"]:
         parts += [f"## {_heading(match)}", "", *_markdown_rows(COLUMNS, [_cells(line) for line in lines(match)]), ""]
+    if any(match["group"] == "networks" for match in result["matches"]):
+        parts += ["## Networks: `cpu-simd` against the best peer", "", *_markdown_rows(*_network_rows(result)), ""]
     for group in (g for g in SWEEPS if g in swept):
         for threads in sorted({m["threads"] for m in result["matches"]}):
             matches = [m for m in result["matches"] if m["group"] == group and m["threads"] == threads]
@@ -218,6 +223,31 @@ def _conditions(result: dict[str, Any]) -> str:
         + (f"; {stolen:.1%} of the CPU's time went to other machines." if stolen is not None else ".")
         + (f" Not installed: {', '.join(result['not_installed'])}." if result["not_installed"] else "")
     )
+
+
+def _network_rows(result: dict[str, Any]) -> tuple[tuple[str, ...], list[list[str]]]:
+    """Return the head and the rows of the table of all networks."""
+    rows = []
+    for match in (m for m in result["matches"] if m["group"] == "networks"):
+        found = lines(match)
+        ours = next((line for line in found if line.contestant == "cpu-simd"), None)
+        peers = [line for line in found if line.side == "peer" and not line.error]
+        if ours is None or ours.error or not peers:
+            continue
+        best = max(peers, key=lambda line: line.rate)
+        memory = f"{ours.peak_bytes / best.peak_bytes:.2f}" if ours.peak_bytes and best.peak_bytes else ""
+        rows.append(
+            [
+                match["title"],
+                str(match["threads"]),
+                _figures(ours.rate),
+                f"{_figures(best.rate)} ({best.contestant})",
+                f"{ours.against_peer:.2f}",
+                f"{ours.of_limit:.0%}",
+                memory,
+            ]
+        )
+    return ("", "threads", "cpu-simd, images/s", "best peer", "ratio", "of limit", "memory of the peer's"), rows
 
 
 def _growth_rows(matches: list[dict[str, Any]]) -> list[list[str]]:
@@ -256,6 +286,34 @@ def _bars(matches: list[dict[str, Any]], result: dict[str, Any], path: Path) -> 
     kinds = {"cpu-simd": BLUE, "other backends of cnnexp": SKY, "frameworks": ORANGE}
     handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in kinds.values()]
     figure.legend(handles, kinds, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    return _save(figure, path)
+
+
+def _ratios(matches: list[dict[str, Any]], result: dict[str, Any], path: Path) -> list[Path]:
+    """Draw how many times the best peer's images per second `cpu-simd` trains, a row per network, a mark per batch."""
+    plt = _pyplot()
+    names = list(dict.fromkeys(match["case"].rpartition("-b")[0] for match in matches))
+    figure, axis = plt.subplots(figsize=(7, 1.2 + 0.32 * len(names)), layout="constrained")
+    for batch, colour, marker in zip(
+        sorted({match["batch_size"] for match in matches}), (ORANGE, GREEN, BLUE), "vso", strict=False
+    ):
+        points = [
+            (line.against_peer, names.index(match["case"].rpartition("-b")[0]))
+            for match in matches
+            if match["batch_size"] == batch
+            for line in lines(match)
+            if line.contestant == "cpu-simd" and line.against_peer
+        ]
+        if points:
+            axis.scatter(*zip(*points, strict=True), color=colour, marker=marker, label=f"batch {batch}")
+    axis.axvline(1, color=RED, linewidth=1.2, linestyle=(0, (4, 2)))
+    axis.set_xscale("log")
+    axis.set_yticks(range(len(names)), names)
+    axis.invert_yaxis()
+    axis.set_xlabel("times the best peer's images/s (log)", fontsize=8)
+    axis.legend(fontsize=8, frameon=False)
+    _tidy(axis, "x")
+    figure.suptitle(_figure_title("cpu-simd beside the best peer", matches[0]["threads"], result), fontsize=10)
     return _save(figure, path)
 
 

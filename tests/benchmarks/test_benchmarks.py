@@ -133,6 +133,21 @@ def test_figures_of_a_sweep(tmp_path):
     assert "Not installed: jax" in paths[0].read_text()
 
 
+def test_networks_get_a_table_and_a_figure_of_their_own(tmp_path):
+    record = match({"cpu-simd": [0.1, 0.1], "torch": [0.2, 0.2]})
+    record |= {"group": "networks", "title": "LeNet-5, batch 16", "case": "lenet5-b16", "batch_size": 16}
+    result = {
+        "command": "c", "started": "s", "seconds": 1.0, "quick": False, "rounds": 1, "seconds_per_sample": 1.0,
+        "machine": {"processor": "p", "cores": [0], "system": "s", "python": "3"}, "not_installed": [],
+        "matches": [record], "held": "avx2",
+    }  # fmt: skip
+    paths = report.write(result, tmp_path)
+    assert [path.name for path in paths] == ["cpu.md", "networks-1-threads.png", "networks-1-threads.svg"]
+    text = paths[0].read_text()
+    assert "| LeNet-5, batch 16 | 1 | 1,000 | 500 (torch) | 2.00 | 100% | 1.00 |" in text
+    assert "everyone held to avx2" in text
+
+
 @pytest.mark.parametrize("target", run_overhead.CLOCKS)
 def test_every_clock_has_its_function(target):
     assert callable(run_overhead.resolve(target)[2])
