@@ -9,6 +9,7 @@ from importlib import import_module as _import_module
 from types import ModuleType as _ModuleType
 
 _HOMES = {
+    "cnnexp.app.fit": ("Fit", "fit"),
     "cnnexp.backends": ("backend",),
     "cnnexp.datasets": (
         *("Dataset", "Digits", "FashionMnist", "Fer2013", "Images", "Mnist", "Npz", "Quadrants", "Split", "Synthetic"),

@@ -32,6 +32,9 @@ class Split:
     images: np.ndarray
     labels: np.ndarray
 
+    def __repr__(self) -> str:
+        return f"Split({len(self.labels):,} images of {self.images.shape[1:]}, {self.images.dtype})"
+
     def __len__(self) -> int:
         return len(self.labels)
 
@@ -59,6 +62,9 @@ class Dataset:
     classes: tuple[str, ...]
     source: str
     sha256: str
+
+    def __repr__(self) -> str:
+        return f"Dataset({self.name}, {self.train!r}, {len(self.test):,} to test, {len(self.classes)} classes)"
 
     @property
     def input_shape(self) -> tuple[int, ...]:

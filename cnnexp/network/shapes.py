@@ -182,6 +182,27 @@ class Network:
     def running_count(self) -> int:
         return sum(average.size for average in self.running)
 
+    def summary(self) -> str:
+        """Return a table of the layers: name, output shape, parameters and multiply-adds for one image."""
+        rows = [("layer", "output", "parameters", "multiply-adds"), ("input", _by(self.input_shape), "", "")]
+        for stage in self.stages:
+            size = sum(p.size for p in stage.parameters)
+            rows.append(
+                (
+                    stage.name,
+                    _by(stage.output_shape),
+                    f"{size:,}" if size else "",
+                    f"{stage.macs:,}" if stage.macs else "",
+                )
+            )
+        total = sum(stage.macs for stage in self.stages)
+        rows.append(("all", "", f"{self.parameter_count:,}", f"{total:,}"))
+        return "\n".join(f"{name:<16}{shape:<16}{size:>12}{macs:>16}".rstrip() for name, shape, size, macs in rows)
+
+    def __repr__(self) -> str:
+        ends = f"{_by(self.input_shape)} to {_by(self.output_shape)}"
+        return f"Network({ends}, {len(self.layers)} layers, {self.parameter_count:,} parameters)"
+
     @property
     def draws(self) -> bool:
         """Whether a training step draws random numbers."""
@@ -233,6 +254,11 @@ def window_count(size: int, window: int, stride: int, padding: str | int) -> tup
     if room < 0 or (room % stride and padding != "floor"):
         return None
     return before, room // stride + 1
+
+
+def _by(shape: Shape) -> str:
+    """Return e.g. `28 x 28 x 1`."""
+    return " x ".join(map(str, shape))
 
 
 def _before(window: int, padding: str | int) -> int:

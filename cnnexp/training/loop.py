@@ -46,6 +46,9 @@ class EpochResult:
     comparison: Comparison | None
     scores: np.ndarray = field(repr=False)
 
+    def __repr__(self) -> str:
+        return f"EpochResult({self.epoch}: test {self.test.accuracy:.2%}, {self.epoch_s:.3g} s)"
+
     @property
     def images_per_s(self) -> float:
         return self.train.count / self.epoch_s

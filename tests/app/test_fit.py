@@ -1,0 +1,103 @@
+"""Training from Python in one call."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import cnnexp
+from cnnexp import SGD, Digits, OneConv, fit
+from cnnexp.app import fit as fitting
+from cnnexp.app import predict
+from cnnexp.tracking import store as stores
+from cnnexp.tracking.journal import read_journal
+
+ROOT = Path(__file__).resolve().parents[2]
+DATA = Digits(train_size=200, test_size=50)
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return fit(OneConv(filters=4), DATA, backend="numpy", epochs=3, baseline="numpy")
+
+
+def test_the_result_has_epochs_and_a_table(trained):
+    assert [result.epoch for result in trained.epochs] == [1, 2, 3]
+    assert trained.accuracy == trained.epochs[-1].test.accuracy > 0.5
+    assert trained.speedup.count == 3
+    title, *rows = trained.table.splitlines()
+    assert title.split()[-1] == "speedup"
+    assert [row.split()[0] for row in rows] == ["1", "2", "3"]
+    assert f"{trained.accuracy:.2%}" in rows[-1]
+    assert max(map(len, (title, *rows))) <= 80
+    assert "too few for an interval" in trained.verdict
+
+
+def test_it_trains_as_the_command_line_does(trained, run, tmp_path):
+    run(
+        *("model.filters=4", "dataset.train_size=200", "dataset.test_size=50", "backend=numpy", "trainer.epochs=3"),
+        *("tracking=none", "trainer.baseline=null"),
+    )
+    epochs = read_journal(tmp_path / "run")["epochs"]
+    assert [epoch["train/loss"] for epoch in epochs] == [result.train.mean_loss for result in trained.epochs]
+
+
+def test_a_saved_result_predicts(trained, tmp_path, capsys):
+    trained.save(tmp_path)
+    predict.command([str(tmp_path), "dataset=digits", "dataset.train_size=200", "dataset.test_size=50"])
+    assert f"test accuracy {trained.accuracy:.4f}" in capsys.readouterr().out
+
+
+def test_a_plot_has_loss_and_accuracy(trained):
+    loss, accuracy = trained.plot().axes
+    assert (loss.get_ylabel(), accuracy.get_ylabel()) == ("loss", "accuracy")
+    assert list(accuracy.lines[-1].get_ydata()) == [result.test.accuracy for result in trained.epochs]
+
+
+def test_a_target_ends_it_and_without_a_baseline_there_is_no_speedup():
+    found = fit(OneConv(filters=4), DATA.load(), "numpy", 5, optimizer=SGD(lr=0.1), baseline=None, target=0.01)
+    assert len(found.epochs) == 1
+    assert found.speedup is None
+    assert "speedup" not in found.table
+
+
+def test_everything_is_told_in_a_line(trained):
+    data = DATA.load()
+    for thing in (trained, trained.network, trained.epochs[0], data, data.train):
+        assert len(repr(thing)) <= 120
+        assert "\n" not in repr(thing)
+    assert repr(trained).startswith("Fit(numpy: ")
+    assert repr(trained.network) == "Network(28 x 28 x 1 to 10, 5 layers, 6,810 parameters)"
+
+
+def test_summary_adds_up(trained):
+    rows = [row.split() for row in trained.network.summary().splitlines()]
+    assert rows[-1][1] == f"{trained.network.parameter_count:,}"
+    assert rows[1] == ["input", "28", "x", "28", "x", "1"]
+    sizes = [int(row[-2].replace(",", "")) for row in rows[2:-1] if row[0].startswith(("conv", "linear"))]
+    assert sum(sizes) == trained.network.parameter_count
+
+
+@pytest.mark.filterwarnings("default")  # MLflow and what it imports warn of each other
+def test_a_recorded_fit_is_a_run(tmp_path, monkeypatch):
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    monkeypatch.setattr(fitting, "store_uri", lambda uri_: uri)
+    monkeypatch.setattr(fitting, "outputs_dir", lambda: tmp_path)
+    found = fit(OneConv(filters=4), DATA, "numpy", 2, baseline=None, record=True)
+    recorded = stores.Store(uri, "cnnexp")._client.get_run(found.run_id)
+    assert recorded.info.status == "FINISHED"
+    assert recorded.info.run_name == "numpy one_conv digits"
+    assert recorded.data.metrics["final/test_accuracy"] == found.accuracy
+    assert recorded.data.params["model.filters"] == "4"
+    (journal,) = tmp_path.rglob("journal.jsonl")
+    assert json.loads(journal.read_text().splitlines()[0])["config"]["trainer"]["epochs"] == 2
+
+
+def test_neither_hydra_nor_mlflow_is_imported():
+    code = "import sys, cnnexp; cnnexp.fit; print(*({'hydra', 'mlflow', 'matplotlib'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.split() == []
+    assert np.all([name in cnnexp.__all__ for name in ("fit", "Fit")])
