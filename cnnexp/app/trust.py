@@ -23,6 +23,7 @@ TARGETS = {"cnnexp.app.hydra_app.SweepCallback"}
 PLUGINS = ("hydra_plugins.", "hydra._internal.core_plugins.")  # installed: nobody can add to these from a file
 LOGGING = {"logging.StreamHandler", "logging.FileHandler", "logging.NullHandler", "colorlog.ColoredFormatter"}
 STREAMS = {"ext://sys.stdout", "ext://sys.stderr"}
+AS_TYPED = ("hydra.overrides", "hydra.job.override_dirname")  # the command line, as text
 MAKES_KEYS = re.compile(r"oc\.(create|decode)|_target_")
 RERUN = "--experimental-rerun"  # unpickles a file
 PASSWORD = "CNNEXP_STORE_PASSWORD"
@@ -115,6 +116,8 @@ def _nodes(node: yaml.Node, known: dict[int, int]) -> int:
 def _check_code(value: Any, path: str) -> None:
     for key, item in _items(value):
         here = f"{path}.{key}" if path else str(key)
+        if here in AS_TYPED:
+            continue
         ours = path.startswith("hydra.") and isinstance(item, str) and (item in TARGETS or item.startswith(PLUGINS))
         if (key == "_target_" and not ours) or (isinstance(item, str) and MAKES_KEYS.search(item)):
             raise ConfigError(f"{here}={item!r}: refused; a config runs no code but what ships with cnnexp")

@@ -283,7 +283,8 @@ def test_jobs_return_their_objective(run, tmp_path, monkeypatch):
     try:
         for name in ("test_accuracy", "epoch_s"):
             shutil.rmtree(tmp_path / "run", ignore_errors=True)
-            run(*TINY, f"sweep.objective={name}", "+hydra.callbacks.watch._target_=cnnexp.app.hydra_app.Watch")
+            words = f"sweep.objective={name}", "+hydra.callbacks.watch._target_=cnnexp.app.hydra_app.Watch"
+            assert run(*TINY, *words)[::2] == (0, "")
     finally:
         del hydra_app.Watch
     metrics = read_journal(tmp_path / "run")["metrics"]
