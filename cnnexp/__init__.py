@@ -12,7 +12,8 @@ _HOMES = {
     "cnnexp.app.fit": ("Fit", "fit"),
     "cnnexp.backends": ("backend",),
     "cnnexp.datasets": (
-        *("Dataset", "Digits", "FashionMnist", "Fer2013", "Images", "Mnist", "Npz", "Quadrants", "Split", "Synthetic"),
+        *("Cifar10", "Dataset", "Digits", "FashionMnist", "Fer2013", "Images", "Mnist", "Npz", "Quadrants", "Split"),
+        "Synthetic",
     ),
     "cnnexp.errors": ("CnnexpError",),
     "cnnexp.network.losses": ("Loss", "Totals"),

@@ -8,6 +8,7 @@ source needs (pooch, Pillow) is imported when it loads.
 """
 
 from cnnexp.datasets.base import Dataset, Source, Split
+from cnnexp.datasets.cifar10 import Cifar10
 from cnnexp.datasets.digits import Digits
 from cnnexp.datasets.fashion_mnist import FashionMnist
 from cnnexp.datasets.fer2013 import Fer2013
@@ -20,11 +21,15 @@ from cnnexp.system.registry import Registry
 
 DATASETS: Registry[Source] = Registry(
     "dataset",
-    {source.name: source for source in (Digits, Mnist, FashionMnist, Fer2013, Quadrants, Synthetic, Images, Npz)},
+    {
+        source.name: source
+        for source in (Digits, Mnist, FashionMnist, Cifar10, Fer2013, Quadrants, Synthetic, Images, Npz)
+    },
 )
 
 __all__ = [
     "DATASETS",
+    "Cifar10",
     "Dataset",
     "Digits",
     "FashionMnist",
