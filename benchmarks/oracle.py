@@ -39,7 +39,8 @@ def mean_gradient(case: Case, parameters: np.ndarray, images: np.ndarray, labels
     loss, gradient = 0.0, np.zeros(parameters.size)
     for start in range(0, count, CHUNK):
         chunk = slice(start, start + CHUNK)
-        _, losses, _, found = reference.gradients(trial.layers, images[chunk], labels[chunk], conformance.loss_name(LOSS))
+        loss_name = conformance.loss_name(LOSS)
+        _, losses, _, found = reference.gradients(trial.layers, images[chunk], labels[chunk], loss_name)
         loss += losses.sum() / count
         gradient += conformance.flat_gradient(trial, found) * len(losses) / count
     return loss, gradient
