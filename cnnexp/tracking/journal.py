@@ -202,6 +202,8 @@ class Run:
             self._note("epoch", epoch=result.epoch, metrics=metrics)
         if self.id is not None and self._lost is None:
             self._post(metrics, result.epoch)
+            if self._lost is None:
+                self._recorder.settle()
 
     def summarize(self, metrics: Mapping[str, float]) -> None:
         """Add metrics that are recorded once, e.g. `{"time/compile_s": 1.2}`."""

@@ -23,6 +23,7 @@ from cnnexp.errors import TrackingError, without_password
 
 OPEN_ID = 0  # of the first call
 ANSWER_S = 180.0  # the recorder answers sooner, with an error if need be; after this it is called dead
+SETTLE_S = 0.1  # an sqlite store takes a tenth of that for an epoch
 # Settings of MLflow's client in the recorder: give up after seconds, not after the four minutes of its defaults.
 CLIENT_SETTINGS = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
@@ -61,6 +62,7 @@ class Recorder:
         self._store = f"tracking.uri={without_password(uri)}"
         self._death = f"{self._store}: the recorder process has died"
         self._ids = itertools.count(OPEN_ID)
+        self._slow = False
         self._answers: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._process = _early.pop() if _early else _start_process()
         self._listener = threading.Thread(target=self._listen, daemon=True)
@@ -83,6 +85,23 @@ class Recorder:
     def post(self, method: str, /, **arguments: Any) -> None:
         """Call a method of `store.Store` without waiting for it."""
         self._send(None, method, arguments)
+
+    def settle(self) -> None:
+        """Wait a moment for what was posted to be done, so that it does not compute beside what is timed next.
+
+        A store that once takes longer than `SETTLE_S` is not waited for again.
+        """
+        if self._slow:
+            return
+        call_id = next(self._ids)
+        self._send(call_id, "settle", {})
+        deadline = time.monotonic() + SETTLE_S
+        with contextlib.suppress(queue.Empty):
+            while line := self._answers.get(timeout=max(0.0, deadline - time.monotonic())):
+                if json.loads(line)[0] == call_id:
+                    return
+            self._answers.put(line)  # the end, for who calls next
+        self._slow = True
 
     @property
     def alive(self) -> bool:

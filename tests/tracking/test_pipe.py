@@ -280,6 +280,21 @@ def test_an_interrupted_wait_does_not_mix_up_answers(live):
     del forgotten
 
 
+@pytest.mark.parametrize("patience_s", [10.0, 0.0])
+def test_an_epoch_is_recorded_before_the_next_is_timed_unless_the_store_is_slow(
+    live, store, tmp_path, monkeypatch, patience_s
+):
+    monkeypatch.setattr(pipe, "SETTLE_S", patience_s)
+    monkeypatch.setattr(live, "_slow", False)
+    with Run(tmp_path, CONFIG, (), live) as run:
+        run_epochs(run, [epoch_result(1)])
+        if patience_s:
+            assert len(store._client.get_metric_history(run.id, "train/loss")) == 1
+        assert live._slow is (patience_s == 0)
+    assert read(store, run.id).info.status == "FINISHED"
+    assert len(store._client.get_metric_history(run.id, "train/loss")) == 1
+
+
 def test_flatten_gives_dotted_keys():
     config = {"model": {"name": "custom", "layers": [{"type": "ReLU"}]}, "trainer": {"patience": None, "lr": 0.1}}
     assert flatten(config) == {
