@@ -34,7 +34,7 @@ __version__ = "0.1.0"
 __all__ = sorted(_HOME_OF)
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> object:
     if name not in _HOME_OF:
         raise AttributeError(f"module 'cnnexp' has no attribute {name!r}")
     return getattr(_import_module(_HOME_OF[name]), name)
@@ -47,8 +47,8 @@ def __dir__() -> list[str]:
 class _Moved(_ModuleType):
     """A module under its former name; its docstring is the name that it has now."""
 
-    def __getattr__(self, name: str):
-        return getattr(_import_module(self.__doc__), name)
+    def __getattr__(self, name: str) -> object:
+        return getattr(_import_module(str(self.__doc__)), name)
 
 
 # the loader that models recorded by 0.1.0 name

@@ -9,7 +9,7 @@ compiled for the GPU. All numbers in it are float32: one float64 literal would m
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
@@ -61,7 +61,7 @@ class Optimizer:
         """Return `rule(w, g, s, t, rate, c0, c1) -> (w, s, t)` on the given sqrt and maximum."""
         raise NotImplementedError
 
-    def apply(self, w, g, slots, rate: float, step: int) -> None:
+    def apply(self, w: np.ndarray, g: np.ndarray, slots: Sequence[np.ndarray], rate: float, step: int) -> None:
         """Update NumPy arrays `w` and `slots` in place: the rule, elementwise."""
         s, t = (*slots, f32(0), f32(0))[:2]
         new = self.rule()(w, g, s, t, f32(rate), *self.constants(step))

@@ -119,7 +119,7 @@ def _try_backend(name: str) -> str:
     off = np.linalg.norm(own - other) / np.linalg.norm(other - start)
     if not off < RIGHT:
         return f"no: a step that it trains is off by {off:.1g} of its length, by {reference}'s"
-    threads = f"{backend.threads} thread{'s' if backend.threads > 1 else ''} of " if not hasattr(backend, "gpu") else ""
+    threads = f"{backend.threads} thread{'s' if backend.threads > 1 else ''} of " if not backend.on_gpu else ""
     return f"yes, on {threads}{backend.device_name}"
 
 

@@ -7,6 +7,7 @@ names the key, the value and what is legal.
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Callable, Sequence
 
 from yaml import MarkedYAMLError
@@ -77,10 +78,8 @@ def _unknown_option(group: str, name: str, text: str) -> ConfigError:
 
 def _raised_in(error: Exception) -> str:
     """Return the top-level package of the code that raised `error`."""
-    trace = error.__traceback__
-    while trace.tb_next:
-        trace = trace.tb_next
-    return trace.tb_frame.f_globals["__name__"].partition(".")[0]
+    frame, _ = list(traceback.walk_tb(error.__traceback__))[-1]
+    return str(frame.f_globals["__name__"]).partition(".")[0]
 
 
 def _one_line(text: str) -> str:

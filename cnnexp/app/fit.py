@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -143,7 +143,8 @@ def fit(
         CnnexpError: of the kind that says what is wrong: data, network, backend, divergence, store.
     """
     dataset = data if isinstance(data, Dataset) else data.load()
-    compiler, beside = (backend_class(each)() if isinstance(each, str) else each for each in (backend, baseline))
+    compiler = backend_class(backend)() if isinstance(backend, str) else backend
+    beside = backend_class(baseline)() if isinstance(baseline, str) else baseline
     network = model.network(dataset.input_shape, len(dataset.classes))
     compiling = (network, model.loss, optimizer, batch_size)
     training = checkpoint.describe(*compiling, schedule, seed, dataset.sha256)
@@ -199,7 +200,7 @@ def _about(dataset: Dataset) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _recorded(config: Mapping[str, Mapping[str, Any]], experiment: str):
+def _recorded(config: Mapping[str, Mapping[str, Any]], experiment: str) -> Iterator[Run]:
     """Give a `Run` in a folder of its own, recorded in the store under `outputs/`."""
     recorder = Recorder(store_uri(None), experiment)
     folder = outputs_dir() / "runs" / datetime.now().strftime("%Y-%m-%d/%H-%M-%S-%f")

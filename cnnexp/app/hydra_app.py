@@ -160,7 +160,7 @@ class SweepCallback(Callback):
     started: sweep.Sweep | None = None
     recorder: Recorder | None = None
 
-    def on_multirun_start(self, config: DictConfig, **_) -> None:
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         """Begin the sweep; what Hydra would swallow ends the program instead."""
         try:
             tracking = build(Tracking, plain(config.tracking), "tracking")

@@ -62,14 +62,16 @@ def _parse(arguments: Sequence[str]) -> tuple[str, list[str], dict[str, dict[str
         else:
             words.append(argument)
     try:
-        options = OmegaConf.to_container(OmegaConf.from_dotlist(overrides), resolve=True)
+        options = cast(
+            dict[str, dict[str, Any]], OmegaConf.to_container(OmegaConf.from_dotlist(overrides), resolve=True)
+        )
     except (OmegaConfBaseException, YAMLError) as error:
         raise ConfigError(f"predict {' '.join(overrides)}: {str(error).splitlines()[0]}") from error
     if not words or bool(words[1:]) == ("dataset" in options):
         raise ConfigError(
             "predict: give a run and either images or a data set: predict RUN IMAGE... | RUN dataset=NAME"
         )
-    return words[0], words[1:], cast(dict[str, dict[str, Any]], options)
+    return words[0], words[1:], options
 
 
 def _classify_files(classifier: Classifier, files: Sequence[str]) -> Iterator[str]:

@@ -48,11 +48,11 @@ def rank(
     measured = {measure: [row for row in finished if _values(epochs[row["job"]], measure)] for measure in MEASURES}
     measure = next((measure for measure, rows in measured.items() if rows), None)
     groups: dict[str, list[str]] = {}
-    for row in measured.get(measure, ()):
+    for row in measured[measure] if measure is not None else ():
         groups.setdefault(_label(row, varied), []).append(row["job"])
     places = []
     for label, jobs in groups.items():
-        values = [value for job in jobs for value in _values(epochs[job], measure)]
+        values = [value for job in jobs for value in _values(epochs[job], str(measure))]
         places.append(Place(label, tuple(jobs), tuple(values), median_interval(values)))
     return measure, sorted(places, key=lambda place: -place.interval.median)
 
@@ -81,7 +81,7 @@ def rows(
     else:
         told.append(("ranking", "by images/s, median of all epochs; trainer.baseline=cpu gives a speedup beside it"))
     for number, place in enumerate(places, 1):
-        told.append((f"{number:>4}.", f"{place.label}: {_told(place.interval, MEASURES[measure])}"))
+        told.append((f"{number:>4}.", f"{place.label}: {_told(place.interval, MEASURES[str(measure)])}"))
     if len(places) > 1:
         told += _differences(places)
     disturbed = [row["job"] for row in found if row["disturbed"]]

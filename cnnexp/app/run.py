@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 
-from cnnexp.app.config import Settings
+from cnnexp.app.config import Settings, Trainer
 from cnnexp.app.console import Display
 from cnnexp.app.resume import Earlier
 from cnnexp.app.sweep import write_csv
@@ -55,9 +55,9 @@ def train(settings: Settings, run: Run, earlier: Earlier | None = None, job: str
             try:
                 program = settings.workers.compile(backend, *compiling)
             except CompilerDied as death:
-                backend = getattr(backend, "next_best", None)
-                if backend is None:
+                if backend.next_best is None:
                     raise
+                backend = backend.next_best
                 log.warning("%s", death)
                 run.tag(FALLBACK, backend.name)
                 program = settings.workers.compile(backend, *compiling)
@@ -66,13 +66,13 @@ def train(settings: Settings, run: Run, earlier: Earlier | None = None, job: str
         if trainer.profile:
             program = Profiled(program, ledger)
         program.restore(resumed.state if resumed else network.initial_state(trainer.seed))
-        timed = not getattr(backend, "simulated", False)
+        timed = not backend.simulated
         baseline = beside = None
         if settings.baseline is not None and timed and not run.contended:
             with ledger.span("baseline"):
                 compiled = stack.enter_context(contextlib.closing(settings.baseline.compile(*compiling)))
             beside = Profiled(compiled, ledger, train="baseline")
-            baseline = _baseline(settings, beside, dataset)
+            baseline = _baseline(trainer, settings.baseline, beside, dataset)
         run.summarize({"time/compile_s": program.compile_s})
         run.add_artifact(run.folder / checkpoint.FOLDER, checkpoint.FOLDER)
         with ledger.span("record"):
@@ -114,13 +114,14 @@ def train(settings: Settings, run: Run, earlier: Earlier | None = None, job: str
                     run.summarize(_limit(baseline, backend, settings.workers.count))
                 keep(result)
             patience_s -= _await_quiet(patience_s if result.epoch < trainer.epochs else 0.0, ledger)
-        if beside is not None and beside.parts:
+        if settings.baseline is not None and beside is not None and beside.parts:
             run.parts[settings.baseline.name] = beside.parts
         if len(run.epochs) == len(history) > 0:  # nothing was left to train
             run.evaluated(predict_test(program, dataset, history[-1]))
         if isinstance(program, Profiled):
-            run.add_profile(report(ledger, program, run.epochs, backend.threads))
-            run.summarize(metrics(run.profile))
+            profile = report(ledger, program, run.epochs, backend.threads)
+            run.add_profile(profile)
+            run.summarize(metrics(profile))
             if program.layered:
                 run.parts[backend.name] = step_parts(ledger)
         if parallel is not None:
@@ -136,10 +137,9 @@ def _need_memory(settings: Settings, backend: Backend, network: Network, dataset
     memory.need(parts)
 
 
-def _baseline(settings: Settings, program: Profiled, dataset: Dataset) -> Baseline:
+def _baseline(trainer: Trainer, backend: Backend, program: Profiled, dataset: Dataset) -> Baseline:
     """Return the baseline; one that is sequential tells, too, which share of its steps could be parallel."""
-    trainer, backend = settings.trainer, settings.baseline
-    share = program.layers_share if backend.threads == 1 and not hasattr(backend, "gpu") else None
+    share = program.layers_share if backend.threads == 1 and not backend.on_gpu else None
     return Baseline(program, dataset.train, trainer.baseline_batches, trainer.baseline_s, layers_share=share)
 
 
@@ -165,7 +165,7 @@ def _parallel_operations(backend: Backend) -> float:
 
     A GPU's are infinite: from thousands on, their number hardly moves a limit.
     """
-    if hasattr(backend, "gpu"):
+    if backend.on_gpu:
         return math.inf
     from cnnexp.backends.simd.host import host_target  # loads Numba's compiler, as most baselines have
 

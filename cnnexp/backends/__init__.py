@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cnnexp.system.registry import Registry
 
@@ -45,6 +45,6 @@ def backend_class(name: str) -> type[Backend]:
     return BACKENDS.find(name, "backend")
 
 
-def backend(name: str, **options) -> Backend:
+def backend(name: str, **options: Any) -> Backend:
     """Make a backend from its name and its options, the keys of `conf/backend/<name>.yaml`."""
     return backend_class(name)(**options)

@@ -122,7 +122,10 @@ def source_files() -> list[Path]:
     folder = Path(__file__).parent
     return [
         *sorted([*folder.glob("cpu/*.py"), *folder.glob("simd/*.py")]),
-        *(Path(m) for m in (__file__, *(m.__file__ for m in (elementwise, layers, losses, noise, optimizers, shapes)))),
+        *(
+            Path(str(m))
+            for m in (__file__, *(m.__file__ for m in (elementwise, layers, losses, noise, optimizers, shapes)))
+        ),
     ]
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -26,11 +27,14 @@ def as_float32(images: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(images, np.float32)
 
 
-def _in_scope(method):
+T = TypeVar("T")
+
+
+def _in_scope(method: Callable[..., T]) -> Callable[..., T]:
     """Run a method of `LayerwiseProgram` inside a new context of its scope."""
 
     @functools.wraps(method)
-    def wrapped(self, *arguments):
+    def wrapped(self: LayerwiseProgram, *arguments: Any) -> T:
         with self._scope():
             return method(self, *arguments)
 
@@ -151,12 +155,12 @@ class LayerwiseProgram:
 
     def state(self) -> State:
         to_host = self._ops.to_host
-        state = {"parameters": to_host(self._parameters), "step": np.int64(self._step)}
+        state = {"parameters": to_host(self._parameters), "step": np.array(self._step, np.int64)}
         state |= {name: to_host(slot) for name, slot in zip(self.optimizer.slots, self._slots, strict=True)}
         if self.network.running:
             state["running"] = to_host(self._running)
         if self.network.draws:
-            state["seed"] = np.int64(self._seed)
+            state["seed"] = np.array(self._seed, np.int64)
         return state
 
     def restore(self, state: State) -> None:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import functools
 import os
 import platform
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar, cast
 
 from cnnexp.errors import BackendUnavailable, ConfigError
+
+if TYPE_CHECKING:
+    from cnnexp.backends.protocol import Backend
 
 
 def usable_cores() -> int:
@@ -51,18 +55,31 @@ def cpu_name() -> str:
 
 
 @dataclass(frozen=True)
-class SequentialBackend:
-    """What backends on one thread of the CPU have in common."""
+class CpuBackend:
+    """What backends on the CPU have in common."""
 
-    threads: ClassVar[int] = 1
+    on_gpu: ClassVar[bool] = False
+    simulated: ClassVar[bool] = False
+    facts: ClassVar[Mapping[str, str]] = {}
 
     @property
     def device_name(self) -> str:
         return cpu_name()
 
+    @property
+    def next_best(self) -> Backend | None:
+        return None
+
 
 @dataclass(frozen=True)
-class ThreadedBackend:
+class SequentialBackend(CpuBackend):
+    """What backends on one thread of the CPU have in common."""
+
+    threads: ClassVar[int] = 1
+
+
+@dataclass(frozen=True)
+class ThreadedBackend(CpuBackend):
     """What backends on several threads of the CPU have in common.
 
     Attributes:
@@ -75,5 +92,6 @@ class ThreadedBackend:
         object.__setattr__(self, "threads", resolve_threads(self.threads))
 
     @property
-    def device_name(self) -> str:
-        return cpu_name()
+    def thread_count(self) -> int:
+        """What `threads` has become: a number."""
+        return cast(int, self.threads)

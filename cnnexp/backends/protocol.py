@@ -15,7 +15,7 @@ cross-correlation, as in every framework. Arguments go inputs first, outputs las
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -95,11 +95,32 @@ class Backend(Protocol):
         name: as in `conf/backend/`.
         threads: CPU threads that its programs use (1 where it uses none of its own).
         device_name: what computes, for the record: the CPU's or the GPU's name.
+        on_gpu: whether a GPU computes.
+        simulated: whether the device is only simulated, so that its times mean nothing.
+        facts: what else the record says of the device, by tag name.
+        next_best: the backend to go on with where the compiler dies; None ends the run.
     """
 
-    name: str
-    threads: int
-    device_name: str
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def threads(self) -> int: ...
+
+    @property
+    def device_name(self) -> str: ...
+
+    @property
+    def on_gpu(self) -> bool: ...
+
+    @property
+    def simulated(self) -> bool: ...
+
+    @property
+    def facts(self) -> Mapping[str, str]: ...
+
+    @property
+    def next_best(self) -> Backend | None: ...
 
     def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> Program:
         """Make a program; its parameters are zero until `restore`."""

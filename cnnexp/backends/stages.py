@@ -23,6 +23,7 @@ from cnnexp.network import (
     MaxPool2d,
     Residual,
     Stage,
+    Window,
 )
 from cnnexp.network.noise import layer_key
 
@@ -133,12 +134,12 @@ class _Leaf(_Step):
         self.y, self.dy = ops.empty(shape, np.float32), ops.empty(shape, np.float32)
         self._saved = ops.saved(stage, batch_size)
 
-    def forward(self, run, x, y):
+    def forward(self, run: Run, x: Array, y: Array) -> Array:
         with run.watch(self._stage.name, "forward"):
             forward_stage(self._ops, self._stage, run, x, y, self._saved)
         return y
 
-    def backward(self, run, x, y, dy, dx):
+    def backward(self, run: Run, x: Array, y: Array, dy: Array, dx: Array | None) -> None:
         with run.watch(self._stage.name, "backward"):
             backward_stage(self._ops, self._stage, run, x, y, dy, self._saved, dx)
 
@@ -151,17 +152,17 @@ class _View(_Step):
         self.y = x.reshape(shape)
         self.dy = ops.empty(shape, np.float32) if dx is None else dx.reshape(shape)
 
-    def forward(self, run, x, y):
+    def forward(self, run: Run, x: Array, y: Array) -> Array:
         return x.reshape(y.shape)  # not y: where it opens the network, x need not be the gathered batch
 
-    def backward(self, run, x, y, dy, dx):
+    def backward(self, run: Run, x: Array, y: Array, dy: Array, dx: Array | None) -> None:
         """Do nothing: dx is a view of dy's buffer."""
 
 
 class _Dropout(_Leaf):
     """A Dropout, which outside training is not there."""
 
-    def forward(self, run, x, y):
+    def forward(self, run: Run, x: Array, y: Array) -> Array:
         return super().forward(run, x, y) if run.trains else x
 
 
@@ -174,13 +175,13 @@ class _Branch(_Step):
         self.y = ops.empty((batch_size, *stage.output_shape), np.float32)
         self.dy = self._inner.steps[-1].dy
 
-    def forward(self, run, x, y):
+    def forward(self, run: Run, x: Array, y: Array) -> Array:
         inner = self._inner.forward(run, x)
         with run.watch(self._stage.name, "forward"):
             self._ops.add(x, inner, y)
         return y
 
-    def backward(self, run, x, y, dy, dx):
+    def backward(self, run: Run, x: Array, y: Array, dy: Array, dx: Array | None) -> None:
         self._inner.backward(run, x, dx)
         if dx is not None:
             with run.watch(self._stage.name, "backward"):
@@ -195,15 +196,15 @@ def forward_stage(ops: Ops, stage: Stage, run: Run, x: Array, y: Array, saved: A
     weight, bias = _views(stage, run.parameters)
     match stage.layer:
         case Conv2d():
-            ops.conv2d(x, weight, bias, stage.window, y)
+            ops.conv2d(x, weight, bias, _window(stage), y)
         case Elementwise():
             ops.elementwise(stage.layer, x, y)
         case MaxPool2d():
-            ops.max_pool(x, stage.window, y, saved)
+            ops.max_pool(x, _window(stage), y, saved)
         case AvgPool2d():
-            ops.avg_pool(x, stage.window, y)
+            ops.avg_pool(x, _window(stage), y)
         case GlobalAvgPool():
-            ops.avg_pool(x, stage.window, _one_pixel(y))
+            ops.avg_pool(x, _window(stage), _one_pixel(y))
         case Linear():
             ops.linear(x, weight, bias, y)
         case Dropout(rate):
@@ -228,15 +229,15 @@ def backward_stage(
     dw, db = _views(stage, run.gradient)
     match stage.layer:
         case Conv2d():
-            ops.conv2d_backward(x, weight, dy, stage.window, dx, dw, db)
+            ops.conv2d_backward(x, weight, dy, _window(stage), dx, dw, db)
         case Elementwise():
             ops.elementwise_backward(stage.layer, x, y, dy, dx)
         case MaxPool2d():
-            ops.max_pool_backward(saved, dy, stage.window, dx)
+            ops.max_pool_backward(saved, dy, _window(stage), dx)
         case AvgPool2d():
-            ops.avg_pool_backward(dy, stage.window, dx)
+            ops.avg_pool_backward(dy, _window(stage), dx)
         case GlobalAvgPool():
-            ops.avg_pool_backward(_one_pixel(dy), stage.window, dx)
+            ops.avg_pool_backward(_one_pixel(dy), _window(stage), dx)
         case Linear():
             ops.linear_backward(x, weight, dy, dx, dw, db)
         case Dropout(rate):
@@ -257,3 +258,8 @@ def _one_pixel(y: Array) -> Array:
 def _views(stage: Stage, flat: Array) -> tuple[Array | None, Array | None]:
     """Return the weight's and the bias's part of a flat buffer, None where the layer has none."""
     return stage.weight and stage.weight.view(flat), stage.bias and stage.bias.view(flat)
+
+
+def _window(stage: Stage) -> Window:
+    assert stage.window is not None  # as every convolution and pooling layer has
+    return stage.window

@@ -14,7 +14,7 @@ import struct
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import IO, ClassVar, cast
 
 import numpy as np
 
@@ -63,7 +63,7 @@ def read_idx(path: Path, ndim: int) -> tuple[np.ndarray, str]:
     return np.frombuffer(body, np.uint8).reshape(shape), digest.hexdigest()
 
 
-def _open(path: Path):
+def _open(path: Path) -> IO[bytes]:
     if path.suffix != ".gz":
         return open_regular(path)
     with open_regular(path) as file:
@@ -71,7 +71,7 @@ def _open(path: Path):
     if not start.startswith(b"\x1f\x8b"):
         html = b"<html" in start.lower() or b"<!doctype" in start.lower()
         raise DataError(f"not gzip but {'a web page' if html else 'something else'}: it begins with {start[:15]!r}")
-    return gzip.open(path, "rb")
+    return cast(IO[bytes], gzip.open(path, "rb"))
 
 
 def _shape(header: bytes, ndim: int) -> tuple[int, ...]:

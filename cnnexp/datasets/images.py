@@ -127,7 +127,7 @@ def read_picture(path: Path, mode: str) -> np.ndarray:
     Raises:
         DataError: it is no picture, is damaged, or has more than 8 bits a channel.
     """
-    from PIL import Image, ImageOps  # only this source needs it
+    from PIL import Image, ImageOps, UnidentifiedImageError  # only this source needs it
 
     try:
         with warnings.catch_warnings():
@@ -139,7 +139,7 @@ def read_picture(path: Path, mode: str) -> np.ndarray:
                 picture = ImageOps.exif_transpose(file).convert(mode)
     except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
         raise DataError(f"{shown(path)}: more than {Image.MAX_IMAGE_PIXELS} pixels, refused") from error
-    except Image.UnidentifiedImageError as error:
+    except UnidentifiedImageError as error:
         raise DataError(f"{shown(path)}: not a picture that Pillow can read") from error
     except DataError:
         raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zipfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -76,7 +77,7 @@ class Npz(Source):
             raise DataError(f"{where}: damaged: {reason}") from error
 
 
-def _array(file, name: str) -> np.ndarray:
+def _array(file: Mapping[str, np.ndarray], name: str) -> np.ndarray:
     try:
         return file[name]
     except ValueError as error:

@@ -89,7 +89,7 @@ def operations(network: Network) -> int:
     forward = 0
     for stage in walk(network.stages):
         if isinstance(stage.layer, Conv2d | Linear):
-            forward += math.prod(stage.output_shape) * (2 * math.prod(stage.weight.shape[:-1]) + 1)
+            forward += math.prod(stage.output_shape) * (2 * stage.macs // math.prod(stage.output_shape) + 1)
     return TRAINING_PASSES * forward
 
 

@@ -30,7 +30,7 @@ def training(
     yield Part("the copies of the parameters in a checkpoint", CHECKPOINT_COPIES * states, "the size of the model")
     splits = [split for split in (dataset.train, dataset.test, dataset.validation) if split is not None]
     count = sum(len(split) for split in splits)
-    if backend.name != "cpu-simd" and not hasattr(backend, "gpu") and dataset.train.images.itemsize < FLOAT:
+    if backend.name != "cpu-simd" and not backend.on_gpu and dataset.train.images.itemsize < FLOAT:
         size = FLOAT * math.prod(dataset.input_shape)
         yield Part(f"{count} images as float32", count * size, "dataset.train_size")
     outputs = math.prod(network.output_shape)
@@ -44,7 +44,7 @@ def program(
     network: Network, optimizer: Optimizer, batch_size: int, backend: Backend, workers: int = 1
 ) -> Iterator[Part]:
     """Yield what a compiled network holds: nothing on the host where a GPU has it."""
-    if hasattr(backend, "gpu"):
+    if backend.on_gpu:
         return
     fused = backend.name == "cpu-simd"
     gradients = backend.threads if fused else 1

@@ -55,6 +55,7 @@ def work_per_image(stage: Stage, what: str, batch_size: int, needs_dx: bool = Tr
             return 2 * stage.macs * products, BYTES * (x + y + 2 * weights + (x if needs_dx else 0))
         case MaxPool2d() | AvgPool2d() | GlobalAvgPool():
             argmax = y if isinstance(layer, MaxPool2d) else 0
+            assert stage.window is not None  # as every pooling layer has
             seen = min(stage.window.size, stage.input_shape[0]) * min(stage.window.size, stage.input_shape[1])
             return (seen * y if forward else y), BYTES * (x + y + argmax)
         case Elementwise():

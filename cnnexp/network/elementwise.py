@@ -12,7 +12,7 @@ import math
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -172,7 +172,7 @@ class GELU(Elementwise):
 
 def fingerprint(layer: Elementwise) -> str:
     """Return what changes with a layer's rules and numbers, for caches that look at files or names alone."""
-    unbound = Maths(*[None] * len(fields(Maths)))
+    unbound = Maths(*[cast(Callable, None)] * len(fields(Maths)))
     facts = type(layer).__module__, layer, code_of(layer.rule(unbound)), code_of(layer.derivative(unbound))
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 

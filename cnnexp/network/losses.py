@@ -11,7 +11,7 @@ from typing import ClassVar
 import numpy as np
 
 from cnnexp.errors import NetworkError
-from cnnexp.network.layers import Sigmoid
+from cnnexp.network.elementwise import Sigmoid
 from cnnexp.network.shapes import Network
 
 # As torch.nn.BCELoss: log is clamped at -100 and the gradient's denominator at 1e-12: a saturated sigmoid stays finite.
@@ -91,7 +91,14 @@ def check_loss(network: Network, loss: Loss, classes: int | None = None) -> None
         raise NetworkError(f"the network ends in shape {shape}, the data set needs {want}: one output per class")
 
 
-def softmax_cross_entropy(scores, labels, scale, d_scores, losses, hits) -> None:
+def softmax_cross_entropy(
+    scores: np.ndarray,
+    labels: np.ndarray,
+    scale: np.float32,
+    d_scores: np.ndarray,
+    losses: np.ndarray,
+    hits: np.ndarray,
+) -> None:
     """loss_n = log(sum_o exp(scores[n, o])) - scores[n, labels[n]]  (castanheira, definition 1).
 
     Args:
@@ -110,7 +117,14 @@ def softmax_cross_entropy(scores, labels, scale, d_scores, losses, hits) -> None
     d_scores *= scale
 
 
-def binary_cross_entropy(scores, labels, scale, d_scores, losses, hits) -> None:
+def binary_cross_entropy(
+    scores: np.ndarray,
+    labels: np.ndarray,
+    scale: np.float32,
+    d_scores: np.ndarray,
+    losses: np.ndarray,
+    hits: np.ndarray,
+) -> None:
     """loss_n = -(t log p + (1 - t) log(1 - p)), p = scores[n, 0] in [0, 1]  (khandait, section II.C).
 
     Arguments as `softmax_cross_entropy` with O = 1; a hit is (p >= 0.5) == (t == 1).
@@ -125,7 +139,15 @@ def binary_cross_entropy(scores, labels, scale, d_scores, losses, hits) -> None:
     d_scores[:, 0] = (p - t) / np.maximum(p * (1 - p), VARIANCE_FLOOR) * scale
 
 
-def smoothed_cross_entropy(scores, labels, smoothing, scale, d_scores, losses, hits) -> None:
+def smoothed_cross_entropy(
+    scores: np.ndarray,
+    labels: np.ndarray,
+    smoothing: np.float32,
+    scale: np.float32,
+    d_scores: np.ndarray,
+    losses: np.ndarray,
+    hits: np.ndarray,
+) -> None:
     """As `softmax_cross_entropy`, against (1 - smoothing) * onehot + smoothing / O, as torch.nn.CrossEntropyLoss."""
     outputs = scores.shape[1]
     softmax_cross_entropy(scores, labels, np.float32(1), d_scores, losses, hits)
@@ -136,7 +158,14 @@ def smoothed_cross_entropy(scores, labels, smoothing, scale, d_scores, losses, h
     d_scores *= scale
 
 
-def mean_squared_error(scores, labels, scale, d_scores, losses, hits) -> None:
+def mean_squared_error(
+    scores: np.ndarray,
+    labels: np.ndarray,
+    scale: np.float32,
+    d_scores: np.ndarray,
+    losses: np.ndarray,
+    hits: np.ndarray,
+) -> None:
     """loss_n = mean_o (scores[n, o] - onehot[n, o])^2, as torch.nn.MSELoss; arguments as `softmax_cross_entropy`."""
     outputs = scores.shape[1]
     np.copyto(d_scores, scores)
@@ -146,7 +175,15 @@ def mean_squared_error(scores, labels, scale, d_scores, losses, hits) -> None:
     d_scores *= np.float32(2 / outputs) * scale
 
 
-def compute(loss: Loss, scores, labels, scale, d_scores, losses, hits) -> None:
+def compute(
+    loss: Loss,
+    scores: np.ndarray,
+    labels: np.ndarray,
+    scale: np.float32,
+    d_scores: np.ndarray,
+    losses: np.ndarray,
+    hits: np.ndarray,
+) -> None:
     """Fill the gradient, the loss and the hit of every image: the function of the loss's name."""
     arrays = scale, d_scores, losses, hits
     if loss.label_smoothing:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from cnnexp.errors import ConfigError, NetworkError
+from cnnexp.network.elementwise import ReLU, Sigmoid
 from cnnexp.network.layers import (
     BatchNorm2d,
     Conv2d,
@@ -19,10 +20,8 @@ from cnnexp.network.layers import (
     Layer,
     Linear,
     MaxPool2d,
-    ReLU,
     Residual,
     Shape,
-    Sigmoid,
 )
 from cnnexp.network.losses import Loss
 from cnnexp.network.shapes import Network

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import assert_never
+from typing import Any, assert_never
 
 import numpy as np
 
@@ -56,7 +56,7 @@ class Parameter:
     def size(self) -> int:
         return math.prod(self.shape)
 
-    def view(self, flat):
+    def view(self, flat: Any) -> Any:
         """Return this parameter's part of `flat`, shaped; a view, for NumPy and device arrays alike."""
         return flat[self.offset : self.offset + self.size].reshape(self.shape)
 
@@ -122,11 +122,10 @@ class Stage:
     def macs(self) -> int:
         """Multiply-adds of one forward pass of one image."""
         match self.layer:
-            case Conv2d():
-                kernel, _, channels, _ = self.weight.shape
-                return math.prod(self.output_shape) * kernel * kernel * channels
-            case Linear():
-                return self.weight.size
+            case Conv2d(kernel=kernel):
+                return math.prod(self.output_shape) * kernel * kernel * self.input_shape[2]
+            case Linear(features):
+                return math.prod(self.input_shape) * features
             case _:
                 return sum(stage.macs for stage in self.stages)
 

@@ -3,6 +3,7 @@
 from cnnexp.papers.experiment import Column, Experiment, Line, on, over
 from cnnexp.papers.measures import (
     layer_ms,
+    layers_ms,
     metric,
 )
 
@@ -102,7 +103,7 @@ EXPERIMENTS = {
                 "total",
                 {},
                 (14549, 29.47, 30.51, 37.59, 23.11),
-                lambda job: None if (ms := [layer_ms(name)(job) for name in LAYERS])[0] is None else sum(ms),
+                layers_ms(LAYERS),
             ),
         ),
         columns=(

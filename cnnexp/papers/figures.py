@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib import rc_context
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
@@ -69,11 +70,11 @@ def _bars(result: Result) -> Figure:
     return figure
 
 
-def _bar(axes, place: int, cell: Cell, start: float, printed: bool) -> None:
+def _bar(axes: Axes, place: int, cell: Cell, start: float, printed: bool) -> None:
     """Draw one line's bars at a place of the vertical axis: the paper's in the upper half, ours in the lower."""
     height = 0.38 if printed else 0.7
     ours_at = place + (0.2 if printed else 0)
-    text = {"fontsize": "x-small", "va": "center", "xytext": (3, 0), "textcoords": "offset points"}
+    text: dict[str, Any] = {"fontsize": "x-small", "va": "center", "xytext": (3, 0), "textcoords": "offset points"}
     if cell.published is not None:
         at = place - 0.2
         axes.barh(at, cell.published - start, height, start, facecolor="white", edgecolor="black", hatch="////")
@@ -119,7 +120,7 @@ def _lines(result: Result) -> Figure:
     return figure
 
 
-def _scaling(axes, result: Result) -> None:
+def _scaling(axes: Axes, result: Result) -> None:
     """Draw the cost model: a colour per link; averaging parameters solid, gradients at every step dashed and hollow."""
     links = list(dict.fromkeys(row["link"] for row in result.scaling))
     for label in dict.fromkeys(scaling_label(row) for row in result.scaling):
@@ -184,7 +185,7 @@ def _epochs(result: Result) -> Figure:
     return figure
 
 
-def _legend(figure: Figure, axes, missing: Sequence[str]) -> None:
+def _legend(figure: Figure, axes: Axes, missing: Sequence[str]) -> None:
     """Put the legend below the panels, with the backends that could not be run."""
     handles, labels = axes.get_legend_handles_labels()
     if missing:

@@ -72,6 +72,16 @@ def layer_ms(layer: str, *passes: str) -> Measure:
     return lambda job: sum(job.metrics[name] for name in names) if set(names) <= set(job.metrics) else None
 
 
+def layers_ms(layers: Sequence[str]) -> Measure:
+    """Return a measure: milliseconds per image in several layers together; None where one was not clocked."""
+
+    def measure(job: Job) -> float | None:
+        found = [ms for layer in layers if (ms := layer_ms(layer)(job)) is not None]
+        return sum(found) if len(found) == len(layers) else None
+
+    return measure
+
+
 def limit(speedup: float | None) -> Measure:
     """Return a measure: Amdahl's limit for the profile's parallel share; None takes the job's threads as speedup."""
 

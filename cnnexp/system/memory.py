@@ -13,7 +13,7 @@ from cnnexp.errors import OutOfMemory
 try:
     import resource
 except ImportError:  # not a POSIX system
-    resource = None
+    resource = None  # type: ignore[assignment]
 
 UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB", "EB")
 CGROUPS = Path("/sys/fs/cgroup")

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure as Figure
 from matplotlib.ticker import MaxNLocator
 
 DPI = 100
@@ -253,20 +254,20 @@ def new_figure(width: float, height: float) -> Figure:
 
 def _save(figure: Figure, path: Path) -> None:
     """Write a PNG. Unlike `savefig` this lays the figure out once, in half the time."""
-    FigureCanvasAgg(figure).print_png(path)
+    FigureCanvasAgg(figure).print_png(path)  # type: ignore[no-untyped-call]
 
 
 def column_of(rows: Sequence[Mapping[str, Any]], key: str) -> list[Any]:
     return [row[key] for row in rows]
 
 
-def label_axes(axes, x: str, y: str) -> None:
+def label_axes(axes: Axes, x: str, y: str) -> None:
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.grid(alpha=0.3)
 
 
-def _name_ticks(axes, names: Sequence[str]) -> None:
+def _name_ticks(axes: Axes, names: Sequence[str]) -> None:
     axes.set_xticks(range(len(names)), names, rotation=90 if max(map(len, names)) > 3 else 0)
     axes.set_yticks(range(len(names)), names)
 

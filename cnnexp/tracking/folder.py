@@ -13,7 +13,7 @@ from cnnexp.errors import ConfigError
 try:
     import fcntl
 except ImportError:  # not a POSIX system: nothing is locked there
-    fcntl = None
+    fcntl = None  # type: ignore[assignment]
 
 LOCK = "run.lock"
 NOT_SUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # by some network file systems
@@ -30,9 +30,10 @@ class Claim:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._file = _locked(folder / LOCK)
-        if self._file is None:
+        file = _locked(folder / LOCK)
+        if file is None:
             raise ConfigError(f"hydra.run.dir={folder}: {_holder(folder)} runs in it now; choose another folder")
+        self._file = file
         self._file.truncate(0)
         self._file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
         self._file.flush()

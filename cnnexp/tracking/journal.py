@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Self, TextIO
 
 import numpy as np
@@ -72,6 +73,8 @@ class Run:
         verdict: what the run ends with, once it has ended; empty without an epoch.
     """
 
+    _dataset: Dataset  # once begun
+
     def __init__(
         self,
         folder: Path,
@@ -98,7 +101,6 @@ class Run:
         self._begun: Callable[[], str] | None = None
         self._skipped = False
         self._simulated = False
-        self._dataset: Dataset | None = None
         self._look: photograph.Look | None = None
         self._artifacts: list[tuple[str, str | None]] = []
         self._model: Path | None = None
@@ -136,7 +138,7 @@ class Run:
 
     def begin(self, dataset: Dataset, network: Network, backend: Backend, workers: int = 1) -> None:
         """Ask for an MLflow run, once the data is there and the backend made; `wait` for it after compiling."""
-        self._dataset, self._simulated = dataset, getattr(backend, "simulated", False)
+        self._dataset, self._simulated = dataset, backend.simulated
         self._look = photograph.describe(dataset.train.images, dataset.train.labels, len(dataset.classes))
         self.metrics["model/parameters"] = network.parameter_count
         call = {
@@ -152,7 +154,7 @@ class Run:
                 "config_hash": environment.config_hash(self._config),
                 "timing.contended": str(self.contended).lower(),
                 **({"plugins": os.environ[VARIABLE]} if os.environ.get(VARIABLE) else {}),
-                **getattr(backend, "facts", {}),  # of a GPU: what it can do, driver and toolkit
+                **backend.facts,  # of a GPU: what it can do, driver and toolkit
             },
             "dataset": {
                 "name": dataset.name,
@@ -200,10 +202,9 @@ class Run:
         metrics = self._worth_telling(epoch_metrics(result, self.contended))
         if result.epoch not in self._noted:
             self._note("epoch", epoch=result.epoch, metrics=metrics)
-        if self.id is not None and self._lost is None:
-            self._post(metrics, result.epoch)
-            if self._lost is None:
-                self._recorder.settle()
+        self._post(metrics, result.epoch)
+        if self._recorder is not None and self.id is not None and self._lost is None:
+            self._recorder.settle()
 
     def summarize(self, metrics: Mapping[str, float]) -> None:
         """Add metrics that are recorded once, e.g. `{"time/compile_s": 1.2}`."""
@@ -230,7 +231,9 @@ class Run:
         """Store a file or folder, if it exists when the run ends, under the folder `target` of its artifacts."""
         self._artifacts.append((str(path), target))
 
-    def __exit__(self, kind, error, traceback) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         status = "SKIPPED" if self._skipped else _status(error)
         tags = self._tags if error is None else {**self._tags, "error": _one_line(error)}
         if isinstance(error, Diverged):
@@ -277,25 +280,26 @@ class Run:
         return page
 
     def _finish(self, status: str, tags: dict[str, str]) -> None:
-        if self.id is None or self._lost is not None:
+        recorder = self._recorder
+        if recorder is None or self.id is None or self._lost is not None:
             return
         if self.epochs:
             self._post(self.metrics, step=0)  # MLflow's page draws what has no steps as bars
         if status == "FINISHED":
-            self._draw()
+            self._draw(recorder)
             if self._model is not None:
-                self._save_model()
+                self._save_model(recorder)
         config = self.folder / "config.json"
         config.write_text(json.dumps(self._config, indent=2) + "\n", encoding="utf-8")
         self.add_artifact(config)
         artifacts = [(path, target) for path, target in self._artifacts if Path(path).exists()]
-        self._recorder.call(
+        recorder.call(
             "finish", run_id=self.id, status="FAILED" if status == LACKING else status, tags=tags, artifacts=artifacts
         )
 
-    def _save_model(self) -> None:
+    def _save_model(self, recorder: Recorder) -> None:
         test = self._dataset.test.images
-        self._recorder.call(
+        recorder.call(
             "save_model",
             run_id=self.id,
             checkpoint=str(self._model),
@@ -306,13 +310,13 @@ class Run:
             step=self.epochs[-1].epoch,
         )
 
-    def _draw(self) -> None:
+    def _draw(self, recorder: Recorder) -> None:
         """Let the recorder draw the figures, since it has matplotlib loaded; half of them are of times."""
         self.add_artifact(self.folder / PREDICTIONS)
         if self._simulated:
             return
         folder = self.folder / "figures"
-        self._recorder.call(
+        recorder.call(
             "draw",
             kind="draw_run",
             folder=str(folder),
@@ -323,7 +327,7 @@ class Run:
             title=self.name,
         )
         if self.profile is not None:
-            self._recorder.call("draw", kind="draw_profile", folder=str(folder), profile=self.profile, title=self.name)
+            recorder.call("draw", kind="draw_profile", folder=str(folder), profile=self.profile, title=self.name)
             self.add_artifact(self.folder / PROFILE)
         self.add_artifact(folder, "figures")
 
@@ -333,7 +337,9 @@ class Run:
         np.savez_compressed(self.folder / PREDICTIONS, labels=labels, predicted=predicted)
 
     def _post(self, metrics: Mapping[str, float], step: int) -> None:
-        """Send metrics to the store; if the recorder has died, remember that for the end."""
+        """Send metrics to the store, if there is one; if the recorder has died, remember that for the end."""
+        if self._recorder is None or self.id is None or self._lost is not None:
+            return
         try:
             self._recorder.post("log", run_id=self.id, metrics=metrics, step=step, time_ms=int(time.time() * 1000))
         except TrackingError as lost:
@@ -379,7 +385,7 @@ def read_journal(folder: Path) -> dict[str, Any]:
         `run_id` (of the MLflow run, or None), `metrics` (the final ones) and `epochs` (a list of metrics by name,
         each epoch once).
     """
-    unended = {
+    unended: dict[str, Any] = {
         "status": "DIED",
         "error": "the process died",
         "fallback": None,

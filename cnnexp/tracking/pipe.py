@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 from cnnexp.errors import TrackingError, without_password
 
@@ -65,6 +65,7 @@ class Recorder:
         self._slow = False
         self._answers: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._process = _early.pop() if _early else _start_process()
+        self._calls, self._lines = _ends(self._process)
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
         self.ask("open", uri=uri, experiment=experiment)
@@ -111,7 +112,7 @@ class Recorder:
     def close(self) -> None:
         """Let the recorder finish and end, or raise TrackingError where it hangs. Idempotent."""
         with contextlib.suppress(BrokenPipeError):  # it is dead already
-            self._process.stdin.close()
+            self._calls.close()
         try:
             self._process.wait(ANSWER_S)
         except subprocess.TimeoutExpired as error:
@@ -121,8 +122,8 @@ class Recorder:
 
     def _send(self, call_id: int | None, method: str, arguments: Mapping[str, Any]) -> None:
         try:
-            self._process.stdin.write(json.dumps([call_id, method, arguments]) + "\n")
-            self._process.stdin.flush()
+            self._calls.write(json.dumps([call_id, method, arguments]) + "\n")
+            self._calls.flush()
         except (BrokenPipeError, ValueError) as error:
             raise TrackingError(self._death) from error
 
@@ -143,7 +144,7 @@ class Recorder:
                 return value
 
     def _listen(self) -> None:
-        with self._process.stdout as answers:
+        with self._lines as answers:
             for line in answers:
                 self._answers.put(line)
         self._answers.put("")  # the end
@@ -160,6 +161,12 @@ def _start_process() -> subprocess.Popen[str]:
         start_new_session=True,  # Ctrl-C is for the training process, which then ends the run here
         env={**CLIENT_SETTINGS, **os.environ, "PYTHONPATH": path},
     )
-    process.stdin.write(json.dumps([None, "draw", {"kind": "warm_up"}]) + "\n")
-    process.stdin.flush()
+    calls, _ = _ends(process)
+    calls.write(json.dumps([None, "draw", {"kind": "warm_up"}]) + "\n")
+    calls.flush()
     return process
+
+
+def _ends(process: subprocess.Popen[str]) -> tuple[IO[str], IO[str]]:
+    """Return our ends of a process's pipes: what it reads and what it writes."""
+    return cast(IO[str], process.stdin), cast(IO[str], process.stdout)

@@ -20,7 +20,7 @@ import sys
 import time
 import urllib.request
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
@@ -30,7 +30,7 @@ from cnnexp.measuring import environment
 from cnnexp.tracking import view
 
 if TYPE_CHECKING:
-    from mlflow.entities import Run
+    from mlflow.entities import DatasetInput, Run
 
 SCHEMES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql", "databricks")
 CONNECT_S = 3.0  # a server that does not answer by then is called unreachable
@@ -333,7 +333,7 @@ def alone(uri: str) -> Iterator[None]:
         lock.close()
 
 
-def _dataset_input(dataset: Mapping[str, Any]):
+def _dataset_input(dataset: Mapping[str, Any]) -> DatasetInput:
     from mlflow.entities import Dataset, DatasetInput, InputTag
 
     entity = Dataset(
@@ -358,7 +358,7 @@ def _alive(pid: int) -> bool:
     return pid > 0
 
 
-def serve(calls: Iterator[str], answer) -> None:
+def serve(calls: Iterator[str], answer: Callable[[str], None]) -> None:
     """Run the calls of a `cnnexp.tracking.pipe.Recorder` until its pipe closes."""
     store: Store | None = None
     for line in calls:

@@ -90,6 +90,7 @@ class Baseline:
         """Close the epoch: set its samples against the run's seconds per image."""
         median = statistics.median(self._samples)
         count, self._samples = len(self._samples), []
+        assert self._images is not None  # a batch was timed
         return Comparison(median, self._images, count, median / seconds_per_image)
 
     def _affordable_images(self, batch: np.ndarray, rate: float) -> int:

@@ -24,7 +24,7 @@ import logging
 import os
 import re
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -142,14 +142,15 @@ class Keeper:
             "history": {"bytes": self._bytes, "sha256": self._digest.hexdigest()},
             "about": about,
         }
-        arrays = {f"state/{name}": np.asarray(array) for name, array in state.items()}
+        arrays: dict[str, Any] = {f"state/{name}": np.asarray(array) for name, array in state.items()}
         archive = io.BytesIO()
-        np.savez(archive, meta=np.frombuffer(json.dumps(meta).encode(), np.uint8), **arrays)
+        arrays["meta"] = np.frombuffer(json.dumps(meta).encode(), np.uint8)
+        np.savez(archive, **arrays)
         body = archive.getvalue()
         return MAGIC + hashlib.sha256(body).hexdigest().encode() + b"\n" + body
 
     @contextlib.contextmanager
-    def _explained(self, path: Path):
+    def _explained(self, path: Path) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -341,7 +342,7 @@ def _check_state(state: Mapping[str, np.ndarray]) -> None:
     parameters = state["parameters"]
     for name, array in state.items():
         if name in ("step", "seed"):
-            legal = array.shape == () and array.dtype == np.int64 and (name == "seed" or array >= 0)
+            legal = array.shape == () and array.dtype == np.int64 and (name == "seed" or int(array) >= 0)
         else:
             legal = array.ndim == 1 and array.dtype == np.float32
             legal = legal and (name == "running" or array.shape == parameters.shape)
@@ -370,7 +371,7 @@ def _another(path: Path) -> str:
 
 
 def _plain_result(result: EpochResult) -> dict[str, Any]:
-    return dataclasses.asdict(dataclasses.replace(result, scores=None))
+    return {**dataclasses.asdict(dataclasses.replace(result, scores=np.empty(0))), "scores": None}
 
 
 def _result(plain: Mapping[str, Any]) -> EpochResult:

@@ -177,7 +177,18 @@ def _load_held_out(program: Program, dataset: Dataset, share: float = 1.0) -> di
 class _Pass:
     """One epoch's training pass, in chunks of whole batches, the short last batch in a chunk of its own."""
 
-    def __init__(self, program, handle, order, epoch, rate, baseline, on_progress, clock, limit_s) -> None:
+    def __init__(
+        self,
+        program: Program,
+        handle: Any,
+        order: np.ndarray,
+        epoch: int,
+        rate: float,
+        baseline: Baseline | None,
+        on_progress: Callable[[Progress], None],
+        clock: Callable[[], float],
+        limit_s: float | None,
+    ) -> None:
         self._program, self._handle, self._order = program, handle, order
         self._epoch, self._rate, self._baseline = epoch, rate, baseline
         self._on_progress, self._clock = on_progress, clock

@@ -89,7 +89,7 @@ class Local(_Parallel):
         """As `Alone.share_cores`."""
         return divide_threads(backend, self.count)
 
-    def compile(self, backend, network, loss, optimizer, batch_size):
+    def compile(self, backend: Backend, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> Program:
         """As `Backend.compile`; the threads are divided among the workers."""
         from cnnexp.workers.local import compile_local
 
@@ -121,7 +121,7 @@ class Mpi(_Parallel):
 
         return divide_threads(backend, session().collective.host_size) if self.count > 1 else backend
 
-    def compile(self, backend, network, loss, optimizer, batch_size):
+    def compile(self, backend: Backend, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> Program:
         """As `Backend.compile`, on rank 0; the others serve (see `cnnexp.workers.mpi`)."""
         from cnnexp.workers.mpi import compile_mpi
 

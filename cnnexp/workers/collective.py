@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -47,17 +47,17 @@ class Timed:
         self.seconds = 0.0
         self._collective = collective
 
-    def all_reduce(self, buffer):
-        return self._time(self._collective.all_reduce, buffer)
+    def all_reduce(self, buffer: np.ndarray) -> None:
+        self._time(self._collective.all_reduce, buffer)
 
-    def all_gather(self, part, sizes):
-        return self._time(self._collective.all_gather, part, sizes)
+    def all_gather(self, part: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
+        return cast(np.ndarray, self._time(self._collective.all_gather, part, sizes))
 
-    def broadcast(self, array):
-        return self._time(self._collective.broadcast, array)
+    def broadcast(self, array: np.ndarray) -> None:
+        self._time(self._collective.broadcast, array)
 
-    def barrier(self):
-        return self._time(self._collective.barrier)
+    def barrier(self) -> None:
+        self._time(self._collective.barrier)
 
     def _time(self, method: Callable, *arguments: Any) -> Any:
         started = time.perf_counter()

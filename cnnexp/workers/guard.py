@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import cast
+from typing import IO, cast
 
 HELLO_S = 5.0  # a stranger who does not say who it is by then is sent away
 LINE_BYTES = 4096
@@ -100,10 +100,10 @@ def start_guard(size: int, reachable: bool) -> Address:
         text=True,
         start_new_session=True,
     )
-    process.stdin.write(token + "\n")
-    process.stdin.close()
-    port = int(process.stdout.readline())
-    process.stdout.close()
+    with cast(IO[str], process.stdin) as stdin:
+        stdin.write(token + "\n")
+    with cast(IO[str], process.stdout) as stdout:
+        port = int(stdout.readline())
     return Address(socket.gethostname() if reachable else host, port, token)
 
 

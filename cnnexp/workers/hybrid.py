@@ -11,6 +11,7 @@ import numpy as np
 
 from cnnexp.backends.layerwise import LayerwiseProgram
 from cnnexp.backends.plain.numpy import NumpyOps, one_blas_thread
+from cnnexp.backends.protocol import State
 from cnnexp.errors import ConfigError
 from cnnexp.network import Dropout, Elementwise, Flatten, Layer, Linear, Network, Parameter, Stage
 from cnnexp.network.losses import Loss, Totals, compute
@@ -43,20 +44,21 @@ class HybridReplica(Replica):
                 "runs layer by layer, e.g. cpu-parallel"
             )
         super().__init__(program, collective)
+        self._features = program
         self.network, self.loss, self.batch_size = spec.network, spec.loss, spec.batch_size
         self._head = Head(spec.network, spec.optimizer, first, self.collective)
         self._shared = features.parameter_count
 
-    def gradients(self, handle, indices):
+    def gradients(self, handle: int, indices: np.ndarray) -> tuple[Totals, np.ndarray]:
         with one_blas_thread():
             totals, gradient = self._compute(self._splits[handle], indices)
         return totals, np.concatenate([gradient, self._head.whole(self._head.gradient)])
 
-    def apply(self, gradient, rate):
+    def apply(self, gradient: np.ndarray, rate: float) -> None:
         self._head.gradient[:] = self._head.own(gradient[self._shared :])
         self._apply(gradient[: self._shared], rate)
 
-    def predict(self, handle):
+    def predict(self, handle: int) -> np.ndarray:
         count = self._splits[handle].count
         scores = np.empty((count, *self.network.output_shape), np.float32)
         for start in range(0, count, self.batch_size):
@@ -65,15 +67,15 @@ class HybridReplica(Replica):
                 scores[batch] = self._forward(self._splits[handle], batch, trains=False)
         return scores
 
-    def state(self):
+    def state(self) -> State:
         state, head = self.program.state(), self._head
         parts = dict(zip(("parameters", *self.program.optimizer.slots), (head.parameters, *head.slots), strict=True))
         return {
             name: np.concatenate([array, head.whole(parts[name])]) if name in parts else array
             for name, array in state.items()
-        } | ({"seed": np.int64(head.seed)} if self.network.draws else {})
+        } | ({"seed": np.array(head.seed, np.int64)} if self.network.draws else {})
 
-    def restore(self, state):
+    def restore(self, state: State) -> None:
         shared, head = self._shared, self._head
         flat = ("parameters", *self.program.optimizer.slots)
         features = {name: array[:shared] if name in flat else array for name, array in state.items()}
@@ -85,7 +87,7 @@ class HybridReplica(Replica):
             part[:] = head.own(state.get(name, zeros)[shared:])
         head.step, head.seed = int(state.get("step", 0)), int(state.get("seed", 0))
 
-    def _train(self, split, order, rate):
+    def _train(self, split: Loaded, order: np.ndarray, rate: float) -> Totals:
         totals = NOTHING
         for start in range(0, len(order), self.batch_size):
             with one_blas_thread():
@@ -98,7 +100,7 @@ class HybridReplica(Replica):
         """Return the scores (N, O) of a batch, on every worker."""
         mine = batch[share(len(batch), self.collective.size, self.collective.rank)]
         width = self.program.network.output_shape[0]
-        rows = self.program.forward(split.whole, mine, trains) if len(mine) else np.empty((0, width), np.float32)
+        rows = self._features.forward(split.whole, mine, trains) if len(mine) else np.empty((0, width), np.float32)
         sizes = [count * width for count in shares(len(batch), self.collective.size)]
         x = self.collective.all_gather(rows.ravel(), sizes).reshape(len(batch), width)
         return self._head.forward(x, batch if trains else None)
@@ -110,7 +112,7 @@ class HybridReplica(Replica):
         d_scores, losses, hits = np.empty_like(scores), np.empty(count, np.float32), np.empty(count, np.uint8)
         compute(self.loss, scores, labels, np.float32(1 / count), d_scores, losses, hits)
         d_rows = self._head.backward(d_scores)[mine]
-        gradient = self.program.backward(d_rows) if len(d_rows) else np.zeros(self._shared, np.float32)
+        gradient = self._features.backward(d_rows) if len(d_rows) else np.zeros(self._shared, np.float32)
         self.collective.all_reduce(gradient)
         self._images += len(d_rows)
         return Totals(float(losses.sum(dtype=np.float64)), int(hits.sum(dtype=np.int64)), count), gradient
@@ -224,7 +226,7 @@ class Head:
     def _views(self, flat: np.ndarray) -> list[tuple[np.ndarray | None, np.ndarray | None]]:
         """Return each stage's weight (D, columns) and bias (columns,) in a flat array of this worker's columns."""
         views = iter([own.view(flat) for _, _, own in self._layouts[self._collective.rank]])
-        return [tuple(next(views) if p else None for p in (stage.weight, stage.bias)) for stage in self._stages]
+        return [(next(views) if stage.weight else None, next(views) if stage.bias else None) for stage in self._stages]
 
 
 def first_linear(network: Network, workers: int) -> int:

@@ -12,10 +12,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import numpy as np
@@ -59,7 +60,7 @@ class LocalCollective:
         check: raises where another worker has died; called every `CHECK_S` seconds of waiting.
     """
 
-    def __init__(self, board: Board, rank: int, check=lambda: None) -> None:
+    def __init__(self, board: Board, rank: int, check: Callable[[], None] = lambda: None) -> None:
         self.rank, self.size, self.host_size = rank, board.size, board.size
         self._semaphores, self._check = board.semaphores, check
         self._bytes = np.frombuffer(board.memory, np.uint8).reshape(2, board.size + 1, SLOT_BYTES)
@@ -231,15 +232,21 @@ def _work(board: Board, rank: int, spec: Spec, patience_s: float, failure: Conne
         sys.exit(1)
 
 
+def _parent() -> BaseProcess:
+    parent = multiprocessing.parent_process()
+    assert parent is not None  # a worker was started by rank 0
+    return parent
+
+
 def _end_with_parent(board: Board) -> None:
     """End this process when rank 0 is gone: killed, it cannot say so itself."""
-    multiprocessing.parent_process().join()
+    _parent().join()
     _end(board, "died")
 
 
 def _end(board: Board, reason: str) -> None:
     """End this process, and rank 0 where it still is there; the first to come here says why."""
-    parent = multiprocessing.parent_process().pid
+    parent = _parent().pid
     if board.last_word.acquire(block=False):
         os.write(2, f"cnnexp: error: worker 0 of {board.size} (pid {parent}) {reason}; the run has ended\n".encode())
     if os.getppid() == parent:

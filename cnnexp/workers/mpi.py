@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -31,7 +32,7 @@ END, TRAIN = 0, 1
 class MpiCollective:
     """One rank's end of a communicator; see `Collective`. Arrays go as they lie in memory."""
 
-    def __init__(self, comm) -> None:
+    def __init__(self, comm: Any) -> None:
         from mpi4py import MPI
 
         self.rank, self.size = comm.rank, comm.size

@@ -138,6 +138,7 @@ class ParallelProgram:
         Beside the way that this run keeps its workers together stands `gradients`, the one that costs most.
         """
         spec, prediction = self._spec, self._prediction
+        assert prediction is not None  # `measure` made it
         rows = []
         for sync, period in {spec.sync: spec.period, "gradients": None}.items():
             images, floats = prediction.training.images, self._exchanged(sync)

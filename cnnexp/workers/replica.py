@@ -177,7 +177,7 @@ class GradientReplica(Replica):
         super().__init__(spec.compile(shares(spec.batch_size, collective.size)[0]), collective)
         self._batch_size = spec.batch_size
 
-    def _train(self, split, order, rate):
+    def _train(self, split: Loaded, order: np.ndarray, rate: float) -> Totals:
         totals = NOTHING
         for start in range(0, len(order), self._batch_size):
             totals += self._gradients(split, order[start : start + self._batch_size])
@@ -198,13 +198,14 @@ class ParameterReplica(Replica):
         # batches of its own share: then many of them in one call fall apart into the right steps
         super().__init__(spec.compile(shares(spec.batch_size, collective.size)[collective.rank]), collective)
         self._batch_size, self._period = spec.batch_size, spec.period
-        self._begin_epoch()
+        self._batches, self._seen = 0, 0
+        self._since = np.zeros((2, self.collective.size), np.int64)  # steps and images of each since the last average
 
-    def restore(self, state):
+    def restore(self, state: State) -> None:
         super().restore(state)
         self._begin_epoch()
 
-    def _train(self, split, order, rate):
+    def _train(self, split: Loaded, order: np.ndarray, rate: float) -> Totals:
         totals, waiting = NOTHING, []
         for start in range(0, len(order), self._batch_size):
             batch = order[start : start + self._batch_size]
@@ -224,7 +225,7 @@ class ParameterReplica(Replica):
         return _totals(message)
 
     def _train_alone(self, split: Loaded, parts: list[np.ndarray], rate: float) -> Totals:
-        order = np.concatenate(parts) if parts else ()
+        order = np.concatenate(parts) if parts else np.empty(0, np.int64)
         if not len(order):
             return NOTHING
         self._images += len(order)
@@ -233,7 +234,7 @@ class ParameterReplica(Replica):
     def _average(self) -> None:
         rank, (steps, images) = self.collective.rank, self._since
         state = self.program.state()
-        state["step"] = np.int64(int(state["step"]) + int(steps.max() - steps[rank]))
+        state["step"] = np.array(int(state["step"]) + int(steps.max() - steps[rank]), np.int64)
         arrays = {name: array for name, array in state.items() if array.ndim}
         flat = np.concatenate(list(arrays.values())) * np.float32(images[rank] / images.sum())
         self.collective.all_reduce(flat)
@@ -243,7 +244,7 @@ class ParameterReplica(Replica):
 
     def _begin_epoch(self) -> None:
         self._batches, self._seen = 0, 0
-        self._since = np.zeros((2, self.collective.size), np.int64)  # steps and images of each since the last average
+        self._since[:] = 0
 
 
 def _totals(message: np.ndarray) -> Totals:
@@ -252,6 +253,7 @@ def _totals(message: np.ndarray) -> Totals:
 
 def divide_threads(backend: Backend, workers: int) -> Backend:
     """Return the backend with at most its share of this machine's cores, when `workers` of them run on it."""
-    if "threads" not in {field.name for field in dataclasses.fields(backend)}:
+    chosen: Any = backend
+    if "threads" not in {field.name for field in dataclasses.fields(chosen)}:
         return backend
-    return dataclasses.replace(backend, threads=max(1, min(backend.threads, usable_cores() // workers)))
+    return dataclasses.replace(chosen, threads=max(1, min(backend.threads, usable_cores() // workers)))

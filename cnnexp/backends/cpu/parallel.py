@@ -57,7 +57,7 @@ class CpuParallel(ThreadedBackend):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.threads > numba.config.NUMBA_NUM_THREADS:
+        if self.thread_count > numba.config.NUMBA_NUM_THREADS:
             raise ConfigError(
                 f"backend.threads={self.threads}: must be at most {numba.config.NUMBA_NUM_THREADS}, "
                 "the environment variable NUMBA_NUM_THREADS; unset it"
@@ -65,5 +65,5 @@ class CpuParallel(ThreadedBackend):
 
     def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> LayerwiseProgram:
         choose_threading_layer()
-        scope = functools.partial(numba_threads, self.threads)
+        scope = functools.partial(numba_threads, self.thread_count)
         return LayerwiseProgram(CpuOps(parallel=True), network, loss, optimizer, batch_size, scope=scope)

@@ -13,7 +13,8 @@ import numpy as np
 
 from cnnexp.backends.cpu.sequential import Cpu, CpuOps
 from cnnexp.backends.layerwise import LayerwiseProgram
-from cnnexp.network import Network
+from cnnexp.backends.protocol import Array
+from cnnexp.network import Network, Window
 from cnnexp.network.losses import Loss
 from cnnexp.optimizers import Optimizer
 
@@ -30,17 +31,19 @@ class PublishedOps(CpuOps):
         self._keep_argmax = keep_argmax
         self._pooled: dict[int, tuple] = {}  # the last max_pool, by the address of what it saved
 
-    def max_pool(self, x, window, y, saved):
+    def max_pool(self, x: Array, window: Window, y: Array, saved: Array) -> None:
         super().max_pool(x, window, y, saved)
         self._pooled[saved.ctypes.data] = x, y
 
-    def max_pool_backward(self, saved, dy, window, dx):
+    def max_pool_backward(self, saved: Array, dy: Array, window: Window, dx: Array) -> None:
         if not self._keep_argmax:
             x, y = self._pooled[saved.ctypes.data]
             super().max_pool(x, window, y, saved)
         super().max_pool_backward(saved, dy, window, dx)
 
-    def conv2d_backward(self, x, w, dy, window, dx, dw, db):
+    def conv2d_backward(
+        self, x: Array, w: Array, dy: Array, window: Window, dx: Array | None, dw: Array, db: Array | None
+    ) -> None:
         dws = np.empty((len(x), *dw.shape), np.float32)
         dbs = None if db is None else np.empty((len(x), *db.shape), np.float32)
         for n in range(len(x)):
@@ -49,7 +52,7 @@ class PublishedOps(CpuOps):
             d_bias = None if dbs is None else dbs[n]
             super().conv2d_backward(x[image], w, dy[image], window, d_image, dws[n], d_bias)
         dws.sum(axis=0, out=dw)
-        if db is not None:
+        if dbs is not None:
             dbs.sum(axis=0, out=db)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -11,8 +11,8 @@ from cnnexp.backends.cpu import kernels
 from cnnexp.backends.host import HostOps
 from cnnexp.backends.layerwise import LayerwiseProgram
 from cnnexp.backends.processor import SequentialBackend, need_compiler
-from cnnexp.backends.protocol import Update
-from cnnexp.network import Network, Window
+from cnnexp.backends.protocol import Array, Update
+from cnnexp.network import BatchNorm2d, Elementwise, Network, Window
 from cnnexp.network.losses import Loss
 from cnnexp.network.noise import threshold
 from cnnexp.optimizers import Optimizer
@@ -37,16 +37,18 @@ class CpuOps(HostOps):
         need_compiler()
         self._parallel = parallel
 
-    def to_device(self, array):
-        return np.require(array, requirements="CW")
+    def to_device(self, array: np.ndarray) -> Array:
+        return np.require(array, requirements=["C", "W"])
 
-    def gather(self, images, labels, indices, x, t):
+    def gather(self, images: Array, labels: Array, indices: Array, x: Array, t: Array) -> None:
         self._run(kernels.gather, _rows(images), labels, indices, _rows(x), t)
 
-    def conv2d(self, x, w, b, window, y):
+    def conv2d(self, x: Array, w: Array, b: Array | None, window: Window, y: Array) -> None:
         self._run(kernels.conv2d, x, self._reversed(w), NO_VECTOR if b is None else b, *_corner(window), y)
 
-    def conv2d_backward(self, x, w, dy, window, dx, dw, db):
+    def conv2d_backward(
+        self, x: Array, w: Array, dy: Array, window: Window, dx: Array | None, dw: Array, db: Array | None
+    ) -> None:
         side, _, channels, filters = w.shape
         blocks = min(len(x), kernels.BLOCKS)
         d_rows = np.zeros((blocks, side, channels, side * filters), np.float32)
@@ -55,31 +57,33 @@ class CpuOps(HostOps):
         self._run(kernels.conv2d_backward, x, self._reversed(w), dy, *_corner(window), dx, d_rows, d_bias)
         kernels.sum_blocks.compiled(False)(d_rows, d_bias, dw, NO_VECTOR if db is None else db)
 
-    def elementwise(self, layer, x, y):
+    def elementwise(self, layer: Elementwise, x: Array, y: Array) -> None:
         self._run(kernels.elementwise(layer), _rows(x), _rows(y))
 
-    def elementwise_backward(self, layer, x, y, dy, dx):
+    def elementwise_backward(self, layer: Elementwise, x: Array, y: Array, dy: Array, dx: Array) -> None:
         self._run(kernels.elementwise_backward(layer), _rows(x), _rows(y), _rows(dy), _rows(dx))
 
-    def max_pool(self, x, window, y, saved):
+    def max_pool(self, x: Array, window: Window, y: Array, saved: Array) -> None:
         self._run(kernels.max_pool, x, window.size, *_corner(window), y, saved[: len(x)])
 
-    def max_pool_backward(self, saved, dy, window, dx):
+    def max_pool_backward(self, saved: Array, dy: Array, window: Window, dx: Array) -> None:
         self._run(kernels.max_pool_backward, saved[: len(dx)], dy, window.size, *_corner(window), dx)
 
-    def avg_pool(self, x, window, y):
+    def avg_pool(self, x: Array, window: Window, y: Array) -> None:
         self._run(kernels.avg_pool, x, window.size, *_corner(window), y)
 
-    def avg_pool_backward(self, dy, window, dx):
+    def avg_pool_backward(self, dy: Array, window: Window, dx: Array) -> None:
         self._run(kernels.avg_pool_backward, dy, window.size, *_corner(window), dx)
 
-    def add(self, a, b, total):
+    def add(self, a: Array, b: Array, total: Array) -> None:
         self._run(kernels.add, _rows(a), _rows(b), _rows(total))
 
-    def dropout(self, x, images, key, rate, y):
+    def dropout(self, x: Array, images: Array, key: int, rate: float, y: Array) -> None:
         self._run(kernels.dropout, _rows(x), images, key, threshold(rate), np.float32(1 / (1 - rate)), _rows(y))
 
-    def batch_norm(self, layer, x, w, b, mean, variance, y, saved):
+    def batch_norm(
+        self, layer: BatchNorm2d, x: Array, w: Array, b: Array, mean: Array, variance: Array, y: Array, saved: Array
+    ) -> None:
         pixels = _pixels(x)
         m = (self._sums(kernels.sum_channels, pixels) / len(pixels)).astype(np.float32)
         v = self._sums(kernels.sum_squares, pixels, m) / len(pixels)
@@ -88,11 +92,15 @@ class CpuOps(HostOps):
         saved[0], saved[1] = m, 1 / np.sqrt(v + layer.epsilon)
         self._run(kernels.normalize, pixels, m, saved[1] * w, b, _pixels(y))
 
-    def batch_norm_predict(self, layer, x, w, b, mean, variance, y):
+    def batch_norm_predict(
+        self, layer: BatchNorm2d, x: Array, w: Array, b: Array, mean: Array, variance: Array, y: Array
+    ) -> None:
         scale = w / np.sqrt(variance + np.float32(layer.epsilon))
         self._run(kernels.normalize, _pixels(x), mean, scale, b, _pixels(y))
 
-    def batch_norm_backward(self, x, w, dy, saved, dx, dw, db):
+    def batch_norm_backward(
+        self, x: Array, w: Array, dy: Array, saved: Array, dx: Array | None, dw: Array, db: Array
+    ) -> None:
         (mean, inverse), pixels, slopes = saved, _pixels(x), _pixels(dy)
         total = self._sums(kernels.sum_channels, slopes)
         product = self._sums(kernels.sum_products, pixels, mean, slopes) * inverse
@@ -111,16 +119,18 @@ class CpuOps(HostOps):
         self._run(kernel, *arguments, partial)
         return partial.sum(axis=0)
 
-    def linear(self, x, w, b, y):
+    def linear(self, x: Array, w: Array, b: Array | None, y: Array) -> None:
         turned = np.empty(w.shape[::-1], np.float32)
         self._run(kernels.linear, x, w, turned, NO_VECTOR if b is None else b, y)
 
-    def linear_backward(self, x, w, dy, dx, dw, db):
+    def linear_backward(self, x: Array, w: Array, dy: Array, dx: Array | None, dw: Array, db: Array | None) -> None:
         self._run(kernels.linear_backward, x, w, dy, NO_MATRIX if dx is None else dx, dw)
         if db is not None:
             kernels.sum_rows.compiled(False)(dy, db)
 
-    def loss(self, loss: Loss, scores, labels, scale, d_scores, losses, hits):
+    def loss(
+        self, loss: Loss, scores: Array, labels: Array, scale: float, d_scores: Array, losses: Array, hits: Array
+    ) -> None:
         arrays = np.float32(scale), d_scores, losses, hits
         if loss.label_smoothing:
             smoothed = kernels.smoothed_cross_entropy.compiled(False)
@@ -131,7 +141,7 @@ class CpuOps(HostOps):
     def updater(self, optimizer: Optimizer) -> Update:
         compiled = kernels.compile_update(optimizer)
 
-        def update(w, g, slots, rate, step):
+        def update(w: Array, g: Array, slots: tuple[Array, ...], rate: float, step: int) -> None:
             s, t = (*slots, NO_VECTOR, NO_VECTOR)[:2]
             compiled(w, g, s, t, np.float32(rate), *optimizer.constants(step))
 
@@ -144,7 +154,7 @@ class CpuOps(HostOps):
         kernels.reverse_rows.compiled(False)(w, rows)
         return rows
 
-    def _run(self, kernel: kernels.Kernel, *arguments) -> None:
+    def _run(self, kernel: kernels.Kernel, *arguments: Any) -> None:
         kernel.compiled(self._parallel)(*arguments)
 
 

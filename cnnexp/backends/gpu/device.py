@@ -267,7 +267,8 @@ class Kernel:
         """Launch `blocks` blocks on a stream (0 for the default one, or a graph builder)."""
         if self._compiled is None:
             self._compiled = cuda.jit(self.signature, **({} if SIMULATED else self.options))(self.function)
-        self._compiled[blocks, self.block, stream](*[_flat(argument) for argument in arguments])
+        compiled: Any = self._compiled
+        compiled[blocks, self.block, stream](*[_flat(argument) for argument in arguments])
 
 
 def _flat(argument: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from numba import cuda
@@ -17,8 +17,8 @@ from cnnexp.backends.gpu import device, kernels, streamed
 from cnnexp.backends.gpu.device import SIMULATED, Gpu, Kernel, Tensor, on_its_gpu
 from cnnexp.backends.gpu.kernels import SLICES, ZERO, ConvSizes, f32, u32
 from cnnexp.backends.layerwise import LayerwiseProgram
-from cnnexp.backends.protocol import State, Update
-from cnnexp.network import BatchNorm2d, Conv2d, Flatten, MaxPool2d, Network
+from cnnexp.backends.protocol import Array, Program, State, Update
+from cnnexp.network import BatchNorm2d, Conv2d, Elementwise, Flatten, MaxPool2d, Network, Stage, Window
 from cnnexp.network.losses import Loss, Totals
 from cnnexp.network.noise import threshold
 from cnnexp.network.shapes import walk
@@ -179,10 +179,10 @@ class NaiveOps:
         self._scratch = device.empty((1,), np.float32)
         self._nothing = device.empty((1,), np.float32)  # stands for an absent bias or slot
 
-    def empty(self, shape, dtype):
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         return device.empty(shape, dtype)
 
-    def saved(self, stage, batch_size):
+    def saved(self, stage: Stage, batch_size: int) -> Array:
         """Allocate the place of each window's maximum, int32 (N,U,V,C); mean and inverse deviation, (C,) each."""
         match stage.layer:
             case MaxPool2d():
@@ -191,24 +191,26 @@ class NaiveOps:
                 return tuple(self.empty(stage.output_shape[2:], np.float32) for _ in range(2))
         return None
 
-    def to_device(self, array):
+    def to_device(self, array: np.ndarray) -> Array:
         return device.to_device(array)
 
-    def to_host(self, array):
+    def to_host(self, array: Array) -> np.ndarray:
         return device.to_host(array)
 
-    def copy(self, source, target):
+    def copy(self, source: np.ndarray, target: Array) -> None:
         device.copy(source, target)
 
-    def gather(self, images, labels, indices, x, t):
+    def gather(self, images: Array, labels: Array, indices: Array, x: Array, t: Array) -> None:
         kernel = kernels.gather(x.size // x.shape[0], self._block)
         kernel.over(x.size, self.stream, images, labels, indices, x, t)
 
-    def conv2d(self, x, w, b, window, y):
+    def conv2d(self, x: Array, w: Array, b: Array | None, window: Window, y: Array) -> None:
         kernel = conv2d(kernels.conv_sizes(x, w, window, y), b is not None, self._block)
         kernel.over(y.size, self.stream, x, w, self._or_nothing(b), y)
 
-    def conv2d_backward(self, x, w, dy, window, dx, dw, db):
+    def conv2d_backward(
+        self, x: Array, w: Array, dy: Array, window: Window, dx: Array | None, dw: Array, db: Array | None
+    ) -> None:
         sizes = kernels.conv_sizes(x, w, window, dy)
         if dx is not None:
             self._conv2d_backward_input(sizes, w, dy, dx)
@@ -226,34 +228,36 @@ class NaiveOps:
         kernel.over(partial.size, self.stream, x, dy, partial, u32(images), slices)
         kernels.sum_slices(self._block).over(dw.size, self.stream, partial, dw, slices)
 
-    def elementwise(self, layer, x, y):
+    def elementwise(self, layer: Elementwise, x: Array, y: Array) -> None:
         kernels.elementwise(layer, self._block).over(x.size, self.stream, x, y)
 
-    def elementwise_backward(self, layer, x, y, dy, dx):
+    def elementwise_backward(self, layer: Elementwise, x: Array, y: Array, dy: Array, dx: Array) -> None:
         kernels.elementwise_backward(layer, self._block).over(y.size, self.stream, x, y, dy, dx)
 
-    def max_pool(self, x, window, y, saved):
+    def max_pool(self, x: Array, window: Window, y: Array, saved: Array) -> None:
         kernel = kernels.max_pool(kernels.pool_sizes(x, window, y), self._block)
         kernel.over(y.size, self.stream, x, y, saved)
 
-    def max_pool_backward(self, saved, dy, window, dx):
+    def max_pool_backward(self, saved: Array, dy: Array, window: Window, dx: Array) -> None:
         kernel = kernels.max_pool_backward(kernels.pool_sizes(dx, window, dy), self._block)
         kernel.over(dx.size, self.stream, saved, dy, dx)
 
-    def avg_pool(self, x, window, y):
+    def avg_pool(self, x: Array, window: Window, y: Array) -> None:
         kernels.avg_pool(kernels.pool_sizes(x, window, y), self._block).over(y.size, self.stream, x, y)
 
-    def avg_pool_backward(self, dy, window, dx):
+    def avg_pool_backward(self, dy: Array, window: Window, dx: Array) -> None:
         kernels.avg_pool_backward(kernels.pool_sizes(dx, window, dy), self._block).over(dx.size, self.stream, dy, dx)
 
-    def add(self, a, b, total):
+    def add(self, a: Array, b: Array, total: Array) -> None:
         kernels.add(self._block).over(total.size, self.stream, a, b, total)
 
-    def dropout(self, x, images, key, rate, y):
+    def dropout(self, x: Array, images: Array, key: int, rate: float, y: Array) -> None:
         kernel, numbers = kernels.dropout(x.size // x.shape[0], self._block), (np.int64(key), np.int64(threshold(rate)))
         kernel.over(x.size, self.stream, x, images, y, *numbers, f32(1 / (1 - rate)))
 
-    def batch_norm(self, layer, x, w, b, mean, variance, y, saved):
+    def batch_norm(
+        self, layer: BatchNorm2d, x: Array, w: Array, b: Array, mean: Array, variance: Array, y: Array, saved: Array
+    ) -> None:
         (m, inverse), count = saved, x.size // w.size
         self._sum_columns(x, m)
         kernels.scale(self._block).over(m.size, self.stream, m, f32(1 / count))
@@ -265,11 +269,15 @@ class NaiveOps:
         )
         kernels.normalize(w.size, False, self._block).over(x.size, self.stream, x, m, inverse, w, b, y, ZERO)
 
-    def batch_norm_predict(self, layer, x, w, b, mean, variance, y):
+    def batch_norm_predict(
+        self, layer: BatchNorm2d, x: Array, w: Array, b: Array, mean: Array, variance: Array, y: Array
+    ) -> None:
         kernel = kernels.normalize(w.size, True, self._block)
         kernel.over(x.size, self.stream, x, mean, variance, w, b, y, f32(layer.epsilon))
 
-    def batch_norm_backward(self, x, w, dy, saved, dx, dw, db):
+    def batch_norm_backward(
+        self, x: Array, w: Array, dy: Array, saved: Array, dx: Array | None, dw: Array, db: Array
+    ) -> None:
         mean, inverse = saved
         self._sum_columns(dy, db)
         self._sum_products(x, mean, dy, dw, squares=False)
@@ -278,17 +286,19 @@ class NaiveOps:
             kernel, share = kernels.normalize_backward(w.size, self._block), f32(w.size / x.size)
             kernel.over(x.size, self.stream, x, mean, inverse, w, dy, dw, db, dx, share)
 
-    def linear(self, x, w, b, y):
+    def linear(self, x: Array, w: Array, b: Array | None, y: Array) -> None:
         self._matmul(x, False, w, False, b, y, depth=x.shape[1])
 
-    def linear_backward(self, x, w, dy, dx, dw, db):
+    def linear_backward(self, x: Array, w: Array, dy: Array, dx: Array | None, dw: Array, db: Array | None) -> None:
         self._matmul(x, True, dy, False, None, dw, depth=x.shape[0])
         if db is not None:
             self._sum_columns(dy, db)
         if dx is not None:
             self._matmul(dy, False, w, True, None, dx, depth=dy.shape[1])
 
-    def loss(self, loss: Loss, scores, labels, scale, d_scores, losses, hits):
+    def loss(
+        self, loss: Loss, scores: Array, labels: Array, scale: float, d_scores: Array, losses: Array, hits: Array
+    ) -> None:
         kernel = kernels.loss(loss, scores.shape[1], self._block)
         kernel.over(scores.shape[0], self.stream, scores, labels, d_scores, losses, hits, f32(scale))
 
@@ -350,7 +360,7 @@ class GpuProgram(LayerwiseProgram):
         super().__init__(ops, network, loss, optimizer, batch_size, scope=lambda: device.on(gpu))
 
     @on_its_gpu
-    def load(self, images, labels):
+    def load(self, images: np.ndarray, labels: np.ndarray) -> Any:
         image_bytes = 4 * int(np.prod(images.shape[1:])) + 17  # its label, and in `train` its index, loss and hit
         return streamed.load(super().load, images, labels, image_bytes, self.batch_size)
 
@@ -368,7 +378,7 @@ class GpuProgram(LayerwiseProgram):
         return super().gradients(split, places, indices)
 
     @on_its_gpu
-    def predict(self, handle):
+    def predict(self, handle: Any) -> np.ndarray:
         every = streamed.parts(handle, np.arange(len(handle)))
         return np.concatenate([super(GpuProgram, self).predict(split) for split, _ in every])
 
@@ -382,7 +392,7 @@ class GpuProgram(LayerwiseProgram):
         return super().state()
 
     @on_its_gpu
-    def restore(self, state):
+    def restore(self, state: State) -> None:
         super().restore(state)
 
     @on_its_gpu
@@ -404,7 +414,9 @@ class GpuBackend:
 
     device: int = 0
     threads: ClassVar[int] = 1
+    on_gpu: ClassVar[bool] = True
     simulated: ClassVar[bool] = SIMULATED
+    next_best: ClassVar[None] = None
 
     def __post_init__(self) -> None:
         self.check(self.gpu)
@@ -430,7 +442,7 @@ class GpuBackend:
         """Return the layers' mathematics at this backend's settings, for batches of that size."""
         raise NotImplementedError
 
-    def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> GpuProgram:
+    def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> Program:
         with device.on(self.gpu):
             device.check_memory(batch_bytes(network, optimizer, batch_size), f"a batch of {batch_size}")
             return GpuProgram(self.gpu, self.ops(batch_size), network, loss, optimizer, batch_size)
@@ -443,7 +455,7 @@ def batch_bytes(network: Network, optimizer: Optimizer, batch_size: int) -> int:
         size = int(np.prod(stage.output_shape))
         if not isinstance(stage.layer, Flatten):  # it shares its input's buffers
             values += size * (3 if isinstance(stage.layer, MaxPool2d) else 2)  # activation, gradient, argmax
-    weights = [stage.weight.size for stage in walk(network.stages) if isinstance(stage.layer, Conv2d)]
+    weights = [stage.weight.size for stage in walk(network.stages) if stage.weight and isinstance(stage.layer, Conv2d)]
     scratch = SLICES * max(weights, default=0)
     return 4 * (values * batch_size + network.parameter_count * (2 + len(optimizer.slots)) + scratch)
 

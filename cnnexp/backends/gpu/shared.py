@@ -18,7 +18,9 @@ from cnnexp.backends.gpu import device, kernels
 from cnnexp.backends.gpu.device import SIMULATED, Gpu, Kernel
 from cnnexp.backends.gpu.kernels import ZERO, ConvSizes, f32, u32
 from cnnexp.backends.gpu.naive import BLOCK, GpuBackend, NaiveOps
+from cnnexp.backends.protocol import Array
 from cnnexp.errors import ConfigError
+from cnnexp.network import Window
 
 CONV_TILE, MATMUL_SIDE = 8, 16
 MATMUL_THREADS = 4 if SIMULATED else 256  # a simulated barrier costs 200 us per thread
@@ -298,7 +300,7 @@ class SharedInputOps(NaiveOps):
         super().__init__(block)
         self._tile, self._shared_bytes = tile, shared_bytes
 
-    def conv2d(self, x, w, b, window, y):
+    def conv2d(self, x: Array, w: Array, b: Array | None, window: Window, y: Array) -> None:
         sizes = kernels.conv_sizes(x, w, window, y)
         self._convolve(sizes, False, x, w, b, y)
 

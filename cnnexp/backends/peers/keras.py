@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, assert_never
+from typing import Any, ClassVar, assert_never
 
 import numpy as np
 
@@ -192,7 +192,7 @@ class KerasProgram:
     def load(self, images: np.ndarray, labels: np.ndarray) -> tuple[tf.Tensor, tf.Tensor]:
         return tf.constant(as_float32(images)), tf.constant(labels.astype(np.int32))
 
-    def train(self, handle, order: np.ndarray, rate: float) -> Totals:
+    def train(self, handle: Any, order: np.ndarray, rate: float) -> Totals:
         losses, hits = [], []
         for start in range(0, len(order), self.batch_size):
             indices = order[start : start + self.batch_size].astype(np.int64)
@@ -202,7 +202,7 @@ class KerasProgram:
             hits.append(correct)
         return Totals(sum(float(loss) for loss in losses), sum(int(correct) for correct in hits), len(order))
 
-    def gradients(self, handle, indices: np.ndarray) -> tuple[Totals, np.ndarray]:
+    def gradients(self, handle: Any, indices: np.ndarray) -> tuple[Totals, np.ndarray]:
         if self.network.draws:
             self._now.numbers[1].assign(self._step + 1)
         loss, hits, gradients = self._gradients(*handle, indices.astype(np.int64))
@@ -213,13 +213,13 @@ class KerasProgram:
         parts = [tf.constant(part) for part in self._parts(gradient)]
         self._apply(parts, np.float32(rate), *self.optimizer.constants(self._step))
 
-    def predict(self, handle) -> np.ndarray:
+    def predict(self, handle: Any) -> np.ndarray:
         images = handle[0]
         rows = range(0, len(images), self.batch_size)
         return np.concatenate([self._forward(images[start : start + self.batch_size]).numpy() for start in rows])
 
     def state(self) -> State:
-        state = {"parameters": self._flat(self._variables), "step": np.int64(self._step)}
+        state = {"parameters": self._flat(self._variables), "step": np.array(self._step, np.int64)}
         state |= {name: self._flat(slot) for name, slot in zip(self.optimizer.slots, self._slots, strict=True)}
         if self._averages:
             state["running"] = self._flat(self._averages)
@@ -368,7 +368,7 @@ class Keras(ThreadedBackend):
     name: ClassVar[str] = "keras"
 
     def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> KerasProgram:
-        set_threads(self.threads)
+        set_threads(self.thread_count)
         with tf.device("/CPU:0"):
             return KerasProgram(network, loss, optimizer, batch_size)
 

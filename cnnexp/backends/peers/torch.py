@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, assert_never
+from typing import Any, ClassVar, assert_never
 
 import numpy as np
 
@@ -220,18 +220,18 @@ class TorchProgram:
         images = torch.tensor(as_float32(images))
         return images, torch.tensor(labels.astype(np.int64))
 
-    def train(self, handle, order: np.ndarray, rate: float) -> Totals:
-        order = torch.tensor(np.ascontiguousarray(order, np.int64))
+    def train(self, handle: Any, order: np.ndarray, rate: float) -> Totals:
+        batches = torch.tensor(np.ascontiguousarray(order, np.int64)).split(self.batch_size)
         loss, hits = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.int64)
         with _torch_threads(self._threads):
-            for indices in order.split(self.batch_size):
+            for indices in batches:
                 losses, correct = self._backward(handle, indices)
                 self._update(rate)
                 loss += losses
                 hits += correct
         return Totals(float(loss), int(hits), len(order))
 
-    def gradients(self, handle, indices: np.ndarray) -> tuple[Totals, np.ndarray]:
+    def gradients(self, handle: Any, indices: np.ndarray) -> tuple[Totals, np.ndarray]:
         with _torch_threads(self._threads):
             loss, hits = self._backward(handle, torch.tensor(np.ascontiguousarray(indices, np.int64)))
         return Totals(float(loss), int(hits), len(indices)), self._flat([tensor.grad for tensor in self._tensors])
@@ -242,7 +242,7 @@ class TorchProgram:
         with _torch_threads(self._threads):
             self._update(rate)
 
-    def predict(self, handle) -> np.ndarray:
+    def predict(self, handle: Any) -> np.ndarray:
         with _torch_threads(self._threads), torch.no_grad():
             self._modules.eval()
             return torch.cat([self._modules(_channels_first(x)) for x in handle[0].split(self.batch_size)]).numpy()
@@ -252,11 +252,11 @@ class TorchProgram:
         slots = {
             name: self._flat([s[SLOTS[type(self.optimizer)][name]] for s in states]) for name in self.optimizer.slots
         }
-        state = {"parameters": self._flat(self._tensors), "step": np.int64(self._steps), **slots}
+        state = {"parameters": self._flat(self._tensors), "step": np.array(self._steps, np.int64), **slots}
         if self._averages:
             state["running"] = torch.cat(self._averages).numpy()
         if self.network.draws:
-            state["seed"] = np.int64(self._now.seed)
+            state["seed"] = np.array(self._now.seed, np.int64)
         return state
 
     def restore(self, state: State) -> None:
@@ -378,7 +378,7 @@ def _updater(optimizer: Optimizer, tensors: list[torch.Tensor]) -> torch.optim.O
     common = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay}
     match optimizer:
         case SGD():
-            options = {"momentum": optimizer.momentum, "nesterov": optimizer.nesterov}
+            options: dict[str, Any] = {"momentum": optimizer.momentum, "nesterov": optimizer.nesterov}
             return torch.optim.SGD(tensors, **common, **options)
         case RMSprop():
             options = {"alpha": optimizer.alpha, "eps": optimizer.eps, "momentum": optimizer.momentum}
@@ -414,4 +414,4 @@ class Torch(ThreadedBackend):
     name: ClassVar[str] = "torch"
 
     def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> TorchProgram:
-        return TorchProgram(network, loss, optimizer, batch_size, self.threads)
+        return TorchProgram(network, loss, optimizer, batch_size, self.thread_count)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -12,8 +13,8 @@ import threadpoolctl
 from cnnexp.backends.host import HostOps
 from cnnexp.backends.layerwise import LayerwiseProgram
 from cnnexp.backends.processor import SequentialBackend
-from cnnexp.backends.protocol import Update
-from cnnexp.network import Maths, Network
+from cnnexp.backends.protocol import Array, Update
+from cnnexp.network import BatchNorm2d, Elementwise, Maths, Network, Window
 from cnnexp.network.elementwise import rational_erf
 from cnnexp.network.losses import Loss, compute
 from cnnexp.network.noise import keeps
@@ -29,17 +30,19 @@ class NumpyOps(HostOps):
     image and one matrix product over all images and places, so the inner work is BLAS.
     """
 
-    def gather(self, images, labels, indices, x, t):
+    def gather(self, images: Array, labels: Array, indices: Array, x: Array, t: Array) -> None:
         np.take(images, indices, axis=0, out=x)
         np.take(labels, indices, out=t)
 
-    def conv2d(self, x, w, b, window, y):
+    def conv2d(self, x: Array, w: Array, b: Array | None, window: Window, y: Array) -> None:
         padded = pad(x, window)
         y[...] = 0 if b is None else b
         for i, j in np.ndindex(w.shape[:2]):
             y += pixels(padded, i, j, window, y.shape[1:3]) @ w[i, j]
 
-    def conv2d_backward(self, x, w, dy, window, dx, dw, db):
+    def conv2d_backward(
+        self, x: Array, w: Array, dy: Array, window: Window, dx: Array | None, dw: Array, db: Array | None
+    ) -> None:
         out, padded = dy.shape[1:3], pad(x, window)
         flat_dy = dy.reshape(-1, dy.shape[3])  # (N*P*Q, F)
         for i, j in np.ndindex(w.shape[:2]):
@@ -53,13 +56,13 @@ class NumpyOps(HostOps):
                 pixels(d_padded, i, j, window, out)[...] += dy @ w[i, j].T
             dx[...] = unpad(d_padded, window, x.shape)
 
-    def elementwise(self, layer, x, y):
+    def elementwise(self, layer: Elementwise, x: Array, y: Array) -> None:
         y[...] = layer.rule(MATHS)(x)
 
-    def elementwise_backward(self, layer, x, y, dy, dx):
+    def elementwise_backward(self, layer: Elementwise, x: Array, y: Array, dy: Array, dx: Array) -> None:
         np.multiply(dy, layer.derivative(MATHS)(x, y), out=dx)
 
-    def max_pool(self, x, window, y, saved):
+    def max_pool(self, x: Array, window: Window, y: Array, saved: Array) -> None:
         padded, places = pad(x, window, -np.inf), saved[: len(x)]
         y[...] = -np.inf
         places[...] = 0
@@ -69,34 +72,36 @@ class NumpyOps(HostOps):
             np.copyto(places, i * window.size + j, where=larger)
             np.copyto(y, value, where=larger)
 
-    def max_pool_backward(self, saved, dy, window, dx):
+    def max_pool_backward(self, saved: Array, dy: Array, window: Window, dx: Array) -> None:
         d_padded, places = np.zeros_like(pad(dx, window)), saved[: len(dy)]
         for i, j in np.ndindex(window.size, window.size):
             pixels(d_padded, i, j, window, dy.shape[1:3])[...] += dy * (places == i * window.size + j)
         dx[...] = unpad(d_padded, window, dx.shape)
 
-    def avg_pool(self, x, window, y):
+    def avg_pool(self, x: Array, window: Window, y: Array) -> None:
         padded = pad(x, window)
         y[...] = 0
         for i, j in np.ndindex(window.size, window.size):
             y += pixels(padded, i, j, window, y.shape[1:3])
         y /= _inside(x.shape, window, y.shape[1:3])
 
-    def avg_pool_backward(self, dy, window, dx):
+    def avg_pool_backward(self, dy: Array, window: Window, dx: Array) -> None:
         share = dy / _inside(dx.shape, window, dy.shape[1:3])
         d_padded = np.zeros_like(pad(dx, window))
         for i, j in np.ndindex(window.size, window.size):
             pixels(d_padded, i, j, window, dy.shape[1:3])[...] += share
         dx[...] = unpad(d_padded, window, dx.shape)
 
-    def add(self, a, b, total):
+    def add(self, a: Array, b: Array, total: Array) -> None:
         np.add(a, b, out=total)
 
-    def dropout(self, x, images, key, rate, y):
+    def dropout(self, x: Array, images: Array, key: int, rate: float, y: Array) -> None:
         kept = keeps(key, rate, images, x[0].size).reshape(x.shape)
         np.multiply(x, kept * np.float32(1 / (1 - rate)), out=y)
 
-    def batch_norm(self, layer, x, w, b, mean, variance, y, saved):
+    def batch_norm(
+        self, layer: BatchNorm2d, x: Array, w: Array, b: Array, mean: Array, variance: Array, y: Array, saved: Array
+    ) -> None:
         m = x.mean(axis=(0, 1, 2), dtype=np.float64)
         v = np.square(x - m.astype(np.float32)).mean(axis=(0, 1, 2), dtype=np.float64)
         count = x.size // len(m)
@@ -105,10 +110,14 @@ class NumpyOps(HostOps):
         saved[0], saved[1] = m, 1 / np.sqrt(v + layer.epsilon)
         y[...] = (x - saved[0]) * (saved[1] * w) + b
 
-    def batch_norm_predict(self, layer, x, w, b, mean, variance, y):
+    def batch_norm_predict(
+        self, layer: BatchNorm2d, x: Array, w: Array, b: Array, mean: Array, variance: Array, y: Array
+    ) -> None:
         y[...] = (x - mean) * (w / np.sqrt(variance + np.float32(layer.epsilon))) + b
 
-    def batch_norm_backward(self, x, w, dy, saved, dx, dw, db):
+    def batch_norm_backward(
+        self, x: Array, w: Array, dy: Array, saved: Array, dx: Array | None, dw: Array, db: Array
+    ) -> None:
         mean, inverse = saved
         normal = (x - mean) * inverse
         count = x.size // len(w)
@@ -117,26 +126,28 @@ class NumpyOps(HostOps):
         if dx is not None:
             dx[...] = inverse * w * (dy - db / count - normal * (dw / count))
 
-    def linear(self, x, w, b, y):
+    def linear(self, x: Array, w: Array, b: Array | None, y: Array) -> None:
         np.matmul(x, w, out=y)
         if b is not None:
             y += b
 
-    def linear_backward(self, x, w, dy, dx, dw, db):
+    def linear_backward(self, x: Array, w: Array, dy: Array, dx: Array | None, dw: Array, db: Array | None) -> None:
         np.matmul(x.T, dy, out=dw)
         if db is not None:
             dy.sum(axis=0, out=db)
         if dx is not None:
             np.matmul(dy, w.T, out=dx)
 
-    def loss(self, loss: Loss, scores, labels, scale, d_scores, losses, hits):
+    def loss(
+        self, loss: Loss, scores: Array, labels: Array, scale: float, d_scores: Array, losses: Array, hits: Array
+    ) -> None:
         compute(loss, scores, labels, np.float32(scale), d_scores, losses, hits)
 
     def updater(self, optimizer: Optimizer) -> Update:
         return optimizer.apply
 
 
-def pad(x, window, value=0.0):
+def pad(x: np.ndarray, window: Window, value: float = 0.0) -> np.ndarray:
     """Return x (N,H,W,C) with `value` around it, as far as windows reach."""
     if not window.padded:
         return x
@@ -144,18 +155,18 @@ def pad(x, window, value=0.0):
     return np.pad(x, ((0, 0), (top, bottom), (left, right), (0, 0)), constant_values=value)
 
 
-def unpad(padded, window, shape):
+def unpad(padded: np.ndarray, window: Window, shape: tuple[int, ...]) -> np.ndarray:
     """Return the view of `padded` that `pad` was given, of shape (N,H,W,C)."""
     return padded[:, window.top : window.top + shape[1], window.left : window.left + shape[2]]
 
 
-def pixels(padded, i, j, window, out):
+def pixels(padded: np.ndarray, i: int, j: int, window: Window, out: tuple[int, ...]) -> np.ndarray:
     """Return the view (N,*out,C) of the pixels at offset (i, j) of every window."""
     stride, (rows, columns) = window.stride, out
     return padded[:, i : i + (rows - 1) * stride + 1 : stride, j : j + (columns - 1) * stride + 1 : stride]
 
 
-def _inside(shape, window, out):
+def _inside(shape: tuple[int, ...], window: Window, out: tuple[int, ...]) -> np.ndarray:
     """Return how many pixels of each window lie inside the image, float32 (1,*out,1)."""
     ones = np.ones((1, shape[1], shape[2], 1), np.float32)
     padded, count = pad(ones, window), np.zeros((1, *out, 1), np.float32)
@@ -169,7 +180,7 @@ def _thread_pools() -> threadpoolctl.ThreadpoolController:
     return threadpoolctl.ThreadpoolController()
 
 
-def one_blas_thread():
+def one_blas_thread() -> AbstractContextManager[object]:
     """Return a context in which BLAS uses one thread: what a backend calls its threads are all that it uses."""
     return _thread_pools().limit(limits=1, user_api="blas")
 

@@ -16,8 +16,8 @@ from cnnexp.backends.layerwise import LayerwiseProgram
 from cnnexp.backends.plain.numpy import NumpyOps, one_blas_thread
 from cnnexp.backends.plain.unrolled import UnrolledOps
 from cnnexp.backends.processor import ThreadedBackend
-from cnnexp.backends.protocol import Ops, Update
-from cnnexp.network import Network
+from cnnexp.backends.protocol import Array, Ops, Update
+from cnnexp.network import BatchNorm2d, Elementwise, Network, Window
 from cnnexp.network.losses import Loss
 from cnnexp.optimizers import Optimizer
 
@@ -39,13 +39,15 @@ class SplitOps:
         """End the workers."""
         self._pool.shutdown()
 
-    def gather(self, images, labels, indices, x, t):
+    def gather(self, images: Array, labels: Array, indices: Array, x: Array, t: Array) -> None:
         self._each(len(x), lambda part: self._ops.gather(images, labels, indices[part], x[part], t[part]))
 
-    def conv2d(self, x, w, b, window, y):
+    def conv2d(self, x: Array, w: Array, b: Array | None, window: Window, y: Array) -> None:
         self._each(len(x), lambda part: self._ops.conv2d(x[part], w, b, window, y[part]))
 
-    def conv2d_backward(self, x, w, dy, window, dx, dw, db):
+    def conv2d_backward(
+        self, x: Array, w: Array, dy: Array, window: Window, dx: Array | None, dw: Array, db: Array | None
+    ) -> None:
         self._sum(
             len(x),
             lambda part, dw, db: self._ops.conv2d_backward(x[part], w, dy[part], window, _part_of(dx, part), dw, db),
@@ -53,43 +55,49 @@ class SplitOps:
             db,
         )
 
-    def elementwise(self, layer, x, y):
+    def elementwise(self, layer: Elementwise, x: Array, y: Array) -> None:
         self._each(len(x), lambda part: self._ops.elementwise(layer, x[part], y[part]))
 
-    def elementwise_backward(self, layer, x, y, dy, dx):
+    def elementwise_backward(self, layer: Elementwise, x: Array, y: Array, dy: Array, dx: Array) -> None:
         self._each(len(x), lambda part: self._ops.elementwise_backward(layer, x[part], y[part], dy[part], dx[part]))
 
-    def max_pool(self, x, window, y, saved):
+    def max_pool(self, x: Array, window: Window, y: Array, saved: Array) -> None:
         self._each(len(x), lambda part: self._ops.max_pool(x[part], window, y[part], saved[part]))
 
-    def max_pool_backward(self, saved, dy, window, dx):
+    def max_pool_backward(self, saved: Array, dy: Array, window: Window, dx: Array) -> None:
         self._each(len(dx), lambda part: self._ops.max_pool_backward(saved[part], dy[part], window, dx[part]))
 
-    def avg_pool(self, x, window, y):
+    def avg_pool(self, x: Array, window: Window, y: Array) -> None:
         self._each(len(x), lambda part: self._ops.avg_pool(x[part], window, y[part]))
 
-    def avg_pool_backward(self, dy, window, dx):
+    def avg_pool_backward(self, dy: Array, window: Window, dx: Array) -> None:
         self._each(len(dx), lambda part: self._ops.avg_pool_backward(dy[part], window, dx[part]))
 
-    def add(self, a, b, total):
+    def add(self, a: Array, b: Array, total: Array) -> None:
         self._each(len(a), lambda part: self._ops.add(a[part], b[part], total[part]))
 
-    def dropout(self, x, images, key, rate, y):
+    def dropout(self, x: Array, images: Array, key: int, rate: float, y: Array) -> None:
         self._each(len(x), lambda part: self._ops.dropout(x[part], images[part], key, rate, y[part]))
 
-    def batch_norm(self, layer, x, w, b, mean, variance, y, saved):
+    def batch_norm(
+        self, layer: BatchNorm2d, x: Array, w: Array, b: Array, mean: Array, variance: Array, y: Array, saved: Array
+    ) -> None:
         self._ops.batch_norm(layer, x, w, b, mean, variance, y, saved)  # the mean is one over all images
 
-    def batch_norm_predict(self, layer, x, w, b, mean, variance, y):
+    def batch_norm_predict(
+        self, layer: BatchNorm2d, x: Array, w: Array, b: Array, mean: Array, variance: Array, y: Array
+    ) -> None:
         self._each(len(x), lambda part: self._ops.batch_norm_predict(layer, x[part], w, b, mean, variance, y[part]))
 
-    def batch_norm_backward(self, x, w, dy, saved, dx, dw, db):
+    def batch_norm_backward(
+        self, x: Array, w: Array, dy: Array, saved: Array, dx: Array | None, dw: Array, db: Array
+    ) -> None:
         self._ops.batch_norm_backward(x, w, dy, saved, dx, dw, db)
 
-    def linear(self, x, w, b, y):
+    def linear(self, x: Array, w: Array, b: Array | None, y: Array) -> None:
         self._each(len(x), lambda part: self._ops.linear(x[part], w, b, y[part]))
 
-    def linear_backward(self, x, w, dy, dx, dw, db):
+    def linear_backward(self, x: Array, w: Array, dy: Array, dx: Array | None, dw: Array, db: Array | None) -> None:
         self._sum(
             len(x),
             lambda part, dw, db: self._ops.linear_backward(x[part], w, dy[part], _part_of(dx, part), dw, db),
@@ -97,7 +105,9 @@ class SplitOps:
             db,
         )
 
-    def loss(self, loss: Loss, scores, labels, scale, d_scores, losses, hits):
+    def loss(
+        self, loss: Loss, scores: Array, labels: Array, scale: float, d_scores: Array, losses: Array, hits: Array
+    ) -> None:
         self._ops.loss(loss, scores, labels, scale, d_scores, losses, hits)
 
     def updater(self, optimizer: Optimizer) -> Update:
@@ -116,11 +126,11 @@ class SplitOps:
         """Do `work(part, dw, db)` on every part with gradients of its own, and add them up in order."""
         parts = self._parts(count)
         dws = np.empty((len(parts), *dw.shape), np.float32)
-        dbs = [None] * len(parts) if db is None else np.empty((len(parts), *db.shape), np.float32)
-        for _ in self._pool.map(work, parts, dws, dbs):
+        dbs = None if db is None else np.empty((len(parts), *db.shape), np.float32)
+        for _ in self._pool.map(work, parts, dws, [None] * len(parts) if dbs is None else dbs):
             pass
         dws.sum(axis=0, out=dw)
-        if db is not None:
+        if dbs is not None:
             dbs.sum(axis=0, out=db)
 
 
@@ -135,7 +145,7 @@ class _Split(ThreadedBackend):
     ops: ClassVar[type[Ops]]
 
     def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> LayerwiseProgram:
-        ops = SplitOps(self.ops(), self.threads)
+        ops = SplitOps(self.ops(), self.thread_count)
         return LayerwiseProgram(ops, network, loss, optimizer, batch_size, release=ops.shutdown, scope=one_blas_thread)
 
 

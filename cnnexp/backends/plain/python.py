@@ -15,8 +15,8 @@ import numpy as np
 from cnnexp.backends.host import HostOps
 from cnnexp.backends.layerwise import LayerwiseProgram
 from cnnexp.backends.processor import SequentialBackend
-from cnnexp.backends.protocol import Update
-from cnnexp.network import Maths, Network
+from cnnexp.backends.protocol import Array, Update
+from cnnexp.network import BatchNorm2d, Elementwise, Maths, Network, Window
 from cnnexp.network.losses import LOG_FLOOR, VARIANCE_FLOOR, Loss
 from cnnexp.network.noise import mix, threshold
 from cnnexp.optimizers import Optimizer
@@ -35,12 +35,12 @@ MATHS = Maths(_exp, math.tanh, math.erf, lambda a, b: b if a < b else a, lambda 
 class PythonOps(HostOps):
     """`Ops` (see `protocol`) on NumPy arrays that serve as storage alone."""
 
-    def gather(self, images, labels, indices, x, t):
+    def gather(self, images: Array, labels: Array, indices: Array, x: Array, t: Array) -> None:
         for n, index in enumerate(indices):
             x[n] = images[index]
             t[n] = labels[index]
 
-    def conv2d(self, x, w, b, window, y):
+    def conv2d(self, x: Array, w: Array, b: Array | None, window: Window, y: Array) -> None:
         stride, (top, left, *_), (_, height, width, channels) = window.stride, window.pads, x.shape
         images, weights = x.tolist(), w.tolist()
         bias = [0.0] * w.shape[3] if b is None else b.tolist()
@@ -51,7 +51,9 @@ class PythonOps(HostOps):
                     total += images[n][p * stride + i - top][q * stride + j - left][c] * weights[i][j][c][f]
             y[n, p, q, f] = total
 
-    def conv2d_backward(self, x, w, dy, window, dx, dw, db):
+    def conv2d_backward(
+        self, x: Array, w: Array, dy: Array, window: Window, dx: Array | None, dw: Array, db: Array | None
+    ) -> None:
         stride, (top, left, *_), (_, height, width, channels) = window.stride, window.pads, x.shape
         images, weights, slopes = x.tolist(), w.tolist(), dy.tolist()
         d_images, d_weights = np.zeros(x.shape).tolist(), np.zeros(w.shape).tolist()
@@ -69,16 +71,16 @@ class PythonOps(HostOps):
         _store(d_weights, dw)
         _store(d_bias, db)
 
-    def elementwise(self, layer, x, y):
+    def elementwise(self, layer: Elementwise, x: Array, y: Array) -> None:
         rule = layer.rule(MATHS)
         _store([rule(value) for value in x.ravel().tolist()], y)
 
-    def elementwise_backward(self, layer, x, y, dy, dx):
+    def elementwise_backward(self, layer: Elementwise, x: Array, y: Array, dy: Array, dx: Array) -> None:
         derivative = layer.derivative(MATHS)
         triples = zip(x.ravel().tolist(), y.ravel().tolist(), dy.ravel().tolist(), strict=True)
         _store([slope * derivative(value, result) for value, result, slope in triples], dx)
 
-    def max_pool(self, x, window, y, saved):
+    def max_pool(self, x: Array, window: Window, y: Array, saved: Array) -> None:
         stride, (top, left, *_), (_, height, width, _) = window.stride, window.pads, x.shape
         images = x.tolist()
         for n, u, v, c in np.ndindex(y.shape):
@@ -89,7 +91,7 @@ class PythonOps(HostOps):
                     largest, place = value, i * window.size + j
             y[n, u, v, c], saved[n, u, v, c] = largest, place
 
-    def max_pool_backward(self, saved, dy, window, dx):
+    def max_pool_backward(self, saved: Array, dy: Array, window: Window, dx: Array) -> None:
         stride, top, left = window.stride, window.top, window.left
         places, slopes, d_images = saved.tolist(), dy.tolist(), np.zeros(dx.shape).tolist()
         for n, u, v, c in np.ndindex(dy.shape):
@@ -97,7 +99,7 @@ class PythonOps(HostOps):
             d_images[n][u * stride + i - top][v * stride + j - left][c] += slopes[n][u][v][c]
         _store(d_images, dx)
 
-    def avg_pool(self, x, window, y):
+    def avg_pool(self, x: Array, window: Window, y: Array) -> None:
         stride, (top, left, *_), (_, height, width, _) = window.stride, window.pads, x.shape
         images = x.tolist()
         for n, u, v, c in np.ndindex(y.shape):
@@ -106,7 +108,7 @@ class PythonOps(HostOps):
                 total += images[n][u * stride + i - top][v * stride + j - left][c]
             y[n, u, v, c] = total / len(places)
 
-    def avg_pool_backward(self, dy, window, dx):
+    def avg_pool_backward(self, dy: Array, window: Window, dx: Array) -> None:
         stride, (top, left, *_), (_, height, width, _) = window.stride, window.pads, dx.shape
         slopes, d_images = dy.tolist(), np.zeros(dx.shape).tolist()
         for n, u, v, c in np.ndindex(dy.shape):
@@ -115,17 +117,19 @@ class PythonOps(HostOps):
                 d_images[n][u * stride + i - top][v * stride + j - left][c] += slopes[n][u][v][c] / len(places)
         _store(d_images, dx)
 
-    def add(self, a, b, total):
+    def add(self, a: Array, b: Array, total: Array) -> None:
         _store([p + q for p, q in zip(a.ravel().tolist(), b.ravel().tolist(), strict=True)], total)
 
-    def dropout(self, x, images, key, rate, y):
+    def dropout(self, x: Array, images: Array, key: int, rate: float, y: Array) -> None:
         least, scale, rows = threshold(rate), 1 / (1 - rate), x.reshape(len(x), -1).tolist()
         for image, row in zip(images.tolist(), rows, strict=True):
             start = mix(key ^ image)
             row[:] = [value * scale if mix(start ^ mix(d)) >= least else 0.0 for d, value in enumerate(row)]
         _store(rows, y)
 
-    def batch_norm(self, layer, x, w, b, mean, variance, y, saved):
+    def batch_norm(
+        self, layer: BatchNorm2d, x: Array, w: Array, b: Array, mean: Array, variance: Array, y: Array, saved: Array
+    ) -> None:
         for c in range(x.shape[3]):
             values = x[..., c].ravel().tolist()
             m = sum(values) / len(values)
@@ -136,12 +140,16 @@ class PythonOps(HostOps):
             saved[0, c], saved[1, c] = m, 1 / math.sqrt(v + layer.epsilon)
             _store([(value - m) * saved[1, c] * w[c] + b[c] for value in values], y[..., c])
 
-    def batch_norm_predict(self, layer, x, w, b, mean, variance, y):
+    def batch_norm_predict(
+        self, layer: BatchNorm2d, x: Array, w: Array, b: Array, mean: Array, variance: Array, y: Array
+    ) -> None:
         for c in range(x.shape[3]):
             inverse = 1 / math.sqrt(variance[c] + layer.epsilon)
             _store([(value - mean[c]) * inverse * w[c] + b[c] for value in x[..., c].ravel().tolist()], y[..., c])
 
-    def batch_norm_backward(self, x, w, dy, saved, dx, dw, db):
+    def batch_norm_backward(
+        self, x: Array, w: Array, dy: Array, saved: Array, dx: Array | None, dw: Array, db: Array
+    ) -> None:
         for c in range(x.shape[3]):
             m, inverse, slopes = float(saved[0, c]), float(saved[1, c]), dy[..., c].ravel().tolist()
             normals = [(value - m) * inverse for value in x[..., c].ravel().tolist()]
@@ -152,7 +160,7 @@ class PythonOps(HostOps):
                 scale = inverse * float(w[c])
                 _store([scale * (slope - total / count - n * product / count) for slope, n in pairs], dx[..., c])
 
-    def linear(self, x, w, b, y):
+    def linear(self, x: Array, w: Array, b: Array | None, y: Array) -> None:
         rows, weights = x.tolist(), w.tolist()
         bias = [0.0] * w.shape[1] if b is None else b.tolist()
         for n, o in np.ndindex(y.shape):
@@ -161,7 +169,7 @@ class PythonOps(HostOps):
                 total += rows[n][d] * weights[d][o]
             y[n, o] = total
 
-    def linear_backward(self, x, w, dy, dx, dw, db):
+    def linear_backward(self, x: Array, w: Array, dy: Array, dx: Array | None, dw: Array, db: Array | None) -> None:
         rows, weights, slopes = x.tolist(), w.tolist(), dy.tolist()
         d_rows, d_weights, d_bias = np.zeros(x.shape).tolist(), np.zeros(w.shape).tolist(), [0.0] * w.shape[1]
         for n, o in np.ndindex(dy.shape):
@@ -174,7 +182,9 @@ class PythonOps(HostOps):
         _store(d_weights, dw)
         _store(d_bias, db)
 
-    def loss(self, loss: Loss, scores, labels, scale, d_scores, losses, hits):
+    def loss(
+        self, loss: Loss, scores: Array, labels: Array, scale: float, d_scores: Array, losses: Array, hits: Array
+    ) -> None:
         one = LOSSES[loss.name]
         for n, (row, label) in enumerate(zip(scores.tolist(), labels.tolist(), strict=True)):
             losses[n], hits[n], slopes = one(row, label, loss.label_smoothing)
@@ -184,7 +194,7 @@ class PythonOps(HostOps):
     def updater(self, optimizer: Optimizer) -> Update:
         rule = optimizer.rule(math.sqrt, max)
 
-        def update(w, g, slots, rate, step):
+        def update(w: Array, g: Array, slots: tuple[Array, ...], rate: float, step: int) -> None:
             constants = optimizer.constants(step)
             for i in range(len(w)):
                 s, t = (*(slot[i] for slot in slots), np.float32(0), np.float32(0))[:2]
@@ -195,7 +205,7 @@ class PythonOps(HostOps):
         return update
 
 
-def _inside(p, q, window, height, width) -> list[tuple[int, int]]:
+def _inside(p: int, q: int, window: Window, height: int, width: int) -> list[tuple[int, int]]:
     """Return the places (i, j) of the window at (p, q) that lie inside the image."""
     first_row, first_column = p * window.stride - window.top, q * window.stride - window.left
     return [
@@ -224,11 +234,11 @@ def _softmax_cross_entropy(scores: list[float], label: int, smoothing: float) ->
 
 
 def _binary_cross_entropy(scores: list[float], label: int, _: float) -> tuple[float, bool, list[float]]:
-    p = scores[0]
-    log_p = max(math.log(p), LOG_FLOOR) if p > 0 else LOG_FLOOR
-    log_q = max(math.log1p(-p), LOG_FLOOR) if p < 1 else LOG_FLOOR
+    p, floor = scores[0], float(LOG_FLOOR)
+    log_p = max(math.log(p), floor) if p > 0 else floor
+    log_q = max(math.log1p(-p), floor) if p < 1 else floor
     loss = -(label * log_p + (1 - label) * log_q)
-    return loss, (p >= 0.5) == (label == 1), [(p - label) / max(p * (1 - p), VARIANCE_FLOOR)]
+    return loss, (p >= 0.5) == (label == 1), [(p - label) / max(p * (1 - p), float(VARIANCE_FLOOR))]
 
 
 def _mean_squared_error(scores: list[float], label: int, _: float) -> tuple[float, bool, list[float]]:

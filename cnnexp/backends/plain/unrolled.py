@@ -10,7 +10,8 @@ import numpy as np
 from cnnexp.backends.layerwise import LayerwiseProgram
 from cnnexp.backends.plain.numpy import NumpyOps, one_blas_thread, pad, pixels, unpad
 from cnnexp.backends.processor import SequentialBackend
-from cnnexp.network import Network
+from cnnexp.backends.protocol import Array
+from cnnexp.network import Network, Window
 from cnnexp.network.losses import Loss
 from cnnexp.optimizers import Optimizer
 
@@ -18,7 +19,7 @@ from cnnexp.optimizers import Optimizer
 class UnrolledOps(NumpyOps):
     """`NumpyOps` with its convolution unrolled: K*K times the memory of the image, for one large product."""
 
-    def conv2d(self, x, w, b, window, y):
+    def conv2d(self, x: Array, w: Array, b: Array | None, window: Window, y: Array) -> None:
         filters = w.shape[3]
         columns = unroll(x, window, y.shape[1:3])
         flat_y = y.reshape(-1, filters)
@@ -26,7 +27,9 @@ class UnrolledOps(NumpyOps):
         if b is not None:
             y += b
 
-    def conv2d_backward(self, x, w, dy, window, dx, dw, db):
+    def conv2d_backward(
+        self, x: Array, w: Array, dy: Array, window: Window, dx: Array | None, dw: Array, db: Array | None
+    ) -> None:
         filters = w.shape[3]
         flat_dy = dy.reshape(-1, filters)  # (N*P*Q, F)
         columns = unroll(x, window, dy.shape[1:3])
@@ -38,7 +41,7 @@ class UnrolledOps(NumpyOps):
             roll(d_columns, window, dx)
 
 
-def unroll(x, window, out):
+def unroll(x: np.ndarray, window: Window, out: tuple[int, ...]) -> np.ndarray:
     """Return the windows of x (N,H,W,C) side by side, (N,P,Q,K,K,C): im2col."""
     padded = pad(x, window)
     columns = np.empty((len(x), *out, window.size, window.size, x.shape[3]), np.float32)
@@ -47,7 +50,7 @@ def unroll(x, window, out):
     return columns
 
 
-def roll(columns, window, x):
+def roll(columns: np.ndarray, window: Window, x: np.ndarray) -> None:
     """Fill x (N,H,W,C) with the sums of the window elements (N,P,Q,K,K,C) that were taken from each pixel: col2im."""
     padded = np.zeros_like(pad(x, window))
     for i, j in np.ndindex(window.size, window.size):

@@ -11,7 +11,7 @@ CPU.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, cast
 
 from cnnexp.backends.processor import ThreadedBackend, need_compiler
 from cnnexp.backends.protocol import Backend, Program
@@ -46,7 +46,7 @@ class CpuSimd(ThreadedBackend):
     def _general(self) -> Backend:
         from cnnexp.backends.cpu.parallel import CpuParallel  # hundreds of loops to decorate
 
-        return CpuParallel(self.threads)
+        return cast(Backend, CpuParallel(self.threads))
 
     def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> Program:
         need_compiler()

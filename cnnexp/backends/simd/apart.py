@@ -10,8 +10,8 @@ from __future__ import annotations
 import pickle
 
 from cnnexp.backends import cache, child
+from cnnexp.backends.cache import host
 from cnnexp.backends.simd.emit import Target
-from cnnexp.backends.simd.host import host
 from cnnexp.backends.simd.plan import Plan
 from cnnexp.backends.simd.step import SIGNATURE, make_work
 from cnnexp.errors import CompilerDied

@@ -162,7 +162,7 @@ class FusedProgram:
     @on_its_gpu
     def state(self) -> State:
         slots = {name: self._to_host(slot) for name, slot in zip(self.optimizer.slots, self._slots, strict=True)}
-        return {"parameters": self._to_host(self._parameters), "step": np.int64(self._step), **slots}
+        return {"parameters": self._to_host(self._parameters), "step": np.array(self._step, np.int64), **slots}
 
     @on_its_gpu
     def restore(self, state: State) -> None:
