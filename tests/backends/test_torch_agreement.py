@@ -6,8 +6,9 @@ from conformance import make_case
 
 from cnnexp.backends import BACKENDS, backend_class
 from cnnexp.errors import BackendUnavailable
-from cnnexp.network import Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU
+from cnnexp.network import BatchNorm2d, Conv2d, Flatten, GlobalAvgPool, Linear, MaxPool2d, Network, ReLU, Residual
 from cnnexp.network.losses import Loss
+from cnnexp.network.models import ResNet
 from cnnexp.optimizers import SGD, Adam
 
 torch = pytest.importorskip("torch")
@@ -35,6 +36,7 @@ NETWORKS = {
         ),
     ),
 }
+RESNET = ResNet(blocks=1, width=4).network((8, 8, 3), 4)
 OPTIMIZERS = {"sgd": SGD(lr=0.05), "adam": Adam(lr=1e-3, beta1=0.95, beta2=0.99)}
 
 
@@ -64,6 +66,12 @@ def test_50_steps_agree_with_pytorch(backend, name, optimizer):
     pytest.fail(f"relative differences {differences}, in {ORDERS} orders of the images")
 
 
+@pytest.mark.parametrize("backend", ["numpy"])
+def test_50_steps_of_a_resnet_agree_with_pytorch(backend, monkeypatch):
+    monkeypatch.setitem(NETWORKS, "resnet", RESNET)
+    test_50_steps_agree_with_pytorch(backend, "resnet", "sgd")
+
+
 def _difference(ours, theirs) -> float:
     return np.linalg.norm(ours - theirs) / np.linalg.norm(theirs)
 
@@ -82,23 +90,8 @@ def _trained(backend, case, rule, order) -> np.ndarray:
 
 def _trained_by_torch(case, rule, order) -> np.ndarray:
     """Train PyTorch's own layers; its images are (N, C, H, W), its weights (F, C, K, K) and (O, D)."""
-    modules, weights = [], []
-    for stage in case.network.stages:
-        match stage.layer:
-            case Conv2d(filters, kernel):
-                modules.append(torch.nn.Conv2d(stage.input_shape[2], filters, kernel))
-            case Linear(features, bias):
-                modules.append(torch.nn.Linear(stage.input_shape[0], features, bias))
-            case MaxPool2d(pool):
-                modules.append(torch.nn.MaxPool2d(pool))
-            case ReLU():
-                modules.append(torch.nn.ReLU())
-            case Flatten():
-                modules += [_ChannelsLast(), torch.nn.Flatten()]
-        if stage.weight:
-            weights.append((stage.weight, modules[-1].weight))
-            if stage.bias:
-                weights.append((stage.bias, modules[-1].bias))
+    weights: list[tuple] = []
+    modules = _modules(case.network.stages, weights)
     model = torch.nn.Sequential(*modules)
     with torch.no_grad():
         for ours, theirs in weights:
@@ -117,6 +110,47 @@ def _trained_by_torch(case, rule, order) -> np.ndarray:
     for ours, theirs in weights:
         ours.view(flat)[...] = _from_torch(theirs.detach().numpy())
     return flat
+
+
+def _modules(stages, weights) -> list:
+    """Return PyTorch's layers of the same kinds, adding (our parameter, its parameter) to `weights`."""
+    modules = []
+    for stage in stages:
+        match stage.layer:
+            case Conv2d(filters, kernel, stride, _, bias):
+                top, left, bottom, right = stage.window.pads
+                modules.append(torch.nn.ZeroPad2d((left, right, top, bottom)))
+                modules.append(torch.nn.Conv2d(stage.input_shape[2], filters, kernel, stride, bias=bias))
+            case Linear(features, bias):
+                modules.append(torch.nn.Linear(stage.input_shape[0], features, bias))
+            case MaxPool2d(pool):
+                modules.append(torch.nn.MaxPool2d(pool))
+            case BatchNorm2d(momentum, epsilon):
+                modules.append(torch.nn.BatchNorm2d(stage.output_shape[2], epsilon, momentum))
+            case ReLU():
+                modules.append(torch.nn.ReLU())
+            case GlobalAvgPool():
+                modules += [torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten()]
+            case Residual():
+                modules.append(_Sum(torch.nn.Sequential(*_modules(stage.stages, weights))))
+            case Flatten():
+                modules += [_ChannelsLast(), torch.nn.Flatten()]
+        if stage.weight:
+            weights.append((stage.weight, modules[-1].weight))
+            if stage.bias:
+                weights.append((stage.bias, modules[-1].bias))
+    return modules
+
+
+class _Sum(torch.nn.Module):
+    """x + f(x)."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return x + self.inner(x)
 
 
 class _ChannelsLast(torch.nn.Module):
