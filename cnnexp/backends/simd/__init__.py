@@ -3,9 +3,9 @@
 How the files stand to each other: `intrinsics` (what only some CPUs have), `emit` (vector instructions), `trace` (rules
 in them) and `layout` (where values lie) at the bottom; kernels in `transfer`, `conv_lanes`, `conv_filters`,
 `conv_sparse`, `conv_events`, `elementwise`, `update`, and on `product`, packed matrix products, `conv_channels` and
-`linear`; `nodes` groups layers and calls their kernels, `plan` picks the nodes and connects them; `step` is the compiled
-training loop; `program` is what the train loop sees, `team` its threads; `apart` compiles in a process of its own;
-`host` knows the CPU.
+`linear`; `nodes` groups layers and calls their kernels, `plan` picks the nodes and connects them; `step` is the
+compiled training loop; `program` is what the train loop sees, `team` its threads; `apart` compiles in a process of its
+own; `host` knows the CPU.
 """
 
 from __future__ import annotations
