@@ -22,6 +22,7 @@ from typing import IO, Any, cast
 from cnnexp.errors import TrackingError, without_password
 
 OPEN_ID = 0  # of the first call
+MOST_WAITING = 100_000  # calls, some 50 MB: from there on epochs are in the journal alone
 ANSWER_S = 180.0  # the recorder answers sooner, with an error if need be; after this it is called dead
 SETTLE_S = 0.1  # an sqlite store takes a tenth of that for an epoch
 # Settings of MLflow's client in the recorder: give up after seconds, not after the four minutes of its defaults.
@@ -31,7 +32,7 @@ CLIENT_SETTINGS = {
     "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",  # it would show the password in a store's address
-    "MLFLOW_LOGGING_LEVEL": "ERROR",
+    "MLFLOW_LOGGING_LEVEL": "CRITICAL",  # what fails is told once, by us
 }
 
 
@@ -66,8 +67,10 @@ class Recorder:
         self._answers: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._process = _early.pop() if _early else _start_process()
         self._calls, self._lines = _ends(self._process)
+        self._outbox: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
+        threading.Thread(target=self._write, daemon=True).start()
         self.ask("open", uri=uri, experiment=experiment)
 
     def ask(self, method: str, /, **arguments: Any) -> Callable[[], Any]:
@@ -84,7 +87,13 @@ class Recorder:
         return self.ask(method, **arguments)()
 
     def post(self, method: str, /, **arguments: Any) -> None:
-        """Call a method of `store.Store` without waiting for it."""
+        """Call a method of `store.Store` without waiting for it, however slow the store is.
+
+        Raises:
+            TrackingError: the recorder has died, or is `MOST_WAITING` calls behind.
+        """
+        if self._outbox.qsize() >= MOST_WAITING:
+            raise TrackingError(f"{self._store}: {MOST_WAITING} calls behind")
         self._send(None, method, arguments)
 
     def settle(self) -> None:
@@ -111,8 +120,7 @@ class Recorder:
 
     def close(self) -> None:
         """Let the recorder finish and end, or raise TrackingError where it hangs. Idempotent."""
-        with contextlib.suppress(BrokenPipeError):  # it is dead already
-            self._calls.close()
+        self._outbox.put(None)
         try:
             self._process.wait(ANSWER_S)
         except subprocess.TimeoutExpired as error:
@@ -121,11 +129,18 @@ class Recorder:
         self._listener.join()
 
     def _send(self, call_id: int | None, method: str, arguments: Mapping[str, Any]) -> None:
-        try:
-            self._calls.write(json.dumps([call_id, method, arguments]) + "\n")
-            self._calls.flush()
-        except (BrokenPipeError, ValueError) as error:
-            raise TrackingError(self._death) from error
+        if not self.alive:
+            raise TrackingError(self._death)
+        self._outbox.put(json.dumps([call_id, method, arguments]) + "\n")
+
+    def _write(self) -> None:
+        """Write what is sent, in a thread of its own: the pipe of a recorder that waits for its store is soon full."""
+        with contextlib.suppress(OSError, ValueError):  # it is dead; who sends or waits next is told
+            while (line := self._outbox.get()) is not None:
+                self._calls.write(line)
+                self._calls.flush()
+        with contextlib.suppress(OSError, ValueError):
+            self._calls.close()
 
     def _receive(self, call_id: int) -> Any:
         deadline = time.monotonic() + ANSWER_S

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import logging
 import os
 import re
 import shutil
@@ -394,6 +395,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     warnings.simplefilter("ignore")
+    logging.disable(logging.CRITICAL)  # what fails is an answer, one line; libraries add pages of tracebacks
 
     def answer(line: str) -> None:
         answers.write(line)

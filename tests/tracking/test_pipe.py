@@ -217,6 +217,29 @@ def test_a_recorder_that_hangs_at_its_end_is_killed(tmp_path, monkeypatch):
     assert hung._process.wait(10) == -signal.SIGKILL
 
 
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="a process is stopped by a POSIX signal")
+def test_a_run_never_waits_for_a_store_that_stands_still(uri, store, tmp_path):
+    slow = Recorder(uri, "runs")
+    with Run(tmp_path, CONFIG, (), slow) as run:
+        run.begin(DATASET, NETWORK, Backend())
+        run.wait()
+        slow._process.send_signal(signal.SIGSTOP)
+        for epoch in range(1, 301):  # more than a pipe holds
+            run.epoch(epoch_result(epoch))
+        slow._process.send_signal(signal.SIGCONT)
+    slow.close()
+    assert [m.step for m in store._client.get_metric_history(run.id, "test/loss")] == list(range(1, 301))
+
+
+def test_a_recorder_too_far_behind_is_given_up_and_said(uri, store, tmp_path, monkeypatch):
+    monkeypatch.setattr(pipe, "MOST_WAITING", 0)
+    live = Recorder(uri, "runs")
+    with pytest.raises(TrackingError, match=f"0 calls behind; all 2 epochs are in {tmp_path}"):
+        record(tmp_path, live, [epoch_result(1), epoch_result(2)])
+    live.close()
+    assert len(read_journal(tmp_path)["epochs"]) == 2
+
+
 @pytest.fixture
 def hopeless(tmp_path):
     """A recorder whose store cannot be made: its folder is a file."""
