@@ -37,7 +37,7 @@ def python_m(*arguments: str, **options) -> subprocess.CompletedProcess:
         (["+bogus=1"], "bogus=1: unknown key; legal: model, backend, optimizer"),
         (["~trainer.bogus"], "trainer.bogus: unknown key; legal in trainer: epochs"),
         (["~model"], "model is missing"),
-        (["dataset=mnst"], "dataset=mnst: unknown; legal: digits, .*; did you mean 'mnist'"),
+        (["dataset=mnst"], "dataset=mnst: unknown; legal: .*digits, .*; did you mean 'mnist'"),
         (["experiment=smok"], "experiment=smok: unknown; legal: .*; did you mean 'smoke'"),
         (["modle=one_conv"], "modle=one_conv: unknown key; legal: model, .*; did you mean 'model'"),
         (["lr=0.1"], "lr=0.1: unknown key; .*did you mean 'optimizer.lr'"),
