@@ -166,7 +166,7 @@ def _parse_statement(entry: Entry, statement: str, line: int) -> None:
 
 
 def _variable(declared: str, line: int) -> tuple[str, Variable]:
-    declared = re.sub(r"\.ptr(\s+\.\w+)?(\s+\.align\s+\d+)?\s+", "", " ".join(declared.split()))
+    declared = re.sub(r"\.ptr(\s+\.(global|shared|const|local))?(\s+\.align\s+\d+)?\s+", "", " ".join(declared.split()))
     match = _VARIABLE.match(declared)
     if not match or match[2] not in SIZES:
         raise PtxError(f"line {line}: a variable: {declared}")

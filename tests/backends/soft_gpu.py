@@ -203,15 +203,15 @@ def test_a_barrier_removed_is_found(name, kernel, monkeypatch):
 @pytest.mark.mutant
 def test_an_index_off_by_one_is_found(monkeypatch):
     def one_further(text):
-        if not re.search(r"\.entry \w*4reluB", text):
+        if not re.search(r"\.entry \w*\d(relu|elementwise)B", text):
             return text
         return re.sub(r"(ld\.global\.f32\s+%f\d+, \[%rd\d+)\]", r"\1+4]", text, count=1)
 
     monkeypatch.setattr(numba_hook, "edit_ptx", one_further)
-    forget_kernels("relu")
+    forget_kernels("relu|elementwise")
     with pytest.raises(Exception, match="ILLEGAL_ADDRESS"):
         run_once()
-    forget_kernels("relu")
+    forget_kernels("relu|elementwise")
     assert any(line.startswith("memcheck: a read of 4 bytes") for line in softgpu.findings())
 
 
