@@ -205,7 +205,7 @@ def test_an_index_off_by_one_is_found(monkeypatch):
     def one_further(text):
         if not re.search(r"\.entry \w*\d(relu|elementwise)B", text):
             return text
-        return re.sub(r"(ld\.global\.f32\s+%f\d+, \[%rd\d+)\]", r"\1+4]", text, count=1)
+        return re.sub(r"(ld\.global\.\w+\s+%\w+, \[%rd\d+)\]", r"\1+4]", text, count=1)
 
     monkeypatch.setattr(numba_hook, "edit_ptx", one_further)
     forget_kernels("relu|elementwise")
