@@ -57,7 +57,7 @@ CLOCKS = {
     "cnnexp.tracking.journal:Run.epoch": "logging",
     "cnnexp.tracking.journal:Run.__exit__": "logging",
     "cnnexp.tracking.journal:Run._draw": "figures",
-    "cnnexp.training.checkpoint:save": "checkpoints",
+    "cnnexp.training.checkpoint:Keeper.save": "checkpoints",
 }
 OUTSIDE = ("start and imports", "configuration and the rest", "end")
 COUNTED = ("data", "evaluation", "logging", "figures")

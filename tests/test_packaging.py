@@ -57,7 +57,7 @@ def test_an_installed_package_trains_and_writes_to_the_working_folder(site, tmp_
 def test_the_console_script_is_the_same_command(site, tmp_path):
     done = installed(site, str(site / "bin" / "cnnexp"), "dataset=mnst", cwd=tmp_path)
     assert done.returncode == 2
-    assert done.stderr.startswith("cnnexp: error: dataset=mnst: unknown; legal: digits")
+    assert done.stderr.startswith("cnnexp: error: dataset=mnst: unknown; legal: cifar10, digits")
 
 
 def test_configs_of_the_user_work_against_the_installed_package(site, tmp_path):

@@ -83,7 +83,8 @@ def _watch_composing() -> None:
     load_file, compose = OmegaConf.load, ConfigLoaderImpl.load_configuration
 
     def load(file: Any) -> Any:
-        if isinstance(name := getattr(file, "name", file), str | Path):
+        name = file if isinstance(file, str | Path) else getattr(file, "name", None)  # a path's `name` is its last part
+        if isinstance(name, str | Path):
             trust.check_file(Path(name))
         return load_file(file)
 

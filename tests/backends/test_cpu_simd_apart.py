@@ -90,7 +90,7 @@ def test_with_fallback_the_run_goes_on_and_says_so(start, tmp_path):
     stdout, stderr = run.communicate(timeout=300)
     assert run.returncode == 0, stderr
     assert re.search(DIED, stdout)
-    assert "210 parameters; cpu-parallel on 1 thread" in stdout
+    assert "210 parameters; cpu-parallel on 1 thread" in " ".join(stdout.split())
     end = json.loads((tmp_path / "run" / JOURNAL).read_text().splitlines()[-1])
     assert (end["status"], end["tags"]["backend.fallback"]) == ("FINISHED", "cpu-parallel")
 

@@ -97,14 +97,17 @@ def test_two_processes_train_like_one_for_100_steps(model, optimizer, sync):
 @pytest.mark.skipif(usable_cores() < 2, reason="one worker with two threads needs two cores")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("model", MODELS)
-def test_two_processes_add_up_what_two_threads_add_up(model, optimizer):
-    """Bit for bit, where every worker has the same power of two of images: so no kink of the loss tells them apart."""
+def test_two_processes_add_up_what_two_threads_add_up(model, optimizer, monkeypatch):
+    """Bit for bit where every worker has the same power of two of images, on one_conv."""
+    monkeypatch.setattr("cnnexp.backends.simd.program.THREAD_CYCLES", 1)  # else so small a network gets one thread
     one = trained(compiled(None, model, optimizer, "cpu-simd", threads=2), hundred_steps())
     program = compiled(Local(count=2), model, optimizer, "cpu-simd")
     _, state, _ = trained(program, hundred_steps())
     program.close()
+    # two_conv_mlp was exact, too, until inner convolutions got kernels of their own; now it is up to rounding
+    rounding = 0.0 if model == "one_conv" else 1e-5
     for name, array in one[1].items():
-        np.testing.assert_array_equal(state[name], array, name)
+        np.testing.assert_allclose(state[name], array, rtol=0, atol=rounding, err_msg=name)
 
 
 def test_a_state_of_another_network_leaves_the_workers_together():
@@ -145,7 +148,7 @@ if __name__ == "__main__":
 
 
 def test_threads_are_divided_among_the_workers(monkeypatch):
-    monkeypatch.setattr("cnnexp.workers.usable_cores", lambda: 2)
+    monkeypatch.setattr("cnnexp.workers.replica.usable_cores", lambda: 2)
     backend = backend_class("cpu-parallel")(threads=2)
     assert [divide_threads(backend, workers).threads for workers in (1, 2, 4)] == [2, 1, 1]
     alone = backend_class("numpy")()
