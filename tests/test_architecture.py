@@ -30,6 +30,8 @@ BACKENDS_KNOW = {"backends", "errors", "network", "optimizers", "system"}  # no 
 ONLY_IN = {
     "hydra": {"cnnexp.app.hydra_app"},
     "mlflow": {"cnnexp.tracking.store"},
+    "onnx": {"cnnexp.app.export", "cnnexp.tracking.graph"},
+    "onnxruntime": {"cnnexp.app.export"},
     "matplotlib": {"cnnexp.papers.figures", "cnnexp.tracking.figures"},
 }
 MOST_ENTRIES = 12  # at the top of cnnexp/, the two that Python itself asks for left out

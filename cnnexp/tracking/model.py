@@ -31,6 +31,7 @@ class Classifier:
         backend: what computes.
 
     Attributes:
+        network, loss, state: what was trained, and to what.
         classes: their names, in the order of the outputs.
         input_shape: (H, W, C) of an image, or (D,) of a point.
         pixels: dtype of the images that it was trained on, `uint8` or `float32`.
@@ -43,17 +44,17 @@ class Classifier:
     def __init__(self, path: Path, backend: Backend) -> None:
         trained = checkpoint.load(path, history=False)
         try:
-            network, self._loss = checkpoint.rebuild(trained.training)
-            state = {name: trained.state[name] for name in network.initial_state(0)}
+            self.network, self.loss = checkpoint.rebuild(trained.training)
+            self.state = {name: trained.state[name] for name in self.network.initial_state(0)}
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"checkpoint {path}: holds no network: {error}") from error
-        outputs = 2 if self._loss == Loss.BINARY_CROSS_ENTROPY else network.output_shape[0]
-        self.input_shape: Shape = network.input_shape
+        outputs = 2 if self.loss == Loss.BINARY_CROSS_ENTROPY else self.network.output_shape[0]
+        self.input_shape: Shape = self.network.input_shape
         self.classes: tuple[str, ...] = tuple(trained.about.get("classes", map(str, range(outputs))))
         self.pixels: str = trained.about.get("pixels", "uint8")
         self.look: Mapping[str, Any] | None = trained.about.get("look")
-        self._program = backend.compile(network, self._loss, SGD(), BATCH_SIZE)
-        self._program.restore(state)
+        self._program = backend.compile(self.network, self.loss, SGD(), BATCH_SIZE)
+        self._program.restore(self.state)
 
     def predict(self, images: np.ndarray, params: Mapping[str, Any] | None = None) -> np.ndarray:
         """Return the probability of each class, float32 (N, classes).
@@ -81,7 +82,7 @@ class Classifier:
             raise DataError(f"images of type {images.dtype}: must be whole or floating-point numbers")
         handle = self._program.load(images, np.zeros(len(images), np.int32))
         scores = self._program.predict(handle)
-        if self._loss == Loss.BINARY_CROSS_ENTROPY:
+        if self.loss == Loss.BINARY_CROSS_ENTROPY:
             return np.hstack([1 - scores, scores])
         powers = np.exp(scores - scores.max(axis=1, keepdims=True))
         return powers / powers.sum(axis=1, keepdims=True)

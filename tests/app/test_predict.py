@@ -7,27 +7,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from checkpoints import GRAY, saved
 from PIL import Image
 
-from cnnexp import SGD, Constant, Flatten, Linear, Loss, Network, ReLU, Sigmoid
+from cnnexp import Flatten, Linear, Loss, ReLU, Sigmoid
 from cnnexp.app import predict, resume
 from cnnexp.backends import BACKENDS, backend
 from cnnexp.datasets import Digits
 from cnnexp.errors import BackendUnavailable, CheckpointError, ConfigError, DataError
 from cnnexp.tracking.journal import read_journal
-from cnnexp.training.checkpoint import Keeper, describe
+from cnnexp.training.checkpoint import Keeper
 
 ROOT = Path(__file__).resolve().parents[2]
-GRAY = (4, 4, 1)
-DENSE = (Flatten(), Linear(3))
-
-
-def saved(folder, layers=DENSE, shape=GRAY, loss=Loss.SOFTMAX_CROSS_ENTROPY, **about):
-    """Save a checkpoint of a network with random parameters; return its file and the parameters."""
-    network = Network(shape, layers)
-    parameters = np.random.default_rng(0).standard_normal(network.parameter_count).astype(np.float32)
-    training = describe(network, loss, SGD(), 8, Constant(), 0, "0" * 64)
-    return Keeper(folder, training).save({"parameters": parameters}, about), parameters
 
 
 def images(count=5, shape=GRAY):

@@ -6,25 +6,17 @@ import pytest
 import reference
 from backends import outside_layer
 from conformance import Case, assert_same_state, check_backend, check_case, check_training, make_case
-from hypothesis import HealthCheck, assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings
+from networks import NETWORKS, cases
 
 from cnnexp.backends import BACKENDS, backend_class
 from cnnexp.errors import BackendUnavailable, CheckpointError, ConfigError, NetworkError
 from cnnexp.network import (
-    GELU,
-    AvgPool2d,
-    BatchNorm2d,
     Conv2d,
-    Dropout,
     Flatten,
-    GlobalAvgPool,
-    LeakyReLU,
     Linear,
-    MaxPool2d,
     Network,
     ReLU,
-    Residual,
     Sigmoid,
     Tanh,
 )
@@ -41,107 +33,6 @@ def backend(request):
         return backend_class(request.param)()
     except BackendUnavailable as error:
         pytest.skip(str(error))
-
-
-BLOCK = (
-    *(Conv2d(4, 3, padding="same", bias=False), BatchNorm2d(), ReLU()),
-    *(Conv2d(4, 3, padding="same", bias=False), BatchNorm2d()),
-)
-NETWORKS = {
-    "one_conv": ((8, 8, 1), (Conv2d(4, 3), ReLU(), MaxPool2d(2), Flatten(), Linear(5))),
-    "two_conv_mlp": (
-        (10, 10, 1),
-        (
-            *(Conv2d(3, 3), ReLU(), Conv2d(2, 3), ReLU(), MaxPool2d(2)),
-            *(Flatten(), Linear(7, bias=False), ReLU(), Linear(4, bias=False)),
-        ),
-    ),
-    "two_conv_pool4": (
-        (8, 8, 1),
-        (
-            *(Conv2d(4, 2, padding="same"), ReLU(), Conv2d(4, 2, padding="same"), ReLU(), MaxPool2d(4)),
-            *(Flatten(), Linear(6), ReLU(), Linear(3)),
-        ),
-    ),
-    "knm_colour": ((9, 9, 3), (Conv2d(5, 4), ReLU(), MaxPool2d(2), Flatten(), Linear(6), ReLU(), Linear(7))),
-    "one_pixel": ((1, 1, 1), (Conv2d(1, 1), ReLU(), Flatten(), Linear(2))),
-    "one_score": ((3,), (Linear(1),)),
-    "rows_and_columns_differ": ((5, 9, 2), (Conv2d(3, 3, padding="same"), MaxPool2d(2, padding="auto"), Flatten())),
-    "stride": ((9, 7, 2), (Conv2d(3, 3, stride=2), ReLU(), Conv2d(2, 2, padding="full"), Flatten(), Linear(3))),
-    "stride_larger_than_kernel": ((7, 7, 2), (Conv2d(3, 1, stride=3), ReLU(), Flatten(), Linear(3))),
-    "windows_in_the_padding_alone": ((3, 4, 2), (Conv2d(3, 2, padding=4), ReLU(), MaxPool2d(3, 2, "auto"), Flatten())),
-    "auto_padding": ((8, 7, 1), (Conv2d(2, 3, stride=2, padding="auto"), Conv2d(3, 2, 2, "auto"), Flatten())),
-    "pools_overlap": ((9, 9, 2), (Conv2d(3, 3), MaxPool2d(3, 2), AvgPool2d(2, 1), Flatten(), Linear(3))),
-    "pools_skip": ((9, 9, 2), (Conv2d(3, 1), MaxPool2d(1, 2), AvgPool2d(2, 3), Flatten(), Linear(3))),
-    "pool_larger_than_image": ((2, 3, 1), (Conv2d(2, 1), MaxPool2d(5, padding="auto"), Flatten(), Linear(2))),
-    "averages_at_the_edge": ((7, 7, 2), (Conv2d(3, 2), AvgPool2d(4, padding="auto"), Flatten(), Linear(3))),
-    "relu_first": ((4, 4, 2), (ReLU(), Conv2d(3, 2), Flatten(), Linear(3))),
-    "pool_first": ((6, 6, 2), (MaxPool2d(2), Conv2d(3, 2), Flatten(), Linear(3))),
-    "flatten_first": ((4, 4, 2), (Flatten(), Linear(5), ReLU(), Linear(3))),
-    "flatten_twice": ((2, 2, 2), (Flatten(), Flatten(), Linear(3), Flatten(), Linear(3))),
-    "sigmoids": ((4, 4, 1), (Conv2d(3, 2), Sigmoid(), Flatten(), Linear(3), Sigmoid(), Linear(3))),
-    "elementwise": (
-        (4, 5, 2),
-        (
-            *(Tanh(), Conv2d(3, 2), GELU(), Conv2d(2, 2), LeakyReLU(0.2), Flatten()),
-            *(Linear(5), Tanh(), Linear(4), GELU(), Linear(3), LeakyReLU(), Linear(3)),
-        ),
-    ),
-    "global_average": ((5, 3, 2), (Conv2d(3, 2), ReLU(), GlobalAvgPool(), Linear(3))),
-    "floor": (
-        (13, 12, 1),
-        (Conv2d(3, 3, 2, "floor"), MaxPool2d(2, padding="floor"), AvgPool2d(2, 3, "floor"), Flatten(), Linear(3)),
-    ),
-    "floor_fused": ((9, 9, 1), (Conv2d(32, 2), ReLU(), MaxPool2d(3, padding="floor"), Flatten(), Linear(3))),
-    "floor_twice": (
-        (9, 9, 1),
-        (
-            *(Conv2d(4, 2), ReLU(), MaxPool2d(3, padding="floor")),
-            *(Conv2d(4, 1, 2, "floor"), ReLU(), MaxPool2d(1), Flatten(), Linear(3)),
-        ),
-    ),
-    "dropout": (
-        (4, 3, 2),
-        (
-            *(Dropout(0.2), Conv2d(3, 2), Dropout(0.5), ReLU(), Flatten()),
-            *(Dropout(0.1), Linear(6), Residual((Dropout(0.7), Linear(6))), Dropout(0.0), Linear(3)),
-        ),
-    ),
-    "batch_norm": (
-        (5, 4, 2),
-        (
-            *(Conv2d(3, 2, bias=False), BatchNorm2d(), ReLU(), Conv2d(4, 2), BatchNorm2d(0.5, 1e-2), Tanh()),
-            *(BatchNorm2d(1.0), Flatten(), Linear(3)),
-        ),
-    ),
-    "batch_norm_first": ((3, 3, 2), (BatchNorm2d(), Conv2d(3, 2), GlobalAvgPool(), Linear(3))),
-    "residual_network": (
-        (6, 6, 3),
-        (
-            *(Conv2d(4, 3, padding="same", bias=False), BatchNorm2d(), ReLU(), Residual(BLOCK), ReLU()),
-            *(Conv2d(4, 3, 2, "same", bias=False), BatchNorm2d(), ReLU(), Residual(BLOCK), ReLU()),
-            *(GlobalAvgPool(), Dropout(0.2), Linear(5)),
-        ),
-    ),
-    "residual": (
-        (5, 4, 2),
-        (
-            *(Conv2d(3, 2), Residual((ReLU(), Conv2d(3, 3, padding="same"), Tanh())), MaxPool2d(3, padding="floor")),
-            *(Flatten(), Residual((Linear(3, bias=False),)), Linear(3)),
-        ),
-    ),
-    "residual_first": ((4, 4, 2), (Residual((Conv2d(2, 3, padding="same"), ReLU())), GlobalAvgPool(), Linear(3))),
-    "residual_nested": (
-        (3, 3, 2),
-        (
-            *(Conv2d(2, 1), Residual((Residual((Conv2d(2, 1), Residual((Sigmoid(),)))), Conv2d(2, 3, padding="same")))),
-            *(Flatten(), Residual((Flatten(),)), Linear(3), Residual((Flatten(), ReLU()))),
-        ),
-    ),
-    "residual_without_parameters": ((3,), (Residual((Sigmoid(),)), Linear(3), Residual((Tanh(), Sigmoid())))),
-    "no_bias": ((5, 5, 2), (Conv2d(3, 2, bias=False), ReLU(), Conv2d(2, 2, bias=False), Flatten())),
-    "many_filters": ((5, 5, 3), (Conv2d(37, 3), ReLU(), MaxPool2d(3), Flatten(), Linear(11))),
-}
 
 
 @pytest.mark.parametrize("images", [1, 5])
@@ -214,86 +105,6 @@ def test_large_sums(backend):
     # rounding grows with the number of terms: as many as a batch of 100 at 28x28
     network = Network((28, 28, 1), (Conv2d(2, 3), ReLU(), Flatten(), Linear(4)))
     check_case(backend, make_case(network, images=3 if backend.name == "python" else 101))
-
-
-@st.composite
-def cases(draw):
-    """Draw a network, both losses, with data whose decisions are clear."""
-    channels = draw(st.integers(1, 3))
-    shape = draw(st.tuples(st.integers(1, 9), st.integers(1, 9), st.just(channels)))
-    binary = draw(st.booleans())
-    layers = []
-    for _ in range(draw(st.integers(0, 4))):
-        layers.append(draw(image_layers))
-        if not fits(shape, layers):
-            layers.pop()
-    layers.append(GlobalAvgPool() if draw(st.integers(0, 4)) == 0 else Flatten())
-    for _ in range(draw(st.integers(0, 2))):
-        layers.append(draw(flat_layers))
-        if not fits(shape, [*layers, Linear(1)]):
-            layers.pop()
-    if binary:
-        layers += [Linear(1, bias=draw(st.booleans())), Sigmoid()]
-    elif draw(st.booleans()) or not trains(shape, layers):
-        layers.append(Linear(draw(st.integers(1, 5)), bias=draw(st.booleans())))
-    case = make_case(
-        Network(shape, tuple(layers)),
-        Loss.BINARY_CROSS_ENTROPY if binary else Loss.SOFTMAX_CROSS_ENTROPY,
-        images=draw(st.integers(1, 6)),
-        seed=draw(st.integers(0, 2**16)),
-        exact=draw(st.booleans()),
-    )
-    assume(conformance.decisions_are_clear(case))
-    return case
-
-
-def fits(shape, layers) -> bool:
-    """Tell whether the layers fit."""
-    try:
-        Network(shape, (*layers, Flatten(), Linear(1)))
-    except NetworkError:
-        return False
-    return True
-
-
-def trains(shape, layers) -> bool:
-    """Tell whether there is something to train."""
-    try:
-        Network(shape, tuple(layers))
-    except NetworkError:
-        return False
-    return True
-
-
-sides = st.integers(1, 4)
-paddings = st.sampled_from(["valid", "same", "full", "auto", "floor", 0, 1, 3])
-pool_paddings = st.sampled_from(["valid", "auto", "floor"])
-elementwise = st.sampled_from([ReLU(), Sigmoid(), Tanh(), LeakyReLU(0.1), GELU()])
-plain_image_layers = st.one_of(
-    st.builds(Conv2d, st.integers(1, 5), sides, st.integers(1, 3), paddings, st.booleans()),
-    st.builds(MaxPool2d, sides, st.one_of(st.none(), sides), pool_paddings),
-    st.builds(AvgPool2d, sides, st.one_of(st.none(), sides), pool_paddings),
-    elementwise,
-    st.builds(BatchNorm2d, st.sampled_from([0.1, 1.0])),
-    st.just(Dropout(0.3)),
-)
-
-
-@st.composite
-def residuals(draw, layers, shape_keeping):
-    """Draw a Residual whose layers mostly keep the shape; it may hold another."""
-    inner = draw(st.lists(shape_keeping, min_size=1, max_size=2))
-    if draw(st.booleans()):
-        inner.append(Residual(tuple(draw(st.lists(layers, min_size=1, max_size=2)))))
-    return Residual(tuple(inner))
-
-
-same_convolutions = st.builds(Conv2d, st.integers(1, 3), sides, st.just(1), st.just("same"), st.booleans())
-image_layers = st.one_of(plain_image_layers, residuals(same_convolutions, elementwise | same_convolutions))
-plain_flat_layers = st.one_of(
-    st.builds(Linear, st.integers(1, 9), st.booleans()), elementwise, st.just(Flatten()), st.just(Dropout(0.4))
-)
-flat_layers = st.one_of(plain_flat_layers, residuals(plain_flat_layers, elementwise | plain_flat_layers))
 
 
 def test_random_networks(backend):

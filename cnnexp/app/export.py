@@ -1,0 +1,71 @@
+"""`cnnexp export`: what a run has trained as an ONNX file, held to `predict` before it is called done."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cnnexp.app.resume import find_run
+from cnnexp.backends import backend_class
+from cnnexp.errors import BackendUnavailable, CnnexpError, ConfigError, installing
+from cnnexp.tracking.model import BACKEND, Classifier
+from cnnexp.training.checkpoint import FOLDER
+
+if TYPE_CHECKING:
+    import onnx
+
+FILE = "model.onnx"
+CHECKED = 16  # images on which the file must agree with `predict`
+AGREES = 1e-4  # by more, and the file is wrong: scores of hundreds, as noise may get, are rounded to 1e-5
+
+
+def command(arguments: Sequence[str]) -> None:
+    """Write the ONNX file of `cnnexp export RUN [FILE]`, by default into the run's folder, and say what it takes.
+
+    Raises:
+        ConfigError: there are too few or too many arguments.
+        CheckpointError: there is no such run, or its checkpoint is damaged.
+        BackendUnavailable: onnx or onnxruntime is not installed.
+    """
+    if not 1 <= len(arguments) <= 2 or any(word.startswith("-") for word in arguments):
+        raise ConfigError("export: give a run, and a file where it is not to lie in the run's folder: RUN [FILE.onnx]")
+    try:
+        import onnxruntime
+
+        from cnnexp.tracking import graph
+    except ImportError as error:
+        raise BackendUnavailable(f"export: ONNX cannot be imported ({error}); {installing('onnx')}") from error
+    path = find_run(arguments[0], f"export {arguments[0]}")
+    classifier = Classifier(path, backend_class(BACKEND)())
+    network = classifier.network
+    model = graph.build(network, classifier.loss, classifier.state, classifier.pixels, classifier.classes)
+    differ = difference(model, classifier)
+    if not differ <= AGREES:
+        raise CnnexpError(f"export {path}: onnxruntime's probabilities differ from predict's by {differ:.1e}")
+    run = path.parent.parent if path.parent.name == FOLDER else path.parent
+    target = Path(arguments[1]) if arguments[1:] else run / FILE
+    target.write_bytes(model.SerializeToString())
+    shape = " x ".join(map(str, network.input_shape))
+    sys.stdout.write(
+        f"{target}\n{graph.INPUT}: {classifier.pixels}, N x {shape}; {graph.OUTPUT}: float32, "
+        f"N x {len(classifier.classes)}\nonnxruntime {onnxruntime.__version__} differs from predict by {differ:.0e}, "
+        f"over {CHECKED} random images\n"
+    )
+
+
+def difference(model: onnx.ModelProto, classifier: Classifier) -> float:
+    """Return the largest difference between a graph's probabilities in onnxruntime and a classifier's."""
+    import onnxruntime
+
+    from cnnexp.tracking import graph
+
+    rng, shape = np.random.default_rng(0), (CHECKED, *classifier.input_shape)
+    whole = classifier.pixels == "uint8"
+    images = rng.integers(0, 256, shape).astype(np.uint8) if whole else rng.standard_normal(shape, np.float32)
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    (found,) = session.run([graph.OUTPUT], {graph.INPUT: images})
+    return float(np.abs(found - classifier.predict(images)).max())

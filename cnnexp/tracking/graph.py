@@ -1,0 +1,233 @@
+"""A trained network as an ONNX graph, which other runtimes run: images in, the probability of every class out.
+
+The graph takes what the model was trained on, pixels of 0 .. 255 or floats, and is channels-last like everything here;
+inside it ONNX's order, channels first, holds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, assert_never
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from cnnexp.network import (
+    AvgPool2d,
+    BatchNorm2d,
+    Conv2d,
+    Dropout,
+    Elementwise,
+    Flatten,
+    GlobalAvgPool,
+    LeakyReLU,
+    Linear,
+    Maths,
+    MaxPool2d,
+    Network,
+    ReLU,
+    Residual,
+    Shape,
+    Sigmoid,
+    Stage,
+    Tanh,
+)
+from cnnexp.network.losses import Loss
+
+INPUT, OUTPUT = "images", "probabilities"
+OPSET, IR_VERSION = 17, 8  # of 2022; all that is used here is in them, and every runtime since reads them
+NATIVE: Mapping[type[Elementwise], str] = {ReLU: "Relu", LeakyReLU: "LeakyRelu", Sigmoid: "Sigmoid", Tanh: "Tanh"}
+"""ONNX's own operator of an elementwise layer; what has none is told by its rule."""
+
+
+def build(
+    network: Network, loss: Loss, state: Mapping[str, np.ndarray], pixels: str, classes: Sequence[str]
+) -> onnx.ModelProto:
+    """Return the graph of what `model.Classifier.predict` computes.
+
+    Its input is `images` (N, *input_shape), its output `probabilities` float32 (N, classes); the names of the classes
+    are in its metadata, as JSON.
+
+    Args:
+        network: what was trained.
+        loss: which says how scores become probabilities.
+        state: of `Program.state`.
+        pixels: dtype of the images that it was trained on; `uint8` stands for value / 255.
+        classes: their names, in the order of the outputs.
+    """
+    writer = _Writer(state)
+    x = INPUT
+    if pixels == "uint8":
+        x = writer.add("Div", writer.add("Cast", x, to=TensorProto.FLOAT), writer.constant(np.float32(255)))
+    scores = writer.stages(network.stages, writer.channels_first(x, network.input_shape))
+    if loss == Loss.BINARY_CROSS_ENTROPY:
+        other = writer.add("Sub", writer.constant(np.float32(1)), scores)
+        writer.add("Concat", other, scores, name=OUTPUT, axis=1)
+    else:
+        writer.add("Softmax", scores, name=OUTPUT, axis=1)
+    kind = helper.np_dtype_to_tensor_dtype(np.dtype(pixels))
+    graph = helper.make_graph(
+        writer.nodes,
+        "cnnexp",
+        [helper.make_tensor_value_info(INPUT, kind, ("N", *network.input_shape))],
+        [helper.make_tensor_value_info(OUTPUT, TensorProto.FLOAT, ("N", len(classes)))],
+        writer.tensors,
+    )
+    opsets = [helper.make_opsetid("", OPSET)]
+    model = helper.make_model(graph, producer_name="cnnexp", opset_imports=opsets, ir_version=IR_VERSION)
+    helper.set_model_props(model, {"classes": json.dumps(list(classes))})
+    onnx.checker.check_model(model)
+    return model
+
+
+class _Writer:
+    """Puts one node after another; a value is the name of the node that gives it.
+
+    Args:
+        state: whose parameters the layers take.
+    """
+
+    def __init__(self, state: Mapping[str, np.ndarray]) -> None:
+        self._state = state
+        self.nodes: list[onnx.NodeProto] = []
+        self.tensors: list[onnx.TensorProto] = []
+
+    def add(self, operator: str, *inputs: str, name: str | None = None, **attributes: Any) -> str:
+        """Add a node and return its value."""
+        name = name or f"{operator.lower()}_{len(self.nodes)}"
+        self.nodes.append(helper.make_node(operator, inputs, [name], name, **attributes))
+        return name
+
+    def constant(self, value: np.ndarray | np.generic, name: str | None = None) -> str:
+        """Add a tensor and return its value."""
+        name = name or f"constant_{len(self.tensors)}"
+        self.tensors.append(numpy_helper.from_array(np.ascontiguousarray(value).reshape(np.shape(value)), name))
+        return name
+
+    def channels_first(self, x: str, shape: Shape) -> str:
+        return self.add("Transpose", x, perm=(0, 3, 1, 2)) if len(shape) == 3 else x
+
+    def stages(self, stages: Sequence[Stage], x: str) -> str:
+        """Add layers one after another; return the last one's value."""
+        for stage in stages:
+            x = self._stage(stage, x)
+        return x
+
+    def _stage(self, stage: Stage, x: str) -> str:
+        name = stage.name
+        match stage.layer:
+            case Conv2d():
+                # (K, K, C, F) -> (F, C, K, K)
+                return self.add("Conv", x, *self._weights(stage, (3, 2, 0, 1)), name=name, **_window(stage))
+            case MaxPool2d():
+                return self.add("MaxPool", x, name=name, **_window(stage))
+            case AvgPool2d():
+                return self.add("AveragePool", x, name=name, count_include_pad=0, **_window(stage))
+            case GlobalAvgPool():
+                return self.add("Flatten", self.add("GlobalAveragePool", x), name=name)
+            case Flatten():
+                rows_first = self.add("Transpose", x, perm=(0, 2, 3, 1)) if len(stage.input_shape) == 3 else x
+                return self.add("Flatten", rows_first, name=name)
+            case Linear():
+                return self.add("Gemm", x, *self._weights(stage, (0, 1)), name=name)
+            case Dropout():
+                return x
+            case BatchNorm2d(_, epsilon):
+                averages = [self.constant(p.view(self._state["running"]), p.name) for p in stage.running]
+                return self.add(
+                    "BatchNormalization", x, *self._weights(stage, (0,)), *averages, name=name, epsilon=epsilon
+                )
+            case Residual():
+                return self.add("Add", x, self.stages(stage.stages, x), name=name)
+            case Elementwise() as layer:
+                operator = NATIVE.get(type(layer))
+                if operator is None:
+                    return self._by_rule(layer, x, name)
+                slope = {"alpha": layer.slope} if isinstance(layer, LeakyReLU) else {}
+                return self.add(operator, x, name=name, **slope)
+            case _:
+                assert_never(stage.layer)
+
+    def _weights(self, stage: Stage, order: tuple[int, ...]) -> list[str]:
+        """Add a layer's parameters, the weight's axes in another order."""
+        flat, found = self._state["parameters"], []
+        for p in (stage.weight, stage.bias):
+            if p is not None:
+                array = p.view(flat)
+                found.append(self.constant(array.transpose(order) if p is stage.weight else array, p.name))
+        return found
+
+    def _by_rule(self, layer: Elementwise, x: str, name: str) -> str:
+        """Add what a rule on scalars does, run once on a value that records it."""
+        given = _Recorded(self, x)
+        maths = Maths(
+            exp=lambda a: given.apply("Exp", a),
+            tanh=lambda a: given.apply("Tanh", a),
+            erf=lambda a: given.apply("Erf", a),
+            maximum=lambda a, b: given.apply("Where", given.apply("Less", a, b), b, a),
+            where=lambda condition, a, b: given.apply("Where", condition, a, b),
+        )
+        made = layer.rule(maths)(given)
+        return self.add("Identity", made.value if isinstance(made, _Recorded) else self.constant(made), name=name)
+
+
+class _Recorded:
+    """A value of the graph, which adds the arithmetic done to it."""
+
+    __array_ufunc__ = None  # so that numpy.float32 * _Recorded comes to _Recorded
+
+    def __init__(self, writer: _Writer, value: str) -> None:
+        self.writer, self.value = writer, value
+
+    def apply(self, operator: str, *values: _Recorded | np.float32) -> _Recorded:
+        """Return an operator's outcome on values and numbers."""
+        names = (v.value if isinstance(v, _Recorded) else self.writer.constant(np.float32(v)) for v in values)
+        return _Recorded(self.writer, self.writer.add(operator, *names))
+
+    def __add__(self, other: _Recorded | np.float32) -> _Recorded:
+        return self.apply("Add", self, other)
+
+    def __sub__(self, other: _Recorded | np.float32) -> _Recorded:
+        return self.apply("Sub", self, other)
+
+    def __mul__(self, other: _Recorded | np.float32) -> _Recorded:
+        return self.apply("Mul", self, other)
+
+    def __truediv__(self, other: _Recorded | np.float32) -> _Recorded:
+        return self.apply("Div", self, other)
+
+    def __radd__(self, other: np.float32) -> _Recorded:
+        return self.apply("Add", other, self)
+
+    def __rsub__(self, other: np.float32) -> _Recorded:
+        return self.apply("Sub", other, self)
+
+    def __rmul__(self, other: np.float32) -> _Recorded:
+        return self.apply("Mul", other, self)
+
+    def __rtruediv__(self, other: np.float32) -> _Recorded:
+        return self.apply("Div", other, self)
+
+    def __neg__(self) -> _Recorded:
+        return self.apply("Neg", self)
+
+    def __lt__(self, other: _Recorded | np.float32) -> _Recorded:
+        return self.apply("Less", self, other)
+
+    def __le__(self, other: _Recorded | np.float32) -> _Recorded:
+        return self.apply("LessOrEqual", self, other)
+
+    def __gt__(self, other: _Recorded | np.float32) -> _Recorded:
+        return self.apply("Greater", self, other)
+
+    def __ge__(self, other: _Recorded | np.float32) -> _Recorded:
+        return self.apply("GreaterOrEqual", self, other)
+
+
+def _window(stage: Stage) -> dict[str, Any]:
+    """Return how ONNX says a convolution's or a pooling layer's window."""
+    assert stage.window is not None  # as every convolution and pooling layer has
+    size, stride = stage.window.size, stage.window.stride
+    return {"kernel_shape": (size, size), "strides": (stride, stride), "pads": stage.window.pads}
