@@ -79,16 +79,12 @@ def _classify_files(classifier: Classifier, files: Sequence[str]) -> Iterator[st
 
     What the model is not sure of, and a picture that is not like its training data, is said in the line.
     """
-    shape = classifier.input_shape
-    if len(shape) != 3 or shape[2] not in (1, 3):
-        raise ConfigError(f"predict IMAGE: the model takes inputs of shape {shape}, no pictures; give a dataset=NAME")
-    if classifier.pixels != "uint8":
-        raise ConfigError(
-            "predict IMAGE: the model was trained on floating-point images, whose scale no picture file has; give them "
-            "as dataset=npz dataset.path=FILE"
-        )
+    try:
+        classifier.check_pictures()
+    except ConfigError as error:
+        raise ConfigError(f"predict IMAGE: {error}") from error
     for file in files:
-        image = photograph.prepare(read_picture(Path(file), "RGBA"), classifier.look, shape)
+        image = classifier.prepare(read_picture(Path(file), "RGBA"))
         (probabilities,) = classifier.predict(image[np.newaxis])
         best, second = (int(i) for i in probabilities.argsort()[:-3:-1])
         line = f"{file}  {classifier.classes[best]}  {probabilities[best]:.4f}"

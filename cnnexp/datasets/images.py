@@ -6,7 +6,7 @@ import os
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import BinaryIO, ClassVar
 
 import numpy as np
 
@@ -118,11 +118,25 @@ class Images(Source):
 
 
 def read_picture(path: Path, mode: str) -> np.ndarray:
-    """Return a picture file as uint8 (H, W, ...), turned as its metadata says.
+    """Return a picture file as `decode_picture` does.
+
+    Raises:
+        DataError: it cannot be read, or as there.
+    """
+    try:
+        with open_regular(path, MOST_BYTES) as file:
+            return decode_picture(file, mode, shown(path))
+    except OSError as error:
+        raise DataError(f"{shown(path)}: cannot be read as a picture: {reason_of(error)}") from error
+
+
+def decode_picture(file: BinaryIO, mode: str, name: str) -> np.ndarray:
+    """Return a picture as uint8 (H, W, ...), turned as its metadata says.
 
     Args:
-        path: the file.
+        file: its bytes, in a format that Pillow knows.
         mode: Pillow's: `L`, `RGB` or `RGBA`.
+        name: what errors call it.
 
     Raises:
         DataError: it is no picture, is damaged, or has more than 8 bits a channel.
@@ -133,19 +147,19 @@ def read_picture(path: Path, mode: str) -> np.ndarray:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of odd metadata, which many cameras write
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with open_regular(path, MOST_BYTES) as stream, Image.open(stream) as file:
-                if file.mode not in MODES_OF_8_BITS:
-                    raise DataError(f"{shown(path)}: pixels of mode {file.mode}; convert it to 8 bits per channel")
-                picture = ImageOps.exif_transpose(file).convert(mode)
+            with Image.open(file) as opened:
+                if opened.mode not in MODES_OF_8_BITS:
+                    raise DataError(f"{name}: pixels of mode {opened.mode}; convert it to 8 bits per channel")
+                picture = ImageOps.exif_transpose(opened).convert(mode)
     except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
-        raise DataError(f"{shown(path)}: more than {Image.MAX_IMAGE_PIXELS} pixels, refused") from error
+        raise DataError(f"{name}: more than {Image.MAX_IMAGE_PIXELS} pixels, refused") from error
     except UnidentifiedImageError as error:
-        raise DataError(f"{shown(path)}: not a picture that Pillow can read") from error
+        raise DataError(f"{name}: not a picture that Pillow can read") from error
     except DataError:
         raise
     except Exception as error:  # Pillow's readers raise whatever they like on a damaged file
         reason = reason_of(error) if isinstance(error, OSError) else str(error) or type(error).__name__
-        raise DataError(f"{shown(path)}: cannot be read as a picture: {reason}") from error
+        raise DataError(f"{name}: cannot be read as a picture: {reason}") from error
     return np.asarray(picture, np.uint8)
 
 

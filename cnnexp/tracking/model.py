@@ -5,7 +5,9 @@ Nothing here imports mlflow: it imports this module, by the name that `store.Sto
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import base64
+import io
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,9 @@ import numpy as np
 
 from cnnexp.backends import backend_class
 from cnnexp.backends.protocol import Backend
-from cnnexp.errors import CheckpointError, DataError
+from cnnexp.datasets import photograph
+from cnnexp.datasets.images import decode_picture
+from cnnexp.errors import CheckpointError, ConfigError, DataError
 from cnnexp.network import Shape
 from cnnexp.network.losses import Loss
 from cnnexp.optimizers import SGD
@@ -21,6 +25,7 @@ from cnnexp.training import checkpoint
 
 BACKEND = "numpy"  # it needs no compiler, so a few images are classified soonest
 BATCH_SIZE = 100
+Images = np.ndarray | Sequence[Any] | str
 
 
 class Classifier:
@@ -56,18 +61,36 @@ class Classifier:
         self._program = backend.compile(self.network, self.loss, SGD(), BATCH_SIZE)
         self._program.restore(self.state)
 
-    def predict(self, images: np.ndarray, params: Mapping[str, Any] | None = None) -> np.ndarray:
+    def prepare(self, picture: np.ndarray) -> np.ndarray:
+        """Return a picture, uint8 RGBA (h, w, 4), as the model takes it, uint8 (H, W, C): see `photograph.prepare`."""
+        self.check_pictures()
+        return photograph.prepare(picture, self.look, self.input_shape)
+
+    def check_pictures(self) -> None:
+        """Raise ConfigError where the model takes no pictures."""
+        shape = self.input_shape
+        if len(shape) != 3 or shape[2] not in (1, 3):
+            raise ConfigError(f"the model takes inputs of shape {shape}, no pictures; give a dataset=NAME")
+        if self.pixels != "uint8":
+            raise ConfigError(
+                "the model was trained on floating-point images, whose scale no picture file has; give them as "
+                "dataset=npz dataset.path=FILE"
+            )
+
+    def predict(self, images: Images, params: Mapping[str, Any] | None = None) -> np.ndarray:
         """Return the probability of each class, float32 (N, classes).
 
         Args:
-            images: (N, *input_shape), or gray ones as (N, H, W). Whole numbers, 0 .. 255, stand for value / 255;
-                floats are taken as they are.
+            images: (N, *input_shape), or gray ones as (N, H, W), as an array or nested lists. Whole numbers, 0 .. 255,
+                stand for value / 255; floats are taken as they are. Or a list of texts, each a picture file in base64,
+                which is brought to the look of the training images.
             params: MLflow's, unused.
 
         Raises:
             DataError: the images are of another shape or type.
+            ConfigError: the model takes no pictures.
         """
-        images = np.asarray(images)
+        images = self._as_array(images)
         if images.ndim == 3 and self.input_shape[2:] == (1,):
             images = images[..., np.newaxis]
         if images.shape[1:] != self.input_shape:
@@ -86,6 +109,29 @@ class Classifier:
             return np.hstack([1 - scores, scores])
         powers = np.exp(scores - scores.max(axis=1, keepdims=True))
         return powers / powers.sum(axis=1, keepdims=True)
+
+    def _as_array(self, images: Images) -> np.ndarray:
+        """Return images in whatever form as one array."""
+        if isinstance(images, str):
+            images = [images]
+        try:
+            array = np.asarray(images)
+        except ValueError as error:  # lists of lists of several lengths
+            raise DataError("images of several shapes: give them all in the model's") from error
+        if array.dtype.kind == "U" and array.ndim == 1:
+            return np.stack([self.prepare(_decode(str(text), i)) for i, text in enumerate(array.ravel())])
+        if not isinstance(images, np.ndarray) and self.pixels != "uint8" and array.dtype.kind in "iu":
+            return array.astype(np.float32)  # JSON may write 1.0 as 1
+        return array
+
+
+def _decode(text: str, place: int) -> np.ndarray:
+    """Return a picture file in base64, or such a `data:` address, as uint8 RGBA (h, w, 4)."""
+    try:
+        content = base64.b64decode(text.rpartition(",")[2], validate=True)
+    except ValueError as error:
+        raise DataError(f"image {place}: no picture in base64: {error}") from error
+    return decode_picture(io.BytesIO(content), "RGBA", f"image {place}")
 
 
 def _load_pyfunc(path: str, model_config: Mapping[str, Any] | None = None) -> Classifier:

@@ -171,10 +171,13 @@ class Store:
         images, probabilities = TensorSpec(np.dtype(pixels), shape), TensorSpec(np.dtype("float32"), (-1, classes))
         with self._explained("cannot be written"):
             logged = self._client.create_logged_model(self._experiment_id, MODEL, run_id)
+            signature = ModelSignature(Schema([images]), Schema([probabilities]))
+            # MLflow then hands on what it is given: else it refuses lists and texts before the model sees them
+            signature._is_signature_from_type_hint = True
             model = Model(
                 artifact_path=logged.artifact_location,
                 run_id=run_id,
-                signature=ModelSignature(Schema([images]), Schema([probabilities])),
+                signature=signature,
                 saved_input_example_info={"artifact_path": EXAMPLE, "type": "ndarray", "format": "tf-serving"},
                 model_id=logged.model_id,
             )

@@ -1,5 +1,7 @@
 """Classifying with what a run has trained: from the command line, and through MLflow."""
 
+import base64
+import io
 import re
 import subprocess
 import sys
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 from checkpoints import GRAY, saved
 from PIL import Image
+from renderings import opaque
 
 from cnnexp import Flatten, Linear, Loss, ReLU, Sigmoid
 from cnnexp.app import predict, resume
@@ -16,6 +19,8 @@ from cnnexp.backends import BACKENDS, backend
 from cnnexp.datasets import Digits
 from cnnexp.errors import BackendUnavailable, CheckpointError, ConfigError, DataError
 from cnnexp.tracking.journal import read_journal
+from cnnexp.tracking.model import Classifier
+from cnnexp.training import checkpoint
 from cnnexp.training.checkpoint import Keeper
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,7 +39,7 @@ def test_probabilities_are_the_softmax_of_the_outputs(tmp_path):
     weight, bias = parameters[:48].reshape(16, 3).astype(np.float64), parameters[48:]
     expected = softmax(images().reshape(5, 16) / 255 @ weight + bias)
     for name in ("numpy", "cpu"):
-        classifier = predict.Classifier(path, backend(name))
+        classifier = Classifier(path, backend(name))
         np.testing.assert_allclose(classifier.predict(images()), expected, rtol=1e-5)
         np.testing.assert_allclose(classifier.predict(images() / 255), expected, rtol=1e-5)  # floats as they are
         np.testing.assert_allclose(classifier.predict(images()[..., 0].astype(np.int64)), expected, rtol=1e-5)
@@ -45,7 +50,7 @@ def test_one_output_is_the_probability_of_the_second_class(tmp_path):
     path, parameters = saved(tmp_path, (Linear(1), Sigmoid()), (2,), Loss.BINARY_CROSS_ENTROPY, classes=["no", "yes"])
     points = np.array([[0.5, -1.0], [3.0, 2.0]])
     yes = 1 / (1 + np.exp(-(points @ parameters[:2] + parameters[2])))
-    classifier = predict.Classifier(path, backend("numpy"))
+    classifier = Classifier(path, backend("numpy"))
     np.testing.assert_allclose(classifier.predict(points), np.stack([1 - yes, yes], axis=1), rtol=1e-5)
     assert classifier.classes == ("no", "yes")
 
@@ -60,7 +65,7 @@ def test_one_output_is_the_probability_of_the_second_class(tmp_path):
     ],
 )
 def test_images_that_the_model_does_not_take(tmp_path, given, message):
-    classifier = predict.Classifier(saved(tmp_path)[0], backend("numpy"))
+    classifier = Classifier(saved(tmp_path)[0], backend("numpy"))
     with pytest.raises(DataError, match=message):
         classifier.predict(given)
 
@@ -68,7 +73,7 @@ def test_images_that_the_model_does_not_take(tmp_path, given, message):
 def test_a_checkpoint_without_a_network_is_one_line(tmp_path):
     path = Keeper(tmp_path, {"loss": "none"}).save({"parameters": np.zeros(1, np.float32)}, {})
     with pytest.raises(CheckpointError, match=r"epoch-000000.ckpt: holds no network"):
-        predict.Classifier(path, backend("numpy"))
+        Classifier(path, backend("numpy"))
 
 
 def test_pictures_are_brought_to_what_the_model_takes(tmp_path, capsys):
@@ -77,7 +82,7 @@ def test_pictures_are_brought_to_what_the_model_takes(tmp_path, capsys):
     Image.fromarray(pixels[..., 0]).save(tmp_path / "as it is.png")
     Image.fromarray(np.repeat(pixels, 3, axis=2).repeat(2, axis=0).repeat(2, axis=1)).save(tmp_path / "x=large.png")
     predict.command([str(tmp_path / "gray"), str(tmp_path / "as it is.png"), str(tmp_path / "x=large.png")])
-    (probabilities,) = predict.Classifier(path, backend("numpy")).predict(pixels[np.newaxis])
+    (probabilities,) = Classifier(path, backend("numpy")).predict(pixels[np.newaxis])
     best = probabilities.argmax()
     small, large = capsys.readouterr().out.splitlines()
     assert small.startswith(f"{tmp_path}/as it is.png  {'abc'[best]}  {probabilities[best]:.4f}")
@@ -88,7 +93,7 @@ def test_pictures_are_brought_to_what_the_model_takes(tmp_path, capsys):
 def test_a_data_sets_test_split_gets_an_accuracy(tmp_path, capsys):
     path, _ = saved(tmp_path, (Flatten(), Linear(10)), (28, 28, 1))
     test = Digits(test_size=200).load().test
-    predicted = predict.Classifier(path, backend("numpy")).predict(test.images).argmax(axis=1)
+    predicted = Classifier(path, backend("numpy")).predict(test.images).argmax(axis=1)
     right = (predicted == test.labels).sum()
     assert 0 < right < 200
     predict.command([str(path), "dataset=digits", "dataset.test_size=200", "backend=unrolled"])
@@ -166,13 +171,35 @@ def test_a_reader_that_leaves_is_no_error(tmp_path):
     assert (process.returncode, err) == (141, "")
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["no base64!"], "image 0: no picture in base64"),
+        ([base64.b64encode(b"no picture").decode()], "image 0: not a picture that Pillow can read"),
+        ([[1, 2], [3]], "images of several shapes"),
+        ([[["a"]]], "of type <U1|of shape"),
+    ],
+)
+def test_texts_and_lists_that_are_no_images(tmp_path, given, message):
+    classifier = Classifier(saved(tmp_path)[0], backend("numpy"))
+    with pytest.raises(DataError, match=message):
+        classifier.predict(given)
+
+
+def test_lists_of_whole_numbers_are_floats_to_a_model_of_floats(tmp_path):
+    classifier = Classifier(saved(tmp_path, (Linear(3),), (2,), pixels="float32")[0], backend("numpy"))
+    points = [[0, 300], [-1, 2]]
+    np.testing.assert_array_equal(classifier.predict(points), classifier.predict(np.array(points, np.float32)))
+
+
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
     """A real run, recorded in a store of its own: its folder and the store."""
     folder = tmp_path_factory.mktemp("recorded")
     uri = f"sqlite:///{folder}/mlflow.db"
-    arguments = ["experiment=smoke", "backend=numpy", "trainer.baseline=cpu", f"tracking.uri={uri}"]
-    command = [sys.executable, "-m", "cnnexp", *arguments, f"hydra.run.dir={folder}/runs/1"]
+    small = ["model.filters=4", "dataset.train_size=300", "dataset.test_size=50", "trainer.epochs=2"]
+    arguments = ["backend=numpy", "trainer.baseline=cpu", f"tracking.uri={uri}", f"hydra.run.dir={folder}/runs/1"]
+    command = [sys.executable, "-m", "cnnexp", *small, *arguments]
     subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
     return folder / "runs" / "1", uri
 
@@ -191,14 +218,38 @@ def test_mlflow_loads_the_model_of_a_run(recorded, monkeypatch):
     model = mlflow.pyfunc.load_model(f"runs:/{run.info.run_id}/model")
     with np.load(folder / "predictions.npz") as arrays:
         predicted = arrays["predicted"]
-    test = _smoke_images(folder)
+    test = images_of(folder)
     np.testing.assert_array_equal(model.predict(test).argmax(axis=1), predicted)
     assert model.metadata.signature.inputs.inputs[0].shape == (-1, *test.shape[1:])
     example = model.metadata.load_input_example(str(folder / "model"))
     np.testing.assert_array_equal(example, test[:1])
     np.testing.assert_allclose(model.predict(example), model.predict(test)[:1], rtol=1e-5)
+    assert [logged.step for logged in mlflow.MlflowClient(uri).get_run(run.info.run_id).outputs.model_outputs] == [2]
     other = mlflow.pyfunc.load_model(f"runs:/{run.info.run_id}/model", model_config={"backend": "cpu"})
     np.testing.assert_allclose(other.predict(test), model.predict(test), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_model_of_mlflows_takes_arrays_lists_and_pictures_in_base64(recorded):
+    import mlflow
+
+    folder, _ = recorded
+    model = mlflow.pyfunc.load_model(str(folder / "model"))
+    classifier = Classifier(checkpoint.find(folder), backend("numpy"))
+    images = images_of(folder)[:3]
+    expected = classifier.predict(images)
+    large = images[0].repeat(5, axis=0).repeat(5, axis=1)
+    as_photograph = classifier.predict(classifier.prepare(opaque(large[:, :, 0]))[np.newaxis])
+    for given, wanted in (
+        (images, expected),
+        (images.tolist(), expected),
+        ((images / 255).tolist(), expected),
+        ([png(image) for image in images], expected),
+        (np.array([png(image) for image in images]), expected),
+        (f"data:image/png;base64,{png(images[0])}", expected[:1]),
+        ([png(large)], as_photograph),
+    ):
+        np.testing.assert_allclose(model.predict(given), wanted, rtol=0, atol=1e-5)
 
 
 def test_a_recorded_run_is_found_by_its_id_and_has_a_limit(recorded, monkeypatch, capsys):
@@ -220,8 +271,15 @@ def test_a_recorded_run_is_found_by_its_id_and_has_a_limit(recorded, monkeypatch
     assert 1 < limit < 1 / (1 - share)
 
 
-def _smoke_images(folder):
+def images_of(folder):
     from cnnexp.app.config import named
     from cnnexp.datasets import DATASETS
 
     return named(DATASETS, read_journal(folder)["config"]["dataset"], "dataset").load().test.images
+
+
+def png(image):
+    """Return a gray image (H, W, 1) as a PNG file in base64."""
+    file = io.BytesIO()
+    Image.fromarray(image[:, :, 0]).save(file, "PNG")
+    return base64.b64encode(file.getvalue()).decode()
