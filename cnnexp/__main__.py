@@ -27,6 +27,7 @@ COMMANDS = {
         "RUN IMAGE... | RUN dataset=NAME [dataset.KEY=VALUE ...] [backend=NAME]",
     ),
     "report": ("cnnexp.app.report:command", "FOLDER | EXPERIMENT"),
+    "sync": ("cnnexp.app.sync:command", "[FOLDER ...] [tracking.uri=STORE]"),
     "ui": ("cnnexp.tracking.browser:command", "[tracking.uri=STORE] [port=NUMBER]"),
 }
 

@@ -153,6 +153,7 @@ def fit(
         "backend": _described(BACKENDS, compiler),
         "optimizer": _described(OPTIMIZERS, optimizer),
         "dataset": {"name": dataset.name},
+        "tracking": {"name": "mlflow", "uri": None, "experiment": experiment},
         "trainer": {"epochs": epochs, "batch_size": batch_size, "seed": seed, "target": target}
         | {"baseline": beside.name if beside else None},
     }

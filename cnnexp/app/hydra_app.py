@@ -137,10 +137,10 @@ def run(composed: DictConfig) -> float:
     tracking, parent = settings.tracking, within.run_id if within else None
     contended = within is not None and within.contended
     earlier = find_earlier(settings.trainer.resume, folder, recorded)
-    goes_on = earlier is not None and earlier.folder.resolve() == folder.resolve()
     recorder = _recorder(tracking)
     name = tracking.run_name or default_name(recorded, overrides, within.varied if within else ())
-    with Run(folder, recorded, overrides, recorder, name, parent, contended, goes_on) as run:
+    before = earlier.folder if earlier else None
+    with Run(folder, recorded, overrides, recorder, name, parent, contended, before) as run:
         if settings.sweep.skip_finished and run.skip_if_finished():
             log.info("skipped, finished before: %s", run.name)
         else:

@@ -10,8 +10,8 @@ from typing import Any
 
 from cnnexp.errors import CheckpointError, ConfigError
 from cnnexp.measuring.environment import config_hash, outputs_dir
+from cnnexp.tracking.events import JOURNAL, hash_in, read_journal
 from cnnexp.tracking.folder import is_claimed
-from cnnexp.tracking.journal import JOURNAL, hash_in, read_journal
 from cnnexp.training import checkpoint
 
 AUTO = "auto"
@@ -26,12 +26,10 @@ class Earlier:
     Attributes:
         folder: of the run.
         path: its newest whole checkpoint; None where it was stopped before the first.
-        run_id: of its MLflow run, where the config is the same, so that the record goes on, too; else None.
     """
 
     folder: Path
     path: Path | None
-    run_id: str | None
 
     def load(self, training: Mapping[str, Any], epochs: int) -> checkpoint.Checkpoint | None:
         """Return its checkpoint, once it is known to be of this very training.
@@ -70,7 +68,7 @@ def find_earlier(resume: str | None, folder: Path, config: Mapping[str, Any]) ->
     holder = path.parent.parent if path.parent.name == checkpoint.FOLDER else path.parent
     if holder.resolve() == folder.resolve() and path != checkpoint.list_checkpoints(path.parent)[-1]:
         raise ConfigError(f"trainer.resume={resume!r}: later checkpoints lie beside it; choose another hydra.run.dir")
-    return Earlier(holder, path, _record_of(holder, wanted))
+    return Earlier(holder, path)
 
 
 def find_run(named: str, given: str) -> Path:
@@ -122,23 +120,21 @@ def _trained() -> Iterator[Path]:
 
 
 def _newest(folder: Path, wanted: str) -> Earlier | None:
+    """Return the run of a folder, else the newest of a config that has a checkpoint, else the newest of it."""
     own = Path(folder) / JOURNAL
-    found = [own] if own.exists() else []
-    if not found:
-        same = (journal for journal in outputs_dir().rglob(JOURNAL) if hash_in(journal) == wanted)
-        found = sorted(same, key=lambda journal: journal.stat().st_mtime, reverse=True)
-    for journal in found:
-        if journal != own and is_claimed(journal.parent):
-            continue
-        try:
-            path = checkpoint.find(journal.parent)
-        except CheckpointError:
-            path = None
-        return Earlier(journal.parent, path, _record_of(journal.parent, wanted))
-    return None
+    if own.exists():
+        return Earlier(folder, _checkpoint(folder))
+    same = [journal for journal in outputs_dir().rglob(JOURNAL) if hash_in(journal) == wanted]
+    same.sort(key=lambda journal: journal.stat().st_mtime, reverse=True)
+    stopped = [journal.parent for journal in same if not is_claimed(journal.parent)]
+    with_checkpoint = ((holder, path) for holder in stopped if (path := _checkpoint(holder)) is not None)
+    holder, path = next(with_checkpoint, (stopped[0] if stopped else None, None))
+    return None if holder is None else Earlier(holder, path)
 
 
-def _record_of(folder: Path, wanted: str) -> str | None:
-    """Return the MLflow run of a run's folder, None where the folder's config is another."""
-    journal = read_journal(folder)
-    return journal["run_id"] if journal["config_hash"] == wanted else None
+def _checkpoint(folder: Path) -> Path | None:
+    """Return the newest whole checkpoint of a run's folder, None where it has none."""
+    try:
+        return checkpoint.find(folder)
+    except CheckpointError:
+        return None

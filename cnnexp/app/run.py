@@ -20,7 +20,8 @@ from cnnexp.measuring.ledger import Ledger, Profiled, metrics, report, step_part
 from cnnexp.network import Network
 from cnnexp.network.losses import check_loss
 from cnnexp.system import memory
-from cnnexp.tracking.journal import FALLBACK, Run
+from cnnexp.tracking.events import FALLBACK
+from cnnexp.tracking.journal import Run
 from cnnexp.training import checkpoint
 from cnnexp.training.baseline import Baseline
 from cnnexp.training.loop import EpochResult, predict_test, train_epochs
@@ -88,8 +89,7 @@ def train(settings: Settings, run: Run, earlier: Earlier | None = None, job: str
             run.set_model(keeper.save(program.state(), run.facts, result))
 
         keep()  # of the start: so a run that is stopped in its first epoch can go on, too
-        for result in history:
-            run.epoch(result)
+        run.resume(history)
         watched = Watched(program)
         patience_s = PATIENCE_S if trainer.patient else 0.0
         patience_s -= _await_quiet(patience_s, ledger)

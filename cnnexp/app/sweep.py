@@ -20,7 +20,8 @@ from cnnexp.app import ranking
 from cnnexp.papers import page
 from cnnexp.papers.compare import note_facts
 from cnnexp.tracking import verdict
-from cnnexp.tracking.journal import JOURNAL, LACKING, REPORT, read_journal
+from cnnexp.tracking.events import JOURNAL, LACKING, read_journal
+from cnnexp.tracking.journal import REPORT
 from cnnexp.tracking.pipe import Recorder
 
 if TYPE_CHECKING:

@@ -17,7 +17,8 @@ from cnnexp.measuring import cost_model, environment
 from cnnexp.papers import EXPERIMENTS
 from cnnexp.papers.experiment import Column, Experiment, Line
 from cnnexp.papers.measures import Job
-from cnnexp.tracking.journal import JOURNAL, LACKING, PREDICTIONS, read_journal
+from cnnexp.tracking.events import JOURNAL, LACKING, read_journal
+from cnnexp.tracking.journal import PREDICTIONS
 
 FACTS = "sweep.json"  # of a sweep's folder: what was run, where
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import time
 from pathlib import Path
 from typing import BinaryIO
 
@@ -16,6 +17,9 @@ except ImportError:  # not a POSIX system: nothing is locked there
     fcntl = None  # type: ignore[assignment]
 
 LOCK = "run.lock"
+INSTANT_S = 0.5  # others look into a lock for less
+DELIVERY_S = 60.0  # as long may a recorder need to send what is left of a journal
+DELIVERER = "a recorder"
 NOT_SUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # by some network file systems
 
 
@@ -24,18 +28,23 @@ class Claim:
 
     Args:
         folder: exists.
+        holder: what this process is; a run waits until a `DELIVERER` has done its work.
 
     Raises:
         ConfigError: another run is in the folder now.
     """
 
-    def __init__(self, folder: Path) -> None:
-        file = _locked(folder / LOCK)
-        if file is None:
+    def __init__(self, folder: Path, holder: str = "process") -> None:
+        started = time.monotonic()
+        while (file := _locked(folder / LOCK)) is None:
+            waited, delivers = time.monotonic() - started, _holder(folder).startswith(DELIVERER)
+            if waited < (DELIVERY_S if delivers and holder != DELIVERER else INSTANT_S):
+                time.sleep(INSTANT_S / 10)
+                continue
             raise ConfigError(f"hydra.run.dir={folder}: {_holder(folder)} runs in it now; choose another folder")
         self._file = file
         self._file.truncate(0)
-        self._file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
+        self._file.write(f"{holder} {os.getpid()} on {socket.gethostname()}".encode())
         self._file.flush()
 
     def release(self) -> None:

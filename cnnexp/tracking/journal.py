@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
@@ -27,20 +29,19 @@ from cnnexp.measuring.interference import Interference
 from cnnexp.network import Network
 from cnnexp.system.registry import VARIABLE
 from cnnexp.tracking import verdict
+from cnnexp.tracking.events import DISTURBED, FOLDER, JOURNAL, LACKING, note, open_journal, read_journal, store_status
 from cnnexp.tracking.folder import Claim
-from cnnexp.tracking.pipe import Recorder
+from cnnexp.tracking.pipe import Recorder, RecorderDied
 from cnnexp.training.checkpoint import holds_checkpoints
 from cnnexp.training.loop import EpochResult
 
+T = TypeVar("T")
 TIMES = ("time/", "throughput/", "speedup/")  # metrics of these groups are of time
-JOURNAL = "journal.jsonl"
 PREDICTIONS = "predictions.npz"  # of the test split: labels and predicted, integers (N,)
 PROFILE = "profile.json"
-DISTURBED = "timing.disturbed"  # tag: whether other work took more of the time than a verdict stands
 REPORT = "report.md"  # the verdict, and MLflow's note of the run
 MODEL = "model"  # folder of the run's
-FALLBACK = "backend.fallback"  # tag: the backend that took over from one whose compiler died
-LACKING = "UNAVAILABLE"  # status of a run whose backend this machine cannot run; MLflow calls it FAILED
+MOST_TRIES = 5  # recorders that die of the same calls
 
 
 class Run:
@@ -57,10 +58,11 @@ class Run:
         name: None makes one up from the config.
         parent: id of the sweep's MLflow run.
         contended: whether other runs compute at the same time; then no speedup is claimed.
-        goes_on: with the run that the folder holds, whose journal this one continues.
+        earlier: the folder of the run that this one goes on with, perhaps its own, whose journal is then continued;
+            where the config is the same, the MLflow run goes on, too.
 
     Raises:
-        ConfigError: another run is in the folder now, or the folder holds one and `goes_on` is not set.
+        ConfigError: another run is in the folder now, or the folder holds one that is not `earlier`.
 
     Attributes:
         id: of the MLflow run, None without one.
@@ -84,7 +86,7 @@ class Run:
         name: str | None = None,
         parent: str | None = None,
         contended: bool = False,
-        goes_on: bool = False,
+        earlier: Path | None = None,
     ) -> None:
         self.folder = Path(folder)
         self.name = name or default_name(config, overrides)
@@ -104,23 +106,40 @@ class Run:
         self._look: photograph.Look | None = None
         self._artifacts: list[tuple[str, str | None]] = []
         self._model: Path | None = None
+        self._behind = False  # whether the recorder was not told all
         self._lost: TrackingError | None = None
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._claim = Claim(self.folder)
-        if not goes_on and holds_run(self.folder):
-            self._claim.release()
-            raise ConfigError(
-                f"hydra.run.dir={self.folder}: holds another run; choose another folder, or go on with that run by "
-                "trainer.resume=auto"
-            )
-        self._noted = {entry["epoch"] for entry in read_journal(self.folder)["epochs"]} if goes_on else set()
-        self._journal = _open_journal(self.folder / JOURNAL, goes_on)
+        goes_on = earlier is not None and Path(earlier).resolve() == self.folder.resolve()
+        with contextlib.ExitStack() as claims:
+            claims.callback(Claim(self.folder).release)
+            if earlier is not None and not goes_on:
+                with contextlib.suppress(OSError):  # a folder that nobody can write to
+                    claims.callback(Claim(Path(earlier)).release)
+            if not goes_on and holds_run(self.folder):
+                raise ConfigError(
+                    f"hydra.run.dir={self.folder}: holds another run; choose another folder, or go on with that run by "
+                    "trainer.resume=auto"
+                )
+            self._claims = claims.pop_all()
+        wanted = environment.config_hash(config)
+        before = read_journal(Path(earlier)) if earlier is not None else None
+        same = before is not None and before["config_hash"] == wanted
+        self._key = before["begin"].get("key") if before is not None and same else None
+        self._goes_on = self._key is not None
+        self._key = self._key or uuid.uuid4().hex
+        # what is recorded of an epoch stays, though it may be trained again: its checkpoint may not have been written
+        self._known: dict[int, tuple[dict[str, float], int]] = {}
+        if before is not None and self._goes_on:
+            metrics = ({**entry} for entry in before["epochs"])
+            self._known = {(epoch := entry.pop("epoch")): (entry, before["times_ms"][epoch]) for entry in metrics}
+        self._noted = set(self._known) if goes_on else set[int]()
+        self._journal = open_journal(self.folder / JOURNAL, goes_on)
         self._note(
             "job",
             name=self.name,
             overrides=list(overrides),
             config=config,
-            config_hash=environment.config_hash(config),
+            config_hash=wanted,
             contended=contended,
         )
 
@@ -153,6 +172,7 @@ class Run:
                 "workers": str(workers),
                 "config_hash": environment.config_hash(self._config),
                 "timing.contended": str(self.contended).lower(),
+                FOLDER: str(self.folder.resolve()),
                 **({"plugins": os.environ[VARIABLE]} if os.environ.get(VARIABLE) else {}),
                 **backend.facts,  # of a GPU: what it can do, driver and toolkit
             },
@@ -167,10 +187,14 @@ class Run:
                 },
             },
             "parent": self._parent,
+            "key": self._key,
         }
         self._note("begin", **call)
         if self._recorder is not None:
-            self._begun = self._recorder.ask("begin", **call)
+            try:
+                self._begun = self._recorder.ask("begin", goes_on=self._goes_on, **call)
+            except RecorderDied:
+                self._begun = functools.partial(self._insist, self._catch_up)
 
     def wait(self) -> None:
         """Return once the store has the run, so that nothing but training runs while training is timed.
@@ -180,7 +204,10 @@ class Run:
         """
         if self._begun is not None:
             begun, self._begun = self._begun, None
-            self.id = begun()
+            try:
+                self.id = begun()
+            except RecorderDied:
+                self.id = self._insist(self._catch_up)
             self._note("recorded", run_id=self.id)
 
     @property
@@ -195,16 +222,31 @@ class Run:
             "look": self._look,
         }
 
+    def resume(self, history: Sequence[EpochResult]) -> None:
+        """Take over the epochs that an earlier process has trained, the first of this run to the last."""
+        if not history:
+            return
+        self.wait()
+        self.epochs = list(history)
+        for result in history:
+            self._note_epoch(result)
+        self._post("catch_up", folder=str(self.folder))
+
     def epoch(self, result: EpochResult) -> None:
         """Record one epoch."""
         self.wait()
         self.epochs.append(result)
-        metrics = self._worth_telling(epoch_metrics(result, self.contended))
+        metrics, time_ms = self._note_epoch(result)
+        self._post("log", run_id=self.id, metrics=metrics, step=result.epoch, time_ms=time_ms)
+
+    def _note_epoch(self, result: EpochResult) -> tuple[dict[str, float], int]:
+        """Write an epoch into the journal, once; return its metrics and when it was, as the journal has them."""
+        fresh = self._worth_telling(epoch_metrics(result, self.contended)), int(time.time() * 1000)
+        metrics, time_ms = self._known.get(result.epoch, fresh)
         if result.epoch not in self._noted:
-            self._note("epoch", epoch=result.epoch, metrics=metrics)
-        self._post(metrics, result.epoch)
-        if self._recorder is not None and self.id is not None and self._lost is None:
-            self._recorder.settle()
+            self._noted.add(result.epoch)
+            self._note("epoch", epoch=result.epoch, metrics=metrics, time_ms=time_ms)
+        return metrics, time_ms
 
     def summarize(self, metrics: Mapping[str, float]) -> None:
         """Add metrics that are recorded once, e.g. `{"time/compile_s": 1.2}`."""
@@ -238,27 +280,39 @@ class Run:
         tags = self._tags if error is None else {**self._tags, "error": _one_line(error)}
         if isinstance(error, Diverged):
             tags["diverged"] = "true"
-        if self.epochs:
-            self.metrics.update(summary(self.epochs, self.contended, self._config["trainer"].get("target")))
-            if self.interference is not None:
-                self.metrics["time/waited_share"] = self.interference.waited
-                tags[DISTURBED] = str(self.interference.disturbed).lower()
-            self.metrics = self._worth_telling(self.metrics)
-            if status == "FINISHED":
-                self._save_predictions()
-        try:
-            self.wait()  # for the id, which the verdict names
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._claims.close)
+            stack.enter_context(self._journal)
+            if self.epochs:
+                self._summarize(status, tags)
+            try:
+                self.wait()  # for the id, which the verdict names
+            except TrackingError as lost:
+                self._lost = lost
             if self.epochs:
                 tags["mlflow.note.content"] = self._conclude(status)
-            self._finish(status, tags)
-        except TrackingError as lost:
-            self._lost = lost
-        finally:
-            self._note("finish", status=status, tags=tags, metrics=self.metrics)
-            self._journal.close()
-            self._claim.release()
+            time_ms = int(time.time() * 1000)
+            self._note("finish", status=status, tags=tags, metrics=self.metrics, time_ms=time_ms)
+            if self._recorder is not None and self.id is not None and self._lost is None:
+                try:
+                    self._insist(functools.partial(self._tell_end, status, tags, time_ms))
+                    self._note("stored")
+                except TrackingError as lost:
+                    self._lost = lost
         if self._lost is not None and error is None:
-            raise TrackingError(f"{self._lost}; all {len(self.epochs)} epochs are in {self.folder / JOURNAL}")
+            raise TrackingError(
+                f"{self._lost}; all {len(self.epochs)} epochs are in {self.folder / JOURNAL}; "
+                f"{environment.program_name()} sync {self.folder} sends them"
+            )
+
+    def _summarize(self, status: str, tags: dict[str, str]) -> None:
+        self.metrics.update(summary(self.epochs, self.contended, self._config["trainer"].get("target")))
+        if self.interference is not None:
+            self.metrics["time/waited_share"] = self.interference.waited
+            tags[DISTURBED] = str(self.interference.disturbed).lower()
+        self.metrics = self._worth_telling(self.metrics)
+        if status == "FINISHED":
+            self._save_predictions()
 
     def _conclude(self, status: str) -> str:
         """Come to the verdict and write it into the folder; return it as Markdown."""
@@ -279,12 +333,14 @@ class Run:
         self.add_artifact(self.folder / REPORT)
         return page
 
-    def _finish(self, status: str, tags: dict[str, str]) -> None:
+    def _tell_end(self, status: str, tags: Mapping[str, str], time_ms: int) -> None:
+        """Have the recorder end the run: its last metrics, figures, model and artifacts."""
+        assert self._recorder is not None
         recorder = self._recorder
-        if recorder is None or self.id is None or self._lost is not None:
-            return
-        if self.epochs:
-            self._post(self.metrics, step=0)  # MLflow's page draws what has no steps as bars
+        if self._behind:
+            self._catch_up()
+        elif self.epochs:
+            recorder.post("log", run_id=self.id, metrics=self.metrics, step=0, time_ms=time_ms)
         if status == "FINISHED":
             self._draw(recorder)
             if self._model is not None:
@@ -292,10 +348,27 @@ class Run:
         config = self.folder / "config.json"
         config.write_text(json.dumps(self._config, indent=2) + "\n", encoding="utf-8")
         self.add_artifact(config)
-        artifacts = [(path, target) for path, target in self._artifacts if Path(path).exists()]
-        recorder.call(
-            "finish", run_id=self.id, status="FAILED" if status == LACKING else status, tags=tags, artifacts=artifacts
-        )
+        artifacts = [(path, target) for path, target in dict.fromkeys(self._artifacts) if Path(path).exists()]
+        recorder.call("finish", run_id=self.id, status=store_status(status), tags=tags, artifacts=artifacts)
+
+    def _catch_up(self) -> str:
+        """Have the recorder bring the store up to the journal; return the id of the run there."""
+        assert self._recorder is not None
+        return self._recorder.call("catch_up", folder=str(self.folder))
+
+    def _insist(self, call: Callable[[], T]) -> T:
+        """Return what calls of the recorder return; where it dies, another takes over, from the journal."""
+        assert self._recorder is not None
+        for left in reversed(range(MOST_TRIES)):
+            try:
+                if not self._recorder.alive:
+                    self._recorder.restart()
+                    self._recorder.post("catch_up", folder=str(self.folder))
+                return call()
+            except RecorderDied:
+                if not left:
+                    raise
+        raise AssertionError
 
     def _save_model(self, recorder: Recorder) -> None:
         test = self._dataset.test.images
@@ -336,12 +409,19 @@ class Run:
         labels = self._dataset.test.labels[: len(predicted)]
         np.savez_compressed(self.folder / PREDICTIONS, labels=labels, predicted=predicted)
 
-    def _post(self, metrics: Mapping[str, float], step: int) -> None:
-        """Send metrics to the store, if there is one; if the recorder has died, remember that for the end."""
+    def _post(self, method: str, **arguments: Any) -> None:
+        """Send to the store what is in the journal; what does not reach the recorder is caught up with at the end."""
         if self._recorder is None or self.id is None or self._lost is not None:
             return
         try:
-            self._recorder.post("log", run_id=self.id, metrics=metrics, step=step, time_ms=int(time.time() * 1000))
+            if not self._recorder.alive:
+                self._recorder.restart()
+                method, arguments = "catch_up", {"folder": str(self.folder)}
+            self._behind |= not self._recorder.post(method, **arguments)
+            if method == "log":
+                self._recorder.settle()
+        except RecorderDied:
+            self._behind = True  # another takes over at the next call
         except TrackingError as lost:
             self._lost = lost
 
@@ -350,79 +430,12 @@ class Run:
         return {key: value for key, value in metrics.items() if not (self._simulated and key.startswith(TIMES))}
 
     def _note(self, event: str, **facts: Any) -> None:
-        self._journal.write(json.dumps({"event": event, **facts}) + "\n")
-        self._journal.flush()
-
-
-def hash_in(journal: Path) -> str | None:
-    """Return the config hash in the first line of a journal, which is its job's."""
-    return next((entry.get("config_hash") for entry in _events(journal)), None)
+        note(self._journal, event, **facts)
 
 
 def holds_run(folder: Path) -> bool:
     """Return whether a folder holds what a run has trained; a job that failed before leaves a journal alone."""
     return holds_checkpoints(folder) or bool(read_journal(folder)["epochs"])
-
-
-def _open_journal(path: Path, goes_on: bool) -> TextIO:
-    """Open a journal to write to: anew, or behind its last whole line."""
-    if not goes_on:
-        return path.open("w", encoding="utf-8")
-    with contextlib.suppress(FileNotFoundError), path.open("rb+") as file:
-        file.truncate(file.read().rfind(b"\n") + 1)
-    return path.open("a", encoding="utf-8")
-
-
-def read_journal(folder: Path) -> dict[str, Any]:
-    """Return what the journal of a run's folder tells.
-
-    A line that is no event of ours, such as the last one of a process that was killed while it wrote, is left out.
-
-    Returns:
-        The facts of its last `job` line (name, overrides, config, config_hash, contended; empty without one), with
-        `status` (DIED if it never ended), `error` (or None), `fallback` (the backend that took over, or None),
-        `disturbed` (by other work; None where it is not known), `begin` (what `Store.begin` was given, else empty),
-        `run_id` (of the MLflow run, or None), `metrics` (the final ones) and `epochs` (a list of metrics by name,
-        each epoch once).
-    """
-    unended: dict[str, Any] = {
-        "status": "DIED",
-        "error": "the process died",
-        "fallback": None,
-        "disturbed": None,
-        "metrics": {},
-        "begin": {},
-    }
-    facts: dict[str, Any] = {
-        "name": "", "overrides": [], "config": {}, "config_hash": "", "contended": False, "run_id": None, **unended
-    }  # fmt: skip
-    epochs: dict[int, dict[str, float]] = {}
-    for entry in _events(Path(folder) / JOURNAL):
-        with contextlib.suppress(KeyError, TypeError, AttributeError):
-            match entry.pop("event"):
-                case "job":  # the first, or of a process that goes on where another ended
-                    facts.update(unended)
-                    facts.update(entry)
-                case "begin":
-                    facts["begin"] = entry
-                case "recorded":
-                    facts["run_id"] = entry["run_id"]
-                case "epoch":
-                    epochs[entry["epoch"]] = {"epoch": entry["epoch"], **entry["metrics"]}
-                case "finish":
-                    facts.update(status=entry["status"], metrics=entry["metrics"])
-                    facts.update(error=entry["tags"].get("error"), fallback=entry["tags"].get(FALLBACK))
-                    facts["disturbed"] = {"true": True, "false": False}.get(entry["tags"].get(DISTURBED))
-    return {**facts, "epochs": list(epochs.values())}
-
-
-def _events(journal: Path) -> Iterator[dict[str, Any]]:
-    with contextlib.suppress(FileNotFoundError), journal.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            with contextlib.suppress(ValueError, RecursionError):
-                entry = json.loads(line)
-                if isinstance(entry, dict):
-                    yield entry
 
 
 def epoch_metrics(result: EpochResult, contended: bool = False) -> dict[str, float]:

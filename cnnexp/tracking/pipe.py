@@ -21,9 +21,9 @@ from typing import IO, Any, cast
 
 from cnnexp.errors import TrackingError, without_password
 
-OPEN_ID = 0  # of the first call
 MOST_WAITING = 100_000  # calls, some 50 MB: from there on epochs are in the journal alone
 ANSWER_S = 180.0  # the recorder answers sooner, with an error if need be; after this it is called dead
+MOST_DEATHS = 3  # of recorders in a row that die before they answer anything
 SETTLE_S = 0.1  # an sqlite store takes a tenth of that for an epoch
 # Settings of MLflow's client in the recorder: give up after seconds, not after the four minutes of its defaults.
 CLIENT_SETTINGS = {
@@ -51,6 +51,10 @@ def end_early() -> None:
             process.kill()
 
 
+class RecorderDied(TrackingError):
+    """The process is gone; `Recorder.restart` starts another."""
+
+
 class Recorder:
     """A process that writes runs to an MLflow store; started at once, ready some two seconds later.
 
@@ -60,23 +64,43 @@ class Recorder:
     """
 
     def __init__(self, uri: str, experiment: str) -> None:
+        self._opening = {"uri": uri, "experiment": experiment}
         self._store = f"tracking.uri={without_password(uri)}"
         self._death = f"{self._store}: the recorder process has died"
-        self._ids = itertools.count(OPEN_ID)
-        self._slow = False
+        self._ids = itertools.count()
+        self._deaths = 0
+        early = _early.pop() if _early else None
+        self._start(early if early is not None and early.poll() is None else _start_process())
+
+    def restart(self) -> None:
+        """Start another process in the place of one that has died; what that one was sent it does not know.
+
+        Raises:
+            TrackingError: `MOST_DEATHS` in a row have died before they answered anything.
+        """
+        self._deaths = 1 if self._answering else self._deaths + 1
+        if self._deaths > MOST_DEATHS:
+            raise TrackingError(self._death)
+        self._end()
+        self._start(_start_process())
+
+    def _start(self, process: subprocess.Popen[str]) -> None:
+        self._slow = self._answering = False
         self._answers: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._process = _early.pop() if _early else _start_process()
-        self._calls, self._lines = _ends(self._process)
         self._outbox: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._process = process
+        calls, lines = _ends(process)
+        self._listener = threading.Thread(target=self._listen, args=(lines, self._answers), daemon=True)
         self._listener.start()
-        threading.Thread(target=self._write, daemon=True).start()
-        self.ask("open", uri=uri, experiment=experiment)
+        threading.Thread(target=_write, args=(calls, self._outbox), daemon=True).start()
+        self._opened = next(self._ids)
+        self._outbox.put(json.dumps([self._opened, "open", self._opening]) + "\n")
 
     def ask(self, method: str, /, **arguments: Any) -> Callable[[], Any]:
         """Call a method of `store.Store`; return a function that waits for its value.
 
-        That function raises TrackingError where the store could not be opened, the method raised, or the recorder died.
+        That function raises RecorderDied, and TrackingError where the store could not be opened, the method raised, or
+        nothing was answered in time.
         """
         call_id = next(self._ids)
         self._send(call_id, method, arguments)
@@ -86,15 +110,19 @@ class Recorder:
         """Call a method of `store.Store` and return its value; raises as `ask`."""
         return self.ask(method, **arguments)()
 
-    def post(self, method: str, /, **arguments: Any) -> None:
+    def post(self, method: str, /, **arguments: Any) -> bool:
         """Call a method of `store.Store` without waiting for it, however slow the store is.
 
+        Returns:
+            Whether it will be called; not where the recorder is `MOST_WAITING` calls behind.
+
         Raises:
-            TrackingError: the recorder has died, or is `MOST_WAITING` calls behind.
+            RecorderDied: the process is gone.
         """
         if self._outbox.qsize() >= MOST_WAITING:
-            raise TrackingError(f"{self._store}: {MOST_WAITING} calls behind")
+            return False
         self._send(None, method, arguments)
+        return True
 
     def settle(self) -> None:
         """Wait a moment for what was posted to be done, so that it does not compute beside what is timed next.
@@ -120,6 +148,9 @@ class Recorder:
 
     def close(self) -> None:
         """Let the recorder finish and end, or raise TrackingError where it hangs. Idempotent."""
+        self._end()
+
+    def _end(self) -> None:
         self._outbox.put(None)
         try:
             self._process.wait(ANSWER_S)
@@ -130,17 +161,8 @@ class Recorder:
 
     def _send(self, call_id: int | None, method: str, arguments: Mapping[str, Any]) -> None:
         if not self.alive:
-            raise TrackingError(self._death)
+            raise RecorderDied(self._death)
         self._outbox.put(json.dumps([call_id, method, arguments]) + "\n")
-
-    def _write(self) -> None:
-        """Write what is sent, in a thread of its own: the pipe of a recorder that waits for its store is soon full."""
-        with contextlib.suppress(OSError, ValueError):  # it is dead; who sends or waits next is told
-            while (line := self._outbox.get()) is not None:
-                self._calls.write(line)
-                self._calls.flush()
-        with contextlib.suppress(OSError, ValueError):
-            self._calls.close()
 
     def _receive(self, call_id: int) -> Any:
         deadline = time.monotonic() + ANSWER_S
@@ -148,21 +170,35 @@ class Recorder:
             try:
                 line = self._answers.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
-                line = ""
+                self._process.kill()
+                raise TrackingError(f"{self._store}: no answer in {ANSWER_S:g} s") from None
             if not line:
-                raise TrackingError(self._death)
+                self._process.kill()  # it may not have ended altogether
+                self._process.wait()
+                raise RecorderDied(self._death)
             answered, value, error = json.loads(line)
             # an earlier answer is of a call whose wait was interrupted, or of `open`, whose failure is everyone's
-            if error is not None and answered in (call_id, OPEN_ID):
+            if error is not None and answered in (call_id, self._opened):
                 raise TrackingError(error)
             if answered == call_id:
                 return value
 
-    def _listen(self) -> None:
-        with self._lines as answers:
-            for line in answers:
-                self._answers.put(line)
-        self._answers.put("")  # the end
+    def _listen(self, lines: IO[str], answers: queue.SimpleQueue[str]) -> None:
+        with lines:
+            for line in lines:
+                self._answering = True
+                answers.put(line)
+        answers.put("")  # the end
+
+
+def _write(calls: IO[str], outbox: queue.SimpleQueue[str | None]) -> None:
+    """Write what is sent, in a thread of its own: the pipe of a recorder that waits for its store is soon full."""
+    with contextlib.suppress(OSError, ValueError):  # it is dead; who sends or waits next is told
+        while (line := outbox.get()) is not None:
+            calls.write(line)
+            calls.flush()
+    with contextlib.suppress(OSError, ValueError):
+        calls.close()
 
 
 def _start_process() -> subprocess.Popen[str]:
@@ -177,8 +213,9 @@ def _start_process() -> subprocess.Popen[str]:
         env={**CLIENT_SETTINGS, **os.environ, "PYTHONPATH": path},
     )
     calls, _ = _ends(process)
-    calls.write(json.dumps([None, "draw", {"kind": "warm_up"}]) + "\n")
-    calls.flush()
+    with contextlib.suppress(OSError):  # it is dead; who sends next is told
+        calls.write(json.dumps([None, "draw", {"kind": "warm_up"}]) + "\n")
+        calls.flush()
     return process
 
 

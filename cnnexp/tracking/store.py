@@ -18,6 +18,7 @@ import shutil
 import socket
 import sqlite3
 import sys
+import threading
 import time
 import urllib.request
 import warnings
@@ -28,7 +29,9 @@ from urllib.parse import unquote, urlsplit
 
 from cnnexp.errors import ConfigError, TrackingError, did_you_mean, without_password
 from cnnexp.measuring import environment
-from cnnexp.tracking import view
+from cnnexp.tracking import liveness, view
+from cnnexp.tracking.events import DIED, FOLDER, JOURNAL, KEY, note, open_journal, read_journal, store_status
+from cnnexp.tracking.folder import DELIVERER, Claim
 
 if TYPE_CHECKING:
     from mlflow.entities import DatasetInput, Run
@@ -43,6 +46,11 @@ EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}  # the p
 MODEL = "model"  # name of every run's model: runs:/ID/model
 EXAMPLE = "input_example.json"
 DATABASE_LINE = re.compile(r"\([\w.]*(?:Error|Exception)\) .*")  # as SQLAlchemy quotes its driver
+# what a run leaves in its folder -> the folder among its artifacts
+ARTIFACTS = {
+    **{"config.json": None, "report.md": None, "predictions.npz": None, "profile.json": None},
+    **{"figures": "figures", "checkpoints": "checkpoints"},
+}
 DIGEST_LENGTH = 36  # MLflow's limit
 
 
@@ -87,7 +95,7 @@ class Store:
         self._uri = uri
         self._pending: list[Any] = []
         self._retry_at = 0.0
-        self._open_runs: dict[str, str] = {}  # id -> how many workers
+        self._open_runs: set[str] = set()
         with self._explained("cannot be opened"):
             _need_answer(uri)
             _needdatabase_of(uri)
@@ -96,7 +104,7 @@ class Store:
             with alone(uri):
                 self._client = MlflowClient(tracking_uri=uri, registry_uri=uri)
                 self._experiment_id = self._experiment(experiment)
-            self._close_stale_runs()
+            self._end_stale_runs()
 
     def begin(
         self,
@@ -105,8 +113,10 @@ class Store:
         tags: Mapping[str, str],
         dataset: Mapping[str, Any] | None = None,
         parent: str | None = None,
+        key: str | None = None,
+        goes_on: bool = False,
     ) -> str:
-        """Start a run; return its id.
+        """Start a run, or go on with one; return its id.
 
         Args:
             name: shown in the list of runs.
@@ -114,29 +124,92 @@ class Store:
             tags: what runs are grouped by; facts of the machine and the code are added.
             dataset: name, sha256, source and profile of the data.
             parent: id of the sweep's run.
+            key: names the run, whoever begins it.
+            goes_on: whether a run of this key may be there; it is then running again, and keeps what it has.
         """
-        from mlflow.entities import Param
-
         tags = {**environment.machine_facts(), **environment.versions(), **environment.git_facts(), **tags}
-        tags["machine.pid"] = str(os.getppid())
+        tags |= {**liveness.describe(os.getppid()), liveness.HEARTBEAT: str(_now_ms())}
         if parent is not None:
             tags["mlflow.parentRunId"] = parent
         with self._explained("cannot be written"):
-            run_id = self._client.create_run(self._experiment_id, tags=tags, run_name=name).info.run_id
-            self._open_runs[run_id] = tags.get("workers", "1")
+            found = self._of_key(key) if goes_on and key else None
+            if found is None:
+                run_id = self._create(name, tags, key)
+            else:
+                run_id = found.info.run_id
+                self._client.update_run(run_id, status="RUNNING")
+                for tag, value in tags.items():
+                    self._client.set_tag(run_id, tag, value)
+                if "error" in found.data.tags:
+                    self._client.delete_tag(run_id, "error")
+            self._open_runs.add(run_id)
             self._pending = []  # what an earlier run could not send is in its journal
-            entries = [Param(key, value) for key, value in params.items()]
-            for start in range(0, len(entries), PARAMS_PER_CALL):
-                self._client.log_batch(run_id, params=entries[start : start + PARAMS_PER_CALL])
-            if dataset is not None:
-                self._client.log_inputs(run_id, [_dataset_input(dataset)])
+            self._describe(run_id, found, params, dataset)
         return run_id
+
+    def catch_up(self, folder: str) -> str:
+        """Go on with the run of a folder, bringing the store up to its journal; return its id.
+
+        Raises:
+            TrackingError: the folder's run was never begun, or the store cannot be written.
+        """
+        journal = read_journal(Path(folder))
+        if not journal["begin"]:
+            raise TrackingError(f"{folder}: holds no run to go on with")
+        run_id = self.begin(**journal["begin"], goes_on=True)
+        with self._explained("cannot be written"):
+            self._send_epochs(run_id, journal)
+        return run_id
+
+    def deliver(self, folder: str) -> str | None:
+        """Bring the store up to the journal of a run that has ended, however it ended.
+
+        Returns:
+            The id of the run; None where there is nothing to deliver: it runs, is gone on with in another folder, or
+            nothing of it was recorded.
+
+        Raises:
+            TrackingError: the store cannot be written.
+        """
+        where = Path(folder).resolve()
+        try:
+            claim = Claim(where, DELIVERER)
+        except ConfigError:
+            return None
+        except OSError as error:
+            raise TrackingError(f"{where}: {error.strerror or error}") from error
+        try:
+            journal = read_journal(where)
+            begin, key = journal["begin"], journal["begin"].get("key")
+            with self._explained("cannot be written"):
+                found = self._of_key(key) if key else None
+                if key is None or (found is None and not journal["epochs"]) or _elsewhere(found, where, key):
+                    return None
+                run_id = found.info.run_id if found else self._create(begin["name"], begin["tags"], key)
+                self._describe(run_id, found, begin["params"], begin["dataset"])
+                self._send_epochs(run_id, journal)
+                status, tags = store_status(journal["status"]), journal["tags"]
+                if journal["status"] == DIED:
+                    status, tags = _how_died(begin["tags"])
+                self.finish(run_id, status, tags, _left_in(where))
+            with open_journal(where / JOURNAL) as file:
+                note(file, "recorded", run_id=run_id)
+                note(file, "stored")
+            return run_id
+        finally:
+            claim.release()
+
+    def beat(self) -> None:
+        """Say of every open run that it is alive."""
+        for run_id in tuple(self._open_runs):
+            with contextlib.suppress(Exception):  # the store may be gone for a while
+                run = self._client.get_run(run_id)
+                for beating in {run_id, run.data.tags.get("mlflow.parentRunId", run_id)}:
+                    self._client.set_tag(beating, liveness.HEARTBEAT, str(_now_ms()))
 
     def log(self, run_id: str, metrics: Mapping[str, float], step: int, time_ms: int) -> None:
         """Record metrics. While the store does not answer they are kept here, for the next call or `finish`."""
-        from mlflow.entities import Metric
-
-        self._pending += [Metric(key, value, time_ms, step, run_id=run_id) for key, value in metrics.items()]
+        self._pend(run_id, metrics, step, time_ms)
         if time.monotonic() >= self._retry_at:
             try:
                 self._send_pending(run_id)
@@ -170,6 +243,9 @@ class Store:
         shape = (-1, *np.shape(example)[1:])
         images, probabilities = TensorSpec(np.dtype(pixels), shape), TensorSpec(np.dtype("float32"), (-1, classes))
         with self._explained("cannot be written"):
+            done = self._client.get_run(run_id).outputs
+            if done is not None and any(output.step == step for output in done.model_outputs):
+                return  # by a recorder that died before it could say so
             logged = self._client.create_logged_model(self._experiment_id, MODEL, run_id)
             signature = ModelSignature(Schema([images]), Schema([probabilities]))
             # MLflow then hands on what it is given: else it refuses lists and texts before the model sees them
@@ -209,7 +285,7 @@ class Store:
                 log = self._client.log_artifacts if Path(path).is_dir() else self._client.log_artifact
                 log(run_id, path, target)
             self._client.set_terminated(run_id, status)
-            self._open_runs.pop(run_id, None)
+            self._open_runs.discard(run_id)
 
     def settle(self) -> None:
         """Do nothing: the answer says that all calls before it are done."""
@@ -226,11 +302,9 @@ class Store:
 
     def close(self) -> None:
         """End what was never ended: its process is gone."""
-        for run_id, workers in list(self._open_runs.items()):
-            if workers == "1":
-                self.finish(run_id, "KILLED", {"error": "the training process ended without closing the run"})
-            else:
-                self.finish(run_id, "FAILED", {"error": f"one of {workers} workers died"})
+        for run_id in tuple(self._open_runs):
+            with contextlib.suppress(TrackingError):  # it is in the journal
+                self._end_dead(run_id)
 
     def _experiment(self, name: str) -> str:
         from mlflow.exceptions import MlflowException
@@ -259,13 +333,60 @@ class Store:
     def _search(self, condition: str, limit: int) -> Sequence[Run]:
         return self._client.search_runs([self._experiment_id], filter_string=condition, max_results=limit)
 
-    def _close_stale_runs(self) -> None:
-        """End runs of this machine whose process and recorder were both killed."""
-        host = environment.machine_facts()["machine.host"]
-        for run in self._search(f"attributes.status = 'RUNNING' and tags.`machine.host` = '{host}'", 100):
-            if not _alive(int(run.data.tags.get("machine.pid", 0))):
-                self._client.set_tag(run.info.run_id, "error", "the training process died")
-                self._client.set_terminated(run.info.run_id, "KILLED")
+    def _of_key(self, key: str) -> Run | None:
+        found = self._search(f"tags.`{KEY}` = '{key}'", 1) if key.isalnum() else []
+        return found[0] if found else None
+
+    def _create(self, name: str, tags: Mapping[str, str], key: str | None) -> str:
+        tags = {**tags, **({KEY: key} if key else {})}
+        return self._client.create_run(self._experiment_id, tags=tags, run_name=name).info.run_id
+
+    def _describe(
+        self, run_id: str, found: Run | None, params: Mapping[str, str], dataset: Mapping[str, Any] | None
+    ) -> None:
+        """Give a run those of its params, and its data set, that it has not been given before."""
+        from mlflow.entities import Param
+
+        there = found.data.params if found else {}
+        entries = [Param(key, value) for key, value in params.items() if key not in there]
+        for start in range(0, len(entries), PARAMS_PER_CALL):
+            self._client.log_batch(run_id, params=entries[start : start + PARAMS_PER_CALL])
+        if dataset is not None and not (found and found.inputs and found.inputs.dataset_inputs):
+            self._client.log_inputs(run_id, [_dataset_input(dataset)])
+
+    def _send_epochs(self, run_id: str, journal: Mapping[str, Any]) -> None:
+        """Send all metrics of a journal; a store keeps those with the same name, step, time and value once."""
+        times_ms = journal["times_ms"]
+        self._pending = []
+        for entry in journal["epochs"]:
+            metrics, step = dict(entry), entry["epoch"]
+            del metrics["epoch"]
+            self._pend(run_id, metrics, step, times_ms[step])
+        if journal["epochs"]:
+            self._pend(run_id, journal["metrics"], 0, times_ms.get(0, 0))
+        self._send_pending(run_id)
+
+    def _pend(self, run_id: str, metrics: Mapping[str, float], step: int, time_ms: int) -> None:
+        from mlflow.entities import Metric
+
+        self._pending += [Metric(key, float(value), time_ms, step, run_id=run_id) for key, value in metrics.items()]
+
+    def _end_stale_runs(self) -> None:
+        """End runs whose process and recorder were both killed, on this machine or another."""
+        for run in self._search("attributes.status = 'RUNNING'", 100):
+            if liveness.is_gone(run.data.tags, run.info.start_time, _now_ms()):
+                with contextlib.suppress(TrackingError):  # the next start tries again
+                    self._end_dead(run.info.run_id)
+
+    def _end_dead(self, run_id: str) -> None:
+        """End a run whose process is gone: as its journal says, or, where that is not here, as killed."""
+        tags = self._client.get_run(run_id).data.tags
+        folder, key = tags.get(FOLDER), tags.get(KEY)
+        if folder and _key_in(Path(folder)) == key:
+            self.deliver(folder)
+        else:
+            self.finish(run_id, *_how_died(tags))
+        self._open_runs.discard(run_id)
 
     def _send_pending(self, run_id: str) -> None:
         while self._pending:
@@ -350,16 +471,40 @@ def _dataset_input(dataset: Mapping[str, Any]) -> DatasetInput:
     return DatasetInput(entity, [InputTag("mlflow.data.context", "training and test")])
 
 
-def _alive(pid: int) -> bool:
-    if os.name != "posix":
-        return True  # signal 0 is no harmless question there
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return pid > 0
+def _elsewhere(found: Run | None, folder: Path, key: str) -> bool:
+    """Return whether a run is gone on with in another folder, which is there."""
+    there = found.data.tags.get(FOLDER) if found else None
+    return there is not None and Path(there) != folder and _key_in(Path(there)) == key
+
+
+def _key_in(folder: Path) -> str | None:
+    """Return which run the journal of a folder is of, None where there is none that can be read."""
+    with contextlib.suppress(OSError):
+        return read_journal(folder)["begin"].get("key")
+    return None
+
+
+def _how_died(tags: Mapping[str, str]) -> tuple[str, dict[str, str]]:
+    """Return status and tags of a run whose processes ended without a word."""
+    workers = tags.get("workers", "1")
+    if workers == "1":
+        return "KILLED", {"error": "the training process died"}
+    return "FAILED", {"error": f"one of {workers} workers died"}
+
+
+def _left_in(folder: Path) -> list[tuple[str, str | None]]:
+    """Return what a run has left in its folder, as artifacts."""
+    return [(str(folder / name), target) for name, target in ARTIFACTS.items() if (folder / name).exists()]
+
+
+def _now_ms() -> int:
+    return int(time.time() * 1000)
+
+
+def _beat(store: Store) -> None:
+    while True:
+        time.sleep(liveness.BEAT_S)
+        store.beat()
 
 
 def serve(calls: Iterator[str], answer: Callable[[str], None]) -> None:
@@ -373,6 +518,7 @@ def serve(calls: Iterator[str], answer: Callable[[str], None]) -> None:
         try:
             if name == "open":
                 store = Store(**arguments)
+                threading.Thread(target=_beat, args=(store,), daemon=True).start()
                 gc.freeze()  # the libraries are no garbage
             elif name == "draw":
                 from cnnexp.tracking import figures

@@ -17,7 +17,8 @@ import cnnexp
 from cnnexp import __main__ as cli
 from cnnexp.app import hydra_app, trust
 from cnnexp.errors import BackendUnavailable, DataError, TrackingError
-from cnnexp.tracking.journal import Run, read_journal
+from cnnexp.tracking.events import read_journal
+from cnnexp.tracking.journal import Run
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -13,7 +13,7 @@ from cnnexp import SGD, Digits, OneConv, fit
 from cnnexp.app import fit as fitting
 from cnnexp.app import predict
 from cnnexp.tracking import store as stores
-from cnnexp.tracking.journal import read_journal
+from cnnexp.tracking.events import read_journal
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = Digits(train_size=200, test_size=50)

@@ -18,7 +18,7 @@ from cnnexp.app import predict, resume
 from cnnexp.backends import BACKENDS, backend
 from cnnexp.datasets import Digits
 from cnnexp.errors import BackendUnavailable, CheckpointError, ConfigError, DataError
-from cnnexp.tracking.journal import read_journal
+from cnnexp.tracking.events import read_journal
 from cnnexp.tracking.model import Classifier
 from cnnexp.training import checkpoint
 from cnnexp.training.checkpoint import Keeper

@@ -6,7 +6,7 @@ import pytest
 from cnnexp.app import report
 from cnnexp.errors import ConfigError, DataError
 from cnnexp.papers.compare import note_facts
-from cnnexp.tracking.journal import JOURNAL, LACKING
+from cnnexp.tracking.events import JOURNAL, LACKING
 
 
 def test_a_report_is_made_again_from_its_folder(tmp_path, capsys):

@@ -12,8 +12,8 @@ from commands import TINY
 
 from cnnexp.app import resume
 from cnnexp.errors import CheckpointError, ConfigError
+from cnnexp.tracking.events import JOURNAL, read_journal
 from cnnexp.tracking.folder import Claim, is_claimed
-from cnnexp.tracking.journal import JOURNAL, read_journal
 from cnnexp.training.checkpoint import find, load
 
 THREE = (*TINY, "trainer.epochs=3")

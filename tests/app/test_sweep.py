@@ -15,7 +15,8 @@ from cnnexp.errors import DataError
 from cnnexp.papers import EXPERIMENTS
 from cnnexp.papers.compare import compare
 from cnnexp.tracking import store
-from cnnexp.tracking.journal import FALLBACK, JOURNAL, Run
+from cnnexp.tracking.events import FALLBACK, JOURNAL
+from cnnexp.tracking.journal import Run
 from cnnexp.tracking.pipe import Recorder
 
 # MLflow and what it imports warn of each other; the recorder's process silences them

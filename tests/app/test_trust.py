@@ -11,7 +11,7 @@ from commands import TINY
 
 from cnnexp.app import trust
 from cnnexp.errors import ConfigError
-from cnnexp.tracking.journal import read_journal
+from cnnexp.tracking.events import read_journal
 
 MARK = "+hydra.callbacks.x._target_="
 

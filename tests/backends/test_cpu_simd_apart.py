@@ -21,7 +21,7 @@ from cnnexp.errors import CompilerDied
 from cnnexp.network import Flatten, Linear, Network
 from cnnexp.network.losses import Loss
 from cnnexp.optimizers import SGD
-from cnnexp.tracking.journal import JOURNAL, read_journal
+from cnnexp.tracking.events import JOURNAL, read_journal
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPILE_APART = apart.compile_apart

@@ -5,7 +5,7 @@ from cnnexp.papers import compare
 from cnnexp.papers.experiment import Column, Experiment, Line
 from cnnexp.papers.measures import accuracy
 from cnnexp.papers.page import texts
-from cnnexp.tracking.journal import LACKING
+from cnnexp.tracking.events import LACKING
 
 
 def as_cells(experiment: Experiment, jobs) -> list[list[compare.Cell]]:

@@ -11,7 +11,7 @@ from cnnexp import __main__ as cli
 from cnnexp.app import hydra_app
 from cnnexp.papers import EXPERIMENTS, page
 from cnnexp.papers.compare import compare
-from cnnexp.tracking.journal import LACKING
+from cnnexp.tracking.events import LACKING
 
 ROOT = Path(__file__).resolve().parents[2]
 MNIST = ROOT.parent / "shared" / "data" / "mnist"

@@ -17,7 +17,7 @@ from cnnexp.errors import ConfigError
 from cnnexp.optimizers import OPTIMIZERS, SGD
 from cnnexp.system import registry
 from cnnexp.system.registry import Registry, register
-from cnnexp.tracking.journal import read_journal
+from cnnexp.tracking.events import read_journal
 
 ROOT = Path(__file__).resolve().parents[2]
 OUTSIDE = ROOT / "tests" / "outside.py"

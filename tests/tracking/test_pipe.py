@@ -12,7 +12,8 @@ from results import CONFIG, DATASET, NETWORK, Backend, epoch_result
 from cnnexp.errors import Diverged, TrackingError
 from cnnexp.tracking import pipe
 from cnnexp.tracking import store as stores
-from cnnexp.tracking.journal import Run, default_name, flatten, predicted_classes, read_journal
+from cnnexp.tracking.events import KEY, read_journal
+from cnnexp.tracking.journal import Run, default_name, flatten, predicted_classes
 from cnnexp.tracking.pipe import Recorder
 
 # MLflow and what it imports warn of each other; the recorder's process silences them
@@ -191,20 +192,76 @@ def test_best_goes_by_the_validation_split(tmp_path):
     assert run.metrics["final/test_accuracy"] == 0.75
 
 
-def test_a_dead_recorder_loses_no_epoch(uri, store, tmp_path):
+def kill(recorder):
+    recorder._process.kill()
+    recorder._process.wait()
+
+
+def history(store, run_id, key="train/loss"):
+    return [(m.step, m.value) for m in store._client.get_metric_history(run_id, key)]
+
+
+@pytest.mark.parametrize("when", ["before it begins", "between epochs", "at the end"])
+def test_another_recorder_takes_over_from_a_dead_one(uri, store, tmp_path, monkeypatch, when):
     doomed = Recorder(uri, "runs")
+    draw = Run._draw
+
+    def die_once(self, recorder):
+        monkeypatch.setattr(Run, "_draw", draw)
+        kill(doomed)
+        return draw(self, recorder)
+
+    if when == "at the end":
+        monkeypatch.setattr(Run, "_draw", die_once)
+    with Run(tmp_path, CONFIG, (), doomed) as run:
+        if when == "before it begins":
+            kill(doomed)
+        run.begin(DATASET, NETWORK, Backend())
+        run.epoch(epoch_result(1))
+        if when == "between epochs":
+            kill(doomed)
+        for epoch in (2, 3, 4):
+            run.epoch(epoch_result(epoch))
+    doomed.close()
+    recorded = read(store, run.id)
+    assert recorded.info.status == "FINISHED"
+    assert history(store, run.id) == [(1, 1.0), (2, 0.5), (3, 1 / 3), (4, 0.25)]
+    assert recorded.data.metrics["final/test_accuracy"] == 0.5
+    assert {a.path for a in store._client.list_artifacts(run.id)} >= {"config.json", "figures", "predictions.npz"}
+    assert len(store._search(f"tags.`{KEY}` = '{recorded.data.tags[KEY]}'", 10)) == 1
+    journal = read_journal(tmp_path)
+    assert (journal["status"], journal["stored"], journal["run_id"]) == ("FINISHED", True, run.id)
+
+
+def test_recorders_that_die_at_once_lose_no_epoch_and_it_is_said_how_to_send_them(uri, store, tmp_path, monkeypatch):
+    doomed = Recorder(uri, "runs")
+
+    def start_dead():
+        dead = subprocess.Popen(
+            [sys.executable, "-c", ""], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+        dead.wait()
+        return dead
+
+    monkeypatch.setattr(pipe, "_start_process", start_dead)
 
     def results():
         yield epoch_result(1)
-        doomed._process.kill()
-        doomed._process.wait()
-        yield epoch_result(2)
+        kill(doomed)
+        yield from map(epoch_result, range(2, 9))
 
-    with pytest.raises(TrackingError, match=f"recorder process has died; all 2 epochs are in {tmp_path}"):
+    with pytest.raises(
+        TrackingError, match=f"recorder process has died; all 8 epochs are in {tmp_path}.* sync {tmp_path}"
+    ):
         record(tmp_path, doomed, results())
-    assert len(read_journal(tmp_path)["epochs"]) == 2
+    assert len(read_journal(tmp_path)["epochs"]) == 8
     doomed.close()
-    store._client.set_terminated(latest(store).info.run_id, "KILLED")
+    stale = latest(store)
+    assert stale.info.status == "RUNNING"
+    assert store.deliver(str(tmp_path)) == stale.info.run_id
+    assert read(store, stale.info.run_id).info.status == "FINISHED"  # as the journal says
+    assert [step for step, _ in history(store, stale.info.run_id)] == list(range(1, 9))
+    assert read_journal(tmp_path)["stored"]
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="a process is stopped by a POSIX signal")
@@ -231,13 +288,60 @@ def test_a_run_never_waits_for_a_store_that_stands_still(uri, store, tmp_path):
     assert [m.step for m in store._client.get_metric_history(run.id, "test/loss")] == list(range(1, 301))
 
 
-def test_a_recorder_too_far_behind_is_given_up_and_said(uri, store, tmp_path, monkeypatch):
-    monkeypatch.setattr(pipe, "MOST_WAITING", 0)
+def test_a_recorder_too_far_behind_is_told_the_rest_at_the_end(uri, store, tmp_path, monkeypatch):
     live = Recorder(uri, "runs")
-    with pytest.raises(TrackingError, match=f"0 calls behind; all 2 epochs are in {tmp_path}"):
-        record(tmp_path, live, [epoch_result(1), epoch_result(2)])
+    with Run(tmp_path, CONFIG, (), live) as run:
+        run.begin(DATASET, NETWORK, Backend())
+        run.wait()
+        with monkeypatch.context() as full:
+            full.setattr(pipe, "MOST_WAITING", 0)
+            for epoch in (1, 2):
+                run.epoch(epoch_result(epoch))
+        run.epoch(epoch_result(3))
+        assert [step for step, _ in history(store, run.id)] == [3]
     live.close()
-    assert len(read_journal(tmp_path)["epochs"]) == 2
+    assert sorted(step for step, _ in history(store, run.id)) == [1, 2, 3]
+    assert read(store, run.id).data.metrics["final/test_accuracy"] == 0.5
+
+
+@pytest.mark.parametrize("where", ["the same folder", "another folder"])
+def test_a_run_goes_on_in_its_record_with_every_epoch_once(live, store, tmp_path, where):
+    with pytest.raises(KeyboardInterrupt):
+        record(tmp_path / "a", live, map(epoch_result, (1, 2, 3)), KeyboardInterrupt())
+    first = read_journal(tmp_path / "a")["run_id"]
+    assert read(store, first).info.status == "KILLED"
+    folder = tmp_path / ("a" if where == "the same folder" else "b")
+    with Run(folder, CONFIG, (), live, earlier=tmp_path / "a") as second:
+        second.begin(DATASET, NETWORK, Backend())
+        second.resume([epoch_result(1), epoch_result(2)])  # no checkpoint was written after the third
+        assert read(store, first).info.status == "RUNNING"
+        second.epoch(epoch_result(3, epoch_s=9.0))
+        second.epoch(epoch_result(4))
+    assert second.id == first
+    recorded = read(store, first)
+    assert recorded.info.status == "FINISHED"
+    assert "error" not in recorded.data.tags
+    assert history(store, first) == [(1, 1.0), (2, 0.5), (3, 1 / 3), (4, 0.25)]
+    assert history(store, first, "time/epoch_s") == [(1, 0.5), (2, 0.5), (3, 0.5), (4, 0.5)]
+    journal = read_journal(folder)
+    assert [epoch["epoch"] for epoch in journal["epochs"]] == [1, 2, 3, 4]
+    assert journal["stored"]
+    if folder != tmp_path / "a":
+        assert store.deliver(str(tmp_path / "a")) is None  # what is there is an earlier part
+        assert read(store, first).info.status == "FINISHED"
+
+
+def test_a_run_of_another_config_gets_a_record_of_its_own(live, store, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        record(tmp_path, live, [epoch_result(1)], KeyboardInterrupt())
+    first = read_journal(tmp_path)["run_id"]
+    with Run(tmp_path, {**CONFIG, "optimizer": {"name": "adam", "lr": 0.2}}, (), live, earlier=tmp_path) as second:
+        second.begin(DATASET, NETWORK, Backend())
+        second.resume([epoch_result(1)])
+        second.epoch(epoch_result(2))
+    assert second.id != first
+    assert history(store, second.id) == [(1, 1.0), (2, 0.5)]
+    assert read(store, first).info.status == "KILLED"
 
 
 @pytest.fixture
@@ -292,7 +396,7 @@ def test_a_killed_process_leaves_no_run_running_and_never_imported_mlflow(uri, s
     while read(store, run_id).info.status == "RUNNING" and time.monotonic() < deadline:
         time.sleep(0.1)
     recorded = read(store, run_id)
-    assert recorded.info.status == "KILLED"
+    assert (recorded.info.status, recorded.data.tags["error"]) == ("KILLED", "the training process died")
     assert recorded.data.metrics["test/accuracy"] == 0.5
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from cnnexp.errors import ConfigError, TrackingError
 from cnnexp.measuring import environment
+from cnnexp.tracking import liveness, view
 from cnnexp.tracking import store as stores
-from cnnexp.tracking import view
 from cnnexp.tracking.pipe import Recorder
 
 # MLflow and what it imports warn of each other; the recorder's process silences them
@@ -144,10 +144,31 @@ def test_a_killed_machine_leaves_no_run_running(store):
     gone.wait()
     stale, live = begin(store), begin(store)
     store._client.set_tag(stale, "machine.pid", str(gone.pid))
-    store._client.set_tag(live, "machine.pid", str(os.getpid()))
+    for name, value in liveness.describe(os.getpid()).items():
+        store._client.set_tag(live, name, value)
     stores.Store(store._uri, "first")
     assert read(store, stale).info.status == "KILLED"
     assert read(store, live).info.status == "RUNNING"
+
+
+def test_a_heartbeat_is_of_the_run_and_its_sweep(store):
+    parent = begin(store)
+    child = store.begin("child", {}, {}, parent=parent)
+    for run_id in (parent, child):
+        store._client.set_tag(run_id, liveness.HEARTBEAT, "1")
+    store._open_runs = {child}
+    store.beat()
+    assert all(int(read(store, run_id).data.tags[liveness.HEARTBEAT]) > 1 for run_id in (parent, child))
+
+
+def test_a_journal_that_is_not_as_we_write_it_is_one_line(store, tmp_path):
+    (tmp_path / "journal.jsonl").write_text(
+        json.dumps({"event": "begin", "key": "abc", "name": 1})
+        + '\n{"event": "epoch", "epoch": 1, "metrics": {"a": "x"}}\n'
+    )
+    with pytest.raises(TrackingError, match=r"^tracking\.uri=sqlite.*: cannot be written: "):
+        store.deliver(str(tmp_path))
+    assert store.deliver(str(tmp_path / "nothing")) is None if (tmp_path / "nothing").mkdir() is None else None
 
 
 def test_close_ends_open_runs(store):

@@ -7,7 +7,8 @@ from results import CONFIG, DATASET, NETWORK, Backend, epoch_result
 from cnnexp.measuring.confidence import median_interval
 from cnnexp.measuring.interference import Interference
 from cnnexp.tracking import verdict
-from cnnexp.tracking.journal import REPORT, Run, read_journal, summary
+from cnnexp.tracking.events import read_journal
+from cnnexp.tracking.journal import REPORT, Run, summary
 
 QUIET, BUSY = Interference(0.004, 0.0, 0.3, 2), Interference(0.31, 0.02, 6.0, 2)
 RATIOS = (2.0, 2.5, 3.0, 2.4, 2.6, 2.2, 2.8)

@@ -15,7 +15,7 @@ import pytest
 from workers.work import MODELS, OPTIMIZERS, compiled, hundred_steps, trained
 
 from cnnexp.backends.processor import usable_cores
-from cnnexp.tracking.journal import read_journal
+from cnnexp.tracking.events import read_journal
 from cnnexp.training.checkpoint import find, list_checkpoints, load
 from cnnexp.workers import Mpi
 

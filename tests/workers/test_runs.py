@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from cnnexp.measuring.environment import outputs_dir
-from cnnexp.tracking.journal import read_journal
+from cnnexp.tracking.events import read_journal
 from cnnexp.training.checkpoint import find, list_checkpoints, load
 from cnnexp.workers import Local
 

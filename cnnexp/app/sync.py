@@ -1,0 +1,78 @@
+"""`cnnexp sync`: send to the stores what journals hold and stores lack, since they did not answer or a process died."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from cnnexp.app import trust
+from cnnexp.errors import ConfigError, TrackingError
+from cnnexp.measuring.environment import outputs_dir
+from cnnexp.tracking.events import JOURNAL, read_journal
+from cnnexp.tracking.pipe import Recorder
+from cnnexp.tracking.store import store_uri
+
+URI = "tracking.uri"
+
+
+def command(arguments: Sequence[str]) -> None:
+    """Bring stores up to the journals of runs that have ended, and say what was sent.
+
+    Args:
+        arguments: of the command line: folders to look in, `outputs/` where none is given; `tracking.uri=...` sends all
+            that lies there to that store, instead of what each run's own store lacks.
+
+    Raises:
+        ConfigError: a folder is not there, or the address of a store is not known here.
+        TrackingError: a store cannot be opened or written.
+    """
+    words = trust.hide_password(arguments)
+    given = [word.partition("=")[2] for word in words if word.startswith(f"{URI}=")]
+    folders = [Path(word) for word in words if not word.startswith(f"{URI}=")] or [outputs_dir()]
+    for folder in folders:
+        if not folder.is_dir() and folder != outputs_dir():
+            raise ConfigError(f"sync {folder}: no such folder; give the folders of runs, or {URI}=STORE")
+    sent, problems = 0, []
+    with contextlib.ExitStack() as stack:
+        recorders: dict[tuple[str, str], Recorder] = {}
+        for folder, journal in _to_send(folders, all_of_them=bool(given)):
+            tracking = journal["config"].get("tracking", {})
+            place = _resolved(given[-1] if given else tracking.get("uri"), folder), tracking.get("experiment", "cnnexp")
+            if place not in recorders:
+                recorders[place] = Recorder(*place)
+                stack.callback(recorders[place].close)
+            try:
+                run_id = recorders[place].call("deliver", folder=str(folder))
+            except TrackingError as error:
+                problems.append(str(error))
+                continue
+            if run_id is not None:
+                sent += 1
+                told = f"{len(journal['epochs'])} epochs, {journal['status']}"
+                sys.stdout.write(f"sent {journal['name']} ({told}) of {folder}: run {run_id}\n")
+    if problems:
+        raise TrackingError("; ".join(dict.fromkeys(problems)))
+    sys.stdout.write(f"{sent} runs sent\n" if sent else "nothing to send: the stores have all that the journals hold\n")
+
+
+def _to_send(folders: Sequence[Path], all_of_them: bool) -> Iterator[tuple[Path, Mapping[str, Any]]]:
+    """Yield the runs below some folders, with their journals, that a store lacks something of."""
+    for path in sorted({path.resolve() for folder in folders for path in folder.rglob(JOURNAL)}):
+        journal = read_journal(path.parent)
+        recorded = journal["config"].get("tracking", {}).get("name") != "none"
+        if journal["begin"] and (all_of_them or (recorded and not journal["stored"])):
+            yield path.parent, journal
+
+
+def _resolved(uri: str | None, folder: Path) -> str:
+    """Return the address of a store; the journal holds the name of a variable in the place of what is secret."""
+    try:
+        return store_uri(OmegaConf.create({"uri": uri})["uri"])
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{folder}: {str(error).splitlines()[0]}; set it, or give {URI}=STORE") from error

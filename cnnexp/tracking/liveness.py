@@ -1,0 +1,72 @@
+"""Whether the process that a run was recorded by still lives, told from the tags of the run alone.
+
+A process id counts on its own machine, since its start, in its own container alone; elsewhere a heartbeat tells.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+
+HEARTBEAT = "record.heartbeat_ms"  # tag: when the recorder last was alive
+BEAT_S = 60.0
+DEAD_S = 15 * 60.0  # without a heartbeat; clocks of machines may differ by minutes
+HOST, PID, STARTED = "machine.host", "machine.pid", "machine.pid_started"
+WHERE = ("machine.boot", "machine.pid_namespace")  # tags, beside the host, that must be ours for its ids to be
+
+
+def describe(pid: int) -> dict[str, str]:
+    """Return what names a process of this machine, as tags; those are left out that the system does not tell."""
+    found = {HOST: platform.node(), PID: str(pid), WHERE[0]: _boot(), WHERE[1]: _namespace(), STARTED: _started(pid)}
+    return {name: value for name, value in found.items() if value}
+
+
+def is_gone(tags: Mapping[str, str], started_ms: int, now_ms: int) -> bool:
+    """Return whether the process of a run has ended.
+
+    Args:
+        tags: of the run.
+        started_ms: when the run began.
+        now_ms: by the clock of this machine.
+    """
+    here = describe(int(tags[PID])) if tags.get(PID, "").isdecimal() else {}
+    if here and all(tags.get(name, "") == here.get(name, "") for name in (HOST, *WHERE)):
+        return not _alive(int(tags[PID])) or tags.get(STARTED, "") != here.get(STARTED, "")
+    beat = tags.get(HEARTBEAT, "")
+    last_ms = max(started_ms, int(beat) if beat.isdecimal() else 0)
+    return now_ms - last_ms > DEAD_S * 1000
+
+
+def _alive(pid: int) -> bool:
+    if os.name != "posix":
+        return True  # signal 0 is no harmless question there
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return pid > 0
+
+
+def _boot() -> str:
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return ""
+
+
+def _namespace() -> str:
+    with contextlib.suppress(OSError, AttributeError):
+        return os.readlink("/proc/self/ns/pid")
+    return ""
+
+
+def _started(pid: int) -> str:
+    """Return when a process started, in ticks since the boot: an id is used again."""
+    with contextlib.suppress(OSError, IndexError):
+        # the second field, the program's name in brackets, may hold anything
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[19]
+    return ""

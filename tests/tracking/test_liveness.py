@@ -1,0 +1,41 @@
+import os
+import subprocess
+import sys
+
+import pytest
+
+from cnnexp.tracking import liveness
+
+NOW_MS = 1_000_000_000
+
+
+@pytest.fixture
+def ours():
+    return liveness.describe(os.getpid())
+
+
+def test_this_process_is_alive_and_an_ended_one_is_gone(ours):
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    tags = liveness.describe(gone.pid)
+    gone.wait()
+    assert not liveness.is_gone(ours, 0, NOW_MS)
+    assert liveness.is_gone(tags, NOW_MS, NOW_MS)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="the system does not tell when a process started")
+def test_a_process_id_that_is_used_again_is_of_another(ours):
+    assert liveness.is_gone({**ours, liveness.STARTED: "1"}, NOW_MS, NOW_MS)
+
+
+@pytest.mark.parametrize("differs", [liveness.HOST, *liveness.WHERE])
+@pytest.mark.parametrize(("age_s", "gone"), [(60, False), (liveness.DEAD_S + 1, True)])
+def test_elsewhere_the_heartbeat_tells(ours, differs, age_s, gone):
+    """Another machine, the same after a start, and a container of the same host name: its ids are not ours."""
+    beat = str(int(NOW_MS - age_s * 1000))
+    tags = {**ours, liveness.PID: "999999999", differs: "elsewhere", liveness.HEARTBEAT: beat}
+    assert liveness.is_gone(tags, 0, NOW_MS) is gone
+
+
+def test_without_a_heartbeat_the_start_counts(ours):
+    assert not liveness.is_gone({liveness.HOST: "elsewhere"}, NOW_MS - 60_000, NOW_MS)
+    assert liveness.is_gone({liveness.HEARTBEAT: "never"}, 0, NOW_MS)
