@@ -82,8 +82,8 @@ def test_summary_adds_up(trained):
 
 
 @pytest.mark.filterwarnings("default")  # MLflow and what it imports warn of each other
-def test_a_recorded_fit_is_a_run(tmp_path, monkeypatch):
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
+def test_a_recorded_fit_is_a_run(tmp_path, monkeypatch, new_store):
+    uri = new_store(tmp_path)
     monkeypatch.setattr(fitting, "store_uri", lambda uri_: uri)
     monkeypatch.setattr(fitting, "outputs_dir", lambda: tmp_path)
     found = fit(OneConv(filters=4), DATA, "numpy", 2, baseline=None, record=True)

@@ -193,10 +193,10 @@ def test_lists_of_whole_numbers_are_floats_to_a_model_of_floats(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory):
+def recorded(tmp_path_factory, new_store):
     """A real run, recorded in a store of its own: its folder and the store."""
     folder = tmp_path_factory.mktemp("recorded")
-    uri = f"sqlite:///{folder}/mlflow.db"
+    uri = new_store(folder)
     small = ["model.filters=4", "dataset.train_size=300", "dataset.test_size=50", "trainer.epochs=2"]
     arguments = ["backend=numpy", "trainer.baseline=cpu", f"tracking.uri={uri}", f"hydra.run.dir={folder}/runs/1"]
     command = [sys.executable, "-m", "cnnexp", *small, *arguments]

@@ -112,8 +112,8 @@ def test_a_sweep_is_over_when_it_is_finished(tmp_path):
     assert sweep.current() is None
 
 
-def test_sweep_in_mlflow_has_a_parent_with_table_and_figures(tmp_path):
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
+def test_sweep_in_mlflow_has_a_parent_with_table_and_figures(tmp_path, new_store):
+    uri = new_store(tmp_path)
     recorder = Recorder(uri, "sweeps")
     started = sweep.begin(tmp_path / "jobs", ["model.filters=2,4", "trainer.seed=1"], recorder)
     jobs = [run_job(tmp_path / "jobs", i, [f"model.filters={2 + 2 * i}"], 1 + i, None, recorder) for i in range(2)]
@@ -157,8 +157,8 @@ def command_line(*arguments):
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
 
 
-def test_a_sweep_from_the_command_line_can_go_on_where_it_failed(tmp_path):
-    store = f"tracking.uri=sqlite:///{tmp_path}/mlflow.db"
+def test_a_sweep_from_the_command_line_can_go_on_where_it_failed(tmp_path, new_store):
+    store = f"tracking.uri={new_store(tmp_path)}"
     filters = ("backend=numpy", "trainer.epochs=1", store)
     first = command_line(*filters, "model.filters=2,-1", f"hydra.sweep.dir={tmp_path}/first")
     assert first.returncode == 1, first.stderr

@@ -100,7 +100,7 @@ def check_step(network: Network) -> KernelProgram:
     return program
 
 
-@pytest.mark.parametrize("point", sample(4 if CPU.runs_here else 2), ids=str)
+@pytest.mark.parametrize("point", sample(2), ids=str)
 def test_two_convolutions(point):
     check_step(two_convolutions(*point))
 

@@ -1,4 +1,7 @@
-"""Every GPU backend in Numba's CUDA simulator, each in a process of its own: see `simulated_gpu.py`."""
+"""Every GPU backend in Numba's CUDA simulator, each in a process of its own: see `simulated_gpu.py`.
+
+A second opinion beside the software GPU (`test_soft_gpu.py`), and slow: most of it is left to `-m slow`.
+"""
 
 import json
 import os
@@ -11,6 +14,7 @@ import pytest
 from cnnexp.backends import BACKENDS
 
 ROOT = Path(__file__).parents[2]
+SLOW = pytest.mark.slow
 
 
 def simulate(*arguments: str) -> subprocess.CompletedProcess:
@@ -22,7 +26,11 @@ def simulate(*arguments: str) -> subprocess.CompletedProcess:
 
 @pytest.mark.parametrize(
     "which",
-    ["gpu-naive", "gpu-shared-input", "gpu-shared and not input", "gpu-tuned", "gpu-fused", "refused or shared_array"],
+    [
+        "gpu-naive or refused or shared_array",
+        "gpu-fused and (one_conv or fractions)",
+        *(pytest.param(which, marks=SLOW) for which in ("shared-input", "gpu-shared and not input", "tuned", "fused")),
+    ],
 )
 def test_backend_in_the_simulator(which):
     suite = "tests/backends/simulated_gpu.py"
@@ -32,7 +40,13 @@ def test_backend_in_the_simulator(which):
     assert "skipped" not in done.stdout
 
 
-@pytest.mark.parametrize("name", [name for name in BACKENDS if name.startswith("gpu")])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpu",
+        *(pytest.param(name, marks=SLOW) for name in BACKENDS if name.startswith("gpu-")),
+    ],
+)
 def test_a_simulated_run_trains_and_tells_no_times(name, tmp_path):
     small = (
         "dataset.height=6",

@@ -22,8 +22,8 @@ pytestmark = pytest.mark.filterwarnings("default")
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    return stores.Store(stores._sqlite_uri(tmp_path_factory.mktemp("ui") / "mlflow.db"), "first")
+def store(tmp_path_factory, new_store):
+    return stores.Store(new_store(tmp_path_factory.mktemp("ui")), "first")
 
 
 def test_ui_shows_the_store_to_this_machine_alone(store, monkeypatch, capsys):
@@ -100,10 +100,10 @@ needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is ins
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory):
+def page(tmp_path_factory, new_store):
     """`cnnexp ui` on a sweep of three runs: the address that it opened in the user's browser, and the store."""
     folder = tmp_path_factory.mktemp("page")
-    uri = f"sqlite:///{folder}/mlflow.db"
+    uri = new_store(folder)
     recorded = stores.Store(uri, "backends")
     parent = recorded.begin("sweep", {}, {"kind": "sweep"})
     (folder / "a.ckpt").write_bytes(b"a model")

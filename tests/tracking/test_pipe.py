@@ -21,8 +21,8 @@ pytestmark = pytest.mark.filterwarnings("default")
 
 
 @pytest.fixture(scope="module")
-def uri(tmp_path_factory):
-    return f"sqlite:///{tmp_path_factory.mktemp('store')}/mlflow.db"
+def uri(tmp_path_factory, new_store):
+    return new_store(tmp_path_factory.mktemp("store"))
 
 
 @pytest.fixture(scope="module")

@@ -95,10 +95,10 @@ def test_a_killed_rank_ends_all_and_is_named(rank):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_stopped_rank_ends_all_and_the_run_is_failed(tmp_path, rank):
-    store, folder = tmp_path / "mlflow.db", tmp_path / "run"
+def test_a_stopped_rank_ends_all_and_the_run_is_failed(tmp_path, rank, new_store):
+    store, folder = new_store(tmp_path), tmp_path / "run"
     endless = (f"hydra.run.dir={folder}", "trainer.epochs=100000", "dataset.train_size=1000")
-    recorded = ("tracking=mlflow", f"tracking.uri=sqlite:///{store}")
+    recorded = ("tracking=mlflow", f"tracking.uri={store}")
     process = start("-m", "cnnexp", *TINY, *endless, *recorded, "workers=mpi", "workers.patience_s=4")
     wait_for(lambda: list_checkpoints(folder / "checkpoints")[1:], process)
     everyone = ranks_of(process)
@@ -147,7 +147,7 @@ def test_ctrl_c_ends_all_ranks_and_the_run_is_killed(tmp_path):
 
 
 def _statuses(store):
-    with contextlib.closing(sqlite3.connect(store)) as connection:
+    with contextlib.closing(sqlite3.connect(store.removeprefix("sqlite:///"))) as connection:
         return [status for (status,) in connection.execute("select status from runs")]
 
 

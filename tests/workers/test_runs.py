@@ -55,8 +55,8 @@ def test_a_run_that_was_stopped_ends_bit_identical_to_one_that_was_not(tmp_path)
     assert len(losses[0]) == 4
 
 
-def test_a_run_goes_on_by_its_mlflow_id(tmp_path):
-    store = f"tracking.uri=sqlite:///{tmp_path}/mlflow.db"
+def test_a_run_goes_on_by_its_mlflow_id(tmp_path, new_store):
+    store = f"tracking.uri={new_store(tmp_path)}"
     outputs_dir().mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=outputs_dir()) as half:  # where ids are looked for
         done = cnnexp(store, f"hydra.run.dir={half}", "trainer.epochs=2")
@@ -94,9 +94,9 @@ def test_a_run_that_cannot_go_on_says_why(tmp_path_factory, arguments, code, mes
     assert not (folder / "checkpoints").exists()
 
 
-def test_a_killed_rank_0_ends_the_run_as_failed_and_it_goes_on_from_its_checkpoint(tmp_path):
-    store, folder = tmp_path / "mlflow.db", tmp_path / "run"
-    with _endless(folder, f"tracking.uri=sqlite:///{store}") as (run, worker):
+def test_a_killed_rank_0_ends_the_run_as_failed_and_it_goes_on_from_its_checkpoint(tmp_path, new_store):
+    store, folder = new_store(tmp_path), tmp_path / "run"
+    with _endless(folder, f"tracking.uri={store}") as (run, worker):
         run.kill()
         _, stderr = run.communicate(timeout=LIMIT_S)
         _wait_for(lambda: _statuses(store) != ["RUNNING"])
@@ -122,9 +122,9 @@ def test_a_killed_worker_ends_the_run_as_failed(tmp_path):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_stopped_worker_ends_the_run_as_failed(tmp_path, rank):
-    store, folder = tmp_path / "mlflow.db", tmp_path / "run"
-    with _endless(folder, "workers.patience_s=3", f"tracking.uri=sqlite:///{store}") as (run, worker):
+def test_a_stopped_worker_ends_the_run_as_failed(tmp_path, rank, new_store):
+    store, folder = new_store(tmp_path), tmp_path / "run"
+    with _endless(folder, "workers.patience_s=3", f"tracking.uri={store}") as (run, worker):
         stopped = worker if rank else psutil.Process(run.pid)
         stopped.suspend()
         _, stderr = run.communicate(timeout=LIMIT_S)
@@ -197,5 +197,5 @@ def _newest_epoch(folder):
 
 
 def _statuses(store):
-    with contextlib.closing(sqlite3.connect(store)) as connection:
+    with contextlib.closing(sqlite3.connect(store.removeprefix("sqlite:///"))) as connection:
         return [status for (status,) in connection.execute("select status from runs")]
