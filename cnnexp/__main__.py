@@ -21,6 +21,7 @@ from cnnexp.tracking.pipe import end_early, start_early
 # name -> function and arguments; conf/config.yaml tells what each is for
 COMMANDS = {
     "doctor": ("cnnexp.app.doctor:command", ""),
+    "draw": ("cnnexp.app.draw:command", "RUN"),
     "export": ("cnnexp.app.export:command", "RUN [FILE.onnx]"),
     "predict": (
         "cnnexp.app.predict:command",

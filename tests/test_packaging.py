@@ -37,7 +37,7 @@ def installed(site: Path, *command: str, cwd: Path) -> subprocess.CompletedProce
 def test_the_wheel_holds_every_module_and_every_config_file(site):
     for folder, target in ((ROOT / "cnnexp", site / "cnnexp"), (ROOT / "conf", site / "cnnexp" / "conf")):
         for path in folder.rglob("*"):
-            if path.suffix in (".py", ".yaml"):
+            if path.suffix in (".py", ".yaml", ".html"):
                 assert (target / path.relative_to(folder)).is_file(), path
 
 

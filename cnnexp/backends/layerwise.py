@@ -15,7 +15,7 @@ import numpy as np
 from cnnexp.backends.protocol import Array, Ops, State
 from cnnexp.backends.stages import Chain, Run, Watch, unwatched
 from cnnexp.backends.state import complete
-from cnnexp.network import Network
+from cnnexp.network import Network, Stage
 from cnnexp.network.losses import Loss, Totals, check_loss
 from cnnexp.optimizers import Optimizer
 
@@ -135,6 +135,12 @@ class LayerwiseProgram:
             batch = slice(start, min(start + self.batch_size, len(handle)))
             scores[batch] = ops.to_host(self._chain.forward(self._run(batch.stop - start), handle.images[batch]))
         return scores
+
+    @_in_scope
+    def outputs(self, handle: Split) -> list[tuple[Stage, np.ndarray]]:
+        """Return each stage with its output in `predict`, (N, *output_shape), for at most batch_size images."""
+        outputs = self._chain.outputs(self._run(len(handle)), handle.images)
+        return [(stage, np.array(self._ops.to_host(y))) for stage, y in outputs]
 
     @_in_scope
     def forward(self, handle: Split, indices: np.ndarray, trains: bool, images: np.ndarray | None = None) -> np.ndarray:

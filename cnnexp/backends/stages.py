@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import assert_never
@@ -82,7 +82,7 @@ class Chain:
             step = _STEPS.get(type(stage.layer), _Leaf)(ops, stage, batch_size, x, dx)
             self.steps.append(step)
             x, dx = step.y, step.dy
-        self._batch_size = batch_size
+        self._stages, self._batch_size = tuple(stages), batch_size
         trained = (i for i, stage in enumerate(stages) if stage.parameters)
         self._first_trained = next(trained, len(stages))
 
@@ -91,6 +91,12 @@ class Chain:
         for step in self.steps:
             x = step.forward(run, x, self._first(step.y, run))
         return x
+
+    def outputs(self, run: Run, x: Array) -> Iterator[tuple[Stage, Array]]:
+        """Yield each stage with its output for x, which lies in its buffer until the next batch."""
+        for stage, step in zip(self._stages, self.steps, strict=True):
+            x = step.forward(run, x, self._first(step.y, run))
+            yield stage, x
 
     def gradient(self, count: int) -> Array:
         """Return where the gradient of the output of `count` images belongs, before `backward`."""

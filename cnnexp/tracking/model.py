@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 
 from cnnexp.backends import backend_class
+from cnnexp.backends.layerwise import LayerwiseProgram
 from cnnexp.backends.protocol import Backend
 from cnnexp.datasets import photograph
 from cnnexp.datasets.images import decode_picture
 from cnnexp.errors import CheckpointError, ConfigError, DataError
-from cnnexp.network import Shape
+from cnnexp.network import Shape, Stage
 from cnnexp.network.losses import Loss
 from cnnexp.optimizers import SGD
 from cnnexp.training import checkpoint
@@ -109,6 +110,19 @@ class Classifier:
             return np.hstack([1 - scores, scores])
         powers = np.exp(scores - scores.max(axis=1, keepdims=True))
         return powers / powers.sum(axis=1, keepdims=True)
+
+    def outputs(self, images: np.ndarray) -> list[tuple[Stage, np.ndarray]]:
+        """Return each layer in its place with its output, (N, *output_shape).
+
+        Args:
+            images: (N, *input_shape), uint8 or float32; at most `BATCH_SIZE`.
+
+        Raises:
+            TypeError: the backend does not run layer after layer.
+        """
+        if not isinstance(self._program, LayerwiseProgram):
+            raise TypeError(f"{type(self._program).__name__} keeps no outputs of layers")
+        return self._program.outputs(self._program.load(images, np.zeros(len(images), np.int32)))
 
     def _as_array(self, images: Images) -> np.ndarray:
         """Return images in whatever form as one array."""

@@ -1,10 +1,17 @@
 """Classifying with what a run has trained: from the command line, and through MLflow."""
 
 import base64
+import contextlib
 import io
+import json
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +21,11 @@ from PIL import Image
 from renderings import opaque
 
 from cnnexp import Flatten, Linear, Loss, ReLU, Sigmoid
-from cnnexp.app import predict, resume
+from cnnexp.app import draw, export, predict, resume
 from cnnexp.backends import BACKENDS, backend
 from cnnexp.datasets import Digits
 from cnnexp.errors import BackendUnavailable, CheckpointError, ConfigError, DataError
+from cnnexp.tracking.browser import free_port
 from cnnexp.tracking.events import read_journal
 from cnnexp.tracking.model import Classifier
 from cnnexp.training import checkpoint
@@ -250,6 +258,61 @@ def test_a_model_of_mlflows_takes_arrays_lists_and_pictures_in_base64(recorded):
         ([png(large)], as_photograph),
     ):
         np.testing.assert_allclose(model.predict(given), wanted, rtol=0, atol=1e-5)
+
+
+def test_served_exported_and_drawn_the_model_gives_the_scores_of_predict(recorded, tmp_path, capsys):
+    onnxruntime = pytest.importorskip("onnxruntime", reason="no onnxruntime is installed")
+    folder, _ = recorded
+    images = images_of(folder)[:8]
+    expected = Classifier(checkpoint.find(folder), backend("numpy")).predict(images)
+    with mlflow_serving(folder / "model", tmp_path) as address:
+        by_lists, by_pictures = (posted(address, given) for given in (images.tolist(), [png(i) for i in images]))
+    export.command([str(folder), str(tmp_path / "exported.onnx")])
+    session = onnxruntime.InferenceSession(capsys.readouterr().out.splitlines()[0], providers=["CPUExecutionProvider"])
+    (exported,) = session.run(["probabilities"], {"images": images})
+    with draw.Server(Classifier(checkpoint.find(folder), backend("numpy")), "drawn") as server:
+        drawn = [server.look(base64.b64decode(png(image)))["probabilities"] for image in images]
+    for found in (by_lists, by_pictures, exported, drawn):
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+
+
+@contextlib.contextmanager
+def mlflow_serving(model, folder):
+    """Give the address of `mlflow models serve`."""
+    # MLflow looks for uvicorn where the shell would
+    uvicorn = folder / "uvicorn"
+    uvicorn.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m uvicorn "$@"\n')
+    uvicorn.chmod(0o755)
+    port = free_port(5400)
+    command = [sys.executable, "-m", "mlflow", "models", "serve", "--model-uri", str(model), "--env-manager", "local"]
+    environ = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        [*command, "--host", "127.0.0.1", "--port", str(port)],
+        env=environ,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    ) as process:
+        try:
+            address, ends = f"http://127.0.0.1:{port}", time.monotonic() + 120
+            while True:
+                with contextlib.suppress(urllib.error.URLError):
+                    urllib.request.urlopen(f"{address}/ping", timeout=10).close()
+                    break
+                assert process.poll() is None
+                assert time.monotonic() < ends
+                time.sleep(0.1)
+            yield address
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def posted(address, inputs):
+    """Return what a served model answers."""
+    body = json.dumps({"inputs": inputs}).encode()
+    request = urllib.request.Request(f"{address}/invocations", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)["predictions"]
 
 
 def test_a_recorded_run_is_found_by_its_id_and_has_a_limit(recorded, monkeypatch, capsys):

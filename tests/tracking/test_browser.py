@@ -3,7 +3,6 @@
 import contextlib
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -12,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from chromium import CHROMIUM, FLAGS
 
 from cnnexp.errors import ConfigError
 from cnnexp.tracking import browser, view
@@ -88,11 +88,6 @@ def test_a_page_is_opened_where_there_is_a_screen_once_it_is_served(monkeypatch)
 
 # in a browser
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-FLAGS = (
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
-    *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--window-size=1600,1000"),
-)
 MLFLOW_S = 120.0  # that its server may take to start, beside other work
 RUNS = {"cpu": (1.0, 0.9, 2.0), "cpu-simd": (36.5, 0.91, 0.05), "cpu-parallel": (1.75, 0.89, 1.1)}
 RANKED = ["cpu-simd", "cpu-parallel", "cpu"]

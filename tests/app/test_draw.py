@@ -1,0 +1,211 @@
+"""The page on which one draws: what it serves to whom, and what a browser makes of it."""
+
+import base64
+import http.client
+import io
+import json
+import math
+import re
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoints import saved
+from chromium import CHROMIUM, Browser
+from PIL import Image
+from renderings import opaque
+
+from cnnexp import Conv2d, Digits, Dropout, Flatten, Linear, MaxPool2d, OneConv, ReLU, fit
+from cnnexp.app import draw
+from cnnexp.backends import backend
+from cnnexp.datasets import photograph
+from cnnexp.errors import CheckpointError, ConfigError
+from cnnexp.tracking.model import Classifier
+
+ROOT = Path(__file__).resolve().parents[2]
+PNG = {"Content-Type": "image/png"}
+
+
+@contextmanager
+def served(path, name="a run"):
+    """Give the server of a checkpoint's page, which answers in a thread, and the classifier."""
+    classifier = Classifier(path, backend("numpy"))
+    with draw.Server(classifier, name) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield server, classifier
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def ask(server, method="GET", path="/", body=None, **headers):
+    """Return the status and what was answered, JSON where it is such."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
+    connection.request(method, path, body, {name.replace("_", "-"): value for name, value in headers.items()})
+    answer = connection.getresponse()
+    content = answer.read()
+    connection.close()
+    return answer.status, json.loads(content) if answer.getheader("Content-Type") == "application/json" else content
+
+
+def png(pixels):
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
+    """A checkpoint of a network that knows digits."""
+    data = Digits().load()
+    result = fit(OneConv(filters=8), data, backend="numpy", epochs=3, batch_size=50, baseline=None)
+    return result.save(tmp_path_factory.mktemp("digits")), data.test
+
+
+def test_what_is_drawn_goes_the_way_of_a_photograph(digits):
+    path, test = digits
+    with served(path) as (server, classifier):
+        for i in range(5):
+            large = 255 - test.images[i, :, :, 0].repeat(10, axis=0).repeat(10, axis=1)
+            status, answer = ask(server, "POST", "/look", png(large), Content_Type="image/png")
+            assert status == 200
+            image = classifier.prepare(opaque(large))
+            (expected,) = classifier.predict(image[np.newaxis])
+            np.testing.assert_allclose(answer["probabilities"], expected, rtol=0, atol=1e-5)
+            assert base64.b64decode(answer["image"]) == image.tobytes()
+            assert answer["unlike"] == photograph.unlike(image, classifier.look)
+        _, blank = ask(server, "POST", "/look", png(np.full((280, 280), 255, np.uint8)), Content_Type="image/png")
+        assert "less ink" in blank["unlike"]
+
+
+def test_the_maps_are_the_outputs_of_the_layers(tmp_path):
+    layers = (Conv2d(40, 3), ReLU(), MaxPool2d(2), Dropout(0.5), Flatten(), Linear(40), ReLU(), Linear(3))
+    path, _ = saved(tmp_path, layers, (6, 8, 1))
+    with served(path) as (server, classifier):
+        pixels = np.random.default_rng(0).integers(0, 256, (6, 8)).astype(np.uint8)
+        _, answer = ask(server, "POST", "/look", png(pixels), Content_Type="image/png")
+        outputs = {s.name: y[0] for s, y in classifier.outputs(pixels[np.newaxis, :, :, np.newaxis])}
+        (scores,) = classifier.predict(pixels[np.newaxis])
+    assert " ".join(layer["name"] for layer in answer["layers"]) == "conv1 relu1 maxpool1 linear1 relu2 linear2"
+    shapes = [layer["shape"] for layer in answer["layers"]]
+    assert shapes == [[4, 6, 40], [4, 6, 40], [2, 3, 40], [2, 32, 1], [2, 32, 1], [1, 3, 1]]
+    for layer in answer["layers"]:
+        y = outputs[layer["name"]]
+        numbers = np.frombuffer(base64.b64decode(layer["numbers"]), np.int8) * layer["largest"] / 127
+        wanted = y[:, :, : draw.MOST_MAPS].transpose(2, 0, 1) if y.ndim == 3 else y
+        np.testing.assert_allclose(numbers[: wanted.size], wanted.ravel(), rtol=0, atol=layer["largest"] / 250)
+        assert not numbers[wanted.size :].any()
+    powers = np.exp(outputs["linear2"])
+    np.testing.assert_allclose(powers / powers.sum(), scores, rtol=1e-5)
+
+
+def test_the_page_has_the_labels_and_the_shape_of_its_model(tmp_path):
+    path, _ = saved(tmp_path, shape=(4, 5, 3), classes=["<b>", "two", "three"])
+    with served(path) as (server, _):
+        status, page = ask(server)
+        assert (status, page) == (200, (Path(draw.__file__).parent / draw.PAGE).read_bytes())
+        _, model = ask(server, path="/model")
+    assert (model["classes"], model["shape"], model["colours"]) == (["<b>", "two", "three"], [4, 5, 3], True)
+    assert not re.search(rb"(src|href)=.https?:|url\(|import ", page)  # nothing from elsewhere
+
+
+def test_only_this_machines_own_page_is_answered(digits):
+    picture = png(np.zeros((28, 28), np.uint8))
+    with served(digits[0]) as (server, _):
+        port = server.server_port
+        assert server.server_address[0] == "127.0.0.1"
+        for headers, status in (
+            ({"Host": f"localhost:{port}"}, 200),
+            ({"Host": f"127.0.0.1:{port}", "Origin": f"http://127.0.0.1:{port}"}, 200),
+            ({"Host": "evil.example"}, 403),
+            ({"Host": f"evil.example:{port}"}, 403),
+            ({"Host": "127.0.0.1"}, 403),
+            ({"Origin": "http://evil.example"}, 403),
+            ({"Origin": "null"}, 403),
+        ):
+            assert ask(server, **headers)[0] == status, headers
+            assert ask(server, "POST", "/look", picture, **PNG, **headers)[0] == status, headers
+        for method, path, headers, status in (
+            ("GET", "/../draw.py", {}, 404),
+            ("POST", "/", PNG, 404),
+            ("POST", "/look", {"Content-Type": "text/plain"}, 404),
+            ("POST", "/look", {**PNG, "Content-Length": str(draw.MOST_BYTES + 1)}, 413),
+            ("PUT", "/look", PNG, 501),
+        ):
+            assert ask(server, method, path, picture, **headers)[0] == status, (method, path)
+        status, answer = ask(server, "POST", "/look", b"no picture", **PNG)
+        assert (status, answer["error"]) == (400, "the drawing: not a picture that Pillow can read")
+
+
+def test_a_mistake_is_one_line(tmp_path):
+    for arguments in ([], ["a", "b"], ["--fast"]):
+        with pytest.raises(ConfigError, match="draw: give a run"):
+            draw.command(arguments)
+    with pytest.raises(CheckpointError, match="draw nowhere: no such file or folder"):
+        draw.command(["nowhere"])
+    path, _ = saved(tmp_path, (Linear(3),), (2,))
+    with pytest.raises(ConfigError, match=r"draw .*: the model takes inputs of shape \(2,\), no pictures"):
+        draw.command([str(path)])
+
+
+def test_the_command_serves_until_ctrl_c(digits):
+    command = [sys.executable, "-m", "cnnexp", "draw", str(digits[0])]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        process.stdout.readline()
+        port = int(re.fullmatch(r"http://127\.0\.0\.1:(\d+)/\n", process.stdout.readline())[1])
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        connection.request("GET", "/")
+        assert connection.getresponse().status == 200
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+        assert process.stderr.read() == ""
+
+
+# in a browser
+
+
+def three(left, top, side):
+    """Return points of a 3 on a square."""
+    arcs = ((0.5, 0.33, 0.15, -2.6, 1.4), (0.5, 0.65, 0.17, -1.5, 2.6))
+    return [
+        (left + side * (x + r * math.cos(a)), top + side * (y + r * math.sin(a)))
+        for x, y, r, first, last in arcs
+        for a in np.linspace(first, last, 12)
+    ]
+
+
+PAPER = "(({x, y, width}) => [x, y, width])(document.getElementById('paper').getBoundingClientRect())"
+BEST = "[...document.querySelectorAll('.name.best')].map((e) => e.textContent).join()"
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed to draw in")
+def test_a_digit_is_drawn_in_a_browser_and_read(digits, tmp_path):
+    with served(digits[0]) as (server, classifier), Browser(tmp_path) as browser:
+        for width, phone in ((1280, False), (390, True)):
+            browser.resize(width, 900, phone)
+            browser.call("Page.navigate", url=server.address)
+            browser.wait("document.querySelectorAll('#classes .name').length == 10")
+            assert browser.evaluate(BEST) == ""
+            assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth")
+            browser.drag(three(*browser.evaluate(PAPER)))
+            browser.wait("!asking && document.querySelectorAll('.maps canvas').length == 3 * 8 + 1")
+            assert browser.evaluate(BEST) == "3"
+            # what the page shows is what `predict` says of the file that it sent
+            sent = browser.evaluate("paper.toDataURL('image/png').split(',')[1]")
+            with Image.open(io.BytesIO(base64.b64decode(sent))) as file:
+                image = classifier.prepare(np.asarray(file.convert("RGBA")))
+            (expected,) = classifier.predict(image[np.newaxis])
+            shown = browser.evaluate("[...document.querySelectorAll('.bar')].map((bar) => parseFloat(bar.style.width))")
+            np.testing.assert_allclose(shown, 100 * expected, rtol=0, atol=1e-3)
+            browser.click("#clear")
+            browser.wait(f"!{BEST}")
+            assert browser.evaluate("document.querySelectorAll('.maps canvas').length") == 0
+    assert browser.said == []
+    assert all(address.startswith(server.address) for address in browser.requested if not address.startswith("data:"))
