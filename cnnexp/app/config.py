@@ -59,6 +59,10 @@ class Trainer:
             id; `auto` takes the newest run of this config, if there is one; None starts afresh.
         pass_s: seconds that a training pass may take before it ends early; None never ends one early.
         profile: whether to clock every layer, see `measuring.ledger`.
+        checkpoint_s: seconds between two checkpoints within an epoch; None writes none by the clock.
+        checkpoint_batches: batches between two checkpoints within an epoch; None writes none by their number.
+        keep_last: how many checkpoints of the last epochs stay.
+        keep_best: how many of the epochs with the highest held-out accuracy stay.
         patient: whether to wait before every epoch until other work leaves this process's cores alone, at most
             `interference.PATIENCE_S` in all.
     """
@@ -79,6 +83,10 @@ class Trainer:
     pass_s: float | None = None
     profile: bool = False
     patient: bool = False
+    checkpoint_s: float | None = 300.0
+    checkpoint_batches: int | None = None
+    keep_last: int = 2
+    keep_best: int = 1
 
     def __post_init__(self) -> None:
         _need("trainer.epochs", self.epochs, 1 <= self.epochs <= MAX_EPOCHS, f"1 .. {MAX_EPOCHS}")
@@ -88,6 +96,11 @@ class Trainer:
         _need("trainer.target", self.target, self.target is None or 0 < self.target <= 1, "> 0, <= 1, or null")
         _need("trainer.baseline_batches", self.baseline_batches, self.baseline_batches >= 1, ">= 1")
         _need("trainer.pass_s", self.pass_s, self.pass_s is None or self.pass_s > 0, "> 0 seconds, or null")
+        every_s, every = self.checkpoint_s, self.checkpoint_batches
+        _need("trainer.checkpoint_s", every_s, every_s is None or every_s > 0, "> 0 seconds, or null")
+        _need("trainer.checkpoint_batches", every, every is None or every >= 1, ">= 1, or null")
+        _need("trainer.keep_last", self.keep_last, self.keep_last >= 1, ">= 1")
+        _need("trainer.keep_best", self.keep_best, self.keep_best >= 0, ">= 0")
         _need("trainer.baseline_s", self.baseline_s, self.baseline_s > 0, "> 0 seconds")
         self.rates()
 

@@ -44,6 +44,8 @@ class Earlier:
         checkpoint.check_same(found, training, self.path)
         if found.epoch > epochs:
             raise ConfigError(f"trainer.epochs={epochs}: {self.path} has done {found.epoch} already; give as many")
+        if found.begun is not None and found.begun.epoch > epochs:
+            raise ConfigError(f"trainer.epochs={epochs}: {self.path} has begun epoch {found.begun.epoch}; give as many")
         return found
 
 

@@ -8,6 +8,7 @@ import math
 
 from cnnexp.app.config import Settings, Trainer
 from cnnexp.app.console import Display
+from cnnexp.app.keeping import Keeping
 from cnnexp.app.resume import Earlier
 from cnnexp.app.sweep import write_csv
 from cnnexp.backends.protocol import Backend
@@ -24,7 +25,7 @@ from cnnexp.tracking.events import FALLBACK
 from cnnexp.tracking.journal import Run
 from cnnexp.training import checkpoint
 from cnnexp.training.baseline import Baseline
-from cnnexp.training.loop import EpochResult, predict_test, train_epochs
+from cnnexp.training.loop import Progress, predict_test, train_epochs
 from cnnexp.workers.program import ParallelProgram
 
 log = logging.getLogger(__name__)
@@ -83,12 +84,13 @@ def train(settings: Settings, run: Run, earlier: Earlier | None = None, job: str
         display = Display(trainer.epochs, trainer.baseline, trainer.progress, timed=timed, job=job)
         stack.enter_context(display)
         display.start(dataset, network, backend, program.compile_s)
-        keeper = checkpoint.Keeper(run.folder / checkpoint.FOLDER, training, history)
+        keeping = Keeping(run, program, trainer, training, resumed, within=parallel is None)
+        stack.enter_context(keeping)
 
-        def keep(result: EpochResult | None = None) -> None:
-            run.set_model(keeper.save(program.state(), run.facts, result))
+        def progressed(progress: Progress) -> None:
+            display.progress(progress)
+            keeping.progressed(progress)
 
-        keep()  # of the start: so a run that is stopped in its first epoch can go on, too
         run.resume(history)
         watched = Watched(program)
         patience_s = PATIENCE_S if trainer.patient else 0.0
@@ -102,9 +104,11 @@ def train(settings: Settings, run: Run, earlier: Earlier | None = None, job: str
             baseline,
             trainer.patience,
             tuple(run.epochs),
-            on_progress=display.progress,
+            on_progress=progressed,
             pass_s=trainer.pass_s,
             target=trainer.target,
+            begun=resumed.begun if resumed else None,
+            most_batches=trainer.checkpoint_batches,
         ):
             with ledger.span("record"):
                 run.interference = None if parallel is not None else watched.interference()
@@ -112,7 +116,7 @@ def train(settings: Settings, run: Run, earlier: Earlier | None = None, job: str
                 display.epoch(result)
                 if baseline is not None:
                     run.summarize(_limit(baseline, backend, settings.workers.count))
-                keep(result)
+                keeping.epoch(result)
             patience_s -= _await_quiet(patience_s if result.epoch < trainer.epochs else 0.0, ledger)
         if settings.baseline is not None and beside is not None and beside.parts:
             run.parts[settings.baseline.name] = beside.parts

@@ -17,6 +17,7 @@ from typing import Any
 from cnnexp.backends.processor import cpu_name, usable_cores
 
 RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")  # set by MPICH, Intel MPI, Slurm; PMIx; Open MPI
+KEEPING = ("resume", "checkpoint_s", "checkpoint_batches", "keep_last", "keep_best")  # keys of `trainer`
 PACKAGES = ("numpy", "numba", "numba-cuda", "mlflow", "torch", "tensorflow", "tensorflow-cpu", "keras")
 
 
@@ -80,12 +81,12 @@ def git_facts() -> dict[str, str]:
 def config_hash(config: Mapping[str, Any]) -> str:
     """Return 16 hex digits that name a config: equal for equal values, whatever the order of the keys.
 
-    Where and how a run is recorded, or whether it was interrupted, does not change what it computes, so `tracking`,
-    `sweep` and `trainer.resume` are left out.
+    Where and how a run is recorded and kept, or whether it was interrupted, does not change what it computes, so
+    `tracking`, `sweep` and the keys of `KEEPING` are left out.
     """
     counted = {key: value for key, value in config.items() if key not in ("tracking", "sweep")}
     if "trainer" in counted:
-        counted["trainer"] = {key: value for key, value in counted["trainer"].items() if key != "resume"}
+        counted["trainer"] = {key: value for key, value in counted["trainer"].items() if key not in KEEPING}
     return hashlib.sha256(json.dumps(counted, sort_keys=True).encode()).hexdigest()[:16]
 
 

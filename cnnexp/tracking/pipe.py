@@ -205,7 +205,7 @@ def _start_process() -> subprocess.Popen[str]:
     package_root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "cnnexp.tracking.store"],
+        [sys.executable, "-P", "-m", "cnnexp.tracking.store", str(os.getpid())],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -86,13 +86,14 @@ class Store:
     Args:
         uri: as `store_uri` returns it.
         experiment: name; made where it does not exist.
+        owner: the process whose runs these are, our parent; None is this one.
 
     Raises:
         TrackingError: the store cannot be opened, with the reason, in a few seconds.
     """
 
-    def __init__(self, uri: str, experiment: str) -> None:
-        self._uri = uri
+    def __init__(self, uri: str, experiment: str, owner: int | None = None) -> None:
+        self._uri, self._owner = uri, os.getpid() if owner is None else owner
         self._pending: list[Any] = []
         self._retry_at = 0.0
         self._open_runs: set[str] = set()
@@ -128,10 +129,12 @@ class Store:
             goes_on: whether a run of this key may be there; it is then running again, and keeps what it has.
         """
         tags = {**environment.machine_facts(), **environment.versions(), **environment.git_facts(), **tags}
-        tags |= {**liveness.describe(os.getppid()), liveness.HEARTBEAT: str(_now_ms())}
+        tags |= {**liveness.describe(self._owner), liveness.HEARTBEAT: str(_now_ms())}
         if parent is not None:
             tags["mlflow.parentRunId"] = parent
         with self._explained("cannot be written"):
+            if self._owner not in (os.getpid(), os.getppid()):
+                raise TrackingError("the training process died")  # another one may have begun to go on with the run
             found = self._of_key(key) if goes_on and key else None
             if found is None:
                 run_id = self._create(name, tags, key)
@@ -507,8 +510,8 @@ def _beat(store: Store) -> None:
         store.beat()
 
 
-def serve(calls: Iterator[str], answer: Callable[[str], None]) -> None:
-    """Run the calls of a `cnnexp.tracking.pipe.Recorder` until its pipe closes."""
+def serve(calls: Iterator[str], answer: Callable[[str], None], owner: int) -> None:
+    """Run the calls of a `cnnexp.tracking.pipe.Recorder`, in the process `owner`, until its pipe closes."""
     store: Store | None = None
     for line in calls:
         if not line.endswith("\n"):
@@ -517,7 +520,7 @@ def serve(calls: Iterator[str], answer: Callable[[str], None]) -> None:
         value, error = None, None
         try:
             if name == "open":
-                store = Store(**arguments)
+                store = Store(**arguments, owner=owner)
                 threading.Thread(target=_beat, args=(store,), daemon=True).start()
                 gc.freeze()  # the libraries are no garbage
             elif name == "draw":
@@ -551,7 +554,7 @@ def main() -> None:
         answers.flush()
 
     with contextlib.suppress(BrokenPipeError):  # the caller died; its run is closed by then
-        serve(iter(sys.stdin.readline, ""), answer)
+        serve(iter(sys.stdin.readline, ""), answer, int(sys.argv[1]))
     os._exit(0)  # MLflow's modules take a second to tear down, and nothing is left to save
 
 

@@ -86,8 +86,10 @@ class Baseline:
         batch = batch[: self._images]
         self._samples.append(self._time(batch, rate) / len(batch))
 
-    def compare(self, seconds_per_image: float) -> Comparison:
-        """Close the epoch: set its samples against the run's seconds per image."""
+    def compare(self, seconds_per_image: float) -> Comparison | None:
+        """Close the epoch: set its samples against the run's seconds per image; None without a sample."""
+        if not self._samples:  # its last batch was trained before a stop
+            return None
         median = statistics.median(self._samples)
         count, self._samples = len(self._samples), []
         assert self._images is not None  # a batch was timed

@@ -21,6 +21,7 @@ import hashlib
 import io
 import json
 import logging
+import math
 import os
 import re
 import zipfile
@@ -39,24 +40,24 @@ from cnnexp.network.losses import Loss, Totals
 from cnnexp.optimizers import Optimizer
 from cnnexp.system.files import open_regular, read_regular, sync_folder
 from cnnexp.training.baseline import Comparison
-from cnnexp.training.loop import EpochResult
+from cnnexp.training.loop import EpochResult, Progress
 from cnnexp.training.schedules import Schedule
 
 log = logging.getLogger(__name__)
 
 MAGIC = b"cnnexp checkpoint 2\n"
 DIGEST_END = len(MAGIC) + hashlib.sha256().digest_size * 2 + 1
-KEPT = 2  # the last ones
 FOLDER = "checkpoints"
+_WITHIN = "-images-"  # in the name of one within an epoch
 HISTORY = "history.jsonl"
 MOST_BYTES = 1 << 36  # of a file; parameters and two slots of 5 billion numbers
-_NAME = re.compile(r"epoch-(\d{6,9})\.ckpt")
+_NAME = re.compile(r"epoch-(\d{6,9})(?:-images-(\d{9,12}))?\.ckpt")
 _LEFTOVER = re.compile(r"\..*\.\d+\.tmp")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A run between two epochs.
+    """A run between two steps.
 
     Attributes:
         epoch: the last one that is done, 0 before the first.
@@ -64,6 +65,7 @@ class Checkpoint:
         state: as `Program.state` returned it after that epoch.
         history: what every epoch was, first to last; the scores are left out.
         about: facts for the reader, e.g. config hash, backend, versions; never checked.
+        begun: how far the next epoch is; None where it has not begun.
     """
 
     epoch: int
@@ -71,27 +73,38 @@ class Checkpoint:
     state: State = field(repr=False)
     history: tuple[EpochResult, ...] = ()
     about: Mapping[str, Any] = field(default_factory=dict)
+    begun: Progress | None = None
 
 
 class Keeper:
     """Writes the checkpoints of one run into a folder that is its own.
 
-    The last `KEPT` stay, and the best: the first with the highest held-out accuracy. What a process that was killed
-    has left half-written goes.
+    The last ones of an epoch stay, and the best: those with the highest held-out accuracy, the earlier of equals; and
+    the newest within an epoch, until that is done. What a process that was killed has left half-written goes.
 
     Args:
         folder: made where it does not exist.
         training: see `Checkpoint`.
         earlier: the epochs that are done.
+        last: how many of the last stay, >= 1.
+        best: how many of the best.
 
     Raises:
         CheckpointError: the folder cannot be written.
     """
 
-    def __init__(self, folder: Path, training: Mapping[str, Any], earlier: Sequence[EpochResult] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        training: Mapping[str, Any],
+        earlier: Sequence[EpochResult] = (),
+        last: int = 2,
+        best: int = 1,
+    ) -> None:
         self._folder, self._training = Path(folder), training
+        self._last, self._most_best = last, best
         self._digest, self._bytes, self._lines = hashlib.sha256(), 0, 0
-        self._best: EpochResult | None = None
+        self._best: list[tuple[float, int]] = []  # (-accuracy, epoch), the best first
         lines = [self._count(result) for result in earlier]
         with self._explained(self._folder / HISTORY):
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -100,16 +113,34 @@ class Keeper:
                     path.unlink()
             _write_whole(self._folder / HISTORY, b"".join(lines))
 
-    def save(self, state: State, about: Mapping[str, Any], result: EpochResult | None = None) -> Path:
+    @property
+    def epochs(self) -> int:
+        """How many epochs are done."""
+        return self._lines
+
+    def save(
+        self,
+        state: State,
+        about: Mapping[str, Any],
+        result: EpochResult | None = None,
+        begun: Progress | None = None,
+    ) -> Path:
         """Write a checkpoint after one more epoch, or without a result where the run is now.
 
+        Args:
+            state: of the program.
+            about: see `Checkpoint`.
+            result: of the epoch that has ended.
+            begun: how far the next one is.
+
         Returns:
-            The file, `epoch-000007.ckpt` after epoch 7.
+            The file, `epoch-000007.ckpt` after epoch 7, `epoch-000007-images-000000640.ckpt` 640 images later.
 
         Raises:
             CheckpointError: it cannot be written; those before it are untouched.
         """
-        target = self._folder / f"epoch-{self._lines + (result is not None):06d}.ckpt"
+        within = f"-images-{begun.totals.count:09d}" if begun is not None else ""
+        target = self._folder / f"epoch-{self._lines + (result is not None):06d}{within}.ckpt"
         with self._explained(target):
             if result is not None:
                 before = self._bytes
@@ -120,27 +151,34 @@ class Keeper:
                     file.write(line)
                     file.flush()
                     os.fsync(file.fileno())
-            _write_whole(target, self._encode(state, about))
-            for old in list_checkpoints(self._folder)[:-KEPT]:
-                if self._best is None or old.name != f"epoch-{self._best.epoch:06d}.ckpt":
-                    old.unlink()
+            _write_whole(target, self._encode(state, about, begun))
+            self._prune()
         return target
+
+    def _prune(self) -> None:
+        found = list_checkpoints(self._folder)
+        whole = [path for path in found if _WITHIN not in path.name]
+        kept = {*whole[-self._last :], found[-1]}
+        best = {f"epoch-{epoch:06d}.ckpt" for _, epoch in self._best}
+        for old in found:
+            if old not in kept and old.name not in best:
+                old.unlink()
 
     def _count(self, result: EpochResult) -> bytes:
         """Take an epoch into the history; return its line."""
         line = json.dumps(_plain_result(result)).encode() + b"\n"
         self._digest.update(line)
         self._bytes, self._lines = self._bytes + len(line), self._lines + 1
-        if self._best is None or result.held_out.accuracy > self._best.held_out.accuracy:
-            self._best = result
+        self._best = sorted([*self._best, (-result.held_out.accuracy, result.epoch)])[: self._most_best]
         return line
 
-    def _encode(self, state: State, about: Mapping[str, Any]) -> bytes:
+    def _encode(self, state: State, about: Mapping[str, Any], begun: Progress | None) -> bytes:
         meta = {
             "epoch": self._lines,
             "training": self._training,
             "history": {"bytes": self._bytes, "sha256": self._digest.hexdigest()},
             "about": about,
+            "begun": None if begun is None else dataclasses.asdict(begun),
         }
         arrays: dict[str, Any] = {f"state/{name}": np.asarray(array) for name, array in state.items()}
         archive = io.BytesIO()
@@ -270,7 +308,8 @@ def list_checkpoints(folder: Path) -> list[Path]:
     folder = Path(folder)
     if not folder.is_dir():
         return []
-    numbered = [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
+    matches = ((path, _NAME.fullmatch(path.name)) for path in folder.iterdir())
+    numbered = [((int(match[1]), int(match[2] or 0)), path) for path, match in matches if match]
     return [path for _, path in sorted(numbered)]
 
 
@@ -330,12 +369,26 @@ def _decode(content: bytes, history: Path | None) -> Checkpoint:
     epoch, training, about = meta["epoch"], meta["training"], meta["about"]
     if type(epoch) is not int or epoch < 0 or not isinstance(training, dict) or not isinstance(about, dict):
         raise ValueError("its record has a field of another type")
+    begun = _begun(meta.get("begun"), epoch)
     if history is None:
-        return Checkpoint(epoch, training, state, (), about)
+        return Checkpoint(epoch, training, state, (), about, begun)
     results = _read_history(history, **meta["history"])
     if [result.epoch for result in results] != list(range(1, epoch + 1)):
         raise CheckpointError(f"{history.name} beside it is of other epochs")
-    return Checkpoint(epoch, training, state, results, about)
+    return Checkpoint(epoch, training, state, results, about, begun)
+
+
+def _begun(plain: Any, epoch: int) -> Progress | None:
+    """Return how far the epoch after `epoch` is; raises whatever it likes."""
+    if plain is None:
+        return None
+    begun = Progress(**{**plain, "totals": Totals(**plain["totals"])})
+    counts = (begun.totals.count, begun.totals.correct, begun.images)
+    if begun.epoch != epoch + 1 or not all(type(count) is int for count in counts):
+        raise ValueError("what it tells of the epoch that has begun is of another type")
+    if not 0 < begun.totals.count <= begun.images or not math.isfinite(begun.seconds + begun.totals.loss):
+        raise ValueError("what it tells of the epoch that has begun cannot be")
+    return begun
 
 
 def _check_state(state: Mapping[str, np.ndarray]) -> None:

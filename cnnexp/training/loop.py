@@ -14,6 +14,7 @@ from cnnexp.backends.protocol import Program
 from cnnexp.datasets import Dataset
 from cnnexp.errors import Diverged
 from cnnexp.network.losses import Totals, evaluate
+from cnnexp.system.signals import held
 from cnnexp.training.baseline import Baseline, Comparison
 from cnnexp.training.schedules import Cosine, Schedule
 
@@ -82,6 +83,8 @@ def train_epochs(
     clock: Callable[[], float] = time.perf_counter,
     pass_s: float | None = None,
     target: float | None = None,
+    begun: Progress | None = None,
+    most_batches: int | None = None,
 ) -> Iterator[EpochResult]:
     """Train `program` and yield one result per epoch.
 
@@ -94,11 +97,13 @@ def train_epochs(
         baseline: timed on a few of the run's batches each epoch.
         patience: stop after so many epochs in a row without a smaller held-out loss; None never stops early.
         earlier: results of the epochs that are done, after `program.restore`; training goes on from there.
-        on_progress: called about twice a second.
+        on_progress: called about twice a second, between two steps; no signal comes between a step and its call.
         clock: returns seconds.
         pass_s: seconds that a training pass may take: it then ends early, after at least one batch, and the epoch is
             evaluated on the same share of the held-out splits; None trains on every image.
         target: stop after the first epoch with such a held-out accuracy; None trains for all epochs.
+        begun: how far the epoch after `earlier` was, after `program.restore`; None begins it.
+        most_batches: batches between two calls of `on_progress`; None leaves it to the clock.
 
     Raises:
         Diverged: the loss, of training or of a held-out split, is not a finite number.
@@ -113,7 +118,9 @@ def train_epochs(
     for epoch in range(earlier[-1].epoch + 1 if earlier else 1, epochs + 1):
         rate = schedule(program.optimizer.lr, epoch, epochs)
         order = epoch_order(len(dataset.train.labels), seed, epoch)
-        one_pass = _Pass(program, handle, order, epoch, rate, baseline, on_progress, clock, pass_s)
+        one_pass = _Pass(program, handle, order, epoch, rate, baseline, on_progress, clock, pass_s, most_batches)
+        if begun is not None and begun.epoch == epoch:
+            one_pass.totals, one_pass.seconds = begun.totals, begun.seconds
         one_pass.run()
         share = one_pass.totals.count / len(order)
         tested = held_out if share == 1 else _load_held_out(program, dataset, share)
@@ -188,11 +195,13 @@ class _Pass:
         on_progress: Callable[[Progress], None],
         clock: Callable[[], float],
         limit_s: float | None,
+        most_batches: int | None,
     ) -> None:
         self._program, self._handle, self._order = program, handle, order
         self._epoch, self._rate, self._baseline = epoch, rate, baseline
         self._on_progress, self._clock = on_progress, clock
         self._limit_s = math.inf if limit_s is None else limit_s
+        self._most = most_batches or -(-len(order) // program.batch_size)
         self._whole_s, self._whole_images = 0.0, 0
         self.totals, self.seconds = Totals(0.0, 0, 0), 0.0
 
@@ -206,11 +215,13 @@ class _Pass:
     def run(self) -> None:
         batch_size, count = self._program.batch_size, len(self._order)
         whole = count - count % batch_size
-        start, chunk = 0, min(batch_size, count)
+        start, chunk, most = self.totals.count, min(batch_size, count), self._most * batch_size
+        if start and self.seconds >= self._limit_s:
+            return
         while start < whole and chunk:
-            stop = min(start + chunk, whole)
+            stop = min(start + chunk, whole, start - start % most + most)
             seconds = self._train(start, stop)
-            self._whole_s, self._whole_images = self._whole_s + seconds, stop
+            self._whole_s, self._whole_images = self._whole_s + seconds, self._whole_images + stop - start
             if self._baseline:
                 self._baseline.sample(self._order[start : start + batch_size], self._rate, self._program.state)
             # grow step by step, so that the baseline's samples are spread over the epoch
@@ -222,21 +233,21 @@ class _Pass:
                 self._baseline.sample(self._order, self._rate, self._program.state)
 
     def _batches_in(self, seconds: float) -> int:
-        """Return how many whole batches fit into some seconds, at the speed so far; at most the epoch's."""
+        """Return how many whole batches fit into some seconds, at the speed so far; at most so many as are wanted."""
         batch_s = self._whole_s * self._program.batch_size / self._whole_images
-        most = -(-len(self._order) // self._program.batch_size)
-        return most if batch_s * most <= seconds else max(0, int(seconds / batch_s))
+        return self._most if batch_s * self._most <= seconds else max(0, int(seconds / batch_s))
 
     def _train(self, start: int, stop: int) -> float:
         """Train on order[start:stop], one call; return its seconds."""
-        started = self._clock()
-        totals = self._program.train(self._handle, self._order[start:stop], self._rate)
-        seconds = self._clock() - started
-        if not math.isfinite(totals.loss):
-            raise Diverged(
-                f"the loss became {totals.loss} in epoch {self._epoch}, images {start} to {stop}, at learning rate "
-                f"{self._rate:g}; lower optimizer.lr or check the data"
-            )
-        self.totals, self.seconds = self.totals + totals, self.seconds + seconds
-        self._on_progress(Progress(self._epoch, self.totals, len(self._order), self.seconds))
+        with held():
+            started = self._clock()
+            totals = self._program.train(self._handle, self._order[start:stop], self._rate)
+            seconds = self._clock() - started
+            if not math.isfinite(totals.loss):
+                raise Diverged(
+                    f"the loss became {totals.loss} in epoch {self._epoch}, images {start} to {stop}, at learning rate "
+                    f"{self._rate:g}; lower optimizer.lr or check the data"
+                )
+            self.totals, self.seconds = self.totals + totals, self.seconds + seconds
+            self._on_progress(Progress(self._epoch, self.totals, len(self._order), self.seconds))
         return seconds

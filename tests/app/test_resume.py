@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -11,10 +12,11 @@ import pytest
 from commands import TINY
 
 from cnnexp.app import resume
+from cnnexp.backends.layerwise import LayerwiseProgram
 from cnnexp.errors import CheckpointError, ConfigError
 from cnnexp.tracking.events import JOURNAL, read_journal
 from cnnexp.tracking.folder import Claim, is_claimed
-from cnnexp.training.checkpoint import find, load
+from cnnexp.training.checkpoint import Keeper, find, list_checkpoints, load
 
 THREE = (*TINY, "trainer.epochs=3")
 
@@ -154,3 +156,76 @@ def test_a_run_is_named_by_latest_best_or_the_first_digits_of_its_id(tmp_path, m
         resume.find_run("abcd", "predict abcd")
     with pytest.raises(CheckpointError, match="no such file or folder"):
         resume.find_run("0000", "x")
+
+
+WITHIN = (*TINY[:-1], "trainer.epochs=2", "trainer.batch_size=8")  # 25 batches an epoch
+
+
+def stop_after(monkeypatch, batches):
+    """End training as Ctrl-C does, so many batches after its start."""
+    left, train = [batches], LayerwiseProgram.train
+
+    def stop(self, handle, order, rate):
+        totals = train(self, handle, order, rate)
+        left[0] -= len(order) // 8
+        if left[0] <= 0:
+            signal.raise_signal(signal.SIGINT)
+        return totals
+
+    monkeypatch.setattr(LayerwiseProgram, "train", stop)
+    return train
+
+
+@pytest.mark.parametrize("batches", [1, 20, 25, 30, 50])
+def test_ctrl_c_keeps_what_is_trained_to_the_batch(run, tmp_path, monkeypatch, batches):
+    assert run(*WITHIN)[0] == 0
+    folder, wanted, whole = tmp_path / "run", parameters(tmp_path / "run"), read_journal(tmp_path / "run")
+    shutil.rmtree(folder)
+    with monkeypatch.context() as stopped:
+        stop_after(stopped, batches)
+        assert run(*WITHIN)[0] == 130
+    found = load(find(folder))
+    assert found.begun is not None
+    assert 25 * found.epoch + found.begun.totals.count // 8 >= batches
+    code, _, err = run(*WITHIN, "trainer.resume=auto")
+    assert (code, err) == (0, "")
+    np.testing.assert_array_equal(parameters(folder), wanted)
+    journal = read_journal(folder)
+    assert [epoch["epoch"] for epoch in journal["epochs"]] == [1, 2]
+    for epoch, then in zip(journal["epochs"], whole["epochs"], strict=True):
+        assert epoch["test/loss"] == then["test/loss"]
+        assert epoch["train/loss"] == pytest.approx(then["train/loss"], rel=1e-12)  # summed in other chunks
+
+
+def test_checkpoints_within_an_epoch_come_after_so_many_batches(run, tmp_path, monkeypatch):
+    written, save = [], Keeper.save
+
+    def note(self, *arguments, **options):
+        path = save(self, *arguments, **options)
+        written.append(path.name)
+        return path
+
+    monkeypatch.setattr(Keeper, "save", note)
+    assert run(*WITHIN[:-2], "trainer.epochs=1", "trainer.batch_size=8", "trainer.checkpoint_batches=10")[0] == 0
+    within = [int(name[-14:-5]) for name in written if "images" in name]
+    assert within == [80, 160]
+    assert [path.name for path in list_checkpoints(tmp_path / "run" / "checkpoints")][-1] == "epoch-000001.ckpt"
+
+
+def test_checkpoints_within_an_epoch_come_by_the_clock(run, tmp_path, monkeypatch):
+    written, save = [], Keeper.save
+    monkeypatch.setattr(Keeper, "save", lambda *a, **k: written.append(save(*a, **k).name) or tmp_path)
+    assert run(*WITHIN[:-2], "trainer.epochs=1", "trainer.batch_size=8", "trainer.checkpoint_s=1e-9")[0] == 0
+    assert sum("images" in name for name in written) >= 2
+    written.clear()
+    assert run(*WITHIN[:-2], "trainer.epochs=1", f"hydra.run.dir={tmp_path}/none", "trainer.checkpoint_s=null")[0] == 0
+    assert not any("images" in name for name in written)
+
+
+def test_fewer_epochs_than_have_begun_are_refused(run, tmp_path, monkeypatch):
+    with monkeypatch.context() as stopped:
+        stop_after(stopped, 30)
+        assert run(*WITHIN)[0] == 130
+    code, _, err = run(*WITHIN, "trainer.epochs=1", "trainer.resume=auto")
+    assert code == 2
+    assert "has begun epoch 2; give as many" in err

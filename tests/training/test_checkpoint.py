@@ -11,7 +11,9 @@ from cnnexp.backends import backend_class
 from cnnexp.datasets import Dataset, Split
 from cnnexp.errors import CheckpointError
 from cnnexp.network import BatchNorm2d, Dropout
+from cnnexp.network.losses import Totals
 from cnnexp.training.checkpoint import Checkpoint, Keeper, check_same, describe, find, list_checkpoints, load
+from cnnexp.training.loop import Progress
 
 NETWORK = Network((6, 6, 1), (Conv2d(2, 3), ReLU(), Flatten(), Linear(3)))
 TRAINING = describe(NETWORK, Loss.SOFTMAX_CROSS_ENTROPY, Adam(), 8, Constant(), 5, "0" * 64)
@@ -48,6 +50,51 @@ def test_what_is_saved_comes_back_bit_for_bit(tmp_path):
         np.testing.assert_array_equal(read.state[name], array)
         assert read.state[name].dtype == array.dtype
     check_same(read, TRAINING, tmp_path)
+
+
+def progress(epoch, count=8):
+    return Progress(epoch, Totals(1.5, 3, count), 40, 0.25)
+
+
+def test_a_checkpoint_within_an_epoch_gives_way_to_the_next(tmp_path):
+    keeper = Keeper(tmp_path, TRAINING)
+    state = checkpoint().state
+    keeper.save(state, {})
+    assert load(keeper.save(state, {}, begun=progress(1))).begun == progress(1)
+    keeper.save(state, {}, begun=progress(1, 16))
+    assert [path.name for path in list_checkpoints(tmp_path)] == [
+        "epoch-000000.ckpt",
+        "epoch-000000-images-000000016.ckpt",
+    ]
+    assert find(tmp_path).name == "epoch-000000-images-000000016.ckpt"
+    assert load(keeper.save(state, {}, epoch_result(1))).begun is None
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["epoch-000000.ckpt", "epoch-000001.ckpt"]
+
+
+@pytest.mark.parametrize(
+    "begun",
+    [
+        progress(3),
+        progress(1, 0),
+        progress(1, 41),
+        progress(1, True),
+        dataclasses.replace(progress(1), seconds=float("nan")),
+    ],
+)
+def test_what_cannot_be_of_an_epoch_that_has_begun_is_refused(tmp_path, begun):
+    path = Keeper(tmp_path, TRAINING).save(checkpoint().state, {}, begun=begun)
+    with pytest.raises(CheckpointError, match="not as cnnexp writes it: what it tells of the epoch"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("last", "best", "kept"), [(1, 0, [6]), (3, 0, [4, 5, 6]), (1, 2, [2, 3, 6]), (2, 3, [1, 2, 3, 5, 6])]
+)
+def test_the_last_and_the_best_stay(tmp_path, last, best, kept):
+    keeper = Keeper(tmp_path, TRAINING, last=last, best=best)
+    for epoch, correct in enumerate([2, 4, 3, 0, 1, 1], 1):
+        keeper.save(checkpoint().state, {}, epoch_result(epoch, correct=correct))
+    assert [int(path.stem[6:]) for path in list_checkpoints(tmp_path)] == kept
 
 
 def test_every_bit_flip_and_every_truncation_is_refused(tmp_path):

@@ -1,5 +1,7 @@
 """The epoch loop on a fake program and a fake clock: what is timed, what is trained, when it stops."""
 
+import signal
+
 import numpy as np
 import pytest
 from fakes import FakeClock, FakeProgram
@@ -53,6 +55,44 @@ def test_a_run_that_goes_on_visits_the_images_as_one_never_stopped():
     results = run(rest, epochs=3, earlier=earlier)
     assert [r.epoch for r in results] == [3]
     assert np.array_equal(np.concatenate(whole.orders)[50:], np.concatenate(rest.orders))
+
+
+def test_an_epoch_that_goes_on_trains_the_images_that_are_left():
+    seen = []
+    whole, rest = FakeProgram(FakeClock(), 0.1), FakeProgram(FakeClock(), 0.2)
+    (first, second) = run(whole, epochs=2, most_batches=1, on_progress=seen.append)
+    stopped = [progress for progress in seen if progress.epoch == 2][1]
+    assert (stopped.totals.count, stopped.images) == (20, 25)
+    (again,) = run(rest, epochs=2, earlier=[first], begun=stopped)
+    assert np.array_equal(np.concatenate(whole.orders)[45:], np.concatenate(rest.orders))
+    assert again.train == second.train
+    assert again.epoch_s == pytest.approx(20 * 0.1 + 5 * 0.2)
+    done = [progress for progress in seen if progress.epoch == 2][-1]
+    (again,) = run(rest, epochs=2, earlier=[first], begun=done)  # stopped before it was evaluated
+    assert (again.train, len(rest.orders)) == (second.train, 1)
+
+
+def test_progress_is_told_after_so_many_batches_at_most():
+    seen = []
+    run(FakeProgram(FakeClock(), 1e-9, batch_size=2), dataset(train=41), most_batches=3, on_progress=seen.append)
+    steps = np.diff([0, *(progress.totals.count for progress in seen)])
+    assert max(steps) == 6
+    assert sum(steps) == 41
+
+
+def test_a_signal_comes_between_two_steps():
+    seen = []
+    program = FakeProgram(FakeClock(), 0.1)
+    train = program.train
+
+    def stop(handle, order, rate):
+        signal.raise_signal(signal.SIGINT)
+        return train(handle, order, rate)
+
+    program.train = stop
+    with pytest.raises(KeyboardInterrupt):
+        run(program, on_progress=seen.append)
+    assert [progress.totals.count for progress in seen] == [10]
 
 
 def test_batch_larger_than_the_data():

@@ -1,0 +1,80 @@
+"""When a run's checkpoints are written: at its start, after every epoch, within one, and where a signal ends it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from cnnexp.app.config import Trainer
+from cnnexp.backends.protocol import Program
+from cnnexp.tracking.journal import Run
+from cnnexp.training.checkpoint import FOLDER, Checkpoint, Keeper
+from cnnexp.training.loop import EpochResult, Progress
+
+
+class Keeping:
+    """Context manager: keeps what a program has trained, in the folder of its run.
+
+    Args:
+        run: gets the newest checkpoint as its model.
+        program: whose state is kept.
+        trainer: says how often, and how many stay.
+        training: see `Checkpoint`.
+        resumed: where the run goes on from.
+        within: whether the program has one state between any two steps.
+        clock: returns seconds.
+
+    Raises:
+        CheckpointError: one cannot be written.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        program: Program,
+        trainer: Trainer,
+        training: Mapping[str, Any],
+        resumed: Checkpoint | None = None,
+        within: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        history, self._kept = (resumed.history, resumed.begun) if resumed else ((), None)
+        self._run, self._program, self._trainer, self._within, self._clock = run, program, trainer, within, clock
+        self._keeper = Keeper(run.folder / FOLDER, training, history, trainer.keep_last, trainer.keep_best)
+        self._latest = self._kept
+        self._save(begun=self._kept)  # of the start: so a run that is stopped in its first epoch can go on, too
+
+    def __enter__(self) -> Self:
+        return self
+
+    def epoch(self, result: EpochResult) -> None:
+        """Keep what an epoch has made."""
+        self._save(result)
+
+    def progressed(self, progress: Progress) -> None:
+        """Keep how far an epoch is, where that is due."""
+        self._latest = progress
+        if not self._within or progress.totals.count == progress.images:
+            return
+        trainer = self._trainer
+        due = trainer.checkpoint_s is not None and self._clock() - self._kept_at >= trainer.checkpoint_s
+        if trainer.checkpoint_batches is not None:
+            images, kept = trainer.checkpoint_batches * trainer.batch_size, self._kept.totals.count if self._kept else 0
+            due = due or progress.totals.count // images > kept // images
+        if due:
+            self._save(begun=progress)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Keep how far an epoch is that Ctrl-C or a signal ends."""
+        latest = self._latest
+        stopped = isinstance(error, KeyboardInterrupt) and self._within and latest is not None
+        if stopped and latest != self._kept and latest is not None and latest.epoch == self._keeper.epochs + 1:
+            self._save(begun=latest)
+
+    def _save(self, result: EpochResult | None = None, begun: Progress | None = None) -> None:
+        self._run.set_model(self._keeper.save(self._program.state(), self._run.facts, result, begun))
+        self._kept, self._kept_at = begun, self._clock()
