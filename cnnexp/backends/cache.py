@@ -132,7 +132,8 @@ def source_files() -> list[Path]:
 def program_key(signature: Signature, described: tuple[object, ...]) -> str:
     """Return the hash of all that the machine code depends on."""
     rules = [rule for thing in described for rule in _rules(thing)]
-    facts = (sys.version, numba.__version__, llvmlite.__version__, host(), str(signature), *rules, *described)
+    told = [_told(thing) for thing in described]
+    facts = (sys.version, numba.__version__, llvmlite.__version__, host(), str(signature), *rules, *told)
     return hashlib.sha256(_digest(tuple(source_files())) + repr(facts).encode()).hexdigest()
 
 
@@ -142,11 +143,18 @@ def _digest(files: tuple[Path, ...]) -> bytes:
     return hashlib.sha256(b"\0".join(hashlib.sha256(path.read_bytes()).digest() for path in files)).digest()
 
 
+def _told(described: object) -> object:
+    """Return what says a thing whole: a network's own text is one line, which many share."""
+    if isinstance(described, Network):
+        return described.input_shape, [layers.describe_layer(layer) for layer in described.layers]
+    return described
+
+
 def _rules(described: object) -> list[object]:
     """Return what tells the rules of layers and optimizers, which may be a user's, from nowhere in this package."""
     match described:
-        case Network(layers=layers) | Residual(layers=layers):
-            return [rule for layer in layers for rule in _rules(layer)]
+        case Network(layers=inner) | Residual(layers=inner):
+            return [rule for layer in inner for rule in _rules(layer)]
         case Elementwise():
             return [elementwise.fingerprint(described)]
         case optimizers.Optimizer():

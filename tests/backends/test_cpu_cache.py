@@ -12,6 +12,17 @@ import pytest
 
 from cnnexp.backends import cache
 from cnnexp.backends.cpu import kernels
+from cnnexp.network import (
+    AvgPool2d,
+    Conv2d,
+    Flatten,
+    LeakyReLU,
+    Linear,
+    MaxPool2d,
+    Network,
+    ReLU,
+    Residual,
+)
 from cnnexp.optimizers import SGD, Adam
 
 SCRIPT = """
@@ -149,3 +160,22 @@ def test_updates_of_several_optimizers_do_not_take_each_others_code(tmp_path, mo
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     keys = {cache.program_key(cache.signature_of("void()"), (o,)) for o in (SGD(), SGD(momentum=0.5), Adam())}
     assert len(keys) == 3
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        (Conv2d(4, 3), ReLU(), AvgPool2d(2), Flatten(), Linear(3)),
+        (Conv2d(4, 3), MaxPool2d(2), ReLU(), Flatten(), Linear(3)),
+        (Conv2d(4, 3), ReLU(), MaxPool2d(2, padding="auto"), Flatten(), Linear(3)),
+        (Conv2d(4, 3), Residual((ReLU(),)), MaxPool2d(2), Flatten(), Linear(3)),
+        (Conv2d(4, 3), LeakyReLU(0.5), MaxPool2d(2), Flatten(), Linear(3)),
+    ],
+)
+def test_networks_of_the_same_shapes_do_not_take_each_others_code(changed):
+    first, second = (
+        Network((8, 8, 1), layers) for layers in ((Conv2d(4, 3), ReLU(), MaxPool2d(2), Flatten(), Linear(3)), changed)
+    )
+    assert repr(first) == repr(second)
+    keys = {cache.program_key(cache.signature_of("void()"), (network,)) for network in (first, second)}
+    assert len(keys) == 2
