@@ -12,18 +12,16 @@ import numpy as np
 
 from cnnexp.backends.protocol import Array, Ops
 from cnnexp.network import (
-    AvgPool2d,
-    BatchNorm2d,
-    Conv2d,
-    Dropout,
-    Elementwise,
-    Flatten,
-    GlobalAvgPool,
-    Linear,
+    ConvStage,
+    DropoutStage,
+    ElementwiseStage,
+    FlattenStage,
+    LinearStage,
     MaxPool2d,
-    Residual,
+    NormStage,
+    PoolStage,
+    ResidualStage,
     Stage,
-    Window,
 )
 from cnnexp.network.noise import layer_key
 
@@ -79,7 +77,7 @@ class Chain:
     def __init__(self, ops: Ops, stages: Sequence[Stage], batch_size: int, x: Array, dx: Array | None) -> None:
         self.steps: list[_Step] = []
         for stage in stages:
-            step = _STEPS.get(type(stage.layer), _Leaf)(ops, stage, batch_size, x, dx)
+            step = _STEPS.get(type(stage), _Leaf)(ops, stage, batch_size, x, dx)
             self.steps.append(step)
             x, dx = step.y, step.dy
         self._stages, self._batch_size = tuple(stages), batch_size
@@ -194,78 +192,74 @@ class _Branch(_Step):
                 self._ops.add(dx, dy, dx)
 
 
-_STEPS: dict[type, type[_Leaf | _View | _Branch]] = {Flatten: _View, Dropout: _Dropout, Residual: _Branch}
+_STEPS: dict[type, type[_Leaf | _View | _Branch]] = {
+    FlattenStage: _View,
+    DropoutStage: _Dropout,
+    ResidualStage: _Branch,
+}
 
 
 def forward_stage(ops: Ops, stage: Stage, run: Run, x: Array, y: Array, saved: Array) -> None:
     """Run one layer on x (N, *input_shape), filling y and what `saved` has room for."""
-    weight, bias = _views(stage, run.parameters)
-    match stage.layer:
-        case Conv2d():
-            ops.conv2d(x, weight, bias, _window(stage), y)
-        case Elementwise():
+    match stage:
+        case ConvStage():
+            ops.conv2d(x, *_views(stage, run.parameters), stage.window, y)
+        case ElementwiseStage():
             ops.elementwise(stage.layer, x, y)
-        case MaxPool2d():
-            ops.max_pool(x, _window(stage), y, saved)
-        case AvgPool2d():
-            ops.avg_pool(x, _window(stage), y)
-        case GlobalAvgPool():
-            ops.avg_pool(x, _window(stage), _one_pixel(y))
-        case Linear():
-            ops.linear(x, weight, bias, y)
-        case Dropout(rate):
-            ops.dropout(x, run.images, run.key(stage), rate, y)
-        case BatchNorm2d():
+        case PoolStage(layer=MaxPool2d()):
+            ops.max_pool(x, stage.window, y, saved)
+        case PoolStage():
+            ops.avg_pool(x, stage.window, _pixels(y))
+        case LinearStage():
+            ops.linear(x, *_views(stage, run.parameters), y)
+        case DropoutStage():
+            ops.dropout(x, run.images, run.key(stage), stage.layer.rate, y)
+        case NormStage():
+            weight, bias = stage.weight.view(run.parameters), stage.bias.view(run.parameters)
             mean, variance = (average.view(run.running) for average in stage.running)
             if run.trains:
                 ops.batch_norm(stage.layer, x, weight, bias, mean, variance, y, saved)
             else:
                 ops.batch_norm_predict(stage.layer, x, weight, bias, mean, variance, y)
-        case Flatten() | Residual():
+        case FlattenStage() | ResidualStage():
             raise TypeError(f"{stage.name}: is made of views and other layers; `Chain` runs it")
         case _:
-            assert_never(stage.layer)
+            assert_never(stage)
 
 
 def backward_stage(
     ops: Ops, stage: Stage, run: Run, x: Array, y: Array, dy: Array, saved: Array, dx: Array | None
 ) -> None:
     """Run one layer backwards, filling dx and its part of the flat gradient; arrays as in `forward_stage`."""
-    weight, _ = _views(stage, run.parameters)
-    dw, db = _views(stage, run.gradient)
-    match stage.layer:
-        case Conv2d():
-            ops.conv2d_backward(x, weight, dy, _window(stage), dx, dw, db)
-        case Elementwise():
+    match stage:
+        case ConvStage():
+            ops.conv2d_backward(
+                x, stage.weight.view(run.parameters), dy, stage.window, dx, *_views(stage, run.gradient)
+            )
+        case ElementwiseStage():
             ops.elementwise_backward(stage.layer, x, y, dy, dx)
-        case MaxPool2d():
-            ops.max_pool_backward(saved, dy, _window(stage), dx)
-        case AvgPool2d():
-            ops.avg_pool_backward(dy, _window(stage), dx)
-        case GlobalAvgPool():
-            ops.avg_pool_backward(_one_pixel(dy), _window(stage), dx)
-        case Linear():
-            ops.linear_backward(x, weight, dy, dx, dw, db)
-        case Dropout(rate):
-            ops.dropout(dy, run.images, run.key(stage), rate, dx)
-        case BatchNorm2d():
-            ops.batch_norm_backward(x, weight, dy, saved, dx, dw, db)
-        case Flatten() | Residual():
+        case PoolStage(layer=MaxPool2d()):
+            ops.max_pool_backward(saved, dy, stage.window, dx)
+        case PoolStage():
+            ops.avg_pool_backward(_pixels(dy), stage.window, dx)
+        case LinearStage():
+            ops.linear_backward(x, stage.weight.view(run.parameters), dy, dx, *_views(stage, run.gradient))
+        case DropoutStage():
+            ops.dropout(dy, run.images, run.key(stage), stage.layer.rate, dx)
+        case NormStage():
+            dw, db = stage.weight.view(run.gradient), stage.bias.view(run.gradient)
+            ops.batch_norm_backward(x, stage.weight.view(run.parameters), dy, saved, dx, dw, db)
+        case FlattenStage() | ResidualStage():
             raise TypeError(f"{stage.name}: is made of views and other layers; `Chain` runs it")
         case _:
-            assert_never(stage.layer)
+            assert_never(stage)
 
 
-def _one_pixel(y: Array) -> Array:
-    """Return y (N,C) as the output of a pooling layer, (N,1,1,C)."""
-    return y.reshape((y.shape[0], 1, 1, y.shape[1]))
+def _pixels(y: Array) -> Array:
+    """Return the output of a pooling layer (N,U,V,C); of a GlobalAvgPool, (N,C), as one pixel."""
+    return y if len(y.shape) == 4 else y.reshape((y.shape[0], 1, 1, y.shape[1]))
 
 
-def _views(stage: Stage, flat: Array) -> tuple[Array | None, Array | None]:
-    """Return the weight's and the bias's part of a flat buffer, None where the layer has none."""
-    return stage.weight and stage.weight.view(flat), stage.bias and stage.bias.view(flat)
-
-
-def _window(stage: Stage) -> Window:
-    assert stage.window is not None  # as every convolution and pooling layer has
-    return stage.window
+def _views(stage: ConvStage | LinearStage, flat: Array) -> tuple[Array, Array | None]:
+    """Return the weight's and the bias's part of a flat buffer, None for a bias that the layer lacks."""
+    return stage.weight.view(flat), stage.bias and stage.bias.view(flat)

@@ -15,18 +15,17 @@ import numpy as np
 import threadpoolctl
 
 from cnnexp.network import (
-    AvgPool2d,
-    BatchNorm2d,
-    Conv2d,
-    Dropout,
-    Elementwise,
-    Flatten,
-    GlobalAvgPool,
+    ConvStage,
+    DropoutStage,
+    ElementwiseStage,
+    FlattenStage,
     LeakyReLU,
-    Linear,
+    LinearStage,
     MaxPool2d,
+    NormStage,
+    PoolStage,
     ReLU,
-    Residual,
+    ResidualStage,
     Stage,
 )
 
@@ -45,33 +44,32 @@ def work_per_image(stage: Stage, what: str, batch_size: int, needs_dx: bool = Tr
         needs_dx: whether the backward pass computes the gradient of the layer's input: not in a network's first.
     """
     x, y = math.prod(stage.input_shape), math.prod(stage.output_shape)
-    forward, layer = what == "forward", stage.layer
-    match layer:
-        case Conv2d() | Linear():
+    forward = what == "forward"
+    match stage:
+        case ConvStage() | LinearStage():
             weights = sum(p.size for p in stage.parameters) / batch_size
             if forward:
                 return 2 * stage.macs, BYTES * (x + y + weights)
             products = 2 if needs_dx else 1
             return 2 * stage.macs * products, BYTES * (x + y + 2 * weights + (x if needs_dx else 0))
-        case MaxPool2d() | AvgPool2d() | GlobalAvgPool():
+        case PoolStage(layer=layer):
             argmax = y if isinstance(layer, MaxPool2d) else 0
-            assert stage.window is not None  # as every pooling layer has
             seen = min(stage.window.size, stage.input_shape[0]) * min(stage.window.size, stage.input_shape[1])
             return (seen * y if forward else y), BYTES * (x + y + argmax)
-        case Elementwise():
+        case ElementwiseStage(layer=layer):
             per_element = 1 if isinstance(layer, ReLU | LeakyReLU) else FUNCTION_FLOPS
             return per_element * x, BYTES * (2 if forward else 3) * x
-        case Dropout():
+        case DropoutStage():
             return x, BYTES * 2 * x
-        case BatchNorm2d():
+        case NormStage():
             # the mean, the variance and the result, or two sums and dx: each reads x again, as caches do not hold it
             return (7 if forward else 9) * x, BYTES * (4 if forward else 7) * x
-        case Residual():
+        case ResidualStage():
             return x, BYTES * 3 * x  # its sum alone: the layers in it are timed for themselves
-        case Flatten():
+        case FlattenStage():
             return 0, 0
         case _:
-            assert_never(layer)
+            assert_never(stage)
 
 
 def machine_limits(threads: int) -> dict[str, float]:

@@ -122,7 +122,7 @@ class Residual:
 Layer = (
     Conv2d | Elementwise | MaxPool2d | AvgPool2d | GlobalAvgPool | Flatten | Linear | Dropout | BatchNorm2d | Residual
 )
-"""What stands in a network. Who matches on layers matches on all of these: mypy holds it by `assert_never`."""
+"""What stands in a network."""
 
 _KINDS: tuple[type[Layer], ...] = (
     *(Conv2d, ReLU, LeakyReLU, Sigmoid, Tanh, GELU),

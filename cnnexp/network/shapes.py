@@ -89,14 +89,13 @@ class Window:
 
 
 @dataclass(frozen=True)
-class Stage:
+class Placed:
     """A layer in its place: what comes in, what goes out, what it holds.
 
     Attributes:
         layer: the spec.
         name: kind and ordinal, e.g. `conv1`, `relu2`, `linear1`, and `residual1.conv1` of a layer inside another.
         input_shape, output_shape: without the number of images.
-        window: of a convolution or pooling layer, else None.
         weight, bias: its parameters, or None; a BatchNorm2d's scale and shift.
         running: of a BatchNorm2d, the mean and the variance of every channel in the flat buffer of running averages.
         stages: of the layers that it holds, first to last.
@@ -106,7 +105,6 @@ class Stage:
     name: str
     input_shape: Shape
     output_shape: Shape
-    window: Window | None = None
     weight: Parameter | None = None
     bias: Parameter | None = None
     running: tuple[Parameter, ...] = ()
@@ -121,13 +119,81 @@ class Stage:
     @property
     def macs(self) -> int:
         """Multiply-adds of one forward pass of one image."""
-        match self.layer:
-            case Conv2d(kernel=kernel):
-                return math.prod(self.output_shape) * kernel * kernel * self.input_shape[2]
-            case Linear(features):
-                return math.prod(self.input_shape) * features
-            case _:
-                return sum(stage.macs for stage in self.stages)
+        return sum(stage.macs for stage in self.stages)
+
+
+@dataclass(frozen=True)
+class ConvStage(Placed):
+    """A Conv2d in its place, with how its kernel slides over the image."""
+
+    layer: Conv2d
+    window: Window = field(kw_only=True)
+    weight: Parameter = field(kw_only=True)
+
+    @property
+    def macs(self) -> int:
+        return math.prod(self.output_shape) * self.layer.kernel**2 * self.input_shape[2]
+
+
+@dataclass(frozen=True)
+class PoolStage(Placed):
+    """A pooling layer in its place, with its windows; a GlobalAvgPool's one holds the image."""
+
+    layer: MaxPool2d | AvgPool2d | GlobalAvgPool
+    window: Window = field(kw_only=True)
+
+
+@dataclass(frozen=True)
+class LinearStage(Placed):
+    """A Linear in its place."""
+
+    layer: Linear
+    weight: Parameter = field(kw_only=True)
+
+    @property
+    def macs(self) -> int:
+        return self.weight.size
+
+
+@dataclass(frozen=True)
+class NormStage(Placed):
+    """A BatchNorm2d in its place."""
+
+    layer: BatchNorm2d
+    weight: Parameter = field(kw_only=True)
+    bias: Parameter = field(kw_only=True)
+
+
+@dataclass(frozen=True)
+class ElementwiseStage(Placed):
+    """An elementwise layer in its place."""
+
+    layer: Elementwise
+
+
+@dataclass(frozen=True)
+class DropoutStage(Placed):
+    """A Dropout in its place."""
+
+    layer: Dropout
+
+
+@dataclass(frozen=True)
+class FlattenStage(Placed):
+    """A Flatten in its place."""
+
+    layer: Flatten
+
+
+@dataclass(frozen=True)
+class ResidualStage(Placed):
+    """A Residual in its place."""
+
+    layer: Residual
+
+
+Stage = ConvStage | PoolStage | LinearStage | NormStage | ElementwiseStage | DropoutStage | FlattenStage | ResidualStage
+"""A layer in its place. Who matches on stages matches on all of these: mypy holds it by `assert_never`."""
 
 
 def walk(stages: Iterable[Stage]) -> Iterator[Stage]:
@@ -303,38 +369,39 @@ class _Builder:
                 _check_whole(where, filters=filters, kernel=kernel, stride=stride)
                 window, (p, q) = _slide(where, shape, kernel, stride, padding, "kernel")
                 weights = self._weights(name, (kernel, kernel, shape[2], filters), kernel * kernel * shape[2], has_bias)
-                return Stage(layer, name, shape, (p, q, filters), window, *weights)
+                return ConvStage(layer, name, shape, (p, q, filters), window=window, **weights)
             case MaxPool2d(pool, stride, padding) | AvgPool2d(pool, stride, padding):
                 _need_image(where, shape, type(layer).__name__)
                 step = pool if stride is None else stride
                 _check_whole(where, pool=pool, stride=step)
                 window, (u, v) = _slide_pool(where, shape, pool, step, padding)
-                return Stage(layer, name, shape, (u, v, shape[2]), window)
+                return PoolStage(layer, name, shape, (u, v, shape[2]), window=window)
             case GlobalAvgPool():
                 _need_image(where, shape, "GlobalAvgPool")
                 height, width, channels = shape
                 side = max(height, width)  # one window over all: what lies outside the image does not count
-                return Stage(layer, name, shape, (channels,), Window(side, 1, 0, 0, side - height, side - width))
+                window = Window(side, 1, 0, 0, side - height, side - width)
+                return PoolStage(layer, name, shape, (channels,), window=window)
             case Flatten():
-                return Stage(layer, name, shape, (math.prod(shape),))
+                return FlattenStage(layer, name, shape, (math.prod(shape),))
             case Linear(features, has_bias):
                 if len(shape) != 1:
                     raise NetworkError(f"{where}: Linear needs a flat input but gets {shape}; put Flatten before it")
                 _check_whole(where, features=features)
                 weights = self._weights(name, (shape[0], features), shape[0], has_bias)
-                return Stage(layer, name, shape, (features,), None, *weights)
+                return LinearStage(layer, name, shape, (features,), **weights)
             case Elementwise():
-                return Stage(layer, name, shape, shape)
+                return ElementwiseStage(layer, name, shape, shape)
             case Dropout(rate):
                 _check_number(where, "rate", rate, 0 <= rate < 1, ">= 0 and < 1")
-                return Stage(layer, name, shape, shape)
+                return DropoutStage(layer, name, shape, shape)
             case BatchNorm2d(momentum, epsilon):
                 _need_image(where, shape, "BatchNorm2d")
                 _check_number(where, "momentum", momentum, 0 < momentum <= 1, "> 0 and <= 1")
                 _check_number(where, "epsilon", epsilon, 0 < epsilon < math.inf, "> 0")
                 scale, shift = (self._take(f"{name}.{of}", shape[2:], 1, start) for of, start in _SCALE_AND_SHIFT)
                 running = tuple(self._keep(f"{name}.{of}", shape[2:], start) for of, start in _MEAN_AND_VARIANCE)
-                return Stage(layer, name, shape, shape, None, scale, shift, running)
+                return NormStage(layer, name, shape, shape, weight=scale, bias=shift, running=running)
             case Residual(layers):
                 if not layers:
                     raise NetworkError(f"{where}: Residual holds no layers; give it at least one")
@@ -344,13 +411,13 @@ class _Builder:
                         f"{where}: Residual adds its input, {shape}, to what its layers make of it, "
                         f"{inner[-1].output_shape}; they must give back the shape they take"
                     )
-                return Stage(layer, name, shape, shape, stages=inner)
+                return ResidualStage(layer, name, shape, shape, stages=inner)
             case _:
                 assert_never(layer)
 
-    def _weights(self, name: str, shape: Shape, fan_in: int, has_bias: bool) -> tuple[Parameter, Parameter | None]:
+    def _weights(self, name: str, shape: Shape, fan_in: int, has_bias: bool) -> dict[str, Any]:
         weight = self._take(f"{name}.weight", shape, fan_in)
-        return weight, self._take(f"{name}.bias", shape[-1:], fan_in) if has_bias else None
+        return {"weight": weight, "bias": self._take(f"{name}.bias", shape[-1:], fan_in) if has_bias else None}
 
     def _take(self, name: str, shape: Shape, fan_in: int, start: float | None = None) -> Parameter:
         parameter = Parameter(name, shape, self._offset, fan_in, start)

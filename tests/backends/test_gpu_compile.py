@@ -62,12 +62,12 @@ PROGRAMS = {
 # kernel. 65,536 registers are 128 for each thread of two blocks of 256. One thread per element and no tiles means
 # addresses, and with padding tests, for every product; that is gpu-naive.
 BUDGETS = {
-    "gpu_naive.conv2d": (48, 36.0),
-    "gpu_naive.matmul": (48, 12.0),
-    "gpu_shared.conv2d": (48, 9.0),
-    "gpu_shared.matmul": (48, 4.0),
-    "one_conv.forward": (96, 2.5),
-    "one_conv.backward": (96, 2.5),
+    "naive.conv2d": (48, 36.0),
+    "naive.matmul": (48, 12.0),
+    "shared.conv2d": (48, 9.0),
+    "shared.matmul": (48, 4.0),
+    "one_conv_kernels.forward": (96, 2.5),
+    "one_conv_kernels.backward": (96, 2.5),
     "conv_kernels.conv_forward": (64, 9.5),
     "conv_kernels.conv_backward_weights": (96, 6.0),
     "conv_kernels.conv_backward_input": (64, 4.0),

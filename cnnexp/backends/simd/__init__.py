@@ -4,8 +4,8 @@ How the files stand to each other: `intrinsics` (what only some CPUs have), `emi
 in them) and `layout` (where values lie) at the bottom; kernels in `transfer`, `conv_lanes`, `conv_filters`,
 `conv_sparse`, `conv_events`, `elementwise`, `update`, and on `product`, packed matrix products, `conv_channels` and
 `linear`; `nodes` groups layers and calls their kernels, `plan` picks the nodes and connects them; `step` is the
-compiled training loop; `program` is what the train loop sees, `team` its threads; `apart` compiles in a process of its
-own; `host` knows the CPU.
+compiled training loop, `barrier` where its threads wait for each other; `program` is what the train loop sees, `team`
+its threads; `apart` compiles in a process of its own; `host` knows the CPU.
 """
 
 from __future__ import annotations
@@ -53,5 +53,5 @@ class CpuSimd(ThreadedBackend):
         if not suits(network, loss):
             return self._general.compile(network, loss, optimizer, batch_size)
         target = host_target()
-        threads = paying_threads(network, batch_size, target, self.threads)
+        threads = paying_threads(network, batch_size, target, self.thread_count)
         return SimdProgram(network, loss, optimizer, batch_size, target, threads)

@@ -48,7 +48,7 @@ class Sum:
     counts: tuple[int, int]
     panels: Panels
     rectify: bool = False
-    windows: Windows | None = None
+    windows: Windows[Image] | None = None
     positive: Image | None = None
 
 
@@ -86,12 +86,20 @@ def forward(k: Emitter, conv: Sum, weights: Pointer, bias: Pointer | None) -> No
                         values = [[total.get() for total in row] for row in totals]
                         for number, (a, b) in enumerate(cells):
                             window = values[number * size * size : (number + 1) * size * size]
-                            _finish(k, conv, window, bias, panel, n, (u, a), (v, b))
+                            cell_at = k.builder.add(u, INDEX(a)), k.builder.add(v, INDEX(b))
+                            _finish(k, conv, window, bias, panel, (n, *cell_at))
 
 
-def _finish(k: Emitter, conv: Sum, window: list[list[ir.Value]], bias, panel: Panel, n, row, column) -> None:
-    """Store one pixel, or the maximum of a window and where it was."""
-    u, v = (k.builder.add(index, INDEX(more)) for index, more in (row, column))
+def _finish(
+    k: Emitter,
+    conv: Sum,
+    window: list[list[ir.Value]],
+    bias: Pointer | None,
+    panel: Panel,
+    place: tuple[ir.Value, ir.Value, ir.Value],
+) -> None:
+    """Store one pixel, or the maximum of a window and where it was, at the place (n, u, v)."""
+    n, u, v = place
     target = panel.outputs(_pixel(k, conv, n, u, v))
     for vector, valid in enumerate(panel.valid):
         value, at = window[0][vector], vector * k.lanes
@@ -111,7 +119,7 @@ def _finish(k: Emitter, conv: Sum, window: list[list[ir.Value]], bias, panel: Pa
         k.store_part(value, target + at, valid)
 
 
-def codes_at(k: Emitter, windows: Windows, n: ir.Value, u: ir.Value, v: ir.Value, vector: ir.Value) -> Pointer:
+def codes_at(k: Emitter, windows: Windows[Image], n: ir.Value, u: ir.Value, v: ir.Value, vector: ir.Value) -> Pointer:
     """Return the address of the codes of a vector of filters; `windows.codes` is an image of whole vectors of bytes."""
     return windows.codes.pixel(k, n, u, v).at(vector, k.lanes // 4)
 
@@ -267,8 +275,8 @@ def _transpose_weights(
     source: Panels,
     kernel: int,
     stride: int,
-    rows,
-    columns,
+    rows: tuple[int, ...],
+    columns: tuple[int, ...],
     weights: Pointer,
     target: Panels,
     packed: Pointer,
@@ -312,13 +320,13 @@ def _pixel(k: Emitter, conv: Sum, n: ir.Value, u: ir.Value, v: ir.Value, image: 
     return (image or conv.y).pixel(k, n, row, column)
 
 
-def unpool(k: Emitter, windows: Windows, y: Image, dy: Image, d: Image, rectified: bool) -> None:
+def unpool(k: Emitter, windows: Windows[Image], y: Image, dy: Image, d: Image, rectified: bool) -> None:
     """d = dy at each window's argmax, else 0, and 0 wherever ReLU gave 0. Pixels in no window keep their zero."""
     rows, columns, filters = y.shape
     last = filters % k.lanes
     with k.loop(k.count) as n, k.loop(rows) as u, k.loop(columns) as v:
 
-        def vector(f: ir.Value, valid: int, n=n, u=u, v=v) -> None:
+        def vector(f: ir.Value, valid: int, n: ir.Value = n, u: ir.Value = u, v: ir.Value = v) -> None:
             value = k.load(dy.pixel(k, n, u, v).at(f, k.lanes))
             if rectified:
                 value = k.where_positive(k.load(y.pixel(k, n, u, v).at(f, k.lanes)), value)
@@ -340,12 +348,13 @@ def copy_gradient(k: Emitter, y: Image | None, dy: Image, d: Image) -> None:
     rows, columns, filters = dy.shape
     run = columns * filters
     with k.loop(k.count) as n, k.loop(rows) as p:
-        start = [image and image.pixel(k, n, p, INDEX(0)) for image in (y, dy, d)]
+        images = (dy, d) if y is None else (dy, d, y)
+        start = [image.pixel(k, n, p, INDEX(0)) for image in images]
 
-        def vector(i: ir.Value, valid: int, start=start) -> None:
-            positive, source, target = (pointer and pointer.at(i, k.lanes) for pointer in start)
+        def vector(i: ir.Value, valid: int, start: list[Pointer] = start) -> None:
+            source, target, *positive = (pointer.at(i, k.lanes) for pointer in start)
             value = k.load(source)
-            k.store_part(k.where_positive(k.load(positive), value) if positive else value, target, valid)
+            k.store_part(k.where_positive(k.load(positive[0]), value) if positive else value, target, valid)
 
         with k.loop(run // k.lanes) as i:
             vector(i, k.lanes)

@@ -17,9 +17,10 @@ import numpy as np
 from llvmlite import ir
 
 from cnnexp.backends.simd.conv_channels import Sum
+from cnnexp.backends.simd.conv_lanes import Windows
 from cnnexp.backends.simd.emit import INDEX, Emitter, Pointer
 from cnnexp.backends.simd.layout import Arena, Image, round_up
-from cnnexp.backends.simd.product import chunks
+from cnnexp.backends.simd.product import Panel, chunks
 
 BLOCK = 16
 """Cells of a block, at least a vector of them."""
@@ -30,7 +31,7 @@ class Events:
     """The geometry.
 
     Attributes:
-        conv: the forward geometry, with windows. dy, dx: gradients of the pooled output and of the input.
+        conv: the forward geometry. windows: its max-pool. dy, dx: gradients of the pooled output and of the input.
         rectify: whether a ReLU was applied that dy does not know of. positive: whether dx is that of a ReLU's input.
         filters, kernel, channels: F, K, C.
         values, places, counts: lists [filter][cell of a block], and how long they are.
@@ -39,6 +40,7 @@ class Events:
     """
 
     conv: Sum
+    windows: Windows[Image]
     dy: Image
     dx: Image
     rectify: bool
@@ -79,29 +81,31 @@ def suits(kernel: int, channels: int, lanes: int, window: int) -> bool:
     return window >= 2 and run >= 4 * lanes and round_up(run, lanes) * 4 <= run * 5
 
 
-def make_events(arena: Arena, conv: Sum, dy: Image, dx: Image, rectify: bool, positive: bool) -> Events:
+def make_events(
+    arena: Arena, conv: Sum, windows: Windows[Image], dy: Image, dx: Image, rectify: bool, positive: bool
+) -> Events:
     """Return the geometry, with room in the arena."""
     lanes, filters, x = arena.lanes, round_up(conv.panels.outputs, arena.lanes), conv.x
     cells = block_cells(lanes)
     packed = conv.kernel[0] * filters * round_up(conv.kernel[1] * x.shape[2], lanes)
     return Events(
-        conv, dy, dx, rectify, positive,
+        conv, windows, dy, dx, rectify, positive,
         values=arena.allocate(filters * cells),
         places=arena.allocate(filters * cells),
         counts=arena.allocate(2 * filters),
         sums=arena.allocate(x.stride),
         weights=arena.allocate(packed),
         gradients=arena.allocate(packed),
-        cells=arena.constants(_cell_table(conv, dy, lanes).view(np.float32)),
+        cells=arena.constants(_cell_table(conv, windows, dy, lanes).view(np.float32)),
     )  # fmt: skip
 
 
-def _cell_table(conv: Sum, dy: Image, lanes: int) -> np.ndarray:
+def _cell_table(conv: Sum, windows: Windows[Image], dy: Image, lanes: int) -> np.ndarray:
     """Return the table of cells, int32 (U * V, 4); neighbours in a block's list are no neighbours in space.
 
     A load that overlaps a store still on its way waits for it.
     """
-    (rows, columns), windows = conv.counts, conv.windows
+    rows, columns = conv.counts
     size, reach = block_cells(lanes), 1 + -(-conv.kernel[1] // (windows.stride * conv.stride))
     order = np.concatenate(
         [
@@ -148,7 +152,7 @@ def _block(k: Emitter, events: Events, n: ir.Value, first: ir.Value, cells: int,
 
 def _list(k: Emitter, events: Events, n: ir.Value, first: ir.Value, cells: int, db: Pointer | None) -> None:
     """Fill the lists of a block of cells."""
-    size, windows = block_cells(k.lanes), events.conv.windows
+    size, windows = block_cells(k.lanes), events.windows
     values, places, counts = (k.arena + at for at in (events.values, events.places, events.counts))
     table = (k.arena + events.cells).at(first, 4)
     images = [(k.arena + image.offset).at(n, image.stride) for image in (events.dy, events.conv.y, windows.codes)]
@@ -229,7 +233,7 @@ def _copy(k: Emitter, events: Events, n: ir.Value) -> None:
     with k.loop(rows) as p:
         line = [(k.arena + events.sums + start).at(p, x.row), x.pixel(k, n, p, INDEX(0)), dx.pixel(k, n, p, INDEX(0))]
 
-        def vector(i: ir.Value, valid: int, line=line) -> None:
+        def vector(i: ir.Value, valid: int, line: list[Pointer] = line) -> None:
             source, positive, target = (pointer.at(i, k.lanes) for pointer in line)
             value = k.load(source)
             k.store_part(k.where_positive(k.load(positive), value) if events.positive else value, target, valid)
@@ -251,7 +255,14 @@ def _turn(k: Emitter, events: Events, panelled: Pointer, packed: Pointer, back: 
             place = packed.at(i, round_up(events.filters, k.lanes) * row)
             place = place.at(k.builder.mul(panel.vector, INDEX(k.lanes)), row)
 
-            def block(at: ir.Value, valid: int, column=column, place=place, panel=panel, unit=unit) -> None:
+            def block(
+                at: ir.Value,
+                valid: int,
+                column: Pointer = column,
+                place: Pointer = place,
+                panel: Panel = panel,
+                unit: int = unit,
+            ) -> None:
                 for v in range(panel.width):
                     lines = column.at(at, unit) + v * k.lanes
                     turned = place.at(at) + v * k.lanes * row

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from llvmlite import ir
 
-from cnnexp.backends.simd.emit import INT, Emitter, Pointer
+from cnnexp.backends.simd.emit import INT, Emitter, Pointer, Variable
 from cnnexp.backends.simd.layout import Matrix
 
 
@@ -81,6 +81,8 @@ class FilterBank:
         return self.x.row(k, n).at(u, step * self.row).at(v, step * self.channels)
 
     def patch(self, k: Emitter, n: ir.Value, u: ir.Value, v: ir.Value) -> Pointer:
+        """Return the address of a cell's patch, where patches are kept."""
+        assert self.patches is not None
         rows, columns = self.shape
         place = (k.arena + self.patches).at(n, rows * columns * k.lanes)
         return place.at(u, columns * k.lanes).at(v, k.lanes)
@@ -164,7 +166,9 @@ def weight_gradients_row(
             k.store(total.get(), target)
 
 
-def _accumulate_window(k: Emitter, bank: FilterBank, corner: Pointer, gradient, place, totals) -> None:
+def _accumulate_window(
+    k: Emitter, bank: FilterBank, corner: Pointer, gradient: ir.Value, place: ir.Value, totals: list[Variable]
+) -> None:
     """Add every pixel of the window's part: the gradient where the maximum was, else 0."""
     width = bank.side * bank.channels
     for at in bank.corners:

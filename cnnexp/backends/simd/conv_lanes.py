@@ -12,11 +12,12 @@ never stored. The gradient of the input is the same kernel on the flipped weight
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from llvmlite import ir
 
 from cnnexp.backends.simd.emit import INDEX, Emitter, Pointer
-from cnnexp.backends.simd.layout import Grid
+from cnnexp.backends.simd.layout import Grid, Image
 from cnnexp.backends.simd.product import chunks
 
 MOST_SUMS = 256
@@ -25,18 +26,20 @@ MOST_SUMS = 256
 CACHED_VECTORS = 448
 """Vectors of one piece of a row, of x and d together: 28 KB of AVX-512's."""
 
+Codes = TypeVar("Codes", Grid, Image)
+
 
 @dataclass(frozen=True)
-class Windows:
+class Windows(Generic[Codes]):
     """Max-pool windows that do not overlap and lie inside the image, fused into a convolution.
 
     Attributes:
-        size: S. stride: >= S. codes: bytes, where each argmax goes (row * S + column), a grid of the pooled shape.
+        size: S. stride: >= S. codes: bytes, where each argmax goes (row * S + column), in the pooled shape.
     """
 
     size: int
     stride: int
-    codes: Grid
+    codes: Codes
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ class Correlation:
     filters: int
     y: Grid
     rectify: bool = False
-    windows: Windows | None = None
+    windows: Windows[Grid] | None = None
     positive: Grid | None = None
 
 
@@ -83,10 +86,11 @@ def forward(k: Emitter, conv: Correlation, weights: Pointer, bias: Pointer | Non
                         with k.loop(times) as t:
                             f = k.builder.add(k.builder.mul(t, INDEX(filters)), INDEX(first_filter))
                             w, b = weights.at(f), bias.at(f) if bias else None
+                            at = Tile(corner, w, b, g, row, column, f, filters)
                             if conv.windows:
-                                _pooled(k, conv, corner, w, b, g, row, column, f, filters, pixels)
+                                _pooled(k, conv, conv.windows, at, pixels)
                             else:
-                                _plain(k, conv, corner, w, b, g, row, column, f, filters, width)
+                                _plain(k, conv, at, width)
 
 
 def chunks_of(total: int, size: int) -> list[tuple[int, int, int]]:
@@ -95,49 +99,72 @@ def chunks_of(total: int, size: int) -> list[tuple[int, int, int]]:
     return ([(0, size, whole)] if whole else []) + ([(whole * size, rest, 1)] if rest else [])
 
 
-def _plain(k: Emitter, conv: Correlation, corner, w, b, g, row, column, f, filters: int, pixels: int) -> None:
-    """Convolve `pixels` neighbours of one row with `filters` filters, and store them."""
-    totals = _dot(k, conv, corner, [(0, i) for i in range(pixels)], w, filters)
+@dataclass(frozen=True)
+class Tile:
+    """Some filters at one place of the output, at run time.
+
+    Attributes:
+        corner: of the window in the input. weights, bias: of the first filter.
+        group, row, column: the place. first, filters: which filters, and how many.
+    """
+
+    corner: Pointer
+    weights: Pointer
+    bias: Pointer | None
+    group: ir.Value
+    row: ir.Value
+    column: ir.Value
+    first: ir.Value
+    filters: int
+
+    def at(self, k: Emitter, grid: Grid) -> Pointer:
+        """Return the address of the first filter in a grid of the output's shape."""
+        return grid.pixel(k, self.group, self.row, self.column).at(self.first, grid.lanes)
+
+
+def _plain(k: Emitter, conv: Correlation, tile: Tile, pixels: int) -> None:
+    """Convolve `pixels` neighbours of one row with the filters, and store them."""
+    totals = _dot(k, conv, tile, [(0, i) for i in range(pixels)])
     for i in range(pixels):
-        target = conv.y.pixel(k, g, row, column).at(f, conv.y.lanes) + i * conv.y.column * conv.y.ring.step
-        if conv.positive:
-            positive = conv.positive.pixel(k, g, row, column).at(f, k.lanes) + i * conv.positive.column
-        for j in range(filters):
-            value = totals[i][j]
-            if conv.positive:
+        target = tile.at(k, conv.y) + i * conv.y.column * conv.y.ring.step
+        positive = tile.at(k, conv.positive) + i * conv.positive.column if conv.positive else None
+        for j, value in enumerate(totals[i]):
+            if positive:
                 value = k.where_positive(k.load(positive + j * k.lanes), value)
-            if b is not None:
-                value = k.add(value, k.splat(b + j))
-            k.store(k.rectify(value) if conv.rectify else value, target + j * conv.y.lanes)
+            _store(k, conv, tile, j, value, target)
 
 
-def _pooled(k: Emitter, conv: Correlation, corner, w, b, g, row, column, f, filters: int, most: int) -> None:
-    """Convolve one pooling window with `filters` filters, and store its maxima and where they were."""
-    size, codes = conv.windows.size, conv.windows.codes
+def _pooled(k: Emitter, conv: Correlation, windows: Windows[Grid], tile: Tile, most: int) -> None:
+    """Convolve one pooling window with the filters, and store its maxima and where they were."""
+    size, codes = windows.size, windows.codes
     window = [(i, j) for i in range(size) for j in range(size)]
     best: list[ir.Value] = []
     where: list[ir.Value] = []
     for start in range(0, len(window), most):
-        part = window[start : start + most]
-        for code, values in enumerate(_dot(k, conv, corner, part, w, filters), start):
+        for code, values in enumerate(_dot(k, conv, tile, window[start : start + most]), start):
             if code == 0:
-                best, where = values, [k.integers(0)] * filters
+                best, where = values, [k.integers(0)] * tile.filters
                 continue
-            for j in range(filters):
+            for j in range(tile.filters):
                 larger = k.larger(values[j], best[j])
                 best[j] = k.select(larger, values[j], best[j])
                 where[j] = k.select(larger, k.integers(code), where[j])
-    target = conv.y.pixel(k, g, row, column).at(f, conv.y.lanes)
-    code_target = codes.pixel(k, g, row, column).at(f, codes.lanes)
-    for j in range(filters):
-        value = best[j] if b is None else k.add(best[j], k.splat(b + j))
-        k.store(k.rectify(value) if conv.rectify else value, target + j * conv.y.lanes)
+    target, code_target = tile.at(k, conv.y), tile.at(k, codes)
+    for j in range(tile.filters):
+        _store(k, conv, tile, j, best[j], target)
         k.store_bytes(where[j], code_target + j * codes.lanes)
 
 
-def _dot(k: Emitter, conv: Correlation, corner: Pointer, pixels, w: Pointer, filters: int) -> list[list[ir.Value]]:
+def _store(k: Emitter, conv: Correlation, tile: Tile, j: int, value: ir.Value, target: Pointer) -> None:
+    """Store filter j's value, with its bias and through the ReLU."""
+    if tile.bias is not None:
+        value = k.add(value, k.splat(tile.bias + j))
+    k.store(k.rectify(value) if conv.rectify else value, target + j * conv.y.lanes)
+
+
+def _dot(k: Emitter, conv: Correlation, tile: Tile, pixels: list[tuple[int, int]]) -> list[list[ir.Value]]:
     """Return the sums over kernel and channels, [pixel][filter]; `pixels` are (row, column) in steps of the stride."""
-    x, run = conv.x, conv.kernel * conv.channels
+    x, run, filters = conv.x, conv.kernel * conv.channels, tile.filters
     places = [(i * x.row + j * x.column) * conv.stride for i, j in pixels]
     totals = [k.variables(filters) for _ in pixels]
 
@@ -150,7 +177,7 @@ def _dot(k: Emitter, conv: Correlation, corner: Pointer, pixels, w: Pointer, fil
                     k.accumulate(totals[p][f], weight, value)
 
     with k.loop(conv.kernel) as i:
-        source, weights = corner.at(i, x.row), w.at(i, run * conv.filters)
+        source, weights = tile.corner.at(i, x.row), tile.weights.at(i, run * conv.filters)
         for first, size, count in chunks_of(run, 8 if run > 16 else run):
             with k.loop(count) as c:
                 taps(
@@ -190,16 +217,26 @@ def weight_gradients(k: Emitter, conv: Correlation, d: Grid, dw: Pointer, db: Po
             with k.loop(filter_blocks) as filter_block, k.loop(conv.kernel) as i, k.loop(tap_blocks) as tap_block:
                 r = k.builder.add(k.builder.mul(tap_block, INDEX(taps)), INDEX(first_tap))
                 f = k.builder.add(k.builder.mul(filter_block, INDEX(filters)), INDEX(first_filter))
-                _weight_block(k, conv, d, i, r, f, taps, filters, dw, sums)
+                _weight_block(k, conv, d, (i, r, f), (taps, filters), dw, sums)
     if db is not None:
         _bias_gradients(k, d, db)
 
 
 def _weight_block(
-    k: Emitter, conv: Correlation, d: Grid, i, r, f, taps: int, filters: int, dw: Pointer, sums: Pointer
+    k: Emitter,
+    conv: Correlation,
+    d: Grid,
+    corner: tuple[ir.Value, ir.Value, ir.Value],
+    size: tuple[int, int],
+    dw: Pointer,
+    sums: Pointer,
 ) -> None:
-    """Add to dw[i, r : r + taps, f : f + filters], r over taps and channels of kernel row i."""
-    x = conv.x
+    """Add to dw[i, r : r + taps, f : f + filters], r over taps and channels of kernel row i.
+
+    Args:
+        corner: i, r, f. size: taps, filters.
+    """
+    x, (i, r, f), (taps, filters) = conv.x, corner, size
     rows, columns, _ = d.shape
     most_columns = max(4, CACHED_VECTORS // (conv.stride * conv.channels + filters))
     most_taps, most_filters = (6, 4) if k.target.registers >= 32 else (3, 3)
@@ -232,7 +269,9 @@ def _weight_block(
         k.add_to(target.at(t, conv.filters).at(j), k.sum_lanes(total))
 
 
-def _weight_tile(k: Emitter, x: Pointer, x_step: int, d: Pointer, d_step: int, sums: Pointer, size) -> None:
+def _weight_tile(
+    k: Emitter, x: Pointer, x_step: int, d: Pointer, d_step: int, sums: Pointer, size: tuple[int, int, int, int]
+) -> None:
     """Add x * d along `piece` pixels to `height` x `width` of the sums, which lie `filters` vectors a row."""
     piece, height, width, filters = size
     places = [[sums + (t * filters + j) * k.lanes for j in range(width)] for t in range(height)]
@@ -258,7 +297,7 @@ def _bias_gradients(k: Emitter, d: Grid, db: Pointer) -> None:
                 k.add_to(db.at(f) + j, k.sum_lanes(totals[j].get()))
 
 
-def unpool(k: Emitter, windows: Windows, y: Grid, dy: Grid, d: Grid, rectified: bool) -> None:
+def unpool(k: Emitter, windows: Windows[Grid], y: Grid, dy: Grid, d: Grid, rectified: bool) -> None:
     """d = dy at each window's argmax, else 0, and 0 wherever ReLU gave 0. Pixels in no window keep their zero."""
     rows, columns, channels = y.shape
     size = windows.size

@@ -18,7 +18,7 @@ import numpy as np
 from llvmlite import ir
 
 from cnnexp.backends.simd.conv_lanes import Windows
-from cnnexp.backends.simd.emit import INDEX, Emitter, Pointer
+from cnnexp.backends.simd.emit import INDEX, Emitter, Pointer, Variable
 from cnnexp.backends.simd.layout import Arena, Grid, round_up
 from cnnexp.backends.simd.transfer import group_to_lanes, group_to_rows
 
@@ -64,7 +64,7 @@ class SparseGradient:
     stride: int
     channels: int
     filters: int
-    windows: Windows
+    windows: Windows[Grid]
     rectify: bool
     scratch: Scratch
 
@@ -94,7 +94,7 @@ def suits(kernel: int, channels: int, registers: int, lanes: int) -> bool:
     return 2 * vectors + 2 <= registers and 2 * kernel * channels >= lanes
 
 
-def make_scratch(arena: Arena, kernel: int, stride: int, x: Grid, y: Grid, windows: Windows) -> Scratch:
+def make_scratch(arena: Arena, kernel: int, stride: int, x: Grid, y: Grid, windows: Windows[Grid]) -> Scratch:
     lanes, (rows, columns, filters) = arena.lanes, y.shape
     channels = x.shape[2]
     size, cells = round_up(x.group // lanes, lanes) + lanes, round_up(rows * columns, lanes)
@@ -170,7 +170,7 @@ def _list_events(k: Emitter, conv: SparseGradient, g: ir.Value, db: Pointer | No
         with k.loop(k.lanes) as n:
             k.builder.store(INDEX(0), counts.at(n, 2 * conv.filters).at(f, 2).value(INDEX), align=4)
 
-        def block(first: ir.Value, valid: int, f=f, total=total) -> None:
+        def block(first: ir.Value, valid: int, f: ir.Value = f, total: Variable = total) -> None:
             gradients, patches = [], []
             for i in range(k.lanes):
                 if i >= valid:
@@ -198,7 +198,7 @@ def _list_events(k: Emitter, conv: SparseGradient, g: ir.Value, db: Pointer | No
             k.add_to(db.at(f), k.sum_lanes(total.get()))
 
 
-def _cell(k: Emitter, conv: SparseGradient, g, f, entry: Pointer) -> tuple[ir.Value, ir.Value]:
+def _cell(k: Emitter, conv: SparseGradient, g: ir.Value, f: ir.Value, entry: Pointer) -> tuple[ir.Value, ir.Value]:
     """Return a cell's gradient, 0 where ReLU gave 0, and the place of the patch that each image's maximum saw."""
     where, first = (k.builder.sext(k.load_int(entry + i), INDEX) for i in range(2))
     codes = conv.windows.codes

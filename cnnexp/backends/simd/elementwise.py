@@ -52,7 +52,7 @@ def same(k: Emitter, x: ir.Value) -> ir.Value:
 
 def apply(k: Emitter, function: Map, x: Grid | Matrix, y: Grid | Matrix) -> None:
     """y = function(x); what rounds up a matrix's rows stays 0."""
-    if isinstance(x, Matrix) and x.size % k.lanes:
+    if isinstance(x, Matrix) and isinstance(y, Matrix) and x.size % k.lanes:
         _apply_rows(k, function, x, y)
         return
     _each(k, (x, y), lambda a, b: k.store(function(k, k.load(a)), b))

@@ -17,7 +17,7 @@ import numpy as np
 from llvmlite import ir
 
 from cnnexp.backends.simd.emit import Emitter, Pointer, Target
-from cnnexp.network import Parameter, Shape
+from cnnexp.network import ConvStage, LinearStage, Parameter, Shape
 
 
 def round_up(number: int, multiple: int) -> int:
@@ -263,8 +263,11 @@ class Parameters:
         else:
             self.added += round_up(size, 16)
 
-    def place_plain(self, parameter: Parameter) -> None:
-        self.place(parameter, round_up(parameter.size, self.lanes), np.arange(parameter.size))
+    def place_plain(self, *parameters: Parameter | None) -> None:
+        """Give parameters, those that there are, room in their own order."""
+        for parameter in parameters:
+            if parameter is not None:
+                self.place(parameter, round_up(parameter.size, self.lanes), np.arange(parameter.size))
 
     @property
     def positions(self) -> np.ndarray:
@@ -277,11 +280,17 @@ class Parameters:
         owned, at = self._places[parameter.name]
         return at + self.added if owned else at
 
-    def weight(self, k: Emitter, parameter: Parameter) -> Pointer:
-        return k.parameters + self.offset(parameter)
+    def weights(self, k: Emitter, stage: ConvStage | LinearStage) -> tuple[Pointer, Pointer | None]:
+        """Return the addresses of a layer's weight and of its bias, None where it has none."""
+        return self._addresses(k.parameters, stage)
 
-    def gradient(self, k: Emitter, parameter: Parameter) -> Pointer:
-        return k.gradients + self.offset(parameter)
+    def gradients(self, k: Emitter, stage: ConvStage | LinearStage) -> tuple[Pointer, Pointer | None]:
+        """Return the addresses of their gradients."""
+        return self._addresses(k.gradients, stage)
+
+    def _addresses(self, start: Pointer, stage: ConvStage | LinearStage) -> tuple[Pointer, Pointer | None]:
+        bias = None if stage.bias is None else start + self.offset(stage.bias)
+        return start + self.offset(stage.weight), bias
 
 
 class Layout(Protocol):

@@ -187,7 +187,17 @@ def skinny_end(k: Emitter, totals: Pointer, bias: Pointer | None, y: Matrix, rec
             k.store(k.rectify(value) if rectify else value, y.row(k, n) + first)
 
 
-def _skinny_tile(k: Emitter, x: Matrix, weights, totals, n, images: int, start, size: int, outputs: int) -> None:
+def _skinny_tile(
+    k: Emitter,
+    x: Matrix,
+    weights: Pointer,
+    totals: Pointer,
+    n: ir.Value,
+    images: int,
+    start: ir.Value,
+    size: int,
+    outputs: int,
+) -> None:
     """Add the products of one block of features to the totals of one or two images."""
     room = outputs * k.lanes
     places = [[totals.at(n, room) + (i * room + o * k.lanes) for o in range(outputs)] for i in range(images)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from typing import ClassVar, Generic, TypeVar
 
 import numpy as np
 from llvmlite import ir
@@ -26,43 +26,53 @@ from cnnexp.backends.simd.conv_sparse import SparseGradient
 from cnnexp.backends.simd.emit import INDEX, Emitter, Kernels, Target
 from cnnexp.backends.simd.layout import Grid, Image, Layout, Matrix, Ring, round_up
 from cnnexp.backends.simd.product import Panels, choose_tile, most_height
-from cnnexp.network import MaxPool2d, Stage
+from cnnexp.network import ConvStage, ElementwiseStage, LinearStage, MaxPool2d, PoolStage
 from cnnexp.optimizers import Optimizer
 
 Tensor = Grid | Matrix | Image
+X = TypeVar("X", bound=Tensor)
+Y = TypeVar("Y", bound=Tensor)
+Pixels = TypeVar("Pixels", Grid, Image)
 
 
-@dataclass
-class Node:
+class Node(Generic[X, Y]):
     """Layers computed at once.
 
     Attributes:
         name: of its kernels.
         shape: of its output, without the images.
-        x, y: input and output. dy, dx: their gradients, None where they are not needed.
+        x, y: input and output, given by the plan.
+        dy: gradient of y, given where the node goes backward. dx: of x, None where it is not needed.
         input_rectified: x is a ReLU's output, and dx to be the gradient of that ReLU's input.
         dy_rectified: dy already is the gradient of what its own ReLU takes in: the node after it saw to that.
     """
 
-    name: str
-    shape: tuple[int, ...]
-    x: Tensor = field(init=False)
-    y: Tensor = field(init=False)
-    dy: Tensor | None = field(init=False, default=None)
-    dx: Tensor | None = field(init=False, default=None)
-    input_rectified: bool = field(init=False, default=False)
-    dy_rectified: bool = field(init=False, default=False)
+    x: X
+    y: Y
+    dy: Y
+    dx: X | None = None
+    input_rectified = False
+    dy_rectified = False
 
-    wants = None
+    wants: type[Tensor] | None = None
     """The layout of the input, `Grid`, `Matrix` or `Image`; None for either, and the output is of the same."""
-    makes = None
+    makes: type[Tensor] | None = None
     """The layout of the output."""
-    trains = False
+    trains: ClassVar[bool] = False
     """Whether it has parameters."""
     rectify = False
     """Whether it has taken in a ReLU."""
-    rectifies_dx = False
+    rectifies_dx: ClassVar[bool] = False
     """Whether it can see to a ReLU before it when it stores dx."""
+
+    def __init__(self, name: str, shape: tuple[int, ...]) -> None:
+        self.name, self.shape = name, shape
+
+    @property
+    def needed_dx(self) -> X:
+        """dx, of a node that the gradient of one before it comes through."""
+        assert self.dx is not None
+        return self.dx
 
     @property
     def rectifies_dy(self) -> bool:
@@ -95,13 +105,12 @@ class Node:
         return []
 
 
-class Convolution(Node):
-    """Conv2d [+ ReLU] [+ MaxPool2d], batch in lanes."""
+class _Convolution(Node[Pixels, Pixels]):
+    """Conv2d [+ ReLU] [+ MaxPool2d]."""
 
-    wants = makes = Grid
     trains = rectifies_dx = True
 
-    def __init__(self, stage: Stage, rectify: bool, pool: Stage | None) -> None:
+    def __init__(self, stage: ConvStage, rectify: bool, pool: PoolStage | None) -> None:
         super().__init__(stage.name, (pool or stage).output_shape)
         self.stage, self.rectify, self.pool = stage, rectify, pool
 
@@ -109,12 +118,20 @@ class Convolution(Node):
         return Ring(*self.stage.window.pads)
 
     def gradient_ring(self, needs_dx: bool) -> Ring:
-        return Ring() if self.pool else self._dense_ring(needs_dx)
+        return self._dense_ring() if needs_dx and not self.pool else Ring()
 
-    def _dense_ring(self, needs_dx: bool) -> Ring:
-        """The room around the gradient of the full convolution: windows of the flipped kernel reach over its edge."""
-        if not needs_dx:
-            return Ring()
+    def _dense_ring(self) -> Ring:
+        """Return the room around the gradient of the full convolution that the input's gradient needs."""
+        raise NotImplementedError
+
+
+class Convolution(_Convolution[Grid]):
+    """Batch in lanes; see `conv_lanes`."""
+
+    wants = makes = Grid
+
+    def _dense_ring(self) -> Ring:
+        """Windows of the flipped kernel reach over its edge."""
         layer, reach = self.stage.layer, self.stage.layer.kernel - 1
         sides = []
         for pad, size, count in zip(
@@ -127,9 +144,7 @@ class Convolution(Node):
 
     def prepare(self, plan: Layout) -> None:
         layer, channels = self.stage.layer, self.stage.input_shape[2]
-        plan.parameters.place_plain(self.stage.weight)
-        if self.stage.bias:
-            plan.parameters.place_plain(self.stage.bias)
+        plan.parameters.place_plain(self.stage.weight, self.stage.bias)
         windows = None
         if self.pool:
             windows = Windows(self.pool.window.size, self.pool.window.stride, plan.arena.codes(self.shape))
@@ -142,11 +157,11 @@ class Convolution(Node):
         self.sums = plan.arena.allocate(conv_lanes.MOST_SUMS * plan.target.lanes)
         self.d = self.dy
         if self.pool:
-            self.d = plan.arena.grid(self.stage.output_shape, self._dense_ring(self.dx is not None))
+            self.d = plan.arena.grid(self.stage.output_shape, self._dense_ring() if self.dx else Ring())
         if self.dx:
             self.flipped = plan.arena.allocate(self.stage.weight.size)
 
-    def _sparse(self, plan: Layout, windows: Windows | None) -> SparseGradient | None:
+    def _sparse(self, plan: Layout, windows: Windows[Grid] | None) -> SparseGradient | None:
         """Return the gradient that follows the argmax, where it pays."""
         layer, channels, target = self.stage.layer, self.stage.input_shape[2], plan.target
         if windows is None or self.dx is None or windows.size < 2 or not (self.x.dense and self.dx.dense):
@@ -160,78 +175,67 @@ class Convolution(Node):
         )  # fmt: skip
 
     def forward(self, plan: Layout) -> Kernels:
-        weight, bias, place = self.stage.weight, self.stage.bias, plan.parameters.weight
-        return [
-            (
-                "forward",
-                lambda k: conv_lanes.forward(k, self.correlation, place(k, weight), bias and place(k, bias)),
-            )
-        ]
+        def run(k: Emitter) -> None:
+            conv_lanes.forward(k, self.correlation, *plan.parameters.weights(k, self.stage))
+
+        return [("forward", run)]
 
     def backward(self, plan: Layout) -> Kernels:
-        stage, place = self.stage, plan.parameters.gradient
-        kernels: Kernels = []
         if self.sparse:
-            kernels.append(("sparse_backward", lambda k: self._sparse_backward(k, plan)))
-            if self.input_rectified:
-                kernels.append(("rectify_dx", lambda k: conv_lanes.rectify_gradient(k, self.x, self.dx)))
-            return kernels
-        if self.pool:
-            windows = self.correlation.windows
+            return self._sparse_backward(plan, self.sparse)
+
+        def weight_gradients(k: Emitter) -> None:
+            dw, db = plan.parameters.gradients(k, self.stage)
+            conv_lanes.weight_gradients(k, self.correlation, self.d, dw, db, k.arena + self.sums)
+
+        kernels: Kernels = []
+        windows, dx = self.correlation.windows, self.dx
+        if windows:
             kernels.append(
                 ("unpool", lambda k: conv_lanes.unpool(k, windows, self.y, self.dy, self.d, self.rectifies_dy))
             )
         elif self.rectifies_dy:
             kernels.append(("rectify_gradient", lambda k: conv_lanes.rectify_gradient(k, self.y, self.dy)))
-        kernels.append(
-            (
-                "weight_gradients",
-                lambda k: conv_lanes.weight_gradients(
-                    k,
-                    self.correlation,
-                    self.d,
-                    place(k, stage.weight),
-                    stage.bias and place(k, stage.bias),
-                    k.arena + self.sums,
-                ),
-            )
-        )
-        if self.dx:
-            kernels.append(("input_gradient", lambda k: self._input_gradient(k, plan)))
+        kernels.append(("weight_gradients", weight_gradients))
+        if dx:
+            kernels.append(("input_gradient", lambda k: self._input_gradient(k, plan, dx)))
         return kernels
 
-    def _sparse_backward(self, k: Emitter, plan: Layout) -> None:
-        weight, bias, parameters = self.stage.weight, self.stage.bias, plan.parameters
-        dw, db = parameters.gradient(k, weight), bias and parameters.gradient(k, bias)
-        conv_sparse.backward(k, self.sparse, parameters.weight(k, weight), dw, db)
+    def _sparse_backward(self, plan: Layout, sparse: SparseGradient) -> Kernels:
+        def run(k: Emitter) -> None:
+            weights, _ = plan.parameters.weights(k, self.stage)
+            conv_sparse.backward(k, sparse, weights, *plan.parameters.gradients(k, self.stage))
 
-    def _input_gradient(self, k: Emitter, plan: Layout) -> None:
+        kernels: Kernels = [("sparse_backward", run)]
+        if self.input_rectified:
+            kernels.append(("rectify_dx", lambda k: conv_lanes.rectify_gradient(k, self.x, sparse.dx)))
+        return kernels
+
+    def _input_gradient(self, k: Emitter, plan: Layout, dx: Grid) -> None:
         layer, channels, reach = self.stage.layer, self.stage.input_shape[2], self.stage.layer.kernel - 1
         flipped = k.arena + self.flipped
-        weights = plan.parameters.weight(k, self.stage.weight)
+        weights, _ = plan.parameters.weights(k, self.stage)
         conv_lanes.flip_weights(k, weights, flipped, layer.kernel, channels, layer.filters)
-        origin = tuple(max(0, pad - reach) for pad in self.stage.window.pads[:2])
+        top, left, _, _ = (max(0, pad - reach) for pad in self.stage.window.pads)
         positive = self.x if self.input_rectified else None
-        back = Correlation(self.d, origin, 1, layer.kernel, layer.filters, channels, self.dx, positive=positive)
+        back = Correlation(self.d, (top, left), 1, layer.kernel, layer.filters, channels, dx, positive=positive)
         conv_lanes.forward(k, back, flipped, None)
 
 
-class ChannelConvolution(Convolution):
-    """Conv2d [+ ReLU] [+ MaxPool2d], channels in lanes; see `conv_channels`."""
+class ChannelConvolution(_Convolution[Image]):
+    """Channels in lanes; see `conv_channels`."""
 
     wants = makes = Image
 
     @staticmethod
-    def suits(stage: Stage, pool: Stage | None, target: Target) -> bool:
+    def suits(stage: ConvStage, pool: PoolStage | None, target: Target) -> bool:
         """Whether the filters fill vectors and a window's sums fit the registers."""
         filters, window = stage.layer.filters, pool.window.size**2 if pool else 1
         if target.convolutions:
             return target.convolutions == "channels"
         return 4 * filters >= 3 * round_up(filters, target.lanes) and window <= most_height(1, target.registers)
 
-    def _dense_ring(self, needs_dx: bool) -> Ring:
-        if not needs_dx:
-            return Ring()
+    def _dense_ring(self) -> Ring:
         stage, layer = self.stage, self.stage.layer
         return conv_channels.gradient_ring(
             stage.input_shape, stage.output_shape, layer.kernel, layer.stride, stage.window.pads[:2]
@@ -239,7 +243,8 @@ class ChannelConvolution(Convolution):
 
     def prepare(self, plan: Layout) -> None:
         stage, layer, channels, target = self.stage, self.stage.layer, self.stage.input_shape[2], plan.target
-        windows, counts = None, self.shape[:2]
+        windows, (rows, columns, _) = None, self.shape
+        counts = rows, columns
         if self.pool:
             size, vectors = self.pool.window.size, -(-layer.filters // target.lanes)
             codes = plan.arena.image((*counts, vectors * target.lanes // 4))
@@ -247,8 +252,7 @@ class ChannelConvolution(Convolution):
         width = conv_channels.panel_width(counts, windows.size if windows else 1, layer.filters, target)
         panels = Panels(layer.kernel**2 * channels, layer.filters, width, target.lanes)
         plan.parameters.place(stage.weight, panels.size, panels.positions())
-        if stage.bias:
-            plan.parameters.place_plain(stage.bias)
+        plan.parameters.place_plain(stage.bias)
         self.sum = conv_channels.Sum(
             self.x, (0, 0), layer.stride, (layer.kernel, layer.kernel), self.y, (0, 0), 1, counts,
             panels, self.rectify, windows,
@@ -256,7 +260,7 @@ class ChannelConvolution(Convolution):
         self.events = self._events(plan)
         if self.events:
             return
-        self.d, ring = self.dy, self._dense_ring(self.dx is not None)
+        self.d, ring = self.dy, self._dense_ring() if self.dx else Ring()
         if self.pool or self.dy.ring != ring:
             self.d = plan.arena.image(stage.output_shape, ring)
         if self.dx:
@@ -273,52 +277,58 @@ class ChannelConvolution(Convolution):
             return None
         if not conv_events.suits(self.stage.layer.kernel, channels, plan.target.lanes, windows.size):
             return None
-        return conv_events.make_events(plan.arena, self.sum, self.dy, self.dx, self.rectifies_dy, self.input_rectified)
+        return conv_events.make_events(
+            plan.arena, self.sum, windows, self.dy, self.dx, self.rectifies_dy, self.input_rectified
+        )
 
     def forward(self, plan: Layout) -> Kernels:
-        weight, bias, place = self.stage.weight, self.stage.bias, plan.parameters.weight
-        return [("forward", lambda k: conv_channels.forward(k, self.sum, place(k, weight), bias and place(k, bias)))]
+        def run(k: Emitter) -> None:
+            conv_channels.forward(k, self.sum, *plan.parameters.weights(k, self.stage))
+
+        return [("forward", run)]
 
     def backward(self, plan: Layout) -> Kernels:
-        kernels: Kernels = []
         if self.events:
-            return [("events", lambda k: self._follow_events(k, plan))]
-        if self.pool:
-            windows = self.sum.windows
+            return self._follow_events(plan, self.events)
+
+        def weight_gradients(k: Emitter) -> None:
+            dw, db = plan.parameters.gradients(k, self.stage)
+            conv_channels.weight_gradients(k, self.sum, self.d, dw, db, plan.target.second_cache)
+
+        kernels: Kernels = []
+        windows = self.sum.windows
+        if windows:
             kernels.append(
                 ("unpool", lambda k: conv_channels.unpool(k, windows, self.y, self.dy, self.d, self.rectifies_dy))
             )
         elif self.rectifies_dy or self.d is not self.dy:
             positive = self.y if self.rectifies_dy else None
             kernels.append(("gradient", lambda k: conv_channels.copy_gradient(k, positive, self.dy, self.d)))
-        kernels.append(("weight_gradients", lambda k: self._weight_gradients(k, plan)))
+        kernels.append(("weight_gradients", weight_gradients))
         if self.dx:
             kernels.append(("input_gradient", lambda k: self._input_gradient(k, plan)))
         return kernels
 
-    def _follow_events(self, k: Emitter, plan: Layout) -> None:
-        weight, bias, parameters = self.stage.weight, self.stage.bias, plan.parameters
-        dw, db = parameters.gradient(k, weight), bias and parameters.gradient(k, bias)
-        conv_events.backward(k, self.events, parameters.weight(k, weight), dw, db)
+    def _follow_events(self, plan: Layout, events: Events) -> Kernels:
+        def run(k: Emitter) -> None:
+            weights, _ = plan.parameters.weights(k, self.stage)
+            conv_events.backward(k, events, weights, *plan.parameters.gradients(k, self.stage))
 
-    def _weight_gradients(self, k: Emitter, plan: Layout) -> None:
-        bias, place = self.stage.bias, plan.parameters.gradient
-        dw, db = place(k, self.stage.weight), bias and place(k, bias)
-        conv_channels.weight_gradients(k, self.sum, self.d, dw, db, plan.target.second_cache)
+        return [("events", run)]
 
     def _input_gradient(self, k: Emitter, plan: Layout) -> None:
-        layer, weights = self.stage.layer, plan.parameters.weight(k, self.stage.weight)
+        layer, (weights, _) = self.stage.layer, plan.parameters.weights(k, self.stage)
         packed = k.arena + self.packed
         conv_channels.input_gradient(k, self.gradient, self.sum.panels, layer.kernel, layer.stride, weights, packed)
 
 
-class FilterConvolution(Node):
+class FilterConvolution(Node[Matrix, Matrix]):
     """Conv2d [+ ReLU] + MaxPool2d that opens a network and leads into a linear layer, filters in lanes."""
 
     wants = makes = Matrix
     trains = True
 
-    def __init__(self, stage: Stage, rectify: bool, pool: Stage) -> None:
+    def __init__(self, stage: ConvStage, rectify: bool, pool: PoolStage) -> None:
         super().__init__(stage.name, pool.output_shape)
         self.stage, self.rectify, self.pool = stage, rectify, pool
         (height, width, channels), (top, left, bottom, right) = stage.input_shape, stage.window.pads
@@ -327,26 +337,25 @@ class FilterConvolution(Node):
         self.first = top * self.row + left * channels
 
     @staticmethod
-    def suits(stage: Stage, pool: Stage | None, target: Target) -> bool:
+    def suits(stage: ConvStage, pool: PoolStage, target: Target) -> bool:
         """Whether the filters fill vectors and a patch and a filter's accumulators fit registers."""
         layer, channels = stage.layer, stage.input_shape[2]
-        if pool is None or layer.filters % target.lanes or target.registers < 32:
+        if layer.filters % target.lanes or target.registers < 32:
             return False
         size = pool.window.size
         side = conv_filters.patch_side(layer.kernel, layer.stride, size)
         return layer.kernel**2 * channels <= 25 and size * size <= 4 and side * side * channels <= 64
 
     def prepare(self, plan: Layout) -> None:
-        plan.parameters.place_plain(self.stage.weight)
-        if self.stage.bias:
-            plan.parameters.place_plain(self.stage.bias)
+        plan.parameters.place_plain(self.stage.weight, self.stage.bias)
         layer, channels, size = self.stage.layer, self.stage.input_shape[2], self.pool.window.size
-        images, cells = plan.arena.images, self.shape[0] * self.shape[1]
+        images, (rows, columns, _) = plan.arena.images, self.shape
+        cells = rows * columns
         side = conv_filters.patch_side(layer.kernel, layer.stride, size)
         fits = plan.target.permutes and side * side * channels <= plan.target.lanes
         self.bank = FilterBank(
             self.x, self.row, layer.kernel, layer.stride, channels, layer.filters,
-            size, self.pool.window.stride, self.shape[:2], self.y,
+            size, self.pool.window.stride, (rows, columns), self.y,
             plan.arena.allocate(images * cells * layer.filters // 4),
             # loads reach past the last one
             plan.arena.allocate((images * cells + 1) * plan.target.lanes) if fits else None,
@@ -361,8 +370,7 @@ class FilterConvolution(Node):
         return [("forward", run)]
 
     def forward_row(self, k: Emitter, plan: Layout, u: ir.Value) -> None:
-        weight, bias, place = self.stage.weight, self.stage.bias, plan.parameters.weight
-        conv_filters.forward_row(k, self.bank, place(k, weight), bias and place(k, bias), u)
+        conv_filters.forward_row(k, self.bank, *plan.parameters.weights(k, self.stage), u)
 
     def backward(self, plan: Layout) -> Kernels:
         def run(k: Emitter) -> None:
@@ -375,17 +383,16 @@ class FilterConvolution(Node):
         return [*kernels, ("weight_gradients", run)]
 
     def weight_gradients_row(self, k: Emitter, plan: Layout, u: ir.Value) -> None:
-        weight, bias, place = self.stage.weight, self.stage.bias, plan.parameters.gradient
-        conv_filters.weight_gradients_row(k, self.bank, self.dy, place(k, weight), bias and place(k, bias), u)
+        conv_filters.weight_gradients_row(k, self.bank, self.dy, *plan.parameters.gradients(k, self.stage), u)
 
 
-class Dense(Node):
+class Dense(Node[Matrix, Matrix]):
     """Linear [+ ReLU]; `linear` explains its two forms."""
 
     wants = makes = Matrix
     trains = True
 
-    def __init__(self, stage: Stage, rectify: bool) -> None:
+    def __init__(self, stage: LinearStage, rectify: bool) -> None:
         super().__init__(stage.name, stage.output_shape)
         self.stage, self.rectify = stage, rectify
 
@@ -395,13 +402,13 @@ class Dense(Node):
         if self.rectifies_dy:
             kernels.append(("rectify_gradient", lambda k: linear.rectify_gradient(k, self.y, self.dy)))
         if self.stage.bias:
-            kernels.append(
-                (
-                    "bias_gradients",
-                    lambda k: linear.bias_gradients(k, self.dy, plan.parameters.gradient(k, self.stage.bias)),
-                )
-            )
+            kernels.append(("bias_gradients", lambda k: self._bias_gradients(k, plan)))
         return kernels
+
+    def _bias_gradients(self, k: Emitter, plan: Layout) -> None:
+        _, db = plan.parameters.gradients(k, self.stage)
+        assert db is not None
+        linear.bias_gradients(k, self.dy, db)
 
 
 class WideDense(Dense):
@@ -412,40 +419,36 @@ class WideDense(Dense):
         self.height, _, width = choose_tile((plan.share, 1), 1, -(-outputs // target.lanes), target.registers)
         self.panels = Panels(features, outputs, width, target.lanes)
         plan.parameters.place(self.stage.weight, self.panels.size, self.panels.positions(), plan.owns)
-        if self.stage.bias:
-            plan.parameters.place_plain(self.stage.bias)
+        plan.parameters.place_plain(self.stage.bias)
         if self.dx:
             self.dy_lanes = plan.arena.grid((1, 1, outputs))
             self.dx_lanes = plan.arena.grid((1, 1, features))
 
     def forward(self, plan: Layout) -> Kernels:
-        weight, bias, place = self.stage.weight, self.stage.bias, plan.parameters.weight
-
         def run(k: Emitter) -> None:
-            w, b = place(k, weight), bias and place(k, bias)
+            w, b = plan.parameters.weights(k, self.stage)
             linear.wide_forward(k, self.x, w, self.panels, b, self.y, self.rectify, self.height)
 
         return [("forward", run)]
 
     def backward(self, plan: Layout) -> Kernels:
-        weight, parameters = self.stage.weight, plan.parameters
-
         def input_gradient(k: Emitter) -> None:
-            w, groups = parameters.weight(k, weight), plan.arena.groups
+            (w, _), groups = plan.parameters.weights(k, self.stage), plan.arena.groups
             linear.wide_input_gradient(k, w, self.panels, self.dy_lanes, self.dx_lanes, groups)
 
         kernels = [*super().backward(plan), *([] if plan.owns else self._weight_gradients(plan))]
-        if self.dx:
+        dx = self.dx
+        if dx:
             kernels += [
                 ("dy_to_lanes", lambda k: transfer.to_lanes(k, self.dy, self.dy_lanes)),
                 ("input_gradient", input_gradient),
-                ("dx_to_rows", lambda k: transfer.to_rows(k, self.dx_lanes, self.dx)),
+                ("dx_to_rows", lambda k: transfer.to_rows(k, self.dx_lanes, dx)),
             ]
         return kernels
 
     def _weight_gradients(self, plan: Layout) -> Kernels:
         def run(k: Emitter) -> None:
-            dw = plan.parameters.gradient(k, self.stage.weight)
+            dw, _ = plan.parameters.gradients(k, self.stage)
             linear.wide_weight_gradients(k, self.x, self.dy, self.panels, dw)
 
         return [("weight_gradients", run)]
@@ -471,8 +474,7 @@ class SkinnyDense(Dense):
         d, o = np.mgrid[:features, :outputs]
         size = linear.skinny_size(features, outputs, lanes)
         plan.parameters.place(self.stage.weight, size, (d // lanes * outputs + o) * lanes + d % lanes)
-        if self.stage.bias:
-            plan.parameters.place_plain(self.stage.bias)
+        plan.parameters.place_plain(self.stage.bias)
         self.totals = plan.arena.allocate(plan.arena.images * outputs * lanes)
 
     def forward(self, plan: Layout) -> Kernels:
@@ -487,11 +489,11 @@ class SkinnyDense(Dense):
         linear.skinny_begin(k, k.arena + self.totals, self.y.size)
 
     def add(self, k: Emitter, plan: Layout, first: ir.Value, vectors: int) -> None:
-        weights = plan.parameters.weight(k, self.stage.weight)
+        weights, _ = plan.parameters.weights(k, self.stage)
         linear.skinny_add(k, self.x, weights, k.arena + self.totals, self.y.size, first, vectors)
 
     def end(self, k: Emitter, plan: Layout) -> None:
-        bias = self.stage.bias and plan.parameters.weight(k, self.stage.bias)
+        _, bias = plan.parameters.weights(k, self.stage)
         linear.skinny_end(k, k.arena + self.totals, bias, self.y, self.rectify)
 
     def backward(self, plan: Layout) -> Kernels:
@@ -501,12 +503,11 @@ class SkinnyDense(Dense):
         return [*super().backward(plan), ("backward", run)]
 
     def run_backward(self, k: Emitter, plan: Layout, first: ir.Value, vectors: int) -> None:
-        weight, parameters = self.stage.weight, plan.parameters
-        w, dw = parameters.weight(k, weight), parameters.gradient(k, weight)
+        (w, _), (dw, _) = plan.parameters.weights(k, self.stage), plan.parameters.gradients(k, self.stage)
         linear.skinny_backward(k, self.x, w, self.dy, self.dx, dw, self.input_rectified, first, vectors)
 
 
-class FilterClassifier(Node):
+class FilterClassifier(Node[Matrix, Matrix]):
     """A `FilterConvolution` and the skinny `Dense` after it, row of cells by row of cells.
 
     What one writes the other reads from a cache. The gradient of what lies between takes its place.
@@ -520,11 +521,13 @@ class FilterClassifier(Node):
         self.conv, self.dense, self.rectify = conv, dense, dense.rectify
         self.input_size, self.first, self.row = conv.input_size, conv.first, conv.row
 
-    @staticmethod
-    def suits(first: Node, second: Node, target: Target) -> bool:
-        if not (isinstance(first, FilterConvolution) and isinstance(second, SkinnyDense)):
-            return False
-        return linear.reads_once(second.stage.weight.shape[1], target.registers)
+    @classmethod
+    def of(cls, nodes: list[Node], target: Target) -> FilterClassifier | None:
+        """Return the node of two that open a network, None where they are no such pair."""
+        match nodes:
+            case [FilterConvolution() as conv, SkinnyDense() as dense, *_]:
+                return cls(conv, dense) if linear.reads_once(dense.stage.layer.features, target.registers) else None
+        return None
 
     def prepare(self, plan: Layout) -> None:
         conv, dense = self.conv, self.dense
@@ -560,34 +563,39 @@ class FilterClassifier(Node):
         return k.builder.mul(u, INDEX(self.row_vectors))
 
 
-class ToRows(Node):
+class ToRows(Node[Grid, Matrix]):
     """Changes layout, from lanes to rows."""
 
-    wants = Grid
-
-    def __init__(self, name: str, shape: tuple[int, ...], makes: type) -> None:
-        super().__init__(name, shape)
-        self.makes = makes
+    wants, makes = Grid, Matrix
 
     def prepare(self, plan: Layout) -> None:
-        self.dense = self.dx
-        if self.makes is Matrix and self.dx and not self.dx.dense:
-            self.dense = plan.arena.grid(self.dx.shape)
+        if self.dx:
+            self.dense = self.dx if self.dx.dense else plan.arena.grid(self.dx.shape)
 
     def forward(self, plan: Layout) -> Kernels:
-        change = transfer.to_rows if self.makes is Matrix else transfer.to_image
-        return [("forward", lambda k: change(k, self.x, self.y))]
+        return [("forward", lambda k: transfer.to_rows(k, self.x, self.y))]
 
     def backward(self, plan: Layout) -> Kernels:
-        if self.makes is Image:
-            return [("backward", lambda k: transfer.from_image(k, self.dy, self.dx))]
+        dx = self.needed_dx
         kernels: Kernels = [("backward", lambda k: transfer.to_lanes(k, self.dy, self.dense))]
-        if self.dense is not self.dx:
-            kernels.append(("copy", lambda k: elementwise.apply(k, elementwise.same, self.dense, self.dx)))
+        if self.dense is not dx:
+            kernels.append(("copy", lambda k: elementwise.apply(k, elementwise.same, self.dense, dx)))
         return kernels
 
 
-class ToLanes(Node):
+class ToImages(Node[Grid, Image]):
+    """Changes layout, from lanes to images in rows."""
+
+    wants, makes = Grid, Image
+
+    def forward(self, plan: Layout) -> Kernels:
+        return [("forward", lambda k: transfer.to_image(k, self.x, self.y))]
+
+    def backward(self, plan: Layout) -> Kernels:
+        return [("backward", lambda k: transfer.from_image(k, self.dy, self.needed_dx))]
+
+
+class ToLanes(Node[Image, Grid]):
     """Changes layout, from images in rows to lanes."""
 
     wants, makes = Image, Grid
@@ -596,13 +604,13 @@ class ToLanes(Node):
         return [("forward", lambda k: transfer.from_image(k, self.x, self.y))]
 
     def backward(self, plan: Layout) -> Kernels:
-        return [("backward", lambda k: transfer.to_image(k, self.dy, self.dx))]
+        return [("backward", lambda k: transfer.to_image(k, self.dy, self.needed_dx))]
 
 
-class Activation(Node):
+class Activation(Node[Grid | Matrix, Grid | Matrix]):
     """An elementwise layer where nothing takes it in."""
 
-    def __init__(self, stage: Stage, shape: tuple[int, ...]) -> None:
+    def __init__(self, stage: ElementwiseStage, shape: tuple[int, ...]) -> None:
         super().__init__(stage.name, shape)
         self.layer = stage.layer
 
@@ -612,15 +620,19 @@ class Activation(Node):
 
     def backward(self, plan: Layout) -> Kernels:
         derivative = trace.emitted(self.layer.derivative(trace.MATHS))
-        return [("backward", lambda k: elementwise.apply_gradient(k, derivative, self.x, self.y, self.dy, self.dx))]
+
+        def run(k: Emitter) -> None:
+            elementwise.apply_gradient(k, derivative, self.x, self.y, self.dy, self.needed_dx)
+
+        return [("backward", run)]
 
 
-class Pool(Node):
+class Pool(Node[Grid, Grid]):
     """MaxPool2d or AvgPool2d where no convolution takes it in."""
 
     wants = makes = Grid
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: PoolStage) -> None:
         super().__init__(stage.name, stage.output_shape)
         self.stage, self.size, self.stride = stage, stage.window.size, stage.window.stride
         self.largest = isinstance(stage.layer, MaxPool2d)
@@ -662,6 +674,6 @@ class Pool(Node):
                 elementwise.max_pool_gradient(k, self.codes, self.dy, self.size, self.stride, self.spread)
             else:
                 elementwise.avg_pool_gradient(k, self.dy, self.size, self.stride, k.arena + self.shares, self.spread)
-            elementwise.apply(k, elementwise.same, self.spread, self.dx)
+            elementwise.apply(k, elementwise.same, self.spread, self.needed_dx)
 
         return [("backward", run)]

@@ -6,8 +6,10 @@ ReLU and the max-pool after it, a linear layer its ReLU), and asks every node fo
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import assert_never
+from collections.abc import Iterable
+from typing import assert_never, cast
 
 from llvmlite import ir
 
@@ -25,23 +27,23 @@ from cnnexp.backends.simd.nodes import (
     Pool,
     SkinnyDense,
     Tensor,
+    ToImages,
     ToLanes,
     ToRows,
     WideDense,
 )
 from cnnexp.network import (
-    AvgPool2d,
-    BatchNorm2d,
-    Conv2d,
-    Dropout,
-    Elementwise,
-    Flatten,
-    GlobalAvgPool,
-    Linear,
+    ConvStage,
+    DropoutStage,
+    ElementwiseStage,
+    FlattenStage,
+    LinearStage,
     MaxPool2d,
     Network,
+    NormStage,
+    PoolStage,
     ReLU,
-    Residual,
+    ResidualStage,
     Stage,
 )
 from cnnexp.network.losses import Loss
@@ -75,9 +77,7 @@ class Plan:
         self.gather = {
             name: self._gather(network, nodes[0], kind) for name, kind in (("uint8", BYTE), ("float32", FLOAT))
         }
-        self.scores, self.d_scores = (
-            tensor.matrix if isinstance(tensor, Image) else tensor for tensor in (nodes[-1].y, nodes[-1].dy)
-        )
+        self.scores, self.d_scores = _flat(nodes[-1].y), _flat(nodes[-1].dy)
         self.forward = _named((node, node.forward(self)) for node in nodes)
         trained = nodes[_first_trained(nodes) :]
         self.backward = _named((node, node.backward(self)) for node in reversed(trained))
@@ -93,22 +93,22 @@ class Plan:
         if isinstance(nodes[0], FilterConvolution | FilterClassifier):
             shape = (nodes[0].input_size,)
         x = self._tensor(Matrix if flat else nodes[0].wants or Grid, shape, nodes[0].input_ring())
-        first, dx = _first_trained(nodes), None
+        first, dx = _first_trained(nodes), cast(Tensor | None, None)
         for i, node in enumerate(nodes):
-            if isinstance(x, Image) and node.wants is Matrix:
-                x, dx = x.matrix, dx and dx.matrix
+            if node.wants is Matrix:
+                x, dx = _flat(x), dx and _flat(dx)
             node.x, node.dx = x, dx
             kind = node.makes or type(x)
             ring = nodes[i + 1].input_ring() if i + 1 < len(nodes) else Ring()
             node.y = self._tensor(kind, node.shape, ring)
+            x, dx = node.y, None
             if i >= first:
                 flat = i + 1 == len(nodes) or nodes[i + 1].wants is Matrix
-                node.dy = self._tensor(kind, node.shape, Ring() if flat else node.gradient_ring(i > first))
+                dx = node.dy = self._tensor(kind, node.shape, Ring() if flat else node.gradient_ring(i > first))
                 if i + 1 < len(nodes):
                     nodes[i + 1].input_rectified = node.dy_rectified = node.rectify and nodes[i + 1].rectifies_dx
-            x, dx = node.y, node.dy
 
-    def _tensor(self, kind: type, shape: tuple[int, ...], ring: Ring) -> Tensor:
+    def _tensor(self, kind: type[Tensor], shape: tuple[int, ...], ring: Ring) -> Tensor:
         if kind is Matrix:
             return self.arena.matrix(math.prod(shape))
         if kind is Image:
@@ -118,17 +118,24 @@ class Plan:
     def _gather(self, network: Network, first: Node, pixel: ir.Type) -> Kernels:
         shape = network.input_shape if len(network.input_shape) == 3 else (1, 1, *network.input_shape)
         x, start, row = first.x, 0, shape[1] * shape[2]
+        if isinstance(x, Grid):
+            return [("gather", functools.partial(transfer.gather_lanes, y=x, pixel=pixel))]
         if isinstance(x, Image):
             start, row = x.ring.top * x.row + x.ring.left * x.column, x.row
             x = Matrix(x.offset, math.prod(shape), x.stride, x.width)
-        elif isinstance(x, Grid):
-            return [("gather", lambda k: transfer.gather_lanes(k, x, pixel))]
         elif isinstance(first, FilterConvolution | FilterClassifier):
             start, row = first.first, first.row
-        return [("gather", lambda k: transfer.gather_rows(k, x, shape, start, row, pixel))]
+        gather = functools.partial(transfer.gather_rows, y=x, shape=shape, first=start, stride=row, pixel=pixel)
+        return [("gather", gather)]
 
 
-def _named(parts) -> Kernels:
+def _flat(tensor: Tensor) -> Matrix:
+    """Return an image's values as a row; `group_stages` has put lanes into rows before."""
+    assert not isinstance(tensor, Grid)
+    return tensor.matrix if isinstance(tensor, Image) else tensor
+
+
+def _named(parts: Iterable[tuple[Node, Kernels]]) -> Kernels:
     return [(f"{node.name}.{name}", emit) for node, kernels in parts for name, emit in kernels]
 
 
@@ -140,17 +147,18 @@ def suits(network: Network, loss: Loss) -> bool:
     """Whether there is a kernel for every layer and for the loss."""
     if loss not in (Loss.SOFTMAX_CROSS_ENTROPY, Loss.BINARY_CROSS_ENTROPY):
         return False
-    return not any(isinstance(layer, Dropout | BatchNorm2d | Residual) for layer in network.layers)
+    known = ConvStage | PoolStage | LinearStage | ElementwiseStage | FlattenStage
+    return all(isinstance(stage, known) for stage in network.stages)
 
 
 def group_stages(network: Network, target: Target) -> list[Node]:
     """Group the stages, and put a change of layout where one is needed."""
-    stages, nodes = list(network.stages), []
-    layout = Grid if len(network.input_shape) == 3 else Matrix
+    stages, nodes = list(network.stages), list[Node]()
+    layout: type[Tensor] = Grid if len(network.input_shape) == 3 else Matrix
     shape = network.input_shape
     while stages:
         stage = stages.pop(0)
-        if isinstance(stage.layer, Flatten):
+        if isinstance(stage, FlattenStage):
             # rows are flat already, and in lanes only a change of layout flattens
             continue
         node = _node(stage, stages, shape, target, first=not nodes)
@@ -159,12 +167,13 @@ def group_stages(network: Network, target: Target) -> list[Node]:
         nodes.append(node)
         layout, shape = node.makes or layout, node.shape
     _change(nodes, "scores", layout, Matrix, shape)
-    if len(nodes) > 1 and FilterClassifier.suits(*nodes[:2], target):
-        nodes[:2] = [FilterClassifier(*nodes[:2])]
-    return nodes
+    classifier = FilterClassifier.of(nodes, target)
+    return [classifier, *nodes[2:]] if classifier else nodes
 
 
-def _change(nodes: list[Node], name: str, layout: type, wanted: type | None, shape: tuple[int, ...]) -> type:
+def _change(
+    nodes: list[Node], name: str, layout: type[Tensor], wanted: type[Tensor] | None, shape: tuple[int, ...]
+) -> type[Tensor]:
     """Put the nodes that change a layout into the wanted one, and return it; an image is flat already."""
     if wanted is None and layout is Image:
         wanted = Grid
@@ -172,52 +181,55 @@ def _change(nodes: list[Node], name: str, layout: type, wanted: type | None, sha
         return layout
     if layout is Image and wanted is Grid:
         nodes.append(ToLanes(f"{name}.lanes", shape))
+    elif layout is Grid and wanted is Image:
+        nodes.append(ToImages(f"{name}.rows", shape))
     elif layout is Grid:
-        nodes.append(ToRows(f"{name}.rows", shape if wanted is Image else (math.prod(shape),), wanted))
+        nodes.append(ToRows(f"{name}.rows", (math.prod(shape),)))
     return wanted
 
 
 def _node(stage: Stage, following: list[Stage], shape: tuple[int, ...], target: Target, first: bool) -> Node:
     """Return the node of a stage, taking from `following` what it computes along."""
-    match stage.layer:
-        case Conv2d():
-            rectify, pool = _follow(stage, following)
-            flattens = bool(following) and isinstance(following[0].layer, Flatten)
-            if first and flattens and FilterConvolution.suits(stage, pool, target):
+    match stage:
+        case ConvStage():
+            rectify, pool = _follow(following)
+            flattens = bool(following) and isinstance(following[0], FlattenStage)
+            if first and flattens and pool and FilterConvolution.suits(stage, pool, target):
                 return FilterConvolution(stage, rectify, pool)
             if ChannelConvolution.suits(stage, pool, target):
                 return ChannelConvolution(stage, rectify, pool)
             return Convolution(stage, rectify, pool)
-        case Linear():
+        case LinearStage():
             rectify = bool(following) and isinstance(following[0].layer, ReLU)
             if rectify:
                 following.pop(0)
-            return (SkinnyDense if stage.output_shape[0] <= MOST_OUTPUTS else WideDense)(stage, rectify)
-        case MaxPool2d() | AvgPool2d() | GlobalAvgPool():
+            return (SkinnyDense if stage.layer.features <= MOST_OUTPUTS else WideDense)(stage, rectify)
+        case PoolStage():
             return Pool(stage)
-        case Elementwise():
+        case ElementwiseStage():
             return Activation(stage, shape)
-        case Flatten() | Dropout() | BatchNorm2d() | Residual():
+        case FlattenStage() | DropoutStage() | NormStage() | ResidualStage():
             raise TypeError(f"{stage.name}: no node computes it; `suits` tells")
         case _:
-            assert_never(stage.layer)
+            assert_never(stage)
 
 
-def _follow(stage: Stage, following: list[Stage]) -> tuple[bool, Stage | None]:
+def _follow(following: list[Stage]) -> tuple[bool, PoolStage | None]:
     """Take a ReLU and a max-pool, in either order, that a convolution can compute along."""
     rectify, pool = False, None
     while following:
-        if isinstance(following[0].layer, ReLU) and not rectify:
-            rectify = True
-        elif pool is None and _fits_windows(following[0]):
-            pool = following[0]
-        else:
-            break
+        match following[0]:
+            case ElementwiseStage(layer=ReLU()) if not rectify:
+                rectify = True
+            case PoolStage() as stage if pool is None and _fits_windows(stage):
+                pool = stage
+            case _:
+                break
         following.pop(0)
     return rectify, pool
 
 
-def _fits_windows(pool: Stage) -> bool:
+def _fits_windows(pool: PoolStage) -> bool:
     """Whether a stage is a max-pool whose windows are small, do not overlap and do not reach past the image."""
     if not isinstance(pool.layer, MaxPool2d) or pool.window.padded:
         return False

@@ -12,10 +12,11 @@ import numpy as np
 from cnnexp.backends.cache import load_or_compile
 from cnnexp.backends.protocol import State
 from cnnexp.backends.simd import apart
+from cnnexp.backends.simd.barrier import LINE
 from cnnexp.backends.simd.emit import Target
 from cnnexp.backends.simd.layout import aligned_zeros
 from cnnexp.backends.simd.plan import Plan
-from cnnexp.backends.simd.step import APPLY, GRADIENTS, LINE, PREDICT, SIGNATURE, TRAIN, make_work
+from cnnexp.backends.simd.step import APPLY, GRADIENTS, PREDICT, SIGNATURE, TRAIN, make_work
 from cnnexp.backends.simd.team import Team
 from cnnexp.errors import CheckpointError, DataError
 from cnnexp.network import Network

@@ -8,19 +8,21 @@ its own share of the parameters. So the result depends on the number of threads 
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import int32, int64, njit, types, uint32
+from numba import int64, njit, types
 from numba.core import cgutils
+from numba.core.dispatcher import Dispatcher
 from numba.extending import intrinsic
 
 from cnnexp.backends.simd import update
-from cnnexp.backends.simd.emit import Target, compose, compose_five, compose_six
+from cnnexp.backends.simd.barrier import wait
+from cnnexp.backends.simd.emit import Intrinsic, Target, compose, compose_five, compose_six
 from cnnexp.backends.simd.host import host_target
-from cnnexp.backends.simd.intrinsics import LOAD_CONTROL, PAUSE, STORE_CONTROL, call
+from cnnexp.backends.simd.intrinsics import LOAD_CONTROL, STORE_CONTROL, call
 from cnnexp.backends.simd.layout import Matrix
 from cnnexp.backends.simd.plan import Plan
 from cnnexp.network.losses import LOG_FLOOR, VARIANCE_FLOOR, Loss
@@ -29,23 +31,11 @@ from cnnexp.optimizers import Optimizer
 PREDICT, GRADIENTS, APPLY, TRAIN = 0, 1, 2, 3
 """What `work` does: forward only; forward and backward; the optimizer alone; training steps."""
 
-LINE = 8
-"""Numbers of 8 bytes per cache line: what a thread writes has lines of its own."""
-
 FLUSH_TO_ZERO = 0x8040
 """Bits of x86's MXCSR: results below the normal numbers become 0, and so do operands."""
 
-SPINS = 2000
-"""Turns of the waiting loop, about 0.1 ms on x86, before a thread offers its core to others at every turn."""
 
-YIELDS = 10_000
-"""Turns, some ms, before it sleeps between them: the thread it waits for has lost its core."""
-
-SLEEP = 1 if os.name == "nt" else 50
-"""Milliseconds on Windows, elsewhere microseconds."""
-
-
-def make_work(plan: Plan, loss: Loss, optimizer: Optimizer, key: str):
+def make_work(plan: Plan, loss: Loss, optimizer: Optimizer, key: str) -> Dispatcher:
     """Return `work`, a dispatcher that is not compiled yet; `SIGNATURE` is its one signature.
 
     Args:
@@ -65,15 +55,16 @@ def make_work(plan: Plan, loss: Loss, optimizer: Optimizer, key: str):
     outputs, stride, scores_at = plan.scores.size, plan.scores.stride, plan.scores.offset
 
     @compiled
-    def copy_scores(arena, scores):
+    def copy_scores(arena: np.ndarray, scores: np.ndarray) -> None:
         for n in range(len(scores)):
             for o in range(outputs):
                 scores[n, o] = arena[scores_at + n * stride + o]
 
     def work(
-        rank, mode, bytes_, floats, taint, labels, order, batch,
-        parameters, slots, gradients, arenas, scores, totals, flags, numbers,
-    ):  # fmt: skip
+        rank: int, mode: int, bytes_: np.ndarray, floats: np.ndarray, taint: np.ndarray, labels: np.ndarray,
+        order: np.ndarray, batch: int, parameters: np.ndarray, slots: np.ndarray, gradients: np.ndarray,
+        arenas: np.ndarray, scores: np.ndarray, totals: np.ndarray, flags: np.ndarray, numbers: np.ndarray,
+    ) -> None:  # fmt: skip
         """Do one thread's part.
 
         Args:
@@ -144,7 +135,7 @@ def _compiler(key: str) -> Callable:
     Only a function `from_python` gets the wrapper, a fifth of the time to compile, with which Python can call it.
     """
 
-    def compiled(function: Callable, from_python: bool = False):
+    def compiled(function: Callable, from_python: bool = False) -> Callable:
         function.__qualname__ = f"{function.__name__}_{key}"
         options = {"no_cpython_wrapper": not from_python, "no_cfunc_wrapper": True}
         return njit(nogil=True, error_model="numpy", **options)(function)
@@ -159,7 +150,9 @@ def _tile_loss(loss: Loss, scores: Matrix, d_scores: Matrix, compiled: Callable)
     one, zero = np.float32(1), np.float32(0)
 
     @compiled
-    def softmax_cross_entropy(s, label, scale, taint, d):
+    def softmax_cross_entropy(
+        s: np.ndarray, label: int, scale: np.float32, taint: np.float32, d: np.ndarray
+    ) -> tuple[np.float32, bool]:
         best = 0
         for o in range(outputs):
             if s[o] > s[best]:
@@ -175,7 +168,9 @@ def _tile_loss(loss: Loss, scores: Matrix, d_scores: Matrix, compiled: Callable)
         return np.log(total) - (s[label] - s[best]), best == label
 
     @compiled
-    def binary_cross_entropy(s, label, scale, taint, d):
+    def binary_cross_entropy(
+        s: np.ndarray, label: int, scale: np.float32, taint: np.float32, d: np.ndarray
+    ) -> tuple[np.float32, bool]:
         p, t = s[0], np.float32(label)
         log_p, log_q = np.log(p), np.log1p(-p)
         log_p = log_floor if log_p < log_floor else log_p
@@ -188,7 +183,9 @@ def _tile_loss(loss: Loss, scores: Matrix, d_scores: Matrix, compiled: Callable)
     one_image = softmax_cross_entropy if loss == Loss.SOFTMAX_CROSS_ENTROPY else binary_cross_entropy
 
     @compiled
-    def tile_loss(arena, taint, labels, order, batch, totals):
+    def tile_loss(
+        arena: np.ndarray, taint: np.ndarray, labels: np.ndarray, order: np.ndarray, batch: int, totals: np.ndarray
+    ) -> None:
         scale = one / np.float32(batch)
         for n in range(len(order)):
             s = arena[scores_at + n * stride : scores_at + n * stride + outputs]
@@ -207,7 +204,9 @@ def _update(optimizer: Optimizer, target: Target, compiled: Callable) -> Callabl
     apply = compose_five("update", target, functools.partial(update.update, optimizer=optimizer))
 
     @compiled
-    def run(parameters, slots, gradients, low, high, numbers):
+    def run(
+        parameters: np.ndarray, slots: np.ndarray, gradients: np.ndarray, low: int, high: int, numbers: np.ndarray
+    ) -> None:
         total = gradients[0, low:high]
         for thread in range(1, gradients.shape[0]):
             add(total, gradients[thread, low:high], numbers, high - low)
@@ -217,37 +216,13 @@ def _update(optimizer: Optimizer, target: Target, compiled: Callable) -> Callabl
 
 
 @intrinsic
-def _store_release(typing, flags, index, value):
-    """flags[index] = value, after all that this thread wrote before."""
-
-    def codegen(context, builder, signature, arguments):
-        array = context.make_array(signature.args[0])(context, builder, arguments[0])
-        place = builder.gep(array.data, [arguments[1]])
-        builder.store_atomic(arguments[2], place, "release", 8)
-        return context.get_dummy_value()
-
-    return types.void(flags, int64, int64), codegen
-
-
-@intrinsic
-def _load_acquire(typing, flags, index):
-    """flags[index], before all that this thread reads after."""
-
-    def codegen(context, builder, signature, arguments):
-        array = context.make_array(signature.args[0])(context, builder, arguments[0])
-        return builder.load_atomic(builder.gep(array.data, [arguments[1]]), "acquire", 8)
-
-    return int64(flags, int64), codegen
-
-
-@intrinsic
-def _flush_denormals(typing):
+def _flush_denormals(typing: Any) -> Intrinsic:
     """Have this thread, which does nothing else, take numbers below 1e-38 for 0: they are a hundred times as slow.
 
     Momenta of units that stopped learning halve for thousands of steps and get there.
     """
 
-    def codegen(context, builder, signature, arguments):
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         target = host_target()
         if target.has(LOAD_CONTROL):
             register = cgutils.alloca_once(builder, ir.IntType(32))
@@ -258,42 +233,3 @@ def _flush_denormals(typing):
         return context.get_dummy_value()
 
     return types.void(), codegen
-
-
-@intrinsic
-def _pause(typing):
-    """Tell the core that this is a waiting loop, so that another thread of the same core runs faster."""
-
-    def codegen(context, builder, signature, arguments):
-        target = host_target()
-        if target.has(PAUSE):
-            call(builder, target.features, PAUSE, ir.VoidType(), [])
-        return context.get_dummy_value()
-
-    return types.void(), codegen
-
-
-_sleep = types.ExternalFunction("Sleep" if os.name == "nt" else "usleep", int32(uint32))
-"""Give the core away for `SLEEP`."""
-
-_yield_core = types.ExternalFunction("SwitchToThread" if os.name == "nt" else "sched_yield", int32())
-"""Offer the core to other threads."""
-
-
-@njit(nogil=True)
-def wait(flags, rank, threads):
-    """Wait until every thread is here. flags: int64 (threads * LINE,), how often each thread came."""
-    if threads == 1:
-        return
-    turn = flags[rank * LINE] + 1
-    _store_release(flags, rank * LINE, turn)
-    for other in range(threads):
-        spins = 0
-        while _load_acquire(flags, other * LINE) < turn:
-            spins += 1
-            if spins < SPINS:
-                _pause()
-            elif spins < YIELDS:
-                _yield_core()
-            else:
-                _sleep(SLEEP)

@@ -26,55 +26,58 @@ class Traced:
     def __init__(self, k: Emitter, value: ir.Value) -> None:
         self.k, self.value = k, value
 
-    def apply(self, operation: Callable, *others: Traced | np.float32) -> Traced:
+    def apply(self, operation: Callable, *others: Operand) -> Traced:
         values = [o.value if isinstance(o, Traced) else self.k.constant(float(o)) for o in others]
         return Traced(self.k, operation(*values))
 
-    def __add__(self, other):
+    def __add__(self, other: Operand) -> Traced:
         return self.apply(self.k.builder.fadd, self, other)
 
-    def __sub__(self, other):
+    def __sub__(self, other: Operand) -> Traced:
         return self.apply(self.k.builder.fsub, self, other)
 
-    def __mul__(self, other):
+    def __mul__(self, other: Operand) -> Traced:
         return self.apply(self.k.builder.fmul, self, other)
 
-    def __truediv__(self, other):
+    def __truediv__(self, other: Operand) -> Traced:
         return self.apply(self.k.builder.fdiv, self, other)
 
-    def __radd__(self, other):
+    def __radd__(self, other: Operand) -> Traced:
         return self.apply(self.k.builder.fadd, other, self)
 
-    def __rsub__(self, other):
+    def __rsub__(self, other: Operand) -> Traced:
         return self.apply(self.k.builder.fsub, other, self)
 
-    def __rmul__(self, other):
+    def __rmul__(self, other: Operand) -> Traced:
         return self.apply(self.k.builder.fmul, other, self)
 
-    def __rtruediv__(self, other):
+    def __rtruediv__(self, other: Operand) -> Traced:
         return self.apply(self.k.builder.fdiv, other, self)
 
-    def __neg__(self):
+    def __neg__(self) -> Traced:
         return self.apply(self.k.builder.fneg, self)
 
-    def __lt__(self, other):
+    def __lt__(self, other: Operand) -> Traced:
         return self.apply(partial(self.k.builder.fcmp_ordered, "<"), self, other)
 
-    def __le__(self, other):
+    def __le__(self, other: Operand) -> Traced:
         return self.apply(partial(self.k.builder.fcmp_ordered, "<="), self, other)
 
-    def __gt__(self, other):
+    def __gt__(self, other: Operand) -> Traced:
         return self.apply(partial(self.k.builder.fcmp_ordered, ">"), self, other)
 
-    def __ge__(self, other):
+    def __ge__(self, other: Operand) -> Traced:
         return self.apply(partial(self.k.builder.fcmp_ordered, ">="), self, other)
+
+
+Operand = Traced | np.float32
 
 
 def sqrt(x: Traced) -> Traced:
     return x.apply(x.k.sqrt, x)
 
 
-def maximum(a: Traced, b: Traced | np.float32) -> Traced:
+def maximum(a: Traced, b: Operand) -> Traced:
     """b where a < b, else a."""
     return a.apply(lambda x, y: a.k.select(a.k.builder.fcmp_ordered("<", x, y), y, x), a, b)
 
@@ -83,7 +86,7 @@ def _exp(x: Traced) -> Traced:
     return x.apply(partial(elementwise.exp, x.k), x)
 
 
-def _where(condition: Traced, a: Traced | np.float32, b: Traced | np.float32) -> Traced:
+def _where(condition: Traced, a: Operand, b: Operand) -> Traced:
     return condition.apply(condition.k.select, condition, a, b)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from llvmlite import ir
 
@@ -149,7 +151,7 @@ def group_to_lanes(k: Emitter, source: Pointer, target: Pointer, size: int, stri
     _each_block(k, size, block)
 
 
-def _each_block(k: Emitter, size: int, block) -> None:
+def _each_block(k: Emitter, size: int, block: Callable[[ir.Value, int], None]) -> None:
     """Call block(first, valid) for blocks of `lanes` of `size` values; the last may have fewer valid ones."""
     with k.loop(size // k.lanes) as b:
         block(k.builder.mul(b, INDEX(k.lanes)), k.lanes)

@@ -20,7 +20,17 @@ from cnnexp.backends.gpu.fused.nodes import (
     plan_conv,
 )
 from cnnexp.backends.gpu.fused.one_conv import OneConv
-from cnnexp.network import BatchNorm2d, Conv2d, Dropout, Flatten, Linear, MaxPool2d, Network, ReLU, Residual, Stage
+from cnnexp.network import (
+    ConvStage,
+    ElementwiseStage,
+    FlattenStage,
+    LinearStage,
+    MaxPool2d,
+    Network,
+    PoolStage,
+    ReLU,
+    Stage,
+)
 from cnnexp.network.losses import Loss
 
 MOST_WINDOW = 16  # S * S: accumulators of a thread
@@ -51,27 +61,29 @@ def build(context: Context, network: Network, loss: Loss) -> list[Node]:
 
 def _one_conv(context: Context, stages: Sequence[Stage], loss: Loss) -> OneConv | None:
     """Return the node of a network that is a convolution with pooling and ReLU, and a linear layer; else None."""
-    if not isinstance(stages[0].layer, Conv2d) or loss != Loss.SOFTMAX_CROSS_ENTROPY:
+    first = stages[0]
+    if not isinstance(first, ConvStage) or loss != Loss.SOFTMAX_CROSS_ENTROPY:
         return None
     pool, relu, used = _pool_and_relu(stages)
-    if [type(stage.layer) for stage in stages[used:]] != [Flatten, Linear]:
-        return None
-    conv, linear = conv_block(stages[0], pool, relu, from_order=True), stages[-1]
-    cut = one_conv.plan(conv, linear.weight.shape[1], context)
-    return OneConv(context, stages[0], conv, linear, cut) if cut else None
+    match stages[used:]:
+        case [FlattenStage(), LinearStage() as linear]:
+            conv = conv_block(first, pool, relu, from_order=True)
+            cut = one_conv.plan(conv, linear.layer.features, context)
+            return OneConv(context, first, conv, linear, cut) if cut else None
+    return None
 
 
 def _fused(context: Context, stages: Sequence[Stage], loss: Loss, before: Node | None) -> tuple[Node, int] | None:
     """Return a fused node for the first of `stages` and how many of them it takes; None if there is none."""
     stage = stages[0]
-    if isinstance(stage.layer, Conv2d):
+    if isinstance(stage, ConvStage):
         pool, relu, used = _pool_and_relu(stages)
         conv = conv_block(stage, pool, relu, before is None)
         plan = plan_conv(conv, context)
         if plan is None or (before is not None and before.dy is not None and not plan.input_rows):
             return None
         return FusedConv(context, stage, conv, plan, before), used
-    if isinstance(stage.layer, Linear) and before is not None:
+    if isinstance(stage, LinearStage) and before is not None:
         if len(stages) == 1 and loss == Loss.SOFTMAX_CROSS_ENTROPY and _fits_head(*stage.weight.shape):
             return FusedHead(context, stage, before), 1
         relu = len(stages) > 1 and isinstance(stages[1].layer, ReLU)
@@ -88,10 +100,10 @@ def _pool_and_relu(stages: Sequence[Stage]) -> tuple[int, bool, int]:
     pool, relu, used = 1, False, 1
     (P, Q, _) = stages[0].output_shape
     for stage in stages[1:]:
-        match stage.layer:
-            case ReLU() if not relu:
+        match stage:
+            case ElementwiseStage(layer=ReLU()) if not relu:
                 relu = True
-            case MaxPool2d(side) if pool == 1 and _tiles(stage, P, Q):
+            case PoolStage(layer=MaxPool2d(side)) if pool == 1 and _tiles(stage, P, Q):
                 pool = side
             case _:
                 break
@@ -99,7 +111,7 @@ def _pool_and_relu(stages: Sequence[Stage]) -> tuple[int, bool, int]:
     return pool, relu, used
 
 
-def _tiles(stage: Stage, P: int, Q: int) -> bool:
+def _tiles(stage: PoolStage, P: int, Q: int) -> bool:
     """Return whether a pooling layer's windows cover the map once, and fit in a thread's registers."""
     (U, V, _), side = stage.output_shape, stage.window.size
     return stage.window.stride == side and side > 1 and side**2 <= MOST_WINDOW and (U * side, V * side) == (P, Q)
@@ -107,4 +119,5 @@ def _tiles(stage: Stage, P: int, Q: int) -> bool:
 
 def suits(network: Network) -> bool:
     """Return whether there are nodes for all of the network."""
-    return not any(isinstance(layer, Dropout | BatchNorm2d | Residual) for layer in network.layers)
+    known = ConvStage | PoolStage | LinearStage | ElementwiseStage | FlattenStage
+    return all(isinstance(stage, known) for stage in network.stages)

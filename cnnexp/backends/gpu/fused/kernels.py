@@ -3,7 +3,8 @@
 A network's images stay where they were loaded, as bytes: `order` lists the images of the steps to come,
 `cursor[0] + ahead` is where a batch starts in it. Gradients of parameters are partial sums in an arena; `update` adds
 them up in a fixed order and takes the step. Every partial sum is written at every step, by zero where a short batch has
-no image for it. The layers' kernels are in `conv_kernels`, `linear_kernels` and `one_conv`.
+no image for it. The layers' kernels are in `conv_kernels`, `linear_kernels` and
+`one_conv_kernels`.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from cnnexp.backends.gpu.fused.kernels import BLOCK, LANES
 from cnnexp.backends.gpu.kernels import ConvSizes, f32, u32
 from cnnexp.backends.gpu.shared import SharedOps
 from cnnexp.backends.stages import Run, backward_stage, forward_stage
-from cnnexp.network import Flatten, Parameter, Stage
+from cnnexp.network import ConvStage, FlattenStage, LinearStage, Parameter, Stage
 from cnnexp.network.losses import Loss
 
 MOST_TAPS = 49  # K * K accumulators of a thread in registers
@@ -143,12 +143,12 @@ class Gather(Node):
         self._kernels = {is_bytes: kernels.gather(math.prod(shape), is_bytes) for is_bytes in (False, True)}
         self._size = math.prod(shape)
 
-    def forward(self, step):
+    def forward(self, step: Step) -> None:
         self._kernels[step.split.is_bytes].over(
             step.count * self._size, step.stream, step.split.images, *step.place, self.y
         )
 
-    def backward(self, step):
+    def backward(self, step: Step) -> None:
         """Images have no gradient."""
 
 
@@ -173,7 +173,7 @@ class ConvPlan:
     input_rows: int
 
 
-def conv_block(stage: Stage, pool: int, relu: bool, from_order: bool) -> ConvBlock:
+def conv_block(stage: ConvStage, pool: int, relu: bool, from_order: bool) -> ConvBlock:
     """Return what the kernels of a convolution are made from."""
     (H, W, C), (P, Q, F), window = stage.input_shape, stage.output_shape, stage.window
     sizes = ConvSizes(H, W, C, window.size, F, window.stride, window.top, window.left, P, Q)
@@ -220,7 +220,9 @@ class FusedConv(Node):
         before: the node before; None if the convolution reads the data set.
     """
 
-    def __init__(self, context: Context, stage: Stage, conv: ConvBlock, plan: ConvPlan, before: Node | None) -> None:
+    def __init__(
+        self, context: Context, stage: ConvStage, conv: ConvBlock, plan: ConvPlan, before: Node | None
+    ) -> None:
         self._before = before
         batch, arena = context.batch_size, context.arena
         self._allocate(context, (conv.U, conv.V, conv.sizes.F))
@@ -242,12 +244,12 @@ class FusedConv(Node):
             self._input = conv_kernels.conv_backward_input(conv, plan.input_rows)
             self._input_blocks = -(-conv.sizes.H // plan.input_rows)  # of an image
 
-    def forward(self, step):
+    def forward(self, step: Step) -> None:
         self._forward[step.split.is_bytes].launch(
             step.count * self._blocks, step.stream, self._x(step), *step.place, self._w, self._b, self.y, self._code
         )
 
-    def backward(self, step):
+    def backward(self, step: Step) -> None:
         self._weights[step.split.is_bytes].launch(
             self._weight_blocks,
             step.stream,
@@ -272,7 +274,7 @@ class FusedConv(Node):
 class FusedLinear(Node):
     """A linear layer and the ReLU after it."""
 
-    def __init__(self, context: Context, stage: Stage, relu: bool, before: Node) -> None:
+    def __init__(self, context: Context, stage: LinearStage, relu: bool, before: Node) -> None:
         D, O = stage.weight.shape  # noqa: E741
         self._before, self._D, self._O = before, D, O
         self._allocate(context, (O,))
@@ -285,11 +287,11 @@ class FusedLinear(Node):
         self._input = linear_kernels.linear_backward_input(D, O, relu)
         self._weights = linear_kernels.linear_backward_weights(D, O, stage.bias is not None, relu, self._slices)
 
-    def forward(self, step):
+    def forward(self, step: Step) -> None:
         blocks = step.count * -(-self._O // LANES)
         self._forward.launch(blocks, step.stream, self._before.y, self._w, self._b, self.y)
 
-    def backward(self, step):
+    def backward(self, step: Step) -> None:
         self._weights.over(
             self._slices * self._rows * self._O,
             step.stream,
@@ -310,7 +312,7 @@ class FusedLinear(Node):
 class FusedHead(Node):
     """The last linear layer with softmax and cross entropy: forward makes the gradients too, so backward is empty."""
 
-    def __init__(self, context: Context, stage: Stage, before: Node) -> None:
+    def __init__(self, context: Context, stage: LinearStage, before: Node) -> None:
         D, O = stage.weight.shape  # noqa: E741
         self._before, self._D = before, D
         self.y = device.empty((context.batch_size, O), np.float32)
@@ -321,7 +323,7 @@ class FusedHead(Node):
         self._kernel = linear_kernels.linear_head(D, O, stage.bias is not None, self._slices)
         self._d_input = before.dy or device.empty(before.y.shape, np.float32)
 
-    def forward(self, step):
+    def forward(self, step: Step) -> None:
         split = step.split
         self._kernel.launch(
             self._slices,
@@ -342,7 +344,7 @@ class FusedHead(Node):
             u32(step.count),
         )
 
-    def backward(self, step):
+    def backward(self, step: Step) -> None:
         """Done with the scores."""
 
 
@@ -355,18 +357,18 @@ class PlainLoss(Node):
         self._losses = device.empty((context.batch_size,), np.float32)
         self._hits = device.empty((context.batch_size,), np.uint8)
 
-    def forward(self, step):
+    def forward(self, step: Step) -> None:
         count, split = step.count, step.split
         kernels.gather_labels().over(count, step.stream, split.labels, *step.place, self._labels)
         self._ops.stream = step.stream
-        scores, d_scores = self._before.y[:count], self._before.dy[:count]
+        scores, d_scores = _of_batch(count, self._before.y, self._before.dy)
         self._ops.loss(self._loss, scores, self._labels, 1.0 / count, d_scores, self._losses, self._hits)
         _, cursor, ahead = step.place
         kernels.keep_losses().over(
             count, step.stream, self._losses, self._hits, cursor, ahead, split.losses, split.hits
         )
 
-    def backward(self, step):
+    def backward(self, step: Step) -> None:
         """Done with the loss."""
 
 
@@ -386,22 +388,22 @@ class PlainLayer(Node):
         context.arena.take_whole(stage.weight)
         context.arena.take_whole(stage.bias)
         shape = (context.batch_size, *stage.output_shape)
-        if isinstance(stage.layer, Flatten):
+        if isinstance(stage, FlattenStage):
             self.y, self.dy = before.y.reshape(shape), before.dy and before.dy.reshape(shape)
         else:
             self._allocate(context, stage.output_shape)
             self.dy = self.dy if trains else None
         self._saved = context.ops.saved(stage, context.batch_size)
 
-    def forward(self, step):
-        if isinstance(self._stage.layer, Flatten):
+    def forward(self, step: Step) -> None:
+        if isinstance(self._stage, FlattenStage):
             return
         self._ops.stream = step.stream
         x, y = _of_batch(step.count, self._before.y, self.y)
         forward_stage(self._ops, self._stage, self._run(step), x, y, self._saved)
 
-    def backward(self, step):
-        if self.dy is None or isinstance(self._stage.layer, Flatten):
+    def backward(self, step: Step) -> None:
+        if self.dy is None or isinstance(self._stage, FlattenStage):
             return
         self._ops.stream = step.stream
         x, y, dy, dx = _of_batch(step.count, self._before.y, self.y, self.dy, self._before.dy)

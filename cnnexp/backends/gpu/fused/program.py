@@ -229,7 +229,7 @@ class FusedProgram:
         step = Step(stream, split, ahead, count)
         self._run(step)
         kernel = kernels.update(self.optimizer, self.batch_size, self._context.mirror)
-        _, cursor, ahead = step.place
+        _, cursor, place = step.place
         kernel.launch(
             self._table.shape[0],
             stream,
@@ -239,7 +239,7 @@ class FusedProgram:
             *self._two_slots(),
             split.rates,
             cursor,
-            ahead,
+            place,
             self._context.mirrored or self._nothing,
         )
 

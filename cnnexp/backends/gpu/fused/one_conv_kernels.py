@@ -1,0 +1,270 @@
+"""The kernels of a network of one convolution, pooling and one linear layer: see `one_conv`."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import numpy as np
+from numba import cuda
+
+from cnnexp.backends.gpu.device import SIMULATED, Kernel
+from cnnexp.backends.gpu.fused.conv_kernels import ConvBlock
+from cnnexp.backends.gpu.fused.kernels import BLOCK, BYTE
+from cnnexp.backends.gpu.fused.linear_kernels import lanes_of
+from cnnexp.backends.gpu.kernels import ONE, ZERO, f32, u32, unsigned
+
+IMAGES = 2 if SIMULATED else 4  # of a block, forward: a linear weight is read once for all of them
+COLUMNS = 4 if SIMULATED else 16  # a sum over a block goes through so many sums of BLOCK / COLUMNS
+
+
+@cache
+def forward(conv: ConvBlock, O: int, rows: int, filters: int, batch_size: int) -> Kernel:  # noqa: E741
+    """y, code, and partial scores: a block takes `rows` rows of outputs of IMAGES images, `filters` filters.
+
+    partial[part, n, o] = sum over the block's features d of y[n, d] * wt[o, d]; part = rows' number, filters' number.
+    """
+    H, W, C, K, F, stride, top, left, _, _ = unsigned(conv.sizes)
+    S, U, V, wide, high = (u32(v) for v in (conv.pool, conv.U, conv.V, conv.wide, conv.input_rows(rows)))
+    rows_, filters_, block = u32(rows), u32(filters), u32(BLOCK)
+    tiles, deep = u32(-(-conv.U // rows)), u32(-(-conv.sizes.F // filters))
+    image, seen = u32(H * W * C), u32(high * wide * C)
+    x_size, taps, window, scores = IMAGES * int(seen), conv.sizes.K**2 * conv.sizes.C, conv.pool**2, IMAGES * O
+    cells, lanes, columns, sums_size = u32(rows * conv.V), u32(BLOCK // filters), u32(COLUMNS), O * BLOCK
+    D, O_, batch, shut = u32(U * V * F), u32(O), u32(batch_size), u32(window)
+    relu, has_bias, from_bytes = conv.relu, conv.has_bias, conv.from_bytes
+
+    def forward(x, order, cursor, ahead, w, b, wt, y, code, partial, count):
+        x_tile = cuda.shared.array(x_size, f32)
+        sums = cuda.shared.array(sums_size, f32)
+        t = u32(cuda.threadIdx.x)
+        f0 = u32(u32(u32(cuda.blockIdx.x) % deep) * filters_)
+        u0 = u32(u32(u32(u32(cuda.blockIdx.x) // deep) % tiles) * rows_)
+        n0 = u32(u32(u32(cuda.blockIdx.x) // u32(deep * tiles)) * u32(IMAGES))
+        i = t
+        while i < u32(x_size):
+            n, place = u32(n0 + i // seen), u32(i % seen)
+            row = u32(u0 * S * stride + u32(u32(place // C) // wide))  # in the padded image
+            col = u32(u32(place // C) % wide)
+            value = ZERO
+            if n < count and top <= row and row < u32(H + top) and left <= col and col < u32(W + left):
+                first = u32(order[u32(cursor[0] + ahead + n)] * image)
+                value = f32(x[u32(first + u32(u32(u32(row - top) * W + col - left) * C + place % C))])
+            x_tile[i] = value / BYTE if from_bytes else value
+            i = u32(i + block)
+        cuda.syncthreads()
+        score = cuda.local.array(scores, f32)
+        for k in range(scores):
+            score[k] = ZERO
+        f = u32(f0 + t % filters_)
+        if f < F and t < u32(lanes * filters_):
+            weight = cuda.local.array(taps, f32)
+            total = cuda.local.array(window, f32)
+            pooled = cuda.local.array(IMAGES, f32)
+            for k in range(taps):
+                weight[k] = w[u32(u32(k) * F + f)]
+            bias = b[f] if has_bias else ZERO
+            cell = u32(t // filters_)
+            while cell < cells and u32(u0 + cell // V) < U:
+                feature = u32(u32(u32(u0 * V) + cell) * F + f)
+                corner = u32(u32(u32(u32(cell // V) * S * stride) * wide + u32(cell % V) * S * stride) * C)
+                for m in range(IMAGES):
+                    for k in range(window):
+                        total[k] = ZERO
+                    for a in range(K):
+                        for e in range(K):
+                            for c in range(C):
+                                for i in range(S):
+                                    for j in range(S):
+                                        row = u32(u32(i) * stride + u32(a))
+                                        col = u32(u32(j) * stride + u32(e))
+                                        pixel = u32(u32(m) * seen + u32(row * wide + col) * C + u32(c))
+                                        total[i * S + j] += weight[(a * K + e) * C + c] * x_tile[corner + pixel]
+                    best, where = total[0], u32(0)
+                    for k in range(1, window):
+                        if total[k] > best:
+                            best, where = total[k], u32(k)
+                    best += bias
+                    if relu and not best > ZERO:
+                        best, where = ZERO, shut
+                    pooled[m] = best
+                    if u32(n0 + u32(m)) < count:
+                        y[u32(u32(n0 + u32(m)) * D + feature)] = best
+                        code[u32(u32(n0 + u32(m)) * D + feature)] = np.uint8(where)
+                for o in range(O):
+                    weight_o = wt[feature + u32(u32(o) * D)]  # not wrapped to 32 bits: one address for all o
+                    for m in range(IMAGES):
+                        score[m * O + o] += pooled[m] * weight_o
+                cell = u32(cell + lanes)
+        part = u32(u32(cuda.blockIdx.x) % u32(deep * tiles))
+        for m in range(IMAGES):
+            cuda.syncthreads()
+            for o in range(O):
+                sums[u32(u32(o) * block + t)] = score[m * O + o]
+            cuda.syncthreads()
+            value = ZERO
+            i = t
+            while i < u32(O_ * columns):
+                value = ZERO
+                first = u32(u32(i // columns) * block + i % columns)
+                for k in range(u32(block // columns)):
+                    value += sums[u32(first + u32(k) * columns)]
+                sums[first] = value  # read by no other thread
+                i = u32(i + block)
+            cuda.syncthreads()
+            if t < O_ and u32(n0 + u32(m)) < count:
+                value = ZERO
+                for k in range(columns):
+                    value += sums[u32(u32(t * block) + u32(k))]
+                partial[u32(u32(part * batch + n0 + u32(m)) * O_ + t)] = value
+
+    arrays = "float32[::1], float32[::1], float32[::1], float32[::1], uint8[::1], float32[::1]"
+    return Kernel(forward, f"void({conv.input_type}, uint32[::1], uint32[::1], uint32, {arrays}, uint32)", BLOCK)
+
+
+@cache
+def loss(O: int, has_bias: bool, parts: int, batch_size: int) -> Kernel:  # noqa: E741
+    """Scores from their parts, softmax, cross entropy, its gradient, and per block the partial gradient of the bias."""
+    O_, lanes, batch, parts_ = u32(O), u32(lanes_of(O)), u32(batch_size), u32(parts)
+    images = u32(BLOCK // int(lanes))
+
+    def loss(partial, b, labels, order, cursor, ahead, scores, d_scores, losses, hits, arena, b_base, scale, count):
+        score = cuda.shared.array(BLOCK, f32)
+        d_score = cuda.shared.array(BLOCK, f32)
+        t = u32(cuda.threadIdx.x)
+        o, n = u32(t % lanes), u32(u32(cuda.blockIdx.x) * images + t // lanes)
+        active = n < count and o < O_ and t < u32(images * lanes)
+        if active:
+            value = b[o] if has_bias else ZERO
+            for part in range(parts_):
+                value += partial[u32(u32(u32(part) * batch + n) * O_ + o)]
+            score[t] = value
+            scores[u32(n * O_ + o)] = value
+        cuda.syncthreads()
+        g = ZERO
+        if active:
+            first, place = u32(t - o), u32(cursor[0] + ahead + n)
+            label = u32(labels[order[place]])
+            best, largest = u32(0), score[first]
+            for k in range(1, O):
+                if score[u32(first + u32(k))] > largest:
+                    best, largest = u32(k), score[u32(first + u32(k))]
+            exps = ZERO
+            for k in range(O):
+                exps += f32(math.exp(score[u32(first + u32(k))] - largest))
+            target = ONE if o == label else ZERO
+            g = (f32(math.exp(score[t] - largest)) / exps - target) * scale
+            d_scores[u32(n * O_ + o)] = g
+            if o == label:
+                losses[place] = f32(math.log(exps)) - (score[t] - largest)
+                hits[place] = np.uint8(1) if best == label else np.uint8(0)
+        d_score[t] = g
+        cuda.syncthreads()
+        if has_bias and t < O_:
+            value = ZERO
+            for k in range(images):
+                value += d_score[u32(u32(k) * lanes + t)]
+            arena[u32(b_base + u32(cuda.blockIdx.x) * O_ + t)] = value
+
+    signature = (
+        "void(float32[::1], float32[::1], int32[::1], uint32[::1], uint32[::1], uint32, float32[::1], float32[::1], "
+        "float32[::1], uint8[::1], float32[::1], uint32, float32, uint32)"
+    )
+    return Kernel(loss, signature, BLOCK)
+
+
+@cache
+def backward(conv: ConvBlock, O: int, filters: int, staged: int) -> Kernel:  # noqa: E741
+    """The gradient of the linear weights, whole, and of the filters, partial, one part per place (u, v).
+
+    A block takes one place and `filters` filters; a thread one filter and every (BLOCK / filters)-th image. Images'
+    patches and d_scores are staged in shared memory, `staged` images at a time.
+    """
+    H, W, C, K, F, stride, top, left, _, _ = unsigned(conv.sizes)
+    S, U, V, filters_, block = (u32(v) for v in (conv.pool, conv.U, conv.V, filters, BLOCK))
+    deep, walkers, side = u32(-(-conv.sizes.F // filters)), u32(BLOCK // filters), u32(conv.input_rows(1))
+    image, patch, D = u32(H * W * C), u32(side * side * C), u32(U * V * F)
+    taps, shut, staged_ = conv.sizes.K**2 * conv.sizes.C, u32(conv.pool**2), u32(staged)
+    patch_size, d_size, values = staged * int(patch), staged * O, O + taps + 1
+    sums_size, size, O_ = values * BLOCK, u32(taps * int(F)), u32(O)
+    has_bias, from_bytes = conv.has_bias, conv.from_bytes
+
+    def backward(x, order, cursor, ahead, w_linear, y, code, d_scores, arena, w_base, b_base, linear_base, count):
+        patches = cuda.shared.array(patch_size, f32)
+        d_tile = cuda.shared.array(d_size, f32)
+        sums = cuda.shared.array(sums_size, f32)
+        t = u32(cuda.threadIdx.x)
+        f0 = u32(u32(u32(cuda.blockIdx.x) % deep) * filters_)
+        cell = u32(u32(cuda.blockIdx.x) // deep)
+        row0, col0 = u32(u32(cell // V) * S * stride), u32(u32(cell % V) * S * stride)  # in the padded image
+        f = u32(f0 + t % filters_)
+        feature = u32(cell * F + f)
+        working = f < F and t < u32(walkers * filters_)
+        weight = cuda.local.array(O, f32)
+        total = cuda.local.array(values, f32)
+        for k in range(O):
+            weight[k] = w_linear[u32(feature * O_ + u32(k))] if working else ZERO
+        for k in range(values):
+            total[k] = ZERO
+        n0 = u32(0)
+        while n0 < count:
+            cuda.syncthreads()
+            i = t
+            while i < u32(patch_size):
+                n, place = u32(n0 + i // patch), u32(i % patch)
+                row = u32(row0 + u32(u32(place // C) // side))
+                col = u32(col0 + u32(place // C) % side)
+                value = ZERO
+                if n < count and top <= row and row < u32(H + top) and left <= col and col < u32(W + left):
+                    first = u32(order[u32(cursor[0] + ahead + n)] * image)
+                    value = f32(x[u32(first + u32(u32(u32(row - top) * W + col - left) * C + place % C))])
+                patches[i] = value / BYTE if from_bytes else value
+                i = u32(i + block)
+            i = t
+            while i < u32(d_size):
+                d_tile[i] = d_scores[u32(n0 * O_ + i)] if u32(n0 + i // O_) < count else ZERO
+                i = u32(i + block)
+            cuda.syncthreads()
+            m = u32(t // filters_)
+            while working and m < staged_ and u32(n0 + m) < count:
+                where = u32(code[u32(u32(n0 + m) * D + feature)])
+                if where < shut:
+                    value = y[u32(u32(n0 + m) * D + feature)]
+                    g = ZERO
+                    for k in range(O):
+                        d = d_tile[u32(m * O_ + u32(k))]
+                        g += d * weight[k]
+                        total[k] += value * d
+                    corner = u32(m * patch + u32(u32(where // S) * stride * side + u32(where % S) * stride) * C)
+                    for a in range(K):
+                        for e in range(K):
+                            for c in range(C):
+                                pixel = patches[corner + u32(u32(u32(a) * side + u32(e)) * C + u32(c))]
+                                total[O + (a * K + e) * C + c] += g * pixel
+                    total[O + taps] += g
+                m = u32(m + walkers)
+            n0 = u32(n0 + staged_)
+        for k in range(values):
+            sums[u32(u32(k) * block + t)] = total[k]
+        cuda.syncthreads()
+        i = t
+        while i < u32(u32(values) * filters_):
+            # the linear gradient is (feature, o) in memory, the filters' (tap, f)
+            linear = i < u32(O_ * filters_)
+            k = u32(i % O_) if linear else u32(i // filters_)
+            lane = u32(i // O_) if linear else u32(i % filters_)
+            if u32(f0 + lane) < F:
+                value = ZERO
+                for z in range(walkers):
+                    value += sums[u32(k * block + u32(z) * filters_ + lane)]
+                if linear:
+                    arena[u32(linear_base + u32(cell * F + f0 + lane) * O_ + k)] = value
+                elif k < u32(O + taps):
+                    arena[u32(w_base + cell * size + u32(k - O_) * F + f0 + lane)] = value
+                elif has_bias:
+                    arena[u32(b_base + cell * F + f0 + lane)] = value
+            i = u32(i + block)
+
+    arrays = "float32[::1], float32[::1], uint8[::1], float32[::1], float32[::1]"
+    signature = f"void({conv.input_type}, uint32[::1], uint32[::1], uint32, {arrays}, uint32, uint32, uint32, uint32)"
+    return Kernel(backward, signature, BLOCK)

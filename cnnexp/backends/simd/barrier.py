@@ -1,0 +1,90 @@
+"""The barrier: where the threads of a step wait for each other."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import int32, int64, njit, types, uint32
+from numba.extending import intrinsic
+
+from cnnexp.backends.simd.emit import Intrinsic
+from cnnexp.backends.simd.host import host_target
+from cnnexp.backends.simd.intrinsics import PAUSE, call
+
+LINE = 8
+"""Numbers of 8 bytes per cache line: what a thread writes has lines of its own."""
+
+SPINS = 2000
+"""Turns of the waiting loop, about 0.1 ms on x86, before a thread offers its core to others at every turn."""
+
+YIELDS = 10_000
+"""Turns, some ms, before it sleeps between them: the thread it waits for has lost its core."""
+
+SLEEP = 1 if os.name == "nt" else 50
+"""Milliseconds on Windows, elsewhere microseconds."""
+
+
+@intrinsic
+def _store_release(typing: Any, flags: types.Type, index: types.Type, value: types.Type) -> Intrinsic:
+    """flags[index] = value, after all that this thread wrote before."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        array = context.make_array(signature.args[0])(context, builder, arguments[0])
+        place = builder.gep(array.data, [arguments[1]])
+        builder.store_atomic(arguments[2], place, "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(flags, int64, int64), codegen
+
+
+@intrinsic
+def _load_acquire(typing: Any, flags: types.Type, index: types.Type) -> Intrinsic:
+    """flags[index], before all that this thread reads after."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        array = context.make_array(signature.args[0])(context, builder, arguments[0])
+        return builder.load_atomic(builder.gep(array.data, [arguments[1]]), "acquire", 8)
+
+    return int64(flags, int64), codegen
+
+
+@intrinsic
+def _pause(typing: Any) -> Intrinsic:
+    """Tell the core that this is a waiting loop, so that another thread of the same core runs faster."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        target = host_target()
+        if target.has(PAUSE):
+            call(builder, target.features, PAUSE, ir.VoidType(), [])
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+_sleep = types.ExternalFunction("Sleep" if os.name == "nt" else "usleep", int32(uint32))
+"""Give the core away for `SLEEP`."""
+
+_yield_core = types.ExternalFunction("SwitchToThread" if os.name == "nt" else "sched_yield", int32())
+"""Offer the core to other threads."""
+
+
+@njit(nogil=True)
+def wait(flags: np.ndarray, rank: int, threads: int) -> None:
+    """Wait until every thread is here. flags: int64 (threads * LINE,), how often each thread came."""
+    if threads == 1:
+        return
+    turn = flags[rank * LINE] + 1
+    _store_release(flags, rank * LINE, turn)
+    for other in range(threads):
+        spins = 0
+        while _load_acquire(flags, other * LINE) < turn:
+            spins += 1
+            if spins < SPINS:
+                _pause()
+            elif spins < YIELDS:
+                _yield_core()
+            else:
+                _sleep(SLEEP)
