@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, assert_never
 
@@ -22,20 +22,21 @@ from cnnexp.backends.state import complete
 from cnnexp.errors import BackendUnavailable, installing
 from cnnexp.network import (
     GELU,
-    AvgPool2d,
-    BatchNorm2d,
-    Conv2d,
-    Dropout,
+    ConvStage,
+    DropoutStage,
     Elementwise,
-    Flatten,
+    ElementwiseStage,
+    FlattenStage,
     GlobalAvgPool,
     LeakyReLU,
-    Linear,
+    LinearStage,
     Maths,
     MaxPool2d,
     Network,
+    NormStage,
+    PoolStage,
     ReLU,
-    Residual,
+    ResidualStage,
     Sigmoid,
     Stage,
     Tanh,
@@ -65,20 +66,20 @@ class EdgePad(keras.layers.Layer):
         self.sides, self.value = [[0, 0], [top, bottom], [left, right], [0, 0]], value
         self.needed = window.padded
 
-    def call(self, x):
+    def call(self, x: tf.Tensor) -> tf.Tensor:
         return tf.pad(x, self.sides, constant_values=self.value) if self.needed else x
 
 
 class EdgeAverage(keras.layers.Layer):
     """The mean over the pixels of each window that lie inside the image."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: PoolStage) -> None:
         super().__init__()
         window = stage.window
         self.pad, self.pool = EdgePad(window, 0.0), keras.layers.AveragePooling2D(window.size, window.stride)
         self.share = self.pool(self.pad(tf.ones((1, *stage.input_shape[:2], 1))))
 
-    def call(self, x):
+    def call(self, x: tf.Tensor) -> tf.Tensor:
         return self.pool(self.pad(x)) / self.share if self.pad.needed else self.pool(x)
 
 
@@ -89,9 +90,9 @@ class Rule(keras.layers.Layer):
         super().__init__()
         self.rule, self.derivative = layer.rule(MATHS), layer.derivative(MATHS)
 
-    def call(self, x):
+    def call(self, x: tf.Tensor) -> tf.Tensor:
         @tf.custom_gradient
-        def run(x):
+        def run(x: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
             y = self.rule(x)
             return y, lambda dy: dy * self.derivative(x, y)
 
@@ -108,18 +109,18 @@ class Drop(keras.layers.Layer):
         now: int64, the seed and the step that is being taken; `images` is set to their places in the data set.
     """
 
-    def __init__(self, stage: Stage, now: Step) -> None:
+    def __init__(self, stage: DropoutStage, now: Step) -> None:
         super().__init__()
         self.layer_name, self.rate, self.shape, self.now = stage.name, stage.layer.rate, stage.output_shape, now
 
-    def call(self, x, training=None):
+    def call(self, x: tf.Tensor, training: bool | None = None) -> tf.Tensor:
         if not training:
             return x
         kept = tf.numpy_function(self._keeps, [self.now.numbers, self.now.images], tf.float32)
         return x * tf.reshape(kept, tf.shape(x))
 
-    def _keeps(self, numbers, images):
-        key = noise.layer_key(*map(int, numbers), self.layer_name)
+    def _keeps(self, numbers: np.ndarray, images: np.ndarray) -> np.ndarray:
+        key = noise.layer_key(int(numbers[0]), int(numbers[1]), self.layer_name)
         return noise.keeps(key, self.rate, images, math.prod(self.shape)) * np.float32(1 / (1 - self.rate))
 
 
@@ -128,19 +129,19 @@ class Step:
 
     def __init__(self) -> None:
         self.numbers = tf.Variable([0, 0], dtype=tf.int64)
-        self.images = None
+        self.images: Any = None
 
 
 class Norm(keras.layers.Layer):
     """Batch normalization with the unbiased variance in its running average, as PyTorch; Keras's takes the other."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: NormStage) -> None:
         super().__init__()
         self.layer, channels = stage.layer, stage.output_shape[2]
         self.scale, self.shift = (self.add_weight(shape=(channels,), name=name) for name in ("scale", "shift"))
         self.averages = [tf.Variable(tf.zeros(channels), trainable=False) for _ in range(2)]
 
-    def call(self, x, training=None):
+    def call(self, x: tf.Tensor, training: bool | None = None) -> tf.Tensor:
         if training:
             mean, variance = tf.nn.moments(x, [0, 1, 2])
             count = tf.cast(tf.size(x) // tf.size(mean), tf.float32)
@@ -159,7 +160,7 @@ class Skip(keras.layers.Layer):
         super().__init__()
         self.inner = keras.Sequential(inner)
 
-    def call(self, x, training=None):
+    def call(self, x: tf.Tensor, training: bool | None = None) -> tf.Tensor:
         return x + self.inner(x, training=training)
 
 
@@ -254,7 +255,9 @@ class KerasProgram:
         self.predict(zeros)
         self.restore({"parameters": np.zeros(self.network.parameter_count, np.float32)})
 
-    def _differentiate(self, images, labels, indices):
+    def _differentiate(
+        self, images: tf.Tensor, labels: tf.Tensor, indices: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]:
         """Return the summed loss, the hits and the mean gradients of one batch."""
         x, t = tf.gather(images, indices), tf.gather(labels, indices)
         self._now.images = indices
@@ -269,7 +272,7 @@ class KerasProgram:
         gradients = tape.gradient(mean, self._variables)
         return tf.reduce_sum(losses), tf.reduce_sum(tf.cast(hits, tf.int32)), gradients
 
-    def _update(self, gradients, rate, c0, c1) -> None:
+    def _update(self, gradients: list[tf.Tensor], rate: tf.Tensor, c0: tf.Tensor, c1: tf.Tensor) -> None:
         zero = tf.constant(0.0)
         for i, (w, g) in enumerate(zip(self._variables, gradients, strict=True)):
             slots = [slot[i] for slot in self._slots]
@@ -278,12 +281,14 @@ class KerasProgram:
             for old, value in zip([w, *slots], new, strict=False):
                 old.assign(value)
 
-    def _take_step(self, images, labels, indices, rate, c0, c1):
+    def _take_step(
+        self, images: tf.Tensor, labels: tf.Tensor, indices: tf.Tensor, *scalars: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor]:
         loss, hits, gradients = self._differentiate(images, labels, indices)
-        self._update(gradients, rate, c0, c1)
+        self._update(gradients, *scalars)
         return loss, hits
 
-    def _flat(self, parts) -> np.ndarray:
+    def _flat(self, parts: Sequence[tf.Tensor]) -> np.ndarray:
         """Return the parts, in the order and shapes of the parameters, as one flat buffer."""
         return np.concatenate([np.asarray(part, np.float32).ravel() for part in parts])
 
@@ -291,7 +296,7 @@ class KerasProgram:
         return [parameter.view(np.asarray(flat, np.float32)) for parameter in self.network.parameters]
 
 
-def _losses(loss: Loss, scores, labels):
+def _losses(loss: Loss, scores: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
     """Return the loss of every image (N,): `cnnexp.network.losses`."""
     if loss == Loss.MEAN_SQUARED_ERROR:
         return tf.reduce_mean(tf.square(scores - tf.one_hot(labels, scores.shape[1])), axis=1)
@@ -304,11 +309,11 @@ def _losses(loss: Loss, scores, labels):
 
 
 @tf.custom_gradient
-def _binary_cross_entropy(p, t):
+def _binary_cross_entropy(p: tf.Tensor, t: tf.Tensor) -> tuple[tf.Tensor, Callable]:
     """Return the losses with the clamps of `losses.binary_cross_entropy`, which Keras sets elsewhere."""
     losses = -(t * tf.maximum(tf.math.log(p), LOG_FLOOR) + (1 - t) * tf.maximum(tf.math.log1p(-p), LOG_FLOOR))
 
-    def gradient(upstream):
+    def gradient(upstream: tf.Tensor) -> tuple[tf.Tensor, None]:
         return upstream * (p - t) / tf.maximum(p * (1 - p), VARIANCE_FLOOR), None
 
     return losses, gradient
@@ -323,38 +328,35 @@ def _norms(layers: list[keras.layers.Layer]) -> Iterator[Norm]:
 
 
 def _layers(stage: Stage, now: Step) -> list[keras.layers.Layer]:
-    layer, window = stage.layer, stage.window
-    match layer:
-        case Conv2d(filters, kernel, stride, _, bias):
-            return [EdgePad(window, 0.0), keras.layers.Conv2D(filters, kernel, stride, use_bias=bias)]
-        case MaxPool2d():
-            return [EdgePad(window, -np.inf), keras.layers.MaxPooling2D(window.size, window.stride)]
-        case AvgPool2d():
-            return [EdgeAverage(stage)]
-        case GlobalAvgPool():
+    match stage:
+        case ConvStage(layer=layer):
+            conv = keras.layers.Conv2D(layer.filters, layer.kernel, layer.stride, use_bias=layer.bias)
+            return [EdgePad(stage.window, 0.0), conv]
+        case PoolStage(layer=MaxPool2d()):
+            pool = keras.layers.MaxPooling2D(stage.window.size, stage.window.stride)
+            return [EdgePad(stage.window, -np.inf), pool]
+        case PoolStage(layer=GlobalAvgPool()):
             return [keras.layers.GlobalAveragePooling2D()]
-        case Linear(features, bias):
-            return [keras.layers.Dense(features, use_bias=bias)]
-        case Flatten():
+        case PoolStage():
+            return [EdgeAverage(stage)]
+        case LinearStage(layer=layer):
+            return [keras.layers.Dense(layer.features, use_bias=layer.bias)]
+        case FlattenStage():
             return [keras.layers.Flatten()]
-        case Residual():
+        case ResidualStage():
             return [Skip([made for inner in stage.stages for made in _layers(inner, now)])]
-        case Dropout():
+        case DropoutStage():
             return [Drop(stage, now)]
-        case BatchNorm2d():
+        case NormStage():
             return [Norm(stage)]
-        case ReLU():
-            return [keras.layers.ReLU()]
-        case LeakyReLU(slope):
+        case ElementwiseStage(layer=ReLU() | Sigmoid() | Tanh() | GELU()):
+            return [keras.layers.Activation(type(stage.layer).__name__.lower())]
+        case ElementwiseStage(layer=LeakyReLU(slope)):
             return [keras.layers.LeakyReLU(slope)]
-        case Sigmoid() | Tanh():
-            return [keras.layers.Activation(type(layer).__name__.lower())]
-        case GELU():
-            return [keras.layers.Activation(keras.activations.gelu)]
-        case Elementwise():
-            return [Rule(layer)]
+        case ElementwiseStage():
+            return [Rule(stage.layer)]
         case _:
-            assert_never(layer)
+            assert_never(stage)
 
 
 @dataclass(frozen=True)

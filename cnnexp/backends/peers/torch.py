@@ -22,20 +22,21 @@ from cnnexp.backends.state import complete
 from cnnexp.errors import BackendUnavailable, ConfigError, installing
 from cnnexp.network import (
     GELU,
-    AvgPool2d,
-    BatchNorm2d,
-    Conv2d,
-    Dropout,
+    ConvStage,
+    DropoutStage,
     Elementwise,
-    Flatten,
+    ElementwiseStage,
+    FlattenStage,
     GlobalAvgPool,
     LeakyReLU,
-    Linear,
+    LinearStage,
     Maths,
     MaxPool2d,
     Network,
+    NormStage,
+    PoolStage,
     ReLU,
-    Residual,
+    ResidualStage,
     Sigmoid,
     Stage,
     Tanh,
@@ -72,21 +73,21 @@ class _Pad(nn.Module):
         top, left, bottom, right = window.pads
         self.sides, self.value = (left, right, top, bottom), value
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         return functional.pad(x, self.sides, value=self.value) if any(self.sides) else x
 
 
 class _AvgPool(nn.Module):
     """The mean over the pixels of each window that lie inside the image."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: PoolStage) -> None:
         super().__init__()
         window = stage.window
         self.pad, self.pool = _Pad(window, 0.0), nn.AvgPool2d(window.size, window.stride)
         ones = torch.ones(1, 1, *stage.input_shape[:2])
         self.share = self.pool(self.pad(ones)) if window.padded else None
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         means = self.pool(self.pad(x))
         return means if self.share is None else means / self.share
 
@@ -98,24 +99,24 @@ class _Rule(nn.Module):
         super().__init__()
         self.layer = layer
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         return _RuleFunction.apply(x, self.layer)
 
 
 class _RuleFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, layer):
+    def forward(ctx: Any, x: torch.Tensor, layer: Elementwise) -> torch.Tensor:
         y = layer.rule(MATHS)(x)
         ctx.layer = layer
         ctx.save_for_backward(x, y)
         return y
 
     @staticmethod
-    def backward(ctx, dy):
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
         return dy * ctx.layer.derivative(MATHS)(*ctx.saved_tensors), None
 
 
-def _where(condition, a, b):
+def _where(condition: torch.Tensor, a: Any, b: Any) -> torch.Tensor:
     """As `Maths` has it; a and b may be numbers."""
     return torch.where(condition, *(torch.as_tensor(value, dtype=torch.float32) for value in (a, b)))
 
@@ -126,7 +127,7 @@ MATHS = Maths(torch.exp, torch.tanh, torch.erf, lambda a, b: _where(a < b, b, a)
 class _BatchNorm(nn.BatchNorm2d):
     """Also of one number per channel, which PyTorch refuses: its variance is 0, and no estimate of it unbiased."""
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.training or x.numel() > x.shape[1]:
             return super().forward(x)
         with torch.no_grad():
@@ -141,17 +142,17 @@ class _Step:
 
     seed: int = 0
     step: int = 0
-    images: torch.Tensor | None = None
+    images: Any = None
 
 
 class _Dropout(nn.Module):
     """`noise.keeps` on tensors: which numbers are dropped is not PyTorch's to say."""
 
-    def __init__(self, stage: Stage, now: _Step) -> None:
+    def __init__(self, stage: DropoutStage, now: _Step) -> None:
         super().__init__()
         self.stage, self.rate, self.now = stage, stage.layer.rate, now
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.training:
             return x
         rows = noise.mix(noise.layer_key(self.now.seed, self.now.step, self.stage.name) ^ self.now.images)
@@ -168,14 +169,14 @@ class _Residual(nn.Module):
         super().__init__()
         self.inner = inner
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.inner(x)
 
 
 class _Flatten(nn.Module):
     """(N,C,H,W) -> (N,H*W*C), in row, column, channel order."""
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (x.permute(0, 2, 3, 1) if x.ndim == 4 else x).flatten(1)
 
 
@@ -183,12 +184,12 @@ class _BinaryCrossEntropy(torch.autograd.Function):
     """As PyTorch's (see `losses.binary_cross_entropy`), but NaN passes through: the train loop reports it."""
 
     @staticmethod
-    def forward(ctx, p, t):
+    def forward(ctx: Any, p: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(p, t)
         return -(t * p.log().clamp(min=float(LOG_FLOOR)) + (1 - t) * (-p).log1p().clamp(min=float(LOG_FLOOR)))
 
     @staticmethod
-    def backward(ctx, upstream):
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor, None]:
         p, t = ctx.saved_tensors
         return upstream * (p - t) / (p * (1 - p)).clamp(min=float(VARIANCE_FLOOR)), None
 
@@ -217,8 +218,7 @@ class TorchProgram:
         self.compile_s = time.perf_counter() - started
 
     def load(self, images: np.ndarray, labels: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        images = torch.tensor(as_float32(images))
-        return images, torch.tensor(labels.astype(np.int64))
+        return torch.tensor(as_float32(images)), torch.tensor(labels.astype(np.int64))
 
     def train(self, handle: Any, order: np.ndarray, rate: float) -> Totals:
         batches = torch.tensor(np.ascontiguousarray(order, np.int64)).split(self.batch_size)
@@ -277,7 +277,7 @@ class TorchProgram:
     def close(self) -> None:
         """Nothing to give back: PyTorch's threads are the process's."""
 
-    def _backward(self, handle, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _backward(self, handle: Any, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Leave the mean gradient of one batch in the tensors; return its summed loss and its hits."""
         images, labels = handle[0][indices], handle[1][indices]
         self._modules.train()
@@ -329,48 +329,41 @@ def _channels_first(images: torch.Tensor) -> torch.Tensor:
 
 def _module(stage: Stage, tensors: list[nn.Parameter], averages: list[torch.Tensor], now: _Step) -> nn.Module:
     """Return the module of a stage, adding its parameters and running averages to the lists, in their order."""
-    layer, window = stage.layer, stage.window
-    match layer:
-        case Conv2d(filters, kernel, stride, _, bias):
-            conv = nn.Conv2d(stage.input_shape[2], filters, kernel, stride, bias=bias)
+    match stage:
+        case ConvStage(layer=layer):
+            conv = nn.Conv2d(stage.input_shape[2], layer.filters, layer.kernel, layer.stride, bias=layer.bias)
             tensors += conv.parameters()
-            return nn.Sequential(_Pad(window, 0.0), conv)
-        case MaxPool2d():
-            return nn.Sequential(_Pad(window, -torch.inf), nn.MaxPool2d(window.size, window.stride))
-        case AvgPool2d():
-            return _AvgPool(stage)
-        case GlobalAvgPool():
+            return nn.Sequential(_Pad(stage.window, 0.0), conv)
+        case PoolStage(layer=MaxPool2d()):
+            return nn.Sequential(_Pad(stage.window, -torch.inf), nn.MaxPool2d(stage.window.size, stage.window.stride))
+        case PoolStage(layer=GlobalAvgPool()):
             return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
-        case Linear(features, bias):
-            linear = nn.Linear(stage.input_shape[0], features, bias)
+        case PoolStage():
+            return _AvgPool(stage)
+        case LinearStage(layer=layer):
+            linear = nn.Linear(stage.input_shape[0], layer.features, layer.bias)
             tensors += linear.parameters()
             return linear
-        case Flatten():
+        case FlattenStage():
             return _Flatten()
-        case Residual():
+        case ResidualStage():
             inner = [_module(inner, tensors, averages, now) for inner in stage.stages]
             return _Residual(nn.Sequential(*inner))
-        case Dropout():
+        case DropoutStage():
             return _Dropout(stage, now)
-        case BatchNorm2d(momentum, epsilon):
-            norm = _BatchNorm(stage.output_shape[2], epsilon, momentum)
+        case NormStage(layer=layer):
+            norm = _BatchNorm(stage.output_shape[2], layer.epsilon, layer.momentum)
             tensors += norm.parameters()
             averages += [norm.running_mean, norm.running_var]
             return norm
-        case ReLU():
-            return nn.ReLU()
-        case LeakyReLU(slope):
+        case ElementwiseStage(layer=ReLU() | Sigmoid() | Tanh() | GELU()):
+            return getattr(nn, type(stage.layer).__name__)()
+        case ElementwiseStage(layer=LeakyReLU(slope)):
             return nn.LeakyReLU(slope)
-        case Sigmoid():
-            return nn.Sigmoid()
-        case Tanh():
-            return nn.Tanh()
-        case GELU():
-            return nn.GELU()
-        case Elementwise():
-            return _Rule(layer)
+        case ElementwiseStage():
+            return _Rule(stage.layer)
         case _:
-            assert_never(layer)
+            assert_never(stage)
 
 
 def _updater(optimizer: Optimizer, tensors: list[torch.Tensor]) -> torch.optim.Optimizer:
