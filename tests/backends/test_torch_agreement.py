@@ -36,7 +36,10 @@ NETWORKS = {
         ),
     ),
 }
-RESNET = ResNet(blocks=1, width=4).network((8, 8, 3), 4)
+RESNETS = {
+    "resnet": ResNet(blocks=1, width=4).network((8, 8, 3), 4),
+    "resnet_small": ResNet(blocks=1, width=2).network((4, 4, 1), 3),
+}
 OPTIMIZERS = {"sgd": SGD(lr=0.05), "adam": Adam(lr=1e-3, beta1=0.95, beta2=0.99)}
 
 
@@ -66,10 +69,17 @@ def test_50_steps_agree_with_pytorch(backend, name, optimizer):
     pytest.fail(f"relative differences {differences}, in {ORDERS} orders of the images")
 
 
-@pytest.mark.parametrize("backend", ["numpy"])
-def test_50_steps_of_a_resnet_agree_with_pytorch(backend, monkeypatch):
-    monkeypatch.setitem(NETWORKS, "resnet", RESNET)
-    test_50_steps_agree_with_pytorch(backend, "resnet", "sgd")
+def resnet_cases():
+    for backend in BACKENDS:
+        name = "resnet_small" if backend == "python" else "resnet"
+        often = backend in ("numpy", "cpu-simd")  # cheap, and the one by its general program
+        yield pytest.param(backend, name, id=f"{backend}-{name}", marks=[] if often else [pytest.mark.slow])
+
+
+@pytest.mark.parametrize(("backend", "name"), list(resnet_cases()))
+def test_50_steps_of_a_resnet_agree_with_pytorch(backend, name, monkeypatch):
+    monkeypatch.setitem(NETWORKS, name, RESNETS[name])
+    test_50_steps_agree_with_pytorch(backend, name, "sgd")
 
 
 def _difference(ours, theirs) -> float:
