@@ -15,20 +15,21 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from cnnexp.network import (
-    AvgPool2d,
-    BatchNorm2d,
-    Conv2d,
-    Dropout,
+    ConvStage,
+    DropoutStage,
     Elementwise,
-    Flatten,
+    ElementwiseStage,
+    FlattenStage,
     GlobalAvgPool,
     LeakyReLU,
-    Linear,
+    LinearStage,
     Maths,
     MaxPool2d,
     Network,
+    NormStage,
+    PoolStage,
     ReLU,
-    Residual,
+    ResidualStage,
     Shape,
     Sigmoid,
     Stage,
@@ -117,38 +118,37 @@ class _Writer:
 
     def _stage(self, stage: Stage, x: str) -> str:
         name = stage.name
-        match stage.layer:
-            case Conv2d():
+        match stage:
+            case ConvStage():
                 # (K, K, C, F) -> (F, C, K, K)
                 return self.add("Conv", x, *self._weights(stage, (3, 2, 0, 1)), name=name, **_window(stage))
-            case MaxPool2d():
+            case PoolStage(layer=MaxPool2d()):
                 return self.add("MaxPool", x, name=name, **_window(stage))
-            case AvgPool2d():
-                return self.add("AveragePool", x, name=name, count_include_pad=0, **_window(stage))
-            case GlobalAvgPool():
+            case PoolStage(layer=GlobalAvgPool()):
                 return self.add("Flatten", self.add("GlobalAveragePool", x), name=name)
-            case Flatten():
+            case PoolStage():
+                return self.add("AveragePool", x, name=name, count_include_pad=0, **_window(stage))
+            case FlattenStage():
                 rows_first = self.add("Transpose", x, perm=(0, 2, 3, 1)) if len(stage.input_shape) == 3 else x
                 return self.add("Flatten", rows_first, name=name)
-            case Linear():
+            case LinearStage():
                 return self.add("Gemm", x, *self._weights(stage, (0, 1)), name=name)
-            case Dropout():
+            case DropoutStage():
                 return x
-            case BatchNorm2d(_, epsilon):
+            case NormStage():
                 averages = [self.constant(p.view(self._state["running"]), p.name) for p in stage.running]
-                return self.add(
-                    "BatchNormalization", x, *self._weights(stage, (0,)), *averages, name=name, epsilon=epsilon
-                )
-            case Residual():
+                kept, epsilon = (*self._weights(stage, (0,)), *averages), stage.layer.epsilon
+                return self.add("BatchNormalization", x, *kept, name=name, epsilon=epsilon)
+            case ResidualStage():
                 return self.add("Add", x, self.stages(stage.stages, x), name=name)
-            case Elementwise() as layer:
+            case ElementwiseStage(layer=layer):
                 operator = NATIVE.get(type(layer))
                 if operator is None:
                     return self._by_rule(layer, x, name)
                 slope = {"alpha": layer.slope} if isinstance(layer, LeakyReLU) else {}
                 return self.add(operator, x, name=name, **slope)
             case _:
-                assert_never(stage.layer)
+                assert_never(stage)
 
     def _weights(self, stage: Stage, order: tuple[int, ...]) -> list[str]:
         """Add a layer's parameters, the weight's axes in another order."""
@@ -226,8 +226,7 @@ class _Recorded:
         return self.apply("GreaterOrEqual", self, other)
 
 
-def _window(stage: Stage) -> dict[str, Any]:
+def _window(stage: ConvStage | PoolStage) -> dict[str, Any]:
     """Return how ONNX says a convolution's or a pooling layer's window."""
-    assert stage.window is not None  # as every convolution and pooling layer has
     size, stride = stage.window.size, stage.window.stride
     return {"kernel_shape": (size, size), "strides": (stride, stride), "pads": stage.window.pads}
