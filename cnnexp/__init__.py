@@ -1,7 +1,24 @@
 """cnnexp: train convolutional networks with hand-written kernels, and measure how much faster each one is.
 
-The names below are the Python API; `python -m cnnexp` puts the same pieces together from config. They are imported when
-first used, so `import cnnexp` costs nothing and needs neither Hydra, MLflow, Numba nor a GPU.
+    from cnnexp import Digits, OneConv, fit
+
+    result = fit(OneConv(filters=32), Digits(), backend="cpu-simd", epochs=5)
+    print(result.table)  # and result.verdict, result.plot(), result.save(FOLDER)
+
+What people use, each with a help of its own, e.g. `help(cnnexp.fit)`:
+
+    train       fit -> Fit; step by step: train_epochs -> EpochResult, Baseline, backend
+    data        Digits, Mnist, FashionMnist, Cifar10, Fer2013, Quadrants, Synthetic, Images, Npz; Dataset, Split
+    models      OneConv, TwoConvMlp, TwoConvPool4, Knm, Ffn, ResNet, Custom; Network
+    layers      Conv2d, MaxPool2d, AvgPool2d, GlobalAvgPool, BatchNorm2d, Dropout, Flatten, Linear, Residual,
+                ReLU, LeakyReLU, Sigmoid, Tanh, GELU; Elementwise
+    optimizers  SGD, RMSprop, Adagrad, Adadelta, Adam, AdamW, AdaMax; Constant, Cosine, Step
+    losses      Loss, Totals
+    your own    register
+    mistakes    CnnexpError
+
+`python -m cnnexp` puts the same pieces together from config. They are imported when first used, so `import cnnexp`
+costs nothing and needs neither Hydra, MLflow, Numba nor a GPU.
 """
 
 import sys as _sys

@@ -104,7 +104,8 @@ class Fit:
 
     def __repr__(self) -> str:
         speedup = f", {self.speedup.median:.3g} x {self.baseline}" if self.speedup else ""
-        return f"Fit({self.backend}: {self.accuracy:.2%} after {len(self.epochs)} epochs{speedup})"
+        epochs = f"{len(self.epochs)} epoch{'s' if len(self.epochs) > 1 else ''}"
+        return f"Fit({self.backend}: {self.accuracy:.2%} after {epochs}{speedup})"
 
 
 def fit(

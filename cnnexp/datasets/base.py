@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -101,7 +101,7 @@ class Dataset:
         return cls(name, splits["train"], splits["test"], splits.get("validation"), classes, source, _sha256(splits))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Source:
     """Base of the sources; the fields of each are the keys of `conf/dataset/<name>.yaml`.
 
@@ -115,6 +115,10 @@ class Source:
     train_size: int | None = None
     test_size: int | None = None
     validation_size: int | None = None
+
+    def __repr__(self) -> str:
+        given = (f"{f.name}={value!r}" for f in fields(self) if (value := getattr(self, f.name)) != f.default)
+        return f"{type(self).__name__}({', '.join(given)})"
 
     def __post_init__(self) -> None:
         for key in ("train_size", "test_size", "validation_size"):

@@ -35,7 +35,7 @@ TRAIN = tuple(f"data_batch_{i}.bin" for i in range(1, 6))
 TEST = "test_batch.bin"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Cifar10(Source):
     """50,000 training and 10,000 test images, uint8 (N, 32, 32, 3).
 

@@ -19,7 +19,7 @@ TRAINING = 1500  # of 1,797, after shuffling by seed
 BRIGHTEST = 16  # pixels are 0 .. 16
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Digits(Source):
     """1,500 training and 297 test images, uint8 (N, 28, 28, 1); needs no network.
 

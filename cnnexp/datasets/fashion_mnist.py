@@ -8,7 +8,7 @@ from typing import ClassVar
 from cnnexp.datasets.idx import IdxFile, IdxSet
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class FashionMnist(IdxSet):
     """60,000 training and 10,000 test images; fields as `IdxSet`.
 

@@ -20,7 +20,7 @@ MOST_BYTES = 2**31  # the published file has 300 million
 COLUMNS = ["emotion", "pixels", "Usage"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Fer2013(Source):
     """The published CSV: rows of Usage Training (28,709) are trained on, PrivateTest (3,589) tested on.
 

@@ -112,7 +112,7 @@ class IdxFile:
     gz_md5: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class IdxSet(Source):
     """A set published as four IDX files; images uint8 (N, 28, 28, 1).
 

@@ -20,7 +20,7 @@ Labeled = tuple[Path, int]
 MOST_BYTES = 2**28  # of a picture's file; a larger one is no picture to train on
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Images(Source):
     """Pictures as uint8 (N, H, W, 3), or (N, H, W, 1) where gray.
 

@@ -17,7 +17,7 @@ from cnnexp.system.files import open_regular
 ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Npz(Source):
     """Arrays train_images, train_labels, test_images and test_labels, as `numpy.savez` writes them.
 

@@ -10,7 +10,7 @@ import numpy as np
 from cnnexp.datasets.base import Dataset, Source, Split, need_images
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Quadrants(Source):
     """Points drawn uniformly from [-1, 1]^2, float32 (N, 2): label 0 in quadrants I and III, 1 in II and IV.
 

@@ -14,7 +14,7 @@ SIZES = ("height", "width", "channels", "train_size", "test_size", "classes")
 BLOCK = 4  # pixels; patterns are of square blocks, so that small kernels and pooling can see them
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Synthetic(Source):
     """Images float32 (N, height, width, channels), each its class's pattern of 0s and 1s plus Gaussian noise.
 

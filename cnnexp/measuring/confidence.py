@@ -31,6 +31,9 @@ class Interval:
     most: float
     count: int
 
+    def __repr__(self) -> str:
+        return f"Interval({self.median:.4g}, from {self.low:.4g} to {self.high:.4g}, of {self.count})"
+
 
 def median_interval(values: Sequence[float]) -> Interval:
     """Return the narrowest pair of order statistics, equally far from both ends, that is sure enough.

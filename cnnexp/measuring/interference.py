@@ -43,6 +43,10 @@ class Interference:
     load: float
     cores: int
 
+    def __repr__(self) -> str:
+        taken = f"waited {self.waited:.1%}, stolen {self.stolen:.1%}"
+        return f"Interference({taken}, load {self.load:.1f} on {self.cores} cores)"
+
     @property
     def disturbed(self) -> bool:
         return max(self.waited, self.stolen) >= DISTURBED

@@ -110,6 +110,9 @@ class Placed:
     running: tuple[Parameter, ...] = ()
     stages: tuple[Stage, ...] = ()
 
+    def __repr__(self) -> str:
+        return f"Stage({self.name}, {_by(self.input_shape)} to {_by(self.output_shape)})"
+
     @property
     def parameters(self) -> tuple[Parameter, ...]:
         """Its own and those of the layers that it holds, in their order in the flat buffer."""

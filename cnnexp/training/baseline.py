@@ -34,6 +34,10 @@ class Comparison:
     batches: int
     speedup: float
 
+    def __repr__(self) -> str:
+        baseline = f"{1e6 * self.seconds_per_image:.3g} us an image over {self.batches} batches of {self.images}"
+        return f"Comparison({self.speedup:.3g} x, {baseline})"
+
 
 class Baseline:
     """A second program that is timed on the batches of the run.

@@ -1,6 +1,8 @@
 """Training from Python in one call."""
 
 import json
+import pydoc
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,9 +11,10 @@ import numpy as np
 import pytest
 
 import cnnexp
-from cnnexp import SGD, Digits, OneConv, fit
+from cnnexp import SGD, AdamW, Digits, OneConv, ResNet, Step, Synthetic, fit
 from cnnexp.app import fit as fitting
 from cnnexp.app import predict
+from cnnexp.measuring.interference import Interference
 from cnnexp.tracking import store as stores
 from cnnexp.tracking.events import read_journal
 
@@ -66,11 +69,22 @@ def test_a_target_ends_it_and_without_a_baseline_there_is_no_speedup():
 
 def test_everything_is_told_in_a_line(trained):
     data = DATA.load()
-    for thing in (trained, trained.network, trained.epochs[0], data, data.train):
-        assert len(repr(thing)) <= 120
+    network, epoch = trained.network, trained.epochs[0]
+    outcome = (trained, network, *network.stages, epoch, epoch.train, trained.speedup, epoch.comparison)
+    given = (data, data.train, Synthetic(), cnnexp.Images(root="photos"), cnnexp.Mnist(), ResNet(), AdamW(), Step())
+    for thing in (*outcome, Interference(0.1, 0.0, 1.5, 2), *given, cnnexp.backend("cpu")):
+        assert len(repr(thing)) <= 100
         assert "\n" not in repr(thing)
+    assert repr(cnnexp.Images(root="photos", height=8)) == "Images(root='photos', height=8)"
     assert repr(trained).startswith("Fit(numpy: ")
     assert repr(trained.network) == "Network(28 x 28 x 1 to 10, 5 layers, 6,810 parameters)"
+
+
+def test_help_begins_with_what_people_use():
+    text = pydoc.render_doc(cnnexp, renderer=pydoc.plaintext)
+    told = text[: text.index("PACKAGE CONTENTS")]
+    assert told.index("fit(OneConv(filters=32), Digits()") < told.index("What people use")
+    assert set(cnnexp.__all__) <= set(re.findall(r"\w+", told))
 
 
 def test_summary_adds_up(trained):
