@@ -5,6 +5,7 @@ Functions take plain values and file names, since they are called in the recorde
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,21 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure as Figure
+from matplotlib.figure import Figure as PlainFigure
 from matplotlib.ticker import MaxNLocator
 
 DPI = 100
 SMALLEST_SHARE = 0.002  # of the wall time, for an entry of a ledger to have a bar of its own
 CELLS_WITH_NUMBERS = 20  # a confusion matrix of more classes shows colours alone
+
+
+class Figure(PlainFigure):
+    """A figure that a notebook shows, whatever it makes of Matplotlib's own."""
+
+    def _repr_png_(self) -> bytes:
+        file = io.BytesIO()
+        FigureCanvasAgg(self).print_png(file)  # type: ignore[no-untyped-call]
+        return file.getvalue()
 
 
 def warm_up() -> None:
