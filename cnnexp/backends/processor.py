@@ -70,6 +70,10 @@ class CpuBackend:
     def next_best(self) -> Backend | None:
         return None
 
+    @property
+    def clocked(self) -> Backend:
+        return cast("Backend", self)
+
 
 @dataclass(frozen=True)
 class SequentialBackend(CpuBackend):

@@ -99,6 +99,7 @@ class Backend(Protocol):
         simulated: whether the device is only simulated, so that its times mean nothing.
         facts: what else the record says of the device, by tag name.
         next_best: the backend to go on with where the compiler dies; None ends the run.
+        clocked: the same backend, for a profile: what its programs tell of their parts may cost a little of the time.
     """
 
     @property
@@ -121,6 +122,9 @@ class Backend(Protocol):
 
     @property
     def next_best(self) -> Backend | None: ...
+
+    @property
+    def clocked(self) -> Backend: ...
 
     def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> Program:
         """Make a program; its parameters are zero until `restore`."""

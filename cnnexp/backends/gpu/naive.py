@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 from numba import cuda
@@ -17,7 +17,7 @@ from cnnexp.backends.gpu import device, kernels, streamed
 from cnnexp.backends.gpu.device import SIMULATED, Gpu, Kernel, Tensor, on_its_gpu
 from cnnexp.backends.gpu.kernels import SLICES, ZERO, ConvSizes, f32, u32
 from cnnexp.backends.layerwise import LayerwiseProgram
-from cnnexp.backends.protocol import Array, Program, State, Update
+from cnnexp.backends.protocol import Array, Backend, Program, State, Update
 from cnnexp.network import BatchNorm2d, Conv2d, Elementwise, Flatten, MaxPool2d, Network, Stage, Window
 from cnnexp.network.losses import Loss, Totals
 from cnnexp.network.noise import threshold
@@ -420,6 +420,11 @@ class GpuBackend:
 
     def __post_init__(self) -> None:
         self.check(self.gpu)
+
+    @property
+    def clocked(self) -> Backend:
+        """Itself: where layers run one by one, whoever watches them clocks them."""
+        return cast(Backend, self)
 
     @property
     def gpu(self) -> Gpu:

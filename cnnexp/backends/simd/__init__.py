@@ -4,17 +4,21 @@ How the files stand to each other: `intrinsics` (what only some CPUs have), `emi
 in them) and `layout` (where values lie) at the bottom; kernels in `transfer`, `conv_lanes`, `conv_filters`,
 `conv_sparse`, `conv_events`, `elementwise`, `update`, and on `product`, packed matrix products, `conv_channels` and
 `linear`; `nodes` groups layers and calls their kernels, `plan` picks the nodes and connects them; `step` is the
-compiled training loop, `barrier` where its threads wait for each other; `program` is what the train loop sees, `team`
-its threads; `apart` compiles in a process of its own; `host` knows the CPU.
+compiled training loop, `barrier` where its threads wait for each other, `clocks` what it tells of its parts; `program`
+is what the train loop sees, `team` its threads; `apart` compiles in a process of its own; `host` knows the CPU.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import copy
+import dataclasses
+from dataclasses import dataclass, field
 from typing import ClassVar, cast
 
+from cnnexp.backends import cache
 from cnnexp.backends.processor import ThreadedBackend, need_compiler
 from cnnexp.backends.protocol import Backend, Program
+from cnnexp.backends.simd.clocks import available
 from cnnexp.backends.simd.host import host_target
 from cnnexp.backends.simd.plan import suits
 from cnnexp.backends.simd.program import SimdProgram, paying_threads
@@ -32,10 +36,19 @@ class CpuSimd(ThreadedBackend):
     Attributes:
         threads: as `ThreadedBackend`; the smallest networks train on fewer, see `paying_threads`.
         fallback: whether a run whose network kills the compiler goes on with `next_best`.
+        clocks: whether programs clock their parts; set by `clocked` alone.
     """
 
     name: ClassVar[str] = "cpu-simd"
     fallback: bool = False
+    clocks: bool = field(default=False, init=False)
+
+    @property
+    def clocked(self) -> Backend:
+        """This backend, its programs clocking their parts: see `simd.clocks`."""
+        backend = copy.copy(self)
+        object.__setattr__(backend, "clocks", True)
+        return cast(Backend, backend)
 
     @property
     def next_best(self) -> Backend | None:
@@ -52,6 +65,6 @@ class CpuSimd(ThreadedBackend):
         need_compiler()
         if not suits(network, loss):
             return self._general.compile(network, loss, optimizer, batch_size)
-        target = host_target()
+        target = dataclasses.replace(host_target(), clocks=self.clocks and available(cache.host()[0]))
         threads = paying_threads(network, batch_size, target, self.thread_count)
         return SimdProgram(network, loss, optimizer, batch_size, target, threads)

@@ -39,6 +39,7 @@ class Target:
         features: those of the CPU that `intrinsics.NEEDS` speaks of, sorted.
         second_cache: bytes of the cache that a core has to itself.
         convolutions: `lanes` (the batch in the lanes) or `channels`, where both can; "" for the faster.
+        clocks: whether kernels read the clock, for a profile: see `clocks`.
     """
 
     lanes: int
@@ -46,6 +47,7 @@ class Target:
     features: tuple[str, ...] = ()
     second_cache: int = 2 << 20
     convolutions: str = ""
+    clocks: bool = False
 
     def has(self, intrinsic_name: str) -> bool:
         """Whether the CPU has the instruction of an intrinsic in `intrinsics.NEEDS`."""

@@ -21,6 +21,7 @@ PERMUTE_8 = "llvm.x86.avx2.permps"
 LOAD_CONTROL = "llvm.x86.sse.ldmxcsr"
 STORE_CONTROL = "llvm.x86.sse.stmxcsr"
 PAUSE = "llvm.x86.sse2.pause"
+READ_CLOCK = "llvm.readcyclecounter"
 
 NEEDS = {
     COMPRESS_16: "avx512f",
@@ -29,6 +30,7 @@ NEEDS = {
     LOAD_CONTROL: "sse",
     STORE_CONTROL: "sse",
     PAUSE: "sse2",
+    READ_CLOCK: "sse2",
 }
 """The feature, by LLVM's name for it, of each intrinsic that stands for one CPU's instruction."""
 
@@ -54,3 +56,12 @@ def call(
         raise ValueError(f"{name} needs {NEEDS[name]}, and the target has {features}")
     kind = ir.FunctionType(result, [argument.type for argument in arguments])
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
+
+
+def read_register(builder: ir.IRBuilder, name: str) -> ir.Value:
+    """Read a register of 64-bit Arm that programs may read; anywhere else LLVM ends the process."""
+    kind = ir.FunctionType(ir.IntType(64), [ir.MetaDataType()])
+    register = builder.module.add_metadata([ir.MetaDataString(builder.module, name)])
+    return builder.call(
+        cgutils.get_or_insert_function(builder.module, kind, "llvm.read_volatile_register.i64"), [register]
+    )

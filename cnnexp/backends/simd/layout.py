@@ -16,6 +16,7 @@ from typing import Protocol
 import numpy as np
 from llvmlite import ir
 
+from cnnexp.backends.simd.clocks import Clocks
 from cnnexp.backends.simd.emit import Emitter, Pointer, Target
 from cnnexp.network import ConvStage, LinearStage, Parameter, Shape
 
@@ -299,11 +300,13 @@ class Layout(Protocol):
     Attributes:
         target: the CPU. arena, parameters: the room of activations and of parameters.
         share: images of a thread in a step, at most a tile's.
+        clocks: of the parts of a step.
         owns: whether a step's images are one tile of each thread, so that weights may be owned.
     """
 
     target: Target
     arena: Arena
     parameters: Parameters
+    clocks: Clocks
     share: int
     owns: bool

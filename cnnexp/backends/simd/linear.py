@@ -66,6 +66,12 @@ def wide_weight_gradients(k: Emitter, x: Matrix, dy: Matrix, panels: Panels, dw:
                     add_products(k, totals, source, list(range(height)), gradient, steps, panel.valid)
 
 
+def own_arena(k: Emitter, stride: int) -> Pointer:
+    """Return the arena of the thread that runs a kernel on the buffers of `wide_update`."""
+    *_, arenas, table = k.buffers
+    return arenas.at(k.builder.load(table.value(INDEX)), stride)
+
+
 def wide_update(
     k: Emitter, x: Matrix, dy: Matrix, panels: Panels, offset: int, arena: int, optimizer: Optimizer
 ) -> None:

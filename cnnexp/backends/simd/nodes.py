@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import ClassVar, Generic, TypeVar
 
 import numpy as np
 from llvmlite import ir
 
+from cnnexp.backends.parts import BACKWARD, FORWARD, Part
 from cnnexp.backends.simd import (
     conv_channels,
     conv_events,
@@ -34,12 +36,14 @@ X = TypeVar("X", bound=Tensor)
 Y = TypeVar("Y", bound=Tensor)
 Pixels = TypeVar("Pixels", Grid, Image)
 
+FOLLOWED = "only each window's maximum is followed, its place being kept"
+
 
 class Node(Generic[X, Y]):
     """Layers computed at once.
 
     Attributes:
-        name: of its kernels.
+        name: of its kernels. layers: their names, in order.
         shape: of its output, without the images.
         x, y: input and output, given by the plan.
         dy: gradient of y, given where the node goes backward. dx: of x, None where it is not needed.
@@ -47,6 +51,7 @@ class Node(Generic[X, Y]):
         dy_rectified: dy already is the gradient of what its own ReLU takes in: the node after it saw to that.
     """
 
+    layers: tuple[str, ...] = ()
     x: X
     y: Y
     dy: Y
@@ -100,9 +105,27 @@ class Node(Generic[X, Y]):
         """Return what adds to the gradients of weights that threads own; `Plan` tells when."""
         return []
 
-    def owned_updates(self, plan: Layout, optimizer: Optimizer) -> Kernels:
+    def owned_updates(self, plan: Layout) -> list[tuple[str, Callable[[Emitter, Optimizer], None]]]:
         """Return what takes the step of weights that threads own."""
         return []
+
+    def part(self, plan: Layout, what: str, kernel: str) -> Part:
+        """Return what a kernel of a pass is of the training step."""
+        held = self.in_lanes(what, kernel)
+        at_once = f"{plan.target.lanes} {held}" if held else ""
+        return Part(what, self.layers or (self.name,), kernel, self.multiply_adds(what), at_once, self.fewer(what))
+
+    def in_lanes(self, what: str, kernel: str) -> str:
+        """Return what a vector of a kernel holds many of, e.g. `filters`; empty where nothing is multiplied."""
+        return ""
+
+    def multiply_adds(self, what: str) -> int:
+        """Return those of a pass over one image, at most."""
+        return 0
+
+    def fewer(self, what: str) -> str:
+        """Return why a pass takes fewer multiply-adds than its layers have outputs for, empty where it does not."""
+        return ""
 
 
 class _Convolution(Node[Pixels, Pixels]):
@@ -124,11 +147,34 @@ class _Convolution(Node[Pixels, Pixels]):
         """Return the room around the gradient of the full convolution that the input's gradient needs."""
         raise NotImplementedError
 
+    @property
+    def follows(self) -> bool:
+        """Whether the backward pass follows each window's maximum and leaves out the rest."""
+        raise NotImplementedError
+
+    def multiply_adds(self, what: str) -> int:
+        (rows, columns, _), outputs = self.shape, math.prod(self.stage.output_shape[:2])
+        computed = rows * columns if self.follows and what == BACKWARD else outputs
+        if self.pool and what == FORWARD:
+            computed = rows * columns * self.pool.window.size**2
+        passes = 2 if what == BACKWARD and self.dx else 1
+        return passes * self.stage.macs * computed // outputs
+
+    def fewer(self, what: str) -> str:
+        return FOLLOWED if self.follows and what == BACKWARD else ""
+
 
 class Convolution(_Convolution[Grid]):
     """Batch in lanes; see `conv_lanes`."""
 
     wants = makes = Grid
+
+    @property
+    def follows(self) -> bool:
+        return self.sparse is not None
+
+    def in_lanes(self, what: str, kernel: str) -> str:
+        return "weights" if self.follows and what == BACKWARD else "images"
 
     def _dense_ring(self) -> Ring:
         """Windows of the flipped kernel reach over its edge."""
@@ -226,6 +272,13 @@ class ChannelConvolution(_Convolution[Image]):
     """Channels in lanes; see `conv_channels`."""
 
     wants = makes = Image
+
+    @property
+    def follows(self) -> bool:
+        return self.events is not None
+
+    def in_lanes(self, what: str, kernel: str) -> str:
+        return "weights" if self.follows and what == BACKWARD else "channels"
 
     @staticmethod
     def suits(stage: ConvStage, pool: PoolStage | None, target: Target) -> bool:
@@ -362,6 +415,21 @@ class FilterConvolution(Node[Matrix, Matrix]):
             self.rectify,
         )  # fmt: skip
 
+    @property
+    def follows(self) -> bool:
+        """As `Convolution.follows`."""
+        return self.bank.patches is not None
+
+    def in_lanes(self, what: str, kernel: str) -> str:
+        return "filters"
+
+    def multiply_adds(self, what: str) -> int:
+        window = 1 if self.follows and what == BACKWARD else self.pool.window.size**2
+        return self.stage.macs * math.prod(self.shape[:2]) * window // math.prod(self.stage.output_shape[:2])
+
+    def fewer(self, what: str) -> str:
+        return FOLLOWED if self.follows and what == BACKWARD else ""
+
     def forward(self, plan: Layout) -> Kernels:
         def run(k: Emitter) -> None:
             with k.loop(self.shape[0]) as u:
@@ -396,6 +464,12 @@ class Dense(Node[Matrix, Matrix]):
         super().__init__(stage.name, stage.output_shape)
         self.stage, self.rectify = stage, rectify
 
+    def in_lanes(self, what: str, kernel: str) -> str:
+        return "weights"
+
+    def multiply_adds(self, what: str) -> int:
+        return (2 if what == BACKWARD and self.dx else 1) * self.stage.macs
+
     def backward(self, plan: Layout) -> Kernels:
         """Return what both forms begin with."""
         kernels: Kernels = []
@@ -413,6 +487,9 @@ class Dense(Node[Matrix, Matrix]):
 
 class WideDense(Dense):
     """Many outputs."""
+
+    def in_lanes(self, what: str, kernel: str) -> str:
+        return "images" if kernel == "input_gradient" else "weights"
 
     def prepare(self, plan: Layout) -> None:
         (features, outputs), target = self.stage.weight.shape, plan.target
@@ -456,8 +533,8 @@ class WideDense(Dense):
     def owned_gradients(self, plan: Layout) -> Kernels:
         return self._weight_gradients(plan) if plan.owns else []
 
-    def owned_updates(self, plan: Layout, optimizer: Optimizer) -> Kernels:
-        def run(k: Emitter) -> None:
+    def owned_updates(self, plan: Layout) -> list[tuple[str, Callable[[Emitter, Optimizer], None]]]:
+        def run(k: Emitter, optimizer: Optimizer) -> None:
             at = plan.parameters.offset(self.stage.weight)
             linear.wide_update(k, self.x, self.dy, self.panels, at, plan.arena.stride, optimizer)
 
@@ -521,6 +598,10 @@ class FilterClassifier(Node[Matrix, Matrix]):
         self.conv, self.dense, self.rectify = conv, dense, dense.rectify
         self.input_size, self.first, self.row = conv.input_size, conv.first, conv.row
 
+    def part(self, plan: Layout, what: str, kernel: str) -> Part:
+        """As `Node.part`: of the dense layer; what the convolution takes is charged to it between."""
+        return self.dense.part(plan, what, kernel)
+
     @classmethod
     def of(cls, nodes: list[Node], target: Target) -> FilterClassifier | None:
         """Return the node of two that open a network, None where they are no such pair."""
@@ -541,20 +622,29 @@ class FilterClassifier(Node[Matrix, Matrix]):
         self.row_vectors = conv.shape[1] * conv.shape[2] // plan.target.lanes
 
     def forward(self, plan: Layout) -> Kernels:
+        conv, linear = (plan.clocks.part(node.part(plan, FORWARD, "forward")) for node in (self.conv, self.dense))
+
         def run(k: Emitter) -> None:
             self.dense.begin(k)
             with k.loop(self.conv.shape[0]) as u:
+                plan.clocks.charge(k, linear)
                 k.call("conv", lambda k, u: self.conv.forward_row(k, plan, u), u)
+                plan.clocks.charge(k, conv)
                 k.call("linear", lambda k, u: self.dense.add(k, plan, self._vector(k, u), self.row_vectors), u)
             self.dense.end(k, plan)
 
         return [("forward", run)]
 
     def backward(self, plan: Layout) -> Kernels:
+        conv = plan.clocks.part(self.conv.part(plan, BACKWARD, "weight_gradients"))
+        linear = plan.clocks.part(self.dense.part(plan, BACKWARD, "backward"))
+
         def run(k: Emitter) -> None:
             with k.loop(self.conv.shape[0]) as u:
                 k.call("linear", lambda k, u: self.dense.run_backward(k, plan, self._vector(k, u), self.row_vectors), u)
+                plan.clocks.charge(k, linear)
                 k.call("conv", lambda k, u: self.conv.weight_gradients_row(k, plan, u), u)
+                plan.clocks.charge(k, conv)
 
         return [*Dense.backward(self.dense, plan), ("backward", run)]
 

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import assert_never, cast
 
 from llvmlite import ir
 
-from cnnexp.backends.simd import transfer
-from cnnexp.backends.simd.emit import BYTE, FLOAT, Kernels, Target
+from cnnexp.backends.parts import BACKWARD, FORWARD, Part
+from cnnexp.backends.simd import linear, transfer
+from cnnexp.backends.simd.clocks import Clocks
+from cnnexp.backends.simd.emit import BYTE, FLOAT, Emitter, Kernels, Target
 from cnnexp.backends.simd.layout import Arena, Grid, Image, Matrix, Parameters, Ring
-from cnnexp.backends.simd.linear import MOST_OUTPUTS
 from cnnexp.backends.simd.nodes import (
     Activation,
     ChannelConvolution,
@@ -52,6 +53,14 @@ from cnnexp.optimizers import Optimizer
 LARGEST_WINDOW = 4
 """Side of the largest max-pool that a convolution computes along: its code has every pixel of the window in it."""
 
+STEP = {
+    "gather": Part("gather", ("batch",), "gather"),
+    "loss": Part(FORWARD, ("loss",), "loss"),
+    "wait": Part("wait", ("threads",), "wait"),
+    "update": Part("update", ("parameters",), "update"),
+}
+"""The parts of a step besides the layers', by name: `wait` is for the other threads."""
+
 
 class Plan:
     """A network laid out in an arena, with the kernels that run it.
@@ -59,6 +68,7 @@ class Plan:
     Attributes:
         nodes: first to last. share, owns: see `Layout`.
         arena, parameters: the room of activations and of parameters.
+        clocks: of the parts of a step. step_parts: the numbers of those in `STEP`.
         scores, d_scores: output of the network and its gradient, one image per row.
         gather: kernels that bring images in, by the type of their pixels (`uint8`, `float32`).
         forward, backward: kernels in order.
@@ -70,6 +80,7 @@ class Plan:
         images = groups * target.lanes
         self.target, self.share, self.owns = target, min(share, images), share <= images
         self.arena, self.parameters = Arena(target.lanes, groups), Parameters(target.lanes)
+        self.clocks = Clocks(target)
         nodes = self.nodes = group_stages(network, target)
         self._allocate(network, nodes)
         for node in nodes:
@@ -78,13 +89,36 @@ class Plan:
             name: self._gather(network, nodes[0], kind) for name, kind in (("uint8", BYTE), ("float32", FLOAT))
         }
         self.scores, self.d_scores = _flat(nodes[-1].y), _flat(nodes[-1].dy)
-        self.forward = _named((node, node.forward(self)) for node in nodes)
+        self.forward = self._named(FORWARD, nodes, lambda node: node.forward(self))
         trained = nodes[_first_trained(nodes) :]
-        self.backward = _named((node, node.backward(self)) for node in reversed(trained))
-        self.gradients = _named((node, node.owned_gradients(self)) for node in trained)
+        self.backward = self._named(BACKWARD, reversed(trained), lambda node: node.backward(self))
+        self.gradients = self._named(BACKWARD, trained, lambda node: node.owned_gradients(self))
+        self._updates = self._named(BACKWARD, trained, lambda node: node.owned_updates(self))
+        self.step_parts = {name: self.clocks.part(part) for name, part in STEP.items()}
+        self.clocks.place(self.arena.allocate)
 
     def updates(self, optimizer: Optimizer) -> Kernels:
-        return _named((node, node.owned_updates(self, optimizer)) for node in self.nodes)
+        return [(name, functools.partial(emit, optimizer=optimizer)) for name, emit in self._updates]
+
+    def _named(
+        self, what: str, nodes: Iterable[Node], kernels_of: Callable[[Node], Sequence[tuple[str, Callable[..., None]]]]
+    ) -> list[tuple[str, Callable[..., None]]]:
+        """Return the kernels of the nodes under their names, each charged to its part of the step."""
+        return [
+            (f"{node.name}.{name}", self._clocked(emit, node.part(self, what, name)))
+            for node in nodes
+            for name, emit in kernels_of(node)
+        ]
+
+    def _clocked(self, emit: Callable[..., None], part: Part) -> Callable[..., None]:
+        number = self.clocks.part(part)
+
+        def run(k: Emitter, **options: Optimizer) -> None:
+            emit(k, **options)
+            if self.clocks.on:
+                self.clocks.charge(k, number, linear.own_arena(k, self.arena.stride) if options else k.arena)
+
+        return run
 
     def _allocate(self, network: Network, nodes: list[Node]) -> None:
         """Give every node its input, output and gradients."""
@@ -135,10 +169,6 @@ def _flat(tensor: Tensor) -> Matrix:
     return tensor.matrix if isinstance(tensor, Image) else tensor
 
 
-def _named(parts: Iterable[tuple[Node, Kernels]]) -> Kernels:
-    return [(f"{node.name}.{name}", emit) for node, kernels in parts for name, emit in kernels]
-
-
 def _first_trained(nodes: list[Node]) -> int:
     return next(i for i, node in enumerate(nodes) if node.trains)
 
@@ -157,11 +187,13 @@ def group_stages(network: Network, target: Target) -> list[Node]:
     layout: type[Tensor] = Grid if len(network.input_shape) == 3 else Matrix
     shape = network.input_shape
     while stages:
+        names = [stage.name for stage in stages]
         stage = stages.pop(0)
         if isinstance(stage, FlattenStage):
             # rows are flat already, and in lanes only a change of layout flattens
             continue
         node = _node(stage, stages, shape, target, first=not nodes)
+        node.layers = tuple(names[: len(names) - len(stages)])
         if nodes:
             layout = _change(nodes, node.name, layout, node.wants, shape)
         nodes.append(node)
@@ -203,7 +235,7 @@ def _node(stage: Stage, following: list[Stage], shape: tuple[int, ...], target: 
             rectify = bool(following) and isinstance(following[0].layer, ReLU)
             if rectify:
                 following.pop(0)
-            return (SkinnyDense if stage.layer.features <= MOST_OUTPUTS else WideDense)(stage, rectify)
+            return (SkinnyDense if stage.layer.features <= linear.MOST_OUTPUTS else WideDense)(stage, rectify)
         case PoolStage():
             return Pool(stage)
         case ElementwiseStage():

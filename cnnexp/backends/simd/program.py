@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cnnexp.backends.cache import load_or_compile
+from cnnexp.backends.parts import Part
 from cnnexp.backends.protocol import State
 from cnnexp.backends.simd import apart
 from cnnexp.backends.simd.barrier import LINE
@@ -87,6 +88,9 @@ class SimdProgram:
         self._flags = np.zeros(threads * LINE, np.int64)
         self._step = 0
         self._step_s = CALL_S
+        self._clocks = plan.clocks
+        self._ticks = np.zeros(len(plan.clocks.parts), np.int64)
+        self._readings: list[tuple[float, int]] = []
         self._team = Team(threads)
         weakref.finalize(self, self._team.close)
         self.compile_s = time.perf_counter() - started
@@ -155,6 +159,16 @@ class SimdProgram:
             target[self._positions] = source
         self._step = int(state.get("step", 0))
 
+    def clocked(self) -> list[tuple[Part, float]]:
+        """As `parts.Clocked.clocked`; empty where the target has no clocks."""
+        if len(self._readings) < 2:
+            return []
+        (began_s, began), (ended_s, ended) = self._readings
+        tick_s = (ended_s - began_s) / (ended - began) / len(self._arenas)
+        return [
+            (part, int(ticks) * tick_s) for part, ticks in zip(self._clocks.parts, self._ticks, strict=True) if ticks
+        ]
+
     def close(self) -> None:
         self._team.close()
 
@@ -170,6 +184,10 @@ class SimdProgram:
         if len(scores) == 0:
             scores = np.empty((len(order), 0), np.float32)
         self._totals[...] = 0
+        clocks = self._clocks.readings(self._arenas) if self._clocks.on else None
+        if clocks is not None:
+            clocks[:, 1:] = 0
+        began = time.perf_counter()
         self._team.run(
             lambda rank: self._work(
                 rank, mode, split.bytes_, split.floats, split.taint, split.labels, order, batch,
@@ -177,8 +195,18 @@ class SimdProgram:
                 numbers,
             )
         )  # fmt: skip
+        if mode == TRAIN and clocks is not None:
+            self._read_clocks(clocks, began)
         loss, hits = self._totals[:, :2].sum(axis=0)
         return Totals(float(loss), int(hits), len(order))
+
+    def _read_clocks(self, clocks: np.ndarray, began_s: float) -> None:
+        """Add up what a call of training steps took; the first and the last reading tell how long a tick is."""
+        self._ticks += clocks[:, 1:].sum(axis=0)
+        ended = int(clocks[0, 0])
+        if not self._readings:
+            self._readings.append((began_s, ended - int(clocks[0, 1:].sum())))
+        self._readings[1:] = [(time.perf_counter(), ended)]
 
 
 def _indices(order: np.ndarray, split: Split) -> np.ndarray:

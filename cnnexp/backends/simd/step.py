@@ -49,7 +49,11 @@ def make_work(plan: Plan, loss: Loss, optimizer: Optimizer, key: str) -> Dispatc
     backward = compose("backward", target, plan.backward)
     owned_gradients = compose("owned_gradients", target, plan.gradients)
     owned_updates = compose_six("owned_updates", target, plan.updates(optimizer))
-    added = plan.parameters.added
+    added, clocked = plan.parameters.added, plan.clocks.on
+    start_clocks = plan.clocks.starting()
+    charge_gather, charge_loss, charge_wait, charge_update = (
+        plan.clocks.charging(plan.step_parts[name]) for name in ("gather", "loss", "wait", "update")
+    )
     tile_loss = _tile_loss(loss, plan.scores, plan.d_scores, compiled)
     apply_update = _update(optimizer, target, compiled)
     outputs, stride, scores_at = plan.scores.size, plan.scores.stride, plan.scores.offset
@@ -85,6 +89,8 @@ def make_work(plan: Plan, loss: Loss, optimizer: Optimizer, key: str) -> Dispatc
         low, high = size * rank // threads // 16 * 16, size * (rank + 1) // threads // 16 * 16
         if rank == threads - 1:
             high = size
+        if clocked:
+            start_clocks(arena)
         for step in range(max(1, -(-count // batch))):
             first, last = step * batch, min((step + 1) * batch, count)
             here = last - first
@@ -96,22 +102,32 @@ def make_work(plan: Plan, loss: Loss, optimizer: Optimizer, key: str) -> Dispatc
                         gather_bytes(bytes_, tile, arena, len(tile))
                     else:
                         gather_floats(floats, tile, arena, len(tile))
+                    if clocked:
+                        charge_gather(arena)
                     forward(parameters, gradient, arena, len(tile))
                     if mode == PREDICT:
                         copy_scores(arena, scores[at : at + len(tile)])
                     else:
                         tile_loss(arena, taint, labels, tile, here, totals[rank])
+                        if clocked:
+                            charge_loss(arena)
                         backward(parameters, gradient, arena, len(tile))
                         if mode == GRADIENTS:
                             owned_gradients(parameters, gradient, arena, len(tile))
             if mode in (TRAIN, APPLY):
                 wait(flags, rank, threads)
+                if clocked:
+                    charge_wait(arena)
                 apply_update(parameters, slots, gradients, low, high, numbers[step])
+                if clocked:
+                    charge_update(arena)
                 if mode == TRAIN:
                     for other in range(threads):
                         shares[2 + other] = here * (other + 1) // threads - here * other // threads
                     owned_updates(parameters, slots[0], slots[1], numbers[step], arenas, shares, 0)
                 wait(flags, rank, threads)
+                if clocked:
+                    charge_wait(arena)
 
     return compiled(work, from_python=True)
 

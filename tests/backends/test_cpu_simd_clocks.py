@@ -1,0 +1,106 @@
+"""What a program of `cpu-simd` tells of the parts of its steps, where it was compiled to."""
+
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from conformance import check_case, make_case
+from llvmlite import ir
+from machine_code import CPUS, add_function, check_assembly, optimized
+
+from cnnexp.backends import backend_class
+from cnnexp.backends.parts import BACKWARD, FORWARD
+from cnnexp.backends.simd.emit import FLOAT
+from cnnexp.backends.simd.host import host_target
+from cnnexp.backends.simd.nodes import FOLLOWED, FilterClassifier
+from cnnexp.backends.simd.plan import Plan
+from cnnexp.backends.simd.program import SimdProgram, make_plan
+from cnnexp.network import Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU
+from cnnexp.network.models import OneConv, TwoConvMlp, TwoConvPool4
+from cnnexp.optimizers import SGD
+
+FILTERS = Network((10, 8, 1), (Conv2d(32, 3, padding="same"), ReLU(), MaxPool2d(2), Flatten(), Linear(10)))
+OWNED = Network((12, 12, 1), (Conv2d(5, 3), ReLU(), Conv2d(6, 3), MaxPool2d(2), Flatten(), Linear(21), Linear(5)))
+
+
+class Clocked:
+    """The backend on a target of one's own."""
+
+    threads = 2
+
+    def compile(self, network, loss, optimizer, batch_size):
+        target = replace(host_target(), clocks=True)
+        return SimdProgram(network, loss, optimizer, batch_size, target, self.threads)
+
+
+@pytest.mark.parametrize("network", [FILTERS, OWNED], ids=["filters", "owned"])
+def test_clocks_change_no_number_and_tell_every_layer(network):
+    case = make_case(network, images=37)
+    check_case(Clocked(), case)
+    program = Clocked().compile(network, case.loss, SGD(lr=0.1), len(case.images) - 1)
+    assert program.clocked() == []
+    program.restore(case.state)
+    handle = program.load(case.images, case.labels)
+    program.predict(handle)
+    program.gradients(handle, np.arange(3))
+    assert program.clocked() == [], "what is no training is not told"
+    began = time.perf_counter()
+    for _ in range(3):
+        program.train(handle, np.arange(len(case.images)), 0.1)
+    wall_s = time.perf_counter() - began
+    seconds = dict(program.clocked())
+    program.close()
+    assert all(value > 0 for value in seconds.values())
+    assert sum(seconds.values()) <= wall_s * 1.001, "a mean over the threads, nothing counted twice"
+    told = {(part.what, layer) for part in seconds for layer in part.layers}
+    computing = {stage.name for stage in network.stages if not isinstance(stage.layer, Flatten)}
+    assert {(what, name) for name in computing for what in (FORWARD, BACKWARD)} <= told
+    assert {("gather", "batch"), (FORWARD, "loss"), ("update", "parameters"), ("wait", "threads")} <= told
+
+
+def test_the_backend_has_clocks_only_when_asked():
+    backend = backend_class("cpu-simd")(threads=1)
+    assert not backend.clocks
+    assert backend.clocked.clocks
+    assert backend.clocked.threads == 1
+    target = host_target()
+    assert make_plan(OWNED, target, 18).arena.size < make_plan(OWNED, replace(target, clocks=True), 18).arena.size
+
+
+def parts_of(network, target=None):
+    """By (pass, first layer): its part."""
+    plan = Plan(network, target or replace(CPUS["avx512"].target, clocks=True), 1, 16)
+    return plan, {(part.what, part.layers[0]): part for part in plan.clocks.parts}
+
+
+def test_multiply_adds_by_hand():
+    plan, parts = parts_of(OneConv(filters=64).network((28, 28, 1), 10))
+    assert isinstance(plan.nodes[0], FilterClassifier)
+    assert parts[FORWARD, "conv1"].multiply_adds == 26 * 26 * 64 * 9
+    assert parts[BACKWARD, "conv1"].multiply_adds == 13 * 13 * 64 * 9, "one output of each window of four"
+    assert parts[BACKWARD, "conv1"].fewer == FOLLOWED
+    assert parts[FORWARD, "conv1"].fewer == ""
+    assert parts[BACKWARD, "linear1"].multiply_adds == 2 * 13 * 13 * 64 * 10
+    assert parts[FORWARD, "conv1"].at_once == "16 filters"
+    _, parts = parts_of(TwoConvMlp().network((28, 28, 1), 10))
+    followed = parts[BACKWARD, "conv2"]
+    assert followed.layers == ("conv2", "relu2", "maxpool1")
+    assert followed.multiply_adds == 2 * 10 * 10 * 8 * 25 * 8, "of weights and of the input"
+    assert (followed.at_once, parts[FORWARD, "conv2"].at_once) == ("16 weights", "16 images")
+    _, parts = parts_of(TwoConvPool4().network((28, 28, 1), 10))
+    dense = parts[BACKWARD, "conv2"]
+    assert (dense.fewer, dense.multiply_adds) == ("", 2 * 28 * 28 * 4 * 4 * 4)
+
+
+@pytest.mark.parametrize(("name", "instruction"), [("avx2", "rdtsc"), ("cortex-a53", "cntvct_el0")])
+def test_each_architecture_has_its_clock(name, instruction):
+    cpu, texts = CPUS[name], []
+    for clocks in (False, True):
+        plan = make_plan(OWNED, replace(cpu.target, clocks=clocks), 18)
+        module = ir.Module("kernels")
+        module.triple = cpu.triple
+        add_function(module, "forward", plan.target, plan.forward, [FLOAT] * 3)
+        texts.append(cpu.machine().emit_assembly(optimized(str(module), cpu.machine())))
+        check_assembly(cpu, texts[-1])
+    assert [text.lower().count(instruction) for text in texts] == [0, len(plan.forward)]
