@@ -22,6 +22,7 @@ from cnnexp.tracking.pipe import end_early, start_early
 COMMANDS = {
     "doctor": ("cnnexp.app.doctor:command", ""),
     "draw": ("cnnexp.app.draw:command", "RUN"),
+    "explain": ("cnnexp.app.explain:command", "RUN | RUN RUN"),
     "export": ("cnnexp.app.export:command", "RUN [FILE.onnx]"),
     "predict": (
         "cnnexp.app.predict:command",
@@ -115,9 +116,9 @@ def _dispatch(arguments: list[str]) -> None:
 def _composing(error: Exception) -> CnnexpError | None:
     """Return the mistake in the config behind an exception, None where it is none or nobody can say."""
     try:
-        from cnnexp.app import explain, hydra_app
+        from cnnexp.app import composing, hydra_app
 
-        return explain.explain(error, hydra_app.config_keys)
+        return composing.explain(error, hydra_app.config_keys)
     except Exception:  # what cannot be explained is told as it is
         return None
 

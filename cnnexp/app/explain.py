@@ -1,87 +1,128 @@
-"""Turn what Hydra, OmegaConf and YAML say about a config that cannot be composed into one line of ours.
-
-They raise a handful of exceptions whose texts span lines and name the symptom; here each becomes a `ConfigError` that
-names the key, the value and what is legal.
-"""
+"""`cnnexp explain`: why a run is as fast as it is, part by part of its training step, on the screen and as a figure."""
 
 from __future__ import annotations
 
-import re
-import traceback
-from collections.abc import Callable, Sequence
+import json
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-from yaml import MarkedYAMLError
+from cnnexp.app.console import LINE, make_console
+from cnnexp.app.resume import find_run, folder_of
+from cnnexp.errors import ConfigError
+from cnnexp.measuring.explanation import Row, Side, rows, sentences, side_of
+from cnnexp.tracking.events import read_journal
+from cnnexp.tracking.journal import PROFILE
 
-from cnnexp.errors import ConfigError, did_you_mean
-
-COMPOSERS = ("hydra", "omegaconf", "yaml", "antlr4", "codecs")
-
-# what other libraries call a key of ours
-SYNONYMS = {
-    "learning_rate": "lr",
-    "batch": "batch_size",
-    "epoch": "epochs",
-    "num_epochs": "epochs",
-    "n_filters": "filters",
-}
+NAME, SIDE, US, SHARE = 24, 14, 9, 6  # columns of the table; bars have what is left
+EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
-def explain(error: Exception, config_keys: Callable[[], Sequence[str]]) -> ConfigError | None:
-    """Return the user's error behind an exception, or None where it was not raised while composing.
+def command(arguments: Sequence[str]) -> None:
+    """Print the step of a run beside its baseline's, or of two runs, and why they differ; draw it.
 
     Args:
-        error: as caught.
-        config_keys: returns the dotted keys of a config that does compose; asked for only when a key is unknown.
+        arguments: one run or two, see `resume.find_run`.
+
+    Raises:
+        ConfigError: not one or two runs, or one that was not profiled.
+        CheckpointError: there is no such run.
     """
-    if _raised_in(error) not in COMPOSERS:
-        return None
-    text = str(error)
-    if match := re.match(r"Could not (?:override|delete from config\.) '([^']+)'", text):
-        return _unknown_key(match[1], text, config_keys())
-    if match := re.search(r"Could not find '(.+?)/([^/']+)'", text):
-        return _unknown_option(match[1], match[2], text)
-    if match := re.match(r"Ambiguous value for argument '(.+?)=(.+)'", text):
-        key, values = match[1], match[2]
-        return ConfigError(
-            f"{key}={values}: several values; add -m to run them all, or quote them: {key}=\"'{values}'\""
-        )
-    if isinstance(error, MarkedYAMLError):
-        mark = error.problem_mark
-        return ConfigError(f"{mark.name}, line {mark.line + 1}: not YAML: {error.problem}")
-    if isinstance(error, UnicodeDecodeError):
-        return ConfigError(f"a config file is not UTF-8 text: {error}")
-    if "LexerNoViableAlt" in text or "token recognition error" in text:
-        return ConfigError(f"cannot read {_one_line(text)}; quote a value of other letters: KEY=\"'VALUE'\"")
-    return ConfigError(_one_line(text))
+    if len(arguments) not in (1, 2):
+        raise ConfigError("explain: give a run, to see it beside its baseline, or two: explain RUN | RUN RUN")
+    folders = [folder_of(find_run(run, f"explain {run}")) for run in arguments]
+    profiles = [_profile(run, folder) for run, folder in zip(arguments, folders, strict=True)]
+    names = [str(read_journal(folder)["name"]) for folder in folders]
+    console = make_console()
+    sides = sides_of(profiles, names)
+    file = folders[0] / "figures" / ("explain.png" if len(folders) == 1 else f"explain-{folders[1].name}.png")
+    for line in screen(sides, " | ".join(names), min(console.width, LINE), _draws_blocks(console.encoding)):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    from cnnexp.tracking.explained import draw  # loads matplotlib: after the answer is there
+
+    draw(file, sides, " | ".join(names))
+    console.print(f"\nThe figure: {file}", highlight=False, markup=False, soft_wrap=True)
 
 
-def _unknown_key(key: str, text: str, keys: Sequence[str]) -> ConfigError:
-    """`key` is no key of the config: list those beside it."""
-    given = re.search(r"use \+(.+)$", text, re.MULTILINE)
-    parent = key.rpartition(".")[0]
-    prefix = f"{parent}." if any(k.startswith(f"{parent}.") for k in keys) else ""
-    legal = list(dict.fromkeys(k[len(prefix) :].split(".")[0] for k in keys if k.startswith(prefix)))
-    where = f" in {parent}" if prefix else ""
-    leaf = SYNONYMS.get(key.rpartition(".")[2], key.rpartition(".")[2])
-    meant = [k for k in keys if k.rpartition(".")[2] == leaf]  # lr: optimizer.lr
-    near = f"; did you mean {meant[0]!r}?" if meant else did_you_mean(key, [*keys, *(legal if not prefix else ())])
-    return ConfigError(f"{given[1] if given else key}: unknown key; legal{where}: {', '.join(legal)}{near}")
+def sides_of(profiles: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[Side]:
+    """Return the steps to set beside each other: two runs', or a run's and its baseline's, where it had one."""
+    if len(profiles) == 1:
+        beside = profiles[0].get("baseline")
+        return [side_of(profiles[0]), *([side_of(beside)] if beside else [])]
+    labels = [str(profile["backend"]) for profile in profiles]
+    if labels[0] == labels[1]:
+        labels = [f"{label} {number}" for number, label in enumerate(labels, 1)]
+    return [side_of(profile, label) for profile, label in zip(profiles, labels, strict=True)]
 
 
-def _unknown_option(group: str, name: str, text: str) -> ConfigError:
-    """`group=name` picks no file: list the group's."""
-    listed = re.search(r"Available options in .*?:\n((?:\t.+\n?)+)", text)
-    options = listed[1].split() if listed else []
-    legal = f"; legal: {', '.join(options)}" if options else ""
-    return ConfigError(f"{group}={name}: unknown{legal}{did_you_mean(name, options)}")
+def screen(sides: Sequence[Side], title: str, width: int = LINE, blocks: bool = True) -> list[str]:
+    """Return the lines to show: a bar per part and side, all to one scale, then the sentences.
+
+    Args:
+        sides: one or two.
+        title: what was run.
+        width: of the screen.
+        blocks: whether it shows letters that are parts of a bar.
+    """
+    table = rows(sides)
+    bar = max(8, width - NAME - SIDE - US - SHARE - 2)
+    longest = max((piece.us for row in table for piece in row.pieces if piece is not None), default=0.0)
+    lines = [textwrap.shorten(title, width, placeholder="..."), ""]
+    if table:
+        lines.append(f"{'part of a step':{NAME}}{'':{SIDE}}{'us/image':>{US}}{'share':>{SHARE}}")
+    for row in table:
+        lines += _row(row, sides, lambda us: _bar(us / longest * bar, blocks))
+    whole = [f"{'the whole step':{NAME}}" if i == 0 else " " * NAME for i in range(len(sides))]
+    lines += [
+        f"{name}{side.label[: SIDE - 1]:{SIDE}}{_number(side.us):>{US}}"
+        for name, side in zip(whole, sides, strict=True)
+    ]
+    for text in sentences(sides):
+        lines += ["", *textwrap.wrap(text, width, break_on_hyphens=False)]
+    return lines
 
 
-def _raised_in(error: Exception) -> str:
-    """Return the top-level package of the code that raised `error`."""
-    frame, _ = list(traceback.walk_tb(error.__traceback__))[-1]
-    return str(frame.f_globals["__name__"]).partition(".")[0]
+def _row(row: Row, sides: Sequence[Side], bar_of: Any) -> list[str]:
+    """Return a line per side that has the part; its name goes over as many as there are."""
+    here = [(side, piece) for side, piece in zip(sides, row.pieces, strict=True) if piece is not None]
+    name = textwrap.wrap(row.name, NAME - 1)
+    lines = []
+    for i in range(max(len(here), len(name))):
+        line = f"{name[i] if i < len(name) else '':{NAME}}"
+        if i < len(here):
+            side, piece = here[i]
+            share = f"{piece.us / side.us:.1%}"
+            line += f"{side.label[: SIDE - 1]:{SIDE}}{_number(piece.us):>{US}}{share:>{SHARE + 1}} {bar_of(piece.us)}"
+        lines.append(line.rstrip())
+    return lines
 
 
-def _one_line(text: str) -> str:
-    useful = text.partition("\nConfig search path")[0].partition("\nSee https")[0]
-    return " ".join(useful.split())
+def _bar(length: float, blocks: bool) -> str:
+    if not blocks:
+        return "#" * round(length)
+    whole, eighths = divmod(round(8 * length), 8)
+    return EIGHTHS[8] * whole + (EIGHTHS[eighths] if eighths else "")
+
+
+def _number(us: float) -> str:
+    return f"{us:,.0f}" if us >= 1000 else f"{us:.3g}"
+
+
+def _draws_blocks(encoding: str) -> bool:
+    return encoding.lower().startswith("utf")
+
+
+def _profile(run: str, folder: Path) -> dict[str, Any]:
+    """Return the profile that a run recorded."""
+    try:
+        profile: dict[str, Any] = json.loads((folder / PROFILE).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"explain {run}: its steps were not clocked; run it again with trainer.profile=true"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"explain {run}: {folder / PROFILE}: {error}") from error
+    if "us_per_image" not in profile:
+        raise ConfigError(f"explain {run}: recorded by an older cnnexp; run it again with trainer.profile=true")
+    return profile

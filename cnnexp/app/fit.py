@@ -17,7 +17,7 @@ from cnnexp.backends.protocol import Backend, State
 from cnnexp.datasets import Dataset, Source, photograph
 from cnnexp.measuring.confidence import Interval, median_interval
 from cnnexp.measuring.environment import outputs_dir
-from cnnexp.measuring.interference import Interference, Watched
+from cnnexp.measuring.interference import Interference, Watch
 from cnnexp.network import Network
 from cnnexp.network.models import MODELS, Model
 from cnnexp.optimizers import OPTIMIZERS, SGD, Optimizer
@@ -169,12 +169,14 @@ def fit(
             compared = Baseline(stack.enter_context(contextlib.closing(beside.compile(*compiling))), dataset.train)
         if run is not None:
             run.wait()  # so that nothing but training runs while training is timed
-        watched = Watched(program)
+        watch = Watch()
         done = []
-        for result in train_epochs(watched, dataset, epochs, seed, schedule, compared, patience, target=target):
+        for result in train_epochs(
+            program, dataset, epochs, seed, schedule, compared, patience, target=target, around=watch.around
+        ):
             done.append(result)
             if run is not None:
-                run.interference = watched.interference()
+                run.interference = watch.interference()
                 run.epoch(result)
         about = run.facts if run is not None else _about(dataset)
         state = program.state()
@@ -187,7 +189,7 @@ def fit(
         epochs=tuple(done),
         backend=compiler.name,
         baseline=beside.name if beside else None,
-        interference=watched.interference(),
+        interference=watch.interference(),
         run_id=run.id if run is not None else None,
         _training=training,
         _about=about,

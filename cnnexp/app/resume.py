@@ -67,7 +67,7 @@ def find_earlier(resume: str | None, folder: Path, config: Mapping[str, Any]) ->
     if resume == AUTO:
         return _newest(folder, wanted)
     path = find_run(resume, f"trainer.resume={resume!r}").absolute()
-    holder = path.parent.parent if path.parent.name == checkpoint.FOLDER else path.parent
+    holder = folder_of(path)
     if holder.resolve() == folder.resolve() and path != checkpoint.list_checkpoints(path.parent)[-1]:
         raise ConfigError(f"trainer.resume={resume!r}: later checkpoints lie beside it; choose another hydra.run.dir")
     return Earlier(holder, path)
@@ -99,6 +99,11 @@ def find_run(named: str, given: str) -> Path:
         for folder in found.values():
             return checkpoint.find(folder, given)
     return checkpoint.find(Path(named), given)
+
+
+def folder_of(path: Path) -> Path:
+    """Return the folder of the run that a checkpoint is of."""
+    return path.parent.parent if path.parent.name == checkpoint.FOLDER else path.parent
 
 
 def _ranked(named: str, given: str) -> Path:

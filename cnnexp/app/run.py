@@ -16,8 +16,8 @@ from cnnexp.datasets import Dataset
 from cnnexp.errors import CompilerDied
 from cnnexp.measuring import cost_model, footprint
 from cnnexp.measuring.amdahl import amdahl_limit
-from cnnexp.measuring.interference import PATIENCE_S, Watched, await_quiet
-from cnnexp.measuring.ledger import Ledger, Profiled, metrics, report, step_parts
+from cnnexp.measuring.interference import PATIENCE_S, Watch, await_quiet
+from cnnexp.measuring.ledger import Ledger, Profiled, metrics, report, report_beside, step_parts
 from cnnexp.network import Network
 from cnnexp.network.losses import check_loss
 from cnnexp.system import memory
@@ -50,6 +50,8 @@ def train(settings: Settings, run: Run, earlier: Earlier | None = None, job: str
     resumed = earlier.load(training, trainer.epochs) if earlier is not None else None
     history = resumed.history if resumed else ()
     backend = settings.workers.share_cores(settings.backend)
+    if trainer.profile and settings.workers.count == 1:
+        backend = backend.clocked
     _need_memory(settings, backend, network, dataset)
     run.begin(dataset, network, backend, settings.workers.count)
     with contextlib.ExitStack() as stack:
@@ -92,11 +94,11 @@ def train(settings: Settings, run: Run, earlier: Earlier | None = None, job: str
             keeping.progressed(progress)
 
         run.resume(history)
-        watched = Watched(program)
+        watch = Watch()
         patience_s = PATIENCE_S if trainer.patient else 0.0
         patience_s -= _await_quiet(patience_s, ledger)
         for result in train_epochs(
-            watched,
+            program,
             dataset,
             trainer.epochs,
             trainer.seed,
@@ -109,25 +111,30 @@ def train(settings: Settings, run: Run, earlier: Earlier | None = None, job: str
             target=trainer.target,
             begun=resumed.begun if resumed else None,
             most_batches=trainer.checkpoint_batches,
+            around=watch.around,
         ):
             with ledger.span("record"):
-                run.interference = None if parallel is not None else watched.interference()
+                run.interference = None if parallel is not None else watch.interference()
                 run.epoch(result)
                 display.epoch(result)
                 if baseline is not None:
                     run.summarize(_limit(baseline, backend, settings.workers.count))
                 keeping.epoch(result)
             patience_s -= _await_quiet(patience_s if result.epoch < trainer.epochs else 0.0, ledger)
-        if settings.baseline is not None and beside is not None and beside.parts:
-            run.parts[settings.baseline.name] = beside.parts
+        if settings.baseline is not None and beside is not None and beside.shares():
+            run.parts[settings.baseline.name] = step_parts(beside.shares())
         if len(run.epochs) == len(history) > 0:  # nothing was left to train
             run.evaluated(predict_test(program, dataset, history[-1]))
-        if isinstance(program, Profiled):
-            profile = report(ledger, program, run.epochs, backend.threads)
+        clocked = run.epochs[len(history) :]
+        if isinstance(program, Profiled) and clocked:
+            profile = report(ledger, program, clocked, backend.threads)
+            profile["backend"] = backend.name
+            if settings.baseline is not None and beside is not None:
+                profile["baseline"] = report_beside(beside, settings.baseline, clocked)
             run.add_profile(profile)
             run.summarize(metrics(profile))
-            if program.layered:
-                run.parts[backend.name] = step_parts(ledger)
+            if profile["layered"]:
+                run.parts[backend.name] = step_parts(ledger.seconds)
         if parallel is not None:
             run.summarize(parallel.metrics())
 

@@ -8,17 +8,14 @@ nothing is claimed.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from cnnexp.backends.processor import usable_cores
-from cnnexp.network.losses import Totals
 
 PROC = Path("/proc")
 DISTURBED = 0.05  # share of the time, waited or stolen, from which a run is called disturbed
@@ -52,33 +49,28 @@ class Interference:
         return max(self.waited, self.stolen) >= DISTURBED
 
 
-class Watched:
-    """A `Program` (see `backends.protocol`) whose training passes are watched for other work on the machine.
-
-    The kernel is asked outside the calls, so outside the clock of who times them.
+class Watch:
+    """Watches training passes for other work on the machine.
 
     Args:
-        program: what computes, in threads of this process.
         proc: where the kernel tells.
     """
 
-    def __init__(self, program: Any, proc: Path = PROC) -> None:
-        self._program, self._proc = program, proc
+    def __init__(self, proc: Path = PROC) -> None:
+        self._proc = proc
         self._total = [0] * 4
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._program, name)
-
-    def train(self, handle: Any, order: np.ndarray, rate: float) -> Totals:
+    @contextlib.contextmanager
+    def around(self) -> Iterator[None]:
+        """Watch the block, which is to begin and end outside the clock of who times it: asking takes a millisecond."""
         before = _counts(self._proc)
-        totals = self._program.train(handle, order, rate)
+        yield
         after = _counts(self._proc)
         if before is not None and after is not None:
             self._total = [t + max(0, b - a) for t, a, b in zip(self._total, before, after, strict=True)]
-        return totals
 
     def interference(self) -> Interference | None:
-        """Return what has disturbed all passes so far together, None where this system does not tell."""
+        """Return what has disturbed all blocks so far together, None where this system does not tell."""
         ran, waited, stolen, passed = self._total
         if not ran:
             return None

@@ -1,12 +1,14 @@
 """Where a run's time goes: a ledger of seconds per layer and pass that adds up to the wall time.
 
-A layerwise program is clocked layer by layer, each pass until its work is done. A fused program has no layers to clock,
-so its whole step is one entry. What no entry covers is shown too, as "rest".
+A layerwise program is clocked layer by layer, each pass until its work is done. A fused program clocks its own parts
+(`backends.parts`) where it was compiled to; else its whole step is one entry. What no entry covers is shown too, as
+"rest".
 """
 
 from __future__ import annotations
 
 import contextlib
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -14,8 +16,9 @@ from typing import Any, cast
 
 import numpy as np
 
-from cnnexp.backends.protocol import Program
-from cnnexp.measuring.roofline import machine_limits, work_per_image
+from cnnexp.backends.parts import Part
+from cnnexp.backends.protocol import Backend, Program
+from cnnexp.measuring.roofline import dense_multiply_adds, fused_work, machine_limits, work_per_image
 from cnnexp.network import Flatten, Network
 from cnnexp.network.losses import Totals
 from cnnexp.network.shapes import walk
@@ -23,7 +26,7 @@ from cnnexp.training.loop import EpochResult
 
 REST = ("rest", "")
 KERNELS = ("forward", "backward")  # passes that any number of cores can share
-STEP = ("train", "gather", "update", *KERNELS)  # what a training step consists of
+STEP = ("train", "gather", "update", "wait", *KERNELS)  # what a training step consists of
 
 
 class Ledger:
@@ -73,17 +76,13 @@ class Profiled:
         program: what computes.
         ledger: gets `transfer`, `train`, `evaluate`, and where the program can be watched each layer's passes.
         train: the name of the entry for `train`, e.g. `baseline`; only the default looks into the layers.
-
-    Attributes:
-        parts: of the steps that `layers_share` clocked last, each part's share by name; empty before.
     """
 
     def __init__(self, program: Program, ledger: Ledger, train: str = "train") -> None:
-        self._program = cast(Any, program)  # a layerwise one has more than a `Program`
+        self._program = cast(Any, program)  # a layerwise one has more than a `Program`, and so has a fused one
         self._ledger, self._train_entry = ledger, train
-        self.layered = train == "train" and hasattr(program, "watch")
-        self.parts: dict[str, float] = {}
-        if self.layered:
+        self._shared_s: dict[tuple[str, str], float] = {}
+        if train == "train" and hasattr(program, "watch"):
             self._program.watch = self._watch
 
     def __getattr__(self, name: str) -> Any:
@@ -108,8 +107,19 @@ class Profiled:
         with self._ledger.span(self._train_entry):
             Profiled(self._program, inside).train(handle, order, rate)
         self._program.watch = before
-        trained, self.parts = _trained_s(inside), step_parts(inside)
-        return _layers_s(inside) / trained if trained > 0 else None
+        for entry, seconds in inside.seconds.items():
+            self._shared_s[entry] = self._shared_s.get(entry, 0.0) + seconds
+        trained = _trained_s(inside.seconds)
+        return _layers_s(inside.seconds) / trained if trained > 0 else None
+
+    def shares(self) -> dict[tuple[str, str], float]:
+        """Return the share of the steps that `layers_share` clocked by (what, layer); empty before."""
+        trained_s = _trained_s(self._shared_s)
+        return {entry: s / trained_s for entry, s in self._shared_s.items() if entry[0] in STEP and trained_s > 0}
+
+    def own_parts(self) -> dict[Part, float]:
+        """Return the seconds of the parts that a fused program has clocked itself; empty where it has not."""
+        return dict(self._program.clocked()) if hasattr(self._program, "clocked") else {}
 
     def predict(self, handle: Any) -> np.ndarray:
         with self._ledger.span("evaluate"):
@@ -137,14 +147,20 @@ def report(ledger: Ledger, program: Profiled, epochs: Sequence[EpochResult], thr
         threads: that it used.
 
     Returns:
-        `wall_s`, `accounted` (share of it), `layered` (whether the layers were clocked one by one), `entries` (what,
-        layer, seconds), `threads`, `images` (trained on, over all epochs), `machine` (`roofline.machine_limits`) and
-        `share_of_gflops` (of the machine's, that all layers' passes reached); and where the layers were clocked
-        `layers` (name, kind, pass, and the run's seconds, flops and bytes) and `parallel_share` (of the seconds of all
-        training steps, the part inside these passes).
+        `wall_s`, `accounted` (share of it), `layered` (whether layers were clocked), `entries` (what, layer, seconds),
+        `threads`, `images` (trained on, over all epochs), `us_per_image` (of training, by the epochs' own clock),
+        `machine` (`roofline.machine_limits`) and `share_of_gflops` (of the machine's, that all layers' passes
+        reached); and where layers were clocked `layers` (name, layers, kind, pass, and the run's seconds, flops, bytes
+        and multiply_adds, and how a fused program computes them: kernels by seconds, at_once, fewer) and
+        `parallel_share` (of the seconds of all training steps, the part inside these passes).
     """
     wall_s = ledger.close()
     images = sum(epoch.train.count for epoch in epochs)
+    own = program.own_parts()
+    for part, seconds in own.items():
+        entry = part.what, part.name
+        ledger.seconds[entry] = ledger.seconds.get(entry, 0.0) + seconds
+        ledger.seconds["train", ""] -= seconds
     entries: list[dict[str, Any]] = [
         {"what": what, "layer": layer, "seconds": s} for (what, layer), s in ledger.seconds.items()
     ]
@@ -152,18 +168,43 @@ def report(ledger: Ledger, program: Profiled, epochs: Sequence[EpochResult], thr
     found: dict[str, Any] = {
         "wall_s": wall_s,
         "accounted": 1 - ledger.seconds[REST] / wall_s,
-        "layered": program.layered,
         "threads": threads,
         "images": images,
+        "us_per_image": 1e6 * sum(epoch.epoch_s for epoch in epochs) / images,
         "entries": entries,
     }
     found["machine"] = machine_limits(threads)
-    flops = _flops_per_image(program.network, program.batch_size) * images / _trained_s(ledger)
+    trained_s = _trained_s(ledger.seconds)
+    flops = _flops_per_image(program.network, program.batch_size) * images / trained_s
     found["share_of_gflops"] = flops / 1e9 / found["machine"]["gflops"]
-    if program.layered:
-        found["layers"] = list(_layers(ledger, program.network, images, program.batch_size))
-        found["parallel_share"] = _layers_s(ledger) / _trained_s(ledger)
+    layers = list(_fused(own, program, images) if own else _layers(ledger.seconds, program, images))
+    found["layered"] = bool(layers)
+    if layers:
+        found["layers"] = layers
+        found["parallel_share"] = _layers_s(ledger.seconds) / trained_s
     return found
+
+
+def report_beside(program: Profiled, backend: Backend, epochs: Sequence[EpochResult]) -> dict[str, Any] | None:
+    """Return what a baseline's steps took, as `report` has a run's; None where it was not timed.
+
+    Its microseconds are a median over the epochs. Its parts are of some steps clocked before: shares of that median.
+    """
+    timed = [result.comparison.seconds_per_image for result in epochs if result.comparison is not None]
+    if not timed:
+        return None
+    images = sum(epoch.train.count for epoch in epochs)
+    trained_s = statistics.median(timed) * images
+    seconds = {entry: share * trained_s for entry, share in program.shares().items()}
+    return {
+        "backend": backend.name,
+        "threads": backend.threads,
+        "images": images,
+        "us_per_image": 1e6 * trained_s / images,
+        "entries": [{"what": what, "layer": layer, "seconds": s} for (what, layer), s in seconds.items()],
+        "layers": list(_layers(seconds, program, images)),
+        "machine": {},
+    }
 
 
 def metrics(found: Mapping[str, Any]) -> dict[str, float]:
@@ -188,19 +229,23 @@ def metrics(found: Mapping[str, Any]) -> dict[str, float]:
     return named
 
 
-def step_parts(ledger: Ledger) -> dict[str, float]:
-    """Return the share of a training step by part, e.g. `conv1 backward`; of a fused program all is `train`."""
-    trained_s = _trained_s(ledger)
+def step_parts(seconds: Mapping[tuple[str, str], float]) -> dict[str, float]:
+    """Return the share of a training step by part, e.g. `conv1 backward`; of a fused program all may be `train`.
+
+    Args:
+        seconds: of a ledger.
+    """
+    trained_s = _trained_s(seconds)
     return {
-        f"{layer} {what}".strip(): seconds / trained_s
-        for (what, layer), seconds in ledger.seconds.items()
+        f"{layer} {what}".strip(): s / trained_s
+        for (what, layer), s in seconds.items()
         if what in STEP and trained_s > 0
     }
 
 
 def _flops_per_image(network: Network, batch_size: int) -> float:
     """Return the floating-point operations that a training step needs for one image."""
-    first = next(stage.name for stage in network.stages if stage.weight)
+    first = _first_trained(network)
     return sum(
         work_per_image(stage, what, batch_size, needs_dx=stage.name != first)[0]
         for stage in network.stages
@@ -209,29 +254,66 @@ def _flops_per_image(network: Network, batch_size: int) -> float:
     )
 
 
-def _layers(ledger: Ledger, network: Network, images: int, batch_size: int) -> Iterator[dict[str, Any]]:
-    first = next(stage.name for stage in walk(network.stages) if stage.weight)
+def _layers(seconds: Mapping[tuple[str, str], float], program: Profiled, images: int) -> Iterator[dict[str, Any]]:
+    """Yield the passes of the layers that ran one by one."""
+    network, batch_size = program.network, program.batch_size
     for stage in walk(network.stages):
         if isinstance(stage.layer, Flatten):
             continue  # it computes nothing
         for what in KERNELS:
-            if (what, stage.name) in ledger.seconds:
-                flops, size = work_per_image(stage, what, batch_size, needs_dx=stage.name != first)
-                yield {
-                    "name": stage.name,
-                    "kind": stage.name.split(".")[-1].rstrip("0123456789"),
-                    "pass": what,
-                    "seconds": ledger.seconds[what, stage.name],
-                    "flops": flops * images,
-                    "bytes": size * images,
-                }
+            if (what, stage.name) in seconds:
+                needs_dx = stage.name != _first_trained(network)
+                flops, size = work_per_image(stage, what, batch_size, needs_dx)
+                multiply_adds = dense_multiply_adds(stage, what, needs_dx)
+                yield _row((stage.name,), what, seconds[what, stage.name], images, flops, size, multiply_adds)
 
 
-def _layers_s(ledger: Ledger) -> float:
+def _fused(parts: Mapping[Part, float], program: Profiled, images: int) -> Iterator[dict[str, Any]]:
+    """Yield the passes of the groups of layers that a fused program computes at once."""
+    stages = {stage.name: stage for stage in walk(program.network.stages)}
+    first = _first_trained(program.network)
+    passes = dict.fromkeys((part.what, part.layers) for part in parts if part.what in KERNELS)
+    for what, layers in passes:
+        own = {part: seconds for part, seconds in parts.items() if (part.what, part.layers) == (what, layers)}
+        group = [stages[name] for name in layers if name in stages]
+        if not group and layers == ("loss",):
+            continue
+        any_part = next(iter(own))
+        flops, size = fused_work(group, what, program.batch_size, first not in layers, any_part.multiply_adds)
+        row = _row(layers, what, sum(own.values()), images, flops, size, any_part.multiply_adds)
+        row["kernels"] = {part.kernel: seconds for part, seconds in own.items()}
+        row["at_once"] = max(own, key=lambda part: own[part]).at_once
+        row["fewer"] = any_part.fewer
+        yield row
+
+
+def _row(
+    layers: tuple[str, ...], what: str, seconds: float, images: int, flops: float, size: float, multiply_adds: int
+) -> dict[str, Any]:
+    return {
+        "name": " ".join(layers),
+        "layers": list(layers),
+        "kind": layers[0].split(".")[-1].rstrip("0123456789"),
+        "pass": what,
+        "seconds": seconds,
+        "flops": flops * images,
+        "bytes": size * images,
+        "multiply_adds": multiply_adds * images,
+        "kernels": {},
+        "at_once": "",
+        "fewer": "",
+    }
+
+
+def _first_trained(network: Network) -> str:
+    return next(stage.name for stage in walk(network.stages) if stage.weight)
+
+
+def _layers_s(seconds: Mapping[tuple[str, str], float]) -> float:
     """Return the seconds inside the layers' passes; the loss is no layer."""
-    return sum(s for (what, layer), s in ledger.seconds.items() if what in KERNELS and layer != "loss")
+    return sum(s for (what, layer), s in seconds.items() if what in KERNELS and layer != "loss")
 
 
-def _trained_s(ledger: Ledger) -> float:
+def _trained_s(seconds: Mapping[tuple[str, str], float]) -> float:
     """Return the seconds inside training steps: their layers, gather, loss, update, and what lies between."""
-    return sum(seconds for (what, _), seconds in ledger.seconds.items() if what in STEP)
+    return sum(s for (what, _), s in seconds.items() if what in STEP)

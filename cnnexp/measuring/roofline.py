@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import assert_never
 
 import numpy as np
@@ -70,6 +70,34 @@ def work_per_image(stage: Stage, what: str, batch_size: int, needs_dx: bool = Tr
             return 0, 0
         case _:
             assert_never(stage)
+
+
+def fused_work(
+    stages: Sequence[Stage], what: str, batch_size: int, needs_dx: bool, multiply_adds: int
+) -> tuple[float, float]:
+    """Return (floating-point operations, bytes) of one image's pass through layers that are computed at once.
+
+    What lies between the layers is in no memory.
+
+    Args:
+        stages: the layers, one after another; of none, a change of layout, nothing is told.
+        what, batch_size, needs_dx: as for `work_per_image`.
+        multiply_adds: that the layers with weights take.
+    """
+    if not stages:
+        return 0.0, 0.0
+    x, y = math.prod(stages[0].input_shape), math.prod(stages[-1].output_shape)
+    weights = sum(p.size for stage in stages for p in stage.parameters) / batch_size
+    size = x + y + (weights if what == "forward" else 2 * weights + (x if needs_dx else 0))
+    others = [stage for stage in stages if not isinstance(stage.layer, Conv2d | Linear)]
+    return 2 * multiply_adds + sum(work_per_image(stage, what, batch_size)[0] for stage in others), BYTES * size
+
+
+def dense_multiply_adds(stage: Stage, what: str, needs_dx: bool) -> int:
+    """Return the multiply-adds of one image's pass that computes every output; 0 of a layer without weights."""
+    if not isinstance(stage.layer, Conv2d | Linear):
+        return 0
+    return stage.macs * (2 if what == "backward" and needs_dx else 1)
 
 
 def machine_limits(threads: int) -> dict[str, float]:

@@ -6,15 +6,18 @@ Functions take plain values and file names, since they are called in the recorde
 from __future__ import annotations
 
 import io
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
+from matplotlib.axes import Axes as Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as PlainFigure
 from matplotlib.ticker import MaxNLocator
+
+logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)  # else it tells of every font that its cache lacks
 
 DPI = 100
 SMALLEST_SHARE = 0.002  # of the wall time, for an entry of a ledger to have a bar of its own
@@ -63,7 +66,7 @@ def draw_run(
     Path(folder).mkdir(parents=True, exist_ok=True)
     for name, figure in figures.items():
         figure.suptitle(title, fontsize="medium")
-        _save(figure, Path(folder) / f"{name}.png")
+        save(figure, Path(folder) / f"{name}.png")
 
 
 def draw_sweep(folder: str, rows: Sequence[Mapping[str, Any]], varied: Sequence[str]) -> None:
@@ -81,7 +84,7 @@ def draw_sweep(folder: str, rows: Sequence[Mapping[str, Any]], varied: Sequence[
     ):
         measured = [row for row in rows if metric in row]
         if measured:
-            _save(comparison(measured, varied, metric, label), Path(folder) / f"{name}.png")
+            save(comparison(measured, varied, metric, label), Path(folder) / f"{name}.png")
 
 
 def draw_profile(folder: str, profile: Mapping[str, Any], title: str) -> None:
@@ -94,11 +97,11 @@ def draw_profile(folder: str, profile: Mapping[str, Any], title: str) -> None:
     """
     figures = {"profile": ledger(profile)}
     if profile["layered"]:
-        figures["roofline"] = roofline(profile)
+        figures["roofline"] = layers_on_the_roofline(profile)
     Path(folder).mkdir(parents=True, exist_ok=True)
     for name, figure in figures.items():
         figure.suptitle(title, fontsize="medium")
-        _save(figure, Path(folder) / f"{name}.png")
+        save(figure, Path(folder) / f"{name}.png")
 
 
 def ledger(profile: Mapping[str, Any]) -> Figure:
@@ -118,35 +121,62 @@ def ledger(profile: Mapping[str, Any]) -> Figure:
     return figure
 
 
-def roofline(profile: Mapping[str, Any]) -> Figure:
-    """Return the speed of every layer's pass against its arithmetic intensity, under the machine's two limits."""
-    figure = new_figure(7, 4.4)
-    axes = figure.subplots()
+def layers_on_the_roofline(profile: Mapping[str, Any]) -> Figure:
+    """Return the roofline with every layer's pass of a profile."""
+    figure = new_figure(8, 4.4)
     layers = [layer for layer in profile["layers"] if layer["flops"] > 0 and layer["seconds"] > 0]
-    intensity = np.array([layer["flops"] / layer["bytes"] for layer in layers])
-    speed = np.array([layer["flops"] / layer["seconds"] / 1e9 for layer in layers])
-    limits = profile["machine"]
+    points = [
+        (
+            f"{layer['name']} {layer['pass']}",
+            layer["flops"] / layer["bytes"],
+            layer["flops"] / layer["seconds"] / 1e9,
+            layer["pass"],
+        )
+        for layer in layers
+    ]
+    roofline(figure.subplots(), points, profile["machine"])
+    return figure
+
+
+def roofline(axes: Axes, points: Sequence[tuple[str, float, float, str]], limits: Mapping[str, float]) -> None:
+    """Draw speeds against arithmetic intensity, under the machine's two limits.
+
+    Args:
+        axes: to draw into.
+        points: (name, FLOP per byte, GFLOP/s, pass).
+        limits: of `roofline.machine_limits`.
+    """
+    intensity = np.array([point[1] for point in points])
+    speed = np.array([point[2] for point in points])
     span = np.geomspace(min(0.05, *intensity) / 2, max(100.0, *intensity) * 2, 200)
     axes.plot(span, np.minimum(limits["gflops"], span * limits["gb_per_s"]), color="black", label="limit, measured")
     for what, marker in (("forward", "o"), ("backward", "s")):
-        chosen = [i for i, layer in enumerate(layers) if layer["pass"] == what]
+        chosen = [i for i, point in enumerate(points) if point[3] == what]
         axes.scatter(intensity[chosen], speed[chosen], marker=marker, label=what, zorder=3)
-    for i, layer in enumerate(layers):
-        above = layer["pass"] == "forward"
-        place: dict[str, Any] = {"xytext": (0, 6 if above else -6), "va": "bottom" if above else "top"}
-        axes.annotate(
-            layer["name"],
-            (intensity[i], speed[i]),
-            textcoords="offset points",
-            ha="center",
-            fontsize="x-small",
-            **place,
-        )
     axes.set_xscale("log")
     axes.set_yscale("log")
+    axes.set_ylim(min(speed) / 2, max(limits["gflops"], *speed) * 2)
+    _name_beside(axes, points)
     label_axes(axes, "arithmetic intensity (FLOP per byte, from the shapes)", "GFLOP/s")
-    axes.legend(loc="lower right")
-    return figure
+    axes.legend(loc="upper left", fontsize="small")
+
+
+def _name_beside(axes: Axes, points: Sequence[tuple[str, float, float, str]]) -> None:
+    """Write the names in a column beside the axes, in the order of their heights, a line to each point.
+
+    So no two of them overlap, however close the points are.
+    """
+    ordered = sorted(points, key=lambda point: point[2])
+    for i, (name, x, y, _) in enumerate(ordered):
+        axes.annotate(
+            name,
+            (x, y),
+            xytext=(1.03, (i + 0.5) / len(ordered)),
+            textcoords="axes fraction",
+            va="center",
+            fontsize="x-small",
+            arrowprops={"arrowstyle": "-", "color": "gray", "linewidth": 0.4},
+        )
 
 
 def learning(epochs: Sequence[Mapping[str, float]]) -> Figure:
@@ -262,7 +292,7 @@ def new_figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), dpi=DPI, layout="constrained")
 
 
-def _save(figure: Figure, path: Path) -> None:
+def save(figure: Figure, path: Path) -> None:
     """Write a PNG. Unlike `savefig` this lays the figure out once, in half the time."""
     FigureCanvasAgg(figure).print_png(path)  # type: ignore[no-untyped-call]
 

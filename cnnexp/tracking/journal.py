@@ -25,6 +25,7 @@ from cnnexp.backends.protocol import Backend
 from cnnexp.datasets import Dataset, photograph
 from cnnexp.errors import BackendUnavailable, ConfigError, Diverged, TrackingError
 from cnnexp.measuring import environment
+from cnnexp.measuring.explanation import changes, side_of
 from cnnexp.measuring.interference import Interference
 from cnnexp.network import Network
 from cnnexp.system.registry import VARIABLE
@@ -42,6 +43,7 @@ PROFILE = "profile.json"
 REPORT = "report.md"  # the verdict, and MLflow's note of the run
 MODEL = "model"  # folder of the run's
 MOST_TRIES = 5  # recorders that die of the same calls
+MOST_REASONS = 2  # that a verdict gives for a speedup; `cnnexp explain` gives all
 
 
 class Run:
@@ -323,6 +325,9 @@ class Run:
         target = self._config["trainer"].get("target")
         if target is not None and not self._simulated:
             self.verdict.append(("target", verdict.to_target(target, self.metrics)))
+        if self.profile is not None and not self._simulated:
+            sides = [side_of(side) for side in (self.profile, self.profile.get("baseline")) if side]
+            self.verdict += [("why", text) for text in changes(sides)[:MOST_REASONS]]
         if status != "FINISHED":
             self.verdict.insert(0, ("status", f"{status} after {self.epochs[-1].epoch} epochs"))
         self.verdict.append(("folder", str(self.folder)))

@@ -3,14 +3,13 @@
 import os
 import sys
 
-import numpy as np
 import pytest
-from fakes import FakeClock, FakeProgram
+from fakes import FakeClock
 
 from cnnexp.measuring.interference import (
     PROC,
     Interference,
-    Watched,
+    Watch,
     _counts,
     await_quiet,
     others_share,
@@ -38,17 +37,6 @@ class Proc:
         (self.folder / "stat").write_text(f"cpu  9 9 9 9 9 9 9 9 0 0\n{cores}cpu999 5 5 5 5 5 5 5 5 0 0\nctxt 1\n")
 
 
-class Training(FakeProgram):
-    def __init__(self, proc):
-        super().__init__(FakeClock(), 0.1)
-        self.proc = proc
-
-    def train(self, handle, order, rate):
-        self.proc.steps += 1
-        self.proc.write()
-        return super().train(handle, order, rate)
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells which threads waited")
 @pytest.mark.parametrize(
     ("waited_ns", "stolen", "waited", "stolen_share", "disturbed"),
@@ -58,23 +46,25 @@ def test_what_threads_waited_and_what_was_stolen_while_training(
     tmp_path, waited_ns, stolen, waited, stolen_share, disturbed
 ):
     proc = Proc(tmp_path, waited_ns, stolen)
-    program = Watched(Training(proc), tmp_path)
-    assert program.interference() is None
+    watch = Watch(tmp_path)
+    assert watch.interference() is None
     for _ in range(3):
-        program.train(None, np.arange(4), 0.1)
+        with watch.around():
+            proc.steps += 1
+            proc.write()
         proc.steps += 100  # between the passes others may do what they like
         proc.write()
-    found = program.interference()
+    found = watch.interference()
     assert found.waited == pytest.approx(waited)
     assert found.stolen == pytest.approx(stolen_share)
     assert found.disturbed is disturbed
-    assert program.batch_size == 10
 
 
 def test_a_system_that_does_not_tell_is_not_guessed_at(tmp_path):
-    program = Watched(FakeProgram(FakeClock(), 0.1), tmp_path)
-    program.train(None, np.arange(4), 0.1)
-    assert program.interference() is None
+    watch = Watch(tmp_path)
+    with watch.around():
+        pass
+    assert watch.interference() is None
     assert others_share(0.0, tmp_path) == 0.0
 
 
@@ -89,11 +79,12 @@ def test_two_threads_on_one_core_are_found_to_wait():
         spin = "print('spins', flush=True)\nwhile True: pass"
         with subprocess.Popen([sys.executable, "-c", spin], stdout=subprocess.PIPE, text=True) as rival:
             rival.stdout.readline()
-            program = Watched(Spinning())
-            program.train(None, None, 0.1)
+            watch = Watch()
+            with watch.around():
+                spin_for(0.3)
             busy = others_share(0.2)
             rival.kill()
-        found = program.interference()
+        found = watch.interference()
     finally:
         os.sched_setaffinity(0, cores)
     assert found.disturbed
@@ -101,11 +92,10 @@ def test_two_threads_on_one_core_are_found_to_wait():
     assert busy > 0.5
 
 
-class Spinning:
-    def train(self, handle, order, rate):
-        ended = os.times().user + 0.3
-        while os.times().user < ended:
-            pass
+def spin_for(seconds):
+    ended = os.times().user + seconds
+    while os.times().user < ended:
+        pass
 
 
 def test_patience_ends_with_quiet_or_with_its_limit():

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import math
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,13 +12,14 @@ from fakes import FakeClock, FakeProgram
 
 from cnnexp.backends import backend_class
 from cnnexp.measuring.amdahl import amdahl_limit
-from cnnexp.measuring.ledger import REST, Ledger, Profiled, metrics, report
+from cnnexp.measuring.ledger import REST, Ledger, Profiled, metrics, report, report_beside
 from cnnexp.measuring.roofline import machine_limits, work_per_image
 from cnnexp.network import AvgPool2d, Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Sigmoid
 from cnnexp.network.losses import Loss, Totals
 from cnnexp.optimizers import SGD
 
 NETWORK = Network((12, 12, 2), (Conv2d(4, 3), ReLU(), MaxPool2d(2), Flatten(), Linear(6), Sigmoid(), Linear(3)))
+COMPILING = NETWORK, Loss.SOFTMAX_CROSS_ENTROPY, SGD(), 16
 
 
 def test_inner_spans_stop_the_outer_one():
@@ -52,19 +54,20 @@ def test_a_span_that_raises_is_charged_and_closed():
     assert ledger.seconds[("train", "")] == 3
 
 
-def profiled(name: str) -> tuple[dict, Profiled]:
+def profiled(name: str, clocked: bool = False) -> tuple[dict, Profiled]:
     """Train a backend for two short epochs, its clock one that ticks when looked at; return the profile and program."""
+    backend = backend_class(name)()
     rng = np.random.default_rng(0)
     images, labels = rng.random((64, *NETWORK.input_shape), np.float32), rng.integers(0, 3, 64)
-    ledger = Ledger(itertools.count().__next__)
+    ledger = Ledger(time.perf_counter if clocked else itertools.count().__next__)
     with ledger.span("compile"):
-        program = Profiled(backend_class(name)().compile(NETWORK, Loss.SOFTMAX_CROSS_ENTROPY, SGD(), 16), ledger)
+        program = Profiled((backend.clocked if clocked else backend).compile(*COMPILING), ledger)
     program.restore({"parameters": NETWORK.initial_parameters(0)})
     handle = program.load(images, labels)
     for _ in range(2):
         program.train(handle, np.arange(64), 0.1)
         program.predict(handle)
-    epochs = [SimpleNamespace(train=Totals(1.0, 1, 64))] * 2
+    epochs = [SimpleNamespace(train=Totals(1.0, 1, 64), epoch_s=0.5)] * 2
     found = report(ledger, program, epochs, threads=1)
     program.close()
     return found, program
@@ -113,6 +116,46 @@ def test_a_fused_program_is_one_entry():
     assert named["profile/share_of_gflops"] == pytest.approx(reached / found["machine"]["gflops"])
 
 
+def test_a_fused_program_that_clocks_itself_tells_its_groups_of_layers():
+    found, program = profiled("cpu-simd", clocked=True)
+    assert found["layered"]
+    own = program.own_parts()
+    entries = {(entry["what"], entry["layer"]): entry["seconds"] for entry in found["entries"]}
+    assert sum(entries.values()) == pytest.approx(found["wall_s"])
+    step = sum(entries[part.what, part.name] for part in {(p.what, p.name): p for p in own}.values())
+    assert step == pytest.approx(sum(own.values())), "the parts are taken out of the step's one entry"
+    layers = {(layer["name"], layer["pass"]): layer for layer in found["layers"]}
+    assert {("conv1 relu1 maxpool1", "forward"), ("linear2", "backward")} <= layers.keys()
+    conv = layers["conv1 relu1 maxpool1", "backward"]
+    assert conv["multiply_adds"] in (128 * 100 * 4 * 18, 128 * 25 * 4 * 18), "all outputs, or each window's maximum"
+    # the input, the pooled output, and twice the weights once a batch
+    assert conv["bytes"] == 128 * 4 * (288 + 100 + 2 * 76 / 16)
+    assert sum(conv["kernels"].values()) == pytest.approx(conv["seconds"])
+    assert conv["at_once"]
+    named = metrics(found)
+    assert named["profile/conv1 relu1 maxpool1/backward_ms"] == pytest.approx(1e3 * conv["seconds"] / 128)
+    assert 0 < named["profile/parallel_share"] < 1
+
+
+def test_a_baseline_is_told_as_a_run_is():
+    clock = FakeClock()
+    program = Stepper(clock)
+    beside = Profiled(program, Ledger(clock), train="baseline")
+    backend = SimpleNamespace(name="cpu", threads=1)
+    epochs = [SimpleNamespace(train=Totals(1.0, 1, 50), comparison=None)]
+    assert report_beside(beside, backend, epochs) is None
+    beside.layers_share("handle", np.arange(4), 0.1)
+    beside.layers_share("handle", np.arange(4), 0.1)
+    epochs.append(SimpleNamespace(train=Totals(1.0, 1, 50), comparison=SimpleNamespace(seconds_per_image=0.002)))
+    found = report_beside(beside, backend, epochs)
+    assert (found["us_per_image"], found["images"]) == (2000.0, 100)
+    entries = {(entry["what"], entry["layer"]): entry["seconds"] for entry in found["entries"]}
+    assert sum(entries.values()) == pytest.approx(0.2), "shares of the steps that were clocked, of the median"
+    assert entries["backward", "conv1"] == pytest.approx(0.2 * 12 / 20)
+    conv = next(layer for layer in found["layers"] if layer["pass"] == "backward")
+    assert conv["multiply_adds"] == 100 * 100 * 4 * 18
+
+
 def test_metrics_by_layer_and_by_kind():
     found, _ = profiled("numpy")
     named = metrics(found)
@@ -136,7 +179,7 @@ def test_a_baseline_is_entered_under_its_own_name():
 class Stepper:
     """A layerwise program whose passes take what the test says."""
 
-    network = NETWORK
+    network, batch_size = NETWORK, 4
 
     def __init__(self, clock):
         self.clock, self.watch = clock, lambda layer, what: contextlib.nullcontext()

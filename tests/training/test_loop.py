@@ -1,5 +1,6 @@
 """The epoch loop on a fake program and a fake clock: what is timed, what is trained, when it stops."""
 
+import contextlib
 import signal
 
 import numpy as np
@@ -188,3 +189,20 @@ def test_training_stops_after_the_epoch_that_reaches_its_target():
     wrong = dataset()
     wrong.test.labels[:] = 1
     assert len(run(FakeProgram(FakeClock(), 0.1), wrong, epochs=5, target=0.5)) == 5
+
+
+def test_what_lies_around_a_timed_call_is_outside_its_clock():
+    clock = FakeClock()
+    calls = []
+
+    @contextlib.contextmanager
+    def around():
+        clock.advance(7)
+        yield
+        calls.append(clock())
+        clock.advance(7)
+
+    program = FakeProgram(clock, per_image_s=0.5)
+    (result,) = run(program, around=around)
+    assert len(calls) == len(program.orders) > 0
+    assert result.epoch_s == pytest.approx(0.5 * result.train.count)

@@ -1,0 +1,87 @@
+"""Turn what Hydra, OmegaConf and YAML say about a config that cannot be composed into one line of ours.
+
+They raise a handful of exceptions whose texts span lines and name the symptom; here each becomes a `ConfigError` that
+names the key, the value and what is legal.
+"""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Callable, Sequence
+
+from yaml import MarkedYAMLError
+
+from cnnexp.errors import ConfigError, did_you_mean
+
+COMPOSERS = ("hydra", "omegaconf", "yaml", "antlr4", "codecs")
+
+# what other libraries call a key of ours
+SYNONYMS = {
+    "learning_rate": "lr",
+    "batch": "batch_size",
+    "epoch": "epochs",
+    "num_epochs": "epochs",
+    "n_filters": "filters",
+}
+
+
+def explain(error: Exception, config_keys: Callable[[], Sequence[str]]) -> ConfigError | None:
+    """Return the user's error behind an exception, or None where it was not raised while composing.
+
+    Args:
+        error: as caught.
+        config_keys: returns the dotted keys of a config that does compose; asked for only when a key is unknown.
+    """
+    if _raised_in(error) not in COMPOSERS:
+        return None
+    text = str(error)
+    if match := re.match(r"Could not (?:override|delete from config\.) '([^']+)'", text):
+        return _unknown_key(match[1], text, config_keys())
+    if match := re.search(r"Could not find '(.+?)/([^/']+)'", text):
+        return _unknown_option(match[1], match[2], text)
+    if match := re.match(r"Ambiguous value for argument '(.+?)=(.+)'", text):
+        key, values = match[1], match[2]
+        return ConfigError(
+            f"{key}={values}: several values; add -m to run them all, or quote them: {key}=\"'{values}'\""
+        )
+    if isinstance(error, MarkedYAMLError):
+        mark = error.problem_mark
+        return ConfigError(f"{mark.name}, line {mark.line + 1}: not YAML: {error.problem}")
+    if isinstance(error, UnicodeDecodeError):
+        return ConfigError(f"a config file is not UTF-8 text: {error}")
+    if "LexerNoViableAlt" in text or "token recognition error" in text:
+        return ConfigError(f"cannot read {_one_line(text)}; quote a value of other letters: KEY=\"'VALUE'\"")
+    return ConfigError(_one_line(text))
+
+
+def _unknown_key(key: str, text: str, keys: Sequence[str]) -> ConfigError:
+    """`key` is no key of the config: list those beside it."""
+    given = re.search(r"use \+(.+)$", text, re.MULTILINE)
+    parent = key.rpartition(".")[0]
+    prefix = f"{parent}." if any(k.startswith(f"{parent}.") for k in keys) else ""
+    legal = list(dict.fromkeys(k[len(prefix) :].split(".")[0] for k in keys if k.startswith(prefix)))
+    where = f" in {parent}" if prefix else ""
+    leaf = SYNONYMS.get(key.rpartition(".")[2], key.rpartition(".")[2])
+    meant = [k for k in keys if k.rpartition(".")[2] == leaf]  # lr: optimizer.lr
+    near = f"; did you mean {meant[0]!r}?" if meant else did_you_mean(key, [*keys, *(legal if not prefix else ())])
+    return ConfigError(f"{given[1] if given else key}: unknown key; legal{where}: {', '.join(legal)}{near}")
+
+
+def _unknown_option(group: str, name: str, text: str) -> ConfigError:
+    """`group=name` picks no file: list the group's."""
+    listed = re.search(r"Available options in .*?:\n((?:\t.+\n?)+)", text)
+    options = listed[1].split() if listed else []
+    legal = f"; legal: {', '.join(options)}" if options else ""
+    return ConfigError(f"{group}={name}: unknown{legal}{did_you_mean(name, options)}")
+
+
+def _raised_in(error: Exception) -> str:
+    """Return the top-level package of the code that raised `error`."""
+    frame, _ = list(traceback.walk_tb(error.__traceback__))[-1]
+    return str(frame.f_globals["__name__"]).partition(".")[0]
+
+
+def _one_line(text: str) -> str:
+    useful = text.partition("\nConfig search path")[0].partition("\nSee https")[0]
+    return " ".join(useful.split())

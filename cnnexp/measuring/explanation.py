@@ -1,0 +1,248 @@
+"""Why one training step is faster than another: their parts side by side, and sentences made from these numbers.
+
+A side is a run as its profile has it (`ledger.report`), or the baseline that was timed beside it. Fused backends
+compute several layers at once, so both sides are brought to the finest groups of layers that each of them can tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cnnexp.measuring.ledger import STEP
+
+LARGEST = 4  # differences that are worth a sentence
+WORTH = 0.02  # share of the slower step from which a difference is
+FEWER = 1.05  # ratio of multiply-adds from which they are called fewer
+WAITS = 0.01  # share of a step from which waiting is told
+BETWEEN = "between the parts"
+CALLS = "train"  # the ledger's entry of what no part of a step covers
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a step: a pass of layers that are computed at once, or what belongs to no layer.
+
+    Attributes:
+        what, layers: as `backends.parts.Part`.
+        us: microseconds an image.
+        multiply_adds, flops, bytes: of an image; 0 where they are not known, or there are none.
+        at_once, fewer: as `backends.parts.Part`.
+    """
+
+    what: str
+    layers: tuple[str, ...]
+    us: float
+    multiply_adds: float = 0.0
+    flops: float = 0.0
+    bytes: float = 0.0
+    at_once: str = ""
+    fewer: str = ""
+
+    @property
+    def name(self) -> str:
+        """E.g. `conv1 relu1 forward`; `wait threads` of what is no layer's."""
+        computes = self.what in ("forward", "backward")
+        return " ".join((*self.layers, self.what) if computes else (self.what, *self.layers))
+
+    def gflops(self) -> float:
+        return self.flops / self.us / 1e3
+
+
+@dataclass(frozen=True)
+class Side:
+    """A training step.
+
+    Attributes:
+        label: e.g. `cpu-simd`.
+        threads: that computed it.
+        us: microseconds an image, by the clock of the epochs.
+        pieces: in the order of the step; empty where only the whole was timed.
+        limits: of the machine, see `roofline.machine_limits`; empty where they were not measured for these threads.
+    """
+
+    label: str
+    threads: int
+    us: float
+    pieces: tuple[Piece, ...]
+    limits: Mapping[str, float]
+
+    @property
+    def accounted(self) -> float:
+        """Share of the step that its pieces are."""
+        return sum(piece.us for piece in self.pieces) / self.us
+
+
+@dataclass(frozen=True)
+class Row:
+    """A part of both steps; a side that has no such part has None there."""
+
+    name: str
+    pieces: tuple[Piece | None, ...]
+
+
+def side_of(profile: Mapping[str, Any], label: str | None = None) -> Side:
+    """Return the step of a run, from its profile, or of the baseline beside it, from `profile["baseline"]`."""
+    images = profile["images"]
+    pieces = []
+    for layer in profile.get("layers", ()):
+        numbers = {key: layer[key] / images for key in ("multiply_adds", "flops", "bytes")}
+        told = {key: layer[key] for key in ("at_once", "fewer")}
+        pieces.append(Piece(layer["pass"], tuple(layer["layers"]), 1e6 * layer["seconds"] / images, **numbers, **told))
+    known = {(piece.what, piece.layers) for piece in pieces}
+    for entry in profile["entries"]:
+        what, layers = entry["what"], tuple(entry["layer"].split())
+        if pieces and what in STEP and (what, layers) not in known:
+            what, layers = (BETWEEN, ()) if what == CALLS else (what, layers)
+            pieces.append(Piece(what, layers, 1e6 * entry["seconds"] / images))
+    return Side(
+        label or profile["backend"],
+        profile["threads"],
+        profile["us_per_image"],
+        tuple(sorted(pieces, key=_place)),
+        profile["machine"],
+    )
+
+
+def rows(sides: Sequence[Side]) -> list[Row]:
+    """Return the parts of the steps beside each other, in the order of the first side's step."""
+    groups = _groups([piece.layers for side in sides for piece in side.pieces])
+    merged = [_merge(side, groups) for side in sides]
+    keys = list(dict.fromkeys(key for pieces in merged for key in pieces))
+    first = list(merged[0])
+    keys.sort(key=lambda key: first.index(key) if key in first else len(first))
+    found = []
+    for key in keys:
+        here = [pieces.get(key) for pieces in merged]
+        found.append(Row(next(piece.name for piece in here if piece is not None), tuple(here)))
+    return found
+
+
+def sentences(sides: Sequence[Side]) -> list[str]:
+    """Say why the first side takes less than the second, or more; of one side alone, where its time goes.
+
+    Every sentence is made from the numbers of `rows`.
+    """
+    ours, *others = sides
+    told = []
+    if others:
+        costs = " and ".join(f"{_who(side)} {us_text(side.us)}" for side in sides)
+        told = [f"An image costs {costs}: {_times(ours.us, others[0].us)}.", *changes(sides)]
+    if ours.pieces:
+        told.append(_what_is_left(ours))
+        waits = sum(piece.us for piece in ours.pieces if piece.what == "wait")
+        if waits >= WAITS * ours.us:
+            told.append(f"The threads wait for each other {waits / ours.us:.0%} of the step, {us_text(waits)}.")
+        told.append(f"These parts are {ours.accounted:.1%} of the step as the epochs' own clock has it.")
+    return told
+
+
+def changes(sides: Sequence[Side]) -> list[str]:
+    """Say of the parts that differ most between two sides by how much and why; nothing of one side alone."""
+    if len(sides) < 2:
+        return []
+    ours, theirs = sides
+    pairs = [
+        (a, b) for a, b in (row.pieces for row in rows(sides)) if a is not None and b is not None and a.what != BETWEEN
+    ]
+    worth = [(a, b) for a, b in pairs if abs(b.us - a.us) >= WORTH * max(ours.us, theirs.us)]
+    worth.sort(key=lambda pair: -abs(pair[1].us - pair[0].us))
+    return [_change(a, b, ours, theirs) for a, b in worth[:LARGEST]]
+
+
+def _change(a: Piece, b: Piece, ours: Side, theirs: Side) -> str:
+    """Say how a part differs from the other side's, and what is known of why."""
+    fell = a.us < b.us
+    text = f"{_possessive(a)} {'fell' if fell else 'rose'} from {us_text(b.us)} to {us_text(a.us)} an image, "
+    text += _times(a.us, b.us)
+    reasons = []
+    if a.fewer and a.multiply_adds and b.multiply_adds > FEWER * a.multiply_adds:
+        reasons.append(f"{b.multiply_adds / a.multiply_adds:.3g} times fewer multiply-adds, since {a.fewer}")
+    if a.at_once and not b.at_once:
+        reasons.append(f"{a.at_once} at once")
+    if ours.threads > theirs.threads:
+        reasons.append(f"{ours.threads} threads instead of {theirs.threads}")
+    return f"{text}: {'; '.join(reasons)}." if fell and reasons else f"{text}."
+
+
+def _what_is_left(side: Side) -> str:
+    """Say where most of a step goes, and what bounds it."""
+    largest = max(
+        (piece for row in rows([side]) for piece in row.pieces if piece is not None), key=lambda piece: piece.us
+    )
+    text = f"Most of {side.label}'s step is {largest.name}, {largest.us / side.us:.0%}: {us_text(largest.us)}"
+    if largest.flops and largest.bytes and side.limits:
+        intensity, ridge = largest.flops / largest.bytes, side.limits["gflops"] / side.limits["gb_per_s"]
+        bound = "arithmetic" if intensity >= ridge else "memory"
+        limit = min(side.limits["gflops"], intensity * side.limits["gb_per_s"])
+        share = largest.gflops() / limit
+        text += f" at {largest.gflops():,.3g} GFLOP/s, "
+        if share <= 1:
+            text += f"{share:.0%} of the {limit:,.3g} that {bound} allows here"
+        elif bound == "memory":
+            text += f"more than the {limit:,.3g} that memory allows: much of what it reads is in the caches"
+        else:
+            text += f"more than the {limit:,.3g} that a matrix product reached here"
+        text += f" ({intensity:.3g} FLOP a byte; from {ridge:.3g} on arithmetic is the limit)"
+    return f"{text}."
+
+
+def _place(piece: Piece) -> int:
+    """Return where a piece comes in a step; equal ones stay in their order, the network's, or its reverse."""
+    if piece.layers == ("loss",):
+        return 2
+    return {"gather": 0, "forward": 1, "backward": 3, "update": 4, "wait": 5}.get(piece.what, 6)
+
+
+def _groups(used: Sequence[tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """Return for each layer the layers that some piece computes together with it, and theirs, in order."""
+    groups: dict[str, tuple[str, ...]] = {}
+    for layers in sorted(used, key=len, reverse=True):
+        joined = tuple(dict.fromkeys(name for layer in layers for name in groups.get(layer, (layer,))))
+        groups |= dict.fromkeys(joined, joined)
+    return groups
+
+
+def _merge(side: Side, groups: Mapping[str, tuple[str, ...]]) -> dict[tuple[str, tuple[str, ...]], Piece]:
+    """Return a side's pieces by pass and group; what a group's pieces do is added up."""
+    merged: dict[tuple[str, tuple[str, ...]], Piece] = {}
+    for piece in side.pieces:
+        group = groups[piece.layers[0]] if piece.layers else ()
+        key = piece.what, group
+        before = merged.get(key)
+        if before is None:
+            merged[key] = replace(piece, layers=group)
+            continue
+        larger = max(before, piece, key=lambda one: one.us)
+        merged[key] = replace(
+            larger,
+            layers=group,
+            us=before.us + piece.us,
+            multiply_adds=before.multiply_adds + piece.multiply_adds,
+            flops=before.flops + piece.flops,
+            bytes=before.bytes + piece.bytes,
+        )
+    return merged
+
+
+def _possessive(piece: Piece) -> str:
+    if piece.what not in ("forward", "backward"):
+        return piece.name.capitalize()
+    first, *along = piece.layers
+    return f"{first}'s {piece.what} pass" + (f" with {' and '.join(along)}" if along else "")
+
+
+def _who(side: Side) -> str:
+    return f"{side.label} on {side.threads} thread{'s' if side.threads > 1 else ''}"
+
+
+def _times(ours: float, theirs: float) -> str:
+    if ours <= theirs:
+        return f"{theirs / ours:.3g} times less"
+    return f"{ours / theirs:.3g} times more"
+
+
+def us_text(us: float) -> str:
+    """Return microseconds as text of three digits."""
+    return f"{us:.3g} us" if us < 1000 else f"{us / 1000:.3g} ms"

@@ -1,0 +1,106 @@
+"""`cnnexp explain`, from a run with `trainer.profile=true` to the bars, the sentences and the figure."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+from commands import TINY
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.text import Text
+from PIL import Image
+
+from cnnexp.app import explain
+from cnnexp.app.explain import screen, sides_of
+from cnnexp.errors import ConfigError
+from cnnexp.measuring.explanation import side_of
+from cnnexp.tracking import explained
+from cnnexp.tracking.journal import PROFILE
+
+PROFILED = ("experiment=smoke", "tracking=none", "trainer.epochs=1", "trainer.profile=true")
+
+
+def told(capsys, *folders):
+    """Return the lines that the command prints."""
+    explain.command([str(folder) for folder in folders])
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_run_and_its_baseline_and_two_runs(run, tmp_path, capsys):
+    one, two = tmp_path / "one", tmp_path / "two"
+    code, out, _ = run(*PROFILED, "backend=cpu-simd", "trainer.baseline=numpy", f"hydra.run.dir={one}")
+    assert code == 0
+    assert re.search(rf"explain\s+{one}", out), "a profiled run says what shows more"
+    assert "\nwhy " in out
+    profile = json.loads((one / PROFILE).read_text())
+    assert {layer["name"] for layer in profile["layers"]} >= {"linear1"}
+
+    lines = told(capsys, one)
+    assert max(map(len, lines[:-1])) <= 80
+    for name, side in (("cpu-simd", profile), ("numpy", profile["baseline"])):
+        assert re.search(rf"{name} on \d threads? [\d.]+ (us|ms)", " ".join(lines))
+        conv = [layer for layer in side["layers"] if layer["layers"][0] == "conv1" and layer["pass"] == "backward"]
+        assert conv[0]["seconds"] > 0
+    (row,) = [i for i, line in enumerate(lines) if line.startswith("linear1 backward")]
+    assert [line[24:36].strip() for line in lines[row : row + 2]] == ["cpu-simd", "numpy"]
+    figure = one / "figures" / "explain.png"
+    assert lines[-1] == f"The figure: {figure}"
+    with Image.open(figure) as picture:
+        assert picture.size[0] > 1000
+
+    assert run(*PROFILED, "backend=numpy", "trainer.baseline=null", f"hydra.run.dir={two}")[0] == 0
+    assert "numpy on 1 thread" in " ".join(told(capsys, two, one))
+    assert (two / "figures" / "explain-one.png").exists()
+    alone = " ".join(told(capsys, two))
+    assert "An image costs" not in alone
+    assert "Most of numpy's step is" in alone
+
+
+def test_what_cannot_be_explained(run, tmp_path):
+    with pytest.raises(ConfigError, match=r"give a run, to see it beside its baseline, or two: explain RUN \| RUN RUN"):
+        explain.command([])
+    folder = tmp_path / "run"
+    assert run(*TINY)[0] == 0
+    with pytest.raises(ConfigError, match=r"its steps were not clocked; run it again with trainer\.profile=true"):
+        explain.command([str(folder)])
+    (folder / PROFILE).write_text("{}")
+    with pytest.raises(ConfigError, match="recorded by an older cnnexp"):
+        explain.command([str(folder)])
+
+
+def profile(count: int, backend: str, scale: float) -> dict:
+    """A made-up profile of many layers, most of them at the same place of the roofline."""
+    layers = [
+        {
+            **{"layers": [f"residual1.conv{i}", f"relu{i}"], "pass": what, "seconds": scale * (1 + i), "flops": 1e9},
+            **{"bytes": 1e8, "multiply_adds": 5e8, "at_once": "", "fewer": ""},
+        }
+        for i in range(count)
+        for what in ("forward", "backward")
+    ]
+    total = sum(layer["seconds"] for layer in layers)
+    return {
+        **{"backend": backend, "threads": 1, "images": 1_000_000, "us_per_image": total, "layers": layers},
+        **{"entries": [], "machine": {"gflops": 10.0, "gb_per_s": 1.0}},
+    }
+
+
+def test_the_longest_part_fills_its_line_and_no_line_is_longer():
+    sides = sides_of([profile(9, "a-backend-of-a-long-name", 1), profile(9, "b", 300)], ["one", "two"])
+    lines = screen(sides, "a title " * 20)
+    assert max(map(len, lines)) == 80
+    assert sum(len(line) == 80 and line.endswith("█") for line in lines) == 2, "the longest of each pass"
+    plain = screen(sides, "", 72, blocks=False)
+    assert max(map(len, plain)) <= 72
+    assert all(ord(letter) < 128 for line in plain for letter in line)
+
+
+def test_names_on_the_roofline_do_not_overlap():
+    figure = explained.figure([side_of(profile(12, "a", 1))])
+    FigureCanvasAgg(figure).draw()
+    boxes = [Text.get_window_extent(text) for text in figure.axes[1].texts]  # an annotation's own has its line in it
+    assert len(boxes) == 24
+    for i, box in enumerate(boxes):
+        assert not any(box.overlaps(other) for other in boxes[i + 1 :])
+    whole = np.array([figure.bbox.x1, figure.bbox.y1])
+    assert all((box.max <= whole + 1).all() for box in boxes), "and none is cut off"
