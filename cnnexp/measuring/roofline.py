@@ -89,13 +89,13 @@ def fused_work(
     x, y = math.prod(stages[0].input_shape), math.prod(stages[-1].output_shape)
     weights = sum(p.size for stage in stages for p in stage.parameters) / batch_size
     size = x + y + (weights if what == "forward" else 2 * weights + (x if needs_dx else 0))
-    others = [stage for stage in stages if not isinstance(stage.layer, Conv2d | Linear)]
+    others = [stage for stage in stages if not isinstance(stage, ConvStage | LinearStage)]
     return 2 * multiply_adds + sum(work_per_image(stage, what, batch_size)[0] for stage in others), BYTES * size
 
 
 def dense_multiply_adds(stage: Stage, what: str, needs_dx: bool) -> int:
     """Return the multiply-adds of one image's pass that computes every output; 0 of a layer without weights."""
-    if not isinstance(stage.layer, Conv2d | Linear):
+    if not isinstance(stage, ConvStage | LinearStage):
         return 0
     return stage.macs * (2 if what == "backward" and needs_dx else 1)
 
