@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-lowest test-newest lint docs ui bench gpu-check soft-gpu torch clean
+.PHONY: help train test test-lowest test-newest lint docs ui bench gpu-check soft-gpu soak torch clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -49,6 +49,9 @@ gpu-check: $(VENV)/.gpu ## hold the GPU backends to the oracle on a real GPU, th
 
 soft-gpu: $(VENV)/.gpu ## hold every GPU backend to the oracle on a GPU made of software, all that takes long included
 	$(BIN)/python -m pytest -q -s -m "slow or not slow" tests/softgpu tests/backends/test_soft_gpu.py $(ARGS)
+
+soak: $(VENV)/.dev ## kills, faults, damaged files and more, for an hour: make soak ARGS="--seconds 600 kills"
+	$(BIN)/python -m soak $(ARGS)
 
 torch: $(VENV)/.dev ## add PyTorch, for backend=torch and for the tests that compare with it
 	$(PIP) "torch==2.13.0"

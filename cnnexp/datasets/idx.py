@@ -21,7 +21,7 @@ import numpy as np
 from cnnexp.datasets.base import Dataset, Source, Split, reason_of, shown
 from cnnexp.datasets.download import fetch
 from cnnexp.errors import DataError
-from cnnexp.system.files import open_regular
+from cnnexp.system.files import open_regular, read_up_to
 
 UNSIGNED_BYTE = 0x08
 TYPES = {UNSIGNED_BYTE: "uint8", 0x09: "int8", 0x0B: "int16", 0x0C: "int32", 0x0D: "float32", 0x0E: "float64"}
@@ -48,7 +48,7 @@ def read_idx(path: Path, ndim: int) -> tuple[np.ndarray, str]:
             header = file.read(4 + 4 * ndim)
             shape = _shape(header, ndim)
             size = math.prod(shape)
-            body = file.read(size + 1)  # the byte too many tells of trailing ones, and makes gzip check its CRC
+            body = read_up_to(file, size + 1)  # the byte too many tells of trailing ones, and makes gzip check its CRC
     except EOFError as error:
         raise DataError("truncated: the compressed data end early") from error
     except (zlib.error, gzip.BadGzipFile) as error:

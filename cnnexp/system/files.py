@@ -6,7 +6,7 @@ import errno
 import os
 import stat
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, BinaryIO
 
 FEW_BYTES = 1 << 20
 
@@ -39,6 +39,15 @@ def read_regular(path: Path, most_bytes: int) -> bytes:
     """Return the content of a file; raises as `open_regular`."""
     with open_regular(path, most_bytes) as file:
         return file.read()
+
+
+def read_up_to(file: IO[bytes], size: int) -> bytes:
+    """Return the next bytes of a file, so many at most; takes memory for what is there, not for what is asked."""
+    parts, left = [], size
+    while left > 0 and (part := file.read(min(left, FEW_BYTES))):
+        parts.append(part)
+        left -= len(part)
+    return b"".join(parts)
 
 
 def sync_folder(folder: Path) -> None:

@@ -29,6 +29,7 @@ from urllib.parse import unquote, urlsplit
 
 from cnnexp.errors import ConfigError, TrackingError, did_you_mean, without_password
 from cnnexp.measuring import environment
+from cnnexp.system.files import sync_folder
 from cnnexp.tracking import liveness, view
 from cnnexp.tracking.events import DIED, FOLDER, JOURNAL, KEY, note, open_journal, read_journal, store_status
 from cnnexp.tracking.folder import DELIVERER, Claim
@@ -103,6 +104,7 @@ class Store:
             from mlflow.tracking import MlflowClient
 
             with alone(uri):
+                _make(uri)
                 self._client = MlflowClient(tracking_uri=uri, registry_uri=uri)
                 self._experiment_id = self._experiment(experiment)
             self._end_stale_runs()
@@ -459,6 +461,24 @@ def alone(uri: str) -> Iterator[None]:
         yield
     finally:
         lock.close()
+
+
+def _make(uri: str) -> None:
+    """Make a new sqlite store under another name, and rename it once it is whole.
+
+    MLflow makes one in hundreds of steps, and never finishes one that a full disk or a kill has stopped.
+    """
+    if not uri.startswith("sqlite") or (database_of(uri).exists() and database_of(uri).stat().st_size):
+        return
+    from mlflow.tracking import MlflowClient
+
+    whole = database_of(uri)
+    made = whole.with_name(f"{whole.name}.new")
+    for left in (made, made.with_name(f"{made.name}-journal")):
+        left.unlink(missing_ok=True)
+    MlflowClient(_sqlite_uri(made), _sqlite_uri(made)).search_experiments(max_results=1)
+    os.replace(made, whole)
+    sync_folder(whole.parent)
 
 
 def _dataset_input(dataset: Mapping[str, Any]) -> DatasetInput:

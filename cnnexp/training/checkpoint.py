@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 
 from cnnexp.backends.protocol import State
-from cnnexp.errors import CheckpointError
+from cnnexp.errors import MOST_SAID, CheckpointError
 from cnnexp.network import Network
 from cnnexp.network.layers import describe_layer, make_layer
 from cnnexp.network.losses import Loss, Totals
@@ -257,7 +257,7 @@ def load(path: Path, history: bool = True) -> Checkpoint:
         raise CheckpointError(f"checkpoint {path}: {error}") from error
     except Exception as error:
         # the digest is right, so it was written so, by something else than a `Keeper`: whatever reading it raises
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:MOST_SAID]
         raise CheckpointError(f"checkpoint {path}: not as cnnexp writes it: {reason}{_another(path)}") from error
 
 

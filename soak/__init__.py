@@ -1,0 +1,1 @@
+"""What is tried for hours, by `make soak`: kills, faults, damaged files, random networks and configs, long runs."""

@@ -1,0 +1,138 @@
+"""Command lines of cnnexp in processes of their own, which are killed when a trial says so, and what they leave."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cnnexp.training.checkpoint import find, load
+
+ROOT = Path(__file__).resolve().parents[1]
+LIMIT_S = 600.0  # what takes longer on a busy machine hangs
+# as where the package is installed: outputs/ is in the working folder
+PROGRAM = """
+from cnnexp.measuring import environment
+environment.checkout = lambda: None
+from cnnexp.__main__ import main
+main()
+"""
+# a second of training at most: what is tried is the way around it
+SMALL = ("experiment=smoke", "backend=numpy", "trainer.baseline=null", "trainer.progress=false")
+ALWAYS = ("train/loss", "test/loss", "test/accuracy", "time/epoch_s")  # metrics of every epoch
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a process ended; `code` is None where it hung and was killed for that."""
+
+    code: int | None
+    out: str
+    err: str
+    seconds: float
+
+    @property
+    def fault(self) -> str | None:
+        """What no command may do, whatever it was asked: hang, show a traceback, die of a signal, be long-winded."""
+        if self.code is None:
+            return f"hung for {self.seconds:.0f} s"
+        if "Traceback" in self.out + self.err:
+            return f"a traceback: {self.err[-300:]}"
+        if self.code < 0:
+            return f"died of {signal.Signals(-self.code).name}: {self.err[-300:]}"
+        if self.code and sum(line.startswith("cnnexp: error: ") for line in self.err.splitlines()) != 1:
+            return f"exit code {self.code} with {self.err[-300:]!r}"
+        return None
+
+
+def run(
+    words: Sequence[str],
+    folder: Path,
+    kill_after_s: float | None = None,
+    meanwhile: Callable[[subprocess.Popen[str]], None] = lambda process: None,
+    limit_s: float = LIMIT_S,
+    program: str = PROGRAM,
+) -> Done:
+    """Run a command line in a folder.
+
+    Args:
+        words: of it.
+        folder: to work in; made here.
+        kill_after_s: seconds until SIGKILL; None lets it end.
+        meanwhile: called with the process once it runs; what it raises ends the process.
+        limit_s: seconds until it counts as hung.
+        program: the Python that runs it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-P", "-c", program, *words]
+    started = time.monotonic()
+    with (
+        (folder / "out.txt").open("w+") as out,
+        (folder / "err.txt").open("w+") as err,
+        subprocess.Popen(command, stdout=out, stderr=err, cwd=folder, env=environ, text=True) as process,
+    ):
+        code: int | None = None
+        try:
+            meanwhile(process)
+            code = process.wait(limit_s if kill_after_s is None else kill_after_s)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            process.kill()
+            ended = process.wait()
+        seconds = time.monotonic() - started
+        out.seek(0)
+        err.seek(0)
+        return Done(code if kill_after_s is None else ended, out.read(), err.read(), seconds)
+
+
+def weights(folder: Path) -> str:
+    """Return the SHA-256 of all that the last checkpoint of a run's folder holds of its program."""
+    state = load(find(folder)).state
+    return hashlib.sha256(b"".join(name.encode() + state[name].tobytes() for name in sorted(state))).hexdigest()
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A run as a store has it: by metric, the steps and values in their order."""
+
+    id: str
+    status: str
+    metrics: dict[str, list[tuple[int, float]]]
+
+
+def recorded(store: Path, experiment: str) -> list[Recorded]:
+    """Return the runs of an experiment of an sqlite store, read without MLflow."""
+    with contextlib.closing(sqlite3.connect(f"file:{store}?mode=ro", uri=True, timeout=60)) as database:
+        query = "SELECT run_uuid, status FROM runs JOIN experiments USING (experiment_id) WHERE experiments.name = ?"
+        runs = database.execute(query, (experiment,)).fetchall()
+        found = []
+        for run_id, status in runs:
+            metrics: dict[str, list[tuple[int, float]]] = {}
+            query = "SELECT key, step, value FROM metrics WHERE run_uuid = ? ORDER BY step, timestamp"
+            for key, step, value in database.execute(query, (run_id,)):
+                metrics.setdefault(key, []).append((step, value))
+            found.append(Recorded(run_id, status, metrics))
+    return found
+
+
+def fault_of(runs: Sequence[Recorded], epochs: int) -> str | None:
+    """Return what is wrong with runs that should be one, FINISHED, with every epoch once."""
+    if len(runs) != 1:
+        return f"{len(runs)} MLflow runs: {[run.status for run in runs]}"
+    if runs[0].status != "FINISHED":
+        return f"the MLflow run is {runs[0].status}"
+    for name in ALWAYS:
+        steps = [step for step, _ in runs[0].metrics.get(name, [])]
+        if steps != list(range(1, epochs + 1)):
+            return f"{name} has the epochs {steps}"
+    return None

@@ -1,0 +1,275 @@
+"""Every call that a run makes of the system fails in turn: by a full disk, a read-only one, no handle, an interruption.
+
+A library that is preloaded counts the calls on files below the run's folder and makes one of them fail, or all from
+there on (`faults.c`). The run must end in one line, or do without; what it has kept must load, and the same command
+must then finish it with the same bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import gc
+import itertools
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from soak.commands import ROOT, SMALL, Done, fault_of, recorded, weights
+
+KINDS = ("open", "write", "sync", "rename", "mkdir", "unlink")
+# what the system may say to a call, and whether it goes on saying so
+ERRORS = {
+    "open": [
+        (errno.EMFILE, False),
+        (errno.ENFILE, True),
+        (errno.ENOSPC, True),
+        (errno.EROFS, True),
+        (errno.EINTR, False),
+    ],
+    "write": [(errno.ENOSPC, True), (errno.EIO, False), (errno.EDQUOT, True), (errno.EINTR, False)],
+    "sync": [(errno.EIO, False), (errno.ENOSPC, True), (errno.EINTR, False)],
+    "rename": [(errno.ENOSPC, True), (errno.EROFS, True), (errno.EACCES, False)],
+    "mkdir": [(errno.ENOSPC, True), (errno.EROFS, True), (errno.EMLINK, False)],
+    "unlink": [(errno.EROFS, True), (errno.EACCES, False)],
+}
+EPOCHS, TRIAL_S = 3, 120
+WORDS = (*SMALL, f"trainer.epochs={EPOCHS}", "trainer.batch_size=20", "trainer.checkpoint_batches=4")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """The call that fails, counted from 1, and how."""
+
+    kind: str
+    call: int
+    error: int
+    stays: bool
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.call} {errno.errorcode[self.error]}{' from there on' if self.stays else ''}"
+
+
+def training(folder: Path, seed: int) -> Iterator[str | None]:
+    """Let the calls of a training process fail."""
+    yield from _preloaded("training", folder, seed)
+
+
+def storing(folder: Path, seed: int) -> Iterator[str | None]:
+    """Let the calls of a recorder fail, those of its database among them; then bring its store up to the journal."""
+    yield from _preloaded("storing", folder, seed)
+
+
+def _preloaded(part: str, folder: Path, seed: int) -> Iterator[str | None]:
+    """Run a part in a process that has the library loaded; it answers a line of JSON a trial."""
+    library = folder / "faults.so"
+    source = Path(__file__).with_suffix(".c")
+    subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    environ = {**os.environ, "LD_PRELOAD": str(library), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-P", "-m", __name__, part, str(folder), str(seed)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ) as process:
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                yield json.loads(line)
+        finally:
+            process.kill()
+
+
+def _trials(folder: Path, seed: int, part: Callable[[Path], None], judge: Callable[[Path, Done], str | None]) -> None:
+    """Print a line for each fault of a part: once for every call of every kind, in a random order, then again."""
+    library = ctypes.CDLL(None)
+    counted = (ctypes.c_long * len(KINDS))()
+    calm = folder / "calm"
+
+    def child(place: Path, fault: Fault | None) -> Done:
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir(parents=True)
+        return _forked(place, lambda: _armed(library, place, fault, part))
+
+    def count() -> None:
+        _armed(library, calm, None, part)
+
+    calm.mkdir(parents=True)
+    done = _forked(calm, count, after=lambda: library.fault_counts(counted), report=counted)
+    if done.code != 0:
+        _tell(f"without a fault: {done}")
+        return
+    calls = json.loads((calm / "counts.json").read_text())
+    faults = [
+        Fault(kind, call, error, stays)
+        for kind, most in zip(KINDS, calls, strict=True)
+        for call in range(1, most + 1)
+        for error, stays in ERRORS[kind]
+    ]
+    sys.stderr.write(f"{dict(zip(KINDS, calls, strict=True))}: {len(faults)} faults\n")
+    rng = random.Random(seed)
+    for round_ in itertools.count():
+        rng.shuffle(faults)
+        for number, fault in enumerate(faults):
+            place = folder / f"{round_}-{number}"
+            done = child(place, fault)
+            said = done.fault or ("unexpected: " + done.err if "unexpected" in done.err else None)
+            wrong = said or judge(place, done)
+            _tell(None if wrong is None else f"{fault}: {wrong}")
+            if wrong is None:
+                shutil.rmtree(place, ignore_errors=True)
+
+
+def _armed(library: Any, place: Path, fault: Fault | None, part: Callable[[Path], None]) -> None:
+    kind, call, error, stays = (-1, 0, 0, False) if fault is None else (
+        KINDS.index(fault.kind), fault.call, fault.error, fault.stays
+    )  # fmt: skip
+    library.fault_arm(f"{place}/run".encode(), kind, call, error, int(stays))
+    part(place)
+
+
+def _forked(place: Path, work: Callable[[], None], after: Callable[[], Any] = lambda: None, report: Any = None) -> Done:
+    """Do some work in a child of this process, which has everything loaded."""
+    started = time.monotonic()
+    pid = os.fork()
+    if not pid:
+        code = 1
+        try:
+            for number, name in ((1, "out.txt"), (2, "err.txt")):
+                os.dup2(os.open(place / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+            try:
+                work()
+                code = 0
+            except SystemExit as left:
+                code = left.code if isinstance(left.code, int) else 0
+            except Exception:
+                traceback.print_exc()
+            after()
+            if report is not None:
+                (place / "counts.json").write_text(json.dumps(list(report)))
+            sys.stdout.flush()
+        finally:
+            os._exit(code)
+    code: int | None = None
+    while time.monotonic() - started < TRIAL_S:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            code = os.waitstatus_to_exitcode(status)
+            break
+        time.sleep(0.005)
+    else:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    out, err = ((place / name).read_text() for name in ("out.txt", "err.txt"))
+    return Done(code, out, err, time.monotonic() - started)
+
+
+def _tell(fault: str | None) -> None:
+    sys.__stdout__.write(json.dumps(fault) + "\n")
+    sys.__stdout__.flush()
+
+
+def _train(place: Path) -> None:
+    from cnnexp.__main__ import main
+
+    sys.argv = ["cnnexp", *WORDS, "tracking=none", f"hydra.run.dir={place}/run", "trainer.resume=auto"]
+    main()
+
+
+def _training(folder: Path, seed: int) -> None:
+    from cnnexp.app import hydra_app  # noqa: F401 - so that children have it
+
+    done = _forked(_made(folder / "whole"), lambda: _train(folder / "whole"))
+    assert done.code == 0, done
+    wanted = weights(folder / "whole" / "run")
+
+    def judge(place: Path, done: Done) -> str | None:
+        from cnnexp.tracking.events import read_journal
+        from cnnexp.training.checkpoint import find, list_checkpoints, load
+
+        kept = list_checkpoints(place / "run" / "checkpoints")
+        if kept and load(find(place / "run")) is None:
+            return "no checkpoint"
+        again = _forked(place, lambda: _train(place))
+        if again.code != 0:
+            return f"then: {again}"
+        journal = read_journal(place / "run")
+        if journal["status"] != "FINISHED" or [e["epoch"] for e in journal["epochs"]] != list(range(1, EPOCHS + 1)):
+            return f"the journal: {journal['status']}, {[e['epoch'] for e in journal['epochs']]}"
+        return None if weights(place / "run") == wanted else "other weights"
+
+    _trials(folder, seed, _train, judge)
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _record(place: Path) -> None:
+    """Do what the recorder of a run does, in this process."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from cnnexp.errors import TrackingError, leave
+    from cnnexp.tracking import store as stores
+    from cnnexp.tracking.events import read_journal
+
+    journal = read_journal(place / "journal")
+    try:
+        store = stores.Store(f"sqlite:///{place}/run/mlflow.db", "soak")
+        run_id = store.begin(**journal["begin"])
+        for entry in journal["epochs"]:
+            store.log(run_id, {**entry}, entry["epoch"], journal["times_ms"][entry["epoch"]])
+        artifacts = [(str(place / "journal" / "report.md"), None)]
+        store.finish(run_id, "FINISHED", journal["tags"], artifacts)
+    except TrackingError as error:
+        leave(str(error), error.exit_code)
+
+
+def _storing(folder: Path, seed: int) -> None:
+    import logging
+
+    from cnnexp.tracking import store as stores
+
+    logging.disable(logging.CRITICAL)
+    original = folder / "original"
+    words = [*WORDS, f"tracking.uri=sqlite:///{original}/mlflow.db", f"hydra.run.dir={original}/run"]
+    from soak.commands import run
+
+    done = run(words, _made(original))
+    assert done.code == 0, done
+    stores.Store(f"sqlite:///{_made(folder / 'warm')}/mlflow.db", "warm")  # children have MLflow loaded
+    gc.collect()
+
+    def record(place: Path) -> None:
+        shutil.copytree(original / "run", place / "journal", dirs_exist_ok=True)
+        lines = (original / "run" / "journal.jsonl").read_text().splitlines()
+        lines = [line for line in lines if json.loads(line)["event"] not in ("recorded", "stored")]
+        (place / "journal" / "journal.jsonl").write_text("".join(f"{line}\n" for line in lines))
+        _made(place / "run")
+        _record(place)
+
+    def deliver(place: Path) -> None:
+        run_id = stores.Store(f"sqlite:///{place}/run/mlflow.db", "soak").deliver(str(place / "journal"))
+        if run_id is None:
+            raise ValueError("nothing was delivered")
+
+    def judge(place: Path, done: Done) -> str | None:
+        again = _forked(place, lambda: deliver(place))
+        if again.code != 0:
+            return f"then: {again}"
+        with contextlib.suppress(OSError):
+            return fault_of(recorded(place / "run" / "mlflow.db", "soak"), EPOCHS)
+        return "no store"
+
+    _trials(folder, seed, record, judge)
+
+
+if __name__ == "__main__":
+    {"training": _training, "storing": _storing}[sys.argv[1]](Path(sys.argv[2]), int(sys.argv[3]))
