@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import llvmlite.binding as llvm
 import numpy as np
@@ -131,9 +131,9 @@ def check_assembly(cpu: Cpu, text: str) -> None:
 class KernelProgram:
     """As much of a `Program` as one step of training needs: softmax cross-entropy, a tile of images at a time."""
 
-    def __init__(self, cpu: Cpu, network, optimizer, batch_size: int) -> None:
+    def __init__(self, cpu: Cpu, network, optimizer, batch_size: int, forced=()) -> None:
         self.network, self.optimizer, self.batch_size = network, optimizer, batch_size
-        self.plan = make_plan(network, cpu.target, batch_size)
+        self.plan = make_plan(network, replace(cpu.target, forced=forced), batch_size)
         module = optimized(kernel_module(cpu, self.plan, optimizer), cpu.machine())
         self._cpu, self._module = cpu, module.clone()
         if cpu.runs_here:

@@ -9,8 +9,9 @@ from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
-from cnnexp.backends.protocol import Backend
+from cnnexp.backends.protocol import Backend, KernelRow
 from cnnexp.datasets import Dataset
 from cnnexp.network import Network
 from cnnexp.training.loop import EpochResult
@@ -77,6 +78,25 @@ class Display:
                 f"{backend.name} on {threads}{backend.device_name}"
                 + (f", ready after {compile_s:.1f} s" if self._timed else "; simulated: its times mean nothing")
             )
+
+    def explain(self, kernels: Sequence[KernelRow]) -> None:
+        """Show what the compiler chose for each kernel of a step."""
+        if not kernels:
+            self._wrapped("backend.explain: nothing was chosen; the layers run one after another")
+            return
+        table = Table(box=None, padding=(0, 1, 0, 0))
+        for title in ("kernel", "way", "tile"):
+            table.add_column(title)
+        for title in ("multiply-adds", "of limit"):
+            table.add_column(title, justify="right")
+        for row in kernels:
+            count = (f"{row.macs:,}", f"{row.share:.0%}") if row.macs else ("", "")
+            table.add_row(row.kernel, row.way, row.tile, *count)
+        self.console.print(table, highlight=False)
+        self._wrapped(
+            f"{kernels[0].threads} threads share a batch's images; multiply-adds and the share of the CPU's limit, as "
+            "expected by the cost model, are of one image"
+        )
 
     def progress(self, progress: EpochProgress) -> None:
         """Move the bar."""

@@ -66,6 +66,7 @@ def train(settings: Settings, run: Run, earlier: Earlier | None = None, job: str
                 run.tag(FALLBACK, backend.name)
                 program = settings.workers.compile(backend, *compiling)
             stack.enter_context(contextlib.closing(program))
+        kernels = program.explain() if hasattr(program, "explain") else []
         parallel = program if isinstance(program, ParallelProgram) else None
         if trainer.profile:
             program = Profiled(program, ledger)
@@ -86,6 +87,8 @@ def train(settings: Settings, run: Run, earlier: Earlier | None = None, job: str
         display = Display(trainer.epochs, trainer.baseline, trainer.progress, timed=timed, job=job)
         stack.enter_context(display)
         display.start(dataset, network, backend, program.compile_s)
+        if getattr(backend, "explain", False):
+            display.explain(kernels)
         keeping = Keeping(run, program, trainer, training, resumed, within=parallel is None)
         stack.enter_context(keeping)
 

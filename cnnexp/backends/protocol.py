@@ -16,6 +16,7 @@ cross-correlation, as in every framework. Arguments go inputs first, outputs las
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -29,7 +30,10 @@ Array = Any  # a NumPy array, or a device array of the same shape
 
 
 class Program(Protocol):
-    """A network compiled for training at one batch size."""
+    """A network compiled for training at one batch size.
+
+    One that chooses among kernels may have `explain() -> list[KernelRow]`, too: a step's kernels in order.
+    """
 
     network: Network
     loss: Loss
@@ -86,6 +90,29 @@ class Program(Protocol):
     def close(self) -> None:
         """Give back threads and device memory. Idempotent."""
         ...
+
+
+@dataclass(frozen=True)
+class KernelRow:
+    """What a compiler chose for one kernel of a training step, and what it expects of it; see `Program`.
+
+    Attributes:
+        kernel: its name, as `conv1.forward`. layers: those that are computed at once; none where a layout changes.
+        way: how they are computed, of several ways that there are. layout: of the input. tile: what registers hold.
+        threads: that share a batch's images.
+        macs: multiply-adds of an image. cycles: of one core, for an image.
+        share: of the multiply-adds that a core can do; above 1 where terms that are zero are left out.
+    """
+
+    kernel: str
+    layers: tuple[str, ...]
+    way: str
+    layout: str
+    tile: str
+    threads: int
+    macs: int
+    cycles: int
+    share: float
 
 
 class Backend(Protocol):

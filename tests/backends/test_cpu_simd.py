@@ -21,21 +21,17 @@ from cnnexp.backends.simd import CpuSimd, elementwise, intrinsics, update
 from cnnexp.backends.simd.conv_channels import phases
 from cnnexp.backends.simd.conv_lanes import CACHED_VECTORS, MOST_SUMS
 from cnnexp.backends.simd.emit import INDEX, Target, compose, compose_five
-from cnnexp.backends.simd.host import host_target, second_cache
+from cnnexp.backends.simd.host import cache_bytes, host_target
 from cnnexp.backends.simd.intrinsics import NEEDS
 from cnnexp.backends.simd.layout import round_up
 from cnnexp.backends.simd.nodes import (
-    ChannelConvolution,
-    Convolution,
     FilterClassifier,
-    FilterConvolution,
-    SkinnyDense,
-    WideDense,
 )
-from cnnexp.backends.simd.plan import Plan, group_stages
+from cnnexp.backends.simd.plan import Plan
 from cnnexp.backends.simd.product import Panels, choose_tile
 from cnnexp.backends.simd.program import SimdProgram, make_plan, paying_threads
 from cnnexp.backends.simd.team import Team
+from cnnexp.backends.simd.ways import allowed, split
 from cnnexp.errors import DataError
 from cnnexp.network import AvgPool2d, Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Sigmoid
 from cnnexp.network.losses import Loss
@@ -78,6 +74,12 @@ class OnTarget:
         return SimdProgram(network, loss, optimizer, batch_size, self.target, self.threads)
 
 
+def computed(network, target, way):
+    """Return the target on which every convolution is computed in one way."""
+    names = [stage.name for stage in network.stages if isinstance(stage.layer, Conv2d)]
+    return replace(target, forced=tuple((name, way) for name in names))
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _own_cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
@@ -102,7 +104,7 @@ def test_general_kernels_on_narrow_vectors():
 def test_many_filters(conv):
     pool = MaxPool2d(2, padding="valid")
     network = Network((10, 12, 1), (conv, pool, Flatten(), Linear(14), ReLU(), Linear(3)))
-    assert isinstance(group_stages(network, AVX512)[0], FilterConvolution)
+    assert ("filters", 1) in [(node.way, spans) for node, spans in allowed(split(network), AVX512, {}, first=True)]
     check_case(OnTarget(host_target()), make_case(network, images=5))
 
 
@@ -112,7 +114,7 @@ def test_many_channels_in_wide_rows():
     network = Network((5, 12, 1), (first, ReLU(), second, ReLU(), Conv2d(2, 3), Flatten(), Linear(3)))
     assert MOST_SUMS // 5 < 3 * 50
     assert CACHED_VECTORS < 12 * (50 + 5)
-    check_case(OnTarget(replace(host_target(), convolutions="lanes")), make_case(network, images=5))
+    check_case(OnTarget(computed(network, host_target(), "lanes")), make_case(network, images=5))
 
 
 CHANNELS = {
@@ -141,8 +143,8 @@ CHANNELS = {
 @pytest.mark.parametrize("target", ["sse", "avx2", "wide"])
 @pytest.mark.parametrize("name", CHANNELS)
 def test_channels_in_lanes(target, name):
-    network, shaped = Network(*CHANNELS[name]), replace(TARGETS[target], convolutions="channels")
-    assert any(isinstance(node, ChannelConvolution) for node in group_stages(network, shaped))
+    network = Network(*CHANNELS[name])
+    shaped = computed(network, TARGETS[target], "channels")
     check_case(OnTarget(shaped), make_case(network, images=19))
 
 
@@ -155,10 +157,8 @@ def test_gradients_of_many_channels_follow_the_argmax(target):
             *(ReLU(), MaxPool2d(3, padding="floor"), Flatten(), Linear(3)),
         ),
     )
-    shaped = replace(TARGETS[target], convolutions="channels")
-    events = [node.events for node in make_plan(network, shaped, 10).nodes if isinstance(node, ChannelConvolution)]
-    assert events[0] is None
-    assert events[2]
+    forced = (("conv1", "channels"), ("conv2", "channels-argmax"), ("conv3", "channels-argmax"))
+    shaped = replace(TARGETS[target], forced=forced)
     check_case(OnTarget(shaped), make_case(network, images=19))
 
 
@@ -218,18 +218,22 @@ def test_threads_own_wide_weights_where_a_batch_is_one_tile(images, owns):
     backend, case = OnTarget(host_target(), threads=2), make_case(network, images=images)
     plan = make_plan(network, host_target(), -(-(images - 1) // 2))
     assert plan.owns is owns
-    assert plan.parameters.owned == (sum(round_up(node.panels.size, 16) for node in plan.nodes[:2]) if owns else 0)
+    assert plan.parameters.owned == (
+        sum(round_up(node.panels.size, 16) for node in plan.nodes if node.way == "wide") if owns else 0
+    )
     check_training(backend, case, Adam())
 
 
-def test_the_second_cache_is_read_not_assumed(tmp_path):
-    for index, (level, size) in enumerate([("1", "48K"), ("2", "512K"), ("3", "32M")]):
+def test_caches_are_read_not_assumed(tmp_path):
+    kinds = [("1", "Instruction", "64K"), ("1", "Data", "48K"), ("2", "Unified", "512K"), ("3", "Unified", "32M")]
+    for index, facts in enumerate(kinds):
         folder = tmp_path / f"index{index}"
         folder.mkdir()
-        (folder / "level").write_text(level + "\n")
-        (folder / "size").write_text(size + "\n")
-    assert second_cache(tmp_path) == 512 << 10
-    assert second_cache(tmp_path / "nothing") > 0
+        for name, fact in zip(("level", "type", "size"), facts, strict=True):
+            (folder / name).write_text(fact + "\n")
+    assert cache_bytes(1, tmp_path) == 48 << 10
+    assert cache_bytes(2, tmp_path) == 512 << 10
+    assert cache_bytes(2, tmp_path / "nothing") > 0
 
 
 def test_the_papers_networks_get_the_special_kernels():
@@ -238,9 +242,8 @@ def test_the_papers_networks_get_the_special_kernels():
     )
     assert [type(node) for node in one.nodes] == [FilterClassifier]
     assert one.nodes[0].conv.dy is one.nodes[0].conv.y, "the gradient takes the activation's place"
-    assert [type(node) for node in mlp.nodes if node.trains] == [Convolution, Convolution, WideDense, SkinnyDense]
-    assert mlp.nodes[1].sparse
-    assert not pool4.nodes[1].sparse
+    assert [node.way for node in mlp.nodes if node.trains] == ["lanes", "lanes-argmax", "wide", "skinny"]
+    assert [node.way for node in pool4.nodes if node.trains] == ["lanes", "lanes", "wide", "skinny"]
 
 
 def test_memory_is_bounded_by_the_tile_not_the_batch():

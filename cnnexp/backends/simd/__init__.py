@@ -3,9 +3,10 @@
 How the files stand to each other: `intrinsics` (what only some CPUs have), `emit` (vector instructions), `trace` (rules
 in them) and `layout` (where values lie) at the bottom; kernels in `transfer`, `conv_lanes`, `conv_filters`,
 `conv_sparse`, `conv_events`, `elementwise`, `update`, and on `product`, packed matrix products, `conv_channels` and
-`linear`; `nodes` groups layers and calls their kernels, `plan` picks the nodes and connects them; `step` is the
-compiled training loop, `barrier` where its threads wait for each other, `clocks` what it tells of its parts; `program`
-is what the train loop sees, `team` its threads; `apart` compiles in a process of its own; `host` knows the CPU.
+`linear`; `nodes` are layers that are computed at once, `cost` says what their kernels cost, `ways` chooses among them
+and `plan` connects them; `step` is the compiled training loop, `barrier` where its threads wait for each other,
+`clocks` what it tells of its parts; `program` is what the train loop sees, `team` its threads; `apart` compiles in a
+process of its own; `host` knows the CPU.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from cnnexp.backends.simd.clocks import available
 from cnnexp.backends.simd.host import host_target
 from cnnexp.backends.simd.plan import suits
 from cnnexp.backends.simd.program import SimdProgram, paying_threads
+from cnnexp.errors import ConfigError
 from cnnexp.network import Network
 from cnnexp.network.losses import Loss
 from cnnexp.optimizers import Optimizer
@@ -36,12 +38,22 @@ class CpuSimd(ThreadedBackend):
     Attributes:
         threads: as `ThreadedBackend`; the smallest networks train on fewer, see `paying_threads`.
         fallback: whether a run whose network kills the compiler goes on with `next_best`.
+        explain: whether a run shows what was chosen for every kernel of a step, as `Program.explain` tells it.
+        ways: `LAYER:WAY` where a layer is not to be computed in the way that is expected to cost least; see `ways`.
         clocks: whether programs clock their parts; set by `clocked` alone.
     """
 
     name: ClassVar[str] = "cpu-simd"
     fallback: bool = False
+    explain: bool = False
+    ways: tuple[str, ...] = ()
     clocks: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for given in self.ways:
+            if not all(given.partition(":")):
+                raise ConfigError(f"backend.ways={given!r}: must be LAYER:WAY, as conv1:channels")
 
     @property
     def clocked(self) -> Backend:
@@ -65,6 +77,8 @@ class CpuSimd(ThreadedBackend):
         need_compiler()
         if not suits(network, loss):
             return self._general.compile(network, loss, optimizer, batch_size)
-        target = dataclasses.replace(host_target(), clocks=self.clocks and available(cache.host()[0]))
+        forced = tuple((layer, way) for layer, _, way in (given.partition(":") for given in self.ways))
+        clocks = self.clocks and available(cache.host()[0])
+        target = dataclasses.replace(host_target(), forced=forced, clocks=clocks)
         threads = paying_threads(network, batch_size, target, self.thread_count)
         return SimdProgram(network, loss, optimizer, batch_size, target, threads)

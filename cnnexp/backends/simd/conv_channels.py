@@ -21,8 +21,11 @@ from cnnexp.backends.simd.emit import INDEX, Emitter, Pointer, Target
 from cnnexp.backends.simd.layout import Image, Ring
 from cnnexp.backends.simd.product import Panel, Panels, Steps, add_products, choose_tile, chunks, most_height
 
-CACHED_SHARE = 4
-"""Part of the second cache that x and d of a weight gradient's images may take: one over this."""
+CACHED_PART = (3, 4)
+"""Part of the first cache that x and d of a weight gradient's pieces may take."""
+
+LEAST_TERMS = 48
+"""Terms that a tile adds to its sums before they go back to memory, at least."""
 
 
 @dataclass(frozen=True)
@@ -124,36 +127,54 @@ def codes_at(k: Emitter, windows: Windows[Image], n: ir.Value, u: ir.Value, v: i
     return windows.codes.pixel(k, n, u, v).at(vector, k.lanes // 4)
 
 
-def weight_gradients(k: Emitter, conv: Sum, d: Image, dw: Pointer, db: Pointer | None, cache: int) -> None:
+def pieces(conv: Sum, d: Image, cache: int) -> tuple[int, int]:
+    """Return the images and the rows of d that a weight gradient goes over at once: what the first cache holds.
+
+    Fewer rows than give a tile `LEAST_TERMS` terms are not worth loading and storing its sums.
+
+    Args:
+        cache: bytes.
+    """
+    rows, columns, _ = d.shape
+    held = cache * CACHED_PART[0] // CACHED_PART[1]
+    most = max(held // (4 * (conv.stride * conv.x.row + d.row)), -(-LEAST_TERMS // columns))
+    return (max(1, held // (4 * (conv.x.stride + d.stride))), rows) if most >= rows else (1, most)
+
+
+def weight_gradients(k: Emitter, conv: Sum, d: Image, dw: Pointer, db: Pointer | None) -> None:
     """dw[r, f] += sum over pixels of x * d, packed as the weights; db likewise.
 
-    By blocks of images whose x and d stay in the second cache while all tiles of dw go over them.
+    By pieces of x and d that stay in the first cache while all tiles of dw go over them.
 
     Args:
         conv: the forward geometry; its y is not used. d: gradient of the convolution's output (P, Q, F).
-        cache: bytes of the second cache.
     """
     x, panels = conv.x, conv.panels
     rows, columns, _ = d.shape
     run = conv.kernel[1] * x.shape[2]
-    block = max(1, cache // CACHED_SHARE // (4 * (x.stride + d.stride)))
-    steps = Steps(rows, columns, (conv.stride * x.row, conv.stride * x.column), (d.row, d.column))
+    block, most_rows = pieces(conv, d, k.target.first_cache)
     with k.loop(k.groups(block)) as g:
         first = k.builder.mul(g, INDEX(block))
         last = k.builder.add(first, INDEX(block))
         last = k.builder.select(k.builder.icmp_signed("<", last, k.count), last, k.count)
-        for panel in panels.each(k):
-            unit = panel.width * k.lanes
-            for first_r, height, times in chunks(run, most_height(panel.width, k.target.registers)):
-                with k.loop(conv.kernel[0]) as i, k.loop(times) as t:
-                    r = k.builder.add(k.builder.mul(t, INDEX(height)), INDEX(first_r))
-                    target = panel.at(dw).at(i, run * unit).at(r, unit)
-                    places = [[target + (m * unit + v * k.lanes) for v in range(panel.width)] for m in range(height)]
-                    with k.sums(places) as totals, k.loop(last, start=first) as n:
-                        source = x.stored(k, n) + (conv.origin[0] * x.row + conv.origin[1] * x.column)
-                        gradient = panel.outputs(d.pixel(k, n, INDEX(0), INDEX(0)))
-                        corner = source.at(i, x.row).at(r)
-                        add_products(k, totals, corner, list(range(height)), gradient, steps, panel.valid)
+        for first_p, piece, times_p in chunks(rows, most_rows):
+            steps = Steps(piece, columns, (conv.stride * x.row, conv.stride * x.column), (d.row, d.column))
+            with k.loop(times_p) as part:
+                p = k.builder.add(k.builder.mul(part, INDEX(piece)), INDEX(first_p))
+                for panel in panels.each(k):
+                    unit = panel.width * k.lanes
+                    for first_r, height, times in chunks(run, most_height(panel.width, k.target.registers)):
+                        with k.loop(conv.kernel[0]) as i, k.loop(times) as t:
+                            r = k.builder.add(k.builder.mul(t, INDEX(height)), INDEX(first_r))
+                            target = panel.at(dw).at(i, run * unit).at(r, unit)
+                            places = [
+                                [target + (m * unit + v * k.lanes) for v in range(panel.width)] for m in range(height)
+                            ]
+                            with k.sums(places) as totals, k.loop(last, start=first) as n:
+                                source = x.stored(k, n) + (conv.origin[0] * x.row + conv.origin[1] * x.column)
+                                corner = source.at(p, conv.stride * x.row).at(i, x.row).at(r)
+                                gradient = panel.outputs(d.pixel(k, n, p, INDEX(0)))
+                                add_products(k, totals, corner, list(range(height)), gradient, steps, panel.valid)
     if db is not None:
         bias_gradients(k, panels, d, db)
 

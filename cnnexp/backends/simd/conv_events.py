@@ -75,12 +75,6 @@ def most_vectors(registers: int) -> int:
     return (registers - 3) // 2
 
 
-def suits(kernel: int, channels: int, lanes: int, window: int) -> bool:
-    """Whether following the argmax costs less than all outputs: long runs, full vectors."""
-    run = kernel * channels
-    return window >= 2 and run >= 4 * lanes and round_up(run, lanes) * 4 <= run * 5
-
-
 def make_events(
     arena: Arena, conv: Sum, windows: Windows[Image], dy: Image, dx: Image, rectify: bool, positive: bool
 ) -> Events:

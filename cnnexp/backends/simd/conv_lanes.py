@@ -69,10 +69,19 @@ class Correlation:
     positive: Grid | None = None
 
 
+def sums_tile(registers: int) -> tuple[int, int]:
+    """Return the pixels and filters of the forward pass's tile."""
+    return (4, 6) if registers >= 32 else (2, 4)
+
+
+def gradient_tile(registers: int) -> tuple[int, int]:
+    """Return the taps and filters of the weight gradient's tile."""
+    return (6, 4) if registers >= 32 else (3, 3)
+
+
 def forward(k: Emitter, conv: Correlation, weights: Pointer, bias: Pointer | None) -> None:
     """Fill conv.y (and the argmax codes)."""
-    pixels = 4 if k.target.registers >= 32 else 2
-    most_filters = 6 if k.target.registers >= 32 else 4
+    pixels, most_filters = sums_tile(k.target.registers)
     rows, columns, _ = conv.y.shape
     step = conv.stride * (conv.windows.stride if conv.windows else 1)
     with k.loop(k.groups(k.lanes)) as g:
@@ -239,7 +248,7 @@ def _weight_block(
     x, (i, r, f), (taps, filters) = conv.x, corner, size
     rows, columns, _ = d.shape
     most_columns = max(4, CACHED_VECTORS // (conv.stride * conv.channels + filters))
-    most_taps, most_filters = (6, 4) if k.target.registers >= 32 else (3, 3)
+    most_taps, most_filters = gradient_tile(k.target.registers)
     with k.loop(taps * filters) as total:
         k.store(k.zero(), sums.at(total, k.lanes))
     with k.loop(k.groups(k.lanes)) as g, k.loop(rows) as p:

@@ -88,10 +88,9 @@ def widths(run: int, lanes: int) -> list[int]:
     return [lanes] * (run // lanes) + ([1 << (rest - 1).bit_length()] if rest else [])
 
 
-def suits(kernel: int, channels: int, registers: int, lanes: int) -> bool:
-    """Whether a filter's weights and their gradients fit the registers, with vectors at least half full."""
-    vectors = kernel * len(widths(kernel * channels, lanes))
-    return 2 * vectors + 2 <= registers and 2 * kernel * channels >= lanes
+def fits(kernel: int, channels: int, registers: int, lanes: int) -> bool:
+    """Whether a filter's weights and their gradients fit the registers."""
+    return 2 * kernel * len(widths(kernel * channels, lanes)) + 2 <= registers
 
 
 def make_scratch(arena: Arena, kernel: int, stride: int, x: Grid, y: Grid, windows: Windows[Grid]) -> Scratch:

@@ -37,8 +37,8 @@ class Target:
         lanes: floats per vector, a power of 2 >= 4.
         registers: vector registers, which bound the register tiles.
         features: those of the CPU that `intrinsics.NEEDS` speaks of, sorted.
-        second_cache: bytes of the cache that a core has to itself.
-        convolutions: `lanes` (the batch in the lanes) or `channels`, where both can; "" for the faster.
+        second_cache: bytes of the larger cache that a core has to itself. first_cache: of the smaller, faster one.
+        forced: (layer, way) where a layer is not to be computed in the way that costs least; see `ways`.
         clocks: whether kernels read the clock, for a profile: see `clocks`.
     """
 
@@ -46,7 +46,8 @@ class Target:
     registers: int
     features: tuple[str, ...] = ()
     second_cache: int = 2 << 20
-    convolutions: str = ""
+    first_cache: int = 32 << 10
+    forced: tuple[tuple[str, str], ...] = ()
     clocks: bool = False
 
     def has(self, intrinsic_name: str) -> bool:

@@ -233,12 +233,12 @@ def skinny_backward(
 
     Args:
         start, vectors: the vectors of features that it is about.
-        dx: may be `x` itself, which then is overwritten, if `reads_once`.
+        dx: may be `x` itself, which then is overwritten, up to `most_block` outputs.
         rectified: x is a ReLU's output, and dx the gradient of that ReLU's input.
     """
     outputs = dy.size
     room = outputs * k.lanes
-    parts = chunks(outputs, 12 if k.target.registers >= 32 else 6)
+    parts = chunks(outputs, most_block(k.target.registers))
     starts = [first + i * size for first, size, times in parts for i in range(times)] + [outputs]
     with k.loop(k.builder.add(start, INDEX(vectors)), start=start) as v:
         for first, last in itertools.pairwise(starts):
@@ -264,6 +264,6 @@ def skinny_backward(
                 k.store(total.get(), place)
 
 
-def reads_once(outputs: int, registers: int) -> bool:
-    """Whether `skinny_backward` reads each x only once, so that dx may take its place."""
-    return outputs <= (12 if registers >= 32 else 6)
+def most_block(registers: int) -> int:
+    """Return the outputs that `skinny_backward` does at once; with more it reads x again, so dx may not replace it."""
+    return 12 if registers >= 32 else 6

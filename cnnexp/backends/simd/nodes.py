@@ -16,6 +16,7 @@ from cnnexp.backends.simd import (
     conv_filters,
     conv_lanes,
     conv_sparse,
+    cost,
     elementwise,
     linear,
     trace,
@@ -25,10 +26,20 @@ from cnnexp.backends.simd.conv_events import Events
 from cnnexp.backends.simd.conv_filters import FilterBank
 from cnnexp.backends.simd.conv_lanes import Correlation, Windows
 from cnnexp.backends.simd.conv_sparse import SparseGradient
+from cnnexp.backends.simd.cost import (
+    Work,
+    events,
+    lane_gradient,
+    lane_sums,
+    passes,
+    product_gradient,
+    product_sums,
+    transposition,
+)
 from cnnexp.backends.simd.emit import INDEX, Emitter, Kernels, Target
 from cnnexp.backends.simd.layout import Grid, Image, Layout, Matrix, Ring, round_up
-from cnnexp.backends.simd.product import Panels, choose_tile, most_height
-from cnnexp.network import ConvStage, ElementwiseStage, LinearStage, MaxPool2d, PoolStage
+from cnnexp.backends.simd.product import Panels, choose_tile, chunks, most_height, tile_cycles
+from cnnexp.network import ConvStage, ElementwiseStage, LeakyReLU, LinearStage, MaxPool2d, PoolStage, ReLU
 from cnnexp.optimizers import Optimizer
 
 Tensor = Grid | Matrix | Image
@@ -43,8 +54,9 @@ class Node(Generic[X, Y]):
     """Layers computed at once.
 
     Attributes:
-        name: of its kernels. layers: their names, in order.
+        name: of its kernels, and of the first layer.
         shape: of its output, without the images.
+        layers: the names of all that it computes; none where it changes a layout.
         x, y: input and output, given by the plan.
         dy: gradient of y, given where the node goes backward. dx: of x, None where it is not needed.
         input_rectified: x is a ReLU's output, and dx to be the gradient of that ReLU's input.
@@ -58,7 +70,8 @@ class Node(Generic[X, Y]):
     dx: X | None = None
     input_rectified = False
     dy_rectified = False
-
+    way = "alone"
+    """How it computes, where there are several ways; see `ways`."""
     wants: type[Tensor] | None = None
     """The layout of the input, `Grid`, `Matrix` or `Image`; None for either, and the output is of the same."""
     makes: type[Tensor] | None = None
@@ -83,6 +96,26 @@ class Node(Generic[X, Y]):
     def rectifies_dy(self) -> bool:
         """Whether its ReLU's gradient is still to be taken."""
         return self.rectify and not self.dy_rectified
+
+    def fits(self, target: Target) -> bool:
+        """Whether the CPU's registers hold it."""
+        return True
+
+    def may_follow(self, before: Ring | None, needs_dx: bool) -> bool:
+        """Whether it can come after a node.
+
+        Args:
+            before: the room around that node's dy, None where it is the network's input. needs_dx: of its own.
+        """
+        return True
+
+    def work(self, target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
+        """Return what each kernel, by its name, does for an image.
+
+        Args:
+            images: of a tile. needs_dx: whether the gradient of its input is needed.
+        """
+        raise NotImplementedError
 
     def input_ring(self) -> Ring:
         """Return the room that its input needs around it."""
@@ -129,13 +162,22 @@ class Node(Generic[X, Y]):
 
 
 class _Convolution(Node[Pixels, Pixels]):
-    """Conv2d [+ ReLU] [+ MaxPool2d]."""
+    """Conv2d [+ ReLU] [+ MaxPool2d].
+
+    Args:
+        argmax: whether the gradients follow the max-pool's argmax, rather than all outputs.
+    """
 
     trains = rectifies_dx = True
 
-    def __init__(self, stage: ConvStage, rectify: bool, pool: PoolStage | None) -> None:
+    def __init__(self, stage: ConvStage, rectify: bool, pool: PoolStage | None, argmax: bool = False) -> None:
         super().__init__(stage.name, (pool or stage).output_shape)
-        self.stage, self.rectify, self.pool = stage, rectify, pool
+        self.stage, self.rectify, self.pool, self.argmax = stage, rectify, pool, argmax
+
+    @property
+    def window(self) -> int:
+        """Pixels of the convolution in each cell of the output."""
+        return self.pool.window.size**2 if self.pool else 1
 
     def input_ring(self) -> Ring:
         return Ring(*self.stage.window.pads)
@@ -176,6 +218,57 @@ class Convolution(_Convolution[Grid]):
     def in_lanes(self, what: str, kernel: str) -> str:
         return "weights" if self.follows and what == BACKWARD else "images"
 
+    def __init__(self, stage: ConvStage, rectify: bool, pool: PoolStage | None, argmax: bool = False) -> None:
+        super().__init__(stage, rectify, pool, argmax)
+        self.way = "lanes-argmax" if argmax else "lanes"
+
+    def fits(self, target: Target) -> bool:
+        """Whether the CPU's registers hold it."""
+        layer, channels = self.stage.layer, self.stage.input_shape[2]
+        return not self.argmax or conv_sparse.fits(layer.kernel, channels, target.registers, target.lanes)
+
+    def may_follow(self, before: Ring | None, needs_dx: bool) -> bool:
+        if not self.argmax:
+            return True
+        return needs_dx and self.input_ring() == before == Ring()
+
+    def work(self, target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
+        (height, width, channels), (rows, columns, filters) = self.stage.input_shape, self.stage.output_shape
+        kernel, cells, window = self.stage.layer.kernel, math.prod(self.shape[:2]), self.window
+        pixels, most = conv_lanes.sums_tile(target.registers)
+        if self.pool:
+            tile, count = min(window, pixels), cells * -(-window // pixels)
+        else:
+            tile, count = min(columns, pixels), rows * -(-columns // pixels)
+        found = {
+            "forward": lane_sums(tile, most, count, filters, kernel**2 * channels, target, 2.0 * window),
+            "rectify_gradient": passes(rows * columns * filters, 2, target, target.lanes, 3),
+            "rectify_dx": passes(height * width * channels, 2, target, target.lanes, 3),
+            "unpool": passes(cells * filters, 4 + 3 * window, target, target.lanes, window + 1),
+        }
+        if self.argmax:
+            moved = transposition(2 * height * width * channels, target).cycles
+            run, vectors = kernel * channels, kernel * len(conv_sparse.widths(kernel * channels, target.lanes))
+            held = 8 * height * width * channels
+            following = events(cells, window, filters, kernel, run, 1, held, target)
+            packing = 6 * kernel**2 * channels * filters / images
+            tile_text = f"{vectors} vectors of a filter"
+            found["sparse_backward"] = Work(following.macs, following.cycles + moved + packing, tile_text)
+            return {name: found[name] for name in ("forward", "sparse_backward", "rectify_dx")}
+        # rows are gone over for every row of the kernel, and by blocks of 8 filters
+        held = rows * columns * filters + height * width * channels
+        moved = kernel * (rows * columns * filters + height * width * channels * -(-filters // 8))
+        gradient_tile, terms = conv_lanes.gradient_tile(target.registers), kernel**2 * channels
+        found["weight_gradients"] = lane_gradient(
+            gradient_tile, terms, filters, rows * columns, images, moved, held, target
+        )
+        if needs_dx:
+            count = height * -(-width // pixels)
+            back = lane_sums(min(width, pixels), most, count, channels, kernel**2 * filters, target, 2.0)
+            flipping = 2 * kernel**2 * channels * filters / images
+            found["input_gradient"] = Work(back.macs, back.cycles + flipping, back.tile)
+        return found
+
     def _dense_ring(self) -> Ring:
         """Windows of the flipped kernel reach over its edge."""
         layer, reach = self.stage.layer, self.stage.layer.kernel - 1
@@ -197,7 +290,7 @@ class Convolution(_Convolution[Grid]):
         self.correlation = Correlation(
             self.x, (0, 0), layer.stride, layer.kernel, channels, layer.filters, self.y, self.rectify, windows
         )
-        self.sparse = self._sparse(plan, windows)
+        self.sparse = self._sparse(plan, windows) if windows and self.argmax else None
         if self.sparse:
             return
         self.sums = plan.arena.allocate(conv_lanes.MOST_SUMS * plan.target.lanes)
@@ -207,16 +300,12 @@ class Convolution(_Convolution[Grid]):
         if self.dx:
             self.flipped = plan.arena.allocate(self.stage.weight.size)
 
-    def _sparse(self, plan: Layout, windows: Windows[Grid] | None) -> SparseGradient | None:
-        """Return the gradient that follows the argmax, where it pays."""
-        layer, channels, target = self.stage.layer, self.stage.input_shape[2], plan.target
-        if windows is None or self.dx is None or windows.size < 2 or not (self.x.dense and self.dx.dense):
-            return None
-        if not conv_sparse.suits(layer.kernel, channels, target.registers, target.lanes):
-            return None
+    def _sparse(self, plan: Layout, windows: Windows[Grid]) -> SparseGradient:
+        """Return the gradient that follows the argmax."""
+        layer, channels = self.stage.layer, self.stage.input_shape[2]
         scratch = conv_sparse.make_scratch(plan.arena, layer.kernel, layer.stride, self.x, self.y, windows)
         return SparseGradient(
-            self.x, self.y, self.dy, self.dx, layer.kernel, layer.stride, channels, layer.filters,
+            self.x, self.y, self.dy, self.needed_dx, layer.kernel, layer.stride, channels, layer.filters,
             windows, self.rectifies_dy, scratch,
         )  # fmt: skip
 
@@ -280,13 +369,52 @@ class ChannelConvolution(_Convolution[Image]):
     def in_lanes(self, what: str, kernel: str) -> str:
         return "weights" if self.follows and what == BACKWARD else "channels"
 
-    @staticmethod
-    def suits(stage: ConvStage, pool: PoolStage | None, target: Target) -> bool:
-        """Whether the filters fill vectors and a window's sums fit the registers."""
-        filters, window = stage.layer.filters, pool.window.size**2 if pool else 1
-        if target.convolutions:
-            return target.convolutions == "channels"
-        return 4 * filters >= 3 * round_up(filters, target.lanes) and window <= most_height(1, target.registers)
+    def __init__(self, stage: ConvStage, rectify: bool, pool: PoolStage | None, argmax: bool = False) -> None:
+        super().__init__(stage, rectify, pool, argmax)
+        self.way = "channels-argmax" if argmax else "channels"
+
+    def fits(self, target: Target) -> bool:
+        """Whether a window's sums fit the registers."""
+        return self.window <= most_height(1, target.registers)
+
+    def may_follow(self, before: Ring | None, needs_dx: bool) -> bool:
+        return needs_dx or not self.argmax
+
+    def work(self, target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
+        (height, width, channels), (rows, columns, filters) = self.stage.input_shape, self.stage.output_shape
+        layer, cells, window = self.stage.layer, math.prod(self.shape[:2]), self.window
+        kernel, run = layer.kernel, layer.kernel * channels
+        finish = 2.5 + 3.0 * (window - 1)
+        found = {
+            "forward": product_sums((self.shape[0], self.shape[1]), window, filters, kernel * run, target, finish),
+            "gradient": passes(rows * columns * filters, 2, target, images),
+            "unpool": passes(cells * filters, 4 + 3 * window, target, images, window + 1),
+        }
+        if self.argmax:
+            vectors = -(-run // target.lanes)
+            parts = -(-vectors // conv_events.most_vectors(target.registers))
+            cell_rows = -(-conv_events.block_cells(target.lanes) // self.shape[1])
+            step = self.pool.window.stride * layer.stride if self.pool else 1
+            reach = min(height, cell_rows * step + kernel)
+            held = 8 * reach * width * channels
+            following = events(cells, window, filters, kernel, run, kernel * parts, held, target)
+            packing = (3 * math.log2(target.lanes) + 6) * kernel * run * filters / target.lanes / images
+            cleared = passes(height * width * channels, 4, target).cycles
+            found["events"] = Work(following.macs, following.cycles + packing + cleared, following.tile)
+            return {name: found[name] for name in ("forward", "events")}
+        wide = conv_channels.panel_width((self.shape[0], self.shape[1]), window, filters, target)
+        read = 4 * (height * width * channels + rows * columns * filters)
+        found["weight_gradients"] = product_gradient(run, kernel, filters, wide, (rows, columns), read, target)
+        if needs_dx:
+            sums = [
+                product_sums((p.count, q.count), 1, channels, len(p.taps) * len(q.taps) * filters, target)
+                for p in conv_channels.phases(height, kernel, layer.stride, self.stage.window.pads[0])
+                for q in conv_channels.phases(width, kernel, layer.stride, self.stage.window.pads[1])
+            ]
+            packing = (math.log2(target.lanes) + 2) * kernel * run * filters / target.lanes / images
+            macs, largest = sum(part.macs for part in sums), max(sums, key=lambda part: part.macs)
+            found["input_gradient"] = Work(macs, cost.total(sums) + packing, largest.tile)
+        return found
 
     def _dense_ring(self) -> Ring:
         stage, layer = self.stage, self.stage.layer
@@ -310,7 +438,7 @@ class ChannelConvolution(_Convolution[Image]):
             self.x, (0, 0), layer.stride, (layer.kernel, layer.kernel), self.y, (0, 0), 1, counts,
             panels, self.rectify, windows,
         )  # fmt: skip
-        self.events = self._events(plan)
+        self.events = self._events(plan, windows) if windows and self.argmax else None
         if self.events:
             return
         self.d, ring = self.dy, self._dense_ring() if self.dx else Ring()
@@ -323,15 +451,10 @@ class ChannelConvolution(_Convolution[Image]):
             )
             self.packed = plan.arena.allocate(self.gradient.size)
 
-    def _events(self, plan: Layout) -> Events | None:
-        """Return the gradient that follows the argmax, where it pays."""
-        windows, channels = self.sum.windows, self.stage.input_shape[2]
-        if windows is None or self.dx is None:
-            return None
-        if not conv_events.suits(self.stage.layer.kernel, channels, plan.target.lanes, windows.size):
-            return None
+    def _events(self, plan: Layout, windows: Windows[Image]) -> Events:
+        """Return the gradient that follows the argmax."""
         return conv_events.make_events(
-            plan.arena, self.sum, windows, self.dy, self.dx, self.rectifies_dy, self.input_rectified
+            plan.arena, self.sum, windows, self.dy, self.needed_dx, self.rectifies_dy, self.input_rectified
         )
 
     def forward(self, plan: Layout) -> Kernels:
@@ -346,7 +469,7 @@ class ChannelConvolution(_Convolution[Image]):
 
         def weight_gradients(k: Emitter) -> None:
             dw, db = plan.parameters.gradients(k, self.stage)
-            conv_channels.weight_gradients(k, self.sum, self.d, dw, db, plan.target.second_cache)
+            conv_channels.weight_gradients(k, self.sum, self.d, dw, db)
 
         kernels: Kernels = []
         windows = self.sum.windows
@@ -380,6 +503,7 @@ class FilterConvolution(Node[Matrix, Matrix]):
 
     wants = makes = Matrix
     trains = True
+    way = "filters"
 
     def __init__(self, stage: ConvStage, rectify: bool, pool: PoolStage) -> None:
         super().__init__(stage.name, pool.output_shape)
@@ -389,15 +513,32 @@ class FilterConvolution(Node[Matrix, Matrix]):
         self.input_size = (top + height + bottom) * self.row
         self.first = top * self.row + left * channels
 
-    @staticmethod
-    def suits(stage: ConvStage, pool: PoolStage, target: Target) -> bool:
+    def fits(self, target: Target) -> bool:
         """Whether the filters fill vectors and a patch and a filter's accumulators fit registers."""
-        layer, channels = stage.layer, stage.input_shape[2]
+        layer, channels, size = self.stage.layer, self.stage.input_shape[2], self.pool.window.size
         if layer.filters % target.lanes or target.registers < 32:
             return False
-        size = pool.window.size
         side = conv_filters.patch_side(layer.kernel, layer.stride, size)
         return layer.kernel**2 * channels <= 25 and size * size <= 4 and side * side * channels <= 64
+
+    def may_follow(self, before: Ring | None, needs_dx: bool) -> bool:
+        return before is None
+
+    def work(self, target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
+        layer, channels, size = self.stage.layer, self.stage.input_shape[2], self.pool.window.size
+        cells, vectors, terms = math.prod(self.shape[:2]), layer.filters // target.lanes, layer.kernel**2 * channels
+        values = conv_filters.patch_side(layer.kernel, layer.stride, size) ** 2 * channels
+        permutes = target.permutes and values <= target.lanes
+        sums = max(terms * size**2 / cost.MACS, terms / cost.LOADS, 4) + 1.5 * size**2 + 3
+        gradient = terms if permutes else terms * size**2 / cost.MACS
+        macs = cells * layer.filters * terms
+        return {
+            "forward": Work(
+                macs * size**2, cells * (values + vectors * sums), f"{size**2} pixels x 1 vector of filters"
+            ),
+            "rectify_gradient": passes(cells * layer.filters, 2, target),
+            "weight_gradients": Work(macs, cells * vectors * (gradient + 4), f"{terms} taps x 1 vector of filters"),
+        }
 
     def prepare(self, plan: Layout) -> None:
         plan.parameters.place_plain(self.stage.weight, self.stage.bias)
@@ -470,6 +611,10 @@ class Dense(Node[Matrix, Matrix]):
     def multiply_adds(self, what: str) -> int:
         return (2 if what == BACKWARD and self.dx else 1) * self.stage.macs
 
+    def _common_work(self, target: Target) -> dict[str, Work]:
+        width = round_up(self.stage.output_shape[0], target.lanes)
+        return {"rectify_gradient": passes(width, 3, target), "bias_gradients": passes(width, 1, target)}
+
     def backward(self, plan: Layout) -> Kernels:
         """Return what both forms begin with."""
         kernels: Kernels = []
@@ -490,6 +635,36 @@ class WideDense(Dense):
 
     def in_lanes(self, what: str, kernel: str) -> str:
         return "images" if kernel == "input_gradient" else "weights"
+
+    way = "wide"
+
+    def work(self, target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
+        features, outputs = self.stage.weight.shape
+        vectors = -(-outputs // target.lanes)
+        _, _, width = choose_tile((images, 1), 1, vectors, target.registers)
+        sums = product_sums((images, 1), 1, outputs, features, target)
+        read = 4 * images * (features + outputs)
+        gradient = product_gradient(features, 1, outputs, width, (1, images), read, target)
+        stored = 2 * cost.bring(features * outputs, 8 * features * outputs, target)
+        back = [
+            times_w * times_h * (outputs * tile_cycles(high, wide) + high * wide)
+            for _, wide, times_w in chunks(-(-images // target.lanes), 4)
+            for _, high, times_h in chunks(features, most_height(wide, target.registers))
+        ]
+        weights = Work(gradient.macs / images, (gradient.cycles + stored) / images, gradient.tile)
+        found = {
+            **self._common_work(target),
+            "forward": Work(sums.macs / images, sums.cycles / images, sums.tile),
+            "weight_gradients": weights,
+            "update": weights,
+        }
+        if needs_dx:
+            found |= {
+                "dy_to_lanes": transposition(outputs, target),
+                "input_gradient": Work(features * outputs, sum(back) / images, "features x vectors of images"),
+                "dx_to_rows": transposition(features, target),
+            }
+        return found
 
     def prepare(self, plan: Layout) -> None:
         (features, outputs), target = self.stage.weight.shape, plan.target
@@ -545,6 +720,30 @@ class SkinnyDense(Dense):
     """Few outputs. Both passes can go by parts of the features: see `FilterClassifier`."""
 
     rectifies_dx = True
+    way = "skinny"
+
+    def fits(self, target: Target) -> bool:
+        """Whether an image's sums fit the registers."""
+        return self.stage.output_shape[0] <= linear.MOST_OUTPUTS
+
+    def work(self, target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
+        features, outputs = self.stage.weight.shape
+        vectors = -(-features // target.lanes)
+        pair = 2 if 2 * outputs + 3 <= target.registers else 1
+        sums = max(outputs / cost.MACS, 4 / pair, (outputs / pair + 1) / cost.LOADS)
+        ending = round_up(outputs, target.lanes) * (math.log2(target.lanes) + 3)
+        parts = len(chunks(outputs, linear.most_block(target.registers)))
+        each = outputs * (1 if needs_dx else 0.75) + 2.5 * parts + 2 * outputs / images
+        macs = features * outputs
+        return {
+            **self._common_work(target),
+            "forward": Work(macs, vectors * sums + ending, f"{pair} images x {outputs} outputs"),
+            "backward": Work(
+                macs * (2 if needs_dx else 1),
+                vectors * each,
+                f"{min(outputs, linear.most_block(target.registers))} outputs",
+            ),
+        }
 
     def prepare(self, plan: Layout) -> None:
         (features, outputs), lanes = self.stage.weight.shape, plan.target.lanes
@@ -592,6 +791,7 @@ class FilterClassifier(Node[Matrix, Matrix]):
 
     wants = makes = Matrix
     trains = True
+    way = "filters-fused"
 
     def __init__(self, conv: FilterConvolution, dense: SkinnyDense) -> None:
         super().__init__(f"{conv.name}+{dense.name}", dense.shape)
@@ -602,13 +802,25 @@ class FilterClassifier(Node[Matrix, Matrix]):
         """As `Node.part`: of the dense layer; what the convolution takes is charged to it between."""
         return self.dense.part(plan, what, kernel)
 
-    @classmethod
-    def of(cls, nodes: list[Node], target: Target) -> FilterClassifier | None:
-        """Return the node of two that open a network, None where they are no such pair."""
-        match nodes:
-            case [FilterConvolution() as conv, SkinnyDense() as dense, *_]:
-                return cls(conv, dense) if linear.reads_once(dense.stage.layer.features, target.registers) else None
-        return None
+    def fits(self, target: Target) -> bool:
+        """Whether each part does, and the gradient can take the place of what lies between."""
+        once = self.dense.stage.weight.shape[1] <= linear.most_block(target.registers)
+        return once and self.conv.fits(target) and self.dense.fits(target)
+
+    def may_follow(self, before: Ring | None, needs_dx: bool) -> bool:
+        return before is None
+
+    def work(self, target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
+        conv, dense = self.conv.work(target, images, False), self.dense.work(target, images, True)
+
+        def joined(a: Work, b: Work) -> Work:
+            return Work(a.macs + b.macs, a.cycles + b.cycles, f"{a.tile}; {b.tile}")
+
+        return {
+            **{name: dense[name] for name in ("rectify_gradient", "bias_gradients")},
+            "forward": joined(conv["forward"], dense["forward"]),
+            "backward": joined(conv["weight_gradients"], dense["backward"]),
+        }
 
     def prepare(self, plan: Layout) -> None:
         conv, dense = self.conv, self.dense
@@ -658,6 +870,9 @@ class ToRows(Node[Grid, Matrix]):
 
     wants, makes = Grid, Matrix
 
+    def work(self, target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
+        return _change_work(math.prod(self.shape), target)
+
     def prepare(self, plan: Layout) -> None:
         if self.dx:
             self.dense = self.dx if self.dx.dense else plan.arena.grid(self.dx.shape)
@@ -678,6 +893,9 @@ class ToImages(Node[Grid, Image]):
 
     wants, makes = Grid, Image
 
+    def work(self, target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
+        return _change_work(math.prod(self.shape), target)
+
     def forward(self, plan: Layout) -> Kernels:
         return [("forward", lambda k: transfer.to_image(k, self.x, self.y))]
 
@@ -690,11 +908,19 @@ class ToLanes(Node[Image, Grid]):
 
     wants, makes = Image, Grid
 
+    def work(self, target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
+        return _change_work(math.prod(self.shape), target)
+
     def forward(self, plan: Layout) -> Kernels:
         return [("forward", lambda k: transfer.from_image(k, self.x, self.y))]
 
     def backward(self, plan: Layout) -> Kernels:
         return [("backward", lambda k: transfer.to_image(k, self.dy, self.needed_dx))]
+
+
+def _change_work(floats: int, target: Target) -> dict[str, Work]:
+    turned = transposition(floats, target)
+    return {"forward": turned, "backward": turned, "copy": passes(floats, 1, target)}
 
 
 class Activation(Node[Grid | Matrix, Grid | Matrix]):
@@ -703,6 +929,11 @@ class Activation(Node[Grid | Matrix, Grid | Matrix]):
     def __init__(self, stage: ElementwiseStage, shape: tuple[int, ...]) -> None:
         super().__init__(stage.name, shape)
         self.layer = stage.layer
+
+    def work(self, target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
+        # an exponential takes some twenty instructions, a comparison two
+        each = passes(math.prod(self.shape), 4 if isinstance(self.layer, ReLU | LeakyReLU) else 25, target)
+        return {"forward": each, "backward": each}
 
     def forward(self, plan: Layout) -> Kernels:
         rule = trace.emitted(self.layer.rule(trace.MATHS))
@@ -726,6 +957,11 @@ class Pool(Node[Grid, Grid]):
         super().__init__(stage.name, stage.output_shape)
         self.stage, self.size, self.stride = stage, stage.window.size, stage.window.stride
         self.largest = isinstance(stage.layer, MaxPool2d)
+
+    def work(self, target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
+        each = passes(math.prod(self.shape), 3 * self.size**2, target)
+        kept = passes(math.prod(self.stage.input_shape), 3, target)
+        return {"forward": each, "backward": Work(0.0, each.cycles + kept.cycles)}
 
     def input_ring(self) -> Ring:
         return Ring(*self.stage.window.pads, value=-math.inf if self.largest else 0.0)

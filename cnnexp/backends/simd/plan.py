@@ -1,7 +1,7 @@
 """From a network to kernels: which layers are fused, in which layout each works, and where its values lie.
 
-`Plan` walks the stages, makes one node for each group of layers that is computed at once (a convolution takes in the
-ReLU and the max-pool after it, a linear layer its ReLU), and asks every node for its forward and backward kernels.
+`Plan` takes the nodes that `ways` chooses, one for each group of layers that is computed at once, gives them room, and
+asks every node for its forward and backward kernels.
 """
 
 from __future__ import annotations
@@ -9,49 +9,24 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import assert_never, cast
+from typing import cast
 
 from llvmlite import ir
 
 from cnnexp.backends.parts import BACKWARD, FORWARD, Part
+from cnnexp.backends.protocol import KernelRow
 from cnnexp.backends.simd import linear, transfer
 from cnnexp.backends.simd.clocks import Clocks
+from cnnexp.backends.simd.cost import MACS, Work
 from cnnexp.backends.simd.emit import BYTE, FLOAT, Emitter, Kernels, Target
 from cnnexp.backends.simd.layout import Arena, Grid, Image, Matrix, Parameters, Ring
-from cnnexp.backends.simd.nodes import (
-    Activation,
-    ChannelConvolution,
-    Convolution,
-    FilterClassifier,
-    FilterConvolution,
-    Node,
-    Pool,
-    SkinnyDense,
-    Tensor,
-    ToImages,
-    ToLanes,
-    ToRows,
-    WideDense,
-)
-from cnnexp.network import (
-    ConvStage,
-    DropoutStage,
-    ElementwiseStage,
-    FlattenStage,
-    LinearStage,
-    MaxPool2d,
-    Network,
-    NormStage,
-    PoolStage,
-    ReLU,
-    ResidualStage,
-    Stage,
-)
+from cnnexp.backends.simd.nodes import FilterClassifier, FilterConvolution, Node, Tensor
+from cnnexp.backends.simd.ways import choose_nodes, works
+from cnnexp.network import ConvStage, ElementwiseStage, FlattenStage, LinearStage, Network, PoolStage
 from cnnexp.network.losses import Loss
 from cnnexp.optimizers import Optimizer
 
-LARGEST_WINDOW = 4
-"""Side of the largest max-pool that a convolution computes along: its code has every pixel of the window in it."""
+LAYOUTS = {Grid: "images in lanes", Image: "channels in lanes", Matrix: "an image a row"}
 
 STEP = {
     "gather": Part("gather", ("batch",), "gather"),
@@ -78,10 +53,11 @@ class Plan:
 
     def __init__(self, network: Network, target: Target, groups: int, share: int) -> None:
         images = groups * target.lanes
+        self.network = network
         self.target, self.share, self.owns = target, min(share, images), share <= images
         self.arena, self.parameters = Arena(target.lanes, groups), Parameters(target.lanes)
         self.clocks = Clocks(target)
-        nodes = self.nodes = group_stages(network, target)
+        nodes = self.nodes = choose_nodes(network, target, self.share)
         self._allocate(network, nodes)
         for node in nodes:
             node.prepare(self)
@@ -96,6 +72,21 @@ class Plan:
         self._updates = self._named(BACKWARD, trained, lambda node: node.owned_updates(self))
         self.step_parts = {name: self.clocks.part(part) for name, part in STEP.items()}
         self.clocks.place(self.arena.allocate)
+
+    def explain(self, threads: int) -> list[KernelRow]:
+        """Return a row for every kernel of a step, in order."""
+        known: dict[str, tuple[Node, Work]] = {}
+        for node in self.nodes:
+            kind, needs_dx = node.wants or type(node.x), node.dx is not None
+            for name, work in works(node, kind, self.target, self.share, needs_dx).items():
+                known[f"{node.name}.{name}"] = node, work
+        most, rows = MACS * self.target.lanes, []
+        for name, _ in (*self.forward, *self.backward, *self.gradients):
+            node, work = known[name]
+            layout, share = LAYOUTS[node.wants or type(node.x)], work.macs / (work.cycles * most)
+            count = round(work.macs), round(work.cycles)
+            rows.append(KernelRow(name, node.layers, node.way, layout, work.tile, threads, *count, share))
+        return rows
 
     def updates(self, optimizer: Optimizer) -> Kernels:
         return [(name, functools.partial(emit, optimizer=optimizer)) for name, emit in self._updates]
@@ -164,7 +155,7 @@ class Plan:
 
 
 def _flat(tensor: Tensor) -> Matrix:
-    """Return an image's values as a row; `group_stages` has put lanes into rows before."""
+    """Return an image's values as a row; `ways` has put lanes into rows before."""
     assert not isinstance(tensor, Grid)
     return tensor.matrix if isinstance(tensor, Image) else tensor
 
@@ -179,90 +170,3 @@ def suits(network: Network, loss: Loss) -> bool:
         return False
     known = ConvStage | PoolStage | LinearStage | ElementwiseStage | FlattenStage
     return all(isinstance(stage, known) for stage in network.stages)
-
-
-def group_stages(network: Network, target: Target) -> list[Node]:
-    """Group the stages, and put a change of layout where one is needed."""
-    stages, nodes = list(network.stages), list[Node]()
-    layout: type[Tensor] = Grid if len(network.input_shape) == 3 else Matrix
-    shape = network.input_shape
-    while stages:
-        names = [stage.name for stage in stages]
-        stage = stages.pop(0)
-        if isinstance(stage, FlattenStage):
-            # rows are flat already, and in lanes only a change of layout flattens
-            continue
-        node = _node(stage, stages, shape, target, first=not nodes)
-        node.layers = tuple(names[: len(names) - len(stages)])
-        if nodes:
-            layout = _change(nodes, node.name, layout, node.wants, shape)
-        nodes.append(node)
-        layout, shape = node.makes or layout, node.shape
-    _change(nodes, "scores", layout, Matrix, shape)
-    classifier = FilterClassifier.of(nodes, target)
-    return [classifier, *nodes[2:]] if classifier else nodes
-
-
-def _change(
-    nodes: list[Node], name: str, layout: type[Tensor], wanted: type[Tensor] | None, shape: tuple[int, ...]
-) -> type[Tensor]:
-    """Put the nodes that change a layout into the wanted one, and return it; an image is flat already."""
-    if wanted is None and layout is Image:
-        wanted = Grid
-    if wanted is None or wanted is layout:
-        return layout
-    if layout is Image and wanted is Grid:
-        nodes.append(ToLanes(f"{name}.lanes", shape))
-    elif layout is Grid and wanted is Image:
-        nodes.append(ToImages(f"{name}.rows", shape))
-    elif layout is Grid:
-        nodes.append(ToRows(f"{name}.rows", (math.prod(shape),)))
-    return wanted
-
-
-def _node(stage: Stage, following: list[Stage], shape: tuple[int, ...], target: Target, first: bool) -> Node:
-    """Return the node of a stage, taking from `following` what it computes along."""
-    match stage:
-        case ConvStage():
-            rectify, pool = _follow(following)
-            flattens = bool(following) and isinstance(following[0], FlattenStage)
-            if first and flattens and pool and FilterConvolution.suits(stage, pool, target):
-                return FilterConvolution(stage, rectify, pool)
-            if ChannelConvolution.suits(stage, pool, target):
-                return ChannelConvolution(stage, rectify, pool)
-            return Convolution(stage, rectify, pool)
-        case LinearStage():
-            rectify = bool(following) and isinstance(following[0].layer, ReLU)
-            if rectify:
-                following.pop(0)
-            return (SkinnyDense if stage.layer.features <= linear.MOST_OUTPUTS else WideDense)(stage, rectify)
-        case PoolStage():
-            return Pool(stage)
-        case ElementwiseStage():
-            return Activation(stage, shape)
-        case FlattenStage() | DropoutStage() | NormStage() | ResidualStage():
-            raise TypeError(f"{stage.name}: no node computes it; `suits` tells")
-        case _:
-            assert_never(stage)
-
-
-def _follow(following: list[Stage]) -> tuple[bool, PoolStage | None]:
-    """Take a ReLU and a max-pool, in either order, that a convolution can compute along."""
-    rectify, pool = False, None
-    while following:
-        match following[0]:
-            case ElementwiseStage(layer=ReLU()) if not rectify:
-                rectify = True
-            case PoolStage() as stage if pool is None and _fits_windows(stage):
-                pool = stage
-            case _:
-                break
-        following.pop(0)
-    return rectify, pool
-
-
-def _fits_windows(pool: PoolStage) -> bool:
-    """Whether a stage is a max-pool whose windows are small, do not overlap and do not reach past the image."""
-    if not isinstance(pool.layer, MaxPool2d) or pool.window.padded:
-        return False
-    return pool.window.size <= min(LARGEST_WINDOW, pool.window.stride)

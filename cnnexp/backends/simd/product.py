@@ -41,6 +41,21 @@ def most_height(width: int, registers: int) -> int:
     return max(1, (registers - width - 1) // width)
 
 
+def covering_cycles(counts: tuple[int, int], unit: int, vectors: int, tile: tuple[int, int, int]) -> float:
+    """Return the cycles of one step of the sums of (U, V) cells of `unit` rows each times all vectors, by tiles.
+
+    Args:
+        tile: rows, columns and vectors of one; see `choose_tile`.
+    """
+    rows, columns, width = tile
+    return sum(
+        times_u * times_v * times_w * (tile_cycles(u * v * unit, w) + 0.5)
+        for _, u, times_u in chunks(counts[0], rows)
+        for _, v, times_v in chunks(counts[1], columns)
+        for _, w, times_w in chunks(vectors, width)
+    )
+
+
 @functools.cache
 def choose_tile(counts: tuple[int, int], unit: int, vectors: int, registers: int) -> tuple[int, int, int]:
     """Return the tile (rows, columns, width in vectors) that covers (U, V) cells with the fewest cycles.
@@ -48,21 +63,11 @@ def choose_tile(counts: tuple[int, int], unit: int, vectors: int, registers: int
     Args:
         counts: U, V. unit: rows of the product that each cell takes. vectors: of outputs.
     """
-
-    def cost(shape: tuple[int, int, int]) -> float:
-        rows, columns, width = shape
-        return sum(
-            times_u * times_v * times_w * (tile_cycles(u * v * unit, w) + 0.5)
-            for _, u, times_u in chunks(counts[0], rows)
-            for _, v, times_v in chunks(counts[1], columns)
-            for _, w, times_w in chunks(vectors, width)
-        )
-
     shapes = [(1, 1, 1)]
     for width in range(1, min(vectors, 6) + 1):
         most = most_height(width, registers) // unit
         shapes += [(u, v, width) for u in range(1, counts[0] + 1) for v in range(1, counts[1] + 1) if u * v <= most]
-    return min(shapes, key=cost)
+    return min(shapes, key=lambda tile: covering_cycles(counts, unit, vectors, tile))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import numpy as np
 
 from cnnexp.backends.cache import load_or_compile
 from cnnexp.backends.parts import Part
-from cnnexp.backends.protocol import State
+from cnnexp.backends.protocol import KernelRow, State
 from cnnexp.backends.simd import apart
 from cnnexp.backends.simd.barrier import LINE
 from cnnexp.backends.simd.emit import Target
@@ -78,6 +78,7 @@ class SimdProgram:
         make = functools.partial(make_work, plan, loss, optimizer)
         described = (network, loss, optimizer, target, plan.arena.groups, plan.share + (not plan.owns))
         self._work = load_or_compile(make, SIGNATURE, *described, elsewhere=apart.compile_apart)
+        self._rows = plan.explain(threads)
         self._positions = plan.parameters.positions
         self._outputs = plan.scores.size
         self._parameters = aligned_zeros((plan.parameters.size,))
@@ -94,6 +95,10 @@ class SimdProgram:
         self._team = Team(threads)
         weakref.finalize(self, self._team.close)
         self.compile_s = time.perf_counter() - started
+
+    def explain(self) -> list[KernelRow]:
+        """Return what was chosen for every kernel of a training step, in order."""
+        return self._rows
 
     def load(self, images: np.ndarray, labels: np.ndarray) -> Split:
         count, none = len(images), np.empty(0, np.float32)

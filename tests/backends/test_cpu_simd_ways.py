@@ -1,0 +1,171 @@
+"""How `cpu-simd` chooses among the ways to compute a layer; that each of them computes it; and what it tells."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from conformance import check_gradients, check_scores, decisions_are_clear, make_case
+from machine_code import CPUS, KernelProgram
+
+from cnnexp.backends.simd import CpuSimd
+from cnnexp.backends.simd.emit import Target
+from cnnexp.backends.simd.plan import Plan
+from cnnexp.backends.simd.ways import allowed, choose_nodes, split
+from cnnexp.errors import ConfigError
+from cnnexp.network import AvgPool2d, Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Sigmoid
+from cnnexp.network.losses import Loss
+from cnnexp.network.models import OneConv, TwoConvMlp
+from cnnexp.optimizers import SGD
+
+AVX2, AVX512 = Target(8, 16, ("avx2",)), Target(16, 32, ("avx2", "avx512f"))
+HERE = [name for name in ("sse4", "avx2", "avx512") if CPUS[name].runs_here]
+NETWORKS = {
+    "first": ((8, 6, 1), (Conv2d(32, 3, padding="same"), ReLU(), MaxPool2d(2), Flatten(), Linear(5))),
+    "second": (
+        (11, 13, 2),
+        (
+            *(Conv2d(9, 2), ReLU(), Conv2d(17, 3, padding="valid"), ReLU(), MaxPool2d(2)),
+            *(Conv2d(6, 2, 1, "full"), MaxPool2d(2, padding="floor"), Flatten(), Linear(19), ReLU(), Linear(4)),
+        ),
+    ),
+    "between": (
+        (9, 9, 3),
+        (Conv2d(8, 3, 2, "auto"), Sigmoid(), AvgPool2d(2, 1), ReLU(), Conv2d(5, 3), Flatten(), Linear(3, bias=False)),
+    ),
+}
+
+
+def every_way(network: Network, target: Target) -> list[tuple[str, str]]:
+    """Return (layer, way) for all that the registers hold and the layers around allow."""
+    sections, found = split(network), []
+    for at, section in enumerate(sections):
+        for node, _ in allowed(sections[at:], target, {}, first=at == 0):
+            pair = section.stage.name, node.way
+            try:
+                choose_nodes(network, replace(target, forced=(pair,)), 9)
+            except ConfigError:
+                continue
+            found.append(pair)
+    return found
+
+
+def rounds(network: Network, target: Target) -> list[tuple[tuple[str, str], ...]]:
+    """Return what to force in a few programs that together take every way of every layer."""
+    pairs = every_way(network, target)
+    ways = {layer: [way for name, way in pairs if name == layer] for layer, _ in pairs}
+    fused = [((layer, way),) for layer, way in pairs if way == "filters-fused"]
+    alone = {layer: [way for way in found if way != "filters-fused"] for layer, found in ways.items()}
+    most = max(map(len, alone.values()))
+    return fused + [tuple((layer, found[i % len(found)]) for layer, found in alone.items()) for i in range(most)]
+
+
+def check_every_way(cpu: str, network: Network) -> None:
+    target = CPUS[cpu].target
+    cases = (make_case(network, images=target.lanes + 3, seed=seed, exact=seed > 4) for seed in range(20))
+    case = next(case for case in cases if decisions_are_clear(case))
+    taken = set()
+    for forced in rounds(network, target):
+        program = KernelProgram(CPUS[cpu], network, SGD(), len(case.images), forced)
+        taken |= {(node.name.partition("+")[0], node.way) for node in program.plan.nodes}
+        program.restore({"parameters": case.parameters})
+        handle = program.load(case.images, case.labels)
+        check_scores(program, handle, case)
+        check_gradients(program, handle, case, np.arange(1, len(case.images)))
+    assert set(every_way(network, target)) <= taken
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_every_way_of_every_layer_computes_it(name):
+    check_every_way(HERE[-1], Network(*NETWORKS[name]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cpu", HERE[:-1])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_every_way_of_every_layer_computes_it_on_narrower_vectors(cpu, name):
+    check_every_way(cpu, Network(*NETWORKS[name]))
+
+
+def test_there_are_several_ways_to_force():
+    found = every_way(Network(*NETWORKS["second"]), AVX512)
+    assert {way for layer, way in found if layer == "conv2"} == {
+        "lanes", "lanes-argmax", "channels", "channels-argmax",
+    }  # fmt: skip
+    assert ("conv1", "lanes-argmax") not in found, "no pool follows it"
+    assert ("conv3", "lanes-argmax") not in found, "its input has a ring"
+    assert {("linear1", "wide"), ("linear2", "skinny"), ("linear2", "wide")} <= set(found)
+    first = every_way(Network(*NETWORKS["first"]), AVX512)
+    assert {way for layer, way in first if layer == "conv1"} == {"lanes", "channels", "filters", "filters-fused"}
+
+
+@pytest.mark.parametrize("target", [AVX2, AVX512], ids=["avx2", "avx512"])
+def test_rows_tell_of_every_kernel_of_a_step(target):
+    for shape, layers in NETWORKS.values():
+        network = Network(shape, layers)
+        for pair in every_way(network, target):
+            plan = Plan(network, replace(target, forced=(pair,)), 1, 9)
+            rows = plan.explain(threads=2)
+            assert [row.kernel for row in rows] == [
+                name for name, _ in (*plan.forward, *plan.backward, *plan.gradients)
+            ]
+            assert all(row.cycles >= 0 and row.threads == 2 for row in rows)
+            told = {layer for row in rows for layer in row.layers}
+            assert told == {stage.name for stage in network.stages if not isinstance(stage.layer, Flatten)}
+            forward = sum(row.macs for row in rows if row.kernel.endswith(".forward"))
+            dropped = {"second": 0.5}.get(shape[0], 0.5)  # a floor leaves pixels out
+            assert dropped * sum(s.macs for s in network.stages) <= forward <= sum(s.macs for s in network.stages)
+
+
+def test_empty_lanes_cost_as_well():
+    """So one image is computed with channels in the lanes where many have the batch there."""
+    network = Network((28, 28, 1), (Conv2d(6, 5), ReLU(), Conv2d(8, 5), ReLU(), Flatten(), Linear(10)))
+    many, one = (
+        [node.way for node in choose_nodes(network, AVX512, images) if node.way != "alone"] for images in (64, 1)
+    )
+    assert many == ["lanes", "lanes", "skinny"]
+    assert one == ["channels", "channels", "skinny"]
+
+
+def test_many_channels_belong_in_the_lanes():
+    network = Network(
+        (16, 16, 64), (Conv2d(128, 3), ReLU(), Conv2d(128, 3), ReLU(), MaxPool2d(2), Flatten(), Linear(9))
+    )
+    for target in (AVX2, AVX512):
+        ways = [node.way for node in choose_nodes(network, target, 32)]
+        assert ways == ["channels", "channels-argmax", "skinny"]
+
+
+def test_the_share_of_the_limit_is_of_what_the_core_can_do():
+    network = TwoConvMlp().network((28, 28, 1), 10)
+    wide, narrow = (
+        next(row for row in Plan(network, target, 1, 8).explain(1) if row.kernel == "linear1.forward")
+        for target in (AVX512, AVX2)
+    )
+    assert wide.macs == narrow.macs == network.stages[6].macs
+    for row, lanes in ((wide, 16), (narrow, 8)):
+        assert row.share == pytest.approx(row.macs / (2 * lanes * row.cycles), rel=1e-2)
+        assert 0.5 < row.share < 1
+
+
+@pytest.mark.parametrize(
+    ("ways", "message"),
+    [
+        (("conv1",), r"backend.ways='conv1': must be LAYER:WAY"),
+        (
+            ("conv1:lane",),
+            r"conv1 cannot be computed by 'lane' here; there are channels, lanes, .*did you mean 'lanes'",
+        ),
+        (("conv7:lanes",), r"no layer 'conv7' to force; there are conv1, linear1"),
+    ],
+)
+def test_a_way_that_is_none_is_refused(ways, message):
+    network = OneConv(filters=4).network((8, 8, 1), 10)
+    with pytest.raises(ConfigError, match=message):
+        CpuSimd(threads=1, ways=ways).compile(network, Loss.SOFTMAX_CROSS_ENTROPY, SGD(), 4)
+
+
+def test_a_program_explains_itself_as_forced():
+    network = OneConv(filters=4).network((8, 8, 1), 10)
+    program = CpuSimd(threads=1, ways=("conv1:channels",)).compile(network, Loss.SOFTMAX_CROSS_ENTROPY, SGD(), 4)
+    assert {row.way for row in program.explain() if "conv1" in row.layers} == {"channels"}
+    program.close()
