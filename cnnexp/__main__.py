@@ -89,6 +89,8 @@ def _dispatch(arguments: list[str]) -> None:
     if "--version" in arguments or arguments[:1] == ["version"]:
         sys.stdout.write(f"cnnexp {importlib.import_module('cnnexp').__version__}\n")
         return
+    if "query=bash" in arguments and len(os.environ.get("COMP_LINE", "").split()) <= 2:
+        sys.stdout.write(f"{' '.join(COMMANDS)} ")  # beside the groups, which Hydra tells
     if arguments[:1] == ["help"]:
         arguments = sys.argv[1:] = [*(name for name in arguments[1:2] if name in COMMANDS), "--help"]
     if arguments and re.fullmatch(r"[a-z][a-z_-]*", arguments[0]) and arguments[0] not in COMMANDS:

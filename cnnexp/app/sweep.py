@@ -244,7 +244,7 @@ def failures(found: Sequence[Mapping[str, Any]], paper: str | None = None) -> li
     told = []
     for cause, jobs in causes.items():
         more = f" and {len(jobs) - 1} more" if len(jobs) > 1 else ""
-        told.append(f"job {jobs[0]}{more}: {cause}")
+        told.append(f"job in folder {jobs[0]}{more}: {cause}")
     return told
 
 

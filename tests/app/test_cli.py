@@ -21,6 +21,7 @@ from cnnexp.tracking.events import read_journal
 from cnnexp.tracking.journal import Run
 
 ROOT = Path(__file__).resolve().parents[2]
+HOWTO = (ROOT / "docs" / "howto.md").read_text(encoding="utf-8")
 
 
 def python_m(*arguments: str, **options) -> subprocess.CompletedProcess:
@@ -130,6 +131,33 @@ def test_every_command_tells_its_arguments_and_is_in_the_help(run, command):
     code, out, _ = run(command, "--help")
     assert code == 0
     assert out.startswith(f"Usage: cnnexp {command} ")
+
+
+def test_help_fits_a_terminal(run):
+    usage, _, groups = run("help")[1].partition("Groups and their names")
+    assert max(map(len, usage.splitlines())) <= 80
+    assert "dataset: cifar10, digits" in groups
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash is installed")
+def test_bash_completes_commands_groups_names_and_keys(tmp_path):
+    command = tmp_path / "cnnexp"
+    command.write_text(f'#!/bin/sh\nPYTHONPATH="{ROOT}" exec "{sys.executable}" -m cnnexp "$@"\n')
+    command.chmod(0o755)
+    (install,) = re.findall(r"^eval .*cnnexp -sc install=bash.*$", HOWTO, re.MULTILINE)
+    typed = {
+        "cnnexp pre": "predict",
+        "cnnexp dataset=f": "dataset=fashion_mnist",
+        "cnnexp optimizer.l": "optimizer.lr=",
+    }
+    script = install + "".join(
+        f"\nCOMP_LINE='{line}' COMP_POINT={len(line)} COMP_CWORD=1 COMPREPLY=() && hydra_bash_completion"
+        "\necho ${COMPREPLY[0]}"
+        for line in typed
+    )
+    environ = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=environ)
+    assert done.stdout.splitlines() == list(typed.values()), done.stderr
 
 
 def test_version_is_ours_and_help_is_the_help(run):
@@ -261,7 +289,7 @@ def test_debug_small_shrinks_any_run(run, tmp_path):
 def test_a_sweep_goes_on_past_a_failing_job_and_says_why(run, tmp_path):
     code, _, err = run("-m", *TINY, "model.kernel=3,4,5")
     assert code == 1
-    assert re.fullmatch(r"cnnexp: error: job 1 .*model\.kernel=4.*2\.5 is not a whole number.*\n", err)
+    assert re.fullmatch(r"cnnexp: error: job in folder 1 .*model\.kernel=4.*2\.5 is not a whole number.*\n", err)
     assert [read_journal(tmp_path / "sweep" / str(i))["status"] for i in range(3)] == ["FINISHED", "FAILED", "FINISHED"]
     assert (tmp_path / "sweep" / "summary.csv").is_file()
 

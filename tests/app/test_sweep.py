@@ -71,8 +71,8 @@ def test_rows_tell_what_varied_and_what_became_of_each_job(tmp_path):
     assert sweep.varied(rows) == ["model.filters"]
     assert [row.get("time/median_epoch_s") for row in rows] == [2, 9, 10, None, None]
     assert sweep.failures(rows) == [
-        "job 11 (model.filters=11): no data",
-        "job 12 (model.filters=10): the process died",
+        "job in folder 11 (model.filters=11): no data",
+        "job in folder 12 (model.filters=10): the process died",
     ]
 
 
@@ -162,7 +162,7 @@ def test_a_sweep_from_the_command_line_can_go_on_where_it_failed(tmp_path, new_s
     filters = ("backend=numpy", "trainer.epochs=1", store)
     first = command_line(*filters, "model.filters=2,-1", f"hydra.sweep.dir={tmp_path}/first")
     assert first.returncode == 1, first.stderr
-    assert "job 1 (model.filters=-1): model.filters=-1: must be a whole number >= 1" in first.stderr
+    assert "job in folder 1 (model.filters=-1): model.filters=-1: must be a whole number >= 1" in first.stderr
     second = command_line(
         *filters, "model.filters=2,4", "sweep.skip_finished=true", f"hydra.sweep.dir={tmp_path}/second"
     )
