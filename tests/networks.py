@@ -1,8 +1,10 @@
 """Networks to hold whatever runs them to: named ones, one for each odd case, and random ones."""
 
+import zlib
+
 import conformance
-from conformance import make_case
-from hypothesis import assume
+from conformance import check_case, make_case
+from hypothesis import HealthCheck, assume, given, seed, settings
 from hypothesis import strategies as st
 
 from cnnexp.errors import NetworkError
@@ -127,17 +129,27 @@ NETWORKS = {
 
 
 @st.composite
-def cases(draw):
-    """Draw a network, both losses, with data whose decisions are clear."""
+def cases(draw, kind=None, most=9):
+    """Draw a network, both losses, with data whose decisions are clear.
+
+    Args:
+        kind: a layer that it holds, of `KINDS`; None for any.
+        most: rows and columns of its images, at most.
+    """
     channels = draw(st.integers(1, 3))
-    shape = draw(st.tuples(st.integers(1, 9), st.integers(1, 9), st.just(channels)))
+    shape = draw(st.tuples(st.integers(1, most), st.integers(1, most), st.just(channels)))
     binary = draw(st.booleans())
-    layers = []
+    held = draw(KINDS[kind]) if kind else None
+    layers = [] if held is None or isinstance(held, ENDS) else [held]
+    assume(fits(shape, layers))
     for _ in range(draw(st.integers(0, 4))):
-        layers.append(draw(image_layers))
+        at = draw(st.integers(0, len(layers)))
+        layers.insert(at, draw(image_layers))
         if not fits(shape, layers):
-            layers.pop()
+            layers.pop(at)
     layers.append(GlobalAvgPool() if draw(st.integers(0, 4)) == 0 else Flatten())
+    if isinstance(held, ENDS):
+        layers[-1:] = [held] if isinstance(held, GlobalAvgPool) else [Flatten(), held]
     for _ in range(draw(st.integers(0, 2))):
         layers.append(draw(flat_layers))
         if not fits(shape, [*layers, Linear(1)]):
@@ -155,6 +167,18 @@ def cases(draw):
     )
     assume(conformance.decisions_are_clear(case))
     return case
+
+
+def check_random_networks(backend, kind, count, most=9):
+    """Hold a backend to the oracle on `count` networks that hold a layer of a kind, the same ones every time."""
+
+    @seed(zlib.crc32(kind.encode()))
+    @settings(max_examples=count, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(case=cases(kind, most))
+    def check(case):
+        check_case(backend, case)
+
+    check()
 
 
 def fits(shape, layers) -> bool:
@@ -175,25 +199,24 @@ def trains(shape, layers) -> bool:
     return True
 
 
+ENDS = GlobalAvgPool | Flatten | Linear  # what stands at the end of the images, or after it
 sides = st.integers(1, 4)
 paddings = st.sampled_from(["valid", "same", "full", "auto", "floor", 0, 1, 3])
 pool_paddings = st.sampled_from(["valid", "auto", "floor"])
 elementwise = st.sampled_from([ReLU(), Sigmoid(), Tanh(), LeakyReLU(0.1), GELU()])
-plain_image_layers = st.one_of(
-    st.builds(Conv2d, st.integers(1, 5), sides, st.integers(1, 3), paddings, st.booleans()),
-    st.builds(MaxPool2d, sides, st.one_of(st.none(), sides), pool_paddings),
-    st.builds(AvgPool2d, sides, st.one_of(st.none(), sides), pool_paddings),
-    elementwise,
-    st.builds(BatchNorm2d, st.sampled_from([0.1, 1.0])),
-    st.just(Dropout(0.3)),
+convolutions = st.builds(Conv2d, st.integers(1, 5), sides, st.integers(1, 3), paddings, st.booleans())
+max_pools, avg_pools = (
+    st.builds(pool, sides, st.one_of(st.none(), sides), pool_paddings) for pool in (MaxPool2d, AvgPool2d)
 )
+norms = st.builds(BatchNorm2d, st.sampled_from([0.1, 1.0]))
+plain_image_layers = st.one_of(convolutions, max_pools, avg_pools, elementwise, norms, st.just(Dropout(0.3)))
 
 
 @st.composite
-def residuals(draw, layers, shape_keeping):
-    """Draw a Residual whose layers mostly keep the shape; it may hold another."""
+def residuals(draw, layers, shape_keeping, nested=None):
+    """Draw a Residual whose layers mostly keep the shape; it may hold another, and shall if `nested`."""
     inner = draw(st.lists(shape_keeping, min_size=1, max_size=2))
-    if draw(st.booleans()):
+    if draw(st.booleans()) if nested is None else nested:
         inner.append(Residual(tuple(draw(st.lists(layers, min_size=1, max_size=2)))))
     return Residual(tuple(inner))
 
@@ -204,3 +227,15 @@ plain_flat_layers = st.one_of(
     st.builds(Linear, st.integers(1, 9), st.booleans()), elementwise, st.just(Flatten()), st.just(Dropout(0.4))
 )
 flat_layers = st.one_of(plain_flat_layers, residuals(plain_flat_layers, elementwise | plain_flat_layers))
+KINDS = {
+    **{type(layer).__name__: st.just(layer) for layer in (ReLU(), Sigmoid(), Tanh(), LeakyReLU(0.1), GELU())},
+    **{type(layer).__name__: st.just(layer) for layer in (Flatten(), GlobalAvgPool(), Dropout(0.3))},
+    "Conv2d": convolutions,
+    "MaxPool2d": max_pools,
+    "AvgPool2d": avg_pools,
+    "BatchNorm2d": norms,
+    "Linear": st.builds(Linear, st.integers(1, 9), st.booleans()),
+    "Residual": residuals(elementwise, elementwise, nested=False),
+    "Residual in a Residual": residuals(elementwise, elementwise, nested=True),
+}
+"""By what it is, a layer that a random network holds."""

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from backends import outside_layer
 from conformance import assert_same_state, check_case, check_training, decisions_are_clear, make_case
+from networks import KINDS, check_random_networks
 
 from cnnexp.backends import backend_class
 from cnnexp.backends.gpu import device
@@ -107,6 +108,11 @@ def test_network_equals_the_oracle(backend, name):
 def test_a_users_own_layer_from_outside_the_package(backend):
     with outside_layer.network() as network:
         check_case(backend, make_case(network, images=3))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_networks(backend, kind):
+    check_random_networks(backend, kind, 2, most=4)
 
 
 def test_binary_cross_entropy(backend):

@@ -6,12 +6,12 @@ import pytest
 import reference
 from backends import outside_layer
 from conformance import Case, assert_same_state, check_backend, check_case, check_training, make_case
-from hypothesis import HealthCheck, given, settings
-from networks import NETWORKS, cases
+from networks import KINDS, NETWORKS, check_random_networks
 
 from cnnexp.backends import BACKENDS, backend_class
 from cnnexp.errors import BackendUnavailable, CheckpointError, ConfigError, NetworkError
 from cnnexp.network import (
+    LAYERS,
     Conv2d,
     Flatten,
     Linear,
@@ -23,8 +23,8 @@ from cnnexp.network import (
 from cnnexp.network.losses import Loss
 from cnnexp.optimizers import OPTIMIZERS, SGD, Adam
 
-# a backend that compiles anew for each network gets fewer of them
-EXAMPLES = {"cpu-simd": 10, "gpu-fused": 10, "gpu": 10}
+# of each kind, the first the smallest that there is; a backend that compiles anew for each network gets fewer of them
+EXAMPLES = {"cpu-simd": 2, "gpu-fused": 2, "gpu": 2}
 
 
 @pytest.fixture(params=BACKENDS)
@@ -107,18 +107,13 @@ def test_large_sums(backend):
     check_case(backend, make_case(network, images=3 if backend.name == "python" else 101))
 
 
-def test_random_networks(backend):
-    @settings(
-        max_examples=EXAMPLES.get(backend.name, 40),
-        derandomize=True,
-        database=None,
-        suppress_health_check=[HealthCheck.filter_too_much],
-    )
-    @given(case=cases())
-    def check(case):
-        check_case(backend, case)
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_networks(backend, kind):
+    check_random_networks(backend, kind, EXAMPLES.get(backend.name, 3))
 
-    check()
+
+def test_random_networks_hold_every_layer():
+    assert set(LAYERS) <= set(KINDS)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -27,9 +27,12 @@ def simulate(*arguments: str) -> subprocess.CompletedProcess:
 @pytest.mark.parametrize(
     "which",
     [
-        "gpu-naive or refused or shared_array",
+        "(gpu-naive and not random) or refused or shared_array",
         "gpu-fused and (one_conv or fractions)",
-        *(pytest.param(which, marks=SLOW) for which in ("shared-input", "gpu-shared and not input", "tuned", "fused")),
+        *(
+            pytest.param(which, marks=SLOW)
+            for which in ("naive and random", "shared-input", "gpu-shared and not input", "tuned", "fused")
+        ),
     ],
 )
 def test_backend_in_the_simulator(which):
