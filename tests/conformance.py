@@ -292,8 +292,8 @@ def _uncancelled(case: Case, batch: np.ndarray) -> float:
             case.training_layers(part), case.float_images[part], case.labels[part], loss_name(case.loss)
         )
         sizes.append(np.abs(flat_gradient(case, found)).max() / max(-np.expm1(-losses.max()), 1e-30))
-    # a bias before a batch normalization has no gradient, only what rounding leaves of all its terms
-    return float(np.mean(sizes)) * (10 if case.network.running else 1)
+    # a bias before a batch normalization has no gradient, only what rounding leaves of all its terms; nor a scale
+    return float(np.mean(sizes)) * (30 if case.network.running else 1)
 
 
 def _close(actual, expected, whole: float = 0.0) -> bool:

@@ -122,6 +122,7 @@ NETWORKS = {
             *(Flatten(), Residual((Flatten(),)), Linear(3), Residual((Flatten(), ReLU()))),
         ),
     ),
+    "residual_of_a_view": ((3,), (Linear(3), Residual((Sigmoid(), Residual((Flatten(),)))), Linear(3))),
     "residual_without_parameters": ((3,), (Residual((Sigmoid(),)), Linear(3), Residual((Tanh(), Sigmoid())))),
     "no_bias": ((5, 5, 2), (Conv2d(3, 2, bias=False), ReLU(), Conv2d(2, 2, bias=False), Flatten())),
     "many_filters": ((5, 5, 3), (Conv2d(37, 3), ReLU(), MaxPool2d(3), Flatten(), Linear(11))),

@@ -177,7 +177,9 @@ class _Branch(_Step):
         self._ops, self._stage = ops, stage
         self._inner = Chain(ops, stage.stages, batch_size, x, dx)
         self.y = ops.empty((batch_size, *stage.output_shape), np.float32)
-        self.dy = self._inner.steps[-1].dy
+        # views alone would make dy the very memory of dx, which whoever holds this layer still reads after `backward`
+        self._doubles = all(isinstance(step, _View) for step in self._inner.steps)
+        self.dy = ops.empty(self.y.shape, np.float32) if self._doubles else self._inner.steps[-1].dy
 
     def forward(self, run: Run, x: Array, y: Array) -> Array:
         inner = self._inner.forward(run, x)
@@ -189,7 +191,7 @@ class _Branch(_Step):
         self._inner.backward(run, x, dx)
         if dx is not None:
             with run.watch(self._stage.name, "backward"):
-                self._ops.add(dx, dy, dx)
+                self._ops.add(dy if self._doubles else dx, dy, dx)
 
 
 _STEPS: dict[type, type[_Leaf | _View | _Branch]] = {
