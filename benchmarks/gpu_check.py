@@ -1,6 +1,7 @@
 """On a machine with an NVIDIA GPU: are the GPU backends right, and how fast are they beside PyTorch?
 
-    python -m benchmarks.gpu_check [--quick] [--dry-run] [--skip-conformance] [--skip-torch] [--out FILE]
+    python -m benchmarks.gpu_check [--cases NAME...] [--backends NAME...] [--minutes M] [--quick] [--dry-run]
+                                   [--skip-conformance] [--skip-torch] [--out FILE]
 
 Needs numpy, numba, numba-cuda and, for the comparison, torch. First every GPU backend is held to the float64 oracle of
 `tests/`, then the ceilings of the machine are measured (copy bandwidth, multiply-add rate, what a launch and a graph's
@@ -10,8 +11,10 @@ node cost), then the contestants train the same networks by turns, on data that 
     CUDA graph; each in full float32, the last two also with TF32, as rows of their own that count for no ratio.
 
 Every raw number goes into one JSON file, which is written anew after every part, a table to standard output. Parts run
-in processes of their own, and whatever fails is reported and costs no other part its numbers. `--dry-run` goes the
-whole way with a tiny network: to see that the script works before it is given an hour, or in Numba's simulator.
+in processes of their own, and whatever fails is reported and costs no other part its numbers. What the file holds from
+an earlier run on the same GPU stays there and is not done again, so that the whole can be had in pieces: `--minutes 9`
+begins no part after nine minutes, and says what is left. `--dry-run` goes the whole way with a tiny network: to see
+that the script works before it is given an hour, or in Numba's simulator.
 """
 
 from __future__ import annotations
@@ -52,6 +55,8 @@ REPEATS = 7
 PASS_S = 0.5  # about how long one timed pass takes
 
 CASES = (
+    Case("one_conv-f64-b1000", "gpu", "one_conv, 64 filters", OneConv(64).network(MNIST, 10), 1000, SGD(lr=0.01)),
+    Case("one_conv-f256-b500", "gpu", "one_conv, 256 filters", OneConv(256).network(MNIST, 10), 500, SGD(lr=0.01)),
     Case("one_conv-f256-b1000", "gpu", "one_conv, 256 filters", OneConv(256).network(MNIST, 10), 1000, SGD(lr=0.01)),
     Case("one_conv-f32-b100", "gpu", "one_conv, 32 filters", OneConv(32).network(MNIST, 10), 100, SGD(lr=0.01)),
     Case("two_conv_mlp-b64", "gpu", "two_conv_mlp", TwoConvMlp().network(MNIST, 10), 64, Adam(lr=1e-3)),
@@ -511,6 +516,11 @@ def versions() -> dict[str, str]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--cases", nargs="+", metavar="NAME", choices=[case.name for case in CASES], help="race these alone"
+    )
+    parser.add_argument("--backends", nargs="+", metavar="NAME", choices=BACKENDS, help="of ours, these alone")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no part after so many")
     parser.add_argument("--quick", action="store_true", help="3 repeats, and only the fastest of ours")
     parser.add_argument("--dry-run", action="store_true", help="a tiny network all the way; its times mean nothing")
     parser.add_argument("--skip-conformance", action="store_true", help="time at once")
@@ -526,48 +536,44 @@ def main(arguments: list[str] | None = None) -> int:
     if backend.simulated and not dry:
         print("gpu_check: error: NUMBA_ENABLE_CUDASIM is set, there is nothing to time; add --dry-run", file=sys.stderr)
         return 2
-    names = ("gpu-fused",) if options.quick else BACKENDS
+    names = tuple(options.backends or (("gpu-fused",) if options.quick else BACKENDS))
     peers = () if options.skip_torch else TORCH
     if peers and find_spec("torch") is None:
         print("torch is not installed: ours are timed alone", flush=True)
         peers = ()
     file = ROOT / ("outputs/gpu-dry-run" if dry else f"benchmarks/results/gpu-{gpu.name.lower().replace(' ', '-')}")
     out = options.out or file.with_suffix(".json")
+    empty = {key: {} for key in ("conformance", "ceilings", "raw", "failed")}
     report: dict[str, Any] = {
         "dry_run": dry,
         "gpu": asdict(gpu),
         "versions": versions(),
-        "started": time.strftime("%FT%TZ", time.gmtime()),
-        "conformance": {},
-        "ceilings": {},
-        "raw": {},
+        "runs": [],
+        **empty,
         "table": [],
-        "failed": {},
     }
+    if out.exists():
+        earlier = json.loads(out.read_text())
+        apart_in = [
+            key for key in ("dry_run", "gpu", "versions") if json.loads(json.dumps(report[key])) != earlier[key]
+        ]
+        if apart_in:
+            print(f"gpu_check: error: {out} is of another {', '.join(apart_in)}; add --out=FILE", file=sys.stderr)
+            return 2
+        report = earlier
+    report["runs"].append({"started": time.strftime("%FT%TZ", time.gmtime()), "arguments": sys.argv[1:]})
+    cases = [case for case in (DRY_RUN if dry else CASES) if not options.cases or case.name in options.cases]
+    conforming = () if options.skip_conformance else names
+    repeats, epoch = (2 if dry else 3 if options.quick else REPEATS), DRY_EPOCH if dry else EPOCH
     save(report, out)
-    for name in () if options.skip_conformance else names:
-        try:
-            found = apart(conform, name, ("one_of_all",) if dry else tuple(CONFORMANCE))
-        except Exception as error:
-            found = {"the process": failure(error)}
-        report["conformance"][name] = found
+    started, left = time.monotonic(), []
+    for title, part in _parts(report, cases, conforming, names, peers, dry, repeats, epoch):
+        if time.monotonic() - started > 60 * options.minutes:
+            left.append(title)
+            continue
+        part()
         save(report, out)
-    try:
-        effort = Effort(floats=1024, turns=1, launches=2) if dry else Effort()
-        report["ceilings"], report["failed"]["ceilings"] = apart(measure_ceilings, effort)
-    except Exception as error:
-        report["failed"]["ceilings"] = {"the process": failure(error)}
-    save(report, out)
     print(json.dumps(report["ceilings"], indent=1), flush=True)
-    repeats = 2 if dry else 3 if options.quick else REPEATS
-    for case in DRY_RUN if dry else CASES:
-        contestants, report["failed"][case.name] = race_apart(case, names, peers, repeats, DRY_EPOCH if dry else EPOCH)
-        report["raw"][case.name] = {
-            c.name: {"steps": c.steps, "batch_size": case.batch_size, "seconds": c.seconds, "compile_s": c.compile_s}
-            for c in contestants
-        }
-        report["table"] += rows(case, contestants, floor_s(case, report["ceilings"]))
-        save(report, out)
     print_table(report["table"])
     wrong = [
         f"{name}: {title}: {what}"
@@ -578,8 +584,63 @@ def main(arguments: list[str] | None = None) -> int:
     ]
     for line in wrong:
         print(f"NOT OK  {line}")
+    if left:
+        print(f"left for another run of the same command: {', '.join(left)}")
     print(f"\nraw numbers: {out}")
     return 1 if any(": torch " not in line for line in wrong) else 0
+
+
+def _parts(
+    report: dict[str, Any],
+    cases: list[Case],
+    conforming: tuple[str, ...],
+    names: tuple[str, ...],
+    peers: tuple[str, ...],
+    dry: bool,
+    repeats: int,
+    epoch: int,
+) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Yield what the report lacks: a title, and what adds it to the report."""
+    titles = ("one_of_all",) if dry else tuple(CONFORMANCE)
+    for name in conforming:
+        if set(report["conformance"].get(name, {"nothing": ""}).values()) != {"ok"}:
+            yield f"conformance of {name}", partial(_conform, report, name, titles)
+    if not report["ceilings"]:
+        yield "ceilings", partial(_ceilings, report, Effort(floats=1024, turns=1, launches=2) if dry else Effort())
+    for case in cases:
+        raced = report["raw"].get(case.name, {})
+        if any(name not in raced for name in (*names, *(f"torch {name}" for name in peers))):
+            yield case.name, partial(_race, report, case, names, peers, repeats, epoch)
+
+
+def _conform(report: dict[str, Any], name: str, titles: tuple[str, ...]) -> None:
+    try:
+        report["conformance"][name] = apart(conform, name, titles)
+    except Exception as error:
+        report["conformance"][name] = {"the process": failure(error)}
+
+
+def _ceilings(report: dict[str, Any], effort: Effort) -> None:
+    try:
+        report["ceilings"], report["failed"]["ceilings"] = apart(measure_ceilings, effort)
+    except Exception as error:
+        report["failed"]["ceilings"] = {"the process": failure(error)}
+
+
+def _race(
+    report: dict[str, Any], case: Case, names: tuple[str, ...], peers: tuple[str, ...], repeats: int, epoch: int
+) -> None:
+    """Race all of a case's contestants again: a ratio is of times taken by turns."""
+    raced = report["raw"].get(case.name, {})
+    names = tuple(name for name in BACKENDS if name in names or name in raced)
+    peers = tuple(name for name in TORCH if name in peers or f"torch {name}" in raced)
+    contestants, report["failed"][case.name] = race_apart(case, names, peers, repeats, epoch)
+    report["raw"][case.name] = {
+        c.name: {"steps": c.steps, "batch_size": case.batch_size, "seconds": c.seconds, "compile_s": c.compile_s}
+        for c in contestants
+    }
+    others = [row for row in report["table"] if row["case"] != case.name]
+    report["table"] = others + rows(case, contestants, floor_s(case, report["ceilings"]))
 
 
 def save(report: dict[str, Any], path: Path) -> None:

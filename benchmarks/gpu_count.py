@@ -7,7 +7,8 @@ A model, never a time: nothing of this ran on a GPU. `bound` is what arithmetic,
 what ptxas cannot leave out need at the boost clock; no GPU of those numbers is faster. `model` adds the latency of what
 is waited for, instructions moved between two branches as is best, and the issue of whole-number instructions, which
 ptxas makes fewer; caches are taken to be perfect, and the scarcest resource to hide all others. A launch costs
-`edge_us` more in a graph; without one the host decides, and what that takes no count can tell.
+`edge_us` more in a graph; without one the host decides, and what that takes no count can tell. `sum_up` comes once a
+pass and `advance` once a graph: a step is charged with its share.
 
 Columns: instructions of a thread (moves left out) per multiply-add; millions of multiply-adds; megabytes that differ
 within a launch, and that are asked for, in sectors of 32 bytes; turns per access to shared memory; loads from global
@@ -149,12 +150,16 @@ COLUMNS = (
 
 def table(name: str, kernels: list, gpu: GpuModel, question: Question) -> str:
     """Return the table of one backend, and what a step and an epoch cost at least."""
+    from cnnexp.backends.gpu.fused.program import GRAPH_STEPS
     from softgpu.count import cost
 
-    rows, bound, model = [COLUMNS], 0.0, 0.0
+    # what comes once a pass, and once a graph
+    shares = {"sum_up": question.batch / EPOCH, "advance": 1 / GRAPH_STEPS[0]} if name == "gpu-fused" else {}
+    rows, bound, model, launches = [COLUMNS], 0.0, 0.0, 0.0
     for kernel in kernels:
-        costs = cost(kernel, gpu)
-        bound, model = bound + costs.bound_us, model + costs.model_us
+        costs, share = cost(kernel, gpu), shares.get(kernel.short_name, 1)
+        bound, model = bound + share * costs.bound_us, model + share * costs.model_us
+        launches += share * kernel.launches
         fma = kernel.multiply_adds
         rows.append(
             (
@@ -176,7 +181,6 @@ def table(name: str, kernels: list, gpu: GpuModel, question: Question) -> str:
                 costs.bound_by,
             )
         )
-    launches = sum(kernel.launches for kernel in kernels)
     edges = launches * question.edge_us
     widths = [max(len(row[k]) for row in rows) for k in range(len(COLUMNS))]
     lines = []
@@ -185,7 +189,7 @@ def table(name: str, kernels: list, gpu: GpuModel, question: Question) -> str:
         lines.append("  ".join([f"{first.strip():<{widths[0]}}", *numbers, last.strip()]))
     at_least, likely = (EPOCH / question.batch * (us + edges) / 1e3 for us in (bound, model))
     summary = (
-        f"{name}: a step is {launches} launches, {bound:.0f} us at least, {model:.0f} us by the model; an epoch of "
+        f"{name}: a step is {launches:.0f} launches, {bound:.0f} us at least, {model:.0f} us by the model; an epoch of "
         f"{EPOCH:,} images, its launches in graphs, {at_least:.1f} ms at least, {likely:.1f} ms by the model"
     )
     return "\n".join([summary, *lines])

@@ -55,6 +55,10 @@ class BackendUnavailable(CnnexpError):
     exit_code = 4
 
 
+class GpuError(CnnexpError):
+    """A GPU or its driver is too old, full, or gave up."""
+
+
 class OutOfMemory(CnnexpError):
     """What is asked for takes more memory than this process can have."""
 

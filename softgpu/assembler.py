@@ -437,6 +437,11 @@ class _Assembly:
         a, b, c = (self._value(operand, "b32") for operand in (x, y, z))
         self._emit("lop3_32", "integer", d=self._register(target), a=a, b=b, c=c, imm=int(table, 0))
 
+    def _on_copysign(self, modifiers: tuple[str, ...], target: str, sign: str, x: str) -> None:
+        if modifiers != ("f32",):
+            raise self._unknown()
+        self._on_lop3(("b32",), target, sign, x, "0x80000000", "0xe4")  # the first where the mask is, else the second
+
     def _on_prmt(self, modifiers: tuple[str, ...], target: str, *operands: str) -> None:
         if modifiers != ("b32",):
             raise self._unknown()

@@ -17,7 +17,10 @@ import softgpu
 from benchmarks.gpu_check import CONFORMANCE
 from cnnexp.backends import backend_class
 from cnnexp.backends.gpu import device, tuned
+from cnnexp.backends.gpu.fused import kernels as fused_kernels
+from cnnexp.backends.gpu.kernels import ConvSizes
 from cnnexp.backends.gpu.naive import GpuProgram
+from cnnexp.backends.gpu.shared import ConvTile
 from cnnexp.backends.gpu.streamed import Streamed
 from cnnexp.network import Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU
 from cnnexp.network.losses import Loss
@@ -113,6 +116,36 @@ def test_a_step_of_real_size_ends_where_the_cpu_ends(backend, model, batch):
     _, ours = trained(backend, network, batch, images, labels, order)
     _, theirs = trained(backend_class("cpu")(), network, batch, images, labels, order)
     np.testing.assert_allclose(ours, theirs, atol=1e-4 * np.abs(theirs).max())
+
+
+def test_bytes_are_divided_to_the_last_bit():
+    images = device.to_device(np.arange(256, dtype=np.uint8))
+    order, cursor = (device.to_device(np.zeros(1, np.uint32)) for _ in range(2))
+    x = device.to_device(np.zeros(256, np.float32))
+    fused_kernels.gather(256, True).over(256, 0, images, order, cursor, np.uint32(0), x)
+    assert np.array_equal(device.to_host(x), np.arange(256, dtype=np.float32) / np.float32(255))
+
+
+def test_graphs_are_captured_before_the_clock_runs(monkeypatch):
+    images, labels, order = draw(40, (6, 6, 1))
+    program = backend_class("gpu-fused")().compile(SMALL, Loss.SOFTMAX_CROSS_ENTROPY, SGD(), 4)
+    handle = program.load(images, labels % 4)
+    assert sorted(handle.graphs) == [1, 8]
+    monkeypatch.setattr(program._graphs, "capture", None)
+    assert program.train(handle, order, 0.1).count == 40  # graphs of 8 steps and of one
+
+
+def test_what_is_tuned_changes_no_bit():
+    sizes = ConvSizes(H=6, W=6, C=3, K=3, F=5, stride=1, top=0, left=0, P=4, Q=4)
+    rng, ops = np.random.default_rng(0), backend_class("gpu-shared")().ops(2)
+    x, w = (device.to_device(rng.standard_normal(shape, np.float32)) for shape in ((2, 6, 6, 3), (3, 3, 3, 5)))
+    found = []
+    for block, tile, filters, channels in ((256, 8, 4, 3), (128, 4, 2, 1), (128, 2, 5, 2)):
+        y = device.to_device(np.zeros((2, 4, 4, 5), np.float32))
+        ops._convolve_by(ConvTile(block, tile, tile + 2, filters, channels, 3), sizes, False, x, w, None, y)
+        found.append(device.to_host(y))
+    assert np.array_equal(found[0], found[1])
+    assert np.array_equal(found[0], found[2])
 
 
 @pytest.mark.parametrize("name", ["gpu-naive", "gpu-fused"])

@@ -18,6 +18,7 @@ from cnnexp.backends.gpu.device import Gpu
 from cnnexp.errors import BackendUnavailable
 
 ROOT = Path(__file__).parents[2]
+NAMED = {case.name: case for case in CASES}
 
 
 def test_without_a_gpu_it_says_what_is_missing(capsys):
@@ -35,7 +36,7 @@ def test_without_a_gpu_it_says_what_is_missing(capsys):
 
 
 def test_the_floor_of_one_conv_is_counted_by_hand():
-    case = CASES[0]  # 256 filters, batch 1000, SGD
+    case = NAMED["one_conv-f256-b1000"]
     # forward 26 * 26 * 9 * 256 and 43264 * 10; the filters' gradient through 13 * 13 places, the linear layer's twice
     multiply_adds = 26 * 26 * 9 * 256 + 13 * 13 * 9 * 256 + 3 * 432_640
     # bytes twice; a float and a byte per pooled value, out and in; the parameters and their gradient, out and in
@@ -46,7 +47,7 @@ def test_the_floor_of_one_conv_is_counted_by_hand():
 
 
 def test_ratios_are_to_the_best_float32_pytorch_by_medians():
-    case = CASES[1]
+    case = NAMED["one_conv-f32-b100"]
     seconds = {"gpu-fused": [1.0, 9.0, 1.0], "torch eager": [8.0], "torch graph": [4.0], "torch graph tf32": [2.0]}
     contestants = [Contestant(name, lambda steps: None, 0.0, 10, times) for name, times in seconds.items()]
     table = gpu_check.rows(case, contestants, floor=1e-4)
@@ -209,6 +210,39 @@ def test_the_report_is_written_after_every_part(machine, tmp_path):
     machine.setattr(gpu_check, "race", race)
     assert gpu_check.main([f"--out={out}"]) == 0
     assert list(json.loads(out.read_text())["raw"]) == [case.name for case in CASES[:2]]
+
+
+def test_a_report_grows_by_cases_and_backends_and_nothing_is_done_twice(machine, tmp_path, capsys):
+    done = []
+    machine.setattr(gpu_check, "conform", lambda name, titles: done.append(name) or {"small": "ok"})
+
+    def race(case, names, peers, repeats, epoch):
+        done.append((case.name, names))
+        return [Contestant(name, None, 0.0, 1, [1.0]) for name in names], {}
+
+    machine.setattr(gpu_check, "race", race)
+    first, second = (case.name for case in CASES[:2])
+    command = ["--skip-torch", f"--out={tmp_path / 'report.json'}"]
+    one = [*command, "--backends", "gpu-naive", "--cases", first]
+    assert gpu_check.main([*one, "--minutes=-1"]) == 0
+    assert f"left for another run of the same command: conformance of gpu-naive, ceilings, {first}\n" in (
+        capsys.readouterr().out
+    )
+    assert done == []
+    for _ in range(2):
+        assert gpu_check.main(one) == 0
+    assert done == ["gpu-naive", (first, ("gpu-naive",))]
+    assert gpu_check.main([*command, "--backends", "gpu-fused"]) == 0
+    assert done[2:] == ["gpu-fused", (first, ("gpu-naive", "gpu-fused")), (second, ("gpu-fused",))]
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert [(row["case"], row["contestant"]) for row in report["table"]] == [
+        *((first, name) for name in ("gpu-naive", "gpu-fused")),
+        (second, "gpu-fused"),
+    ]
+    assert len(report["runs"]) == 4
+    (tmp_path / "report.json").write_text(json.dumps({**report, "gpu": {"name": "another"}}))
+    assert gpu_check.main(one) == 2
+    assert "is of another gpu; add --out=FILE" in capsys.readouterr().err
 
 
 def test_a_process_that_dies_is_an_error_and_takes_no_one_with_it():

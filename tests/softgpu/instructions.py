@@ -77,6 +77,11 @@ WHOLE = {
 }
 
 
+def test_copysign():
+    x, found = binary("copysign.f32", "f32")
+    assert np.array_equal(found.view(np.uint32), np.copysign(x[:, 1], x[:, 0]).view(np.uint32))
+
+
 @pytest.mark.parametrize("kind", ["u32", "s32", "u64", "s64", "u16", "s16"])
 @pytest.mark.parametrize("name", WHOLE)
 def test_arithmetic_of_whole_numbers(name, kind):

@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import logging
 import math
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
@@ -20,10 +22,12 @@ from typing import Any
 import numpy as np
 from numba import config
 
-from cnnexp.errors import BackendUnavailable, ConfigError, installing
+from cnnexp.errors import BackendUnavailable, ConfigError, GpuError, installing
 
 # numba-cuda reads this when imported. A small batch fills few blocks, by the nature of these networks: no warning.
 os.environ.setdefault("NUMBA_CUDA_LOW_OCCUPANCY_WARNINGS", "0")
+os.environ.setdefault("CUDA_PYTHON_DISABLE_MAJOR_VERSION_WARNING", "1")  # `open_gpu` says so, in one line
+logging.getLogger("numba.cuda.cudadrv.driver").setLevel(logging.CRITICAL + 1)  # what it logs, it raises too
 config.CUDA_LOW_OCCUPANCY_WARNINGS = 0
 
 try:
@@ -39,6 +43,7 @@ if SIMULATED:
 
     mend_shared_arrays()
 SIMULATED_BLOCKS = 3  # a simulated thread costs 100 us: few of them, each taking many elements
+OLDEST_CAPABILITY = (7, 5)  # that CUDA 13 compiles for
 LARGEST_ARRAY = 2**31  # elements; kernels index with uint32, and a grid stride may step past the end once
 Shape = tuple[int, ...]
 
@@ -89,6 +94,7 @@ def open_gpu(index: int) -> Gpu:
     Raises:
         BackendUnavailable: numba-cuda, the driver or a GPU is missing; the message says which.
         ConfigError: the index is not a GPU's.
+        GpuError: the GPU or its driver is too old for the compiler, or does not answer.
     """
     if SIMULATED:
         _check_index(index, 1)
@@ -104,18 +110,31 @@ def open_gpu(index: int) -> Gpu:
     if count == 0:
         raise _unavailable("the NVIDIA driver finds no GPU")
     _check_index(index, count)
-    device = cuda.gpus[index]
-    name = device.name.decode() if isinstance(device.name, bytes) else device.name
-    return Gpu(
-        index,
-        name,
-        tuple(device.compute_capability),
-        cuda.cudadrv.driver.get_version(),
-        cuda.runtime.get_version(),
-        device.MULTIPROCESSOR_COUNT,
-        device.MAX_THREADS_PER_BLOCK,
-        device.MAX_SHARED_MEMORY_PER_BLOCK,
-    )
+    with _told():
+        device = cuda.gpus[index]
+        name = device.name.decode() if isinstance(device.name, bytes) else device.name
+        driver, toolkit = cuda.cudadrv.driver.get_version(), cuda.runtime.get_version()
+        if driver[0] < toolkit[0]:  # a driver takes the code of every toolkit of its own major version
+            raise GpuError(
+                f"the NVIDIA driver takes CUDA {_dotted(driver)}, the compiler here is of CUDA {_dotted(toolkit)}: "
+                "update the driver, or use backend=cpu-parallel or cpu-simd"
+            )
+        capability = tuple(device.compute_capability)
+        if capability < OLDEST_CAPABILITY:
+            raise GpuError(
+                f"backend.device={index}: {name} has compute capability {_dotted(capability)}, the compiler here is "
+                f"for {_dotted(OLDEST_CAPABILITY)} and later; use another GPU, or backend=cpu-parallel or cpu-simd"
+            )
+        return Gpu(
+            index,
+            name,
+            capability,
+            driver,
+            toolkit,
+            device.MULTIPROCESSOR_COUNT,
+            device.MAX_THREADS_PER_BLOCK,
+            device.MAX_SHARED_MEMORY_PER_BLOCK,
+        )
 
 
 def _unavailable(what: str) -> BackendUnavailable:
@@ -128,8 +147,36 @@ def _check_index(index: int, count: int) -> None:
 
 
 def on(gpu: Gpu) -> AbstractContextManager:
-    """Return the context in which this thread computes on a GPU, whichever it used before."""
-    return contextlib.nullcontext() if SIMULATED else cuda.gpus[gpu.index]
+    """Return the context in which this thread computes on a GPU, whichever it used before.
+
+    Raises:
+        GpuError: the GPU is out of memory, or has failed.
+    """
+    return contextlib.nullcontext() if SIMULATED else _on(gpu)
+
+
+@contextlib.contextmanager
+def _on(gpu: Gpu) -> Iterator[None]:
+    with _told(), cuda.gpus[gpu.index]:
+        yield
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """Tell what CUDA says of a GPU, through whichever package, in one line."""
+    try:
+        yield
+    except Exception as error:
+        found = re.search(r"CUDA_ERROR_\w+", str(error))
+        if found is None:
+            raise
+        if found[0] == "CUDA_ERROR_OUT_OF_MEMORY":
+            what = "the GPU is out of memory; lower trainer.batch_size, dataset.train_size or the model's size, or end "
+            raise GpuError(f"{what}what else computes on it") from error
+        raise GpuError(
+            f"the GPU failed ({found[0]}) and computes no more for this process; nvidia-smi may say why; "
+            "trainer.resume=RUN goes on from the last epoch"
+        ) from error
 
 
 def on_its_gpu(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -151,7 +198,10 @@ def check_block(gpu: Gpu, block: int) -> None:
 
 def free_memory() -> tuple[float, float]:
     """Return the bytes of the GPU's memory that are free, and all of them; both are infinite in the simulator."""
-    free, total = cuda.current_context().get_memory_info()
+    context = cuda.current_context()
+    if not SIMULATED:
+        context.deallocations.clear()  # what Numba has yet to give back
+    free, total = context.get_memory_info()
     return free, total
 
 

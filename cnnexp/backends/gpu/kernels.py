@@ -3,9 +3,7 @@
 Every kernel is made by a function of the sizes that are known when a network is compiled, so that index arithmetic
 folds into constants. Arrays are flat, indices uint32 and numbers float32: an int64 index doubles the instructions of an
 inner loop, a float64 literal makes the GPU compute in double. A thread strides over the grid, so any grid is right.
-
-Sums over images are formed in two stages, in a fixed order: first per slice of the batch, then over the slices. No
-atomic addition, so two runs give the same bits.
+Sums over images and products of matrices are in `sums`.
 """
 
 from __future__ import annotations
@@ -26,7 +24,6 @@ u32, f32 = np.uint32, np.float32
 ZERO, ONE, HALF = f32(0), f32(1), f32(0.5)
 LOWEST = f32(-np.inf)
 LABEL_ONE = np.int32(1)
-SLICES = 32  # of a batch, at most, for the first stage of a sum over images
 
 
 @dataclass(frozen=True)
@@ -171,29 +168,6 @@ def dropout(D: int, block: int) -> Kernel:
             i = u32(i + u32(cuda.gridsize(1)))
 
     return Kernel(dropout, "void(float32[::1], int64[::1], float32[::1], int64, int64, float32, uint32)", block)
-
-
-@cache
-def column_products(columns: int, squares: bool, block: int) -> Kernel:
-    """partial[s, c] = over slice s of the rows, the sum of (x - mean)^2, or of (x - mean) * dy; one thread each."""
-    C = u32(columns)
-
-    def column_products(x, mean, dy, partial, rows, slices, count):
-        i = u32(cuda.grid(1))
-        while i < count:
-            c = u32(i % C)
-            total = ZERO
-            row = u32(i // C)
-            while row < rows:
-                place = u32(row * C + c)
-                difference = x[place] - mean[c]
-                total += difference * (difference if squares else dy[place])
-                row = u32(row + slices)
-            partial[i] = total
-            i = u32(i + u32(cuda.gridsize(1)))
-
-    arrays = ", ".join(["float32[::1]"] * 4)
-    return Kernel(column_products, f"void({arrays}, uint32, uint32, uint32)", block)
 
 
 @cache
@@ -490,24 +464,6 @@ LOSSES = {
     "binary_cross_entropy": _binary_cross_entropy,
     "mean_squared_error": _mean_squared_error,
 }
-
-
-@cache
-def sum_slices(block: int) -> Kernel:
-    """out[i] = sum of partial[s, i] over s = 0 .. slices - 1, in that order: the second stage of a sum over images."""
-
-    def sum_slices(partial, out, slices, count):
-        i = u32(cuda.grid(1))
-        while i < count:
-            total = ZERO
-            s = u32(0)
-            while s < slices:
-                total += partial[u32(s * count + i)]
-                s = u32(s + u32(1))
-            out[i] = total
-            i = u32(i + u32(cuda.gridsize(1)))
-
-    return Kernel(sum_slices, "void(float32[::1], float32[::1], uint32, uint32)", block)
 
 
 @cache

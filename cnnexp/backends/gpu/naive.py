@@ -1,7 +1,7 @@
-"""`gpu-naive`: one thread per output element, global memory only (castanheira section 3; chavan's first version).
+"""`gpu-naive`: convolutions by one thread per output element, from global memory (castanheira section 3; chavan).
 
-Also what every layerwise GPU backend shares: `NaiveOps`, which the others override where they stage tiles in shared
-memory, and `GpuBackend`.
+Also what every layerwise GPU backend shares: `NaiveOps`, of which the others override the convolutions alone, and
+`GpuBackend`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any, ClassVar, cast
 import numpy as np
 from numba import cuda
 
-from cnnexp.backends.gpu import device, kernels, streamed
+from cnnexp.backends.gpu import device, kernels, streamed, sums
 from cnnexp.backends.gpu.device import SIMULATED, Gpu, Kernel, Tensor, on_its_gpu
-from cnnexp.backends.gpu.kernels import SLICES, ZERO, ConvSizes, f32, u32
+from cnnexp.backends.gpu.kernels import ZERO, ConvSizes, f32, u32
 from cnnexp.backends.layerwise import LayerwiseProgram
 from cnnexp.backends.protocol import Array, Backend, Program, State, Update
 from cnnexp.network import BatchNorm2d, Conv2d, Elementwise, Flatten, MaxPool2d, Network, Stage, Window
@@ -121,62 +121,18 @@ def conv2d_backward_weights(sizes: ConvSizes, block: int) -> Kernel:
     )
 
 
-@cache
-def column_sums(columns: int, block: int) -> Kernel:
-    """partial[s, f] = the sum of column f of dy over slice s of the rows; (rows, columns), one thread each."""
-    F = u32(columns)
-
-    def column_sums(dy, partial, rows, slices, count):
-        i = u32(cuda.grid(1))
-        while i < count:
-            f = u32(i % F)
-            total = ZERO
-            row = u32(i // F)
-            while row < rows:
-                total += dy[u32(row * F + f)]
-                row = u32(row + slices)
-            partial[i] = total
-            i = u32(i + u32(cuda.gridsize(1)))
-
-    return Kernel(column_sums, "void(float32[::1], float32[::1], uint32, uint32, uint32)", block)
-
-
-@cache
-def matmul(left_transposed: bool, right_transposed: bool, has_bias: bool, block: int) -> Kernel:
-    """out (rows, columns) = left @ right (+ bias): one thread per element; a transposed operand is stored so.
-
-    left is (rows, depth), or (depth, rows) if transposed; right (depth, columns), or (columns, depth).
-    """
-
-    def matmul(left, right, bias, out, rows, columns, depth, count):
-        i = u32(cuda.grid(1))
-        while i < count:
-            r, c = u32(i // columns), u32(i % columns)
-            total = bias[c] if has_bias else ZERO
-            k = u32(0)
-            while k < depth:
-                a = left[u32(k * rows + r)] if left_transposed else left[u32(r * depth + k)]
-                b = right[u32(c * depth + k)] if right_transposed else right[u32(k * columns + c)]
-                total += a * b
-                k = u32(k + u32(1))
-            out[i] = total
-            i = u32(i + u32(cuda.gridsize(1)))
-
-    arrays = "float32[::1], float32[::1], float32[::1], float32[::1]"
-    return Kernel(matmul, f"void({arrays}, uint32, uint32, uint32, uint32)", block)
-
-
 class NaiveOps:
-    """`Ops` (see `protocol`) on device arrays, nothing staged in shared memory.
+    """`Ops` (see `protocol`) on device arrays, nothing of a convolution staged in shared memory.
 
     Args:
+        gpu: whose multiprocessors are to have work.
         block: threads per block.
     """
 
-    def __init__(self, block: int) -> None:
+    def __init__(self, gpu: Gpu, block: int) -> None:
         self.stream = 0
-        self._block = block
-        self._scratch = device.empty((1,), np.float32)
+        self._block, self._multiprocessors = block, gpu.multiprocessors
+        self._scratch = [device.empty((1,), np.float32)]  # the last; a captured graph may use an earlier one
         self._nothing = device.empty((1,), np.float32)  # stands for an absent bias or slot
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
@@ -223,10 +179,11 @@ class NaiveOps:
 
     def _conv2d_backward_weights(self, sizes: ConvSizes, x: Tensor, dy: Tensor, dw: Tensor) -> None:
         images = x.shape[0]
-        partial, slices = self._partial(images, dw.size)
+        blocks_of_a_slice = -(-dw.size // self._block)
+        partial, slices = self._partial(dw.size, min(images, self._enough_blocks(blocks_of_a_slice)))
         kernel = conv2d_backward_weights(sizes, self._block)
         kernel.over(partial.size, self.stream, x, dy, partial, u32(images), slices)
-        kernels.sum_slices(self._block).over(dw.size, self.stream, partial, dw, slices)
+        self._sum_slices(partial, slices, dw)
 
     def elementwise(self, layer: Elementwise, x: Array, y: Array) -> None:
         kernels.elementwise(layer, self._block).over(x.size, self.stream, x, y)
@@ -313,34 +270,49 @@ class NaiveOps:
 
     def _matmul(self, left, left_transposed, right, right_transposed, bias, out, depth: int) -> None:
         """out = left @ right (+ bias), over `depth` products; a transposed operand is stored so."""
-        kernel = matmul(left_transposed, right_transposed, bias is not None, self._block)
-        rows, columns = (u32(side) for side in out.shape)
-        bias = self._or_nothing(bias)
-        kernel.over(out.size, self.stream, left, right, bias, out, rows, columns, u32(depth))
+        rows, columns = out.shape
+        deep = sums.deep(self._multiprocessors, rows, columns, depth)
+        parts = -(-depth // deep)
+        partial = out if parts == 1 else self._partial(out.size, parts)[0]
+        kernel = sums.matmul(left_transposed, right_transposed, bias is not None and parts == 1)
+        sizes = (u32(size) for size in (rows, columns, depth, deep))
+        blocks = sums.tiles(rows, columns) * parts
+        kernel.launch(blocks, self.stream, left, right, self._or_nothing(bias), partial, *sizes)
+        if parts > 1:
+            self._sum_slices(partial, u32(parts), out, bias)
 
     def _sum_columns(self, dy: Tensor, out: Tensor) -> None:
         """out[f] = the sum of dy[..., f] over all else."""
         columns = dy.shape[-1]
         rows = dy.size // columns
-        partial, slices = self._partial(rows, columns)
-        column_sums(columns, self._block).over(partial.size, self.stream, dy, partial, u32(rows), slices)
-        kernels.sum_slices(self._block).over(columns, self.stream, partial, out, slices)
+        partial, slices = self._partial(columns, sums.slices(self._multiprocessors, rows, columns))
+        sums.column_sums(columns).over(partial.size, self.stream, dy, partial, u32(rows), slices)
+        self._sum_slices(partial, slices, out)
 
     def _sum_products(self, x: Tensor, mean: Tensor, dy: Tensor, out: Tensor, squares: bool) -> None:
         """out[c] = the sum of (x - mean)^2, or of (x - mean) * dy, over all but the channels."""
         columns = mean.size
         rows = x.size // columns
-        partial, slices = self._partial(rows, columns)
-        kernel = kernels.column_products(columns, squares, self._block)
+        partial, slices = self._partial(columns, sums.slices(self._multiprocessors, rows, columns))
+        kernel = sums.column_products(columns, squares)
         kernel.over(partial.size, self.stream, x, mean, dy, partial, u32(rows), slices)
-        kernels.sum_slices(self._block).over(columns, self.stream, partial, out, slices)
+        self._sum_slices(partial, slices, out)
 
-    def _partial(self, rows: int, size: int) -> tuple[Tensor, np.uint32]:
-        """Return scratch (slices, size) for a sum over `rows`, valid until asked for again, and the slices."""
-        slices = min(rows, SLICES)
-        if self._scratch.size < slices * size:
-            self._scratch = device.empty((slices * size,), np.float32)
-        return Tensor(self._scratch.flat, (slices, size)), u32(slices)
+    def _sum_slices(self, partial: Tensor, slices: np.uint32, out: Tensor, bias: Tensor | None = None) -> None:
+        """out = the sum of its partial sums (+ bias)."""
+        kernel, columns = sums.sum_slices(bias is not None), out.size if bias is None else bias.size
+        blocks, sizes = sums.sum_slices_blocks(out.size), (slices, u32(columns), u32(out.size))
+        kernel.launch(blocks, self.stream, partial, self._or_nothing(bias), out, *sizes)
+
+    def _enough_blocks(self, blocks: int) -> int:
+        """Return how many times so many blocks give all multiprocessors work."""
+        return -(-sums.BLOCKS * self._multiprocessors // blocks)
+
+    def _partial(self, size: int, slices: int) -> tuple[Tensor, np.uint32]:
+        """Return scratch (slices, size), valid until asked for again, and the slices."""
+        if self._scratch[-1].size < slices * size:
+            self._scratch.append(device.empty((slices * size,), np.float32))
+        return Tensor(self._scratch[-1].flat, (slices, size)), u32(slices)
 
     def _or_nothing(self, array: Tensor | None) -> Tensor:
         return self._nothing if array is None else array
@@ -449,11 +421,12 @@ class GpuBackend:
 
     def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> Program:
         with device.on(self.gpu):
-            device.check_memory(batch_bytes(network, optimizer, batch_size), f"a batch of {batch_size}")
+            needed = batch_bytes(network, optimizer, batch_size, self.gpu)
+            device.check_memory(needed, f"a batch of {batch_size}")
             return GpuProgram(self.gpu, self.ops(batch_size), network, loss, optimizer, batch_size)
 
 
-def batch_bytes(network: Network, optimizer: Optimizer, batch_size: int) -> int:
+def batch_bytes(network: Network, optimizer: Optimizer, batch_size: int, gpu: Gpu) -> int:
     """Return the bytes that a layerwise program allocates, but for the data set."""
     values = int(np.prod(network.input_shape)) + 1
     for stage in walk(network.stages):
@@ -461,13 +434,13 @@ def batch_bytes(network: Network, optimizer: Optimizer, batch_size: int) -> int:
         if not isinstance(stage.layer, Flatten):  # it shares its input's buffers
             values += size * (3 if isinstance(stage.layer, MaxPool2d) else 2)  # activation, gradient, argmax
     weights = [stage.weight.size for stage in walk(network.stages) if stage.weight and isinstance(stage.layer, Conv2d)]
-    scratch = SLICES * max(weights, default=0)
+    scratch = sums.BLOCKS * gpu.multiprocessors * sums.THREADS + max(weights, default=0)
     return 4 * (values * batch_size + network.parameter_count * (2 + len(optimizer.slots)) + scratch)
 
 
 @dataclass(frozen=True)
 class GpuNaive(GpuBackend):
-    """One thread per output element, global memory only.
+    """Convolutions by one thread per output element, from global memory only.
 
     Attributes:
         block: threads per block; chosen if None.
@@ -480,4 +453,4 @@ class GpuNaive(GpuBackend):
         device.check_block(gpu, BLOCK if self.block is None else self.block)
 
     def ops(self, batch_size: int) -> NaiveOps:
-        return NaiveOps(BLOCK if self.block is None else self.block)
+        return NaiveOps(self.gpu, BLOCK if self.block is None else self.block)

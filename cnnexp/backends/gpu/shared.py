@@ -1,9 +1,8 @@
 """`gpu-shared-input` and `gpu-shared`: tiles staged in shared memory (chavan; castanheira's future work).
 
 A block of threads loads a tile once and all its threads read it from shared memory. `gpu-shared-input` stages the
-input of the convolutions alone, `gpu-shared` their filters too, and the operands of the linear layers' products. A
-convolution's gradients are of the same kind: that of the input convolves dy with the turned filters, that of the
-weights convolves the input with dy.
+input of the convolutions alone, `gpu-shared` their filters too. A convolution's gradients are of the same kind: that of
+the input convolves dy with the turned filters, that of the weights convolves the input with dy.
 """
 
 from __future__ import annotations
@@ -15,16 +14,15 @@ from typing import ClassVar
 from numba import cuda
 
 from cnnexp.backends.gpu import device, kernels
-from cnnexp.backends.gpu.device import SIMULATED, Gpu, Kernel
+from cnnexp.backends.gpu.device import Gpu, Kernel
 from cnnexp.backends.gpu.kernels import ZERO, ConvSizes, f32, u32
 from cnnexp.backends.gpu.naive import BLOCK, GpuBackend, NaiveOps
 from cnnexp.backends.protocol import Array
 from cnnexp.errors import ConfigError
 from cnnexp.network import Window
 
-CONV_TILE, MATMUL_SIDE = 8, 16
-MATMUL_THREADS = 4 if SIMULATED else 256  # a simulated barrier costs 200 us per thread
-FILTERS = 4  # of a tile
+CONV_TILE = 8
+FILTERS = 32  # of a tile: a warp writes side by side
 
 
 @cache
@@ -91,10 +89,10 @@ def conv2d(sizes: ConvSizes, turned: bool, has_bias: bool, stage_filters: bool, 
                         total = b[f]
                     # what is added to `corner` and `lane` is known when the loops are unrolled
                     corner, lane = u32(u32(u32(row * side) + col) * u32(stride * channels)), u32(o % filters)
-                    for a in range(K):
-                        for e in range(K):
-                            k = u32(u32(a) * K + u32(e))
-                            for c in range(channels):
+                    for c in range(channels):  # outermost, so that no bit depends on how many are staged at once
+                        for a in range(K):
+                            for e in range(K):
+                                k = u32(u32(a) * K + u32(e))
                                 if stage_filters:
                                     weight = w_tile[lane + u32(u32(k * channels + u32(c)) * filters)]
                                 elif u32(c0 + u32(c)) >= C:
@@ -231,74 +229,20 @@ def _padded_width(sizes: ConvSizes) -> int:
     return (sizes.Q - 1) * sizes.stride + sizes.K
 
 
-@cache
-def matmul(left_transposed: bool, right_transposed: bool, has_bias: bool) -> Kernel:
-    """As `naive.matmul`; a block makes a square of elements from operands staged square by square."""
-    side, threads, pitch = u32(MATMUL_SIDE), u32(MATMUL_THREADS), u32(MATMUL_SIDE + 1)
-    size = MATMUL_SIDE * (MATMUL_SIDE + 1)  # one word more per row: columns fall into different banks
-    owned = MATMUL_SIDE**2 // MATMUL_THREADS  # elements of a thread
-    elements = u32(MATMUL_SIDE**2)
-
-    def matmul(left, right, bias, out, rows, columns, depth):
-        a_tile = cuda.shared.array(size, f32)
-        b_tile = cuda.shared.array(size, f32)
-        t = u32(cuda.threadIdx.x)
-        across = u32((columns + side - u32(1)) // side)
-        r0, c0 = u32(u32(u32(cuda.blockIdx.x) // across) * side), u32(u32(u32(cuda.blockIdx.x) % across) * side)
-        total = cuda.local.array(owned, f32)
-        for j in range(owned):
-            total[j] = ZERO
-        k0 = u32(0)
-        while k0 < depth:
-            i = t
-            while i < elements:
-                # neighbours in a warp read neighbours in memory, whichever way an operand is stored
-                high, low = u32(i // side), u32(i % side)
-                if left_transposed:
-                    r, k = u32(r0 + low), u32(k0 + high)
-                    a_tile[u32(low * pitch + high)] = left[u32(k * rows + r)] if r < rows and k < depth else ZERO
-                else:
-                    r, k = u32(r0 + high), u32(k0 + low)
-                    a_tile[u32(high * pitch + low)] = left[u32(r * depth + k)] if r < rows and k < depth else ZERO
-                if right_transposed:
-                    k, c = u32(k0 + low), u32(c0 + high)
-                    b_tile[u32(low * pitch + high)] = right[u32(c * depth + k)] if c < columns and k < depth else ZERO
-                else:
-                    k, c = u32(k0 + high), u32(c0 + low)
-                    b_tile[u32(high * pitch + low)] = right[u32(k * columns + c)] if c < columns and k < depth else ZERO
-                i = u32(i + threads)
-            cuda.syncthreads()
-            for j in range(owned):
-                place = u32(u32(j) * threads + t)
-                row, column = u32(u32(place // side) * pitch), u32(place % side)
-                for s in range(side):
-                    total[j] += a_tile[u32(row + u32(s))] * b_tile[u32(u32(s) * pitch + column)]
-            cuda.syncthreads()
-            k0 = u32(k0 + side)
-        for j in range(owned):
-            place = u32(u32(j) * threads + t)
-            r, c = u32(r0 + place // side), u32(c0 + place % side)
-            if r < rows and c < columns:
-                out[u32(r * columns + c)] = total[j] + bias[c] if has_bias else total[j]
-
-    arrays = "float32[::1], float32[::1], float32[::1], float32[::1]"
-    return Kernel(matmul, f"void({arrays}, uint32, uint32, uint32)", MATMUL_THREADS)
-
-
 class SharedInputOps(NaiveOps):
     """`NaiveOps` whose convolutions stage their input in shared memory.
 
     Args:
+        gpu: whose limits count.
         block: threads per block.
         tile: side of a tile of a convolution.
-        shared_bytes: of a block.
     """
 
     stage_filters = False
 
-    def __init__(self, block: int, tile: int, shared_bytes: int) -> None:
-        super().__init__(block)
-        self._tile, self._shared_bytes = tile, shared_bytes
+    def __init__(self, gpu: Gpu, block: int, tile: int) -> None:
+        super().__init__(gpu, block)
+        self._tile, self._shared_bytes = tile, gpu.shared_bytes
 
     def conv2d(self, x: Array, w: Array, b: Array | None, window: Window, y: Array) -> None:
         sizes = kernels.conv_sizes(x, w, window, y)
@@ -327,25 +271,17 @@ class SharedInputOps(NaiveOps):
         if rows == 0:
             super()._conv2d_backward_weights(sizes, x, dy, dw)
             return
-        images = x.shape[0]
-        partial, slices = self._partial(images, dw.size)
+        images, groups = x.shape[0], -(-dw.size // self._block)
+        partial, slices = self._partial(dw.size, min(images, self._enough_blocks(groups)))
         kernel = conv2d_backward_weights(sizes, rows, self.stage_filters, self._block)
-        groups = -(-dw.size // self._block)
         kernel.launch(groups * int(slices), self.stream, x, dy, partial, u32(images), slices)
-        kernels.sum_slices(self._block).over(dw.size, self.stream, partial, dw, slices)
+        self._sum_slices(partial, slices, dw)
 
 
 class SharedOps(SharedInputOps):
-    """`SharedInputOps` that stages filters too, and the operands of matrix products."""
+    """`SharedInputOps` that stages filters too."""
 
     stage_filters = True
-
-    def _matmul(self, left, left_transposed, right, right_transposed, bias, out, depth):
-        kernel = matmul(left_transposed, right_transposed, bias is not None)
-        rows, columns = out.shape
-        blocks = -(-rows // MATMUL_SIDE) * -(-columns // MATMUL_SIDE)
-        bias = self._or_nothing(bias)
-        kernel.launch(blocks, self.stream, left, right, bias, out, u32(rows), u32(columns), u32(depth))
 
 
 def turned(sizes: ConvSizes) -> ConvSizes:
@@ -383,12 +319,12 @@ class GpuSharedInput(GpuBackend):
             raise ConfigError(f"backend.tile={self.tile}: must be >= 1, the side of a tile of outputs")
 
     def ops(self, batch_size: int) -> SharedInputOps:
-        return self.make_ops(BLOCK if self.block is None else self.block, self.tile, self.gpu.shared_bytes)
+        return self.make_ops(self.gpu, BLOCK if self.block is None else self.block, self.tile)
 
 
 @dataclass(frozen=True)
 class GpuShared(GpuSharedInput):
-    """Input tiles and filters of the convolutions, and the operands of the linear layers, in shared memory."""
+    """Input tiles and filters of the convolutions in shared memory."""
 
     name: ClassVar[str] = "gpu-shared"
     make_ops: ClassVar[type[SharedInputOps]] = SharedOps

@@ -21,7 +21,7 @@ def mend_shared_arrays() -> None:
     kernelapi.FakeCUDAShared.array = _shared_array
 
 
-def _shared_array(self: Any, shape: Any, dtype: Any) -> np.ndarray:
+def _shared_array(self: Any, shape: Any, dtype: Any, alignment: int | None = None) -> np.ndarray:
     """Return the block's array of the calling line of a kernel, as the simulator tells arrays apart."""
     caller = sys._getframe(1)
     if isinstance(dtype, types.Type):

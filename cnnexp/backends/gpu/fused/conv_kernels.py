@@ -9,15 +9,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import numpy as np
 from numba import cuda
 
 from cnnexp.backends.gpu.device import Kernel
-from cnnexp.backends.gpu.fused.kernels import BLOCK, BYTE
+from cnnexp.backends.gpu.fused.kernels import BLOCK, as_it_is, fraction
 from cnnexp.backends.gpu.kernels import ZERO, ConvSizes, f32, u32, unsigned
 
 ACROSS = 4  # pixels of a row that one thread makes in `conv_backward_input`
+MOST_SUMS = 32  # accumulators of a thread
+FILTERS, CHANNELS = 2, 4  # of a thread: with more, small networks leave multiprocessors idle
 
 
 @dataclass(frozen=True)
@@ -58,28 +61,37 @@ class ConvBlock:
         return (rows * self.pool - 1) * self.sizes.stride + self.sizes.K
 
     @property
+    def as_float(self) -> Any:
+        """The device function that makes a number of a value of the input."""
+        return fraction if self.from_bytes else as_it_is
+
+    @property
     def input_type(self) -> str:
         return "uint8[::1]" if self.from_bytes else "float32[::1]"
 
 
 @cache
 def conv_forward(conv: ConvBlock, rows: int, filters: int) -> Kernel:
-    """A block makes `rows` rows of pooled outputs of one image, `filters` filters; a thread one (u, v, f) at a time.
+    """A block makes `rows` rows of pooled outputs of one image, `filters` filters; a thread one (u, v) of several.
 
-    Neighbours in a warp differ in f: pixels broadcast from shared memory, outputs coalesce.
+    Pixels lie channel by channel in shared memory, so that threads side by side read different banks; what a thread
+    reads serves all its filters.
     """
     H, W, C, K, F, stride, top, left, _, _ = unsigned(conv.sizes)
-    S, U, V, wide = u32(conv.pool), u32(conv.U), u32(conv.V), u32(conv.wide)
-    rows_, filters_, block = u32(rows), u32(filters), u32(BLOCK)
+    S, U, V, wide, high = u32(conv.pool), u32(conv.U), u32(conv.V), u32(conv.wide), u32(conv.input_rows(rows))
+    together = filters_together(conv, filters)
+    lanes, pitch = u32(-(-filters // together)), u32(-(-filters // together) * together)  # of a row of weights
+    rows_, filters_, block, abreast = u32(rows), u32(filters), u32(BLOCK), u32(BLOCK // int(lanes))
     tiles, deep = u32(-(-conv.U // rows)), u32(-(-conv.sizes.F // filters))
-    x_size, w_size = conv.input_rows(rows) * conv.wide * conv.sizes.C, conv.sizes.K**2 * conv.sizes.C * filters
-    image, cells, lanes = u32(H * W * C), u32(rows * conv.V), u32(BLOCK // filters)
-    window, shut, from_order, from_bytes = conv.pool**2, u32(conv.pool**2), conv.from_order, conv.from_bytes
-    relu, has_bias = conv.relu, conv.has_bias
+    x_seen, w_seen = int(high * wide * C), conv.sizes.K**2 * conv.sizes.C * int(pitch)
+    x_size, w_size = in_fours(x_seen), in_fours(w_seen)
+    image, cells = u32(H * W * C), u32(rows * conv.V)
+    window, shut, from_order, pixel_of = conv.pool**2, u32(conv.pool**2), conv.from_order, conv.as_float
+    relu, has_bias, totals = conv.relu, conv.has_bias, together * conv.pool**2
 
     def conv_forward(x, order, cursor, ahead, w, b, y, code):
-        x_tile = cuda.shared.array(x_size, f32)
-        w_tile = cuda.shared.array(w_size, f32)
+        x_tile = cuda.shared.array(x_size, f32, alignment=16)
+        w_tile = cuda.shared.array(w_size, f32, alignment=16)
         t = u32(cuda.threadIdx.x)
         f0 = u32(u32(u32(cuda.blockIdx.x) % deep) * filters_)
         u0 = u32(u32(u32(u32(cuda.blockIdx.x) // deep) % tiles) * rows_)
@@ -89,52 +101,67 @@ def conv_forward(conv: ConvBlock, rows: int, filters: int) -> Kernel:
             first = u32(order[u32(cursor[0] + ahead + n)] * image)
         i = t
         while i < u32(x_size):
-            row = u32(u0 * S * stride + u32(u32(i // C) // wide))  # in the padded image
-            col = u32(u32(i // C) % wide)
+            c, place = u32(i % C), u32(i // C)
+            row, col = u32(u0 * S * stride + place // wide), u32(place % wide)  # in the padded image
             value = ZERO
-            if top <= row and row < u32(H + top) and left <= col and col < u32(W + left):
-                value = f32(x[u32(first + u32(u32(u32(row - top) * W + col - left) * C + i % C))])
-            x_tile[i] = value / BYTE if from_bytes else value
+            if i < u32(x_seen) and top <= row and row < u32(H + top) and left <= col and col < u32(W + left):
+                value = pixel_of(x[u32(first + u32(u32(u32(row - top) * W + col - left) * C + c))])
+            x_tile[u32(u32(c * u32(high * wide)) + place) if i < u32(x_seen) else i] = value
             i = u32(i + block)
         i = t
         while i < u32(w_size):
-            f = u32(f0 + i % filters_)
-            w_tile[i] = w[u32(u32(i // filters_) * F + f)] if f < F else ZERO
+            k, f = u32(i // pitch), u32(f0 + i % pitch)
+            w_tile[i] = w[u32(k * F + f)] if i < u32(w_seen) and f < F else ZERO
             i = u32(i + block)
         cuda.syncthreads()
-        lane_f = u32(t % filters_)
-        f = u32(f0 + lane_f)
-        if f < F and t < u32(lanes * filters_):
-            total = cuda.local.array(window, f32)
-            bias = b[f] if has_bias else ZERO
-            cell = u32(t // filters_)
-            while cell < cells and u32(u0 + cell // V) < U:
-                for k in range(window):
-                    total[k] = ZERO
-                corner = u32(u32(u32(u32(cell // V) * S * stride) * wide + u32(cell % V) * S * stride) * C)
-                for c in range(C):
-                    for a in range(K):
-                        for e in range(K):
-                            weight = w_tile[u32(u32(u32(u32(a) * K + u32(e)) * C + u32(c)) * filters_ + lane_f)]
-                            for i in range(S):
-                                for j in range(S):
-                                    row = u32(u32(i) * stride + u32(a))
-                                    col = u32(u32(j) * stride + u32(e))
-                                    total[i * S + j] += weight * x_tile[corner + u32(row * wide + col) * C + u32(c)]
-                best, where = total[0], u32(0)
-                for k in range(1, window):
-                    if total[k] > best:
-                        best, where = total[k], u32(k)
-                best += bias
-                if relu and not best > ZERO:
-                    best, where = ZERO, shut
-                place = u32(u32(u32(u32(n * U + u0) * V) + cell) * F + f)
-                y[place] = best
-                code[place] = np.uint8(where)
-                cell = u32(cell + lanes)
+        own = u32(u32(t % lanes) * u32(together))
+        cell = u32(t // lanes)
+        total = cuda.local.array(totals, f32)
+        weight = cuda.local.array(together, f32)
+        while cell < cells and cell < u32(u32(U - u0) * V) and u32(t // lanes) < abreast:
+            for k in range(totals):
+                total[k] = ZERO
+            corner = u32(u32(u32(cell // V) * S * stride) * wide + u32(cell % V) * S * stride)
+            for c in range(C):
+                for a in range(K):
+                    for e in range(K):
+                        tap = u32(u32(u32(u32(a) * K + u32(e)) * C + u32(c)) * pitch)
+                        for g in range(together):
+                            weight[g] = w_tile[own + u32(tap + u32(g))]
+                        for i in range(S):
+                            for j in range(S):
+                                row, col = u32(u32(i) * stride + u32(a)), u32(u32(j) * stride + u32(e))
+                                pixel = x_tile[corner + u32(u32(u32(c) * high + row) * wide + col)]
+                                for g in range(together):
+                                    total[(g * S + i) * S + j] += weight[g] * pixel
+            for g in range(together):
+                f = u32(f0 + own + u32(g))
+                if f < F and u32(own + u32(g)) < filters_:
+                    best, where = total[g * window], u32(0)
+                    for k in range(1, window):
+                        if total[g * window + k] > best:
+                            best, where = total[g * window + k], u32(k)
+                    if has_bias:
+                        best += b[f]
+                    if relu and not best > ZERO:
+                        best, where = ZERO, shut
+                    place = u32(u32(u32(u32(n * U + u0) * V) + cell) * F + f)
+                    y[place] = best
+                    code[place] = np.uint8(where)
+            cell = u32(cell + abreast)
 
     arrays = "float32[::1], float32[::1], float32[::1], uint8[::1]"
     return Kernel(conv_forward, f"void({conv.input_type}, uint32[::1], uint32[::1], uint32, {arrays})", BLOCK)
+
+
+def filters_together(conv: ConvBlock, filters: int) -> int:
+    """Return how many filters a thread of `conv_forward` makes at once, their sums in registers."""
+    return max(1, min(filters, FILTERS, MOST_SUMS // conv.pool**2))
+
+
+def in_fours(size: int) -> int:
+    """Return a size of shared memory that ends where four numbers read at once do."""
+    return -(-size // 4) * 4
 
 
 @cache
@@ -151,7 +178,7 @@ def conv_backward_weights(conv: ConvBlock, rows: int, pairs: int, slices: int) -
     x_size, image, cells = conv.input_rows(rows) * conv.wide * conv.sizes.C, u32(H * W * C), u32(rows * conv.V)
     taps, sums, groups = conv.sizes.K**2, (conv.sizes.K**2 + 1) * BLOCK, u32(BLOCK // pairs)
     size, shut, all_pairs = u32(taps * int(C * F)), u32(conv.pool**2), u32(C * F)
-    from_order, from_bytes, has_bias = conv.from_order, conv.from_bytes, conv.has_bias
+    from_order, has_bias, pixel = conv.from_order, conv.has_bias, conv.as_float
 
     def conv_backward_weights(x, order, cursor, ahead, dy, code, arena, w_base, b_base, count):
         x_tile = cuda.shared.array(x_size, f32)
@@ -177,8 +204,8 @@ def conv_backward_weights(conv: ConvBlock, rows: int, pairs: int, slices: int) -
                 col = u32(u32(i // C) % wide)
                 value = ZERO
                 if top <= row and row < u32(H + top) and left <= col and col < u32(W + left):
-                    value = f32(x[u32(first + u32(u32(u32(row - top) * W + col - left) * C + i % C))])
-                x_tile[i] = value / BYTE if from_bytes else value
+                    value = pixel(x[u32(first + u32(u32(u32(row - top) * W + col - left) * C + i % C))])
+                x_tile[i] = value
                 i = u32(i + block)
             cuda.syncthreads()
             if pair < all_pairs and group < groups:
@@ -225,21 +252,24 @@ def conv_backward_weights(conv: ConvBlock, rows: int, pairs: int, slices: int) -
 
 @cache
 def conv_backward_input(conv: ConvBlock, rows: int) -> Kernel:
-    """A block makes `rows` rows of dx of one image, for stride 1; a thread `ACROSS` neighbours of one channel.
+    """A block makes `rows` rows of dx of one image, for stride 1; a thread `ACROSS` neighbours of several channels.
 
     The gradient is spread to the convolution's map in shared memory, and convolved with the turned filters.
     """
     H, W, C, K, F, _, top, left, P, Q = unsigned(conv.sizes)
-    S, U, V, rows_, block = u32(conv.pool), u32(conv.U), u32(conv.V), u32(rows), u32(BLOCK)
+    S, U, V, rows_ = u32(conv.pool), u32(conv.U), u32(conv.V), u32(rows)
+    together = min(conv.sizes.C, CHANNELS)
+    groups = u32(-(-conv.sizes.C // together))
+    pitch = u32(int(groups) * together)  # of a row of weights
     across, quads = u32(ACROSS), u32(-(-conv.sizes.W // ACROSS))
-    high, broad = u32(rows + conv.sizes.K - 1), u32(int(quads) * ACROSS + conv.sizes.K - 1)
-    d_size, w_size = int(F * high * broad), conv.sizes.K**2 * conv.sizes.C * conv.sizes.F
-    tiles, items, last = u32(-(-conv.sizes.H // rows)), u32(rows * int(quads) * int(C)), u32(conv.sizes.K - 1)
-    seen = ACROSS + conv.sizes.K - 1
+    high, broad = u32(rows + conv.sizes.K - 1), u32(in_fours(int(quads) * ACROSS + conv.sizes.K - 1))
+    d_size, w_size = in_fours(int(F * high * broad)), in_fours(conv.sizes.K**2 * conv.sizes.F * int(pitch))
+    tiles, items, last = u32(-(-conv.sizes.H // rows)), u32(rows * int(quads * groups)), u32(conv.sizes.K - 1)
+    block, seen, totals = u32(BLOCK), ACROSS + conv.sizes.K - 1, ACROSS * together
 
     def conv_backward_input(w, dy, code, dx):
-        d_tile = cuda.shared.array(d_size, f32)
-        w_tile = cuda.shared.array(w_size, f32)
+        d_tile = cuda.shared.array(d_size, f32, alignment=16)
+        w_tile = cuda.shared.array(w_size, f32, alignment=16)
         t = u32(cuda.threadIdx.x)
         h0 = u32(u32(u32(cuda.blockIdx.x) % tiles) * rows_)
         n = u32(u32(cuda.blockIdx.x) // tiles)
@@ -250,25 +280,30 @@ def conv_backward_input(conv: ConvBlock, rows: int) -> Kernel:
             q = u32(u32(u32(i // F) % broad) + left)
             p = u32(u32(h0 + u32(u32(i // F) // broad)) + top)
             value = ZERO
-            if last <= p and u32(p - last) < P and last <= q and u32(q - last) < Q:
+            if i < u32(F * high * broad) and last <= p and u32(p - last) < P and last <= q and u32(q - last) < Q:
                 p, q = u32(p - last), u32(q - last)
                 place = u32(u32(u32(n * U + p // S) * V + q // S) * F + f)
                 if u32(code[place]) == u32(u32(p % S) * S + q % S):
                     value = dy[place]
-            d_tile[u32(u32(f * high + u32(u32(i // F) // broad)) * broad + u32(i // F) % broad)] = value
+            d_tile[u32(f * u32(high * broad) + i // F) if i < u32(F * high * broad) else i] = value
             i = u32(i + block)
         i = t
         while i < u32(w_size):
-            f, c, k = u32(i % F), u32(u32(i // F) % C), u32(i // u32(F * C))
-            w_tile[u32(u32(u32(K * K - u32(1) - k) * F + f) * C + c)] = w[i]
+            c, f, k = u32(i % pitch), u32(u32(i // pitch) % F), u32(i // u32(pitch * F))
+            value = ZERO
+            if c < C and k < u32(K * K):
+                value = w[u32(u32(u32(u32(K * K - u32(1) - k) * C) + c) * F + f)]
+            w_tile[i] = value
             i = u32(i + block)
         cuda.syncthreads()
-        total = cuda.local.array(ACROSS, f32)
+        total = cuda.local.array(totals, f32)
         d = cuda.local.array(seen, f32)
         item = t
         while item < items:
-            c, quad, row = u32(item % C), u32(u32(item // C) % quads), u32(u32(item // C) // quads)
-            for j in range(ACROSS):
+            group, quad = u32(item % groups), u32(u32(item // groups) % quads)
+            row = u32(u32(item // groups) // quads)
+            c0 = u32(group * u32(together))
+            for j in range(totals):
                 total[j] = ZERO
             for f in range(F):
                 for a in range(K):
@@ -276,14 +311,17 @@ def conv_backward_input(conv: ConvBlock, rows: int) -> Kernel:
                     for j in range(seen):
                         d[j] = d_tile[corner + u32(j)]
                     for e in range(K):
-                        weight = w_tile[u32(u32(u32(u32(a) * K + u32(e)) * F + u32(f)) * C + c)]
-                        for j in range(ACROSS):
-                            total[j] += weight * d[j + e]
+                        tap = u32(u32(u32(u32(a) * K + u32(e)) * F + u32(f)) * pitch)
+                        for g in range(together):
+                            weight = w_tile[c0 + u32(tap + u32(g))]
+                            for j in range(ACROSS):
+                                total[g * ACROSS + j] += weight * d[j + e]
             h = u32(h0 + row)
             for j in range(ACROSS):
                 col = u32(quad * across + u32(j))
-                if h < H and col < W:
-                    dx[u32(u32(u32(n * H + h) * W + col) * C + c)] = total[j]
+                for g in range(together):
+                    if h < H and col < W and u32(c0 + u32(g)) < C:
+                        dx[u32(u32(u32(u32(n * H + h) * W + col) * C + c0) + u32(g))] = total[g * ACROSS + j]
             item = u32(item + block)
 
     return Kernel(conv_backward_input, "void(float32[::1], float32[::1], uint8[::1], float32[::1])", BLOCK)

@@ -21,22 +21,43 @@ from cnnexp.optimizers import Optimizer
 
 BLOCK = 16 if SIMULATED else 256  # threads
 LANES = 4 if SIMULATED else 32  # threads of a block side by side in memory: a warp
-BYTE = f32(255)
-SUM_SLICES = 8  # threads that share out the parts of one parameter
-MANY = 4  # parts that one thread adds up by itself
+BYTE, BYTE_INVERSE = f32(255), f32(1 / 255)
 SEGMENT = 6  # numbers in a row of `update`'s table
+
+
+def _fraction(value):
+    """value / 255, rounded as a division is: one step of Newton's method is exact for whole numbers up to 255."""
+    value = f32(value)
+    if SIMULATED:  # which knows no single rounding
+        return value / BYTE
+    q = value * BYTE_INVERSE
+    return cuda.fma(cuda.fma(-BYTE, q, value), BYTE_INVERSE, q)
+
+
+def _as_it_is(value):
+    return f32(value)
+
+
+fraction, as_it_is = cuda.jit(device=True)(_fraction), cuda.jit(device=True)(_as_it_is)
+
+
+def sum_threads(parts: int) -> int:
+    """Return how many threads of `update` share out the parts of one parameter: four parts each, to begin with."""
+    threads = 1
+    while 4 * threads < parts and threads < BLOCK // 8:
+        threads *= 2
+    return threads
 
 
 @cache
 def gather(D: int, from_bytes: bool) -> Kernel:
     """x[n, d] = image order[start + n], for a network that does not open with a fused convolution."""
-    D = u32(D)
+    D, pixel = u32(D), fraction if from_bytes else as_it_is
 
     def gather(images, order, cursor, ahead, x, count):
         i = u32(cuda.grid(1))
         while i < count:
-            value = f32(images[u32(order[u32(cursor[0] + ahead + i // D)] * D + i % D)])
-            x[i] = value / BYTE if from_bytes else value
+            x[i] = pixel(images[u32(order[u32(cursor[0] + ahead + i // D)] * D + i % D)])
             i = u32(i + u32(cuda.gridsize(1)))
 
     images = "uint8[::1]" if from_bytes else "float32[::1]"
@@ -97,9 +118,15 @@ def update(optimizer: Optimizer | None, batch_size: int, mirror: tuple[int, int,
         wide = u32(u32(block) // threads)
         total = ZERO
         if u32(t % wide) < u32(table[u32(row + u32(1))]):
-            part = u32(t // wide)
+            part, place, step = u32(t // wide), u32(base + t % wide), u32(threads * stride)
+            while u32(part + u32(3) * threads) < parts:  # begins four loads before it waits for the first
+                i = u32(place + part * stride)
+                a, b = arena[i], arena[u32(i + step)]
+                c, d = arena[u32(i + u32(2) * step)], arena[u32(i + u32(3) * step)]
+                total += (a + b) + (c + d)
+                part = u32(part + u32(4) * threads)
             while part < parts:
-                total += arena[u32(base + part * stride + t % wide)]
+                total += arena[u32(place + part * stride)]
                 part = u32(part + threads)
         sums[t] = total
         cuda.syncthreads()

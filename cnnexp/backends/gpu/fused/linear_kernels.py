@@ -13,7 +13,8 @@ from cnnexp.backends.gpu.fused.kernels import BLOCK, LANES
 from cnnexp.backends.gpu.kernels import ONE, ZERO, f32, u32
 
 WIDE_BLOCK = 8 if SIMULATED else 512  # threads, for the few, long sums of a layer's outputs
-PER = 4  # images of a thread in `linear_backward_input`
+PER = 1  # images of a thread in `linear_backward_input`: with more, small batches leave multiprocessors idle
+AHEAD = 4  # images that a thread of `linear_backward_weights` asks for before it waits for the first
 
 
 @cache
@@ -105,16 +106,24 @@ def linear_backward_weights(D: int, O: int, has_bias: bool, relu: bool, slices: 
     size, rows = u32(D * O), u32(D + 1) if has_bias else u32(D)
 
     def linear_backward_weights(x, y, dy, arena, w_base, b_base, images, count):
+        gs, values = cuda.local.array(AHEAD, f32), cuda.local.array(AHEAD, f32)
         i = u32(cuda.grid(1))
         while i < count:
             o, k, s = u32(i % O), u32(u32(i // O) % rows), u32(i // u32(O * rows))
             total = ZERO
             n = s
             while n < images:
-                g = dy[u32(n * O + o)]
-                if not relu or y[u32(n * O + o)] > ZERO:
-                    total += g * x[u32(n * D + k)] if k < D else g
-                n = u32(n + slices_)
+                for j in range(AHEAD):
+                    m = u32(n + u32(u32(j) * slices_))
+                    some = m if m < images else n  # a load that is not needed is cheaper than a branch
+                    g = dy[u32(some * O + o)]
+                    if relu:
+                        g = g if y[u32(some * O + o)] > ZERO else ZERO
+                    gs[j] = g if m < images else ZERO
+                    values[j] = x[u32(some * D + (k if k < D else u32(0)))]
+                for j in range(AHEAD):
+                    total += gs[j] * (values[j] if k < D else ONE)
+                n = u32(n + u32(AHEAD) * slices_)
             if k < D:
                 arena[u32(w_base + s * size + k * O + o)] = total
             else:

@@ -184,17 +184,20 @@ def plan_conv(conv: ConvBlock, context: Context) -> ConvPlan | None:
     """Return a plan whose tiles fit in shared memory, with blocks enough for the GPU; None if none fits."""
     sizes, batch, room = conv.sizes, context.batch_size, context.shared_floats
     filters = min(sizes.F, LANES)
+    together = conv_kernels.filters_together(conv, filters)
+    w_size = sizes.K**2 * sizes.C * -(-filters // together) * together
     row = conv.wide * sizes.C
     rows = -(-conv.U // context.splits(batch * -(-sizes.F // filters), conv.U))
-    rows = fitting(rows, lambda r: conv.input_rows(r) * row + sizes.K**2 * sizes.C * filters <= room)
+    rows = fitting(rows, lambda r: conv.input_rows(r) * row + w_size <= room)
 
     pairs, slices = min(sizes.C * sizes.F, BLOCK), min(batch, 2 * LANES)
     weight_rows = -(-conv.U // context.splits(slices * -(-sizes.C * sizes.F // pairs), conv.U))
     weight_rows = fitting(weight_rows, lambda r: conv.input_rows(r) * row + (sizes.K**2 + 1) * BLOCK <= room)
 
     input_rows = -(-sizes.H // context.splits(batch, sizes.H))
-    broad = -(-sizes.W // conv_kernels.ACROSS) * conv_kernels.ACROSS + sizes.K - 1
-    turned = sizes.K**2 * sizes.C * sizes.F
+    across, together = conv_kernels.ACROSS, min(sizes.C, conv_kernels.CHANNELS)
+    broad = conv_kernels.in_fours(-(-sizes.W // across) * across + sizes.K - 1)
+    turned = sizes.K**2 * sizes.F * -(-sizes.C // together) * together
     input_rows = fitting(input_rows, lambda r: sizes.F * (r + sizes.K - 1) * broad + turned <= room)
     if sizes.stride > 1:
         input_rows = 0

@@ -53,12 +53,20 @@ def plan(conv: ConvBlock, O: int, context: Context) -> Plan | None:  # noqa: E74
     if taps > MOST_WEIGHTS or O > MOST_OUTPUTS or lanes_of(O) > BLOCK:
         return None
     filters, owned = min(sizes.F, FILTERS), min(sizes.F, LANES)
-    blocks = -(-batch // IMAGES) * -(-sizes.F // filters)
-    rows = -(-conv.U // context.splits(blocks, conv.U))
-    rows = fitting(rows, lambda r: IMAGES * conv.input_rows(r) * conv.wide * sizes.C + O * BLOCK <= room)
+    groups = -(-batch // IMAGES) * -(-sizes.F // filters)
+    fits = [
+        r for r in range(1, conv.U + 1) if IMAGES * (conv.input_rows(r) * conv.wide * sizes.C + 1) + O * BLOCK <= room
+    ]
     patch, sums = conv.input_rows(1) ** 2 * sizes.C, (O + taps + 1) * BLOCK
-    staged = fitting(min(batch, STAGED), lambda n: n * (patch + O) + sums <= room)
-    return Plan(rows, filters, owned, staged) if rows and staged else None
+    staged = fitting(min(batch, STAGED), lambda n: n * (patch + O + 4) + sums <= room)
+    if not fits or not staged:
+        return None
+
+    def rows_of_the_busiest(rows: int) -> int:
+        """Return the rows that the multiprocessor with most blocks makes, and what a block costs besides."""
+        return -(-groups * -(-conv.U // rows) // context.gpu.multiprocessors) * (rows + 1)
+
+    return Plan(min(fits, key=rows_of_the_busiest), filters, owned, staged)
 
 
 class OneConv(Node):

@@ -10,11 +10,13 @@ from numba import cuda
 
 from cnnexp.backends.gpu.device import SIMULATED, Kernel
 from cnnexp.backends.gpu.fused.conv_kernels import ConvBlock
-from cnnexp.backends.gpu.fused.kernels import BLOCK, BYTE
+from cnnexp.backends.gpu.fused.kernels import BLOCK
 from cnnexp.backends.gpu.fused.linear_kernels import lanes_of
 from cnnexp.backends.gpu.kernels import ONE, ZERO, f32, u32, unsigned
 
 IMAGES = 2 if SIMULATED else 4  # of a block, forward: a linear weight is read once for all of them
+PAIR = 2  # filters of a thread, forward
+AHEAD = 4  # images of a thread whose codes are on their way at once, backward
 COLUMNS = 4 if SIMULATED else 16  # a sum over a block goes through so many sums of BLOCK / COLUMNS
 
 
@@ -22,7 +24,8 @@ COLUMNS = 4 if SIMULATED else 16  # a sum over a block goes through so many sums
 def forward(conv: ConvBlock, O: int, rows: int, filters: int, batch_size: int) -> Kernel:  # noqa: E741
     """y, code, and partial scores: a block takes `rows` rows of outputs of IMAGES images, `filters` filters.
 
-    partial[part, n, o] = sum over the block's features d of y[n, d] * wt[o, d]; part = rows' number, filters' number.
+    partial[part, n, o] = sum over the block's features d of y[n, d] * wt[o, d]; part = rows' number, filters' number. A
+    thread makes PAIR filters at once, so that a pixel is read from shared memory for both.
     """
     H, W, C, K, F, stride, top, left, _, _ = unsigned(conv.sizes)
     S, U, V, wide, high = (u32(v) for v in (conv.pool, conv.U, conv.V, conv.wide, conv.input_rows(rows)))
@@ -30,46 +33,58 @@ def forward(conv: ConvBlock, O: int, rows: int, filters: int, batch_size: int) -
     tiles, deep = u32(-(-conv.U // rows)), u32(-(-conv.sizes.F // filters))
     image, seen = u32(H * W * C), u32(high * wide * C)
     x_size, taps, window, scores = IMAGES * int(seen), conv.sizes.K**2 * conv.sizes.C, conv.pool**2, IMAGES * O
-    cells, lanes, columns, sums_size = u32(rows * conv.V), u32(BLOCK // filters), u32(COLUMNS), O * BLOCK
-    D, O_, batch, shut = u32(U * V * F), u32(O), u32(batch_size), u32(window)
-    relu, has_bias, from_bytes = conv.relu, conv.has_bias, conv.from_bytes
+    wide_lanes = -(-filters // PAIR)
+    cells, abreast, lanes = u32(rows * conv.V), u32(wide_lanes), u32(BLOCK // wide_lanes)
+    columns, sums_size = u32(COLUMNS), O * BLOCK
+    D, O_, batch, shut, pair = u32(U * V * F), u32(O), u32(batch_size), u32(window), PAIR
+    relu, has_bias, pixel_of = conv.relu, conv.has_bias, conv.as_float
+    weights, totals, pooled_size = PAIR * taps, PAIR * window, PAIR * IMAGES
 
     def forward(x, order, cursor, ahead, w, b, wt, y, code, partial, count):
+        firsts = cuda.shared.array(IMAGES, np.uint32)  # where an image begins in the data set
         x_tile = cuda.shared.array(x_size, f32)
         sums = cuda.shared.array(sums_size, f32)
         t = u32(cuda.threadIdx.x)
         f0 = u32(u32(u32(cuda.blockIdx.x) % deep) * filters_)
         u0 = u32(u32(u32(u32(cuda.blockIdx.x) // deep) % tiles) * rows_)
         n0 = u32(u32(u32(cuda.blockIdx.x) // u32(deep * tiles)) * u32(IMAGES))
+        if t < u32(IMAGES):
+            firsts[t] = u32(order[u32(cursor[0] + ahead + n0 + t)] * image) if u32(n0 + t) < count else u32(0)
+        cuda.syncthreads()
         i = t
         while i < u32(x_size):
-            n, place = u32(n0 + i // seen), u32(i % seen)
+            n, place = u32(i // seen), u32(i % seen)
             row = u32(u0 * S * stride + u32(u32(place // C) // wide))  # in the padded image
             col = u32(u32(place // C) % wide)
             value = ZERO
-            if n < count and top <= row and row < u32(H + top) and left <= col and col < u32(W + left):
-                first = u32(order[u32(cursor[0] + ahead + n)] * image)
-                value = f32(x[u32(first + u32(u32(u32(row - top) * W + col - left) * C + place % C))])
-            x_tile[i] = value / BYTE if from_bytes else value
+            if u32(n0 + n) < count and top <= row and row < u32(H + top) and left <= col and col < u32(W + left):
+                value = pixel_of(x[u32(firsts[n] + u32(u32(u32(row - top) * W + col - left) * C + place % C))])
+            x_tile[i] = value
             i = u32(i + block)
         cuda.syncthreads()
         score = cuda.local.array(scores, f32)
         for k in range(scores):
             score[k] = ZERO
-        f = u32(f0 + t % filters_)
-        if f < F and t < u32(lanes * filters_):
-            weight = cuda.local.array(taps, f32)
-            total = cuda.local.array(window, f32)
-            pooled = cuda.local.array(IMAGES, f32)
-            for k in range(taps):
-                weight[k] = w[u32(u32(k) * F + f)]
-            bias = b[f] if has_bias else ZERO
-            cell = u32(t // filters_)
+        lane = u32(t % abreast)
+        f = u32(f0 + lane)
+        if f < F and lane < filters_ and t < u32(lanes * abreast):
+            weight = cuda.local.array(weights, f32)
+            total = cuda.local.array(totals, f32)
+            pooled = cuda.local.array(pooled_size, f32)
+            bias = cuda.local.array(pair, f32)
+            active = cuda.local.array(pair, np.bool_)
+            for g in range(pair):
+                own = u32(f + u32(g) * abreast)
+                active[g] = own < F and u32(lane + u32(g) * abreast) < filters_
+                bias[g] = b[own] if has_bias and active[g] else ZERO
+                for k in range(taps):
+                    weight[g * taps + k] = w[u32(u32(k) * F + own)] if active[g] else ZERO
+            cell = u32(t // abreast)
             while cell < cells and u32(u0 + cell // V) < U:
                 feature = u32(u32(u32(u0 * V) + cell) * F + f)
                 corner = u32(u32(u32(u32(cell // V) * S * stride) * wide + u32(cell % V) * S * stride) * C)
                 for m in range(IMAGES):
-                    for k in range(window):
+                    for k in range(totals):
                         total[k] = ZERO
                     for a in range(K):
                         for e in range(K):
@@ -78,23 +93,29 @@ def forward(conv: ConvBlock, O: int, rows: int, filters: int, batch_size: int) -
                                     for j in range(S):
                                         row = u32(u32(i) * stride + u32(a))
                                         col = u32(u32(j) * stride + u32(e))
-                                        pixel = u32(u32(m) * seen + u32(row * wide + col) * C + u32(c))
-                                        total[i * S + j] += weight[(a * K + e) * C + c] * x_tile[corner + pixel]
-                    best, where = total[0], u32(0)
-                    for k in range(1, window):
-                        if total[k] > best:
-                            best, where = total[k], u32(k)
-                    best += bias
-                    if relu and not best > ZERO:
-                        best, where = ZERO, shut
-                    pooled[m] = best
-                    if u32(n0 + u32(m)) < count:
-                        y[u32(u32(n0 + u32(m)) * D + feature)] = best
-                        code[u32(u32(n0 + u32(m)) * D + feature)] = np.uint8(where)
-                for o in range(O):
-                    weight_o = wt[feature + u32(u32(o) * D)]  # not wrapped to 32 bits: one address for all o
-                    for m in range(IMAGES):
-                        score[m * O + o] += pooled[m] * weight_o
+                                        pixel = x_tile[corner + u32(u32(m) * seen + u32(row * wide + col) * C + u32(c))]
+                                        for g in range(pair):
+                                            tap = (a * K + e) * C + c
+                                            total[(g * S + i) * S + j] += weight[g * taps + tap] * pixel
+                    for g in range(pair):
+                        best, where = total[g * window], u32(0)
+                        for k in range(1, window):
+                            if total[g * window + k] > best:
+                                best, where = total[g * window + k], u32(k)
+                        best += bias[g]
+                        if relu and not best > ZERO:
+                            best, where = ZERO, shut
+                        pooled[g * IMAGES + m] = best if active[g] else ZERO
+                        if u32(n0 + u32(m)) < count and active[g]:
+                            place = u32(u32(n0 + u32(m)) * D + u32(feature + u32(g) * abreast))
+                            y[place] = best
+                            code[place] = np.uint8(where)
+                for g in range(pair):
+                    own = u32(feature + u32(g) * abreast) if active[g] else feature
+                    for o in range(O):
+                        weight_o = wt[own + u32(u32(o) * D)]  # not wrapped to 32 bits: one address for all o
+                        for m in range(IMAGES):
+                            score[m * O + o] += pooled[g * IMAGES + m] * weight_o
                 cell = u32(cell + lanes)
         part = u32(u32(cuda.blockIdx.x) % u32(deep * tiles))
         for m in range(IMAGES):
@@ -178,20 +199,23 @@ def backward(conv: ConvBlock, O: int, filters: int, staged: int) -> Kernel:  # n
     """The gradient of the linear weights, whole, and of the filters, partial, one part per place (u, v).
 
     A block takes one place and `filters` filters; a thread one filter and every (BLOCK / filters)-th image. Images'
-    patches and d_scores are staged in shared memory, `staged` images at a time.
+    patches and d_scores are staged in shared memory, `staged` images at a time. A thread asks memory for AHEAD images
+    before it waits for the first.
     """
     H, W, C, K, F, stride, top, left, _, _ = unsigned(conv.sizes)
     S, U, V, filters_, block = (u32(v) for v in (conv.pool, conv.U, conv.V, filters, BLOCK))
     deep, walkers, side = u32(-(-conv.sizes.F // filters)), u32(BLOCK // filters), u32(conv.input_rows(1))
     image, patch, D = u32(H * W * C), u32(side * side * C), u32(U * V * F)
     taps, shut, staged_ = conv.sizes.K**2 * conv.sizes.C, u32(conv.pool**2), u32(staged)
-    patch_size, d_size, values = staged * int(patch), staged * O, O + taps + 1
+    pitch = u32(-(-O // 4) * 4)  # so that a row of d_scores begins where four numbers are read at once
+    patch_size, d_size, values = staged * int(patch), staged * int(pitch), O + taps + 1
     sums_size, size, O_ = values * BLOCK, u32(taps * int(F)), u32(O)
-    has_bias, from_bytes = conv.has_bias, conv.from_bytes
+    has_bias, pixel_of = conv.has_bias, conv.as_float
 
     def backward(x, order, cursor, ahead, w_linear, y, code, d_scores, arena, w_base, b_base, linear_base, count):
+        firsts = cuda.shared.array(staged, np.uint32)  # where an image begins in the data set
         patches = cuda.shared.array(patch_size, f32)
-        d_tile = cuda.shared.array(d_size, f32)
+        d_tile = cuda.shared.array(d_size, f32, alignment=16)
         sums = cuda.shared.array(sums_size, f32)
         t = u32(cuda.threadIdx.x)
         f0 = u32(u32(u32(cuda.blockIdx.x) % deep) * filters_)
@@ -202,6 +226,8 @@ def backward(conv: ConvBlock, O: int, filters: int, staged: int) -> Kernel:  # n
         working = f < F and t < u32(walkers * filters_)
         weight = cuda.local.array(O, f32)
         total = cuda.local.array(values, f32)
+        codes = cuda.local.array(AHEAD, np.uint32)
+        pooled = cuda.local.array(AHEAD, f32)
         for k in range(O):
             weight[k] = w_linear[u32(feature * O_ + u32(k))] if working else ZERO
         for k in range(values):
@@ -210,39 +236,52 @@ def backward(conv: ConvBlock, O: int, filters: int, staged: int) -> Kernel:  # n
         while n0 < count:
             cuda.syncthreads()
             i = t
-            while i < u32(patch_size):
-                n, place = u32(n0 + i // patch), u32(i % patch)
-                row = u32(row0 + u32(u32(place // C) // side))
-                col = u32(col0 + u32(place // C) % side)
-                value = ZERO
-                if n < count and top <= row and row < u32(H + top) and left <= col and col < u32(W + left):
-                    first = u32(order[u32(cursor[0] + ahead + n)] * image)
-                    value = f32(x[u32(first + u32(u32(u32(row - top) * W + col - left) * C + place % C))])
-                patches[i] = value / BYTE if from_bytes else value
+            while i < staged_:
+                firsts[i] = u32(order[u32(cursor[0] + ahead + n0 + i)] * image) if u32(n0 + i) < count else u32(0)
                 i = u32(i + block)
             i = t
             while i < u32(d_size):
-                d_tile[i] = d_scores[u32(n0 * O_ + i)] if u32(n0 + i // O_) < count else ZERO
+                n, k = u32(i // pitch), u32(i % pitch)
+                d_tile[i] = d_scores[u32(u32(n0 + n) * O_ + k)] if u32(n0 + n) < count and k < O_ else ZERO
                 i = u32(i + block)
             cuda.syncthreads()
-            m = u32(t // filters_)
-            while working and m < staged_ and u32(n0 + m) < count:
-                where = u32(code[u32(u32(n0 + m) * D + feature)])
-                if where < shut:
-                    value = y[u32(u32(n0 + m) * D + feature)]
-                    g = ZERO
-                    for k in range(O):
-                        d = d_tile[u32(m * O_ + u32(k))]
-                        g += d * weight[k]
-                        total[k] += value * d
-                    corner = u32(m * patch + u32(u32(where // S) * stride * side + u32(where % S) * stride) * C)
-                    for a in range(K):
-                        for e in range(K):
-                            for c in range(C):
-                                pixel = patches[corner + u32(u32(u32(a) * side + u32(e)) * C + u32(c))]
-                                total[O + (a * K + e) * C + c] += g * pixel
-                    total[O + taps] += g
-                m = u32(m + walkers)
+            i = t
+            while i < u32(patch_size):
+                n, place = u32(i // patch), u32(i % patch)
+                row = u32(row0 + u32(u32(place // C) // side))
+                col = u32(col0 + u32(place // C) % side)
+                value = ZERO
+                if u32(n0 + n) < count and top <= row and row < u32(H + top) and left <= col and col < u32(W + left):
+                    value = pixel_of(x[u32(firsts[n] + u32(u32(u32(row - top) * W + col - left) * C + place % C))])
+                patches[i] = value
+                i = u32(i + block)
+            cuda.syncthreads()
+            limit = u32(min(staged_, u32(count - n0)))
+            m0 = u32(t // filters_) if working else limit
+            while m0 < limit:
+                for j in range(AHEAD):
+                    m = u32(m0 + u32(j) * walkers)
+                    codes[j], pooled[j] = shut, ZERO
+                    if m < limit:
+                        codes[j] = u32(code[u32(u32(n0 + m) * D + feature)])
+                        pooled[j] = y[u32(u32(n0 + m) * D + feature)]
+                for j in range(AHEAD):
+                    where = codes[j]
+                    if where < shut:
+                        m = u32(m0 + u32(j) * walkers)
+                        g = ZERO
+                        for k in range(O):
+                            d = d_tile[u32(m * pitch) + u32(k)]
+                            g += d * weight[k]
+                            total[k] += pooled[j] * d
+                        corner = u32(m * patch + u32(u32(where // S) * stride * side + u32(where % S) * stride) * C)
+                        for a in range(K):
+                            for e in range(K):
+                                for c in range(C):
+                                    pixel = patches[corner + u32(u32(u32(a) * side + u32(e)) * C + u32(c))]
+                                    total[O + (a * K + e) * C + c] += g * pixel
+                        total[O + taps] += g
+                m0 = u32(m0 + u32(AHEAD) * walkers)
             n0 = u32(n0 + staged_)
         for k in range(values):
             sums[u32(u32(k) * block + t)] = total[k]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,6 +15,7 @@ from cnnexp.backends.gpu.fused import kernels
 from cnnexp.backends.gpu.fused.build import build
 from cnnexp.backends.gpu.fused.kernels import BLOCK
 from cnnexp.backends.gpu.fused.nodes import Arena, Context, Partials, Step
+from cnnexp.backends.gpu.graphs import Graphs
 from cnnexp.backends.gpu.kernels import u32, update
 from cnnexp.backends.gpu.shared import CONV_TILE, SharedOps
 from cnnexp.backends.layerwise import as_float32
@@ -80,13 +80,13 @@ class FusedProgram:
         self._parameters, self._gradient = device.to_device(zeros), device.to_device(zeros)
         self._slots = tuple(device.to_device(zeros) for _ in optimizer.slots)
         self._nothing = device.empty((1,), np.float32)
-        ops = SharedOps(BLOCK, CONV_TILE, gpu.shared_bytes)
+        ops = SharedOps(gpu, BLOCK, CONV_TILE)
         self._context = Context(gpu, batch_size, self._parameters, Arena(network.parameter_count), ops)
         self._nodes = build(self._context, network, loss)
         self._arena = self._context.arena
         self._arena.memory = device.empty((self._arena.size,), np.float32)
         self._table = device.to_device(segments(self._arena.partials))
-        self._graphs = _Graphs(gpu.index) if graphs and not SIMULATED else None
+        self._graphs = Graphs(gpu.index) if graphs and not SIMULATED else None
         self._stream = self._graphs.stream if self._graphs else 0
         self._warm_up()
         self.compile_s = time.perf_counter() - started
@@ -95,7 +95,13 @@ class FusedProgram:
     def load(self, images: np.ndarray, labels: np.ndarray) -> Split | streamed.Streamed:
         images = images if images.dtype == np.uint8 else as_float32(images)
         image_bytes = int(np.prod(images.shape[1:])) * images.itemsize + 32  # all else that `Split` has for an image
-        return streamed.load(self._load, images, labels, image_bytes, self.batch_size)
+        return streamed.load(self._load_captured, images, labels, image_bytes, self.batch_size)
+
+    def _load_captured(self, images: np.ndarray, labels: np.ndarray) -> Split:
+        """As `_load`; its graphs are captured here, so that no epoch's clock runs meanwhile."""
+        split = self._load(images, labels)
+        self._capture(split)
+        return split
 
     def _load(self, images: np.ndarray, labels: np.ndarray) -> Split:
         """Put bytes or float32 images on the GPU, all of them."""
@@ -120,7 +126,7 @@ class FusedProgram:
         for split, places in streamed.parts(handle, order):
             most = split.order.shape[0] // self.batch_size * self.batch_size  # whole steps that the buffers hold
             for start in range(0, len(places), most):
-                totals += self._train(split, places[start : start + most], rate, self._graphs)
+                totals += self._train(split, places[start : start + most], rate, self._graphs is not None)
         return totals
 
     @on_its_gpu
@@ -188,31 +194,38 @@ class FusedProgram:
         zeros = np.zeros((self.batch_size, *self.network.input_shape), np.uint8)
         labels, order = np.zeros(self.batch_size, np.int32), np.arange(self.batch_size)
         for images in (zeros, zeros.astype(np.float32)):
-            split = self.load(images, labels)
-            self._train(split, order, 0.0, graphs=None)
+            split = self._load(images, labels)
+            self._train(split, order, 0.0, graphs=False)
             kernels.advance().launch(1, self._stream, split.cursor, u32(0))
-            self._train(split, order, 0.0, self._graphs)
+            self._capture(split)
+            self._train(split, order, 0.0, self._graphs is not None)
         self.restore(fresh)
 
-    def _train(self, split: Split, order: np.ndarray, rate: float, graphs: _Graphs | None) -> Totals:
+    def _train(self, split: Split, order: np.ndarray, rate: float, graphs: bool) -> Totals:
         """Train on at most as many images as the split's buffers hold."""
         batch, count = self.batch_size, len(order)
         steps = -(-count // batch)
         rates = [(rate, *self.optimizer.constants(self._step + 1 + i)) for i in range(steps)]
         device.copy(np.array(rates, np.float32).reshape(-1), split.rates)
         self._send(split, order)
-        base = self._launch_graphs(graphs, split, count // batch) if graphs else 0
+        base = self._launch_graphs(split, count // batch) if graphs else 0
         for start in range(base, count, batch):
             self._enqueue(self._stream, split, start - base, min(batch, count - start))
         self._step += steps
         return self._totals(split, count)
 
-    def _launch_graphs(self, graphs: _Graphs, split: Split, steps: int) -> int:
+    def _capture(self, split: Split) -> None:
+        """Capture the graphs of as many steps as the split's buffers hold."""
+        if self._graphs is None:
+            return
+        for size in GRAPH_STEPS:
+            if size * self.batch_size <= split.order.shape[0]:
+                split.graphs[size] = self._graphs.capture(partial(self._enqueue_steps, split, size))
+
+    def _launch_graphs(self, split: Split, steps: int) -> int:
         """Launch graphs for `steps` whole steps; return where the cursor is after them."""
         left = steps
         for size in GRAPH_STEPS:
-            if left >= size and size not in split.graphs:
-                split.graphs[size] = graphs.capture(partial(self._enqueue_steps, split, size))
             for _ in range(left // size):
                 split.graphs[size].launch(self._stream)
             left %= size
@@ -284,32 +297,8 @@ def segments(partials: list[Partials]) -> np.ndarray:
     rows = []
     for sums in partials:
         offset, size = sums.parameter.offset, sums.parameter.size
-        threads = kernels.SUM_SLICES if sums.parts > kernels.MANY else 1
+        threads = kernels.sum_threads(sums.parts)
         wide = BLOCK // threads
         for first in range(0, size, wide):
             rows.append((offset + first, min(wide, size - first), sums.base + first, size, sums.parts, threads))
     return np.array(rows, np.uint32)
-
-
-class _Graphs:
-    """Captures launches in CUDA graphs, by cuda.core.
-
-    Args:
-        index: CUDA's number of the GPU.
-    """
-
-    def __init__(self, index: int) -> None:
-        from cuda.core import Device
-
-        self._device = Device(index)
-        self._device.set_current()
-        self.stream = self._device.create_stream()
-
-    def capture(self, enqueue: Callable[[Any], None]) -> Any:
-        """Return the graph of what `enqueue` launches on the stream it is given."""
-        builder = self._device.create_graph_builder()
-        builder.begin_building()
-        enqueue(builder)
-        graph = builder.end_building().complete()
-        graph.upload(self.stream)
-        return graph

@@ -1,0 +1,60 @@
+"""What a user is told of a GPU that is too old, full or lost: whole runs on the software GPU, its errors on demand."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("numba_cuda", reason="runs numba-cuda: pip install cnnexp[gpu]")
+
+import softgpu
+from softgpu import SoftGpu
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.skipif(bool(softgpu.unavailable()), reason=softgpu.unavailable())
+# a linear classifier: few kernels to compile
+SETTINGS = (
+    *("backend=gpu-naive", "model=ffn", "model.hidden=[]", "model.loss_name=softmax_cross_entropy", "tracking=none"),
+    *("dataset=synthetic", "dataset.height=2", "dataset.width=2", "dataset.train_size=4", "dataset.test_size=2"),
+    *("trainer.batch_size=2", "trainer.epochs=4", "trainer.baseline=null"),
+)
+
+
+def train(gpu: SoftGpu, folder: Path) -> tuple[subprocess.CompletedProcess, list[dict]]:
+    """Train on a GPU; return how it ended, and the lines of the run's journal."""
+    command = [sys.executable, "-m", "cnnexp", *SETTINGS, f"hydra.run.dir={folder}"]
+    done = subprocess.run(
+        command, cwd=ROOT, env=gpu.environment(), capture_output=True, text=True, timeout=500, check=False
+    )
+    journal = folder / "journal.jsonl"
+    return done, [json.loads(line) for line in journal.read_text().splitlines()] if journal.exists() else []
+
+
+@pytest.mark.parametrize(
+    ("gpu", "says"),
+    [
+        (SoftGpu(driver=(12, 8)), r"the NVIDIA driver takes CUDA 12\.8, the compiler here is of CUDA 13\.\d+: update"),
+        (
+            SoftGpu(capability=(7, 0)),
+            r"backend\.device=0: .* has compute capability 7\.0, the compiler here is for 7\.5",
+        ),
+        (SoftGpu(fault="alloc:12"), r"the GPU is out of memory; lower trainer\.batch_size"),
+        (SoftGpu(fault="lost:110"), r"the GPU failed \(CUDA_ERROR_UNKNOWN\) and computes no more for this process"),
+    ],
+    ids=["old driver", "unsupported GPU", "no memory left", "lost GPU"],
+)
+def test_a_gpu_that_gives_up_is_one_line_and_a_failed_run(gpu, says, tmp_path):
+    done, journal = train(gpu, tmp_path / "run")
+    assert done.returncode == 1
+    assert re.fullmatch(rf"cnnexp: error: {says}[^\n]*\n", done.stderr), done.stderr
+    assert "ERROR" not in done.stdout
+    assert journal[-1]["event"] == "finish"
+    assert journal[-1]["status"] == "FAILED"
+    assert re.match(says, journal[-1]["tags"]["error"])
+    if "lost" in gpu.fault:
+        epochs = [line for line in journal if line["event"] == "epoch"]
+        assert 1 <= len(epochs) < 4
+        assert f"{len(epochs)}/4" in done.stdout
