@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -84,6 +85,10 @@ def rows(
         told.append((f"{number:>4}.", f"{place.label}: {_told(place.interval, MEASURES[str(measure)])}"))
     if len(places) > 1:
         told += _differences(places)
+    reached = [row["time/to_target_s"] for row in found if "time/to_target_s" in row]
+    if reached:
+        times = f"{min(reached):.3g} to {max(reached):.3g} s of training, median {statistics.median(reached):.3g} s"
+        told.append(("target", f"reached by {len(reached)} of {len(found)} jobs, after {times}"))
     disturbed = [row["job"] for row in found if row["disturbed"]]
     if disturbed:
         jobs = f"{len(disturbed)} of {len(found)} jobs, in folders {', '.join(disturbed)}"
@@ -146,6 +151,6 @@ def _values(epochs: Sequence[Mapping[str, float]], measure: str) -> list[float]:
 
 
 def _label(row: Mapping[str, Any], varied: Sequence[str]) -> str:
-    """Return what varied, but for the seed: `cpu-simd filters=32`."""
+    """Return what varied, but for the seed: `cpu-simd filters=32`; without anything else, what was trained."""
     words = [f"{key.rpartition('.')[2]}={row[key]}" if "." in key else str(row[key]) for key in varied if key != SEED]
-    return " ".join(words) or row["name"]
+    return " ".join(words) or str(row["name"]).removeprefix(f"seed={row.get(SEED)} ")

@@ -32,6 +32,7 @@ VARIABLE = "CNNEXP_SWEEP"
 COLUMNS = {
     "time/median_epoch_s": ("epoch (s)", ".4g"),
     "speedup/median": ("speedup", ".3g"),
+    "time/to_target_s": ("to target (s)", ".3g"),
     "final/test_accuracy": ("test acc.", ".4f"),
     "time/compile_s": ("compile (s)", ".2f"),
     "model/parameters": ("parameters", ",.0f"),

@@ -30,7 +30,7 @@ from urllib.parse import unquote, urlsplit
 from cnnexp.errors import ConfigError, TrackingError, did_you_mean, without_password
 from cnnexp.measuring import environment
 from cnnexp.system.files import sync_folder
-from cnnexp.tracking import liveness, view
+from cnnexp.tracking import liveness, usage, view
 from cnnexp.tracking.events import DIED, FOLDER, JOURNAL, KEY, note, open_journal, read_journal, store_status
 from cnnexp.tracking.folder import DELIVERER, Claim
 
@@ -95,6 +95,7 @@ class Store:
 
     def __init__(self, uri: str, experiment: str, owner: int | None = None) -> None:
         self._uri, self._owner = uri, os.getpid() if owner is None else owner
+        self._usage = usage.Usage(self._owner)
         self._pending: list[Any] = []
         self._retry_at = 0.0
         self._open_runs: set[str] = set()
@@ -213,8 +214,13 @@ class Store:
                     self._client.set_tag(beating, liveness.HEARTBEAT, str(_now_ms()))
 
     def log(self, run_id: str, metrics: Mapping[str, float], step: int, time_ms: int) -> None:
-        """Record metrics. While the store does not answer they are kept here, for the next call or `finish`."""
+        """Record metrics, and of an epoch (a step from 1 on) what of the machine was in use.
+
+        While the store does not answer they are kept here, for the next call or `finish`.
+        """
         self._pend(run_id, metrics, step, time_ms)
+        if step:
+            self._pend(run_id, self._usage.since_last(), step, time_ms)
         if time.monotonic() >= self._retry_at:
             try:
                 self._send_pending(run_id)
@@ -303,7 +309,8 @@ class Store:
         """Return the last metrics of a finished run of this config, None where there is none."""
         with self._explained("cannot be read"):
             runs = self._search(f"attributes.status = 'FINISHED' and tags.config_hash = '{config_hash}'", 1)
-        return runs[0].data.metrics if runs else None
+        found = runs[0].data.metrics if runs else None
+        return found and {name: value for name, value in found.items() if not name.startswith(usage.PREFIX)}
 
     def close(self) -> None:
         """End what was never ended: its process is gone."""

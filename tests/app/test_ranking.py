@@ -80,3 +80,14 @@ def test_a_table_of_all_jobs():
     )
     assert text.splitlines()[0] == "| job | backend | trainer.seed | status | acc. |"
     assert text.splitlines()[3] == "| 1 | b | 0 | FAILED | 90.00% |"
+
+
+def test_a_sweep_over_seeds_alone_is_one_place_and_tells_the_time_to_its_target():
+    rows = [row("0", "a", "4"), row("1", "a", "5"), row("2", "a", "6")]
+    for found, to_target_s in zip(rows, (3.0, 2.0, None), strict=True):
+        found["name"] = f"seed={found['trainer.seed']} cpu-simd custom"
+        found |= {} if to_target_s is None else {"time/to_target_s": to_target_s}
+    measure, places = ranking.rank(rows, ["trainer.seed"], {job: epochs(*FAST) for job in "012"})
+    assert [(place.label, place.jobs) for place in places] == [("cpu-simd custom", ("0", "1", "2"))]
+    told = dict(ranking.rows(rows, measure, places, "cpu", 0))
+    assert told["target"] == "reached by 2 of 3 jobs, after 2 to 3 s of training, median 2.5 s"

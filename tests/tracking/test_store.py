@@ -87,6 +87,11 @@ def test_run_holds_what_was_recorded(store, tmp_path):
     assert run.data.tags["note"] == "done"
     assert {"mlflow.parentRunId", "machine.cpu", "machine.cores", "version.numpy"} <= run.data.tags.keys()
     assert history(store, run_id, "train/loss") == [(1, 2.0), (2, 1.0)]
+    used = dict(history(store, run_id, "system/cpu_utilization_percentage"))
+    assert used.keys() == {1, 2}, "by epoch"
+    assert all(0 <= percent <= 100 for percent in used.values())
+    assert 1 < run.data.metrics["system/process_memory_usage_megabytes"] < 1e6
+    assert 0 < run.data.metrics["system/system_memory_usage_percentage"] < 100
     assert run.inputs.dataset_inputs[0].dataset.digest == dataset["sha256"][:36]
     assert {a.path for a in store._client.list_artifacts(run_id)} == {"figures", "config.json"}
     assert stores.database_of(store._uri).is_file()
