@@ -118,6 +118,12 @@ class Browser:
         )
         self.drag([box])
 
+    def choose(self, selector, path):
+        """Choose a file in an input for files."""
+        root = self.call("DOM.getDocument")["root"]["nodeId"]
+        node = self.call("DOM.querySelector", nodeId=root, selector=selector)["nodeId"]
+        self.call("DOM.setFileInputFiles", nodeId=node, files=[str(path)])
+
     def screenshot(self, path):
         """Write a picture of the whole page as a PNG file."""
         taken = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)

@@ -18,7 +18,7 @@ import pytest
 from checkpoints import saved
 from chromium import CHROMIUM, Browser
 from PIL import Image
-from renderings import opaque
+from renderings import opaque, renderings
 
 from cnnexp import Conv2d, Digits, Dropout, Flatten, Linear, MaxPool2d, OneConv, ReLU, fit
 from cnnexp.app import draw
@@ -36,7 +36,7 @@ def served(path, name="a run"):
     """Give the server of a checkpoint's page, which answers in a thread, and the classifier."""
     classifier = Classifier(path, backend("numpy"))
     with draw.Server(classifier, name) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
         thread.start()
         try:
             yield server, classifier
@@ -187,7 +187,11 @@ BEST = "[...document.querySelectorAll('.name.best')].map((e) => e.textContent).j
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed to draw in")
 def test_a_digit_is_drawn_in_a_browser_and_read(digits, tmp_path):
-    with served(digits[0]) as (server, classifier), Browser(tmp_path) as browser:
+    path, test = digits
+    seven = test.images[np.flatnonzero(test.labels == 7)[0], :, :, 0]
+    photograph_of_a_seven = tmp_path / "seven.png"
+    Image.fromarray(renderings(seven)["margin"]).save(photograph_of_a_seven)
+    with served(path) as (server, classifier), Browser(tmp_path / "profile") as browser:
         for width, phone in ((1280, False), (390, True)):
             browser.resize(width, 900, phone)
             browser.call("Page.navigate", url=server.address)
@@ -204,6 +208,10 @@ def test_a_digit_is_drawn_in_a_browser_and_read(digits, tmp_path):
             (expected,) = classifier.predict(image[np.newaxis])
             shown = browser.evaluate("[...document.querySelectorAll('.bar')].map((bar) => parseFloat(bar.style.width))")
             np.testing.assert_allclose(shown, 100 * expected, rtol=0, atol=1e-3)
+            browser.click("#clear")
+            browser.wait(f"!{BEST}")
+            browser.choose("#file", photograph_of_a_seven)
+            browser.wait(f"!asking && {BEST} == '7'")
             browser.click("#clear")
             browser.wait(f"!{BEST}")
             assert browser.evaluate("document.querySelectorAll('.maps canvas').length") == 0
