@@ -13,8 +13,8 @@ import re
 import signal
 import sys
 
-from cnnexp.errors import CnnexpError, ConfigError, did_you_mean, explained, leave
-from cnnexp.measuring.environment import launched_rank
+from cnnexp.errors import BackendUnavailable, CnnexpError, ConfigError, did_you_mean, explained, leave
+from cnnexp.measuring.environment import RANK_VARIABLES, launched_rank
 from cnnexp.system.registry import take_plugins
 from cnnexp.tracking.pipe import end_early, start_early
 
@@ -53,15 +53,15 @@ def main() -> None:
     signal.signal(signal.SIGTERM, _terminate)
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:  # not with nohup
         signal.signal(signal.SIGHUP, _terminate)
-    rank = launched_rank()
-    if rank:
-        with contextlib.suppress(CnnexpError):  # rank 0 reports it
-            take_plugins(sys.argv[1:])
-        importlib.import_module("cnnexp.workers.mpi").follow()
-        return
     try:
+        rank = launched_rank()
+        if rank:
+            with contextlib.suppress(CnnexpError):  # rank 0 reports it
+                take_plugins(sys.argv[1:])
+            importlib.import_module("cnnexp.workers.mpi").follow()
+            return
         if rank == 0:
-            importlib.import_module("cnnexp.workers.mpi").lead()
+            _lead()
         sys.argv[1:] = take_plugins(sys.argv[1:])
         _dispatch(sys.argv[1:])
     except CnnexpError as error:
@@ -83,6 +83,17 @@ def main() -> None:
         leave(str(told), told.exit_code)
     finally:
         gc.freeze()  # else the interpreter, as it ends, walks through all of Numba's objects for half a second
+
+
+def _lead() -> None:
+    """Be rank 0 of those that a launcher of MPI started; alone where no MPI is there and none was asked for."""
+    try:
+        importlib.import_module("cnnexp.workers.mpi").lead()
+    except BackendUnavailable:
+        if "workers=mpi" in sys.argv:
+            raise
+        for name in RANK_VARIABLES:  # a shell within a job has them, too
+            os.environ.pop(name, None)
 
 
 def _dispatch(arguments: list[str]) -> None:

@@ -106,10 +106,11 @@ def explained(error: Exception, *folders: Path) -> CnnexpError:
     """
     if isinstance(error, CnnexpError):
         return error
-    if isinstance(error, OSError) and error.errno in DISK_ERRORS:
-        where = f"{error.filename}: " if error.filename else ""
+    lacking = error.__cause__ if isinstance(error.__cause__, OSError) else error
+    if isinstance(lacking, OSError) and lacking.errno in DISK_ERRORS:
+        where = f"{lacking.filename}: " if lacking.filename else ""
         return CnnexpError(
-            f"{where}{os.strerror(error.errno)}; runs write to hydra.run.dir=FOLDER and tracking.uri=STORE"
+            f"{where}{os.strerror(lacking.errno)}; runs write to hydra.run.dir=FOLDER and tracking.uri=STORE"
         )
     return _keep_traceback(error, *folders)
 

@@ -14,9 +14,10 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from soak import faults, files, kills
+from soak import faults, files, kills, review
 
 PARTS: dict[str, Callable[[Path, int], Iterator[str | None]]] = {
+    "review": review.review,
     "kills": kills.kills,
     "recorder": kills.recorder,
     "sweeps": kills.sweeps,

@@ -44,7 +44,7 @@ ERRORS = {
     "mkdir": [(errno.ENOSPC, True), (errno.EROFS, True), (errno.EMLINK, False)],
     "unlink": [(errno.EROFS, True), (errno.EACCES, False)],
 }
-EPOCHS, TRIAL_S = 3, 120
+EPOCHS, TRIAL_S = 3, 600  # a busy machine may take its time
 WORDS = (*SMALL, f"trainer.epochs={EPOCHS}", "trainer.batch_size=20", "trainer.checkpoint_batches=4")
 
 
@@ -96,13 +96,13 @@ def _trials(folder: Path, seed: int, part: Callable[[Path], None], judge: Callab
     def child(place: Path, fault: Fault | None) -> Done:
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir(parents=True)
-        return _forked(place, lambda: _armed(library, place, fault, part))
+        return forked(place, lambda: _armed(library, place, fault, part))
 
     def count() -> None:
         _armed(library, calm, None, part)
 
     calm.mkdir(parents=True)
-    done = _forked(calm, count, after=lambda: library.fault_counts(counted), report=counted)
+    done = forked(calm, count, after=lambda: library.fault_counts(counted), report=counted)
     if done.code != 0:
         _tell(f"without a fault: {done}")
         return
@@ -135,7 +135,13 @@ def _armed(library: Any, place: Path, fault: Fault | None, part: Callable[[Path]
     part(place)
 
 
-def _forked(place: Path, work: Callable[[], None], after: Callable[[], Any] = lambda: None, report: Any = None) -> Done:
+def forked(
+    place: Path,
+    work: Callable[[], None],
+    after: Callable[[], Any] = lambda: None,
+    report: Any = None,
+    limit_s: float = TRIAL_S,
+) -> Done:
     """Do some work in a child of this process, which has everything loaded."""
     started = time.monotonic()
     pid = os.fork()
@@ -158,7 +164,7 @@ def _forked(place: Path, work: Callable[[], None], after: Callable[[], Any] = la
         finally:
             os._exit(code)
     code: int | None = None
-    while time.monotonic() - started < TRIAL_S:
+    while time.monotonic() - started < limit_s:
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
             code = os.waitstatus_to_exitcode(status)
@@ -186,7 +192,7 @@ def _train(place: Path) -> None:
 def _training(folder: Path, seed: int) -> None:
     from cnnexp.app import hydra_app  # noqa: F401 - so that children have it
 
-    done = _forked(_made(folder / "whole"), lambda: _train(folder / "whole"))
+    done = forked(_made(folder / "whole"), lambda: _train(folder / "whole"))
     assert done.code == 0, done
     wanted = weights(folder / "whole" / "run")
 
@@ -197,7 +203,7 @@ def _training(folder: Path, seed: int) -> None:
         kept = list_checkpoints(place / "run" / "checkpoints")
         if kept and load(find(place / "run")) is None:
             return "no checkpoint"
-        again = _forked(place, lambda: _train(place))
+        again = forked(place, lambda: _train(place))
         if again.code != 0:
             return f"then: {again}"
         journal = read_journal(place / "run")
@@ -261,7 +267,7 @@ def _storing(folder: Path, seed: int) -> None:
             raise ValueError("nothing was delivered")
 
     def judge(place: Path, done: Done) -> str | None:
-        again = _forked(place, lambda: deliver(place))
+        again = forked(place, lambda: deliver(place))
         if again.code != 0:
             return f"then: {again}"
         with contextlib.suppress(OSError):

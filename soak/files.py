@@ -57,8 +57,8 @@ def fault_of(format_: Format, path: Path) -> str | None:
     def too_long(*_: object) -> None:
         raise TimeoutError(f"took more than {FILE_S} s")
 
-    before = signal.signal(signal.SIGALRM, too_long)
-    signal.alarm(FILE_S)
+    before = signal.signal(signal.SIGPROF, too_long)
+    signal.setitimer(signal.ITIMER_PROF, FILE_S)  # of computing, however busy the machine is
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -69,8 +69,8 @@ def fault_of(format_: Format, path: Path) -> str | None:
         where = traceback.extract_tb(error.__traceback__)[-1]
         return f"{type(error).__name__}: {str(error)[:200]} in {Path(where.filename).name}:{where.lineno}"
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
     return None
 
 
@@ -181,7 +181,7 @@ def _read_yaml(path: Path) -> None:
     from omegaconf import OmegaConf
 
     from cnnexp.app import trust
-    from cnnexp.app.explain import explain
+    from cnnexp.app.composing import explain
 
     trust.check_file(path)
     try:

@@ -49,10 +49,17 @@ def explain(error: Exception, config_keys: Callable[[], Sequence[str]]) -> Confi
         mark = error.problem_mark
         return ConfigError(f"{mark.name}, line {mark.line + 1}: not YAML: {error.problem}")
     if isinstance(error, UnicodeDecodeError):
-        return ConfigError(f"a config file is not UTF-8 text: {error}")
+        return ConfigError(f"{_file_read(error)}: not UTF-8 text: {error}")
     if "LexerNoViableAlt" in text or "token recognition error" in text:
         return ConfigError(f"cannot read {_one_line(text)}; quote a value of other letters: KEY=\"'VALUE'\"")
     return ConfigError(_one_line(text))
+
+
+def _file_read(error: Exception) -> str:
+    """Return the config file that Hydra was reading when an exception was raised, as its own frames have it."""
+    frames = (frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__))
+    found = [str(variables["full_path"]) for variables in frames if "full_path" in variables]
+    return found[-1] if found else "a config file"
 
 
 def _unknown_key(key: str, text: str, keys: Sequence[str]) -> ConfigError:

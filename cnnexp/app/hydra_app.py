@@ -20,11 +20,11 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
 from cnnexp.app import sweep, trust
-from cnnexp.app.config import Tracking, build, defaults, load, plain, record
+from cnnexp.app.config import SECTIONS, Tracking, build, defaults, load, plain, record
 from cnnexp.app.console import LINE, JobTable, make_console
 from cnnexp.app.resume import find_earlier
 from cnnexp.app.run import train
-from cnnexp.errors import CnnexpError, TrackingError, explained, leave, without_password
+from cnnexp.errors import CnnexpError, ConfigError, TrackingError, explained, leave, without_password
 from cnnexp.measuring.environment import outputs_dir, program_name
 from cnnexp.papers import page
 from cnnexp.papers.compare import compare
@@ -53,6 +53,7 @@ OmegaConf.register_new_resolver("by", lambda name, values, otherwise: values.get
 def launch() -> None:
     """Run all jobs of this process's command line; raise what made the only one fail."""
     trust.check_words(sys.argv[1:])
+    _check_groups(sys.argv[1:])
     sys.argv[1:] = _sweep_first(trust.hide_password(sys.argv[1:]))
     _offer_plugins(sys.argv[1:])
     command = hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)
@@ -99,6 +100,14 @@ def _watch_composing() -> None:
 
 
 _watch_composing()
+
+
+def _check_groups(words: Sequence[str]) -> None:
+    """Raise ConfigError where a group is given no name but something else: Hydra's own errors name no key then."""
+    for word in words:
+        key, _, value = word.partition("=")
+        if key in SECTIONS and (value in ("", "null") or value[0] in "[{"):
+            raise ConfigError(f"{word}: must be a name of the group {key}, e.g. a file of conf/{key}/")
 
 
 def _sweep_first(words: list[str]) -> list[str]:
@@ -189,7 +198,13 @@ def _plan(overrides: Sequence[str], sweeper: DictConfig) -> tuple[list[str], int
     swept = {override.get_key_element(): override for override in reversed(typed) if override.is_sweep_override()}
     varied = [key for key in dict.fromkeys(override.get_key_element() for override in typed) if key in swept]
     if "BasicSweeper" in sweeper["_target_"]:
-        return varied, math.prod(len(list(swept[key].sweep_string_iterator())) for key in varied)
+        values = {key: list(swept[key].sweep_string_iterator()) for key in varied}
+        for key, given in values.items():
+            if not given:
+                raise ConfigError(f"{swept[key].input_line}: no value to run; a sweep takes one at least")
+            if twice := [value for value in dict.fromkeys(given) if given.count(value) > 1]:
+                raise ConfigError(f"{key}={twice[0]}: given twice; a sweep runs each value once (vary trainer.seed)")
+        return varied, math.prod(map(len, values.values()))
     return [*varied, *(key for key in params if key not in varied)], sweeper.get("n_trials")
 
 

@@ -62,7 +62,8 @@ class Cifar10(Source):
 
     def load(self) -> Dataset:
         if self.root is None:
-            files, source = fetch(self.name, ARCHIVE, self.mirrors, self._read_archive), self.mirrors[0]
+            files = fetch(self.name, ARCHIVE, self.mirrors, self._read_archive, ARCHIVE_BYTES)
+            source = self.mirrors[0]
         else:
             files, source = self._find(self._path("root")), str(self.root)
         train, test = [files[name] for name in TRAIN], files[TEST]

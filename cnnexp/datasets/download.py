@@ -19,7 +19,7 @@ TIMEOUT_S = (5, 30)  # to connect, and between two packets
 CHUNK_BYTES = 1 << 16
 
 
-def fetch(dataset: str, name: str, mirrors: tuple[str, ...], read: Callable[[Path], T]) -> T:
+def fetch(dataset: str, name: str, mirrors: tuple[str, ...], read: Callable[[Path], T], most_bytes: int) -> T:
     """Return `read(path)` of the cached file, downloading it where it is missing or no longer whole.
 
     A file enters the cache only after `read` accepted it, in one rename, so neither a cut connection nor a second
@@ -30,6 +30,7 @@ def fetch(dataset: str, name: str, mirrors: tuple[str, ...], read: Callable[[Pat
         name: name of the file, under each mirror and in the cache.
         mirrors: base URLs ending in a slash, tried in order.
         read: reads and checks the file; raises DataError with what is wrong with it.
+        most_bytes: of the file; a mirror that sends more is left at that.
 
     Raises:
         DataError: no mirror gave a whole file; says why for each, and how to work offline.
@@ -49,7 +50,7 @@ def fetch(dataset: str, name: str, mirrors: tuple[str, ...], read: Callable[[Pat
         with tempfile.TemporaryDirectory(dir=folder) as partial:
             for mirror in mirrors:
                 try:
-                    content = _download(mirror + name, Path(partial) / name, read)
+                    content = _download(mirror + name, Path(partial) / name, read, most_bytes)
                 except DataError as error:
                     problems.append(f"{urlsplit(mirror).netloc}: {error}")
                     continue
@@ -63,12 +64,12 @@ def fetch(dataset: str, name: str, mirrors: tuple[str, ...], read: Callable[[Pat
     )
 
 
-def _download(url: str, path: Path, read: Callable[[Path], T]) -> T:
+def _download(url: str, path: Path, read: Callable[[Path], T], most_bytes: int) -> T:
     import pooch
     import requests
 
     try:
-        with _ProgressBar(path.name) as bar:
+        with _ProgressBar(path.name, most_bytes) as bar:
             pooch.HTTPDownloader(progressbar=bar, chunk_size=CHUNK_BYTES, timeout=TIMEOUT_S)(url, str(path), None)
     except requests.HTTPError as error:
         raise DataError(str(error)) from error  # such as "404 Client Error: Not Found for url: ..."
@@ -82,12 +83,16 @@ def _download(url: str, path: Path, read: Callable[[Path], T]) -> T:
 
 
 class _ProgressBar:
-    """A rich bar on standard error, in the form that pooch drives; invisible where there is no terminal."""
+    """A rich bar on standard error, in the form that pooch drives; invisible where there is no terminal.
 
-    def __init__(self, title: str) -> None:
+    It sees every byte, so it is what stops a download that is larger than the file can be.
+    """
+
+    def __init__(self, title: str, most_bytes: int) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
+        self._left = self._most_bytes = most_bytes
         console = Console(stderr=True)
         columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
         self._progress = Progress(*columns, console=console, disable=not console.is_terminal)
@@ -110,9 +115,13 @@ class _ProgressBar:
         self._progress.update(self._task, total=size or None)
 
     def update(self, size: int) -> None:
+        self._left -= size
+        if self._left < 0:
+            raise DataError(f"more than the {self._most_bytes} bytes that it can have")
         self._progress.advance(self._task, size)
 
     def reset(self) -> None:
+        self._left = self._most_bytes
         self._progress.update(self._task, completed=0)
 
     def close(self) -> None:

@@ -25,6 +25,7 @@ from cnnexp.system.files import open_regular, read_up_to
 
 UNSIGNED_BYTE = 0x08
 TYPES = {UNSIGNED_BYTE: "uint8", 0x09: "int8", 0x0B: "int16", 0x0C: "int32", 0x0D: "float32", 0x0E: "float64"}
+SLACK_BYTES = 1 << 16  # more than the file unpacked, a gzipped one never has
 MAX_BYTES = 2**31  # MNIST has 47 million; a header that claims more than this is not believed
 
 
@@ -103,13 +104,13 @@ class IdxFile:
         name: without `.gz`.
         shape: of the published array.
         sha256: of the decompressed file, or empty.
-        gz_md5: of the gzipped file, or empty.
+        gz_sha256: of the gzipped file, or empty.
     """
 
     name: str
     shape: tuple[int, ...]
     sha256: str = ""
-    gz_md5: str = ""
+    gz_sha256: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -136,7 +137,8 @@ class IdxSet(Source):
         return self._dataset(Split(train_images, train_labels), Split(test_images, test_labels), self.classes, source)
 
     def _download(self, file: IdxFile) -> np.ndarray:
-        return fetch(self.name, f"{file.name}.gz", self.mirrors, lambda path: self._read(path, file))
+        most_bytes = math.prod(file.shape) + SLACK_BYTES
+        return fetch(self.name, f"{file.name}.gz", self.mirrors, lambda path: self._read(path, file), most_bytes)
 
     def _find(self, file: IdxFile) -> np.ndarray:
         root = self._path("root")
@@ -168,11 +170,11 @@ class IdxSet(Source):
             raise DataError(f"holds an array of {array.shape}, the published one is {file.shape}")
         if file.sha256 and sha256 != file.sha256:
             raise DataError(f"altered: its content has sha256 {sha256}, the published one {file.sha256}")
-        if file.gz_md5 and path.suffix == ".gz" and (md5 := _md5(path)) != file.gz_md5:
-            raise DataError(f"altered or compressed anew: it has md5 {md5}, the published one {file.gz_md5}")
+        if file.gz_sha256 and path.suffix == ".gz" and (packed := _sha256(path)) != file.gz_sha256:
+            raise DataError(f"altered or compressed anew: it has sha256 {packed}, the published one {file.gz_sha256}")
         return array
 
 
-def _md5(path: Path) -> str:
+def _sha256(path: Path) -> str:
     with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()

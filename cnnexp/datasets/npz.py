@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 
 from cnnexp.datasets.base import MAX_CLASSES, Dataset, Source, Split, reason_of, shown
-from cnnexp.errors import CnnexpError, DataError
+from cnnexp.errors import MOST_SAID, CnnexpError, DataError
 from cnnexp.system import memory
 from cnnexp.system.files import open_regular
 
@@ -73,7 +73,7 @@ class Npz(Source):
         except CnnexpError:
             raise
         except Exception as error:  # NumPy and zipfile raise whatever they like on a damaged file
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            reason = str(error).splitlines()[0][:MOST_SAID] if str(error) else type(error).__name__
             raise DataError(f"{where}: damaged: {reason}") from error
 
 

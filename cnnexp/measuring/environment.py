@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cnnexp.backends.processor import cpu_name, usable_cores
+from cnnexp.errors import ConfigError
 
 RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")  # set by MPICH, Intel MPI, Slurm; PMIx; Open MPI
 KEEPING = ("resume", "checkpoint_s", "checkpoint_batches", "keep_last", "keep_best")  # keys of `trainer`
@@ -23,7 +24,13 @@ PACKAGES = ("numpy", "numba", "numba-cuda", "mlflow", "torch", "tensorflow", "te
 
 def launched_rank() -> int | None:
     """Return this process's rank as its launcher has put it in the environment, None if not started by one."""
-    return next((int(os.environ[name]) for name in RANK_VARIABLES if name in os.environ), None)
+    given = next(((name, os.environ[name]) for name in RANK_VARIABLES if name in os.environ), None)
+    if given is None:
+        return None
+    name, rank = given
+    if not (rank.isascii() and rank.isdecimal()):
+        raise ConfigError(f"{name}={rank!r}: must be a whole number, as a launcher of MPI sets it; or unset it")
+    return int(rank)
 
 
 def checkout() -> Path | None:

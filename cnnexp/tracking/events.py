@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
@@ -80,7 +81,7 @@ def open_journal(path: Path, goes_on: bool = True) -> TextIO:
     if not goes_on:
         return path.open("w", encoding="utf-8")
     with contextlib.suppress(FileNotFoundError), path.open("rb+") as file:
-        file.truncate(file.read().rfind(b"\n") + 1)
+        os.ftruncate(file.fileno(), file.read().rfind(b"\n") + 1)
     return path.open("a", encoding="utf-8")
 
 

@@ -43,7 +43,7 @@ class Claim:
                 continue
             raise ConfigError(f"hydra.run.dir={folder}: {_holder(folder)} runs in it now; choose another folder")
         self._file = file
-        self._file.truncate(0)
+        os.ftruncate(self._file.fileno(), 0)  # goes on where it is interrupted, as a file's own truncate does not
         self._file.write(f"{holder} {os.getpid()} on {socket.gethostname()}".encode())
         self._file.flush()
 

@@ -63,14 +63,18 @@ def store_uri(uri: str | None) -> str:
     """
     if uri is None:
         return _sqlite_uri(environment.outputs_dir() / "mlflow.db")
-    scheme = urlsplit(uri).scheme.partition("+")[0]
+    try:
+        parts = urlsplit(uri)
+        scheme, _ = parts.scheme.partition("+")[0], parts.port
+    except ValueError as error:
+        raise ConfigError(f"tracking.uri={without_password(uri)!r}: no address of a store: {error}") from error
     if scheme not in SCHEMES:
         raise ConfigError(
             f"tracking.uri={uri!r}: must start with one of {', '.join(SCHEMES)}, e.g. sqlite:///path/to/mlflow.db or "
             f"http://host:5000{did_you_mean(scheme, SCHEMES)}"
         )
     if scheme == "sqlite":
-        if not database_of(uri).name:
+        if database_of(uri).name in ("", ":memory:"):
             raise ConfigError(f"tracking.uri={uri!r}: names no file; write sqlite:///path/to/mlflow.db")
         return _sqlite_uri(database_of(uri).absolute())
     return uri

@@ -63,7 +63,7 @@ class Session:
     def __init__(self) -> None:
         try:
             from mpi4py import MPI
-        except ImportError as error:
+        except (ImportError, RuntimeError) as error:  # no mpi4py, or no library of an MPI
             raise BackendUnavailable(f"workers=mpi: needs mpi4py and an MPI; {installing('mpi')}") from error
         self.comm = MPI.COMM_WORLD
         self.collective = MpiCollective(self.comm)

@@ -374,3 +374,33 @@ def test_signals_end_the_run_as_killed(tmp_path, number, code, word):
     assert process.returncode == code
     assert re.fullmatch(f"cnnexp: error: {word}.*\n", err)
     assert read_journal(tmp_path)["status"] == "KILLED"
+
+
+@pytest.mark.parametrize("word", ["trainer=null", "model=", "dataset=[1]", "optimizer={a: 1}"])
+def test_a_group_that_is_given_no_name_is_named(run, word):
+    code, _, err = run(*TINY, word)
+    assert code == 2
+    assert err.startswith(f"cnnexp: error: {word}: must be a name of the group {word.partition('=')[0]}")
+
+
+def test_a_rank_that_a_launcher_left_in_the_environment(run, monkeypatch):
+    def none(*_):
+        raise BackendUnavailable("no MPI")
+
+    monkeypatch.setattr("cnnexp.workers.mpi.lead", none)
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    assert run(*TINY)[0] == 0  # the shell of a job; this run is alone
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    assert run(*TINY, "workers=mpi")[0] == 4
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "x")
+    code, _, err = run(*TINY)
+    assert (code, err.startswith("cnnexp: error: OMPI_COMM_WORLD_RANK='x': must be a whole number")) == (2, True)
+
+
+def test_a_config_file_that_is_no_text_is_named(run, tmp_path):
+    (tmp_path / "experiment").mkdir()
+    path = tmp_path / "experiment" / "latin.yaml"
+    path.write_bytes("# @package _global_\nmodel: {name: é}\n".encode("latin-1"))
+    code, _, err = run("--config-dir", str(tmp_path), *TINY[1:], "experiment=latin")
+    assert code == 2
+    assert err.startswith(f"cnnexp: error: {path}: not UTF-8 text: ")

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import TINY
 from results import CONFIG, DATASET, NETWORK, Backend, epoch_result
 from rich.console import Console
 
@@ -181,3 +182,18 @@ def test_a_parallel_launcher_is_contended(tmp_path):
     assert done.returncode == 0, done.stderr
     assert [row["contended"] for row in sweep.rows(tmp_path)] == [True, True]
     assert json.loads((tmp_path / "0" / JOURNAL).read_text().splitlines()[0])["contended"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["model.filters=range(5,5)"], "model.filters=range(5,5): no value to run; a sweep takes one at least"),
+        (["model.filters=1,2,1"], "model.filters=1: given twice; a sweep runs each value once (vary trainer.seed)"),
+    ],
+)
+def test_a_sweep_of_no_job_or_of_one_twice_is_refused_before_it_starts(run, tmp_path, words, said):
+    code, _, err = run(*TINY, "-m", *words)
+    assert code == 2
+    assert said in err
+    assert err.count("\n") == 1
+    assert not [*tmp_path.glob("sweep/*/journal.jsonl")]

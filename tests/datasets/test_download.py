@@ -111,9 +111,9 @@ def test_damaged_cache_is_downloaded_again(server, monkeypatch, tmp_path, caplog
     assert "truncated" in caplog.text
 
 
-def test_fashion_mnist_is_held_against_the_md5_of_the_gzipped_file(server, monkeypatch):
-    md5 = [hashlib.md5(gzip.compress(content, mtime=0)).hexdigest() for content in FILES.values()]
-    files = tuple(IdxFile(name, shape, gz_md5=m) for name, shape, m in zip(NAMES, SHAPES, md5, strict=True))
+def test_fashion_mnist_is_held_against_the_sha256_of_the_gzipped_file(server, monkeypatch):
+    digests = [hashlib.sha256(gzip.compress(content, mtime=0)).hexdigest() for content in FILES.values()]
+    files = tuple(IdxFile(name, shape, gz_sha256=d) for name, shape, d in zip(NAMES, SHAPES, digests, strict=True))
     monkeypatch.setattr(FashionMnist, "files", files)
     mirrors(monkeypatch, f"{server}/altered/", f"{server}/good/", source=FashionMnist)
     dataset = FashionMnist().load()
@@ -141,13 +141,21 @@ def test_cache_that_cannot_be_written(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("x")
     monkeypatch.setattr("pooch.os_cache", lambda name: tmp_path / "file")
     with pytest.raises(DataError, match=r"mnist: cannot write to the cache .*not a directory"):
-        fetch("mnist", "a.gz", ("http://127.0.0.1:9/",), lambda path: path)
+        fetch("mnist", "a.gz", ("http://127.0.0.1:9/",), lambda path: path, 10)
+
+
+def test_a_mirror_that_sends_more_than_the_file_can_have_is_left(server, monkeypatch, tmp_path):
+    monkeypatch.setattr("pooch.os_cache", lambda name: tmp_path / "cache")
+    read = []
+    with pytest.raises(DataError, match=r"127\.0\.0\.1:\d+: more than the 100 bytes that it can have"):
+        fetch("mnist", f"{NAMES[0]}.gz", (f"{server}/good/",), read.append, 100)
+    assert read == []
+    assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
 
 
 def test_published_mirrors_and_hashes():
     for source in (Mnist, FashionMnist):
-        assert len(source.mirrors) == 2
-        assert all(url.endswith("/") for url in source.mirrors)
+        assert all(url.startswith("https://") and url.endswith("/") for url in source.mirrors)
         assert [file.name for file in source.files] == list(NAMES)
     assert {len(file.sha256) for file in Mnist.files} == {64}
-    assert {len(file.gz_md5) for file in FashionMnist.files} == {32}
+    assert {len(file.gz_sha256) for file in FashionMnist.files} == {64}

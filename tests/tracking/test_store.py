@@ -203,7 +203,29 @@ def test_unreachable_server_is_told_at_once():
         stores.Store(f"http://me:secret@127.0.0.1:{closed_port()}", "first")
 
 
-@pytest.mark.parametrize("uri", ["sqlite:", "sqlite://x.db", "sqlite:///"])
+@pytest.mark.parametrize("uri", ["http://[::1", "http://[x]/y", "http://host:99999", "postgresql://me:pw@[::1/db"])
+def test_what_is_no_address_is_a_config_error(uri):
+    with pytest.raises(ConfigError, match=r"^tracking\.uri=.*: no address of a store: ") as error:
+        stores.store_uri(uri)
+    assert "pw" not in str(error.value)
+
+
+def test_a_store_is_made_whole_or_not_at_all(tmp_path, monkeypatch):
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    replace = os.replace
+    with monkeypatch.context() as killed:
+        killed.setattr(os, "replace", lambda *names: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        with pytest.raises(TrackingError, match=r"cannot be opened: .*No space left on device"):
+            stores.Store(uri, "first")
+    assert not (tmp_path / "mlflow.db").exists()
+    assert replace is os.replace
+    (tmp_path / "mlflow.db.new").write_bytes(b"half of it")
+    (tmp_path / "mlflow.db").write_bytes(b"")
+    stores.Store(uri, "first")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mlflow.db", "mlflow.db.lock"]
+
+
+@pytest.mark.parametrize("uri", ["sqlite:", "sqlite://x.db", "sqlite:///", "sqlite:///:memory:"])
 def test_a_store_without_a_file_is_a_config_error(uri):
     with pytest.raises(ConfigError, match=r"names no file; write sqlite:///path/to/mlflow\.db"):
         stores.store_uri(uri)
