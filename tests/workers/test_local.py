@@ -104,7 +104,7 @@ def test_two_processes_add_up_what_two_threads_add_up(model, optimizer, monkeypa
     program = compiled(Local(count=2), model, optimizer, "cpu-simd")
     _, state, _ = trained(program, hundred_steps())
     program.close()
-    # two_conv_mlp was exact, too, until inner convolutions got kernels of their own; now it is up to rounding
+    # a thread that owns a wide layer's weights adds up all threads' images in one sum; workers add up a sum each
     rounding = 0.0 if model == "one_conv" else 1e-5
     for name, array in one[1].items():
         np.testing.assert_allclose(state[name], array, rtol=0, atol=rounding, err_msg=name)
