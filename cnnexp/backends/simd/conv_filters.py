@@ -6,9 +6,9 @@ and used by every vector of filters, whose K * K * C weights are loaded once and
 multiply-adds per 9 loads for 3x3 kernels and 2x2 windows.
 
 Every filter has its own argmax, so for the gradient each lane needs another pixel of the patch at each tap. If the
-patch fits one vector, that is one permutation: the forward pass leaves the patches in memory and stores, instead of the
-argmax, the place of the window's pixel in the patch; a tap further is the same permutation of what lies a tap further
-in memory. K * K * C accumulators stay in registers along a row of cells.
+pixels of a window lie within one vector of a patch, that is one permutation: the forward pass leaves the patches in
+memory and stores, instead of the argmax, the place of the window's pixel in the patch; a tap further is the same
+permutation of what lies a tap further in memory. K * K * C accumulators stay in registers along a row of cells.
 Otherwise the gradient is split into one vector per pixel of the window, zero where the maximum was not, and each is
 multiplied by broadcast pixels.
 
@@ -21,8 +21,8 @@ from dataclasses import dataclass
 
 from llvmlite import ir
 
-from cnnexp.backends.simd.emit import INT, Emitter, Pointer, Variable
-from cnnexp.backends.simd.layout import Matrix
+from cnnexp.backends.simd.emit import INT, Emitter, Pointer, Target, Variable
+from cnnexp.backends.simd.layout import Matrix, round_up
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class FilterBank:
         shape: (U, V) of the pooled output.
         y: pooled output, [u][v][filter].
         places: where bytes [image][u][v][filter] lie in the arena, the place of each maximum in its patch.
-        patches: where patches [image][u][v][lane] lie, or None where one does not fit a vector.
+        patches: where patches [image][u][v][`room`] lie, or None where a window spans more than a vector of one.
         rectify: whether ReLU is applied.
     """
 
@@ -84,8 +84,9 @@ class FilterBank:
         """Return the address of a cell's patch, where patches are kept."""
         assert self.patches is not None
         rows, columns = self.shape
-        place = (k.arena + self.patches).at(n, rows * columns * k.lanes)
-        return place.at(u, columns * k.lanes).at(v, k.lanes)
+        room = round_up(self.side**2 * self.channels, k.lanes)
+        place = (k.arena + self.patches).at(n, rows * columns * room)
+        return place.at(u, columns * room).at(v, room)
 
     def cell(self, k: Emitter, n: ir.Value, u: ir.Value, v: ir.Value) -> tuple[Pointer, Pointer]:
         """Return the addresses of a cell's values and of its places."""
@@ -99,13 +100,20 @@ def patch_side(kernel: int, stride: int, window: int) -> int:
     return (window - 1) * stride + kernel
 
 
+def permutes(kernel: int, stride: int, channels: int, window: int, target: Target) -> bool:
+    """Whether a window's pixels lie within a vector of a patch, and an instruction picks among them."""
+    last = (window - 1) * (patch_side(kernel, stride, window) + 1) * stride * channels
+    return target.permutes and last < target.lanes
+
+
 def forward_row(k: Emitter, bank: FilterBank, weights: Pointer, bias: Pointer | None, u: ir.Value) -> None:
     """Fill row u of bank.y, the places and the patches. weights (K, K, C, F), bias (F,)."""
     _, columns = bank.shape
     with k.loop(k.count) as n, k.loop(columns) as v:
         corner = bank.corner(k, n, u, v)
         if bank.patches is not None:
-            k.store(_gather_patch(k, bank, corner), bank.patch(k, n, u, v))
+            for i, part in enumerate(_gather_patch(k, bank, corner)):
+                k.store(part, bank.patch(k, n, u, v) + i * k.lanes)
         width = bank.side * bank.channels
         pixels = [k.splat(corner + (p // width * bank.row + p % width)) for p in range(bank.side * width)]
         cell, places = bank.cell(k, n, u, v)
@@ -126,16 +134,18 @@ def forward_row(k: Emitter, bank: FilterBank, weights: Pointer, bias: Pointer | 
             k.store_bytes(place, places.at(f, k.lanes // 4))
 
 
-def _gather_patch(k: Emitter, bank: FilterBank, corner: Pointer) -> ir.Value:
-    """Return the patch in one vector, its rows one after another."""
-    width = bank.side * bank.channels
-    patch = k.load(corner)
-    for i in range(1, bank.side):
-        lanes = [
-            INT(k.lanes + lane - i * width if i * width <= lane < (i + 1) * width else lane) for lane in range(k.lanes)
-        ]
-        patch = k.builder.shuffle_vector(patch, k.load(corner + i * bank.row), ir.Constant(k.indices, lanes))
-    return patch
+def _gather_patch(k: Emitter, bank: FilterBank, corner: Pointer) -> list[ir.Value]:
+    """Return the patch in vectors, its rows one after another; what rounds up the last one is some other pixels."""
+    width, parts = bank.side * bank.channels, []
+    for start in range(0, bank.side * width, k.lanes):
+        first, last = start // width, min((start + k.lanes - 1) // width, bank.side - 1)
+        part = k.load(corner + (first * bank.row + start - first * width))
+        for i in range(first + 1, last + 1):
+            begin = i * width - start
+            lanes = [INT(k.lanes + lane - begin if begin <= lane < begin + width else lane) for lane in range(k.lanes)]
+            part = k.builder.shuffle_vector(part, k.load(corner + i * bank.row), ir.Constant(k.indices, lanes))
+        parts.append(part)
+    return parts
 
 
 def weight_gradients_row(

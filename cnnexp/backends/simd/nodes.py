@@ -516,10 +516,11 @@ class FilterConvolution(Node[Matrix, Matrix]):
     def fits(self, target: Target) -> bool:
         """Whether the filters fill vectors and a patch and a filter's accumulators fit registers."""
         layer, channels, size = self.stage.layer, self.stage.input_shape[2], self.pool.window.size
-        if layer.filters % target.lanes or target.registers < 32:
+        if layer.filters % target.lanes or size > 2:
             return False
         side = conv_filters.patch_side(layer.kernel, layer.stride, size)
-        return layer.kernel**2 * channels <= 25 and size * size <= 4 and side * side * channels <= 64
+        # a bias's accumulator, the gradient, the places, a pixel and its permutation are in registers, too
+        return layer.kernel**2 * channels + 5 <= target.registers and side * side * channels <= 64
 
     def may_follow(self, before: Ring | None, needs_dx: bool) -> bool:
         return before is None
@@ -528,8 +529,10 @@ class FilterConvolution(Node[Matrix, Matrix]):
         layer, channels, size = self.stage.layer, self.stage.input_shape[2], self.pool.window.size
         cells, vectors, terms = math.prod(self.shape[:2]), layer.filters // target.lanes, layer.kernel**2 * channels
         values = conv_filters.patch_side(layer.kernel, layer.stride, size) ** 2 * channels
-        permutes = target.permutes and values <= target.lanes
-        sums = max(terms * size**2 / cost.MACS, terms / cost.LOADS, 4) + 1.5 * size**2 + 3
+        permutes = conv_filters.permutes(layer.kernel, layer.stride, channels, size, target)
+        # a patch that the registers do not hold is read again for each vector of filters
+        loads = terms + (terms * size**2 if values + size**2 + 1 > target.registers else 0)
+        sums = max(terms * size**2 / cost.MACS, loads / cost.LOADS, 4) + 1.5 * size**2 + 3
         gradient = terms if permutes else terms * size**2 / cost.MACS
         macs = cells * layer.filters * terms
         return {
@@ -546,13 +549,14 @@ class FilterConvolution(Node[Matrix, Matrix]):
         images, (rows, columns, _) = plan.arena.images, self.shape
         cells = rows * columns
         side = conv_filters.patch_side(layer.kernel, layer.stride, size)
-        fits = plan.target.permutes and side * side * channels <= plan.target.lanes
+        room = round_up(side * side * channels, plan.target.lanes)
+        fits = conv_filters.permutes(layer.kernel, layer.stride, channels, size, plan.target)
         self.bank = FilterBank(
             self.x, self.row, layer.kernel, layer.stride, channels, layer.filters,
             size, self.pool.window.stride, (rows, columns), self.y,
             plan.arena.allocate(images * cells * layer.filters // 4),
             # loads reach past the last one
-            plan.arena.allocate((images * cells + 1) * plan.target.lanes) if fits else None,
+            plan.arena.allocate((images * cells + 1) * room) if fits else None,
             self.rectify,
         )  # fmt: skip
 
