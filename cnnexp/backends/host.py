@@ -8,6 +8,8 @@ import numpy as np
 
 from cnnexp.network import BatchNorm2d, MaxPool2d, Stage
 
+Array = np.ndarray
+
 
 class HostOps:
     """The part of `Ops` (see `protocol`) that computes nothing.

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -42,7 +42,7 @@ def _in_scope(method: Callable[..., T]) -> Callable[..., T]:
 
 
 @dataclass(frozen=True)
-class Split:
+class Split(Generic[Array]):
     """A loaded split: images float32 (N, *input_shape) and labels int32 (N,), where the ops want them."""
 
     images: Array
@@ -52,7 +52,7 @@ class Split:
         return self.images.shape[0]
 
 
-class LayerwiseProgram:
+class LayerwiseProgram(Generic[Array]):
     """A `Program` (see `protocol`) that runs the network's stages one after another: see `stages`.
 
     Args:
@@ -67,7 +67,7 @@ class LayerwiseProgram:
 
     def __init__(
         self,
-        ops: Ops,
+        ops: Ops[Array],
         network: Network,
         loss: Loss,
         optimizer: Optimizer,
@@ -93,28 +93,28 @@ class LayerwiseProgram:
         self._warm_up()
         self.compile_s = time.perf_counter() - started
 
-    def load(self, images: np.ndarray, labels: np.ndarray) -> Split:
+    def load(self, images: np.ndarray, labels: np.ndarray) -> Split[Array]:
         return Split(self._ops.to_device(as_float32(images)), self._ops.to_device(labels.astype(np.int32)))
 
     @_in_scope
-    def train(self, handle: Split, order: np.ndarray, rate: float, images: np.ndarray | None = None) -> Totals:
+    def train(self, handle: Split[Array], order: np.ndarray, rate: float, images: np.ndarray | None = None) -> Totals:
         """As `Program.train`.
 
         Args:
             images: places in the data set of the images of `order`, where the handle shows only a part of it.
         """
         ops, count = self._ops, len(order)
-        order, images = self._places(order, images)
+        places, where = self._places(order, images)
         losses, hits = ops.empty((count,), np.float32), ops.empty((count,), np.uint8)
         for start in range(0, count, self.batch_size):
             batch = slice(start, min(start + self.batch_size, count))
-            self._gradients(handle, order[batch], images[batch], losses[batch], hits[batch])
+            self._gradients(handle, places[batch], where[batch], losses[batch], hits[batch])
             self._apply(rate)
         return _totals(ops.to_host(losses), ops.to_host(hits))
 
     @_in_scope
     def gradients(
-        self, handle: Split, indices: np.ndarray, images: np.ndarray | None = None
+        self, handle: Split[Array], indices: np.ndarray, images: np.ndarray | None = None
     ) -> tuple[Totals, np.ndarray]:
         """As `Program.gradients`; `images` as for `train`."""
         ops, count = self._ops, len(indices)
@@ -128,7 +128,7 @@ class LayerwiseProgram:
         self._apply(rate)
 
     @_in_scope
-    def predict(self, handle: Split) -> np.ndarray:
+    def predict(self, handle: Split[Array]) -> np.ndarray:
         ops = self._ops
         scores = np.empty((len(handle), *self.network.output_shape), np.float32)
         for start in range(0, len(handle), self.batch_size):
@@ -137,18 +137,20 @@ class LayerwiseProgram:
         return scores
 
     @_in_scope
-    def outputs(self, handle: Split) -> list[tuple[Stage, np.ndarray]]:
+    def outputs(self, handle: Split[Array]) -> list[tuple[Stage, np.ndarray]]:
         """Return each stage with its output in `predict`, (N, *output_shape), for at most batch_size images."""
         outputs = self._chain.outputs(self._run(len(handle)), handle.images)
         return [(stage, np.array(self._ops.to_host(y))) for stage, y in outputs]
 
     @_in_scope
-    def forward(self, handle: Split, indices: np.ndarray, trains: bool, images: np.ndarray | None = None) -> np.ndarray:
+    def forward(
+        self, handle: Split[Array], indices: np.ndarray, trains: bool, images: np.ndarray | None = None
+    ) -> np.ndarray:
         """Return the outputs (N, *output_shape) of at most batch_size images; if it `trains`, `backward` goes on."""
-        places, images = self._places(indices, images)
+        places, where = self._places(indices, images)
         x, labels = self._inputs(len(indices))
         self._ops.gather(handle.images, handle.labels, places, x, labels)
-        self._begun = self._run(len(indices), trains, images)
+        self._begun = self._run(len(indices), trains, where)
         return self._ops.to_host(self._chain.forward(self._begun, x))
 
     @_in_scope
@@ -198,7 +200,7 @@ class LayerwiseProgram:
         places = self._ops.to_device(np.ascontiguousarray(order, np.int64))
         return places, places if images is None else self._ops.to_device(np.ascontiguousarray(images, np.int64))
 
-    def _gradients(self, handle: Split, places: Array, images: Array, losses: Array, hits: Array) -> None:
+    def _gradients(self, handle: Split[Array], places: Array, images: Array, losses: Array, hits: Array) -> None:
         """Leave the mean gradient of one batch in the flat gradient buffer."""
         ops, count = self._ops, places.shape[0]
         run = self._run(count, True, images)
@@ -216,7 +218,7 @@ class LayerwiseProgram:
         with self.watch("parameters", "update"):
             self._update(self._parameters, self._gradient, self._slots, rate, self._step)
 
-    def _run(self, count: int, trains: bool = False, images: Array = None) -> Run:
+    def _run(self, count: int, trains: bool = False, images: Array | None = None) -> Run[Array]:
         step = self._step + 1
         arrays = (self._parameters, self._gradient, self._running)
         return Run(count, *arrays, trains, self._seed, step, images, self.watch)

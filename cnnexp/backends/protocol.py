@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -26,10 +26,28 @@ from cnnexp.network.losses import Loss, Totals
 from cnnexp.optimizers import Optimizer
 
 State = dict[str, np.ndarray]
-Array = Any  # a NumPy array, or a device array of the same shape
+Handle = TypeVar("Handle")
+"""A split where a program wants it."""
 
 
-class Program(Protocol):
+class AnyArray(Protocol):
+    """What a NumPy array and a device array of the same shape have in common."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> Any: ...
+
+    def reshape(self, shape: tuple[int, ...], /) -> Any: ...
+
+
+Array = TypeVar("Array", bound=AnyArray)
+
+
+class Program(Protocol[Handle]):
     """A network compiled for training at one batch size.
 
     One that chooses among kernels may have `explain() -> list[KernelRow]`, too: a step's kernels in order.
@@ -42,7 +60,7 @@ class Program(Protocol):
     compile_s: float
     """Seconds spent compiling and warming up, before anything is timed."""
 
-    def load(self, images: np.ndarray, labels: np.ndarray) -> Any:
+    def load(self, images: np.ndarray, labels: np.ndarray) -> Handle:
         """Put a split where the backend wants it, once; return a handle on it.
 
         Args:
@@ -51,7 +69,7 @@ class Program(Protocol):
         """
         ...
 
-    def train(self, handle: Any, order: np.ndarray, rate: float) -> Totals:
+    def train(self, handle: Handle, order: np.ndarray, rate: float) -> Totals:
         """Take ceil(len(order) / batch_size) optimizer steps over the images `order` (int64) at learning rate `rate`.
 
         Each step averages the gradient over its batch; a last short batch is trained too, averaged over its own size.
@@ -60,7 +78,7 @@ class Program(Protocol):
         """
         ...
 
-    def gradients(self, handle: Any, indices: np.ndarray) -> tuple[Totals, np.ndarray]:
+    def gradients(self, handle: Handle, indices: np.ndarray) -> tuple[Totals, np.ndarray]:
         """Return the totals and the flat mean gradient (float32) of one batch, at most batch_size images.
 
         No parameter changes; running averages do, as in the step that this is the first half of.
@@ -71,7 +89,7 @@ class Program(Protocol):
         """Take one optimizer step with a flat gradient: the second half of a training step."""
         ...
 
-    def predict(self, handle: Any) -> np.ndarray:
+    def predict(self, handle: Handle) -> np.ndarray:
         """Return the scores (N, O) of a whole split."""
         ...
 
@@ -153,7 +171,7 @@ class Backend(Protocol):
     @property
     def clocked(self) -> Backend: ...
 
-    def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> Program:
+    def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> Program[Any]:
         """Make a program; its parameters are zero until `restore`."""
         ...
 
@@ -161,7 +179,7 @@ class Backend(Protocol):
 Update = Callable[[Array, Array, tuple[Array, ...], float, int], None]
 
 
-class Ops(Protocol):
+class Ops(Protocol[Array]):
     """The layers' mathematics on one kind of array.
 
     A `Window` says how windows slide over an image. What lies outside the image is 0 for convolution and does not exist
@@ -173,7 +191,7 @@ class Ops(Protocol):
         """Allocate an array; on the CPU written once, so that no timed batch pays for the first use of its memory."""
         ...
 
-    def saved(self, stage: Stage, batch_size: int) -> Array:
+    def saved(self, stage: Stage, batch_size: int) -> Any:
         """Allocate what the stage's backward pass keeps of its forward pass, for up to `batch_size` images."""
         ...
 
@@ -225,14 +243,14 @@ class Ops(Protocol):
         """dx = dy times the layer's derivative at x."""
         ...
 
-    def max_pool(self, x: Array, window: Window, y: Array, saved: Array) -> None:
+    def max_pool(self, x: Array, window: Window, y: Array, saved: Any) -> None:
         """y[n,u,v,c] = the largest x in its window, the first such in row order; `saved` keeps which.
 
         x (N,H,W,C), y (N,U,V,C). Rows and columns of the window that lie outside the image do not take part.
         """
         ...
 
-    def max_pool_backward(self, saved: Array, dy: Array, window: Window, dx: Array) -> None:
+    def max_pool_backward(self, saved: Any, dy: Array, window: Window, dx: Array) -> None:
         """dx = dy added at the pixel that each window took, else 0 (castanheira, section 2.2.2)."""
         ...
 
@@ -261,7 +279,7 @@ class Ops(Protocol):
         mean: Array,
         variance: Array,
         y: Array,
-        saved: Array,
+        saved: Any,
     ) -> None:
         """y = (x - m) / sqrt(v + epsilon) * w + b, m and v the mean and variance of a channel over the batch.
 
@@ -277,7 +295,7 @@ class Ops(Protocol):
         ...
 
     def batch_norm_backward(
-        self, x: Array, w: Array, dy: Array, saved: Array, dx: Array | None, dw: Array, db: Array
+        self, x: Array, w: Array, dy: Array, saved: Any, dx: Array | None, dw: Array, db: Array
     ) -> None:
         """With n = (x - m) / sqrt(v + epsilon): db = sum of dy, dw = sum of dy * n, both over all but the channels.
 
@@ -299,6 +317,6 @@ class Ops(Protocol):
         """Fill the gradient, the loss and the hit of every image: see the function of that name in `network.losses`."""
         ...
 
-    def updater(self, optimizer: Optimizer) -> Update:
+    def updater(self, optimizer: Optimizer) -> Update[Array]:
         """Compile the optimizer's rule into `update(w, g, slots, rate, step)`, in place over flat arrays."""
         ...

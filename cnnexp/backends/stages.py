@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import assert_never
+from typing import Any, Generic, assert_never
 
 import numpy as np
 
@@ -37,7 +37,7 @@ def unwatched(layer: str, what: str) -> AbstractContextManager:
 
 
 @dataclass(frozen=True)
-class Run:
+class Run(Generic[Array]):
     """What every layer is given while one batch goes through them.
 
     Attributes:
@@ -52,19 +52,25 @@ class Run:
     count: int
     parameters: Array
     gradient: Array
-    running: Array = None
+    running: Array | None = None
     trains: bool = False
     seed: int = 0
     step: int = 0
-    images: Array = None
+    images: Array | None = None
     watch: Watch = unwatched
+
+    @property
+    def drawn(self) -> Array:
+        """`images`, in a step of training."""
+        assert self.images is not None
+        return self.images
 
     def key(self, stage: Stage) -> int:
         """Return the key of a layer's random numbers in this step."""
         return layer_key(self.seed, self.step, stage.name)
 
 
-class Chain:
+class Chain(Generic[Array]):
     """Stages one after another, each with buffers for its output and its gradient, allocated once.
 
     Batches shorter than `batch_size` use the first images of each buffer.
@@ -74,8 +80,8 @@ class Chain:
         dx: buffer of its gradient, or None where there is none.
     """
 
-    def __init__(self, ops: Ops, stages: Sequence[Stage], batch_size: int, x: Array, dx: Array | None) -> None:
-        self.steps: list[_Step] = []
+    def __init__(self, ops: Ops[Array], stages: Sequence[Stage], batch_size: int, x: Array, dx: Array | None) -> None:
+        self.steps: list[_Step[Array]] = []
         for stage in stages:
             step = _STEPS.get(type(stage), _Leaf)(ops, stage, batch_size, x, dx)
             self.steps.append(step)
@@ -84,13 +90,13 @@ class Chain:
         trained = (i for i, stage in enumerate(stages) if stage.parameters)
         self._first_trained = next(trained, len(stages))
 
-    def forward(self, run: Run, x: Array) -> Array:
+    def forward(self, run: Run[Array], x: Array) -> Array:
         """Return the output of the last stage for x (N, *input_shape)."""
         for step in self.steps:
             x = step.forward(run, x, self._first(step.y, run))
         return x
 
-    def outputs(self, run: Run, x: Array) -> Iterator[tuple[Stage, Array]]:
+    def outputs(self, run: Run[Array], x: Array) -> Iterator[tuple[Stage, Array]]:
         """Yield each stage with its output for x, which lies in its buffer until the next batch."""
         for stage, step in zip(self._stages, self.steps, strict=True):
             x = step.forward(run, x, self._first(step.y, run))
@@ -101,7 +107,7 @@ class Chain:
         dy = self.steps[-1].dy
         return dy if count == self._batch_size else dy[:count]
 
-    def backward(self, run: Run, x: Array, dx: Array | None) -> None:
+    def backward(self, run: Run[Array], x: Array, dx: Array | None) -> None:
         """Fill the flat gradient, and dx unless it is None; then no stage before the first that trains is run."""
         first = self._first_trained if dx is None else 0
         for i in range(len(self.steps) - 1, first - 1, -1):
@@ -110,70 +116,70 @@ class Chain:
             target = self._first(self.steps[i - 1].dy, run) if i > first else dx
             step.backward(run, source, self._first(step.y, run), self._first(step.dy, run), target)
 
-    def _first(self, array: Array, run: Run) -> Array:
+    def _first(self, array: Array, run: Run[Array]) -> Array:
         return array if run.count == self._batch_size else array[: run.count]
 
 
-class _Step:
+class _Step(Generic[Array]):
     """A stage with its buffers: y (N, *output_shape), and dy, its gradient."""
 
     y: Array
     dy: Array
 
-    def forward(self, run: Run, x: Array, y: Array) -> Array:
+    def forward(self, run: Run[Array], x: Array, y: Array) -> Array:
         """Return the output, which is in y or a view of x."""
         raise NotImplementedError
 
-    def backward(self, run: Run, x: Array, y: Array, dy: Array, dx: Array | None) -> None:
+    def backward(self, run: Run[Array], x: Array, y: Array, dy: Array, dx: Array | None) -> None:
         """Fill dx unless it is None, and the stage's part of the flat gradient."""
         raise NotImplementedError
 
 
-class _Leaf(_Step):
+class _Leaf(_Step[Array]):
     """A layer that the ops compute."""
 
-    def __init__(self, ops: Ops, stage: Stage, batch_size: int, x: Array, dx: Array | None) -> None:
+    def __init__(self, ops: Ops[Array], stage: Stage, batch_size: int, x: Array, dx: Array | None) -> None:
         shape = (batch_size, *stage.output_shape)
         self._ops, self._stage = ops, stage
         self.y, self.dy = ops.empty(shape, np.float32), ops.empty(shape, np.float32)
         self._saved = ops.saved(stage, batch_size)
 
-    def forward(self, run: Run, x: Array, y: Array) -> Array:
+    def forward(self, run: Run[Array], x: Array, y: Array) -> Array:
         with run.watch(self._stage.name, "forward"):
             forward_stage(self._ops, self._stage, run, x, y, self._saved)
         return y
 
-    def backward(self, run: Run, x: Array, y: Array, dy: Array, dx: Array | None) -> None:
+    def backward(self, run: Run[Array], x: Array, y: Array, dy: Array, dx: Array | None) -> None:
         with run.watch(self._stage.name, "backward"):
             backward_stage(self._ops, self._stage, run, x, y, dy, self._saved, dx)
 
 
-class _View(_Step):
+class _View(_Step[Array]):
     """A Flatten: its output is its input seen in another shape."""
 
-    def __init__(self, ops: Ops, stage: Stage, batch_size: int, x: Array, dx: Array | None) -> None:
+    def __init__(self, ops: Ops[Array], stage: Stage, batch_size: int, x: Array, dx: Array | None) -> None:
         shape = (batch_size, *stage.output_shape)
         self.y = x.reshape(shape)
         self.dy = ops.empty(shape, np.float32) if dx is None else dx.reshape(shape)
 
-    def forward(self, run: Run, x: Array, y: Array) -> Array:
+    def forward(self, run: Run[Array], x: Array, y: Array) -> Array:
         return x.reshape(y.shape)  # not y: where it opens the network, x need not be the gathered batch
 
-    def backward(self, run: Run, x: Array, y: Array, dy: Array, dx: Array | None) -> None:
+    def backward(self, run: Run[Array], x: Array, y: Array, dy: Array, dx: Array | None) -> None:
         """Do nothing: dx is a view of dy's buffer."""
 
 
-class _Dropout(_Leaf):
+class _Dropout(_Leaf[Array]):
     """A Dropout, which outside training is not there."""
 
-    def forward(self, run: Run, x: Array, y: Array) -> Array:
+    def forward(self, run: Run[Array], x: Array, y: Array) -> Array:
         return super().forward(run, x, y) if run.trains else x
 
 
-class _Branch(_Step):
+class _Branch(_Step[Array]):
     """A Residual: its layers' last gradient is its own, to which the way past them adds."""
 
-    def __init__(self, ops: Ops, stage: Stage, batch_size: int, x: Array, dx: Array | None) -> None:
+    def __init__(self, ops: Ops[Array], stage: Stage, batch_size: int, x: Array, dx: Array | None) -> None:
         self._ops, self._stage = ops, stage
         self._inner = Chain(ops, stage.stages, batch_size, x, dx)
         self.y = ops.empty((batch_size, *stage.output_shape), np.float32)
@@ -181,13 +187,13 @@ class _Branch(_Step):
         self._doubles = all(isinstance(step, _View) for step in self._inner.steps)
         self.dy = ops.empty(self.y.shape, np.float32) if self._doubles else self._inner.steps[-1].dy
 
-    def forward(self, run: Run, x: Array, y: Array) -> Array:
+    def forward(self, run: Run[Array], x: Array, y: Array) -> Array:
         inner = self._inner.forward(run, x)
         with run.watch(self._stage.name, "forward"):
             self._ops.add(x, inner, y)
         return y
 
-    def backward(self, run: Run, x: Array, y: Array, dy: Array, dx: Array | None) -> None:
+    def backward(self, run: Run[Array], x: Array, y: Array, dy: Array, dx: Array | None) -> None:
         self._inner.backward(run, x, dx)
         if dx is not None:
             with run.watch(self._stage.name, "backward"):
@@ -201,7 +207,7 @@ _STEPS: dict[type, type[_Leaf | _View | _Branch]] = {
 }
 
 
-def forward_stage(ops: Ops, stage: Stage, run: Run, x: Array, y: Array, saved: Array) -> None:
+def forward_stage(ops: Ops[Array], stage: Stage, run: Run[Array], x: Array, y: Array, saved: Any) -> None:
     """Run one layer on x (N, *input_shape), filling y and what `saved` has room for."""
     match stage:
         case ConvStage():
@@ -215,7 +221,7 @@ def forward_stage(ops: Ops, stage: Stage, run: Run, x: Array, y: Array, saved: A
         case LinearStage():
             ops.linear(x, *_views(stage, run.parameters), y)
         case DropoutStage():
-            ops.dropout(x, run.images, run.key(stage), stage.layer.rate, y)
+            ops.dropout(x, run.drawn, run.key(stage), stage.layer.rate, y)
         case NormStage():
             weight, bias = stage.weight.view(run.parameters), stage.bias.view(run.parameters)
             mean, variance = (average.view(run.running) for average in stage.running)
@@ -230,7 +236,7 @@ def forward_stage(ops: Ops, stage: Stage, run: Run, x: Array, y: Array, saved: A
 
 
 def backward_stage(
-    ops: Ops, stage: Stage, run: Run, x: Array, y: Array, dy: Array, saved: Array, dx: Array | None
+    ops: Ops[Array], stage: Stage, run: Run[Array], x: Array, y: Array, dy: Array, saved: Any, dx: Array | None
 ) -> None:
     """Run one layer backwards, filling dx and its part of the flat gradient; arrays as in `forward_stage`."""
     match stage:
@@ -238,19 +244,24 @@ def backward_stage(
             ops.conv2d_backward(
                 x, stage.weight.view(run.parameters), dy, stage.window, dx, *_views(stage, run.gradient)
             )
+            return
+        case LinearStage():
+            ops.linear_backward(x, stage.weight.view(run.parameters), dy, dx, *_views(stage, run.gradient))
+            return
+        case NormStage():
+            dw, db = stage.weight.view(run.gradient), stage.bias.view(run.gradient)
+            ops.batch_norm_backward(x, stage.weight.view(run.parameters), dy, saved, dx, dw, db)
+            return
+    assert dx is not None  # as for every layer but the first that trains; those before it are not run
+    match stage:
         case ElementwiseStage():
             ops.elementwise_backward(stage.layer, x, y, dy, dx)
         case PoolStage(layer=MaxPool2d()):
             ops.max_pool_backward(saved, dy, stage.window, dx)
         case PoolStage():
             ops.avg_pool_backward(_pixels(dy), stage.window, dx)
-        case LinearStage():
-            ops.linear_backward(x, stage.weight.view(run.parameters), dy, dx, *_views(stage, run.gradient))
         case DropoutStage():
-            ops.dropout(dy, run.images, run.key(stage), stage.layer.rate, dx)
-        case NormStage():
-            dw, db = stage.weight.view(run.gradient), stage.bias.view(run.gradient)
-            ops.batch_norm_backward(x, stage.weight.view(run.parameters), dy, saved, dx, dw, db)
+            ops.dropout(dy, run.drawn, run.key(stage), stage.layer.rate, dx)
         case FlattenStage() | ResidualStage():
             raise TypeError(f"{stage.name}: is made of views and other layers; `Chain` runs it")
         case _:
@@ -264,4 +275,4 @@ def _pixels(y: Array) -> Array:
 
 def _views(stage: ConvStage | LinearStage, flat: Array) -> tuple[Array, Array | None]:
     """Return the weight's and the bias's part of a flat buffer, None for a bias that the layer lacks."""
-    return stage.weight.view(flat), stage.bias and stage.bias.view(flat)
+    return stage.weight.view(flat), None if stage.bias is None else stage.bias.view(flat)

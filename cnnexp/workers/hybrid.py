@@ -7,6 +7,8 @@ the weights) and sees all images: activations travel, the big weights never do.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from cnnexp.backends.layerwise import LayerwiseProgram
@@ -223,7 +225,7 @@ class Head:
         parts = np.split(flat, np.cumsum([count * width for width in widths])[:-1])
         return np.hstack([part.reshape(count, width) for part, width in zip(parts, widths, strict=True)])
 
-    def _views(self, flat: np.ndarray) -> list[tuple[np.ndarray | None, np.ndarray | None]]:
+    def _views(self, flat: np.ndarray) -> list[tuple[Any, np.ndarray | None]]:
         """Return each stage's weight (D, columns) and bias (columns,) in a flat array of this worker's columns."""
         views = iter([own.view(flat) for _, _, own in self._layouts[self._collective.rank]])
         return [(next(views) if stage.weight else None, next(views) if stage.bias else None) for stage in self._stages]

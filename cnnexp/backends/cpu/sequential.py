@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from cnnexp.backends.cpu import kernels
-from cnnexp.backends.host import HostOps
+from cnnexp.backends.host import Array, HostOps
 from cnnexp.backends.layerwise import LayerwiseProgram
 from cnnexp.backends.processor import SequentialBackend, need_compiler
-from cnnexp.backends.protocol import Array, Update
+from cnnexp.backends.protocol import Update
 from cnnexp.network import BatchNorm2d, Elementwise, Network, Window
 from cnnexp.network.losses import Loss
 from cnnexp.network.noise import threshold

@@ -17,7 +17,7 @@ from cnnexp.backends.gpu import device, kernels, streamed, sums
 from cnnexp.backends.gpu.device import SIMULATED, Gpu, Kernel, Tensor, on_its_gpu
 from cnnexp.backends.gpu.kernels import ZERO, ConvSizes, f32, u32
 from cnnexp.backends.layerwise import LayerwiseProgram
-from cnnexp.backends.protocol import Array, Backend, Program, State, Update
+from cnnexp.backends.protocol import Backend, Program, State, Update
 from cnnexp.network import BatchNorm2d, Conv2d, Elementwise, Flatten, MaxPool2d, Network, Stage, Window
 from cnnexp.network.losses import Loss, Totals
 from cnnexp.network.noise import threshold
@@ -135,10 +135,10 @@ class NaiveOps:
         self._scratch = [device.empty((1,), np.float32)]  # the last; a captured graph may use an earlier one
         self._nothing = device.empty((1,), np.float32)  # stands for an absent bias or slot
 
-    def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Tensor:
         return device.empty(shape, dtype)
 
-    def saved(self, stage: Stage, batch_size: int) -> Array:
+    def saved(self, stage: Stage, batch_size: int) -> Any:
         """Allocate the place of each window's maximum, int32 (N,U,V,C); mean and inverse deviation, (C,) each."""
         match stage.layer:
             case MaxPool2d():
@@ -147,25 +147,25 @@ class NaiveOps:
                 return tuple(self.empty(stage.output_shape[2:], np.float32) for _ in range(2))
         return None
 
-    def to_device(self, array: np.ndarray) -> Array:
+    def to_device(self, array: np.ndarray) -> Tensor:
         return device.to_device(array)
 
-    def to_host(self, array: Array) -> np.ndarray:
+    def to_host(self, array: Tensor) -> np.ndarray:
         return device.to_host(array)
 
-    def copy(self, source: np.ndarray, target: Array) -> None:
+    def copy(self, source: np.ndarray, target: Tensor) -> None:
         device.copy(source, target)
 
-    def gather(self, images: Array, labels: Array, indices: Array, x: Array, t: Array) -> None:
+    def gather(self, images: Tensor, labels: Tensor, indices: Tensor, x: Tensor, t: Tensor) -> None:
         kernel = kernels.gather(x.size // x.shape[0], self._block)
         kernel.over(x.size, self.stream, images, labels, indices, x, t)
 
-    def conv2d(self, x: Array, w: Array, b: Array | None, window: Window, y: Array) -> None:
+    def conv2d(self, x: Tensor, w: Tensor, b: Tensor | None, window: Window, y: Tensor) -> None:
         kernel = conv2d(kernels.conv_sizes(x, w, window, y), b is not None, self._block)
         kernel.over(y.size, self.stream, x, w, self._or_nothing(b), y)
 
     def conv2d_backward(
-        self, x: Array, w: Array, dy: Array, window: Window, dx: Array | None, dw: Array, db: Array | None
+        self, x: Tensor, w: Tensor, dy: Tensor, window: Window, dx: Tensor | None, dw: Tensor, db: Tensor | None
     ) -> None:
         sizes = kernels.conv_sizes(x, w, window, dy)
         if dx is not None:
@@ -185,35 +185,43 @@ class NaiveOps:
         kernel.over(partial.size, self.stream, x, dy, partial, u32(images), slices)
         self._sum_slices(partial, slices, dw)
 
-    def elementwise(self, layer: Elementwise, x: Array, y: Array) -> None:
+    def elementwise(self, layer: Elementwise, x: Tensor, y: Tensor) -> None:
         kernels.elementwise(layer, self._block).over(x.size, self.stream, x, y)
 
-    def elementwise_backward(self, layer: Elementwise, x: Array, y: Array, dy: Array, dx: Array) -> None:
+    def elementwise_backward(self, layer: Elementwise, x: Tensor, y: Tensor, dy: Tensor, dx: Tensor) -> None:
         kernels.elementwise_backward(layer, self._block).over(y.size, self.stream, x, y, dy, dx)
 
-    def max_pool(self, x: Array, window: Window, y: Array, saved: Array) -> None:
+    def max_pool(self, x: Tensor, window: Window, y: Tensor, saved: Any) -> None:
         kernel = kernels.max_pool(kernels.pool_sizes(x, window, y), self._block)
         kernel.over(y.size, self.stream, x, y, saved)
 
-    def max_pool_backward(self, saved: Array, dy: Array, window: Window, dx: Array) -> None:
+    def max_pool_backward(self, saved: Any, dy: Tensor, window: Window, dx: Tensor) -> None:
         kernel = kernels.max_pool_backward(kernels.pool_sizes(dx, window, dy), self._block)
         kernel.over(dx.size, self.stream, saved, dy, dx)
 
-    def avg_pool(self, x: Array, window: Window, y: Array) -> None:
+    def avg_pool(self, x: Tensor, window: Window, y: Tensor) -> None:
         kernels.avg_pool(kernels.pool_sizes(x, window, y), self._block).over(y.size, self.stream, x, y)
 
-    def avg_pool_backward(self, dy: Array, window: Window, dx: Array) -> None:
+    def avg_pool_backward(self, dy: Tensor, window: Window, dx: Tensor) -> None:
         kernels.avg_pool_backward(kernels.pool_sizes(dx, window, dy), self._block).over(dx.size, self.stream, dy, dx)
 
-    def add(self, a: Array, b: Array, total: Array) -> None:
+    def add(self, a: Tensor, b: Tensor, total: Tensor) -> None:
         kernels.add(self._block).over(total.size, self.stream, a, b, total)
 
-    def dropout(self, x: Array, images: Array, key: int, rate: float, y: Array) -> None:
+    def dropout(self, x: Tensor, images: Tensor, key: int, rate: float, y: Tensor) -> None:
         kernel, numbers = kernels.dropout(x.size // x.shape[0], self._block), (np.int64(key), np.int64(threshold(rate)))
         kernel.over(x.size, self.stream, x, images, y, *numbers, f32(1 / (1 - rate)))
 
     def batch_norm(
-        self, layer: BatchNorm2d, x: Array, w: Array, b: Array, mean: Array, variance: Array, y: Array, saved: Array
+        self,
+        layer: BatchNorm2d,
+        x: Tensor,
+        w: Tensor,
+        b: Tensor,
+        mean: Tensor,
+        variance: Tensor,
+        y: Tensor,
+        saved: Any,
     ) -> None:
         (m, inverse), count = saved, x.size // w.size
         self._sum_columns(x, m)
@@ -227,13 +235,13 @@ class NaiveOps:
         kernels.normalize(w.size, False, self._block).over(x.size, self.stream, x, m, inverse, w, b, y, ZERO)
 
     def batch_norm_predict(
-        self, layer: BatchNorm2d, x: Array, w: Array, b: Array, mean: Array, variance: Array, y: Array
+        self, layer: BatchNorm2d, x: Tensor, w: Tensor, b: Tensor, mean: Tensor, variance: Tensor, y: Tensor
     ) -> None:
         kernel = kernels.normalize(w.size, True, self._block)
         kernel.over(x.size, self.stream, x, mean, variance, w, b, y, f32(layer.epsilon))
 
     def batch_norm_backward(
-        self, x: Array, w: Array, dy: Array, saved: Array, dx: Array | None, dw: Array, db: Array
+        self, x: Tensor, w: Tensor, dy: Tensor, saved: Any, dx: Tensor | None, dw: Tensor, db: Tensor
     ) -> None:
         mean, inverse = saved
         self._sum_columns(dy, db)
@@ -243,10 +251,12 @@ class NaiveOps:
             kernel, share = kernels.normalize_backward(w.size, self._block), f32(w.size / x.size)
             kernel.over(x.size, self.stream, x, mean, inverse, w, dy, dw, db, dx, share)
 
-    def linear(self, x: Array, w: Array, b: Array | None, y: Array) -> None:
+    def linear(self, x: Tensor, w: Tensor, b: Tensor | None, y: Tensor) -> None:
         self._matmul(x, False, w, False, b, y, depth=x.shape[1])
 
-    def linear_backward(self, x: Array, w: Array, dy: Array, dx: Array | None, dw: Array, db: Array | None) -> None:
+    def linear_backward(
+        self, x: Tensor, w: Tensor, dy: Tensor, dx: Tensor | None, dw: Tensor, db: Tensor | None
+    ) -> None:
         self._matmul(x, True, dy, False, None, dw, depth=x.shape[0])
         if db is not None:
             self._sum_columns(dy, db)
@@ -254,7 +264,7 @@ class NaiveOps:
             self._matmul(dy, False, w, True, None, dx, depth=dy.shape[1])
 
     def loss(
-        self, loss: Loss, scores: Array, labels: Array, scale: float, d_scores: Array, losses: Array, hits: Array
+        self, loss: Loss, scores: Tensor, labels: Tensor, scale: float, d_scores: Tensor, losses: Tensor, hits: Tensor
     ) -> None:
         kernel = kernels.loss(loss, scores.shape[1], self._block)
         kernel.over(scores.shape[0], self.stream, scores, labels, d_scores, losses, hits, f32(scale))

@@ -14,10 +14,9 @@ from typing import ClassVar
 from numba import cuda
 
 from cnnexp.backends.gpu import device, kernels
-from cnnexp.backends.gpu.device import Gpu, Kernel
+from cnnexp.backends.gpu.device import Gpu, Kernel, Tensor
 from cnnexp.backends.gpu.kernels import ZERO, ConvSizes, f32, u32
 from cnnexp.backends.gpu.naive import BLOCK, GpuBackend, NaiveOps
-from cnnexp.backends.protocol import Array
 from cnnexp.errors import ConfigError
 from cnnexp.network import Window
 
@@ -244,7 +243,7 @@ class SharedInputOps(NaiveOps):
         super().__init__(gpu, block)
         self._tile, self._shared_bytes = tile, gpu.shared_bytes
 
-    def conv2d(self, x: Array, w: Array, b: Array | None, window: Window, y: Array) -> None:
+    def conv2d(self, x: Tensor, w: Tensor, b: Tensor | None, window: Window, y: Tensor) -> None:
         sizes = kernels.conv_sizes(x, w, window, y)
         self._convolve(sizes, False, x, w, b, y)
 

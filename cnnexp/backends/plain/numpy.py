@@ -10,10 +10,10 @@ from typing import ClassVar
 import numpy as np
 import threadpoolctl
 
-from cnnexp.backends.host import HostOps
+from cnnexp.backends.host import Array, HostOps
 from cnnexp.backends.layerwise import LayerwiseProgram
 from cnnexp.backends.processor import SequentialBackend
-from cnnexp.backends.protocol import Array, Update
+from cnnexp.backends.protocol import Update
 from cnnexp.network import BatchNorm2d, Elementwise, Maths, Network, Window
 from cnnexp.network.elementwise import rational_erf
 from cnnexp.network.losses import Loss, compute

@@ -12,11 +12,12 @@ from typing import ClassVar
 
 import numpy as np
 
+from cnnexp.backends.host import Array
 from cnnexp.backends.layerwise import LayerwiseProgram
 from cnnexp.backends.plain.numpy import NumpyOps, one_blas_thread
 from cnnexp.backends.plain.unrolled import UnrolledOps
 from cnnexp.backends.processor import ThreadedBackend
-from cnnexp.backends.protocol import Array, Ops, Update
+from cnnexp.backends.protocol import Ops, Update
 from cnnexp.network import BatchNorm2d, Elementwise, Network, Window
 from cnnexp.network.losses import Loss
 from cnnexp.optimizers import Optimizer

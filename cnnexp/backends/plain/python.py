@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
-from cnnexp.backends.host import HostOps
+from cnnexp.backends.host import Array, HostOps
 from cnnexp.backends.layerwise import LayerwiseProgram
 from cnnexp.backends.processor import SequentialBackend
-from cnnexp.backends.protocol import Array, Update
+from cnnexp.backends.protocol import Update
 from cnnexp.network import BatchNorm2d, Elementwise, Maths, Network, Window
 from cnnexp.network.losses import LOG_FLOOR, VARIANCE_FLOOR, Loss
 from cnnexp.network.noise import mix, threshold
@@ -56,7 +56,7 @@ class PythonOps(HostOps):
     ) -> None:
         stride, (top, left, *_), (_, height, width, channels) = window.stride, window.pads, x.shape
         images, weights, slopes = x.tolist(), w.tolist(), dy.tolist()
-        d_images, d_weights = np.zeros(x.shape).tolist(), np.zeros(w.shape).tolist()
+        d_images, d_weights = _zeros(x), _zeros(w)
         d_bias = [0.0] * w.shape[3]
         for n, p, q, f in np.ndindex(dy.shape):
             slope = slopes[n][p][q][f]
@@ -93,7 +93,7 @@ class PythonOps(HostOps):
 
     def max_pool_backward(self, saved: Array, dy: Array, window: Window, dx: Array) -> None:
         stride, top, left = window.stride, window.top, window.left
-        places, slopes, d_images = saved.tolist(), dy.tolist(), np.zeros(dx.shape).tolist()
+        places, slopes, d_images = saved.tolist(), dy.tolist(), _zeros(dx)
         for n, u, v, c in np.ndindex(dy.shape):
             i, j = divmod(places[n][u][v][c], window.size)
             d_images[n][u * stride + i - top][v * stride + j - left][c] += slopes[n][u][v][c]
@@ -110,7 +110,7 @@ class PythonOps(HostOps):
 
     def avg_pool_backward(self, dy: Array, window: Window, dx: Array) -> None:
         stride, (top, left, *_), (_, height, width, _) = window.stride, window.pads, dx.shape
-        slopes, d_images = dy.tolist(), np.zeros(dx.shape).tolist()
+        slopes, d_images = dy.tolist(), _zeros(dx)
         for n, u, v, c in np.ndindex(dy.shape):
             places = _inside(u, v, window, height, width)
             for i, j in places:
@@ -171,7 +171,7 @@ class PythonOps(HostOps):
 
     def linear_backward(self, x: Array, w: Array, dy: Array, dx: Array | None, dw: Array, db: Array | None) -> None:
         rows, weights, slopes = x.tolist(), w.tolist(), dy.tolist()
-        d_rows, d_weights, d_bias = np.zeros(x.shape).tolist(), np.zeros(w.shape).tolist(), [0.0] * w.shape[1]
+        d_rows, d_weights, d_bias = _zeros(x), _zeros(w), [0.0] * w.shape[1]
         for n, o in np.ndindex(dy.shape):
             d_bias[o] += slopes[n][o]
             for d in range(w.shape[0]):
@@ -214,6 +214,11 @@ def _inside(p: int, q: int, window: Window, height: int, width: int) -> list[tup
         for j in range(window.size)
         if 0 <= first_row + i < height and 0 <= first_column + j < width
     ]
+
+
+def _zeros(like: np.ndarray) -> Any:
+    """Return nested lists of zeros, of an array's shape."""
+    return np.zeros(like.shape).tolist()
 
 
 def _store(values: list, target: np.ndarray | None) -> None:

@@ -364,7 +364,8 @@ class PlainLoss(Node):
         count, split = step.count, step.split
         kernels.gather_labels().over(count, step.stream, split.labels, *step.place, self._labels)
         self._ops.stream = step.stream
-        scores, d_scores = _of_batch(count, self._before.y, self._before.dy)
+        assert self._before.dy is not None  # as of every layer
+        scores, d_scores = self._before.y[:count], self._before.dy[:count]
         self._ops.loss(self._loss, scores, self._labels, 1.0 / count, d_scores, self._losses, self._hits)
         _, cursor, ahead = step.place
         kernels.keep_losses().over(
