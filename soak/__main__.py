@@ -14,13 +14,17 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from soak import faults, files, kills, review
+from soak import faults, files, kills, long, review, stores
 
 PARTS: dict[str, Callable[[Path, int], Iterator[str | None]]] = {
     "review": review.review,
     "kills": kills.kills,
     "recorder": kills.recorder,
     "sweeps": kills.sweeps,
+    "outage": stores.outage,
+    "epochs": long.epochs,
+    "configs": long.configs,
+    "postgres": stores.postgres,
     "training-faults": faults.training,
     "store-faults": faults.storing,
     **{f"{format_}-files": files.files(format_) for format_ in files.FORMATS},

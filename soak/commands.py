@@ -110,16 +110,23 @@ class Recorded:
     metrics: dict[str, list[tuple[int, float]]]
 
 
-def recorded(store: Path, experiment: str) -> list[Recorded]:
-    """Return the runs of an experiment of an sqlite store, read without MLflow."""
-    with contextlib.closing(sqlite3.connect(f"file:{store}?mode=ro", uri=True, timeout=60)) as database:
-        query = "SELECT run_uuid, status FROM runs JOIN experiments USING (experiment_id) WHERE experiments.name = ?"
-        runs = database.execute(query, (experiment,)).fetchall()
+def recorded(store: Path | str, experiment: str) -> list[Recorded]:
+    """Return the runs of an experiment, read without MLflow: of an sqlite file, or of a PostgreSQL database."""
+    if isinstance(store, Path):
+        database, mark = sqlite3.connect(f"file:{store}?mode=ro", uri=True, timeout=60), "?"
+    else:
+        import psycopg2
+
+        database, mark = psycopg2.connect(store), "%s"
+    with contextlib.closing(database), contextlib.closing(database.cursor()) as cursor:
+        query = "SELECT run_uuid, status FROM runs JOIN experiments USING (experiment_id) WHERE experiments.name = "
+        cursor.execute(query + mark, (experiment,))
         found = []
-        for run_id, status in runs:
+        for run_id, status in cursor.fetchall():
             metrics: dict[str, list[tuple[int, float]]] = {}
-            query = "SELECT key, step, value FROM metrics WHERE run_uuid = ? ORDER BY step, timestamp"
-            for key, step, value in database.execute(query, (run_id,)):
+            query = f"SELECT key, step, value FROM metrics WHERE run_uuid = {mark} ORDER BY step, timestamp"
+            cursor.execute(query, (run_id,))
+            for key, step, value in cursor.fetchall():
                 metrics.setdefault(key, []).append((step, value))
             found.append(Recorded(run_id, status, metrics))
     return found

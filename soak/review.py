@@ -118,7 +118,7 @@ def review(folder: Path, seed: int) -> Iterator[str | None]:
         here = folder / str(number)
         here.mkdir()
         words = [_placed(word, places) for word in case.words]
-        done = forked(here, lambda words=words, case=case, here=here: _main(words, case, here))
+        done = forked(here, lambda words=words, case=case, here=here: run_case(words, case, here))
         used = json.loads((here / "used.json").read_text()) if (here / "used.json").exists() else [0, 0]
         fault = fault_of(case, done, *used)
         yield None if fault is None else f"{' '.join(case.words)[:150]}: {fault}"
@@ -137,7 +137,8 @@ def fault_of(case: Case, done: Done, cpu_s: float, bytes_: int) -> str | None:
     return f"took {bytes_} bytes" if bytes_ > MOST_BYTES else None
 
 
-def _main(words: list[str], case: Case, here: Path) -> None:
+def run_case(words: list[str], case: Case, here: Path) -> None:
+    """Run a command line in this process, as if typed in a folder; note the seconds and bytes that it takes."""
     from cnnexp.__main__ import main
 
     before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

@@ -65,7 +65,7 @@ class Npz(Source):
                 with np.load(stream, allow_pickle=False) as file:
                     missing = [name for name in ARRAYS if name not in file]
                     if missing:
-                        found = ", ".join(file.files)[:200] or "nothing"
+                        found = " ".join(", ".join(file.files).split())[:MOST_SAID] or "nothing"
                         raise DataError(f"{where}: holds no {missing[0]}, but {found}; needs {', '.join(ARRAYS)}")
                     return [_array(file, name) for name in ARRAYS]
         except OSError as error:

@@ -1,0 +1,69 @@
+"""The soak's own command line, on parts made here; and, slow, a slice of each part that takes processes."""
+
+import sys
+
+import pytest
+
+from soak import __main__ as soak
+from soak import commands, kills
+from soak.commands import Recorded, fault_of
+
+
+def run(monkeypatch, capsys, *words):
+    monkeypatch.setattr(sys, "argv", ["soak", *words])
+    with pytest.raises(SystemExit) as left:
+        soak.main()
+    return left.value.code, capsys.readouterr().out
+
+
+def test_a_part_that_does_not_hold_is_told_and_counted(monkeypatch, capsys, tmp_path):
+    faults = iter([None, "lost an epoch", None, None])
+    monkeypatch.setattr(soak, "PARTS", {"fake": lambda folder, seed: faults})
+    code, out = run(monkeypatch, capsys, "fake", "--folder", str(tmp_path))
+    assert code == 1
+    assert out.startswith("fake: lost an epoch\nfake: 3 of 4 hold, in ")
+
+
+def test_a_slice_ends_after_its_count_or_its_seconds(monkeypatch, capsys):
+    monkeypatch.setattr(soak, "PARTS", {"a": lambda *_: iter([None] * 9), "b": lambda *_: iter([None] * 9)})
+    code, out = run(monkeypatch, capsys, "--count", "3")
+    assert (code, out.count("3 of 3 hold")) == (0, 2)
+    assert "1 of 1 hold" in run(monkeypatch, capsys, "a", "--seconds", "0")[1]
+    assert run(monkeypatch, capsys, "c")[0] == 2
+
+
+WHOLE = {name: [(1, 0.5), (2, 0.25)] for name in commands.ALWAYS}
+
+
+@pytest.mark.parametrize(
+    ("runs", "fault"),
+    [
+        ([Recorded("r", "FINISHED", WHOLE)], None),
+        ([Recorded("r", "FINISHED", WHOLE)] * 2, "2 MLflow runs"),
+        ([], "0 MLflow runs"),
+        ([Recorded("r", "RUNNING", WHOLE)], "the MLflow run is RUNNING"),
+        ([Recorded("r", "FINISHED", {**WHOLE, "test/loss": [(1, 0.5)]})], r"test/loss has the epochs [1]"),
+        (
+            [Recorded("r", "FINISHED", {**WHOLE, "time/epoch_s": [(1, 1), (1, 1), (2, 1)]})],
+            "time/epoch_s has the epochs",
+        ),
+    ],
+)
+def test_a_record_that_lacks_or_doubles_an_epoch_is_seen(runs, fault):
+    found = fault_of(runs, 2)
+    assert found is None if fault is None else found.startswith(fault)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are killed and watched as Linux does it")
+@pytest.mark.parametrize("part", [kills.kills, kills.recorder, kills.sweeps, soak.PARTS["training-faults"]])
+def test_a_short_slice_holds(tmp_path, part):
+    trials = part(tmp_path, 0)
+    assert [next(trials) for _ in range(2)] == [None, None]
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_or_hangs_is_seen(tmp_path):
+    sleeps = "import time; time.sleep(60)"
+    assert commands.run([], tmp_path, kill_after_s=0.5, program=sleeps).code == -9
+    assert commands.run([], tmp_path, limit_s=0.5, program=sleeps).fault.startswith("hung")
