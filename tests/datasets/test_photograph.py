@@ -1,14 +1,17 @@
 """Pictures as people take them, for a model trained on digits that a data set had prepared."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from renderings import opaque, renderings
 
-from cnnexp import SGD, Digits, OneConv, backend, train_epochs
+from cnnexp import SGD, Digits, Mnist, OneConv, TwoConvMlp, backend, train_epochs
 from cnnexp.app.predict import SURE
 from cnnexp.datasets import photograph
 
 SHAPE = (28, 28, 1)
+MNIST = Path(__file__).resolve().parents[3] / "shared" / "data" / "mnist"
 
 
 def strokes(count, side=20, size=28, seed=0):
@@ -106,24 +109,45 @@ def test_what_is_not_like_them_is_said():
         assert photograph.unlike(photograph.prepare(picture, LOOK, SHAPE), LOOK) is not None
 
 
+def read_renderings(data, program, place=0):
+    """Return how many of nine renderings of ten digits are read right, and those read wrong that nothing flags.
+
+    The digits are the images at a place among the test images of their class.
+    """
+    look = photograph.describe(data.train.images, data.train.labels, 10)
+    found = {}
+    for digit in range(10):
+        i = int(np.flatnonzero(data.test.labels == digit)[place])
+        for name, picture in renderings(data.test.images[i, :, :, 0], i).items():
+            found[digit, name] = photograph.prepare(picture, look, SHAPE)
+    scores = program.predict(program.load(np.stack(list(found.values())), np.zeros(90, np.int32))).astype(np.float64)
+    sure = np.exp(scores - scores.max(axis=1, keepdims=True)).sum(axis=1) < 1 / SURE
+    wrong = [best != digit for best, (digit, _) in zip(scores.argmax(axis=1), found, strict=True)]
+    unflagged = [s and photograph.unlike(image, look) is None for s, image in zip(sure, found.values(), strict=True)]
+    return 90 - sum(wrong), [key for key, bad, still in zip(found, wrong, unflagged, strict=True) if bad and still]
+
+
+def trained(data, model, optimizer, backend_name, epochs):
+    network = model.network(SHAPE, 10)
+    program = backend(backend_name).compile(network, model.loss, optimizer, 50)
+    program.restore(network.initial_state(0))
+    list(train_epochs(program, data, epochs))
+    return program
+
+
 def test_ten_digits_in_nine_renderings_are_read_and_the_rest_flagged():
     data = Digits().load()
-    model = OneConv(filters=16)
-    network = model.network(SHAPE, 10)
-    program = backend("numpy").compile(network, model.loss, SGD(lr=0.1), 50)
-    program.restore({"parameters": network.initial_parameters(0)})
-    list(train_epochs(program, data, 4))
-    look = photograph.describe(data.train.images, data.train.labels, 10)
-    right, silent = 0, []
-    for digit in range(10):
-        i = int(np.flatnonzero(data.test.labels == digit)[0])
-        for name, picture in renderings(data.test.images[i, :, :, 0], i).items():
-            image = photograph.prepare(picture, look, SHAPE)
-            scores = program.predict(program.load(image[None], np.zeros(1, np.int32)))[0].astype(np.float64)
-            sure = np.exp(scores - scores.max()).sum() < 1 / SURE
-            if scores.argmax() == digit:
-                right += 1
-            elif sure and photograph.unlike(image, look) is None:
-                silent.append((digit, name))
+    right, silent = read_renderings(data, trained(data, OneConv(filters=16), SGD(lr=0.1), "numpy", 4))
     assert right >= 81
     assert silent == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not MNIST.is_dir(), reason="needs the four IDX files of MNIST in ../shared/data/mnist")
+def test_ten_digits_of_mnist_in_nine_renderings_are_read_and_the_rest_flagged():
+    data = Mnist(root=str(MNIST)).load()
+    program = trained(data, TwoConvMlp(), SGD(lr=0.1), "cpu-simd", 3)
+    for place in range(5):
+        right, silent = read_renderings(data, program, place)
+        assert right >= 81
+        assert silent == []
