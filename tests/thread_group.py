@@ -8,7 +8,8 @@ import numpy as np
 
 class ThreadCollective:
     def __init__(self, group, rank):
-        self.group, self.rank, self.size, self.host_size = group, rank, group.size, group.size
+        self.group, self.rank, self.size = group, rank, group.size
+        self.host_size, self.host_rank = group.size, rank
 
     def all_reduce(self, buffer):
         parts = self.group.exchange(self.rank, buffer)

@@ -16,11 +16,13 @@ class Collective(Protocol):
         rank: 0 .. size - 1; rank 0 leads.
         size: how many workers there are.
         host_size: how many of them share this machine's cores.
+        host_rank: 0 .. host_size - 1 among those.
     """
 
     rank: int
     size: int
     host_size: int
+    host_rank: int
 
     def all_reduce(self, buffer: np.ndarray) -> None:
         """Replace `buffer` (float32, one axis) by its sum over the workers, the same bits on every worker."""
@@ -43,7 +45,8 @@ class Timed:
     """A collective that counts the seconds spent in it; waiting for slower workers is part of them."""
 
     def __init__(self, collective: Collective) -> None:
-        self.rank, self.size, self.host_size = collective.rank, collective.size, collective.host_size
+        self.rank, self.size = collective.rank, collective.size
+        self.host_size, self.host_rank = collective.host_size, collective.host_rank
         self.seconds = 0.0
         self._collective = collective
 

@@ -61,7 +61,7 @@ class LocalCollective:
     """
 
     def __init__(self, board: Board, rank: int, check: Callable[[], None] = lambda: None) -> None:
-        self.rank, self.size, self.host_size = rank, board.size, board.size
+        self.rank, self.size, self.host_size, self.host_rank = rank, board.size, board.size, rank
         self._semaphores, self._check = board.semaphores, check
         self._bytes = np.frombuffer(board.memory, np.uint8).reshape(2, board.size + 1, SLOT_BYTES)
         self._floats = self._bytes.view(np.float32)

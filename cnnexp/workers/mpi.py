@@ -36,7 +36,8 @@ class MpiCollective:
         from mpi4py import MPI
 
         self.rank, self.size = comm.rank, comm.size
-        self.host_size = comm.Split_type(MPI.COMM_TYPE_SHARED).size
+        here = comm.Split_type(MPI.COMM_TYPE_SHARED)
+        self.host_size, self.host_rank = here.size, here.rank
         self._comm, self._in_place = comm, MPI.IN_PLACE
 
     def all_reduce(self, buffer: np.ndarray) -> None:

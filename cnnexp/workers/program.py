@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from cnnexp.measuring.cost_model import (
 )
 from cnnexp.network.losses import Totals
 from cnnexp.workers.collective import Collective
-from cnnexp.workers.replica import GradientReplica, ParameterReplica, Replica, Spec, divide_threads
+from cnnexp.workers.replica import GradientReplica, ParameterReplica, Replica, Spec, divide_threads, own_device
 
 CLOSE = "close"
 REPEATS = 20
@@ -37,7 +38,8 @@ COMMANDS = ("load", "train", "gradients", "apply", "predict", "state", "restore"
 
 
 def make_replica(spec: Spec, collective: Collective) -> Replica:
-    """Compile one worker's part."""
+    """Compile one worker's part, on the next GPU of its machine where the backend computes on one."""
+    spec = replace(spec, backend=own_device(spec.backend, collective.host_rank))
     if spec.sync == "hybrid":
         from cnnexp.workers.hybrid import HybridReplica
 

@@ -166,6 +166,12 @@ def test_a_data_set_that_is_streamed_to_the_second_gpu_leaves_the_same_bits(name
     assert_same_state(found[1], found[0])
 
 
+def test_workers_take_the_gpus_of_a_machine_in_turn():
+    backend = backend_class("gpu-naive")(device=1, block=64)
+    assert [backend.of_worker(rank).device for rank in range(4)] == [1, 0, 1, 0]
+    assert backend.of_worker(1).block == 64
+
+
 def test_programs_on_two_gpus_take_turns():
     images, labels, order = draw(8, (6, 6, 1))
     programs = [

@@ -137,6 +137,11 @@ def open_gpu(index: int) -> Gpu:
         )
 
 
+def gpu_count() -> int:
+    """Return how many GPUs this machine has."""
+    return 1 if SIMULATED else len(cuda.gpus)
+
+
 def _unavailable(what: str) -> BackendUnavailable:
     return BackendUnavailable(f"no GPU to compute on: {what}; without one use backend=cpu-parallel or cpu-simd")
 

@@ -140,6 +140,19 @@ def elementwise_backward(layer: Elementwise, block: int) -> Kernel:
 
 
 @cache
+def put(block: int) -> Kernel:
+    """target[first + i] = source[i]: one thread per number."""
+
+    def put(source, target, first, count):
+        i = u32(cuda.grid(1))
+        while i < count:
+            target[u32(first + i)] = source[i]
+            i = u32(i + u32(cuda.gridsize(1)))
+
+    return Kernel(put, "void(float32[::1], float32[::1], uint32, uint32)", block)
+
+
+@cache
 def add(block: int) -> Kernel:
     """total = a + b: one thread per number."""
 

@@ -6,9 +6,9 @@ Also what every layerwise GPU backend shares: `NaiveOps`, of which the others ov
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Self, cast
 
 import numpy as np
 from numba import cuda
@@ -362,7 +362,16 @@ class GpuProgram(LayerwiseProgram):
     @on_its_gpu
     def predict(self, handle: Any) -> np.ndarray:
         every = streamed.parts(handle, np.arange(len(handle)))
-        return np.concatenate([super(GpuProgram, self).predict(split) for split, _ in every])
+        return np.concatenate([self._predict(split) for split, _ in every])
+
+    def _predict(self, split: Any) -> np.ndarray:
+        """Leave all scores on the GPU until the last batch is done: one copy, and one wait for it."""
+        scores = device.empty((len(split), *self.network.output_shape), np.float32)
+        for start in range(0, len(split), self.batch_size):
+            batch = slice(start, min(start + self.batch_size, len(split)))
+            y = self._chain.forward(self._run(batch.stop - start), split.images[batch])
+            kernels.put(BLOCK).over(y.size, 0, y, scores, u32(start * (y.size // len(y))))
+        return device.to_host(scores)
 
     @on_its_gpu
     def forward(self, handle, indices, trains, images=None):
@@ -412,6 +421,10 @@ class GpuBackend:
     def gpu(self) -> Gpu:
         """What this backend computes on."""
         return device.open_gpu(self.device)
+
+    def of_worker(self, host_rank: int) -> Self:
+        """Return the backend of a worker: the GPUs of its machine are taken in turn, from `device` on."""
+        return replace(self, device=(self.device + host_rank) % device.gpu_count())
 
     @property
     def device_name(self) -> str:

@@ -16,7 +16,7 @@ from cnnexp.backends.gpu.fused.build import build
 from cnnexp.backends.gpu.fused.kernels import BLOCK
 from cnnexp.backends.gpu.fused.nodes import Arena, Context, Partials, Step
 from cnnexp.backends.gpu.graphs import Graphs
-from cnnexp.backends.gpu.kernels import u32, update
+from cnnexp.backends.gpu.kernels import put, u32, update
 from cnnexp.backends.gpu.shared import CONV_TILE, SharedOps
 from cnnexp.backends.layerwise import as_float32
 from cnnexp.backends.protocol import State
@@ -155,15 +155,16 @@ class FusedProgram:
         return np.concatenate([self._predict(split) for split, _ in every])
 
     def _predict(self, split: Split) -> np.ndarray:
-        scores = np.empty((len(split), *self.network.output_shape), np.float32)
+        scores = device.empty((len(split), *self.network.output_shape), np.float32)
         self._send(split, np.arange(len(split)))
         for start in range(0, len(split), self.batch_size):
             count = min(self.batch_size, len(split) - start)
             step = Step(self._stream, split, start, count)
             for node in self._nodes:
                 node.forward(step)
-            scores[start : start + count] = self._to_host(self._nodes[-1].y[:count])
-        return scores
+            y = self._nodes[-1].y[:count]
+            put(BLOCK).over(y.size, self._stream, y, scores, u32(start * (y.size // count)))
+        return self._to_host(scores)
 
     @on_its_gpu
     def state(self) -> State:
@@ -199,6 +200,7 @@ class FusedProgram:
             kernels.advance().launch(1, self._stream, split.cursor, u32(0))
             self._capture(split)
             self._train(split, order, 0.0, self._graphs is not None)
+            self._predict(split)
         self.restore(fresh)
 
     def _train(self, split: Split, order: np.ndarray, rate: float, graphs: bool) -> Totals:

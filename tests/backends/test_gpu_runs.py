@@ -1,4 +1,4 @@
-"""What a user is told of a GPU that is too old, full or lost: whole runs on the software GPU, its errors on demand."""
+"""Whole runs on the software GPU: what a user is told of one that is too old, full or lost; resume; workers."""
 
 import json
 import re
@@ -23,9 +23,9 @@ SETTINGS = (
 )
 
 
-def train(gpu: SoftGpu, folder: Path) -> tuple[subprocess.CompletedProcess, list[dict]]:
+def train(gpu: SoftGpu, folder: Path, *arguments: str) -> tuple[subprocess.CompletedProcess, list[dict]]:
     """Train on a GPU; return how it ended, and the lines of the run's journal."""
-    command = [sys.executable, "-m", "cnnexp", *SETTINGS, f"hydra.run.dir={folder}"]
+    command = [sys.executable, "-m", "cnnexp", *SETTINGS, f"hydra.run.dir={folder}", *arguments]
     done = subprocess.run(
         command, cwd=ROOT, env=gpu.environment(), capture_output=True, text=True, timeout=500, check=False
     )
@@ -58,3 +58,19 @@ def test_a_gpu_that_gives_up_is_one_line_and_a_failed_run(gpu, says, tmp_path):
         epochs = [line for line in journal if line["event"] == "epoch"]
         assert 1 <= len(epochs) < 4
         assert f"{len(epochs)}/4" in done.stdout
+        again, journal = train(SoftGpu(), tmp_path / "again", f"trainer.resume={tmp_path / 'run'}")
+        assert again.returncode == 0, again.stderr
+        assert [line["epoch"] for line in journal if line["event"] == "epoch"][-1] == 4
+        assert journal[-1]["status"] == "FINISHED"
+
+
+def test_two_workers_train_on_two_gpus_what_one_trains_on_one(tmp_path):
+    report = tmp_path / "findings"
+    found = []
+    for count in (1, 2):
+        gpu = SoftGpu(devices=count, report=report)
+        done, journal = train(gpu, tmp_path / str(count), "workers=local", f"workers.count={count}", "trainer.epochs=2")
+        assert done.returncode == 0, done.stderr
+        found.append([line["metrics"]["train/loss"] for line in journal if line["event"] == "epoch"])
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+    assert not report.exists() or report.read_text() == ""
