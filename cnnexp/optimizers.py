@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -19,6 +19,9 @@ from cnnexp.errors import ConfigError
 from cnnexp.system.registry import Registry
 
 Rule = Callable
+Scalar = Any
+"""A number, an array of them, or a vector in the making: what a rule computes with."""
+Scalars = tuple[Scalar, Scalar, Scalar]
 f32 = np.float32
 NO_CONSTANTS = (f32(0), f32(0))
 
@@ -98,11 +101,11 @@ class SGD(Optimizer):
     def slots(self) -> tuple[str, ...]:
         return ("velocity",) if self.momentum else ()
 
-    def rule(self, sqrt=np.sqrt, maximum=np.maximum):
+    def rule(self, sqrt: Callable = np.sqrt, maximum: Callable = np.maximum) -> Rule:
         momentum, decay = f32(self.momentum), f32(self.weight_decay)
         has_momentum, nesterov = self.momentum != 0, self.nesterov
 
-        def sgd(w, g, s, t, rate, c0, c1):
+        def sgd(w: Scalar, g: Scalar, s: Scalar, t: Scalar, rate: Scalar, c0: Scalar, c1: Scalar) -> Scalars:
             g = g + decay * w
             if has_momentum:
                 s = momentum * s + g
@@ -128,11 +131,11 @@ class RMSprop(Optimizer):
     def slots(self) -> tuple[str, ...]:
         return ("square", "velocity") if self.momentum else ("square",)
 
-    def rule(self, sqrt=np.sqrt, maximum=np.maximum):
+    def rule(self, sqrt: Callable = np.sqrt, maximum: Callable = np.maximum) -> Rule:
         alpha, rest, eps = f32(self.alpha), f32(1 - self.alpha), f32(self.eps)
         momentum, decay, has_momentum = f32(self.momentum), f32(self.weight_decay), self.momentum != 0
 
-        def rmsprop(w, g, s, t, rate, c0, c1):
+        def rmsprop(w: Scalar, g: Scalar, s: Scalar, t: Scalar, rate: Scalar, c0: Scalar, c1: Scalar) -> Scalars:
             g = g + decay * w
             s = alpha * s + rest * g * g
             step = g / (sqrt(s) + eps)
@@ -155,13 +158,13 @@ class Adagrad(Optimizer):
     def slots(self) -> tuple[str, ...]:
         return ("square_sum",)
 
-    def constants(self, step):
+    def constants(self, step: int) -> tuple[np.float32, np.float32]:
         return f32(1 / (1 + (step - 1) * self.lr_decay)), f32(0)
 
-    def rule(self, sqrt=np.sqrt, maximum=np.maximum):
+    def rule(self, sqrt: Callable = np.sqrt, maximum: Callable = np.maximum) -> Rule:
         eps, decay = f32(self.eps), f32(self.weight_decay)
 
-        def adagrad(w, g, s, t, rate, c0, c1):
+        def adagrad(w: Scalar, g: Scalar, s: Scalar, t: Scalar, rate: Scalar, c0: Scalar, c1: Scalar) -> Scalars:
             g = g + decay * w
             s = s + g * g
             return w - rate * c0 * g / (sqrt(s) + eps), s, t
@@ -181,10 +184,10 @@ class Adadelta(Optimizer):
     def slots(self) -> tuple[str, ...]:
         return ("square", "update")
 
-    def rule(self, sqrt=np.sqrt, maximum=np.maximum):
+    def rule(self, sqrt: Callable = np.sqrt, maximum: Callable = np.maximum) -> Rule:
         rho, rest, eps, decay = f32(self.rho), f32(1 - self.rho), f32(self.eps), f32(self.weight_decay)
 
-        def adadelta(w, g, s, t, rate, c0, c1):
+        def adadelta(w: Scalar, g: Scalar, s: Scalar, t: Scalar, rate: Scalar, c0: Scalar, c1: Scalar) -> Scalars:
             g = g + decay * w
             s = rho * s + rest * g * g
             step = sqrt(t + eps) / sqrt(s + eps) * g
@@ -208,14 +211,14 @@ class Adam(Optimizer):
     def slots(self) -> tuple[str, ...]:
         return ("mean", "square")
 
-    def constants(self, step):
+    def constants(self, step: int) -> tuple[np.float32, np.float32]:
         return f32(1 / (1 - self.beta1**step)), f32(1 / math.sqrt(1 - self.beta2**step))
 
-    def rule(self, sqrt=np.sqrt, maximum=np.maximum):
+    def rule(self, sqrt: Callable = np.sqrt, maximum: Callable = np.maximum) -> Rule:
         beta1, rest1, beta2, rest2 = f32(self.beta1), f32(1 - self.beta1), f32(self.beta2), f32(1 - self.beta2)
         eps, decay, decoupled = f32(self.eps), f32(self.weight_decay), self.decoupled
 
-        def adam(w, g, s, t, rate, c0, c1):
+        def adam(w: Scalar, g: Scalar, s: Scalar, t: Scalar, rate: Scalar, c0: Scalar, c1: Scalar) -> Scalars:
             if decoupled:
                 w = w - rate * decay * w
             else:
@@ -248,14 +251,14 @@ class AdaMax(Optimizer):
     def slots(self) -> tuple[str, ...]:
         return ("mean", "norm")
 
-    def constants(self, step):
+    def constants(self, step: int) -> tuple[np.float32, np.float32]:
         return f32(1 / (1 - self.beta1**step)), f32(0)
 
-    def rule(self, sqrt=np.sqrt, maximum=np.maximum):
+    def rule(self, sqrt: Callable = np.sqrt, maximum: Callable = np.maximum) -> Rule:
         beta1, rest1, beta2 = f32(self.beta1), f32(1 - self.beta1), f32(self.beta2)
         eps, decay = f32(self.eps), f32(self.weight_decay)
 
-        def adamax(w, g, s, t, rate, c0, c1):
+        def adamax(w: Scalar, g: Scalar, s: Scalar, t: Scalar, rate: Scalar, c0: Scalar, c1: Scalar) -> Scalars:
             g = g + decay * w
             s = beta1 * s + rest1 * g
             t = maximum(beta2 * t, maximum(g, -g) + eps)

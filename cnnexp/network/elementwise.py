@@ -19,6 +19,8 @@ import numpy as np
 from cnnexp.errors import NetworkError
 
 f32 = np.float32
+Scalar = Any
+"""A number, an array of them, or a vector in the making: what a rule computes with."""
 ZERO, HALF, ONE = f32(0), f32(0.5), f32(1)
 
 
@@ -47,11 +49,11 @@ class Elementwise:
     compiled target sees only those.
     """
 
-    def rule(self, maths: Maths) -> Callable[[Any], Any]:
+    def rule(self, maths: Maths) -> Callable[[Scalar], Scalar]:
         """Return f: x -> y."""
         raise NotImplementedError
 
-    def derivative(self, maths: Maths) -> Callable[[Any, Any], Any]:
+    def derivative(self, maths: Maths) -> Callable[[Scalar, Scalar], Scalar]:
         """Return (x, y) -> dy/dx."""
         raise NotImplementedError
 
@@ -60,18 +62,18 @@ class Elementwise:
 class ReLU(Elementwise):
     """max(x, 0); a NaN stays one."""
 
-    def rule(self, maths):
+    def rule(self, maths: Maths) -> Callable[[Scalar], Scalar]:
         maximum = maths.maximum
 
-        def relu(x):
+        def relu(x: Scalar) -> Scalar:
             return maximum(x, ZERO)
 
         return relu
 
-    def derivative(self, maths):
+    def derivative(self, maths: Maths) -> Callable[[Scalar, Scalar], Scalar]:
         where = maths.where
 
-        def relu_derivative(x, y):
+        def relu_derivative(x: Scalar, y: Scalar) -> Scalar:
             return where(y > ZERO, ONE, ZERO)
 
         return relu_derivative
@@ -91,18 +93,18 @@ class LeakyReLU(Elementwise):
         if isinstance(self.slope, bool) or not isinstance(self.slope, int | float) or not math.isfinite(self.slope):
             raise NetworkError(f"LeakyReLU: slope={self.slope!r}; must be a finite number")
 
-    def rule(self, maths):
+    def rule(self, maths: Maths) -> Callable[[Scalar], Scalar]:
         where, slope = maths.where, f32(self.slope)
 
-        def leaky_relu(x):
+        def leaky_relu(x: Scalar) -> Scalar:
             return where(x > ZERO, x, slope * x)
 
         return leaky_relu
 
-    def derivative(self, maths):
+    def derivative(self, maths: Maths) -> Callable[[Scalar, Scalar], Scalar]:
         where, slope = maths.where, f32(self.slope)
 
-        def leaky_relu_derivative(x, y):
+        def leaky_relu_derivative(x: Scalar, y: Scalar) -> Scalar:
             return where(x > ZERO, ONE, slope)
 
         return leaky_relu_derivative
@@ -112,18 +114,18 @@ class LeakyReLU(Elementwise):
 class Sigmoid(Elementwise):
     """1 / (1 + exp(-x)), almost rounded right: the binary loss divides by 1 - y."""
 
-    def rule(self, maths):
+    def rule(self, maths: Maths) -> Callable[[Scalar], Scalar]:
         exp, maximum, where = maths.exp, maths.maximum, maths.where
 
-        def sigmoid(x):
+        def sigmoid(x: Scalar) -> Scalar:
             e = exp(-maximum(x, -x))  # of a negative number only, so it cannot overflow
             small = e / (ONE + e)
             return where(x > ZERO, ONE - small, small)
 
         return sigmoid
 
-    def derivative(self, maths):
-        def sigmoid_derivative(x, y):
+    def derivative(self, maths: Maths) -> Callable[[Scalar, Scalar], Scalar]:
+        def sigmoid_derivative(x: Scalar, y: Scalar) -> Scalar:
             return y * (ONE - y)
 
         return sigmoid_derivative
@@ -133,16 +135,16 @@ class Sigmoid(Elementwise):
 class Tanh(Elementwise):
     """The hyperbolic tangent."""
 
-    def rule(self, maths):
+    def rule(self, maths: Maths) -> Callable[[Scalar], Scalar]:
         tanh = maths.tanh
 
-        def hyperbolic_tangent(x):
+        def hyperbolic_tangent(x: Scalar) -> Scalar:
             return tanh(x)
 
         return hyperbolic_tangent
 
-    def derivative(self, maths):
-        def tanh_derivative(x, y):
+    def derivative(self, maths: Maths) -> Callable[[Scalar, Scalar], Scalar]:
+        def tanh_derivative(x: Scalar, y: Scalar) -> Scalar:
             return ONE - y * y
 
         return tanh_derivative
@@ -152,19 +154,19 @@ class Tanh(Elementwise):
 class GELU(Elementwise):
     """x times the normal distribution's share below x: x * (1 + erf(x / sqrt 2)) / 2 (Hendrycks and Gimpel 2016)."""
 
-    def rule(self, maths):
+    def rule(self, maths: Maths) -> Callable[[Scalar], Scalar]:
         erf, root = maths.erf, f32(math.sqrt(0.5))
 
-        def gelu(x):
+        def gelu(x: Scalar) -> Scalar:
             return x * (HALF + HALF * erf(x * root))
 
         return gelu
 
-    def derivative(self, maths):
+    def derivative(self, maths: Maths) -> Callable[[Scalar, Scalar], Scalar]:
         erf, exp = maths.erf, maths.exp
         root, density = f32(math.sqrt(0.5)), f32(1 / math.sqrt(2 * math.pi))
 
-        def gelu_derivative(x, y):
+        def gelu_derivative(x: Scalar, y: Scalar) -> Scalar:
             return HALF + HALF * erf(x * root) + x * density * exp(-HALF * x * x)
 
         return gelu_derivative
@@ -185,7 +187,7 @@ def code_of(value: Any) -> Any:
     return code.co_code, code.co_consts, code.co_names, [code_of(cell.cell_contents) for cell in cells]
 
 
-def rational_erf(maximum: Callable) -> Callable[[Any], Any]:
+def rational_erf(maximum: Callable) -> Callable[[Scalar], Scalar]:
     """Return erf for a target that has only arithmetic: x P(x^2) / Q(x^2) on [-4, 4], beyond which it is 1 in float32.
 
     The coefficients are Eigen's (`generic_fast_erf_float`); within 4e-7 of the true value.
@@ -201,7 +203,7 @@ def rational_erf(maximum: Callable) -> Callable[[Any], Any]:
     return _odd_rational(p, q, f32(4), maximum)
 
 
-def rational_tanh(maximum: Callable) -> Callable[[Any], Any]:
+def rational_tanh(maximum: Callable) -> Callable[[Scalar], Scalar]:
     """Return tanh for a target that has only arithmetic, as `rational_erf`; Eigen's `generic_fast_tanh_float`."""
     p = [f32(c) for c in (
         -2.76076847742355e-16, 2.00018790482477e-13, -8.60467152213735e-11, 5.12229709037114e-08,
@@ -214,7 +216,7 @@ def rational_tanh(maximum: Callable) -> Callable[[Any], Any]:
 def _odd_rational(p: list[np.float32], q: list[np.float32], bound: np.float32, maximum: Callable) -> Callable:
     """Return x -> x P(x^2) / Q(x^2), coefficients from the highest power down, x held to [-bound, bound]."""
 
-    def function(x):
+    def function(x: Scalar) -> Scalar:
         x = -maximum(-maximum(x, -bound), -bound)
         square = x * x
         above, below = p[0], q[0]

@@ -38,7 +38,7 @@ NETWORKS = {
 }
 RESNETS = {
     "resnet": ResNet(blocks=1, width=4).network((8, 8, 3), 4),
-    "resnet_small": ResNet(blocks=1, width=2).network((4, 4, 1), 3),
+    "resnet_small": ResNet(blocks=1, width=2).network((8, 8, 1), 3),
 }
 OPTIMIZERS = {"sgd": SGD(lr=0.05), "adam": Adam(lr=1e-3, beta1=0.95, beta2=0.99)}
 
