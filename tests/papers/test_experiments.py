@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cnnexp import __main__ as cli
-from cnnexp.app import hydra_app
+from cnnexp.app import hydra_app, sweep
 from cnnexp.papers import EXPERIMENTS, page
 from cnnexp.papers.compare import compare
 from cnnexp.tracking.events import LACKING
@@ -88,3 +88,18 @@ def test_the_quadrants_are_learned_as_well_as_in_the_paper(run, tmp_path):
     assert loss.ours <= 0.106
     assert accuracy.ours >= 99.0
     assert accuracy.spread is not None
+
+
+def test_the_speedrun_stops_at_its_target_and_tells_the_seconds(run, tmp_path):
+    small = (
+        "dataset=synthetic",
+        "dataset.train_size=64",
+        "dataset.test_size=20",
+        "backend=numpy",
+        "trainer.target=0.01",
+    )
+    out = run("experiment=speedrun", "tracking=none", *small)
+    rows = sweep.rows(tmp_path / "sweep")
+    assert [row["status"] for row in rows] == ["FINISHED"] * 3
+    assert all(row["time/to_target_s"] > 0 for row in rows)
+    assert "reached by 3 of 3 jobs, after" in out
