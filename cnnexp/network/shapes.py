@@ -111,7 +111,7 @@ class Placed:
     stages: tuple[Stage, ...] = ()
 
     def __repr__(self) -> str:
-        return f"Stage({self.name}, {_by(self.input_shape)} to {_by(self.output_shape)})"
+        return f"{type(self).__name__}({self.name}, {_by(self.input_shape)} to {_by(self.output_shape)})"
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -125,7 +125,7 @@ class Placed:
         return sum(stage.macs for stage in self.stages)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ConvStage(Placed):
     """A Conv2d in its place, with how its kernel slides over the image."""
 
@@ -138,7 +138,7 @@ class ConvStage(Placed):
         return math.prod(self.output_shape) * self.layer.kernel**2 * self.input_shape[2]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PoolStage(Placed):
     """A pooling layer in its place, with its windows; a GlobalAvgPool's one holds the image."""
 
@@ -146,7 +146,7 @@ class PoolStage(Placed):
     window: Window = field(kw_only=True)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LinearStage(Placed):
     """A Linear in its place."""
 
@@ -158,7 +158,7 @@ class LinearStage(Placed):
         return self.weight.size
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class NormStage(Placed):
     """A BatchNorm2d in its place."""
 
@@ -167,28 +167,28 @@ class NormStage(Placed):
     bias: Parameter = field(kw_only=True)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ElementwiseStage(Placed):
     """An elementwise layer in its place."""
 
     layer: Elementwise
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class DropoutStage(Placed):
     """A Dropout in its place."""
 
     layer: Dropout
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class FlattenStage(Placed):
     """A Flatten in its place."""
 
     layer: Flatten
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ResidualStage(Placed):
     """A Residual in its place."""
 
