@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+from collections.abc import Sequence
 
 from cnnexp.app.config import Settings, Trainer
 from cnnexp.app.console import Display
 from cnnexp.app.keeping import Keeping
 from cnnexp.app.resume import Earlier
 from cnnexp.app.sweep import write_csv
-from cnnexp.backends.protocol import Backend
+from cnnexp.backends.protocol import Backend, Program
 from cnnexp.datasets import Dataset
 from cnnexp.errors import CompilerDied
 from cnnexp.measuring import cost_model, footprint
@@ -19,13 +20,14 @@ from cnnexp.measuring.amdahl import amdahl_limit
 from cnnexp.measuring.interference import PATIENCE_S, Watch, await_quiet
 from cnnexp.measuring.ledger import Ledger, Profiled, metrics, report, report_beside, step_parts
 from cnnexp.network import Network
-from cnnexp.network.losses import check_loss
+from cnnexp.network.losses import Loss, check_loss
+from cnnexp.optimizers import Optimizer
 from cnnexp.system import memory
 from cnnexp.tracking.events import FALLBACK
 from cnnexp.tracking.journal import Run
 from cnnexp.training import checkpoint
 from cnnexp.training.baseline import Baseline
-from cnnexp.training.loop import Progress, predict_test, train_epochs
+from cnnexp.training.loop import EpochResult, Progress, predict_test, train_epochs
 from cnnexp.workers.program import ParallelProgram
 
 log = logging.getLogger(__name__)
@@ -56,15 +58,7 @@ def train(settings: Settings, run: Run, earlier: Earlier | None = None, job: str
     run.begin(dataset, network, backend, settings.workers.count)
     with contextlib.ExitStack() as stack:
         with ledger.span("compile"):
-            try:
-                program = settings.workers.compile(backend, *compiling)
-            except CompilerDied as death:
-                if backend.next_best is None:
-                    raise
-                backend = backend.next_best
-                log.warning("%s", death)
-                run.tag(FALLBACK, backend.name)
-                program = settings.workers.compile(backend, *compiling)
+            backend, program = _compile(settings, backend, compiling, run)
             stack.enter_context(contextlib.closing(program))
         kernels = program.explain() if hasattr(program, "explain") else []
         parallel = program if isinstance(program, ParallelProgram) else None
@@ -130,16 +124,45 @@ def train(settings: Settings, run: Run, earlier: Earlier | None = None, job: str
             run.evaluated(predict_test(program, dataset, history[-1]))
         clocked = run.epochs[len(history) :]
         if isinstance(program, Profiled) and clocked:
-            profile = report(ledger, program, clocked, backend.threads)
-            profile["backend"] = backend.name
-            if settings.baseline is not None and beside is not None:
-                profile["baseline"] = report_beside(beside, settings.baseline, clocked)
-            run.add_profile(profile)
-            run.summarize(metrics(profile))
-            if profile["layered"]:
-                run.parts[backend.name] = step_parts(ledger.seconds)
+            _profile(settings, run, backend, program, beside, clocked, ledger)
         if parallel is not None:
             run.summarize(parallel.metrics())
+
+
+Compiling = tuple[Network, Loss, Optimizer, int]
+
+
+def _compile(settings: Settings, backend: Backend, compiling: Compiling, run: Run) -> tuple[Backend, Program]:
+    """Compile with a backend, or with its next best where its compiler dies; return that backend and the program."""
+    try:
+        return backend, settings.workers.compile(backend, *compiling)
+    except CompilerDied as death:
+        following = backend.next_best
+        if following is None:
+            raise
+        log.warning("%s", death)
+        run.tag(FALLBACK, following.name)
+        return following, settings.workers.compile(following, *compiling)
+
+
+def _profile(
+    settings: Settings,
+    run: Run,
+    backend: Backend,
+    program: Profiled,
+    beside: Profiled | None,
+    clocked: Sequence[EpochResult],
+    ledger: Ledger,
+) -> None:
+    """Record where the time of the epochs `clocked` went, the run's and its baseline's."""
+    profile = report(ledger, program, clocked, backend.threads)
+    profile["backend"] = backend.name
+    if settings.baseline is not None and beside is not None:
+        profile["baseline"] = report_beside(beside, settings.baseline, clocked)
+    run.add_profile(profile)
+    run.summarize(metrics(profile))
+    if profile["layered"]:
+        run.parts[backend.name] = step_parts(ledger.seconds)
 
 
 def _need_memory(settings: Settings, backend: Backend, network: Network, dataset: Dataset) -> None:
