@@ -72,7 +72,7 @@ def run(
         program: the Python that runs it.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
     command = [sys.executable, "-P", "-c", program, *words]
     started = time.monotonic()
     with (

@@ -21,7 +21,7 @@ import psutil
 
 from cnnexp.tracking.browser import free_port
 from cnnexp.tracking.events import read_journal
-from soak.commands import SMALL, Done, Recorded, fault_of, recorded, run
+from soak.commands import SMALL, Recorded, fault_of, recorded, run
 
 EPOCHS, EPOCH_IMAGES = 120, 6000
 STOPPED_S, SERVED_S = 60.0, 300.0
@@ -56,8 +56,10 @@ def postgres(folder: Path, seed: int) -> Iterator[str | None]:
     subprocess.run([*other, "initdb", "-D", data, "-A", "trust", "-U", "soak"], check=True, capture_output=True)
     with _served([*other, "postgres", "-D", str(data), "-p", str(port), "-k", str(data)], port, folder):
         subprocess.run(["createdb", "-h", "127.0.0.1", "-p", str(port), "-U", "soak", "soak"], check=True)
-        uri = f"postgresql://soak@127.0.0.1:{port}/soak"
-        yield from _stopped(folder, uri, port, lambda name: recorded(uri, name), rng)
+        place = f"://soak@127.0.0.1:{port}/soak"
+        yield from _stopped(
+            folder, f"postgresql+psycopg2{place}", port, lambda name: recorded(f"postgresql{place}", name), rng
+        )
 
 
 def _stopped(
@@ -73,7 +75,8 @@ def _stopped(
         mine = [*words, f"tracking.experiment={experiment}", "hydra.run.dir=run"]
         stop = functools.partial(_stop, port, place / "run", before, times)
         done = run(mine, place, meanwhile=stop)
-        yield _fault(place, done, read(experiment), times)
+        failed = done.fault or (f"exit code {done.code}: {done.err}" if done.code else None)
+        yield failed or _fault(place, read(experiment), times)
 
 
 def _stop(port: int, folder: Path, before: int, times: list[float], process: subprocess.Popen[str]) -> None:
@@ -86,8 +89,8 @@ def _stop(port: int, folder: Path, before: int, times: list[float], process: sub
         times.append(time.time() * 1000)
 
 
-def _fault(place: Path, done: Done, runs: Sequence[Recorded], times: Sequence[float]) -> str | None:
-    if fault := done.fault or (f"exit code {done.code}: {done.err}" if done.code else None) or fault_of(runs, EPOCHS):
+def _fault(place: Path, runs: Sequence[Recorded], times: Sequence[float]) -> str | None:
+    if fault := fault_of(runs, EPOCHS):
         return fault
     journal = read_journal(place / "run")
     ends = [journal["times_ms"][epoch] for epoch in range(1, EPOCHS + 1)]

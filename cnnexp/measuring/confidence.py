@@ -43,11 +43,12 @@ def median_interval(values: Sequence[float]) -> Interval:
     """
     ordered = sorted(values)
     count = len(ordered)
-    outside, left = 0, 0.0  # order statistics dropped at each end; the probability of as few or fewer below
+    outside, fewer = 0, 0  # order statistics dropped at each end; of the 2**count ways, those with fewer below
+    ways, all_ways = 1, 2**count  # whole numbers: of thousands of measurements no float holds them
     confidence = 1 - 2 * 0.5**count
     while outside < (count - 1) // 2:
-        left += math.comb(count, outside) * 0.5**count
-        narrower = 1 - 2 * (left + math.comb(count, outside + 1) * 0.5**count)
+        fewer, ways = fewer + ways, ways * (count - outside) // (outside + 1)
+        narrower = 1 - 2 * (fewer + ways) / all_ways
         if narrower < CONFIDENCE:
             break
         outside, confidence = outside + 1, narrower

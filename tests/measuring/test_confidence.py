@@ -47,3 +47,11 @@ def test_holm_raises_what_was_tried_more_often():
     assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
     assert holm([0.6, 0.7]) == [1.0, 1.0]
     assert holm([]) == []
+
+
+@pytest.mark.parametrize(("count", "half"), [(1000, 31), (3000, 54), (20_000, 139)])
+def test_a_median_of_thousands_is_as_sure_as_the_normal_approximation_says(count, half):
+    """1.96 standard deviations of the binomial, sqrt(count) / 2; a float holds none of its coefficients."""
+    found = median_interval(range(count))
+    assert 0.95 <= found.confidence < 0.96
+    assert abs((found.high - found.low) / 2 - half) <= 2
