@@ -81,9 +81,9 @@ def sample(count: int) -> list[tuple[int, int, int]]:
     raise AssertionError("no such networks")
 
 
-def check_step(network: Network) -> KernelProgram:
+def check_step(network: Network, forced=()) -> KernelProgram:
     """Compile the kernels, and train one step beside the oracle where they can run; look at the code where not."""
-    program = KernelProgram(CPU, network, SGD(), CPU.target.lanes + 2)
+    program = KernelProgram(CPU, network, SGD(), CPU.target.lanes + 2, forced)
     if not CPU.runs_here:
         program.read()
         return program
@@ -109,7 +109,9 @@ def test_two_convolutions(point):
     "network", [FEW_FILTERS, MANY_FILTERS, GENERAL], ids=["few_filters", "many_filters", "general"]
 )
 def test_code_is_of_this_cpu(network):
-    assembly = check_step(network).read()
+    # events are moved to the front of their list, for which CPUs differ most
+    forced = (("conv2", "channels-argmax"),) if network is FEW_FILTERS else ()
+    assembly = check_step(network, forced).read()
     for pattern in CPU.has if network is FEW_FILTERS else ():
         assert re.search(pattern, assembly), pattern
 
