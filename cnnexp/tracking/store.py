@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import glob
 import json
 import logging
 import os
 import re
+import secrets
 import shutil
 import socket
 import sqlite3
@@ -477,16 +479,17 @@ def alone(uri: str) -> Iterator[None]:
 def _make(uri: str) -> None:
     """Make a new sqlite store under another name, and rename it once it is whole.
 
-    MLflow makes one in hundreds of steps, and never finishes one that a full disk or a kill has stopped.
+    MLflow makes one in hundreds of steps, and never finishes one that a full disk or a kill has stopped. The other name
+    is a new one at every attempt, since MLflow keeps what it has opened by its name.
     """
     if not uri.startswith("sqlite") or (database_of(uri).exists() and database_of(uri).stat().st_size):
         return
     from mlflow.tracking import MlflowClient
 
     whole = database_of(uri)
-    made = whole.with_name(f"{whole.name}.new")
-    for left in (made, made.with_name(f"{made.name}-journal")):
+    for left in whole.parent.glob(f"{glob.escape(whole.name)}.{'[0-9a-f]' * 8}.new*"):
         left.unlink(missing_ok=True)
+    made = whole.with_name(f"{whole.name}.{secrets.token_hex(4)}.new")
     MlflowClient(_sqlite_uri(made), _sqlite_uri(made)).search_experiments(max_results=1)
     os.replace(made, whole)
     sync_folder(whole.parent)

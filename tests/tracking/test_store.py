@@ -219,7 +219,7 @@ def test_a_store_is_made_whole_or_not_at_all(tmp_path, monkeypatch):
             stores.Store(uri, "first")
     assert not (tmp_path / "mlflow.db").exists()
     assert replace is os.replace
-    (tmp_path / "mlflow.db.new").write_bytes(b"half of it")
+    (tmp_path / "mlflow.db.0123abcd.new").write_bytes(b"half of it")
     (tmp_path / "mlflow.db").write_bytes(b"")
     stores.Store(uri, "first")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mlflow.db", "mlflow.db.lock"]
