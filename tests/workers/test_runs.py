@@ -23,6 +23,8 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 LIMIT_S = (
     Local().patience_s / 2
 )  # a loss that is seen by then was not waited for; a busy machine is slow, not that slow
+# epochs that take longer than to record one, so that the recorder of a killed run is soon done
+LONGER = ("dataset.train_size=1000", "model.filters=32")
 SMALL = ("experiment=smoke", "backend=numpy", "trainer.baseline=null", "trainer.schedule=constant", "optimizer=adam")
 
 
@@ -105,7 +107,7 @@ def test_a_killed_rank_0_ends_the_run_as_failed_and_it_goes_on_from_its_checkpoi
         _wait_for(lambda: _ended(worker))
 
     epoch = load(find(folder)).epoch + 1
-    on = ("dataset.train_size=1000", "tracking=none", f"trainer.resume={folder}", f"trainer.epochs={epoch}")
+    on = (*LONGER, "tracking=none", f"trainer.resume={folder}", f"trainer.epochs={epoch}")
     done = cnnexp(*on, f"hydra.run.dir={tmp_path}/on")
     assert (done.returncode, done.stderr) == (0, "")
     assert len(read_journal(tmp_path / "on")["epochs"]) == epoch
@@ -161,7 +163,7 @@ def test_a_terminated_run_takes_its_workers_along(tmp_path):
 @contextlib.contextmanager
 def _endless(folder, *arguments):
     """Start a run of two workers, wait for its first checkpoint; yield it and its other worker."""
-    folders = (f"hydra.run.dir={folder}", "trainer.epochs=100000", "dataset.train_size=1000")
+    folders = (f"hydra.run.dir={folder}", "trainer.epochs=100000", *LONGER)
     run = subprocess.Popen(
         command("workers=local", *folders, *arguments),
         cwd=ROOT,
