@@ -38,6 +38,8 @@ def backend(request):
 @pytest.mark.parametrize("images", [1, 5])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_network(backend, name, images):
+    if backend.name in EXAMPLES and images != (1, 5)[list(NETWORKS).index(name) % 2]:
+        pytest.skip("compiles anew: every network in one size of batch, each size with half of the networks")
     check_backend(backend, Network(*NETWORKS[name]), images=images)
 
 

@@ -27,11 +27,11 @@ def simulate(*arguments: str) -> subprocess.CompletedProcess:
 @pytest.mark.parametrize(
     "which",
     [
-        "(gpu-naive and not random) or refused or shared_array",
+        "(gpu-naive and residual) or refused or shared_array",
         "gpu-fused and (one_conv or fractions)",
         *(
             pytest.param(which, marks=SLOW)
-            for which in ("naive and random", "shared-input", "gpu-shared and not input", "tuned", "fused")
+            for which in ("naive", "shared-input", "gpu-shared and not input", "tuned", "fused")
         ),
     ],
 )

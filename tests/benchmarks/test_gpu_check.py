@@ -77,6 +77,7 @@ def test_every_kind_of_layer_is_held_to_the_oracle():
     assert layers == {"Conv2d", "ReLU", "Sigmoid", "MaxPool2d", "AvgPool2d", "Flatten", "Linear"}
 
 
+@pytest.mark.slow
 def test_a_dry_run_goes_all_the_way_in_the_simulator_with_no_more_than_it_says_it_needs(tmp_path):
     for absent in ("hydra", "omegaconf", "mlflow", "matplotlib", "sklearn", "pooch", "PIL", "rich", "yaml"):
         (tmp_path / f"{absent}.py").write_text(f"raise ImportError('{absent} is not there')")
