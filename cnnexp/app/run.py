@@ -81,7 +81,7 @@ def train(settings: Settings, run: Run, earlier: Earlier | None = None, job: str
         display = Display(trainer.epochs, trainer.baseline, trainer.progress, timed=timed, job=job)
         stack.enter_context(display)
         display.start(dataset, network, backend, program.compile_s)
-        if getattr(backend, "explain", False):
+        if backend.explain:
             display.explain(kernels)
         keeping = Keeping(run, program, trainer, training, resumed, within=parallel is None)
         stack.enter_context(keeping)

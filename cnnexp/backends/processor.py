@@ -71,6 +71,10 @@ class CpuBackend:
         return None
 
     @property
+    def explain(self) -> bool:
+        return False
+
+    @property
     def clocked(self) -> Backend:
         return cast("Backend", self)
 

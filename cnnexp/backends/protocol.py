@@ -144,6 +144,7 @@ class Backend(Protocol):
         simulated: whether the device is only simulated, so that its times mean nothing.
         facts: what else the record says of the device, by tag name.
         next_best: the backend to go on with where the compiler dies; None ends the run.
+        explain: whether a run shows what its compiler chose, where its programs can tell.
         clocked: the same backend, for a profile: what its programs tell of their parts may cost a little of the time.
     """
 
@@ -167,6 +168,9 @@ class Backend(Protocol):
 
     @property
     def next_best(self) -> Backend | None: ...
+
+    @property
+    def explain(self) -> bool: ...
 
     @property
     def clocked(self) -> Backend: ...

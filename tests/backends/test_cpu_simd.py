@@ -20,13 +20,11 @@ from cnnexp.backends import cache
 from cnnexp.backends.simd import CpuSimd, elementwise, intrinsics, update
 from cnnexp.backends.simd.conv_channels import phases
 from cnnexp.backends.simd.conv_lanes import CACHED_VECTORS, MOST_SUMS
+from cnnexp.backends.simd.dense import FilterClassifier
 from cnnexp.backends.simd.emit import INDEX, Target, compose, compose_five
 from cnnexp.backends.simd.host import cache_bytes, host_target
 from cnnexp.backends.simd.intrinsics import NEEDS
 from cnnexp.backends.simd.layout import round_up
-from cnnexp.backends.simd.nodes import (
-    FilterClassifier,
-)
 from cnnexp.backends.simd.plan import Plan
 from cnnexp.backends.simd.product import Panels, choose_tile
 from cnnexp.backends.simd.program import SimdProgram, make_plan, paying_threads

@@ -407,6 +407,7 @@ class GpuBackend:
     threads: ClassVar[int] = 1
     on_gpu: ClassVar[bool] = True
     simulated: ClassVar[bool] = SIMULATED
+    explain: ClassVar[bool] = False
     next_best: ClassVar[None] = None
 
     def __post_init__(self) -> None:

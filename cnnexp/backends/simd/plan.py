@@ -17,10 +17,12 @@ from cnnexp.backends.parts import BACKWARD, FORWARD, Part
 from cnnexp.backends.protocol import KernelRow
 from cnnexp.backends.simd import linear, transfer
 from cnnexp.backends.simd.clocks import Clocks
+from cnnexp.backends.simd.convolutions import FilterConvolution
 from cnnexp.backends.simd.cost import MACS, Work
+from cnnexp.backends.simd.dense import FilterClassifier
 from cnnexp.backends.simd.emit import BYTE, FLOAT, Emitter, Kernels, Target
 from cnnexp.backends.simd.layout import Arena, Grid, Image, Matrix, Parameters, Ring
-from cnnexp.backends.simd.nodes import FilterClassifier, FilterConvolution, Node, Tensor
+from cnnexp.backends.simd.nodes import Node, Tensor
 from cnnexp.backends.simd.ways import choose_nodes, works
 from cnnexp.network import ConvStage, ElementwiseStage, FlattenStage, LinearStage, Network, PoolStage
 from cnnexp.network.losses import Loss

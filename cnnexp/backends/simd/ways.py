@@ -17,24 +17,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import assert_never
 
+from cnnexp.backends.simd.convolutions import ChannelConvolution, Convolution, FilterConvolution
 from cnnexp.backends.simd.cost import Work, total
+from cnnexp.backends.simd.dense import FilterClassifier, SkinnyDense, WideDense
 from cnnexp.backends.simd.emit import Target
 from cnnexp.backends.simd.layout import Grid, Image, Matrix, Ring, round_up
-from cnnexp.backends.simd.nodes import (
-    Activation,
-    ChannelConvolution,
-    Convolution,
-    FilterClassifier,
-    FilterConvolution,
-    Node,
-    Pool,
-    SkinnyDense,
-    Tensor,
-    ToImages,
-    ToLanes,
-    ToRows,
-    WideDense,
-)
+from cnnexp.backends.simd.nodes import Activation, Node, Pool, Tensor, ToImages, ToLanes, ToRows
 from cnnexp.errors import ConfigError, did_you_mean
 from cnnexp.network import (
     ConvStage,
