@@ -3,6 +3,7 @@
 import numpy as np
 
 from cnnexp import SGD, Flatten, Linear, Loss, Network, Totals
+from cnnexp.backends.protocol import Program
 
 
 class FakeClock:
@@ -18,7 +19,7 @@ class FakeClock:
         self.now += seconds
 
 
-class FakeProgram:
+class FakeProgram(Program):
     """A `Program` that moves a fake clock by a cost per image and per step, and remembers what it was asked."""
 
     def __init__(self, clock, per_image_s, per_step_s=0.0, batch_size=10, losses=None):

@@ -60,7 +60,7 @@ def train(settings: Settings, run: Run, earlier: Earlier | None = None, job: str
         with ledger.span("compile"):
             backend, program = _compile(settings, backend, compiling, run)
             stack.enter_context(contextlib.closing(program))
-        kernels = program.explain() if hasattr(program, "explain") else []
+        kernels = program.explain()
         parallel = program if isinstance(program, ParallelProgram) else None
         if trainer.profile:
             program = Profiled(program, ledger)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from cnnexp.backends.protocol import Array, Ops, State
-from cnnexp.backends.stages import Chain, Run, Watch, unwatched
+from cnnexp.backends.protocol import Array, Ops, Program, State, Watch
+from cnnexp.backends.stages import Chain, Run, unwatched
 from cnnexp.backends.state import complete
 from cnnexp.network import Network, Stage
 from cnnexp.network.losses import Loss, Totals, check_loss
@@ -52,17 +52,13 @@ class Split(Generic[Array]):
         return self.images.shape[0]
 
 
-class LayerwiseProgram(Generic[Array]):
+class LayerwiseProgram(Program[Split[Array]], Generic[Array]):
     """A `Program` (see `protocol`) that runs the network's stages one after another: see `stages`.
 
     Args:
         ops: the layers' mathematics.
         release: called once by `close`.
         scope: makes the context in which anything is computed, e.g. with a number of threads.
-
-    Attributes:
-        watch: may be set by who wants to know what a step does; besides the layers it hears of ("batch", "gather"),
-            ("loss", "forward") and ("parameters", "update").
     """
 
     def __init__(
@@ -79,7 +75,7 @@ class LayerwiseProgram(Generic[Array]):
         started = time.perf_counter()
         self.network, self.loss, self.optimizer, self.batch_size = network, loss, optimizer, batch_size
         self._ops, self._release, self._scope = ops, release, scope
-        self.watch: Watch = unwatched
+        self._watch: Watch = unwatched
         self._update = ops.updater(optimizer)
         zeros = np.zeros(network.parameter_count, np.float32)
         self._parameters = ops.to_device(zeros.copy())
@@ -180,7 +176,19 @@ class LayerwiseProgram(Generic[Array]):
                 self._ops.copy(np.ascontiguousarray(array, np.float32), targets[name])
         self._step, self._seed = int(whole["step"]), int(whole.get("seed", 0))
 
-    def synchronize(self) -> None:
+    def watch(self, watch: Watch | None) -> bool:
+        @contextlib.contextmanager
+        def until_done(layer: str, what: str) -> Iterator[None]:
+            with made(layer, what):
+                yield
+                self._synchronize()
+
+        made = watch or unwatched
+        self._watch = until_done if watch else unwatched
+        return True
+
+    @_in_scope
+    def _synchronize(self) -> None:
         """Wait until all work is done: a copy to the host of what was written last."""
         self._ops.to_host(self._parameters[:1])
 
@@ -205,23 +213,23 @@ class LayerwiseProgram(Generic[Array]):
         ops, count = self._ops, places.shape[0]
         run = self._run(count, True, images)
         x, labels = self._inputs(count)
-        with self.watch("batch", "gather"):
+        with self._watch("batch", "gather"):
             ops.gather(handle.images, handle.labels, places, x, labels)
         scores = self._chain.forward(run, x)
         d_scores = self._chain.gradient(count)
-        with self.watch("loss", "forward"):
+        with self._watch("loss", "forward"):
             ops.loss(self.loss, scores, labels, 1.0 / count, d_scores, losses, hits)
         self._chain.backward(run, x, None)
 
     def _apply(self, rate: float) -> None:
         self._step += 1
-        with self.watch("parameters", "update"):
+        with self._watch("parameters", "update"):
             self._update(self._parameters, self._gradient, self._slots, rate, self._step)
 
     def _run(self, count: int, trains: bool = False, images: Array | None = None) -> Run[Array]:
         step = self._step + 1
         arrays = (self._parameters, self._gradient, self._running)
-        return Run(count, *arrays, trains, self._seed, step, images, self.watch)
+        return Run(count, *arrays, trains, self._seed, step, images, self._watch)
 
     def _inputs(self, count: int) -> tuple[Array, Array]:
         """Return the buffers of x (N, *input_shape) and of the labels (N,) of `count` images."""

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
-
-from cnnexp.backends.protocol import Program
 
 FORWARD, BACKWARD = "forward", "backward"
 
@@ -34,11 +30,3 @@ class Part:
     @property
     def name(self) -> str:
         return " ".join(self.layers)
-
-
-class Clocked(Program, Protocol):
-    """A program whose parts clock themselves."""
-
-    def clocked(self) -> Sequence[tuple[Part, float]]:
-        """Return the parts and the seconds of each in all training so far, a mean over the threads."""
-        ...

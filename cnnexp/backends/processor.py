@@ -78,6 +78,9 @@ class CpuBackend:
     def clocked(self) -> Backend:
         return cast("Backend", self)
 
+    def of_worker(self, host_rank: int) -> Backend:
+        return cast("Backend", self)
+
 
 @dataclass(frozen=True)
 class SequentialBackend(CpuBackend):

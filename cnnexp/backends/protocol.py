@@ -15,12 +15,14 @@ cross-correlation, as in every framework. Arguments go inputs first, outputs las
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from cnnexp.backends.parts import Part
 from cnnexp.network import BatchNorm2d, Elementwise, Network, Stage, Window
 from cnnexp.network.losses import Loss, Totals
 from cnnexp.optimizers import Optimizer
@@ -46,11 +48,14 @@ class AnyArray(Protocol):
 
 Array = TypeVar("Array", bound=AnyArray)
 
+Watch = Callable[[str, str], AbstractContextManager]
+"""Makes the context in which a pass of a layer runs, e.g. ("conv1", "backward"): where a profiler puts its clock."""
+
 
 class Program(Protocol[Handle]):
     """A network compiled for training at one batch size.
 
-    One that chooses among kernels may have `explain() -> list[KernelRow]`, too: a step's kernels in order.
+    A program inherits from it: what only some can tell has an answer here for the others.
     """
 
     network: Network
@@ -108,6 +113,25 @@ class Program(Protocol[Handle]):
     def close(self) -> None:
         """Give back threads and device memory. Idempotent."""
         ...
+
+    def watch(self, watch: Watch | None) -> bool:
+        """Have `watch` hear of every pass of a layer in training from now on, each until its work is done.
+
+        Besides the layers it hears of ("batch", "gather"), ("loss", "forward") and ("parameters", "update"). None ends
+        it. Returns whether there is anything to hear: no where a step is computed as one piece.
+        """
+        return False
+
+    def clocked(self) -> Sequence[tuple[Part, float]]:
+        """Return the parts of a step that clock themselves, and the seconds of each in all training so far.
+
+        The seconds are a mean over the threads; see `Backend.clocked`.
+        """
+        return ()
+
+    def explain(self) -> Sequence[KernelRow]:
+        """Return what was chosen for every kernel of a step, in order, where there was a choice."""
+        return ()
 
 
 @dataclass(frozen=True)
@@ -174,6 +198,10 @@ class Backend(Protocol):
 
     @property
     def clocked(self) -> Backend: ...
+
+    def of_worker(self, host_rank: int) -> Backend:
+        """Return the backend as the `host_rank`-th worker of a machine has it: on its own GPU if there are more."""
+        ...
 
     def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> Program[Any]:
         """Make a program; its parameters are zero until `restore`."""

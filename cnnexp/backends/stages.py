@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Generic, assert_never
 
 import numpy as np
 
-from cnnexp.backends.protocol import Array, Ops
+from cnnexp.backends.protocol import Array, Ops, Watch
 from cnnexp.network import (
     ConvStage,
     DropoutStage,
@@ -24,9 +24,6 @@ from cnnexp.network import (
     Stage,
 )
 from cnnexp.network.noise import layer_key
-
-Watch = Callable[[str, str], AbstractContextManager]
-"""Makes the context in which a pass of a layer runs, e.g. ("conv1", "backward"): where a profiler puts its clock."""
 
 _UNWATCHED: AbstractContextManager = contextlib.nullcontext()
 

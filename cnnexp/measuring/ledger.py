@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -79,11 +79,9 @@ class Profiled:
     """
 
     def __init__(self, program: Program, ledger: Ledger, train: str = "train") -> None:
-        self._program = cast(Any, program)  # a layerwise one has more than a `Program`, and so has a fused one
-        self._ledger, self._train_entry = ledger, train
+        self._program, self._ledger, self._train_entry = program, ledger, train
         self._shared_s: dict[tuple[str, str], float] = {}
-        if train == "train" and hasattr(program, "watch"):
-            self._program.watch = self._watch
+        self._is_watched = train == "train" and program.watch(self._watch)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._program, name)
@@ -101,12 +99,13 @@ class Profiled:
 
         The share is that of `report`. None where the program is fused, or told of no step.
         """
-        if not hasattr(self._program, "watch"):
+        inside = Ledger(self._ledger.clock)
+        inner = Profiled(self._program, inside)
+        if not inner._is_watched:
             return None
-        before, inside = self._program.watch, Ledger(self._ledger.clock)
         with self._ledger.span(self._train_entry):
-            Profiled(self._program, inside).train(handle, order, rate)
-        self._program.watch = before
+            inner.train(handle, order, rate)
+        self._program.watch(None)
         for entry, seconds in inside.seconds.items():
             self._shared_s[entry] = self._shared_s.get(entry, 0.0) + seconds
         trained = _trained_s(inside.seconds)
@@ -119,7 +118,7 @@ class Profiled:
 
     def own_parts(self) -> dict[Part, float]:
         """Return the seconds of the parts that a fused program has clocked itself; empty where it has not."""
-        return dict(self._program.clocked()) if hasattr(self._program, "clocked") else {}
+        return dict(self._program.clocked())
 
     def predict(self, handle: Any) -> np.ndarray:
         with self._ledger.span("evaluate"):
@@ -128,13 +127,7 @@ class Profiled:
     def _watch(self, layer: str, what: str) -> AbstractContextManager:
         if not self._ledger.inside("train"):
             return contextlib.nullcontext()
-        return self._span(layer, what)
-
-    @contextlib.contextmanager
-    def _span(self, layer: str, what: str) -> Iterator[None]:
-        with self._ledger.span(what, layer):
-            yield
-            self._program.synchronize()  # a GPU returns before its work is done
+        return self._ledger.span(what, layer)
 
 
 def report(ledger: Ledger, program: Profiled, epochs: Sequence[EpochResult], threads: int) -> dict[str, Any]:

@@ -36,11 +36,24 @@ from cnnexp.network import (
     Tanh,
 )
 from cnnexp.network.losses import Loss
+from cnnexp.network.recorded import Recorded
 
 INPUT, OUTPUT = "images", "probabilities"
 OPSET, IR_VERSION = 17, 8  # of 2022; all that is used here is in them, and every runtime since reads them
 NATIVE: Mapping[type[Elementwise], str] = {ReLU: "Relu", LeakyReLU: "LeakyRelu", Sigmoid: "Sigmoid", Tanh: "Tanh"}
 """ONNX's own operator of an elementwise layer; what has none is told by its rule."""
+OPERATORS: Mapping[str, str] = {
+    "add": "Add",
+    "sub": "Sub",
+    "mul": "Mul",
+    "div": "Div",
+    "neg": "Neg",
+    "<": "Less",
+    "<=": "LessOrEqual",
+    ">": "Greater",
+    ">=": "GreaterOrEqual",
+}
+"""ONNX's operators of `Recorded`."""
 
 
 def build(
@@ -161,69 +174,28 @@ class _Writer:
 
     def _by_rule(self, layer: Elementwise, x: str, name: str) -> str:
         """Add what a rule on scalars does, run once on a value that records it."""
-        given = _Recorded(self, x)
+        given = _Value(self, x)
         maths = Maths(
             exp=lambda a: given.apply("Exp", a),
             tanh=lambda a: given.apply("Tanh", a),
             erf=lambda a: given.apply("Erf", a),
-            maximum=lambda a, b: given.apply("Where", given.apply("Less", a, b), b, a),
+            maximum=lambda a, b: given.apply("Where", a < b, b, a),
             where=lambda condition, a, b: given.apply("Where", condition, a, b),
         )
         made = layer.rule(maths)(given)
-        return self.add("Identity", made.value if isinstance(made, _Recorded) else self.constant(made), name=name)
+        return self.add("Identity", made.name if isinstance(made, _Value) else self.constant(made), name=name)
 
 
-class _Recorded:
+class _Value(Recorded):
     """A value of the graph, which adds the arithmetic done to it."""
 
-    __array_ufunc__ = None  # so that numpy.float32 * _Recorded comes to _Recorded
+    def __init__(self, writer: _Writer, name: str) -> None:
+        self.writer, self.name = writer, name
 
-    def __init__(self, writer: _Writer, value: str) -> None:
-        self.writer, self.value = writer, value
-
-    def apply(self, operator: str, *values: _Recorded | np.float32) -> _Recorded:
-        """Return an operator's outcome on values and numbers."""
-        names = (v.value if isinstance(v, _Recorded) else self.writer.constant(np.float32(v)) for v in values)
-        return _Recorded(self.writer, self.writer.add(operator, *names))
-
-    def __add__(self, other: _Recorded | np.float32) -> _Recorded:
-        return self.apply("Add", self, other)
-
-    def __sub__(self, other: _Recorded | np.float32) -> _Recorded:
-        return self.apply("Sub", self, other)
-
-    def __mul__(self, other: _Recorded | np.float32) -> _Recorded:
-        return self.apply("Mul", self, other)
-
-    def __truediv__(self, other: _Recorded | np.float32) -> _Recorded:
-        return self.apply("Div", self, other)
-
-    def __radd__(self, other: np.float32) -> _Recorded:
-        return self.apply("Add", other, self)
-
-    def __rsub__(self, other: np.float32) -> _Recorded:
-        return self.apply("Sub", other, self)
-
-    def __rmul__(self, other: np.float32) -> _Recorded:
-        return self.apply("Mul", other, self)
-
-    def __rtruediv__(self, other: np.float32) -> _Recorded:
-        return self.apply("Div", other, self)
-
-    def __neg__(self) -> _Recorded:
-        return self.apply("Neg", self)
-
-    def __lt__(self, other: _Recorded | np.float32) -> _Recorded:
-        return self.apply("Less", self, other)
-
-    def __le__(self, other: _Recorded | np.float32) -> _Recorded:
-        return self.apply("LessOrEqual", self, other)
-
-    def __gt__(self, other: _Recorded | np.float32) -> _Recorded:
-        return self.apply("Greater", self, other)
-
-    def __ge__(self, other: _Recorded | np.float32) -> _Recorded:
-        return self.apply("GreaterOrEqual", self, other)
+    def apply(self, operation: str, *values: _Value | np.float32) -> _Value:
+        """As `Recorded.apply`; the operation may be one of ONNX's own, too."""
+        names = (v.name if isinstance(v, _Value) else self.writer.constant(np.float32(v)) for v in values)
+        return _Value(self.writer, self.writer.add(OPERATORS.get(operation, operation), *names))
 
 
 def _window(stage: ConvStage | PoolStage) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from cnnexp.backends.processor import usable_cores
-from cnnexp.backends.protocol import State
+from cnnexp.backends.protocol import Program, State
 from cnnexp.datasets import Split
 from cnnexp.errors import CheckpointError
 from cnnexp.measuring.cost_model import (
@@ -29,7 +29,7 @@ from cnnexp.measuring.cost_model import (
 )
 from cnnexp.network.losses import Totals
 from cnnexp.workers.collective import Collective
-from cnnexp.workers.replica import GradientReplica, ParameterReplica, Replica, Spec, divide_threads, own_device
+from cnnexp.workers.replica import GradientReplica, ParameterReplica, Replica, Spec, divide_threads
 
 CLOSE = "close"
 REPEATS = 20
@@ -39,7 +39,7 @@ COMMANDS = ("load", "train", "gradients", "apply", "predict", "state", "restore"
 
 def make_replica(spec: Spec, collective: Collective) -> Replica:
     """Compile one worker's part, on the next GPU of its machine where the backend computes on one."""
-    spec = replace(spec, backend=own_device(spec.backend, collective.host_rank))
+    spec = replace(spec, backend=spec.backend.of_worker(collective.host_rank))
     if spec.sync == "hybrid":
         from cnnexp.workers.hybrid import HybridReplica
 
@@ -47,7 +47,7 @@ def make_replica(spec: Spec, collective: Collective) -> Replica:
     return {"gradients": GradientReplica, "parameters": ParameterReplica}[spec.sync](spec, collective)
 
 
-class ParallelProgram:
+class ParallelProgram(Program[int]):
     """Rank 0's program; see `Program` in `cnnexp.backends.protocol`.
 
     Args:

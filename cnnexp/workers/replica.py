@@ -251,12 +251,6 @@ def _totals(message: np.ndarray) -> Totals:
     return Totals(float(message[0]), round(float(message[1])), round(float(message[2])))
 
 
-def own_device(backend: Backend, host_rank: int) -> Backend:
-    """Return the backend as a worker of this machine has it, where backends say so (`of_worker`)."""
-    chosen: Any = backend
-    return chosen.of_worker(host_rank) if hasattr(chosen, "of_worker") else backend
-
-
 def divide_threads(backend: Backend, workers: int) -> Backend:
     """Return the backend with at most its share of this machine's cores, when `workers` of them run on it."""
     chosen: Any = backend

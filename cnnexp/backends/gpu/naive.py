@@ -387,8 +387,8 @@ class GpuProgram(LayerwiseProgram):
         super().restore(state)
 
     @on_its_gpu
-    def synchronize(self):
-        super().synchronize()
+    def _synchronize(self):
+        super()._synchronize()
 
 
 @dataclass(frozen=True)

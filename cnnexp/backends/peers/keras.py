@@ -17,7 +17,7 @@ import numpy as np
 
 from cnnexp.backends.layerwise import as_float32
 from cnnexp.backends.processor import ThreadedBackend
-from cnnexp.backends.protocol import State
+from cnnexp.backends.protocol import Program, State
 from cnnexp.backends.state import complete
 from cnnexp.errors import BackendUnavailable, installing
 from cnnexp.network import (
@@ -164,7 +164,7 @@ class Skip(keras.layers.Layer):
         return x + self.inner(x, training=training)
 
 
-class KerasProgram:
+class KerasProgram(Program):
     """A `Program` (see `protocol`) on Keras layers."""
 
     def __init__(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from cnnexp.backends.layerwise import as_float32
 from cnnexp.backends.processor import ThreadedBackend
-from cnnexp.backends.protocol import State
+from cnnexp.backends.protocol import Program, State
 from cnnexp.backends.state import complete
 from cnnexp.errors import BackendUnavailable, ConfigError, installing
 from cnnexp.network import (
@@ -194,7 +194,7 @@ class _BinaryCrossEntropy(torch.autograd.Function):
         return upstream * (p - t) / (p * (1 - p)).clamp(min=float(VARIANCE_FLOOR)), None
 
 
-class TorchProgram:
+class TorchProgram(Program):
     """A `Program` (see `protocol`) on PyTorch.
 
     Args:

@@ -11,7 +11,7 @@ import numpy as np
 
 from cnnexp.backends.cache import load_or_compile
 from cnnexp.backends.parts import Part
-from cnnexp.backends.protocol import KernelRow, State
+from cnnexp.backends.protocol import KernelRow, Program, State
 from cnnexp.backends.simd import apart
 from cnnexp.backends.simd.barrier import LINE
 from cnnexp.backends.simd.emit import Target
@@ -61,7 +61,7 @@ class Split:
         return len(self.labels)
 
 
-class SimdProgram:
+class SimdProgram(Program[Split]):
     """A `Program` (see `protocol`): one compiled function that all threads run together.
 
     Args:
@@ -165,7 +165,7 @@ class SimdProgram:
         self._step = int(state.get("step", 0))
 
     def clocked(self) -> list[tuple[Part, float]]:
-        """As `parts.Clocked.clocked`; empty where the target has no clocks."""
+        """As `Program.clocked`; empty where the target has no clocks."""
         if len(self._readings) < 2:
             return []
         (began_s, began), (ended_s, ended) = self._readings

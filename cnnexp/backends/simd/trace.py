@@ -16,78 +16,43 @@ from cnnexp.backends.simd import elementwise
 from cnnexp.backends.simd.emit import Emitter
 from cnnexp.network import Maths
 from cnnexp.network.elementwise import rational_erf, rational_tanh
+from cnnexp.network.recorded import Recorded
 
 
-class Traced:
+class Traced(Recorded):
     """A vector that emits the arithmetic done to it."""
-
-    __array_ufunc__ = None  # so that numpy.float32 * Traced comes to Traced
 
     def __init__(self, k: Emitter, value: ir.Value) -> None:
         self.k, self.value = k, value
 
-    def apply(self, operation: Callable, *others: Operand) -> Traced:
-        values = [o.value if isinstance(o, Traced) else self.k.constant(float(o)) for o in others]
-        return Traced(self.k, operation(*values))
+    def apply(self, operation: str, *values: Operand) -> Traced:
+        builder = self.k.builder
+        emit = getattr(builder, f"f{operation}") if operation.isalpha() else partial(builder.fcmp_ordered, operation)
+        return self.call(emit, *values)
 
-    def __add__(self, other: Operand) -> Traced:
-        return self.apply(self.k.builder.fadd, self, other)
-
-    def __sub__(self, other: Operand) -> Traced:
-        return self.apply(self.k.builder.fsub, self, other)
-
-    def __mul__(self, other: Operand) -> Traced:
-        return self.apply(self.k.builder.fmul, self, other)
-
-    def __truediv__(self, other: Operand) -> Traced:
-        return self.apply(self.k.builder.fdiv, self, other)
-
-    def __radd__(self, other: Operand) -> Traced:
-        return self.apply(self.k.builder.fadd, other, self)
-
-    def __rsub__(self, other: Operand) -> Traced:
-        return self.apply(self.k.builder.fsub, other, self)
-
-    def __rmul__(self, other: Operand) -> Traced:
-        return self.apply(self.k.builder.fmul, other, self)
-
-    def __rtruediv__(self, other: Operand) -> Traced:
-        return self.apply(self.k.builder.fdiv, other, self)
-
-    def __neg__(self) -> Traced:
-        return self.apply(self.k.builder.fneg, self)
-
-    def __lt__(self, other: Operand) -> Traced:
-        return self.apply(partial(self.k.builder.fcmp_ordered, "<"), self, other)
-
-    def __le__(self, other: Operand) -> Traced:
-        return self.apply(partial(self.k.builder.fcmp_ordered, "<="), self, other)
-
-    def __gt__(self, other: Operand) -> Traced:
-        return self.apply(partial(self.k.builder.fcmp_ordered, ">"), self, other)
-
-    def __ge__(self, other: Operand) -> Traced:
-        return self.apply(partial(self.k.builder.fcmp_ordered, ">="), self, other)
+    def call(self, emit: Callable, *values: Operand) -> Traced:
+        """Return what an emitting function makes of values and numbers."""
+        return Traced(self.k, emit(*(v.value if isinstance(v, Traced) else self.k.constant(float(v)) for v in values)))
 
 
 Operand = Traced | np.float32
 
 
 def sqrt(x: Traced) -> Traced:
-    return x.apply(x.k.sqrt, x)
+    return x.call(x.k.sqrt, x)
 
 
 def maximum(a: Traced, b: Operand) -> Traced:
     """b where a < b, else a."""
-    return a.apply(lambda x, y: a.k.select(a.k.builder.fcmp_ordered("<", x, y), y, x), a, b)
+    return a.call(lambda x, y: a.k.select(a.k.builder.fcmp_ordered("<", x, y), y, x), a, b)
 
 
 def _exp(x: Traced) -> Traced:
-    return x.apply(partial(elementwise.exp, x.k), x)
+    return x.call(partial(elementwise.exp, x.k), x)
 
 
 def _where(condition: Traced, a: Operand, b: Operand) -> Traced:
-    return condition.apply(condition.k.select, condition, a, b)
+    return condition.call(condition.k.select, condition, a, b)
 
 
 MATHS = Maths(_exp, rational_tanh(maximum), rational_erf(maximum), maximum, _where)

@@ -19,7 +19,7 @@ from cnnexp.backends.gpu.graphs import Graphs
 from cnnexp.backends.gpu.kernels import put, u32, update
 from cnnexp.backends.gpu.shared import CONV_TILE, SharedOps
 from cnnexp.backends.layerwise import as_float32
-from cnnexp.backends.protocol import State
+from cnnexp.backends.protocol import Program, State
 from cnnexp.errors import CheckpointError
 from cnnexp.network import Network
 from cnnexp.network.losses import Loss, Totals, check_loss
@@ -61,7 +61,7 @@ class Split:
         return self.images.shape[0]
 
 
-class FusedProgram:
+class FusedProgram(Program):
     """A `Program` (see `protocol`) in few kernels and no work on the host between steps.
 
     Args:
