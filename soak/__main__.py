@@ -14,19 +14,22 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from soak import faults, files, kills, long, review, stores
+from soak import faults, files, kills, long, networks, review, stores
 
 PARTS: dict[str, Callable[[Path, int], Iterator[str | None]]] = {
     "review": review.review,
     "kills": kills.kills,
     "recorder": kills.recorder,
     "sweeps": kills.sweeps,
+    "jobs": kills.jobs,
     "outage": stores.outage,
     "epochs": long.epochs,
     "configs": long.configs,
+    "networks": networks.networks,
     "postgres": stores.postgres,
     "training-faults": faults.training,
     "store-faults": faults.storing,
+    "process-faults": faults.spawning,
     **{f"{format_}-files": files.files(format_) for format_ in files.FORMATS},
 }
 

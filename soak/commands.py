@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import signal
 import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from cnnexp.training.checkpoint import find, load
 
@@ -93,6 +95,28 @@ def run(
         out.seek(0)
         err.seek(0)
         return Done(code if kill_after_s is None else ended, out.read(), err.read(), seconds)
+
+
+def chunks(
+    module: str, words: Sequence[str], seed: int, size: int, environ: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[str | None]:
+    """Yield what a module of the soak tries, in processes of `size` trials each.
+
+    Args:
+        module: `python -m MODULE *words SEED COUNT` prints a line of JSON for each trial: null, or what did not hold.
+        words: its first arguments.
+        seed: of the part; every process has one of its own.
+        size: trials of one process.
+        environ: set for them.
+    """
+    for slice_ in range(seed * 1_000_000, (seed + 1) * 1_000_000):
+        command = [sys.executable, "-P", "-m", module, *words, str(slice_), str(size)]
+        done = subprocess.run(
+            command, capture_output=True, text=True, cwd=ROOT, env={**os.environ, **environ}, check=False
+        )
+        yield from map(json.loads, done.stdout.splitlines())
+        if done.returncode:
+            yield f"seed {slice_}: its process ended with exit code {done.returncode}: {done.stderr[-300:]}"
 
 
 def weights(folder: Path) -> str:

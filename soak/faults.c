@@ -1,4 +1,5 @@
-/* Makes the nth call of a kind fail, on files below a folder alone; preloaded, and armed from Python by fault_arm. */
+/* Makes the nth call of a kind fail: on files, below a folder alone; of pipes and new processes, any once it is armed.
+   Preloaded, and armed from Python by fault_arm. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -9,12 +10,13 @@
 #include <sys/types.h>
 #include <unistd.h>
 
-enum { OPEN, WRITE, SYNC, RENAME, MKDIR, UNLINK, KINDS };
+enum { OPEN, WRITE, SYNC, RENAME, MKDIR, UNLINK, PIPE, SEND, SPAWN, KINDS };
 enum { FILES = 65536 };
 
 static char root[4096];
 static int kind = -1, at, number, sticky;
 static long counts[KINDS];
+enum { FILE_BELOW = 1, PIPE_END };
 static char ours[FILES];
 
 #define REAL(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
@@ -29,7 +31,8 @@ void fault_counts(long *out) { memcpy(out, counts, sizeof counts); }
 
 static int below(const char *path) { return root[0] && path && !strncmp(path, root, strlen(root)); }
 
-static int is_ours(int file) { return file >= 0 && file < FILES && ours[file]; }
+static int is(int what, int file) { return file >= 0 && file < FILES && ours[file] == what; }
+static int is_ours(int file) { return is(FILE_BELOW, file); }
 
 static int fails(int of_kind) {
     long call = ++counts[of_kind];
@@ -39,7 +42,7 @@ static int fails(int of_kind) {
 }
 
 static int opened(int file, const char *path) {
-    if (file >= 0 && file < FILES) ours[file] = below(path);
+    if (file >= 0 && file < FILES) ours[file] = below(path) ? FILE_BELOW : 0;
     return file;
 }
 
@@ -64,7 +67,7 @@ int openat64(int folder, const char *path, int flags, ...) {
     return below(path) && fails(OPEN) ? -1 : opened(REAL(openat64)(folder, path, flags, mode), path);
 }
 int close(int file) {
-    if (is_ours(file)) ours[file] = 0;
+    if (file >= 0 && file < FILES) ours[file] = 0;
     return REAL(close)(file);
 }
 
@@ -72,6 +75,7 @@ int close(int file) {
 #define HALF(size) (number == ENOSPC && counts[WRITE] == at && (size) > 1)
 
 ssize_t write(int file, const void *bytes, size_t size) {
+    if (is(PIPE_END, file)) return fails(SEND) ? -1 : REAL(write)(file, bytes, size);
     if (!is_ours(file) || !fails(WRITE)) return REAL(write)(file, bytes, size);
     return HALF(size) ? REAL(write)(file, bytes, size / 2) : -1;
 }
@@ -89,3 +93,15 @@ int ftruncate64(int file, off64_t size) { return is_ours(file) && fails(WRITE) ?
 int rename(const char *from, const char *to) { return below(to) && fails(RENAME) ? -1 : REAL(rename)(from, to); }
 int mkdir(const char *path, mode_t mode) { return below(path) && fails(MKDIR) ? -1 : REAL(mkdir)(path, mode); }
 int unlink(const char *path) { return below(path) && fails(UNLINK) ? -1 : REAL(unlink)(path); }
+
+int pipe2(int ends[2], int flags) {
+    if (root[0] && fails(PIPE)) return -1;
+    int made = REAL(pipe2)(ends, flags);
+    for (int i = 0; root[0] && !made && i < 2; i++)
+        if (ends[i] < FILES) ours[ends[i]] = PIPE_END;
+    return made;
+}
+int pipe(int ends[2]) { return pipe2(ends, 0); }
+pid_t fork(void) { return root[0] && fails(SPAWN) ? -1 : REAL(fork)(); }
+/* a vfork cannot be wrapped: its child would return into this function and leave nothing for its parent to return to */
+pid_t vfork(void) { return fork(); }

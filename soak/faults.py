@@ -1,8 +1,8 @@
 """Every call that a run makes of the system fails in turn: by a full disk, a read-only one, no handle, an interruption.
 
-A library that is preloaded counts the calls on files below the run's folder and makes one of them fail, or all from
-there on (`faults.c`). The run must end in one line, or do without; what it has kept must load, and the same command
-must then finish it with the same bits.
+A library that is preloaded counts the calls on files below the run's folder, and those that make pipes and processes
+and write into pipes, and makes one of them fail, or all from there on (`faults.c`). The run must end in one line, or do
+without; what it has kept must load, and the same command must then finish it with the same bits.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cnnexp.errors import CheckpointError
 from soak.commands import ROOT, SMALL, Done, fault_of, recorded, weights
 
-KINDS = ("open", "write", "sync", "rename", "mkdir", "unlink")
+KINDS = ("open", "write", "sync", "rename", "mkdir", "unlink", "pipe", "send", "spawn")
+FILES, PROCESSES = KINDS[:6], KINDS[6:]
 # what the system may say to a call, and whether it goes on saying so
 ERRORS = {
     "open": [
@@ -43,6 +45,9 @@ ERRORS = {
     "rename": [(errno.ENOSPC, True), (errno.EROFS, True), (errno.EACCES, False)],
     "mkdir": [(errno.ENOSPC, True), (errno.EROFS, True), (errno.EMLINK, False)],
     "unlink": [(errno.EROFS, True), (errno.EACCES, False)],
+    "pipe": [(errno.EMFILE, False), (errno.ENFILE, True)],
+    "send": [(errno.EPIPE, False), (errno.EINTR, False)],
+    "spawn": [(errno.EAGAIN, False), (errno.ENOMEM, True)],
 }
 EPOCHS, TRIAL_S = 3, 600  # a busy machine may take its time
 WORDS = (*SMALL, f"trainer.epochs={EPOCHS}", "trainer.batch_size=20", "trainer.checkpoint_batches=4")
@@ -71,6 +76,11 @@ def storing(folder: Path, seed: int) -> Iterator[str | None]:
     yield from _preloaded("storing", folder, seed)
 
 
+def spawning(folder: Path, seed: int) -> Iterator[str | None]:
+    """Let the pipes and processes fail that a run needs for its recorder and its workers."""
+    yield from _preloaded("spawning", folder, seed)
+
+
 def _preloaded(part: str, folder: Path, seed: int) -> Iterator[str | None]:
     """Run a part in a process that has the library loaded; it answers a line of JSON a trial."""
     library = folder / "faults.so"
@@ -83,12 +93,19 @@ def _preloaded(part: str, folder: Path, seed: int) -> Iterator[str | None]:
             assert process.stdout is not None
             for line in process.stdout:
                 yield json.loads(line)
+            yield f"its process ended with exit code {process.wait()}"
         finally:
             process.kill()
 
 
-def _trials(folder: Path, seed: int, part: Callable[[Path], None], judge: Callable[[Path, Done], str | None]) -> None:
-    """Print a line for each fault of a part: once for every call of every kind, in a random order, then again."""
+def _trials(
+    folder: Path,
+    seed: int,
+    part: Callable[[Path], None],
+    judge: Callable[[Path, Done], str | None],
+    kinds: Sequence[str] = FILES,
+) -> None:
+    """Print a line for each fault of a part: once for every call of some kinds, in a random order, then again."""
     library = ctypes.CDLL(None)
     counted = (ctypes.c_long * len(KINDS))()
     calm = folder / "calm"
@@ -106,14 +123,14 @@ def _trials(folder: Path, seed: int, part: Callable[[Path], None], judge: Callab
     if done.code != 0:
         _tell(f"without a fault: {done}")
         return
-    calls = json.loads((calm / "counts.json").read_text())
+    calls = dict(zip(KINDS, json.loads((calm / "counts.json").read_text()), strict=True))
     faults = [
         Fault(kind, call, error, stays)
-        for kind, most in zip(KINDS, calls, strict=True)
-        for call in range(1, most + 1)
+        for kind in kinds
+        for call in range(1, calls[kind] + 1)
         for error, stays in ERRORS[kind]
     ]
-    sys.stderr.write(f"{dict(zip(KINDS, calls, strict=True))}: {len(faults)} faults\n")
+    sys.stderr.write(f"{calls}: {len(faults)} faults\n")
     rng = random.Random(seed)
     for round_ in itertools.count():
         rng.shuffle(faults)
@@ -182,28 +199,55 @@ def _tell(fault: str | None) -> None:
     sys.__stdout__.flush()
 
 
-def _train(place: Path) -> None:
+def _train(place: Path, *words: str) -> None:
     from cnnexp.__main__ import main
 
-    sys.argv = ["cnnexp", *WORDS, "tracking=none", f"hydra.run.dir={place}/run", "trainer.resume=auto"]
+    sys.argv = ["cnnexp", *WORDS, *(words or ("tracking=none",)), f"hydra.run.dir={place}/run", "trainer.resume=auto"]
     main()
 
 
+def _train_beside(place: Path) -> None:
+    """Train with a recorder and another worker."""
+    _train(
+        place,
+        "workers=local",
+        "workers.count=2",
+        f"tracking.uri=sqlite:///{place}/mlflow.db",
+        "tracking.experiment=soak",
+    )
+
+
 def _training(folder: Path, seed: int) -> None:
+    _trials(folder, seed, _train, _finishes(folder, _train))
+
+
+def _spawning(folder: Path, seed: int) -> None:
+    finishes = _finishes(folder, _train_beside)
+
+    def judge(place: Path, done: Done) -> str | None:
+        return finishes(place, done) or fault_of(recorded(place / "mlflow.db", "soak"), EPOCHS)
+
+    _trials(folder, seed, _train_beside, judge, PROCESSES)
+
+
+def _finishes(folder: Path, train: Callable[[Path], None]) -> Callable[[Path, Done], str | None]:
+    """Return what tells whether the same command finishes a run as if nothing had failed."""
     from cnnexp.app import hydra_app  # noqa: F401 - so that children have it
 
-    done = forked(_made(folder / "whole"), lambda: _train(folder / "whole"))
+    done = forked(_made(folder / "whole"), lambda: train(folder / "whole"))
     assert done.code == 0, done
     wanted = weights(folder / "whole" / "run")
 
     def judge(place: Path, done: Done) -> str | None:
         from cnnexp.tracking.events import read_journal
-        from cnnexp.training.checkpoint import find, list_checkpoints, load
+        from cnnexp.training.checkpoint import find, holds_checkpoints, load
 
-        kept = list_checkpoints(place / "run" / "checkpoints")
-        if kept and load(find(place / "run")) is None:
-            return "no checkpoint"
-        again = forked(place, lambda: _train(place))
+        if holds_checkpoints(place / "run"):
+            try:
+                load(find(place / "run"))
+            except CheckpointError as error:
+                return f"what was kept: {error}"
+        again = forked(place, lambda: train(place))
         if again.code != 0:
             return f"then: {again}"
         journal = read_journal(place / "run")
@@ -211,7 +255,7 @@ def _training(folder: Path, seed: int) -> None:
             return f"the journal: {journal['status']}, {[e['epoch'] for e in journal['epochs']]}"
         return None if weights(place / "run") == wanted else "other weights"
 
-    _trials(folder, seed, _train, judge)
+    return judge
 
 
 def _made(folder: Path) -> Path:
@@ -221,7 +265,6 @@ def _made(folder: Path) -> Path:
 
 def _record(place: Path) -> None:
     """Do what the recorder of a run does, in this process."""
-    sys.path.insert(0, str(ROOT / "tests"))
     from cnnexp.errors import TrackingError, leave
     from cnnexp.tracking import store as stores
     from cnnexp.tracking.events import read_journal
@@ -278,4 +321,6 @@ def _storing(folder: Path, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    {"training": _training, "storing": _storing}[sys.argv[1]](Path(sys.argv[2]), int(sys.argv[3]))
+    {"training": _training, "storing": _storing, "spawning": _spawning}[sys.argv[1]](
+        Path(sys.argv[2]), int(sys.argv[3])
+    )

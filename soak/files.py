@@ -13,7 +13,6 @@ import json
 import logging
 import resource
 import signal
-import subprocess
 import sys
 import traceback
 import warnings
@@ -27,7 +26,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from cnnexp.errors import CnnexpError
-from soak.commands import ROOT
+from soak.commands import ROOT, chunks
 
 CORPUS = Path(__file__).parent / "corpus"
 FILE_S, FILE_BYTES = 5, 1 << 30  # a file may take, beyond what the libraries take that are loaded
@@ -123,20 +122,13 @@ def files(format_: str) -> Callable[[Path, int], Iterator[str | None]]:
     """Return the part of the soak that reads mutated files of a format, one a trial."""
 
     def part(folder: Path, seed: int) -> Iterator[str | None]:
-        for slice_ in range(seed * 1_000_000, (seed + 1) * 1_000_000):
-            command = [sys.executable, "-P", "-m", __name__, format_, str(folder), str(slice_), str(CHUNK)]
-            done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
-            found = [json.loads(line) for line in done.stdout.splitlines()]
-            if done.returncode:
-                found.append(f"its reader died with exit code {done.returncode}: {done.stderr[-300:]}")
-            yield from found
-            yield from [None] * (CHUNK - len(found))
+        yield from chunks(__name__, [format_, str(folder)], seed, CHUNK)
 
     return part
 
 
 def main() -> None:
-    """Read mutated files; print a line of JSON for each kind of fault."""
+    """Read mutated files; print a line of JSON for each: null, or a fault that was not seen before."""
     format_, folder, number, count = FORMATS[sys.argv[1]], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
     logging.disable(logging.WARNING)
     path, told = folder / format_.name, set()
@@ -156,11 +148,13 @@ def main() -> None:
     def read(content: bytes, sealed: bool) -> None:
         content = format_.seal(content) if sealed else content
         fault = fault_of(format_, _written(path, content))
-        if fault is not None and fault not in told:
-            told.add(fault)
-            kept = folder / f"{hashlib.sha256(content).hexdigest()[:12]}-{format_.name}"
-            kept.write_bytes(content)
-            print(json.dumps(f"{kept.name}: {fault}"), flush=True)
+        if fault is None or fault in told:
+            print("null", flush=True)
+            return
+        told.add(fault)
+        kept = folder / f"{hashlib.sha256(content).hexdigest()[:12]}-{path.name}"
+        kept.write_bytes(content)
+        print(json.dumps(f"{kept.name}: {fault}"), flush=True)
 
     read()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import random
@@ -14,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from cnnexp.tracking.events import JOURNAL, read_journal
-from soak.commands import SMALL, Done, fault_of, recorded, run, weights
+from soak.commands import SMALL, fault_of, recorded, run, weights
 
 EPOCHS = 5
 STRATA = 20  # of a run's time: so that few kills reach its start and its end, too
@@ -56,17 +57,7 @@ def recorder(folder: Path, seed: int) -> Iterator[str | None]:
         experiment = f"trial {trial}"
         after_s = (trial % STRATA + rng.random()) / STRATA * whole.seconds
         killed: list[int] = []
-
-        def kill(process: subprocess.Popen[str], after_s: float = after_s, killed: list[int] = killed) -> None:
-            ends = time.monotonic() + after_s
-            while time.monotonic() < ends and process.poll() is None:
-                time.sleep(0.01)
-            with contextlib.suppress(psutil.Error):
-                for child in psutil.Process(process.pid).children():
-                    if "cnnexp.tracking.store" in child.cmdline():
-                        child.kill()
-                        killed.append(child.pid)
-
+        kill = functools.partial(_kill_child, after_s, "cnnexp.tracking.store", killed)
         place = folder / f"{trial:05d}"
         done = run([*words, f"tracking.experiment={experiment}", "hydra.run.dir=run"], place, meanwhile=kill)
         fault = done.fault or (f"exit code {done.code}: {done.err}" if done.code else None)
@@ -92,6 +83,43 @@ def sweeps(folder: Path, seed: int) -> Iterator[str | None]:
         done = run(mine, place)
         fault = done.fault or (f"exit code {done.code}: {done.err}" if done.code else None)
         yield _told(fault or _sweep_fault(store, experiment, len(filters)), trial, after_s)
+
+
+def jobs(folder: Path, seed: int) -> Iterator[str | None]:
+    """Kill a process that runs jobs of a parallel sweep, then run the sweep again with what is finished skipped.
+
+    The sweep must name what is lost in one line; in the end every job is FINISHED once, and nothing is RUNNING.
+    """
+    rng = random.Random(seed)
+    store, filters = folder / "mlflow.db", (1, 2, 3, 4)
+    words = [*SMALL, "trainer.epochs=2", f"tracking.uri=sqlite:///{store}", "sweep.skip_finished=true"]
+    words += ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "-m", f"model.filters={','.join(map(str, filters))}"]
+    whole = run([*words, "tracking.experiment=whole"], folder / "whole")
+    for trial in itertools.count():
+        experiment, place = f"trial {trial}", folder / f"{trial:05d}"
+        mine = [*words, f"tracking.experiment={experiment}"]
+        after_s = (trial % STRATA + rng.random()) / STRATA * whole.seconds
+        killed: list[int] = []
+        kill = functools.partial(_kill_child, after_s, "popen_loky_posix", killed)
+        first = run(mine, place / "killed", meanwhile=kill)
+        done = run(mine, place / "again")
+        fault = first.fault or done.fault or (f"exit code {done.code}: {done.err}" if done.code else None)
+        if not fault and "unexpected" in first.err:
+            fault = f"not told as what it is: {first.err}"
+        yield _told(fault or _sweep_fault(store, experiment, len(filters)), trial, after_s, bool(killed), "job killed")
+
+
+def _kill_child(after_s: float, named: str, killed: list[int], process: subprocess.Popen[str]) -> None:
+    """Kill a child of a process after a while; note its id. Which one is told by a word of its command line."""
+    ends = time.monotonic() + after_s
+    while time.monotonic() < ends and process.poll() is None:
+        time.sleep(0.01)
+    with contextlib.suppress(psutil.Error):
+        for child in psutil.Process(process.pid).children():
+            if any(named in word for word in child.cmdline()):
+                child.kill()
+                killed.append(child.pid)
+                return
 
 
 def _sweep_fault(store: Path, experiment: str, jobs: int) -> str | None:
@@ -129,6 +157,3 @@ def _compare(place: Path, store: Path, experiment: str, wanted: str, losses: dic
 
 def _told(fault: str | None, *about: object) -> str | None:
     return None if fault is None else f"{about}: {fault}"
-
-
-__all__ = ["Done", "kills", "recorder", "sweeps"]

@@ -8,6 +8,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import BrokenExecutor
 from pathlib import Path
 from typing import Any, cast
 
@@ -40,6 +41,10 @@ for noisy in ("matplotlib", "numba", "PIL"):
 
 GROUPS = ("model", "backend", "optimizer", "dataset", "workers")  # a class for each name in them
 OBJECTIVES = {"test_accuracy": "final/test_accuracy", "epoch_s": "time/median_epoch_s"}
+GAVE_UP = (
+    "a process of hydra/launcher died, and the launcher ended the jobs that had not; the same command with "
+    "sweep.skip_finished=true trains what is left"
+)
 PACKAGE = Path(__file__).resolve().parents[1]
 # a checkout holds conf/ beside the package, an installed package inside it
 CONF = next((path for path in (PACKAGE / "conf", PACKAGE.parent / "conf") if path.is_dir()), PACKAGE / "conf")
@@ -57,10 +62,12 @@ def launch() -> None:
     sys.argv[1:] = _sweep_first(trust.hide_password(sys.argv[1:]))
     _offer_plugins(sys.argv[1:])
     command = hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)
-    interrupted = True
+    interrupted, gave_up = True, []
     try:
         command()
         interrupted = False
+    except BrokenExecutor:  # of a parallel launcher: one of its processes was killed, and it ends the others
+        interrupted, gave_up = False, [GAVE_UP]
     finally:
         failed = _finish_sweep(SweepCallback.started, interrupted) if SweepCallback.started else []
         lost = any(isinstance(error, TrackingError) for error in _failures)
@@ -73,8 +80,8 @@ def launch() -> None:
         store = f" tracking.uri={without_password(tracking.uri)}" if tracking.uri else ""
         text = f"To look at it: {program_name()} ui{store}, which opens\n{link}"
         make_console().print(text, highlight=False, markup=False, soft_wrap=True)
-    if failed:
-        leave("\n  ".join(failed), 1)
+    if failed or gave_up:
+        leave("\n  ".join([*failed, *gave_up]), 1)
     if _failures:
         raise _failures[0]
 

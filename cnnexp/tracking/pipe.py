@@ -41,7 +41,8 @@ _early: list[subprocess.Popen[str]] = []
 
 def start_early() -> None:
     """Start the process of the first `Recorder` to come, which then finds it with its libraries loaded."""
-    _early.append(_start_process())
+    with contextlib.suppress(OSError):  # none can be started now; the recorder says so
+        _early.append(_start_process())
 
 
 def end_early() -> None:
@@ -61,6 +62,9 @@ class Recorder:
     Args:
         uri: as `store.store_uri` returns it.
         experiment: name of the MLflow experiment.
+
+    Raises:
+        TrackingError: no process can be started.
     """
 
     def __init__(self, uri: str, experiment: str) -> None:
@@ -70,19 +74,28 @@ class Recorder:
         self._ids = itertools.count()
         self._deaths = 0
         early = _early.pop() if _early else None
-        self._start(early if early is not None and early.poll() is None else _start_process())
+        self._start(early if early is not None and early.poll() is None else self._another())
 
     def restart(self) -> None:
         """Start another process in the place of one that has died; what that one was sent it does not know.
 
         Raises:
-            TrackingError: `MOST_DEATHS` in a row have died before they answered anything.
+            TrackingError: `MOST_DEATHS` in a row have died before they answered anything, or none can be started.
         """
         self._deaths = 1 if self._answering else self._deaths + 1
         if self._deaths > MOST_DEATHS:
             raise TrackingError(self._death)
         self._end()
-        self._start(_start_process())
+        self._start(self._another())
+
+    def _another(self) -> subprocess.Popen[str]:
+        try:
+            return _start_process()
+        except OSError as error:
+            raise TrackingError(
+                f"{self._store}: the recorder process cannot be started: {error.strerror or error}; tracking=none does "
+                "without one"
+            ) from error
 
     def _start(self, process: subprocess.Popen[str]) -> None:
         self._slow = self._answering = False

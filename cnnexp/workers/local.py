@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
@@ -176,10 +176,11 @@ def compile_local(spec: Spec, count: int, patience_s: float) -> ParallelProgram:
     """Start `count` - 1 processes and return the program of all of them.
 
     Raises:
-        WorkerDied: a process ended before it was ready, or was silent for `patience_s` seconds.
+        WorkerDied: a process could not be started, ended before it was ready, or was silent for `patience_s` seconds.
     """
     started = time.perf_counter()
-    board = Board(count)
+    with _explained(count):
+        board = Board(count)
     children: list[_Child] = []
     pulse = Pulse(board, 0, patience_s)
     collective = LocalCollective(board, 0, lambda: _check_children(children, count, pulse, patience_s))
@@ -189,8 +190,9 @@ def compile_local(spec: Spec, count: int, patience_s: float) -> ParallelProgram:
         _stop(children, STOP_S if told else 0.0)
 
     try:
-        for rank in range(1, count):
-            children.append(_start(board, rank, spec, patience_s))
+        with _explained(count):
+            for rank in range(1, count):
+                children.append(_start(board, rank, spec, patience_s))
         replica = make_replica(spec, collective)
         collective.barrier()  # now the others find the kernels in the cache
         collective.barrier()
@@ -198,6 +200,17 @@ def compile_local(spec: Spec, count: int, patience_s: float) -> ParallelProgram:
         release(told=False)
         raise
     return ParallelProgram(spec, collective, replica, time.perf_counter() - started, release)
+
+
+@contextlib.contextmanager
+def _explained(count: int) -> Iterator[None]:
+    """Say what was started where the system refuses a process, a pipe or memory that processes share."""
+    try:
+        yield
+    except OSError as error:
+        raise WorkerDied(
+            f"workers.count={count}: not all of them can be started: {error.strerror or error}; lower workers.count"
+        ) from error
 
 
 def _start(board: Board, rank: int, spec: Spec, patience_s: float) -> _Child:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import pytest
@@ -182,6 +183,28 @@ def test_a_parallel_launcher_is_contended(tmp_path):
     assert done.returncode == 0, done.stderr
     assert [row["contended"] for row in sweep.rows(tmp_path)] == [True, True]
     assert json.loads((tmp_path / "0" / JOURNAL).read_text().splitlines()[0])["contended"]
+
+
+def test_a_parallel_launcher_that_lost_a_process_is_told_in_a_line(monkeypatch, tmp_path, capsys):
+    from cnnexp.app import hydra_app
+
+    def command():
+        hydra_app.SweepCallback.started = sweep.begin(tmp_path, ["model.filters=1,2,4"])
+        run_job(tmp_path, 0, ["model.filters=1"])
+        (tmp_path / "1").mkdir()
+        died = {"event": "job", "name": "killed", "overrides": ["model.filters=2"], "config": CONFIG}
+        (tmp_path / "1" / JOURNAL).write_text(json.dumps(died) + "\n")
+        raise BrokenProcessPool("A worker process was unexpectedly terminated.\nThe exit codes are {SIGKILL(-9)}")
+
+    monkeypatch.setattr(hydra_app.SweepCallback, "started", None)
+    monkeypatch.setattr(hydra_app.hydra, "main", lambda **_: lambda job: command)
+    monkeypatch.setattr(sys, "argv", ["cnnexp", "-m", "model.filters=1,2,4"])
+    with pytest.raises(SystemExit) as left:
+        hydra_app.launch()
+    assert left.value.code == 1
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "cnnexp: error: job in folder 1 (model.filters=2): the process died"
+    assert second.startswith("  a process of hydra/launcher died")
 
 
 @pytest.mark.parametrize(

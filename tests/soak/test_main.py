@@ -56,7 +56,17 @@ def test_a_record_that_lacks_or_doubles_an_epoch_is_seen(runs, fault):
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are killed and watched as Linux does it")
-@pytest.mark.parametrize("part", [kills.kills, kills.recorder, kills.sweeps, soak.PARTS["training-faults"]])
+@pytest.mark.parametrize(
+    "part",
+    [
+        kills.kills,
+        kills.recorder,
+        kills.sweeps,
+        kills.jobs,
+        soak.PARTS["training-faults"],
+        soak.PARTS["process-faults"],
+    ],
+)
 def test_a_short_slice_holds(tmp_path, part):
     trials = part(tmp_path, 0)
     assert [next(trials) for _ in range(2)] == [None, None]

@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import signal
@@ -264,6 +265,16 @@ def test_recorders_that_die_at_once_lose_no_epoch_and_it_is_said_how_to_send_the
     assert read(store, stale.info.run_id).info.status == "FINISHED"  # as the journal says
     assert [step for step, _ in history(store, stale.info.run_id)] == list(range(1, 9))
     assert read_journal(tmp_path)["stored"]
+
+
+def test_a_recorder_that_cannot_be_started_is_told_in_a_line(uri, monkeypatch):
+    def refused():
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(pipe, "_start_process", refused)
+    pipe.start_early()
+    with pytest.raises(TrackingError, match="process cannot be started: Resource temporarily unavailable; tracking=no"):
+        Recorder(uri, "runs")
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="a process is stopped by a POSIX signal")

@@ -1,3 +1,4 @@
+import errno
 import os
 import signal
 import subprocess
@@ -14,7 +15,7 @@ from cnnexp.backends import backend_class
 from cnnexp.backends.processor import usable_cores
 from cnnexp.datasets import Split
 from cnnexp.errors import CheckpointError, ConfigError, WorkerDied
-from cnnexp.workers import Local
+from cnnexp.workers import Local, local
 from cnnexp.workers.local import SLOT_BYTES, Board, LocalCollective
 from cnnexp.workers.replica import divide_threads
 
@@ -135,7 +136,7 @@ def test_workers_end_with_rank_0_and_say_so():
 import os, sys
 sys.path.insert(0, "tests")
 from workers.work import compiled
-from cnnexp.workers import Local
+from cnnexp.workers import Local, local
 if __name__ == "__main__":
     program = compiled(Local(), "one_conv", "sgd")
     os.kill(os.getpid(), 9)
@@ -167,6 +168,17 @@ def test_threads_are_divided_among_the_workers(monkeypatch):
 def test_mistakes_are_one_line(values, message):
     with pytest.raises(ConfigError, match=message):
         Local(**values)
+
+
+@pytest.mark.parametrize("lacking", [errno.EAGAIN, errno.EPIPE])
+def test_a_worker_that_cannot_be_started_is_told_in_a_line(monkeypatch, lacking):
+    def refused(**_):
+        raise OSError(lacking, os.strerror(lacking))
+
+    monkeypatch.setattr(local._CONTEXT, "Process", refused)
+    with pytest.raises(WorkerDied, match=r"workers\.count=2: not all of them can be started: .*; lower workers\.count"):
+        compiled(Local(count=2), "one_conv", "sgd")
+    assert not _children()
 
 
 def test_more_workers_than_images_in_a_batch_are_refused():
