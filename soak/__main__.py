@@ -23,6 +23,7 @@ PARTS: dict[str, Callable[[Path, int], Iterator[str | None]]] = {
     "sweeps": kills.sweeps,
     "jobs": kills.jobs,
     "outage": stores.outage,
+    "passwords": stores.passwords,
     "epochs": long.epochs,
     "configs": long.configs,
     "networks": networks.networks,

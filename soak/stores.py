@@ -1,4 +1,4 @@
-"""Stores that stop in the middle of a run: an MLflow server, a PostgreSQL database."""
+"""Stores that stop in the middle of a run, an MLflow server and a PostgreSQL database; and the password to one."""
 
 from __future__ import annotations
 
@@ -26,18 +26,36 @@ from soak.commands import SMALL, Recorded, fault_of, recorded, run
 EPOCHS, EPOCH_IMAGES = 120, 6000
 STOPPED_S, SERVED_S = 60.0, 300.0
 MOST_LONGER = 1.1  # an epoch while the store stands still, beside its neighbours
+STORE = "mlflow.db"
 POSTGRES = ("initdb", "postgres", "createdb", "psql")
 
 
 def outage(folder: Path, seed: int) -> Iterator[str | None]:
     """Stop an MLflow server for a minute in the middle of a run; all metrics must be there at the end."""
     rng = random.Random(seed)
-    store = folder / "mlflow.db"
-    port = free_port(5100 + rng.randrange(1000))
-    command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", f"sqlite:///{store}", "--workers", "1"]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--artifacts-destination", str(folder / "artifacts")]
-    with _served(command, port, folder):
+    with _mlflow(folder, rng) as port:
+        store = folder / STORE
         yield from _stopped(folder, f"http://127.0.0.1:{port}", port, lambda name: recorded(store, name), rng)
+
+
+def passwords(folder: Path, seed: int) -> Iterator[str | None]:
+    """Look for the password of an MLflow server's address in all that runs, sweeps and `sync` write, the server too."""
+    rng = random.Random(seed)
+    with _mlflow(folder, rng) as port:
+        for trial in itertools.count():
+            password, place = f"pw{rng.getrandbits(64):016x}", folder / f"{trial:05d}"
+            address = f"tracking.uri=http://me:{password}@127.0.0.1:{port}"
+            words = [*SMALL, "trainer.epochs=1", "tracking.experiment=secret", address]
+            commands = [[*words, "hydra.run.dir=run"], [*words, "-m", "model.filters=1,2"], ["sync", ".", address]]
+            done = [run(words, place) for words in commands]
+            faults = [one.fault or f"exit code {one.code}: {one.err}" for one in done if one.code != 0]
+            files = (path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+            faults += [f"it is in {path}" for path in files if password.encode() in path.read_bytes()]
+            runs = [run for run in recorded(folder / STORE, "secret") if "train/loss" in run.metrics]
+            if len(runs) != 3 * (trial + 1):
+                faults.append(f"{len(runs)} runs are recorded")
+            faults += ["it is on the screen"] if any(password in one.out + one.err for one in done) else []
+            yield "; ".join(faults) or None
 
 
 def postgres(folder: Path, seed: int) -> Iterator[str | None]:
@@ -101,6 +119,16 @@ def _fault(place: Path, runs: Sequence[Recorded], times: Sequence[float]) -> str
     told = f"{len(within)} epochs while it stood still, of {ratio:.2f} the others' seconds (medians)"
     sys.stderr.write(f"{told}\n")
     return None if within and ratio <= MOST_LONGER else told
+
+
+@contextlib.contextmanager
+def _mlflow(folder: Path, rng: random.Random) -> Iterator[int]:
+    """Run an MLflow server, whose store is in a folder, until the block ends; return its port."""
+    port = free_port(5100 + rng.randrange(1000))
+    command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", f"sqlite:///{folder / STORE}"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--artifacts-destination", str(folder / "artifacts")]
+    with _served([*command, "--workers", "1"], port, folder):
+        yield port
 
 
 @contextlib.contextmanager
