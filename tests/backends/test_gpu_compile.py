@@ -105,9 +105,9 @@ BUDGETS = {
     "sums.matmul": (48, 4.0),
     "one_conv_kernels.forward": (128, 2.5),
     "one_conv_kernels.backward": (96, 2.5),
-    "conv_kernels.conv_forward": (64, 9.5),
-    "conv_kernels.conv_backward_weights": (96, 6.0),
-    "conv_kernels.conv_backward_input": (80, 4.0),
+    "conv_kernels.conv2d": (64, 9.5),
+    "conv_kernels.conv2d_backward_weights": (96, 6.0),
+    "conv_kernels.conv2d_backward_input": (80, 4.0),
     "linear_kernels.linear_head": (96, 6.0),
 }
 REGISTERS = 128  # of any other kernel

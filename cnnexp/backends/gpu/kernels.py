@@ -173,14 +173,14 @@ def dropout(D: int, block: int) -> Kernel:
     """Keep, scaled, what `noise.keeps`; D numbers per image, `least` is the rate's threshold. One thread per number."""
     D = u32(D)
 
-    def dropout(x, images, y, key, least, scale, count):
+    def dropout(x, images, key, least, scale, y, count):
         i = u32(cuda.grid(1))
         while i < count:
             start = _mix(key ^ images[u32(i // D)])
             y[i] = x[i] * scale if _mix(start ^ _mix(np.int64(u32(i % D)))) >= least else ZERO
             i = u32(i + u32(cuda.gridsize(1)))
 
-    return Kernel(dropout, "void(float32[::1], int64[::1], float32[::1], int64, int64, float32, uint32)", block)
+    return Kernel(dropout, "void(float32[::1], int64[::1], int64, int64, float32, float32[::1], uint32)", block)
 
 
 @cache
@@ -218,7 +218,7 @@ def normalize(channels: int, from_variance: bool, block: int) -> Kernel:
     """y = (x - mean) * inverse * w + b, `inverse` given or made from a variance; one thread per number."""
     C = u32(channels)
 
-    def normalize(x, mean, inverse, w, b, y, epsilon, count):
+    def normalize(x, mean, inverse, w, b, epsilon, y, count):
         i = u32(cuda.grid(1))
         while i < count:
             c = u32(i % C)
@@ -226,8 +226,8 @@ def normalize(channels: int, from_variance: bool, block: int) -> Kernel:
             y[i] = (x[i] - mean[c]) * (factor * w[c]) + b[c]
             i = u32(i + u32(cuda.gridsize(1)))
 
-    arrays = ", ".join(["float32[::1]"] * 6)
-    return Kernel(normalize, f"void({arrays}, float32, uint32)", block)
+    arrays = ", ".join(["float32[::1]"] * 5)
+    return Kernel(normalize, f"void({arrays}, float32, float32[::1], uint32)", block)
 
 
 @cache
@@ -235,7 +235,7 @@ def normalize_backward(channels: int, block: int) -> Kernel:
     """dx of `protocol`'s `batch_norm_backward`, share being 1 / the numbers of a channel; one thread per number."""
     C = u32(channels)
 
-    def normalize_backward(x, mean, inverse, w, dy, dw, db, dx, share, count):
+    def normalize_backward(x, mean, inverse, w, dy, dw, db, share, dx, count):
         i = u32(cuda.grid(1))
         while i < count:
             c = u32(i % C)
@@ -243,8 +243,8 @@ def normalize_backward(channels: int, block: int) -> Kernel:
             dx[i] = inverse[c] * w[c] * (dy[i] - db[c] * share - normal * (dw[c] * share))
             i = u32(i + u32(cuda.gridsize(1)))
 
-    arrays = ", ".join(["float32[::1]"] * 8)
-    return Kernel(normalize_backward, f"void({arrays}, float32, uint32)", block)
+    arrays = ", ".join(["float32[::1]"] * 7)
+    return Kernel(normalize_backward, f"void({arrays}, float32, float32[::1], uint32)", block)
 
 
 @cache
@@ -376,12 +376,12 @@ def loss(kind: Loss, O: int, block: int) -> Kernel:  # noqa: E741
         made = _smoothed_cross_entropy(u32(O), f32(kind.label_smoothing))
     else:
         made = LOSSES[kind.name](u32(O))
-    signature = "void(float32[::1], int32[::1], float32[::1], float32[::1], uint8[::1], float32, uint32)"
+    signature = "void(float32[::1], int32[::1], float32, float32[::1], float32[::1], uint8[::1], uint32)"
     return Kernel(made, signature, block)
 
 
 def _softmax_cross_entropy(O):  # noqa: E741
-    def softmax_cross_entropy(scores, labels, d_scores, losses, hits, scale, count):
+    def softmax_cross_entropy(scores, labels, scale, d_scores, losses, hits, count):
         n = u32(cuda.grid(1))
         while n < count:
             first, label = u32(n * O), u32(labels[n])
@@ -405,7 +405,7 @@ def _softmax_cross_entropy(O):  # noqa: E741
 
 
 def _binary_cross_entropy(O):  # noqa: E741
-    def binary_cross_entropy(scores, labels, d_scores, losses, hits, scale, count):
+    def binary_cross_entropy(scores, labels, scale, d_scores, losses, hits, count):
         n = u32(cuda.grid(1))
         while n < count:
             p = scores[n]
@@ -424,7 +424,7 @@ def _binary_cross_entropy(O):  # noqa: E741
 def _smoothed_cross_entropy(O, smoothing):  # noqa: E741
     share, rest = f32(smoothing / f32(O)), f32(ONE - smoothing)
 
-    def smoothed_cross_entropy(scores, labels, d_scores, losses, hits, scale, count):
+    def smoothed_cross_entropy(scores, labels, scale, d_scores, losses, hits, count):
         n = u32(cuda.grid(1))
         while n < count:
             first, label = u32(n * O), u32(labels[n])
@@ -453,7 +453,7 @@ def _smoothed_cross_entropy(O, smoothing):  # noqa: E741
 def _mean_squared_error(O):  # noqa: E741
     share = f32(ONE / f32(O))
 
-    def mean_squared_error(scores, labels, d_scores, losses, hits, scale, count):
+    def mean_squared_error(scores, labels, scale, d_scores, losses, hits, count):
         n = u32(cuda.grid(1))
         while n < count:
             first, label = u32(n * O), u32(labels[n])

@@ -210,7 +210,7 @@ class NaiveOps:
 
     def dropout(self, x: Tensor, images: Tensor, key: int, rate: float, y: Tensor) -> None:
         kernel, numbers = kernels.dropout(x.size // x.shape[0], self._block), (np.int64(key), np.int64(threshold(rate)))
-        kernel.over(x.size, self.stream, x, images, y, *numbers, f32(1 / (1 - rate)))
+        kernel.over(x.size, self.stream, x, images, *numbers, f32(1 / (1 - rate)), y)
 
     def batch_norm(
         self,
@@ -232,13 +232,13 @@ class NaiveOps:
         kernels.average(self._block).over(
             w.size, self.stream, *arrays, f32(layer.momentum), f32(layer.epsilon), *shares
         )
-        kernels.normalize(w.size, False, self._block).over(x.size, self.stream, x, m, inverse, w, b, y, ZERO)
+        kernels.normalize(w.size, False, self._block).over(x.size, self.stream, x, m, inverse, w, b, ZERO, y)
 
     def batch_norm_predict(
         self, layer: BatchNorm2d, x: Tensor, w: Tensor, b: Tensor, mean: Tensor, variance: Tensor, y: Tensor
     ) -> None:
         kernel = kernels.normalize(w.size, True, self._block)
-        kernel.over(x.size, self.stream, x, mean, variance, w, b, y, f32(layer.epsilon))
+        kernel.over(x.size, self.stream, x, mean, variance, w, b, f32(layer.epsilon), y)
 
     def batch_norm_backward(
         self, x: Tensor, w: Tensor, dy: Tensor, saved: Any, dx: Tensor | None, dw: Tensor, db: Tensor
@@ -249,7 +249,7 @@ class NaiveOps:
         kernels.times(self._block).over(w.size, self.stream, dw, inverse)
         if dx is not None:
             kernel, share = kernels.normalize_backward(w.size, self._block), f32(w.size / x.size)
-            kernel.over(x.size, self.stream, x, mean, inverse, w, dy, dw, db, dx, share)
+            kernel.over(x.size, self.stream, x, mean, inverse, w, dy, dw, db, share, dx)
 
     def linear(self, x: Tensor, w: Tensor, b: Tensor | None, y: Tensor) -> None:
         self._matmul(x, False, w, False, b, y, depth=x.shape[1])
@@ -267,7 +267,7 @@ class NaiveOps:
         self, loss: Loss, scores: Tensor, labels: Tensor, scale: float, d_scores: Tensor, losses: Tensor, hits: Tensor
     ) -> None:
         kernel = kernels.loss(loss, scores.shape[1], self._block)
-        kernel.over(scores.shape[0], self.stream, scores, labels, d_scores, losses, hits, f32(scale))
+        kernel.over(scores.shape[0], self.stream, scores, labels, f32(scale), d_scores, losses, hits)
 
     def updater(self, optimizer: Optimizer) -> Update:
         kernel = kernels.update(optimizer, self._block)

@@ -1,7 +1,7 @@
 """The fused kernels of a convolution: with bias, max-pool and ReLU in one pass, and back through the argmax alone.
 
 A convolution never writes its full map: bias, max-pool and ReLU follow in registers, and one byte per pooled value says
-where it came from, `code` = row * S + column of the window, or S * S where ReLU shut it off. The gradient then goes
+where it came from, `argmax` = row * S + column of the window, or S * S where ReLU shut it off. The gradient then goes
 through that one place alone (castanheira, section 2.2.2).
 """
 
@@ -18,7 +18,7 @@ from cnnexp.backends.gpu.device import Kernel
 from cnnexp.backends.gpu.fused.kernels import BLOCK, as_it_is, fraction
 from cnnexp.backends.gpu.kernels import ZERO, ConvSizes, f32, u32, unsigned
 
-ACROSS = 4  # pixels of a row that one thread makes in `conv_backward_input`
+ACROSS = 4  # pixels of a row that one thread makes in `conv2d_backward_input`
 MOST_SUMS = 32  # accumulators of a thread
 FILTERS, CHANNELS = 2, 4  # of a thread: with more, small networks leave multiprocessors idle
 
@@ -71,7 +71,7 @@ class ConvBlock:
 
 
 @cache
-def conv_forward(conv: ConvBlock, rows: int, filters: int) -> Kernel:
+def conv2d(conv: ConvBlock, rows: int, filters: int) -> Kernel:
     """A block makes `rows` rows of pooled outputs of one image, `filters` filters; a thread one (u, v) of several.
 
     Pixels lie channel by channel in shared memory, so that threads side by side read different banks; what a thread
@@ -89,7 +89,7 @@ def conv_forward(conv: ConvBlock, rows: int, filters: int) -> Kernel:
     window, shut, from_order, pixel_of = conv.pool**2, u32(conv.pool**2), conv.from_order, conv.as_float
     relu, has_bias, totals = conv.relu, conv.has_bias, together * conv.pool**2
 
-    def conv_forward(x, order, cursor, ahead, w, b, y, code):
+    def conv2d(x, order, cursor, ahead, w, b, y, argmax):
         x_tile = cuda.shared.array(x_size, f32, alignment=16)
         w_tile = cuda.shared.array(w_size, f32, alignment=16)
         t = u32(cuda.threadIdx.x)
@@ -147,15 +147,15 @@ def conv_forward(conv: ConvBlock, rows: int, filters: int) -> Kernel:
                         best, where = ZERO, shut
                     place = u32(u32(u32(u32(n * U + u0) * V) + cell) * F + f)
                     y[place] = best
-                    code[place] = np.uint8(where)
+                    argmax[place] = np.uint8(where)
             cell = u32(cell + abreast)
 
     arrays = "float32[::1], float32[::1], float32[::1], uint8[::1]"
-    return Kernel(conv_forward, f"void({conv.input_type}, uint32[::1], uint32[::1], uint32, {arrays})", BLOCK)
+    return Kernel(conv2d, f"void({conv.input_type}, uint32[::1], uint32[::1], uint32, {arrays})", BLOCK)
 
 
 def filters_together(conv: ConvBlock, filters: int) -> int:
-    """Return how many filters a thread of `conv_forward` makes at once, their sums in registers."""
+    """Return how many filters a thread of `conv2d` makes at once, their sums in registers."""
     return max(1, min(filters, FILTERS, MOST_SUMS // conv.pool**2))
 
 
@@ -165,7 +165,7 @@ def in_fours(size: int) -> int:
 
 
 @cache
-def conv_backward_weights(conv: ConvBlock, rows: int, pairs: int, slices: int) -> Kernel:
+def conv2d_backward_weights(conv: ConvBlock, rows: int, pairs: int, slices: int) -> Kernel:
     """Partial gradients of the weights, through the argmax alone: a thread owns the K * K weights of one (c, f).
 
     A block takes `rows` rows of pooled outputs of the images of one slice, and `pairs` pairs (c, f); its threads share
@@ -180,7 +180,7 @@ def conv_backward_weights(conv: ConvBlock, rows: int, pairs: int, slices: int) -
     size, shut, all_pairs = u32(taps * int(C * F)), u32(conv.pool**2), u32(C * F)
     from_order, has_bias, pixel = conv.from_order, conv.has_bias, conv.as_float
 
-    def conv_backward_weights(x, order, cursor, ahead, dy, code, arena, w_base, b_base, count):
+    def conv2d_backward_weights(x, order, cursor, ahead, dy, argmax, arena, w_base, b_base, count):
         x_tile = cuda.shared.array(x_size, f32)
         shared_sums = cuda.shared.array(sums, f32)
         t = u32(cuda.threadIdx.x)
@@ -212,7 +212,7 @@ def conv_backward_weights(conv: ConvBlock, rows: int, pairs: int, slices: int) -
                 cell = group
                 while cell < cells and u32(u0 + cell // V) < U:
                     place = u32(u32(u32(u32(n * U + u0) * V) + cell) * F + f)
-                    where = u32(code[place])
+                    where = u32(argmax[place])
                     if where < shut:
                         g = dy[place]
                         row = u32(u32(u32(cell // V) * S + where // S) * stride)
@@ -247,11 +247,11 @@ def conv_backward_weights(conv: ConvBlock, rows: int, pairs: int, slices: int) -
         f"void({conv.input_type}, uint32[::1], uint32[::1], uint32, float32[::1], uint8[::1], float32[::1], uint32, "
         "uint32, uint32)"
     )
-    return Kernel(conv_backward_weights, signature, BLOCK)
+    return Kernel(conv2d_backward_weights, signature, BLOCK)
 
 
 @cache
-def conv_backward_input(conv: ConvBlock, rows: int) -> Kernel:
+def conv2d_backward_input(conv: ConvBlock, rows: int) -> Kernel:
     """A block makes `rows` rows of dx of one image, for stride 1; a thread `ACROSS` neighbours of several channels.
 
     The gradient is spread to the convolution's map in shared memory, and convolved with the turned filters.
@@ -267,7 +267,7 @@ def conv_backward_input(conv: ConvBlock, rows: int) -> Kernel:
     tiles, items, last = u32(-(-conv.sizes.H // rows)), u32(rows * int(quads * groups)), u32(conv.sizes.K - 1)
     block, seen, totals = u32(BLOCK), ACROSS + conv.sizes.K - 1, ACROSS * together
 
-    def conv_backward_input(w, dy, code, dx):
+    def conv2d_backward_input(w, dy, argmax, dx):
         d_tile = cuda.shared.array(d_size, f32, alignment=16)
         w_tile = cuda.shared.array(w_size, f32, alignment=16)
         t = u32(cuda.threadIdx.x)
@@ -283,7 +283,7 @@ def conv_backward_input(conv: ConvBlock, rows: int) -> Kernel:
             if i < u32(F * high * broad) and last <= p and u32(p - last) < P and last <= q and u32(q - last) < Q:
                 p, q = u32(p - last), u32(q - last)
                 place = u32(u32(u32(n * U + p // S) * V + q // S) * F + f)
-                if u32(code[place]) == u32(u32(p % S) * S + q % S):
+                if u32(argmax[place]) == u32(u32(p % S) * S + q % S):
                     value = dy[place]
             d_tile[u32(f * u32(high * broad) + i // F) if i < u32(F * high * broad) else i] = value
             i = u32(i + block)
@@ -324,4 +324,4 @@ def conv_backward_input(conv: ConvBlock, rows: int) -> Kernel:
                         dx[u32(u32(u32(u32(n * H + h) * W + col) * C + c0) + u32(g))] = total[g * ACROSS + j]
             item = u32(item + block)
 
-    return Kernel(conv_backward_input, "void(float32[::1], float32[::1], uint8[::1], float32[::1])", BLOCK)
+    return Kernel(conv2d_backward_input, "void(float32[::1], float32[::1], uint8[::1], float32[::1])", BLOCK)

@@ -18,13 +18,13 @@ AHEAD = 4  # images that a thread of `linear_backward_weights` asks for before i
 
 
 @cache
-def linear_forward(D: int, O: int, has_bias: bool, relu: bool) -> Kernel:  # noqa: E741
+def linear(D: int, O: int, has_bias: bool, relu: bool) -> Kernel:  # noqa: E741
     """y = relu(x @ w + b): a block makes LANES outputs of one image, its threads share out the D products of each."""
     D, O = u32(D), u32(O)  # noqa: E741
     lanes, parts, block = u32(LANES), u32(WIDE_BLOCK // LANES), WIDE_BLOCK
     groups = u32(-(-int(O) // LANES))
 
-    def linear_forward(x, w, b, y):
+    def linear(x, w, b, y):
         sums = cuda.shared.array(block, f32)
         t = u32(cuda.threadIdx.x)
         n = u32(u32(cuda.blockIdx.x) // groups)
@@ -43,7 +43,7 @@ def linear_forward(D: int, O: int, has_bias: bool, relu: bool) -> Kernel:  # noq
                 value += sums[u32(u32(part) * lanes + t)]
             y[u32(n * O + o)] = value if not relu or value > ZERO else ZERO
 
-    return Kernel(linear_forward, "void(float32[::1], float32[::1], float32[::1], float32[::1])", WIDE_BLOCK)
+    return Kernel(linear, "void(float32[::1], float32[::1], float32[::1], float32[::1])", WIDE_BLOCK)
 
 
 @cache
@@ -147,7 +147,7 @@ def linear_head(D: int, O: int, has_bias: bool, slices: int) -> Kernel:  # noqa:
     d_count, o_count = int(D), int(lanes)
 
     def linear_head(
-        x, labels, order, cursor, ahead, w, b, scores, losses, hits, dx, arena, w_base, b_base, scale, count
+        x, labels, order, cursor, ahead, w, b, scale, scores, losses, hits, dx, arena, w_base, b_base, count
     ):
         row = cuda.shared.array(d_count, f32)
         sums = cuda.shared.array(BLOCK, f32)
@@ -220,8 +220,8 @@ def linear_head(D: int, O: int, has_bias: bool, slices: int) -> Kernel:  # noqa:
             arena[u32(b_base + s * O + t)] = total_b
 
     signature = (
-        "void(float32[::1], int32[::1], uint32[::1], uint32[::1], uint32, float32[::1], float32[::1], float32[::1], "
-        "float32[::1], uint8[::1], float32[::1], float32[::1], uint32, uint32, float32, uint32)"
+        "void(float32[::1], int32[::1], uint32[::1], uint32[::1], uint32, float32[::1], float32[::1], float32, "
+        "float32[::1], float32[::1], uint8[::1], float32[::1], float32[::1], uint32, uint32, uint32)"
     )
     return Kernel(linear_head, signature, BLOCK)
 

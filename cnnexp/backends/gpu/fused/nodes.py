@@ -229,27 +229,27 @@ class FusedConv(Node):
         self._before = before
         batch, arena = context.batch_size, context.arena
         self._allocate(context, (conv.U, conv.V, conv.sizes.F))
-        self._code = device.empty(self.y.shape, np.uint8)
+        self._argmax = device.empty(self.y.shape, np.uint8)
         self._w, self._b, self._arena = context.view(stage.weight), context.view(stage.bias), arena
 
         self._blocks = -(-conv.U // plan.rows) * -(-conv.sizes.F // plan.filters)  # of an image
         kinds = {is_bytes: replace(conv, from_bytes=is_bytes and before is None) for is_bytes in (False, True)}
-        self._forward = {k: conv_kernels.conv_forward(conv, plan.rows, plan.filters) for k, conv in kinds.items()}
+        self._forward = {k: conv_kernels.conv2d(conv, plan.rows, plan.filters) for k, conv in kinds.items()}
         slices, splits = min(batch, plan.slices), -(-conv.U // plan.weight_rows)
         self._weights = {
-            k: conv_kernels.conv_backward_weights(conv, plan.weight_rows, plan.pairs, slices)
+            k: conv_kernels.conv2d_backward_weights(conv, plan.weight_rows, plan.pairs, slices)
             for k, conv in kinds.items()
         }
         self._weight_blocks = slices * splits * -(-conv.sizes.C * conv.sizes.F // plan.pairs)
         self._w_base = arena.take(stage.weight, slices * splits)
         self._b_base = arena.take(stage.bias, slices * splits)
         if before is not None and before.dy is not None:
-            self._input = conv_kernels.conv_backward_input(conv, plan.input_rows)
+            self._input = conv_kernels.conv2d_backward_input(conv, plan.input_rows)
             self._input_blocks = -(-conv.sizes.H // plan.input_rows)  # of an image
 
     def forward(self, step: Step) -> None:
         self._forward[step.split.is_bytes].launch(
-            step.count * self._blocks, step.stream, self._x(step), *step.place, self._w, self._b, self.y, self._code
+            step.count * self._blocks, step.stream, self._x(step), *step.place, self._w, self._b, self.y, self._argmax
         )
 
     def backward(self, step: Step) -> None:
@@ -259,7 +259,7 @@ class FusedConv(Node):
             self._x(step),
             *step.place,
             self.dy,
-            self._code,
+            self._argmax,
             self._arena.memory,
             self._w_base,
             self._b_base,
@@ -267,7 +267,7 @@ class FusedConv(Node):
         )
         if self._before is not None and self._before.dy is not None:
             self._input.launch(
-                step.count * self._input_blocks, step.stream, self._w, self.dy, self._code, self._before.dy
+                step.count * self._input_blocks, step.stream, self._w, self.dy, self._argmax, self._before.dy
             )
 
     def _x(self, step: Step) -> Tensor:
@@ -286,7 +286,7 @@ class FusedLinear(Node):
         self._slices = context.splits(-(-self._rows * O // BLOCK), -(-context.batch_size // LANES))
         self._w_base = context.arena.take(stage.weight, self._slices)
         self._b_base = context.arena.take(stage.bias, self._slices)
-        self._forward = linear_kernels.linear_forward(D, O, stage.bias is not None, relu)
+        self._forward = linear_kernels.linear(D, O, stage.bias is not None, relu)
         self._input = linear_kernels.linear_backward_input(D, O, relu)
         self._weights = linear_kernels.linear_backward_weights(D, O, stage.bias is not None, relu, self._slices)
 
@@ -336,6 +336,7 @@ class FusedHead(Node):
             *step.place,
             self._w,
             self._b,
+            f32(1.0 / step.count),
             self.y,
             split.losses,
             split.hits,
@@ -343,7 +344,6 @@ class FusedHead(Node):
             self._arena.memory,
             self._w_base,
             self._b_base,
-            f32(1.0 / step.count),
             u32(step.count),
         )
 

@@ -93,7 +93,7 @@ class OneConv(Node):
 
         self.y, self._d_scores = (device.empty((batch, O), np.float32) for _ in range(2))
         self._pooled = device.empty((batch, D), np.float32)
-        self._code = device.empty((batch, D), np.uint8)
+        self._argmax = device.empty((batch, D), np.uint8)
         self._partial = device.empty((parts, batch, O), np.float32)
         self._w, self._b = context.view(stage.weight), context.view(stage.bias)
         self._linear_w, self._linear_b = context.view(linear.weight), context.view(linear.bias)
@@ -116,7 +116,7 @@ class OneConv(Node):
             self._b,
             self._mirrored,
             self._pooled,
-            self._code,
+            self._argmax,
             self._partial,
             count,
         )
@@ -127,13 +127,13 @@ class OneConv(Node):
             self._linear_b,
             split.labels,
             *step.place,
+            f32(1.0 / step.count),
             self.y,
             self._d_scores,
             split.losses,
             split.hits,
             self._arena.memory,
             self._linear_b_base,
-            f32(1.0 / step.count),
             count,
         )
 
@@ -145,7 +145,7 @@ class OneConv(Node):
             *step.place,
             self._linear_w,
             self._pooled,
-            self._code,
+            self._argmax,
             self._d_scores,
             self._arena.memory,
             self._w_base,

@@ -16,13 +16,13 @@ from cnnexp.backends.gpu.kernels import ONE, ZERO, f32, u32, unsigned
 
 IMAGES = 2 if SIMULATED else 4  # of a block, forward: a linear weight is read once for all of them
 PAIR = 2  # filters of a thread, forward
-AHEAD = 4  # images of a thread whose codes are on their way at once, backward
+AHEAD = 4  # images of a thread whose argmaxes are on their way at once, backward
 COLUMNS = 4 if SIMULATED else 16  # a sum over a block goes through so many sums of BLOCK / COLUMNS
 
 
 @cache
 def forward(conv: ConvBlock, O: int, rows: int, filters: int, batch_size: int) -> Kernel:  # noqa: E741
-    """y, code, and partial scores: a block takes `rows` rows of outputs of IMAGES images, `filters` filters.
+    """y, argmax, and partial scores: a block takes `rows` rows of outputs of IMAGES images, `filters` filters.
 
     partial[part, n, o] = sum over the block's features d of y[n, d] * wt[o, d]; part = rows' number, filters' number. A
     thread makes PAIR filters at once, so that a pixel is read from shared memory for both.
@@ -40,7 +40,7 @@ def forward(conv: ConvBlock, O: int, rows: int, filters: int, batch_size: int) -
     relu, has_bias, pixel_of = conv.relu, conv.has_bias, conv.as_float
     weights, totals, pooled_size = PAIR * taps, PAIR * window, PAIR * IMAGES
 
-    def forward(x, order, cursor, ahead, w, b, wt, y, code, partial, count):
+    def forward(x, order, cursor, ahead, w, b, wt, y, argmax, partial, count):
         firsts = cuda.shared.array(IMAGES, np.uint32)  # where an image begins in the data set
         x_tile = cuda.shared.array(x_size, f32)
         sums = cuda.shared.array(sums_size, f32)
@@ -109,7 +109,7 @@ def forward(conv: ConvBlock, O: int, rows: int, filters: int, batch_size: int) -
                         if u32(n0 + u32(m)) < count and active[g]:
                             place = u32(u32(n0 + u32(m)) * D + u32(feature + u32(g) * abreast))
                             y[place] = best
-                            code[place] = np.uint8(where)
+                            argmax[place] = np.uint8(where)
                 for g in range(pair):
                     own = u32(feature + u32(g) * abreast) if active[g] else feature
                     for o in range(O):
@@ -149,7 +149,7 @@ def loss(O: int, has_bias: bool, parts: int, batch_size: int) -> Kernel:  # noqa
     O_, lanes, batch, parts_ = u32(O), u32(lanes_of(O)), u32(batch_size), u32(parts)
     images = u32(BLOCK // int(lanes))
 
-    def loss(partial, b, labels, order, cursor, ahead, scores, d_scores, losses, hits, arena, b_base, scale, count):
+    def loss(partial, b, labels, order, cursor, ahead, scale, scores, d_scores, losses, hits, arena, b_base, count):
         score = cuda.shared.array(BLOCK, f32)
         d_score = cuda.shared.array(BLOCK, f32)
         t = u32(cuda.threadIdx.x)
@@ -188,8 +188,8 @@ def loss(O: int, has_bias: bool, parts: int, batch_size: int) -> Kernel:  # noqa
             arena[u32(b_base + u32(cuda.blockIdx.x) * O_ + t)] = value
 
     signature = (
-        "void(float32[::1], float32[::1], int32[::1], uint32[::1], uint32[::1], uint32, float32[::1], float32[::1], "
-        "float32[::1], uint8[::1], float32[::1], uint32, float32, uint32)"
+        "void(float32[::1], float32[::1], int32[::1], uint32[::1], uint32[::1], uint32, float32, float32[::1], "
+        "float32[::1], float32[::1], uint8[::1], float32[::1], uint32, uint32)"
     )
     return Kernel(loss, signature, BLOCK)
 
@@ -212,7 +212,7 @@ def backward(conv: ConvBlock, O: int, filters: int, staged: int) -> Kernel:  # n
     sums_size, size, O_ = values * BLOCK, u32(taps * int(F)), u32(O)
     has_bias, pixel_of = conv.has_bias, conv.as_float
 
-    def backward(x, order, cursor, ahead, w_linear, y, code, d_scores, arena, w_base, b_base, linear_base, count):
+    def backward(x, order, cursor, ahead, w_linear, y, argmax, d_scores, arena, w_base, b_base, linear_base, count):
         firsts = cuda.shared.array(staged, np.uint32)  # where an image begins in the data set
         patches = cuda.shared.array(patch_size, f32)
         d_tile = cuda.shared.array(d_size, f32, alignment=16)
@@ -226,7 +226,7 @@ def backward(conv: ConvBlock, O: int, filters: int, staged: int) -> Kernel:  # n
         working = f < F and t < u32(walkers * filters_)
         weight = cuda.local.array(O, f32)
         total = cuda.local.array(values, f32)
-        codes = cuda.local.array(AHEAD, np.uint32)
+        taken = cuda.local.array(AHEAD, np.uint32)
         pooled = cuda.local.array(AHEAD, f32)
         for k in range(O):
             weight[k] = w_linear[u32(feature * O_ + u32(k))] if working else ZERO
@@ -261,12 +261,12 @@ def backward(conv: ConvBlock, O: int, filters: int, staged: int) -> Kernel:  # n
             while m0 < limit:
                 for j in range(AHEAD):
                     m = u32(m0 + u32(j) * walkers)
-                    codes[j], pooled[j] = shut, ZERO
+                    taken[j], pooled[j] = shut, ZERO
                     if m < limit:
-                        codes[j] = u32(code[u32(u32(n0 + m) * D + feature)])
+                        taken[j] = u32(argmax[u32(u32(n0 + m) * D + feature)])
                         pooled[j] = y[u32(u32(n0 + m) * D + feature)]
                 for j in range(AHEAD):
-                    where = codes[j]
+                    where = taken[j]
                     if where < shut:
                         m = u32(m0 + u32(j) * walkers)
                         g = ZERO
