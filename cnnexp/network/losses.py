@@ -1,12 +1,14 @@
 """What training minimizes: the mean over images of one loss per image.
 
-Written once in NumPy, for evaluation and for the NumPy backends; the compiled backends hold twins of the same names.
+A loss is one rule on the scores of an image, compiled for every target as elementwise layers are: `Loss.rule`. For
+evaluation and the NumPy backends the same stands here over whole arrays, in functions of the same names.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -17,6 +19,10 @@ from cnnexp.network.shapes import Network
 # As torch.nn.BCELoss: log is clamped at -100 and the gradient's denominator at 1e-12: a saturated sigmoid stays finite.
 LOG_FLOOR = np.float32(-100.0)
 VARIANCE_FLOOR = np.float32(1e-12)
+ZERO, HALF, ONE = np.float32(0), np.float32(0.5), np.float32(1)
+
+Rule = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
+"""(scores, label, scale, d_scores) -> (loss, hit), of one image: see `Loss.rule`."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +53,83 @@ class Loss:
         if self.label_smoothing and self.name != "softmax_cross_entropy":
             raise NetworkError(f"label_smoothing={self.label_smoothing}: {self.name} has none; it must be 0")
 
+    def rule(self, outputs: int, exp: Callable, log: Callable, log1p: Callable) -> Rule:
+        """Return the loss of one image, in the form that a target compiles or runs; all numbers are float32.
+
+        It is given scores (O,), the label, a factor on the gradient, and where the gradient goes (O,); and returns the
+        loss and whether the image was classified right.
+
+        Args:
+            outputs: O.
+            exp, log, log1p: of one number; `log(0)` and `log1p(-1)` are -infinity.
+        """
+        match self.name:
+            case "softmax_cross_entropy":
+                return _softmax_rule(outputs, np.float32(self.label_smoothing), exp, log)
+            case "binary_cross_entropy":
+                return _binary_rule(log, log1p)
+            case _:
+                return _squares_rule(outputs)
+
 
 NAMES = ("softmax_cross_entropy", "binary_cross_entropy", "mean_squared_error")
 Loss.SOFTMAX_CROSS_ENTROPY, Loss.BINARY_CROSS_ENTROPY, Loss.MEAN_SQUARED_ERROR = map(Loss, NAMES)
+
+
+def _softmax_rule(outputs: int, smoothing: np.float32, exp: Callable, log: Callable) -> Rule:
+    is_smooth, share, rest = bool(smoothing), np.float32(smoothing / outputs), ONE - smoothing
+
+    def softmax_cross_entropy(scores: Any, label: Any, scale: Any, d_scores: Any) -> tuple[Any, Any]:
+        best, total, whole = 0, ZERO, ZERO
+        for o in range(outputs):
+            if scores[o] > scores[best]:
+                best = o
+        for o in range(outputs):
+            d_scores[o] = exp(scores[o] - scores[best])
+            total += d_scores[o]
+            whole += scores[o]
+        factor, spread = scale / total, share * scale
+        for o in range(outputs):
+            d_scores[o] = d_scores[o] * factor - spread
+        d_scores[label] -= rest * scale
+        loss = log(total) - (scores[label] - scores[best])
+        if is_smooth:
+            loss += smoothing * scores[label] - share * whole
+        return loss, best == label
+
+    return softmax_cross_entropy
+
+
+def _binary_rule(log: Callable, log1p: Callable) -> Rule:
+    log_floor, variance_floor = LOG_FLOOR, VARIANCE_FLOOR
+
+    def binary_cross_entropy(scores: Any, label: Any, scale: Any, d_scores: Any) -> tuple[Any, Any]:
+        p, is_one = scores[0], label == 1
+        log_p, log_q, variance, target = log(p), log1p(-p), p * (ONE - p), ONE if is_one else ZERO
+        # comparisons this way round let NaN through
+        log_p = log_floor if log_p < log_floor else log_p
+        log_q = log_floor if log_q < log_floor else log_q
+        variance = variance_floor if variance < variance_floor else variance
+        d_scores[0] = (p - target) / variance * scale
+        return -(target * log_p + (ONE - target) * log_q), (p >= HALF) == is_one
+
+    return binary_cross_entropy
+
+
+def _squares_rule(outputs: int) -> Rule:
+    share = np.float32(1 / outputs)
+
+    def mean_squared_error(scores: Any, label: Any, scale: Any, d_scores: Any) -> tuple[Any, Any]:
+        best, total = 0, ZERO
+        for o in range(outputs):
+            if scores[o] > scores[best]:
+                best = o
+            difference = scores[o] - (ONE if o == label else ZERO)
+            total += difference * difference
+            d_scores[o] = (difference + difference) * share * scale
+        return total * share, best == label
+
+    return mean_squared_error
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from numba import prange
 from cnnexp.backends.cache import load_or_compile, signature_of
 from cnnexp.network import Elementwise, Maths, noise
 from cnnexp.network.elementwise import fingerprint
-from cnnexp.network.losses import LOG_FLOOR, VARIANCE_FLOOR
+from cnnexp.network.losses import Loss
 from cnnexp.optimizers import Optimizer
 
 # Sums may be reordered, multiply-adds fused; NaN and infinity keep their meaning, so a diverged loss is seen.
@@ -31,7 +31,7 @@ FEATURES = 128  # features of a linear layer that one task sums gradients for
 
 batch, image, matrix, vector = "f4[:,:,:,::1]", "f4[:,:,::1]", "f4[:,::1]", "f4[::1]"
 doubles = "f8[:,::1]"
-ZERO, ONE, HALF = np.float32(0), np.float32(1), np.float32(0.5)
+ZERO, ONE = np.float32(0), np.float32(1)
 
 # a function that only kernels call: no wrappers to call it from Python or C, which would take as long to compile
 task = numba.njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, **OPTIONS)
@@ -451,73 +451,17 @@ def linear_backward(x, w, dy, dx, dw):
         linear_backward_features(x, w, dy, block * FEATURES, min((block + 1) * FEATURES, features), dx, dw)
 
 
-@kernel(matrix, "i4[::1]", "f4", matrix, vector, "u1[::1]")
-def softmax_cross_entropy(scores, labels, scale, d_scores, losses, hits):
-    outputs = scores.shape[1]
+def _losses(scores, labels, scale, d_scores, losses, hits):
     for n in range(scores.shape[0]):
-        best = 0
-        for o in range(outputs):
-            if scores[n, o] > scores[n, best]:
-                best = o
-        total = ZERO
-        for o in range(outputs):
-            d_scores[n, o] = np.exp(scores[n, o] - scores[n, best])
-            total += d_scores[n, o]
-        losses[n] = np.log(total) - (scores[n, labels[n]] - scores[n, best])
-        hits[n] = best == labels[n]
-        for o in range(outputs):
-            d_scores[n, o] = (d_scores[n, o] / total - np.float32(o == labels[n])) * scale
+        losses[n], hits[n] = rule(scores[n], labels[n], scale, d_scores[n])  # noqa: F821 - bound by Kernel
 
 
-@kernel(matrix, "i4[::1]", "f4", "f4", matrix, vector, "u1[::1]")
-def smoothed_cross_entropy(scores, labels, smoothing, scale, d_scores, losses, hits):
-    outputs = scores.shape[1]
-    share = smoothing / np.float32(outputs)
-    for n in range(scores.shape[0]):
-        best, whole = 0, ZERO
-        for o in range(outputs):
-            whole += scores[n, o]
-            if scores[n, o] > scores[n, best]:
-                best = o
-        total = ZERO
-        for o in range(outputs):
-            d_scores[n, o] = np.exp(scores[n, o] - scores[n, best])
-            total += d_scores[n, o]
-        own = scores[n, labels[n]]
-        losses[n] = np.log(total) - (own - scores[n, best]) + smoothing * own - share * whole
-        hits[n] = best == labels[n]
-        for o in range(outputs):
-            target = share + (ONE - smoothing if o == labels[n] else ZERO)
-            d_scores[n, o] = (d_scores[n, o] / total - target) * scale
-
-
-@kernel(matrix, "i4[::1]", "f4", matrix, vector, "u1[::1]")
-def mean_squared_error(scores, labels, scale, d_scores, losses, hits):
-    outputs = scores.shape[1]
-    share = ONE / np.float32(outputs)
-    for n in range(scores.shape[0]):
-        best, total = 0, ZERO
-        for o in range(outputs):
-            if scores[n, o] > scores[n, best]:
-                best = o
-            difference = scores[n, o] - np.float32(o == labels[n])
-            total += difference * difference
-            d_scores[n, o] = (difference + difference) * share * scale
-        losses[n] = total * share
-        hits[n] = best == labels[n]
-
-
-@kernel(matrix, "i4[::1]", "f4", matrix, vector, "u1[::1]")
-def binary_cross_entropy(scores, labels, scale, d_scores, losses, hits):
-    for n in range(scores.shape[0]):
-        p, t = scores[n, 0], np.float32(labels[n])
-        log_p, log_q = np.log(p), np.log1p(-p)
-        # comparisons this way round let NaN through
-        log_p = LOG_FLOOR if log_p < LOG_FLOOR else log_p
-        log_q = LOG_FLOOR if log_q < LOG_FLOOR else log_q
-        losses[n] = -(t * log_p + (ONE - t) * log_q)
-        hits[n] = (p >= HALF) == (labels[n] == 1)
-        d_scores[n, 0] = (p - t) / max(p * (ONE - p), VARIANCE_FLOOR) * scale
+@functools.cache
+def loss(kind: Loss, outputs: int) -> Kernel:
+    """Return the kernel `(scores, labels, scale, d_scores, losses, hits)` of a loss, on (N,O)."""
+    name = f"{kind.name}_{kind.label_smoothing}_{outputs}"
+    rule = _named(kind.rule(outputs, math.exp, math.log, math.log1p), name)
+    return Kernel(_losses, f"void({matrix}, i4[::1], f4, {matrix}, {vector}, u1[::1])", name, rule=rule)
 
 
 @functools.cache

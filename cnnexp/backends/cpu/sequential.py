@@ -17,11 +17,6 @@ from cnnexp.network.losses import Loss
 from cnnexp.network.noise import threshold
 from cnnexp.optimizers import Optimizer
 
-LOSSES = {
-    "softmax_cross_entropy": kernels.softmax_cross_entropy,
-    "binary_cross_entropy": kernels.binary_cross_entropy,
-    "mean_squared_error": kernels.mean_squared_error,
-}
 NO_VECTOR = np.empty(0, np.float32)
 NO_MATRIX = np.empty((0, 0), np.float32)
 
@@ -131,12 +126,8 @@ class CpuOps(HostOps):
     def loss(
         self, loss: Loss, scores: Array, labels: Array, scale: float, d_scores: Array, losses: Array, hits: Array
     ) -> None:
-        arrays = np.float32(scale), d_scores, losses, hits
-        if loss.label_smoothing:
-            smoothed = kernels.smoothed_cross_entropy.compiled(False)
-            smoothed(scores, labels, np.float32(loss.label_smoothing), *arrays)
-        else:
-            LOSSES[loss.name].compiled(False)(scores, labels, *arrays)
+        kernel = kernels.loss(loss, scores.shape[1]).compiled(False)
+        kernel(scores, labels, np.float32(scale), d_scores, losses, hits)
 
     def updater(self, optimizer: Optimizer) -> Update:
         compiled = kernels.compile_update(optimizer)

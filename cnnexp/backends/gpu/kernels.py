@@ -17,13 +17,12 @@ from numba import cuda
 
 from cnnexp.backends.gpu.device import Kernel, Tensor
 from cnnexp.network import Elementwise, Maths, Window, noise
-from cnnexp.network.losses import LOG_FLOOR, VARIANCE_FLOOR, Loss
+from cnnexp.network.losses import Loss
 from cnnexp.optimizers import Optimizer
 
 u32, f32 = np.uint32, np.float32
-ZERO, ONE, HALF = f32(0), f32(1), f32(0.5)
+ZERO, ONE = f32(0), f32(1)
 LOWEST = f32(-np.inf)
-LABEL_ONE = np.int32(1)
 
 
 @dataclass(frozen=True)
@@ -369,114 +368,31 @@ def avg_pool_backward(sizes: PoolSizes, block: int) -> Kernel:
     return Kernel(avg_pool_backward, "void(float32[::1], float32[::1], uint32)", block)
 
 
+@cuda.jit(device=True)
+def _log(x):
+    return LOWEST if x == ZERO else f32(math.log(x))
+
+
+@cuda.jit(device=True)
+def _log1p(x):
+    return LOWEST if x == -ONE else f32(math.log1p(x))
+
+
 @cache
 def loss(kind: Loss, O: int, block: int) -> Kernel:  # noqa: E741
-    """One thread per image; `cnnexp.network.losses`, function of the same name."""
-    if kind.label_smoothing:
-        made = _smoothed_cross_entropy(u32(O), f32(kind.label_smoothing))
-    else:
-        made = LOSSES[kind.name](u32(O))
+    """The rule of a loss: one thread per image."""
+    rule, O = cuda.jit(device=True)(kind.rule(O, _exp, _log, _log1p)), u32(O)  # noqa: E741
+
+    def loss(scores, labels, scale, d_scores, losses, hits, count):
+        n = u32(cuda.grid(1))
+        while n < count:
+            first, end = u32(n * O), u32(u32(n + u32(1)) * O)
+            losses[n], hit = rule(scores[first:end], labels[n], scale, d_scores[first:end])
+            hits[n] = np.uint8(1) if hit else np.uint8(0)
+            n = u32(n + u32(cuda.gridsize(1)))
+
     signature = "void(float32[::1], int32[::1], float32, float32[::1], float32[::1], uint8[::1], uint32)"
-    return Kernel(made, signature, block)
-
-
-def _softmax_cross_entropy(O):  # noqa: E741
-    def softmax_cross_entropy(scores, labels, scale, d_scores, losses, hits, count):
-        n = u32(cuda.grid(1))
-        while n < count:
-            first, label = u32(n * O), u32(labels[n])
-            best, largest = u32(0), scores[first]
-            for o in range(1, O):
-                if scores[u32(first + u32(o))] > largest:
-                    best, largest = u32(o), scores[u32(first + u32(o))]
-            total = ZERO
-            for o in range(O):
-                e = f32(math.exp(scores[u32(first + u32(o))] - largest))
-                d_scores[u32(first + u32(o))] = e
-                total += e
-            for o in range(O):
-                target = ONE if u32(o) == label else ZERO
-                d_scores[u32(first + u32(o))] = (d_scores[u32(first + u32(o))] / total - target) * scale
-            losses[n] = f32(math.log(total)) - (scores[u32(first + label)] - largest)
-            hits[n] = np.uint8(1) if best == label else np.uint8(0)
-            n = u32(n + u32(cuda.gridsize(1)))
-
-    return softmax_cross_entropy
-
-
-def _binary_cross_entropy(O):  # noqa: E741
-    def binary_cross_entropy(scores, labels, scale, d_scores, losses, hits, count):
-        n = u32(cuda.grid(1))
-        while n < count:
-            p = scores[n]
-            is_one = labels[n] == LABEL_ONE
-            target = ONE if is_one else ZERO
-            log_p = max(f32(math.log(p)), LOG_FLOOR) if p > ZERO else LOG_FLOOR
-            log_q = max(f32(math.log1p(-p)), LOG_FLOOR) if p < ONE else LOG_FLOOR
-            losses[n] = -(log_p if is_one else log_q)
-            hits[n] = np.uint8(1) if (p >= HALF) == is_one else np.uint8(0)
-            d_scores[n] = (p - target) / max(p * (ONE - p), VARIANCE_FLOOR) * scale
-            n = u32(n + u32(cuda.gridsize(1)))
-
-    return binary_cross_entropy
-
-
-def _smoothed_cross_entropy(O, smoothing):  # noqa: E741
-    share, rest = f32(smoothing / f32(O)), f32(ONE - smoothing)
-
-    def smoothed_cross_entropy(scores, labels, scale, d_scores, losses, hits, count):
-        n = u32(cuda.grid(1))
-        while n < count:
-            first, label = u32(n * O), u32(labels[n])
-            best, largest, whole = u32(0), scores[first], ZERO
-            for o in range(O):
-                score = scores[u32(first + u32(o))]
-                whole += score
-                if score > largest:
-                    best, largest = u32(o), score
-            total = ZERO
-            for o in range(O):
-                e = f32(math.exp(scores[u32(first + u32(o))] - largest))
-                d_scores[u32(first + u32(o))] = e
-                total += e
-            for o in range(O):
-                target = share + rest if u32(o) == label else share
-                d_scores[u32(first + u32(o))] = (d_scores[u32(first + u32(o))] / total - target) * scale
-            own = scores[u32(first + label)]
-            losses[n] = f32(math.log(total)) - (own - largest) + smoothing * own - share * whole
-            hits[n] = np.uint8(1) if best == label else np.uint8(0)
-            n = u32(n + u32(cuda.gridsize(1)))
-
-    return smoothed_cross_entropy
-
-
-def _mean_squared_error(O):  # noqa: E741
-    share = f32(ONE / f32(O))
-
-    def mean_squared_error(scores, labels, scale, d_scores, losses, hits, count):
-        n = u32(cuda.grid(1))
-        while n < count:
-            first, label = u32(n * O), u32(labels[n])
-            best, largest, total = u32(0), scores[first], ZERO
-            for o in range(O):
-                score = scores[u32(first + u32(o))]
-                if score > largest:
-                    best, largest = u32(o), score
-                difference = score - ONE if u32(o) == label else score
-                total += difference * difference
-                d_scores[u32(first + u32(o))] = (difference + difference) * share * scale
-            losses[n] = total * share
-            hits[n] = np.uint8(1) if best == label else np.uint8(0)
-            n = u32(n + u32(cuda.gridsize(1)))
-
-    return mean_squared_error
-
-
-LOSSES = {
-    "softmax_cross_entropy": _softmax_cross_entropy,
-    "binary_cross_entropy": _binary_cross_entropy,
-    "mean_squared_error": _mean_squared_error,
-}
+    return Kernel(loss, signature, block)
 
 
 @cache

@@ -17,7 +17,7 @@ from cnnexp.backends.layerwise import LayerwiseProgram
 from cnnexp.backends.processor import SequentialBackend
 from cnnexp.backends.protocol import Update
 from cnnexp.network import BatchNorm2d, Elementwise, Maths, Network, Window
-from cnnexp.network.losses import LOG_FLOOR, VARIANCE_FLOOR, Loss
+from cnnexp.network.losses import Loss
 from cnnexp.network.noise import mix, threshold
 from cnnexp.optimizers import Optimizer
 
@@ -27,6 +27,14 @@ def _exp(x: float) -> float:
         return math.exp(x)
     except OverflowError:
         return math.inf
+
+
+def _log(x: float) -> float:
+    return -math.inf if x == 0 else math.log(x)
+
+
+def _log1p(x: float) -> float:
+    return -math.inf if x == -1 else math.log1p(x)
 
 
 MATHS = Maths(_exp, math.tanh, math.erf, lambda a, b: b if a < b else a, lambda condition, a, b: a if condition else b)
@@ -185,11 +193,11 @@ class PythonOps(HostOps):
     def loss(
         self, loss: Loss, scores: Array, labels: Array, scale: float, d_scores: Array, losses: Array, hits: Array
     ) -> None:
-        one = LOSSES[loss.name]
+        rule = loss.rule(scores.shape[1], _exp, _log, _log1p)
         for n, (row, label) in enumerate(zip(scores.tolist(), labels.tolist(), strict=True)):
-            losses[n], hits[n], slopes = one(row, label, loss.label_smoothing)
-            for o, slope in enumerate(slopes):
-                d_scores[n, o] = slope * scale
+            slopes = [0.0] * len(row)
+            losses[n], hits[n] = rule(row, label, scale, slopes)
+            d_scores[n] = slopes
 
     def updater(self, optimizer: Optimizer) -> Update:
         rule = optimizer.rule(math.sqrt, max)
@@ -225,38 +233,6 @@ def _store(values: list, target: np.ndarray | None) -> None:
     """Round a list, nested or flat, into a float32 array, if there is one."""
     if target is not None:
         target[...] = np.array(values, np.float32).reshape(target.shape)
-
-
-def _softmax_cross_entropy(scores: list[float], label: int, smoothing: float) -> tuple[float, bool, list[float]]:
-    largest, share = max(scores), smoothing / len(scores)
-    exps = [math.exp(score - largest) for score in scores]
-    total = sum(exps)
-    slopes = [e / total - (o == label) * (1 - smoothing) - share for o, e in enumerate(exps)]
-    loss = math.log(total) - (scores[label] - largest)
-    if smoothing:
-        loss += smoothing * (scores[label] - sum(scores) / len(scores))
-    return loss, scores.index(largest) == label, slopes
-
-
-def _binary_cross_entropy(scores: list[float], label: int, _: float) -> tuple[float, bool, list[float]]:
-    p, floor = scores[0], float(LOG_FLOOR)
-    log_p = max(math.log(p), floor) if p > 0 else floor
-    log_q = max(math.log1p(-p), floor) if p < 1 else floor
-    loss = -(label * log_p + (1 - label) * log_q)
-    return loss, (p >= 0.5) == (label == 1), [(p - label) / max(p * (1 - p), float(VARIANCE_FLOOR))]
-
-
-def _mean_squared_error(scores: list[float], label: int, _: float) -> tuple[float, bool, list[float]]:
-    differences = [score - (o == label) for o, score in enumerate(scores)]
-    loss = sum(difference**2 for difference in differences) / len(scores)
-    return loss, scores.index(max(scores)) == label, [2 * difference / len(scores) for difference in differences]
-
-
-LOSSES = {
-    "softmax_cross_entropy": _softmax_cross_entropy,
-    "binary_cross_entropy": _binary_cross_entropy,
-    "mean_squared_error": _mean_squared_error,
-}
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from cnnexp.optimizers import Optimizer
 class CpuSimd(ThreadedBackend):
     """Vector kernels compiled for the whole network, on several threads.
 
-    A network with a layer or a loss that has no vector kernel is compiled as `cpu-parallel` does.
+    A network with a layer that has no vector kernel is compiled as `cpu-parallel` does.
 
     Attributes:
         threads: as `ThreadedBackend`; the smallest networks train on fewer, see `paying_threads`.
@@ -75,7 +75,7 @@ class CpuSimd(ThreadedBackend):
 
     def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> Program:
         need_compiler()
-        if not suits(network, loss):
+        if not suits(network):
             return self._general.compile(network, loss, optimizer, batch_size)
         forced = tuple((layer, way) for layer, _, way in (given.partition(":") for given in self.ways))
         clocks = self.clocks and available(cache.host()[0])

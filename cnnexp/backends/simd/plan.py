@@ -25,7 +25,6 @@ from cnnexp.backends.simd.layout import Arena, Grid, Image, Matrix, Parameters, 
 from cnnexp.backends.simd.nodes import Node, Tensor
 from cnnexp.backends.simd.ways import choose_nodes, works
 from cnnexp.network import ConvStage, ElementwiseStage, FlattenStage, LinearStage, Network, PoolStage
-from cnnexp.network.losses import Loss
 from cnnexp.optimizers import Optimizer
 
 LAYOUTS = {Grid: "images in lanes", Image: "channels in lanes", Matrix: "an image a row"}
@@ -166,9 +165,7 @@ def _first_trained(nodes: list[Node]) -> int:
     return next(i for i, node in enumerate(nodes) if node.trains)
 
 
-def suits(network: Network, loss: Loss) -> bool:
-    """Whether there is a kernel for every layer and for the loss."""
-    if loss not in (Loss.SOFTMAX_CROSS_ENTROPY, Loss.BINARY_CROSS_ENTROPY):
-        return False
+def suits(network: Network) -> bool:
+    """Whether there is a kernel for every layer."""
     known = ConvStage | PoolStage | LinearStage | ElementwiseStage | FlattenStage
     return all(isinstance(stage, known) for stage in network.stages)

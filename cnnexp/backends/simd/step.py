@@ -8,6 +8,7 @@ its own share of the parameters. So the result depends on the number of threads 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +26,7 @@ from cnnexp.backends.simd.host import host_target
 from cnnexp.backends.simd.intrinsics import LOAD_CONTROL, STORE_CONTROL, call
 from cnnexp.backends.simd.layout import Matrix
 from cnnexp.backends.simd.plan import Plan
-from cnnexp.network.losses import LOG_FLOOR, VARIANCE_FLOOR, Loss
+from cnnexp.network.losses import Loss
 from cnnexp.optimizers import Optimizer
 
 PREDICT, GRADIENTS, APPLY, TRAIN = 0, 1, 2, 3
@@ -160,43 +161,9 @@ def _compiler(key: str) -> Callable:
 
 
 def _tile_loss(loss: Loss, scores: Matrix, d_scores: Matrix, compiled: Callable) -> Callable:
-    """Return the loss of a tile; see `cnnexp.network.losses` for the formulas."""
+    """Return the loss of a tile, image by image."""
     outputs, stride, scores_at, d_scores_at = scores.size, scores.stride, scores.offset, d_scores.offset
-    log_floor, variance_floor = LOG_FLOOR, VARIANCE_FLOOR
-    one, zero = np.float32(1), np.float32(0)
-
-    @compiled
-    def softmax_cross_entropy(
-        s: np.ndarray, label: int, scale: np.float32, taint: np.float32, d: np.ndarray
-    ) -> tuple[np.float32, bool]:
-        best = 0
-        for o in range(outputs):
-            if s[o] > s[best]:
-                best = o
-        total = zero
-        for o in range(outputs):
-            d[o] = np.exp(s[o] - s[best])
-            total += d[o]
-        factor = scale / total
-        for o in range(outputs):
-            d[o] = d[o] * factor + taint
-        d[label] -= scale
-        return np.log(total) - (s[label] - s[best]), best == label
-
-    @compiled
-    def binary_cross_entropy(
-        s: np.ndarray, label: int, scale: np.float32, taint: np.float32, d: np.ndarray
-    ) -> tuple[np.float32, bool]:
-        p, t = s[0], np.float32(label)
-        log_p, log_q = np.log(p), np.log1p(-p)
-        log_p = log_floor if log_p < log_floor else log_p
-        log_q = log_floor if log_q < log_floor else log_q
-        variance = p * (one - p)
-        variance = variance_floor if variance < variance_floor else variance
-        d[0] = (p - t) / variance * scale + taint
-        return -(t * log_p + (one - t) * log_q), (p >= np.float32(0.5)) == (label == 1)
-
-    one_image = softmax_cross_entropy if loss == Loss.SOFTMAX_CROSS_ENTROPY else binary_cross_entropy
+    one, rule = np.float32(1), compiled(loss.rule(outputs, math.exp, math.log, math.log1p))
 
     @compiled
     def tile_loss(
@@ -207,7 +174,7 @@ def _tile_loss(loss: Loss, scores: Matrix, d_scores: Matrix, compiled: Callable)
             s = arena[scores_at + n * stride : scores_at + n * stride + outputs]
             d = arena[d_scores_at + n * stride : d_scores_at + n * stride + outputs]
             image = order[n]
-            value, hit = one_image(s, labels[image], scale, taint[image], d)
+            value, hit = rule(s, labels[image], scale + taint[image], d)
             totals[0] += value + taint[image]
             totals[1] += hit
 
