@@ -150,7 +150,8 @@ class Norm(keras.layers.Layer):
                 average.assign_add(self.layer.momentum * (value - average))
         else:
             mean, variance = self.averages
-        return tf.nn.batch_normalization(x, mean, variance, self.shift, self.scale, self.layer.epsilon)
+        # not tf.nn.batch_normalization, which takes mean * scale from x * scale: what little is left is rounding
+        return (x - mean) * (tf.math.rsqrt(variance + self.layer.epsilon) * self.scale) + self.shift
 
 
 class Skip(keras.layers.Layer):
