@@ -20,6 +20,7 @@ from cnnexp.tracking.pipe import end_early, start_early
 
 # name -> function and arguments; conf/config.yaml tells what each is for
 COMMANDS = {
+    "check": ("cnnexp.app.check:command", "BACKEND [plugins=FILE.py]"),
     "doctor": ("cnnexp.app.doctor:command", ""),
     "draw": ("cnnexp.app.draw:command", "RUN"),
     "explain": ("cnnexp.app.explain:command", "RUN | RUN RUN"),

@@ -46,7 +46,7 @@ def python_m(*arguments: str, **options) -> subprocess.CompletedProcess:
         (["optimizer.learning_rate=0.1"], "unknown key; legal in optimizer: .*did you mean 'optimizer.lr'"),
         (["epochs=3"], "did you mean 'trainer.epochs'"),
         (["trainer.target=99"], "trainer.target=99.0: must be > 0, <= 1, or null"),
-        (["train"], "train: no such command; legal: help, doctor, "),
+        (["train"], "train: no such command; legal: help, check, doctor, "),
         (["predcit", "x"], "predcit: no such command; .*did you mean 'predict'"),
         (["model.filters=["], "no viable alternative at input '\\['"),
         (["model.filters"], "Error parsing override 'model.filters'"),
