@@ -37,7 +37,7 @@ docs: $(VENV)/.dev ## build the documentation site into build/docs
 	$(PIP) --editable ".[dev,docs]"
 	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --builder html docs build/docs
 
-ui: $(VENV)/.core ## look at the recorded runs in a browser
+ui: $(VENV)/.ui ## look at the recorded runs in a browser
 	$(BIN)/cnnexp ui $(ARGS)
 
 bench: $(VENV)/.dev ## time the backends against each other
@@ -63,6 +63,10 @@ clean: ## remove .venv and what tools left behind; outputs/ stays
 $(VENV)/.core: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) --editable .
+	touch $@
+
+$(VENV)/.ui: $(VENV)/.core
+	$(PIP) --editable ".[ui]"
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.core

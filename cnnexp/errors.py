@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import errno
+import json
 import os
 import re
 import sys
@@ -17,6 +18,7 @@ import traceback
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NoReturn
+from urllib.parse import unquote, urlsplit
 
 MOST_SAID = 300  # characters of what an unexpected error says
 # what the system says of a disk or a path on it, and no mistake of ours
@@ -137,9 +139,17 @@ def did_you_mean(given: str, legal: Iterable[str]) -> str:
 
 
 def installing(extra: str) -> str:
-    """Return the command that installs what a part of cnnexp needs besides, from a checkout or from an index."""
-    checkout = Path(__file__).resolve().parents[1]
-    return f"pip install '{'.' if (checkout / 'pyproject.toml').is_file() else 'cnnexp'}[{extra}]'"
+    """Return the command that installs what a part of cnnexp needs besides, from where cnnexp itself came."""
+    from importlib import metadata  # slow to import, and rarely needed
+
+    source = "cnnexp"
+    if (Path(__file__).resolve().parents[1] / "pyproject.toml").is_file():
+        source = "."
+    else:
+        with contextlib.suppress(metadata.PackageNotFoundError, TypeError, ValueError):
+            came = urlsplit(json.loads(metadata.distribution("cnnexp").read_text("direct_url.json") or "{}").get("url"))
+            source = unquote(came.path) if came.scheme == "file" else source  # `pip install FOLDER` notes it (PEP 610)
+    return f"pip install '{source}[{extra}]'"
 
 
 def leave(message: str, exit_code: int) -> NoReturn:

@@ -25,12 +25,12 @@ from cnnexp.app.config import SECTIONS, Tracking, build, defaults, load, plain, 
 from cnnexp.app.console import LINE, JobTable, make_console
 from cnnexp.app.resume import find_earlier
 from cnnexp.app.run import train
-from cnnexp.errors import CnnexpError, ConfigError, TrackingError, explained, leave, without_password
+from cnnexp.errors import CnnexpError, ConfigError, TrackingError, explained, installing, leave, without_password
 from cnnexp.measuring.environment import outputs_dir, program_name
 from cnnexp.papers import page
 from cnnexp.papers.compare import compare
 from cnnexp.system import registry
-from cnnexp.tracking import verdict
+from cnnexp.tracking import browser, verdict
 from cnnexp.tracking.journal import Run, default_name
 from cnnexp.tracking.pipe import Recorder
 from cnnexp.tracking.store import store_uri
@@ -78,7 +78,8 @@ def launch() -> None:
             recorder.close()
     for tracking, link in links.items():
         store = f" tracking.uri={without_password(tracking.uri)}" if tracking.uri else ""
-        text = f"To look at it: {program_name()} ui{store}, which opens\n{link}"
+        first = "" if browser.has_pages() else f"{installing('ui')}, then "
+        text = f"To look at it: {first}{program_name()} ui{store}, which opens\n{link}"
         make_console().print(text, highlight=False, markup=False, soft_wrap=True)
     if failed or gave_up:
         leave("\n  ".join([*failed, *gave_up]), 1)

@@ -19,7 +19,7 @@ from cnnexp.errors import ConfigError
 
 RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")  # set by MPICH, Intel MPI, Slurm; PMIx; Open MPI
 KEEPING = ("resume", "checkpoint_s", "checkpoint_batches", "keep_last", "keep_best")  # keys of `trainer`
-PACKAGES = ("numpy", "numba", "numba-cuda", "mlflow", "torch", "tensorflow", "tensorflow-cpu", "keras")
+PACKAGES = ("numpy", "numba", "numba-cuda", "mlflow-skinny", "torch", "tensorflow", "tensorflow-cpu", "keras")
 
 
 def launched_rank() -> int | None:

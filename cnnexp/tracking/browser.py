@@ -14,9 +14,10 @@ import sys
 import time
 import webbrowser
 from collections.abc import Mapping, Sequence
+from importlib import metadata
 from urllib.parse import urlsplit
 
-from cnnexp.errors import ConfigError, TrackingError, without_password
+from cnnexp.errors import BackendUnavailable, ConfigError, TrackingError, installing, without_password
 from cnnexp.tracking import view
 from cnnexp.tracking.store import alone, artifact_location, database_of, store_uri
 
@@ -29,6 +30,10 @@ def command(arguments: Sequence[str]) -> None:
     Args:
         arguments: of the command line: `tracking.uri=...` for another store, `port=...` for another port than 5000 or
             the next free one.
+
+    Raises:
+        ConfigError: an argument is unknown or out of range.
+        BackendUnavailable: MLflow's pages are not installed.
     """
     given = dict(argument.partition("=")[::2] for argument in arguments)
     for key, value in given.items():
@@ -39,6 +44,8 @@ def command(arguments: Sequence[str]) -> None:
     if uri.startswith("http"):
         sys.stdout.write(f"This store has a web page of its own: {without_password(uri)}\n")
         return
+    if not has_pages():
+        raise BackendUnavailable(f"ui: MLflow's pages are not installed; {installing('ui')}")
     port = int(given["port"]) if "port" in given else free_port()
     with alone(uri):  # let a process that sets up the store finish
         address = view.address(uri, *last_experiment(uri), port)
@@ -49,6 +56,13 @@ def command(arguments: Sequence[str]) -> None:
     served = serving(uri, port)
     # this process becomes MLflow's, so whatever ends it ends the page
     os.execve(served[0], served, {"MLFLOW_DISABLE_TELEMETRY": "true", **os.environ})
+
+
+def has_pages() -> bool:
+    """Return whether all of MLflow is installed: its client, which records, brings no pages."""
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return bool(metadata.version("mlflow"))
+    return False
 
 
 def serving(uri: str, port: int) -> list[str]:

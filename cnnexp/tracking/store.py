@@ -14,6 +14,7 @@ import glob
 import json
 import logging
 import os
+import platform
 import re
 import secrets
 import shutil
@@ -25,9 +26,13 @@ import time
 import urllib.request
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
+
+import numpy as np
+import yaml
 
 from cnnexp.errors import ConfigError, TrackingError, did_you_mean, without_password
 from cnnexp.measuring import environment
@@ -249,36 +254,23 @@ class Store:
             classes: how many probabilities it gives for each.
             step: the epoch of the checkpoint.
         """
-        import numpy as np
-        from mlflow import pyfunc
         from mlflow.entities import LoggedModelOutput
-        from mlflow.models import Model, ModelSignature
-        from mlflow.types import Schema, TensorSpec
 
         Path(folder).mkdir(parents=True, exist_ok=True)
-        data = shutil.copy(checkpoint, folder)
-        shape = (-1, *np.shape(example)[1:])
-        images, probabilities = TensorSpec(np.dtype(pixels), shape), TensorSpec(np.dtype("float32"), (-1, classes))
+        data = Path(shutil.copy(checkpoint, folder))
+        (Path(folder) / EXAMPLE).write_text(json.dumps(example), encoding="utf-8")
         with self._explained("cannot be written"):
             done = self._client.get_run(run_id).outputs
             if done is not None and any(output.step == step for output in done.model_outputs):
                 return  # by a recorder that died before it could say so
             logged = self._client.create_logged_model(self._experiment_id, MODEL, run_id)
-            signature = ModelSignature(Schema([images]), Schema([probabilities]))
-            # MLflow then hands on what it is given: else it refuses lists and texts before the model sees them
-            signature._is_signature_from_type_hint = True
-            model = Model(
-                artifact_path=logged.artifact_location,
-                run_id=run_id,
-                signature=signature,
-                saved_input_example_info={"artifact_path": EXAMPLE, "type": "ndarray", "format": "tf-serving"},
-                model_id=logged.model_id,
-            )
-            (Path(folder) / EXAMPLE).write_text(json.dumps(example), encoding="utf-8")
-            # who loads it may choose another backend: load_model(..., model_config={"backend": "cpu-simd"})
-            chosen = {"backend": "numpy"}
-            pyfunc.add_to_model(model, loader_module="cnnexp.tracking.model", data=Path(data).name, model_config=chosen)
-            model.save(str(Path(folder) / "MLmodel"))
+            described = {
+                "artifact_path": logged.artifact_location,
+                "model_id": logged.model_id,
+                "run_id": run_id,
+                **_describe_model(data.name, np.shape(example)[1:], pixels, classes),
+            }
+            (Path(folder) / "MLmodel").write_text(yaml.safe_dump(described), encoding="utf-8")
             self._client.log_model_artifacts(logged.model_id, folder)
             self._client.finalize_logged_model(logged.model_id, "READY")
             self._client.log_outputs(run_id, [LoggedModelOutput(logged.model_id, step)])
@@ -506,6 +498,28 @@ def _dataset_input(dataset: Mapping[str, Any]) -> DatasetInput:
         profile=json.dumps(dataset["profile"]),
     )
     return DatasetInput(entity, [InputTag("mlflow.data.context", "training and test")])
+
+
+def _describe_model(data: str, shape: Sequence[int], pixels: str, classes: int) -> dict[str, Any]:
+    """Return what stands in a model's `MLmodel` file, as MLflow 3 documents it, but for whose it is.
+
+    MLflow's own classes for it need pandas, which nothing else here does.
+    """
+
+    def tensor(dtype: str, *sizes: int) -> str:
+        return json.dumps([{"type": "tensor", "tensor-spec": {"dtype": dtype, "shape": [-1, *sizes]}}])
+
+    loader = {"loader_module": "cnnexp.tracking.model", "data": data, "python_version": platform.python_version()}
+    return {
+        # who loads it may choose another backend: load_model(..., model_config={"backend": "cpu-simd"})
+        "flavors": {"python_function": {**loader, "config": {"backend": "numpy"}}},
+        "signature": {"inputs": tensor(pixels, *shape), "outputs": tensor("float32", classes), "params": None},
+        # MLflow then hands on what it is given: else it refuses lists and texts before the model sees them
+        "is_signature_from_type_hint": True,
+        "saved_input_example_info": {"artifact_path": EXAMPLE, "type": "ndarray", "format": "tf-serving"},
+        "mlflow_version": metadata.version("mlflow-skinny"),
+        "utc_time_created": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()),
+    }
 
 
 def _elsewhere(found: Run | None, folder: Path, key: str) -> bool:

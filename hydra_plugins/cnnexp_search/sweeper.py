@@ -18,7 +18,7 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
-from cnnexp.errors import BackendUnavailable, ConfigError
+from cnnexp.errors import BackendUnavailable, ConfigError, installing
 
 
 class TpeSweeper(Sweeper):
@@ -45,7 +45,7 @@ class TpeSweeper(Sweeper):
             from optuna.samplers import TPESampler
             from optuna.trial import TrialState
         except ImportError as error:
-            raise BackendUnavailable("search=tpe: needs Optuna; pip install cnnexp[search]") from error
+            raise BackendUnavailable(f"search=tpe: needs Optuna; {installing('search')}") from error
         folder = Path(self._config.hydra.sweep.dir)
         folder.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(self._config, folder / "multirun.yaml")

@@ -8,12 +8,13 @@ import socket
 import subprocess
 import sys
 import time
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 from chromium import CHROMIUM, FLAGS
 
-from cnnexp.errors import ConfigError
+from cnnexp.errors import BackendUnavailable, ConfigError
 from cnnexp.tracking import browser, view
 from cnnexp.tracking import store as stores
 
@@ -47,6 +48,16 @@ def test_ui_of_a_server_is_the_server(capsys):
 def test_ui_refuses_what_it_does_not_know(argument):
     with pytest.raises(ConfigError, match=r"legal: tracking\.uri=STORE, port=NUMBER"):
         browser.command([argument])
+
+
+def test_without_mlflows_pages_one_line_says_what_installs_them(store, monkeypatch):
+    monkeypatch.setattr(browser.metadata, "version", lambda package: lacking(package))
+    with pytest.raises(BackendUnavailable, match=r"ui: MLflow's pages are not installed; pip install '\.\[ui\]'"):
+        browser.command([f"tracking.uri={store._uri}"])
+
+
+def lacking(package):
+    raise metadata.PackageNotFoundError(package)
 
 
 def test_free_port_skips_a_taken_one():

@@ -1,4 +1,4 @@
-"""`keras`: the same network in Keras on TensorFlow, on the CPU: a peer to compare with (`pip install cnnexp[keras]`).
+"""`keras`: the same network in Keras on TensorFlow, on the CPU: a peer to compare with (`pip install '.[keras]'`).
 
 Layers and gradients are TensorFlow's own, compiled into one `tf.function` per training step, which is faster than
 `fit`. The update is our rule on its tensors, since Keras's Adam adds its epsilon elsewhere.

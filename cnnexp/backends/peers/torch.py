@@ -1,4 +1,4 @@
-"""`torch`: the same network in PyTorch, eager, on the CPU: a peer to compare with (`pip install cnnexp[torch]`).
+"""`torch`: the same network in PyTorch, eager, on the CPU: a peer to compare with (`pip install '.[torch]'`).
 
 Modules, autograd and optimizers are PyTorch's own. Only the borders are ours: parameters come from and go to the flat
 buffer, images are (N,C,H,W) views of channels-last memory, which PyTorch's convolutions take as they are.
