@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from soak import faults, files, kills, long, networks, review, stores
+from soak import faults, files, kills, long, mutants, networks, review, stores
 
 PARTS: dict[str, Callable[[Path, int], Iterator[str | None]]] = {
     "review": review.review,
@@ -27,6 +27,7 @@ PARTS: dict[str, Callable[[Path, int], Iterator[str | None]]] = {
     "epochs": long.epochs,
     "configs": long.configs,
     "networks": networks.networks,
+    "mutants": mutants.mutants,
     "postgres": stores.postgres,
     "training-faults": faults.training,
     "store-faults": faults.storing,
