@@ -30,12 +30,13 @@ from numba.core.typing.templates import Signature
 
 from cnnexp import optimizers
 from cnnexp.network import Elementwise, Network, Residual, elementwise, layers, losses, noise, shapes
-from cnnexp.system.files import open_regular
+from cnnexp.system.files import open_regular, remove_leftovers
 
 DIGEST_BYTES = 32
 KEEP = 400
 """Files kept, the latest used; a file has 20 to 200 KB."""
 OTHERS_WRITE = 0o022
+MAKING = ".tmp"
 
 
 def host() -> tuple[str, str, str]:
@@ -192,7 +193,8 @@ def _write(path: Path, payload: bytes) -> None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not _is_private(os.stat(path.parent)):
             return
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        remove_leftovers(path.parent, f"*{MAKING}")
+        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=MAKING, delete=False) as file:
             file.write(hashlib.sha256(payload).digest() + payload)
         os.replace(file.name, path)
         for old in sorted(path.parent.glob("*.bin"), key=lambda p: p.stat().st_mtime)[:-KEEP]:

@@ -11,12 +11,14 @@ from urllib.parse import urlsplit
 
 from cnnexp.datasets.base import reason_of, shown
 from cnnexp.errors import DataError
+from cnnexp.system.files import remove_leftovers
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 TIMEOUT_S = (5, 30)  # to connect, and between two packets
 CHUNK_BYTES = 1 << 16
+MAKING = "partial-"
 
 
 def fetch(dataset: str, name: str, mirrors: tuple[str, ...], read: Callable[[Path], T], most_bytes: int) -> T:
@@ -47,7 +49,8 @@ def fetch(dataset: str, name: str, mirrors: tuple[str, ...], read: Callable[[Pat
     problems = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as partial:
+        remove_leftovers(folder, f"{MAKING}*")
+        with tempfile.TemporaryDirectory(prefix=MAKING, dir=folder) as partial:
             for mirror in mirrors:
                 try:
                     content = _download(mirror + name, Path(partial) / name, read, most_bytes)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import shutil
 import stat
+import time
 from pathlib import Path
 from typing import IO, BinaryIO
 
 FEW_BYTES = 1 << 20
+LEFT_S = 86_400.0  # what is younger may still be in the making
 
 
 def open_regular(path: Path, most_bytes: int | None = None) -> BinaryIO:
@@ -48,6 +52,17 @@ def read_up_to(file: IO[bytes], size: int) -> bytes:
         parts.append(part)
         left -= len(part)
     return b"".join(parts)
+
+
+def remove_leftovers(folder: Path, pattern: str) -> None:
+    """Remove the files and folders below one that killed processes have left half-made, by their names."""
+    for left in folder.glob(pattern):
+        with contextlib.suppress(OSError):  # another process is quicker, or may write where we may not
+            if time.time() - left.stat().st_mtime > LEFT_S:
+                if left.is_dir():
+                    shutil.rmtree(left)
+                else:
+                    left.unlink()
 
 
 def sync_folder(folder: Path) -> None:

@@ -512,6 +512,8 @@ def test_the_cache_forgets_what_was_not_used_for_longest(tmp_path, monkeypatch):
     for age, name in enumerate("dcba"):
         cache._write(tmp_path / f"{name}.bin", b"code")
         os.utime(tmp_path / f"{name}.bin", (1000 + age, 1000 + age))
+    (tmp_path / f"half-written{cache.MAKING}").write_bytes(b"co")
+    os.utime(tmp_path / f"half-written{cache.MAKING}", (1000, 1000))
     cache._write(tmp_path / "e.bin", b"code")
     assert {p.stem for p in tmp_path.iterdir()} == {"a", "b", "e"}
 

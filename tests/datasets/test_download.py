@@ -4,6 +4,7 @@ import functools
 import gzip
 import hashlib
 import http.server
+import os
 import threading
 from typing import ClassVar
 
@@ -66,6 +67,9 @@ def mirrors(monkeypatch, *urls, source=Mnist):
 
 def test_downloads_once_into_the_cache(server, monkeypatch, tmp_path):
     mirrors(monkeypatch, f"{server}/good/")
+    left = tmp_path / "cache" / "cnnexp" / "mnist" / "partial-of-a-killed-process"
+    left.mkdir(parents=True)
+    os.utime(left, (1000, 1000))
     first = Mnist().load()
     assert (len(first.train), len(first.test)) == (30, 10)
     assert Handler.requests == [f"/good/{name}.gz" for name in NAMES]
