@@ -1,0 +1,115 @@
+"""What the soak compares: one bit of a weight, one metric, one epoch, one file too many, and it must be told."""
+
+import json
+
+import numpy as np
+import pytest
+
+from cnnexp import SGD, Constant, Flatten, Linear, Loss, Network
+from cnnexp.tracking.events import JOURNAL
+from cnnexp.training.checkpoint import FOLDER, Keeper, describe
+from soak import commands, kills, long, stores
+from soak.commands import Recorded
+
+NETWORK = Network((2, 2, 1), (Flatten(), Linear(2)))
+STEPS = range(1, kills.EPOCHS + 1)
+METRICS = {name: [(epoch, 1 / epoch) for epoch in STEPS] for name in commands.ALWAYS}
+
+
+def keep(folder, parameters):
+    training = describe(NETWORK, Loss.SOFTMAX_CROSS_ENTROPY, SGD(), 8, Constant(), 5, "0" * 64)
+    Keeper(folder / FOLDER, training).save({"parameters": parameters}, {})
+
+
+def journal(folder, epochs=STEPS, ended=("finish", "stored"), times_ms=None):
+    events = [{"event": "job"}]
+    events += [{"event": "epoch", "epoch": e, "metrics": {}, "time_ms": (times_ms or {}).get(e, e)} for e in epochs]
+    events += [{"event": event, "status": "FINISHED", "metrics": {}, "tags": {}} for event in ended]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / JOURNAL).write_text("".join(json.dumps(event) + "\n" for event in events))
+
+
+def test_one_bit_of_one_weight_is_seen(tmp_path):
+    parameters = np.linspace(-1, 1, NETWORK.parameter_count, dtype=np.float32)
+    keep(tmp_path / "a", parameters)
+    keep(tmp_path / "b", parameters)
+    assert commands.weights(tmp_path / "a") == commands.weights(tmp_path / "b")
+    parameters[3] = np.nextafter(parameters[3], np.float32(2))
+    keep(tmp_path / "c", parameters)
+    assert commands.weights(tmp_path / "a") != commands.weights(tmp_path / "c")
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ("nothing", None),
+        ("a weight", "the weights differ"),
+        ("a test loss", "the test losses differ"),
+        ("a training loss", "the training losses differ"),
+        ("a metric", "test/accuracy has the epochs"),
+        ("an epoch", "the journal has other epochs"),
+        ("the end", "the journal says DIED"),
+        ("the store", "the journal says FINISHED, stored: False"),
+        ("a file", "left behind: ['.x.7.tmp']"),
+    ],
+)
+def test_what_a_kill_may_change_is_seen(tmp_path, monkeypatch, change, fault):
+    parameters = np.zeros(NETWORK.parameter_count, np.float32)
+    keep(tmp_path / "run", parameters)
+    wanted = "other" if change == "a weight" else commands.weights(tmp_path / "run")
+    metrics = {name: list(values) for name, values in METRICS.items()}
+    if change == "a metric":
+        del metrics["test/accuracy"][2]
+    elif change in ("a test loss", "a training loss"):
+        name = change[2:].replace("training", "train").replace(" ", "/")
+        metrics[name][2] = (3, metrics[name][2][1] * (1 + 1e-9))
+    ended = {"the end": (), "the store": ("finish",)}.get(change, ("finish", "stored"))
+    journal(tmp_path / "run", [*STEPS][: -1 if change == "an epoch" else None], ended)
+    if change == "a file":
+        (tmp_path / "run" / ".x.7.tmp").write_bytes(b"")
+    monkeypatch.setattr(kills, "recorded", lambda *_: [Recorded("r", "FINISHED", metrics)])
+    found = kills._compare(tmp_path, tmp_path / "mlflow.db", "x", wanted, METRICS)
+    assert found is None if fault is None else found.startswith(fault)
+
+
+@pytest.mark.parametrize(
+    ("runs", "fault"),
+    [
+        (["FINISHED", "FINISHED", "KILLED"], None),
+        (["FINISHED", "RUNNING"], "1 of 2 MLflow runs are RUNNING"),
+        (["FINISHED", "KILLED"], "1 of 2 jobs are FINISHED"),
+    ],
+)
+def test_a_job_that_is_missing_or_still_running_is_seen(tmp_path, monkeypatch, runs, fault):
+    metrics = {name: [(1, 1.0), (2, 0.5)] for name in commands.ALWAYS}
+    monkeypatch.setattr(kills, "recorded", lambda *_: [Recorded(status, status, metrics) for status in runs])
+    assert kills._sweep_fault(tmp_path, "x", 2) == fault
+
+
+@pytest.mark.parametrize(("within_ms", "holds"), [(100, True), (109, True), (115, False)])
+def test_epochs_that_wait_for_a_store_are_seen(tmp_path, monkeypatch, within_ms, holds):
+    monkeypatch.setattr(stores, "EPOCHS", 30)
+    times, now = {}, 0
+    for epoch in range(1, 31):
+        times[epoch] = now
+        now += within_ms if 10 <= epoch < 20 else 100
+    journal(tmp_path / "run", range(1, 31), times_ms=times)
+    metrics = {name: [(epoch, 1.0) for epoch in range(1, 31)] for name in commands.ALWAYS}
+    found = stores._fault(tmp_path, [Recorded("r", "FINISHED", metrics)], (times[10], times[20]))
+    assert (found is None) == holds
+
+
+@pytest.mark.parametrize(
+    ("last_ms", "samples", "holds"),
+    [
+        (10, [(1000, 9)] * 9, True),
+        (13, [(1000, 9)] * 9, False),
+        (10, [(1000, 9)] * 5 + [(1000 + long.MOST_BYTES + 1, 9)] * 4, False),
+        (10, [(1000, 9)] * 5 + [(1000, 12)] * 4, False),
+    ],
+)
+def test_time_memory_and_files_that_grow_are_seen(tmp_path, monkeypatch, last_ms, samples, holds):
+    monkeypatch.setattr(long, "EPOCHS", 100)
+    times = {epoch: epoch * 10 if epoch < 80 else 800 + (epoch - 80) * last_ms for epoch in range(1, 101)}
+    journal(tmp_path / "run", range(1, 101), times_ms=times)
+    assert (long._growth(tmp_path, samples) is None) == holds
