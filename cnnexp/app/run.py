@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from cnnexp.app.config import Settings, Trainer
 from cnnexp.app.console import Display
@@ -50,7 +51,6 @@ def train(settings: Settings, run: Run, earlier: Earlier | None = None, job: str
     compiling = (network, settings.model.loss, settings.optimizer, trainer.batch_size)
     training = checkpoint.describe(*compiling, trainer.rates(), trainer.seed, dataset.sha256)
     resumed = earlier.load(training, trainer.epochs) if earlier is not None else None
-    history = resumed.history if resumed else ()
     backend = settings.workers.share_cores(settings.backend)
     if trainer.profile and settings.workers.count == 1:
         backend = backend.clocked
@@ -60,73 +60,91 @@ def train(settings: Settings, run: Run, earlier: Earlier | None = None, job: str
         with ledger.span("compile"):
             backend, program = _compile(settings, backend, compiling, run)
             stack.enter_context(contextlib.closing(program))
-        kernels = program.explain()
-        parallel = program if isinstance(program, ParallelProgram) else None
-        if trainer.profile:
-            program = Profiled(program, ledger)
         program.restore(resumed.state if resumed else network.initial_state(trainer.seed))
-        timed = not backend.simulated
-        baseline = beside = None
-        if settings.baseline is not None and timed and not run.contended:
+        beside = None
+        if settings.baseline is not None and not backend.simulated and not run.contended:
             with ledger.span("baseline"):
                 compiled = stack.enter_context(contextlib.closing(settings.baseline.compile(*compiling)))
             beside = Profiled(compiled, ledger, train="baseline")
-            baseline = _baseline(trainer, settings.baseline, beside, dataset)
         run.summarize({"time/compile_s": program.compile_s})
         run.add_artifact(run.folder / checkpoint.FOLDER, checkpoint.FOLDER)
         with ledger.span("record"):
             run.wait()
+        parallel = program if isinstance(program, ParallelProgram) else None
         if parallel is not None and parallel.predictable:
             _predict_epochs(parallel, dataset, run)
-        display = Display(trainer.epochs, trainer.baseline, trainer.progress, timed=timed, job=job)
+        display = Display(trainer.epochs, trainer.baseline, trainer.progress, timed=not backend.simulated, job=job)
         stack.enter_context(display)
         display.start(dataset, network, backend, program.compile_s)
         if backend.explain:
-            display.explain(kernels)
+            display.explain(program.explain())
         keeping = Keeping(run, program, trainer, training, resumed, within=parallel is None)
         stack.enter_context(keeping)
-
-        def progressed(progress: Progress) -> None:
-            display.progress(progress)
-            keeping.progressed(progress)
-
+        history = resumed.history if resumed else ()
         run.resume(history)
-        watch = Watch()
-        patience_s = PATIENCE_S if trainer.patient else 0.0
-        patience_s -= _await_quiet(patience_s, ledger)
-        for result in train_epochs(
-            program,
-            dataset,
-            trainer.epochs,
-            trainer.seed,
-            trainer.rates(),
-            baseline,
-            trainer.patience,
-            tuple(run.epochs),
-            on_progress=progressed,
-            pass_s=trainer.pass_s,
-            target=trainer.target,
-            begun=resumed.begun if resumed else None,
-            most_batches=trainer.checkpoint_batches,
-            around=watch.around,
-        ):
-            with ledger.span("record"):
-                run.interference = None if parallel is not None else watch.interference()
-                run.epoch(result)
-                display.epoch(result)
-                if baseline is not None:
-                    run.summarize(_limit(baseline, backend, settings.workers.count))
-                keeping.epoch(result)
-            patience_s -= _await_quiet(patience_s if result.epoch < trainer.epochs else 0.0, ledger)
-        if settings.baseline is not None and beside is not None and beside.shares():
-            run.parts[settings.baseline.name] = step_parts(beside.shares())
+        trained = Profiled(program, ledger) if trainer.profile else program
+        pieces = _Pieces(settings, run, ledger, dataset, backend, trained, beside)
+        _train_epochs(pieces, display, keeping, resumed.begun if resumed else None)
         if len(run.epochs) == len(history) > 0:  # nothing was left to train
-            run.evaluated(predict_test(program, dataset, history[-1]))
-        clocked = run.epochs[len(history) :]
-        if isinstance(program, Profiled) and clocked:
-            _profile(settings, run, backend, program, beside, clocked, ledger)
+            run.evaluated(predict_test(trained, dataset, history[-1]))
+        _profile(pieces, run.epochs[len(history) :])
         if parallel is not None:
             run.summarize(parallel.metrics())
+
+
+@dataclass(frozen=True)
+class _Pieces:
+    """What is trained, once all is compiled, and what takes note of it; `beside` is the baseline's program."""
+
+    settings: Settings
+    run: Run
+    ledger: Ledger
+    dataset: Dataset
+    backend: Backend
+    program: Program | Profiled
+    beside: Profiled | None
+
+
+def _train_epochs(pieces: _Pieces, display: Display, keeping: Keeping, begun: Progress | None) -> None:
+    """Train every epoch that is left, the one that was `begun` first; each is recorded, shown and kept."""
+    trainer, workers = pieces.settings.trainer, pieces.settings.workers.count
+    run, ledger, beside, baseline = pieces.run, pieces.ledger, pieces.beside, None
+    if pieces.settings.baseline is not None and beside is not None:
+        baseline = _baseline(trainer, pieces.settings.baseline, beside, pieces.dataset)
+
+    def progressed(progress: Progress) -> None:
+        display.progress(progress)
+        keeping.progressed(progress)
+
+    watch = Watch()
+    patience_s = PATIENCE_S if trainer.patient else 0.0
+    patience_s -= _await_quiet(patience_s, ledger)
+    for result in train_epochs(
+        pieces.program,
+        pieces.dataset,
+        trainer.epochs,
+        trainer.seed,
+        trainer.rates(),
+        baseline,
+        trainer.patience,
+        tuple(run.epochs),
+        on_progress=progressed,
+        pass_s=trainer.pass_s,
+        target=trainer.target,
+        begun=begun,
+        most_batches=trainer.checkpoint_batches,
+        around=watch.around,
+    ):
+        with ledger.span("record"):
+            run.interference = watch.interference() if workers == 1 else None
+            run.epoch(result)
+            display.epoch(result)
+            if baseline is not None:
+                run.summarize(_limit(baseline, pieces.backend, workers))
+            keeping.epoch(result)
+        patience_s -= _await_quiet(patience_s if result.epoch < trainer.epochs else 0.0, ledger)
+    if pieces.settings.baseline is not None and beside is not None and beside.shares():
+        run.parts[pieces.settings.baseline.name] = step_parts(beside.shares())
 
 
 Compiling = tuple[Network, Loss, Optimizer, int]
@@ -145,24 +163,19 @@ def _compile(settings: Settings, backend: Backend, compiling: Compiling, run: Ru
         return following, settings.workers.compile(following, *compiling)
 
 
-def _profile(
-    settings: Settings,
-    run: Run,
-    backend: Backend,
-    program: Profiled,
-    beside: Profiled | None,
-    clocked: Sequence[EpochResult],
-    ledger: Ledger,
-) -> None:
-    """Record where the time of the epochs `clocked` went, the run's and its baseline's."""
-    profile = report(ledger, program, clocked, backend.threads)
+def _profile(pieces: _Pieces, clocked: Sequence[EpochResult]) -> None:
+    """Record where the time of the epochs `clocked` went, the run's and its baseline's, if that is to be told."""
+    run, program, backend, baseline = pieces.run, pieces.program, pieces.backend, pieces.settings.baseline
+    if not isinstance(program, Profiled) or not clocked:
+        return
+    profile = report(pieces.ledger, program, clocked, backend.threads)
     profile["backend"] = backend.name
-    if settings.baseline is not None and beside is not None:
-        profile["baseline"] = report_beside(beside, settings.baseline, clocked)
+    if baseline is not None and pieces.beside is not None:
+        profile["baseline"] = report_beside(pieces.beside, baseline, clocked)
     run.add_profile(profile)
     run.summarize(metrics(profile))
     if profile["layered"]:
-        run.parts[backend.name] = step_parts(ledger.seconds)
+        run.parts[backend.name] = step_parts(pieces.ledger.seconds)
 
 
 def _need_memory(settings: Settings, backend: Backend, network: Network, dataset: Dataset) -> None:

@@ -14,7 +14,7 @@ class Part:
     Attributes:
         what: `forward` or `backward`, of layers; else `gather`, `update`, `wait`: what any step has.
         layers: whose pass it computes, e.g. ("conv1", "relu1", "pool1"); else what it works on, e.g. ("parameters",).
-        kernel: what of that pass, e.g. `weight_gradients`.
+        kernel: what of that pass, e.g. `backward_weights`.
         multiply_adds: of all kernels of this pass for one image, at most: some skip what they find to be 0.
         at_once: what fills the lanes of a vector, e.g. `16 filters`; empty where nothing says.
         fewer: why it takes fewer multiply-adds than the layers' outputs have, empty where it does not.

@@ -1,10 +1,14 @@
-"""One vocabulary: every set of layerwise operations has the methods of `Ops`, with its arguments in its order."""
+"""One vocabulary: operations and kernels have the names of `Ops`, with its arguments in its order."""
 
+import ast
 import importlib
 import inspect
+import re
+from pathlib import Path
 
 import pytest
 
+import cnnexp.backends
 from cnnexp.backends.protocol import Ops
 from cnnexp.errors import BackendUnavailable
 
@@ -51,3 +55,40 @@ def test_inputs_come_first_and_outputs_last():
         if name.endswith("_backward"):
             assert arguments[-1] in ("dx", "db"), name
             assert [a for a in arguments if a in ("dx", "dw", "db")] == arguments[-arguments[::-1].index("dx") - 1 :]
+
+
+# a kernel may do a part of an operation, for a part of the data
+PART = re.compile(r"_?(?P<operation>\w+?)(_(?P<of>input|weights|bias))?(_(image|row|features|tile))?")
+OTHER_WORDS = re.compile(r"_?(conv|linear|pool|max_pool|avg_pool)\w*_(forward|gradients?)\b|_?conv_backward\w*")
+ALIASES = {"argmax": "saved"}  # what a max-pool keeps
+
+
+def kernels():
+    """Yield (place, name, arguments) of every function of the compiled backends."""
+    root = Path(cnnexp.backends.__file__).parent
+    for path in sorted(path for room in ("cpu", "gpu", "simd") for path in (root / room).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef):
+                yield str(path.relative_to(root)), node.name, [argument.arg for argument in node.args.args]
+
+
+def out_of_order(name: str, arguments: list[str]) -> bool:
+    """Tell whether a function named as an operation, or a part of one, has its arguments in another order."""
+    operation = PART.fullmatch(name)["operation"]
+    order = methods(Ops).get(operation, [])
+    found = [order.index(ALIASES.get(a, a)) for a in arguments if ALIASES.get(a, a) in order]
+    return found != sorted(found)
+
+
+def test_kernels_have_the_names_and_the_order_of_the_operations():
+    found = list(kernels())
+    assert {"conv2d", "conv2d_backward_input", "conv2d_backward_weights", "max_pool_backward"} <= {k[1] for k in found}
+    assert [kernel for kernel in found if OTHER_WORDS.fullmatch(kernel[1]) or out_of_order(*kernel[1:])] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [("conv2d", "x y w"), ("linear_backward_input", "dx w dy"), ("max_pool_backward_image", "dy argmax dx")],
+)
+def test_another_order_is_found(name, arguments):
+    assert out_of_order(name, arguments.split())

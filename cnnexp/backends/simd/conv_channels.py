@@ -60,8 +60,8 @@ def panel_width(counts: tuple[int, int], window: int, filters: int, target: Targ
     return choose_tile(counts, window * window, -(-filters // target.lanes), target.registers)[2]
 
 
-def forward(k: Emitter, conv: Sum, weights: Pointer, bias: Pointer | None) -> None:
-    """Fill conv.y (and the argmax codes)."""
+def conv2d(k: Emitter, conv: Sum, weights: Pointer, bias: Pointer | None) -> None:
+    """Fill conv.y (and the argmax)."""
     x, panels = conv.x, conv.panels
     size, cell = (conv.windows.size, conv.windows.stride) if conv.windows else (1, 1)
     rows, columns, _ = choose_tile(conv.counts, size * size, -(-panels.outputs // k.lanes), k.target.registers)
@@ -112,7 +112,7 @@ def _finish(
                 larger = k.larger(other[vector], value)
                 value = k.select(larger, other[vector], value)
                 where = k.select(larger, k.integers(code), where)
-            k.store_bytes(where, codes_at(k, conv.windows, n, u, v, panel.vector) + vector * (k.lanes // 4))
+            k.store_bytes(where, argmax_at(k, conv.windows, n, u, v, panel.vector) + vector * (k.lanes // 4))
         if bias is not None:
             value = k.add(value, k.load(panel.outputs(bias) + at))
         if conv.rectify:
@@ -122,9 +122,9 @@ def _finish(
         k.store_part(value, target + at, valid)
 
 
-def codes_at(k: Emitter, windows: Windows[Image], n: ir.Value, u: ir.Value, v: ir.Value, vector: ir.Value) -> Pointer:
-    """Return the address of the codes of a vector of filters; `windows.codes` is an image of whole vectors of bytes."""
-    return windows.codes.pixel(k, n, u, v).at(vector, k.lanes // 4)
+def argmax_at(k: Emitter, windows: Windows[Image], n: ir.Value, u: ir.Value, v: ir.Value, vector: ir.Value) -> Pointer:
+    """Return the address of the argmax of a vector of filters, in `windows`: an image of whole vectors of bytes."""
+    return windows.argmax.pixel(k, n, u, v).at(vector, k.lanes // 4)
 
 
 def pieces(conv: Sum, d: Image, cache: int) -> tuple[int, int]:
@@ -141,7 +141,7 @@ def pieces(conv: Sum, d: Image, cache: int) -> tuple[int, int]:
     return (max(1, held // (4 * (conv.x.stride + d.stride))), rows) if most >= rows else (1, most)
 
 
-def weight_gradients(k: Emitter, conv: Sum, d: Image, dw: Pointer, db: Pointer | None) -> None:
+def conv2d_backward_weights(k: Emitter, conv: Sum, d: Image, dw: Pointer, db: Pointer | None) -> None:
     """dw[r, f] += sum over pixels of x * d, packed as the weights; db likewise.
 
     By pieces of x and d that stay in the first cache while all tiles of dw go over them.
@@ -176,10 +176,10 @@ def weight_gradients(k: Emitter, conv: Sum, d: Image, dw: Pointer, db: Pointer |
                                 gradient = panel.outputs(d.pixel(k, n, p, INDEX(0)))
                                 add_products(k, totals, corner, list(range(height)), gradient, steps, panel.valid)
     if db is not None:
-        bias_gradients(k, panels, d, db)
+        conv2d_backward_bias(k, panels, d, db)
 
 
-def bias_gradients(k: Emitter, panels: Panels, d: Image, db: Pointer) -> None:
+def conv2d_backward_bias(k: Emitter, panels: Panels, d: Image, db: Pointer) -> None:
     """db += the sum of d over pixels."""
     rows, columns, _ = d.shape
     for panel in panels.each(k):
@@ -273,7 +273,7 @@ def input_gradient_of(
     return InputGradient(parts, size)
 
 
-def input_gradient(
+def conv2d_backward_input(
     k: Emitter, gradient: InputGradient, source: Panels, kernel: int, stride: int, weights: Pointer, packed: Pointer
 ) -> None:
     """Fill dx.
@@ -286,7 +286,7 @@ def input_gradient(
             _transpose_weights(
                 k, source, kernel, stride, rows.taps, columns.taps, weights, conv.panels, packed + offset
             )
-            forward(k, conv, packed + offset, None)
+            conv2d(k, conv, packed + offset, None)
         else:
             _clear(k, conv)
 
@@ -351,7 +351,7 @@ def unpool(k: Emitter, windows: Windows[Image], y: Image, dy: Image, d: Image, r
             value = k.load(dy.pixel(k, n, u, v).at(f, k.lanes))
             if rectified:
                 value = k.where_positive(k.load(y.pixel(k, n, u, v).at(f, k.lanes)), value)
-            where = k.load_bytes(codes_at(k, windows, n, u, v, f))
+            where = k.load_bytes(argmax_at(k, windows, n, u, v, f))
             corner = d.pixel(k, n, INDEX(0), INDEX(0)).at(u, windows.stride * d.row).at(v, windows.stride * d.column)
             for i in range(windows.size):
                 for j in range(windows.size):

@@ -36,7 +36,7 @@ class Events:
         filters, kernel, channels: F, K, C.
         values, places, counts: lists [filter][cell of a block], and how long they are.
         sums: of dx, an image as x. weights, gradients: [kernel row][filter][K * C, rounded up].
-        cells: for each cell where its gradient, its output, its codes and its first patch lie, four integers.
+        cells: for each cell where its gradient, its output, its argmax and its first patch lie, four integers.
     """
 
     conv: Sum
@@ -114,12 +114,12 @@ def _cell_table(conv: Sum, windows: Windows[Image], dy: Image, lanes: int) -> np
         return (u * step + first[0]) * image.row + (v * step + first[1]) * image.column
 
     step = windows.stride * conv.stride
-    rings = [(image.ring.top, image.ring.left) for image in (dy, conv.y, windows.codes)]
-    parts = [place(image, 1, ring) for image, ring in zip((dy, conv.y, windows.codes), rings, strict=True)]
+    rings = [(image.ring.top, image.ring.left) for image in (dy, conv.y, windows.argmax)]
+    parts = [place(image, 1, ring) for image, ring in zip((dy, conv.y, windows.argmax), rings, strict=True)]
     return np.stack([*parts, place(conv.x, step, conv.origin)], axis=1).astype(np.int32)
 
 
-def backward(k: Emitter, events: Events, weights: Pointer, dw: Pointer, db: Pointer | None) -> None:
+def conv2d_backward(k: Emitter, events: Events, weights: Pointer, dw: Pointer, db: Pointer | None) -> None:
     """dw, db += the gradient, packed as the weights; dx = the gradient."""
     conv, cells = events.conv, events.conv.counts[0] * events.conv.counts[1]
     size = block_cells(k.lanes)
@@ -149,7 +149,7 @@ def _list(k: Emitter, events: Events, n: ir.Value, first: ir.Value, cells: int, 
     size, windows = block_cells(k.lanes), events.windows
     values, places, counts = (k.arena + at for at in (events.values, events.places, events.counts))
     table = (k.arena + events.cells).at(first, 4)
-    images = [(k.arena + image.offset).at(n, image.stride) for image in (events.dy, events.conv.y, windows.codes)]
+    images = [(k.arena + image.offset).at(n, image.stride) for image in (events.dy, events.conv.y, windows.argmax)]
     unit = events.conv.stride
     offsets = [
         (i * events.conv.x.row + j * events.conv.x.column) * unit

@@ -106,7 +106,7 @@ def permutes(kernel: int, stride: int, channels: int, window: int, target: Targe
     return target.permutes and last < target.lanes
 
 
-def forward_row(k: Emitter, bank: FilterBank, weights: Pointer, bias: Pointer | None, u: ir.Value) -> None:
+def conv2d_row(k: Emitter, bank: FilterBank, weights: Pointer, bias: Pointer | None, u: ir.Value) -> None:
     """Fill row u of bank.y, the places and the patches. weights (K, K, C, F), bias (F,)."""
     _, columns = bank.shape
     with k.loop(k.count) as n, k.loop(columns) as v:
@@ -148,7 +148,7 @@ def _gather_patch(k: Emitter, bank: FilterBank, corner: Pointer) -> list[ir.Valu
     return parts
 
 
-def weight_gradients_row(
+def conv2d_backward_weights_row(
     k: Emitter, bank: FilterBank, dy: Matrix, dw: Pointer, db: Pointer | None, u: ir.Value
 ) -> None:
     """dw += pixel under each tap of each maximum of row u * dy; db += dy. dy is 0 where ReLU gave 0."""

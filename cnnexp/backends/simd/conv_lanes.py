@@ -26,20 +26,20 @@ MOST_SUMS = 256
 CACHED_VECTORS = 448
 """Vectors of one piece of a row, of x and d together: 28 KB of AVX-512's."""
 
-Codes = TypeVar("Codes", Grid, Image)
+Argmax = TypeVar("Argmax", Grid, Image)
 
 
 @dataclass(frozen=True)
-class Windows(Generic[Codes]):
+class Windows(Generic[Argmax]):
     """Max-pool windows that do not overlap and lie inside the image, fused into a convolution.
 
     Attributes:
-        size: S. stride: >= S. codes: bytes, where each argmax goes (row * S + column), in the pooled shape.
+        size: S. stride: >= S. argmax: bytes, where each argmax goes (row * S + column), in the pooled shape.
     """
 
     size: int
     stride: int
-    codes: Codes
+    argmax: Argmax
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ def gradient_tile(registers: int) -> tuple[int, int]:
     return (6, 4) if registers >= 32 else (3, 3)
 
 
-def forward(k: Emitter, conv: Correlation, weights: Pointer, bias: Pointer | None) -> None:
-    """Fill conv.y (and the argmax codes)."""
+def conv2d(k: Emitter, conv: Correlation, weights: Pointer, bias: Pointer | None) -> None:
+    """Fill conv.y (and the argmax)."""
     pixels, most_filters = sums_tile(k.target.registers)
     rows, columns, _ = conv.y.shape
     step = conv.stride * (conv.windows.stride if conv.windows else 1)
@@ -145,7 +145,7 @@ def _plain(k: Emitter, conv: Correlation, tile: Tile, pixels: int) -> None:
 
 def _pooled(k: Emitter, conv: Correlation, windows: Windows[Grid], tile: Tile, most: int) -> None:
     """Convolve one pooling window with the filters, and store its maxima and where they were."""
-    size, codes = windows.size, windows.codes
+    size, argmax = windows.size, windows.argmax
     window = [(i, j) for i in range(size) for j in range(size)]
     best: list[ir.Value] = []
     where: list[ir.Value] = []
@@ -158,10 +158,10 @@ def _pooled(k: Emitter, conv: Correlation, windows: Windows[Grid], tile: Tile, m
                 larger = k.larger(values[j], best[j])
                 best[j] = k.select(larger, values[j], best[j])
                 where[j] = k.select(larger, k.integers(code), where[j])
-    target, code_target = tile.at(k, conv.y), tile.at(k, codes)
+    target, code_target = tile.at(k, conv.y), tile.at(k, argmax)
     for j in range(tile.filters):
         _store(k, conv, tile, j, best[j], target)
-        k.store_bytes(where[j], code_target + j * codes.lanes)
+        k.store_bytes(where[j], code_target + j * argmax.lanes)
 
 
 def _store(k: Emitter, conv: Correlation, tile: Tile, j: int, value: ir.Value, target: Pointer) -> None:
@@ -208,7 +208,9 @@ def flip_weights(k: Emitter, weights: Pointer, flipped: Pointer, kernel: int, ch
             k.store(value, target.at(f, channels).at(c))
 
 
-def weight_gradients(k: Emitter, conv: Correlation, d: Grid, dw: Pointer, db: Pointer | None, sums: Pointer) -> None:
+def conv2d_backward_weights(
+    k: Emitter, conv: Correlation, d: Grid, dw: Pointer, db: Pointer | None, sums: Pointer
+) -> None:
     """dw[i,j,c,f] += sum over pixels and lanes of x * d; db likewise.
 
     Register tile: 6 (tap, channel) x 4 filters of accumulators, along a piece of a row; 10 loads feed 24 multiply-adds.
@@ -228,7 +230,7 @@ def weight_gradients(k: Emitter, conv: Correlation, d: Grid, dw: Pointer, db: Po
                 f = k.builder.add(k.builder.mul(filter_block, INDEX(filters)), INDEX(first_filter))
                 _weight_block(k, conv, d, (i, r, f), (taps, filters), dw, sums)
     if db is not None:
-        _bias_gradients(k, d, db)
+        _backward_bias(k, d, db)
 
 
 def _weight_block(
@@ -292,7 +294,7 @@ def _weight_tile(
                 k.accumulate(totals[t][j], value, gradients[j])
 
 
-def _bias_gradients(k: Emitter, d: Grid, db: Pointer) -> None:
+def _backward_bias(k: Emitter, d: Grid, db: Pointer) -> None:
     rows, columns, channels = d.shape
     for first, size, count in chunks(channels, 8):
         with k.loop(count) as chunk:
@@ -314,7 +316,7 @@ def unpool(k: Emitter, windows: Windows[Grid], y: Grid, dy: Grid, d: Grid, recti
         value = k.load(dy.pixel(k, g, u, v).at(c, dy.lanes))
         if rectified:
             value = k.where_positive(k.load(y.pixel(k, g, u, v).at(c, y.lanes)), value)
-        where = k.load_bytes(windows.codes.pixel(k, g, u, v).at(c, windows.codes.lanes))
+        where = k.load_bytes(windows.argmax.pixel(k, g, u, v).at(c, windows.argmax.lanes))
         step = d.ring.step
         corner = d.image(k, g).at(u, windows.stride * step * d.row).at(v, windows.stride * step * d.column)
         corner = corner.at(c, d.lanes)

@@ -122,7 +122,7 @@ def _spread_out(rows: int, columns: int, reach: int) -> tuple[np.ndarray, np.nda
     return np.tile(u, columns), np.repeat(np.arange(columns), rows)
 
 
-def backward(k: Emitter, conv: SparseGradient, weights: Pointer, dw: Pointer, db: Pointer | None) -> None:
+def conv2d_backward(k: Emitter, conv: SparseGradient, weights: Pointer, dw: Pointer, db: Pointer | None) -> None:
     """dw, db += the gradient; dx = the gradient."""
     scratch, stride = conv.scratch, round_up(conv.size, k.lanes) + k.lanes
     x, dx = k.arena + scratch.x, k.arena + scratch.dx
@@ -200,11 +200,11 @@ def _list_events(k: Emitter, conv: SparseGradient, g: ir.Value, db: Pointer | No
 def _cell(k: Emitter, conv: SparseGradient, g: ir.Value, f: ir.Value, entry: Pointer) -> tuple[ir.Value, ir.Value]:
     """Return a cell's gradient, 0 where ReLU gave 0, and the place of the patch that each image's maximum saw."""
     where, first = (k.builder.sext(k.load_int(entry + i), INDEX) for i in range(2))
-    codes = conv.windows.codes
+    argmax = conv.windows.argmax
     value = k.load(conv.dy.image(k, g).at(where, k.lanes).at(f, k.lanes))
     if conv.rectify:
         value = k.where_positive(k.load(conv.y.image(k, g).at(where, k.lanes).at(f, k.lanes)), value)
-    code = k.load_bytes(codes.image(k, g).at(where, codes.lanes).at(f, codes.lanes))
+    code = k.load_bytes(argmax.image(k, g).at(where, argmax.lanes).at(f, argmax.lanes))
     size, unit = conv.windows.size, conv.stride * conv.channels
     offset = k.integers(0)
     for i in range(size):

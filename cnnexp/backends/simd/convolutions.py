@@ -138,14 +138,14 @@ class Convolution(_Convolution[Grid]):
         held = rows * columns * filters + height * width * channels
         moved = kernel * (rows * columns * filters + height * width * channels * -(-filters // 8))
         gradient_tile, terms = conv_lanes.gradient_tile(target.registers), kernel**2 * channels
-        found["weight_gradients"] = lane_gradient(
+        found["backward_weights"] = lane_gradient(
             gradient_tile, terms, filters, rows * columns, images, moved, held, target
         )
         if needs_dx:
             count = height * -(-width // pixels)
             back = lane_sums(min(width, pixels), most, count, channels, kernel**2 * filters, target, 2.0)
             flipping = 2 * kernel**2 * channels * filters / images
-            found["input_gradient"] = Work(back.macs, back.cycles + flipping, back.tile)
+            found["backward_input"] = Work(back.macs, back.cycles + flipping, back.tile)
         return found
 
     def _dense_ring(self) -> Ring:
@@ -165,7 +165,7 @@ class Convolution(_Convolution[Grid]):
         plan.parameters.place_plain(self.stage.weight, self.stage.bias)
         windows = None
         if self.pool:
-            windows = Windows(self.pool.window.size, self.pool.window.stride, plan.arena.codes(self.shape))
+            windows = Windows(self.pool.window.size, self.pool.window.stride, plan.arena.argmax(self.shape))
         self.correlation = Correlation(
             self.x, (0, 0), layer.stride, layer.kernel, channels, layer.filters, self.y, self.rectify, windows
         )
@@ -190,7 +190,7 @@ class Convolution(_Convolution[Grid]):
 
     def forward(self, plan: Layout) -> Kernels:
         def run(k: Emitter) -> None:
-            conv_lanes.forward(k, self.correlation, *plan.parameters.weights(k, self.stage))
+            conv_lanes.conv2d(k, self.correlation, *plan.parameters.weights(k, self.stage))
 
         return [("forward", run)]
 
@@ -198,9 +198,9 @@ class Convolution(_Convolution[Grid]):
         if self.sparse:
             return self._sparse_backward(plan, self.sparse)
 
-        def weight_gradients(k: Emitter) -> None:
+        def backward_weights(k: Emitter) -> None:
             dw, db = plan.parameters.gradients(k, self.stage)
-            conv_lanes.weight_gradients(k, self.correlation, self.d, dw, db, k.arena + self.sums)
+            conv_lanes.conv2d_backward_weights(k, self.correlation, self.d, dw, db, k.arena + self.sums)
 
         kernels: Kernels = []
         windows, dx = self.correlation.windows, self.dx
@@ -210,22 +210,22 @@ class Convolution(_Convolution[Grid]):
             )
         elif self.rectifies_dy:
             kernels.append(("rectify_gradient", lambda k: conv_lanes.rectify_gradient(k, self.y, self.dy)))
-        kernels.append(("weight_gradients", weight_gradients))
+        kernels.append(("backward_weights", backward_weights))
         if dx:
-            kernels.append(("input_gradient", lambda k: self._input_gradient(k, plan, dx)))
+            kernels.append(("backward_input", lambda k: self._backward_input(k, plan, dx)))
         return kernels
 
     def _sparse_backward(self, plan: Layout, sparse: SparseGradient) -> Kernels:
         def run(k: Emitter) -> None:
             weights, _ = plan.parameters.weights(k, self.stage)
-            conv_sparse.backward(k, sparse, weights, *plan.parameters.gradients(k, self.stage))
+            conv_sparse.conv2d_backward(k, sparse, weights, *plan.parameters.gradients(k, self.stage))
 
         kernels: Kernels = [("sparse_backward", run)]
         if self.input_rectified:
             kernels.append(("rectify_dx", lambda k: conv_lanes.rectify_gradient(k, self.x, sparse.dx)))
         return kernels
 
-    def _input_gradient(self, k: Emitter, plan: Layout, dx: Grid) -> None:
+    def _backward_input(self, k: Emitter, plan: Layout, dx: Grid) -> None:
         layer, channels, reach = self.stage.layer, self.stage.input_shape[2], self.stage.layer.kernel - 1
         flipped = k.arena + self.flipped
         weights, _ = plan.parameters.weights(k, self.stage)
@@ -233,7 +233,7 @@ class Convolution(_Convolution[Grid]):
         top, left, _, _ = (max(0, pad - reach) for pad in self.stage.window.pads)
         positive = self.x if self.input_rectified else None
         back = Correlation(self.d, (top, left), 1, layer.kernel, layer.filters, channels, dx, positive=positive)
-        conv_lanes.forward(k, back, flipped, None)
+        conv_lanes.conv2d(k, back, flipped, None)
 
 
 class ChannelConvolution(_Convolution[Image]):
@@ -283,7 +283,7 @@ class ChannelConvolution(_Convolution[Image]):
             return {name: found[name] for name in ("forward", "events")}
         wide = conv_channels.panel_width((self.shape[0], self.shape[1]), window, filters, target)
         read = 4 * (height * width * channels + rows * columns * filters)
-        found["weight_gradients"] = product_gradient(run, kernel, filters, wide, (rows, columns), read, target)
+        found["backward_weights"] = product_gradient(run, kernel, filters, wide, (rows, columns), read, target)
         if needs_dx:
             sums = [
                 product_sums((p.count, q.count), 1, channels, len(p.taps) * len(q.taps) * filters, target)
@@ -292,7 +292,7 @@ class ChannelConvolution(_Convolution[Image]):
             ]
             packing = (math.log2(target.lanes) + 2) * kernel * run * filters / target.lanes / images
             macs, largest = sum(part.macs for part in sums), max(sums, key=lambda part: part.macs)
-            found["input_gradient"] = Work(macs, cost.total(sums) + packing, largest.tile)
+            found["backward_input"] = Work(macs, cost.total(sums) + packing, largest.tile)
         return found
 
     def _dense_ring(self) -> Ring:
@@ -307,8 +307,8 @@ class ChannelConvolution(_Convolution[Image]):
         counts = rows, columns
         if self.pool:
             size, vectors = self.pool.window.size, -(-layer.filters // target.lanes)
-            codes = plan.arena.image((*counts, vectors * target.lanes // 4))
-            windows = Windows(size, self.pool.window.stride, codes)
+            argmax = plan.arena.image((*counts, vectors * target.lanes // 4))
+            windows = Windows(size, self.pool.window.stride, argmax)
         width = conv_channels.panel_width(counts, windows.size if windows else 1, layer.filters, target)
         panels = Panels(layer.kernel**2 * channels, layer.filters, width, target.lanes)
         plan.parameters.place(stage.weight, panels.size, panels.positions())
@@ -338,7 +338,7 @@ class ChannelConvolution(_Convolution[Image]):
 
     def forward(self, plan: Layout) -> Kernels:
         def run(k: Emitter) -> None:
-            conv_channels.forward(k, self.sum, *plan.parameters.weights(k, self.stage))
+            conv_channels.conv2d(k, self.sum, *plan.parameters.weights(k, self.stage))
 
         return [("forward", run)]
 
@@ -346,9 +346,9 @@ class ChannelConvolution(_Convolution[Image]):
         if self.events:
             return self._follow_events(plan, self.events)
 
-        def weight_gradients(k: Emitter) -> None:
+        def backward_weights(k: Emitter) -> None:
             dw, db = plan.parameters.gradients(k, self.stage)
-            conv_channels.weight_gradients(k, self.sum, self.d, dw, db)
+            conv_channels.conv2d_backward_weights(k, self.sum, self.d, dw, db)
 
         kernels: Kernels = []
         windows = self.sum.windows
@@ -359,22 +359,24 @@ class ChannelConvolution(_Convolution[Image]):
         elif self.rectifies_dy or self.d is not self.dy:
             positive = self.y if self.rectifies_dy else None
             kernels.append(("gradient", lambda k: conv_channels.copy_gradient(k, positive, self.dy, self.d)))
-        kernels.append(("weight_gradients", weight_gradients))
+        kernels.append(("backward_weights", backward_weights))
         if self.dx:
-            kernels.append(("input_gradient", lambda k: self._input_gradient(k, plan)))
+            kernels.append(("backward_input", lambda k: self._backward_input(k, plan)))
         return kernels
 
     def _follow_events(self, plan: Layout, events: Events) -> Kernels:
         def run(k: Emitter) -> None:
             weights, _ = plan.parameters.weights(k, self.stage)
-            conv_events.backward(k, events, weights, *plan.parameters.gradients(k, self.stage))
+            conv_events.conv2d_backward(k, events, weights, *plan.parameters.gradients(k, self.stage))
 
         return [("events", run)]
 
-    def _input_gradient(self, k: Emitter, plan: Layout) -> None:
+    def _backward_input(self, k: Emitter, plan: Layout) -> None:
         layer, (weights, _) = self.stage.layer, plan.parameters.weights(k, self.stage)
         packed = k.arena + self.packed
-        conv_channels.input_gradient(k, self.gradient, self.sum.panels, layer.kernel, layer.stride, weights, packed)
+        conv_channels.conv2d_backward_input(
+            k, self.gradient, self.sum.panels, layer.kernel, layer.stride, weights, packed
+        )
 
 
 class FilterConvolution(Node[Matrix, Matrix]):
@@ -419,7 +421,7 @@ class FilterConvolution(Node[Matrix, Matrix]):
                 macs * size**2, cells * (values + vectors * sums), f"{size**2} pixels x 1 vector of filters"
             ),
             "rectify_gradient": passes(cells * layer.filters, 2, target),
-            "weight_gradients": Work(macs, cells * vectors * (gradient + 4), f"{terms} taps x 1 vector of filters"),
+            "backward_weights": Work(macs, cells * vectors * (gradient + 4), f"{terms} taps x 1 vector of filters"),
         }
 
     def prepare(self, plan: Layout) -> None:
@@ -457,22 +459,22 @@ class FilterConvolution(Node[Matrix, Matrix]):
     def forward(self, plan: Layout) -> Kernels:
         def run(k: Emitter) -> None:
             with k.loop(self.shape[0]) as u:
-                self.forward_row(k, plan, u)
+                self.conv2d_row(k, plan, u)
 
         return [("forward", run)]
 
-    def forward_row(self, k: Emitter, plan: Layout, u: ir.Value) -> None:
-        conv_filters.forward_row(k, self.bank, *plan.parameters.weights(k, self.stage), u)
+    def conv2d_row(self, k: Emitter, plan: Layout, u: ir.Value) -> None:
+        conv_filters.conv2d_row(k, self.bank, *plan.parameters.weights(k, self.stage), u)
 
     def backward(self, plan: Layout) -> Kernels:
         def run(k: Emitter) -> None:
             with k.loop(self.shape[0]) as u:
-                self.weight_gradients_row(k, plan, u)
+                self.conv2d_backward_weights_row(k, plan, u)
 
         kernels: Kernels = []
         if self.rectifies_dy:
             kernels.append(("rectify_gradient", lambda k: linear.rectify_gradient(k, self.y, self.dy)))
-        return [*kernels, ("weight_gradients", run)]
+        return [*kernels, ("backward_weights", run)]
 
-    def weight_gradients_row(self, k: Emitter, plan: Layout, u: ir.Value) -> None:
-        conv_filters.weight_gradients_row(k, self.bank, self.dy, *plan.parameters.gradients(k, self.stage), u)
+    def conv2d_backward_weights_row(self, k: Emitter, plan: Layout, u: ir.Value) -> None:
+        conv_filters.conv2d_backward_weights_row(k, self.bank, self.dy, *plan.parameters.gradients(k, self.stage), u)

@@ -48,7 +48,7 @@ class Dense(Node[Matrix, Matrix]):
 
     def _common_work(self, target: Target) -> dict[str, Work]:
         width = round_up(self.stage.output_shape[0], target.lanes)
-        return {"rectify_gradient": passes(width, 3, target), "bias_gradients": passes(width, 1, target)}
+        return {"rectify_gradient": passes(width, 3, target), "backward_bias": passes(width, 1, target)}
 
     def backward(self, plan: Layout) -> Kernels:
         """Return what both forms begin with."""
@@ -56,20 +56,20 @@ class Dense(Node[Matrix, Matrix]):
         if self.rectifies_dy:
             kernels.append(("rectify_gradient", lambda k: linear.rectify_gradient(k, self.y, self.dy)))
         if self.stage.bias:
-            kernels.append(("bias_gradients", lambda k: self._bias_gradients(k, plan)))
+            kernels.append(("backward_bias", lambda k: self._backward_bias(k, plan)))
         return kernels
 
-    def _bias_gradients(self, k: Emitter, plan: Layout) -> None:
+    def _backward_bias(self, k: Emitter, plan: Layout) -> None:
         _, db = plan.parameters.gradients(k, self.stage)
         assert db is not None
-        linear.bias_gradients(k, self.dy, db)
+        linear.linear_backward_bias(k, self.dy, db)
 
 
 class WideDense(Dense):
     """Many outputs."""
 
     def in_lanes(self, what: str, kernel: str) -> str:
-        return "images" if kernel == "input_gradient" else "weights"
+        return "images" if kernel == "backward_input" else "weights"
 
     way = "wide"
 
@@ -90,13 +90,13 @@ class WideDense(Dense):
         found = {
             **self._common_work(target),
             "forward": Work(sums.macs / images, sums.cycles / images, sums.tile),
-            "weight_gradients": weights,
+            "backward_weights": weights,
             "update": weights,
         }
         if needs_dx:
             found |= {
                 "dy_to_lanes": transposition(outputs, target),
-                "input_gradient": Work(features * outputs, sum(back) / images, "features x vectors of images"),
+                "backward_input": Work(features * outputs, sum(back) / images, "features x vectors of images"),
                 "dx_to_rows": transposition(features, target),
             }
         return found
@@ -114,34 +114,34 @@ class WideDense(Dense):
     def forward(self, plan: Layout) -> Kernels:
         def run(k: Emitter) -> None:
             w, b = plan.parameters.weights(k, self.stage)
-            linear.wide_forward(k, self.x, w, self.panels, b, self.y, self.rectify, self.height)
+            linear.linear(k, self.x, w, self.panels, b, self.y, self.rectify, self.height)
 
         return [("forward", run)]
 
     def backward(self, plan: Layout) -> Kernels:
-        def input_gradient(k: Emitter) -> None:
+        def backward_input(k: Emitter) -> None:
             (w, _), groups = plan.parameters.weights(k, self.stage), plan.arena.groups
-            linear.wide_input_gradient(k, w, self.panels, self.dy_lanes, self.dx_lanes, groups)
+            linear.linear_backward_input(k, w, self.panels, self.dy_lanes, self.dx_lanes, groups)
 
-        kernels = [*super().backward(plan), *([] if plan.owns else self._weight_gradients(plan))]
+        kernels = [*super().backward(plan), *([] if plan.owns else self._backward_weights(plan))]
         dx = self.dx
         if dx:
             kernels += [
                 ("dy_to_lanes", lambda k: transfer.to_lanes(k, self.dy, self.dy_lanes)),
-                ("input_gradient", input_gradient),
+                ("backward_input", backward_input),
                 ("dx_to_rows", lambda k: transfer.to_rows(k, self.dx_lanes, dx)),
             ]
         return kernels
 
-    def _weight_gradients(self, plan: Layout) -> Kernels:
+    def _backward_weights(self, plan: Layout) -> Kernels:
         def run(k: Emitter) -> None:
             dw, _ = plan.parameters.gradients(k, self.stage)
-            linear.wide_weight_gradients(k, self.x, self.dy, self.panels, dw)
+            linear.linear_backward_weights(k, self.x, self.dy, self.panels, dw)
 
-        return [("weight_gradients", run)]
+        return [("backward_weights", run)]
 
     def owned_gradients(self, plan: Layout) -> Kernels:
-        return self._weight_gradients(plan) if plan.owns else []
+        return self._backward_weights(plan) if plan.owns else []
 
     def owned_updates(self, plan: Layout) -> list[tuple[str, Callable[[Emitter, Optimizer], None]]]:
         def run(k: Emitter, optimizer: Optimizer) -> None:
@@ -252,9 +252,9 @@ class FilterClassifier(Node[Matrix, Matrix]):
             return Work(a.macs + b.macs, a.cycles + b.cycles, f"{a.tile}; {b.tile}")
 
         return {
-            **{name: dense[name] for name in ("rectify_gradient", "bias_gradients")},
+            **{name: dense[name] for name in ("rectify_gradient", "backward_bias")},
             "forward": joined(conv["forward"], dense["forward"]),
-            "backward": joined(conv["weight_gradients"], dense["backward"]),
+            "backward": joined(conv["backward_weights"], dense["backward"]),
         }
 
     def prepare(self, plan: Layout) -> None:
@@ -275,7 +275,7 @@ class FilterClassifier(Node[Matrix, Matrix]):
             self.dense.begin(k)
             with k.loop(self.conv.shape[0]) as u:
                 plan.clocks.charge(k, linear)
-                k.call("conv", lambda k, u: self.conv.forward_row(k, plan, u), u)
+                k.call("conv", lambda k, u: self.conv.conv2d_row(k, plan, u), u)
                 plan.clocks.charge(k, conv)
                 k.call("linear", lambda k, u: self.dense.add(k, plan, self._vector(k, u), self.row_vectors), u)
             self.dense.end(k, plan)
@@ -283,14 +283,14 @@ class FilterClassifier(Node[Matrix, Matrix]):
         return [("forward", run)]
 
     def backward(self, plan: Layout) -> Kernels:
-        conv = plan.clocks.part(self.conv.part(plan, BACKWARD, "weight_gradients"))
+        conv = plan.clocks.part(self.conv.part(plan, BACKWARD, "backward_weights"))
         linear = plan.clocks.part(self.dense.part(plan, BACKWARD, "backward"))
 
         def run(k: Emitter) -> None:
             with k.loop(self.conv.shape[0]) as u:
                 k.call("linear", lambda k, u: self.dense.run_backward(k, plan, self._vector(k, u), self.row_vectors), u)
                 plan.clocks.charge(k, linear)
-                k.call("conv", lambda k, u: self.conv.weight_gradients_row(k, plan, u), u)
+                k.call("conv", lambda k, u: self.conv.conv2d_backward_weights_row(k, plan, u), u)
                 plan.clocks.charge(k, conv)
 
         return [*Dense.backward(self.dense, plan), ("backward", run)]

@@ -58,7 +58,7 @@ def apply(k: Emitter, function: Map, x: Grid | Matrix, y: Grid | Matrix) -> None
     _each(k, (x, y), lambda a, b: k.store(function(k, k.load(a)), b))
 
 
-def apply_gradient(
+def apply_backward(
     k: Emitter, function: Map2, x: Grid | Matrix, y: Grid | Matrix, dy: Grid | Matrix, dx: Grid | Matrix
 ) -> None:
     """dx = dy * function(x, y)."""
@@ -87,8 +87,8 @@ def _each(k: Emitter, arrays: tuple, body: Callable) -> None:
         body(*(a.pixel(k, g, p, q).at(c, a.lanes) for a in arrays))
 
 
-def max_pool(k: Emitter, x: Grid, size: int, stride: int, y: Grid, codes: Grid) -> None:
-    """y = the largest of each window, codes = its place, a 32-bit integer; x's ring holds -inf, so it never wins."""
+def max_pool(k: Emitter, x: Grid, size: int, stride: int, y: Grid, argmax: Grid) -> None:
+    """y = the largest of each window, argmax = its place, a 32-bit integer; x's ring holds -inf, so it never wins."""
     rows, columns, channels = y.shape
     with k.loop(k.groups(k.lanes)) as g, k.loop(rows) as u, k.loop(columns) as v, k.loop(channels) as c:
         corner = x.stored(k, g).at(u, stride * x.row).at(v, stride * x.column).at(c, x.lanes)
@@ -98,22 +98,22 @@ def max_pool(k: Emitter, x: Grid, size: int, stride: int, y: Grid, codes: Grid) 
             code = k.builder.trunc(k.builder.add(k.builder.mul(i, INDEX(size)), j), INT)
             larger = k.larger(value, best.get())
             best.set(k.select(larger, value, best.get()))
-            where.set(k.select(larger, _spread_code(k, code), where.get()))
+            where.set(k.select(larger, _spread_place(k, code), where.get()))
         k.store(best.get(), y.pixel(k, g, u, v).at(c, y.lanes))
-        k.store(k.as_floats(where.get()), codes.pixel(k, g, u, v).at(c, codes.lanes))
+        k.store(k.as_floats(where.get()), argmax.pixel(k, g, u, v).at(c, argmax.lanes))
 
 
-def max_pool_gradient(k: Emitter, codes: Grid, dy: Grid, size: int, stride: int, dx: Grid) -> None:
+def max_pool_backward(k: Emitter, argmax: Grid, dy: Grid, size: int, stride: int, dx: Grid) -> None:
     """dx = dy added at each window's argmax. dx has the ring that x has; what lands in it is not used."""
     _clear(k, dx)
     rows, columns, channels = dy.shape
     with k.loop(k.groups(k.lanes)) as g, k.loop(rows) as u, k.loop(columns) as v, k.loop(channels) as c:
         corner = dx.stored(k, g).at(u, stride * dx.row).at(v, stride * dx.column).at(c, dx.lanes)
         value = k.load(dy.pixel(k, g, u, v).at(c, dy.lanes))
-        where = k.as_integers(k.load(codes.pixel(k, g, u, v).at(c, codes.lanes)))
+        where = k.as_integers(k.load(argmax.pixel(k, g, u, v).at(c, argmax.lanes)))
         with k.loop(size) as i, k.loop(size) as j:
             code = k.builder.trunc(k.builder.add(k.builder.mul(i, INDEX(size)), j), INT)
-            here = k.builder.icmp_signed("==", where, _spread_code(k, code))
+            here = k.builder.icmp_signed("==", where, _spread_place(k, code))
             at = corner.at(i, dx.row).at(j, dx.column)
             k.store(k.add(k.load(at), k.select(here, value, k.zero())), at)
 
@@ -131,7 +131,7 @@ def avg_pool(k: Emitter, x: Grid, size: int, stride: int, shares: Pointer, y: Gr
             k.store(k.multiply(total.get(), share), y.pixel(k, g, u, v).at(c, y.lanes))
 
 
-def avg_pool_gradient(k: Emitter, dy: Grid, size: int, stride: int, shares: Pointer, dx: Grid) -> None:
+def avg_pool_backward(k: Emitter, dy: Grid, size: int, stride: int, shares: Pointer, dx: Grid) -> None:
     """dx = each window's share of dy, added up; dx has the ring that x has."""
     _clear(k, dx)
     rows, columns, channels = dy.shape
@@ -150,6 +150,6 @@ def _clear(k: Emitter, x: Grid) -> None:
         k.store(k.zero(), x.stored(k, g).at(i, x.lanes))
 
 
-def _spread_code(k: Emitter, code: ir.Value) -> ir.Value:
+def _spread_place(k: Emitter, code: ir.Value) -> ir.Value:
     single = k.builder.insert_element(ir.Constant(k.indices, ir.Undefined), code, INT(0))
     return k.builder.shuffle_vector(single, single, ir.Constant(k.indices, None))

@@ -192,7 +192,7 @@ class Arena:
             self._fills.append((grid.offset, np.full(size, ring.value, np.float32)))
         return grid
 
-    def codes(self, shape: Shape) -> Grid:
+    def argmax(self, shape: Shape) -> Grid:
         """Return a grid of bytes, one per lane."""
         grid = Grid(0, shape, self.lanes // 4)
         return Grid(self.allocate(self.groups * grid.group), shape, self.lanes // 4)

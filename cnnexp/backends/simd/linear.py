@@ -27,7 +27,7 @@ SKINNY_BLOCK_FLOATS = 6144
 """Weights that stay in the first cache during a forward pass of the skinny form, 24 KB."""
 
 
-def wide_forward(
+def linear(
     k: Emitter, x: Matrix, weights: Pointer, panels: Panels, bias: Pointer | None, y: Matrix, rectify: bool, height: int
 ) -> None:
     """y = x @ weights + bias, by tiles of `height` images; the last ends with the last image, and may do some twice."""
@@ -51,7 +51,7 @@ def wide_forward(
                     k.store(k.rectify(value) if rectify else value, target + (i * y.stride + v * k.lanes))
 
 
-def wide_weight_gradients(k: Emitter, x: Matrix, dy: Matrix, panels: Panels, dw: Pointer) -> None:
+def linear_backward_weights(k: Emitter, x: Matrix, dy: Matrix, panels: Panels, dw: Pointer) -> None:
     """dw += x.T @ dy, in panels as the weights."""
     for panel in panels.each(k):
         unit = panel.width * k.lanes
@@ -109,7 +109,7 @@ def wide_update(
                         step.take([place + (i * unit + v * k.lanes) for place in places], total.get())
 
 
-def wide_input_gradient(k: Emitter, weights: Pointer, panels: Panels, dy: Grid, dx: Grid, groups: int) -> None:
+def linear_backward_input(k: Emitter, weights: Pointer, panels: Panels, dy: Grid, dx: Grid, groups: int) -> None:
     """dx[d, lane] = sum over o of weights[d, o] * dy[o, lane], `groups` groups of lanes.
 
     Args:
@@ -136,7 +136,7 @@ def wide_input_gradient(k: Emitter, weights: Pointer, panels: Panels, dy: Grid, 
                         k.store(total.get(), target.at(d, k.lanes) + (i * k.lanes + g * dx.group))
 
 
-def bias_gradients(k: Emitter, dy: Matrix, db: Pointer) -> None:
+def linear_backward_bias(k: Emitter, dy: Matrix, db: Pointer) -> None:
     """db += the sum of dy over images."""
     with k.loop(dy.width // k.lanes) as v:
         total = k.variable(k.load(db.at(v, k.lanes)))

@@ -223,7 +223,7 @@ class Activation(Node[Grid | Matrix, Grid | Matrix]):
         derivative = trace.emitted(self.layer.derivative(trace.MATHS))
 
         def run(k: Emitter) -> None:
-            elementwise.apply_gradient(k, derivative, self.x, self.y, self.dy, self.needed_dx)
+            elementwise.apply_backward(k, derivative, self.x, self.y, self.dy, self.needed_dx)
 
         return [("backward", run)]
 
@@ -248,7 +248,7 @@ class Pool(Node[Grid, Grid]):
 
     def prepare(self, plan: Layout) -> None:
         if self.largest:
-            self.codes = plan.arena.grid(self.shape)
+            self.argmax = plan.arena.grid(self.shape)
         else:
             self.shares = plan.arena.constants((1 / self._inside()).astype(np.float32))
         if self.dx:
@@ -268,7 +268,7 @@ class Pool(Node[Grid, Grid]):
     def forward(self, plan: Layout) -> Kernels:
         def run(k: Emitter) -> None:
             if self.largest:
-                elementwise.max_pool(k, self.x, self.size, self.stride, self.y, self.codes)
+                elementwise.max_pool(k, self.x, self.size, self.stride, self.y, self.argmax)
             else:
                 elementwise.avg_pool(k, self.x, self.size, self.stride, k.arena + self.shares, self.y)
 
@@ -277,9 +277,9 @@ class Pool(Node[Grid, Grid]):
     def backward(self, plan: Layout) -> Kernels:
         def run(k: Emitter) -> None:
             if self.largest:
-                elementwise.max_pool_gradient(k, self.codes, self.dy, self.size, self.stride, self.spread)
+                elementwise.max_pool_backward(k, self.argmax, self.dy, self.size, self.stride, self.spread)
             else:
-                elementwise.avg_pool_gradient(k, self.dy, self.size, self.stride, k.arena + self.shares, self.spread)
+                elementwise.avg_pool_backward(k, self.dy, self.size, self.stride, k.arena + self.shares, self.spread)
             elementwise.apply(k, elementwise.same, self.spread, self.needed_dx)
 
         return [("backward", run)]

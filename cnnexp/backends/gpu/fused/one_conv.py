@@ -20,7 +20,7 @@ from cnnexp.backends.gpu.fused.conv_kernels import ConvBlock
 from cnnexp.backends.gpu.fused.kernels import BLOCK, LANES, transpose
 from cnnexp.backends.gpu.fused.linear_kernels import lanes_of
 from cnnexp.backends.gpu.fused.nodes import Context, Node, Step, fitting
-from cnnexp.backends.gpu.fused.one_conv_kernels import IMAGES, backward, forward, loss
+from cnnexp.backends.gpu.fused.one_conv_kernels import IMAGES, backward, forward, head
 from cnnexp.backends.gpu.kernels import f32, u32
 from cnnexp.network import ConvStage, LinearStage
 
@@ -88,8 +88,8 @@ class OneConv(Node):
         self._backward = {k: backward(kind, O, cut.owned, cut.staged) for k, kind in kinds.items()}
         parts = -(-conv.U // cut.rows) * -(-sizes.F // cut.filters)
         self._forward_blocks, self._backward_blocks = parts, cells * -(-sizes.F // cut.owned)
-        self._loss = loss(O, linear.bias is not None, parts, batch)
-        self._loss_blocks = -(-batch // (BLOCK // lanes_of(O)))
+        self._head = head(O, linear.bias is not None, parts, batch)
+        self._head_blocks = -(-batch // (BLOCK // lanes_of(O)))
 
         self.y, self._d_scores = (device.empty((batch, O), np.float32) for _ in range(2))
         self._pooled = device.empty((batch, D), np.float32)
@@ -100,7 +100,7 @@ class OneConv(Node):
         self._arena = arena
         self._w_base, self._b_base = arena.take(stage.weight, cells), arena.take(stage.bias, cells)
         self._linear_base = arena.take(linear.weight, 1)
-        self._linear_b_base = arena.take(linear.bias, self._loss_blocks)
+        self._linear_b_base = arena.take(linear.bias, self._head_blocks)
         self._transpose = transpose(D, O)
         context.mirror, context.mirrored = (linear.weight.offset, D, O), device.empty((O, D), np.float32)
         self._mirrored = context.mirrored
@@ -120,8 +120,8 @@ class OneConv(Node):
             self._partial,
             count,
         )
-        self._loss.launch(
-            self._loss_blocks,
+        self._head.launch(
+            self._head_blocks,
             step.stream,
             self._partial,
             self._linear_b,

@@ -144,12 +144,12 @@ def forward(conv: ConvBlock, O: int, rows: int, filters: int, batch_size: int) -
 
 
 @cache
-def loss(O: int, has_bias: bool, parts: int, batch_size: int) -> Kernel:  # noqa: E741
+def head(O: int, has_bias: bool, parts: int, batch_size: int) -> Kernel:  # noqa: E741
     """Scores from their parts, softmax, cross entropy, its gradient, and per block the partial gradient of the bias."""
     O_, lanes, batch, parts_ = u32(O), u32(lanes_of(O)), u32(batch_size), u32(parts)
     images = u32(BLOCK // int(lanes))
 
-    def loss(partial, b, labels, order, cursor, ahead, scale, scores, d_scores, losses, hits, arena, b_base, count):
+    def head(partial, b, labels, order, cursor, ahead, scale, scores, d_scores, losses, hits, arena, b_base, count):
         score = cuda.shared.array(BLOCK, f32)
         d_score = cuda.shared.array(BLOCK, f32)
         t = u32(cuda.threadIdx.x)
@@ -191,7 +191,7 @@ def loss(O: int, has_bias: bool, parts: int, batch_size: int) -> Kernel:  # noqa
         "void(float32[::1], float32[::1], int32[::1], uint32[::1], uint32[::1], uint32, float32, float32[::1], "
         "float32[::1], float32[::1], uint8[::1], float32[::1], uint32, uint32)"
     )
-    return Kernel(loss, signature, BLOCK)
+    return Kernel(head, signature, BLOCK)
 
 
 @cache
