@@ -7,16 +7,19 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-lowest test-newest lint docs ui bench gpu-check soft-gpu soak torch clean
+.PHONY: help train test test-thorough test-lowest test-newest lint docs ui bench gpu-check soft-gpu soak torch clean
 
 help: ## list these targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 train: $(VENV)/.core ## train: make train ARGS="model=two_conv_mlp trainer.epochs=3"
 	$(BIN)/python -m cnnexp $(ARGS)
 
 test: $(VENV)/.dev ## run the tests: make test ARGS="-k config"
 	$(BIN)/python -m pytest -q -n 2 $(ARGS)
+
+test-thorough: $(VENV)/.dev ## run the tests that make test leaves out because they take minutes
+	$(BIN)/python -m pytest -q -n 2 -m "thorough and not slow" $(ARGS)
 
 # the bounds in pyproject.toml are what these have passed with, each in an environment of its own; not keras, torch, gpu
 test-lowest: RESOLUTION := lowest-direct## run the tests with the lowest versions that pyproject.toml allows
@@ -26,7 +29,7 @@ test-lowest test-newest:
 	$(VENV)-$@/bin/python -m pip --disable-pip-version-check install --quiet "uv<1"
 	$(VENV)-$@/bin/uv pip install --quiet --python $(VENV)-$@/bin/python --resolution $(RESOLUTION) \
 		--editable ".[dev,mpi,onnx,search,sweep]"
-	$(VENV)-$@/bin/python -m pytest -q -n 2 $(ARGS)
+	$(VENV)-$@/bin/python -m pytest -q -n 2 -m "not slow" $(ARGS)
 
 lint: $(VENV)/.dev ## check format, style and types
 	$(BIN)/ruff format --check .

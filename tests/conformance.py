@@ -35,6 +35,7 @@ from cnnexp.network.losses import Loss
 from cnnexp.network.shapes import walk
 from cnnexp.optimizers import SGD, Adam, Optimizer
 
+DESCENT = SGD(lr=0.1)
 TOLERANCE = 1e-5  # relative, of outputs and of every parameter's gradient
 SEED = 7  # of what Dropout draws
 INEXACT = ("sigmoid", "tanh", "gelu", "leaky_relu", "avg_pool", "global_avg_pool", "dropout", "batch_norm")
@@ -216,14 +217,15 @@ def check_backend(
 ) -> None:
     """Hold one backend to the whole contract on one network: outputs, gradients, training, state, repetition."""
     case = make_case(network, loss, images, seed, exact)
-    check_case(backend, case)
-    check_training(backend, case, Adam(lr=0.01))
+    optimizer = Adam(lr=0.01)
+    check_case(backend, case, optimizer)
+    check_training(backend, case, optimizer)
 
 
-def check_case(backend, case: Case) -> None:
+def check_case(backend, case: Case, optimizer: Optimizer = DESCENT) -> None:
     """Compare scores, totals and the gradient of every parameter with the oracle; the last batch is a short one."""
     count = len(case.images)
-    program = backend.compile(case.network, case.loss, SGD(lr=0.1), max(count - 1, 1))
+    program = backend.compile(case.network, case.loss, optimizer, max(count - 1, 1))
     try:
         program.restore(case.state)
         handle = program.load(case.images, case.labels)

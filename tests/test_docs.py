@@ -7,12 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```(?:sh|\{code-block\} \w+\n:caption: (\S+)\n)\n(.*?)```", TUTORIAL, re.DOTALL)
 """File name, or empty for commands, and text."""
 
 
+@pytest.mark.thorough
 def test_the_tutorial_runs(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "100"}
     outputs = []

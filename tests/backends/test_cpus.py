@@ -9,6 +9,7 @@ import pytest
 from machine_code import CPUS
 
 ROOT = Path(__file__).parents[2]
+OFTEN = ("sse2", "avx2")
 RUN_HERE = [name for name, cpu in CPUS.items() if cpu.runs_here]
 
 
@@ -41,7 +42,9 @@ def run_tests(name: str, cache: Path, *arguments: str) -> None:
     assert " passed" in done.stdout
 
 
-@pytest.mark.parametrize("name", CPUS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.thorough) for name in CPUS]
+)
 def test_cpu(name, tmp_path):
     run_tests(name, tmp_path, "tests/backends/one_cpu.py")
 
@@ -56,4 +59,4 @@ def test_whole_grid(name, tmp_path):
 @pytest.mark.parametrize("name", RUN_HERE)
 def test_conformance(name, tmp_path):
     suites = (f"tests/backends/test_{suite}.py" for suite in ("conformance", "cpu_simd"))
-    run_tests(name, tmp_path, *suites, "-k", "cpu-simd or test_cpu_simd")
+    run_tests(name, tmp_path, *suites, "-k", "cpu-simd or test_cpu_simd", "-m", "not slow")

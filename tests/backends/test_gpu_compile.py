@@ -155,6 +155,7 @@ def make(name: str):
     return backend_class(name)(graphs=False) if name == "gpu-fused" else backend_class(name)()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "program"), sorted(OFTEN))
 def test_kernels_compile_within_their_budgets(launched, name, program):
     check_budgets(launched, name, program, (HOPPER,))

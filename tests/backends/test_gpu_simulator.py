@@ -28,7 +28,7 @@ def simulate(*arguments: str) -> subprocess.CompletedProcess:
     "which",
     [
         "(gpu-naive and residual) or refused or shared_array",
-        "gpu-fused and (one_conv or fractions)",
+        pytest.param("gpu-fused and (one_conv or fractions)", marks=pytest.mark.thorough),
         *(
             pytest.param(which, marks=SLOW)
             for which in ("naive", "shared-input", "gpu-shared and not input", "tuned", "fused")

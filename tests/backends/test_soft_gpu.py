@@ -33,6 +33,7 @@ def run(capability: tuple[int, int], *arguments: str) -> None:
     print(done.stdout)  # noqa: T201
 
 
+@pytest.mark.thorough
 def test_backends():
     run((9, 0))
 

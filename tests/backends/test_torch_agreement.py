@@ -47,11 +47,13 @@ def cases():
     for backend in BACKENDS:
         for name in NETWORKS:
             if name.endswith("_small") == (backend == "python"):
-                yield pytest.param(backend, name, id=f"{backend}-{name}")
+                for optimizer in OPTIMIZERS:
+                    often = name.startswith("one_conv") == (optimizer == "sgd")
+                    mark = pytest.mark.thorough if often else pytest.mark.slow
+                    yield pytest.param(backend, name, optimizer, id=f"{backend}-{name}-{optimizer}", marks=mark)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize(("backend", "name"), list(cases()))
+@pytest.mark.parametrize(("backend", "name", "optimizer"), list(cases()))
 def test_50_steps_agree_with_pytorch(backend, name, optimizer):
     network, rule = NETWORKS[name], OPTIMIZERS[optimizer]
     case = make_case(network, images=4 * BATCH)
@@ -73,7 +75,9 @@ def resnet_cases():
     for backend in BACKENDS:
         name = "resnet_small" if backend == "python" else "resnet"
         often = backend in ("numpy", "cpu-simd")  # cheap, and the one by its general program
-        yield pytest.param(backend, name, id=f"{backend}-{name}", marks=[] if often else [pytest.mark.slow])
+        yield pytest.param(
+            backend, name, id=f"{backend}-{name}", marks=pytest.mark.thorough if often else pytest.mark.slow
+        )
 
 
 @pytest.mark.parametrize(("backend", "name"), list(resnet_cases()))

@@ -59,6 +59,7 @@ def run(monkeypatch, capsys, tmp_path):
     signal.signal(signal.SIGTERM, handler)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("key", EXPERIMENTS)
 def test_every_experiment_runs_small(run, tmp_path, key):
     data = []

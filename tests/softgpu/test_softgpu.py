@@ -25,6 +25,7 @@ def run(gpu: SoftGpu, *arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500, check=False)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("suites", "gpu"),
     [

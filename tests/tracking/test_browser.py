@@ -167,6 +167,7 @@ def names(dom):
 
 
 @needs_chromium
+@pytest.mark.thorough
 def test_the_page_opens_on_the_ranking_with_its_charts(page):
     address, _ = page
     dom = look(address, lambda dom: dom.count("bartext") >= 12)
@@ -180,6 +181,7 @@ def test_the_page_opens_on_the_ranking_with_its_charts(page):
 
 
 @needs_chromium
+@pytest.mark.thorough
 def test_the_table_has_our_columns(page):
     address, _ = page
     dom = look(address.replace("=CHART", "=TABLE"), lambda dom: len(names(dom)) == 3)
@@ -190,6 +192,7 @@ def test_the_table_has_our_columns(page):
 
 
 @needs_chromium
+@pytest.mark.thorough
 def test_without_our_view_the_plain_list_opens(page):
     address, store = page
     store._client.set_experiment_tag(store._experiment_id, view.TAG, "no view")
@@ -204,6 +207,7 @@ def test_without_our_view_the_plain_list_opens(page):
 
 
 @needs_chromium
+@pytest.mark.thorough
 def test_models_are_in_the_models_tab(page):
     address, store = page
     models = f"{address.partition('#')[0]}#/experiments/{store._experiment_id}/models?{view.MODE}"
