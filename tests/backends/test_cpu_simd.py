@@ -244,7 +244,8 @@ def test_the_papers_networks_get_the_special_kernels():
         Plan(model.network((28, 28, 1), 10), AVX512, 1, 16) for model in (OneConv(), TwoConvMlp(), TwoConvPool4())
     )
     assert [type(node) for node in one.nodes] == [FilterClassifier]
-    assert one.nodes[0].conv.dy is one.nodes[0].conv.y, "the gradient takes the activation's place"
+    row = one.nodes[0].conv.shape[1] * one.nodes[0].conv.shape[2]
+    assert one.nodes[0].conv.dy.size == row, "there is room for the gradient of a row of cells alone"
     assert [node.way for node in mlp.nodes if node.trains] == ["lanes", "lanes-argmax", "wide", "skinny"]
     assert [node.way for node in pool4.nodes if node.trains] == ["lanes", "lanes", "wide", "skinny"]
 

@@ -107,11 +107,7 @@ def _finish(
     for vector, valid in enumerate(panel.valid):
         value, at = window[0][vector], vector * k.lanes
         if conv.windows:
-            where = k.integers(0)
-            for code, other in enumerate(window[1:], 1):
-                larger = k.larger(other[vector], value)
-                value = k.select(larger, other[vector], value)
-                where = k.select(larger, k.integers(code), where)
+            value, where = k.first_maximum([(row[vector], k.integers(code)) for code, row in enumerate(window)])
             k.store_bytes(where, argmax_at(k, conv.windows, n, u, v, panel.vector) + vector * (k.lanes // 4))
         if bias is not None:
             value = k.add(value, k.load(panel.outputs(bias) + at))

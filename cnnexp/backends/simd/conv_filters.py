@@ -3,7 +3,8 @@
 Fused with ReLU and max-pool, on matrices. An image lies in its row as [row][column][channel] with its padding around
 it; what one pooled cell sees is a square *patch* of it. Forward: the patch's values are broadcast once into registers
 and used by every vector of filters, whose K * K * C weights are loaded once and serve all pixels of the window: 36
-multiply-adds per 9 loads for 3x3 kernels and 2x2 windows.
+multiply-adds per 9 loads for 3x3 kernels and 2x2 windows. Where the registers do not hold it, two vectors share what is
+read again.
 
 Every filter has its own argmax, so for the gradient each lane needs another pixel of the patch at each tap. If the
 pixels of a window lie within one vector of a patch, that is one permutation: the forward pass leaves the patches in
@@ -21,8 +22,9 @@ from dataclasses import dataclass
 
 from llvmlite import ir
 
-from cnnexp.backends.simd.emit import INT, Emitter, Pointer, Target, Variable
+from cnnexp.backends.simd.emit import INDEX, INT, Emitter, Pointer, Target, Variable
 from cnnexp.backends.simd.layout import Matrix, round_up
+from cnnexp.backends.simd.product import chunks
 
 
 @dataclass(frozen=True)
@@ -117,21 +119,39 @@ def conv2d_row(k: Emitter, bank: FilterBank, weights: Pointer, bias: Pointer | N
         width = bank.side * bank.channels
         pixels = [k.splat(corner + (p // width * bank.row + p % width)) for p in range(bank.side * width)]
         cell, places = bank.cell(k, n, u, v)
-        with k.loop(bank.filters // k.lanes) as f:
-            column = weights.at(f, k.lanes)
-            totals = [k.zero() for _ in bank.corners]
-            for t, tap in enumerate(bank.taps):
-                weight = k.load(column + t * bank.filters)
-                totals = [
-                    k.fma(weight, pixels[tap + at], total) for at, total in zip(bank.corners, totals, strict=True)
-                ]
-            best, place = totals[0], k.integers(0)
-            for at, total in list(zip(bank.corners, totals, strict=True))[1:]:
-                larger = k.larger(total, best)
-                best, place = k.select(larger, total, best), k.select(larger, k.integers(at), place)
-            value = k.add(best, k.load(bias.at(f, k.lanes))) if bias else best
-            k.store(k.rectify(value) if bank.rectify else value, cell.at(f, k.lanes))
-            k.store_bytes(place, places.at(f, k.lanes // 4))
+        most = most_vectors(bank.side**2 * bank.channels, bank.window, k.target)
+        for first, vectors, times in chunks(bank.filters // k.lanes, most):
+            with k.loop(times) as t:
+                f = k.builder.add(k.builder.mul(t, INDEX(vectors)), INDEX(first))
+                column, b = weights.at(f, k.lanes), bias.at(f, k.lanes) if bias else None
+                totals = _window_sums(k, bank, pixels, column, b, vectors)
+                for i, values in enumerate(totals):
+                    best, place = k.first_maximum(list(zip(values, map(k.integers, bank.corners), strict=True)))
+                    k.store(k.rectify(best) if bank.rectify else best, cell.at(f, k.lanes) + i * k.lanes)
+                    k.store_bytes(place, places.at(f, k.lanes // 4) + i * (k.lanes // 4))
+
+
+def most_vectors(patch: int, window: int, target: Target) -> int:
+    """Return the vectors of filters at once: one where the registers hold a patch, else two, to read it half as often.
+
+    Args:
+        patch: values of one. window: S.
+    """
+    return 1 if patch + window**2 + 1 <= target.registers else 2
+
+
+def _window_sums(
+    k: Emitter, bank: FilterBank, pixels: list[ir.Value], weights: Pointer, bias: Pointer | None, vectors: int
+) -> list[list[ir.Value]]:
+    """Return bias and products of some vectors of filters with a patch, [vector][pixel of the window]."""
+    totals = [[k.load(bias + i * k.lanes) if bias else k.zero()] * len(bank.corners) for i in range(vectors)]
+    for t, tap in enumerate(bank.taps):
+        column = [k.load(weights + (t * bank.filters + i * k.lanes)) for i in range(vectors)]
+        for i, weight in enumerate(column):
+            totals[i] = [
+                k.fma(weight, pixels[tap + at], total) for at, total in zip(bank.corners, totals[i], strict=True)
+            ]
+    return totals
 
 
 def _gather_patch(k: Emitter, bank: FilterBank, corner: Pointer) -> list[ir.Value]:
@@ -151,10 +171,14 @@ def _gather_patch(k: Emitter, bank: FilterBank, corner: Pointer) -> list[ir.Valu
 def conv2d_backward_weights_row(
     k: Emitter, bank: FilterBank, dy: Matrix, dw: Pointer, db: Pointer | None, u: ir.Value
 ) -> None:
-    """dw += pixel under each tap of each maximum of row u * dy; db += dy. dy is 0 where ReLU gave 0."""
+    """dw += pixel under each tap of each maximum of row u * dy; db += dy. dy is 0 where ReLU gave 0.
+
+    Args:
+        dy: gradient of y, or of its row u alone.
+    """
     _, columns = bank.shape
     taps = bank.taps
-    gradient_row = columns * bank.filters
+    gradient_row = columns * bank.filters if dy.size == bank.y.size else 0
     with k.loop(k.count) as n, k.loop(bank.filters // k.lanes) as f:
         targets = [dw.at(f, k.lanes) + t * bank.filters for t in range(len(taps))]
         if db is not None:

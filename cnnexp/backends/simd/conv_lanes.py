@@ -147,21 +147,16 @@ def _pooled(k: Emitter, conv: Correlation, windows: Windows[Grid], tile: Tile, m
     """Convolve one pooling window with the filters, and store its maxima and where they were."""
     size, argmax = windows.size, windows.argmax
     window = [(i, j) for i in range(size) for j in range(size)]
-    best: list[ir.Value] = []
-    where: list[ir.Value] = []
+    found: list[list[tuple[ir.Value, ir.Value]]] = [[] for _ in range(tile.filters)]
     for start in range(0, len(window), most):
-        for code, values in enumerate(_dot(k, conv, tile, window[start : start + most]), start):
-            if code == 0:
-                best, where = values, [k.integers(0)] * tile.filters
-                continue
-            for j in range(tile.filters):
-                larger = k.larger(values[j], best[j])
-                best[j] = k.select(larger, values[j], best[j])
-                where[j] = k.select(larger, k.integers(code), where[j])
+        totals = _dot(k, conv, tile, window[start : start + most])
+        for j, best in enumerate(found):
+            values = [(row[j], k.integers(code)) for code, row in enumerate(totals, start)]
+            found[j] = [k.first_maximum(best + values)]
     target, code_target = tile.at(k, conv.y), tile.at(k, argmax)
-    for j in range(tile.filters):
-        _store(k, conv, tile, j, best[j], target)
-        k.store_bytes(where[j], code_target + j * argmax.lanes)
+    for j, [(best, where)] in enumerate(found):
+        _store(k, conv, tile, j, best, target)
+        k.store_bytes(where, code_target + j * argmax.lanes)
 
 
 def _store(k: Emitter, conv: Correlation, tile: Tile, j: int, value: ir.Value, target: Pointer) -> None:

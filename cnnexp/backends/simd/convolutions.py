@@ -410,15 +410,16 @@ class FilterConvolution(Node[Matrix, Matrix]):
         layer, channels, size = self.stage.layer, self.stage.input_shape[2], self.pool.window.size
         cells, vectors, terms = math.prod(self.shape[:2]), layer.filters // target.lanes, layer.kernel**2 * channels
         values = conv_filters.patch_side(layer.kernel, layer.stride, size) ** 2 * channels
+        wide = conv_filters.most_vectors(values, size, target)
         permutes = conv_filters.permutes(layer.kernel, layer.stride, channels, size, target)
-        # a patch that the registers do not hold is read again for each vector of filters
-        loads = terms + (terms * size**2 if values + size**2 + 1 > target.registers else 0)
+        # a patch that the registers do not hold is read again
+        loads = terms + (terms * size**2 / wide if wide > 1 else 0)
         sums = max(terms * size**2 / cost.MACS, loads / cost.LOADS, 4) + 1.5 * size**2 + 3
         gradient = terms if permutes else terms * size**2 / cost.MACS
         macs = cells * layer.filters * terms
         return {
             "forward": Work(
-                macs * size**2, cells * (values + vectors * sums), f"{size**2} pixels x 1 vector of filters"
+                macs * size**2, cells * (values + vectors * sums), f"{size**2} pixels x {wide} vectors of filters"
             ),
             "rectify_gradient": passes(cells * layer.filters, 2, target),
             "backward_weights": Work(macs, cells * vectors * (gradient + 4), f"{terms} taps x 1 vector of filters"),

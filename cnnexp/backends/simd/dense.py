@@ -221,7 +221,7 @@ class SkinnyDense(Dense):
 class FilterClassifier(Node[Matrix, Matrix]):
     """A `FilterConvolution` and the skinny `Dense` after it, row of cells by row of cells.
 
-    What one writes the other reads from a cache. The gradient of what lies between takes its place.
+    What one writes the other reads from a cache. Of what lies between there is the gradient of a row of cells alone.
     """
 
     wants = makes = Matrix
@@ -238,9 +238,8 @@ class FilterClassifier(Node[Matrix, Matrix]):
         return self.dense.part(plan, what, kernel)
 
     def fits(self, target: Target) -> bool:
-        """Whether each part does, and the gradient can take the place of what lies between."""
-        once = self.dense.stage.weight.shape[1] <= linear.most_block(target.registers)
-        return once and self.conv.fits(target) and self.dense.fits(target)
+        """Whether each part does."""
+        return self.conv.fits(target) and self.dense.fits(target)
 
     def may_follow(self, before: Ring | None, needs_dx: bool) -> bool:
         return before is None
@@ -260,8 +259,9 @@ class FilterClassifier(Node[Matrix, Matrix]):
     def prepare(self, plan: Layout) -> None:
         conv, dense = self.conv, self.dense
         between = plan.arena.matrix(math.prod(conv.shape))
-        conv.x, conv.y, conv.dy = self.x, between, between
-        dense.x, dense.dx, dense.y, dense.dy = between, between, self.y, self.dy
+        d_row = plan.arena.matrix(math.prod(conv.shape[1:]))
+        conv.x, conv.y, conv.dy = self.x, between, d_row
+        dense.x, dense.dx, dense.y, dense.dy = between, d_row, self.y, self.dy
         dense.input_rectified = conv.dy_rectified = conv.rectify
         dense.dy_rectified = self.dy_rectified
         conv.prepare(plan)

@@ -198,6 +198,12 @@ class Emitter:
         inside = ir.Constant(ir.VectorType(BIT, self.lanes), [BIT(i < count) for i in range(self.lanes)])
         return self.builder.select(inside, self.load(pointer), self.zero())
 
+    def prefetch(self, pointer: Pointer) -> None:
+        """Have a cache line brought near that is soon read, from an address that the CPU does not foresee."""
+        kind = ir.FunctionType(ir.VoidType(), [BYTE.as_pointer(), INT, INT, INT])
+        function = cgutils.get_or_insert_function(self.module, kind, "llvm.prefetch.p0i8")
+        self.builder.call(function, [pointer.value(BYTE), INT(0), INT(3), INT(1)])
+
     def store_part(self, value: ir.Value, pointer: Pointer, count: int) -> None:
         """Store the first `count` lanes and no others, in parts whose sizes are powers of 2."""
         first = 0
@@ -283,6 +289,19 @@ class Emitter:
     def larger(self, a: ir.Value, b: ir.Value) -> ir.Value:
         """Return a mask: where a > b, or either is NaN."""
         return self.builder.fcmp_unordered(">", a, b)
+
+    def first_maximum(self, found: list[tuple[ir.Value, ir.Value]]) -> tuple[ir.Value, ir.Value]:
+        """Return the largest of values, each with its code, lane by lane, and the first as large; a NaN may get lost.
+
+        Pair by pair, as two values that are compared in order are one instruction on x86, and few wait for others.
+        """
+        while len(found) > 1:
+            pairs = []
+            for (a, first), (b, second) in zip(found[::2], found[1::2], strict=False):
+                larger = self.builder.fcmp_ordered(">", b, a)
+                pairs.append((self.select(larger, b, a), self.select(larger, second, first)))
+            found = pairs + found[len(pairs) * 2 :]
+        return found[0]
 
     def equal(self, a: ir.Value, number: int) -> ir.Value:
         """Return a mask: where the integers `a` are `number`."""

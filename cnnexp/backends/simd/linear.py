@@ -26,6 +26,9 @@ MOST_OUTPUTS = 12
 SKINNY_BLOCK_FLOATS = 6144
 """Weights that stay in the first cache during a forward pass of the skinny form, 24 KB."""
 
+AHEAD = 2
+"""Vectors of features before the one whose x is brought near: images lie too far apart for a CPU to foresee them."""
+
 
 def linear(
     k: Emitter, x: Matrix, weights: Pointer, panels: Panels, bias: Pointer | None, y: Matrix, rectify: bool, height: int
@@ -235,7 +238,7 @@ def skinny_backward(
 
     Args:
         start, vectors: the vectors of features that it is about.
-        dx: may be `x` itself, which then is overwritten, up to `most_block` outputs.
+        dx: of all of x, or of those features alone.
         rectified: x is a ReLU's output, and dx the gradient of that ReLU's input.
     """
     outputs = dy.size
@@ -249,6 +252,7 @@ def skinny_backward(
             columns = [k.load(place) for place in block] if dx else []
             totals = [k.variable(k.load(place)) for place in places]
             with k.loop(k.count) as n:
+                k.prefetch(x.row(k, n).at(v, k.lanes) + AHEAD * k.lanes)
                 value = k.load(x.row(k, n).at(v, k.lanes))
                 sums = [k.zero(), k.zero()]
                 for i in range(last - first):
@@ -257,7 +261,7 @@ def skinny_backward(
                     if dx:
                         sums[i % 2] = k.fma(gradient, columns[i], sums[i % 2])
                 if dx:
-                    target = dx.row(k, n).at(v, k.lanes)
+                    target = dx.row(k, n).at(v if dx.size == x.size else k.builder.sub(v, start), k.lanes)
                     total = k.add(*sums)
                     if first:
                         total = k.add(total, k.load(target))
@@ -267,5 +271,5 @@ def skinny_backward(
 
 
 def most_block(registers: int) -> int:
-    """Return the outputs that `skinny_backward` does at once; with more it reads x again, so dx may not replace it."""
+    """Return the outputs that `skinny_backward` does at once; with more it reads x again."""
     return 12 if registers >= 32 else 6

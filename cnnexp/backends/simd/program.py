@@ -243,7 +243,7 @@ def make_plan(network: Network, target: Target, share: int) -> Plan:
     Two vectors of images go through all layers at once, so that weights are read half as often as with one; measured
     best on all of the papers' networks. More where the weights themselves leave the second cache. It is one where the
     share is small, where two would take much memory, or where their activations would leave the second cache and
-    outweigh the weights.
+    outweigh the weights, or push out what one leaves there, activations, weights and gradients.
     """
     plan = one = Plan(network, target, 1, share)
     heavy = 4 * one.parameters.size > target.second_cache
@@ -252,7 +252,9 @@ def make_plan(network: Network, target: Target, share: int) -> Plan:
             break
         groups = min(groups, -(-share // target.lanes))
         more = Plan(network, target, groups, share)
-        fits = 4 * more.arena.size <= target.second_cache or one.arena.size <= WEIGHT_PASSES * one.parameters.size
+        pushed_out = 4 * (one.arena.size + 2 * one.parameters.size) > target.second_cache
+        worth = pushed_out and one.arena.size <= WEIGHT_PASSES * one.parameters.size
+        fits = worth or 4 * more.arena.size <= target.second_cache
         if not fits or 4 * more.arena.size > LARGEST_ARENA:
             break
         plan = more
