@@ -1,3 +1,24 @@
 """Command lines that several tests run."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 TINY = ("experiment=smoke", "backend=numpy", "tracking=none", "trainer.baseline=null", "trainer.epochs=1")
+
+ROOT = Path(__file__).parents[1]
+RECORD_NOTHING = {"--cfg", "check", "explain", "predict"}
+
+
+def follow(commands: str, folder: Path, tracking: str = "tracking=none") -> list[str]:
+    """Return what the commands of a document print, a line each, typed in a folder, recorded as `tracking` says."""
+    environment, outputs = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "100"}, []
+    for command in commands.splitlines():
+        words = [sys.executable if word == "python" else word for word in command.split()]
+        if words[1:3] == ["-m", "cnnexp"] and not RECORD_NOTHING & set(words):
+            words.append(tracking)
+        done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+        outputs.append(done.stdout)
+    return outputs

@@ -1,15 +1,35 @@
-"""The notebook in examples/: its cells run in order, and what they gave is kept in it."""
+"""What is in examples/: the commands of its page run in order, and the notebook's cells, whose output it keeps."""
 
 import json
 import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+import pytest
+from commands import ROOT, follow
+
 NOTEBOOK = json.loads((ROOT / "examples" / "compare.ipynb").read_text(encoding="utf-8"))
 CODE = [cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
+
+
+PAGE = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.thorough
+def test_the_commands_run(tmp_path):
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    checked, swept, _, trained, predicted = follow("".join(re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)), tmp_path)
+    assert checked.endswith("filterwise is right on 12 of 12 networks\n")
+    assert {line.split()[1] for line in swept.splitlines() if "/6 " in line} == {"numpy", "filterwise", "cpu-simd"}
+    assert float(re.search(r"accuracy +([\d.]+)%", trained)[1]) > 80
+    assert predicted.startswith("shapes/circle/000.png")
+
+
+def test_the_page_names_every_file():
+    named = set(re.findall(r"\]\(([\w/.]+)\)", PAGE)) - {"../docs/tutorial.md"}
+    files = {path.relative_to(ROOT / "examples").as_posix() for path in (ROOT / "examples").rglob("*.*")}
+    assert named == {file for file in files if "__pycache__" not in file} - {"README.md"}
 
 
 def test_the_notebook_runs(tmp_path):
