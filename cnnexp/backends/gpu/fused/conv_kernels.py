@@ -61,13 +61,45 @@ class ConvBlock:
         return (rows * self.pool - 1) * self.sizes.stride + self.sizes.K
 
     @property
-    def as_float(self) -> Any:
-        """The device function that makes a number of a value of the input."""
-        return fraction if self.from_bytes else as_it_is
+    def shut(self) -> int:
+        """What stands for the argmax of a window that ReLU shut off."""
+        return self.pool**2
 
     @property
     def input_type(self) -> str:
         return "uint8[::1]" if self.from_bytes else "float32[::1]"
+
+
+@cache
+def pixel_of(conv: ConvBlock) -> Any:
+    """Return the device function (x, first, row, col, c): a pixel of the padded image that begins at x[first]."""
+    H, W, C, _, _, _, top, left, _, _ = unsigned(conv.sizes)
+    number = fraction if conv.from_bytes else as_it_is
+
+    def pixel(x, first, row, col, c):
+        if top <= row and row < u32(H + top) and left <= col and col < u32(W + left):
+            return number(x[u32(first + u32(u32(u32(row - top) * W + col - left) * C + c))])
+        return ZERO
+
+    return cuda.jit(device=True)(pixel)
+
+
+@cache
+def pooled_of(conv: ConvBlock) -> Any:
+    """Return the device function (total, first, bias): the largest of a window's sums with bias and ReLU; argmax."""
+    window, relu, shut = conv.pool**2, conv.relu, u32(conv.shut)
+
+    def pooled(total, first, bias):
+        best, where = total[first], u32(0)
+        for k in range(1, window):
+            if total[first + k] > best:
+                best, where = total[first + k], u32(k)
+        best += bias
+        if relu and not best > ZERO:
+            best, where = ZERO, shut
+        return best, where
+
+    return cuda.jit(device=True)(pooled)
 
 
 @cache
@@ -77,7 +109,7 @@ def conv2d(conv: ConvBlock, rows: int, filters: int) -> Kernel:
     Pixels lie channel by channel in shared memory, so that threads side by side read different banks; what a thread
     reads serves all its filters.
     """
-    H, W, C, K, F, stride, top, left, _, _ = unsigned(conv.sizes)
+    H, W, C, K, F, stride, _, _, _, _ = unsigned(conv.sizes)
     S, U, V, wide, high = u32(conv.pool), u32(conv.U), u32(conv.V), u32(conv.wide), u32(conv.input_rows(rows))
     together = filters_together(conv, filters)
     lanes, pitch = u32(-(-filters // together)), u32(-(-filters // together) * together)  # of a row of weights
@@ -86,8 +118,8 @@ def conv2d(conv: ConvBlock, rows: int, filters: int) -> Kernel:
     x_seen, w_seen = int(high * wide * C), conv.sizes.K**2 * conv.sizes.C * int(pitch)
     x_size, w_size = in_fours(x_seen), in_fours(w_seen)
     image, cells = u32(H * W * C), u32(rows * conv.V)
-    window, shut, from_order, pixel_of = conv.pool**2, u32(conv.pool**2), conv.from_order, conv.as_float
-    relu, has_bias, totals = conv.relu, conv.has_bias, together * conv.pool**2
+    input_pixel, pooled, from_order, has_bias = pixel_of(conv), pooled_of(conv), conv.from_order, conv.has_bias
+    window, totals = conv.pool**2, together * conv.pool**2
 
     def conv2d(x, order, cursor, ahead, w, b, y, argmax):
         x_tile = cuda.shared.array(x_size, f32, alignment=16)
@@ -103,9 +135,7 @@ def conv2d(conv: ConvBlock, rows: int, filters: int) -> Kernel:
         while i < u32(x_size):
             c, place = u32(i % C), u32(i // C)
             row, col = u32(u0 * S * stride + place // wide), u32(place % wide)  # in the padded image
-            value = ZERO
-            if i < u32(x_seen) and top <= row and row < u32(H + top) and left <= col and col < u32(W + left):
-                value = pixel_of(x[u32(first + u32(u32(u32(row - top) * W + col - left) * C + c))])
+            value = input_pixel(x, first, row, col, c) if i < u32(x_seen) else ZERO
             x_tile[u32(u32(c * u32(high * wide)) + place) if i < u32(x_seen) else i] = value
             i = u32(i + block)
         i = t
@@ -137,14 +167,7 @@ def conv2d(conv: ConvBlock, rows: int, filters: int) -> Kernel:
             for g in range(together):
                 f = u32(f0 + own + u32(g))
                 if f < F and u32(own + u32(g)) < filters_:
-                    best, where = total[g * window], u32(0)
-                    for k in range(1, window):
-                        if total[g * window + k] > best:
-                            best, where = total[g * window + k], u32(k)
-                    if has_bias:
-                        best += b[f]
-                    if relu and not best > ZERO:
-                        best, where = ZERO, shut
+                    best, where = pooled(total, g * window, b[f] if has_bias else ZERO)
                     place = u32(u32(u32(u32(n * U + u0) * V) + cell) * F + f)
                     y[place] = best
                     argmax[place] = np.uint8(where)
@@ -171,14 +194,14 @@ def conv2d_backward_weights(conv: ConvBlock, rows: int, pairs: int, slices: int)
     A block takes `rows` rows of pooled outputs of the images of one slice, and `pairs` pairs (c, f); its threads share
     out the places of a pair and add up in shared memory. part = slice * splits + rows' number.
     """
-    H, W, C, K, F, stride, top, left, _, _ = unsigned(conv.sizes)
+    H, W, C, K, F, stride, _, _, _, _ = unsigned(conv.sizes)
     S, U, V, wide = u32(conv.pool), u32(conv.U), u32(conv.V), u32(conv.wide)
     rows_, pairs_, slices_, block = u32(rows), u32(pairs), u32(slices), u32(BLOCK)
     splits, pair_groups = u32(-(-conv.U // rows)), u32(-(-conv.sizes.C * conv.sizes.F // pairs))
     x_size, image, cells = conv.input_rows(rows) * conv.wide * conv.sizes.C, u32(H * W * C), u32(rows * conv.V)
     taps, sums, groups = conv.sizes.K**2, (conv.sizes.K**2 + 1) * BLOCK, u32(BLOCK // pairs)
-    size, shut, all_pairs = u32(taps * int(C * F)), u32(conv.pool**2), u32(C * F)
-    from_order, has_bias, pixel = conv.from_order, conv.has_bias, conv.as_float
+    size, shut, all_pairs = u32(taps * int(C * F)), u32(conv.shut), u32(C * F)
+    from_order, has_bias, input_pixel = conv.from_order, conv.has_bias, pixel_of(conv)
 
     def conv2d_backward_weights(x, order, cursor, ahead, dy, argmax, arena, w_base, b_base, count):
         x_tile = cuda.shared.array(x_size, f32)
@@ -202,10 +225,7 @@ def conv2d_backward_weights(conv: ConvBlock, rows: int, pairs: int, slices: int)
             while i < u32(x_size):
                 row = u32(u0 * S * stride + u32(u32(i // C) // wide))  # in the padded image
                 col = u32(u32(i // C) % wide)
-                value = ZERO
-                if top <= row and row < u32(H + top) and left <= col and col < u32(W + left):
-                    value = pixel(x[u32(first + u32(u32(u32(row - top) * W + col - left) * C + i % C))])
-                x_tile[i] = value
+                x_tile[i] = input_pixel(x, first, row, col, u32(i % C))
                 i = u32(i + block)
             cuda.syncthreads()
             if pair < all_pairs and group < groups:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
+from typing import Any
 
 import numpy as np
 from numba import cuda
@@ -135,11 +136,34 @@ def linear_backward_weights(D: int, O: int, has_bias: bool, relu: bool, slices: 
 
 
 @cache
+def softmax_of(O: int) -> Any:  # noqa: E741
+    """Return the device function (score, first, o, label, scale) of one of the O scores from score[first] on.
+
+    Its results: the gradient of score o of the cross entropy of the softmax; the loss, if o is the label; whether the
+    label's is the first largest.
+    """
+
+    def softmax(score, first, o, label, scale):
+        best, largest = u32(0), score[first]
+        for k in range(1, O):
+            if score[u32(first + u32(k))] > largest:
+                best, largest = u32(k), score[u32(first + u32(k))]
+        exps = ZERO
+        for k in range(O):
+            exps += f32(math.exp(score[u32(first + u32(k))] - largest))
+        own, target = score[u32(first + o)] - largest, ONE if o == label else ZERO
+        return (f32(math.exp(own)) / exps - target) * scale, f32(math.log(exps)) - own, best == label
+
+    return cuda.jit(device=True)(softmax)
+
+
+@cache
 def linear_head(D: int, O: int, has_bias: bool, slices: int) -> Kernel:  # noqa: E741
     """The last linear layer, softmax, cross entropy and their gradients, a block per image of a slice.
 
     Writes scores, losses and hits, dx = d_scores @ w.T, and partial gradients of w and b, one per slice.
     """
+    softmax = softmax_of(O)
     D, O, slices_, block = u32(D), u32(O), u32(slices), u32(BLOCK)  # noqa: E741
     lanes = u32(lanes_of(int(O)))
     parts, size = u32(BLOCK // int(lanes)), u32(D * O)
@@ -185,20 +209,11 @@ def linear_head(D: int, O: int, has_bias: bool, slices: int) -> Kernel:  # noqa:
             if t < O:
                 place = u32(cursor[0] + ahead + n)
                 label = u32(labels[order[place]])
-                best, largest = u32(0), score[0]
-                for q in range(1, O):
-                    if score[q] > largest:
-                        best, largest = u32(q), score[q]
-                exps = ZERO
-                for q in range(O):
-                    exps += f32(math.exp(score[q] - largest))
-                target = ONE if t == label else ZERO
-                g = (f32(math.exp(score[t] - largest)) / exps - target) * scale
+                g, loss, hit = softmax(score, u32(0), t, label, scale)
                 d_score[t] = g
                 total_b += g
                 if t == label:
-                    losses[place] = f32(math.log(exps)) - (score[t] - largest)
-                    hits[place] = np.uint8(1) if best == label else np.uint8(0)
+                    losses[place], hits[place] = loss, np.uint8(1) if hit else np.uint8(0)
             cuda.syncthreads()
             k = t
             while k < D:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from functools import cache
 
 import numpy as np
 from numba import cuda
 
 from cnnexp.backends.gpu.device import SIMULATED, Kernel
-from cnnexp.backends.gpu.fused.conv_kernels import ConvBlock
+from cnnexp.backends.gpu.fused.conv_kernels import ConvBlock, pixel_of, pooled_of
 from cnnexp.backends.gpu.fused.kernels import BLOCK
-from cnnexp.backends.gpu.fused.linear_kernels import lanes_of
-from cnnexp.backends.gpu.kernels import ONE, ZERO, f32, u32, unsigned
+from cnnexp.backends.gpu.fused.linear_kernels import lanes_of, softmax_of
+from cnnexp.backends.gpu.kernels import ZERO, f32, u32, unsigned
 
 IMAGES = 2 if SIMULATED else 4  # of a block, forward: a linear weight is read once for all of them
 PAIR = 2  # filters of a thread, forward
@@ -27,7 +26,7 @@ def forward(conv: ConvBlock, O: int, rows: int, filters: int, batch_size: int) -
     partial[part, n, o] = sum over the block's features d of y[n, d] * wt[o, d]; part = rows' number, filters' number. A
     thread makes PAIR filters at once, so that a pixel is read from shared memory for both.
     """
-    H, W, C, K, F, stride, top, left, _, _ = unsigned(conv.sizes)
+    H, W, C, K, F, stride, _, _, _, _ = unsigned(conv.sizes)
     S, U, V, wide, high = (u32(v) for v in (conv.pool, conv.U, conv.V, conv.wide, conv.input_rows(rows)))
     rows_, filters_, block = u32(rows), u32(filters), u32(BLOCK)
     tiles, deep = u32(-(-conv.U // rows)), u32(-(-conv.sizes.F // filters))
@@ -36,8 +35,8 @@ def forward(conv: ConvBlock, O: int, rows: int, filters: int, batch_size: int) -
     wide_lanes = -(-filters // PAIR)
     cells, abreast, lanes = u32(rows * conv.V), u32(wide_lanes), u32(BLOCK // wide_lanes)
     columns, sums_size = u32(COLUMNS), O * BLOCK
-    D, O_, batch, shut, pair = u32(U * V * F), u32(O), u32(batch_size), u32(window), PAIR
-    relu, has_bias, pixel_of = conv.relu, conv.has_bias, conv.as_float
+    D, O_, batch, pair = u32(U * V * F), u32(O), u32(batch_size), PAIR
+    has_bias, input_pixel, pooled_by = conv.has_bias, pixel_of(conv), pooled_of(conv)
     weights, totals, pooled_size = PAIR * taps, PAIR * window, PAIR * IMAGES
 
     def forward(x, order, cursor, ahead, w, b, wt, y, argmax, partial, count):
@@ -56,10 +55,7 @@ def forward(conv: ConvBlock, O: int, rows: int, filters: int, batch_size: int) -
             n, place = u32(i // seen), u32(i % seen)
             row = u32(u0 * S * stride + u32(u32(place // C) // wide))  # in the padded image
             col = u32(u32(place // C) % wide)
-            value = ZERO
-            if u32(n0 + n) < count and top <= row and row < u32(H + top) and left <= col and col < u32(W + left):
-                value = pixel_of(x[u32(firsts[n] + u32(u32(u32(row - top) * W + col - left) * C + place % C))])
-            x_tile[i] = value
+            x_tile[i] = input_pixel(x, firsts[n], row, col, u32(place % C)) if u32(n0 + n) < count else ZERO
             i = u32(i + block)
         cuda.syncthreads()
         score = cuda.local.array(scores, f32)
@@ -98,13 +94,7 @@ def forward(conv: ConvBlock, O: int, rows: int, filters: int, batch_size: int) -
                                             tap = (a * K + e) * C + c
                                             total[(g * S + i) * S + j] += weight[g * taps + tap] * pixel
                     for g in range(pair):
-                        best, where = total[g * window], u32(0)
-                        for k in range(1, window):
-                            if total[g * window + k] > best:
-                                best, where = total[g * window + k], u32(k)
-                        best += bias[g]
-                        if relu and not best > ZERO:
-                            best, where = ZERO, shut
+                        best, where = pooled_by(total, g * window, bias[g])
                         pooled[g * IMAGES + m] = best if active[g] else ZERO
                         if u32(n0 + u32(m)) < count and active[g]:
                             place = u32(u32(n0 + u32(m)) * D + u32(feature + u32(g) * abreast))
@@ -147,7 +137,7 @@ def forward(conv: ConvBlock, O: int, rows: int, filters: int, batch_size: int) -
 def head(O: int, has_bias: bool, parts: int, batch_size: int) -> Kernel:  # noqa: E741
     """Scores from their parts, softmax, cross entropy, its gradient, and per block the partial gradient of the bias."""
     O_, lanes, batch, parts_ = u32(O), u32(lanes_of(O)), u32(batch_size), u32(parts)
-    images = u32(BLOCK // int(lanes))
+    images, softmax = u32(BLOCK // int(lanes)), softmax_of(O)
 
     def head(partial, b, labels, order, cursor, ahead, scale, scores, d_scores, losses, hits, arena, b_base, count):
         score = cuda.shared.array(BLOCK, f32)
@@ -166,19 +156,10 @@ def head(O: int, has_bias: bool, parts: int, batch_size: int) -> Kernel:  # noqa
         if active:
             first, place = u32(t - o), u32(cursor[0] + ahead + n)
             label = u32(labels[order[place]])
-            best, largest = u32(0), score[first]
-            for k in range(1, O):
-                if score[u32(first + u32(k))] > largest:
-                    best, largest = u32(k), score[u32(first + u32(k))]
-            exps = ZERO
-            for k in range(O):
-                exps += f32(math.exp(score[u32(first + u32(k))] - largest))
-            target = ONE if o == label else ZERO
-            g = (f32(math.exp(score[t] - largest)) / exps - target) * scale
+            g, loss, hit = softmax(score, first, o, label, scale)
             d_scores[u32(n * O_ + o)] = g
             if o == label:
-                losses[place] = f32(math.log(exps)) - (score[t] - largest)
-                hits[place] = np.uint8(1) if best == label else np.uint8(0)
+                losses[place], hits[place] = loss, np.uint8(1) if hit else np.uint8(0)
         d_score[t] = g
         cuda.syncthreads()
         if has_bias and t < O_:
@@ -202,15 +183,15 @@ def backward(conv: ConvBlock, O: int, filters: int, staged: int) -> Kernel:  # n
     patches and d_scores are staged in shared memory, `staged` images at a time. A thread asks memory for AHEAD images
     before it waits for the first.
     """
-    H, W, C, K, F, stride, top, left, _, _ = unsigned(conv.sizes)
+    H, W, C, K, F, stride, _, _, _, _ = unsigned(conv.sizes)
     S, U, V, filters_, block = (u32(v) for v in (conv.pool, conv.U, conv.V, filters, BLOCK))
     deep, walkers, side = u32(-(-conv.sizes.F // filters)), u32(BLOCK // filters), u32(conv.input_rows(1))
     image, patch, D = u32(H * W * C), u32(side * side * C), u32(U * V * F)
-    taps, shut, staged_ = conv.sizes.K**2 * conv.sizes.C, u32(conv.pool**2), u32(staged)
+    taps, shut, staged_ = conv.sizes.K**2 * conv.sizes.C, u32(conv.shut), u32(staged)
     pitch = u32(-(-O // 4) * 4)  # so that a row of d_scores begins where four numbers are read at once
     patch_size, d_size, values = staged * int(patch), staged * int(pitch), O + taps + 1
     sums_size, size, O_ = values * BLOCK, u32(taps * int(F)), u32(O)
-    has_bias, pixel_of = conv.has_bias, conv.as_float
+    has_bias, input_pixel = conv.has_bias, pixel_of(conv)
 
     def backward(x, order, cursor, ahead, w_linear, y, argmax, d_scores, arena, w_base, b_base, linear_base, count):
         firsts = cuda.shared.array(staged, np.uint32)  # where an image begins in the data set
@@ -250,10 +231,7 @@ def backward(conv: ConvBlock, O: int, filters: int, staged: int) -> Kernel:  # n
                 n, place = u32(i // patch), u32(i % patch)
                 row = u32(row0 + u32(u32(place // C) // side))
                 col = u32(col0 + u32(place // C) % side)
-                value = ZERO
-                if u32(n0 + n) < count and top <= row and row < u32(H + top) and left <= col and col < u32(W + left):
-                    value = pixel_of(x[u32(firsts[n] + u32(u32(u32(row - top) * W + col - left) * C + place % C))])
-                patches[i] = value
+                patches[i] = input_pixel(x, firsts[n], row, col, u32(place % C)) if u32(n0 + n) < count else ZERO
                 i = u32(i + block)
             cuda.syncthreads()
             limit = u32(min(staged_, u32(count - n0)))
