@@ -68,8 +68,9 @@ class Loss:
                 return _softmax_rule(outputs, np.float32(self.label_smoothing), exp, log)
             case "binary_cross_entropy":
                 return _binary_rule(log, log1p)
-            case _:
+            case "mean_squared_error":
                 return _squares_rule(outputs)
+        raise AssertionError(f"loss {self.name!r} has no rule")
 
 
 NAMES = ("softmax_cross_entropy", "binary_cross_entropy", "mean_squared_error")

@@ -79,6 +79,12 @@ def test_every_network_equals_the_oracle(backend, name):
     check_training(backend, case, Adam(lr=0.01))
 
 
+@pytest.mark.slow
+def test_50_steps_of_a_residual_network_agree_with_pytorch(backend, monkeypatch):
+    agreement = pytest.importorskip("backends.test_torch_agreement", reason="needs PyTorch")
+    agreement.test_50_steps_of_a_resnet_agree_with_pytorch(backend.name, "resnet_small", monkeypatch)
+
+
 def trained(backend, network, batch, images, labels, order, optimizer=None):
     program = backend.compile(network, Loss.SOFTMAX_CROSS_ENTROPY, optimizer or SGD(lr=0.05), batch)
     program.restore({"parameters": network.initial_parameters(seed=0)})
