@@ -28,7 +28,7 @@ from cnnexp.measuring import environment
 from cnnexp.network import AvgPool2d, Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Sigmoid
 from cnnexp.network.losses import Loss
 from cnnexp.optimizers import SGD
-from cnnexp.tracking.store import store_uri
+from cnnexp.tracking.address import store_uri
 
 FLOAT_BITS = 32
 LIMIT_S = 600.0

@@ -23,9 +23,9 @@ from cnnexp.network.models import MODELS, Model
 from cnnexp.optimizers import OPTIMIZERS, SGD, Optimizer
 from cnnexp.system.registry import Registry
 from cnnexp.tracking import verdict
+from cnnexp.tracking.address import store_uri
 from cnnexp.tracking.journal import Run, epoch_metrics, summary
 from cnnexp.tracking.pipe import Recorder
-from cnnexp.tracking.store import store_uri
 from cnnexp.training import checkpoint
 from cnnexp.training.baseline import Baseline
 from cnnexp.training.loop import EpochResult, train_epochs

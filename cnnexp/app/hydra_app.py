@@ -31,9 +31,9 @@ from cnnexp.papers import page
 from cnnexp.papers.compare import compare
 from cnnexp.system import registry
 from cnnexp.tracking import browser, verdict
+from cnnexp.tracking.address import store_uri
 from cnnexp.tracking.journal import Run, default_name
 from cnnexp.tracking.pipe import Recorder
-from cnnexp.tracking.store import store_uri
 
 log = logging.getLogger(__name__)
 for noisy in ("matplotlib", "numba", "PIL"):

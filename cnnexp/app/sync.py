@@ -14,9 +14,9 @@ from omegaconf.errors import OmegaConfBaseException
 from cnnexp.app import trust
 from cnnexp.errors import ConfigError, TrackingError
 from cnnexp.measuring.environment import outputs_dir
+from cnnexp.tracking.address import store_uri
 from cnnexp.tracking.events import JOURNAL, read_journal
 from cnnexp.tracking.pipe import Recorder
-from cnnexp.tracking.store import store_uri
 
 URI = "tracking.uri"
 

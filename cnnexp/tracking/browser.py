@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from cnnexp.errors import BackendUnavailable, ConfigError, TrackingError, installing, without_password
 from cnnexp.tracking import view
-from cnnexp.tracking.store import alone, artifact_location, database_of, store_uri
+from cnnexp.tracking.address import alone, artifact_location, database_of, store_uri
 
 SERVED_S = 60.0  # a page that does not answer by then is not opened
 

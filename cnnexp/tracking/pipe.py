@@ -60,7 +60,7 @@ class Recorder:
     """A process that writes runs to an MLflow store; started at once, ready some two seconds later.
 
     Args:
-        uri: as `store.store_uri` returns it.
+        uri: as `address.store_uri` returns it.
         experiment: name of the MLflow experiment.
 
     Raises:

@@ -18,35 +18,29 @@ import platform
 import re
 import secrets
 import shutil
-import socket
-import sqlite3
 import sys
 import threading
 import time
-import urllib.request
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote, urlsplit
 
 import numpy as np
 import yaml
 
-from cnnexp.errors import ConfigError, TrackingError, did_you_mean, without_password
+from cnnexp.errors import ConfigError, TrackingError, without_password
 from cnnexp.measuring import environment
 from cnnexp.system.files import sync_folder
 from cnnexp.tracking import liveness, usage, view
+from cnnexp.tracking.address import alone, artifact_location, database_of, need_answer, need_database, sqlite_uri
 from cnnexp.tracking.events import DIED, FOLDER, JOURNAL, KEY, note, open_journal, read_journal, store_status
 from cnnexp.tracking.folder import DELIVERER, Claim
 
 if TYPE_CHECKING:
     from mlflow.entities import DatasetInput, Run
 
-SCHEMES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql", "databricks")
-CONNECT_S = 3.0  # a server that does not answer by then is called unreachable
-OPEN_S = 120.0  # as long may other processes take to set up a new store before us
 RETRY_S = 10.0  # after a failure, metrics are kept and sent again no sooner than this
 PARAMS_PER_CALL = 100  # MLflow's limits on one batch
 METRICS_PER_CALL = 1000
@@ -60,36 +54,6 @@ ARTIFACTS = {
     **{"figures": "figures", "checkpoints": "checkpoints"},
 }
 DIGEST_LENGTH = 36  # MLflow's limit
-
-
-def store_uri(uri: str | None) -> str:
-    """Return `uri`, made absolute, or for None the sqlite file under `outputs/`.
-
-    Raises:
-        ConfigError: the address is not one that MLflow can open.
-    """
-    if uri is None:
-        return _sqlite_uri(environment.outputs_dir() / "mlflow.db")
-    try:
-        parts = urlsplit(uri)
-        scheme, _ = parts.scheme.partition("+")[0], parts.port
-    except ValueError as error:
-        raise ConfigError(f"tracking.uri={without_password(uri)!r}: no address of a store: {error}") from error
-    if scheme not in SCHEMES:
-        raise ConfigError(
-            f"tracking.uri={uri!r}: must start with one of {', '.join(SCHEMES)}, e.g. sqlite:///path/to/mlflow.db or "
-            f"http://host:5000{did_you_mean(scheme, SCHEMES)}"
-        )
-    if scheme == "sqlite":
-        if database_of(uri).name in ("", ":memory:"):
-            raise ConfigError(f"tracking.uri={uri!r}: names no file; write sqlite:///path/to/mlflow.db")
-        return _sqlite_uri(database_of(uri).absolute())
-    return uri
-
-
-def artifact_location(uri: str) -> str | None:
-    """Return where the artifacts of a store go: beside an sqlite file; None lets a server decide."""
-    return (database_of(uri).parent / "mlartifacts").as_uri() if uri.startswith("sqlite") else None
 
 
 class Store:
@@ -111,8 +75,8 @@ class Store:
         self._retry_at = 0.0
         self._open_runs: set[str] = set()
         with self._explained("cannot be opened"):
-            _need_answer(uri)
-            _needdatabase_of(uri)
+            need_answer(uri)
+            need_database(uri)
             from mlflow.tracking import MlflowClient
 
             with alone(uri):
@@ -414,58 +378,10 @@ class Store:
             raise TrackingError(without_password(f"tracking.uri={self._uri}: {what}: {_reason(error)}")) from error
 
 
-def database_of(uri: str) -> Path:
-    """Return the file of an sqlite URI."""
-    return Path(unquote(uri.partition(":///")[2]))
-
-
 def _reason(error: Exception) -> str:
     """Return the line of an error that says most: the database's own, where there is one, else the first."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return next((found[0] for line in lines if (found := DATABASE_LINE.search(line))), lines[0])
-
-
-def _sqlite_uri(database: Path) -> str:
-    """Return the URI of an sqlite file; only what would be read as something else is quoted."""
-    return f"sqlite:///{database}".replace("%", "%25").replace("?", "%3F")
-
-
-def _need_answer(uri: str) -> None:
-    """Raise OSError where a server does not answer.
-
-    MLflow's own attempts at a database server go on for minutes.
-    """
-    parts = urlsplit(uri)
-    proxied = parts.scheme in urllib.request.getproxies() and not urllib.request.proxy_bypass(parts.netloc)
-    if parts.hostname and not proxied:
-        port = parts.port or {"http": 80, "https": 443, "postgresql": 5432, "mysql": 3306}.get(parts.scheme)
-        if port:
-            socket.create_connection((parts.hostname, port), CONNECT_S).close()
-
-
-def _needdatabase_of(uri: str) -> None:
-    """Raise sqlite3.Error where an sqlite file exists and cannot be one; MLflow would try again for minutes."""
-    if uri.startswith("sqlite") and database_of(uri).exists():
-        with contextlib.closing(sqlite3.connect(database_of(uri), timeout=OPEN_S)) as database:
-            database.execute("PRAGMA schema_version")
-
-
-@contextlib.contextmanager
-def alone(uri: str) -> Iterator[None]:
-    """Let one process at a time set up an sqlite store: MLflow takes no lock, and two at once break a new one.
-
-    The lock is an sqlite transaction on a file beside the store: on every system, and given up by a dying process.
-    """
-    if not uri.startswith("sqlite"):
-        yield
-        return
-    database_of(uri).parent.mkdir(parents=True, exist_ok=True)
-    lock = sqlite3.connect(f"{database_of(uri)}.lock", timeout=OPEN_S, isolation_level=None)
-    try:
-        lock.execute("BEGIN EXCLUSIVE")
-        yield
-    finally:
-        lock.close()
 
 
 def _make(uri: str) -> None:
@@ -482,7 +398,7 @@ def _make(uri: str) -> None:
     for left in whole.parent.glob(f"{glob.escape(whole.name)}.{'[0-9a-f]' * 8}.new*"):
         left.unlink(missing_ok=True)
     made = whole.with_name(f"{whole.name}.{secrets.token_hex(4)}.new")
-    MlflowClient(_sqlite_uri(made), _sqlite_uri(made)).search_experiments(max_results=1)
+    MlflowClient(sqlite_uri(made), sqlite_uri(made)).search_experiments(max_results=1)
     os.replace(made, whole)
     sync_folder(whole.parent)
 

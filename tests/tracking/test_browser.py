@@ -15,7 +15,7 @@ import pytest
 from chromium import CHROMIUM, FLAGS
 
 from cnnexp.errors import BackendUnavailable, ConfigError
-from cnnexp.tracking import browser, view
+from cnnexp.tracking import address, browser, view
 from cnnexp.tracking import store as stores
 
 # MLflow and what it imports warn of each other; the recorder's process silences them
@@ -34,7 +34,7 @@ def test_ui_shows_the_store_to_this_machine_alone(store, monkeypatch, capsys):
     assert "http://127.0.0.1:5123" in capsys.readouterr().out
     assert commands[0][3:] == [
         *("ui", "--backend-store-uri", store._uri),
-        *("--default-artifact-root", stores.artifact_location(store._uri)),
+        *("--default-artifact-root", address.artifact_location(store._uri)),
         *("--host", "127.0.0.1", "--port", "5123", "--workers", "1"),
     ]
 

@@ -8,7 +8,7 @@ import pytest
 
 from cnnexp.errors import ConfigError, TrackingError
 from cnnexp.measuring import environment
-from cnnexp.tracking import liveness, view
+from cnnexp.tracking import address, liveness, view
 from cnnexp.tracking import store as stores
 from cnnexp.tracking.pipe import Recorder
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("default")
 def store(tmp_path_factory):
     """One store for the module: making one takes seconds. Its path holds what breaks careless URIs."""
     folder = tmp_path_factory.mktemp("stores") / "a b ü #1 %41 ?"
-    return stores.Store(stores._sqlite_uri(folder / "mlflow.db"), "first")
+    return stores.Store(address.sqlite_uri(folder / "mlflow.db"), "first")
 
 
 def begin(store, name="a run", **tags):
@@ -42,9 +42,9 @@ def closed_port():
 
 
 def test_default_store_does_not_depend_on_the_working_folder(monkeypatch, tmp_path):
-    before = stores.store_uri(None)
+    before = address.store_uri(None)
     monkeypatch.chdir(tmp_path)
-    assert stores.store_uri(None) == before
+    assert address.store_uri(None) == before
     assert before == f"sqlite:///{environment.outputs_dir()}/mlflow.db"
 
 
@@ -56,8 +56,8 @@ def test_installed_package_writes_to_the_working_folder(monkeypatch, tmp_path):
 
 def test_relative_store_is_made_absolute(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    assert stores.store_uri("sqlite:///my/runs.db") == f"sqlite:///{tmp_path}/my/runs.db"
-    assert stores.store_uri("http://host:5000") == "http://host:5000"
+    assert address.store_uri("sqlite:///my/runs.db") == f"sqlite:///{tmp_path}/my/runs.db"
+    assert address.store_uri("http://host:5000") == "http://host:5000"
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_relative_store_is_made_absolute(monkeypatch, tmp_path):
 )
 def test_unknown_kind_of_store_is_a_config_error(uri, said):
     with pytest.raises(ConfigError, match=f"tracking.uri='{uri}': must start with.*{said}"):
-        stores.store_uri(uri)
+        address.store_uri(uri)
 
 
 def test_run_holds_what_was_recorded(store, tmp_path):
@@ -94,8 +94,8 @@ def test_run_holds_what_was_recorded(store, tmp_path):
     assert 0 < run.data.metrics["system/system_memory_usage_percentage"] < 100
     assert run.inputs.dataset_inputs[0].dataset.digest == dataset["sha256"][:36]
     assert {a.path for a in store._client.list_artifacts(run_id)} == {"figures", "config.json"}
-    assert stores.database_of(store._uri).is_file()
-    assert (stores.database_of(store._uri).parent / "mlartifacts" / run_id / "artifacts/figures/curve.png").is_file()
+    assert address.database_of(store._uri).is_file()
+    assert (address.database_of(store._uri).parent / "mlartifacts" / run_id / "artifacts/figures/curve.png").is_file()
 
 
 def test_runs_go_to_their_experiment(store):
@@ -206,7 +206,7 @@ def test_unreachable_server_is_told_at_once():
 @pytest.mark.parametrize("uri", ["http://[::1", "http://[x]/y", "http://host:99999", "postgresql://me:pw@[::1/db"])
 def test_what_is_no_address_is_a_config_error(uri):
     with pytest.raises(ConfigError, match=r"^tracking\.uri=.*: no address of a store: ") as error:
-        stores.store_uri(uri)
+        address.store_uri(uri)
     assert "pw" not in str(error.value)
 
 
@@ -228,7 +228,7 @@ def test_a_store_is_made_whole_or_not_at_all(tmp_path, monkeypatch):
 @pytest.mark.parametrize("uri", ["sqlite:", "sqlite://x.db", "sqlite:///", "sqlite:///:memory:"])
 def test_a_store_without_a_file_is_a_config_error(uri):
     with pytest.raises(ConfigError, match=r"names no file; write sqlite:///path/to/mlflow\.db"):
-        stores.store_uri(uri)
+        address.store_uri(uri)
 
 
 @pytest.mark.usefixtures("no_client")

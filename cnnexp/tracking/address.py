@@ -1,0 +1,96 @@
+"""Where a store is: its address made whole, an sqlite file's path, and whether anything answers there."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import sqlite3
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from cnnexp.errors import ConfigError, did_you_mean, without_password
+from cnnexp.measuring import environment
+
+SCHEMES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql", "databricks")
+CONNECT_S = 3.0  # a server that does not answer by then is called unreachable
+OPEN_S = 120.0  # as long may other processes take to set up a new store before us
+
+
+def store_uri(uri: str | None) -> str:
+    """Return `uri`, made absolute, or for None the sqlite file under `outputs/`.
+
+    Raises:
+        ConfigError: the address is not one that MLflow can open.
+    """
+    if uri is None:
+        return sqlite_uri(environment.outputs_dir() / "mlflow.db")
+    try:
+        parts = urlsplit(uri)
+        scheme, _ = parts.scheme.partition("+")[0], parts.port
+    except ValueError as error:
+        raise ConfigError(f"tracking.uri={without_password(uri)!r}: no address of a store: {error}") from error
+    if scheme not in SCHEMES:
+        raise ConfigError(
+            f"tracking.uri={uri!r}: must start with one of {', '.join(SCHEMES)}, e.g. sqlite:///path/to/mlflow.db or "
+            f"http://host:5000{did_you_mean(scheme, SCHEMES)}"
+        )
+    if scheme == "sqlite":
+        if database_of(uri).name in ("", ":memory:"):
+            raise ConfigError(f"tracking.uri={uri!r}: names no file; write sqlite:///path/to/mlflow.db")
+        return sqlite_uri(database_of(uri).absolute())
+    return uri
+
+
+def artifact_location(uri: str) -> str | None:
+    """Return where the artifacts of a store go: beside an sqlite file; None lets a server decide."""
+    return (database_of(uri).parent / "mlartifacts").as_uri() if uri.startswith("sqlite") else None
+
+
+def database_of(uri: str) -> Path:
+    """Return the file of an sqlite URI."""
+    return Path(unquote(uri.partition(":///")[2]))
+
+
+def sqlite_uri(database: Path) -> str:
+    """Return the URI of an sqlite file; only what would be read as something else is quoted."""
+    return f"sqlite:///{database}".replace("%", "%25").replace("?", "%3F")
+
+
+def need_answer(uri: str) -> None:
+    """Raise OSError where a server does not answer.
+
+    MLflow's own attempts at a database server go on for minutes.
+    """
+    parts = urlsplit(uri)
+    proxied = parts.scheme in urllib.request.getproxies() and not urllib.request.proxy_bypass(parts.netloc)
+    if parts.hostname and not proxied:
+        port = parts.port or {"http": 80, "https": 443, "postgresql": 5432, "mysql": 3306}.get(parts.scheme)
+        if port:
+            socket.create_connection((parts.hostname, port), CONNECT_S).close()
+
+
+def need_database(uri: str) -> None:
+    """Raise sqlite3.Error where an sqlite file exists and cannot be one; MLflow would try again for minutes."""
+    if uri.startswith("sqlite") and database_of(uri).exists():
+        with contextlib.closing(sqlite3.connect(database_of(uri), timeout=OPEN_S)) as database:
+            database.execute("PRAGMA schema_version")
+
+
+@contextlib.contextmanager
+def alone(uri: str) -> Iterator[None]:
+    """Let one process at a time set up an sqlite store: MLflow takes no lock, and two at once break a new one.
+
+    The lock is an sqlite transaction on a file beside the store: on every system, and given up by a dying process.
+    """
+    if not uri.startswith("sqlite"):
+        yield
+        return
+    database_of(uri).parent.mkdir(parents=True, exist_ok=True)
+    lock = sqlite3.connect(f"{database_of(uri)}.lock", timeout=OPEN_S, isolation_level=None)
+    try:
+        lock.execute("BEGIN EXCLUSIVE")
+        yield
+    finally:
+        lock.close()
