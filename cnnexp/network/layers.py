@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from cnnexp.network.elementwise import GELU, Elementwise, LeakyReLU, ReLU, Sigmoid, Tanh
+from cnnexp.network.elementwise import KINDS as ELEMENTWISE
+from cnnexp.network.elementwise import Elementwise
 from cnnexp.system.registry import Registry
 
 Shape = tuple[int, ...]
@@ -125,7 +126,7 @@ Layer = (
 """What stands in a network."""
 
 _KINDS: tuple[type[Layer], ...] = (
-    *(Conv2d, ReLU, LeakyReLU, Sigmoid, Tanh, GELU),
+    *(Conv2d, *ELEMENTWISE),
     *(MaxPool2d, AvgPool2d, GlobalAvgPool, Flatten, Linear, Dropout, BatchNorm2d, Residual),
 )
 LAYERS: Registry[Layer] = Registry("layer", {cls.__name__: cls for cls in _KINDS})

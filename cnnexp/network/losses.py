@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, assert_never, get_args
 
 import numpy as np
 
@@ -21,6 +21,8 @@ LOG_FLOOR = np.float32(-100.0)
 VARIANCE_FLOOR = np.float32(1e-12)
 ZERO, HALF, ONE = np.float32(0), np.float32(0.5), np.float32(1)
 
+LossName = Literal["softmax_cross_entropy", "binary_cross_entropy", "mean_squared_error"]
+NAMES: tuple[LossName, ...] = get_args(LossName)
 Rule = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
 """(scores, label, scale, d_scores) -> (loss, hit), of one image: see `Loss.rule`."""
 
@@ -38,7 +40,7 @@ class Loss:
         NetworkError: there is no such loss, or the smoothing is out of range.
     """
 
-    name: str
+    name: LossName
     label_smoothing: float = 0.0
 
     SOFTMAX_CROSS_ENTROPY: ClassVar[Loss]
@@ -70,10 +72,10 @@ class Loss:
                 return _binary_rule(log, log1p)
             case "mean_squared_error":
                 return _squares_rule(outputs)
-        raise AssertionError(f"loss {self.name!r} has no rule")
+            case _:
+                assert_never(self.name)
 
 
-NAMES = ("softmax_cross_entropy", "binary_cross_entropy", "mean_squared_error")
 Loss.SOFTMAX_CROSS_ENTROPY, Loss.BINARY_CROSS_ENTROPY, Loss.MEAN_SQUARED_ERROR = map(Loss, NAMES)
 
 

@@ -23,12 +23,11 @@ from cnnexp.network.layers import (
     Residual,
     Shape,
 )
-from cnnexp.network.losses import Loss
+from cnnexp.network.losses import Loss, LossName
 from cnnexp.network.shapes import Network
 from cnnexp.system.registry import Registry
 
 Padding = Literal["valid", "same", "full", "auto"] | int
-LossName = Literal["softmax_cross_entropy", "binary_cross_entropy", "mean_squared_error"]
 
 
 @dataclass(frozen=True)
@@ -269,7 +268,7 @@ def _normalized(filters: int, stride: int = 1) -> tuple[Layer, ...]:
     return Conv2d(filters, 3, stride, "same", bias=False), BatchNorm2d()
 
 
-def _check_loss(name: str, label_smoothing: float) -> None:
+def _check_loss(name: LossName, label_smoothing: float) -> None:
     try:
         Loss(name, label_smoothing)
     except NetworkError as error:

@@ -299,14 +299,18 @@ class KerasProgram(Program):
 
 def _losses(loss: Loss, scores: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
     """Return the loss of every image (N,): `cnnexp.network.losses`."""
-    if loss == Loss.MEAN_SQUARED_ERROR:
-        return tf.reduce_mean(tf.square(scores - tf.one_hot(labels, scores.shape[1])), axis=1)
-    if loss.label_smoothing:
-        targets = tf.one_hot(labels, scores.shape[1]) * (1 - loss.label_smoothing)
-        return tf.nn.softmax_cross_entropy_with_logits(targets + loss.label_smoothing / scores.shape[1], scores)
-    if loss == Loss.SOFTMAX_CROSS_ENTROPY:
-        return tf.nn.sparse_softmax_cross_entropy_with_logits(labels, scores)
-    return _binary_cross_entropy(scores[:, 0], tf.cast(labels, tf.float32))
+    match loss.name:
+        case "softmax_cross_entropy" if loss.label_smoothing:
+            targets = tf.one_hot(labels, scores.shape[1]) * (1 - loss.label_smoothing)
+            return tf.nn.softmax_cross_entropy_with_logits(targets + loss.label_smoothing / scores.shape[1], scores)
+        case "softmax_cross_entropy":
+            return tf.nn.sparse_softmax_cross_entropy_with_logits(labels, scores)
+        case "binary_cross_entropy":
+            return _binary_cross_entropy(scores[:, 0], tf.cast(labels, tf.float32))
+        case "mean_squared_error":
+            return tf.reduce_mean(tf.square(scores - tf.one_hot(labels, scores.shape[1])), axis=1)
+        case _:
+            assert_never(loss.name)
 
 
 @tf.custom_gradient

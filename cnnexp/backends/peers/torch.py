@@ -284,15 +284,17 @@ class TorchProgram(Program):
         self._now.step, self._now.images = self._steps + 1, indices
         scores = self._modules(_channels_first(images))
         self._updater.zero_grad()
-        if self.loss == Loss.BINARY_CROSS_ENTROPY:
-            mean = _BinaryCrossEntropy.apply(scores[:, 0], labels.to(scores.dtype)).mean()
-            hits = (scores.detach()[:, 0] >= 0.5) == (labels == 1)
-        elif self.loss == Loss.MEAN_SQUARED_ERROR:
-            mean = functional.mse_loss(scores, functional.one_hot(labels, scores.shape[1]).to(scores.dtype))
-            hits = scores.detach().argmax(1) == labels
-        else:
-            mean = functional.cross_entropy(scores, labels, label_smoothing=self.loss.label_smoothing)
-            hits = scores.detach().argmax(1) == labels
+        hits = scores.detach().argmax(1) == labels
+        match self.loss.name:
+            case "softmax_cross_entropy":
+                mean = functional.cross_entropy(scores, labels, label_smoothing=self.loss.label_smoothing)
+            case "binary_cross_entropy":
+                mean = _BinaryCrossEntropy.apply(scores[:, 0], labels.to(scores.dtype)).mean()
+                hits = (scores.detach()[:, 0] >= 0.5) == (labels == 1)
+            case "mean_squared_error":
+                mean = functional.mse_loss(scores, functional.one_hot(labels, scores.shape[1]).to(scores.dtype))
+            case _:
+                assert_never(self.loss.name)
         mean.backward()
         return mean.detach() * len(indices), hits.sum()
 
