@@ -99,9 +99,9 @@ def child(report: Path, arguments: list[str]) -> None:
     started = time.time()
     clocks = Clocks()
 
-    def start_early() -> None:
+    def start_early(database: bool) -> None:
         """Start the recorder's process as ever; only then load what the clocks are put around."""
-        pipe.start_early()
+        pipe.start_early(database)
         loading = clocks.wrap(resolve, OUTSIDE[0])
         for target, label in CLOCKS.items():
             owner, name, function = loading(target)

@@ -120,7 +120,8 @@ def _dispatch(arguments: list[str]) -> None:
             getattr(importlib.import_module(module), function)(arguments[1:])
         return
     if _seems_recorded(arguments):
-        start_early()  # loads MLflow while this process loads Hydra, the data and its compiler
+        # loads MLflow while this process loads Hydra, the data and its compiler
+        start_early(database=not any(word.startswith("tracking.uri=") for word in arguments))
     try:
         importlib.import_module("cnnexp.app.hydra_app").launch()
     finally:

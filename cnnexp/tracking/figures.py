@@ -33,10 +33,6 @@ class Figure(PlainFigure):
         return file.getvalue()
 
 
-def warm_up() -> None:
-    """Do nothing: importing this module is what takes time, and a caller may want it done early."""
-
-
 def draw_run(
     folder: str,
     epochs: Sequence[Mapping[str, float]],

@@ -39,10 +39,14 @@ CLIENT_SETTINGS = {
 _early: list[subprocess.Popen[str]] = []
 
 
-def start_early() -> None:
-    """Start the process of the first `Recorder` to come, which then finds it with its libraries loaded."""
+def start_early(database: bool = True) -> None:
+    """Start the process of the first `Recorder` to come, which then finds it with its libraries loaded.
+
+    Args:
+        database: whether its store will be a database, as far as anyone can tell by now.
+    """
     with contextlib.suppress(OSError):  # none can be started now; the recorder says so
-        _early.append(_start_process())
+        _early.append(_start_process(database))
 
 
 def end_early() -> None:
@@ -214,7 +218,7 @@ def _write(calls: IO[str], outbox: queue.SimpleQueue[str | None]) -> None:
         calls.close()
 
 
-def _start_process() -> subprocess.Popen[str]:
+def _start_process(database: bool = False) -> subprocess.Popen[str]:
     package_root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
     process = subprocess.Popen(
@@ -227,7 +231,7 @@ def _start_process() -> subprocess.Popen[str]:
     )
     calls, _ = _ends(process)
     with contextlib.suppress(OSError):  # it is dead; who sends next is told
-        calls.write(json.dumps([None, "draw", {"kind": "warm_up"}]) + "\n")
+        calls.write(json.dumps([None, "load", {"database": database}]) + "\n")
         calls.flush()
     return process
 

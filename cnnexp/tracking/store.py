@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import glob
+import importlib
 import json
 import logging
 import os
@@ -21,11 +22,12 @@ import shutil
 import sys
 import threading
 import time
+import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import yaml
@@ -474,6 +476,15 @@ def _beat(store: Store) -> None:
         store.beat()
 
 
+def _load(database: bool = False) -> None:
+    """Load the libraries while the other process loads its own, before it can tell which store it is to be."""
+    # MLflow then does as where pandas is not installed, and loads in two thirds of the time; nothing here needs it
+    sys.modules.setdefault("pandas", cast(types.ModuleType, None))
+    names = ["mlflow.tracking", "mlflow.store.tracking.sqlalchemy_store", "cnnexp.tracking.figures"]
+    for name in names if database else names[::2]:
+        importlib.import_module(name)
+
+
 def serve(calls: Iterator[str], answer: Callable[[str], None], owner: int) -> None:
     """Run the calls of a `cnnexp.tracking.pipe.Recorder`, in the process `owner`, until its pipe closes."""
     store: Store | None = None
@@ -487,6 +498,8 @@ def serve(calls: Iterator[str], answer: Callable[[str], None], owner: int) -> No
                 store = Store(**arguments, owner=owner)
                 threading.Thread(target=_beat, args=(store,), daemon=True).start()
                 gc.freeze()  # the libraries are no garbage
+            elif name == "load":
+                _load(**arguments)
             elif name == "draw":
                 from cnnexp.tracking import figures
 

@@ -268,7 +268,7 @@ def test_recorders_that_die_at_once_lose_no_epoch_and_it_is_said_how_to_send_the
 
 
 def test_a_recorder_that_cannot_be_started_is_told_in_a_line(uri, monkeypatch):
-    def refused():
+    def refused(database=False):
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
     monkeypatch.setattr(pipe, "_start_process", refused)
@@ -415,7 +415,7 @@ def test_a_killed_process_leaves_no_run_running_and_never_imported_mlflow(uri, s
 
 def test_an_interrupted_wait_does_not_mix_up_answers(live):
     forgotten = live.ask("finished", config_hash="none")
-    assert live.call("draw", kind="warm_up") is None
+    assert live.call("load") is None
     assert isinstance(live.call("begin", name="x", params={}, tags={}), str)
     del forgotten
 
