@@ -22,7 +22,7 @@ from pathlib import Path
 
 from softgpu.build import Unavailable, library, unavailable
 
-__all__ = ["SoftGpu", "Unavailable", "findings", "library", "revive", "set_order", "unavailable"]
+__all__ = ["SoftGpu", "Unavailable", "executed", "findings", "library", "revive", "set_order", "unavailable"]
 
 HOOK = Path(__file__).parent / "hook"
 
@@ -34,6 +34,7 @@ class SoftGpu:
     Attributes:
         devices: GPUs, 0 to 8.
         capability: compute capability of each, (9, 0).
+        capabilities: where they differ, of each of the first; `capability` is that of the rest.
         memory: bytes of each.
         multiprocessors: of each.
         driver: newest CUDA that its driver takes, (13, 4).
@@ -47,6 +48,7 @@ class SoftGpu:
 
     devices: int = 1
     capability: tuple[int, int] = (9, 0)
+    capabilities: tuple[tuple[int, int], ...] = ()
     memory: int = 4 << 30
     multiprocessors: int = 132
     driver: tuple[int, int] = (13, 4)
@@ -64,7 +66,7 @@ class SoftGpu:
         """
         settings = {
             "SOFTGPU_DEVICES": self.devices,
-            "SOFTGPU_CAPABILITY": 10 * self.capability[0] + self.capability[1],
+            "SOFTGPU_CAPABILITY": ",".join(f"{10 * x + y}" for x, y in (*self.capabilities, self.capability)),
             "SOFTGPU_MEMORY": self.memory,
             "SOFTGPU_MULTIPROCESSORS": self.multiprocessors,
             "SOFTGPU_DRIVER": 1000 * self.driver[0] + 10 * self.driver[1],
@@ -97,6 +99,11 @@ def findings() -> list[str]:
     told = driver().softgpu_findings
     told.restype = ctypes.c_char_p
     return told().decode().splitlines()
+
+
+def executed() -> int:
+    """Return how many instructions of warps, of 32 threads each, this process has executed so far."""
+    return ctypes.c_uint64.in_dll(driver(), "clock_ticks").value
 
 
 def revive() -> None:

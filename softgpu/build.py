@@ -10,7 +10,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-SOURCES = ("engine.h", "engine.c", "driver.c")
+SOURCES = ("engine.h", "operations.h", "engine.c", "driver.c")
+TRANSLATION = ("assembler.py", "cubin.py", "numba_hook.py", "ptx.py")  # what makes the images that the driver loads
 # one product and one sum are never fused unless the PTX says so; vectors as wide as this machine has
 FLAGS = (
     *("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-strict-aliasing"),
@@ -34,8 +35,10 @@ def library() -> Path:
     if compiler is None:
         raise Unavailable("the software GPU needs a C compiler (cc)")
     headers = _headers()
+    translation = hashlib.sha256(b"".join((folder / name).read_bytes() for name in TRANSLATION)).hexdigest()[:8]
+    flags = [*FLAGS, f'-DTRANSLATION="{translation}"']
     texts = b"".join((folder / name).read_bytes() for name in SOURCES)
-    key = hashlib.sha256(texts + " ".join((compiler, *FLAGS, _processor())).encode()).hexdigest()[:16]
+    key = hashlib.sha256(texts + " ".join((compiler, *flags, _processor())).encode()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cnnexp" / "softgpu" / key
     made = cache / "libcuda.so.1"
     if made.exists():
@@ -44,7 +47,7 @@ def library() -> Path:
     with tempfile.TemporaryDirectory(dir=cache) as scratch:
         target = Path(scratch) / "libcuda.so.1"
         sources = [str(folder / name) for name in SOURCES if name.endswith(".c")]
-        command = [compiler, *FLAGS, f"-I{headers}", "-o", str(target), *sources, "-lm", "-lpthread"]
+        command = [compiler, *flags, f"-I{headers}", "-o", str(target), *sources, "-lm", "-lpthread"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise Unavailable(f"the software GPU does not compile: {done.stderr.strip()[-500:]}")

@@ -74,7 +74,7 @@ static pthread_mutex_t lock = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
 static Device devices[MAX_DEVICES];
 static Memory memories[MAX_DEVICES];
 static Stream *streams;
-static int n_devices, capability, started, multiprocessors, driver_version, late, captures;
+static int n_devices, capabilities[MAX_DEVICES], started, multiprocessors, driver_version, late, captures;
 static uint64_t memory_bytes, random_state;
 static Allocation *allocations;
 static size_t n_allocations, room;
@@ -169,7 +169,13 @@ static CUresult f_cuInit(unsigned flags) {
         n_devices = (int)setting("SOFTGPU_DEVICES", 1);
         if (n_devices > MAX_DEVICES)
             n_devices = MAX_DEVICES;
-        capability = (int)setting("SOFTGPU_CAPABILITY", 90);
+        const char *capability = getenv("SOFTGPU_CAPABILITY"); /* of each, with commas between; the last of the rest */
+        for (int k = 0; k < n_devices; k++) {
+            char *end = NULL;
+            capabilities[k] = capability && *capability ? (int)strtol(capability, &end, 10) : k ? capabilities[k - 1] : 90;
+            if (end)
+                capability = *end == ',' ? end + 1 : end;
+        }
         multiprocessors = (int)setting("SOFTGPU_MULTIPROCESSORS", 132);
         driver_version = (int)setting("SOFTGPU_DRIVER", 13040);
         memory_bytes = setting("SOFTGPU_MEMORY", 4ull << 30);
@@ -208,18 +214,26 @@ static CUresult f_cuDeviceGet(CUdevice *device, int ordinal) {
     *device = ordinal;
     return CUDA_SUCCESS;
 }
-static int block_room(void) {
+/* The first GPU that executes a kernel, -1 if none does. */
+static int device_for(const Kernel *kernel) {
+    for (int k = 0; k < n_devices; k++)
+        if (kernel->target == (uint32_t)capabilities[k])
+            return k;
+    return -1;
+}
+static int block_room(int capability) {
     return capability == 75                                            ? 65536
            : capability == 80                                          ? 166912
            : capability == 86 || capability == 89 || capability >= 120 ? 101376
                                                                        : 232448;
 }
-static int resident_threads(void) {
+static int resident_threads(int capability) {
     return capability == 75 ? 1024 : capability == 86 || capability == 89 || capability >= 120 ? 1536 : 2048;
 }
 static CUresult f_cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice device) {
     if (device < 0 || device >= n_devices)
         return CUDA_ERROR_INVALID_DEVICE;
+    const int capability = capabilities[device];
     switch (attribute) {
     case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR:
         *value = capability / 10;
@@ -249,17 +263,17 @@ static CUresult f_cuDeviceGetAttribute(int *value, CUdevice_attribute attribute,
         *value = 49152;
         break;
     case CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN:
-        *value = block_room();
+        *value = block_room(capability);
         break;
     case CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR:
-        *value = block_room() + 1024;
+        *value = block_room(capability) + 1024;
         break;
     case CU_DEVICE_ATTRIBUTE_MAX_REGISTERS_PER_BLOCK:
     case CU_DEVICE_ATTRIBUTE_MAX_REGISTERS_PER_MULTIPROCESSOR:
         *value = 65536;
         break;
     case CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_MULTIPROCESSOR:
-        *value = resident_threads();
+        *value = resident_threads(capability);
         break;
     case CU_DEVICE_ATTRIBUTE_MAX_BLOCKS_PER_MULTIPROCESSOR:
         *value = capability == 75 || capability == 86 ? 16 : capability == 89 || capability >= 120 ? 24 : 32;
@@ -283,7 +297,7 @@ static CUresult f_cuDeviceGetAttribute(int *value, CUdevice_attribute attribute,
 }
 static CUresult f_cuDeviceGetName(char *name, int length, CUdevice device) {
     (void)device;
-    snprintf(name, (size_t)length, "software GPU");
+    snprintf(name, (size_t)length, "software GPU " TRANSLATION); /* nobody takes images of another translation for this one's */
     return CUDA_SUCCESS;
 }
 static CUresult f_cuDeviceGetUuid(CUuuid *uuid, CUdevice device) {
@@ -902,7 +916,7 @@ static CUresult load_kernel(Reader *r, Kernel *k) {
         k->text[n] = read_text(r);
     }
     free(operations);
-    return k->target == (uint32_t)capability ? CUDA_SUCCESS : CUDA_ERROR_NO_BINARY_FOR_GPU;
+    return device_for(k) < 0 ? CUDA_ERROR_NO_BINARY_FOR_GPU : CUDA_SUCCESS;
 }
 static CUresult f_cuLibraryLoadData(CUlibrary *library, const void *code, void *a, void *b, unsigned n, void *c,
                                     void *d, unsigned m) {
@@ -1009,9 +1023,10 @@ static CUresult f_cuOccupancyMaxActiveBlocksPerMultiprocessor(int *count, CUfunc
                                                               size_t dynamic) {
     Kernel *k = (Kernel *)function;
     int warps = (threads + 31) / 32, registers = ((int)k->registers * 32 + 255) / 256 * 256 * warps;
-    int by_threads = resident_threads() / (warps * 32), by_registers = registers ? 65536 / registers : by_threads;
-    int shared = (int)(k->shared_bytes + dynamic + 1024), by_shared = (block_room() + 1024) / shared, most;
-    f_cuDeviceGetAttribute(&most, CU_DEVICE_ATTRIBUTE_MAX_BLOCKS_PER_MULTIPROCESSOR, 0);
+    int device = device_for(k), capability = capabilities[device];
+    int by_threads = resident_threads(capability) / (warps * 32), by_registers = registers ? 65536 / registers : by_threads;
+    int shared = (int)(k->shared_bytes + dynamic + 1024), by_shared = (block_room(capability) + 1024) / shared, most;
+    f_cuDeviceGetAttribute(&most, CU_DEVICE_ATTRIBUTE_MAX_BLOCKS_PER_MULTIPROCESSOR, device);
     *count = by_threads < by_registers ? by_threads : by_registers;
     if (by_shared < *count)
         *count = by_shared;
@@ -1034,6 +1049,8 @@ static CUresult launch(Kernel *kernel, const unsigned *grid, const unsigned *blo
                INDEX(NOW));
         return CUDA_ERROR_INVALID_HANDLE;
     }
+    if (kernel->target != (uint32_t)capabilities[stream->device])
+        return CUDA_ERROR_NO_BINARY_FOR_GPU;
     if (!threads || threads > 1024 || !blocks || blocks > 2147483647 || grid[1] > 65535 || grid[2] > 65535)
         return CUDA_ERROR_INVALID_VALUE;
     if (kernel->max_threads && threads > kernel->max_threads)

@@ -96,7 +96,7 @@ def test_arithmetic_of_whole_numbers(name, kind):
             assert found == wrapped(WHOLE[name](a, b), kind), (a, b)
 
 
-@pytest.mark.parametrize("kind", ["u32", "s32", "u64", "s64"])
+@pytest.mark.parametrize("kind", ["u32", "s32", "u64", "s64", "u16", "s16"])
 def test_products_of_full_width(kind):
     bits = int(kind[1:])
     x, y = binary(f"mul.hi.{kind}", kind)

@@ -60,6 +60,7 @@ except Exception as error:
     ("gpu", "says"),
     [
         (SoftGpu(devices=3, capability=(7, 5)), "(7, 5) (7, 5) (7, 5)\ndone"),
+        (SoftGpu(devices=3, capabilities=((7, 5), (9, 0)), capability=(12, 0)), "(7, 5) (9, 0) (12, 0)\ndone"),
         (SoftGpu(devices=0), "CUDA_ERROR_NO_DEVICE"),
         (SoftGpu(fault="alloc:2"), "CUDA_ERROR_OUT_OF_MEMORY"),
         (SoftGpu(fault="lost:2"), "CUDA_ERROR_UNKNOWN"),
