@@ -95,12 +95,12 @@ def compiled_bytes(function: Dispatcher, signature: Signature) -> bytes:
 def _load_or_compile(
     function: Dispatcher, signature: Signature, path: Path | None, elsewhere: Callable[[], bytes | None]
 ) -> Dispatcher:
-    payload = None if path is None else _read(path)
+    payload = None if path is None else read_private(path)
     if payload is None or not _rebuild(function, payload):
         payload = elsewhere()
         made = payload or compiled_bytes(function, signature)
         if path is not None:
-            _write(path, made)
+            write_private(path, made, KEEP)
         if payload is not None:
             _rebuild(function, payload)
     function.disable_compile()
@@ -135,11 +135,11 @@ def program_key(signature: Signature, described: tuple[object, ...]) -> str:
     rules = [rule for thing in described for rule in _rules(thing)]
     told = [_told(thing) for thing in described]
     facts = (sys.version, numba.__version__, llvmlite.__version__, host(), str(signature), *rules, *told)
-    return hashlib.sha256(_digest(tuple(source_files())) + repr(facts).encode()).hexdigest()
+    return hashlib.sha256(digest(tuple(source_files())) + repr(facts).encode()).hexdigest()
 
 
 @functools.cache
-def _digest(files: tuple[Path, ...]) -> bytes:
+def digest(files: tuple[Path, ...]) -> bytes:
     """Return a hash over the files; they do not change while a process has imported them."""
     return hashlib.sha256(b"\0".join(hashlib.sha256(path.read_bytes()).digest() for path in files)).digest()
 
@@ -163,7 +163,7 @@ def _rules(described: object) -> list[object]:
     return []
 
 
-def _read(path: Path) -> bytes | None:
+def read_private(path: Path) -> bytes | None:
     """Return the content of a file, None if there is none, it is damaged, or others may have written it."""
     try:
         if not _is_private(os.stat(path.parent)):
@@ -186,8 +186,11 @@ def _is_private(found: os.stat_result) -> bool:
     return found.st_uid == os.geteuid() and not found.st_mode & OTHERS_WRITE
 
 
-def _write(path: Path, payload: bytes) -> None:
-    """Put a file in place whole, and remove those not used for longest; a folder that cannot be written stays as is."""
+def write_private(path: Path, payload: bytes, keep: int) -> None:
+    """Put a file in place whole, for `read_private`; of its folder stay the `keep` files used last.
+
+    A folder that cannot be written stays as it is.
+    """
     # compiling again is all that a read-only home costs
     with contextlib.suppress(OSError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -197,5 +200,5 @@ def _write(path: Path, payload: bytes) -> None:
         with tempfile.NamedTemporaryFile(dir=path.parent, suffix=MAKING, delete=False) as file:
             file.write(hashlib.sha256(payload).digest() + payload)
         os.replace(file.name, path)
-        for old in sorted(path.parent.glob("*.bin"), key=lambda p: p.stat().st_mtime)[:-KEEP]:
+        for old in sorted(path.parent.glob("*.bin"), key=lambda p: p.stat().st_mtime)[:-keep]:
             old.unlink(missing_ok=True)

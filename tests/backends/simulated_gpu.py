@@ -16,7 +16,7 @@ from conformance import assert_same_state, check_case, check_training, decisions
 from networks import KINDS, check_random_networks
 
 from cnnexp.backends import backend_class
-from cnnexp.backends.gpu import device
+from cnnexp.backends.gpu import device, launch
 from cnnexp.backends.gpu.streamed import Streamed
 from cnnexp.errors import ConfigError
 from cnnexp.network import (
@@ -201,7 +201,7 @@ def test_a_program_computes_on_its_own_gpu_whatever_was_used_before(backend, mon
         return guard
 
     monkeypatch.setattr(device, "on", on)
-    monkeypatch.setattr(device.Kernel, "launch", guarded(device.Kernel.launch))
+    monkeypatch.setattr(launch.Kernel, "launch", guarded(launch.Kernel.launch))
     for name in ("free_memory", "empty", "to_device", "to_host", "copy", "synchronize"):
         monkeypatch.setattr(device, name, guarded(getattr(device, name)))
     network = Network((2,), (Linear(2),))

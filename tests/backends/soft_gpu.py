@@ -6,6 +6,9 @@ Run by `test_soft_gpu.py` in a process of its own, on two GPUs. After every test
 import gc
 import gzip
 import re
+import time
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -16,13 +19,13 @@ from conformance import assert_same_state, check_case, check_training, decisions
 import softgpu
 from benchmarks.gpu_check import CONFORMANCE
 from cnnexp.backends import backend_class
-from cnnexp.backends.gpu import device, tuned
+from cnnexp.backends.gpu import device, kernels, launch, tuned
 from cnnexp.backends.gpu.fused import kernels as fused_kernels
 from cnnexp.backends.gpu.kernels import ConvSizes
 from cnnexp.backends.gpu.naive import GpuProgram
 from cnnexp.backends.gpu.shared import ConvTile
 from cnnexp.backends.gpu.streamed import Streamed
-from cnnexp.network import Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU
+from cnnexp.network import Conv2d, Flatten, LeakyReLU, Linear, MaxPool2d, Network, ReLU, Tanh
 from cnnexp.network.losses import Loss
 from cnnexp.network.models import OneConv
 from cnnexp.optimizers import SGD, Adam
@@ -44,9 +47,11 @@ def silent(request):
 
 @pytest.fixture(autouse=True)
 def tuned_anew(tmp_path, monkeypatch):
-    """No plan is kept, and few are compiled."""
+    """No plan is kept, and few are compiled and timed, once: a software GPU's times are no times."""
     monkeypatch.setattr(tuned, "choices", lambda: tuned.Choices(tmp_path / "choices.json"))
     monkeypatch.setattr(tuned, "TILES_AND_FILTERS", ((4, 8), (8, 4)))
+    monkeypatch.setattr(tuned, "LAUNCHES", 1)
+    monkeypatch.setattr(tuned, "REPEATS", 1)
 
 
 @pytest.fixture(params=GPU_BACKENDS)
@@ -54,9 +59,20 @@ def backend(request):
     return backend_class(request.param)()
 
 
+def kinds_of_gpu():
+    """Return the first GPU of each compute capability that this machine has, with a name for the test."""
+    found = {device.open_gpu(index).compute_capability: index for index in reversed(range(device.gpu_count()))}
+    return [pytest.param(index, id=f"sm_{major}{minor}") for (major, minor), index in sorted(found.items())]
+
+
+@cache
 def clear_case(network, images, exact):
     draws = (make_case(network, images=images, seed=seed, exact=exact) for seed in range(1000))
     return next(draw for draw in draws if decisions_are_clear(draw))
+
+
+def on(backend, gpu):
+    return replace(backend, device=gpu)
 
 
 def test_network_equals_the_oracle_and_training_repeats(backend):
@@ -67,16 +83,17 @@ def test_network_equals_the_oracle_and_training_repeats(backend):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("gpu", kinds_of_gpu())
 @pytest.mark.parametrize("name", [*CONFORMANCE, *(f"simulated {name}" for name in NETWORKS)])
-def test_every_network_equals_the_oracle(backend, name):
+def test_every_network_equals_the_oracle(backend, name, gpu):
     if name in CONFORMANCE:
         network, images, exact = CONFORMANCE[name]
     else:
         network, images, exact = Network(*NETWORKS[name.split()[1]]), 3, False
     case = clear_case(network, images, exact)
     softgpu.set_order(1, "late")
-    check_case(backend, case)
-    check_training(backend, case, Adam(lr=0.01))
+    check_case(on(backend, gpu), case)
+    check_training(on(backend, gpu), case, Adam(lr=0.01))
 
 
 @pytest.mark.slow
@@ -110,16 +127,17 @@ def test_the_order_of_blocks_warps_and_streams_changes_no_bit(name):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("gpu", kinds_of_gpu())
 @pytest.mark.parametrize("batch", [64, 100, 1000])
 @pytest.mark.parametrize("model", ["one_conv", "two_conv_mlp", "two_conv_pool4"])
-def test_a_step_of_real_size_ends_where_the_cpu_ends(backend, model, batch):
+def test_a_step_of_real_size_ends_where_the_cpu_ends(backend, model, batch, gpu):
     from cnnexp.network.models import TwoConvMlp, TwoConvPool4
 
     make = {"one_conv": OneConv(32), "two_conv_mlp": TwoConvMlp(), "two_conv_pool4": TwoConvPool4()}[model]
     images, labels, order = draw(batch + batch // 3)
     network = make.network((28, 28, 1), 10)
     softgpu.set_order(7, "random")
-    _, ours = trained(backend, network, batch, images, labels, order)
+    _, ours = trained(on(backend, gpu), network, batch, images, labels, order)
     _, theirs = trained(backend_class("cpu")(), network, batch, images, labels, order)
     np.testing.assert_allclose(ours, theirs, atol=1e-4 * np.abs(theirs).max())
 
@@ -139,6 +157,48 @@ def test_graphs_are_captured_before_the_clock_runs(monkeypatch):
     assert sorted(handle.graphs) == [1, 8]
     monkeypatch.setattr(program._graphs, "capture", None)
     assert program.train(handle, order, 0.1).count == 40  # graphs of 8 steps and of one
+
+
+def test_a_kernel_is_compiled_once_and_then_comes_from_the_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "kernel_folder", lambda: tmp_path / "gpu")
+    kernel, x = kernels.scale.__wrapped__(64), device.to_device(np.ones(3, np.float32))
+    kernel.over(3, 0, x, np.float32(2))
+    (kept,) = (tmp_path / "gpu").iterdir()
+    again = kernels.scale.__wrapped__(64)
+    with monkeypatch.context() as patch:
+        patch.setattr("numba.cuda.jit", lambda *_, **__: pytest.fail("compiled again"))
+        again.over(3, 0, x, np.float32(3))
+    assert device.to_host(x).tolist() == [6, 6, 6]
+    kept.write_bytes(kept.read_bytes()[:-1])  # damaged: compiled anew
+    kernels.scale.__wrapped__(64).over(3, 0, x, np.float32(2))
+    assert device.to_host(x).tolist() == [12, 12, 12]
+    kernels.scale.__wrapped__(32).over(3, 0, x, np.float32(2))
+    assert len(list((tmp_path / "gpu").iterdir())) == 2
+
+
+def test_what_tells_kernels_apart_is_the_same_in_every_process():
+    made = [kernel for kernel in gc.get_objects() if isinstance(kernel, launch.Kernel)]
+    assert len(made) > 20  # of the tests before
+    told = [repr((launch.described(kernel.function), kernel.signature, kernel.block)) for kernel in made]
+    assert not [text for text in told if " at 0x" in text]
+    rules = {
+        repr(launch.described(kernels.elementwise(layer, 64).function)) for layer in (Tanh(), ReLU(), LeakyReLU(0.1))
+    }
+    assert len(rules) == 3
+
+
+def test_arguments_of_another_type_or_number_are_refused():
+    kernel, x = kernels.scale(64), device.to_device(np.ones(3, np.float32))
+    with pytest.raises(
+        TypeError, match="scale: argument 0 is an array of float64, the kernel takes an array of float32"
+    ):
+        kernel.over(3, 0, device.to_device(np.ones(3)), np.float32(2))
+    with pytest.raises(TypeError, match="scale: argument 1 is float, the kernel takes float32"):
+        kernel.over(3, 0, x, 2.0)
+    with pytest.raises(TypeError, match="scale: argument 1 is an array of float32, the kernel takes float32"):
+        kernel.over(3, 0, x, x)
+    with pytest.raises(TypeError, match="scale takes 3 arguments, 2 given"):
+        kernel.over(3, 0, x)
 
 
 def test_what_is_tuned_changes_no_bit():
@@ -200,24 +260,34 @@ def test_an_epoch_of_2000_mnist_images_ends_where_the_cpu_ends(backend, capsys):
     labels = read("train-labels-idx1-ubyte.gz", 8)[:2000]
     network, order = OneConv(32).network((28, 28, 1), 10), np.random.default_rng(0).permutation(2000)
     softgpu.set_order(1, "random")
-    (totals, ours), (expected, theirs) = (
-        trained(one, network, 100, images, labels, order) for one in (backend, backend_class("cpu")())
-    )
+    before, started = softgpu.executed(), time.process_time()
+    totals, ours = trained(backend, network, 100, images, labels, order)
+    billions, cpu_s = 32 * (softgpu.executed() - before) / 1e9, time.process_time() - started
+    expected, theirs = trained(backend_class("cpu")(), network, 100, images, labels, order)
     apart = np.abs(ours - theirs).max() / np.abs(theirs).max()
     with capsys.disabled():
-        print(f"\n{backend.name}: parameters apart by {apart:.1e}, {totals.correct} and {expected.correct} right")  # noqa: T201
+        print(  # noqa: T201
+            f"\n{backend.name}: parameters apart by {apart:.1e}, {totals.correct} and {expected.correct} right; "
+            f"{billions:.1f} billion instructions of threads in {cpu_s:.0f} s of CPU, compiling included"
+        )
     assert apart < 1e-4
     assert totals.correct > 1000
 
 
-# Four faults, each of which the checks must find.
+# Four faults, each of which must be found.
+
+
+@pytest.fixture
+def nothing_kept(monkeypatch):
+    """Kernels are compiled anew, and not kept on disk."""
+    monkeypatch.setattr(launch, "kernel_folder", lambda: None)
 
 
 def forget_kernels(names):
-    """Have kernels of these names compiled again."""
+    """Have kernels of these names loaded again."""
     for kernel in gc.get_objects():
-        if isinstance(kernel, device.Kernel) and re.fullmatch(names, kernel.function.__name__):
-            kernel._compiled = None
+        if isinstance(kernel, launch.Kernel) and re.fullmatch(names, kernel.function.__name__):
+            kernel._loaded.clear()
 
 
 def run_once(name="gpu-shared"):
@@ -226,6 +296,7 @@ def run_once(name="gpu-shared"):
 
 
 @pytest.mark.mutant
+@pytest.mark.usefixtures("nothing_kept")
 @pytest.mark.parametrize(("name", "kernel"), [("gpu-shared", "conv2d"), ("gpu-fused", "linear_head|forward")])
 def test_a_barrier_removed_is_found(name, kernel, monkeypatch):
     removed = []
@@ -246,6 +317,7 @@ def test_a_barrier_removed_is_found(name, kernel, monkeypatch):
 
 
 @pytest.mark.mutant
+@pytest.mark.usefixtures("nothing_kept")
 def test_an_index_off_by_one_is_found(monkeypatch):
     def one_further(text):
         if not re.search(r"\.entry \w*\d(relu|elementwise)B", text):
@@ -262,15 +334,15 @@ def test_an_index_off_by_one_is_found(monkeypatch):
 
 @pytest.mark.mutant
 def test_a_launch_argument_of_the_wrong_type_is_found(monkeypatch):
-    launch = device.Kernel.launch
+    right = launch.Kernel.launch
 
     def with_a_double(self, blocks, stream, *arguments):
         doubled = [np.float64(a) if isinstance(a, np.float32) else a for a in arguments]
-        launch(self, blocks, stream, *doubled)
+        right(self, blocks, stream, *doubled)
 
-    monkeypatch.setattr(device.Kernel, "launch", with_a_double)
-    run_once()
-    assert any("is float64, the kernel takes float32" in line for line in softgpu.findings())
+    monkeypatch.setattr(launch.Kernel, "launch", with_a_double)
+    with pytest.raises(TypeError, match=r"argument \d+ is float64, the kernel takes float32"):
+        run_once()
 
 
 @pytest.mark.mutant

@@ -484,7 +484,7 @@ def test_the_cache_compiles_once(tmp_path, monkeypatch):
     content = file.read_bytes()
 
     monkeypatch.setattr(cache, "_ready", {})
-    monkeypatch.setattr(cache, "_write", lambda *_: pytest.fail("compiled again"))
+    monkeypatch.setattr(cache, "write_private", lambda *_: pytest.fail("compiled again"))
     assert cache.load_or_compile(tripled, TRIPLE, "a")(np.float32(2)) == 6
     monkeypatch.undo()
 
@@ -516,11 +516,11 @@ def test_the_cache_tells_programs_cpus_and_sources_apart(tmp_path, monkeypatch):
 def test_the_cache_forgets_what_was_not_used_for_longest(tmp_path, monkeypatch):
     monkeypatch.setattr(cache, "KEEP", 3)
     for age, name in enumerate("dcba"):
-        cache._write(tmp_path / f"{name}.bin", b"code")
+        cache.write_private(tmp_path / f"{name}.bin", b"code", cache.KEEP)
         os.utime(tmp_path / f"{name}.bin", (1000 + age, 1000 + age))
     (tmp_path / f"half-written{cache.MAKING}").write_bytes(b"co")
     os.utime(tmp_path / f"half-written{cache.MAKING}", (1000, 1000))
-    cache._write(tmp_path / "e.bin", b"code")
+    cache.write_private(tmp_path / "e.bin", b"code", cache.KEEP)
     assert {p.stem for p in tmp_path.iterdir()} == {"a", "b", "e"}
 
 

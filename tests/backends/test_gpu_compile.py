@@ -26,10 +26,11 @@ from numba.core import sigutils
 from benchmarks import gpu_check
 from cnnexp.backends import backend_class
 from cnnexp.backends.gpu import device, naive
-from cnnexp.backends.gpu.device import Gpu, Kernel, Tensor
+from cnnexp.backends.gpu.device import Gpu, Tensor
 from cnnexp.backends.gpu.fused import kernels
 from cnnexp.backends.gpu.fused.build import suits
 from cnnexp.backends.gpu.kernels import ConvSizes
+from cnnexp.backends.gpu.launch import Kernel
 from cnnexp.network import (
     GELU,
     AvgPool2d,

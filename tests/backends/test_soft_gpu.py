@@ -12,11 +12,13 @@ import softgpu
 from softgpu import SoftGpu
 
 ROOT = Path(__file__).parents[2]
+TWO = SoftGpu(devices=2, multiprocessors=4)
+OF_EACH_KIND = SoftGpu(devices=3, capabilities=((7, 5), (9, 0), (12, 0)), multiprocessors=4)
 pytestmark = pytest.mark.skipif(bool(softgpu.unavailable()), reason=softgpu.unavailable())
 
 
-def run(capability: tuple[int, int], *arguments: str) -> None:
-    environment = SoftGpu(devices=2, capability=capability, multiprocessors=4).environment()
+def run(gpu: SoftGpu, *arguments: str) -> None:
+    environment = gpu.environment()
     environment.pop("PYTEST_XDIST_WORKER", None)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-s"]
     done = subprocess.run(
@@ -35,15 +37,14 @@ def run(capability: tuple[int, int], *arguments: str) -> None:
 
 @pytest.mark.thorough
 def test_backends():
-    run((9, 0))
+    run(TWO)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [(7, 5), (9, 0), (12, 0)], ids="sm_{0[0]}{0[1]}".format)
-def test_every_network_on_every_backend(capability):
-    run(capability, "-m", "slow and not mutant", "-k", "network or real_size")
+def test_every_network_on_every_backend_and_a_gpu_of_each_kind():
+    run(OF_EACH_KIND, "-m", "slow and not mutant", "-k", "network or real_size")
 
 
 @pytest.mark.slow
 def test_an_epoch_of_mnist():
-    run((9, 0), "-m", "slow", "-k", "epoch")
+    run(TWO, "-m", "slow", "-k", "epoch")

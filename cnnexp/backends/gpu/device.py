@@ -1,4 +1,4 @@
-"""The GPU itself: whether there is one, what it allows, its arrays, and how a kernel is launched on it.
+"""The GPU itself: whether there is one, what it allows, and its arrays.
 
 Under Numba's CUDA simulator (`NUMBA_ENABLE_CUDASIM=1`, set before Python starts) the same kernels run as Python threads
 on the CPU: right or wrong as on a GPU, thousands of times slower.
@@ -229,6 +229,7 @@ class Tensor:
     def __init__(self, flat: Any, shape: Shape) -> None:
         self.flat, self.shape = flat, tuple(shape)
         self._parts: dict[tuple[int, int], Any] = {}
+        self._words: tuple[int, ...] | None = None
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -236,6 +237,14 @@ class Tensor:
     @property
     def size(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def words(self) -> tuple[int, ...]:
+        """What Numba's code takes for the flat array: no owners, elements, bytes of one, address, dimension, stride."""
+        if self._words is None:
+            size, width = self.flat.size, self.flat.dtype.itemsize
+            self._words = (0, 0, size, width, self.flat.__cuda_array_interface__["data"][0], size, width)
+        return self._words
 
     def reshape(self, shape: Shape) -> Tensor:
         return Tensor(self.flat, shape)
@@ -291,40 +300,3 @@ def _check_array(shape: Shape, dtype: Any) -> None:
             "lower trainer.batch_size or the model's size"
         )
     check_memory(size * np.dtype(dtype).itemsize, f"an array of shape {tuple(shape)}")
-
-
-class Kernel:
-    """A kernel with its signature and block size, compiled when first launched.
-
-    The Python function stays at hand, so that a test can compile it for any GPU where there is none.
-
-    Args:
-        function: the kernel.
-        signature: Numba types of its arguments, e.g. `void(float32[::1], uint32)`.
-        block: threads per block, x only.
-    """
-
-    def __init__(self, function: Callable[..., None], signature: str, block: int) -> None:
-        self.function, self.signature, self.block = function, signature, block
-        self._compiled = None
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """For the compiler: so bounded, a block of many threads never needs more registers than there are."""
-        return {"launch_bounds": self.block}
-
-    def over(self, count: int, stream: Any, *arguments: Any) -> None:
-        """Launch with one thread per element, for a kernel that strides over the grid up to `count`, its last one."""
-        blocks = -(-count // self.block)
-        self.launch(min(blocks, SIMULATED_BLOCKS) if SIMULATED else blocks, stream, *arguments, np.uint32(count))
-
-    def launch(self, blocks: int, stream: Any, *arguments: Any) -> None:
-        """Launch `blocks` blocks on a stream (0 for the default one, or a graph builder)."""
-        if self._compiled is None:
-            self._compiled = cuda.jit(self.signature, **({} if SIMULATED else self.options))(self.function)
-        compiled: Any = self._compiled
-        compiled[blocks, self.block, stream](*[_flat(argument) for argument in arguments])
-
-
-def _flat(argument: Any) -> Any:
-    return argument.flat if isinstance(argument, Tensor) else argument

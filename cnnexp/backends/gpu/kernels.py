@@ -15,7 +15,8 @@ from functools import cache
 import numpy as np
 from numba import cuda
 
-from cnnexp.backends.gpu.device import Kernel, Tensor
+from cnnexp.backends.gpu.device import Tensor
+from cnnexp.backends.gpu.launch import Kernel
 from cnnexp.network import Elementwise, Maths, Window, noise
 from cnnexp.network.losses import Loss
 from cnnexp.optimizers import Optimizer

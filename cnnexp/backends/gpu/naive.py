@@ -14,8 +14,9 @@ import numpy as np
 from numba import cuda
 
 from cnnexp.backends.gpu import device, kernels, streamed, sums
-from cnnexp.backends.gpu.device import SIMULATED, Gpu, Kernel, Tensor, on_its_gpu
+from cnnexp.backends.gpu.device import SIMULATED, Gpu, Tensor, on_its_gpu
 from cnnexp.backends.gpu.kernels import ZERO, ConvSizes, f32, u32
+from cnnexp.backends.gpu.launch import Kernel
 from cnnexp.backends.layerwise import LayerwiseProgram
 from cnnexp.backends.protocol import Backend, Program, State, Update
 from cnnexp.network import BatchNorm2d, Conv2d, Elementwise, Flatten, MaxPool2d, Network, Stage, Window

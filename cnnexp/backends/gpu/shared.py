@@ -14,8 +14,9 @@ from typing import ClassVar
 from numba import cuda
 
 from cnnexp.backends.gpu import device, kernels
-from cnnexp.backends.gpu.device import Gpu, Kernel, Tensor
+from cnnexp.backends.gpu.device import Gpu, Tensor
 from cnnexp.backends.gpu.kernels import ZERO, ConvSizes, f32, u32
+from cnnexp.backends.gpu.launch import Kernel
 from cnnexp.backends.gpu.naive import BLOCK, GpuBackend, NaiveOps
 from cnnexp.errors import ConfigError
 from cnnexp.network import Window

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from numba import cuda
 
-from cnnexp.backends.gpu.device import Kernel
 from cnnexp.backends.gpu.fused.kernels import BLOCK, as_it_is, fraction
 from cnnexp.backends.gpu.kernels import ZERO, ConvSizes, f32, u32, unsigned
+from cnnexp.backends.gpu.launch import Kernel
 
 ACROSS = 4  # pixels of a row that one thread makes in `conv2d_backward_input`
 MOST_SUMS = 32  # accumulators of a thread

@@ -15,8 +15,9 @@ from functools import cache
 import numpy as np
 from numba import cuda
 
-from cnnexp.backends.gpu.device import SIMULATED, Kernel
+from cnnexp.backends.gpu.device import SIMULATED
 from cnnexp.backends.gpu.kernels import ZERO, f32, u32
+from cnnexp.backends.gpu.launch import Kernel
 from cnnexp.optimizers import Optimizer
 
 BLOCK = 16 if SIMULATED else 256  # threads

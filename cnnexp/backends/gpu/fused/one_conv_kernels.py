@@ -7,11 +7,12 @@ from functools import cache
 import numpy as np
 from numba import cuda
 
-from cnnexp.backends.gpu.device import SIMULATED, Kernel
+from cnnexp.backends.gpu.device import SIMULATED
 from cnnexp.backends.gpu.fused.conv_kernels import ConvBlock, pixel_of, pooled_of
 from cnnexp.backends.gpu.fused.kernels import BLOCK
 from cnnexp.backends.gpu.fused.linear_kernels import lanes_of, softmax_of
 from cnnexp.backends.gpu.kernels import ZERO, f32, u32, unsigned
+from cnnexp.backends.gpu.launch import Kernel
 
 IMAGES = 2 if SIMULATED else 4  # of a block, forward: a linear weight is read once for all of them
 PAIR = 2  # filters of a thread, forward

@@ -1,0 +1,169 @@
+"""A kernel: compiled by Numba when it is first launched, kept on disk, and launched by cuda.core.
+
+Numba's own launch looks at every argument anew, which takes the host longer than these kernels take the GPU. Here the
+types are compared with the signature, and what Numba's code expects of an array is put together by `Tensor.words`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import sys
+import types
+from collections.abc import Callable
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numba import cuda
+
+from cnnexp.backends.cache import cache_folder, digest, read_private, source_files, write_private
+from cnnexp.backends.gpu.device import SIMULATED, SIMULATED_BLOCKS, Tensor, open_gpu
+
+KEEP = 2000
+"""Kernels kept on disk, the latest used; one has some 10 KB."""
+
+
+class Kernel:
+    """A kernel with its signature and block size, compiled when first launched.
+
+    The Python function stays at hand, so that a test can compile it for any GPU where there is none.
+
+    Args:
+        function: the kernel.
+        signature: Numba types of its arguments, e.g. `void(float32[::1], uint32)`.
+        block: threads per block, x only.
+    """
+
+    def __init__(self, function: Callable[..., None], signature: str, block: int) -> None:
+        self.function, self.signature, self.block = function, signature, block
+        self._kinds = kinds(signature)
+        self._compiled: Any = None  # as far as it is the same on every GPU
+        self._loaded: dict[int, Any] = {}  # by GPU
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """For the compiler: so bounded, a block of many threads never needs more registers than there are."""
+        return {"launch_bounds": self.block}
+
+    def over(self, count: int, stream: Any, *arguments: Any) -> None:
+        """Launch with one thread per element, for a kernel that strides over the grid up to `count`, its last one."""
+        blocks = -(-count // self.block)
+        self.launch(min(blocks, SIMULATED_BLOCKS) if SIMULATED else blocks, stream, *arguments, np.uint32(count))
+
+    def launch(self, blocks: int, stream: Any, *arguments: Any) -> None:
+        """Launch `blocks` blocks on a stream (0 for the default one, or a graph builder).
+
+        Args:
+            arguments: tensors and NumPy scalars, of the signature's types.
+
+        Raises:
+            TypeError: an argument of another type, or not as many as the signature has.
+        """
+        words = self._words(arguments)
+        if SIMULATED:
+            if not self._loaded:
+                self._loaded[0] = cuda.jit(self.signature)(self.function)
+            self._loaded[0][blocks, self.block](*words)
+            return
+        index = cuda.current_context().device.id
+        if index not in self._loaded:
+            self._loaded[index] = self._load(index)
+        _core().launch(stream or _default_stream(), _config(blocks, self.block), self._loaded[index], *words)
+
+    def _words(self, arguments: tuple[Any, ...]) -> list[Any]:
+        """Return the arguments as the code takes them, their types being right."""
+        if len(arguments) != len(self._kinds):
+            raise TypeError(f"{self.function.__name__} takes {len(self._kinds)} arguments, {len(arguments)} given")
+        words: list[Any] = []
+        for place, (argument, (dtype, is_array)) in enumerate(zip(arguments, self._kinds, strict=True)):
+            array = isinstance(argument, Tensor)
+            found = argument.flat.dtype if array else getattr(argument, "dtype", type(argument).__name__)
+            if found != dtype or array != is_array:
+                given, wanted = ("an array of " if is_one else "" for is_one in (array, is_array))
+                raise TypeError(
+                    f"{self.function.__name__}: argument {place} is {given}{found}, the kernel takes {wanted}{dtype}"
+                )
+            if not array:
+                words.append(argument)
+            elif SIMULATED:
+                words.append(argument.flat)
+            else:
+                words.extend(argument.words)
+        return words
+
+    def _load(self, index: int) -> Any:
+        """Return the kernel on a GPU, from the disk where it has been compiled before."""
+        folder = kernel_folder()
+        path = None if folder is None else folder / f"{self._key(index)}.bin"
+        made = None if path is None else read_private(path)
+        if made is None:
+            if self._compiled is None:
+                (self._compiled,) = cuda.jit(self.signature, **self.options)(self.function).overloads.values()
+            code = self._compiled._codelibrary.get_cubin().code  # for the GPU at hand
+            made = self._compiled.entry_name.encode() + b"\0" + bytes(code)
+            if path is not None:
+                write_private(path, made, KEEP)
+        name, _, code = made.partition(b"\0")
+        return _core().ObjectCode.from_cubin(code).get_kernel(name.decode())
+
+    def _key(self, index: int) -> str:
+        """Return the hash of all that the machine code depends on."""
+        gpu = open_gpu(index)
+        packages = sys.version, metadata.version("numba-cuda"), np.__version__, gpu.toolkit
+        facts = packages, gpu.name, gpu.compute_capability, self.signature, self.block, described(self.function)
+        return hashlib.sha256(digest(_sources()) + repr(facts).encode()).hexdigest()
+
+
+def kernel_folder() -> Path | None:
+    """Return where compiled kernels lie, in the user's cache folder; None where there is none."""
+    folder = cache_folder()
+    return None if folder is None else folder.with_name("compiled-gpu")
+
+
+def kinds(signature: str) -> tuple[tuple[np.dtype, bool], ...]:
+    """Return (dtype, whether it is an array) of every argument of a signature."""
+    inside = signature.partition("(")[2].rpartition(")")[0]
+    return tuple((np.dtype(name), bool(array)) for name, array in re.findall(r"(\w+)(\[::1\])?", inside))
+
+
+def described(value: Any) -> object:
+    """Return what tells apart the functions that one definition makes, those that they call included."""
+    value = getattr(value, "py_func", value)  # of a device function
+    match value:
+        case types.FunctionType():
+            inside = [described(cell.cell_contents) for cell in value.__closure__ or ()]
+            defaults = [described(default) for default in value.__defaults__ or ()]
+            return value.__module__, value.__qualname__, described(value.__code__), inside, defaults
+        case types.CodeType():
+            return value.co_code, value.co_names, [described(constant) for constant in value.co_consts]
+        case types.ModuleType() | type() | types.BuiltinFunctionType() | np.ufunc():
+            return getattr(value, "__module__", ""), value.__name__
+        case tuple() | list():
+            return [described(part) for part in value]
+    return type(value).__name__, repr(value)
+
+
+@cache
+def _sources() -> tuple[Path, ...]:
+    return (*sorted(Path(__file__).parent.rglob("*.py")), *source_files())
+
+
+@cache
+def _core() -> Any:
+    """Return `cuda.core`, which is not there for the simulator."""
+    import cuda.core
+
+    return cuda.core
+
+
+@cache
+def _config(blocks: int, block: int) -> Any:
+    return _core().LaunchConfig(grid=blocks, block=block)
+
+
+@cache
+def _default_stream() -> Any:
+    return _core().Stream.from_handle(0)
