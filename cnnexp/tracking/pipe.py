@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -23,6 +23,8 @@ from cnnexp.errors import TrackingError, without_password
 
 MOST_WAITING = 100_000  # calls, some 50 MB: from there on epochs are in the journal alone
 ANSWER_S = 180.0  # the recorder answers sooner, with an error if need be; after this it is called dead
+LOOK_S = 1.0
+BUSY = 10  # times as long may it take where it computes: on a busy machine, loading MLflow takes minutes
 MOST_DEATHS = 3  # of recorders in a row that die before they answer anything
 SETTLE_S = 0.1  # an sqlite store takes a tenth of that for an epoch
 # Settings of MLflow's client in the recorder: give up after seconds, not after the four minutes of its defaults.
@@ -169,11 +171,13 @@ class Recorder:
 
     def _end(self) -> None:
         self._outbox.put(None)
-        try:
-            self._process.wait(ANSWER_S)
-        except subprocess.TimeoutExpired as error:
+        for _ in _looks(self._process):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(LOOK_S)
+                break
+        else:
             self._process.kill()
-            raise TrackingError(f"{self._store}: the recorder process hung at its end and was killed") from error
+            raise TrackingError(f"{self._store}: the recorder process hung at its end and was killed")
         self._listener.join()
 
     def _send(self, call_id: int | None, method: str, arguments: Mapping[str, Any]) -> None:
@@ -182,13 +186,8 @@ class Recorder:
         self._outbox.put(json.dumps([call_id, method, arguments]) + "\n")
 
     def _receive(self, call_id: int) -> Any:
-        deadline = time.monotonic() + ANSWER_S
         while True:
-            try:
-                line = self._answers.get(timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
-                self._process.kill()
-                raise TrackingError(f"{self._store}: no answer in {ANSWER_S:g} s") from None
+            line = self._next_answer()
             if not line:
                 self._process.kill()  # it may not have ended altogether
                 self._process.wait()
@@ -200,12 +199,40 @@ class Recorder:
             if answered == call_id:
                 return value
 
+    def _next_answer(self) -> str:
+        for _ in _looks(self._process):
+            with contextlib.suppress(queue.Empty):
+                return self._answers.get(timeout=LOOK_S)
+        self._process.kill()
+        raise TrackingError(f"{self._store}: no answer in {ANSWER_S:g} s")
+
     def _listen(self, lines: IO[str], answers: queue.SimpleQueue[str]) -> None:
         with lines:
             for line in lines:
                 self._answering = True
                 answers.put(line)
         answers.put("")  # the end
+
+
+def _looks(process: subprocess.Popen[str]) -> Iterator[None]:
+    """Yield for as long as a process may be silent.
+
+    Silence is counted in looks, not by a clock: where all stood still for an hour, nobody was silent.
+    """
+    silent_s, computed = 0.0, None
+    while silent_s < ANSWER_S:
+        yield
+        before, computed = computed, _computed_s(process.pid)
+        silent_s += LOOK_S if computed == before else LOOK_S / BUSY
+
+
+def _computed_s(pid: int) -> float | None:
+    import psutil  # where somebody is silent, and nowhere else
+
+    with contextlib.suppress(psutil.Error):
+        times = psutil.Process(pid).cpu_times()
+        return float(times.user + times.system)
+    return None
 
 
 def _write(calls: IO[str], outbox: queue.SimpleQueue[str | None]) -> None:

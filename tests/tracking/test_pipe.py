@@ -1,6 +1,7 @@
 import errno
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -275,6 +276,33 @@ def test_a_recorder_that_cannot_be_started_is_told_in_a_line(uri, monkeypatch):
     pipe.start_early()
     with pytest.raises(TrackingError, match="process cannot be started: Resource temporarily unavailable; tracking=no"):
         Recorder(uri, "runs")
+
+
+class Late:
+    """Answers that come after some looks, at the first of which an hour has gone by."""
+
+    def __init__(self, answers, looks, monkeypatch):
+        self.answers, self.looks, self.now = answers, looks, 0.0
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+
+    def get(self, timeout):
+        self.looks, self.now = self.looks - 1, 3600.0
+        if self.looks >= 0:
+            raise queue.Empty
+        return self.answers.get(timeout=60)
+
+
+def test_a_wait_that_stood_still_for_an_hour_goes_on(live, monkeypatch):
+    live._answers = Late(live._answers, 1, monkeypatch)
+    assert live.call("settle") is None
+
+
+@pytest.mark.parametrize(("computes", "looks"), [(False, 6), (True, 50)])
+def test_a_recorder_that_computes_is_waited_for_longer(live, monkeypatch, computes, looks):
+    seconds = iter(range(1000))
+    monkeypatch.setattr(pipe, "_computed_s", lambda pid: next(seconds) if computes else 0.0)
+    monkeypatch.setattr(pipe, "ANSWER_S", 5.0)
+    assert sum(1 for _ in pipe._looks(live._process)) == pytest.approx(looks, abs=1)
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="a process is stopped by a POSIX signal")
