@@ -11,7 +11,7 @@ from benchmarks.networks import CLASSES, NETWORKS
 from cnnexp.datasets import Mnist
 from cnnexp.network import Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Sigmoid
 from cnnexp.network.losses import Loss
-from cnnexp.network.models import OneConv, TwoConvMlp, TwoConvPool4
+from cnnexp.network.models import Ffn, Knm, Model, OneConv, TwoConvMlp, TwoConvPool4
 from cnnexp.optimizers import SGD, Adam, Optimizer
 
 LOSS = Loss.SOFTMAX_CROSS_ENTROPY
@@ -65,7 +65,7 @@ def data(case: Case, mnist: str | None = None) -> Data:
     shape = (case.batches, case.batch_size)
     if mnist is None:
         images = rng.random((*shape, *case.network.input_shape), np.float32)
-        labels = rng.integers(0, CLASSES, shape, np.int32)
+        labels = rng.integers(0, case.network.output_shape[0], shape, np.int32)
     else:
         train = Mnist(root=mnist).load().train
         drawn = rng.permutation(len(train))[: math.prod(shape)].reshape(shape)
@@ -129,6 +129,26 @@ def _networks() -> list[Case]:
     ]
 
 
+def _papers() -> list[Case]:
+    """Return the zoo's networks at sizes of the papers, but for those of `main`; khandait's has a score per class."""
+    mnist, points = (28, 28, 1), (2,)
+    sgd, adam, scores = SGD(lr=0.01), Adam(lr=1e-3), "softmax_cross_entropy"
+    jobs: list[tuple[str, Model, tuple[int, ...], int, int, Optimizer]] = [
+        ("castanheira, one_conv of 32 filters", OneConv(filters=32), mnist, CLASSES, 100, sgd),
+        ("chavan, knm 5-50-100", Knm(), mnist, CLASSES, 100, sgd),
+        ("chavan, knm 3-20-100", Knm(kernel=3, filters=20), mnist, CLASSES, 100, sgd),
+        ("chavan, knm on 128 x 128", Knm(), (128, 128, 1), CLASSES, 16, sgd),
+        ("garg, two_conv_mlp", TwoConvMlp(), mnist, CLASSES, 32, adam),
+        ("khandait, points, 64 hidden", Ffn((64,), scores), points, 2, 50, sgd),
+        ("khandait, points, 256 and 256 hidden", Ffn((256, 256), scores), points, 2, 500, sgd),
+        ("khandait, ffn of 30 on MNIST", Ffn((30,), scores), mnist, CLASSES, 50, sgd),
+    ]
+    return [
+        Case(f"papers-{i}", "papers", f"{title}, batch {batch}", model.network(shape, classes), batch, optimizer)
+        for i, (title, model, shape, classes, batch, optimizer) in enumerate(jobs, 1)
+    ]
+
+
 _TWO_CONV_MLP = Case(
     "two_conv_mlp-b64",
     "main",
@@ -165,9 +185,10 @@ CASES: tuple[Case, ...] = (
     *(_one_conv(64, 100, "size", side, grows=side) for side in (14, 28, 56)),
     *(_deep(depth) for depth in (1, 2, 3, 4)),
     *_networks(),
+    *_papers(),
     _TINY,
 )
-GROUPS = ("main", "batch", "filters", "size", "depth", "networks")
+GROUPS = ("main", "batch", "filters", "size", "depth", "networks", "papers")
 
 
 def select(wanted: list[str]) -> list[Case]:

@@ -54,6 +54,13 @@ def test_select_names_what_is_legal():
     assert len(cases.select(["main"])) == 4
 
 
+def test_the_papers_networks_have_labels_of_their_own_classes():
+    chosen = cases.select(["papers"])
+    points = next(case for case in chosen if "points" in case.title)
+    assert len(chosen) >= 8
+    assert set(np.unique(cases.data(points).labels)) == {0, 1}
+
+
 def test_the_networks_are_there_at_three_batches():
     chosen = cases.select(["networks"])
     assert len(chosen) >= 30
