@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -248,6 +249,17 @@ def test_the_papers_networks_get_the_special_kernels():
     assert one.nodes[0].conv.dy.size == row, "there is room for the gradient of a row of cells alone"
     assert [node.way for node in mlp.nodes if node.trains] == ["lanes", "lanes-argmax", "wide", "skinny"]
     assert [node.way for node in pool4.nodes if node.trains] == ["lanes", "lanes", "wide", "skinny"]
+
+
+def test_a_plan_which_outlives_its_program_holds_less_than_a_byte_a_parameter():
+    network = Network((1024,), (Linear(1024), ReLU(), Linear(10)))
+    tracemalloc.start()
+    try:
+        plan = Plan(network, AVX512, 1, 16)
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < network.parameter_count <= len(plan.parameters.positions)
 
 
 def test_memory_is_bounded_by_the_tile_not_the_batch():

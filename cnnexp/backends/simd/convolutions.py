@@ -311,7 +311,7 @@ class ChannelConvolution(_Convolution[Image]):
             windows = Windows(size, self.pool.window.stride, argmax)
         width = conv_channels.panel_width(counts, windows.size if windows else 1, layer.filters, target)
         panels = Panels(layer.kernel**2 * channels, layer.filters, width, target.lanes)
-        plan.parameters.place(stage.weight, panels.size, panels.positions())
+        plan.parameters.place(stage.weight, panels.size, panels.positions)
         plan.parameters.place_plain(stage.bias)
         self.sum = conv_channels.Sum(
             self.x, (0, 0), layer.stride, (layer.kernel, layer.kernel), self.y, (0, 0), 1, counts,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
-import numpy as np
 from llvmlite import ir
 
 from cnnexp.backends.parts import BACKWARD, FORWARD, Part
@@ -105,7 +105,7 @@ class WideDense(Dense):
         (features, outputs), target = self.stage.weight.shape, plan.target
         self.height, _, width = choose_tile((plan.share, 1), 1, -(-outputs // target.lanes), target.registers)
         self.panels = Panels(features, outputs, width, target.lanes)
-        plan.parameters.place(self.stage.weight, self.panels.size, self.panels.positions(), plan.owns)
+        plan.parameters.place(self.stage.weight, self.panels.size, self.panels.positions, plan.owns)
         plan.parameters.place_plain(self.stage.bias)
         if self.dx:
             self.dy_lanes = plan.arena.grid((1, 1, outputs))
@@ -182,9 +182,10 @@ class SkinnyDense(Dense):
 
     def prepare(self, plan: Layout) -> None:
         (features, outputs), lanes = self.stage.weight.shape, plan.target.lanes
-        d, o = np.mgrid[:features, :outputs]
         size = linear.skinny_size(features, outputs, lanes)
-        plan.parameters.place(self.stage.weight, size, (d // lanes * outputs + o) * lanes + d % lanes)
+        plan.parameters.place(
+            self.stage.weight, size, functools.partial(linear.skinny_positions, features, outputs, lanes)
+        )
         plan.parameters.place_plain(self.stage.bias)
         self.totals = plan.arena.allocate(plan.arena.images * outputs * lanes)
 

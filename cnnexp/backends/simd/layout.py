@@ -9,7 +9,9 @@ transposition of `lanes` x `lanes` blocks, a few hundred cycles an image.
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -248,17 +250,20 @@ class Parameters:
     def __init__(self, lanes: int) -> None:
         self.lanes, self.added, self.owned = lanes, 0, 0
         self._places: dict[str, tuple[bool, int]] = {}
-        self._parts: list[tuple[Parameter, np.ndarray]] = []
+        self._parts: list[tuple[Parameter, Callable[[], np.ndarray]]] = []
 
     @property
     def size(self) -> int:
         """Floats of the buffer."""
         return self.added + self.owned
 
-    def place(self, parameter: Parameter, size: int, positions: np.ndarray, owned: bool = False) -> None:
-        """Give a parameter `size` floats, its elements at `positions` in them."""
+    def place(self, parameter: Parameter, size: int, positions: Callable[[], np.ndarray], owned: bool = False) -> None:
+        """Give a parameter `size` floats, its elements at `positions()` in them, integers.
+
+        It is asked when somebody wants to know: a plan outlives its program, and should hold no large arrays.
+        """
         self._places[parameter.name] = owned, self.owned if owned else self.added
-        self._parts.append((parameter, positions.ravel()))
+        self._parts.append((parameter, positions))
         if owned:
             self.owned += round_up(size, 16)
         else:
@@ -268,13 +273,16 @@ class Parameters:
         """Give parameters, those that there are, room in their own order."""
         for parameter in parameters:
             if parameter is not None:
-                self.place(parameter, round_up(parameter.size, self.lanes), np.arange(parameter.size))
+                self.place(
+                    parameter, round_up(parameter.size, self.lanes), functools.partial(np.arange, parameter.size)
+                )
 
     @property
     def positions(self) -> np.ndarray:
-        """The place of every element of the network's flat buffer, int64 (parameter_count,)."""
+        """The place of every element of the network's flat buffer, int32 (parameter_count,)."""
         parts = sorted(self._parts, key=lambda part: part[0].offset)
-        return np.concatenate([self.offset(parameter) + positions for parameter, positions in parts])
+        places = (self.offset(parameter) + positions().ravel() for parameter, positions in parts)
+        return np.concatenate([place.astype(np.int32) for place in places])
 
     def offset(self, parameter: Parameter) -> int:
         """Return where a parameter begins, once all have their places."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 from llvmlite import ir
 
 from cnnexp.backends.simd import update
@@ -158,6 +159,12 @@ def rectify_gradient(k: Emitter, y: Matrix, dy: Matrix) -> None:
 def skinny_size(features: int, outputs: int, lanes: int) -> int:
     """Return the floats of a skinny layer's weights."""
     return round_up(features, lanes) * outputs
+
+
+def skinny_positions(features: int, outputs: int, lanes: int) -> np.ndarray:
+    """Return the place of every weight of a skinny layer, (D, O)."""
+    d, o = np.ogrid[:features, :outputs]
+    return (d // lanes * outputs + o) * lanes + d % lanes
 
 
 def skinny_begin(k: Emitter, totals: Pointer, outputs: int) -> None:

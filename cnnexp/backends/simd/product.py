@@ -102,8 +102,8 @@ class Panels:
         return kinds
 
     def positions(self) -> np.ndarray:
-        """Return the place of every weight, int64 (R, F)."""
-        r, f = np.mgrid[: self.rows, : self.outputs]
+        """Return the place of every weight, int32 (R, F)."""
+        r, f = np.ogrid[: np.int32(self.rows), : np.int32(self.outputs)]
         vector, lane = f // self.lanes, f % self.lanes
         size = chunks(self.vectors, self.width)[0][1]
         panel = vector // size
