@@ -1,5 +1,6 @@
 """Names that config calls classes by, and plugins: a user's own pieces, in one file outside the package."""
 
+import importlib.util
 import json
 import os
 import re
@@ -122,15 +123,23 @@ def test_a_config_file_cannot_name_a_plugin():
         load({"plugins": [str(OUTSIDE)]})
 
 
-def test_one_of_each_kind_from_one_file_outside_the_package(tmp_path):
-    """On the command line of a sweep, compiled for NumPy, for loops and for vectors: the same numbers."""
-    own = ("model=wide", "optimizer=sign", "dataset=stripes", "backend=mine,cpu,cpu-simd", "model.hidden=20")
-    done = python_m("-m", f"plugins=[{OUTSIDE}]", *own, *TINY, f"hydra.sweep.dir={tmp_path}/sweep", cwd=tmp_path)
+def test_one_of_each_kind_from_one_file_outside_the_package(tmp_path, monkeypatch):
+    """On the command line of a sweep, on every kind of CPU backend and on a simulated GPU: the same numbers."""
+    own = ("model=wide", "optimizer=sign", "dataset=stripes", "model.hidden=20", *TINY)
+    backends = "backend=mine,python,numpy,cpu,cpu-parallel,cpu-simd"
+    done = python_m("-m", f"plugins=[{OUTSIDE}]", *own, backends, f"hydra.sweep.dir={tmp_path}/sweep", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    journals = [read_journal(tmp_path / "sweep" / job) for job in "012"]
+    journals = [read_journal(tmp_path / "sweep" / job) for job in "012345"]
+    if importlib.util.find_spec("numba_cuda"):
+        monkeypatch.setenv("NUMBA_ENABLE_CUDASIM", "1")
+        done = python_m(
+            f"plugins=[{OUTSIDE}]", *own, "backend=gpu-naive", f"hydra.run.dir={tmp_path}/gpu", cwd=tmp_path
+        )
+        assert done.returncode == 0, done.stderr
+        journals.append(read_journal(tmp_path / "gpu"))
     losses = [[epoch["train/loss"] for epoch in journal["epochs"]] for journal in journals]
     assert losses[0][1] < losses[0][0]
-    assert losses[1:] == [pytest.approx(losses[0], rel=1e-4)] * 2
+    assert losses[1:] == [pytest.approx(losses[0], rel=1e-4)] * len(losses[1:])
     config = journals[0]["config"]
     assert config["model"] == {"name": "wide", "hidden": 20}
     assert config["optimizer"] == {"name": "sign", "lr": 0.001, "weight_decay": 0.0}
