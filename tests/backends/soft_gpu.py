@@ -15,11 +15,13 @@ import numpy as np
 import pytest
 from backends.simulated_gpu import GPU_BACKENDS, NETWORKS
 from conformance import assert_same_state, check_case, check_training, decisions_are_clear, make_case
+from networks import NETWORKS as OFTEN_SEEN
 
 import softgpu
 from benchmarks.gpu_check import CONFORMANCE
 from cnnexp.backends import backend_class
 from cnnexp.backends.gpu import device, kernels, launch, tuned
+from cnnexp.backends.gpu.fused import build
 from cnnexp.backends.gpu.fused import kernels as fused_kernels
 from cnnexp.backends.gpu.kernels import ConvSizes
 from cnnexp.backends.gpu.naive import GpuProgram
@@ -32,6 +34,12 @@ from cnnexp.optimizers import SGD, Adam
 from softgpu import numba_hook
 
 MNIST = Path(__file__).resolve().parents[3] / "shared" / "data" / "mnist"
+ODD = {
+    **{name: OFTEN_SEEN[name] for name in ("floor", "floor_twice", "batch_norm_first", "residual_first")},
+    "wide_kernel": ((12, 11, 1), (Conv2d(3, 9), ReLU(), Conv2d(2, 2), Flatten(), Linear(3))),
+    "pool_first": ((7, 6, 2), (MaxPool2d(2, padding="floor"), ReLU(), Conv2d(3, 2), Flatten(), Linear(3), ReLU())),
+    "no_linear": ((5, 5, 1), (Conv2d(4, 5), Flatten())),
+}
 SMALL = Network((6, 6, 1), (Conv2d(5, 3), ReLU(), MaxPool2d(2), Flatten(), Linear(4)))
 
 
@@ -100,6 +108,13 @@ def test_every_network_equals_the_oracle(backend, name, gpu):
 def test_50_steps_of_a_residual_network_agree_with_pytorch(backend, monkeypatch):
     agreement = pytest.importorskip("backends.test_torch_agreement", reason="needs PyTorch")
     agreement.test_50_steps_of_a_resnet_agree_with_pytorch(backend.name, "resnet_small", monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["floor_fused", *(pytest.param(name, marks=pytest.mark.slow) for name in ODD)])
+def test_gpu_fused_takes_every_network(name):
+    network = Network(*({**OFTEN_SEEN, **ODD}[name]))
+    assert build.suits(network) == (not name.startswith(("batch_norm", "residual")))
+    check_case(backend_class("gpu-fused")(), clear_case(network, 3, False))
 
 
 def trained(backend, network, batch, images, labels, order, optimizer=None):

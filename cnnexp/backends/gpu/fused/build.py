@@ -112,9 +112,9 @@ def _pool_and_relu(stages: Sequence[Stage]) -> tuple[int, bool, int]:
 
 
 def _tiles(stage: PoolStage, P: int, Q: int) -> bool:
-    """Return whether a pooling layer's windows cover the map once, and fit in a thread's registers."""
+    """Return whether a pooling layer's windows lie side by side, within the map, and fit in a thread's registers."""
     (U, V, _), side = stage.output_shape, stage.window.size
-    return stage.window.stride == side and side > 1 and side**2 <= MOST_WINDOW and (U * side, V * side) == (P, Q)
+    return stage.window.stride == side and side > 1 and side**2 <= MOST_WINDOW and (P // side, Q // side) == (U, V)
 
 
 def suits(network: Network) -> bool:
