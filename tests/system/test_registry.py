@@ -123,6 +123,7 @@ def test_a_config_file_cannot_name_a_plugin():
         load({"plugins": [str(OUTSIDE)]})
 
 
+@pytest.mark.thorough
 def test_one_of_each_kind_from_one_file_outside_the_package(tmp_path, monkeypatch):
     """On the command line of a sweep, on every kind of CPU backend and on a simulated GPU: the same numbers."""
     own = ("model=wide", "optimizer=sign", "dataset=stripes", "model.hidden=20", *TINY)
