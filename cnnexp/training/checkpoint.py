@@ -146,7 +146,6 @@ class Keeper:
                 before = self._bytes
                 line = self._count(result)
                 with (self._folder / HISTORY).open("rb+") as file:
-                    os.ftruncate(file.fileno(), before)  # what a write that failed has left
                     file.seek(before)
                     file.write(line)
                     file.flush()
