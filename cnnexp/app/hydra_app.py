@@ -204,7 +204,9 @@ def _plan(overrides: Sequence[str], sweeper: DictConfig) -> tuple[list[str], int
     params = {str(key): str(value) for key, value in (sweeper.get("params") or {}).items()}
     typed = OverridesParser.create().parse_overrides([*overrides, *(f"{key}={value}" for key, value in params.items())])
     swept = {override.get_key_element(): override for override in reversed(typed) if override.is_sweep_override()}
-    varied = [key for key in dict.fromkeys(override.get_key_element() for override in typed) if key in swept]
+    # what is typed comes before what an experiment sweeps
+    fixed = {override.get_key_element() for override in typed[: len(overrides)] if not override.is_sweep_override()}
+    varied = [key for key in dict.fromkeys(override.get_key_element() for override in typed) if key in {*swept} - fixed]
     if "BasicSweeper" in sweeper["_target_"]:
         values = {key: list(swept[key].sweep_string_iterator()) for key in varied}
         for key, given in values.items():
@@ -213,7 +215,7 @@ def _plan(overrides: Sequence[str], sweeper: DictConfig) -> tuple[list[str], int
             if twice := [value for value in dict.fromkeys(given) if given.count(value) > 1]:
                 raise ConfigError(f"{key}={twice[0]}: given twice; a sweep runs each value once (vary trainer.seed)")
         return varied, math.prod(map(len, values.values()))
-    return [*varied, *(key for key in params if key not in varied)], sweeper.get("n_trials")
+    return [key for key in dict.fromkeys([*varied, *params]) if key not in fixed], sweeper.get("n_trials")
 
 
 def _table(within: sweep.Sweep) -> JobTable:

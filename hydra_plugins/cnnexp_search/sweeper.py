@@ -7,7 +7,7 @@ plugin needs an Optuna whose storage fails with the SQLAlchemy of MLflow 3; this
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,16 @@ from cnnexp.errors import BackendUnavailable, ConfigError, installing
 class TpeSweeper(Sweeper):
     """Tree-structured Parzen estimators (Bergstra et al. 2011); conf/hydra/sweeper/tpe.yaml explains the arguments."""
 
-    def __init__(self, study: str, journal: str, direction: str, trials: int, at_once: int, seed: int) -> None:
+    def __init__(
+        self,
+        study: str,
+        journal: str,
+        direction: str,
+        trials: int,
+        at_once: int,
+        seed: int,
+        params: Mapping[str, Any] | None = None,
+    ) -> None:
         if direction not in ("minimize", "maximize"):
             raise ConfigError(f"hydra.sweeper.direction={direction!r}: must be minimize or maximize")
         for key, value in (("trials", trials), ("at_once", at_once)):
@@ -32,6 +41,7 @@ class TpeSweeper(Sweeper):
                 raise ConfigError(f"hydra.sweeper.{key}={value}: must be >= 1")
         self._study, self._journal, self._direction = study, Path(journal), direction
         self._trials, self._at_once, self._seed = trials, at_once, seed
+        self._params = params or {}
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self._config = config
@@ -49,6 +59,8 @@ class TpeSweeper(Sweeper):
         folder = Path(self._config.hydra.sweep.dir)
         folder.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(self._config, folder / "multirun.yaml")
+        typed = {argument.partition("=")[0] for argument in arguments}
+        arguments = [*(f"{key}={value}" for key, value in self._params.items() if key not in typed), *arguments]
         overrides = OverridesParser.create().parse_overrides(arguments)
         fixed = [override.input_line for override in overrides if not override.is_sweep_override()]
         space = {o.get_key_element(): _distribution(o) for o in overrides if o.is_sweep_override()}

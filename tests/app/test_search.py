@@ -4,10 +4,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
 
+from cnnexp.app import hydra_app
 from cnnexp.errors import ConfigError
 from hydra_plugins.cnnexp_search.sweeper import TpeSweeper, _distribution
 
@@ -71,3 +74,27 @@ def test_a_search_goes_on_where_it_stopped(tmp_path):
     study = optuna.load_study(study_name=study.study_name, storage=optuna.storages.JournalStorage(backend))
     assert len({trial.params["optimizer.lr"] for trial in study.trials}) == 3
     assert all(0 <= trial.value <= 1 for trial in study.trials)
+
+
+def test_what_an_experiment_sweeps_is_searched_unless_it_is_typed(tmp_path):
+    params = {"model.filters": "choice(2,3)", "trainer.seed": "1,2"}
+    sweeper = TpeSweeper(str(tmp_path.name), str(tmp_path / "journal"), "maximize", 1, 1, 0, params)
+    sweeper._config = OmegaConf.create({"hydra": {"sweep": {"dir": str(tmp_path)}}})
+    launched = []
+    sweeper._launcher = SimpleNamespace(
+        launch=lambda batch, initial_job_idx: launched.extend(batch) or [SimpleNamespace(return_value=0.5)]
+    )
+    sweeper.sweep(["trainer.seed=5"])
+    assert launched in ([["trainer.seed=5", "model.filters=2"]], [["trainer.seed=5", "model.filters=3"]])
+    asked = OmegaConf.create({"_target_": "TpeSweeper", "params": params})
+    assert hydra_app._plan(["trainer.seed=5", "optimizer.lr=interval(0.1,0.2)"], asked) == (
+        ["optimizer.lr", "model.filters"],
+        None,
+    )
+
+
+def test_a_sweep_counts_no_job_for_what_is_typed():
+    asked = OmegaConf.create({"_target_": "BasicSweeper", "params": {"trainer.seed": "10,11,12"}})
+    assert hydra_app._plan(["trainer.seed=0"], asked) == ([], 1)
+    assert hydra_app._plan(["model.filters=2,3"], asked) == (["model.filters", "trainer.seed"], 6)
+    assert hydra_app._plan(["trainer.seed=1,2"], asked) == (["trainer.seed"], 2)
