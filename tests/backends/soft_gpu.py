@@ -299,10 +299,11 @@ def nothing_kept(monkeypatch):
 
 
 def forget_kernels(names):
-    """Have kernels of these names loaded again."""
+    """Have kernels of these names compiled and loaded again."""
     for kernel in gc.get_objects():
         if isinstance(kernel, launch.Kernel) and re.fullmatch(names, kernel.function.__name__):
             kernel._loaded.clear()
+            kernel._compiled = None
 
 
 def run_once(name="gpu-shared"):
