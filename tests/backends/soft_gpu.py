@@ -21,12 +21,12 @@ import softgpu
 from benchmarks.gpu_check import CONFORMANCE
 from cnnexp.backends import backend_class
 from cnnexp.backends.gpu import device, kernels, launch, tuned
+from cnnexp.backends.gpu.backend import GpuProgram
 from cnnexp.backends.gpu.fused import build
 from cnnexp.backends.gpu.fused import kernels as fused_kernels
 from cnnexp.backends.gpu.kernels import ConvSizes
-from cnnexp.backends.gpu.naive import GpuProgram
-from cnnexp.backends.gpu.shared import ConvTile
 from cnnexp.backends.gpu.streamed import Streamed
+from cnnexp.backends.gpu.tiled import ConvTile
 from cnnexp.network import Conv2d, Flatten, LeakyReLU, Linear, MaxPool2d, Network, ReLU, Tanh
 from cnnexp.network.losses import Loss
 from cnnexp.network.models import OneConv

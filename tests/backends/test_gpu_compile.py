@@ -25,7 +25,7 @@ from numba.core import sigutils
 
 from benchmarks import gpu_check
 from cnnexp.backends import backend_class
-from cnnexp.backends.gpu import device, naive
+from cnnexp.backends.gpu import device, direct
 from cnnexp.backends.gpu.device import Gpu, Tensor
 from cnnexp.backends.gpu.fused import kernels
 from cnnexp.backends.gpu.fused.build import suits
@@ -101,8 +101,8 @@ OFTEN = {("gpu-naive", "one_conv"), ("gpu-shared", "one_conv"), ("gpu-naive", "r
 # kernel. 65,536 registers are 128 for each thread of two blocks of 256. One thread per element and no tiles means
 # addresses, and with padding tests, for every product; that is gpu-naive.
 BUDGETS = {
-    "naive.conv2d": (48, 36.0),
-    "shared.conv2d": (48, 9.0),
+    "direct.conv2d": (48, 36.0),
+    "tiled.conv2d": (48, 9.0),
     "sums.matmul": (48, 4.0),
     "one_conv_kernels.forward": (128, 2.5),
     "one_conv_kernels.backward": (96, 2.5),
@@ -366,6 +366,6 @@ def test_the_multiply_adds_that_are_timed_are_all_there_is():
 @pytest.mark.parametrize("target", TARGETS, ids="sm_{0[0]}{0[1]}{0[2]}".format)
 def test_a_block_of_as_many_threads_as_may_be_has_registers_enough(target):
     sizes = ConvSizes(H=28, W=28, C=1, K=3, F=256, stride=1, top=0, left=0, P=26, Q=26)
-    kernel = naive.conv2d_backward_weights(sizes, GPU.block_threads)  # left to itself it takes up to 96 registers
+    kernel = direct.conv2d_backward_weights(sizes, GPU.block_threads)  # left to itself it takes up to 96 registers
     _, registers, _, _ = compiled_code(kernel, target)
     assert registers <= 65536 // GPU.block_threads

@@ -1,125 +1,25 @@
 """`gpu-naive`: convolutions by one thread per output element, from global memory (castanheira section 3; chavan).
 
-Also what every layerwise GPU backend shares: `NaiveOps`, of which the others override the convolutions alone, and
-`GpuBackend`.
+`NaiveOps` is also what the other layerwise GPU backends start from: they override its convolutions alone.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any, ClassVar, Self, cast
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
-from numba import cuda
 
-from cnnexp.backends.gpu import device, kernels, streamed, sums
-from cnnexp.backends.gpu.device import SIMULATED, Gpu, Tensor, on_its_gpu
+from cnnexp.backends.gpu import device, direct, kernels, sums
+from cnnexp.backends.gpu.backend import BLOCK, GpuBackend
+from cnnexp.backends.gpu.device import Gpu, Tensor
 from cnnexp.backends.gpu.kernels import ZERO, ConvSizes, f32, u32
-from cnnexp.backends.gpu.launch import Kernel
-from cnnexp.backends.layerwise import LayerwiseProgram
-from cnnexp.backends.protocol import Backend, Program, State, Update
-from cnnexp.network import BatchNorm2d, Conv2d, Elementwise, Flatten, MaxPool2d, Network, Stage, Window
-from cnnexp.network.losses import Loss, Totals
+from cnnexp.backends.protocol import Update
+from cnnexp.network import BatchNorm2d, Elementwise, MaxPool2d, Stage, Window
+from cnnexp.network.losses import Loss
 from cnnexp.network.noise import threshold
-from cnnexp.network.shapes import walk
 from cnnexp.optimizers import Optimizer
-
-BLOCK = 4 if SIMULATED else 256  # threads per block
-
-
-@cache
-def conv2d(sizes: ConvSizes, has_bias: bool, block: int) -> Kernel:
-    """One thread per (n, p, q, f); neighbours in a warp differ in f, so weights coalesce and pixels broadcast."""
-    H, W, C, K, F, stride, top, left, P, Q = kernels.unsigned(sizes)
-    padded = sizes.padded
-
-    def conv2d(x, w, b, y, count):
-        i = u32(cuda.grid(1))
-        while i < count:
-            f = u32(i % F)
-            q = u32(u32(i // F) % Q)
-            p = u32(u32(i // u32(F * Q)) % P)
-            n = u32(i // u32(F * Q * P))
-            total = b[f] if has_bias else ZERO
-            for a in range(K):
-                row = u32(p * stride + u32(a))  # in the padded image
-                for e in range(K):
-                    col = u32(q * stride + u32(e))
-                    if not padded or (top <= row and row < u32(H + top) and left <= col and col < u32(W + left)):
-                        pixel = u32(u32(u32(n * H + row - top) * W + col - left) * C)
-                        weight = u32(u32(u32(u32(a) * K + u32(e)) * C) * F + f)
-                        for c in range(C):
-                            total += x[u32(pixel + u32(c))] * w[u32(weight + u32(c) * F)]
-            y[i] = total
-            i = u32(i + u32(cuda.gridsize(1)))
-
-    return Kernel(conv2d, "void(float32[::1], float32[::1], float32[::1], float32[::1], uint32)", block)
-
-
-@cache
-def conv2d_backward_input(sizes: ConvSizes, block: int) -> Kernel:
-    """One thread per input pixel, which gathers from the outputs whose windows hold it."""
-    H, W, C, K, F, stride, top, left, P, Q = kernels.unsigned(sizes)
-
-    def conv2d_backward_input(w, dy, dx, count):
-        i = u32(cuda.grid(1))
-        while i < count:
-            c = u32(i % C)
-            col = u32(u32(u32(i // C) % W) + left)  # in the padded image
-            row = u32(u32(u32(i // u32(C * W)) % H) + top)
-            n = u32(i // u32(C * W * H))
-            total = ZERO
-            p = u32((row - K) // stride + u32(1)) if row >= K else u32(0)
-            while p < P and u32(p * stride) <= row:
-                q = u32((col - K) // stride + u32(1)) if col >= K else u32(0)
-                while q < Q and u32(q * stride) <= col:
-                    a, e = u32(row - p * stride), u32(col - q * stride)
-                    weight = u32(u32(u32(a * K + e) * C + c) * F)
-                    place = u32(u32(u32(n * P + p) * Q + q) * F)
-                    for f in range(F):
-                        total += w[u32(weight + u32(f))] * dy[u32(place + u32(f))]
-                    q = u32(q + u32(1))
-                p = u32(p + u32(1))
-            dx[i] = total
-            i = u32(i + u32(cuda.gridsize(1)))
-
-    return Kernel(conv2d_backward_input, "void(float32[::1], float32[::1], float32[::1], uint32)", block)
-
-
-@cache
-def conv2d_backward_weights(sizes: ConvSizes, block: int) -> Kernel:
-    """partial[s, i, j, c, f] = the gradient of weight (i, j, c, f) over images s, s + slices, ...: one thread each."""
-    H, W, C, K, F, stride, top, left, P, Q = kernels.unsigned(sizes)
-    padded, size = sizes.padded, u32(sizes.K * sizes.K * sizes.C * sizes.F)
-
-    def conv2d_backward_weights(x, dy, partial, images, slices, count):
-        i = u32(cuda.grid(1))
-        while i < count:
-            k = u32(i % size)
-            f = u32(k % F)
-            c = u32(u32(k // F) % C)
-            e = u32(u32(k // u32(F * C)) % K)
-            a = u32(k // u32(F * C * K))
-            total = ZERO
-            n = u32(i // size)
-            while n < images:
-                for p in range(P):
-                    row = u32(u32(p) * stride + a)  # in the padded image
-                    if not padded or (top <= row and row < u32(H + top)):
-                        for q in range(Q):
-                            col = u32(u32(q) * stride + e)
-                            if not padded or (left <= col and col < u32(W + left)):
-                                pixel = u32(u32(u32(n * H + row - top) * W + col - left) * C + c)
-                                place = u32(u32(u32(n * P + u32(p)) * Q + u32(q)) * F + f)
-                                total += x[pixel] * dy[place]
-                n = u32(n + slices)
-            partial[i] = total
-            i = u32(i + u32(cuda.gridsize(1)))
-
-    return Kernel(
-        conv2d_backward_weights, "void(float32[::1], float32[::1], float32[::1], uint32, uint32, uint32)", block
-    )
 
 
 class NaiveOps:
@@ -162,7 +62,7 @@ class NaiveOps:
         kernel.over(x.size, self.stream, images, labels, indices, x, t)
 
     def conv2d(self, x: Tensor, w: Tensor, b: Tensor | None, window: Window, y: Tensor) -> None:
-        kernel = conv2d(kernels.conv_sizes(x, w, window, y), b is not None, self._block)
+        kernel = direct.conv2d(kernels.conv_sizes(x, w, window, y), b is not None, self._block)
         kernel.over(y.size, self.stream, x, w, self._or_nothing(b), y)
 
     def conv2d_backward(
@@ -176,13 +76,13 @@ class NaiveOps:
             self._sum_columns(dy, db)
 
     def _conv2d_backward_input(self, sizes: ConvSizes, w: Tensor, dy: Tensor, dx: Tensor) -> None:
-        conv2d_backward_input(sizes, self._block).over(dx.size, self.stream, w, dy, dx)
+        direct.conv2d_backward_input(sizes, self._block).over(dx.size, self.stream, w, dy, dx)
 
     def _conv2d_backward_weights(self, sizes: ConvSizes, x: Tensor, dy: Tensor, dw: Tensor) -> None:
         images = x.shape[0]
         blocks_of_a_slice = -(-dw.size // self._block)
         partial, slices = self._partial(dw.size, min(images, self._enough_blocks(blocks_of_a_slice)))
-        kernel = conv2d_backward_weights(sizes, self._block)
+        kernel = direct.conv2d_backward_weights(sizes, self._block)
         kernel.over(partial.size, self.stream, x, dy, partial, u32(images), slices)
         self._sum_slices(partial, slices, dw)
 
@@ -273,13 +173,22 @@ class NaiveOps:
     def updater(self, optimizer: Optimizer) -> Update:
         kernel = kernels.update(optimizer, self._block)
 
-        def update(w, g, slots, rate, step):
+        def update(w: Tensor, g: Tensor, slots: Sequence[Tensor], rate: float, step: int) -> None:
             s, t = (*slots, self._nothing, self._nothing)[:2]
             kernel.over(w.size, self.stream, w, g, s, t, f32(rate), *optimizer.constants(step))
 
         return update
 
-    def _matmul(self, left, left_transposed, right, right_transposed, bias, out, depth: int) -> None:
+    def _matmul(
+        self,
+        left: Tensor,
+        left_transposed: bool,
+        right: Tensor,
+        right_transposed: bool,
+        bias: Tensor | None,
+        out: Tensor,
+        depth: int,
+    ) -> None:
         """out = left @ right (+ bias), over `depth` products; a transposed operand is stored so."""
         rows, columns = out.shape
         deep = sums.deep(self._multiprocessors, rows, columns, depth)
@@ -327,140 +236,6 @@ class NaiveOps:
 
     def _or_nothing(self, array: Tensor | None) -> Tensor:
         return self._nothing if array is None else array
-
-
-class GpuProgram(LayerwiseProgram):
-    """A layerwise program on one GPU, for data sets of any size: see `streamed`.
-
-    Args:
-        gpu: what it runs on.
-    """
-
-    def __init__(
-        self, gpu: Gpu, ops: NaiveOps, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int
-    ) -> None:
-        self.gpu = gpu
-        super().__init__(ops, network, loss, optimizer, batch_size, scope=lambda: device.on(gpu))
-
-    @on_its_gpu
-    def load(self, images: np.ndarray, labels: np.ndarray) -> Any:
-        image_bytes = 4 * int(np.prod(images.shape[1:])) + 17  # its label, and in `train` its index, loss and hit
-        return streamed.load(super().load, images, labels, image_bytes, self.batch_size)
-
-    @on_its_gpu
-    def train(self, handle, order, rate, images=None):
-        totals = Totals(0.0, 0, 0)
-        for split, places in streamed.parts(handle, order):
-            shown = order[totals.count : totals.count + len(places)]
-            totals += super().train(split, places, rate, shown)
-        return totals
-
-    @on_its_gpu
-    def gradients(self, handle, indices, images=None):
-        split, places = next(streamed.parts(handle, indices))
-        return super().gradients(split, places, indices)
-
-    @on_its_gpu
-    def predict(self, handle: Any) -> np.ndarray:
-        every = streamed.parts(handle, np.arange(len(handle)))
-        return np.concatenate([self._predict(split) for split, _ in every])
-
-    def _predict(self, split: Any) -> np.ndarray:
-        """Leave all scores on the GPU until the last batch is done: one copy, and one wait for it."""
-        scores = device.empty((len(split), *self.network.output_shape), np.float32)
-        for start in range(0, len(split), self.batch_size):
-            batch = slice(start, min(start + self.batch_size, len(split)))
-            y = self._chain.forward(self._run(batch.stop - start), split.images[batch])
-            kernels.put(BLOCK).over(y.size, 0, y, scores, u32(start * (y.size // len(y))))
-        return device.to_host(scores)
-
-    @on_its_gpu
-    def forward(self, handle, indices, trains, images=None):
-        split, places = next(streamed.parts(handle, indices))
-        return super().forward(split, places, trains, indices)
-
-    @on_its_gpu
-    def state(self) -> State:
-        return super().state()
-
-    @on_its_gpu
-    def restore(self, state: State) -> None:
-        super().restore(state)
-
-    @on_its_gpu
-    def _synchronize(self):
-        super()._synchronize()
-
-
-@dataclass(frozen=True)
-class GpuBackend:
-    """Base of the GPU backends.
-
-    Attributes:
-        device: CUDA's index of the GPU, >= 0.
-
-    Raises:
-        BackendUnavailable: numba-cuda, the driver or a GPU is missing.
-        ConfigError: the index is not a GPU's.
-    """
-
-    device: int = 0
-    threads: ClassVar[int] = 1
-    on_gpu: ClassVar[bool] = True
-    simulated: ClassVar[bool] = SIMULATED
-    explain: ClassVar[bool] = False
-    next_best: ClassVar[None] = None
-
-    def __post_init__(self) -> None:
-        self.check(self.gpu)
-
-    @property
-    def clocked(self) -> Backend:
-        """Itself: where layers run one by one, whoever watches them clocks them."""
-        return cast(Backend, self)
-
-    @property
-    def gpu(self) -> Gpu:
-        """What this backend computes on."""
-        return device.open_gpu(self.device)
-
-    def of_worker(self, host_rank: int) -> Self:
-        """Return the backend of a worker: the GPUs of its machine are taken in turn, from `device` on."""
-        return replace(self, device=(self.device + host_rank) % device.gpu_count())
-
-    @property
-    def device_name(self) -> str:
-        return self.gpu.name
-
-    @property
-    def facts(self) -> dict[str, str]:
-        """Tags that say what computed."""
-        return self.gpu.facts
-
-    def check(self, gpu: Gpu) -> None:
-        """Raise ConfigError where a setting is more than the GPU allows."""
-
-    def ops(self, batch_size: int) -> NaiveOps:
-        """Return the layers' mathematics at this backend's settings, for batches of that size."""
-        raise NotImplementedError
-
-    def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> Program:
-        with device.on(self.gpu):
-            needed = batch_bytes(network, optimizer, batch_size, self.gpu)
-            device.check_memory(needed, f"a batch of {batch_size}")
-            return GpuProgram(self.gpu, self.ops(batch_size), network, loss, optimizer, batch_size)
-
-
-def batch_bytes(network: Network, optimizer: Optimizer, batch_size: int, gpu: Gpu) -> int:
-    """Return the bytes that a layerwise program allocates, but for the data set."""
-    values = int(np.prod(network.input_shape)) + 1
-    for stage in walk(network.stages):
-        size = int(np.prod(stage.output_shape))
-        if not isinstance(stage.layer, Flatten):  # it shares its input's buffers
-            values += size * (3 if isinstance(stage.layer, MaxPool2d) else 2)  # activation, gradient, argmax
-    weights = [stage.weight.size for stage in walk(network.stages) if stage.weight and isinstance(stage.layer, Conv2d)]
-    scratch = sums.BLOCKS * gpu.multiprocessors * sums.THREADS + max(weights, default=0)
-    return 4 * (values * batch_size + network.parameter_count * (2 + len(optimizer.slots)) + scratch)
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,12 @@ from typing import Any, ClassVar
 import numpy as np
 
 from cnnexp.backends.gpu import device
-from cnnexp.backends.gpu.device import SIMULATED, Gpu
+from cnnexp.backends.gpu.backend import BLOCK, GpuBackend
+from cnnexp.backends.gpu.device import SIMULATED, Gpu, Tensor
 from cnnexp.backends.gpu.graphs import Graphs
 from cnnexp.backends.gpu.kernels import ConvSizes
-from cnnexp.backends.gpu.naive import BLOCK, GpuBackend
-from cnnexp.backends.gpu.shared import CONV_TILE, ConvTile, SharedOps, conv_tile
+from cnnexp.backends.gpu.shared import CONV_TILE, SharedOps
+from cnnexp.backends.gpu.tiled import ConvTile, conv_tile
 from cnnexp.errors import ConfigError
 
 BLOCKS = (128, 256)
@@ -103,7 +104,7 @@ class TunedOps(SharedOps):
         self._gpu, self._batch_size, self._kept = gpu, batch_size, kept
         self._chosen: dict[tuple[ConvSizes, bool], ConvTile] = {}
 
-    def _plan(self, sizes, is_turned):
+    def _plan(self, sizes: ConvSizes, is_turned: bool) -> ConvTile:
         if (sizes, is_turned) not in self._chosen:
             self._chosen[sizes, is_turned] = self._choose(sizes, is_turned)
         return self._chosen[sizes, is_turned]
@@ -138,7 +139,17 @@ class TunedOps(SharedOps):
 
         return seconds
 
-    def _convolve_often(self, times, plans, sizes, is_turned, x, w, y, stream=0) -> None:
+    def _convolve_often(
+        self,
+        times: int,
+        plans: Sequence[ConvTile],
+        sizes: ConvSizes,
+        is_turned: bool,
+        x: Tensor,
+        w: Tensor,
+        y: Tensor,
+        stream: Any = 0,
+    ) -> None:
         own, self.stream = self.stream, stream
         for plan in plans:
             for _ in range(times):

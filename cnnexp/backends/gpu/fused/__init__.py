@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from cnnexp.backends.gpu import device
+from cnnexp.backends.gpu.backend import GpuBackend
 from cnnexp.backends.gpu.fused.build import suits
 from cnnexp.backends.gpu.fused.program import FusedProgram
-from cnnexp.backends.gpu.naive import GpuBackend
 from cnnexp.backends.gpu.shared import GpuShared
 from cnnexp.backends.protocol import Program
 from cnnexp.network import Network

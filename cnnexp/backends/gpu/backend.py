@@ -1,0 +1,154 @@
+"""What every GPU backend is, and the program of the layerwise ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self, cast
+
+import numpy as np
+
+from cnnexp.backends.gpu import device, kernels, streamed, sums
+from cnnexp.backends.gpu.device import SIMULATED, Gpu, on_its_gpu
+from cnnexp.backends.gpu.kernels import u32
+from cnnexp.backends.layerwise import LayerwiseProgram
+from cnnexp.backends.protocol import Backend, Ops, Program, State
+from cnnexp.network import Conv2d, Flatten, MaxPool2d, Network
+from cnnexp.network.losses import Loss, Totals
+from cnnexp.network.shapes import walk
+from cnnexp.optimizers import Optimizer
+
+BLOCK = 4 if SIMULATED else 256  # threads per block
+
+
+class GpuProgram(LayerwiseProgram):
+    """A layerwise program on one GPU, for data sets of any size: see `streamed`.
+
+    Args:
+        gpu: what it runs on.
+    """
+
+    def __init__(self, gpu: Gpu, ops: Ops, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> None:
+        self.gpu = gpu
+        super().__init__(ops, network, loss, optimizer, batch_size, scope=lambda: device.on(gpu))
+
+    @on_its_gpu
+    def load(self, images: np.ndarray, labels: np.ndarray) -> Any:
+        image_bytes = 4 * int(np.prod(images.shape[1:])) + 17  # its label, and in `train` its index, loss and hit
+        return streamed.load(super().load, images, labels, image_bytes, self.batch_size)
+
+    @on_its_gpu
+    def train(self, handle: Any, order: np.ndarray, rate: float, images: np.ndarray | None = None) -> Totals:
+        totals = Totals(0.0, 0, 0)
+        for split, places in streamed.parts(handle, order):
+            shown = order[totals.count : totals.count + len(places)]
+            totals += super().train(split, places, rate, shown)
+        return totals
+
+    @on_its_gpu
+    def gradients(
+        self, handle: Any, indices: np.ndarray, images: np.ndarray | None = None
+    ) -> tuple[Totals, np.ndarray]:
+        split, places = next(streamed.parts(handle, indices))
+        return super().gradients(split, places, indices)
+
+    @on_its_gpu
+    def predict(self, handle: Any) -> np.ndarray:
+        every = streamed.parts(handle, np.arange(len(handle)))
+        return np.concatenate([self._predict(split) for split, _ in every])
+
+    def _predict(self, split: Any) -> np.ndarray:
+        """Leave all scores on the GPU until the last batch is done: one copy, and one wait for it."""
+        scores = device.empty((len(split), *self.network.output_shape), np.float32)
+        for start in range(0, len(split), self.batch_size):
+            batch = slice(start, min(start + self.batch_size, len(split)))
+            y = self._chain.forward(self._run(batch.stop - start), split.images[batch])
+            kernels.put(BLOCK).over(y.size, 0, y, scores, u32(start * (y.size // len(y))))
+        return device.to_host(scores)
+
+    @on_its_gpu
+    def forward(self, handle: Any, indices: np.ndarray, trains: bool, images: np.ndarray | None = None) -> Any:
+        split, places = next(streamed.parts(handle, indices))
+        return super().forward(split, places, trains, indices)
+
+    @on_its_gpu
+    def state(self) -> State:
+        return super().state()
+
+    @on_its_gpu
+    def restore(self, state: State) -> None:
+        super().restore(state)
+
+    @on_its_gpu
+    def _synchronize(self) -> None:
+        super()._synchronize()
+
+
+@dataclass(frozen=True)
+class GpuBackend:
+    """Base of the GPU backends.
+
+    Attributes:
+        device: CUDA's index of the GPU, >= 0.
+
+    Raises:
+        BackendUnavailable: numba-cuda, the driver or a GPU is missing.
+        ConfigError: the index is not a GPU's.
+    """
+
+    device: int = 0
+    threads: ClassVar[int] = 1
+    on_gpu: ClassVar[bool] = True
+    simulated: ClassVar[bool] = SIMULATED
+    explain: ClassVar[bool] = False
+    next_best: ClassVar[None] = None
+
+    def __post_init__(self) -> None:
+        self.check(self.gpu)
+
+    @property
+    def clocked(self) -> Backend:
+        """Itself: where layers run one by one, whoever watches them clocks them."""
+        return cast(Backend, self)
+
+    @property
+    def gpu(self) -> Gpu:
+        """What this backend computes on."""
+        return device.open_gpu(self.device)
+
+    def of_worker(self, host_rank: int) -> Self:
+        """Return the backend of a worker: the GPUs of its machine are taken in turn, from `device` on."""
+        return replace(self, device=(self.device + host_rank) % device.gpu_count())
+
+    @property
+    def device_name(self) -> str:
+        return self.gpu.name
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """Tags that say what computed."""
+        return self.gpu.facts
+
+    def check(self, gpu: Gpu) -> None:
+        """Raise ConfigError where a setting is more than the GPU allows."""
+
+    def ops(self, batch_size: int) -> Ops:
+        """Return the layers' mathematics at this backend's settings, for batches of that size."""
+        raise NotImplementedError
+
+    def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> Program:
+        with device.on(self.gpu):
+            needed = batch_bytes(network, optimizer, batch_size, self.gpu)
+            device.check_memory(needed, f"a batch of {batch_size}")
+            return GpuProgram(self.gpu, self.ops(batch_size), network, loss, optimizer, batch_size)
+
+
+def batch_bytes(network: Network, optimizer: Optimizer, batch_size: int, gpu: Gpu) -> int:
+    """Return the bytes that a layerwise program allocates, but for the data set."""
+    values = int(np.prod(network.input_shape)) + 1
+    for stage in walk(network.stages):
+        size = int(np.prod(stage.output_shape))
+        if not isinstance(stage.layer, Flatten):  # it shares its input's buffers
+            values += size * (3 if isinstance(stage.layer, MaxPool2d) else 2)  # activation, gradient, argmax
+    weights = [stage.weight.size for stage in walk(network.stages) if stage.weight and isinstance(stage.layer, Conv2d)]
+    scratch = sums.BLOCKS * gpu.multiprocessors * sums.THREADS + max(weights, default=0)
+    return 4 * (values * batch_size + network.parameter_count * (2 + len(optimizer.slots)) + scratch)
