@@ -41,6 +41,7 @@ from numba import cuda
 
 from benchmarks.cases import LOSS, Case, multiply_adds
 from cnnexp.backends import backend_class
+from cnnexp.backends.gpu.limits import FLOATS, TURNS, best_seconds, copied_bytes_per_s, multiply_adds_per_s
 from cnnexp.errors import CnnexpError
 from cnnexp.network import AvgPool2d, Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Sigmoid
 from cnnexp.network.models import OneConv, TwoConvMlp, TwoConvPool4
@@ -307,8 +308,8 @@ def floor_s(case: Case, ceilings: dict[str, float]) -> float | None:
 class Effort:
     """How much work each measurement of a ceiling is: floats copied, turns of the multiply-add loop, launches."""
 
-    floats: int = 2**28
-    turns: int = 512
+    floats: int = FLOATS
+    turns: int = TURNS
     launches: int = 1000
 
 
@@ -327,51 +328,18 @@ def measure_ceilings(effort: Effort) -> tuple[dict[str, float], dict[str, str]]:
     return found, failed
 
 
-def _best(work: Callable[[], Any]) -> float:
-    """Return the least seconds of ten, after one that warms up."""
-    work()
-    cuda.synchronize()
-    return min(_seconds(lambda: (work(), cuda.synchronize())) for _ in range(10))
-
-
 def _copy(effort: Effort) -> Iterator[tuple[str, float]]:
-    source, target = (cuda.device_array(effort.floats, np.float32) for _ in range(2))
-    yield "copy_bytes_per_s", 8 * effort.floats / _best(lambda: target.copy_to_device(source))
+    yield "copy_bytes_per_s", copied_bytes_per_s(effort.floats)
 
 
 def _multiply_adds(effort: Effort) -> Iterator[tuple[str, float]]:
-    function, signature, each = multiply_add_kernel(effort.turns)
-    kernel = cuda.jit(signature)(function)
-    blocks, threads = backend_class("gpu-naive")().gpu.multiprocessors * 8, 256
-    out, a, b = cuda.device_array(blocks * threads, np.float32), np.float32(0.999), np.float32(0.001)
-    seconds = _best(lambda: kernel[blocks, threads](out, a, b))
-    yield "fma_per_s", blocks * threads * effort.turns * each / seconds
-
-
-def multiply_add_kernel(turns: int) -> tuple[Callable[..., None], str, int]:
-    """Return a kernel that does nothing but multiply and add, its signature, and how often a thread does in a turn."""
-    turns, chains, links = np.uint32(turns), 8, 8  # chains hide the latency; many links, the cost of counting turns
-
-    def multiply_add(out, a, b):
-        x = cuda.local.array(chains, np.float32)
-        for k in range(chains):
-            x[k] = np.float32(cuda.threadIdx.x + k)
-        for _ in range(turns):
-            for _ in range(links):
-                for k in range(chains):
-                    x[k] = x[k] * a + b
-        total = np.float32(0)
-        for k in range(chains):
-            total += x[k]
-        out[cuda.grid(1)] = total
-
-    return multiply_add, "void(float32[::1], float32, float32)", chains * links
+    yield "fma_per_s", multiply_adds_per_s(backend_class("gpu-naive")().gpu, effort.turns)
 
 
 def _launches(effort: Effort) -> Iterator[tuple[str, float]]:
     for count in range(5):
         kernel, given = _idle_kernel(count), [cuda.device_array(32, np.float32) for _ in range(count)]
-        seconds = _best(partial(_launch_often, kernel[1, 32], given, effort.launches))
+        seconds = best_seconds(partial(_launch_often, kernel[1, 32], given, effort.launches))
         yield f"launch_us_{count}_arrays", seconds / effort.launches * 1e6
 
 
@@ -393,7 +361,7 @@ def _graph_nodes(effort: Effort) -> Iterator[tuple[str, float]]:
     for _ in range(effort.launches):
         idle[1, 32, builder](array)
     graph = builder.end_building().complete()
-    seconds = _best(lambda: (graph.launch(stream), stream.sync()))
+    seconds = best_seconds(lambda: (graph.launch(stream), stream.sync()))
     yield "graph_node_us", seconds / effort.launches * 1e6
 
 

@@ -22,6 +22,7 @@ MAGIC = b"SOFTGPU1"
 SPECIAL = (
     *("%tid.x", "%tid.y", "%tid.z", "%ntid.x", "%ntid.y", "%ntid.z", "%ctaid.x", "%ctaid.y", "%ctaid.z"),
     *("%nctaid.x", "%nctaid.y", "%nctaid.z", "%laneid", "%warpid"),
+    *("%globaltimer", "%globaltimer, its other half"),
 )
 # what an instruction is, for the count; the engine knows them by number, for their latencies
 CLASSES = (

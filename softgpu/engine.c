@@ -1324,7 +1324,8 @@ enum {
     NCTAID_Y,
     NCTAID_Z,
     LANEID,
-    WARPID
+    WARPID,
+    GLOBALTIMER /* 8 bytes a lane: two places */
 };
 
 static void start_block(Block *block) {
@@ -1354,6 +1355,7 @@ static void start_block(Block *block) {
         }
         for (int k = 0; k < 3; k++)
             fill(warp->file, (u32)(CTAID_X + k) * 128, 4, at[k]);
+        fill(warp->file, GLOBALTIMER * 128, 8, clock_ticks); /* stands still in a block: an instruction is a nanosecond */
         if (settings.count) {
             memset(warp->ready, 0, 4ul * (block->kernel->file_bytes / 128 + 1));
             memset(warp->loads, 0, 4ul * (block->kernel->file_bytes / 128 + 1));

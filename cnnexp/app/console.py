@@ -72,10 +72,10 @@ class Display:
         """Say what is about to be trained."""
         if self._rows:
             splits = f"{len(dataset.train):,} images to train on, {len(dataset.test):,} to test on"
-            threads = f"{backend.threads} thread{'s' if backend.threads > 1 else ''} of " if backend.threads else ""
+            threads = f"{backend.threads} thread{'s' if backend.threads > 1 else ''} of "
             self._wrapped(
                 f"{dataset.name}: {splits}; {network.parameter_count:,} parameters; "
-                f"{backend.name} on {threads}{backend.device_name}"
+                f"{backend.name} on {'' if backend.on_gpu else threads}{backend.device_name}"
                 + (f", ready after {compile_s:.1f} s" if self._timed else "; simulated: its times mean nothing")
             )
 

@@ -168,8 +168,7 @@ def _profile(pieces: _Pieces, clocked: Sequence[EpochResult]) -> None:
     run, program, backend, baseline = pieces.run, pieces.program, pieces.backend, pieces.settings.baseline
     if not isinstance(program, Profiled) or not clocked:
         return
-    profile = report(pieces.ledger, program, clocked, backend.threads)
-    profile["backend"] = backend.name
+    profile = report(pieces.ledger, program, clocked, backend)
     if baseline is not None and pieces.beside is not None:
         profile["baseline"] = report_beside(pieces.beside, baseline, clocked)
     run.add_profile(profile)

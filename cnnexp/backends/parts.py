@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 FORWARD, BACKWARD = "forward", "backward"
+FOLLOWED = "only each window's maximum is followed, its place being kept"
 
 
 @dataclass(frozen=True)

@@ -78,6 +78,9 @@ class CpuBackend:
     def clocked(self) -> Backend:
         return cast("Backend", self)
 
+    def limits(self) -> Mapping[str, float]:
+        return {}
+
     def of_worker(self, host_rank: int) -> Backend:
         return cast("Backend", self)
 

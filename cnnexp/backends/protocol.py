@@ -199,6 +199,10 @@ class Backend(Protocol):
     @property
     def clocked(self) -> Backend: ...
 
+    def limits(self) -> Mapping[str, float]:
+        """Measure what its device can do, as `roofline.machine_limits` does of a CPU; of a CPU nothing is told here."""
+        ...
+
     def of_worker(self, host_rank: int) -> Backend:
         """Return the backend as the `host_rank`-th worker of a machine has it: on its own GPU if there are more."""
         ...

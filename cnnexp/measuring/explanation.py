@@ -58,12 +58,14 @@ class Side:
         label: e.g. `cpu-simd`.
         threads: that computed it.
         us: microseconds an image, by the clock of the epochs.
+        device: the GPU that computed it; empty on a CPU.
         pieces: in the order of the step; empty where only the whole was timed.
         limits: of the machine, see `roofline.machine_limits`; empty where they were not measured for these threads.
     """
 
     label: str
     threads: int
+    device: str
     us: float
     pieces: tuple[Piece, ...]
     limits: Mapping[str, float]
@@ -99,6 +101,7 @@ def side_of(profile: Mapping[str, Any], label: str | None = None) -> Side:
     return Side(
         label or profile["backend"],
         profile["threads"],
+        profile.get("device", ""),
         profile["us_per_image"],
         tuple(sorted(pieces, key=_place)),
         profile["machine"],
@@ -183,7 +186,7 @@ def _what_is_left(side: Side) -> str:
         elif bound == "memory":
             text += f"more than the {limit:,.3g} that memory allows: much of what it reads is in the caches"
         else:
-            text += f"more than the {limit:,.3g} that a matrix product reached here"
+            text += f"more than the {limit:,.3g} that was measured as the limit here"
         text += f" ({intensity:.3g} FLOP a byte; from {ridge:.3g} on arithmetic is the limit)"
     return f"{text}."
 
@@ -230,10 +233,13 @@ def _possessive(piece: Piece) -> str:
     if piece.what not in ("forward", "backward"):
         return piece.name.capitalize()
     first, *along = piece.layers
-    return f"{first}'s {piece.what} pass" + (f" with {' and '.join(along)}" if along else "")
+    listed = " and ".join(filter(None, (", ".join(along[:-1]), *along[-1:])))
+    return f"{first}'s {piece.what} pass" + (f" with {listed}" if along else "")
 
 
 def _who(side: Side) -> str:
+    if side.device:
+        return f"{side.label} on {side.device}"
     return f"{side.label} on {side.threads} thread{'s' if side.threads > 1 else ''}"
 
 

@@ -130,22 +130,23 @@ class Profiled:
         return self._ledger.span(what, layer)
 
 
-def report(ledger: Ledger, program: Profiled, epochs: Sequence[EpochResult], threads: int) -> dict[str, Any]:
+def report(ledger: Ledger, program: Profiled, epochs: Sequence[EpochResult], backend: Backend) -> dict[str, Any]:
     """Close a ledger; return what it tells, as plain values.
 
     Args:
         ledger: of the whole run.
         program: that trained.
         epochs: that it trained for.
-        threads: that it used.
+        backend: of the program.
 
     Returns:
-        `wall_s`, `accounted` (share of it), `layered` (whether layers were clocked), `entries` (what, layer, seconds),
-        `threads`, `images` (trained on, over all epochs), `us_per_image` (of training, by the epochs' own clock),
-        `machine` (`roofline.machine_limits`) and `share_of_gflops` (of the machine's, that all layers' passes
-        reached); and where layers were clocked `layers` (name, layers, kind, pass, and the run's seconds, flops, bytes
-        and multiply_adds, and how a fused program computes them: kernels by seconds, at_once, fewer) and
-        `parallel_share` (of the seconds of all training steps, the part inside these passes).
+        `backend`, `threads`, `device` (its GPU; empty on a CPU), `wall_s`, `accounted` (share of it), `layered`
+        (whether layers were clocked), `entries` (what, layer, seconds), `images` (trained on, over all epochs),
+        `us_per_image` (of training, by the epochs' own clock), `machine` (`roofline.machine_limits`, or the GPU's) and
+        `share_of_gflops` (of the machine's, that all layers' passes reached); and where layers were clocked `layers`
+        (name, layers, kind, pass, and the run's seconds, flops, bytes and multiply_adds, and how a fused program
+        computes them: kernels by seconds, at_once, fewer) and `parallel_share` (of the seconds of all training steps,
+        the part inside these passes).
     """
     wall_s = ledger.close()
     images = sum(epoch.train.count for epoch in epochs)
@@ -159,14 +160,14 @@ def report(ledger: Ledger, program: Profiled, epochs: Sequence[EpochResult], thr
     ]
     entries.sort(key=lambda entry: -entry["seconds"])
     found: dict[str, Any] = {
+        **_named(backend),
         "wall_s": wall_s,
         "accounted": 1 - ledger.seconds[REST] / wall_s,
-        "threads": threads,
         "images": images,
         "us_per_image": 1e6 * sum(epoch.epoch_s for epoch in epochs) / images,
         "entries": entries,
     }
-    found["machine"] = machine_limits(threads)
+    found["machine"] = dict(backend.limits()) or machine_limits(backend.threads)
     trained_s = _trained_s(ledger.seconds)
     flops = _flops_per_image(program.network, program.batch_size) * images / trained_s
     found["share_of_gflops"] = flops / 1e9 / found["machine"]["gflops"]
@@ -190,14 +191,18 @@ def report_beside(program: Profiled, backend: Backend, epochs: Sequence[EpochRes
     trained_s = statistics.median(timed) * images
     seconds = {entry: share * trained_s for entry, share in program.shares().items()}
     return {
-        "backend": backend.name,
-        "threads": backend.threads,
+        **_named(backend),
         "images": images,
         "us_per_image": 1e6 * trained_s / images,
         "entries": [{"what": what, "layer": layer, "seconds": s} for (what, layer), s in seconds.items()],
         "layers": list(_layers(seconds, program, images)),
         "machine": {},
     }
+
+
+def _named(backend: Backend) -> dict[str, Any]:
+    device = backend.device_name if backend.on_gpu else ""
+    return {"backend": backend.name, "threads": backend.threads, "device": device}
 
 
 def metrics(found: Mapping[str, Any]) -> dict[str, float]:

@@ -130,7 +130,7 @@ def _speed(epochs: Sequence[EpochResult], metrics: Mapping[str, float]) -> str:
     text = f"{fastest:,.0f} images/s, {metrics['time/median_epoch_s']:.3g} s an epoch"
     if "profile/share_of_gflops" in metrics:
         share, limit = metrics["profile/share_of_gflops"], metrics["profile/machine_gflops"]
-        text += f"; {share:.1%} of the {limit:,.0f} GFLOP/s that a matrix product reaches here"
+        text += f"; {share:.1%} of the {limit:,.0f} GFLOP/s measured as the limit here"
     return text
 
 

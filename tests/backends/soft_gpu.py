@@ -27,6 +27,7 @@ from cnnexp.backends.gpu.fused import kernels as fused_kernels
 from cnnexp.backends.gpu.kernels import ConvSizes
 from cnnexp.backends.gpu.streamed import Streamed
 from cnnexp.backends.gpu.tiled import ConvTile
+from cnnexp.backends.parts import FOLLOWED
 from cnnexp.network import Conv2d, Flatten, LeakyReLU, Linear, MaxPool2d, Network, ReLU, Tanh
 from cnnexp.network.losses import Loss
 from cnnexp.network.models import OneConv
@@ -41,6 +42,24 @@ ODD = {
     "no_linear": ((5, 5, 1), (Conv2d(4, 5), Flatten())),
 }
 SMALL = Network((6, 6, 1), (Conv2d(5, 3), ReLU(), MaxPool2d(2), Flatten(), Linear(4)))
+
+UPDATE = {("update", ("parameters",)): (0, "")}
+ONE_CONV = ("conv1", "relu1", "maxpool1", "linear1", "loss")
+ONE_NODE = {  # multiply-adds by hand
+    ("forward", ONE_CONV): (4 * 4 * 5 * 9 + 20 * 4, ""),
+    ("backward", ONE_CONV): (2 * 2 * 5 * 9 + 2 * 20 * 4, FOLLOWED),
+    **UPDATE,
+}
+NODES = {
+    ("forward", ("conv1", "relu1", "maxpool1")): (4 * 4 * 5 * 9, ""),
+    ("forward", ("conv2",)): (3 * 4 * 5, ""),
+    ("forward", ("tanh1",)): (0, ""),
+    ("forward", ("linear1", "loss")): (3 * 3 * 4, ""),
+    ("backward", ("tanh1",)): (0, ""),
+    ("backward", ("conv2",)): (3 * 4 * 5 + 2 * 2 * 5 * 4 * 3, ""),
+    ("backward", ("conv1", "relu1", "maxpool1")): (2 * 2 * 5 * 9, FOLLOWED),
+    **UPDATE,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -163,6 +182,30 @@ def test_bytes_are_divided_to_the_last_bit():
     x = device.to_device(np.zeros(256, np.float32))
     fused_kernels.gather(256, True).over(256, 0, images, order, cursor, np.uint32(0), x)
     assert np.array_equal(device.to_host(x), np.arange(256, dtype=np.float32) / np.float32(255))
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_gpu_fused_tells_where_a_step_goes(graphs):
+    """Every pass is told, with its layers and what it multiplies; readings change no bit of the parameters."""
+    images, labels, order = draw(60, (6, 6, 1))
+    backend = backend_class("gpu-fused")(graphs=graphs)
+    deep = Network((6, 6, 1), (Conv2d(5, 3), ReLU(), MaxPool2d(2), Conv2d(3, 2), Tanh(), Flatten(), Linear(4)))
+    for network, expected in ((SMALL, ONE_NODE), (deep, NODES)):
+        assert len(backend.compile(network, Loss.SOFTMAX_CROSS_ENTROPY, SGD(), 4).clocked()) == 0
+        program = backend.clocked.compile(network, Loss.SOFTMAX_CROSS_ENTROPY, SGD(), 4)
+        assert program.clocked() == [], "what warmed up is not told"
+        program.restore({"parameters": network.initial_parameters(seed=0)})
+        handle = program.load(images, labels % 4)
+        program.train(handle, order, 0.05)
+        told = {(part.what, part.layers): (part.multiply_adds, part.fewer, s) for part, s in program.clocked()}
+        assert {key: found[:2] for key, found in told.items()} == expected
+        assert all(seconds > 0 for *_, seconds in told.values())
+        again = program.clocked()
+        program.gradients(handle, order[:4])
+        program.predict(handle)
+        assert program.clocked() == again, "what is no training is not told"
+        _, plain = trained(backend, network, 4, images, labels % 4, order)
+        assert np.array_equal(program.state()["parameters"], plain)
 
 
 def test_graphs_are_captured_before_the_clock_runs(monkeypatch):

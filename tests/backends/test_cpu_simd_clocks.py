@@ -10,11 +10,10 @@ from llvmlite import ir
 from machine_code import CPUS, add_function, check_assembly, optimized
 
 from cnnexp.backends import backend_class
-from cnnexp.backends.parts import BACKWARD, FORWARD
+from cnnexp.backends.parts import BACKWARD, FOLLOWED, FORWARD
 from cnnexp.backends.simd.dense import FilterClassifier
 from cnnexp.backends.simd.emit import FLOAT
 from cnnexp.backends.simd.host import host_target
-from cnnexp.backends.simd.nodes import FOLLOWED
 from cnnexp.backends.simd.plan import Plan
 from cnnexp.backends.simd.program import SimdProgram, make_plan
 from cnnexp.network import Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU

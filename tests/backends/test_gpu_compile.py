@@ -23,9 +23,8 @@ from cuda.core.graph import Graph, GraphBuilder
 from numba import cuda
 from numba.core import sigutils
 
-from benchmarks import gpu_check
 from cnnexp.backends import backend_class
-from cnnexp.backends.gpu import device, direct
+from cnnexp.backends.gpu import device, direct, limits
 from cnnexp.backends.gpu.device import Gpu, Tensor
 from cnnexp.backends.gpu.fused import kernels
 from cnnexp.backends.gpu.fused.build import suits
@@ -354,8 +353,8 @@ def test_what_is_asked_of_numba_cuda_exists():
 
 
 def test_the_multiply_adds_that_are_timed_are_all_there_is():
-    function, signature, each = gpu_check.multiply_add_kernel(512)
-    ptx, _, spills, _ = compiled_code(Kernel(function, signature, 256), HOPPER)
+    kernel, each = limits.multiply_add(limits.TURNS)
+    ptx, _, spills, _ = compiled_code(kernel, HOPPER)
     assert spills == 0
     assert ".f64" not in ptx
     assert ".local" not in ptx

@@ -74,3 +74,20 @@ def test_two_workers_train_on_two_gpus_what_one_trains_on_one(tmp_path):
         found.append([line["metrics"]["train/loss"] for line in journal if line["event"] == "epoch"])
     assert found[0] == pytest.approx(found[1], rel=1e-5)
     assert not report.exists() or report.read_text() == ""
+
+
+@pytest.mark.thorough
+def test_a_fused_step_is_explained(tmp_path):
+    """By a clock that counts instructions: the parts are there, the limits are the GPU's, its times mean nothing."""
+    gpu, folder = SoftGpu(), tmp_path / "run"
+    done, _ = train(gpu, folder, "backend=gpu-fused", "trainer.profile=true", "dataset.train_size=64")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^gpu-fused step .*train \d+%", done.stdout, re.MULTILINE), "what no part covers is told"
+    explain = [sys.executable, "-m", "cnnexp", "explain", str(folder)]
+    told = subprocess.check_output(explain, cwd=ROOT, env=gpu.environment(), text=True, timeout=100)
+    assert re.search(r"^linear1 loss forward +gpu-fused +[\d.]+ ", told, re.MULTILINE)
+    assert re.search(r"^update parameters +gpu-fused +[\d.]+ ", told, re.MULTILINE)
+    assert "multiprocessors" in (folder / "profile.json").read_text()
+    profile = json.loads((folder / "profile.json").read_text())
+    assert profile["device"].startswith("software GPU")
+    assert profile["machine"]["gflops"] > 0

@@ -67,7 +67,7 @@ def profiled(name: str, clocked: bool = False) -> tuple[dict, Profiled]:
         program.train(handle, np.arange(64), 0.1)
         program.predict(handle)
     epochs = [SimpleNamespace(train=Totals(1.0, 1, 64), epoch_s=0.5)] * 2
-    found = report(ledger, program, epochs, threads=1)
+    found = report(ledger, program, epochs, backend)
     program.close()
     return found, program
 
@@ -140,7 +140,7 @@ def test_a_baseline_is_told_as_a_run_is():
     clock = FakeClock()
     program = Stepper(clock)
     beside = Profiled(program, Ledger(clock), train="baseline")
-    backend = SimpleNamespace(name="cpu", threads=1)
+    backend = SimpleNamespace(name="cpu", threads=1, on_gpu=False)
     epochs = [SimpleNamespace(train=Totals(1.0, 1, 50), comparison=None)]
     assert report_beside(beside, backend, epochs) is None
     beside.layers_share("handle", np.arange(4), 0.1)

@@ -53,7 +53,7 @@ def test_amdahl_limit_share_of_the_machine_and_largest_parts_stand_where_they_we
     parts = {"cpu": {"a": 0.1, "b": 0.5, "c": 0.2, "d": 0.15, "e": 0.05}, "cpu-simd": {"train": 1.0}}
     full = rows(metrics=metrics, parts=parts)
     assert full["limit"] == "20.7 x by sharing out the layers, 98.2% of cpu's step (Amdahl)"
-    assert full["speed"] == "16 images/s, 0.5 s an epoch; 9.4% of the 18 GFLOP/s that a matrix product reaches here"
+    assert full["speed"] == "16 images/s, 0.5 s an epoch; 9.4% of the 18 GFLOP/s measured as the limit here"
     assert full["cpu step"] == "b 50%, c 20%, d 15%, a 10%"
     assert full["cpu-simd step"] == "train 100%"
 

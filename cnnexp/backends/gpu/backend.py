@@ -10,6 +10,7 @@ import numpy as np
 from cnnexp.backends.gpu import device, kernels, streamed, sums
 from cnnexp.backends.gpu.device import SIMULATED, Gpu, on_its_gpu
 from cnnexp.backends.gpu.kernels import u32
+from cnnexp.backends.gpu.limits import limits
 from cnnexp.backends.layerwise import LayerwiseProgram
 from cnnexp.backends.protocol import Backend, Ops, Program, State
 from cnnexp.network import Conv2d, Flatten, MaxPool2d, Network
@@ -109,6 +110,11 @@ class GpuBackend:
     def clocked(self) -> Backend:
         """Itself: where layers run one by one, whoever watches them clocks them."""
         return cast(Backend, self)
+
+    def limits(self) -> dict[str, float]:
+        """Measure what the GPU can do; the simulator's times mean nothing."""
+        with device.on(self.gpu):
+            return {} if SIMULATED else limits(self.gpu)
 
     @property
     def gpu(self) -> Gpu:

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from llvmlite import ir
 
-from cnnexp.backends.parts import BACKWARD, FORWARD
+from cnnexp.backends.parts import BACKWARD, FOLLOWED, FORWARD
 from cnnexp.backends.simd import (
     conv_channels,
     conv_events,
@@ -33,7 +33,7 @@ from cnnexp.backends.simd.cost import (
 )
 from cnnexp.backends.simd.emit import Emitter, Kernels, Target
 from cnnexp.backends.simd.layout import Grid, Image, Layout, Matrix, Ring, round_up
-from cnnexp.backends.simd.nodes import FOLLOWED, Node
+from cnnexp.backends.simd.nodes import Node
 from cnnexp.backends.simd.product import Panels, most_height
 from cnnexp.network import ConvStage, PoolStage
 

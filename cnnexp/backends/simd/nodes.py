@@ -31,8 +31,6 @@ Tensor = Grid | Matrix | Image
 X = TypeVar("X", bound=Tensor)
 Y = TypeVar("Y", bound=Tensor)
 
-FOLLOWED = "only each window's maximum is followed, its place being kept"
-
 
 class Node(Generic[X, Y]):
     """Layers computed at once.

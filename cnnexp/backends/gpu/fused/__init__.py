@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+import copy
+from dataclasses import dataclass, field
+from typing import ClassVar, cast
 
 from cnnexp.backends.gpu import device
 from cnnexp.backends.gpu.backend import GpuBackend
 from cnnexp.backends.gpu.fused.build import suits
 from cnnexp.backends.gpu.fused.program import FusedProgram
 from cnnexp.backends.gpu.shared import GpuShared
-from cnnexp.backends.protocol import Program
+from cnnexp.backends.protocol import Backend, Program
 from cnnexp.network import Network
 from cnnexp.network.losses import Loss
 from cnnexp.optimizers import Optimizer
@@ -24,13 +25,22 @@ class GpuFused(GpuBackend):
 
     Attributes:
         graphs: launch many steps as one CUDA graph; without, the same kernels one by one.
+        clocks: whether programs clock their parts; set by `clocked` alone.
     """
 
     name: ClassVar[str] = "gpu-fused"
     graphs: bool = True
+    clocks: bool = field(default=False, init=False)
+
+    @property
+    def clocked(self) -> Backend:
+        """This backend, its programs clocking their parts: see `fused.clocks`."""
+        backend = copy.copy(self)
+        object.__setattr__(backend, "clocks", True)
+        return cast(Backend, backend)
 
     def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> Program:
         if not suits(network):
             return GpuShared(self.device).compile(network, loss, optimizer, batch_size)
         with device.on(self.gpu):
-            return FusedProgram(self.gpu, network, loss, optimizer, batch_size, self.graphs)
+            return FusedProgram(self.gpu, network, loss, optimizer, batch_size, self.graphs, self.clocks)

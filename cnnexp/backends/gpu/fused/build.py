@@ -20,6 +20,7 @@ from cnnexp.backends.gpu.fused.nodes import (
     plan_conv,
 )
 from cnnexp.backends.gpu.fused.one_conv import OneConv
+from cnnexp.backends.gpu.fused.parts import parts_of
 from cnnexp.network import (
     ConvStage,
     ElementwiseStage,
@@ -40,22 +41,28 @@ MOST_HEAD_INPUTS = 4096  # its inputs are staged in shared memory
 
 def build(context: Context, network: Network, loss: Loss) -> list[Node]:
     """Return the nodes of a network, first to last, its loss in the last."""
+    nodes: list[Node] = []
+
+    def add(node: Node, stages: Sequence[Stage]) -> None:
+        node.parts = parts_of(node, stages, nodes[-1] if nodes else None, context.gpu)
+        nodes.append(node)
+
     whole = _one_conv(context, network.stages, loss)
     if whole is not None:
-        return [whole]
-    nodes: list[Node] = []
+        add(whole, network.stages)
+        return nodes
     stages, i, trains = network.stages, 0, False
     while i < len(stages):
         fused = _fused(context, stages[i:], loss, nodes[-1] if nodes else None)
         if fused is None and not nodes:
-            nodes.append(Gather(context, network.input_shape))
+            add(Gather(context, network.input_shape), ())
             continue  # what reads the data set itself may not fuse, but a layer after a gather may
         trains = trains or stages[i].weight is not None
         node, used = fused or (PlainLayer(context, stages[i], nodes[-1], trains), 1)
-        nodes.append(node)
+        add(node, stages[i : i + used])
         i += used
     if not isinstance(nodes[-1], FusedHead):
-        nodes.append(PlainLoss(context, loss, nodes[-1]))
+        add(PlainLoss(context, loss, nodes[-1]), ())
     return nodes
 
 

@@ -7,7 +7,7 @@ that of the outputs of the node before it, and leaves partial gradients of its p
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from cnnexp.backends.gpu.fused.conv_kernels import ConvBlock
 from cnnexp.backends.gpu.fused.kernels import BLOCK, LANES
 from cnnexp.backends.gpu.kernels import ConvSizes, f32, u32
 from cnnexp.backends.gpu.shared import SharedOps
+from cnnexp.backends.parts import Part
 from cnnexp.backends.stages import Run, backward_stage, forward_stage
 from cnnexp.network import ConvStage, FlattenStage, LinearStage, Parameter, Stage
 from cnnexp.network.losses import Loss
@@ -116,10 +117,15 @@ class Context:
 
 
 class Node:
-    """A part of the network: its outputs `y` and their gradient `dy`, (N, *shape); the gather has no gradient."""
+    """A part of the network: its outputs `y` and their gradient `dy`, (N, *shape); the gather has no gradient.
+
+    Attributes:
+        parts: of a step, by pass: what a profile tells.
+    """
 
     y: Tensor
     dy: Tensor | None = None
+    parts: Mapping[str, Part] = {}
 
     def _allocate(self, context: Context, shape: tuple[int, ...]) -> None:
         self.y = device.empty((context.batch_size, *shape), np.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,12 +14,14 @@ from cnnexp.backends.gpu import device, streamed
 from cnnexp.backends.gpu.device import SIMULATED, Gpu, Tensor, on_its_gpu
 from cnnexp.backends.gpu.fused import kernels
 from cnnexp.backends.gpu.fused.build import build
+from cnnexp.backends.gpu.fused.clocks import EVERY, Clocks
 from cnnexp.backends.gpu.fused.kernels import BLOCK
 from cnnexp.backends.gpu.fused.nodes import Arena, Context, Partials, Step
 from cnnexp.backends.gpu.graphs import Graphs
 from cnnexp.backends.gpu.kernels import put, u32, update
 from cnnexp.backends.gpu.shared import CONV_TILE, SharedOps
 from cnnexp.backends.layerwise import as_float32
+from cnnexp.backends.parts import BACKWARD, FORWARD, Part
 from cnnexp.backends.protocol import Program, State
 from cnnexp.errors import CheckpointError
 from cnnexp.network import Network
@@ -26,6 +29,7 @@ from cnnexp.network.losses import Loss, Totals, check_loss
 from cnnexp.optimizers import Optimizer
 
 GRAPH_STEPS = (64, 8, 1)  # steps of the graphs that a pass is put together from
+UPDATE = Part("update", ("parameters",), "update")
 
 
 @dataclass
@@ -67,10 +71,18 @@ class FusedProgram(Program):
     Args:
         gpu: what it runs on.
         graphs: whether steps are captured in CUDA graphs; else the same kernels are launched one by one.
+        clocks: whether some steps are clocked, part by part; the simulator has no clock.
     """
 
     def __init__(
-        self, gpu: Gpu, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int, graphs: bool
+        self,
+        gpu: Gpu,
+        network: Network,
+        loss: Loss,
+        optimizer: Optimizer,
+        batch_size: int,
+        graphs: bool,
+        clocks: bool = False,
     ) -> None:
         check_loss(network, loss)
         started = time.perf_counter()
@@ -88,6 +100,9 @@ class FusedProgram(Program):
         self._table = device.to_device(segments(self._arena.partials))
         self._graphs = Graphs(gpu.index) if graphs and not SIMULATED else None
         self._stream = self._graphs.stream if self._graphs else 0
+        parts = [part for node in self._nodes for part in node.parts.values()]
+        self._clocks = Clocks([*parts, UPDATE]) if clocks and not SIMULATED else None
+        self._images = 0  # trained on
         self._warm_up()
         self.compile_s = time.perf_counter() - started
 
@@ -167,6 +182,11 @@ class FusedProgram(Program):
         return self._to_host(scores)
 
     @on_its_gpu
+    def clocked(self) -> Sequence[tuple[Part, float]]:
+        """As `Program.clocked`: of all steps, by those that were clocked."""
+        return [*self._clocks.seconds(self._images / self.batch_size).items()] if self._clocks else []
+
+    @on_its_gpu
     def state(self) -> State:
         slots = {name: self._to_host(slot) for name, slot in zip(self.optimizer.slots, self._slots, strict=True)}
         return {"parameters": self._to_host(self._parameters), "step": np.array(self._step, np.int64), **slots}
@@ -202,6 +222,9 @@ class FusedProgram(Program):
             self._train(split, order, 0.0, self._graphs is not None)
             self._predict(split)
         self.restore(fresh)
+        self._images = 0
+        if self._clocks:
+            self._clocks.reset()
 
     def _train(self, split: Split, order: np.ndarray, rate: float, graphs: bool) -> Totals:
         """Train on at most as many images as the split's buffers hold."""
@@ -212,8 +235,10 @@ class FusedProgram(Program):
         self._send(split, order)
         base = self._launch_graphs(split, count // batch) if graphs else 0
         for start in range(base, count, batch):
-            self._enqueue(self._stream, split, start - base, min(batch, count - start))
+            clocked = start // batch % EVERY == 0 and count - start >= batch
+            self._enqueue(self._stream, split, start - base, min(batch, count - start), clocked)
         self._step += steps
+        self._images += count
         return self._totals(split, count)
 
     def _capture(self, split: Split) -> None:
@@ -236,13 +261,15 @@ class FusedProgram(Program):
     def _enqueue_steps(self, split: Split, steps: int, stream: Any) -> None:
         """Enqueue whole steps from the cursor on, then move it past them."""
         for i in range(steps):
-            self._enqueue(stream, split, i * self.batch_size, self.batch_size)
+            self._enqueue(stream, split, i * self.batch_size, self.batch_size, i % EVERY == 0)
         kernels.advance().launch(1, stream, split.cursor, u32(steps * self.batch_size))
 
-    def _enqueue(self, stream: Any, split: Split, ahead: int, count: int) -> None:
-        """Enqueue one step."""
-        step = Step(stream, split, ahead, count)
-        self._run(step)
+    def _enqueue(self, stream: Any, split: Split, ahead: int, count: int, clocked: bool) -> None:
+        """Enqueue one step, with readings of the clock if there is one."""
+        step, clocks = Step(stream, split, ahead, count), self._clocks if clocked else None
+        if clocks:
+            clocks.begin(stream)
+        self._run(step, clocks)
         kernel = kernels.update(self.optimizer, self.batch_size, self._context.mirror)
         _, cursor, place = step.place
         kernel.launch(
@@ -257,13 +284,17 @@ class FusedProgram(Program):
             place,
             self._context.mirrored or self._nothing,
         )
+        if clocks:
+            clocks.charge(stream, UPDATE)
 
-    def _run(self, step: Step) -> None:
+    def _run(self, step: Step, clocks: Clocks | None = None) -> None:
         """Enqueue a step but for its update: losses, hits and partial gradients."""
-        for node in self._nodes:
-            node.forward(step)
-        for node in reversed(self._nodes):
-            node.backward(step)
+        passes = [(FORWARD, node, node.forward) for node in self._nodes]
+        passes += [(BACKWARD, node, node.backward) for node in reversed(self._nodes)]
+        for what, node, run in passes:
+            run(step)
+            if clocks and what in node.parts:
+                clocks.charge(step.stream, node.parts[what])
 
     def _send(self, split: Split, order: np.ndarray) -> None:
         """Put the images of the steps to come on the device, and the cursor before them."""

@@ -1,0 +1,99 @@
+"""Readings of the GPU's clock between the parts of a training step, launched where a profile asks for them.
+
+A reading is a kernel of one thread, in a stream or a graph as any other: it gives the nanoseconds since the last one to
+a part. It takes about as long as a launch does, so one step of `EVERY` has them; and two, one right after the other,
+tell what one costs, which is taken off every part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import cuda
+
+from cnnexp.backends.gpu import device
+from cnnexp.backends.gpu.kernels import u32
+from cnnexp.backends.gpu.launch import Kernel
+from cnnexp.backends.parts import Part
+
+EVERY = 8
+LAST, STEPS, READING, FIRST = range(4)  # places in memory: last reading, steps clocked, what a reading costs, parts
+
+
+class Clocks:
+    """The nanoseconds of the parts of a step, on the device.
+
+    Args:
+        parts: of a step.
+    """
+
+    def __init__(self, parts: list[Part]) -> None:
+        self._places = {part: u32(FIRST + i) for i, part in enumerate(parts)}
+        self._memory = device.to_device(np.zeros(FIRST + len(parts), np.int64))
+
+    def begin(self, stream: Any) -> None:
+        """Enqueue the first reading of a step."""
+        begin_step().launch(1, stream, self._memory)
+        charge().launch(1, stream, self._memory, u32(READING))
+
+    def charge(self, stream: Any, part: Part) -> None:
+        """Enqueue a reading that gives the time since the last one to a part."""
+        charge().launch(1, stream, self._memory, self._places[part])
+
+    def reset(self) -> None:
+        device.copy(np.zeros(self._memory.size, np.int64), self._memory)
+
+    def seconds(self, steps: float) -> Mapping[Part, float]:
+        """Return the seconds of each part in so many steps, as in those that were clocked; nothing where none was."""
+        device.synchronize()
+        ticks = device.to_host(self._memory)
+        if not ticks[STEPS]:
+            return {}
+        of_steps = {part: max(0, int(ticks[place] - ticks[READING])) for part, place in self._places.items()}
+        return {part: 1e-9 * ns * steps / int(ticks[STEPS]) for part, ns in of_steps.items()}
+
+
+@cache
+def charge() -> Kernel:
+    """ticks[place] += now - ticks[LAST]; ticks[LAST] = now."""
+    nanoseconds = _nanoseconds()
+
+    def charge(ticks: Any, place: Any) -> None:
+        now = nanoseconds()
+        ticks[place] += now - ticks[LAST]
+        ticks[LAST] = now
+
+    return Kernel(charge, "void(int64[::1], uint32)", 1)
+
+
+@cache
+def begin_step() -> Kernel:
+    """ticks[LAST] = now; ticks[STEPS] += 1."""
+    nanoseconds = _nanoseconds()
+
+    def begin_step(ticks: Any) -> None:
+        ticks[STEPS] += 1
+        ticks[LAST] = nanoseconds()
+
+    return Kernel(begin_step, "void(int64[::1])", 1)
+
+
+@cache
+def _nanoseconds() -> Any:
+    """Return the device function () of the GPU's clock, which all multiprocessors share."""
+    from numba.cuda.extending import intrinsic  # not there in the simulator, which has no clock either
+
+    read = ir.InlineAsm(ir.FunctionType(ir.IntType(64), ()), "mov.u64 $0, %globaltimer;", "=l", side_effect=True)
+
+    @intrinsic
+    def clock(typing: Any) -> Any:
+        return cuda.types.int64(), lambda context, builder, signature, arguments: builder.call(read, ())
+
+    def nanoseconds() -> Any:
+        return clock()
+
+    return cuda.jit(device=True)(nanoseconds)
