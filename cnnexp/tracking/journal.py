@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import logging
 import os
 import statistics
 import time
@@ -32,16 +33,18 @@ from cnnexp.system.registry import VARIABLE
 from cnnexp.tracking import verdict
 from cnnexp.tracking.events import DISTURBED, FOLDER, JOURNAL, LACKING, note, open_journal, read_journal, store_status
 from cnnexp.tracking.folder import Claim
-from cnnexp.tracking.pipe import Recorder, RecorderDied
+from cnnexp.tracking.pipe import ANSWER_S, NoAnswerYet, Recorder, RecorderDied
 from cnnexp.training.checkpoint import holds_checkpoints
 from cnnexp.training.loop import EpochResult
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 TIMES = ("time/", "throughput/", "speedup/")  # metrics of these groups are of time
 PREDICTIONS = "predictions.npz"  # of the test split: labels and predicted, integers (N,)
 PROFILE = "profile.json"
 REPORT = "report.md"  # the verdict, and MLflow's note of the run
 MODEL = "model"  # folder of the run's
+START_S = 10.0  # a store that says nothing for so long is told of a run that trains
 MOST_TRIES = 5  # recorders that die of the same calls
 MOST_REASONS = 2  # that a verdict gives for a speedup; `cnnexp explain` gives all
 
@@ -102,7 +105,8 @@ class Run:
         self.verdict: list[verdict.Row] = []
         self.contended = contended
         self._config, self._recorder, self._parent = config, recorder, parent
-        self._begun: Callable[[], str] | None = None
+        self._begun: Callable[[float | None], str] | None = None
+        self._patience_s: float | None = START_S  # None: until the recorder is called dead
         self._skipped = False
         self._simulated = False
         self._look: photograph.Look | None = None
@@ -152,7 +156,9 @@ class Run:
         """Return whether the store has a finished run of the same config; this run then takes over its metrics."""
         if self._recorder is None:
             return False
-        metrics = self._recorder.call("finished", config_hash=environment.config_hash(self._config))
+        metrics = None
+        with contextlib.suppress(NoAnswerYet):
+            metrics = self._recorder.ask("finished", config_hash=environment.config_hash(self._config))(ANSWER_S)
         self._skipped = metrics is not None
         self.metrics.update(metrics or {})
         return self._skipped
@@ -196,21 +202,49 @@ class Run:
             try:
                 self._begun = self._recorder.ask("begin", goes_on=self._goes_on, **call)
             except RecorderDied:
-                self._begun = functools.partial(self._insist, self._catch_up)
+                self._begun = self._begin_again()
 
     def wait(self) -> None:
         """Return once the store has the run, so that nothing but training runs while training is timed.
 
+        A store that stands still is waited for once; from then on it is asked in passing, and told all when it answers.
+
         Raises:
-            TrackingError: the store cannot be opened or written.
+            TrackingError: the store cannot be opened or written, and nothing is trained yet.
         """
-        if self._begun is not None:
+        tries = MOST_TRIES
+        while self._begun is not None:
             begun, self._begun = self._begun, None
             try:
-                self.id = begun()
-            except RecorderDied:
-                self.id = self._insist(self._catch_up)
-            self._note("recorded", run_id=self.id)
+                self.id = begun(self._patience_s)
+            except NoAnswerYet as silent:
+                if self._patience_s:
+                    log.warning("%s; the run goes on, and is recorded when it answers", silent)
+                self._begun, self._patience_s = begun, 0.0
+                return
+            except TrackingError as failure:
+                tries -= 1
+                passing = self._patience_s == 0.0
+                if not tries or not (passing or isinstance(failure, RecorderDied)):
+                    raise
+                self._begun = self._begin_again()
+                if passing:
+                    return
+            else:
+                self._note("recorded", run_id=self.id)
+                if self.epochs:
+                    self._post("catch_up", folder=str(self.folder))
+
+    def _begin_again(self) -> Callable[[float | None], str]:
+        """Have a recorder, another one where it has died, begin the run as its journal says."""
+        assert self._recorder is not None
+        while True:
+            with contextlib.suppress(RecorderDied):
+                if self._recorder.alive:
+                    self._recorder.reopen()
+                else:
+                    self._recorder.restart()
+                return self._recorder.ask("catch_up", folder=str(self.folder))
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -235,8 +269,11 @@ class Run:
         self._post("catch_up", folder=str(self.folder))
 
     def epoch(self, result: EpochResult) -> None:
-        """Record one epoch."""
-        self.wait()
+        """Record one epoch; a store that cannot be written ends no training."""
+        try:
+            self.wait()
+        except TrackingError as lost:
+            self._lost = lost
         self.epochs.append(result)
         metrics, time_ms = self._note_epoch(result)
         self._post("log", run_id=self.id, metrics=metrics, step=result.epoch, time_ms=time_ms)
@@ -287,6 +324,7 @@ class Run:
             stack.enter_context(self._journal)
             if self.epochs:
                 self._summarize(status, tags)
+            self._patience_s = None
             try:
                 self.wait()  # for the id, which the verdict names
             except TrackingError as lost:

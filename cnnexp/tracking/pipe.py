@@ -62,6 +62,10 @@ class RecorderDied(TrackingError):
     """The process is gone; `Recorder.restart` starts another."""
 
 
+class NoAnswerYet(TrackingError):
+    """The store takes longer than its caller wants to wait; it can be waited for again."""
+
+
 class Recorder:
     """A process that writes runs to an MLflow store; started at once, ready some two seconds later.
 
@@ -115,11 +119,21 @@ class Recorder:
         self._opened = next(self._ids)
         self._outbox.put(json.dumps([self._opened, "open", self._opening]) + "\n")
 
-    def ask(self, method: str, /, **arguments: Any) -> Callable[[], Any]:
+    def reopen(self) -> None:
+        """Try again to open a store that could not be opened; an open one stays as it is.
+
+        Raises:
+            RecorderDied: the process is gone.
+        """
+        self._opened = next(self._ids)
+        self._send(self._opened, "open", self._opening)
+
+    def ask(self, method: str, /, **arguments: Any) -> Callable[..., Any]:
         """Call a method of `store.Store`; return a function that waits for its value.
 
-        That function raises RecorderDied, and TrackingError where the store could not be opened, the method raised, or
-        nothing was answered in time.
+        That function takes the seconds that it may wait for a silent store, as many as it takes to call it dead where
+        it is given none. It raises NoAnswerYet after those, RecorderDied, and TrackingError where the store could not
+        be opened, the method raised, or the recorder was called dead.
         """
         call_id = next(self._ids)
         self._send(call_id, method, arguments)
@@ -171,7 +185,7 @@ class Recorder:
 
     def _end(self) -> None:
         self._outbox.put(None)
-        for _ in _looks(self._process):
+        for _ in _looks(self._process, ANSWER_S):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(LOOK_S)
                 break
@@ -185,9 +199,9 @@ class Recorder:
             raise RecorderDied(self._death)
         self._outbox.put(json.dumps([call_id, method, arguments]) + "\n")
 
-    def _receive(self, call_id: int) -> Any:
+    def _receive(self, call_id: int, most_s: float | None = None) -> Any:
         while True:
-            line = self._next_answer()
+            line = self._next_answer(most_s)
             if not line:
                 self._process.kill()  # it may not have ended altogether
                 self._process.wait()
@@ -199,10 +213,14 @@ class Recorder:
             if answered == call_id:
                 return value
 
-    def _next_answer(self) -> str:
-        for _ in _looks(self._process):
+    def _next_answer(self, most_s: float | None) -> str:
+        with contextlib.suppress(queue.Empty):
+            return self._answers.get(timeout=0)
+        for _ in _looks(self._process, ANSWER_S if most_s is None else most_s):
             with contextlib.suppress(queue.Empty):
                 return self._answers.get(timeout=LOOK_S)
+        if most_s is not None:
+            raise NoAnswerYet(f"{self._store}: no answer yet")
         self._process.kill()
         raise TrackingError(f"{self._store}: no answer in {ANSWER_S:g} s")
 
@@ -214,13 +232,13 @@ class Recorder:
         answers.put("")  # the end
 
 
-def _looks(process: subprocess.Popen[str]) -> Iterator[None]:
+def _looks(process: subprocess.Popen[str], most_s: float) -> Iterator[None]:
     """Yield for as long as a process may be silent.
 
     Silence is counted in looks, not by a clock: where all stood still for an hour, nobody was silent.
     """
     silent_s, computed = 0.0, None
-    while silent_s < ANSWER_S:
+    while silent_s < most_s:
         yield
         before, computed = computed, _computed_s(process.pid)
         silent_s += LOOK_S if computed == before else LOOK_S / BUSY

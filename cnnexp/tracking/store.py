@@ -9,6 +9,7 @@ and a training process that is killed outright leaves no run RUNNING: its end cl
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import glob
 import importlib
@@ -27,7 +28,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import yaml
@@ -42,7 +43,10 @@ from cnnexp.tracking.folder import DELIVERER, Claim
 
 if TYPE_CHECKING:
     from mlflow.entities import DatasetInput, Run
+    from mlflow.tracking import MlflowClient
 
+T = TypeVar("T")
+LOCKED, LOCKED_S = "database is locked", 0.5  # what sqlite says, and how soon it is asked again
 RETRY_S = 10.0  # after a failure, metrics are kept and sent again no sooner than this
 PARAMS_PER_CALL = 100  # MLflow's limits on one batch
 METRICS_PER_CALL = 1000
@@ -78,14 +82,18 @@ class Store:
         self._open_runs: set[str] = set()
         with self._explained("cannot be opened"):
             need_answer(uri)
-            need_database(uri)
-            from mlflow.tracking import MlflowClient
-
-            with alone(uri):
-                _make(uri)
-                self._client = MlflowClient(tracking_uri=uri, registry_uri=uri)
-                self._experiment_id = self._experiment(experiment)
+            _once_unlocked(self._owner, self._open, experiment)
             self._end_stale_runs()
+
+    def _open(self, experiment: str) -> None:
+        from mlflow.tracking import MlflowClient
+
+        need_database(self._uri)
+        with alone(self._uri):
+            _make(self._uri)
+            client = MlflowClient(tracking_uri=self._uri, registry_uri=self._uri)
+            self._client = cast("MlflowClient", _Patient(client, self._owner))
+            self._experiment_id = self._experiment(experiment)
 
     def begin(
         self,
@@ -380,6 +388,30 @@ class Store:
             raise TrackingError(without_password(f"tracking.uri={self._uri}: {what}: {_reason(error)}")) from error
 
 
+class _Patient:
+    """A client of MLflow's whose every call, a transaction each, waits until a locked database is free."""
+
+    def __init__(self, client: MlflowClient, owner: int) -> None:
+        self._client, self._owner = client, owner
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return functools.partial(_once_unlocked, self._owner, getattr(self._client, name))
+
+
+def _once_unlocked(owner: int, call: Callable[..., T], /, *arguments: Any, **named: Any) -> T:
+    """Return what a call returns once no other process has the database locked, or `owner` is gone.
+
+    MLflow gives up after 20 s, as long as another process may be kept from its commit by a busy disk.
+    """
+    while True:
+        try:
+            return call(*arguments, **named)
+        except Exception as error:
+            if LOCKED not in str(error) or owner not in (os.getpid(), os.getppid()):
+                raise
+            time.sleep(LOCKED_S)
+
+
 def _reason(error: Exception) -> str:
     """Return the line of an error that says most: the database's own, where there is one, else the first."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
@@ -495,6 +527,8 @@ def serve(calls: Iterator[str], answer: Callable[[str], None], owner: int) -> No
         value, error = None, None
         try:
             if name == "open":
+                if store is not None:
+                    continue
                 store = Store(**arguments, owner=owner)
                 threading.Thread(target=_beat, args=(store,), daemon=True).start()
                 gc.freeze()  # the libraries are no garbage

@@ -1,8 +1,10 @@
+import contextlib
 import errno
 import json
 import os
 import queue
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -12,11 +14,11 @@ import pytest
 from results import CONFIG, DATASET, NETWORK, Backend, epoch_result
 
 from cnnexp.errors import Diverged, TrackingError
-from cnnexp.tracking import pipe
+from cnnexp.tracking import journal, pipe
 from cnnexp.tracking import store as stores
 from cnnexp.tracking.events import KEY, read_journal
 from cnnexp.tracking.journal import Run, default_name, flatten, predicted_classes
-from cnnexp.tracking.pipe import Recorder
+from cnnexp.tracking.pipe import NoAnswerYet, Recorder
 
 # MLflow and what it imports warn of each other; the recorder's process silences them
 pytestmark = pytest.mark.filterwarnings("default")
@@ -293,7 +295,7 @@ class Late:
 
 
 def test_a_wait_that_stood_still_for_an_hour_goes_on(live, monkeypatch):
-    live._answers = Late(live._answers, 1, monkeypatch)
+    monkeypatch.setattr(live, "_answers", Late(live._answers, 1, monkeypatch))
     assert live.call("settle") is None
 
 
@@ -301,8 +303,7 @@ def test_a_wait_that_stood_still_for_an_hour_goes_on(live, monkeypatch):
 def test_a_recorder_that_computes_is_waited_for_longer(live, monkeypatch, computes, looks):
     seconds = iter(range(1000))
     monkeypatch.setattr(pipe, "_computed_s", lambda pid: next(seconds) if computes else 0.0)
-    monkeypatch.setattr(pipe, "ANSWER_S", 5.0)
-    assert sum(1 for _ in pipe._looks(live._process)) == pytest.approx(looks, abs=1)
+    assert sum(1 for _ in pipe._looks(live._process, 5.0)) == pytest.approx(looks, abs=1)
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="a process is stopped by a POSIX signal")
@@ -327,6 +328,86 @@ def test_a_run_never_waits_for_a_store_that_stands_still(uri, store, tmp_path):
         slow._process.send_signal(signal.SIGCONT)
     slow.close()
     assert [m.step for m in store._client.get_metric_history(run.id, "test/loss")] == list(range(1, 301))
+
+
+@contextlib.contextmanager
+def locked(database):
+    """Have an sqlite file locked, for readers and writers of other processes."""
+    with contextlib.closing(sqlite3.connect(database, isolation_level=None)) as holder:
+        holder.execute("BEGIN EXCLUSIVE")
+        yield
+
+
+@pytest.mark.parametrize(
+    "held_s", [0.0, pytest.param(25.0, marks=pytest.mark.thorough)]
+)  # MLflow's client waits for 20 s
+def test_a_store_that_is_locked_at_the_start_is_told_all_later(new_store, tmp_path, monkeypatch, caplog, held_s):
+    uri = new_store(tmp_path)
+    monkeypatch.setattr(journal, "START_S", 0.2)
+    monkeypatch.setattr(pipe, "LOOK_S", 0.1)
+    with locked(tmp_path / "mlflow.db"):
+        recorder = Recorder(uri, "runs")
+        run = Run(tmp_path / "run", CONFIG, (), recorder)
+        run.begin(DATASET, NETWORK, Backend())
+        for epoch in (1, 2, 3):
+            run.wait()
+            run.epoch(epoch_result(epoch))
+        time.sleep(held_s)
+        assert run.id is None
+        assert [epoch["epoch"] for epoch in read_journal(tmp_path / "run")["epochs"]] == [1, 2, 3]
+    run.__exit__(None, None, None)
+    recorder.close()
+    assert [record.message for record in caplog.records] == [
+        f"tracking.uri={uri}: no answer yet; the run goes on, and is recorded when it answers"
+    ]
+    store = stores.Store(uri, "runs")
+    assert read(store, run.id).info.status == "FINISHED"
+    assert history(store, run.id) == [(1, 1.0), (2, 0.5), (3, 1 / 3)]
+    assert read_journal(tmp_path / "run")["stored"]
+
+
+def test_a_store_that_answers_in_mid_run_is_told_all_then(uri, store, tmp_path, monkeypatch):
+    with monkeypatch.context() as early:
+        early.setattr(journal, "START_S", 0.1)
+        early.setattr(pipe, "LOOK_S", 0.1)
+        slow = Recorder(uri, "runs")
+        slow._process.send_signal(signal.SIGSTOP)
+        run = Run(tmp_path, CONFIG, (), slow)
+        run.begin(DATASET, NETWORK, Backend())
+        run.epoch(epoch_result(1))
+    assert run.id is None
+    slow._process.send_signal(signal.SIGCONT)
+    while run.id is None:
+        time.sleep(0.05)
+        run.wait()
+    run.epoch(epoch_result(2))
+    slow.call("settle")
+    assert history(store, run.id) == [(1, 1.0), (2, 0.5)]
+    run.__exit__(None, None, None)
+    slow.close()
+    assert read(store, run.id).info.status == "FINISHED"
+
+
+def test_a_store_that_fails_late_is_asked_again(uri, store, tmp_path, monkeypatch):
+    monkeypatch.setattr(journal, "START_S", 0.1)
+    monkeypatch.setattr(pipe, "LOOK_S", 0.1)
+    asked = Recorder(uri, "runs")
+    ask = asked.ask
+
+    def fail_late(method, **arguments):
+        def answer(most_s):
+            if most_s:
+                raise NoAnswerYet("nothing yet")
+            raise TrackingError("timed out")
+
+        return answer if method == "begin" else ask(method, **arguments)
+
+    monkeypatch.setattr(asked, "ask", fail_late)
+    with Run(tmp_path, CONFIG, (), asked) as run:
+        run_epochs(run, [epoch_result(1), epoch_result(2)])
+    asked.close()
+    assert read(store, run.id).info.status == "FINISHED"
+    assert history(store, run.id) == [(1, 1.0), (2, 0.5)]
 
 
 def test_a_recorder_too_far_behind_is_told_the_rest_at_the_end(uri, store, tmp_path, monkeypatch):
@@ -412,7 +493,7 @@ import os, signal, sys
 from pathlib import Path
 from results import CONFIG, DATASET, NETWORK, Backend, epoch_result
 from cnnexp.tracking.journal import Run
-from cnnexp.tracking.pipe import Recorder
+from cnnexp.tracking.pipe import NoAnswerYet, Recorder
 run = Run(Path(sys.argv[1]), CONFIG, (), Recorder(sys.argv[2], "runs"))
 run.begin(DATASET, NETWORK, Backend())
 run.epoch(epoch_result(1))

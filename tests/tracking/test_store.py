@@ -1,8 +1,10 @@
 import json
 import os
 import socket
+import sqlite3
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -123,6 +125,43 @@ def test_outage_at_the_end_names_the_store(store, monkeypatch):
     monkeypatch.setattr(store._client, "set_terminated", lambda *a: (_ for _ in ()).throw(ConnectionError("gone\nx")))
     with pytest.raises(TrackingError, match=r"^tracking.uri=sqlite.*: stopped answering: gone$"):
         store.finish(run_id, "FINISHED", {})
+
+
+class Locked:
+    """A call that finds the database locked some times."""
+
+    def __init__(self, times):
+        self.times = times
+
+    def __call__(self):
+        self.times -= 1
+        if self.times >= 0:
+            raise sqlite3.OperationalError("database is locked")
+        return "done"
+
+
+def test_a_locked_database_is_asked_again_while_its_run_lives(monkeypatch):
+    monkeypatch.setattr(stores, "LOCKED_S", 0.0)
+    assert stores._once_unlocked(os.getpid(), Locked(5)) == "done"
+    with pytest.raises(sqlite3.OperationalError, match="locked"):
+        stores._once_unlocked(-1, Locked(1))
+
+
+def test_a_store_opens_however_long_it_was_locked(new_store, tmp_path, monkeypatch):
+    uri, slept = new_store(tmp_path), []
+    holder = sqlite3.connect(tmp_path / "mlflow.db", isolation_level=None)
+    holder.execute("BEGIN EXCLUSIVE")
+
+    def sleep(seconds):
+        slept.append(seconds)
+        if len(slept) == 3:
+            holder.close()
+
+    monkeypatch.setattr(address, "OPEN_S", 0.01)
+    monkeypatch.setattr(time, "sleep", sleep)
+    run_id = begin(stores.Store(uri, "first"))
+    assert len(slept) >= 3
+    assert run_id
 
 
 def test_a_lost_runs_metrics_do_not_reach_the_next(store, monkeypatch):
