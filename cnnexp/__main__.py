@@ -18,21 +18,44 @@ from cnnexp.measuring.environment import RANK_VARIABLES, launched_rank
 from cnnexp.system.registry import take_plugins
 from cnnexp.tracking.pipe import end_early, start_early
 
-# name -> function and arguments; conf/config.yaml tells what each is for
+# name -> function, arguments and what it does; conf/config.yaml has a line on each, too
 COMMANDS = {
-    "check": ("cnnexp.app.check:command", "BACKEND [plugins=FILE.py]"),
-    "doctor": ("cnnexp.app.doctor:command", ""),
-    "draw": ("cnnexp.app.draw:command", "RUN"),
-    "explain": ("cnnexp.app.explain:command", "RUN | RUN RUN"),
-    "export": ("cnnexp.app.export:command", "RUN [FILE.onnx]"),
+    "check": (
+        "cnnexp.app.check:command",
+        "BACKEND [plugins=FILE.py]",
+        "Is a backend right, layer by layer? Your own, too.",
+    ),
+    "doctor": ("cnnexp.app.doctor:command", "", "What this machine can run, and what is missing for the rest."),
+    "draw": ("cnnexp.app.draw:command", "RUN", "A page to draw a digit on, and watch what the layers make of it."),
+    "explain": (
+        "cnnexp.app.explain:command",
+        "RUN | RUN RUN",
+        "Where the time of a run's step goes, beside its baseline's or another run's, and\nwhy. The run needs "
+        "trainer.profile=true.",
+    ),
+    "export": ("cnnexp.app.export:command", "RUN [FILE.onnx]", "Write what a run has trained as an ONNX file."),
     "predict": (
         "cnnexp.app.predict:command",
         "RUN IMAGE... | RUN dataset=NAME [dataset.KEY=VALUE ...] [backend=NAME]",
+        "Classify photographs, or a data set, with what a run has trained.",
     ),
-    "report": ("cnnexp.app.report:command", "FOLDER | EXPERIMENT"),
-    "sync": ("cnnexp.app.sync:command", "[FOLDER ...] [tracking.uri=STORE]"),
-    "ui": ("cnnexp.tracking.browser:command", "[tracking.uri=STORE] [port=NUMBER]"),
+    "report": (
+        "cnnexp.app.report:command",
+        "FOLDER | EXPERIMENT",
+        "Make the page of a paper's table or figure again, from the folder of a sweep.",
+    ),
+    "sync": (
+        "cnnexp.app.sync:command",
+        "[FOLDER ...] [tracking.uri=STORE]",
+        "Send to their store what runs have written down and it has missed.",
+    ),
+    "ui": (
+        "cnnexp.tracking.browser:command",
+        "[tracking.uri=STORE] [port=NUMBER]",
+        "Open the recorded runs in a browser, ranked, the latest experiment first.",
+    ),
 }
+A_RUN = "RUN is its folder, a checkpoint, its MLflow id or the first digits of it,\nlatest, or best."
 
 
 class Terminated(KeyboardInterrupt):
@@ -112,10 +135,11 @@ def _dispatch(arguments: list[str]) -> None:
             "a run takes GROUP=NAME and GROUP.KEY=VALUE alone"
         )
     if arguments and arguments[0] in COMMANDS:
-        place, usage = COMMANDS[arguments[0]]
+        place, usage, does = COMMANDS[arguments[0]]
         module, _, function = place.partition(":")
         if set(arguments[1:]) & {"-h", "--help"}:
-            sys.stdout.write(f"Usage: cnnexp {arguments[0]} {usage}\n")
+            lines = f"Usage: cnnexp {arguments[0]} {usage}".rstrip().replace(" | ", f"\n       cnnexp {arguments[0]} ")
+            sys.stdout.write("\n".join([lines, "", does, *([A_RUN] if "RUN" in usage else []), ""]))
         else:
             getattr(importlib.import_module(module), function)(arguments[1:])
         return

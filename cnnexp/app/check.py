@@ -80,7 +80,7 @@ def command(arguments: Sequence[str]) -> None:
     backend = backend_class(name)()
     other = "python" if name == "numpy" else "numpy"
     found = []
-    sys.stdout.write(f"{name} beside {other}: scores, losses, gradients, and steps, taken twice and stopped between\n")
+    sys.stdout.write(f"{name} beside {other}: scores, losses, gradients, steps taken twice, resumed steps\n")
     for title in NETWORKS:
         verdict, text = examine(backend, backend_class(other)(), title)
         found.append(verdict)

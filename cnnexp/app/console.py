@@ -19,6 +19,7 @@ from cnnexp.training.loop import Progress as EpochProgress
 
 WIDTH = 120  # of tables where nobody says how wide the screen is
 LINE = 80  # of text: wider is hard to read
+NUMBERS = 8  # columns that a number of an epoch's row takes, about
 
 
 class Display:
@@ -86,7 +87,7 @@ class Display:
             return
         table = Table(box=None, padding=(0, 1, 0, 0))
         for title in ("kernel", "way", "tile"):
-            table.add_column(title)
+            table.add_column(title, no_wrap=title != "tile")
         for title in ("multiply-adds", "of limit"):
             table.add_column(title, justify="right")
         for row in kernels:
@@ -123,7 +124,9 @@ class Display:
         if self._timed:
             cells |= {"seconds": f"{result.epoch_s:.3g}", "images/s": f"{result.images_per_s:,.0f}"}
             if result.comparison:
-                cells[f"x {self._baseline}"] = _short(result.comparison.speedup, 2)
+                room = LINE - NUMBERS * len(cells)
+                baseline = str(self._baseline)
+                cells[f"x {baseline if len(baseline) < room else 'base.'}"] = _short(result.comparison.speedup, 2)
         least = {"epoch": 2 * len(str(self._epochs)) + 2}
         widths = [max(least.get(key, 7), len(key.split()[-1]) + 1, len(cells[key]) + 1) for key in cells]
         if not self._headed:
@@ -163,9 +166,7 @@ class JobTable:
         self._failed: dict[str, int] = {}  # error -> the first job that it ended
         self._width = max(16, min(self.console.width, LINE) - 46)
         label = ", ".join(title.rpartition(".")[2] for title in titles) or "job"
-        self._print(
-            f"{'job':>6}  {label[: self._width]:<{self._width}}{'epoch (s)':>11}{'speedup':>9}{'acc.':>9}  left"
-        )
+        self._print(f"{self._begun('job', label)}{'epoch (s)':>11}{'speedup':>9}{'acc.':>9}  left")
 
     def name(self, number: int) -> str:
         """Return e.g. `job 2 of 8`."""
@@ -186,8 +187,7 @@ class JobTable:
         if error is not None:
             first = self._failed.setdefault(error, number)
             why = f"FAILED: {error}" if first == number else f"FAILED, as {first + 1}"
-            text = f"{place:>6}  {label}  {why}"
-            self._print(textwrap.fill(text, min(self.console.width, LINE), subsequent_indent=" " * 8))
+            self._print(self._filled(f"{place:>6}  {label}  {why}"))
             return
         cells = [
             format(metrics[name], form) if name in metrics else ""
@@ -199,11 +199,19 @@ class JobTable:
         ]
         cells = [cell.rjust(width) for cell, width in zip(cells, (11, 9, 9), strict=True)]
         left = (now - self._started) / self.shown * (self._jobs - self.shown) if self._jobs else None
-        if len(label) > self._width:  # on a line of its own, whole
-            self._print(f"{place:>6}  {label}")
-            place = label = ""
         told = "" if left is None else f"  {_duration(left)}"
-        self._print(f"{place:>6}  {label:<{self._width}}{''.join(cells)}{told}")
+        self._print(f"{self._begun(place, label)}{''.join(cells)}{told}")
+
+    def _begun(self, place: str, label: str) -> str:
+        """Return the first columns of a row; a label too long for its column is shown before, whole."""
+        text = f"{place:>6}  {label}"
+        if len(label) > self._width:
+            self._print(self._filled(text))
+            text = ""
+        return text.ljust(8 + self._width)
+
+    def _filled(self, text: str) -> str:
+        return textwrap.fill(text, min(self.console.width, LINE), subsequent_indent=" " * 8)
 
     def _print(self, text: str) -> None:
         self.console.print(text, highlight=False, soft_wrap=True, markup=False)

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 import sys
+import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import BrokenExecutor
@@ -14,6 +15,7 @@ from typing import Any, cast
 
 import hydra
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.hydra import Hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -79,8 +81,11 @@ def launch() -> None:
     for tracking, link in links.items():
         store = f" tracking.uri={without_password(tracking.uri)}" if tracking.uri else ""
         first = "" if browser.has_pages() else f"{installing('ui')}, then "
-        text = f"To look at it: {first}{program_name()} ui{store}, which opens\n{link}"
-        make_console().print(text, highlight=False, markup=False, soft_wrap=True)
+        console = make_console()
+        text = verdict.screen(
+            [("To look at it:", f"{first}{program_name()} ui{store}, which opens")], min(console.width, LINE)
+        )
+        console.print(f"{text}\n{link}", highlight=False, markup=False, soft_wrap=True)
     if failed or gave_up:
         leave("\n  ".join([*failed, *gave_up]), 1)
     if _failures:
@@ -107,7 +112,23 @@ def _watch_composing() -> None:
     setattr(ConfigLoaderImpl, "load_configuration", load_configuration)  # noqa: B010
 
 
+def _fit_help() -> None:
+    """Have Hydra's help fit the screen: it puts all names of a group into one line."""
+    get_help = Hydra.get_help
+
+    def fitted(self: Hydra, *arguments: Any, **options: Any) -> str:
+        width = min(make_console().width, LINE)
+        lines = get_help(self, *arguments, **options).splitlines()
+        return "\n".join(
+            textwrap.fill(line, width, subsequent_indent="  ", break_on_hyphens=False) if len(line) > width else line
+            for line in lines
+        )
+
+    setattr(Hydra, "get_help", fitted)  # noqa: B010
+
+
 _watch_composing()
+_fit_help()
 
 
 def _check_groups(words: Sequence[str]) -> None:

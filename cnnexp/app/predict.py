@@ -104,8 +104,9 @@ def _classify_split(classifier: Classifier, dataset: Dataset) -> Iterator[str]:
         )
     probabilities = classifier.predict(dataset.test.images)
     predicted = probabilities.argmax(axis=1)
+    digits, letters = len(str(len(predicted) - 1)), max(map(len, dataset.classes))
     for i, (label, found) in enumerate(zip(dataset.test.labels, predicted, strict=True)):
         wrong = "" if found == label else f"  wrong: {dataset.classes[label]}"
-        yield f"{i}  {dataset.classes[found]}  {probabilities[i, found]:.4f}{wrong}"
+        yield f"{i:{digits}}  {dataset.classes[found]:{letters}}  {probabilities[i, found]:.4f}{wrong}"
     right = int((predicted == dataset.test.labels).sum())
     yield f"test accuracy {right / len(predicted):.4f}, {right} of {len(predicted)} images"

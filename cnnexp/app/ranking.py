@@ -6,7 +6,7 @@ import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 from cnnexp.measuring.confidence import Interval, holm, median_interval, p_value
@@ -130,8 +130,15 @@ def _differences(places: Sequence[Place]) -> list[verdict.Row]:
     """Say which neighbours in the ranking differ, and which may have changed places by chance."""
     p_values = holm([p_value(a.values, b.values) for a, b in pairwise(places)])
     differ = [f"{i} from {i + 1} (p {p:.2g})" for i, p in enumerate(p_values, 1) if p < SIGNIFICANT]
-    alike = [f"{i} and {i + 1} (p {p:.2g})" for i, p in enumerate(p_values, 1) if p >= SIGNIFICANT]
     told = [("differ", ", ".join(differ))] if differ else []
+    alike, last = [], 0
+    for unsure, group in groupby(p_values, lambda p: p >= SIGNIFICANT):
+        least = list(group)
+        first, last = last + 1, last + len(least)
+        if unsure and len(least) == 1:
+            alike.append(f"{first} and {last + 1} (p {least[0]:.2g})")
+        elif unsure:
+            alike.append(f"each of {first} to {last} and the next (p {min(least):.2g} or more)")
     if alike:
         told.append(("not sure", f"{', '.join(alike)}: more epochs, or {SEED}=0,1,2, may tell them apart"))
     return told

@@ -10,14 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cnnexp.measuring.ledger import STEP
+from cnnexp.measuring.ledger import BETWEEN, CALLS, STEP
 
 LARGEST = 4  # differences that are worth a sentence
 WORTH = 0.02  # share of the slower step from which a difference is
 FEWER = 1.05  # ratio of multiply-adds from which they are called fewer
 WAITS = 0.01  # share of a step from which waiting is told
-BETWEEN = "between the parts"
-CALLS = "train"  # the ledger's entry of what no part of a step covers
 
 
 @dataclass(frozen=True)

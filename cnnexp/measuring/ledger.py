@@ -26,7 +26,9 @@ from cnnexp.training.loop import EpochResult
 
 REST = ("rest", "")
 KERNELS = ("forward", "backward")  # passes that any number of cores can share
-STEP = ("train", "gather", "update", "wait", *KERNELS)  # what a training step consists of
+CALLS = "train"  # what no part of a step covers
+BETWEEN = "between the parts"  # the same where parts are told
+STEP = (CALLS, "gather", "update", "wait", *KERNELS)  # what a training step consists of
 
 
 class Ledger:
@@ -234,10 +236,10 @@ def step_parts(seconds: Mapping[tuple[str, str], float]) -> dict[str, float]:
         seconds: of a ledger.
     """
     trained_s = _trained_s(seconds)
+    shares = {entry: s / trained_s for entry, s in seconds.items() if entry[0] in STEP and trained_s > 0}
     return {
-        f"{layer} {what}".strip(): s / trained_s
-        for (what, layer), s in seconds.items()
-        if what in STEP and trained_s > 0
+        BETWEEN if what == CALLS and len(shares) > 1 else f"{layer} {what}".strip(): share
+        for (what, layer), share in shares.items()
     }
 
 

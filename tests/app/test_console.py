@@ -3,11 +3,15 @@ import io
 
 import numpy as np
 import pytest
+from machine_code import CPUS
 from results import DATASET, NETWORK, Backend
 from rich.console import Console
 
 from cnnexp.app.console import Display, JobTable
+from cnnexp.app.hydra_app import CONF
+from cnnexp.backends.simd.plan import Plan
 from cnnexp.network.losses import Totals
+from cnnexp.network.models import TwoConvMlp
 from cnnexp.training.baseline import Comparison
 from cnnexp.training.loop import EpochResult, Progress
 
@@ -24,10 +28,10 @@ RESULT = EpochResult(
 )
 
 
-def show(terminal, shown=True, epochs=2, results=(RESULT,), width=80, job="", **options):
+def show(terminal, shown=True, epochs=2, results=(RESULT,), width=80, job="", baseline="cpu", **options):
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, width=width)
-    with Display(epochs, "cpu", shown, console, job=job, **options) as display:
+    with Display(epochs, baseline, shown, console, job=job, **options) as display:
         display.start(DATASET, NETWORK, Backend(), 1.5)
         display.progress(Progress(1, Totals(30.0, 40, 60), 100, 0.25))
         for result in results:
@@ -59,6 +63,24 @@ def test_nothing_is_wider_than_80_columns():
     )
     for line in show(False, epochs=1000, results=[wide]).splitlines():
         assert len(line) <= 80
+
+
+@pytest.mark.parametrize("validation", [None, Totals(2.0, 1, 4)])
+def test_the_longest_name_of_a_baseline_fits(validation):
+    longest = max((path.stem for path in CONF.glob("backend/*.yaml")), key=len)
+    out = show(False, results=[dataclasses.replace(RESULT, validation=validation)], baseline=longest)
+    assert max(map(len, out.splitlines())) <= 80
+    assert (longest in out) == (validation is None)
+
+
+def test_the_kernels_of_a_step_fit_and_none_is_clipped():
+    network = TwoConvMlp().network((28, 28, 1), 10)
+    rows = Plan(network, CPUS["avx512"].target, 2, 32).explain(2)
+    out = io.StringIO()
+    Display(1, console=Console(file=out, width=80)).explain(rows)
+    assert max(map(len, out.getvalue().splitlines())) <= 80
+    assert all(row.kernel in out.getvalue() for row in rows)
+    assert "\u2026" not in out.getvalue()
 
 
 def test_a_validation_split_has_columns_of_its_own_and_a_simulated_gpu_no_times():
@@ -124,8 +146,10 @@ def test_one_cause_that_fails_every_job_is_told_once():
 @pytest.mark.parametrize("width", [80, 120])
 def test_no_row_of_a_sweep_is_wider_than_80_columns(width):
     rows = [("cpu-parallel " + "filters=8 " * 5, METRICS, None), ("cpu", {}, "a reason that goes on " * 10)]
-    lines = job_table(rows, width=width)
+    titles = ["backend", *(f"trainer.a_key_of_some_length_{i}" for i in range(5))]
+    lines = job_table(rows, titles=titles, width=width)
     assert max(map(len, lines)) <= 80
+    assert all(title.removeprefix("trainer.") in " ".join(lines) for title in titles)
     assert " ".join(lines).count("goes") == 10
 
 

@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from cnnexp.measuring.explanation import BETWEEN, changes, rows, sentences, side_of, us_text
+from cnnexp.measuring.explanation import changes, rows, sentences, side_of, us_text
+from cnnexp.measuring.ledger import BETWEEN
 
 
 def layer(names, what, seconds, multiply_adds=0, flops=0.0, size=1.0, at_once="", fewer=""):
