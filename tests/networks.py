@@ -63,6 +63,7 @@ NETWORKS = {
     "pool_first": ((6, 6, 2), (MaxPool2d(2), Conv2d(3, 2), Flatten(), Linear(3))),
     "flatten_first": ((4, 4, 2), (Flatten(), Linear(5), ReLU(), Linear(3))),
     "flatten_twice": ((2, 2, 2), (Flatten(), Flatten(), Linear(3), Flatten(), Linear(3))),
+    "elementwise_after_flatten": ((5, 6, 2), (Conv2d(3, 2), MaxPool2d(2, 1), Flatten(), Tanh(), Linear(3))),
     "sigmoids": ((4, 4, 1), (Conv2d(3, 2), Sigmoid(), Flatten(), Linear(3), Sigmoid(), Linear(3))),
     "elementwise": (
         (4, 5, 2),

@@ -22,7 +22,7 @@ from cnnexp.backends.simd.cost import MACS, Work
 from cnnexp.backends.simd.dense import FilterClassifier
 from cnnexp.backends.simd.emit import BYTE, FLOAT, Emitter, Kernels, Target
 from cnnexp.backends.simd.layout import Arena, Grid, Image, Matrix, Parameters, Ring
-from cnnexp.backends.simd.nodes import Node, Tensor
+from cnnexp.backends.simd.nodes import Activation, Node, Tensor
 from cnnexp.backends.simd.ways import choose_nodes, works
 from cnnexp.network import ConvStage, ElementwiseStage, FlattenStage, LinearStage, Network, PoolStage
 from cnnexp.optimizers import Optimizer
@@ -125,12 +125,14 @@ class Plan:
                 x, dx = _flat(x), dx and _flat(dx)
             node.x, node.dx = x, dx
             kind = node.makes or type(x)
+            # in lanes nothing flattens but a change of layout: what is elementwise after a Flatten keeps the image
+            shape = x.shape if isinstance(node, Activation) and isinstance(x, Grid) else node.shape
             ring = nodes[i + 1].input_ring() if i + 1 < len(nodes) else Ring()
-            node.y = self._tensor(kind, node.shape, ring)
+            node.y = self._tensor(kind, shape, ring)
             x, dx = node.y, None
             if i >= first:
                 flat = i + 1 == len(nodes) or nodes[i + 1].wants is Matrix
-                dx = node.dy = self._tensor(kind, node.shape, Ring() if flat else node.gradient_ring(i > first))
+                dx = node.dy = self._tensor(kind, shape, Ring() if flat else node.gradient_ring(i > first))
                 if i + 1 < len(nodes):
                     nodes[i + 1].input_rectified = node.dy_rectified = node.rectify and nodes[i + 1].rectifies_dx
 
