@@ -2,10 +2,12 @@
 
 import json
 import os
+import platform
 import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -58,7 +60,8 @@ def test_a_folder_with_a_live_run_is_refused(run, tmp_path):
         other.stdout.readline()
         code, _, err = run(*TINY)
         assert code == 2
-        assert f"process {other.pid} on " in err
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        assert f"process {other.pid} on {platform.node()}, boot {boot} runs in it now" in err
         assert "runs in it now; choose another folder" in err
         assert is_claimed(folder)
         other.kill()
