@@ -185,7 +185,7 @@ class Recorder:
 
     def _end(self) -> None:
         self._outbox.put(None)
-        for _ in _looks(self._process, ANSWER_S):
+        for _ in self._looks(ANSWER_S):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(LOOK_S)
                 break
@@ -216,7 +216,7 @@ class Recorder:
     def _next_answer(self, most_s: float | None) -> str:
         with contextlib.suppress(queue.Empty):
             return self._answers.get(timeout=0)
-        for _ in _looks(self._process, ANSWER_S if most_s is None else most_s):
+        for _ in self._looks(ANSWER_S if most_s is None else most_s):
             with contextlib.suppress(queue.Empty):
                 return self._answers.get(timeout=LOOK_S)
         if most_s is not None:
@@ -224,24 +224,23 @@ class Recorder:
         self._process.kill()
         raise TrackingError(f"{self._store}: no answer in {ANSWER_S:g} s")
 
+    def _looks(self, most_s: float) -> Iterator[None]:
+        """Yield for as long as the process may be silent; while it computes, or takes what it is sent, for longer.
+
+        Silence is counted in looks, not by a clock: where all stood still for an hour, nobody was silent.
+        """
+        silent_s, computed = 0.0, None
+        while silent_s < most_s:
+            yield
+            before, computed = computed, (_computed_s(self._process.pid), self._outbox.qsize())
+            silent_s += LOOK_S if computed == before else LOOK_S / BUSY
+
     def _listen(self, lines: IO[str], answers: queue.SimpleQueue[str]) -> None:
         with lines:
             for line in lines:
                 self._answering = True
                 answers.put(line)
         answers.put("")  # the end
-
-
-def _looks(process: subprocess.Popen[str], most_s: float) -> Iterator[None]:
-    """Yield for as long as a process may be silent.
-
-    Silence is counted in looks, not by a clock: where all stood still for an hour, nobody was silent.
-    """
-    silent_s, computed = 0.0, None
-    while silent_s < most_s:
-        yield
-        before, computed = computed, _computed_s(process.pid)
-        silent_s += LOOK_S if computed == before else LOOK_S / BUSY
 
 
 def _computed_s(pid: int) -> float | None:

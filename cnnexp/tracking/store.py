@@ -364,7 +364,8 @@ class Store:
 
     def _end_dead(self, run_id: str) -> None:
         """End a run whose process is gone: as its journal says, or, where that is not here, as killed."""
-        tags = self._client.get_run(run_id).data.tags
+        with self._explained("stopped answering"):
+            tags = self._client.get_run(run_id).data.tags
         folder, key = tags.get(FOLDER), tags.get(KEY)
         if folder and _key_in(Path(folder)) == key:
             self.deliver(folder)
@@ -413,9 +414,10 @@ def _once_unlocked(owner: int, call: Callable[..., T], /, *arguments: Any, **nam
 
 
 def _reason(error: Exception) -> str:
-    """Return the line of an error that says most: the database's own, where there is one, else the first."""
+    """Return the line of an error that says most: the database's own, where there is one, else the first's cause."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    return next((found[0] for line in lines if (found := DATABASE_LINE.search(line))), lines[0])
+    said = next((found[0] for line in lines if (found := DATABASE_LINE.search(line))), lines[0])
+    return said.rpartition("Caused by ")[2]
 
 
 def _make(uri: str) -> None:

@@ -299,11 +299,22 @@ def test_a_wait_that_stood_still_for_an_hour_goes_on(live, monkeypatch):
     assert live.call("settle") is None
 
 
-@pytest.mark.parametrize(("computes", "looks"), [(False, 6), (True, 50)])
-def test_a_recorder_that_computes_is_waited_for_longer(live, monkeypatch, computes, looks):
+class Emptied(queue.SimpleQueue):
+    """What is sent to a recorder that takes a call a look."""
+
+    def __init__(self, calls):
+        self.sizes = iter(range(calls, -1, -1))
+
+    def qsize(self):
+        return next(self.sizes, 0)
+
+
+@pytest.mark.parametrize(("computes", "takes", "looks"), [(0, 0, 6), (1, 0, 50), (0, 1000, 50), (0, 10, 15)])
+def test_a_recorder_that_computes_or_takes_calls_is_waited_for_longer(live, monkeypatch, computes, takes, looks):
     seconds = iter(range(1000))
     monkeypatch.setattr(pipe, "_computed_s", lambda pid: next(seconds) if computes else 0.0)
-    assert sum(1 for _ in pipe._looks(live._process, 5.0)) == pytest.approx(looks, abs=1)
+    monkeypatch.setattr(live, "_outbox", Emptied(takes))
+    assert sum(1 for _ in live._looks(5.0)) == pytest.approx(looks, abs=1)
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="a process is stopped by a POSIX signal")

@@ -221,6 +221,22 @@ def test_close_ends_open_runs(store):
     assert read(store, run_id).info.status == "KILLED"
 
 
+def test_a_server_that_is_gone_when_open_runs_are_ended_is_no_traceback(store, monkeypatch):
+    run_id = begin(store)
+
+    def refuse(_):
+        raise ConnectionError("API request failed: Max retries exceeded (Caused by ReadTimeoutError('timed out'))")
+
+    with monkeypatch.context() as down:
+        down.setattr(store._client, "get_run", refuse)
+        with pytest.raises(TrackingError, match=r": stopped answering: ReadTimeoutError\('timed out'\)\)$"):
+            store._end_dead(run_id)
+        store.close()
+    assert run_id in store._open_runs
+    store.close()
+    assert read(store, run_id).info.status == "KILLED"
+
+
 def test_deleted_experiment_says_how_to_restore_it(store):
     experiment_id = stores.Store(store._uri, "gone")._experiment_id
     store._client.delete_experiment(experiment_id)
