@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -69,7 +70,7 @@ def run(
         words: of it.
         folder: to work in; made here.
         kill_after_s: seconds until SIGKILL; None lets it end.
-        meanwhile: called with the process once it runs; what it raises ends the process.
+        meanwhile: called with the process once it runs, in a thread; it must end once the process has.
         limit_s: seconds until it counts as hung.
         program: the Python that runs it.
     """
@@ -83,15 +84,17 @@ def run(
         subprocess.Popen(command, stdout=out, stderr=err, cwd=folder, env=environ, text=True) as process,
     ):
         code: int | None = None
-        try:
-            meanwhile(process)
-            code = process.wait(limit_s if kill_after_s is None else kill_after_s)
-        except subprocess.TimeoutExpired:
-            pass
-        finally:
-            process.kill()
-            ended = process.wait()
+        with ThreadPoolExecutor(1) as threads:
+            beside = threads.submit(meanwhile, process)
+            try:
+                code = process.wait(limit_s if kill_after_s is None else kill_after_s)
+            except subprocess.TimeoutExpired:
+                pass
+            finally:
+                process.kill()
+                ended = process.wait()
         seconds = time.monotonic() - started
+        beside.result()
         out.seek(0)
         err.seek(0)
         return Done(code if kill_after_s is None else ended, out.read(), err.read(), seconds)

@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import os
 import random
 import shutil
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import psutil
 
 from cnnexp.tracking.browser import free_port
 from cnnexp.tracking.events import read_journal
 from soak.commands import SMALL, Recorded, fault_of, recorded, run
 
-EPOCHS, EPOCH_IMAGES = 120, 6000
+EPOCHS, EPOCH_S, TRIED_IMAGES = 60, 2.0, 20_000  # of an epoch that is tried to find how many take so long
 STOPPED_S, SERVED_S = 60.0, 300.0
 MOST_LONGER = 1.1  # an epoch while the store stands still, beside its neighbours
+FEWEST = 5  # epochs to judge by
 STORE = "mlflow.db"
 POSTGRES = ("initdb", "postgres", "createdb", "psql")
 
@@ -84,41 +84,87 @@ def _stopped(
     folder: Path, uri: str, port: int, read: Callable[[str], list[Recorded]], rng: random.Random
 ) -> Iterator[str | None]:
     """Run trainings whose store stands still for a while, and judge each."""
-    words = [*SMALL, f"trainer.epochs={EPOCHS}", f"dataset.train_size={EPOCH_IMAGES}", f"tracking.uri={uri}"]
+    words = [*SMALL, "backend=cpu", "hydra.run.dir=run"]
+    run([*words, "trainer.epochs=3", f"dataset.train_size={TRIED_IMAGES}", "tracking=none"], folder / "tried")
+    times_ms = read_journal(folder / "tried" / "run")["times_ms"]
+    images = int(TRIED_IMAGES * EPOCH_S * 1000 / (times_ms[3] - times_ms[2]))
     for trial in range(1_000_000):
         place, experiment = folder / f"{trial:05d}", f"trial {trial}"
-        before = rng.randrange(2, 20)
-        times: list[float] = []
-
-        mine = [*words, f"tracking.experiment={experiment}", "hydra.run.dir=run"]
-        stop = functools.partial(_stop, port, place / "run", before, times)
-        done = run(mine, place, meanwhile=stop)
+        watch = Watch(port, place / "run", rng.randrange(4, 9))
+        mine = [*words, f"trainer.epochs={EPOCHS}", f"dataset.train_size={images}", f"tracking.uri={uri}"]
+        mine.append(f"tracking.experiment={experiment}")
+        done = run(mine, place, meanwhile=watch)
         failed = done.fault or (f"exit code {done.code}: {done.err}" if done.code else None)
-        yield failed or _fault(place, read(experiment), times)
+        yield failed or _fault(place, read(experiment), watch.times, watch.samples)
 
 
-def _stop(port: int, folder: Path, before: int, times: list[float], process: subprocess.Popen[str]) -> None:
-    """Have a store stand still for a while once a run has done some epochs; note from when to when."""
-    while process.poll() is None and len(read_journal(folder)["epochs"]) < before:
-        time.sleep(0.2)
-    with _suspended(port):
-        times.append(time.time() * 1000)
-        time.sleep(STOPPED_S)
-        times.append(time.time() * 1000)
+class Watch:
+    """Has a store stand still for a while, once a run has done some epochs, and looks at the run all the while.
+
+    Attributes:
+        times: from when to when it stood still, ms.
+        samples: (when, for how long until then the training thread ran or wanted to, and its children ran), ms.
+    """
+
+    def __init__(self, port: int, folder: Path, before: int) -> None:
+        self._port, self._folder, self._before = port, folder, before
+        self.times: list[float] = []
+        self.samples: list[tuple[float, float, float]] = []
+
+    def __call__(self, process: subprocess.Popen[str]) -> None:
+        """Watch a run until it ends."""
+        with contextlib.ExitStack() as stopped:
+            while process.poll() is None:
+                with contextlib.suppress(OSError, psutil.Error):
+                    ran, waited, _ = Path(f"/proc/{process.pid}/schedstat").read_text().split()
+                    used = sum(sum(child.cpu_times()[:2]) for child in psutil.Process(process.pid).children())
+                    self.samples.append((time.time() * 1000, (int(ran) + int(waited)) / 1e6, used * 1000))
+                if not self.times and len(read_journal(self._folder)["epochs"]) >= self._before:
+                    stopped.enter_context(_suspended(self._port))
+                    self.times.append(time.time() * 1000)
+                elif len(self.times) == 1 and time.time() * 1000 >= self.times[0] + STOPPED_S * 1000:
+                    stopped.close()
+                    self.times.append(time.time() * 1000)
+                time.sleep(0.1)
 
 
-def _fault(place: Path, runs: Sequence[Recorded], times: Sequence[float]) -> str | None:
+def _fault(
+    place: Path, runs: Sequence[Recorded], times: Sequence[float], samples: Sequence[tuple[float, float, float]]
+) -> str | None:
+    """Return what is wrong with a run whose store stood still, and tell how long its epochs took.
+
+    Other work on the machine makes some epochs longer than others. What a store can do to one is to have it wait, the
+    time in which its thread neither ran nor was kept from it by others, or to have the recorder compute. Each epoch is
+    judged by the first, beyond what epochs beside wait for a disk, and all together by the second.
+    """
     if fault := fault_of(runs, EPOCHS):
         return fault
-    journal = read_journal(place / "run")
-    ends = [journal["times_ms"][epoch] for epoch in range(1, EPOCHS + 1)]
-    gaps = [(end, after - end) for end, after in itertools.pairwise(ends)]
-    within = [gap for end, gap in gaps if times[0] <= end < times[1]]
-    beside = [gap for end, gap in gaps if not times[0] <= end < times[1]]
-    ratio = statistics.median(within) / statistics.median(beside) if within and beside else float("nan")
-    told = f"{len(within)} epochs while it stood still, of {ratio:.2f} the others' seconds (medians)"
-    sys.stderr.write(f"{told}\n")
-    return None if within and ratio <= MOST_LONGER else told
+    ends = [*read_journal(place / "run")["times_ms"].values()][:EPOCHS]
+    at, active, children = zip(*samples, strict=True)
+    used_ms = np.diff(np.interp(times, at, children))
+    active = np.interp(ends, at, active)
+    gaps, idle = np.diff(ends), np.diff(ends) - np.diff(active)
+    within = np.array([times[0] <= end < times[-1] for end in ends[:-1]])
+    if len(times) != 2 or min(within.sum(), (~within).sum()) < FEWEST:
+        return f"{within.sum()} epochs while it stood still, {(~within).sum()} beside: too few to judge by"
+    usual = np.median(gaps[~within])
+    told = [
+        f"{within.sum()} epochs while the store stood still (recorder {used_ms[0]:.0f} ms), {(~within).sum()} beside"
+    ]
+    for name, which in (("while", within), ("beside", ~within)):
+        lower, middle, upper = np.quantile(gaps[which], (0.05, 0.5, 0.95)) / 1000
+        longer = np.mean(gaps[which] > MOST_LONGER * usual)
+        told.append(
+            f"{name}: median {middle:.2f} s (5 to 95 %: {lower:.2f} to {upper:.2f}), {longer:.0%} longer than "
+            f"{MOST_LONGER:g} medians, idle {np.median(idle[which]):.0f} ms (most: {idle[which].max():.0f})"
+        )
+    sys.stderr.write("; ".join(told) + "\n")
+    longer = (idle - np.median(idle[~within])) / usual
+    most = MOST_LONGER - 1
+    faults = [f"epoch {e + 2} waited for {longer[e]:.0%} of one" for e in np.flatnonzero(within & (longer > most))]
+    if used_ms[0] > most * (times[1] - times[0]):
+        faults.append(f"the recorder computed for {used_ms[0]:.0f} ms of {times[1] - times[0]:.0f}")
+    return "; ".join([*faults, *told]) if faults else None
 
 
 @contextlib.contextmanager

@@ -86,17 +86,30 @@ def test_a_job_that_is_missing_or_still_running_is_seen(tmp_path, monkeypatch, r
     assert kills._sweep_fault(tmp_path, "x", 2) == fault
 
 
-@pytest.mark.parametrize(("within_ms", "holds"), [(100, True), (109, True), (115, False)])
-def test_epochs_that_wait_for_a_store_are_seen(tmp_path, monkeypatch, within_ms, holds):
+@pytest.mark.parametrize(
+    ("kept_ms", "waited_ms", "recorder", "said"),
+    [
+        (0, 0, 0.0, None),
+        (90, 0, 0.0, None),  # other work on the machine
+        (0, 9, 0.0, None),
+        (0, 15, 0.0, "epoch 16 waited for 15% of one; "),
+        (0, 0, 0.2, "the recorder computed for 200 ms of 1000; "),
+    ],
+)
+def test_an_epoch_that_waits_for_a_store_is_seen(tmp_path, monkeypatch, kept_ms, waited_ms, recorder, said):
     monkeypatch.setattr(stores, "EPOCHS", 30)
-    times, now = {}, 0
+    times, now, samples = {}, 0.0, []
     for epoch in range(1, 31):
         times[epoch] = now
-        now += within_ms if 10 <= epoch < 20 else 100
+        samples.append((now, now - (waited_ms if epoch > 15 else 0), recorder * now))
+        now += 100 + (kept_ms + waited_ms if epoch == 15 else 0)
     journal(tmp_path / "run", range(1, 31), times_ms=times)
     metrics = {name: [(epoch, 1.0) for epoch in range(1, 31)] for name in commands.ALWAYS}
-    found = stores._fault(tmp_path, [Recorded("r", "FINISHED", metrics)], (times[10], times[20]))
-    assert (found is None) == holds
+    stopped = (times[10], times[10] + 1000)
+    found = stores._fault(tmp_path, [Recorded("r", "FINISHED", metrics)], stopped, samples)
+    assert found is None if said is None else found.startswith(said)
+    few = stores._fault(tmp_path, [Recorded("r", "FINISHED", metrics)], (times[29], times[30]), samples)
+    assert "too few to judge by" in few
 
 
 @pytest.mark.parametrize(
