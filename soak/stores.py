@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -26,6 +27,8 @@ EPOCHS, EPOCH_S, TRIED_IMAGES = 60, 2.0, 20_000  # of an epoch that is tried to 
 STOPPED_S, SERVED_S = 60.0, 300.0
 MOST_LONGER = 1.1  # an epoch while the store stands still, beside its neighbours
 FEWEST = 5  # epochs to judge by
+INSTANT_S = 0.005
+MEMORY = Path("/dev/shm")  # a folder where no epoch waits for a disk
 STORE = "mlflow.db"
 POSTGRES = ("initdb", "postgres", "createdb", "psql")
 
@@ -84,18 +87,20 @@ def _stopped(
     folder: Path, uri: str, port: int, read: Callable[[str], list[Recorded]], rng: random.Random
 ) -> Iterator[str | None]:
     """Run trainings whose store stands still for a while, and judge each."""
-    words = [*SMALL, "backend=cpu", "hydra.run.dir=run"]
-    run([*words, "trainer.epochs=3", f"dataset.train_size={TRIED_IMAGES}", "tracking=none"], folder / "tried")
-    times_ms = read_journal(folder / "tried" / "run")["times_ms"]
-    images = int(TRIED_IMAGES * EPOCH_S * 1000 / (times_ms[3] - times_ms[2]))
+    words = [*SMALL, "backend=cpu"]
+    tried = [*words, "trainer.epochs=3", f"dataset.train_size={TRIED_IMAGES}", "tracking=none", "hydra.run.dir=run"]
+    run(tried, folder / "tried")
+    journal = read_journal(folder / "tried" / "run")
+    took_ms = (journal["times_ms"][3] - journal["times_ms"][2]) * (1 - journal["metrics"].get("time/waited_share", 0.0))
+    words += [f"trainer.epochs={EPOCHS}", f"dataset.train_size={int(TRIED_IMAGES * EPOCH_S * 1000 / took_ms)}"]
     for trial in range(1_000_000):
         place, experiment = folder / f"{trial:05d}", f"trial {trial}"
-        watch = Watch(port, place / "run", rng.randrange(4, 9))
-        mine = [*words, f"trainer.epochs={EPOCHS}", f"dataset.train_size={images}", f"tracking.uri={uri}"]
-        mine.append(f"tracking.experiment={experiment}")
-        done = run(mine, place, meanwhile=watch)
-        failed = done.fault or (f"exit code {done.code}: {done.err}" if done.code else None)
-        yield failed or _fault(place, read(experiment), watch.times, watch.samples)
+        with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as its:
+            watch = Watch(port, Path(its), rng.randrange(4, 9))
+            mine = [*words, f"tracking.uri={uri}", f"tracking.experiment={experiment}", f"hydra.run.dir={its}"]
+            done = run(mine, place, meanwhile=watch)
+            failed = done.fault or (f"exit code {done.code}: {done.err}" if done.code else None)
+            yield failed or _fault(Path(its), read(experiment), watch.times, watch.samples)
 
 
 class Watch:
@@ -116,9 +121,11 @@ class Watch:
         with contextlib.ExitStack() as stopped:
             while process.poll() is None:
                 with contextlib.suppress(OSError, psutil.Error):
-                    ran, waited, _ = Path(f"/proc/{process.pid}/schedstat").read_text().split()
                     used = sum(sum(child.cpu_times()[:2]) for child in psutil.Process(process.pid).children())
-                    self.samples.append((time.time() * 1000, (int(ran) + int(waited)) / 1e6, used * 1000))
+                    now = time.time()
+                    ran, waited, _ = Path(f"/proc/{process.pid}/schedstat").read_text().split()
+                    if time.time() - now < INSTANT_S:  # else this thread was kept waiting itself
+                        self.samples.append((now * 1000, (int(ran) + int(waited)) / 1e6, used * 1000))
                 if not self.times and len(read_journal(self._folder)["epochs"]) >= self._before:
                     stopped.enter_context(_suspended(self._port))
                     self.times.append(time.time() * 1000)
@@ -129,17 +136,17 @@ class Watch:
 
 
 def _fault(
-    place: Path, runs: Sequence[Recorded], times: Sequence[float], samples: Sequence[tuple[float, float, float]]
+    folder: Path, runs: Sequence[Recorded], times: Sequence[float], samples: Sequence[tuple[float, float, float]]
 ) -> str | None:
     """Return what is wrong with a run whose store stood still, and tell how long its epochs took.
 
     Other work on the machine makes some epochs longer than others. What a store can do to one is to have it wait, the
     time in which its thread neither ran nor was kept from it by others, or to have the recorder compute. Each epoch is
-    judged by the first, beyond what epochs beside wait for a disk, and all together by the second.
+    judged by the first, beyond what epochs beside wait, and all together by the second.
     """
     if fault := fault_of(runs, EPOCHS):
         return fault
-    ends = [*read_journal(place / "run")["times_ms"].values()][:EPOCHS]
+    ends = [*read_journal(folder)["times_ms"].values()][:EPOCHS]
     at, active, children = zip(*samples, strict=True)
     used_ms = np.diff(np.interp(times, at, children))
     active = np.interp(ends, at, active)

@@ -106,9 +106,9 @@ def test_an_epoch_that_waits_for_a_store_is_seen(tmp_path, monkeypatch, kept_ms,
     journal(tmp_path / "run", range(1, 31), times_ms=times)
     metrics = {name: [(epoch, 1.0) for epoch in range(1, 31)] for name in commands.ALWAYS}
     stopped = (times[10], times[10] + 1000)
-    found = stores._fault(tmp_path, [Recorded("r", "FINISHED", metrics)], stopped, samples)
+    found = stores._fault(tmp_path / "run", [Recorded("r", "FINISHED", metrics)], stopped, samples)
     assert found is None if said is None else found.startswith(said)
-    few = stores._fault(tmp_path, [Recorded("r", "FINISHED", metrics)], (times[29], times[30]), samples)
+    few = stores._fault(tmp_path / "run", [Recorded("r", "FINISHED", metrics)], (times[29], times[30]), samples)
     assert "too few to judge by" in few
 
 
