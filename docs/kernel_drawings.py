@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
 from cnnexp import Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU
+from cnnexp.network.models import TwoConvMlp
 from cnnexp.network.shapes import Window
 
 # Okabe and Ito's colours, which the colour-blind can tell apart
@@ -21,7 +23,7 @@ PALE = "#f4f4f4"
 def draw_all(folder: Path) -> None:
     """Write every drawing into `folder` as PNG."""
     folder.mkdir(exist_ok=True)
-    for draw in (im2col, argmax_kept, batch_in_lanes, shared_memory_tile, fusion):
+    for draw in (im2col, argmax_kept, batch_in_lanes, register_tile, shared_memory_tile, fusion):
         draw().savefig(folder / f"{draw.__name__}.png", dpi=110)
 
 
@@ -100,6 +102,34 @@ def batch_in_lanes() -> Figure:
     axes.set_ylim(-0.5, 2.3)
     axes.set_aspect("equal")
     axes.axis("off")
+    return figure
+
+
+def register_tile() -> Figure:
+    """The sums that a convolution holds in registers, of the size that the planner gives them on this machine."""
+    from cnnexp.backends.simd.host import host_target
+    from cnnexp.backends.simd.plan import Plan
+
+    target = host_target()
+    plan = Plan(TwoConvMlp().network((28, 28, 1), 10), target, groups=1, share=target.lanes)
+    kernel = next(row for row in plan.explain(1) if "pixels x" in row.tile)
+    pixels, filters = map(int, re.findall(r"\d+", kernel.tile))
+    sums = np.array([[f"+= x{p} w{f}" for p in range(pixels)] for f in range(filters)])
+    figure = Figure(figsize=(7.5, 0.5 * filters + 1.1), layout="constrained")
+    axes = figure.subplots()
+    _cells(axes, sums, lambda r, c: COLOURS[4] + "77")
+    axes.set_aspect("auto")
+    axes.set_xticks(range(pixels), [f"x{p}" for p in range(pixels)], color=COLOURS[0], weight="bold")
+    axes.set_yticks(range(filters), [f"w{f}" for f in range(filters)], color=COLOURS[2], weight="bold")
+    axes.xaxis.tick_top()
+    axes.tick_params(length=0)
+    axes.set_title(f"{pixels} vectors of pixels (a pixel of {target.lanes} images each)", fontsize="medium")
+    axes.set_ylabel(f"{filters} weights")
+    axes.set_xlabel(
+        f"{pixels * filters} sums of {target.lanes} images in registers: {pixels + filters} loads serve "
+        f"{pixels * filters} multiply-adds\n({kernel.kernel} of two_conv_mlp, on the machine that drew this)",
+        fontsize="small",
+    )
     return figure
 
 

@@ -17,7 +17,7 @@ from cnnexp.backends.protocol import Backend, State
 from cnnexp.datasets import Dataset, Source, photograph
 from cnnexp.measuring.confidence import Interval, median_interval
 from cnnexp.measuring.environment import outputs_dir
-from cnnexp.measuring.interference import Interference, Watch
+from cnnexp.measuring.interference import Interference, Patience, Watch
 from cnnexp.network import Network
 from cnnexp.network.models import MODELS, Model
 from cnnexp.optimizers import OPTIMIZERS, SGD, Optimizer
@@ -85,7 +85,7 @@ class Fit:
     def verdict(self) -> str:
         """What a run of the command line ends with: how much faster, how sure, whether the machine was quiet."""
         told = verdict.run_rows(self.epochs, summary(self.epochs), self.baseline, interference=self.interference)
-        return verdict.screen(told)
+        return verdict.screen([(title, text.replace("trainer.patient=true", "patient=True")) for title, text in told])
 
     def plot(self) -> Figure:
         """Return loss and accuracy by epoch as a Matplotlib figure."""
@@ -120,6 +120,7 @@ def fit(
     baseline: str | Backend | None = "cpu",
     patience: int | None = None,
     target: float | None = None,
+    patient: bool = False,
     record: bool = False,
     experiment: str = "cnnexp",
 ) -> Fit:
@@ -137,6 +138,7 @@ def fit(
         baseline: timed beside the run on the same batches; None compares with nothing.
         patience: stop after so many epochs in a row without a smaller held-out loss.
         target: stop after the first epoch with such a held-out accuracy.
+        patient: wait before every epoch until other work leaves the cores alone, five minutes at most in all.
         record: record the run in MLflow and under `outputs/`, for `cnnexp ui`.
         experiment: the MLflow experiment of the record.
 
@@ -169,8 +171,8 @@ def fit(
             compared = Baseline(stack.enter_context(contextlib.closing(beside.compile(*compiling))), dataset.train)
         if run is not None:
             run.wait()  # so that nothing but training runs while training is timed
-        watch = Watch()
-        done = []
+        watch, quiet, done = Watch(), Patience(patient), []
+        quiet.wait()
         for result in train_epochs(
             program, dataset, epochs, seed, schedule, compared, patience, target=target, around=watch.around
         ):
@@ -178,6 +180,8 @@ def fit(
             if run is not None:
                 run.interference = watch.interference()
                 run.epoch(result)
+            if result.epoch < epochs:
+                quiet.wait()
         about = run.facts if run is not None else _about(dataset)
         state = program.state()
         if run is not None:

@@ -18,7 +18,7 @@ from cnnexp.datasets import Dataset
 from cnnexp.errors import CompilerDied
 from cnnexp.measuring import cost_model, footprint
 from cnnexp.measuring.amdahl import amdahl_limit
-from cnnexp.measuring.interference import PATIENCE_S, Watch, await_quiet
+from cnnexp.measuring.interference import Patience, Watch
 from cnnexp.measuring.ledger import Ledger, Profiled, metrics, report, report_beside, step_parts
 from cnnexp.network import Network
 from cnnexp.network.losses import Loss, check_loss
@@ -117,8 +117,8 @@ def _train_epochs(pieces: _Pieces, display: Display, keeping: Keeping, begun: Pr
         keeping.progressed(progress)
 
     watch = Watch()
-    patience_s = PATIENCE_S if trainer.patient else 0.0
-    patience_s -= _await_quiet(patience_s, ledger)
+    patience = Patience(trainer.patient)
+    _await_quiet(patience, ledger)
     for result in train_epochs(
         pieces.program,
         pieces.dataset,
@@ -142,7 +142,8 @@ def _train_epochs(pieces: _Pieces, display: Display, keeping: Keeping, begun: Pr
             if baseline is not None:
                 run.summarize(_limit(baseline, pieces.backend, workers))
             keeping.epoch(result)
-        patience_s -= _await_quiet(patience_s if result.epoch < trainer.epochs else 0.0, ledger)
+        if result.epoch < trainer.epochs:
+            _await_quiet(patience, ledger)
     if pieces.settings.baseline is not None and beside is not None and beside.shares():
         run.parts[pieces.settings.baseline.name] = step_parts(beside.shares())
 
@@ -192,12 +193,10 @@ def _baseline(trainer: Trainer, backend: Backend, program: Profiled, dataset: Da
     return Baseline(program, dataset.train, trainer.baseline_batches, trainer.baseline_s, layers_share=share)
 
 
-def _await_quiet(patience_s: float, ledger: Ledger) -> float:
-    """Wait until others leave the cores alone, so many seconds at most; return the seconds waited."""
-    if patience_s <= 0:
-        return 0.0
-    with ledger.span("quiet"):
-        return await_quiet(patience_s)
+def _await_quiet(patience: Patience, ledger: Ledger) -> None:
+    if patience.left_s > 0:
+        with ledger.span("quiet"):
+            patience.wait()
 
 
 def _limit(baseline: Baseline, backend: Backend, workers: int) -> dict[str, float]:

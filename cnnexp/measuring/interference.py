@@ -95,6 +95,25 @@ def await_quiet(
     return clock() - started
 
 
+class Patience:
+    """Waits for a quiet machine, `PATIENCE_S` in all.
+
+    Args:
+        wanted: False never waits.
+
+    Attributes:
+        left_s: seconds that it may still wait.
+    """
+
+    def __init__(self, wanted: bool) -> None:
+        self.left_s = PATIENCE_S if wanted else 0.0
+
+    def wait(self) -> None:
+        """Wait until others leave the cores alone, as long as patience lasts."""
+        if self.left_s > 0:
+            self.left_s -= await_quiet(self.left_s)
+
+
 def others_share(seconds: float = QUIET_LOOK_S, proc: Path = PROC) -> float:
     """Return the share of this process's cores that other work uses in the next seconds; 0 where nothing tells."""
     before, own, started = _cores_ticks(proc), time.process_time(), time.monotonic()

@@ -17,6 +17,7 @@ import cnnexp
 from cnnexp import __main__ as cli
 from cnnexp.app import hydra_app, trust
 from cnnexp.errors import BackendUnavailable, DataError, TrackingError
+from cnnexp.measuring import interference
 from cnnexp.tracking.events import read_journal
 from cnnexp.tracking.journal import Run
 
@@ -408,3 +409,12 @@ def test_a_config_file_that_is_no_text_is_named(run, tmp_path):
     code, _, err = run("--config-dir", str(tmp_path), *TINY[1:], "experiment=latin")
     assert code == 2
     assert err.startswith(f"cnnexp: error: {path}: not UTF-8 text: ")
+
+
+def test_a_patient_run_waits_before_every_epoch(run, monkeypatch, tmp_path):
+    waits = []
+    monkeypatch.setattr(interference, "await_quiet", lambda limit_s: waits.append(limit_s) or 1.0)
+    assert run(*TINY, "trainer.epochs=3", "trainer.patient=true")[0] == 0
+    assert waits == [300.0, 299.0, 298.0]
+    assert run(*TINY, f"hydra.run.dir={tmp_path}/other")[0] == 0
+    assert len(waits) == 3

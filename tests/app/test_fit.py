@@ -5,6 +5,7 @@ import pydoc
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ import cnnexp
 from cnnexp import SGD, AdamW, Digits, OneConv, ResNet, Step, Synthetic, fit
 from cnnexp.app import fit as fitting
 from cnnexp.app import predict
+from cnnexp.measuring import interference
 from cnnexp.measuring.interference import Interference
 from cnnexp.tracking import store as stores
 from cnnexp.tracking.events import read_journal
@@ -65,6 +67,15 @@ def test_a_target_ends_it_and_without_a_baseline_there_is_no_speedup():
     assert len(found.epochs) == 1
     assert found.speedup is None
     assert "speedup" not in found.table
+
+
+def test_a_patient_one_waits_before_every_epoch_and_says_so_in_python(monkeypatch):
+    limits = []
+    monkeypatch.setattr(interference, "await_quiet", lambda limit_s: limits.append(limit_s) or 200.0)
+    found = fit(OneConv(filters=4), DATA, backend="numpy", epochs=3, baseline=None, patient=True)
+    assert limits == [300.0, 100.0], "patience has an end"
+    busy = replace(found, interference=Interference(0.5, 0.0, 9.0, 2))
+    assert "or wait with patient=True" in " ".join(busy.verdict.split())
 
 
 def test_everything_is_told_in_a_line(trained):
