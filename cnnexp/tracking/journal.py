@@ -44,7 +44,7 @@ PREDICTIONS = "predictions.npz"  # of the test split: labels and predicted, inte
 PROFILE = "profile.json"
 REPORT = "report.md"  # the verdict, and MLflow's note of the run
 MODEL = "model"  # folder of the run's
-START_S = 10.0  # a store that says nothing for so long is told of a run that trains
+START_S = 5.0  # a store that says nothing for so long is told of a run that trains
 MOST_TRIES = 5  # recorders that die of the same calls
 MOST_REASONS = 2  # that a verdict gives for a speedup; `cnnexp explain` gives all
 

@@ -417,7 +417,7 @@ def _reason(error: Exception) -> str:
     """Return the line of an error that says most: the database's own, where there is one, else the first's cause."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     said = next((found[0] for line in lines if (found := DATABASE_LINE.search(line))), lines[0])
-    return said.rpartition("Caused by ")[2]
+    return said.rpartition("(Caused by ")[2].removesuffix(")") if "(Caused by " in said else said
 
 
 def _make(uri: str) -> None:

@@ -172,6 +172,15 @@ def test_finished_config_is_skipped(live, tmp_path):
     assert journal["metrics"]["final/test_accuracy"] == 0.5
 
 
+def test_a_config_that_a_silent_store_may_have_is_trained(live, tmp_path, monkeypatch):
+    def answer(most_s):
+        raise NoAnswerYet("nothing yet")
+
+    monkeypatch.setattr(live, "ask", lambda *_, **__: answer)
+    with Run(tmp_path, CONFIG, (), live) as run:
+        assert not run.skip_if_finished()
+
+
 def test_without_a_recorder_the_journal_tells_all(tmp_path):
     with Run(tmp_path, CONFIG, ["model.filters=4"]) as run:
         assert not run.skip_if_finished()

@@ -229,7 +229,7 @@ def test_a_server_that_is_gone_when_open_runs_are_ended_is_no_traceback(store, m
 
     with monkeypatch.context() as down:
         down.setattr(store._client, "get_run", refuse)
-        with pytest.raises(TrackingError, match=r": stopped answering: ReadTimeoutError\('timed out'\)\)$"):
+        with pytest.raises(TrackingError, match=r": stopped answering: ReadTimeoutError\('timed out'\)$"):
             store._end_dead(run_id)
         store.close()
     assert run_id in store._open_runs
