@@ -54,6 +54,8 @@ def command(arguments: Sequence[str]) -> None:
     if arguments:
         raise ConfigError(f"doctor {arguments[0]}: takes no arguments")
     table = Table(show_header=False, pad_edge=False)
+    for _ in range(3):
+        table.add_column(overflow="fold")
     for title, rows in (
         ("machine", _machine()),
         ("backends", _backends()),

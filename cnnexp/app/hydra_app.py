@@ -269,7 +269,7 @@ def _finish_sweep(started: sweep.Sweep, interrupted: bool) -> list[str]:
         told = verdict.screen(sweep.conclude(started, rows)[0], min(console.width, LINE))
         console.print(told, highlight=False, markup=False, soft_wrap=True)
         if started.paper is not None:
-            console.print(page.screen(compare(Path(started.folder), started.paper)))
+            console.print(page.screen(compare(Path(started.folder), started.paper), console.width))
             console.print(f"The page: {Path(started.folder) / page.FOLDER / 'index.html'}", soft_wrap=True)
     return sweep.failures(rows, started.paper)
 

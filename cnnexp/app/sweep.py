@@ -220,7 +220,7 @@ def summary_table(found: Sequence[Mapping[str, Any]]) -> Table:
     names = [name for name in COLUMNS if any(name in row for row in found)]
     table = Table(title=f"{len(found)} jobs")
     for title in ("job", *keys, "status"):
-        table.add_column(title)
+        table.add_column(title, overflow="fold")
     for name in names:
         table.add_column(COLUMNS[name][0], justify="right")
     for row in found:

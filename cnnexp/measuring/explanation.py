@@ -7,7 +7,7 @@ compute several layers at once, so both sides are brought to the finest groups o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cnnexp.measuring.ledger import BETWEEN, CALLS, STEP
@@ -59,6 +59,7 @@ class Side:
         device: the GPU that computed it; empty on a CPU.
         pieces: in the order of the step; empty where only the whole was timed.
         limits: of the machine, see `roofline.machine_limits`; empty where they were not measured for these threads.
+        ways: by layers, which of several ways to compute them was taken.
     """
 
     label: str
@@ -67,6 +68,7 @@ class Side:
     us: float
     pieces: tuple[Piece, ...]
     limits: Mapping[str, float]
+    ways: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def accounted(self) -> float:
@@ -103,6 +105,7 @@ def side_of(profile: Mapping[str, Any], label: str | None = None) -> Side:
         profile["us_per_image"],
         tuple(sorted(pieces, key=_place)),
         profile["machine"],
+        profile.get("ways", {}),
     )
 
 
@@ -132,6 +135,9 @@ def sentences(sides: Sequence[Side]) -> list[str]:
         told = [f"An image costs {costs}: {_times(ours.us, others[0].us)}.", *changes(sides)]
     if ours.pieces:
         told.append(_what_is_left(ours))
+        if ours.ways:
+            ways = ", ".join(f"{layers} by `{way}`" for layers, way in ours.ways.items())
+            told.append(f"Of the ways that {ours.label} has to compute layers it took: {ways}.")
         waits = sum(piece.us for piece in ours.pieces if piece.what == "wait")
         if waits >= WAITS * ours.us:
             told.append(f"The threads wait for each other {waits / ours.us:.0%} of the step, {us_text(waits)}.")

@@ -144,11 +144,11 @@ def report(ledger: Ledger, program: Profiled, epochs: Sequence[EpochResult], bac
     Returns:
         `backend`, `threads`, `device` (its GPU; empty on a CPU), `wall_s`, `accounted` (share of it), `layered`
         (whether layers were clocked), `entries` (what, layer, seconds), `images` (trained on, over all epochs),
-        `us_per_image` (of training, by the epochs' own clock), `machine` (`roofline.machine_limits`, or the GPU's) and
-        `share_of_gflops` (of the machine's, that all layers' passes reached); and where layers were clocked `layers`
-        (name, layers, kind, pass, and the run's seconds, flops, bytes and multiply_adds, and how a fused program
-        computes them: kernels by seconds, at_once, fewer) and `parallel_share` (of the seconds of all training steps,
-        the part inside these passes).
+        `us_per_image` (of training, by the epochs' own clock), `machine` (`roofline.machine_limits`, or the GPU's),
+        `ways` (by layers, which of several ways to compute them was taken) and `share_of_gflops` (of the machine's,
+        that all layers' passes reached); and where layers were clocked `layers` (name, layers, kind, pass, and the
+        run's seconds, flops, bytes and multiply_adds, and how a fused program computes them: kernels by seconds,
+        at_once, fewer) and `parallel_share` (of the seconds of all training steps, the part inside these passes).
     """
     wall_s = ledger.close()
     images = sum(epoch.train.count for epoch in epochs)
@@ -173,6 +173,10 @@ def report(ledger: Ledger, program: Profiled, epochs: Sequence[EpochResult], bac
     trained_s = _trained_s(ledger.seconds)
     flops = _flops_per_image(program.network, program.batch_size) * images / trained_s
     found["share_of_gflops"] = flops / 1e9 / found["machine"]["gflops"]
+    rows = program.explain()
+    found["ways"] = {" ".join(row.layers): row.way for row in rows if row.layers} or {
+        part.name: part.kernel for part in own if part.what == "forward" and part.multiply_adds
+    }
     layers = list(_fused(own, program, images) if own else _layers(ledger.seconds, program, images))
     found["layered"] = bool(layers)
     if layers:

@@ -90,10 +90,10 @@ def scaling_text(result: Result) -> str:
     )
 
 
-def screen(result: Result) -> rich.table.Table:
-    """Return the comparison as a table for the screen."""
+def screen(result: Result, width: int) -> rich.table.Table:
+    """Return the comparison as a table for a screen so many columns wide."""
     experiment = result.experiment
-    return as_screen(table_of(result), f"{experiment.title}\n{experiment.source}: {experiment.quantity}")
+    return as_screen(table_of(result), f"{experiment.title}\n{experiment.source}: {experiment.quantity}", width)
 
 
 def markdown(result: Result) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -11,6 +12,9 @@ import numpy as np
 
 if TYPE_CHECKING:
     import rich.table
+
+
+NARROWER = (40, 20, 12, 8, 1)  # columns of a text on the screen at most, labels twice; the first that fits is taken
 
 
 @dataclass(frozen=True)
@@ -33,17 +37,29 @@ class Table:
         return [between.join(filter(None, (group.title, text))) for group in self.groups for text in group.headings]
 
 
-def as_screen(table: Table, title: str) -> rich.table.Table:
-    """Return the table for the screen."""
+def as_screen(table: Table, title: str, width: int) -> rich.table.Table:
+    """Return the table for a screen so many columns wide; where that is narrow, texts go over several lines."""
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    shown = Table(title=title)
-    shown.add_column("")
-    for text in table.titles("\n"):
-        shown.add_column(text, justify="right")
-    for row in table.rows:
+    rows = [["", *table.titles("\n")], *table.rows]
+    for most in NARROWER:
+        wrapped = [[_wrapped(text, most if place else 2 * most) for place, text in enumerate(row)] for row in rows]
+        lines = [[line for text in column for line in text.split("\n")] for column in zip(*wrapped, strict=True)]
+        columns = [max(map(len, column)) for column in lines]
+        if sum(columns) + len(columns) <= width:
+            break
+    shown = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for place, text in enumerate(wrapped[0]):
+        shown.add_column(text, justify="right" if place else "left", overflow="fold")
+    for row in wrapped[1:]:
         shown.add_row(*row)
     return shown
+
+
+def _wrapped(text: str, width: int) -> str:
+    lines = [textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False) for line in text.split("\n")]
+    return "\n".join(lines)
 
 
 def as_markdown(table: Table) -> list[str]:

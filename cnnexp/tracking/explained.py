@@ -49,6 +49,7 @@ def _bars(axes: Axes, sides: Sequence[Side], table: Sequence[Row]) -> None:
         )
     axes.set_yticks(range(len(table)), [row.name for row in table], fontsize="small")
     axes.invert_yaxis()
-    axes.margins(x=0.18)
+    axes.margins(x=0.3)
     axes.set_xlabel("microseconds an image, share of its own step")
-    axes.legend(loc="lower right", fontsize="small")
+    # above, where no bar is
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(sides), frameon=False, fontsize="small")

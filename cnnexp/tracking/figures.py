@@ -15,7 +15,7 @@ import numpy as np
 from matplotlib.axes import Axes as Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as PlainFigure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogFormatter, MaxNLocator
 
 logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)  # else it tells of every font that its cache lacks
 
@@ -144,7 +144,8 @@ def roofline(axes: Axes, points: Sequence[tuple[str, float, float, str]], limits
     """
     intensity = np.array([point[1] for point in points])
     speed = np.array([point[2] for point in points])
-    span = np.geomspace(min(0.05, *intensity) / 2, max(100.0, *intensity) * 2, 200)
+    ridge = limits["gflops"] / limits["gb_per_s"]
+    span = np.geomspace(min(ridge, *intensity) / 3, max(ridge, *intensity) * 3, 200)
     axes.plot(span, np.minimum(limits["gflops"], span * limits["gb_per_s"]), color="black", label="limit, measured")
     for what, marker in (("forward", "o"), ("backward", "s")):
         chosen = [i for i, point in enumerate(points) if point[3] == what]
@@ -152,6 +153,9 @@ def roofline(axes: Axes, points: Sequence[tuple[str, float, float, str]], limits
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_ylim(min(speed) / 2, max(limits["gflops"], *speed) * 2)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(LogFormatter())
+        axis.set_minor_formatter(LogFormatter())
     _name_beside(axes, points)
     label_axes(axes, "arithmetic intensity (FLOP per byte, from the shapes)", "GFLOP/s")
     axes.legend(loc="upper left", fontsize="small")

@@ -46,6 +46,16 @@ def test_it_tells_of_the_machine_and_of_every_backend(told, monkeypatch):
     assert {"MPI", "mnist", "fashion_mnist"} <= found.keys()
 
 
+def test_on_80_columns_nothing_is_clipped(told, monkeypatch):
+    monkeypatch.setattr(doctor, "BACKENDS", {"numpy": ""})
+    monkeypatch.setenv("COLUMNS", "80")
+    text = told()
+    assert max(map(len, text.splitlines())) <= 80
+    assert "\u2026" not in text
+    folded = "".join(line.split("│")[3].strip() for line in text.splitlines() if "│" in line)
+    assert str(environment.outputs_dir() / "mlflow.db") in folded
+
+
 ABORTING = """
 import os, sys
 if "cnnexp.app.doctor:trial" in sys.orig_argv:

@@ -35,6 +35,8 @@ def test_a_run_and_its_baseline_and_two_runs(run, tmp_path, capsys):
     profile = json.loads((one / PROFILE).read_text())
     assert {layer["name"] for layer in profile["layers"]} >= {"linear1"}
 
+    assert set(profile["ways"]) == {"conv1 relu1 maxpool1", "linear1"}
+
     lines = told(capsys, one)
     assert max(map(len, lines[:-1])) <= 80
     for name, side in (("cpu-simd", profile), ("numpy", profile["baseline"])):

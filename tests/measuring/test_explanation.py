@@ -105,6 +105,13 @@ def test_the_sentences_say_what_the_numbers_say():
     assert accounted == "These parts are 98.0% of the step as the epochs' own clock has it."
 
 
+def test_the_ways_that_the_planner_took_are_said():
+    ways = {"conv1 relu1 maxpool1": "lanes-argmax", "linear1": "skinny"}
+    told = sentences([side_of({**RUN, "ways": ways}), side_of(BASELINE)])
+    wanted = "conv1 relu1 maxpool1 by `lanes-argmax`, linear1 by `skinny`"
+    assert f"Of the ways that cpu-simd has to compute layers it took: {wanted}." in told
+
+
 def test_the_other_way_round_it_rose():
     text = " ".join(changes(steps()[::-1]))
     assert "conv1's backward pass with relu1 and maxpool1 rose from 4 us to 330 us an image, 82.5 times more." in text
