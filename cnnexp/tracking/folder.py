@@ -56,13 +56,16 @@ class Claim:
 
 
 def is_claimed(folder: Path) -> bool:
-    """Return whether a run is in the folder now."""
+    """Return whether a run is in the folder now; a `DELIVERER` that sends what is left of one is waited for."""
     if not (Path(folder) / LOCK).exists():
         return False
-    release = _claim(Path(folder), liveness.describe(os.getpid()))
-    if release is not None:
-        release()
-    return release is None
+    started = time.monotonic()
+    while (release := _claim(Path(folder), liveness.describe(os.getpid()))) is None:
+        if _holder(folder).get("holder") != DELIVERER or time.monotonic() - started > DELIVERY_S:
+            return True
+        time.sleep(INSTANT_S / 10)
+    release()
+    return False
 
 
 def _claim(folder: Path, facts: Mapping[str, str]) -> Callable[[], None] | None:

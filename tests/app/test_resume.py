@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from cnnexp.app import resume
 from cnnexp.backends.layerwise import LayerwiseProgram
 from cnnexp.errors import CheckpointError, ConfigError
 from cnnexp.tracking.events import JOURNAL, read_journal
-from cnnexp.tracking.folder import Claim, is_claimed
+from cnnexp.tracking.folder import DELIVERER, Claim, is_claimed
 from cnnexp.training.checkpoint import Keeper, find, list_checkpoints, load
 
 THREE = (*TINY, "trainer.epochs=3")
@@ -119,6 +120,9 @@ def test_auto_finds_the_newest_run_of_the_same_config(run, tmp_path, monkeypatch
     claim = Claim(tmp_path / "first")
     assert resume.find_earlier("auto", tmp_path / "run", config) is None  # it runs now
     claim.release()
+    claim = Claim(tmp_path / "first", DELIVERER)  # it has ended, and what is left of it is sent
+    threading.Timer(0.2, claim.release).start()
+    assert resume.find_earlier("auto", tmp_path / "run", config).folder == tmp_path / "first"
 
 
 def test_an_older_checkpoint_is_not_gone_on_from_among_later_ones(run, tmp_path):
