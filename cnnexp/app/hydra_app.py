@@ -187,12 +187,8 @@ def run(composed: DictConfig) -> float:
         _show(within, run.metrics)
     elif run.verdict:
         console = make_console()
-        commands = ["ui", f"predict {run.id or folder} IMAGE"]
-        if run.profile is not None:
-            commands.append(f"explain {run.id or folder}")
-        more = " | ".join(f"{program_name()} {command}" for command in commands)
-        rows = [*run.verdict, ("more", more)]
-        console.print(verdict.screen(rows, min(console.width, LINE)), highlight=False, markup=False, soft_wrap=True)
+        told = verdict.screen(run.verdict, min(console.width, LINE))
+        console.print(told, highlight=False, markup=False, soft_wrap=True)
     return run.metrics.get(OBJECTIVES[settings.sweep.objective], math.nan)  # a simulated run has no times
 
 

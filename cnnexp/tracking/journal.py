@@ -371,6 +371,10 @@ class Run:
         self.verdict.append(("folder", str(self.folder)))
         if self.id is not None:
             self.verdict.append(("run", self.id))
+        run = self.id or self.folder
+        commands = ["ui", f"predict {run} IMAGE", *([f"explain {run}"] if self.profile is not None else [])]
+        more = (f"{environment.program_name()} {command}" for command in commands)
+        self.verdict.append(("more", " | ".join(more)))
         page = verdict.markdown(self.name, self.verdict)
         (self.folder / REPORT).write_text(page, encoding="utf-8")
         self.add_artifact(self.folder / REPORT)
