@@ -42,6 +42,7 @@ for noisy in ("matplotlib", "numba", "PIL"):
     logging.getLogger(noisy).setLevel(logging.WARNING)  # else hydra.verbose=true tells of every byte code
 
 GROUPS = ("model", "backend", "optimizer", "dataset", "workers")  # a class for each name in them
+FOLDERS = ("hydra.run.dir", "hydra.sweep.dir")
 OBJECTIVES = {"test_accuracy": "final/test_accuracy", "epoch_s": "time/median_epoch_s"}
 GAVE_UP = (
     "a process of hydra/launcher died, and the launcher ended the jobs that had not; the same command with "
@@ -129,6 +130,21 @@ def _fit_help() -> None:
 
 _watch_composing()
 _fit_help()
+
+
+def _compose_once() -> None:
+    """Spare Hydra composing a config only to see whether its `hydra.mode` asks for a sweep, where nothing sets it."""
+    get_mode = Hydra.get_mode
+
+    def mode(self: Hydra, config_name: str | None, overrides: list[str]) -> Any:
+        keys = (word.lstrip("+~").partition("=")[0] for word in sys.argv[1:] if word not in ("-m", "--multirun"))
+        ours = all(key.partition(".")[0] in SECTIONS or key in FOLDERS for key in keys)
+        return None if ours else get_mode(self, config_name, overrides)
+
+    setattr(Hydra, "get_mode", mode)  # noqa: B010
+
+
+_compose_once()
 
 
 def _check_groups(words: Sequence[str]) -> None:

@@ -21,7 +21,7 @@ from cnnexp.papers import page
 from cnnexp.papers.compare import note_facts
 from cnnexp.tracking import verdict
 from cnnexp.tracking.events import JOURNAL, LACKING, read_journal
-from cnnexp.tracking.journal import REPORT
+from cnnexp.tracking.journal import REPORT, draw
 from cnnexp.tracking.pipe import Recorder
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def finish(sweep: Sweep, recorder: Recorder | None = None, interrupted: bool = F
     if recorder is not None and sweep.run_id is not None:
         figures = Path(sweep.folder) / "figures"
         finished = [row for row in found if row["status"] == "FINISHED"]
-        recorder.call("draw", kind="draw_sweep", folder=str(figures), rows=finished, varied=varied(found))
+        draw("draw_sweep", folder=str(figures), rows=finished, varied=varied(found))
         failed = len(_failed(found, sweep.paper))
         if ranked:
             recorder.post("log", run_id=sweep.run_id, metrics=ranked, step=0, time_ms=int(time.time() * 1000))

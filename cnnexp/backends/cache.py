@@ -11,6 +11,7 @@ belong to this user and nobody else may write them. Without such a folder everyt
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import os
@@ -26,6 +27,7 @@ from numba.core import serialize, sigutils
 from numba.core.compiler import CompileResult
 from numba.core.dispatcher import Dispatcher
 from numba.core.registry import cpu_target
+from numba.core.runtime import rtsys
 from numba.core.typing.templates import Signature
 
 from cnnexp import optimizers
@@ -109,8 +111,8 @@ def _load_or_compile(
 
 def _rebuild(function: Dispatcher, payload: bytes) -> bool:
     """Give a dispatcher its machine code; return whether the payload, whole as its hash says, is what it should be."""
-    # a context that has not compiled anything yet knows no runtime functions
-    cpu_target.target_context.refresh()
+    # the runtime's functions are all that such code asks for: to get ready to compile takes Numba half a second
+    rtsys.initialize(cpu_target.target_context)
     try:
         function.add_overload(CompileResult._rebuild(cpu_target.target_context, *pickle.loads(payload)))
     except Exception:  # written by something else, under our name
@@ -145,9 +147,16 @@ def digest(files: tuple[Path, ...]) -> bytes:
 
 
 def _told(described: object) -> object:
-    """Return what says a thing whole: a network's own text is one line, which many share."""
-    if isinstance(described, Network):
-        return described.input_shape, [layers.describe_layer(layer) for layer in described.layers]
+    """Return what says a thing whole: a network's own text is one line, which many share.
+
+    Of an optimizer, all but the learning rate, which comes with every step: a search for one compiles once. `_rules`
+    tells a rule that closes over it.
+    """
+    match described:
+        case Network():
+            return described.input_shape, [layers.describe_layer(layer) for layer in described.layers]
+        case optimizers.Optimizer():
+            return type(described), {**dataclasses.asdict(described), "lr": None}
     return described
 
 

@@ -44,17 +44,19 @@ def describe(images: np.ndarray, labels: np.ndarray, classes: int) -> Look | Non
     if np.mean(np.abs(border - ground) <= EVEN) < PLAIN:
         return None
     ink = np.abs(images - ground)
-    boxes = [box for image in ink if (box := _box(image > INK)) is not None]
-    if not boxes:
+    seen = ink > INK
+    seen, shown = seen[marked := seen.any(axis=(1, 2))], ink[marked]
+    if not len(seen):
         return None
-    offsets = [np.subtract(_mass_centre(image), _middle(image.shape)) for image in ink if image.max() > INK]
-    centred = [np.subtract(_box_centre(box), _middle(images.shape[1:])) for box in boxes]
-    coarse = np.stack([_coarse(image) for image in ink])
+    (top, bottom), (left, right) = _span(seen, -1), _span(seen, -2)
+    boxed = np.stack([top + bottom - 1, left + right - 1], axis=1) / 2
+    middle = _middle(images.shape[1:])
+    coarse = _coarse(ink)
     centres = np.stack([coarse[labels == c].mean(axis=0) if (labels == c).any() else coarse[0] for c in range(classes)])
     return {
         "ground": round(ground, 4),
-        "side": int(np.median([max(bottom - top, right - left) for top, bottom, left, right in boxes])),
-        "by_mass": bool(np.std(offsets) < np.std(centred)),
+        "side": int(np.median(np.maximum(bottom - top, right - left))),
+        "by_mass": bool(np.std(_mass_centre(shown) - middle) < np.std(boxed - middle)),
         "ink": _usual(ink.mean(axis=(1, 2))),
         "distance": _usual(np.sqrt(((coarse[:, None] - centres[None]) ** 2).sum(axis=2).min(axis=1))),
         "centres": np.round(centres, 3).tolist(),
@@ -175,27 +177,31 @@ def _border(images: np.ndarray) -> np.ndarray:
 
 def _box(mask: np.ndarray) -> tuple[int, int, int, int] | None:
     """Return top, bottom, left, right of what is set (bottom and right are past it), None where nothing is."""
-    rows, columns = np.flatnonzero(mask.any(axis=1)), np.flatnonzero(mask.any(axis=0))
-    return (rows[0], rows[-1] + 1, columns[0], columns[-1] + 1) if len(rows) else None
+    (top, bottom), (left, right) = _span(mask, -1), _span(mask, -2)
+    return (int(top), int(bottom), int(left), int(right)) if mask.any() else None
 
 
-def _box_centre(box: tuple[int, int, int, int]) -> tuple[float, float]:
-    top, bottom, left, right = box
-    return (top + bottom - 1) / 2, (left + right - 1) / 2
+def _span(mask: np.ndarray, along: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the first place of (..., H, W) where anything along an axis is set, and the place past the last."""
+    found = np.asarray(mask.any(axis=along))
+    return found.argmax(axis=-1), found.shape[-1] - found[..., ::-1].argmax(axis=-1)
 
 
 def _middle(shape: Sequence[int]) -> tuple[float, float]:
     return (shape[0] - 1) / 2, (shape[1] - 1) / 2
 
 
-def _mass_centre(ink: np.ndarray) -> tuple[float, float]:
-    total = ink.sum()
-    rows, columns = (np.arange(n) for n in ink.shape)
-    return float((ink.sum(axis=1) * rows).sum() / total), float((ink.sum(axis=0) * columns).sum() / total)
+def _mass_centre(ink: np.ndarray) -> np.ndarray:
+    """Return row and column (..., 2) of what images (..., H, W) weigh about."""
+    rows, columns = (np.arange(n) for n in ink.shape[-2:])
+    return np.stack([ink.sum(axis=-1) @ rows, ink.sum(axis=-2) @ columns], axis=-1) / ink.sum(axis=(-2, -1))[..., None]
 
 
 def _coarse(ink: np.ndarray) -> np.ndarray:
-    return _resize(ink, GRID, GRID).ravel()
+    """Return images (..., H, W) as (..., GRID * GRID); resizing is linear in rows and in columns."""
+    height, width = ink.shape[-2:]
+    rows, columns = _resize(np.eye(height), height, GRID), _resize(np.eye(width), width, GRID)
+    return (rows @ ink @ columns.T).reshape(*ink.shape[:-2], GRID * GRID)
 
 
 def _usual(values: np.ndarray) -> list[float]:

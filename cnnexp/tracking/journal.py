@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib
 import json
 import logging
 import os
@@ -44,6 +45,7 @@ PREDICTIONS = "predictions.npz"  # of the test split: labels and predicted, inte
 PROFILE = "profile.json"
 REPORT = "report.md"  # the verdict, and MLflow's note of the run
 MODEL = "model"  # folder of the run's
+FIGURES = "cnnexp.tracking.figures"  # loads Matplotlib
 START_S = 5.0  # a store that says nothing for so long is told of a run that trains
 MOST_TRIES = 5  # recorders that die of the same calls
 MOST_REASONS = 2  # that a verdict gives for a speedup; `cnnexp explain` gives all
@@ -212,6 +214,8 @@ class Run:
         Raises:
             TrackingError: the store cannot be opened or written, and nothing is trained yet.
         """
+        if self._begun is not None and not self._simulated:
+            importlib.import_module(FIGURES)  # while the store is opened
         tries = MOST_TRIES
         while self._begun is not None:
             begun, self._begun = self._begun, None
@@ -389,9 +393,10 @@ class Run:
         elif self.epochs:
             recorder.post("log", run_id=self.id, metrics=self.metrics, step=0, time_ms=time_ms)
         if status == "FINISHED":
-            self._draw(recorder)
-            if self._model is not None:
-                self._save_model(recorder)
+            saved = self._save_model(recorder) if self._model is not None else None
+            self._draw()  # while the recorder saves the model
+            if saved is not None:
+                saved()
         config = self.folder / "config.json"
         config.write_text(json.dumps(self._config, indent=2) + "\n", encoding="utf-8")
         self.add_artifact(config)
@@ -417,9 +422,9 @@ class Run:
                     raise
         raise AssertionError
 
-    def _save_model(self, recorder: Recorder) -> None:
+    def _save_model(self, recorder: Recorder) -> Callable[[], None]:
         test = self._dataset.test.images
-        recorder.call(
+        return recorder.ask(
             "save_model",
             run_id=self.id,
             checkpoint=str(self._model),
@@ -430,15 +435,14 @@ class Run:
             step=self.epochs[-1].epoch,
         )
 
-    def _draw(self, recorder: Recorder) -> None:
-        """Let the recorder draw the figures, since it has matplotlib loaded; half of them are of times."""
+    def _draw(self) -> None:
+        """Draw the figures; half of them are of times."""
         self.add_artifact(self.folder / PREDICTIONS)
         if self._simulated:
             return
         folder = self.folder / "figures"
-        recorder.call(
-            "draw",
-            kind="draw_run",
+        draw(
+            "draw_run",
             folder=str(folder),
             epochs=[{"epoch": e.epoch, **epoch_metrics(e, self.contended)} for e in self.epochs],
             baseline_s=[_baseline_epoch_s(e) for e in self.epochs],
@@ -447,7 +451,7 @@ class Run:
             title=self.name,
         )
         if self.profile is not None:
-            recorder.call("draw", kind="draw_profile", folder=str(folder), profile=self.profile, title=self.name)
+            draw("draw_profile", folder=str(folder), profile=self.profile, title=self.name)
             self.add_artifact(self.folder / PROFILE)
         self.add_artifact(folder, "figures")
 
@@ -478,6 +482,16 @@ class Run:
 
     def _note(self, event: str, **facts: Any) -> None:
         note(self._journal, event, **facts)
+
+
+def draw(kind: str, **arguments: Any) -> None:
+    """Call a function of `tracking.figures`; raise TrackingError where it cannot write."""
+    try:
+        getattr(importlib.import_module(FIGURES), kind)(**arguments)
+    except Exception as failure:
+        raise TrackingError(
+            f"the record of the run cannot be completed: {type(failure).__name__}: {failure}"
+        ) from failure
 
 
 def holds_run(folder: Path) -> bool:

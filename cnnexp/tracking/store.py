@@ -47,7 +47,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 LOCKED, LOCKED_S = "database is locked", 0.5  # what sqlite says, and how soon it is asked again
-RETRY_S = 10.0  # after a failure, metrics are kept and sent again no sooner than this
+SEND_S = 1.0  # metrics are sent no sooner after each other: a short epoch need not wait for its own
+RETRY_S = 10.0  # after a failure, no sooner than this
 PARAMS_PER_CALL = 100  # MLflow's limits on one batch
 METRICS_PER_CALL = 1000
 EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}  # the page opens on runs, not on GenAI traces
@@ -78,7 +79,7 @@ class Store:
         self._uri, self._owner = uri, os.getpid() if owner is None else owner
         self._usage = usage.Usage(self._owner)
         self._pending: list[Any] = []
-        self._retry_at = 0.0
+        self._send_at = 0.0
         self._open_runs: set[str] = set()
         with self._explained("cannot be opened"):
             need_answer(uri)
@@ -201,16 +202,18 @@ class Store:
     def log(self, run_id: str, metrics: Mapping[str, float], step: int, time_ms: int) -> None:
         """Record metrics, and of an epoch (a step from 1 on) what of the machine was in use.
 
-        While the store does not answer they are kept here, for the next call or `finish`.
+        They are kept here, for a later call or `finish`, if others were just sent or the store does not answer.
         """
         self._pend(run_id, metrics, step, time_ms)
         if step:
             self._pend(run_id, self._usage.since_last(), step, time_ms)
-        if time.monotonic() >= self._retry_at:
+        if time.monotonic() >= self._send_at:
+            pause_s = SEND_S
             try:
                 self._send_pending(run_id)
             except Exception:  # whatever its client raises; `finish` tries again and reports it
-                self._retry_at = time.monotonic() + RETRY_S
+                pause_s = RETRY_S
+            self._send_at = time.monotonic() + pause_s
 
     def save_model(
         self, run_id: str, checkpoint: str, folder: str, example: list, pixels: str, classes: int, step: int
@@ -512,11 +515,12 @@ def _beat(store: Store) -> None:
 
 def _load(database: bool = False) -> None:
     """Load the libraries while the other process loads its own, before it can tell which store it is to be."""
-    # MLflow then does as where pandas is not installed, and loads in two thirds of the time; nothing here needs it
-    sys.modules.setdefault("pandas", cast(types.ModuleType, None))
-    names = ["mlflow.tracking", "mlflow.store.tracking.sqlalchemy_store", "cnnexp.tracking.figures"]
-    for name in names if database else names[::2]:
-        importlib.import_module(name)
+    # MLflow then does as where they are not installed, and loads in two thirds of the time; nothing here needs them
+    for absent in ("pandas", "pyarrow"):
+        sys.modules.setdefault(absent, cast(types.ModuleType, None))
+    importlib.import_module("mlflow.tracking")
+    if database:
+        importlib.import_module("mlflow.store.tracking.sqlalchemy_store")
 
 
 def serve(calls: Iterator[str], answer: Callable[[str], None], owner: int) -> None:
@@ -536,10 +540,6 @@ def serve(calls: Iterator[str], answer: Callable[[str], None], owner: int) -> No
                 gc.freeze()  # the libraries are no garbage
             elif name == "load":
                 _load(**arguments)
-            elif name == "draw":
-                from cnnexp.tracking import figures
-
-                value = getattr(figures, arguments.pop("kind"))(**arguments)
             else:
                 value = getattr(store, name)(**arguments)
         except Exception as failure:  # the caller gets it and raises it
@@ -556,7 +556,7 @@ def serve(calls: Iterator[str], answer: Callable[[str], None], owner: int) -> No
 
 def main() -> None:
     """Serve standard input. What libraries print goes to standard error, so answers stay clean."""
-    gc.disable()  # until a run has ended: MLflow loads, and figures are drawn, in two thirds of the time
+    gc.disable()  # until a run has ended: MLflow loads in two thirds of the time
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     warnings.simplefilter("ignore")

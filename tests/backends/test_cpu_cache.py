@@ -1,5 +1,6 @@
 """Compiled code on disk: `cpu` and `cpu-parallel` share one cache, and what lies in it is not trusted unseen."""
 
+import dataclasses
 import hashlib
 import os
 import pickle
@@ -160,6 +161,19 @@ def test_updates_of_several_optimizers_do_not_take_each_others_code(tmp_path, mo
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     keys = {cache.program_key(cache.signature_of("void()"), (o,)) for o in (SGD(), SGD(momentum=0.5), Adam())}
     assert len(keys) == 3
+
+
+@dataclasses.dataclass(frozen=True)
+class BakedRate(SGD):
+    def rule(self, sqrt=np.sqrt, maximum=np.maximum):
+        rate = np.float32(self.lr)
+        return lambda w, g, s, t, given, c0, c1: (w - rate * g, s, t)
+
+
+@pytest.mark.parametrize(("optimizer", "programs"), [(SGD, 1), (BakedRate, 2)])
+def test_learning_rates_share_code_unless_the_rule_holds_one(optimizer, programs):
+    keys = {cache.program_key(cache.signature_of("void()"), (optimizer(lr=lr),)) for lr in (0.1, 0.2)}
+    assert len(keys) == programs
 
 
 @pytest.mark.parametrize(
