@@ -2,13 +2,50 @@
 
 import importlib
 import re
+import shlex
 
 import pytest
+import yaml
 from commands import ROOT, follow
+
+from cnnexp import __main__ as cli
+from cnnexp.app.config import load
+from cnnexp.errors import BackendUnavailable
 
 TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```(?:sh|\{code-block\} \w+\n:caption: (\S+)\n)\n(.*?)```", TUTORIAL, re.DOTALL)
 """File name, or empty for commands, and text."""
+
+
+def commands():
+    """Return the words after `cnnexp` of every command on the other pages, but for those with files of one's own."""
+    found = {}
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        for block in re.findall(r"```\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
+            for line in block.replace("\\\n", " ").splitlines():
+                told = re.match(r"(?:\w+=\S+ |mpiexec -n \d )*(?:python -m )?cnnexp\b(?! *\.\.\.)(.*)", line)
+                if told and not re.search(r"plugins=|--config-dir|\(OneConv", line):
+                    words = shlex.split(told[1], comments=True)
+                    found[" ".join(words) or "cnnexp"] = words
+    return found
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("words", commands().values(), ids=commands())
+def test_every_command_of_the_other_pages_is_one(run, words):
+    """A run's config is composed and made into objects, of a sweep with the first of each key's values."""
+    if words and words[0] in cli.COMMANDS:
+        _, usage, _ = cli.COMMANDS[words[0]]
+        assert len(words) == 1 or usage
+        assert all(f"{word.partition('=')[0]}=" in usage for word in words[1:] if "=" in word)
+        return
+    typed = [word for word in words if word != "-m" and not re.search(r"=(tag|choice|interval)\(", word)]
+    code, out, err = run("--cfg", "job", "--resolve", *(re.sub(r"=([^\[,]+),.*", r"=\1", word) for word in typed))
+    assert code == 0, err
+    try:
+        load(yaml.safe_load(out))
+    except BackendUnavailable:
+        assert "gpu" in " ".join(words)
 
 
 @pytest.mark.thorough
