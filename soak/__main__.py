@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from soak import faults, files, kills, long, mutants, networks, review, stores
+from soak.commands import NotTried
 
 PARTS: dict[str, Callable[[Path, int], Iterator[str | None]]] = {
     "review": review.review,
@@ -57,13 +58,17 @@ def main() -> None:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
             found, tried = [], 0
-            for fault in PARTS[name](folder, given.seed):
-                tried += 1
-                if fault is not None:
-                    found.append(fault)
-                    print(f"{name}: {fault}", flush=True)
-                if tried == given.count or time.monotonic() - started >= given.seconds / len(parts):
-                    break
+            try:
+                for fault in PARTS[name](folder, given.seed):
+                    tried += 1
+                    if fault is not None:
+                        found.append(fault)
+                        print(f"{name}: {fault}", flush=True)
+                    if tried == given.count or time.monotonic() - started >= given.seconds / len(parts):
+                        break
+            except NotTried as reason:
+                print(f"{name}: not tried: {reason}", flush=True)
+                continue
         faults += len(found)
         seconds = time.monotonic() - started
         print(f"{name}: {tried - len(found)} of {tried} hold, in {seconds:.0f} s", flush=True)

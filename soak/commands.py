@@ -100,6 +100,10 @@ def run(
         return Done(code if kill_after_s is None else ended, out.read(), err.read(), seconds)
 
 
+class NotTried(Exception):
+    """What a part needs is not installed here."""
+
+
 def chunks(
     module: str, words: Sequence[str], seed: int, size: int, environ: Mapping[str, str] = MappingProxyType({})
 ) -> Iterator[str | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import itertools
 import math
 import random
@@ -15,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from cnnexp.tracking.events import JOURNAL, read_journal
-from soak.commands import SMALL, fault_of, recorded, run, weights
+from soak.commands import SMALL, NotTried, fault_of, recorded, run, weights
 
 EPOCHS = 5
 STRATA = 20  # of a run's time: so that few kills reach its start and its end, too
@@ -90,6 +91,8 @@ def jobs(folder: Path, seed: int) -> Iterator[str | None]:
 
     The sweep must name what is lost in one line; in the end every job is FINISHED once, and nothing is RUNNING.
     """
+    if importlib.util.find_spec("hydra_plugins.hydra_joblib_launcher") is None:
+        raise NotTried("hydra-joblib-launcher is not here: pip install '.[sweep]'")
     rng = random.Random(seed)
     store, filters = folder / "mlflow.db", (1, 2, 3, 4)
     words = [*SMALL, "trainer.epochs=2", f"tracking.uri=sqlite:///{store}", "sweep.skip_finished=true"]

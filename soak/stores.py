@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import itertools
 import os
 import random
@@ -21,7 +22,7 @@ import psutil
 
 from cnnexp.tracking.browser import free_port
 from cnnexp.tracking.events import read_journal
-from soak.commands import SMALL, Recorded, fault_of, recorded, run
+from soak.commands import SMALL, NotTried, Recorded, fault_of, recorded, run
 
 EPOCHS, EPOCH_S, TRIED_IMAGES = 60, 2.0, 20_000  # of an epoch that is tried to find how many take so long
 STOPPED_S, SERVED_S = 60.0, 300.0
@@ -65,8 +66,9 @@ def postgres(folder: Path, seed: int) -> Iterator[str | None]:
     """Stop a PostgreSQL server for a minute in the middle of a run; needs its programs, and psycopg2."""
     found = {name: shutil.which(name) for name in POSTGRES}
     if None in found.values():
-        yield f"not tried: PostgreSQL's {', '.join(name for name, path in found.items() if path is None)} is not here"
-        return
+        raise NotTried(f"PostgreSQL's {', '.join(name for name, path in found.items() if path is None)} is not here")
+    if importlib.util.find_spec("psycopg2") is None:
+        raise NotTried("psycopg2 is not here: pip install psycopg2-binary")
     rng = random.Random(seed)
     port = free_port(5500 + rng.randrange(1000))
     data = folder / "data"
