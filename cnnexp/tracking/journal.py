@@ -200,6 +200,8 @@ class Run:
             "key": self._key,
         }
         self._note("begin", **call)
+        for epoch in sorted(self._known):  # for who goes on with this one, should it end before it trains
+            self._note_once(epoch, *self._known[epoch])
         if self._recorder is not None:
             try:
                 self._begun = self._recorder.ask("begin", goes_on=self._goes_on, **call)
@@ -286,10 +288,13 @@ class Run:
         """Write an epoch into the journal, once; return its metrics and when it was, as the journal has them."""
         fresh = self._worth_telling(epoch_metrics(result, self.contended)), int(time.time() * 1000)
         metrics, time_ms = self._known.get(result.epoch, fresh)
-        if result.epoch not in self._noted:
-            self._noted.add(result.epoch)
-            self._note("epoch", epoch=result.epoch, metrics=metrics, time_ms=time_ms)
+        self._note_once(result.epoch, metrics, time_ms)
         return metrics, time_ms
+
+    def _note_once(self, epoch: int, metrics: dict[str, float], time_ms: int) -> None:
+        if epoch not in self._noted:
+            self._noted.add(epoch)
+            self._note("epoch", epoch=epoch, metrics=metrics, time_ms=time_ms)
 
     def summarize(self, metrics: Mapping[str, float]) -> None:
         """Add metrics that are recorded once, e.g. `{"time/compile_s": 1.2}`."""

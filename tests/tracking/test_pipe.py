@@ -473,6 +473,22 @@ def test_a_run_goes_on_in_its_record_with_every_epoch_once(live, store, tmp_path
         assert read(store, first).info.status == "FINISHED"
 
 
+def test_a_run_that_was_gone_on_with_and_killed_at_once_has_every_epoch_once(live, store, tmp_path):
+    first, second, third = (tmp_path / name for name in "abc")
+    with pytest.raises(KeyboardInterrupt):
+        record(first, live, map(epoch_result, (1, 2)), KeyboardInterrupt())
+    killed = Run(second, CONFIG, (), live, earlier=first)
+    killed.begin(DATASET, NETWORK, Backend())
+    killed.wait()
+    killed._claims.close()
+    killed._journal.close()
+    with Run(third, CONFIG, (), live, earlier=second) as last:  # which holds no checkpoint: all is trained again
+        run_epochs(last, [epoch_result(epoch, epoch_s=9.0) for epoch in (1, 2, 3)])
+    assert history(store, last.id) == [(1, 1.0), (2, 0.5), (3, 1 / 3)]
+    assert history(store, last.id, "time/epoch_s") == [(1, 0.5), (2, 0.5), (3, 9.0)]
+    assert [epoch["epoch"] for epoch in read_journal(third)["epochs"]] == [1, 2, 3]
+
+
 def test_a_run_of_another_config_gets_a_record_of_its_own(live, store, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         record(tmp_path, live, [epoch_result(1)], KeyboardInterrupt())
