@@ -128,7 +128,10 @@ def _dispatch(arguments: list[str]) -> None:
     if "query=bash" in arguments and len(os.environ.get("COMP_LINE", "").split()) <= 2:
         sys.stdout.write(f"{' '.join(COMMANDS)} ")  # beside the groups, which Hydra tells
     if arguments[:1] == ["help"]:
-        arguments = sys.argv[1:] = [*(name for name in arguments[1:2] if name in COMMANDS), "--help"]
+        if arguments[1:] and arguments[1] not in COMMANDS and re.fullmatch(r"[a-z]+(=[\w-]*)?", arguments[1]):
+            importlib.import_module("cnnexp.app.groups").tell(arguments[1], COMMANDS)
+            return
+        arguments = sys.argv[1:] = [*arguments[1:2], "--help"]
     if arguments and re.fullmatch(r"[a-z][a-z_-]*", arguments[0]) and arguments[0] not in COMMANDS:
         legal = ("help", *COMMANDS)
         raise ConfigError(

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from commands import TINY
 
 import cnnexp
@@ -142,6 +143,25 @@ def test_help_fits_a_terminal_and_names_all(run, monkeypatch, words):
     assert max(map(len, text.splitlines())) <= 80
     names = {path.stem for path in (ROOT / "conf").glob("*/*.yaml")}
     assert names <= set(re.findall(r"[\w-]+", text)), "nothing is clipped"
+
+
+def test_help_of_a_group_says_what_each_name_is_and_of_a_name_its_keys(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    for group in sorted(path for path in (ROOT / "conf").iterdir() if path.is_dir() and path.name != "hydra"):
+        files = sorted(group.glob("*.yaml"))
+        text = run("help", group.name)[1]
+        assert max(map(len, text.splitlines())) <= 80
+        if len(files) > 1:
+            assert all(re.search(rf"^{file.stem}\s+\S", text, re.MULTILINE) for file in files)
+        for file in files:
+            text = run("help", f"{group.name}={file.stem}")[1]
+            keys = yaml.safe_load(file.read_text(encoding="utf-8"))
+            assert yaml.safe_load(text) == keys, "as it stands there"
+            prose = [line for line in text.splitlines() if re.match(r" *# (?! |python)", line)]
+            assert max(map(len, prose), default=0) <= 80
+    assert "'model'?" in run("help", "modl")[2]
+    assert "'explain'?" in run("help", "explan")[2]
+    assert "'resnet'?" in run("help", "model=resnot")[2]
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="no bash is installed")

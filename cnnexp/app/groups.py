@@ -1,0 +1,69 @@
+"""`cnnexp help GROUP` and `cnnexp help GROUP=NAME`: what `conf/` says of its groups, names and keys."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from pathlib import Path
+
+from cnnexp.app.console import LINE, make_console
+from cnnexp.app.hydra_app import CONF
+from cnnexp.errors import ConfigError, did_you_mean
+
+NAME = 20  # columns of a name
+
+
+def tell(word: str, commands: Iterable[str]) -> None:
+    """Print the names of a group, each with what its file says it is; of one name, or of a group of one, the file.
+
+    Args:
+        word: GROUP or GROUP=NAME.
+        commands: what else there is help for.
+
+    Raises:
+        ConfigError: there is no such group or name.
+    """
+    group, _, name = word.partition("=")
+    groups = sorted(path.name for path in CONF.iterdir() if path.is_dir() and path.name != "hydra")
+    if group not in groups:
+        legal = [*commands, *groups]
+        raise ConfigError(f"help {word}: unknown; legal: {', '.join(legal)}{did_you_mean(group, legal)}")
+    files = dict(sorted((path.stem, path) for path in (CONF / group).glob("*.yaml")))
+    if name and name not in files:
+        raise ConfigError(f"help {word}: unknown; legal: {', '.join(files)}{did_you_mean(name, files)}")
+    console = make_console()
+    width = min(console.width, LINE)
+    if not name and len(files) > 1:
+        lines = [line for name, path in files.items() for line in _titled(name, path, width)]
+        lines += ["", f"cnnexp help {group}=NAME shows its keys, each with what it may be."]
+    else:
+        lines = list(_file(files[name] if name else next(iter(files.values())), width))
+    console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+
+
+def _titled(name: str, path: Path, width: int) -> list[str]:
+    """Return a name and the first comment of its file."""
+    comments = (line.lstrip("# ") for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#"))
+    first = next(comment for comment in comments if not comment.startswith("@package")).rstrip(":")
+    text = first.partition(": python -m cnnexp")[0]
+    if len(name) >= NAME:
+        return [name, *textwrap.wrap(text, width, initial_indent=" " * NAME, subsequent_indent=" " * NAME)]
+    return textwrap.wrap(text, width, initial_indent=name.ljust(NAME), subsequent_indent=" " * NAME)
+
+
+def _file(path: Path, width: int) -> Iterator[str]:
+    """Yield the lines of a file; comments are filled, but for what is to be typed."""
+    for begun, lines in groupby(path.read_text(encoding="utf-8").splitlines(), _begins):
+        if begun.endswith("# "):
+            text = " ".join(line.removeprefix(begun) for line in lines)
+            yield from textwrap.wrap(text, width, initial_indent=begun, subsequent_indent=begun)
+        else:
+            yield from (line for line in lines if not line.startswith("# @package"))
+
+
+def _begins(line: str) -> str:
+    """Return what stands before a line of a comment's prose; of other lines nothing."""
+    comment = re.match(r" *# (?! |@|python )", line)
+    return comment[0] if comment else ""
