@@ -32,6 +32,14 @@ NETWORKS = {
         (9, 9, 3),
         (Conv2d(8, 3, 2, "auto"), Sigmoid(), AvgPool2d(2, 1), ReLU(), Conv2d(5, 3), Flatten(), Linear(3, bias=False)),
     ),
+    # a gradient with room around and between its pixels, which a convolution before a max-pool fills
+    "spread": (
+        (9, 9, 1),
+        (
+            *(Conv2d(2, 2), ReLU(), Conv2d(3, 3, 2, "same"), ReLU(), Conv2d(4, 2, padding="same"), MaxPool2d(2)),
+            *(Flatten(), Linear(3)),
+        ),
+    ),
 }
 
 
@@ -74,7 +82,7 @@ def check_every_way(cpu: str, network: Network) -> None:
     assert set(every_way(network, target)) <= taken
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", [*list(NETWORKS)[:-1], pytest.param("spread", marks=pytest.mark.thorough)])
 def test_every_way_of_every_layer_computes_it(name):
     check_every_way(HERE[-1], Network(*NETWORKS[name]))
 
@@ -92,7 +100,6 @@ def test_there_are_several_ways_to_force():
         "lanes", "lanes-argmax", "channels", "channels-argmax",
     }  # fmt: skip
     assert ("conv1", "lanes-argmax") not in found, "no pool follows it"
-    assert ("conv3", "lanes-argmax") not in found, "its input has a ring"
     assert {("linear1", "wide"), ("linear2", "skinny"), ("linear2", "wide")} <= set(found)
     first = every_way(Network(*NETWORKS["first"]), AVX512)
     assert {way for layer, way in first if layer == "conv1"} == {"lanes", "channels", "filters", "filters-fused"}

@@ -28,7 +28,7 @@ class Scratch:
     """Room in the arena, for one group of images.
 
     Attributes:
-        x, dx: [image][values of the input, rounded up].
+        x, dx: [image][values of the input with its ring, rounded up].
         values, places: [image][filter][cells, rounded up], the events' gradients and the places of their patches.
         counts: [image][filter], how many events.
         weights, gradients: [filter][kernel row][K * C, rounded up].
@@ -50,9 +50,11 @@ class SparseGradient:
     """The geometry.
 
     Attributes:
-        x: input grid, without a ring. y, dy: pooled output and its gradient. dx: gradient of x, without a ring.
+        x: input grid, its ring wide enough for every window. y, dy: pooled output and its gradient, without a ring.
+        dx: gradient of x.
         kernel, stride, channels, filters: K, step, C, F. windows: the max-pool.
-        rectify: whether a ReLU was applied that dy does not know of.
+        rectify: whether a ReLU was applied that dy does not know of. rectified: x is a ReLU's output, and dx to be the
+            gradient of that ReLU's input.
         scratch: room.
     """
 
@@ -66,12 +68,18 @@ class SparseGradient:
     filters: int
     windows: Windows[Grid]
     rectify: bool
+    rectified: bool
     scratch: Scratch
 
     @property
     def size(self) -> int:
-        """Floats of one image of the input."""
+        """Floats of one image of the input, its ring with it."""
         return self.x.group // self.x.lanes
+
+    @property
+    def row(self) -> int:
+        """Floats of one of its rows."""
+        return self.x.row // self.x.lanes
 
     @property
     def cells(self) -> int:
@@ -100,7 +108,7 @@ def make_scratch(arena: Arena, kernel: int, stride: int, x: Grid, y: Grid, windo
     packed = filters * kernel * round_up(kernel * channels, lanes)
     step = windows.stride * stride
     u, v = _spread_out(rows, columns, -(-(kernel + stride * windows.size) // step))
-    table = np.stack([(u * columns + v) * filters, (u * step * x.shape[1] + v * step) * channels], axis=1)
+    table = np.stack([(u * columns + v) * filters, u * step * x.row // lanes + v * step * channels], axis=1)
     return Scratch(
         x=arena.allocate(lanes * size),
         dx=arena.allocate(lanes * size),
@@ -129,15 +137,35 @@ def conv2d_backward(k: Emitter, conv: SparseGradient, weights: Pointer, dw: Poin
     _pack_weights(k, conv, weights)
     with k.loop(k.groups(k.lanes)) as g:
         images = k.builder.sub(k.count, k.builder.mul(g, INDEX(k.lanes)))
-        group_to_rows(k, conv.x.image(k, g), x, conv.size, stride)
+        group_to_rows(k, conv.x.stored(k, g), x, conv.size, stride)
         _list_events(k, conv, g, db)
         with k.loop(k.lanes) as n:
             with k.loop(stride // k.lanes) as i:
                 k.store(k.zero(), dx.at(n, stride).at(i, k.lanes))
             with k.loop(conv.filters) as f:
                 _follow_events(k, conv, n, f, x.at(n, stride), dx.at(n, stride))
-        group_to_lanes(k, dx, conv.dx.image(k, g), conv.size, stride, images)
+        _store_gradient(k, conv, g, dx, stride, images)
     _unpack_gradients(k, conv, dw)
+
+
+def _store_gradient(k: Emitter, conv: SparseGradient, g: ir.Value, dx: Pointer, stride: int, images: ir.Value) -> None:
+    """Turn dx to lanes, without what lies in the ring of x."""
+    x = conv.x if conv.rectified else None
+    if conv.x.dense and conv.dx.dense:
+        group_to_lanes(k, dx, conv.dx.image(k, g), conv.size, stride, images, x.image(k, g) if x else None)
+        return
+    height, width, channels = conv.x.shape
+    first = dx + (conv.x.ring.top * conv.row + conv.x.ring.left * channels)
+    with k.loop(height) as p:
+        source, target = first.at(p, conv.row), conv.dx.pixel(k, g, p, INDEX(0))
+        if conv.dx.ring.step == 1:
+            positive = x.pixel(k, g, p, INDEX(0)) if x else None
+            group_to_lanes(k, source, target, width * channels, stride, images, positive)
+        else:
+            with k.loop(width) as q:
+                one = target.at(q, conv.dx.ring.step * conv.dx.column)
+                positive = x.pixel(k, g, p, q) if x else None
+                group_to_lanes(k, source.at(q, channels), one, channels, stride, images, positive)
 
 
 def _pack_weights(k: Emitter, conv: SparseGradient, weights: Pointer) -> None:
@@ -210,7 +238,7 @@ def _cell(k: Emitter, conv: SparseGradient, g: ir.Value, f: ir.Value, entry: Poi
     for i in range(size):
         for j in range(size):
             if i or j:
-                here = k.integers((i * conv.x.shape[1] + j) * unit)
+                here = k.integers(i * conv.stride * conv.row + j * unit)
                 offset = k.select(k.equal(code, i * size + j), here, offset)
     return value, k.builder.add(offset, k.spread(k.builder.trunc(first, ir.IntType(32))))
 
@@ -228,14 +256,13 @@ def _follow_events(k: Emitter, conv: SparseGradient, n: ir.Value, f: ir.Value, x
     count = k.builder.load((k.arena + scratch.counts).at(start, 2).value(INDEX), align=4)
     values = (k.arena + scratch.values).at(start, room)
     patches = (k.arena + scratch.places).at(start, room)
-    image_row = conv.x.shape[1] * conv.channels
     with k.loop(count) as event:
         value = k.load_float(values.at(event))
         patch = k.builder.sext(k.load_int(patches.at(event)), INDEX)
         source, target = x.at(patch), dx.at(patch)
         for weight, total, (i, at, width) in zip(weights, totals, places, strict=True):
             factor = k.spread(value, width)
-            place = i * image_row + at
+            place = i * conv.row + at
             k.accumulate(total, factor, k.load(source + place, width))
             k.store(k.fma(factor, weight, k.load(target + place, width)), target + place)
     for total, (i, at, _) in zip(totals, places, strict=True):

@@ -107,9 +107,7 @@ class Convolution(_Convolution[Grid]):
         return not self.argmax or conv_sparse.fits(layer.kernel, channels, target.registers, target.lanes)
 
     def may_follow(self, before: Ring | None, needs_dx: bool) -> bool:
-        if not self.argmax:
-            return True
-        return needs_dx and self.input_ring() == before == Ring()
+        return needs_dx or not self.argmax
 
     def work(self, target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
         (height, width, channels), (rows, columns, filters) = self.stage.input_shape, self.stage.output_shape
@@ -122,7 +120,6 @@ class Convolution(_Convolution[Grid]):
         found = {
             "forward": lane_sums(tile, most, count, filters, kernel**2 * channels, target, 2.0 * window),
             "rectify_gradient": passes(rows * columns * filters, 2, target, target.lanes, 3),
-            "rectify_dx": passes(height * width * channels, 2, target, target.lanes, 3),
             "unpool": passes(cells * filters, 4 + 3 * window, target, target.lanes, window + 1),
         }
         if self.argmax:
@@ -133,7 +130,7 @@ class Convolution(_Convolution[Grid]):
             packing = 6 * kernel**2 * channels * filters / images
             tile_text = f"{vectors} vectors of a filter"
             found["sparse_backward"] = Work(following.macs, following.cycles + moved + packing, tile_text)
-            return {name: found[name] for name in ("forward", "sparse_backward", "rectify_dx")}
+            return {name: found[name] for name in ("forward", "sparse_backward")}
         # rows are gone over for every row of the kernel, and by blocks of 8 filters
         held = rows * columns * filters + height * width * channels
         moved = kernel * (rows * columns * filters + height * width * channels * -(-filters // 8))
@@ -185,7 +182,7 @@ class Convolution(_Convolution[Grid]):
         scratch = conv_sparse.make_scratch(plan.arena, layer.kernel, layer.stride, self.x, self.y, windows)
         return SparseGradient(
             self.x, self.y, self.dy, self.needed_dx, layer.kernel, layer.stride, channels, layer.filters,
-            windows, self.rectifies_dy, scratch,
+            windows, self.rectifies_dy, self.input_rectified, scratch,
         )  # fmt: skip
 
     def forward(self, plan: Layout) -> Kernels:
@@ -220,10 +217,7 @@ class Convolution(_Convolution[Grid]):
             weights, _ = plan.parameters.weights(k, self.stage)
             conv_sparse.conv2d_backward(k, sparse, weights, *plan.parameters.gradients(k, self.stage))
 
-        kernels: Kernels = [("sparse_backward", run)]
-        if self.input_rectified:
-            kernels.append(("rectify_dx", lambda k: conv_lanes.rectify_gradient(k, self.x, sparse.dx)))
-        return kernels
+        return [("sparse_backward", run)]
 
     def _backward_input(self, k: Emitter, plan: Layout, dx: Grid) -> None:
         layer, channels, reach = self.stage.layer, self.stage.input_shape[2], self.stage.layer.kernel - 1

@@ -137,8 +137,20 @@ def group_to_rows(k: Emitter, source: Pointer, target: Pointer, size: int, strid
     _each_block(k, size, block)
 
 
-def group_to_lanes(k: Emitter, source: Pointer, target: Pointer, size: int, stride: int, images: ir.Value) -> None:
-    """Transpose the first `size` values of `lanes` rows into vectors; rows from `images` on count as 0."""
+def group_to_lanes(
+    k: Emitter,
+    source: Pointer,
+    target: Pointer,
+    size: int,
+    stride: int,
+    images: ir.Value,
+    positive: Pointer | None = None,
+) -> None:
+    """Transpose the first `size` values of `lanes` rows into vectors; rows from `images` on count as 0.
+
+    Args:
+        positive: where this, laid out as the target, is not positive, 0 is stored.
+    """
     inside = [k.builder.icmp_signed("<", INDEX(n), images) for n in range(k.lanes)]
 
     def block(at: ir.Value, valid: int) -> None:
@@ -146,6 +158,8 @@ def group_to_lanes(k: Emitter, source: Pointer, target: Pointer, size: int, stri
             k.builder.select(within, k.load(source.at(at) + n * stride), k.zero()) for n, within in enumerate(inside)
         ]
         for i, value in enumerate(k.transpose(rows)[:valid]):
+            if positive is not None:
+                value = k.where_positive(k.load(positive.at(at, k.lanes) + i * k.lanes), value)
             k.store(value, target.at(at, k.lanes) + i * k.lanes)
 
     _each_block(k, size, block)
