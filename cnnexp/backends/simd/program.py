@@ -30,6 +30,9 @@ CALL_S = 0.2
 LARGEST_ARENA = 64 << 20
 """Bytes of activations per thread from which on one vector of images at a time has to do."""
 
+THIRD_CACHE = 4 << 20
+"""Bytes of the third cache that are a core's when all cores work, 1.4 to 4 MB on servers; no file tells of how many."""
+
 SMALL_SHARE = 0.15
 """Part of the multiply-adds a CPU can do that the smallest networks reach: 784-30-10 and less, measured."""
 
@@ -243,11 +246,14 @@ def make_plan(network: Network, target: Target, share: int) -> Plan:
     Two vectors of images go through all layers at once, so that weights are read half as often as with one; measured
     best on all of the papers' networks. More where the weights themselves leave the second cache. It is one where the
     share is small, where two would take much memory, or where their activations would leave the second cache and
-    outweigh the weights, or push out what one leaves there, activations, weights and gradients.
+    outweigh the weights, or push out what one leaves there, activations, weights and gradients; or where those of
+    one stay in a core's part of the third cache, those of more would not, and no size holds all of a share.
     """
     plan = one = Plan(network, target, 1, share)
     heavy = 4 * one.parameters.size > target.second_cache
-    for groups in (2, 4, 8) if heavy else (2,):
+    sizes = (2, 4, 8) if heavy else (2,)
+    near = 4 * one.arena.size <= THIRD_CACHE and share > sizes[-1] * target.lanes
+    for groups in sizes:
         if share <= groups // 2 * target.lanes:
             break
         groups = min(groups, -(-share // target.lanes))
@@ -255,7 +261,7 @@ def make_plan(network: Network, target: Target, share: int) -> Plan:
         pushed_out = 4 * (one.arena.size + 2 * one.parameters.size) > target.second_cache
         worth = pushed_out and one.arena.size <= WEIGHT_PASSES * one.parameters.size
         fits = worth or 4 * more.arena.size <= target.second_cache
-        if not fits or 4 * more.arena.size > LARGEST_ARENA:
+        if not fits or 4 * more.arena.size > (THIRD_CACHE if near else LARGEST_ARENA):
             break
         plan = more
     return plan
