@@ -8,7 +8,7 @@ from pathlib import Path
 TINY = ("experiment=smoke", "backend=numpy", "tracking=none", "trainer.baseline=null", "trainer.epochs=1")
 
 ROOT = Path(__file__).parents[1]
-RECORD_NOTHING = {"--cfg", "check", "explain", "predict"}
+RECORD_NOTHING = {"--cfg", "check", "explain", "help", "predict"}
 
 
 def follow(commands: str, folder: Path, tracking: str = "tracking=none") -> list[str]:
