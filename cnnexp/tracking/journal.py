@@ -381,7 +381,8 @@ class Run:
         if self.id is not None:
             self.verdict.append(("run", self.id))
         run = self.id or self.folder
-        commands = ["ui", f"predict {run} IMAGE", *([f"explain {run}"] if self.profile is not None else [])]
+        told = ("ui", self.id), (f"predict {run} IMAGE", run), (f"explain {run}", self.profile)
+        commands = [command for command, known in told if known is not None]
         more = (f"{environment.program_name()} {command}" for command in commands)
         self.verdict.append(("more", " | ".join(more)))
         page = verdict.markdown(self.name, self.verdict)
