@@ -77,3 +77,5 @@ def test_a_process_that_is_killed_or_hangs_is_seen(tmp_path):
     sleeps = "import time; time.sleep(60)"
     assert commands.run([], tmp_path, kill_after_s=0.5, program=sleeps).code == -9
     assert commands.run([], tmp_path, limit_s=0.5, program=sleeps).fault.startswith("hung")
+    watched = commands.run([], tmp_path, limit_s=0.5, program=sleeps, meanwhile=lambda process: process.wait())
+    assert watched.fault.startswith("hung")
