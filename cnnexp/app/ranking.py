@@ -138,7 +138,9 @@ def _differences(places: Sequence[Place]) -> list[verdict.Row]:
         if unsure and len(least) == 1:
             alike.append(f"{first} and {last + 1} (p {least[0]:.2g})")
         elif unsure:
-            alike.append(f"each of {first} to {last} and the next (p {min(least):.2g} or more)")
+            alike.append(
+                f"each of {first} to {last} and the next (p {min(least):.2g}{' or more' if min(least) < 1 else ''})"
+            )
     if alike:
         told.append(("not sure", f"{', '.join(alike)}: more epochs, or {SEED}=0,1,2, may tell them apart"))
     return told

@@ -51,7 +51,7 @@ def test_too_few_epochs_tell_nothing_apart():
     assert told["   1."] == "a: 5.05 x (5 to 5.1, 2 epochs)"
     rows = [row(str(i), letter) for i, letter in enumerate("abc")]
     told, _ = verdict(rows, {str(i): epochs(5.0 - i) for i in range(3)})
-    assert told["not sure"].startswith("each of 1 to 2 and the next (p 1 or more): ")
+    assert told["not sure"].startswith("each of 1 to 2 and the next (p 1): ")
 
 
 def test_without_a_baseline_speed_ranks():
