@@ -10,6 +10,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from types import MappingProxyType
 from cnnexp.training.checkpoint import find, load
 
 ROOT = Path(__file__).resolve().parents[1]
+INSTANT_S, MEMORY = 0.005, Path("/dev/shm")
 LIMIT_S = 600.0  # what takes longer on a busy machine hangs
 # as where the package is installed: outputs/ is in the working folder
 PROGRAM = """
@@ -124,6 +126,26 @@ def chunks(
         yield from map(json.loads, done.stdout.splitlines())
         if done.returncode:
             yield f"seed {slice_}: its process ended with exit code {done.returncode}: {done.stderr[-300:]}"
+
+
+@contextlib.contextmanager
+def in_memory() -> Iterator[Path]:
+    """Give a folder where no epoch waits for a disk, for as long as the block runs."""
+    with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as folder:
+        yield Path(folder)
+
+
+def clocked(pid: int) -> tuple[float, float, float] | None:
+    """Return when this was, and for how long until then a process's first thread has run, and wanted to run, in ms.
+
+    None where the process is gone, or where this thread was kept from looking at one moment.
+    """
+    now = time.time()
+    with contextlib.suppress(OSError, ValueError):
+        ran, waited, _ = Path(f"/proc/{pid}/schedstat").read_text().split()
+        if time.time() - now < INSTANT_S:
+            return now * 1000, int(ran) / 1e6, int(waited) / 1e6
+    return None
 
 
 def weights(folder: Path) -> str:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
-import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import psutil
 
 from cnnexp.app.config import Trainer, defaults
@@ -18,44 +19,46 @@ from cnnexp.backends import BACKENDS
 from cnnexp.network.models import MODELS
 from cnnexp.optimizers import OPTIMIZERS
 from cnnexp.tracking.events import read_journal
-from soak.commands import SMALL, run
+from soak.commands import SMALL, clocked, in_memory, run
 from soak.faults import forked
 
 EPOCHS = 3000
 MOST_SLOWER, MOST_BYTES, MOST_FILES = 1.25, 1 << 25, 2  # the last tenth beside the second
+Sample = tuple[float, float, int, int]  # when, and how long kept from a core until then, ms; bytes, open files
 VALUES = ("0", "-1", "1", "2", "3.5", "1e999", "nan", "null", "true", "x", "''", "[1]", "{a: 1}", "1e-30", "2**63", "é")
 
 
 def epochs(folder: Path, seed: int) -> Iterator[str | None]:
     """Train for 3,000 epochs; the last must take the time, memory and open files that the first took."""
     words = [*SMALL, f"trainer.epochs={EPOCHS}", "dataset.train_size=50", "dataset.test_size=10"]
-    for trial in itertools.count(seed):
-        samples: list[tuple[int, int]] = []
+    for _ in itertools.count(seed):
+        samples: list[Sample] = []
 
-        def watch(process: subprocess.Popen[str], samples: list[tuple[int, int]] = samples) -> None:
+        def watch(process: subprocess.Popen[str], samples: list[Sample] = samples) -> None:
             with contextlib.suppress(psutil.Error):
-                seen = psutil.Process(process.pid)
+                its = psutil.Process(process.pid)
                 while process.poll() is None:
-                    samples.append((seen.memory_info().rss, seen.num_fds()))
+                    if (seen := clocked(process.pid)) is not None:
+                        samples.append((seen[0], seen[2], its.memory_info().rss, its.num_fds()))
                     time.sleep(0.2)
 
-        place = folder / str(trial)
-        store = f"tracking.uri=sqlite:///{folder}/mlflow.db"
-        done = run([*words, store, "hydra.run.dir=run"], place, meanwhile=watch)
-        yield done.fault or (f"exit code {done.code}: {done.err}" if done.code else None) or _growth(place, samples)
+        with in_memory() as its:
+            mine = [*words, f"tracking.uri=sqlite:///{folder}/mlflow.db", f"hydra.run.dir={its}"]
+            done = run(mine, folder, meanwhile=watch)
+            yield done.fault or (f"exit code {done.code}: {done.err}" if done.code else None) or _growth(its, samples)
 
 
-def _growth(place: Path, samples: list[tuple[int, int]]) -> str | None:
-    times_ms = read_journal(place / "run")["times_ms"]
-    gaps = [times_ms[epoch + 1] - times_ms[epoch] for epoch in range(1, EPOCHS)]
+def _growth(folder: Path, samples: list[Sample]) -> str | None:
+    """Return how a run has grown, None where it has not; its time without that for which others had the cores."""
+    ends = [*read_journal(folder)["times_ms"].values()][:EPOCHS]
+    at, waited, *_ = zip(*samples, strict=True)
+    took = np.diff(ends) - np.diff(np.interp(ends, at, waited))
     tenth = EPOCHS // 10
-    slower = statistics.mean(sorted(gaps[-tenth:])[: tenth // 2]) / statistics.mean(
-        sorted(gaps[tenth : 2 * tenth])[: tenth // 2]
-    )
-    third = len(samples) // 3
-    early, late = samples[third], samples[-3]
-    told = f"{slower:.2f} times the time, {late[0] - early[0]} bytes and {late[1] - early[1]} files more"
-    grown = slower > MOST_SLOWER or late[0] - early[0] > MOST_BYTES or late[1] - early[1] > MOST_FILES
+    slower = took[-tenth:].mean() / took[tenth : 2 * tenth].mean()
+    early, late = samples[len(samples) // 3], samples[-3]
+    told = f"{slower:.2f} times the time, {late[2] - early[2]} bytes and {late[3] - early[3]} files more"
+    sys.stderr.write(f"{told}\n")
+    grown = slower > MOST_SLOWER or late[2] - early[2] > MOST_BYTES or late[3] - early[3] > MOST_FILES
     return told if grown else None
 
 

@@ -12,7 +12,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -22,14 +21,12 @@ import psutil
 
 from cnnexp.tracking.browser import free_port
 from cnnexp.tracking.events import read_journal
-from soak.commands import SMALL, NotTried, Recorded, fault_of, recorded, run
+from soak.commands import SMALL, NotTried, Recorded, clocked, fault_of, in_memory, recorded, run
 
 EPOCHS, EPOCH_S, TRIED_IMAGES = 60, 2.0, 20_000  # of an epoch that is tried to find how many take so long
 STOPPED_S, SERVED_S = 60.0, 300.0
 MOST_LONGER = 1.1  # an epoch while the store stands still, beside its neighbours
 FEWEST = 5  # epochs to judge by
-INSTANT_S = 0.005
-MEMORY = Path("/dev/shm")  # a folder where no epoch waits for a disk
 STORE = "mlflow.db"
 POSTGRES = ("initdb", "postgres", "createdb", "psql")
 
@@ -97,12 +94,12 @@ def _stopped(
     words += [f"trainer.epochs={EPOCHS}", f"dataset.train_size={int(TRIED_IMAGES * EPOCH_S * 1000 / took_ms)}"]
     for trial in range(1_000_000):
         place, experiment = folder / f"{trial:05d}", f"trial {trial}"
-        with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as its:
-            watch = Watch(port, Path(its), rng.randrange(4, 9))
+        with in_memory() as its:
+            watch = Watch(port, its, rng.randrange(4, 9))
             mine = [*words, f"tracking.uri={uri}", f"tracking.experiment={experiment}", f"hydra.run.dir={its}"]
             done = run(mine, place, meanwhile=watch)
             failed = done.fault or (f"exit code {done.code}: {done.err}" if done.code else None)
-            yield failed or _fault(Path(its), read(experiment), watch.times, watch.samples)
+            yield failed or _fault(its, read(experiment), watch.times, watch.samples)
 
 
 class Watch:
@@ -122,12 +119,10 @@ class Watch:
         """Watch a run until it ends."""
         with contextlib.ExitStack() as stopped:
             while process.poll() is None:
-                with contextlib.suppress(OSError, psutil.Error):
+                with contextlib.suppress(psutil.Error):
                     used = sum(sum(child.cpu_times()[:2]) for child in psutil.Process(process.pid).children())
-                    now = time.time()
-                    ran, waited, _ = Path(f"/proc/{process.pid}/schedstat").read_text().split()
-                    if time.time() - now < INSTANT_S:  # else this thread was kept waiting itself
-                        self.samples.append((now * 1000, (int(ran) + int(waited)) / 1e6, used * 1000))
+                    if (seen := clocked(process.pid)) is not None:
+                        self.samples.append((seen[0], seen[1] + seen[2], used * 1000))
                 if not self.times and len(read_journal(self._folder)["epochs"]) >= self._before:
                     stopped.enter_context(_suspended(self._port))
                     self.times.append(time.time() * 1000)

@@ -113,16 +113,21 @@ def test_an_epoch_that_waits_for_a_store_is_seen(tmp_path, monkeypatch, kept_ms,
 
 
 @pytest.mark.parametrize(
-    ("last_ms", "samples", "holds"),
+    ("last_ms", "kept_ms", "more", "holds"),
     [
-        (10, [(1000, 9)] * 9, True),
-        (13, [(1000, 9)] * 9, False),
-        (10, [(1000, 9)] * 5 + [(1000 + long.MOST_BYTES + 1, 9)] * 4, False),
-        (10, [(1000, 9)] * 5 + [(1000, 12)] * 4, False),
+        (10, 0, (0, 0), True),
+        (13, 0, (0, 0), False),
+        (13, 3, (0, 0), True),  # others had the cores
+        (10, 0, (long.MOST_BYTES + 1, 0), False),
+        (10, 0, (0, 3), False),
     ],
 )
-def test_time_memory_and_files_that_grow_are_seen(tmp_path, monkeypatch, last_ms, samples, holds):
+def test_time_memory_and_files_that_grow_are_seen(tmp_path, monkeypatch, last_ms, kept_ms, more, holds):
     monkeypatch.setattr(long, "EPOCHS", 100)
     times = {epoch: epoch * 10 if epoch < 80 else 800 + (epoch - 80) * last_ms for epoch in range(1, 101)}
-    journal(tmp_path / "run", range(1, 101), times_ms=times)
+    journal(tmp_path, range(1, 101), times_ms=times)
+    samples = [
+        (times[epoch], max(0, epoch - 80) * kept_ms, 1000 + (more[0] if epoch > 50 else 0), 9 + (epoch > 50) * more[1])
+        for epoch in times
+    ]
     assert (long._growth(tmp_path, samples) is None) == holds
