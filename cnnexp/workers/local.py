@@ -20,6 +20,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 import numpy as np
+import psutil
 
 from cnnexp.errors import CnnexpError, WorkerDied
 from cnnexp.workers.collective import share
@@ -218,7 +219,16 @@ def _start(board: Board, rank: int, spec: Spec, patience_s: float) -> _Child:
     process = _CONTEXT.Process(
         target=_work, args=(board, rank, spec, patience_s, writer), name=f"cnnexp-worker-{rank}", daemon=True
     )
-    process.start()
+    before = {child.pid for child in psutil.Process().children()}
+    try:
+        process.start()
+    except OSError:
+        # one that was started, and cannot be told what to do, would end in a traceback of multiprocessing's
+        for child in psutil.Process().children():
+            if child.pid not in before:
+                child.kill()
+                child.wait()
+        raise
     writer.close()
     return _Child(rank, process, failure)
 
