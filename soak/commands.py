@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import IO, cast
 
 from cnnexp.training.checkpoint import find, load
 
@@ -120,12 +121,20 @@ def chunks(
     """
     for slice_ in range(seed * 1_000_000, (seed + 1) * 1_000_000):
         command = [sys.executable, "-P", "-m", module, *words, str(slice_), str(size)]
-        done = subprocess.run(
-            command, capture_output=True, text=True, cwd=ROOT, env={**os.environ, **environ}, check=False
-        )
-        yield from map(json.loads, done.stdout.splitlines())
-        if done.returncode:
-            yield f"seed {slice_}: its process ended with exit code {done.returncode}: {done.stderr[-300:]}"
+        with (
+            tempfile.TemporaryFile("w+") as err,
+            subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=err, text=True, cwd=ROOT, env={**os.environ, **environ}
+            ) as process,
+        ):
+            try:
+                yield from map(json.loads, cast(IO[str], process.stdout))
+                code = process.wait()
+            finally:
+                process.kill()  # nobody wants its other trials
+            err.seek(0)
+            if code:
+                yield f"seed {slice_}: its process ended with exit code {code}: {err.read()[-300:]}"
 
 
 @contextlib.contextmanager

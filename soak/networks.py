@@ -20,7 +20,7 @@ from cnnexp.backends.simd import apart
 from cnnexp.errors import BackendUnavailable
 from soak.commands import ROOT, chunks
 
-CHUNK = 100  # networks that one process tries
+CHUNK = 20  # networks that one process tries
 
 
 def networks(folder: Path, seed: int) -> Iterator[str | None]:
