@@ -133,13 +133,12 @@ def _differences(places: Sequence[Place]) -> list[verdict.Row]:
     told = [("differ", ", ".join(differ))] if differ else []
     alike, last = [], 0
     for unsure, group in groupby(p_values, lambda p: p >= SIGNIFICANT):
-        least = list(group)
-        first, last = last + 1, last + len(least)
-        if unsure and len(least) == 1:
-            alike.append(f"{first} and {last + 1} (p {least[0]:.2g})")
-        elif unsure:
+        pairs = list(group)
+        first, last = last + 1, last + len(pairs)
+        p = f"(p {min(pairs):.2g}{' or more' if min(pairs) < max(pairs) else ''})"
+        if unsure:
             alike.append(
-                f"each of {first} to {last} and the next (p {min(least):.2g}{' or more' if min(least) < 1 else ''})"
+                f"{first} and {last + 1} {p}" if first == last else f"each of {first} to {last} and the next {p}"
             )
     if alike:
         told.append(("not sure", f"{', '.join(alike)}: more epochs, or {SEED}=0,1,2, may tell them apart"))
