@@ -69,6 +69,10 @@ def main() -> None:
             except NotTried as reason:
                 print(f"{name}: not tried: {reason}", flush=True)
                 continue
+            except Exception as error:  # the others go on
+                tried += 1
+                found.append(f"{type(error).__name__}: {error}")
+                print(f"{name}: cannot be tried: {found[-1]}", flush=True)
         faults += len(found)
         seconds = time.monotonic() - started
         print(f"{name}: {tried - len(found)} of {tried} hold, in {seconds:.0f} s", flush=True)

@@ -73,6 +73,7 @@ def postgres(folder: Path, seed: int) -> Iterator[str | None]:
     other = ["setpriv", "--reuid=postgres", "--regid=postgres", "--clear-groups"] if os.geteuid() == 0 else []
     if other:
         os.chmod(folder, 0o777)
+        os.chmod(folder.parent, 0o711)
     subprocess.run([*other, "initdb", "-D", data, "-A", "trust", "-U", "soak"], check=True, capture_output=True)
     with _served([*other, "postgres", "-D", str(data), "-p", str(port), "-k", str(data)], port, folder):
         subprocess.run(["createdb", "-h", "127.0.0.1", "-p", str(port), "-U", "soak", "soak"], check=True)

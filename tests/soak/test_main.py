@@ -32,6 +32,23 @@ def test_a_slice_ends_after_its_count_or_its_seconds(monkeypatch, capsys):
     assert run(monkeypatch, capsys, "c")[0] == 2
 
 
+def test_a_part_that_cannot_be_tried_keeps_no_other_from_it(monkeypatch, capsys):
+    def lacks(folder, seed):
+        raise commands.NotTried("no server is here")
+        yield
+
+    def fails(folder, seed):
+        yield None
+        raise OSError("no room")
+
+    monkeypatch.setattr(soak, "PARTS", {"a": lacks, "b": fails, "c": lambda *_: iter([None])})
+    code, out = run(monkeypatch, capsys)
+    assert out.startswith("a: not tried: no server is here\nb: cannot be tried: OSError: no room\nb: 1 of 2 hold")
+    assert "c: 1 of 1 hold" in out
+    assert code == 1
+    assert run(monkeypatch, capsys, "a", "c")[0] == 0
+
+
 WHOLE = {name: [(1, 0.5), (2, 0.25)] for name in commands.ALWAYS}
 
 
