@@ -24,6 +24,7 @@ from cnnexp.network import Network
 from cnnexp.network.losses import Loss, check_loss
 from cnnexp.optimizers import Optimizer
 from cnnexp.system import memory
+from cnnexp.tracking import verdict
 from cnnexp.tracking.events import FALLBACK
 from cnnexp.tracking.journal import Run
 from cnnexp.training import checkpoint
@@ -172,6 +173,8 @@ def _profile(pieces: _Pieces, clocked: Sequence[EpochResult]) -> None:
     profile = report(pieces.ledger, program, clocked, backend)
     if baseline is not None and pieces.beside is not None:
         profile["baseline"] = report_beside(pieces.beside, baseline, clocked)
+    if run.interference is not None and run.interference.disturbed:
+        profile["disturbed"] = verdict.machine(run.interference)
     run.add_profile(profile)
     run.summarize(metrics(profile))
     if profile["layered"]:

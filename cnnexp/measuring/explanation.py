@@ -60,6 +60,7 @@ class Side:
         pieces: in the order of the step; empty where only the whole was timed.
         limits: of the machine, see `roofline.machine_limits`; empty where they were not measured for these threads.
         ways: by layers, which of several ways to compute them was taken.
+        disturbed: how other work disturbed the run; empty where it did not.
     """
 
     label: str
@@ -69,6 +70,7 @@ class Side:
     pieces: tuple[Piece, ...]
     limits: Mapping[str, float]
     ways: Mapping[str, str] = field(default_factory=dict)
+    disturbed: str = ""
 
     @property
     def accounted(self) -> float:
@@ -106,6 +108,7 @@ def side_of(profile: Mapping[str, Any], label: str | None = None) -> Side:
         tuple(sorted(pieces, key=_place)),
         profile["machine"],
         profile.get("ways", {}),
+        profile.get("disturbed", ""),
     )
 
 
@@ -141,6 +144,7 @@ def sentences(sides: Sequence[Side]) -> list[str]:
         waits = sum(piece.us for piece in ours.pieces if piece.what == "wait")
         if waits >= WAITS * ours.us:
             told.append(f"The threads wait for each other {waits / ours.us:.0%} of the step, {us_text(waits)}.")
+        told += [f"{side.label}'s run was {side.disturbed}." for side in sides if side.disturbed]
         told.append(f"These parts are {ours.accounted:.1%} of the step as the epochs' own clock has it.")
     return told
 

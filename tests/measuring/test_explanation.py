@@ -112,6 +112,12 @@ def test_the_ways_that_the_planner_took_are_said():
     assert f"Of the ways that cpu-simd has to compute layers it took: {wanted}." in told
 
 
+def test_a_disturbed_run_is_said_to_be():
+    told = sentences([side_of({**RUN, "disturbed": "DISTURBED by other work: measure again"}), side_of(BASELINE)])
+    assert "cpu-simd's run was DISTURBED by other work: measure again." in told
+    assert "DISTURBED" not in " ".join(sentences(steps()))
+
+
 def test_the_other_way_round_it_rose():
     text = " ".join(changes(steps()[::-1]))
     assert "conv1's backward pass with relu1 and maxpool1 rose from 4 us to 330 us an image, 82.5 times more." in text
