@@ -449,6 +449,12 @@ class _Assembly:
         a, b, c = (self._value(operand, "b32") for operand in operands)
         self._emit("prmt_32", "integer", d=self._register(target), a=a, b=b, c=c)
 
+    def _on_dp2a(self, modifiers: tuple[str, ...], target: str, *operands: str) -> None:
+        if modifiers[1:] != ("u32", "u32"):
+            raise self._unknown()
+        a, b, c = (self._value(operand, "u32") for operand in operands)
+        self._emit(f"dp2a_{modifiers[0]}_u32", "integer", d=self._register(target), a=a, b=b, c=c)
+
     def _on_bfe(self, modifiers: tuple[str, ...], target: str, *operands: str) -> None:
         if SIZES[modifiers[-1]] != 4:
             raise self._unknown()

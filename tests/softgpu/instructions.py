@@ -268,6 +268,17 @@ def test_bit_fields_and_permutations():
         assert y == (a << 7 | (unsigned ^ signed ^ permuted) >> 25) & 0xFFFFFFFF
 
 
+def test_products_of_halves_and_bytes_are_added_up():
+    x = RNG.integers(0, 2**32, (64, 2), dtype=np.uint32)
+    body = """
+    ld.global.u32 %r4, [%rd1]; ld.global.u32 %r5, [%rd1+4];
+    dp2a.lo.u32.u32 %r6, %r4, %r5, 7; dp2a.hi.u32.u32 %r7, %r4, %r5, %r6; st.global.u32 [%rd2], %r7;
+    """
+    low, high, parts = x[:, 0] & 0xFFFF, x[:, 0] >> 16, x[:, 1].copy().view(np.uint8).reshape(-1, 4).astype(np.uint32)
+    wanted = 7 + low * (parts[:, 0] + parts[:, 2]) + high * (parts[:, 1] + parts[:, 3])
+    assert np.array_equal(run(body, x, 64, np.uint32), wanted)
+
+
 def test_branches_join_again_and_predicates_guard():
     x = np.arange(64, dtype=np.int32)
     body = """
