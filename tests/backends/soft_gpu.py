@@ -24,6 +24,7 @@ from cnnexp.backends.gpu import device, kernels, launch, tuned
 from cnnexp.backends.gpu.backend import GpuProgram
 from cnnexp.backends.gpu.fused import build
 from cnnexp.backends.gpu.fused import kernels as fused_kernels
+from cnnexp.backends.gpu.fused.two_conv import TwoConv
 from cnnexp.backends.gpu.kernels import ConvSizes
 from cnnexp.backends.gpu.streamed import Streamed
 from cnnexp.backends.gpu.tiled import ConvTile
@@ -40,6 +41,30 @@ ODD = {
     "wide_kernel": ((12, 11, 1), (Conv2d(3, 9), ReLU(), Conv2d(2, 2), Flatten(), Linear(3))),
     "pool_first": ((7, 6, 2), (MaxPool2d(2, padding="floor"), ReLU(), Conv2d(3, 2), Flatten(), Linear(3), ReLU())),
     "no_linear": ((5, 5, 1), (Conv2d(4, 5), Flatten())),
+}
+# two convolutions and two linear layers: padded, strided, pooled or not, tiles of which the last is smaller
+TWO_CONV = {
+    "same": (
+        (9, 8, 2),
+        (
+            *(Conv2d(4, 3, padding="same"), ReLU(), Conv2d(3, 3, padding="same"), MaxPool2d(2, padding="floor")),
+            *(Flatten(), Linear(7), ReLU(), Linear(3)),
+        ),
+    ),
+    "full": (
+        (7, 7, 1),
+        (
+            *(Conv2d(2, 3, 2, 1), Conv2d(4, 2, padding="full", bias=False), ReLU()),
+            *(Flatten(), Linear(6, bias=False), Linear(4)),
+        ),
+    ),
+    "floor": (
+        (15, 13, 1),
+        (
+            *(Conv2d(6, 2), ReLU(), Conv2d(8, 3), ReLU(), MaxPool2d(3, padding="floor")),
+            *(Flatten(), Linear(40), ReLU(), Linear(3)),
+        ),
+    ),
 }
 SMALL = Network((6, 6, 1), (Conv2d(5, 3), ReLU(), MaxPool2d(2), Flatten(), Linear(4)))
 
@@ -134,6 +159,20 @@ def test_gpu_fused_takes_every_network(name):
     network = Network(*({**OFTEN_SEEN, **ODD}[name]))
     assert build.suits(network) == (not name.startswith(("batch_norm", "residual")))
     check_case(backend_class("gpu-fused")(), clear_case(network, 3, False))
+
+
+@pytest.mark.parametrize("name", ["floor", *(pytest.param(name, marks=pytest.mark.slow) for name in ("same", "full"))])
+def test_two_convolutions_in_tiles(name, monkeypatch):
+    gpu = replace(device.open_gpu(0), multiprocessors=132)
+    monkeypatch.setattr(device, "open_gpu", lambda index: gpu)
+    network, backend = Network(*TWO_CONV[name]), backend_class("gpu-fused")()
+    (node,) = backend.compile(network, Loss.SOFTMAX_CROSS_ENTROPY, SGD(), 3)._nodes
+    assert isinstance(node, TwoConv)
+    assert node._cut.tiles > 1
+    case = clear_case(network, 5, False)
+    softgpu.set_order(1, "late")
+    check_case(backend, case)
+    check_training(backend, case, Adam(lr=0.01))
 
 
 def trained(backend, network, batch, images, labels, order, optimizer=None):

@@ -7,9 +7,8 @@ from typing import Any, ClassVar, Self, cast
 
 import numpy as np
 
-from cnnexp.backends.gpu import device, kernels, streamed, sums
-from cnnexp.backends.gpu.device import SIMULATED, Gpu, on_its_gpu
-from cnnexp.backends.gpu.kernels import u32
+from cnnexp.backends.gpu import device, streamed, sums
+from cnnexp.backends.gpu.device import SIMULATED, Gpu, Tensor, on_its_gpu
 from cnnexp.backends.gpu.limits import limits
 from cnnexp.backends.layerwise import LayerwiseProgram
 from cnnexp.backends.protocol import Backend, Ops, Program, State
@@ -54,17 +53,10 @@ class GpuProgram(LayerwiseProgram):
 
     @on_its_gpu
     def predict(self, handle: Any) -> np.ndarray:
-        every = streamed.parts(handle, np.arange(len(handle)))
-        return np.concatenate([self._predict(split) for split, _ in every])
+        def outputs(split: Any, start: int, count: int) -> Tensor:
+            return self._chain.forward(self._run(count), split.images[start : start + count])
 
-    def _predict(self, split: Any) -> np.ndarray:
-        """Leave all scores on the GPU until the last batch is done: one copy, and one wait for it."""
-        scores = device.empty((len(split), *self.network.output_shape), np.float32)
-        for start in range(0, len(split), self.batch_size):
-            batch = slice(start, min(start + self.batch_size, len(split)))
-            y = self._chain.forward(self._run(batch.stop - start), split.images[batch])
-            kernels.put(BLOCK).over(y.size, 0, y, scores, u32(start * (y.size // len(y))))
-        return device.to_host(scores)
+        return streamed.predicted(handle, self.network.output_shape, self.batch_size, 0, outputs)
 
     @on_its_gpu
     def forward(self, handle: Any, indices: np.ndarray, trains: bool, images: np.ndarray | None = None) -> Any:

@@ -15,11 +15,14 @@ import numpy as np
 from numba import cuda
 
 from cnnexp.backends.gpu import device
+from cnnexp.backends.gpu.device import SIMULATED, Tensor
+from cnnexp.backends.gpu.kernels import put, u32
 from cnnexp.backends.layerwise import as_float32
 from cnnexp.errors import ConfigError
 
 WINDOW_BYTES = 2**28  # of a window, where a batch does not need more
 SHARE = 4  # a window takes one part of so many of the free memory: other splits need room too
+BLOCK = 16 if SIMULATED else 256  # threads
 
 
 class Streamed:
@@ -95,3 +98,33 @@ def parts(handle: Any, indices: np.ndarray) -> Iterator[tuple[Any, np.ndarray]]:
         yield from handle.parts(indices)
     else:
         yield handle, indices
+
+
+def predicted(
+    handle: Any,
+    shape: tuple[int, ...],
+    batch_size: int,
+    stream: Any,
+    outputs: Callable[[Any, int, int], Tensor],
+) -> np.ndarray:
+    """Return the outputs (N, *shape) of all images of a handle.
+
+    They stay on the GPU until the last batch of a split is done: one copy, and one wait for it.
+
+    Args:
+        handle: see `load`.
+        shape: of an image's outputs.
+        batch_size: images at once, at most.
+        stream: where `outputs` enqueues its kernels.
+        outputs: of (split, first image, images), on the GPU.
+    """
+    found = []
+    for split, _ in parts(handle, np.arange(len(handle))):
+        scores = device.empty((len(split), *shape), np.float32)
+        for start in range(0, len(split), batch_size):
+            count = min(batch_size, len(split) - start)
+            y = outputs(split, start, count)
+            put(BLOCK).over(y.size, stream, y, scores, u32(start * (y.size // count)))
+        device.synchronize()
+        found.append(device.to_host(scores))
+    return np.concatenate(found)

@@ -59,21 +59,37 @@ class Partials:
     parts: int
 
 
+@dataclass(frozen=True)
+class Product:
+    """A linear layer whose gradient `update` makes: where its inputs and its outputs' gradients are, image by image."""
+
+    weight: Parameter
+    bias: Parameter | None
+    inputs: int
+    d_outputs: int
+
+
 class Arena:
     """Gives out room for partial gradients. The first `parameter_count` floats are the gradient of layers not fused."""
 
     def __init__(self, parameter_count: int) -> None:
         self.size = parameter_count
         self.partials: list[Partials] = []
+        self.products: list[Product] = []
         self.memory: Tensor | None = None  # allocated when all is given out
 
     def take(self, parameter: Parameter | None, parts: int) -> np.uint32:
         """Return the first index of `parts` partial gradients; of nothing, 0."""
         if parameter is None:
             return u32(0)
-        self.partials.append(Partials(parameter, self.size, parts))
-        self.size += parts * parameter.size
-        return u32(self.size - parts * parameter.size)
+        base = self.room(parts * parameter.size)
+        self.partials.append(Partials(parameter, base, parts))
+        return u32(base)
+
+    def room(self, size: int) -> int:
+        """Return the first index of `size` floats."""
+        self.size += size
+        return self.size - size
 
     def take_whole(self, parameter: Parameter | None) -> None:
         """Let a layer that is not fused write the whole gradient, at the parameter's own offset."""
@@ -136,6 +152,10 @@ class Node:
 
     def backward(self, step: Step) -> None:
         raise NotImplementedError
+
+    def predict(self, step: Step) -> None:
+        """Forward as far as the outputs `y`, for a node whose `forward` leaves that to `backward`."""
+        self.forward(step)
 
     def refresh(self, stream: Any) -> None:
         """Bring up to date what is kept of the parameters beside the flat buffer."""

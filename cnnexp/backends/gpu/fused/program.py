@@ -16,9 +16,9 @@ from cnnexp.backends.gpu.fused import kernels
 from cnnexp.backends.gpu.fused.build import build
 from cnnexp.backends.gpu.fused.clocks import EVERY, Clocks
 from cnnexp.backends.gpu.fused.kernels import BLOCK
-from cnnexp.backends.gpu.fused.nodes import Arena, Context, Partials, Step
+from cnnexp.backends.gpu.fused.nodes import Arena, Context, Partials, Product, Step
 from cnnexp.backends.gpu.graphs import Graphs
-from cnnexp.backends.gpu.kernels import put, u32, update
+from cnnexp.backends.gpu.kernels import u32, update
 from cnnexp.backends.gpu.shared import CONV_TILE, SharedOps
 from cnnexp.backends.layerwise import as_float32
 from cnnexp.backends.parts import BACKWARD, FORWARD, Part
@@ -97,7 +97,7 @@ class FusedProgram(Program):
         self._nodes = build(self._context, network, loss)
         self._arena = self._context.arena
         self._arena.memory = device.empty((self._arena.size,), np.float32)
-        self._table = device.to_device(segments(self._arena.partials))
+        self._table = device.to_device(segments(self._arena.partials, self._arena.products))
         self._graphs = Graphs(gpu.index) if graphs and not SIMULATED else None
         self._stream = self._graphs.stream if self._graphs else 0
         parts = [part for node in self._nodes for part in node.parts.values()]
@@ -149,8 +149,7 @@ class FusedProgram(Program):
         split, places = next(streamed.parts(handle, indices))
         self._send(split, places)
         self._run(Step(self._stream, split, 0, len(places)))
-        kernel = kernels.update(None, self.batch_size, None)
-        kernel.launch(self._table.shape[0], self._stream, self._arena.memory, self._table, self._gradient)
+        self._update(Step(self._stream, split, 0, len(places)), None, self._gradient)
         return self._totals(split, len(places)), self._to_host(self._gradient)
 
     @on_its_gpu
@@ -166,20 +165,14 @@ class FusedProgram(Program):
 
     @on_its_gpu
     def predict(self, handle: Split | streamed.Streamed) -> np.ndarray:
-        every = streamed.parts(handle, np.arange(len(handle)))
-        return np.concatenate([self._predict(split) for split, _ in every])
-
-    def _predict(self, split: Split) -> np.ndarray:
-        scores = device.empty((len(split), *self.network.output_shape), np.float32)
-        self._send(split, np.arange(len(split)))
-        for start in range(0, len(split), self.batch_size):
-            count = min(self.batch_size, len(split) - start)
-            step = Step(self._stream, split, start, count)
+        def outputs(split: Split, start: int, count: int) -> Tensor:
+            if start == 0:
+                self._send(split, np.arange(len(split)))
             for node in self._nodes:
-                node.forward(step)
-            y = self._nodes[-1].y[:count]
-            put(BLOCK).over(y.size, self._stream, y, scores, u32(start * (y.size // count)))
-        return self._to_host(scores)
+                node.predict(Step(self._stream, split, start, count))
+            return self._nodes[-1].y[:count]
+
+        return streamed.predicted(handle, self.network.output_shape, self.batch_size, self._stream, outputs)
 
     @on_its_gpu
     def clocked(self) -> Sequence[tuple[Part, float]]:
@@ -220,7 +213,7 @@ class FusedProgram(Program):
             kernels.advance().launch(1, self._stream, split.cursor, u32(0))
             self._capture(split)
             self._train(split, order, 0.0, self._graphs is not None)
-            self._predict(split)
+            self.predict(split)
         self.restore(fresh)
         self._images = 0
         if self._clocks:
@@ -270,22 +263,28 @@ class FusedProgram(Program):
         if clocks:
             clocks.begin(stream)
         self._run(step, clocks)
-        kernel = kernels.update(self.optimizer, self.batch_size, self._context.mirror)
+        self._update(step, self.optimizer, self._parameters)
+        if clocks:
+            clocks.charge(stream, UPDATE)
+
+    def _update(self, step: Step, optimizer: Optimizer | None, target: Tensor) -> None:
+        """Enqueue the end of a step, the optimizer's; without one, the gradient goes to `target`."""
+        mirror = self._context.mirror if optimizer else None
+        kernel = kernels.update(optimizer, self.batch_size, mirror, bool(self._arena.products))
         _, cursor, place = step.place
         kernel.launch(
             self._table.shape[0],
-            stream,
+            step.stream,
             self._arena.memory,
             self._table,
-            self._parameters,
+            u32(step.count),
+            target,
             *self._two_slots(),
-            split.rates,
+            step.split.rates,
             cursor,
             place,
             self._context.mirrored or self._nothing,
         )
-        if clocks:
-            clocks.charge(stream, UPDATE)
 
     def _run(self, step: Step, clocks: Clocks | None = None) -> None:
         """Enqueue a step but for its update: losses, hits and partial gradients."""
@@ -325,13 +324,19 @@ class FusedProgram(Program):
         return device.to_host(tensor)
 
 
-def segments(partials: list[Partials]) -> np.ndarray:
+def segments(partials: list[Partials], products: list[Product]) -> np.ndarray:
     """Return the table of `kernels.update`, a row per block, uint32 (blocks, SEGMENT)."""
-    rows = []
+    rows: list[tuple[int, ...]] = []
     for sums in partials:
         offset, size = sums.parameter.offset, sums.parameter.size
         threads = kernels.sum_threads(sums.parts)
         wide = BLOCK // threads
         for first in range(0, size, wide):
-            rows.append((offset + first, min(wide, size - first), sums.base + first, size, sums.parts, threads))
+            rows.append((offset + first, min(wide, size - first), sums.base + first, size, sums.parts, threads, 0, 0))
+    for product in products:
+        (D, O), offset = product.weight.shape, product.weight.offset  # noqa: E741
+        high = D + (product.bias is not None)  # the bias is row D: it comes after the weights in the flat buffer
+        for k in range(0, high, kernels.TILE_ROWS):
+            for o in range(0, O, kernels.TILE_COLUMNS):
+                rows.append((offset, k, D, product.inputs, product.d_outputs, o, O, high))
     return np.array(rows, np.uint32)
