@@ -24,15 +24,19 @@ def conv2d(sizes: ConvSizes, has_bias: bool, block: int) -> Kernel:
             p = u32(u32(i // u32(F * Q)) % P)
             n = u32(i // u32(F * Q * P))
             total = b[f] if has_bias else ZERO
+            corner = u32(u32(u32(u32(n * H) + p * stride) * W + q * stride) * C)
             for a in range(K):
                 row = u32(p * stride + u32(a))  # in the padded image
                 for e in range(K):
                     col = u32(q * stride + u32(e))
                     if not padded or (top <= row and row < u32(H + top) and left <= col and col < u32(W + left)):
-                        pixel = u32(u32(u32(n * H + row - top) * W + col - left) * C)
-                        weight = u32(u32(u32(u32(a) * K + u32(e)) * C) * F + f)
+                        # without padding, what is added to `corner` is known when the loops are unrolled
+                        pixel = corner + u32(u32(u32(a) * W + u32(e)) * C)
+                        if padded:
+                            pixel = u32(u32(u32(u32(n * H) + u32(row - top)) * W + u32(col - left)) * C)
+                        weight = f + u32(u32(u32(u32(a) * K + u32(e)) * C) * F)
                         for c in range(C):
-                            total += x[u32(pixel + u32(c))] * w[u32(weight + u32(c) * F)]
+                            total += x[pixel + u32(c)] * w[weight + u32(u32(c) * F)]
             y[i] = total
             i = u32(i + u32(cuda.gridsize(1)))
 
@@ -89,12 +93,18 @@ def conv2d_backward_weights(sizes: ConvSizes, block: int) -> Kernel:
                 for p in range(P):
                     row = u32(u32(p) * stride + a)  # in the padded image
                     if not padded or (top <= row and row < u32(H + top)):
+                        first = u32(u32(u32(u32(n * H) + u32(row - top)) * W) * C + c)
+                        begin = u32(first + e * C)
+                        place = u32(u32(u32(n * P + u32(p)) * Q) * F + f)
                         for q in range(Q):
                             col = u32(u32(q) * stride + e)
                             if not padded or (left <= col and col < u32(W + left)):
-                                pixel = u32(u32(u32(n * H + row - top) * W + col - left) * C + c)
-                                place = u32(u32(u32(n * P + u32(p)) * Q + u32(q)) * F + f)
-                                total += x[pixel] * dy[place]
+                                pixel = (
+                                    first + u32(u32(col - left) * C)
+                                    if padded
+                                    else begin + u32(u32(q) * u32(stride * C))
+                                )
+                                total += x[pixel] * dy[place + u32(u32(q) * F)]
                 n = u32(n + slices)
             partial[i] = total
             i = u32(i + u32(cuda.gridsize(1)))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import numpy as np
 from numba import cuda
@@ -417,6 +418,24 @@ def update(optimizer: Optimizer, block: int) -> Kernel:
 
     signature = "void(float32[::1], float32[::1], float32[::1], float32[::1], float32, float32, float32, uint32)"
     return Kernel(update, signature, block)
+
+
+@cache
+def padded_pixel(sizes: ConvSizes, number: Any = f32) -> Any:
+    """Return the device function (x, first, row, col, c): a pixel of the padded image that begins at x[first].
+
+    Args:
+        sizes: of the convolution that pads it.
+        number: what makes a float32 of what x holds.
+    """
+    H, W, C, _, _, _, top, left, _, _ = unsigned(sizes)
+
+    def pixel(x, first, row, col, c):
+        if top <= row and row < u32(H + top) and left <= col and col < u32(W + left):
+            return number(x[u32(first + u32(u32(u32(row - top) * W + col - left) * C + c))])
+        return ZERO
+
+    return cuda.jit(device=True)(pixel)
 
 
 def conv_sizes(x: Tensor, w: Tensor, window: Window, y: Tensor) -> ConvSizes:

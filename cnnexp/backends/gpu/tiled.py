@@ -7,7 +7,7 @@ from functools import cache
 
 from numba import cuda
 
-from cnnexp.backends.gpu.kernels import ZERO, ConvSizes, f32, u32, unsigned
+from cnnexp.backends.gpu.kernels import ZERO, ConvSizes, f32, padded_pixel, u32, unsigned
 from cnnexp.backends.gpu.launch import Kernel
 from cnnexp.errors import ConfigError
 
@@ -27,7 +27,8 @@ def conv2d(sizes: ConvSizes, turned: bool, has_bias: bool, stage_filters: bool, 
         stage_filters: read the filters from shared memory too.
         plan: see `ConvTile`.
     """
-    H, W, C, K, F, stride, top, left, P, Q = unsigned(sizes)
+    H, W, C, K, F, stride, _, _, P, Q = unsigned(sizes)
+    image, input_pixel = u32(H * W * C), padded_pixel(sizes)
     tile, block, filters, channels = (u32(v) for v in (plan.tile, plan.block, plan.filters, plan.channels))
     side = u32(plan.side)
     across, down, deep = (u32(v) for v in plan.tiles(sizes))
@@ -51,8 +52,7 @@ def conv2d(sizes: ConvSizes, turned: bool, has_bias: bool, stage_filters: bool, 
                 c = u32(c0 + i % channels)
                 row = u32(p0 * stride + u32(u32(i // channels) // side))  # in the padded image
                 col = u32(q0 * stride + u32(u32(i // channels) % side))
-                inside = top <= row and row < u32(H + top) and left <= col and col < u32(W + left) and c < C
-                x_tile[i] = x[u32(u32(u32(n * H + row - top) * W + col - left) * C + c)] if inside else ZERO
+                x_tile[i] = input_pixel(x, u32(n * image), row, col, c) if c < C else ZERO
                 i = u32(i + block)
             if stage_filters:
                 i = u32(cuda.threadIdx.x)
@@ -155,7 +155,8 @@ def conv2d_backward_weights(sizes: ConvSizes, rows: int, stage_dy: bool, block: 
 
     A block makes `block` weights of one slice of the images.
     """
-    H, W, C, K, F, stride, top, left, P, Q = unsigned(sizes)
+    H, W, C, K, F, stride, _, _, P, Q = unsigned(sizes)
+    image, input_pixel = u32(H * W * C), padded_pixel(sizes)
     size, rows, block = u32(sizes.K * sizes.K * sizes.C * sizes.F), u32(rows), u32(block)
     wide, groups = u32(_padded_width(sizes)), u32(-(-int(size) // int(block)))
     x_rows = u32((rows - 1) * stride + K)
@@ -180,8 +181,7 @@ def conv2d_backward_weights(sizes: ConvSizes, rows: int, stage_dy: bool, block: 
                 while i < u32(x_size):
                     row = u32(p0 * stride + u32(u32(i // C) // wide))  # in the padded image
                     col = u32(u32(i // C) % wide)
-                    inside = top <= row and row < u32(H + top) and left <= col and col < u32(W + left)
-                    x_tile[i] = x[u32(u32(u32(n * H + row - top) * W + col - left) * C + i % C)] if inside else ZERO
+                    x_tile[i] = input_pixel(x, u32(n * image), row, col, u32(i % C))
                     i = u32(i + block)
                 high = u32(min(rows, u32(P - p0)))
                 first = u32(u32(u32(n * P + p0) * Q) * F)
@@ -193,10 +193,11 @@ def conv2d_backward_weights(sizes: ConvSizes, rows: int, stage_dy: bool, block: 
                 cuda.syncthreads()
                 p = u32(0)
                 while p < high:
+                    pixel = u32(u32(u32(p * stride + a) * wide + e) * C + c)
+                    place = u32(u32(p * Q) * F + f) if stage_dy else u32(first + u32(p * Q) * F + f)
                     for q in range(Q):
-                        pixel = u32(u32(u32(p * stride + a) * wide + u32(q) * stride + e) * C + c)
-                        place = u32(u32(p * Q + u32(q)) * F + f)
-                        total += x_tile[pixel] * (dy_tile[place] if stage_dy else dy[u32(first + place)])
+                        g = dy_tile[place + u32(u32(q) * F)] if stage_dy else dy[place + u32(u32(q) * F)]
+                        total += x_tile[pixel + u32(u32(q) * u32(stride * C))] * g
                     p = u32(p + u32(1))
                 p0 = u32(p0 + rows)
             n = u32(n + slices)

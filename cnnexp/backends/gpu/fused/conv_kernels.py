@@ -15,7 +15,7 @@ import numpy as np
 from numba import cuda
 
 from cnnexp.backends.gpu.fused.kernels import BLOCK, as_it_is, fraction
-from cnnexp.backends.gpu.kernels import ZERO, ConvSizes, f32, u32, unsigned
+from cnnexp.backends.gpu.kernels import ZERO, ConvSizes, f32, padded_pixel, u32, unsigned
 from cnnexp.backends.gpu.launch import Kernel
 
 ACROSS = 4  # pixels of a row that one thread makes in `conv2d_backward_input`
@@ -70,18 +70,9 @@ class ConvBlock:
         return "uint8[::1]" if self.from_bytes else "float32[::1]"
 
 
-@cache
 def pixel_of(conv: ConvBlock) -> Any:
-    """Return the device function (x, first, row, col, c): a pixel of the padded image that begins at x[first]."""
-    H, W, C, _, _, _, top, left, _, _ = unsigned(conv.sizes)
-    number = fraction if conv.from_bytes else as_it_is
-
-    def pixel(x, first, row, col, c):
-        if top <= row and row < u32(H + top) and left <= col and col < u32(W + left):
-            return number(x[u32(first + u32(u32(u32(row - top) * W + col - left) * C + c))])
-        return ZERO
-
-    return cuda.jit(device=True)(pixel)
+    """Return `padded_pixel` of what the convolution reads."""
+    return padded_pixel(conv.sizes, fraction if conv.from_bytes else as_it_is)
 
 
 @cache
