@@ -55,7 +55,8 @@ def _growth(folder: Path, samples: list[Sample]) -> str | None:
     took = np.diff(ends) - np.diff(np.interp(ends, at, waited))
     tenth = EPOCHS // 10
     slower = took[-tenth:].mean() / took[tenth : 2 * tenth].mean()
-    early, late = samples[len(samples) // 3], samples[-3]
+    training = [sample for sample in samples if ends[tenth] <= sample[0] <= ends[-1]]
+    early, late = training[0], training[-1]
     told = f"{slower:.2f} times the time, {late[2] - early[2]} bytes and {late[3] - early[3]} files more"
     sys.stderr.write(f"{told}\n")
     grown = slower > MOST_SLOWER or late[2] - early[2] > MOST_BYTES or late[3] - early[3] > MOST_FILES
