@@ -25,7 +25,7 @@ MOST_SAID = 300  # characters of what an unexpected error says
 DISK_ERRORS = (
     *(errno.EACCES, errno.EDQUOT, errno.EIO, errno.ENOSPC, errno.EPERM, errno.EROFS),
     *(errno.EEXIST, errno.EFBIG, errno.ELOOP, errno.EMFILE, errno.ENAMETOOLONG, errno.ENFILE, errno.ENOENT),
-    *(errno.EISDIR, errno.ENOTDIR),
+    *(errno.EISDIR, errno.EMLINK, errno.ENOTDIR, errno.ESTALE),
 )
 
 

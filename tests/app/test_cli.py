@@ -110,18 +110,18 @@ def test_a_full_traceback_on_request(run, monkeypatch):
         run("trian.lr=1")
 
 
-@pytest.mark.parametrize("file", [(), ("there",)])
-def test_a_disk_that_fills_up_is_one_line(run, monkeypatch, tmp_path, file):
+@pytest.mark.parametrize(("number", "file"), [(errno.ENOSPC, ()), (errno.ENOSPC, ("there",)), (errno.EMLINK, ())])
+def test_a_disk_that_takes_no_more_is_one_line(run, monkeypatch, tmp_path, number, file):
     note = Run._note
 
     def full(self, event, **facts):
         if event == "epoch":
-            raise OSError(errno.ENOSPC, "No space left on device", *file)
+            raise OSError(number, os.strerror(number), *file)
         note(self, event, **facts)
 
     monkeypatch.setattr(Run, "_note", full)
     code, _, err = run(*TINY)
-    said = "No space left on device; runs write to hydra.run.dir=FOLDER and tracking.uri=STORE"
+    said = f"{os.strerror(number)}; runs write to hydra.run.dir=FOLDER and tracking.uri=STORE"
     assert err == f"cnnexp: error: {'there: ' if file else ''}{said}\n"
     assert code == 1
     assert read_journal(tmp_path / "run")["status"] == "FAILED"
