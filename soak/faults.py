@@ -13,6 +13,7 @@ import errno
 import gc
 import itertools
 import json
+import multiprocessing.util
 import os
 import random
 import shutil
@@ -179,6 +180,7 @@ def forked(
                 (place / "counts.json").write_text(json.dumps(list(report)))
             sys.stdout.flush()
         finally:
+            multiprocessing.util._exit_function()  # as at the end of a process that is no fork
             os._exit(code)
     code: int | None = None
     while time.monotonic() - started < limit_s:
@@ -300,7 +302,8 @@ def _storing(folder: Path, seed: int) -> None:
         shutil.copytree(original / "run", place / "journal", dirs_exist_ok=True)
         lines = (original / "run" / "journal.jsonl").read_text().splitlines()
         lines = [line for line in lines if json.loads(line)["event"] not in ("recorded", "stored")]
-        (place / "journal" / "journal.jsonl").write_text("".join(f"{line}\n" for line in lines))
+        mine = "".join(f"{line}\n" for line in lines).replace(str(original / "run"), str(place / "journal"))
+        (place / "journal" / "journal.jsonl").write_text(mine)  # of a run in this folder
         _made(place / "run")
         _record(place)
 
