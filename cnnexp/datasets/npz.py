@@ -79,11 +79,14 @@ class Npz(Source):
 
 def _array(file: Mapping[str, np.ndarray], name: str) -> np.ndarray:
     try:
-        return file[name]
+        array = file[name]
     except ValueError as error:
         if "allow_pickle" in str(error):
             raise DataError(f"npz: {name} is an array of Python objects: pickled data refused") from error
         raise
+    if not isinstance(array, np.ndarray):  # a member that does not begin as an array is its bytes
+        raise DataError(f"npz: {name} is no array; write the file with numpy.savez")
+    return array
 
 
 def _largest(labels: np.ndarray) -> int:
