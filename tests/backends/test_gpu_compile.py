@@ -178,6 +178,8 @@ def check_budgets(launched, name: str, program: str, targets: tuple[Target, ...]
         promised, _ = sigutils.normalize_signature(kernel.signature)
         assert [plain(t) for t in promised] == [plain(t) for t in types], what
         key = f"{kernel.function.__module__.rpartition('.')[2]}.{kernel.function.__name__}"
+        if (name, key) == ("gpu-shared-input", "tiled.conv2d"):
+            key = "direct.conv2d"  # its filters, too, come from global memory by an address for each product
         most, per_fma = BUDGETS.get(key, (REGISTERS, math.inf))
         for target in targets:
             ptx, registers, spills, shared = compiled_code(kernel, target)
