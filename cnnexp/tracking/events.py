@@ -56,7 +56,7 @@ def read_journal(folder: Path) -> dict[str, Any]:
     for entry in _events(Path(folder) / JOURNAL):
         with contextlib.suppress(KeyError, TypeError, AttributeError):
             match entry.pop("event"):
-                case "job":  # the first, or of a process that goes on where another ended
+                case "job" if _describes(entry):  # the first, or of a process that goes on where another ended
                     facts.update(unended)
                     facts.update(entry)
                 case "begin":
@@ -74,6 +74,14 @@ def read_journal(folder: Path) -> dict[str, Any]:
                 case "stored":
                     facts["stored"] = True
     return {**facts, "epochs": list(epochs.values()), "times_ms": times_ms}
+
+
+def _describes(job: dict[str, Any]) -> bool:
+    """Return whether a `job` line holds facts of the kinds that its readers take."""
+    kinds = {"name": str, "overrides": list, "config": dict, "config_hash": str}
+    return all(isinstance(job.get(name, kind()), kind) for name, kind in kinds.items()) and all(
+        isinstance(override, str) for override in job.get("overrides", [])
+    )
 
 
 def open_journal(path: Path, goes_on: bool = True) -> TextIO:
