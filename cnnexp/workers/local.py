@@ -160,6 +160,7 @@ class Pulse:
         self._over.set()
 
     def _beat(self) -> None:
+        self._pulses[self._rank] += 1  # at once: one that is stopped before its first sign is waited for as a new one
         while not self._over.wait(CHECK_S):
             self._pulses[self._rank] += 1
 
