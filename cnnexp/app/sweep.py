@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import csv
 import json
+import logging
 import os
 import socket
 import time
+import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +23,13 @@ from cnnexp.papers import page
 from cnnexp.papers.compare import note_facts
 from cnnexp.tracking import verdict
 from cnnexp.tracking.events import JOURNAL, LACKING, read_journal
-from cnnexp.tracking.journal import REPORT, draw
-from cnnexp.tracking.pipe import Recorder
+from cnnexp.tracking.journal import REPORT, START_S, draw
+from cnnexp.tracking.pipe import NoAnswerYet, Recorder
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+log = logging.getLogger(__name__)
 VARIABLE = "CNNEXP_SWEEP"
 # of the table on the screen: metric -> title and format
 COLUMNS = {
@@ -45,12 +48,13 @@ class Sweep:
 
     Attributes:
         folder: holds one folder per job.
-        run_id: of the parent run; None without MLflow.
+        run_id: of the parent run; None without MLflow, or where the store was silent when the sweep began.
         process: host and process that started the sweep.
         paper: the table or figure of a paper that it makes again, or None; its jobs may lack what they need.
         varied: the keys that differ between its jobs, in the order they were typed.
         jobs: how many there will be, None where the sweeper decides as it goes.
         started: `time.time()` at its start.
+        begin: what `Store.begin` is given for the parent run.
     """
 
     folder: str
@@ -60,6 +64,7 @@ class Sweep:
     varied: Sequence[str] = ()
     jobs: int | None = None
     started: float = 0.0
+    begin: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def contended(self) -> bool:
@@ -83,6 +88,8 @@ def begin(
 ) -> Sweep:
     """Start a sweep: make its parent run, and let its jobs know.
 
+    A store that is silent, as one that another process has locked, gets its parent run at the end.
+
     Args:
         folder: where the jobs' folders will be.
         overrides: what the user typed, ranges and all.
@@ -93,13 +100,16 @@ def begin(
     Raises:
         TrackingError: the store cannot be opened or written.
     """
-    run_id = None
+    run_id, call = None, {}
     if recorder is not None:
         name = paper or " ".join(override for override in overrides if "," in override) or Path(folder).name
-        run_id = recorder.call(
-            "begin", name=f"sweep {name}", params={}, tags={"kind": "sweep", "overrides": " ".join(overrides)}
-        )
-    sweep = Sweep(str(folder), run_id, _this_process(), paper, list(varied), jobs, time.time())
+        tags = {"kind": "sweep", "overrides": " ".join(overrides)}
+        call = {"name": f"sweep {name}", "params": {}, "tags": tags, "key": uuid.uuid4().hex}
+        try:
+            run_id = recorder.ask("begin", **call)(START_S)
+        except NoAnswerYet as silent:
+            log.warning("%s; the sweep goes on, and is recorded when it answers", silent)
+    sweep = Sweep(str(folder), run_id, _this_process(), paper, list(varied), jobs, time.time(), call)
     note_facts(Path(folder), paper, overrides)
     os.environ[VARIABLE] = json.dumps(asdict(sweep))
     return sweep
@@ -125,16 +135,17 @@ def finish(sweep: Sweep, recorder: Recorder | None = None, interrupted: bool = F
     report, ranked = _write_report(sweep, found)
     if sweep.paper is not None:
         page.write(Path(sweep.folder), sweep.paper)
-    if recorder is not None and sweep.run_id is not None:
+    if recorder is not None:
+        run_id = sweep.run_id or _begin_late(sweep, found, recorder)
         figures = Path(sweep.folder) / "figures"
         finished = [row for row in found if row["status"] == "FINISHED"]
         draw("draw_sweep", folder=str(figures), rows=finished, varied=varied(found))
         failed = len(_failed(found, sweep.paper))
         if ranked:
-            recorder.post("log", run_id=sweep.run_id, metrics=ranked, step=0, time_ms=int(time.time() * 1000))
+            recorder.post("log", run_id=run_id, metrics=ranked, step=0, time_ms=int(time.time() * 1000))
         recorder.call(
             "finish",
-            run_id=sweep.run_id,
+            run_id=run_id,
             status="KILLED" if interrupted else "FAILED" if failed else "FINISHED",
             tags={
                 "jobs": str(len(found)),
@@ -144,6 +155,16 @@ def finish(sweep: Sweep, recorder: Recorder | None = None, interrupted: bool = F
             artifacts=[(str(table), None), (str(report), None), (str(figures), "figures"), *_report(sweep)],
         )
     return found
+
+
+def _begin_late(sweep: Sweep, found: Sequence[Mapping[str, Any]], recorder: Recorder) -> str:
+    """Make the parent run of a sweep whose store did not answer when it began, with the jobs under it."""
+    if not recorder.alive:
+        recorder.restart()
+    run_id: str = recorder.call("begin", goes_on=True, **sweep.begin)
+    recorded = (read_journal(Path(sweep.folder) / row["job"])["run_id"] for row in found)
+    recorder.call("adopt", parent=run_id, run_ids=[job for job in recorded if job is not None])
+    return run_id
 
 
 def conclude(sweep: Sweep, found: Sequence[Mapping[str, Any]]) -> tuple[list[verdict.Row], dict[str, float]]:

@@ -51,6 +51,7 @@ SEND_S = 1.0  # metrics are sent no sooner after each other: a short epoch need 
 RETRY_S = 10.0  # after a failure, no sooner than this
 PARAMS_PER_CALL = 100  # MLflow's limits on one batch
 METRICS_PER_CALL = 1000
+PARENT = "mlflow.parentRunId"  # tag: the run of the sweep that a run is a job of
 EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}  # the page opens on runs, not on GenAI traces
 MODEL = "model"  # name of every run's model: runs:/ID/model
 EXAMPLE = "input_example.json"
@@ -120,7 +121,7 @@ class Store:
         tags = {**environment.machine_facts(), **environment.versions(), **environment.git_facts(), **tags}
         tags |= {**liveness.describe(self._owner), liveness.HEARTBEAT: str(_now_ms())}
         if parent is not None:
-            tags["mlflow.parentRunId"] = parent
+            tags[PARENT] = parent
         with self._explained("cannot be written"):
             if self._owner not in (os.getpid(), os.getppid()):
                 raise TrackingError("the training process died")  # another one may have begun to go on with the run
@@ -196,7 +197,7 @@ class Store:
         for run_id in tuple(self._open_runs):
             with contextlib.suppress(Exception):  # the store may be gone for a while
                 run = self._client.get_run(run_id)
-                for beating in {run_id, run.data.tags.get("mlflow.parentRunId", run_id)}:
+                for beating in {run_id, run.data.tags.get(PARENT, run_id)}:
                     self._client.set_tag(beating, liveness.HEARTBEAT, str(_now_ms()))
 
     def log(self, run_id: str, metrics: Mapping[str, float], step: int, time_ms: int) -> None:
@@ -272,6 +273,12 @@ class Store:
                 log(run_id, path, target)
             self._client.set_terminated(run_id, status)
             self._open_runs.discard(run_id)
+
+    def adopt(self, parent: str, run_ids: Sequence[str]) -> None:
+        """Put runs under the run of their sweep, which was begun after them."""
+        with self._explained("cannot be written"):
+            for run_id in run_ids:
+                self._client.set_tag(run_id, PARENT, parent)
 
     def settle(self) -> None:
         """Do nothing: the answer says that all calls before it are done."""

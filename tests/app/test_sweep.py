@@ -1,7 +1,9 @@
+import contextlib
 import csv
 import io
 import json
 import os
+import sqlite3
 import subprocess
 import sys
 from concurrent.futures.process import BrokenProcessPool
@@ -16,7 +18,7 @@ from cnnexp.app import sweep
 from cnnexp.errors import DataError
 from cnnexp.papers import EXPERIMENTS
 from cnnexp.papers.compare import compare
-from cnnexp.tracking import store
+from cnnexp.tracking import journal, pipe, store
 from cnnexp.tracking.events import FALLBACK, JOURNAL
 from cnnexp.tracking.journal import Run
 from cnnexp.tracking.pipe import Recorder
@@ -152,6 +154,34 @@ def test_sweep_in_mlflow_has_a_parent_with_table_and_figures(tmp_path, new_store
     assert "| 2 | 0 | FAILED |" in note
     assert parent.data.metrics == {"ranking/filters 2": 2.0, "ranking/filters 4": 2.0, "speedup/best": 2.0}
     assert figures == {"figures/epoch_time.png", "figures/speedup.png"}
+
+
+def test_a_store_that_is_locked_when_a_sweep_begins_has_its_jobs_under_one_parent_later(
+    tmp_path, new_store, monkeypatch, caplog
+):
+    uri = new_store(tmp_path)
+    monkeypatch.setattr(sweep, "START_S", 0.2)
+    monkeypatch.setattr(journal, "START_S", 0.2)
+    monkeypatch.setattr(pipe, "LOOK_S", 0.1)
+    with contextlib.closing(sqlite3.connect(tmp_path / "mlflow.db", isolation_level=None)) as holder:
+        holder.execute("BEGIN EXCLUSIVE")
+        recorder = Recorder(uri, "sweeps")
+        started = sweep.begin(tmp_path / "jobs", ["model.filters=2,4"], recorder)
+        job = Run(tmp_path / "jobs" / "0", CONFIG, ["model.filters=2"], recorder)
+        job.begin(DATASET, NETWORK, Backend())
+        job.epoch(epoch_result(1))
+        assert (started.run_id, job.id) == (None, None)
+    assert "no answer yet; the sweep goes on, and is recorded when it answers" in caplog.records[0].message
+    job.__exit__(None, None, None)
+    run_job(tmp_path / "jobs", 1, ["model.filters=4"], recorder=recorder)
+    sweep.finish(started, recorder)
+    recorder.close()
+
+    opened = store.Store(uri, "sweeps")
+    runs = opened._search("", 10)
+    (parent,) = (run for run in runs if run.data.tags["kind"] == "sweep")
+    assert parent.info.status == "FINISHED"
+    assert [run.data.tags["mlflow.parentRunId"] for run in runs if run is not parent] == [parent.info.run_id] * 2
 
 
 def command_line(*arguments):
