@@ -16,6 +16,7 @@ import json
 import multiprocessing.util
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -23,7 +24,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,13 @@ ERRORS = {
     "send": [(errno.EPIPE, False), (errno.EINTR, False)],
     "spawn": [(errno.EAGAIN, False), (errno.ENOMEM, True)],
 }
+# what CPython says where a write to its resource tracker's pipe fails, and tracebacks of nothing but multiprocessing
+RELAUNCHED = "resource_tracker: process died unexpectedly, relaunching"
+TRACKERS = re.compile(
+    r"Traceback \(most recent call last\):\n"
+    r'(?:  File "(?:<string>|[^"\n]*/multiprocessing/(?:resource_tracker|spawn|synchronize|util)\.py)", .*\n(?:    .*\n)*)+'
+    r"(?:FileNotFoundError|KeyError): .*\n"
+)
 EPOCHS, TRIAL_S = 3, 600  # a busy machine may take its time
 WORDS = (*SMALL, f"trainer.epochs={EPOCHS}", "trainer.batch_size=20", "trainer.checkpoint_batches=4")
 
@@ -137,12 +145,21 @@ def _trials(
         rng.shuffle(faults)
         for number, fault in enumerate(faults):
             place = folder / f"{round_}-{number}"
-            done = child(place, fault)
+            done = without_tracker(child(place, fault))
             said = done.fault or ("unexpected: " + done.err if "unexpected" in done.err else None)
             wrong = said or judge(place, done)
             _tell(None if wrong is None else f"{fault}: {wrong}")
             if wrong is None:
                 shutil.rmtree(place, ignore_errors=True)
+
+
+def without_tracker(done: Done) -> Done:
+    """Return a process as it ended, without what the loss of CPython's resource tracker has CPython itself print.
+
+    No such tracker is dead: closing its pipe has it unlink the semaphores in use, so a new worker does not find them
+    before any of our code runs in it, nor does multiprocessing at the end, nor the next tracker know their names.
+    """
+    return replace(done, err=TRACKERS.sub("", done.err)) if RELAUNCHED in done.err else done
 
 
 def _armed(library: Any, place: Path, fault: Fault | None, part: Callable[[Path], None]) -> None:
