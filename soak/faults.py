@@ -55,8 +55,8 @@ ERRORS = {
 RELAUNCHED = "resource_tracker: process died unexpectedly, relaunching"
 TRACKERS = re.compile(
     r"Traceback \(most recent call last\):\n"
-    r'(?:  File "(?:<string>|[^"\n]*/multiprocessing/(?:resource_tracker|spawn|synchronize|util)\.py)", .*\n(?:    .*\n)*)+'
-    r"(?:FileNotFoundError|KeyError): .*\n"
+    r'(?:  File "(?:<string>|[^"\n]*/multiprocessing/(?:resource_tracker|spawn|synchronize|util)\.py)", .*\n'
+    r"(?:    .*\n)*)+(?:FileNotFoundError|KeyError): .*\n"
 )
 EPOCHS, TRIAL_S = 3, 600  # a busy machine may take its time
 WORDS = (*SMALL, f"trainer.epochs={EPOCHS}", "trainer.batch_size=20", "trainer.checkpoint_batches=4")
