@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks import __main__ as program
-from benchmarks import cases, contestants, oracle, report, run_overhead, runner, worker
+from benchmarks import cases, contestants, oracle, ours, report, run_overhead, runner, worker
 from cnnexp import Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU
 
 ROOT = Path(__file__).parents[2]
@@ -97,6 +97,15 @@ def test_every_case_has_the_same_data_each_time():
     assert np.array_equal(once.images, again.images)
     assert np.array_equal(once.parameters, again.parameters)
     assert once.images.shape == (500, 8, 6, 6, 1)
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 100])
+def test_our_order_visits_what_was_put_away_as_it_stood(count):
+    order = np.random.default_rng(0).permutation(count)
+    images, labels = np.arange(2.0 * count).reshape(count, 2), np.arange(count)
+    ours.put_away(order, images, labels)
+    assert (images[order] == np.arange(2.0 * count).reshape(count, 2)).all()
+    assert (labels[order] == np.arange(count)).all()
 
 
 def test_lines_compare_with_the_best_peer_and_the_limit():
