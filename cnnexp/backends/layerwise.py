@@ -215,10 +215,18 @@ class LayerwiseProgram(Program[Split[Array]], Generic[Array]):
         x, labels = self._inputs(count)
         with self._watch("batch", "gather"):
             ops.gather(handle.images, handle.labels, places, x, labels)
-        scores = self._chain.forward(run, x)
+        scores = self._forward(run, x)
         d_scores = self._chain.gradient(count)
         with self._watch("loss", "forward"):
             ops.loss(self.loss, scores, labels, 1.0 / count, d_scores, losses, hits)
+        self._backward(run, x)
+
+    def _forward(self, run: Run[Array], x: Array) -> Array:
+        """Return the scores of a batch that is trained on."""
+        return self._chain.forward(run, x)
+
+    def _backward(self, run: Run[Array], x: Array) -> None:
+        """Fill the flat gradient, given that of the scores."""
         self._chain.backward(run, x, None)
 
     def _apply(self, rate: float) -> None:

@@ -114,7 +114,7 @@ def train_epochs(
     """
     handle = program.load(dataset.train.images, dataset.train.labels)
     held_out = _load_held_out(program, dataset)
-    best, worse = math.inf, 0
+    best, worse, batches = math.inf, 0, 1
     for result in earlier:
         best, worse = _patience(result, best, worse)
     if patience is not None and worse >= patience:
@@ -123,11 +123,12 @@ def train_epochs(
         rate = schedule(program.optimizer.lr, epoch, epochs)
         order = epoch_order(len(dataset.train.labels), seed, epoch)
         one_pass = _Pass(
-            program, handle, order, epoch, rate, baseline, on_progress, clock, pass_s, most_batches, around
+            program, handle, order, epoch, rate, baseline, on_progress, clock, pass_s, most_batches, around, batches
         )
         if begun is not None and begun.epoch == epoch:
             one_pass.totals, one_pass.seconds = begun.totals, begun.seconds
         one_pass.run()
+        batches = one_pass.batches
         share = one_pass.totals.count / len(order)
         tested = held_out if share == 1 else _load_held_out(program, dataset, share)
 
@@ -188,7 +189,11 @@ def _load_held_out(program: Program, dataset: Dataset, share: float = 1.0) -> di
 
 
 class _Pass:
-    """One epoch's training pass, in chunks of whole batches, the short last batch in a chunk of its own."""
+    """One epoch's training pass, in chunks of whole batches, the short last batch in a chunk of its own.
+
+    Args:
+        batches: of the first chunk, where no clock limits the pass: of the last one, in the pass before.
+    """
 
     def __init__(
         self,
@@ -203,12 +208,14 @@ class _Pass:
         limit_s: float | None,
         most_batches: int | None,
         around: Callable[[], AbstractContextManager[None]],
+        batches: int,
     ) -> None:
         self._program, self._handle, self._order = program, handle, order
         self._epoch, self._rate, self._baseline = epoch, rate, baseline
         self._on_progress, self._clock, self._around = on_progress, clock, around
         self._limit_s = math.inf if limit_s is None else limit_s
         self._most = most_batches or -(-len(order) // program.batch_size)
+        self.batches = batches if limit_s is None else 1
         self._whole_s, self._whole_images = 0.0, 0
         self.totals, self.seconds = Totals(0.0, 0, 0), 0.0
 
@@ -222,7 +229,10 @@ class _Pass:
     def run(self) -> None:
         batch_size, count = self._program.batch_size, len(self._order)
         whole = count - count % batch_size
-        start, chunk, most = self.totals.count, min(batch_size, count), self._most * batch_size
+        # the baseline's samples are spread over the epoch
+        largest = -(-whole // (batch_size * self._baseline.batches)) if self._baseline else self._most
+        start, most = self.totals.count, self._most * batch_size
+        chunk = batch_size * min(self.batches, largest)
         if start and self.seconds >= self._limit_s:
             return
         while start < whole and chunk:
@@ -231,9 +241,8 @@ class _Pass:
             self._whole_s, self._whole_images = self._whole_s + seconds, self._whole_images + stop - start
             if self._baseline:
                 self._baseline.sample(self._order[start : start + batch_size], self._rate, self._program.state)
-            # grow step by step, so that the baseline's samples are spread over the epoch
-            batches = max(1, min(self._batches_in(CHUNK_S), 4 * (chunk // batch_size)))
-            start, chunk = stop, batch_size * min(batches, self._batches_in(self._limit_s - self.seconds))
+            self.batches = max(1, min(self._batches_in(CHUNK_S), 4 * (chunk // batch_size), largest))
+            start, chunk = stop, batch_size * min(self.batches, self._batches_in(self._limit_s - self.seconds))
         if start == whole < count:
             self._train(whole, count)
             if self._baseline and not whole:

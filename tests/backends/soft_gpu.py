@@ -29,7 +29,7 @@ from cnnexp.backends.gpu.kernels import ConvSizes
 from cnnexp.backends.gpu.streamed import Streamed
 from cnnexp.backends.gpu.tiled import ConvTile
 from cnnexp.backends.parts import FOLLOWED
-from cnnexp.network import Conv2d, Flatten, LeakyReLU, Linear, MaxPool2d, Network, ReLU, Tanh
+from cnnexp.network import Conv2d, Dropout, Flatten, LeakyReLU, Linear, MaxPool2d, Network, ReLU, Tanh
 from cnnexp.network.losses import Loss
 from cnnexp.network.models import OneConv
 from cnnexp.optimizers import SGD, Adam
@@ -257,6 +257,35 @@ def test_graphs_are_captured_before_the_clock_runs(monkeypatch):
     assert sorted(handle.graphs) == [1, 8]
     monkeypatch.setattr(program._graphs, "capture", None)
     assert program.train(handle, order, 0.1).count == 40  # graphs of 8 steps and of one
+
+
+@pytest.mark.parametrize("name", ["gpu-naive", "gpu-tuned"])
+def test_a_layerwise_step_is_three_launches_and_two_graphs(name, monkeypatch):
+    """Captured before the clock runs; a shorter batch goes kernel by kernel, and so do steps that draw numbers."""
+    images, labels, order = draw(11, (6, 6, 1))
+    program = backend_class(name)().compile(SMALL, Loss.SOFTMAX_CROSS_ENTROPY, SGD(), 4)
+    handle, launched, note = program.load(images, labels % 4), [], launch.Kernel.launch
+
+    def noted(self, blocks, stream, *arguments):
+        launched.append(self.function.__name__)
+        note(self, blocks, stream, *arguments)
+
+    monkeypatch.setattr(launch.Kernel, "launch", noted)
+    found = []
+    for graphs in (program._passes, None):
+        program._passes = graphs
+        program.restore({"parameters": SMALL.initial_parameters(seed=0)})
+        program.train(handle, order, 0.05)
+        found.append((program.state()["parameters"], launched.copy()))
+        launched.clear()
+    (replayed, few), (launched_alone, many) = found
+    assert few[:6] == ["gather", "loss", "update"] * 2
+    assert few[6:] == many[-len(few[6:]) :]
+    assert len(many) == 3 * len(few[6:]) > 30
+    assert np.array_equal(replayed, launched_alone)
+
+    random = Network((4,), (Linear(3), Dropout(0.5), Linear(2)))
+    assert backend_class(name)().compile(random, Loss.SOFTMAX_CROSS_ENTROPY, SGD(), 4)._passes is None
 
 
 def test_a_kernel_is_compiled_once_and_then_comes_from_the_disk(tmp_path, monkeypatch):

@@ -25,6 +25,7 @@ from numba.core import sigutils
 
 from cnnexp.backends import backend_class
 from cnnexp.backends.gpu import device, direct, limits
+from cnnexp.backends.gpu.backend import GpuProgram
 from cnnexp.backends.gpu.device import Gpu, Tensor
 from cnnexp.backends.gpu.fused import kernels
 from cnnexp.backends.gpu.fused.build import suits
@@ -136,6 +137,7 @@ def launched(monkeypatch) -> dict[Kernel, list]:
     monkeypatch.setattr(device, "to_device", lambda array: Tensor(array.flatten(), array.shape))
     monkeypatch.setattr(device, "to_host", lambda tensor: tensor.flat[: tensor.size].reshape(tensor.shape))
     monkeypatch.setattr(device, "copy", lambda source, target: None)
+    monkeypatch.setattr(GpuProgram, "_captured", lambda self: None)
     # a device function asks for the GPU at hand when it is compiled
     monkeypatch.setattr("numba.cuda.dispatcher.get_current_device", lambda: SimpleNamespace(compute_capability=(7, 5)))
     return kernels

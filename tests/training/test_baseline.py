@@ -46,6 +46,11 @@ def test_baseline_sees_batches_that_the_run_trained_on():
     assert all(any(np.array_equal(batch, own) for own in trained) for batch in timed)
 
 
+def test_the_samples_of_the_baseline_are_spread_over_every_epoch():
+    _, program, _ = measure(own=(1e-6,), other=(1e-6,), train=300, epochs=2)
+    assert [len(order) for order in program.orders] == [10, 40, 100, 100, 50, 100, 100, 100]
+
+
 def test_baseline_time_is_not_in_the_epoch():
     (result,), _, _ = measure(own=(0.01,), other=(5.0,))
     assert result.epoch_s == pytest.approx(25 * 0.01)

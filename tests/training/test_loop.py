@@ -81,6 +81,15 @@ def test_progress_is_told_after_so_many_batches_at_most():
     assert sum(steps) == 41
 
 
+def test_an_epoch_begins_with_as_many_batches_as_the_last_one_ended_with():
+    program = FakeProgram(FakeClock(), 1e-6, batch_size=10)
+    run(program, dataset(train=300), epochs=3)
+    assert [len(order) for order in program.orders] == [10, 40, 160, 90, 300, 300]
+    limited = FakeProgram(FakeClock(), 0.01, batch_size=10)
+    run(limited, dataset(train=300), epochs=2, pass_s=1.05)  # begins with one batch, to know what it has time for
+    assert [len(order) for order in limited.orders] == [10, 40, 50, 10, 40, 50]
+
+
 def test_a_signal_comes_between_two_steps():
     seen = []
     program = FakeProgram(FakeClock(), 0.1)

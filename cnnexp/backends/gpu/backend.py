@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, Protocol, Self, cast
 
 import numpy as np
 
 from cnnexp.backends.gpu import device, streamed, sums
 from cnnexp.backends.gpu.device import SIMULATED, Gpu, Tensor, on_its_gpu
+from cnnexp.backends.gpu.graphs import Graphs
+from cnnexp.backends.gpu.launch import default_stream
 from cnnexp.backends.gpu.limits import limits
 from cnnexp.backends.layerwise import LayerwiseProgram
 from cnnexp.backends.protocol import Backend, Ops, Program, State
+from cnnexp.backends.stages import Run, unwatched
 from cnnexp.network import Conv2d, Flatten, MaxPool2d, Network
 from cnnexp.network.losses import Loss, Totals
 from cnnexp.network.shapes import walk
@@ -20,15 +24,26 @@ from cnnexp.optimizers import Optimizer
 BLOCK = 4 if SIMULATED else 256  # threads per block
 
 
+class GpuOps(Ops[Tensor], Protocol):
+    """`Ops` that enqueue on `stream`: 0 for the default one, or a graph builder."""
+
+    stream: Any
+
+
 class GpuProgram(LayerwiseProgram):
     """A layerwise program on one GPU, for data sets of any size: see `streamed`.
+
+    A whole batch's way through the layers, and back, is a graph each, where every step launches the same.
 
     Args:
         gpu: what it runs on.
     """
 
-    def __init__(self, gpu: Gpu, ops: Ops, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> None:
+    def __init__(
+        self, gpu: Gpu, ops: GpuOps, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int
+    ) -> None:
         self.gpu = gpu
+        self._passes: tuple[Any, Any] | None = None
         super().__init__(ops, network, loss, optimizer, batch_size, scope=lambda: device.on(gpu))
 
     @on_its_gpu
@@ -53,10 +68,15 @@ class GpuProgram(LayerwiseProgram):
 
     @on_its_gpu
     def predict(self, handle: Any) -> np.ndarray:
-        def outputs(split: Any, start: int, count: int) -> Tensor:
-            return self._chain.forward(self._run(count), split.images[start : start + count])
+        def scored(split: Any) -> Tensor:
+            def outputs(start: int, count: int) -> Tensor:
+                return self._chain.forward(self._run(count), split.images[start : start + count])
 
-        return streamed.predicted(handle, self.network.output_shape, self.batch_size, 0, outputs)
+            scores = device.empty((len(split), *self.network.output_shape), np.float32)
+            streamed.enqueue_batches(scores, self.batch_size, 0, outputs)
+            return scores
+
+        return streamed.predicted(handle, scored)
 
     @on_its_gpu
     def forward(self, handle: Any, indices: np.ndarray, trains: bool, images: np.ndarray | None = None) -> Any:
@@ -74,6 +94,50 @@ class GpuProgram(LayerwiseProgram):
     @on_its_gpu
     def _synchronize(self) -> None:
         super()._synchronize()
+
+    def _warm_up(self) -> None:
+        """As of all layerwise programs, and with a whole batch, whose sums other kernels may make."""
+        super()._warm_up()
+        if SIMULATED:
+            return  # nothing is compiled
+        batch = self.batch_size
+        zeros = np.zeros((batch, *self.network.input_shape), np.float32)
+        self.train(super().load(zeros, np.zeros(batch, np.int32)), np.arange(batch), 0.0)
+        self.restore({"parameters": np.zeros(self.network.parameter_count, np.float32)})
+        if not self.network.draws:  # a graph would draw the same in every step
+            self._passes = self._captured()
+
+    def _captured(self) -> tuple[Any, Any]:
+        """Return the graphs of a whole batch's passes, forward and backward."""
+        ops, graphs, run = cast(GpuOps, self._ops), Graphs(self.gpu.index), self._run(self.batch_size, True)
+
+        def captured(one_pass: Callable[[Run[Tensor], Tensor], Any]) -> Any:
+            def enqueue(stream: Any) -> None:
+                own, ops.stream = ops.stream, stream
+                one_pass(run, self._x)
+                ops.stream = own
+
+            return graphs.capture(enqueue)
+
+        return captured(super()._forward), captured(super()._backward)
+
+    def _forward(self, run: Run[Tensor], x: Tensor) -> Tensor:
+        graphs = self._graphs(run)
+        if graphs is None:
+            return super()._forward(run, x)
+        graphs[0].launch(default_stream())
+        return self._chain.steps[-1].y
+
+    def _backward(self, run: Run[Tensor], x: Tensor) -> None:
+        graphs = self._graphs(run)
+        if graphs is None:
+            super()._backward(run, x)
+        else:
+            graphs[1].launch(default_stream())
+
+    def _graphs(self, run: Run[Tensor]) -> tuple[Any, Any] | None:
+        """Return the graphs of the passes, None where they have to be launched kernel by kernel."""
+        return self._passes if run.count == self.batch_size and run.watch is unwatched else None
 
 
 @dataclass(frozen=True)
@@ -129,7 +193,7 @@ class GpuBackend:
     def check(self, gpu: Gpu) -> None:
         """Raise ConfigError where a setting is more than the GPU allows."""
 
-    def ops(self, batch_size: int) -> Ops:
+    def ops(self, batch_size: int) -> GpuOps:
         """Return the layers' mathematics at this backend's settings, for batches of that size."""
         raise NotImplementedError
 

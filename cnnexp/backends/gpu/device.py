@@ -221,15 +221,17 @@ def check_memory(needed: int, what: str) -> None:
 
 
 class Tensor:
-    """A C-contiguous device array with a shape: a flat Numba array, so that reshaping is free.
+    """A C-contiguous device array with a shape, in a flat Numba array, so that reshaping is free.
 
-    Slices along the first axis are made once and kept, since a step takes the same ones again and again.
+    Slicing is, too: Numba takes longer to slice an array than the host to launch three kernels.
+
+    Args:
+        whole: the Numba array.
+        start: its first element that belongs to this one; None if all do.
     """
 
-    def __init__(self, flat: Any, shape: Shape) -> None:
-        self.flat, self.shape = flat, tuple(shape)
-        self._parts: dict[tuple[int, int], Any] = {}
-        self._words: tuple[int, ...] | None = None
+    def __init__(self, whole: Any, shape: Shape, start: int | None = None) -> None:
+        self._whole, self.shape, self._start = whole, tuple(shape), start
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -239,22 +241,28 @@ class Tensor:
         return math.prod(self.shape)
 
     @property
+    def dtype(self) -> np.dtype:
+        return self._whole.dtype
+
+    @functools.cached_property
+    def flat(self) -> Any:
+        """The Numba array of its own elements."""
+        return self._whole if self._start is None else self._whole[self._start : self._start + self.size]
+
+    @functools.cached_property
     def words(self) -> tuple[int, ...]:
         """What Numba's code takes for the flat array: no owners, elements, bytes of one, address, dimension, stride."""
-        if self._words is None:
-            size, width = self.flat.size, self.flat.dtype.itemsize
-            self._words = (0, 0, size, width, self.flat.__cuda_array_interface__["data"][0], size, width)
-        return self._words
+        size, width = self._whole.size if self._start is None else self.size, self.dtype.itemsize
+        address = self._whole.__cuda_array_interface__["data"][0] + (self._start or 0) * width
+        return (0, 0, size, width, address, size, width)
 
     def reshape(self, shape: Shape) -> Tensor:
-        return Tensor(self.flat, shape)
+        return Tensor(self._whole, shape, self._start)
 
     def __getitem__(self, part: slice) -> Tensor:
         start, stop, _ = part.indices(self.shape[0])
-        if (start, stop) not in self._parts:
-            row = math.prod(self.shape[1:])
-            self._parts[start, stop] = self.flat[start * row : stop * row]
-        return Tensor(self._parts[start, stop], (stop - start, *self.shape[1:]))
+        row = math.prod(self.shape[1:])
+        return Tensor(self._whole, (stop - start, *self.shape[1:]), (self._start or 0) + start * row)
 
 
 def empty(shape: Shape, dtype: Any) -> Tensor:

@@ -71,7 +71,7 @@ class Kernel:
         index = cuda.current_context().device.id
         if index not in self._loaded:
             self._loaded[index] = self._load(index)
-        _core().launch(stream or _default_stream(), _config(blocks, self.block), self._loaded[index], *words)
+        _core().launch(stream or default_stream(), _config(blocks, self.block), self._loaded[index], *words)
 
     def _words(self, arguments: tuple[Any, ...]) -> list[Any]:
         """Return the arguments as the code takes them, their types being right."""
@@ -80,7 +80,7 @@ class Kernel:
         words: list[Any] = []
         for place, (argument, (dtype, is_array)) in enumerate(zip(arguments, self._kinds, strict=True)):
             array = isinstance(argument, Tensor)
-            found = argument.flat.dtype if array else getattr(argument, "dtype", type(argument).__name__)
+            found = argument.dtype if array else getattr(argument, "dtype", type(argument).__name__)
             if found != dtype or array != is_array:
                 given, wanted = ("an array of " if is_one else "" for is_one in (array, is_array))
                 raise TypeError(
@@ -165,5 +165,6 @@ def _config(blocks: int, block: int) -> Any:
 
 
 @cache
-def _default_stream() -> Any:
+def default_stream() -> Any:
+    """Return the stream 0."""
     return _core().Stream.from_handle(0)

@@ -31,7 +31,7 @@ class NaiveOps:
     """
 
     def __init__(self, gpu: Gpu, block: int) -> None:
-        self.stream = 0
+        self.stream: Any = 0
         self._block, self._multiprocessors = block, gpu.multiprocessors
         self._scratch = [device.empty((1,), np.float32)]  # the last; a captured graph may use an earlier one
         self._nothing = device.empty((1,), np.float32)  # stands for an absent bias or slot

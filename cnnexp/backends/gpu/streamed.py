@@ -37,7 +37,7 @@ class Streamed:
 
     def __init__(self, images: np.ndarray, labels: np.ndarray, window: Any) -> None:
         self._images, self._labels, self._window = images, labels, window
-        self._staged = cuda.pinned_array(window.images.shape, window.images.flat.dtype)
+        self._staged = cuda.pinned_array(window.images.shape, window.images.dtype)
 
     def __len__(self) -> int:
         return len(self._images)
@@ -100,31 +100,23 @@ def parts(handle: Any, indices: np.ndarray) -> Iterator[tuple[Any, np.ndarray]]:
         yield handle, indices
 
 
-def predicted(
-    handle: Any,
-    shape: tuple[int, ...],
-    batch_size: int,
-    stream: Any,
-    outputs: Callable[[Any, int, int], Tensor],
-) -> np.ndarray:
-    """Return the outputs (N, *shape) of all images of a handle.
-
-    They stay on the GPU until the last batch of a split is done: one copy, and one wait for it.
+def predicted(handle: Any, scored: Callable[[Any], Tensor]) -> np.ndarray:
+    """Return the scores (N, O) of all images of a handle: one copy, and one wait for it, where the data set fits.
 
     Args:
         handle: see `load`.
-        shape: of an image's outputs.
-        batch_size: images at once, at most.
-        stream: where `outputs` enqueues its kernels.
-        outputs: of (split, first image, images), on the GPU.
+        scored: enqueues what makes the scores of a split, and returns where on the GPU they will be.
     """
     found = []
     for split, _ in parts(handle, np.arange(len(handle))):
-        scores = device.empty((len(split), *shape), np.float32)
-        for start in range(0, len(split), batch_size):
-            count = min(batch_size, len(split) - start)
-            y = outputs(split, start, count)
-            put(BLOCK).over(y.size, stream, y, scores, u32(start * (y.size // count)))
+        scores = scored(split)
         device.synchronize()
         found.append(device.to_host(scores))
     return np.concatenate(found)
+
+
+def enqueue_batches(scores: Tensor, batch_size: int, stream: Any, outputs: Callable[[int, int], Tensor]) -> None:
+    """Enqueue what fills the scores of a split, batch by batch; `outputs` does for (first image, images)."""
+    for start in range(0, len(scores), batch_size):
+        y = outputs(start, min(batch_size, len(scores) - start))
+        put(BLOCK).over(y.size, stream, y, scores, u32(start * (y.size // len(y))))

@@ -44,6 +44,7 @@ class Split:
         losses, hits: by place in `order`.
         loss_sums, hit_sums: of `BLOCK` places each; all that goes back to the host.
         graphs: by number of steps.
+        predictions: the scores, and what launches the graph that fills them, by number of images.
     """
 
     images: Tensor
@@ -56,10 +57,11 @@ class Split:
     loss_sums: Tensor
     hit_sums: Tensor
     graphs: dict[int, Any] = field(default_factory=dict)
+    predictions: dict[int, tuple[Tensor, Any]] = field(default_factory=dict)
 
     @property
     def is_bytes(self) -> bool:
-        return self.images.flat.dtype == np.uint8
+        return self.images.dtype == np.uint8
 
     def __len__(self) -> int:
         return self.images.shape[0]
@@ -165,14 +167,27 @@ class FusedProgram(Program):
 
     @on_its_gpu
     def predict(self, handle: Split | streamed.Streamed) -> np.ndarray:
-        def outputs(split: Split, start: int, count: int) -> Tensor:
-            if start == 0:
-                self._send(split, np.arange(len(split)))
+        return streamed.predicted(handle, self._scored)
+
+    def _scored(self, split: Split) -> Tensor:
+        """Enqueue the scores of a split, as a graph that is captured when they are first asked for."""
+        count = len(split)
+        if count not in split.predictions:
+            scores = device.empty((count, *self.network.output_shape), np.float32)
+            enqueue = partial(self._enqueue_scores, split, scores)
+            split.predictions[count] = scores, self._graphs.capture(enqueue).launch if self._graphs else enqueue
+        scores, launch = split.predictions[count]
+        self._send(split, np.arange(count))
+        launch(self._stream)
+        return scores
+
+    def _enqueue_scores(self, split: Split, scores: Tensor, stream: Any) -> None:
+        def outputs(start: int, count: int) -> Tensor:
             for node in self._nodes:
-                node.predict(Step(self._stream, split, start, count))
+                node.predict(Step(stream, split, start, count))
             return self._nodes[-1].y[:count]
 
-        return streamed.predicted(handle, self.network.output_shape, self.batch_size, self._stream, outputs)
+        streamed.enqueue_batches(scores, self.batch_size, stream, outputs)
 
     @on_its_gpu
     def clocked(self) -> Sequence[tuple[Part, float]]:
@@ -210,6 +225,9 @@ class FusedProgram(Program):
         for images in (zeros, zeros.astype(np.float32)):
             split = self._load(images, labels)
             self._train(split, order, 0.0, graphs=False)
+            self._enqueue_scores(
+                split, device.empty((len(split), *self.network.output_shape), np.float32), self._stream
+            )
             kernels.advance().launch(1, self._stream, split.cursor, u32(0))
             self._capture(split)
             self._train(split, order, 0.0, self._graphs is not None)
