@@ -15,6 +15,7 @@ import re
 import sys
 import tempfile
 import traceback
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NoReturn
@@ -81,6 +82,11 @@ class CheckpointError(CnnexpError):
 
 class Diverged(CnnexpError):
     """The loss is no longer a finite number."""
+
+    @staticmethod
+    def in_one_line() -> None:
+        """Keep NumPy from warning of it beforehand, in every thread of this process."""
+        warnings.filterwarnings("ignore", "(overflow|invalid value) encountered", RuntimeWarning)
 
     exit_code = 7
 

@@ -15,7 +15,7 @@ from cnnexp.app.resume import Earlier
 from cnnexp.app.sweep import write_csv
 from cnnexp.backends.protocol import Backend, Program
 from cnnexp.datasets import Dataset
-from cnnexp.errors import CompilerDied
+from cnnexp.errors import CompilerDied, Diverged
 from cnnexp.measuring import cost_model, footprint
 from cnnexp.measuring.amdahl import amdahl_limit
 from cnnexp.measuring.interference import Patience, Watch
@@ -44,6 +44,7 @@ def train(settings: Settings, run: Run, earlier: Earlier | None = None, job: str
         earlier: what was stopped, None to start afresh.
         job: e.g. `job 2 of 8`, of a sweep; empty for a run alone.
     """
+    Diverged.in_one_line()
     ledger, trainer = Ledger(), settings.trainer
     with ledger.span("data"):
         dataset = settings.dataset.load()

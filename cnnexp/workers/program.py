@@ -16,7 +16,7 @@ import numpy as np
 from cnnexp.backends.processor import usable_cores
 from cnnexp.backends.protocol import Program, State
 from cnnexp.datasets import Split
-from cnnexp.errors import CheckpointError
+from cnnexp.errors import CheckpointError, Diverged
 from cnnexp.measuring.cost_model import (
     Costs,
     Prediction,
@@ -39,6 +39,7 @@ COMMANDS = ("load", "train", "gradients", "apply", "predict", "state", "restore"
 
 def make_replica(spec: Spec, collective: Collective) -> Replica:
     """Compile one worker's part, on the next GPU of its machine where the backend computes on one."""
+    Diverged.in_one_line()
     spec = replace(spec, backend=spec.backend.of_worker(collective.host_rank))
     if spec.sync == "hybrid":
         from cnnexp.workers.hybrid import HybridReplica

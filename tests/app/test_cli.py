@@ -17,7 +17,7 @@ from commands import TINY
 import cnnexp
 from cnnexp import __main__ as cli
 from cnnexp.app import hydra_app, trust
-from cnnexp.errors import BackendUnavailable, DataError, TrackingError
+from cnnexp.errors import BackendUnavailable, DataError, Diverged, TrackingError
 from cnnexp.measuring import interference
 from cnnexp.tracking.events import read_journal
 from cnnexp.tracking.journal import Run
@@ -102,6 +102,14 @@ def test_other_errors_keep_their_exit_code(run, tmp_path):
     code, _, err = run("dataset=mnist", f"dataset.root={tmp_path}/nowhere", "tracking=none")
     assert re.fullmatch("cnnexp: error: .*nowhere.*\n", err)
     assert code == DataError.exit_code
+
+
+@pytest.mark.parametrize("backend", ["numpy", "numpy-parallel"])
+def test_a_run_that_diverges_is_one_line(run, backend):
+    words = ("trainer.batch_size=40", "dataset.train_size=40", "optimizer.lr=1e39", f"backend={backend}")
+    code, _, err = run(*TINY, *words)
+    assert re.fullmatch("cnnexp: error: the test loss became nan after epoch 1, at learning rate 1e.39; .*\n", err)
+    assert code == Diverged.exit_code
 
 
 def test_a_full_traceback_on_request(run, monkeypatch):
