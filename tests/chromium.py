@@ -15,7 +15,7 @@ FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--window-size=1600,1000"),
 )
-LIMIT_S = 60.0  # for what hangs
+LIMIT_S = 300.0  # for what hangs: on a busy machine a page may take minutes
 AT_3_AND_4 = """
 import fcntl, os, sys
 high = [fcntl.fcntl(int(descriptor), fcntl.F_DUPFD, 10) for descriptor in sys.argv[1:3]]
