@@ -22,6 +22,7 @@ from cnnexp.system.files import read_regular
 TARGETS = {"cnnexp.app.hydra_app.SweepCallback"}
 PLUGINS = ("hydra_plugins.", "hydra._internal.core_plugins.")  # installed: nobody can add to these from a file
 LOGGING = {"logging.StreamHandler", "logging.FileHandler", "logging.NullHandler", "colorlog.ColoredFormatter"}
+LOG_FILE = "${hydra.runtime.output_dir}/${hydra.job.name}.log"  # in the run's folder: lines in another may be code
 STREAMS = {"ext://sys.stdout", "ext://sys.stderr"}
 AS_TYPED = ("hydra.overrides", "hydra.job.override_dirname")  # the command line, as text
 MAKES_KEYS = re.compile(r"oc\.(create|decode)|_target_")
@@ -66,6 +67,7 @@ def check_composed(config: Mapping[str, Any]) -> None:
     if isinstance(hydra, Mapping):
         for section in ("job_logging", "hydra_logging"):
             _check_logging({section: hydra.get(section)}, "hydra")
+        _check_job(hydra, hydra.get("job"))
     tracking = config.get("tracking")
     uri = tracking.get("uri") if isinstance(tracking, Mapping) else None
     if isinstance(uri, str) and "${" not in uri and _password(uri) is not None:
@@ -130,9 +132,24 @@ def _check_logging(value: Any, path: str) -> None:
         here = f"{path}.{key}"
         named = isinstance(item, str) and re.match(r"(ext|cfg)://|\$\{", item) and item not in STREAMS
         named = named and key not in ("filename", "level")
+        if key == "filename" and item != LOG_FILE:
+            raise ConfigError(f"{here}={item!r}: refused; legal: {LOG_FILE}")
         if named or (key in ("class", "()", "factory") and item not in LOGGING):
             raise ConfigError(f"{here}={item!r}: refused; legal: {', '.join(sorted(LOGGING | STREAMS))}")
         _check_logging(item, here)
+
+
+def _check_job(hydra: Mapping[str, Any], job: Any) -> None:
+    """Refuse variables for the job's processes, and names of its files that lead out of its folder."""
+    job = job if isinstance(job, Mapping) else {}
+    if job.get("env_set"):
+        raise ConfigError(
+            f"hydra.job.env_set={job['env_set']!r}: refused; a variable may name code, which processes of the run would "
+            "load: set it where you type the command"
+        )
+    for key, name in (("output_subdir", hydra.get("output_subdir")), ("job.name", job.get("name"))):
+        if name is not None and not re.fullmatch(r"(?!\.+$)[\w. -]+", str(name)):
+            raise ConfigError(f"hydra.{key}={name!r}: refused; legal: a plain name, which stays in the run's folder")
 
 
 def _items(value: Any) -> list[tuple[Any, Any]]:
