@@ -144,8 +144,8 @@ def _check_job(hydra: Mapping[str, Any], job: Any) -> None:
     job = job if isinstance(job, Mapping) else {}
     if job.get("env_set"):
         raise ConfigError(
-            f"hydra.job.env_set={job['env_set']!r}: refused; a variable may name code, which processes of the run would "
-            "load: set it where you type the command"
+            f"hydra.job.env_set={job['env_set']!r}: refused; a variable may name code, which processes of the run "
+            "would load: set it where you type the command"
         )
     for key, name in (("output_subdir", hydra.get("output_subdir")), ("job.name", job.get("name"))):
         if name is not None and not re.fullmatch(r"(?!\.+$)[\w. -]+", str(name)):
