@@ -90,10 +90,10 @@ def conv2d(k: Emitter, conv: Sum, weights: Pointer, bias: Pointer | None) -> Non
                         for number, (a, b) in enumerate(cells):
                             window = values[number * size * size : (number + 1) * size * size]
                             cell_at = k.builder.add(u, INDEX(a)), k.builder.add(v, INDEX(b))
-                            _finish(k, conv, window, bias, panel, (n, *cell_at))
+                            finish(k, conv, window, bias, panel, (n, *cell_at))
 
 
-def _finish(
+def finish(
     k: Emitter,
     conv: Sum,
     window: list[list[ir.Value]],
@@ -279,15 +279,13 @@ def conv2d_backward_input(
     """
     for rows, columns, conv, offset in gradient.parts:
         if rows.taps and columns.taps:
-            _transpose_weights(
-                k, source, kernel, stride, rows.taps, columns.taps, weights, conv.panels, packed + offset
-            )
+            transpose_weights(k, source, kernel, stride, rows.taps, columns.taps, weights, conv.panels, packed + offset)
             conv2d(k, conv, packed + offset, None)
         else:
             _clear(k, conv)
 
 
-def _transpose_weights(
+def transpose_weights(
     k: Emitter,
     source: Panels,
     kernel: int,

@@ -340,10 +340,6 @@ class ChannelConvolution(_Convolution[Image]):
         if self.events:
             return self._follow_events(plan, self.events)
 
-        def backward_weights(k: Emitter) -> None:
-            dw, db = plan.parameters.gradients(k, self.stage)
-            conv_channels.conv2d_backward_weights(k, self.sum, self.d, dw, db)
-
         kernels: Kernels = []
         windows = self.sum.windows
         if windows:
@@ -353,7 +349,7 @@ class ChannelConvolution(_Convolution[Image]):
         elif self.rectifies_dy or self.d is not self.dy:
             positive = self.y if self.rectifies_dy else None
             kernels.append(("gradient", lambda k: conv_channels.copy_gradient(k, positive, self.dy, self.d)))
-        kernels.append(("backward_weights", backward_weights))
+        kernels.append(("backward_weights", lambda k: self._backward_weights(k, plan)))
         if self.dx:
             kernels.append(("backward_input", lambda k: self._backward_input(k, plan)))
         return kernels
@@ -364,6 +360,9 @@ class ChannelConvolution(_Convolution[Image]):
             conv_events.conv2d_backward(k, events, weights, *plan.parameters.gradients(k, self.stage))
 
         return [("events", run)]
+
+    def _backward_weights(self, k: Emitter, plan: Layout) -> None:
+        conv_channels.conv2d_backward_weights(k, self.sum, self.d, *plan.parameters.gradients(k, self.stage))
 
     def _backward_input(self, k: Emitter, plan: Layout) -> None:
         layer, (weights, _) = self.stage.layer, plan.parameters.weights(k, self.stage)

@@ -272,6 +272,9 @@ class Emitter:
     def add(self, a: ir.Value, b: ir.Value) -> ir.Value:
         return self.builder.fadd(a, b)
 
+    def subtract(self, a: ir.Value, b: ir.Value) -> ir.Value:
+        return self.builder.fsub(a, b)
+
     def multiply(self, a: ir.Value, b: ir.Value) -> ir.Value:
         return self.builder.fmul(a, b)
 

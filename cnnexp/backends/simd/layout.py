@@ -172,12 +172,16 @@ class Arena:
     Args:
         lanes: images per vector.
         groups: vectors of images per tile.
+
+    Attributes:
+        size: floats. shared: where the room lies that each kernel has for itself while it runs, once all is allocated.
     """
 
     def __init__(self, lanes: int, groups: int) -> None:
         self.lanes, self.groups, self.images = lanes, groups, lanes * groups
         # loads may reach one vector past the last value
         self.size = 16 * lanes
+        self.shared = self._needed = 0
         self._fills: list[tuple[int, np.ndarray]] = []
 
     def allocate(self, floats: int) -> int:
@@ -185,6 +189,14 @@ class Arena:
         offset = self.size
         self.size += round_up(floats, 16)
         return offset
+
+    def share(self, floats: int) -> None:
+        """Have the room that kernels take turns in hold as much."""
+        self._needed = max(self._needed, floats)
+
+    def place_shared(self) -> None:
+        """Allocate it, when all who need it have said so."""
+        self.shared = self.allocate(self._needed)
 
     def grid(self, shape: Shape, ring: Ring = Ring()) -> Grid:
         grid = Grid(0, shape, self.lanes, ring)

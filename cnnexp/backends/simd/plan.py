@@ -62,6 +62,7 @@ class Plan:
         self._allocate(network, nodes)
         for node in nodes:
             node.prepare(self)
+        self.arena.place_shared()
         self.gather = {
             name: self._gather(network, nodes[0], kind) for name, kind in (("uint8", BYTE), ("float32", FLOAT))
         }

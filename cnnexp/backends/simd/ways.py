@@ -3,6 +3,7 @@
     lanes, lanes-argmax         convolution with the batch in the lanes; gradients through all outputs, or through the
                                 argmax of the max-pool after it alone
     channels, channels-argmax   likewise with channels in the lanes
+    winograd, winograd-argmax   likewise, 3 x 3 taps by Winograd's transformation
     filters, filters-fused      a first convolution with filters in the lanes; alone, or with the linear layer after it
     skinny, wide                linear layers of few outputs, of many
 
@@ -23,6 +24,7 @@ from cnnexp.backends.simd.dense import FilterClassifier, SkinnyDense, WideDense
 from cnnexp.backends.simd.emit import Target
 from cnnexp.backends.simd.layout import Grid, Image, Matrix, Ring, round_up
 from cnnexp.backends.simd.nodes import Activation, Node, Pool, Tensor, ToImages, ToLanes, ToRows
+from cnnexp.backends.simd.winograd import WinogradConvolution
 from cnnexp.errors import ConfigError, did_you_mean
 from cnnexp.network import (
     ConvStage,
@@ -186,9 +188,10 @@ def _nodes(section: Section, first: bool) -> list[Node]:
     stage, rectify, pool = section.stage, section.rectify, section.pool
     match stage:
         case ConvStage():
-            found: list[Node] = [ChannelConvolution(stage, rectify, pool), Convolution(stage, rectify, pool)]
+            kinds = ChannelConvolution, WinogradConvolution, Convolution
+            found: list[Node] = [kind(stage, rectify, pool) for kind in kinds]
             if pool and pool.window.size > 1:
-                found += [ChannelConvolution(stage, rectify, pool, True), Convolution(stage, rectify, pool, True)]
+                found += [kind(stage, rectify, pool, argmax=True) for kind in kinds]
             if first and pool and section.flattened:
                 found.append(FilterConvolution(stage, rectify, pool))
             return found
