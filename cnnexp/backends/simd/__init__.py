@@ -5,8 +5,8 @@ in them) and `layout` (where values lie) at the bottom; kernels in `transfer`, `
 `conv_sparse`, `conv_events`, `elementwise`, `update`, and on `product`, packed matrix products, `conv_channels` and
 `linear`; `nodes` are layers that are computed at once, `cost` says what their kernels cost, `ways` chooses among them
 and `plan` connects them; `step` is the compiled training loop, `barrier` where its threads wait for each other,
-`clocks` what it tells of its parts; `program` is what the train loop sees, `team` its threads; `apart` compiles in a
-process of its own; `host` knows the CPU.
+`clocks` what it tells of its parts; `program` is what the train loop sees, `team` its threads, `crew` how many of them
+work now; `apart` compiles in a process of its own; `host` knows the CPU.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class CpuSimd(ThreadedBackend):
     A network with a layer that has no vector kernel is compiled as `cpu-parallel` does.
 
     Attributes:
-        threads: as `ThreadedBackend`; the smallest networks train on fewer, see `paying_threads`.
+        threads: as `ThreadedBackend`; the smallest networks train on fewer, see `paying_threads`, and where other work
+            has the cores, one thread does what all would, to the same bits: see `crew`.
         fallback: whether a run whose network kills the compiler goes on with `next_best`.
         explain: whether a run shows what was chosen for every kernel of a step, as `Program.explain` tells it.
         ways: `LAYER:WAY` where a layer is not to be computed in the way that is expected to cost least; see `ways`.

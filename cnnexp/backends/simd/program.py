@@ -14,6 +14,7 @@ from cnnexp.backends.parts import Part
 from cnnexp.backends.protocol import KernelRow, Program, State
 from cnnexp.backends.simd import apart
 from cnnexp.backends.simd.barrier import LINE
+from cnnexp.backends.simd.crew import Crew
 from cnnexp.backends.simd.emit import Target
 from cnnexp.backends.simd.layout import aligned_zeros
 from cnnexp.backends.simd.plan import Plan
@@ -23,9 +24,6 @@ from cnnexp.errors import CheckpointError, DataError
 from cnnexp.network import Network
 from cnnexp.network.losses import Loss, Totals, check_loss
 from cnnexp.optimizers import Optimizer
-
-CALL_S = 0.2
-"""Seconds that one call of the compiled function takes, about: as long may work go on after a Ctrl-C."""
 
 LARGEST_ARENA = 64 << 20
 """Bytes of activations per thread from which on one vector of images at a time has to do."""
@@ -91,11 +89,10 @@ class SimdProgram(Program[Split]):
         self._totals = np.zeros((threads, LINE))
         self._flags = np.zeros(threads * LINE, np.int64)
         self._step = 0
-        self._step_s = CALL_S
         self._clocks = plan.clocks
         self._ticks = np.zeros(len(plan.clocks.parts), np.int64)
         self._readings: list[tuple[float, int]] = []
-        self._team = Team(threads)
+        self._team, self._crew = Team(threads), Crew(threads, trials=not plan.clocks.on)
         weakref.finalize(self, self._team.close)
         self.compile_s = time.perf_counter() - started
 
@@ -122,11 +119,11 @@ class SimdProgram(Program[Split]):
         order = _indices(order, handle)
         totals, start = Totals(0.0, 0, 0), 0
         while start < len(order):
-            steps = max(1, int(CALL_S / self._step_s))
+            threads, steps = self._crew.next()
             part = order[start : start + steps * self.batch_size]
             began = time.perf_counter()
-            totals += self._run(TRAIN, handle, part, self.batch_size, rate)
-            self._step_s = (time.perf_counter() - began) / -(-len(part) // self.batch_size)
+            totals += self._run(TRAIN, handle, part, self.batch_size, rate, threads=threads)
+            self._crew.took(threads, -(-len(part) // self.batch_size), time.perf_counter() - began)
             start += len(part)
         return totals
 
@@ -181,9 +178,17 @@ class SimdProgram(Program[Split]):
         self._team.close()
 
     def _run(
-        self, mode: int, split: Split, order: np.ndarray, batch: int, rate: float = 0.0, scores: np.ndarray = NO_SCORES
+        self,
+        mode: int,
+        split: Split,
+        order: np.ndarray,
+        batch: int,
+        rate: float = 0.0,
+        scores: np.ndarray = NO_SCORES,
+        threads: int | None = None,
     ) -> Totals:
-        """Have all threads do one call of the compiled function."""
+        """Have threads, those that work now if not told how many, do one call of the compiled function."""
+        crew = threads or self._crew.size
         steps = max(1, -(-len(order) // batch))
         numbers = np.zeros((steps, 3), np.float32)
         if mode in (TRAIN, APPLY):
@@ -198,10 +203,11 @@ class SimdProgram(Program[Split]):
         began = time.perf_counter()
         self._team.run(
             lambda rank: self._work(
-                rank, mode, split.bytes_, split.floats, split.taint, split.labels, order, batch,
+                rank, crew, mode, split.bytes_, split.floats, split.taint, split.labels, order, batch,
                 self._parameters, self._slots, self._gradients, self._arenas, scores, self._totals, self._flags,
                 numbers,
-            )
+            ),
+            crew,
         )  # fmt: skip
         if mode == TRAIN and clocks is not None:
             self._read_clocks(clocks, began)

@@ -1,8 +1,9 @@
 """The compiled training loop of one thread: tiles of images through the kernels, a barrier, the optimizer, a barrier.
 
-All threads run the same function over the same batches at once. A thread takes a fixed share of every batch, sums its
-gradient in a buffer of its own, waits for the others, and then adds the threads' gradients in their order and updates
-its own share of the parameters. So the result depends on the number of threads alone, not on who came first.
+All threads run the same function over the same batches at once. A batch has fixed shares: of each, the gradient is
+summed in a buffer of its own; after a wait for the others, a share of the parameters is updated by the gradients of all
+shares, added in their order. So the result depends on the number of shares alone, not on who came first, nor on how many
+threads do them: a thread each, or one thread all in turn.
 """
 
 from __future__ import annotations
@@ -66,69 +67,76 @@ def make_work(plan: Plan, loss: Loss, optimizer: Optimizer, key: str) -> Dispatc
                 scores[n, o] = arena[scores_at + n * stride + o]
 
     def work(
-        rank: int, mode: int, bytes_: np.ndarray, floats: np.ndarray, taint: np.ndarray, labels: np.ndarray,
+        rank: int, crew: int, mode: int, bytes_: np.ndarray, floats: np.ndarray, taint: np.ndarray, labels: np.ndarray,
         order: np.ndarray, batch: int, parameters: np.ndarray, slots: np.ndarray, gradients: np.ndarray,
         arenas: np.ndarray, scores: np.ndarray, totals: np.ndarray, flags: np.ndarray, numbers: np.ndarray,
     ) -> None:  # fmt: skip
         """Do one thread's part.
 
         Args:
-            rank: of this thread. mode: see `PREDICT`, ...
+            rank: of this thread. crew: how many threads there are. mode: see `PREDICT`, ...
             bytes_, floats: the images, flat, one of the two empty. taint: float32 (N,), NaN where an image has one.
             labels: int32 (N,). order: int64, the images to run. batch: images per step.
-            parameters: (size,). slots: (2, size). gradients: (threads, size), zero before and after a step.
-            arenas: (threads, ...). scores: (len(order), O), filled by `PREDICT`.
-            totals: float64 (threads, LINE), added to: losses and hits. flags: int64 (threads * LINE,), for the barrier.
+            parameters: (size,). slots: (2, size). gradients: (shares, size), zero before and after a step.
+            arenas: (shares, ...). scores: (len(order), O), filled by `PREDICT`.
+            totals: float64 (shares, LINE), added to: losses and hits. flags: int64 (shares * LINE,), for the barrier.
             numbers: float32 (steps, 3), the learning rate and the optimizer's constants, by step.
         """
         _flush_denormals()
-        threads, count = gradients.shape[0], len(order)
-        arena, gradient = arenas[rank], gradients[rank]
+        shares, count = gradients.shape[0], len(order)
+        mine, next_ = shares * rank // crew, shares * (rank + 1) // crew
         size = added if mode == TRAIN else len(parameters)
-        shares = np.empty(2 + threads, np.int64)
-        shares[0], shares[1] = rank, threads
-        low, high = size * rank // threads // 16 * 16, size * (rank + 1) // threads // 16 * 16
-        if rank == threads - 1:
-            high = size
+        counts = np.empty(2 + shares, np.int64)
+        counts[1] = shares
         if clocked:
-            start_clocks(arena)
+            for share in range(mine, next_):
+                start_clocks(arenas[share])
         for step in range(max(1, -(-count // batch))):
             first, last = step * batch, min((step + 1) * batch, count)
             here = last - first
             if mode != APPLY:
-                start, end = first + here * rank // threads, first + here * (rank + 1) // threads
-                for at in range(start, end, images):
-                    tile = order[at : min(at + images, end)]
-                    if len(bytes_):
-                        gather_bytes(bytes_, tile, arena, len(tile))
-                    else:
-                        gather_floats(floats, tile, arena, len(tile))
-                    if clocked:
-                        charge_gather(arena)
-                    forward(parameters, gradient, arena, len(tile))
-                    if mode == PREDICT:
-                        copy_scores(arena, scores[at : at + len(tile)])
-                    else:
-                        tile_loss(arena, taint, labels, tile, here, totals[rank])
+                for share in range(mine, next_):
+                    arena, gradient = arenas[share], gradients[share]
+                    start, end = first + here * share // shares, first + here * (share + 1) // shares
+                    for at in range(start, end, images):
+                        tile = order[at : min(at + images, end)]
+                        if len(bytes_):
+                            gather_bytes(bytes_, tile, arena, len(tile))
+                        else:
+                            gather_floats(floats, tile, arena, len(tile))
                         if clocked:
-                            charge_loss(arena)
-                        backward(parameters, gradient, arena, len(tile))
-                        if mode == GRADIENTS:
-                            owned_gradients(parameters, gradient, arena, len(tile))
+                            charge_gather(arena)
+                        forward(parameters, gradient, arena, len(tile))
+                        if mode == PREDICT:
+                            copy_scores(arena, scores[at : at + len(tile)])
+                        else:
+                            tile_loss(arena, taint, labels, tile, here, totals[share])
+                            if clocked:
+                                charge_loss(arena)
+                            backward(parameters, gradient, arena, len(tile))
+                            if mode == GRADIENTS:
+                                owned_gradients(parameters, gradient, arena, len(tile))
             if mode in (TRAIN, APPLY):
-                wait(flags, rank, threads)
+                wait(flags, rank, crew)
+                for share in range(mine, next_):
+                    arena = arenas[share]
+                    if clocked:
+                        charge_wait(arena)
+                    low, high = size * share // shares // 16 * 16, size * (share + 1) // shares // 16 * 16
+                    if share == shares - 1:
+                        high = size
+                    apply_update(parameters, slots, gradients, low, high, numbers[step])
+                    if clocked:
+                        charge_update(arena)
+                    if mode == TRAIN:
+                        counts[0] = share
+                        for other in range(shares):
+                            counts[2 + other] = here * (other + 1) // shares - here * other // shares
+                        owned_updates(parameters, slots[0], slots[1], numbers[step], arenas, counts, 0)
+                wait(flags, rank, crew)
                 if clocked:
-                    charge_wait(arena)
-                apply_update(parameters, slots, gradients, low, high, numbers[step])
-                if clocked:
-                    charge_update(arena)
-                if mode == TRAIN:
-                    for other in range(threads):
-                        shares[2 + other] = here * (other + 1) // threads - here * other // threads
-                    owned_updates(parameters, slots[0], slots[1], numbers[step], arenas, shares, 0)
-                wait(flags, rank, threads)
-                if clocked:
-                    charge_wait(arena)
+                    for share in range(mine, next_):
+                        charge_wait(arenas[share])
 
     return compiled(work, from_python=True)
 
@@ -139,7 +147,7 @@ def _read_only(number: types.Type) -> types.Array:
 
 
 SIGNATURE = types.void(
-    int64, int64, _read_only(types.uint8), _read_only(types.float32), _read_only(types.float32),
+    int64, int64, int64, _read_only(types.uint8), _read_only(types.float32), _read_only(types.float32),
     _read_only(types.int32), _read_only(types.int64), int64,
     types.float32[::1], types.float32[:, ::1], types.float32[:, ::1], types.float32[:, ::1], types.float32[:, ::1],
     types.float64[:, ::1], types.int64[::1], types.float32[:, ::1],

@@ -22,15 +22,17 @@ class Team:
         self._threads = threads
         self._tasks: SimpleQueue | None = None
 
-    def run(self, task: Task) -> None:
-        """Call task(rank) on every thread at once, and wait for all; what one raises, the lowest rank first, goes on.
+    def run(self, task: Task, threads: int | None = None) -> None:
+        """Call task(rank) on every thread, or on the first so many, at once, and wait for all.
+
+        What one raises, the lowest rank first, goes on.
 
         A thread that the others wait for inside the task must not raise: they would wait for ever.
         """
         if self._tasks is None:
             self._tasks = self._start()
         done: SimpleQueue = SimpleQueue()
-        self._tasks.put((task, done))
+        self._tasks.put((task, threads or self._threads, done))
         failure = done.get()
         if failure is not None:
             raise failure
@@ -43,7 +45,7 @@ class Team:
     def close(self) -> None:
         """End the threads. Idempotent; a later `run` starts new ones."""
         if self._tasks is not None:
-            self._tasks.put((None, None))
+            self._tasks.put((None, self._threads, None))
             self._tasks = None
 
     def _start(self) -> SimpleQueue:
@@ -59,12 +61,13 @@ def _lead(tasks: SimpleQueue, threads: int) -> None:
     for rank, inbox in enumerate(inboxes, 1):
         threading.Thread(target=_follow, args=(rank, inbox, finished), name=f"cpu-simd-{rank}", daemon=True).start()
     while True:
-        task, done = tasks.get()
-        for inbox in inboxes:
+        task, members, done = tasks.get()
+        followers = inboxes[: members - 1]
+        for inbox in followers:
             inbox.put(task)
         if task is None:
             return
-        failures = {0: _attempt(task, 0), **dict(finished.get() for _ in inboxes)}
+        failures = {0: _attempt(task, 0), **dict(finished.get() for _ in followers)}
         del task  # what it refers to may go before the next one comes
         done.put(next((failures[rank] for rank in sorted(failures) if failures[rank] is not None), None))
 

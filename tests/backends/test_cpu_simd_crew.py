@@ -1,0 +1,92 @@
+import numpy as np
+import pytest
+from conformance import assert_same_state
+
+from cnnexp import Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU
+from cnnexp.backends.simd.crew import TRIAL_S, Crew
+from cnnexp.backends.simd.host import host_target
+from cnnexp.backends.simd.program import SimdProgram, make_plan
+from cnnexp.network.losses import Loss
+from cnnexp.optimizers import Adam
+
+CONVOLUTION = Network((10, 10, 1), (Conv2d(8, 3), ReLU(), MaxPool2d(2), Flatten(), Linear(10)))
+OWNED = Network((12, 12, 1), (Flatten(), Linear(256), ReLU(), Linear(10)))
+
+
+class Machine:
+    """A step takes `alone_s` on one thread, and as `together_s` says on all; how long each number worked is added up."""
+
+    def __init__(self, crew, alone_s, together_s):
+        self.crew, self.alone_s, self.together_s = crew, alone_s, together_s
+
+    def train(self, seconds):
+        """Return the share of the time in which one thread worked, and the steps that were done a second."""
+        spent, steps_done = {True: 0.0, False: 0.0}, 0
+        while sum(spent.values()) < seconds:
+            threads, steps = self.crew.next()
+            took = steps * (self.alone_s if threads == 1 else self.together_s)
+            self.crew.took(threads, steps, took)
+            spent[threads == 1] += took
+            steps_done += steps
+        return spent[True] / sum(spent.values()), steps_done / sum(spent.values())
+
+
+def test_on_a_quiet_machine_all_threads_work():
+    share, rate = Machine(Crew(2), alone_s=1e-4, together_s=6e-5).train(30)
+    assert share < 0.01
+    assert rate * 6e-5 > 0.99
+
+
+def test_where_others_keep_the_cores_busy_one_thread_works():
+    machine = Machine(Crew(2), alone_s=1e-4, together_s=1e-3)
+    machine.train(2)
+    share, rate = machine.train(30)
+    assert share > 0.9
+    assert rate * 1e-4 > 0.9
+
+
+def test_all_work_again_when_the_others_have_gone():
+    machine = Machine(Crew(4), alone_s=1e-4, together_s=1e-3)
+    machine.train(30)
+    machine.together_s = 4e-5
+    machine.train(10)  # no trial is further off
+    assert machine.train(10)[0] < 0.01
+
+
+def test_long_steps_are_not_tried_on_one_thread():
+    assert Machine(Crew(2), alone_s=TRIAL_S * 2, together_s=TRIAL_S).train(30)[0] == 0
+
+
+@pytest.mark.parametrize("crew", [Crew(1), Crew(2, trials=False)], ids=["one", "no trials"])
+def test_no_other_number_is_tried(crew):
+    machine = Machine(crew, alone_s=1e-4, together_s=1e-3)
+    size = crew.size
+    machine.train(3)
+    assert crew.size == size
+
+
+@pytest.mark.parametrize("network", [CONVOLUTION, OWNED], ids=["convolution", "owned"])
+def test_one_thread_that_does_all_shares_computes_the_same_bits(network):
+    rng, threads, batch = np.random.default_rng(0), 3, 40
+    images = rng.random((100, *network.input_shape), np.float32)
+    labels = rng.integers(0, 10, 100)
+    found = []
+    for alone in (True, False):
+        program = SimdProgram(network, Loss.SOFTMAX_CROSS_ENTROPY, Adam(lr=0.01), batch, host_target(), threads)
+        program._crew = Crew(threads, trials=False)
+        if alone:
+            program._crew.took(1, steps=1, seconds=1e-9)
+        handle = program.load(images, labels)
+        program.restore({"parameters": network.initial_parameters(1)})
+        totals = program.train(handle, np.arange(100)[::-1].copy(), 0.01)
+        found.append((totals, *program.gradients(handle, np.arange(7)), program.predict(handle), program.state()))
+        program.close()
+    (totals, total, gradient, scores, state), others = found
+    assert (totals, total) == (others[0], others[1])
+    assert (gradient == others[2]).all()
+    assert (scores == others[3]).all()
+    assert_same_state(state, others[4])
+
+
+def test_the_optimizer_steps_of_its_own_weights_are_among_them():
+    assert make_plan(OWNED, host_target(), 14).owns
