@@ -14,7 +14,7 @@ OWNED = Network((12, 12, 1), (Flatten(), Linear(256), ReLU(), Linear(10)))
 
 
 class Machine:
-    """A step takes `alone_s` on one thread, and as `together_s` says on all; how long each number worked is added up."""
+    """A step takes `alone_s` on one thread and `together_s` on all."""
 
     def __init__(self, crew, alone_s, together_s):
         self.crew, self.alone_s, self.together_s = crew, alone_s, together_s

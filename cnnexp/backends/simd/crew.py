@@ -1,7 +1,8 @@
 """How many threads do the shares of a step: one thread each, or, where others keep the cores busy, one thread all.
 
 A thread that has lost its core is waited for at every step until it has it again, which takes milliseconds: on a busy
-machine a step of 30 us may take five times as long on two threads as on one. What a step computes is the same to the bit.
+machine a step of 30 us may take five times as long on two threads as on one. What a step computes is the same to the
+bit.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 All threads run the same function over the same batches at once. A batch has fixed shares: of each, the gradient is
 summed in a buffer of its own; after a wait for the others, a share of the parameters is updated by the gradients of all
-shares, added in their order. So the result depends on the number of shares alone, not on who came first, nor on how many
-threads do them: a thread each, or one thread all in turn.
+shares, added in their order. So the result depends on the number of shares alone, not on who came first, nor on how
+many threads do them: a thread each, or one thread all in turn.
 """
 
 from __future__ import annotations
