@@ -20,7 +20,7 @@ from numba import float32, int64, njit
 from cnnexp.backends import cache
 from cnnexp.backends.simd import CpuSimd, elementwise, intrinsics, update
 from cnnexp.backends.simd.conv_channels import phases
-from cnnexp.backends.simd.conv_lanes import CACHED_VECTORS, MOST_SUMS
+from cnnexp.backends.simd.conv_lanes import CACHED_VECTORS, MOST_SUMS, whole_width, window_part
 from cnnexp.backends.simd.dense import FilterClassifier
 from cnnexp.backends.simd.emit import INDEX, Target, compose, compose_five
 from cnnexp.backends.simd.host import cache_bytes, host_target
@@ -53,6 +53,13 @@ SPARSE = Network(
     ),
 )
 FILTERS = Network((10, 8, 1), (Conv2d(32, 3, padding="same"), ReLU(), MaxPool2d(2), Flatten(), Linear(10)))
+WINDOWS = Network(
+    (30, 27, 1),
+    (
+        *(Conv2d(5, 2), ReLU(), MaxPool2d(4, padding="floor"), Conv2d(7, 2), MaxPool2d(3, padding="floor"), ReLU()),
+        *(Flatten(), Linear(3)),
+    ),
+)
 GENERAL = Network(
     (7, 9, 2),
     (
@@ -92,7 +99,14 @@ def of_targets(names):
     return [pytest.param(name, marks=() if name == "avx2" else pytest.mark.thorough) for name in names]
 
 
-@pytest.mark.parametrize("network", [SPARSE, FILTERS], ids=["sparse", "filters"])
+@pytest.mark.parametrize(
+    "network",
+    [
+        pytest.param(SPARSE, id="sparse"),
+        pytest.param(FILTERS, id="filters"),
+        pytest.param(WINDOWS, id="windows", marks=pytest.mark.thorough),
+    ],
+)
 @pytest.mark.parametrize("target", of_targets(TARGETS))
 def test_other_vectors(target, network):
     check_case(OnTarget(TARGETS[target]), make_case(network, images=19))
@@ -196,6 +210,11 @@ def test_tiles_fit_the_registers_and_fill_them():
             assert rows * columns * unit * width + width + 1 <= registers
             if counts != (1, 1):
                 assert rows * columns * unit * width >= registers // 2
+        for size, filters in ((1, 6), (2, 4), (3, 4), (4, 6)):
+            rows, columns = window_part(size, filters, registers)
+            assert rows * columns * (filters + 1) + 1 <= registers
+            assert size * size % (rows * columns) == 0
+        assert whole_width(4, 4, registers) * (4 + 2) + 1 <= registers
 
 
 def test_wide_layers_of_any_batch():
@@ -209,7 +228,9 @@ def test_threads_are_as_many_as_pay():
     large = Network((28, 28, 1), (Flatten(), Linear(1024), ReLU(), Linear(1024), ReLU(), Linear(10)))
     khandait = Network((2,), (Linear(64), ReLU(), Linear(1), Sigmoid()))
     mlp = TwoConvMlp().network((28, 28, 1), 10)
+    smallest = Network((64,), (Linear(30), ReLU(), Linear(10)))
     assert paying_threads(khandait, 50, AVX512, 8) == 1
+    assert paying_threads(smallest, 128, AVX512, 8) == 1
     assert paying_threads(khandait, 100_000, AVX512, 8) == 8
     assert paying_threads(mlp, 64, AVX512, 8) == 8
     assert paying_threads(mlp, 1, AVX512, 8) == 1, "one image cannot be shared"

@@ -11,7 +11,8 @@ never stored. The gradient of the input is the same kernel on the flipped weight
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from llvmlite import ir
@@ -74,9 +75,21 @@ def sums_tile(registers: int) -> tuple[int, int]:
     return (4, 6) if registers >= 32 else (2, 4)
 
 
+def window_part(size: int, filters: int, registers: int) -> tuple[int, int]:
+    """Return rows and columns of the parts of a pooling window whose sums, pixels and a weight fit the registers."""
+    parts = [(size, size), *((1, columns) for columns in range(size, 0, -1) if size % columns == 0)]
+    return next(part for part in parts if math.prod(part) * (filters + 1) < registers)
+
+
 def gradient_tile(registers: int) -> tuple[int, int]:
     """Return the taps and filters of the weight gradient's tile."""
     return (6, 4) if registers >= 32 else (3, 3)
+
+
+def whole_width(taps: int, filters: int, registers: int) -> int:
+    """Return the filters of a tile of the weight gradient with all taps in it, 0 if two tiles do not hold them all."""
+    width = min(filters, (registers - 1) // (taps + 2))
+    return width if filters <= 2 * width else 0
 
 
 def conv2d(k: Emitter, conv: Correlation, weights: Pointer, bias: Pointer | None) -> None:
@@ -97,7 +110,7 @@ def conv2d(k: Emitter, conv: Correlation, weights: Pointer, bias: Pointer | None
                             w, b = weights.at(f), bias.at(f) if bias else None
                             at = Tile(corner, w, b, g, row, column, f, filters)
                             if conv.windows:
-                                _pooled(k, conv, conv.windows, at, pixels)
+                                _pooled(k, conv, conv.windows, at)
                             else:
                                 _plain(k, conv, at, width)
 
@@ -143,20 +156,35 @@ def _plain(k: Emitter, conv: Correlation, tile: Tile, pixels: int) -> None:
             _store(k, conv, tile, j, value, target)
 
 
-def _pooled(k: Emitter, conv: Correlation, windows: Windows[Grid], tile: Tile, most: int) -> None:
-    """Convolve one pooling window with the filters, and store its maxima and where they were."""
+def _pooled(k: Emitter, conv: Correlation, windows: Windows[Grid], tile: Tile) -> None:
+    """Convolve one pooling window with the filters, and store its maxima and where they were.
+
+    Part by part in a loop: LLVM would put off the maxima of parts one after the other, and keep every sum till then.
+    """
     size, argmax = windows.size, windows.argmax
-    window = [(i, j) for i in range(size) for j in range(size)]
-    found: list[list[tuple[ir.Value, ir.Value]]] = [[] for _ in range(tile.filters)]
-    for start in range(0, len(window), most):
-        totals = _dot(k, conv, tile, window[start : start + most])
-        for j, best in enumerate(found):
-            values = [(row[j], k.integers(code)) for code, row in enumerate(totals, start)]
-            found[j] = [k.first_maximum(best + values)]
+    rows, columns = window_part(size, tile.filters, k.target.registers)
+    parts, across = size * size // (rows * columns), size // columns
+    pixels = [(i, j) for i in range(rows) for j in range(columns)]
+
+    def part(corner: Pointer) -> list[tuple[ir.Value, ir.Value]]:
+        totals = _dot(k, conv, replace(tile, corner=corner), pixels)
+        codes = [k.integers(i * size + j) for i, j in pixels]
+        return [k.first_maximum(list(zip(values, codes, strict=True))) for values in zip(*totals, strict=True)]
+
+    found = [[k.variable(value) for value in pair] for pair in part(tile.corner)]
+    if parts > 1:
+        with k.loop(parts, start=1) as number:
+            row, column = k.builder.udiv(number, INDEX(across)), k.builder.urem(number, INDEX(across))
+            corner = tile.corner.at(row, conv.stride * conv.x.row).at(column, columns * conv.stride * conv.x.column)
+            first = k.spread(k.builder.trunc(k.builder.mul(number, INDEX(columns)), ir.IntType(32)))
+            for (best, where), (value, code) in zip(found, part(corner), strict=True):
+                pair = k.first_maximum([(best.get(), where.get()), (value, k.builder.add(code, first))])
+                best.set(pair[0])
+                where.set(pair[1])
     target, code_target = tile.at(k, conv.y), tile.at(k, argmax)
-    for j, [(best, where)] in enumerate(found):
-        _store(k, conv, tile, j, best, target)
-        k.store_bytes(where, code_target + j * argmax.lanes)
+    for j, (best, where) in enumerate(found):
+        _store(k, conv, tile, j, best.get(), target)
+        k.store_bytes(where.get(), code_target + j * argmax.lanes)
 
 
 def _store(k: Emitter, conv: Correlation, tile: Tile, j: int, value: ir.Value, target: Pointer) -> None:
@@ -212,12 +240,18 @@ def conv2d_backward_weights(
     All tiles of a block of taps and filters go along one piece before the next, so that x and d come from the first
     cache, as do the sums that wait there meanwhile. Lanes are added up once per tile of images.
 
+    Of the smallest kernels a tile holds all taps, and the bias, so that d is read once.
+
     Args:
         conv: the forward geometry; its y is not used.
         d: gradient of the convolution's output (P, Q, F), perhaps with room between pixels.
         sums: room for `MOST_SUMS` vectors.
     """
     run = conv.kernel * conv.channels
+    width = whole_width(conv.kernel * run, conv.filters, k.target.registers)
+    if width:
+        _whole_kernel(k, conv, d, width, dw, db)
+        return
     for first_filter, filters, filter_blocks in chunks(conv.filters, 8):
         for first_tap, taps, tap_blocks in chunks(run, MOST_SUMS // filters):
             with k.loop(filter_blocks) as filter_block, k.loop(conv.kernel) as i, k.loop(tap_blocks) as tap_block:
@@ -226,6 +260,34 @@ def conv2d_backward_weights(
                 _weight_block(k, conv, d, (i, r, f), (taps, filters), dw, sums)
     if db is not None:
         _backward_bias(k, d, db)
+
+
+def _whole_kernel(k: Emitter, conv: Correlation, d: Grid, width: int, dw: Pointer, db: Pointer | None) -> None:
+    """Add to dw and db, `width` filters at a time."""
+    x, run = conv.x, conv.kernel * conv.channels
+    rows, columns, _ = d.shape
+    offsets = [i * x.row + r * x.lanes for i in range(conv.kernel) for r in range(run)]
+    for first, filters, times in chunks(conv.filters, width):
+        with k.loop(times) as t:
+            f = k.builder.add(k.builder.mul(t, INDEX(filters)), INDEX(first))
+            totals, sums = [k.variables(filters) for _ in offsets], k.variables(filters)
+            with k.loop(k.groups(k.lanes)) as g, k.loop(rows) as p, k.loop(columns) as q:
+                source = x.stored(k, g) + (conv.origin[0] * x.row + conv.origin[1] * x.column)
+                source = source.at(p, conv.stride * x.row).at(q, conv.stride * x.column)
+                gradient = d.pixel(k, g, p, q).at(f, d.lanes)
+                gradients = [k.load(gradient + j * k.lanes) for j in range(filters)]
+                for offset, row in zip(offsets, totals, strict=True):
+                    value = k.load(source + offset)
+                    for total, gradient_ in zip(row, gradients, strict=True):
+                        k.accumulate(total, value, gradient_)
+                for total, gradient_ in zip(sums, gradients, strict=True):
+                    total.set(k.add(total.get(), gradient_))
+            for tap, row in enumerate(totals):
+                for j, total in enumerate(row):
+                    k.add_to(dw.at(f) + (tap * conv.filters + j), k.sum_lanes(total.get()))
+            if db is not None:
+                for j, total in enumerate(sums):
+                    k.add_to(db.at(f) + j, k.sum_lanes(total.get()))
 
 
 def _weight_block(

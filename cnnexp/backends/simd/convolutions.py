@@ -114,7 +114,8 @@ class Convolution(_Convolution[Grid]):
         kernel, cells, window = self.stage.layer.kernel, math.prod(self.shape[:2]), self.window
         pixels, most = conv_lanes.sums_tile(target.registers)
         if self.pool:
-            tile, count = min(window, pixels), cells * -(-window // pixels)
+            tile = math.prod(conv_lanes.window_part(self.pool.window.size, min(filters, most), target.registers))
+            count = cells * window // tile
         else:
             tile, count = min(columns, pixels), rows * -(-columns // pixels)
         found = {
@@ -131,10 +132,13 @@ class Convolution(_Convolution[Grid]):
             tile_text = f"{vectors} vectors of a filter"
             found["sparse_backward"] = Work(following.macs, following.cycles + moved + packing, tile_text)
             return {name: found[name] for name in ("forward", "sparse_backward")}
-        # rows are gone over for every row of the kernel, and by blocks of 8 filters
-        held = rows * columns * filters + height * width * channels
-        moved = kernel * (rows * columns * filters + height * width * channels * -(-filters // 8))
-        gradient_tile, terms = conv_lanes.gradient_tile(target.registers), kernel**2 * channels
+        held, terms = rows * columns * filters + height * width * channels, kernel**2 * channels
+        gradient_tile = terms, conv_lanes.whole_width(terms, filters, target.registers)
+        moved = float(held)
+        if not gradient_tile[1]:
+            # rows are gone over for every row of the kernel, and by blocks of 8 filters
+            moved = kernel * (rows * columns * filters + height * width * channels * -(-filters // 8))
+            gradient_tile = conv_lanes.gradient_tile(target.registers)
         found["backward_weights"] = lane_gradient(
             gradient_tile, terms, filters, rows * columns, images, moved, held, target
         )

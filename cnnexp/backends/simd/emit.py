@@ -198,11 +198,11 @@ class Emitter:
         inside = ir.Constant(ir.VectorType(BIT, self.lanes), [BIT(i < count) for i in range(self.lanes)])
         return self.builder.select(inside, self.load(pointer), self.zero())
 
-    def prefetch(self, pointer: Pointer) -> None:
-        """Have a cache line brought near that is soon read, from an address that the CPU does not foresee."""
+    def prefetch(self, pointer: Pointer, written: bool = False) -> None:
+        """Have a cache line brought near that is soon read, or written, and that the CPU does not foresee."""
         kind = ir.FunctionType(ir.VoidType(), [BYTE.as_pointer(), INT, INT, INT])
         function = cgutils.get_or_insert_function(self.module, kind, "llvm.prefetch.p0i8")
-        self.builder.call(function, [pointer.value(BYTE), INT(0), INT(3), INT(1)])
+        self.builder.call(function, [pointer.value(BYTE), INT(int(written)), INT(3), INT(1)])
 
     def store_part(self, value: ir.Value, pointer: Pointer, count: int) -> None:
         """Store the first `count` lanes and no others, in parts whose sizes are powers of 2."""

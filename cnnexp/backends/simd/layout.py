@@ -27,14 +27,17 @@ def round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
+LINE_FLOATS = 16
+"""Of a cache line."""
+
 SHORT_ROW = 256
 """Floats of rows of a matrix that are stored without room between them."""
 
 
 def odd_lines(floats: int) -> int:
     """Return the next odd number of cache lines: rows a power of two apart would meet in one set of a cache."""
-    lines = -(-floats // 16)
-    return 16 * (lines + 1 - lines % 2)
+    lines = -(-floats // LINE_FLOATS)
+    return LINE_FLOATS * (lines + 1 - lines % 2)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from llvmlite import ir
 
 from cnnexp.backends.simd import update
 from cnnexp.backends.simd.emit import INDEX, Emitter, Pointer
-from cnnexp.backends.simd.layout import Grid, Matrix, round_up
+from cnnexp.backends.simd.layout import LINE_FLOATS, Grid, Matrix, round_up
 from cnnexp.backends.simd.product import Panels, Steps, add_products, chunks, most_height
 from cnnexp.optimizers import Optimizer
 
@@ -100,6 +100,9 @@ def wide_update(
             )
             with k.loop(high, start=low) as t:
                 d = k.builder.add(k.builder.mul(t, INDEX(height)), INDEX(first))
+                places = [panel.at(buffer + offset).at(d, unit) for buffer in state]
+                for line in range(0, height * unit, LINE_FLOATS):  # the other threads' cores have them, too
+                    k.prefetch(places[0] + line, written=True)
                 totals = [k.variables(panel.width) for _ in range(height)]
                 with k.loop(threads) as other:
                     count = k.builder.load((table + 2).at(other).value(INDEX))
@@ -107,7 +110,6 @@ def wide_update(
                     source = (arenas + x.offset).at(other, arena).at(d)
                     gradient = panel.outputs((arenas + dy.offset).at(other, arena))
                     add_products(k, totals, source, list(range(height)), gradient, steps, panel.valid)
-                places = [panel.at(buffer + offset).at(d, unit) for buffer in state]
                 for i, row in enumerate(totals):
                     for v, total in enumerate(row):
                         step.take([place + (i * unit + v * k.lanes) for place in places], total.get())

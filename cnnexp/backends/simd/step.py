@@ -51,7 +51,9 @@ def make_work(plan: Plan, loss: Loss, optimizer: Optimizer, key: str) -> Dispatc
     backward = compose("backward", target, plan.backward)
     owned_gradients = compose("owned_gradients", target, plan.gradients)
     owned_updates = compose_six("owned_updates", target, plan.updates(optimizer))
-    added, clocked = plan.parameters.added, plan.clocks.on
+    added, owned, clocked = plan.parameters.added, plan.parameters.owned, plan.clocks.on
+    fetches = 0 < 4 * owned <= target.second_cache // 2
+    fetch = compose("fetch", target, [("owned", update.fetch)])
     start_clocks = plan.clocks.starting()
     charge_gather, charge_loss, charge_wait, charge_update = (
         plan.clocks.charging(plan.step_parts[name]) for name in ("gather", "loss", "wait", "update")
@@ -137,6 +139,10 @@ def make_work(plan: Plan, loss: Loss, optimizer: Optimizer, key: str) -> Dispatc
                 if clocked:
                     for share in range(mine, next_):
                         charge_wait(arenas[share])
+                if fetches and crew > 1:
+                    fetch(parameters[added:], gradients[mine], arenas[mine], owned)
+                    if clocked:
+                        charge_update(arenas[mine])
 
     return compiled(work, from_python=True)
 

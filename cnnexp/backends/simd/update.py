@@ -6,6 +6,7 @@ from llvmlite import ir
 
 from cnnexp.backends.simd import trace
 from cnnexp.backends.simd.emit import Emitter, Pointer
+from cnnexp.backends.simd.layout import LINE_FLOATS
 from cnnexp.backends.simd.trace import Traced
 from cnnexp.optimizers import Optimizer
 
@@ -51,3 +52,13 @@ def add(k: Emitter) -> None:
         target, source = total.at(i, k.lanes), other.at(i, k.lanes)
         k.store(k.add(k.load(target), k.load(source)), target)
         k.store(k.zero(), source)
+
+
+def fetch(k: Emitter) -> None:
+    """Have `count` parameters brought near that other threads have changed. Buffers: them, and two unused.
+
+    As many lines at once as a core can wait for, where the kernels that read them would wait for a few each time.
+    """
+    parameters, *_ = k.buffers
+    with k.loop(k.groups(LINE_FLOATS)) as i:
+        k.prefetch(parameters.at(i, LINE_FLOATS))
