@@ -24,7 +24,8 @@ from cnnexp.optimizers import OPTIMIZERS, SGD, Optimizer
 from cnnexp.system.registry import Registry
 from cnnexp.tracking import verdict
 from cnnexp.tracking.address import store_uri
-from cnnexp.tracking.journal import Run, epoch_metrics, summary
+from cnnexp.tracking.journal import Run
+from cnnexp.tracking.metrics import epoch_metrics, summary
 from cnnexp.tracking.pipe import Recorder
 from cnnexp.training import checkpoint
 from cnnexp.training.baseline import Baseline

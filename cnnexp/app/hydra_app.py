@@ -34,7 +34,8 @@ from cnnexp.papers.compare import compare
 from cnnexp.system import registry
 from cnnexp.tracking import browser, verdict
 from cnnexp.tracking.address import store_uri
-from cnnexp.tracking.journal import Run, default_name
+from cnnexp.tracking.journal import Run
+from cnnexp.tracking.metrics import default_name
 from cnnexp.tracking.pipe import Recorder
 
 log = logging.getLogger(__name__)

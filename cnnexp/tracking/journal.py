@@ -1,7 +1,7 @@
 """The record of a run, as the training process sees it: a journal in a folder, and MLflow through a `Recorder`.
 
-`Run` turns results into metrics, tags and figures. Every epoch is first a line of `journal.jsonl`, so no failure of the
-store loses it.
+`Run` has results recorded as metrics, tags and figures. Every epoch is first a line of `journal.jsonl`, so no failure
+of the store loses it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import importlib
 import json
 import logging
 import os
-import statistics
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -34,13 +33,21 @@ from cnnexp.system.registry import VARIABLE
 from cnnexp.tracking import verdict
 from cnnexp.tracking.events import DISTURBED, FOLDER, JOURNAL, LACKING, note, open_journal, read_journal, store_status
 from cnnexp.tracking.folder import Claim
+from cnnexp.tracking.metrics import (
+    TIMES,
+    baseline_epoch_s,
+    default_name,
+    epoch_metrics,
+    flatten,
+    predicted_classes,
+    summary,
+)
 from cnnexp.tracking.pipe import ANSWER_S, NoAnswerYet, Recorder, RecorderDied
 from cnnexp.training.checkpoint import holds_checkpoints
 from cnnexp.training.loop import EpochResult
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-TIMES = ("time/", "throughput/", "speedup/")  # metrics of these groups are of time
 PREDICTIONS = "predictions.npz"  # of the test split: labels and predicted, integers (N,)
 PROFILE = "profile.json"
 REPORT = "report.md"  # the verdict, and MLflow's note of the run
@@ -451,7 +458,7 @@ class Run:
             "draw_run",
             folder=str(folder),
             epochs=[{"epoch": e.epoch, **epoch_metrics(e, self.contended)} for e in self.epochs],
-            baseline_s=[_baseline_epoch_s(e) for e in self.epochs],
+            baseline_s=[baseline_epoch_s(e) for e in self.epochs],
             predictions=str(self.folder / PREDICTIONS),
             classes=list(self._dataset.classes),
             title=self.name,
@@ -503,89 +510,6 @@ def draw(kind: str, **arguments: Any) -> None:
 def holds_run(folder: Path) -> bool:
     """Return whether a folder holds what a run has trained; a job that failed before leaves a journal alone."""
     return holds_checkpoints(folder) or bool(read_journal(folder)["epochs"])
-
-
-def epoch_metrics(result: EpochResult, contended: bool = False) -> dict[str, float]:
-    """Return one epoch's metrics by their MLflow names."""
-    metrics = {
-        "train/loss": result.train.mean_loss,
-        "train/accuracy": result.train.accuracy,
-        "train/images": result.train.count,
-        "test/loss": result.test.mean_loss,
-        "test/accuracy": result.test.accuracy,
-        "time/epoch_s": result.epoch_s,
-        "time/evaluate_s": result.evaluate_s,
-        "throughput/images_per_s": result.images_per_s,
-        "train/learning_rate": result.rate,
-    }
-    if result.validation is not None:
-        metrics["validation/loss"] = result.validation.mean_loss
-        metrics["validation/accuracy"] = result.validation.accuracy
-    if result.comparison is not None and not contended:
-        metrics["speedup/vs_baseline"] = result.comparison.speedup
-        metrics["speedup/baseline_images"] = result.comparison.images
-    return metrics
-
-
-def summary(epochs: Sequence[EpochResult], contended: bool = False, target: float | None = None) -> dict[str, float]:
-    """Return the metrics that are recorded once; "best" is by held-out accuracy, the first of equals.
-
-    Where an epoch has reached the accuracy `target`, `time/to_target_s` is the seconds of training up to its end.
-    """
-    best = max(epochs, key=lambda result: result.held_out.accuracy)
-    metrics = {
-        "time/median_epoch_s": statistics.median(result.epoch_s for result in epochs),
-        "throughput/median_images_per_s": statistics.median(result.images_per_s for result in epochs),
-        "final/test_accuracy": epochs[-1].test.accuracy,
-        "best/test_accuracy": best.test.accuracy,
-    }
-    if target is not None:
-        reached = next((i for i, result in enumerate(epochs, 1) if result.held_out.accuracy >= target), None)
-        if reached is not None:
-            metrics["time/to_target_s"] = sum(result.epoch_s for result in epochs[:reached])
-    speedups = [result.comparison.speedup for result in epochs if result.comparison is not None]
-    return metrics if contended else {**metrics, **verdict.interval_metrics(speedups)}
-
-
-def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return the leaves of a config by dotted key, as Hydra would take them back; lists as JSON."""
-    flat: dict[str, str] = {}
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value if isinstance(value, str) else json.dumps(value)
-    return flat
-
-
-def default_name(
-    config: Mapping[str, Mapping[str, Any]], overrides: Sequence[str] = (), varied: Sequence[str] = ()
-) -> str:
-    """Return e.g. `cpu-simd filters=8 one_conv digits epochs=3`: a page that cuts names keeps what differs.
-
-    Args:
-        config: the resolved config.
-        overrides: what the user typed; what it changes in the pieces is part of the name.
-        varied: keys of the sweep that this is a job of; they come first, before the pieces and other changes.
-    """
-    pieces = {group: str(config[group]["name"]) for group in ("backend", "model", "dataset")}
-    changed = {
-        key: f"{key.rpartition('.')[2]}={value}"
-        for key, _, value in (override.lstrip("+").partition("=") for override in overrides)
-        if "." in key and not key.startswith(("tracking.", "sweep.", "hydra."))
-    }
-    told = {**pieces, **changed}
-    return " ".join(told[key] for key in dict.fromkeys((*(key for key in varied if key in told), *told)))
-
-
-def predicted_classes(scores: np.ndarray) -> np.ndarray:
-    """Return the class (N,) that scores (N, O) choose; one output is the probability of class 1."""
-    return (scores[:, 0] >= 0.5).astype(np.int32) if scores.shape[1] == 1 else scores.argmax(axis=1)
-
-
-def _baseline_epoch_s(result: EpochResult) -> float | None:
-    """Return the seconds that the baseline would have needed for the whole epoch."""
-    return result.comparison.seconds_per_image * result.train.count if result.comparison else None
 
 
 def _status(error: BaseException | None) -> str:

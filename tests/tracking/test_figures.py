@@ -6,7 +6,7 @@ from PIL import Image
 from results import DATASET, LABELS, SCORES, epoch_result
 
 from cnnexp.tracking import figures
-from cnnexp.tracking.journal import epoch_metrics, predicted_classes
+from cnnexp.tracking.metrics import epoch_metrics, predicted_classes
 
 
 def epochs(*results):

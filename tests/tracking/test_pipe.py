@@ -17,7 +17,8 @@ from cnnexp.errors import Diverged, TrackingError
 from cnnexp.tracking import journal, pipe
 from cnnexp.tracking import store as stores
 from cnnexp.tracking.events import KEY, read_journal
-from cnnexp.tracking.journal import Run, default_name, flatten, predicted_classes
+from cnnexp.tracking.journal import Run
+from cnnexp.tracking.metrics import default_name, flatten, predicted_classes
 from cnnexp.tracking.pipe import NoAnswerYet, Recorder
 
 # MLflow and what it imports warn of each other; the recorder's process silences them

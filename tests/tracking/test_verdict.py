@@ -8,7 +8,8 @@ from cnnexp.measuring.confidence import median_interval
 from cnnexp.measuring.interference import Interference
 from cnnexp.tracking import verdict
 from cnnexp.tracking.events import read_journal
-from cnnexp.tracking.journal import REPORT, Run, summary
+from cnnexp.tracking.journal import REPORT, Run
+from cnnexp.tracking.metrics import summary
 
 QUIET, BUSY = Interference(0.004, 0.0, 0.3, 2), Interference(0.31, 0.02, 6.0, 2)
 RATIOS = (2.0, 2.5, 3.0, 2.4, 2.6, 2.2, 2.8)

@@ -1,0 +1,98 @@
+"""What is recorded of a run, by the names that MLflow shows: metrics of epochs and of the whole, parameters, name."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from cnnexp.tracking import verdict
+from cnnexp.training.loop import EpochResult
+
+TIMES = ("time/", "throughput/", "speedup/")  # metrics of these groups are of time
+
+
+def epoch_metrics(result: EpochResult, contended: bool = False) -> dict[str, float]:
+    """Return one epoch's metrics by their MLflow names."""
+    metrics = {
+        "train/loss": result.train.mean_loss,
+        "train/accuracy": result.train.accuracy,
+        "train/images": result.train.count,
+        "test/loss": result.test.mean_loss,
+        "test/accuracy": result.test.accuracy,
+        "time/epoch_s": result.epoch_s,
+        "time/evaluate_s": result.evaluate_s,
+        "throughput/images_per_s": result.images_per_s,
+        "train/learning_rate": result.rate,
+    }
+    if result.validation is not None:
+        metrics["validation/loss"] = result.validation.mean_loss
+        metrics["validation/accuracy"] = result.validation.accuracy
+    if result.comparison is not None and not contended:
+        metrics["speedup/vs_baseline"] = result.comparison.speedup
+        metrics["speedup/baseline_images"] = result.comparison.images
+    return metrics
+
+
+def summary(epochs: Sequence[EpochResult], contended: bool = False, target: float | None = None) -> dict[str, float]:
+    """Return the metrics that are recorded once; "best" is by held-out accuracy, the first of equals.
+
+    Where an epoch has reached the accuracy `target`, `time/to_target_s` is the seconds of training up to its end.
+    """
+    best = max(epochs, key=lambda result: result.held_out.accuracy)
+    metrics = {
+        "time/median_epoch_s": statistics.median(result.epoch_s for result in epochs),
+        "throughput/median_images_per_s": statistics.median(result.images_per_s for result in epochs),
+        "final/test_accuracy": epochs[-1].test.accuracy,
+        "best/test_accuracy": best.test.accuracy,
+    }
+    if target is not None:
+        reached = next((i for i, result in enumerate(epochs, 1) if result.held_out.accuracy >= target), None)
+        if reached is not None:
+            metrics["time/to_target_s"] = sum(result.epoch_s for result in epochs[:reached])
+    speedups = [result.comparison.speedup for result in epochs if result.comparison is not None]
+    return metrics if contended else {**metrics, **verdict.interval_metrics(speedups)}
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Return the leaves of a config by dotted key, as Hydra would take them back; lists as JSON."""
+    flat: dict[str, str] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value if isinstance(value, str) else json.dumps(value)
+    return flat
+
+
+def default_name(
+    config: Mapping[str, Mapping[str, Any]], overrides: Sequence[str] = (), varied: Sequence[str] = ()
+) -> str:
+    """Return e.g. `cpu-simd filters=8 one_conv digits epochs=3`: a page that cuts names keeps what differs.
+
+    Args:
+        config: the resolved config.
+        overrides: what the user typed; what it changes in the pieces is part of the name.
+        varied: keys of the sweep that this is a job of; they come first, before the pieces and other changes.
+    """
+    pieces = {group: str(config[group]["name"]) for group in ("backend", "model", "dataset")}
+    changed = {
+        key: f"{key.rpartition('.')[2]}={value}"
+        for key, _, value in (override.lstrip("+").partition("=") for override in overrides)
+        if "." in key and not key.startswith(("tracking.", "sweep.", "hydra."))
+    }
+    told = {**pieces, **changed}
+    return " ".join(told[key] for key in dict.fromkeys((*(key for key in varied if key in told), *told)))
+
+
+def predicted_classes(scores: np.ndarray) -> np.ndarray:
+    """Return the class (N,) that scores (N, O) choose; one output is the probability of class 1."""
+    return (scores[:, 0] >= 0.5).astype(np.int32) if scores.shape[1] == 1 else scores.argmax(axis=1)
+
+
+def baseline_epoch_s(result: EpochResult) -> float | None:
+    """Return the seconds that the baseline would have needed for the whole epoch."""
+    return result.comparison.seconds_per_image * result.train.count if result.comparison else None
