@@ -1,7 +1,10 @@
 """What is right for a case, by the tests' float64 oracle: `python -m benchmarks.oracle CASE FILE`.
 
 The file holds, for n images (the whole batch, and the fewer that slow contestants take): `loss_n`, the mean loss;
-`gradient_n`, its flat gradient; `update_n`, what one optimizer step adds to the parameters.
+`gradient_n`, its flat gradient; `update_n`, what one optimizer step adds to the parameters; and `blur_loss_n`,
+`blur_gradient_n`, `blur_update_n`, how far, relatively, these move with images and parameters that differ by a few
+roundings of a float32. That is next to nothing unless a ReLU or a max-pool decides between numbers that a float32
+cannot tell apart: then who decides otherwise than the oracle is as right.
 """
 
 from __future__ import annotations
@@ -19,6 +22,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import conformance
 import reference
 
+NUDGE = 2.0**-21
+"""Relative: four roundings of a float32, about what a sum of hundreds of products collects."""
+
 CHUNK = 50  # images at once: activations in float64 are large
 
 
@@ -28,9 +34,25 @@ def expected(case: Case, mnist: str | None = None) -> dict[str, np.ndarray]:
     images, labels = given.images.reshape(-1, *case.network.input_shape), given.labels.reshape(-1)
     found = {}
     for n in {case.batch_size, *(n for n in FEWER if n < case.batch_size)}:
-        loss, gradient = mean_gradient(case, given.parameters, images[:n], labels[:n])
-        found |= {f"loss_{n}": loss, f"gradient_{n}": gradient, f"update_{n}": update(case, given.parameters, gradient)}
+        answer = _answer(case, given.parameters, images[:n], labels[:n])
+        # up and down: where rounding decides, one of the two decides otherwise
+        nudged = [_answer(case, *_nudged(given.parameters, images[:n], sign), labels[:n]) for sign in (NUDGE, -NUDGE)]
+        for name, value in answer.items():
+            apart = max(np.linalg.norm(other[name] - value) for other in nudged)
+            found |= {f"{name}_{n}": value, f"blur_{name}_{n}": apart / np.linalg.norm(value)}
     return found
+
+
+def _answer(case: Case, parameters: np.ndarray, images: np.ndarray, labels: np.ndarray) -> dict[str, np.ndarray]:
+    loss, gradient = mean_gradient(case, parameters, images, labels)
+    return {"loss": np.array(loss), "gradient": gradient, "update": update(case, parameters, gradient)}
+
+
+def _nudged(parameters: np.ndarray, images: np.ndarray, size: float) -> tuple[np.ndarray, np.ndarray]:
+    """Return them in float64, each number moved by about this part of it; -size moves it the other way."""
+    rng = np.random.default_rng(0)
+    moved = [a * (1 + size * rng.standard_normal(a.shape)) for a in (parameters, images)]
+    return moved[0], moved[1]
 
 
 def mean_gradient(case: Case, parameters: np.ndarray, images: np.ndarray, labels: np.ndarray):

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import __main__ as program
 from benchmarks import cases, contestants, oracle, ours, report, run_overhead, runner, worker
-from cnnexp import Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU
+from cnnexp import SGD, Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU
 
 ROOT = Path(__file__).parents[2]
 TINY = cases.select(["tiny"])[0]
@@ -224,6 +224,43 @@ class Wrong:
 def test_a_contestant_that_does_not_do_the_work_is_refused():
     with pytest.raises(ValueError, match="update is off by 1 from the float64 oracle"):
         worker.check(Wrong(oracle.expected(TINY)), "SGD", oracle.expected(TINY))
+
+
+class Off(Wrong):
+    """A contestant that does the work, but for a part of its gradient."""
+
+    steps = 0
+
+    def reset(self):
+        self.steps = 0
+
+    def train(self, steps):
+        self.steps += steps
+
+    def gradient(self):
+        return float(self._true["loss_8"]), self._true["gradient_8"] * (1 + 5e-4)
+
+    def parameters(self):
+        return self._true["update_8"] * self.steps
+
+
+def test_a_gradient_may_be_off_where_rounding_decides():
+    true = oracle.expected(TINY)
+    assert true["blur_gradient_8"] < 1e-5, "nothing hangs on rounding there"
+    with pytest.raises(ValueError, match=r"gradient is off by 0\.0005 from the float64 oracle, 0\.0001 is allowed"):
+        worker.check(Off(true), "SGD", true)
+    assert worker.check(Off(true), "SGD", {**true, "blur_gradient_8": 1e-3})["gradient"] == pytest.approx(5e-4)
+
+
+def test_the_oracle_sees_where_rounding_decides(monkeypatch):
+    """The first image's two pixels cancel: what ReLU gets is 0."""
+    network = Network((1, 1, 2), (Flatten(), Linear(1), ReLU(), Linear(2)))
+    parameters = np.array([1, -1, 0, 0.5, -0.5, 0, 0], np.float32)
+    for pixel, least, most in ((0.0, 0.1, 2.0), (0.5, 0.0, 1e-5)):
+        drawn = cases.Data(np.array([[[1, 1 - pixel]]], np.float32), np.zeros((1, 1), np.int32), parameters)
+        monkeypatch.setattr(oracle, "data", lambda case, mnist, drawn=drawn: drawn)
+        case = cases.Case("even", "even", "even", network, 1, SGD(lr=0.01))
+        assert least <= oracle.expected(case)["blur_gradient_1"] <= most
 
 
 def test_a_worker_that_dies_or_hangs_is_reported(tmp_path):
