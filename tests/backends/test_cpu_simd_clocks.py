@@ -10,7 +10,7 @@ from llvmlite import ir
 from machine_code import CPUS, add_function, check_assembly, optimized
 
 from cnnexp.backends import backend_class
-from cnnexp.backends.parts import BACKWARD, FOLLOWED, FORWARD
+from cnnexp.backends.parts import BACKWARD, FOLLOWED, FORWARD, TRANSFORMED
 from cnnexp.backends.simd.dense import FilterClassifier
 from cnnexp.backends.simd.emit import FLOAT
 from cnnexp.backends.simd.host import host_target
@@ -92,6 +92,13 @@ def test_multiply_adds_by_hand():
     _, parts = parts_of(TwoConvPool4().network((28, 28, 1), 10), every_output)
     dense = parts[BACKWARD, "conv2"]
     assert (dense.fewer, dense.multiply_adds) == ("", 2 * 28 * 28 * 4 * 4 * 4)
+    forced = replace(CPUS["avx512"].target, clocks=True, forced=(("conv2", "winograd"),))
+    convolutions = (Conv2d(16, 3, padding="same"), ReLU(), Conv2d(32, 3, padding="same"), ReLU())
+    _, parts = parts_of(Network((8, 8, 1), (*convolutions, Flatten(), Linear(2))), forced)
+    tiles = 4 * 4
+    assert parts[FORWARD, "conv2"].fewer == parts[BACKWARD, "conv2"].fewer == TRANSFORMED
+    assert parts[FORWARD, "conv2"].multiply_adds == tiles * 16 * 16 * 32
+    assert parts[BACKWARD, "conv2"].multiply_adds == 2 * tiles * 16 * 16 * 32
 
 
 @pytest.mark.parametrize(("name", "instruction"), [("avx2", "rdtsc"), ("cortex-a53", "cntvct_el0")])
