@@ -3,7 +3,7 @@
 Forward and back, a block keeps a tile of an image in shared memory, from the first convolution to the last, and no
 image waits for another. What only a whole batch knows, the gradients of the linear layers' weights, `update` makes from
 the layers' inputs and the gradients of their outputs. A linear layer of a few hundred thousand weights is read anew for
-each tile, from the second cache; with many more, or large batches, layer by layer is better.
+each tile, from the second cache; with many more, layer by layer is better.
 """
 
 from __future__ import annotations
