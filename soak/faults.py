@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from cnnexp.errors import CheckpointError
-from soak.commands import ROOT, SMALL, Done, fault_of, recorded, weights
+from soak.commands import ROOT, SMALL, UNEXPECTED, Done, fault_of, recorded, weights
 
 KINDS = ("open", "write", "sync", "rename", "mkdir", "unlink", "pipe", "send", "spawn")
 FILES, PROCESSES = KINDS[:6], KINDS[6:]
@@ -146,7 +146,7 @@ def _trials(
         for number, fault in enumerate(faults):
             place = folder / f"{round_}-{number}"
             done = without_tracker(child(place, fault))
-            said = done.fault or ("unexpected: " + done.err if "unexpected" in done.err else None)
+            said = done.fault or ("unexpected: " + done.err if UNEXPECTED in done.err else None)
             wrong = said or judge(place, done)
             _tell(None if wrong is None else f"{fault}: {wrong}")
             if wrong is None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from cnnexp.tracking.events import JOURNAL, read_journal
-from soak.commands import SMALL, NotTried, fault_of, recorded, run, weights
+from soak.commands import SMALL, UNEXPECTED, NotTried, fault_of, recorded, run, weights
 
 EPOCHS = 5
 STRATA = 20  # of a run's time: so that few kills reach its start and its end, too
@@ -107,7 +107,7 @@ def jobs(folder: Path, seed: int) -> Iterator[str | None]:
         first = run(mine, place / "killed", meanwhile=kill)
         done = run(mine, place / "again")
         fault = first.fault or done.fault or (f"exit code {done.code}: {done.err}" if done.code else None)
-        if not fault and "unexpected" in first.err:
+        if not fault and UNEXPECTED in first.err:
             fault = f"not told as what it is: {first.err}"
         yield _told(fault or _sweep_fault(store, experiment, len(filters)), trial, after_s, bool(killed), "job killed")
 

@@ -19,7 +19,7 @@ from cnnexp.backends import BACKENDS
 from cnnexp.network.models import MODELS
 from cnnexp.optimizers import OPTIMIZERS
 from cnnexp.tracking.events import read_journal
-from soak.commands import SMALL, clocked, in_memory, run
+from soak.commands import SMALL, UNEXPECTED, clocked, in_memory, run
 from soak.faults import forked
 
 EPOCHS = 3000
@@ -98,6 +98,6 @@ def configs(folder: Path, seed: int) -> Iterator[str | None]:
         here.mkdir()
         case = Case((*tiny, "trainer.pass_s=2", *words), 0)
         done = forked(here, lambda case=case, here=here: run_case([*case.words], case, here))
-        unexpected = f"unexpected: {done.err}" if "unexpected" in done.err else None
+        unexpected = f"unexpected: {done.err}" if UNEXPECTED in done.err else None
         fault = done.fault or unexpected
         yield None if fault is None else f"{' '.join(words)}: {fault}"

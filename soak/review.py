@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from soak.commands import Done
+from soak.commands import UNEXPECTED, Done
 from soak.faults import forked
 
 MOST_S, MOST_BYTES = 5.0, 1 << 30  # of computing: a busy machine may keep a command waiting
@@ -130,7 +130,7 @@ def fault_of(case: Case, done: Done, cpu_s: float, bytes_: int) -> str | None:
         return fault
     if done.code != case.code:
         return f"exit code {done.code}, not {case.code}: {done.err[-300:]}"
-    if case.code and (case.says not in done.err or "unexpected" in done.err):
+    if case.code and (case.says not in done.err or UNEXPECTED in done.err):
         return f"does not say {case.says!r}: {done.err[-400:]}"
     if case.code and cpu_s > MOST_S:
         return f"took {cpu_s:.1f} s"
