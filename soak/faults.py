@@ -51,12 +51,12 @@ ERRORS = {
     "send": [(errno.EPIPE, False), (errno.EINTR, False)],
     "spawn": [(errno.EAGAIN, False), (errno.ENOMEM, True)],
 }
-# what CPython says where a write to its resource tracker's pipe fails, and tracebacks of nothing but multiprocessing
-RELAUNCHED = "resource_tracker: process died unexpectedly, relaunching"
+# of CPython, which names it where a write to its resource tracker's pipe fails; tracebacks of nothing but it
+TRACKER = "/multiprocessing/resource_tracker.py"
 TRACKERS = re.compile(
     r"Traceback \(most recent call last\):\n"
     r'(?:  File "(?:<string>|[^"\n]*/multiprocessing/(?:resource_tracker|spawn|synchronize|util)\.py)", .*\n'
-    r"(?:    .*\n)*)+(?:FileNotFoundError|KeyError): .*\n"
+    r"(?:    .*\n)*)+(?:FileNotFoundError|KeyError|BrokenPipeError): .*\n"
 )
 EPOCHS, TRIAL_S = 3, 600  # a busy machine may take its time
 WORDS = (*SMALL, f"trainer.epochs={EPOCHS}", "trainer.batch_size=20", "trainer.checkpoint_batches=4")
@@ -159,7 +159,7 @@ def without_tracker(done: Done) -> Done:
     No such tracker is dead: closing its pipe has it unlink the semaphores in use, so a new worker does not find them
     before any of our code runs in it, nor does multiprocessing at the end, nor the next tracker know their names.
     """
-    return replace(done, err=TRACKERS.sub("", done.err)) if RELAUNCHED in done.err else done
+    return replace(done, err=TRACKERS.sub("", done.err)) if TRACKER in done.err else done
 
 
 def _armed(library: Any, place: Path, fault: Fault | None, part: Callable[[Path], None]) -> None:

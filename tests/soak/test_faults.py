@@ -21,8 +21,8 @@ LINE = "cnnexp: error: worker 1 of 2 (pid 7) ended with exit code 1\n"
 @pytest.mark.parametrize(
     ("said", "left"),
     [
-        (f"{faults.RELAUNCHED}\n{TRACKERS}{LINE}{TRACKERS}", f"{faults.RELAUNCHED}\n{LINE}"),
-        (f"{faults.RELAUNCHED}\n{OURS}{LINE}", f"{faults.RELAUNCHED}\n{OURS}{LINE}"),
+        (f"{faults.TRACKER}\n{TRACKERS}{LINE}{TRACKERS}", f"{faults.TRACKER}\n{LINE}"),
+        (f"{faults.TRACKER}\n{OURS}{LINE}", f"{faults.TRACKER}\n{OURS}{LINE}"),
         (f"{TRACKERS}{LINE}", f"{TRACKERS}{LINE}"),
     ],
 )
