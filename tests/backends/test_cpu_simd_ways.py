@@ -169,7 +169,7 @@ def test_the_share_of_the_limit_is_of_what_the_core_can_do():
         (("conv1",), r"backend.ways='conv1': must be LAYER:WAY"),
         (
             ("conv1:lane",),
-            r"conv1 cannot be computed by 'lane' here; there are channels, lanes, .*did you mean 'lanes'",
+            r"conv1 cannot be computed by 'lane' here; there are channels, .*lanes, .*did you mean 'lanes'",
         ),
         (("conv7:lanes",), r"no layer 'conv7' to force; there are conv1, linear1"),
     ],
