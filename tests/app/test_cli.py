@@ -398,6 +398,7 @@ def test_signals_end_the_run_as_killed(tmp_path, number, code, word):
         stderr=subprocess.PIPE,
         text=True,
         cwd=ROOT,
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # nohup, above the tests, has SIGHUP ignored
     ) as process:
         for line in process.stdout:
             if line.strip().startswith("1/"):
