@@ -13,6 +13,7 @@ import errno
 import gc
 import itertools
 import json
+import multiprocessing.resource_tracker
 import multiprocessing.util
 import os
 import random
@@ -167,7 +168,25 @@ def _armed(library: Any, place: Path, fault: Fault | None, part: Callable[[Path]
         KINDS.index(fault.kind), fault.call, fault.error, fault.stays
     )  # fmt: skip
     library.fault_arm(f"{place}/run".encode(), kind, call, error, int(stays))
+    if fault is not None and (fault.kind, fault.error) == ("send", errno.EPIPE):
+        _bury_tracker()
     part(place)
+
+
+def _bury_tracker() -> None:
+    """Have CPython's resource tracker die when its end is waited for: it lives on where its pipe only seems broken.
+
+    CPython waits for the end of a tracker whose pipe it found broken, and other processes keep this one going.
+    """
+    wait = os.waitpid
+
+    def waitpid(pid: int, options: int) -> tuple[int, int]:
+        if pid == multiprocessing.resource_tracker._resource_tracker._pid:  # type: ignore[attr-defined]
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return wait(pid, options)
+
+    os.waitpid = waitpid
 
 
 def forked(
