@@ -53,6 +53,15 @@ def test_all_work_again_when_the_others_have_gone():
     assert machine.train(10)[0] < 0.01
 
 
+def test_a_short_call_that_waking_the_threads_outlasts_does_not_count_alone():
+    crew = Crew(2)
+    machine = Machine(crew, alone_s=1e-4, together_s=6e-5)
+    for _ in range(20):
+        crew.took(crew.next()[0], steps=1, seconds=1e-3)  # cold
+        assert machine.train(0.2)[0] < 0.05
+        assert crew.size == 2
+
+
 def test_long_steps_are_not_tried_on_one_thread():
     assert Machine(Crew(2), alone_s=TRIAL_S * 2, together_s=TRIAL_S).train(30)[0] == 0
 
@@ -75,7 +84,7 @@ def test_one_thread_that_does_all_shares_computes_the_same_bits(network):
         program = SimdProgram(network, Loss.SOFTMAX_CROSS_ENTROPY, Adam(lr=0.01), batch, host_target(), threads)
         program._crew = Crew(threads, trials=False)
         if alone:
-            program._crew.took(1, steps=1, seconds=1e-9)
+            program._crew.took(1, steps=10**9, seconds=1.0)
         handle = program.load(images, labels)
         program.restore({"parameters": network.initial_parameters(1)})
         totals = program.train(handle, np.arange(100)[::-1].copy(), 0.01)

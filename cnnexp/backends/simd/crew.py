@@ -35,6 +35,7 @@ class Crew:
         self.size = self._threads = threads
         self._trials = trials and threads > 1
         self._step_s = {threads: CALL_S}  # as last measured, by the number of threads
+        self._measured = {1: (0, 0.0), threads: (0, 0.0)}  # steps and seconds since then
         self._trained_s = 0.0  # since the last trial
         self._pause_s = FIRST_PAUSE_S
 
@@ -44,10 +45,17 @@ class Crew:
         expected = self._step_s.get(other, self._step_s[self.size] * self._threads)
         if self._trials and self._trained_s >= self._pause_s and expected <= TRIAL_S:
             return other, int(TRIAL_S / expected)
-        return self.size, max(1, int(CALL_S / self._step_s[self.size]))
+        steps, seconds = self._measured[self.size]
+        step_s = seconds / steps if steps else self._step_s[self.size]
+        return self.size, max(1, int(CALL_S / step_s))
 
     def took(self, threads: int, steps: int, seconds: float) -> None:
-        """Learn how long a call took."""
+        """Learn how long a call took; short ones, which waking the threads may outlast, count together."""
+        steps, seconds = self._measured[threads][0] + steps, self._measured[threads][1] + seconds
+        self._measured[threads] = steps, seconds
+        if seconds < TRIAL_S / 2:
+            return
+        self._measured[threads] = 0, 0.0
         self._step_s[threads] = seconds / steps
         if threads != self.size:
             self._trained_s, self._pause_s = 0.0, max(PAUSE_S, self._pause_s)
