@@ -17,8 +17,8 @@ from cnnexp.backends.simd.intrinsics import PAUSE, call
 LINE = 8
 """Numbers of 8 bytes per cache line: what a thread writes has lines of its own."""
 
-SPINS = 2000
-"""Turns of the waiting loop, about 0.1 ms on x86, before a thread sleeps between them.
+SPINS = 20_000
+"""Turns of the waiting loop, 0.4 to 1 ms on x86, before a thread sleeps between them.
 
 The thread it waits for has lost its core, and gets this one only if it is free: beside a process that spins, steps took
 1.6 times as long where the waiting thread merely offered its core at every turn for some ms.

@@ -13,11 +13,14 @@ CALL_S = 0.2
 TRIAL_S = 0.005
 """Seconds that the other number of threads is tried for; what takes longer for a step loses little by a lost core."""
 
-FIRST_PAUSE_S, PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0, 8.0
+FIRST_PAUSE_S, PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.5, 8.0
 """Seconds of training before the first trial, between trials, and between those that keep coming to nothing."""
 
 MARGIN = 1.15
 """So many times as fast must the other number of threads be."""
+
+SLOW = 3
+"""So often in a row must all threads have been slower than one: first steps are, and one disturbance may."""
 
 
 class Crew:
@@ -37,6 +40,7 @@ class Crew:
         self._step_s = {threads: CALL_S}  # as last measured, by the number of threads
         self._measured = {1: (0, 0.0), threads: (0, 0.0)}  # steps and seconds since then
         self._trained_s = 0.0  # since the last trial
+        self._slow = 0  # how often in a row all were slower than one
         self._pause_s = FIRST_PAUSE_S
 
     def next(self) -> tuple[int, int]:
@@ -59,13 +63,15 @@ class Crew:
         self._step_s[threads] = seconds / steps
         if threads != self.size:
             self._trained_s, self._pause_s = 0.0, max(PAUSE_S, self._pause_s)
-            if self._step_s[threads] * MARGIN < self._step_s[self.size]:
+            if self.size == 1 and self._step_s[threads] * MARGIN < self._step_s[1]:
                 self.size = threads
             return
         self._trained_s += seconds
-        if self.size == self._threads and 1 in self._step_s:
-            if self._step_s[self.size] > self._step_s[1] * MARGIN:
-                self.size, self._trained_s = 1, 0.0
-                self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
-            else:
-                self._pause_s = PAUSE_S
+        if self.size < self._threads or 1 not in self._step_s:
+            return
+        self._slow = self._slow + 1 if self._step_s[self.size] > self._step_s[1] * MARGIN else 0
+        if self._slow == SLOW:
+            self.size, self._trained_s, self._slow = 1, 0.0, 0
+            self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+        elif not self._slow:
+            self._pause_s = PAUSE_S
