@@ -1,7 +1,7 @@
 """`cpu-simd`: the whole network compiled into vector kernels; the fastest backend on a CPU.
 
 How the files stand to each other: `intrinsics` (what only some CPUs have), `emit` (vector instructions), `trace` (rules
-in them) and `layout` (where values lie) at the bottom; kernels in `transfer`, `conv_lanes`, `conv_filters`,
+in them) and `layout` (where values lie) at the bottom; kernels in `transfer`, `conv_lanes`, `conv_filters`, `picks`,
 `conv_sparse`, `conv_events`, `elementwise`, `update`, and on `product`, packed matrix products, `conv_channels` and
 `linear`; `nodes` are layers that are computed at once, `cost` says what their kernels cost, `ways` chooses among them
 and `plan` connects them; `step` is the compiled training loop, `barrier` where its threads wait for each other,

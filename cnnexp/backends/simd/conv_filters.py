@@ -6,12 +6,15 @@ and used by every vector of filters, whose K * K * C weights are loaded once and
 multiply-adds per 9 loads for 3x3 kernels and 2x2 windows. Where the registers do not hold it, two vectors share what is
 read again.
 
-Every filter has its own argmax, so for the gradient each lane needs another pixel of the patch at each tap. If the
-pixels of a window lie within one vector of a patch, that is one permutation: the forward pass leaves the patches in
-memory and stores, instead of the argmax, the place of the window's pixel in the patch; a tap further is the same
-permutation of what lies a tap further in memory. K * K * C accumulators stay in registers along a row of cells.
-Otherwise the gradient is split into one vector per pixel of the window, zero where the maximum was not, and each is
-multiplied by broadcast pixels.
+Every filter has its own argmax, so for the gradient each lane needs another pixel of the patch at each tap; K * K * C
+accumulators stay in registers along a row of cells. There are three manners:
+
+    permute    the pixels of a window lie within one vector of a patch. The forward pass leaves the patches in memory
+               and stores, instead of the argmax, the place of the window's pixel in the patch; a tap further is the
+               same permutation of what lies a tap further in memory.
+    pick       on AVX2, windows of four pixels: see `picks`. What the four see through each tap is left in memory.
+    window     otherwise the gradient is split into one vector per pixel of the window, zero where the maximum was not,
+               and each is multiplied by broadcast pixels.
 
 There is no gradient of the input: a first layer needs none.
 """
@@ -19,12 +22,16 @@ There is no gradient of the input: a first layer needs none.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from llvmlite import ir
 
-from cnnexp.backends.simd.emit import INDEX, INT, Emitter, Pointer, Target, Variable
+from cnnexp.backends.simd import picks
+from cnnexp.backends.simd.emit import FLOAT, INDEX, INT, Emitter, Pointer, Target, Variable
 from cnnexp.backends.simd.layout import Matrix, round_up
 from cnnexp.backends.simd.product import chunks
+
+Manner = Literal["permute", "pick", "window"]
 
 
 @dataclass(frozen=True)
@@ -37,8 +44,10 @@ class FilterBank:
         window, step: S and step of the max-pool, at least S.
         shape: (U, V) of the pooled output.
         y: pooled output, [u][v][filter].
-        places: where bytes [image][u][v][filter] lie in the arena, the place of each maximum in its patch.
-        patches: where patches [image][u][v][`room`] lie, or None where a window spans more than a vector of one.
+        manner: how the gradient finds the maximum's pixels.
+        places: where [image][u][v][filter] lie in the arena, bytes, the place of each maximum in its patch; or the
+            codes of `picks`.
+        patches: where patches [image][u][v][pixel] lie, rounded up to vectors; or what four pixels see, [tap][pixel].
         rectify: whether ReLU is applied.
     """
 
@@ -52,8 +61,9 @@ class FilterBank:
     step: int
     shape: tuple[int, int]
     y: Matrix
+    manner: Manner
     places: int
-    patches: int | None
+    patches: int
     rectify: bool
 
     @property
@@ -84,17 +94,16 @@ class FilterBank:
 
     def patch(self, k: Emitter, n: ir.Value, u: ir.Value, v: ir.Value) -> Pointer:
         """Return the address of a cell's patch, where patches are kept."""
-        assert self.patches is not None
         rows, columns = self.shape
-        room = round_up(self.side**2 * self.channels, k.lanes)
+        room = patch_room(self.kernel, self.stride, self.channels, self.window, k.target)
         place = (k.arena + self.patches).at(n, rows * columns * room)
         return place.at(u, columns * room).at(v, room)
 
     def cell(self, k: Emitter, n: ir.Value, u: ir.Value, v: ir.Value) -> tuple[Pointer, Pointer]:
         """Return the addresses of a cell's values and of its places."""
         rows, columns = self.shape
-        quarter = self.filters // 4
-        places = (k.arena + self.places).at(n, rows * columns * quarter).at(u, columns * quarter).at(v, quarter)
+        room = places_room(self.filters, self.manner, k.lanes)
+        places = (k.arena + self.places).at(n, rows * columns * room).at(u, columns * room).at(v, room)
         return self.y.row(k, n).at(u, columns * self.filters).at(v, self.filters), places
 
 
@@ -102,10 +111,27 @@ def patch_side(kernel: int, stride: int, window: int) -> int:
     return (window - 1) * stride + kernel
 
 
-def permutes(kernel: int, stride: int, channels: int, window: int, target: Target) -> bool:
-    """Whether a window's pixels lie within a vector of a patch, and an instruction picks among them."""
+def choose_manner(kernel: int, stride: int, channels: int, window: int, target: Target) -> Manner:
+    if picks.available(target):
+        return "pick" if window**2 == picks.PIXELS else "window"
     last = (window - 1) * (patch_side(kernel, stride, window) + 1) * stride * channels
-    return target.permutes and last < target.lanes
+    return "permute" if target.permutes and last < target.lanes else "window"
+
+
+def patch_room(kernel: int, stride: int, channels: int, window: int, target: Target) -> int:
+    """Return the floats that a cell leaves for its gradient besides places, whole vectors."""
+    match choose_manner(kernel, stride, channels, window, target):
+        case "permute":
+            return round_up(patch_side(kernel, stride, window) ** 2 * channels, target.lanes)
+        case "pick":
+            return round_up(picks.PIXELS * kernel**2 * channels, target.lanes)
+        case "window":
+            return 0
+
+
+def places_room(filters: int, manner: Manner, lanes: int) -> int:
+    """Return the floats that the places of a cell take."""
+    return picks.words(filters // lanes) if manner == "pick" else filters // 4
 
 
 def conv2d_row(k: Emitter, bank: FilterBank, weights: Pointer, bias: Pointer | None, u: ir.Value) -> None:
@@ -113,31 +139,36 @@ def conv2d_row(k: Emitter, bank: FilterBank, weights: Pointer, bias: Pointer | N
     _, columns = bank.shape
     with k.loop(k.count) as n, k.loop(columns) as v:
         corner = bank.corner(k, n, u, v)
-        if bank.patches is not None:
-            for i, part in enumerate(_gather_patch(k, bank, corner)):
-                k.store(part, bank.patch(k, n, u, v) + i * k.lanes)
+        _store_patch(k, bank, corner, bank.patch(k, n, u, v))
         width = bank.side * bank.channels
         pixels = [k.splat(corner + (p // width * bank.row + p % width)) for p in range(bank.side * width)]
         cell, places = bank.cell(k, n, u, v)
-        most = most_vectors(bank.side**2 * bank.channels, bank.window, k.target)
+        most = most_vectors(bank.side**2 * bank.channels, bank.window, bank.manner, k.target)
         for first, vectors, times in chunks(bank.filters // k.lanes, most):
             with k.loop(times) as t:
                 f = k.builder.add(k.builder.mul(t, INDEX(vectors)), INDEX(first))
                 column, b = weights.at(f, k.lanes), bias.at(f, k.lanes) if bias else None
                 totals = _window_sums(k, bank, pixels, column, b, vectors)
-                for i, values in enumerate(totals):
-                    best, place = k.first_maximum(list(zip(values, map(k.integers, bank.corners), strict=True)))
-                    k.store(k.rectify(best) if bank.rectify else best, cell.at(f, k.lanes) + i * k.lanes)
-                    k.store_bytes(place, places.at(f, k.lanes // 4) + i * (k.lanes // 4))
+                if bank.manner == "pick":
+                    found = [picks.maximum(k, values) for values in totals]
+                    codes = [code for _, code in found]
+                    picks.store_codes(k, codes[0], codes[-1], places.at(k.builder.udiv(f, INDEX(2))))
+                else:
+                    corners = [k.integers(at) for at in bank.corners]
+                    found = [k.first_maximum(list(zip(values, corners, strict=True))) for values in totals]
+                    for i, (_, place) in enumerate(found):
+                        k.store_bytes(place, places.at(f, k.lanes // 4) + i * (k.lanes // 4))
+                for i, (value, _) in enumerate(found):
+                    k.store(k.rectify(value) if bank.rectify else value, cell.at(f, k.lanes) + i * k.lanes)
 
 
-def most_vectors(patch: int, window: int, target: Target) -> int:
+def most_vectors(patch: int, window: int, manner: Manner, target: Target) -> int:
     """Return the vectors of filters at once: one where the registers hold a patch, else two, to read it half as often.
 
     Args:
-        patch: values of one. window: S.
+        patch: values of one. window: S. manner: `picks` has two vectors' codes in a word.
     """
-    return 1 if patch + window**2 + 1 <= target.registers else 2
+    return 1 if manner != "pick" and patch + window**2 + 1 <= target.registers else 2
 
 
 def _window_sums(
@@ -152,6 +183,33 @@ def _window_sums(
                 k.fma(weight, pixels[tap + at], total) for at, total in zip(bank.corners, totals[i], strict=True)
             ]
     return totals
+
+
+def _store_patch(k: Emitter, bank: FilterBank, corner: Pointer, target: Pointer) -> None:
+    """Leave what the gradient needs of a patch."""
+    match bank.manner:
+        case "permute":
+            for i, part in enumerate(_gather_patch(k, bank, corner)):
+                k.store(part, target + i * k.lanes)
+        case "pick":
+            for i, tap in enumerate(bank.taps):
+                k.store(_seen(k, bank, corner, tap), target + i * picks.PIXELS)
+        case "window":
+            pass
+
+
+def _seen(k: Emitter, bank: FilterBank, corner: Pointer, tap: int) -> ir.Value:
+    """Return what the four pixels of a window see through a tap."""
+    width = bank.side * bank.channels
+    places = [corner + (p // width * bank.row + p % width) for p in (tap + at for at in bank.corners)]
+    if bank.corners[1] == 1:  # neighbours in memory
+        above, below = (k.load(place, 2) for place in places[::2])
+        lanes = [INT(i) for i in range(picks.PIXELS)]
+        return k.builder.shuffle_vector(above, below, ir.Constant(ir.VectorType(INT, picks.PIXELS), lanes))
+    four = ir.Constant(ir.VectorType(FLOAT, picks.PIXELS), ir.Undefined)
+    for i, place in enumerate(places):
+        four = k.builder.insert_element(four, k.load_float(place), INT(i))
+    return four
 
 
 def _gather_patch(k: Emitter, bank: FilterBank, corner: Pointer) -> list[ir.Value]:
@@ -184,16 +242,22 @@ def conv2d_backward_weights_row(
         if db is not None:
             targets.append(db.at(f, k.lanes))
         totals = [k.variable(k.load(target)) for target in targets]
+        shifts = picks.shifts(k, f) if bank.manner == "pick" else None
         with k.loop(columns) as v:
             gradient = k.load(dy.row(k, n).at(u, gradient_row).at(v, bank.filters).at(f, k.lanes))
-            place = k.load_bytes(bank.cell(k, n, u, v)[1].at(f, k.lanes // 4))
-            if bank.patches is not None:
-                patch = bank.patch(k, n, u, v)
-                for tap, total in zip(taps, totals, strict=False):
-                    pixel = k.permute(k.load_first(patch + tap, bank.corners[-1] + 1), place)
-                    k.accumulate(total, pixel, gradient)
+            (_, places), patch = bank.cell(k, n, u, v), bank.patch(k, n, u, v)
+            if shifts is not None:
+                codes = picks.load_codes(k, places.at(k.builder.udiv(f, INDEX(2))), shifts)
+                for i, total in enumerate(totals[: len(taps)]):
+                    k.accumulate(total, picks.pick(k, patch + i * picks.PIXELS, codes), gradient)
             else:
-                _accumulate_window(k, bank, bank.corner(k, n, u, v), gradient, place, totals)
+                place = k.load_bytes(places.at(f, k.lanes // 4))
+                if bank.manner == "permute":
+                    for tap, total in zip(taps, totals, strict=False):
+                        pixel = k.permute(k.load_first(patch + tap, bank.corners[-1] + 1), place)
+                        k.accumulate(total, pixel, gradient)
+                else:
+                    _accumulate_window(k, bank, bank.corner(k, n, u, v), gradient, place, totals)
             if db is not None:
                 totals[-1].set(k.add(totals[-1].get(), gradient))
         for total, target in zip(totals, targets, strict=True):

@@ -32,7 +32,7 @@ from cnnexp.backends.simd.cost import (
     transposition,
 )
 from cnnexp.backends.simd.emit import Emitter, Kernels, Target
-from cnnexp.backends.simd.layout import Grid, Image, Layout, Matrix, Ring, round_up
+from cnnexp.backends.simd.layout import Grid, Image, Layout, Matrix, Ring
 from cnnexp.backends.simd.nodes import Node
 from cnnexp.backends.simd.product import Panels, most_height
 from cnnexp.network import ConvStage, PoolStage
@@ -407,12 +407,12 @@ class FilterConvolution(Node[Matrix, Matrix]):
         layer, channels, size = self.stage.layer, self.stage.input_shape[2], self.pool.window.size
         cells, vectors, terms = math.prod(self.shape[:2]), layer.filters // target.lanes, layer.kernel**2 * channels
         values = conv_filters.patch_side(layer.kernel, layer.stride, size) ** 2 * channels
-        wide = conv_filters.most_vectors(values, size, target)
-        permutes = conv_filters.permutes(layer.kernel, layer.stride, channels, size, target)
+        manner = conv_filters.choose_manner(layer.kernel, layer.stride, channels, size, target)
+        wide = conv_filters.most_vectors(values, size, manner, target)
         # a patch that the registers do not hold is read again
         loads = terms + (terms * size**2 / wide if wide > 1 else 0)
         sums = max(terms * size**2 / cost.MACS, loads / cost.LOADS, 4) + 1.5 * size**2 + 3
-        gradient = terms if permutes else terms * size**2 / cost.MACS
+        gradient = terms * size**2 / cost.MACS if manner == "window" else terms
         macs = cells * layer.filters * terms
         return {
             "forward": Work(
@@ -427,22 +427,21 @@ class FilterConvolution(Node[Matrix, Matrix]):
         layer, channels, size = self.stage.layer, self.stage.input_shape[2], self.pool.window.size
         images, (rows, columns, _) = plan.arena.images, self.shape
         cells = rows * columns
-        side = conv_filters.patch_side(layer.kernel, layer.stride, size)
-        room = round_up(side * side * channels, plan.target.lanes)
-        fits = conv_filters.permutes(layer.kernel, layer.stride, channels, size, plan.target)
+        geometry = layer.kernel, layer.stride, channels, size, plan.target
+        manner, room = conv_filters.choose_manner(*geometry), conv_filters.patch_room(*geometry)
         self.bank = FilterBank(
             self.x, self.row, layer.kernel, layer.stride, channels, layer.filters,
-            size, self.pool.window.stride, (rows, columns), self.y,
-            plan.arena.allocate(images * cells * layer.filters // 4),
+            size, self.pool.window.stride, (rows, columns), self.y, manner,
+            plan.arena.allocate(images * cells * conv_filters.places_room(layer.filters, manner, plan.target.lanes)),
             # loads reach past the last one
-            plan.arena.allocate((images * cells + 1) * room) if fits else None,
+            plan.arena.allocate((images * cells + 1) * room),
             self.rectify,
         )  # fmt: skip
 
     @property
     def follows(self) -> bool:
         """As `Convolution.follows`."""
-        return self.bank.patches is not None
+        return self.bank.manner != "window"
 
     def in_lanes(self, what: str, kernel: str) -> str:
         return "filters"

@@ -293,6 +293,10 @@ class Emitter:
         """Return a mask: where a > b, or either is NaN."""
         return self.builder.fcmp_unordered(">", a, b)
 
+    def larger_of(self, a: ir.Value, b: ir.Value) -> ir.Value:
+        """Return a mask: where a > b, and neither is NaN; a choice by it between them is one instruction on x86."""
+        return self.builder.fcmp_ordered(">", a, b)
+
     def first_maximum(self, found: list[tuple[ir.Value, ir.Value]]) -> tuple[ir.Value, ir.Value]:
         """Return the largest of values, each with its code, lane by lane, and the first as large; a NaN may get lost.
 
@@ -301,7 +305,7 @@ class Emitter:
         while len(found) > 1:
             pairs = []
             for (a, first), (b, second) in zip(found[::2], found[1::2], strict=False):
-                larger = self.builder.fcmp_ordered(">", b, a)
+                larger = self.larger_of(b, a)
                 pairs.append((self.select(larger, b, a), self.select(larger, second, first)))
             found = pairs + found[len(pairs) * 2 :]
         return found[0]

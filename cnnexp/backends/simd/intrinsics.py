@@ -18,6 +18,8 @@ PORTABLE = ("llvm.fmuladd", "llvm.sqrt", "llvm.ctpop")
 COMPRESS_16 = "llvm.x86.avx512.mask.compress.v16f32"
 PERMUTE_16 = "llvm.x86.avx512.permvar.sf.512"
 PERMUTE_8 = "llvm.x86.avx2.permps"
+PICK_8 = "llvm.x86.avx.vpermilvar.ps.256"
+PACK_8 = "llvm.x86.avx2.packssdw"
 LOAD_CONTROL = "llvm.x86.sse.ldmxcsr"
 STORE_CONTROL = "llvm.x86.sse.stmxcsr"
 PAUSE = "llvm.x86.sse2.pause"
@@ -27,6 +29,8 @@ NEEDS = {
     COMPRESS_16: "avx512f",
     PERMUTE_16: "avx512f",
     PERMUTE_8: "avx2",
+    PICK_8: "avx",
+    PACK_8: "avx2",
     LOAD_CONTROL: "sse",
     STORE_CONTROL: "sse",
     PAUSE: "sse2",
