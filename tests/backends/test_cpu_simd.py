@@ -37,6 +37,7 @@ from cnnexp.network.losses import Loss
 from cnnexp.network.models import OneConv, TwoConvMlp, TwoConvPool4
 from cnnexp.optimizers import OPTIMIZERS, SGD, Adam
 
+AVX2 = Target(lanes=8, registers=16, features=("avx", "avx2"))
 AVX512 = Target(lanes=16, registers=32, features=("avx2", "avx512f"))
 TARGETS = {
     "sse": Target(lanes=4, registers=16),
@@ -124,6 +125,25 @@ def test_many_filters(conv):
     network = Network((10, 12, 1), (conv, pool, Flatten(), Linear(14), ReLU(), Linear(3)))
     assert ("filters", 1) in [(node.way, spans) for node, spans in allowed(split(network), AVX512, {}, first=True)]
     check_case(OnTarget(host_target()), make_case(network, images=5))
+
+
+@pytest.mark.skipif(not set(AVX2.features) <= set(host_target().features), reason="needs a CPU with AVX2")
+@pytest.mark.parametrize("way", ["filters", "filters-fused"])
+@pytest.mark.parametrize(
+    "conv",
+    [
+        *(Conv2d(8, 3, padding="same"), Conv2d(24, 3, 2, "floor"), Conv2d(32, 2, padding="valid")),
+        *(Conv2d(24, 1), Conv2d(8, 1, 2, "floor")),
+    ],
+    ids=str,
+)
+def test_windows_of_four_pixels_on_avx2(conv, way):
+    channels = {1: 5, 2: 2, 3: 1}[conv.kernel]
+    layers = conv, ReLU(), MaxPool2d(2, padding="floor"), Flatten(), Linear(3)
+    network, target = Network((9, 12, channels), layers), replace(AVX2, forced=(("conv1", way),))
+    node = Plan(network, target, 1, 5).nodes[0]
+    assert getattr(node, "conv", node).bank.manner == "pick"
+    check_case(OnTarget(target), make_case(network, images=5))
 
 
 def test_many_channels_in_wide_rows():
@@ -461,7 +481,7 @@ def test_exp_is_as_accurate_as_it_says():
 
 
 PLAIN = [Target(lanes, 16) for lanes in (4, 8, 16)]
-NATIVE = [t for t in (Target(8, 16, ("avx2",)), AVX512) if set(t.features) <= set(host_target().features)]
+NATIVE = [t for t in (AVX2, AVX512) if set(t.features) <= set(host_target().features)]
 
 
 @pytest.mark.parametrize("target", [*PLAIN, *NATIVE], ids=str)

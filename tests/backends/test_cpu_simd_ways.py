@@ -17,7 +17,7 @@ from cnnexp.network.losses import Loss
 from cnnexp.network.models import OneConv, TwoConvMlp
 from cnnexp.optimizers import SGD
 
-AVX2, AVX512 = Target(8, 16, ("avx2",)), Target(16, 32, ("avx2", "avx512f"))
+AVX2, AVX512 = Target(8, 16, ("avx", "avx2")), Target(16, 32, ("avx2", "avx512f"))
 HERE = [name for name in ("sse4", "avx2", "avx512") if CPUS[name].runs_here]
 NETWORKS = {
     "first": ((8, 6, 1), (Conv2d(32, 3, padding="same"), ReLU(), MaxPool2d(2), Flatten(), Linear(5))),

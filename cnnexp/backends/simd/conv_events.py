@@ -150,12 +150,7 @@ def _list(k: Emitter, events: Events, n: ir.Value, first: ir.Value, cells: int, 
     values, places, counts = (k.arena + at for at in (events.values, events.places, events.counts))
     table = (k.arena + events.cells).at(first, 4)
     images = [(k.arena + image.offset).at(n, image.stride) for image in (events.dy, events.conv.y, windows.argmax)]
-    unit = events.conv.stride
-    offsets = [
-        (i * events.conv.x.row + j * events.conv.x.column) * unit
-        for i in range(windows.size)
-        for j in range(windows.size)
-    ]
+    unit, x = events.conv.stride, events.conv.x
 
     def vector(fv: ir.Value, valid: int) -> None:
         total, found = k.variable(), [k.variable(INDEX(0)) for _ in range(k.lanes)]
@@ -168,10 +163,8 @@ def _list(k: Emitter, events: Events, n: ir.Value, first: ir.Value, cells: int, 
                 if events.rectify:
                     value = k.where_positive(k.load(images[1].at(at[1]).at(fv, k.lanes)), value)
                 code = k.load_bytes(images[2].at(at[2]).at(fv, k.lanes // 4))
-                offset = k.integers(0)
-                for number, shift in enumerate(offsets[1:], 1):
-                    offset = k.select(k.equal(code, number), k.integers(shift), offset)
-                place = k.builder.add(offset, k.spread(k.load_int(entry + 3)))
+                shift = windows.shift(k, code, unit * x.row, unit * x.column)
+                place = k.builder.add(shift, k.spread(k.load_int(entry + 3)))
                 total.set(k.add(total.get(), value))
                 gradients[cell], patches[cell] = value, k.as_floats(place)
             for f, (value, place) in enumerate(zip(k.transpose(gradients), k.transpose(patches), strict=True)):

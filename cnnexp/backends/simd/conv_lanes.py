@@ -42,6 +42,16 @@ class Windows(Generic[Argmax]):
     stride: int
     argmax: Argmax
 
+    def shift(self, k: Emitter, code: ir.Value, down: int, right: int) -> ir.Value:
+        """Return how far a window's pixel lies from its first one, if so many floats lie between rows and columns.
+
+        Args:
+            code: row * S + column, lane by lane. Its division by S is exact up to the largest window that there is.
+        """
+        row = k.builder.lshr(k.builder.mul(code, k.integers(-(-256 // self.size))), k.integers(8))
+        along = k.builder.mul(code, k.integers(right))
+        return k.builder.add(along, k.builder.mul(row, k.integers(down - self.size * right)))
+
 
 @dataclass(frozen=True)
 class Correlation:

@@ -233,14 +233,8 @@ def _cell(k: Emitter, conv: SparseGradient, g: ir.Value, f: ir.Value, entry: Poi
     if conv.rectify:
         value = k.where_positive(k.load(conv.y.image(k, g).at(where, k.lanes).at(f, k.lanes)), value)
     code = k.load_bytes(argmax.image(k, g).at(where, argmax.lanes).at(f, argmax.lanes))
-    size, unit = conv.windows.size, conv.stride * conv.channels
-    offset = k.integers(0)
-    for i in range(size):
-        for j in range(size):
-            if i or j:
-                here = k.integers(i * conv.stride * conv.row + j * unit)
-                offset = k.select(k.equal(code, i * size + j), here, offset)
-    return value, k.builder.add(offset, k.spread(k.builder.trunc(first, ir.IntType(32))))
+    shift = conv.windows.shift(k, code, conv.stride * conv.row, conv.stride * conv.channels)
+    return value, k.builder.add(shift, k.spread(k.builder.trunc(first, ir.IntType(32))))
 
 
 def _follow_events(k: Emitter, conv: SparseGradient, n: ir.Value, f: ir.Value, x: Pointer, dx: Pointer) -> None:
