@@ -75,7 +75,7 @@ NO_X86, SVE = r"%[xyz]mm", r"\bz\d+\.[bhsd]\b|\bp\d+/[mz]"
 
 CPUS = {
     "sse2": Cpu("x86_64", "x86-64", SSE2, (r"\bmulps\b",), (VEX, YMM, FMA, ZMM, r"\bpopcnt", r"\bpshufb|\bblendv")),
-    "sse4": Cpu("x86_64", "nehalem", SSE4, (r"\bmulps\b", r"\bblendvps\b"), (VEX, YMM, FMA, ZMM)),
+    "sse4": Cpu("x86_64", "nehalem", SSE4, (r"\bmulps\b", r"\bpmovzxbd\b"), (VEX, YMM, FMA, ZMM)),
     "avx": Cpu("x86_64", "sandybridge", AVX, (r"\bvmulps\b.*%ymm",), (FMA, ZMM, r"\bvperm(ps|d)\b|\bvpaddd\b.*%ymm")),
     "avx2": Cpu("x86_64", "haswell", AVX2, (r"\bvfmadd\d+ps\b.*%ymm", r"\bvperm(ps|d)\b"), (ZMM,)),
     "avx512": Cpu("x86_64", "skylake-avx512", AVX512, (r"\bvfmadd\d+ps\b.*%zmm", r"\bvcompressps\b"), ()),
