@@ -1,11 +1,12 @@
 """The largest of a window's four pixels and which one it was, in two bits a lane, where vectors are AVX2's.
 
-A permutation of a whole vector takes two cycles on Zen 2 and 3, one within its halves half of one. That one looks at
-two bits of every index, as many as tell four pixels apart: so the four lie side by side, in both halves.
+A permutation within the halves of a vector looks at two bits of every index, as many as tell four pixels apart: so the
+four lie side by side, in both halves. On Zen 3 the gradient of 64 filters of 3 x 3 takes 5.2 us an image by it, 9.2 by
+permutations of whole vectors (medians of several runs in turn, one thread).
 
 The bits are two signs: of the difference of each pair's maxima, and of the two pixels of the larger pair. Packed to
-bytes, all signs of two vectors leave in one instruction, and one shift by lanes brings a vector's back. Differences
-and packing use units of the core that are idle while it multiplies; comparing does not.
+bytes, all signs of two vectors leave in one instruction, and one shift by lanes brings a vector's back. By LLVM's model
+of Zen 3, differences are taken by units that do not multiply, and compares by those that do.
 """
 
 from __future__ import annotations
