@@ -56,8 +56,8 @@ class Optimizer:
         """Names of the state buffers, at most two; each starts at zero."""
         return ()
 
-    def constants(self, step: int) -> tuple[np.float32, np.float32]:
-        """Return what depends on the step (1 for the first) alone, computed in float64."""
+    def constants(self, step: Scalar) -> tuple[Scalar, Scalar]:
+        """Return what depends on the step (1 for the first) alone, computed in float64; of an array of steps, arrays."""
         return NO_CONSTANTS
 
     def rule(self, sqrt: Callable = np.sqrt, maximum: Callable = np.maximum) -> Rule:
@@ -158,7 +158,7 @@ class Adagrad(Optimizer):
     def slots(self) -> tuple[str, ...]:
         return ("square_sum",)
 
-    def constants(self, step: int) -> tuple[np.float32, np.float32]:
+    def constants(self, step: Scalar) -> tuple[Scalar, Scalar]:
         return f32(1 / (1 + (step - 1) * self.lr_decay)), f32(0)
 
     def rule(self, sqrt: Callable = np.sqrt, maximum: Callable = np.maximum) -> Rule:
@@ -211,8 +211,8 @@ class Adam(Optimizer):
     def slots(self) -> tuple[str, ...]:
         return ("mean", "square")
 
-    def constants(self, step: int) -> tuple[np.float32, np.float32]:
-        return f32(1 / (1 - self.beta1**step)), f32(1 / math.sqrt(1 - self.beta2**step))
+    def constants(self, step: Scalar) -> tuple[Scalar, Scalar]:
+        return f32(1 / (1 - self.beta1**step)), f32(1 / np.sqrt(1 - self.beta2**step))
 
     def rule(self, sqrt: Callable = np.sqrt, maximum: Callable = np.maximum) -> Rule:
         beta1, rest1, beta2, rest2 = f32(self.beta1), f32(1 - self.beta1), f32(self.beta2), f32(1 - self.beta2)
@@ -251,7 +251,7 @@ class AdaMax(Optimizer):
     def slots(self) -> tuple[str, ...]:
         return ("mean", "norm")
 
-    def constants(self, step: int) -> tuple[np.float32, np.float32]:
+    def constants(self, step: Scalar) -> tuple[Scalar, Scalar]:
         return f32(1 / (1 - self.beta1**step)), f32(0)
 
     def rule(self, sqrt: Callable = np.sqrt, maximum: Callable = np.maximum) -> Rule:

@@ -289,7 +289,7 @@ def test_the_papers_networks_get_the_special_kernels():
     row = one.nodes[0].conv.shape[1] * one.nodes[0].conv.shape[2]
     assert one.nodes[0].conv.dy.size == row, "there is room for the gradient of a row of cells alone"
     assert [node.way for node in mlp.nodes if node.trains] == ["lanes", "lanes-argmax", "wide", "skinny"]
-    assert [node.way for node in pool4.nodes if node.trains] == ["lanes", "lanes-argmax", "wide", "skinny"]
+    assert [node.way for node in pool4.nodes if node.trains] == ["lanes-pair", "wide", "skinny"]
 
 
 def test_a_plan_which_outlives_its_program_holds_less_than_a_byte_a_parameter():

@@ -32,6 +32,14 @@ NETWORKS = {
         (9, 9, 3),
         (Conv2d(8, 3, 2, "auto"), Sigmoid(), AvgPool2d(2, 1), ReLU(), Conv2d(5, 3), Flatten(), Linear(3, bias=False)),
     ),
+    "pair": (
+        (9, 11, 1),
+        (Conv2d(2, 2), ReLU(), Conv2d(5, 2, padding="same"), ReLU(), MaxPool2d(2, padding="floor"), Flatten(), Linear(3)),
+    ),
+    "edges": (
+        (10, 14, 2),
+        (Conv2d(4, 2, 2, "same"), ReLU(), Conv2d(3, 3, 2, "full"), MaxPool2d(2, padding="floor"), Flatten(), Linear(3)),
+    ),
     # a gradient with room around and between its pixels, which a convolution before a max-pool fills
     "spread": (
         (9, 9, 1),
@@ -57,12 +65,16 @@ def every_way(network: Network, target: Target) -> list[tuple[str, str]]:
     return found
 
 
+FUSED = "filters-fused", "lanes-pair"
+"""The ways that take in the layers after, too."""
+
+
 def rounds(network: Network, target: Target) -> list[tuple[tuple[str, str], ...]]:
     """Return what to force in a few programs that together take every way of every layer."""
     pairs = every_way(network, target)
     ways = {layer: [way for name, way in pairs if name == layer] for layer, _ in pairs}
-    fused = [((layer, way),) for layer, way in pairs if way == "filters-fused"]
-    alone = {layer: [way for way in found if way != "filters-fused"] for layer, found in ways.items()}
+    fused = [((layer, way),) for layer, way in pairs if way in FUSED]
+    alone = {layer: [way for way in found if way not in FUSED] for layer, found in ways.items()}
     most = max(map(len, alone.values()))
     return fused + [tuple((layer, found[i % len(found)]) for layer, found in alone.items()) for i in range(most)]
 
@@ -112,6 +124,9 @@ def test_there_are_several_ways_to_force():
     assert {way for layer, way in first if layer == "conv1"} == {
         "lanes", "channels", "winograd", "filters", "filters-fused",
     }  # fmt: skip
+    for name, targets in (("pair", [AVX2, AVX512]), ("edges", [AVX512])):
+        for target in targets:
+            assert ("conv1", "lanes-pair") in every_way(Network(*NETWORKS[name]), target)
 
 
 @pytest.mark.parametrize("target", [AVX2, AVX512], ids=["avx2", "avx512"])

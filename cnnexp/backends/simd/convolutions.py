@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TypeVar
 
 from llvmlite import ir
@@ -32,6 +33,7 @@ from cnnexp.backends.simd.cost import (
     transposition,
 )
 from cnnexp.backends.simd.emit import Emitter, Kernels, Target
+from cnnexp.backends.simd.event_lists import make_lists
 from cnnexp.backends.simd.layout import Grid, Image, Layout, Matrix, Ring
 from cnnexp.backends.simd.nodes import Node
 from cnnexp.backends.simd.product import Panels, most_height
@@ -92,7 +94,7 @@ class Convolution(_Convolution[Grid]):
 
     @property
     def follows(self) -> bool:
-        return self.sparse is not None
+        return self.argmax
 
     def in_lanes(self, what: str, kernel: str) -> str:
         return "weights" if self.follows and what == BACKWARD else "images"
@@ -118,8 +120,10 @@ class Convolution(_Convolution[Grid]):
             count = cells * window // tile
         else:
             tile, count = min(columns, pixels), rows * -(-columns // pixels)
+        sums = lane_sums(tile, most, count, filters, kernel**2 * channels, target, 2.0 * window)
         found = {
-            "forward": lane_sums(tile, most, count, filters, kernel**2 * channels, target, 2.0 * window),
+            # without the pixels that fill a row's last tile
+            "forward": replace(sums, macs=float(self.multiply_adds(FORWARD))),
             "rectify_gradient": passes(rows * columns * filters, 2, target, target.lanes, 3),
             "unpool": passes(cells * filters, 4 + 3 * window, target, target.lanes, window + 1),
         }
@@ -183,11 +187,15 @@ class Convolution(_Convolution[Grid]):
     def _sparse(self, plan: Layout, windows: Windows[Grid]) -> SparseGradient:
         """Return the gradient that follows the argmax."""
         layer, channels = self.stage.layer, self.stage.input_shape[2]
-        scratch = conv_sparse.make_scratch(plan.arena, layer.kernel, layer.stride, self.x, self.y, windows)
-        return SparseGradient(
-            self.x, self.y, self.dy, self.needed_dx, layer.kernel, layer.stride, channels, layer.filters,
-            windows, self.rectifies_dy, self.input_rectified, scratch,
+        lists = make_lists(
+            plan.arena, self.y, self.dy, windows, self.rectifies_dy,
+            down=layer.stride * self.x.row // self.x.lanes, right=layer.stride * channels,
+            reach=-(-(layer.kernel + layer.stride * windows.size) // (windows.stride * layer.stride)),
         )  # fmt: skip
+        scratch = conv_sparse.make_scratch(plan.arena, layer.kernel, self.x, layer.filters)
+        return SparseGradient(
+            self.x, self.needed_dx, layer.kernel, channels, layer.filters, lists, self.input_rectified, scratch
+        )
 
     def forward(self, plan: Layout) -> Kernels:
         def run(k: Emitter) -> None:

@@ -159,10 +159,25 @@ def events(
         visits: how often an event is taken up, for a part of its patch each time. held: bytes of x and dx between that.
     """
     vectors = runs * -(-run // target.lanes)
-    listing = cells * outputs / target.lanes * (2 * math.log2(target.lanes) + 3 * window + 8)
+    listing = _listing(cells, window, outputs, target)
     late = 2 * bring(target.lanes, held, target) if held > target.first_cache else 0.0
     following = ALIVE * cells * outputs * ((1.5 + LATE_ROWS * late) * vectors + 4.5 * visits)
     return Work(2.0 * cells * outputs * runs * run, listing + following, f"{-(-vectors // visits)} vectors of a filter")
+
+
+def pair_events(cells: int, window: int, outputs: int, vectors: int, taps: int, target: Target) -> float:
+    """Return the cycles to follow the argmax through two convolutions.
+
+    Args:
+        cells, window, outputs: as `events`. vectors: of a patch. taps: of the first convolution.
+    """
+    each = vectors * ((2 * taps + 3) / MACS + 1) + 4.5
+    return _listing(cells, window, outputs, target) + ALIVE * cells * outputs * each
+
+
+def _listing(cells: int, window: int, outputs: int, target: Target) -> float:
+    """Return the cycles to list the events."""
+    return cells * outputs / target.lanes * (2 * math.log2(target.lanes) + 3 * window + 8)
 
 
 def total(parts: Iterable[Work]) -> float:

@@ -195,7 +195,8 @@ class SimdProgram(Program[Split]):
         steps = max(1, -(-len(order) // batch))
         numbers = np.zeros((steps, 3), np.float32)
         if mode in (TRAIN, APPLY):
-            numbers[...] = [(rate, *self.optimizer.constants(self._step + i)) for i in range(1, steps + 1)]
+            which = self._step + np.arange(1, steps + 1)
+            numbers[:, 0], (numbers[:, 1], numbers[:, 2]) = rate, self.optimizer.constants(which)
             self._step += steps
         if len(scores) == 0:
             scores = np.empty((len(order), 0), np.float32)

@@ -4,6 +4,7 @@
                                 argmax of the max-pool after it alone
     channels, channels-argmax   likewise with channels in the lanes
     winograd, winograd-argmax   likewise, 3 x 3 taps by Winograd's transformation
+    lanes-pair                  a first convolution and the one after it, gradients through the argmax of both
     filters, filters-fused      a first convolution with filters in the lanes; alone, or with the linear layer after it
     skinny, wide                linear layers of few outputs, of many
 
@@ -24,6 +25,7 @@ from cnnexp.backends.simd.dense import FilterClassifier, SkinnyDense, WideDense
 from cnnexp.backends.simd.emit import Target
 from cnnexp.backends.simd.layout import Grid, Image, Matrix, Ring, round_up
 from cnnexp.backends.simd.nodes import Activation, Node, Pool, Tensor, ToImages, ToLanes, ToRows
+from cnnexp.backends.simd.pair import ConvolutionPair
 from cnnexp.backends.simd.winograd import WinogradConvolution
 from cnnexp.errors import ConfigError, did_you_mean
 from cnnexp.network import (
@@ -173,6 +175,13 @@ def candidates(sections: Sequence[Section], first: bool) -> list[tuple[Node, int
     found = [(node, 1) for node in _nodes(section, first)]
     after = sections[1] if len(sections) > 1 else None
     opens = next((node for node, _ in found if isinstance(node, FilterConvolution)), None)
+    if first and after is not None and section.rectify and not section.pool:
+        stage, pool = section.stage, after.pool
+        if isinstance(stage, ConvStage) and isinstance(after.stage, ConvStage) and pool and pool.window.size > 1:
+            before = Convolution(stage, rectify=True, pool=None)
+            pooled = Convolution(after.stage, after.rectify, pool, argmax=True)
+            before.layers, pooled.layers = section.names, after.names
+            found.append((ConvolutionPair(before, pooled), 2))
     if opens is not None and after is not None and isinstance(after.stage, LinearStage):
         conv = FilterConvolution(opens.stage, opens.rectify, opens.pool)
         dense = SkinnyDense(after.stage, after.rectify)
