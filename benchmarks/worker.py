@@ -59,6 +59,7 @@ def setup(
     if entry.side != "limit":
         answer |= {"check": check(made, type(job.optimizer).__name__, np.load(oracle))}
         made.reset()
+        forget_peak()
     return answer | {"per_step": made.batch_size, "step_s": step_seconds(made)}
 
 
@@ -128,8 +129,15 @@ def close(session: dict) -> dict[str, Any]:
     return {"peak_bytes": peak_bytes()}
 
 
+def forget_peak() -> None:
+    """Have the peak count from here on, where the system can: to compare with the oracle takes room of its own."""
+    clear = Path("/proc/self/clear_refs")
+    if clear.exists():
+        clear.write_text("5")
+
+
 def peak_bytes() -> int:
-    """Return the most memory this process has had resident."""
+    """Return the most memory this process has had resident, while it trained or, elsewhere than on Linux, ever."""
     status = Path("/proc/self/status")
     if status.exists():  # getrusage would count what the parent held before exec
         line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))

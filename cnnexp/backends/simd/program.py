@@ -25,8 +25,8 @@ from cnnexp.network import Network
 from cnnexp.network.losses import Loss, Totals, check_loss
 from cnnexp.optimizers import Optimizer
 
-LARGEST_ARENA = 64 << 20
-"""Bytes of activations per thread from which on one vector of images at a time has to do."""
+LARGEST_ARENA = 24 << 20
+"""Bytes of activations per thread past which a tile does not grow: with 40 MB the largest networks gained 2 % at most."""
 
 THIRD_CACHE = 4 << 20
 """Bytes of the third cache that are a core's when all cores work, 1.4 to 4 MB on servers; no file tells of how many."""
