@@ -57,7 +57,7 @@ class Optimizer:
         return ()
 
     def constants(self, step: Scalar) -> tuple[Scalar, Scalar]:
-        """Return what depends on the step (1 for the first) alone, computed in float64; of an array of steps, arrays."""
+        """Return what depends on the step (1 for the first) alone, computed in float64; of many steps, arrays."""
         return NO_CONSTANTS
 
     def rule(self, sqrt: Callable = np.sqrt, maximum: Callable = np.maximum) -> Rule:

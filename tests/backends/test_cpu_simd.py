@@ -20,6 +20,7 @@ from numba import float32, int64, njit
 from cnnexp.backends import cache
 from cnnexp.backends.simd import CpuSimd, elementwise, intrinsics, update
 from cnnexp.backends.simd.conv_channels import phases
+from cnnexp.backends.simd.conv_filters import gradient_parts
 from cnnexp.backends.simd.conv_lanes import CACHED_VECTORS, MOST_SUMS, whole_width, window_part
 from cnnexp.backends.simd.dense import FilterClassifier
 from cnnexp.backends.simd.emit import INDEX, Target, compose, compose_five
@@ -118,13 +119,32 @@ def test_general_kernels_on_narrow_vectors():
 
 
 @pytest.mark.parametrize(
-    "conv", [Conv2d(32, 5), Conv2d(32, 3, stride=1, padding=2), Conv2d(32, 3, padding="same", bias=False)], ids=str
+    "conv",
+    [
+        *(Conv2d(32, 5), Conv2d(32, 3, stride=1, padding=2), Conv2d(32, 3, padding="same", bias=False)),
+        *(Conv2d(19, 5), Conv2d(50, 3, padding=2), Conv2d(6, 3, padding="same", bias=False)),
+    ],
+    ids=str,
 )
 def test_many_filters(conv):
     pool = MaxPool2d(2, padding="valid")
     network = Network((10, 12, 1), (conv, pool, Flatten(), Linear(14), ReLU(), Linear(3)))
     assert ("filters", 1) in [(node.way, spans) for node, spans in allowed(split(network), AVX512, {}, first=True)]
-    check_case(OnTarget(host_target()), make_case(network, images=5))
+    check_case(OnTarget(computed(network, host_target(), "filters")), make_case(network, images=5))
+
+
+@pytest.mark.parametrize("conv", [Conv2d(19, 5), Conv2d(6, 3, padding="same", bias=False)], ids=str)
+def test_filters_that_do_not_fill_their_vectors_lead_into_few_outputs(conv):
+    network = Network((10, 12, 1), (conv, ReLU(), MaxPool2d(2, padding="valid"), Flatten(), Linear(3)))
+    target = replace(host_target(), forced=(("conv1", "filters-fused"),))
+    check_case(OnTarget(target), make_case(network, images=5))
+
+
+@pytest.mark.parametrize("taps", [1, 11, 12, 25, 60])
+def test_the_parts_of_a_gradient_hold_each_tap_once(taps):
+    parts = gradient_parts(taps, registers=16)
+    assert [tap for first, end in parts for tap in range(first, end)] == list(range(taps))
+    assert max(end - first for first, end in parts) <= 11
 
 
 @pytest.mark.skipif(not set(AVX2.features) <= set(host_target().features), reason="needs a CPU with AVX2")
@@ -133,7 +153,7 @@ def test_many_filters(conv):
     "conv",
     [
         *(Conv2d(8, 3, padding="same"), Conv2d(24, 3, 2, "floor"), Conv2d(32, 2, padding="valid")),
-        *(Conv2d(24, 1), Conv2d(8, 1, 2, "floor")),
+        *(Conv2d(24, 1), Conv2d(8, 1, 2, "floor"), Conv2d(19, 3, padding="same"), Conv2d(5, 2, padding="valid")),
     ],
     ids=str,
 )

@@ -7,7 +7,8 @@ multiply-adds per 9 loads for 3x3 kernels and 2x2 windows. Where the registers d
 read again.
 
 Every filter has its own argmax, so for the gradient each lane needs another pixel of the patch at each tap; K * K * C
-accumulators stay in registers along a row of cells. There are three manners:
+accumulators stay in registers along a row of cells, in several parts where there are more than registers. There are
+three manners:
 
     permute    the pixels of a window lie within one vector of a patch. The forward pass leaves the patches in memory
                and stores, instead of the argmax, the place of the window's pixel in the patch; a tap further is the
@@ -17,6 +18,9 @@ accumulators stay in registers along a row of cells. There are three manners:
                and each is multiplied by broadcast pixels.
 
 There is no gradient of the input: a first layer needs none.
+
+Filters that fill their last vector only in part are followed by filters of zeros: their weights are 0 where they lie,
+and so is all that comes of them.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 from llvmlite import ir
 
 from cnnexp.backends.simd import picks
@@ -40,10 +45,11 @@ class FilterBank:
 
     Attributes:
         x: stored images. row: floats from row to row of one.
-        kernel, stride, channels, filters: K, step, C, F; F is a multiple of the lanes.
+        kernel, stride, channels, filters: K, step, C, F.
+        vectors: of filters.
         window, step: S and step of the max-pool, at least S.
         shape: (U, V) of the pooled output.
-        y: pooled output, [u][v][filter].
+        y: pooled output, [u][v][filter]. pitch: its floats from v to v, F or whole vectors.
         manner: how the gradient finds the maximum's pixels.
         places: where [image][u][v][filter] lie in the arena, bytes, the place of each maximum in its patch; or the
             codes of `picks`.
@@ -57,10 +63,12 @@ class FilterBank:
     stride: int
     channels: int
     filters: int
+    vectors: int
     window: int
     step: int
     shape: tuple[int, int]
     y: Matrix
+    pitch: int
     manner: Manner
     places: int
     patches: int
@@ -102,9 +110,13 @@ class FilterBank:
     def cell(self, k: Emitter, n: ir.Value, u: ir.Value, v: ir.Value) -> tuple[Pointer, Pointer]:
         """Return the addresses of a cell's values and of its places."""
         rows, columns = self.shape
-        room = places_room(self.filters, self.manner, k.lanes)
+        room = places_room(self.vectors, self.manner, k.lanes)
         places = (k.arena + self.places).at(n, rows * columns * room).at(u, columns * room).at(v, room)
-        return self.y.row(k, n).at(u, columns * self.filters).at(v, self.filters), places
+        return self.y.row(k, n).at(u, columns * self.pitch).at(v, self.pitch), places
+
+    def last(self, lanes: int) -> int:
+        """Return how many lanes of the last vector count: not all where the next cell follows at once."""
+        return self.filters - (self.vectors - 1) * lanes if self.pitch == self.filters else lanes
 
 
 def patch_side(kernel: int, stride: int, window: int) -> int:
@@ -129,13 +141,28 @@ def patch_room(kernel: int, stride: int, channels: int, window: int, target: Tar
             return 0
 
 
-def places_room(filters: int, manner: Manner, lanes: int) -> int:
+def places_room(vectors: int, manner: Manner, lanes: int) -> int:
     """Return the floats that the places of a cell take."""
-    return picks.words(filters // lanes) if manner == "pick" else filters // 4
+    return picks.words(vectors) if manner == "pick" else vectors * lanes // 4
+
+
+def gradient_parts(taps: int, registers: int) -> list[tuple[int, int]]:
+    """Return the first tap and the one past the last of the parts whose gradients fit the registers.
+
+    A bias's gradient, that of y, the places, a pixel and its permutation are in registers, too.
+    """
+    count = -(-taps // (registers - 5))
+    return [(taps * part // count, taps * (part + 1) // count) for part in range(count)]
+
+
+def positions(taps: int, filters: int, room: int) -> np.ndarray:
+    """Return the place of every weight, (taps, filters), of taps that take `room`."""
+    tap, f = np.ogrid[:taps, :filters]
+    return tap * room + f
 
 
 def conv2d_row(k: Emitter, bank: FilterBank, weights: Pointer, bias: Pointer | None, u: ir.Value) -> None:
-    """Fill row u of bank.y, the places and the patches. weights (K, K, C, F), bias (F,)."""
+    """Fill row u of bank.y, the places and the patches. weights [tap][filter], bias [filter], in whole vectors."""
     _, columns = bank.shape
     with k.loop(k.count) as n, k.loop(columns) as v:
         corner = bank.corner(k, n, u, v)
@@ -144,7 +171,7 @@ def conv2d_row(k: Emitter, bank: FilterBank, weights: Pointer, bias: Pointer | N
         pixels = [k.splat(corner + (p // width * bank.row + p % width)) for p in range(bank.side * width)]
         cell, places = bank.cell(k, n, u, v)
         most = most_vectors(bank.side**2 * bank.channels, bank.window, bank.manner, k.target)
-        for first, vectors, times in chunks(bank.filters // k.lanes, most):
+        for first, vectors, times, valid in _blocks(bank.vectors, most, k.lanes, bank.last(k.lanes)):
             with k.loop(times) as t:
                 f = k.builder.add(k.builder.mul(t, INDEX(vectors)), INDEX(first))
                 column, b = weights.at(f, k.lanes), bias.at(f, k.lanes) if bias else None
@@ -159,7 +186,18 @@ def conv2d_row(k: Emitter, bank: FilterBank, weights: Pointer, bias: Pointer | N
                     for i, (_, place) in enumerate(found):
                         k.store_bytes(place, places.at(f, k.lanes // 4) + i * (k.lanes // 4))
                 for i, (value, _) in enumerate(found):
-                    k.store(k.rectify(value) if bank.rectify else value, cell.at(f, k.lanes) + i * k.lanes)
+                    count = valid if i + 1 == vectors else k.lanes
+                    k.store_part(k.rectify(value) if bank.rectify else value, cell.at(f, k.lanes) + i * k.lanes, count)
+
+
+def _blocks(vectors: int, most: int, lanes: int, last: int) -> list[tuple[int, int, int, int]]:
+    """Return (first, size, times, lanes that count of the last vector) for blocks of at most so many vectors."""
+    blocks = [(*block, lanes) for block in chunks(vectors, most)]
+    if last == lanes:
+        return blocks
+    first, size, times, _ = blocks.pop()
+    before = [(first, size, times - 1, lanes)] if times > 1 else []
+    return [*blocks, *before, (first + (times - 1) * size, size, 1, last)]
 
 
 def most_vectors(patch: int, window: int, manner: Manner, target: Target) -> int:
@@ -177,7 +215,7 @@ def _window_sums(
     """Return bias and products of some vectors of filters with a patch, [vector][pixel of the window]."""
     totals = [[k.load(bias + i * k.lanes) if bias else k.zero()] * len(bank.corners) for i in range(vectors)]
     for t, tap in enumerate(bank.taps):
-        column = [k.load(weights + (t * bank.filters + i * k.lanes)) for i in range(vectors)]
+        column = [k.load(weights + (t * bank.vectors + i) * k.lanes) for i in range(vectors)]
         for i, weight in enumerate(column):
             totals[i] = [
                 k.fma(weight, pixels[tap + at], total) for at, total in zip(bank.corners, totals[i], strict=True)
@@ -234,43 +272,60 @@ def conv2d_backward_weights_row(
     Args:
         dy: gradient of y, or of its row u alone.
     """
+    for first, _, count, valid in _blocks(bank.vectors, 1, k.lanes, bank.last(k.lanes)):
+        for part in gradient_parts(len(bank.taps), k.target.registers):
+            with k.loop(k.count) as n, k.loop(first + count, start=first) as f:
+                _backward_part(k, bank, (dy, valid), (dw, None if part[0] else db), (n, u, f), part)
+
+
+def _backward_part(
+    k: Emitter,
+    bank: FilterBank,
+    gradient: tuple[Matrix, int],
+    targets: tuple[Pointer, Pointer | None],
+    place: tuple[ir.Value, ir.Value, ir.Value],
+    part: tuple[int, int],
+) -> None:
+    """Add to the gradients of some taps of a vector of filters what a row of cells of an image adds.
+
+    Args:
+        gradient: dy, and how many of its lanes count. targets: dw, and db where it is to be added to.
+        place: image, row u, vector. part: the first tap and the one past the last.
+    """
+    (dy, valid), (dw, db), (n, u, f), (first, end) = gradient, targets, place, part
     _, columns = bank.shape
-    taps = bank.taps
-    gradient_row = columns * bank.filters if dy.size == bank.y.size else 0
-    with k.loop(k.count) as n, k.loop(bank.filters // k.lanes) as f:
-        targets = [dw.at(f, k.lanes) + t * bank.filters for t in range(len(taps))]
-        if db is not None:
-            targets.append(db.at(f, k.lanes))
-        totals = [k.variable(k.load(target)) for target in targets]
-        shifts = picks.shifts(k, f) if bank.manner == "pick" else None
-        with k.loop(columns) as v:
-            gradient = k.load(dy.row(k, n).at(u, gradient_row).at(v, bank.filters).at(f, k.lanes))
-            (_, places), patch = bank.cell(k, n, u, v), bank.patch(k, n, u, v)
-            if shifts is not None:
-                codes = picks.load_codes(k, places.at(k.builder.udiv(f, INDEX(2))), shifts)
-                for i, total in enumerate(totals[: len(taps)]):
-                    k.accumulate(total, picks.pick(k, patch + i * picks.PIXELS, codes), gradient)
+    gradient_row = columns * bank.pitch if dy.size == bank.y.size else 0
+    places = [dw.at(f, k.lanes) + t * bank.vectors * k.lanes for t in range(first, end)]
+    if db is not None:
+        places.append(db.at(f, k.lanes))
+    shifts = picks.shifts(k, f) if bank.manner == "pick" else None
+    with k.sums([places]) as [totals], k.loop(columns) as v:
+        value = k.load_part(dy.row(k, n).at(u, gradient_row).at(v, bank.pitch).at(f, k.lanes), valid)
+        (_, found), patch = bank.cell(k, n, u, v), bank.patch(k, n, u, v)
+        taps = list(zip(range(first, end), totals, strict=False))
+        if shifts is not None:
+            codes = picks.load_codes(k, found.at(k.builder.udiv(f, INDEX(2))), shifts)
+            for t, total in taps:
+                k.accumulate(total, picks.pick(k, patch + t * picks.PIXELS, codes), value)
+        else:
+            where = k.load_bytes(found.at(f, k.lanes // 4))
+            if bank.manner == "permute":
+                for t, total in taps:
+                    pixel = k.permute(k.load_first(patch + bank.taps[t], bank.corners[-1] + 1), where)
+                    k.accumulate(total, pixel, value)
             else:
-                place = k.load_bytes(places.at(f, k.lanes // 4))
-                if bank.manner == "permute":
-                    for tap, total in zip(taps, totals, strict=False):
-                        pixel = k.permute(k.load_first(patch + tap, bank.corners[-1] + 1), place)
-                        k.accumulate(total, pixel, gradient)
-                else:
-                    _accumulate_window(k, bank, bank.corner(k, n, u, v), gradient, place, totals)
-            if db is not None:
-                totals[-1].set(k.add(totals[-1].get(), gradient))
-        for total, target in zip(totals, targets, strict=True):
-            k.store(total.get(), target)
+                _accumulate_window(k, bank, bank.corner(k, n, u, v), value, where, taps)
+        if db is not None:
+            totals[-1].set(k.add(totals[-1].get(), value))
 
 
 def _accumulate_window(
-    k: Emitter, bank: FilterBank, corner: Pointer, gradient: ir.Value, place: ir.Value, totals: list[Variable]
+    k: Emitter, bank: FilterBank, corner: Pointer, gradient: ir.Value, place: ir.Value, taps: list[tuple[int, Variable]]
 ) -> None:
-    """Add every pixel of the window's part: the gradient where the maximum was, else 0."""
+    """Add every pixel of the window's part to the taps' totals: the gradient where the maximum was, else 0."""
     width = bank.side * bank.channels
     for at in bank.corners:
         part = k.select(k.equal(place, at), gradient, k.zero())
-        for tap, total in zip(bank.taps, totals, strict=False):
-            p = at + tap
+        for t, total in taps:
+            p = at + bank.taps[t]
             k.accumulate(total, k.splat(corner + (p // width * bank.row + p % width)), part)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import replace
 from typing import TypeVar
@@ -34,7 +35,7 @@ from cnnexp.backends.simd.cost import (
 )
 from cnnexp.backends.simd.emit import Emitter, Kernels, Target
 from cnnexp.backends.simd.event_lists import make_lists
-from cnnexp.backends.simd.layout import Grid, Image, Layout, Matrix, Ring
+from cnnexp.backends.simd.layout import Grid, Image, Layout, Matrix, Ring, round_up
 from cnnexp.backends.simd.nodes import Node
 from cnnexp.backends.simd.product import Panels, most_height
 from cnnexp.network import ConvStage, PoolStage
@@ -398,22 +399,26 @@ class FilterConvolution(Node[Matrix, Matrix]):
         self.row = (left + width + right) * channels
         self.input_size = (top + height + bottom) * self.row
         self.first = top * self.row + left * channels
+        self.whole = False
+        """Whether a cell of the output takes whole vectors; the plan's own tensors have none between cells."""
 
     def fits(self, target: Target) -> bool:
-        """Whether the filters fill vectors and a patch and a filter's accumulators fit registers."""
+        """Whether windows are small enough for each of their pixels to be in the code."""
         layer, channels, size = self.stage.layer, self.stage.input_shape[2], self.pool.window.size
-        if layer.filters % target.lanes or size > 2:
-            return False
         side = conv_filters.patch_side(layer.kernel, layer.stride, size)
-        # a bias's accumulator, the gradient, the places, a pixel and its permutation are in registers, too
-        return layer.kernel**2 * channels + 5 <= target.registers and side * side * channels <= 64
+        return size <= 2 and side * side * channels <= 64
+
+    def pitch(self, lanes: int) -> int:
+        """Return the floats of a cell of the output."""
+        filters = self.stage.layer.filters
+        return round_up(filters, lanes) if self.whole else filters
 
     def may_follow(self, before: Ring | None, needs_dx: bool) -> bool:
         return before is None
 
     def work(self, target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
         layer, channels, size = self.stage.layer, self.stage.input_shape[2], self.pool.window.size
-        cells, vectors, terms = math.prod(self.shape[:2]), layer.filters // target.lanes, layer.kernel**2 * channels
+        cells, vectors, terms = math.prod(self.shape[:2]), -(-layer.filters // target.lanes), layer.kernel**2 * channels
         values = conv_filters.patch_side(layer.kernel, layer.stride, size) ** 2 * channels
         manner = conv_filters.choose_manner(layer.kernel, layer.stride, channels, size, target)
         wide = conv_filters.most_vectors(values, size, manner, target)
@@ -421,26 +426,32 @@ class FilterConvolution(Node[Matrix, Matrix]):
         loads = terms + (terms * size**2 / wide if wide > 1 else 0)
         sums = max(terms * size**2 / cost.MACS, loads / cost.LOADS, 4) + 1.5 * size**2 + 3
         gradient = terms * size**2 / cost.MACS if manner == "window" else terms
+        parts = len(conv_filters.gradient_parts(terms, target.registers))
         macs = cells * layer.filters * terms
         return {
             "forward": Work(
                 macs * size**2, cells * (values + vectors * sums), f"{size**2} pixels x {wide} vectors of filters"
             ),
             "rectify_gradient": passes(cells * layer.filters, 2, target),
-            "backward_weights": Work(macs, cells * vectors * (gradient + 4), f"{terms} taps x 1 vector of filters"),
+            "backward_weights": Work(
+                macs, cells * vectors * (gradient + 4 * parts), f"{-(-terms // parts)} taps x 1 vector of filters"
+            ),
         }
 
     def prepare(self, plan: Layout) -> None:
-        plan.parameters.place_plain(self.stage.weight, self.stage.bias)
         layer, channels, size = self.stage.layer, self.stage.input_shape[2], self.pool.window.size
-        images, (rows, columns, _) = plan.arena.images, self.shape
+        images, (rows, columns, _), lanes = plan.arena.images, self.shape, plan.target.lanes
+        terms, vectors = layer.kernel**2 * channels, -(-layer.filters // lanes)
+        positions = functools.partial(conv_filters.positions, terms, layer.filters, vectors * lanes)
+        plan.parameters.place(self.stage.weight, terms * vectors * lanes, positions)
+        plan.parameters.place_plain(self.stage.bias)
         cells = rows * columns
         geometry = layer.kernel, layer.stride, channels, size, plan.target
         manner, room = conv_filters.choose_manner(*geometry), conv_filters.patch_room(*geometry)
         self.bank = FilterBank(
-            self.x, self.row, layer.kernel, layer.stride, channels, layer.filters,
-            size, self.pool.window.stride, (rows, columns), self.y, manner,
-            plan.arena.allocate(images * cells * conv_filters.places_room(layer.filters, manner, plan.target.lanes)),
+            self.x, self.row, layer.kernel, layer.stride, channels, layer.filters, vectors,
+            size, self.pool.window.stride, (rows, columns), self.y, self.pitch(lanes), manner,
+            plan.arena.allocate(images * cells * conv_filters.places_room(vectors, manner, lanes)),
             # loads reach past the last one
             plan.arena.allocate((images * cells + 1) * room),
             self.rectify,

@@ -156,6 +156,8 @@ class SkinnyDense(Dense):
 
     rectifies_dx = True
     way = "skinny"
+    runs: tuple[int, int] | None = None
+    """Where features come in runs with room behind each: the features of a run, and with its room."""
 
     def fits(self, target: Target) -> bool:
         """Whether an image's sums fit the registers."""
@@ -182,10 +184,10 @@ class SkinnyDense(Dense):
 
     def prepare(self, plan: Layout) -> None:
         (features, outputs), lanes = self.stage.weight.shape, plan.target.lanes
-        size = linear.skinny_size(features, outputs, lanes)
-        plan.parameters.place(
-            self.stage.weight, size, functools.partial(linear.skinny_positions, features, outputs, lanes)
-        )
+        run, room = self.runs or (features, features)
+        positions = functools.partial(linear.skinny_positions, features // run, run, room, outputs, lanes)
+        size = linear.skinny_size(features // run * room, outputs, lanes)
+        plan.parameters.place(self.stage.weight, size, positions)
         plan.parameters.place_plain(self.stage.bias)
         self.totals = plan.arena.allocate(plan.arena.images * outputs * lanes)
 
@@ -233,6 +235,7 @@ class FilterClassifier(Node[Matrix, Matrix]):
         super().__init__(f"{conv.name}+{dense.name}", dense.shape)
         self.conv, self.dense, self.rectify = conv, dense, dense.rectify
         self.input_size, self.first, self.row = conv.input_size, conv.first, conv.row
+        conv.whole = True
 
     def part(self, plan: Layout, what: str, kernel: str) -> Part:
         """As `Node.part`: of the dense layer; what the convolution takes is charged to it between."""
@@ -247,9 +250,10 @@ class FilterClassifier(Node[Matrix, Matrix]):
 
     def work(self, target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
         conv, dense = self.conv.work(target, images, False), self.dense.work(target, images, True)
+        filled = self.conv.pitch(target.lanes) / self.conv.shape[2]
 
         def joined(a: Work, b: Work) -> Work:
-            return Work(a.macs + b.macs, a.cycles + b.cycles, f"{a.tile}; {b.tile}")
+            return Work(a.macs + b.macs, a.cycles + filled * b.cycles, f"{a.tile}; {b.tile}")
 
         return {
             **{name: dense[name] for name in ("rectify_gradient", "backward_bias")},
@@ -259,15 +263,17 @@ class FilterClassifier(Node[Matrix, Matrix]):
 
     def prepare(self, plan: Layout) -> None:
         conv, dense = self.conv, self.dense
-        between = plan.arena.matrix(math.prod(conv.shape))
-        d_row = plan.arena.matrix(math.prod(conv.shape[1:]))
+        rows, columns, filters = conv.shape
+        pitch = conv.pitch(plan.target.lanes)
+        between, d_row = (plan.arena.matrix(cells * pitch) for cells in (rows * columns, columns))
+        dense.runs = filters, pitch
         conv.x, conv.y, conv.dy = self.x, between, d_row
         dense.x, dense.dx, dense.y, dense.dy = between, d_row, self.y, self.dy
         dense.input_rectified = conv.dy_rectified = conv.rectify
         dense.dy_rectified = self.dy_rectified
         conv.prepare(plan)
         dense.prepare(plan)
-        self.row_vectors = conv.shape[1] * conv.shape[2] // plan.target.lanes
+        self.row_vectors = columns * pitch // plan.target.lanes
 
     def forward(self, plan: Layout) -> Kernels:
         conv, linear = (plan.clocks.part(node.part(plan, FORWARD, "forward")) for node in (self.conv, self.dense))

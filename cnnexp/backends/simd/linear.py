@@ -163,9 +163,10 @@ def skinny_size(features: int, outputs: int, lanes: int) -> int:
     return round_up(features, lanes) * outputs
 
 
-def skinny_positions(features: int, outputs: int, lanes: int) -> np.ndarray:
-    """Return the place of every weight of a skinny layer, (D, O)."""
-    d, o = np.ogrid[:features, :outputs]
+def skinny_positions(runs: int, run: int, room: int, outputs: int, lanes: int) -> np.ndarray:
+    """Return the place of every weight of a skinny layer, (D, O), whose features are runs that take `room` each."""
+    d, o = np.ogrid[: runs * run, :outputs]
+    d = d // run * room + d % run
     return (d // lanes * outputs + o) * lanes + d % lanes
 
 

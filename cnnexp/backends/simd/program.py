@@ -26,7 +26,7 @@ from cnnexp.network.losses import Loss, Totals, check_loss
 from cnnexp.optimizers import Optimizer
 
 LARGEST_ARENA = 24 << 20
-"""Bytes of activations per thread past which a tile does not grow: with 40 MB the largest networks gained 2 % at most."""
+"""Bytes of activations per thread past which no tile grows: with 40 MB the largest networks gained 2 % at most."""
 
 THIRD_CACHE = 4 << 20
 """Bytes of the third cache that are a core's when all cores work, 1.4 to 4 MB on servers; no file tells of how many."""
