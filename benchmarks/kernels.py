@@ -22,6 +22,7 @@ from benchmarks.cases import Case
 from cnnexp.backends.simd.emit import compose
 from cnnexp.backends.simd.host import host_target
 from cnnexp.backends.simd.layout import aligned_zeros
+from cnnexp.backends.simd.limit import fma_loop
 from cnnexp.backends.simd.plan import Plan
 from cnnexp.backends.simd.program import make_plan
 from cnnexp.backends.simd.ways import allowed, split
@@ -60,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _multiply_adds_per_s() -> float:
-    loop, per_turn, _ = machine._fma_loop()
+    loop, per_turn, _ = fma_loop()
     turns = round(SAMPLE_S * 1e11 / per_turn)
     loop(turns)
     return turns * per_turn / min(_fastest(lambda: loop(turns)) for _ in range(5))

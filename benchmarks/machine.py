@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import platform
 import threading
 import time
-from collections.abc import Callable
-from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -58,14 +56,16 @@ class FmaLoop:
     """Independent fused multiply-adds on vectors that stay in registers: nothing is read or written."""
 
     def __init__(self, case: Case, data: Data, threads: int) -> None:
+        from cnnexp.backends.simd.limit import fma_loop  # Numba, which the peers' interpreter may lack
+
         started = time.perf_counter()
-        loop, per_turn, facts = _fma_loop()
+        loop, per_turn, lanes = fma_loop()
         loop(1)
         self.compile_s = time.perf_counter() - started
         self._loop, self._threads = loop, threads
         self._turns = round(STEP_S * 1e11 / per_turn)
         self.batch_size = self._turns * per_turn * threads
-        self.facts = facts | {"threads": threads}
+        self.facts = {"numba": version("numba"), "lanes": lanes, "threads": threads}
 
     def reset(self) -> None:
         pass
@@ -78,56 +78,6 @@ class FmaLoop:
         self._loop(turns)
         for other in others:
             other.join()
-
-
-@cache
-def _fma_loop() -> tuple[Callable[[int], float], int, dict[str, Any]]:
-    """Return (loop(turns), the multiply-adds of one turn, facts), for vectors as wide as this CPU has them."""
-    import numba
-    from llvmlite import ir
-    from numba.core import cgutils, types
-    from numba.extending import intrinsic
-
-    from cnnexp.backends.simd.host import host_target
-
-    lanes = host_target().lanes  # what Numba compiles for, which may be held to less than the CPU has
-    chains = 12  # two units of four cycles need 8 in flight; AVX2 has 16 registers
-    vector, int64 = ir.VectorType(ir.FloatType(), lanes), ir.IntType(64)
-
-    def splat(value: float) -> ir.Constant:
-        return ir.Constant(vector, [value] * lanes)
-
-    def build(context, builder, signature, arguments):
-        fma = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(vector, [vector] * 3), f"llvm.fma.v{lanes}f32"
-        )
-        before, turn = builder.block, builder.append_basic_block("turn")
-        builder.branch(turn)
-        builder.position_at_end(turn)
-        done = builder.phi(int64)
-        sums = [builder.phi(vector) for _ in range(chains)]
-        new_sums = [builder.call(fma, [old, splat(0.999), splat(0.001)]) for old in sums]
-        new_done = builder.add(done, int64(1))
-        firsts = [int64(0), *(splat(chain) for chain in range(chains))]
-        for phi, first, new in zip([done, *sums], firsts, [new_done, *new_sums], strict=True):
-            phi.add_incoming(first, before)
-            phi.add_incoming(new, turn)
-        after = builder.append_basic_block("after")
-        builder.cbranch(builder.icmp_signed("<", new_done, arguments[0]), turn, after)
-        builder.position_at_end(after)
-        total = functools.reduce(builder.fadd, new_sums)
-        return builder.extract_element(total, ir.IntType(32)(0))
-
-    @intrinsic
-    def spin(typing_context, turns):
-        return types.float32(types.int64), build
-
-    @numba.njit(nogil=True)
-    def loop(turns):
-        return spin(turns)
-
-    facts = {"numba": numba.__version__, "lanes": lanes, "chains": chains}
-    return loop, lanes * chains, facts
 
 
 def facts() -> dict[str, Any]:

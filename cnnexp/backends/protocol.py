@@ -200,7 +200,7 @@ class Backend(Protocol):
     def clocked(self) -> Backend: ...
 
     def limits(self) -> Mapping[str, float]:
-        """Measure what its device can do, as `roofline.machine_limits` does of a CPU; of a CPU nothing is told here."""
+        """Measure what its device can do; of a CPU `roofline.machine_limits` adds what is not told here."""
         ...
 
     def of_worker(self, host_rank: int) -> Backend:

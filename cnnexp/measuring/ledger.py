@@ -169,7 +169,8 @@ def report(ledger: Ledger, program: Profiled, epochs: Sequence[EpochResult], bac
         "us_per_image": 1e6 * sum(epoch.epoch_s for epoch in epochs) / images,
         "entries": entries,
     }
-    found["machine"] = dict(backend.limits()) or machine_limits(backend.threads)
+    limits = dict(backend.limits())
+    found["machine"] = limits if "gb_per_s" in limits else {**machine_limits(backend.threads), **limits}
     trained_s = _trained_s(ledger.seconds)
     flops = _flops_per_image(program.network, program.batch_size) * images / trained_s
     found["share_of_gflops"] = flops / 1e9 / found["machine"]["gflops"]

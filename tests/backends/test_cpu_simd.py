@@ -27,6 +27,7 @@ from cnnexp.backends.simd.emit import INDEX, Target, compose, compose_five
 from cnnexp.backends.simd.host import cache_bytes, host_target
 from cnnexp.backends.simd.intrinsics import NEEDS
 from cnnexp.backends.simd.layout import round_up
+from cnnexp.backends.simd.limit import CHAINS, fma_loop
 from cnnexp.backends.simd.plan import Plan
 from cnnexp.backends.simd.product import Panels, choose_tile
 from cnnexp.backends.simd.program import SimdProgram, make_plan, paying_threads
@@ -310,6 +311,15 @@ def test_the_papers_networks_get_the_special_kernels():
     assert one.nodes[0].conv.dy.size == row, "there is room for the gradient of a row of cells alone"
     assert [node.way for node in mlp.nodes if node.trains] == ["lanes", "lanes-argmax", "wide", "skinny"]
     assert [node.way for node in pool4.nodes if node.trains] == ["lanes-pair", "wide", "skinny"]
+
+
+def test_the_limit_of_the_arithmetic_is_measured():
+    (one,), many = CpuSimd(threads=1).limits().values(), CpuSimd(threads=2).limits()
+    assert set(many) == {"gflops"}
+    assert 0.1 < one < 1e4
+    loop, per_turn, lanes = fma_loop()
+    assert per_turn == CHAINS * lanes
+    assert loop(2) == pytest.approx(sum(chain * 0.999**2 + 0.001 * 1.999 for chain in range(CHAINS)), rel=1e-5)
 
 
 def test_a_plan_which_outlives_its_program_holds_less_than_a_byte_a_parameter():

@@ -6,13 +6,15 @@ How the files stand to each other: `intrinsics` (what only some CPUs have), `emi
 packed matrix products, `conv_channels` and `linear`; `nodes` are layers that are computed at once, `cost` says what
 their kernels cost, `ways` chooses among them and `plan` connects them; `step` is the compiled training loop, `barrier`
 where its threads wait for each other, `clocks` what it tells of its parts; `program` is what the train loop sees,
-`team` its threads, `crew` how many of them work now; `apart` compiles in a process of its own; `host` knows the CPU.
+`team` its threads, `crew` how many of them work now; `apart` compiles in a process of its own; `host` knows the CPU
+and `limit` how fast it multiplies.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, cast
 
@@ -62,6 +64,12 @@ class CpuSimd(ThreadedBackend):
         backend = copy.copy(self)
         object.__setattr__(backend, "clocks", True)
         return cast(Backend, backend)
+
+    def limits(self) -> Mapping[str, float]:
+        """Measure the arithmetic alone, by multiply-adds in registers: a matrix product of NumPy's may be no limit."""
+        from cnnexp.backends.simd.limit import fma_gflops  # for a profile alone
+
+        return {"gflops": fma_gflops(self.thread_count)}
 
     @property
     def next_best(self) -> Backend | None:
