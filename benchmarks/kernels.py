@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks import cases, machine
 from benchmarks.cases import Case
-from cnnexp.backends.simd.emit import compose
+from cnnexp.backends.simd.compose import compose
 from cnnexp.backends.simd.host import host_target
 from cnnexp.backends.simd.layout import aligned_zeros
 from cnnexp.backends.simd.limit import fma_loop
@@ -115,8 +115,7 @@ def time_kernels(plan: Plan) -> dict[str, float]:
     """Return the seconds that each kernel of a forward and backward pass takes for an image of a tile."""
     rng = np.random.default_rng(0)
     parameters, gradients = aligned_zeros((2, plan.parameters.size))
-    positions = plan.parameters.positions
-    parameters[positions] = rng.normal(0, 0.05, len(positions))
+    plan.parameters.pack(rng.normal(0, 0.05, plan.network.parameter_count), parameters)
     arena, count = plan.arena.make(1)[0], plan.share
     scores = plan.d_scores
     found = {}

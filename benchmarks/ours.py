@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
+import sys
 import time
 from importlib.metadata import version
 
@@ -89,10 +91,10 @@ def put_away(order: np.ndarray, images: np.ndarray, labels: np.ndarray) -> None:
 
 
 def _numba_facts() -> dict[str, object]:
-    import numba
+    layer = "none"
+    if "numba" in sys.modules:  # what is found compiled may run without it
+        import numba
 
-    try:
-        layer = numba.threading_layer()
-    except ValueError:  # nothing has run in parallel
-        layer = "none"
+        with contextlib.suppress(ValueError):  # nothing has run in parallel
+            layer = numba.threading_layer()
     return {"numba": version("numba"), "threading_layer": layer, "numba_cpu": os.environ.get("NUMBA_CPU_NAME", "")}

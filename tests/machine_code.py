@@ -150,10 +150,10 @@ class KernelProgram:
         return assembly
 
     def restore(self, state) -> None:
-        self._parameters[self.plan.parameters.positions] = state["parameters"]
+        self.plan.parameters.pack(state["parameters"], self._parameters)
 
     def state(self):
-        return {"parameters": self._parameters[self.plan.parameters.positions]}
+        return {"parameters": self.plan.parameters.unpack(self._parameters)}
 
     def load(self, images, labels):
         return images, labels
@@ -172,7 +172,7 @@ class KernelProgram:
             self._rows(self.plan.d_scores, len(tile))[...] = gradient * (len(tile) / len(indices))
             self._run("backward", self._parameters, self._gradients, self._arena, len(tile))
             losses, hits = losses + loss.sum(), hits + (scores.argmax(axis=1) == labels[tile]).sum()
-        found = self._gradients[self.plan.parameters.positions]
+        found = self.plan.parameters.unpack(self._gradients)
         self._gradients[...] = 0
         return Totals(losses, hits, len(indices)), found
 
@@ -180,7 +180,7 @@ class KernelProgram:
         """Do the first step of the optimizer."""
         numbers = np.array([rate, *self.optimizer.constants(1)], np.float32)
         slots = aligned_zeros((2, len(self._parameters)))
-        self._gradients[self.plan.parameters.positions] = gradient
+        self.plan.parameters.pack(gradient, self._gradients)
         self._run("update", self._parameters, self._gradients, *slots, numbers, len(self._parameters))
 
     def _forward(self, images, tile):

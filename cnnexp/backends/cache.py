@@ -15,24 +15,21 @@ import dataclasses
 import functools
 import hashlib
 import os
-import pickle
 import sys
 import tempfile
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
+from typing import TypeVar
 
 import llvmlite
-import numba
-from numba.core import serialize, sigutils
-from numba.core.compiler import CompileResult
-from numba.core.dispatcher import Dispatcher
-from numba.core.registry import cpu_target
-from numba.core.runtime import rtsys
-from numba.core.typing.templates import Signature
+import llvmlite.binding as llvm
 
 from cnnexp import optimizers
 from cnnexp.network import Elementwise, Network, Residual, elementwise, layers, losses, noise, shapes
 from cnnexp.system.files import open_regular, remove_leftovers
+
+T = TypeVar("T")
 
 DIGEST_BYTES = 32
 KEEP = 400
@@ -40,10 +37,30 @@ KEEP = 400
 OTHERS_WRITE = 0o022
 MAKING = ".tmp"
 
+NO_AVX = {"corei7-avx", "core-avx-i", "sandybridge", "ivybridge", "nocona"}
+"""CPUs for which Numba leaves AVX alone: LLVM does badly with it there."""
+
 
 def host() -> tuple[str, str, str]:
-    """Return what Numba compiles for: (target triple, CPU name, features as `+avx2,-sse4a,...`)."""
-    return cpu_target.target_context.codegen().magic_tuple()
+    """Return what Numba compiles for: (target triple, CPU name, features as `+avx2,-sse4a,...`).
+
+    It is found as Numba finds it, without Numba, which takes 0.3 s and 60 MB.
+    """
+    name = os.environ.get("NUMBA_CPU_NAME")
+    listed = os.environ.get("NUMBA_CPU_FEATURES", "" if str(name).lower() == "generic" else None)
+    name = llvm.get_host_cpu_name() if name is None else name
+    return llvm.get_process_triple(), name, _host_features(name) if listed is None else listed
+
+
+def _host_features(name: str) -> str:
+    try:
+        features = llvm.get_host_cpu_features()
+    except RuntimeError:
+        return ""
+    asked = os.environ.get("NUMBA_ENABLE_AVX")
+    if not (name not in NO_AVX if asked is None else int(asked)):
+        features.update({feature: False for feature in features if feature.startswith("avx")})
+    return features.flatten()
 
 
 def cache_folder() -> Path | None:
@@ -55,69 +72,24 @@ def cache_folder() -> Path | None:
     return Path(base) / "cnnexp" / "compiled"
 
 
-def load_or_compile(
-    make: Callable[[str], Dispatcher],
-    signature: Signature,
-    *described: object,
-    elsewhere: Callable[..., bytes | None] = lambda key, *described: None,
-) -> Dispatcher:
-    """Return `make(key)` compiled for a signature, from the disk where it has been compiled before.
+def load_or_make(key: str, load: Callable[[bytes], T], make: Callable[[], bytes]) -> T:
+    """Return `load` of the bytes that lie under a key.
+
+    Where none do, of those that `make` returns, which then lie there.
 
     Args:
-        make: returns a dispatcher that is not compiled yet. The names of all compiled functions in it must hold the
-            key: machine code of several programs meets in one process, and the linker goes by names.
-        described: all that the function depends on besides the package's source; their `repr` tells them apart.
-        elsewhere: asked, with the key and `described`, for the `compiled_bytes` of what is not on the disk; None from
-            it means to compile here.
+        key: see `program_key`. load: raises if the bytes are not what they should be: then they are made again.
     """
-    key = program_key(signature, described)
-    if key not in _ready:
-        folder = cache_folder()
-        path = None if folder is None else folder / f"{key}.bin"
-        _ready[key] = _load_or_compile(make(key), signature, path, lambda: elsewhere(key, *described))
-    return _ready[key]
-
-
-def signature_of(text: str) -> Signature:
-    """Return the signature that a text describes, e.g. `void(f4[::1], i8)`."""
-    arguments, result = sigutils.normalize_signature(text)
-    return result(*arguments)
-
-
-_ready: dict[str, Dispatcher] = {}
-"""What this process has compiled or loaded."""
-
-
-def compiled_bytes(function: Dispatcher, signature: Signature) -> bytes:
-    """Compile a dispatcher for a signature; return what a file of the cache holds of it."""
-    function.compile(signature)
-    return serialize.dumps(function.overloads[signature.args]._reduce())
-
-
-def _load_or_compile(
-    function: Dispatcher, signature: Signature, path: Path | None, elsewhere: Callable[[], bytes | None]
-) -> Dispatcher:
+    folder = cache_folder()
+    path = None if folder is None else folder / f"{key}.bin"
     payload = None if path is None else read_private(path)
-    if payload is None or not _rebuild(function, payload):
-        payload = elsewhere()
-        made = payload or compiled_bytes(function, signature)
-        if path is not None:
-            write_private(path, made, KEEP)
-        if payload is not None:
-            _rebuild(function, payload)
-    function.disable_compile()
-    return function
-
-
-def _rebuild(function: Dispatcher, payload: bytes) -> bool:
-    """Give a dispatcher its machine code; return whether the payload, whole as its hash says, is what it should be."""
-    # the runtime's functions are all that such code asks for: to get ready to compile takes Numba half a second
-    rtsys.initialize(cpu_target.target_context)
-    try:
-        function.add_overload(CompileResult._rebuild(cpu_target.target_context, *pickle.loads(payload)))
-    except Exception:  # written by something else, under our name
-        return False
-    return True
+    if payload is not None:
+        with contextlib.suppress(Exception):  # written by something else, under our name
+            return load(payload)
+    payload = make()
+    if path is not None:
+        write_private(path, payload, KEEP)
+    return load(payload)
 
 
 def source_files() -> list[Path]:
@@ -129,14 +101,19 @@ def source_files() -> list[Path]:
             Path(str(m))
             for m in (__file__, *(m.__file__ for m in (elementwise, layers, losses, noise, optimizers, shapes)))
         ),
+        folder / "dispatchers.py",
     ]
 
 
-def program_key(signature: Signature, described: tuple[object, ...]) -> str:
-    """Return the hash of all that the machine code depends on."""
+def program_key(signature: object, described: tuple[object, ...]) -> str:
+    """Return the hash of all that the machine code depends on besides the package's source.
+
+    Args:
+        signature: of what is compiled. described: what else; their `repr` tells them apart.
+    """
     rules = [rule for thing in described for rule in _rules(thing)]
     told = [_told(thing) for thing in described]
-    facts = (sys.version, numba.__version__, llvmlite.__version__, host(), str(signature), *rules, *told)
+    facts = (sys.version, version("numba"), llvmlite.__version__, host(), str(signature), *rules, *told)
     return hashlib.sha256(digest(tuple(source_files())) + repr(facts).encode()).hexdigest()
 
 

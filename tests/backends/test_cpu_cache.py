@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cnnexp.backends import cache
+from cnnexp.backends import cache, dispatchers
 from cnnexp.backends.cpu import kernels
 from cnnexp.network import (
     AvgPool2d,
@@ -29,14 +29,14 @@ from cnnexp.optimizers import SGD, Adam
 SCRIPT = """
 import sys
 import numpy as np
-from cnnexp.backends import backend_class, cache
+from cnnexp.backends import backend_class, dispatchers
 from cnnexp.network.losses import Loss
 from cnnexp.network import Linear, Network, ReLU
 from cnnexp.optimizers import SGD
 
 compiled = []
-make = cache.compiled_bytes
-cache.compiled_bytes = lambda *a: compiled.append(a) or make(*a)
+make = dispatchers.compiled_bytes
+dispatchers.compiled_bytes = lambda *a: compiled.append(a) or make(*a)
 network = Network((4,), (Linear(3), ReLU(), Linear(2)))
 program = backend_class(sys.argv[1])().compile(network, Loss.SOFTMAX_CROSS_ENTROPY, SGD(), 4)
 program.restore({"parameters": np.arange(network.parameter_count, dtype=np.float32) / 8})
@@ -105,7 +105,7 @@ def test_without_a_home_everything_is_compiled(monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
     assert cache.cache_folder() is None
-    monkeypatch.setattr(cache, "_ready", {})
+    monkeypatch.setattr(dispatchers, "_ready", {})
     tripled("homeless").compiled(False)(np.zeros(1, np.float32), np.zeros(1, np.float32))
 
 
@@ -122,7 +122,7 @@ class Evil:
 def planted(folder, payload):
     """Put a payload where the kernel `nothing_planted` would lie."""
     kernel = tripled("planted")
-    key = cache.program_key(cache.signature_of(kernel._signature), ("cpu", "nothing_planted_sequential"))
+    key = cache.program_key(dispatchers.signature_of(kernel._signature), ("cpu", "nothing_planted_sequential"))
     path = folder / "cnnexp" / "compiled" / f"{key}.bin"
     path.parent.mkdir(parents=True, mode=0o700)
     path.write_bytes(hashlib.sha256(payload).digest() + payload)
@@ -144,7 +144,7 @@ def test_what_others_may_have_written_is_not_read(tmp_path, monkeypatch, way):
     else:
         monkeypatch.setattr(os, "geteuid", lambda: 12345)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(cache, "_ready", {})
+    monkeypatch.setattr(dispatchers, "_ready", {})
     kernel.compiled(False)(np.zeros(1, np.float32), np.zeros(1, np.float32))
     assert not (tmp_path / "marker").exists()
 
@@ -152,14 +152,14 @@ def test_what_others_may_have_written_is_not_read(tmp_path, monkeypatch, way):
 def test_a_whole_file_that_is_no_code_is_compiled_again(tmp_path, monkeypatch):
     kernel, path = planted(tmp_path, pickle.dumps("no code"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(cache, "_ready", {})
+    monkeypatch.setattr(dispatchers, "_ready", {})
     kernel.compiled(False)(np.zeros(1, np.float32), np.zeros(1, np.float32))
     assert path.stat().st_size > 200
 
 
 def test_updates_of_several_optimizers_do_not_take_each_others_code(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    keys = {cache.program_key(cache.signature_of("void()"), (o,)) for o in (SGD(), SGD(momentum=0.5), Adam())}
+    keys = {cache.program_key(dispatchers.signature_of("void()"), (o,)) for o in (SGD(), SGD(momentum=0.5), Adam())}
     assert len(keys) == 3
 
 
@@ -172,7 +172,7 @@ class BakedRate(SGD):
 
 @pytest.mark.parametrize(("optimizer", "programs"), [(SGD, 1), (BakedRate, 2)])
 def test_learning_rates_share_code_unless_the_rule_holds_one(optimizer, programs):
-    keys = {cache.program_key(cache.signature_of("void()"), (optimizer(lr=lr),)) for lr in (0.1, 0.2)}
+    keys = {cache.program_key(dispatchers.signature_of("void()"), (optimizer(lr=lr),)) for lr in (0.1, 0.2)}
     assert len(keys) == programs
 
 
@@ -191,5 +191,5 @@ def test_networks_of_the_same_shapes_do_not_take_each_others_code(changed):
         Network((8, 8, 1), layers) for layers in ((Conv2d(4, 3), ReLU(), MaxPool2d(2), Flatten(), Linear(3)), changed)
     )
     assert repr(first) == repr(second)
-    keys = {cache.program_key(cache.signature_of("void()"), (network,)) for network in (first, second)}
+    keys = {cache.program_key(dispatchers.signature_of("void()"), (network,)) for network in (first, second)}
     assert len(keys) == 2

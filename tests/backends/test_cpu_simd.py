@@ -17,13 +17,15 @@ import pytest
 from conformance import check_case, check_training, make_case
 from numba import float32, int64, njit
 
-from cnnexp.backends import cache
+from cnnexp.backends import cache, dispatchers
+from cnnexp.backends.dispatchers import load_or_compile
 from cnnexp.backends.simd import CpuSimd, elementwise, intrinsics, update
+from cnnexp.backends.simd.compose import compose, compose_five
 from cnnexp.backends.simd.conv_channels import phases
 from cnnexp.backends.simd.conv_filters import gradient_parts
 from cnnexp.backends.simd.conv_lanes import CACHED_VECTORS, MOST_SUMS, whole_width, window_part
 from cnnexp.backends.simd.dense import FilterClassifier
-from cnnexp.backends.simd.emit import INDEX, Target, compose, compose_five
+from cnnexp.backends.simd.emit import INDEX, Target
 from cnnexp.backends.simd.host import cache_bytes, host_target
 from cnnexp.backends.simd.intrinsics import NEEDS
 from cnnexp.backends.simd.layout import round_up
@@ -93,7 +95,7 @@ def computed(network, target, way):
 def _own_cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        patch.setattr(cache, "_ready", {})
+        patch.setattr("cnnexp.backends.simd.program._ready", {})
         yield
 
 
@@ -238,9 +240,10 @@ def test_every_tap_of_every_output_is_in_one_phase(size, kernel, stride, pad):
 @pytest.mark.parametrize("width", [1, 2, 3])
 def test_panels_have_a_place_for_every_weight(outputs, width):
     panels = Panels(5, outputs, width, 16)
-    places = panels.positions()
-    assert len(set(places.ravel())) == places.size
-    assert places.max() < panels.size
+    flat, packed = np.arange(1, 5 * outputs + 1), np.zeros(panels.size, int)
+    for ours, theirs in panels.views(flat, packed):
+        theirs[...] = ours
+    assert sorted(packed[packed > 0]) == flat.tolist()
     assert sum(size * times for _, size, times in panels.kinds) == panels.vectors
 
 
@@ -330,7 +333,7 @@ def test_a_plan_which_outlives_its_program_holds_less_than_a_byte_a_parameter():
         held, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert held < network.parameter_count <= len(plan.parameters.positions)
+    assert held < network.parameter_count <= plan.parameters.size
 
 
 def test_memory_is_bounded_by_the_tile_not_the_batch():
@@ -561,21 +564,21 @@ TRIPLE = float32(float32)
 
 def test_the_cache_compiles_once(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(cache, "_ready", {})
-    assert cache.load_or_compile(tripled, TRIPLE, "a")(np.float32(2)) == 6
+    monkeypatch.setattr(dispatchers, "_ready", {})
+    assert load_or_compile(tripled, TRIPLE, "a")(np.float32(2)) == 6
     (file,) = cache.cache_folder().iterdir()
     content = file.read_bytes()
 
-    monkeypatch.setattr(cache, "_ready", {})
+    monkeypatch.setattr(dispatchers, "_ready", {})
     monkeypatch.setattr(cache, "write_private", lambda *_: pytest.fail("compiled again"))
-    assert cache.load_or_compile(tripled, TRIPLE, "a")(np.float32(2)) == 6
+    assert load_or_compile(tripled, TRIPLE, "a")(np.float32(2)) == 6
     monkeypatch.undo()
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for damaged in (content[:-1], b"", content[:40] + b"x" + content[41:]):
         file.write_bytes(damaged)
-        monkeypatch.setattr(cache, "_ready", {})
-        assert cache.load_or_compile(tripled, TRIPLE, "a")(np.float32(2)) == 6
+        monkeypatch.setattr(dispatchers, "_ready", {})
+        assert load_or_compile(tripled, TRIPLE, "a")(np.float32(2)) == 6
         replaced = file.read_bytes()
         digest, body = replaced[: cache.DIGEST_BYTES], replaced[cache.DIGEST_BYTES :]
         assert digest == hashlib.sha256(body).digest()
@@ -611,8 +614,8 @@ def test_the_cache_forgets_what_was_not_used_for_longest(tmp_path, monkeypatch):
 def test_a_folder_that_cannot_be_written_costs_a_compilation_only(tmp_path, monkeypatch):
     tmp_path.chmod(0o500)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(cache, "_ready", {})
-    assert cache.load_or_compile(tripled, TRIPLE)(np.float32(2)) == 6
+    monkeypatch.setattr(dispatchers, "_ready", {})
+    assert load_or_compile(tripled, TRIPLE)(np.float32(2)) == 6
 
 
 SCRIPT = """

@@ -14,8 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cnnexp.backends import cache
-from cnnexp.backends.simd import CpuSimd, apart
+from cnnexp.backends.simd import CpuSimd, apart, program
 from cnnexp.backends.simd.host import host, host_target
 from cnnexp.errors import CompilerDied
 from cnnexp.network import Flatten, Linear, Network
@@ -33,7 +32,7 @@ SMALL = (
 SITE = """
 import os, sys, time
 if "apart:answer" in " ".join(sys.orig_argv):
-    from cnnexp.backends import cache
+    from cnnexp.backends.simd import apart
 
     def abort(*_):
         os.write(2, b"python: X86.cpp:7: void f(): Assertion `VT.isInteger()' failed.\\nStack dump\\n")
@@ -43,7 +42,7 @@ if "apart:answer" in " ".join(sys.orig_argv):
         open("hangs", "w").close()
         time.sleep(600)
 
-    cache.compiled_bytes = {compiler}
+    apart.compile_here = {compiler}
 """
 DIED = re.escape("backend=cpu-simd: the compiler was ended by SIGABRT (Assertion `VT.isInteger()' failed), for ")
 DIED += rf"{re.escape(host()[1])} with {host_target().lanes} lanes, on .*Convolution, .*Dense; "
@@ -117,12 +116,12 @@ def cold(tmp_path, monkeypatch):
     """An empty cache, and compiling apart as in a run; yield the list of what was asked of the child."""
     asked = []
 
-    def compile_apart(key, *described):
+    def compile_apart(key, described):
         asked.append(key)
-        return COMPILE_APART(key, *described)
+        return COMPILE_APART(key, described)
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(cache, "_ready", {})
+    monkeypatch.setattr(program, "_ready", {})
     monkeypatch.setattr(apart, "compile_apart", compile_apart)
     return asked
 
@@ -138,10 +137,10 @@ def not_here(*_):
 
 
 def test_the_child_compiles_and_a_warm_start_asks_nobody(cold, monkeypatch):
-    monkeypatch.setattr(cache, "compiled_bytes", not_here)
+    monkeypatch.setattr(apart, "compile_here", not_here)
     assert scores() == [[20.0, 25.0]]
     assert len(cold) == 1
-    cache._ready.clear()
+    program._ready.clear()
     assert scores() == [[20.0, 25.0]]
     assert len(cold) == 1
 
@@ -149,7 +148,7 @@ def test_the_child_compiles_and_a_warm_start_asks_nobody(cold, monkeypatch):
 def test_a_cache_that_cannot_be_written_compiles_nothing_twice(cold, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    monkeypatch.setattr(cache, "compiled_bytes", not_here)
+    monkeypatch.setattr(apart, "compile_here", not_here)
     assert scores() == [[20.0, 25.0]]
 
 

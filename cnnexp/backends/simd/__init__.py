@@ -3,11 +3,12 @@
 How the files stand to each other: `intrinsics` (what only some CPUs have), `emit` (vector instructions), `trace`
 (rules in them) and `layout` (where values lie) at the bottom; kernels in `transfer`, `conv_lanes`, `conv_filters`,
 `picks`, `conv_sparse` and `conv_pair` on `event_lists`, `conv_events`, `elementwise`, `update`, and on `product`,
-packed matrix products, `conv_channels` and `linear`; `nodes` are layers that are computed at once, `cost` says what
-their kernels cost, `ways` chooses among them and `plan` connects them; `step` is the compiled training loop, `barrier`
-where its threads wait for each other, `clocks` what it tells of its parts; `program` is what the train loop sees,
-`team` its threads, `crew` how many of them work now; `apart` compiles in a process of its own; `host` knows the CPU
-and `limit` how fast it multiplies.
+packed matrix products, `conv_channels`, `conv_winograd` and `linear`; `nodes` and those in `convolutions`, `winograd`,
+`pair` and `dense` are layers that are computed at once, `cost` says what their kernels cost, `ways` chooses among them
+and `plan` connects them. `step` is the training loop as Numba compiles it, with `barrier`, where its threads wait for
+each other, `clocks`, what it tells of its parts, and `compose`, its kernels. `entry` says how it is called, `native`
+calls it without Numba and `apart` has it compiled, in a process of its own. `program` is what the train loop sees,
+`team` its threads, `crew` how many of them work now; `host` knows the CPU and `limit` how fast it multiplies.
 """
 
 from __future__ import annotations

@@ -10,12 +10,10 @@ from llvmlite import ir
 from numba import int32, int64, njit, types, uint32
 from numba.extending import intrinsic
 
-from cnnexp.backends.simd.emit import Intrinsic
+from cnnexp.backends.simd.compose import Intrinsic
+from cnnexp.backends.simd.entry import LINE
 from cnnexp.backends.simd.host import host_target
 from cnnexp.backends.simd.intrinsics import PAUSE, call
-
-LINE = 8
-"""Numbers of 8 bytes per cache line: what a thread writes has lines of its own."""
 
 SPINS = 20_000
 """Turns of the waiting loop, 0.4 to 1 ms on x86, before a thread sleeps between them.

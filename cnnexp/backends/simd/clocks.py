@@ -8,16 +8,13 @@ an instruction of some 20 cycles, a load and two stores, once per kernel and til
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
 from cnnexp.backends.parts import Part
 from cnnexp.backends.simd import intrinsics
-from cnnexp.backends.simd.emit import INDEX, Emitter, Intrinsic, Pointer, Target
+from cnnexp.backends.simd.emit import INDEX, Emitter, Pointer, Target
 
 FLOATS = 2  # of a sum of ticks, 64 bits
 ARM_TICKS = "cntvct_el0"  # what LLVM's intrinsic reads on 64-bit Arm only the system may
@@ -60,29 +57,23 @@ class Clocks:
             clocks = (arena or k.arena) + self.offset
             _charge(k.builder, self._target, clocks.value(INDEX), part)
 
-    def charging(self, part: int) -> Callable[..., Any]:
-        """Return a function of an arena for `@njit` code that does as `charge`."""
-        on, target, offset = self.on, self._target, self.offset
+    def charging(self, part: int) -> Callable[[ir.IRBuilder, ir.Value], None]:
+        """Return what emits as `charge` does, given an arena's first float."""
 
-        @intrinsic
-        def charge(typing: Any, arena: types.Type) -> Intrinsic:
-            return types.void(arena), _on_array(
-                lambda b, clocks: _charge(b, target, clocks, part) if on else None, offset
-            )
+        def emit(builder: ir.IRBuilder, arena: ir.Value) -> None:
+            if self.on:
+                _charge(builder, self._target, self._last(builder, arena), part)
 
-        return charge
+        return emit
 
-    def starting(self) -> Callable[..., Any]:
-        """Return a function of an arena for `@njit` code that reads the clock and gives the time before to nobody."""
-        on, target, offset = self.on, self._target, self.offset
+    def starting(self, builder: ir.IRBuilder, arena: ir.Value) -> None:
+        """Emit a reading that gives the time before it to nobody."""
+        if self.on:
+            builder.store(_ticks(builder, self._target), self._last(builder, arena))
 
-        @intrinsic
-        def start(typing: Any, arena: types.Type) -> Intrinsic:
-            return types.void(arena), _on_array(
-                lambda b, clocks: b.store(_ticks(b, target), clocks) if on else None, offset
-            )
-
-        return start
+    def _last(self, builder: ir.IRBuilder, arena: ir.Value) -> ir.Value:
+        """Return the address of the last reading."""
+        return builder.bitcast(builder.gep(arena, [INDEX(self.offset)]), INDEX.as_pointer())
 
     def readings(self, arenas: np.ndarray) -> np.ndarray:
         """Return a view (threads, 1 + parts), int64, of the clocks in arenas (threads, stride)."""
@@ -92,16 +83,6 @@ class Clocks:
 def available(triple: str) -> bool:
     """Whether there is a clock that a program may read on such a machine."""
     return triple.startswith(("x86_64", "aarch64", "arm64"))
-
-
-def _on_array(emit: Callable[[ir.IRBuilder, ir.Value], object], offset: int) -> Callable[..., ir.Value]:
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        array = context.make_array(signature.args[0])(context, builder, arguments[0])
-        clocks = builder.bitcast(builder.gep(array.data, [INDEX(offset)]), INDEX.as_pointer())
-        emit(builder, clocks)
-        return context.get_dummy_value()
-
-    return codegen
 
 
 def _charge(builder: ir.IRBuilder, target: Target, clocks: ir.Value, part: int) -> None:

@@ -28,7 +28,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
 from llvmlite import ir
 
 from cnnexp.backends.simd import picks
@@ -153,12 +152,6 @@ def gradient_parts(taps: int, registers: int) -> list[tuple[int, int]]:
     """
     count = -(-taps // (registers - 5))
     return [(taps * part // count, taps * (part + 1) // count) for part in range(count)]
-
-
-def positions(taps: int, filters: int, room: int) -> np.ndarray:
-    """Return the place of every weight, (taps, filters), of taps that take `room`."""
-    tap, f = np.ogrid[:taps, :filters]
-    return tap * room + f
 
 
 def conv2d_row(k: Emitter, bank: FilterBank, weights: Pointer, bias: Pointer | None, u: ir.Value) -> None:

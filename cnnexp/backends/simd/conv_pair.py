@@ -15,6 +15,7 @@ convolution would make of the image's own edge: a mask for each of the few ways 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -155,19 +156,25 @@ def _edges(first: Correlation, second: Correlation, patch: Patch) -> tuple[np.nd
     """
     ring, (height, width, _) = second.x.ring, second.x.shape
     row, column = first.x.row // first.x.lanes, first.x.column // first.x.lanes
-    pixels = [patch.pixel(lane) for lane in range(patch.vectors * patch.lanes)]
-    numbers: dict[tuple[bool, ...], int] = {}
+    # a lane without a pixel is outside everywhere
+    pixels = [patch.pixel(lane) or (-(1 << 30), 0) for lane in range(patch.vectors * patch.lanes)]
+    down, right = np.array(pixels).T
+    p = np.arange(ring.top + height + ring.bottom - second.kernel + 1)[:, None]
+    q = np.arange(ring.left + width + ring.right - second.kernel + 1)[:, None]
+    stands, reaches = p + down, q + right // patch.channels
+    in_rows, row_kind = _kinds((ring.top <= stands) & (stands < ring.top + height))
+    in_columns, column_kind = _kinds((ring.left <= reaches) & (reaches < ring.left + width))
+    masks, number = _kinds((in_rows[:, None] & in_columns).reshape(-1, len(pixels)))
     edges = np.zeros(round_up(first.x.group // first.x.lanes, 4), np.uint8)
-    for p in range(ring.top + height + ring.bottom - second.kernel + 1):
-        for q in range(ring.left + width + ring.right - second.kernel + 1):
-            inside = tuple(
-                pixel is not None
-                and ring.top <= p + pixel[0] < ring.top + height
-                and ring.left <= q + pixel[1] // patch.channels < ring.left + width
-                for pixel in pixels
-            )
-            edges[(p * row + q * column) * first.stride] = numbers.setdefault(inside, len(numbers))
-    return edges, -np.array(list(numbers), np.int32)
+    numbers = number.reshape(len(in_rows), len(in_columns))[row_kind[:, None], column_kind]
+    edges[(p * row + q.T * column) * first.stride] = numbers
+    return edges, -masks.astype(np.int32)
+
+
+def _kinds(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the rows that differ from each other, and which of them each row is."""
+    found, which = np.unique(rows, axis=0, return_inverse=True)
+    return found, which.ravel()
 
 
 def conv2d_pair_backward(
@@ -188,7 +195,8 @@ def conv2d_pair_backward(
     packed, d_packed = k.arena + room.weights, k.arena + room.gradients
     size = patch.kernel, patch.run, pair.second.filters
     pack_weights(k, weights, packed, d_packed, size, patch.row)
-    _pack_first(k, pair, *first)
+    for weight, place in _each_weight(k, pair, room.first_weights, *first):  # repeated for every pixel of a patch
+        k.store(k.load_float(weight), place)
     places = _first_places(k, pair, room.first_gradients)
     totals = [[k.variable() for _ in row] for row in places]
     with k.loop(k.groups(k.lanes)) as g:
@@ -200,7 +208,8 @@ def conv2d_pair_backward(
         for place, total in zip(place_row, total_row, strict=True):
             k.store(total.get(), place)
     unpack_gradients(k, d_packed, dw, size, patch.row)
-    _unpack_first(k, pair, *first_gradients)
+    for weight, place in _each_weight(k, pair, room.first_gradients, *first_gradients):
+        k.add_to(weight, k.load_float(place))
 
 
 def _first_places(k: Emitter, pair: PairGradient, at: int) -> list[list[Pointer]]:
@@ -212,32 +221,17 @@ def _first_places(k: Emitter, pair: PairGradient, at: int) -> list[list[Pointer]
     ]
 
 
-def _each_lane(k: Emitter, pair: PairGradient, at: int, tap: int) -> list[tuple[ir.Value, Pointer]]:
-    """Return (channel, place) for the lanes in use of the vectors of a tap, or of the bias."""
-    patch = pair.patch
+def _each_weight(
+    k: Emitter, pair: PairGradient, at: int, weights: Pointer, bias: Pointer | None
+) -> Iterator[tuple[Pointer, Pointer]]:
+    """Yield, of the first convolution, (weight, a lane in use where it lies), the biases last."""
+    patch, filters = pair.patch, pair.first.filters
     lanes = [lane for lane in range(patch.patterns * patch.lanes) if lane % patch.row < patch.run]
-    start = k.arena + (at + tap * patch.patterns * patch.lanes)
-    return [(lane % patch.row % patch.channels, start + lane) for lane in lanes]
-
-
-def _pack_first(k: Emitter, pair: PairGradient, weights: Pointer, bias: Pointer | None) -> None:
-    """Repeat the first convolution's weights and bias for every pixel of a patch."""
-    filters = pair.first.filters
-    for tap in range(len(pair.patch.taps) + 1):
-        source = weights + tap * filters if tap < len(pair.patch.taps) else bias
-        if source is not None:
-            for channel, place in _each_lane(k, pair, pair.room.first_weights, tap):
-                k.store(k.load_float(source + channel), place)
-
-
-def _unpack_first(k: Emitter, pair: PairGradient, dw: Pointer, db: Pointer | None) -> None:
-    """Add up the gradients of the pixels of a patch."""
-    filters = pair.first.filters
-    for tap in range(len(pair.patch.taps) + 1):
-        target = dw + tap * filters if tap < len(pair.patch.taps) else db
-        if target is not None:
-            for channel, place in _each_lane(k, pair, pair.room.first_gradients, tap):
-                k.add_to(target + channel, k.load_float(place))
+    sources = [weights + tap * filters for tap in range(len(patch.taps))]
+    for tap, source in enumerate(sources if bias is None else [*sources, bias]):
+        start = k.arena + (at + tap * patch.patterns * patch.lanes)
+        for lane in lanes:
+            yield source + lane % patch.row % patch.channels, start + lane
 
 
 def _follow_events(

@@ -35,7 +35,7 @@ from cnnexp.backends.simd.cost import (
 )
 from cnnexp.backends.simd.emit import Emitter, Kernels, Target
 from cnnexp.backends.simd.event_lists import make_lists
-from cnnexp.backends.simd.layout import Grid, Image, Layout, Matrix, Ring, round_up
+from cnnexp.backends.simd.layout import Grid, Image, Layout, Matrix, Ring, padded_rows, round_up
 from cnnexp.backends.simd.nodes import Node
 from cnnexp.backends.simd.product import Panels, most_height
 from cnnexp.network import ConvStage, PoolStage
@@ -247,6 +247,7 @@ class ChannelConvolution(_Convolution[Image]):
     """Channels in lanes; see `conv_channels`."""
 
     wants = makes = Image
+    whole_vectors = False
 
     @property
     def follows(self) -> bool:
@@ -318,7 +319,7 @@ class ChannelConvolution(_Convolution[Image]):
             windows = Windows(size, self.pool.window.stride, argmax)
         width = conv_channels.panel_width(counts, windows.size if windows else 1, layer.filters, target)
         panels = Panels(layer.kernel**2 * channels, layer.filters, width, target.lanes)
-        plan.parameters.place(stage.weight, panels.size, panels.positions)
+        plan.parameters.place(stage.weight, panels.size, panels.views)
         plan.parameters.place_plain(stage.bias)
         self.sum = conv_channels.Sum(
             self.x, (0, 0), layer.stride, (layer.kernel, layer.kernel), self.y, (0, 0), 1, counts,
@@ -389,6 +390,7 @@ class FilterConvolution(Node[Matrix, Matrix]):
     """Conv2d [+ ReLU] + MaxPool2d that opens a network and leads into a linear layer, filters in lanes."""
 
     wants = makes = Matrix
+    whole_vectors = False
     trains = True
     way = "filters"
 
@@ -442,8 +444,8 @@ class FilterConvolution(Node[Matrix, Matrix]):
         layer, channels, size = self.stage.layer, self.stage.input_shape[2], self.pool.window.size
         images, (rows, columns, _), lanes = plan.arena.images, self.shape, plan.target.lanes
         terms, vectors = layer.kernel**2 * channels, -(-layer.filters // lanes)
-        positions = functools.partial(conv_filters.positions, terms, layer.filters, vectors * lanes)
-        plan.parameters.place(self.stage.weight, terms * vectors * lanes, positions)
+        views = functools.partial(padded_rows, rows=terms, row=vectors * lanes)
+        plan.parameters.place(self.stage.weight, terms * vectors * lanes, views)
         plan.parameters.place_plain(self.stage.bias)
         cells = rows * columns
         geometry = layer.kernel, layer.stride, channels, size, plan.target

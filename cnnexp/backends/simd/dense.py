@@ -105,7 +105,7 @@ class WideDense(Dense):
         (features, outputs), target = self.stage.weight.shape, plan.target
         self.height, _, width = choose_tile((plan.share, 1), 1, -(-outputs // target.lanes), target.registers)
         self.panels = Panels(features, outputs, width, target.lanes)
-        plan.parameters.place(self.stage.weight, self.panels.size, self.panels.positions, plan.owns)
+        plan.parameters.place(self.stage.weight, self.panels.size, self.panels.views, plan.owns)
         plan.parameters.place_plain(self.stage.bias)
         if self.dx:
             self.dy_lanes = plan.arena.grid((1, 1, outputs))
@@ -154,6 +154,7 @@ class WideDense(Dense):
 class SkinnyDense(Dense):
     """Few outputs. Both passes can go by parts of the features: see `FilterClassifier`."""
 
+    whole_vectors = False
     rectifies_dx = True
     way = "skinny"
     runs: tuple[int, int] | None = None
@@ -185,9 +186,9 @@ class SkinnyDense(Dense):
     def prepare(self, plan: Layout) -> None:
         (features, outputs), lanes = self.stage.weight.shape, plan.target.lanes
         run, room = self.runs or (features, features)
-        positions = functools.partial(linear.skinny_positions, features // run, run, room, outputs, lanes)
+        views = functools.partial(linear.skinny_views, runs=features // run, run=run, room=room, lanes=lanes)
         size = linear.skinny_size(features // run * room, outputs, lanes)
-        plan.parameters.place(self.stage.weight, size, positions)
+        plan.parameters.place(self.stage.weight, size, views)
         plan.parameters.place_plain(self.stage.bias)
         self.totals = plan.arena.allocate(plan.arena.images * outputs * lanes)
 
@@ -229,6 +230,7 @@ class FilterClassifier(Node[Matrix, Matrix]):
 
     wants = makes = Matrix
     trains = True
+    whole_vectors = False
     way = "filters-fused"
 
     def __init__(self, conv: FilterConvolution, dense: SkinnyDense) -> None:

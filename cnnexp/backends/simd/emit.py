@@ -1,4 +1,4 @@
-"""Vector kernels written in Python, emitted as LLVM IR: the one place where this backend meets LLVM.
+"""Vector kernels written in Python, emitted as LLVM IR.
 
 A kernel is a Python function that takes an `Emitter` and calls its methods; each method appends instructions. A Python
 `for` therefore unrolls (the register tile of a kernel), while `with k.loop(n) as i` makes a loop that runs. Shapes are
@@ -14,12 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from llvmlite import ir
-from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic
 
 from cnnexp.backends.simd import intrinsics
 
@@ -91,7 +87,9 @@ class Variable:
     """A value that a loop changes; LLVM keeps it in a register."""
 
     def __init__(self, k: Emitter, value: ir.Value) -> None:
-        self._k, self._slot = k, cgutils.alloca_once(k.builder, value.type)
+        self._k = k
+        with k.builder.goto_entry_block():  # what a loop allocates would grow the stack at every turn
+            self._slot = k.builder.alloca(value.type)
         self.set(value)
 
     def get(self) -> ir.Value:
@@ -145,7 +143,7 @@ class Emitter:
     def call(self, name: str, emit: Callable[[Emitter, ir.Value], None], index: ir.Value) -> None:
         """Call emit(k, index) as a function of its own, on the same buffers: registers are allocated by function."""
         *same, _ = self.function.args
-        function = _define(self.module, f"{self.function.name}.{name}", same, self.target, lambda k: emit(k, k.index))
+        function = define(self.module, f"{self.function.name}.{name}", same, self.target, lambda k: emit(k, k.index))
         self.builder.call(function, [*same, index])
 
     def _as_it_is(self) -> ir.values.MDValue:
@@ -201,7 +199,7 @@ class Emitter:
     def prefetch(self, pointer: Pointer, written: bool = False) -> None:
         """Have a cache line brought near that is soon read, or written, and that the CPU does not foresee."""
         kind = ir.FunctionType(ir.VoidType(), [BYTE.as_pointer(), INT, INT, INT])
-        function = cgutils.get_or_insert_function(self.module, kind, "llvm.prefetch.p0i8")
+        function = intrinsics.declare(self.module, kind, "llvm.prefetch.p0i8")
         self.builder.call(function, [pointer.value(BYTE), INT(int(written)), INT(3), INT(1)])
 
     def store_part(self, value: ir.Value, pointer: Pointer, count: int) -> None:
@@ -387,7 +385,8 @@ class Emitter:
         if table is None:
             rows = [ir.Constant(self.bytes, [BYTE(lane) for lane in front_order(m, 8)]) for m in range(256)]
             content = ir.Constant(ir.ArrayType(self.bytes, len(rows)), rows)
-            table = cgutils.global_constant(self.module, "front_orders", content)
+            table = ir.GlobalVariable(self.module, content.type, "front_orders")
+            table.global_constant, table.linkage, table.initializer = True, "internal", content
         row = self.builder.zext(self.builder.bitcast(mask, BYTE), INDEX)
         order = self.builder.load(self.builder.gep(table, [INDEX(0), row]), align=8)
         return self.permute(value, self.builder.zext(order, self.indices))
@@ -413,81 +412,16 @@ def front_order(mask: int, lanes: int) -> list[int]:
 
 Emit = Callable[[Emitter], None]
 Kernels = list[tuple[str, Emit]]
-Codegen = Callable[[Any, ir.IRBuilder, Any, Sequence[ir.Value]], ir.Value]
-Intrinsic = tuple[types.Type, Codegen]
-"""What Numba asks of an intrinsic: its signature, and what emits it."""
-
-
-def compose(name: str, target: Target, kernels: Kernels) -> Callable[..., None]:
-    """Return a function for `@njit` code that runs the kernels in order, each on three arrays and a count of images.
-
-    Each kernel is an LLVM function of its own, so that registers are allocated kernel by kernel.
-    """
-
-    @intrinsic
-    def run(
-        typing: Any, parameters: types.Type, gradients: types.Type, arena: types.Type, count: types.Type
-    ) -> Intrinsic:
-        return _signature(parameters, gradients, arena), _caller(name, target, kernels)
-
-    return run
-
-
-def compose_six(name: str, target: Target, kernels: Kernels) -> Callable[..., None]:
-    """Return a function for `@njit` code that runs the kernels in order, each on six arrays and a count."""
-
-    @intrinsic
-    def run(
-        typing: Any,
-        a: types.Type,
-        b: types.Type,
-        c: types.Type,
-        d: types.Type,
-        e: types.Type,
-        f: types.Type,
-        count: types.Type,
-    ) -> Intrinsic:
-        return _signature(a, b, c, d, e, f), _caller(name, target, kernels)
-
-    return run
-
-
-def compose_five(name: str, target: Target, kernel: Emit) -> Callable[..., None]:
-    """Return a function for `@njit` code that runs one kernel on five arrays and a count."""
-
-    @intrinsic
-    def run(
-        typing: Any, a: types.Type, b: types.Type, c: types.Type, d: types.Type, e: types.Type, count: types.Type
-    ) -> Intrinsic:
-        return _signature(a, b, c, d, e), _caller(name, target, [("kernel", kernel)])
-
-    return run
-
-
-def _signature(*arrays: types.Type) -> types.Type:
-    return types.void(*arrays, types.int64)
-
-
-def _caller(name: str, target: Target, kernels: Kernels) -> Codegen:
-    """Return what emits the calls of the kernels, with the arrays' first elements."""
-
-    def emit_calls(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Sequence[ir.Value]) -> ir.Value:
-        *arrays, count = zip(signature.args, arguments, strict=True)
-        buffers = [context.make_array(kind)(context, builder, value).data for kind, value in arrays]
-        call_kernels(builder, name, target, kernels, [*buffers, count[1]])
-        return context.get_dummy_value()
-
-    return emit_calls
 
 
 def call_kernels(builder: ir.IRBuilder, name: str, target: Target, kernels: Kernels, like: list[ir.Value]) -> None:
     """Define the kernels and call them in order, on `like`: buffers, and the count of images."""
     for kernel_name, emit in kernels:
-        function = _define(builder.module, f"{name}.{kernel_name}", like, target, emit)
+        function = define(builder.module, f"{name}.{kernel_name}", like, target, emit)
         builder.call(function, [*like, INDEX(0)])
 
 
-def _define(module: ir.Module, name: str, like: Sequence[ir.Value], target: Target, emit: Emit) -> ir.Function:
+def define(module: ir.Module, name: str, like: Sequence[ir.Value], target: Target, emit: Emit) -> ir.Function:
     """Emit a kernel into the module, on arguments as those given: buffers, and the count of images."""
     kind = ir.FunctionType(ir.VoidType(), [*(argument.type for argument in like), INDEX])
     function = ir.Function(module, kind, module.get_unique_name(name))

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from llvmlite import ir
-from numba.core import cgutils
 
 PORTABLE = ("llvm.fmuladd", "llvm.sqrt", "llvm.ctpop")
 """What every LLVM since 15 turns into instructions of any CPU; their names go on with a type."""
@@ -59,13 +58,16 @@ def call(
     if not name.startswith(PORTABLE) and NEEDS[name] not in features:
         raise ValueError(f"{name} needs {NEEDS[name]}, and the target has {features}")
     kind = ir.FunctionType(result, [argument.type for argument in arguments])
-    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
+    return builder.call(declare(builder.module, kind, name), arguments)
 
 
 def read_register(builder: ir.IRBuilder, name: str) -> ir.Value:
     """Read a register of 64-bit Arm that programs may read; anywhere else LLVM ends the process."""
     kind = ir.FunctionType(ir.IntType(64), [ir.MetaDataType()])
     register = builder.module.add_metadata([ir.MetaDataString(builder.module, name)])
-    return builder.call(
-        cgutils.get_or_insert_function(builder.module, kind, "llvm.read_volatile_register.i64"), [register]
-    )
+    return builder.call(declare(builder.module, kind, "llvm.read_volatile_register.i64"), [register])
+
+
+def declare(module: ir.Module, kind: ir.FunctionType, name: str) -> ir.Function:
+    """Return a function that is defined elsewhere, declared once in a module."""
+    return module.globals.get(name) or ir.Function(module, kind, name)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -175,13 +175,14 @@ class Arena:
     Args:
         lanes: images per vector.
         groups: vectors of images per tile.
+        images: per tile, if fewer: then nothing may write whole vectors of images to a `Matrix` or an `Image`.
 
     Attributes:
         size: floats. shared: where the room lies that each kernel has for itself while it runs, once all is allocated.
     """
 
-    def __init__(self, lanes: int, groups: int) -> None:
-        self.lanes, self.groups, self.images = lanes, groups, lanes * groups
+    def __init__(self, lanes: int, groups: int, images: int | None = None) -> None:
+        self.lanes, self.groups, self.images = lanes, groups, images or lanes * groups
         # loads may reach one vector past the last value
         self.size = 16 * lanes
         self.shared = self._needed = 0
@@ -252,6 +253,15 @@ def aligned_zeros(shape: Shape) -> np.ndarray:
     return raw[start : start + math.prod(shape)].reshape(shape)
 
 
+Views = list[tuple[np.ndarray, np.ndarray]]
+"""Pairs of views of one shape: what lies in the first, of the network's own order, lies in the second, of a buffer."""
+
+
+def padded_rows(flat: np.ndarray, packed: np.ndarray, rows: int, row: int) -> Views:
+    """Return where the elements of `rows` equal rows lie that take `row` floats each."""
+    return [(flat.reshape(rows, -1), packed[: rows * row].reshape(rows, row)[:, : len(flat) // rows])]
+
+
 class Parameters:
     """Where every parameter lies in this backend's own flat buffer, rounded up to vectors where a kernel likes it so.
 
@@ -265,20 +275,19 @@ class Parameters:
     def __init__(self, lanes: int) -> None:
         self.lanes, self.added, self.owned = lanes, 0, 0
         self._places: dict[str, tuple[bool, int]] = {}
-        self._parts: list[tuple[Parameter, Callable[[], np.ndarray]]] = []
+        self._parts: list[tuple[Parameter, int, Callable[[np.ndarray, np.ndarray], Views]]] = []
 
     @property
     def size(self) -> int:
         """Floats of the buffer."""
         return self.added + self.owned
 
-    def place(self, parameter: Parameter, size: int, positions: Callable[[], np.ndarray], owned: bool = False) -> None:
-        """Give a parameter `size` floats, its elements at `positions()` in them, integers.
-
-        It is asked when somebody wants to know: a plan outlives its program, and should hold no large arrays.
-        """
+    def place(
+        self, parameter: Parameter, size: int, views: Callable[[np.ndarray, np.ndarray], Views], owned: bool = False
+    ) -> None:
+        """Give a parameter `size` floats, where its elements lie as `views` tells of it, flat, and of its room."""
         self._places[parameter.name] = owned, self.owned if owned else self.added
-        self._parts.append((parameter, positions))
+        self._parts.append((parameter, size, views))
         if owned:
             self.owned += round_up(size, 16)
         else:
@@ -288,16 +297,25 @@ class Parameters:
         """Give parameters, those that there are, room in their own order."""
         for parameter in parameters:
             if parameter is not None:
-                self.place(
-                    parameter, round_up(parameter.size, self.lanes), functools.partial(np.arange, parameter.size)
-                )
+                size = round_up(parameter.size, self.lanes)
+                self.place(parameter, size, functools.partial(padded_rows, rows=1, row=size))
 
-    @property
-    def positions(self) -> np.ndarray:
-        """The place of every element of the network's flat buffer, int32 (parameter_count,)."""
-        parts = sorted(self._parts, key=lambda part: part[0].offset)
-        places = (self.offset(parameter) + positions().ravel() for parameter, positions in parts)
-        return np.concatenate([place.astype(np.int32) for place in places])
+    def pack(self, flat: np.ndarray, packed: np.ndarray) -> None:
+        """Put values in the network's order, (parameter_count,), where they lie in a buffer (size,)."""
+        for ours, theirs in self._views(flat, packed):
+            theirs[...] = ours
+
+    def unpack(self, packed: np.ndarray) -> np.ndarray:
+        """Return a buffer's values in the network's order, float32 (parameter_count,)."""
+        flat = np.empty(sum(parameter.size for parameter, _, _ in self._parts), np.float32)
+        for ours, theirs in self._views(flat, packed):
+            ours[...] = theirs
+        return flat
+
+    def _views(self, flat: np.ndarray, packed: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        for parameter, size, views in self._parts:
+            at = self.offset(parameter)
+            yield from views(flat[parameter.offset : parameter.offset + parameter.size], packed[at : at + size])
 
     def offset(self, parameter: Parameter) -> int:
         """Return where a parameter begins, once all have their places."""

@@ -19,7 +19,7 @@ from llvmlite import ir
 
 from cnnexp.backends.simd import update
 from cnnexp.backends.simd.emit import INDEX, Emitter, Pointer
-from cnnexp.backends.simd.layout import LINE_FLOATS, Grid, Matrix, round_up
+from cnnexp.backends.simd.layout import LINE_FLOATS, Grid, Matrix, Views, round_up
 from cnnexp.backends.simd.product import Panels, Steps, add_products, chunks, most_height
 from cnnexp.optimizers import Optimizer
 
@@ -163,11 +163,18 @@ def skinny_size(features: int, outputs: int, lanes: int) -> int:
     return round_up(features, lanes) * outputs
 
 
-def skinny_positions(runs: int, run: int, room: int, outputs: int, lanes: int) -> np.ndarray:
-    """Return the place of every weight of a skinny layer, (D, O), whose features are runs that take `room` each."""
-    d, o = np.ogrid[: runs * run, :outputs]
-    d = d // run * room + d % run
-    return (d // lanes * outputs + o) * lanes + d % lanes
+def skinny_views(flat: np.ndarray, packed: np.ndarray, runs: int, run: int, room: int, lanes: int) -> Views:
+    """Return where the weights (D, O) of a skinny layer lie whose features are runs that take `room` each.
+
+    See `Parameters.place`. The room is whole vectors where there is more than one.
+    """
+    ours, vectors = flat.reshape(runs, run, -1), round_up(room, lanes) // lanes
+    theirs, whole = packed.reshape(runs, vectors, -1, lanes), run // lanes
+    full = ours[:, : whole * lanes].reshape(runs, whole, lanes, ours.shape[2])
+    pairs = [(full.swapaxes(2, 3), theirs[:, :whole])]
+    if whole < vectors:
+        pairs.append((ours[:, whole * lanes :].swapaxes(1, 2), theirs[:, whole, :, : run - whole * lanes]))
+    return pairs
 
 
 def skinny_begin(k: Emitter, totals: Pointer, outputs: int) -> None:

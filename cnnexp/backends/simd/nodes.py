@@ -62,6 +62,8 @@ class Node(Generic[X, Y]):
     """Whether it has parameters."""
     rectify = False
     """Whether it has taken in a ReLU."""
+    whole_vectors: ClassVar[bool] = True
+    """Whether its kernels go by vectors of images, and may write a whole one where a tile has fewer images."""
     rectifies_dx: ClassVar[bool] = False
     """Whether it can see to a ReLU before it when it stores dx."""
 

@@ -63,7 +63,9 @@ class ConvolutionPair(Node[Grid, Grid]):
         return {
             "first.forward": self.first.work(target, images, False)["forward"],
             "forward": self.second.work(target, images, True)["forward"],
-            "backward": Work(macs, following + turned + packed, f"{patch.vectors} vectors of a window"),
+            "backward": Work(
+                macs, following + turned + packed, f"{patch.vectors} vector{'s' * (patch.vectors > 1)} of a window"
+            ),
         }
 
     def part(self, plan: Layout, what: str, kernel: str) -> Part:

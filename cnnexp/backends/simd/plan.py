@@ -38,6 +38,10 @@ STEP = {
 """The parts of a step besides the layers', by name: `wait` is for the other threads."""
 
 
+FEWEST_IN_A_TILE = 2
+"""Part of a vector that a tile of images has room for at least: `predict` takes as many at once."""
+
+
 class Plan:
     """A network laid out in an arena, with the kernels that run it.
 
@@ -53,12 +57,14 @@ class Plan:
     """
 
     def __init__(self, network: Network, target: Target, groups: int, share: int) -> None:
-        images = groups * target.lanes
+        most = groups * target.lanes
         self.network = network
-        self.target, self.share, self.owns = target, min(share, images), share <= images
-        self.arena, self.parameters = Arena(target.lanes, groups), Parameters(target.lanes)
-        self.clocks = Clocks(target)
+        self.target, self.share, self.owns = target, min(share, most), share <= most
         nodes = self.nodes = choose_nodes(network, target, self.share)
+        whole = any(node.whole_vectors for node in nodes)
+        images = most if whole else max(self.share, target.lanes // FEWEST_IN_A_TILE)
+        self.arena, self.parameters = Arena(target.lanes, groups, images), Parameters(target.lanes)
+        self.clocks = Clocks(target)
         self._allocate(network, nodes)
         for node in nodes:
             node.prepare(self)

@@ -18,6 +18,7 @@ import numpy as np
 from llvmlite import ir
 
 from cnnexp.backends.simd.emit import INDEX, Emitter, Pointer, Variable
+from cnnexp.backends.simd.layout import Views
 
 LATENCY = 8
 """Multiply-adds that must be in flight: two units, four cycles."""
@@ -101,14 +102,16 @@ class Panels:
             kinds[-1:] = [(first, size, times - 1), (first + size * (times - 1), size, 1)]
         return kinds
 
-    def positions(self) -> np.ndarray:
-        """Return the place of every weight, int32 (R, F)."""
-        r, f = np.ogrid[: np.int32(self.rows), : np.int32(self.outputs)]
-        vector, lane = f // self.lanes, f % self.lanes
-        size = chunks(self.vectors, self.width)[0][1]
-        panel = vector // size
-        wide = np.minimum(size, self.vectors - panel * size)
-        return (panel * size * self.rows + r * wide + vector - panel * size) * self.lanes + lane
+    def views(self, flat: np.ndarray, packed: np.ndarray) -> Views:
+        """Return where weights lie, see `Parameters.place`."""
+        found, rows = [], flat.reshape(self.rows, self.outputs)
+        for first, width, times in self.kinds:
+            start, stop = first * self.lanes, (first + width * times) * self.lanes
+            # an output's lanes may go past the last one in a panel that stands alone
+            ours = rows[:, start:stop].reshape(self.rows, times, -1).swapaxes(0, 1)
+            theirs = packed[start * self.rows : stop * self.rows].reshape(times, self.rows, -1)
+            found.append((ours, theirs[:, :, : ours.shape[2]]))
+        return found
 
     def valid(self, first: int, width: int) -> list[int]:
         """Return how many lanes of each vector of a panel hold outputs."""

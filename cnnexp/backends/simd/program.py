@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 import time
 import weakref
 from dataclasses import dataclass
 
 import numpy as np
 
-from cnnexp.backends.cache import load_or_compile
+from cnnexp.backends.cache import load_or_make, program_key
 from cnnexp.backends.parts import Part
 from cnnexp.backends.protocol import KernelRow, Program, State
 from cnnexp.backends.simd import apart
-from cnnexp.backends.simd.barrier import LINE
 from cnnexp.backends.simd.crew import Crew
 from cnnexp.backends.simd.emit import Target
-from cnnexp.backends.simd.layout import aligned_zeros
+from cnnexp.backends.simd.entry import APPLY, ARGUMENTS, GRADIENTS, LINE, PREDICT, TRAIN
+from cnnexp.backends.simd.layout import aligned_zeros, round_up
+from cnnexp.backends.simd.native import Function, MachineCode
 from cnnexp.backends.simd.plan import Plan
-from cnnexp.backends.simd.step import APPLY, GRADIENTS, PREDICT, SIGNATURE, TRAIN, make_work
 from cnnexp.backends.simd.team import Team
 from cnnexp.errors import CheckpointError, DataError
 from cnnexp.network import Network
@@ -79,11 +78,9 @@ class SimdProgram(Program[Split]):
         self.network, self.loss, self.optimizer, self.batch_size = network, loss, optimizer, batch_size
         started = time.perf_counter()
         plan = make_plan(network, target, -(-batch_size // threads))
-        make = functools.partial(make_work, plan, loss, optimizer)
-        described = (network, loss, optimizer, target, plan.arena.groups, plan.share + (not plan.owns))
-        self._work = load_or_compile(make, SIGNATURE, *described, elsewhere=apart.compile_apart)
+        self._work = _function((network, loss, optimizer, target, plan.arena.groups, plan.share + (not plan.owns)))
         self._rows = plan.explain(threads)
-        self._positions = plan.parameters.positions
+        self._layout = plan.parameters
         self._outputs = plan.scores.size
         self._parameters = aligned_zeros((plan.parameters.size,))
         self._slots = aligned_zeros((2, plan.parameters.size))
@@ -91,6 +88,7 @@ class SimdProgram(Program[Split]):
         self._arenas = plan.arena.make(threads)
         self._totals = np.zeros((threads, LINE))
         self._flags = np.zeros(threads * LINE, np.int64)
+        self._counts = np.zeros((threads, round_up(2 + threads, LINE)), np.int64)
         self._step = 0
         self._clocks = plan.clocks
         self._ticks = np.zeros(len(plan.clocks.parts), np.int64)
@@ -137,10 +135,10 @@ class SimdProgram(Program[Split]):
         for other in self._gradients[1:]:
             gradient += other
         self._gradients[...] = 0
-        return totals, gradient[self._positions]
+        return totals, self._layout.unpack(gradient)
 
     def apply(self, gradient: np.ndarray, rate: float) -> None:
-        self._gradients[0, self._positions] = gradient
+        self._layout.pack(gradient, self._gradients[0])
         self._run(APPLY, _NO_SPLIT, np.empty(0, np.int64), self.batch_size, rate)
 
     def predict(self, handle: Split) -> np.ndarray:
@@ -153,18 +151,20 @@ class SimdProgram(Program[Split]):
 
     def state(self) -> State:
         self._team.settle()
-        slots = {name: slot[self._positions] for name, slot in zip(self.optimizer.slots, self._slots, strict=False)}
-        return {"parameters": self._parameters[self._positions], "step": np.int64(self._step), **slots}
+        unpack, names = self._layout.unpack, self.optimizer.slots
+        slots = {name: unpack(slot) for name, slot in zip(names, self._slots, strict=False)}
+        return {"parameters": unpack(self._parameters), "step": np.asarray(self._step, np.int64), **slots}
 
     def restore(self, state: State) -> None:
         self._team.settle()
         size = self.network.parameter_count
         for name, target in zip(("parameters", *self.optimizer.slots), (self._parameters, *self._slots), strict=False):
-            source = state[name] if name == "parameters" else state.get(name, np.zeros(size, np.float32))
-            if source.shape != (size,):
+            source = state[name] if name == "parameters" else state.get(name)
+            if source is not None and source.shape != (size,):
                 raise CheckpointError(f"state {name!r} has shape {source.shape}, the network needs ({size},)")
             target[...] = 0  # also what rounds up the parameters, which a lost run may have left as NaN
-            target[self._positions] = source
+            if source is not None:
+                self._layout.pack(source, target)
         self._step = int(state.get("step", 0))
 
     def clocked(self) -> list[tuple[Part, float]]:
@@ -209,7 +209,7 @@ class SimdProgram(Program[Split]):
             lambda rank: self._work(
                 rank, crew, mode, split.bytes_, split.floats, split.taint, split.labels, order, batch,
                 self._parameters, self._slots, self._gradients, self._arenas, scores, self._totals, self._flags,
-                numbers,
+                self._counts, numbers,
             ),
             crew,
         )  # fmt: skip
@@ -225,6 +225,22 @@ class SimdProgram(Program[Split]):
         if not self._readings:
             self._readings.append((began_s, ended - int(clocks[0, 1:].sum())))
         self._readings[1:] = [(time.perf_counter(), ended)]
+
+
+_ready: dict[str, Function] = {}
+"""What this process has compiled or loaded, by `program_key`."""
+
+
+def _function(described: apart.Described) -> Function:
+    """Return the compiled function of a program."""
+    key = program_key(ARGUMENTS, described)
+    if key not in _ready:
+        _ready[key] = load_or_make(
+            key,
+            lambda payload: Function(MachineCode.of_bytes(payload), list(ARGUMENTS.values())),
+            lambda: apart.compile_program(key, described),
+        )
+    return _ready[key]
 
 
 def _indices(order: np.ndarray, split: Split) -> np.ndarray:

@@ -13,25 +13,29 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import llvmlite.binding as llvm
 import numpy as np
 from llvmlite import ir
 from numba import int64, njit, types
 from numba.core import cgutils
 from numba.core.dispatcher import Dispatcher
+from numba.core.registry import cpu_target
 from numba.extending import intrinsic
+from numba.np.numpy_support import from_dtype
 
+from cnnexp.backends.cache import host
 from cnnexp.backends.simd import update
 from cnnexp.backends.simd.barrier import wait
-from cnnexp.backends.simd.emit import Intrinsic, Target, compose, compose_five, compose_six
+from cnnexp.backends.simd.compose import Intrinsic, compose, compose_five, compose_six, on_arena
+from cnnexp.backends.simd.emit import Target
+from cnnexp.backends.simd.entry import APPLY, ARGUMENTS, GRADIENTS, PREDICT, TRAIN, Array
 from cnnexp.backends.simd.host import host_target
 from cnnexp.backends.simd.intrinsics import LOAD_CONTROL, STORE_CONTROL, call
 from cnnexp.backends.simd.layout import Matrix
+from cnnexp.backends.simd.native import MachineCode
 from cnnexp.backends.simd.plan import Plan
 from cnnexp.network.losses import Loss
 from cnnexp.optimizers import Optimizer
-
-PREDICT, GRADIENTS, APPLY, TRAIN = 0, 1, 2, 3
-"""What `work` does: forward only; forward and backward; the optimizer alone; training steps."""
 
 FLUSH_TO_ZERO = 0x8040
 """Bits of x86's MXCSR: results below the normal numbers become 0, and so do operands."""
@@ -54,9 +58,9 @@ def make_work(plan: Plan, loss: Loss, optimizer: Optimizer, key: str) -> Dispatc
     added, owned, clocked = plan.parameters.added, plan.parameters.owned, plan.clocks.on
     fetches = 0 < 4 * owned <= target.second_cache // 2
     fetch = compose("fetch", target, [("owned", update.fetch)])
-    start_clocks = plan.clocks.starting()
+    start_clocks = on_arena(plan.clocks.starting)
     charge_gather, charge_loss, charge_wait, charge_update = (
-        plan.clocks.charging(plan.step_parts[name]) for name in ("gather", "loss", "wait", "update")
+        on_arena(plan.clocks.charging(plan.step_parts[name])) for name in ("gather", "loss", "wait", "update")
     )
     tile_loss = _tile_loss(loss, plan.scores, plan.d_scores, compiled)
     apply_update = _update(optimizer, target, compiled)
@@ -71,7 +75,8 @@ def make_work(plan: Plan, loss: Loss, optimizer: Optimizer, key: str) -> Dispatc
     def work(
         rank: int, crew: int, mode: int, bytes_: np.ndarray, floats: np.ndarray, taint: np.ndarray, labels: np.ndarray,
         order: np.ndarray, batch: int, parameters: np.ndarray, slots: np.ndarray, gradients: np.ndarray,
-        arenas: np.ndarray, scores: np.ndarray, totals: np.ndarray, flags: np.ndarray, numbers: np.ndarray,
+        arenas: np.ndarray, scores: np.ndarray, totals: np.ndarray, flags: np.ndarray, counts: np.ndarray,
+        numbers: np.ndarray,
     ) -> None:  # fmt: skip
         """Do one thread's part.
 
@@ -82,14 +87,15 @@ def make_work(plan: Plan, loss: Loss, optimizer: Optimizer, key: str) -> Dispatc
             parameters: (size,). slots: (2, size). gradients: (shares, size), zero before and after a step.
             arenas: (shares, ...). scores: (len(order), O), filled by `PREDICT`.
             totals: float64 (shares, LINE), added to: losses and hits. flags: int64 (shares * LINE,), for the barrier.
+            counts: int64 (shares, at least 2 + shares), room to tell `owned_updates` of shares and their images.
             numbers: float32 (steps, 3), the learning rate and the optimizer's constants, by step.
         """
         _flush_denormals()
         shares, count = gradients.shape[0], len(order)
         mine, next_ = shares * rank // crew, shares * (rank + 1) // crew
         size = added if mode == TRAIN else len(parameters)
-        counts = np.empty(2 + shares, np.int64)
-        counts[1] = shares
+        told = counts[rank]
+        told[1] = shares
         if clocked:
             for share in range(mine, next_):
                 start_clocks(arenas[share])
@@ -131,10 +137,10 @@ def make_work(plan: Plan, loss: Loss, optimizer: Optimizer, key: str) -> Dispatc
                     if clocked:
                         charge_update(arena)
                     if mode == TRAIN:
-                        counts[0] = share
+                        told[0] = share
                         for other in range(shares):
-                            counts[2 + other] = here * (other + 1) // shares - here * other // shares
-                        owned_updates(parameters, slots[0], slots[1], numbers[step], arenas, counts, 0)
+                            told[2 + other] = here * (other + 1) // shares - here * other // shares
+                        owned_updates(parameters, slots[0], slots[1], numbers[step], arenas, told, 0)
                 wait(flags, rank, crew)
                 if clocked:
                     for share in range(mine, next_):
@@ -144,31 +150,46 @@ def make_work(plan: Plan, loss: Loss, optimizer: Optimizer, key: str) -> Dispatc
                     if clocked:
                         charge_update(arenas[mine])
 
-    return compiled(work, from_python=True)
+    return compiled(work)
 
 
-def _read_only(number: types.Type) -> types.Array:
-    """Return the type of a flat array that may be read-only, as a memory-mapped data set is."""
-    return types.Array(number, 1, "C", readonly=True)
+def machine_code(plan: Plan, loss: Loss, optimizer: Optimizer, key: str) -> MachineCode:
+    """Compile `work`, see `make_work`.
+
+    Raises:
+        RuntimeError: Numba compiles for another CPU than the plan was made for.
+    """
+    found = cpu_target.target_context.codegen().magic_tuple()
+    if found != host():
+        raise RuntimeError(f"Numba compiles for {found}, the kernels are for {host()}; NUMBA_CPU_NAME tells both")
+    work = make_work(plan, loss, optimizer, key)
+    work.compile(SIGNATURE)
+    compiled = work.overloads[SIGNATURE.args]
+    _, _, (object_file, bitcode) = compiled.library.serialize_using_object_code()
+    functions = llvm.parse_bitcode(bitcode).functions
+    needs = sorted(f.name for f in functions if f.is_declaration and not f.name.startswith("llvm."))
+    return MachineCode(compiled.fndesc.llvm_func_name, tuple(needs), object_file)
 
 
-SIGNATURE = types.void(
-    int64, int64, int64, _read_only(types.uint8), _read_only(types.float32), _read_only(types.float32),
-    _read_only(types.int32), _read_only(types.int64), int64,
-    types.float32[::1], types.float32[:, ::1], types.float32[:, ::1], types.float32[:, ::1], types.float32[:, ::1],
-    types.float64[:, ::1], types.int64[::1], types.float32[:, ::1],
-)  # fmt: skip
+def _type(argument: Array | None) -> types.Type:
+    if argument is None:
+        return int64
+    return types.Array(from_dtype(np.dtype(argument.kind)), argument.dimensions, "C", readonly=not argument.written)
+
+
+SIGNATURE = types.void(*map(_type, ARGUMENTS.values()))
 
 
 def _compiler(key: str) -> Callable:
     """Return a decorator: Numba's, for functions whose machine code bears the key in its name.
 
-    Only a function `from_python` gets the wrapper, a fifth of the time to compile, with which Python can call it.
+    None gets the wrapper with which Python can call it, a fifth of the time to compile, and none counts who holds an
+    array: that is what machine code would need Numba's runtime for.
     """
+    options = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "_nrt": False}
 
-    def compiled(function: Callable, from_python: bool = False) -> Callable:
+    def compiled(function: Callable) -> Callable:
         function.__qualname__ = f"{function.__name__}_{key}"
-        options = {"no_cpython_wrapper": not from_python, "no_cfunc_wrapper": True}
         return njit(nogil=True, error_model="numpy", **options)(function)
 
     return compiled

@@ -1,0 +1,138 @@
+"""Compiled code runs without Numba, and never on anything but what it was compiled for."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from cnnexp.backends.simd import apart, step
+from cnnexp.backends.simd.entry import ARGUMENTS, Array
+from cnnexp.backends.simd.host import host_target
+from cnnexp.backends.simd.native import Function, MachineCode
+from cnnexp.network import Flatten, Linear, Network
+from cnnexp.network.losses import Loss
+from cnnexp.optimizers import SGD
+
+DESCRIBED = Network((2, 2, 1), (Flatten(), Linear(2))), Loss.SOFTMAX_CROSS_ENTROPY, SGD(), host_target(), 1, 4
+HOST = """
+from cnnexp.backends.cache import host
+import sys
+found = host()
+assert "numba" not in sys.modules
+from numba.core.registry import cpu_target
+assert found == cpu_target.target_context.codegen().magic_tuple(), found
+"""
+RUN = """
+import sys
+import numpy as np
+from cnnexp.backends import backend_class
+from cnnexp.network import Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU
+from cnnexp.network.losses import Loss
+from cnnexp.optimizers import Adam
+
+network = Network((6, 6, 1), (Conv2d(2, 3), ReLU(), MaxPool2d(2), Flatten(), Linear(3)))
+program = backend_class("cpu-simd")(1).compile(network, Loss.SOFTMAX_CROSS_ENTROPY, Adam(), 4)
+program.restore({"parameters": network.initial_parameters(0)})
+handle = program.load(np.random.default_rng(0).random((9, 6, 6, 1), np.float32), np.arange(9) % 3)
+loss = program.train(handle, np.arange(9), 0.01).loss
+print("numba" in sys.modules, loss, program.predict(handle).tobytes().hex())
+"""
+BRING = """
+import sys
+from cnnexp.backends.simd.native import Function, MachineCode
+made = MachineCode.of_bytes(sys.stdin.buffer.read())
+Function(MachineCode(made.symbol, (*made.needs, "numba_unpickle"), made.object_file), [])
+assert "numba" in sys.modules
+"""
+
+
+def run(script, folder, payload=b"", **environment):
+    """Run a script in a process of its own; return what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        input=payload,
+        capture_output=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "XDG_CACHE_HOME": str(folder), **environment},
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    return done.stdout.decode().split()
+
+
+@pytest.fixture(scope="module")
+def made():
+    return MachineCode.of_bytes(apart.compile_here("key", DESCRIBED))
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        {"NUMBA_CPU_NAME": "generic"},
+        {"NUMBA_CPU_NAME": "nocona"},
+        {"NUMBA_ENABLE_AVX": "0"},
+        {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma"},
+    ],
+    ids=lambda environment: ",".join(environment.values()) or "this CPU",
+)
+def test_the_cpu_is_what_numba_compiles_for(environment, tmp_path):
+    run(HOST, tmp_path, **environment)
+
+
+def test_neither_a_cold_nor_a_warm_start_imports_numba(tmp_path):
+    cold, warm = run(RUN, tmp_path), run(RUN, tmp_path)
+    assert cold[0] == warm[0] == "False"
+    assert cold == warm
+
+
+def test_what_only_numba_has_it_is_asked_for(made, tmp_path):
+    run(BRING, tmp_path, made.to_bytes())
+
+
+def test_code_that_calls_what_nobody_has_is_refused(made):
+    with pytest.raises(LookupError, match="calls nothing_of_the_kind, which"):
+        Function(MachineCode(made.symbol, ("nothing_of_the_kind",), made.object_file), [])
+    with pytest.raises(LookupError, match="no other_name in"):
+        Function(MachineCode("other_name", made.needs, made.object_file), [])
+
+
+@pytest.mark.parametrize("payload", [b"", b"code", b"[1]\ncode", b"{}\n", b'["a", 1]\ncode'])
+def test_bytes_that_are_no_code_raise(payload):
+    with pytest.raises((ValueError, TypeError)):
+        MachineCode.of_bytes(payload)
+
+
+def test_bytes_come_back_as_they_went(made):
+    assert MachineCode.of_bytes(made.to_bytes()) == made
+    assert not [name for name in made.needs if name.startswith(("NRT_", "numba_", "Py"))]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        np.zeros(4, np.float64),
+        np.zeros((2, 2), np.float32),
+        np.zeros(8, np.float32)[::2],
+        np.frombuffer(bytes(16), np.float32),
+        [0.0, 0.0],
+    ],
+    ids=["type", "dimensions", "strides", "read-only", "list"],
+)
+def test_an_array_that_is_not_what_the_code_takes_is_refused(made, wrong):
+    function = Function(made, [Array("float32", 1, written=True)])
+    with pytest.raises(TypeError, match="given for Array"):
+        function(wrong)
+
+
+def test_numba_and_we_must_mean_the_same_cpu(monkeypatch):
+    monkeypatch.setattr(step, "host", lambda: ("x86_64", "another", "+sse2"))
+    with pytest.raises(RuntimeError, match=r"Numba compiles for .*, the kernels are for .*another"):
+        apart.compile_here("key", DESCRIBED)
+
+
+def test_every_argument_has_a_parameter_of_its_name():
+    """`ARGUMENTS` goes by order; a swap of two arrays of one kind would go unseen."""
+    work = step.make_work(apart.Plan(*DESCRIBED[:1], *DESCRIBED[3:]), *DESCRIBED[1:3], "key").py_func
+    assert work.__code__.co_varnames[: work.__code__.co_argcount] == tuple(ARGUMENTS)
