@@ -172,14 +172,15 @@ def report(ledger: Ledger, program: Profiled, epochs: Sequence[EpochResult], bac
     limits = dict(backend.limits())
     found["machine"] = limits if "gb_per_s" in limits else {**machine_limits(backend.threads), **limits}
     trained_s = _trained_s(ledger.seconds)
-    flops = _flops_per_image(program.network, program.batch_size) * images / trained_s
-    found["share_of_gflops"] = flops / 1e9 / found["machine"]["gflops"]
     rows = program.explain()
     found["ways"] = {" ".join(row.layers): row.way for row in rows if row.layers} or {
         part.name: part.kernel for part in own if part.what == "forward" and part.multiply_adds
     }
     layers = list(_fused(own, program, images) if own else _layers(ledger.seconds, program, images))
     found["layered"] = bool(layers)
+    # a fused program leaves out what the layers one by one would compute in vain
+    flops = sum(layer["flops"] for layer in layers) or _flops_per_image(program.network, program.batch_size) * images
+    found["share_of_gflops"] = flops / trained_s / 1e9 / found["machine"]["gflops"]
     if layers:
         found["layers"] = layers
         found["parallel_share"] = _layers_s(ledger.seconds) / trained_s

@@ -131,6 +131,9 @@ def test_a_fused_program_that_clocks_itself_tells_its_groups_of_layers():
     assert conv["bytes"] == 128 * 4 * (288 + 100 + 2 * 76 / 16)
     assert sum(conv["kernels"].values()) == pytest.approx(conv["seconds"])
     assert conv["at_once"]
+    seconds, flops = (sum(layer[what] for layer in found["layers"]) for what in ("seconds", "flops"))
+    done = flops / (seconds / found["parallel_share"]) / 1e9
+    assert found["share_of_gflops"] == pytest.approx(done / found["machine"]["gflops"]), "not of what is left out"
     named = metrics(found)
     assert named["profile/conv1 relu1 maxpool1/backward_ms"] == pytest.approx(1e3 * conv["seconds"] / 128)
     assert 0 < named["profile/parallel_share"] < 1

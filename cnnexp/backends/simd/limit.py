@@ -21,8 +21,11 @@ from cnnexp.backends.simd.host import host_target
 CHAINS = 12
 """Sums at once: two units of four cycles need 8, and AVX2 has 16 registers."""
 
-TURNS, ROUNDS = 1_000_000, 5
-"""Turns of the loop in a measurement, some ms; the best of so many counts: a limit is what the machine can do."""
+TURNS, ROUNDS = 4_000_000, 10
+"""Turns of the loop in a measurement, some 6 ms, and measurements, of which the best counts.
+
+A limit is what the machine can do, and the core of a second thread may take a millisecond to wake.
+"""
 
 
 @functools.cache
