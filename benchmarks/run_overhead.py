@@ -54,10 +54,10 @@ CLOCKS = {
     "cnnexp.tracking.journal:Run.__init__": "logging",
     "cnnexp.tracking.journal:Run.begin": "logging",
     "cnnexp.tracking.journal:Run.wait": "logging",
-    "cnnexp.tracking.journal:Run.epoch": "logging",
+    "cnnexp.tracking.journal:Run.finished": "logging",
     "cnnexp.tracking.journal:Run.__exit__": "logging",
     "cnnexp.tracking.journal:Run._draw": "figures",
-    "cnnexp.training.checkpoint:Keeper.save": "checkpoints",
+    "cnnexp.training.checkpoint:CheckpointWriter.save": "checkpoints",
 }
 OUTSIDE = ("start and imports", "configuration and the rest", "end")
 COUNTED = ("data", "evaluation", "logging", "figures")

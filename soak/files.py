@@ -291,14 +291,14 @@ def _checkpoint() -> list[bytes]:
     import tempfile
 
     from cnnexp import SGD, Constant, Flatten, Linear, Loss, Network
-    from cnnexp.training.checkpoint import Keeper, describe
+    from cnnexp.training.checkpoint import CheckpointWriter, describe
 
     network = Network((3, 3, 1), (Flatten(), Linear(2)))
     training = describe(network, Loss.SOFTMAX_CROSS_ENTROPY, SGD(), 8, Constant(), 5, "0" * 64)
     with tempfile.TemporaryDirectory() as folder:
         state = {"parameters": np.arange(network.parameter_count, dtype=np.float32)}
         about = {"classes": ["a", "b"], "pixels": "uint8", "look": None}
-        return [Keeper(Path(folder), training).save(state, about).read_bytes()]
+        return [CheckpointWriter(Path(folder), training).save(state, about).read_bytes()]
 
 
 def _seal_checkpoint(content: bytes) -> bytes:

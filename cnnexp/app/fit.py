@@ -24,7 +24,7 @@ from cnnexp.optimizers import OPTIMIZERS, SGD, Optimizer
 from cnnexp.system.registry import Registry
 from cnnexp.tracking import verdict
 from cnnexp.tracking.address import store_uri
-from cnnexp.tracking.journal import Run
+from cnnexp.tracking.journal import Run, save_epochs
 from cnnexp.tracking.metrics import epoch_metrics, summary
 from cnnexp.tracking.pipe import Recorder
 from cnnexp.training import checkpoint
@@ -100,7 +100,8 @@ class Fit:
         Raises:
             CheckpointError: it cannot be written.
         """
-        keeper = checkpoint.Keeper(Path(folder) / checkpoint.FOLDER, self._training, self.epochs)
+        save_epochs(Path(folder), self.epochs)
+        keeper = checkpoint.CheckpointWriter(Path(folder) / checkpoint.FOLDER, self._training, self.epochs)
         return keeper.save(self.state, self._about)
 
     def __repr__(self) -> str:
@@ -180,13 +181,13 @@ def fit(
             done.append(result)
             if run is not None:
                 run.interference = watch.interference()
-                run.epoch(result)
+                run.finished(result)
             if result.epoch < epochs:
                 quiet.wait()
         about = run.facts if run is not None else _about(dataset)
         state = program.state()
         if run is not None:
-            keeper = checkpoint.Keeper(run.folder / checkpoint.FOLDER, training, done)
+            keeper = checkpoint.CheckpointWriter(run.folder / checkpoint.FOLDER, training, done)
             run.set_model(keeper.save(state, about))
     return Fit(
         network=network,

@@ -10,11 +10,11 @@ from typing import Any, Self
 from cnnexp.app.config import Trainer
 from cnnexp.backends.protocol import Program
 from cnnexp.tracking.journal import Run
-from cnnexp.training.checkpoint import FOLDER, Checkpoint, Keeper
+from cnnexp.training.checkpoint import FOLDER, Checkpoint, CheckpointWriter
 from cnnexp.training.loop import EpochResult, Progress
 
 
-class Keeping:
+class CheckpointCallback:
     """Context manager: keeps what a program has trained, in the folder of its run.
 
     Args:
@@ -42,16 +42,16 @@ class Keeping:
     ) -> None:
         history, self._kept = (resumed.history, resumed.begun) if resumed else ((), None)
         self._run, self._program, self._trainer, self._within, self._clock = run, program, trainer, within, clock
-        self._keeper = Keeper(run.folder / FOLDER, training, history, trainer.keep_last, trainer.keep_best)
+        self._writer = CheckpointWriter(run.folder / FOLDER, training, history, trainer.keep_last, trainer.keep_best)
         self._latest = self._kept
         self._save(begun=self._kept)  # of the start: so a run that is stopped in its first epoch can go on, too
 
     def __enter__(self) -> Self:
         return self
 
-    def epoch(self, result: EpochResult) -> None:
-        """Keep what an epoch has made."""
-        self._save(result)
+    def finished(self, result: EpochResult) -> None:
+        """Keep what an epoch has made, as `Run` has recorded it."""
+        self._save(self._run.epochs[-1])
 
     def progressed(self, progress: Progress) -> None:
         """Keep how far an epoch is, where that is due."""
@@ -72,9 +72,9 @@ class Keeping:
         """Keep how far an epoch is that Ctrl-C or a signal ends."""
         latest = self._latest
         stopped = isinstance(error, KeyboardInterrupt) and self._within and latest is not None
-        if stopped and latest != self._kept and latest is not None and latest.epoch == self._keeper.epochs + 1:
+        if stopped and latest != self._kept and latest is not None and latest.epoch == self._writer.epochs + 1:
             self._save(begun=latest)
 
     def _save(self, result: EpochResult | None = None, begun: Progress | None = None) -> None:
-        self._run.set_model(self._keeper.save(self._program.state(), self._run.facts, result, begun))
+        self._run.set_model(self._writer.save(self._program.state(), self._run.facts, result, begun))
         self._kept, self._kept_at = begun, self._clock()

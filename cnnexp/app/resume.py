@@ -10,8 +10,8 @@ from typing import Any
 
 from cnnexp.errors import CheckpointError, ConfigError
 from cnnexp.measuring.environment import config_hash, outputs_dir
-from cnnexp.tracking.events import JOURNAL, hash_in, read_journal
-from cnnexp.tracking.folder import is_claimed
+from cnnexp.tracking.events import JOURNAL, Journal, hash_in, read_journal
+from cnnexp.tracking.folder import is_locked
 from cnnexp.training import checkpoint
 
 AUTO = "auto"
@@ -20,7 +20,7 @@ ID_START = re.compile("[0-9a-f]{4,32}")
 
 
 @dataclass(frozen=True)
-class Earlier:
+class ResumePoint:
     """A run that was stopped.
 
     Attributes:
@@ -42,6 +42,10 @@ class Earlier:
             return None
         found = checkpoint.load(self.path)
         checkpoint.check_same(found, training, self.path)
+        journal = Journal(self.folder)
+        journal.read()
+        results = {epoch: entry["result"] for epoch, entry in journal.epochs.items()}
+        found = checkpoint.take_history(found, results, self.path)
         if found.epoch > epochs:
             raise ConfigError(f"trainer.epochs={epochs}: {self.path} has done {found.epoch} already; give as many")
         if found.begun is not None and found.begun.epoch > epochs:
@@ -49,7 +53,7 @@ class Earlier:
         return found
 
 
-def find_earlier(resume: str | None, folder: Path, config: Mapping[str, Any]) -> Earlier | None:
+def find_earlier(resume: str | None, folder: Path, config: Mapping[str, Any]) -> ResumePoint | None:
     """Return the run to go on from, None to start afresh.
 
     Args:
@@ -70,7 +74,7 @@ def find_earlier(resume: str | None, folder: Path, config: Mapping[str, Any]) ->
     holder = folder_of(path)
     if holder.resolve() == folder.resolve() and path != checkpoint.list_checkpoints(path.parent)[-1]:
         raise ConfigError(f"trainer.resume={resume!r}: later checkpoints lie beside it; choose another hydra.run.dir")
-    return Earlier(holder, path)
+    return ResumePoint(holder, path)
 
 
 def find_run(named: str, given: str) -> Path:
@@ -126,17 +130,17 @@ def _trained() -> Iterator[Path]:
             yield journal.parent
 
 
-def _newest(folder: Path, wanted: str) -> Earlier | None:
+def _newest(folder: Path, wanted: str) -> ResumePoint | None:
     """Return the run of a folder, else the newest of a config that has a checkpoint, else the newest of it."""
     own = Path(folder) / JOURNAL
     if own.exists():
-        return Earlier(folder, _checkpoint(folder))
+        return ResumePoint(folder, _checkpoint(folder))
     same = [journal for journal in outputs_dir().rglob(JOURNAL) if hash_in(journal) == wanted]
     same.sort(key=lambda journal: journal.stat().st_mtime, reverse=True)
-    stopped = [journal.parent for journal in same if not is_claimed(journal.parent)]
+    stopped = [journal.parent for journal in same if not is_locked(journal.parent)]
     with_checkpoint = ((holder, path) for holder in stopped if (path := _checkpoint(holder)) is not None)
     holder, path = next(with_checkpoint, (stopped[0] if stopped else None, None))
-    return None if holder is None else Earlier(holder, path)
+    return None if holder is None else ResumePoint(holder, path)
 
 
 def _checkpoint(folder: Path) -> Path | None:

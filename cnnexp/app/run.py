@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from cnnexp.app.config import Settings, Trainer
 from cnnexp.app.console import Display
-from cnnexp.app.keeping import Keeping
-from cnnexp.app.resume import Earlier
+from cnnexp.app.keeping import CheckpointCallback
+from cnnexp.app.resume import ResumePoint
 from cnnexp.app.sweep import write_csv
 from cnnexp.backends.protocol import Backend, Program
 from cnnexp.datasets import Dataset
@@ -35,7 +35,7 @@ from cnnexp.workers.program import ParallelProgram
 log = logging.getLogger(__name__)
 
 
-def train(settings: Settings, run: Run, earlier: Earlier | None = None, job: str = "") -> None:
+def train(settings: Settings, run: Run, earlier: ResumePoint | None = None, job: str = "") -> None:
     """Train what the settings describe, from where an earlier run was stopped; record it in `run`, show it.
 
     Args:
@@ -80,7 +80,7 @@ def train(settings: Settings, run: Run, earlier: Earlier | None = None, job: str
         display.start(dataset, network, backend, program.compile_s)
         if backend.explain:
             display.explain(program.explain())
-        keeping = Keeping(run, program, trainer, training, resumed, within=parallel is None)
+        keeping = CheckpointCallback(run, program, trainer, training, resumed, within=parallel is None)
         stack.enter_context(keeping)
         history = resumed.history if resumed else ()
         run.resume(history)
@@ -107,7 +107,7 @@ class _Pieces:
     beside: Profiled | None
 
 
-def _train_epochs(pieces: _Pieces, display: Display, keeping: Keeping, begun: Progress | None) -> None:
+def _train_epochs(pieces: _Pieces, display: Display, keeping: CheckpointCallback, begun: Progress | None) -> None:
     """Train every epoch that is left, the one that was `begun` first; each is recorded, shown and kept."""
     trainer, workers = pieces.settings.trainer, pieces.settings.workers.count
     run, ledger, beside, baseline = pieces.run, pieces.ledger, pieces.beside, None
@@ -139,11 +139,11 @@ def _train_epochs(pieces: _Pieces, display: Display, keeping: Keeping, begun: Pr
     ):
         with ledger.span("record"):
             run.interference = watch.interference() if workers == 1 else None
-            run.epoch(result)
+            run.finished(result)
             display.epoch(result)
             if baseline is not None:
                 run.summarize(_limit(baseline, pieces.backend, workers))
-            keeping.epoch(result)
+            keeping.finished(result)
         if result.epoch < trainer.epochs:
             _await_quiet(patience, ledger)
     if pieces.settings.baseline is not None and beside is not None and beside.shares():

@@ -106,7 +106,7 @@ def begin(
         tags = {"kind": "sweep", "overrides": " ".join(overrides)}
         call = {"name": f"sweep {name}", "params": {}, "tags": tags, "key": uuid.uuid4().hex}
         try:
-            run_id = recorder.ask("begin", **call)(START_S)
+            run_id = recorder.call("begin", within_s=START_S, **call)
         except NoAnswerYet as silent:
             log.warning("%s; the sweep goes on, and is recorded when it answers", silent)
     sweep = Sweep(str(folder), run_id, _this_process(), paper, list(varied), jobs, time.time(), call)
@@ -142,7 +142,7 @@ def finish(sweep: Sweep, recorder: Recorder | None = None, interrupted: bool = F
         draw("draw_sweep", folder=str(figures), rows=finished, varied=varied(found))
         failed = len(_failed(found, sweep.paper))
         if ranked:
-            recorder.post("log", run_id=run_id, metrics=ranked, step=0, time_ms=int(time.time() * 1000))
+            recorder.call("log", run_id=run_id, metrics=ranked, step=0, time_ms=int(time.time() * 1000))
         recorder.call(
             "finish",
             run_id=run_id,
@@ -159,9 +159,7 @@ def finish(sweep: Sweep, recorder: Recorder | None = None, interrupted: bool = F
 
 def _begin_late(sweep: Sweep, found: Sequence[Mapping[str, Any]], recorder: Recorder) -> str:
     """Make the parent run of a sweep whose store did not answer when it began, with the jobs under it."""
-    if not recorder.alive:
-        recorder.restart()
-    run_id: str = recorder.call("begin", goes_on=True, **sweep.begin)
+    run_id: str = recorder.call("begin", **sweep.begin)
     recorded = (read_journal(Path(sweep.folder) / row["job"])["run_id"] for row in found)
     recorder.call("adopt", parent=run_id, run_ids=[job for job in recorded if job is not None])
     return run_id

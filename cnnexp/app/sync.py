@@ -48,7 +48,7 @@ def command(arguments: Sequence[str]) -> None:
                 recorders[place] = Recorder(*place)
                 stack.callback(recorders[place].close)
             try:
-                run_id = recorders[place].call("deliver", folder=str(folder))
+                run_id = recorders[place].call("sync", folder=str(folder))
             except TrackingError as error:
                 problems.append(str(error))
                 continue

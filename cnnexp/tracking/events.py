@@ -1,7 +1,7 @@
-"""The journal of a run, as a file: an event a line, in `journal.jsonl` of the run's folder.
+"""The journal of a run: `journal.jsonl` of its folder, an event a line, and the only record that a run writes.
 
-It is written before any store is told, so it is what a store is brought up to: by the recorder that takes over from a
-dead one, by the next start, or by `cnnexp sync`. Imports nothing heavy, since the recorder reads it, too.
+Whatever is known of a run elsewhere follows from this file: a recorder reads it while the run goes on, and brings the
+store up to it; so does the next recorder where one dies, the next start, and `cnnexp sync`. Imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -9,78 +9,132 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO, TextIO
 
 from cnnexp.system.files import open_regular
 
 JOURNAL = "journal.jsonl"
+SCHEMA = 2  # of its events, in its first line; what a later version writes is not read as ours
 FALLBACK = "backend.fallback"  # tag: the backend that took over from one whose compiler died
 DISTURBED = "timing.disturbed"  # tag: whether other work took more of the time than a verdict stands
 KEY = "record.key"  # tag: names a run in any store; made when it first begins
-FOLDER = "record.folder"  # tag: of the run, which tells what a store lacks
+FOLDER = "record.folder"  # tag: of the run, where its journal is
 LACKING = "UNAVAILABLE"  # status of a run whose backend this machine cannot run
 DIED = "DIED"  # of one that never ended
+MODEL, EXAMPLE = "model", "input_example.json"  # folder of the run's, and an image in it that the model takes
 MOST_BYTES, MOST_LINE = 1 << 32, 1 << 24  # of a journal, and of an event in it
+_UNENDED: dict[str, Any] = {
+    "status": DIED,
+    "error": "the process died",
+    "fallback": None,
+    "disturbed": None,
+    "metrics": {},
+    "tags": {},
+    "model": None,
+    "artifacts": [],
+    "stored": False,
+}
 
 
-def read_journal(folder: Path) -> dict[str, Any]:
-    """Return what the journal of a run's folder tells.
+class Journal:
+    """What the journal of a run's folder says; `read` takes in what has been written since.
 
     A line that is no event of ours, such as the last one of a process that was killed while it wrote, is left out.
 
-    Returns:
-        The facts of its last `job` line (name, overrides, config, config_hash, contended; empty without one), with
-        `status` (DIED if it never ended), `error` (or None), `fallback` (the backend that took over, or None),
-        `disturbed` (by other work; None where it is not known), `begin` (what `Store.begin` was given, else empty),
-        `run_id` (of the MLflow run, or None), `stored` (whether the store was brought up to the end), `metrics` (the
-        final ones), `tags` (added at the end), `epochs` (a list of metrics by name, each epoch once) and `times_ms`
-        (by epoch, and the end's by 0: when it was).
+    Args:
+        folder: of the run; it need not be there.
+
+    Attributes:
+        facts: of its last `job` line name, overrides, config, config_hash and contended (empty without one), with
+            `status` (DIED if it never ended), `error` (or None), `fallback` (the backend that took over, or None),
+            `disturbed` (by other work; None where it is not known), `begin` (what `Store.begin` is given, else empty),
+            `run_id` (of the MLflow run, or None), `stored` (whether the store was brought up to the end), `metrics`
+            (the final ones), `tags` (added at the end), `model` (what `Store.save_model` is given, or None),
+            `artifacts` ((file or folder, folder among the artifacts) pairs beside the usual ones) and `time_ms` (of
+            the end).
+        epochs: by number, each once: its `metrics` by name, `time_ms`, when it ended, and `result`, all that a run
+            needs to go on after it.
+        unsent: numbers of the epochs that were read and that nobody has taken out.
     """
-    unended: dict[str, Any] = {
-        "status": DIED,
-        "error": "the process died",
-        "fallback": None,
-        "disturbed": None,
-        "metrics": {},
-        "tags": {},
-        "begin": {},
-        "stored": False,
-    }
-    facts: dict[str, Any] = {
-        "name": "", "overrides": [], "config": {}, "config_hash": "", "contended": False, "run_id": None, **unended
-    }  # fmt: skip
-    epochs: dict[int, dict[str, float]] = {}
-    times_ms: dict[int, int] = {}
-    for entry in _events(Path(folder) / JOURNAL):
-        with contextlib.suppress(KeyError, TypeError, AttributeError):
-            match entry.pop("event"):
-                case "job" if _describes(entry):  # the first, or of a process that goes on where another ended
-                    facts.update(unended)
-                    facts.update(entry)
-                case "begin":
-                    facts["begin"] = dict(entry)
-                case "recorded":
-                    facts["run_id"] = entry["run_id"]
-                case "epoch":
-                    epochs[entry["epoch"]] = {"epoch": entry["epoch"], **entry["metrics"]}
-                    times_ms[entry["epoch"]] = entry.get("time_ms", 0)
-                case "finish":
-                    facts.update(status=entry["status"], metrics=entry["metrics"], tags=entry["tags"])
-                    facts.update(error=entry["tags"].get("error"), fallback=entry["tags"].get(FALLBACK))
-                    facts["disturbed"] = {"true": True, "false": False}.get(entry["tags"].get(DISTURBED))
-                    times_ms[0] = entry.get("time_ms", 0)
-                case "stored":
-                    facts["stored"] = True
-    return {**facts, "epochs": list(epochs.values()), "times_ms": times_ms}
+
+    def __init__(self, folder: Path) -> None:
+        self._path, self._at = Path(folder) / JOURNAL, 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self.facts: dict[str, Any] = {
+            "name": "", "overrides": [], "config": {}, "config_hash": "", "contended": False, "run_id": None,
+            "time_ms": 0, "begin": {}, **_UNENDED,
+        }  # fmt: skip
+        self._key: str | None = None
+        self.epochs: dict[int, dict[str, Any]] = {}
+        self.unsent: list[int] = []
+
+    def read(self) -> dict[str, Any]:
+        """Take in all whole lines that are new; return `facts`."""
+        with (
+            contextlib.suppress(FileNotFoundError, NotADirectoryError),
+            open_regular(self._path, MOST_BYTES) as file,
+        ):
+            if os.fstat(file.fileno()).st_size < self._at:  # another run's, in the place of one that never trained
+                self._at = 0
+                self._clear()
+            file.seek(self._at)
+            while (entry := _next_event(file)) is not None:
+                self._at = file.tell()
+                with contextlib.suppress(KeyError, TypeError, AttributeError):
+                    self._take(entry)
+        return self.facts
+
+    def _take(self, entry: dict[str, Any]) -> None:
+        facts = self.facts
+        match entry.pop("event"):
+            case "job" if _describes(entry):  # the first, or of a process that goes on where another ended
+                if facts["begin"] and facts["begin"]["tags"].get("config_hash") != entry.get("config_hash", ""):
+                    facts["begin"] = {}  # it will begin a record of its own
+                facts.update({**_UNENDED, **entry})
+            case "begin":
+                if self._key not in (None, entry["key"]):
+                    self.unsent.clear()  # they are of another record
+                facts["begin"], self._key = entry, entry["key"]
+            case "recorded":
+                facts["run_id"] = entry["run_id"]
+            case "epoch":
+                epoch, metrics = entry.pop("epoch"), dict(entry["metrics"])
+                self.epochs[epoch] = {"time_ms": 0, "result": None, **entry, "metrics": metrics}
+                self.unsent.append(epoch)
+            case "model":
+                facts["model"] = entry
+            case "finish":
+                facts.update(status=entry["status"], metrics=entry["metrics"], tags=entry["tags"])
+                facts.update(error=entry["tags"].get("error"), fallback=entry["tags"].get(FALLBACK))
+                facts["disturbed"] = {"true": True, "false": False}.get(entry["tags"].get(DISTURBED))
+                facts.update(time_ms=entry.get("time_ms", 0), artifacts=entry.get("artifacts", []))
+            case "stored":
+                facts["stored"] = True
+
+
+def read_journal(folder: Path) -> dict[str, Any]:
+    """Return the facts of a folder's `Journal`, and as lists what its epochs were.
+
+    Returns:
+        Beside the facts `epochs` (metrics by name, `epoch` among them) and `times_ms` (by epoch, and the end's by 0).
+    """
+    journal = Journal(folder)
+    facts = journal.read()
+    times_ms = {epoch: entry["time_ms"] for epoch, entry in journal.epochs.items()}
+    epochs = [{"epoch": epoch, **entry["metrics"]} for epoch, entry in journal.epochs.items()]
+    return {**facts, "epochs": epochs, "times_ms": {**times_ms, 0: facts["time_ms"]}}
 
 
 def _describes(job: dict[str, Any]) -> bool:
     """Return whether a `job` line holds facts of the kinds that its readers take."""
-    kinds = {"name": str, "overrides": list, "config": dict, "config_hash": str}
-    return all(isinstance(job.get(name, kind()), kind) for name, kind in kinds.items()) and all(
-        isinstance(override, str) for override in job.get("overrides", [])
+    kinds = {"name": str, "overrides": list, "config": dict, "config_hash": str, "schema": int}
+    return (
+        all(isinstance(job.get(name, kind()), kind) for name, kind in kinds.items())
+        and all(isinstance(override, str) for override in job.get("overrides", []))
+        and job.get("schema", SCHEMA) <= SCHEMA
     )
 
 
@@ -93,26 +147,26 @@ def open_journal(path: Path, goes_on: bool = True) -> TextIO:
     return path.open("a", encoding="utf-8")
 
 
-def note(journal: TextIO, event: str, **facts: Any) -> None:
-    """Write an event into an open journal."""
+def note(journal: TextIO, event: str, /, **facts: Any) -> None:
+    """Write an event into an open journal; an epoch is on the disk when this returns, since checkpoints build on it."""
     journal.write(json.dumps({"event": event, **facts}) + "\n")
     journal.flush()
-
-
-def store_status(status: str) -> str:
-    """Return the status of a journal as MLflow has it."""
-    return {LACKING: "FAILED", DIED: "KILLED"}.get(status, status)
+    if event == "epoch":
+        os.fsync(journal.fileno())
 
 
 def hash_in(journal: Path) -> str | None:
     """Return the config hash in the first line of a journal, which is its job's."""
-    return next((entry.get("config_hash") for entry in _events(journal)), None)
+    with contextlib.suppress(OSError), open_regular(journal, MOST_BYTES) as file:
+        return (_next_event(file) or {}).get("config_hash")
+    return None
 
 
-def _events(journal: Path) -> Iterator[dict[str, Any]]:
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError), open_regular(journal, MOST_BYTES) as file:
-        while line := file.readline(MOST_LINE):
-            with contextlib.suppress(ValueError, RecursionError):
-                entry = json.loads(line.decode("utf-8", errors="replace"))
-                if isinstance(entry, dict):
-                    yield entry
+def _next_event(file: BinaryIO) -> dict[str, Any] | None:
+    """Return the next event of a journal, None at the end of its last whole line."""
+    while (line := file.readline(MOST_LINE)) and line.endswith(b"\n"):
+        with contextlib.suppress(ValueError, RecursionError):
+            entry = json.loads(line.decode("utf-8", errors="replace"))
+            if isinstance(entry, dict):
+                return entry
+    return None

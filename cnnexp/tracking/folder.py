@@ -1,4 +1,4 @@
-"""A run's folder belongs to one run at a time, and holds one run: a lock tells who is in it, its files whose it is."""
+"""A run's folder belongs to one process at a time, and holds one run: a lock says who is in it."""
 
 from __future__ import annotations
 
@@ -21,55 +21,59 @@ except ImportError:  # not a POSIX system
 LOCK = "run.lock"
 HELD = "run.held"  # there for as long as a run is, where the file system has no locks
 INSTANT_S = 0.5  # others look into a lock for less
-DELIVERY_S = 60.0  # as long may a recorder need to send what is left of a journal
-DELIVERER = "a recorder"
+SYNC_S = 60.0  # as long may a recorder need to send what is left of a journal
+RECORDER = "a recorder"
 NOT_SUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # by some network file systems
-MOST_BYTES = 2000  # that tell of a holder
+MOST_BYTES = 2000  # that name a holder
 
 
-class Claim:
+class RunLock:
     """The lock of a run's folder, until `release` or the end of the process, however that ends.
 
     It names its holder: process id, host and boot.
 
     Args:
         folder: exists.
-        holder: what this process is; a run waits until a `DELIVERER` has done its work.
+        holder: what this process is; a run waits until a `RECORDER` has done its work.
 
     Raises:
-        ConfigError: another run is in the folder now.
+        ConfigError: another process is in the folder now.
     """
 
     def __init__(self, folder: Path, holder: str = "process") -> None:
-        started = time.monotonic()
-        facts = {"holder": holder, **liveness.describe(os.getpid())}
-        while (release := _claim(folder, facts)) is None:
-            other = _holder(folder)
-            waited, delivers = time.monotonic() - started, other.get("holder") == DELIVERER
-            if waited < (DELIVERY_S if delivers and holder != DELIVERER else INSTANT_S):
-                time.sleep(INSTANT_S / 10)
-                continue
+        release = _wait_for(folder, {"holder": holder, **liveness.describe(os.getpid())}, holder != RECORDER)
+        if release is None:
             delete = f", or delete {folder / HELD} if that is gone" if (folder / HELD).exists() else ""
-            raise ConfigError(f"hydra.run.dir={folder}: {_named(other)} runs in it now; choose another folder{delete}")
+            raise ConfigError(
+                f"hydra.run.dir={folder}: {_named(_holder(folder))} runs in it now; choose another folder{delete}"
+            )
         self.release: Callable[[], None] = release
         """Let others in. Idempotent."""
 
 
-def is_claimed(folder: Path) -> bool:
-    """Return whether a run is in the folder now; a `DELIVERER` that sends what is left of one is waited for."""
+def is_locked(folder: Path) -> bool:
+    """Return whether a run is in the folder now; a `RECORDER` that sends what is left of one is waited for."""
     if not (Path(folder) / LOCK).exists():
         return False
+    release = _wait_for(Path(folder), liveness.describe(os.getpid()), True)
+    if release is not None:
+        release()
+    return release is None
+
+
+def _wait_for(folder: Path, facts: Mapping[str, str], patient: bool) -> Callable[[], None] | None:
+    """Lock a folder, after a `RECORDER` if it is `patient`; return what unlocks it, None where another has it."""
     started = time.monotonic()
-    while (release := _claim(Path(folder), liveness.describe(os.getpid()))) is None:
-        if _holder(folder).get("holder") != DELIVERER or time.monotonic() - started > DELIVERY_S:
-            return True
+    while (release := _lock(folder, facts)) is None:
+        syncs = patient and _holder(folder).get("holder") == RECORDER
+        if time.monotonic() - started >= (SYNC_S if syncs else INSTANT_S):
+            return None
         time.sleep(INSTANT_S / 10)
-    release()
-    return False
+    return release
 
 
-def _claim(folder: Path, facts: Mapping[str, str]) -> Callable[[], None] | None:
-    """Lock a folder and tell of its holder, where it is one; return what unlocks it, None where another has it.
+def _lock(folder: Path, facts: Mapping[str, str]) -> Callable[[], None] | None:
+    """Lock a folder and say who the holder is, where it is one; return what unlocks it, None where another has it.
 
     The system frees the lock of a process that is gone.
     """
@@ -89,12 +93,12 @@ def _claim(folder: Path, facts: Mapping[str, str]) -> Callable[[], None] | None:
         file.close()
         if error.errno not in NOT_SUPPORTED:
             raise
-        return _claim_by_file(folder / HELD, facts)
+        return _lock_by_file(folder / HELD, facts)
     return file.close
 
 
-def _claim_by_file(held: Path, facts: Mapping[str, str]) -> Callable[[], None] | None:
-    """Do as `_claim` by a file that one process alone can make; one whose process is gone is taken away."""
+def _lock_by_file(held: Path, facts: Mapping[str, str]) -> Callable[[], None] | None:
+    """Do as `_lock` by a file that one process alone can make; one whose process is gone is taken away."""
     if _is_gone(found := _read(held)):
         taking = held.with_suffix(".taking")  # of many that find this, one looks again and takes it away
         with contextlib.suppress(FileExistsError):
@@ -114,7 +118,7 @@ def _claim_by_file(held: Path, facts: Mapping[str, str]) -> Callable[[], None] |
 
 
 def _is_gone(facts: Mapping[str, str]) -> bool:
-    """Return whether a holder has ended, as far as this machine can tell: not of one elsewhere."""
+    """Return whether a holder has ended, as far as this machine can say: not of one elsewhere."""
     here, boot = liveness.describe(os.getpid()), liveness.WHERE[0]
     if facts.get(liveness.HOST) != here.get(liveness.HOST):
         return False
@@ -127,7 +131,7 @@ def _holder(folder: Path) -> dict[str, str]:
 
 
 def _read(path: Path) -> dict[str, str]:
-    """Return what a lock tells of its holder; nothing where it tells nothing of the kind."""
+    """Return what a lock says of its holder; nothing where it says nothing of the kind."""
     with contextlib.suppress(OSError, ValueError, RecursionError), path.open("rb") as file:
         facts = json.loads(file.read(MOST_BYTES))
         return {name: str(value) for name, value in facts.items()} if isinstance(facts, dict) else {}

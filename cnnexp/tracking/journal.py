@@ -1,38 +1,49 @@
-"""The record of a run, as the training process sees it: a journal in a folder, and MLflow through a `Recorder`.
+"""The record of a run: `Run` writes its journal, figures and model into its folder, and has a `Recorder` follow it.
 
-`Run` has results recorded as metrics, tags and figures. Every epoch is first a line of `journal.jsonl`, so no failure
-of the store loses it.
+All that MLflow gets, a recorder reads from the journal, so no failure of the store loses anything, and training waits
+for none.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import importlib
 import json
 import logging
 import os
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import numpy as np
 
 from cnnexp.backends.protocol import Backend
 from cnnexp.datasets import Dataset, photograph
-from cnnexp.errors import BackendUnavailable, ConfigError, Diverged, TrackingError
+from cnnexp.errors import BackendUnavailable, CheckpointError, ConfigError, Diverged, TrackingError
 from cnnexp.measuring import environment
 from cnnexp.measuring.explanation import changes, side_of
 from cnnexp.measuring.interference import Interference
 from cnnexp.network import Network
 from cnnexp.system.registry import VARIABLE
 from cnnexp.tracking import verdict
-from cnnexp.tracking.events import DISTURBED, FOLDER, JOURNAL, LACKING, note, open_journal, read_journal, store_status
-from cnnexp.tracking.folder import Claim
+from cnnexp.tracking.events import (
+    DISTURBED,
+    EXAMPLE,
+    FOLDER,
+    JOURNAL,
+    LACKING,
+    MODEL,
+    SCHEMA,
+    Journal,
+    note,
+    open_journal,
+)
+from cnnexp.tracking.folder import RunLock
 from cnnexp.tracking.metrics import (
     TIMES,
     baseline_epoch_s,
@@ -43,18 +54,15 @@ from cnnexp.tracking.metrics import (
     summary,
 )
 from cnnexp.tracking.pipe import ANSWER_S, NoAnswerYet, Recorder, RecorderDied
-from cnnexp.training.checkpoint import holds_checkpoints
-from cnnexp.training.loop import EpochResult
+from cnnexp.training.checkpoint import as_result, holds_checkpoints, plain_result
+from cnnexp.training.loop import EpochResult, Progress
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 PREDICTIONS = "predictions.npz"  # of the test split: labels and predicted, integers (N,)
-PROFILE = "profile.json"
+CONFIG, PROFILE = "config.json", "profile.json"
 REPORT = "report.md"  # the verdict, and MLflow's note of the run
-MODEL = "model"  # folder of the run's
 FIGURES = "cnnexp.tracking.figures"  # loads Matplotlib
-START_S = 5.0  # a store that says nothing for so long is told of a run that trains
-MOST_TRIES = 5  # recorders that die of the same calls
+START_S = 5.0  # as long does a sweep wait for a store that says nothing
 MOST_REASONS = 2  # that a verdict gives for a speedup; `cnnexp explain` gives all
 
 
@@ -114,49 +122,39 @@ class Run:
         self.verdict: list[verdict.Row] = []
         self.contended = contended
         self._config, self._recorder, self._parent = config, recorder, parent
-        self._begun: Callable[[float | None], str] | None = None
-        self._patience_s: float | None = START_S  # None: until the recorder is called dead
-        self._skipped = False
-        self._simulated = False
+        self._skipped = self._has_begun = self._simulated = False
         self._look: photograph.Look | None = None
         self._artifacts: list[tuple[str, str | None]] = []
         self._model: Path | None = None
-        self._behind = False  # whether the recorder was not told all
         self._lost: TrackingError | None = None
         self.folder.mkdir(parents=True, exist_ok=True)
         goes_on = earlier is not None and Path(earlier).resolve() == self.folder.resolve()
-        with contextlib.ExitStack() as claims:
-            claims.callback(Claim(self.folder).release)
+        self._locks = self._lock(earlier, goes_on)
+        before = Journal(self.folder if earlier is None else earlier)
+        begun = before.read()["begin"] if earlier is not None else {}
+        config_hash = environment.config_hash(config)
+        same = bool(begun) and begun["tags"].get("config_hash") == config_hash
+        self._key = begun["key"] if same else uuid.uuid4().hex
+        # what is recorded of an epoch stays, though it may be trained again: its checkpoint may not have been written
+        self._known = before.epochs if same else {}
+        self._noted = set(self._known) if goes_on else set[int]()
+        self._journal = open_journal(self.folder / JOURNAL, goes_on)
+        facts = {"overrides": list(overrides), "config": config, "config_hash": config_hash, "contended": contended}
+        note(self._journal, "job", schema=SCHEMA, name=self.name, **facts)
+
+    def _lock(self, earlier: Path | None, goes_on: bool) -> contextlib.ExitStack:
+        """Return what unlocks the run's folder, and the one that it goes on from, once they are locked."""
+        with contextlib.ExitStack() as locks:
+            locks.callback(RunLock(self.folder).release)
             if earlier is not None and not goes_on:
                 with contextlib.suppress(OSError):  # a folder that nobody can write to
-                    claims.callback(Claim(Path(earlier)).release)
+                    locks.callback(RunLock(Path(earlier)).release)
             if not goes_on and holds_run(self.folder):
                 raise ConfigError(
                     f"hydra.run.dir={self.folder}: holds another run; choose another folder, or go on with that run by "
                     "trainer.resume=auto"
                 )
-            self._claims = claims.pop_all()
-        wanted = environment.config_hash(config)
-        before = read_journal(Path(earlier)) if earlier is not None else None
-        same = before is not None and before["config_hash"] == wanted
-        self._key = before["begin"].get("key") if before is not None and same else None
-        self._goes_on = self._key is not None
-        self._key = self._key or uuid.uuid4().hex
-        # what is recorded of an epoch stays, though it may be trained again: its checkpoint may not have been written
-        self._known: dict[int, tuple[dict[str, float], int]] = {}
-        if before is not None and self._goes_on:
-            metrics = ({**entry} for entry in before["epochs"])
-            self._known = {(epoch := entry.pop("epoch")): (entry, before["times_ms"][epoch]) for entry in metrics}
-        self._noted = set(self._known) if goes_on else set[int]()
-        self._journal = open_journal(self.folder / JOURNAL, goes_on)
-        self._note(
-            "job",
-            name=self.name,
-            overrides=list(overrides),
-            config=config,
-            config_hash=wanted,
-            contended=contended,
-        )
+            return locks.pop_all()
 
     def __enter__(self) -> Self:
         return self
@@ -165,15 +163,21 @@ class Run:
         """Return whether the store has a finished run of the same config; this run then takes over its metrics."""
         if self._recorder is None:
             return False
-        metrics = None
+        metrics, config_hash = None, environment.config_hash(self._config)
         with contextlib.suppress(NoAnswerYet):
-            metrics = self._recorder.ask("finished", config_hash=environment.config_hash(self._config))(ANSWER_S)
+            metrics = self._recorder.call("finished", within_s=ANSWER_S, config_hash=config_hash)
         self._skipped = metrics is not None
         self.metrics.update(metrics or {})
         return self._skipped
 
     def begin(self, dataset: Dataset, network: Network, backend: Backend, workers: int = 1) -> None:
-        """Ask for an MLflow run, once the data is there and the backend made; `wait` for it after compiling."""
+        """Begin the record, once the data is there and the backend made.
+
+        Raises:
+            TrackingError: there is no store at the recorder's address, or it does not answer.
+        """
+        if self._recorder is not None:
+            self._recorder.check()
         self._dataset, self._simulated = dataset, backend.simulated
         self._look = photograph.describe(dataset.train.images, dataset.train.labels, len(dataset.classes))
         self.metrics["model/parameters"] = network.parameter_count
@@ -206,58 +210,25 @@ class Run:
             "parent": self._parent,
             "key": self._key,
         }
-        self._note("begin", **call)
+        note(self._journal, "begin", **call)
+        self._has_begun = True
         for epoch in sorted(self._known):  # for who goes on with this one, should it end before it trains
-            self._note_once(epoch, *self._known[epoch])
+            self._note_epoch(epoch, self._known[epoch])
         if self._recorder is not None:
-            try:
-                self._begun = self._recorder.ask("begin", goes_on=self._goes_on, **call)
-            except RecorderDied:
-                self._begun = self._begin_again()
+            (self.folder / CONFIG).write_text(json.dumps(self._config, indent=2) + "\n", encoding="utf-8")
+        self._follow()
 
     def wait(self) -> None:
-        """Return once the store has the run, so that nothing but training runs while training is timed.
-
-        A store that stands still is waited for once; from then on it is asked in passing, and told all when it answers.
+        """Have the recorder keep still for a while, where it is not ready, so that nothing but training runs.
 
         Raises:
-            TrackingError: the store cannot be opened or written, and nothing is trained yet.
+            TrackingError: the store is known by now to be one that cannot be opened or written.
         """
-        if self._begun is not None and not self._simulated:
-            importlib.import_module(FIGURES)  # while the store is opened
-        tries = MOST_TRIES
-        while self._begun is not None:
-            begun, self._begun = self._begun, None
-            try:
-                self.id = begun(self._patience_s)
-            except NoAnswerYet as silent:
-                if self._patience_s:
-                    log.warning("%s; the run goes on, and is recorded when it answers", silent)
-                self._begun, self._patience_s = begun, 0.0
-                return
-            except TrackingError as failure:
-                tries -= 1
-                passing = self._patience_s == 0.0
-                if not tries or not (passing or isinstance(failure, RecorderDied)):
-                    raise
-                self._begun = self._begin_again()
-                if passing:
-                    return
-            else:
-                self._note("recorded", run_id=self.id)
-                if self.epochs:
-                    self._post("catch_up", folder=str(self.folder))
-
-    def _begin_again(self) -> Callable[[float | None], str]:
-        """Have a recorder, another one where it has died, begin the run as its journal says."""
-        assert self._recorder is not None
-        while True:
-            with contextlib.suppress(RecorderDied):
-                if self._recorder.alive:
-                    self._recorder.reopen()
-                else:
-                    self._recorder.restart()
-                return self._recorder.ask("catch_up", folder=str(self.folder))
+        if self._recorder is not None and (look := self._follow()) is not None:
+            if not look.done():
+                self._recorder.hold()
+            elif (failure := look.exception()) is not None and not isinstance(failure, RecorderDied):
+                raise failure
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -273,35 +244,49 @@ class Run:
 
     def resume(self, history: Sequence[EpochResult]) -> None:
         """Take over the epochs that an earlier process has trained, the first of this run to the last."""
-        if not history:
-            return
-        self.wait()
         self.epochs = list(history)
         for result in history:
-            self._note_epoch(result)
-        self._post("catch_up", folder=str(self.folder))
+            self._note_epoch(result.epoch, self._known.get(result.epoch) or self._entry(result))
+        self._follow()
 
-    def epoch(self, result: EpochResult) -> None:
+    def progressed(self, progress: Progress) -> None:
+        """Record nothing: an epoch counts once it is done."""
+
+    def finished(self, result: EpochResult) -> None:
         """Record one epoch; a store that cannot be written ends no training."""
-        try:
-            self.wait()
-        except TrackingError as lost:
-            self._lost = lost
+        entry = self._known.get(result.epoch)
+        if entry is not None and entry["result"] is not None:
+            result = dataclasses.replace(as_result(entry["result"]), scores=result.scores)
         self.epochs.append(result)
-        metrics, time_ms = self._note_epoch(result)
-        self._post("log", run_id=self.id, metrics=metrics, step=result.epoch, time_ms=time_ms)
+        self._note_epoch(result.epoch, entry or self._entry(result))
+        self._follow()
 
-    def _note_epoch(self, result: EpochResult) -> tuple[dict[str, float], int]:
-        """Write an epoch into the journal, once; return its metrics and when it was, as the journal has them."""
-        fresh = self._worth_telling(epoch_metrics(result, self.contended)), int(time.time() * 1000)
-        metrics, time_ms = self._known.get(result.epoch, fresh)
-        self._note_once(result.epoch, metrics, time_ms)
-        return metrics, time_ms
+    def _entry(self, result: EpochResult) -> dict[str, Any]:
+        metrics = self._meaningful(epoch_metrics(result, self.contended))
+        return {"metrics": metrics, "time_ms": int(time.time() * 1000), "result": plain_result(result)}
 
-    def _note_once(self, epoch: int, metrics: dict[str, float], time_ms: int) -> None:
+    def _note_epoch(self, epoch: int, entry: Mapping[str, Any]) -> None:
+        """Write an epoch into the journal, once."""
         if epoch not in self._noted:
             self._noted.add(epoch)
-            self._note("epoch", epoch=epoch, metrics=metrics, time_ms=time_ms)
+            note(self._journal, "epoch", epoch=epoch, **entry)
+
+    def _follow(self) -> Future[Any] | None:
+        """Have the recorder look into the journal, however the store is; note the id of the run once it is known."""
+        if self._recorder is None or not self._has_begun:
+            return None
+        try:
+            look = self._recorder.follow(self.folder)
+        except TrackingError:  # none can be started now; it is tried again at the next epoch, and at the end
+            return None
+        if self.id is None and look.done() and look.exception() is None:
+            self._take_id(look.result())
+        return look
+
+    def _take_id(self, run_id: str | None) -> None:
+        if run_id is not None and self.id is None:
+            self.id = run_id
+            note(self._journal, "recorded", run_id=run_id)
 
     def summarize(self, metrics: Mapping[str, float]) -> None:
         """Add metrics that are recorded once, e.g. `{"time/compile_s": 1.2}`."""
@@ -326,7 +311,7 @@ class Run:
 
     def add_artifact(self, path: Path, target: str | None = None) -> None:
         """Store a file or folder, if it exists when the run ends, under the folder `target` of its artifacts."""
-        self._artifacts.append((str(path), target))
+        self._artifacts.append((os.path.relpath(path, self.folder), target))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -335,40 +320,58 @@ class Run:
         tags = self._tags if error is None else {**self._tags, "error": _one_line(error)}
         if isinstance(error, Diverged):
             tags["diverged"] = "true"
-        with contextlib.ExitStack() as stack:
-            stack.callback(self._claims.close)
-            stack.enter_context(self._journal)
+        with self._locks, self._journal:
             if self.epochs:
                 self._summarize(status, tags)
-            self._patience_s = None
             try:
-                self.wait()  # for the id, which the verdict names
+                if self._recorder is not None and self._has_begun:
+                    self._recorder.ask("follow", folder=str(self.folder))
+                    if status == "FINISHED" and not self._simulated:
+                        self._draw()  # while the recorder gets ready, and saves the model
             except TrackingError as lost:
                 self._lost = lost
-            if self.epochs:
-                tags["mlflow.note.content"] = self._conclude(status)
-            time_ms = int(time.time() * 1000)
-            self._note("finish", status=status, tags=tags, metrics=self.metrics, time_ms=time_ms)
-            if self._recorder is not None and self.id is not None and self._lost is None:
-                try:
-                    self._insist(functools.partial(self._tell_end, status, tags, time_ms))
-                    self._note("stored")
-                except TrackingError as lost:
-                    self._lost = lost
+            finally:
+                self._finish(status, tags)
         if self._lost is not None and error is None:
             raise TrackingError(
                 f"{self._lost}; all {len(self.epochs)} epochs are in {self.folder / JOURNAL}; "
                 f"{environment.program_name()} sync {self.folder} sends them"
             )
 
+    def _finish(self, status: str, tags: dict[str, str]) -> None:
+        """Conclude, end the journal, and wait for the store to have it all."""
+        recorded = False
+        try:
+            recorded = self._recorded()  # for the id, which the verdict names
+        finally:
+            if self.epochs:
+                tags["mlflow.note.content"] = self._conclude(status)
+            facts = {"status": status, "tags": tags, "metrics": self.metrics, "artifacts": self._artifacts}
+            note(self._journal, "finish", **facts, time_ms=int(time.time() * 1000))
+        if recorded and self._recorded():
+            note(self._journal, "stored")
+
+    def _recorded(self) -> bool:
+        """Wait until the store has all that the journal has; return whether it does."""
+        if self._recorder is None or not self._has_begun:
+            return False
+        try:
+            self._take_id(self._recorder.call("follow", folder=str(self.folder)))
+        except TrackingError as lost:
+            self._lost = lost
+            return False
+        return True
+
     def _summarize(self, status: str, tags: dict[str, str]) -> None:
         self.metrics.update(summary(self.epochs, self.contended, self._config["trainer"].get("target")))
         if self.interference is not None:
             self.metrics["time/waited_share"] = self.interference.waited
             tags[DISTURBED] = str(self.interference.disturbed).lower()
-        self.metrics = self._worth_telling(self.metrics)
+        self.metrics = self._meaningful(self.metrics)
         if status == "FINISHED":
             self._save_predictions()
+            if self._recorder is not None and self._model is not None:
+                self._save_model(self._model)
 
     def _conclude(self, status: str) -> str:
         """Come to the verdict and write it into the folder; return it as Markdown."""
@@ -394,55 +397,18 @@ class Run:
         self.verdict.append(("more", " | ".join(more)))
         page = verdict.markdown(self.name, self.verdict)
         (self.folder / REPORT).write_text(page, encoding="utf-8")
-        self.add_artifact(self.folder / REPORT)
         return page
 
-    def _tell_end(self, status: str, tags: Mapping[str, str], time_ms: int) -> None:
-        """Have the recorder end the run: its last metrics, figures, model and artifacts."""
-        assert self._recorder is not None
-        recorder = self._recorder
-        if self._behind:
-            self._catch_up()
-        elif self.epochs:
-            recorder.post("log", run_id=self.id, metrics=self.metrics, step=0, time_ms=time_ms)
-        if status == "FINISHED":
-            saved = self._save_model(recorder) if self._model is not None else None
-            self._draw()  # while the recorder saves the model
-            if saved is not None:
-                saved()
-        config = self.folder / "config.json"
-        config.write_text(json.dumps(self._config, indent=2) + "\n", encoding="utf-8")
-        self.add_artifact(config)
-        artifacts = [(path, target) for path, target in dict.fromkeys(self._artifacts) if Path(path).exists()]
-        recorder.call("finish", run_id=self.id, status=store_status(status), tags=tags, artifacts=artifacts)
-
-    def _catch_up(self) -> str:
-        """Have the recorder bring the store up to the journal; return the id of the run there."""
-        assert self._recorder is not None
-        return self._recorder.call("catch_up", folder=str(self.folder))
-
-    def _insist(self, call: Callable[[], T]) -> T:
-        """Return what calls of the recorder return; where it dies, another takes over, from the journal."""
-        assert self._recorder is not None
-        for left in reversed(range(MOST_TRIES)):
-            try:
-                if not self._recorder.alive:
-                    self._recorder.restart()
-                    self._recorder.post("catch_up", folder=str(self.folder))
-                return call()
-            except RecorderDied:
-                if not left:
-                    raise
-        raise AssertionError
-
-    def _save_model(self, recorder: Recorder) -> Callable[[], None]:
-        test = self._dataset.test.images
-        return recorder.ask(
-            "save_model",
-            run_id=self.id,
-            checkpoint=str(self._model),
-            folder=str(self.folder / MODEL),
-            example=test[:1].tolist(),
+    def _save_model(self, checkpoint: Path) -> None:
+        """Leave for the recorder what it makes a model of."""
+        test, folder = self._dataset.test.images, self.folder / MODEL
+        folder.mkdir(exist_ok=True)
+        (folder / EXAMPLE).write_text(json.dumps(test[:1].tolist()), encoding="utf-8")
+        note(
+            self._journal,
+            "model",
+            checkpoint=os.path.relpath(checkpoint, self.folder),
+            shape=list(test.shape[1:]),
             pixels=str(test.dtype),
             classes=len(self._dataset.classes),
             step=self.epochs[-1].epoch,
@@ -450,9 +416,6 @@ class Run:
 
     def _draw(self) -> None:
         """Draw the figures; half of them are of times."""
-        self.add_artifact(self.folder / PREDICTIONS)
-        if self._simulated:
-            return
         folder = self.folder / "figures"
         draw(
             "draw_run",
@@ -465,36 +428,15 @@ class Run:
         )
         if self.profile is not None:
             draw("draw_profile", folder=str(folder), profile=self.profile, title=self.name)
-            self.add_artifact(self.folder / PROFILE)
-        self.add_artifact(folder, "figures")
 
     def _save_predictions(self) -> None:
         predicted = predicted_classes(self.epochs[-1].scores)
         labels = self._dataset.test.labels[: len(predicted)]
         np.savez_compressed(self.folder / PREDICTIONS, labels=labels, predicted=predicted)
 
-    def _post(self, method: str, **arguments: Any) -> None:
-        """Send to the store what is in the journal; what does not reach the recorder is caught up with at the end."""
-        if self._recorder is None or self.id is None or self._lost is not None:
-            return
-        try:
-            if not self._recorder.alive:
-                self._recorder.restart()
-                method, arguments = "catch_up", {"folder": str(self.folder)}
-            self._behind |= not self._recorder.post(method, **arguments)
-            if method == "log":
-                self._recorder.settle()
-        except RecorderDied:
-            self._behind = True  # another takes over at the next call
-        except TrackingError as lost:
-            self._lost = lost
-
-    def _worth_telling(self, metrics: Mapping[str, float]) -> dict[str, float]:
+    def _meaningful(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Return the metrics without those that a simulated GPU makes meaningless: its times."""
         return {key: value for key, value in metrics.items() if not (self._simulated and key.startswith(TIMES))}
-
-    def _note(self, event: str, **facts: Any) -> None:
-        note(self._journal, event, **facts)
 
 
 def draw(kind: str, **arguments: Any) -> None:
@@ -509,7 +451,26 @@ def draw(kind: str, **arguments: Any) -> None:
 
 def holds_run(folder: Path) -> bool:
     """Return whether a folder holds what a run has trained; a job that failed before leaves a journal alone."""
-    return holds_checkpoints(folder) or bool(read_journal(folder)["epochs"])
+    journal = Journal(folder)
+    journal.read()
+    return holds_checkpoints(folder) or bool(journal.epochs)
+
+
+def save_epochs(folder: Path, epochs: Sequence[EpochResult]) -> None:
+    """Write the journal of epochs that were trained without one, for checkpoints in the folder to go on from.
+
+    Raises:
+        CheckpointError: the folder holds a run's journal, or cannot be written.
+    """
+    try:
+        if Journal(folder).read()["config"]:
+            raise CheckpointError(f"{folder}: holds a run; choose another folder")
+        folder.mkdir(parents=True, exist_ok=True)
+        with open_journal(folder / JOURNAL, goes_on=False) as journal:
+            for result in epochs:
+                note(journal, "epoch", epoch=result.epoch, metrics=epoch_metrics(result), result=plain_result(result))
+    except OSError as error:
+        raise CheckpointError(f"{folder / JOURNAL}: cannot be written: {error.strerror or error}") from error
 
 
 def _status(error: BaseException | None) -> str:

@@ -48,7 +48,7 @@ class Classifier:
     """
 
     def __init__(self, path: Path, backend: Backend) -> None:
-        trained = checkpoint.load(path, history=False)
+        trained = checkpoint.load(path)
         try:
             self.network, self.loss = checkpoint.rebuild(trained.training)
             self.state = {name: trained.state[name] for name in self.network.initial_state(0)}

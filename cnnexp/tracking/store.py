@@ -1,9 +1,10 @@
-"""The MLflow store: the only file that imports mlflow, and the process that does so.
+"""The MLflow store, and the process that brings it up to journals: the only file that imports mlflow.
 
 Importing MLflow takes longer than a short training, so it happens in a process of its own, which `pipe` starts before
 Hydra, the data and the compiler load: `python -m cnnexp.tracking.store`. It reads one call a line, `[id, name,
-arguments]` as JSON, and answers calls that have an id with `[id, value, error]`. Training never waits for a slow store,
-and a training process that is killed outright leaves no run RUNNING: its end closes the pipe.
+arguments]` as JSON, and answers calls that have an id with `[id, value, error]`. What it records of runs it reads from
+their journals, which grow meanwhile: training never waits for a slow store. A training process that is killed outright
+leaves no run RUNNING: its end closes the pipe.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import json
 import logging
 import os
 import platform
+import queue
 import re
 import secrets
 import shutil
@@ -26,11 +28,11 @@ import time
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-import numpy as np
 import yaml
 
 from cnnexp.errors import ConfigError, TrackingError, without_password
@@ -38,23 +40,22 @@ from cnnexp.measuring import environment
 from cnnexp.system.files import sync_folder
 from cnnexp.tracking import liveness, usage, view
 from cnnexp.tracking.address import alone, artifact_location, database_of, need_answer, need_database, sqlite_uri
-from cnnexp.tracking.events import DIED, FOLDER, JOURNAL, KEY, note, open_journal, read_journal, store_status
-from cnnexp.tracking.folder import DELIVERER, Claim
+from cnnexp.tracking.events import DIED, EXAMPLE, FOLDER, JOURNAL, KEY, LACKING, MODEL, Journal, note, open_journal
+from cnnexp.tracking.folder import RECORDER, RunLock
 
 if TYPE_CHECKING:
-    from mlflow.entities import DatasetInput, Run
+    from mlflow.entities import DatasetInput, Metric, Run
     from mlflow.tracking import MlflowClient
 
 T = TypeVar("T")
 LOCKED, LOCKED_S = "database is locked", 0.5  # what sqlite says, and how soon it is asked again
-SEND_S = 1.0  # metrics are sent no sooner after each other: a short epoch need not wait for its own
+POLL_S = 1.0  # a journal is looked into as often where nobody asks for it, and sent no sooner than this after it was
 RETRY_S = 10.0  # after a failure, no sooner than this
+HOLD_S = 2.0  # as long may the start of a training hold up the loading of libraries
 PARAMS_PER_CALL = 100  # MLflow's limits on one batch
 METRICS_PER_CALL = 1000
 PARENT = "mlflow.parentRunId"  # tag: the run of the sweep that a run is a job of
 EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}  # the page opens on runs, not on GenAI traces
-MODEL = "model"  # name of every run's model: runs:/ID/model
-EXAMPLE = "input_example.json"
 DATABASE_LINE = re.compile(r"\([\w.]*(?:Error|Exception)\) .*")  # as SQLAlchemy quotes its driver
 # what a run leaves in its folder -> the folder among its artifacts
 ARTIFACTS = {
@@ -62,6 +63,16 @@ ARTIFACTS = {
     **{"figures": "figures", "checkpoints": "checkpoints"},
 }
 DIGEST_LENGTH = 36  # MLflow's limit
+
+
+@dataclass
+class _Followed:
+    """A journal on its way into the store: the id of its run, once it is there, and when to look again."""
+
+    journal: Journal
+    run_id: str | None = None
+    key: str | None = None
+    look_at: float = 0.0
 
 
 class Store:
@@ -79,12 +90,12 @@ class Store:
     def __init__(self, uri: str, experiment: str, owner: int | None = None) -> None:
         self._uri, self._owner = uri, os.getpid() if owner is None else owner
         self._usage = usage.Usage(self._owner)
-        self._pending: list[Any] = []
-        self._send_at = 0.0
+        self._followed: dict[str, _Followed] = {}
         self._open_runs: set[str] = set()
+        self._beat_at = 0.0
         with self._explained("cannot be opened"):
             need_answer(uri)
-            _once_unlocked(self._owner, self._open, experiment)
+            _retry(self._owner, self._open, experiment)
             self._end_stale_runs()
 
     def _open(self, experiment: str) -> None:
@@ -94,8 +105,78 @@ class Store:
         with alone(self._uri):
             _make(self._uri)
             client = MlflowClient(tracking_uri=self._uri, registry_uri=self._uri)
-            self._client = cast("MlflowClient", _Patient(client, self._owner))
+            self._client = cast("MlflowClient", _RetryingClient(client, self._owner))
             self._experiment_id = self._experiment(experiment)
+
+    def follow(self, folder: str, now: bool = True) -> str | None:
+        """Bring the store up to the journal of a folder, as far as it is written; `look` does so from now on.
+
+        Args:
+            folder: of a run of our owner's.
+            now: whether to do so at once, however short ago the last time or a failure is.
+
+        Returns:
+            The id of the run; None where there is none yet.
+
+        Raises:
+            TrackingError: the store cannot be written; all is in the journal.
+        """
+        if self._is_orphaned():
+            return self.sync(folder)  # another process may have begun to go on with the run
+        followed = self._followed.setdefault(folder, _Followed(Journal(Path(folder))))
+        facts = followed.journal.read()
+        if facts["begin"] and (now or time.monotonic() >= followed.look_at):
+            followed.look_at = time.monotonic() + RETRY_S
+            self._bring_up(followed, Path(folder))
+            followed.look_at = time.monotonic() + POLL_S
+        return followed.run_id
+
+    def sync(self, folder: str) -> str | None:
+        """Bring the store up to the journal of a run that has ended, however it ended.
+
+        Returns:
+            The id of the run; None where there is nothing to send: it runs, is gone on with in another folder, or
+            nothing of it was recorded.
+
+        Raises:
+            TrackingError: the store cannot be written.
+        """
+        where = Path(folder).resolve()
+        self._followed.pop(folder, None)
+        try:
+            lock = RunLock(where, RECORDER)
+        except ConfigError:
+            return None
+        except OSError as error:
+            raise TrackingError(f"{where}: {error.strerror or error}") from error
+        try:
+            followed = _Followed(Journal(where))
+            facts = followed.journal.read()
+            with self._explained("cannot be written"):
+                key = facts["begin"].get("key")
+                found = self._of_key(key)
+                if key is None or (found is None and not followed.journal.epochs) or _elsewhere(found, where, key):
+                    return None
+            self._bring_up(followed, where, has_ended=True)
+            with open_journal(where / JOURNAL) as file:
+                note(file, "recorded", run_id=followed.run_id)
+                note(file, "stored")
+            return followed.run_id
+        finally:
+            lock.release()
+
+    def look(self) -> None:
+        """Look into all journals that are followed, and say of every open run that it is alive, where that is due."""
+        for folder in tuple(self._followed):
+            with contextlib.suppress(TrackingError):
+                self.follow(folder, now=False)
+        if time.monotonic() >= self._beat_at:
+            self._beat_at = time.monotonic() + liveness.BEAT_S
+            for run_id in tuple(self._open_runs):
+                with contextlib.suppress(Exception):  # the store may be gone for a while
+                    run = self._client.get_run(run_id)
+                    for beating in {run_id, run.data.tags.get(PARENT, run_id)}:
+                        self._client.set_tag(beating, liveness.HEARTBEAT, str(_now_ms()))
 
     def begin(
         self,
@@ -105,153 +186,101 @@ class Store:
         dataset: Mapping[str, Any] | None = None,
         parent: str | None = None,
         key: str | None = None,
-        goes_on: bool = False,
+        is_live: bool = True,
     ) -> str:
-        """Start a run, or go on with one; return its id.
+        """Start a run, or go on with the one of this key, which keeps what it has; return its id.
 
         Args:
             name: shown in the list of runs.
             params: the resolved config by dotted key.
-            tags: what runs are grouped by; facts of the machine and the code are added.
+            tags: what runs are grouped by; facts of the machine and the code are added to those of a live one.
             dataset: name, sha256, source and profile of the data.
             parent: id of the sweep's run.
             key: names the run, whoever begins it.
-            goes_on: whether a run of this key may be there; it is then running again, and keeps what it has.
+            is_live: whether our owner runs it, and has not only found its journal.
         """
-        tags = {**environment.machine_facts(), **environment.versions(), **environment.git_facts(), **tags}
-        tags |= {**liveness.describe(self._owner), liveness.HEARTBEAT: str(_now_ms())}
-        if parent is not None:
-            tags[PARENT] = parent
+        tags = {**tags, **({KEY: key} if key else {}), **({PARENT: parent} if parent else {})}
+        if is_live:
+            tags = {**environment.machine_facts(), **environment.versions(), **environment.git_facts(), **tags}
+            tags |= {**liveness.describe(self._owner), liveness.HEARTBEAT: str(_now_ms())}
         with self._explained("cannot be written"):
-            if self._owner not in (os.getpid(), os.getppid()):
-                raise TrackingError("the training process died")  # another one may have begun to go on with the run
-            found = self._of_key(key) if goes_on and key else None
+            found = self._of_key(key)
             if found is None:
-                run_id = self._create(name, tags, key)
+                run_id = self._client.create_run(self._experiment_id, tags=tags, run_name=name).info.run_id
             else:
                 run_id = found.info.run_id
-                self._client.update_run(run_id, status="RUNNING")
-                for tag, value in tags.items():
-                    self._client.set_tag(run_id, tag, value)
-                if "error" in found.data.tags:
-                    self._client.delete_tag(run_id, "error")
-            self._open_runs.add(run_id)
-            self._pending = []  # what an earlier run could not send is in its journal
+                if is_live:
+                    self._client.update_run(run_id, status="RUNNING")
+                    for tag, value in tags.items():
+                        self._client.set_tag(run_id, tag, value)
+                    if "error" in found.data.tags:
+                        self._client.delete_tag(run_id, "error")
+            self._open_runs |= {run_id} if is_live else set()
             self._describe(run_id, found, params, dataset)
         return run_id
 
-    def catch_up(self, folder: str) -> str:
-        """Go on with the run of a folder, bringing the store up to its journal; return its id.
-
-        Raises:
-            TrackingError: the folder's run was never begun, or the store cannot be written.
-        """
-        journal = read_journal(Path(folder))
-        if not journal["begin"]:
-            raise TrackingError(f"{folder}: holds no run to go on with")
-        run_id = self.begin(**journal["begin"], goes_on=True)
+    def _bring_up(self, followed: _Followed, folder: Path, has_ended: bool = False) -> None:
+        """Send what a journal has and the store lacks; a store keeps a metric of the same step, time and value once."""
+        journal, facts = followed.journal, followed.journal.facts
+        begin, is_first = facts["begin"], followed.run_id is None or followed.key != facts["begin"]["key"]
         with self._explained("cannot be written"):
-            self._send_epochs(run_id, journal)
-        return run_id
-
-    def deliver(self, folder: str) -> str | None:
-        """Bring the store up to the journal of a run that has ended, however it ended.
-
-        Returns:
-            The id of the run; None where there is nothing to deliver: it runs, is gone on with in another folder, or
-            nothing of it was recorded.
-
-        Raises:
-            TrackingError: the store cannot be written.
-        """
-        where = Path(folder).resolve()
-        try:
-            claim = Claim(where, DELIVERER)
-        except ConfigError:
-            return None
-        except OSError as error:
-            raise TrackingError(f"{where}: {error.strerror or error}") from error
-        try:
-            journal = read_journal(where)
-            begin, key = journal["begin"], journal["begin"].get("key")
-            with self._explained("cannot be written"):
-                found = self._of_key(key) if key else None
-                if key is None or (found is None and not journal["epochs"]) or _elsewhere(found, where, key):
-                    return None
-                run_id = found.info.run_id if found else self._create(begin["name"], begin["tags"], key)
-                self._describe(run_id, found, begin["params"], begin["dataset"])
-                self._send_epochs(run_id, journal)
-                status, tags = store_status(journal["status"]), journal["tags"]
-                if journal["status"] == DIED:
-                    status, tags = _how_died(begin["tags"])
-                self.finish(run_id, status, tags, _left_in(where))
-            with open_journal(where / JOURNAL) as file:
-                note(file, "recorded", run_id=run_id)
-                note(file, "stored")
-            return run_id
-        finally:
-            claim.release()
-
-    def beat(self) -> None:
-        """Say of every open run that it is alive."""
-        for run_id in tuple(self._open_runs):
-            with contextlib.suppress(Exception):  # the store may be gone for a while
-                run = self._client.get_run(run_id)
-                for beating in {run_id, run.data.tags.get(PARENT, run_id)}:
-                    self._client.set_tag(beating, liveness.HEARTBEAT, str(_now_ms()))
+            if is_first:
+                followed.run_id = self.begin(**begin, is_live=not has_ended)
+                followed.key = begin["key"]
+            run_id = cast(str, followed.run_id)
+            metrics: list[Metric] = []
+            for epoch in journal.unsent:
+                entry = journal.epochs[epoch]
+                is_new = not is_first and epoch == journal.unsent[-1]  # else nobody knows what was in use then
+                used = self._usage.since_last() if is_new else {}
+                metrics += _metrics({**entry["metrics"], **used}, epoch, entry["time_ms"])
+            self._send(run_id, metrics)
+            journal.unsent.clear()
+            if facts["model"] is not None:
+                self._save_model(run_id, folder, facts["model"])
+                facts["model"] = None
+            if has_ended or facts["status"] != DIED:
+                self._send(run_id, _metrics(facts["metrics"], 0, facts["time_ms"]) if journal.epochs else [])
+                died = facts["status"] == DIED
+                status, tags = _how_died(begin["tags"]) if died else (facts["status"], facts["tags"])
+                left = {**ARTIFACTS, **dict(facts["artifacts"])}
+                artifacts = [(str(folder / name), target) for name, target in left.items() if (folder / name).exists()]
+                self.finish(run_id, "FAILED" if status == LACKING else status, tags, artifacts)
+                self._followed.pop(str(folder), None)
 
     def log(self, run_id: str, metrics: Mapping[str, float], step: int, time_ms: int) -> None:
-        """Record metrics, and of an epoch (a step from 1 on) what of the machine was in use.
+        """Record metrics of a run that has no journal."""
+        with self._explained("cannot be written"):
+            self._send(run_id, _metrics(metrics, step, time_ms))
 
-        They are kept here, for a later call or `finish`, if others were just sent or the store does not answer.
-        """
-        self._pend(run_id, metrics, step, time_ms)
-        if step:
-            self._pend(run_id, self._usage.since_last(), step, time_ms)
-        if time.monotonic() >= self._send_at:
-            pause_s = SEND_S
-            try:
-                self._send_pending(run_id)
-            except Exception:  # whatever its client raises; `finish` tries again and reports it
-                pause_s = RETRY_S
-            self._send_at = time.monotonic() + pause_s
-
-    def save_model(
-        self, run_id: str, checkpoint: str, folder: str, example: list, pixels: str, classes: int, step: int
-    ) -> None:
+    def _save_model(self, run_id: str, folder: Path, model: Mapping[str, Any]) -> None:
         """Log a checkpoint as a model of MLflow's, which `mlflow.pyfunc.load_model` loads beside cnnexp.
 
         Nothing is pickled and no code is written: the data is a copy of the checkpoint, the loader `model`.
 
         Args:
             run_id: as `begin` returned it.
-            checkpoint: the file.
-            folder: made if missing.
-            example: (1, *input_shape), an image that the model takes.
-            pixels: dtype of such images.
-            classes: how many probabilities it gives for each.
-            step: the epoch of the checkpoint.
+            folder: of the run; its folder `MODEL` holds an image that the model takes, `EXAMPLE`.
+            model: `checkpoint` (the file), `shape` and `pixels` (of images and their dtype), `classes` (how many
+                probabilities it gives for each) and `step` (the epoch of the checkpoint).
         """
         from mlflow.entities import LoggedModelOutput
 
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        data = Path(shutil.copy(checkpoint, folder))
-        (Path(folder) / EXAMPLE).write_text(json.dumps(example), encoding="utf-8")
-        with self._explained("cannot be written"):
-            done = self._client.get_run(run_id).outputs
-            if done is not None and any(output.step == step for output in done.model_outputs):
-                return  # by a recorder that died before it could say so
-            logged = self._client.create_logged_model(self._experiment_id, MODEL, run_id)
-            described = {
-                "artifact_path": logged.artifact_location,
-                "model_id": logged.model_id,
-                "run_id": run_id,
-                **_describe_model(data.name, np.shape(example)[1:], pixels, classes),
-            }
-            (Path(folder) / "MLmodel").write_text(yaml.safe_dump(described), encoding="utf-8")
-            self._client.log_model_artifacts(logged.model_id, folder)
-            self._client.finalize_logged_model(logged.model_id, "READY")
-            self._client.log_outputs(run_id, [LoggedModelOutput(logged.model_id, step)])
+        done = self._client.get_run(run_id).outputs
+        if done is not None and any(output.step == model["step"] for output in done.model_outputs):
+            return  # by a recorder that died before it could say so
+        data = Path(shutil.copy(folder / model["checkpoint"], folder / MODEL))
+        logged = self._client.create_logged_model(self._experiment_id, MODEL, run_id)
+        described = {
+            "artifact_path": logged.artifact_location,
+            "model_id": logged.model_id,
+            "run_id": run_id,
+            **_describe_model(data.name, model["shape"], model["pixels"], model["classes"]),
+        }
+        (folder / MODEL / "MLmodel").write_text(yaml.safe_dump(described), encoding="utf-8")
+        self._client.log_model_artifacts(logged.model_id, str(folder / MODEL))
+        self._client.finalize_logged_model(logged.model_id, "READY")
+        self._client.log_outputs(run_id, [LoggedModelOutput(logged.model_id, model["step"])])
 
     def finish(
         self, run_id: str, status: str, tags: Mapping[str, str], artifacts: Sequence[tuple[str, str | None]] = ()
@@ -265,7 +294,6 @@ class Store:
             artifacts: (file or folder, folder among the artifacts) pairs.
         """
         with self._explained("stopped answering"):
-            self._send_pending(run_id)
             for key, value in tags.items():
                 self._client.set_tag(run_id, key, value)
             for path, target in artifacts:
@@ -280,9 +308,6 @@ class Store:
             for run_id in run_ids:
                 self._client.set_tag(run_id, PARENT, parent)
 
-    def settle(self) -> None:
-        """Do nothing: the answer says that all calls before it are done."""
-
     def link(self) -> str:
         """Return the address that shows this experiment's runs; of an sqlite store it works while `cnnexp ui` runs."""
         return view.address(self._uri, self._experiment_id)
@@ -296,6 +321,9 @@ class Store:
 
     def close(self) -> None:
         """End what was never ended: its process is gone."""
+        for folder in tuple(self._followed):
+            with contextlib.suppress(TrackingError):  # it is in the journal
+                self.sync(folder)
         for run_id in tuple(self._open_runs):
             with contextlib.suppress(TrackingError):  # it is in the journal
                 self._end_dead(run_id)
@@ -327,13 +355,12 @@ class Store:
     def _search(self, condition: str, limit: int) -> Sequence[Run]:
         return self._client.search_runs([self._experiment_id], filter_string=condition, max_results=limit)
 
-    def _of_key(self, key: str) -> Run | None:
-        found = self._search(f"tags.`{KEY}` = '{key}'", 1) if key.isalnum() else []
+    def _of_key(self, key: str | None) -> Run | None:
+        found = self._search(f"tags.`{KEY}` = '{key}'", 1) if key and key.isalnum() else []
         return found[0] if found else None
 
-    def _create(self, name: str, tags: Mapping[str, str], key: str | None) -> str:
-        tags = {**tags, **({KEY: key} if key else {})}
-        return self._client.create_run(self._experiment_id, tags=tags, run_name=name).info.run_id
+    def _is_orphaned(self) -> bool:
+        return self._owner not in (os.getpid(), os.getppid())
 
     def _describe(
         self, run_id: str, found: Run | None, params: Mapping[str, str], dataset: Mapping[str, Any] | None
@@ -348,22 +375,9 @@ class Store:
         if dataset is not None and not (found and found.inputs and found.inputs.dataset_inputs):
             self._client.log_inputs(run_id, [_dataset_input(dataset)])
 
-    def _send_epochs(self, run_id: str, journal: Mapping[str, Any]) -> None:
-        """Send all metrics of a journal; a store keeps those with the same name, step, time and value once."""
-        times_ms = journal["times_ms"]
-        self._pending = []
-        for entry in journal["epochs"]:
-            metrics, step = dict(entry), entry["epoch"]
-            del metrics["epoch"]
-            self._pend(run_id, metrics, step, times_ms[step])
-        if journal["epochs"]:
-            self._pend(run_id, journal["metrics"], 0, times_ms.get(0, 0))
-        self._send_pending(run_id)
-
-    def _pend(self, run_id: str, metrics: Mapping[str, float], step: int, time_ms: int) -> None:
-        from mlflow.entities import Metric
-
-        self._pending += [Metric(key, float(value), time_ms, step, run_id=run_id) for key, value in metrics.items()]
+    def _send(self, run_id: str, metrics: Sequence[Metric]) -> None:
+        for start in range(0, len(metrics), METRICS_PER_CALL):
+            self._client.log_batch(run_id, metrics=metrics[start : start + METRICS_PER_CALL])
 
     def _end_stale_runs(self) -> None:
         """End runs whose process and recorder were both killed, on this machine or another."""
@@ -378,15 +392,10 @@ class Store:
             tags = self._client.get_run(run_id).data.tags
         folder, key = tags.get(FOLDER), tags.get(KEY)
         if folder and _key_in(Path(folder)) == key:
-            self.deliver(folder)
+            self.sync(folder)
         else:
             self.finish(run_id, *_how_died(tags))
         self._open_runs.discard(run_id)
-
-    def _send_pending(self, run_id: str) -> None:
-        while self._pending:
-            self._client.log_batch(run_id, metrics=self._pending[:METRICS_PER_CALL])
-            del self._pending[:METRICS_PER_CALL]
 
     @contextlib.contextmanager
     def _explained(self, what: str) -> Iterator[None]:
@@ -399,17 +408,17 @@ class Store:
             raise TrackingError(without_password(f"tracking.uri={self._uri}: {what}: {_reason(error)}")) from error
 
 
-class _Patient:
+class _RetryingClient:
     """A client of MLflow's whose every call, a transaction each, waits until a locked database is free."""
 
     def __init__(self, client: MlflowClient, owner: int) -> None:
         self._client, self._owner = client, owner
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        return functools.partial(_once_unlocked, self._owner, getattr(self._client, name))
+        return functools.partial(_retry, self._owner, getattr(self._client, name))
 
 
-def _once_unlocked(owner: int, call: Callable[..., T], /, *arguments: Any, **named: Any) -> T:
+def _retry(owner: int, call: Callable[..., T], /, *arguments: Any, **named: Any) -> T:
     """Return what a call returns once no other process has the database locked, or `owner` is gone.
 
     MLflow gives up after 20 s, as long as another process may be kept from its commit by a busy disk.
@@ -493,7 +502,7 @@ def _elsewhere(found: Run | None, folder: Path, key: str) -> bool:
 def _key_in(folder: Path) -> str | None:
     """Return which run the journal of a folder is of, None where there is none that can be read."""
     with contextlib.suppress(OSError):
-        return read_journal(folder)["begin"].get("key")
+        return cast(str | None, Journal(folder).read()["begin"].get("key"))
     return None
 
 
@@ -505,19 +514,14 @@ def _how_died(tags: Mapping[str, str]) -> tuple[str, dict[str, str]]:
     return "FAILED", {"error": f"one of {workers} workers died"}
 
 
-def _left_in(folder: Path) -> list[tuple[str, str | None]]:
-    """Return what a run has left in its folder, as artifacts."""
-    return [(str(folder / name), target) for name, target in ARTIFACTS.items() if (folder / name).exists()]
+def _metrics(metrics: Mapping[str, float], step: int, time_ms: int) -> list[Metric]:
+    from mlflow.entities import Metric
+
+    return [Metric(key, float(value), time_ms, step) for key, value in metrics.items()]
 
 
 def _now_ms() -> int:
     return int(time.time() * 1000)
-
-
-def _beat(store: Store) -> None:
-    while True:
-        time.sleep(liveness.BEAT_S)
-        store.beat()
 
 
 def _load(database: bool = False) -> None:
@@ -530,35 +534,112 @@ def _load(database: bool = False) -> None:
         importlib.import_module("mlflow.store.tracking.sqlalchemy_store")
 
 
-def serve(calls: Iterator[str], answer: Callable[[str], None], owner: int) -> None:
+class _Hold:
+    """Keeps the imports of this process still for a while, so that it does not compute beside what is timed.
+
+    An entry of `sys.meta_path`, which Python asks first for every module.
+    """
+
+    def __init__(self) -> None:
+        self._over, self._ends = threading.Event(), 0.0
+
+    def begin(self) -> None:
+        """Hold from now on, for `HOLD_S` at most."""
+        self._ends = time.monotonic() + HOLD_S
+        self._over.clear()
+
+    def end(self) -> None:
+        """Go on."""
+        self._ends = 0.0
+        self._over.set()
+
+    def find_spec(self, *_: Any) -> None:
+        """Wait while it holds; find nothing."""
+        if (left_s := self._ends - time.monotonic()) > 0:
+            self._over.wait(left_s)
+
+
+def serve(lines: Iterator[str], answer: Callable[[str], None], owner: int) -> None:
     """Run the calls of a `cnnexp.tracking.pipe.Recorder`, in the process `owner`, until its pipe closes."""
-    store: Store | None = None
-    for line in calls:
-        if not line.endswith("\n"):
-            break  # cut short: its writer died
-        call_id, name, arguments = json.loads(line)
-        value, error = None, None
+    calls: queue.SimpleQueue[str] = queue.SimpleQueue()
+    hold = _Hold()
+    sys.meta_path.insert(0, cast(Any, hold))
+    threading.Thread(target=_listen, args=(lines, calls, hold), daemon=True).start()
+    server = _Server(owner)
+    while True:
         try:
-            if name == "open":
-                if store is not None:
-                    continue
-                store = Store(**arguments, owner=owner)
-                threading.Thread(target=_beat, args=(store,), daemon=True).start()
-                gc.freeze()  # the libraries are no garbage
-            elif name == "load":
-                _load(**arguments)
-            else:
-                value = getattr(store, name)(**arguments)
-        except Exception as failure:  # the caller gets it and raises it
-            error = str(failure)
-            if not isinstance(failure, TrackingError):
-                error = f"the record of the run cannot be completed: {type(failure).__name__}: {failure}"
+            line = calls.get(timeout=POLL_S)
+        except queue.Empty:
+            server.look()
+            continue
+        if not line.endswith("\n"):
+            break  # the end, or cut short: its writer died
+        call_id, name, arguments = json.loads(line)
+        hold.find_spec()
+        value, error = server.call(name, arguments)
         if call_id is not None:
             answer(json.dumps([call_id, value, error]) + "\n")
-        if name == "finish":
-            gc.collect()  # of a run; see `main`
-    if store is not None:
-        store.close()
+    server.close()
+
+
+def _listen(lines: Iterator[str], calls: queue.SimpleQueue[str], hold: _Hold) -> None:
+    for line in lines:
+        if json.loads(line)[1] == "hold" if line.endswith("\n") else False:
+            hold.begin()
+        else:
+            hold.end()
+            calls.put(line)
+    hold.end()
+    calls.put("")
+
+
+class _Server:
+    """Calls methods of a store, which it opens for the first of them, and again where it could not be opened."""
+
+    def __init__(self, owner: int) -> None:
+        self._owner, self._store = owner, cast("Store | None", None)
+        self._opening: Mapping[str, str] = {}
+        self._open_at, self._failure = 0.0, ""
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> tuple[Any, str | None]:
+        """Return the value of a call, and what went wrong."""
+        try:
+            if name == "load":
+                return _load(**arguments), None
+            if name == "open":
+                self._opening = arguments
+                self._opened(now=True)
+                return None, None
+            return getattr(self._opened(arguments.get("now", True)), name)(**arguments), None
+        except Exception as failure:  # the caller gets it and raises it
+            if isinstance(failure, TrackingError):
+                return None, str(failure)
+            return None, f"the record of the run cannot be completed: {type(failure).__name__}: {failure}"
+        finally:
+            if name in ("finish", "follow") and not arguments.get("now", True):
+                gc.collect()  # of a run; see `main`
+
+    def look(self) -> None:
+        """Do what is due where nobody asks for anything."""
+        if self._store is not None:
+            self._store.look()
+
+    def close(self) -> None:
+        """End what was never ended."""
+        if self._store is not None:
+            self._store.close()
+
+    def _opened(self, now: bool) -> Store:
+        if self._store is None:
+            if not now and time.monotonic() < self._open_at:
+                raise TrackingError(self._failure)
+            try:
+                self._store = Store(**self._opening, owner=self._owner)
+                gc.freeze()  # the libraries are no garbage
+            except TrackingError as failure:
+                self._open_at, self._failure = time.monotonic() + RETRY_S, str(failure)
+                raise
+        return self._store
 
 
 def main() -> None:

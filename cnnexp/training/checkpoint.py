@@ -1,9 +1,8 @@
 """Checkpoints: all that a run needs to go on, in files that are either whole or refused.
 
 A file is a magic line, the SHA-256 of everything after it, and an npz archive of the arrays of `Program.state()` with
-a JSON record beside them. What every epoch was stands once for all checkpoints of a folder, a line an epoch, in a file
-that only grows: the record says how much of it belongs to the checkpoint, with the SHA-256 of that. So epoch 3,000
-costs what epoch 1 did.
+a JSON record beside them. What every epoch was stands in the run's journal, and here only the SHA-256 of that, so epoch
+3,000 costs what epoch 1 did.
 
 Nothing is pickled, so a file runs no code, and one changed bit or missing byte anywhere is found before anything is
 read. Files are written under another name, forced to the disk and renamed, and the one before is kept: a crash at any
@@ -38,18 +37,17 @@ from cnnexp.network import Network
 from cnnexp.network.layers import describe_layer, make_layer
 from cnnexp.network.losses import Loss, Totals
 from cnnexp.optimizers import Optimizer
-from cnnexp.system.files import open_regular, read_regular, sync_folder
+from cnnexp.system.files import read_regular, sync_folder
 from cnnexp.training.baseline import Comparison
 from cnnexp.training.loop import EpochResult, Progress
 from cnnexp.training.schedules import Schedule
 
 log = logging.getLogger(__name__)
 
-MAGIC = b"cnnexp checkpoint 2\n"
+MAGIC = b"cnnexp checkpoint 3\n"
 DIGEST_END = len(MAGIC) + hashlib.sha256().digest_size * 2 + 1
 FOLDER = "checkpoints"
 _WITHIN = "-images-"  # in the name of one within an epoch
-HISTORY = "history.jsonl"
 MOST_BYTES = 1 << 36  # of a file; parameters and two slots of 5 billion numbers
 _NAME = re.compile(r"epoch-(\d{6,9})(?:-images-(\d{9,12}))?\.ckpt")
 _LEFTOVER = re.compile(r"\..*\.\d+\.tmp")
@@ -63,7 +61,8 @@ class Checkpoint:
         epoch: the last one that is done, 0 before the first.
         training: what must be the same for a run to go on as if never stopped: see `describe`.
         state: as `Program.state` returned it after that epoch.
-        history: what every epoch was, first to last; the scores are left out.
+        history_sha256: of what every epoch was, see `take_history`.
+        history: what every epoch was, first to last, once `take_history` has found it; the scores are left out.
         about: facts for the reader, e.g. config hash, backend, versions; never checked.
         begun: how far the next epoch is; None where it has not begun.
     """
@@ -71,12 +70,13 @@ class Checkpoint:
     epoch: int
     training: Mapping[str, Any]
     state: State = field(repr=False)
+    history_sha256: str = ""
     history: tuple[EpochResult, ...] = ()
     about: Mapping[str, Any] = field(default_factory=dict)
     begun: Progress | None = None
 
 
-class Keeper:
+class CheckpointWriter:
     """Writes the checkpoints of one run into a folder that is its own.
 
     The last ones of an epoch stay, and the best: those with the highest held-out accuracy, the earlier of equals; and
@@ -103,20 +103,16 @@ class Keeper:
     ) -> None:
         self._folder, self._training = Path(folder), training
         self._last, self._most_best = last, best
-        self._digest, self._bytes, self._lines = hashlib.sha256(), 0, 0
+        self._digest, self.epochs = hashlib.sha256(), 0
+        """How many epochs are done."""
         self._best: list[tuple[float, int]] = []  # (-accuracy, epoch), the best first
-        lines = [self._count(result) for result in earlier]
-        with self._explained(self._folder / HISTORY):
+        for result in earlier:
+            self._count(result)
+        with self._explained(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
             for path in self._folder.iterdir():
                 if _LEFTOVER.fullmatch(path.name):
                     path.unlink()
-            _write_whole(self._folder / HISTORY, b"".join(lines))
-
-    @property
-    def epochs(self) -> int:
-        """How many epochs are done."""
-        return self._lines
 
     def save(
         self,
@@ -140,16 +136,10 @@ class Keeper:
             CheckpointError: it cannot be written; those before it are untouched.
         """
         within = f"-images-{begun.totals.count:09d}" if begun is not None else ""
-        target = self._folder / f"epoch-{self._lines + (result is not None):06d}{within}.ckpt"
+        if result is not None:
+            self._count(result)
+        target = self._folder / f"epoch-{self.epochs:06d}{within}.ckpt"
         with self._explained(target):
-            if result is not None:
-                before = self._bytes
-                line = self._count(result)
-                with (self._folder / HISTORY).open("rb+") as file:
-                    file.seek(before)
-                    file.write(line)
-                    file.flush()
-                    os.fsync(file.fileno())
             _write_whole(target, self._encode(state, about, begun))
             self._prune()
         return target
@@ -163,19 +153,17 @@ class Keeper:
             if old not in kept and old.name not in best:
                 old.unlink()
 
-    def _count(self, result: EpochResult) -> bytes:
-        """Take an epoch into the history; return its line."""
-        line = json.dumps(_plain_result(result)).encode() + b"\n"
-        self._digest.update(line)
-        self._bytes, self._lines = self._bytes + len(line), self._lines + 1
+    def _count(self, result: EpochResult) -> None:
+        """Take an epoch into the history."""
+        self._digest.update(_line(result))
+        self.epochs += 1
         self._best = sorted([*self._best, (-result.held_out.accuracy, result.epoch)])[: self._most_best]
-        return line
 
     def _encode(self, state: State, about: Mapping[str, Any], begun: Progress | None) -> bytes:
         meta = {
-            "epoch": self._lines,
+            "epoch": self.epochs,
             "training": self._training,
-            "history": {"bytes": self._bytes, "sha256": self._digest.hexdigest()},
+            "history_sha256": self._digest.hexdigest(),
             "about": about,
             "begun": None if begun is None else dataclasses.asdict(begun),
         }
@@ -232,15 +220,11 @@ def rebuild(training: Mapping[str, Any]) -> tuple[Network, Loss]:
     )
 
 
-def load(path: Path, history: bool = True) -> Checkpoint:
-    """Read a checkpoint.
-
-    Args:
-        path: the file.
-        history: whether to read what the epochs were, from the file beside it.
+def load(path: Path) -> Checkpoint:
+    """Read a checkpoint, without its history.
 
     Raises:
-        CheckpointError: the file is missing, cut short, altered, of another version, or not as `Keeper` writes it.
+        CheckpointError: it is missing, cut short, altered, of another version, or not as it is written here.
     """
     path = Path(path)
     try:
@@ -251,13 +235,34 @@ def load(path: Path, history: bool = True) -> Checkpoint:
     if damage:
         raise CheckpointError(f"checkpoint {path}: {damage}{_another(path)}")
     try:
-        return _decode(content, path.parent / HISTORY if history else None)
-    except CheckpointError as error:
-        raise CheckpointError(f"checkpoint {path}: {error}") from error
+        return _decode(content)
     except Exception as error:
-        # the digest is right, so it was written so, by something else than a `Keeper`: whatever reading it raises
+        # the digest is right, so it was written so, by something else than us: whatever reading it raises
         reason = (str(error).splitlines() or [type(error).__name__])[0][:MOST_SAID]
         raise CheckpointError(f"checkpoint {path}: not as cnnexp writes it: {reason}{_another(path)}") from error
+
+
+def take_history(checkpoint: Checkpoint, results: Mapping[int, Mapping[str, Any] | None], path: Path) -> Checkpoint:
+    """Return a checkpoint with what its epochs were.
+
+    Args:
+        checkpoint: as `load` returned it.
+        results: of a journal, by epoch, as `plain_result` returned them.
+        path: of the checkpoint, for the message.
+
+    Raises:
+        CheckpointError: they are missing, or other ones.
+    """
+    digest = hashlib.sha256()
+    try:
+        history = tuple(as_result(results[epoch]) for epoch in range(1, checkpoint.epoch + 1))
+        for result in history:
+            digest.update(_line(result))
+    except (KeyError, TypeError, ValueError):
+        digest.update(b"damaged")
+    if digest.hexdigest() != checkpoint.history_sha256:
+        raise CheckpointError(f"checkpoint {path}: the journal of its run lacks its epochs, or has other ones")
+    return dataclasses.replace(checkpoint, history=history)
 
 
 def find(where: Path, given: str | None = None) -> Path:
@@ -354,8 +359,8 @@ def _damage(content: bytes) -> str | None:
     return None
 
 
-def _decode(content: bytes, history: Path | None) -> Checkpoint:
-    """Return the checkpoint in a file's bytes; raises whatever it likes where they are not as `Keeper` writes them."""
+def _decode(content: bytes) -> Checkpoint:
+    """Return the checkpoint in a file's bytes; raises whatever it likes where they are not as they should be."""
     body = io.BytesIO(content[DIGEST_END:])
     with zipfile.ZipFile(body) as archive:
         for member in archive.infolist():
@@ -369,12 +374,7 @@ def _decode(content: bytes, history: Path | None) -> Checkpoint:
     if type(epoch) is not int or epoch < 0 or not isinstance(training, dict) or not isinstance(about, dict):
         raise ValueError("its record has a field of another type")
     begun = _begun(meta.get("begun"), epoch)
-    if history is None:
-        return Checkpoint(epoch, training, state, (), about, begun)
-    results = _read_history(history, **meta["history"])
-    if [result.epoch for result in results] != list(range(1, epoch + 1)):
-        raise CheckpointError(f"{history.name} beside it is of other epochs")
-    return Checkpoint(epoch, training, state, results, about, begun)
+    return Checkpoint(epoch, training, state, meta["history_sha256"], (), about, begun)
 
 
 def _begun(plain: Any, epoch: int) -> Progress | None:
@@ -402,18 +402,6 @@ def _check_state(state: Mapping[str, np.ndarray]) -> None:
             raise ValueError(f"{name} is {array.dtype} of shape {array.shape}")
 
 
-def _read_history(path: Path, bytes: int, sha256: str) -> tuple[EpochResult, ...]:
-    """Return the epochs in the first bytes of a history."""
-    try:
-        with open_regular(path, MOST_BYTES) as file:
-            content = file.read(min(bytes, MOST_BYTES, os.fstat(file.fileno()).st_size))
-    except OSError as error:
-        raise CheckpointError(f"{path.name} beside it cannot be read: {error.strerror or error}") from error
-    if len(content) != bytes or hashlib.sha256(content).hexdigest() != sha256:
-        raise CheckpointError(f"{path.name} beside it is damaged: its bytes do not match their SHA-256")
-    return tuple(_result(json.loads(line)) for line in content.splitlines())
-
-
 def _another(path: Path) -> str:
     """Return where to go on instead: the newest other checkpoint beside `path` that is whole."""
     for other in reversed(list_checkpoints(path.parent)):
@@ -422,14 +410,22 @@ def _another(path: Path) -> str:
     return ""
 
 
-def _plain_result(result: EpochResult) -> dict[str, Any]:
+def plain_result(result: EpochResult) -> dict[str, Any]:
+    """Return an epoch's result as JSON takes it, but for its scores."""
     return {**dataclasses.asdict(dataclasses.replace(result, scores=np.empty(0))), "scores": None}
 
 
-def _result(plain: Mapping[str, Any]) -> EpochResult:
+def as_result(plain: Mapping[str, Any] | None) -> EpochResult:
+    """Return the result that `plain_result` returned; raises KeyError, TypeError or ValueError where it is none."""
+    if plain is None:
+        raise TypeError
     made = {"train": Totals, "test": Totals, "validation": Totals, "comparison": Comparison}
     parts = {key: cls(**plain[key]) for key, cls in made.items() if plain[key] is not None}
     return EpochResult(**{**plain, **parts, "scores": np.empty((0, 0), np.float32)})
+
+
+def _line(result: EpochResult) -> bytes:
+    return json.dumps(plain_result(result), sort_keys=True).encode() + b"\n"
 
 
 def _plain(spec: Any) -> dict[str, Any]:

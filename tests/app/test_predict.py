@@ -29,7 +29,7 @@ from cnnexp.tracking.browser import free_port
 from cnnexp.tracking.events import read_journal
 from cnnexp.tracking.model import Classifier
 from cnnexp.training import checkpoint
-from cnnexp.training.checkpoint import Keeper
+from cnnexp.training.checkpoint import CheckpointWriter
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -79,7 +79,7 @@ def test_images_that_the_model_does_not_take(tmp_path, given, message):
 
 
 def test_a_checkpoint_without_a_network_is_one_line(tmp_path):
-    path = Keeper(tmp_path, {"loss": "none"}).save({"parameters": np.zeros(1, np.float32)}, {})
+    path = CheckpointWriter(tmp_path, {"loss": "none"}).save({"parameters": np.zeros(1, np.float32)}, {})
     with pytest.raises(CheckpointError, match=r"epoch-000000.ckpt: holds no network"):
         Classifier(path, backend("numpy"))
 

@@ -18,8 +18,8 @@ from cnnexp.app import resume
 from cnnexp.backends.layerwise import LayerwiseProgram
 from cnnexp.errors import CheckpointError, ConfigError
 from cnnexp.tracking.events import JOURNAL, read_journal
-from cnnexp.tracking.folder import DELIVERER, Claim, is_claimed
-from cnnexp.training.checkpoint import Keeper, find, list_checkpoints, load
+from cnnexp.tracking.folder import RECORDER, RunLock, is_locked
+from cnnexp.training.checkpoint import CheckpointWriter, find, list_checkpoints, load
 
 THREE = (*TINY, "trainer.epochs=3")
 
@@ -52,8 +52,8 @@ def test_a_folder_with_a_live_run_is_refused(run, tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     script = (
-        "import sys, pathlib; from cnnexp.tracking.folder import Claim;"
-        "claim = Claim(pathlib.Path(sys.argv[1])); print(1, flush=True); input()"
+        "import sys, pathlib; from cnnexp.tracking.folder import RunLock;"
+        "claim = RunLock(pathlib.Path(sys.argv[1])); print(1, flush=True); input()"
     )
     with subprocess.Popen(
         [sys.executable, "-c", script, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -64,11 +64,11 @@ def test_a_folder_with_a_live_run_is_refused(run, tmp_path):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         assert f"process {other.pid} on {platform.node()}, boot {boot} runs in it now" in err
         assert "runs in it now; choose another folder" in err
-        assert is_claimed(folder)
+        assert is_locked(folder)
         other.kill()
         other.wait()
-    assert not is_claimed(folder)  # the system frees what a killed process held
-    Claim(folder).release()
+    assert not is_locked(folder)  # the system frees what a killed process held
+    RunLock(folder).release()
 
 
 @pytest.mark.parametrize("lost", [0, 1, 3])
@@ -86,10 +86,10 @@ def test_a_run_goes_on_in_its_own_folder_by_itself(run, tmp_path, monkeypatch, l
 
     from cnnexp.tracking.journal import Run
 
-    save = Run.epoch
-    monkeypatch.setattr(Run, "epoch", stop)
+    save = Run.finished
+    monkeypatch.setattr(Run, "finished", stop)
     assert run(*THREE)[0] == (130 if lost < 3 else 0)
-    monkeypatch.setattr(Run, "epoch", save)
+    monkeypatch.setattr(Run, "finished", save)
     lines = (folder / JOURNAL).read_text(encoding="utf-8").splitlines(keepends=True)
     half = [line for line in lines if json.loads(line)["event"] != "finish"]
     (folder / JOURNAL).write_text("".join(half) + '{"event": "epo', encoding="utf-8")  # killed while it wrote
@@ -117,10 +117,10 @@ def test_auto_finds_the_newest_run_of_the_same_config(run, tmp_path, monkeypatch
     os.rename(tmp_path / "run", tmp_path / "other")
     config = read_journal(tmp_path / "first")["config"]
     assert resume.find_earlier("auto", tmp_path / "run", config).folder == tmp_path / "first"
-    claim = Claim(tmp_path / "first")
+    claim = RunLock(tmp_path / "first")
     assert resume.find_earlier("auto", tmp_path / "run", config) is None  # it runs now
     claim.release()
-    claim = Claim(tmp_path / "first", DELIVERER)  # it has ended, and what is left of it is sent
+    claim = RunLock(tmp_path / "first", RECORDER)  # it has ended, and what is left of it is sent
     threading.Timer(0.2, claim.release).start()
     assert resume.find_earlier("auto", tmp_path / "run", config).folder == tmp_path / "first"
 
@@ -205,14 +205,14 @@ def test_ctrl_c_keeps_what_is_trained_to_the_batch(run, tmp_path, monkeypatch, b
 
 
 def test_checkpoints_within_an_epoch_come_after_so_many_batches(run, tmp_path, monkeypatch):
-    written, save = [], Keeper.save
+    written, save = [], CheckpointWriter.save
 
     def note(self, *arguments, **options):
         path = save(self, *arguments, **options)
         written.append(path.name)
         return path
 
-    monkeypatch.setattr(Keeper, "save", note)
+    monkeypatch.setattr(CheckpointWriter, "save", note)
     assert run(*WITHIN[:-2], "trainer.epochs=1", "trainer.batch_size=8", "trainer.checkpoint_batches=10")[0] == 0
     within = [int(name[-14:-5]) for name in written if "images" in name]
     assert within == [80, 160]
@@ -220,8 +220,8 @@ def test_checkpoints_within_an_epoch_come_after_so_many_batches(run, tmp_path, m
 
 
 def test_checkpoints_within_an_epoch_come_by_the_clock(run, tmp_path, monkeypatch):
-    written, save = [], Keeper.save
-    monkeypatch.setattr(Keeper, "save", lambda *a, **k: written.append(save(*a, **k).name) or tmp_path)
+    written, save = [], CheckpointWriter.save
+    monkeypatch.setattr(CheckpointWriter, "save", lambda *a, **k: written.append(save(*a, **k).name) or tmp_path)
     assert run(*WITHIN[:-2], "trainer.epochs=1", "trainer.batch_size=8", "trainer.checkpoint_s=1e-9")[0] == 0
     assert sum("images" in name for name in written) >= 2
     written.clear()

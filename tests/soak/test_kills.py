@@ -7,7 +7,7 @@ import pytest
 
 from cnnexp import SGD, Constant, Flatten, Linear, Loss, Network
 from cnnexp.tracking.events import JOURNAL
-from cnnexp.training.checkpoint import FOLDER, Keeper, describe
+from cnnexp.training.checkpoint import FOLDER, CheckpointWriter, describe
 from soak import commands, kills, long, stores
 from soak.commands import Recorded
 
@@ -18,7 +18,7 @@ METRICS = {name: [(epoch, 1 / epoch) for epoch in STEPS] for name in commands.AL
 
 def keep(folder, parameters):
     training = describe(NETWORK, Loss.SOFTMAX_CROSS_ENTROPY, SGD(), 8, Constant(), 5, "0" * 64)
-    Keeper(folder / FOLDER, training).save({"parameters": parameters}, {})
+    CheckpointWriter(folder / FOLDER, training).save({"parameters": parameters}, {})
 
 
 def journal(folder, epochs=STEPS, ended=("finish", "stored"), times_ms=None):

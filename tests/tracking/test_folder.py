@@ -8,7 +8,7 @@ import pytest
 
 from cnnexp.errors import ConfigError
 from cnnexp.tracking import folder, liveness
-from cnnexp.tracking.folder import HELD, LOCK, Claim, is_claimed
+from cnnexp.tracking.folder import HELD, LOCK, RunLock, is_locked
 
 GONE = str(1 << 30)  # no process has such an id
 
@@ -32,13 +32,13 @@ def hold(place, **other):
 
 @pytest.mark.usefixtures("without_locks")
 def test_where_there_are_no_locks_a_file_is_one(tmp_path):
-    claim = Claim(tmp_path)
-    assert is_claimed(tmp_path)
+    claim = RunLock(tmp_path)
+    assert is_locked(tmp_path)
     with pytest.raises(ConfigError, match=f"process {os.getpid()} on .*runs in it now; .*or delete .*{HELD} if"):
-        Claim(tmp_path)
+        RunLock(tmp_path)
     claim.release()
     claim.release()
-    assert not is_claimed(tmp_path)
+    assert not is_locked(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [LOCK]
 
 
@@ -56,14 +56,14 @@ def test_where_there_are_no_locks_a_file_is_one(tmp_path):
 )
 def test_a_file_whose_process_is_gone_locks_nobody_out(tmp_path, other, stale):
     hold(tmp_path, **other)
-    assert is_claimed(tmp_path) is not stale
+    assert is_locked(tmp_path) is not stale
     hold(tmp_path, **other)
     if stale:
-        Claim(tmp_path).release()
+        RunLock(tmp_path).release()
         assert [path.name for path in tmp_path.iterdir()] == [LOCK]
     else:
         with pytest.raises(ConfigError, match="runs in it now"):
-            Claim(tmp_path)
+            RunLock(tmp_path)
 
 
 @pytest.mark.usefixtures("without_locks")
@@ -71,7 +71,7 @@ def test_a_file_whose_process_is_gone_locks_nobody_out(tmp_path, other, stale):
 def test_a_file_that_names_nobody_locks_out_and_says_which_it_is(tmp_path, content):
     (tmp_path / HELD).write_bytes(content)
     with pytest.raises(ConfigError, match=f"another process runs in it now; .*delete .*{HELD}|process {{}} on"):
-        Claim(tmp_path)
+        RunLock(tmp_path)
 
 
 def compete(place, ready, taken):
@@ -79,7 +79,7 @@ def compete(place, ready, taken):
     folder.INSTANT_S = 0.0
     ready.wait()
     try:
-        Claim(place)
+        RunLock(place)
         taken.put(os.getpid())
         ready.wait()  # nobody is gone before all have tried
     except ConfigError:

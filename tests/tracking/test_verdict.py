@@ -89,7 +89,7 @@ def test_a_run_writes_its_verdict_into_its_folder(tmp_path):
         run.begin(DATASET, NETWORK, Backend())
         for epoch, ratio in enumerate(RATIOS, 1):
             run.interference = dataclasses.replace(BUSY)
-            run.epoch(epoch_result(epoch, speedup=ratio))
+            run.finished(epoch_result(epoch, speedup=ratio))
     page = (tmp_path / REPORT).read_text()
     assert "| speedup | 2.5 x (median of 7 epochs" in page
     assert f"| folder | {tmp_path} |" in page
@@ -105,7 +105,7 @@ def test_a_run_writes_its_verdict_into_its_folder(tmp_path):
 def test_a_run_that_was_stopped_says_so(tmp_path):
     run = Run(tmp_path, CONFIG)
     run.begin(DATASET, NETWORK, Backend())
-    run.epoch(epoch_result(1))
+    run.finished(epoch_result(1))
     run.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
     assert re.search(r"\| status \| KILLED after 1 epochs \|", (tmp_path / REPORT).read_text())
 

@@ -12,7 +12,7 @@ from cnnexp.datasets import Dataset, Split
 from cnnexp.errors import CheckpointError
 from cnnexp.network import BatchNorm2d, Dropout
 from cnnexp.network.losses import Totals
-from cnnexp.training.checkpoint import Checkpoint, Keeper, check_same, describe, find, list_checkpoints, load
+from cnnexp.training.checkpoint import Checkpoint, CheckpointWriter, check_same, describe, find, list_checkpoints, load
 from cnnexp.training.loop import Progress
 
 NETWORK = Network((6, 6, 1), (Conv2d(2, 3), ReLU(), Flatten(), Linear(3)))
@@ -29,7 +29,7 @@ def checkpoint(epoch=1, seed=0):
 def save(folder, given):
     """Write one checkpoint as a run would that has trained its epochs."""
     *earlier, last = [dataclasses.replace(epoch_result(1), epoch=epoch) for epoch in range(1, given.epoch + 1)]
-    return Keeper(folder, given.training, earlier).save(given.state, given.about, last)
+    return CheckpointWriter(folder, given.training, earlier).save(given.state, given.about, last)
 
 
 def dataset():
@@ -57,7 +57,7 @@ def progress(epoch, count=8):
 
 
 def test_a_checkpoint_within_an_epoch_gives_way_to_the_next(tmp_path):
-    keeper = Keeper(tmp_path, TRAINING)
+    keeper = CheckpointWriter(tmp_path, TRAINING)
     state = checkpoint().state
     keeper.save(state, {})
     assert load(keeper.save(state, {}, begun=progress(1))).begun == progress(1)
@@ -82,7 +82,7 @@ def test_a_checkpoint_within_an_epoch_gives_way_to_the_next(tmp_path):
     ],
 )
 def test_what_cannot_be_of_an_epoch_that_has_begun_is_refused(tmp_path, begun):
-    path = Keeper(tmp_path, TRAINING).save(checkpoint().state, {}, begun=begun)
+    path = CheckpointWriter(tmp_path, TRAINING).save(checkpoint().state, {}, begun=begun)
     with pytest.raises(CheckpointError, match="not as cnnexp writes it: what it tells of the epoch"):
         load(path)
 
@@ -91,7 +91,7 @@ def test_what_cannot_be_of_an_epoch_that_has_begun_is_refused(tmp_path, begun):
     ("last", "best", "kept"), [(1, 0, [6]), (3, 0, [4, 5, 6]), (1, 2, [2, 3, 6]), (2, 3, [1, 2, 3, 5, 6])]
 )
 def test_the_last_and_the_best_stay(tmp_path, last, best, kept):
-    keeper = Keeper(tmp_path, TRAINING, last=last, best=best)
+    keeper = CheckpointWriter(tmp_path, TRAINING, last=last, best=best)
     for epoch, correct in enumerate([2, 4, 3, 0, 1, 1], 1):
         keeper.save(checkpoint().state, {}, epoch_result(epoch, correct=correct))
     assert [int(path.stem[6:]) for path in list_checkpoints(tmp_path)] == kept
@@ -127,7 +127,7 @@ def test_a_damaged_file_is_one_line_that_names_a_whole_one(tmp_path):
 
 def test_pickled_arrays_are_refused(tmp_path):
     path = tmp_path / "epoch-000001.ckpt"
-    Keeper(tmp_path, TRAINING).save({"parameters": np.array([{"an": "object"}], object)}, {}, epoch_result(1))
+    CheckpointWriter(tmp_path, TRAINING).save({"parameters": np.array([{"an": "object"}], object)}, {}, epoch_result(1))
     with pytest.raises(CheckpointError, match="not as cnnexp writes it"):
         load(path)
 
@@ -135,7 +135,7 @@ def test_pickled_arrays_are_refused(tmp_path):
 def test_the_last_two_and_the_best_are_kept_and_the_newest_is_found(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / ".epoch-000001.ckpt.123.tmp").write_bytes(b"of a process that was killed")
-    keeper = Keeper(tmp_path / "checkpoints", TRAINING)
+    keeper = CheckpointWriter(tmp_path / "checkpoints", TRAINING)
     for epoch, correct in enumerate((1, 3, 2, 3, 0), 1):
         keeper.save(checkpoint().state, {}, epoch_result(epoch, correct))
     names = [f"epoch-00000{epoch}.ckpt" for epoch in (2, 4, 5)]
@@ -146,7 +146,7 @@ def test_the_last_two_and_the_best_are_kept_and_the_newest_is_found(tmp_path):
 
 
 def test_a_damaged_newest_is_passed_over_and_said(tmp_path, caplog):
-    keeper = Keeper(tmp_path, TRAINING)
+    keeper = CheckpointWriter(tmp_path, TRAINING)
     for epoch in (1, 2):
         path = keeper.save(checkpoint().state, {}, epoch_result(epoch))
     path.write_bytes(path.read_bytes()[:-1])
@@ -171,8 +171,8 @@ def test_a_history_that_is_not_the_checkpoints_own_is_refused(tmp_path):
 
 
 def test_the_three_thousandth_epoch_writes_what_the_first_did(tmp_path):
-    keeper = Keeper(tmp_path, TRAINING, [epoch_result(epoch) for epoch in range(1, 3000)])
-    first = Keeper(tmp_path / "first", TRAINING).save(checkpoint().state, {}, epoch_result(1))
+    keeper = CheckpointWriter(tmp_path, TRAINING, [epoch_result(epoch) for epoch in range(1, 3000)])
+    first = CheckpointWriter(tmp_path / "first", TRAINING).save(checkpoint().state, {}, epoch_result(1))
     path = keeper.save(checkpoint().state, {}, epoch_result(3000))
     assert path.stat().st_size < first.stat().st_size + 100
     assert len(load(path).history) == 3000
@@ -191,7 +191,7 @@ def test_the_three_thousandth_epoch_writes_what_the_first_did(tmp_path):
 )
 def test_a_whole_file_with_wrong_fields_is_refused(tmp_path, change):
     given = {"state": {"parameters": np.zeros(3, np.float32)}, "about": {}, **change}
-    path = Keeper(tmp_path, TRAINING).save(given["state"], given["about"], epoch_result(1))
+    path = CheckpointWriter(tmp_path, TRAINING).save(given["state"], given["about"], epoch_result(1))
     with pytest.raises(CheckpointError, match="not as cnnexp writes it"):
         load(path)
 
@@ -214,14 +214,14 @@ def test_nothing_to_find_is_one_line(tmp_path):
 
 @pytest.mark.parametrize("call", ["write", "fsync", "replace"])
 def test_a_failure_at_any_moment_leaves_the_last_checkpoint_and_no_litter(tmp_path, monkeypatch, call):
-    keeper = Keeper(tmp_path, TRAINING)
+    keeper = CheckpointWriter(tmp_path, TRAINING)
     keeper.save(checkpoint().state, {}, epoch_result(1))
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
     if call == "write":
-        monkeypatch.setattr(Keeper, "_encode", full)
+        monkeypatch.setattr(CheckpointWriter, "_encode", full)
     else:
         monkeypatch.setattr(os, call, full)
     with pytest.raises(CheckpointError, match="cannot be written: No space left on device"):
@@ -275,7 +275,7 @@ def test_a_resumed_run_ends_bit_identical_to_one_never_stopped(tmp_path, network
 
     stopped = compiled()
     stopped.restore(start)
-    keeper = Keeper(tmp_path, TRAINING)
+    keeper = CheckpointWriter(tmp_path, TRAINING)
     for result in itertools.islice(train_epochs(stopped, dataset(), 4, seed=5), 2):
         keeper.save(stopped.state(), {}, result)
 
