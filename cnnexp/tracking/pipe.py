@@ -13,16 +13,16 @@ import sqlite3
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import IO, Any, cast
 
 from cnnexp.errors import TrackingError, without_password
+from cnnexp.system.heartbeat import Heartbeat
 
-ANSWER_S = 180.0  # the recorder answers sooner, with an error if need be; after this it is called dead
+ANSWER_S = 180.0  # the recorder answers sooner, or computes, as it loads MLflow; after this it is called dead
 LOOK_S = 1.0
-BUSY = 10  # times as long may it take where it computes: on a busy machine, loading MLflow takes minutes
 MOST_TRIES = 5  # recorders that die of the same call
 MOST_DEATHS = 3  # of recorders in a row that die before they answer anything
 FLUSH_S = 0.1  # an sqlite store takes a tenth of that for an epoch
@@ -157,13 +157,14 @@ class Recorder:
         """Let the recorder finish and end, or raise TrackingError where it hangs. Idempotent."""
         with contextlib.suppress(OSError, ValueError):
             self._calls.close()
-        for _ in self._looks(ANSWER_S):
+        heartbeat = Heartbeat(ANSWER_S, LOOK_S)
+        while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(LOOK_S)
                 break
-        else:
-            self._process.kill()
-            raise TrackingError(f"{self._store}: the recorder process hung at its end and was killed")
+            if heartbeat.look(_computed_s(self._process.pid)):
+                self._process.kill()
+                raise TrackingError(f"{self._store}: the recorder process hung at its end and was killed")
         self._listener.join()
 
     def _restart(self) -> None:
@@ -230,33 +231,26 @@ class Recorder:
             answer.set_exception(RecorderDied(self._death))
 
     def _await(self, answer: Future[Any], within_s: float | None) -> Any:
-        for _ in self._looks(ANSWER_S if within_s is None else within_s):
+        heartbeat = Heartbeat(ANSWER_S if within_s is None else within_s, LOOK_S)
+        while True:
             with contextlib.suppress(TimeoutError):
                 return answer.result(LOOK_S)
+            if heartbeat.look(0 if within_s is not None else _computed_s(self._process.pid)):
+                break
         if within_s is not None:
             raise NoAnswerYet(f"{self._store}: no answer yet")
         self._process.kill()
         raise TrackingError(f"{self._store}: no answer in {ANSWER_S:g} s")
 
-    def _looks(self, most_s: float) -> Iterator[None]:
-        """Yield for as long as the process may be silent; while it computes, for longer.
 
-        Silence is counted in looks, not by a clock: where all stood still for an hour, nobody was silent.
-        """
-        silent_s, computed = 0.0, None
-        while silent_s < most_s:
-            yield
-            before, computed = computed, _computed_s(self._process.pid)
-            silent_s += LOOK_S if computed == before else LOOK_S / BUSY
-
-
-def _computed_s(pid: int) -> float | None:
+def _computed_s(pid: int) -> int:
+    """Return the whole seconds that a process has computed: as it loads MLflow, and hardly as it asks a locked store."""
     import psutil  # where somebody is silent, and nowhere else
 
     with contextlib.suppress(psutil.Error):
         times = psutil.Process(pid).cpu_times()
-        return float(times.user + times.system)
-    return None
+        return int(times.user + times.system)
+    return 0
 
 
 def _start_process(database: bool = False) -> subprocess.Popen[str]:

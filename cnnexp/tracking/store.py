@@ -126,9 +126,10 @@ class Store:
         followed = self._followed.setdefault(folder, _Followed(Journal(Path(folder))))
         facts = followed.journal.read()
         if facts["begin"] and (now or time.monotonic() >= followed.look_at):
+            pause_s = POLL_S if followed.journal.unsent else 0.0  # an epoch need not wait for the run to be begun
             followed.look_at = time.monotonic() + RETRY_S
             self._bring_up(followed, Path(folder))
-            followed.look_at = time.monotonic() + POLL_S
+            followed.look_at = time.monotonic() + pause_s
         return followed.run_id
 
     def sync(self, folder: str) -> str | None:
@@ -605,12 +606,12 @@ class _Server:
         """Return the value of a call, and what went wrong."""
         try:
             if name == "load":
-                return _load(**arguments), None
+                _load(**arguments)
+                return None, None
             if name == "open":
                 self._opening = arguments
-                self._opened(now=True)
-                return None, None
-            return getattr(self._opened(arguments.get("now", True)), name)(**arguments), None
+            opened = self._opened(arguments.get("now", True))
+            return None if name == "open" else getattr(opened, name)(**arguments), None
         except Exception as failure:  # the caller gets it and raises it
             if isinstance(failure, TrackingError):
                 return None, str(failure)

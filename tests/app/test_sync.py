@@ -24,7 +24,7 @@ def leave_behind(folder, uri, epochs=2, ended=True):
         run.__exit__(None, None, None)
     else:
         run._journal.close()
-        run._claims.close()
+        run._locks.close()
 
 
 def test_what_journals_hold_is_sent_once(tmp_path, capsys, monkeypatch):

@@ -2,7 +2,6 @@ import contextlib
 import errno
 import json
 import os
-import queue
 import signal
 import sqlite3
 import subprocess
@@ -174,12 +173,13 @@ def test_finished_config_is_skipped(live, tmp_path):
 
 
 def test_a_config_that_a_silent_store_may_have_is_trained(live, tmp_path, monkeypatch):
-    def answer(most_s):
+    def call(method, **arguments):
         raise NoAnswerYet("nothing yet")
 
-    monkeypatch.setattr(live, "ask", lambda *_, **__: answer)
+    monkeypatch.setattr(live, "call", call)
     with Run(tmp_path, CONFIG, (), live) as run:
         assert not run.skip_if_finished()
+    assert read_journal(tmp_path)["status"] == "FINISHED"
 
 
 def test_without_a_recorder_the_journal_tells_all(tmp_path):
@@ -263,6 +263,7 @@ def test_recorders_that_die_at_once_lose_no_epoch_and_it_is_said_how_to_send_the
 
     def results():
         yield epoch_result(1)
+        doomed._look.result(100)
         kill(doomed)
         yield from map(epoch_result, range(2, 9))
 
@@ -274,7 +275,7 @@ def test_recorders_that_die_at_once_lose_no_epoch_and_it_is_said_how_to_send_the
     doomed.close()
     stale = latest(store)
     assert stale.info.status == "RUNNING"
-    assert store.deliver(str(tmp_path)) == stale.info.run_id
+    assert store.sync(str(tmp_path)) == stale.info.run_id
     assert read(store, stale.info.run_id).info.status == "FINISHED"  # as the journal says
     assert [step for step, _ in history(store, stale.info.run_id)] == list(range(1, 9))
     assert read_journal(tmp_path)["stored"]
@@ -290,41 +291,17 @@ def test_a_recorder_that_cannot_be_started_is_told_in_a_line(uri, monkeypatch):
         Recorder(uri, "runs")
 
 
-class Late:
-    """Answers that come after some looks, at the first of which an hour has gone by."""
-
-    def __init__(self, answers, looks, monkeypatch):
-        self.answers, self.looks, self.now = answers, looks, 0.0
-        monkeypatch.setattr(time, "monotonic", lambda: self.now)
-
-    def get(self, timeout):
-        self.looks, self.now = self.looks - 1, 3600.0
-        if self.looks >= 0:
-            raise queue.Empty
-        return self.answers.get(timeout=60)
-
-
-def test_a_wait_that_stood_still_for_an_hour_goes_on(live, monkeypatch):
-    monkeypatch.setattr(live, "_answers", Late(live._answers, 1, monkeypatch))
-    assert live.call("settle") is None
-
-
-class Emptied(queue.SimpleQueue):
-    """What is sent to a recorder that takes a call a look."""
-
-    def __init__(self, calls):
-        self.sizes = iter(range(calls, -1, -1))
-
-    def qsize(self):
-        return next(self.sizes, 0)
-
-
-@pytest.mark.parametrize(("computes", "takes", "looks"), [(0, 0, 6), (1, 0, 50), (0, 1000, 50), (0, 10, 15)])
-def test_a_recorder_that_computes_or_takes_calls_is_waited_for_longer(live, monkeypatch, computes, takes, looks):
-    seconds = iter(range(1000))
-    monkeypatch.setattr(pipe, "_computed_s", lambda pid: next(seconds) if computes else 0.0)
-    monkeypatch.setattr(live, "_outbox", Emptied(takes))
-    assert sum(1 for _ in live._looks(5.0)) == pytest.approx(looks, abs=1)
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="a process is stopped by a POSIX signal")
+def test_a_recorder_that_computes_is_waited_for_longer(uri, monkeypatch):
+    stopped, looks = Recorder(uri, "runs"), []
+    stopped._process.send_signal(signal.SIGSTOP)
+    monkeypatch.setattr(pipe, "ANSWER_S", 0.05)
+    monkeypatch.setattr(pipe, "LOOK_S", 0.01)
+    monkeypatch.setattr(pipe, "_computed_s", lambda pid: looks.append(pid) or min(len(looks), 30))
+    with pytest.raises(TrackingError, match="no answer in 0.05 s"):
+        stopped.call("link")
+    assert len(looks) == 35
+    stopped.close()
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="a process is stopped by a POSIX signal")
@@ -342,7 +319,7 @@ def test_a_run_never_waits_for_a_store_that_stands_still(uri, store, tmp_path):
     slow = Recorder(uri, "runs")
     with Run(tmp_path, CONFIG, (), slow) as run:
         run.begin(DATASET, NETWORK, Backend())
-        run.wait()
+        slow._look.result(100)
         slow._process.send_signal(signal.SIGSTOP)
         for epoch in range(1, 301):  # more than a pipe holds
             run.finished(epoch_result(epoch))
@@ -362,89 +339,50 @@ def locked(database):
 @pytest.mark.parametrize(
     "held_s", [0.0, pytest.param(25.0, marks=pytest.mark.thorough)]
 )  # MLflow's client waits for 20 s
-def test_a_store_that_is_locked_at_the_start_is_told_all_later(new_store, tmp_path, monkeypatch, caplog, held_s):
+def test_a_store_that_is_locked_at_the_start_has_all_later(new_store, tmp_path, held_s):
     uri = new_store(tmp_path)
-    monkeypatch.setattr(journal, "START_S", 0.2)
-    monkeypatch.setattr(pipe, "LOOK_S", 0.1)
     with locked(tmp_path / "mlflow.db"):
         recorder = Recorder(uri, "runs")
         run = Run(tmp_path / "run", CONFIG, (), recorder)
-        run.begin(DATASET, NETWORK, Backend())
-        for epoch in (1, 2, 3):
-            run.wait()
-            run.finished(epoch_result(epoch))
+        run_epochs(run, map(epoch_result, (1, 2, 3)))
         time.sleep(held_s)
         assert run.id is None
         assert [epoch["epoch"] for epoch in read_journal(tmp_path / "run")["epochs"]] == [1, 2, 3]
     run.__exit__(None, None, None)
     recorder.close()
-    assert [record.message for record in caplog.records] == [
-        f"tracking.uri={uri}: no answer yet; the run goes on, and is recorded when it answers"
-    ]
     store = stores.Store(uri, "runs")
     assert read(store, run.id).info.status == "FINISHED"
     assert history(store, run.id) == [(1, 1.0), (2, 0.5), (3, 1 / 3)]
     assert read_journal(tmp_path / "run")["stored"]
 
 
-def test_a_store_that_answers_in_mid_run_is_told_all_then(uri, store, tmp_path, monkeypatch):
-    with monkeypatch.context() as early:
-        early.setattr(journal, "START_S", 0.1)
-        early.setattr(pipe, "LOOK_S", 0.1)
-        slow = Recorder(uri, "runs")
-        slow._process.send_signal(signal.SIGSTOP)
-        run = Run(tmp_path, CONFIG, (), slow)
-        run.begin(DATASET, NETWORK, Backend())
-        run.finished(epoch_result(1))
-    assert run.id is None
-    slow._process.send_signal(signal.SIGCONT)
-    while run.id is None:
-        time.sleep(0.05)
-        run.wait()
-    run.finished(epoch_result(2))
-    slow.call("settle")
-    assert history(store, run.id) == [(1, 1.0), (2, 0.5)]
-    run.__exit__(None, None, None)
+def test_a_store_that_answers_in_mid_run_has_all_then(uri, store, tmp_path):
+    slow = Recorder(uri, "runs")
+    slow._process.send_signal(signal.SIGSTOP)
+    with Run(tmp_path, CONFIG, (), slow) as run:
+        run_epochs(run, [epoch_result(1)])
+        assert run.id is None
+        slow._process.send_signal(signal.SIGCONT)
+        run_id = slow._look.result(100)
+        run.finished(epoch_result(2))
+        assert run.id == run_id
+        assert read_journal(tmp_path)["run_id"] == run_id
+        slow.call("follow", folder=str(tmp_path))
+        assert history(store, run_id) == [(1, 1.0), (2, 0.5)]
     slow.close()
     assert read(store, run.id).info.status == "FINISHED"
 
 
-def test_a_store_that_fails_late_is_asked_again(uri, store, tmp_path, monkeypatch):
-    monkeypatch.setattr(journal, "START_S", 0.1)
-    monkeypatch.setattr(pipe, "LOOK_S", 0.1)
-    asked = Recorder(uri, "runs")
-    ask = asked.ask
-
-    def fail_late(method, **arguments):
-        def answer(most_s):
-            if most_s:
-                raise NoAnswerYet("nothing yet")
-            raise TrackingError("timed out")
-
-        return answer if method == "begin" else ask(method, **arguments)
-
-    monkeypatch.setattr(asked, "ask", fail_late)
-    with Run(tmp_path, CONFIG, (), asked) as run:
-        run_epochs(run, [epoch_result(1), epoch_result(2)])
-    asked.close()
-    assert read(store, run.id).info.status == "FINISHED"
-    assert history(store, run.id) == [(1, 1.0), (2, 0.5)]
-
-
-def test_a_recorder_too_far_behind_is_told_the_rest_at_the_end(uri, store, tmp_path, monkeypatch):
-    live = Recorder(uri, "runs")
+def test_a_recorder_finds_by_itself_what_it_is_not_asked_for(live, store, tmp_path, monkeypatch):
     with Run(tmp_path, CONFIG, (), live) as run:
-        run.begin(DATASET, NETWORK, Backend())
-        run.wait()
-        with monkeypatch.context() as full:
-            full.setattr(pipe, "MOST_WAITING", 0)
-            for epoch in (1, 2):
-                run.finished(epoch_result(epoch))
-        run.finished(epoch_result(3))
-        assert [step for step, _ in history(store, run.id)] == [3]
-    live.close()
-    assert sorted(step for step, _ in history(store, run.id)) == [1, 2, 3]
-    assert read(store, run.id).data.metrics["final/test_accuracy"] == 0.5
+        run_epochs(run, [])
+        run_id = live._look.result(100)
+        monkeypatch.setattr(live, "follow", lambda folder: live._look)
+        run.finished(epoch_result(1))
+        deadline = time.monotonic() + 100
+        while not history(store, run_id) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert history(store, run_id) == [(1, 1.0)]
 
 
 @pytest.mark.parametrize("where", ["the same folder", "another folder"])
@@ -457,6 +395,7 @@ def test_a_run_goes_on_in_its_record_with_every_epoch_once(live, store, tmp_path
     with Run(folder, CONFIG, (), live, earlier=tmp_path / "a") as second:
         second.begin(DATASET, NETWORK, Backend())
         second.resume([epoch_result(1), epoch_result(2)])  # no checkpoint was written after the third
+        live._look.result(100)
         assert read(store, first).info.status == "RUNNING"
         second.finished(epoch_result(3, epoch_s=9.0))
         second.finished(epoch_result(4))
@@ -470,7 +409,7 @@ def test_a_run_goes_on_in_its_record_with_every_epoch_once(live, store, tmp_path
     assert [epoch["epoch"] for epoch in journal["epochs"]] == [1, 2, 3, 4]
     assert journal["stored"]
     if folder != tmp_path / "a":
-        assert store.deliver(str(tmp_path / "a")) is None  # what is there is an earlier part
+        assert store.sync(str(tmp_path / "a")) is None  # what is there is an earlier part
         assert read(store, first).info.status == "FINISHED"
 
 
@@ -480,8 +419,8 @@ def test_a_run_that_was_gone_on_with_and_killed_at_once_has_every_epoch_once(liv
         record(first, live, map(epoch_result, (1, 2)), KeyboardInterrupt())
     killed = Run(second, CONFIG, (), live, earlier=first)
     killed.begin(DATASET, NETWORK, Backend())
-    killed.wait()
-    killed._claims.close()
+    live._look.result(100)
+    killed._locks.close()
     killed._journal.close()
     with Run(third, CONFIG, (), live, earlier=second) as last:  # which holds no checkpoint: all is trained again
         run_epochs(last, [epoch_result(epoch, epoch_s=9.0) for epoch in (1, 2, 3)])
@@ -518,7 +457,18 @@ def test_a_store_that_cannot_be_opened_stops_the_run_before_training(hopeless, t
     assert read_journal(tmp_path)["epochs"] == []
 
 
-def test_the_error_of_the_store_hides_no_error_of_the_run(hopeless, tmp_path):
+def test_a_store_that_turns_out_to_be_none_ends_no_training(hopeless, tmp_path, monkeypatch):
+    monkeypatch.setattr(hopeless, "check", lambda: None)
+    with pytest.raises(TrackingError, match=f"cannot be opened: .*; all 2 epochs are in {tmp_path}/journal.jsonl"):
+        with Run(tmp_path, CONFIG, (), hopeless) as run:
+            run.begin(DATASET, NETWORK, Backend())
+            for epoch in (1, 2):
+                run.finished(epoch_result(epoch))
+    assert (read_journal(tmp_path)["status"], read_journal(tmp_path)["stored"]) == ("FINISHED", False)
+
+
+def test_the_error_of_the_store_hides_no_error_of_the_run(hopeless, tmp_path, monkeypatch):
+    monkeypatch.setattr(hopeless, "check", lambda: None)
     run = Run(tmp_path, CONFIG, (), hopeless)
     run.begin(DATASET, NETWORK, Backend())
     assert not run.__exit__(ValueError, ValueError("mine"), None)
@@ -530,11 +480,12 @@ import os, signal, sys
 from pathlib import Path
 from results import CONFIG, DATASET, NETWORK, Backend, epoch_result
 from cnnexp.tracking.journal import Run
-from cnnexp.tracking.pipe import NoAnswerYet, Recorder
-run = Run(Path(sys.argv[1]), CONFIG, (), Recorder(sys.argv[2], "runs"))
+from cnnexp.tracking.pipe import Recorder
+recorder = Recorder(sys.argv[2], "runs")
+run = Run(Path(sys.argv[1]), CONFIG, (), recorder)
 run.begin(DATASET, NETWORK, Backend())
 run.finished(epoch_result(1))
-print(run.id, "mlflow" in sys.modules, flush=True)
+print(recorder.call("follow", folder=sys.argv[1]), "mlflow" in sys.modules, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -570,20 +521,19 @@ def test_an_interrupted_wait_does_not_mix_up_answers(live):
 def test_an_epoch_is_recorded_before_the_next_is_timed_unless_the_store_is_slow(
     live, store, tmp_path, monkeypatch, slow
 ):
-    monkeypatch.setattr(pipe, "SETTLE_S", 0.1 if slow else 60.0)
+    monkeypatch.setattr(pipe, "FLUSH_S", 0.1 if slow else 60.0)
     monkeypatch.setattr(live, "_slow", False)
-    if slow:  # the one call that waits for nothing else finds no answer
-        send = live._send
-        monkeypatch.setattr(
-            live, "_send", lambda call_id, method, *rest: method == "settle" or send(call_id, method, *rest)
-        )
     with Run(tmp_path, CONFIG, (), live) as run:
-        run_epochs(run, [epoch_result(1)])
-        if not slow:
-            assert len(store._client.get_metric_history(run.id, "train/loss")) == 1
+        run_epochs(run, [])
+        run_id = live._look.result(100)
+        if slow:
+            live._process.send_signal(signal.SIGSTOP)
+        run.finished(epoch_result(1))
         assert live._slow is slow
+        assert len(history(store, run_id)) == (0 if slow else 1)
+        live._process.send_signal(signal.SIGCONT)
     assert read(store, run.id).info.status == "FINISHED"
-    assert len(store._client.get_metric_history(run.id, "train/loss")) == 1
+    assert len(history(store, run.id)) == 1
 
 
 def test_flatten_gives_dotted_keys():

@@ -12,6 +12,7 @@ from cnnexp.errors import ConfigError, TrackingError
 from cnnexp.measuring import environment
 from cnnexp.tracking import address, liveness, view
 from cnnexp.tracking import store as stores
+from cnnexp.tracking.events import FOLDER, JOURNAL, note
 from cnnexp.tracking.pipe import Recorder
 
 # MLflow and what it imports warn of each other; the recorder's process silences them
@@ -89,11 +90,6 @@ def test_run_holds_what_was_recorded(store, tmp_path):
     assert run.data.tags["note"] == "done"
     assert {"mlflow.parentRunId", "machine.cpu", "machine.cores", "version.numpy"} <= run.data.tags.keys()
     assert history(store, run_id, "train/loss") == [(1, 2.0), (2, 1.0)]
-    used = dict(history(store, run_id, "system/cpu_utilization_percentage"))
-    assert used.keys() == {1, 2}, "by epoch"
-    assert all(0 <= percent <= 100 for percent in used.values())
-    assert 1 < run.data.metrics["system/process_memory_usage_megabytes"] < 1e6
-    assert 0 < run.data.metrics["system/system_memory_usage_percentage"] < 100
     assert run.inputs.dataset_inputs[0].dataset.digest == dataset["sha256"][:36]
     assert {a.path for a in store._client.list_artifacts(run_id)} == {"figures", "config.json"}
     assert address.database_of(store._uri).is_file()
@@ -107,17 +103,91 @@ def test_runs_go_to_their_experiment(store):
     assert names == ["first", "second"]
 
 
-def test_outage_loses_no_metric_and_doubles_none(store, monkeypatch):
-    run_id = begin(store)
-    log_batch = store._client.log_batch
-    monkeypatch.setattr(store._client, "log_batch", lambda *a, **k: (_ for _ in ()).throw(ConnectionError("down")))
-    for step in (1, 2):
-        store.log(run_id, {"train/loss": float(step)}, step, step)
-    monkeypatch.setattr(store._client, "log_batch", log_batch)
-    store.log(run_id, {"train/loss": 3.0}, 3, 3)
+def write(folder, *events, mode="a"):
+    with (folder / JOURNAL).open(mode) as journal:
+        for event, facts in events:
+            note(journal, event, **facts)
+
+
+def begun(folder, key="k1"):
+    return "begin", {"name": "a run", "params": {}, "tags": {FOLDER: str(folder), "workers": "1"}, "key": key}
+
+
+def epoch(number):
+    return "epoch", {"epoch": number, "metrics": {"train/loss": float(number)}, "time_ms": number}
+
+
+def finish(**tags):
+    return "finish", {"status": "FINISHED", "tags": tags, "metrics": {"final/test_accuracy": 1.0}, "time_ms": 9}
+
+
+def test_a_journal_is_followed_as_it_grows(store, tmp_path):
+    folder = str(tmp_path)
+    assert store.follow(folder) is None, "nothing is there yet"
+    write(tmp_path, begun(tmp_path, "grows"))
+    run_id = store.follow(folder)
+    assert read(store, run_id).info.status == "RUNNING"
+    write(tmp_path, epoch(1))
+    with (tmp_path / JOURNAL).open("a") as journal:
+        journal.write('{"event": "epoch", "epoch": 2, "metrics"')
+    assert store.follow(folder) == run_id
+    assert history(store, run_id, "train/loss") == [(1, 1.0)]
+    with (tmp_path / JOURNAL).open("a") as journal:
+        journal.write(': {"train/loss": 2.0}, "time_ms": 2}\n')
+    store.follow(folder)
+    assert history(store, run_id, "train/loss") == [(1, 1.0), (2, 2.0)]
+    used = dict(history(store, run_id, "system/cpu_utilization_percentage"))
+    assert used.keys() == {1, 2}, "by epoch"
+    assert all(0 <= percent <= 100 for percent in used.values())
+    metrics = read(store, run_id).data.metrics
+    assert 1 < metrics["system/process_memory_usage_megabytes"] < 1e6
+    assert 0 < metrics["system/system_memory_usage_percentage"] < 100
+    (tmp_path / "report.md").write_text("well")
+    write(tmp_path, finish(note="done"))
+    store.follow(folder)
+    run = read(store, run_id)
+    assert (run.info.status, run.data.tags["note"], run.data.metrics["final/test_accuracy"]) == ("FINISHED", "done", 1)
+    assert {a.path for a in store._client.list_artifacts(run_id)} == {"report.md"}
+    assert store._followed == {}
+
+
+def test_what_nobody_asks_for_is_found_by_looking(store, tmp_path):
+    write(tmp_path, begun(tmp_path, "looked"))
+    run_id = store.follow(str(tmp_path))
+    write(tmp_path, epoch(1))
+    store.look()
+    assert history(store, run_id, "train/loss") == [], "it was sent just now"
+    store._followed[str(tmp_path)].look_at = 0.0
+    store.look()
+    assert history(store, run_id, "train/loss") == [(1, 1.0)]
+    store._followed.clear()
+
+
+def test_an_outage_loses_no_metric_and_doubles_none(store, tmp_path, monkeypatch):
+    write(tmp_path, begun(tmp_path, "outage"))
+    run_id = store.follow(str(tmp_path))
+    write(tmp_path, epoch(1), epoch(2))
+    with monkeypatch.context() as outage:
+        outage.setattr(store._client, "log_batch", lambda *a, **k: (_ for _ in ()).throw(ConnectionError("down")))
+        with pytest.raises(TrackingError, match="cannot be written: down"):
+            store.follow(str(tmp_path))
+    write(tmp_path, epoch(3))
+    store.follow(str(tmp_path), now=False)
     assert history(store, run_id, "train/loss") == []  # kept: it is not asked again at once
-    store.finish(run_id, "FINISHED", {})
+    store.follow(str(tmp_path))
     assert history(store, run_id, "train/loss") == [(1, 1.0), (2, 2.0), (3, 3.0)]
+    store._followed.clear()
+    store.follow(str(tmp_path))  # as another recorder does
+    assert history(store, run_id, "train/loss") == [(1, 1.0), (2, 2.0), (3, 3.0)]
+    store._followed.clear()
+
+
+def test_epochs_of_an_earlier_record_in_a_journal_are_not_sent_again(store, tmp_path):
+    write(tmp_path, begun(tmp_path, "first1"), epoch(1), epoch(2))
+    write(tmp_path, begun(tmp_path, "second"), epoch(1))
+    run_id = store.follow(str(tmp_path))
+    assert history(store, run_id, "train/loss") == [(1, 1.0)]
+    store._followed.clear()
 
 
 def test_outage_at_the_end_names_the_store(store, monkeypatch):
@@ -142,9 +212,9 @@ class Locked:
 
 def test_a_locked_database_is_asked_again_while_its_run_lives(monkeypatch):
     monkeypatch.setattr(stores, "LOCKED_S", 0.0)
-    assert stores._once_unlocked(os.getpid(), Locked(5)) == "done"
+    assert stores._retry(os.getpid(), Locked(5)) == "done"
     with pytest.raises(sqlite3.OperationalError, match="locked"):
-        stores._once_unlocked(-1, Locked(1))
+        stores._retry(-1, Locked(1))
 
 
 def test_a_store_opens_however_long_it_was_locked(new_store, tmp_path, monkeypatch):
@@ -162,16 +232,6 @@ def test_a_store_opens_however_long_it_was_locked(new_store, tmp_path, monkeypat
     run_id = begin(stores.Store(uri, "first"))
     assert len(slept) >= 3
     assert run_id
-
-
-def test_a_lost_runs_metrics_do_not_reach_the_next(store, monkeypatch):
-    lost = begin(store)
-    with monkeypatch.context() as outage:
-        outage.setattr(store._client, "log_batch", lambda *a, **k: (_ for _ in ()).throw(ConnectionError("down")))
-        store.log(lost, {"train/loss": 9.0}, 1, 1)
-    following = begin(store)
-    store.finish(following, "FINISHED", {})
-    assert read(store, following).data.metrics == {}
 
 
 def test_finished_finds_only_finished_runs_of_the_config(store):
@@ -200,19 +260,16 @@ def test_a_heartbeat_is_of_the_run_and_its_sweep(store):
     child = store.begin("child", {}, {}, parent=parent)
     for run_id in (parent, child):
         store._client.set_tag(run_id, liveness.HEARTBEAT, "1")
-    store._open_runs = {child}
-    store.beat()
+    store._open_runs, store._beat_at = {child}, 0.0
+    store.look()
     assert all(int(read(store, run_id).data.tags[liveness.HEARTBEAT]) > 1 for run_id in (parent, child))
 
 
 def test_a_journal_that_is_not_as_we_write_it_is_one_line(store, tmp_path):
-    (tmp_path / "journal.jsonl").write_text(
-        json.dumps({"event": "begin", "key": "abc", "name": 1})
-        + '\n{"event": "epoch", "epoch": 1, "metrics": {"a": "x"}}\n'
-    )
+    write(tmp_path, ("begin", {"key": "abc", "name": 1}), ("epoch", {"epoch": 1, "metrics": {"a": "x"}}))
     with pytest.raises(TrackingError, match=r"^tracking\.uri=sqlite.*: cannot be written: "):
-        store.deliver(str(tmp_path))
-    assert store.deliver(str(tmp_path / "nothing")) is None if (tmp_path / "nothing").mkdir() is None else None
+        store.sync(str(tmp_path))
+    assert store.sync(str(tmp_path / "nothing")) is None if (tmp_path / "nothing").mkdir() is None else None
 
 
 def test_close_ends_open_runs(store):
@@ -305,7 +362,7 @@ def test_processes_that_start_at_once_share_a_new_store(tmp_path):
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     recorders = [Recorder(uri, "together") for _ in range(4)]
     answers = [recorder.ask("begin", name=f"run {i}", params={}, tags={}) for i, recorder in enumerate(recorders)]
-    runs = [answer() for answer in answers]
+    runs = [answer.result() for answer in answers]
     for recorder, run_id in zip(recorders, runs, strict=True):
         recorder.call("finish", run_id=run_id, status="FINISHED", tags={})
         recorder.close()
