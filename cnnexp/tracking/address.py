@@ -74,7 +74,9 @@ def need_answer(uri: str) -> None:
 def need_database(uri: str, wait_s: float | None = None) -> None:
     """Raise sqlite3.Error where an sqlite file exists and cannot be one; MLflow would try again for minutes."""
     if uri.startswith("sqlite") and database_of(uri).exists():
-        with contextlib.closing(sqlite3.connect(database_of(uri), timeout=OPEN_S if wait_s is None else wait_s)) as database:
+        with contextlib.closing(
+            sqlite3.connect(database_of(uri), timeout=OPEN_S if wait_s is None else wait_s)
+        ) as database:
             database.execute("PRAGMA schema_version")
 
 

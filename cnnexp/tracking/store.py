@@ -51,6 +51,7 @@ T = TypeVar("T")
 LOCKED, LOCKED_S = "database is locked", 0.5  # what sqlite says, and how soon it is asked again
 POLL_S = 1.0  # a journal is looked into as often where nobody asks for it, and sent no sooner than this after it was
 RETRY_S = 10.0  # after a failure, no sooner than this
+NEW_S = 5.0  # of an epoch that ended longer ago, nobody knows how much of the machine was in use
 HOLD_S = 2.0  # as long may the start of a training hold up the loading of libraries
 PARAMS_PER_CALL = 100  # MLflow's limits on one batch
 METRICS_PER_CALL = 1000
@@ -223,16 +224,16 @@ class Store:
     def _bring_up(self, followed: _Followed, folder: Path, has_ended: bool = False) -> None:
         """Send what a journal has and the store lacks; a store keeps a metric of the same step, time and value once."""
         journal, facts = followed.journal, followed.journal.facts
-        begin, is_first = facts["begin"], followed.run_id is None or followed.key != facts["begin"]["key"]
+        begin = facts["begin"]
         with self._explained("cannot be written"):
-            if is_first:
+            if followed.run_id is None or followed.key != begin["key"]:
                 followed.run_id = self.begin(**begin, is_live=not has_ended)
                 followed.key = begin["key"]
             run_id = cast(str, followed.run_id)
             metrics: list[Metric] = []
             for epoch in journal.unsent:
                 entry = journal.epochs[epoch]
-                is_new = not is_first and epoch == journal.unsent[-1]  # else nobody knows what was in use then
+                is_new = epoch == journal.unsent[-1] and _now_ms() - entry["time_ms"] < NEW_S * 1000
                 used = self._usage.since_last() if is_new else {}
                 metrics += _metrics({**entry["metrics"], **used}, epoch, entry["time_ms"])
             self._send(run_id, metrics)

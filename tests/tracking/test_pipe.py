@@ -13,7 +13,7 @@ import pytest
 from results import CONFIG, DATASET, NETWORK, Backend, epoch_result
 
 from cnnexp.errors import Diverged, TrackingError
-from cnnexp.tracking import journal, pipe
+from cnnexp.tracking import pipe
 from cnnexp.tracking import store as stores
 from cnnexp.tracking.events import KEY, read_journal
 from cnnexp.tracking.journal import Run
@@ -459,11 +459,12 @@ def test_a_store_that_cannot_be_opened_stops_the_run_before_training(hopeless, t
 
 def test_a_store_that_turns_out_to_be_none_ends_no_training(hopeless, tmp_path, monkeypatch):
     monkeypatch.setattr(hopeless, "check", lambda: None)
+    run = Run(tmp_path, CONFIG, (), hopeless)
+    run.begin(DATASET, NETWORK, Backend())
+    for epoch in (1, 2):
+        run.finished(epoch_result(epoch))
     with pytest.raises(TrackingError, match=f"cannot be opened: .*; all 2 epochs are in {tmp_path}/journal.jsonl"):
-        with Run(tmp_path, CONFIG, (), hopeless) as run:
-            run.begin(DATASET, NETWORK, Backend())
-            for epoch in (1, 2):
-                run.finished(epoch_result(epoch))
+        run.__exit__(None, None, None)
     assert (read_journal(tmp_path)["status"], read_journal(tmp_path)["stored"]) == ("FINISHED", False)
 
 

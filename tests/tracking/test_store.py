@@ -113,8 +113,8 @@ def begun(folder, key="k1"):
     return "begin", {"name": "a run", "params": {}, "tags": {FOLDER: str(folder), "workers": "1"}, "key": key}
 
 
-def epoch(number):
-    return "epoch", {"epoch": number, "metrics": {"train/loss": float(number)}, "time_ms": number}
+def epoch(number, time_ms=1):
+    return "epoch", {"epoch": number, "metrics": {"train/loss": float(number)}, "time_ms": time_ms}
 
 
 def finish(**tags):
@@ -127,13 +127,14 @@ def test_a_journal_is_followed_as_it_grows(store, tmp_path):
     write(tmp_path, begun(tmp_path, "grows"))
     run_id = store.follow(folder)
     assert read(store, run_id).info.status == "RUNNING"
-    write(tmp_path, epoch(1))
+    now_ms = int(time.time() * 1000)
+    write(tmp_path, epoch(1, now_ms))
     with (tmp_path / JOURNAL).open("a") as journal:
         journal.write('{"event": "epoch", "epoch": 2, "metrics"')
     assert store.follow(folder) == run_id
     assert history(store, run_id, "train/loss") == [(1, 1.0)]
     with (tmp_path / JOURNAL).open("a") as journal:
-        journal.write(': {"train/loss": 2.0}, "time_ms": 2}\n')
+        journal.write(f': {{"train/loss": 2.0}}, "time_ms": {now_ms}}}\n')
     store.follow(folder)
     assert history(store, run_id, "train/loss") == [(1, 1.0), (2, 2.0)]
     used = dict(history(store, run_id, "system/cpu_utilization_percentage"))
