@@ -302,21 +302,26 @@ def _made(folder: Path) -> Path:
 
 
 def _record(place: Path) -> None:
-    """Do what the recorder of a run does, in this process."""
+    """Do what the recorder of a run does, in this process, while the run's journal grows."""
     from cnnexp.errors import TrackingError, leave
     from cnnexp.tracking import store as stores
-    from cnnexp.tracking.events import read_journal
 
-    journal = read_journal(place / "journal")
+    folder = place / "journal"
+    journal = folder / "journal.jsonl"
+    lines = journal.read_text().splitlines(keepends=True)
+    journal.write_text("")
     try:
         store = stores.Store(f"sqlite:///{place}/run/mlflow.db", "soak")
-        run_id = store.begin(**journal["begin"])
-        for entry in journal["epochs"]:
-            store.log(run_id, {**entry}, entry["epoch"], journal["times_ms"][entry["epoch"]])
-        artifacts = [(str(place / "journal" / "report.md"), None)]
-        store.finish(run_id, "FINISHED", journal["tags"], artifacts)
+        for line in lines:
+            with journal.open("a") as file:
+                file.write(line)
+            with contextlib.suppress(TrackingError):  # it is tried again
+                store.follow(str(folder))
+        store.follow(str(folder))
     except TrackingError as error:
         leave(str(error), error.exit_code)
+    finally:
+        journal.write_text("".join(lines))
 
 
 def _storing(folder: Path, seed: int) -> None:
@@ -343,13 +348,13 @@ def _storing(folder: Path, seed: int) -> None:
         _made(place / "run")
         _record(place)
 
-    def deliver(place: Path) -> None:
-        run_id = stores.Store(f"sqlite:///{place}/run/mlflow.db", "soak").deliver(str(place / "journal"))
+    def sync(place: Path) -> None:
+        run_id = stores.Store(f"sqlite:///{place}/run/mlflow.db", "soak").sync(str(place / "journal"))
         if run_id is None:
-            raise ValueError("nothing was delivered")
+            raise ValueError("nothing was sent")
 
     def judge(place: Path, done: Done) -> str | None:
-        again = forked(place, lambda: deliver(place))
+        again = forked(place, lambda: sync(place))
         if again.code != 0:
             return f"then: {again}"
         with contextlib.suppress(OSError):

@@ -311,7 +311,6 @@ def _seal_checkpoint(content: bytes) -> bytes:
 def _read_checkpoint(path: Path) -> None:
     from cnnexp.training.checkpoint import load
 
-    (path.parent / "history.jsonl").write_bytes(b"")
     load(path)
     from cnnexp.backends import backend_class
     from cnnexp.tracking.model import Classifier

@@ -244,7 +244,7 @@ class Recorder:
 
 
 def _computed_s(pid: int) -> int:
-    """Return the whole seconds that a process has computed: as it loads MLflow, and hardly as it asks a locked store."""
+    """Return the whole seconds that a process has computed: many to load MLflow, hardly any to ask a locked store."""
     import psutil  # where somebody is silent, and nowhere else
 
     with contextlib.suppress(psutil.Error):

@@ -298,7 +298,7 @@ def test_a_recorder_that_computes_is_waited_for_longer(uri, monkeypatch):
     monkeypatch.setattr(pipe, "ANSWER_S", 0.05)
     monkeypatch.setattr(pipe, "LOOK_S", 0.01)
     monkeypatch.setattr(pipe, "_computed_s", lambda pid: looks.append(pid) or min(len(looks), 30))
-    with pytest.raises(TrackingError, match="no answer in 0.05 s"):
+    with pytest.raises(TrackingError, match=r"no answer in 0\.05 s"):
         stopped.call("link")
     assert len(looks) == 35
     stopped.close()

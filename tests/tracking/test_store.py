@@ -157,10 +157,11 @@ def test_what_nobody_asks_for_is_found_by_looking(store, tmp_path):
     run_id = store.follow(str(tmp_path))
     write(tmp_path, epoch(1))
     store.look()
-    assert history(store, run_id, "train/loss") == [], "it was sent just now"
-    store._followed[str(tmp_path)].look_at = 0.0
-    store.look()
     assert history(store, run_id, "train/loss") == [(1, 1.0)]
+    write(tmp_path, epoch(2))
+    store._followed[str(tmp_path)].look_at = time.monotonic() + 1000.0
+    store.look()
+    assert history(store, run_id, "train/loss") == [(1, 1.0)], "another was sent just now"
     store._followed.clear()
 
 

@@ -1,5 +1,6 @@
 import dataclasses
 import itertools
+import json
 import os
 
 import numpy as np
@@ -12,7 +13,17 @@ from cnnexp.datasets import Dataset, Split
 from cnnexp.errors import CheckpointError
 from cnnexp.network import BatchNorm2d, Dropout
 from cnnexp.network.losses import Totals
-from cnnexp.training.checkpoint import Checkpoint, CheckpointWriter, check_same, describe, find, list_checkpoints, load
+from cnnexp.training.checkpoint import (
+    Checkpoint,
+    CheckpointWriter,
+    check_same,
+    describe,
+    find,
+    list_checkpoints,
+    load,
+    plain_result,
+    take_history,
+)
 from cnnexp.training.loop import Progress
 
 NETWORK = Network((6, 6, 1), (Conv2d(2, 3), ReLU(), Flatten(), Linear(3)))
@@ -23,7 +34,12 @@ def checkpoint(epoch=1, seed=0):
     rng = np.random.default_rng(seed)
     names = ("parameters", "mean", "square")
     state = {name: rng.standard_normal(NETWORK.parameter_count).astype(np.float32) for name in names}
-    return Checkpoint(epoch, TRAINING, {**state, "step": np.int64(12)}, (), {"backend": "numpy"})
+    return Checkpoint(epoch, TRAINING, {**state, "step": np.int64(12)}, about={"backend": "numpy"})
+
+
+def journal(*results):
+    """What a run's journal holds of its epochs, once it is read."""
+    return {result.epoch: json.loads(json.dumps(plain_result(result))) for result in results}
 
 
 def save(folder, given):
@@ -43,7 +59,7 @@ def test_what_is_saved_comes_back_bit_for_bit(tmp_path):
     saved = checkpoint()
     read = load(save(tmp_path, saved))
     assert (read.epoch, read.about) == (1, {"backend": "numpy"})
-    (now,), then = read.history, epoch_result(1)
+    (now,), then = take_history(read, journal(epoch_result(1)), tmp_path).history, epoch_result(1)
     assert dataclasses.replace(now, scores=None) == dataclasses.replace(then, scores=None)
     assert read.state.keys() == saved.state.keys()
     for name, array in saved.state.items():
@@ -140,7 +156,7 @@ def test_the_last_two_and_the_best_are_kept_and_the_newest_is_found(tmp_path):
         keeper.save(checkpoint().state, {}, epoch_result(epoch, correct))
     names = [f"epoch-00000{epoch}.ckpt" for epoch in (2, 4, 5)]
     assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == names
-    assert sorted(os.listdir(tmp_path / "checkpoints")) == [*names, "history.jsonl"]
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == names
     newest = tmp_path / "checkpoints" / "epoch-000005.ckpt"
     assert find(tmp_path) == find(tmp_path / "checkpoints") == find(newest) == newest
 
@@ -155,19 +171,21 @@ def test_a_damaged_newest_is_passed_over_and_said(tmp_path, caplog):
 
 
 def test_a_history_that_is_not_the_checkpoints_own_is_refused(tmp_path):
-    path = save(tmp_path, checkpoint(2))
-    history = tmp_path / "history.jsonl"
-    whole = history.read_bytes()
-    history.write_bytes(whole + b"an epoch whose checkpoint was never written")
-    assert len(load(path).history) == 2
-    for damaged in (whole[:-1], whole.replace(b"8", b"9", 1), b""):
-        history.write_bytes(damaged)
-        with pytest.raises(CheckpointError, match=r"history\.jsonl beside it is damaged"):
-            load(path)
-    history.unlink()
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        load(path)
-    assert load(path, history=False).history == ()
+    results = [epoch_result(epoch, speedup=2.0, validation=3) for epoch in (1, 2, 3)]
+    path = CheckpointWriter(tmp_path, TRAINING, results[:1]).save(checkpoint().state, {}, results[1])
+    read = load(path)
+    assert (read.epoch, read.history) == (2, ())
+    whole = journal(*results)  # the third's checkpoint was never written
+    assert [result.epoch for result in take_history(read, whole, path).history] == [1, 2]
+    for damaged in (
+        {},
+        {1: whole[1]},
+        {**whole, 2: None},
+        {**whole, 2: {**whole[2], "epoch_s": 9.0}},
+        {**whole, 1: []},
+    ):
+        with pytest.raises(CheckpointError, match="the journal of its run lacks its epochs, or has other ones"):
+            take_history(read, damaged, path)
 
 
 def test_the_three_thousandth_epoch_writes_what_the_first_did(tmp_path):
@@ -175,7 +193,6 @@ def test_the_three_thousandth_epoch_writes_what_the_first_did(tmp_path):
     first = CheckpointWriter(tmp_path / "first", TRAINING).save(checkpoint().state, {}, epoch_result(1))
     path = keeper.save(checkpoint().state, {}, epoch_result(3000))
     assert path.stat().st_size < first.stat().st_size + 100
-    assert len(load(path).history) == 3000
 
 
 @pytest.mark.parametrize(
@@ -227,7 +244,7 @@ def test_a_failure_at_any_moment_leaves_the_last_checkpoint_and_no_litter(tmp_pa
     with pytest.raises(CheckpointError, match="cannot be written: No space left on device"):
         keeper.save(checkpoint().state, {}, epoch_result(2))
     monkeypatch.undo()
-    assert sorted(os.listdir(tmp_path)) == ["epoch-000001.ckpt", "history.jsonl"]
+    assert sorted(os.listdir(tmp_path)) == ["epoch-000001.ckpt"]
     assert load(find(tmp_path)).epoch == 1
 
 
@@ -275,11 +292,13 @@ def test_a_resumed_run_ends_bit_identical_to_one_never_stopped(tmp_path, network
 
     stopped = compiled()
     stopped.restore(start)
-    keeper = CheckpointWriter(tmp_path, TRAINING)
+    keeper, done = CheckpointWriter(tmp_path, TRAINING), []
     for result in itertools.islice(train_epochs(stopped, dataset(), 4, seed=5), 2):
         keeper.save(stopped.state(), {}, result)
+        done.append(result)
 
-    resumed, last = compiled(), load(find(tmp_path))
+    resumed = compiled()
+    last = take_history(load(find(tmp_path)), journal(*done), find(tmp_path))
     assert last.epoch == 2
     resumed.restore(last.state)
     list(train_epochs(resumed, dataset(), 4, seed=5, earlier=last.history))
