@@ -23,6 +23,7 @@ from cnnexp.system.heartbeat import Heartbeat
 
 ANSWER_S = 180.0  # the recorder answers sooner, or computes, as it loads MLflow; after this it is called dead
 LOOK_S = 1.0
+LEAST_SHARE = 0.05  # of a time that it computes in, if it does; a locked store is asked for with less
 MOST_TRIES = 5  # recorders that die of the same call
 MOST_DEATHS = 3  # of recorders in a row that die before they answer anything
 FLUSH_S = 0.1  # an sqlite store takes a tenth of that for an epoch
@@ -162,7 +163,7 @@ class Recorder:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(LOOK_S)
                 break
-            if heartbeat.look(_computed_s(self._process.pid)):
+            if self._is_silent(heartbeat):
                 self._process.kill()
                 raise TrackingError(f"{self._store}: the recorder process hung at its end and was killed")
         self._listener.join()
@@ -235,22 +236,25 @@ class Recorder:
         while True:
             with contextlib.suppress(TimeoutError):
                 return answer.result(LOOK_S)
-            if heartbeat.look(0 if within_s is not None else _computed_s(self._process.pid)):
+            if self._is_silent(heartbeat):
                 break
         if within_s is not None:
             raise NoAnswerYet(f"{self._store}: no answer yet")
         self._process.kill()
         raise TrackingError(f"{self._store}: no answer in {ANSWER_S:g} s")
 
+    def _is_silent(self, heartbeat: Heartbeat) -> bool:
+        """Return whether the process has said nothing for too long, nor computed, as to load MLflow."""
+        return heartbeat.look(int(_computed_s(self._process.pid) / (heartbeat.timeout_s * LEAST_SHARE)))
 
-def _computed_s(pid: int) -> int:
-    """Return the whole seconds that a process has computed: many to load MLflow, hardly any to ask a locked store."""
+
+def _computed_s(pid: int) -> float:
     import psutil  # where somebody is silent, and nowhere else
 
     with contextlib.suppress(psutil.Error):
         times = psutil.Process(pid).cpu_times()
-        return int(times.user + times.system)
-    return 0
+        return float(times.user + times.system)
+    return 0.0
 
 
 def _start_process(database: bool = False) -> subprocess.Popen[str]:

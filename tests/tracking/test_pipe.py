@@ -38,6 +38,7 @@ def store(uri):
 @pytest.fixture(scope="module")
 def live(uri, store):
     recorder = Recorder(uri, "runs")
+    recorder.call("link")  # it is ready
     yield recorder
     recorder.close()
 
