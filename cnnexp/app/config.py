@@ -64,7 +64,7 @@ class Trainer:
         keep_last: how many checkpoints of the last epochs stay.
         keep_best: how many of the epochs with the highest held-out accuracy stay.
         patient: whether to wait before every epoch until other work leaves this process's cores alone, at most
-            `interference.PATIENCE_S` in all.
+            `interference.IDLE_WAIT_S` in all.
     """
 
     epochs: int = 10

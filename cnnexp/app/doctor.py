@@ -19,7 +19,6 @@ from rich.table import Table
 
 from cnnexp.app.console import make_console
 from cnnexp.backends import BACKENDS, backend_class, child
-from cnnexp.backends.processor import usable_cores
 from cnnexp.backends.protocol import Backend
 from cnnexp.datasets import DATASETS
 from cnnexp.datasets.idx import IdxSet
@@ -28,6 +27,7 @@ from cnnexp.measuring import environment
 from cnnexp.network import AvgPool2d, Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Sigmoid
 from cnnexp.network.losses import Loss
 from cnnexp.optimizers import SGD
+from cnnexp.system.cores import usable_cores
 from cnnexp.tracking.address import store_uri
 
 FLOAT_BITS = 32

@@ -17,7 +17,7 @@ from cnnexp.backends.protocol import Backend, State
 from cnnexp.datasets import Dataset, Source, photograph
 from cnnexp.measuring.confidence import Interval, median_interval
 from cnnexp.measuring.environment import outputs_dir
-from cnnexp.measuring.interference import Interference, Patience, Watch
+from cnnexp.measuring.interference import IdleWait, Interference, Watch
 from cnnexp.network import Network
 from cnnexp.network.models import MODELS, Model
 from cnnexp.optimizers import OPTIMIZERS, SGD, Optimizer
@@ -172,17 +172,19 @@ def fit(
             compared = Baseline(stack.enter_context(contextlib.closing(beside.compile(*compiling))), dataset.train)
         if run is not None:
             run.wait()  # so that nothing but training runs while training is timed
-        watch, quiet, done = Watch(), Patience(patient), []
+        watch, quiet, done = Watch(compiler.threads), IdleWait(patient), []
+        interference = None
         quiet.wait()
-        for result in train_epochs(
-            program, dataset, epochs, seed, schedule, compared, patience, target=target, around=watch.around
-        ):
+        watch.start()
+        for result in train_epochs(program, dataset, epochs, seed, schedule, compared, patience, target=target):
             done.append(result)
+            interference = watch.interference()
             if run is not None:
-                run.interference = watch.interference()
+                run.interference = interference
                 run.epoch(result)
             if result.epoch < epochs:
                 quiet.wait()
+                watch.start()
         about = run.facts if run is not None else _about(dataset)
         state = program.state()
         if run is not None:
@@ -194,7 +196,7 @@ def fit(
         epochs=tuple(done),
         backend=compiler.name,
         baseline=beside.name if beside else None,
-        interference=watch.interference(),
+        interference=interference,
         run_id=run.id if run is not None else None,
         _training=training,
         _about=about,

@@ -18,7 +18,7 @@ from cnnexp.datasets import Dataset
 from cnnexp.errors import CompilerDied, Diverged
 from cnnexp.measuring import cost_model, footprint
 from cnnexp.measuring.amdahl import amdahl_limit
-from cnnexp.measuring.interference import Patience, Watch
+from cnnexp.measuring.interference import IdleWait, Watch
 from cnnexp.measuring.ledger import Ledger, Profiled, metrics, report, report_beside, step_parts
 from cnnexp.network import Network
 from cnnexp.network.losses import Loss, check_loss
@@ -118,9 +118,10 @@ def _train_epochs(pieces: _Pieces, display: Display, keeping: Keeping, begun: Pr
         display.progress(progress)
         keeping.progressed(progress)
 
-    watch = Watch()
-    patience = Patience(trainer.patient)
-    _await_quiet(patience, ledger)
+    watch = Watch(workers * pieces.backend.threads)
+    idle_wait = IdleWait(trainer.patient)
+    _await_quiet(idle_wait, ledger)
+    watch.start()
     for result in train_epochs(
         pieces.program,
         pieces.dataset,
@@ -135,17 +136,17 @@ def _train_epochs(pieces: _Pieces, display: Display, keeping: Keeping, begun: Pr
         target=trainer.target,
         begun=begun,
         most_batches=trainer.checkpoint_batches,
-        around=watch.around,
     ):
         with ledger.span("record"):
-            run.interference = watch.interference() if workers == 1 else None
+            run.interference = watch.interference()
             run.epoch(result)
             display.epoch(result)
             if baseline is not None:
                 run.summarize(_limit(baseline, pieces.backend, workers))
             keeping.epoch(result)
         if result.epoch < trainer.epochs:
-            _await_quiet(patience, ledger)
+            _await_quiet(idle_wait, ledger)
+            watch.start()
     if pieces.settings.baseline is not None and beside is not None and beside.shares():
         run.parts[pieces.settings.baseline.name] = step_parts(beside.shares())
 
@@ -197,10 +198,10 @@ def _baseline(trainer: Trainer, backend: Backend, program: Profiled, dataset: Da
     return Baseline(program, dataset.train, trainer.baseline_batches, trainer.baseline_s, layers_share=share)
 
 
-def _await_quiet(patience: Patience, ledger: Ledger) -> None:
-    if patience.left_s > 0:
+def _await_quiet(idle_wait: IdleWait, ledger: Ledger) -> None:
+    if idle_wait.left_s > 0:
         with ledger.span("quiet"):
-            patience.wait()
+            idle_wait.wait()
 
 
 def _limit(baseline: Baseline, backend: Backend, workers: int) -> dict[str, float]:

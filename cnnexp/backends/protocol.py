@@ -114,6 +114,12 @@ class Program(Protocol[Handle]):
         """Give back threads and device memory. Idempotent."""
         ...
 
+    def warm(self, handle: Handle, indices: np.ndarray) -> None:
+        """Have threads, caches and code ready for the batch `indices`, before a clock starts; `state()` stays as it is.
+
+        A training step after other work, a baseline's or an evaluation, takes longer where it is short.
+        """
+
     def watch(self, watch: Watch | None) -> bool:
         """Have `watch` hear of every pass of a layer in training from now on, each until its work is done.
 

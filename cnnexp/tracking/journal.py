@@ -364,8 +364,9 @@ class Run:
     def _summarize(self, status: str, tags: dict[str, str]) -> None:
         self.metrics.update(summary(self.epochs, self.contended, self._config["trainer"].get("target")))
         if self.interference is not None:
-            self.metrics["time/waited_share"] = self.interference.waited
-            tags[DISTURBED] = str(self.interference.disturbed).lower()
+            self.metrics["time/others_share"] = self.interference.others
+            if self.interference.known:
+                tags[DISTURBED] = str(self.interference.disturbed).lower()
         self.metrics = self._worth_telling(self.metrics)
         if status == "FINISHED":
             self._save_predictions()

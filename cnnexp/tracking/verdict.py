@@ -81,11 +81,13 @@ def machine(interference: Interference | None) -> str:
     if interference is None:
         return "whether other work disturbed is not known here"
     cores = f"{interference.cores} core{'s' if interference.cores > 1 else ''}"
-    stolen = f", {interference.stolen:.1%} of the cores went to other machines" if interference.stolen >= 0.001 else ""
-    told = f"threads waited for a core {interference.waited:.1%} of the time{stolen}; load {interference.load:.1f}"
+    if not interference.known:
+        return f"the run was too short to say whether other work disturbed it: {interference.seconds:.2g} s on {cores}"
+    stolen = f", {interference.stolen:.1%} on other machines" if interference.stolen >= 0.001 else ""
+    used = f"others used {interference.others:.1%} of {cores}{stolen}; load {interference.load:.1f}"
     if not interference.disturbed:
-        return f"quiet: {told} on {cores}"
-    return f"DISTURBED by other work: {told} on {cores}; measure again, or wait with trainer.patient=true"
+        return f"quiet: {used}"
+    return f"DISTURBED by other work: {used}; measure again, or wait with trainer.patient=true"
 
 
 def to_target(target: float, metrics: Mapping[str, float]) -> str:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,7 +85,6 @@ def train_epochs(
     target: float | None = None,
     begun: Progress | None = None,
     most_batches: int | None = None,
-    around: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> Iterator[EpochResult]:
     """Train `program` and yield one result per epoch.
 
@@ -107,7 +104,6 @@ def train_epochs(
         target: stop after the first epoch with such a held-out accuracy; None trains for all epochs.
         begun: how far the epoch after `earlier` was, after `program.restore`; None begins it.
         most_batches: batches between two calls of `on_progress`; None leaves it to the clock.
-        around: makes what every timed call of `program.train` lies in, outside its clock.
 
     Raises:
         Diverged: the loss, of training or of a held-out split, is not a finite number.
@@ -123,7 +119,7 @@ def train_epochs(
         rate = schedule(program.optimizer.lr, epoch, epochs)
         order = epoch_order(len(dataset.train.labels), seed, epoch)
         one_pass = _Pass(
-            program, handle, order, epoch, rate, baseline, on_progress, clock, pass_s, most_batches, around, batches
+            program, handle, order, epoch, rate, baseline, on_progress, clock, pass_s, most_batches, batches
         )
         if begun is not None and begun.epoch == epoch:
             one_pass.totals, one_pass.seconds = begun.totals, begun.seconds
@@ -207,12 +203,11 @@ class _Pass:
         clock: Callable[[], float],
         limit_s: float | None,
         most_batches: int | None,
-        around: Callable[[], AbstractContextManager[None]],
         batches: int,
     ) -> None:
         self._program, self._handle, self._order = program, handle, order
         self._epoch, self._rate, self._baseline = epoch, rate, baseline
-        self._on_progress, self._clock, self._around = on_progress, clock, around
+        self._on_progress, self._clock = on_progress, clock
         self._limit_s = math.inf if limit_s is None else limit_s
         self._most = most_batches or -(-len(order) // program.batch_size)
         self.batches = batches if limit_s is None else 1
@@ -237,6 +232,7 @@ class _Pass:
             return
         while start < whole and chunk:
             stop = min(start + chunk, whole, start - start % most + most)
+            self._program.warm(self._handle, self._order[start : start + batch_size])
             seconds = self._train(start, stop)
             self._whole_s, self._whole_images = self._whole_s + seconds, self._whole_images + stop - start
             if self._baseline:
@@ -256,10 +252,9 @@ class _Pass:
     def _train(self, start: int, stop: int) -> float:
         """Train on order[start:stop], one call; return its seconds."""
         with held():
-            with self._around():
-                started = self._clock()
-                totals = self._program.train(self._handle, self._order[start:stop], self._rate)
-                seconds = self._clock() - started
+            started = self._clock()
+            totals = self._program.train(self._handle, self._order[start:stop], self._rate)
+            seconds = self._clock() - started
             if not math.isfinite(totals.loss):
                 raise Diverged(
                     f"the loss became {totals.loss} in epoch {self._epoch}, images {start} to {stop}, at learning rate "

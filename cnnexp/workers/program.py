@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from cnnexp.backends.processor import usable_cores
 from cnnexp.backends.protocol import Program, State
 from cnnexp.datasets import Split
 from cnnexp.errors import CheckpointError, Diverged
@@ -28,6 +27,7 @@ from cnnexp.measuring.cost_model import (
     operations,
 )
 from cnnexp.network.losses import Totals
+from cnnexp.system.cores import usable_cores
 from cnnexp.workers.collective import Collective
 from cnnexp.workers.replica import GradientReplica, ParameterReplica, Replica, Spec, divide_threads
 

@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from cnnexp.backends.processor import usable_cores
 from cnnexp.backends.protocol import Backend, Program, State
 from cnnexp.network import Network
 from cnnexp.network.losses import Loss, Totals
 from cnnexp.optimizers import Optimizer
+from cnnexp.system.cores import usable_cores
 from cnnexp.workers.collective import Collective, Timed, share, shares
 
 NOTHING = Totals(0.0, 0, 0)

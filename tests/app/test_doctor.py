@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from cnnexp.app import doctor
-from cnnexp.backends.processor import usable_cores
 from cnnexp.errors import BackendUnavailable, ConfigError
 from cnnexp.measuring import environment
+from cnnexp.system.cores import usable_cores
 
 ROOT = Path(__file__).resolve().parents[2]
 

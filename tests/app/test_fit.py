@@ -74,7 +74,7 @@ def test_a_patient_one_waits_before_every_epoch_and_says_so_in_python(monkeypatc
     monkeypatch.setattr(interference, "await_quiet", lambda limit_s: limits.append(limit_s) or 200.0)
     found = fit(OneConv(filters=4), DATA, backend="numpy", epochs=3, baseline=None, patient=True)
     assert limits == [300.0, 100.0], "patience has an end"
-    busy = replace(found, interference=Interference(0.5, 0.0, 9.0, 2))
+    busy = replace(found, interference=Interference(0.5, 0.0, 9.0, 2, 1, 9.0))
     assert "or wait with patient=True" in " ".join(busy.verdict.split())
 
 
@@ -83,7 +83,7 @@ def test_everything_is_told_in_a_line(trained):
     network, epoch = trained.network, trained.epochs[0]
     outcome = (trained, network, *network.stages, epoch, epoch.train, trained.speedup, epoch.comparison)
     given = (data, data.train, Synthetic(), cnnexp.Images(root="photos"), cnnexp.Mnist(), ResNet(), AdamW(), Step())
-    for thing in (*outcome, Interference(0.1, 0.0, 1.5, 2), *given, cnnexp.backend("cpu")):
+    for thing in (*outcome, Interference(0.1, 0.0, 1.5, 2, 2, 9.0), *given, cnnexp.backend("cpu")):
         assert len(repr(thing)) <= 100
         assert "\n" not in repr(thing)
     assert repr(cnnexp.Images(root="photos", height=8)) == "Images(root='photos', height=8)"

@@ -53,6 +53,25 @@ def test_all_work_again_when_the_others_have_gone():
     assert machine.train(10)[0] < 0.01
 
 
+def test_a_disturbance_that_passes_does_not_send_threads_away():
+    machine = Machine(Crew(2), alone_s=1e-4, together_s=6e-5)
+    machine.train(0.1)
+    machine.together_s = 6e-4
+    machine.train(0.05)
+    machine.together_s = 6e-5
+    assert machine.train(0.1)[0] < 0.1
+
+
+def test_a_long_disturbance_is_forgotten_soon_after_its_end():
+    crew = Crew(2)
+    machine = Machine(crew, alone_s=1e-4, together_s=6e-4)
+    while crew.size == 2:
+        machine.train(0.01)
+    machine.together_s = 6e-5
+    machine.train(0.06)
+    assert crew.size == 2
+
+
 def test_a_short_call_that_waking_the_threads_outlasts_does_not_count_alone():
     crew = Crew(2)
     machine = Machine(crew, alone_s=1e-4, together_s=6e-5)

@@ -11,7 +11,7 @@ from cnnexp.tracking.events import read_journal
 from cnnexp.tracking.journal import REPORT, Run
 from cnnexp.tracking.metrics import summary
 
-QUIET, BUSY = Interference(0.004, 0.0, 0.3, 2), Interference(0.31, 0.02, 6.0, 2)
+QUIET, BUSY = Interference(0.004, 0.0, 0.3, 2, 2, 9.0), Interference(0.31, 0.02, 6.0, 2, 2, 9.0)
 RATIOS = (2.0, 2.5, 3.0, 2.4, 2.6, 2.2, 2.8)
 
 
@@ -36,11 +36,13 @@ def test_few_epochs_claim_no_confidence(count, said):
 
 
 def test_a_quiet_machine_is_called_quiet_and_a_busy_one_is_flagged():
-    assert rows()["machine"] == "quiet: threads waited for a core 0.4% of the time; load 0.3 on 2 cores"
+    assert rows()["machine"] == "quiet: others used 0.4% of 2 cores; load 0.3"
     busy = rows(interference=BUSY)["machine"]
-    assert busy.startswith("DISTURBED by other work: threads waited for a core 31.0% of the time, 2.0% of the cores")
+    assert busy.startswith("DISTURBED by other work: others used 31.0% of 2 cores, 2.0% on other machines; load 6.0")
     assert "trainer.patient=true" in busy
     assert "not known" in rows(interference=None)["machine"]
+    short = rows(interference=dataclasses.replace(BUSY, seconds=0.1))["machine"]
+    assert short == "the run was too short to say whether other work disturbed it: 0.1 s on 2 cores"
 
 
 def test_amdahl_limit_share_of_the_machine_and_largest_parts_stand_where_they_were_measured():
@@ -98,7 +100,7 @@ def test_a_run_writes_its_verdict_into_its_folder(tmp_path):
     )
     journal = read_journal(tmp_path)
     assert journal["metrics"].items() >= {"speedup/median": 2.5, "speedup/low": 2.0, "speedup/high": 3.0}.items()
-    assert journal["metrics"]["time/waited_share"] == 0.31
+    assert journal["metrics"]["time/others_share"] == 0.31
     assert '"timing.disturbed": "true"' in (tmp_path / "journal.jsonl").read_text()
 
 

@@ -1,6 +1,5 @@
 """The epoch loop on a fake program and a fake clock: what is timed, what is trained, when it stops."""
 
-import contextlib
 import signal
 
 import numpy as np
@@ -200,18 +199,15 @@ def test_training_stops_after_the_epoch_that_reaches_its_target():
     assert len(run(FakeProgram(FakeClock(), 0.1), wrong, epochs=5, target=0.5)) == 5
 
 
-def test_what_lies_around_a_timed_call_is_outside_its_clock():
+def test_threads_are_ready_before_every_clocked_call_and_outside_its_clock():
     clock = FakeClock()
-    calls = []
+    program, warmed = FakeProgram(clock, per_image_s=0.5), []
 
-    @contextlib.contextmanager
-    def around():
-        clock.advance(7)
-        yield
-        calls.append(clock())
+    def warm(handle, indices):
+        warmed.append(list(indices))
         clock.advance(7)
 
-    program = FakeProgram(clock, per_image_s=0.5)
-    (result,) = run(program, around=around)
-    assert len(calls) == len(program.orders) > 0
+    program.warm = warm
+    (result,) = run(program)
+    assert warmed == [list(order[: program.batch_size]) for order in program.orders if len(order) >= program.batch_size]
     assert result.epoch_s == pytest.approx(0.5 * result.train.count)

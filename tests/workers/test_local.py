@@ -14,9 +14,9 @@ import pytest
 from workers.work import MODELS, OPTIMIZERS, RATE, compiled, hundred_steps, images, order, trained
 
 from cnnexp.backends import backend_class
-from cnnexp.backends.processor import usable_cores
 from cnnexp.datasets import Split
 from cnnexp.errors import CheckpointError, ConfigError, WorkerDied
+from cnnexp.system.cores import usable_cores
 from cnnexp.workers import Local, local
 from cnnexp.workers.local import SLOT_BYTES, Board, LocalCollective
 from cnnexp.workers.replica import divide_threads

@@ -137,6 +137,9 @@ class SimdProgram(Program[Split]):
         self._gradients[...] = 0
         return totals, self._layout.unpack(gradient)
 
+    def warm(self, handle: Split, indices: np.ndarray) -> None:
+        self.gradients(handle, indices)
+
     def apply(self, gradient: np.ndarray, rate: float) -> None:
         self._layout.pack(gradient, self._gradients[0])
         self._run(APPLY, _NO_SPLIT, np.empty(0, np.int64), self.batch_size, rate)

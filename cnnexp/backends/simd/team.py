@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 
+from cnnexp.system.cores import Cores
+
 Task = Callable[[int], None]
 
 
@@ -58,11 +60,14 @@ def _lead(tasks: SimpleQueue, threads: int) -> None:
     """Take tasks and do each together with the other threads, until there is None."""
     inboxes: list[SimpleQueue] = [SimpleQueue() for _ in range(1, threads)]
     finished: SimpleQueue = SimpleQueue()
+    cores = Cores()
     for rank, inbox in enumerate(inboxes, 1):
-        threading.Thread(target=_follow, args=(rank, inbox, finished), name=f"cpu-simd-{rank}", daemon=True).start()
+        arguments = (rank, inbox, finished, cores)
+        threading.Thread(target=_follow, args=arguments, name=f"cpu-simd-{rank}", daemon=True).start()
     while True:
         task, members, done = tasks.get()
         followers = inboxes[: members - 1]
+        cores.take(0)
         for inbox in followers:
             inbox.put(task)
         if task is None:
@@ -72,8 +77,9 @@ def _lead(tasks: SimpleQueue, threads: int) -> None:
         done.put(next((failures[rank] for rank in sorted(failures) if failures[rank] is not None), None))
 
 
-def _follow(rank: int, inbox: SimpleQueue, finished: SimpleQueue) -> None:
+def _follow(rank: int, inbox: SimpleQueue, finished: SimpleQueue, cores: Cores) -> None:
     while (task := inbox.get()) is not None:
+        cores.take(rank)
         failure = _attempt(task, rank)
         del task
         finished.put((rank, failure))
