@@ -119,6 +119,7 @@ class Program(Protocol[Handle]):
 
         A training step after other work, a baseline's or an evaluation, takes longer where it is short.
         """
+        return
 
     def watch(self, watch: Watch | None) -> bool:
         """Have `watch` hear of every pass of a layer in training from now on, each until its work is done.
