@@ -12,7 +12,7 @@ from rich.table import Table
 
 SWEEPS = {"batch": "images per batch", "filters": "filters", "size": "image side in pixels", "depth": "convolutions"}
 
-# Okabe and Ito's colours, which the colour-blind tell apart
+# Okabe and Ito's colours, which the colour-blind can distinguish
 BLUE, SKY, ORANGE, GREEN, PURPLE, RED, GREY = (
     "#0072B2",
     "#56B4E9",
