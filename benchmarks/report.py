@@ -139,8 +139,8 @@ Contestants take turns; a sample starts from the first parameters. Medians over 
 against a float64 oracle; `gradient` is its distance, relative. `of limit`: useful multiply-adds, those of gradients
 counted through the max-pool's argmax, over the faster of a loop of multiply-adds in registers and a large matrix
 product, both timed in the same rounds. `MB`: the most memory resident in its process, framework included.
-`compile s`: as found, caches of earlier runs included. `(32 a step)`: so few images a step, since a whole batch would take too
-long."""
+`compile s`: as found, caches of earlier runs included. `(32 a step)`: so few images a step, since a whole batch would
+take too long."""
 
 COLUMNS = ("", "images/s", "quartiles", "slowest", "x best peer", "of limit", "us/image", "MB", "compile s", "gradient")
 
