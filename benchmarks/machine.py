@@ -25,7 +25,7 @@ HOLDS = {
         "MKL_ENABLE_INSTRUCTIONS": "AVX2",
     }
 }
-"""Environments that hold everyone, the limits too, to less than the CPU has: `avx2` is 8 lanes, 16 registers."""
+"""Environments that restrict everyone, the limits too, to less than the CPU has: `avx2` is 8 lanes, 16 registers."""
 
 STEP_S = 0.005
 """About how long one step of a limit takes; short beside a sample."""

@@ -160,7 +160,7 @@ def main() -> None:
     p.add_argument(
         "--runs", type=int, default=4, help="the first makes the store and may have to compile; medians are over all"
     )
-    p.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "run_overhead.json")
+    p.add_argument("--out", type=Path, default=ROOT / "outputs" / "benchmarks" / "run_overhead.json")
     p.add_argument("overrides", nargs="*", help="more for the command line of cnnexp, e.g. trainer.baseline=null")
     options = p.parse_args()
     arguments = [*RUN, f"dataset.root={options.data.resolve()}", *options.overrides]
