@@ -86,12 +86,13 @@ class Program(Protocol[Handle]):
     def gradients(self, handle: Handle, indices: np.ndarray) -> tuple[Totals, np.ndarray]:
         """Return the totals and the flat mean gradient (float32) of one batch, at most batch_size images.
 
-        No parameter changes; running averages do, as in the step that this is the first half of.
+        Nothing that `state` returns changes. Running averages wait for `apply`, which moves them by the batch of the
+        last `gradients`; `train` and `restore` forget what waits.
         """
         ...
 
     def apply(self, gradient: np.ndarray, rate: float) -> None:
-        """Take one optimizer step with a flat gradient: the second half of a training step."""
+        """Take one optimizer step with a flat gradient: the second half of a training step, see `gradients`."""
         ...
 
     def predict(self, handle: Handle) -> np.ndarray:

@@ -18,7 +18,7 @@ import numpy as np
 from cnnexp.backends.layerwise import as_float32
 from cnnexp.backends.processor import ThreadedBackend
 from cnnexp.backends.protocol import Program, State
-from cnnexp.backends.state import complete
+from cnnexp.backends.state import PendingAverages, complete
 from cnnexp.errors import BackendUnavailable, ConfigError, installing
 from cnnexp.network import (
     GELU,
@@ -208,6 +208,7 @@ class TorchProgram(Program):
         self._threads = threads
         self._tensors: list[nn.Parameter] = []  # in the order of the flat buffer
         self._averages: list[torch.Tensor] = []
+        self._pending = PendingAverages(network, self._running, self._set_running)
         self._now = _Step()
         modules = [_module(stage, self._tensors, self._averages, self._now) for stage in network.stages]
         self._modules = nn.Sequential(*modules).to(memory_format=torch.channels_last)
@@ -223,6 +224,7 @@ class TorchProgram(Program):
     def train(self, handle: Any, order: np.ndarray, rate: float) -> Totals:
         batches = torch.tensor(np.ascontiguousarray(order, np.int64)).split(self.batch_size)
         loss, hits = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.int64)
+        self._pending.drop()
         with _torch_threads(self._threads):
             for indices in batches:
                 losses, correct = self._backward(handle, indices)
@@ -232,11 +234,12 @@ class TorchProgram(Program):
         return Totals(float(loss), int(hits), len(order))
 
     def gradients(self, handle: Any, indices: np.ndarray) -> tuple[Totals, np.ndarray]:
-        with _torch_threads(self._threads):
+        with _torch_threads(self._threads), self._pending.hold():
             loss, hits = self._backward(handle, torch.tensor(np.ascontiguousarray(indices, np.int64)))
         return Totals(float(loss), int(hits), len(indices)), self._flat([tensor.grad for tensor in self._tensors])
 
     def apply(self, gradient: np.ndarray, rate: float) -> None:
+        self._pending.commit()
         for tensor, part in zip(self._tensors, self._parts(gradient), strict=True):
             tensor.grad = part
         with _torch_threads(self._threads):
@@ -254,7 +257,7 @@ class TorchProgram(Program):
         }
         state = {"parameters": self._flat(self._tensors), "step": np.array(self._steps, np.int64), **slots}
         if self._averages:
-            state["running"] = torch.cat(self._averages).numpy()
+            state["running"] = self._running()
         if self.network.draws:
             state["seed"] = np.array(self._now.seed, np.int64)
         return state
@@ -263,8 +266,9 @@ class TorchProgram(Program):
         whole = complete(state, self.network, self.optimizer)
         parts = {name: self._parts(whole[name]) for name in ("parameters", *self.optimizer.slots)}
         self._steps, self._now.seed = int(whole["step"]), int(whole.get("seed", 0))
-        for average, part in zip(self._averages, self.network.running, strict=True):
-            average.copy_(torch.tensor(part.view(whole["running"])))
+        self._pending.drop()
+        if self._averages:
+            self._set_running(whole["running"])
         self._updater = _updater(self.optimizer, self._tensors)
         for i, tensor in enumerate(self._tensors):
             with torch.no_grad():
@@ -297,6 +301,13 @@ class TorchProgram(Program):
                 assert_never(self.loss.name)
         mean.backward()
         return mean.detach() * len(indices), hits.sum()
+
+    def _running(self) -> np.ndarray:
+        return torch.cat(self._averages).numpy()
+
+    def _set_running(self, running: np.ndarray) -> None:
+        for average, part in zip(self._averages, self.network.running, strict=True):
+            average.copy_(torch.tensor(part.view(running)))
 
     def _update(self, rate: float) -> None:
         self._steps += 1
