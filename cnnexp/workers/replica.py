@@ -2,8 +2,8 @@
 
 All three ways make every worker end each exchange with the same parameters, bit for bit, since each sum is formed once
 and sent to all. Where layers keep running averages (BatchNorm2d), each worker's are of its own images, and are averaged
-at the end of every call of `train`. Shares may be unequal, and empty where a short last batch has fewer images than
-there are workers.
+at the end of every call of `train` or `apply`. Shares may be unequal, and empty where a short last batch has fewer
+images than there are workers.
 """
 
 from __future__ import annotations
@@ -87,8 +87,7 @@ class Replica:
         """As `Program.train`; the totals are of all workers."""
         started, communicated = time.perf_counter(), self.collective.seconds
         totals = self._train(self._splits[handle], order, rate)
-        if self.program.network.running:
-            self._average_running()
+        self._average_running()
         self._train_s += time.perf_counter() - started
         self._communicate_s += self.collective.seconds - communicated
         return totals
@@ -100,6 +99,7 @@ class Replica:
 
     def apply(self, gradient: np.ndarray, rate: float) -> None:
         self.program.apply(gradient, rate)
+        self._average_running()
 
     def predict(self, handle: int) -> np.ndarray:
         """As `Program.predict`: each worker scores its rows."""
@@ -151,10 +151,17 @@ class Replica:
 
     def _average_running(self) -> None:
         """Give every worker the mean of all workers' running averages: each has seen its own images alone."""
+        if not self.program.network.running:
+            return
         state = self.program.state()
         mean = state["running"] / np.float32(self.collective.size)
         self.collective.all_reduce(mean)
         self.program.restore({**state, "running": mean})
+
+    def _forget_batch(self) -> None:
+        """Without images of this batch, let no earlier one move this worker's running averages at `apply`."""
+        if self.program.network.running:
+            self.program.restore(self.program.state())
 
     def _gradients(self, split: Loaded, batch: np.ndarray) -> Totals:
         """Leave the mean gradient of a batch over all workers in the buffer; the totals travel with it."""
@@ -165,6 +172,7 @@ class Replica:
             self._buffer[-3:] = totals.loss, totals.correct, totals.count
         else:
             self._buffer[:] = 0
+            self._forget_batch()
         self._images += len(mine)
         self.collective.all_reduce(self._buffer)
         return _totals(self._buffer[-3:])

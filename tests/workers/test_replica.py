@@ -2,6 +2,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from conformance import assert_same_state
 from thread_group import Group
 
 from cnnexp import SGD, Adam, Conv2d, Flatten, Linear, Loss, MaxPool2d, Network, OneConv, ReLU, TwoConvMlp
@@ -100,6 +101,33 @@ def test_running_averages_are_averaged_over_the_workers(sync, period):
     np.testing.assert_allclose(averaged, (first + second) / 2, rtol=1e-6)
     if sync != "parameters":  # there the last average of all was a moment ago
         assert relative(first, second) > 1e-4
+
+
+@pytest.mark.parametrize("sync", ["gradients", "parameters", "hybrid"])
+def test_gradients_change_nothing_that_state_returns(sync):
+    case, data = layered(BatchNorm2d(), Dropout(0.4), sync=sync), images(24, side=6)
+    batch, single = np.arange(8), np.arange(8, 9)  # one image leaves the second worker without any
+
+    def work(replica, handle):
+        replica.restore(case.network.initial_state(11))
+        replica.train(handle, batch, 0.05)
+        before = replica.state()
+        replica.gradient_s(handle, 4, 2)
+        replica.gradients(handle, batch)
+        _, gradient = replica.gradients(handle, single)
+        states = [before, replica.state()]
+        replica.apply(gradient, 0.05)
+        states.append(replica.state())
+        replica.restore(before)
+        replica.train(handle, single, 0.05)
+        return *states, replica.state()
+
+    for before, after, halves, trained in together(2, case, work, data):
+        assert_same_state(after, before)
+        np.testing.assert_array_equal(halves["running"], trained["running"])
+        assert not np.array_equal(halves["running"], before["running"])
+        if sync != "parameters":  # there `train` takes the step on its share alone, here on the mean gradient
+            assert_same_state(halves, trained)
 
 
 @pytest.mark.parametrize("sync", ["gradients", "hybrid"])
