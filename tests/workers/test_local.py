@@ -1,5 +1,6 @@
 import errno
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -147,7 +148,7 @@ if __name__ == "__main__":
     command, limit_s = [sys.executable, "-c", code], Local().heartbeat_timeout_s / 2
     done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, cwd=ROOT, check=False)
     assert done.returncode == -signal.SIGKILL
-    assert "cnnexp: error: worker 0 of 2 (pid " in done.stderr
+    assert re.fullmatch(r"cnnexp: error: worker 0 of 2 \(pid \d+\) died; the run has ended\n", done.stderr)
 
 
 def test_threads_are_divided_among_the_workers(monkeypatch):

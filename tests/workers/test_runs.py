@@ -29,8 +29,11 @@ LONGER = ("dataset.train_size=1000", "model.filters=32")
 SMALL = ("experiment=smoke", "backend=numpy", "trainer.baseline=null", "trainer.schedule=constant", "optimizer=adam")
 
 
+PROGRAM = (sys.executable, "-m", "cnnexp")
+
+
 def command(*arguments):
-    return [sys.executable, "-m", "cnnexp", *SMALL, *arguments]
+    return [*PROGRAM, *SMALL, *arguments]
 
 
 def cnnexp(*arguments):
@@ -61,14 +64,15 @@ def test_a_run_that_was_stopped_ends_bit_identical_to_one_that_was_not(tmp_path)
 def test_a_run_of_workers_with_batch_normalization_goes_on_bit_identical(tmp_path):
     layers = "[{type: Conv2d, filters: 6, padding: same},{type: BatchNorm2d},{type: ReLU},{type: Dropout, rate: 0.2},"
     layers += "{type: Flatten},{type: Linear, features: 10}]"
-    custom = ("experiment=null", "dataset.train_size=300", "dataset.test_size=50", "trainer.batch_size=50")
-    words = (*custom, "model=custom", f"model.layers={layers}", "tracking=none", "workers=local")
+    data = ("dataset.train_size=300", "dataset.test_size=50", "trainer.batch_size=50")
+    words = (*data, *SMALL[1:], "model=custom", f"model.layers={layers}", "tracking=none", "workers=local")
     for name, more in {
         "whole": ["trainer.epochs=4"],
         "half": ["trainer.epochs=2"],
         "rest": ["trainer.epochs=4", f"trainer.resume={tmp_path}/half"],
     }.items():
-        done = cnnexp(*words, f"hydra.run.dir={tmp_path}/{name}", *more)
+        folder = f"hydra.run.dir={tmp_path}/{name}"
+        done = subprocess.run([*PROGRAM, *words, folder, *more], capture_output=True, text=True, cwd=ROOT, check=False)
         assert (done.returncode, done.stderr) == (0, "")
     assert_same_state(states(tmp_path / "rest"), states(tmp_path / "whole"))
     start = load(list_checkpoints(tmp_path / "half" / "checkpoints")[0])
