@@ -12,9 +12,10 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from cnnexp.backends.averages import PendingAverages
 from cnnexp.backends.protocol import Array, Ops, Program, State, Watch
 from cnnexp.backends.stages import Chain, Run, unwatched
-from cnnexp.backends.state import PendingAverages, complete
+from cnnexp.backends.state import complete
 from cnnexp.network import Network, Stage
 from cnnexp.network.losses import Loss, Totals, check_loss
 from cnnexp.optimizers import Optimizer
@@ -82,7 +83,7 @@ class LayerwiseProgram(Program[Split[Array]], Generic[Array]):
         self._gradient = ops.to_device(zeros.copy())
         self._slots = tuple(ops.to_device(zeros.copy()) for _ in optimizer.slots)
         self._running = ops.to_device(np.zeros(max(network.running_count, 1), np.float32))
-        self._pending = PendingAverages(
+        self.pending = PendingAverages(
             network, lambda: ops.to_host(self._running), lambda averages: ops.copy(averages, self._running)
         )
         self._step, self._seed = 0, 0
@@ -103,7 +104,7 @@ class LayerwiseProgram(Program[Split[Array]], Generic[Array]):
             images: places in the data set of the images of `order`, where the handle shows only a part of it.
         """
         ops, count = self._ops, len(order)
-        self._pending.drop()
+        self.pending.drop()
         places, where = self._places(order, images)
         losses, hits = ops.empty((count,), np.float32), ops.empty((count,), np.uint8)
         for start in range(0, count, self.batch_size):
@@ -119,13 +120,13 @@ class LayerwiseProgram(Program[Split[Array]], Generic[Array]):
         """As `Program.gradients`; `images` as for `train`."""
         ops, count = self._ops, len(indices)
         losses, hits = ops.empty((count,), np.float32), ops.empty((count,), np.uint8)
-        with self._pending.hold():
+        with self.pending.hold():
             self._gradients(handle, *self._places(indices, images), losses, hits)
         return _totals(ops.to_host(losses), ops.to_host(hits)), ops.to_host(self._gradient)
 
     @_in_scope
     def apply(self, gradient: np.ndarray, rate: float) -> None:
-        self._pending.commit()
+        self.pending.commit()
         self._ops.copy(gradient, self._gradient)
         self._apply(rate)
 
@@ -156,7 +157,7 @@ class LayerwiseProgram(Program[Split[Array]], Generic[Array]):
         x, labels = self._inputs(len(indices))
         self._ops.gather(handle.images, handle.labels, places, x, labels)
         self._begun = self._run(len(indices), trains, where)
-        with self._pending.hold() if trains else contextlib.nullcontext():
+        with self.pending.hold() if trains else contextlib.nullcontext():
             return self._ops.to_host(self._chain.forward(self._begun, x))
 
     @_in_scope
@@ -185,7 +186,7 @@ class LayerwiseProgram(Program[Split[Array]], Generic[Array]):
             if name in targets:
                 self._ops.copy(np.ascontiguousarray(array, np.float32), targets[name])
         self._step, self._seed = int(whole["step"]), int(whole.get("seed", 0))
-        self._pending.drop()
+        self.pending.drop()
 
     def watch(self, watch: Watch | None) -> bool:
         @contextlib.contextmanager

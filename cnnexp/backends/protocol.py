@@ -22,6 +22,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from cnnexp.backends.averages import PendingAverages
 from cnnexp.backends.parts import Part
 from cnnexp.network import BatchNorm2d, Elementwise, Network, Stage, Window
 from cnnexp.network.losses import Loss, Totals
@@ -64,6 +65,8 @@ class Program(Protocol[Handle]):
     batch_size: int
     compile_s: float
     """Seconds spent compiling and warming up, before anything is timed."""
+    pending: PendingAverages | None = None
+    """What `gradients` leaves for `apply`; None where no layer keeps running averages."""
 
     def load(self, images: np.ndarray, labels: np.ndarray) -> Handle:
         """Put a split where the backend wants it, once; return a handle on it.

@@ -59,7 +59,6 @@ class HybridReplica(Replica):
     def apply(self, gradient: np.ndarray, rate: float) -> None:
         self._head.gradient[:] = self._head.own(gradient[self._shared :])
         self._apply(gradient[: self._shared], rate)
-        self._average_running()
 
     def predict(self, handle: int) -> np.ndarray:
         count = self._splits[handle].count
@@ -115,12 +114,9 @@ class HybridReplica(Replica):
         d_scores, losses, hits = np.empty_like(scores), np.empty(count, np.float32), np.empty(count, np.uint8)
         compute(self.loss, scores, labels, np.float32(1 / count), d_scores, losses, hits)
         d_rows = self._head.backward(d_scores)[mine]
-        if len(d_rows):
-            gradient = self._features.backward(d_rows)
-        else:
-            gradient = np.zeros(self._shared, np.float32)
-            self._forget_batch()
+        gradient = self._features.backward(d_rows) if len(d_rows) else np.zeros(self._shared, np.float32)
         self.collective.all_reduce(gradient)
+        self._average_pending(len(d_rows) / count)
         self._images += len(d_rows)
         return Totals(float(losses.sum(dtype=np.float64)), int(hits.sum(dtype=np.int64)), count), gradient
 

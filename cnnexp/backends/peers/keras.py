@@ -16,10 +16,11 @@ from typing import Any, ClassVar, assert_never
 import numpy as np
 
 from cnnexp import network as net
+from cnnexp.backends.averages import PendingAverages
 from cnnexp.backends.layerwise import as_float32
 from cnnexp.backends.processor import ThreadedBackend
 from cnnexp.backends.protocol import Program, State
-from cnnexp.backends.state import PendingAverages, complete
+from cnnexp.backends.state import complete
 from cnnexp.errors import BackendUnavailable, installing
 from cnnexp.network import Network, Stage, noise
 from cnnexp.network.losses import LOG_FLOOR, VARIANCE_FLOOR, Loss, Totals, check_loss
@@ -154,7 +155,7 @@ class KerasProgram(Program):
         self._now = Step()
         layers = [layer for stage in network.stages for layer in _layers(stage, self._now)]
         self._averages = [average for norm in _norms(layers) for average in norm.averages]
-        self._pending = PendingAverages(network, lambda: self._flat(self._averages), self._set_running)
+        self.pending = PendingAverages(network, lambda: self._flat(self._averages), self._set_running)
         self._model = keras.Sequential([keras.Input(network.input_shape), *layers])
         self._variables = [variable.value for variable in self._model.trainable_variables]
         self._slots = [[tf.Variable(tf.zeros_like(v)) for v in self._variables] for _ in optimizer.slots]
@@ -176,7 +177,7 @@ class KerasProgram(Program):
 
     def train(self, handle: Any, order: np.ndarray, rate: float) -> Totals:
         losses, hits = [], []
-        self._pending.drop()
+        self.pending.drop()
         for start in range(0, len(order), self.batch_size):
             indices = order[start : start + self.batch_size].astype(np.int64)
             self._begin_step()
@@ -188,12 +189,12 @@ class KerasProgram(Program):
     def gradients(self, handle: Any, indices: np.ndarray) -> tuple[Totals, np.ndarray]:
         if self.network.draws:
             self._now.numbers[1].assign(self._step + 1)
-        with self._pending.hold():
+        with self.pending.hold():
             loss, hits, gradients = self._gradients(*handle, indices.astype(np.int64))
         return Totals(float(loss), int(hits), len(indices)), self._flat(gradients)
 
     def apply(self, gradient: np.ndarray, rate: float) -> None:
-        self._pending.commit()
+        self.pending.commit()
         self._begin_step()
         parts = [tf.constant(part) for part in self._parts(gradient)]
         self._apply(parts, np.float32(rate), *self.optimizer.constants(self._step))
@@ -217,7 +218,7 @@ class KerasProgram(Program):
         for name, targets in zip(("parameters", *self.optimizer.slots), (self._variables, *self._slots), strict=True):
             for target, part in zip(targets, self._parts(whole[name]), strict=True):
                 target.assign(part)
-        self._pending.drop()
+        self.pending.drop()
         if self._averages:
             self._set_running(whole["running"])
         self._step = int(whole["step"])

@@ -16,10 +16,11 @@ from typing import Any, ClassVar, assert_never
 import numpy as np
 
 from cnnexp import network as net
+from cnnexp.backends.averages import PendingAverages
 from cnnexp.backends.layerwise import as_float32
 from cnnexp.backends.processor import ThreadedBackend
 from cnnexp.backends.protocol import Program, State
-from cnnexp.backends.state import PendingAverages, complete
+from cnnexp.backends.state import complete
 from cnnexp.errors import BackendUnavailable, ConfigError, installing
 from cnnexp.network import Network, Stage, noise
 from cnnexp.network.losses import LOG_FLOOR, VARIANCE_FLOOR, Loss, Totals, check_loss
@@ -187,7 +188,7 @@ class TorchProgram(Program):
         self._threads = threads
         self._tensors: list[nn.Parameter] = []  # in the order of the flat buffer
         self._averages: list[torch.Tensor] = []
-        self._pending = PendingAverages(network, self._running, self._set_running)
+        self.pending = PendingAverages(network, self._running, self._set_running)
         self._now = _Step()
         modules = [_module(stage, self._tensors, self._averages, self._now) for stage in network.stages]
         self._modules = nn.Sequential(*modules).to(memory_format=torch.channels_last)
@@ -203,7 +204,7 @@ class TorchProgram(Program):
     def train(self, handle: Any, order: np.ndarray, rate: float) -> Totals:
         batches = torch.tensor(np.ascontiguousarray(order, np.int64)).split(self.batch_size)
         loss, hits = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.int64)
-        self._pending.drop()
+        self.pending.drop()
         with _torch_threads(self._threads):
             for indices in batches:
                 losses, correct = self._backward(handle, indices)
@@ -213,12 +214,12 @@ class TorchProgram(Program):
         return Totals(float(loss), int(hits), len(order))
 
     def gradients(self, handle: Any, indices: np.ndarray) -> tuple[Totals, np.ndarray]:
-        with _torch_threads(self._threads), self._pending.hold():
+        with _torch_threads(self._threads), self.pending.hold():
             loss, hits = self._backward(handle, torch.tensor(np.ascontiguousarray(indices, np.int64)))
         return Totals(float(loss), int(hits), len(indices)), self._flat([tensor.grad for tensor in self._tensors])
 
     def apply(self, gradient: np.ndarray, rate: float) -> None:
-        self._pending.commit()
+        self.pending.commit()
         for tensor, part in zip(self._tensors, self._parts(gradient), strict=True):
             tensor.grad = part
         with _torch_threads(self._threads):
@@ -245,7 +246,7 @@ class TorchProgram(Program):
         whole = complete(state, self.network, self.optimizer)
         parts = {name: self._parts(whole[name]) for name in ("parameters", *self.optimizer.slots)}
         self._steps, self._now.seed = int(whole["step"]), int(whole.get("seed", 0))
-        self._pending.drop()
+        self.pending.drop()
         if self._averages:
             self._set_running(whole["running"])
         self._updater = _updater(self.optimizer, self._tensors)
