@@ -80,6 +80,12 @@ def test_a_run_of_workers_with_batch_normalization_goes_on_bit_identical(tmp_pat
         assert set(start.state["running"]) == {0.0, 1.0}
 
 
+def test_a_key_of_before_is_answered_with_the_one_of_now(tmp_path):
+    done = cnnexp("tracking=none", f"hydra.run.dir={tmp_path}/run", "workers=local", "workers.patience_s=3")
+    assert done.returncode == 2
+    assert re.fullmatch(r".*workers.patience_s=3: unknown key;.* mean 'workers.heartbeat_timeout_s'\?\n", done.stderr)
+
+
 def test_a_run_goes_on_by_its_mlflow_id(tmp_path, new_store):
     store = f"tracking.uri={new_store(tmp_path)}"
     outputs_dir().mkdir(exist_ok=True)
