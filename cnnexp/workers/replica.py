@@ -153,13 +153,13 @@ class Replica:
         After every batch, not now and then: a run that goes on from a checkpoint must end with the same bits.
 
         Args:
-            weight: this worker's share of the batch, 0 to 1; with 0 it has computed nothing.
+            weight: this worker's share of the batch, 0 to 1; with 0 it has computed nothing, and counts for nothing.
         """
         pending = self.program.pending
         if pending is None or not self.program.network.running:
             return
         mean = np.zeros(self.program.network.running_count, np.float32)
-        if weight and pending.moved is not None:
+        if pending.moved is not None:
             mean[:] = pending.moved * np.float32(weight)
         self.collective.all_reduce(mean)
         pending.moved = mean
