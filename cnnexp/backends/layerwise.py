@@ -83,7 +83,7 @@ class LayerwiseProgram(Program[Split[Array]], Generic[Array]):
         self._gradient = ops.to_device(zeros.copy())
         self._slots = tuple(ops.to_device(zeros.copy()) for _ in optimizer.slots)
         self._running = ops.to_device(np.zeros(max(network.running_count, 1), np.float32))
-        self.pending = PendingAverages(
+        self.pending: PendingAverages = PendingAverages(
             network, lambda: ops.to_host(self._running), lambda averages: ops.copy(averages, self._running)
         )
         self._step, self._seed = 0, 0

@@ -155,7 +155,7 @@ class KerasProgram(Program):
         self._now = Step()
         layers = [layer for stage in network.stages for layer in _layers(stage, self._now)]
         self._averages = [average for norm in _norms(layers) for average in norm.averages]
-        self.pending = PendingAverages(network, lambda: self._flat(self._averages), self._set_running)
+        self.pending: PendingAverages = PendingAverages(network, lambda: self._flat(self._averages), self._set_running)
         self._model = keras.Sequential([keras.Input(network.input_shape), *layers])
         self._variables = [variable.value for variable in self._model.trainable_variables]
         self._slots = [[tf.Variable(tf.zeros_like(v)) for v in self._variables] for _ in optimizer.slots]

@@ -188,7 +188,7 @@ class TorchProgram(Program):
         self._threads = threads
         self._tensors: list[nn.Parameter] = []  # in the order of the flat buffer
         self._averages: list[torch.Tensor] = []
-        self.pending = PendingAverages(network, self._running, self._set_running)
+        self.pending: PendingAverages = PendingAverages(network, self._running, self._set_running)
         self._now = _Step()
         modules = [_module(stage, self._tensors, self._averages, self._now) for stage in network.stages]
         self._modules = nn.Sequential(*modules).to(memory_format=torch.channels_last)
