@@ -23,6 +23,7 @@ SYNONYMS = {
     "epoch": "epochs",
     "num_epochs": "epochs",
     "n_filters": "filters",
+    "patience_s": "heartbeat_timeout_s",
 }
 
 

@@ -22,6 +22,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from cnnexp.backends.averages import PendingAverages
 from cnnexp.backends.parts import Part
 from cnnexp.network import BatchNorm2d, Elementwise, Network, Stage, Window
 from cnnexp.network.losses import Loss, Totals
@@ -64,6 +65,8 @@ class Program(Protocol[Handle]):
     batch_size: int
     compile_s: float
     """Seconds spent compiling and warming up, before anything is timed."""
+    pending: PendingAverages | None = None
+    """What `gradients` leaves for `apply`; None where no layer keeps running averages."""
 
     def load(self, images: np.ndarray, labels: np.ndarray) -> Handle:
         """Put a split where the backend wants it, once; return a handle on it.
@@ -86,12 +89,13 @@ class Program(Protocol[Handle]):
     def gradients(self, handle: Handle, indices: np.ndarray) -> tuple[Totals, np.ndarray]:
         """Return the totals and the flat mean gradient (float32) of one batch, at most batch_size images.
 
-        No parameter changes; running averages do, as in the step that this is the first half of.
+        Nothing that `state` returns changes. Running averages wait for `apply`, which moves them by the batch of the
+        last `gradients`; `train` and `restore` forget what waits.
         """
         ...
 
     def apply(self, gradient: np.ndarray, rate: float) -> None:
-        """Take one optimizer step with a flat gradient: the second half of a training step."""
+        """Take one optimizer step with a flat gradient: the second half of a training step, see `gradients`."""
         ...
 
     def predict(self, handle: Handle) -> np.ndarray:

@@ -45,27 +45,29 @@ class Alone:
 
 @dataclass(frozen=True)
 class _Parallel:
-    """Base of the ways to have several workers.
+    """What `Local` and `Mpi` have in common.
 
     Attributes:
         sync: what keeps them together: `gradients` (averaged at every step), `parameters` (averaged now and then, local
             SGD), `hybrid` (convolutions share images, linear layers share outputs).
         period: with `parameters`, batches between two averages, >= 1; None averages once an epoch.
-        patience_s: seconds that a worker may give no sign of life before the run ends, >= 1. Signs come from a thread
-            of their own, so a worker that computes, compiles or loads for longer gives them all the same.
+        heartbeat_timeout_s: seconds that a worker may give no sign of life before the run ends, >= 1. Signs come from a
+            thread of their own, so a worker that computes, compiles or loads for longer gives them all the same.
     """
 
     sync: Sync = "gradients"
     period: int | None = None
-    patience_s: float = 300.0
+    heartbeat_timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
         if self.period is not None and self.period < 1:
             raise ConfigError(f"workers.period={self.period}: must be >= 1, or null for once an epoch")
         if self.period is not None and self.sync != "parameters":
             raise ConfigError(f"workers.period={self.period}: only with workers.sync=parameters, not {self.sync}")
-        if not 1 <= self.patience_s < math.inf:
-            raise ConfigError(f"workers.patience_s={self.patience_s:g}: must be >= 1 and finite, in seconds")
+        if not 1 <= self.heartbeat_timeout_s < math.inf:
+            raise ConfigError(
+                f"workers.heartbeat_timeout_s={self.heartbeat_timeout_s:g}: must be >= 1 and finite, in seconds"
+            )
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class Local(_Parallel):
 
     Attributes:
         count: how many, >= 1; one is the backend's own program.
-        sync, period, patience_s: as `_Parallel`.
+        sync, period, heartbeat_timeout_s: as `_Parallel`.
     """
 
     name: ClassVar[str] = "local"
@@ -99,7 +101,7 @@ class Local(_Parallel):
             return backend.compile(network, loss, optimizer, batch_size)
         own = self.share_cores(backend)
         spec = Spec(own, network, loss, optimizer, batch_size, self.sync, self.period)
-        return compile_local(spec, self.count, self.patience_s)
+        return compile_local(spec, self.count, self.heartbeat_timeout_s)
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,7 @@ class Mpi(_Parallel):
 
         _check_batch(batch_size, self.count)
         spec = Spec(backend, network, loss, optimizer, batch_size, self.sync, self.period)
-        return compile_mpi(spec, self.patience_s)
+        return compile_mpi(spec, self.heartbeat_timeout_s)
 
 
 Workers = Alone | Local | Mpi

@@ -56,8 +56,8 @@ class ParallelProgram(Program[int]):
         collective: rank 0's end of the group.
         replica: rank 0's own part.
         compile_s: seconds until every worker was ready.
-        release: called once by `close`, with whether the workers have been told to end; they have not where a call
-            was interrupted halfway, since then no two workers stand at the same place.
+        release: called once by `close`, with whether the workers end by themselves; they do not where a call was
+            interrupted halfway, since then no two workers stand at the same place.
     """
 
     def __init__(
@@ -220,5 +220,5 @@ def receive(collective: Collective) -> tuple[str, list[Any]]:
     return command, [restored(value) for value in described]
 
 
-def _already_closed(told: bool) -> None:
+def _already_closed(orderly: bool) -> None:
     """Stand in the place of a release that has been done."""

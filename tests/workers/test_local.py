@@ -1,5 +1,6 @@
 import errno
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,18 +19,18 @@ from cnnexp.datasets import Split
 from cnnexp.errors import CheckpointError, ConfigError, WorkerDied
 from cnnexp.system.cores import usable_cores
 from cnnexp.workers import Local, local
-from cnnexp.workers.local import SLOT_BYTES, Board, LocalCollective
+from cnnexp.workers.local import SLOT_BYTES, LocalCollective, SharedBuffer
 from cnnexp.workers.replica import divide_threads
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def on_threads(size, work):
-    """Return what `work(collective)` returns on each rank; the board works between threads as between processes."""
-    board, results = Board(size), [None] * size
+    """Return what `work(collective)` returns on each rank; threads share the buffer as processes do."""
+    shared, results = SharedBuffer(size), [None] * size
 
     def run(rank):
-        results[rank] = work(LocalCollective(board, rank))
+        results[rank] = work(LocalCollective(shared, rank))
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
     for thread in threads:
@@ -144,10 +145,10 @@ if __name__ == "__main__":
     os.kill(os.getpid(), 9)
 """
     # reading to the end of standard error waits for the last process that holds it
-    command, limit_s = [sys.executable, "-c", code], Local().patience_s / 2
+    command, limit_s = [sys.executable, "-c", code], Local().heartbeat_timeout_s / 2
     done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, cwd=ROOT, check=False)
     assert done.returncode == -signal.SIGKILL
-    assert "cnnexp: error: worker 0 of 2 (pid " in done.stderr
+    assert re.fullmatch(r"cnnexp: error: worker 0 of 2 \(pid \d+\) died; the run has ended\n", done.stderr)
 
 
 def test_threads_are_divided_among_the_workers(monkeypatch):
@@ -162,7 +163,7 @@ def test_threads_are_divided_among_the_workers(monkeypatch):
     ("values", "message"),
     [
         ({"count": 0}, r"workers\.count=0: must be >= 1"),
-        ({"patience_s": 0.5}, r"workers\.patience_s=0\.5: must be >= 1 and finite, in seconds"),
+        ({"heartbeat_timeout_s": 0.5}, r"workers\.heartbeat_timeout_s=0\.5: must be >= 1 and finite, in seconds"),
         ({"period": 0, "sync": "parameters"}, r"workers\.period=0: must be >= 1"),
         ({"period": 3}, r"workers\.period=3: only with workers\.sync=parameters, not gradients"),
     ],
