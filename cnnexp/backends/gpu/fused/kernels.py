@@ -3,8 +3,7 @@
 A network's images stay where they were loaded, as bytes: `order` lists the images of the steps to come,
 `cursor[0] + ahead` is where a batch starts in it. Gradients of parameters are partial sums in an arena; `update` adds
 them up in a fixed order and takes the step. Every partial sum is written at every step, by zero where a short batch has
-no image for it. The layers' kernels are in `conv_kernels`, `linear_kernels` and
-`one_conv_kernels`.
+no image for it. The layers' kernels are in `conv_kernels` and `linear_kernels`.
 """
 
 from __future__ import annotations
@@ -17,17 +16,14 @@ import numpy as np
 from numba import cuda
 
 from cnnexp.backends.gpu.device import SIMULATED
-from cnnexp.backends.gpu.kernels import ONE, ZERO, f32, u32
+from cnnexp.backends.gpu.kernels import ZERO, f32, u32
 from cnnexp.backends.gpu.launch import Kernel
 from cnnexp.optimizers import Optimizer
 
 BLOCK = 16 if SIMULATED else 256  # threads
 LANES = 4 if SIMULATED else 32  # threads of a block side by side in memory: a warp
 BYTE, BYTE_INVERSE = f32(255), f32(1 / 255)
-SEGMENT = 8  # numbers in a row of `update`'s table
-OWNED = 4  # weights of a linear layer, one under the other, of a thread of `update`
-TILE_ROWS, TILE_COLUMNS = BLOCK // LANES * OWNED, LANES  # of the weights of its block
-TILE_IMAGES = 4 if SIMULATED else 64  # staged at once
+SEGMENT = 6  # numbers in a row of `update`'s table
 
 
 def _fraction(value):
@@ -131,137 +127,42 @@ def sum_of_parts() -> Any:
 
 
 @cache
-def sum_of_products(images: int) -> Any:
-    """Return the device function (arena, table, row, count, xs, ds, sums): `OWNED` gradients of a linear layer.
-
-    They lie one under the other, each the sum of x[n, k] * d[n, o] over the batch; the bias is row D, its x is 1.
-    Thread t finds its own in sums[t], sums[t + BLOCK]...
-    """
-    block, rows, columns, images_ = u32(BLOCK), u32(TILE_ROWS), u32(TILE_COLUMNS), u32(images)
-    x_each, d_each = -(-images * TILE_ROWS // BLOCK), -(-images * TILE_COLUMNS // BLOCK)
-
-    def sum_of_products(arena, table, row, count, xs, ds, sums):
-        t = u32(cuda.threadIdx.x)
-        k0, D, x_base = u32(table[u32(row + u32(1))]), u32(table[u32(row + u32(2))]), u32(table[u32(row + u32(3))])
-        d_base, o0, O = u32(table[u32(row + u32(4))]), u32(table[u32(row + u32(5))]), u32(table[u32(row + u32(6))])  # noqa: E741
-        total = cuda.local.array(OWNED, f32)
-        for j in range(OWNED):
-            total[j] = ZERO
-        n0 = u32(0)
-        while n0 < count:
-            cuda.syncthreads()
-            for j in range(x_each):  # a load that is not needed is cheaper than a branch
-                i = u32(t + u32(u32(j) * block))
-                n, k = u32(n0 + i // rows), u32(k0 + i % rows)
-                inside = n < count and k < D
-                value = arena[u32(x_base + n * D + k) if inside else x_base]
-                value = value if inside else ZERO
-                xs[i] = ONE if k == D else value
-            for j in range(d_each):
-                i = u32(t + u32(u32(j) * block))
-                n, o = u32(n0 + i // columns), u32(o0 + i % columns)
-                inside = n < count and o < O
-                value = arena[u32(d_base + n * O + o) if inside else d_base]
-                ds[i] = value if inside else ZERO
-            cuda.syncthreads()
-            own, lane = u32(u32(t // columns) * u32(OWNED)), u32(t % columns)
-            for m in range(images):
-                d = ds[lane + u32(u32(m) * columns)]
-                for j in range(OWNED):
-                    total[j] += xs[own + u32(u32(u32(m) * rows) + u32(j))] * d
-            n0 = u32(n0 + images_)
-        for j in range(OWNED):
-            sums[u32(u32(u32(j) * block) + t)] = total[j]
-
-    return cuda.jit(device=True)(sum_of_products)
-
-
-@cache
-def update(
-    optimizer: Optimizer | None, batch_size: int, mirror: tuple[int, int, int] | None, has_products: bool
-) -> Kernel:
+def update(optimizer: Optimizer | None, batch_size: int) -> Kernel:
     """Finish every parameter's gradient and take the optimizer's step, all parameters in one launch.
 
     Args:
         optimizer: whose rule; None writes the gradient to `w` instead.
         batch_size: finds a step's row (rate, c0, c1) of `rates` from its place in the order.
-        mirror: (offset, D, O) of a linear layer's weights that are kept transposed in `mirrored` too.
-        has_products: whether there are rows of the second kind.
 
-    A block's row of `table`, for partial sums: first parameter, how many, where in the arena the first part of the
-    first is, from one part to the next, parts, threads per parameter, 0. For a tile of a linear layer: its first
-    parameter, first row, inputs D, where the inputs of the batch are in the arena, where the gradients of its outputs,
-    first column, outputs, rows with the bias.
+    A block's row of `table`: first parameter, how many, where in the arena the first part of the first is, from one
+    part to the next, parts, threads per parameter.
     """
     rule = cuda.jit(device=True)(optimizer.rule(sqrt=math.sqrt, maximum=max)) if optimizer else None
     slots = len(optimizer.slots) if optimizer else 0
-    block, steps, mirrors, images = BLOCK, optimizer is not None, mirror is not None, min(TILE_IMAGES, batch_size)
-    offset, D, O = (u32(v) for v in mirror or (0, 1, 1))  # noqa: E741
-    batch, parts_of, products_of = u32(batch_size), sum_of_parts(), sum_of_products(images)
-    x_size = -(-images * TILE_ROWS // BLOCK) * BLOCK if has_products else 1
-    d_size, sums_size = (-(-images * TILE_COLUMNS // BLOCK) * BLOCK, OWNED * BLOCK) if has_products else (1, BLOCK)
+    block, steps, batch, sum_parts = BLOCK, optimizer is not None, u32(batch_size), sum_of_parts()
 
-    def finish(i, g, w, s, t, rates, step, mirrored):
-        if not steps:
-            w[i] = g
-            return
-        old_s = s[i] if slots > 0 else ZERO
-        old_t = t[i] if slots > 1 else ZERO
-        rate, c0, c1 = rates[step], rates[u32(step + u32(1))], rates[u32(step + u32(2))]
-        new_w, new_s, new_t = rule(w[i], g, old_s, old_t, rate, c0, c1)
-        w[i] = new_w
-        if slots > 0:
-            s[i] = new_s
-        if slots > 1:
-            t[i] = new_t
-        if mirrors and offset <= i and u32(i - offset) < u32(D * O):
-            place = u32(i - offset)
-            mirrored[u32(u32(place % O) * D + place // O)] = new_w
-
-    finish = cuda.jit(device=True)(finish)
-
-    def update(arena, table, count, w, s, t, rates, cursor, ahead, mirrored):
-        sums = cuda.shared.array(sums_size, f32)
-        xs = cuda.shared.array(x_size, f32, alignment=16)
-        ds = cuda.shared.array(d_size, f32)
+    def update(arena, table, w, s, t, rates, cursor, ahead):
+        sums = cuda.shared.array(block, f32)
         lane, row = u32(cuda.threadIdx.x), u32(u32(cuda.blockIdx.x) * u32(SEGMENT))
-        i, below, left = u32(table[row]), u32(table[u32(row + u32(6))]), u32(0)
-        step = u32(u32(cursor[0] + ahead) // batch * u32(3)) if steps else u32(0)
-        if has_products and below > u32(0):
-            products_of(arena, table, row, count, xs, ds, sums)
-            k = u32(u32(table[u32(row + u32(1))]) + u32(lane // u32(TILE_COLUMNS)) * u32(OWNED))
-            o, end = u32(u32(table[u32(row + u32(5))]) + lane % u32(TILE_COLUMNS)), u32(table[u32(row + u32(7))])
-            i = u32(u32(i + k * below) + o)
-            g = sums[lane]
-            if o < below and k < end:
-                left = u32(end - k) if u32(end - k) < u32(OWNED) else u32(OWNED)
-        else:
-            g = parts_of(arena, table, row, sums)
-            i = u32(i + lane)
-            left = u32(1) if lane < u32(table[u32(row + u32(1))]) else u32(0)
-        k = lane
-        while left > u32(0):
-            finish(i, g, w, s, t, rates, step, mirrored)
-            i, k, left = u32(i + below), u32(k + u32(block)), u32(left - u32(1))
-            g = sums[k if left > u32(0) else lane]
+        g = sum_parts(arena, table, row, sums)
+        if lane < u32(table[u32(row + u32(1))]):
+            i = u32(table[row] + lane)
+            if steps:
+                step = u32(u32(cursor[0] + ahead) // batch * u32(3))
+                old_s = s[i] if slots > 0 else ZERO
+                old_t = t[i] if slots > 1 else ZERO
+                rate, c0, c1 = rates[step], rates[u32(step + u32(1))], rates[u32(step + u32(2))]
+                new_w, new_s, new_t = rule(w[i], g, old_s, old_t, rate, c0, c1)
+                w[i] = new_w
+                if slots > 0:
+                    s[i] = new_s
+                if slots > 1:
+                    t[i] = new_t
+            else:
+                w[i] = g
 
-    arrays = "float32[::1], float32[::1], float32[::1], float32[::1]"
-    signature = f"void(float32[::1], uint32[::1], uint32, {arrays}, uint32[::1], uint32, float32[::1])"
-    return Kernel(update, signature, BLOCK)
-
-
-@cache
-def transpose(D: int, O: int) -> Kernel:  # noqa: E741
-    """out[o, d] = w[d, o]."""
-    D, O = u32(D), u32(O)  # noqa: E741
-
-    def transpose(w, out, count):
-        i = u32(cuda.grid(1))
-        while i < count:
-            out[u32(u32(i % O) * D + i // O)] = w[i]
-            i = u32(i + u32(cuda.gridsize(1)))
-
-    return Kernel(transpose, "void(float32[::1], float32[::1], uint32)", BLOCK)
+    arrays = ", ".join(["float32[::1]"] * 4)
+    return Kernel(update, f"void(float32[::1], uint32[::1], {arrays}, uint32[::1], uint32)", BLOCK)
 
 
 @cache

@@ -59,37 +59,22 @@ class Partials:
     parts: int
 
 
-@dataclass(frozen=True)
-class Product:
-    """A linear layer whose gradient `update` makes: where its inputs and its outputs' gradients are, image by image."""
-
-    weight: Parameter
-    bias: Parameter | None
-    inputs: int
-    d_outputs: int
-
-
 class Arena:
     """Gives out room for partial gradients. The first `parameter_count` floats are the gradient of layers not fused."""
 
     def __init__(self, parameter_count: int) -> None:
         self.size = parameter_count
         self.partials: list[Partials] = []
-        self.products: list[Product] = []
         self.memory: Tensor | None = None  # allocated when all is given out
 
     def take(self, parameter: Parameter | None, parts: int) -> np.uint32:
         """Return the first index of `parts` partial gradients; of nothing, 0."""
         if parameter is None:
             return u32(0)
-        base = self.room(parts * parameter.size)
+        base = self.size
+        self.size += parts * parameter.size
         self.partials.append(Partials(parameter, base, parts))
         return u32(base)
-
-    def room(self, size: int) -> int:
-        """Return the first index of `size` floats."""
-        self.size += size
-        return self.size - size
 
     def take_whole(self, parameter: Parameter | None) -> None:
         """Let a layer that is not fused write the whole gradient, at the parameter's own offset."""
@@ -107,7 +92,6 @@ class Context:
         parameters: the flat buffer.
         arena: partial gradients.
         ops: the kernels of layers that are not fused.
-        mirror: (offset, D, O) of a linear layer's weights that are kept transposed too, in `mirrored`.
     """
 
     gpu: Gpu
@@ -115,8 +99,6 @@ class Context:
     parameters: Tensor
     arena: Arena
     ops: SharedOps
-    mirror: tuple[int, int, int] | None = None
-    mirrored: Tensor | None = None
 
     def view(self, parameter: Parameter | None) -> Tensor:
         """Return a parameter's part of the flat buffer; of nothing, any array."""
@@ -152,13 +134,6 @@ class Node:
 
     def backward(self, step: Step) -> None:
         raise NotImplementedError
-
-    def predict(self, step: Step) -> None:
-        """Forward as far as the outputs `y`, for a node whose `forward` leaves that to `backward`."""
-        self.forward(step)
-
-    def refresh(self, stream: Any) -> None:
-        """Bring up to date what is kept of the parameters beside the flat buffer."""
 
 
 class Gather(Node):

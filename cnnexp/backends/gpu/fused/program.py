@@ -16,7 +16,7 @@ from cnnexp.backends.gpu.fused import kernels
 from cnnexp.backends.gpu.fused.build import build
 from cnnexp.backends.gpu.fused.clocks import EVERY, Clocks
 from cnnexp.backends.gpu.fused.kernels import BLOCK
-from cnnexp.backends.gpu.fused.nodes import Arena, Context, Partials, Product, Step
+from cnnexp.backends.gpu.fused.nodes import Arena, Context, Partials, Step
 from cnnexp.backends.gpu.graphs import Graphs
 from cnnexp.backends.gpu.kernels import u32, update
 from cnnexp.backends.gpu.shared import CONV_TILE, SharedOps
@@ -99,7 +99,7 @@ class FusedProgram(Program):
         self._nodes = build(self._context, network, loss)
         self._arena = self._context.arena
         self._arena.memory = device.empty((self._arena.size,), np.float32)
-        self._table = device.to_device(segments(self._arena.partials, self._arena.products))
+        self._table = device.to_device(segments(self._arena.partials))
         self._graphs = Graphs(gpu.index) if graphs and not SIMULATED else None
         self._stream = self._graphs.stream if self._graphs else 0
         parts = [part for node in self._nodes for part in node.parts.values()]
@@ -163,7 +163,7 @@ class FusedProgram(Program):
         s, t = self._two_slots()
         constants = self.optimizer.constants(self._step)
         kernel.over(gradient.size, self._stream, self._parameters, self._gradient, s, t, np.float32(rate), *constants)
-        self._refresh()
+        device.synchronize()
 
     @on_its_gpu
     def predict(self, handle: Split | streamed.Streamed) -> np.ndarray:
@@ -184,7 +184,7 @@ class FusedProgram(Program):
     def _enqueue_scores(self, split: Split, scores: Tensor, stream: Any) -> None:
         def outputs(start: int, count: int) -> Tensor:
             for node in self._nodes:
-                node.predict(Step(stream, split, start, count))
+                node.forward(Step(stream, split, start, count))
             return self._nodes[-1].y[:count]
 
         streamed.enqueue_batches(scores, self.batch_size, stream, outputs)
@@ -209,7 +209,6 @@ class FusedProgram(Program):
             device.copy(np.ascontiguousarray(source, np.float32), target)
         self._step = int(state.get("step", 0))
         device.synchronize()
-        self._refresh()
 
     def close(self) -> None:
         """Device memory is given back with the last reference to it."""
@@ -287,22 +286,10 @@ class FusedProgram(Program):
 
     def _update(self, step: Step, optimizer: Optimizer | None, target: Tensor) -> None:
         """Enqueue the end of a step, the optimizer's; without one, the gradient goes to `target`."""
-        mirror = self._context.mirror if optimizer else None
-        kernel = kernels.update(optimizer, self.batch_size, mirror, bool(self._arena.products))
-        _, cursor, place = step.place
-        kernel.launch(
-            self._table.shape[0],
-            step.stream,
-            self._arena.memory,
-            self._table,
-            u32(step.count),
-            target,
-            *self._two_slots(),
-            step.split.rates,
-            cursor,
-            place,
-            self._context.mirrored or self._nothing,
-        )
+        kernel = kernels.update(optimizer, self.batch_size)
+        memory, (_, cursor, ahead) = self._arena.memory, step.place
+        arrays = memory, self._table, target, *self._two_slots(), step.split.rates, cursor
+        kernel.launch(self._table.shape[0], step.stream, *arrays, ahead)
 
     def _run(self, step: Step, clocks: Clocks | None = None) -> None:
         """Enqueue a step but for its update: losses, hits and partial gradients."""
@@ -327,12 +314,6 @@ class FusedProgram(Program):
         losses, hits = self._to_host(split.loss_sums[:blocks]), self._to_host(split.hit_sums[:blocks])
         return Totals(float(losses.sum(dtype=np.float64)), int(hits.sum(dtype=np.int64)), count)
 
-    def _refresh(self) -> None:
-        """Bring up to date what the nodes keep of the parameters."""
-        for node in self._nodes:
-            node.refresh(self._stream)
-        device.synchronize()
-
     def _two_slots(self) -> tuple[Tensor, Tensor]:
         s, t = (*self._slots, self._nothing, self._nothing)[:2]
         return s, t
@@ -342,7 +323,7 @@ class FusedProgram(Program):
         return device.to_host(tensor)
 
 
-def segments(partials: list[Partials], products: list[Product]) -> np.ndarray:
+def segments(partials: list[Partials]) -> np.ndarray:
     """Return the table of `kernels.update`, a row per block, uint32 (blocks, SEGMENT)."""
     rows: list[tuple[int, ...]] = []
     for sums in partials:
@@ -350,11 +331,5 @@ def segments(partials: list[Partials], products: list[Product]) -> np.ndarray:
         threads = kernels.sum_threads(sums.parts)
         wide = BLOCK // threads
         for first in range(0, size, wide):
-            rows.append((offset + first, min(wide, size - first), sums.base + first, size, sums.parts, threads, 0, 0))
-    for product in products:
-        (D, O), offset = product.weight.shape, product.weight.offset  # noqa: E741
-        high = D + (product.bias is not None)  # the bias is row D: it comes after the weights in the flat buffer
-        for k in range(0, high, kernels.TILE_ROWS):
-            for o in range(0, O, kernels.TILE_COLUMNS):
-                rows.append((offset, k, D, product.inputs, product.d_outputs, o, O, high))
+            rows.append((offset + first, min(wide, size - first), sums.base + first, size, sums.parts, threads))
     return np.array(rows, np.uint32)
