@@ -14,7 +14,7 @@ Every raw number goes into one JSON file, which is written anew after every part
 in processes of their own, and whatever fails is reported and costs no other part its numbers. What the file holds from
 an earlier run on the same GPU stays there and is not done again, so that the whole can be had in pieces: `--minutes 9`
 begins no part after nine minutes, and says what is left. `--dry-run` goes the whole way with a tiny network: to see
-that the script works before it is given an hour, or in Numba's simulator.
+that the script works before it is given an hour, or on the software GPU.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def conform(name: str, titles: tuple[str, ...]) -> dict[str, str]:
         except Exception as error:  # of any kind: a compiler's, a driver's, a wrong number
             found[title] = failure(error)
         print(f"{name:18} {title:16} {found[title]}", flush=True)
-    if name == "gpu-fused" and not backend_class(name).simulated:
+    if name == "gpu-fused":
         try:
             found["graphs and single launches"] = _graphs_change_nothing()
         except Exception as error:
@@ -501,9 +501,6 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"gpu_check: error: {error}", file=sys.stderr)
         return error.exit_code
     gpu, dry = backend.gpu, options.dry_run
-    if backend.simulated and not dry:
-        print("gpu_check: error: NUMBA_ENABLE_CUDASIM is set, there is nothing to time; add --dry-run", file=sys.stderr)
-        return 2
     names = tuple(options.backends or (("gpu-fused",) if options.quick else BACKENDS))
     peers = () if options.skip_torch else TORCH
     if peers and find_spec("torch") is None:

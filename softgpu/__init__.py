@@ -76,7 +76,6 @@ class SoftGpu:
             "SOFTGPU_FAULT": self.fault,
         }
         made = {**os.environ, **{name: str(value) for name, value in settings.items()}}
-        made.pop("NUMBA_ENABLE_CUDASIM", None)
         made.pop("SOFTGPU_REPORT", None)
         if self.report is not None:
             made["SOFTGPU_REPORT"] = str(self.report)

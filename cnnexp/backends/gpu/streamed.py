@@ -15,14 +15,14 @@ import numpy as np
 from numba import cuda
 
 from cnnexp.backends.gpu import device
-from cnnexp.backends.gpu.device import SIMULATED, Tensor
+from cnnexp.backends.gpu.device import Tensor
 from cnnexp.backends.gpu.kernels import put, u32
 from cnnexp.backends.layerwise import as_float32
 from cnnexp.errors import ConfigError
 
 WINDOW_BYTES = 2**28  # of a window, where a batch does not need more
 SHARE = 4  # a window takes one part of so many of the free memory: other splits need room too
-BLOCK = 16 if SIMULATED else 256  # threads
+BLOCK = 256  # threads
 
 
 class Streamed:

@@ -10,12 +10,11 @@ from functools import cache
 
 from numba import cuda
 
-from cnnexp.backends.gpu.device import SIMULATED
 from cnnexp.backends.gpu.kernels import ZERO, f32, u32
 from cnnexp.backends.gpu.launch import Kernel
 
-THREADS = 4 if SIMULATED else 256  # of a block
-OWNERS = 2 if SIMULATED else 8  # sums of a block in `sum_slices`: a sector of memory
+THREADS = 256  # of a block
+OWNERS = 8  # sums of a block in `sum_slices`: a sector of memory
 BLOCKS = 4  # of a multiprocessor
 AT_ONCE = 4  # loads that a thread begins before it adds up
 SIDE = 16  # of a tile of a matrix product

@@ -18,7 +18,7 @@ import numpy as np
 
 from cnnexp.backends.gpu import device
 from cnnexp.backends.gpu.backend import BLOCK, GpuBackend
-from cnnexp.backends.gpu.device import SIMULATED, Gpu, Tensor
+from cnnexp.backends.gpu.device import Gpu, Tensor
 from cnnexp.backends.gpu.graphs import Graphs
 from cnnexp.backends.gpu.kernels import ConvSizes
 from cnnexp.backends.gpu.shared import CONV_TILE, SharedOps
@@ -110,8 +110,6 @@ class TunedOps(SharedOps):
         return self._chosen[sizes, is_turned]
 
     def _choose(self, sizes: ConvSizes, is_turned: bool) -> ConvTile:
-        if SIMULATED:
-            return super()._plan(sizes, is_turned)  # a simulator's times say nothing about a GPU
         key = f"{self._gpu.name} batch {self._batch_size} {'input gradient' if is_turned else 'forward'} {sizes}"
         plan = self._kept.get(key)
         if plan is None:

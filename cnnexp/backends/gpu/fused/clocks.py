@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import cuda
+from numba.cuda.extending import intrinsic
 
 from cnnexp.backends.gpu import device
 from cnnexp.backends.gpu.kernels import u32
@@ -85,8 +86,6 @@ def begin_step() -> Kernel:
 @cache
 def _nanoseconds() -> Any:
     """Return the device function () of the GPU's clock, which all multiprocessors share."""
-    from numba.cuda.extending import intrinsic  # not there in the simulator, which has no clock either
-
     read = ir.InlineAsm(ir.FunctionType(ir.IntType(64), ()), "mov.u64 $0, %globaltimer;", "=l", side_effect=True)
 
     @intrinsic

@@ -15,13 +15,12 @@ from typing import Any
 import numpy as np
 from numba import cuda
 
-from cnnexp.backends.gpu.device import SIMULATED
 from cnnexp.backends.gpu.kernels import ZERO, f32, u32
 from cnnexp.backends.gpu.launch import Kernel
 from cnnexp.optimizers import Optimizer
 
-BLOCK = 16 if SIMULATED else 256  # threads
-LANES = 4 if SIMULATED else 32  # threads of a block side by side in memory: a warp
+BLOCK = 256  # threads
+LANES = 32  # threads of a block side by side in memory: a warp
 BYTE, BYTE_INVERSE = f32(255), f32(1 / 255)
 SEGMENT = 6  # numbers in a row of `update`'s table
 
@@ -29,8 +28,6 @@ SEGMENT = 6  # numbers in a row of `update`'s table
 def _fraction(value):
     """value / 255, rounded as a division is: one step of Newton's method is exact for whole numbers up to 255."""
     value = f32(value)
-    if SIMULATED:  # which knows no single rounding
-        return value / BYTE
     q = value * BYTE_INVERSE
     return cuda.fma(cuda.fma(-BYTE, q, value), BYTE_INVERSE, q)
 

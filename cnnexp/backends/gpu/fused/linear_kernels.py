@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 from numba import cuda
 
-from cnnexp.backends.gpu.device import SIMULATED
 from cnnexp.backends.gpu.fused.kernels import BLOCK, LANES
 from cnnexp.backends.gpu.kernels import ONE, ZERO, f32, u32
 from cnnexp.backends.gpu.launch import Kernel
 
-WIDE_BLOCK = 8 if SIMULATED else 512  # threads, for the few, long sums of a layer's outputs
+WIDE_BLOCK = 512  # threads, for the few, long sums of a layer's outputs
 PER = 1  # images of a thread in `linear_backward_input`: with more, small batches leave multiprocessors idle
 AHEAD = 4  # images that a thread of `linear_backward_weights` asks for before it waits for the first
 

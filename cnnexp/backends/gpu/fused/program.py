@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from cnnexp.backends.gpu import device, streamed
-from cnnexp.backends.gpu.device import SIMULATED, Gpu, Tensor, on_its_gpu
+from cnnexp.backends.gpu.device import Gpu, Tensor, on_its_gpu
 from cnnexp.backends.gpu.fused import kernels
 from cnnexp.backends.gpu.fused.build import build
 from cnnexp.backends.gpu.fused.clocks import EVERY, Clocks
@@ -73,7 +73,7 @@ class FusedProgram(Program):
     Args:
         gpu: what it runs on.
         graphs: whether steps are captured in CUDA graphs; else the same kernels are launched one by one.
-        clocks: whether some steps are clocked, part by part; the simulator has no clock.
+        clocks: whether some steps are clocked, part by part.
     """
 
     def __init__(
@@ -100,10 +100,10 @@ class FusedProgram(Program):
         self._arena = self._context.arena
         self._arena.memory = device.empty((self._arena.size,), np.float32)
         self._table = device.to_device(segments(self._arena.partials))
-        self._graphs = Graphs(gpu.index) if graphs and not SIMULATED else None
+        self._graphs = Graphs(gpu.index) if graphs else None
         self._stream = self._graphs.stream if self._graphs else 0
         parts = [part for node in self._nodes for part in node.parts.values()]
-        self._clocks = Clocks([*parts, UPDATE]) if clocks and not SIMULATED else None
+        self._clocks = Clocks([*parts, UPDATE]) if clocks else None
         self._images = 0  # trained on
         self._warm_up()
         self.compile_s = time.perf_counter() - started
@@ -217,8 +217,6 @@ class FusedProgram(Program):
         """Take every path once on zeros: kernels are compiled before anything is timed, and never while a graph is."""
         fresh = {"parameters": np.zeros(self.network.parameter_count, np.float32)}
         self.restore(fresh)
-        if SIMULATED:
-            return  # nothing is compiled
         zeros = np.zeros((self.batch_size, *self.network.input_shape), np.uint8)
         labels, order = np.zeros(self.batch_size, np.int32), np.arange(self.batch_size)
         for images in (zeros, zeros.astype(np.float32)):
