@@ -21,13 +21,14 @@ from networks import NETWORKS as OFTEN_SEEN
 import softgpu
 from benchmarks.gpu_check import CONFORMANCE
 from cnnexp.backends import backend_class
-from cnnexp.backends.gpu import device, kernels, launch, tuned
+from cnnexp.backends.gpu import device, launch, tuned
 from cnnexp.backends.gpu.backend import GpuProgram
 from cnnexp.backends.gpu.fused import build
 from cnnexp.backends.gpu.fused import kernels as fused_kernels
-from cnnexp.backends.gpu.kernels import ConvSizes
+from cnnexp.backends.gpu.kernels import layers
+from cnnexp.backends.gpu.kernels.index import ConvSizes
+from cnnexp.backends.gpu.kernels.tiled import ConvTile
 from cnnexp.backends.gpu.streamed import Streamed
-from cnnexp.backends.gpu.tiled import ConvTile
 from cnnexp.backends.parts import FOLLOWED
 from cnnexp.errors import ConfigError
 from cnnexp.network import (
@@ -138,9 +139,9 @@ def silent(request):
 
 
 @pytest.fixture(autouse=True)
-def tuned_anew(tmp_path, monkeypatch):
+def tuned_anew(monkeypatch):
     """No plan is kept, and few are compiled and timed, once: a software GPU's times are no times."""
-    monkeypatch.setattr(tuned, "choices", lambda: tuned.Choices(tmp_path / "choices.json"))
+    monkeypatch.setattr(tuned, "load_or_make", lambda key, load, make: load(make()))
     monkeypatch.setattr(tuned, "TILES_AND_FILTERS", ((4, 8), (8, 4)))
     monkeypatch.setattr(tuned, "LAUNCHES", 1)
     monkeypatch.setattr(tuned, "REPEATS", 1)
@@ -246,9 +247,8 @@ def test_a_step_of_real_size_ends_where_the_cpu_ends(backend, model, batch, gpu,
 
 def test_bytes_are_divided_to_the_last_bit():
     images = device.to_device(np.arange(256, dtype=np.uint8))
-    order, cursor = (device.to_device(np.zeros(1, np.uint32)) for _ in range(2))
-    x = device.to_device(np.zeros(256, np.float32))
-    fused_kernels.gather(256, True).over(256, 0, images, order, cursor, np.uint32(0), x)
+    order, x = device.to_device(np.zeros(2, np.uint32)), device.to_device(np.zeros(256, np.float32))
+    fused_kernels.gather(256, True).over(256, 0, images, order, np.uint32(0), x)
     assert np.array_equal(device.to_host(x), np.arange(256, dtype=np.float32) / np.float32(255))
 
 
@@ -316,18 +316,18 @@ def test_a_layerwise_step_is_three_launches_and_two_graphs(name, monkeypatch):
 
 def test_a_kernel_is_compiled_once_and_then_comes_from_the_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "kernel_folder", lambda: tmp_path / "gpu")
-    kernel, x = kernels.scale.__wrapped__(64), device.to_device(np.ones(3, np.float32))
+    kernel, x = layers.scale.__wrapped__(64), device.to_device(np.ones(3, np.float32))
     kernel.over(3, 0, x, np.float32(2))
     (kept,) = (tmp_path / "gpu").iterdir()
-    again = kernels.scale.__wrapped__(64)
+    again = layers.scale.__wrapped__(64)
     with monkeypatch.context() as patch:
         patch.setattr("numba.cuda.jit", lambda *_, **__: pytest.fail("compiled again"))
         again.over(3, 0, x, np.float32(3))
     assert device.to_host(x).tolist() == [6, 6, 6]
     kept.write_bytes(kept.read_bytes()[:-1])  # damaged: compiled anew
-    kernels.scale.__wrapped__(64).over(3, 0, x, np.float32(2))
+    layers.scale.__wrapped__(64).over(3, 0, x, np.float32(2))
     assert device.to_host(x).tolist() == [12, 12, 12]
-    kernels.scale.__wrapped__(32).over(3, 0, x, np.float32(2))
+    layers.scale.__wrapped__(32).over(3, 0, x, np.float32(2))
     assert len(list((tmp_path / "gpu").iterdir())) == 2
 
 
@@ -337,13 +337,13 @@ def test_what_tells_kernels_apart_is_the_same_in_every_process():
     told = [repr((launch.described(kernel.function), kernel.signature, kernel.block)) for kernel in made]
     assert not [text for text in told if " at 0x" in text]
     rules = {
-        repr(launch.described(kernels.elementwise(layer, 64).function)) for layer in (Tanh(), ReLU(), LeakyReLU(0.1))
+        repr(launch.described(layers.elementwise(layer, 64).function)) for layer in (Tanh(), ReLU(), LeakyReLU(0.1))
     }
     assert len(rules) == 3
 
 
 def test_arguments_of_another_type_or_number_are_refused():
-    kernel, x = kernels.scale(64), device.to_device(np.ones(3, np.float32))
+    kernel, x = layers.scale(64), device.to_device(np.ones(3, np.float32))
     with pytest.raises(
         TypeError, match="scale: argument 0 is an array of float64, the kernel takes an array of float32"
     ):

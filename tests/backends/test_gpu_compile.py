@@ -24,12 +24,13 @@ from numba import cuda
 from numba.core import sigutils
 
 from cnnexp.backends import backend_class
-from cnnexp.backends.gpu import device, direct, limits
+from cnnexp.backends.gpu import device, limits
 from cnnexp.backends.gpu.backend import GpuProgram
 from cnnexp.backends.gpu.device import Gpu, Tensor
 from cnnexp.backends.gpu.fused import kernels
 from cnnexp.backends.gpu.fused.build import suits
-from cnnexp.backends.gpu.kernels import ConvSizes
+from cnnexp.backends.gpu.kernels import direct
+from cnnexp.backends.gpu.kernels.index import ConvSizes
 from cnnexp.backends.gpu.launch import Kernel
 from cnnexp.network import (
     GELU,

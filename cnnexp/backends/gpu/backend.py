@@ -8,9 +8,10 @@ from typing import Any, ClassVar, Protocol, Self, cast
 
 import numpy as np
 
-from cnnexp.backends.gpu import device, streamed, sums
+from cnnexp.backends.gpu import device, streamed
 from cnnexp.backends.gpu.device import Gpu, Tensor, on_its_gpu
 from cnnexp.backends.gpu.graphs import Graphs
+from cnnexp.backends.gpu.kernels import sums
 from cnnexp.backends.gpu.launch import default_stream
 from cnnexp.backends.gpu.limits import limits
 from cnnexp.backends.layerwise import LayerwiseProgram

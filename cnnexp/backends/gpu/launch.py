@@ -103,7 +103,7 @@ class Kernel:
         gpu = open_gpu(index)
         packages = sys.version, metadata.version("numba-cuda"), np.__version__, gpu.toolkit
         facts = packages, gpu.name, gpu.compute_capability, self.signature, self.block, described(self.function)
-        return hashlib.sha256(digest(_sources()) + repr(facts).encode()).hexdigest()
+        return hashlib.sha256(source_digest() + repr(facts).encode()).hexdigest()
 
 
 def kernel_folder() -> Path | None:
@@ -136,8 +136,9 @@ def described(value: Any) -> object:
 
 
 @cache
-def _sources() -> tuple[Path, ...]:
-    return (*sorted(Path(__file__).parent.rglob("*.py")), *source_files())
+def source_digest() -> bytes:
+    """Return a hash of the sources of all kernels."""
+    return digest((*sorted(Path(__file__).parent.rglob("*.py")), *source_files()))
 
 
 @cache

@@ -16,7 +16,8 @@ from numba import cuda
 
 from cnnexp.backends.gpu import device
 from cnnexp.backends.gpu.device import Tensor
-from cnnexp.backends.gpu.kernels import put, u32
+from cnnexp.backends.gpu.kernels.index import u32
+from cnnexp.backends.gpu.kernels.layers import put
 from cnnexp.backends.layerwise import as_float32
 from cnnexp.errors import ConfigError
 

@@ -17,7 +17,7 @@ from numba import cuda
 from numba.cuda.extending import intrinsic
 
 from cnnexp.backends.gpu import device
-from cnnexp.backends.gpu.kernels import u32
+from cnnexp.backends.gpu.kernels.index import u32
 from cnnexp.backends.gpu.launch import Kernel
 from cnnexp.backends.parts import Part
 

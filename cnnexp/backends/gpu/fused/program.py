@@ -18,7 +18,8 @@ from cnnexp.backends.gpu.fused.clocks import EVERY, Clocks
 from cnnexp.backends.gpu.fused.kernels import BLOCK
 from cnnexp.backends.gpu.fused.nodes import Arena, Context, Partials, Step
 from cnnexp.backends.gpu.graphs import Graphs
-from cnnexp.backends.gpu.kernels import u32, update
+from cnnexp.backends.gpu.kernels.index import u32
+from cnnexp.backends.gpu.kernels.layers import update
 from cnnexp.backends.gpu.shared import CONV_TILE, SharedOps
 from cnnexp.backends.layerwise import as_float32
 from cnnexp.backends.parts import BACKWARD, FORWARD, Part
@@ -38,11 +39,10 @@ class Split:
 
     Attributes:
         images: (N, *input_shape), bytes or float32. labels: int32 (N,).
-        order: uint32, the images of the steps to come.
-        cursor: uint32 (1,), place in `order` from which steps count.
+        order: uint32, the place from which steps count, then the images of the steps to come.
         rates: (rate, c0, c1) of every step to come, float32.
-        losses, hits: by place in `order`.
-        loss_sums, hit_sums: of `BLOCK` places each; all that goes back to the host.
+        outcomes: (loss, hit) by place in `order`.
+        sums: of `BLOCK` outcomes each; all that goes back to the host.
         graphs: by number of steps.
         predictions: the scores, and what launches the graph that fills them, by number of images.
     """
@@ -50,18 +50,20 @@ class Split:
     images: Tensor
     labels: Tensor
     order: Tensor
-    cursor: Tensor
     rates: Tensor
-    losses: Tensor
-    hits: Tensor
-    loss_sums: Tensor
-    hit_sums: Tensor
+    outcomes: Tensor
+    sums: Tensor
     graphs: dict[int, Any] = field(default_factory=dict)
     predictions: dict[int, tuple[Tensor, Any]] = field(default_factory=dict)
 
     @property
     def is_bytes(self) -> bool:
         return self.images.dtype == np.uint8
+
+    @property
+    def room(self) -> int:
+        """Images that the buffers hold."""
+        return self.outcomes.shape[0]
 
     def __len__(self) -> int:
         return self.images.shape[0]
@@ -98,7 +100,7 @@ class FusedProgram(Program):
         self._context = Context(gpu, batch_size, self._parameters, Arena(network.parameter_count), ops)
         self._nodes = build(self._context, network, loss)
         self._arena = self._context.arena
-        self._arena.memory = device.empty((self._arena.size,), np.float32)
+        self._arena.allocate()
         self._table = device.to_device(segments(self._arena.partials))
         self._graphs = Graphs(gpu.index) if graphs else None
         self._stream = self._graphs.stream if self._graphs else 0
@@ -124,24 +126,20 @@ class FusedProgram(Program):
         """Put bytes or float32 images on the GPU, all of them."""
         count, batch = len(images), self.batch_size
         room = max(count, batch)
-        sums = -(-room // BLOCK)
         return Split(
             images=device.to_device(images),
             labels=device.to_device(labels.astype(np.int32)),
-            order=device.empty((room,), np.uint32),
-            cursor=device.empty((1,), np.uint32),
+            order=device.empty((1 + room,), np.uint32),
             rates=device.empty((3 * -(-room // batch),), np.float32),
-            losses=device.empty((room,), np.float32),
-            hits=device.empty((room,), np.uint8),
-            loss_sums=device.empty((sums,), np.float32),
-            hit_sums=device.empty((sums,), np.uint32),
+            outcomes=device.empty((room, 2), np.float32),
+            sums=device.empty((-(-room // BLOCK), 2), np.float32),
         )
 
     @on_its_gpu
     def train(self, handle: Split | streamed.Streamed, order: np.ndarray, rate: float) -> Totals:
         totals = Totals(0.0, 0, 0)
         for split, places in streamed.parts(handle, order):
-            most = split.order.shape[0] // self.batch_size * self.batch_size  # whole steps that the buffers hold
+            most = split.room // self.batch_size * self.batch_size  # whole steps that the buffers hold
             for start in range(0, len(places), most):
                 totals += self._train(split, places[start : start + most], rate, self._graphs is not None)
         return totals
@@ -225,7 +223,7 @@ class FusedProgram(Program):
             self._enqueue_scores(
                 split, device.empty((len(split), *self.network.output_shape), np.float32), self._stream
             )
-            kernels.advance().launch(1, self._stream, split.cursor, u32(0))
+            kernels.advance().launch(1, self._stream, split.order, u32(0))
             self._capture(split)
             self._train(split, order, 0.0, self._graphs is not None)
             self.predict(split)
@@ -254,7 +252,7 @@ class FusedProgram(Program):
         if self._graphs is None:
             return
         for size in GRAPH_STEPS:
-            if size * self.batch_size <= split.order.shape[0]:
+            if size * self.batch_size <= split.room:
                 split.graphs[size] = self._graphs.capture(partial(self._enqueue_steps, split, size))
 
     def _launch_graphs(self, split: Split, steps: int) -> int:
@@ -270,7 +268,7 @@ class FusedProgram(Program):
         """Enqueue whole steps from the cursor on, then move it past them."""
         for i in range(steps):
             self._enqueue(stream, split, i * self.batch_size, self.batch_size, i % EVERY == 0)
-        kernels.advance().launch(1, stream, split.cursor, u32(steps * self.batch_size))
+        kernels.advance().launch(1, stream, split.order, u32(steps * self.batch_size))
 
     def _enqueue(self, stream: Any, split: Split, ahead: int, count: int, clocked: bool) -> None:
         """Enqueue one step, with readings of the clock if there is one."""
@@ -285,9 +283,8 @@ class FusedProgram(Program):
     def _update(self, step: Step, optimizer: Optimizer | None, target: Tensor) -> None:
         """Enqueue the end of a step, the optimizer's; without one, the gradient goes to `target`."""
         kernel = kernels.update(optimizer, self.batch_size)
-        memory, (_, cursor, ahead) = self._arena.memory, step.place
-        arrays = memory, self._table, target, *self._two_slots(), step.split.rates, cursor
-        kernel.launch(self._table.shape[0], step.stream, *arrays, ahead)
+        arrays = self._arena.memory, self._table, target, *self._two_slots(), step.split.rates
+        kernel.launch(self._table.shape[0], step.stream, *arrays, *step.place)
 
     def _run(self, step: Step, clocks: Clocks | None = None) -> None:
         """Enqueue a step but for its update: losses, hits and partial gradients."""
@@ -299,18 +296,15 @@ class FusedProgram(Program):
                 clocks.charge(step.stream, node.parts[what])
 
     def _send(self, split: Split, order: np.ndarray) -> None:
-        """Put the images of the steps to come on the device, and the cursor before them."""
-        device.copy(np.ascontiguousarray(order, np.uint32), split.order)
-        device.copy(np.zeros(1, np.uint32), split.cursor)
+        """Put the images of the steps to come on the device, the first of them first."""
+        device.copy(np.concatenate([[0], order]).astype(np.uint32), split.order)
         device.synchronize()
 
     def _totals(self, split: Split, count: int) -> Totals:
         blocks = -(-count // BLOCK)
-        kernels.sum_up().launch(
-            blocks, self._stream, split.losses, split.hits, split.loss_sums, split.hit_sums, u32(count)
-        )
-        losses, hits = self._to_host(split.loss_sums[:blocks]), self._to_host(split.hit_sums[:blocks])
-        return Totals(float(losses.sum(dtype=np.float64)), int(hits.sum(dtype=np.int64)), count)
+        kernels.sum_up().launch(blocks, self._stream, split.outcomes, split.sums, u32(count))
+        loss, hits = self._to_host(split.sums[:blocks]).sum(axis=0, dtype=np.float64)
+        return Totals(float(loss), int(hits), count)
 
     def _two_slots(self) -> tuple[Tensor, Tensor]:
         s, t = (*self._slots, self._nothing, self._nothing)[:2]
@@ -325,9 +319,9 @@ def segments(partials: list[Partials]) -> np.ndarray:
     """Return the table of `kernels.update`, a row per block, uint32 (blocks, SEGMENT)."""
     rows: list[tuple[int, ...]] = []
     for sums in partials:
-        offset, size = sums.parameter.offset, sums.parameter.size
         threads = kernels.sum_threads(sums.parts)
         wide = BLOCK // threads
-        for first in range(0, size, wide):
-            rows.append((offset + first, min(wide, size - first), sums.base + first, size, sums.parts, threads))
+        for first in range(0, sums.size, wide):
+            many = min(wide, sums.size - first)
+            rows.append((sums.offset + first, many, sums.base + first, sums.size, sums.parts, threads))
     return np.array(rows, np.uint32)
