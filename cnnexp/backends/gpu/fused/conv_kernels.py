@@ -161,18 +161,18 @@ def conv2d(conv: ConvBlock, rows: int, filters: int) -> Kernel:
                 for a in range(K):
                     for e in range(K):
                         for g in range(together):
-                            weight[g] = w_tile[offset(own, 1, offset(a, K, e, C, c, pitch, g))]
+                            weight[g] = w_tile[own + offset(a, K, e, C, c, pitch, g)]
                         for i in range(S):
                             for j in range(S):
                                 seen = offset(c, high, offset(i, stride, a), wide, offset(j, stride, e))
                                 for g in range(together):
-                                    total[(g * S + i) * S + j] += weight[g] * x_tile[offset(corner, 1, seen)]
+                                    total[(g * S + i) * S + j] += weight[g] * x_tile[corner + seen]
             # bias, the largest of the window, ReLU
             for g in range(together):
-                lane = offset(own, 1, g)
+                lane = u32(own + g)
                 f = u32(f0 + lane)
                 if f < F and lane < filters_:
-                    best, where = pooled(total, g * window, w[offset(bias, 1, f)] if has_bias else ZERO)
+                    best, where = pooled(total, g * window, w[bias + f] if has_bias else ZERO)
                     place = offset(n, U, u32(u0 + u), V, v, F, f)
                     y[place] = best
                     argmax[place] = np.uint8(where)
@@ -245,7 +245,7 @@ def conv2d_backward_weights(conv: ConvBlock, rows: int, pairs: int, slices: int)
                         corner = offset(u32(offset(u, S, i) * stride), wide, u32(offset(v, S, j) * stride), C, c)
                         for a in range(K):
                             for e in range(K):
-                                total[a * K + e] += g * x_tile[offset(corner, 1, offset(a, wide, e, C, 0))]
+                                total[a * K + e] += g * x_tile[corner + offset(a, wide, e, C, 0)]
                         total_b += g
                     cell = u32(cell + groups)
             n = u32(n + slices_)
@@ -331,16 +331,16 @@ def conv2d_backward_input(conv: ConvBlock, rows: int) -> Kernel:
             for f in range(F):
                 for a in range(K):
                     for j in range(seen):
-                        d[j] = d_tile[offset(corner, 1, offset(f, high, a, broad, j))]
+                        d[j] = d_tile[corner + offset(f, high, a, broad, j)]
                     for e in range(K):
                         for g in range(together):
-                            weight = w_tile[offset(c0, 1, offset(a, K, e, F, f, pitch, g))]
+                            weight = w_tile[c0 + offset(a, K, e, F, f, pitch, g)]
                             for j in range(ACROSS):
                                 total[g * ACROSS + j] += weight * d[j + e]
             for j in range(ACROSS):
                 col = offset(quad, across, j)
                 for g in range(together):
-                    c = offset(c0, 1, g)
+                    c = u32(c0 + g)
                     if h < H and col < W and c < C:
                         dx[offset(n, H, h, W, col, C, c)] = total[g * ACROSS + j]
             item = u32(item + block)

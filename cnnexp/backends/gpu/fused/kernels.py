@@ -98,8 +98,8 @@ def keep_losses() -> Kernel:
 def sum_of_parts(arena, table, row, sums):
     """Return the sum of the partial gradients of one parameter of a row of `update`'s table, to its first threads."""
     t = u32(cuda.threadIdx.x)
-    count, base, stride = table[offset(row, 1, 1)], table[offset(row, 1, 2)], table[offset(row, 1, 3)]
-    parts, threads = table[offset(row, 1, 4)], table[offset(row, 1, 5)]
+    count, base, stride = table[row + u32(1)], table[row + u32(2)], table[row + u32(3)]
+    parts, threads = table[row + u32(4)], table[row + u32(5)]
     wide = u32(u32(BLOCK) // threads)
     part, lane = split(t, wide)
     # a thread adds up every so many of a parameter's parts
@@ -144,7 +144,7 @@ def update(optimizer: Optimizer | None, batch_size: int) -> Kernel:
         sums = cuda.shared.array(block, f32)
         lane, row = u32(cuda.threadIdx.x), offset(cuda.blockIdx.x, SEGMENT, 0)
         g = sum_of_parts(arena, table, row, sums)
-        if lane < table[offset(row, 1, 1)]:
+        if lane < table[row + u32(1)]:
             i = u32(table[row] + lane)
             if steps:
                 step, _ = split(u32(order[0] + ahead), batch)
@@ -188,7 +188,7 @@ def sum_up() -> Kernel:
         cuda.syncthreads()
         if t == 0:
             loss, hit = ZERO, ZERO
-            for k in range(block):
+            for k in range(u32(block)):
                 loss += losses[k]
                 hit += hits[k]
             sums[offset(cuda.blockIdx.x, 2, 0)], sums[offset(cuda.blockIdx.x, 2, 1)] = loss, hit

@@ -223,8 +223,8 @@ def linear_head(D: int, O: int, has_bias: bool, slices: int) -> Kernel:  # noqa:
                 d_score[t] = g
                 total_b += g
                 if t == label:
-                    place = offset(u32(order[0] + ahead + n), 2, 0)
-                    outcomes[place], outcomes[offset(place, 1, 1)] = loss, ONE if hit else ZERO
+                    place = u32(order[0] + ahead + n)
+                    outcomes[offset(place, 2, 0)], outcomes[offset(place, 2, 1)] = loss, ONE if hit else ZERO
             cuda.syncthreads()
             # the gradients of the inputs, and of the weights that the thread owns
             k = t

@@ -28,11 +28,11 @@ def conv2d(sizes: ConvSizes, has_bias: bool, block: int) -> Kernel:
                     col = offset(q, stride, e)
                     if not padded or (top <= row and row < u32(H + top) and left <= col and col < u32(W + left)):
                         # without padding, what is added to `corner` is known when the loops are unrolled
-                        pixel = offset(corner, 1, offset(a, W, e, C, 0))
+                        pixel = corner + offset(a, W, e, C, 0)
                         if padded:
                             pixel = offset(n, H, u32(row - top), W, u32(col - left), C, 0)
                         for c in range(C):
-                            total += x[offset(pixel, 1, c)] * w[offset(f, 1, offset(a, K, e, C, c, F, 0))]
+                            total += x[pixel + offset(c)] * w[f + offset(a, K, e, C, c, F, 0)]
             y[i] = total
             i = u32(i + cuda.gridsize(1))
 
@@ -57,7 +57,7 @@ def conv2d_backward_input(sizes: ConvSizes, block: int) -> Kernel:
                     weight = offset(u32(row - p * stride), K, u32(col - q * stride), C, c, F, 0)
                     place = offset(n, P, p, Q, q, F, 0)
                     for f in range(F):
-                        total += w[offset(weight, 1, f)] * dy[offset(place, 1, f)]
+                        total += w[weight + offset(f)] * dy[place + offset(f)]
                     q = u32(q + 1)
                 p = u32(p + 1)
             dx[i] = total
@@ -88,10 +88,10 @@ def conv2d_backward_weights(sizes: ConvSizes, block: int) -> Kernel:
                             col = offset(q, stride, e)
                             if not padded or (left <= col and col < u32(W + left)):
                                 # without padding, what is added to `begin` is known when the loop is unrolled
-                                pixel = offset(begin, 1, offset(q, stride, 0, C, 0))
+                                pixel = begin + offset(q, stride, 0, C, 0)
                                 if padded:
                                     pixel = offset(u32(col - left), C, first)
-                                total += x[pixel] * dy[offset(place, 1, offset(q, F, 0))]
+                                total += x[pixel] * dy[place + offset(q, F, 0)]
                 n = u32(n + slices)
             partial[i] = total
             i = u32(i + cuda.gridsize(1))

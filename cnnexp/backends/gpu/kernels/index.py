@@ -3,7 +3,8 @@
 A kernel is made by a function of the sizes that are known when a network is compiled, so that index arithmetic folds
 into constants. Arrays are flat, indices uint32 and numbers float32: an int64 index doubles the instructions of an inner
 loop, a float64 literal makes the GPU compute in double. Numba types the sum of two uint32 as uint64; `offset` and
-`split` compute in 32 bits whatever they are given, and `u32(...)` around a lone sum or product does the same.
+`split` compute in 32 bits whatever they are given, and `u32(...)` around a lone sum or product does the same. A bare
+sum of two offsets is made where the second is a constant once loops are unrolled: it becomes part of the address.
 """
 
 from __future__ import annotations
@@ -70,8 +71,7 @@ def offset(typing: Any, *numbers: Any) -> Any:
     def code(context: Any, builder: Any, kinds: Any, arguments: Any) -> Any:
         place, *rest = _words(context, builder, kinds.args[-1], arguments[-1])
         for size, index in zip(rest[::2], rest[1::2], strict=True):
-            # never wraps around, so the compiler may put constants into addresses
-            place = builder.add(builder.mul(place, size, flags=["nuw"]), index, flags=["nuw"])
+            place = builder.add(builder.mul(place, size), index)
         return place
 
     return signature(types.uint32, types.StarArgTuple(numbers)), code
@@ -114,7 +114,7 @@ def padded_pixel(sizes: ConvSizes, number: Any = f32) -> Any:
 
     def pixel(x, first, row, col, c):
         if top <= row and row < u32(H + top) and left <= col and col < u32(W + left):
-            return number(x[offset(first, 1, offset(u32(row - top), W, u32(col - left), C, c))])
+            return number(x[u32(first + offset(u32(row - top), W, u32(col - left), C, c))])
         return ZERO
 
     return cuda.jit(device=True)(pixel)

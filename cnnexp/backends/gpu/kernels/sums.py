@@ -175,7 +175,7 @@ def matmul(left_transposed: bool, right_transposed: bool, has_bias: bool) -> Ker
             for j in range(owned):
                 row, column = split(offset(j, threads, t), side)
                 for s in range(side):
-                    total[j] += a_tile[offset(row, pitch, s)] * b_tile[offset(column, 1, offset(s, pitch, 0))]
+                    total[j] += a_tile[offset(row, pitch, s)] * b_tile[column + offset(s, pitch, 0)]
             cuda.syncthreads()
             k0 = u32(k0 + side)
         # write the part's sums

@@ -84,10 +84,10 @@ def conv2d(sizes: ConvSizes, flipped: bool, has_bias: bool, stage_filters: bool,
                                 k = offset(a, K, e)
                                 weight = ZERO
                                 if stage_filters:
-                                    weight = w_tile[offset(lane, 1, offset(k, channels, c, filters, 0))]
+                                    weight = w_tile[lane + offset(k, channels, c, filters, 0)]
                                 elif u32(c0 + c) < C:
                                     weight = w[weight_place(k, u32(c0 + c), f)]
-                                total += x_tile[offset(corner, 1, offset(a, side, e, channels, c))] * weight
+                                total += x_tile[corner + offset(a, side, e, channels, c)] * weight
                     y[place] = total
                 o = u32(o + block)
             c0 = u32(c0 + channels)
@@ -184,7 +184,7 @@ def conv2d_backward_weights(sizes: ConvSizes, rows: int, stage_dy: bool, block: 
                 if stage_dy:
                     i = t
                     while i < u32(high * Q * F):
-                        dy_tile[i] = dy[offset(first, 1, i)]
+                        dy_tile[i] = dy[u32(first + i)]
                         i = u32(i + block)
                 cuda.syncthreads()
                 # add up what they give to the thread's weight
@@ -193,11 +193,11 @@ def conv2d_backward_weights(sizes: ConvSizes, rows: int, stage_dy: bool, block: 
                     pixel = offset(offset(p, stride, a), wide, e, C, c)
                     place = offset(p, Q, 0, F, f)
                     if not stage_dy:
-                        place = offset(first, 1, place)
+                        place = u32(first + place)
                     for q in range(Q):
-                        there = offset(place, 1, offset(q, F, 0))
+                        there = place + offset(q, F, 0)
                         g = dy_tile[there] if stage_dy else dy[there]
-                        total += x_tile[offset(pixel, 1, offset(q, stride, 0, C, 0))] * g
+                        total += x_tile[pixel + offset(q, stride, 0, C, 0)] * g
                     p = u32(p + 1)
                 p0 = u32(p0 + rows)
             n = u32(n + slices)
