@@ -119,7 +119,7 @@ def kinds(signature: str) -> tuple[tuple[np.dtype, bool], ...]:
 
 
 def described(value: Any) -> object:
-    """Return what tells apart the functions that one definition makes, those that they call included."""
+    """Return what distinguishes the functions that one definition makes, those that they call included."""
     value = getattr(value, "py_func", value)  # of a device function
     match value:
         case types.FunctionType():

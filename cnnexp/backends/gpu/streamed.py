@@ -72,7 +72,7 @@ def load(
         load_whole: puts images and labels on the GPU, and returns a dataclass of them and more.
         images: (N, *input_shape).
         labels: integers (N,).
-        image_bytes: what an image takes on the GPU, all told.
+        image_bytes: what an image takes on the GPU, all in all.
         batch_size: windows are of whole batches.
 
     Raises:

@@ -2,7 +2,7 @@
 
 A reading is a kernel of one thread, in a stream or a graph as any other: it gives the nanoseconds since the last one to
 a part. It takes about as long as a launch does, so one step of `EVERY` has them; and two, one right after the other,
-tell what one costs, which is taken off every part.
+say what one costs, which is taken off every part.
 """
 
 from __future__ import annotations

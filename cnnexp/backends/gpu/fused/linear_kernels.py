@@ -180,10 +180,8 @@ def linear_head(D: int, O: int, has_bias: bool, slices: int) -> Kernel:  # noqa:
     D, O, size, slices_, block = u32(D), u32(O), u32(D * O), u32(slices), u32(BLOCK)  # noqa: E741
 
     def linear_head(x, labels, order, ahead, w, scores, outcomes, dx, partial, count):
-        row = cuda.shared.array(d_count, f32)
-        sums = cuda.shared.array(BLOCK, f32)
-        score = cuda.shared.array(o_count, f32)
-        d_score = cuda.shared.array(o_count, f32)
+        row, sums = cuda.shared.array(d_count, f32), cuda.shared.array(BLOCK, f32)
+        score, d_score = cuda.shared.array(o_count, f32), cuda.shared.array(o_count, f32)
         t, s = u32(cuda.threadIdx.x), u32(cuda.blockIdx.x)
         first, o = split(t, lanes)
         total = cuda.local.array(owned, f32)
@@ -248,8 +246,7 @@ def linear_head(D: int, O: int, has_bias: bool, slices: int) -> Kernel:  # noqa:
             partial[offset(s, rows, D, O, t)] = total_b
 
     arrays = ", ".join(["float32[::1]"] * 5)
-    signature = f"void(float32[::1], int32[::1], uint32[::1], uint32, {arrays}, uint32)"
-    return Kernel(linear_head, signature, BLOCK)
+    return Kernel(linear_head, f"void(float32[::1], int32[::1], uint32[::1], uint32, {arrays}, uint32)", BLOCK)
 
 
 def lanes_of(outputs: int) -> int:

@@ -138,7 +138,7 @@ class Node:
     """A part of the network: its outputs `y` and their gradient `dy`, (N, *shape); the gather has no gradient.
 
     Attributes:
-        parts: of a step, by pass: what a profile tells.
+        parts: of a step, by pass: what a profile shows.
     """
 
     y: Tensor
@@ -219,8 +219,8 @@ def plan_conv(conv: ConvBlock, context: Context) -> ConvPlan | None:
     input_rows = -(-sizes.H // context.splits(batch, sizes.H))
     across, together = conv_kernels.ACROSS, min(sizes.C, conv_kernels.CHANNELS)
     broad = conv_kernels.in_fours(-(-sizes.W // across) * across + sizes.K - 1)
-    turned = sizes.K**2 * sizes.F * -(-sizes.C // together) * together
-    input_rows = fitting(input_rows, lambda r: sizes.F * (r + sizes.K - 1) * broad + turned <= room)
+    w_size = sizes.K**2 * sizes.F * -(-sizes.C // together) * together
+    input_rows = fitting(input_rows, lambda r: sizes.F * (r + sizes.K - 1) * broad + w_size <= room)
     if sizes.stride > 1:
         input_rows = 0
     fits = rows and weight_rows and sizes.K**2 <= MOST_TAPS
