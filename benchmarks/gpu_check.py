@@ -4,8 +4,8 @@
                                    [--skip-conformance] [--skip-torch] [--out FILE]
 
 Needs numpy, numba, numba-cuda and, for the comparison, torch. First every GPU backend is verified against the float64
-oracle of `tests/`, then the ceilings of the machine are measured (copy bandwidth, multiply-add rate, what a launch and a
-graph's node cost), then the contestants train the same networks by turns, on data that is on the device for all of them:
+oracle of `tests/`, then the ceilings of the machine are measured (copy bandwidth, multiply-add rate, what a launch and
+a graph's node cost), then the contestants train the same networks by turns, on data that is on the device for all:
 
     every GPU backend; PyTorch eager, channels_last, torch.compile(mode="reduce-overhead"), and a step captured in a
     CUDA graph; each in full float32, the last two also with TF32, as rows of their own that count for no ratio.

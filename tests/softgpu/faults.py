@@ -28,9 +28,8 @@ def new():
 def found(check: str, *words: str) -> bool:
     """Return whether this is all that was found, and says all of that."""
     lines = softgpu.findings()
-    return (
-        bool(found) and all(line.startswith(f"{check}: ") for line in found) and all(word in found[0] for word in words)
-    )
+    alone = bool(lines) and all(line.startswith(f"{check}: ") for line in lines)
+    return alone and all(word in lines[0] for word in words)
 
 
 def launch(kernel, *arguments, blocks=1, threads=THREADS):
