@@ -11,8 +11,8 @@ from cnnexp.backends.gpu.fused.nodes import (
     FusedConv,
     FusedHead,
     FusedLinear,
+    FusedNode,
     Gather,
-    Node,
     PlainLayer,
     PlainLoss,
     conv_block,
@@ -37,11 +37,11 @@ MOST_OWNED = 16  # weights of a thread in `linear_head`
 MOST_HEAD_INPUTS = 4096  # its inputs are staged in shared memory
 
 
-def build(context: Context, network: Network, loss: Loss) -> list[Node]:
+def build(context: Context, network: Network, loss: Loss) -> list[FusedNode]:
     """Return the nodes of a network, first to last, its loss in the last."""
-    nodes: list[Node] = []
+    nodes: list[FusedNode] = []
 
-    def add(node: Node, stages: Sequence[Stage]) -> None:
+    def add(node: FusedNode, stages: Sequence[Stage]) -> None:
         node.parts = parts_of(node, stages, nodes[-1] if nodes else None, context.gpu)
         nodes.append(node)
 
@@ -60,7 +60,9 @@ def build(context: Context, network: Network, loss: Loss) -> list[Node]:
     return nodes
 
 
-def _fused(context: Context, stages: Sequence[Stage], loss: Loss, before: Node | None) -> tuple[Node, int] | None:
+def _fused(
+    context: Context, stages: Sequence[Stage], loss: Loss, before: FusedNode | None
+) -> tuple[FusedNode, int] | None:
     """Return a fused node for the first of `stages` and how many of them it takes; None if there is none."""
     stage = stages[0]
     if isinstance(stage, ConvStage):

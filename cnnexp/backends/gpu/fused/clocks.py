@@ -25,7 +25,7 @@ EVERY = 8
 LAST, STEPS, READING, FIRST = range(4)  # places in memory: last reading, steps clocked, what a reading costs, parts
 
 
-class Clocks:
+class GpuClocks:
     """The nanoseconds of the parts of a step, on the device.
 
     Args:

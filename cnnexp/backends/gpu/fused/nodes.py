@@ -30,12 +30,12 @@ SPARE_SHARED = 1024  # bytes of shared memory left to the compiler
 
 
 @dataclass
-class Step:
+class BatchStep:
     """Where a step's images are.
 
     Attributes:
         stream: where its kernels are enqueued: a stream, or a graph builder.
-        split: the loaded split, see `program.Split`.
+        split: the loaded split, see `program.DeviceSplit`.
         ahead: place of the first image after `split.order[0]`.
         count: images, at most the batch size.
     """
@@ -68,7 +68,7 @@ class Partials:
     memory: Tensor | None = None
 
 
-class Arena:
+class GradientArena:
     """Gives out room for partial gradients. The first `parameter_count` floats are the gradient of layers not fused."""
 
     def __init__(self, parameter_count: int) -> None:
@@ -116,7 +116,7 @@ class Context:
     gpu: Gpu
     batch_size: int
     parameters: Tensor
-    arena: Arena
+    arena: GradientArena
     ops: SharedOps
 
     def view(self, stage: ConvStage | LinearStage) -> Tensor:
@@ -134,7 +134,7 @@ class Context:
         return max(1, min(most, -(-2 * self.gpu.multiprocessors // blocks)))
 
 
-class Node:
+class FusedNode:
     """A part of the network: its outputs `y` and their gradient `dy`, (N, *shape); the gather has no gradient.
 
     Attributes:
@@ -149,14 +149,14 @@ class Node:
         self.y = device.empty((context.batch_size, *shape), np.float32)
         self.dy = device.empty((context.batch_size, *shape), np.float32)
 
-    def forward(self, step: Step) -> None:
+    def forward(self, step: BatchStep) -> None:
         raise NotImplementedError
 
-    def backward(self, step: Step) -> None:
+    def backward(self, step: BatchStep) -> None:
         raise NotImplementedError
 
 
-class Gather(Node):
+class Gather(FusedNode):
     """Opens a network whose first layer does not read the data set itself."""
 
     def __init__(self, context: Context, shape: tuple[int, ...]) -> None:
@@ -164,12 +164,12 @@ class Gather(Node):
         self._kernels = {is_bytes: kernels.gather(math.prod(shape), is_bytes) for is_bytes in (False, True)}
         self._size = math.prod(shape)
 
-    def forward(self, step: Step) -> None:
+    def forward(self, step: BatchStep) -> None:
         self._kernels[step.split.is_bytes].over(
             step.count * self._size, step.stream, step.split.images, *step.place, self.y
         )
 
-    def backward(self, step: Step) -> None:
+    def backward(self, step: BatchStep) -> None:
         """Images have no gradient."""
 
 
@@ -234,7 +234,7 @@ def fitting(rows: int, fits: Callable[[int], bool]) -> int:
     return rows
 
 
-class FusedConv(Node):
+class FusedConv(FusedNode):
     """Convolution, max-pool and ReLU in one kernel, and their gradients in two.
 
     Args:
@@ -246,7 +246,7 @@ class FusedConv(Node):
     """
 
     def __init__(
-        self, context: Context, stage: ConvStage, conv: ConvBlock, plan: ConvPlan, before: Node | None
+        self, context: Context, stage: ConvStage, conv: ConvBlock, plan: ConvPlan, before: FusedNode | None
     ) -> None:
         self._before = before
         batch = context.batch_size
@@ -268,12 +268,12 @@ class FusedConv(Node):
             self._input = conv_kernels.conv2d_backward_input(conv, plan.input_rows)
             self._input_blocks = -(-conv.sizes.H // plan.input_rows)  # of an image
 
-    def forward(self, step: Step) -> None:
+    def forward(self, step: BatchStep) -> None:
         self._forward[step.split.is_bytes].launch(
             step.count * self._blocks, step.stream, self._x(step), *step.place, self._w, self.y, self._argmax
         )
 
-    def backward(self, step: Step) -> None:
+    def backward(self, step: BatchStep) -> None:
         arrays = self._x(step), *step.place, self.dy, self._argmax, self._partials.memory
         self._weights[step.split.is_bytes].launch(self._weight_blocks, step.stream, *arrays, u32(step.count))
         if self._before is not None and self._before.dy is not None:
@@ -281,14 +281,14 @@ class FusedConv(Node):
                 step.count * self._input_blocks, step.stream, self._w, self.dy, self._argmax, self._before.dy
             )
 
-    def _x(self, step: Step) -> Tensor:
+    def _x(self, step: BatchStep) -> Tensor:
         return step.split.images if self._before is None else self._before.y
 
 
-class FusedLinear(Node):
+class FusedLinear(FusedNode):
     """A linear layer and the ReLU after it."""
 
-    def __init__(self, context: Context, stage: LinearStage, relu: bool, before: Node) -> None:
+    def __init__(self, context: Context, stage: LinearStage, relu: bool, before: FusedNode) -> None:
         D, O = stage.weight.shape  # noqa: E741
         self._before, self._D, self._O = before, D, O
         self._allocate(context, (O,))
@@ -299,11 +299,11 @@ class FusedLinear(Node):
         self._input = linear_kernels.linear_backward_input(D, O, relu)
         self._weights = linear_kernels.linear_backward_weights(D, O, stage.bias is not None, relu, self._slices)
 
-    def forward(self, step: Step) -> None:
+    def forward(self, step: BatchStep) -> None:
         blocks = step.count * -(-self._O // LANES)
         self._forward.launch(blocks, step.stream, self._before.y, self._w, self.y)
 
-    def backward(self, step: Step) -> None:
+    def backward(self, step: BatchStep) -> None:
         arrays = self._before.y, self.y, self.dy, self._partials.memory
         self._weights.over(self._slices * self._w.size, step.stream, *arrays, u32(step.count))
         if self._before.dy is not None:
@@ -312,10 +312,10 @@ class FusedLinear(Node):
             self._input.launch(blocks, step.stream, self._w, self.y, self.dy, self._before.dy, u32(step.count))
 
 
-class FusedHead(Node):
+class FusedHead(FusedNode):
     """The last linear layer with softmax and cross entropy: forward makes the gradients too, so backward is empty."""
 
-    def __init__(self, context: Context, stage: LinearStage, before: Node) -> None:
+    def __init__(self, context: Context, stage: LinearStage, before: FusedNode) -> None:
         D, O = stage.weight.shape  # noqa: E741
         self._before, self._w = before, context.view(stage)
         self.y = device.empty((context.batch_size, O), np.float32)
@@ -324,25 +324,25 @@ class FusedHead(Node):
         self._kernel = linear_kernels.linear_head(D, O, stage.bias is not None, self._slices)
         self._d_input = before.dy or device.empty(before.y.shape, np.float32)
 
-    def forward(self, step: Step) -> None:
+    def forward(self, step: BatchStep) -> None:
         given = self._before.y, step.split.labels, *step.place, self._w
         made = self.y, step.split.outcomes, self._d_input, self._partials.memory
         self._kernel.launch(self._slices, step.stream, *given, *made, u32(step.count))
 
-    def backward(self, step: Step) -> None:
+    def backward(self, step: BatchStep) -> None:
         """Done with the scores."""
 
 
-class PlainLoss(Node):
+class PlainLoss(FusedNode):
     """A loss that is not fused with the layer before it."""
 
-    def __init__(self, context: Context, loss: Loss, before: Node) -> None:
+    def __init__(self, context: Context, loss: Loss, before: FusedNode) -> None:
         self._ops, self._loss, self._before, self.y = context.ops, loss, before, before.y
         self._labels = device.empty((context.batch_size,), np.int32)
         self._losses = device.empty((context.batch_size,), np.float32)
         self._hits = device.empty((context.batch_size,), np.uint8)
 
-    def forward(self, step: Step) -> None:
+    def forward(self, step: BatchStep) -> None:
         count, split = step.count, step.split
         kernels.gather_labels().over(count, step.stream, split.labels, *step.place, self._labels)
         self._ops.stream = step.stream
@@ -351,11 +351,11 @@ class PlainLoss(Node):
         self._ops.loss(self._loss, scores, self._labels, 1.0 / count, d_scores, self._losses, self._hits)
         kernels.keep_losses().over(count, step.stream, self._losses, self._hits, *step.place, split.outcomes)
 
-    def backward(self, step: Step) -> None:
+    def backward(self, step: BatchStep) -> None:
         """Done with the loss."""
 
 
-class PlainLayer(Node):
+class PlainLayer(FusedNode):
     """A layer with no fused kernel: `gpu-shared`'s.
 
     Args:
@@ -365,7 +365,7 @@ class PlainLayer(Node):
         trains: whether it or a layer before it has parameters; else it has no use for gradients.
     """
 
-    def __init__(self, context: Context, stage: Stage, before: Node, trains: bool) -> None:
+    def __init__(self, context: Context, stage: Stage, before: FusedNode, trains: bool) -> None:
         self._stage, self._before, self._ops, self._arena = stage, before, context.ops, context.arena
         self._parameters = context.parameters
         context.arena.take_whole(stage.weight)
@@ -378,21 +378,21 @@ class PlainLayer(Node):
             self.dy = self.dy if trains else None
         self._saved = context.ops.saved(stage, context.batch_size)
 
-    def forward(self, step: Step) -> None:
+    def forward(self, step: BatchStep) -> None:
         if isinstance(self._stage, FlattenStage):
             return
         self._ops.stream = step.stream
         x, y = _of_batch(step.count, self._before.y, self.y)
         forward_stage(self._ops, self._stage, self._run(step), x, y, self._saved)
 
-    def backward(self, step: Step) -> None:
+    def backward(self, step: BatchStep) -> None:
         if self.dy is None or isinstance(self._stage, FlattenStage):
             return
         self._ops.stream = step.stream
         x, y, dy, dx = _of_batch(step.count, self._before.y, self.y, self.dy, self._before.dy)
         backward_stage(self._ops, self._stage, self._run(step), x, y, dy, self._saved, dx)
 
-    def _run(self, step: Step) -> Run:
+    def _run(self, step: BatchStep) -> Run:
         return Run(step.count, self._parameters, self._arena.memory)
 
 

@@ -6,12 +6,12 @@ import math
 from collections.abc import Sequence
 
 from cnnexp.backends.gpu.device import Gpu
-from cnnexp.backends.gpu.fused.nodes import FusedHead, Gather, Node, PlainLayer
+from cnnexp.backends.gpu.fused.nodes import FusedHead, FusedNode, Gather, PlainLayer
 from cnnexp.backends.parts import BACKWARD, FOLLOWED, FORWARD, Part
 from cnnexp.network import ConvStage, FlattenStage, LinearStage, PoolStage, Stage
 
 
-def parts_of(node: Node, stages: Sequence[Stage], before: Node | None, gpu: Gpu) -> dict[str, Part]:
+def parts_of(node: FusedNode, stages: Sequence[Stage], before: FusedNode | None, gpu: Gpu) -> dict[str, Part]:
     """Return the part of a step that each pass of a node is; nothing of a pass that launches no kernel.
 
     Args:
@@ -35,7 +35,7 @@ def parts_of(node: Node, stages: Sequence[Stage], before: Node | None, gpu: Gpu)
     return parts
 
 
-def _multiply_adds(node: Node, stages: Sequence[Stage], needs_dx: bool) -> tuple[int, int, str]:
+def _multiply_adds(node: FusedNode, stages: Sequence[Stage], needs_dx: bool) -> tuple[int, int, str]:
     """Return those of a node's passes for one image, and why the backward pass takes fewer than its outputs have."""
     first = stages[0] if stages else None
     if isinstance(node, FusedHead):

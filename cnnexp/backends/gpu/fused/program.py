@@ -14,9 +14,9 @@ from cnnexp.backends.gpu import device, streamed
 from cnnexp.backends.gpu.device import Gpu, Tensor, on_its_gpu
 from cnnexp.backends.gpu.fused import kernels
 from cnnexp.backends.gpu.fused.build import build
-from cnnexp.backends.gpu.fused.clocks import EVERY, Clocks
+from cnnexp.backends.gpu.fused.clocks import EVERY, GpuClocks
 from cnnexp.backends.gpu.fused.kernels import BLOCK
-from cnnexp.backends.gpu.fused.nodes import Arena, Context, Partials, Step
+from cnnexp.backends.gpu.fused.nodes import BatchStep, Context, GradientArena, Partials
 from cnnexp.backends.gpu.graphs import Graphs
 from cnnexp.backends.gpu.kernels.index import u32
 from cnnexp.backends.gpu.kernels.layers import update
@@ -34,7 +34,7 @@ UPDATE = Part("update", ("parameters",), "update")
 
 
 @dataclass
-class Split:
+class DeviceSplit:
     """A loaded split, and what a pass over it needs on the device.
 
     Attributes:
@@ -97,7 +97,7 @@ class FusedProgram(Program):
         self._slots = tuple(device.to_device(zeros) for _ in optimizer.slots)
         self._nothing = device.empty((1,), np.float32)
         ops = SharedOps(gpu, BLOCK, CONV_TILE)
-        self._context = Context(gpu, batch_size, self._parameters, Arena(network.parameter_count), ops)
+        self._context = Context(gpu, batch_size, self._parameters, GradientArena(network.parameter_count), ops)
         self._nodes = build(self._context, network, loss)
         self._arena = self._context.arena
         self._arena.allocate()
@@ -105,28 +105,30 @@ class FusedProgram(Program):
         self._graphs = Graphs(gpu.index) if graphs else None
         self._stream = self._graphs.stream if self._graphs else 0
         parts = [part for node in self._nodes for part in node.parts.values()]
-        self._clocks = Clocks([*parts, UPDATE]) if clocks else None
+        self._clocks = GpuClocks([*parts, UPDATE]) if clocks else None
         self._images = 0  # trained on
         self._warm_up()
         self.compile_s = time.perf_counter() - started
 
     @on_its_gpu
-    def load(self, images: np.ndarray, labels: np.ndarray) -> Split | streamed.Streamed:
+    def load(self, images: np.ndarray, labels: np.ndarray) -> DeviceSplit | streamed.Streamed:
         images = images if images.dtype == np.uint8 else as_float32(images)
-        image_bytes = int(np.prod(images.shape[1:])) * images.itemsize + 32  # all else that `Split` has for an image
+        image_bytes = (
+            int(np.prod(images.shape[1:])) * images.itemsize + 32
+        )  # all else that `DeviceSplit` has for an image
         return streamed.load(self._load_captured, images, labels, image_bytes, self.batch_size)
 
-    def _load_captured(self, images: np.ndarray, labels: np.ndarray) -> Split:
+    def _load_captured(self, images: np.ndarray, labels: np.ndarray) -> DeviceSplit:
         """As `_load`; its graphs are captured here, so that no epoch's clock runs meanwhile."""
         split = self._load(images, labels)
         self._capture(split)
         return split
 
-    def _load(self, images: np.ndarray, labels: np.ndarray) -> Split:
+    def _load(self, images: np.ndarray, labels: np.ndarray) -> DeviceSplit:
         """Put bytes or float32 images on the GPU, all of them."""
         count, batch = len(images), self.batch_size
         room = max(count, batch)
-        return Split(
+        return DeviceSplit(
             images=device.to_device(images),
             labels=device.to_device(labels.astype(np.int32)),
             order=device.empty((1 + room,), np.uint32),
@@ -136,7 +138,7 @@ class FusedProgram(Program):
         )
 
     @on_its_gpu
-    def train(self, handle: Split | streamed.Streamed, order: np.ndarray, rate: float) -> Totals:
+    def train(self, handle: DeviceSplit | streamed.Streamed, order: np.ndarray, rate: float) -> Totals:
         totals = Totals(0.0, 0, 0)
         for split, places in streamed.parts(handle, order):
             most = split.room // self.batch_size * self.batch_size  # whole steps that the buffers hold
@@ -145,11 +147,11 @@ class FusedProgram(Program):
         return totals
 
     @on_its_gpu
-    def gradients(self, handle: Split | streamed.Streamed, indices: np.ndarray) -> tuple[Totals, np.ndarray]:
+    def gradients(self, handle: DeviceSplit | streamed.Streamed, indices: np.ndarray) -> tuple[Totals, np.ndarray]:
         split, places = next(streamed.parts(handle, indices))
         self._send(split, places)
-        self._run(Step(self._stream, split, 0, len(places)))
-        self._update(Step(self._stream, split, 0, len(places)), None, self._gradient)
+        self._run(BatchStep(self._stream, split, 0, len(places)))
+        self._update(BatchStep(self._stream, split, 0, len(places)), None, self._gradient)
         return self._totals(split, len(places)), self._to_host(self._gradient)
 
     @on_its_gpu
@@ -164,10 +166,10 @@ class FusedProgram(Program):
         device.synchronize()
 
     @on_its_gpu
-    def predict(self, handle: Split | streamed.Streamed) -> np.ndarray:
+    def predict(self, handle: DeviceSplit | streamed.Streamed) -> np.ndarray:
         return streamed.predicted(handle, self._scored)
 
-    def _scored(self, split: Split) -> Tensor:
+    def _scored(self, split: DeviceSplit) -> Tensor:
         """Enqueue the scores of a split, as a graph that is captured when they are first asked for."""
         count = len(split)
         if count not in split.predictions:
@@ -179,10 +181,10 @@ class FusedProgram(Program):
         launch(self._stream)
         return scores
 
-    def _enqueue_scores(self, split: Split, scores: Tensor, stream: Any) -> None:
+    def _enqueue_scores(self, split: DeviceSplit, scores: Tensor, stream: Any) -> None:
         def outputs(start: int, count: int) -> Tensor:
             for node in self._nodes:
-                node.forward(Step(stream, split, start, count))
+                node.forward(BatchStep(stream, split, start, count))
             return self._nodes[-1].y[:count]
 
         streamed.enqueue_batches(scores, self.batch_size, stream, outputs)
@@ -232,7 +234,7 @@ class FusedProgram(Program):
         if self._clocks:
             self._clocks.reset()
 
-    def _train(self, split: Split, order: np.ndarray, rate: float, graphs: bool) -> Totals:
+    def _train(self, split: DeviceSplit, order: np.ndarray, rate: float, graphs: bool) -> Totals:
         """Train on at most as many images as the split's buffers hold."""
         batch, count = self.batch_size, len(order)
         steps = -(-count // batch)
@@ -247,7 +249,7 @@ class FusedProgram(Program):
         self._images += count
         return self._totals(split, count)
 
-    def _capture(self, split: Split) -> None:
+    def _capture(self, split: DeviceSplit) -> None:
         """Capture the graphs of as many steps as the split's buffers hold."""
         if self._graphs is None:
             return
@@ -255,7 +257,7 @@ class FusedProgram(Program):
             if size * self.batch_size <= split.room:
                 split.graphs[size] = self._graphs.capture(partial(self._enqueue_steps, split, size))
 
-    def _launch_graphs(self, split: Split, steps: int) -> int:
+    def _launch_graphs(self, split: DeviceSplit, steps: int) -> int:
         """Launch graphs for `steps` whole steps; return where the cursor is after them."""
         left = steps
         for size in GRAPH_STEPS:
@@ -264,15 +266,15 @@ class FusedProgram(Program):
             left %= size
         return steps * self.batch_size
 
-    def _enqueue_steps(self, split: Split, steps: int, stream: Any) -> None:
+    def _enqueue_steps(self, split: DeviceSplit, steps: int, stream: Any) -> None:
         """Enqueue whole steps from the cursor on, then move it past them."""
         for i in range(steps):
             self._enqueue(stream, split, i * self.batch_size, self.batch_size, i % EVERY == 0)
         kernels.advance().launch(1, stream, split.order, u32(steps * self.batch_size))
 
-    def _enqueue(self, stream: Any, split: Split, ahead: int, count: int, clocked: bool) -> None:
+    def _enqueue(self, stream: Any, split: DeviceSplit, ahead: int, count: int, clocked: bool) -> None:
         """Enqueue one step, with readings of the clock if there is one."""
-        step, clocks = Step(stream, split, ahead, count), self._clocks if clocked else None
+        step, clocks = BatchStep(stream, split, ahead, count), self._clocks if clocked else None
         if clocks:
             clocks.begin(stream)
         self._run(step, clocks)
@@ -280,13 +282,13 @@ class FusedProgram(Program):
         if clocks:
             clocks.charge(stream, UPDATE)
 
-    def _update(self, step: Step, optimizer: Optimizer | None, target: Tensor) -> None:
+    def _update(self, step: BatchStep, optimizer: Optimizer | None, target: Tensor) -> None:
         """Enqueue the end of a step, the optimizer's; without one, the gradient goes to `target`."""
         kernel = kernels.update(optimizer, self.batch_size)
         arrays = self._arena.memory, self._table, target, *self._two_slots(), step.split.rates
         kernel.launch(self._table.shape[0], step.stream, *arrays, *step.place)
 
-    def _run(self, step: Step, clocks: Clocks | None = None) -> None:
+    def _run(self, step: BatchStep, clocks: GpuClocks | None = None) -> None:
         """Enqueue a step but for its update: losses, hits and partial gradients."""
         passes = [(FORWARD, node, node.forward) for node in self._nodes]
         passes += [(BACKWARD, node, node.backward) for node in reversed(self._nodes)]
@@ -295,12 +297,12 @@ class FusedProgram(Program):
             if clocks and what in node.parts:
                 clocks.charge(step.stream, node.parts[what])
 
-    def _send(self, split: Split, order: np.ndarray) -> None:
+    def _send(self, split: DeviceSplit, order: np.ndarray) -> None:
         """Put the images of the steps to come on the device, the first of them first."""
         device.copy(np.concatenate([[0], order]).astype(np.uint32), split.order)
         device.synchronize()
 
-    def _totals(self, split: Split, count: int) -> Totals:
+    def _totals(self, split: DeviceSplit, count: int) -> Totals:
         blocks = -(-count // BLOCK)
         kernels.sum_up().launch(blocks, self._stream, split.outcomes, split.sums, u32(count))
         loss, hits = self._to_host(split.sums[:blocks]).sum(axis=0, dtype=np.float64)
