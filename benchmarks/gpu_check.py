@@ -3,9 +3,9 @@
     python -m benchmarks.gpu_check [--cases NAME...] [--backends NAME...] [--minutes M] [--quick] [--dry-run]
                                    [--skip-conformance] [--skip-torch] [--out FILE]
 
-Needs numpy, numba, numba-cuda and, for the comparison, torch. First every GPU backend is held to the float64 oracle of
-`tests/`, then the ceilings of the machine are measured (copy bandwidth, multiply-add rate, what a launch and a graph's
-node cost), then the contestants train the same networks by turns, on data that is on the device for all of them:
+Needs numpy, numba, numba-cuda and, for the comparison, torch. First every GPU backend is verified against the float64
+oracle of `tests/`, then the ceilings of the machine are measured (copy bandwidth, multiply-add rate, what a launch and
+a graph's node cost), then the contestants train the same networks by turns, on data that is on the device for all:
 
     every GPU backend; PyTorch eager, channels_last, torch.compile(mode="reduce-overhead"), and a step captured in a
     CUDA graph; each in full float32, the last two also with TF32, as rows of their own that count for no ratio.
@@ -14,7 +14,7 @@ Every raw number goes into one JSON file, which is written anew after every part
 in processes of their own, and whatever fails is reported and costs no other part its numbers. What the file holds from
 an earlier run on the same GPU stays there and is not done again, so that the whole can be had in pieces: `--minutes 9`
 begins no part after nine minutes, and says what is left. `--dry-run` goes the whole way with a tiny network: to see
-that the script works before it is given an hour, or in Numba's simulator.
+that the script works before it is given an hour, or on the software GPU.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def conform(name: str, titles: tuple[str, ...]) -> dict[str, str]:
         except Exception as error:  # of any kind: a compiler's, a driver's, a wrong number
             found[title] = failure(error)
         print(f"{name:18} {title:16} {found[title]}", flush=True)
-    if name == "gpu-fused" and not backend_class(name).simulated:
+    if name == "gpu-fused":
         try:
             found["graphs and single launches"] = _graphs_change_nothing()
         except Exception as error:
@@ -482,7 +482,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def main(arguments: list[str] | None = None) -> int:
+def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--cases", nargs="+", metavar="NAME", choices=[case.name for case in CASES], help="race these alone"
@@ -494,16 +494,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--skip-conformance", action="store_true", help="time at once")
     parser.add_argument("--skip-torch", action="store_true", help="time ours alone")
     parser.add_argument("--out", type=Path, help="the JSON file; benchmarks/results/gpu-<name of the GPU>.json")
-    options = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
     try:
-        backend = backend_class("gpu-naive")()
+        gpu, dry = backend_class("gpu-naive")().gpu, options.dry_run
     except CnnexpError as error:
         print(f"gpu_check: error: {error}", file=sys.stderr)
         return error.exit_code
-    gpu, dry = backend.gpu, options.dry_run
-    if backend.simulated and not dry:
-        print("gpu_check: error: NUMBA_ENABLE_CUDASIM is set, there is nothing to time; add --dry-run", file=sys.stderr)
-        return 2
     names = tuple(options.backends or (("gpu-fused",) if options.quick else BACKENDS))
     peers = () if options.skip_torch else TORCH
     if peers and find_spec("torch") is None:
@@ -541,6 +541,11 @@ def main(arguments: list[str] | None = None) -> int:
             continue
         part()
         save(report, out)
+    return _summarize(report, left, out)
+
+
+def _summarize(report: dict[str, Any], left: list[str], out: Path) -> int:
+    """Print what was found, and return the exit code."""
     print(json.dumps(report["ceilings"], indent=1), flush=True)
     print_table(report["table"])
     wrong = [

@@ -206,7 +206,7 @@ def run(composed: DictConfig) -> float:
         console = make_console()
         told = verdict.screen(run.verdict, min(console.width, LINE))
         console.print(told, highlight=False, markup=False, soft_wrap=True)
-    return run.metrics.get(OBJECTIVES[settings.sweep.objective], math.nan)  # a simulated run has no times
+    return run.metrics.get(OBJECTIVES[settings.sweep.objective], math.nan)
 
 
 class SweepCallback(Callback):

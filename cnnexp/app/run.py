@@ -64,7 +64,7 @@ def train(settings: Settings, run: Run, earlier: Earlier | None = None, job: str
             stack.enter_context(contextlib.closing(program))
         program.restore(resumed.state if resumed else network.initial_state(trainer.seed))
         beside = None
-        if settings.baseline is not None and not backend.simulated and not run.contended:
+        if settings.baseline is not None and not run.contended:
             with ledger.span("baseline"):
                 compiled = stack.enter_context(contextlib.closing(settings.baseline.compile(*compiling)))
             beside = Profiled(compiled, ledger, train="baseline")
@@ -75,7 +75,7 @@ def train(settings: Settings, run: Run, earlier: Earlier | None = None, job: str
         parallel = program if isinstance(program, ParallelProgram) else None
         if parallel is not None and parallel.predictable:
             _predict_epochs(parallel, dataset, run)
-        display = Display(trainer.epochs, trainer.baseline, trainer.progress, timed=not backend.simulated, job=job)
+        display = Display(trainer.epochs, trainer.baseline, trainer.progress, job=job)
         stack.enter_context(display)
         display.start(dataset, network, backend, program.compile_s)
         if backend.explain:

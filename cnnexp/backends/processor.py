@@ -53,7 +53,6 @@ class CpuBackend:
     """What backends on the CPU have in common."""
 
     on_gpu: ClassVar[bool] = False
-    simulated: ClassVar[bool] = False
     facts: ClassVar[Mapping[str, str]] = {}
 
     @property

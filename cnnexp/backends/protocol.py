@@ -176,7 +176,6 @@ class Backend(Protocol):
         threads: CPU threads that its programs use (1 where it uses none of its own).
         device_name: what computes, for the record: the CPU's or the GPU's name.
         on_gpu: whether a GPU computes.
-        simulated: whether the device is only simulated, so that its times mean nothing.
         facts: what else the record says of the device, by tag name.
         next_best: the backend to go on with where the compiler dies; None ends the run.
         explain: whether a run shows what its compiler chose, where its programs can tell.
@@ -194,9 +193,6 @@ class Backend(Protocol):
 
     @property
     def on_gpu(self) -> bool: ...
-
-    @property
-    def simulated(self) -> bool: ...
 
     @property
     def facts(self) -> Mapping[str, str]: ...

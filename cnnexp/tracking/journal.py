@@ -34,7 +34,6 @@ from cnnexp.tracking import verdict
 from cnnexp.tracking.events import DISTURBED, FOLDER, JOURNAL, LACKING, note, open_journal, read_journal, store_status
 from cnnexp.tracking.folder import Claim
 from cnnexp.tracking.metrics import (
-    TIMES,
     baseline_epoch_s,
     default_name,
     epoch_metrics,
@@ -117,7 +116,6 @@ class Run:
         self._begun: Callable[[float | None], str] | None = None
         self._patience_s: float | None = START_S  # None: until the recorder is called dead
         self._skipped = False
-        self._simulated = False
         self._look: photograph.Look | None = None
         self._artifacts: list[tuple[str, str | None]] = []
         self._model: Path | None = None
@@ -174,7 +172,7 @@ class Run:
 
     def begin(self, dataset: Dataset, network: Network, backend: Backend, workers: int = 1) -> None:
         """Ask for an MLflow run, once the data is there and the backend made; `wait` for it after compiling."""
-        self._dataset, self._simulated = dataset, backend.simulated
+        self._dataset = dataset
         self._look = photograph.describe(dataset.train.images, dataset.train.labels, len(dataset.classes))
         self.metrics["model/parameters"] = network.parameter_count
         call = {
@@ -223,7 +221,7 @@ class Run:
         Raises:
             TrackingError: the store cannot be opened or written, and nothing is trained yet.
         """
-        if self._begun is not None and not self._simulated:
+        if self._begun is not None:
             importlib.import_module(FIGURES)  # while the store is opened
         tries = MOST_TRIES
         while self._begun is not None:
@@ -293,7 +291,7 @@ class Run:
 
     def _note_epoch(self, result: EpochResult) -> tuple[dict[str, float], int]:
         """Write an epoch into the journal, once; return its metrics and when it was, as the journal has them."""
-        fresh = self._worth_telling(epoch_metrics(result, self.contended)), int(time.time() * 1000)
+        fresh = epoch_metrics(result, self.contended), int(time.time() * 1000)
         metrics, time_ms = self._known.get(result.epoch, fresh)
         self._note_once(result.epoch, metrics, time_ms)
         return metrics, time_ms
@@ -367,7 +365,6 @@ class Run:
             self.metrics["time/others_share"] = self.interference.others
             if self.interference.known:
                 tags[DISTURBED] = str(self.interference.disturbed).lower()
-        self.metrics = self._worth_telling(self.metrics)
         if status == "FINISHED":
             self._save_predictions()
 
@@ -375,12 +372,12 @@ class Run:
         """Come to the verdict and write it into the folder; return it as Markdown."""
         baseline = self._config["trainer"].get("baseline")
         self.verdict = verdict.run_rows(
-            self.epochs, self.metrics, baseline, self.contended, self._simulated, self.interference, self.parts
+            self.epochs, self.metrics, baseline, self.contended, self.interference, self.parts
         )
         target = self._config["trainer"].get("target")
-        if target is not None and not self._simulated:
+        if target is not None:
             self.verdict.append(("target", verdict.to_target(target, self.metrics)))
-        if self.profile is not None and not self._simulated:
+        if self.profile is not None:
             sides = [side_of(side) for side in (self.profile, self.profile.get("baseline")) if side]
             self.verdict += [("why", text) for text in changes(sides)[:MOST_REASONS]]
         if status != "FINISHED":
@@ -450,10 +447,8 @@ class Run:
         )
 
     def _draw(self) -> None:
-        """Draw the figures; half of them are of times."""
+        """Draw the figures."""
         self.add_artifact(self.folder / PREDICTIONS)
-        if self._simulated:
-            return
         folder = self.folder / "figures"
         draw(
             "draw_run",
@@ -489,10 +484,6 @@ class Run:
             self._behind = True  # another takes over at the next call
         except TrackingError as lost:
             self._lost = lost
-
-    def _worth_telling(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return the metrics without those that a simulated GPU makes meaningless: its times."""
-        return {key: value for key, value in metrics.items() if not (self._simulated and key.startswith(TIMES))}
 
     def _note(self, event: str, **facts: Any) -> None:
         note(self._journal, event, **facts)

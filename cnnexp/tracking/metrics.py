@@ -12,8 +12,6 @@ import numpy as np
 from cnnexp.tracking import verdict
 from cnnexp.training.loop import EpochResult
 
-TIMES = ("time/", "throughput/", "speedup/")  # metrics of these groups are of time
-
 
 def epoch_metrics(result: EpochResult, contended: bool = False) -> dict[str, float]:
     """Return one epoch's metrics by their MLflow names."""

@@ -24,7 +24,6 @@ def run_rows(
     metrics: Mapping[str, float],
     baseline: str | None,
     contended: bool = False,
-    simulated: bool = False,
     interference: Interference | None = None,
     parts: Mapping[str, Mapping[str, float]] | None = None,
 ) -> list[Row]:
@@ -35,30 +34,25 @@ def run_rows(
         metrics: those recorded once, by name.
         baseline: its name, None without one.
         contended: whether other runs computed at the same time.
-        simulated: whether times mean nothing.
         interference: None where it is not known.
         parts: by the name of a backend, the share of its training step by part.
     """
     rows = []
-    if not simulated:
-        ratios = [result.comparison.speedup for result in epochs if result.comparison is not None]
-        if contended:
-            rows.append(("speedup", "not told: other runs computed at the same time"))
-        elif ratios:
-            rows.append(("speedup", f"{speedup(median_interval(ratios), 'epoch')}; {baseline} = 1"))
-        if "speedup/amdahl_limit" in metrics:
-            share, limit = metrics["speedup/parallel_share"], metrics["speedup/amdahl_limit"]
-            rows.append(
-                ("limit", f"{limit:.3g} x by sharing out the layers, {share:.1%} of {baseline}'s step (Amdahl)")
-            )
-        rows.append(("speed", _speed(epochs, metrics)))
+    ratios = [result.comparison.speedup for result in epochs if result.comparison is not None]
+    if contended:
+        rows.append(("speedup", "not told: other runs computed at the same time"))
+    elif ratios:
+        rows.append(("speedup", f"{speedup(median_interval(ratios), 'epoch')}; {baseline} = 1"))
+    if "speedup/amdahl_limit" in metrics:
+        share, limit = metrics["speedup/parallel_share"], metrics["speedup/amdahl_limit"]
+        rows.append(("limit", f"{limit:.3g} x by sharing out the layers, {share:.1%} of {baseline}'s step (Amdahl)"))
+    rows.append(("speed", _speed(epochs, metrics)))
     rows.append(("accuracy", _accuracy(metrics)))
-    if not simulated:
-        rows.append(("machine", machine(interference)))
-        for name, shares in (parts or {}).items():
-            largest = sorted(shares, key=lambda part: -shares[part])[:LARGEST]
-            told = ", ".join(f"{part} {shares[part]:.0%}" for part in largest)
-            rows.append((f"{name} step", told))
+    rows.append(("machine", machine(interference)))
+    for name, shares in (parts or {}).items():
+        largest = sorted(shares, key=lambda part: -shares[part])[:LARGEST]
+        told = ", ".join(f"{part} {shares[part]:.0%}" for part in largest)
+        rows.append((f"{name} step", told))
     return rows
 
 

@@ -7,7 +7,7 @@ from functools import cache
 
 from numba import cuda
 
-from cnnexp.backends.gpu.kernels import ZERO, ConvSizes, f32, padded_pixel, u32, unsigned
+from cnnexp.backends.gpu.kernels.index import ZERO, ConvSizes, f32, offset, padded_pixel, split, u32, unsigned
 from cnnexp.backends.gpu.launch import Kernel
 from cnnexp.errors import ConfigError
 
@@ -15,14 +15,14 @@ FILTERS = 32  # of a tile: a warp writes side by side
 
 
 @cache
-def conv2d(sizes: ConvSizes, turned: bool, has_bias: bool, stage_filters: bool, plan: ConvTile) -> Kernel:
+def conv2d(sizes: ConvSizes, flipped: bool, has_bias: bool, stage_filters: bool, plan: ConvTile) -> Kernel:
     """A block makes a tile of outputs: tile x tile places of one image, `plan.filters` filters.
 
     It goes through the channels in chunks that fit in shared memory; a chunk's sums are added to y.
 
     Args:
         sizes: of the convolution that is computed.
-        turned: w is stored (K,K,F,C) and read from its far corner: the gradient of the input, dy in place of x.
+        flipped: w is stored (K,K,F,C) and read from its far corner: the gradient of the input, dy in place of x.
         has_bias: whether y starts at b.
         stage_filters: read the filters from shared memory too.
         plan: see `ConvTile`.
@@ -30,68 +30,64 @@ def conv2d(sizes: ConvSizes, turned: bool, has_bias: bool, stage_filters: bool, 
     H, W, C, K, F, stride, _, _, P, Q = unsigned(sizes)
     image, input_pixel = u32(H * W * C), padded_pixel(sizes)
     tile, block, filters, channels = (u32(v) for v in (plan.tile, plan.block, plan.filters, plan.channels))
-    side = u32(plan.side)
+    side, last = u32(plan.side), u32(sizes.K * sizes.K - 1)
     across, down, deep = (u32(v) for v in plan.tiles(sizes))
     x_size, w_size = plan.x_size, plan.w_size if stage_filters else 1
     outputs = u32(plan.tile * plan.tile * plan.filters)
-    last = u32(sizes.K * sizes.K - 1)
+
+    def weight_place(k, c, f):
+        return offset(u32(last - k), F, f, C, c) if flipped else offset(k, C, c, F, f)
+
+    weight_place = cuda.jit(device=True)(weight_place)
 
     def conv2d(x, w, b, y):
         x_tile = cuda.shared.array(x_size, f32)
         w_tile = cuda.shared.array(w_size, f32)
-        group = u32(cuda.blockIdx.x)
-        f0 = u32(u32(group % deep) * filters)
-        q0 = u32(u32(u32(group // deep) % across) * tile)
-        p0 = u32(u32(u32(group // u32(deep * across)) % down) * tile)
-        n = u32(group // u32(deep * across * down))
+        n, tile_p, tile_q, group = split(cuda.blockIdx.x, down, across, deep)
+        p0, q0, f0 = u32(tile_p * tile), u32(tile_q * tile), u32(group * filters)
         c0 = u32(0)
         while c0 < C:
+            # stage the pixels that the tile sees
             cuda.syncthreads()
             i = u32(cuda.threadIdx.x)
             while i < u32(x_size):
-                c = u32(c0 + i % channels)
-                row = u32(p0 * stride + u32(u32(i // channels) // side))  # in the padded image
-                col = u32(q0 * stride + u32(u32(i // channels) % side))
+                row, col, c = split(i, side, channels)
+                row, col, c = offset(p0, stride, row), offset(q0, stride, col), u32(c0 + c)  # in the padded image
                 x_tile[i] = input_pixel(x, u32(n * image), row, col, c) if c < C else ZERO
                 i = u32(i + block)
+            # stage the filters
             if stage_filters:
                 i = u32(cuda.threadIdx.x)
                 while i < u32(w_size):
-                    f = u32(f0 + i % filters)
-                    c = u32(c0 + u32(u32(i // filters) % channels))
-                    k = u32(i // u32(filters * channels))
-                    source = u32(u32(u32(last - k) * F + f) * C + c) if turned else u32(u32(k * C + c) * F + f)
-                    w_tile[i] = w[source] if f < F and c < C else ZERO
+                    k, c, f = split(i, channels, filters)
+                    c, f = u32(c0 + c), u32(f0 + f)
+                    w_tile[i] = w[weight_place(k, c, f)] if f < F and c < C else ZERO
                     i = u32(i + block)
             cuda.syncthreads()
+            # add what these channels give to the outputs of this thread
             o = u32(cuda.threadIdx.x)
             while o < outputs:
-                f = u32(f0 + o % filters)
-                row, col = u32(u32(o // filters) // tile), u32(u32(o // filters) % tile)
-                p, q = u32(p0 + row), u32(q0 + col)
+                row, col, lane = split(o, tile, filters)
+                p, q, f = u32(p0 + row), u32(q0 + col), u32(f0 + lane)
                 if p < P and q < Q and f < F:
-                    place = u32(u32(u32(n * P + p) * Q + q) * F + f)
+                    place = offset(n, P, p, Q, q, F, f)
                     total = ZERO
-                    if c0 > u32(0):
+                    if c0 > 0:
                         total = y[place]
                     elif has_bias:
                         total = b[f]
                     # what is added to `corner` and `lane` is known when the loops are unrolled
-                    corner, lane = u32(u32(u32(row * side) + col) * u32(stride * channels)), u32(o % filters)
+                    corner = offset(u32(row * stride), side, u32(col * stride), channels, 0)
                     for c in range(channels):  # outermost, so that no bit depends on how many are staged at once
                         for a in range(K):
                             for e in range(K):
-                                k = u32(u32(a) * K + u32(e))
+                                k = offset(a, K, e)
+                                weight = ZERO
                                 if stage_filters:
-                                    weight = w_tile[lane + u32(u32(k * channels + u32(c)) * filters)]
-                                elif u32(c0 + u32(c)) >= C:
-                                    weight = ZERO
-                                elif turned:
-                                    weight = w[u32(u32(u32(last - k) * F + f) * C + c0 + u32(c))]
-                                else:
-                                    weight = w[u32(u32(u32(k * C + c0) + u32(c)) * F + f)]
-                                pixel = u32(u32(u32(u32(a) * side + u32(e)) * channels) + u32(c))
-                                total += x_tile[corner + pixel] * weight
+                                    weight = w_tile[lane + offset(k, channels, c, filters, 0)]
+                                elif u32(c0 + c) < C:
+                                    weight = w[weight_place(k, u32(c0 + c), f)]
+                                total += x_tile[corner + offset(a, side, e, channels, c)] * weight
                     y[place] = total
                 o = u32(o + block)
             c0 = u32(c0 + channels)
@@ -159,50 +155,54 @@ def conv2d_backward_weights(sizes: ConvSizes, rows: int, stage_dy: bool, block: 
     image, input_pixel = u32(H * W * C), padded_pixel(sizes)
     size, rows, block = u32(sizes.K * sizes.K * sizes.C * sizes.F), u32(rows), u32(block)
     wide, groups = u32(_padded_width(sizes)), u32(-(-int(size) // int(block)))
-    x_rows = u32((rows - 1) * stride + K)
-    x_size, dy_size = int(x_rows * wide * C), int(rows * Q * F) if stage_dy else 1
+    x_size = int(((rows - 1) * stride + K) * wide * C)
+    dy_size = int(rows * Q * F) if stage_dy else 1
 
     def conv2d_backward_weights(x, dy, partial, images, slices):
         x_tile = cuda.shared.array(x_size, f32)
         dy_tile = cuda.shared.array(dy_size, f32)
-        k = u32(u32(cuda.blockIdx.x) % groups * block + u32(cuda.threadIdx.x))
-        s = u32(u32(cuda.blockIdx.x) // groups)
-        f = u32(k % F)
-        c = u32(u32(k // F) % C)
-        e = u32(u32(k // u32(F * C)) % K)
-        a = u32(u32(k // u32(F * C * K)) % K)  # threads past the last weight help to stage
+        t = u32(cuda.threadIdx.x)
+        s, group = split(cuda.blockIdx.x, groups)
+        k = offset(group, block, t)
+        a, e, c, f = split(k, K, C, F)
+        a = u32(a % K)  # threads past the last weight help to stage
         total = ZERO
         n = s
         while n < images:
             p0 = u32(0)
             while p0 < P:
+                # stage the pixels under some rows of outputs
                 cuda.syncthreads()
-                i = u32(cuda.threadIdx.x)
+                i = t
                 while i < u32(x_size):
-                    row = u32(p0 * stride + u32(u32(i // C) // wide))  # in the padded image
-                    col = u32(u32(i // C) % wide)
-                    x_tile[i] = input_pixel(x, u32(n * image), row, col, u32(i % C))
+                    row, col, channel = split(i, wide, C)
+                    x_tile[i] = input_pixel(x, u32(n * image), offset(p0, stride, row), col, channel)
                     i = u32(i + block)
+                # stage their gradients
                 high = u32(min(rows, u32(P - p0)))
-                first = u32(u32(u32(n * P + p0) * Q) * F)
+                first = offset(n, P, p0, Q, 0, F, 0)
                 if stage_dy:
-                    i = u32(cuda.threadIdx.x)
+                    i = t
                     while i < u32(high * Q * F):
                         dy_tile[i] = dy[u32(first + i)]
                         i = u32(i + block)
                 cuda.syncthreads()
+                # add up what they give to the thread's weight
                 p = u32(0)
                 while p < high:
-                    pixel = u32(u32(u32(p * stride + a) * wide + e) * C + c)
-                    place = u32(u32(p * Q) * F + f) if stage_dy else u32(first + u32(p * Q) * F + f)
+                    pixel = offset(offset(p, stride, a), wide, e, C, c)
+                    place = offset(p, Q, 0, F, f)
+                    if not stage_dy:
+                        place = u32(first + place)
                     for q in range(Q):
-                        g = dy_tile[place + u32(u32(q) * F)] if stage_dy else dy[place + u32(u32(q) * F)]
-                        total += x_tile[pixel + u32(u32(q) * u32(stride * C))] * g
-                    p = u32(p + u32(1))
+                        there = place + offset(q, F, 0)
+                        g = dy_tile[there] if stage_dy else dy[there]
+                        total += x_tile[pixel + offset(q, stride, 0, C, 0)] * g
+                    p = u32(p + 1)
                 p0 = u32(p0 + rows)
             n = u32(n + slices)
         if k < size:
-            partial[u32(s * size + k)] = total
+            partial[offset(s, size, k)] = total
 
     return Kernel(conv2d_backward_weights, "void(float32[::1], float32[::1], float32[::1], uint32, uint32)", int(block))
 

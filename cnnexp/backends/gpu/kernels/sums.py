@@ -10,12 +10,11 @@ from functools import cache
 
 from numba import cuda
 
-from cnnexp.backends.gpu.device import SIMULATED
-from cnnexp.backends.gpu.kernels import ZERO, f32, u32
+from cnnexp.backends.gpu.kernels.index import ZERO, f32, offset, split, u32
 from cnnexp.backends.gpu.launch import Kernel
 
-THREADS = 4 if SIMULATED else 256  # of a block
-OWNERS = 2 if SIMULATED else 8  # sums of a block in `sum_slices`: a sector of memory
+THREADS = 256  # of a block
+OWNERS = 8  # sums of a block in `sum_slices`: a sector of memory
 BLOCKS = 4  # of a multiprocessor
 AT_ONCE = 4  # loads that a thread begins before it adds up
 SIDE = 16  # of a tile of a matrix product
@@ -46,25 +45,26 @@ def sum_slices(has_bias: bool) -> Kernel:
     def sum_slices(partial, bias, out, slices, columns, count):
         sums = cuda.shared.array(block, f32)
         t = u32(cuda.threadIdx.x)
-        i = u32(u32(cuda.blockIdx.x) * owners + t % owners)
+        s, owner = split(t, owners)
+        i = offset(cuda.blockIdx.x, owners, owner)
+        # a thread adds up every so many of a sum's slices
         total = ZERO
         if i < count:
-            s = u32(t // owners)
-            while u32(s + u32(3) * parts) < slices:
-                a, b = partial[u32(s * count + i)], partial[u32(u32(s + parts) * count + i)]
-                c = partial[u32(u32(s + u32(2) * parts) * count + i)]
-                d = partial[u32(u32(s + u32(3) * parts) * count + i)]
+            while u32(s + 3 * parts) < slices:
+                a, b = partial[offset(s, count, i)], partial[offset(u32(s + parts), count, i)]
+                c, d = partial[offset(u32(s + 2 * parts), count, i)], partial[offset(u32(s + 3 * parts), count, i)]
                 total += (a + b) + (c + d)
-                s = u32(s + u32(4) * parts)
+                s = u32(s + 4 * parts)
             while s < slices:
-                total += partial[u32(s * count + i)]
+                total += partial[offset(s, count, i)]
                 s = u32(s + parts)
         sums[t] = total
         cuda.syncthreads()
+        # the first threads add up what the others have
         if t < owners and i < count:
             value = bias[u32(i % columns)] if has_bias else ZERO
             for part in range(parts):
-                value += sums[u32(u32(part) * owners + t)]
+                value += sums[offset(part, owners, t)]
             out[i] = value
 
     return Kernel(sum_slices, "void(float32[::1], float32[::1], float32[::1], uint32, uint32, uint32)", THREADS)
@@ -83,18 +83,18 @@ def column_sums(columns: int) -> Kernel:
     def column_sums(dy, partial, rows, slices, count):
         i = u32(cuda.grid(1))
         while i < count:
-            f, row, step = u32(i % F), u32(i // F), u32(slices)
+            row, f = split(i, F)
             total = ZERO
-            while u32(row + u32(3) * step) < rows:
-                a, b = dy[u32(row * F + f)], dy[u32(u32(row + step) * F + f)]
-                c, d = dy[u32(u32(row + u32(2) * step) * F + f)], dy[u32(u32(row + u32(3) * step) * F + f)]
+            while u32(row + 3 * slices) < rows:
+                a, b = dy[offset(row, F, f)], dy[offset(u32(row + slices), F, f)]
+                c, d = dy[offset(u32(row + 2 * slices), F, f)], dy[offset(u32(row + 3 * slices), F, f)]
                 total += (a + b) + (c + d)
-                row = u32(row + u32(4) * step)
+                row = u32(row + 4 * slices)
             while row < rows:
-                total += dy[u32(row * F + f)]
-                row = u32(row + step)
+                total += dy[offset(row, F, f)]
+                row = u32(row + slices)
             partial[i] = total
-            i = u32(i + u32(cuda.gridsize(1)))
+            i = u32(i + cuda.gridsize(1))
 
     return Kernel(column_sums, "void(float32[::1], float32[::1], uint32, uint32, uint32)", THREADS)
 
@@ -113,19 +113,20 @@ def column_products(columns: int, squares: bool) -> Kernel:
     def column_products(x, mean, dy, partial, rows, slices, count):
         i = u32(cuda.grid(1))
         while i < count:
-            c, row, step = u32(i % C), u32(i // C), u32(slices)
+            row, c = split(i, C)
             total, middle = ZERO, mean[c]
-            while u32(row + u32(3) * step) < rows:
-                p, q = term(x, middle, dy, u32(row * C + c)), term(x, middle, dy, u32(u32(row + step) * C + c))
-                r = term(x, middle, dy, u32(u32(row + u32(2) * step) * C + c))
-                s = term(x, middle, dy, u32(u32(row + u32(3) * step) * C + c))
+            while u32(row + 3 * slices) < rows:
+                p = term(x, middle, dy, offset(row, C, c))
+                q = term(x, middle, dy, offset(u32(row + slices), C, c))
+                r = term(x, middle, dy, offset(u32(row + 2 * slices), C, c))
+                s = term(x, middle, dy, offset(u32(row + 3 * slices), C, c))
                 total += (p + q) + (r + s)
-                row = u32(row + u32(4) * step)
+                row = u32(row + 4 * slices)
             while row < rows:
-                total += term(x, middle, dy, u32(row * C + c))
-                row = u32(row + step)
+                total += term(x, middle, dy, offset(row, C, c))
+                row = u32(row + slices)
             partial[i] = total
-            i = u32(i + u32(cuda.gridsize(1)))
+            i = u32(i + cuda.gridsize(1))
 
     arrays = ", ".join(["float32[::1]"] * 4)
     return Kernel(column_products, f"void({arrays}, uint32, uint32, uint32)", THREADS)
@@ -147,46 +148,42 @@ def matmul(left_transposed: bool, right_transposed: bool, has_bias: bool) -> Ker
         a_tile = cuda.shared.array(size, f32)
         b_tile = cuda.shared.array(size, f32)
         t = u32(cuda.threadIdx.x)
-        across, down = u32((columns + side - u32(1)) // side), u32((rows + side - u32(1)) // side)
-        c0 = u32(u32(u32(cuda.blockIdx.x) % across) * side)
-        r0 = u32(u32(u32(u32(cuda.blockIdx.x) // across) % down) * side)
-        part = u32(u32(cuda.blockIdx.x) // u32(across * down))
+        down, across = u32((rows + side - 1) // side), u32((columns + side - 1) // side)
+        part, tile_row, tile_column = split(cuda.blockIdx.x, down, across)
+        r0, c0 = u32(tile_row * side), u32(tile_column * side)
         total = cuda.local.array(owned, f32)
         for j in range(owned):
             total[j] = ZERO
         k0 = u32(part * deep)
         stop = u32(min(depth, u32(k0 + deep)))
         while k0 < stop:
+            # stage a square of each operand: neighbours in a warp read neighbours in memory, however it is stored
             i = t
             while i < elements:
-                # neighbours in a warp read neighbours in memory, whichever way an operand is stored
-                high, low = u32(i // side), u32(i % side)
-                if left_transposed:
-                    r, k = u32(r0 + low), u32(k0 + high)
-                    a_tile[u32(low * pitch + high)] = left[u32(k * rows + r)] if r < rows and k < stop else ZERO
-                else:
-                    r, k = u32(r0 + high), u32(k0 + low)
-                    a_tile[u32(high * pitch + low)] = left[u32(r * depth + k)] if r < rows and k < stop else ZERO
-                if right_transposed:
-                    k, c = u32(k0 + low), u32(c0 + high)
-                    b_tile[u32(low * pitch + high)] = right[u32(c * depth + k)] if c < columns and k < stop else ZERO
-                else:
-                    k, c = u32(k0 + high), u32(c0 + low)
-                    b_tile[u32(high * pitch + low)] = right[u32(k * columns + c)] if c < columns and k < stop else ZERO
+                high, low = split(i, side)
+                r, k = (u32(r0 + low), u32(k0 + high)) if left_transposed else (u32(r0 + high), u32(k0 + low))
+                place = offset(k, rows, r) if left_transposed else offset(r, depth, k)
+                value = left[place] if r < rows and k < stop else ZERO
+                a_tile[offset(low, pitch, high) if left_transposed else offset(high, pitch, low)] = value
+                c, k = (u32(c0 + high), u32(k0 + low)) if right_transposed else (u32(c0 + low), u32(k0 + high))
+                place = offset(c, depth, k) if right_transposed else offset(k, columns, c)
+                value = right[place] if c < columns and k < stop else ZERO
+                b_tile[offset(low, pitch, high) if right_transposed else offset(high, pitch, low)] = value
                 i = u32(i + threads)
             cuda.syncthreads()
+            # multiply them
             for j in range(owned):
-                place = u32(u32(j) * threads + t)
-                row, column = u32(u32(place // side) * pitch), u32(place % side)
+                row, column = split(offset(j, threads, t), side)
                 for s in range(side):
-                    total[j] += a_tile[u32(row + u32(s))] * b_tile[u32(u32(s) * pitch + column)]
+                    total[j] += a_tile[offset(row, pitch, s)] * b_tile[column + offset(s, pitch, 0)]
             cuda.syncthreads()
             k0 = u32(k0 + side)
+        # write the part's sums
         for j in range(owned):
-            place = u32(u32(j) * threads + t)
-            r, c = u32(r0 + place // side), u32(c0 + place % side)
+            row, column = split(offset(j, threads, t), side)
+            r, c = u32(r0 + row), u32(c0 + column)
             if r < rows and c < columns:
-                out[u32(u32(u32(part * rows) + r) * columns + c)] = total[j] + bias[c] if has_bias else total[j]
+                out[offset(part, rows, r, columns, c)] = total[j] + bias[c] if has_bias else total[j]
 
     arrays = "float32[::1], float32[::1], float32[::1], float32[::1]"
     return Kernel(matmul, f"void({arrays}, uint32, uint32, uint32, uint32)", THREADS)

@@ -1,68 +1,23 @@
 """The layers' mathematics on a GPU that no backend does differently: one thread per output element.
 
-Every kernel is made by a function of the sizes that are known when a network is compiled, so that index arithmetic
-folds into constants. Arrays are flat, indices uint32 and numbers float32: an int64 index doubles the instructions of an
-inner loop, a float64 literal makes the GPU compute in double. A thread strides over the grid, so any grid is right.
-Sums over images and products of matrices are in `sums`.
+A thread strides over the grid, so any grid is right. Sums over images and products of matrices are in `sums`.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import numpy as np
 from numba import cuda
 
-from cnnexp.backends.gpu.device import Tensor
+from cnnexp.backends.gpu.kernels.index import ONE, ZERO, PoolSizes, f32, first_window, offset, split, u32, unsigned
 from cnnexp.backends.gpu.launch import Kernel
-from cnnexp.network import Elementwise, Maths, Window, noise
+from cnnexp.network import Elementwise, Maths, noise
 from cnnexp.network.losses import Loss
 from cnnexp.optimizers import Optimizer
 
-u32, f32 = np.uint32, np.float32
-ZERO, ONE = f32(0), f32(1)
 LOWEST = f32(-np.inf)
-
-
-@dataclass(frozen=True)
-class ConvSizes:
-    """Sizes of a convolution, in the letters of `protocol`; images by `stride`, `top` and `left` as there."""
-
-    H: int
-    W: int
-    C: int
-    K: int
-    F: int
-    stride: int
-    top: int
-    left: int
-    P: int
-    Q: int
-
-    @property
-    def padded(self) -> bool:
-        """Whether windows reach outside the image."""
-        below = (self.P - 1) * self.stride + self.K - self.top > self.H
-        right = (self.Q - 1) * self.stride + self.K - self.left > self.W
-        return bool(self.top or self.left or below or right)
-
-
-@dataclass(frozen=True)
-class PoolSizes:
-    """Sizes of a pooling layer, in the letters of `protocol`."""
-
-    H: int
-    W: int
-    C: int
-    S: int
-    stride: int
-    top: int
-    left: int
-    U: int
-    V: int
 
 
 @cache
@@ -73,13 +28,12 @@ def gather(D: int, block: int) -> Kernel:
     def gather(images, labels, indices, x, t, count):
         i = u32(cuda.grid(1))
         while i < count:
-            n = u32(i // D)
-            d = u32(i % D)
+            n, d = split(i, D)
             source = u32(indices[n])
-            x[i] = images[u32(source * D + d)]
+            x[i] = images[offset(source, D, d)]
             if d == u32(0):
                 t[n] = labels[source]
-            i = u32(i + u32(cuda.gridsize(1)))
+            i = u32(i + cuda.gridsize(1))
 
     return Kernel(gather, "void(float32[::1], int32[::1], int64[::1], float32[::1], int32[::1], uint32)", block)
 
@@ -121,7 +75,7 @@ def elementwise(layer: Elementwise, block: int) -> Kernel:
         i = u32(cuda.grid(1))
         while i < count:
             y[i] = rule(x[i])
-            i = u32(i + u32(cuda.gridsize(1)))
+            i = u32(i + cuda.gridsize(1))
 
     return Kernel(elementwise, "void(float32[::1], float32[::1], uint32)", block)
 
@@ -135,7 +89,7 @@ def elementwise_backward(layer: Elementwise, block: int) -> Kernel:
         i = u32(cuda.grid(1))
         while i < count:
             dx[i] = dy[i] * derivative(x[i], y[i])
-            i = u32(i + u32(cuda.gridsize(1)))
+            i = u32(i + cuda.gridsize(1))
 
     return Kernel(elementwise_backward, "void(float32[::1], float32[::1], float32[::1], float32[::1], uint32)", block)
 
@@ -148,7 +102,7 @@ def put(block: int) -> Kernel:
         i = u32(cuda.grid(1))
         while i < count:
             target[u32(first + i)] = source[i]
-            i = u32(i + u32(cuda.gridsize(1)))
+            i = u32(i + cuda.gridsize(1))
 
     return Kernel(put, "void(float32[::1], float32[::1], uint32, uint32)", block)
 
@@ -161,7 +115,7 @@ def add(block: int) -> Kernel:
         i = u32(cuda.grid(1))
         while i < count:
             total[i] = a[i] + b[i]
-            i = u32(i + u32(cuda.gridsize(1)))
+            i = u32(i + cuda.gridsize(1))
 
     return Kernel(add, "void(float32[::1], float32[::1], float32[::1], uint32)", block)
 
@@ -177,9 +131,9 @@ def dropout(D: int, block: int) -> Kernel:
     def dropout(x, images, key, least, scale, y, count):
         i = u32(cuda.grid(1))
         while i < count:
-            start = _mix(key ^ images[u32(i // D)])
-            y[i] = x[i] * scale if _mix(start ^ _mix(np.int64(u32(i % D)))) >= least else ZERO
-            i = u32(i + u32(cuda.gridsize(1)))
+            n, d = split(i, D)
+            y[i] = x[i] * scale if _mix(_mix(key ^ images[n]) ^ _mix(np.int64(d))) >= least else ZERO
+            i = u32(i + cuda.gridsize(1))
 
     return Kernel(dropout, "void(float32[::1], int64[::1], int64, int64, float32, float32[::1], uint32)", block)
 
@@ -192,7 +146,7 @@ def scale(block: int) -> Kernel:
         i = u32(cuda.grid(1))
         while i < count:
             x[i] = x[i] * factor
-            i = u32(i + u32(cuda.gridsize(1)))
+            i = u32(i + cuda.gridsize(1))
 
     return Kernel(scale, "void(float32[::1], float32, uint32)", block)
 
@@ -208,7 +162,7 @@ def average(block: int) -> Kernel:
             running_mean[c] += momentum * (mean[c] - running_mean[c])
             running_variance[c] += momentum * (squares * unbiased - running_variance[c])
             inverse[c] = ONE / f32(math.sqrt(squares * share + epsilon))
-            c = u32(c + u32(cuda.gridsize(1)))
+            c = u32(c + cuda.gridsize(1))
 
     arrays = ", ".join(["float32[::1]"] * 4)
     return Kernel(average, f"void({arrays}, float32, float32, float32, float32, uint32)", block)
@@ -222,10 +176,10 @@ def normalize(channels: int, from_variance: bool, block: int) -> Kernel:
     def normalize(x, mean, inverse, w, b, epsilon, y, count):
         i = u32(cuda.grid(1))
         while i < count:
-            c = u32(i % C)
+            _, c = split(i, C)
             factor = ONE / f32(math.sqrt(inverse[c] + epsilon)) if from_variance else inverse[c]
             y[i] = (x[i] - mean[c]) * (factor * w[c]) + b[c]
-            i = u32(i + u32(cuda.gridsize(1)))
+            i = u32(i + cuda.gridsize(1))
 
     arrays = ", ".join(["float32[::1]"] * 5)
     return Kernel(normalize, f"void({arrays}, float32, float32[::1], uint32)", block)
@@ -239,10 +193,10 @@ def normalize_backward(channels: int, block: int) -> Kernel:
     def normalize_backward(x, mean, inverse, w, dy, dw, db, share, dx, count):
         i = u32(cuda.grid(1))
         while i < count:
-            c = u32(i % C)
+            _, c = split(i, C)
             normal = (x[i] - mean[c]) * inverse[c]
             dx[i] = inverse[c] * w[c] * (dy[i] - db[c] * share - normal * (dw[c] * share))
-            i = u32(i + u32(cuda.gridsize(1)))
+            i = u32(i + cuda.gridsize(1))
 
     arrays = ", ".join(["float32[::1]"] * 7)
     return Kernel(normalize_backward, f"void({arrays}, float32, float32[::1], uint32)", block)
@@ -256,7 +210,7 @@ def times(block: int) -> Kernel:
         i = u32(cuda.grid(1))
         while i < count:
             x[i] = x[i] * factors[i]
-            i = u32(i + u32(cuda.gridsize(1)))
+            i = u32(i + cuda.gridsize(1))
 
     return Kernel(times, "void(float32[::1], float32[::1], uint32)", block)
 
@@ -269,21 +223,18 @@ def max_pool(sizes: PoolSizes, block: int) -> Kernel:
     def max_pool(x, y, argmax, count):
         i = u32(cuda.grid(1))
         while i < count:
-            c = u32(i % C)
-            v = u32(u32(i // C) % V)
-            u = u32(u32(i // u32(C * V)) % U)
-            n = u32(i // u32(C * V * U))
+            n, u, v, c = split(i, U, V, C)
             best, where = LOWEST, u32(0)
             for a in range(S):
                 for b in range(S):
-                    row, col = u32(u * stride + u32(a)), u32(v * stride + u32(b))  # in the padded image
+                    row, col = offset(u, stride, a), offset(v, stride, b)  # in the padded image
                     if top <= row and row < u32(H + top) and left <= col and col < u32(W + left):
-                        value = x[u32(u32(u32(n * H + row - top) * W + col - left) * C + c)]
+                        value = x[offset(n, H, u32(row - top), W, u32(col - left), C, c)]
                         if value > best:
-                            best, where = value, u32(u32(a) * S + u32(b))
+                            best, where = value, offset(a, S, b)
             y[i] = best
             argmax[i] = np.int32(where)
-            i = u32(i + u32(cuda.gridsize(1)))
+            i = u32(i + cuda.gridsize(1))
 
     return Kernel(max_pool, "void(float32[::1], float32[::1], int32[::1], uint32)", block)
 
@@ -296,23 +247,20 @@ def max_pool_backward(sizes: PoolSizes, block: int) -> Kernel:
     def max_pool_backward(argmax, dy, dx, count):
         i = u32(cuda.grid(1))
         while i < count:
-            c = u32(i % C)
-            col = u32(u32(u32(i // C) % W) + left)  # in the padded image
-            row = u32(u32(u32(i // u32(C * W)) % H) + top)
-            n = u32(i // u32(C * W * H))
+            n, h, w, c = split(i, H, W, C)
+            row, col = u32(h + top), u32(w + left)  # in the padded image
             total = ZERO
-            u = u32((row - S) // stride + u32(1)) if row >= S else u32(0)
+            u = first_window(row, S, stride)
             while u < U and u32(u * stride) <= row:
-                v = u32((col - S) // stride + u32(1)) if col >= S else u32(0)
+                v = first_window(col, S, stride)
                 while v < V and u32(v * stride) <= col:
-                    place = u32(u32(u32(n * U + u) * V + v) * C + c)
-                    offset = u32(u32(row - u * stride) * S + u32(col - v * stride))
-                    if u32(argmax[place]) == offset:
+                    place = offset(n, U, u, V, v, C, c)
+                    if u32(argmax[place]) == offset(u32(row - u * stride), S, u32(col - v * stride)):
                         total += dy[place]
-                    v = u32(v + u32(1))
-                u = u32(u + u32(1))
+                    v = u32(v + 1)
+                u = u32(u + 1)
             dx[i] = total
-            i = u32(i + u32(cuda.gridsize(1)))
+            i = u32(i + cuda.gridsize(1))
 
     return Kernel(max_pool_backward, "void(int32[::1], float32[::1], float32[::1], uint32)", block)
 
@@ -325,19 +273,16 @@ def avg_pool(sizes: PoolSizes, block: int) -> Kernel:
     def avg_pool(x, y, count):
         i = u32(cuda.grid(1))
         while i < count:
-            c = u32(i % C)
-            v = u32(u32(i // C) % V)
-            u = u32(u32(i // u32(C * V)) % U)
-            n = u32(i // u32(C * V * U))
+            n, u, v, c = split(i, U, V, C)
             total, inside = ZERO, u32(0)
             for a in range(S):
                 for b in range(S):
-                    row, col = u32(u * stride + u32(a)), u32(v * stride + u32(b))
+                    row, col = offset(u, stride, a), offset(v, stride, b)  # in the padded image
                     if top <= row and row < u32(H + top) and left <= col and col < u32(W + left):
-                        total += x[u32(u32(u32(n * H + row - top) * W + col - left) * C + c)]
-                        inside = u32(inside + u32(1))
+                        total += x[offset(n, H, u32(row - top), W, u32(col - left), C, c)]
+                        inside = u32(inside + 1)
             y[i] = total / f32(inside)
-            i = u32(i + u32(cuda.gridsize(1)))
+            i = u32(i + cuda.gridsize(1))
 
     return Kernel(avg_pool, "void(float32[::1], float32[::1], uint32)", block)
 
@@ -350,22 +295,20 @@ def avg_pool_backward(sizes: PoolSizes, block: int) -> Kernel:
     def avg_pool_backward(dy, dx, count):
         i = u32(cuda.grid(1))
         while i < count:
-            c = u32(i % C)
-            col = u32(u32(u32(i // C) % W) + left)
-            row = u32(u32(u32(i // u32(C * W)) % H) + top)
-            n = u32(i // u32(C * W * H))
+            n, h, w, c = split(i, H, W, C)
+            row, col = u32(h + top), u32(w + left)  # in the padded image
             total = ZERO
-            u = u32((row - S) // stride + u32(1)) if row >= S else u32(0)
+            u = first_window(row, S, stride)
             while u < U and u32(u * stride) <= row:
                 high = u32(min(u32(u * stride + S), u32(H + top)) - max(u32(u * stride), top))
-                v = u32((col - S) // stride + u32(1)) if col >= S else u32(0)
+                v = first_window(col, S, stride)
                 while v < V and u32(v * stride) <= col:
                     wide = u32(min(u32(v * stride + S), u32(W + left)) - max(u32(v * stride), left))
-                    total += dy[u32(u32(u32(n * U + u) * V + v) * C + c)] / f32(u32(high * wide))
-                    v = u32(v + u32(1))
-                u = u32(u + u32(1))
+                    total += dy[offset(n, U, u, V, v, C, c)] / f32(u32(high * wide))
+                    v = u32(v + 1)
+                u = u32(u + 1)
             dx[i] = total
-            i = u32(i + u32(cuda.gridsize(1)))
+            i = u32(i + cuda.gridsize(1))
 
     return Kernel(avg_pool_backward, "void(float32[::1], float32[::1], uint32)", block)
 
@@ -388,10 +331,10 @@ def loss(kind: Loss, O: int, block: int) -> Kernel:  # noqa: E741
     def loss(scores, labels, scale, d_scores, losses, hits, count):
         n = u32(cuda.grid(1))
         while n < count:
-            first, end = u32(n * O), u32(u32(n + u32(1)) * O)
+            first, end = offset(n, O, 0), offset(n, O, O)
             losses[n], hit = rule(scores[first:end], labels[n], scale, d_scores[first:end])
             hits[n] = np.uint8(1) if hit else np.uint8(0)
-            n = u32(n + u32(cuda.gridsize(1)))
+            n = u32(n + cuda.gridsize(1))
 
     signature = "void(float32[::1], int32[::1], float32, float32[::1], float32[::1], uint8[::1], uint32)"
     return Kernel(loss, signature, block)
@@ -414,40 +357,7 @@ def update(optimizer: Optimizer, block: int) -> Kernel:
                 s[i] = new_s
             if slots > 1:
                 t[i] = new_t
-            i = u32(i + u32(cuda.gridsize(1)))
+            i = u32(i + cuda.gridsize(1))
 
     signature = "void(float32[::1], float32[::1], float32[::1], float32[::1], float32, float32, float32, uint32)"
     return Kernel(update, signature, block)
-
-
-@cache
-def padded_pixel(sizes: ConvSizes, number: Any = f32) -> Any:
-    """Return the device function (x, first, row, col, c): a pixel of the padded image that begins at x[first].
-
-    Args:
-        sizes: of the convolution that pads it.
-        number: what makes a float32 of what x holds.
-    """
-    H, W, C, _, _, _, top, left, _, _ = unsigned(sizes)
-
-    def pixel(x, first, row, col, c):
-        if top <= row and row < u32(H + top) and left <= col and col < u32(W + left):
-            return number(x[u32(first + u32(u32(u32(row - top) * W + col - left) * C + c))])
-        return ZERO
-
-    return cuda.jit(device=True)(pixel)
-
-
-def conv_sizes(x: Tensor, w: Tensor, window: Window, y: Tensor) -> ConvSizes:
-    """Return the sizes of the convolution of x (N,H,W,C) with w (K,K,C,F) to y (N,P,Q,F)."""
-    return ConvSizes(*x.shape[1:], w.shape[0], w.shape[3], window.stride, window.top, window.left, *y.shape[1:3])
-
-
-def pool_sizes(x: Tensor, window: Window, y: Tensor) -> PoolSizes:
-    """Return the sizes of the pooling of x (N,H,W,C) to y (N,U,V,C)."""
-    return PoolSizes(*x.shape[1:], window.size, window.stride, window.top, window.left, *y.shape[1:3])
-
-
-def unsigned(sizes: PoolSizes | ConvSizes) -> list[np.uint32]:
-    """Return the sizes, in their order, as constants that a kernel takes for uint32."""
-    return [u32(value) for value in vars(sizes).values()]
