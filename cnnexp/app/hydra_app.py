@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
 from cnnexp.app import config_security, sweep
-from cnnexp.app.config import SECTIONS, Tracking, build, defaults, load, plain, record
+from cnnexp.app.config import SECTIONS, Settings, Tracking, build, defaults, load, plain, record
 from cnnexp.app.config_security import CONF
 from cnnexp.app.console import LINE, JobTable, make_console
 from cnnexp.app.resume import find_earlier
@@ -53,6 +54,7 @@ for noisy in ("matplotlib", "numba", "PIL"):
     logging.getLogger(noisy).setLevel(logging.WARNING)  # else hydra.verbose=true prints all byte code
 
 GROUPS = ("model", "backend", "optimizer", "dataset", "workers")  # a class for each name in them
+NOTHING = {"experiment=null", "search=null", "debug=null"}  # as without them; Hydra takes no null for a name
 FOLDERS = ("hydra.run.dir", "hydra.sweep.dir")
 OBJECTIVES = {"test_accuracy": "final/test_accuracy", "epoch_s": "time/median_epoch_s"}
 GAVE_UP = (
@@ -69,6 +71,7 @@ OmegaConf.register_new_resolver("by", lambda name, values, otherwise: values.get
 def launch() -> None:
     """Run all jobs of this process's command line; raise what made the only one fail."""
     _check_groups(sys.argv[1:])
+    sys.argv[1:] = [word for word in sys.argv[1:] if word not in NOTHING]
     sys.argv[1:] = flags_first(config_security.hide_secrets(sys.argv[1:]))
     _offer_plugins(sys.argv[1:])
     command = hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)
@@ -218,7 +221,7 @@ def run(composed: DictConfig) -> float:
     folder, overrides = _folder(), _as_typed(HydraConfig.get().overrides.task)
     within, recorded = sweep.current(), record(composed)
     try:
-        settings = load(plain(composed))
+        settings = _load(composed, overrides)
     except CnnexpError:
         # a sweep finds what became of its jobs in their folders
         with Run(folder, recorded, overrides, name="illegal config"):
@@ -241,6 +244,18 @@ def run(composed: DictConfig) -> float:
         text = verdict.screen(run.verdict, min(console.width, LINE))
         console.print(text, highlight=False, markup=False, soft_wrap=True)
     return run.metrics.get(OBJECTIVES[settings.sweep.objective], math.nan)  # a simulated run has no times
+
+
+def _load(composed: DictConfig, overrides: Sequence[str]) -> Settings:
+    """Return the settings of a composed config; a key that an experiment sets and another model lacks says so."""
+    try:
+        return load(plain(composed))
+    except ConfigError as error:
+        key, experiment = str(error).partition("=")[0], HydraConfig.get().runtime.choices.get("experiment")
+        typed = any(re.match(rf"\+*{re.escape(key)}=", word) for word in overrides)
+        if experiment is None or typed or ": unknown key" not in str(error):
+            raise
+        raise ConfigError(f"{error}; experiment={experiment} sets it: add ~{key}, or choose no other") from error
 
 
 class SweepCallback(Callback):
