@@ -182,6 +182,7 @@ def may_hold_secret(uri: str) -> bool:
 
 def without_secrets(text: str) -> str:
     """Return the URI of a store, or a text with such in it, as it may be shown: without user, password and query."""
-    text = re.sub(r"(?<!\bsqlite)://\S*@", "://***@", text)
-    text = re.sub(r"(?<!\bsqlite)(://[^\s?]*\?)[^\s'\"]+", r"\1***", text)
+    host = r"((?<!\bsqlite)://|://(?!/))"  # a file has none
+    text = re.sub(rf"{host}\S*@", "://***@", text)
+    text = re.sub(rf"{host}([^\s?]*\?)[^\s'\"]+", r"\1\2***", text)
     return re.sub(r"(\?)[\w.%-]+=[^\s'\"]+", r"\1***", text)  # of a request, without its host

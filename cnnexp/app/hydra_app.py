@@ -155,8 +155,8 @@ _compose_once()
 def _check_groups(words: Sequence[str]) -> None:
     """Raise ConfigError where a group is given no name but something else: Hydra's own errors name no key then."""
     for word in words:
-        key, _, value = word.partition("=")
-        if key.lstrip("+") in SECTIONS and (value in ("", "null") or value[0] in "[{"):
+        key, _, value = word.lstrip("+").partition("=")
+        if key in SECTIONS and (value in ("", "null") or value[0] in "[{"):
             raise ConfigError(f"{word}: must be a name of the group {key}, e.g. a file of conf/{key}/")
 
 

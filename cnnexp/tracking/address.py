@@ -34,7 +34,8 @@ def store_uri(uri: str | None) -> str:
         parts = urlsplit(uri)
         scheme, _ = parts.scheme.partition("+")[0], parts.port
     except ValueError as error:
-        raise ConfigError(f"tracking.uri={text!r}: no address of a store: {error}") from error
+        why = "" if may_hold_secret(uri) else f": {error}"  # which repeats a part of it
+        raise ConfigError(f"tracking.uri={text!r}: no address of a store{why}") from error
     if scheme not in SCHEMES:
         raise ConfigError(
             f"tracking.uri={text!r}: must start with one of {', '.join(SCHEMES)}, e.g. sqlite:///path/to/mlflow.db or "
