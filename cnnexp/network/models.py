@@ -269,6 +269,7 @@ def _normalized(filters: int, stride: int = 1) -> tuple[Layer, ...]:
 
 
 def _check_loss(name: LossName, label_smoothing: float) -> None:
+    check_range("model.label_smoothing", label_smoothing, ">= 0 and < 1")
     try:
         Loss(name, label_smoothing)
     except NetworkError as error:
