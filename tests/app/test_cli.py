@@ -227,7 +227,7 @@ def test_no_hint_to_a_store_that_could_not_be_opened_and_no_password(run):
     arguments = [word for word in TINY if word != "tracking=none"]
     code, out, err = run(*arguments, "tracking.uri=http://me:secret@127.0.0.1:9")
     assert code == TrackingError.exit_code
-    assert "http://me:***@127.0.0.1:9: cannot be opened" in err
+    assert "http://***@127.0.0.1:9: cannot be opened" in err
     assert "To look at it" not in out
     assert "secret" not in out + err
 
