@@ -61,7 +61,7 @@ def explain(error: Exception, config_keys: Callable[[], Sequence[str]]) -> Confi
             f"cannot read {_one_line(text).rstrip(' ^')}; quote a value of other letters: KEY=\"'VALUE'\""
         )
     if match := re.match(r"Error merging override (.+)", text):
-        why = _one_line(str(error.__cause__))
+        why = (str(error.__cause__).splitlines() or [""])[0]
         return ConfigError(f"{match[1]}: {MERGES.get(why, why)}")
     return ConfigError(_one_line(text))
 
