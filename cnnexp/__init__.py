@@ -21,9 +21,7 @@ What people use, each with a help of its own, e.g. `help(cnnexp.fit)`:
 costs nothing and needs neither Hydra, MLflow, Numba nor a GPU.
 """
 
-import sys as _sys
 from importlib import import_module as _import_module
-from types import ModuleType as _ModuleType
 
 _HOMES = {
     "cnnexp.app.fit": ("Fit", "fit"),
@@ -59,14 +57,3 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return [*globals(), *__all__]
-
-
-class _Moved(_ModuleType):
-    """A module under its former name; its docstring is the name that it has now."""
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(_import_module(str(self.__doc__)), name)
-
-
-# the loader that models recorded by 0.1.0 name
-_sys.modules[f"{__name__}.predict"] = _Moved(f"{__name__}.predict", f"{__name__}.tracking.model")

@@ -64,7 +64,7 @@ def imports(name: str, source: str) -> set[str]:
 
 
 def named_in(text: str, folder: str) -> set[str]:
-    # a class by its dotted name is Hydra's way to name code, and hydra_app's own is the one that `trust` lets through
+    # a class by its dotted name is Hydra's way to name code, and hydra_app's own is one that `config_security` allows
     if re.fullmatch(r"cnnexp(\.[a-z_]+)+(:\w+)?", text):
         return {text.partition(":")[0]}
     if re.fullmatch(r"\w+(\.\w+)*:\w+", text) and (relative := f"{folder}.{text.partition(':')[0]}") in MODULES:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, cast
 
-from cnnexp.errors import TrackingError, without_password
+from cnnexp.errors import TrackingError, without_secrets
 
 MOST_WAITING = 100_000  # calls, some 50 MB: from there on epochs are in the journal alone
 ANSWER_S = 180.0  # the recorder answers sooner, with an error if need be; after this it is called dead
@@ -79,7 +79,7 @@ class Recorder:
 
     def __init__(self, uri: str, experiment: str) -> None:
         self._opening = {"uri": uri, "experiment": experiment}
-        self._store = f"tracking.uri={without_password(uri)}"
+        self._store = f"tracking.uri={without_secrets(uri)}"
         self._death = f"{self._store}: the recorder process has died"
         self._ids = itertools.count()
         self._deaths = 0

@@ -6,7 +6,6 @@ workers, so the train loop does not know.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -16,6 +15,7 @@ from cnnexp.measuring.environment import launched_rank
 from cnnexp.network import Network
 from cnnexp.network.losses import Loss
 from cnnexp.optimizers import Optimizer
+from cnnexp.system.ranges import check_range
 from cnnexp.system.registry import Registry
 from cnnexp.workers.replica import Spec, divide_threads
 
@@ -60,14 +60,10 @@ class _Parallel:
     heartbeat_timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
-        if self.period is not None and self.period < 1:
-            raise ConfigError(f"workers.period={self.period}: must be >= 1, or null for once an epoch")
+        check_range("workers.period", self.period, ">= 1, or null for once an epoch")
         if self.period is not None and self.sync != "parameters":
             raise ConfigError(f"workers.period={self.period}: only with workers.sync=parameters, not {self.sync}")
-        if not 1 <= self.heartbeat_timeout_s < math.inf:
-            raise ConfigError(
-                f"workers.heartbeat_timeout_s={self.heartbeat_timeout_s:g}: must be >= 1 and finite, in seconds"
-            )
+        check_range("workers.heartbeat_timeout_s", self.heartbeat_timeout_s, ">= 1 seconds")
 
 
 @dataclass(frozen=True)
@@ -84,8 +80,7 @@ class Local(_Parallel):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.count < 1:
-            raise ConfigError(f"workers.count={self.count}: must be >= 1")
+        check_range("workers.count", self.count, ">= 1")
 
     def share_cores(self, backend: Backend) -> Backend:
         """As `Alone.share_cores`."""

@@ -151,7 +151,18 @@ def test_a_damaged_newest_is_passed_over_and_said(tmp_path, caplog):
         path = keeper.save(checkpoint().state, {}, epoch_result(epoch))
     path.write_bytes(path.read_bytes()[:-1])
     assert load(find(tmp_path)).epoch == 1
-    assert "the one before it is used" in caplog.text
+    assert "epoch-000001.ckpt is used" in caplog.text
+
+
+def test_where_all_are_damaged_one_line_says_so(tmp_path, caplog):
+    keeper = Keeper(tmp_path, TRAINING)
+    for epoch in (1, 2):
+        path = keeper.save(checkpoint().state, {}, epoch_result(epoch))
+        path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=r": all 2 checkpoints are damaged; epoch-000002\.ckpt: ") as caught:
+        find(tmp_path)
+    assert "\n" not in str(caught.value)
+    assert caplog.text == ""
 
 
 def test_a_history_that_is_not_the_checkpoints_own_is_refused(tmp_path):
