@@ -15,7 +15,6 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import numpy as np
-from rich.table import Table
 
 from cnnexp.app.console import make_console
 from cnnexp.backends import BACKENDS, backend_class, child
@@ -28,6 +27,7 @@ from cnnexp.measuring import environment
 from cnnexp.network import AvgPool2d, Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Sigmoid
 from cnnexp.network.losses import Loss
 from cnnexp.optimizers import SGD
+from cnnexp.system.table import Table, as_screen
 from cnnexp.tracking.address import store_uri
 
 FLOAT_BITS = 32
@@ -53,19 +53,10 @@ def command(arguments: Sequence[str]) -> None:
     """
     if arguments:
         raise ConfigError(f"doctor {arguments[0]}: takes no arguments")
-    table = Table(show_header=False, pad_edge=False)
-    for _ in range(3):
-        table.add_column(overflow="fold")
-    for title, rows in (
-        ("machine", _machine()),
-        ("backends", _backends()),
-        ("around", _around()),
-        ("versions", _versions()),
-    ):
-        table.add_section()
-        for i, (what, found) in enumerate(rows):
-            table.add_row("" if i else title, what, found)
-    make_console().print(table, markup=False, highlight=False)
+    parts = {"machine": _machine(), "backends": _backends(), "around": _around(), "versions": _versions()}
+    rows = [("" if i else title, *row) for title, found in parts.items() for i, row in enumerate(found)]
+    console = make_console()
+    console.print(as_screen(Table([], rows, ["", "", ""]), None, console.width), markup=False, highlight=False)
 
 
 def _machine() -> Iterator[tuple[str, str]]:

@@ -22,7 +22,7 @@ from cnnexp.measuring.roofline import dense_multiply_adds, fused_work, machine_l
 from cnnexp.network import Flatten, Network
 from cnnexp.network.losses import Totals
 from cnnexp.network.shapes import walk
-from cnnexp.training.loop import EpochResult
+from cnnexp.training.loop import EpochResult, Observer
 
 REST = ("rest", "")
 KERNELS = ("forward", "backward")  # passes that any number of cores can share
@@ -69,6 +69,18 @@ class Ledger:
         entry = self._open[-1]
         self.seconds[entry] = self.seconds.get(entry, 0.0) + now - self._since
         self._since = now
+
+
+class Charged:
+    """An observer of training whose time after every epoch is charged to the entry `record`."""
+
+    def __init__(self, observer: Observer, ledger: Ledger) -> None:
+        self._observer, self._ledger = observer, ledger
+        self.progressed = observer.progressed
+
+    def finished(self, result: EpochResult) -> bool | None:
+        with self._ledger.span("record"):
+            return self._observer.finished(result)
 
 
 class Profiled:
