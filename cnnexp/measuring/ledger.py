@@ -18,7 +18,7 @@ import numpy as np
 
 from cnnexp.backends.parts import Part
 from cnnexp.backends.protocol import Backend, Program
-from cnnexp.measuring.roofline import dense_multiply_adds, fused_work, machine_limits, work_per_image
+from cnnexp.measuring.roofline import fused_work, machine_limits, work_per_image
 from cnnexp.network import Flatten, Network
 from cnnexp.network.losses import Totals
 from cnnexp.network.shapes import walk
@@ -282,7 +282,7 @@ def _layers(seconds: Mapping[tuple[str, str], float], program: Profiled, images:
             if (what, stage.name) in seconds:
                 needs_dx = stage.name != _first_trained(network)
                 flops, size = work_per_image(stage, what, batch_size, needs_dx)
-                multiply_adds = dense_multiply_adds(stage, what, needs_dx)
+                multiply_adds = stage.multiply_adds(what, needs_dx) if stage.weight else 0
                 yield _row((stage.name,), what, seconds[what, stage.name], images, flops, size, multiply_adds)
 
 

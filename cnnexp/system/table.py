@@ -49,12 +49,13 @@ def as_screen(table: Table, title: str | None, width: int) -> rich.table.Table:
     from rich.table import Table
 
     left, rows = len(table.labels), [table.titles("\n"), *table.rows]
-    columns = [list(column) for column in zip(*rows, strict=True)]
+    texts = list(zip(*rows, strict=True))
+    columns = [list(column) for column in texts]
     widths = [_widest(column) for column in columns]
     open_to = set(range(len(columns)))  # columns that can still be narrower
-    while open_to and sum(widths) + len(widths) > width:
+    while open_to and sum(widths) + 2 * len(widths) > width:
         i = max(open_to, key=lambda i: widths[i])
-        narrower = [_wrapped(text, max(1, widths[i] - 1)) for text in columns[i]]
+        narrower = [_wrapped(text, max(1, widths[i] - 1)) for text in texts[i]]
         if _widest(narrower) < widths[i]:
             columns[i], widths[i] = narrower, _widest(narrower)
         else:

@@ -6,7 +6,14 @@ from cnnexp.system.table import as_markdown
 
 def row(job, backend, seed="0", status="FINISHED", contended=False, disturbed=False):
     return {
-        **{"job": job, "name": f"job {job}", "status": status, "contended": contended, "disturbed": disturbed},
+        **{
+            "job": job,
+            "name": f"job {job}",
+            "status": status,
+            "contended": contended,
+            "disturbed": disturbed,
+            "fallback": None,
+        },
         **{"backend": backend, "trainer.seed": seed, "final/test_accuracy": 0.9},
     }
 
