@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import io
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -36,7 +36,6 @@ from cnnexp.tracking.metrics import epoch_metrics, summary
 from cnnexp.tracking.pipe import Recorder
 from cnnexp.training import checkpoint
 from cnnexp.training.loop import EpochResult
-from cnnexp.training.schedules import Cosine, Schedule
 from cnnexp.workers import Alone
 
 if TYPE_CHECKING:
@@ -136,20 +135,20 @@ def fit(
         optimizer: with its learning rate.
         baseline: timed beside the run on the same batches; None compares with nothing.
         record: record the run in MLflow and under `outputs/`, for `cnnexp ui`; a text is the MLflow experiment.
-        trainer: keys of `conf/trainer/default.yaml`, e.g. `batch_size=64, seed=1, patience=3, patient=True`;
-            `schedule` may be an object, e.g. `Step(every=5)`.
+        trainer: keys of `conf/trainer/default.yaml`, e.g. `batch_size=64, schedule="step", patience=3`.
 
     Raises:
         CnnexpError: of the kind that says what is wrong: option, data, network, backend, divergence, store.
     """
     compiler = backend_class(backend)() if isinstance(backend, str) else backend
     beside = backend_class(baseline)() if isinstance(baseline, str) else baseline
+    given = {"epochs": epochs, "baseline": beside.name if beside else None, "progress": False}
     settings = Settings(
         model=model,
         backend=compiler,
         optimizer=optimizer,
         dataset=_Loaded(dataset=data) if isinstance(data, Dataset) else data,
-        trainer=_trainer({"epochs": epochs, "baseline": beside.name if beside else None, "progress": False, **trainer}),
+        trainer=build(Trainer, {**given, **trainer}, "trainer"),
         workers=Alone(),
         tracking=Tracking("mlflow" if record else "none", experiment=record if isinstance(record, str) else "cnnexp"),
         sweep=Sweep(),
@@ -189,26 +188,6 @@ class _Loaded(Source):
         return self.dataset
 
 
-@dataclass(frozen=True)
-class _Scheduled(Trainer):
-    """A trainer with a schedule of the caller's."""
-
-    rate: Schedule = Cosine()
-
-    def rates(self) -> Schedule:
-        return self.rate
-
-
-def _trainer(options: Mapping[str, Any]) -> Trainer:
-    """Make the trainer, strictly, as a config does."""
-    schedule = options.get("schedule")
-    if schedule is None or isinstance(schedule, str):
-        made: Trainer = build(Trainer, options, "trainer")
-        return made
-    made = build(Trainer, {key: value for key, value in options.items() if key != "schedule"}, "trainer")
-    return _Scheduled(**vars(made), rate=schedule)
-
-
 def _config(settings: Settings, name: str) -> dict[str, dict[str, Any]]:
     """Return the settings, of a data set by its name, as a config has them: a name and options, section by section."""
     return {
@@ -223,17 +202,13 @@ def _config(settings: Settings, name: str) -> dict[str, dict[str, Any]]:
 
 def _described(registry: Registry, made: Any) -> dict[str, Any]:
     """Return a piece as the config has it: its name, and its options."""
-    name = next((name for name in registry if name.replace("-", "_") == _snake(type(made).__name__)), None)
-    return {"name": getattr(made, "name", None) or name or type(made).__name__, **_plain_fields(made)}
+    kind = type(made).__name__
+    name = next((name for name in registry if name.replace("-", "").replace("_", "") == kind.lower()), kind)
+    return {"name": getattr(made, "name", name), **_plain_fields(made)}
 
 
 def _plain_fields(made: Any) -> dict[str, Any]:
     return {f.name: value for f in dataclasses.fields(made) if _plain(value := getattr(made, f.name))}
-
-
-def _snake(name: str) -> str:
-    """Return `OneConv` as `one_conv`."""
-    return "".join(f"_{c.lower()}" if c.isupper() and i else c.lower() for i, c in enumerate(name))
 
 
 def _plain(value: Any) -> bool:
