@@ -140,12 +140,11 @@ def fit(
     Raises:
         CnnexpError: of the kind that says what is wrong: option, data, network, backend, divergence, store.
     """
-    compiler = backend_class(backend)() if isinstance(backend, str) else backend
     beside = backend_class(baseline)() if isinstance(baseline, str) else baseline
     given = {"epochs": epochs, "baseline": beside.name if beside else None, "progress": False}
     settings = Settings(
         model=model,
-        backend=compiler,
+        backend=backend_class(backend)() if isinstance(backend, str) else backend,
         optimizer=optimizer,
         dataset=_Loaded(dataset=data) if isinstance(data, Dataset) else data,
         trainer=build(Trainer, {**given, **trainer}, "trainer"),
@@ -169,7 +168,7 @@ def fit(
         network=checkpoint.rebuild(last.training)[0],
         state=last.state,
         epochs=tuple(run.epochs),
-        backend=compiler.name,
+        backend=settings.backend.name,
         baseline=settings.trainer.baseline,
         interference=run.interference,
         run_id=run.id,

@@ -9,7 +9,6 @@ et al. 2005, section 4.5), 2 log2(p) t_s + 2 (p - 1) / p n t_b for n bytes.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -166,8 +165,6 @@ def extrapolate(
     floats: int,
     sync: str,
     period: int | None = None,
-    workers: Sequence[int] = WORKERS,
-    links: Sequence[Link] = LINKS,
 ) -> list[dict[str, Any]]:
     """Return one row per link and number of workers, each worker on cores of its own.
 
@@ -178,13 +175,13 @@ def extrapolate(
         `efficiency`, the speedup per worker.
     """
     rows = []
-    for link in links:
+    for link in LINKS:
         on_link = Costs(
             costs.t_c,
             costs.t_s if link.t_s is None else link.t_s,
             costs.t_b if link.t_b is None else link.t_b,
         )
-        for count in workers:
+        for count in WORKERS:
             averages = averages_per_epoch(images, batch_size * count, sync, period)
             training = Training(operations(network), images, averages, floats)
             compute, communicate = epoch_s(on_link, training, count)
