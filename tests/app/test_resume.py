@@ -86,7 +86,7 @@ def test_a_run_goes_on_in_its_own_folder_by_itself(run, tmp_path, monkeypatch, l
 
     from cnnexp.tracking.journal import Run
 
-    save = Run.epoch
+    save = Run.finished
     monkeypatch.setattr(Run, "finished", stop)
     assert run(*THREE)[0] == (130 if lost < 3 else 0)
     monkeypatch.setattr(Run, "finished", save)
