@@ -64,13 +64,7 @@ NETWORKS = {
             *(Dropout(0.1), Linear(6), Residual((Dropout(0.7), Linear(6))), Dropout(0.0), Linear(3)),
         ),
     ),
-    "batch normalization": (
-        (5, 4, 2),
-        (
-            *(Conv2d(3, 2, bias=False), BatchNorm2d(), ReLU(), Conv2d(4, 2), BatchNorm2d(0.5, 1e-2), Tanh()),
-            *(BatchNorm2d(1.0), Flatten(), Linear(3)),
-        ),
-    ),
+    "batch normalization": ((5, 5, 2), (Conv2d(3, 2, bias=False), BatchNorm2d(), ReLU(), *END)),
     "residual": (
         (5, 4, 2),
         (

@@ -76,6 +76,13 @@ NETWORKS = {
             *(Conv2d(4, 1, 2, "floor"), ReLU(), MaxPool2d(1), Flatten(), Linear(3)),
         ),
     ),
+    "batch_norm": (
+        (5, 4, 2),
+        (
+            *(Conv2d(3, 2, bias=False), BatchNorm2d(), ReLU(), Conv2d(4, 2), BatchNorm2d(0.5, 1e-2), Tanh()),
+            *(BatchNorm2d(1.0), Flatten(), Linear(3)),
+        ),
+    ),
     "batch_norm_first": ((3, 3, 2), (BatchNorm2d(), Conv2d(3, 2), GlobalAvgPool(), Linear(3))),
     "residual_network": (
         (6, 6, 3),

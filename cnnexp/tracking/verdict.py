@@ -82,7 +82,7 @@ def run_rows(
     if last.validation is None and (course.chosen or metrics["best/test_accuracy"] > metrics["final/test_accuracy"]):
         what = "when training ends" if course.chosen else "the best epoch"
         advice = "dataset.validation_size=N holds images back to choose by"
-        rows.append(("chosen by", f"the test images choose {what}, so their accuracy flatters; {advice}"))
+        rows.append(("chosen by", f"the test images choose {what}, so their accuracy is optimistic; {advice}"))
     if timed:
         rows.append(("machine", machine(interference)))
         for name, shares in (parts or {}).items():
