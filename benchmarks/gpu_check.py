@@ -43,9 +43,10 @@ from benchmarks.cases import LOSS, Case, multiply_adds
 from cnnexp.backends import backend_class
 from cnnexp.backends.gpu.limits import FLOATS, TURNS, best_seconds, copied_bytes_per_s, multiply_adds_per_s
 from cnnexp.errors import CnnexpError
-from cnnexp.network import AvgPool2d, Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Sigmoid
+from cnnexp.network import Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU
 from cnnexp.network.models import OneConv, TwoConvMlp, TwoConvPool4
 from cnnexp.optimizers import SGD, Adam
+from cnnexp.testing import NETWORKS
 
 ROOT = Path(__file__).parents[1]
 BACKENDS = ("gpu-naive", "gpu-shared-input", "gpu-shared", "gpu-tuned", "gpu-fused")
@@ -70,35 +71,14 @@ DRY_EPOCH = 8
 
 # Every layer and setting, with more than one block and tiles that do not fill: (network, images, whole numbers). Large
 # networks get whole numbers: among so many decisions, of ReLUs and maxima, rounding would blur one in any other draw.
+SHIPPED = ("convolution", "stride and padding", "max-pool", "average-pool", "linear")
 CONFORMANCE = {
     "one_conv": (Network(MNIST, (Conv2d(33, 3), ReLU(), MaxPool2d(2), Flatten(), Linear(10))), 37, True),
     "two_conv_mlp": (TwoConvMlp().network(MNIST, 10), 9, True),
     "two_conv_pool4": (TwoConvPool4().network(MNIST, 10), 33, True),
-    "small": (Network((6, 6, 1), (Conv2d(5, 3), ReLU(), MaxPool2d(2), Flatten(), Linear(4))), 5, False),
-    "colour": (
-        Network((7, 9, 3), (Conv2d(5, 4), MaxPool2d(2), ReLU(), Flatten(), Linear(6), ReLU(), Linear(7))),
-        5,
-        False,
-    ),
-    "strides": (
-        Network((9, 7, 2), (Conv2d(3, 3, 2), ReLU(), Conv2d(2, 2, padding="full"), Flatten(), Linear(3))),
-        6,
-        False,
-    ),
-    "pools": (
-        Network(
-            (9, 9, 2),
-            (
-                *(Conv2d(3, 3, padding=2), MaxPool2d(3, 2, "auto"), Sigmoid()),
-                *(AvgPool2d(2, 1), AvgPool2d(2, None, "auto"), Flatten()),
-            ),
-        ),
-        6,
-        False,
-    ),
     "many_filters": (Network((5, 5, 3), (Conv2d(300, 3), ReLU(), MaxPool2d(3), Flatten(), Linear(11))), 5, True),
     "many_outputs": (Network((4, 4, 1), (Conv2d(3, 3), ReLU(), Flatten(), Linear(40), ReLU(), Linear(99))), 4, False),
-    "one_of_all": (Network((1, 1, 1), (Conv2d(1, 1), ReLU(), Flatten(), Linear(2))), 2, False),
+    **{title: (Network(*NETWORKS[title]), 5, False) for title in SHIPPED},
 }
 
 
@@ -140,7 +120,7 @@ def conform(name: str, titles: tuple[str, ...]) -> dict[str, str]:
 
 def _graphs_change_nothing() -> str:
     """Return "ok" where the captured and the plainly launched kernels leave the same bits."""
-    for network in (TINY, CONFORMANCE["colour"][0]):
+    for network in (TINY, CONFORMANCE["max-pool"][0]):
         rng = np.random.default_rng(0)
         images = rng.integers(0, 256, (520, *network.input_shape), np.uint8)
         labels = rng.integers(0, network.output_shape[0], 520)
@@ -574,7 +554,7 @@ def _parts(
     epoch: int,
 ) -> Iterator[tuple[str, Callable[[], None]]]:
     """Yield what the report lacks: a title, and what adds it to the report."""
-    titles = ("one_of_all",) if dry else tuple(CONFORMANCE)
+    titles = ("linear",) if dry else tuple(CONFORMANCE)
     for name in conforming:
         if set(report["conformance"].get(name, {"nothing": ""}).values()) != {"ok"}:
             yield f"conformance of {name}", partial(_conform, report, name, titles)

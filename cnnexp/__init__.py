@@ -7,7 +7,8 @@
 
 What people use, each with a help of its own, e.g. `help(cnnexp.fit)`:
 
-    train       fit -> Fit; step by step: train_epochs -> EpochResult, Baseline, backend
+    train       fit -> Fit; step by step: train_epochs -> EpochResult, TrainingPlan, EarlyStopping,
+                Baseline, backend
     data        Digits, Mnist, FashionMnist, Cifar10, Fer2013, Quadrants, Synthetic, Images, Npz; Dataset, Split
     models      OneConv, TwoConvMlp, TwoConvPool4, Knm, Ffn, ResNet, Custom; Network
     layers      Conv2d, MaxPool2d, AvgPool2d, GlobalAvgPool, BatchNorm2d, Dropout, Flatten, Linear, Residual,
@@ -41,7 +42,8 @@ _HOMES = {
     "cnnexp.system.registry": ("register",),
     "cnnexp.training.schedules": ("Constant", "Cosine", "Step"),
     "cnnexp.training.baseline": ("Baseline",),
-    "cnnexp.training.loop": ("EpochResult", "train_epochs"),
+    "cnnexp.training.early_stopping": ("EarlyStopping",),
+    "cnnexp.training.loop": ("EpochResult", "TrainingPlan", "train_epochs"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

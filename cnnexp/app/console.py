@@ -9,11 +9,11 @@ from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from cnnexp.backends.protocol import Backend, KernelRow
 from cnnexp.datasets import Dataset
 from cnnexp.network import Network
+from cnnexp.system.table import Group, Table, as_screen
 from cnnexp.training.loop import EpochResult
 from cnnexp.training.loop import Progress as EpochProgress
 
@@ -83,21 +83,16 @@ class Display:
         if not kernels:
             self._wrapped("backend.explain: nothing was chosen; the layers run one after another")
             return
-        table = Table(box=None, padding=(0, 1, 0, 0))
-        for title in ("kernel", "way", "tile"):
-            table.add_column(title, no_wrap=title != "tile")
-        for title in ("multiply-adds", "of limit"):
-            table.add_column(title, justify="right")
-        for row in kernels:
-            count = (f"{row.macs:,}", f"{row.share:.0%}") if row.macs else ("", "")
-            table.add_row(row.kernel, row.way, row.tile, *count)
-        self.console.print(table, highlight=False)
+        counts = [(f"{row.macs:,}", f"{row.share:.0%}") if row.macs else ("", "") for row in kernels]
+        rows = [(row.kernel, row.way, row.tile, *count) for row, count in zip(kernels, counts, strict=True)]
+        table = Table([Group("multiply-adds"), Group("of limit")], rows, ["kernel", "way", "tile"])
+        self.console.print(as_screen(table, None, self.console.width), highlight=False)
         self._wrapped(
             f"{kernels[0].threads} threads share a batch's images; multiply-adds and the share of the CPU's limit, as "
             "expected by the cost model, are of one image"
         )
 
-    def progress(self, progress: EpochProgress) -> None:
+    def progressed(self, progress: EpochProgress) -> None:
         """Move the bar."""
         if self._bar:
             rate = progress.totals.count / progress.seconds if progress.seconds else 0.0
@@ -110,7 +105,7 @@ class Display:
                 refresh=True,
             )
 
-    def epoch(self, result: EpochResult) -> None:
+    def finished(self, result: EpochResult) -> None:
         """Show a finished epoch as a row, which stays."""
         if not self._rows:
             return

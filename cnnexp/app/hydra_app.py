@@ -43,6 +43,7 @@ from cnnexp.measuring.environment import outputs_dir, program_name
 from cnnexp.papers import page
 from cnnexp.papers.compare import compare
 from cnnexp.system import registry
+from cnnexp.system.table import as_screen
 from cnnexp.tracking import browser, verdict
 from cnnexp.tracking.address import store_uri
 from cnnexp.tracking.journal import Run
@@ -327,9 +328,9 @@ def _finish_sweep(started: sweep.Sweep, interrupted: bool) -> list[str]:
         console = make_console()
         shown = _tables.pop(started.folder).shown if started.folder in _tables else 0
         if shown < len(rows):  # other processes ran them
-            console.print(sweep.summary_table(rows))
-        text = verdict.screen(sweep.conclude(started, rows)[0], min(console.width, LINE))
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
+            console.print(as_screen(sweep.job_table(rows), f"{len(rows)} jobs", console.width))
+        told = verdict.screen(sweep.conclude(started, rows)[0], min(console.width, LINE))
+        console.print(told, highlight=False, markup=False, soft_wrap=True)
         if started.paper is not None:
             console.print(page.screen(compare(Path(started.folder), started.paper), console.width))
             console.print(f"The page: {Path(started.folder) / page.FOLDER / 'index.html'}", soft_wrap=True)

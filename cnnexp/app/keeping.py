@@ -49,7 +49,7 @@ class Keeping:
     def __enter__(self) -> Self:
         return self
 
-    def epoch(self, result: EpochResult) -> None:
+    def finished(self, result: EpochResult) -> None:
         """Keep what an epoch has made."""
         self._save(result)
 

@@ -80,13 +80,21 @@ class Watch:
         """Begin an epoch, or go on after a wait that does not count."""
         self._since = _look(self._proc)
 
-    def interference(self) -> Interference | None:
-        """End an epoch; return what others took in all so far, None where this system does not count it."""
+    def progressed(self, progress: object) -> None:
+        """Observe training: within an epoch nothing is looked at."""
+
+    def finished(self, result: object) -> None:
+        """End an epoch; the next one begins at once unless `start` says later."""
         now = _look(self._proc)
-        if self._since is None or now is None:
+        if self._since is not None and now is not None:
+            passed = now.since(self._since)
+            self._watched = [total + more for total, more in zip(self._watched, passed, strict=True)]
+        self._since = now
+
+    def interference(self) -> Interference | None:
+        """Return what others took in all epochs so far, None where this system does not count it."""
+        if not self._watched[0]:
             return None
-        since, self._since = self._since, now
-        self._watched = [total + passed for total, passed in zip(self._watched, now.since(since), strict=True)]
         return Interference(*_shares(self._watched), _load(), usable_cores(), self._threads, self._watched[0])
 
 

@@ -125,6 +125,10 @@ class Placed:
         """Multiply-adds of one forward pass of one image."""
         return sum(stage.macs for stage in self.stages)
 
+    def multiply_adds(self, what: str, needs_dx: bool = True) -> int:
+        """Return those of one image's pass, `forward` or `backward`, that computes every output; see `macs`."""
+        return self.macs * (2 if what == "backward" and needs_dx else 1)
+
 
 @dataclass(frozen=True, repr=False)
 class ConvStage(Placed):

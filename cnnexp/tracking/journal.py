@@ -43,7 +43,7 @@ from cnnexp.tracking.metrics import (
 )
 from cnnexp.tracking.pipe import ANSWER_S, NoAnswerYet, Recorder, RecorderDied
 from cnnexp.training.checkpoint import holds_checkpoints
-from cnnexp.training.loop import EpochResult
+from cnnexp.training.loop import EpochResult, Progress
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -85,6 +85,7 @@ class Run:
         profile: where the time went, None unless asked for.
         interference: what other work took of the time, None where it is not known.
         parts: by the name of a backend, the share of its training step by part.
+        course: how the run began and ended.
         verdict: what the run ends with, once it has ended; empty without an epoch.
     """
 
@@ -111,6 +112,7 @@ class Run:
         self.interference: Interference | None = None
         self.parts: dict[str, Mapping[str, float]] = {}
         self.verdict: list[verdict.Row] = []
+        self.course = verdict.Course()
         self.contended = contended
         self._config, self._recorder, self._parent = config, recorder, parent
         self._begun: Callable[[float | None], str] | None = None
@@ -279,7 +281,10 @@ class Run:
             self._note_epoch(result)
         self._post("catch_up", folder=str(self.folder))
 
-    def epoch(self, result: EpochResult) -> None:
+    def progressed(self, progress: Progress) -> None:
+        """Record whole epochs alone."""
+
+    def finished(self, result: EpochResult) -> None:
         """Record one epoch; a store that cannot be written ends no training."""
         try:
             self.wait()
@@ -372,7 +377,13 @@ class Run:
         """Come to the verdict and write it into the folder; return it as Markdown."""
         baseline = self._config["trainer"].get("baseline")
         self.verdict = verdict.run_rows(
-            self.epochs, self.metrics, baseline, self.contended, self.interference, self.parts
+            self.epochs,
+            self.metrics,
+            baseline,
+            self.contended,
+            self.interference,
+            self.parts,
+            self.course,
         )
         target = self._config["trainer"].get("target")
         if target is not None:

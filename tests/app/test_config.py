@@ -18,7 +18,7 @@ from cnnexp.network import BatchNorm2d, Conv2d, Dropout, Flatten, LeakyReLU, Lin
 from cnnexp.network.models import MODELS, Custom, Ffn, OneConv
 from cnnexp.optimizers import OPTIMIZERS, SGD
 from cnnexp.training.baseline import Baseline
-from cnnexp.training.loop import train_epochs
+from cnnexp.training.loop import TrainingPlan
 from cnnexp.training.schedules import Constant, Cosine, Step
 from cnnexp.workers import WORKERS
 
@@ -261,8 +261,8 @@ def test_yaml_and_python_have_the_same_defaults(section, cls):
 
 def test_what_the_trainer_passes_on_has_the_same_defaults_in_python():
     trainer = Trainer()
-    passed = {"seed": trainer.seed, "schedule": trainer.rates(), "patience": trainer.patience, "pass_s": trainer.pass_s}
-    assert passed == {name: inspect.signature(train_epochs).parameters[name].default for name in passed}
+    passed = TrainingPlan(trainer.epochs, trainer.seed, trainer.rates(), trainer.pass_s, trainer.checkpoint_batches)
+    assert passed == TrainingPlan(trainer.epochs)
     passed = {"batches": trainer.baseline_batches, "budget_s": trainer.baseline_s}
     assert passed == {name: inspect.signature(Baseline).parameters[name].default for name in passed}
     assert Trainer(schedule="step").rates() == Step()

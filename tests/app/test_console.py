@@ -33,9 +33,9 @@ def show(terminal, shown=True, epochs=2, results=(RESULT,), width=80, job="", ba
     console = Console(file=out, force_terminal=terminal, width=width)
     with Display(epochs, baseline, shown, console, job=job, **options) as display:
         display.start(DATASET, NETWORK, Backend(), 1.5)
-        display.progress(Progress(1, Totals(30.0, 40, 60), 100, 0.25))
+        display.progressed(Progress(1, Totals(30.0, 40, 60), 100, 0.25))
         for result in results:
-            display.epoch(result)
+            display.finished(result)
     return out.getvalue()
 
 

@@ -86,10 +86,10 @@ def test_a_run_goes_on_in_its_own_folder_by_itself(run, tmp_path, monkeypatch, l
 
     from cnnexp.tracking.journal import Run
 
-    save = Run.epoch
-    monkeypatch.setattr(Run, "epoch", stop)
+    save = Run.finished
+    monkeypatch.setattr(Run, "finished", stop)
     assert run(*THREE)[0] == (130 if lost < 3 else 0)
-    monkeypatch.setattr(Run, "epoch", save)
+    monkeypatch.setattr(Run, "finished", save)
     lines = (folder / JOURNAL).read_text(encoding="utf-8").splitlines(keepends=True)
     half = [line for line in lines if json.loads(line)["event"] != "finish"]
     (folder / JOURNAL).write_text("".join(half) + '{"event": "epo', encoding="utf-8")  # killed while it wrote

@@ -18,6 +18,7 @@ from cnnexp.app import sweep
 from cnnexp.errors import DataError
 from cnnexp.papers import EXPERIMENTS
 from cnnexp.papers.compare import compare
+from cnnexp.system.table import as_screen
 from cnnexp.tracking import journal, pipe, store
 from cnnexp.tracking.events import FALLBACK, JOURNAL
 from cnnexp.tracking.journal import Run
@@ -40,7 +41,7 @@ def run_job(folder, number, overrides, epoch_s=0.5, error=None, recorder=None):
     job = Run(folder / str(number), CONFIG, overrides, recorder, None, within.run_id, within.contended)
     if error is None:
         job.begin(DATASET, NETWORK, Backend())
-        job.epoch(epoch_result(1, epoch_s=epoch_s, speedup=2.0))
+        job.finished(epoch_result(1, epoch_s=epoch_s, speedup=2.0))
     job.__exit__(type(error), error, None)
     return job
 
@@ -50,11 +51,11 @@ def test_a_backend_that_took_over_is_told_and_its_times_are_no_others(tmp_path):
     with Run(tmp_path / "0", CONFIG, ["model.filters=2"]) as job:
         job.begin(DATASET, NETWORK, Backend())
         job.tag(FALLBACK, "cpu-parallel")
-        job.epoch(epoch_result(1))
+        job.finished(epoch_result(1))
     rows = sweep.rows(tmp_path)
     assert sweep.varied(rows) == []
     printed = io.StringIO()
-    Console(file=printed, width=200).print(sweep.summary_table(rows))
+    Console(file=printed, width=200).print(as_screen(sweep.job_table(rows), None, 200))
     assert "FINISHED, on cpu-parallel" in printed.getvalue()
     (compared,) = compare(tmp_path, next(iter(EXPERIMENTS))).jobs
     assert compared.config["backend.name"] == "cpu-parallel"
@@ -90,7 +91,7 @@ def test_table_as_csv_and_on_the_screen(tmp_path):
     assert [row["error"] for row in table] == ["", "no, data"]
     assert [row["time/median_epoch_s"] for row in table] == ["0.25", ""]
     console = Console(width=120, record=True, file=io.StringIO())
-    console.print(sweep.summary_table(rows))
+    console.print(as_screen(sweep.job_table(rows), None, 200))
     shown = console.export_text()
     assert "model.filters" in shown
     assert "FAILED" in shown
@@ -169,7 +170,7 @@ def test_a_store_that_is_locked_when_a_sweep_begins_has_its_jobs_under_one_paren
         started = sweep.begin(tmp_path / "jobs", ["model.filters=2,4"], recorder)
         job = Run(tmp_path / "jobs" / "0", CONFIG, ["model.filters=2"], recorder)
         job.begin(DATASET, NETWORK, Backend())
-        job.epoch(epoch_result(1))
+        job.finished(epoch_result(1))
         assert (started.run_id, job.id) == (None, None)
     assert "no answer yet; the sweep goes on, and is recorded when it answers" in caplog.records[0].message
     job.__exit__(None, None, None)

@@ -19,7 +19,7 @@ def leave_behind(folder, uri, epochs=2, ended=True):
     run = Run(folder, {**CONFIG, "tracking": {"name": "mlflow", "uri": uri, "experiment": "sent"}})
     run.begin(DATASET, NETWORK, Backend())
     for epoch in range(1, epochs + 1):
-        run.epoch(epoch_result(epoch))
+        run.finished(epoch_result(epoch))
     if ended:
         run.__exit__(None, None, None)
     else:
@@ -55,7 +55,7 @@ def test_what_journals_hold_is_sent_once(tmp_path, capsys, monkeypatch):
 def test_a_run_that_runs_now_is_left_alone(tmp_path, capsys):
     run = Run(tmp_path / "run", {**CONFIG, "tracking": {"name": "mlflow", "uri": None}})
     run.begin(DATASET, NETWORK, Backend())
-    run.epoch(epoch_result(1))
+    run.finished(epoch_result(1))
     sync.command([str(tmp_path / "run"), f"tracking.uri=sqlite:///{tmp_path}/mlflow.db"])
     assert capsys.readouterr().out.startswith("nothing to send")
     run.__exit__(None, None, None)

@@ -51,7 +51,7 @@ def test_a_users_own_layer_from_outside_the_package(backend):
         check_backend(backend, network)
 
 
-@pytest.mark.parametrize("name", ["one_conv", "two_conv_mlp", "pools_overlap"])
+@pytest.mark.parametrize("name", ["one_conv", "two_conv_mlp", "max-pool"])
 def test_ties_and_dead_relus(backend, name):
     check_backend(backend, Network(*NETWORKS[name]), images=9, exact=True)
 

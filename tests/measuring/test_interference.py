@@ -51,6 +51,7 @@ def test_disturbed_is_what_others_used_never_how_the_own_threads_waited(machine,
     watch.start()
     for _ in range(3):
         pass_time(1.0, 0.5 * cores, others * cores, stolen * cores)
+        watch.finished(None)
         found = watch.interference()
         pass_time(9.0, 0.0, 9.0 * cores)  # while a patient run waits others may do what they like
         watch.start()
@@ -65,6 +66,7 @@ def test_a_run_too_short_to_say_claims_nothing(machine):
     watch = Watch(usable_cores(), folder)
     watch.start()
     pass_time(0.1, 0.0, 0.1 * usable_cores())
+    watch.finished(None)
     found = watch.interference()
     assert not found.known
     assert not found.disturbed
@@ -81,6 +83,7 @@ def test_cores_that_the_run_leaves_free_are_the_others(cores, threads, busy_core
 def test_a_system_that_does_not_count_is_not_guessed_at(tmp_path):
     watch = Watch(2, tmp_path)
     watch.start()
+    watch.finished(None)
     assert watch.interference() is None
     assert others_share(0.0, tmp_path) == 0.0
 
@@ -103,6 +106,7 @@ def test_a_process_on_our_core_is_other_work_and_a_child_of_ours_is_not():
                 watch = Watch(1)
                 watch.start()
                 spin_for(0.3)
+                watch.finished(None)
                 shares[who] = watch.interference()
                 os.kill(rival, signal.SIGKILL)
     finally:

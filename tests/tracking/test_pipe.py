@@ -47,7 +47,7 @@ def run_epochs(run, results):
     run.begin(DATASET, NETWORK, Backend())
     run.wait()
     for result in results:
-        run.epoch(result)
+        run.finished(result)
 
 
 def record(folder, recorder, results, error=None):
@@ -233,11 +233,11 @@ def test_another_recorder_takes_over_from_a_dead_one(uri, store, tmp_path, monke
         if when == "before it begins":
             kill(doomed)
         run.begin(DATASET, NETWORK, Backend())
-        run.epoch(epoch_result(1))
+        run.finished(epoch_result(1))
         if when == "between epochs":
             kill(doomed)
         for epoch in (2, 3, 4):
-            run.epoch(epoch_result(epoch))
+            run.finished(epoch_result(epoch))
     doomed.close()
     recorded = read(store, run.id)
     assert recorded.info.status == "FINISHED"
@@ -345,7 +345,7 @@ def test_a_run_never_waits_for_a_store_that_stands_still(uri, store, tmp_path):
         run.wait()
         slow._process.send_signal(signal.SIGSTOP)
         for epoch in range(1, 301):  # more than a pipe holds
-            run.epoch(epoch_result(epoch))
+            run.finished(epoch_result(epoch))
         slow._process.send_signal(signal.SIGCONT)
     slow.close()
     assert [m.step for m in store._client.get_metric_history(run.id, "test/loss")] == list(range(1, 301))
@@ -372,7 +372,7 @@ def test_a_store_that_is_locked_at_the_start_is_told_all_later(new_store, tmp_pa
         run.begin(DATASET, NETWORK, Backend())
         for epoch in (1, 2, 3):
             run.wait()
-            run.epoch(epoch_result(epoch))
+            run.finished(epoch_result(epoch))
         time.sleep(held_s)
         assert run.id is None
         assert [epoch["epoch"] for epoch in read_journal(tmp_path / "run")["epochs"]] == [1, 2, 3]
@@ -395,13 +395,13 @@ def test_a_store_that_answers_in_mid_run_is_told_all_then(uri, store, tmp_path, 
         slow._process.send_signal(signal.SIGSTOP)
         run = Run(tmp_path, CONFIG, (), slow)
         run.begin(DATASET, NETWORK, Backend())
-        run.epoch(epoch_result(1))
+        run.finished(epoch_result(1))
     assert run.id is None
     slow._process.send_signal(signal.SIGCONT)
     while run.id is None:
         time.sleep(0.05)
         run.wait()
-    run.epoch(epoch_result(2))
+    run.finished(epoch_result(2))
     slow.call("settle")
     assert history(store, run.id) == [(1, 1.0), (2, 0.5)]
     run.__exit__(None, None, None)
@@ -439,8 +439,8 @@ def test_a_recorder_too_far_behind_is_told_the_rest_at_the_end(uri, store, tmp_p
         with monkeypatch.context() as full:
             full.setattr(pipe, "MOST_WAITING", 0)
             for epoch in (1, 2):
-                run.epoch(epoch_result(epoch))
-        run.epoch(epoch_result(3))
+                run.finished(epoch_result(epoch))
+        run.finished(epoch_result(3))
         assert [step for step, _ in history(store, run.id)] == [3]
     live.close()
     assert sorted(step for step, _ in history(store, run.id)) == [1, 2, 3]
@@ -458,8 +458,8 @@ def test_a_run_goes_on_in_its_record_with_every_epoch_once(live, store, tmp_path
         second.begin(DATASET, NETWORK, Backend())
         second.resume([epoch_result(1), epoch_result(2)])  # no checkpoint was written after the third
         assert read(store, first).info.status == "RUNNING"
-        second.epoch(epoch_result(3, epoch_s=9.0))
-        second.epoch(epoch_result(4))
+        second.finished(epoch_result(3, epoch_s=9.0))
+        second.finished(epoch_result(4))
     assert second.id == first
     recorded = read(store, first)
     assert recorded.info.status == "FINISHED"
@@ -497,7 +497,7 @@ def test_a_run_of_another_config_gets_a_record_of_its_own(live, store, tmp_path)
     with Run(tmp_path, {**CONFIG, "optimizer": {"name": "adam", "lr": 0.2}}, (), live, earlier=tmp_path) as second:
         second.begin(DATASET, NETWORK, Backend())
         second.resume([epoch_result(1)])
-        second.epoch(epoch_result(2))
+        second.finished(epoch_result(2))
     assert second.id != first
     assert history(store, second.id) == [(1, 1.0), (2, 0.5)]
     assert read(store, first).info.status == "KILLED"
@@ -533,7 +533,7 @@ from cnnexp.tracking.journal import Run
 from cnnexp.tracking.pipe import NoAnswerYet, Recorder
 run = Run(Path(sys.argv[1]), CONFIG, (), Recorder(sys.argv[2], "runs"))
 run.begin(DATASET, NETWORK, Backend())
-run.epoch(epoch_result(1))
+run.finished(epoch_result(1))
 print(run.id, "mlflow" in sys.modules, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """

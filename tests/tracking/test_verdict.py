@@ -47,7 +47,7 @@ def test_a_quiet_machine_is_called_quiet_and_a_busy_one_is_flagged():
 
 def test_amdahl_limit_share_of_the_machine_and_largest_parts_stand_where_they_were_measured():
     bare = rows()
-    assert not {"limit", "cpu step"} & bare.keys()
+    assert not {"threads alone", "cpu step"} & bare.keys()
     assert "GFLOP" not in bare["speed"]
     metrics = {
         **{"speedup/amdahl_limit": 20.7, "speedup/parallel_share": 0.982},
@@ -55,7 +55,7 @@ def test_amdahl_limit_share_of_the_machine_and_largest_parts_stand_where_they_we
     }
     parts = {"cpu": {"a": 0.1, "b": 0.5, "c": 0.2, "d": 0.15, "e": 0.05}, "cpu-simd": {"train": 1.0}}
     full = rows(metrics=metrics, parts=parts)
-    assert full["limit"] == "20.7 x by sharing out the layers, 98.2% of cpu's step (Amdahl)"
+    assert full["threads alone"] == "20.7 x, with its layers shared out, 98.2% of cpu's step (Amdahl)"
     assert full["speed"] == "16 images/s, 0.5 s an epoch; 9.4% of the 18 GFLOP/s measured as the limit here"
     assert full["cpu step"] == "b 50%, c 20%, d 15%, a 10%"
     assert full["cpu-simd step"] == "train 100%"
@@ -90,7 +90,7 @@ def test_a_run_writes_its_verdict_into_its_folder(tmp_path):
         run.begin(DATASET, NETWORK, Backend())
         for epoch, ratio in enumerate(RATIOS, 1):
             run.interference = dataclasses.replace(BUSY)
-            run.epoch(epoch_result(epoch, speedup=ratio))
+            run.finished(epoch_result(epoch, speedup=ratio))
     page = (tmp_path / REPORT).read_text()
     assert "| speedup | 2.5 x (median of 7 epochs" in page
     assert f"| folder | {tmp_path} |" in page
@@ -106,7 +106,7 @@ def test_a_run_writes_its_verdict_into_its_folder(tmp_path):
 def test_a_run_that_was_stopped_says_so(tmp_path):
     run = Run(tmp_path, CONFIG)
     run.begin(DATASET, NETWORK, Backend())
-    run.epoch(epoch_result(1))
+    run.finished(epoch_result(1))
     run.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
     assert re.search(r"\| status \| KILLED after 1 epochs \|", (tmp_path / REPORT).read_text())
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from results import epoch_result
 
-from cnnexp import SGD, Adam, Constant, Conv2d, Cosine, Flatten, Linear, Loss, Network, ReLU, train_epochs
+from cnnexp import SGD, Adam, Constant, Conv2d, Cosine, Flatten, Linear, Loss, Network, ReLU, TrainingPlan, train_epochs
 from cnnexp.backends import backend_class
 from cnnexp.datasets import Dataset, Split
 from cnnexp.errors import CheckpointError
@@ -282,18 +282,18 @@ def test_a_resumed_run_ends_bit_identical_to_one_never_stopped(tmp_path, network
     start = network.initial_state(3)
     unbroken = compiled()
     unbroken.restore(start)
-    list(train_epochs(unbroken, dataset(), 4, seed=5))
+    list(train_epochs(unbroken, dataset(), TrainingPlan(4, seed=5)))
 
     stopped = compiled()
     stopped.restore(start)
     keeper = Keeper(tmp_path, TRAINING)
-    for result in itertools.islice(train_epochs(stopped, dataset(), 4, seed=5), 2):
+    for result in itertools.islice(train_epochs(stopped, dataset(), TrainingPlan(4, seed=5)), 2):
         keeper.save(stopped.state(), {}, result)
 
     resumed, last = compiled(), load(find(tmp_path))
     assert last.epoch == 2
     resumed.restore(last.state)
-    list(train_epochs(resumed, dataset(), 4, seed=5, earlier=last.history))
+    list(train_epochs(resumed, dataset(), TrainingPlan(4, seed=5), resume_from=last))
     assert resumed.state().keys() == unbroken.state().keys()
     for name, array in unbroken.state().items():
         np.testing.assert_array_equal(resumed.state()[name], array)

@@ -3,7 +3,7 @@ import io
 import pytest
 from rich.console import Console
 
-from cnnexp.papers.table import Group, Table, as_html, as_markdown, as_screen, number
+from cnnexp.system.table import Group, Table, as_html, as_markdown, as_screen, number
 
 TABLE = Table((Group("time", ("paper", "ours")), Group("a < b")), (("one", "1", "2", "<3>"), ("two", "", "5", "6")))
 
