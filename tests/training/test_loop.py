@@ -1,6 +1,5 @@
 """The epoch loop on a fake program and a fake clock: what is timed, what is trained, when it stops."""
 
-import contextlib
 import dataclasses
 import signal
 
