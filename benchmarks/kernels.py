@@ -19,13 +19,13 @@ import numpy as np
 
 from benchmarks import cases, machine
 from benchmarks.cases import Case
-from cnnexp.backends.simd.compose import compose
-from cnnexp.backends.simd.host import host_target
-from cnnexp.backends.simd.layout import aligned_zeros
-from cnnexp.backends.simd.limit import fma_loop
-from cnnexp.backends.simd.plan import Plan
-from cnnexp.backends.simd.program import make_plan
-from cnnexp.backends.simd.ways import allowed, split
+from cnnexp.backends.simd.compiler.compose import compose
+from cnnexp.backends.simd.compiler.host import host_target
+from cnnexp.backends.simd.layouts import aligned_zeros
+from cnnexp.backends.simd.runtime.limit import fma_loop
+from cnnexp.backends.simd.lowering import Plan
+from cnnexp.backends.simd.runtime.program import make_plan
+from cnnexp.backends.simd.planner import allowed, split
 from cnnexp.errors import ConfigError
 
 SAMPLES = 20
@@ -98,7 +98,7 @@ def _show_ways(case: Case, share: int, per_s: float) -> None:
     target, sections = host_target(), split(case.network)
     cycles_per_s = per_s / (2 * target.lanes)
     for at, section in enumerate(sections):
-        ways = [node.way for node, _ in allowed(sections[at:], target, {}, first=at == 0)]
+        ways = [node.way for node in allowed(sections[at:], target, {}, first=at == 0)]
         for way in ways if len(ways) > 1 else []:
             name = section.stage.name
             try:

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from cnnexp.backends import BACKENDS, backend_class
 from cnnexp.backends.protocol import Backend
-from cnnexp.backends.simd import apart
+from cnnexp.backends.simd.runtime import compile_in_subprocess
 from cnnexp.errors import BackendUnavailable
 from soak.commands import ROOT, chunks
 

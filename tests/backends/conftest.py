@@ -7,5 +7,5 @@ import pytest
 def _compiled_here():
     """Compile hundreds of small programs in this process: a child for each, see `simd.apart`, would cost minutes."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cnnexp.backends.simd.apart.compile_apart", lambda key, described: None)
+        patch.setattr("cnnexp.backends.simd.runtime.compile_in_subprocess.compile_apart", lambda key, described: None)
         yield

@@ -19,22 +19,25 @@ from numba import float32, int64, njit
 
 from cnnexp.backends import cache, dispatchers
 from cnnexp.backends.dispatchers import load_or_compile
-from cnnexp.backends.simd import CpuSimd, elementwise, intrinsics, update
-from cnnexp.backends.simd.compose import compose, compose_five
-from cnnexp.backends.simd.conv_channels import phases
-from cnnexp.backends.simd.conv_filters import gradient_parts
-from cnnexp.backends.simd.conv_lanes import CACHED_VECTORS, MOST_SUMS, whole_width, window_part
-from cnnexp.backends.simd.dense import FilterClassifier
-from cnnexp.backends.simd.emit import INDEX, Target
-from cnnexp.backends.simd.host import cache_bytes, host_target
-from cnnexp.backends.simd.intrinsics import NEEDS
-from cnnexp.backends.simd.layout import round_up
-from cnnexp.backends.simd.limit import CHAINS, fma_loop
-from cnnexp.backends.simd.plan import Plan
-from cnnexp.backends.simd.product import Panels, choose_tile
-from cnnexp.backends.simd.program import SimdProgram, make_plan, paying_threads
-from cnnexp.backends.simd.team import Team
-from cnnexp.backends.simd.ways import allowed, split
+from cnnexp.backends.simd import CpuSimd
+from cnnexp.backends.simd.algorithms import elementwise
+from cnnexp.backends.simd.compiler import intrinsics
+from cnnexp.backends.simd.algorithms import update
+from cnnexp.backends.simd.compiler.compose import compose, compose_five
+from cnnexp.backends.simd.algorithms.convolution.channels import phases
+from cnnexp.backends.simd.algorithms.convolution.filters import gradient_parts
+from cnnexp.backends.simd.algorithms.convolution.lanes import CACHED_VECTORS, MOST_SUMS, whole_width, window_part
+from cnnexp.backends.simd.algorithms.convolution.filters_fused import FilterClassifier
+from cnnexp.backends.simd.compiler.emit import INDEX, Target
+from cnnexp.backends.simd.compiler.host import cache_bytes, host_target
+from cnnexp.backends.simd.compiler.intrinsics import NEEDS
+from cnnexp.backends.simd.layouts import round_up
+from cnnexp.backends.simd.runtime.limit import CHAINS, fma_loop
+from cnnexp.backends.simd.lowering import Plan
+from cnnexp.backends.simd.algorithms.product import Panels, choose_tile
+from cnnexp.backends.simd.runtime.program import SimdProgram, make_plan, paying_threads
+from cnnexp.backends.simd.runtime.team import Team
+from cnnexp.backends.simd.planner import allowed, split
 from cnnexp.errors import DataError
 from cnnexp.network import AvgPool2d, Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Sigmoid
 from cnnexp.network.losses import Loss
@@ -95,7 +98,7 @@ def computed(network, target, way):
 def _own_cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        patch.setattr("cnnexp.backends.simd.program._ready", {})
+        patch.setattr("cnnexp.backends.simd.runtime.program._ready", {})
         yield
 
 
@@ -132,7 +135,7 @@ def test_general_kernels_on_narrow_vectors():
 def test_many_filters(conv):
     pool = MaxPool2d(2, padding="valid")
     network = Network((10, 12, 1), (conv, pool, Flatten(), Linear(14), ReLU(), Linear(3)))
-    assert ("filters", 1) in [(node.way, spans) for node, spans in allowed(split(network), AVX512, {}, first=True)]
+    assert ("filters", 1) in [(node.way, node.spans) for node in allowed(split(network), AVX512, {}, first=True)]
     check_case(OnTarget(computed(network, host_target(), "filters")), make_case(network, images=5))
 
 

@@ -14,8 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cnnexp.backends.simd import CpuSimd, apart, program
-from cnnexp.backends.simd.host import host, host_target
+from cnnexp.backends.simd import CpuSimd
+from cnnexp.backends.simd.runtime import compile_in_subprocess
+from cnnexp.backends.simd.runtime import program
+from cnnexp.backends.simd.compiler.host import host, host_target
 from cnnexp.errors import CompilerDied
 from cnnexp.network import Flatten, Linear, Network
 from cnnexp.network.losses import Loss
@@ -32,7 +34,7 @@ SMALL = (
 SITE = """
 import os, sys, time
 if "apart:answer" in " ".join(sys.orig_argv):
-    from cnnexp.backends.simd import apart
+    from cnnexp.backends.simd.runtime import compile_in_subprocess
 
     def abort(*_):
         os.write(2, b"python: X86.cpp:7: void f(): Assertion `VT.isInteger()' failed.\\nStack dump\\n")

@@ -7,10 +7,11 @@ import sys
 import numpy as np
 import pytest
 
-from cnnexp.backends.simd import apart, step
-from cnnexp.backends.simd.entry import ARGUMENTS, Array
-from cnnexp.backends.simd.host import host_target
-from cnnexp.backends.simd.native import Function, MachineCode
+from cnnexp.backends.simd.runtime import compile_in_subprocess
+from cnnexp.backends.simd.runtime import step
+from cnnexp.backends.simd.compiler.entry import ARGUMENTS, Array
+from cnnexp.backends.simd.compiler.host import host_target
+from cnnexp.backends.simd.compiler.native import Function, MachineCode
 from cnnexp.network import Flatten, Linear, Network
 from cnnexp.network.losses import Loss
 from cnnexp.optimizers import SGD
@@ -41,7 +42,7 @@ print("numba" in sys.modules, loss, program.predict(handle).tobytes().hex())
 """
 BRING = """
 import sys
-from cnnexp.backends.simd.native import Function, MachineCode
+from cnnexp.backends.simd.compiler.native import Function, MachineCode
 made = MachineCode.of_bytes(sys.stdin.buffer.read())
 Function(MachineCode(made.symbol, (*made.needs, "numba_unpickle"), made.object_file), [])
 assert "numba" in sys.modules

@@ -8,9 +8,9 @@ from conformance import check_gradients, check_scores, decisions_are_clear, make
 from machine_code import CPUS, KernelProgram
 
 from cnnexp.backends.simd import CpuSimd
-from cnnexp.backends.simd.emit import Target
-from cnnexp.backends.simd.plan import Plan
-from cnnexp.backends.simd.ways import allowed, choose_nodes, split
+from cnnexp.backends.simd.compiler.emit import Target
+from cnnexp.backends.simd.lowering import Plan
+from cnnexp.backends.simd.planner import allowed, choose_nodes, split
 from cnnexp.errors import ConfigError
 from cnnexp.network import AvgPool2d, Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Sigmoid
 from cnnexp.network.losses import Loss
@@ -63,7 +63,7 @@ def every_way(network: Network, target: Target) -> list[tuple[str, str]]:
     """Return (layer, way) for all that the registers hold and the layers around allow."""
     sections, found = split(network), []
     for at, section in enumerate(sections):
-        for node, _ in allowed(sections[at:], target, {}, first=at == 0):
+        for node in allowed(sections[at:], target, {}, first=at == 0):
             pair = section.stage.name, node.way
             try:
                 choose_nodes(network, replace(target, forced=(pair,)), 9)

@@ -22,10 +22,10 @@ from typing import ClassVar, cast
 from cnnexp.backends import cache
 from cnnexp.backends.processor import ThreadedBackend, need_compiler
 from cnnexp.backends.protocol import Backend, Program
-from cnnexp.backends.simd.clocks import available
-from cnnexp.backends.simd.host import host_target
-from cnnexp.backends.simd.plan import suits
-from cnnexp.backends.simd.program import SimdProgram, paying_threads
+from cnnexp.backends.simd.compiler.clocks import available
+from cnnexp.backends.simd.compiler.host import host_target
+from cnnexp.backends.simd.planner import suits
+from cnnexp.backends.simd.runtime.program import SimdProgram, paying_threads
 from cnnexp.errors import ConfigError
 from cnnexp.network import Network
 from cnnexp.network.losses import Loss
@@ -68,7 +68,7 @@ class CpuSimd(ThreadedBackend):
 
     def limits(self) -> Mapping[str, float]:
         """Measure the arithmetic alone, by multiply-adds in registers: a matrix product of NumPy's may be no limit."""
-        from cnnexp.backends.simd.limit import fma_gflops  # for a profile alone
+        from cnnexp.backends.simd.runtime.limit import fma_gflops  # for a profile alone
 
         return {"gflops": fma_gflops(self.thread_count)}
 
