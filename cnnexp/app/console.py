@@ -92,7 +92,7 @@ class Display:
             table.add_column(title, justify="right")
         for row in kernels:
             count = (f"{row.macs:,}", f"{row.share:.0%}") if row.macs else ("", "")
-            table.add_row(row.kernel, row.way, row.tile, *count)
+            table.add_row(row.kernel, row.algorithm, row.tile, *count)
         self.console.print(table, highlight=False)
         self._wrapped(
             f"{kernels[0].threads} threads share a batch's images; multiply-adds and the share of the CPU's limit, as "

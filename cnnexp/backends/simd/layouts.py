@@ -1,9 +1,10 @@
 """Where activations lie in a thread's arena, and how they are addressed.
 
-Three layouts. A `Grid` has the batch in the vector lanes, [group][row][column][channel][lane]: one vector holds one
-value of `lanes` images, so a convolution of any shape is full vectors. A `Matrix` has one image per row, channels-last:
-linear layers and gradients through an argmax, where every image goes its own way, work on these. An `Image` is a matrix
-that knows rows and columns and may have a ring: convolutions of many channels work on these. Changing layout is a
+Three layouts. `Blocked` is nHWC16n (8 or 4 with narrower vectors): the batch is in the vector lanes,
+[group][row][column][channel][lane]. One vector holds one value of `lanes` images, so a convolution of any shape is full
+vectors. `NC` has one image per row: linear layers, and gradients through an argmax, where images differ in what they
+read, work on it. `NHWC` is an image per row with rows and columns, and may have a halo: convolutions of many channels
+work on it. Changing layout is a
 transposition of `lanes` x `lanes` blocks, a few hundred cycles an image.
 """
 
@@ -31,7 +32,7 @@ LINE_FLOATS = 16
 """Of a cache line."""
 
 SHORT_ROW = 256
-"""Floats of rows of a matrix that are stored without room between them."""
+"""Floats of rows that are stored without room between them."""
 
 
 def odd_lines(floats: int) -> int:
@@ -41,7 +42,7 @@ def odd_lines(floats: int) -> int:
 
 
 @dataclass(frozen=True)
-class Ring:
+class Halo:
     """Room around an image, so that windows that reach past its edge need no tests.
 
     Attributes:
@@ -59,20 +60,20 @@ class Ring:
 
 
 @dataclass(frozen=True)
-class Grid:
-    """Values (H, W, C) of groups of images, batch in lanes, perhaps with a ring.
+class Blocked:
+    """Values (H, W, C) of groups of images, batch in lanes, perhaps with a halo.
 
     Attributes:
         offset: of the first element in the arena, in floats.
         shape: (H, W, C).
         lanes: room of one vector in floats.
-        ring: the room around.
+        halo: the room around.
     """
 
     offset: int
     shape: Shape
     lanes: int
-    ring: Ring = Ring()
+    halo: Halo = Halo()
 
     @property
     def column(self) -> int:
@@ -81,35 +82,35 @@ class Grid:
 
     @property
     def row(self) -> int:
-        ring = self.ring
-        return ((self.shape[1] - 1) * ring.step + 1 + ring.left + ring.right) * self.column
+        halo = self.halo
+        return ((self.shape[1] - 1) * halo.step + 1 + halo.left + halo.right) * self.column
 
     @property
     def group(self) -> int:
-        ring = self.ring
-        return ((self.shape[0] - 1) * ring.step + 1 + ring.top + ring.bottom) * self.row
+        halo = self.halo
+        return ((self.shape[0] - 1) * halo.step + 1 + halo.top + halo.bottom) * self.row
 
     @property
     def dense(self) -> bool:
         """Whether pixels follow each other without room between them."""
-        return self.ring == Ring(value=self.ring.value)
+        return self.halo == Halo(value=self.halo.value)
 
     def stored(self, k: Emitter, group: ir.Value) -> Pointer:
-        """Return the address of the first stored pixel, in the ring if there is one."""
+        """Return the address of the first stored pixel, in the halo if there is one."""
         return (k.arena + self.offset).at(group, self.group)
 
     def image(self, k: Emitter, group: ir.Value) -> Pointer:
         """Return the address of the image's first pixel."""
-        return self.stored(k, group) + (self.ring.top * self.row + self.ring.left * self.column)
+        return self.stored(k, group) + (self.halo.top * self.row + self.halo.left * self.column)
 
     def pixel(self, k: Emitter, group: ir.Value, row: ir.Value | int, column: ir.Value | int) -> Pointer:
         """Return the address of channel 0 of a pixel of the image."""
-        step = self.ring.step
+        step = self.halo.step
         return self.image(k, group).at(row, self.row * step).at(column, self.column * step)
 
 
 @dataclass(frozen=True)
-class Matrix:
+class NC:
     """Values (D,) of images, one image per row.
 
     Attributes:
@@ -129,19 +130,19 @@ class Matrix:
 
 
 @dataclass(frozen=True)
-class Image:
-    """Values (H, W, C) of images, one image per row, channels-last, perhaps with a ring.
+class NHWC:
+    """Values (H, W, C) of images, one image per row, channels-last, perhaps with a halo.
 
     Attributes:
         offset: of the first stored pixel in the arena, in floats.
-        shape: (H, W, C). ring: the room around; its step is 1.
+        shape: (H, W, C). halo: the room around; its step is 1.
         stride: floats from image to image; loads and stores may reach a vector past the last value.
         width: H * W * C rounded up to whole vectors.
     """
 
     offset: int
     shape: Shape
-    ring: Ring
+    halo: Halo
     stride: int
     width: int
 
@@ -151,21 +152,21 @@ class Image:
 
     @property
     def row(self) -> int:
-        return (self.shape[1] + self.ring.left + self.ring.right) * self.column
+        return (self.shape[1] + self.halo.left + self.halo.right) * self.column
 
     @property
-    def matrix(self) -> Matrix:
-        """The same values flat, where there is no ring."""
-        assert self.ring == Ring()
-        return Matrix(self.offset, math.prod(self.shape), self.stride, self.width)
+    def flat(self) -> NC:
+        """The same values flat, where there is no halo."""
+        assert self.halo == Halo()
+        return NC(self.offset, math.prod(self.shape), self.stride, self.width)
 
     def stored(self, k: Emitter, image: ir.Value | int) -> Pointer:
-        """Return the address of the first stored pixel, in the ring if there is one."""
+        """Return the address of the first stored pixel, in the halo if there is one."""
         return (k.arena + self.offset).at(image, self.stride)
 
     def pixel(self, k: Emitter, image: ir.Value, row: ir.Value | int, column: ir.Value | int) -> Pointer:
         """Return the address of channel 0 of a pixel of the image."""
-        first = self.stored(k, image) + (self.ring.top * self.row + self.ring.left * self.column)
+        first = self.stored(k, image) + (self.halo.top * self.row + self.halo.left * self.column)
         return first.at(row, self.row).at(column, self.column)
 
 
@@ -175,7 +176,7 @@ class Arena:
     Args:
         lanes: images per vector.
         groups: vectors of images per tile.
-        images: per tile, if fewer: then nothing may write whole vectors of images to a `Matrix` or an `Image`.
+        images: per tile, if fewer: then nothing may write whole vectors of images to a `NC` or an `NHWC`.
 
     Attributes:
         size: floats. shared: where the room lies that each kernel has for itself while it runs, once all is allocated.
@@ -202,29 +203,28 @@ class Arena:
         """Allocate it, when all who need it have said so."""
         self.shared = self.allocate(self._needed)
 
-    def grid(self, shape: Shape, ring: Ring = Ring()) -> Grid:
-        grid = Grid(0, shape, self.lanes, ring)
-        size = self.groups * grid.group
-        grid = Grid(self.allocate(size), shape, self.lanes, ring)
-        if ring.value:
-            self._fills.append((grid.offset, np.full(size, ring.value, np.float32)))
-        return grid
+    def blocked(self, shape: Shape, halo: Halo = Halo()) -> Blocked:
+        size = self.groups * Blocked(0, shape, self.lanes, halo).group
+        found = Blocked(self.allocate(size), shape, self.lanes, halo)
+        if halo.value:
+            self._fills.append((found.offset, np.full(size, halo.value, np.float32)))
+        return found
 
-    def argmax(self, shape: Shape) -> Grid:
-        """Return a grid of bytes, one per lane."""
-        grid = Grid(0, shape, self.lanes // 4)
-        return Grid(self.allocate(self.groups * grid.group), shape, self.lanes // 4)
+    def argmax(self, shape: Shape) -> Blocked:
+        """Return a tensor of bytes, one per lane."""
+        size = self.groups * Blocked(0, shape, self.lanes // 4).group
+        return Blocked(self.allocate(size), shape, self.lanes // 4)
 
-    def matrix(self, size: int) -> Matrix:
+    def nc(self, size: int) -> NC:
         width = round_up(size, self.lanes)
         stride = width if width < SHORT_ROW else odd_lines(width)
-        return Matrix(self.allocate(self.images * stride), size, stride, width)
+        return NC(self.allocate(self.images * stride), size, stride, width)
 
-    def image(self, shape: Shape, ring: Ring = Ring()) -> Image:
-        row = (shape[1] + ring.left + ring.right) * shape[2]
-        stride = odd_lines((shape[0] + ring.top + ring.bottom) * row + self.lanes)
+    def image(self, shape: Shape, halo: Halo = Halo()) -> NHWC:
+        row = (shape[1] + halo.left + halo.right) * shape[2]
+        stride = odd_lines((shape[0] + halo.top + halo.bottom) * row + self.lanes)
         width = round_up(math.prod(shape), self.lanes)
-        return Image(self.allocate(self.images * stride), shape, ring, stride, width)
+        return NHWC(self.allocate(self.images * stride), shape, halo, stride, width)
 
     def constants(self, values: np.ndarray) -> int:
         """Return the offset of room that holds these float32 values for good."""
@@ -285,7 +285,7 @@ class Parameters:
     def place(
         self, parameter: Parameter, size: int, views: Callable[[np.ndarray, np.ndarray], Views], owned: bool = False
     ) -> None:
-        """Give a parameter `size` floats, where its elements lie as `views` tells of it, flat, and of its room."""
+        """Give a parameter `size` floats, where its elements lie as `views` states, given it, flat, and its room."""
         self._places[parameter.name] = owned, self.owned if owned else self.added
         self._parts.append((parameter, size, views))
         if owned:

@@ -1,7 +1,6 @@
-"""From a network to kernels: which layers are fused, in which layout each works, and where its values lie.
+"""From a network to kernels: `Plan` takes the nodes that `planner` chooses and gives them room in the arena.
 
-`Plan` takes the nodes that `planner` chooses, one for each group of layers that is computed at once, gives them room, and
-asks every node for its forward and backward kernels.
+Then it asks every node for its forward and backward kernels.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from cnnexp.backends.simd.algorithms.node import Node, Tensor
 from cnnexp.backends.simd.algorithms.update import own_arena
 from cnnexp.backends.simd.compiler.clocks import Clocks
 from cnnexp.backends.simd.compiler.emit import BYTE, FLOAT, Emitter, Kernels, Target
-from cnnexp.backends.simd.layouts import Arena, Grid, Image, Matrix, Parameters, Ring
+from cnnexp.backends.simd.layouts import NC, NHWC, Arena, Blocked, Halo, Parameters
 from cnnexp.backends.simd.planner import choose_nodes, works
 from cnnexp.network import Network
 from cnnexp.optimizers import Optimizer
 
-LAYOUTS = {Grid: "images in lanes", Image: "channels in lanes", Matrix: "an image a row"}
+LAYOUTS = {Blocked: "images in lanes", NHWC: "channels in lanes", NC: "an image a row"}
 
 STEP = {
     "gather": Part("gather", ("batch",), "gather"),
@@ -85,15 +84,15 @@ class Plan:
         """Return a row for every kernel of a step, in order."""
         known: dict[str, tuple[Node, Work]] = {}
         for node in self.nodes:
-            kind, needs_dx = node.wants or type(node.x), node.dx is not None
+            kind, needs_dx = node.input_layout or type(node.x), node.dx is not None
             for name, work in works(node, kind, self.target, self.share, needs_dx).items():
                 known[f"{node.name}.{name}"] = node, work
         most, rows = MACS * self.target.lanes, []
         for name, _ in (*self.forward, *self.backward, *self.gradients):
             node, work = known[name]
-            layout, share = LAYOUTS[node.wants or type(node.x)], work.macs / (work.cycles * most)
+            layout, share = LAYOUTS[node.input_layout or type(node.x)], work.macs / (work.cycles * most)
             count = round(work.macs), round(work.cycles)
-            rows.append(KernelRow(name, node.layers, node.way, layout, work.tile, threads, *count, share))
+            rows.append(KernelRow(name, node.layers, node.algorithm, layout, work.tile, threads, *count, share))
         return rows
 
     def updates(self, optimizer: Optimizer) -> Kernels:
@@ -121,53 +120,53 @@ class Plan:
 
     def _allocate(self, network: Network, nodes: list[Node]) -> None:
         """Give every node its input, output and gradients."""
-        flat = len(network.input_shape) == 1 or nodes[0].wants is Matrix
+        flat = len(network.input_shape) == 1 or nodes[0].input_layout is NC
         shape = (math.prod(network.input_shape),) if flat else network.input_shape
         if nodes[0].input_room:
             shape = nodes[0].input_room[:1]
-        x = self._tensor(Matrix if flat else nodes[0].wants or Grid, shape, nodes[0].input_ring())
+        x = self._tensor(NC if flat else nodes[0].input_layout or Blocked, shape, nodes[0].input_halo())
         first, dx = _first_trained(nodes), cast(Tensor | None, None)
         for i, node in enumerate(nodes):
-            if node.wants is Matrix:
+            if node.input_layout is NC:
                 x, dx = _flat(x), dx and _flat(dx)
             node.x, node.dx = x, dx
-            kind = node.makes or type(x)
+            kind = node.output_layout or type(x)
             # in lanes nothing flattens but a change of layout: what is elementwise after a Flatten keeps the image
-            shape = x.shape if isinstance(node, ElementwiseNode) and isinstance(x, Grid) else node.shape
-            ring = nodes[i + 1].input_ring() if i + 1 < len(nodes) else Ring()
-            node.y = self._tensor(kind, shape, ring)
+            shape = x.shape if isinstance(node, ElementwiseNode) and isinstance(x, Blocked) else node.shape
+            halo = nodes[i + 1].input_halo() if i + 1 < len(nodes) else Halo()
+            node.y = self._tensor(kind, shape, halo)
             x, dx = node.y, None
             if i >= first:
-                flat = i + 1 == len(nodes) or nodes[i + 1].wants is Matrix
-                dx = node.dy = self._tensor(kind, shape, Ring() if flat else node.gradient_ring(i > first))
+                flat = i + 1 == len(nodes) or nodes[i + 1].input_layout is NC
+                dx = node.dy = self._tensor(kind, shape, Halo() if flat else node.gradient_halo(i > first))
                 if i + 1 < len(nodes):
                     nodes[i + 1].input_rectified = node.dy_rectified = node.rectify and nodes[i + 1].rectifies_dx
 
-    def _tensor(self, kind: type[Tensor], shape: tuple[int, ...], ring: Ring) -> Tensor:
-        if kind is Matrix:
-            return self.arena.matrix(math.prod(shape))
-        if kind is Image:
-            return self.arena.image(shape, ring)
-        return self.arena.grid(shape if len(shape) == 3 else (1, 1, *shape), ring)
+    def _tensor(self, kind: type[Tensor], shape: tuple[int, ...], halo: Halo) -> Tensor:
+        if kind is NC:
+            return self.arena.nc(math.prod(shape))
+        if kind is NHWC:
+            return self.arena.nhwc(shape, halo)
+        return self.arena.blocked(shape if len(shape) == 3 else (1, 1, *shape), halo)
 
     def _gather(self, network: Network, first: Node, pixel: ir.Type) -> Kernels:
         shape = network.input_shape if len(network.input_shape) == 3 else (1, 1, *network.input_shape)
         x, start, row = first.x, 0, shape[1] * shape[2]
-        if isinstance(x, Grid):
+        if isinstance(x, Blocked):
             return [("gather", functools.partial(gather_lanes, y=x, pixel=pixel))]
-        if isinstance(x, Image):
-            start, row = x.ring.top * x.row + x.ring.left * x.column, x.row
-            x = Matrix(x.offset, math.prod(shape), x.stride, x.width)
+        if isinstance(x, NHWC):
+            start, row = x.halo.top * x.row + x.halo.left * x.column, x.row
+            x = NC(x.offset, math.prod(shape), x.stride, x.width)
         elif first.input_room:
             _, start, row = first.input_room
         gather = functools.partial(gather_rows, y=x, shape=shape, first=start, stride=row, pixel=pixel)
         return [("gather", gather)]
 
 
-def _flat(tensor: Tensor) -> Matrix:
+def _flat(tensor: Tensor) -> NC:
     """Return an image's values as a row; `planner` has put lanes into rows before."""
-    assert not isinstance(tensor, Grid)
-    return tensor.matrix if isinstance(tensor, Image) else tensor
+    assert not isinstance(tensor, Blocked)
+    return tensor.flat if isinstance(tensor, NHWC) else tensor
 
 
 def _first_trained(nodes: list[Node]) -> int:

@@ -1,15 +1,8 @@
-"""The ways there are to compute each layer, and the choice between them by what they cost.
+"""The choice of an algorithm for each layer, by what they cost.
 
-    lanes, lanes-argmax         convolution with the batch in the lanes; gradients through all outputs, or through the
-                                argmax of the max-pool after it alone
-    channels, channels-argmax   likewise with channels in the lanes
-    winograd, winograd-argmax   likewise, 3 x 3 taps by Winograd's transformation
-    lanes-pair                  a first convolution and the one after it, gradients through the argmax of both
-    filters, filters-fused      a first convolution with filters in the lanes; alone, or with the linear layer after it
-    skinny, wide                linear layers of few outputs, of many
-
-A convolution takes in the ReLU and the max-pool after it whatever its way. Between two layouts stands a change, which
-costs as well: so the choice is of the whole network's cheapest path, not of each layer's cheapest way.
+`ALGORITHMS` lists all; each file of that name says what it computes and how. A convolution takes in the ReLU and the
+max-pool after it whatever its algorithm. Between two layouts stands a reorder, which costs as well: so the choice is of
+the whole network's cheapest path, not of each layer's cheapest algorithm.
 """
 
 from __future__ import annotations
@@ -35,7 +28,7 @@ from cnnexp.backends.simd.algorithms.node import Node, Section, Tensor
 from cnnexp.backends.simd.algorithms.pool import Pool
 from cnnexp.backends.simd.algorithms.reorder import ToImages, ToLanes, ToRows
 from cnnexp.backends.simd.compiler.emit import Target
-from cnnexp.backends.simd.layouts import Grid, Image, Matrix, Ring, round_up
+from cnnexp.backends.simd.layouts import NC, NHWC, Blocked, Halo, round_up
 from cnnexp.errors import ConfigError, did_you_mean
 from cnnexp.network import (
     ConvStage,
@@ -64,50 +57,50 @@ class Path:
 
     Attributes:
         layout, shape: of the last one's output. trained: whether any has parameters.
-        ring: the room around the gradient of the last one's output, None where there is no node.
+        halo: the room around the gradient of the last one's output, None where there is no node.
     """
 
     nodes: tuple[Node, ...]
     layout: type[Tensor]
     shape: tuple[int, ...]
     trained: bool = False
-    ring: Ring | None = None
+    halo: Halo | None = None
     cycles: float = 0.0
 
     def then(self, node: Node, target: Target, images: int) -> Path | None:
         """Return the path with a node, None where it cannot come next; a change of layout before it is put in."""
-        path = self.change(node.name, node.wants, target, images)
-        if not node.may_follow(path.ring, path.trained):
+        path = self.change(node.name, node.input_layout, target, images)
+        if not node.may_follow(path.halo, path.trained):
             return None
         return path._and(node, target, images)
 
     def change(self, name: str, wanted: type[Tensor] | None, target: Target, images: int) -> Path:
         """Return the path to a layout, None for any that is not an image; images and matrices are both in rows."""
-        if wanted is None and self.layout is Image:
-            wanted = Grid
+        if wanted is None and self.layout is NHWC:
+            wanted = Blocked
         if wanted is None or wanted is self.layout or not self.nodes:
             return self
-        if self.layout is Image and wanted is Grid:
+        if self.layout is NHWC and wanted is Blocked:
             return self._and(ToLanes(f"{name}.lanes", self.shape), target, images)
-        if self.layout is Grid:
-            if wanted is Image:
+        if self.layout is Blocked:
+            if wanted is NHWC:
                 return self._and(ToImages(f"{name}.rows", self.shape), target, images)
             return self._and(ToRows(f"{name}.rows", (math.prod(self.shape),)), target, images)
         return replace(self, layout=wanted)
 
     def _and(self, node: Node, target: Target, images: int) -> Path:
-        layout = node.makes or self.layout
-        found = works(node, node.wants or layout, target, images, self.trained)
+        layout = node.output_layout or self.layout
+        found = works(node, node.input_layout or layout, target, images, self.trained)
         backward = self.trained or node.trains
         cycles = self.cycles + total(work for name, work in found.items() if backward or name == "forward")
-        ring = node.gradient_ring(self.trained)
-        return Path((*self.nodes, node), layout, node.shape, backward, ring, cycles)
+        halo = node.gradient_halo(self.trained)
+        return Path((*self.nodes, node), layout, node.shape, backward, halo, cycles)
 
 
 def works(node: Node, layout: type[Tensor], target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
     """Return what each of a node's kernels does for an image; with the batch in the lanes, empty lanes cost as well."""
     found = node.work(target, images, needs_dx)
-    if layout is not Grid:
+    if layout is not Blocked:
         return found
     filled = round_up(images, target.lanes) / images
     return {name: Work(work.macs, work.cycles * filled, work.tile) for name, work in found.items()}
@@ -120,14 +113,14 @@ def choose_nodes(network: Network, target: Target, images: int) -> list[Node]:
         images: of a tile.
 
     Raises:
-        ConfigError: `target.forced` names a layer that there is not, or a way that it has not.
+        ConfigError: `target.forced` names a layer that there is not, or an algorithm that cannot compute it.
     """
     sections = split(network)
     forced = dict(target.forced)
     for name in forced:
         if name not in (names := [section.stage.name for section in sections]):
-            raise ConfigError(f"backend.ways: no layer {name!r} to force; there are {', '.join(names)}")
-    start = Path((), Grid if len(network.input_shape) == 3 else Matrix, network.input_shape)
+            raise ConfigError(f"backend.algorithms: no layer {name!r} to force; there are {', '.join(names)}")
+    start = Path((), Blocked if len(network.input_shape) == 3 else NC, network.input_shape)
     paths: list[list[Path]] = [[start], *([] for _ in sections)]
     for at, section in enumerate(sections):
         for node in allowed(sections[at:], target, forced, first=at == 0):
@@ -137,7 +130,7 @@ def choose_nodes(network: Network, target: Target, images: int) -> list[Node]:
                 paths[at + node.spans].append(min(possible, key=lambda path: path.cycles))
         if not any(paths[at + 1 :]):
             raise _no_way(section, forced)
-    ends = [path.change("scores", Matrix, target, images) for path in paths[-1]]
+    ends = [path.change("scores", NC, target, images) for path in paths[-1]]
     return list(min(ends, key=lambda path: path.cycles).nodes)
 
 
@@ -146,7 +139,7 @@ def allowed(sections: Sequence[Section], target: Target, forced: Mapping[str, st
     name, *after = (section.stage.name for section in sections)
     found = [node for node in candidates(sections, first) if node.fits(target)]
     found = [node for node in found if not set(after[: node.spans - 1]) & set(forced)]
-    return [node for node in found if forced.get(name, node.way) == node.way]
+    return [node for node in found if forced.get(name, node.algorithm) == node.algorithm]
 
 
 def candidates(sections: Sequence[Section], first: bool) -> list[Node]:
@@ -203,9 +196,9 @@ def _fits_windows(pool: Stage) -> bool:
 
 def _no_way(section: Section, forced: Mapping[str, str]) -> ConfigError:
     name = section.stage.name
-    ways = [node.way for node in candidates([section], first=True)]
+    names = [node.algorithm for node in candidates([section], first=True)]
     wanted = forced.get(name, "")
     return ConfigError(
-        f"backend.ways: {name} cannot be computed by {wanted!r} here; there are {', '.join(ways)}, "
-        f"where registers and the layers around allow{did_you_mean(wanted, ways)}"
+        f"backend.algorithms: {name} cannot be computed by {wanted!r} here; there are {', '.join(names)}, "
+        f"where registers and the layers around allow{did_you_mean(wanted, names)}"
     )

@@ -1,9 +1,9 @@
 """What a kernel costs: cycles of one core for one image, from shapes and from what the CPU has.
 
 A core does two multiply-adds, two loads and one store of a vector a cycle, and brings so many bytes a cycle from its
-second cache, fewer from beyond. A kernel takes the cycles of what it needs most of. The planner (`ways`) compares by
+L2, fewer from beyond. A kernel takes the cycles of what it needs most of. The planner compares by
 these numbers, and `explain` shows them; `python -m benchmarks.kernels` sets them beside the clock. They are estimates:
-nothing that a program computes depends on them but through the way that was picked, and that follows from shapes
+nothing that a program computes depends on them but through the algorithm that was picked, and that follows from shapes
 alone.
 """
 
@@ -19,21 +19,21 @@ from cnnexp.backends.simd.compiler.emit import Target
 MACS, LOADS = 2, 2
 """Multiply-adds and loads of a vector in a cycle."""
 
-NEAR, FAR = 32, 16
-"""Bytes in a cycle from the second cache, and from beyond."""
+L2_BYTES_PER_CYCLE, L3_BYTES_PER_CYCLE = 32, 16
+"""Bytes in a cycle from L2, and from beyond."""
 
-LATE = 0.35
+STALL_FRACTION = 0.35
 """Part of the time to bring something that a kernel waits for, where it computes meanwhile."""
 
-LATE_ROWS = 0.1
-"""Likewise of rows, which the CPU foresees: events of 32 to 256 filters, on AVX-512 and held to AVX2."""
+ROW_STALL_FRACTION = 0.1
+"""Likewise of rows, which the CPU foresees: by events of 32 to 256 filters, on AVX-512 and restricted to AVX2."""
 
 LINE_BYTES = 64
 
-START = 30
+CALL_CYCLES = 30
 """Cycles to begin and end a tile: addresses, the first sums' latency, loops whose number of turns is a surprise."""
 
-ALIVE = 0.75
+RELU_DENSITY = 0.75
 """Part of a pooled ReLU's outputs that are not zero: in between a network's first step and its last."""
 
 
@@ -52,9 +52,9 @@ class Work:
 
 def bring(floats: float, working_set: float, target: Target) -> float:
     """Return the cycles to bring floats to the registers, out of so many bytes that are gone over again and again."""
-    if working_set <= target.first_cache:
+    if working_set <= target.l1_bytes:
         return floats / target.lanes / LOADS
-    return 4 * floats / (NEAR if working_set <= target.second_cache else FAR)
+    return 4 * floats / (L2_BYTES_PER_CYCLE if working_set <= target.l2_bytes else L3_BYTES_PER_CYCLE)
 
 
 def passes(floats: float, instructions: float, target: Target, images: int = 1, streams: float = 2) -> Work:
@@ -88,7 +88,9 @@ def product_sums(
     streamed = bring(tile[2] * target.lanes, 4 * terms * tile[2] * target.lanes, target)
     tiles = cells * unit / height * vectors / tile[2]
     stall = max(0.0, streamed - tile_cycles(height, tile[2])) * tiles
-    cycles = terms * (covering_cycles(counts, unit, vectors, tile) + stall) + finish * cells * vectors + START * tiles
+    cycles = (
+        terms * (covering_cycles(counts, unit, vectors, tile) + stall) + finish * cells * vectors + CALL_CYCLES * tiles
+    )
     return Work(float(cells * unit * outputs * terms), cycles, f"{height} rows x {tile[2]} vectors of outputs")
 
 
@@ -106,7 +108,7 @@ def product_gradient(
     for _, wide, times_w in chunks(vectors, width):
         for _, high, times_r in chunks(rows, most_height(wide, target.registers)):
             brought = bring(wide * target.lanes, working_set, target) + bring(high, working_set, target)
-            cycles += times_w * times_r * (run * (max(tile_cycles(high, wide), brought) + 0.5) + START / 2)
+            cycles += times_w * times_r * (run * (max(tile_cycles(high, wide), brought) + 0.5) + CALL_CYCLES / 2)
     macs = float(rows * blocks * outputs * runs * run)
     return Work(macs, blocks * runs * cycles, f"{min(height, rows)} rows x {width} vectors of weights")
 
@@ -118,11 +120,12 @@ def lane_sums(pixels: int, filters: int, counts: int, outputs: int, terms: int, 
         counts: cells of `pixels` pixels. finish: instructions that end a cell of a filter.
     """
     seen, weights = 4 * terms * target.lanes * (1 + (pixels - 1) / 3), 4 * terms * outputs
-    late = bring(pixels * target.lanes, 2 * seen, target) if 2 * seen > target.first_cache else 0.0
-    if seen + weights > target.first_cache:  # the weights of a tap lie on a line of their own, which nothing foresees
-        late += 2 * bring(LINE_BYTES // 4, max(weights, target.first_cache + 1), target)
+    late = bring(pixels * target.lanes, 2 * seen, target) if 2 * seen > target.l1_bytes else 0.0
+    if seen + weights > target.l1_bytes:  # the weights of a tap lie on a line of their own, which nothing foresees
+        late += 2 * bring(LINE_BYTES // 4, max(weights, target.l1_bytes + 1), target)
     cycles = sum(
-        times * (terms * (max(pixels * wide / MACS, (pixels + wide) / LOADS, 4) + LATE * late) + finish * wide)
+        times
+        * (terms * (max(pixels * wide / MACS, (pixels + wide) / LOADS, 4) + STALL_FRACTION * late) + finish * wide)
         for _, wide, times in chunks(outputs, filters)
     )
     cycles *= counts / target.lanes
@@ -136,7 +139,7 @@ def lane_gradient(
 
     Args:
         rows: weights of a filter. pixels: of the output. images: of a tile, over which lanes are added up once.
-        moved: floats of an image that pieces of rows bring to the first cache, again and again; held: counted once.
+        moved: floats of an image that pieces of rows bring to L1, again and again; held: counted once.
     """
     cycles = sum(
         times_r * times_f * max(high * wide / MACS, (high + wide) / LOADS, 4)
@@ -160,8 +163,8 @@ def events(
     """
     vectors = runs * -(-run // target.lanes)
     listing = _listing(cells, window, outputs, target)
-    late = 2 * bring(target.lanes, held, target) if held > target.first_cache else 0.0
-    following = ALIVE * cells * outputs * ((1.5 + LATE_ROWS * late) * vectors + 4.5 * visits)
+    late = 2 * bring(target.lanes, held, target) if held > target.l1_bytes else 0.0
+    following = RELU_DENSITY * cells * outputs * ((1.5 + ROW_STALL_FRACTION * late) * vectors + 4.5 * visits)
     return Work(2.0 * cells * outputs * runs * run, listing + following, f"{-(-vectors // visits)} vectors of a filter")
 
 
@@ -172,7 +175,7 @@ def pair_events(cells: int, window: int, outputs: int, vectors: int, taps: int, 
         cells, window, outputs: as `events`. vectors: of a patch. taps: of the first convolution.
     """
     each = vectors * ((2 * taps + 3) / MACS + 1) + 4.5
-    return _listing(cells, window, outputs, target) + ALIVE * cells * outputs * each
+    return _listing(cells, window, outputs, target) + RELU_DENSITY * cells * outputs * each
 
 
 def _listing(cells: int, window: int, outputs: int, target: Target) -> float:

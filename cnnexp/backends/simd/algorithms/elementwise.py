@@ -11,7 +11,7 @@ from cnnexp.backends.simd.algorithms.cost import Work, passes
 from cnnexp.backends.simd.algorithms.node import Node, Section
 from cnnexp.backends.simd.compiler.emit import BIT, Emitter, Kernels, Target
 from cnnexp.backends.simd.compiler.trace import MATHS, emitted
-from cnnexp.backends.simd.layouts import Grid, Layout, Matrix
+from cnnexp.backends.simd.layouts import NC, Blocked, Layout
 from cnnexp.network import ElementwiseStage, LeakyReLU, ReLU
 
 Map = Callable[[Emitter, ir.Value], ir.Value]
@@ -20,10 +20,10 @@ Map = Callable[[Emitter, ir.Value], ir.Value]
 Map2 = Callable[[Emitter, ir.Value, ir.Value], ir.Value]
 
 
-class ElementwiseNode(Node[Grid | Matrix, Grid | Matrix]):
+class ElementwiseNode(Node[Blocked | NC, Blocked | NC]):
     """An elementwise layer where nothing takes it in."""
 
-    way = "elementwise"
+    algorithm = "elementwise"
 
     @classmethod
     def of(cls, sections: Sequence[Section], first: bool) -> ElementwiseNode | None:
@@ -56,22 +56,22 @@ def same(k: Emitter, x: ir.Value) -> ir.Value:
     return x
 
 
-def apply(k: Emitter, function: Map, x: Grid | Matrix, y: Grid | Matrix) -> None:
-    """y = function(x); what rounds up a matrix's rows stays 0."""
-    if isinstance(x, Matrix) and isinstance(y, Matrix) and x.size % k.lanes:
+def apply(k: Emitter, function: Map, x: Blocked | NC, y: Blocked | NC) -> None:
+    """y = function(x); what rounds up rows stays 0."""
+    if isinstance(x, NC) and isinstance(y, NC) and x.size % k.lanes:
         _apply_rows(k, function, x, y)
         return
     _each(k, (x, y), lambda a, b: k.store(function(k, k.load(a)), b))
 
 
 def apply_backward(
-    k: Emitter, function: Map2, x: Grid | Matrix, y: Grid | Matrix, dy: Grid | Matrix, dx: Grid | Matrix
+    k: Emitter, function: Map2, x: Blocked | NC, y: Blocked | NC, dy: Blocked | NC, dx: Blocked | NC
 ) -> None:
     """dx = dy * function(x, y)."""
     _each(k, (x, y, dy, dx), lambda a, b, c, d: k.store(k.multiply(k.load(c), function(k, k.load(a), k.load(b))), d))
 
 
-def _apply_rows(k: Emitter, function: Map, x: Matrix, y: Matrix) -> None:
+def _apply_rows(k: Emitter, function: Map, x: NC, y: NC) -> None:
     whole = x.size // k.lanes
     inside = ir.Constant(ir.VectorType(BIT, k.lanes), [BIT(i < x.size % k.lanes) for i in range(k.lanes)])
     with k.loop(k.count) as n:
@@ -84,7 +84,7 @@ def _apply_rows(k: Emitter, function: Map, x: Matrix, y: Matrix) -> None:
 
 def _each(k: Emitter, arrays: tuple, body: Callable) -> None:
     """Call the body with the address of every vector of arrays of the same shape."""
-    if isinstance(arrays[0], Matrix):
+    if isinstance(arrays[0], NC):
         with k.loop(k.count) as n, k.loop(arrays[0].width // k.lanes) as i:
             body(*(a.row(k, n).at(i, k.lanes) for a in arrays))
         return
@@ -93,7 +93,7 @@ def _each(k: Emitter, arrays: tuple, body: Callable) -> None:
         body(*(a.pixel(k, g, p, q).at(c, a.lanes) for a in arrays))
 
 
-def rectify_gradient(k: Emitter, y: Matrix, dy: Matrix) -> None:
+def rectify_gradient(k: Emitter, y: NC, dy: NC) -> None:
     """dy = 0 wherever ReLU gave 0, in place."""
     with k.loop(k.count) as n, k.loop(y.width // k.lanes) as v:
         at = dy.row(k, n).at(v, k.lanes)

@@ -6,13 +6,13 @@ import numpy as np
 from llvmlite import ir
 
 from cnnexp.backends.simd.compiler.emit import BYTE, FLOAT, INDEX, INT, Emitter, Pointer
-from cnnexp.backends.simd.layouts import Grid, Matrix
+from cnnexp.backends.simd.layouts import NC, Blocked
 from cnnexp.network import Shape
 
 BYTE_SCALE = float(np.float32(1) / np.float32(255))
 
 
-def gather_lanes(k: Emitter, y: Grid, pixel: ir.Type) -> None:
+def gather_lanes(k: Emitter, y: Blocked, pixel: ir.Type) -> None:
     """Copy images (uint8 / 255 or float32), picked by an order, into lanes.
 
     Buffers: images (N * H * W * C,), order int64, arena. Lanes past the last image hold that image again, so that they
@@ -43,7 +43,7 @@ def gather_lanes(k: Emitter, y: Grid, pixel: ir.Type) -> None:
                     k.store(value, target.at(i, k.lanes))
 
 
-def gather_rows(k: Emitter, y: Matrix, shape: Shape, first: int, stride: int, pixel: ir.Type) -> None:
+def gather_rows(k: Emitter, y: NC, shape: Shape, first: int, stride: int, pixel: ir.Type) -> None:
     """Copy images, picked by an order, into rows; buffers as `gather_lanes`.
 
     Args:

@@ -9,7 +9,7 @@ from typing import ClassVar, Generic, TypeVar
 from cnnexp.backends.parts import Part
 from cnnexp.backends.simd.algorithms.cost import Work
 from cnnexp.backends.simd.compiler.emit import Emitter, Kernels, Target
-from cnnexp.backends.simd.layouts import Grid, Image, Layout, Matrix, Ring
+from cnnexp.backends.simd.layouts import NC, NHWC, Blocked, Halo, Layout
 from cnnexp.network import (
     PoolStage,
     ReLU,
@@ -17,7 +17,7 @@ from cnnexp.network import (
 )
 from cnnexp.optimizers import Optimizer
 
-Tensor = Grid | Matrix | Image
+Tensor = Blocked | NC | NHWC
 
 
 X = TypeVar("X", bound=Tensor)
@@ -75,13 +75,13 @@ class Node(Generic[X, Y]):
     dx: X | None = None
     input_rectified = False
     dy_rectified = False
-    way: ClassVar[str]
+    algorithm: ClassVar[str]
     """The algorithm, as `backend.explain=true` prints it; its file has the same name."""
     spans: ClassVar[int] = 1
     """How many sections it computes."""
-    wants: type[Tensor] | None = None
-    """The layout of the input, `Grid`, `Matrix` or `Image`; None for either, and the output is of the same."""
-    makes: type[Tensor] | None = None
+    input_layout: type[Tensor] | None = None
+    """The layout of the input, `Blocked`, `NC` or `NHWC`; None for either, and the output is of the same."""
+    output_layout: type[Tensor] | None = None
     """The layout of the output."""
     trains: ClassVar[bool] = False
     """Whether it has parameters."""
@@ -122,7 +122,7 @@ class Node(Generic[X, Y]):
         """Whether the CPU's registers hold it."""
         return True
 
-    def may_follow(self, before: Ring | None, needs_dx: bool) -> bool:
+    def may_follow(self, before: Halo | None, needs_dx: bool) -> bool:
         """Whether it can come after a node.
 
         Args:
@@ -138,13 +138,13 @@ class Node(Generic[X, Y]):
         """
         raise NotImplementedError
 
-    def input_ring(self) -> Ring:
+    def input_halo(self) -> Halo:
         """Return the room that its input needs around it."""
-        return Ring()
+        return Halo()
 
-    def gradient_ring(self, needs_dx: bool) -> Ring:
+    def gradient_halo(self, needs_dx: bool) -> Halo:
         """Return the room around dy that it needs."""
-        return Ring()
+        return Halo()
 
     def prepare(self, plan: Layout) -> None:
         """Allocate what else it needs, once x, y, dy, dx are known."""
@@ -156,7 +156,7 @@ class Node(Generic[X, Y]):
         raise NotImplementedError
 
     def owned_gradients(self, plan: Layout) -> Kernels:
-        """Return what adds to the gradients of weights that threads own; `Plan` tells when."""
+        """Return what adds to the gradients of weights that threads own; `Plan` says when."""
         return []
 
     def owned_updates(self, plan: Layout) -> list[tuple[str, Callable[[Emitter, Optimizer], None]]]:

@@ -12,16 +12,16 @@ from cnnexp.backends.simd.algorithms.cost import Work, passes
 from cnnexp.backends.simd.algorithms.elementwise import apply, same
 from cnnexp.backends.simd.algorithms.node import Node, Section
 from cnnexp.backends.simd.compiler.emit import INDEX, INT, Emitter, Kernels, Pointer, Target
-from cnnexp.backends.simd.layouts import Grid, Layout, Ring
+from cnnexp.backends.simd.layouts import Blocked, Halo, Layout
 from cnnexp.network import MaxPool2d, PoolStage
 
 
-class Pool(Node[Grid, Grid]):
+class Pool(Node[Blocked, Blocked]):
     """MaxPool2d or AvgPool2d where no convolution takes it in."""
 
-    wants = makes = Grid
+    input_layout = output_layout = Blocked
 
-    way = "pool"
+    algorithm = "pool"
 
     @classmethod
     def of(cls, sections: Sequence[Section], first: bool) -> Pool | None:
@@ -38,17 +38,17 @@ class Pool(Node[Grid, Grid]):
         kept = passes(math.prod(self.stage.input_shape), 3, target)
         return {"forward": each, "backward": Work(0.0, each.cycles + kept.cycles)}
 
-    def input_ring(self) -> Ring:
-        return Ring(*self.stage.window.pads, value=-math.inf if self.largest else 0.0)
+    def input_halo(self) -> Halo:
+        return Halo(*self.stage.window.pads, value=-math.inf if self.largest else 0.0)
 
     def prepare(self, plan: Layout) -> None:
         if self.largest:
-            self.argmax = plan.arena.grid(self.shape)
+            self.argmax = plan.arena.blocked(self.shape)
         else:
             self.shares = plan.arena.constants((1 / self._inside()).astype(np.float32))
         if self.dx:
-            ring = self.input_ring()
-            self.spread = plan.arena.grid(self.dx.shape, Ring(ring.top, ring.left, ring.bottom, ring.right))
+            halo = self.input_halo()
+            self.spread = plan.arena.blocked(self.dx.shape, Halo(halo.top, halo.left, halo.bottom, halo.right))
 
     def _inside(self) -> np.ndarray:
         """Return how many pixels of each window lie inside the image, (U, V)."""
@@ -80,8 +80,8 @@ class Pool(Node[Grid, Grid]):
         return [("backward", run)]
 
 
-def max_pool(k: Emitter, x: Grid, size: int, stride: int, y: Grid, argmax: Grid) -> None:
-    """y = the largest of each window, argmax = its place, a 32-bit integer; x's ring holds -inf, so it never wins."""
+def max_pool(k: Emitter, x: Blocked, size: int, stride: int, y: Blocked, argmax: Blocked) -> None:
+    """y = the largest of each window, argmax = its place, a 32-bit integer; x's halo holds -inf, so it never wins."""
     rows, columns, channels = y.shape
     with k.loop(k.groups(k.lanes)) as g, k.loop(rows) as u, k.loop(columns) as v, k.loop(channels) as c:
         corner = x.stored(k, g).at(u, stride * x.row).at(v, stride * x.column).at(c, x.lanes)
@@ -96,8 +96,8 @@ def max_pool(k: Emitter, x: Grid, size: int, stride: int, y: Grid, argmax: Grid)
         k.store(k.as_floats(where.get()), argmax.pixel(k, g, u, v).at(c, argmax.lanes))
 
 
-def max_pool_backward(k: Emitter, argmax: Grid, dy: Grid, size: int, stride: int, dx: Grid) -> None:
-    """dx = dy added at each window's argmax. dx has the ring that x has; what lands in it is not used."""
+def max_pool_backward(k: Emitter, argmax: Blocked, dy: Blocked, size: int, stride: int, dx: Blocked) -> None:
+    """dx = dy added at each window's argmax. dx has the halo that x has; what lands in it is not used."""
     _clear(k, dx)
     rows, columns, channels = dy.shape
     with k.loop(k.groups(k.lanes)) as g, k.loop(rows) as u, k.loop(columns) as v, k.loop(channels) as c:
@@ -111,7 +111,7 @@ def max_pool_backward(k: Emitter, argmax: Grid, dy: Grid, size: int, stride: int
             k.store(k.add(k.load(at), k.select(here, value, k.zero())), at)
 
 
-def avg_pool(k: Emitter, x: Grid, size: int, stride: int, shares: Pointer, y: Grid) -> None:
+def avg_pool(k: Emitter, x: Blocked, size: int, stride: int, shares: Pointer, y: Blocked) -> None:
     """y = the mean of each window's pixels inside the image; `shares` (U, V) holds 1 / their number."""
     rows, columns, channels = y.shape
     with k.loop(k.groups(k.lanes)) as g, k.loop(rows) as u, k.loop(columns) as v:
@@ -124,8 +124,8 @@ def avg_pool(k: Emitter, x: Grid, size: int, stride: int, shares: Pointer, y: Gr
             k.store(k.multiply(total.get(), share), y.pixel(k, g, u, v).at(c, y.lanes))
 
 
-def avg_pool_backward(k: Emitter, dy: Grid, size: int, stride: int, shares: Pointer, dx: Grid) -> None:
-    """dx = each window's share of dy, added up; dx has the ring that x has."""
+def avg_pool_backward(k: Emitter, dy: Blocked, size: int, stride: int, shares: Pointer, dx: Blocked) -> None:
+    """dx = each window's share of dy, added up; dx has the halo that x has."""
     _clear(k, dx)
     rows, columns, channels = dy.shape
     with k.loop(k.groups(k.lanes)) as g, k.loop(rows) as u, k.loop(columns) as v:
@@ -138,7 +138,7 @@ def avg_pool_backward(k: Emitter, dy: Grid, size: int, stride: int, shares: Poin
                 k.store(k.add(k.load(at), value), at)
 
 
-def _clear(k: Emitter, x: Grid) -> None:
+def _clear(k: Emitter, x: Blocked) -> None:
     with k.loop(k.groups(k.lanes)) as g, k.loop(x.group // x.lanes) as i:
         k.store(k.zero(), x.stored(k, g).at(i, x.lanes))
 

@@ -1,4 +1,4 @@
-"""Matrix products on packed weights, the one kernel behind linear layers and convolutions with channels in the lanes.
+"""NC products on packed weights, the one kernel behind linear layers and convolutions with channels in the lanes.
 
 y[m, f] = sum over r of x[m, r] * w[r, f]. The outputs f lie in the lanes. A register tile holds `height` rows of y
 times `width` vectors of outputs; for each r it loads `width` vectors of weights, and broadcasts one x to each row's
@@ -25,7 +25,7 @@ LATENCY = 8
 
 
 def chunks(total: int, most: int) -> list[tuple[int, int, int]]:
-    """Split `total` into runs of equal chunks of at most `most`: (first, size of a chunk, number of chunks)."""
+    """LoadedSplit `total` into runs of equal chunks of at most `most`: (first, size of a chunk, number of chunks)."""
     size = -(-total // -(-total // most))
     whole = total // size
     rest = total - whole * size
@@ -154,26 +154,26 @@ class Steps:
 
     Attributes:
         x: floats of x from run to run, and from step to step. w: likewise of w.
-        apart: floats from vector to vector of w; None for a vector's.
+        vector_stride: floats from vector to vector of w; None for a vector's.
     """
 
     rows: int
     run: int | ir.Value
     x: tuple[int, int]
     w: tuple[int, int]
-    apart: int | None = None
+    vector_stride: int | None = None
 
 
 def add_products(
     k: Emitter, totals: list[list[Variable]], x: Pointer, places: list[int], w: Pointer, steps: Steps, valid: list[int]
 ) -> None:
     """totals[m][v] += the sum over the steps of x at places[m] times the `valid[v]` first lanes of vector v of w."""
-    apart = steps.apart or k.lanes
+    vector_stride = steps.vector_stride or k.lanes
     with k.loop(steps.rows) as i:
         source, weights = x.at(i, steps.x[0]), w.at(i, steps.w[0])
         with k.loop(steps.run) as r:
             here, there = source.at(r, steps.x[1]), weights.at(r, steps.w[1])
-            row = [k.load_part(there + v * apart, lanes) for v, lanes in enumerate(valid)]
+            row = [k.load_part(there + v * vector_stride, lanes) for v, lanes in enumerate(valid)]
             for place, sums in zip(places, totals, strict=True):
                 value = k.splat(here + place)
                 for total, weight in zip(sums, row, strict=True):

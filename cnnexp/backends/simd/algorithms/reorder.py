@@ -11,21 +11,21 @@ from cnnexp.backends.simd.algorithms.cost import Work, passes, transposition
 from cnnexp.backends.simd.algorithms.elementwise import apply, same
 from cnnexp.backends.simd.algorithms.node import Node
 from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Kernels, Pointer, Target
-from cnnexp.backends.simd.layouts import Grid, Image, Layout, Matrix
+from cnnexp.backends.simd.layouts import NC, NHWC, Blocked, Layout
 
 
-class ToRows(Node[Grid, Matrix]):
+class ToRows(Node[Blocked, NC]):
     """Changes layout, from lanes to rows."""
 
-    wants, makes = Grid, Matrix
-    way = "reorder"
+    input_layout, output_layout = Blocked, NC
+    algorithm = "reorder"
 
     def work(self, target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
         return _change_work(math.prod(self.shape), target)
 
     def prepare(self, plan: Layout) -> None:
         if self.dx:
-            self.dense = self.dx if self.dx.dense else plan.arena.grid(self.dx.shape)
+            self.dense = self.dx if self.dx.dense else plan.arena.blocked(self.dx.shape)
 
     def forward(self, plan: Layout) -> Kernels:
         return [("forward", lambda k: to_rows(k, self.x, self.y))]
@@ -38,11 +38,11 @@ class ToRows(Node[Grid, Matrix]):
         return kernels
 
 
-class ToImages(Node[Grid, Image]):
+class ToImages(Node[Blocked, NHWC]):
     """Changes layout, from lanes to images in rows."""
 
-    wants, makes = Grid, Image
-    way = "reorder"
+    input_layout, output_layout = Blocked, NHWC
+    algorithm = "reorder"
 
     def work(self, target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
         return _change_work(math.prod(self.shape), target)
@@ -54,11 +54,11 @@ class ToImages(Node[Grid, Image]):
         return [("backward", lambda k: from_image(k, self.dy, self.needed_dx))]
 
 
-class ToLanes(Node[Image, Grid]):
+class ToLanes(Node[NHWC, Blocked]):
     """Changes layout, from images in rows to lanes."""
 
-    wants, makes = Image, Grid
-    way = "reorder"
+    input_layout, output_layout = NHWC, Blocked
+    algorithm = "reorder"
 
     def work(self, target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
         return _change_work(math.prod(self.shape), target)
@@ -75,33 +75,33 @@ def _change_work(floats: int, target: Target) -> dict[str, Work]:
     return {"forward": turned, "backward": turned, "copy": passes(floats, 1, target)}
 
 
-def to_rows(k: Emitter, x: Grid, y: Matrix) -> None:
-    """y[n] = x's values of image n in row, column, channel order; x has no ring."""
+def to_rows(k: Emitter, x: Blocked, y: NC) -> None:
+    """y[n] = x's values of image n in row, column, channel order; x has no halo."""
     with k.loop(k.groups(k.lanes)) as g:
         rows = y.row(k, k.builder.mul(g, INDEX(k.lanes)))
         group_to_rows(k, x.image(k, g), rows, y.size, y.stride)
 
 
-def to_image(k: Emitter, x: Grid, y: Image) -> None:
-    """y = x's values of every image; its ring stays as it is."""
+def to_image(k: Emitter, x: Blocked, y: NHWC) -> None:
+    """y = x's values of every image; its halo stays as it is."""
     height, width, channels = y.shape
     with k.loop(k.groups(k.lanes)) as g, k.loop(height) as p:
         target = y.pixel(k, k.builder.mul(g, INDEX(k.lanes)), p, INDEX(0))
-        if x.ring.step == 1:
+        if x.halo.step == 1:
             _row_to_images(k, x.pixel(k, g, p, INDEX(0)), target, width * channels, y.stride)
         else:
             with k.loop(width) as q:
                 _row_to_images(k, x.pixel(k, g, p, q), target.at(q, y.column), channels, y.stride)
 
 
-def from_image(k: Emitter, x: Image, y: Grid) -> None:
+def from_image(k: Emitter, x: NHWC, y: Blocked) -> None:
     """The inverse of `to_image`; lanes past the last image get 0."""
     height, width, channels = x.shape
     with k.loop(k.groups(k.lanes)) as g, k.loop(height) as p:
         first = k.builder.mul(g, INDEX(k.lanes))
         images = k.builder.sub(k.count, first)
         source = x.pixel(k, first, p, INDEX(0))
-        if y.ring.step == 1:
+        if y.halo.step == 1:
             group_to_lanes(k, source, y.pixel(k, g, p, INDEX(0)), width * channels, x.stride, images)
         else:
             with k.loop(width) as q:
@@ -120,7 +120,7 @@ def _row_to_images(k: Emitter, source: Pointer, target: Pointer, size: int, stri
     _each_block(k, size, block)
 
 
-def to_lanes(k: Emitter, x: Matrix, y: Grid) -> None:
+def to_lanes(k: Emitter, x: NC, y: Blocked) -> None:
     """The inverse of `to_rows`; lanes past the last image get 0."""
     with k.loop(k.groups(k.lanes)) as g:
         first = k.builder.mul(g, INDEX(k.lanes))

@@ -11,7 +11,7 @@ from cnnexp.backends.simd.layouts import LINE_FLOATS
 from cnnexp.optimizers import Optimizer
 
 
-class Step:
+class OptimizerStep:
     """One step of an optimizer on vectors of parameters.
 
     Args:
@@ -38,7 +38,7 @@ def update(k: Emitter, optimizer: Optimizer) -> None:
     Buffers: parameters, gradients, the two slots, and (rate, c0, c1).
     """
     parameters, gradients, *slots, numbers = k.buffers
-    step = Step(k, optimizer, numbers)
+    step = OptimizerStep(k, optimizer, numbers)
     with k.loop(k.groups(k.lanes)) as i:
         gradient = gradients.at(i, k.lanes)
         step.take([buffer.at(i, k.lanes) for buffer in (parameters, *slots)], k.load(gradient))

@@ -33,16 +33,16 @@ class Target:
         lanes: floats per vector, a power of 2 >= 4.
         registers: vector registers, which bound the register tiles.
         features: those of the CPU that `intrinsics.NEEDS` speaks of, sorted.
-        second_cache: bytes of the larger cache that a core has to itself. first_cache: of the smaller, faster one.
-        forced: (layer, way) where a layer is not to be computed in the way that costs least; see `ways`.
+        l2_bytes, l1_bytes: of the caches that a core has to itself.
+        forced: (layer, algorithm) where a layer is not to be computed by the one that costs least; see `planner`.
         clocks: whether kernels read the clock, for a profile: see `clocks`.
     """
 
     lanes: int
     registers: int
     features: tuple[str, ...] = ()
-    second_cache: int = 2 << 20
-    first_cache: int = 32 << 10
+    l2_bytes: int = 2 << 20
+    l1_bytes: int = 32 << 10
     forced: tuple[tuple[str, str], ...] = ()
     clocks: bool = False
 

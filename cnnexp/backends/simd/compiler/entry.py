@@ -29,7 +29,7 @@ ARGUMENTS: dict[str, Array | None] = {
     "mode": None,
     "bytes_": Array("uint8"),
     "floats": Array("float32"),
-    "taint": Array("float32"),
+    "nan_mask": Array("float32"),
     "labels": Array("int32"),
     "order": Array("int64"),
     "batch": None,

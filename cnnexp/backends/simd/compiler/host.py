@@ -40,7 +40,7 @@ def target_of(triple: str, listed: str) -> Target:
 
 @functools.cache
 def cache_bytes(level: int, folder: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
-    """Return the bytes of a core's first or second data cache as Linux or the C library tells, else a usual size."""
+    """Return the bytes of a core's L1 or L2 data cache as Linux or the C library states, else a usual size."""
     for index in sorted(folder.glob("index*")):
         with contextlib.suppress(OSError, ValueError):
             found, kind, size = ((index / name).read_text().strip() for name in ("level", "type", "size"))

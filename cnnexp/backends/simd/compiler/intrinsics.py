@@ -1,7 +1,7 @@
 """Every LLVM intrinsic in use, and the feature of the CPU that it needs: the one list, and the one place that calls.
 
 An intrinsic without its instruction ends the process, by an assertion inside LLVM or by a call to nowhere, and no
-exception tells of it. So kernels ask what the target has, and emit plain instructions where it has not got it. LLVM's
+exception says so. So kernels ask what the target has, and emit plain instructions where it has not got it. LLVM's
 `experimental` intrinsics have no place here: whether a version expands them on a CPU without the instruction is luck.
 """
 

@@ -16,7 +16,7 @@ from cnnexp.backends.simd.compiler.entry import APPLY, ARGUMENTS, GRADIENTS, LIN
 from cnnexp.backends.simd.compiler.native import Function, MachineCode
 from cnnexp.backends.simd.layouts import aligned_zeros, round_up
 from cnnexp.backends.simd.lowering import Plan
-from cnnexp.backends.simd.runtime.compile_in_subprocess import Described, compile_program
+from cnnexp.backends.simd.runtime.compilation import Described, compile_program
 from cnnexp.backends.simd.runtime.crew import Crew
 from cnnexp.backends.simd.runtime.team import Team
 from cnnexp.errors import CheckpointError, DataError
@@ -27,8 +27,8 @@ from cnnexp.optimizers import Optimizer
 LARGEST_ARENA = 24 << 20
 """Bytes of activations per thread past which no tile grows: with 40 MB the largest networks gained 2 % at most."""
 
-THIRD_CACHE = 4 << 20
-"""Bytes of the third cache that are a core's when all cores work, 1.4 to 4 MB on servers; no file tells of how many."""
+L3_SHARE_BYTES = 4 << 20
+"""Bytes of L3 that are a core's when all cores work, 1.4 to 4 MB on servers; no file says of how many."""
 
 SMALL_SHARE = 0.15
 """Part of the multiply-adds a CPU can do that the smallest networks reach: 784-30-10 and less, measured."""
@@ -46,25 +46,25 @@ NO_SCORES = np.empty((0, 0), np.float32)
 
 
 @dataclass(frozen=True)
-class Split:
+class LoadedSplit:
     """A loaded split, flat.
 
     Attributes:
         bytes_, floats: the images, uint8 or float32; the other is empty.
-        taint: float32 (N,), NaN where an image holds one, else 0: a maximum may lose a NaN on the way to the loss.
+        nan_mask: float32 (N,), NaN where an image holds one, else 0: a maximum may lose a NaN on the way to the loss.
         labels: int32 (N,).
     """
 
     bytes_: np.ndarray
     floats: np.ndarray
-    taint: np.ndarray
+    nan_mask: np.ndarray
     labels: np.ndarray
 
     def __len__(self) -> int:
         return len(self.labels)
 
 
-class SimdProgram(Program[Split]):
+class SimdProgram(Program[LoadedSplit]):
     """A `Program` (see `protocol`): one compiled function that all threads run together.
 
     Args:
@@ -101,22 +101,22 @@ class SimdProgram(Program[Split]):
         """Return what was chosen for every kernel of a training step, in order."""
         return self._rows
 
-    def load(self, images: np.ndarray, labels: np.ndarray) -> Split:
+    def load(self, images: np.ndarray, labels: np.ndarray) -> LoadedSplit:
         count, none = len(images), np.empty(0, np.float32)
         labels = np.ascontiguousarray(labels, np.int32)
         classes = max(2, self._outputs)
         if count and not (labels.min() >= 0 and labels.max() < classes):
             raise DataError(
-                f"labels {labels.min()} to {labels.max()}: the network tells {classes} classes apart, from 0"
+                f"labels {labels.min()} to {labels.max()}: the network distinguishes {classes} classes, from 0"
             )
         if images.dtype == np.uint8:
             flat = np.ascontiguousarray(images).reshape(-1)
-            return Split(flat, none, np.zeros(count, np.float32), labels)
+            return LoadedSplit(flat, none, np.zeros(count, np.float32), labels)
         flat = np.ascontiguousarray(images, np.float32).reshape(-1)
         missing = np.isnan(flat.reshape(count, -1)).any(axis=1)
-        return Split(np.empty(0, np.uint8), flat, np.where(missing, np.float32(np.nan), np.float32(0)), labels)
+        return LoadedSplit(np.empty(0, np.uint8), flat, np.where(missing, np.float32(np.nan), np.float32(0)), labels)
 
-    def train(self, handle: Split, order: np.ndarray, rate: float) -> Totals:
+    def train(self, handle: LoadedSplit, order: np.ndarray, rate: float) -> Totals:
         order = _indices(order, handle)
         totals, start = Totals(0.0, 0, 0), 0
         while start < len(order):
@@ -128,7 +128,7 @@ class SimdProgram(Program[Split]):
             start += len(part)
         return totals
 
-    def gradients(self, handle: Split, indices: np.ndarray) -> tuple[Totals, np.ndarray]:
+    def gradients(self, handle: LoadedSplit, indices: np.ndarray) -> tuple[Totals, np.ndarray]:
         indices = _indices(indices, handle)
         totals = self._run(GRADIENTS, handle, indices, len(indices))
         gradient = self._gradients[0].copy()
@@ -141,7 +141,7 @@ class SimdProgram(Program[Split]):
         self._layout.pack(gradient, self._gradients[0])
         self._run(APPLY, _NO_SPLIT, np.empty(0, np.int64), self.batch_size, rate)
 
-    def predict(self, handle: Split) -> np.ndarray:
+    def predict(self, handle: LoadedSplit) -> np.ndarray:
         scores = np.empty((len(handle), self._outputs), np.float32)
         order, rows = np.arange(len(handle), dtype=np.int64), 4096
         for start in range(0, len(handle), rows):
@@ -183,14 +183,14 @@ class SimdProgram(Program[Split]):
     def _run(
         self,
         mode: int,
-        split: Split,
+        split: LoadedSplit,
         order: np.ndarray,
         batch: int,
         rate: float = 0.0,
         scores: np.ndarray = NO_SCORES,
         threads: int | None = None,
     ) -> Totals:
-        """Have threads, those that work now if not told how many, do one call of the compiled function."""
+        """Have threads, those that work now unless a number is given, do one call of the compiled function."""
         crew = threads or self._crew.size
         steps = max(1, -(-len(order) // batch))
         numbers = np.zeros((steps, 3), np.float32)
@@ -207,7 +207,7 @@ class SimdProgram(Program[Split]):
         began = time.perf_counter()
         self._team.run(
             lambda rank: self._work(
-                rank, crew, mode, split.bytes_, split.floats, split.taint, split.labels, order, batch,
+                rank, crew, mode, split.bytes_, split.floats, split.nan_mask, split.labels, order, batch,
                 self._parameters, self._slots, self._gradients, self._arenas, scores, self._totals, self._flags,
                 self._counts, numbers,
             ),
@@ -219,7 +219,7 @@ class SimdProgram(Program[Split]):
         return Totals(float(loss), int(hits), len(order))
 
     def _read_clocks(self, clocks: np.ndarray, began_s: float) -> None:
-        """Add up what a call of training steps took; the first and the last reading tell how long a tick is."""
+        """Add up what a call of training steps took; a tick's length follows from the first and the last reading."""
         self._ticks += clocks[:, 1:].sum(axis=0)
         ended = int(clocks[0, 0])
         if not self._readings:
@@ -243,7 +243,7 @@ def _function(described: Described) -> Function:
     return _ready[key]
 
 
-def _indices(order: np.ndarray, split: Split) -> np.ndarray:
+def _indices(order: np.ndarray, split: LoadedSplit) -> np.ndarray:
     """Return an order as compiled code takes it, which looks no further."""
     order = np.ascontiguousarray(order, np.int64)
     if len(order) and not (order.min() >= 0 and order.max() < len(split)):
@@ -251,7 +251,7 @@ def _indices(order: np.ndarray, split: Split) -> np.ndarray:
     return order
 
 
-_NO_SPLIT = Split(np.empty(0, np.uint8), np.empty(0, np.float32), np.empty(0, np.float32), np.empty(0, np.int32))
+_NO_SPLIT = LoadedSplit(np.empty(0, np.uint8), np.empty(0, np.float32), np.empty(0, np.float32), np.empty(0, np.int32))
 
 
 def paying_threads(network: Network, batch_size: int, target: Target, threads: int) -> int:
@@ -261,7 +261,7 @@ def paying_threads(network: Network, batch_size: int, target: Target, threads: i
     """
     macs = 3 * sum(stage.macs for stage in network.stages) * batch_size
     work = int(macs / (2 * target.lanes * SMALL_SHARE))
-    if 4 * network.parameter_count <= target.second_cache:
+    if 4 * network.parameter_count <= target.l2_bytes:
         threads = min(threads, batch_size)
     return max(1, min(threads, work // THREAD_CYCLES))
 
@@ -270,24 +270,24 @@ def make_plan(network: Network, target: Target, share: int) -> Plan:
     """Return the plan for `share` images per thread and step.
 
     Two vectors of images go through all layers at once, so that weights are read half as often as with one; measured
-    best on all of the papers' networks. More where the weights themselves leave the second cache. It is one where the
-    share is small, where two would take much memory, or where their activations would leave the second cache and
+    best on all of the papers' networks. More where the weights themselves leave L2. It is one where the
+    share is small, where two would take much memory, or where their activations would leave L2 and
     outweigh the weights, or push out what one leaves there, activations, weights and gradients; or where those of
-    one stay in a core's part of the third cache, those of more would not, and no size holds all of a share.
+    one stay in a core's part of L3, those of more would not, and no size holds all of a share.
     """
     plan = one = Plan(network, target, 1, share)
-    heavy = 4 * one.parameters.size > target.second_cache
+    heavy = 4 * one.parameters.size > target.l2_bytes
     sizes = (2, 4, 8) if heavy else (2,)
-    near = 4 * one.arena.size <= THIRD_CACHE and share > sizes[-1] * target.lanes
+    near = 4 * one.arena.size <= L3_SHARE_BYTES and share > sizes[-1] * target.lanes
     for groups in sizes:
         if share <= groups // 2 * target.lanes:
             break
         groups = min(groups, -(-share // target.lanes))
         more = Plan(network, target, groups, share)
-        pushed_out = 4 * (one.arena.size + 2 * one.parameters.size) > target.second_cache
+        pushed_out = 4 * (one.arena.size + 2 * one.parameters.size) > target.l2_bytes
         worth = pushed_out and one.arena.size <= WEIGHT_PASSES * one.parameters.size
-        fits = worth or 4 * more.arena.size <= target.second_cache
-        if not fits or 4 * more.arena.size > (THIRD_CACHE if near else LARGEST_ARENA):
+        fits = worth or 4 * more.arena.size <= target.l2_bytes
+        if not fits or 4 * more.arena.size > (L3_SHARE_BYTES if near else LARGEST_ARENA):
             break
         plan = more
     return plan

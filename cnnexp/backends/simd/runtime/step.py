@@ -31,7 +31,7 @@ from cnnexp.backends.simd.compiler.entry import APPLY, ARGUMENTS, GRADIENTS, PRE
 from cnnexp.backends.simd.compiler.host import host_target
 from cnnexp.backends.simd.compiler.intrinsics import LOAD_CONTROL, STORE_CONTROL, call
 from cnnexp.backends.simd.compiler.native import MachineCode
-from cnnexp.backends.simd.layouts import Matrix
+from cnnexp.backends.simd.layouts import NC
 from cnnexp.backends.simd.lowering import Plan
 from cnnexp.backends.simd.runtime.barrier import wait
 from cnnexp.network.losses import Loss
@@ -45,7 +45,7 @@ def make_work(plan: Plan, loss: Loss, optimizer: Optimizer, key: str) -> Dispatc
     """Return `work`, a dispatcher that is not compiled yet; `SIGNATURE` is its one signature.
 
     Args:
-        key: what tells its machine code from that of other programs.
+        key: what distinguishes its machine code from that of other programs.
     """
     compiled = _compiler(key)
     target, images = plan.target, plan.arena.images
@@ -56,7 +56,7 @@ def make_work(plan: Plan, loss: Loss, optimizer: Optimizer, key: str) -> Dispatc
     owned_gradients = compose("owned_gradients", target, plan.gradients)
     owned_updates = compose_six("owned_updates", target, plan.updates(optimizer))
     added, owned, clocked = plan.parameters.added, plan.parameters.owned, plan.clocks.on
-    fetches = 0 < 4 * owned <= target.second_cache // 2
+    fetches = 0 < 4 * owned <= target.l2_bytes // 2
     fetch = compose("fetch", target, [("owned", update.fetch)])
     start_clocks = on_arena(plan.clocks.starting)
     charge_gather, charge_loss, charge_wait, charge_update = (
@@ -73,8 +73,8 @@ def make_work(plan: Plan, loss: Loss, optimizer: Optimizer, key: str) -> Dispatc
                 scores[n, o] = arena[scores_at + n * stride + o]
 
     def work(
-        rank: int, crew: int, mode: int, bytes_: np.ndarray, floats: np.ndarray, taint: np.ndarray, labels: np.ndarray,
-        order: np.ndarray, batch: int, parameters: np.ndarray, slots: np.ndarray, gradients: np.ndarray,
+        rank: int, crew: int, mode: int, bytes_: np.ndarray, floats: np.ndarray, nan_mask: np.ndarray,
+        labels: np.ndarray, order: np.ndarray, batch: int, parameters: np.ndarray, slots: np.ndarray, gradients: np.ndarray,
         arenas: np.ndarray, scores: np.ndarray, totals: np.ndarray, flags: np.ndarray, counts: np.ndarray,
         numbers: np.ndarray,
     ) -> None:  # fmt: skip
@@ -82,20 +82,20 @@ def make_work(plan: Plan, loss: Loss, optimizer: Optimizer, key: str) -> Dispatc
 
         Args:
             rank: of this thread. crew: how many threads there are. mode: see `PREDICT`, ...
-            bytes_, floats: the images, flat, one of the two empty. taint: float32 (N,), NaN where an image has one.
+            bytes_, floats: the images, flat, one of the two empty. nan_mask: float32 (N,), NaN where an image has one.
             labels: int32 (N,). order: int64, the images to run. batch: images per step.
             parameters: (size,). slots: (2, size). gradients: (shares, size), zero before and after a step.
             arenas: (shares, ...). scores: (len(order), O), filled by `PREDICT`.
             totals: float64 (shares, LINE), added to: losses and hits. flags: int64 (shares * LINE,), for the barrier.
-            counts: int64 (shares, at least 2 + shares), room to tell `owned_updates` of shares and their images.
+            counts: int64 (shares, at least 2 + shares), room for what `owned_updates` knows of shares and images.
             numbers: float32 (steps, 3), the learning rate and the optimizer's constants, by step.
         """
         _flush_denormals()
         shares, count = gradients.shape[0], len(order)
         mine, next_ = shares * rank // crew, shares * (rank + 1) // crew
         size = added if mode == TRAIN else len(parameters)
-        told = counts[rank]
-        told[1] = shares
+        known = counts[rank]
+        known[1] = shares
         if clocked:
             for share in range(mine, next_):
                 start_clocks(arenas[share])
@@ -118,7 +118,7 @@ def make_work(plan: Plan, loss: Loss, optimizer: Optimizer, key: str) -> Dispatc
                         if mode == PREDICT:
                             copy_scores(arena, scores[at : at + len(tile)])
                         else:
-                            tile_loss(arena, taint, labels, tile, here, totals[share])
+                            tile_loss(arena, nan_mask, labels, tile, here, totals[share])
                             if clocked:
                                 charge_loss(arena)
                             backward(parameters, gradient, arena, len(tile))
@@ -137,10 +137,10 @@ def make_work(plan: Plan, loss: Loss, optimizer: Optimizer, key: str) -> Dispatc
                     if clocked:
                         charge_update(arena)
                     if mode == TRAIN:
-                        told[0] = share
+                        known[0] = share
                         for other in range(shares):
-                            told[2 + other] = here * (other + 1) // shares - here * other // shares
-                        owned_updates(parameters, slots[0], slots[1], numbers[step], arenas, told, 0)
+                            known[2 + other] = here * (other + 1) // shares - here * other // shares
+                        owned_updates(parameters, slots[0], slots[1], numbers[step], arenas, known, 0)
                 wait(flags, rank, crew)
                 if clocked:
                     for share in range(mine, next_):
@@ -161,7 +161,7 @@ def machine_code(plan: Plan, loss: Loss, optimizer: Optimizer, key: str) -> Mach
     """
     found = cpu_target.target_context.codegen().magic_tuple()
     if found != host():
-        raise RuntimeError(f"Numba compiles for {found}, the kernels are for {host()}; NUMBA_CPU_NAME tells both")
+        raise RuntimeError(f"Numba compiles for {found}, the kernels are for {host()}; NUMBA_CPU_NAME sets both")
     work = make_work(plan, loss, optimizer, key)
     work.compile(SIGNATURE)
     compiled = work.overloads[SIGNATURE.args]
@@ -195,22 +195,22 @@ def _compiler(key: str) -> Callable:
     return compiled
 
 
-def _tile_loss(loss: Loss, scores: Matrix, d_scores: Matrix, compiled: Callable) -> Callable:
+def _tile_loss(loss: Loss, scores: NC, d_scores: NC, compiled: Callable) -> Callable:
     """Return the loss of a tile, image by image."""
     outputs, stride, scores_at, d_scores_at = scores.size, scores.stride, scores.offset, d_scores.offset
     one, rule = np.float32(1), compiled(loss.rule(outputs, math.exp, math.log, math.log1p))
 
     @compiled
     def tile_loss(
-        arena: np.ndarray, taint: np.ndarray, labels: np.ndarray, order: np.ndarray, batch: int, totals: np.ndarray
+        arena: np.ndarray, nan_mask: np.ndarray, labels: np.ndarray, order: np.ndarray, batch: int, totals: np.ndarray
     ) -> None:
         scale = one / np.float32(batch)
         for n in range(len(order)):
             s = arena[scores_at + n * stride : scores_at + n * stride + outputs]
             d = arena[d_scores_at + n * stride : d_scores_at + n * stride + outputs]
             image = order[n]
-            value, hit = rule(s, labels[image], scale + taint[image], d)
-            totals[0] += value + taint[image]
+            value, hit = rule(s, labels[image], scale + nan_mask[image], d)
+            totals[0] += value + nan_mask[image]
             totals[1] += hit
 
     return tile_loss

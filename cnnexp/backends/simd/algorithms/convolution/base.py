@@ -12,10 +12,10 @@ from llvmlite import ir
 from cnnexp.backends.parts import BACKWARD, FOLLOWED, FORWARD
 from cnnexp.backends.simd.algorithms.node import Node, Section
 from cnnexp.backends.simd.compiler.emit import Emitter
-from cnnexp.backends.simd.layouts import Grid, Image, Ring
+from cnnexp.backends.simd.layouts import NHWC, Blocked, Halo
 from cnnexp.network import ConvStage, PoolStage
 
-Argmax = TypeVar("Argmax", Grid, Image)
+Argmax = TypeVar("Argmax", Blocked, NHWC)
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Windows(Generic[Argmax]):
         return k.builder.add(along, k.builder.mul(row, k.integers(down - self.size * right)))
 
 
-Pixels = TypeVar("Pixels", Grid, Image)
+Pixels = TypeVar("Pixels", Blocked, NHWC)
 
 
 class ConvolutionNode(Node[Pixels, Pixels]):
@@ -67,16 +67,16 @@ class ConvolutionNode(Node[Pixels, Pixels]):
         """Pixels of the convolution in each cell of the output."""
         return self.pool.window.size**2 if self.pool else 1
 
-    def may_follow(self, before: Ring | None, needs_dx: bool) -> bool:
+    def may_follow(self, before: Halo | None, needs_dx: bool) -> bool:
         return needs_dx or not self.argmax
 
-    def input_ring(self) -> Ring:
-        return Ring(*self.stage.window.pads)
+    def input_halo(self) -> Halo:
+        return Halo(*self.stage.window.pads)
 
-    def gradient_ring(self, needs_dx: bool) -> Ring:
-        return self._dense_ring() if needs_dx and not self.pool else Ring()
+    def gradient_halo(self, needs_dx: bool) -> Halo:
+        return self._dense_halo() if needs_dx and not self.pool else Halo()
 
-    def _dense_ring(self) -> Ring:
+    def _dense_halo(self) -> Halo:
         """Return the room around the gradient of the full convolution that the input's gradient needs."""
         raise NotImplementedError
 

@@ -27,22 +27,22 @@ from cnnexp.backends.simd.algorithms.cost import (
 )
 from cnnexp.backends.simd.algorithms.product import Panel, Panels, Steps, add_products, choose_tile, chunks, most_height
 from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Kernels, Pointer, Target
-from cnnexp.backends.simd.layouts import Image, Layout, Ring
+from cnnexp.backends.simd.layouts import NHWC, Halo, Layout
 
 CACHED_PART = (3, 4)
-"""Part of the first cache that x and d of a weight gradient's pieces may take."""
+"""Part of L1 that x and d of a weight gradient's pieces may take."""
 
 
 LEAST_TERMS = 48
 """Terms that a tile adds to its sums before they go back to memory, at least."""
 
 
-class Channels(ConvolutionNode[Image]):
+class Channels(ConvolutionNode[NHWC]):
     """Channels in lanes."""
 
-    wants = makes = Image
+    input_layout = output_layout = NHWC
     whole_vectors = False
-    way = "channels"
+    algorithm = "channels"
 
     def in_lanes(self, what: str, kernel: str) -> str:
         return "channels"
@@ -80,16 +80,16 @@ class Channels(ConvolutionNode[Image]):
         cells, finish = (self.shape[0], self.shape[1]), 2.5 + 3.0 * (self.window - 1)
         return product_sums(cells, self.window, layer.filters, layer.kernel**2 * channels, target, finish)
 
-    def _dense_ring(self) -> Ring:
+    def _dense_halo(self) -> Halo:
         stage, layer = self.stage, self.stage.layer
-        return gradient_ring(stage.input_shape, stage.output_shape, layer.kernel, layer.stride, stage.window.pads[:2])
+        return gradient_halo(stage.input_shape, stage.output_shape, layer.kernel, layer.stride, stage.window.pads[:2])
 
     def prepare(self, plan: Layout) -> None:
         self.prepare_forward(plan)
         stage, layer = self.stage, self.stage.layer
-        self.d, ring = self.dy, self._dense_ring() if self.dx else Ring()
-        if self.pool or self.dy.ring != ring:
-            self.d = plan.arena.image(stage.output_shape, ring)
+        self.d, halo = self.dy, self._dense_halo() if self.dx else Halo()
+        if self.pool or self.dy.halo != halo:
+            self.d = plan.arena.nhwc(stage.output_shape, halo)
         if self.dx:
             positive = self.x if self.input_rectified else None
             self.gradient = input_gradient_of(
@@ -104,7 +104,7 @@ class Channels(ConvolutionNode[Image]):
         counts = rows, columns
         if self.pool:
             size, vectors = self.pool.window.size, -(-layer.filters // target.lanes)
-            argmax = plan.arena.image((*counts, vectors * target.lanes // 4))
+            argmax = plan.arena.nhwc((*counts, vectors * target.lanes // 4))
             windows = Windows(size, self.pool.window.stride, argmax)
         width = panel_width(counts, windows.size if windows else 1, layer.filters, target)
         panels = Panels(layer.kernel**2 * channels, layer.filters, width, target.lanes)
@@ -156,18 +156,18 @@ class Sum:
         positive: an image of y's shape: y is 0 where it is not positive; None for y as it is.
     """
 
-    x: Image
+    x: NHWC
     origin: tuple[int, int]
     stride: int
     kernel: tuple[int, int]
-    y: Image
+    y: NHWC
     first: tuple[int, int]
     step: int
     counts: tuple[int, int]
     panels: Panels
     rectify: bool = False
-    windows: Windows[Image] | None = None
-    positive: Image | None = None
+    windows: Windows[NHWC] | None = None
+    positive: NHWC | None = None
 
 
 def panel_width(counts: tuple[int, int], window: int, filters: int, target: Target) -> int:
@@ -233,13 +233,13 @@ def finish(
         k.store_part(value, target + at, valid)
 
 
-def argmax_at(k: Emitter, windows: Windows[Image], n: ir.Value, u: ir.Value, v: ir.Value, vector: ir.Value) -> Pointer:
+def argmax_at(k: Emitter, windows: Windows[NHWC], n: ir.Value, u: ir.Value, v: ir.Value, vector: ir.Value) -> Pointer:
     """Return the address of the argmax of a vector of filters, in `windows`: an image of whole vectors of bytes."""
     return windows.argmax.pixel(k, n, u, v).at(vector, k.lanes // 4)
 
 
-def pieces(conv: Sum, d: Image, cache: int) -> tuple[int, int]:
-    """Return the images and the rows of d that a weight gradient goes over at once: what the first cache holds.
+def pieces(conv: Sum, d: NHWC, cache: int) -> tuple[int, int]:
+    """Return the images and the rows of d that a weight gradient goes over at once: what L1 holds.
 
     Fewer rows than give a tile `LEAST_TERMS` terms are not worth loading and storing its sums.
 
@@ -252,10 +252,10 @@ def pieces(conv: Sum, d: Image, cache: int) -> tuple[int, int]:
     return (max(1, held // (4 * (conv.x.stride + d.stride))), rows) if most >= rows else (1, most)
 
 
-def conv2d_backward_weights(k: Emitter, conv: Sum, d: Image, dw: Pointer, db: Pointer | None) -> None:
+def conv2d_backward_weights(k: Emitter, conv: Sum, d: NHWC, dw: Pointer, db: Pointer | None) -> None:
     """dw[r, f] += sum over pixels of x * d, packed as the weights; db likewise.
 
-    By pieces of x and d that stay in the first cache while all tiles of dw go over them.
+    By pieces of x and d that stay in L1 while all tiles of dw go over them.
 
     Args:
         conv: the forward geometry; its y is not used. d: gradient of the convolution's output (P, Q, F).
@@ -263,7 +263,7 @@ def conv2d_backward_weights(k: Emitter, conv: Sum, d: Image, dw: Pointer, db: Po
     x, panels = conv.x, conv.panels
     rows, columns, _ = d.shape
     run = conv.kernel[1] * x.shape[2]
-    block, most_rows = pieces(conv, d, k.target.first_cache)
+    block, most_rows = pieces(conv, d, k.target.l1_bytes)
     with k.loop(k.groups(block)) as g:
         first = k.builder.mul(g, INDEX(block))
         last = k.builder.add(first, INDEX(block))
@@ -290,7 +290,7 @@ def conv2d_backward_weights(k: Emitter, conv: Sum, d: Image, dw: Pointer, db: Po
         conv2d_backward_bias(k, panels, d, db)
 
 
-def conv2d_backward_bias(k: Emitter, panels: Panels, d: Image, db: Pointer) -> None:
+def conv2d_backward_bias(k: Emitter, panels: Panels, d: NHWC, db: Pointer) -> None:
     """db += the sum of d over pixels."""
     rows, columns, _ = d.shape
     for panel in panels.each(k):
@@ -313,7 +313,7 @@ class Phase:
     Attributes:
         first, count: the first of them, and how many.
         taps: those that see them, in the order in which the outputs that they belong to lie.
-        start: the output that the first pixel's first tap belongs to; negative ones lie in the ring.
+        start: the output that the first pixel's first tap belongs to; negative ones lie in the halo.
     """
 
     first: int
@@ -332,9 +332,9 @@ def phases(size: int, kernel: int, stride: int, pad: int) -> list[Phase]:
     return found
 
 
-def gradient_ring(
+def gradient_halo(
     input_shape: tuple[int, ...], output_shape: tuple[int, ...], kernel: int, stride: int, pads: tuple[int, int]
-) -> Ring:
+) -> Halo:
     """Return the room around the output's gradient that the input's gradient reads."""
     sides = []
     for size, count, pad in zip(input_shape, output_shape, pads, strict=False):
@@ -343,7 +343,7 @@ def gradient_ring(
         after = max(p.start + p.count - 1 + len(p.taps) - count for p in reached)
         sides.append((max(0, before), max(0, after)))
     (top, bottom), (left, right) = sides
-    return Ring(top, left, bottom, right)
+    return Halo(top, left, bottom, right)
 
 
 @dataclass(frozen=True)
@@ -360,12 +360,12 @@ class InputGradient:
 
 
 def input_gradient_of(
-    d: Image,
-    dx: Image,
+    d: NHWC,
+    dx: NHWC,
     kernel: int,
     stride: int,
     pads: tuple[int, int],
-    positive: Image | None,
+    positive: NHWC | None,
     target: Target,
 ) -> InputGradient:
     """Return the geometry of dx from d."""
@@ -377,7 +377,7 @@ def input_gradient_of(
             panels = Panels(
                 taps[0] * taps[1] * filters, channels, panel_width(counts, 1, channels, target), target.lanes
             )
-            origin, first = (d.ring.top + rows.start, d.ring.left + columns.start), (rows.first, columns.first)
+            origin, first = (d.halo.top + rows.start, d.halo.left + columns.start), (rows.first, columns.first)
             conv = Sum(d, origin, 1, taps, dx, first, stride, counts, panels, positive=positive)
             parts.append((rows, columns, conv, size))
             size += panels.size
@@ -441,7 +441,7 @@ def _clear(k: Emitter, conv: Sum) -> None:
         k.store_part(k.zero(), place + filters // k.lanes * k.lanes, filters % k.lanes)
 
 
-def _pixel(k: Emitter, conv: Sum, n: ir.Value, u: ir.Value, v: ir.Value, image: Image | None = None) -> Pointer:
+def _pixel(k: Emitter, conv: Sum, n: ir.Value, u: ir.Value, v: ir.Value, image: NHWC | None = None) -> Pointer:
     """Return the address of the pixel (u, v) that a sum writes, or of the same pixel of another image."""
     row, column = (
         k.builder.add(k.builder.mul(i, INDEX(conv.step)), INDEX(first))
@@ -450,7 +450,7 @@ def _pixel(k: Emitter, conv: Sum, n: ir.Value, u: ir.Value, v: ir.Value, image: 
     return (image or conv.y).pixel(k, n, row, column)
 
 
-def unpool(k: Emitter, windows: Windows[Image], y: Image, dy: Image, d: Image, rectified: bool) -> None:
+def unpool(k: Emitter, windows: Windows[NHWC], y: NHWC, dy: NHWC, d: NHWC, rectified: bool) -> None:
     """d = dy at each window's argmax, else 0, and 0 wherever ReLU gave 0. Pixels in no window keep their zero."""
     rows, columns, filters = y.shape
     last = filters % k.lanes
@@ -473,7 +473,7 @@ def unpool(k: Emitter, windows: Windows[Image], y: Image, dy: Image, d: Image, r
             vector(INDEX(filters // k.lanes), last)
 
 
-def copy_gradient(k: Emitter, y: Image | None, dy: Image, d: Image) -> None:
+def copy_gradient(k: Emitter, y: NHWC | None, dy: NHWC, d: NHWC) -> None:
     """d = dy, 0 wherever ReLU gave y = 0; d may be dy."""
     rows, columns, filters = dy.shape
     run = columns * filters

@@ -3,10 +3,10 @@
 Of a window's outputs only the largest has a gradient, so weight and input gradients cost one over window's size. As in
 `conv_sparse` an *event* is a pooled cell of a filter whose gradient g is not zero, and at its patch, K runs of K * C
 floats, dw += g * x and dx += g * w. Here a filter's weights do not fit the registers, so a part of a run is kept there,
-with its gradient, while the events of a block of cells go by; the block's part of x and dx stays in the first cache.
+with its gradient, while the events of a block of cells go by; the block's part of x and dx stays in L1.
 
 For each image: the events of a block of cells, in a list for every filter; for each part of the runs and each filter
-the events one by one; then dx from where it was added up, which has x's ring.
+the events one by one; then dx from where it was added up, which has x's halo.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cnnexp.backends.simd.algorithms.convolution.channels import Channels, Sum
 from cnnexp.backends.simd.algorithms.cost import Work, events, passes
 from cnnexp.backends.simd.algorithms.product import Panel, chunks
 from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Kernels, Pointer, Target
-from cnnexp.backends.simd.layouts import Arena, Image, Layout, round_up
+from cnnexp.backends.simd.layouts import NHWC, Arena, Layout, round_up
 
 BLOCK = 16
 """Cells of a block, at least a vector of them."""
@@ -32,7 +32,7 @@ BLOCK = 16
 class ChannelsArgmax(Channels):
     """Channels in lanes; gradients through the argmax of the max-pool after it alone."""
 
-    way = "channels-argmax"
+    algorithm = "channels-argmax"
     argmax = True
 
     def in_lanes(self, what: str, kernel: str) -> str:
@@ -84,9 +84,9 @@ class Events:
     """
 
     conv: Sum
-    windows: Windows[Image]
-    dy: Image
-    dx: Image
+    windows: Windows[NHWC]
+    dy: NHWC
+    dx: NHWC
     rectify: bool
     positive: bool
     values: int
@@ -120,7 +120,7 @@ def most_vectors(registers: int) -> int:
 
 
 def make_events(
-    arena: Arena, conv: Sum, windows: Windows[Image], dy: Image, dx: Image, rectify: bool, positive: bool
+    arena: Arena, conv: Sum, windows: Windows[NHWC], dy: NHWC, dx: NHWC, rectify: bool, positive: bool
 ) -> Events:
     """Return the geometry, with room in the arena."""
     lanes, filters, x = arena.lanes, round_up(conv.panels.outputs, arena.lanes), conv.x
@@ -138,7 +138,7 @@ def make_events(
     )  # fmt: skip
 
 
-def _cell_table(conv: Sum, windows: Windows[Image], dy: Image, lanes: int) -> np.ndarray:
+def _cell_table(conv: Sum, windows: Windows[NHWC], dy: NHWC, lanes: int) -> np.ndarray:
     """Return the table of cells, int32 (U * V, 4); neighbours in a block's list are no neighbours in space.
 
     A load that overlaps a store still on its way waits for it.
@@ -154,12 +154,12 @@ def _cell_table(conv: Sum, windows: Windows[Image], dy: Image, lanes: int) -> np
     )
     u, v = order // columns, order % columns
 
-    def place(image: Image, step: int, first: tuple[int, int]) -> np.ndarray:
+    def place(image: NHWC, step: int, first: tuple[int, int]) -> np.ndarray:
         return (u * step + first[0]) * image.row + (v * step + first[1]) * image.column
 
     step = windows.stride * conv.stride
-    rings = [(image.ring.top, image.ring.left) for image in (dy, conv.y, windows.argmax)]
-    parts = [place(image, 1, ring) for image, ring in zip((dy, conv.y, windows.argmax), rings, strict=True)]
+    halos = [(image.halo.top, image.halo.left) for image in (dy, conv.y, windows.argmax)]
+    parts = [place(image, 1, halo) for image, halo in zip((dy, conv.y, windows.argmax), halos, strict=True)]
     return np.stack([*parts, place(conv.x, step, conv.origin)], axis=1).astype(np.int32)
 
 
@@ -260,7 +260,7 @@ def _copy(k: Emitter, events: Events, n: ir.Value) -> None:
     x, dx = events.conv.x, events.dx
     rows, columns, channels = dx.shape
     run = columns * channels
-    start = x.ring.top * x.row + x.ring.left * x.column
+    start = x.halo.top * x.row + x.halo.left * x.column
     with k.loop(rows) as p:
         line = [(k.arena + events.sums + start).at(p, x.row), x.pixel(k, n, p, INDEX(0)), dx.pixel(k, n, p, INDEX(0))]
 

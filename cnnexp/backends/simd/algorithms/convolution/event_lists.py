@@ -14,7 +14,7 @@ from llvmlite import ir
 
 from cnnexp.backends.simd.algorithms.convolution.base import Windows
 from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Pointer, Variable
-from cnnexp.backends.simd.layouts import Arena, Grid, round_up
+from cnnexp.backends.simd.layouts import Arena, Blocked, round_up
 
 
 @dataclass(frozen=True)
@@ -22,17 +22,17 @@ class EventLists:
     """The events of one group of images, by image and filter, and what they are found from.
 
     Attributes:
-        y, dy: pooled output and its gradient, without a ring. windows: the max-pool.
+        y, dy: pooled output and its gradient, without a halo. windows: the max-pool.
         rectify: whether a ReLU was applied that dy does not know of.
         down, right: floats between the patches of neighbouring rows and columns, before the pool.
         values, places: room, [image][filter][cells, rounded up]: the events' gradients and the places of their patches.
         counts: room, [filter][image], 64 bits: how many events.
-        cells: room, two integers per cell: where it lies in the pooled grid, and the place of its first patch.
+        cells: room, two integers per cell: where it lies in the pooled output, and the place of its first patch.
     """
 
-    y: Grid
-    dy: Grid
-    windows: Windows[Grid]
+    y: Blocked
+    dy: Blocked
+    windows: Windows[Blocked]
     rectify: bool
     down: int
     right: int
@@ -62,7 +62,7 @@ class EventLists:
 
 
 def make_lists(
-    arena: Arena, y: Grid, dy: Grid, windows: Windows[Grid], rectify: bool, down: int, right: int, reach: int
+    arena: Arena, y: Blocked, dy: Blocked, windows: Windows[Blocked], rectify: bool, down: int, right: int, reach: int
 ) -> EventLists:
     """Return lists with room; see `EventLists`.
 

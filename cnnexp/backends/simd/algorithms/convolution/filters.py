@@ -8,7 +8,7 @@ read again.
 
 Every filter has its own argmax, so for the gradient each lane needs another pixel of the patch at each tap; K * K * C
 accumulators stay in registers along a row of cells, in several parts where there are more than registers. There are
-three manners:
+three gather methods:
 
     permute    the pixels of a window lie within one vector of a patch. The forward pass leaves the patches in memory
                and stores, instead of the argmax, the place of the window's pixel in the patch; a tap further is the
@@ -44,19 +44,19 @@ from cnnexp.backends.simd.algorithms.elementwise import rectify_gradient
 from cnnexp.backends.simd.algorithms.node import Node, Section
 from cnnexp.backends.simd.algorithms.product import chunks
 from cnnexp.backends.simd.compiler.emit import FLOAT, INDEX, INT, Emitter, Kernels, Pointer, Target, Variable
-from cnnexp.backends.simd.layouts import Layout, Matrix, Ring, padded_rows, round_up
+from cnnexp.backends.simd.layouts import NC, Halo, Layout, padded_rows, round_up
 from cnnexp.network import ConvStage, PoolStage
 
-Manner = Literal["permute", "pick", "window"]
+GatherMethod = Literal["permute", "pick", "window"]
 
 
-class Filters(Node[Matrix, Matrix]):
+class Filters(Node[NC, NC]):
     """Conv2d [+ ReLU] + MaxPool2d that opens a network and leads into a linear layer, filters in lanes."""
 
-    wants = makes = Matrix
+    input_layout = output_layout = NC
     whole_vectors = False
     trains = True
-    way = "filters"
+    algorithm = "filters"
 
     def __init__(self, stage: ConvStage, rectify: bool, pool: PoolStage) -> None:
         super().__init__(stage.name, pool.output_shape)
@@ -85,19 +85,19 @@ class Filters(Node[Matrix, Matrix]):
         filters = self.stage.layer.filters
         return round_up(filters, lanes) if self.whole else filters
 
-    def may_follow(self, before: Ring | None, needs_dx: bool) -> bool:
+    def may_follow(self, before: Halo | None, needs_dx: bool) -> bool:
         return before is None
 
     def work(self, target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
         layer, channels, size = self.stage.layer, self.stage.input_shape[2], self.pool.window.size
         cells, vectors, terms = math.prod(self.shape[:2]), -(-layer.filters // target.lanes), layer.kernel**2 * channels
         values = patch_side(layer.kernel, layer.stride, size) ** 2 * channels
-        manner = choose_manner(layer.kernel, layer.stride, channels, size, target)
-        wide = most_vectors(values, size, manner, target)
+        gather = choose_gather(layer.kernel, layer.stride, channels, size, target)
+        wide = most_vectors(values, size, gather, target)
         # a patch that the registers do not hold is read again
         loads = terms + (terms * size**2 / wide if wide > 1 else 0)
         sums = max(terms * size**2 / cost.MACS, loads / cost.LOADS, 4) + 1.5 * size**2 + 3
-        gradient = terms * size**2 / cost.MACS if manner == "window" else terms
+        gradient = terms * size**2 / cost.MACS if gather == "window" else terms
         parts = len(gradient_parts(terms, target.registers))
         macs = cells * layer.filters * terms
         return {
@@ -119,11 +119,11 @@ class Filters(Node[Matrix, Matrix]):
         plan.parameters.place_plain(self.stage.bias)
         cells = rows * columns
         geometry = layer.kernel, layer.stride, channels, size, plan.target
-        manner, room = choose_manner(*geometry), patch_room(*geometry)
+        gather, room = choose_gather(*geometry), patch_room(*geometry)
         self.bank = FilterBank(
             self.x, self.row, layer.kernel, layer.stride, channels, layer.filters, vectors,
-            size, self.pool.window.stride, (rows, columns), self.y, self.pitch(lanes), manner,
-            plan.arena.allocate(images * cells * places_room(vectors, manner, lanes)),
+            size, self.pool.window.stride, (rows, columns), self.y, self.pitch(lanes), gather,
+            plan.arena.allocate(images * cells * places_room(vectors, gather, lanes)),
             # loads reach past the last one
             plan.arena.allocate((images * cells + 1) * room),
             self.rectify,
@@ -132,7 +132,7 @@ class Filters(Node[Matrix, Matrix]):
     @property
     def follows(self) -> bool:
         """Whether the backward pass follows each window's maximum and leaves out the rest."""
-        return self.bank.manner != "window"
+        return self.bank.gather != "window"
 
     def in_lanes(self, what: str, kernel: str) -> str:
         return "filters"
@@ -179,14 +179,14 @@ class FilterBank:
         window, step: S and step of the max-pool, at least S.
         shape: (U, V) of the pooled output.
         y: pooled output, [u][v][filter]. pitch: its floats from v to v, F or whole vectors.
-        manner: how the gradient finds the maximum's pixels.
+        gather: how the gradient finds the maximum's pixels.
         places: where [image][u][v][filter] lie in the arena, bytes, the place of each maximum in its patch; or the
             codes of `picks`.
         patches: where patches [image][u][v][pixel] lie, rounded up to vectors; or what four pixels see, [tap][pixel].
         rectify: whether ReLU is applied.
     """
 
-    x: Matrix
+    x: NC
     row: int
     kernel: int
     stride: int
@@ -196,9 +196,9 @@ class FilterBank:
     window: int
     step: int
     shape: tuple[int, int]
-    y: Matrix
+    y: NC
     pitch: int
-    manner: Manner
+    gather: GatherMethod
     places: int
     patches: int
     rectify: bool
@@ -239,7 +239,7 @@ class FilterBank:
     def cell(self, k: Emitter, n: ir.Value, u: ir.Value, v: ir.Value) -> tuple[Pointer, Pointer]:
         """Return the addresses of a cell's values and of its places."""
         rows, columns = self.shape
-        room = places_room(self.vectors, self.manner, k.lanes)
+        room = places_room(self.vectors, self.gather, k.lanes)
         places = (k.arena + self.places).at(n, rows * columns * room).at(u, columns * room).at(v, room)
         return self.y.row(k, n).at(u, columns * self.pitch).at(v, self.pitch), places
 
@@ -252,7 +252,7 @@ def patch_side(kernel: int, stride: int, window: int) -> int:
     return (window - 1) * stride + kernel
 
 
-def choose_manner(kernel: int, stride: int, channels: int, window: int, target: Target) -> Manner:
+def choose_gather(kernel: int, stride: int, channels: int, window: int, target: Target) -> GatherMethod:
     if argmax_codes.available(target):
         return "pick" if window**2 == argmax_codes.PIXELS else "window"
     last = (window - 1) * (patch_side(kernel, stride, window) + 1) * stride * channels
@@ -261,7 +261,7 @@ def choose_manner(kernel: int, stride: int, channels: int, window: int, target: 
 
 def patch_room(kernel: int, stride: int, channels: int, window: int, target: Target) -> int:
     """Return the floats that a cell leaves for its gradient besides places, whole vectors."""
-    match choose_manner(kernel, stride, channels, window, target):
+    match choose_gather(kernel, stride, channels, window, target):
         case "permute":
             return round_up(patch_side(kernel, stride, window) ** 2 * channels, target.lanes)
         case "pick":
@@ -270,9 +270,9 @@ def patch_room(kernel: int, stride: int, channels: int, window: int, target: Tar
             return 0
 
 
-def places_room(vectors: int, manner: Manner, lanes: int) -> int:
+def places_room(vectors: int, gather: GatherMethod, lanes: int) -> int:
     """Return the floats that the places of a cell take."""
-    return argmax_codes.words(vectors) if manner == "pick" else vectors * lanes // 4
+    return argmax_codes.words(vectors) if gather == "pick" else vectors * lanes // 4
 
 
 def gradient_parts(taps: int, registers: int) -> list[tuple[int, int]]:
@@ -293,13 +293,13 @@ def conv2d_row(k: Emitter, bank: FilterBank, weights: Pointer, bias: Pointer | N
         width = bank.side * bank.channels
         pixels = [k.splat(corner + (p // width * bank.row + p % width)) for p in range(bank.side * width)]
         cell, places = bank.cell(k, n, u, v)
-        most = most_vectors(bank.side**2 * bank.channels, bank.window, bank.manner, k.target)
+        most = most_vectors(bank.side**2 * bank.channels, bank.window, bank.gather, k.target)
         for first, vectors, times, valid in _blocks(bank.vectors, most, k.lanes, bank.last(k.lanes)):
             with k.loop(times) as t:
                 f = k.builder.add(k.builder.mul(t, INDEX(vectors)), INDEX(first))
                 column, b = weights.at(f, k.lanes), bias.at(f, k.lanes) if bias else None
                 totals = _window_sums(k, bank, pixels, column, b, vectors)
-                if bank.manner == "pick":
+                if bank.gather == "pick":
                     found = [argmax_codes.maximum(k, values) for values in totals]
                     codes = [code for _, code in found]
                     argmax_codes.store_codes(k, codes[0], codes[-1], places.at(k.builder.udiv(f, INDEX(2))))
@@ -323,13 +323,13 @@ def _blocks(vectors: int, most: int, lanes: int, last: int) -> list[tuple[int, i
     return [*blocks, *before, (first + (times - 1) * size, size, 1, last)]
 
 
-def most_vectors(patch: int, window: int, manner: Manner, target: Target) -> int:
+def most_vectors(patch: int, window: int, gather: GatherMethod, target: Target) -> int:
     """Return the vectors of filters at once: one where the registers hold a patch, else two, to read it half as often.
 
     Args:
-        patch: values of one. window: S. manner: `picks` has two vectors' codes in a word.
+        patch: values of one. window: S. gather: `picks` has two vectors' codes in a word.
     """
-    return 1 if manner != "pick" and patch + window**2 + 1 <= target.registers else 2
+    return 1 if gather != "pick" and patch + window**2 + 1 <= target.registers else 2
 
 
 def _window_sums(
@@ -348,7 +348,7 @@ def _window_sums(
 
 def _store_patch(k: Emitter, bank: FilterBank, corner: Pointer, target: Pointer) -> None:
     """Leave what the gradient needs of a patch."""
-    match bank.manner:
+    match bank.gather:
         case "permute":
             for i, part in enumerate(_gather_patch(k, bank, corner)):
                 k.store(part, target + i * k.lanes)
@@ -388,7 +388,7 @@ def _gather_patch(k: Emitter, bank: FilterBank, corner: Pointer) -> list[ir.Valu
 
 
 def conv2d_backward_weights_row(
-    k: Emitter, bank: FilterBank, dy: Matrix, dw: Pointer, db: Pointer | None, u: ir.Value
+    k: Emitter, bank: FilterBank, dy: NC, dw: Pointer, db: Pointer | None, u: ir.Value
 ) -> None:
     """dw += pixel under each tap of each maximum of row u * dy; db += dy. dy is 0 where ReLU gave 0.
 
@@ -404,7 +404,7 @@ def conv2d_backward_weights_row(
 def _backward_part(
     k: Emitter,
     bank: FilterBank,
-    gradient: tuple[Matrix, int],
+    gradient: tuple[NC, int],
     targets: tuple[Pointer, Pointer | None],
     place: tuple[ir.Value, ir.Value, ir.Value],
     part: tuple[int, int],
@@ -421,7 +421,7 @@ def _backward_part(
     places = [dw.at(f, k.lanes) + t * bank.vectors * k.lanes for t in range(first, end)]
     if db is not None:
         places.append(db.at(f, k.lanes))
-    shifts = argmax_codes.shifts(k, f) if bank.manner == "pick" else None
+    shifts = argmax_codes.shifts(k, f) if bank.gather == "pick" else None
     with k.sums([places]) as [totals], k.loop(columns) as v:
         value = k.load_part(dy.row(k, n).at(u, gradient_row).at(v, bank.pitch).at(f, k.lanes), valid)
         (_, found), patch = bank.cell(k, n, u, v), bank.patch(k, n, u, v)
@@ -432,7 +432,7 @@ def _backward_part(
                 k.accumulate(total, argmax_codes.pick(k, patch + t * argmax_codes.PIXELS, codes), value)
         else:
             where = k.load_bytes(found.at(f, k.lanes // 4))
-            if bank.manner == "permute":
+            if bank.gather == "permute":
                 for t, total in taps:
                     pixel = k.permute(k.load_first(patch + bank.taps[t], bank.corners[-1] + 1), where)
                     k.accumulate(total, pixel, value)

@@ -13,19 +13,19 @@ from cnnexp.backends.simd.algorithms.linear.dense import Dense
 from cnnexp.backends.simd.algorithms.linear.skinny import Skinny
 from cnnexp.backends.simd.algorithms.node import Node, Section
 from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Kernels, Target
-from cnnexp.backends.simd.layouts import Layout, Matrix, Ring
+from cnnexp.backends.simd.layouts import NC, Halo, Layout
 
 
-class FiltersFused(Node[Matrix, Matrix]):
+class FiltersFused(Node[NC, NC]):
     """A `Filters` and the skinny `Dense` after it, row of cells by row of cells.
 
     What one writes the other reads from a cache. Of what lies between there is the gradient of a row of cells alone.
     """
 
-    wants = makes = Matrix
+    input_layout = output_layout = NC
     trains = True
     whole_vectors = False
-    way = "filters-fused"
+    algorithm = "filters-fused"
     spans = 2
 
     def __init__(self, conv: Filters, dense: Skinny) -> None:
@@ -50,7 +50,7 @@ class FiltersFused(Node[Matrix, Matrix]):
         """Whether each part does."""
         return self.conv.fits(target) and self.dense.fits(target)
 
-    def may_follow(self, before: Ring | None, needs_dx: bool) -> bool:
+    def may_follow(self, before: Halo | None, needs_dx: bool) -> bool:
         return before is None
 
     def work(self, target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
@@ -70,7 +70,7 @@ class FiltersFused(Node[Matrix, Matrix]):
         conv, dense = self.conv, self.dense
         rows, columns, filters = conv.shape
         pitch = conv.pitch(plan.target.lanes)
-        between, d_row = (plan.arena.matrix(cells * pitch) for cells in (rows * columns, columns))
+        between, d_row = (plan.arena.nc(cells * pitch) for cells in (rows * columns, columns))
         dense.runs = filters, pitch
         conv.x, conv.y, conv.dy = self.x, between, d_row
         dense.x, dense.dx, dense.y, dense.dy = between, d_row, self.y, self.dy

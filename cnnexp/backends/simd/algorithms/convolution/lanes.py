@@ -26,21 +26,21 @@ from cnnexp.backends.simd.algorithms.cost import (
 )
 from cnnexp.backends.simd.algorithms.product import chunks
 from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Kernels, Pointer, Target
-from cnnexp.backends.simd.layouts import Grid, Layout, Ring
+from cnnexp.backends.simd.layouts import Blocked, Halo, Layout
 
 MOST_SUMS = 256
-"""Vectors of sums that lie in the first cache beside what is summed: 16 KB of AVX-512's."""
+"""Vectors of sums that lie in L1 beside what is summed: 16 KB of AVX-512's."""
 
 
 CACHED_VECTORS = 448
 """Vectors of one piece of a row, of x and d together: 28 KB of AVX-512's."""
 
 
-class Lanes(ConvolutionNode[Grid]):
+class Lanes(ConvolutionNode[Blocked]):
     """Batch in lanes."""
 
-    wants = makes = Grid
-    way = "lanes"
+    input_layout = output_layout = Blocked
+    algorithm = "lanes"
 
     def in_lanes(self, what: str, kernel: str) -> str:
         return "images"
@@ -83,7 +83,7 @@ class Lanes(ConvolutionNode[Grid]):
         # without the pixels that fill a row's last tile
         return replace(sums, macs=float(self.multiply_adds(FORWARD)))
 
-    def _dense_ring(self) -> Ring:
+    def _dense_halo(self) -> Halo:
         """Windows of the flipped kernel reach over its edge."""
         layer, reach = self.stage.layer, self.stage.layer.kernel - 1
         sides = []
@@ -93,14 +93,14 @@ class Lanes(ConvolutionNode[Grid]):
             before, extent = max(0, reach - pad), (count - 1) * layer.stride + 1
             sides.append((before, max(0, max(0, pad - reach) + size + reach - before - extent)))
         (top, bottom), (left, right) = sides
-        return Ring(top, left, bottom, right, layer.stride)
+        return Halo(top, left, bottom, right, layer.stride)
 
     def prepare(self, plan: Layout) -> None:
         self.prepare_forward(plan)
         self.sums = plan.arena.allocate(MOST_SUMS * plan.target.lanes)
         self.d = self.dy
         if self.pool:
-            self.d = plan.arena.grid(self.stage.output_shape, self._dense_ring() if self.dx else Ring())
+            self.d = plan.arena.blocked(self.stage.output_shape, self._dense_halo() if self.dx else Halo())
         if self.dx:
             self.flipped = plan.arena.allocate(self.stage.weight.size)
 
@@ -136,7 +136,7 @@ class Lanes(ConvolutionNode[Grid]):
             kernels.append(("backward_input", lambda k: self._backward_input(k, plan, dx)))
         return kernels
 
-    def _backward_input(self, k: Emitter, plan: Layout, dx: Grid) -> None:
+    def _backward_input(self, k: Emitter, plan: Layout, dx: Blocked) -> None:
         layer, channels, reach = self.stage.layer, self.stage.input_shape[2], self.stage.layer.kernel - 1
         flipped = k.arena + self.flipped
         weights, _ = plan.parameters.weights(k, self.stage)
@@ -152,26 +152,26 @@ class Correlation:
     """y = cross-correlation of x with weights, the geometry of one forward or input-gradient pass.
 
     Attributes:
-        x: input grid, its ring wide enough for every window.
+        x: input, its halo wide enough for every window.
         origin: stored (row, column) of x where the first window starts.
         stride: stored pixels from window to window.
         kernel, channels, filters: K, C, F.
-        y: output grid, of the pooled shape with `windows`.
+        y: output, of the pooled shape with `windows`.
         rectify: whether ReLU is applied.
         windows: the max-pool fused into it, or None.
-        positive: a grid of y's shape: y is 0 where it is not positive; None for y as it is. Not with `windows`.
+        positive: a tensor of y's shape: y is 0 where it is not positive; None for y as it is. Not with `windows`.
     """
 
-    x: Grid
+    x: Blocked
     origin: tuple[int, int]
     stride: int
     kernel: int
     channels: int
     filters: int
-    y: Grid
+    y: Blocked
     rectify: bool = False
-    windows: Windows[Grid] | None = None
-    positive: Grid | None = None
+    windows: Windows[Blocked] | None = None
+    positive: Blocked | None = None
 
 
 def sums_tile(registers: int) -> tuple[int, int]:
@@ -220,7 +220,7 @@ def conv2d(k: Emitter, conv: Correlation, weights: Pointer, bias: Pointer | None
 
 
 def chunks_of(total: int, size: int) -> list[tuple[int, int, int]]:
-    """Split `total` into chunks of `size` and one rest: (first, size of a chunk, number of chunks)."""
+    """LoadedSplit `total` into chunks of `size` and one rest: (first, size of a chunk, number of chunks)."""
     whole, rest = divmod(total, size)
     return ([(0, size, whole)] if whole else []) + ([(whole * size, rest, 1)] if rest else [])
 
@@ -243,16 +243,16 @@ class Tile:
     first: ir.Value
     filters: int
 
-    def at(self, k: Emitter, grid: Grid) -> Pointer:
-        """Return the address of the first filter in a grid of the output's shape."""
-        return grid.pixel(k, self.group, self.row, self.column).at(self.first, grid.lanes)
+    def at(self, k: Emitter, tensor: Blocked) -> Pointer:
+        """Return the address of the first filter in a tensor of the output's shape."""
+        return tensor.pixel(k, self.group, self.row, self.column).at(self.first, tensor.lanes)
 
 
 def _plain(k: Emitter, conv: Correlation, tile: Tile, pixels: int) -> None:
     """Convolve `pixels` neighbours of one row with the filters, and store them."""
     totals = _dot(k, conv, tile, [(0, i) for i in range(pixels)])
     for i in range(pixels):
-        target = tile.at(k, conv.y) + i * conv.y.column * conv.y.ring.step
+        target = tile.at(k, conv.y) + i * conv.y.column * conv.y.halo.step
         positive = tile.at(k, conv.positive) + i * conv.positive.column if conv.positive else None
         for j, value in enumerate(totals[i]):
             if positive:
@@ -260,7 +260,7 @@ def _plain(k: Emitter, conv: Correlation, tile: Tile, pixels: int) -> None:
             _store(k, conv, tile, j, value, target)
 
 
-def _pooled(k: Emitter, conv: Correlation, windows: Windows[Grid], tile: Tile) -> None:
+def _pooled(k: Emitter, conv: Correlation, windows: Windows[Blocked], tile: Tile) -> None:
     """Convolve one pooling window with the filters, and store its maxima and where they were.
 
     Part by part in a loop: LLVM would put off the maxima of parts one after the other, and keep every sum till then.
@@ -336,7 +336,7 @@ def flip_weights(k: Emitter, weights: Pointer, flipped: Pointer, kernel: int, ch
 
 
 def conv2d_backward_weights(
-    k: Emitter, conv: Correlation, d: Grid, dw: Pointer, db: Pointer | None, sums: Pointer
+    k: Emitter, conv: Correlation, d: Blocked, dw: Pointer, db: Pointer | None, sums: Pointer
 ) -> None:
     """dw[i,j,c,f] += sum over pixels and lanes of x * d; db likewise.
 
@@ -366,7 +366,7 @@ def conv2d_backward_weights(
         _backward_bias(k, d, db)
 
 
-def _whole_kernel(k: Emitter, conv: Correlation, d: Grid, width: int, dw: Pointer, db: Pointer | None) -> None:
+def _whole_kernel(k: Emitter, conv: Correlation, d: Blocked, width: int, dw: Pointer, db: Pointer | None) -> None:
     """Add to dw and db, `width` filters at a time."""
     x, run = conv.x, conv.kernel * conv.channels
     rows, columns, _ = d.shape
@@ -397,7 +397,7 @@ def _whole_kernel(k: Emitter, conv: Correlation, d: Grid, width: int, dw: Pointe
 def _weight_block(
     k: Emitter,
     conv: Correlation,
-    d: Grid,
+    d: Blocked,
     corner: tuple[ir.Value, ir.Value, ir.Value],
     size: tuple[int, int],
     dw: Pointer,
@@ -430,8 +430,8 @@ def _weight_block(
                                 k,
                                 source.at(q, conv.stride * x.column).at(tap, x.lanes),
                                 conv.stride * x.column,
-                                gradient.at(q, d.ring.step * d.column).at(column, d.lanes),
-                                d.ring.step * d.column,
+                                gradient.at(q, d.halo.step * d.column).at(column, d.lanes),
+                                d.halo.step * d.column,
                                 sums.at(tap, filters * k.lanes).at(column, k.lanes),
                                 (piece, height, width, filters),
                             )
@@ -455,7 +455,7 @@ def _weight_tile(
                 k.accumulate(totals[t][j], value, gradients[j])
 
 
-def _backward_bias(k: Emitter, d: Grid, db: Pointer) -> None:
+def _backward_bias(k: Emitter, d: Blocked, db: Pointer) -> None:
     rows, columns, channels = d.shape
     for first, size, count in chunks(channels, 8):
         with k.loop(count) as chunk:
@@ -469,7 +469,7 @@ def _backward_bias(k: Emitter, d: Grid, db: Pointer) -> None:
                 k.add_to(db.at(f) + j, k.sum_lanes(totals[j].get()))
 
 
-def unpool(k: Emitter, windows: Windows[Grid], y: Grid, dy: Grid, d: Grid, rectified: bool) -> None:
+def unpool(k: Emitter, windows: Windows[Blocked], y: Blocked, dy: Blocked, d: Blocked, rectified: bool) -> None:
     """d = dy at each window's argmax, else 0, and 0 wherever ReLU gave 0. Pixels in no window keep their zero."""
     rows, columns, channels = y.shape
     size = windows.size
@@ -478,7 +478,7 @@ def unpool(k: Emitter, windows: Windows[Grid], y: Grid, dy: Grid, d: Grid, recti
         if rectified:
             value = k.where_positive(k.load(y.pixel(k, g, u, v).at(c, y.lanes)), value)
         where = k.load_bytes(windows.argmax.pixel(k, g, u, v).at(c, windows.argmax.lanes))
-        step = d.ring.step
+        step = d.halo.step
         corner = d.image(k, g).at(u, windows.stride * step * d.row).at(v, windows.stride * step * d.column)
         corner = corner.at(c, d.lanes)
         for i in range(size):
@@ -487,7 +487,7 @@ def unpool(k: Emitter, windows: Windows[Grid], y: Grid, dy: Grid, d: Grid, recti
                 k.store(here, corner + (i * d.row + j * d.column) * step)
 
 
-def rectify_gradient(k: Emitter, y: Grid, dy: Grid) -> None:
+def rectify_gradient(k: Emitter, y: Blocked, dy: Blocked) -> None:
     """dy = 0 wherever ReLU gave 0, in place."""
     rows, columns, channels = y.shape
     with k.loop(k.groups(k.lanes)) as g, k.loop(rows) as p, k.loop(columns) as q, k.loop(channels) as c:

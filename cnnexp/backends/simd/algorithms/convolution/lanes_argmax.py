@@ -23,13 +23,13 @@ from cnnexp.backends.simd.algorithms.convolution.lanes import Lanes
 from cnnexp.backends.simd.algorithms.cost import Work, events, transposition
 from cnnexp.backends.simd.algorithms.reorder import group_to_lanes, group_to_rows
 from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Kernels, Pointer, Target
-from cnnexp.backends.simd.layouts import Arena, Grid, Layout, round_up
+from cnnexp.backends.simd.layouts import Arena, Blocked, Layout, round_up
 
 
 class LanesArgmax(Lanes):
     """Batch in lanes; gradients through the argmax of the max-pool after it alone."""
 
-    way = "lanes-argmax"
+    algorithm = "lanes-argmax"
     argmax = True
 
     def in_lanes(self, what: str, kernel: str) -> str:
@@ -78,7 +78,7 @@ class Scratch:
     """Room in the arena, for one group of images.
 
     Attributes:
-        x, dx: [image][values of the input with its ring, rounded up].
+        x, dx: [image][values of the input with its halo, rounded up].
         weights, gradients: [filter][kernel row][K * C, rounded up].
     """
 
@@ -93,14 +93,14 @@ class SparseGradient:
     """The geometry.
 
     Attributes:
-        x: input grid, its ring wide enough for every window. dx: its gradient.
+        x: input, its halo wide enough for every window. dx: its gradient.
         kernel, channels, filters: K, C, F. events: of the output.
         rectified: x is a ReLU's output, and dx to be the gradient of that ReLU's input.
         scratch: room.
     """
 
-    x: Grid
-    dx: Grid
+    x: Blocked
+    dx: Blocked
     kernel: int
     channels: int
     filters: int
@@ -110,7 +110,7 @@ class SparseGradient:
 
     @property
     def size(self) -> int:
-        """Floats of one image of the input, its ring with it."""
+        """Floats of one image of the input, its halo with it."""
         return self.x.group // self.x.lanes
 
     @property
@@ -129,7 +129,7 @@ def widths(run: int, lanes: int) -> list[int]:
     return [lanes] * (run // lanes) + ([1 << (rest - 1).bit_length()] if rest else [])
 
 
-def make_scratch(arena: Arena, kernel: int, x: Grid, filters: int) -> Scratch:
+def make_scratch(arena: Arena, kernel: int, x: Blocked, filters: int) -> Scratch:
     lanes, channels = arena.lanes, x.shape[2]
     size = round_up(x.group // lanes, lanes) + lanes
     packed = filters * kernel * round_up(kernel * channels, lanes)
@@ -162,21 +162,21 @@ def conv2d_backward(k: Emitter, conv: SparseGradient, weights: Pointer, dw: Poin
 
 
 def _store_gradient(k: Emitter, conv: SparseGradient, g: ir.Value, dx: Pointer, stride: int, images: ir.Value) -> None:
-    """Turn dx to lanes, without what lies in the ring of x."""
+    """Turn dx to lanes, without what lies in the halo of x."""
     x = conv.x if conv.rectified else None
     if conv.x.dense and conv.dx.dense:
         group_to_lanes(k, dx, conv.dx.image(k, g), conv.size, stride, images, x.image(k, g) if x else None)
         return
     height, width, channels = conv.x.shape
-    first = dx + (conv.x.ring.top * conv.row + conv.x.ring.left * channels)
+    first = dx + (conv.x.halo.top * conv.row + conv.x.halo.left * channels)
     with k.loop(height) as p:
         source, target = first.at(p, conv.row), conv.dx.pixel(k, g, p, INDEX(0))
-        if conv.dx.ring.step == 1:
+        if conv.dx.halo.step == 1:
             positive = x.pixel(k, g, p, INDEX(0)) if x else None
             group_to_lanes(k, source, target, width * channels, stride, images, positive)
         else:
             with k.loop(width) as q:
-                one = target.at(q, conv.dx.ring.step * conv.dx.column)
+                one = target.at(q, conv.dx.halo.step * conv.dx.column)
                 positive = x.pixel(k, g, p, q) if x else None
                 group_to_lanes(k, source.at(q, channels), one, channels, stride, images, positive)
 

@@ -10,7 +10,7 @@ first convolution each pixel meets one of the image: a permutation of the image'
 
 Packed rows that are shorter than a vector are followed by weights of 0 in the second convolution, and what is computed
 there goes nowhere. Windows that reach over the edge of what lies between see zeros there, whatever the first
-convolution would make of the image's own edge: a mask for each of the few ways to stand at an edge.
+convolution would make of the image's own edge: a mask for each of the few positions at an edge.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from cnnexp.backends.simd.algorithms.cost import Work, pair_events, transpositio
 from cnnexp.backends.simd.algorithms.node import Node, Section
 from cnnexp.backends.simd.algorithms.reorder import group_to_rows
 from cnnexp.backends.simd.compiler.emit import BYTE, INDEX, INT, Emitter, Kernels, Pointer, Target, Variable
-from cnnexp.backends.simd.layouts import Arena, Grid, Layout, Ring, round_up
+from cnnexp.backends.simd.layouts import Arena, Blocked, Halo, Layout, round_up
 
 MOST_EDGES = 256
-"""Ways to stand at an edge that a byte tells apart."""
+"""Positions at an edge that a byte can number."""
 
 
-class LanesPair(Node[Grid, Grid]):
+class LanesPair(Node[Blocked, Blocked]):
     """Conv2d + ReLU that opens a network, and Conv2d [+ ReLU] + MaxPool2d, the batch in lanes; see `conv_pair`.
 
     Args:
         first, second: the convolutions, which compute their forward passes.
     """
 
-    wants = makes = Grid
+    input_layout = output_layout = Blocked
     trains = True
-    way = "lanes-pair"
+    algorithm = "lanes-pair"
     spans = 2
 
     def __init__(self, first: Lanes, second: LanesArgmax) -> None:
@@ -69,20 +69,20 @@ class LanesPair(Node[Grid, Grid]):
         return make_patch(*kernels, first.layer.stride, first.input_shape[2], lanes)
 
     def fits(self, target: Target) -> bool:
-        """Whether sums and a patch fit the registers, a row of the image a vector, and the ways to stand at an edge."""
+        """Whether sums and a patch fit the registers, a row of the image a vector, and the positions at an edge."""
         patch, (top, left, bottom, right) = self._patch(target.lanes), self.second.stage.window.pads
         edges = (top + bottom + 1) * (left + right + 1)
         row = patch.side * patch.depth
         return patch.registers <= target.registers and row <= target.lanes and edges <= MOST_EDGES
 
-    def may_follow(self, before: Ring | None, needs_dx: bool) -> bool:
+    def may_follow(self, before: Halo | None, needs_dx: bool) -> bool:
         return before is None
 
-    def input_ring(self) -> Ring:
+    def input_halo(self) -> Halo:
         """Return the room for windows of the first one at every place where the second one looks, edges with it."""
         step = self.first.stage.layer.stride
         near, far = self.first.stage.window.pads, self.second.stage.window.pads
-        return Ring(*(pad + step * more for pad, more in zip(near, far, strict=True)))
+        return Halo(*(pad + step * more for pad, more in zip(near, far, strict=True)))
 
     def work(self, target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
         patch, (height, width, depth) = self._patch(target.lanes), self.first.stage.input_shape
@@ -120,11 +120,11 @@ class LanesPair(Node[Grid, Grid]):
         assert pool is not None
         for stage in (first, second):
             plan.parameters.place_plain(stage.weight, stage.bias)
-        ring, step = self.second.input_ring(), first.layer.stride
-        between = plan.arena.grid(first.output_shape, ring)
+        halo, step = self.second.input_halo(), first.layer.stride
+        between = plan.arena.blocked(first.output_shape, halo)
         windows = Windows(pool.window.size, pool.window.stride, plan.arena.argmax(self.shape))
         opening = Correlation(
-            self.x, (step * ring.top, step * ring.left), step, first.layer.kernel,
+            self.x, (step * halo.top, step * halo.left), step, first.layer.kernel,
             first.input_shape[2], first.layer.filters, between, rectify=True,
         )  # fmt: skip
         closing = Correlation(
@@ -213,7 +213,7 @@ class Room:
     """Room in the arena, for one group of images.
 
     Attributes:
-        x: [image][values of the input with its ring, rounded up].
+        x: [image][values of the input with its halo, rounded up].
         weights, gradients: of the second convolution, packed as `Patch` says.
         first_weights: [tap or bias][pattern] vectors of the first one's weights. first_gradients: likewise.
         edges: bytes, by the place of a patch the number of its mask; None where no window reaches over an edge.
@@ -234,7 +234,7 @@ class PairGradient:
     """The geometry.
 
     Attributes:
-        first, second: the convolutions; the ring of the image is wide enough for every patch, also at an edge.
+        first, second: the convolutions; the halo of the image is wide enough for every patch, also at an edge.
         patch: what a window sees. events: of the second's output. room: see there.
     """
 
@@ -246,7 +246,7 @@ class PairGradient:
 
     @property
     def size(self) -> int:
-        """Floats of one image, its ring with it."""
+        """Floats of one image, its halo with it."""
         return self.first.x.group // self.first.x.lanes
 
     @property
@@ -280,18 +280,18 @@ def make_room(arena: Arena, first: Correlation, second: Correlation, patch: Patc
 def _edges(first: Correlation, second: Correlation, patch: Patch) -> tuple[np.ndarray, np.ndarray]:
     """Return the number of the mask for each place of a patch, uint8, and the masks (numbers, vectors * lanes), int32.
 
-    A place is where in the image, its ring with it, the patch begins.
+    A place is where in the image, its halo with it, the patch begins.
     """
-    ring, (height, width, _) = second.x.ring, second.x.shape
+    halo, (height, width, _) = second.x.halo, second.x.shape
     row, column = first.x.row // first.x.lanes, first.x.column // first.x.lanes
     # a lane without a pixel is outside everywhere
     pixels = [patch.pixel(lane) or (-(1 << 30), 0) for lane in range(patch.vectors * patch.lanes)]
     down, right = np.array(pixels).T
-    p = np.arange(ring.top + height + ring.bottom - second.kernel + 1)[:, None]
-    q = np.arange(ring.left + width + ring.right - second.kernel + 1)[:, None]
+    p = np.arange(halo.top + height + halo.bottom - second.kernel + 1)[:, None]
+    q = np.arange(halo.left + width + halo.right - second.kernel + 1)[:, None]
     stands, reaches = p + down, q + right // patch.channels
-    in_rows, row_kind = _kinds((ring.top <= stands) & (stands < ring.top + height))
-    in_columns, column_kind = _kinds((ring.left <= reaches) & (reaches < ring.left + width))
+    in_rows, row_kind = _kinds((halo.top <= stands) & (stands < halo.top + height))
+    in_columns, column_kind = _kinds((halo.left <= reaches) & (reaches < halo.left + width))
     masks, number = _kinds((in_rows[:, None] & in_columns).reshape(-1, len(pixels)))
     edges = np.zeros(round_up(first.x.group // first.x.lanes, 4), np.uint8)
     numbers = number.reshape(len(in_rows), len(in_columns))[row_kind[:, None], column_kind]

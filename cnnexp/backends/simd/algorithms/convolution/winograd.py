@@ -3,7 +3,7 @@
 Four outputs of a channel, a *tile* of 2 x 2, see 4 x 4 pixels. With both transformed, patch and weights, each of 16
 places needs one product a channel and no place needs another, so a convolution is 16 matrix products, of tiles x
 channels with channels x filters, between a transformation of the patches and one back (Lavin and Gray 2016, "Fast
-Algorithms for Convolutional Neural Networks"). All go by blocks of tiles that stay in the second cache.
+Algorithms for Convolutional Neural Networks"). All go by blocks of tiles that stay in L2.
 
 The gradient of the weights is the transformation turned round: a sum over tiles of x times d, both transformed, for
 each place, and back once.
@@ -32,14 +32,14 @@ from cnnexp.backends.simd.algorithms.convolution.channels import (
 from cnnexp.backends.simd.algorithms.cost import Work, bring, passes, product_gradient, product_sums
 from cnnexp.backends.simd.algorithms.product import Panels, Steps, add_products, chunks, most_height
 from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Kernels, Pointer, Target
-from cnnexp.backends.simd.layouts import Arena, Image, Layout, odd_lines, round_up
+from cnnexp.backends.simd.layouts import NHWC, Arena, Layout, odd_lines, round_up
 
 PLACES = 16
 """Of a transformed tile."""
 
 
 CACHED_PART = 4
-"""One over the part of the second cache that a block's tiles take, transformed and multiplied."""
+"""One over the part of L2 that a block's tiles take, transformed and multiplied."""
 
 
 Vectors = Sequence[ir.Value]
@@ -48,7 +48,7 @@ Vectors = Sequence[ir.Value]
 class Winograd(Channels):
     """3 x 3 convolution of stride 1 by Winograd's algorithm."""
 
-    way = "winograd"
+    algorithm = "winograd"
 
     def fits(self, target: Target) -> bool:
         layer, sides = self.stage.layer, (*self.stage.input_shape[:2], *self.stage.output_shape[:2])
@@ -172,7 +172,7 @@ def tiling_of(counts: tuple[int, int], pooled: bool, channels: int, filters: int
     """Return how to go over (U, V) outputs, or as many windows of which each is a tile."""
     tiles = counts if pooled else (-(-counts[0] // 2), -(-counts[1] // 2))
     row = 4 * PLACES * tiles[1] * (channels + filters)
-    held = target.second_cache // CACHED_PART
+    held = target.l2_bytes // CACHED_PART
     rows = chunks(tiles[0], max(1, held // row))[0][1]
     return Tiling(tiles, channels, filters, rows, max(1, 2 * held // (row * tiles[0])))
 
@@ -358,7 +358,7 @@ def _transform_back(
                     finish(k, conv, [[value]], bias, panel, (n, *place))
 
 
-def conv2d_backward_weights(k: Emitter, winograd: WinogradPass, d: Image, dw: Pointer, db: Pointer | None) -> None:
+def conv2d_backward_weights(k: Emitter, winograd: WinogradPass, d: NHWC, dw: Pointer, db: Pointer | None) -> None:
     """As `conv_channels.conv2d_backward_weights` on `winograd.conv`."""
     tiling, images = winograd.tiling, winograd.tiling.images
     columns = tiling.counts[1]
@@ -383,7 +383,7 @@ def conv2d_backward_weights(k: Emitter, winograd: WinogradPass, d: Image, dw: Po
 
 
 def _transform_gradients(
-    k: Emitter, winograd: WinogradPass, d: Image, n: ir.Value, start: ir.Value, rows: int, tile: ir.Value
+    k: Emitter, winograd: WinogradPass, d: NHWC, n: ir.Value, start: ir.Value, rows: int, tile: ir.Value
 ) -> None:
     """Transform the outputs' gradients of some rows of tiles, which take their places from `tile` on."""
     columns = winograd.tiling.counts[1]

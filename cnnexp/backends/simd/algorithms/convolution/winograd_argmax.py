@@ -9,4 +9,4 @@ from cnnexp.backends.simd.algorithms.convolution.winograd import Winograd
 class WinogradArgmax(Winograd, ChannelsArgmax):
     """3 x 3 convolution of stride 1 by Winograd's algorithm, gradients through the argmax of the max-pool after it."""
 
-    way = "winograd-argmax"
+    algorithm = "winograd-argmax"

@@ -10,14 +10,14 @@ from cnnexp.backends.simd.algorithms.cost import Work, passes
 from cnnexp.backends.simd.algorithms.elementwise import rectify_gradient
 from cnnexp.backends.simd.algorithms.node import Node, Section
 from cnnexp.backends.simd.compiler.emit import Emitter, Kernels, Pointer, Target
-from cnnexp.backends.simd.layouts import Layout, Matrix, round_up
+from cnnexp.backends.simd.layouts import NC, Layout, round_up
 from cnnexp.network import LinearStage
 
 
-class Dense(Node[Matrix, Matrix]):
+class Dense(Node[NC, NC]):
     """Linear [+ ReLU]."""
 
-    wants = makes = Matrix
+    input_layout = output_layout = NC
     trains = True
 
     def __init__(self, stage: LinearStage, rectify: bool) -> None:
@@ -54,7 +54,7 @@ class Dense(Node[Matrix, Matrix]):
         linear_backward_bias(k, self.dy, db)
 
 
-def linear_backward_bias(k: Emitter, dy: Matrix, db: Pointer) -> None:
+def linear_backward_bias(k: Emitter, dy: NC, db: Pointer) -> None:
     """db += the sum of dy over images."""
     with k.loop(dy.width // k.lanes) as v:
         total = k.variable(k.load(db.at(v, k.lanes)))

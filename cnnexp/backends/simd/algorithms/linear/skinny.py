@@ -1,7 +1,7 @@
 """`skinny`: a linear layer of few outputs, as a classifier's last layer, where BLAS does badly; features in the lanes.
 
 Weights are kept as [feature vector][output][lane]. Forward: 2 images x O accumulators, in blocks of features whose
-weights stay in the first cache. Backward, one pass per feature vector: the weights and their gradients, O vectors each,
+weights stay in L1. Backward, one pass per feature vector: the weights and their gradients, O vectors each,
 stay in registers while the images go by; each image costs 2 O multiply-adds, O broadcasts, one load and one store.
 """
 
@@ -21,13 +21,13 @@ from cnnexp.backends.simd.algorithms.product import (
     chunks,
 )
 from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Kernels, Pointer, Target
-from cnnexp.backends.simd.layouts import Layout, Matrix, Views, round_up
+from cnnexp.backends.simd.layouts import NC, Layout, Views, round_up
 
 MOST_OUTPUTS = 12
 
 
 SKINNY_BLOCK_FLOATS = 6144
-"""Weights that stay in the first cache during a forward pass of the skinny form, 24 KB."""
+"""Weights that stay in L1 during a forward pass of the skinny form, 24 KB."""
 
 
 AHEAD = 2
@@ -39,7 +39,7 @@ class Skinny(Dense):
 
     whole_vectors = False
     rectifies_dx = True
-    way = "skinny"
+    algorithm = "skinny"
     runs: tuple[int, int] | None = None
     """Where features come in runs with room behind each: the features of a run, and with its room."""
 
@@ -131,7 +131,7 @@ def skinny_begin(k: Emitter, totals: Pointer, outputs: int) -> None:
 
 
 def skinny_add(
-    k: Emitter, x: Matrix, weights: Pointer, totals: Pointer, outputs: int, start: ir.Value, vectors: int
+    k: Emitter, x: NC, weights: Pointer, totals: Pointer, outputs: int, start: ir.Value, vectors: int
 ) -> None:
     """Add the products of `vectors` vectors of features from `start` on. weights [feature vector][output][lane]."""
     room = outputs * k.lanes
@@ -147,7 +147,7 @@ def skinny_add(
                 _skinny_tile(k, x, weights, totals, n, 1, at, size, outputs)
 
 
-def skinny_end(k: Emitter, totals: Pointer, bias: Pointer | None, y: Matrix, rectify: bool) -> None:
+def skinny_end(k: Emitter, totals: Pointer, bias: Pointer | None, y: NC, rectify: bool) -> None:
     """y = the totals, their lanes added up, + bias (y.width,)."""
     outputs = y.size
     room = outputs * k.lanes
@@ -164,7 +164,7 @@ def skinny_end(k: Emitter, totals: Pointer, bias: Pointer | None, y: Matrix, rec
 
 def _skinny_tile(
     k: Emitter,
-    x: Matrix,
+    x: NC,
     weights: Pointer,
     totals: Pointer,
     n: ir.Value,
@@ -189,10 +189,10 @@ def _skinny_tile(
 
 def skinny_backward(
     k: Emitter,
-    x: Matrix,
+    x: NC,
     weights: Pointer,
-    dy: Matrix,
-    dx: Matrix | None,
+    dy: NC,
+    dx: NC | None,
     dw: Pointer,
     rectified: bool,
     start: ir.Value,

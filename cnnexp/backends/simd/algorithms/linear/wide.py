@@ -22,7 +22,7 @@ from cnnexp.backends.simd.algorithms.product import (
 )
 from cnnexp.backends.simd.algorithms.reorder import to_lanes, to_rows
 from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Kernels, Pointer, Target
-from cnnexp.backends.simd.layouts import LINE_FLOATS, Grid, Layout, Matrix
+from cnnexp.backends.simd.layouts import LINE_FLOATS, NC, Blocked, Layout
 from cnnexp.optimizers import Optimizer
 
 
@@ -32,7 +32,7 @@ class Wide(Dense):
     def in_lanes(self, what: str, kernel: str) -> str:
         return "images" if kernel == "backward_input" else "weights"
 
-    way = "wide"
+    algorithm = "wide"
 
     def work(self, target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
         features, outputs = self.stage.weight.shape
@@ -69,8 +69,8 @@ class Wide(Dense):
         plan.parameters.place(self.stage.weight, self.panels.size, self.panels.views, plan.owns)
         plan.parameters.place_plain(self.stage.bias)
         if self.dx:
-            self.dy_lanes = plan.arena.grid((1, 1, outputs))
-            self.dx_lanes = plan.arena.grid((1, 1, features))
+            self.dy_lanes = plan.arena.blocked((1, 1, outputs))
+            self.dx_lanes = plan.arena.blocked((1, 1, features))
 
     def forward(self, plan: Layout) -> Kernels:
         def run(k: Emitter) -> None:
@@ -113,7 +113,7 @@ class Wide(Dense):
 
 
 def linear(
-    k: Emitter, x: Matrix, weights: Pointer, panels: Panels, bias: Pointer | None, y: Matrix, rectify: bool, height: int
+    k: Emitter, x: NC, weights: Pointer, panels: Panels, bias: Pointer | None, y: NC, rectify: bool, height: int
 ) -> None:
     """y = x @ weights + bias, by tiles of `height` images; the last ends with the last image, and may do some twice."""
     for panel in panels.each(k):
@@ -136,7 +136,7 @@ def linear(
                     k.store(k.rectify(value) if rectify else value, target + (i * y.stride + v * k.lanes))
 
 
-def linear_backward_weights(k: Emitter, x: Matrix, dy: Matrix, panels: Panels, dw: Pointer) -> None:
+def linear_backward_weights(k: Emitter, x: NC, dy: NC, panels: Panels, dw: Pointer) -> None:
     """dw += x.T @ dy, in panels as the weights."""
     for panel in panels.each(k):
         unit = panel.width * k.lanes
@@ -151,9 +151,7 @@ def linear_backward_weights(k: Emitter, x: Matrix, dy: Matrix, panels: Panels, d
                     add_products(k, totals, source, list(range(height)), gradient, steps, panel.valid)
 
 
-def wide_update(
-    k: Emitter, x: Matrix, dy: Matrix, panels: Panels, offset: int, arena: int, optimizer: Optimizer
-) -> None:
+def wide_update(k: Emitter, x: NC, dy: NC, panels: Panels, offset: int, arena: int, optimizer: Optimizer) -> None:
     """Take the optimizer's step of this thread's share of the weights with x.T @ dy over all threads' images.
 
     The gradient is never stored. One sum goes over all threads' images: a sum for each would end in the very bits that
@@ -166,7 +164,7 @@ def wide_update(
     """
     *state, numbers, arenas, table = k.buffers
     rank, threads = (k.builder.load((table + i).value(INDEX)) for i in range(2))
-    step = update.Step(k, optimizer, numbers)
+    step = update.OptimizerStep(k, optimizer, numbers)
     for panel in panels.each(k):
         unit = panel.width * k.lanes
         for first, height, times in chunks(x.size, most_height(panel.width, k.target.registers)):
@@ -190,11 +188,11 @@ def wide_update(
                         step.take([place + (i * unit + v * k.lanes) for place in places], total.get())
 
 
-def linear_backward_input(k: Emitter, weights: Pointer, panels: Panels, dy: Grid, dx: Grid, groups: int) -> None:
+def linear_backward_input(k: Emitter, weights: Pointer, panels: Panels, dy: Blocked, dx: Blocked, groups: int) -> None:
     """dx[d, lane] = sum over o of weights[d, o] * dy[o, lane], `groups` groups of lanes.
 
     Args:
-        dy: (1, 1, O). dx: any shape of D values without a ring.
+        dy: (1, 1, O). dx: any shape of D values without a halo.
     """
     features = dx.group // dx.lanes
     for first_group, width, group_times in chunks(groups, 4):

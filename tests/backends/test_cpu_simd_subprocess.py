@@ -15,9 +15,8 @@ import numpy as np
 import pytest
 
 from cnnexp.backends.simd import CpuSimd
-from cnnexp.backends.simd.runtime import compile_in_subprocess
-from cnnexp.backends.simd.runtime import program
 from cnnexp.backends.simd.compiler.host import host, host_target
+from cnnexp.backends.simd.runtime import compilation, program
 from cnnexp.errors import CompilerDied
 from cnnexp.network import Flatten, Linear, Network
 from cnnexp.network.losses import Loss
@@ -25,7 +24,7 @@ from cnnexp.optimizers import SGD
 from cnnexp.tracking.events import JOURNAL, read_journal
 
 ROOT = Path(__file__).resolve().parents[2]
-COMPILE_APART = apart.compile_apart
+COMPILE_IN_SUBPROCESS = compilation.compile_in_subprocess
 NETWORK = Network((2, 2, 1), (Flatten(), Linear(2)))
 SMALL = (
     *("experiment=smoke", "backend=cpu-simd", "backend.threads=1", "tracking=none", "trainer.baseline=null"),
@@ -33,8 +32,8 @@ SMALL = (
 )
 SITE = """
 import os, sys, time
-if "apart:answer" in " ".join(sys.orig_argv):
-    from cnnexp.backends.simd.runtime import compile_in_subprocess
+if "compilation:answer" in " ".join(sys.orig_argv):
+    from cnnexp.backends.simd.runtime import compilation
 
     def abort(*_):
         os.write(2, b"python: X86.cpp:7: void f(): Assertion `VT.isInteger()' failed.\\nStack dump\\n")
@@ -44,7 +43,7 @@ if "apart:answer" in " ".join(sys.orig_argv):
         open("hangs", "w").close()
         time.sleep(600)
 
-    apart.compile_here = {compiler}
+    compilation.compile_in_process = {compiler}
 """
 DIED = re.escape("backend=cpu-simd: the compiler was ended by SIGABRT (Assertion `VT.isInteger()' failed), for ")
 DIED += rf"{re.escape(host()[1])} with {host_target().lanes} lanes, on .*Convolution, .*Dense; "
@@ -115,16 +114,16 @@ def test_ctrl_c_ends_the_child_too(start, tmp_path):
 
 @pytest.fixture
 def cold(tmp_path, monkeypatch):
-    """An empty cache, and compiling apart as in a run; yield the list of what was asked of the child."""
+    """An empty cache, and compiling in a subprocess as in a run; yield the list of what was asked of the child."""
     asked = []
 
-    def compile_apart(key, described):
+    def compile_in_subprocess(key, described):
         asked.append(key)
-        return COMPILE_APART(key, described)
+        return COMPILE_IN_SUBPROCESS(key, described)
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(program, "_ready", {})
-    monkeypatch.setattr(apart, "compile_apart", compile_apart)
+    monkeypatch.setattr(compilation, "compile_in_subprocess", compile_in_subprocess)
     return asked
 
 
@@ -139,7 +138,7 @@ def not_here(*_):
 
 
 def test_the_child_compiles_and_a_warm_start_asks_nobody(cold, monkeypatch):
-    monkeypatch.setattr(apart, "compile_here", not_here)
+    monkeypatch.setattr(compilation, "compile_in_process", not_here)
     assert scores() == [[20.0, 25.0]]
     assert len(cold) == 1
     program._ready.clear()
@@ -150,7 +149,7 @@ def test_the_child_compiles_and_a_warm_start_asks_nobody(cold, monkeypatch):
 def test_a_cache_that_cannot_be_written_compiles_nothing_twice(cold, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    monkeypatch.setattr(apart, "compile_here", not_here)
+    monkeypatch.setattr(compilation, "compile_in_process", not_here)
     assert scores() == [[20.0, 25.0]]
 
 
@@ -164,11 +163,11 @@ def test_what_the_child_cannot_know_is_compiled_here(cold):
 
 
 def test_where_no_process_can_be_started_it_is_compiled_here(cold, monkeypatch):
-    monkeypatch.setattr(apart.child.sys, "executable", "/nowhere/python")
+    monkeypatch.setattr(compilation.child.sys, "executable", "/nowhere/python")
     assert scores() == [[20.0, 25.0]]
 
 
 def test_a_compiler_that_hangs_is_ended(cold, monkeypatch):
-    monkeypatch.setattr(apart, "LIMIT_S", 0.01)
+    monkeypatch.setattr(compilation, "LIMIT_S", 0.01)
     with pytest.raises(CompilerDied, match=r"took more than 0\.01 s and was killed, for .* on \w+Dense"):
         scores()

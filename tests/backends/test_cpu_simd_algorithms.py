@@ -64,7 +64,7 @@ def every_way(network: Network, target: Target) -> list[tuple[str, str]]:
     sections, found = split(network), []
     for at, section in enumerate(sections):
         for node in allowed(sections[at:], target, {}, first=at == 0):
-            pair = section.stage.name, node.way
+            pair = section.stage.name, node.algorithm
             try:
                 choose_nodes(network, replace(target, forced=(pair,)), 9)
             except ConfigError:
@@ -94,7 +94,7 @@ def check_every_way(cpu: str, network: Network) -> None:
     taken = set()
     for forced in rounds(network, target):
         program = KernelProgram(CPUS[cpu], network, SGD(), len(case.images), forced)
-        taken |= {(node.name.partition("+")[0], node.way) for node in program.plan.nodes}
+        taken |= {(node.name.partition("+")[0], node.algorithm) for node in program.plan.nodes}
         program.restore({"parameters": case.parameters})
         handle = program.load(case.images, case.labels)
         check_scores(program, handle, case)
@@ -159,7 +159,8 @@ def test_empty_lanes_cost_as_well():
     """So one image is computed with channels in the lanes where many have the batch there."""
     network = Network((28, 28, 1), (Conv2d(6, 5), ReLU(), Conv2d(8, 5), ReLU(), Flatten(), Linear(10)))
     many, one = (
-        [node.way for node in choose_nodes(network, AVX512, images) if node.way != "alone"] for images in (64, 1)
+        [node.algorithm for node in choose_nodes(network, AVX512, images) if node.algorithm != "alone"]
+        for images in (64, 1)
     )
     assert many == ["lanes", "lanes", "skinny"]
     assert one == ["channels", "channels", "skinny"]
@@ -170,7 +171,7 @@ def test_many_channels_belong_in_the_lanes():
         (16, 16, 64), (Conv2d(128, 3), ReLU(), Conv2d(128, 3), ReLU(), MaxPool2d(2), Flatten(), Linear(9))
     )
     for target in (AVX2, AVX512):
-        ways = [node.way for node in choose_nodes(network, target, 32)]
+        ways = [node.algorithm for node in choose_nodes(network, target, 32)]
         assert ways == ["winograd", "winograd-argmax", "skinny"]
 
 
@@ -206,5 +207,5 @@ def test_a_way_that_is_none_is_refused(ways, message):
 def test_a_program_explains_itself_as_forced():
     network = OneConv(filters=4).network((8, 8, 1), 10)
     program = CpuSimd(threads=1, ways=("conv1:channels",)).compile(network, Loss.SOFTMAX_CROSS_ENTROPY, SGD(), 4)
-    assert {row.way for row in program.explain() if "conv1" in row.layers} == {"channels"}
+    assert {row.algorithm for row in program.explain() if "conv1" in row.layers} == {"channels"}
     program.close()

@@ -1,4 +1,4 @@
-"""Compiling in a process of its own: what LLVM cannot do ends the process it runs in, and no exception tells of it.
+"""Compiling in a process of its own: what LLVM cannot do ends the process it runs in, with no exception raised.
 
 Only a program that is not in the cache comes here, so a warm start pays nothing. The child makes the very bytes that
 the cache keeps and hands them back: nothing is compiled twice, whether or not the cache can be written, and only the
@@ -28,7 +28,7 @@ Described = tuple[Network, Loss, Optimizer, Target, int, int]
 
 
 def compile_program(key: str, described: Described) -> bytes:
-    """Return a program's machine code as the cache keeps it, compiled apart or, where that cannot be, here.
+    """Return a program's machine code as the cache keeps it, compiled in a subprocess or, where that cannot be, here.
 
     Args:
         key: the program's, see `cache.program_key`.
@@ -36,18 +36,18 @@ def compile_program(key: str, described: Described) -> bytes:
     Raises:
         CompilerDied: the child did not live to answer.
     """
-    return compile_apart(key, described) or compile_here(key, described)
+    return compile_in_subprocess(key, described) or compile_in_process(key, described)
 
 
-def compile_here(key: str, described: Described) -> bytes:
+def compile_in_process(key: str, described: Described) -> bytes:
     from cnnexp.backends.simd.runtime.step import machine_code  # brings Numba
 
     network, loss, optimizer, target, groups, share = described
     return machine_code(Plan(network, target, groups, share), loss, optimizer, key).to_bytes()
 
 
-def compile_apart(key: str, described: Described) -> bytes | None:
-    """Return the child's answer, None where it raised or could not be asked: `compile_here` then gets the exception."""
+def compile_in_subprocess(key: str, described: Described) -> bytes | None:
+    """Return the child's answer, None where it raised or could not be asked; `compile_in_process` then raises it."""
     try:
         question = pickle.dumps((key, described))
     except (AttributeError, TypeError, pickle.PicklingError):
@@ -71,6 +71,6 @@ def answer(question: bytes) -> bytes:
         key, described = pickle.loads(question)
         if program_key(ARGUMENTS, described) != key:
             return b""  # this process would compile something else
-        return compile_here(key, described)
+        return compile_in_process(key, described)
     except Exception:
         return b""
