@@ -10,7 +10,7 @@ import pytest
 from cnnexp.backends.simd.compiler.entry import ARGUMENTS, Array
 from cnnexp.backends.simd.compiler.host import host_target
 from cnnexp.backends.simd.compiler.native import Function, MachineCode
-from cnnexp.backends.simd.runtime import step
+from cnnexp.backends.simd.runtime import compilation, step
 from cnnexp.network import Flatten, Linear, Network
 from cnnexp.network.losses import Loss
 from cnnexp.optimizers import SGD

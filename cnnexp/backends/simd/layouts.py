@@ -220,7 +220,7 @@ class Arena:
         stride = width if width < SHORT_ROW else odd_lines(width)
         return NC(self.allocate(self.images * stride), size, stride, width)
 
-    def image(self, shape: Shape, halo: Halo = Halo()) -> NHWC:
+    def nhwc(self, shape: Shape, halo: Halo = Halo()) -> NHWC:
         row = (shape[1] + halo.left + halo.right) * shape[2]
         stride = odd_lines((shape[0] + halo.top + halo.bottom) * row + self.lanes)
         width = round_up(math.prod(shape), self.lanes)

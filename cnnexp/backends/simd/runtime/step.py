@@ -74,9 +74,9 @@ def make_work(plan: Plan, loss: Loss, optimizer: Optimizer, key: str) -> Dispatc
 
     def work(
         rank: int, crew: int, mode: int, bytes_: np.ndarray, floats: np.ndarray, nan_mask: np.ndarray,
-        labels: np.ndarray, order: np.ndarray, batch: int, parameters: np.ndarray, slots: np.ndarray, gradients: np.ndarray,
-        arenas: np.ndarray, scores: np.ndarray, totals: np.ndarray, flags: np.ndarray, counts: np.ndarray,
-        numbers: np.ndarray,
+        labels: np.ndarray, order: np.ndarray, batch: int, parameters: np.ndarray, slots: np.ndarray,
+        gradients: np.ndarray, arenas: np.ndarray, scores: np.ndarray, totals: np.ndarray, flags: np.ndarray,
+        counts: np.ndarray, numbers: np.ndarray,
     ) -> None:  # fmt: skip
         """Do one thread's part.
 
