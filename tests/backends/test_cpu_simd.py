@@ -167,7 +167,7 @@ def test_windows_of_four_pixels_on_avx2(conv, way):
     layers = conv, ReLU(), MaxPool2d(2, padding="floor"), Flatten(), Linear(3)
     network, target = Network((9, 12, channels), layers), replace(AVX2, forced=(("conv1", way),))
     node = Plan(network, target, 1, 5).nodes[0]
-    assert getattr(node, "conv", node).bank.manner == "pick"
+    assert getattr(node, "conv", node).bank.gather == "pick"
     check_case(OnTarget(target), make_case(network, images=5))
 
 

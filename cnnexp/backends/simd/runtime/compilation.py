@@ -58,7 +58,7 @@ def compile_in_subprocess(key: str, described: Described) -> bytes | None:
         return None  # no process may be started here
     except child.ChildDied as death:
         network, _, _, target, groups, share = described
-        nodes = ", ".join(type(node).__name__ for node in Plan(network, target, groups, share).nodes)
+        nodes = ", ".join(node.algorithm for node in Plan(network, target, groups, share).nodes)
         raise CompilerDied(
             f"backend=cpu-simd: the compiler {death}, for {host()[1]} with {target.lanes} lanes, on {nodes}; "
             "backend.fallback=true goes on with cpu-parallel"
