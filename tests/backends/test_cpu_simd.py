@@ -87,10 +87,10 @@ class OnTarget:
         return SimdProgram(network, loss, optimizer, batch_size, self.target, self.threads)
 
 
-def computed(network, target, way):
-    """Return the target on which every convolution is computed in one way."""
+def computed(network, target, algorithm):
+    """Return the target on which every convolution is computed by one algorithm."""
     names = [stage.name for stage in network.stages if isinstance(stage.layer, Conv2d)]
-    return replace(target, forced=tuple((name, way) for name in names))
+    return replace(target, forced=tuple((name, algorithm) for name in names))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -153,7 +153,7 @@ def test_the_parts_of_a_gradient_hold_each_tap_once(taps):
 
 
 @pytest.mark.skipif(not set(AVX2.features) <= set(host_target().features), reason="needs a CPU with AVX2")
-@pytest.mark.parametrize("way", ["filters", "filters-fused"])
+@pytest.mark.parametrize("algorithm", ["filters", "filters-fused"])
 @pytest.mark.parametrize(
     "conv",
     [
@@ -162,10 +162,10 @@ def test_the_parts_of_a_gradient_hold_each_tap_once(taps):
     ],
     ids=str,
 )
-def test_windows_of_four_pixels_on_avx2(conv, way):
+def test_windows_of_four_pixels_on_avx2(conv, algorithm):
     channels = {1: 5, 2: 2, 3: 1}[conv.kernel]
     layers = conv, ReLU(), MaxPool2d(2, padding="floor"), Flatten(), Linear(3)
-    network, target = Network((9, 12, channels), layers), replace(AVX2, forced=(("conv1", way),))
+    network, target = Network((9, 12, channels), layers), replace(AVX2, forced=(("conv1", algorithm),))
     node = Plan(network, target, 1, 5).nodes[0]
     assert getattr(node, "conv", node).bank.gather == "pick"
     check_case(OnTarget(target), make_case(network, images=5))
