@@ -56,7 +56,7 @@ class FmaLoop:
     """Independent fused multiply-adds on vectors that stay in registers: nothing is read or written."""
 
     def __init__(self, case: Case, data: Data, threads: int) -> None:
-        from cnnexp.backends.simd.limit import fma_loop  # Numba, which the peers' interpreter may lack
+        from cnnexp.backends.simd.runtime.limit import fma_loop  # Numba, which the peers' interpreter may lack
 
         started = time.perf_counter()
         loop, per_turn, lanes = fma_loop()

@@ -70,7 +70,7 @@ def argmax_kept() -> Figure:
 
 def batch_in_lanes() -> Figure:
     """A vector holds the same pixel of as many images as the CPU has lanes."""
-    from cnnexp.backends.simd.host import host_target
+    from cnnexp.backends.simd.compiler.host import host_target
 
     lanes = host_target().lanes
     figure = Figure(figsize=(9, 3.0), layout="constrained")
@@ -107,8 +107,8 @@ def batch_in_lanes() -> Figure:
 
 def register_tile() -> Figure:
     """The sums that a convolution holds in registers, of the size that the planner gives them on this machine."""
-    from cnnexp.backends.simd.host import host_target
-    from cnnexp.backends.simd.plan import Plan
+    from cnnexp.backends.simd.compiler.host import host_target
+    from cnnexp.backends.simd.lowering import Plan
 
     target = replace(host_target(), forced=(("conv2", "lanes"),))  # elsewhere the planner may choose another algorithm
     plan = Plan(TwoConvMlp().network((28, 28, 1), 10), target, groups=1, share=target.lanes)

@@ -84,8 +84,8 @@ class Display:
             self._wrapped("backend.explain: nothing was chosen; the layers run one after another")
             return
         counts = [(f"{row.macs:,}", f"{row.share:.0%}") if row.macs else ("", "") for row in kernels]
-        rows = [(row.kernel, row.way, row.tile, *count) for row, count in zip(kernels, counts, strict=True)]
-        table = Table([Group("multiply-adds"), Group("of limit")], rows, ["kernel", "way", "tile"])
+        rows = [(row.kernel, row.algorithm, row.tile, *count) for row, count in zip(kernels, counts, strict=True)]
+        table = Table([Group("multiply-adds"), Group("of limit")], rows, ["kernel", "algorithm", "tile"])
         self.console.print(as_screen(table, None, self.console.width), highlight=False)
         self._wrapped(
             f"{kernels[0].threads} threads share a batch's images; multiply-adds and the share of the CPU's limit, as "

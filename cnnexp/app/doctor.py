@@ -74,7 +74,7 @@ def _ask(function: str, question: str) -> str:
 def vectors(question: bytes) -> bytes:
     """Answer how wide this CPU's vectors are."""
     try:
-        from cnnexp.backends.simd.host import host_target
+        from cnnexp.backends.simd.compiler.host import host_target
 
         lanes = host_target().lanes
         return f"{lanes * FLOAT_BITS} bits, {lanes} float32 at once".encode()

@@ -242,7 +242,7 @@ def _parallel_operations(backend: Backend) -> float:
     """
     if backend.on_gpu:
         return math.inf
-    from cnnexp.backends.simd.host import host_target  # loads Numba's compiler, as most baselines have
+    from cnnexp.backends.simd.compiler.host import host_target  # loads Numba's compiler, as most baselines have
 
     return backend.threads * host_target().lanes
 

@@ -151,7 +151,7 @@ class KernelRow:
 
     Attributes:
         kernel: its name, as `conv1.forward`. layers: those that are computed at once; none where a layout changes.
-        way: how they are computed, of several ways that there are. layout: of the input. tile: what registers hold.
+        algorithm: how they are computed, of several that there are. layout: of the input. tile: what registers hold.
         threads: that share a batch's images.
         macs: multiply-adds of an image. cycles: of one core, for an image.
         share: of the multiply-adds that a core can do; above 1 where terms that are zero are left out.
@@ -159,7 +159,7 @@ class KernelRow:
 
     kernel: str
     layers: tuple[str, ...]
-    way: str
+    algorithm: str
     layout: str
     tile: str
     threads: int

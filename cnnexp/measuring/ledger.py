@@ -185,7 +185,7 @@ def report(ledger: Ledger, program: Profiled, epochs: Sequence[EpochResult], bac
     found["machine"] = limits if "gb_per_s" in limits else {**machine_limits(backend.threads), **limits}
     trained_s = _trained_s(ledger.seconds)
     rows = program.explain()
-    found["ways"] = {" ".join(row.layers): row.way for row in rows if row.layers} or {
+    found["ways"] = {" ".join(row.layers): row.algorithm for row in rows if row.layers} or {
         part.name: part.kernel for part in own if part.what == "forward" and part.multiply_adds
     }
     layers = list(_fused(own, program, images) if own else _layers(ledger.seconds, program, images))

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from cnnexp.app.console import Display, JobTable
 from cnnexp.app.hydra_app import CONF
-from cnnexp.backends.simd.plan import Plan
+from cnnexp.backends.simd.lowering import Plan
 from cnnexp.network.losses import Totals
 from cnnexp.network.models import TwoConvMlp
 from cnnexp.training.baseline import Comparison

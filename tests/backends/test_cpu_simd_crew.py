@@ -3,9 +3,9 @@ import pytest
 from conformance import assert_same_state
 
 from cnnexp import Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU
-from cnnexp.backends.simd.crew import TRIAL_S, Crew
-from cnnexp.backends.simd.host import host_target
-from cnnexp.backends.simd.program import SimdProgram, make_plan
+from cnnexp.backends.simd.compiler.host import host_target
+from cnnexp.backends.simd.runtime.crew import TRIAL_S, Crew
+from cnnexp.backends.simd.runtime.program import SimdProgram, make_plan
 from cnnexp.network.losses import Loss
 from cnnexp.optimizers import Adam
 

@@ -103,7 +103,8 @@ def test_two_processes_train_like_one_for_100_steps(model, optimizer, sync):
 @pytest.mark.parametrize("model", MODELS)
 def test_two_processes_add_up_what_two_threads_add_up(model, optimizer, monkeypatch):
     """Bit for bit where every worker has the same power of two of images, on one_conv."""
-    monkeypatch.setattr("cnnexp.backends.simd.program.THREAD_CYCLES", 1)  # else so small a network gets one thread
+    # else so small a network gets one thread
+    monkeypatch.setattr("cnnexp.backends.simd.runtime.program.THREAD_CYCLES", 1)
     one = trained(compiled(None, model, optimizer, "cpu-simd", threads=2), hundred_steps())
     program = compiled(Local(count=2), model, optimizer, "cpu-simd")
     _, state, _ = trained(program, hundred_steps())
