@@ -7,7 +7,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-thorough test-lowest test-newest lint docs ui bench gpu-check soft-gpu soak torch clean
+.PHONY: help train test test-thorough test-lowest test-newest coverage lint docs drawings ui bench gpu-check soft-gpu \
+	soak torch clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -31,6 +32,12 @@ test-lowest test-newest:
 		--editable ".[dev,mpi,onnx,search,sweep]"
 	$(VENV)-$@/bin/python -m pytest -q -n 2 -m "not slow" $(ARGS)
 
+coverage: $(VENV)/.dev ## run the tests and say which lines of the package they do not reach
+	rm -f .coverage .coverage.*
+	$(BIN)/coverage run -m pytest -q -n 2 $(ARGS)
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report
+
 lint: $(VENV)/.dev ## check format, style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -40,17 +47,20 @@ docs: $(VENV)/.dev ## build the documentation site into build/docs
 	$(PIP) --editable ".[dev,docs]"
 	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --builder html docs build/docs
 
+drawings: $(VENV)/.dev ## draw the pictures of docs/kernels.md again, for this CPU
+	$(BIN)/python docs/kernel_drawings.py
+
 ui: $(VENV)/.ui ## look at the recorded runs in a browser
 	$(BIN)/cnnexp ui $(ARGS)
 
 bench: $(VENV)/.dev ## time the backends against each other
 	$(BIN)/python -m benchmarks $(ARGS)
 
-gpu-check: $(VENV)/.gpu ## hold the GPU backends to the oracle on a real GPU, then time them (beside PyTorch if installed)
+gpu-check: $(VENV)/.gpu ## verify the GPU backends on a real GPU, then time them (beside PyTorch if installed)
 	$(BIN)/python -m pytest -q tests/backends -k gpu
 	$(BIN)/python -m benchmarks.gpu_check $(ARGS)
 
-soft-gpu: $(VENV)/.gpu ## hold every GPU backend to the oracle on a GPU made of software, all that takes long included
+soft-gpu: $(VENV)/.gpu ## verify every GPU backend on a GPU made of software, all that takes long included
 	$(BIN)/python -m pytest -q -s -m "slow or not slow" tests/softgpu tests/backends/test_soft_gpu.py $(ARGS)
 
 soak: $(VENV)/.dev ## kills, faults, damaged files and more, for an hour: make soak ARGS="--seconds 600 kills"
@@ -60,7 +70,7 @@ torch: $(VENV)/.dev ## add PyTorch, for backend=torch and for the tests that com
 	$(PIP) "torch==2.13.0"
 
 clean: ## remove .venv and what tools left behind; outputs/ stays
-	rm -rf $(VENV) $(VENV)-* build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-* .coverage* build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 $(VENV)/.core: pyproject.toml constraints.txt

@@ -10,6 +10,7 @@ import tempfile
 import time
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -71,12 +72,33 @@ def main(arguments: list[str] | None = None) -> int:
                 result["seconds"] = time.monotonic() - began
                 result["stolen_share"] = _stolen(before, machine.cpu_times())
                 # after every match, so that nothing is lost where a run is broken off
-                (options.out / "cpu.json").write_text(json.dumps(result, indent=1) + "\n")
+                (options.out / "cpu.json").write_text(dumps(result))
                 console.print(report.screen_table(result["matches"][-1]))
     written = report.write(result, options.out)
     console.print(f"{result['seconds']:.0f} s; wrote", *(str(path) for path in [options.out / "cpu.json", *written]))
     failed = [row for match in result["matches"] for row in match["rows"] if row["error"] and row["side"] != "peer"]
     return 1 if failed else 0
+
+
+def dumps(value: Any, levels: int = 4) -> str:
+    """Return JSON whose upper levels stand a value a line: of a result, each contestant's row is one line.
+
+    Anything deeper is on one line: all samples of a contestant, and one line of a diff where they change.
+    """
+
+    def lines(value: Any, left: int) -> str:
+        nested = isinstance(value, dict | list) and any(isinstance(inner, dict | list) for inner in _inner(value))
+        if not nested or not left:
+            return json.dumps(value)
+        keys = [f"{json.dumps(key)}: " for key in value] if isinstance(value, dict) else [""] * len(value)
+        body = ",\n".join(key + lines(inner, left - 1) for key, inner in zip(keys, _inner(value), strict=True))
+        return f"{{\n{body}\n}}" if isinstance(value, dict) else f"[\n{body}\n]"
+
+    return lines(value, levels) + "\n"
+
+
+def _inner(value: dict | list) -> list:
+    return list(value.values()) if isinstance(value, dict) else value
 
 
 def parser() -> argparse.ArgumentParser:
@@ -88,18 +110,18 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--seconds", type=float, default=0.2, help="length of a sample; longer where one step takes longer")
     p.add_argument("--setup-timeout", type=float, default=240, help="seconds to import, compile and check")
     p.add_argument("--peer-python", default=sys.executable, help="the interpreter that has the peers installed")
-    p.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder to write to")
+    p.add_argument("--out", type=Path, default=ROOT / "outputs" / "benchmarks", help="folder to write to")
     p.add_argument("--redraw", action="store_true", help="measure nothing; write tables and figures of --out/cpu.json")
     p.add_argument("--mnist", type=Path, help="folder with MNIST's files: train on real images, not on noise")
-    p.add_argument("--hold", choices=machine.HOLDS, help="hold everyone, the limits too, to these instructions")
+    p.add_argument("--hold", choices=machine.HOLDS, help="restrict everyone, the limits too, to these instructions")
     p.add_argument("--quick", action="store_true", help="2 short rounds: to see that it works, not to quote")
     return p
 
 
 def _command(arguments: list[str]) -> str:
     """Return the command as anyone would type it: without this machine's folders."""
-    told = [word.partition("=") for word in arguments]
-    shown = [f"{name}=PATH" if equals and name in PATHS else name + equals + value for name, equals, value in told]
+    parts = [word.partition("=") for word in arguments]
+    shown = [f"{name}=PATH" if equals and name in PATHS else name + equals + value for name, equals, value in parts]
     for number, word in enumerate(shown[:-1]):
         if word in PATHS:
             shown[number + 1] = "PATH"

@@ -86,11 +86,11 @@ def multiply_adds(network: Network) -> tuple[int, int]:
     for position, stage in enumerate(network.stages):
         if stage.weight is None:
             continue
-        passes = 1 if stage is first else 2
+        backward = stage.multiply_adds("backward", needs_dx=stage is not first)
         outputs = math.prod(stage.output_shape)
         share = min(_outputs_with_gradient(network, position), outputs) / outputs
-        through += stage.macs + round(passes * stage.macs * share)
-        dense += stage.macs + passes * stage.macs
+        through += stage.macs + round(backward * share)
+        dense += stage.macs + backward
     return through, dense
 
 

@@ -7,7 +7,7 @@ A model, never a time: nothing of this ran on a GPU. `bound` is what arithmetic,
 what ptxas cannot leave out need at the boost clock; no GPU of those numbers is faster. `model` adds the latency of what
 is waited for, instructions moved between two branches as is best, and the issue of whole-number instructions, which
 ptxas makes fewer; caches are taken to be perfect, and the scarcest resource to hide all others. A launch costs
-`edge_us` more in a graph; without one the host decides, and what that takes no count can tell. `sum_up` comes once a
+`edge_us` more in a graph; without one the host decides, and what that takes no count can show. `sum_up` comes once a
 pass and `advance` once a graph: a step is charged with its share.
 
 Columns: instructions of a thread (moves left out) per multiply-add; millions of multiply-adds; megabytes that differ

@@ -1,7 +1,7 @@
 """`python -m benchmarks.kernels`: what each kernel of `cpu-simd` costs, by the clock and by the planner's cost model.
 
-One thread, one tile of images, every kernel repeated by itself on what a step left in the arena. With `--ways` every
-way of every layer is forced in turn, one layer at a time, and the ways are compared by the sum of their kernels.
+One thread, one tile of images, every kernel repeated by itself on what a step left in the arena. With `--algorithms`
+every algorithm of every layer is forced in turn, one layer at a time; they are compared by the sum of their kernels.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import numpy as np
 
 from benchmarks import cases, machine
 from benchmarks.cases import Case
-from cnnexp.backends.simd.compose import compose
-from cnnexp.backends.simd.host import host_target
-from cnnexp.backends.simd.layout import aligned_zeros
-from cnnexp.backends.simd.limit import fma_loop
-from cnnexp.backends.simd.plan import Plan
-from cnnexp.backends.simd.program import make_plan
-from cnnexp.backends.simd.ways import allowed, split
+from cnnexp.backends.simd.compiler.compose import compose
+from cnnexp.backends.simd.compiler.host import host_target
+from cnnexp.backends.simd.layouts import aligned_zeros
+from cnnexp.backends.simd.lowering import Plan
+from cnnexp.backends.simd.planner import allowed, split
+from cnnexp.backends.simd.runtime.limit import fma_loop
+from cnnexp.backends.simd.runtime.program import make_plan
 from cnnexp.errors import ConfigError
 
 SAMPLES = 20
@@ -46,8 +46,8 @@ def main(arguments: list[str] | None = None) -> int:
         share = -(-case.batch_size // options.threads)
         print(f"\n{case.title}, {share} images of a thread and step")
         _show_kernels(case, share, per_s)
-        if options.ways:
-            _show_ways(case, share, per_s)
+        if options.algorithms:
+            _show_algorithms(case, share, per_s)
     return 0
 
 
@@ -55,7 +55,9 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__)
     p.add_argument("--cases", nargs="+", default=["main"], help=f"groups ({', '.join(cases.GROUPS)}) or cases by name")
     p.add_argument("--threads", type=int, default=2, help="a tile is as of so many threads that share a batch")
-    p.add_argument("--ways", action="store_true", help="force every way of every layer in turn, and compare")
+    p.add_argument(
+        "--algorithms", action="store_true", help="force every algorithm of every layer in turn, and compare"
+    )
     p.add_argument("--hold", choices=machine.HOLDS, help="hold everything, the limit too, to these instructions")
     return p
 
@@ -78,7 +80,9 @@ def _fastest(work: Callable[[], object]) -> float:
 
 def _show_kernels(case: Case, share: int, per_s: float) -> None:
     plan = make_plan(case.network, host_target(), share)
-    print(f"{'kernel':<28}{'way':<17}{'us/image':>9}{'cycles':>9}{'expected':>9}{'ratio':>6}{'of limit':>9}  tile")
+    print(
+        f"{'kernel':<28}{'algorithm':<17}{'us/image':>9}{'cycles':>9}{'expected':>9}{'ratio':>6}{'of limit':>9}  tile"
+    )
     _print_kernels(plan, time_kernels(plan), per_s, "")
 
 
@@ -89,25 +93,25 @@ def _print_kernels(plan: Plan, measured: dict[str, float], per_s: float, only: s
             seconds = measured[row.kernel]
             cycles = seconds * per_s / (2 * plan.target.lanes)
             print(
-                f"{row.kernel:<28}{row.way:<17}{1e6 * seconds:>9.2f}{cycles:>9.0f}{row.cycles:>9.0f}"
+                f"{row.kernel:<28}{row.algorithm:<17}{1e6 * seconds:>9.2f}{cycles:>9.0f}{row.cycles:>9.0f}"
                 f"{row.cycles / cycles:>6.2f}{row.macs / seconds / per_s:>9.0%}  {row.tile}"
             )
 
 
-def _show_ways(case: Case, share: int, per_s: float) -> None:
+def _show_algorithms(case: Case, share: int, per_s: float) -> None:
     target, sections = host_target(), split(case.network)
     cycles_per_s = per_s / (2 * target.lanes)
     for at, section in enumerate(sections):
-        ways = [node.way for node, _ in allowed(sections[at:], target, {}, first=at == 0)]
-        for way in ways if len(ways) > 1 else []:
+        names = [node.algorithm for node in allowed(sections[at:], target, {}, first=at == 0)]
+        for algorithm in names if len(names) > 1 else []:
             name = section.stage.name
             try:
-                plan = make_plan(case.network, dataclasses.replace(target, forced=((name, way),)), share)
+                plan = make_plan(case.network, dataclasses.replace(target, forced=((name, algorithm),)), share)
             except ConfigError:  # the layers around it do not allow it
                 continue
             measured = time_kernels(plan)
             cycles, expected = sum(measured.values()) * cycles_per_s, sum(row.cycles for row in plan.explain(1))
-            print(f"{name} by {way}: the network takes {cycles:,.0f} cycles, {expected:,} expected")
+            print(f"{name} by {algorithm}: the network takes {cycles:,.0f} cycles, {expected:,} expected")
             _print_kernels(plan, measured, per_s, name)
 
 

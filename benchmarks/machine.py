@@ -25,7 +25,7 @@ HOLDS = {
         "MKL_ENABLE_INSTRUCTIONS": "AVX2",
     }
 }
-"""Environments that hold everyone, the limits too, to less than the CPU has: `avx2` is 8 lanes, 16 registers."""
+"""Environments that restrict everyone, the limits too, to less than the CPU has: `avx2` is 8 lanes, 16 registers."""
 
 STEP_S = 0.005
 """About how long one step of a limit takes; short beside a sample."""
@@ -56,7 +56,7 @@ class FmaLoop:
     """Independent fused multiply-adds on vectors that stay in registers: nothing is read or written."""
 
     def __init__(self, case: Case, data: Data, threads: int) -> None:
-        from cnnexp.backends.simd.limit import fma_loop  # Numba, which the peers' interpreter may lack
+        from cnnexp.backends.simd.runtime.limit import fma_loop  # Numba, which the peers' interpreter may lack
 
         started = time.perf_counter()
         loop, per_turn, lanes = fma_loop()

@@ -4,7 +4,7 @@ The file holds, for n images (the whole batch, and the fewer that slow contestan
 `gradient_n`, its flat gradient; `update_n`, what one optimizer step adds to the parameters; and `blur_loss_n`,
 `blur_gradient_n`, `blur_update_n`, how far, relatively, these move with images and parameters that differ by a few
 roundings of a float32. That is next to nothing unless a ReLU or a max-pool decides between numbers that a float32
-cannot tell apart: then who decides otherwise than the oracle is as right.
+cannot distinguish: then who decides otherwise than the oracle is as right.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from rich.table import Table
 
 SWEEPS = {"batch": "images per batch", "filters": "filters", "size": "image side in pixels", "depth": "convolutions"}
 
-# Okabe and Ito's colours, which the colour-blind tell apart
+# Okabe and Ito's colours, which the colour-blind can distinguish
 BLUE, SKY, ORANGE, GREEN, PURPLE, RED, GREY = (
     "#0072B2",
     "#56B4E9",
@@ -130,15 +130,17 @@ def write(result: dict[str, Any], out: Path) -> list[Path]:
     return written
 
 
-LABEL = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}  # lines do not cross it
+OTHERS = "other backends of cnnexp"
+KINDS = {"cpu-simd": BLUE, OTHERS: SKY, "frameworks": ORANGE}
+LABEL_SHARE = 0.17  # of a panel's width, what the longest number takes beside its bar
 EXPLANATION = """Whole training steps: forward, loss, backward, optimizer; float32; the same images, batches and first
 parameters for all, in memory beforehand (ours gather each shuffled batch, the peers find theirs gathered).
-Contestants take turns; a sample starts from the first parameters. Medians over rounds. Before timing each is held to
-a float64 oracle; `gradient` is its distance, relative. `of limit`: useful multiply-adds, those of gradients counted
-through the max-pool's argmax, over the faster of a loop of multiply-adds in registers and a large matrix product,
-both timed in the same rounds. `MB`: the most memory resident in its process, framework included. `compile s`: as
-found, caches of earlier runs included. `(32 a step)`: so few images a step, since a whole batch would take too
-long."""
+Contestants take turns; a sample starts from the first parameters. Medians over rounds. Before timing each is verified
+against a float64 oracle; `gradient` is its distance, relative. `of limit`: useful multiply-adds, those of gradients
+counted through the max-pool's argmax, over the faster of a loop of multiply-adds in registers and a large matrix
+product, both timed in the same rounds. `MB`: the most memory resident in its process, framework included.
+`compile s`: as found, caches of earlier runs included. `(32 a step)`: so few images a step, since a whole batch would
+take too long."""
 
 COLUMNS = ("", "images/s", "quartiles", "slowest", "x best peer", "of limit", "us/image", "MB", "compile s", "gradient")
 
@@ -214,7 +216,7 @@ def _conditions(result: dict[str, Any]) -> str:
     skip = ("threads", "device", "lanes", "chains", "blas", "threading_layer", "numba_cpu")
     versions = ", ".join(f"{name} {value}" for name, value in sorted(facts.items()) if name not in skip)
     stolen = result.get("stolen_share")
-    held = f", everyone held to {result['held']}" if result.get("held") else ""
+    held = f", everyone restricted to {result['held']}" if result.get("held") else ""
     return (
         f"{result['started']}, {result['seconds']:.0f} s. {machine['processor']}, {len(machine['cores'])} cores, "
         f"{machine['system']}{held}, Python {machine['python']}, {versions}. {result['rounds']} rounds of "
@@ -283,9 +285,9 @@ def _bars(matches: list[dict[str, Any]], result: dict[str, Any], path: Path) -> 
     for axis, match in zip(axes.flat, matches, strict=False):
         _bar_panel(axis, match)
     figure.suptitle(_figure_title("Images trained per second", matches[0]["threads"], result), fontsize=11)
-    kinds = {"cpu-simd": BLUE, "other backends of cnnexp": SKY, "frameworks": ORANGE}
-    handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in kinds.values()]
-    figure.legend(handles, kinds, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    drawn = {_kind(line) for match in matches for line in lines(match) if line.error is None and line.side != "limit"}
+    kinds = {name: plt.Rectangle((0, 0), 1, 1, color=colour) for name, colour in KINDS.items() if name in drawn}
+    figure.legend(kinds.values(), kinds, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
     return _save(figure, path)
 
 
@@ -308,6 +310,8 @@ def _ratios(matches: list[dict[str, Any]], result: dict[str, Any], path: Path) -
             axis.scatter(*zip(*points, strict=True), color=colour, marker=marker, label=f"batch {batch}")
     axis.axvline(1, color=RED, linewidth=1.2, linestyle=(0, (4, 2)))
     axis.set_xscale("log")
+    axis.set_xticks([1, 2, 5, 10, 20, 50], ["1", "2", "5", "10", "20", "50"])
+    axis.minorticks_off()
     axis.set_yticks(range(len(names)), names)
     axis.invert_yaxis()
     axis.set_xlabel("times the best peer's images/s (log)", fontsize=8)
@@ -317,20 +321,35 @@ def _ratios(matches: list[dict[str, Any]], result: dict[str, Any], path: Path) -
     return _save(figure, path)
 
 
+def _kind(line: Line) -> str:
+    return "frameworks" if line.side == "peer" else "cpu-simd" if line.contestant == "cpu-simd" else OTHERS
+
+
 def _bar_panel(axis, match: dict[str, Any]) -> None:
     summed = [line for line in lines(match) if line.error is None]
     shown = [line for line in summed if line.side != "limit"]
     limit = max((line.rate for line in summed if line.side == "limit"), default=None)
     limit = limit and limit / match["multiply_adds_per_image"]["through_argmax"]
     names = [line.contestant + (f" ({line.scaled} a step)" if line.scaled else "") for line in shown]
-    colours = [ORANGE if line.side == "peer" else BLUE if line.contestant == "cpu-simd" else SKY for line in shown]
-    bars = axis.barh(names, [line.rate for line in shown], color=colours, height=0.72)
-    axis.bar_label(bars, [_figures(line.rate) for line in shown], padding=3, fontsize=8, bbox=LABEL)
+    rates = [line.rate for line in shown]
+    axis.barh(names, rates, color=[KINDS[_kind(line)] for line in shown], height=0.72)
     axis.invert_yaxis()
-    axis.set_xscale("log")
-    top = max([line.rate for line in shown] + [limit or 0], default=1)
-    bottom = min((line.rate for line in shown), default=top / 10)
-    axis.set_xlim(bottom / 3, top * 4)
+    top = max([*rates, limit or 0], default=1)
+    axis.set_xlim(0, top * 1.18)
+    for place, rate in enumerate(rates):
+        inside = (
+            limit is not None and rate <= limit < rate + LABEL_SHARE * top
+        )  # beside the bar it would cross the line
+        axis.annotate(
+            _figures(rate),
+            (rate, place),
+            (-4 if inside else 4, 0),
+            textcoords="offset points",
+            ha="right" if inside else "left",
+            va="center",
+            fontsize=8,
+            color="white" if inside else "black",
+        )
     if limit:
         axis.axvline(limit, color=RED, linewidth=1.2, linestyle=(0, (4, 2)))
         axis.text(
@@ -344,7 +363,9 @@ def _bar_panel(axis, match: dict[str, Any]) -> None:
             transform=axis.get_xaxis_transform(),
         )
     axis.set_title(match["title"], fontsize=10, loc="left", pad=16)
-    axis.set_xlabel("images/s (log)", fontsize=8)
+    axis.set_xlabel("images/s", fontsize=8)
+    axis.xaxis.set_major_formatter("{x:,.0f}")
+    axis.locator_params(axis="x", nbins=5)
     _tidy(axis, "x")
 
 
@@ -420,15 +441,13 @@ def _pyplot():
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    plt.rcParams["svg.hashsalt"] = "benchmarks"  # the same data, the same file
     return plt
 
 
 def _save(figure, path: Path) -> list[Path]:
     import matplotlib.pyplot as plt
 
-    paths = [path.with_suffix(suffix) for suffix in (".png", ".svg")]
-    for target, metadata in zip(paths, ({}, {"Date": None}), strict=True):
-        figure.savefig(target, dpi=150, facecolor="white", metadata=metadata)
+    target = path.with_suffix(".png")
+    figure.savefig(target, dpi=120, facecolor="white")
     plt.close(figure)
-    return paths
+    return [target]

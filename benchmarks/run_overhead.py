@@ -45,9 +45,9 @@ CLOCKS = {
     "cnnexp.backends.cpu.sequential:Cpu.compile": "baseline",
     "cnnexp.training.baseline:Baseline.__init__": "baseline",
     "cnnexp.training.baseline:Baseline.sample": "baseline",
-    "cnnexp.backends.simd.program:SimdProgram.load": "data",
-    "cnnexp.backends.simd.program:SimdProgram.train": "training",
-    "cnnexp.backends.simd.program:SimdProgram.predict": "evaluation",
+    "cnnexp.backends.simd.runtime.program:SimdProgram.load": "data",
+    "cnnexp.backends.simd.runtime.program:SimdProgram.train": "training",
+    "cnnexp.backends.simd.runtime.program:SimdProgram.predict": "evaluation",
     "cnnexp.training.loop:evaluate": "evaluation",
     "cnnexp.tracking.pipe:Recorder.__init__": "logging",
     "cnnexp.tracking.pipe:Recorder.close": "logging",
@@ -160,7 +160,7 @@ def main() -> None:
     p.add_argument(
         "--runs", type=int, default=4, help="the first makes the store and may have to compile; medians are over all"
     )
-    p.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "run_overhead.json")
+    p.add_argument("--out", type=Path, default=ROOT / "outputs" / "benchmarks" / "run_overhead.json")
     p.add_argument("overrides", nargs="*", help="more for the command line of cnnexp, e.g. trainer.baseline=null")
     options = p.parse_args()
     arguments = [*RUN, f"dataset.root={options.data.resolve()}", *options.overrides]

@@ -27,7 +27,7 @@ class WorkerFailed(Exception):
 
 
 class Worker:
-    """A contestant's process; see `worker` for what it is told.
+    """A contestant's process; see `worker` for its commands.
 
     Args:
         entry: the contestant.
@@ -146,14 +146,14 @@ class Match:
         self.rows: dict[str, Row] = {}
         self.load_averages: list[float] = []
 
-    def run(self, entries: list[Entry], tell) -> None:
-        """Fill `rows`; `tell(text)` is called as it goes on."""
+    def run(self, entries: list[Entry], show) -> None:
+        """Fill `rows`; `show(text)` is called as it goes on."""
         with tempfile.TemporaryDirectory() as folder:
             try:
-                self._start(entries, Path(folder), tell)
+                self._start(entries, Path(folder), show)
                 self._calibrate()
                 for turn in range(self._plan.rounds):
-                    tell(f"round {turn + 1} of {self._plan.rounds}")
+                    show(f"round {turn + 1} of {self._plan.rounds}")
                     self._round(turn)
                 for row in self._running():
                     row.peak_bytes = self._ask(row, "close", 60).get("peak_bytes")
@@ -179,7 +179,7 @@ class Match:
             "rows": [vars(row) for row in self.rows.values()],
         }
 
-    def _start(self, entries: list[Entry], folder: Path, tell) -> None:
+    def _start(self, entries: list[Entry], folder: Path, show) -> None:
         """Set up all contestants, as many at once as there are cores; none is timed yet."""
         for number, entry in enumerate(entries):
             python = self._plan.peer_python if entry.side == "peer" else sys.executable
@@ -188,7 +188,7 @@ class Match:
 
         def set_up(number: int) -> None:
             row = self.rows[entries[number].name]
-            tell(f"setting up {row.contestant}")
+            show(f"setting up {row.contestant}")
             # those that share one core when timed would wait for each other here
             spread = len(self._plan.cores) // self.threads
             first = number % spread * self.threads

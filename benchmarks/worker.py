@@ -32,7 +32,7 @@ UPDATE_TOLERANCES = {"SGD": 1e-4, "Adam": 1e-2}
 
 
 def main() -> None:
-    """Answer commands until told to close, or until one fails."""
+    """Answer commands until asked to close, or until one fails."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what a library prints must not get between the answers
     session: dict[str, Any] = {}

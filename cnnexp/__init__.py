@@ -7,7 +7,8 @@
 
 What people use, each with a help of its own, e.g. `help(cnnexp.fit)`:
 
-    train       fit -> Fit; step by step: train_epochs -> EpochResult, Baseline, backend
+    train       fit -> Fit; step by step: train_epochs -> EpochResult, TrainingPlan, EarlyStopping,
+                Baseline, backend
     data        Digits, Mnist, FashionMnist, Cifar10, Fer2013, Quadrants, Synthetic, Images, Npz; Dataset, Split
     models      OneConv, TwoConvMlp, TwoConvPool4, Knm, Ffn, ResNet, Custom; Network
     layers      Conv2d, MaxPool2d, AvgPool2d, GlobalAvgPool, BatchNorm2d, Dropout, Flatten, Linear, Residual,
@@ -21,9 +22,7 @@ What people use, each with a help of its own, e.g. `help(cnnexp.fit)`:
 costs nothing and needs neither Hydra, MLflow, Numba nor a GPU.
 """
 
-import sys as _sys
 from importlib import import_module as _import_module
-from types import ModuleType as _ModuleType
 
 _HOMES = {
     "cnnexp.app.fit": ("Fit", "fit"),
@@ -43,11 +42,12 @@ _HOMES = {
     "cnnexp.system.registry": ("register",),
     "cnnexp.training.schedules": ("Constant", "Cosine", "Step"),
     "cnnexp.training.baseline": ("Baseline",),
-    "cnnexp.training.loop": ("EpochResult", "train_epochs"),
+    "cnnexp.training.early_stopping": ("EarlyStopping",),
+    "cnnexp.training.loop": ("EpochResult", "TrainingPlan", "train_epochs"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = sorted(_HOME_OF)
 
 
@@ -59,14 +59,3 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return [*globals(), *__all__]
-
-
-class _Moved(_ModuleType):
-    """A module under its former name; its docstring is the name that it has now."""
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(_import_module(str(self.__doc__)), name)
-
-
-# the loader that models recorded by 0.1.0 name
-_sys.modules[f"{__name__}.predict"] = _Moved(f"{__name__}.predict", f"{__name__}.tracking.model")

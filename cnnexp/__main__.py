@@ -18,7 +18,7 @@ from cnnexp.measuring.environment import RANK_VARIABLES, launched_rank
 from cnnexp.system.registry import take_plugins
 from cnnexp.tracking.pipe import end_early, start_early
 
-# name -> function, arguments and what it does; conf/config.yaml has a line on each, too
+# name -> function, arguments and what it does
 COMMANDS = {
     "check": (
         "cnnexp.app.check:command",
@@ -104,8 +104,8 @@ def main() -> None:
     except Exception as error:
         if traceback_wanted:
             raise
-        told = _composing(error) or explained(error)
-        leave(str(told), told.exit_code)
+        failure = _composing(error) or explained(error)
+        leave(str(failure), failure.exit_code)
     finally:
         gc.freeze()  # else the interpreter, as it ends, walks through all of Numba's objects for half a second
 
@@ -126,10 +126,10 @@ def _dispatch(arguments: list[str]) -> None:
         sys.stdout.write(f"cnnexp {importlib.import_module('cnnexp').__version__}\n")
         return
     if "query=bash" in arguments and len(os.environ.get("COMP_LINE", "").split()) <= 2:
-        sys.stdout.write(f"{' '.join(COMMANDS)} ")  # beside the groups, which Hydra tells
+        sys.stdout.write(f"{' '.join(COMMANDS)} ")  # beside the groups, which Hydra completes
     if arguments[:1] == ["help"]:
         if arguments[1:] and arguments[1] not in COMMANDS and re.fullmatch(r"[a-z]+(=[\w-]*)?", arguments[1]):
-            importlib.import_module("cnnexp.app.groups").tell(arguments[1], COMMANDS)
+            importlib.import_module("cnnexp.app.groups").show(arguments[1], COMMANDS)
             return
         arguments = sys.argv[1:] = [*arguments[1:2], "--help"]
     if arguments and re.fullmatch(r"[a-z][a-z_-]*", arguments[0]) and arguments[0] not in COMMANDS:
@@ -147,6 +147,9 @@ def _dispatch(arguments: list[str]) -> None:
         else:
             getattr(importlib.import_module(module), function)(arguments[1:])
         return
+    if {"-h", "--help"} & set(arguments):
+        importlib.import_module("cnnexp.app.groups").show_all({name: does for name, (_, _, does) in COMMANDS.items()})
+        return
     if _seems_recorded(arguments):
         # loads MLflow while this process loads Hydra, the data and its compiler
         start_early(database=not any(word.startswith("tracking.uri=") for word in arguments))
@@ -162,12 +165,12 @@ def _composing(error: Exception) -> CnnexpError | None:
         from cnnexp.app import composing, hydra_app
 
         return composing.explain(error, hydra_app.config_keys)
-    except Exception:  # what cannot be explained is told as it is
+    except Exception:  # what cannot be explained is shown as it is
         return None
 
 
 def _seems_recorded(arguments: list[str]) -> bool:
-    """Whether a command line, as far as it tells before it is composed, is of runs that MLflow records."""
+    """Whether a command line, as far as can be seen before it is composed, is of runs that MLflow records."""
     about = [word for word in arguments if word.startswith("-") and word not in ("-m", "--multirun")]
     return not about and "tracking=none" not in arguments
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NoReturn
 from urllib.parse import unquote, urlsplit
 
+NEAR = 0.75  # of difflib's similarity, 0 .. 1: "resnot" is near "resnet", "lenet" is not
 MOST_SAID = 300  # characters of what an unexpected error says
 # what the system says of a disk or a path on it, and no mistake of ours
 DISK_ERRORS = (
@@ -133,14 +134,23 @@ def _keep_traceback(error: Exception, *folders: Path) -> Unexpected:
         with contextlib.suppress(OSError):
             descriptor, name = tempfile.mkstemp(".txt", "traceback-", folder)
             with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
-                file.write(text)
+                file.write(without_secrets(text))
             return Unexpected(f"{line}; its traceback is in {name}")
     return Unexpected(f"{line}; its traceback could not be written anywhere")
 
 
 def did_you_mean(given: str, legal: Iterable[str]) -> str:
-    """Return `; did you mean 'x'?` for the nearest legal name, or an empty string."""
-    close = difflib.get_close_matches(given, list(legal), n=1)
+    """Return `; did you mean 'x'?` for the nearest legal name, or an empty string where none is near.
+
+    Of dotted keys, the last parts must be near, too.
+    """
+
+    def near(word: str, names: Iterable[str]) -> list[str]:
+        return difflib.get_close_matches(word.lower(), names, n=3, cutoff=NEAR)
+
+    names = {name.lower(): name for name in legal}
+    leaf = given.rpartition(".")[2]
+    close = [names[name] for name in near(given, names) if near(leaf, [name.rpartition(".")[2]])]
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
@@ -160,10 +170,19 @@ def installing(extra: str) -> str:
 
 def leave(message: str, exit_code: int) -> NoReturn:
     """End the program with an error of one line."""
-    sys.stderr.write(f"cnnexp: error: {message}\n")
+    sys.stderr.write(f"cnnexp: error: {without_secrets(message)}\n")
     sys.exit(exit_code)
 
 
-def without_password(uri: str) -> str:
-    """Return the URI of a store, or a text with such in it, as a message may show it."""
-    return re.sub(r"(://[^/@\s]*?):[^/\s]*@", r"\1:***@", uri)
+def may_hold_secret(uri: str) -> bool:
+    """Return whether the URI of a store holds what could be a secret: a user, a password, a query; a file has none."""
+    named = uri.startswith("sqlite:///") or re.fullmatch(r"\$\{oc\.env:\w+\}", uri)  # or stands in the environment
+    return not named and bool(re.search(r"[@?#]", uri))
+
+
+def without_secrets(text: str) -> str:
+    """Return the URI of a store, or a text with such in it, as it may be shown: without user, password and query."""
+    host = r"((?<!\bsqlite)://|://(?!/))"  # a file has none
+    text = re.sub(rf"{host}\S*@", "://***@", text)
+    text = re.sub(rf"{host}([^\s?]*\?)[^\s'\"]+", r"\1\2***", text)
+    return re.sub(r"(\?)[\w.%-]+=[^\s'\"]+", r"\1***", text)  # of a request, without its host

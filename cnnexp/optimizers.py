@@ -8,7 +8,6 @@ compiled for the GPU. All numbers in it are float32: one float64 literal would m
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
@@ -16,6 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from cnnexp.errors import ConfigError
+from cnnexp.system.ranges import check_range
 from cnnexp.system.registry import Registry
 
 Rule = Callable
@@ -41,15 +41,8 @@ class Optimizer:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, bool):
-                continue
-            low, high = _RANGES.get(field.name, (0.0, math.inf))
-            open_low = field.name in ("lr", "eps")
-            if not (low < value if open_low else low <= value) or not value < high:
-                raise ConfigError(
-                    f"optimizer.{field.name}={value}: must be {'>' if open_low else '>='} {low:g} and "
-                    f"{'finite' if high == math.inf else f'< {high:g}'}"
-                )
+            if not isinstance(value, bool):
+                check_range(f"optimizer.{field.name}", value, _RANGES[field.name])
 
     @property
     def slots(self) -> tuple[str, ...]:
@@ -72,13 +65,9 @@ class Optimizer:
             old[...] = value
 
 
-_RANGES: dict[str, tuple[float, float]] = {
-    "momentum": (0.0, 1.0),
-    "beta1": (0.0, 1.0),
-    "beta2": (0.0, 1.0),
-    "alpha": (0.0, 1.0),
-    "rho": (0.0, 1.0),
-}
+_DECAY = ">= 0 and < 1"
+_RANGES = {"lr": "> 0", "eps": "> 0", "weight_decay": ">= 0", "lr_decay": ">= 0"}
+_RANGES |= dict.fromkeys(("momentum", "beta1", "beta2", "alpha", "rho"), _DECAY)
 
 
 @dataclass(frozen=True)

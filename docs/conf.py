@@ -1,4 +1,4 @@
-"""The documentation site: `make docs` builds it into build/docs, drawings included."""
+"""The documentation site: `make docs` builds it into build/docs."""
 
 import sys
 from pathlib import Path
@@ -7,7 +7,6 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import config_pages  # noqa: E402
-import kernel_drawings  # noqa: E402
 
 from cnnexp import __version__  # noqa: E402
 
@@ -15,7 +14,6 @@ project = "cnnexp"
 author = copyright = "the cnnexp developers"
 release = version = __version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
-exclude_patterns = ["_drawings"]
 myst_heading_anchors = 3
 napoleon_google_docstring = True
 autodoc_typehints = "description"
@@ -25,5 +23,4 @@ suppress_warnings = ["myst.xref_missing"]  # the papers' pages link to files tha
 html_theme = "furo"
 html_title = "cnnexp"
 
-kernel_drawings.draw_all(HERE / "_drawings")
 config_pages.write(HERE.parent / "conf", HERE / "reference" / "config.md")

@@ -1,4 +1,4 @@
-"""Drawings of what the kernels do, made from the kernels' own functions and sizes, so that they cannot tell stories."""
+"""Drawings of what the kernels do, from the kernels' own functions and sizes: `make drawings` draws them again."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ PALE = "#f4f4f4"
 
 def draw_all(folder: Path) -> None:
     """Write every drawing into `folder` as PNG."""
-    folder.mkdir(exist_ok=True)
     for draw in (im2col, argmax_kept, batch_in_lanes, register_tile, shared_memory_tile, fusion):
         draw().savefig(folder / f"{draw.__name__}.png", dpi=110)
 
@@ -71,7 +70,7 @@ def argmax_kept() -> Figure:
 
 def batch_in_lanes() -> Figure:
     """A vector holds the same pixel of as many images as the CPU has lanes."""
-    from cnnexp.backends.simd.host import host_target
+    from cnnexp.backends.simd.compiler.host import host_target
 
     lanes = host_target().lanes
     figure = Figure(figsize=(9, 3.0), layout="constrained")
@@ -108,10 +107,10 @@ def batch_in_lanes() -> Figure:
 
 def register_tile() -> Figure:
     """The sums that a convolution holds in registers, of the size that the planner gives them on this machine."""
-    from cnnexp.backends.simd.host import host_target
-    from cnnexp.backends.simd.plan import Plan
+    from cnnexp.backends.simd.compiler.host import host_target
+    from cnnexp.backends.simd.lowering import Plan
 
-    target = replace(host_target(), forced=(("conv2", "lanes"),))  # elsewhere the planner may prefer another way
+    target = replace(host_target(), forced=(("conv2", "lanes"),))  # elsewhere the planner may choose another algorithm
     plan = Plan(TwoConvMlp().network((28, 28, 1), 10), target, groups=1, share=target.lanes)
     kernel = next(row for row in plan.explain(1) if "pixels x" in row.tile)
     pixels, filters = map(int, re.findall(r"\d+", kernel.tile))
@@ -208,3 +207,7 @@ def _grid(axes: Axes, rows: int, columns: int, step: int) -> None:
     places: Sequence[float] = np.arange(0, rows + 1, step) - 0.5
     axes.hlines(places, -0.5, columns - 0.5, color="#333333", linewidth=1.4)
     axes.vlines(np.arange(0, columns + 1, step) - 0.5, -0.5, rows - 0.5, color="#333333", linewidth=1.4)
+
+
+if __name__ == "__main__":
+    draw_all(Path(__file__).parent / "drawings")

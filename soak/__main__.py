@@ -7,6 +7,7 @@ several parts the seconds are shared among them. A slice of a part is the same p
 from __future__ import annotations
 
 import argparse
+import functools
 import shutil
 import sys
 import tempfile
@@ -20,6 +21,7 @@ from soak.commands import NotTried
 PARTS: dict[str, Callable[[Path, int], Iterator[str | None]]] = {
     "review": review.review,
     "kills": kills.kills,
+    "worker-kills": functools.partial(kills.kills, trains=kills.TOGETHER),
     "recorder": kills.recorder,
     "sweeps": kills.sweeps,
     "jobs": kills.jobs,

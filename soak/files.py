@@ -174,14 +174,16 @@ def _yaml() -> list[bytes]:
 def _read_yaml(path: Path) -> None:
     from omegaconf import OmegaConf
 
-    from cnnexp.app import trust
+    from cnnexp.app import config_security
     from cnnexp.app.composing import explain
 
-    trust.check_file(path)
+    config_security.check_file(path)
     try:
         config = OmegaConf.load(path)
         if OmegaConf.is_dict(config):
-            trust.check_composed(OmegaConf.to_container(config, resolve=False))
+            values = OmegaConf.to_container(config, resolve=False)
+            config_security.check_placed(values, path)
+            config_security.check_composed(values)
     except CnnexpError:
         raise
     except Exception as error:

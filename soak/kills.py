@@ -10,7 +10,7 @@ import math
 import random
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -21,16 +21,25 @@ from soak.commands import SMALL, UNEXPECTED, NotTried, fault_of, recorded, run, 
 EPOCHS = 5
 STRATA = 20  # of a run's time: so that few kills reach its start and its end, too
 TRAINS = (*SMALL, f"trainer.epochs={EPOCHS}", "trainer.batch_size=5", "trainer.checkpoint_batches=7")
+NORM_LAYERS = (
+    "[{type: Conv2d, filters: 4},{type: BatchNorm2d},{type: ReLU},{type: Flatten},{type: Linear, features: 10}]"
+)
+TOGETHER = (
+    *("dataset=synthetic", "dataset.height=8", "dataset.width=8", "dataset.train_size=200", "dataset.test_size=50"),
+    *("model=custom", f"model.layers={NORM_LAYERS}", *SMALL[1:], "workers=local"),
+    *(f"trainer.epochs={EPOCHS}", "trainer.batch_size=5"),
+)
 
 
-def kills(folder: Path, seed: int) -> Iterator[str | None]:
+def kills(folder: Path, seed: int, trains: Sequence[str] = TRAINS) -> Iterator[str | None]:
     """Kill a run at a random time, now and then twice, and go on with `trainer.resume=auto`.
 
-    It must end as one that was never killed: the same bits, in one MLflow run, with every epoch once.
+    It must end as one that was never killed: the same bits, in one MLflow run, with every epoch once. Of a run with
+    workers, now rank 0 is killed, now another; nothing may be left behind that Python warns of.
     """
     rng = random.Random(seed)
     store = folder / "mlflow.db"
-    words = [*TRAINS, f"tracking.uri=sqlite:///{store}", "trainer.resume=auto"]
+    words = [*trains, f"tracking.uri=sqlite:///{store}", "trainer.resume=auto"]
     whole = run([*words, "tracking.experiment=whole", "hydra.run.dir=run"], folder / "whole")
     if whole.code != 0:
         yield f"the run that was not killed: {whole}"
@@ -42,9 +51,13 @@ def kills(folder: Path, seed: int) -> Iterator[str | None]:
         mine = [*words, f"tracking.experiment={experiment}", *(["hydra.run.dir=run"] if in_one_folder else [])]
         for again in range(2 if rng.random() < 0.25 else 1):
             after_s = (trial % STRATA + rng.random()) / STRATA * whole.seconds * 1.1 / (1 + again)
-            run(mine, place, kill_after_s=after_s)
+            if trains is TOGETHER and rng.random() < 0.5:
+                run(mine, place, meanwhile=functools.partial(_kill_child, after_s, "spawn_main", []))
+            else:
+                run(mine, place, kill_after_s=after_s)
         done = run(mine, place)
-        fault = done.fault or (f"exit code {done.code}: {done.err}" if done.code else None)
+        left = f"left behind: {done.err}" if "resource_tracker" in done.err else None
+        fault = done.fault or (f"exit code {done.code}: {done.err}" if done.code else left)
         yield _told(fault or _compare(place, store, experiment, wanted, losses), trial, after_s, in_one_folder)
 
 

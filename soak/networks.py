@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from cnnexp.backends import BACKENDS, backend_class
 from cnnexp.backends.protocol import Backend
-from cnnexp.backends.simd import apart
+from cnnexp.backends.simd.runtime import compilation
 from cnnexp.errors import BackendUnavailable
 from soak.commands import ROOT, chunks
 
@@ -67,7 +67,7 @@ def main() -> None:
         told = f"{case.network!r}, {case.loss}, {len(case.images)} images: {'; '.join(wrong)}"
         print(json.dumps(told if wrong else None), flush=True)
 
-    with mock.patch.object(apart, "compile_apart", return_value=None):  # this process is apart already
+    with mock.patch.object(compilation, "compile_in_subprocess", return_value=None):  # this is one already
         check()
 
 

@@ -91,7 +91,7 @@ def _stopped(
     tried = [*words, "trainer.epochs=3", f"dataset.train_size={TRIED_IMAGES}", "tracking=none", "hydra.run.dir=run"]
     run(tried, folder / "tried")
     journal = read_journal(folder / "tried" / "run")
-    took_ms = (journal["times_ms"][3] - journal["times_ms"][2]) * (1 - journal["metrics"].get("time/waited_share", 0.0))
+    took_ms = (journal["times_ms"][3] - journal["times_ms"][2]) * (1 - journal["metrics"].get("time/others_share", 0.0))
     words += [f"trainer.epochs={EPOCHS}", f"dataset.train_size={int(TRIED_IMAGES * EPOCH_S * 1000 / took_ms)}"]
     for trial in range(1_000_000):
         place, experiment = folder / f"{trial:05d}", f"trial {trial}"

@@ -76,7 +76,6 @@ class SoftGpu:
             "SOFTGPU_FAULT": self.fault,
         }
         made = {**os.environ, **{name: str(value) for name, value in settings.items()}}
-        made.pop("NUMBA_ENABLE_CUDASIM", None)
         made.pop("SOFTGPU_REPORT", None)
         if self.report is not None:
             made["SOFTGPU_REPORT"] = str(self.report)
@@ -96,9 +95,9 @@ def driver() -> ctypes.CDLL:
 
 def findings() -> list[str]:
     """Return what the checks have found in this process so far, a line each."""
-    told = driver().softgpu_findings
-    told.restype = ctypes.c_char_p
-    return told().decode().splitlines()
+    found = driver().softgpu_findings
+    found.restype = ctypes.c_char_p
+    return found().decode().splitlines()
 
 
 def executed() -> int:

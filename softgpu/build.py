@@ -76,7 +76,7 @@ def _headers() -> str:
 
 
 def _processor() -> str:
-    """Return what tells processors apart: a cache may be shared by machines."""
+    """Return what distinguishes processors: a cache may be shared by machines."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

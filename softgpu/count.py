@@ -110,9 +110,9 @@ def counting(gpu: GpuModel) -> Iterator[list[KernelCount]]:
     found: list[KernelCount] = []
     library.softgpu_count(1, numbers, gpu.cached_cycles)
     yield found
-    for told in json.loads(library.softgpu_counts()):
-        classes = {name: Class(*row) for name, row in zip(CLASSES, told.pop("classes"), strict=True)}
-        found.append(KernelCount(**told, classes=classes))
+    for row in json.loads(library.softgpu_counts()):
+        classes = {name: Class(*numbers) for name, numbers in zip(CLASSES, row.pop("classes"), strict=True)}
+        found.append(KernelCount(**row, classes=classes))
     library.softgpu_count(0, None, 0)
 
 

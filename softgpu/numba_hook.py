@@ -80,7 +80,7 @@ def _patch_dispatcher(dispatcher: ModuleType) -> None:
     def checked(self: Any, args: Any, *rest: Any, **named: Any) -> Any:
         wrong = _wrong_arguments(self, args)
         if wrong:
-            tell("argcheck", f"{wrong}, in {self.entry_name}")
+            add_finding("argcheck", f"{wrong}, in {self.entry_name}")
         if len(args) != len(self.argument_types):
             raise TypeError(wrong)  # a driver would read past the arguments
         return launch(self, args, *rest, **named)
@@ -109,6 +109,6 @@ def _wrong_arguments(kernel: Any, args: Any) -> str:
     return ""
 
 
-def tell(check: str, text: str) -> None:
+def add_finding(check: str, text: str) -> None:
     """Add to what the driver's checks have found."""
     ctypes.CDLL("libcuda.so.1").softgpu_note(check.encode(), text.encode())

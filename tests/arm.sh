@@ -28,6 +28,6 @@ cd "$root"
 export QEMU_LD_PREFIX=$system QEMU_CPU=cortex-a72 PYTHONPATH=$system/packages:$root:$root/tests PYTHONHOME=$system/usr
 export XDG_CACHE_HOME=$folder/cache PYTHONDONTWRITEBYTECODE=1
 arm=("$system/usr/bin/qemu-aarch64-static" "$system/usr/bin/python3.11")
-"${arm[@]}" -c 'import platform; from cnnexp.backends.simd.host import host_target; print(platform.machine(), host_target())'
+"${arm[@]}" -c 'import platform; from cnnexp.backends.simd.compiler.host import host_target; print(platform.machine(), host_target())'
 # nothing is started in a process of its own: that would not be emulated
 exec "${arm[@]}" -m pytest -q -p no:cacheprovider -p no:xdist "${@:-tests/backends/test_conformance.py}" -k cpu-simd

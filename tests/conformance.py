@@ -246,14 +246,16 @@ def check_scores(program, handle, case: Case) -> None:
 
 def check_gradients(program, handle, case: Case, batch: np.ndarray) -> None:
     program.restore(case.state)
+    before, layers = program.state(), case.training_layers(batch)
     totals, gradient = program.gradients(handle, batch)
-    state, layers = program.state(), case.training_layers(batch)
-    assert np.array_equal(state["parameters"], case.parameters), "gradients() changed the parameters"
+    assert_same_state(program.state(), before)
     _, losses, hits, found = reference.gradients(
         layers, case.float_images[batch], case.labels[batch], loss_name(case.loss)
     )
     if case.network.running:
-        assert _close(state["running"], _moved(case, layers))
+        program.apply(gradient, 0.0)
+        assert _close(program.state()["running"], _moved(case, layers))
+        program.restore(case.state)
     assert totals.count == len(batch)
     assert totals.correct == hits.sum()
     np.testing.assert_allclose(totals.loss, losses.sum(), rtol=TOLERANCE, atol=TOLERANCE)

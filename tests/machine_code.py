@@ -16,11 +16,11 @@ import numpy as np
 import reference
 from llvmlite import ir
 
-from cnnexp.backends.simd import update
-from cnnexp.backends.simd.emit import FLOAT, INDEX, call_kernels
-from cnnexp.backends.simd.host import target_of
-from cnnexp.backends.simd.layout import aligned_zeros
-from cnnexp.backends.simd.program import make_plan
+from cnnexp.backends.simd.algorithms import update
+from cnnexp.backends.simd.compiler.emit import FLOAT, INDEX, call_kernels
+from cnnexp.backends.simd.compiler.host import target_of
+from cnnexp.backends.simd.layouts import aligned_zeros
+from cnnexp.backends.simd.runtime.program import make_plan
 from cnnexp.network.losses import Totals
 from cnnexp.optimizers import OPTIMIZERS
 

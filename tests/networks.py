@@ -26,12 +26,15 @@ from cnnexp.network import (
     Tanh,
 )
 from cnnexp.network.losses import Loss
+from cnnexp.testing import LOSSES
+from cnnexp.testing import NETWORKS as SHIPPED
 
 BLOCK = (
     *(Conv2d(4, 3, padding="same", bias=False), BatchNorm2d(), ReLU()),
     *(Conv2d(4, 3, padding="same", bias=False), BatchNorm2d()),
 )
 NETWORKS = {
+    **{name: network for name, network in SHIPPED.items() if name not in LOSSES},
     "one_conv": ((8, 8, 1), (Conv2d(4, 3), ReLU(), MaxPool2d(2), Flatten(), Linear(5))),
     "two_conv_mlp": (
         (10, 10, 1),
@@ -51,28 +54,16 @@ NETWORKS = {
     "one_pixel": ((1, 1, 1), (Conv2d(1, 1), ReLU(), Flatten(), Linear(2))),
     "one_score": ((3,), (Linear(1),)),
     "rows_and_columns_differ": ((5, 9, 2), (Conv2d(3, 3, padding="same"), MaxPool2d(2, padding="auto"), Flatten())),
-    "stride": ((9, 7, 2), (Conv2d(3, 3, stride=2), ReLU(), Conv2d(2, 2, padding="full"), Flatten(), Linear(3))),
     "stride_larger_than_kernel": ((7, 7, 2), (Conv2d(3, 1, stride=3), ReLU(), Flatten(), Linear(3))),
     "windows_in_the_padding_alone": ((3, 4, 2), (Conv2d(3, 2, padding=4), ReLU(), MaxPool2d(3, 2, "auto"), Flatten())),
     "auto_padding": ((8, 7, 1), (Conv2d(2, 3, stride=2, padding="auto"), Conv2d(3, 2, 2, "auto"), Flatten())),
-    "pools_overlap": ((9, 9, 2), (Conv2d(3, 3), MaxPool2d(3, 2), AvgPool2d(2, 1), Flatten(), Linear(3))),
     "pools_skip": ((9, 9, 2), (Conv2d(3, 1), MaxPool2d(1, 2), AvgPool2d(2, 3), Flatten(), Linear(3))),
     "pool_larger_than_image": ((2, 3, 1), (Conv2d(2, 1), MaxPool2d(5, padding="auto"), Flatten(), Linear(2))),
-    "averages_at_the_edge": ((7, 7, 2), (Conv2d(3, 2), AvgPool2d(4, padding="auto"), Flatten(), Linear(3))),
     "relu_first": ((4, 4, 2), (ReLU(), Conv2d(3, 2), Flatten(), Linear(3))),
     "pool_first": ((6, 6, 2), (MaxPool2d(2), Conv2d(3, 2), Flatten(), Linear(3))),
     "flatten_first": ((4, 4, 2), (Flatten(), Linear(5), ReLU(), Linear(3))),
     "flatten_twice": ((2, 2, 2), (Flatten(), Flatten(), Linear(3), Flatten(), Linear(3))),
     "elementwise_after_flatten": ((5, 6, 2), (Conv2d(3, 2), MaxPool2d(2, 1), Flatten(), Tanh(), Linear(3))),
-    "sigmoids": ((4, 4, 1), (Conv2d(3, 2), Sigmoid(), Flatten(), Linear(3), Sigmoid(), Linear(3))),
-    "elementwise": (
-        (4, 5, 2),
-        (
-            *(Tanh(), Conv2d(3, 2), GELU(), Conv2d(2, 2), LeakyReLU(0.2), Flatten()),
-            *(Linear(5), Tanh(), Linear(4), GELU(), Linear(3), LeakyReLU(), Linear(3)),
-        ),
-    ),
-    "global_average": ((5, 3, 2), (Conv2d(3, 2), ReLU(), GlobalAvgPool(), Linear(3))),
     "floor": (
         (13, 12, 1),
         (Conv2d(3, 3, 2, "floor"), MaxPool2d(2, padding="floor"), AvgPool2d(2, 3, "floor"), Flatten(), Linear(3)),
@@ -83,13 +74,6 @@ NETWORKS = {
         (
             *(Conv2d(4, 2), ReLU(), MaxPool2d(3, padding="floor")),
             *(Conv2d(4, 1, 2, "floor"), ReLU(), MaxPool2d(1), Flatten(), Linear(3)),
-        ),
-    ),
-    "dropout": (
-        (4, 3, 2),
-        (
-            *(Dropout(0.2), Conv2d(3, 2), Dropout(0.5), ReLU(), Flatten()),
-            *(Dropout(0.1), Linear(6), Residual((Dropout(0.7), Linear(6))), Dropout(0.0), Linear(3)),
         ),
     ),
     "batch_norm": (
@@ -108,13 +92,6 @@ NETWORKS = {
             *(GlobalAvgPool(), Dropout(0.2), Linear(5)),
         ),
     ),
-    "residual": (
-        (5, 4, 2),
-        (
-            *(Conv2d(3, 2), Residual((ReLU(), Conv2d(3, 3, padding="same"), Tanh())), MaxPool2d(3, padding="floor")),
-            *(Flatten(), Residual((Linear(3, bias=False),)), Linear(3)),
-        ),
-    ),
     "residual_first": ((4, 4, 2), (Residual((Conv2d(2, 3, padding="same"), ReLU())), GlobalAvgPool(), Linear(3))),
     "residual_nested": (
         (3, 3, 2),
@@ -125,7 +102,6 @@ NETWORKS = {
     ),
     "residual_of_a_view": ((3,), (Linear(3), Residual((Sigmoid(), Residual((Flatten(),)))), Linear(3))),
     "residual_without_parameters": ((3,), (Residual((Sigmoid(),)), Linear(3), Residual((Tanh(), Sigmoid())))),
-    "no_bias": ((5, 5, 2), (Conv2d(3, 2, bias=False), ReLU(), Conv2d(2, 2, bias=False), Flatten())),
     "many_filters": ((5, 5, 3), (Conv2d(37, 3), ReLU(), MaxPool2d(3), Flatten(), Linear(11))),
 }
 

@@ -32,7 +32,7 @@ DATASET = Dataset(
 
 class Backend:
     name, threads, device_name = "numpy", 2, "a CPU"
-    on_gpu, simulated, facts, next_best = False, False, {}, None
+    on_gpu, facts, next_best = False, {}, None
 
 
 def epoch_result(epoch, correct=2, epoch_s=0.5, speedup=None, validation=None):

@@ -17,7 +17,7 @@ FLOORS = (
     ("system",),
     ("network", "optimizers", "datasets"),
     ("backends",),
-    ("training",),
+    ("training", "testing"),
     ("measuring",),
     ("workers", "tracking"),
     ("papers",),
@@ -25,6 +25,8 @@ FLOORS = (
     ("__main__",),
 )
 LEVELS = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
+# the rooms of backends/simd, bottom to top
+SIMD_FLOORS = ("compiler", "layouts", "algorithms", "planner", "lowering", "runtime")
 BACKENDS_KNOW = {"backends", "errors", "network", "optimizers", "system"}  # no config, no loop, no data set
 # library -> the only modules that import it
 ONLY_IN = {
@@ -34,7 +36,7 @@ ONLY_IN = {
     "onnxruntime": {"cnnexp.app.export"},
     "matplotlib": {"cnnexp.papers.figures", "cnnexp.tracking.figures"},
 }
-MOST_ENTRIES = 12  # at the top of cnnexp/, the two that Python itself asks for left out
+MOST_ENTRIES = 13  # at the top of cnnexp/, the two that Python itself asks for left out
 
 
 def name_of(path: Path) -> str:
@@ -64,7 +66,7 @@ def imports(name: str, source: str) -> set[str]:
 
 
 def named_in(text: str, folder: str) -> set[str]:
-    # a class by its dotted name is Hydra's way to name code, and hydra_app's own is the one that `trust` lets through
+    # a class by its dotted name is Hydra's way to name code, and hydra_app's own is one that `config_security` allows
     if re.fullmatch(r"cnnexp(\.[a-z_]+)+(:\w+)?", text):
         return {text.partition(":")[0]}
     if re.fullmatch(r"\w+(\.\w+)*:\w+", text) and (relative := f"{folder}.{text.partition(':')[0]}") in MODULES:
@@ -155,6 +157,23 @@ def test_a_circle_is_found():
 @pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("cnnexp.backends")])
 def test_backends_know_no_config_and_no_loop(name):
     assert {room(found) for found in GRAPH[name] if found.startswith("cnnexp.")} <= BACKENDS_KNOW
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("cnnexp.backends.simd.")])
+def test_rooms_of_simd_use_what_lies_below(name):
+    def floor(module: str) -> int:
+        return SIMD_FLOORS.index(module.split(".")[3])
+
+    below = [found for found in GRAPH[name] if found.startswith("cnnexp.backends.simd.") and found in MODULES]
+    above = [found for found in below if floor(found) > floor(name)]
+    assert not above
+    assert "cnnexp.backends.simd" not in GRAPH[name]
+
+
+def test_folders_of_simd_can_be_taken_in_at_a_glance():
+    for folder in (path for path in (PACKAGE / "backends/simd").rglob("*") if path.is_dir()):
+        entries = [path.name for path in folder.iterdir() if not path.name.startswith("__")]
+        assert len(entries) <= MOST_ENTRIES, (folder.name, sorted(entries))
 
 
 @pytest.mark.parametrize("name", MODULES)

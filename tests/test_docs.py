@@ -23,9 +23,9 @@ def commands():
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
         for block in re.findall(r"```\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
             for line in block.replace("\\\n", " ").splitlines():
-                told = re.match(r"(?:\w+=\S+ |mpiexec -n \d )*(?:python -m )?cnnexp\b(?! *\.\.\.)(.*)", line)
-                if told and not re.search(r"plugins=|--config-dir|\(OneConv", line):
-                    words = shlex.split(told[1], comments=True)
+                typed = re.match(r"(?:\w+=\S+ |mpiexec -n \d )*(?:python -m )?cnnexp\b(?! *\.\.\.)(.*)", line)
+                if typed and not re.search(r"plugins=|--config-dir|\(OneConv", line):
+                    words = shlex.split(typed[1], comments=True)
                     found[" ".join(words) or "cnnexp"] = words
     return found
 
@@ -68,9 +68,38 @@ def test_the_tutorial_runs(tmp_path):
 
 
 def test_the_drawings_of_the_kernels(tmp_path, monkeypatch):
+    """The page shows every drawing, and the checkout has them: they are readable wherever the page is."""
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
     kernel_drawings = importlib.import_module("kernel_drawings")
-    kernel_drawings.draw_all(tmp_path / "drawings")
+    kernel_drawings.draw_all(tmp_path)
     text = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
-    named = set(re.findall(r"_drawings/(\w+\.png)", text))
-    assert named == {path.name for path in (tmp_path / "drawings").iterdir()}
+    kept = list((ROOT / "docs" / "drawings").iterdir())
+    drawn = {path.name for path in tmp_path.iterdir()}
+    assert drawn == set(re.findall(r"\(drawings/(\w+\.png)\)", text)) == {path.name for path in kept}
+    assert sum(path.stat().st_size for path in kept) < 300_000
+
+
+LINKS = re.compile(r"\]\((?!https?:|mailto:)([^)#\s]+)(?:#([^)\s]*))?\)|\]\(#([^)\s]+)\)")
+
+
+def anchors(page):
+    """Return the anchors that GitHub gives to a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+PAGES = [
+    *ROOT.glob("*.md"),
+    *ROOT.glob("docs/*.md"),
+    ROOT / "docs" / "papers" / "index.md",
+    ROOT / "examples" / "README.md",
+]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_link_between_pages_leads_somewhere(page):
+    for path, anchor, own in LINKS.findall(page.read_text(encoding="utf-8")):
+        target = page.parent / path if path else page
+        assert target.exists(), f"{page.name}: {path}"
+        if (wanted := anchor or own) and target.suffix == ".md":
+            assert wanted in anchors(target), f"{page.name}: {path}#{wanted}"

@@ -16,6 +16,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import cnnexp
+
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
@@ -147,3 +149,28 @@ def test_the_constraints_are_names_and_versions_only():
             line.startswith("#") or line.replace("==", "").replace(".", "").replace("-", "").replace("_", "").isalnum()
         )
     assert {"numba", "mlflow", "hydra-core"} <= {line.partition("==")[0] for line in lines}
+
+
+def test_the_version_is_the_same_wherever_it_stands():
+    version = cnnexp.__version__
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\n## {version}\n" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_every_target_that_pages_and_workflows_name_is_one():
+    targets = set(re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob(".github/**/*.*"), ROOT / ".ci" / "run"]
+    named = {
+        (page.name, target)
+        for page in pages
+        if page.is_file()
+        for target in re.findall(r"(?:^|[`: ])make ([a-z]+(?:-[a-z]+)*)\b(?=[`\s]|$)", _code(page), re.MULTILINE)
+    }
+    assert {target for _, target in named} >= {"train", "test", "coverage", "soak"}
+    assert not {(page, target) for page, target in named if target not in targets}
+
+
+def _code(page: Path) -> str:
+    """Return what stands in code in a page; of other files all."""
+    text = page.read_text(encoding="utf-8")
+    return "\n".join(re.findall(r"```.*?```|`[^`\n]+`", text, re.DOTALL)) if page.suffix == ".md" else text

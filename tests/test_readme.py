@@ -1,9 +1,11 @@
-"""The README's ten lines of Python, run as they stand there."""
+"""The README: its ten lines of Python run as they stand there, its names are the config's, it fits what one reads."""
 
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -17,3 +19,24 @@ def test_the_python_example_trains_without_hydra_or_mlflow():
     assert frameworks == "[]"
     assert [line.split()[0] for line in epochs] == ["1", "2", "3", "4", "5"]
     assert float(epochs[-1].split()[1]) > 0.85
+
+
+def test_the_readme_is_short_and_opens_with_what_it_does():
+    lines = README.read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 100
+    first_screen = "\n".join(lines[:45])
+    for shown in ("make train", "\nspeedup ", "cpu-2-threads.png", "| best peer |", "```python"):
+        assert shown in first_screen, shown
+
+
+def test_the_readme_and_the_tutorial_lead_to_each_other():
+    assert "](docs/tutorial.md)" in README.read_text(encoding="utf-8")
+    assert "](../README.md)" in (README.parent / "docs" / "tutorial.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("group", ["model", "backend", "optimizer", "dataset"])
+def test_the_readme_names_what_config_may_name(group):
+    (row,) = re.findall(rf"^\| `{group}` \| (.*) \|$", README.read_text(encoding="utf-8"), re.MULTILINE)
+    named = set(re.findall(r"`([\w-]+)`", row))
+    there = {path.stem for path in (README.parent / "conf" / group).glob("*.yaml")}
+    assert named == {name for name in there if not name.startswith("cpu-published")}

@@ -1,5 +1,8 @@
 """The oracle itself, against central differences."""
 
+import ast
+from pathlib import Path
+
 import numpy as np
 import pytest
 import reference
@@ -88,3 +91,9 @@ def test_a_tie_goes_to_the_first_pixel():
     layer = {"kind": "max_pool", "pool": 2, "stride": 2, "padding": "valid"}
     dx = reference.max_pool_backward(x, None, np.full((1, 1, 1, 1), 5.0), layer)[0]
     assert dx[0, :, :, 0].tolist() == [[5, 0], [0, 0]]
+
+
+def test_the_oracle_imports_nothing_of_the_package():
+    parsed = ast.parse(Path(reference.__file__).read_text(encoding="utf-8"))
+    imports = [node for node in ast.walk(parsed) if isinstance(node, ast.Import | ast.ImportFrom)]
+    assert {alias.name for node in imports for alias in node.names} == {"annotations", "math", "numpy"}

@@ -14,7 +14,13 @@ from yaml import MarkedYAMLError
 
 from cnnexp.errors import ConfigError, did_you_mean
 
-COMPOSERS = ("hydra", "omegaconf", "yaml", "antlr4", "codecs")
+COMPOSERS = {"hydra", "omegaconf", "yaml", "antlr4", "codecs"}
+
+# of OmegaConf, where a value of one form is given for one of another
+MERGES = {
+    "Cannot merge DictConfig with ListConfig": "must be a list, not a mapping",
+    "Cannot merge ListConfig with DictConfig": "must be a mapping, not a list",
+}
 
 # what other libraries call a key of ours
 SYNONYMS = {
@@ -23,6 +29,7 @@ SYNONYMS = {
     "epoch": "epochs",
     "num_epochs": "epochs",
     "n_filters": "filters",
+    "patience_s": "heartbeat_timeout_s",
 }
 
 
@@ -33,9 +40,9 @@ def explain(error: Exception, config_keys: Callable[[], Sequence[str]]) -> Confi
         error: as caught.
         config_keys: returns the dotted keys of a config that does compose; asked for only when a key is unknown.
     """
-    if _raised_in(error) not in COMPOSERS:
+    if not {_raised_in(error), type(error).__module__.partition(".")[0]} & COMPOSERS:
         return None
-    text = str(error)
+    text = re.sub(r"^LexerNoViableAltException: ", "", str(error))
     if match := re.match(r"Could not (?:override|delete from config\.) '([^']+)'", text):
         return _unknown_key(match[1], text, config_keys())
     if match := re.search(r"Could not find '(.+?)/([^/']+)'", text):
@@ -50,8 +57,13 @@ def explain(error: Exception, config_keys: Callable[[], Sequence[str]]) -> Confi
         return ConfigError(f"{mark.name}, line {mark.line + 1}: not YAML: {error.problem}")
     if isinstance(error, UnicodeDecodeError):
         return ConfigError(f"{_file_read(error)}: not UTF-8 text: {error}")
-    if "LexerNoViableAlt" in text or "token recognition error" in text:
-        return ConfigError(f"cannot read {_one_line(text)}; quote a value of other letters: KEY=\"'VALUE'\"")
+    if text != str(error) or "token recognition error" in text:
+        return ConfigError(
+            f"cannot read {_one_line(text).rstrip(' ^')}; quote a value of other letters: KEY=\"'VALUE'\""
+        )
+    if match := re.match(r"Error merging override (.+)", text):
+        why = (str(error.__cause__).splitlines() or [""])[0]
+        return ConfigError(f"{match[1]}: {MERGES.get(why, why)}")
     return ConfigError(_one_line(text))
 
 

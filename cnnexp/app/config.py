@@ -8,7 +8,6 @@ vocabulary, and every mistake is one `ConfigError` line that names the key, the 
 from __future__ import annotations
 
 import dataclasses
-import sys
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -25,6 +24,7 @@ from cnnexp.network import LAYERS, Layer
 from cnnexp.network.models import MODELS, Model
 from cnnexp.optimizers import OPTIMIZERS, Optimizer
 from cnnexp.papers import EXPERIMENTS
+from cnnexp.system.ranges import FLOAT32, LARGEST, check_range, in_float32
 from cnnexp.system.registry import Registry
 from cnnexp.training.schedules import Constant, Cosine, Schedule, Step
 from cnnexp.workers import WORKERS, Workers
@@ -33,9 +33,24 @@ if TYPE_CHECKING:
     from cnnexp.backends.protocol import Backend
 
 SECTIONS = ("model", "backend", "optimizer", "dataset", "trainer", "workers", "tracking", "sweep")
-MAX_EPOCHS = 1_000_000
-MAX_WHOLE = MAX_SEED = 2**63 - 1  # compiled code counts in int64
+MAX_WHOLE = 2**63 - 1  # compiled code counts in int64
 MOST_SHOWN = 200  # characters of a value, in a message
+TRAINER_RANGES = {
+    "epochs": "1 .. 1000000",
+    "batch_size": ">= 1",
+    "seed": "0 .. 2**63 - 1",
+    "step_every": ">= 1",
+    "step_factor": "> 0, <= 1",
+    "patience": ">= 1, or null",
+    "target": "> 0, <= 1, or null",
+    "baseline_batches": ">= 1",
+    "baseline_s": "> 0 seconds",
+    "pass_s": "> 0 seconds, or null",
+    "checkpoint_s": "> 0 seconds, or null",
+    "checkpoint_batches": ">= 1, or null",
+    "keep_last": ">= 1",
+    "keep_best": ">= 0",
+}
 
 
 @dataclass(frozen=True)
@@ -47,8 +62,8 @@ class Trainer:
         batch_size: images per optimizer step, >= 1.
         seed: of the initial parameters and of each epoch's order, 0 .. 2**63 - 1.
         schedule: of the learning rate.
-        step_every: epochs between the steps of `schedule=step`.
-        step_factor: what each such step multiplies the rate by.
+        step_every: epochs between the steps of `schedule=step`, >= 1.
+        step_factor: what each such step multiplies the rate by, > 0, <= 1.
         patience: stop after so many epochs in a row without a smaller held-out loss; None never stops early.
         target: stop after the first epoch with such a held-out accuracy; None trains for all epochs.
         baseline: the backend to compare with, beside the run; None compares with nothing.
@@ -64,7 +79,7 @@ class Trainer:
         keep_last: how many checkpoints of the last epochs stay.
         keep_best: how many of the epochs with the highest held-out accuracy stay.
         patient: whether to wait before every epoch until other work leaves this process's cores alone, at most
-            `interference.PATIENCE_S` in all.
+            `interference.IDLE_WAIT_S` in all.
     """
 
     epochs: int = 10
@@ -89,20 +104,8 @@ class Trainer:
     keep_best: int = 1
 
     def __post_init__(self) -> None:
-        _need("trainer.epochs", self.epochs, 1 <= self.epochs <= MAX_EPOCHS, f"1 .. {MAX_EPOCHS}")
-        _need("trainer.batch_size", self.batch_size, self.batch_size >= 1, ">= 1")
-        _need("trainer.seed", self.seed, 0 <= self.seed <= MAX_SEED, "0 .. 2**63 - 1")
-        _need("trainer.patience", self.patience, self.patience is None or self.patience >= 1, ">= 1, or null")
-        _need("trainer.target", self.target, self.target is None or 0 < self.target <= 1, "> 0, <= 1, or null")
-        _need("trainer.baseline_batches", self.baseline_batches, self.baseline_batches >= 1, ">= 1")
-        _need("trainer.pass_s", self.pass_s, self.pass_s is None or self.pass_s > 0, "> 0 seconds, or null")
-        every_s, every = self.checkpoint_s, self.checkpoint_batches
-        _need("trainer.checkpoint_s", every_s, every_s is None or every_s > 0, "> 0 seconds, or null")
-        _need("trainer.checkpoint_batches", every, every is None or every >= 1, ">= 1, or null")
-        _need("trainer.keep_last", self.keep_last, self.keep_last >= 1, ">= 1")
-        _need("trainer.keep_best", self.keep_best, self.keep_best >= 0, ">= 0")
-        _need("trainer.baseline_s", self.baseline_s, self.baseline_s > 0, "> 0 seconds")
-        self.rates()
+        for key, legal in TRAINER_RANGES.items():
+            check_range(f"trainer.{key}", getattr(self, key), legal)
 
     def rates(self) -> Schedule:
         """Return the schedule that the keys describe."""
@@ -128,7 +131,8 @@ class Tracking:
     run_name: str | None = None
 
     def __post_init__(self) -> None:
-        _need("tracking.experiment", self.experiment, 0 < len(self.experiment) <= 256, "1 .. 256 characters")
+        if not 0 < len(self.experiment) <= 256:
+            raise ConfigError(f"tracking.experiment={show(self.experiment)}: must be 1 .. 256 characters")
 
 
 @dataclass(frozen=True)
@@ -281,7 +285,7 @@ def convert(value: Any, hint: Any, key: str) -> Any:
         if abs(value) <= MAX_WHOLE:
             return value
         raise ConfigError(f"{key}={show(value)}: must be a whole number of at most 2**63 - 1")
-    if hint is float and _is_number(value, int | float) and abs(value) <= sys.float_info.max:
+    if hint is float and _is_number(value, int | float) and abs(value) <= LARGEST and in_float32(value):
         return float(value)
     near = did_you_mean(value, args) if origin is Literal and isinstance(value, str) else ""
     raise ConfigError(f"{key}={show(value)}: must be {_describe(hint)}{near}")
@@ -370,11 +374,13 @@ def _describe(hint: Any) -> str:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
         return f"one of {', '.join(args)}"
+    if hint == Layer:
+        return "a mapping with a type"
     if origin in (typing.Union, types.UnionType):
         return " or ".join(_describe(member) for member in args)
     if origin in (tuple, list):
         return f"a list, each {_describe(args[0])}"
-    words = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a text", type(None): "null"}
+    words = {int: "a whole number", float: FLOAT32, bool: "true or false", str: "a text", type(None): "null"}
     return words.get(hint, "a mapping of keys to values")
 
 
@@ -388,8 +394,3 @@ def _container(config: DictConfig, **options: Any) -> dict[str, Any]:
 
 def _is_number(value: Any, kinds: Any) -> bool:
     return isinstance(value, kinds) and not isinstance(value, bool)
-
-
-def _need(key: str, value: Any, legal: bool, description: str) -> None:
-    if not legal:
-        raise ConfigError(f"{key}={show(value)}: must be {description}")

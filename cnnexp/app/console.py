@@ -9,11 +9,11 @@ from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from cnnexp.backends.protocol import Backend, KernelRow
 from cnnexp.datasets import Dataset
 from cnnexp.network import Network
+from cnnexp.system.table import Group, Table, as_screen
 from cnnexp.training.loop import EpochResult
 from cnnexp.training.loop import Progress as EpochProgress
 
@@ -30,7 +30,6 @@ class Display:
         baseline: name of the backend it is compared with, or None.
         shown: False shows nothing.
         console: where to; standard output by default.
-        timed: False leaves times out: those of a simulated GPU mean nothing.
         job: e.g. `job 2 of 8`, of a sweep, whose table then has a row for the whole run; empty for a run alone.
     """
 
@@ -40,11 +39,10 @@ class Display:
         baseline: str | None = None,
         shown: bool = True,
         console: Console | None = None,
-        timed: bool = True,
         job: str = "",
     ) -> None:
         self.console = console or make_console()
-        self._epochs, self._baseline, self._shown, self._timed = epochs, baseline, shown, timed
+        self._epochs, self._baseline, self._shown = epochs, baseline, shown
         self._bar: Progress | None = None
         self._rows, self._headed = shown and not job, False
         self._job = f"{job}  " if job else ""
@@ -76,8 +74,8 @@ class Display:
             threads = f"{backend.threads} thread{'s' if backend.threads > 1 else ''} of "
             self._wrapped(
                 f"{dataset.name}: {splits}; {network.parameter_count:,} parameters; "
-                f"{backend.name} on {'' if backend.on_gpu else threads}{backend.device_name}"
-                + (f", ready after {compile_s:.1f} s" if self._timed else "; simulated: its times mean nothing")
+                f"{backend.name} on {'' if backend.on_gpu else threads}{backend.device_name}, "
+                f"ready after {compile_s:.1f} s"
             )
 
     def explain(self, kernels: Sequence[KernelRow]) -> None:
@@ -85,21 +83,16 @@ class Display:
         if not kernels:
             self._wrapped("backend.explain: nothing was chosen; the layers run one after another")
             return
-        table = Table(box=None, padding=(0, 1, 0, 0))
-        for title in ("kernel", "way", "tile"):
-            table.add_column(title, no_wrap=title != "tile")
-        for title in ("multiply-adds", "of limit"):
-            table.add_column(title, justify="right")
-        for row in kernels:
-            count = (f"{row.macs:,}", f"{row.share:.0%}") if row.macs else ("", "")
-            table.add_row(row.kernel, row.way, row.tile, *count)
-        self.console.print(table, highlight=False)
+        counts = [(f"{row.macs:,}", f"{row.share:.0%}") if row.macs else ("", "") for row in kernels]
+        rows = [(row.kernel, row.algorithm, row.tile, *count) for row, count in zip(kernels, counts, strict=True)]
+        table = Table([Group("multiply-adds"), Group("of limit")], rows, ["kernel", "algorithm", "tile"])
+        self.console.print(as_screen(table, None, self.console.width), highlight=False)
         self._wrapped(
             f"{kernels[0].threads} threads share a batch's images; multiply-adds and the share of the CPU's limit, as "
             "expected by the cost model, are of one image"
         )
 
-    def progress(self, progress: EpochProgress) -> None:
+    def progressed(self, progress: EpochProgress) -> None:
         """Move the bar."""
         if self._bar:
             rate = progress.totals.count / progress.seconds if progress.seconds else 0.0
@@ -108,11 +101,11 @@ class Display:
                 description=f"{self._job}epoch {progress.epoch}/{self._epochs}",
                 completed=progress.totals.count,
                 total=progress.images,
-                facts=f"accuracy {progress.totals.accuracy:.2%}" + (f"  {rate:,.0f} images/s" if self._timed else ""),
+                facts=f"accuracy {progress.totals.accuracy:.2%}  {rate:,.0f} images/s",
                 refresh=True,
             )
 
-    def epoch(self, result: EpochResult) -> None:
+    def finished(self, result: EpochResult) -> None:
         """Show a finished epoch as a row, which stays."""
         if not self._rows:
             return
@@ -121,12 +114,11 @@ class Display:
         for name, totals in splits.items():
             if totals is not None:
                 cells |= {f"{name} loss": _short(totals.mean_loss, 4), f"{name} acc.": f"{totals.accuracy:.2%}"}
-        if self._timed:
-            cells |= {"seconds": f"{result.epoch_s:.3g}", "images/s": f"{result.images_per_s:,.0f}"}
-            if result.comparison:
-                room = LINE - NUMBERS * len(cells)
-                baseline = str(self._baseline)
-                cells[f"x {baseline if len(baseline) < room else 'base.'}"] = _short(result.comparison.speedup, 2)
+        cells |= {"seconds": f"{result.epoch_s:.3g}", "images/s": f"{result.images_per_s:,.0f}"}
+        if result.comparison:
+            room = LINE - NUMBERS * len(cells)
+            baseline = str(self._baseline)
+            cells[f"x {baseline if len(baseline) < room else 'base.'}"] = _short(result.comparison.speedup, 2)
         least = {"epoch": 2 * len(str(self._epochs)) + 2}
         widths = [max(least.get(key, 7), len(key.split()[-1]) + 1, len(cells[key]) + 1) for key in cells]
         if not self._headed:

@@ -1,12 +1,11 @@
 """`cnnexp doctor`: what this machine can run, and for what it cannot, what is missing.
 
-Every backend trains one step of a small network in a process of its own, so that one that dies takes nothing with it,
-and is held to `numpy`, as `numpy` is to `python`; the tests hold those two to a float64 oracle.
+Every backend trains a small network in a process of its own, so that one that dies takes nothing with it, and is
+compared with another, see `testing`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,35 +13,22 @@ from importlib import metadata, util
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import numpy as np
-from rich.table import Table
-
 from cnnexp.app.console import make_console
 from cnnexp.backends import BACKENDS, backend_class, child
-from cnnexp.backends.processor import usable_cores
-from cnnexp.backends.protocol import Backend
 from cnnexp.datasets import DATASETS
 from cnnexp.datasets.idx import IdxSet
 from cnnexp.errors import CnnexpError, ConfigError, installing
 from cnnexp.measuring import environment
-from cnnexp.network import AvgPool2d, Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Sigmoid
-from cnnexp.network.losses import Loss
-from cnnexp.optimizers import SGD
+from cnnexp.system.cores import usable_cores
+from cnnexp.system.table import Table, as_screen
+from cnnexp.testing import examine, reference_of
 from cnnexp.tracking.address import store_uri
 
 FLOAT_BITS = 32
 LIMIT_S = 600.0
 """As long may a backend take to its answer; the first time on a machine it compiles."""
 
-TRIAL = Network(
-    (12, 12, 1),
-    (
-        *(Conv2d(3, 3), ReLU(), MaxPool2d(2), Conv2d(5, 2), ReLU(), AvgPool2d(2)),
-        *(Flatten(), Linear(8), Sigmoid(), Linear(4)),
-    ),
-)
-RIGHT = 1e-3
-"""Of the length of a step: what float32, summed in another order, is far from."""
+TRIAL = "max-pool"  # of `testing.NETWORKS`: convolution, ReLU, max-pool, linear
 
 
 def command(arguments: Sequence[str]) -> None:
@@ -53,19 +39,10 @@ def command(arguments: Sequence[str]) -> None:
     """
     if arguments:
         raise ConfigError(f"doctor {arguments[0]}: takes no arguments")
-    table = Table(show_header=False, pad_edge=False)
-    for _ in range(3):
-        table.add_column(overflow="fold")
-    for title, rows in (
-        ("machine", _machine()),
-        ("backends", _backends()),
-        ("around", _around()),
-        ("versions", _versions()),
-    ):
-        table.add_section()
-        for i, (what, found) in enumerate(rows):
-            table.add_row("" if i else title, what, found)
-    make_console().print(table, markup=False, highlight=False)
+    parts = {"machine": _machine(), "backends": _backends(), "around": _around(), "versions": _versions()}
+    rows = [("" if i else title, *row) for title, found in parts.items() for i, row in enumerate(found)]
+    console = make_console()
+    console.print(as_screen(Table([], rows, ["", "", ""]), None, console.width), markup=False, highlight=False)
 
 
 def _machine() -> Iterator[tuple[str, str]]:
@@ -97,7 +74,7 @@ def _ask(function: str, question: str) -> str:
 def vectors(question: bytes) -> bytes:
     """Answer how wide this CPU's vectors are."""
     try:
-        from cnnexp.backends.simd.host import host_target
+        from cnnexp.backends.simd.compiler.host import host_target
 
         lanes = host_target().lanes
         return f"{lanes * FLOAT_BITS} bits, {lanes} float32 at once".encode()
@@ -111,28 +88,15 @@ def trial(name: bytes) -> bytes:
 
 
 def _try_backend(name: str) -> str:
-    reference = "python" if name == "numpy" else "numpy"
     try:
         backend = backend_class(name)()
-        start = TRIAL.initial_parameters(0)
-        own, other = _step(backend, start), _step(backend_class(reference)(), start)
+        verdict, text = examine(backend, backend_class(reference_of(name))(), TRIAL)
     except Exception as error:  # also what a broken installation raises: it is this command's news
         return _why(error)
-    off = np.linalg.norm(own - other) / np.linalg.norm(other - start)
-    if not off < RIGHT:
-        return f"no: a step that it trains is off by {off:.1g} of its length, by {reference}'s"
+    if verdict != "right":
+        return f"no: {text}"
     threads = f"{backend.threads} thread{'s' if backend.threads > 1 else ''} of " if not backend.on_gpu else ""
     return f"yes, on {threads}{backend.device_name}"
-
-
-def _step(backend: Backend, start: np.ndarray) -> np.ndarray:
-    """Return the parameters after one step from `start` on eight images."""
-    rng = np.random.default_rng(0)
-    images, labels = rng.random((8, *TRIAL.input_shape), np.float32), np.arange(8) % 4
-    with contextlib.closing(backend.compile(TRIAL, Loss.SOFTMAX_CROSS_ENTROPY, SGD(lr=1.0), 8)) as program:
-        program.restore({"parameters": start})
-        program.train(program.load(images, labels), np.arange(8), 1.0)
-        return program.state()["parameters"]
 
 
 def _around() -> Iterator[tuple[str, str]]:

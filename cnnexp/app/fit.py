@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import io
+import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from rich.console import Console
 
+from cnnexp.app.config import Settings, Sweep, Tracking, Trainer, build
+from cnnexp.app.console import LINE, Display
+from cnnexp.app.resume import find_earlier
+from cnnexp.app.run import train
 from cnnexp.backends import BACKENDS, backend_class
 from cnnexp.backends.protocol import Backend, State
-from cnnexp.datasets import Dataset, Source, photograph
+from cnnexp.datasets import Dataset, Source
 from cnnexp.measuring.confidence import Interval, median_interval
 from cnnexp.measuring.environment import outputs_dir
-from cnnexp.measuring.interference import Interference, Patience, Watch
+from cnnexp.measuring.interference import Interference
 from cnnexp.network import Network
 from cnnexp.network.models import MODELS, Model
 from cnnexp.optimizers import OPTIMIZERS, SGD, Optimizer
@@ -28,9 +35,8 @@ from cnnexp.tracking.journal import Run, save_epochs
 from cnnexp.tracking.metrics import epoch_metrics, summary
 from cnnexp.tracking.pipe import Recorder
 from cnnexp.training import checkpoint
-from cnnexp.training.baseline import Baseline
-from cnnexp.training.loop import EpochResult, train_epochs
-from cnnexp.training.schedules import Cosine, Schedule
+from cnnexp.training.loop import EpochResult
+from cnnexp.workers import Alone
 
 if TYPE_CHECKING:
     from cnnexp.tracking.figures import Figure
@@ -56,8 +62,8 @@ class Fit:
     baseline: str | None
     interference: Interference | None
     run_id: str | None
-    _training: Mapping[str, Any] = field(compare=False)
-    _about: Mapping[str, Any] = field(compare=False)
+    _checkpoint: checkpoint.Checkpoint = field(compare=False)
+    _course: verdict.Course = field(compare=False)
 
     @property
     def accuracy(self) -> float:
@@ -73,19 +79,19 @@ class Fit:
     @property
     def table(self) -> str:
         """A row per epoch: loss and accuracy of training and test, seconds, images/s, speedup."""
-        lines = [f"{'epoch':>5}{'train loss':>12}{'acc.':>9}{'test loss':>11}{'acc.':>9}{'seconds':>9}{'images/s':>11}"]
-        lines[0] += f"{'speedup':>9}" if self.baseline else ""
+        page = io.StringIO()
+        shown = Display(len(self.epochs), self.baseline, console=Console(file=page, width=LINE))
         for result in self.epochs:
-            line = f"{result.epoch:>5}{result.train.mean_loss:>12.4f}{result.train.accuracy:>9.2%}"
-            line += f"{result.test.mean_loss:>11.4f}{result.test.accuracy:>9.2%}"
-            line += f"{result.epoch_s:>9.3g}{result.images_per_s:>11,.0f}"
-            lines.append(line + (f"{result.comparison.speedup:>9.2f}" if result.comparison else ""))
-        return "\n".join(lines)
+            shown.finished(result)
+        return page.getvalue().rstrip()
 
     @property
     def verdict(self) -> str:
         """What a run of the command line ends with: how much faster, how sure, whether the machine was quiet."""
-        told = verdict.run_rows(self.epochs, summary(self.epochs), self.baseline, interference=self.interference)
+        metrics = summary(self.epochs)
+        told = verdict.run_rows(
+            self.epochs, metrics, self.baseline, interference=self.interference, course=self._course
+        )
         return verdict.screen([(title, text.replace("trainer.patient=true", "patient=True")) for title, text in told])
 
     def plot(self) -> Figure:
@@ -101,8 +107,8 @@ class Fit:
             CheckpointError: it cannot be written.
         """
         save_epochs(Path(folder), self.epochs)
-        keeper = checkpoint.CheckpointWriter(Path(folder) / checkpoint.FOLDER, self._training, self.epochs)
-        return keeper.save(self.state, self._about)
+        writer = checkpoint.CheckpointWriter(Path(folder) / checkpoint.FOLDER, self._checkpoint.training, self.epochs)
+        return writer.save(self.state, self._checkpoint.about)
 
     def __repr__(self) -> str:
         speedup = f", {self.speedup.median:.3g} x {self.baseline}" if self.speedup else ""
@@ -115,16 +121,10 @@ def fit(
     data: Dataset | Source,
     backend: str | Backend = "cpu-simd",
     epochs: int = 10,
-    batch_size: int = 32,
     optimizer: Optimizer = SGD(lr=0.1),  # noqa: B008 - frozen
-    schedule: Schedule = Cosine(),
-    seed: int = 0,
     baseline: str | Backend | None = "cpu",
-    patience: int | None = None,
-    target: float | None = None,
-    patient: bool = False,
-    record: bool = False,
-    experiment: str = "cnnexp",
+    record: bool | str = False,
+    **trainer: Any,
 ) -> Fit:
     """Train a model on data; return the result. The defaults are those of the command line.
 
@@ -133,104 +133,82 @@ def fit(
         data: e.g. `Digits()`, or a `Dataset` that is loaded.
         backend: its name, or one made with options.
         epochs: at most.
-        batch_size: images per step.
         optimizer: with its learning rate.
-        schedule: of the learning rate.
-        seed: of parameters and order.
         baseline: timed beside the run on the same batches; None compares with nothing.
-        patience: stop after so many epochs in a row without a smaller held-out loss.
-        target: stop after the first epoch with such a held-out accuracy.
-        patient: wait before every epoch until other work leaves the cores alone, five minutes at most in all.
-        record: record the run in MLflow and under `outputs/`, for `cnnexp ui`.
-        experiment: the MLflow experiment of the record.
+        record: record the run in MLflow and under `outputs/`, for `cnnexp ui`; a text is the MLflow experiment.
+        trainer: keys of `conf/trainer/default.yaml`, e.g. `batch_size=64, schedule="step", patience=3`.
 
     Raises:
-        CnnexpError: of the kind that says what is wrong: data, network, backend, divergence, store.
+        CnnexpError: of the kind that says what is wrong: option, data, network, backend, divergence, store.
     """
-    dataset = data if isinstance(data, Dataset) else data.load()
-    compiler = backend_class(backend)() if isinstance(backend, str) else backend
     beside = backend_class(baseline)() if isinstance(baseline, str) else baseline
-    network = model.network(dataset.input_shape, len(dataset.classes))
-    compiling = (network, model.loss, optimizer, batch_size)
-    training = checkpoint.describe(*compiling, schedule, seed, dataset.sha256)
-    config = {
-        "model": _described(MODELS, model),
-        "backend": _described(BACKENDS, compiler),
-        "optimizer": _described(OPTIMIZERS, optimizer),
-        "dataset": {"name": dataset.name},
-        "tracking": {"name": "mlflow", "uri": None, "experiment": experiment},
-        "trainer": {"epochs": epochs, "batch_size": batch_size, "seed": seed, "target": target}
-        | {"baseline": beside.name if beside else None},
-    }
+    given = {"epochs": epochs, "baseline": beside.name if beside else None, "progress": False}
+    settings = Settings(
+        model=model,
+        backend=backend_class(backend)() if isinstance(backend, str) else backend,
+        optimizer=optimizer,
+        dataset=_Loaded(dataset=data) if isinstance(data, Dataset) else data,
+        trainer=build(Trainer, {**given, **trainer}, "trainer"),
+        workers=Alone(),
+        tracking=Tracking("mlflow" if record else "none", experiment=record if isinstance(record, str) else "cnnexp"),
+        sweep=Sweep(),
+        baseline=beside,
+    )
     with contextlib.ExitStack() as stack:
-        run = stack.enter_context(_recorded(config, experiment)) if record else None
-        if run is not None:
-            run.begin(dataset, network, compiler)
-        program = stack.enter_context(contextlib.closing(compiler.compile(*compiling)))
-        program.restore(network.initial_state(seed))
-        compared = None
-        if beside is not None:
-            compared = Baseline(stack.enter_context(contextlib.closing(beside.compile(*compiling))), dataset.train)
-        if run is not None:
-            run.wait()  # so that nothing but training runs while training is timed
-        watch, quiet, done = Watch(), Patience(patient), []
-        quiet.wait()
-        for result in train_epochs(
-            program, dataset, epochs, seed, schedule, compared, patience, target=target, around=watch.around
-        ):
-            done.append(result)
-            if run is not None:
-                run.interference = watch.interference()
-                run.finished(result)
-            if result.epoch < epochs:
-                quiet.wait()
-        about = run.facts if run is not None else _about(dataset)
-        state = program.state()
-        if run is not None:
-            keeper = checkpoint.CheckpointWriter(run.folder / checkpoint.FOLDER, training, done)
-            run.set_model(keeper.save(state, about))
+        recorder, folder = None, outputs_dir() / "runs" / datetime.now().strftime("%Y-%m-%d/%H-%M-%S-%f")
+        if record:
+            recorder = stack.enter_context(contextlib.closing(Recorder(store_uri(None), settings.tracking.experiment)))
+        else:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cnnexp-")))
+        config = _config(settings, data.name)
+        earlier = find_earlier(settings.trainer.resume, folder, config)
+        with Run(folder, config, (), recorder, earlier=earlier.folder if earlier else None) as run:
+            train(settings, run, earlier)
+        last = checkpoint.load(checkpoint.find(folder))
     return Fit(
-        network=network,
-        state=state,
-        epochs=tuple(done),
-        backend=compiler.name,
-        baseline=beside.name if beside else None,
-        interference=watch.interference(),
-        run_id=run.id if run is not None else None,
-        _training=training,
-        _about=about,
+        network=checkpoint.rebuild(last.training)[0],
+        state=last.state,
+        epochs=tuple(run.epochs),
+        backend=settings.backend.name,
+        baseline=settings.trainer.baseline,
+        interference=run.interference,
+        run_id=run.id,
+        _checkpoint=last,
+        _course=run.course,
     )
 
 
-def _about(dataset: Dataset) -> dict[str, Any]:
-    """Return what a checkpoint tells of its data."""
-    images, classes = dataset.train.images, list(dataset.classes)
-    look = photograph.describe(images, dataset.train.labels, len(classes))
-    return {"classes": classes, "pixels": str(images.dtype), "look": look}
+@dataclass(frozen=True)
+class _Loaded(Source):
+    """A source of data that are there."""
+
+    dataset: Dataset = field(kw_only=True)
+
+    def load(self) -> Dataset:
+        return self.dataset
 
 
-@contextlib.contextmanager
-def _recorded(config: Mapping[str, Mapping[str, Any]], experiment: str) -> Iterator[Run]:
-    """Give a `Run` in a folder of its own, recorded in the store under `outputs/`."""
-    recorder = Recorder(store_uri(None), experiment)
-    folder = outputs_dir() / "runs" / datetime.now().strftime("%Y-%m-%d/%H-%M-%S-%f")
-    try:
-        with Run(folder, config, (), recorder) as run:
-            yield run
-    finally:
-        recorder.close()
+def _config(settings: Settings, name: str) -> dict[str, dict[str, Any]]:
+    """Return the settings, of a data set by its name, as a config has them: a name and options, section by section."""
+    return {
+        "model": _described(MODELS, settings.model),
+        "backend": _described(BACKENDS, settings.backend),
+        "optimizer": _described(OPTIMIZERS, settings.optimizer),
+        "dataset": {"name": name},
+        "trainer": _plain_fields(settings.trainer),
+        "tracking": _plain_fields(settings.tracking),
+    }
 
 
 def _described(registry: Registry, made: Any) -> dict[str, Any]:
     """Return a piece as the config has it: its name, and its options."""
-    name = next((name for name in registry if name.replace("-", "_") == _snake(type(made).__name__)), None)
-    options = {f.name: getattr(made, f.name) for f in dataclasses.fields(made) if _plain(getattr(made, f.name))}
-    return {"name": getattr(made, "name", None) or name or type(made).__name__, **options}
+    kind = type(made).__name__
+    name = next((name for name in registry if name.replace("-", "").replace("_", "") == kind.lower()), kind)
+    return {"name": getattr(made, "name", name), **_plain_fields(made)}
 
 
-def _snake(name: str) -> str:
-    """Return `OneConv` as `one_conv`."""
-    return "".join(f"_{c.lower()}" if c.isupper() and i else c.lower() for i, c in enumerate(name))
+def _plain_fields(made: Any) -> dict[str, Any]:
+    return {f.name: value for f in dataclasses.fields(made) if _plain(value := getattr(made, f.name))}
 
 
 def _plain(value: Any) -> bool:

@@ -1,21 +1,52 @@
-"""`cnnexp help GROUP` and `cnnexp help GROUP=NAME`: what `conf/` says of its groups, names and keys."""
+"""`cnnexp help`, `cnnexp help GROUP` and `cnnexp help GROUP=NAME`: commands, and what `conf/` says of its keys."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
 
+from cnnexp.app.config_security import CONF
 from cnnexp.app.console import LINE, make_console
-from cnnexp.app.hydra_app import CONF
+from cnnexp.app.hydra_app import launch
 from cnnexp.errors import ConfigError, did_you_mean
 
 NAME = 20  # columns of a name
+COMMAND = 23  # columns before what a command does
+USAGE = """Train convolutional networks with hand-written kernels, and measure how much
+faster each one is.
+
+Usage: cnnexp [GROUP=NAME ...] [GROUP.KEY=VALUE ...]
+                       one run (also: python -m cnnexp ...)
+       cnnexp -m GROUP=NAME1,NAME2 GROUP.KEY=1,2
+                       a sweep: every combination, in turn"""
 
 
-def tell(word: str, commands: Iterable[str]) -> None:
+def show_all(commands: Mapping[str, str]) -> None:
+    """Print the help of the command line of this process: its commands, then Hydra's of groups and keys.
+
+    Args:
+        commands: name -> what it does.
+    """
+    with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.suppress(SystemExit):
+        launch()  # prints and leaves
+    console = make_console()
+    width = min(console.width, LINE)
+    lines = USAGE.splitlines()
+    for name, does in commands.items():
+        begin = f"       cnnexp {name} ".ljust(COMMAND)
+        lines += textwrap.wrap(does, width, initial_indent=begin, subsequent_indent=" " * COMMAND)
+    for line in ["", *printed.getvalue().splitlines()]:  # Hydra has all names of a group in one line
+        fits = len(line) <= width
+        lines += [line] if fits else textwrap.wrap(line, width, subsequent_indent="  ", break_on_hyphens=False)
+    console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+
+
+def show(word: str, commands: Iterable[str]) -> None:
     """Print the names of a group, each with what its file says it is; of one name, or of a group of one, the file.
 
     Args:

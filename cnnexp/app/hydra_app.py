@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import re
 import sys
-import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import BrokenExecutor
@@ -16,22 +16,34 @@ from typing import Any, cast
 import hydra
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.hydra import Hydra
+from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
-from cnnexp.app import sweep, trust
-from cnnexp.app.config import SECTIONS, Tracking, build, defaults, load, plain, record
+from cnnexp.app import config_security, sweep
+from cnnexp.app.config import SECTIONS, Settings, Tracking, build, defaults, load, plain, record
+from cnnexp.app.config_security import CONF
 from cnnexp.app.console import LINE, JobTable, make_console
 from cnnexp.app.resume import find_earlier
 from cnnexp.app.run import train
-from cnnexp.errors import CnnexpError, ConfigError, TrackingError, explained, installing, leave, without_password
+from cnnexp.errors import (
+    CnnexpError,
+    ConfigError,
+    TrackingError,
+    did_you_mean,
+    explained,
+    installing,
+    leave,
+    without_secrets,
+)
 from cnnexp.measuring.environment import outputs_dir, program_name
 from cnnexp.papers import page
 from cnnexp.papers.compare import compare
 from cnnexp.system import registry
+from cnnexp.system.table import as_screen
 from cnnexp.tracking import browser, verdict
 from cnnexp.tracking.address import store_uri
 from cnnexp.tracking.journal import Run
@@ -40,18 +52,16 @@ from cnnexp.tracking.pipe import Recorder
 
 log = logging.getLogger(__name__)
 for noisy in ("matplotlib", "numba", "PIL"):
-    logging.getLogger(noisy).setLevel(logging.WARNING)  # else hydra.verbose=true tells of every byte code
+    logging.getLogger(noisy).setLevel(logging.WARNING)  # else hydra.verbose=true prints all byte code
 
 GROUPS = ("model", "backend", "optimizer", "dataset", "workers")  # a class for each name in them
+NOTHING = {"experiment=null", "search=null", "debug=null"}  # as without them; Hydra takes no null for a name
 FOLDERS = ("hydra.run.dir", "hydra.sweep.dir")
 OBJECTIVES = {"test_accuracy": "final/test_accuracy", "epoch_s": "time/median_epoch_s"}
 GAVE_UP = (
     "a process of hydra/launcher died, and the launcher ended the jobs that had not; the same command with "
     "sweep.skip_finished=true trains what is left"
 )
-PACKAGE = Path(__file__).resolve().parents[1]
-# a checkout holds conf/ beside the package, an installed package inside it
-CONF = next((path for path in (PACKAGE / "conf", PACKAGE.parent / "conf") if path.is_dir()), PACKAGE / "conf")
 
 # ${outputs:} in conf/config.yaml; here, so that the workers of a parallel launcher know it too
 OmegaConf.register_new_resolver("outputs", lambda: str(outputs_dir()), replace=True)
@@ -61,9 +71,9 @@ OmegaConf.register_new_resolver("by", lambda name, values, otherwise: values.get
 
 def launch() -> None:
     """Run all jobs of this process's command line; raise what made the only one fail."""
-    trust.check_words(sys.argv[1:])
     _check_groups(sys.argv[1:])
-    sys.argv[1:] = _sweep_first(trust.hide_password(sys.argv[1:]))
+    sys.argv[1:] = [word for word in sys.argv[1:] if word not in NOTHING]
+    sys.argv[1:] = flags_first(config_security.hide_secrets(sys.argv[1:]))
     _offer_plugins(sys.argv[1:])
     command = hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)
     interrupted, gave_up = True, []
@@ -76,12 +86,12 @@ def launch() -> None:
         failed = _finish_sweep(SweepCallback.started, interrupted) if SweepCallback.started else []
         lost = any(isinstance(error, TrackingError) for error in _failures)
         links: dict[Tracking, str] = {}
-        with contextlib.suppress(TrackingError):  # a store that is gone has been told of by then
+        with contextlib.suppress(TrackingError):  # a store that is gone has been reported by then
             links = {} if lost else {tracking: recorder.call("link") for tracking, recorder in _recorders.items()}
         for recorder in _recorders.values():
             recorder.close()
     for tracking, link in links.items():
-        store = f" tracking.uri={without_password(tracking.uri)}" if tracking.uri else ""
+        store = f" tracking.uri={without_secrets(tracking.uri)}" if tracking.uri else ""
         first = "" if browser.has_pages() else f"{installing('ui')}, then "
         console = make_console()
         text = verdict.screen(
@@ -94,43 +104,38 @@ def launch() -> None:
         raise _failures[0]
 
 
-def _watch_composing() -> None:
-    """Have every config looked at before Hydra acts on it, in the workers of a parallel launcher, too."""
-    load_file, compose = OmegaConf.load, ConfigLoaderImpl.load_configuration
+def _check_composing() -> None:
+    """Have every config checked before Hydra acts on it, in the workers of a parallel launcher, too."""
+    load_file, place = OmegaConf.load, ConfigLoaderImpl._load_single_config
+    compose = ConfigLoaderImpl.load_configuration
 
     def load(file: Any) -> Any:
         name = file if isinstance(file, str | Path) else getattr(file, "name", None)  # a path's `name` is its last part
         if isinstance(name, str | Path):
-            trust.check_file(Path(name))
+            config_security.check_file(Path(name))
         return load_file(file)
+
+    def load_single_config(self: ConfigLoaderImpl, *arguments: Any, **options: Any) -> Any:
+        placed = place(self, *arguments, **options)
+        if placed.path.startswith("file://"):
+            name = (arguments[0] if arguments else options["default"]).config_path
+            name = name if name.endswith((".yaml", ".yml")) else f"{name}.yaml"
+            values = OmegaConf.to_container(placed.config, resolve=False)
+            config_security.check_placed(values, Path(placed.path.removeprefix("file://"), name))
+        return placed
 
     def load_configuration(self: ConfigLoaderImpl, *arguments: Any, **options: Any) -> DictConfig:
         composed = compose(self, *arguments, **options)
-        trust.check_composed(cast(dict[str, Any], OmegaConf.to_container(composed, resolve=False)))
+        config_security.check_composed(cast(dict[str, Any], OmegaConf.to_container(composed, resolve=False)))
         return composed
 
     # Hydra loads its plugins, the reader of files among them, as modules that nobody else can reach
     setattr(OmegaConf, "load", staticmethod(load))  # noqa: B010
+    setattr(ConfigLoaderImpl, "_load_single_config", load_single_config)  # noqa: B010
     setattr(ConfigLoaderImpl, "load_configuration", load_configuration)  # noqa: B010
 
 
-def _fit_help() -> None:
-    """Have Hydra's help fit the screen: it puts all names of a group into one line."""
-    get_help = Hydra.get_help
-
-    def fitted(self: Hydra, *arguments: Any, **options: Any) -> str:
-        width = min(make_console().width, LINE)
-        lines = get_help(self, *arguments, **options).splitlines()
-        return "\n".join(
-            textwrap.fill(line, width, subsequent_indent="  ", break_on_hyphens=False) if len(line) > width else line
-            for line in lines
-        )
-
-    setattr(Hydra, "get_help", fitted)  # noqa: B010
-
-
-_watch_composing()
-_fit_help()
+_check_composing()
 
 
 def _compose_once() -> None:
@@ -151,15 +156,48 @@ _compose_once()
 def _check_groups(words: Sequence[str]) -> None:
     """Raise ConfigError where a group is given no name but something else: Hydra's own errors name no key then."""
     for word in words:
-        key, _, value = word.partition("=")
+        key, _, value = word.lstrip("+").partition("=")
         if key in SECTIONS and (value in ("", "null") or value[0] in "[{"):
             raise ConfigError(f"{word}: must be a name of the group {key}, e.g. a file of conf/{key}/")
 
 
-def _sweep_first(words: list[str]) -> list[str]:
-    """Return a command line with `-m` at its start: Hydra takes no values on both of its sides."""
-    flags = [word for word in words if word in ("-m", "--multirun")]
-    return [*flags, *(word for word in words if word not in flags)]
+def flags_first(words: Sequence[str]) -> list[str]:
+    """Return a command line with its flags at its start: Hydra takes no words on both sides of one.
+
+    Raises:
+        ConfigError: a flag is unknown or refused, lacks its value, or has one that it does not take.
+    """
+    legal = {flag: action for action in get_args_parser()._actions for flag in action.option_strings}
+    flags, others, left = [], [], list(words)
+    while left:
+        word = left.pop(0)
+        flag, given, value = word.partition("=")
+        if not word.startswith("-"):
+            others.append(word)
+            continue
+        if flag == config_security.RERUN:
+            raise ConfigError(f"{flag}: refused; it unpickles a file, which runs what is in it")
+        if flag not in legal:
+            names = [name for name in legal if name.startswith("--") and name != config_security.RERUN]
+            raise ConfigError(f"{word}: unknown flag; legal: {', '.join(names)}{did_you_mean(flag, names)}")
+        action = legal[flag]
+        name = action.option_strings[0]
+        if action.nargs == 0:
+            if given:
+                raise ConfigError(f"{word}: {flag} takes no value")
+            flags.append(name)
+            continue
+        optional = action.nargs == "?"
+        if not given and left and not left[0].startswith("-") and not (optional and "=" in left[0]):
+            value = left.pop(0)
+        value = value or (str(action.const) if optional else "")
+        if not value or (action.choices and value not in action.choices):
+            choices = (
+                f"one of {', '.join(map(str, action.choices))}" if action.choices else "given, as " + f"{name} VALUE"
+            )
+            raise ConfigError(f"{flag}{f'={value}' if value else ''}: its value must be {choices}")
+        flags.append(f"{name}={value}")
+    return [*flags, *others]
 
 
 def job(composed: DictConfig) -> float:
@@ -170,12 +208,12 @@ def job(composed: DictConfig) -> float:
     try:
         return run(composed)
     except Exception as error:
-        told = error if isinstance(error, BrokenPipeError) else explained(error, _folder())
-        told.__cause__ = error.__cause__ if told is error else error
+        failure = error if isinstance(error, BrokenPipeError) else explained(error, _folder())
+        failure.__cause__ = error.__cause__ if failure is error else error
         if within := sweep.current():
-            _show(within, {}, str(told))
+            _show(within, {}, str(failure))
         else:
-            _failures.append(told)
+            _failures.append(failure)
         return math.nan
 
 
@@ -184,7 +222,7 @@ def run(composed: DictConfig) -> float:
     folder, overrides = _folder(), _as_typed(HydraConfig.get().overrides.task)
     within, recorded = sweep.current(), record(composed)
     try:
-        settings = load(plain(composed))
+        settings = _load(composed, overrides)
     except CnnexpError:
         # a sweep finds what became of its jobs in their folders
         with Run(folder, recorded, overrides, name="illegal config"):
@@ -204,9 +242,21 @@ def run(composed: DictConfig) -> float:
         _show(within, run.metrics)
     elif run.verdict:
         console = make_console()
-        told = verdict.screen(run.verdict, min(console.width, LINE))
-        console.print(told, highlight=False, markup=False, soft_wrap=True)
-    return run.metrics.get(OBJECTIVES[settings.sweep.objective], math.nan)  # a simulated run has no times
+        text = verdict.screen(run.verdict, min(console.width, LINE))
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+    return run.metrics.get(OBJECTIVES[settings.sweep.objective], math.nan)
+
+
+def _load(composed: DictConfig, overrides: Sequence[str]) -> Settings:
+    """Return the settings of a composed config; a key that an experiment sets and another model lacks says so."""
+    try:
+        return load(plain(composed))
+    except ConfigError as error:
+        key, experiment = str(error).partition("=")[0], HydraConfig.get().runtime.choices.get("experiment")
+        typed = any(re.match(rf"\+*{re.escape(key)}=", word) for word in overrides)
+        if experiment is None or typed or ": unknown key" not in str(error):
+            raise
+        raise ConfigError(f"{error}; experiment={experiment} sets it: add ~{key}, or choose no other") from error
 
 
 class SweepCallback(Callback):
@@ -265,10 +315,10 @@ def _number() -> int:
 def _show(within: sweep.Sweep, metrics: Mapping[str, float], error: str | None = None) -> None:
     """Show the job of a sweep that has just ended."""
     typed = dict(override.lstrip("+~").partition("=")[::2] for override in _as_typed(HydraConfig.get().overrides.task))
-    told = (
+    values = (
         f"{key.rpartition('.')[2]}={typed[key]}" if "." in key else typed[key] for key in within.varied if key in typed
     )
-    _table(within).row(_number(), " ".join(told), metrics, error, time.time())
+    _table(within).row(_number(), " ".join(values), metrics, error, time.time())
 
 
 def _finish_sweep(started: sweep.Sweep, interrupted: bool) -> list[str]:
@@ -278,7 +328,7 @@ def _finish_sweep(started: sweep.Sweep, interrupted: bool) -> list[str]:
         console = make_console()
         shown = _tables.pop(started.folder).shown if started.folder in _tables else 0
         if shown < len(rows):  # other processes ran them
-            console.print(sweep.summary_table(rows))
+            console.print(as_screen(sweep.job_table(rows), f"{len(rows)} jobs", console.width))
         told = verdict.screen(sweep.conclude(started, rows)[0], min(console.width, LINE))
         console.print(told, highlight=False, markup=False, soft_wrap=True)
         if started.paper is not None:

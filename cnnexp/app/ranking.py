@@ -109,23 +109,6 @@ def metrics(measure: str | None, places: Sequence[Place]) -> dict[str, float]:
     return named
 
 
-def table(found: Sequence[Mapping[str, Any]], varied: Sequence[str], columns: Mapping[str, tuple[str, str]]) -> str:
-    """Return the jobs as a table in Markdown.
-
-    Args:
-        found: as `sweep.rows` returned it.
-        varied: as `sweep.varied` returned it.
-        columns: metric -> title and format.
-    """
-    names = [name for name in columns if any(name in row for row in found)]
-    lines = [["job", *varied, "status", *(columns[name][0] for name in names)]]
-    lines.append(["---"] * (2 + len(varied)) + ["--:"] * len(names))
-    for row in found:
-        numbers = [format(row[name], columns[name][1]) if name in row else "" for name in names]
-        lines.append([row["job"], *(str(row[key]) for key in varied), row["status"], *numbers])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
-
-
 def _differences(places: Sequence[Place]) -> list[verdict.Row]:
     """Say which neighbours in the ranking differ, and which may have changed places by chance."""
     p_values = holm([p_value(a.values, b.values) for a, b in pairwise(places)])

@@ -1,35 +1,38 @@
-"""One run, from its settings to its record: the pieces are put together here, trained, clocked, kept and shown."""
+"""One run, from its settings to its record: the pieces are made, and every epoch goes to observers."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
-from cnnexp.app.config import Settings, Trainer
+from cnnexp.app.config import Settings
 from cnnexp.app.console import Display
 from cnnexp.app.keeping import CheckpointCallback
 from cnnexp.app.resume import ResumePoint
-from cnnexp.app.sweep import write_csv
 from cnnexp.backends.protocol import Backend, Program
 from cnnexp.datasets import Dataset
 from cnnexp.errors import CompilerDied, Diverged
 from cnnexp.measuring import cost_model, footprint
 from cnnexp.measuring.amdahl import amdahl_limit
-from cnnexp.measuring.interference import Patience, Watch
-from cnnexp.measuring.ledger import Ledger, Profiled, metrics, report, report_beside, step_parts
+from cnnexp.measuring.interference import IdleWait, Watch
+from cnnexp.measuring.ledger import Charged, Ledger, Profiled, metrics, report, report_beside, step_parts
 from cnnexp.network import Network
 from cnnexp.network.losses import Loss, check_loss
 from cnnexp.optimizers import Optimizer
 from cnnexp.system import memory
+from cnnexp.system.table import write_csv
 from cnnexp.tracking import verdict
 from cnnexp.tracking.events import FALLBACK
 from cnnexp.tracking.journal import Run
 from cnnexp.training import checkpoint
 from cnnexp.training.baseline import Baseline
-from cnnexp.training.loop import EpochResult, Progress, predict_test, train_epochs
+from cnnexp.training.early_stopping import EarlyStopping
+from cnnexp.training.loop import TrainingPlan, predict_test, train_epochs
 from cnnexp.workers.program import ParallelProgram
 
 log = logging.getLogger(__name__)
@@ -45,6 +48,71 @@ def train(settings: Settings, run: Run, earlier: ResumePoint | None = None, job:
         job: e.g. `job 2 of 8`, of a sweep; empty for a run alone.
     """
     Diverged.in_one_line()
+    trainer = settings.trainer
+    with ExitStack() as stack:
+        made = _make(settings, run, earlier, stack)
+        display = Display(trainer.epochs, trainer.baseline, trainer.progress, job=job)
+        stack.enter_context(display)
+        display.start(made.dataset, made.program.network, made.backend, made.program.compile_s)
+        if made.backend.explain:
+            display.explain(made.program.explain())
+        history = made.resumed.history if made.resumed else ()
+        within = made.parallel is None
+        keeping = CheckpointCallback(run, made.program, trainer, made.training, made.resumed, within)
+        stack.enter_context(keeping)
+        run.resume(history)
+        stopping = EarlyStopping(trainer.patience, trainer.target, history)
+        baseline, idle = _baseline(made), IdleWait(trainer.patient)
+        watch = Watch(settings.workers.count * made.backend.threads)
+        _await_quiet(idle, made.ledger)
+        watch.start()
+        epochs = train_epochs(
+            made.program,
+            made.dataset,
+            TrainingPlan(trainer.epochs, trainer.seed, trainer.rates(), trainer.pass_s, trainer.checkpoint_batches),
+            [Charged(observer, made.ledger) for observer in (watch, run, display, keeping, stopping)],
+            baseline,
+            made.resumed,
+        )
+        try:
+            for result in epochs if not stopping.reason else ():
+                if result.epoch < trainer.epochs and not stopping.reason:
+                    _await_quiet(idle, made.ledger)
+                    watch.start()
+        finally:
+            _tell(made, earlier, stopping, baseline, watch)
+        _conclude(made, len(history))
+
+
+@dataclass(frozen=True)
+class _Made:
+    """What is trained, once all is compiled.
+
+    Attributes:
+        settings, run, ledger: what it is made from, its record, its time.
+        dataset: loaded.
+        backend: that compiled it: the next best where the wanted one's compiler died.
+        program: the run's, profiled where that is wanted.
+        parallel: the same where workers share it, else None.
+        beside: the baseline's program, None without one.
+        training: what decides the numbers, see `checkpoint.describe`.
+        resumed: where an earlier run was stopped, None to start afresh.
+    """
+
+    settings: Settings
+    run: Run
+    ledger: Ledger
+    dataset: Dataset
+    backend: Backend
+    program: Program
+    parallel: ParallelProgram | None
+    beside: Profiled | None
+    training: Mapping[str, Any]
+    resumed: checkpoint.Checkpoint | None
+
+
+def _make(settings: Settings, run: Run, earlier: ResumePoint | None, stack: ExitStack) -> _Made:
+    """Load, compile and restore; `stack` closes what was compiled."""
     ledger, trainer = Ledger(), settings.trainer
     with ledger.span("data"):
         dataset = settings.dataset.load()
@@ -58,96 +126,24 @@ def train(settings: Settings, run: Run, earlier: ResumePoint | None = None, job:
         backend = backend.clocked
     _need_memory(settings, backend, network, dataset)
     run.begin(dataset, network, backend, settings.workers.count)
-    with contextlib.ExitStack() as stack:
-        with ledger.span("compile"):
-            backend, program = _compile(settings, backend, compiling, run)
-            stack.enter_context(contextlib.closing(program))
-        program.restore(resumed.state if resumed else network.initial_state(trainer.seed))
-        beside = None
-        if settings.baseline is not None and not backend.simulated and not run.contended:
-            with ledger.span("baseline"):
-                compiled = stack.enter_context(contextlib.closing(settings.baseline.compile(*compiling)))
-            beside = Profiled(compiled, ledger, train="baseline")
-        run.summarize({"time/compile_s": program.compile_s})
-        run.add_artifact(run.folder / checkpoint.FOLDER, checkpoint.FOLDER)
-        with ledger.span("record"):
-            run.wait()
-        parallel = program if isinstance(program, ParallelProgram) else None
-        if parallel is not None and parallel.predictable:
-            _predict_epochs(parallel, dataset, run)
-        display = Display(trainer.epochs, trainer.baseline, trainer.progress, timed=not backend.simulated, job=job)
-        stack.enter_context(display)
-        display.start(dataset, network, backend, program.compile_s)
-        if backend.explain:
-            display.explain(program.explain())
-        keeping = CheckpointCallback(run, program, trainer, training, resumed, within=parallel is None)
-        stack.enter_context(keeping)
-        history = resumed.history if resumed else ()
-        run.resume(history)
-        trained = Profiled(program, ledger) if trainer.profile else program
-        pieces = _Pieces(settings, run, ledger, dataset, backend, trained, beside)
-        _train_epochs(pieces, display, keeping, resumed.begun if resumed else None)
-        if len(run.epochs) == len(history) > 0:  # nothing was left to train
-            run.evaluated(predict_test(trained, dataset, history[-1]))
-        _profile(pieces, run.epochs[len(history) :])
-        if parallel is not None:
-            run.summarize(parallel.metrics())
-
-
-@dataclass(frozen=True)
-class _Pieces:
-    """What is trained, once all is compiled, and what takes note of it; `beside` is the baseline's program."""
-
-    settings: Settings
-    run: Run
-    ledger: Ledger
-    dataset: Dataset
-    backend: Backend
-    program: Program | Profiled
-    beside: Profiled | None
-
-
-def _train_epochs(pieces: _Pieces, display: Display, keeping: CheckpointCallback, begun: Progress | None) -> None:
-    """Train every epoch that is left, the one that was `begun` first; each is recorded, shown and kept."""
-    trainer, workers = pieces.settings.trainer, pieces.settings.workers.count
-    run, ledger, beside, baseline = pieces.run, pieces.ledger, pieces.beside, None
-    if pieces.settings.baseline is not None and beside is not None:
-        baseline = _baseline(trainer, pieces.settings.baseline, beside, pieces.dataset)
-
-    def progressed(progress: Progress) -> None:
-        display.progress(progress)
-        keeping.progressed(progress)
-
-    watch = Watch()
-    patience = Patience(trainer.patient)
-    _await_quiet(patience, ledger)
-    for result in train_epochs(
-        pieces.program,
-        pieces.dataset,
-        trainer.epochs,
-        trainer.seed,
-        trainer.rates(),
-        baseline,
-        trainer.patience,
-        tuple(run.epochs),
-        on_progress=progressed,
-        pass_s=trainer.pass_s,
-        target=trainer.target,
-        begun=begun,
-        most_batches=trainer.checkpoint_batches,
-        around=watch.around,
-    ):
-        with ledger.span("record"):
-            run.interference = watch.interference() if workers == 1 else None
-            run.finished(result)
-            display.epoch(result)
-            if baseline is not None:
-                run.summarize(_limit(baseline, pieces.backend, workers))
-            keeping.finished(result)
-        if result.epoch < trainer.epochs:
-            _await_quiet(patience, ledger)
-    if pieces.settings.baseline is not None and beside is not None and beside.shares():
-        run.parts[pieces.settings.baseline.name] = step_parts(beside.shares())
+    with ledger.span("compile"):
+        backend, program = _compile(settings, backend, compiling, run)
+        stack.enter_context(contextlib.closing(program))
+    program.restore(resumed.state if resumed else network.initial_state(trainer.seed))
+    beside = None
+    if settings.baseline is not None and not run.contended:
+        with ledger.span("baseline"):
+            compiled = stack.enter_context(contextlib.closing(settings.baseline.compile(*compiling)))
+        beside = Profiled(compiled, ledger, train="baseline")
+    run.summarize({"time/compile_s": program.compile_s})
+    run.add_artifact(run.folder / checkpoint.FOLDER, checkpoint.FOLDER)
+    with ledger.span("record"):
+        run.wait()
+    parallel = program if isinstance(program, ParallelProgram) else None
+    if parallel is not None and parallel.predictable:
+        _predict_epochs(parallel, dataset, run)
+    trained = Profiled(program, ledger) if trainer.profile else program
+    return _Made(settings, run, ledger, dataset, backend, trained, parallel, beside, training, resumed)
 
 
 Compiling = tuple[Network, Loss, Optimizer, int]
@@ -166,22 +162,6 @@ def _compile(settings: Settings, backend: Backend, compiling: Compiling, run: Ru
         return following, settings.workers.compile(following, *compiling)
 
 
-def _profile(pieces: _Pieces, clocked: Sequence[EpochResult]) -> None:
-    """Record where the time of the epochs `clocked` went, the run's and its baseline's, if that is to be told."""
-    run, program, backend, baseline = pieces.run, pieces.program, pieces.backend, pieces.settings.baseline
-    if not isinstance(program, Profiled) or not clocked:
-        return
-    profile = report(pieces.ledger, program, clocked, backend)
-    if baseline is not None and pieces.beside is not None:
-        profile["baseline"] = report_beside(pieces.beside, baseline, clocked)
-    if run.interference is not None and run.interference.disturbed:
-        profile["disturbed"] = verdict.machine(run.interference)
-    run.add_profile(profile)
-    run.summarize(metrics(profile))
-    if profile["layered"]:
-        run.parts[backend.name] = step_parts(pieces.ledger.seconds)
-
-
 def _need_memory(settings: Settings, backend: Backend, network: Network, dataset: Dataset) -> None:
     """Raise OutOfMemory where the run takes more memory than there is, before any of it is taken."""
     size = (network, settings.optimizer, settings.trainer.batch_size)
@@ -191,25 +171,69 @@ def _need_memory(settings: Settings, backend: Backend, network: Network, dataset
     memory.need(parts)
 
 
-def _baseline(trainer: Trainer, backend: Backend, program: Profiled, dataset: Dataset) -> Baseline:
-    """Return the baseline; one that is sequential tells, too, which share of its steps could be parallel."""
+def _baseline(made: _Made) -> Baseline | None:
+    """Return the baseline; one that is sequential says, too, which share of its steps could be parallel."""
+    backend, program, trainer = made.settings.baseline, made.beside, made.settings.trainer
+    if backend is None or program is None:
+        return None
     share = program.layers_share if backend.threads == 1 and not backend.on_gpu else None
-    return Baseline(program, dataset.train, trainer.baseline_batches, trainer.baseline_s, layers_share=share)
+    return Baseline(program, made.dataset.train, trainer.baseline_batches, trainer.baseline_s, layers_share=share)
 
 
-def _await_quiet(patience: Patience, ledger: Ledger) -> None:
-    if patience.left_s > 0:
+def _tell(
+    made: _Made, earlier: ResumePoint | None, stopping: EarlyStopping, baseline: Baseline | None, watch: Watch
+) -> None:
+    """Give the record what is known when training ends, however it does: its conditions, its start and its end."""
+    run, trainer, workers = made.run, made.settings.trainer, made.settings.workers.count
+    done, begun = (len(made.resumed.history), made.resumed.begun) if made.resumed else (0, None)
+    trained, whole = run.epochs[done:], len(made.dataset.train)
+    if trained:
+        run.interference = watch.interference()
+    resumed = cut = ""
+    if earlier is not None and (done or begun):
+        resumed = f"{f'within epoch {begun.epoch}' if begun else f'after epoch {done}'}, from {earlier.folder}"
+    if trainer.pass_s is not None and any(result.train.count < whole for result in trained):
+        images = min(result.train.count for result in trained)
+        cut = f"trainer.pass_s={trainer.pass_s:g} ended epochs early: from {images:,} of {whole:,} images on"
+    chosen = trainer.patience is not None or trainer.target is not None
+    run.course = verdict.Course(done, resumed, stopping.reason, cut, chosen)
+    if baseline is not None and baseline.parallel_share is not None:
+        share = baseline.parallel_share
+        limit = amdahl_limit(share, workers * _parallel_operations(made.backend))
+        run.summarize({"speedup/parallel_share": share, "speedup/amdahl_limit": limit})
+    if made.beside is not None and made.beside.shares():
+        run.parts[str(trainer.baseline)] = step_parts(made.beside.shares())
+
+
+def _conclude(made: _Made, done: int) -> None:
+    """Record what only a whole training has: where its time went, its workers' shares, scores of what was loaded.
+
+    Args:
+        made: the pieces.
+        done: how many epochs an earlier run has trained.
+    """
+    run, program, ledger = made.run, made.program, made.ledger
+    clocked, baseline = run.epochs[done:], made.settings.baseline
+    if done and not clocked:
+        run.evaluated(predict_test(program, made.dataset, run.epochs[-1]))
+    if isinstance(program, Profiled) and clocked:
+        profile = report(ledger, program, clocked, made.backend)
+        if baseline is not None and made.beside is not None:
+            profile["baseline"] = report_beside(made.beside, baseline, clocked)
+        if run.interference is not None and run.interference.disturbed:
+            profile["disturbed"] = verdict.machine(run.interference)
+        run.add_profile(profile)
+        run.summarize(metrics(profile))
+        if profile["layered"]:
+            run.parts[made.backend.name] = step_parts(ledger.seconds)
+    if made.parallel is not None:
+        run.summarize(made.parallel.metrics())
+
+
+def _await_quiet(idle_wait: IdleWait, ledger: Ledger) -> None:
+    if idle_wait.left_s > 0:
         with ledger.span("quiet"):
-            patience.wait()
-
-
-def _limit(baseline: Baseline, backend: Backend, workers: int) -> dict[str, float]:
-    """Return Amdahl's limit for the run's hardware, and the share that it follows from, where that was measured."""
-    share = baseline.parallel_share
-    if share is None:
-        return {}
-    limit = amdahl_limit(share, workers * _parallel_operations(backend))
-    return {"speedup/parallel_share": share, "speedup/amdahl_limit": limit}
+            idle_wait.wait()
 
 
 def _parallel_operations(backend: Backend) -> float:
@@ -219,7 +243,7 @@ def _parallel_operations(backend: Backend) -> float:
     """
     if backend.on_gpu:
         return math.inf
-    from cnnexp.backends.simd.host import host_target  # loads Numba's compiler, as most baselines have
+    from cnnexp.backends.simd.compiler.host import host_target  # loads Numba's compiler, as most baselines have
 
     return backend.threads * host_target().lanes
 

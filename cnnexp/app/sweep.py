@@ -6,7 +6,6 @@ environment variable (whose sweep am I part of?) and their folders (what became 
 
 from __future__ import annotations
 
-import csv
 import json
 import logging
 import os
@@ -16,18 +15,16 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cnnexp.app import ranking
 from cnnexp.papers import page
 from cnnexp.papers.compare import note_facts
+from cnnexp.system.table import Group, Table, as_markdown, write_csv
 from cnnexp.tracking import verdict
 from cnnexp.tracking.events import JOURNAL, LACKING, read_journal
 from cnnexp.tracking.journal import REPORT, START_S, draw
 from cnnexp.tracking.pipe import NoAnswerYet, Recorder
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 log = logging.getLogger(__name__)
 VARIABLE = "CNNEXP_SWEEP"
@@ -182,9 +179,9 @@ def conclude(sweep: Sweep, found: Sequence[Mapping[str, Any]]) -> tuple[list[ver
 def _write_report(sweep: Sweep, found: Sequence[Mapping[str, Any]]) -> tuple[Path, dict[str, float]]:
     """Write the verdict into the sweep's folder; return the file, and the metrics of the sweep's own run."""
     told, metrics = conclude(sweep, found)
-    page = verdict.markdown(f"{len(found)} jobs", told) + "\n" + ranking.table(found, varied(found), COLUMNS)
+    table = "\n".join(as_markdown(job_table(found)))
     report = Path(sweep.folder) / REPORT
-    report.write_text(page, encoding="utf-8")
+    report.write_text(f"{verdict.markdown(f'{len(found)} jobs', told)}\n{table}\n", encoding="utf-8")
     return report, metrics
 
 
@@ -222,32 +219,16 @@ def varied(found: Sequence[Mapping[str, Any]]) -> list[str]:
     return [key for key in found[0] if key not in fixed and "/" not in key]
 
 
-def write_csv(found: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Write `rows` as a table with a header; what a job lacks is left empty."""
-    columns = list(dict.fromkeys(key for row in found for key in row))
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, columns)
-        writer.writeheader()
-        writer.writerows(found)
-
-
-def summary_table(found: Sequence[Mapping[str, Any]]) -> Table:
-    """Return `rows` as a table for the screen."""
-    from rich.table import Table
-
-    keys = varied(found)
-    names = [name for name in COLUMNS if any(name in row for row in found)]
-    table = Table(title=f"{len(found)} jobs")
-    for title in ("job", *keys, "status"):
-        table.add_column(title, overflow="fold")
-    for name in names:
-        table.add_column(COLUMNS[name][0], justify="right")
+def job_table(found: Sequence[Mapping[str, Any]]) -> Table:
+    """Return `rows` as a table: what varied, how each job ended, and its metrics in `COLUMNS`."""
+    keys, names = varied(found), [name for name in COLUMNS if any(name in row for row in found)]
+    lines = []
     for row in found:
         status = row["status"] + (", contended" if row["contended"] else "")
         status += f", on {row['fallback']}" if row["fallback"] else ""
         cells = [format(row[name], COLUMNS[name][1]) if name in row else "" for name in names]
-        table.add_row(row["job"], *(row[key] for key in keys), status, *cells)
-    return table
+        lines.append([row["job"], *(str(row[key]) for key in keys), status, *cells])
+    return Table([Group(COLUMNS[name][0]) for name in names], lines, ["job", *keys, "status"])
 
 
 def failures(found: Sequence[Mapping[str, Any]], paper: str | None = None) -> list[str]:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
-from cnnexp.app import trust
+from cnnexp.app import config_security
 from cnnexp.errors import ConfigError, TrackingError
 from cnnexp.measuring.environment import outputs_dir
 from cnnexp.tracking.address import store_uri
@@ -32,7 +31,7 @@ def command(arguments: Sequence[str]) -> None:
         ConfigError: a folder is not there, or the address of a store is not known here.
         TrackingError: a store cannot be opened or written.
     """
-    words = trust.hide_password(arguments)
+    words = config_security.hide_secrets(arguments)
     given = [word.partition("=")[2] for word in words if word.startswith(f"{URI}=")]
     folders = [Path(word) for word in words if not word.startswith(f"{URI}=")] or [outputs_dir()]
     for folder in folders:
@@ -72,7 +71,7 @@ def _to_send(folders: Sequence[Path], all_of_them: bool) -> Iterator[tuple[Path,
 
 def _resolved(uri: str | None, folder: Path) -> str:
     """Return the address of a store; the journal holds the name of a variable in the place of what is secret."""
-    try:
-        return store_uri(OmegaConf.create({"uri": uri})["uri"])
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{folder}: {str(error).splitlines()[0]}; set it, or give {URI}=STORE") from error
+    named = re.fullmatch(r"\$\{oc\.env:(\w+)\}", uri or "")
+    if named and named[1] not in os.environ:
+        raise ConfigError(f"{folder}: Environment variable '{named[1]}' not found; set it, or give {URI}=STORE")
+    return store_uri(os.environ[named[1]] if named else uri)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from cnnexp.errors import ConfigError, did_you_mean
 from cnnexp.system.registry import Registry
 
 if TYPE_CHECKING:
@@ -46,5 +48,18 @@ def backend_class(name: str) -> type[Backend]:
 
 
 def backend(name: str, **options: Any) -> Backend:
-    """Make a backend from its name and its options, the keys of `conf/backend/<name>.yaml`."""
-    return backend_class(name)(**options)
+    """Make a backend from its name and its options, the keys of `conf/backend/<name>.yaml`.
+
+    Raises:
+        ConfigError: no backend has this name, or it has no such option.
+        BackendUnavailable: the machine lacks what it needs.
+    """
+    cls = backend_class(name)
+    legal = [field.name for field in dataclasses.fields(cls) if field.init]  # type: ignore[arg-type]
+    for key, value in options.items():
+        if key not in legal:
+            known = ", ".join(legal) or "none"
+            raise ConfigError(
+                f"backend.{key}={value!r}: unknown key of {name}; legal: {known}{did_you_mean(key, legal)}"
+            )
+    return cls(**options)

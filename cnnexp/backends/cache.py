@@ -96,7 +96,7 @@ def source_files() -> list[Path]:
     """Return the files that the machine code comes from."""
     folder = Path(__file__).parent
     return [
-        *sorted([*folder.glob("cpu/*.py"), *folder.glob("simd/*.py")]),
+        *sorted([*folder.glob("cpu/*.py"), *folder.glob("simd/**/*.py")]),
         *(
             Path(str(m))
             for m in (__file__, *(m.__file__ for m in (elementwise, layers, losses, noise, optimizers, shapes)))

@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from cnnexp.backends.averages import PendingAverages
 from cnnexp.backends.protocol import Array, Ops, Program, State, Watch
 from cnnexp.backends.stages import Chain, Run, unwatched
 from cnnexp.backends.state import complete
@@ -82,6 +83,9 @@ class LayerwiseProgram(Program[Split[Array]], Generic[Array]):
         self._gradient = ops.to_device(zeros.copy())
         self._slots = tuple(ops.to_device(zeros.copy()) for _ in optimizer.slots)
         self._running = ops.to_device(np.zeros(max(network.running_count, 1), np.float32))
+        self.pending: PendingAverages = PendingAverages(
+            network, lambda: ops.to_host(self._running), lambda averages: ops.copy(averages, self._running)
+        )
         self._step, self._seed = 0, 0
         self._x = ops.empty((batch_size, *network.input_shape), np.float32)
         self._labels = ops.empty((batch_size,), np.int32)
@@ -100,6 +104,7 @@ class LayerwiseProgram(Program[Split[Array]], Generic[Array]):
             images: places in the data set of the images of `order`, where the handle shows only a part of it.
         """
         ops, count = self._ops, len(order)
+        self.pending.drop()
         places, where = self._places(order, images)
         losses, hits = ops.empty((count,), np.float32), ops.empty((count,), np.uint8)
         for start in range(0, count, self.batch_size):
@@ -115,11 +120,13 @@ class LayerwiseProgram(Program[Split[Array]], Generic[Array]):
         """As `Program.gradients`; `images` as for `train`."""
         ops, count = self._ops, len(indices)
         losses, hits = ops.empty((count,), np.float32), ops.empty((count,), np.uint8)
-        self._gradients(handle, *self._places(indices, images), losses, hits)
+        with self.pending.hold():
+            self._gradients(handle, *self._places(indices, images), losses, hits)
         return _totals(ops.to_host(losses), ops.to_host(hits)), ops.to_host(self._gradient)
 
     @_in_scope
     def apply(self, gradient: np.ndarray, rate: float) -> None:
+        self.pending.commit()
         self._ops.copy(gradient, self._gradient)
         self._apply(rate)
 
@@ -142,12 +149,16 @@ class LayerwiseProgram(Program[Split[Array]], Generic[Array]):
     def forward(
         self, handle: Split[Array], indices: np.ndarray, trains: bool, images: np.ndarray | None = None
     ) -> np.ndarray:
-        """Return the outputs (N, *output_shape) of at most batch_size images; if it `trains`, `backward` goes on."""
+        """Return the outputs (N, *output_shape) of at most batch_size images.
+
+        If it `trains`, `backward` goes on; together they are `gradients`, and change no state either.
+        """
         places, where = self._places(indices, images)
         x, labels = self._inputs(len(indices))
         self._ops.gather(handle.images, handle.labels, places, x, labels)
         self._begun = self._run(len(indices), trains, where)
-        return self._ops.to_host(self._chain.forward(self._begun, x))
+        with self.pending.hold() if trains else contextlib.nullcontext():
+            return self._ops.to_host(self._chain.forward(self._begun, x))
 
     @_in_scope
     def backward(self, d_outputs: np.ndarray) -> np.ndarray:
@@ -175,6 +186,7 @@ class LayerwiseProgram(Program[Split[Array]], Generic[Array]):
             if name in targets:
                 self._ops.copy(np.ascontiguousarray(array, np.float32), targets[name])
         self._step, self._seed = int(whole["step"]), int(whole.get("seed", 0))
+        self.pending.drop()
 
     def watch(self, watch: Watch | None) -> bool:
         @contextlib.contextmanager

@@ -11,16 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, cast
 
 from cnnexp.errors import BackendUnavailable, ConfigError
+from cnnexp.system.cores import usable_cores
 
 if TYPE_CHECKING:
     from cnnexp.backends.protocol import Backend
-
-
-def usable_cores() -> int:
-    """Return the cores this process may run on: fewer than the machine has, in a container or under taskset."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def resolve_threads(threads: int | None) -> int:
@@ -59,7 +53,6 @@ class CpuBackend:
     """What backends on the CPU have in common."""
 
     on_gpu: ClassVar[bool] = False
-    simulated: ClassVar[bool] = False
     facts: ClassVar[Mapping[str, str]] = {}
 
     @property

@@ -22,6 +22,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from cnnexp.backends.averages import PendingAverages
 from cnnexp.backends.parts import Part
 from cnnexp.network import BatchNorm2d, Elementwise, Network, Stage, Window
 from cnnexp.network.losses import Loss, Totals
@@ -64,6 +65,8 @@ class Program(Protocol[Handle]):
     batch_size: int
     compile_s: float
     """Seconds spent compiling and warming up, before anything is timed."""
+    pending: PendingAverages | None = None
+    """What `gradients` leaves for `apply`; None where no layer keeps running averages."""
 
     def load(self, images: np.ndarray, labels: np.ndarray) -> Handle:
         """Put a split where the backend wants it, once; return a handle on it.
@@ -86,12 +89,13 @@ class Program(Protocol[Handle]):
     def gradients(self, handle: Handle, indices: np.ndarray) -> tuple[Totals, np.ndarray]:
         """Return the totals and the flat mean gradient (float32) of one batch, at most batch_size images.
 
-        No parameter changes; running averages do, as in the step that this is the first half of.
+        Nothing that `state` returns changes. Running averages wait for `apply`, which moves them by the batch of the
+        last `gradients`; `train` and `restore` forget what waits.
         """
         ...
 
     def apply(self, gradient: np.ndarray, rate: float) -> None:
-        """Take one optimizer step with a flat gradient: the second half of a training step."""
+        """Take one optimizer step with a flat gradient: the second half of a training step, see `gradients`."""
         ...
 
     def predict(self, handle: Handle) -> np.ndarray:
@@ -113,6 +117,13 @@ class Program(Protocol[Handle]):
     def close(self) -> None:
         """Give back threads and device memory. Idempotent."""
         ...
+
+    def warm(self, handle: Handle, indices: np.ndarray) -> None:
+        """Have threads, caches and code ready for the batch `indices`, before a clock starts; `state()` stays as it is.
+
+        A training step after other work, a baseline's or an evaluation, takes longer where it is short.
+        """
+        return
 
     def watch(self, watch: Watch | None) -> bool:
         """Have `watch` hear of every pass of a layer in training from now on, each until its work is done.
@@ -140,7 +151,7 @@ class KernelRow:
 
     Attributes:
         kernel: its name, as `conv1.forward`. layers: those that are computed at once; none where a layout changes.
-        way: how they are computed, of several ways that there are. layout: of the input. tile: what registers hold.
+        algorithm: how they are computed, of several that there are. layout: of the input. tile: what registers hold.
         threads: that share a batch's images.
         macs: multiply-adds of an image. cycles: of one core, for an image.
         share: of the multiply-adds that a core can do; above 1 where terms that are zero are left out.
@@ -148,7 +159,7 @@ class KernelRow:
 
     kernel: str
     layers: tuple[str, ...]
-    way: str
+    algorithm: str
     layout: str
     tile: str
     threads: int
@@ -165,7 +176,6 @@ class Backend(Protocol):
         threads: CPU threads that its programs use (1 where it uses none of its own).
         device_name: what computes, for the record: the CPU's or the GPU's name.
         on_gpu: whether a GPU computes.
-        simulated: whether the device is only simulated, so that its times mean nothing.
         facts: what else the record says of the device, by tag name.
         next_best: the backend to go on with where the compiler dies; None ends the run.
         explain: whether a run shows what its compiler chose, where its programs can tell.
@@ -183,9 +193,6 @@ class Backend(Protocol):
 
     @property
     def on_gpu(self) -> bool: ...
-
-    @property
-    def simulated(self) -> bool: ...
 
     @property
     def facts(self) -> Mapping[str, str]: ...

@@ -264,7 +264,9 @@ def _warn_about_scale(name: str, images: np.ndarray) -> None:
 
 
 def _warn_about_classes(name: str, train: np.ndarray, test: np.ndarray, classes: tuple[str, ...]) -> None:
-    """Log a warning where classes are tested on that are never trained on."""
+    """Log a warning where there is one class alone, or where classes are tested on that are never trained on."""
+    if len(set(np.unique(train))) == 1:
+        log.warning("%s: all training images are of one class, %s: nothing can be learned", name, classes[train[0]])
     unknown = sorted(set(np.unique(test)) - set(np.unique(train)))
     if unknown:
         shown_names = ", ".join(classes[label] for label in unknown[:10])

@@ -11,8 +11,9 @@ from typing import BinaryIO, ClassVar
 import numpy as np
 
 from cnnexp.datasets.base import Dataset, Source, Split, need_images, reason_of, shown
-from cnnexp.errors import ConfigError, DataError
+from cnnexp.errors import DataError
 from cnnexp.system.files import open_regular
+from cnnexp.system.ranges import check_range
 
 SUFFIXES = frozenset((".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"))
 MODES_OF_8_BITS = frozenset(("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr", "HSV", "LAB"))
@@ -51,8 +52,7 @@ class Images(Source):
             if getattr(self, key) is not None:
                 self._check_whole(key, 1)
         self._check_whole("seed", 0, 2**63 - 1)
-        if not 0 < self.test_fraction < 1:
-            raise ConfigError(f"dataset.test_fraction={self.test_fraction!r}: must be > 0 and < 1")
+        check_range("dataset.test_fraction", self.test_fraction, "> 0 and < 1")
 
     def load(self) -> Dataset:
         root = self._path("root")

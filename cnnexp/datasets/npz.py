@@ -40,6 +40,7 @@ class Npz(Source):
 
     def load(self) -> Dataset:
         train_images, train_labels, test_images, test_labels = self._read()
+        _refuse_channels_first(train_images)
         count = self.classes or _largest(train_labels) + 1
         if count > MAX_CLASSES:
             raise DataError(
@@ -87,6 +88,15 @@ def _array(file: Mapping[str, np.ndarray], name: str) -> np.ndarray:
     if not isinstance(array, np.ndarray):  # a member that does not begin as an array is its bytes
         raise DataError(f"npz: {name} is no array; write the file with numpy.savez")
     return array
+
+
+def _refuse_channels_first(images: np.ndarray) -> None:
+    """Raise DataError for (N, 1 or 3, H, W): such images would be taken for low ones of many channels."""
+    if images.ndim == 4 and images.shape[1] in (1, 3) and min(images.shape[2:]) > 4:
+        raise DataError(
+            f"npz: images of shape {images.shape}: channels come last, (N, height, width, channels); "
+            "write numpy.moveaxis(images, 1, 3)"
+        )
 
 
 def _largest(labels: np.ndarray) -> int:

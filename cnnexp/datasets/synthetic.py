@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 
 from cnnexp.datasets.base import MAX_CLASSES, Dataset, Source, Split, need_images
-from cnnexp.errors import ConfigError
+from cnnexp.system.ranges import check_range
 
 SIZES = ("height", "width", "channels", "train_size", "test_size", "classes")
 BLOCK = 4  # pixels; patterns are of square blocks, so that small kernels and pooling can see them
@@ -44,8 +44,7 @@ class Synthetic(Source):
             self._check_whole(key, 1)
         self._check_whole("classes", 2, MAX_CLASSES)
         self._check_whole("seed", 0, 2**63 - 1)
-        if not 0 <= self.noise < float("inf"):
-            raise ConfigError(f"dataset.noise={self.noise!r}: must be >= 0 and finite")
+        check_range("dataset.noise", self.noise, ">= 0")
 
     def load(self) -> Dataset:
         count = self.train_size + self.test_size + (self.validation_size or 0) + self.classes

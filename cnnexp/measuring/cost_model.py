@@ -1,19 +1,14 @@
-"""How long training with many workers takes, from three constants of the machine: chavan, equations 5 to 8.
+"""How long training with many workers takes, from three constants of the machine (chavan, section 5).
 
-The paper counts one convolution of an N x N image with K kernels of m x m, split over p processes by image rows, each
-of which exchanges its borders with S messages at once. `computation_s` to `speedup` are these equations. Equation 8 is
-printed with factors lost; `speedup` is what follows from equation 7.
-
-What the paper measures (figure 4), and what `workers` does, is another split: by images, with the parameters or the
-gradients averaged. `epoch_s` says it with the same three constants: t_c for the operations of a whole network, and t_s
-and t_b for the best known all-reduce of long messages (Rabenseifner; Thakur et al. 2005, section 4.5),
-2 log2(p) t_s + 2 (p - 1) / p n t_b for n bytes.
+The paper's equations 5 to 8 are of one convolution split over processes by image rows. What it measures (figure 4), and
+what `workers` does, is another split: by images, with the parameters or the gradients averaged. `epoch_s` says it with
+the same three constants: t_c for the operations of a whole network, and t_s and t_b for the best known all-reduce of
+long messages (Rabenseifner; Thakur et al. 2005, section 4.5), 2 log2(p) t_s + 2 (p - 1) / p n t_b for n bytes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,28 +52,6 @@ LINKS = (
 )
 WORKERS = (1, 2, 4, 8, 16, 64, 1024, 16384)
 TABLE = "cost_model.csv"  # of a run's folder: the rows of `extrapolate`
-
-
-def computation_s(costs: Costs, kernel: int, side: int, kernels: int, workers: int = 1) -> float:
-    """Equation 5: t_c (2 m^2 + 1) N^2 K / p."""
-    return costs.t_c * (2 * kernel**2 + 1) * side**2 * kernels / workers
-
-
-def communication_s(costs: Costs, kernel: int, side: int, kernels: int, messages: int = 1) -> float:
-    """Equation 6: 2 K (t_s + t_b S N (m - 1) / 2)."""
-    return 2 * kernels * (costs.t_s + costs.t_b * messages * side * (kernel - 1) / 2)
-
-
-def parallel_s(costs: Costs, kernel: int, side: int, kernels: int, workers: int, messages: int = 1) -> float:
-    """Equation 7: the sum of equations 5 and 6."""
-    return computation_s(costs, kernel, side, kernels, workers) + communication_s(
-        costs, kernel, side, kernels, messages
-    )
-
-
-def speedup(costs: Costs, kernel: int, side: int, workers: int, messages: int = 1) -> float:
-    """Equation 8: p / (1 + p (2 t_s + t_b S N (m - 1)) / (t_c (2 m^2 + 1) N^2)); the number of kernels cancels."""
-    return computation_s(costs, kernel, side, 1) / parallel_s(costs, kernel, side, 1, workers, messages)
 
 
 def operations(network: Network) -> int:
@@ -192,10 +165,8 @@ def extrapolate(
     floats: int,
     sync: str,
     period: int | None = None,
-    workers: Sequence[int] = WORKERS,
-    links: Sequence[Link] = LINKS,
 ) -> list[dict[str, Any]]:
-    """Return one row per link and number of workers, each worker on cores of its own.
+    """Return one row per link of `LINKS` and number of `WORKERS`, each worker on cores of its own.
 
     A batch has `batch_size` images for each worker here: shared out, it would soon be less than one image for each.
 
@@ -204,13 +175,13 @@ def extrapolate(
         `efficiency`, the speedup per worker.
     """
     rows = []
-    for link in links:
+    for link in LINKS:
         on_link = Costs(
             costs.t_c,
             costs.t_s if link.t_s is None else link.t_s,
             costs.t_b if link.t_b is None else link.t_b,
         )
-        for count in workers:
+        for count in WORKERS:
             averages = averages_per_epoch(images, batch_size * count, sync, period)
             training = Training(operations(network), images, averages, floats)
             compute, communicate = epoch_s(on_link, training, count)

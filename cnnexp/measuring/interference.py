@@ -1,9 +1,8 @@
-"""Whether other work on the machine disturbed what was timed, as the kernel tells it.
+"""Whether other work on the machine disturbed what was timed, as the kernel counts it.
 
-Linux keeps, for each thread, the time that it ran and the time that it was ready to run and waited for a core
-(`/proc/PID/task/TID/schedstat`), and for each core the time that a hypervisor took (`/proc/stat`). On a quiet machine a
-thread hardly waits, however many times its passes vary for reasons of their own. Other systems tell neither, and then
-nothing is claimed.
+Linux counts for each core the time that it was idle, and the time that a hypervisor gave to others (`/proc/stat`). What
+was neither idle nor used by this process and its children went to other work. How long the run's own threads waited for
+a core says nothing of others: they also wait for each other. Other systems count neither, and then nothing is claimed.
 """
 
 from __future__ import annotations
@@ -11,74 +10,96 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
-from cnnexp.backends.processor import usable_cores
+import psutil
+
+from cnnexp.system.cores import usable_cores
 
 PROC = Path("/proc")
-DISTURBED = 0.05  # share of the time, waited or stolen, from which a run is called disturbed
+DISTURBED = 0.05  # share of the cores' time used by others from which a run is called disturbed
+CROWDED = 0.25  # cores that others use beyond those that the run leaves free, from which it is, too
+SHORTEST_S = 0.2  # of training that allows a verdict: the kernel counts in ticks of 0.01 s
 QUIET_BUSY = 0.10  # share of the cores that others may use while a patient run begins an epoch
 QUIET_LOOK_S = 0.5
-PATIENCE_S = 300.0  # of a patient run, all waits together
+IDLE_WAIT_S = 300.0  # of a patient run, all waits together
 
 
 @dataclass(frozen=True)
 class Interference:
-    """What others took of the time while a run trained.
+    """What others took of the cores' time while a run trained.
 
     Attributes:
-        waited: share of the time in which its threads wanted a core that they waited for one, 0 .. 1.
-        stolen: share of the cores' time that a hypervisor gave to others, 0 .. 1.
+        others: share of the time of the cores that this process may use, 0 .. 1: of other processes and other machines.
+        stolen: the part of it that a hypervisor gave to other machines, 0 .. 1.
         load: the system's load average of the last minute: of all processes, this one among them.
         cores: that this process may use.
+        threads: that the run computes with.
+        seconds: that were watched.
     """
 
-    waited: float
+    others: float
     stolen: float
     load: float
     cores: int
+    threads: int
+    seconds: float
 
     def __repr__(self) -> str:
-        taken = f"waited {self.waited:.1%}, stolen {self.stolen:.1%}"
+        taken = f"others {self.others:.1%}, stolen {self.stolen:.1%}"
         return f"Interference({taken}, load {self.load:.1f} on {self.cores} cores)"
 
     @property
+    def known(self) -> bool:
+        """Whether the watch was long enough for a verdict."""
+        return self.seconds >= SHORTEST_S
+
+    @property
     def disturbed(self) -> bool:
-        return max(self.waited, self.stolen) >= DISTURBED
+        """Whether others used cores that the run needed; False where the watch was too short to say."""
+        taken = self.others * self.cores - max(0, self.cores - self.threads)
+        return self.known and (self.others >= DISTURBED or taken >= CROWDED)
 
 
 class Watch:
-    """Watches training passes for other work on the machine.
+    """Watches epochs for other work on the machine; a look takes some milliseconds, outside every clock.
 
     Args:
-        proc: where the kernel tells.
+        threads: that the run computes with.
+        proc: where the kernel counts.
     """
 
-    def __init__(self, proc: Path = PROC) -> None:
-        self._proc = proc
-        self._total = [0] * 4
+    def __init__(self, threads: int, proc: Path = PROC) -> None:
+        self._threads, self._proc = threads, proc
+        self._since: _Look | None = None
+        self._watched = [0.0] * 4
 
-    @contextlib.contextmanager
-    def around(self) -> Iterator[None]:
-        """Watch the block, which is to begin and end outside the clock of who times it: asking takes a millisecond."""
-        before = _counts(self._proc)
-        yield
-        after = _counts(self._proc)
-        if before is not None and after is not None:
-            self._total = [t + max(0, b - a) for t, a, b in zip(self._total, before, after, strict=True)]
+    def start(self) -> None:
+        """Begin an epoch, or go on after a wait that does not count."""
+        self._since = _look(self._proc)
+
+    def progressed(self, progress: object) -> None:
+        """Observe training: within an epoch nothing is looked at."""
+
+    def finished(self, result: object) -> None:
+        """End an epoch; the next one begins at once unless `start` says later."""
+        now = _look(self._proc)
+        if self._since is not None and now is not None:
+            passed = now.since(self._since)
+            self._watched = [total + more for total, more in zip(self._watched, passed, strict=True)]
+        self._since = now
 
     def interference(self) -> Interference | None:
-        """Return what has disturbed all blocks so far together, None where this system does not tell."""
-        ran, waited, stolen, passed = self._total
-        if not ran:
+        """Return what others took in all epochs so far, None where this system does not count it."""
+        if not self._watched[0]:
             return None
-        return Interference(waited / (ran + waited), stolen / passed if passed else 0.0, _load(), usable_cores())
+        return Interference(*_shares(self._watched), _load(), usable_cores(), self._threads, self._watched[0])
 
 
 def await_quiet(
-    limit_s: float = PATIENCE_S,
+    limit_s: float = IDLE_WAIT_S,
     busy: Callable[[], float] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> float:
@@ -95,8 +116,8 @@ def await_quiet(
     return clock() - started
 
 
-class Patience:
-    """Waits for a quiet machine, `PATIENCE_S` in all.
+class IdleWait:
+    """Waits for a quiet machine, `IDLE_WAIT_S` in all.
 
     Args:
         wanted: False never waits.
@@ -106,57 +127,74 @@ class Patience:
     """
 
     def __init__(self, wanted: bool) -> None:
-        self.left_s = PATIENCE_S if wanted else 0.0
+        self.left_s = IDLE_WAIT_S if wanted else 0.0
 
     def wait(self) -> None:
-        """Wait until others leave the cores alone, as long as patience lasts."""
+        """Wait until others leave the cores alone, as long as there are seconds left."""
         if self.left_s > 0:
             self.left_s -= await_quiet(self.left_s)
 
 
 def others_share(seconds: float = QUIET_LOOK_S, proc: Path = PROC) -> float:
-    """Return the share of this process's cores that other work uses in the next seconds; 0 where nothing tells."""
-    before, own, started = _cores_ticks(proc), time.process_time(), time.monotonic()
+    """Return the share of this process's cores that other work uses in the next seconds; 0 where nothing counts it."""
+    before = _look(proc)
     time.sleep(seconds)
-    after = _cores_ticks(proc)
-    if before is None or after is None:
-        return 0.0
-    own, cores_s = time.process_time() - own, (time.monotonic() - started) * usable_cores()
-    busy_s = (after[0] - before[0]) / os.sysconf("SC_CLK_TCK")
-    return min(1.0, max(0.0, (busy_s - own) / cores_s))
+    after = _look(proc)
+    return _shares(after.since(before))[0] if before and after else 0.0
 
 
-def _counts(proc: Path) -> list[int] | None:
-    """Return (ns that the threads ran, ns that they waited, ticks stolen from their cores, ticks of these cores)."""
-    ran = waited = 0
-    try:
-        for thread in (proc / "self" / "task").iterdir():
-            try:
-                now_ran, now_waited, _ = (thread / "schedstat").read_text().split()
-            except (FileNotFoundError, ProcessLookupError):
-                continue  # it ended meanwhile
-            ran, waited = ran + int(now_ran), waited + int(now_waited)
-    except (OSError, ValueError):
-        return None
-    ticks = _cores_ticks(proc)
-    return None if ticks is None or not ran else [ran, waited, *ticks[1:]]
+@dataclass(frozen=True)
+class _Look:
+    """Seconds until now: of the clock, of this process and its children, and of its cores, idle and stolen."""
+
+    now_s: float
+    own_s: float
+    idle_s: float
+    stolen_s: float
+
+    def since(self, earlier: _Look) -> list[float]:
+        return [now - before for now, before in zip(astuple(self), astuple(earlier), strict=True)]
 
 
-def _cores_ticks(proc: Path) -> tuple[int, int, int] | None:
-    """Return the ticks, over the cores that this process may use: (busy or stolen, stolen, all)."""
-    busy = stolen = passed = 0
+def _shares(passed: Sequence[float]) -> tuple[float, float]:
+    """Return the shares of the cores' time that others used and that was stolen.
+
+    Args:
+        passed: seconds of the clock, of this process, idle, stolen.
+    """
+    seconds, own, idle, stolen = passed
+    cores_s = max(seconds * usable_cores(), 1e-9)
+    # kernels differ in whether a process's own time holds what was stolen from it; others have used at least that
+    others = max((cores_s - idle - own) / cores_s, stolen / cores_s)
+    return min(1.0, max(0.0, others)), min(1.0, max(0.0, stolen / cores_s))
+
+
+def _look(proc: Path) -> _Look | None:
+    """Return what is counted until now, None where it is not."""
+    idle = stolen = found = 0
     try:
         wanted = {f"cpu{core}" for core in os.sched_getaffinity(0)}
         for line in (proc / "stat").read_text().splitlines():
             name, *columns = line.split()
             if name in wanted:
-                user, nice, system, idle, waiting, irq, soft, steal = map(int, columns[:8])
-                stolen += steal
-                busy += user + nice + system + irq + soft + steal
-                passed += user + nice + system + idle + waiting + irq + soft + steal
-    except (AttributeError, OSError, ValueError):
+                found += 1
+                idle += int(columns[3]) + int(columns[4])  # columns: user nice system idle iowait irq softirq steal
+                stolen += int(columns[7])
+    except (AttributeError, OSError, ValueError, IndexError):
         return None
-    return (busy, stolen, passed) if passed else None
+    tick_s = 1 / os.sysconf("SC_CLK_TCK")
+    return _Look(time.monotonic(), _own_s(), idle * tick_s, stolen * tick_s) if found else None
+
+
+def _own_s() -> float:
+    """Return the seconds that this process and its children, the ended ones too, have computed."""
+    times = os.times()
+    own = time.process_time() + times.children_user + times.children_system
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            used = child.cpu_times()
+            own += used.user + used.system
+    return own
 
 
 def _load() -> float:

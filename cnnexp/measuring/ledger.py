@@ -18,11 +18,11 @@ import numpy as np
 
 from cnnexp.backends.parts import Part
 from cnnexp.backends.protocol import Backend, Program
-from cnnexp.measuring.roofline import dense_multiply_adds, fused_work, machine_limits, work_per_image
+from cnnexp.measuring.roofline import fused_work, machine_limits, work_per_image
 from cnnexp.network import Flatten, Network
 from cnnexp.network.losses import Totals
 from cnnexp.network.shapes import walk
-from cnnexp.training.loop import EpochResult
+from cnnexp.training.loop import EpochResult, Observer
 
 REST = ("rest", "")
 KERNELS = ("forward", "backward")  # passes that any number of cores can share
@@ -69,6 +69,18 @@ class Ledger:
         entry = self._open[-1]
         self.seconds[entry] = self.seconds.get(entry, 0.0) + now - self._since
         self._since = now
+
+
+class Charged:
+    """An observer of training whose time after every epoch is charged to the entry `record`."""
+
+    def __init__(self, observer: Observer, ledger: Ledger) -> None:
+        self._observer, self._ledger = observer, ledger
+        self.progressed = observer.progressed
+
+    def finished(self, result: EpochResult) -> bool | None:
+        with self._ledger.span("record"):
+            return self._observer.finished(result)
 
 
 class Profiled:
@@ -173,7 +185,7 @@ def report(ledger: Ledger, program: Profiled, epochs: Sequence[EpochResult], bac
     found["machine"] = limits if "gb_per_s" in limits else {**machine_limits(backend.threads), **limits}
     trained_s = _trained_s(ledger.seconds)
     rows = program.explain()
-    found["ways"] = {" ".join(row.layers): row.way for row in rows if row.layers} or {
+    found["ways"] = {" ".join(row.layers): row.algorithm for row in rows if row.layers} or {
         part.name: part.kernel for part in own if part.what == "forward" and part.multiply_adds
     }
     layers = list(_fused(own, program, images) if own else _layers(ledger.seconds, program, images))
@@ -270,7 +282,7 @@ def _layers(seconds: Mapping[tuple[str, str], float], program: Profiled, images:
             if (what, stage.name) in seconds:
                 needs_dx = stage.name != _first_trained(network)
                 flops, size = work_per_image(stage, what, batch_size, needs_dx)
-                multiply_adds = dense_multiply_adds(stage, what, needs_dx)
+                multiply_adds = stage.multiply_adds(what, needs_dx) if stage.weight else 0
                 yield _row((stage.name,), what, seconds[what, stage.name], images, flops, size, multiply_adds)
 
 

@@ -48,10 +48,8 @@ def work_per_image(stage: Stage, what: str, batch_size: int, needs_dx: bool = Tr
     match stage:
         case ConvStage() | LinearStage():
             weights = sum(p.size for p in stage.parameters) / batch_size
-            if forward:
-                return 2 * stage.macs, BYTES * (x + y + weights)
-            products = 2 if needs_dx else 1
-            return 2 * stage.macs * products, BYTES * (x + y + 2 * weights + (x if needs_dx else 0))
+            size = x + y + (weights if forward else 2 * weights + (x if needs_dx else 0))
+            return 2 * stage.multiply_adds(what, needs_dx), BYTES * size
         case PoolStage(layer=layer):
             argmax = y if isinstance(layer, MaxPool2d) else 0
             seen = min(stage.window.size, stage.input_shape[0]) * min(stage.window.size, stage.input_shape[1])
@@ -91,13 +89,6 @@ def fused_work(
     size = x + y + (weights if what == "forward" else 2 * weights + (x if needs_dx else 0))
     others = [stage for stage in stages if not isinstance(stage, ConvStage | LinearStage)]
     return 2 * multiply_adds + sum(work_per_image(stage, what, batch_size)[0] for stage in others), BYTES * size
-
-
-def dense_multiply_adds(stage: Stage, what: str, needs_dx: bool) -> int:
-    """Return the multiply-adds of one image's pass that computes every output; 0 of a layer without weights."""
-    if not isinstance(stage, ConvStage | LinearStage):
-        return 0
-    return stage.macs * (2 if what == "backward" and needs_dx else 1)
 
 
 def machine_limits(threads: int) -> dict[str, float]:

@@ -17,6 +17,7 @@ from typing import Any, cast
 import numpy as np
 
 from cnnexp.errors import NetworkError
+from cnnexp.system.ranges import FLOAT32, in_float32
 
 f32 = np.float32
 Scalar = Any
@@ -84,14 +85,15 @@ class LeakyReLU(Elementwise):
     """x where x > 0, else slope * x (Maas et al. 2013).
 
     Attributes:
-        slope: of the negative side, a finite number.
+        slope: of the negative side, a finite number of float32.
     """
 
     slope: float = 0.01
 
     def __post_init__(self) -> None:
-        if isinstance(self.slope, bool) or not isinstance(self.slope, int | float) or not math.isfinite(self.slope):
-            raise NetworkError(f"LeakyReLU: slope={self.slope!r}; must be a finite number")
+        legal = isinstance(self.slope, int | float) and not isinstance(self.slope, bool) and in_float32(self.slope)
+        if not legal:
+            raise NetworkError(f"LeakyReLU: slope={self.slope!r}; must be {FLOAT32}")
 
     def rule(self, maths: Maths) -> Callable[[Scalar], Scalar]:
         where, slope = maths.where, f32(self.slope)

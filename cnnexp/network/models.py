@@ -25,6 +25,7 @@ from cnnexp.network.layers import (
 )
 from cnnexp.network.losses import Loss, LossName
 from cnnexp.network.shapes import Network
+from cnnexp.system.ranges import check_range
 from cnnexp.system.registry import Registry
 
 Padding = Literal["valid", "same", "full", "auto"] | int
@@ -220,8 +221,7 @@ class ResNet(Model):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.dropout < 1:
-            raise ConfigError(f"model.dropout={self.dropout}: must be >= 0 and < 1")
+        check_range("model.dropout", self.dropout, ">= 0 and < 1")
         _check_loss("softmax_cross_entropy", self.label_smoothing)
 
     def network(self, input_shape: Shape, classes: int) -> Network:
@@ -269,6 +269,7 @@ def _normalized(filters: int, stride: int = 1) -> tuple[Layer, ...]:
 
 
 def _check_loss(name: LossName, label_smoothing: float) -> None:
+    check_range("model.label_smoothing", label_smoothing, ">= 0 and < 1")
     try:
         Loss(name, label_smoothing)
     except NetworkError as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, assert_never
+from typing import Any, assert_never, cast
 
 import numpy as np
 
@@ -29,6 +29,7 @@ from cnnexp.network.layers import (
     Residual,
     Shape,
 )
+from cnnexp.system.ranges import FLOAT32, in_float32
 
 PADDINGS = ("valid", "same", "full", "auto", "floor")
 POOL_PADDINGS = ("valid", "auto", "floor")
@@ -123,6 +124,10 @@ class Placed:
     def macs(self) -> int:
         """Multiply-adds of one forward pass of one image."""
         return sum(stage.macs for stage in self.stages)
+
+    def multiply_adds(self, what: str, needs_dx: bool = True) -> int:
+        """Return those of one image's pass, `forward` or `backward`, that computes every output; see `macs`."""
+        return self.macs * (2 if what == "backward" and needs_dx else 1)
 
 
 @dataclass(frozen=True, repr=False)
@@ -493,6 +498,8 @@ def _check_whole(where: str, **values: object) -> None:
 def _check_number(where: str, key: str, value: object, legal: bool, description: str) -> None:
     if isinstance(value, bool) or not legal:
         raise NetworkError(f"{where}: {key}={value!r}; must be {description}")
+    if not in_float32(cast(float, value)):
+        raise NetworkError(f"{where}: {key}={value!r}; must be {FLOAT32}")
 
 
 def _whole(value: object, least: int) -> bool:

@@ -1,10 +1,7 @@
 """Castanheira and Ingelse (2021): a convolutional network on MNIST, on one CPU core, on several and on a GPU."""
 
 from cnnexp.papers.experiment import Column, Experiment, Line, on, over
-from cnnexp.papers.measures import (
-    accuracy,
-    images_per_s,
-)
+from cnnexp.papers.measures import accuracy, images_per_s
 
 LINES = (
     Line("sequential CPU: cpu", on("cpu")),

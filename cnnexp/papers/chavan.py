@@ -1,11 +1,7 @@
 """Chavan and Kulkarni: convolutions on a GPU, and workers that average."""
 
 from cnnexp.papers.experiment import Column, Experiment, Line, on, over
-from cnnexp.papers.measures import (
-    layer_ms,
-    layers_ms,
-    metric,
-)
+from cnnexp.papers.measures import layer_ms, layers_ms, metric
 
 GPU_NOTE = (
     "chavan's GPU is a GTX 520 with 48 cores, the CPU an AMD with 4 cores; the published figures have no numbers "
@@ -99,12 +95,7 @@ EXPERIMENTS = {
             Line("layer 3", {}, (798, 4.27, 5.23, 7.84, 3.99), layer_ms("conv3")),
             Line("layer 4", {}, (908, 6.06, 6.86, 11.21, 5.55), layer_ms("conv4")),
             Line("layer 5", {}, (605, 5.28, 5.48, 5.70, 4.62), layer_ms("conv5")),
-            Line(
-                "total",
-                {},
-                (14549, 29.47, 30.51, 37.59, 23.11),
-                layers_ms(LAYERS),
-            ),
+            Line("total", {}, (14549, 29.47, 30.51, 37.59, 23.11), layers_ms(LAYERS)),
         ),
         columns=(
             Column("serial: cpu", on("cpu")),

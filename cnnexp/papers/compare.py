@@ -19,6 +19,7 @@ from cnnexp.papers.experiment import Column, Experiment, Line
 from cnnexp.papers.measures import Job
 from cnnexp.tracking.events import JOURNAL, LACKING, read_journal
 from cnnexp.tracking.journal import PREDICTIONS
+from cnnexp.tracking.metrics import leaves
 
 FACTS = "sweep.json"  # of a sweep's folder: what was run, where
 
@@ -111,7 +112,7 @@ def _job(folder: Path) -> Job:
     begun, tags = journal["begin"], journal["begin"].get("tags", {})
     computed = {"backend.name": journal["fallback"]} if journal["fallback"] else {}
     return Job(
-        config=_leaves(journal["config"]) | computed,
+        config=leaves(journal["config"]) | computed,
         status=journal["status"],
         error=journal["error"],
         metrics=journal["metrics"],
@@ -121,14 +122,6 @@ def _job(folder: Path) -> Job:
         device=tags.get("device", ""),
         threads=int(tags.get("threads", 0)),
     )
-
-
-def _leaves(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the leaves of a config by dotted key."""
-    leaves: dict[str, Any] = {}
-    for key, value in config.items():
-        leaves |= _leaves(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
-    return leaves
 
 
 def _cell(experiment: Experiment, line: Line, column: Column, position: int, jobs: Sequence[Job]) -> Cell:

@@ -15,7 +15,7 @@ from matplotlib.ticker import MaxNLocator
 
 from cnnexp.papers.compare import Cell, Result, pick, recalls, scaling_label
 from cnnexp.papers.measures import per_epoch
-from cnnexp.papers.table import number
+from cnnexp.system.table import number
 from cnnexp.tracking.figures import column_of, label_axes, new_figure
 
 # Okabe and Ito's colours, which the colour-blind can tell apart, without the palest

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from cnnexp.papers.compare import Cell, Result, compare, scaling_label
 from cnnexp.papers.measures import Job
-from cnnexp.papers.table import Group, Table, as_html, as_markdown, as_screen, number
+from cnnexp.system.table import Group, Table, as_html, as_markdown, as_screen, number
 from cnnexp.tracking.events import LACKING
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from cnnexp.errors import ConfigError, did_you_mean
+from cnnexp.errors import MOST_SAID, ConfigError, did_you_mean
 
 T = TypeVar("T")
 C = TypeVar("C", bound=type)
@@ -132,8 +132,9 @@ def load(plugin: str) -> None:
         module = importlib.import_module(name)
     except ConfigError:
         raise
-    except Exception as error:
-        raise ConfigError(f"plugins={plugin}: cannot be imported: {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:
+        text = " ".join(str(error).split())[:MOST_SAID]
+        raise ConfigError(f"plugins={plugin}: cannot be imported: {type(error).__name__}: {text}") from error
     if plugin.endswith(".py") and Path(module.__file__ or "").resolve() != path:
         raise ConfigError(f"plugins={plugin}: another module is called {name}; rename the file")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import sqlite3
 import urllib.request
@@ -10,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from cnnexp.errors import ConfigError, did_you_mean, without_password
+from cnnexp.errors import ConfigError, did_you_mean, may_hold_secret, without_secrets
 from cnnexp.measuring import environment
 
 SCHEMES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql", "databricks")
@@ -26,15 +27,19 @@ def store_uri(uri: str | None) -> str:
     """
     if uri is None:
         return sqlite_uri(environment.outputs_dir() / "mlflow.db")
+    text = without_secrets(uri) if "://" in uri or not may_hold_secret(uri) else "***"
+    if re.search(r"\s", uri) and not uri.startswith("sqlite:///"):
+        raise ConfigError("tracking.uri: an address holds no space; write %20 in its place")
     try:
         parts = urlsplit(uri)
         scheme, _ = parts.scheme.partition("+")[0], parts.port
     except ValueError as error:
-        raise ConfigError(f"tracking.uri={without_password(uri)!r}: no address of a store: {error}") from error
+        why = "" if may_hold_secret(uri) else f": {error}"  # which repeats a part of it
+        raise ConfigError(f"tracking.uri={text!r}: no address of a store{why}") from error
     if scheme not in SCHEMES:
         raise ConfigError(
-            f"tracking.uri={uri!r}: must start with one of {', '.join(SCHEMES)}, e.g. sqlite:///path/to/mlflow.db or "
-            f"http://host:5000{did_you_mean(scheme, SCHEMES)}"
+            f"tracking.uri={text!r}: must start with one of {', '.join(SCHEMES)}, e.g. sqlite:///path/to/mlflow.db or "
+            f"http://host:5000{did_you_mean(scheme, SCHEMES) if '://' in uri else ''}"
         )
     if scheme == "sqlite":
         if database_of(uri).name in ("", ":memory:"):

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata
 from urllib.parse import urlsplit
 
-from cnnexp.errors import BackendUnavailable, ConfigError, TrackingError, installing, without_password
+from cnnexp.errors import BackendUnavailable, ConfigError, TrackingError, installing, without_secrets
 from cnnexp.tracking import view
 from cnnexp.tracking.address import alone, artifact_location, database_of, store_uri
 
@@ -42,14 +42,14 @@ def command(arguments: Sequence[str]) -> None:
             raise ConfigError(f"ui {key}={value}: legal: tracking.uri=STORE, port=NUMBER from 1 to 65535")
     uri = store_uri(given.get("tracking.uri"))
     if uri.startswith("http"):
-        sys.stdout.write(f"This store has a web page of its own: {without_password(uri)}\n")
+        sys.stdout.write(f"This store has a web page of its own: {without_secrets(uri)}\n")
         return
     if not has_pages():
         raise BackendUnavailable(f"ui: MLflow's pages are not installed; {installing('ui')}")
     port = int(given["port"]) if "port" in given else free_port()
     with alone(uri):  # let a process that sets up the store finish
         address = view.address(uri, *last_experiment(uri), port)
-    sys.stdout.write(f"MLflow shows the runs of {without_password(uri)} until Ctrl-C, at\n{address}\n")
+    sys.stdout.write(f"MLflow shows the runs of {without_secrets(uri)} until Ctrl-C, at\n{address}\n")
     sys.stdout.flush()
     if has_screen(os.environ):
         subprocess.Popen([sys.executable, "-m", __name__, address], start_new_session=True)

@@ -45,7 +45,6 @@ from cnnexp.tracking.events import (
 )
 from cnnexp.tracking.folder import RunLock
 from cnnexp.tracking.metrics import (
-    TIMES,
     baseline_epoch_s,
     default_name,
     epoch_metrics,
@@ -94,6 +93,7 @@ class Run:
         profile: where the time went, None unless asked for.
         interference: what other work took of the time, None where it is not known.
         parts: by the name of a backend, the share of its training step by part.
+        course: how the run began and ended.
         verdict: what the run ends with, once it has ended; empty without an epoch.
     """
 
@@ -120,9 +120,10 @@ class Run:
         self.interference: Interference | None = None
         self.parts: dict[str, Mapping[str, float]] = {}
         self.verdict: list[verdict.Row] = []
+        self.course = verdict.Course()
         self.contended = contended
         self._config, self._recorder, self._parent = config, recorder, parent
-        self._skipped = self._has_begun = self._simulated = False
+        self._skipped = self._has_begun = False
         self._look: photograph.Look | None = None
         self._artifacts: list[tuple[str, str | None]] = []
         self._model: Path | None = None
@@ -178,7 +179,7 @@ class Run:
         """
         if self._recorder is not None:
             self._recorder.check()
-        self._dataset, self._simulated = dataset, backend.simulated
+        self._dataset = dataset
         self._look = photograph.describe(dataset.train.images, dataset.train.labels, len(dataset.classes))
         self.metrics["model/parameters"] = network.parameter_count
         call = {
@@ -250,7 +251,7 @@ class Run:
         self._follow()
 
     def progressed(self, progress: Progress) -> None:
-        """Record nothing: an epoch counts once it is done."""
+        """Record whole epochs alone."""
 
     def finished(self, result: EpochResult) -> None:
         """Record one epoch; a store that cannot be written ends no training."""
@@ -262,8 +263,8 @@ class Run:
         self._follow()
 
     def _entry(self, result: EpochResult) -> dict[str, Any]:
-        metrics = self._meaningful(epoch_metrics(result, self.contended))
-        return {"metrics": metrics, "time_ms": int(time.time() * 1000), "result": plain_result(result)}
+        metrics, time_ms = epoch_metrics(result, self.contended), int(time.time() * 1000)
+        return {"metrics": metrics, "time_ms": time_ms, "result": plain_result(result)}
 
     def _note_epoch(self, epoch: int, entry: Mapping[str, Any]) -> None:
         """Write an epoch into the journal, once."""
@@ -326,7 +327,7 @@ class Run:
             try:
                 if self._recorder is not None and self._has_begun:
                     self._recorder.ask("follow", folder=str(self.folder))
-                    if status == "FINISHED" and not self._simulated:
+                    if status == "FINISHED":
                         self._draw()  # while the recorder gets ready, and saves the model
             except TrackingError as lost:
                 self._lost = lost
@@ -365,9 +366,9 @@ class Run:
     def _summarize(self, status: str, tags: dict[str, str]) -> None:
         self.metrics.update(summary(self.epochs, self.contended, self._config["trainer"].get("target")))
         if self.interference is not None:
-            self.metrics["time/waited_share"] = self.interference.waited
-            tags[DISTURBED] = str(self.interference.disturbed).lower()
-        self.metrics = self._meaningful(self.metrics)
+            self.metrics["time/others_share"] = self.interference.others
+            if self.interference.known:
+                tags[DISTURBED] = str(self.interference.disturbed).lower()
         if status == "FINISHED":
             self._save_predictions()
             if self._recorder is not None and self._model is not None:
@@ -377,12 +378,18 @@ class Run:
         """Come to the verdict and write it into the folder; return it as Markdown."""
         baseline = self._config["trainer"].get("baseline")
         self.verdict = verdict.run_rows(
-            self.epochs, self.metrics, baseline, self.contended, self._simulated, self.interference, self.parts
+            self.epochs,
+            self.metrics,
+            baseline,
+            self.contended,
+            self.interference,
+            self.parts,
+            self.course,
         )
         target = self._config["trainer"].get("target")
-        if target is not None and not self._simulated:
+        if target is not None:
             self.verdict.append(("target", verdict.to_target(target, self.metrics)))
-        if self.profile is not None and not self._simulated:
+        if self.profile is not None:
             sides = [side_of(side) for side in (self.profile, self.profile.get("baseline")) if side]
             self.verdict += [("why", text) for text in changes(sides)[:MOST_REASONS]]
         if status != "FINISHED":
@@ -415,7 +422,7 @@ class Run:
         )
 
     def _draw(self) -> None:
-        """Draw the figures; half of them are of times."""
+        """Draw the figures."""
         folder = self.folder / "figures"
         draw(
             "draw_run",
@@ -433,10 +440,6 @@ class Run:
         predicted = predicted_classes(self.epochs[-1].scores)
         labels = self._dataset.test.labels[: len(predicted)]
         np.savez_compressed(self.folder / PREDICTIONS, labels=labels, predicted=predicted)
-
-    def _meaningful(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return the metrics without those that a simulated GPU makes meaningless: its times."""
-        return {key: value for key, value in metrics.items() if not (self._simulated and key.startswith(TIMES))}
 
 
 def draw(kind: str, **arguments: Any) -> None:

@@ -12,8 +12,6 @@ import numpy as np
 from cnnexp.tracking import verdict
 from cnnexp.training.loop import EpochResult
 
-TIMES = ("time/", "throughput/", "speedup/")  # metrics of these groups are of time
-
 
 def epoch_metrics(result: EpochResult, contended: bool = False) -> dict[str, float]:
     """Return one epoch's metrics by their MLflow names."""
@@ -57,15 +55,17 @@ def summary(epochs: Sequence[EpochResult], contended: bool = False, target: floa
     return metrics if contended else {**metrics, **verdict.interval_metrics(speedups)}
 
 
-def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+def flatten(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the leaves of a config by dotted key, as Hydra would take them back; lists as JSON."""
-    flat: dict[str, str] = {}
+    return {key: value if isinstance(value, str) else json.dumps(value) for key, value in leaves(config).items()}
+
+
+def leaves(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the leaves of a config by dotted key."""
+    found: dict[str, Any] = {}
     for key, value in config.items():
-        if isinstance(value, Mapping):
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value if isinstance(value, str) else json.dumps(value)
-    return flat
+        found |= leaves(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return found
 
 
 def default_name(

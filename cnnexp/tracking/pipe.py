@@ -18,7 +18,7 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import IO, Any, cast
 
-from cnnexp.errors import TrackingError, without_password
+from cnnexp.errors import TrackingError, without_secrets
 from cnnexp.system.heartbeat import Heartbeat
 
 ANSWER_S = 180.0  # the recorder answers sooner, or computes, as it loads MLflow; after this it is called dead
@@ -81,7 +81,7 @@ class Recorder:
 
     def __init__(self, uri: str, experiment: str) -> None:
         self._opening = {"uri": uri, "experiment": experiment}
-        self._store = f"tracking.uri={without_password(uri)}"
+        self._store = f"tracking.uri={without_secrets(uri)}"
         self._death = f"{self._store}: the recorder process has died"
         self._ids = itertools.count()
         self._deaths, self._slow = 0, False

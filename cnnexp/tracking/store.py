@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import yaml
 
-from cnnexp.errors import ConfigError, TrackingError, without_password
+from cnnexp.errors import ConfigError, TrackingError, without_secrets
 from cnnexp.measuring import environment
 from cnnexp.system.files import sync_folder
 from cnnexp.tracking import liveness, usage, view
@@ -346,7 +346,7 @@ class Store:
         if found.lifecycle_stage == "deleted":
             raise TrackingError(
                 f"tracking.experiment={name!r}: deleted in this store; choose another name or restore it with "
-                f"MLFLOW_TRACKING_URI={without_password(self._uri)} mlflow experiments restore "
+                f"MLFLOW_TRACKING_URI={without_secrets(self._uri)} mlflow experiments restore "
                 f"--experiment-id {found.experiment_id}"
             )
         for key in tags:
@@ -407,7 +407,7 @@ class Store:
         except TrackingError:
             raise
         except Exception as error:
-            raise TrackingError(without_password(f"tracking.uri={self._uri}: {what}: {_reason(error)}")) from error
+            raise TrackingError(without_secrets(f"tracking.uri={self._uri}: {what}: {_reason(error)}")) from error
 
 
 class _RetryingClient:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from cnnexp.measuring.confidence import Interval, median_interval
@@ -19,14 +20,33 @@ LARGEST = 4  # parts of a step that are worth naming
 MORE_EPOCHS = 6  # from so many on the range of their ratios holds the median with 95 % confidence
 
 
+@dataclass(frozen=True)
+class Course:
+    """How a run began and ended.
+
+    Attributes:
+        done: how many of its epochs an earlier process has trained.
+        resumed: where it went on and from what, e.g. `after epoch 3, from FOLDER`; empty for a run from the start.
+        stopped: why it ended before its last epoch; empty where it did not.
+        cut: what cut its epochs short; empty where nothing did.
+        chosen: whether held-out images decide when it ends: early stopping, or a target.
+    """
+
+    done: int = 0
+    resumed: str = ""
+    stopped: str = ""
+    cut: str = ""
+    chosen: bool = False
+
+
 def run_rows(
     epochs: Sequence[EpochResult],
     metrics: Mapping[str, float],
     baseline: str | None,
     contended: bool = False,
-    simulated: bool = False,
     interference: Interference | None = None,
     parts: Mapping[str, Mapping[str, float]] | None = None,
+    course: Course = Course(),
 ) -> list[Row]:
     """Return the verdict on one run.
 
@@ -35,12 +55,13 @@ def run_rows(
         metrics: those recorded once, by name.
         baseline: its name, None without one.
         contended: whether other runs computed at the same time.
-        simulated: whether times mean nothing.
         interference: None where it is not known.
         parts: by the name of a backend, the share of its training step by part.
+        course: how it began and ended; where it has trained nothing, no speed is claimed.
     """
-    rows = []
-    if not simulated:
+    rows, last = _course_rows(course, len(epochs)), epochs[-1]
+    timed = len(epochs) > course.done
+    if timed:
         ratios = [result.comparison.speedup for result in epochs if result.comparison is not None]
         if contended:
             rows.append(("speedup", "not told: other runs computed at the same time"))
@@ -49,16 +70,36 @@ def run_rows(
         if "speedup/amdahl_limit" in metrics:
             share, limit = metrics["speedup/parallel_share"], metrics["speedup/amdahl_limit"]
             rows.append(
-                ("limit", f"{limit:.3g} x by sharing out the layers, {share:.1%} of {baseline}'s step (Amdahl)")
+                (
+                    "threads alone",
+                    f"{limit:.3g} x, with its layers shared out, {share:.1%} of {baseline}'s step (Amdahl)",
+                )
             )
         rows.append(("speed", _speed(epochs, metrics)))
     rows.append(("accuracy", _accuracy(metrics)))
-    if not simulated:
+    if last.validation is None and (course.chosen or metrics["best/test_accuracy"] > metrics["final/test_accuracy"]):
+        what = "when training ends" if course.chosen else "the best epoch"
+        advice = "dataset.validation_size=N holds images back to choose by"
+        rows.append(("chosen by", f"the test images choose {what}, so their accuracy is optimistic; {advice}"))
+    if timed:
         rows.append(("machine", machine(interference)))
         for name, shares in (parts or {}).items():
             largest = sorted(shares, key=lambda part: -shares[part])[:LARGEST]
             told = ", ".join(f"{part} {shares[part]:.0%}" for part in largest)
             rows.append((f"{name} step", told))
+    return rows
+
+
+def _course_rows(course: Course, count: int) -> list[Row]:
+    """Say how a run of `count` epochs began and ended."""
+    rows = []
+    if course.resumed:
+        nothing = "; nothing was left to train" if count == course.done else ""
+        rows.append(("resumed", course.resumed + nothing))
+    if course.stopped:
+        rows.append(("stopped", f"after epoch {count}: {course.stopped}"))
+    if course.cut:
+        rows.append(("cut short", course.cut))
     return rows
 
 
@@ -81,11 +122,13 @@ def machine(interference: Interference | None) -> str:
     if interference is None:
         return "whether other work disturbed is not known here"
     cores = f"{interference.cores} core{'s' if interference.cores > 1 else ''}"
-    stolen = f", {interference.stolen:.1%} of the cores went to other machines" if interference.stolen >= 0.001 else ""
-    told = f"threads waited for a core {interference.waited:.1%} of the time{stolen}; load {interference.load:.1f}"
+    if not interference.known:
+        return f"the run was too short to say whether other work disturbed it: {interference.seconds:.2g} s on {cores}"
+    stolen = f", {interference.stolen:.1%} on other machines" if interference.stolen >= 0.001 else ""
+    used = f"others used {interference.others:.1%} of {cores}{stolen}; load {interference.load:.1f}"
     if not interference.disturbed:
-        return f"quiet: {told} on {cores}"
-    return f"DISTURBED by other work: {told} on {cores}; measure again, or wait with trainer.patient=true"
+        return f"quiet: {used}"
+    return f"DISTURBED by other work: {used}; measure again, or wait with trainer.patient=true"
 
 
 def to_target(target: float, metrics: Mapping[str, float]) -> str:

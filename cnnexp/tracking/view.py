@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from cnnexp.errors import without_password
+from cnnexp.errors import without_secrets
 
 HOST = "127.0.0.1"  # MLflow's page has no passwords: it is not for the network
 PORT = 5000
@@ -66,7 +66,7 @@ def address(uri: str, experiment_id: str | None, shared: bool = True, port: int 
         shared: whether the experiment has our view; without it the plain list of runs opens.
         port: of that page.
     """
-    host = without_password(uri).rstrip("/") if uri.startswith("http") else f"http://{HOST}:{port}"
+    host = without_secrets(uri).rstrip("/") if uri.startswith("http") else f"http://{HOST}:{port}"
     if experiment_id is None:
         return f"{host}/#/experiments?{MODE}"
     opened = f"viewStateShareKey={KEY}&{MODE}&compareRunsMode=CHART" if shared else MODE

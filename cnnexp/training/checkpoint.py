@@ -318,13 +318,23 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def _newest_whole(found: Sequence[Path]) -> Path:
-    """Return the last of some checkpoint files that is whole, or the very last where none is."""
+    """Return the last of some checkpoint files that is whole; of one alone, that one.
+
+    Raises:
+        CheckpointError: all are damaged.
+    """
+    damages: list[tuple[Path, str]] = []
     for path in reversed(found):
         damage = _damage(_content(path))
         if damage is None:
+            for damaged, what in damages:
+                log.warning("checkpoint %s: %s; %s is used", damaged, what, path.name)
             return path
-        log.warning("checkpoint %s: %s; the one before it is used", path, damage)
-    return found[-1]
+        damages.append((path, damage))
+    if len(found) > 1:
+        newest, what = damages[0]
+        raise CheckpointError(f"{newest.parent}: all {len(found)} checkpoints are damaged; {newest.name}: {what}")
+    return found[-1]  # whoever reads it says what is wrong
 
 
 def _content(path: Path) -> bytes:

@@ -1,14 +1,12 @@
-"""The epoch loop: it yields facts, and does nothing else. Who calls it records them."""
+"""The epoch loop: it yields facts and hands them to observers. Nothing here records, prints or writes."""
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -58,7 +56,7 @@ class EpochResult:
 
     @property
     def held_out(self) -> Totals:
-        """Totals that early stop and "best" go by: of the validation split if there is one, else of the test split."""
+        """Totals for early stopping and "best": of the validation split if there is one, else of the test split."""
         return self.validation or self.test
 
 
@@ -72,92 +70,102 @@ class Progress:
     seconds: float
 
 
+class Observer(Protocol):
+    """Takes note of training: the record, the screen, the checkpoints, early stopping."""
+
+    def progressed(self, progress: Progress) -> None:
+        """Take note of how far an epoch is: about twice a second, between two steps, no signal in between."""
+
+    def finished(self, result: EpochResult) -> bool | None:
+        """Take note of an epoch; return True to end the training."""
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """How long and in what order to train.
+
+    Attributes:
+        epochs: the last epoch's number, >= 1.
+        seed: shuffles; each epoch's order follows from the seed and the epoch alone.
+        schedule: gives each epoch's learning rate.
+        pass_s: seconds that a training pass may take: it then ends early, after at least one batch, and the epoch is
+            evaluated on the same share of the held-out splits; None trains on every image.
+        progress_batches: batches between two calls of `progressed`; None leaves it to the clock.
+    """
+
+    epochs: int
+    seed: int = 0
+    schedule: Schedule = Cosine()
+    pass_s: float | None = None
+    progress_batches: int | None = None
+
+
+class ResumePoint(Protocol):
+    """Where an earlier run was stopped; a `Checkpoint` is one.
+
+    Attributes:
+        history: results of the epochs that are done.
+        begun: how far the next epoch is; None where it has not begun.
+    """
+
+    @property
+    def history(self) -> tuple[EpochResult, ...]: ...
+    @property
+    def begun(self) -> Progress | None: ...
+
+
 def train_epochs(
     program: Program,
     dataset: Dataset,
-    epochs: int,
-    seed: int = 0,
-    schedule: Schedule = Cosine(),
+    epochs: int | TrainingPlan,
+    observers: Sequence[Observer] = (),
     baseline: Baseline | None = None,
-    patience: int | None = None,
-    earlier: Sequence[EpochResult] = (),
-    on_progress: Callable[[Progress], None] = lambda progress: None,
+    resume_from: ResumePoint | None = None,
     clock: Callable[[], float] = time.perf_counter,
-    pass_s: float | None = None,
-    target: float | None = None,
-    begun: Progress | None = None,
-    most_batches: int | None = None,
-    around: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> Iterator[EpochResult]:
-    """Train `program` and yield one result per epoch.
+    """Train `program` and yield one result per epoch, once every observer has taken note of it.
 
     Args:
         program: holds the parameters to start from, its batch size and its optimizer.
         dataset: trained on `train`, evaluated on `test` and, if it has one, `validation`.
-        epochs: the last epoch's number, >= 1.
-        seed: shuffles; each epoch's order follows from the seed and the epoch alone.
-        schedule: gives each epoch's learning rate.
+        epochs: how many, or the whole plan.
+        observers: called in this order.
         baseline: timed on a few of the run's batches each epoch.
-        patience: stop after so many epochs in a row without a smaller held-out loss; None never stops early.
-        earlier: results of the epochs that are done, after `program.restore`; training goes on from there.
-        on_progress: called about twice a second, between two steps; no signal comes between a step and its call.
+        resume_from: what is done, after `program.restore`; None begins with epoch 1.
         clock: returns seconds.
-        pass_s: seconds that a training pass may take: it then ends early, after at least one batch, and the epoch is
-            evaluated on the same share of the held-out splits; None trains on every image.
-        target: stop after the first epoch with such a held-out accuracy; None trains for all epochs.
-        begun: how far the epoch after `earlier` was, after `program.restore`; None begins it.
-        most_batches: batches between two calls of `on_progress`; None leaves it to the clock.
-        around: makes what every timed call of `program.train` lies in, outside its clock.
 
     Raises:
         Diverged: the loss, of training or of a held-out split, is not a finite number.
     """
+    plan = epochs if isinstance(epochs, TrainingPlan) else TrainingPlan(epochs)
     handle = program.load(dataset.train.images, dataset.train.labels)
+    setting = _Setting(program, handle, plan, tuple(observers), baseline, clock)
     held_out = _load_held_out(program, dataset)
-    best, worse, batches = math.inf, 0, 1
-    for result in earlier:
-        best, worse = _patience(result, best, worse)
-    if patience is not None and worse >= patience:
-        return
-    for epoch in range(earlier[-1].epoch + 1 if earlier else 1, epochs + 1):
-        rate = schedule(program.optimizer.lr, epoch, epochs)
-        order = epoch_order(len(dataset.train.labels), seed, epoch)
-        one_pass = _Pass(
-            program, handle, order, epoch, rate, baseline, on_progress, clock, pass_s, most_batches, around, batches
-        )
+    history, begun = (resume_from.history, resume_from.begun) if resume_from else ((), None)
+    batches = 1
+    for epoch in range(history[-1].epoch + 1 if history else 1, plan.epochs + 1):
+        one_pass = _Pass(setting, epoch, epoch_order(len(dataset.train.labels), plan.seed, epoch), batches)
         if begun is not None and begun.epoch == epoch:
             one_pass.totals, one_pass.seconds = begun.totals, begun.seconds
         one_pass.run()
         batches = one_pass.batches
-        share = one_pass.totals.count / len(order)
-        tested = held_out if share == 1 else _load_held_out(program, dataset, share)
-
+        share = one_pass.totals.count / len(dataset.train.labels)
         started = clock()
-        scores = {name: program.predict(split) for name, (split, _) in tested.items()}
-        totals = {name: evaluate(program.loss, scores[name], labels) for name, (_, labels) in tested.items()}
-        for name, total in totals.items():
-            if not math.isfinite(total.loss):
-                raise Diverged(
-                    f"the {name} loss became {total.loss} after epoch {epoch}, at learning rate {rate:g}; lower "
-                    "optimizer.lr or check the data"
-                )
+        scores, totals = _evaluate(one_pass, held_out if share == 1 else _load_held_out(program, dataset, share))
         result = EpochResult(
             epoch=epoch,
-            rate=rate,
+            rate=one_pass.rate,
             train=one_pass.totals,
             test=totals["test"],
             validation=totals.get("validation"),
             epoch_s=one_pass.seconds,
             evaluate_s=clock() - started,
             comparison=baseline.compare(one_pass.seconds_per_image) if baseline else None,
-            scores=scores["test"],
+            scores=scores,
         )
+        ends = [observer.finished(result) for observer in observers]
         yield result
-        if target is not None and result.held_out.accuracy >= target:
-            return
-
-        best, worse = _patience(result, best, worse)
-        if patience is not None and worse >= patience:
+        if any(ends):
             return
 
 
@@ -172,12 +180,6 @@ def epoch_order(count: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng((seed, epoch)).permutation(count)
 
 
-def _patience(result: EpochResult, best: float, worse: int) -> tuple[float, int]:
-    """Return the smallest held-out loss so far, and how many epochs in a row have not been below it."""
-    loss = result.held_out.mean_loss
-    return min(best, loss), 0 if loss < best else worse + 1
-
-
 def _load_held_out(program: Program, dataset: Dataset, share: float = 1.0) -> dict[str, tuple[Any, np.ndarray]]:
     """Load the first share of each held-out split; return (handle, labels) by name."""
     held_out = {}
@@ -188,6 +190,32 @@ def _load_held_out(program: Program, dataset: Dataset, share: float = 1.0) -> di
     return held_out
 
 
+def _evaluate(one_pass: _Pass, held_out: dict[str, tuple[Any, np.ndarray]]) -> tuple[np.ndarray, dict[str, Totals]]:
+    """Return the scores (N, O) of the test split and the totals of each held-out split."""
+    program = one_pass.setting.program
+    scores = {name: program.predict(split) for name, (split, _) in held_out.items()}
+    totals = {name: evaluate(program.loss, scores[name], labels) for name, (_, labels) in held_out.items()}
+    for name, total in totals.items():
+        if not math.isfinite(total.loss):
+            raise Diverged(
+                f"the {name} loss became {total.loss} after epoch {one_pass.epoch}, at learning rate "
+                f"{one_pass.rate:g}; lower optimizer.lr or check the data"
+            )
+    return scores["test"], totals
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """What all passes of a training have in common: see `train_epochs`; `handle` is of the training split."""
+
+    program: Program
+    handle: Any
+    plan: TrainingPlan
+    observers: tuple[Observer, ...]
+    baseline: Baseline | None
+    clock: Callable[[], float]
+
+
 class _Pass:
     """One epoch's training pass, in chunks of whole batches, the short last batch in a chunk of its own.
 
@@ -195,27 +223,13 @@ class _Pass:
         batches: of the first chunk, where no clock limits the pass: of the last one, in the pass before.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        handle: Any,
-        order: np.ndarray,
-        epoch: int,
-        rate: float,
-        baseline: Baseline | None,
-        on_progress: Callable[[Progress], None],
-        clock: Callable[[], float],
-        limit_s: float | None,
-        most_batches: int | None,
-        around: Callable[[], AbstractContextManager[None]],
-        batches: int,
-    ) -> None:
-        self._program, self._handle, self._order = program, handle, order
-        self._epoch, self._rate, self._baseline = epoch, rate, baseline
-        self._on_progress, self._clock, self._around = on_progress, clock, around
-        self._limit_s = math.inf if limit_s is None else limit_s
-        self._most = most_batches or -(-len(order) // program.batch_size)
-        self.batches = batches if limit_s is None else 1
+    def __init__(self, setting: _Setting, epoch: int, order: np.ndarray, batches: int) -> None:
+        program, plan = setting.program, setting.plan
+        self.setting, self.epoch, self._order = setting, epoch, order
+        self.rate = plan.schedule(program.optimizer.lr, epoch, plan.epochs)
+        self._limit_s = math.inf if plan.pass_s is None else plan.pass_s
+        self._most = plan.progress_batches or -(-len(order) // program.batch_size)
+        self.batches = batches if plan.pass_s is None else 1
         self._whole_s, self._whole_images = 0.0, 0
         self.totals, self.seconds = Totals(0.0, 0, 0), 0.0
 
@@ -227,44 +241,46 @@ class _Pass:
         return self.seconds / self.totals.count
 
     def run(self) -> None:
-        batch_size, count = self._program.batch_size, len(self._order)
+        program, baseline = self.setting.program, self.setting.baseline
+        batch_size, count = program.batch_size, len(self._order)
         whole = count - count % batch_size
         # the baseline's samples are spread over the epoch
-        largest = -(-whole // (batch_size * self._baseline.batches)) if self._baseline else self._most
+        largest = -(-whole // (batch_size * baseline.batches)) if baseline else self._most
         start, most = self.totals.count, self._most * batch_size
         chunk = batch_size * min(self.batches, largest)
         if start and self.seconds >= self._limit_s:
             return
         while start < whole and chunk:
             stop = min(start + chunk, whole, start - start % most + most)
+            program.warm(self.setting.handle, self._order[start : start + batch_size])
             seconds = self._train(start, stop)
             self._whole_s, self._whole_images = self._whole_s + seconds, self._whole_images + stop - start
-            if self._baseline:
-                self._baseline.sample(self._order[start : start + batch_size], self._rate, self._program.state)
+            if baseline:
+                baseline.sample(self._order[start : start + batch_size], self.rate, program.state)
             self.batches = max(1, min(self._batches_in(CHUNK_S), 4 * (chunk // batch_size), largest))
             start, chunk = stop, batch_size * min(self.batches, self._batches_in(self._limit_s - self.seconds))
         if start == whole < count:
             self._train(whole, count)
-            if self._baseline and not whole:
-                self._baseline.sample(self._order, self._rate, self._program.state)
+            if baseline and not whole:
+                baseline.sample(self._order, self.rate, program.state)
 
     def _batches_in(self, seconds: float) -> int:
         """Return how many whole batches fit into some seconds, at the speed so far; at most so many as are wanted."""
-        batch_s = self._whole_s * self._program.batch_size / self._whole_images
+        batch_s = self._whole_s * self.setting.program.batch_size / self._whole_images
         return self._most if batch_s * self._most <= seconds else max(0, int(seconds / batch_s))
 
     def _train(self, start: int, stop: int) -> float:
         """Train on order[start:stop], one call; return its seconds."""
         with held():
-            with self._around():
-                started = self._clock()
-                totals = self._program.train(self._handle, self._order[start:stop], self._rate)
-                seconds = self._clock() - started
+            started = self.setting.clock()
+            totals = self.setting.program.train(self.setting.handle, self._order[start:stop], self.rate)
+            seconds = self.setting.clock() - started
             if not math.isfinite(totals.loss):
                 raise Diverged(
-                    f"the loss became {totals.loss} in epoch {self._epoch}, images {start} to {stop}, at learning rate "
-                    f"{self._rate:g}; lower optimizer.lr or check the data"
+                    f"the loss became {totals.loss} in epoch {self.epoch}, images {start} to {stop}, at learning rate "
+                    f"{self.rate:g}; lower optimizer.lr or check the data"
                 )
             self.totals, self.seconds = self.totals + totals, self.seconds + seconds
-            self._on_progress(Progress(self._epoch, self.totals, len(self._order), self.seconds))
+            for observer in self.setting.observers:
+                observer.progressed(Progress(self.epoch, self.totals, len(self._order), self.seconds))
         return seconds

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
-from cnnexp.errors import ConfigError
+from cnnexp.system.ranges import check_range
 
 
 class Schedule(Protocol):
@@ -33,10 +33,8 @@ class Step:
     factor: float = 0.1
 
     def __post_init__(self) -> None:
-        if self.every < 1:
-            raise ConfigError(f"trainer.step_every={self.every}: must be a whole number of epochs >= 1")
-        if not 0 < self.factor <= 1:
-            raise ConfigError(f"trainer.step_factor={self.factor}: must be > 0 and <= 1")
+        check_range("trainer.step_every", self.every, ">= 1")
+        check_range("trainer.step_factor", self.factor, "> 0, <= 1")
 
     def __call__(self, lr: float, epoch: int, epochs: int) -> float:
         return lr * self.factor ** ((epoch - 1) // self.every)

@@ -6,7 +6,6 @@ workers, so the train loop does not know.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -16,6 +15,7 @@ from cnnexp.measuring.environment import launched_rank
 from cnnexp.network import Network
 from cnnexp.network.losses import Loss
 from cnnexp.optimizers import Optimizer
+from cnnexp.system.ranges import check_range
 from cnnexp.system.registry import Registry
 from cnnexp.workers.replica import Spec, divide_threads
 
@@ -45,27 +45,25 @@ class Alone:
 
 @dataclass(frozen=True)
 class _Parallel:
-    """Base of the ways to have several workers.
+    """What `Local` and `Mpi` have in common.
 
     Attributes:
         sync: what keeps them together: `gradients` (averaged at every step), `parameters` (averaged now and then, local
             SGD), `hybrid` (convolutions share images, linear layers share outputs).
         period: with `parameters`, batches between two averages, >= 1; None averages once an epoch.
-        patience_s: seconds that a worker may give no sign of life before the run ends, >= 1. Signs come from a thread
-            of their own, so a worker that computes, compiles or loads for longer gives them all the same.
+        heartbeat_timeout_s: seconds that a worker may give no sign of life before the run ends, >= 1. Signs come from a
+            thread of their own, so a worker that computes, compiles or loads for longer gives them all the same.
     """
 
     sync: Sync = "gradients"
     period: int | None = None
-    patience_s: float = 300.0
+    heartbeat_timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
-        if self.period is not None and self.period < 1:
-            raise ConfigError(f"workers.period={self.period}: must be >= 1, or null for once an epoch")
+        check_range("workers.period", self.period, ">= 1, or null for once an epoch")
         if self.period is not None and self.sync != "parameters":
             raise ConfigError(f"workers.period={self.period}: only with workers.sync=parameters, not {self.sync}")
-        if not 1 <= self.patience_s < math.inf:
-            raise ConfigError(f"workers.patience_s={self.patience_s:g}: must be >= 1 and finite, in seconds")
+        check_range("workers.heartbeat_timeout_s", self.heartbeat_timeout_s, ">= 1 seconds")
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,7 @@ class Local(_Parallel):
 
     Attributes:
         count: how many, >= 1; one is the backend's own program.
-        sync, period, patience_s: as `_Parallel`.
+        sync, period, heartbeat_timeout_s: as `_Parallel`.
     """
 
     name: ClassVar[str] = "local"
@@ -82,8 +80,7 @@ class Local(_Parallel):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.count < 1:
-            raise ConfigError(f"workers.count={self.count}: must be >= 1")
+        check_range("workers.count", self.count, ">= 1")
 
     def share_cores(self, backend: Backend) -> Backend:
         """As `Alone.share_cores`."""
@@ -99,7 +96,7 @@ class Local(_Parallel):
             return backend.compile(network, loss, optimizer, batch_size)
         own = self.share_cores(backend)
         spec = Spec(own, network, loss, optimizer, batch_size, self.sync, self.period)
-        return compile_local(spec, self.count, self.patience_s)
+        return compile_local(spec, self.count, self.heartbeat_timeout_s)
 
 
 @dataclass(frozen=True)
@@ -127,7 +124,7 @@ class Mpi(_Parallel):
 
         _check_batch(batch_size, self.count)
         spec = Spec(backend, network, loss, optimizer, batch_size, self.sync, self.period)
-        return compile_mpi(spec, self.patience_s)
+        return compile_mpi(spec, self.heartbeat_timeout_s)
 
 
 Workers = Alone | Local | Mpi

@@ -6,7 +6,7 @@ the worker dies, on whatever machine. The guard then names the worker and tells 
 not see to that. A worker that is stopped, or whose machine is out of reach, closes nothing: it falls silent.
 
 It speaks lines. A worker says `TOKEN RANK HOST PID`, then `alive` every second, in the end `bye` or `failed REASON`;
-rank 0 says `patience SECONDS` when there is work, and may say `over`: whatever happens from here is no accident. The
+rank 0 says `timeout SECONDS` when there is work, and may say `over`: whatever happens from here is no accident. The
 guard says `lost`.
 """
 
@@ -22,15 +22,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, cast
+
+from cnnexp.system.heartbeat import Heartbeat, beat
 
 HELLO_S = 5.0  # a stranger who does not say who it is by then is sent away
 LINE_BYTES = 4096
 BEAT_S = 1.0  # between two signs of life
 LOOK_S = 2.0  # how often the guard looks who has given none
-SILENT = "has given no sign of life for {:g} s (workers.patience_s)"
+SILENT = "has given no sign of life for {:g} s (workers.heartbeat_timeout_s)"
 
 
 @dataclass(frozen=True)
@@ -56,12 +59,12 @@ class Member:
         self._socket.settimeout(None)
         self._on_lost, self._leaving, self._speaking = on_lost, threading.Event(), threading.Lock()
         self._say(f"{address.token} {rank} {socket.gethostname()} {os.getpid()}")
-        for work in (self._listen, self._beat):
-            threading.Thread(target=work, daemon=True).start()
+        threading.Thread(target=self._listen, daemon=True).start()
+        beat(self._say_alive, BEAT_S, self._leaving)
 
-    def expect(self, patience_s: float) -> None:
+    def expect(self, timeout_s: float) -> None:
         """Say for how long, from now on, a worker may be silent before the run ends."""
-        self._say(f"patience {patience_s}")
+        self._say(f"timeout {timeout_s}")
 
     def leave(self, everyone: bool = False) -> None:
         """Say that this worker, or with it the whole group, ends as it should."""
@@ -77,10 +80,9 @@ class Member:
         with self._speaking:
             self._socket.sendall(line.encode()[: LINE_BYTES - 1] + b"\n")
 
-    def _beat(self) -> None:
+    def _say_alive(self) -> None:
         with contextlib.suppress(OSError):  # `_listen` sees to it
-            while not self._leaving.wait(BEAT_S):
-                self._say("alive")
+            self._say("alive")
 
     def _listen(self) -> None:
         with contextlib.suppress(OSError):
@@ -94,11 +96,12 @@ def start_guard(size: int, reachable: bool) -> Address:
     token = secrets.token_hex(16)
     host = "" if reachable else "127.0.0.1"
     process = subprocess.Popen(
-        [sys.executable, "-I", __file__, str(size), host],
+        [sys.executable, "-P", __file__, str(size), host],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},  # of `heartbeat`, alone
     )
     with cast(IO[str], process.stdin) as stdin:
         stdin.write(token + "\n")
@@ -109,22 +112,22 @@ def start_guard(size: int, reachable: bool) -> Address:
 
 @dataclass
 class _Watched:
-    """A worker as the guard knows it: who it is, what it has begun to say, and for how long it has been silent."""
+    """A worker as the guard knows it: who it is, its heartbeat, what it has begun to say, how often it was heard."""
 
     who: str
+    heartbeat: Heartbeat
     heard: bytes = b""
-    silent_s: float = 0.0
-    gave_sign: bool = True
+    signs: int = 1
 
 
 def watch(server: socket.socket, size: int, token: str) -> str | None:
     """Wait until every worker has left, or one is lost; return the line that says which, None if all is well.
 
-    Silence is counted in looks, and only where another worker gives signs: a run that is stopped as a whole, with or
-    without its guard, goes on when it is continued.
+    Looks count only where another worker gives signs: a run that is stopped as a whole, without its guard, goes on when
+    it is continued.
     """
     members: dict[socket.socket, _Watched] = {}
-    left, over, patience_s, next_look = 0, False, math.inf, time.monotonic() + LOOK_S
+    left, over, timeout_s, signs, next_look = 0, False, math.inf, 0, time.monotonic() + LOOK_S
     with selectors.DefaultSelector() as selector:
         selector.register(server, selectors.EVENT_READ)
         while left < size:
@@ -139,8 +142,8 @@ def watch(server: socket.socket, size: int, token: str) -> str | None:
                 for line in _hear(connection, members[connection]):
                     word, _, rest = line.partition(" ")
                     over = over or word == "over"
-                    if word == "patience":
-                        patience_s = float(rest)
+                    if word == "timeout":
+                        timeout_s = float(rest)
                     elif word in ("failed", "") and not over:
                         return _part(members, connection, f"failed: {rest}" if word else "died; the run has ended")
                     elif word != "alive":
@@ -151,19 +154,12 @@ def watch(server: socket.socket, size: int, token: str) -> str | None:
                         break
             if time.monotonic() >= next_look:
                 next_look = time.monotonic() + LOOK_S
-                _look(members.values())
-                for connection, member in members.items():
-                    if member.silent_s >= patience_s and not over:
-                        return _part(members, connection, f"{SILENT.format(patience_s)}; the run has ended")
+                before, signs = signs, sum(member.signs for member in members.values())
+                for connection, member in members.items() if signs != before else ():
+                    member.heartbeat.timeout_s = timeout_s
+                    if member.heartbeat.look(member.signs) and not over:
+                        return _part(members, connection, f"{SILENT.format(timeout_s)}; the run has ended")
     return None
-
-
-def _look(members: Collection[_Watched]) -> None:
-    """Count the silence of those who have given no sign since the last look."""
-    if any(member.gave_sign for member in members):
-        for member in members:
-            member.silent_s = 0.0 if member.gave_sign else member.silent_s + LOOK_S
-            member.gave_sign = False
 
 
 def _part(members: dict[socket.socket, _Watched], lost: socket.socket, reason: str) -> str:
@@ -183,12 +179,14 @@ def _admit(server: socket.socket, size: int, token: str) -> tuple[socket.socket,
         connection.close()
         return connection, None
     connection.settimeout(None)
-    return connection, _Watched(f"worker {words[1]} of {size} (pid {words[3]} on {words[2]})", rest)
+    who = f"worker {words[1]} of {size} (pid {words[3]} on {words[2]})"
+    return connection, _Watched(who, Heartbeat(math.inf, LOOK_S), rest)
 
 
 def _hear(connection: socket.socket, member: _Watched) -> list[str]:
     """Return the lines a worker has said since; an empty one last if it is gone."""
-    said, member.gave_sign = _receive(connection), True
+    said = _receive(connection)
+    member.signs += 1
     *lines, member.heard = (member.heard + said).split(b"\n")
     return [line.decode(errors="replace") for line in lines] + [""] * (not said)
 

@@ -116,6 +116,7 @@ class HybridReplica(Replica):
         d_rows = self._head.backward(d_scores)[mine]
         gradient = self._features.backward(d_rows) if len(d_rows) else np.zeros(self._shared, np.float32)
         self.collective.all_reduce(gradient)
+        self._average_pending(len(d_rows) / count)
         self._images += len(d_rows)
         return Totals(float(losses.sum(dtype=np.float64)), int(hits.sum(dtype=np.int64)), count), gradient
 

@@ -8,21 +8,25 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import select
 import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import DupFd
 from typing import Any
 
 import numpy as np
 import psutil
 
 from cnnexp.errors import CnnexpError, WorkerDied
+from cnnexp.system.heartbeat import Heartbeat, beat
 from cnnexp.workers.collective import share
 from cnnexp.workers.guard import SILENT
 from cnnexp.workers.program import ParallelProgram, make_replica, serve
@@ -31,13 +35,49 @@ from cnnexp.workers.replica import Spec
 SLOT_BYTES = 1 << 20  # larger arrays go in pieces; the gradient of 262,144 parameters fits
 CHECK_S = 0.5  # how often a worker gives a sign of life, and one that waits looks whether the others are alive
 START_S = 300.0  # as long may a new process take to its first sign of life
-SPINS = 100  # tries before a worker sleeps: some tens of microseconds, about what waking up costs
+SPINS = 40  # tries before a worker sleeps: some tens of microseconds, about what waking up costs
 STOP_S = 5.0  # as long may a worker take to end by itself
 
 _CONTEXT = multiprocessing.get_context("spawn")
 
 
-class Board:
+class PipeSemaphore:
+    """A counting semaphore of bytes in a pipe, for processes that are spawned.
+
+    It has no name in the system, as those of `multiprocessing` have: a process that is killed leaves nothing behind.
+    """
+
+    def __init__(self, count: int = 0) -> None:
+        self._use(*os.pipe())
+        for _ in range(count):
+            self.release()
+
+    def release(self) -> None:
+        """Add one."""
+        os.write(self._writer, b".")
+
+    def acquire(self, timeout_s: float) -> bool:
+        """Take one, waiting at most `timeout_s`; return whether there was one."""
+        try:
+            return bool(self._poll.poll(1000 * timeout_s) and os.read(self._reader, 1))
+        except BlockingIOError:  # another process was faster
+            return False
+
+    def __getstate__(self) -> tuple[Any, Any]:
+        return DupFd(self._reader), DupFd(self._writer)
+
+    def __setstate__(self, ends: tuple[Any, Any]) -> None:
+        self._use(*(end.detach() for end in ends))
+
+    def _use(self, reader: int, writer: int) -> None:
+        self._reader, self._writer, self._poll = reader, writer, select.poll()
+        os.set_blocking(reader, False)
+        self._poll.register(reader, select.POLLIN)
+        for end in (reader, writer):
+            weakref.finalize(self, os.close, end)
+
+
+class SharedBuffer:
     """Memory that all workers see: one slot each and one for results, twice, and semaphores to meet at.
 
     Every exchange uses the other half of what the one before used. A worker can be one exchange ahead of another, never
@@ -47,24 +87,24 @@ class Board:
     def __init__(self, size: int) -> None:
         self.size = size
         self.memory = _CONTEXT.RawArray("B", 2 * (size + 1) * SLOT_BYTES)
-        self.semaphores = [[_CONTEXT.Semaphore(0) for _ in range(size)] for _ in range(2)]
-        self.pulses = _CONTEXT.RawArray("Q", size)
-        self.last_word = _CONTEXT.Semaphore(1)  # whoever takes it says why rank 0 is gone; the others end in silence
+        self.semaphores = [[PipeSemaphore() for _ in range(size)] for _ in range(2)]
+        self.signs = _CONTEXT.RawArray("Q", size)  # how many signs of life each worker has given
+        self.last_word = PipeSemaphore(1)  # whoever takes it says why rank 0 is gone; the others end in silence
 
 
 class LocalCollective:
-    """One process's end of a board; see `Collective`.
+    """One process's end of a shared buffer; see `Collective`.
 
     Args:
-        board: shared by all.
+        shared: by all workers.
         rank: of this process.
         check: raises where another worker has died; called every `CHECK_S` seconds of waiting.
     """
 
-    def __init__(self, board: Board, rank: int, check: Callable[[], None] = lambda: None) -> None:
-        self.rank, self.size, self.host_size, self.host_rank = rank, board.size, board.size, rank
-        self._semaphores, self._check = board.semaphores, check
-        self._bytes = np.frombuffer(board.memory, np.uint8).reshape(2, board.size + 1, SLOT_BYTES)
+    def __init__(self, shared: SharedBuffer, rank: int, check: Callable[[], None] = lambda: None) -> None:
+        self.rank, self.size, self.host_size, self.host_rank = rank, shared.size, shared.size, rank
+        self._semaphores, self._check = shared.semaphores, check
+        self._bytes = np.frombuffer(shared.memory, np.uint8).reshape(2, shared.size + 1, SLOT_BYTES)
         self._floats = self._bytes.view(np.float32)
         self._half, self._meetings = 0, 0
 
@@ -121,47 +161,39 @@ class LocalCollective:
         self._half = 1 - self._half
         return half[:-1, :count], half[-1, :count]
 
-    def _wait(self, semaphore: Any) -> None:
+    def _wait(self, semaphore: PipeSemaphore) -> None:
         for _ in range(SPINS):
-            if semaphore.acquire(block=False):
+            if semaphore.acquire(0.0):
                 return
-        while not semaphore.acquire(timeout=CHECK_S):
+        while not semaphore.acquire(CHECK_S):
             self._check()
 
 
-class Pulse:
-    """This worker's sign of life, and a look at the others': a process that was stopped does not die, so none sees it.
-
-    A thread counts up this worker's number on the board. Silence is counted in looks, not by a clock: where the whole
-    run was stopped for an hour, nobody was silent.
+class Heartbeats:
+    """This worker's signs of life, and looks at the others': a process that is stopped does not die, so none sees it.
 
     Args:
-        board: shared by all.
+        shared: by all workers.
         rank: of this process.
-        patience_s: seconds of silence until a worker counts as stopped.
+        timeout_s: seconds of silence until a worker counts as stopped.
     """
 
-    def __init__(self, board: Board, rank: int, patience_s: float) -> None:
-        self._pulses, self._rank, self._patience_s = board.pulses, rank, patience_s
-        self._last, self._silent_s = [0] * board.size, [0.0] * board.size
-        self._over = threading.Event()
-        threading.Thread(target=self._beat, daemon=True).start()
+    def __init__(self, shared: SharedBuffer, rank: int, timeout_s: float) -> None:
+        self._signs, self._rank, self._ended = shared.signs, rank, threading.Event()
+        start_s = max(timeout_s, START_S)
+        self._others = [Heartbeat(timeout_s, CHECK_S, start_s) for _ in range(shared.size)]
+        beat(self._give_sign, CHECK_S, self._ended)
 
     def stopped(self, rank: int) -> bool:
         """Return whether a worker has been silent for too long; to be asked every `CHECK_S` seconds."""
-        now = self._pulses[rank]
-        self._silent_s[rank] = self._silent_s[rank] + CHECK_S if now == self._last[rank] else 0.0
-        self._last[rank] = now
-        return self._silent_s[rank] >= (self._patience_s if now else max(self._patience_s, START_S))
+        return self._others[rank].look(self._signs[rank])
 
     def end(self) -> None:
         """Give no more signs."""
-        self._over.set()
+        self._ended.set()
 
-    def _beat(self) -> None:
-        self._pulses[self._rank] += 1  # at once: one that is stopped before its first sign is waited for as a new one
-        while not self._over.wait(CHECK_S):
-            self._pulses[self._rank] += 1
+    def _give_sign(self) -> None:
+        self._signs[self._rank] += 1
 
 
 @dataclass
@@ -173,32 +205,32 @@ class _Child:
     failure: Connection  # one line, if it failed with an error of its own
 
 
-def compile_local(spec: Spec, count: int, patience_s: float) -> ParallelProgram:
+def compile_local(spec: Spec, count: int, timeout_s: float) -> ParallelProgram:
     """Start `count` - 1 processes and return the program of all of them.
 
     Raises:
-        WorkerDied: a process could not be started, ended before it was ready, or was silent for `patience_s` seconds.
+        WorkerDied: a process could not be started, ended before it was ready, or was silent for `timeout_s`.
     """
     started = time.perf_counter()
     with _explained(count):
-        board = Board(count)
+        shared = SharedBuffer(count)
     children: list[_Child] = []
-    pulse = Pulse(board, 0, patience_s)
-    collective = LocalCollective(board, 0, lambda: _check_children(children, count, pulse, patience_s))
+    heartbeats = Heartbeats(shared, 0, timeout_s)
+    collective = LocalCollective(shared, 0, lambda: _check_children(children, count, heartbeats, timeout_s))
 
-    def release(told: bool) -> None:
-        pulse.end()
-        _stop(children, STOP_S if told else 0.0)
+    def release(orderly: bool) -> None:
+        heartbeats.end()
+        _stop(children, STOP_S if orderly else 0.0)
 
     try:
         with _explained(count):
             for rank in range(1, count):
-                children.append(_start(board, rank, spec, patience_s))
+                children.append(_start(shared, rank, spec, timeout_s))
         replica = make_replica(spec, collective)
         collective.barrier()  # now the others find the kernels in the cache
         collective.barrier()
     except BaseException:
-        release(told=False)
+        release(orderly=False)
         raise
     return ParallelProgram(spec, collective, replica, time.perf_counter() - started, release)
 
@@ -214,16 +246,16 @@ def _explained(count: int) -> Iterator[None]:
         ) from error
 
 
-def _start(board: Board, rank: int, spec: Spec, patience_s: float) -> _Child:
+def _start(shared: SharedBuffer, rank: int, spec: Spec, timeout_s: float) -> _Child:
     failure, writer = _CONTEXT.Pipe(duplex=False)
     process = _CONTEXT.Process(
-        target=_work, args=(board, rank, spec, patience_s, writer), name=f"cnnexp-worker-{rank}", daemon=True
+        target=_work, args=(shared, rank, spec, timeout_s, writer), name=f"cnnexp-worker-{rank}", daemon=True
     )
     before = {child.pid for child in psutil.Process().children()}
     try:
         process.start()
     except OSError:
-        # one that was started, and cannot be told what to do, would end in a traceback of multiprocessing's
+        # one that was started, and never learns what to do, would end in a traceback of multiprocessing's
         for child in psutil.Process().children():
             if child.pid not in before:
                 child.kill()
@@ -233,18 +265,18 @@ def _start(board: Board, rank: int, spec: Spec, patience_s: float) -> _Child:
     return _Child(rank, process, failure)
 
 
-def _work(board: Board, rank: int, spec: Spec, patience_s: float, failure: Connection) -> None:
+def _work(shared: SharedBuffer, rank: int, spec: Spec, timeout_s: float, failure: Connection) -> None:
     """Be one of the other workers, from start to end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; rank 0 decides what it means
-    threading.Thread(target=_end_with_parent, args=(board,), daemon=True).start()
-    pulse = Pulse(board, rank, patience_s)
+    threading.Thread(target=_end_with_parent, args=(shared,), daemon=True).start()
+    heartbeats = Heartbeats(shared, rank, timeout_s)
 
     def check() -> None:
-        if pulse.stopped(0):
-            _end(board, SILENT.format(patience_s))
+        if heartbeats.stopped(0):
+            _end(shared, SILENT.format(timeout_s))
 
     try:
-        collective = LocalCollective(board, rank, check)
+        collective = LocalCollective(shared, rank, check)
         collective.barrier()
         replica = make_replica(spec, collective)
         collective.barrier()
@@ -261,23 +293,23 @@ def _parent() -> BaseProcess:
     return parent
 
 
-def _end_with_parent(board: Board) -> None:
+def _end_with_parent(shared: SharedBuffer) -> None:
     """End this process when rank 0 is gone: killed, it cannot say so itself."""
     _parent().join()
-    _end(board, "died")
+    _end(shared, "died")
 
 
-def _end(board: Board, reason: str) -> None:
+def _end(shared: SharedBuffer, reason: str) -> None:
     """End this process, and rank 0 where it still is there; the first to come here says why."""
     parent = _parent().pid
-    if board.last_word.acquire(block=False):
-        os.write(2, f"cnnexp: error: worker 0 of {board.size} (pid {parent}) {reason}; the run has ended\n".encode())
+    if shared.last_word.acquire(0.0):
+        os.write(2, f"cnnexp: error: worker 0 of {shared.size} (pid {parent}) {reason}; the run has ended\n".encode())
     if os.getppid() == parent:
         os.kill(parent, signal.SIGKILL)
     os._exit(WorkerDied.exit_code)
 
 
-def _check_children(children: list[_Child], size: int, pulse: Pulse, patience_s: float) -> None:
+def _check_children(children: list[_Child], size: int, heartbeats: Heartbeats, timeout_s: float) -> None:
     for child in children:
         who = f"worker {child.rank} of {size} (pid {child.process.pid})"
         if child.process.exitcode is not None:
@@ -285,17 +317,17 @@ def _check_children(children: list[_Child], size: int, pulse: Pulse, patience_s:
             with contextlib.suppress(EOFError):
                 reason = child.failure.recv() if child.failure.poll() else None
             raise WorkerDied(f"{who} failed: {reason}" if reason else f"{who} {_ending(child.process.exitcode)}")
-        if pulse.stopped(child.rank):
-            raise WorkerDied(f"{who} {SILENT.format(patience_s)}")
+        if heartbeats.stopped(child.rank):
+            raise WorkerDied(f"{who} {SILENT.format(timeout_s)}")
 
 
 def _ending(exit_code: int) -> str:
     return f"was killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"ended with exit code {exit_code}"
 
 
-def _stop(children: list[_Child], patience_s: float) -> None:
-    """End the workers: wait for those that have been told to, kill the rest."""
-    deadline = time.monotonic() + patience_s
+def _stop(children: list[_Child], within_s: float) -> None:
+    """End the workers: wait for those that are about to, kill the rest."""
+    deadline = time.monotonic() + within_s
     for child in children:
         child.process.join(max(0.0, deadline - time.monotonic()))
         child.process.kill()

@@ -150,15 +150,15 @@ def group_size() -> int:
     return session().comm.size
 
 
-def compile_mpi(spec: Spec, patience_s: float) -> ParallelProgram:
-    """Rank 0: have all ranks compile, and return the program of all of them; none may be silent for `patience_s`."""
+def compile_mpi(spec: Spec, timeout_s: float) -> ParallelProgram:
+    """Rank 0: have all ranks compile, and return the program of all of them; none may be silent for `timeout_s`."""
     started, here = time.perf_counter(), session()
-    here.member.expect(patience_s)
+    here.member.expect(timeout_s)
     here.collective.broadcast(np.array([TRAIN]))
     here.comm.bcast(spec)
     replica = here.compile(spec)
 
-    def release(told: bool) -> None:
-        here.broken = here.broken or not told
+    def release(orderly: bool) -> None:
+        here.broken = here.broken or not orderly
 
     return ParallelProgram(spec, here.collective, replica, time.perf_counter() - started, release)

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from cnnexp.backends.processor import usable_cores
 from cnnexp.backends.protocol import Program, State
 from cnnexp.datasets import Split
 from cnnexp.errors import CheckpointError, Diverged
@@ -28,6 +27,7 @@ from cnnexp.measuring.cost_model import (
     operations,
 )
 from cnnexp.network.losses import Totals
+from cnnexp.system.cores import usable_cores
 from cnnexp.workers.collective import Collective
 from cnnexp.workers.replica import GradientReplica, ParameterReplica, Replica, Spec, divide_threads
 
@@ -56,8 +56,8 @@ class ParallelProgram(Program[int]):
         collective: rank 0's end of the group.
         replica: rank 0's own part.
         compile_s: seconds until every worker was ready.
-        release: called once by `close`, with whether the workers have been told to end; they have not where a call
-            was interrupted halfway, since then no two workers stand at the same place.
+        release: called once by `close`, with whether the workers end by themselves; they do not where a call was
+            interrupted halfway, since then no two workers stand at the same place.
     """
 
     def __init__(
@@ -220,5 +220,5 @@ def receive(collective: Collective) -> tuple[str, list[Any]]:
     return command, [restored(value) for value in described]
 
 
-def _already_closed(told: bool) -> None:
+def _already_closed(orderly: bool) -> None:
     """Stand in the place of a release that has been done."""

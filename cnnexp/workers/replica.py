@@ -1,9 +1,9 @@
 """One worker's part in training: what every worker runs, at the same time, with its own share of the images.
 
 All three ways make every worker end each exchange with the same parameters, bit for bit, since each sum is formed once
-and sent to all. Where layers keep running averages (BatchNorm2d), each worker's are of its own images, and are averaged
-at the end of every call of `train`. Shares may be unequal, and empty where a short last batch has fewer images than
-there are workers.
+and sent to all. Where layers keep running averages (BatchNorm2d), a batch's mean and variance are of each
+worker's own images; the averages move to the mean of where the workers' shares move them. Shares may be unequal, and
+empty where a short last batch has fewer images than there are workers.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from cnnexp.backends.processor import usable_cores
 from cnnexp.backends.protocol import Backend, Program, State
 from cnnexp.network import Network
 from cnnexp.network.losses import Loss, Totals
 from cnnexp.optimizers import Optimizer
+from cnnexp.system.cores import usable_cores
 from cnnexp.workers.collective import Collective, Timed, share, shares
 
 NOTHING = Totals(0.0, 0, 0)
@@ -87,8 +87,6 @@ class Replica:
         """As `Program.train`; the totals are of all workers."""
         started, communicated = time.perf_counter(), self.collective.seconds
         totals = self._train(self._splits[handle], order, rate)
-        if self.program.network.running:
-            self._average_running()
         self._train_s += time.perf_counter() - started
         self._communicate_s += self.collective.seconds - communicated
         return totals
@@ -149,12 +147,22 @@ class Replica:
     def _train(self, split: Loaded, order: np.ndarray, rate: float) -> Totals:
         raise NotImplementedError
 
-    def _average_running(self) -> None:
-        """Give every worker the mean of all workers' running averages: each has seen its own images alone."""
-        state = self.program.state()
-        mean = state["running"] / np.float32(self.collective.size)
+    def _average_pending(self, weight: float) -> None:
+        """Let `apply` move every worker's running averages to the mean of where the workers' shares of a batch do.
+
+        After every batch, not now and then: a run that goes on from a checkpoint must end with the same bits.
+
+        Args:
+            weight: this worker's share of the batch, 0 to 1; with 0 it has computed nothing, and counts for nothing.
+        """
+        pending = self.program.pending
+        if pending is None or not self.program.network.running:
+            return
+        mean = np.zeros(self.program.network.running_count, np.float32)
+        if pending.moved is not None:
+            mean[:] = pending.moved * np.float32(weight)
         self.collective.all_reduce(mean)
-        self.program.restore({**state, "running": mean})
+        pending.moved = mean
 
     def _gradients(self, split: Loaded, batch: np.ndarray) -> Totals:
         """Leave the mean gradient of a batch over all workers in the buffer; the totals travel with it."""
@@ -167,6 +175,7 @@ class Replica:
             self._buffer[:] = 0
         self._images += len(mine)
         self.collective.all_reduce(self._buffer)
+        self._average_pending(len(mine) / len(batch))
         return _totals(self._buffer[-3:])
 
 

@@ -6,6 +6,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
+from cnnexp import testing
 from cnnexp.app import check
 from cnnexp.backends import backend_class
 from cnnexp.backends.layerwise import LayerwiseProgram
@@ -25,7 +26,7 @@ def examined(ops=NumpyOps, program=LayerwiseProgram, title="convolution"):
         def compile(self, network, loss, optimizer, batch_size):
             return program(ops(), network, loss, optimizer, batch_size)
 
-    return check.examine(Made(), Numpy(), title)
+    return testing.examine(Made(), Numpy(), title)
 
 
 def kinds(layers):

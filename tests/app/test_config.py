@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from cnnexp.app.config import Sweep, Tracking, Trainer, build, convert, defaults, load, plain, record
-from cnnexp.backends import BACKENDS
+from cnnexp.backends import BACKENDS, backend
 from cnnexp.datasets import DATASETS
-from cnnexp.errors import BackendUnavailable, ConfigError
-from cnnexp.network import Conv2d, Flatten, LeakyReLU, Linear, Residual, Tanh
+from cnnexp.errors import BackendUnavailable, ConfigError, NetworkError
+from cnnexp.network import BatchNorm2d, Conv2d, Dropout, Flatten, LeakyReLU, Linear, Network, Residual, Tanh
 from cnnexp.network.models import MODELS, Custom, Ffn, OneConv
 from cnnexp.optimizers import OPTIMIZERS, SGD
 from cnnexp.training.baseline import Baseline
-from cnnexp.training.loop import train_epochs
+from cnnexp.training.loop import TrainingPlan
 from cnnexp.training.schedules import Constant, Cosine, Step
 from cnnexp.workers import WORKERS
 
@@ -261,8 +261,8 @@ def test_yaml_and_python_have_the_same_defaults(section, cls):
 
 def test_what_the_trainer_passes_on_has_the_same_defaults_in_python():
     trainer = Trainer()
-    passed = {"seed": trainer.seed, "schedule": trainer.rates(), "patience": trainer.patience, "pass_s": trainer.pass_s}
-    assert passed == {name: inspect.signature(train_epochs).parameters[name].default for name in passed}
+    passed = TrainingPlan(trainer.epochs, trainer.seed, trainer.rates(), trainer.pass_s, trainer.checkpoint_batches)
+    assert passed == TrainingPlan(trainer.epochs)
     passed = {"batches": trainer.baseline_batches, "budget_s": trainer.baseline_s}
     assert passed == {name: inspect.signature(Baseline).parameters[name].default for name in passed}
     assert Trainer(schedule="step").rates() == Step()
@@ -280,3 +280,71 @@ def test_every_key_is_explained_by_a_comment(path):
     for before, line in zip(["", *lines], lines, strict=False):
         if re.match(r" *[a-z_0-9]+: +\S", line) and not line.lstrip().startswith("- "):
             assert before.lstrip().startswith("#") or " # " in line, f"{path.name}: {line}"
+
+
+STATED = {  # the files that say what a number may be, and the class that must say the same
+    **{path: (REGISTRIES[path.parent.name], path.stem) for path in FILES},
+    CONF / "trainer" / "default.yaml": ({"default": Trainer}, "default"),
+}
+RANGE = r"(>=|<=|>|<) (\d[\d.]*)|(\d+) (<=) \w+ < |([\d,]+) \.\. (2\*\*63 - 1|[\d,]+)"
+
+
+def outside(stated: str, whole: bool) -> list[float]:
+    """Return numbers just outside what a comment states, and for others than whole ones what float32 cannot hold."""
+    step, wrong = (1 if whole else 2.0**-20), []
+    for sign, bound, least, _, first, last in re.findall(RANGE, stated):
+        number = float(bound or least or first.replace(",", ""))
+        wrong += {">": [number], ">=": [number - step], "<": [number], "<=": [number + step]}.get(sign, [number - step])
+        if last:
+            wrong.append(2**63 if "**" in last else int(last.replace(",", "")) + 1)
+    return [int(number) for number in wrong] if whole else [*wrong, math.inf, -math.inf, math.nan, 1e39, 1e-300]
+
+
+@pytest.mark.parametrize("path", STATED, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_every_number_is_refused_outside_its_stated_range(path):
+    registry, name = STATED[path]
+    try:
+        cls = registry[name]
+    except BackendUnavailable as missing:
+        pytest.skip(str(missing))
+    given = {key: "x" for key in ("path", "root") if key in defaults(cls) and path.stem in ("npz", "images", "fer2013")}
+    given |= {"layers": [{"type": "Flatten"}]} if name == "custom" else {}
+    values = {key: value for key, value in (defaults(cls) | given).items() if value != "???"}
+    comment, tried = "", 0
+    for line in path.read_text(encoding="utf-8").splitlines():
+        comment = comment + line if line.startswith("# ") else comment
+        key = line.partition(":")[0]
+        if key not in values or line.startswith("#"):
+            continue
+        hint, stated, comment = str(get_type_hints(cls)[key]), comment + line.partition(" #")[2], ""
+        whole = "int" in hint
+        if not whole and "float" not in hint:
+            continue
+        for number in outside(stated, whole):
+            if path.parent.name == "backend" or (key.endswith("_size") and number > 1):
+                continue  # as many as this machine has cores, or the data images: checked with them, not by the class
+            with pytest.raises(ConfigError, match=f"{key}="):
+                build(cls, values | {key: number}, path.parent.name)
+            tried += 1
+        if not whole:
+            for number in (1e39, 1e-300, math.inf):  # of Python
+                with pytest.raises(ConfigError, match=key):
+                    cls(**{k: v for k, v in values.items() if k != key}, **{key: number})
+    text = path.read_text(encoding="utf-8")
+    assert tried or path.parent.name == "backend" or not re.search(RANGE, text)
+
+
+@pytest.mark.parametrize("number", [math.inf, math.nan, 1e39, 1e-300])
+def test_numbers_of_layers_are_float32s(number):
+    for layer in (BatchNorm2d(epsilon=number), BatchNorm2d(momentum=number), Dropout(number)):
+        with pytest.raises(NetworkError, match="must be"):
+            Network((4, 4, 1), (layer, Flatten(), Linear(2)))
+    with pytest.raises(NetworkError, match="slope="):
+        LeakyReLU(number)
+    with pytest.raises(ConfigError, match=r"epsilon=.*: must be a finite number of float32"):
+        build(Custom, {"layers": [{"type": "BatchNorm2d", "epsilon": number}]}, "model")
+
+
+def test_what_a_backend_lacks_is_named():
+    with pytest.raises(ConfigError, match=r"^backend\.threads=2: unknown key of numpy; legal: none$"):
+        backend("numpy", threads=2)

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from cnnexp.app import doctor
-from cnnexp.backends.processor import usable_cores
 from cnnexp.errors import BackendUnavailable, ConfigError
 from cnnexp.measuring import environment
+from cnnexp.system.cores import usable_cores
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -28,8 +28,8 @@ def told(monkeypatch, capsys):
 
 def answers(text: str) -> dict[str, str]:
     """Return the table's third column by its second."""
-    rows = [[cell.strip() for cell in line.split("│")[2:4]] for line in text.splitlines() if "│" in line]
-    return dict(rows)
+    rows = [re.split(r" {2,}", line.strip())[-2:] for line in text.splitlines()]
+    return {row[0]: row[1] for row in rows if len(row) == 2}
 
 
 def test_it_tells_of_the_machine_and_of_every_backend(told, monkeypatch):
@@ -52,15 +52,14 @@ def test_on_80_columns_nothing_is_clipped(told, monkeypatch):
     text = told()
     assert max(map(len, text.splitlines())) <= 80
     assert "\u2026" not in text
-    folded = "".join(line.split("│")[3].strip() for line in text.splitlines() if "│" in line)
-    assert str(environment.outputs_dir() / "mlflow.db") in folded
+    assert str(environment.outputs_dir() / "mlflow.db") in "".join(text.split())
 
 
 ABORTING = """
 import os, sys
 if "cnnexp.app.doctor:trial" in sys.orig_argv:
     from cnnexp.app import doctor
-    doctor._step = lambda backend, start: os.abort()
+    doctor.examine = lambda *given: os.abort()
 """
 
 
@@ -88,9 +87,9 @@ def test_what_is_missing_or_broken_is_told_not_raised(monkeypatch, error, said):
 
 
 def test_a_wrong_step_is_told(monkeypatch):
-    step = doctor._step
-    monkeypatch.setattr(doctor, "_step", lambda b, start: start if b.name == "python" else step(b, start))
-    assert doctor.trial(b"python") == b"no: a step that it trains is off by 1 of its length, by numpy's"
+    monkeypatch.setattr(doctor, "examine", lambda backend, other, title: ("WRONG", f"{backend.name} by {other.name}"))
+    assert doctor.trial(b"cpu") == b"no: cpu by numpy"
+    assert doctor.trial(b"numpy") == b"no: numpy by python"
 
 
 def test_it_takes_no_arguments():

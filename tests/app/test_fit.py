@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import cnnexp
-from cnnexp import SGD, AdamW, Digits, OneConv, ResNet, Step, Synthetic, fit
+from cnnexp import SGD, AdamW, CnnexpError, Digits, OneConv, ResNet, Step, Synthetic, fit
 from cnnexp.app import fit as fitting
 from cnnexp.app import predict
 from cnnexp.measuring import interference
@@ -33,11 +33,11 @@ def test_the_result_has_epochs_and_a_table(trained):
     assert [result.epoch for result in trained.epochs] == [1, 2, 3]
     assert trained.accuracy == trained.epochs[-1].test.accuracy > 0.5
     assert trained.speedup.count == 3
-    title, *rows = trained.table.splitlines()
-    assert title.split()[-1] == "speedup"
-    assert [row.split()[0] for row in rows] == ["1", "2", "3"]
+    above, title, *rows = trained.table.splitlines()
+    assert (above.split()[-1], title.split()[-1]) == ("x", "numpy")
+    assert [row.split()[0] for row in rows] == ["1/3", "2/3", "3/3"]
     assert f"{trained.accuracy:.2%}" in rows[-1]
-    assert max(map(len, (title, *rows))) <= 80
+    assert max(map(len, (above, title, *rows))) <= 80
     assert "too few for an interval" in trained.verdict
 
 
@@ -65,8 +65,9 @@ def test_a_plot_has_loss_and_accuracy(trained):
 def test_a_target_ends_it_and_without_a_baseline_there_is_no_speedup():
     found = fit(OneConv(filters=4), DATA.load(), "numpy", 5, optimizer=SGD(lr=0.1), baseline=None, target=0.01)
     assert len(found.epochs) == 1
+    assert "trainer.target=0.01 was reached on the test images" in " ".join(found.verdict.split())
     assert found.speedup is None
-    assert "speedup" not in found.table
+    assert found.table.splitlines()[1].split()[-1] == "images/s"
 
 
 def test_a_patient_one_waits_before_every_epoch_and_says_so_in_python(monkeypatch):
@@ -74,7 +75,7 @@ def test_a_patient_one_waits_before_every_epoch_and_says_so_in_python(monkeypatc
     monkeypatch.setattr(interference, "await_quiet", lambda limit_s: limits.append(limit_s) or 200.0)
     found = fit(OneConv(filters=4), DATA, backend="numpy", epochs=3, baseline=None, patient=True)
     assert limits == [300.0, 100.0], "patience has an end"
-    busy = replace(found, interference=Interference(0.5, 0.0, 9.0, 2))
+    busy = replace(found, interference=Interference(0.5, 0.0, 9.0, 2, 1, 9.0))
     assert "or wait with patient=True" in " ".join(busy.verdict.split())
 
 
@@ -83,7 +84,7 @@ def test_everything_is_told_in_a_line(trained):
     network, epoch = trained.network, trained.epochs[0]
     outcome = (trained, network, *network.stages, epoch, epoch.train, trained.speedup, epoch.comparison)
     given = (data, data.train, Synthetic(), cnnexp.Images(root="photos"), cnnexp.Mnist(), ResNet(), AdamW(), Step())
-    for thing in (*outcome, Interference(0.1, 0.0, 1.5, 2), *given, cnnexp.backend("cpu")):
+    for thing in (*outcome, Interference(0.1, 0.0, 1.5, 2, 2, 9.0), *given, cnnexp.backend("cpu")):
         assert len(repr(thing)) <= 100
         assert "\n" not in repr(thing)
     assert repr(cnnexp.Images(root="photos", height=8)) == "Images(root='photos', height=8)"
@@ -126,3 +127,14 @@ def test_neither_hydra_nor_mlflow_is_imported():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.split() == []
     assert np.all([name in cnnexp.__all__ for name in ("fit", "Fit")])
+
+
+def test_an_option_that_no_trainer_has_is_one_line():
+    with pytest.raises(CnnexpError, match=r"trainer\.batch=4: unknown key; .*did you mean .batch_size"):
+        fit(OneConv(filters=4), DATA, "numpy", 1, batch=4)
+
+
+def test_the_keys_of_the_trainer_are_options():
+    options = {"schedule": "step", "step_every": 1, "step_factor": 0.5}
+    found = fit(OneConv(filters=4), DATA, "numpy", 2, baseline=None, **options)
+    assert [result.rate for result in found.epochs] == [0.1, 0.05]

@@ -1,11 +1,19 @@
 import pytest
 
-from cnnexp.app import ranking
+from cnnexp.app import ranking, sweep
+from cnnexp.system.table import as_markdown
 
 
 def row(job, backend, seed="0", status="FINISHED", contended=False, disturbed=False):
     return {
-        **{"job": job, "name": f"job {job}", "status": status, "contended": contended, "disturbed": disturbed},
+        **{
+            "job": job,
+            "name": f"job {job}",
+            "status": status,
+            "contended": contended,
+            "disturbed": disturbed,
+            "fallback": None,
+        },
         **{"backend": backend, "trainer.seed": seed, "final/test_accuracy": 0.9},
     }
 
@@ -78,11 +86,9 @@ def test_what_failed_or_was_contended_has_no_place_and_what_was_disturbed_is_nam
 
 
 def test_a_table_of_all_jobs():
-    text = ranking.table(
-        [row("0", "a"), row("1", "b", status="FAILED")], VARIED, {"final/test_accuracy": ("acc.", ".2%")}
-    )
-    assert text.splitlines()[0] == "| job | backend | trainer.seed | status | acc. |"
-    assert text.splitlines()[3] == "| 1 | b | 0 | FAILED | 90.00% |"
+    text = as_markdown(sweep.job_table([row("0", "a"), row("1", "b", status="FAILED")]))
+    assert text[0] == "| job | backend | trainer.seed | status | test acc. |"
+    assert text[3] == "| 1 | b | 0 | FAILED | 0.9000 |"
 
 
 def test_a_sweep_over_seeds_alone_is_one_place_and_tells_the_time_to_its_target():

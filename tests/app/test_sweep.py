@@ -18,6 +18,7 @@ from cnnexp.app import sweep
 from cnnexp.errors import DataError
 from cnnexp.papers import EXPERIMENTS
 from cnnexp.papers.compare import compare
+from cnnexp.system.table import as_screen
 from cnnexp.tracking import journal, pipe, store
 from cnnexp.tracking.events import FALLBACK, JOURNAL
 from cnnexp.tracking.journal import Run
@@ -54,7 +55,7 @@ def test_a_backend_that_took_over_is_told_and_its_times_are_no_others(tmp_path):
     rows = sweep.rows(tmp_path)
     assert sweep.varied(rows) == []
     printed = io.StringIO()
-    Console(file=printed, width=200).print(sweep.summary_table(rows))
+    Console(file=printed, width=200).print(as_screen(sweep.job_table(rows), None, 200))
     assert "FINISHED, on cpu-parallel" in printed.getvalue()
     (compared,) = compare(tmp_path, next(iter(EXPERIMENTS))).jobs
     assert compared.config["backend.name"] == "cpu-parallel"
@@ -90,7 +91,7 @@ def test_table_as_csv_and_on_the_screen(tmp_path):
     assert [row["error"] for row in table] == ["", "no, data"]
     assert [row["time/median_epoch_s"] for row in table] == ["0.25", ""]
     console = Console(width=120, record=True, file=io.StringIO())
-    console.print(sweep.summary_table(rows))
+    console.print(as_screen(sweep.job_table(rows), None, 200))
     shown = console.export_text()
     assert "model.filters" in shown
     assert "FAILED" in shown

@@ -24,8 +24,8 @@ from conformance import (
 from machine_code import CPUS, KernelProgram, check_update
 
 from cnnexp.backends.simd import CpuSimd
-from cnnexp.backends.simd.host import host, host_target
-from cnnexp.backends.simd.program import make_plan
+from cnnexp.backends.simd.compiler.host import host, host_target
+from cnnexp.backends.simd.runtime.program import make_plan
 from cnnexp.errors import NetworkError
 from cnnexp.network import AvgPool2d, Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Sigmoid
 from cnnexp.optimizers import SGD

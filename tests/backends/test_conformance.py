@@ -12,11 +12,14 @@ from cnnexp.backends import BACKENDS, backend_class
 from cnnexp.errors import BackendUnavailable, CheckpointError, ConfigError, NetworkError
 from cnnexp.network import (
     LAYERS,
+    BatchNorm2d,
     Conv2d,
+    Dropout,
     Flatten,
     Linear,
     Network,
     ReLU,
+    Residual,
     Sigmoid,
     Tanh,
 )
@@ -48,7 +51,7 @@ def test_a_users_own_layer_from_outside_the_package(backend):
         check_backend(backend, network)
 
 
-@pytest.mark.parametrize("name", ["one_conv", "two_conv_mlp", "pools_overlap"])
+@pytest.mark.parametrize("name", ["one_conv", "two_conv_mlp", "max-pool"])
 def test_ties_and_dead_relus(backend, name):
     check_backend(backend, Network(*NETWORKS[name]), images=9, exact=True)
 
@@ -122,6 +125,35 @@ def test_random_networks_hold_every_layer():
 def test_every_optimizer_trains(backend, name):
     case = make_case(Network(*NETWORKS["one_conv"]), images=6)
     check_training(backend, case, OPTIMIZERS[name](weight_decay=0.01))
+
+
+def test_gradients_change_nothing_that_state_returns(backend):
+    block = Residual((Conv2d(3, 3, padding="same"), BatchNorm2d(), ReLU(), Dropout(0.4)))
+    network = Network((6, 6, 1), (Conv2d(3, 3, padding="same"), BatchNorm2d(), block, Flatten(), Linear(10)))
+    case, first, second = make_case(network, images=8), np.arange(4), np.arange(4, 7)
+    program = backend.compile(network, case.loss, Adam(), 4)
+    handle = program.load(case.images, case.labels)
+    program.restore(case.state)
+    program.train(handle, first, 0.01)
+    before = program.state()
+
+    _, gradient = program.gradients(handle, second)
+    assert_same_state(program.state(), before)
+    program.restore(before)  # forgets the batch, so `apply` has nothing to move the averages by
+    program.apply(gradient, 0.01)
+    assert np.array_equal(program.state()["running"], before["running"])
+
+    program.restore(before)
+    program.gradients(handle, first)
+    _, gradient = program.gradients(handle, second)  # this batch counts, the one before does not
+    assert_same_state(program.state(), before)
+    program.apply(gradient, 0.01)
+    halves = program.state()
+    program.restore(before)
+    program.train(handle, second, 0.01)
+    assert not np.array_equal(halves["running"], before["running"])
+    np.testing.assert_allclose(halves["running"], program.state()["running"], rtol=1e-6)
+    program.close()
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -19,22 +19,24 @@ from numba import float32, int64, njit
 
 from cnnexp.backends import cache, dispatchers
 from cnnexp.backends.dispatchers import load_or_compile
-from cnnexp.backends.simd import CpuSimd, elementwise, intrinsics, update
-from cnnexp.backends.simd.compose import compose, compose_five
-from cnnexp.backends.simd.conv_channels import phases
-from cnnexp.backends.simd.conv_filters import gradient_parts
-from cnnexp.backends.simd.conv_lanes import CACHED_VECTORS, MOST_SUMS, whole_width, window_part
-from cnnexp.backends.simd.dense import FilterClassifier
-from cnnexp.backends.simd.emit import INDEX, Target
-from cnnexp.backends.simd.host import cache_bytes, host_target
-from cnnexp.backends.simd.intrinsics import NEEDS
-from cnnexp.backends.simd.layout import round_up
-from cnnexp.backends.simd.limit import CHAINS, fma_loop
-from cnnexp.backends.simd.plan import Plan
-from cnnexp.backends.simd.product import Panels, choose_tile
-from cnnexp.backends.simd.program import SimdProgram, make_plan, paying_threads
-from cnnexp.backends.simd.team import Team
-from cnnexp.backends.simd.ways import allowed, split
+from cnnexp.backends.simd import CpuSimd
+from cnnexp.backends.simd.algorithms import elementwise, update
+from cnnexp.backends.simd.algorithms.convolution.channels import phases
+from cnnexp.backends.simd.algorithms.convolution.filters import gradient_parts
+from cnnexp.backends.simd.algorithms.convolution.filters_fused import FiltersFused
+from cnnexp.backends.simd.algorithms.convolution.lanes import CACHED_VECTORS, MOST_SUMS, whole_width, window_part
+from cnnexp.backends.simd.algorithms.product import Panels, choose_tile
+from cnnexp.backends.simd.compiler import intrinsics
+from cnnexp.backends.simd.compiler.compose import compose, compose_five
+from cnnexp.backends.simd.compiler.emit import INDEX, Target
+from cnnexp.backends.simd.compiler.host import cache_bytes, host_target
+from cnnexp.backends.simd.compiler.intrinsics import NEEDS
+from cnnexp.backends.simd.layouts import round_up
+from cnnexp.backends.simd.lowering import Plan
+from cnnexp.backends.simd.planner import allowed, split
+from cnnexp.backends.simd.runtime.limit import CHAINS, fma_loop
+from cnnexp.backends.simd.runtime.program import SimdProgram, make_plan, paying_threads
+from cnnexp.backends.simd.runtime.team import Team
 from cnnexp.errors import DataError
 from cnnexp.network import AvgPool2d, Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Sigmoid
 from cnnexp.network.losses import Loss
@@ -85,17 +87,17 @@ class OnTarget:
         return SimdProgram(network, loss, optimizer, batch_size, self.target, self.threads)
 
 
-def computed(network, target, way):
-    """Return the target on which every convolution is computed in one way."""
+def computed(network, target, algorithm):
+    """Return the target on which every convolution is computed by one algorithm."""
     names = [stage.name for stage in network.stages if isinstance(stage.layer, Conv2d)]
-    return replace(target, forced=tuple((name, way) for name in names))
+    return replace(target, forced=tuple((name, algorithm) for name in names))
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _own_cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        patch.setattr("cnnexp.backends.simd.program._ready", {})
+        patch.setattr("cnnexp.backends.simd.runtime.program._ready", {})
         yield
 
 
@@ -132,7 +134,7 @@ def test_general_kernels_on_narrow_vectors():
 def test_many_filters(conv):
     pool = MaxPool2d(2, padding="valid")
     network = Network((10, 12, 1), (conv, pool, Flatten(), Linear(14), ReLU(), Linear(3)))
-    assert ("filters", 1) in [(node.way, spans) for node, spans in allowed(split(network), AVX512, {}, first=True)]
+    assert ("filters", 1) in [(node.algorithm, node.spans) for node in allowed(split(network), AVX512, {}, first=True)]
     check_case(OnTarget(computed(network, host_target(), "filters")), make_case(network, images=5))
 
 
@@ -151,7 +153,7 @@ def test_the_parts_of_a_gradient_hold_each_tap_once(taps):
 
 
 @pytest.mark.skipif(not set(AVX2.features) <= set(host_target().features), reason="needs a CPU with AVX2")
-@pytest.mark.parametrize("way", ["filters", "filters-fused"])
+@pytest.mark.parametrize("algorithm", ["filters", "filters-fused"])
 @pytest.mark.parametrize(
     "conv",
     [
@@ -160,12 +162,12 @@ def test_the_parts_of_a_gradient_hold_each_tap_once(taps):
     ],
     ids=str,
 )
-def test_windows_of_four_pixels_on_avx2(conv, way):
+def test_windows_of_four_pixels_on_avx2(conv, algorithm):
     channels = {1: 5, 2: 2, 3: 1}[conv.kernel]
     layers = conv, ReLU(), MaxPool2d(2, padding="floor"), Flatten(), Linear(3)
-    network, target = Network((9, 12, channels), layers), replace(AVX2, forced=(("conv1", way),))
+    network, target = Network((9, 12, channels), layers), replace(AVX2, forced=(("conv1", algorithm),))
     node = Plan(network, target, 1, 5).nodes[0]
-    assert getattr(node, "conv", node).bank.manner == "pick"
+    assert getattr(node, "conv", node).bank.gather == "pick"
     check_case(OnTarget(target), make_case(network, images=5))
 
 
@@ -288,7 +290,7 @@ def test_threads_own_wide_weights_where_a_batch_is_one_tile(images, owns):
     plan = make_plan(network, host_target(), -(-(images - 1) // 2))
     assert plan.owns is owns
     assert plan.parameters.owned == (
-        sum(round_up(node.panels.size, 16) for node in plan.nodes if node.way == "wide") if owns else 0
+        sum(round_up(node.panels.size, 16) for node in plan.nodes if node.algorithm == "wide") if owns else 0
     )
     check_training(backend, case, Adam())
 
@@ -309,11 +311,11 @@ def test_the_papers_networks_get_the_special_kernels():
     one, mlp, pool4 = (
         Plan(model.network((28, 28, 1), 10), AVX512, 1, 16) for model in (OneConv(), TwoConvMlp(), TwoConvPool4())
     )
-    assert [type(node) for node in one.nodes] == [FilterClassifier]
+    assert [type(node) for node in one.nodes] == [FiltersFused]
     row = one.nodes[0].conv.shape[1] * one.nodes[0].conv.shape[2]
     assert one.nodes[0].conv.dy.size == row, "there is room for the gradient of a row of cells alone"
-    assert [node.way for node in mlp.nodes if node.trains] == ["lanes", "lanes-argmax", "wide", "skinny"]
-    assert [node.way for node in pool4.nodes if node.trains] == ["lanes-pair", "wide", "skinny"]
+    assert [node.algorithm for node in mlp.nodes if node.trains] == ["lanes", "lanes-argmax", "wide", "skinny"]
+    assert [node.algorithm for node in pool4.nodes if node.trains] == ["lanes-pair", "wide", "skinny"]
 
 
 def test_the_limit_of_the_arithmetic_is_measured():

@@ -11,11 +11,11 @@ from machine_code import CPUS, add_function, check_assembly, optimized
 
 from cnnexp.backends import backend_class
 from cnnexp.backends.parts import BACKWARD, FOLLOWED, FORWARD, TRANSFORMED
-from cnnexp.backends.simd.dense import FilterClassifier
-from cnnexp.backends.simd.emit import FLOAT
-from cnnexp.backends.simd.host import host_target
-from cnnexp.backends.simd.plan import Plan
-from cnnexp.backends.simd.program import SimdProgram, make_plan
+from cnnexp.backends.simd.algorithms.convolution.filters_fused import FiltersFused
+from cnnexp.backends.simd.compiler.emit import FLOAT
+from cnnexp.backends.simd.compiler.host import host_target
+from cnnexp.backends.simd.lowering import Plan
+from cnnexp.backends.simd.runtime.program import SimdProgram, make_plan
 from cnnexp.network import Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU
 from cnnexp.network.models import OneConv, TwoConvMlp, TwoConvPool4
 from cnnexp.optimizers import SGD
@@ -76,7 +76,7 @@ def parts_of(network, target=None):
 
 def test_multiply_adds_by_hand():
     plan, parts = parts_of(OneConv(filters=64).network((28, 28, 1), 10))
-    assert isinstance(plan.nodes[0], FilterClassifier)
+    assert isinstance(plan.nodes[0], FiltersFused)
     assert parts[FORWARD, "conv1"].multiply_adds == 26 * 26 * 64 * 9
     assert parts[BACKWARD, "conv1"].multiply_adds == 13 * 13 * 64 * 9, "one output of each window of four"
     assert parts[BACKWARD, "conv1"].fewer == FOLLOWED

@@ -3,9 +3,9 @@ import pytest
 from conformance import assert_same_state
 
 from cnnexp import Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU
-from cnnexp.backends.simd.crew import TRIAL_S, Crew
-from cnnexp.backends.simd.host import host_target
-from cnnexp.backends.simd.program import SimdProgram, make_plan
+from cnnexp.backends.simd.compiler.host import host_target
+from cnnexp.backends.simd.runtime.crew import TRIAL_S, Crew
+from cnnexp.backends.simd.runtime.program import SimdProgram, make_plan
 from cnnexp.network.losses import Loss
 from cnnexp.optimizers import Adam
 
@@ -51,6 +51,25 @@ def test_all_work_again_when_the_others_have_gone():
     machine.together_s = 4e-5
     machine.train(10)  # no trial is further off
     assert machine.train(10)[0] < 0.01
+
+
+def test_a_disturbance_that_passes_does_not_send_threads_away():
+    machine = Machine(Crew(2), alone_s=1e-4, together_s=6e-5)
+    machine.train(0.1)
+    machine.together_s = 6e-4
+    machine.train(0.05)
+    machine.together_s = 6e-5
+    assert machine.train(0.1)[0] < 0.1
+
+
+def test_a_long_disturbance_is_forgotten_soon_after_its_end():
+    crew = Crew(2)
+    machine = Machine(crew, alone_s=1e-4, together_s=6e-4)
+    while crew.size == 2:
+        machine.train(0.01)
+    machine.together_s = 6e-5
+    machine.train(0.06)
+    assert crew.size == 2
 
 
 def test_a_short_call_that_waking_the_threads_outlasts_does_not_count_alone():

@@ -7,10 +7,10 @@ import sys
 import numpy as np
 import pytest
 
-from cnnexp.backends.simd import apart, step
-from cnnexp.backends.simd.entry import ARGUMENTS, Array
-from cnnexp.backends.simd.host import host_target
-from cnnexp.backends.simd.native import Function, MachineCode
+from cnnexp.backends.simd.compiler.entry import ARGUMENTS, Array
+from cnnexp.backends.simd.compiler.host import host_target
+from cnnexp.backends.simd.compiler.native import Function, MachineCode
+from cnnexp.backends.simd.runtime import compilation, step
 from cnnexp.network import Flatten, Linear, Network
 from cnnexp.network.losses import Loss
 from cnnexp.optimizers import SGD
@@ -41,7 +41,7 @@ print("numba" in sys.modules, loss, program.predict(handle).tobytes().hex())
 """
 BRING = """
 import sys
-from cnnexp.backends.simd.native import Function, MachineCode
+from cnnexp.backends.simd.compiler.native import Function, MachineCode
 made = MachineCode.of_bytes(sys.stdin.buffer.read())
 Function(MachineCode(made.symbol, (*made.needs, "numba_unpickle"), made.object_file), [])
 assert "numba" in sys.modules
@@ -63,7 +63,7 @@ def run(script, folder, payload=b"", **environment):
 
 @pytest.fixture(scope="module")
 def made():
-    return MachineCode.of_bytes(apart.compile_here("key", DESCRIBED))
+    return MachineCode.of_bytes(compilation.compile_in_process("key", DESCRIBED))
 
 
 @pytest.mark.parametrize(
@@ -129,10 +129,10 @@ def test_an_array_that_is_not_what_the_code_takes_is_refused(made, wrong):
 def test_numba_and_we_must_mean_the_same_cpu(monkeypatch):
     monkeypatch.setattr(step, "host", lambda: ("x86_64", "another", "+sse2"))
     with pytest.raises(RuntimeError, match=r"Numba compiles for .*, the kernels are for .*another"):
-        apart.compile_here("key", DESCRIBED)
+        compilation.compile_in_process("key", DESCRIBED)
 
 
 def test_every_argument_has_a_parameter_of_its_name():
     """`ARGUMENTS` goes by order; a swap of two arrays of one kind would go unseen."""
-    work = step.make_work(apart.Plan(*DESCRIBED[:1], *DESCRIBED[3:]), *DESCRIBED[1:3], "key").py_func
+    work = step.make_work(compilation.Plan(*DESCRIBED[:1], *DESCRIBED[3:]), *DESCRIBED[1:3], "key").py_func
     assert work.__code__.co_varnames[: work.__code__.co_argcount] == tuple(ARGUMENTS)

@@ -24,12 +24,13 @@ from numba import cuda
 from numba.core import sigutils
 
 from cnnexp.backends import backend_class
-from cnnexp.backends.gpu import device, direct, limits
+from cnnexp.backends.gpu import device, limits
 from cnnexp.backends.gpu.backend import GpuProgram
 from cnnexp.backends.gpu.device import Gpu, Tensor
 from cnnexp.backends.gpu.fused import kernels
 from cnnexp.backends.gpu.fused.build import suits
-from cnnexp.backends.gpu.kernels import ConvSizes
+from cnnexp.backends.gpu.kernels import direct
+from cnnexp.backends.gpu.kernels.index import ConvSizes
 from cnnexp.backends.gpu.launch import Kernel
 from cnnexp.network import (
     GELU,
@@ -51,8 +52,6 @@ from cnnexp.network import (
 from cnnexp.network.losses import Loss
 from cnnexp.network.models import Knm, OneConv, TwoConvMlp, TwoConvPool4
 from cnnexp.optimizers import SGD, Adam, AdaMax, AdamW, RMSprop
-
-pytestmark = pytest.mark.skipif(device.SIMULATED, reason="the simulator compiles nothing")
 
 GPU = Gpu(0, "none", (9, 0), (13, 0), (13, 0), 132, 1024, 48 * 1024)
 Target = tuple[int, int, str]  # as Numba names it: "a" is code for that very GPU, which it makes from 9.0 on
@@ -105,14 +104,10 @@ BUDGETS = {
     "tiled.conv2d": (48, 16.0),  # of several channels: each row of a filter is unrolled, not all of it
     "tiled.conv2d of one_conv": (48, 9.0),
     "sums.matmul": (48, 4.0),
-    "one_conv_kernels.forward": (128, 2.5),
-    "one_conv_kernels.backward": (96, 2.5),
     "conv_kernels.conv2d": (64, 9.5),
     "conv_kernels.conv2d_backward_weights": (96, 6.0),
     "conv_kernels.conv2d_backward_input": (80, 4.0),
     "linear_kernels.linear_head": (96, 6.0),
-    "two_conv_kernels.forward": (128, 2.0),
-    "two_conv_backward.backward": (128, 4.5),  # of small filters, the exponentials are the longest run
 }
 REGISTERS = 128  # of any other kernel
 

@@ -1,10 +1,13 @@
 """The search of `gpu-tuned`, with made-up times: no GPU is needed to choose among numbers."""
 
+import json
+from dataclasses import asdict
+
 import pytest
 
 from cnnexp.backends.gpu.device import Gpu
-from cnnexp.backends.gpu.kernels import ConvSizes
-from cnnexp.backends.gpu.tuned import REPEATS, Choices, candidates, fastest
+from cnnexp.backends.gpu.kernels.index import ConvSizes
+from cnnexp.backends.gpu.tuned import REPEATS, TunedOps, candidates, fastest
 
 GPU = Gpu(0, "a GPU", (9, 0), (13, 0), (13, 0), 132, 1024, 48 * 1024)
 ONE_CONV = ConvSizes(H=28, W=28, C=1, K=3, F=64, stride=1, top=0, left=0, P=26, Q=26)
@@ -42,15 +45,21 @@ def test_the_smallest_median_wins_whatever_an_outlier_says():
     assert set(calls.values()) == {REPEATS + 1}
 
 
-def test_choices_are_kept_by_key_and_survive_a_damaged_file(tmp_path):
-    path, (one, other) = tmp_path / "cache" / "choices.json", candidates(ONE_CONV, GPU)[:2]
-    kept = Choices(path)
-    assert kept.get("a") is None
-    kept.keep("a", one)
-    kept.keep("b", other)
-    assert (Choices(path).get("a"), Choices(path).get("b"), Choices(path).get("c")) == (one, other, None)
-    assert [entry.name for entry in path.parent.iterdir()] == ["choices.json"]
-    path.write_text("{")
-    assert kept.get("a") is None
-    kept.keep("a", other)
-    assert kept.get("a") == other
+def test_a_choice_is_measured_once_by_gpu_batch_and_shape(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("cnnexp.backends.gpu.device.empty", lambda shape, dtype: None)
+    measured = []
+
+    def plan_of(batch_size, sizes, is_flipped):
+        ops = TunedOps(GPU, batch_size)
+        monkeypatch.setattr(ops, "_measured", lambda *shape: measured.append(shape) or json.dumps(asdict(one)).encode())
+        return [ops._plan(sizes, is_flipped) for _ in range(2)]
+
+    one = candidates(ONE_CONV, GPU)[0]
+    for _ in range(2):
+        assert plan_of(8, ONE_CONV, False) == plan_of(9, ONE_CONV, False) == plan_of(8, ONE_CONV, True) == [one, one]
+        assert len(measured) == 3
+    for kept in tmp_path.rglob("*.bin"):
+        kept.write_bytes(b"{")  # damaged: measured anew
+    assert plan_of(8, ONE_CONV, False) == [one, one]
+    assert len(measured) == 4

@@ -410,6 +410,18 @@ def test_no_source_waits_for_a_pipe_or_reads_a_device(tmp_path):
             Images(root=".").read(Path(path))
 
 
+def test_one_class_alone_is_said(tmp_path, caplog):
+    Npz(path=write_npz(tmp_path / "a.npz", train_labels=np.zeros(6, int), test_labels=np.zeros(2, int))).load()
+    assert "npz: all training images are of one class, 0: nothing can be learned" in caplog.text
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_channels_first_are_refused_with_the_line_that_mends_them(tmp_path, channels):
+    images = np.zeros((6, channels, 8, 9), np.uint8)
+    with pytest.raises(DataError, match=r"channels come last, .*; write numpy\.moveaxis\(images, 1, 3\)"):
+        Npz(path=write_npz(tmp_path / "a.npz", train_images=images, test_images=images[:2])).load()
+
+
 def test_a_class_that_is_tested_on_and_never_trained_on_is_told(tmp_path, caplog):
     Npz(path=write_npz(tmp_path / "a.npz", train_labels=np.array([0, 1, 1, 0, 1, 1])), classes=3).load()
     assert "1 of the classes tested on have no training image: 2" in caplog.text

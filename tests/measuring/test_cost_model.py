@@ -8,27 +8,13 @@ from cnnexp.measuring.cost_model import (
     all_reduce_s,
     averages_per_epoch,
     break_even,
-    communication_s,
-    computation_s,
     epoch_s,
     extrapolate,
     fit_links,
     operations,
-    parallel_s,
-    speedup,
 )
 
 COSTS = Costs(t_c=1e-9, t_s=1e-5, t_b=1e-9)
-
-
-def test_equations_5_to_8_by_hand():
-    # m = 3, N = 10, K = 4, p = 2: 19 * 100 * 4 operations; 8 (t_s + 10 t_b) seconds of messages with S = 1
-    assert computation_s(COSTS, kernel=3, side=10, kernels=4, workers=2) == pytest.approx(7600e-9 / 2)
-    assert communication_s(COSTS, kernel=3, side=10, kernels=4) == pytest.approx(8 * (1e-5 + 10e-9))
-    assert parallel_s(COSTS, 3, 10, 4, 2) == pytest.approx(3.8e-6 + 8.008e-5)
-    # p / (1 + p (2 t_s + t_b S N (m - 1)) / (t_c (2 m^2 + 1) N^2))
-    assert speedup(COSTS, 3, 10, 2) == pytest.approx(2 / (1 + 2 * (2e-5 + 20e-9) / 1900e-9))
-    assert speedup(Costs(1.0, 0.0, 0.0), 3, 10, 16) == 16
 
 
 def test_operations_of_a_network_by_hand():

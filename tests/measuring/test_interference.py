@@ -1,95 +1,119 @@
 """Interference from a /proc of the test's own, and once from the real one."""
 
 import os
+import signal
+import subprocess
 import sys
 
 import pytest
 from fakes import FakeClock
 
-from cnnexp.measuring.interference import (
-    PROC,
-    Interference,
-    Watch,
-    _counts,
-    await_quiet,
-    others_share,
-)
+from cnnexp.measuring import interference
+from cnnexp.measuring.interference import PROC, Interference, Watch, _look, await_quiet, others_share
+from cnnexp.system.cores import usable_cores
 
 
-class Proc:
-    """A /proc of two threads, which a program's training moves on."""
-
-    def __init__(self, folder, waited_ns, stolen=0):
-        self.folder, self.waited_ns, self.stolen = folder, waited_ns, stolen
-        self.steps = 0
-        for thread in (1, 2):
-            (folder / "self" / "task" / str(thread)).mkdir(parents=True)
-        self.write()
-
-    def write(self):
-        for thread in (1, 2):
-            times = f"{1_000_000 + 800 * self.steps} {5_000_000 + self.waited_ns * self.steps} 7\n"
-            (self.folder / "self" / "task" / str(thread) / "schedstat").write_text(times)
-        cores = "".join(
-            f"cpu{core} {100 + 10 * self.steps} 0 0 500 0 0 0 {self.stolen * self.steps} 0 0\n"
-            for core in os.sched_getaffinity(0)
-        )
-        (self.folder / "stat").write_text(f"cpu  9 9 9 9 9 9 9 9 0 0\n{cores}cpu999 5 5 5 5 5 5 5 5 0 0\nctxt 1\n")
+def write_stat(folder, idle, stolen, ticks):
+    """A /proc/stat in which each of our cores has had `ticks`; one that is not ours is always busy."""
+    cores = "".join(
+        f"cpu{core} {ticks - idle - stolen} 0 0 {idle} 0 0 0 {stolen} 0 0\n" for core in os.sched_getaffinity(0)
+    )
+    (folder / "stat").write_text(f"cpu  9 9 9 9 9 9 9 9 0 0\n{cores}cpu999 5 5 5 5 5 5 5 5 0 0\nctxt 1\n")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells which threads waited")
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """Its /proc, and a function by which time passes; what is used is in seconds of all our cores together."""
+    now = {"clock": 0.0, "own": 0.0, "idle": 0.0, "stolen": 0.0}
+    monkeypatch.setattr(interference.time, "monotonic", lambda: now["clock"])
+    monkeypatch.setattr(interference, "_own_s", lambda: now["own"])
+
+    def pass_time(seconds, own, others, stolen=0.0):
+        cores = usable_cores()
+        idle = seconds * cores - own - others - stolen
+        for key, passed in (("clock", seconds), ("own", own), ("idle", idle), ("stolen", stolen)):
+            now[key] += passed
+        write_stat(tmp_path, round(100 * now["idle"] / cores), round(100 * now["stolen"] / cores), 10_000)
+
+    pass_time(1.0, 0.5, 0.0)
+    return tmp_path, pass_time
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts what others use")
 @pytest.mark.parametrize(
-    ("waited_ns", "stolen", "waited", "stolen_share", "disturbed"),
-    [(0, 0, 0.0, 0.0, False), (200, 0, 0.2, 0.0, True), (8, 0, 8 / 808, 0.0, False), (0, 5, 0.0, 5 / 15, True)],
+    ("others", "stolen", "disturbed"), [(0.0, 0.0, False), (0.03, 0.0, False), (0.2, 0.0, True), (0.0, 0.1, True)]
 )
-def test_what_threads_waited_and_what_was_stolen_while_training(
-    tmp_path, waited_ns, stolen, waited, stolen_share, disturbed
-):
-    proc = Proc(tmp_path, waited_ns, stolen)
-    watch = Watch(tmp_path)
+def test_disturbed_is_what_others_used_never_how_the_own_threads_waited(machine, others, stolen, disturbed):
+    folder, pass_time = machine
+    cores = usable_cores()
+    watch = Watch(cores, folder)
     assert watch.interference() is None
+    watch.start()
     for _ in range(3):
-        with watch.around():
-            proc.steps += 1
-            proc.write()
-        proc.steps += 100  # between the passes others may do what they like
-        proc.write()
-    found = watch.interference()
-    assert found.waited == pytest.approx(waited)
-    assert found.stolen == pytest.approx(stolen_share)
+        pass_time(1.0, 0.5 * cores, others * cores, stolen * cores)
+        watch.finished(None)
+        found = watch.interference()
+        pass_time(9.0, 0.0, 9.0 * cores)  # while a patient run waits others may do what they like
+        watch.start()
+    assert (found.others, found.stolen) == pytest.approx((others + stolen, stolen), abs=0.02)
+    assert found.seconds == pytest.approx(3)
     assert found.disturbed is disturbed
 
 
-def test_a_system_that_does_not_tell_is_not_guessed_at(tmp_path):
-    watch = Watch(tmp_path)
-    with watch.around():
-        pass
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts what others use")
+def test_a_run_too_short_to_say_claims_nothing(machine):
+    folder, pass_time = machine
+    watch = Watch(usable_cores(), folder)
+    watch.start()
+    pass_time(0.1, 0.0, 0.1 * usable_cores())
+    watch.finished(None)
+    found = watch.interference()
+    assert not found.known
+    assert not found.disturbed
+
+
+@pytest.mark.parametrize(
+    ("cores", "threads", "busy_cores", "disturbed"),
+    [(2, 1, 1.0, True), (64, 2, 1.0, False), (64, 64, 1.0, True), (64, 62, 1.0, False), (64, 8, 60.0, True)],
+)
+def test_cores_that_the_run_leaves_free_are_the_others(cores, threads, busy_cores, disturbed):
+    assert Interference(busy_cores / cores, 0.0, 1.0, cores, threads, 9.0).disturbed is disturbed
+
+
+def test_a_system_that_does_not_count_is_not_guessed_at(tmp_path):
+    watch = Watch(2, tmp_path)
+    watch.start()
+    watch.finished(None)
     assert watch.interference() is None
     assert others_share(0.0, tmp_path) == 0.0
 
 
-@pytest.mark.skipif(_counts(PROC) is None, reason="this system does not tell which threads waited")
-def test_two_threads_on_one_core_are_found_to_wait():
-    """A real process beside ours on the one core that both may use."""
-    import subprocess
+SPIN = "import os; print(os.getpid(), flush=True)\nwhile True: pass"
 
-    cores = os.sched_getaffinity(0)
+
+@pytest.mark.skipif(_look(PROC) is None, reason="this system does not count what others use")
+def test_a_process_on_our_core_is_other_work_and_a_child_of_ours_is_not():
+    """Real processes beside ours on the one core that all may use."""
+    shares, cores = {}, os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
+    orphaning = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {SPIN!r}])"
     try:
-        spin = "print('spins', flush=True)\nwhile True: pass"
-        with subprocess.Popen([sys.executable, "-c", spin], stdout=subprocess.PIPE, text=True) as rival:
-            rival.stdout.readline()
-            watch = Watch()
-            with watch.around():
+        for who, code in (("child", SPIN), ("other", orphaning)):
+            with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+                rival = int(process.stdout.readline())
+                if who == "other":
+                    process.wait()  # its own child has no parent then
+                watch = Watch(1)
+                watch.start()
                 spin_for(0.3)
-            busy = others_share(0.2)
-            rival.kill()
-        found = watch.interference()
+                watch.finished(None)
+                shares[who] = watch.interference()
+                os.kill(rival, signal.SIGKILL)
     finally:
         os.sched_setaffinity(0, cores)
-    assert found.disturbed
-    assert found.cores == 1
-    assert busy > 0.5
+    assert shares["other"].disturbed
+    assert shares["other"].others > 0.3
+    assert shares["child"].others < shares["other"].others
 
 
 def spin_for(seconds):
@@ -113,8 +137,3 @@ def test_patience_ends_with_quiet_or_with_its_limit():
     assert waited(0.9, 0.5, 0.05, 0.9) == 1.5
     assert waited(*[1.0] * 50) == 10.0
     assert waited(0.0) == 0.5
-
-
-def test_disturbed_is_either():
-    assert not Interference(0.04, 0.04, 9.0, 2).disturbed
-    assert Interference(0.06, 0.0, 0.0, 2).disturbed

@@ -77,6 +77,7 @@ def test_a_record_that_lacks_or_doubles_an_epoch_is_seen(runs, fault):
     "part",
     [
         kills.kills,
+        soak.PARTS["worker-kills"],
         kills.recorder,
         kills.sweeps,
         kills.jobs,

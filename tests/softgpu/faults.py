@@ -26,9 +26,10 @@ def new():
 
 
 def found(check: str, *words: str) -> bool:
-    """Tell whether this is all that was found, and says all of that."""
-    told = softgpu.findings()
-    return bool(told) and all(line.startswith(f"{check}: ") for line in told) and all(word in told[0] for word in words)
+    """Return whether this is all that was found, and says all of that."""
+    lines = softgpu.findings()
+    alone = bool(lines) and all(line.startswith(f"{check}: ") for line in lines)
+    return alone and all(word in lines[0] for word in words)
 
 
 def launch(kernel, *arguments, blocks=1, threads=THREADS):

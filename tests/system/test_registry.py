@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import softgpu
 from cnnexp.app.config import load
 from cnnexp.backends import BACKENDS
 from cnnexp.errors import ConfigError
@@ -125,17 +126,17 @@ def test_a_config_file_cannot_name_a_plugin():
 
 @pytest.mark.thorough
 def test_one_of_each_kind_from_one_file_outside_the_package(tmp_path, monkeypatch):
-    """On the command line of a sweep, on every kind of CPU backend and on a simulated GPU: the same numbers."""
+    """On the command line of a sweep, on every kind of CPU backend and on the software GPU: the same numbers."""
     own = ("model=wide", "optimizer=sign", "dataset=stripes", "model.hidden=20", *TINY)
     backends = "backend=mine,python,numpy,cpu,cpu-parallel,cpu-simd"
     done = python_m("-m", f"plugins=[{OUTSIDE}]", *own, backends, f"hydra.sweep.dir={tmp_path}/sweep", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     journals = [read_journal(tmp_path / "sweep" / job) for job in "012345"]
-    if importlib.util.find_spec("numba_cuda"):
-        monkeypatch.setenv("NUMBA_ENABLE_CUDASIM", "1")
-        done = python_m(
-            f"plugins=[{OUTSIDE}]", *own, "backend=gpu-naive", f"hydra.run.dir={tmp_path}/gpu", cwd=tmp_path
-        )
+    if importlib.util.find_spec("numba_cuda") and not softgpu.unavailable():
+        for variable, value in softgpu.SoftGpu().environment().items():
+            monkeypatch.setenv(variable, value)
+        settings = (*own, "backend=gpu-naive", f"hydra.run.dir={tmp_path}/gpu")
+        done = python_m(f"plugins=[{OUTSIDE}]", *settings, cwd=tmp_path, path=os.environ["PYTHONPATH"])
         assert done.returncode == 0, done.stderr
         journals.append(read_journal(tmp_path / "gpu"))
     losses = [[epoch["train/loss"] for epoch in journal["epochs"]] for journal in journals]

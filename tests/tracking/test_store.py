@@ -311,9 +311,7 @@ def no_client(monkeypatch):
 
 @pytest.mark.usefixtures("no_client")
 def test_unreachable_server_is_told_at_once():
-    with pytest.raises(
-        TrackingError, match=r"^tracking.uri=http://me:\*\*\*@127.0.0.1:\d+: cannot be opened: .*refused"
-    ):
+    with pytest.raises(TrackingError, match=r"^tracking.uri=http://\*\*\*@127.0.0.1:\d+: cannot be opened: .*refused"):
         stores.Store(f"http://me:secret@127.0.0.1:{closed_port()}", "first")
 
 
@@ -388,8 +386,6 @@ def test_link_to_an_experiment(store):
     assert store.link().startswith(
         f"http://127.0.0.1:5000/#/experiments/{store._experiment_id}/runs?viewStateShareKey="
     )
-    assert view.address("https://me:secret@host:8080/", "7").startswith(
-        "https://me:***@host:8080/#/experiments/7/runs?"
-    )
+    assert view.address("https://me:secret@host:8080/", "7").startswith("https://***@host:8080/#/experiments/7/runs?")
     assert view.address("sqlite:///x.db", "7", False, 6) == "http://127.0.0.1:6/#/experiments/7/runs?" + view.MODE
     assert view.address("sqlite:///x.db", None) == "http://127.0.0.1:5000/#/experiments?workflowType=machine_learning"

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from results import epoch_result
 
-from cnnexp import SGD, Adam, Constant, Conv2d, Cosine, Flatten, Linear, Loss, Network, ReLU, train_epochs
+from cnnexp import SGD, Adam, Constant, Conv2d, Cosine, Flatten, Linear, Loss, Network, ReLU, TrainingPlan, train_epochs
 from cnnexp.backends import backend_class
 from cnnexp.datasets import Dataset, Split
 from cnnexp.errors import CheckpointError
@@ -167,7 +167,18 @@ def test_a_damaged_newest_is_passed_over_and_said(tmp_path, caplog):
         path = keeper.save(checkpoint().state, {}, epoch_result(epoch))
     path.write_bytes(path.read_bytes()[:-1])
     assert load(find(tmp_path)).epoch == 1
-    assert "the one before it is used" in caplog.text
+    assert "epoch-000001.ckpt is used" in caplog.text
+
+
+def test_where_all_are_damaged_one_line_says_so(tmp_path, caplog):
+    keeper = CheckpointWriter(tmp_path, TRAINING)
+    for epoch in (1, 2):
+        path = keeper.save(checkpoint().state, {}, epoch_result(epoch))
+        path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=r": all 2 checkpoints are damaged; epoch-000002\.ckpt: ") as caught:
+        find(tmp_path)
+    assert "\n" not in str(caught.value)
+    assert caplog.text == ""
 
 
 def test_a_history_that_is_not_the_checkpoints_own_is_refused(tmp_path):
@@ -288,12 +299,12 @@ def test_a_resumed_run_ends_bit_identical_to_one_never_stopped(tmp_path, network
     start = network.initial_state(3)
     unbroken = compiled()
     unbroken.restore(start)
-    list(train_epochs(unbroken, dataset(), 4, seed=5))
+    list(train_epochs(unbroken, dataset(), TrainingPlan(4, seed=5)))
 
     stopped = compiled()
     stopped.restore(start)
     keeper, done = CheckpointWriter(tmp_path, TRAINING), []
-    for result in itertools.islice(train_epochs(stopped, dataset(), 4, seed=5), 2):
+    for result in itertools.islice(train_epochs(stopped, dataset(), TrainingPlan(4, seed=5)), 2):
         keeper.save(stopped.state(), {}, result)
         done.append(result)
 
@@ -301,7 +312,7 @@ def test_a_resumed_run_ends_bit_identical_to_one_never_stopped(tmp_path, network
     last = take_history(load(find(tmp_path)), journal(*done), find(tmp_path))
     assert last.epoch == 2
     resumed.restore(last.state)
-    list(train_epochs(resumed, dataset(), 4, seed=5, earlier=last.history))
+    list(train_epochs(resumed, dataset(), TrainingPlan(4, seed=5), resume_from=last))
     assert resumed.state().keys() == unbroken.state().keys()
     for name, array in unbroken.state().items():
         np.testing.assert_array_equal(resumed.state()[name], array)

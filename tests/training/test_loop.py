@@ -1,14 +1,15 @@
 """The epoch loop on a fake program and a fake clock: what is timed, what is trained, when it stops."""
 
-import contextlib
+import dataclasses
 import signal
 
 import numpy as np
 import pytest
 from fakes import FakeClock, FakeProgram
 
-from cnnexp import Constant, Cosine, Dataset, Split, Step, train_epochs
+from cnnexp import Constant, Cosine, Dataset, EarlyStopping, Split, Step, Totals, TrainingPlan, train_epochs
 from cnnexp.errors import ConfigError, Diverged
+from cnnexp.training.checkpoint import Checkpoint
 from cnnexp.training.loop import epoch_order
 
 
@@ -20,8 +21,26 @@ def dataset(train=25, test=8, validation=None):
     return Dataset("fake", split(train), split(test), held_out, ("a", "b"), "made here", "0" * 64)
 
 
-def run(program, data=None, epochs=1, **options):
-    return list(train_epochs(program, data or dataset(), epochs, clock=program.clock, **options))
+class Seen(list):
+    """An observer that keeps what it is given."""
+
+    progressed = list.append
+
+    def finished(self, result):
+        """Leave results to the caller."""
+
+
+def run(program, data=None, epochs=1, observers=(), earlier=(), begun=None, **plan):
+    resumed = Checkpoint(len(earlier), {}, {}, tuple(earlier), begun=begun) if earlier else None
+    plan = TrainingPlan(epochs, **plan)
+    return list(train_epochs(program, data or dataset(), plan, observers, None, resumed, program.clock))
+
+
+def stopped(epochs, data=None, earlier=(), **options):
+    """Return the results of a run that early stopping watches, and why it ended."""
+    stopping = EarlyStopping(**options, history=earlier)
+    results = run(FakeProgram(FakeClock(), 0.1), data, epochs, [stopping], earlier) if not stopping.reason else []
+    return results, stopping.reason
 
 
 def test_every_image_is_trained_once_an_epoch_the_short_last_batch_included():
@@ -59,9 +78,9 @@ def test_a_run_that_goes_on_visits_the_images_as_one_never_stopped():
 
 
 def test_an_epoch_that_goes_on_trains_the_images_that_are_left():
-    seen = []
+    seen = Seen()
     whole, rest = FakeProgram(FakeClock(), 0.1), FakeProgram(FakeClock(), 0.2)
-    (first, second) = run(whole, epochs=2, most_batches=1, on_progress=seen.append)
+    (first, second) = run(whole, epochs=2, progress_batches=1, observers=[seen])
     stopped = [progress for progress in seen if progress.epoch == 2][1]
     assert (stopped.totals.count, stopped.images) == (20, 25)
     (again,) = run(rest, epochs=2, earlier=[first], begun=stopped)
@@ -74,8 +93,8 @@ def test_an_epoch_that_goes_on_trains_the_images_that_are_left():
 
 
 def test_progress_is_told_after_so_many_batches_at_most():
-    seen = []
-    run(FakeProgram(FakeClock(), 1e-9, batch_size=2), dataset(train=41), most_batches=3, on_progress=seen.append)
+    seen = Seen()
+    run(FakeProgram(FakeClock(), 1e-9, batch_size=2), dataset(train=41), progress_batches=3, observers=[seen])
     steps = np.diff([0, *(progress.totals.count for progress in seen)])
     assert max(steps) == 6
     assert sum(steps) == 41
@@ -91,7 +110,7 @@ def test_an_epoch_begins_with_as_many_batches_as_the_last_one_ended_with():
 
 
 def test_a_signal_comes_between_two_steps():
-    seen = []
+    seen = Seen()
     program = FakeProgram(FakeClock(), 0.1)
     train = program.train
 
@@ -101,7 +120,7 @@ def test_a_signal_comes_between_two_steps():
 
     program.train = stop
     with pytest.raises(KeyboardInterrupt):
-        run(program, on_progress=seen.append)
+        run(program, observers=[seen])
     assert [progress.totals.count for progress in seen] == [10]
 
 
@@ -126,8 +145,18 @@ def test_a_held_out_loss_that_is_not_finite_stops_the_run_before_it_is_kept():
 
 def test_patience_that_has_run_out_trains_no_epoch_more():
     earlier = run(FakeProgram(FakeClock(), 0.1), epochs=3)  # its held-out loss never falls
-    assert run(FakeProgram(FakeClock(), 0.1), epochs=9, earlier=earlier, patience=2) == []
-    assert [r.epoch for r in run(FakeProgram(FakeClock(), 0.1), epochs=9, earlier=earlier, patience=3)] == [4]
+    assert stopped(9, earlier=earlier, patience=2)[0] == []
+    assert [r.epoch for r in stopped(9, earlier=earlier, patience=3)[0]] == [4]
+
+
+def test_a_loss_that_falls_again_is_worth_going_on():
+    loss = iter((2.0, 3.0, 3.0, 1.0))
+    earlier = [
+        dataclasses.replace(result, test=Totals(next(loss), 1, 1))
+        for result in run(FakeProgram(FakeClock(), 0.1), epochs=4)
+    ]
+    assert EarlyStopping(patience=2, history=earlier[:3]).reason
+    assert not EarlyStopping(patience=2, history=earlier).reason
 
 
 def test_a_pass_over_its_seconds_ends_early_and_is_tested_on_the_same_share():
@@ -146,15 +175,16 @@ def test_a_pass_has_at_least_one_batch_and_time_enough_changes_nothing():
     assert (whole.train.count, whole.test.count) == (25, 8)
 
 
-def test_early_stop_counts_epochs_without_a_smaller_held_out_loss():
-    results = run(FakeProgram(FakeClock(), 0.1), epochs=10, patience=2)
+def test_early_stopping_counts_epochs_without_a_smaller_held_out_loss_and_says_so():
+    results, reason = stopped(10, patience=2)
     assert len(results) == 3  # the fake's scores never change: best in epoch 1, worse in 2 and 3
+    assert reason == "early stopping, trainer.patience=2: the loss of the test images fell no more"
+    assert "of the validation images" in stopped(10, dataset(validation=4), patience=2)[1]
 
 
-def test_early_stop_counts_the_epochs_before_a_run_went_on():
+def test_early_stopping_counts_the_epochs_before_a_run_went_on():
     earlier = run(FakeProgram(FakeClock(), 0.1), epochs=2)
-    results = run(FakeProgram(FakeClock(), 0.1), epochs=10, patience=2, earlier=earlier)
-    assert [result.epoch for result in results] == [3]
+    assert [result.epoch for result in stopped(10, earlier=earlier, patience=2)[0]] == [3]
 
 
 def test_held_out_is_the_validation_split_where_there_is_one():
@@ -166,8 +196,8 @@ def test_held_out_is_the_validation_split_where_there_is_one():
 
 
 def test_progress_reaches_the_whole_epoch():
-    seen = []
-    run(FakeProgram(FakeClock(), 0.1), on_progress=seen.append)
+    seen = Seen()
+    run(FakeProgram(FakeClock(), 0.1), observers=[seen])
     assert seen[-1].totals.count == seen[-1].images == 25
     assert [p.totals.count for p in seen] == sorted({p.totals.count for p in seen})
 
@@ -194,24 +224,35 @@ def test_step_schedule_refuses(options):
 
 def test_training_stops_after_the_epoch_that_reaches_its_target():
     # the fake's scores are all 0 and so are the labels: everything is right
-    assert len(run(FakeProgram(FakeClock(), 0.1), epochs=5, target=1.0)) == 1
+    results, reason = stopped(5, target=1.0)
+    assert (len(results), reason) == (1, "trainer.target=1 was reached on the test images")
+    assert stopped(5, earlier=results, target=1.0)[0] == [], "a resumed run had reached it"
     wrong = dataset()
     wrong.test.labels[:] = 1
-    assert len(run(FakeProgram(FakeClock(), 0.1), wrong, epochs=5, target=0.5)) == 5
+    results, reason = stopped(5, wrong, target=0.5)
+    assert (len(results), reason) == (5, "")
 
 
-def test_what_lies_around_a_timed_call_is_outside_its_clock():
+def test_every_observer_sees_the_last_epoch_before_training_ends():
+    class Last(Seen):
+        def finished(self, result):
+            self.append(result.epoch)
+
+    first, last = Last(), Last()
+    results = run(FakeProgram(FakeClock(), 1.0), epochs=5, observers=[first, EarlyStopping(target=1.0), last])
+    assert len(results) == 1
+    assert first[-1] == last[-1] == 1
+
+
+def test_threads_are_ready_before_every_clocked_call_and_outside_its_clock():
     clock = FakeClock()
-    calls = []
+    program, warmed = FakeProgram(clock, per_image_s=0.5), []
 
-    @contextlib.contextmanager
-    def around():
-        clock.advance(7)
-        yield
-        calls.append(clock())
+    def warm(handle, indices):
+        warmed.append(list(indices))
         clock.advance(7)
 
-    program = FakeProgram(clock, per_image_s=0.5)
-    (result,) = run(program, around=around)
-    assert len(calls) == len(program.orders) > 0
+    program.warm = warm
+    (result,) = run(program)
+    assert warmed == [list(order[: program.batch_size]) for order in program.orders if len(order) >= program.batch_size]
     assert result.epoch_s == pytest.approx(0.5 * result.train.count)

@@ -1,5 +1,6 @@
 import errno
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,22 +15,22 @@ import pytest
 from workers.work import MODELS, OPTIMIZERS, RATE, compiled, hundred_steps, images, order, trained
 
 from cnnexp.backends import backend_class
-from cnnexp.backends.processor import usable_cores
 from cnnexp.datasets import Split
 from cnnexp.errors import CheckpointError, ConfigError, WorkerDied
+from cnnexp.system.cores import usable_cores
 from cnnexp.workers import Local, local
-from cnnexp.workers.local import SLOT_BYTES, Board, LocalCollective
+from cnnexp.workers.local import SLOT_BYTES, LocalCollective, SharedBuffer
 from cnnexp.workers.replica import divide_threads
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def on_threads(size, work):
-    """Return what `work(collective)` returns on each rank; the board works between threads as between processes."""
-    board, results = Board(size), [None] * size
+    """Return what `work(collective)` returns on each rank; threads share the buffer as processes do."""
+    shared, results = SharedBuffer(size), [None] * size
 
     def run(rank):
-        results[rank] = work(LocalCollective(board, rank))
+        results[rank] = work(LocalCollective(shared, rank))
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
     for thread in threads:
@@ -102,7 +103,8 @@ def test_two_processes_train_like_one_for_100_steps(model, optimizer, sync):
 @pytest.mark.parametrize("model", MODELS)
 def test_two_processes_add_up_what_two_threads_add_up(model, optimizer, monkeypatch):
     """Bit for bit where every worker has the same power of two of images, on one_conv."""
-    monkeypatch.setattr("cnnexp.backends.simd.program.THREAD_CYCLES", 1)  # else so small a network gets one thread
+    # else so small a network gets one thread
+    monkeypatch.setattr("cnnexp.backends.simd.runtime.program.THREAD_CYCLES", 1)
     one = trained(compiled(None, model, optimizer, "cpu-simd", threads=2), hundred_steps())
     program = compiled(Local(count=2), model, optimizer, "cpu-simd")
     _, state, _ = trained(program, hundred_steps())
@@ -144,10 +146,10 @@ if __name__ == "__main__":
     os.kill(os.getpid(), 9)
 """
     # reading to the end of standard error waits for the last process that holds it
-    command, limit_s = [sys.executable, "-c", code], Local().patience_s / 2
+    command, limit_s = [sys.executable, "-c", code], Local().heartbeat_timeout_s / 2
     done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, cwd=ROOT, check=False)
     assert done.returncode == -signal.SIGKILL
-    assert "cnnexp: error: worker 0 of 2 (pid " in done.stderr
+    assert re.fullmatch(r"cnnexp: error: worker 0 of 2 \(pid \d+\) died; the run has ended\n", done.stderr)
 
 
 def test_threads_are_divided_among_the_workers(monkeypatch):
@@ -162,7 +164,7 @@ def test_threads_are_divided_among_the_workers(monkeypatch):
     ("values", "message"),
     [
         ({"count": 0}, r"workers\.count=0: must be >= 1"),
-        ({"patience_s": 0.5}, r"workers\.patience_s=0\.5: must be >= 1 and finite, in seconds"),
+        ({"heartbeat_timeout_s": 0.5}, r"workers\.heartbeat_timeout_s=0\.5: must be >= 1 seconds"),
         ({"period": 0, "sync": "parameters"}, r"workers\.period=0: must be >= 1"),
         ({"period": 3}, r"workers\.period=3: only with workers\.sync=parameters, not gradients"),
     ],

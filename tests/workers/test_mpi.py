@@ -25,7 +25,9 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 MPIEXEC = shutil.which("mpiexec", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
 pytestmark = pytest.mark.skipif(MPIEXEC is None, reason="no mpiexec: pip install cnnexp[mpi]")
 PATH = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
-LIMIT_S = Mpi().patience_s / 2  # a loss that is seen by then was not waited for; a busy machine is slow, not that slow
+LIMIT_S = (
+    Mpi().heartbeat_timeout_s / 2
+)  # a loss that is seen by then was not waited for; a busy machine is slow, not that slow
 TINY = ("experiment=smoke", "backend=numpy", "tracking=none", "trainer.baseline=null", "trainer.epochs=1")
 FFN = ("model=ffn", "~model.filters", "model.loss_name=softmax_cross_entropy")
 
@@ -99,7 +101,7 @@ def test_a_stopped_rank_ends_all_and_the_run_is_failed(tmp_path, rank, new_store
     store, folder = new_store(tmp_path), tmp_path / "run"
     endless = (f"hydra.run.dir={folder}", "trainer.epochs=100000", "dataset.train_size=1000")
     recorded = ("tracking=mlflow", f"tracking.uri={store}")
-    process = start("-m", "cnnexp", *TINY, *endless, *recorded, "workers=mpi", "workers.patience_s=4")
+    process = start("-m", "cnnexp", *TINY, *endless, *recorded, "workers=mpi", "workers.heartbeat_timeout_s=4")
     wait_for(lambda: list_checkpoints(folder / "checkpoints")[1:], process)
     everyone = ranks_of(process)
     everyone[rank].suspend()

@@ -1,7 +1,9 @@
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
+from conformance import assert_same_state
 from thread_group import Group
 
 from cnnexp import SGD, Adam, Conv2d, Flatten, Linear, Loss, MaxPool2d, Network, OneConv, ReLU, TwoConvMlp
@@ -82,24 +84,71 @@ def test_what_dropout_drops_does_not_depend_on_the_workers(sync, period):
         np.testing.assert_allclose(scores, program.predict(program.load(*data)), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("sync", "period"), [("gradients", None), ("hybrid", None), ("parameters", 2)])
-def test_running_averages_are_averaged_over_the_workers(sync, period):
-    case, data, order = layered(BatchNorm2d(), sync=sync, period=period), images(24, side=6), np.arange(24)
+@pytest.mark.parametrize("sync", ["gradients", "hybrid"])
+def test_running_averages_are_averaged_over_the_workers(sync):
+    case, data, order = layered(BatchNorm2d(), sync=sync), images(24, side=6), np.arange(8)
     start = case.network.initial_state(11)
+
+    def after(shown):
+        program = case.compile(8)
+        program.restore(start)
+        program.train(program.load(*data), shown, 0.0)
+        return program.state()["running"]
 
     def work(replica, handle):
         replica.restore(start)
-        own = []
-        average = replica._average_running
-        replica._average_running = lambda: (own.append(replica.program.state()["running"]), average())
         replica.train(handle, order, 0.0)
-        return own[-1], replica.state()["running"]
+        return replica.state()["running"]
 
-    (first, averaged), (second, also) = together(2, case, work, data)
+    averaged, also, third = together(3, case, work, data)
     np.testing.assert_array_equal(averaged, also)
-    np.testing.assert_allclose(averaged, (first + second) / 2, rtol=1e-6)
-    if sync != "parameters":  # there the last average of all was a moment ago
-        assert relative(first, second) > 1e-4
+    np.testing.assert_array_equal(averaged, third)
+    parts = [after(order[:3]), after(order[3:6]), after(order[6:])]
+    np.testing.assert_allclose(averaged, np.average(parts, 0, [3, 3, 2]), rtol=1e-5, atol=1e-6)
+    assert relative(parts[0], parts[1]) > 1e-4
+
+
+@pytest.mark.parametrize(("sync", "period"), [("gradients", None), ("hybrid", None), ("parameters", 2)])
+def test_the_calls_that_an_epoch_is_cut_into_change_no_bit(sync, period):
+    case, data, order = layered(BatchNorm2d(), sync=sync, period=period), images(44, side=6), np.arange(44)
+
+    def work(replica, handle):
+        states = []
+        for cuts in ((0, 44), (0, 8, 24, 44)):
+            replica.restore(case.network.initial_state(11))
+            for first, last in itertools.pairwise(cuts):
+                replica.train(handle, order[first:last], 0.05)
+            states.append(replica.state())
+        return states
+
+    for whole, pieces in together(3, case, work, data):
+        assert_same_state(pieces, whole)
+
+
+@pytest.mark.parametrize("sync", ["gradients", "parameters", "hybrid"])
+def test_gradients_change_nothing_that_state_returns(sync):
+    case, data = layered(BatchNorm2d(), Dropout(0.4), sync=sync), images(24, side=6)
+    batch, single = np.arange(8), np.arange(8, 9)  # one image leaves the second worker without any
+
+    def work(replica, handle):
+        replica.restore(case.network.initial_state(11))
+        replica.train(handle, batch, 0.05)
+        before = replica.state()
+        replica.gradient_s(handle, 4, 2)
+        replica.gradients(handle, batch)
+        _, gradient = replica.gradients(handle, single)
+        states = [before, replica.state()]
+        replica.apply(gradient, 0.05)
+        states.append(replica.state())
+        replica.restore(before)
+        replica.train(handle, single, 0.05)
+        return *states, replica.state()
+
+    for before, after, halves, trained in together(2, case, work, data):
+        assert_same_state(after, before)
+        assert not np.array_equal(halves["running"], before["running"])
+        if sync != "parameters":  # there `train` takes the step on its share alone, here on the mean gradient
+            assert_same_state(halves, trained)
 
 
 @pytest.mark.parametrize("sync", ["gradients", "hybrid"])

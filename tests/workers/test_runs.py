@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conformance import assert_same_state
 
 from cnnexp.measuring.environment import outputs_dir
 from cnnexp.tracking.events import read_journal
@@ -21,15 +22,18 @@ from cnnexp.workers import Local
 psutil = pytest.importorskip("psutil", reason="finds the workers to kill")
 ROOT = Path(__file__).resolve().parent.parent.parent
 LIMIT_S = (
-    Local().patience_s / 2
+    Local().heartbeat_timeout_s / 2
 )  # a loss that is seen by then was not waited for; a busy machine is slow, not that slow
 # epochs that take longer than to record one, so that the recorder of a killed run is soon done
 LONGER = ("dataset.train_size=1000", "model.filters=32")
 SMALL = ("experiment=smoke", "backend=numpy", "trainer.baseline=null", "trainer.schedule=constant", "optimizer=adam")
 
 
+PROGRAM = (sys.executable, "-m", "cnnexp")
+
+
 def command(*arguments):
-    return [sys.executable, "-m", "cnnexp", *SMALL, *arguments]
+    return [*PROGRAM, *SMALL, *arguments]
 
 
 def cnnexp(*arguments):
@@ -55,6 +59,31 @@ def test_a_run_that_was_stopped_ends_bit_identical_to_one_that_was_not(tmp_path)
     losses = [[epoch["train/loss"] for epoch in read_journal(tmp_path / name)["epochs"]] for name in ("whole", "rest")]
     assert losses[0] == losses[1]
     assert len(losses[0]) == 4
+
+
+def test_a_run_of_workers_with_batch_normalization_goes_on_bit_identical(tmp_path):
+    layers = "[{type: Conv2d, filters: 6, padding: same},{type: BatchNorm2d},{type: ReLU},{type: Dropout, rate: 0.2},"
+    layers += "{type: Flatten},{type: Linear, features: 10}]"
+    data = ("dataset.train_size=300", "dataset.test_size=50", "trainer.batch_size=50")
+    words = (*data, *SMALL[1:], "model=custom", f"model.layers={layers}", "tracking=none", "workers=local")
+    for name, more in {
+        "whole": ["trainer.epochs=4"],
+        "half": ["trainer.epochs=2"],
+        "rest": ["trainer.epochs=4", f"trainer.resume={tmp_path}/half"],
+    }.items():
+        folder = f"hydra.run.dir={tmp_path}/{name}"
+        done = subprocess.run([*PROGRAM, *words, folder, *more], capture_output=True, text=True, cwd=ROOT, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+    assert_same_state(states(tmp_path / "rest"), states(tmp_path / "whole"))
+    start = load(list_checkpoints(tmp_path / "half" / "checkpoints")[0])
+    if start.epoch == 0:  # measuring before the first step leaves the averages where a run begins
+        assert set(start.state["running"]) == {0.0, 1.0}
+
+
+def test_a_key_of_before_is_answered_with_the_one_of_now(tmp_path):
+    done = cnnexp("tracking=none", f"hydra.run.dir={tmp_path}/run", "workers=local", "workers.patience_s=3")
+    assert done.returncode == 2
+    assert re.fullmatch(r".*workers.patience_s=3: unknown key;.* mean 'workers.heartbeat_timeout_s'\?\n", done.stderr)
 
 
 def test_a_run_goes_on_by_its_mlflow_id(tmp_path, new_store):
@@ -126,12 +155,12 @@ def test_a_killed_worker_ends_the_run_as_failed(tmp_path):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_stopped_worker_ends_the_run_as_failed(tmp_path, rank, new_store):
     store, folder = new_store(tmp_path), tmp_path / "run"
-    with _endless(folder, "workers.patience_s=3", f"tracking.uri={store}") as (run, worker):
+    with _endless(folder, "workers.heartbeat_timeout_s=3", f"tracking.uri={store}") as (run, worker):
         stopped = worker if rank else psutil.Process(run.pid)
         stopped.suspend()
         _, stderr = run.communicate(timeout=LIMIT_S)
         assert run.returncode == (8 if rank else -signal.SIGKILL)
-        said = f"worker {rank} of 2 (pid {stopped.pid}) has given no sign of life for 3 s (workers.patience_s)"
+        said = f"worker {rank} of 2 (pid {stopped.pid}) has given no sign of life for 3 s (workers.heartbeat_timeout_s)"
         assert stderr == f"cnnexp: error: {said}\n" if rank else f"cnnexp: error: {said}; the run has ended\n"
         _wait_for(lambda: _statuses(store) != ["RUNNING"])
         assert _statuses(store) == ["FAILED"]
@@ -140,11 +169,11 @@ def test_a_stopped_worker_ends_the_run_as_failed(tmp_path, rank, new_store):
 
 
 def test_a_run_that_is_stopped_as_a_whole_goes_on(tmp_path):
-    with _endless(tmp_path, "workers.patience_s=2", "tracking=none") as (run, worker):
+    with _endless(tmp_path, "workers.heartbeat_timeout_s=2", "tracking=none") as (run, worker):
         everyone = [psutil.Process(run.pid), worker]
         for process in everyone:
             process.suspend()
-        time.sleep(5)  # longer than their patience
+        time.sleep(5)  # longer than the timeout
         before = _newest_epoch(tmp_path)
         for process in reversed(everyone):
             process.resume()

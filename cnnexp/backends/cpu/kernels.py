@@ -44,8 +44,8 @@ class Kernel:
     code is kept by `cache`, not by Numba's, which reads what is damaged, or anybody's, as if it were whole.
 
     Args:
-        name: what tells it from others of the same function; the function's own if None.
-        bound: names that stand for something else in this one, among its globals; `name` tells which.
+        name: of this one among others of the same function; the function's own if None.
+        bound: globals that the function has in this one alone, by their names.
     """
 
     def __init__(self, function: types.FunctionType, signature: str, name: str | None = None, **bound: object) -> None:
@@ -90,6 +90,7 @@ def conv2d_image(x, rows, b, stride, top, left, y):
     # outputs of one row at stride 1, from the first column that any pixel reaches to the last
     line = np.empty((width + side - 1) * filters, np.float32)
     for p in range(y.shape[0]):
+        # every pixel of the rows under the window, times its weights, to all the outputs that it reaches
         line[:] = ZERO
         for i in range(max(0, top - p * stride), min(side, height + top - p * stride)):
             pixels = x[p * stride + i - top]
@@ -99,6 +100,7 @@ def conv2d_image(x, rows, b, stride, top, left, y):
                     value, weights = pixels[s, c], rows[i, c]
                     for k in range(reached.size):
                         reached[k] += value * weights[k]
+        # every stride-th of them is an output; one whose window lies beside the image has the bias alone
         for q in range(y.shape[1]):
             column, outputs = q * stride - left + side - 1, y[p, q]
             if 0 <= column < width + side - 1:
@@ -122,18 +124,20 @@ def conv2d_backward_image(x, rows, dy, stride, top, left, dx, d_rows, db):
     """Add one image's gradients to d_rows (K,C,K*F) and db (F,), and fill dx (H,W,C) unless it is empty."""
     height, width, channels = x.shape
     side, filters = rows.shape[0], dy.shape[2]
-    line = np.empty((width + side - 1) * filters, np.float32)
+    line = np.empty((width + side - 1) * filters, np.float32)  # as in `conv2d_image`
     dx[:] = ZERO
     for p in range(dy.shape[0]):
+        # a row of dy, spread to the columns of stride 1, and its part of the bias's gradient
         line[:] = ZERO
         for q in range(dy.shape[1]):
-            column, slopes = q * stride - left + side - 1, dy[p, q]
+            column, d_outputs = q * stride - left + side - 1, dy[p, q]
             for f in range(filters):
-                db[f] += slopes[f]
+                db[f] += d_outputs[f]
             if 0 <= column < width + side - 1:
                 reached = line[column * filters : (column + 1) * filters]
                 for f in range(filters):
-                    reached[f] = slopes[f]
+                    reached[f] = d_outputs[f]
+        # every pixel of the rows under the window: its part of the weights' gradient, then its own gradient
         for i in range(max(0, top - p * stride), min(side, height + top - p * stride)):
             row = p * stride + i - top
             for s in range(width):
@@ -166,6 +170,7 @@ def sum_blocks(d_rows, d_bias, dw, db):
     dw[:] = ZERO
     db[:] = ZERO
     for block in range(d_rows.shape[0]):
+        # a column of `reverse_rows` at a time, in the order of w
         for i in range(side):
             for j in range(side):
                 for c in range(channels):
@@ -292,11 +297,11 @@ def normalize(x, mean, scale, shift, y):
 
 
 @kernel(matrix, matrix, vector, vector, vector, vector, matrix)
-def normalize_backward(x, dy, mean, scale, share, slope, dx):
-    """dx = scale * (dy - share - (x - mean) * slope), by channel."""
+def normalize_backward(x, dy, mean, scale, mean_dy, factor, dx):
+    """dx = scale * (dy - mean_dy - (x - mean) * factor), by channel."""
     for r in prange(x.shape[0]):
         for c in range(x.shape[1]):
-            dx[r, c] = scale[c] * (dy[r, c] - share[c] - (x[r, c] - mean[c]) * slope[c])
+            dx[r, c] = scale[c] * (dy[r, c] - mean_dy[c] - (x[r, c] - mean[c]) * factor[c])
 
 
 @task
@@ -306,16 +311,17 @@ def max_pool_image(x, size, stride, top, left, y, argmax):
         row = u * stride - top
         for v in range(y.shape[1]):
             column = v * stride - left
-            largest, places = y[u, v], argmax[u, v]
+            largest, offsets = y[u, v], argmax[u, v]
+            # the window's pixels inside the image, in row order; all channels at once
             largest[:] = -np.inf
-            places[:] = 0
+            offsets[:] = 0
             for i in range(max(0, -row), min(size, height - row)):
                 for j in range(max(0, -column), min(size, width - column)):
-                    pixels, place = x[row + i, column + j], np.int32(i * size + j)
+                    pixels, offset = x[row + i, column + j], np.int32(i * size + j)
                     for c in range(channels):
                         larger = pixels[c] > largest[c]
                         largest[c] = pixels[c] if larger else largest[c]
-                        places[c] = place if larger else places[c]
+                        offsets[c] = offset if larger else offsets[c]
 
 
 @kernel(batch, "i8", "i8", "i8", "i8", batch, "i4[:,:,:,::1]")
@@ -383,56 +389,59 @@ def avg_pool_backward(dy, size, stride, top, left, dx):
 
 
 @task
-def turn(w, first, last, turned):
-    """turned (O,D) = transpose of w (D,O), for the features first .. last - 1."""
+def transpose(w, first, last, transposed):
+    """transposed (O,D) = transpose of w (D,O), for the features first .. last - 1."""
     for o in range(w.shape[1]):
         for d in range(first, last):
-            turned[o, d] = w[d, o]
+            transposed[o, d] = w[d, o]
 
 
 @task
-def linear_row(x, turned, b, y):
+def linear_row(x, transposed, b, y):
     for o in range(y.size):
-        total, weights = ZERO, turned[o]
+        total, weights = ZERO, transposed[o]
         for d in range(x.size):
             total += x[d] * weights[d]
         y[o] = total + b[o] if b.size else total
 
 
 @kernel(matrix, matrix, matrix, vector, matrix)
-def linear(x, w, turned, b, y):
-    """y = x @ w + b; turned (O,D) is scratch for the transpose of w: the inner loop runs over the many features."""
+def linear(x, w, transposed, b, y):
+    """y = x @ w + b; transposed (O,D) is scratch for the transpose of w: the inner loop runs over the many features."""
     features = w.shape[0]
     for block in prange((features + FEATURES - 1) // FEATURES):
-        turn(w, block * FEATURES, min((block + 1) * FEATURES, features), turned)
+        transpose(w, block * FEATURES, min((block + 1) * FEATURES, features), transposed)
     for n in prange(x.shape[0]):
-        linear_row(x[n], turned, b, y[n])
+        linear_row(x[n], transposed, b, y[n])
 
 
 @task
 def linear_backward_features(x, w, dy, first, last, dx, dw):
     """Fill dw (D,O), and dx (N,D) unless it is empty, for the features first .. last - 1."""
     outputs, count = dy.shape[1], last - first
-    turned, d_turned = np.empty((outputs, count), np.float32), np.zeros((outputs, count), np.float32)
+    transposed, dw_transposed = np.empty((outputs, count), np.float32), np.zeros((outputs, count), np.float32)
+    # these features' weights, so that all inner loops run over features
     for o in range(outputs):
         for d in range(count):
-            turned[o, d] = w[first + d, o]
+            transposed[o, d] = w[first + d, o]
+    # image by image: the weights' gradient, then that of the inputs
     for n in range(x.shape[0]):
         inputs = x[n, first:last]
         for o in range(outputs):
-            slope, total = dy[n, o], d_turned[o]
+            d_output, total = dy[n, o], dw_transposed[o]
             for d in range(count):
-                total[d] += slope * inputs[d]
+                total[d] += d_output * inputs[d]
         if dx.size:
             d_inputs = dx[n, first:last]
             d_inputs[:] = ZERO
             for o in range(outputs):
-                slope, weights = dy[n, o], turned[o]
+                d_output, weights = dy[n, o], transposed[o]
                 for d in range(count):
-                    d_inputs[d] += slope * weights[d]
+                    d_inputs[d] += d_output * weights[d]
+    # back to the weights' layout
     for d in range(count):
         for o in range(outputs):
-            dw[first + d, o] = d_turned[o, d]
+            dw[first + d, o] = dw_transposed[o, d]
 
 
 @kernel(matrix, vector)

@@ -23,7 +23,7 @@ class PublishedOps(CpuOps):
     """`Ops` (see `protocol`) of `cpu`, with the paper's detours.
 
     Args:
-        keep_argmax: use the place of each maximum that the forward pass kept, instead of searching again.
+        keep_argmax: use the offset of each maximum that the forward pass kept, instead of searching again.
     """
 
     def __init__(self, keep_argmax: bool) -> None:
@@ -69,7 +69,7 @@ class CpuPublished(Cpu):
 
 @dataclass(frozen=True)
 class CpuPublishedArgmax(CpuPublished):
-    """The place of each maximum is kept, and only the gradients take their detour."""
+    """The offset of each maximum is kept, and only the gradients take their detour."""
 
     name: ClassVar[str] = "cpu-published-argmax"
     keep_argmax: ClassVar[bool] = True

@@ -96,16 +96,15 @@ class CpuOps(HostOps):
     def batch_norm_backward(
         self, x: Array, w: Array, dy: Array, saved: Array, dx: Array | None, dw: Array, db: Array
     ) -> None:
-        (mean, inverse), pixels, slopes = saved, _pixels(x), _pixels(dy)
-        total = self._sums(kernels.sum_channels, slopes)
-        product = self._sums(kernels.sum_products, pixels, mean, slopes) * inverse
+        (mean, inverse), pixels, dy_pixels = saved, _pixels(x), _pixels(dy)
+        total = self._sums(kernels.sum_channels, dy_pixels)
+        product = self._sums(kernels.sum_products, pixels, mean, dy_pixels) * inverse
         dw[:], db[:] = product, total
         if dx is not None:
-            share, slope = (
-                (total / len(pixels)).astype(np.float32),
-                (product * inverse / len(pixels)).astype(np.float32),
-            )
-            self._run(kernels.normalize_backward, pixels, slopes, mean, inverse * w, share, slope, _pixels(dx))
+            mean_dy = (total / len(pixels)).astype(np.float32)
+            factor = (product * inverse / len(pixels)).astype(np.float32)
+            scale = inverse * w
+            self._run(kernels.normalize_backward, pixels, dy_pixels, mean, scale, mean_dy, factor, _pixels(dx))
 
     def _sums(self, kernel: kernels.Kernel, *arguments: np.ndarray) -> np.ndarray:
         """Return sums over pixels (C,), float64: those of blocks of them, added in order."""
@@ -115,8 +114,8 @@ class CpuOps(HostOps):
         return partial.sum(axis=0)
 
     def linear(self, x: Array, w: Array, b: Array | None, y: Array) -> None:
-        turned = np.empty(w.shape[::-1], np.float32)
-        self._run(kernels.linear, x, w, turned, NO_VECTOR if b is None else b, y)
+        transposed = np.empty(w.shape[::-1], np.float32)
+        self._run(kernels.linear, x, w, transposed, NO_VECTOR if b is None else b, y)
 
     def linear_backward(self, x: Array, w: Array, dy: Array, dx: Array | None, dw: Array, db: Array | None) -> None:
         self._run(kernels.linear_backward, x, w, dy, NO_MATRIX if dx is None else dx, dw)

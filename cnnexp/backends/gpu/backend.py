@@ -8,9 +8,10 @@ from typing import Any, ClassVar, Protocol, Self, cast
 
 import numpy as np
 
-from cnnexp.backends.gpu import device, streamed, sums
-from cnnexp.backends.gpu.device import SIMULATED, Gpu, Tensor, on_its_gpu
+from cnnexp.backends.gpu import device, streamed
+from cnnexp.backends.gpu.device import Gpu, Tensor, on_its_gpu
 from cnnexp.backends.gpu.graphs import Graphs
+from cnnexp.backends.gpu.kernels import sums
 from cnnexp.backends.gpu.launch import default_stream
 from cnnexp.backends.gpu.limits import limits
 from cnnexp.backends.layerwise import LayerwiseProgram
@@ -21,7 +22,7 @@ from cnnexp.network.losses import Loss, Totals
 from cnnexp.network.shapes import walk
 from cnnexp.optimizers import Optimizer
 
-BLOCK = 4 if SIMULATED else 256  # threads per block
+BLOCK = 256  # threads per block
 
 
 class GpuOps(Ops[Tensor], Protocol):
@@ -98,8 +99,6 @@ class GpuProgram(LayerwiseProgram):
     def _warm_up(self) -> None:
         """As of all layerwise programs, and with a whole batch, whose sums other kernels may make."""
         super()._warm_up()
-        if SIMULATED:
-            return  # nothing is compiled
         batch = self.batch_size
         zeros = np.zeros((batch, *self.network.input_shape), np.float32)
         self.train(super().load(zeros, np.zeros(batch, np.int32)), np.arange(batch), 0.0)
@@ -155,7 +154,6 @@ class GpuBackend:
     device: int = 0
     threads: ClassVar[int] = 1
     on_gpu: ClassVar[bool] = True
-    simulated: ClassVar[bool] = SIMULATED
     explain: ClassVar[bool] = False
     next_best: ClassVar[None] = None
 
@@ -168,9 +166,9 @@ class GpuBackend:
         return cast(Backend, self)
 
     def limits(self) -> dict[str, float]:
-        """Measure what the GPU can do; the simulator's times mean nothing."""
+        """Measure what the GPU can do."""
         with device.on(self.gpu):
-            return {} if SIMULATED else limits(self.gpu)
+            return limits(self.gpu)
 
     @property
     def gpu(self) -> Gpu:

@@ -1,8 +1,4 @@
-"""The GPU itself: whether there is one, what it allows, and its arrays.
-
-Under Numba's CUDA simulator (`NUMBA_ENABLE_CUDASIM=1`, set before Python starts) the same kernels run as Python threads
-on the CPU: right or wrong as on a GPU, thousands of times slower.
-"""
+"""The GPU itself: whether there is one, what it allows, and its arrays."""
 
 from __future__ import annotations
 
@@ -14,7 +10,6 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -37,12 +32,6 @@ except ImportError as error:  # numba-cuda is there, but not its CUDA bindings
         f"numba-cuda does not import ({error}): {installing('gpu')}, or use backend=cpu-parallel or cpu-simd"
     ) from error
 
-SIMULATED = bool(config.ENABLE_CUDASIM)
-if SIMULATED:
-    from cnnexp.backends.gpu.simulator import mend_shared_arrays
-
-    mend_shared_arrays()
-SIMULATED_BLOCKS = 3  # a simulated thread costs 100 us: few of them, each taking many elements
 OLDEST_CAPABILITY = (7, 5)  # that CUDA 13 compiles for
 LARGEST_ARRAY = 2**31  # elements; kernels index with uint32, and a grid stride may step past the end once
 Shape = tuple[int, ...]
@@ -79,7 +68,6 @@ class Gpu:
             "gpu.compute_capability": _dotted(self.compute_capability),
             "gpu.driver_cuda": _dotted(self.driver),
             "gpu.toolkit": _dotted(self.toolkit),
-            "gpu.simulated": str(SIMULATED).lower(),
         }
 
 
@@ -96,9 +84,6 @@ def open_gpu(index: int) -> Gpu:
         ConfigError: the index is not a GPU's.
         GpuError: the GPU or its driver is too old for the compiler, or does not answer.
     """
-    if SIMULATED:
-        _check_index(index, 1)
-        return Gpu(0, "CUDA simulator", (0, 0), (0, 0), (0, 0), 1, 1024, 48 * 1024)
     if importlib.util.find_spec("numba_cuda") is None:
         raise _unavailable(f"the package numba-cuda is not installed; {installing('gpu')}")
     try:
@@ -110,7 +95,7 @@ def open_gpu(index: int) -> Gpu:
     if count == 0:
         raise _unavailable("the NVIDIA driver finds no GPU")
     _check_index(index, count)
-    with _told():
+    with _translate_errors():
         device = cuda.gpus[index]
         name = device.name.decode() if isinstance(device.name, bytes) else device.name
         driver, toolkit = cuda.cudadrv.driver.get_version(), cuda.runtime.get_version()
@@ -139,7 +124,7 @@ def open_gpu(index: int) -> Gpu:
 
 def gpu_count() -> int:
     """Return how many GPUs this machine has."""
-    return 1 if SIMULATED else len(cuda.gpus)
+    return len(cuda.gpus)
 
 
 def _unavailable(what: str) -> BackendUnavailable:
@@ -151,24 +136,20 @@ def _check_index(index: int, count: int) -> None:
         raise ConfigError(f"backend.device={index}: must be 0 .. {count - 1}, the GPUs of this machine")
 
 
-def on(gpu: Gpu) -> AbstractContextManager:
-    """Return the context in which this thread computes on a GPU, whichever it used before.
+@contextlib.contextmanager
+def on(gpu: Gpu) -> Iterator[None]:
+    """Have this thread compute on a GPU, whichever it used before.
 
     Raises:
         GpuError: the GPU is out of memory, or has failed.
     """
-    return contextlib.nullcontext() if SIMULATED else _on(gpu)
-
-
-@contextlib.contextmanager
-def _on(gpu: Gpu) -> Iterator[None]:
-    with _told(), cuda.gpus[gpu.index]:
+    with _translate_errors(), cuda.gpus[gpu.index]:
         yield
 
 
 @contextlib.contextmanager
-def _told() -> Iterator[None]:
-    """Tell what CUDA says of a GPU, through whichever package, in one line."""
+def _translate_errors() -> Iterator[None]:
+    """Raise what CUDA reports of a GPU, through whichever package, as one line."""
     try:
         yield
     except Exception as error:
@@ -202,10 +183,9 @@ def check_block(gpu: Gpu, block: int) -> None:
 
 
 def free_memory() -> tuple[float, float]:
-    """Return the bytes of the GPU's memory that are free, and all of them; both are infinite in the simulator."""
+    """Return the bytes of the GPU's memory that are free, and all of them."""
     context = cuda.current_context()
-    if not SIMULATED:
-        context.deallocations.clear()  # what Numba has yet to give back
+    context.deallocations.clear()  # what Numba has yet to give back
     free, total = context.get_memory_info()
     return free, total
 

@@ -20,7 +20,7 @@ import numpy as np
 from numba import cuda
 
 from cnnexp.backends.cache import cache_folder, digest, read_private, source_files, write_private
-from cnnexp.backends.gpu.device import SIMULATED, SIMULATED_BLOCKS, Tensor, open_gpu
+from cnnexp.backends.gpu.device import Tensor, open_gpu
 
 KEEP = 2000
 """Kernels kept on disk, the latest used; one has some 10 KB."""
@@ -50,8 +50,7 @@ class Kernel:
 
     def over(self, count: int, stream: Any, *arguments: Any) -> None:
         """Launch with one thread per element, for a kernel that strides over the grid up to `count`, its last one."""
-        blocks = -(-count // self.block)
-        self.launch(min(blocks, SIMULATED_BLOCKS) if SIMULATED else blocks, stream, *arguments, np.uint32(count))
+        self.launch(-(-count // self.block), stream, *arguments, np.uint32(count))
 
     def launch(self, blocks: int, stream: Any, *arguments: Any) -> None:
         """Launch `blocks` blocks on a stream (0 for the default one, or a graph builder).
@@ -63,11 +62,6 @@ class Kernel:
             TypeError: an argument of another type, or not as many as the signature has.
         """
         words = self._words(arguments)
-        if SIMULATED:
-            if not self._loaded:
-                self._loaded[0] = cuda.jit(self.signature)(self.function)
-            self._loaded[0][blocks, self.block](*words)
-            return
         index = cuda.current_context().device.id
         if index not in self._loaded:
             self._loaded[index] = self._load(index)
@@ -86,12 +80,7 @@ class Kernel:
                 raise TypeError(
                     f"{self.function.__name__}: argument {place} is {given}{found}, the kernel takes {wanted}{dtype}"
                 )
-            if not array:
-                words.append(argument)
-            elif SIMULATED:
-                words.append(argument.flat)
-            else:
-                words.extend(argument.words)
+            words.extend(argument.words if array else (argument,))
         return words
 
     def _load(self, index: int) -> Any:
@@ -114,7 +103,7 @@ class Kernel:
         gpu = open_gpu(index)
         packages = sys.version, metadata.version("numba-cuda"), np.__version__, gpu.toolkit
         facts = packages, gpu.name, gpu.compute_capability, self.signature, self.block, described(self.function)
-        return hashlib.sha256(digest(_sources()) + repr(facts).encode()).hexdigest()
+        return hashlib.sha256(source_digest() + repr(facts).encode()).hexdigest()
 
 
 def kernel_folder() -> Path | None:
@@ -130,7 +119,7 @@ def kinds(signature: str) -> tuple[tuple[np.dtype, bool], ...]:
 
 
 def described(value: Any) -> object:
-    """Return what tells apart the functions that one definition makes, those that they call included."""
+    """Return what distinguishes the functions that one definition makes, those that they call included."""
     value = getattr(value, "py_func", value)  # of a device function
     match value:
         case types.FunctionType():
@@ -147,13 +136,14 @@ def described(value: Any) -> object:
 
 
 @cache
-def _sources() -> tuple[Path, ...]:
-    return (*sorted(Path(__file__).parent.rglob("*.py")), *source_files())
+def source_digest() -> bytes:
+    """Return a hash of the sources of all kernels."""
+    return digest((*sorted(Path(__file__).parent.rglob("*.py")), *source_files()))
 
 
 @cache
 def _core() -> Any:
-    """Return `cuda.core`, which is not there for the simulator."""
+    """Return `cuda.core`, imported at the first launch: without a driver it does not load."""
     import cuda.core
 
     return cuda.core

@@ -11,10 +11,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from cnnexp.backends.gpu import device, direct, kernels, sums
+from cnnexp.backends.gpu import device
 from cnnexp.backends.gpu.backend import BLOCK, GpuBackend
 from cnnexp.backends.gpu.device import Gpu, Tensor
-from cnnexp.backends.gpu.kernels import ZERO, ConvSizes, f32, u32
+from cnnexp.backends.gpu.kernels import direct, layers, sums
+from cnnexp.backends.gpu.kernels.index import ZERO, ConvSizes, conv_sizes, f32, pool_sizes, u32
 from cnnexp.backends.protocol import Update
 from cnnexp.network import BatchNorm2d, Elementwise, MaxPool2d, Stage, Window
 from cnnexp.network.losses import Loss
@@ -58,17 +59,17 @@ class NaiveOps:
         device.copy(source, target)
 
     def gather(self, images: Tensor, labels: Tensor, indices: Tensor, x: Tensor, t: Tensor) -> None:
-        kernel = kernels.gather(x.size // x.shape[0], self._block)
+        kernel = layers.gather(x.size // x.shape[0], self._block)
         kernel.over(x.size, self.stream, images, labels, indices, x, t)
 
     def conv2d(self, x: Tensor, w: Tensor, b: Tensor | None, window: Window, y: Tensor) -> None:
-        kernel = direct.conv2d(kernels.conv_sizes(x, w, window, y), b is not None, self._block)
+        kernel = direct.conv2d(conv_sizes(x, w, window, y), b is not None, self._block)
         kernel.over(y.size, self.stream, x, w, self._or_nothing(b), y)
 
     def conv2d_backward(
         self, x: Tensor, w: Tensor, dy: Tensor, window: Window, dx: Tensor | None, dw: Tensor, db: Tensor | None
     ) -> None:
-        sizes = kernels.conv_sizes(x, w, window, dy)
+        sizes = conv_sizes(x, w, window, dy)
         if dx is not None:
             self._conv2d_backward_input(sizes, w, dy, dx)
         self._conv2d_backward_weights(sizes, x, dy, dw)
@@ -87,30 +88,30 @@ class NaiveOps:
         self._sum_slices(partial, slices, dw)
 
     def elementwise(self, layer: Elementwise, x: Tensor, y: Tensor) -> None:
-        kernels.elementwise(layer, self._block).over(x.size, self.stream, x, y)
+        layers.elementwise(layer, self._block).over(x.size, self.stream, x, y)
 
     def elementwise_backward(self, layer: Elementwise, x: Tensor, y: Tensor, dy: Tensor, dx: Tensor) -> None:
-        kernels.elementwise_backward(layer, self._block).over(y.size, self.stream, x, y, dy, dx)
+        layers.elementwise_backward(layer, self._block).over(y.size, self.stream, x, y, dy, dx)
 
     def max_pool(self, x: Tensor, window: Window, y: Tensor, saved: Any) -> None:
-        kernel = kernels.max_pool(kernels.pool_sizes(x, window, y), self._block)
+        kernel = layers.max_pool(pool_sizes(x, window, y), self._block)
         kernel.over(y.size, self.stream, x, y, saved)
 
     def max_pool_backward(self, saved: Any, dy: Tensor, window: Window, dx: Tensor) -> None:
-        kernel = kernels.max_pool_backward(kernels.pool_sizes(dx, window, dy), self._block)
+        kernel = layers.max_pool_backward(pool_sizes(dx, window, dy), self._block)
         kernel.over(dx.size, self.stream, saved, dy, dx)
 
     def avg_pool(self, x: Tensor, window: Window, y: Tensor) -> None:
-        kernels.avg_pool(kernels.pool_sizes(x, window, y), self._block).over(y.size, self.stream, x, y)
+        layers.avg_pool(pool_sizes(x, window, y), self._block).over(y.size, self.stream, x, y)
 
     def avg_pool_backward(self, dy: Tensor, window: Window, dx: Tensor) -> None:
-        kernels.avg_pool_backward(kernels.pool_sizes(dx, window, dy), self._block).over(dx.size, self.stream, dy, dx)
+        layers.avg_pool_backward(pool_sizes(dx, window, dy), self._block).over(dx.size, self.stream, dy, dx)
 
     def add(self, a: Tensor, b: Tensor, total: Tensor) -> None:
-        kernels.add(self._block).over(total.size, self.stream, a, b, total)
+        layers.add(self._block).over(total.size, self.stream, a, b, total)
 
     def dropout(self, x: Tensor, images: Tensor, key: int, rate: float, y: Tensor) -> None:
-        kernel, numbers = kernels.dropout(x.size // x.shape[0], self._block), (np.int64(key), np.int64(threshold(rate)))
+        kernel, numbers = layers.dropout(x.size // x.shape[0], self._block), (np.int64(key), np.int64(threshold(rate)))
         kernel.over(x.size, self.stream, x, images, *numbers, f32(1 / (1 - rate)), y)
 
     def batch_norm(
@@ -126,19 +127,17 @@ class NaiveOps:
     ) -> None:
         (m, inverse), count = saved, x.size // w.size
         self._sum_columns(x, m)
-        kernels.scale(self._block).over(m.size, self.stream, m, f32(1 / count))
+        layers.scale(self._block).over(m.size, self.stream, m, f32(1 / count))
         self._sum_products(x, m, x, inverse, squares=True)
         shares = f32(1 / count), f32(1 / max(count - 1, 1))
         arrays = m, inverse, mean, variance
-        kernels.average(self._block).over(
-            w.size, self.stream, *arrays, f32(layer.momentum), f32(layer.epsilon), *shares
-        )
-        kernels.normalize(w.size, False, self._block).over(x.size, self.stream, x, m, inverse, w, b, ZERO, y)
+        layers.average(self._block).over(w.size, self.stream, *arrays, f32(layer.momentum), f32(layer.epsilon), *shares)
+        layers.normalize(w.size, False, self._block).over(x.size, self.stream, x, m, inverse, w, b, ZERO, y)
 
     def batch_norm_predict(
         self, layer: BatchNorm2d, x: Tensor, w: Tensor, b: Tensor, mean: Tensor, variance: Tensor, y: Tensor
     ) -> None:
-        kernel = kernels.normalize(w.size, True, self._block)
+        kernel = layers.normalize(w.size, True, self._block)
         kernel.over(x.size, self.stream, x, mean, variance, w, b, f32(layer.epsilon), y)
 
     def batch_norm_backward(
@@ -147,9 +146,9 @@ class NaiveOps:
         mean, inverse = saved
         self._sum_columns(dy, db)
         self._sum_products(x, mean, dy, dw, squares=False)
-        kernels.times(self._block).over(w.size, self.stream, dw, inverse)
+        layers.times(self._block).over(w.size, self.stream, dw, inverse)
         if dx is not None:
-            kernel, share = kernels.normalize_backward(w.size, self._block), f32(w.size / x.size)
+            kernel, share = layers.normalize_backward(w.size, self._block), f32(w.size / x.size)
             kernel.over(x.size, self.stream, x, mean, inverse, w, dy, dw, db, share, dx)
 
     def linear(self, x: Tensor, w: Tensor, b: Tensor | None, y: Tensor) -> None:
@@ -167,11 +166,11 @@ class NaiveOps:
     def loss(
         self, loss: Loss, scores: Tensor, labels: Tensor, scale: float, d_scores: Tensor, losses: Tensor, hits: Tensor
     ) -> None:
-        kernel = kernels.loss(loss, scores.shape[1], self._block)
+        kernel = layers.loss(loss, scores.shape[1], self._block)
         kernel.over(scores.shape[0], self.stream, scores, labels, f32(scale), d_scores, losses, hits)
 
     def updater(self, optimizer: Optimizer) -> Update:
-        kernel = kernels.update(optimizer, self._block)
+        kernel = layers.update(optimizer, self._block)
 
         def update(w: Tensor, g: Tensor, slots: Sequence[Tensor], rate: float, step: int) -> None:
             s, t = (*slots, self._nothing, self._nothing)[:2]

@@ -2,7 +2,7 @@
 
 A block of threads loads a tile once and all its threads read it from shared memory. `gpu-shared-input` stages the
 input of the convolutions alone, `gpu-shared` their filters too. A convolution's gradients are of the same kind: that of
-the input convolves dy with the turned filters, that of the weights convolves the input with dy.
+the input convolves dy with the flipped filters, that of the weights convolves the input with dy.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from cnnexp.backends.gpu import device, kernels, tiled
+from cnnexp.backends.gpu import device
 from cnnexp.backends.gpu.backend import BLOCK, GpuBackend
 from cnnexp.backends.gpu.device import Gpu, Tensor
-from cnnexp.backends.gpu.kernels import ConvSizes, u32
+from cnnexp.backends.gpu.kernels import tiled
+from cnnexp.backends.gpu.kernels.index import ConvSizes, conv_sizes, u32
+from cnnexp.backends.gpu.kernels.tiled import ConvTile, conv_tile
 from cnnexp.backends.gpu.naive import NaiveOps
-from cnnexp.backends.gpu.tiled import ConvTile, conv_tile
 from cnnexp.errors import ConfigError
 from cnnexp.network import Window
 
@@ -38,26 +39,26 @@ class SharedInputOps(NaiveOps):
         self._tile, self._shared_bytes = tile, gpu.shared_bytes
 
     def conv2d(self, x: Tensor, w: Tensor, b: Tensor | None, window: Window, y: Tensor) -> None:
-        sizes = kernels.conv_sizes(x, w, window, y)
+        sizes = conv_sizes(x, w, window, y)
         self._convolve(sizes, False, x, w, b, y)
 
     def _conv2d_backward_input(self, sizes: ConvSizes, w: Tensor, dy: Tensor, dx: Tensor) -> None:
         if sizes.stride > 1 or max(sizes.top, sizes.left) >= sizes.K:
             super()._conv2d_backward_input(sizes, w, dy, dx)  # not a plain convolution of dy
         else:
-            self._convolve(turned(sizes), True, dy, w, None, dx)
+            self._convolve(flipped(sizes), True, dy, w, None, dx)
 
-    def _convolve(self, sizes: ConvSizes, is_turned: bool, x: Tensor, w: Tensor, b: Tensor | None, y: Tensor) -> None:
-        self._convolve_by(self._plan(sizes, is_turned), sizes, is_turned, x, w, b, y)
+    def _convolve(self, sizes: ConvSizes, is_flipped: bool, x: Tensor, w: Tensor, b: Tensor | None, y: Tensor) -> None:
+        self._convolve_by(self._plan(sizes, is_flipped), sizes, is_flipped, x, w, b, y)
 
     def _convolve_by(
-        self, plan: ConvTile, sizes: ConvSizes, is_turned: bool, x: Tensor, w: Tensor, b: Tensor | None, y: Tensor
+        self, plan: ConvTile, sizes: ConvSizes, is_flipped: bool, x: Tensor, w: Tensor, b: Tensor | None, y: Tensor
     ) -> None:
-        kernel = tiled.conv2d(sizes, is_turned, b is not None, self.stage_filters, plan)
+        kernel = tiled.conv2d(sizes, is_flipped, b is not None, self.stage_filters, plan)
         across, down, deep = plan.tiles(sizes)
         kernel.launch(x.shape[0] * across * down * deep, self.stream, x, w, self._or_nothing(b), y)
 
-    def _plan(self, sizes: ConvSizes, is_turned: bool) -> ConvTile:
+    def _plan(self, sizes: ConvSizes, is_flipped: bool) -> ConvTile:
         """Return how to cover a convolution."""
         return conv_tile(sizes, self._block, self._tile, self._shared_bytes)
 
@@ -79,7 +80,7 @@ class SharedOps(SharedInputOps):
     stage_filters = True
 
 
-def turned(sizes: ConvSizes) -> ConvSizes:
+def flipped(sizes: ConvSizes) -> ConvSizes:
     """Return the sizes of the convolution of dy (N,P,Q,F) that gives dx (N,H,W,C), for stride 1."""
     return replace(
         sizes,

@@ -15,14 +15,15 @@ import numpy as np
 from numba import cuda
 
 from cnnexp.backends.gpu import device
-from cnnexp.backends.gpu.device import SIMULATED, Tensor
-from cnnexp.backends.gpu.kernels import put, u32
+from cnnexp.backends.gpu.device import Tensor
+from cnnexp.backends.gpu.kernels.index import u32
+from cnnexp.backends.gpu.kernels.layers import put
 from cnnexp.backends.layerwise import as_float32
 from cnnexp.errors import ConfigError
 
 WINDOW_BYTES = 2**28  # of a window, where a batch does not need more
 SHARE = 4  # a window takes one part of so many of the free memory: other splits need room too
-BLOCK = 16 if SIMULATED else 256  # threads
+BLOCK = 256  # threads
 
 
 class Streamed:
@@ -71,7 +72,7 @@ def load(
         load_whole: puts images and labels on the GPU, and returns a dataclass of them and more.
         images: (N, *input_shape).
         labels: integers (N,).
-        image_bytes: what an image takes on the GPU, all told.
+        image_bytes: what an image takes on the GPU, all in all.
         batch_size: windows are of whole batches.
 
     Raises:

@@ -15,34 +15,14 @@ from typing import Any, ClassVar, assert_never
 
 import numpy as np
 
+from cnnexp import network as net
+from cnnexp.backends.averages import PendingAverages
 from cnnexp.backends.layerwise import as_float32
 from cnnexp.backends.processor import ThreadedBackend
 from cnnexp.backends.protocol import Program, State
 from cnnexp.backends.state import complete
 from cnnexp.errors import BackendUnavailable, installing
-from cnnexp.network import (
-    GELU,
-    ConvStage,
-    DropoutStage,
-    Elementwise,
-    ElementwiseStage,
-    FlattenStage,
-    GlobalAvgPool,
-    LeakyReLU,
-    LinearStage,
-    Maths,
-    MaxPool2d,
-    Network,
-    NormStage,
-    PoolStage,
-    ReLU,
-    ResidualStage,
-    Sigmoid,
-    Stage,
-    Tanh,
-    Window,
-    noise,
-)
+from cnnexp.network import Network, Stage, noise
 from cnnexp.network.losses import LOG_FLOOR, VARIANCE_FLOOR, Loss, Totals, check_loss
 from cnnexp.optimizers import Optimizer
 
@@ -60,7 +40,7 @@ except ImportError as error:
 class EdgePad(keras.layers.Layer):
     """Put `value` around images (N,H,W,C), as far as windows reach."""
 
-    def __init__(self, window: Window, value: float) -> None:
+    def __init__(self, window: net.Window, value: float) -> None:
         super().__init__()
         top, left, bottom, right = window.pads
         self.sides, self.value = [[0, 0], [top, bottom], [left, right], [0, 0]], value
@@ -73,7 +53,7 @@ class EdgePad(keras.layers.Layer):
 class EdgeAverage(keras.layers.Layer):
     """The mean over the pixels of each window that lie inside the image."""
 
-    def __init__(self, stage: PoolStage) -> None:
+    def __init__(self, stage: net.PoolStage) -> None:
         super().__init__()
         window = stage.window
         self.pad, self.pool = EdgePad(window, 0.0), keras.layers.AveragePooling2D(window.size, window.stride)
@@ -86,7 +66,7 @@ class EdgeAverage(keras.layers.Layer):
 class Rule(keras.layers.Layer):
     """A user's elementwise layer, by its own derivative."""
 
-    def __init__(self, layer: Elementwise) -> None:
+    def __init__(self, layer: net.Elementwise) -> None:
         super().__init__()
         self.rule, self.derivative = layer.rule(MATHS), layer.derivative(MATHS)
 
@@ -99,7 +79,7 @@ class Rule(keras.layers.Layer):
         return run(x)
 
 
-MATHS = Maths(tf.exp, tf.tanh, tf.math.erf, lambda a, b: tf.where(a < b, b, a), tf.where)
+MATHS = net.Maths(tf.exp, tf.tanh, tf.math.erf, lambda a, b: tf.where(a < b, b, a), tf.where)
 
 
 class Drop(keras.layers.Layer):
@@ -109,7 +89,7 @@ class Drop(keras.layers.Layer):
         now: int64, the seed and the step that is being taken; `images` is set to their places in the data set.
     """
 
-    def __init__(self, stage: DropoutStage, now: Step) -> None:
+    def __init__(self, stage: net.DropoutStage, now: Step) -> None:
         super().__init__()
         self.layer_name, self.rate, self.shape, self.now = stage.name, stage.layer.rate, stage.output_shape, now
 
@@ -135,7 +115,7 @@ class Step:
 class Norm(keras.layers.Layer):
     """Batch normalization with the unbiased variance in its running average, as PyTorch; Keras's takes the other."""
 
-    def __init__(self, stage: NormStage) -> None:
+    def __init__(self, stage: net.NormStage) -> None:
         super().__init__()
         self.layer, channels = stage.layer, stage.output_shape[2]
         self.scale, self.shift = (self.add_weight(shape=(channels,), name=name) for name in ("scale", "shift"))
@@ -175,6 +155,7 @@ class KerasProgram(Program):
         self._now = Step()
         layers = [layer for stage in network.stages for layer in _layers(stage, self._now)]
         self._averages = [average for norm in _norms(layers) for average in norm.averages]
+        self.pending: PendingAverages = PendingAverages(network, lambda: self._flat(self._averages), self._set_running)
         self._model = keras.Sequential([keras.Input(network.input_shape), *layers])
         self._variables = [variable.value for variable in self._model.trainable_variables]
         self._slots = [[tf.Variable(tf.zeros_like(v)) for v in self._variables] for _ in optimizer.slots]
@@ -196,6 +177,7 @@ class KerasProgram(Program):
 
     def train(self, handle: Any, order: np.ndarray, rate: float) -> Totals:
         losses, hits = [], []
+        self.pending.drop()
         for start in range(0, len(order), self.batch_size):
             indices = order[start : start + self.batch_size].astype(np.int64)
             self._begin_step()
@@ -207,10 +189,12 @@ class KerasProgram(Program):
     def gradients(self, handle: Any, indices: np.ndarray) -> tuple[Totals, np.ndarray]:
         if self.network.draws:
             self._now.numbers[1].assign(self._step + 1)
-        loss, hits, gradients = self._gradients(*handle, indices.astype(np.int64))
+        with self.pending.hold():
+            loss, hits, gradients = self._gradients(*handle, indices.astype(np.int64))
         return Totals(float(loss), int(hits), len(indices)), self._flat(gradients)
 
     def apply(self, gradient: np.ndarray, rate: float) -> None:
+        self.pending.commit()
         self._begin_step()
         parts = [tf.constant(part) for part in self._parts(gradient)]
         self._apply(parts, np.float32(rate), *self.optimizer.constants(self._step))
@@ -234,13 +218,18 @@ class KerasProgram(Program):
         for name, targets in zip(("parameters", *self.optimizer.slots), (self._variables, *self._slots), strict=True):
             for target, part in zip(targets, self._parts(whole[name]), strict=True):
                 target.assign(part)
-        for average, place in zip(self._averages, self.network.running, strict=True):
-            average.assign(place.view(whole["running"]))
+        self.pending.drop()
+        if self._averages:
+            self._set_running(whole["running"])
         self._step = int(whole["step"])
         self._now.numbers.assign([int(whole.get("seed", 0)), self._step + 1])
 
     def close(self) -> None:
         """Nothing to give back: TensorFlow's threads are the process's."""
+
+    def _set_running(self, running: np.ndarray) -> None:
+        for average, part in zip(self._averages, self.network.running, strict=True):
+            average.assign(part.view(running))
 
     def _begin_step(self) -> None:
         self._step += 1
@@ -334,31 +323,31 @@ def _norms(layers: list[keras.layers.Layer]) -> Iterator[Norm]:
 
 def _layers(stage: Stage, now: Step) -> list[keras.layers.Layer]:
     match stage:
-        case ConvStage(layer=layer):
+        case net.ConvStage(layer=layer):
             conv = keras.layers.Conv2D(layer.filters, layer.kernel, layer.stride, use_bias=layer.bias)
             return [EdgePad(stage.window, 0.0), conv]
-        case PoolStage(layer=MaxPool2d()):
+        case net.PoolStage(layer=net.MaxPool2d()):
             pool = keras.layers.MaxPooling2D(stage.window.size, stage.window.stride)
             return [EdgePad(stage.window, -np.inf), pool]
-        case PoolStage(layer=GlobalAvgPool()):
+        case net.PoolStage(layer=net.GlobalAvgPool()):
             return [keras.layers.GlobalAveragePooling2D()]
-        case PoolStage():
+        case net.PoolStage():
             return [EdgeAverage(stage)]
-        case LinearStage(layer=layer):
+        case net.LinearStage(layer=layer):
             return [keras.layers.Dense(layer.features, use_bias=layer.bias)]
-        case FlattenStage():
+        case net.FlattenStage():
             return [keras.layers.Flatten()]
-        case ResidualStage():
+        case net.ResidualStage():
             return [Skip([made for inner in stage.stages for made in _layers(inner, now)])]
-        case DropoutStage():
+        case net.DropoutStage():
             return [Drop(stage, now)]
-        case NormStage():
+        case net.NormStage():
             return [Norm(stage)]
-        case ElementwiseStage(layer=ReLU() | Sigmoid() | Tanh() | GELU()):
+        case net.ElementwiseStage(layer=net.ReLU() | net.Sigmoid() | net.Tanh() | net.GELU()):
             return [keras.layers.Activation(type(stage.layer).__name__.lower())]
-        case ElementwiseStage(layer=LeakyReLU(slope)):
+        case net.ElementwiseStage(layer=net.LeakyReLU(slope)):
             return [keras.layers.LeakyReLU(slope)]
-        case ElementwiseStage():
+        case net.ElementwiseStage():
             return [Rule(stage.layer)]
         case _:
             assert_never(stage)

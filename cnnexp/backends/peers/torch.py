@@ -15,34 +15,14 @@ from typing import Any, ClassVar, assert_never
 
 import numpy as np
 
+from cnnexp import network as net
+from cnnexp.backends.averages import PendingAverages
 from cnnexp.backends.layerwise import as_float32
 from cnnexp.backends.processor import ThreadedBackend
 from cnnexp.backends.protocol import Program, State
 from cnnexp.backends.state import complete
 from cnnexp.errors import BackendUnavailable, ConfigError, installing
-from cnnexp.network import (
-    GELU,
-    ConvStage,
-    DropoutStage,
-    Elementwise,
-    ElementwiseStage,
-    FlattenStage,
-    GlobalAvgPool,
-    LeakyReLU,
-    LinearStage,
-    Maths,
-    MaxPool2d,
-    Network,
-    NormStage,
-    PoolStage,
-    ReLU,
-    ResidualStage,
-    Sigmoid,
-    Stage,
-    Tanh,
-    Window,
-    noise,
-)
+from cnnexp.network import Network, Stage, noise
 from cnnexp.network.losses import LOG_FLOOR, VARIANCE_FLOOR, Loss, Totals, check_loss
 from cnnexp.optimizers import SGD, Adadelta, Adagrad, Adam, AdaMax, AdamW, Optimizer, RMSprop
 
@@ -68,7 +48,7 @@ SLOTS = {
 class _Pad(nn.Module):
     """Put `value` around images (N,C,H,W), as far as windows reach."""
 
-    def __init__(self, window: Window, value: float) -> None:
+    def __init__(self, window: net.Window, value: float) -> None:
         super().__init__()
         top, left, bottom, right = window.pads
         self.sides, self.value = (left, right, top, bottom), value
@@ -80,7 +60,7 @@ class _Pad(nn.Module):
 class _AvgPool(nn.Module):
     """The mean over the pixels of each window that lie inside the image."""
 
-    def __init__(self, stage: PoolStage) -> None:
+    def __init__(self, stage: net.PoolStage) -> None:
         super().__init__()
         window = stage.window
         self.pad, self.pool = _Pad(window, 0.0), nn.AvgPool2d(window.size, window.stride)
@@ -95,7 +75,7 @@ class _AvgPool(nn.Module):
 class _Rule(nn.Module):
     """A user's elementwise layer, by its own derivative."""
 
-    def __init__(self, layer: Elementwise) -> None:
+    def __init__(self, layer: net.Elementwise) -> None:
         super().__init__()
         self.layer = layer
 
@@ -105,7 +85,7 @@ class _Rule(nn.Module):
 
 class _RuleFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, layer: Elementwise) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, layer: net.Elementwise) -> torch.Tensor:
         y = layer.rule(MATHS)(x)
         ctx.layer = layer
         ctx.save_for_backward(x, y)
@@ -121,7 +101,7 @@ def _where(condition: torch.Tensor, a: Any, b: Any) -> torch.Tensor:
     return torch.where(condition, *(torch.as_tensor(value, dtype=torch.float32) for value in (a, b)))
 
 
-MATHS = Maths(torch.exp, torch.tanh, torch.erf, lambda a, b: _where(a < b, b, a), _where)
+MATHS = net.Maths(torch.exp, torch.tanh, torch.erf, lambda a, b: _where(a < b, b, a), _where)
 
 
 class _BatchNorm(nn.BatchNorm2d):
@@ -148,7 +128,7 @@ class _Step:
 class _Dropout(nn.Module):
     """`noise.keeps` on tensors: which numbers are dropped is not PyTorch's to say."""
 
-    def __init__(self, stage: DropoutStage, now: _Step) -> None:
+    def __init__(self, stage: net.DropoutStage, now: _Step) -> None:
         super().__init__()
         self.stage, self.rate, self.now = stage, stage.layer.rate, now
 
@@ -208,6 +188,7 @@ class TorchProgram(Program):
         self._threads = threads
         self._tensors: list[nn.Parameter] = []  # in the order of the flat buffer
         self._averages: list[torch.Tensor] = []
+        self.pending: PendingAverages = PendingAverages(network, self._running, self._set_running)
         self._now = _Step()
         modules = [_module(stage, self._tensors, self._averages, self._now) for stage in network.stages]
         self._modules = nn.Sequential(*modules).to(memory_format=torch.channels_last)
@@ -223,6 +204,7 @@ class TorchProgram(Program):
     def train(self, handle: Any, order: np.ndarray, rate: float) -> Totals:
         batches = torch.tensor(np.ascontiguousarray(order, np.int64)).split(self.batch_size)
         loss, hits = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.int64)
+        self.pending.drop()
         with _torch_threads(self._threads):
             for indices in batches:
                 losses, correct = self._backward(handle, indices)
@@ -232,11 +214,12 @@ class TorchProgram(Program):
         return Totals(float(loss), int(hits), len(order))
 
     def gradients(self, handle: Any, indices: np.ndarray) -> tuple[Totals, np.ndarray]:
-        with _torch_threads(self._threads):
+        with _torch_threads(self._threads), self.pending.hold():
             loss, hits = self._backward(handle, torch.tensor(np.ascontiguousarray(indices, np.int64)))
         return Totals(float(loss), int(hits), len(indices)), self._flat([tensor.grad for tensor in self._tensors])
 
     def apply(self, gradient: np.ndarray, rate: float) -> None:
+        self.pending.commit()
         for tensor, part in zip(self._tensors, self._parts(gradient), strict=True):
             tensor.grad = part
         with _torch_threads(self._threads):
@@ -254,7 +237,7 @@ class TorchProgram(Program):
         }
         state = {"parameters": self._flat(self._tensors), "step": np.array(self._steps, np.int64), **slots}
         if self._averages:
-            state["running"] = torch.cat(self._averages).numpy()
+            state["running"] = self._running()
         if self.network.draws:
             state["seed"] = np.array(self._now.seed, np.int64)
         return state
@@ -263,8 +246,9 @@ class TorchProgram(Program):
         whole = complete(state, self.network, self.optimizer)
         parts = {name: self._parts(whole[name]) for name in ("parameters", *self.optimizer.slots)}
         self._steps, self._now.seed = int(whole["step"]), int(whole.get("seed", 0))
-        for average, part in zip(self._averages, self.network.running, strict=True):
-            average.copy_(torch.tensor(part.view(whole["running"])))
+        self.pending.drop()
+        if self._averages:
+            self._set_running(whole["running"])
         self._updater = _updater(self.optimizer, self._tensors)
         for i, tensor in enumerate(self._tensors):
             with torch.no_grad():
@@ -297,6 +281,13 @@ class TorchProgram(Program):
                 assert_never(self.loss.name)
         mean.backward()
         return mean.detach() * len(indices), hits.sum()
+
+    def _running(self) -> np.ndarray:
+        return torch.cat(self._averages).numpy()
+
+    def _set_running(self, running: np.ndarray) -> None:
+        for average, part in zip(self._averages, self.network.running, strict=True):
+            average.copy_(torch.tensor(part.view(running)))
 
     def _update(self, rate: float) -> None:
         self._steps += 1
@@ -332,37 +323,37 @@ def _channels_first(images: torch.Tensor) -> torch.Tensor:
 def _module(stage: Stage, tensors: list[nn.Parameter], averages: list[torch.Tensor], now: _Step) -> nn.Module:
     """Return the module of a stage, adding its parameters and running averages to the lists, in their order."""
     match stage:
-        case ConvStage(layer=layer):
+        case net.ConvStage(layer=layer):
             conv = nn.Conv2d(stage.input_shape[2], layer.filters, layer.kernel, layer.stride, bias=layer.bias)
             tensors += conv.parameters()
             return nn.Sequential(_Pad(stage.window, 0.0), conv)
-        case PoolStage(layer=MaxPool2d()):
+        case net.PoolStage(layer=net.MaxPool2d()):
             return nn.Sequential(_Pad(stage.window, -torch.inf), nn.MaxPool2d(stage.window.size, stage.window.stride))
-        case PoolStage(layer=GlobalAvgPool()):
+        case net.PoolStage(layer=net.GlobalAvgPool()):
             return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
-        case PoolStage():
+        case net.PoolStage():
             return _AvgPool(stage)
-        case LinearStage(layer=layer):
+        case net.LinearStage(layer=layer):
             linear = nn.Linear(stage.input_shape[0], layer.features, layer.bias)
             tensors += linear.parameters()
             return linear
-        case FlattenStage():
+        case net.FlattenStage():
             return _Flatten()
-        case ResidualStage():
+        case net.ResidualStage():
             inner = [_module(inner, tensors, averages, now) for inner in stage.stages]
             return _Residual(nn.Sequential(*inner))
-        case DropoutStage():
+        case net.DropoutStage():
             return _Dropout(stage, now)
-        case NormStage(layer=layer):
+        case net.NormStage(layer=layer):
             norm = _BatchNorm(stage.output_shape[2], layer.epsilon, layer.momentum)
             tensors += norm.parameters()
             averages += [norm.running_mean, norm.running_var]
             return norm
-        case ElementwiseStage(layer=ReLU() | Sigmoid() | Tanh() | GELU()):
+        case net.ElementwiseStage(layer=net.ReLU() | net.Sigmoid() | net.Tanh() | net.GELU()):
             return getattr(nn, type(stage.layer).__name__)()
-        case ElementwiseStage(layer=LeakyReLU(slope)):
+        case net.ElementwiseStage(layer=net.LeakyReLU(slope)):
             return nn.LeakyReLU(slope)
-        case ElementwiseStage():
+        case net.ElementwiseStage():
             return _Rule(stage.layer)
         case _:
             assert_never(stage)

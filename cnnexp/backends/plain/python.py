@@ -63,18 +63,18 @@ class PythonOps(HostOps):
         self, x: Array, w: Array, dy: Array, window: Window, dx: Array | None, dw: Array, db: Array | None
     ) -> None:
         stride, (top, left, *_), (_, height, width, channels) = window.stride, window.pads, x.shape
-        images, weights, slopes = x.tolist(), w.tolist(), dy.tolist()
+        images, weights, d_outputs = x.tolist(), w.tolist(), dy.tolist()
         d_images, d_weights = _zeros(x), _zeros(w)
         d_bias = [0.0] * w.shape[3]
         for n, p, q, f in np.ndindex(dy.shape):
-            slope = slopes[n][p][q][f]
-            d_bias[f] += slope
+            d_output = d_outputs[n][p][q][f]
+            d_bias[f] += d_output
             for i, j in _inside(p, q, window, height, width):
                 row, column = p * stride + i - top, q * stride + j - left
                 for c in range(channels):
-                    d_weights[i][j][c][f] += images[n][row][column][c] * slope
+                    d_weights[i][j][c][f] += images[n][row][column][c] * d_output
                     if dx is not None:
-                        d_images[n][row][column][c] += weights[i][j][c][f] * slope
+                        d_images[n][row][column][c] += weights[i][j][c][f] * d_output
         _store(d_images, dx)
         _store(d_weights, dw)
         _store(d_bias, db)
@@ -86,25 +86,25 @@ class PythonOps(HostOps):
     def elementwise_backward(self, layer: Elementwise, x: Array, y: Array, dy: Array, dx: Array) -> None:
         derivative = layer.derivative(MATHS)
         triples = zip(x.ravel().tolist(), y.ravel().tolist(), dy.ravel().tolist(), strict=True)
-        _store([slope * derivative(value, result) for value, result, slope in triples], dx)
+        _store([d_output * derivative(value, result) for value, result, d_output in triples], dx)
 
     def max_pool(self, x: Array, window: Window, y: Array, saved: Array) -> None:
         stride, (top, left, *_), (_, height, width, _) = window.stride, window.pads, x.shape
         images = x.tolist()
         for n, u, v, c in np.ndindex(y.shape):
-            largest, place = -math.inf, 0
+            largest, argmax = -math.inf, 0
             for i, j in _inside(u, v, window, height, width):
                 value = images[n][u * stride + i - top][v * stride + j - left][c]
                 if value > largest:
-                    largest, place = value, i * window.size + j
-            y[n, u, v, c], saved[n, u, v, c] = largest, place
+                    largest, argmax = value, i * window.size + j
+            y[n, u, v, c], saved[n, u, v, c] = largest, argmax
 
     def max_pool_backward(self, saved: Array, dy: Array, window: Window, dx: Array) -> None:
         stride, top, left = window.stride, window.top, window.left
-        places, slopes, d_images = saved.tolist(), dy.tolist(), _zeros(dx)
+        places, d_outputs, d_images = saved.tolist(), dy.tolist(), _zeros(dx)
         for n, u, v, c in np.ndindex(dy.shape):
             i, j = divmod(places[n][u][v][c], window.size)
-            d_images[n][u * stride + i - top][v * stride + j - left][c] += slopes[n][u][v][c]
+            d_images[n][u * stride + i - top][v * stride + j - left][c] += d_outputs[n][u][v][c]
         _store(d_images, dx)
 
     def avg_pool(self, x: Array, window: Window, y: Array) -> None:
@@ -118,11 +118,11 @@ class PythonOps(HostOps):
 
     def avg_pool_backward(self, dy: Array, window: Window, dx: Array) -> None:
         stride, (top, left, *_), (_, height, width, _) = window.stride, window.pads, dx.shape
-        slopes, d_images = dy.tolist(), _zeros(dx)
+        d_outputs, d_images = dy.tolist(), _zeros(dx)
         for n, u, v, c in np.ndindex(dy.shape):
             places = _inside(u, v, window, height, width)
             for i, j in places:
-                d_images[n][u * stride + i - top][v * stride + j - left][c] += slopes[n][u][v][c] / len(places)
+                d_images[n][u * stride + i - top][v * stride + j - left][c] += d_outputs[n][u][v][c] / len(places)
         _store(d_images, dx)
 
     def add(self, a: Array, b: Array, total: Array) -> None:
@@ -159,14 +159,14 @@ class PythonOps(HostOps):
         self, x: Array, w: Array, dy: Array, saved: Array, dx: Array | None, dw: Array, db: Array
     ) -> None:
         for c in range(x.shape[3]):
-            m, inverse, slopes = float(saved[0, c]), float(saved[1, c]), dy[..., c].ravel().tolist()
+            m, inverse, d_outputs = float(saved[0, c]), float(saved[1, c]), dy[..., c].ravel().tolist()
             normals = [(value - m) * inverse for value in x[..., c].ravel().tolist()]
-            total, product = sum(slopes), sum(slope * n for slope, n in zip(slopes, normals, strict=True))
+            total, product = sum(d_outputs), sum(d * n for d, n in zip(d_outputs, normals, strict=True))
             dw[c], db[c] = product, total
             if dx is not None:
-                pairs, count = zip(slopes, normals, strict=True), len(slopes)
+                pairs, count = zip(d_outputs, normals, strict=True), len(d_outputs)
                 scale = inverse * float(w[c])
-                _store([scale * (slope - total / count - n * product / count) for slope, n in pairs], dx[..., c])
+                _store([scale * (d - total / count - n * product / count) for d, n in pairs], dx[..., c])
 
     def linear(self, x: Array, w: Array, b: Array | None, y: Array) -> None:
         rows, weights = x.tolist(), w.tolist()
@@ -178,14 +178,14 @@ class PythonOps(HostOps):
             y[n, o] = total
 
     def linear_backward(self, x: Array, w: Array, dy: Array, dx: Array | None, dw: Array, db: Array | None) -> None:
-        rows, weights, slopes = x.tolist(), w.tolist(), dy.tolist()
+        rows, weights, d_outputs = x.tolist(), w.tolist(), dy.tolist()
         d_rows, d_weights, d_bias = _zeros(x), _zeros(w), [0.0] * w.shape[1]
         for n, o in np.ndindex(dy.shape):
-            d_bias[o] += slopes[n][o]
+            d_bias[o] += d_outputs[n][o]
             for d in range(w.shape[0]):
-                d_weights[d][o] += rows[n][d] * slopes[n][o]
+                d_weights[d][o] += rows[n][d] * d_outputs[n][o]
                 if dx is not None:
-                    d_rows[n][d] += weights[d][o] * slopes[n][o]
+                    d_rows[n][d] += weights[d][o] * d_outputs[n][o]
         _store(d_rows, dx)
         _store(d_weights, dw)
         _store(d_bias, db)
@@ -195,9 +195,9 @@ class PythonOps(HostOps):
     ) -> None:
         rule = loss.rule(scores.shape[1], _exp, _log, _log1p)
         for n, (row, label) in enumerate(zip(scores.tolist(), labels.tolist(), strict=True)):
-            slopes = [0.0] * len(row)
-            losses[n], hits[n] = rule(row, label, scale, slopes)
-            d_scores[n] = slopes
+            d_row = [0.0] * len(row)
+            losses[n], hits[n] = rule(row, label, scale, d_row)
+            d_scores[n] = d_row
 
     def updater(self, optimizer: Optimizer) -> Update:
         rule = optimizer.rule(math.sqrt, max)

@@ -1,14 +1,9 @@
 """`cpu-simd`: the whole network compiled into vector kernels; the fastest backend on a CPU.
 
-How the files stand to each other: `intrinsics` (what only some CPUs have), `emit` (vector instructions), `trace`
-(rules in them) and `layout` (where values lie) at the bottom; kernels in `transfer`, `conv_lanes`, `conv_filters`,
-`picks`, `conv_sparse` and `conv_pair` on `event_lists`, `conv_events`, `elementwise`, `update`, and on `product`,
-packed matrix products, `conv_channels`, `conv_winograd` and `linear`; `nodes` and those in `convolutions`, `winograd`,
-`pair` and `dense` are layers that are computed at once, `cost` says what their kernels cost, `ways` chooses among them
-and `plan` connects them. `step` is the training loop as Numba compiles it, with `barrier`, where its threads wait for
-each other, `clocks`, what it tells of its parts, and `compose`, its kernels. `entry` says how it is called, `native`
-calls it without Numba and `apart` has it compiled, in a process of its own. `program` is what the train loop sees,
-`team` its threads, `crew` how many of them work now; `host` knows the CPU and `limit` how fast it multiplies.
+Three rooms, each of which uses those before it. `compiler/`: vectors, LLVM and machine code; knows no layer.
+`algorithms/`: how layers are computed, a file for each algorithm that `explain` prints, with its kernels and cost.
+`runtime/`: the compiled training loop, its threads, and the program that the train loop sees. Between them stand
+`layouts` (where values lie), `planner` (the cheapest algorithms of a network) and `lowering` (from them to kernels).
 """
 
 from __future__ import annotations
@@ -22,10 +17,10 @@ from typing import ClassVar, cast
 from cnnexp.backends import cache
 from cnnexp.backends.processor import ThreadedBackend, need_compiler
 from cnnexp.backends.protocol import Backend, Program
-from cnnexp.backends.simd.clocks import available
-from cnnexp.backends.simd.host import host_target
-from cnnexp.backends.simd.plan import suits
-from cnnexp.backends.simd.program import SimdProgram, paying_threads
+from cnnexp.backends.simd.compiler.clocks import available
+from cnnexp.backends.simd.compiler.host import host_target
+from cnnexp.backends.simd.planner import suits
+from cnnexp.backends.simd.runtime.program import SimdProgram, paying_threads
 from cnnexp.errors import ConfigError
 from cnnexp.network import Network
 from cnnexp.network.losses import Loss
@@ -42,22 +37,22 @@ class CpuSimd(ThreadedBackend):
         threads: as `ThreadedBackend`; the smallest networks train on fewer, see `paying_threads`, and where other work
             has the cores, one thread does what all would, to the same bits: see `crew`.
         fallback: whether a run whose network kills the compiler goes on with `next_best`.
-        explain: whether a run shows what was chosen for every kernel of a step, as `Program.explain` tells it.
-        ways: `LAYER:WAY` where a layer is not to be computed in the way that is expected to cost least; see `ways`.
+        explain: whether a run shows what was chosen for every kernel of a step, see `Program.explain`.
+        algorithms: `LAYER:ALGORITHM` where a layer is not to be computed by the algorithm expected to cost least.
         clocks: whether programs clock their parts; set by `clocked` alone.
     """
 
     name: ClassVar[str] = "cpu-simd"
     fallback: bool = False
     explain: bool = False
-    ways: tuple[str, ...] = ()
+    algorithms: tuple[str, ...] = ()
     clocks: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for given in self.ways:
+        for given in self.algorithms:
             if not all(given.partition(":")):
-                raise ConfigError(f"backend.ways={given!r}: must be LAYER:WAY, as conv1:channels")
+                raise ConfigError(f"backend.algorithms={given!r}: must be LAYER:ALGORITHM, as conv1:channels")
 
     @property
     def clocked(self) -> Backend:
@@ -68,7 +63,7 @@ class CpuSimd(ThreadedBackend):
 
     def limits(self) -> Mapping[str, float]:
         """Measure the arithmetic alone, by multiply-adds in registers: a matrix product of NumPy's may be no limit."""
-        from cnnexp.backends.simd.limit import fma_gflops  # for a profile alone
+        from cnnexp.backends.simd.runtime.limit import fma_gflops  # for a profile alone
 
         return {"gflops": fma_gflops(self.thread_count)}
 
@@ -87,7 +82,9 @@ class CpuSimd(ThreadedBackend):
         need_compiler()
         if not suits(network):
             return self._general.compile(network, loss, optimizer, batch_size)
-        forced = tuple((layer, way) for layer, _, way in (given.partition(":") for given in self.ways))
+        forced = tuple(
+            (layer, algorithm) for layer, _, algorithm in (given.partition(":") for given in self.algorithms)
+        )
         clocks = self.clocks and available(cache.host()[0])
         target = dataclasses.replace(host_target(), forced=forced, clocks=clocks)
         threads = paying_threads(network, batch_size, target, self.thread_count)

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cnnexp.backends.gpu.device import SIMULATED
-from cnnexp.backends.gpu.fused import linear_kernels, one_conv, two_conv_cut
+from cnnexp.backends.gpu.fused import linear_kernels
 from cnnexp.backends.gpu.fused.kernels import BLOCK
 from cnnexp.backends.gpu.fused.nodes import (
     Context,
     FusedConv,
     FusedHead,
     FusedLinear,
+    FusedNode,
     Gather,
-    Node,
     PlainLayer,
     PlainLoss,
     conv_block,
     plan_conv,
 )
-from cnnexp.backends.gpu.fused.one_conv import OneConv
 from cnnexp.backends.gpu.fused.parts import parts_of
-from cnnexp.backends.gpu.fused.two_conv import TwoConv
 from cnnexp.network import (
     ConvStage,
     ElementwiseStage,
@@ -36,22 +33,18 @@ from cnnexp.network import (
 from cnnexp.network.losses import Loss
 
 MOST_WINDOW = 16  # S * S: accumulators of a thread
-MOST_OWNED = 256 if SIMULATED else 16  # weights of a thread in `linear_head`
+MOST_OWNED = 16  # weights of a thread in `linear_head`
 MOST_HEAD_INPUTS = 4096  # its inputs are staged in shared memory
 
 
-def build(context: Context, network: Network, loss: Loss) -> list[Node]:
+def build(context: Context, network: Network, loss: Loss) -> list[FusedNode]:
     """Return the nodes of a network, first to last, its loss in the last."""
-    nodes: list[Node] = []
+    nodes: list[FusedNode] = []
 
-    def add(node: Node, stages: Sequence[Stage]) -> None:
+    def add(node: FusedNode, stages: Sequence[Stage]) -> None:
         node.parts = parts_of(node, stages, nodes[-1] if nodes else None, context.gpu)
         nodes.append(node)
 
-    whole = _one_conv(context, network.stages, loss) or _two_conv(context, network.stages, loss)
-    if whole is not None:
-        add(whole, network.stages)
-        return nodes
     stages, i, trains = network.stages, 0, False
     while i < len(stages):
         fused = _fused(context, stages[i:], loss, nodes[-1] if nodes else None)
@@ -67,41 +60,9 @@ def build(context: Context, network: Network, loss: Loss) -> list[Node]:
     return nodes
 
 
-def _one_conv(context: Context, stages: Sequence[Stage], loss: Loss) -> OneConv | None:
-    """Return the node of a network that is a convolution with pooling and ReLU, and a linear layer; else None."""
-    first = stages[0]
-    if not isinstance(first, ConvStage) or loss != Loss.SOFTMAX_CROSS_ENTROPY:
-        return None
-    pool, relu, used = _pool_and_relu(stages)
-    match stages[used:]:
-        case [FlattenStage(), LinearStage() as linear]:
-            conv = conv_block(first, pool, relu, from_order=True)
-            cut = one_conv.plan(conv, linear.layer.features, context)
-            return OneConv(context, first, conv, linear, cut) if cut else None
-    return None
-
-
-def _two_conv(context: Context, stages: Sequence[Stage], loss: Loss) -> TwoConv | None:
-    """Return the node of a network that is two convolutions, pooling, and two linear layers; else None."""
-    if not isinstance(stages[0], ConvStage) or loss != Loss.SOFTMAX_CROSS_ENTROPY:
-        return None
-    pool, relu, used = _pool_and_relu(stages)
-    one, two = stages[0], stages[used]
-    if not isinstance(two, ConvStage):
-        return None
-    first = conv_block(one, pool, relu, from_order=True)
-    pool, relu, more = _pool_and_relu(stages[used:])
-    second = conv_block(two, pool, relu, from_order=False)
-    match stages[used + more :]:
-        case [FlattenStage(), LinearStage() as linear, *between, LinearStage() as last] if len(between) < 2:
-            if any(not isinstance(stage.layer, ReLU) for stage in between):
-                return None
-            cut = two_conv_cut.plan(first, second, (linear, last), bool(between), context)
-            return TwoConv(context, (one, two), (linear, last), cut) if cut else None
-    return None
-
-
-def _fused(context: Context, stages: Sequence[Stage], loss: Loss, before: Node | None) -> tuple[Node, int] | None:
+def _fused(
+    context: Context, stages: Sequence[Stage], loss: Loss, before: FusedNode | None
+) -> tuple[FusedNode, int] | None:
     """Return a fused node for the first of `stages` and how many of them it takes; None if there is none."""
     stage = stages[0]
     if isinstance(stage, ConvStage):

@@ -2,7 +2,7 @@
 
 A reading is a kernel of one thread, in a stream or a graph as any other: it gives the nanoseconds since the last one to
 a part. It takes about as long as a launch does, so one step of `EVERY` has them; and two, one right after the other,
-tell what one costs, which is taken off every part.
+say what one costs, which is taken off every part.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import cuda
+from numba.cuda.extending import intrinsic
 
 from cnnexp.backends.gpu import device
-from cnnexp.backends.gpu.kernels import u32
+from cnnexp.backends.gpu.kernels.index import u32
 from cnnexp.backends.gpu.launch import Kernel
 from cnnexp.backends.parts import Part
 
@@ -24,7 +25,7 @@ EVERY = 8
 LAST, STEPS, READING, FIRST = range(4)  # places in memory: last reading, steps clocked, what a reading costs, parts
 
 
-class Clocks:
+class GpuClocks:
     """The nanoseconds of the parts of a step, on the device.
 
     Args:
@@ -85,8 +86,6 @@ def begin_step() -> Kernel:
 @cache
 def _nanoseconds() -> Any:
     """Return the device function () of the GPU's clock, which all multiprocessors share."""
-    from numba.cuda.extending import intrinsic  # not there in the simulator, which has no clock either
-
     read = ir.InlineAsm(ir.FunctionType(ir.IntType(64), ()), "mov.u64 $0, %globaltimer;", "=l", side_effect=True)
 
     @intrinsic

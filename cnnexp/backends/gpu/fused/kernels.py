@@ -1,40 +1,31 @@
 """What every fused program needs beside its layers: batches gathered, gradients added up, steps taken, totals kept.
 
-A network's images stay where they were loaded, as bytes: `order` lists the images of the steps to come,
-`cursor[0] + ahead` is where a batch starts in it. Gradients of parameters are partial sums in an arena; `update` adds
-them up in a fixed order and takes the step. Every partial sum is written at every step, by zero where a short batch has
-no image for it. The layers' kernels are in `conv_kernels`, `linear_kernels` and
-`one_conv_kernels`.
+A network's images stay where they were loaded, as bytes: `order[1:]` lists the images of the steps to come, a batch
+starts at `order[0] + ahead` in it. `outcomes` has (loss, hit) of each. Gradients of parameters are partial sums in an
+arena; `update` adds them up in a fixed order and takes the step. Every partial sum is written at every step, by zero
+where a short batch has no image for it. The layers' kernels are in `conv_kernels` and `linear_kernels`.
 """
 
 from __future__ import annotations
 
 import math
 from functools import cache
-from typing import Any
 
-import numpy as np
 from numba import cuda
 
-from cnnexp.backends.gpu.device import SIMULATED
-from cnnexp.backends.gpu.kernels import ONE, ZERO, f32, u32
+from cnnexp.backends.gpu.kernels.index import ZERO, f32, offset, split, u32
 from cnnexp.backends.gpu.launch import Kernel
 from cnnexp.optimizers import Optimizer
 
-BLOCK = 16 if SIMULATED else 256  # threads
-LANES = 4 if SIMULATED else 32  # threads of a block side by side in memory: a warp
+BLOCK = 256  # threads
+LANES = 32  # threads of a block side by side in memory: a warp
 BYTE, BYTE_INVERSE = f32(255), f32(1 / 255)
-SEGMENT = 8  # numbers in a row of `update`'s table
-OWNED = 4  # weights of a linear layer, one under the other, of a thread of `update`
-TILE_ROWS, TILE_COLUMNS = BLOCK // LANES * OWNED, LANES  # of the weights of its block
-TILE_IMAGES = 4 if SIMULATED else 64  # staged at once
+SEGMENT = 6  # numbers in a row of `update`'s table
 
 
 def _fraction(value):
     """value / 255, rounded as a division is: one step of Newton's method is exact for whole numbers up to 255."""
     value = f32(value)
-    if SIMULATED:  # which knows no single rounding
-        return value / BYTE
     q = value * BYTE_INVERSE
     return cuda.fma(cuda.fma(-BYTE, q, value), BYTE_INVERSE, q)
 
@@ -44,6 +35,12 @@ def _as_it_is(value):
 
 
 fraction, as_it_is = cuda.jit(device=True)(_fraction), cuda.jit(device=True)(_as_it_is)
+
+
+@cuda.jit(device=True)
+def image_at(order, ahead, n):
+    """Return the n-th image of a batch: its number in the data set."""
+    return u32(order[u32(order[0] + ahead + n + 1)])
 
 
 def sum_threads(parts: int) -> int:
@@ -59,218 +56,121 @@ def gather(D: int, from_bytes: bool) -> Kernel:
     """x[n, d] = image order[start + n], for a network that does not open with a fused convolution."""
     D, pixel = u32(D), fraction if from_bytes else as_it_is
 
-    def gather(images, order, cursor, ahead, x, count):
+    def gather(images, order, ahead, x, count):
         i = u32(cuda.grid(1))
         while i < count:
-            x[i] = pixel(images[u32(order[u32(cursor[0] + ahead + i // D)] * D + i % D)])
-            i = u32(i + u32(cuda.gridsize(1)))
+            n, d = split(i, D)
+            x[i] = pixel(images[offset(image_at(order, ahead, n), D, d)])
+            i = u32(i + cuda.gridsize(1))
 
     images = "uint8[::1]" if from_bytes else "float32[::1]"
-    return Kernel(gather, f"void({images}, uint32[::1], uint32[::1], uint32, float32[::1], uint32)", BLOCK)
+    return Kernel(gather, f"void({images}, uint32[::1], uint32, float32[::1], uint32)", BLOCK)
 
 
 @cache
 def gather_labels() -> Kernel:
     """t[n] = label of image order[start + n], for a loss that is not fused."""
 
-    def gather_labels(labels, order, cursor, ahead, t, count):
-        i = u32(cuda.grid(1))
-        while i < count:
-            t[i] = labels[order[u32(cursor[0] + ahead + i)]]
-            i = u32(i + u32(cuda.gridsize(1)))
+    def gather_labels(labels, order, ahead, t, count):
+        n = u32(cuda.grid(1))
+        while n < count:
+            t[n] = labels[image_at(order, ahead, n)]
+            n = u32(n + cuda.gridsize(1))
 
-    return Kernel(gather_labels, "void(int32[::1], uint32[::1], uint32[::1], uint32, int32[::1], uint32)", BLOCK)
+    return Kernel(gather_labels, "void(int32[::1], uint32[::1], uint32, int32[::1], uint32)", BLOCK)
 
 
 @cache
 def keep_losses() -> Kernel:
     """Put a batch's losses and hits in their places, for a loss that is not fused."""
 
-    def keep_losses(batch_losses, batch_hits, cursor, ahead, losses, hits, count):
-        i = u32(cuda.grid(1))
-        while i < count:
-            losses[u32(cursor[0] + ahead + i)] = batch_losses[i]
-            hits[u32(cursor[0] + ahead + i)] = batch_hits[i]
-            i = u32(i + u32(cuda.gridsize(1)))
+    def keep_losses(batch_losses, batch_hits, order, ahead, outcomes, count):
+        n = u32(cuda.grid(1))
+        while n < count:
+            place = u32(order[0] + ahead + n)
+            outcomes[offset(place, 2, 0)], outcomes[offset(place, 2, 1)] = batch_losses[n], f32(batch_hits[n])
+            n = u32(n + cuda.gridsize(1))
 
-    arrays = "float32[::1], uint8[::1], uint32[::1], uint32, float32[::1], uint8[::1]"
-    return Kernel(keep_losses, f"void({arrays}, uint32)", BLOCK)
+    return Kernel(keep_losses, "void(float32[::1], uint8[::1], uint32[::1], uint32, float32[::1], uint32)", BLOCK)
 
 
-@cache
-def sum_of_parts() -> Any:
-    """Return the device function (arena, table, row, sums): the sum of one parameter's partial gradients."""
-    block = BLOCK
-
-    def sum_of_parts(arena, table, row, sums):
-        t = u32(cuda.threadIdx.x)
-        base, stride = u32(table[u32(row + u32(2))]), u32(table[u32(row + u32(3))])
-        parts, threads = u32(table[u32(row + u32(4))]), u32(table[u32(row + u32(5))])
-        wide = u32(u32(block) // threads)
-        total = ZERO
-        if u32(t % wide) < u32(table[u32(row + u32(1))]):
-            part, place, step = u32(t // wide), u32(base + t % wide), u32(threads * stride)
-            while u32(part + u32(3) * threads) < parts:  # begins four loads before it waits for the first
-                i = u32(place + part * stride)
-                a, b = arena[i], arena[u32(i + step)]
-                c, d = arena[u32(i + u32(2) * step)], arena[u32(i + u32(3) * step)]
-                total += (a + b) + (c + d)
-                part = u32(part + u32(4) * threads)
-            while part < parts:
-                total += arena[u32(place + part * stride)]
-                part = u32(part + threads)
-        sums[t] = total
-        cuda.syncthreads()
-        value = ZERO
-        if t < wide:
-            for s in range(threads):
-                value += sums[u32(u32(s) * wide + t)]
-        return value
-
-    return cuda.jit(device=True)(sum_of_parts)
+@cuda.jit(device=True)
+def sum_of_parts(arena, table, row, sums):
+    """Return the sum of the partial gradients of one parameter of a row of `update`'s table, to its first threads."""
+    t = u32(cuda.threadIdx.x)
+    count, base, stride = table[row + u32(1)], table[row + u32(2)], table[row + u32(3)]
+    parts, threads = table[row + u32(4)], table[row + u32(5)]
+    wide = u32(u32(BLOCK) // threads)
+    part, lane = split(t, wide)
+    # a thread adds up every so many of a parameter's parts
+    total = ZERO
+    if lane < count:
+        place, step = u32(base + lane), u32(threads * stride)
+        while u32(part + 3 * threads) < parts:  # begins four loads before it waits for the first
+            i = offset(part, stride, place)
+            a, b = arena[i], arena[u32(i + step)]
+            c, d = arena[u32(i + 2 * step)], arena[u32(i + 3 * step)]
+            total += (a + b) + (c + d)
+            part = u32(part + 4 * threads)
+        while part < parts:
+            total += arena[offset(part, stride, place)]
+            part = u32(part + threads)
+    sums[t] = total
+    cuda.syncthreads()
+    # the first threads add up what the others have
+    value = ZERO
+    if t < wide:
+        for s in range(threads):
+            value += sums[offset(s, wide, t)]
+    return value
 
 
 @cache
-def sum_of_products(images: int) -> Any:
-    """Return the device function (arena, table, row, count, xs, ds, sums): `OWNED` gradients of a linear layer.
-
-    They lie one under the other, each the sum of x[n, k] * d[n, o] over the batch; the bias is row D, its x is 1.
-    Thread t finds its own in sums[t], sums[t + BLOCK]...
-    """
-    block, rows, columns, images_ = u32(BLOCK), u32(TILE_ROWS), u32(TILE_COLUMNS), u32(images)
-    x_each, d_each = -(-images * TILE_ROWS // BLOCK), -(-images * TILE_COLUMNS // BLOCK)
-
-    def sum_of_products(arena, table, row, count, xs, ds, sums):
-        t = u32(cuda.threadIdx.x)
-        k0, D, x_base = u32(table[u32(row + u32(1))]), u32(table[u32(row + u32(2))]), u32(table[u32(row + u32(3))])
-        d_base, o0, O = u32(table[u32(row + u32(4))]), u32(table[u32(row + u32(5))]), u32(table[u32(row + u32(6))])  # noqa: E741
-        total = cuda.local.array(OWNED, f32)
-        for j in range(OWNED):
-            total[j] = ZERO
-        n0 = u32(0)
-        while n0 < count:
-            cuda.syncthreads()
-            for j in range(x_each):  # a load that is not needed is cheaper than a branch
-                i = u32(t + u32(u32(j) * block))
-                n, k = u32(n0 + i // rows), u32(k0 + i % rows)
-                inside = n < count and k < D
-                value = arena[u32(x_base + n * D + k) if inside else x_base]
-                value = value if inside else ZERO
-                xs[i] = ONE if k == D else value
-            for j in range(d_each):
-                i = u32(t + u32(u32(j) * block))
-                n, o = u32(n0 + i // columns), u32(o0 + i % columns)
-                inside = n < count and o < O
-                value = arena[u32(d_base + n * O + o) if inside else d_base]
-                ds[i] = value if inside else ZERO
-            cuda.syncthreads()
-            own, lane = u32(u32(t // columns) * u32(OWNED)), u32(t % columns)
-            for m in range(images):
-                d = ds[lane + u32(u32(m) * columns)]
-                for j in range(OWNED):
-                    total[j] += xs[own + u32(u32(u32(m) * rows) + u32(j))] * d
-            n0 = u32(n0 + images_)
-        for j in range(OWNED):
-            sums[u32(u32(u32(j) * block) + t)] = total[j]
-
-    return cuda.jit(device=True)(sum_of_products)
-
-
-@cache
-def update(
-    optimizer: Optimizer | None, batch_size: int, mirror: tuple[int, int, int] | None, has_products: bool
-) -> Kernel:
+def update(optimizer: Optimizer | None, batch_size: int) -> Kernel:
     """Finish every parameter's gradient and take the optimizer's step, all parameters in one launch.
 
     Args:
         optimizer: whose rule; None writes the gradient to `w` instead.
         batch_size: finds a step's row (rate, c0, c1) of `rates` from its place in the order.
-        mirror: (offset, D, O) of a linear layer's weights that are kept transposed in `mirrored` too.
-        has_products: whether there are rows of the second kind.
 
-    A block's row of `table`, for partial sums: first parameter, how many, where in the arena the first part of the
-    first is, from one part to the next, parts, threads per parameter, 0. For a tile of a linear layer: its first
-    parameter, first row, inputs D, where the inputs of the batch are in the arena, where the gradients of its outputs,
-    first column, outputs, rows with the bias.
+    A block's row of `table`: first parameter, how many, where in the arena the first part of the first is, from one
+    part to the next, parts, threads per parameter.
     """
     rule = cuda.jit(device=True)(optimizer.rule(sqrt=math.sqrt, maximum=max)) if optimizer else None
     slots = len(optimizer.slots) if optimizer else 0
-    block, steps, mirrors, images = BLOCK, optimizer is not None, mirror is not None, min(TILE_IMAGES, batch_size)
-    offset, D, O = (u32(v) for v in mirror or (0, 1, 1))  # noqa: E741
-    batch, parts_of, products_of = u32(batch_size), sum_of_parts(), sum_of_products(images)
-    x_size = -(-images * TILE_ROWS // BLOCK) * BLOCK if has_products else 1
-    d_size, sums_size = (-(-images * TILE_COLUMNS // BLOCK) * BLOCK, OWNED * BLOCK) if has_products else (1, BLOCK)
+    block, steps, batch = BLOCK, optimizer is not None, u32(batch_size)
 
-    def finish(i, g, w, s, t, rates, step, mirrored):
-        if not steps:
-            w[i] = g
-            return
-        old_s = s[i] if slots > 0 else ZERO
-        old_t = t[i] if slots > 1 else ZERO
-        rate, c0, c1 = rates[step], rates[u32(step + u32(1))], rates[u32(step + u32(2))]
-        new_w, new_s, new_t = rule(w[i], g, old_s, old_t, rate, c0, c1)
-        w[i] = new_w
-        if slots > 0:
-            s[i] = new_s
-        if slots > 1:
-            t[i] = new_t
-        if mirrors and offset <= i and u32(i - offset) < u32(D * O):
-            place = u32(i - offset)
-            mirrored[u32(u32(place % O) * D + place // O)] = new_w
+    def update(arena, table, w, s, t, rates, order, ahead):
+        sums = cuda.shared.array(block, f32)
+        lane, row = u32(cuda.threadIdx.x), offset(cuda.blockIdx.x, SEGMENT, 0)
+        g = sum_of_parts(arena, table, row, sums)
+        if lane < table[row + u32(1)]:
+            i = u32(table[row] + lane)
+            if steps:
+                step, _ = split(u32(order[0] + ahead), batch)
+                old_s = s[i] if slots > 0 else ZERO
+                old_t = t[i] if slots > 1 else ZERO
+                rate, c0, c1 = rates[offset(step, 3, 0)], rates[offset(step, 3, 1)], rates[offset(step, 3, 2)]
+                new_w, new_s, new_t = rule(w[i], g, old_s, old_t, rate, c0, c1)
+                w[i] = new_w
+                if slots > 0:
+                    s[i] = new_s
+                if slots > 1:
+                    t[i] = new_t
+            else:
+                w[i] = g
 
-    finish = cuda.jit(device=True)(finish)
-
-    def update(arena, table, count, w, s, t, rates, cursor, ahead, mirrored):
-        sums = cuda.shared.array(sums_size, f32)
-        xs = cuda.shared.array(x_size, f32, alignment=16)
-        ds = cuda.shared.array(d_size, f32)
-        lane, row = u32(cuda.threadIdx.x), u32(u32(cuda.blockIdx.x) * u32(SEGMENT))
-        i, below, left = u32(table[row]), u32(table[u32(row + u32(6))]), u32(0)
-        step = u32(u32(cursor[0] + ahead) // batch * u32(3)) if steps else u32(0)
-        if has_products and below > u32(0):
-            products_of(arena, table, row, count, xs, ds, sums)
-            k = u32(u32(table[u32(row + u32(1))]) + u32(lane // u32(TILE_COLUMNS)) * u32(OWNED))
-            o, end = u32(u32(table[u32(row + u32(5))]) + lane % u32(TILE_COLUMNS)), u32(table[u32(row + u32(7))])
-            i = u32(u32(i + k * below) + o)
-            g = sums[lane]
-            if o < below and k < end:
-                left = u32(end - k) if u32(end - k) < u32(OWNED) else u32(OWNED)
-        else:
-            g = parts_of(arena, table, row, sums)
-            i = u32(i + lane)
-            left = u32(1) if lane < u32(table[u32(row + u32(1))]) else u32(0)
-        k = lane
-        while left > u32(0):
-            finish(i, g, w, s, t, rates, step, mirrored)
-            i, k, left = u32(i + below), u32(k + u32(block)), u32(left - u32(1))
-            g = sums[k if left > u32(0) else lane]
-
-    arrays = "float32[::1], float32[::1], float32[::1], float32[::1]"
-    signature = f"void(float32[::1], uint32[::1], uint32, {arrays}, uint32[::1], uint32, float32[::1])"
-    return Kernel(update, signature, BLOCK)
-
-
-@cache
-def transpose(D: int, O: int) -> Kernel:  # noqa: E741
-    """out[o, d] = w[d, o]."""
-    D, O = u32(D), u32(O)  # noqa: E741
-
-    def transpose(w, out, count):
-        i = u32(cuda.grid(1))
-        while i < count:
-            out[u32(u32(i % O) * D + i // O)] = w[i]
-            i = u32(i + u32(cuda.gridsize(1)))
-
-    return Kernel(transpose, "void(float32[::1], float32[::1], uint32)", BLOCK)
+    arrays = ", ".join(["float32[::1]"] * 4)
+    return Kernel(update, f"void(float32[::1], uint32[::1], {arrays}, uint32[::1], uint32)", BLOCK)
 
 
 @cache
 def advance() -> Kernel:
-    """cursor[0] += by: the last node of a graph, so that the same graph runs the next steps when launched again."""
+    """order[0] += by: the last node of a graph, so that the same graph runs the next steps when launched again."""
 
-    def advance(cursor, by):
+    def advance(order, by):
         if cuda.threadIdx.x == 0:
-            cursor[0] = u32(cursor[0] + by)
+            order[0] = u32(order[0] + by)
 
     return Kernel(advance, "void(uint32[::1], uint32)", 1)
 
@@ -280,19 +180,17 @@ def sum_up() -> Kernel:
     """Per block of `BLOCK` images, the sum of their losses and hits: what is copied to the host after a pass."""
     block = BLOCK
 
-    def sum_up(losses, hits, loss_sums, hit_sums, count):
-        some_losses = cuda.shared.array(block, f32)
-        some_hits = cuda.shared.array(block, np.uint32)
+    def sum_up(outcomes, sums, count):
+        losses, hits = cuda.shared.array(block, f32), cuda.shared.array(block, f32)
         t, i = u32(cuda.threadIdx.x), u32(cuda.grid(1))
-        some_losses[t] = losses[i] if i < count else ZERO
-        some_hits[t] = u32(hits[i]) if i < count else u32(0)
+        losses[t] = outcomes[offset(i, 2, 0)] if i < count else ZERO
+        hits[t] = outcomes[offset(i, 2, 1)] if i < count else ZERO
         cuda.syncthreads()
-        if t == u32(0):
-            loss, hit = ZERO, u32(0)
-            for k in range(block):
-                loss += some_losses[k]
-                hit = u32(hit + some_hits[k])
-            loss_sums[u32(cuda.blockIdx.x)] = loss
-            hit_sums[u32(cuda.blockIdx.x)] = hit
+        if t == 0:
+            loss, hit = ZERO, ZERO
+            for k in range(u32(block)):
+                loss += losses[k]
+                hit += hits[k]
+            sums[offset(cuda.blockIdx.x, 2, 0)], sums[offset(cuda.blockIdx.x, 2, 1)] = loss, hit
 
-    return Kernel(sum_up, "void(float32[::1], uint8[::1], float32[::1], uint32[::1], uint32)", BLOCK)
+    return Kernel(sum_up, "void(float32[::1], float32[::1], uint32)", BLOCK)

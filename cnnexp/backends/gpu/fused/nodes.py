@@ -18,7 +18,7 @@ from cnnexp.backends.gpu.device import Gpu, Tensor
 from cnnexp.backends.gpu.fused import conv_kernels, kernels, linear_kernels
 from cnnexp.backends.gpu.fused.conv_kernels import ConvBlock
 from cnnexp.backends.gpu.fused.kernels import BLOCK, LANES
-from cnnexp.backends.gpu.kernels import ConvSizes, f32, u32
+from cnnexp.backends.gpu.kernels.index import ConvSizes, u32
 from cnnexp.backends.gpu.shared import SharedOps
 from cnnexp.backends.parts import Part
 from cnnexp.backends.stages import Run, backward_stage, forward_stage
@@ -30,13 +30,13 @@ SPARE_SHARED = 1024  # bytes of shared memory left to the compiler
 
 
 @dataclass
-class Step:
+class BatchStep:
     """Where a step's images are.
 
     Attributes:
         stream: where its kernels are enqueued: a stream, or a graph builder.
-        split: the loaded split, see `program.Split`.
-        ahead: place of the first image in `split.order`, after `split.cursor`.
+        split: the loaded split, see `program.DeviceSplit`.
+        ahead: place of the first image after `split.order[0]`.
         count: images, at most the batch size.
     """
 
@@ -46,55 +46,59 @@ class Step:
     count: int
 
     @property
-    def place(self) -> tuple[Tensor, Tensor, np.uint32]:
-        return self.split.order, self.split.cursor, u32(self.ahead)
+    def place(self) -> tuple[Tensor, np.uint32]:
+        return self.split.order, u32(self.ahead)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Partials:
-    """Where a parameter's partial gradients lie in the arena: `parts` times its size, from `base` on."""
+    """Partial gradients of parameters that lie side by side, in the arena.
 
-    parameter: Parameter
+    Attributes:
+        offset, size: of the parameters in the flat buffer.
+        base: where in the arena the first part begins; the others follow.
+        parts: how many.
+        memory: all of them, once the arena is allocated.
+    """
+
+    offset: int
+    size: int
     base: int
     parts: int
+    memory: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class Product:
-    """A linear layer whose gradient `update` makes: where its inputs and its outputs' gradients are, image by image."""
-
-    weight: Parameter
-    bias: Parameter | None
-    inputs: int
-    d_outputs: int
-
-
-class Arena:
+class GradientArena:
     """Gives out room for partial gradients. The first `parameter_count` floats are the gradient of layers not fused."""
 
     def __init__(self, parameter_count: int) -> None:
-        self.size = parameter_count
         self.partials: list[Partials] = []
-        self.products: list[Product] = []
         self.memory: Tensor | None = None  # allocated when all is given out
+        self._size = parameter_count
 
-    def take(self, parameter: Parameter | None, parts: int) -> np.uint32:
-        """Return the first index of `parts` partial gradients; of nothing, 0."""
-        if parameter is None:
-            return u32(0)
-        base = self.room(parts * parameter.size)
-        self.partials.append(Partials(parameter, base, parts))
-        return u32(base)
-
-    def room(self, size: int) -> int:
-        """Return the first index of `size` floats."""
-        self.size += size
-        return self.size - size
+    def take(self, stage: ConvStage | LinearStage, parts: int) -> Partials:
+        """Return room for `parts` partial gradients of a layer's weights and biases."""
+        found = Partials(*extent(stage), self._size, parts)
+        self._size += parts * found.size
+        self.partials.append(found)
+        return found
 
     def take_whole(self, parameter: Parameter | None) -> None:
         """Let a layer that is not fused write the whole gradient, at the parameter's own offset."""
         if parameter is not None:
-            self.partials.append(Partials(parameter, parameter.offset, 1))
+            self.partials.append(Partials(parameter.offset, parameter.size, parameter.offset, 1))
+
+    def allocate(self) -> Tensor:
+        """Return the memory of all that was given out."""
+        self.memory = device.empty((self._size,), np.float32)
+        for given in self.partials:
+            given.memory = self.memory[given.base : given.base + given.parts * given.size]
+        return self.memory
+
+
+def extent(stage: ConvStage | LinearStage) -> tuple[int, int]:
+    """Return (offset, size) of a layer's weights and biases in the flat buffer, where the biases come next."""
+    return stage.weight.offset, stage.weight.size + (stage.bias.size if stage.bias else 0)
 
 
 @dataclass
@@ -107,20 +111,18 @@ class Context:
         parameters: the flat buffer.
         arena: partial gradients.
         ops: the kernels of layers that are not fused.
-        mirror: (offset, D, O) of a linear layer's weights that are kept transposed too, in `mirrored`.
     """
 
     gpu: Gpu
     batch_size: int
     parameters: Tensor
-    arena: Arena
+    arena: GradientArena
     ops: SharedOps
-    mirror: tuple[int, int, int] | None = None
-    mirrored: Tensor | None = None
 
-    def view(self, parameter: Parameter | None) -> Tensor:
-        """Return a parameter's part of the flat buffer; of nothing, any array."""
-        return self.parameters if parameter is None else parameter.view(self.parameters)
+    def view(self, stage: ConvStage | LinearStage) -> Tensor:
+        """Return a layer's weights and biases, in the flat buffer."""
+        offset, size = extent(stage)
+        return self.parameters[offset : offset + size]
 
     @property
     def shared_floats(self) -> int:
@@ -132,11 +134,11 @@ class Context:
         return max(1, min(most, -(-2 * self.gpu.multiprocessors // blocks)))
 
 
-class Node:
+class FusedNode:
     """A part of the network: its outputs `y` and their gradient `dy`, (N, *shape); the gather has no gradient.
 
     Attributes:
-        parts: of a step, by pass: what a profile tells.
+        parts: of a step, by pass: what a profile shows.
     """
 
     y: Tensor
@@ -147,21 +149,14 @@ class Node:
         self.y = device.empty((context.batch_size, *shape), np.float32)
         self.dy = device.empty((context.batch_size, *shape), np.float32)
 
-    def forward(self, step: Step) -> None:
+    def forward(self, step: BatchStep) -> None:
         raise NotImplementedError
 
-    def backward(self, step: Step) -> None:
+    def backward(self, step: BatchStep) -> None:
         raise NotImplementedError
 
-    def predict(self, step: Step) -> None:
-        """Forward as far as the outputs `y`, for a node whose `forward` leaves that to `backward`."""
-        self.forward(step)
 
-    def refresh(self, stream: Any) -> None:
-        """Bring up to date what is kept of the parameters beside the flat buffer."""
-
-
-class Gather(Node):
+class Gather(FusedNode):
     """Opens a network whose first layer does not read the data set itself."""
 
     def __init__(self, context: Context, shape: tuple[int, ...]) -> None:
@@ -169,12 +164,12 @@ class Gather(Node):
         self._kernels = {is_bytes: kernels.gather(math.prod(shape), is_bytes) for is_bytes in (False, True)}
         self._size = math.prod(shape)
 
-    def forward(self, step: Step) -> None:
+    def forward(self, step: BatchStep) -> None:
         self._kernels[step.split.is_bytes].over(
             step.count * self._size, step.stream, step.split.images, *step.place, self.y
         )
 
-    def backward(self, step: Step) -> None:
+    def backward(self, step: BatchStep) -> None:
         """Images have no gradient."""
 
 
@@ -224,8 +219,8 @@ def plan_conv(conv: ConvBlock, context: Context) -> ConvPlan | None:
     input_rows = -(-sizes.H // context.splits(batch, sizes.H))
     across, together = conv_kernels.ACROSS, min(sizes.C, conv_kernels.CHANNELS)
     broad = conv_kernels.in_fours(-(-sizes.W // across) * across + sizes.K - 1)
-    turned = sizes.K**2 * sizes.F * -(-sizes.C // together) * together
-    input_rows = fitting(input_rows, lambda r: sizes.F * (r + sizes.K - 1) * broad + turned <= room)
+    w_size = sizes.K**2 * sizes.F * -(-sizes.C // together) * together
+    input_rows = fitting(input_rows, lambda r: sizes.F * (r + sizes.K - 1) * broad + w_size <= room)
     if sizes.stride > 1:
         input_rows = 0
     fits = rows and weight_rows and sizes.K**2 <= MOST_TAPS
@@ -239,7 +234,7 @@ def fitting(rows: int, fits: Callable[[int], bool]) -> int:
     return rows
 
 
-class FusedConv(Node):
+class FusedConv(FusedNode):
     """Convolution, max-pool and ReLU in one kernel, and their gradients in two.
 
     Args:
@@ -251,13 +246,13 @@ class FusedConv(Node):
     """
 
     def __init__(
-        self, context: Context, stage: ConvStage, conv: ConvBlock, plan: ConvPlan, before: Node | None
+        self, context: Context, stage: ConvStage, conv: ConvBlock, plan: ConvPlan, before: FusedNode | None
     ) -> None:
         self._before = before
-        batch, arena = context.batch_size, context.arena
+        batch = context.batch_size
         self._allocate(context, (conv.U, conv.V, conv.sizes.F))
         self._argmax = device.empty(self.y.shape, np.uint8)
-        self._w, self._b, self._arena = context.view(stage.weight), context.view(stage.bias), arena
+        self._w = context.view(stage)
 
         self._blocks = -(-conv.U // plan.rows) * -(-conv.sizes.F // plan.filters)  # of an image
         kinds = {is_bytes: replace(conv, from_bytes=is_bytes and before is None) for is_bytes in (False, True)}
@@ -268,142 +263,99 @@ class FusedConv(Node):
             for k, conv in kinds.items()
         }
         self._weight_blocks = slices * splits * -(-conv.sizes.C * conv.sizes.F // plan.pairs)
-        self._w_base = arena.take(stage.weight, slices * splits)
-        self._b_base = arena.take(stage.bias, slices * splits)
+        self._partials = context.arena.take(stage, slices * splits)
         if before is not None and before.dy is not None:
             self._input = conv_kernels.conv2d_backward_input(conv, plan.input_rows)
             self._input_blocks = -(-conv.sizes.H // plan.input_rows)  # of an image
 
-    def forward(self, step: Step) -> None:
+    def forward(self, step: BatchStep) -> None:
         self._forward[step.split.is_bytes].launch(
-            step.count * self._blocks, step.stream, self._x(step), *step.place, self._w, self._b, self.y, self._argmax
+            step.count * self._blocks, step.stream, self._x(step), *step.place, self._w, self.y, self._argmax
         )
 
-    def backward(self, step: Step) -> None:
-        self._weights[step.split.is_bytes].launch(
-            self._weight_blocks,
-            step.stream,
-            self._x(step),
-            *step.place,
-            self.dy,
-            self._argmax,
-            self._arena.memory,
-            self._w_base,
-            self._b_base,
-            u32(step.count),
-        )
+    def backward(self, step: BatchStep) -> None:
+        arrays = self._x(step), *step.place, self.dy, self._argmax, self._partials.memory
+        self._weights[step.split.is_bytes].launch(self._weight_blocks, step.stream, *arrays, u32(step.count))
         if self._before is not None and self._before.dy is not None:
             self._input.launch(
                 step.count * self._input_blocks, step.stream, self._w, self.dy, self._argmax, self._before.dy
             )
 
-    def _x(self, step: Step) -> Tensor:
+    def _x(self, step: BatchStep) -> Tensor:
         return step.split.images if self._before is None else self._before.y
 
 
-class FusedLinear(Node):
+class FusedLinear(FusedNode):
     """A linear layer and the ReLU after it."""
 
-    def __init__(self, context: Context, stage: LinearStage, relu: bool, before: Node) -> None:
+    def __init__(self, context: Context, stage: LinearStage, relu: bool, before: FusedNode) -> None:
         D, O = stage.weight.shape  # noqa: E741
         self._before, self._D, self._O = before, D, O
         self._allocate(context, (O,))
-        self._w, self._b, self._arena = context.view(stage.weight), context.view(stage.bias), context.arena
-        self._rows = D + (stage.bias is not None)
-        self._slices = context.splits(-(-self._rows * O // BLOCK), -(-context.batch_size // LANES))
-        self._w_base = context.arena.take(stage.weight, self._slices)
-        self._b_base = context.arena.take(stage.bias, self._slices)
+        self._w = context.view(stage)
+        self._slices = context.splits(-(-self._w.size // BLOCK), -(-context.batch_size // LANES))
+        self._partials = context.arena.take(stage, self._slices)
         self._forward = linear_kernels.linear(D, O, stage.bias is not None, relu)
         self._input = linear_kernels.linear_backward_input(D, O, relu)
         self._weights = linear_kernels.linear_backward_weights(D, O, stage.bias is not None, relu, self._slices)
 
-    def forward(self, step: Step) -> None:
+    def forward(self, step: BatchStep) -> None:
         blocks = step.count * -(-self._O // LANES)
-        self._forward.launch(blocks, step.stream, self._before.y, self._w, self._b, self.y)
+        self._forward.launch(blocks, step.stream, self._before.y, self._w, self.y)
 
-    def backward(self, step: Step) -> None:
-        self._weights.over(
-            self._slices * self._rows * self._O,
-            step.stream,
-            self._before.y,
-            self.y,
-            self.dy,
-            self._arena.memory,
-            self._w_base,
-            self._b_base,
-            u32(step.count),
-        )
+    def backward(self, step: BatchStep) -> None:
+        arrays = self._before.y, self.y, self.dy, self._partials.memory
+        self._weights.over(self._slices * self._w.size, step.stream, *arrays, u32(step.count))
         if self._before.dy is not None:
             images = linear_kernels.PER * (BLOCK // LANES)  # of a block
             blocks = -(-self._D // LANES) * -(-step.count // images)
             self._input.launch(blocks, step.stream, self._w, self.y, self.dy, self._before.dy, u32(step.count))
 
 
-class FusedHead(Node):
+class FusedHead(FusedNode):
     """The last linear layer with softmax and cross entropy: forward makes the gradients too, so backward is empty."""
 
-    def __init__(self, context: Context, stage: LinearStage, before: Node) -> None:
+    def __init__(self, context: Context, stage: LinearStage, before: FusedNode) -> None:
         D, O = stage.weight.shape  # noqa: E741
-        self._before, self._D = before, D
+        self._before, self._w = before, context.view(stage)
         self.y = device.empty((context.batch_size, O), np.float32)
-        self._w, self._b, self._arena = context.view(stage.weight), context.view(stage.bias), context.arena
         self._slices = min(context.batch_size, 2 * LANES)
-        self._w_base = context.arena.take(stage.weight, self._slices)
-        self._b_base = context.arena.take(stage.bias, self._slices)
+        self._partials = context.arena.take(stage, self._slices)
         self._kernel = linear_kernels.linear_head(D, O, stage.bias is not None, self._slices)
         self._d_input = before.dy or device.empty(before.y.shape, np.float32)
 
-    def forward(self, step: Step) -> None:
-        split = step.split
-        self._kernel.launch(
-            self._slices,
-            step.stream,
-            self._before.y,
-            split.labels,
-            *step.place,
-            self._w,
-            self._b,
-            f32(1.0 / step.count),
-            self.y,
-            split.losses,
-            split.hits,
-            self._d_input,
-            self._arena.memory,
-            self._w_base,
-            self._b_base,
-            u32(step.count),
-        )
+    def forward(self, step: BatchStep) -> None:
+        given = self._before.y, step.split.labels, *step.place, self._w
+        made = self.y, step.split.outcomes, self._d_input, self._partials.memory
+        self._kernel.launch(self._slices, step.stream, *given, *made, u32(step.count))
 
-    def backward(self, step: Step) -> None:
+    def backward(self, step: BatchStep) -> None:
         """Done with the scores."""
 
 
-class PlainLoss(Node):
+class PlainLoss(FusedNode):
     """A loss that is not fused with the layer before it."""
 
-    def __init__(self, context: Context, loss: Loss, before: Node) -> None:
+    def __init__(self, context: Context, loss: Loss, before: FusedNode) -> None:
         self._ops, self._loss, self._before, self.y = context.ops, loss, before, before.y
         self._labels = device.empty((context.batch_size,), np.int32)
         self._losses = device.empty((context.batch_size,), np.float32)
         self._hits = device.empty((context.batch_size,), np.uint8)
 
-    def forward(self, step: Step) -> None:
+    def forward(self, step: BatchStep) -> None:
         count, split = step.count, step.split
         kernels.gather_labels().over(count, step.stream, split.labels, *step.place, self._labels)
         self._ops.stream = step.stream
         assert self._before.dy is not None  # as of every layer
         scores, d_scores = self._before.y[:count], self._before.dy[:count]
         self._ops.loss(self._loss, scores, self._labels, 1.0 / count, d_scores, self._losses, self._hits)
-        _, cursor, ahead = step.place
-        kernels.keep_losses().over(
-            count, step.stream, self._losses, self._hits, cursor, ahead, split.losses, split.hits
-        )
+        kernels.keep_losses().over(count, step.stream, self._losses, self._hits, *step.place, split.outcomes)
 
-    def backward(self, step: Step) -> None:
+    def backward(self, step: BatchStep) -> None:
         """Done with the loss."""
 
 
-class PlainLayer(Node):
+class PlainLayer(FusedNode):
     """A layer with no fused kernel: `gpu-shared`'s.
 
     Args:
@@ -413,7 +365,7 @@ class PlainLayer(Node):
         trains: whether it or a layer before it has parameters; else it has no use for gradients.
     """
 
-    def __init__(self, context: Context, stage: Stage, before: Node, trains: bool) -> None:
+    def __init__(self, context: Context, stage: Stage, before: FusedNode, trains: bool) -> None:
         self._stage, self._before, self._ops, self._arena = stage, before, context.ops, context.arena
         self._parameters = context.parameters
         context.arena.take_whole(stage.weight)
@@ -426,21 +378,21 @@ class PlainLayer(Node):
             self.dy = self.dy if trains else None
         self._saved = context.ops.saved(stage, context.batch_size)
 
-    def forward(self, step: Step) -> None:
+    def forward(self, step: BatchStep) -> None:
         if isinstance(self._stage, FlattenStage):
             return
         self._ops.stream = step.stream
         x, y = _of_batch(step.count, self._before.y, self.y)
         forward_stage(self._ops, self._stage, self._run(step), x, y, self._saved)
 
-    def backward(self, step: Step) -> None:
+    def backward(self, step: BatchStep) -> None:
         if self.dy is None or isinstance(self._stage, FlattenStage):
             return
         self._ops.stream = step.stream
         x, y, dy, dx = _of_batch(step.count, self._before.y, self.y, self.dy, self._before.dy)
         backward_stage(self._ops, self._stage, self._run(step), x, y, dy, self._saved, dx)
 
-    def _run(self, step: Step) -> Run:
+    def _run(self, step: BatchStep) -> Run:
         return Run(step.count, self._parameters, self._arena.memory)
 
 

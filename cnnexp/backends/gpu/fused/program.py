@@ -11,14 +11,15 @@ from typing import Any
 import numpy as np
 
 from cnnexp.backends.gpu import device, streamed
-from cnnexp.backends.gpu.device import SIMULATED, Gpu, Tensor, on_its_gpu
+from cnnexp.backends.gpu.device import Gpu, Tensor, on_its_gpu
 from cnnexp.backends.gpu.fused import kernels
 from cnnexp.backends.gpu.fused.build import build
-from cnnexp.backends.gpu.fused.clocks import EVERY, Clocks
+from cnnexp.backends.gpu.fused.clocks import EVERY, GpuClocks
 from cnnexp.backends.gpu.fused.kernels import BLOCK
-from cnnexp.backends.gpu.fused.nodes import Arena, Context, Partials, Product, Step
+from cnnexp.backends.gpu.fused.nodes import BatchStep, Context, GradientArena, Partials
 from cnnexp.backends.gpu.graphs import Graphs
-from cnnexp.backends.gpu.kernels import u32, update
+from cnnexp.backends.gpu.kernels.index import u32
+from cnnexp.backends.gpu.kernels.layers import update
 from cnnexp.backends.gpu.shared import CONV_TILE, SharedOps
 from cnnexp.backends.layerwise import as_float32
 from cnnexp.backends.parts import BACKWARD, FORWARD, Part
@@ -33,16 +34,15 @@ UPDATE = Part("update", ("parameters",), "update")
 
 
 @dataclass
-class Split:
+class DeviceSplit:
     """A loaded split, and what a pass over it needs on the device.
 
     Attributes:
         images: (N, *input_shape), bytes or float32. labels: int32 (N,).
-        order: uint32, the images of the steps to come.
-        cursor: uint32 (1,), place in `order` from which steps count.
+        order: uint32, the place from which steps count, then the images of the steps to come.
         rates: (rate, c0, c1) of every step to come, float32.
-        losses, hits: by place in `order`.
-        loss_sums, hit_sums: of `BLOCK` places each; all that goes back to the host.
+        outcomes: (loss, hit) by place in `order`.
+        sums: of `BLOCK` outcomes each; all that goes back to the host.
         graphs: by number of steps.
         predictions: the scores, and what launches the graph that fills them, by number of images.
     """
@@ -50,18 +50,20 @@ class Split:
     images: Tensor
     labels: Tensor
     order: Tensor
-    cursor: Tensor
     rates: Tensor
-    losses: Tensor
-    hits: Tensor
-    loss_sums: Tensor
-    hit_sums: Tensor
+    outcomes: Tensor
+    sums: Tensor
     graphs: dict[int, Any] = field(default_factory=dict)
     predictions: dict[int, tuple[Tensor, Any]] = field(default_factory=dict)
 
     @property
     def is_bytes(self) -> bool:
         return self.images.dtype == np.uint8
+
+    @property
+    def room(self) -> int:
+        """Images that the buffers hold."""
+        return self.outcomes.shape[0]
 
     def __len__(self) -> int:
         return self.images.shape[0]
@@ -73,7 +75,7 @@ class FusedProgram(Program):
     Args:
         gpu: what it runs on.
         graphs: whether steps are captured in CUDA graphs; else the same kernels are launched one by one.
-        clocks: whether some steps are clocked, part by part; the simulator has no clock.
+        clocks: whether some steps are clocked, part by part.
     """
 
     def __init__(
@@ -95,63 +97,61 @@ class FusedProgram(Program):
         self._slots = tuple(device.to_device(zeros) for _ in optimizer.slots)
         self._nothing = device.empty((1,), np.float32)
         ops = SharedOps(gpu, BLOCK, CONV_TILE)
-        self._context = Context(gpu, batch_size, self._parameters, Arena(network.parameter_count), ops)
+        self._context = Context(gpu, batch_size, self._parameters, GradientArena(network.parameter_count), ops)
         self._nodes = build(self._context, network, loss)
         self._arena = self._context.arena
-        self._arena.memory = device.empty((self._arena.size,), np.float32)
-        self._table = device.to_device(segments(self._arena.partials, self._arena.products))
-        self._graphs = Graphs(gpu.index) if graphs and not SIMULATED else None
+        self._arena.allocate()
+        self._table = device.to_device(segments(self._arena.partials))
+        self._graphs = Graphs(gpu.index) if graphs else None
         self._stream = self._graphs.stream if self._graphs else 0
         parts = [part for node in self._nodes for part in node.parts.values()]
-        self._clocks = Clocks([*parts, UPDATE]) if clocks and not SIMULATED else None
+        self._clocks = GpuClocks([*parts, UPDATE]) if clocks else None
         self._images = 0  # trained on
         self._warm_up()
         self.compile_s = time.perf_counter() - started
 
     @on_its_gpu
-    def load(self, images: np.ndarray, labels: np.ndarray) -> Split | streamed.Streamed:
+    def load(self, images: np.ndarray, labels: np.ndarray) -> DeviceSplit | streamed.Streamed:
         images = images if images.dtype == np.uint8 else as_float32(images)
-        image_bytes = int(np.prod(images.shape[1:])) * images.itemsize + 32  # all else that `Split` has for an image
+        image_bytes = (
+            int(np.prod(images.shape[1:])) * images.itemsize + 32
+        )  # all else that `DeviceSplit` has for an image
         return streamed.load(self._load_captured, images, labels, image_bytes, self.batch_size)
 
-    def _load_captured(self, images: np.ndarray, labels: np.ndarray) -> Split:
+    def _load_captured(self, images: np.ndarray, labels: np.ndarray) -> DeviceSplit:
         """As `_load`; its graphs are captured here, so that no epoch's clock runs meanwhile."""
         split = self._load(images, labels)
         self._capture(split)
         return split
 
-    def _load(self, images: np.ndarray, labels: np.ndarray) -> Split:
+    def _load(self, images: np.ndarray, labels: np.ndarray) -> DeviceSplit:
         """Put bytes or float32 images on the GPU, all of them."""
         count, batch = len(images), self.batch_size
         room = max(count, batch)
-        sums = -(-room // BLOCK)
-        return Split(
+        return DeviceSplit(
             images=device.to_device(images),
             labels=device.to_device(labels.astype(np.int32)),
-            order=device.empty((room,), np.uint32),
-            cursor=device.empty((1,), np.uint32),
+            order=device.empty((1 + room,), np.uint32),
             rates=device.empty((3 * -(-room // batch),), np.float32),
-            losses=device.empty((room,), np.float32),
-            hits=device.empty((room,), np.uint8),
-            loss_sums=device.empty((sums,), np.float32),
-            hit_sums=device.empty((sums,), np.uint32),
+            outcomes=device.empty((room, 2), np.float32),
+            sums=device.empty((-(-room // BLOCK), 2), np.float32),
         )
 
     @on_its_gpu
-    def train(self, handle: Split | streamed.Streamed, order: np.ndarray, rate: float) -> Totals:
+    def train(self, handle: DeviceSplit | streamed.Streamed, order: np.ndarray, rate: float) -> Totals:
         totals = Totals(0.0, 0, 0)
         for split, places in streamed.parts(handle, order):
-            most = split.order.shape[0] // self.batch_size * self.batch_size  # whole steps that the buffers hold
+            most = split.room // self.batch_size * self.batch_size  # whole steps that the buffers hold
             for start in range(0, len(places), most):
                 totals += self._train(split, places[start : start + most], rate, self._graphs is not None)
         return totals
 
     @on_its_gpu
-    def gradients(self, handle: Split | streamed.Streamed, indices: np.ndarray) -> tuple[Totals, np.ndarray]:
+    def gradients(self, handle: DeviceSplit | streamed.Streamed, indices: np.ndarray) -> tuple[Totals, np.ndarray]:
         split, places = next(streamed.parts(handle, indices))
         self._send(split, places)
-        self._run(Step(self._stream, split, 0, len(places)))
-        self._update(Step(self._stream, split, 0, len(places)), None, self._gradient)
+        self._run(BatchStep(self._stream, split, 0, len(places)))
+        self._update(BatchStep(self._stream, split, 0, len(places)), None, self._gradient)
         return self._totals(split, len(places)), self._to_host(self._gradient)
 
     @on_its_gpu
@@ -163,13 +163,13 @@ class FusedProgram(Program):
         s, t = self._two_slots()
         constants = self.optimizer.constants(self._step)
         kernel.over(gradient.size, self._stream, self._parameters, self._gradient, s, t, np.float32(rate), *constants)
-        self._refresh()
+        device.synchronize()
 
     @on_its_gpu
-    def predict(self, handle: Split | streamed.Streamed) -> np.ndarray:
+    def predict(self, handle: DeviceSplit | streamed.Streamed) -> np.ndarray:
         return streamed.predicted(handle, self._scored)
 
-    def _scored(self, split: Split) -> Tensor:
+    def _scored(self, split: DeviceSplit) -> Tensor:
         """Enqueue the scores of a split, as a graph that is captured when they are first asked for."""
         count = len(split)
         if count not in split.predictions:
@@ -181,10 +181,10 @@ class FusedProgram(Program):
         launch(self._stream)
         return scores
 
-    def _enqueue_scores(self, split: Split, scores: Tensor, stream: Any) -> None:
+    def _enqueue_scores(self, split: DeviceSplit, scores: Tensor, stream: Any) -> None:
         def outputs(start: int, count: int) -> Tensor:
             for node in self._nodes:
-                node.predict(Step(stream, split, start, count))
+                node.forward(BatchStep(stream, split, start, count))
             return self._nodes[-1].y[:count]
 
         streamed.enqueue_batches(scores, self.batch_size, stream, outputs)
@@ -209,7 +209,6 @@ class FusedProgram(Program):
             device.copy(np.ascontiguousarray(source, np.float32), target)
         self._step = int(state.get("step", 0))
         device.synchronize()
-        self._refresh()
 
     def close(self) -> None:
         """Device memory is given back with the last reference to it."""
@@ -218,8 +217,6 @@ class FusedProgram(Program):
         """Take every path once on zeros: kernels are compiled before anything is timed, and never while a graph is."""
         fresh = {"parameters": np.zeros(self.network.parameter_count, np.float32)}
         self.restore(fresh)
-        if SIMULATED:
-            return  # nothing is compiled
         zeros = np.zeros((self.batch_size, *self.network.input_shape), np.uint8)
         labels, order = np.zeros(self.batch_size, np.int32), np.arange(self.batch_size)
         for images in (zeros, zeros.astype(np.float32)):
@@ -228,7 +225,7 @@ class FusedProgram(Program):
             self._enqueue_scores(
                 split, device.empty((len(split), *self.network.output_shape), np.float32), self._stream
             )
-            kernels.advance().launch(1, self._stream, split.cursor, u32(0))
+            kernels.advance().launch(1, self._stream, split.order, u32(0))
             self._capture(split)
             self._train(split, order, 0.0, self._graphs is not None)
             self.predict(split)
@@ -237,7 +234,7 @@ class FusedProgram(Program):
         if self._clocks:
             self._clocks.reset()
 
-    def _train(self, split: Split, order: np.ndarray, rate: float, graphs: bool) -> Totals:
+    def _train(self, split: DeviceSplit, order: np.ndarray, rate: float, graphs: bool) -> Totals:
         """Train on at most as many images as the split's buffers hold."""
         batch, count = self.batch_size, len(order)
         steps = -(-count // batch)
@@ -252,15 +249,15 @@ class FusedProgram(Program):
         self._images += count
         return self._totals(split, count)
 
-    def _capture(self, split: Split) -> None:
+    def _capture(self, split: DeviceSplit) -> None:
         """Capture the graphs of as many steps as the split's buffers hold."""
         if self._graphs is None:
             return
         for size in GRAPH_STEPS:
-            if size * self.batch_size <= split.order.shape[0]:
+            if size * self.batch_size <= split.room:
                 split.graphs[size] = self._graphs.capture(partial(self._enqueue_steps, split, size))
 
-    def _launch_graphs(self, split: Split, steps: int) -> int:
+    def _launch_graphs(self, split: DeviceSplit, steps: int) -> int:
         """Launch graphs for `steps` whole steps; return where the cursor is after them."""
         left = steps
         for size in GRAPH_STEPS:
@@ -269,15 +266,15 @@ class FusedProgram(Program):
             left %= size
         return steps * self.batch_size
 
-    def _enqueue_steps(self, split: Split, steps: int, stream: Any) -> None:
+    def _enqueue_steps(self, split: DeviceSplit, steps: int, stream: Any) -> None:
         """Enqueue whole steps from the cursor on, then move it past them."""
         for i in range(steps):
             self._enqueue(stream, split, i * self.batch_size, self.batch_size, i % EVERY == 0)
-        kernels.advance().launch(1, stream, split.cursor, u32(steps * self.batch_size))
+        kernels.advance().launch(1, stream, split.order, u32(steps * self.batch_size))
 
-    def _enqueue(self, stream: Any, split: Split, ahead: int, count: int, clocked: bool) -> None:
+    def _enqueue(self, stream: Any, split: DeviceSplit, ahead: int, count: int, clocked: bool) -> None:
         """Enqueue one step, with readings of the clock if there is one."""
-        step, clocks = Step(stream, split, ahead, count), self._clocks if clocked else None
+        step, clocks = BatchStep(stream, split, ahead, count), self._clocks if clocked else None
         if clocks:
             clocks.begin(stream)
         self._run(step, clocks)
@@ -285,26 +282,13 @@ class FusedProgram(Program):
         if clocks:
             clocks.charge(stream, UPDATE)
 
-    def _update(self, step: Step, optimizer: Optimizer | None, target: Tensor) -> None:
+    def _update(self, step: BatchStep, optimizer: Optimizer | None, target: Tensor) -> None:
         """Enqueue the end of a step, the optimizer's; without one, the gradient goes to `target`."""
-        mirror = self._context.mirror if optimizer else None
-        kernel = kernels.update(optimizer, self.batch_size, mirror, bool(self._arena.products))
-        _, cursor, place = step.place
-        kernel.launch(
-            self._table.shape[0],
-            step.stream,
-            self._arena.memory,
-            self._table,
-            u32(step.count),
-            target,
-            *self._two_slots(),
-            step.split.rates,
-            cursor,
-            place,
-            self._context.mirrored or self._nothing,
-        )
+        kernel = kernels.update(optimizer, self.batch_size)
+        arrays = self._arena.memory, self._table, target, *self._two_slots(), step.split.rates
+        kernel.launch(self._table.shape[0], step.stream, *arrays, *step.place)
 
-    def _run(self, step: Step, clocks: Clocks | None = None) -> None:
+    def _run(self, step: BatchStep, clocks: GpuClocks | None = None) -> None:
         """Enqueue a step but for its update: losses, hits and partial gradients."""
         passes = [(FORWARD, node, node.forward) for node in self._nodes]
         passes += [(BACKWARD, node, node.backward) for node in reversed(self._nodes)]
@@ -313,25 +297,16 @@ class FusedProgram(Program):
             if clocks and what in node.parts:
                 clocks.charge(step.stream, node.parts[what])
 
-    def _send(self, split: Split, order: np.ndarray) -> None:
-        """Put the images of the steps to come on the device, and the cursor before them."""
-        device.copy(np.ascontiguousarray(order, np.uint32), split.order)
-        device.copy(np.zeros(1, np.uint32), split.cursor)
+    def _send(self, split: DeviceSplit, order: np.ndarray) -> None:
+        """Put the images of the steps to come on the device, the first of them first."""
+        device.copy(np.concatenate([[0], order]).astype(np.uint32), split.order)
         device.synchronize()
 
-    def _totals(self, split: Split, count: int) -> Totals:
+    def _totals(self, split: DeviceSplit, count: int) -> Totals:
         blocks = -(-count // BLOCK)
-        kernels.sum_up().launch(
-            blocks, self._stream, split.losses, split.hits, split.loss_sums, split.hit_sums, u32(count)
-        )
-        losses, hits = self._to_host(split.loss_sums[:blocks]), self._to_host(split.hit_sums[:blocks])
-        return Totals(float(losses.sum(dtype=np.float64)), int(hits.sum(dtype=np.int64)), count)
-
-    def _refresh(self) -> None:
-        """Bring up to date what the nodes keep of the parameters."""
-        for node in self._nodes:
-            node.refresh(self._stream)
-        device.synchronize()
+        kernels.sum_up().launch(blocks, self._stream, split.outcomes, split.sums, u32(count))
+        loss, hits = self._to_host(split.sums[:blocks]).sum(axis=0, dtype=np.float64)
+        return Totals(float(loss), int(hits), count)
 
     def _two_slots(self) -> tuple[Tensor, Tensor]:
         s, t = (*self._slots, self._nothing, self._nothing)[:2]
@@ -342,19 +317,13 @@ class FusedProgram(Program):
         return device.to_host(tensor)
 
 
-def segments(partials: list[Partials], products: list[Product]) -> np.ndarray:
+def segments(partials: list[Partials]) -> np.ndarray:
     """Return the table of `kernels.update`, a row per block, uint32 (blocks, SEGMENT)."""
     rows: list[tuple[int, ...]] = []
     for sums in partials:
-        offset, size = sums.parameter.offset, sums.parameter.size
         threads = kernels.sum_threads(sums.parts)
         wide = BLOCK // threads
-        for first in range(0, size, wide):
-            rows.append((offset + first, min(wide, size - first), sums.base + first, size, sums.parts, threads, 0, 0))
-    for product in products:
-        (D, O), offset = product.weight.shape, product.weight.offset  # noqa: E741
-        high = D + (product.bias is not None)  # the bias is row D: it comes after the weights in the flat buffer
-        for k in range(0, high, kernels.TILE_ROWS):
-            for o in range(0, O, kernels.TILE_COLUMNS):
-                rows.append((offset, k, D, product.inputs, product.d_outputs, o, O, high))
+        for first in range(0, sums.size, wide):
+            many = min(wide, sums.size - first)
+            rows.append((sums.offset + first, many, sums.base + first, sums.size, sums.parts, threads))
     return np.array(rows, np.uint32)

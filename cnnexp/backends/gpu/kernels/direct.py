@@ -1,0 +1,100 @@
+"""Kernels of convolution by one thread per output element, from global memory (castanheira section 3; chavan)."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from numba import cuda
+
+from cnnexp.backends.gpu.kernels.index import ZERO, ConvSizes, first_window, offset, split, u32, unsigned
+from cnnexp.backends.gpu.launch import Kernel
+
+
+@cache
+def conv2d(sizes: ConvSizes, has_bias: bool, block: int) -> Kernel:
+    """One thread per (n, p, q, f); neighbours in a warp differ in f, so weights coalesce and pixels broadcast."""
+    H, W, C, K, F, stride, top, left, P, Q = unsigned(sizes)
+    padded = sizes.padded
+
+    def conv2d(x, w, b, y, count):
+        i = u32(cuda.grid(1))
+        while i < count:
+            n, p, q, f = split(i, P, Q, F)
+            total = b[f] if has_bias else ZERO
+            corner = offset(n, H, u32(p * stride), W, u32(q * stride), C, 0)
+            for a in range(K):
+                row = offset(p, stride, a)  # in the padded image
+                for e in range(K):
+                    col = offset(q, stride, e)
+                    if not padded or (top <= row and row < u32(H + top) and left <= col and col < u32(W + left)):
+                        # without padding, what is added to `corner` is known when the loops are unrolled
+                        pixel = corner + offset(a, W, e, C, 0)
+                        if padded:
+                            pixel = offset(n, H, u32(row - top), W, u32(col - left), C, 0)
+                        for c in range(C):
+                            total += x[pixel + offset(c)] * w[f + offset(a, K, e, C, c, F, 0)]
+            y[i] = total
+            i = u32(i + cuda.gridsize(1))
+
+    return Kernel(conv2d, "void(float32[::1], float32[::1], float32[::1], float32[::1], uint32)", block)
+
+
+@cache
+def conv2d_backward_input(sizes: ConvSizes, block: int) -> Kernel:
+    """One thread per input pixel, which gathers from the outputs whose windows hold it."""
+    H, W, C, K, F, stride, top, left, P, Q = unsigned(sizes)
+
+    def conv2d_backward_input(w, dy, dx, count):
+        i = u32(cuda.grid(1))
+        while i < count:
+            n, h, v, c = split(i, H, W, C)
+            row, col = u32(h + top), u32(v + left)  # in the padded image
+            total = ZERO
+            p = first_window(row, K, stride)
+            while p < P and u32(p * stride) <= row:
+                q = first_window(col, K, stride)
+                while q < Q and u32(q * stride) <= col:
+                    weight = offset(u32(row - p * stride), K, u32(col - q * stride), C, c, F, 0)
+                    place = offset(n, P, p, Q, q, F, 0)
+                    for f in range(F):
+                        total += w[weight + offset(f)] * dy[place + offset(f)]
+                    q = u32(q + 1)
+                p = u32(p + 1)
+            dx[i] = total
+            i = u32(i + cuda.gridsize(1))
+
+    return Kernel(conv2d_backward_input, "void(float32[::1], float32[::1], float32[::1], uint32)", block)
+
+
+@cache
+def conv2d_backward_weights(sizes: ConvSizes, block: int) -> Kernel:
+    """partial[s, a, e, c, f] = the gradient of weight (a, e, c, f) over images s, s + slices, ...: one thread each."""
+    H, W, C, K, F, stride, top, left, P, Q = unsigned(sizes)
+    padded = sizes.padded
+
+    def conv2d_backward_weights(x, dy, partial, images, slices, count):
+        i = u32(cuda.grid(1))
+        while i < count:
+            n, a, e, c, f = split(i, K, K, C, F)
+            total = ZERO
+            while n < images:
+                for p in range(P):
+                    row = offset(p, stride, a)  # in the padded image
+                    if not padded or (top <= row and row < u32(H + top)):
+                        first = offset(n, H, u32(row - top), W, 0, C, c)
+                        begin = offset(e, C, first)
+                        place = offset(n, P, p, Q, 0, F, f)
+                        for q in range(Q):
+                            col = offset(q, stride, e)
+                            if not padded or (left <= col and col < u32(W + left)):
+                                # without padding, what is added to `begin` is known when the loop is unrolled
+                                pixel = begin + offset(q, stride, 0, C, 0)
+                                if padded:
+                                    pixel = offset(u32(col - left), C, first)
+                                total += x[pixel] * dy[place + offset(q, F, 0)]
+                n = u32(n + slices)
+            partial[i] = total
+            i = u32(i + cuda.gridsize(1))
+
+    arrays = "float32[::1], float32[::1], float32[::1]"
+    return Kernel(conv2d_backward_weights, f"void({arrays}, uint32, uint32, uint32)", block)

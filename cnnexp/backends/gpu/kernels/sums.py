@@ -1,0 +1,189 @@
+"""Sums over images and places, and matrix products: the same in every layerwise backend, spread over the whole GPU.
+
+A sum is formed in two stages, in a fixed order: first per slice of what is added up, then over the slices. There are as
+many slices as give each multiprocessor some blocks. No atomic addition, so two runs give the same bits.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from numba import cuda
+
+from cnnexp.backends.gpu.kernels.index import ZERO, f32, offset, split, u32
+from cnnexp.backends.gpu.launch import Kernel
+
+THREADS = 256  # of a block
+OWNERS = 8  # sums of a block in `sum_slices`: a sector of memory
+BLOCKS = 4  # of a multiprocessor
+AT_ONCE = 4  # loads that a thread begins before it adds up
+SIDE = 16  # of a tile of a matrix product
+
+
+def slices(multiprocessors: int, rows: int, size: int) -> int:
+    """Return into how many slices to cut a sum over `rows` of `size` numbers, a thread each, so that all have work."""
+    wanted = -(-BLOCKS * multiprocessors * THREADS // size)
+    return max(1, min(wanted, -(-rows // AT_ONCE)))
+
+
+def tiles(rows: int, columns: int) -> int:
+    """Return into how many squares `matmul` cuts a product."""
+    return -(-rows // SIDE) * -(-columns // SIDE)
+
+
+def deep(multiprocessors: int, rows: int, columns: int, depth: int) -> int:
+    """Return how many products of an element `matmul` adds up in one block, a multiple of SIDE."""
+    parts = min(-(-BLOCKS * multiprocessors // tiles(rows, columns)), -(-depth // (AT_ONCE * SIDE)))
+    return -(-depth // (max(parts, 1) * SIDE)) * SIDE
+
+
+@cache
+def sum_slices(has_bias: bool) -> Kernel:
+    """out[i] = sum of partial[s, i] over the slices (+ bias[i % columns]): a block makes OWNERS sums, count in all."""
+    owners, parts, block = u32(OWNERS), u32(THREADS // OWNERS), THREADS
+
+    def sum_slices(partial, bias, out, slices, columns, count):
+        sums = cuda.shared.array(block, f32)
+        t = u32(cuda.threadIdx.x)
+        s, owner = split(t, owners)
+        i = offset(cuda.blockIdx.x, owners, owner)
+        # a thread adds up every so many of a sum's slices
+        total = ZERO
+        if i < count:
+            while u32(s + 3 * parts) < slices:
+                a, b = partial[offset(s, count, i)], partial[offset(u32(s + parts), count, i)]
+                c, d = partial[offset(u32(s + 2 * parts), count, i)], partial[offset(u32(s + 3 * parts), count, i)]
+                total += (a + b) + (c + d)
+                s = u32(s + 4 * parts)
+            while s < slices:
+                total += partial[offset(s, count, i)]
+                s = u32(s + parts)
+        sums[t] = total
+        cuda.syncthreads()
+        # the first threads add up what the others have
+        if t < owners and i < count:
+            value = bias[u32(i % columns)] if has_bias else ZERO
+            for part in range(parts):
+                value += sums[offset(part, owners, t)]
+            out[i] = value
+
+    return Kernel(sum_slices, "void(float32[::1], float32[::1], float32[::1], uint32, uint32, uint32)", THREADS)
+
+
+def sum_slices_blocks(count: int) -> int:
+    """Return the blocks of `sum_slices`."""
+    return -(-count // OWNERS)
+
+
+@cache
+def column_sums(columns: int) -> Kernel:
+    """partial[s, f] = the sum of column f of dy (rows, columns) over slice s of the rows, one thread each."""
+    F = u32(columns)
+
+    def column_sums(dy, partial, rows, slices, count):
+        i = u32(cuda.grid(1))
+        while i < count:
+            row, f = split(i, F)
+            total = ZERO
+            while u32(row + 3 * slices) < rows:
+                a, b = dy[offset(row, F, f)], dy[offset(u32(row + slices), F, f)]
+                c, d = dy[offset(u32(row + 2 * slices), F, f)], dy[offset(u32(row + 3 * slices), F, f)]
+                total += (a + b) + (c + d)
+                row = u32(row + 4 * slices)
+            while row < rows:
+                total += dy[offset(row, F, f)]
+                row = u32(row + slices)
+            partial[i] = total
+            i = u32(i + cuda.gridsize(1))
+
+    return Kernel(column_sums, "void(float32[::1], float32[::1], uint32, uint32, uint32)", THREADS)
+
+
+@cache
+def column_products(columns: int, squares: bool) -> Kernel:
+    """partial[s, c] = over slice s of the rows, the sum of (x - mean)^2, or of (x - mean) * dy; one thread each."""
+    C = u32(columns)
+
+    def term(x, mean, dy, place):
+        difference = x[place] - mean
+        return difference * (difference if squares else dy[place])
+
+    term = cuda.jit(device=True)(term)
+
+    def column_products(x, mean, dy, partial, rows, slices, count):
+        i = u32(cuda.grid(1))
+        while i < count:
+            row, c = split(i, C)
+            total, middle = ZERO, mean[c]
+            while u32(row + 3 * slices) < rows:
+                p = term(x, middle, dy, offset(row, C, c))
+                q = term(x, middle, dy, offset(u32(row + slices), C, c))
+                r = term(x, middle, dy, offset(u32(row + 2 * slices), C, c))
+                s = term(x, middle, dy, offset(u32(row + 3 * slices), C, c))
+                total += (p + q) + (r + s)
+                row = u32(row + 4 * slices)
+            while row < rows:
+                total += term(x, middle, dy, offset(row, C, c))
+                row = u32(row + slices)
+            partial[i] = total
+            i = u32(i + cuda.gridsize(1))
+
+    arrays = ", ".join(["float32[::1]"] * 4)
+    return Kernel(column_products, f"void({arrays}, uint32, uint32, uint32)", THREADS)
+
+
+@cache
+def matmul(left_transposed: bool, right_transposed: bool, has_bias: bool) -> Kernel:
+    """out[part] (rows, columns) = left @ right (+ bias), over `deep` products of each part, a multiple of SIDE.
+
+    A block makes a square of elements from operands staged in shared memory square by square. left is (rows, depth), or
+    (depth, rows) if transposed; right (depth, columns), or (columns, depth).
+    """
+    side, threads, pitch = u32(SIDE), u32(THREADS), u32(SIDE + 1)
+    size = SIDE * (SIDE + 1)  # one word more per row: columns fall into different banks
+    owned = SIDE**2 // THREADS  # elements of a thread
+    elements = u32(SIDE**2)
+
+    def matmul(left, right, bias, out, rows, columns, depth, deep):
+        a_tile = cuda.shared.array(size, f32)
+        b_tile = cuda.shared.array(size, f32)
+        t = u32(cuda.threadIdx.x)
+        down, across = u32((rows + side - 1) // side), u32((columns + side - 1) // side)
+        part, tile_row, tile_column = split(cuda.blockIdx.x, down, across)
+        r0, c0 = u32(tile_row * side), u32(tile_column * side)
+        total = cuda.local.array(owned, f32)
+        for j in range(owned):
+            total[j] = ZERO
+        k0 = u32(part * deep)
+        stop = u32(min(depth, u32(k0 + deep)))
+        while k0 < stop:
+            # stage a square of each operand: neighbours in a warp read neighbours in memory, however it is stored
+            i = t
+            while i < elements:
+                high, low = split(i, side)
+                r, k = (u32(r0 + low), u32(k0 + high)) if left_transposed else (u32(r0 + high), u32(k0 + low))
+                place = offset(k, rows, r) if left_transposed else offset(r, depth, k)
+                value = left[place] if r < rows and k < stop else ZERO
+                a_tile[offset(low, pitch, high) if left_transposed else offset(high, pitch, low)] = value
+                c, k = (u32(c0 + high), u32(k0 + low)) if right_transposed else (u32(c0 + low), u32(k0 + high))
+                place = offset(c, depth, k) if right_transposed else offset(k, columns, c)
+                value = right[place] if c < columns and k < stop else ZERO
+                b_tile[offset(low, pitch, high) if right_transposed else offset(high, pitch, low)] = value
+                i = u32(i + threads)
+            cuda.syncthreads()
+            # multiply them
+            for j in range(owned):
+                row, column = split(offset(j, threads, t), side)
+                for s in range(side):
+                    total[j] += a_tile[offset(row, pitch, s)] * b_tile[column + offset(s, pitch, 0)]
+            cuda.syncthreads()
+            k0 = u32(k0 + side)
+        # write the part's sums
+        for j in range(owned):
+            row, column = split(offset(j, threads, t), side)
+            r, c = u32(r0 + row), u32(c0 + column)
+            if r < rows and c < columns:
+                out[offset(part, rows, r, columns, c)] = total[j] + bias[c] if has_bias else total[j]
+
+    arrays = "float32[::1], float32[::1], float32[::1], float32[::1]"
+    return Kernel(matmul, f"void({arrays}, uint32, uint32, uint32, uint32)", THREADS)

@@ -1,0 +1,92 @@
+"""What all convolutions have in common."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Generic, Self, TypeVar
+
+from llvmlite import ir
+
+from cnnexp.backends.parts import BACKWARD, FOLLOWED, FORWARD
+from cnnexp.backends.simd.algorithms.node import Node, Section
+from cnnexp.backends.simd.compiler.emit import Emitter
+from cnnexp.backends.simd.layouts import NHWC, Blocked, Halo
+from cnnexp.network import ConvStage, PoolStage
+
+Argmax = TypeVar("Argmax", Blocked, NHWC)
+
+
+@dataclass(frozen=True)
+class Windows(Generic[Argmax]):
+    """Max-pool windows that do not overlap and lie inside the image, fused into a convolution.
+
+    Attributes:
+        size: S. stride: >= S. argmax: bytes, where each argmax goes (row * S + column), in the pooled shape.
+    """
+
+    size: int
+    stride: int
+    argmax: Argmax
+
+    def shift(self, k: Emitter, code: ir.Value, down: int, right: int) -> ir.Value:
+        """Return how far a window's pixel lies from its first one, if so many floats lie between rows and columns.
+
+        Args:
+            code: row * S + column, lane by lane. Its division by S is exact up to the largest window that there is.
+        """
+        row = k.builder.lshr(k.builder.mul(code, k.integers(-(-256 // self.size))), k.integers(8))
+        along = k.builder.mul(code, k.integers(right))
+        return k.builder.add(along, k.builder.mul(row, k.integers(down - self.size * right)))
+
+
+Pixels = TypeVar("Pixels", Blocked, NHWC)
+
+
+class ConvolutionNode(Node[Pixels, Pixels]):
+    """Conv2d [+ ReLU] [+ MaxPool2d]."""
+
+    trains = rectifies_dx = True
+    argmax: ClassVar[bool] = False
+    """Whether the backward pass follows each window's maximum and leaves out the rest."""
+
+    def __init__(self, stage: ConvStage, rectify: bool, pool: PoolStage | None) -> None:
+        super().__init__(stage.name, (pool or stage).output_shape)
+        self.stage, self.rectify, self.pool = stage, rectify, pool
+
+    @classmethod
+    def of(cls, sections: Sequence[Section], first: bool) -> Self | None:
+        stage, pool = sections[0].stage, sections[0].pool
+        if not isinstance(stage, ConvStage) or (cls.argmax and not (pool and pool.window.size > 1)):
+            return None
+        return cls(stage, sections[0].rectify, pool)
+
+    @property
+    def window(self) -> int:
+        """Pixels of the convolution in each cell of the output."""
+        return self.pool.window.size**2 if self.pool else 1
+
+    def may_follow(self, before: Halo | None, needs_dx: bool) -> bool:
+        return needs_dx or not self.argmax
+
+    def input_halo(self) -> Halo:
+        return Halo(*self.stage.window.pads)
+
+    def gradient_halo(self, needs_dx: bool) -> Halo:
+        return self._dense_halo() if needs_dx and not self.pool else Halo()
+
+    def _dense_halo(self) -> Halo:
+        """Return the room around the gradient of the full convolution that the input's gradient needs."""
+        raise NotImplementedError
+
+    def multiply_adds(self, what: str) -> int:
+        (rows, columns, _), outputs = self.shape, math.prod(self.stage.output_shape[:2])
+        computed = rows * columns if self.argmax and what == BACKWARD else outputs
+        if self.pool and what == FORWARD:
+            computed = rows * columns * self.pool.window.size**2
+        passes = 2 if what == BACKWARD and self.dx else 1
+        return passes * self.stage.macs * computed // outputs
+
+    def fewer(self, what: str) -> str:
+        return FOLLOWED if self.argmax and what == BACKWARD else ""

@@ -1,0 +1,492 @@
+"""Convolution with channels in the vector lanes, one image at a time: many channels, weights packed in panels.
+
+Images lie channels-last with their padding around them, so the windows' rows are runs of K * C floats and a convolution
+is a matrix product (see `product`) whose rows overlap in memory: nothing is copied. Register tile: some neighbouring
+pixels times a panel of filters. Where a max-pool follows, the pixels are those of whole windows, and maximum, argmax,
+bias and ReLU happen in registers.
+
+The gradient of the input is the same product on weights turned round and transposed. With a stride, pixels whose place
+modulo the stride is the same are seen by the same taps: each such phase is a convolution of its own with fewer taps,
+and no zeros are put between the gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from llvmlite import ir
+
+from cnnexp.backends.simd.algorithms.convolution.base import ConvolutionNode, Windows
+from cnnexp.backends.simd.algorithms.cost import (
+    Work,
+    passes,
+    product_gradient,
+    product_sums,
+    total,
+)
+from cnnexp.backends.simd.algorithms.product import Panel, Panels, Steps, add_products, choose_tile, chunks, most_height
+from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Kernels, Pointer, Target
+from cnnexp.backends.simd.layouts import NHWC, Halo, Layout
+
+CACHED_PART = (3, 4)
+"""Part of L1 that x and d of a weight gradient's pieces may take."""
+
+
+LEAST_TERMS = 48
+"""Terms that a tile adds to its sums before they go back to memory, at least."""
+
+
+class Channels(ConvolutionNode[NHWC]):
+    """Channels in lanes."""
+
+    input_layout = output_layout = NHWC
+    whole_vectors = False
+    algorithm = "channels"
+
+    def in_lanes(self, what: str, kernel: str) -> str:
+        return "channels"
+
+    def fits(self, target: Target) -> bool:
+        """Whether a window's sums fit the registers."""
+        return self.window <= most_height(1, target.registers)
+
+    def work(self, target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
+        (height, width, channels), (rows, columns, filters) = self.stage.input_shape, self.stage.output_shape
+        layer, cells, window = self.stage.layer, math.prod(self.shape[:2]), self.window
+        kernel, run = layer.kernel, layer.kernel * channels
+        wide = panel_width((self.shape[0], self.shape[1]), window, filters, target)
+        read = 4 * (height * width * channels + rows * columns * filters)
+        found = {
+            "forward": self.forward_work(target, images),
+            "gradient": passes(rows * columns * filters, 2, target, images),
+            "unpool": passes(cells * filters, 4 + 3 * window, target, images, window + 1),
+            "backward_weights": product_gradient(run, kernel, filters, wide, (rows, columns), read, target),
+        }
+        if needs_dx:
+            sums = [
+                product_sums((p.count, q.count), 1, channels, len(p.taps) * len(q.taps) * filters, target)
+                for p in phases(height, kernel, layer.stride, self.stage.window.pads[0])
+                for q in phases(width, kernel, layer.stride, self.stage.window.pads[1])
+            ]
+            packing = (math.log2(target.lanes) + 2) * kernel * run * filters / target.lanes / images
+            macs, largest = sum(part.macs for part in sums), max(sums, key=lambda part: part.macs)
+            found["backward_input"] = Work(macs, total(sums) + packing, largest.tile)
+        return found
+
+    def forward_work(self, target: Target, images: int) -> Work:
+        """Return what the forward pass does for an image."""
+        layer, channels = self.stage.layer, self.stage.input_shape[2]
+        cells, finish = (self.shape[0], self.shape[1]), 2.5 + 3.0 * (self.window - 1)
+        return product_sums(cells, self.window, layer.filters, layer.kernel**2 * channels, target, finish)
+
+    def _dense_halo(self) -> Halo:
+        stage, layer = self.stage, self.stage.layer
+        return gradient_halo(stage.input_shape, stage.output_shape, layer.kernel, layer.stride, stage.window.pads[:2])
+
+    def prepare(self, plan: Layout) -> None:
+        self.prepare_forward(plan)
+        stage, layer = self.stage, self.stage.layer
+        self.d, halo = self.dy, self._dense_halo() if self.dx else Halo()
+        if self.pool or self.dy.halo != halo:
+            self.d = plan.arena.nhwc(stage.output_shape, halo)
+        if self.dx:
+            positive = self.x if self.input_rectified else None
+            self.gradient = input_gradient_of(
+                self.d, self.dx, layer.kernel, layer.stride, stage.window.pads[:2], positive, plan.target
+            )
+            self.packed = plan.arena.allocate(self.gradient.size)
+
+    def prepare_forward(self, plan: Layout) -> None:
+        """Allocate what the forward pass needs."""
+        stage, layer, channels, target = self.stage, self.stage.layer, self.stage.input_shape[2], plan.target
+        windows, (rows, columns, _) = None, self.shape
+        counts = rows, columns
+        if self.pool:
+            size, vectors = self.pool.window.size, -(-layer.filters // target.lanes)
+            argmax = plan.arena.nhwc((*counts, vectors * target.lanes // 4))
+            windows = Windows(size, self.pool.window.stride, argmax)
+        width = panel_width(counts, windows.size if windows else 1, layer.filters, target)
+        panels = Panels(layer.kernel**2 * channels, layer.filters, width, target.lanes)
+        plan.parameters.place(stage.weight, panels.size, panels.views)
+        plan.parameters.place_plain(stage.bias)
+        self.sum = Sum(
+            self.x, (0, 0), layer.stride, (layer.kernel, layer.kernel), self.y, (0, 0), 1, counts,
+            panels, self.rectify, windows,
+        )  # fmt: skip
+
+    def forward(self, plan: Layout) -> Kernels:
+        def run(k: Emitter) -> None:
+            conv2d(k, self.sum, *plan.parameters.weights(k, self.stage))
+
+        return [("forward", run)]
+
+    def backward(self, plan: Layout) -> Kernels:
+        kernels: Kernels = []
+        windows = self.sum.windows
+        if windows:
+            kernels.append(("unpool", lambda k: unpool(k, windows, self.y, self.dy, self.d, self.rectifies_dy)))
+        elif self.rectifies_dy or self.d is not self.dy:
+            positive = self.y if self.rectifies_dy else None
+            kernels.append(("gradient", lambda k: copy_gradient(k, positive, self.dy, self.d)))
+        kernels.append(("backward_weights", lambda k: self._backward_weights(k, plan)))
+        if self.dx:
+            kernels.append(("backward_input", lambda k: self._backward_input(k, plan)))
+        return kernels
+
+    def _backward_weights(self, k: Emitter, plan: Layout) -> None:
+        conv2d_backward_weights(k, self.sum, self.d, *plan.parameters.gradients(k, self.stage))
+
+    def _backward_input(self, k: Emitter, plan: Layout) -> None:
+        layer, (weights, _) = self.stage.layer, plan.parameters.weights(k, self.stage)
+        packed = k.arena + self.packed
+        conv2d_backward_input(k, self.gradient, self.sum.panels, layer.kernel, layer.stride, weights, packed)
+
+
+@dataclass(frozen=True)
+class Sum:
+    """y[n, first + step * (u, v), f] = sum over taps and channels of x * w, the geometry of one pass.
+
+    Attributes:
+        x: source. origin: stored (row, column) of x where the first window starts. stride: from window to window.
+        kernel: (rows, columns) of taps.
+        y: target, or the pooled target. first, step: its pixels that are written. counts: (U, V), how many.
+        panels: of the weights (rows * columns * C, F).
+        rectify: whether ReLU is applied. windows: the max-pool that is fused, or None.
+        positive: an image of y's shape: y is 0 where it is not positive; None for y as it is.
+    """
+
+    x: NHWC
+    origin: tuple[int, int]
+    stride: int
+    kernel: tuple[int, int]
+    y: NHWC
+    first: tuple[int, int]
+    step: int
+    counts: tuple[int, int]
+    panels: Panels
+    rectify: bool = False
+    windows: Windows[NHWC] | None = None
+    positive: NHWC | None = None
+
+
+def panel_width(counts: tuple[int, int], window: int, filters: int, target: Target) -> int:
+    """Return the vectors of a panel of weights that serves (U, V) cells of window * window pixels best."""
+    return choose_tile(counts, window * window, -(-filters // target.lanes), target.registers)[2]
+
+
+def conv2d(k: Emitter, conv: Sum, weights: Pointer, bias: Pointer | None) -> None:
+    """Fill conv.y (and the argmax)."""
+    x, panels = conv.x, conv.panels
+    size, cell = (conv.windows.size, conv.windows.stride) if conv.windows else (1, 1)
+    rows, columns, _ = choose_tile(conv.counts, size * size, -(-panels.outputs // k.lanes), k.target.registers)
+    taps, run = conv.kernel[0], conv.kernel[1] * x.shape[2]
+    with k.loop(k.count) as n:
+        source = x.stored(k, n) + (conv.origin[0] * x.row + conv.origin[1] * x.column)
+        for panel in panels.each(k):
+            unit = panel.width * k.lanes
+            steps = Steps(taps, run, (x.row, 1), (run * unit, unit))
+            for first_u, height, times_u in chunks(conv.counts[0], rows):
+                for first_v, width, times_v in chunks(conv.counts[1], columns):
+                    with k.loop(times_u) as i, k.loop(times_v) as j:
+                        u = k.builder.add(k.builder.mul(i, INDEX(height)), INDEX(first_u))
+                        v = k.builder.add(k.builder.mul(j, INDEX(width)), INDEX(first_v))
+                        at = source.at(u, cell * conv.stride * x.row).at(v, cell * conv.stride * x.column)
+                        cells = [(a, b) for a in range(height) for b in range(width)]
+                        places = [
+                            ((a * cell + i) * x.row + (b * cell + j) * x.column) * conv.stride
+                            for a, b in cells
+                            for i in range(size)
+                            for j in range(size)
+                        ]
+                        totals = [k.variables(panel.width) for _ in places]
+                        add_products(k, totals, at, places, panel.at(weights), steps, [k.lanes] * panel.width)
+                        values = [[total.get() for total in row] for row in totals]
+                        for number, (a, b) in enumerate(cells):
+                            window = values[number * size * size : (number + 1) * size * size]
+                            cell_at = k.builder.add(u, INDEX(a)), k.builder.add(v, INDEX(b))
+                            finish(k, conv, window, bias, panel, (n, *cell_at))
+
+
+def finish(
+    k: Emitter,
+    conv: Sum,
+    window: list[list[ir.Value]],
+    bias: Pointer | None,
+    panel: Panel,
+    place: tuple[ir.Value, ir.Value, ir.Value],
+) -> None:
+    """Store one pixel, or the maximum of a window and where it was, at the place (n, u, v)."""
+    n, u, v = place
+    target = panel.outputs(_pixel(k, conv, n, u, v))
+    for vector, valid in enumerate(panel.valid):
+        value, at = window[0][vector], vector * k.lanes
+        if conv.windows:
+            value, where = k.first_maximum([(row[vector], k.integers(code)) for code, row in enumerate(window)])
+            k.store_bytes(where, argmax_at(k, conv.windows, n, u, v, panel.vector) + vector * (k.lanes // 4))
+        if bias is not None:
+            value = k.add(value, k.load(panel.outputs(bias) + at))
+        if conv.rectify:
+            value = k.rectify(value)
+        if conv.positive:
+            value = k.where_positive(k.load(panel.outputs(_pixel(k, conv, n, u, v, conv.positive)) + at), value)
+        k.store_part(value, target + at, valid)
+
+
+def argmax_at(k: Emitter, windows: Windows[NHWC], n: ir.Value, u: ir.Value, v: ir.Value, vector: ir.Value) -> Pointer:
+    """Return the address of the argmax of a vector of filters, in `windows`: an image of whole vectors of bytes."""
+    return windows.argmax.pixel(k, n, u, v).at(vector, k.lanes // 4)
+
+
+def pieces(conv: Sum, d: NHWC, cache: int) -> tuple[int, int]:
+    """Return the images and the rows of d that a weight gradient goes over at once: what L1 holds.
+
+    Fewer rows than give a tile `LEAST_TERMS` terms are not worth loading and storing its sums.
+
+    Args:
+        cache: bytes.
+    """
+    rows, columns, _ = d.shape
+    held = cache * CACHED_PART[0] // CACHED_PART[1]
+    most = max(held // (4 * (conv.stride * conv.x.row + d.row)), -(-LEAST_TERMS // columns))
+    return (max(1, held // (4 * (conv.x.stride + d.stride))), rows) if most >= rows else (1, most)
+
+
+def conv2d_backward_weights(k: Emitter, conv: Sum, d: NHWC, dw: Pointer, db: Pointer | None) -> None:
+    """dw[r, f] += sum over pixels of x * d, packed as the weights; db likewise.
+
+    By pieces of x and d that stay in L1 while all tiles of dw go over them.
+
+    Args:
+        conv: the forward geometry; its y is not used. d: gradient of the convolution's output (P, Q, F).
+    """
+    x, panels = conv.x, conv.panels
+    rows, columns, _ = d.shape
+    run = conv.kernel[1] * x.shape[2]
+    block, most_rows = pieces(conv, d, k.target.l1_bytes)
+    with k.loop(k.groups(block)) as g:
+        first = k.builder.mul(g, INDEX(block))
+        last = k.builder.add(first, INDEX(block))
+        last = k.builder.select(k.builder.icmp_signed("<", last, k.count), last, k.count)
+        for first_p, piece, times_p in chunks(rows, most_rows):
+            steps = Steps(piece, columns, (conv.stride * x.row, conv.stride * x.column), (d.row, d.column))
+            with k.loop(times_p) as part:
+                p = k.builder.add(k.builder.mul(part, INDEX(piece)), INDEX(first_p))
+                for panel in panels.each(k):
+                    unit = panel.width * k.lanes
+                    for first_r, height, times in chunks(run, most_height(panel.width, k.target.registers)):
+                        with k.loop(conv.kernel[0]) as i, k.loop(times) as t:
+                            r = k.builder.add(k.builder.mul(t, INDEX(height)), INDEX(first_r))
+                            target = panel.at(dw).at(i, run * unit).at(r, unit)
+                            places = [
+                                [target + (m * unit + v * k.lanes) for v in range(panel.width)] for m in range(height)
+                            ]
+                            with k.sums(places) as totals, k.loop(last, start=first) as n:
+                                source = x.stored(k, n) + (conv.origin[0] * x.row + conv.origin[1] * x.column)
+                                corner = source.at(p, conv.stride * x.row).at(i, x.row).at(r)
+                                gradient = panel.outputs(d.pixel(k, n, p, INDEX(0)))
+                                add_products(k, totals, corner, list(range(height)), gradient, steps, panel.valid)
+    if db is not None:
+        conv2d_backward_bias(k, panels, d, db)
+
+
+def conv2d_backward_bias(k: Emitter, panels: Panels, d: NHWC, db: Pointer) -> None:
+    """db += the sum of d over pixels."""
+    rows, columns, _ = d.shape
+    for panel in panels.each(k):
+        target = panel.outputs(db)
+        with (
+            k.sums([[target + v * k.lanes for v in range(panel.width)]]) as totals,
+            k.loop(k.count) as n,
+            k.loop(rows) as p,
+            k.loop(columns) as q,
+        ):
+            at = panel.outputs(d.pixel(k, n, p, q))
+            for v, (total, valid) in enumerate(zip(totals[0], panel.valid, strict=True)):
+                total.set(k.add(total.get(), k.load_part(at + v * k.lanes, valid)))
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Pixels of the input whose place modulo the stride is the same, along one axis.
+
+    Attributes:
+        first, count: the first of them, and how many.
+        taps: those that see them, in the order in which the outputs that they belong to lie.
+        start: the output that the first pixel's first tap belongs to; negative ones lie in the halo.
+    """
+
+    first: int
+    count: int
+    taps: tuple[int, ...]
+    start: int
+
+
+def phases(size: int, kernel: int, stride: int, pad: int) -> list[Phase]:
+    """Return the phases of one axis of `size` pixels."""
+    found = []
+    for first in range(min(stride, size)):
+        taps = tuple(range((first + pad) % stride, kernel, stride))[::-1]
+        start = (first + pad - taps[0]) // stride if taps else 0
+        found.append(Phase(first, len(range(first, size, stride)), taps, start))
+    return found
+
+
+def gradient_halo(
+    input_shape: tuple[int, ...], output_shape: tuple[int, ...], kernel: int, stride: int, pads: tuple[int, int]
+) -> Halo:
+    """Return the room around the output's gradient that the input's gradient reads."""
+    sides = []
+    for size, count, pad in zip(input_shape, output_shape, pads, strict=False):
+        reached = [p for p in phases(size, kernel, stride, pad) if p.taps]
+        before = max(-p.start for p in reached)
+        after = max(p.start + p.count - 1 + len(p.taps) - count for p in reached)
+        sides.append((max(0, before), max(0, after)))
+    (top, bottom), (left, right) = sides
+    return Halo(top, left, bottom, right)
+
+
+@dataclass(frozen=True)
+class InputGradient:
+    """The gradient of a convolution's input.
+
+    Attributes:
+        parts: its phases: rows, columns, the sum, and where its weights lie behind those of the parts before.
+        size: floats of all weights.
+    """
+
+    parts: list[tuple[Phase, Phase, Sum, int]]
+    size: int
+
+
+def input_gradient_of(
+    d: NHWC,
+    dx: NHWC,
+    kernel: int,
+    stride: int,
+    pads: tuple[int, int],
+    positive: NHWC | None,
+    target: Target,
+) -> InputGradient:
+    """Return the geometry of dx from d."""
+    parts, size = [], 0
+    (height, width, channels), filters = dx.shape, d.shape[2]
+    for rows in phases(height, kernel, stride, pads[0]):
+        for columns in phases(width, kernel, stride, pads[1]):
+            taps, counts = (len(rows.taps), len(columns.taps)), (rows.count, columns.count)
+            panels = Panels(
+                taps[0] * taps[1] * filters, channels, panel_width(counts, 1, channels, target), target.lanes
+            )
+            origin, first = (d.halo.top + rows.start, d.halo.left + columns.start), (rows.first, columns.first)
+            conv = Sum(d, origin, 1, taps, dx, first, stride, counts, panels, positive=positive)
+            parts.append((rows, columns, conv, size))
+            size += panels.size
+    return InputGradient(parts, size)
+
+
+def conv2d_backward_input(
+    k: Emitter, gradient: InputGradient, source: Panels, kernel: int, stride: int, weights: Pointer, packed: Pointer
+) -> None:
+    """Fill dx.
+
+    Args:
+        source, weights: the forward weights, of `kernel` and `stride`. packed: room for `gradient.size` floats.
+    """
+    for rows, columns, conv, offset in gradient.parts:
+        if rows.taps and columns.taps:
+            transpose_weights(k, source, kernel, stride, rows.taps, columns.taps, weights, conv.panels, packed + offset)
+            conv2d(k, conv, packed + offset, None)
+        else:
+            _clear(k, conv)
+
+
+def transpose_weights(
+    k: Emitter,
+    source: Panels,
+    kernel: int,
+    stride: int,
+    rows: tuple[int, ...],
+    columns: tuple[int, ...],
+    weights: Pointer,
+    target: Panels,
+    packed: Pointer,
+) -> None:
+    """packed[(a, b, f), c] = weights[(rows[a], columns[b], c), f], from panels to panels."""
+    filters, channels = source.outputs, target.outputs
+    for panel in source.each(k):
+        unit = panel.width * k.lanes
+        for other in target.each(k):
+            other_unit = other.width * k.lanes
+            with k.loop(len(rows)) as a, k.loop(len(columns)) as b:
+                corner = panel.at(weights) + (rows[0] * kernel + columns[0]) * channels * unit
+                corner = corner.at(a, -stride * kernel * channels * unit).at(b, -stride * channels * unit)
+                corner = corner.at(k.builder.mul(other.vector, INDEX(k.lanes)), unit)
+                place = other.at(packed).at(a, len(columns) * filters * other_unit).at(b, filters * other_unit)
+                place = place.at(k.builder.mul(panel.vector, INDEX(k.lanes)), other_unit)
+                for vector, valid in enumerate(panel.valid):
+                    for part, inside in enumerate(other.valid):
+                        block = corner + (part * k.lanes * unit + vector * k.lanes)
+                        lines = [k.load(block + i * unit) if i < inside else k.zero() for i in range(k.lanes)]
+                        for i, value in enumerate(k.transpose(lines)[:valid]):
+                            k.store(value, place + ((vector * k.lanes + i) * other_unit + part * k.lanes))
+
+
+def _clear(k: Emitter, conv: Sum) -> None:
+    """Fill what no window sees with zeros."""
+    filters = conv.y.shape[2]
+    with k.loop(k.count) as n, k.loop(conv.counts[0]) as u, k.loop(conv.counts[1]) as v:
+        place = _pixel(k, conv, n, u, v)
+        with k.loop(filters // k.lanes) as f:
+            k.store(k.zero(), place.at(f, k.lanes))
+        k.store_part(k.zero(), place + filters // k.lanes * k.lanes, filters % k.lanes)
+
+
+def _pixel(k: Emitter, conv: Sum, n: ir.Value, u: ir.Value, v: ir.Value, image: NHWC | None = None) -> Pointer:
+    """Return the address of the pixel (u, v) that a sum writes, or of the same pixel of another image."""
+    row, column = (
+        k.builder.add(k.builder.mul(i, INDEX(conv.step)), INDEX(first))
+        for i, first in zip((u, v), conv.first, strict=True)
+    )
+    return (image or conv.y).pixel(k, n, row, column)
+
+
+def unpool(k: Emitter, windows: Windows[NHWC], y: NHWC, dy: NHWC, d: NHWC, rectified: bool) -> None:
+    """d = dy at each window's argmax, else 0, and 0 wherever ReLU gave 0. Pixels in no window keep their zero."""
+    rows, columns, filters = y.shape
+    last = filters % k.lanes
+    with k.loop(k.count) as n, k.loop(rows) as u, k.loop(columns) as v:
+
+        def vector(f: ir.Value, valid: int, n: ir.Value = n, u: ir.Value = u, v: ir.Value = v) -> None:
+            value = k.load(dy.pixel(k, n, u, v).at(f, k.lanes))
+            if rectified:
+                value = k.where_positive(k.load(y.pixel(k, n, u, v).at(f, k.lanes)), value)
+            where = k.load_bytes(argmax_at(k, windows, n, u, v, f))
+            corner = d.pixel(k, n, INDEX(0), INDEX(0)).at(u, windows.stride * d.row).at(v, windows.stride * d.column)
+            for i in range(windows.size):
+                for j in range(windows.size):
+                    here = k.select(k.equal(where, i * windows.size + j), value, k.zero())
+                    k.store_part(here, corner.at(f, k.lanes) + (i * d.row + j * d.column), valid)
+
+        with k.loop(filters // k.lanes) as f:
+            vector(f, k.lanes)
+        if last:
+            vector(INDEX(filters // k.lanes), last)
+
+
+def copy_gradient(k: Emitter, y: NHWC | None, dy: NHWC, d: NHWC) -> None:
+    """d = dy, 0 wherever ReLU gave y = 0; d may be dy."""
+    rows, columns, filters = dy.shape
+    run = columns * filters
+    with k.loop(k.count) as n, k.loop(rows) as p:
+        images = (dy, d) if y is None else (dy, d, y)
+        start = [image.pixel(k, n, p, INDEX(0)) for image in images]
+
+        def vector(i: ir.Value, valid: int, start: list[Pointer] = start) -> None:
+            source, target, *positive = (pointer.at(i, k.lanes) for pointer in start)
+            value = k.load(source)
+            k.store_part(k.where_positive(k.load(positive[0]), value) if positive else value, target, valid)
+
+        with k.loop(run // k.lanes) as i:
+            vector(i, k.lanes)
+        if run % k.lanes:
+            vector(INDEX(run // k.lanes), run % k.lanes)

@@ -1,0 +1,495 @@
+"""Convolution with the batch in the vector lanes: any shape, any number of filters, full vectors.
+
+Layout [group][row][column][channel][lane]. A kernel row of one pixel is a contiguous run of K * C vectors, and its
+weights (K, K, C, F) a run of K * C * F floats, so every convolution is K runs.
+
+Register tile of the forward pass: 4 pixels x up to 6 filters of accumulators; per (channel, tap) 4 loads of x and one
+broadcast per filter feed 4 multiply-adds each, 8 loads per 16 multiply-adds with 4 filters. Where a max-pool follows,
+the 4 pixels are those of its window, so maximum, argmax, bias and ReLU happen in registers and the full convolution is
+never stored. The gradient of the input is the same kernel on the flipped weights.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from llvmlite import ir
+
+from cnnexp.backends.parts import FORWARD
+from cnnexp.backends.simd.algorithms.convolution.base import ConvolutionNode, Windows
+from cnnexp.backends.simd.algorithms.cost import (
+    Work,
+    lane_gradient,
+    lane_sums,
+    passes,
+)
+from cnnexp.backends.simd.algorithms.product import chunks
+from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Kernels, Pointer, Target
+from cnnexp.backends.simd.layouts import Blocked, Halo, Layout
+
+MOST_SUMS = 256
+"""Vectors of sums that lie in L1 beside what is summed: 16 KB of AVX-512's."""
+
+
+CACHED_VECTORS = 448
+"""Vectors of one piece of a row, of x and d together: 28 KB of AVX-512's."""
+
+
+class Lanes(ConvolutionNode[Blocked]):
+    """Batch in lanes."""
+
+    input_layout = output_layout = Blocked
+    algorithm = "lanes"
+
+    def in_lanes(self, what: str, kernel: str) -> str:
+        return "images"
+
+    def work(self, target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
+        (height, width, channels), (rows, columns, filters) = self.stage.input_shape, self.stage.output_shape
+        kernel, cells, window = self.stage.layer.kernel, math.prod(self.shape[:2]), self.window
+        pixels, most = sums_tile(target.registers)
+        found = {
+            "forward": self.forward_work(target),
+            "rectify_gradient": passes(rows * columns * filters, 2, target, target.lanes, 3),
+            "unpool": passes(cells * filters, 4 + 3 * window, target, target.lanes, window + 1),
+        }
+        held, terms = rows * columns * filters + height * width * channels, kernel**2 * channels
+        tile = terms, whole_width(terms, filters, target.registers)
+        moved = float(held)
+        if not tile[1]:
+            # rows are gone over for every row of the kernel, and by blocks of 8 filters
+            moved = kernel * (rows * columns * filters + height * width * channels * -(-filters // 8))
+            tile = gradient_tile(target.registers)
+        found["backward_weights"] = lane_gradient(tile, terms, filters, rows * columns, images, moved, held, target)
+        if needs_dx:
+            count = height * -(-width // pixels)
+            back = lane_sums(min(width, pixels), most, count, channels, kernel**2 * filters, target, 2.0)
+            flipping = 2 * kernel**2 * channels * filters / images
+            found["backward_input"] = Work(back.macs, back.cycles + flipping, back.tile)
+        return found
+
+    def forward_work(self, target: Target) -> Work:
+        """Return what the forward pass does for an image."""
+        channels, (rows, columns, filters) = self.stage.input_shape[2], self.stage.output_shape
+        pixels, most = sums_tile(target.registers)
+        if self.pool:
+            tile = math.prod(window_part(self.pool.window.size, min(filters, most), target.registers))
+            count = math.prod(self.shape[:2]) * self.window // tile
+        else:
+            tile, count = min(columns, pixels), rows * -(-columns // pixels)
+        terms = self.stage.layer.kernel**2 * channels
+        sums = lane_sums(tile, most, count, filters, terms, target, 2.0 * self.window)
+        # without the pixels that fill a row's last tile
+        return replace(sums, macs=float(self.multiply_adds(FORWARD)))
+
+    def _dense_halo(self) -> Halo:
+        """Windows of the flipped kernel reach over its edge."""
+        layer, reach = self.stage.layer, self.stage.layer.kernel - 1
+        sides = []
+        for pad, size, count in zip(
+            self.stage.window.pads[:2], self.stage.input_shape, self.stage.output_shape, strict=False
+        ):
+            before, extent = max(0, reach - pad), (count - 1) * layer.stride + 1
+            sides.append((before, max(0, max(0, pad - reach) + size + reach - before - extent)))
+        (top, bottom), (left, right) = sides
+        return Halo(top, left, bottom, right, layer.stride)
+
+    def prepare(self, plan: Layout) -> None:
+        self.prepare_forward(plan)
+        self.sums = plan.arena.allocate(MOST_SUMS * plan.target.lanes)
+        self.d = self.dy
+        if self.pool:
+            self.d = plan.arena.blocked(self.stage.output_shape, self._dense_halo() if self.dx else Halo())
+        if self.dx:
+            self.flipped = plan.arena.allocate(self.stage.weight.size)
+
+    def prepare_forward(self, plan: Layout) -> None:
+        """Allocate what the forward pass needs."""
+        layer, channels, windows = self.stage.layer, self.stage.input_shape[2], None
+        plan.parameters.place_plain(self.stage.weight, self.stage.bias)
+        if self.pool:
+            windows = Windows(self.pool.window.size, self.pool.window.stride, plan.arena.argmax(self.shape))
+        self.correlation = Correlation(
+            self.x, (0, 0), layer.stride, layer.kernel, channels, layer.filters, self.y, self.rectify, windows
+        )
+
+    def forward(self, plan: Layout) -> Kernels:
+        def run(k: Emitter) -> None:
+            conv2d(k, self.correlation, *plan.parameters.weights(k, self.stage))
+
+        return [("forward", run)]
+
+    def backward(self, plan: Layout) -> Kernels:
+        def backward_weights(k: Emitter) -> None:
+            dw, db = plan.parameters.gradients(k, self.stage)
+            conv2d_backward_weights(k, self.correlation, self.d, dw, db, k.arena + self.sums)
+
+        kernels: Kernels = []
+        windows, dx = self.correlation.windows, self.dx
+        if windows:
+            kernels.append(("unpool", lambda k: unpool(k, windows, self.y, self.dy, self.d, self.rectifies_dy)))
+        elif self.rectifies_dy:
+            kernels.append(("rectify_gradient", lambda k: rectify_gradient(k, self.y, self.dy)))
+        kernels.append(("backward_weights", backward_weights))
+        if dx:
+            kernels.append(("backward_input", lambda k: self._backward_input(k, plan, dx)))
+        return kernels
+
+    def _backward_input(self, k: Emitter, plan: Layout, dx: Blocked) -> None:
+        layer, channels, reach = self.stage.layer, self.stage.input_shape[2], self.stage.layer.kernel - 1
+        flipped = k.arena + self.flipped
+        weights, _ = plan.parameters.weights(k, self.stage)
+        flip_weights(k, weights, flipped, layer.kernel, channels, layer.filters)
+        top, left, _, _ = (max(0, pad - reach) for pad in self.stage.window.pads)
+        positive = self.x if self.input_rectified else None
+        back = Correlation(self.d, (top, left), 1, layer.kernel, layer.filters, channels, dx, positive=positive)
+        conv2d(k, back, flipped, None)
+
+
+@dataclass(frozen=True)
+class Correlation:
+    """y = cross-correlation of x with weights, the geometry of one forward or input-gradient pass.
+
+    Attributes:
+        x: input, its halo wide enough for every window.
+        origin: stored (row, column) of x where the first window starts.
+        stride: stored pixels from window to window.
+        kernel, channels, filters: K, C, F.
+        y: output, of the pooled shape with `windows`.
+        rectify: whether ReLU is applied.
+        windows: the max-pool fused into it, or None.
+        positive: a tensor of y's shape: y is 0 where it is not positive; None for y as it is. Not with `windows`.
+    """
+
+    x: Blocked
+    origin: tuple[int, int]
+    stride: int
+    kernel: int
+    channels: int
+    filters: int
+    y: Blocked
+    rectify: bool = False
+    windows: Windows[Blocked] | None = None
+    positive: Blocked | None = None
+
+
+def sums_tile(registers: int) -> tuple[int, int]:
+    """Return the pixels and filters of the forward pass's tile."""
+    return (4, 6) if registers >= 32 else (2, 4)
+
+
+def window_part(size: int, filters: int, registers: int) -> tuple[int, int]:
+    """Return rows and columns of the parts of a pooling window whose sums, pixels and a weight fit the registers."""
+    parts = [(size, size), *((1, columns) for columns in range(size, 0, -1) if size % columns == 0)]
+    return next(part for part in parts if math.prod(part) * (filters + 1) < registers)
+
+
+def gradient_tile(registers: int) -> tuple[int, int]:
+    """Return the taps and filters of the weight gradient's tile."""
+    return (6, 4) if registers >= 32 else (3, 3)
+
+
+def whole_width(taps: int, filters: int, registers: int) -> int:
+    """Return the filters of a tile of the weight gradient with all taps in it, 0 if two tiles do not hold them all."""
+    width = min(filters, (registers - 1) // (taps + 2))
+    return width if filters <= 2 * width else 0
+
+
+def conv2d(k: Emitter, conv: Correlation, weights: Pointer, bias: Pointer | None) -> None:
+    """Fill conv.y (and the argmax)."""
+    pixels, most_filters = sums_tile(k.target.registers)
+    rows, columns, _ = conv.y.shape
+    step = conv.stride * (conv.windows.stride if conv.windows else 1)
+    with k.loop(k.groups(k.lanes)) as g:
+        source = conv.x.stored(k, g) + (conv.origin[0] * conv.x.row + conv.origin[1] * conv.x.column)
+        with k.loop(rows) as row:
+            for first, width, count in [(0, 1, columns)] if conv.windows else chunks_of(columns, pixels):
+                with k.loop(count) as tile:
+                    column = k.builder.add(k.builder.mul(tile, INDEX(width)), INDEX(first))
+                    corner = source.at(row, step * conv.x.row).at(column, step * conv.x.column)
+                    for first_filter, filters, times in chunks(conv.filters, most_filters):
+                        with k.loop(times) as t:
+                            f = k.builder.add(k.builder.mul(t, INDEX(filters)), INDEX(first_filter))
+                            w, b = weights.at(f), bias.at(f) if bias else None
+                            at = Tile(corner, w, b, g, row, column, f, filters)
+                            if conv.windows:
+                                _pooled(k, conv, conv.windows, at)
+                            else:
+                                _plain(k, conv, at, width)
+
+
+def chunks_of(total: int, size: int) -> list[tuple[int, int, int]]:
+    """LoadedSplit `total` into chunks of `size` and one rest: (first, size of a chunk, number of chunks)."""
+    whole, rest = divmod(total, size)
+    return ([(0, size, whole)] if whole else []) + ([(whole * size, rest, 1)] if rest else [])
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Some filters at one place of the output, at run time.
+
+    Attributes:
+        corner: of the window in the input. weights, bias: of the first filter.
+        group, row, column: the place. first, filters: which filters, and how many.
+    """
+
+    corner: Pointer
+    weights: Pointer
+    bias: Pointer | None
+    group: ir.Value
+    row: ir.Value
+    column: ir.Value
+    first: ir.Value
+    filters: int
+
+    def at(self, k: Emitter, tensor: Blocked) -> Pointer:
+        """Return the address of the first filter in a tensor of the output's shape."""
+        return tensor.pixel(k, self.group, self.row, self.column).at(self.first, tensor.lanes)
+
+
+def _plain(k: Emitter, conv: Correlation, tile: Tile, pixels: int) -> None:
+    """Convolve `pixels` neighbours of one row with the filters, and store them."""
+    totals = _dot(k, conv, tile, [(0, i) for i in range(pixels)])
+    for i in range(pixels):
+        target = tile.at(k, conv.y) + i * conv.y.column * conv.y.halo.step
+        positive = tile.at(k, conv.positive) + i * conv.positive.column if conv.positive else None
+        for j, value in enumerate(totals[i]):
+            if positive:
+                value = k.where_positive(k.load(positive + j * k.lanes), value)
+            _store(k, conv, tile, j, value, target)
+
+
+def _pooled(k: Emitter, conv: Correlation, windows: Windows[Blocked], tile: Tile) -> None:
+    """Convolve one pooling window with the filters, and store its maxima and where they were.
+
+    Part by part in a loop: LLVM would put off the maxima of parts one after the other, and keep every sum till then.
+    """
+    size, argmax = windows.size, windows.argmax
+    rows, columns = window_part(size, tile.filters, k.target.registers)
+    parts, across = size * size // (rows * columns), size // columns
+    pixels = [(i, j) for i in range(rows) for j in range(columns)]
+
+    def part(corner: Pointer) -> list[tuple[ir.Value, ir.Value]]:
+        totals = _dot(k, conv, replace(tile, corner=corner), pixels)
+        codes = [k.integers(i * size + j) for i, j in pixels]
+        return [k.first_maximum(list(zip(values, codes, strict=True))) for values in zip(*totals, strict=True)]
+
+    found = [[k.variable(value) for value in pair] for pair in part(tile.corner)]
+    if parts > 1:
+        with k.loop(parts, start=1) as number:
+            row, column = k.builder.udiv(number, INDEX(across)), k.builder.urem(number, INDEX(across))
+            corner = tile.corner.at(row, conv.stride * conv.x.row).at(column, columns * conv.stride * conv.x.column)
+            first = k.spread(k.builder.trunc(k.builder.mul(number, INDEX(columns)), ir.IntType(32)))
+            for (best, where), (value, code) in zip(found, part(corner), strict=True):
+                pair = k.first_maximum([(best.get(), where.get()), (value, k.builder.add(code, first))])
+                best.set(pair[0])
+                where.set(pair[1])
+    target, code_target = tile.at(k, conv.y), tile.at(k, argmax)
+    for j, (best, where) in enumerate(found):
+        _store(k, conv, tile, j, best.get(), target)
+        k.store_bytes(where.get(), code_target + j * argmax.lanes)
+
+
+def _store(k: Emitter, conv: Correlation, tile: Tile, j: int, value: ir.Value, target: Pointer) -> None:
+    """Store filter j's value, with its bias and through the ReLU."""
+    if tile.bias is not None:
+        value = k.add(value, k.splat(tile.bias + j))
+    k.store(k.rectify(value) if conv.rectify else value, target + j * conv.y.lanes)
+
+
+def _dot(k: Emitter, conv: Correlation, tile: Tile, pixels: list[tuple[int, int]]) -> list[list[ir.Value]]:
+    """Return the sums over kernel and channels, [pixel][filter]; `pixels` are (row, column) in steps of the stride."""
+    x, run, filters = conv.x, conv.kernel * conv.channels, tile.filters
+    places = [(i * x.row + j * x.column) * conv.stride for i, j in pixels]
+    totals = [k.variables(filters) for _ in pixels]
+
+    def taps(source: Pointer, weights: Pointer, count: int) -> None:
+        for r in range(count):
+            values = [k.load(source + (place + r * x.lanes)) for place in places]
+            for f in range(filters):
+                weight = k.splat(weights + (r * conv.filters + f))
+                for p, value in enumerate(values):
+                    k.accumulate(totals[p][f], weight, value)
+
+    with k.loop(conv.kernel) as i:
+        source, weights = tile.corner.at(i, x.row), tile.weights.at(i, run * conv.filters)
+        for first, size, count in chunks_of(run, 8 if run > 16 else run):
+            with k.loop(count) as c:
+                taps(
+                    (source + first * x.lanes).at(c, size * x.lanes),
+                    (weights + first * conv.filters).at(c, size * conv.filters),
+                    size,
+                )
+    return [[total.get() for total in row] for row in totals]
+
+
+def flip_weights(k: Emitter, weights: Pointer, flipped: Pointer, kernel: int, channels: int, filters: int) -> None:
+    """flipped[K-1-i, K-1-j, f, c] = weights[i, j, c, f]: the kernel of the input's gradient."""
+    taps = kernel * kernel
+    with k.loop(taps) as tap:
+        source = weights.at(tap, channels * filters)
+        target = flipped.at(k.builder.sub(INDEX(taps - 1), tap), channels * filters)
+        with k.loop(channels) as c, k.loop(filters) as f:
+            value = k.load_float(source.at(c, filters).at(f))
+            k.store(value, target.at(f, channels).at(c))
+
+
+def conv2d_backward_weights(
+    k: Emitter, conv: Correlation, d: Blocked, dw: Pointer, db: Pointer | None, sums: Pointer
+) -> None:
+    """dw[i,j,c,f] += sum over pixels and lanes of x * d; db likewise.
+
+    Register tile: 6 (tap, channel) x 4 filters of accumulators, along a piece of a row; 10 loads feed 24 multiply-adds.
+    All tiles of a block of taps and filters go along one piece before the next, so that x and d come from the first
+    cache, as do the sums that wait there meanwhile. Lanes are added up once per tile of images.
+
+    Of the smallest kernels a tile holds all taps, and the bias, so that d is read once.
+
+    Args:
+        conv: the forward geometry; its y is not used.
+        d: gradient of the convolution's output (P, Q, F), perhaps with room between pixels.
+        sums: room for `MOST_SUMS` vectors.
+    """
+    run = conv.kernel * conv.channels
+    width = whole_width(conv.kernel * run, conv.filters, k.target.registers)
+    if width:
+        _whole_kernel(k, conv, d, width, dw, db)
+        return
+    for first_filter, filters, filter_blocks in chunks(conv.filters, 8):
+        for first_tap, taps, tap_blocks in chunks(run, MOST_SUMS // filters):
+            with k.loop(filter_blocks) as filter_block, k.loop(conv.kernel) as i, k.loop(tap_blocks) as tap_block:
+                r = k.builder.add(k.builder.mul(tap_block, INDEX(taps)), INDEX(first_tap))
+                f = k.builder.add(k.builder.mul(filter_block, INDEX(filters)), INDEX(first_filter))
+                _weight_block(k, conv, d, (i, r, f), (taps, filters), dw, sums)
+    if db is not None:
+        _backward_bias(k, d, db)
+
+
+def _whole_kernel(k: Emitter, conv: Correlation, d: Blocked, width: int, dw: Pointer, db: Pointer | None) -> None:
+    """Add to dw and db, `width` filters at a time."""
+    x, run = conv.x, conv.kernel * conv.channels
+    rows, columns, _ = d.shape
+    offsets = [i * x.row + r * x.lanes for i in range(conv.kernel) for r in range(run)]
+    for first, filters, times in chunks(conv.filters, width):
+        with k.loop(times) as t:
+            f = k.builder.add(k.builder.mul(t, INDEX(filters)), INDEX(first))
+            totals, sums = [k.variables(filters) for _ in offsets], k.variables(filters)
+            with k.loop(k.groups(k.lanes)) as g, k.loop(rows) as p, k.loop(columns) as q:
+                source = x.stored(k, g) + (conv.origin[0] * x.row + conv.origin[1] * x.column)
+                source = source.at(p, conv.stride * x.row).at(q, conv.stride * x.column)
+                gradient = d.pixel(k, g, p, q).at(f, d.lanes)
+                gradients = [k.load(gradient + j * k.lanes) for j in range(filters)]
+                for offset, row in zip(offsets, totals, strict=True):
+                    value = k.load(source + offset)
+                    for total, gradient_ in zip(row, gradients, strict=True):
+                        k.accumulate(total, value, gradient_)
+                for total, gradient_ in zip(sums, gradients, strict=True):
+                    total.set(k.add(total.get(), gradient_))
+            for tap, row in enumerate(totals):
+                for j, total in enumerate(row):
+                    k.add_to(dw.at(f) + (tap * conv.filters + j), k.sum_lanes(total.get()))
+            if db is not None:
+                for j, total in enumerate(sums):
+                    k.add_to(db.at(f) + j, k.sum_lanes(total.get()))
+
+
+def _weight_block(
+    k: Emitter,
+    conv: Correlation,
+    d: Blocked,
+    corner: tuple[ir.Value, ir.Value, ir.Value],
+    size: tuple[int, int],
+    dw: Pointer,
+    sums: Pointer,
+) -> None:
+    """Add to dw[i, r : r + taps, f : f + filters], r over taps and channels of kernel row i.
+
+    Args:
+        corner: i, r, f. size: taps, filters.
+    """
+    x, (i, r, f), (taps, filters) = conv.x, corner, size
+    rows, columns, _ = d.shape
+    most_columns = max(4, CACHED_VECTORS // (conv.stride * conv.channels + filters))
+    most_taps, most_filters = gradient_tile(k.target.registers)
+    with k.loop(taps * filters) as total:
+        k.store(k.zero(), sums.at(total, k.lanes))
+    with k.loop(k.groups(k.lanes)) as g, k.loop(rows) as p:
+        source = (x.stored(k, g) + (conv.origin[0] * x.row + conv.origin[1] * x.column)).at(i, x.row)
+        source = source.at(p, conv.stride * x.row).at(r, x.lanes)
+        gradient = d.pixel(k, g, p, 0).at(f, d.lanes)
+        for first, piece, pieces in chunks(columns, most_columns):
+            with k.loop(pieces) as at:
+                q = k.builder.add(k.builder.mul(at, INDEX(piece)), INDEX(first))
+                for first_tap, height, tap_tiles in chunks(taps, most_taps):
+                    for first_filter, width, filter_tiles in chunks(filters, most_filters):
+                        with k.loop(tap_tiles) as t, k.loop(filter_tiles) as j:
+                            tap = k.builder.add(k.builder.mul(t, INDEX(height)), INDEX(first_tap))
+                            column = k.builder.add(k.builder.mul(j, INDEX(width)), INDEX(first_filter))
+                            _weight_tile(
+                                k,
+                                source.at(q, conv.stride * x.column).at(tap, x.lanes),
+                                conv.stride * x.column,
+                                gradient.at(q, d.halo.step * d.column).at(column, d.lanes),
+                                d.halo.step * d.column,
+                                sums.at(tap, filters * k.lanes).at(column, k.lanes),
+                                (piece, height, width, filters),
+                            )
+    target = dw.at(i, conv.kernel * conv.channels * conv.filters).at(r, conv.filters).at(f)
+    with k.loop(taps) as t, k.loop(filters) as j:
+        total = k.load(sums.at(t, filters * k.lanes).at(j, k.lanes))
+        k.add_to(target.at(t, conv.filters).at(j), k.sum_lanes(total))
+
+
+def _weight_tile(
+    k: Emitter, x: Pointer, x_step: int, d: Pointer, d_step: int, sums: Pointer, size: tuple[int, int, int, int]
+) -> None:
+    """Add x * d along `piece` pixels to `height` x `width` of the sums, which lie `filters` vectors a row."""
+    piece, height, width, filters = size
+    places = [[sums + (t * filters + j) * k.lanes for j in range(width)] for t in range(height)]
+    with k.sums(places) as totals, k.loop(piece) as q:
+        gradients = [k.load(d.at(q, d_step) + j * k.lanes) for j in range(width)]
+        for t in range(height):
+            value = k.load(x.at(q, x_step) + t * k.lanes)
+            for j in range(width):
+                k.accumulate(totals[t][j], value, gradients[j])
+
+
+def _backward_bias(k: Emitter, d: Blocked, db: Pointer) -> None:
+    rows, columns, channels = d.shape
+    for first, size, count in chunks(channels, 8):
+        with k.loop(count) as chunk:
+            f = k.builder.add(k.builder.mul(chunk, INDEX(size)), INDEX(first))
+            totals = k.variables(size)
+            with k.loop(k.groups(k.lanes)) as g, k.loop(rows) as p, k.loop(columns) as q:
+                at = d.pixel(k, g, p, q).at(f, d.lanes)
+                for j in range(size):
+                    totals[j].set(k.add(totals[j].get(), k.load(at + j * d.lanes)))
+            for j in range(size):
+                k.add_to(db.at(f) + j, k.sum_lanes(totals[j].get()))
+
+
+def unpool(k: Emitter, windows: Windows[Blocked], y: Blocked, dy: Blocked, d: Blocked, rectified: bool) -> None:
+    """d = dy at each window's argmax, else 0, and 0 wherever ReLU gave 0. Pixels in no window keep their zero."""
+    rows, columns, channels = y.shape
+    size = windows.size
+    with k.loop(k.groups(k.lanes)) as g, k.loop(rows) as u, k.loop(columns) as v, k.loop(channels) as c:
+        value = k.load(dy.pixel(k, g, u, v).at(c, dy.lanes))
+        if rectified:
+            value = k.where_positive(k.load(y.pixel(k, g, u, v).at(c, y.lanes)), value)
+        where = k.load_bytes(windows.argmax.pixel(k, g, u, v).at(c, windows.argmax.lanes))
+        step = d.halo.step
+        corner = d.image(k, g).at(u, windows.stride * step * d.row).at(v, windows.stride * step * d.column)
+        corner = corner.at(c, d.lanes)
+        for i in range(size):
+            for j in range(size):
+                here = k.select(k.equal(where, i * size + j), value, k.zero())
+                k.store(here, corner + (i * d.row + j * d.column) * step)
+
+
+def rectify_gradient(k: Emitter, y: Blocked, dy: Blocked) -> None:
+    """dy = 0 wherever ReLU gave 0, in place."""
+    rows, columns, channels = y.shape
+    with k.loop(k.groups(k.lanes)) as g, k.loop(rows) as p, k.loop(columns) as q, k.loop(channels) as c:
+        at = dy.pixel(k, g, p, q).at(c, dy.lanes)
+        k.store(k.where_positive(k.load(y.pixel(k, g, p, q).at(c, y.lanes)), k.load(at)), at)

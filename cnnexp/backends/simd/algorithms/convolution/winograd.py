@@ -1,0 +1,456 @@
+"""3x3 convolution with channels in the lanes by Winograd's F(2x2, 3x3): 16 multiplications for what else takes 36.
+
+Four outputs of a channel, a *tile* of 2 x 2, see 4 x 4 pixels. With both transformed, patch and weights, each of 16
+places needs one product a channel and no place needs another, so a convolution is 16 matrix products, of tiles x
+channels with channels x filters, between a transformation of the patches and one back (Lavin and Gray 2016, "Fast
+Algorithms for Convolutional Neural Networks"). All go by blocks of tiles that stay in L2.
+
+The gradient of the weights is the transformation turned round: a sum over tiles of x times d, both transformed, for
+each place, and back once.
+
+An image of an odd number of rows or columns has its last tile lie over the one before: what both compute is stored
+twice, and counts once in a gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from llvmlite import ir
+
+from cnnexp.backends.parts import BACKWARD, FORWARD, TRANSFORMED
+from cnnexp.backends.simd.algorithms.convolution.channels import (
+    Channels,
+    Sum,
+    conv2d_backward_bias,
+    finish,
+    panel_width,
+    transpose_weights,
+)
+from cnnexp.backends.simd.algorithms.cost import Work, bring, passes, product_gradient, product_sums
+from cnnexp.backends.simd.algorithms.product import Panels, Steps, add_products, chunks, most_height
+from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Kernels, Pointer, Target
+from cnnexp.backends.simd.layouts import NHWC, Arena, Layout, odd_lines, round_up
+
+PLACES = 16
+"""Of a transformed tile."""
+
+
+CACHED_PART = 4
+"""One over the part of L2 that a block's tiles take, transformed and multiplied."""
+
+
+Vectors = Sequence[ir.Value]
+
+
+class Winograd(Channels):
+    """3 x 3 convolution of stride 1 by Winograd's algorithm."""
+
+    algorithm = "winograd"
+
+    def fits(self, target: Target) -> bool:
+        layer, sides = self.stage.layer, (*self.stage.input_shape[:2], *self.stage.output_shape[:2])
+        tiled = not self.pool or self.pool.window.size == self.pool.window.stride == 2
+        return super().fits(target) and layer.kernel == 3 and layer.stride == 1 and tiled and min(sides) > 1
+
+    def work(self, target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
+        (height, width, channels), filters = self.stage.input_shape, self.stage.layer.filters
+        found = super().work(target, images, needs_dx)
+        if "backward_weights" in found:
+            wide = panel_width((self.shape[0], self.shape[1]), self.window, filters, target)
+            found["backward_weights"] = _gradient(self._tiling(target), wide, target, images)
+        if "backward_input" in found:
+            packing = (math.log2(target.lanes) + 2) * 9 * channels * filters / target.lanes / images
+            back = _sums(tiling_of((height, width), False, filters, channels, target), target, images)
+            found["backward_input"] = Work(back.macs, back.cycles + packing, back.tile)
+        return found
+
+    def forward_work(self, target: Target, images: int) -> Work:
+        return _sums(self._tiling(target), target, images)
+
+    def _tiling(self, target: Target) -> Tiling:
+        channels, filters = self.stage.input_shape[2], self.stage.layer.filters
+        return tiling_of((self.shape[0], self.shape[1]), self.pool is not None, channels, filters, target)
+
+    def multiply_adds(self, what: str) -> int:
+        if self.argmax and what == BACKWARD:
+            return super().multiply_adds(what)
+        passes = [self.transformed] if what == FORWARD or not self.dx else [self.transformed, self.back]
+        return sum(
+            PLACES * math.prod(part.tiling.counts) * part.tiling.channels * part.tiling.filters for part in passes
+        )
+
+    def fewer(self, what: str) -> str:
+        return super().fewer(what) or TRANSFORMED
+
+    def prepare(self, plan: Layout) -> None:
+        super().prepare(plan)
+        self.transformed = make_winograd(plan.arena, self.sum, plan.target)
+        if self.dx and not self.argmax:
+            _, _, conv, _ = self.gradient.parts[0]
+            self.back = make_winograd(plan.arena, conv, plan.target)
+
+    def forward(self, plan: Layout) -> Kernels:
+        def run(k: Emitter) -> None:
+            conv2d(k, self.transformed, *plan.parameters.weights(k, self.stage))
+
+        return [("forward", run)]
+
+    def _backward_weights(self, k: Emitter, plan: Layout) -> None:
+        conv2d_backward_weights(k, self.transformed, self.d, *plan.parameters.gradients(k, self.stage))
+
+    def _backward_input(self, k: Emitter, plan: Layout) -> None:
+        weights, _ = plan.parameters.weights(k, self.stage)
+        packed, taps = k.arena + self.packed, (2, 1, 0)
+        transpose_weights(k, self.sum.panels, 3, 1, taps, taps, weights, self.back.conv.panels, packed)
+        conv2d(k, self.back, packed, None)
+
+
+def _moves(tiling: Tiling, images: int, target: Target) -> float:
+    """Return the cycles of transforming a block of so many images' tiles, and of transforming back."""
+    floats = PLACES * images * tiling.block * (tiling.channels + tiling.filters)
+    return passes(floats, 2, target, streams=1).cycles
+
+
+def _weight_moves(tiling: Tiling, images: int, target: Target) -> float:
+    """Return the cycles of transforming the weights, or back, for each of the images of a step."""
+    return passes(PLACES * tiling.channels * tiling.filters, 3, target).cycles / images
+
+
+def _sums(tiling: Tiling, target: Target, images: int) -> Work:
+    """Return the work of outputs from inputs."""
+    product = product_sums((1, tiling.block), 1, tiling.filters, tiling.channels, target, 1)
+    weights = PLACES * tiling.channels * tiling.filters
+    brought = bring(weights, 4 * weights, target)  # by every block
+    cycles = tiling.blocks * (max(PLACES * product.cycles, brought) + _moves(tiling, 1, target))
+    macs, tile = PLACES * tiling.blocks * product.macs, f"{product.tile} for each of {PLACES} places"
+    return Work(macs, cycles + _weight_moves(tiling, images, target), tile)
+
+
+def _gradient(tiling: Tiling, width: int, target: Target, images: int) -> Work:
+    """Return the work of the weights' gradient, for panels of `width` vectors."""
+    together = min(images, tiling.images)
+    terms, sums = together * tiling.block, PLACES * tiling.channels * tiling.filters
+    held = 4 * terms * (tiling.channels + tiling.filters)
+    product = product_gradient(tiling.channels, PLACES, tiling.filters, width, (1, terms), held, target)
+    block = product.cycles + _moves(tiling, together, target) + bring(2 * sums, 4 * sums, target)
+    blocks = tiling.blocks / together
+    cycles = blocks * block + _weight_moves(tiling, images, target)
+    return Work(blocks * product.macs, cycles, f"{product.tile} for each of {PLACES} places")
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a pass goes over an image.
+
+    Attributes:
+        counts: rows and columns of tiles. channels, filters: C, F.
+        rows: of tiles in a block. images: in a block of the weights' gradient, whose sums go to memory and back once a
+            block; one where a block is part of an image.
+    """
+
+    counts: tuple[int, int]
+    channels: int
+    filters: int
+    rows: int
+    images: int
+
+    @property
+    def block(self) -> int:
+        """Tiles of an image in a block."""
+        return self.rows * self.counts[1]
+
+    @property
+    def blocks(self) -> float:
+        """Blocks of an image; the last one may be smaller."""
+        return self.counts[0] / self.rows
+
+
+def tiling_of(counts: tuple[int, int], pooled: bool, channels: int, filters: int, target: Target) -> Tiling:
+    """Return how to go over (U, V) outputs, or as many windows of which each is a tile."""
+    tiles = counts if pooled else (-(-counts[0] // 2), -(-counts[1] // 2))
+    row = 4 * PLACES * tiles[1] * (channels + filters)
+    held = target.l2_bytes // CACHED_PART
+    rows = chunks(tiles[0], max(1, held // row))[0][1]
+    return Tiling(tiles, channels, filters, rows, max(1, 2 * held // (row * tiles[0])))
+
+
+@dataclass(frozen=True)
+class WinogradPass:
+    """The geometry of one pass.
+
+    Attributes:
+        conv: as without Winograd, 3 x 3 taps, stride 1, and windows of 2 x 2 if any.
+        tiling: how it goes over an image. panels: of the weights of one place (C, F).
+        arena: whose room for a kernel holds, so many floats into it:
+        weights: the transformed weights, or their gradient, [place][panels].
+        inputs, outputs: the block's tiles, [place][tile][channel] and [place][tile][filter].
+        strides: floats from place to place of weights, inputs and outputs.
+    """
+
+    conv: Sum
+    tiling: Tiling
+    panels: Panels
+    arena: Arena
+    weights: int
+    inputs: int
+    outputs: int
+    strides: tuple[int, int, int]
+
+    def room(self, k: Emitter) -> Pointer:
+        return k.arena + self.arena.shared
+
+    @property
+    def input_row(self) -> int:
+        """Floats of a transformed tile's channels."""
+        return round_up(self.panels.rows, self.panels.lanes)
+
+    @property
+    def output_row(self) -> int:
+        """Floats of a transformed tile's filters."""
+        return self.panels.vectors * self.panels.lanes
+
+
+def make_winograd(arena: Arena, conv: Sum, target: Target) -> WinogradPass:
+    """Return the geometry, with room in the arena."""
+    channels, filters = conv.x.shape[2], conv.panels.outputs
+    tiling = tiling_of(conv.counts, conv.windows is not None, channels, filters, target)
+    panels, tiles = replace(conv.panels, rows=channels), tiling.images * tiling.block
+    input_stride, output_stride = (odd_lines(tiles * round_up(row, target.lanes)) for row in (channels, filters))
+    strides = odd_lines(panels.size), input_stride, output_stride
+    inputs_at, outputs_at = PLACES * strides[0], PLACES * (strides[0] + input_stride)
+    arena.share(outputs_at + PLACES * output_stride)
+    return WinogradPass(conv, tiling, panels, arena, 0, inputs_at, outputs_at, strides)
+
+
+def conv2d(k: Emitter, winograd: WinogradPass, weights: Pointer, bias: Pointer | None) -> None:
+    """As `conv_channels.conv2d` on `winograd.conv`."""
+    tiling = winograd.tiling
+    _transform_weights(k, winograd, weights)
+    with k.loop(k.count) as n:
+        for first, block, times in chunks(tiling.counts[0], tiling.rows):
+            with k.loop(times) as b:
+                start = k.builder.add(k.builder.mul(b, INDEX(block)), INDEX(first))
+                _transform_inputs(k, winograd, n, start, block, INDEX(0))
+                _multiply(k, winograd, block)
+                _transform_back(k, winograd, n, start, block, bias)
+
+
+def _both_ways(rule: Callable[[Vectors], Vectors], square: Sequence[Vectors]) -> list[Vectors]:
+    """Apply a rule to every column, and then to every row."""
+    columns = [rule(column) for column in zip(*square, strict=True)]
+    return [rule(row) for row in zip(*columns, strict=True)]
+
+
+def _transform_weights(k: Emitter, winograd: WinogradPass, weights: Pointer) -> None:
+    """Fill the transformed weights."""
+    panels, channels, half = winograd.conv.panels, winograd.panels.rows, k.constant(0.5)
+
+    def rule(taps: Vectors) -> Vectors:
+        ends, middle = k.multiply(half, k.add(taps[0], taps[2])), k.multiply(half, taps[1])
+        return taps[0], k.add(ends, middle), k.subtract(ends, middle), taps[2]
+
+    for panel in panels.each(k):
+        unit = panel.width * k.lanes
+        target = replace(panel, panels=winograd.panels).at(winograd.room(k) + winograd.weights)
+        with k.loop(channels) as c:
+            for v in range(panel.width):
+                corner = panel.at(weights).at(c, unit) + v * k.lanes
+                taps = [[k.load(corner + (i * 3 + j) * channels * unit) for j in range(3)] for i in range(3)]
+                _store_square(k, _both_ways(rule, taps), target.at(c, unit) + v * k.lanes, winograd.strides[0])
+
+
+def _store_square(k: Emitter, square: Sequence[Vectors], pointer: Pointer, stride: int) -> None:
+    for place, value in enumerate(value for row in square for value in row):
+        k.store(value, pointer + place * stride)
+
+
+def _transform_inputs(
+    k: Emitter, winograd: WinogradPass, n: ir.Value, start: ir.Value, rows: int, tile: ir.Value
+) -> None:
+    """Transform the patches of some rows of tiles, which take their places from `tile` on."""
+    x, (_, columns) = winograd.conv.x, winograd.tiling.counts
+    first = x.stored(k, n) + (winograd.conv.origin[0] * x.row + winograd.conv.origin[1] * x.column)
+
+    def rule(d: Vectors) -> Vectors:
+        return k.subtract(d[0], d[2]), k.add(d[1], d[2]), k.subtract(d[2], d[1]), k.subtract(d[1], d[3])
+
+    with k.loop(rows) as a, k.loop(columns) as v, k.loop(winograd.input_row // k.lanes) as c:
+        top, left = _corner(k, winograd, k.builder.add(start, a), v)
+        corner = first.at(top, x.row).at(left, x.column).at(c, k.lanes)
+        patch = [[k.load(corner + (i * x.row + j * x.column)) for j in range(4)] for i in range(4)]
+        place = _tile_at(winograd.room(k) + winograd.inputs, winograd.input_row, columns, tile, a, v).at(c, k.lanes)
+        _store_square(k, _both_ways(rule, patch), place, winograd.strides[1])
+
+
+def _tile_at(first: Pointer, row: int, columns: int, tile: ir.Value, a: ir.Value, v: ir.Value) -> Pointer:
+    """Return where the tile (a, v) lies, `row` floats each, when (0, 0) is the tile with the number `tile`."""
+    return first.at(tile, row).at(a, columns * row).at(v, row)
+
+
+def _corner(k: Emitter, winograd: WinogradPass, u: ir.Value, v: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """Return the row and column of a tile's first output."""
+    corner = []
+    for at, count in zip((u, v), winograd.conv.counts, strict=True):
+        first = k.builder.mul(at, INDEX(2))
+        if count % 2 and not winograd.conv.windows:
+            last = INDEX(count - 2)
+            first = k.builder.select(k.builder.icmp_signed("<", first, last), first, last)
+        corner.append(first)
+    return corner[0], corner[1]
+
+
+def _multiply(k: Emitter, winograd: WinogradPass, rows: int) -> None:
+    """Fill the products of some rows of tiles."""
+    panels, (weight_stride, input_stride, product_stride) = winograd.panels, winograd.strides
+    row, output_row = winograd.input_row, winograd.output_row
+    with k.loop(PLACES) as place:
+        inputs, weights, products = (
+            (winograd.room(k) + part).at(place, stride)
+            for part, stride in zip(
+                (winograd.inputs, winograd.weights, winograd.outputs),
+                (input_stride, weight_stride, product_stride),
+                strict=True,
+            )
+        )
+        for panel in panels.each(k):
+            steps = Steps(1, panels.rows, (0, 1), (0, panel.width * k.lanes))
+            most = most_height(panel.width, k.target.registers)
+            for first, height, times in chunks(rows * winograd.tiling.counts[1], most):
+                with k.loop(times) as t:
+                    tile = k.builder.add(k.builder.mul(t, INDEX(height)), INDEX(first))
+                    totals = [k.variables(panel.width) for _ in range(height)]
+                    add_products(
+                        k, totals, inputs.at(tile, row), [m * row for m in range(height)], panel.at(weights), steps,
+                        [k.lanes] * panel.width,
+                    )  # fmt: skip
+                    target = panel.outputs(products.at(tile, output_row))
+                    for m, sums in enumerate(totals):
+                        for v, total in enumerate(sums):
+                            k.store(total.get(), target + (m * output_row + v * k.lanes))
+
+
+def _transform_back(
+    k: Emitter, winograd: WinogradPass, n: ir.Value, start: ir.Value, rows: int, bias: Pointer | None
+) -> None:
+    """Store the outputs of some rows of tiles."""
+    conv, (_, columns) = winograd.conv, winograd.tiling.counts
+
+    def rule(m: Vectors) -> Vectors:
+        return k.add(m[0], k.add(m[1], m[2])), k.subtract(k.subtract(m[1], m[2]), m[3])
+
+    with k.loop(rows) as a, k.loop(columns) as v:
+        u = k.builder.add(start, a)
+        top, left = _corner(k, winograd, u, v)
+        row = _tile_at(winograd.room(k) + winograd.outputs, winograd.output_row, columns, INDEX(0), a, v)
+        for panel in replace(winograd.panels, width=1).each(k):
+            source, stride = panel.outputs(row), winograd.strides[2]
+            square = [[k.load(source + (i * 4 + j) * stride) for j in range(4)] for i in range(4)]
+            tile = _both_ways(rule, square)
+            if conv.windows:
+                finish(k, conv, [[value] for line in tile for value in line], bias, panel, (n, u, v))
+                continue
+            for i, line in enumerate(tile):
+                for j, value in enumerate(line):
+                    place = k.builder.add(top, INDEX(i)), k.builder.add(left, INDEX(j))
+                    finish(k, conv, [[value]], bias, panel, (n, *place))
+
+
+def conv2d_backward_weights(k: Emitter, winograd: WinogradPass, d: NHWC, dw: Pointer, db: Pointer | None) -> None:
+    """As `conv_channels.conv2d_backward_weights` on `winograd.conv`."""
+    tiling, images = winograd.tiling, winograd.tiling.images
+    columns = tiling.counts[1]
+    sums = winograd.room(k) + winograd.weights
+    with k.loop(PLACES * winograd.strides[0] // k.lanes) as i:
+        k.store(k.zero(), sums.at(i, k.lanes))
+    with k.loop(k.groups(images)) as g:
+        first = k.builder.mul(g, INDEX(images))
+        last = k.builder.add(first, INDEX(images))
+        last = k.builder.select(k.builder.icmp_signed("<", last, k.count), last, k.count)
+        for first_row, block, times in chunks(tiling.counts[0], tiling.rows):
+            with k.loop(times) as b:
+                start = k.builder.add(k.builder.mul(b, INDEX(block)), INDEX(first_row))
+                with k.loop(last, start=first) as n:
+                    tile = k.builder.mul(k.builder.sub(n, first), INDEX(block * columns))
+                    _transform_inputs(k, winograd, n, start, block, tile)
+                    _transform_gradients(k, winograd, d, n, start, block, tile)
+                _add_outer_products(k, winograd, k.builder.mul(k.builder.sub(last, first), INDEX(block * columns)))
+    _add_weights(k, winograd, dw)
+    if db is not None:
+        conv2d_backward_bias(k, winograd.conv.panels, d, db)
+
+
+def _transform_gradients(
+    k: Emitter, winograd: WinogradPass, d: NHWC, n: ir.Value, start: ir.Value, rows: int, tile: ir.Value
+) -> None:
+    """Transform the outputs' gradients of some rows of tiles, which take their places from `tile` on."""
+    columns = winograd.tiling.counts[1]
+
+    def rule(d: Vectors) -> Vectors:
+        return d[0], k.add(d[0], d[1]), k.subtract(d[0], d[1]), k.subtract(k.zero(), d[1])
+
+    with k.loop(rows) as a, k.loop(columns) as v:
+        u = k.builder.add(start, a)
+        corner = _corner(k, winograd, u, v)
+        counted = [
+            k.builder.icmp_signed("!=", k.builder.mul(at, INDEX(2)), first)
+            for at, first in zip((u, v), corner, strict=True)
+        ]
+        place = _tile_at(winograd.room(k) + winograd.outputs, winograd.output_row, columns, tile, a, v)
+        for panel in replace(winograd.panels, width=1).each(k):
+            source = panel.outputs(d.pixel(k, n, *corner))
+            square = [
+                [k.load_part(source + (i * d.row + j * d.column), panel.valid[0]) for j in range(2)] for i in range(2)
+            ]
+            if winograd.conv.counts[0] % 2:
+                square[0] = [k.select(counted[0], k.zero(), value) for value in square[0]]
+            if winograd.conv.counts[1] % 2:
+                square = [[k.select(counted[1], k.zero(), row[0]), row[1]] for row in square]
+            _store_square(k, _both_ways(rule, square), panel.outputs(place), winograd.strides[2])
+
+
+def _add_outer_products(k: Emitter, winograd: WinogradPass, tiles: ir.Value) -> None:
+    """Add inputs times outputs to the sums, tile by tile."""
+    panels, strides = winograd.panels, winograd.strides
+    steps = Steps(1, tiles, (0, winograd.input_row), (0, winograd.output_row))
+    with k.loop(PLACES) as place:
+        sums, inputs, outputs = (
+            (winograd.room(k) + part).at(place, stride)
+            for part, stride in zip((winograd.weights, winograd.inputs, winograd.outputs), strides, strict=True)
+        )
+        for panel in panels.each(k):
+            unit = panel.width * k.lanes
+            for first, height, times in chunks(panels.rows, most_height(panel.width, k.target.registers)):
+                with k.loop(times) as t:
+                    r = k.builder.add(k.builder.mul(t, INDEX(height)), INDEX(first))
+                    target = panel.at(sums).at(r, unit)
+                    places = [[target + (m * unit + v * k.lanes) for v in range(panel.width)] for m in range(height)]
+                    with k.sums(places) as totals:
+                        add_products(
+                            k, totals, inputs.at(r), list(range(height)), panel.outputs(outputs), steps,
+                            [k.lanes] * panel.width,
+                        )  # fmt: skip
+
+
+def _add_weights(k: Emitter, winograd: WinogradPass, dw: Pointer) -> None:
+    """Add the sums, transformed back, to the gradient."""
+    channels, half = winograd.panels.rows, k.constant(0.5)
+
+    def rule(m: Vectors) -> Vectors:
+        ends = k.multiply(half, k.add(m[1], m[2]))
+        return k.add(m[0], ends), k.multiply(half, k.subtract(m[1], m[2])), k.add(ends, m[3])
+
+    for panel in winograd.conv.panels.each(k):
+        unit = panel.width * k.lanes
+        source = replace(panel, panels=winograd.panels).at(winograd.room(k) + winograd.weights)
+        with k.loop(channels) as c:
+            for v in range(panel.width):
+                corner, stride = source.at(c, unit) + v * k.lanes, winograd.strides[0]
+                square = [[k.load(corner + (i * 4 + j) * stride) for j in range(4)] for i in range(4)]
+                target = panel.at(dw).at(c, unit) + v * k.lanes
+                for i, row in enumerate(_both_ways(rule, square)):
+                    for j, value in enumerate(row):
+                        place = target + (i * 3 + j) * channels * unit
+                        k.store(k.add(k.load(place), value), place)

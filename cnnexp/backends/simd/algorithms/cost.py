@@ -1,0 +1,187 @@
+"""What a kernel costs: cycles of one core for one image, from shapes and from what the CPU has.
+
+A core does two multiply-adds, two loads and one store of a vector a cycle, and brings so many bytes a cycle from its
+L2, fewer from beyond. A kernel takes the cycles of what it needs most of. The planner compares by
+these numbers, and `explain` shows them; `python -m benchmarks.kernels` sets them beside the clock. They are estimates:
+nothing that a program computes depends on them but through the algorithm that was picked, and that follows from shapes
+alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from cnnexp.backends.simd.algorithms.product import choose_tile, chunks, covering_cycles, most_height, tile_cycles
+from cnnexp.backends.simd.compiler.emit import Target
+
+MACS, LOADS = 2, 2
+"""Multiply-adds and loads of a vector in a cycle."""
+
+L2_BYTES_PER_CYCLE, L3_BYTES_PER_CYCLE = 32, 16
+"""Bytes in a cycle from L2, and from beyond."""
+
+STALL_FRACTION = 0.35
+"""Part of the time to bring something that a kernel waits for, where it computes meanwhile."""
+
+ROW_STALL_FRACTION = 0.1
+"""Likewise of rows, which the CPU foresees: by events of 32 to 256 filters, on AVX-512 and restricted to AVX2."""
+
+LINE_BYTES = 64
+
+CALL_CYCLES = 30
+"""Cycles to begin and end a tile: addresses, the first sums' latency, loops whose number of turns is a surprise."""
+
+RELU_DENSITY = 0.75
+"""Part of a pooled ReLU's outputs that are not zero: in between a network's first step and its last."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a kernel does for one image.
+
+    Attributes:
+        macs: multiply-adds that count. cycles: of one core. tile: what its registers hold.
+    """
+
+    macs: float = 0.0
+    cycles: float = 0.0
+    tile: str = ""
+
+
+def bring(floats: float, working_set: float, target: Target) -> float:
+    """Return the cycles to bring floats to the registers, out of so many bytes that are gone over again and again."""
+    if working_set <= target.l1_bytes:
+        return floats / target.lanes / LOADS
+    return 4 * floats / (L2_BYTES_PER_CYCLE if working_set <= target.l2_bytes else L3_BYTES_PER_CYCLE)
+
+
+def passes(floats: float, instructions: float, target: Target, images: int = 1, streams: float = 2) -> Work:
+    """Return the work of a kernel that goes over values once.
+
+    Args:
+        floats: of an image. instructions: for each vector.
+        images: whose values lie between each other, or follow so close that caches see them as one. streams: arrays
+            as large that are read or written.
+    """
+    moved = bring(streams * floats, 4 * streams * floats * images, target)
+    return Work(0.0, max(floats / target.lanes * instructions, moved))
+
+
+def transposition(floats: float, target: Target) -> Work:
+    """Return the work of turning blocks of lanes x lanes."""
+    return passes(floats, math.log2(target.lanes) + 2, target, target.lanes)
+
+
+def product_sums(
+    counts: tuple[int, int], unit: int, outputs: int, terms: int, target: Target, finish: float = 2.5
+) -> Work:
+    """Return the work of a packed product: sums of `terms` products for U x V cells of `unit` rows, outputs in lanes.
+
+    Args:
+        finish: instructions that end a vector of a cell.
+    """
+    vectors = -(-outputs // target.lanes)
+    tile = choose_tile(counts, unit, vectors, target.registers)
+    cells, height = math.prod(counts), tile[0] * tile[1] * unit
+    streamed = bring(tile[2] * target.lanes, 4 * terms * tile[2] * target.lanes, target)
+    tiles = cells * unit / height * vectors / tile[2]
+    stall = max(0.0, streamed - tile_cycles(height, tile[2])) * tiles
+    cycles = (
+        terms * (covering_cycles(counts, unit, vectors, tile) + stall) + finish * cells * vectors + CALL_CYCLES * tiles
+    )
+    return Work(float(cells * unit * outputs * terms), cycles, f"{height} rows x {tile[2]} vectors of outputs")
+
+
+def product_gradient(
+    rows: int, blocks: int, outputs: int, width: int, steps: tuple[int, int], working_set: float, target: Target
+) -> Work:
+    """Return the work of the weights' gradient of a packed product: rows of weights in the tile.
+
+    Args:
+        rows, blocks: of the weights; a tile does not go past a block. width: vectors of a panel.
+        steps: terms of a sum, so many runs of so many.
+    """
+    vectors, height = -(-outputs // target.lanes), most_height(width, target.registers)
+    cycles, (runs, run) = 0.0, steps
+    for _, wide, times_w in chunks(vectors, width):
+        for _, high, times_r in chunks(rows, most_height(wide, target.registers)):
+            brought = bring(wide * target.lanes, working_set, target) + bring(high, working_set, target)
+            cycles += times_w * times_r * (run * (max(tile_cycles(high, wide), brought) + 0.5) + CALL_CYCLES / 2)
+    macs = float(rows * blocks * outputs * runs * run)
+    return Work(macs, blocks * runs * cycles, f"{min(height, rows)} rows x {width} vectors of weights")
+
+
+def lane_sums(pixels: int, filters: int, counts: int, outputs: int, terms: int, target: Target, finish: float) -> Work:
+    """Return the work of sums with the batch in the lanes: a tile of pixels x filters, `terms` products each.
+
+    Args:
+        counts: cells of `pixels` pixels. finish: instructions that end a cell of a filter.
+    """
+    seen, weights = 4 * terms * target.lanes * (1 + (pixels - 1) / 3), 4 * terms * outputs
+    late = bring(pixels * target.lanes, 2 * seen, target) if 2 * seen > target.l1_bytes else 0.0
+    if seen + weights > target.l1_bytes:  # the weights of a tap lie on a line of their own, which nothing foresees
+        late += 2 * bring(LINE_BYTES // 4, max(weights, target.l1_bytes + 1), target)
+    cycles = sum(
+        times
+        * (terms * (max(pixels * wide / MACS, (pixels + wide) / LOADS, 4) + STALL_FRACTION * late) + finish * wide)
+        for _, wide, times in chunks(outputs, filters)
+    )
+    cycles *= counts / target.lanes
+    return Work(float(counts * pixels * outputs * terms), cycles, f"{pixels} pixels x {filters} filters")
+
+
+def lane_gradient(
+    tile: tuple[int, int], rows: int, outputs: int, pixels: int, images: int, moved: float, held: float, target: Target
+) -> Work:
+    """Return the work of the weights' gradient with the batch in the lanes: a tile of taps x filters, along pixels.
+
+    Args:
+        rows: weights of a filter. pixels: of the output. images: of a tile, over which lanes are added up once.
+        moved: floats of an image that pieces of rows bring to L1, again and again; held: counted once.
+    """
+    cycles = sum(
+        times_r * times_f * max(high * wide / MACS, (high + wide) / LOADS, 4)
+        for _, high, times_r in chunks(rows, tile[0])
+        for _, wide, times_f in chunks(outputs, tile[1])
+    )
+    cycles *= 1.15 * pixels / target.lanes
+    cycles += rows * outputs * (2 * math.log2(target.lanes) + 3) / images
+    cycles += bring(moved, 4 * held * target.lanes, target)
+    return Work(float(rows * outputs * pixels), cycles, f"{tile[0]} taps x {tile[1]} filters")
+
+
+def events(
+    cells: int, window: int, outputs: int, runs: int, run: int, visits: int, held: float, target: Target
+) -> Work:
+    """Return the work of gradients that follow the argmax: two multiply-adds, two loads and a store a vector.
+
+    Args:
+        cells, outputs: pooled ones, of each filter. window: pixels of one. runs, run: the patch's, of so many floats.
+        visits: how often an event is taken up, for a part of its patch each time. held: bytes of x and dx between that.
+    """
+    vectors = runs * -(-run // target.lanes)
+    listing = _listing(cells, window, outputs, target)
+    late = 2 * bring(target.lanes, held, target) if held > target.l1_bytes else 0.0
+    following = RELU_DENSITY * cells * outputs * ((1.5 + ROW_STALL_FRACTION * late) * vectors + 4.5 * visits)
+    return Work(2.0 * cells * outputs * runs * run, listing + following, f"{-(-vectors // visits)} vectors of a filter")
+
+
+def pair_events(cells: int, window: int, outputs: int, vectors: int, taps: int, target: Target) -> float:
+    """Return the cycles to follow the argmax through two convolutions.
+
+    Args:
+        cells, window, outputs: as `events`. vectors: of a patch. taps: of the first convolution.
+    """
+    each = vectors * ((2 * taps + 3) / MACS + 1) + 4.5
+    return _listing(cells, window, outputs, target) + RELU_DENSITY * cells * outputs * each
+
+
+def _listing(cells: int, window: int, outputs: int, target: Target) -> float:
+    """Return the cycles to list the events."""
+    return cells * outputs / target.lanes * (2 * math.log2(target.lanes) + 3 * window + 8)
+
+
+def total(parts: Iterable[Work]) -> float:
+    return sum(part.cycles for part in parts)

@@ -1,0 +1,100 @@
+"""`elementwise`: an elementwise layer on its own, where no layer next to it takes it in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from llvmlite import ir
+
+from cnnexp.backends.simd.algorithms.cost import Work, passes
+from cnnexp.backends.simd.algorithms.node import Node, Section
+from cnnexp.backends.simd.compiler.emit import BIT, Emitter, Kernels, Target
+from cnnexp.backends.simd.compiler.trace import MATHS, emitted
+from cnnexp.backends.simd.layouts import NC, Blocked, Layout
+from cnnexp.network import ElementwiseStage, LeakyReLU, ReLU
+
+Map = Callable[[Emitter, ir.Value], ir.Value]
+
+
+Map2 = Callable[[Emitter, ir.Value, ir.Value], ir.Value]
+
+
+class ElementwiseNode(Node[Blocked | NC, Blocked | NC]):
+    """An elementwise layer where nothing takes it in."""
+
+    algorithm = "elementwise"
+
+    @classmethod
+    def of(cls, sections: Sequence[Section], first: bool) -> ElementwiseNode | None:
+        stage = sections[0].stage
+        return cls(stage, stage.input_shape) if isinstance(stage, ElementwiseStage) else None
+
+    def __init__(self, stage: ElementwiseStage, shape: tuple[int, ...]) -> None:
+        super().__init__(stage.name, shape)
+        self.layer = stage.layer
+
+    def work(self, target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
+        # an exponential takes some twenty instructions, a comparison two
+        each = passes(math.prod(self.shape), 4 if isinstance(self.layer, ReLU | LeakyReLU) else 25, target)
+        return {"forward": each, "backward": each}
+
+    def forward(self, plan: Layout) -> Kernels:
+        rule = emitted(self.layer.rule(MATHS))
+        return [("forward", lambda k: apply(k, rule, self.x, self.y))]
+
+    def backward(self, plan: Layout) -> Kernels:
+        derivative = emitted(self.layer.derivative(MATHS))
+
+        def run(k: Emitter) -> None:
+            apply_backward(k, derivative, self.x, self.y, self.dy, self.needed_dx)
+
+        return [("backward", run)]
+
+
+def same(k: Emitter, x: ir.Value) -> ir.Value:
+    return x
+
+
+def apply(k: Emitter, function: Map, x: Blocked | NC, y: Blocked | NC) -> None:
+    """y = function(x); what rounds up rows stays 0."""
+    if isinstance(x, NC) and isinstance(y, NC) and x.size % k.lanes:
+        _apply_rows(k, function, x, y)
+        return
+    _each(k, (x, y), lambda a, b: k.store(function(k, k.load(a)), b))
+
+
+def apply_backward(
+    k: Emitter, function: Map2, x: Blocked | NC, y: Blocked | NC, dy: Blocked | NC, dx: Blocked | NC
+) -> None:
+    """dx = dy * function(x, y)."""
+    _each(k, (x, y, dy, dx), lambda a, b, c, d: k.store(k.multiply(k.load(c), function(k, k.load(a), k.load(b))), d))
+
+
+def _apply_rows(k: Emitter, function: Map, x: NC, y: NC) -> None:
+    whole = x.size // k.lanes
+    inside = ir.Constant(ir.VectorType(BIT, k.lanes), [BIT(i < x.size % k.lanes) for i in range(k.lanes)])
+    with k.loop(k.count) as n:
+        source, target = x.row(k, n), y.row(k, n)
+        with k.loop(whole) as i:
+            k.store(function(k, k.load(source.at(i, k.lanes))), target.at(i, k.lanes))
+        value = function(k, k.load(source + whole * k.lanes))
+        k.store(k.select(inside, value, k.zero()), target + whole * k.lanes)
+
+
+def _each(k: Emitter, arrays: tuple, body: Callable) -> None:
+    """Call the body with the address of every vector of arrays of the same shape."""
+    if isinstance(arrays[0], NC):
+        with k.loop(k.count) as n, k.loop(arrays[0].width // k.lanes) as i:
+            body(*(a.row(k, n).at(i, k.lanes) for a in arrays))
+        return
+    rows, columns, channels = arrays[0].shape
+    with k.loop(k.groups(k.lanes)) as g, k.loop(rows) as p, k.loop(columns) as q, k.loop(channels) as c:
+        body(*(a.pixel(k, g, p, q).at(c, a.lanes) for a in arrays))
+
+
+def rectify_gradient(k: Emitter, y: NC, dy: NC) -> None:
+    """dy = 0 wherever ReLU gave 0, in place."""
+    with k.loop(k.count) as n, k.loop(y.width // k.lanes) as v:
+        at = dy.row(k, n).at(v, k.lanes)
+        k.store(k.where_positive(k.load(y.row(k, n).at(v, k.lanes)), k.load(at)), at)

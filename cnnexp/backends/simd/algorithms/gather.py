@@ -1,0 +1,103 @@
+"""The images of a batch, picked by an order, into the arena."""
+
+from __future__ import annotations
+
+import numpy as np
+from llvmlite import ir
+
+from cnnexp.backends.simd.compiler.emit import BYTE, FLOAT, INDEX, INT, Emitter, Pointer
+from cnnexp.backends.simd.layouts import NC, Blocked
+from cnnexp.network import Shape
+
+BYTE_SCALE = float(np.float32(1) / np.float32(255))
+
+
+def gather_lanes(k: Emitter, y: Blocked, pixel: ir.Type) -> None:
+    """Copy images (uint8 / 255 or float32), picked by an order, into lanes.
+
+    Buffers: images (N * H * W * C,), order int64, arena. Lanes past the last image hold that image again, so that they
+    stay finite; their gradient is zero.
+    """
+    images, order, _ = k.buffers
+    height, width, channels = y.shape
+    run, runs = (height * width * channels, 1) if y.dense else (width * channels, height)
+    with k.loop(k.groups(k.lanes)) as g:
+        sources = [
+            _image(k, images, order, k.builder.add(k.builder.mul(g, INDEX(k.lanes)), INDEX(n)), y.shape)
+            for n in range(k.lanes)
+        ]
+        with k.loop(runs) as r:
+            rows = [source.at(r, run) for source in sources]
+            target = y.image(k, g).at(r, y.row)
+            for start, count in _blocks(run, k.lanes):
+                with k.loop(count) as b:
+                    at = k.builder.add(k.builder.mul(b, INDEX(k.lanes)), INDEX(start))
+                    columns = k.transpose([_pixels(k, row.at(at), pixel) for row in rows])
+                    for i, column in enumerate(columns):
+                        k.store(column, target.at(at, k.lanes) + i * k.lanes)
+            if run < k.lanes:
+                with k.loop(run) as i:
+                    value = k.zero()
+                    for n, row in enumerate(rows):
+                        value = k.builder.insert_element(value, _pixel(k, row.at(i), pixel), INT(n))
+                    k.store(value, target.at(i, k.lanes))
+
+
+def gather_rows(k: Emitter, y: NC, shape: Shape, first: int, stride: int, pixel: ir.Type) -> None:
+    """Copy images, picked by an order, into rows; buffers as `gather_lanes`.
+
+    Args:
+        shape: (H, W, C).
+        first: elements before the image's first pixel. stride: elements from row to row of it, at least W * C.
+    """
+    images, order, _ = k.buffers
+    height, width, channels = shape
+    run, runs = (width * channels, height) if stride > width * channels else (height * width * channels, 1)
+    with k.loop(k.count) as n:
+        source = _image(k, images, order, n, shape)
+        _fetch(k, _image(k, images, order, k.builder.add(n, INDEX(1)), shape), height * width * channels, pixel)
+        with k.loop(runs) as r:
+            row, target = source.at(r, run), (y.row(k, n) + first).at(r, stride)
+            for start, count in _blocks(run, k.lanes):
+                with k.loop(count) as b:
+                    at = k.builder.add(k.builder.mul(b, INDEX(k.lanes)), INDEX(start))
+                    k.store(_pixels(k, row.at(at), pixel), target.at(at))
+            if run < k.lanes:
+                with k.loop(run) as i:
+                    k.store(_pixel(k, row.at(i), pixel), target.at(i))
+
+
+def _blocks(run: int, lanes: int) -> list[tuple[int, int]]:
+    """Return (first element, blocks) that cover a run with whole vectors; the last one overlaps its neighbour."""
+    if run < lanes:
+        return []
+    return [(0, run // lanes)] + ([(run - lanes, 1)] if run % lanes else [])
+
+
+def _image(k: Emitter, images: Pointer, order: Pointer, n: ir.Value, shape: Shape) -> Pointer:
+    """Return the address of the image that the order names, the last one for n past it."""
+    last = k.builder.sub(k.count, INDEX(1))
+    n = k.builder.select(k.builder.icmp_signed("<", n, last), n, last)
+    index = k.builder.load(order.at(n).value(INDEX))
+    return images.at(index, shape[0] * shape[1] * shape[2])
+
+
+def _fetch(k: Emitter, image: Pointer, size: int, pixel: ir.Type) -> None:
+    """Have an image brought near: where the next one in an order lies, a CPU does not foresee."""
+    line = 16 if pixel is FLOAT else 64
+    with k.loop(-(-size // line)) as i:
+        k.prefetch(image.at(i, line))
+
+
+def _pixels(k: Emitter, pointer: Pointer, pixel: ir.Type) -> ir.Value:
+    """Load `lanes` pixels as floats."""
+    if pixel is FLOAT:
+        return k.load(pointer)
+    return k.multiply(k.builder.uitofp(k.load_bytes(pointer), k.vector), k.constant(BYTE_SCALE))
+
+
+def _pixel(k: Emitter, pointer: Pointer, pixel: ir.Type) -> ir.Value:
+    if pixel is FLOAT:
+        return k.load_float(pointer)
+    byte = k.builder.load(pointer.value(BYTE))
+    return k.builder.fmul(k.builder.uitofp(byte, FLOAT), FLOAT(BYTE_SCALE))

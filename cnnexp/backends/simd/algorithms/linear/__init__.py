@@ -1,0 +1,1 @@
+"""Algorithms that compute a linear layer, with the ReLU after it."""

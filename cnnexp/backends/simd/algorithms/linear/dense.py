@@ -1,0 +1,63 @@
+"""What both linear algorithms have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Self
+
+from cnnexp.backends.parts import BACKWARD
+from cnnexp.backends.simd.algorithms.cost import Work, passes
+from cnnexp.backends.simd.algorithms.elementwise import rectify_gradient
+from cnnexp.backends.simd.algorithms.node import Node, Section
+from cnnexp.backends.simd.compiler.emit import Emitter, Kernels, Pointer, Target
+from cnnexp.backends.simd.layouts import NC, Layout, round_up
+from cnnexp.network import LinearStage
+
+
+class Dense(Node[NC, NC]):
+    """Linear [+ ReLU]."""
+
+    input_layout = output_layout = NC
+    trains = True
+
+    def __init__(self, stage: LinearStage, rectify: bool) -> None:
+        super().__init__(stage.name, stage.output_shape)
+        self.stage, self.rectify = stage, rectify
+
+    @classmethod
+    def of(cls, sections: Sequence[Section], first: bool) -> Self | None:
+        stage = sections[0].stage if sections else None
+        return cls(stage, sections[0].rectify) if isinstance(stage, LinearStage) else None
+
+    def in_lanes(self, what: str, kernel: str) -> str:
+        return "weights"
+
+    def multiply_adds(self, what: str) -> int:
+        return (2 if what == BACKWARD and self.dx else 1) * self.stage.macs
+
+    def _common_work(self, target: Target) -> dict[str, Work]:
+        width = round_up(self.stage.output_shape[0], target.lanes)
+        return {"rectify_gradient": passes(width, 3, target), "backward_bias": passes(width, 1, target)}
+
+    def backward(self, plan: Layout) -> Kernels:
+        """Return what both forms begin with."""
+        kernels: Kernels = []
+        if self.rectifies_dy:
+            kernels.append(("rectify_gradient", lambda k: rectify_gradient(k, self.y, self.dy)))
+        if self.stage.bias:
+            kernels.append(("backward_bias", lambda k: self._backward_bias(k, plan)))
+        return kernels
+
+    def _backward_bias(self, k: Emitter, plan: Layout) -> None:
+        _, db = plan.parameters.gradients(k, self.stage)
+        assert db is not None
+        linear_backward_bias(k, self.dy, db)
+
+
+def linear_backward_bias(k: Emitter, dy: NC, db: Pointer) -> None:
+    """db += the sum of dy over images."""
+    with k.loop(dy.width // k.lanes) as v:
+        total = k.variable(k.load(db.at(v, k.lanes)))
+        with k.loop(k.count) as n:
+            total.set(k.add(total.get(), k.load(dy.row(k, n).at(v, k.lanes))))
+        k.store(total.get(), db.at(v, k.lanes))

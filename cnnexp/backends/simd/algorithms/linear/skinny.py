@@ -1,0 +1,239 @@
+"""`skinny`: a linear layer of few outputs, as a classifier's last layer, where BLAS does badly; features in the lanes.
+
+Weights are kept as [feature vector][output][lane]. Forward: 2 images x O accumulators, in blocks of features whose
+weights stay in L1. Backward, one pass per feature vector: the weights and their gradients, O vectors each,
+stay in registers while the images go by; each image costs 2 O multiply-adds, O broadcasts, one load and one store.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+
+import numpy as np
+from llvmlite import ir
+
+from cnnexp.backends.simd.algorithms import cost
+from cnnexp.backends.simd.algorithms.cost import Work
+from cnnexp.backends.simd.algorithms.linear.dense import Dense
+from cnnexp.backends.simd.algorithms.product import (
+    chunks,
+)
+from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Kernels, Pointer, Target
+from cnnexp.backends.simd.layouts import NC, Layout, Views, round_up
+
+MOST_OUTPUTS = 12
+
+
+SKINNY_BLOCK_FLOATS = 6144
+"""Weights that stay in L1 during a forward pass of the skinny form, 24 KB."""
+
+
+AHEAD = 2
+"""Vectors of features before the one whose x is brought near: images lie too far apart for a CPU to foresee them."""
+
+
+class Skinny(Dense):
+    """Few outputs. Both passes can go by parts of the features: see `FiltersFused`."""
+
+    whole_vectors = False
+    rectifies_dx = True
+    algorithm = "skinny"
+    runs: tuple[int, int] | None = None
+    """Where features come in runs with room behind each: the features of a run, and with its room."""
+
+    def fits(self, target: Target) -> bool:
+        """Whether an image's sums fit the registers."""
+        return self.stage.output_shape[0] <= MOST_OUTPUTS
+
+    def work(self, target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
+        features, outputs = self.stage.weight.shape
+        vectors = -(-features // target.lanes)
+        pair = 2 if 2 * outputs + 3 <= target.registers else 1
+        sums = max(outputs / cost.MACS, 4 / pair, (outputs / pair + 1) / cost.LOADS)
+        ending = round_up(outputs, target.lanes) * (math.log2(target.lanes) + 3)
+        parts = len(chunks(outputs, most_block(target.registers)))
+        each = outputs * (1 if needs_dx else 0.75) + 2.5 * parts + 2 * outputs / images
+        macs = features * outputs
+        return {
+            **self._common_work(target),
+            "forward": Work(macs, vectors * sums + ending, f"{pair} images x {outputs} outputs"),
+            "backward": Work(
+                macs * (2 if needs_dx else 1),
+                vectors * each,
+                f"{min(outputs, most_block(target.registers))} outputs",
+            ),
+        }
+
+    def prepare(self, plan: Layout) -> None:
+        (features, outputs), lanes = self.stage.weight.shape, plan.target.lanes
+        run, room = self.runs or (features, features)
+        views = functools.partial(skinny_views, runs=features // run, run=run, room=room, lanes=lanes)
+        size = skinny_size(features // run * room, outputs, lanes)
+        plan.parameters.place(self.stage.weight, size, views)
+        plan.parameters.place_plain(self.stage.bias)
+        self.totals = plan.arena.allocate(plan.arena.images * outputs * lanes)
+
+    def forward(self, plan: Layout) -> Kernels:
+        def run(k: Emitter) -> None:
+            self.begin(k)
+            self.add(k, plan, INDEX(0), self.x.width // k.lanes)
+            self.end(k, plan)
+
+        return [("forward", run)]
+
+    def begin(self, k: Emitter) -> None:
+        skinny_begin(k, k.arena + self.totals, self.y.size)
+
+    def add(self, k: Emitter, plan: Layout, first: ir.Value, vectors: int) -> None:
+        weights, _ = plan.parameters.weights(k, self.stage)
+        skinny_add(k, self.x, weights, k.arena + self.totals, self.y.size, first, vectors)
+
+    def end(self, k: Emitter, plan: Layout) -> None:
+        _, bias = plan.parameters.weights(k, self.stage)
+        skinny_end(k, k.arena + self.totals, bias, self.y, self.rectify)
+
+    def backward(self, plan: Layout) -> Kernels:
+        def run(k: Emitter) -> None:
+            self.run_backward(k, plan, INDEX(0), self.x.width // k.lanes)
+
+        return [*super().backward(plan), ("backward", run)]
+
+    def run_backward(self, k: Emitter, plan: Layout, first: ir.Value, vectors: int) -> None:
+        (w, _), (dw, _) = plan.parameters.weights(k, self.stage), plan.parameters.gradients(k, self.stage)
+        skinny_backward(k, self.x, w, self.dy, self.dx, dw, self.input_rectified, first, vectors)
+
+
+def skinny_size(features: int, outputs: int, lanes: int) -> int:
+    """Return the floats of a skinny layer's weights."""
+    return round_up(features, lanes) * outputs
+
+
+def skinny_views(flat: np.ndarray, packed: np.ndarray, runs: int, run: int, room: int, lanes: int) -> Views:
+    """Return where the weights (D, O) of a skinny layer lie whose features are runs that take `room` each.
+
+    See `Parameters.place`. The room is whole vectors where there is more than one.
+    """
+    ours, vectors = flat.reshape(runs, run, -1), round_up(room, lanes) // lanes
+    theirs, whole = packed.reshape(runs, vectors, -1, lanes), run // lanes
+    full = ours[:, : whole * lanes].reshape(runs, whole, lanes, ours.shape[2])
+    pairs = [(full.swapaxes(2, 3), theirs[:, :whole])]
+    if whole < vectors:
+        pairs.append((ours[:, whole * lanes :].swapaxes(1, 2), theirs[:, whole, :, : run - whole * lanes]))
+    return pairs
+
+
+def skinny_begin(k: Emitter, totals: Pointer, outputs: int) -> None:
+    """Begin y = x @ weights + bias: clear totals [image][output][lane], sums over the features of each lane."""
+    with k.loop(k.count) as n, k.loop(outputs) as o:
+        k.store(k.zero(), totals.at(n, outputs * k.lanes).at(o, k.lanes))
+
+
+def skinny_add(
+    k: Emitter, x: NC, weights: Pointer, totals: Pointer, outputs: int, start: ir.Value, vectors: int
+) -> None:
+    """Add the products of `vectors` vectors of features from `start` on. weights [feature vector][output][lane]."""
+    room = outputs * k.lanes
+    images = 2 if 2 * outputs + 3 <= k.target.registers else 1
+    for first, size, times in chunks(vectors, max(1, SKINNY_BLOCK_FLOATS // room)):
+        with k.loop(times) as block:
+            at = k.builder.add(k.builder.mul(block, INDEX(size)), k.builder.add(start, INDEX(first)))
+            pairs = k.builder.udiv(k.count, INDEX(images))
+            with k.loop(pairs) as pair:
+                n = k.builder.mul(pair, INDEX(images))
+                _skinny_tile(k, x, weights, totals, n, images, at, size, outputs)
+            with k.loop(k.count, start=k.builder.mul(pairs, INDEX(images))) as n:
+                _skinny_tile(k, x, weights, totals, n, 1, at, size, outputs)
+
+
+def skinny_end(k: Emitter, totals: Pointer, bias: Pointer | None, y: NC, rectify: bool) -> None:
+    """y = the totals, their lanes added up, + bias (y.width,)."""
+    outputs = y.size
+    room = outputs * k.lanes
+    with k.loop(k.count) as n:
+        for first in range(0, outputs, k.lanes):
+            rows = [k.load(totals.at(n, room) + o * k.lanes) for o in range(first, min(first + k.lanes, outputs))]
+            rows += [k.zero()] * (k.lanes - len(rows))
+            terms = k.transpose(rows)
+            while len(terms) > 1:
+                terms = [k.add(a, b) for a, b in zip(terms[::2], terms[1::2], strict=True)]
+            value = k.add(terms[0], k.load(bias + first)) if bias else terms[0]
+            k.store(k.rectify(value) if rectify else value, y.row(k, n) + first)
+
+
+def _skinny_tile(
+    k: Emitter,
+    x: NC,
+    weights: Pointer,
+    totals: Pointer,
+    n: ir.Value,
+    images: int,
+    start: ir.Value,
+    size: int,
+    outputs: int,
+) -> None:
+    """Add the products of one block of features to the totals of one or two images."""
+    room = outputs * k.lanes
+    places = [[totals.at(n, room) + (i * room + o * k.lanes) for o in range(outputs)] for i in range(images)]
+    with k.sums(places) as sums:
+        source = x.row(k, n).at(start, k.lanes)
+        block = weights.at(start, room)
+        with k.loop(size) as v:
+            values = [k.load(source.at(v, k.lanes) + i * x.stride) for i in range(images)]
+            for o in range(outputs):
+                weight = k.load(block.at(v, room) + o * k.lanes)
+                for i in range(images):
+                    k.accumulate(sums[i][o], weight, values[i])
+
+
+def skinny_backward(
+    k: Emitter,
+    x: NC,
+    weights: Pointer,
+    dy: NC,
+    dx: NC | None,
+    dw: Pointer,
+    rectified: bool,
+    start: ir.Value,
+    vectors: int,
+) -> None:
+    """dw += x.T @ dy, dx = dy @ weights.T.
+
+    Args:
+        start, vectors: the vectors of features that it is about.
+        dx: of all of x, or of those features alone.
+        rectified: x is a ReLU's output, and dx the gradient of that ReLU's input.
+    """
+    outputs = dy.size
+    room = outputs * k.lanes
+    parts = chunks(outputs, most_block(k.target.registers))
+    starts = [first + i * size for first, size, times in parts for i in range(times)] + [outputs]
+    with k.loop(k.builder.add(start, INDEX(vectors)), start=start) as v:
+        for first, last in itertools.pairwise(starts):
+            block = [weights.at(v, room) + o * k.lanes for o in range(first, last)]
+            places = [dw.at(v, room) + o * k.lanes for o in range(first, last)]
+            columns = [k.load(place) for place in block] if dx else []
+            totals = [k.variable(k.load(place)) for place in places]
+            with k.loop(k.count) as n:
+                k.prefetch(x.row(k, n).at(v, k.lanes) + AHEAD * k.lanes)
+                value = k.load(x.row(k, n).at(v, k.lanes))
+                sums = [k.zero(), k.zero()]
+                for i in range(last - first):
+                    gradient = k.splat(dy.row(k, n) + (first + i))
+                    k.accumulate(totals[i], gradient, value)
+                    if dx:
+                        sums[i % 2] = k.fma(gradient, columns[i], sums[i % 2])
+                if dx:
+                    target = dx.row(k, n).at(v if dx.size == x.size else k.builder.sub(v, start), k.lanes)
+                    total = k.add(*sums)
+                    if first:
+                        total = k.add(total, k.load(target))
+                    k.store(k.where_positive(value, total) if rectified else total, target)
+            for total, place in zip(totals, places, strict=True):
+                k.store(total.get(), place)
+
+
+def most_block(registers: int) -> int:
+    """Return the outputs that `skinny_backward` does at once; with more it reads x again."""
+    return 12 if registers >= 32 else 6

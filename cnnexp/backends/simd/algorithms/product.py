@@ -1,0 +1,180 @@
+"""NC products on packed weights, the one kernel behind linear layers and convolutions with channels in the lanes.
+
+y[m, f] = sum over r of x[m, r] * w[r, f]. The outputs f lie in the lanes. A register tile holds `height` rows of y
+times `width` vectors of outputs; for each r it loads `width` vectors of weights, and broadcasts one x to each row's
+`width` multiply-adds (Goto and van de Geijn 2008, "Anatomy of high-performance matrix multiplication"). Weights are
+kept packed in *panels* [panel][r][width vectors], in the order in which a tile reads them, so they stream from a cache
+and no row lies a power of two from the next; their gradient, x.T @ dy, is the same product with r in the rows of the
+tile, and lies likewise.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from llvmlite import ir
+
+from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Pointer, Variable
+from cnnexp.backends.simd.layouts import Views
+
+LATENCY = 8
+"""Multiply-adds that must be in flight: two units, four cycles."""
+
+
+def chunks(total: int, most: int) -> list[tuple[int, int, int]]:
+    """LoadedSplit `total` into runs of equal chunks of at most `most`: (first, size of a chunk, number of chunks)."""
+    size = -(-total // -(-total // most))
+    whole = total // size
+    rest = total - whole * size
+    return [(0, size, whole)] + ([(whole * size, rest, 1)] if rest else [])
+
+
+def tile_cycles(height: int, width: int) -> float:
+    """Return the cycles of one step of a register tile: two multiply-adds or two loads each, and their latency."""
+    return max(height * width, height + width, LATENCY) / 2
+
+
+def most_height(width: int, registers: int) -> int:
+    """Return the rows of the largest tile whose sums, one row of weights and one x fit the registers."""
+    return max(1, (registers - width - 1) // width)
+
+
+def covering_cycles(counts: tuple[int, int], unit: int, vectors: int, tile: tuple[int, int, int]) -> float:
+    """Return the cycles of one step of the sums of (U, V) cells of `unit` rows each times all vectors, by tiles.
+
+    Args:
+        tile: rows, columns and vectors of one; see `choose_tile`.
+    """
+    rows, columns, width = tile
+    return sum(
+        times_u * times_v * times_w * (tile_cycles(u * v * unit, w) + 0.5)
+        for _, u, times_u in chunks(counts[0], rows)
+        for _, v, times_v in chunks(counts[1], columns)
+        for _, w, times_w in chunks(vectors, width)
+    )
+
+
+@functools.cache
+def choose_tile(counts: tuple[int, int], unit: int, vectors: int, registers: int) -> tuple[int, int, int]:
+    """Return the tile (rows, columns, width in vectors) that covers (U, V) cells with the fewest cycles.
+
+    Args:
+        counts: U, V. unit: rows of the product that each cell takes. vectors: of outputs.
+    """
+    shapes = [(1, 1, 1)]
+    for width in range(1, min(vectors, 6) + 1):
+        most = most_height(width, registers) // unit
+        shapes += [(u, v, width) for u in range(1, counts[0] + 1) for v in range(1, counts[1] + 1) if u * v <= most]
+    return min(shapes, key=lambda tile: covering_cycles(counts, unit, vectors, tile))
+
+
+@dataclass(frozen=True)
+class Panels:
+    """Where the weights (R, F) lie, packed.
+
+    Attributes:
+        rows: R. outputs: F. width: vectors of a panel; the last one may have fewer. lanes: floats per vector.
+    """
+
+    rows: int
+    outputs: int
+    width: int
+    lanes: int
+
+    @property
+    def vectors(self) -> int:
+        return -(-self.outputs // self.lanes)
+
+    @property
+    def size(self) -> int:
+        """Floats in all."""
+        return self.rows * self.vectors * self.lanes
+
+    @property
+    def kinds(self) -> list[tuple[int, int, int]]:
+        """Panels of the same code: (first vector, vectors, number); one whose last vector is not full stands alone."""
+        kinds = chunks(self.vectors, self.width)
+        first, size, times = kinds[-1]
+        if self.outputs % self.lanes and times > 1:
+            kinds[-1:] = [(first, size, times - 1), (first + size * (times - 1), size, 1)]
+        return kinds
+
+    def views(self, flat: np.ndarray, packed: np.ndarray) -> Views:
+        """Return where weights lie, see `Parameters.place`."""
+        found, rows = [], flat.reshape(self.rows, self.outputs)
+        for first, width, times in self.kinds:
+            start, stop = first * self.lanes, (first + width * times) * self.lanes
+            # an output's lanes may go past the last one in a panel that stands alone
+            ours = rows[:, start:stop].reshape(self.rows, times, -1).swapaxes(0, 1)
+            theirs = packed[start * self.rows : stop * self.rows].reshape(times, self.rows, -1)
+            found.append((ours, theirs[:, :, : ours.shape[2]]))
+        return found
+
+    def valid(self, first: int, width: int) -> list[int]:
+        """Return how many lanes of each vector of a panel hold outputs."""
+        return [min(self.lanes, self.outputs - (first + v) * self.lanes) for v in range(width)]
+
+    def each(self, k: Emitter) -> Iterator[Panel]:
+        """Run what follows for every panel."""
+        for first, width, times in self.kinds:
+            with k.loop(times) as t:
+                vector = k.builder.add(k.builder.mul(t, INDEX(width)), INDEX(first))
+                yield Panel(self, vector, width, self.valid(first + (times - 1) * width, width))
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Some panel at run time.
+
+    Attributes:
+        panels: of which it is one. vector: the number of its first vector. width: vectors.
+        valid: lanes of each vector that hold outputs.
+    """
+
+    panels: Panels
+    vector: ir.Value
+    width: int
+    valid: list[int]
+
+    def at(self, weights: Pointer) -> Pointer:
+        """Return the address of its weights."""
+        return weights.at(self.vector, self.panels.rows * self.panels.lanes)
+
+    def outputs(self, pointer: Pointer) -> Pointer:
+        """Return the address of its first output, from that of the first of all."""
+        return pointer.at(self.vector, self.panels.lanes)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The steps of a sum: `rows` runs of `run`, each a number or known at run time.
+
+    Attributes:
+        x: floats of x from run to run, and from step to step. w: likewise of w.
+        vector_stride: floats from vector to vector of w; None for a vector's.
+    """
+
+    rows: int
+    run: int | ir.Value
+    x: tuple[int, int]
+    w: tuple[int, int]
+    vector_stride: int | None = None
+
+
+def add_products(
+    k: Emitter, totals: list[list[Variable]], x: Pointer, places: list[int], w: Pointer, steps: Steps, valid: list[int]
+) -> None:
+    """totals[m][v] += the sum over the steps of x at places[m] times the `valid[v]` first lanes of vector v of w."""
+    vector_stride = steps.vector_stride or k.lanes
+    with k.loop(steps.rows) as i:
+        source, weights = x.at(i, steps.x[0]), w.at(i, steps.w[0])
+        with k.loop(steps.run) as r:
+            here, there = source.at(r, steps.x[1]), weights.at(r, steps.w[1])
+            row = [k.load_part(there + v * vector_stride, lanes) for v, lanes in enumerate(valid)]
+            for place, sums in zip(places, totals, strict=True):
+                value = k.splat(here + place)
+                for total, weight in zip(sums, row, strict=True):
+                    k.accumulate(total, value, weight)

@@ -1,0 +1,180 @@
+"""`reorder`: a change of layout between two algorithms, by transposing blocks of lanes x lanes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from llvmlite import ir
+
+from cnnexp.backends.simd.algorithms.cost import Work, passes, transposition
+from cnnexp.backends.simd.algorithms.elementwise import apply, same
+from cnnexp.backends.simd.algorithms.node import Node
+from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Kernels, Pointer, Target
+from cnnexp.backends.simd.layouts import NC, NHWC, Blocked, Layout
+
+
+class ToRows(Node[Blocked, NC]):
+    """Changes layout, from lanes to rows."""
+
+    input_layout, output_layout = Blocked, NC
+    algorithm = "reorder"
+
+    def work(self, target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
+        return _change_work(math.prod(self.shape), target)
+
+    def prepare(self, plan: Layout) -> None:
+        if self.dx:
+            self.dense = self.dx if self.dx.dense else plan.arena.blocked(self.dx.shape)
+
+    def forward(self, plan: Layout) -> Kernels:
+        return [("forward", lambda k: to_rows(k, self.x, self.y))]
+
+    def backward(self, plan: Layout) -> Kernels:
+        dx = self.needed_dx
+        kernels: Kernels = [("backward", lambda k: to_lanes(k, self.dy, self.dense))]
+        if self.dense is not dx:
+            kernels.append(("copy", lambda k: apply(k, same, self.dense, dx)))
+        return kernels
+
+
+class ToImages(Node[Blocked, NHWC]):
+    """Changes layout, from lanes to images in rows."""
+
+    input_layout, output_layout = Blocked, NHWC
+    algorithm = "reorder"
+
+    def work(self, target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
+        return _change_work(math.prod(self.shape), target)
+
+    def forward(self, plan: Layout) -> Kernels:
+        return [("forward", lambda k: to_image(k, self.x, self.y))]
+
+    def backward(self, plan: Layout) -> Kernels:
+        return [("backward", lambda k: from_image(k, self.dy, self.needed_dx))]
+
+
+class ToLanes(Node[NHWC, Blocked]):
+    """Changes layout, from images in rows to lanes."""
+
+    input_layout, output_layout = NHWC, Blocked
+    algorithm = "reorder"
+
+    def work(self, target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
+        return _change_work(math.prod(self.shape), target)
+
+    def forward(self, plan: Layout) -> Kernels:
+        return [("forward", lambda k: from_image(k, self.x, self.y))]
+
+    def backward(self, plan: Layout) -> Kernels:
+        return [("backward", lambda k: to_image(k, self.dy, self.needed_dx))]
+
+
+def _change_work(floats: int, target: Target) -> dict[str, Work]:
+    turned = transposition(floats, target)
+    return {"forward": turned, "backward": turned, "copy": passes(floats, 1, target)}
+
+
+def to_rows(k: Emitter, x: Blocked, y: NC) -> None:
+    """y[n] = x's values of image n in row, column, channel order; x has no halo."""
+    with k.loop(k.groups(k.lanes)) as g:
+        rows = y.row(k, k.builder.mul(g, INDEX(k.lanes)))
+        group_to_rows(k, x.image(k, g), rows, y.size, y.stride)
+
+
+def to_image(k: Emitter, x: Blocked, y: NHWC) -> None:
+    """y = x's values of every image; its halo stays as it is."""
+    height, width, channels = y.shape
+    with k.loop(k.groups(k.lanes)) as g, k.loop(height) as p:
+        target = y.pixel(k, k.builder.mul(g, INDEX(k.lanes)), p, INDEX(0))
+        if x.halo.step == 1:
+            _row_to_images(k, x.pixel(k, g, p, INDEX(0)), target, width * channels, y.stride)
+        else:
+            with k.loop(width) as q:
+                _row_to_images(k, x.pixel(k, g, p, q), target.at(q, y.column), channels, y.stride)
+
+
+def from_image(k: Emitter, x: NHWC, y: Blocked) -> None:
+    """The inverse of `to_image`; lanes past the last image get 0."""
+    height, width, channels = x.shape
+    with k.loop(k.groups(k.lanes)) as g, k.loop(height) as p:
+        first = k.builder.mul(g, INDEX(k.lanes))
+        images = k.builder.sub(k.count, first)
+        source = x.pixel(k, first, p, INDEX(0))
+        if y.halo.step == 1:
+            group_to_lanes(k, source, y.pixel(k, g, p, INDEX(0)), width * channels, x.stride, images)
+        else:
+            with k.loop(width) as q:
+                group_to_lanes(k, source.at(q, x.column), y.pixel(k, g, p, q), channels, x.stride, images)
+
+
+def _row_to_images(k: Emitter, source: Pointer, target: Pointer, size: int, stride: int) -> None:
+    """Transpose `size` vectors into `lanes` rows, and write nothing else."""
+
+    def block(at: ir.Value, valid: int) -> None:
+        start = source.at(at, k.lanes)
+        lanes = [k.load(start + i * k.lanes) if i < valid else k.zero() for i in range(k.lanes)]
+        for n, value in enumerate(k.transpose(lanes)):
+            k.store_part(value, target.at(at) + n * stride, valid)
+
+    _each_block(k, size, block)
+
+
+def to_lanes(k: Emitter, x: NC, y: Blocked) -> None:
+    """The inverse of `to_rows`; lanes past the last image get 0."""
+    with k.loop(k.groups(k.lanes)) as g:
+        first = k.builder.mul(g, INDEX(k.lanes))
+        images = k.builder.sub(k.count, first)
+        group_to_lanes(k, x.row(k, first), y.image(k, g), x.size, x.stride, images)
+
+
+def group_to_rows(k: Emitter, source: Pointer, target: Pointer, size: int, stride: int) -> None:
+    """Transpose `size` vectors into `lanes` rows, each rounded up to whole vectors with zeros.
+
+    Args:
+        stride: floats from row to row of the target.
+    """
+
+    def block(at: ir.Value, valid: int) -> None:
+        start = source.at(at, k.lanes)
+        lanes = [k.load(start + i * k.lanes) if i < valid else k.zero() for i in range(k.lanes)]
+        for n, value in enumerate(k.transpose(lanes)):
+            k.store(value, target.at(at) + n * stride)
+
+    _each_block(k, size, block)
+
+
+def group_to_lanes(
+    k: Emitter,
+    source: Pointer,
+    target: Pointer,
+    size: int,
+    stride: int,
+    images: ir.Value,
+    positive: Pointer | None = None,
+) -> None:
+    """Transpose the first `size` values of `lanes` rows into vectors; rows from `images` on count as 0.
+
+    Args:
+        positive: where this, laid out as the target, is not positive, 0 is stored.
+    """
+    inside = [k.builder.icmp_signed("<", INDEX(n), images) for n in range(k.lanes)]
+
+    def block(at: ir.Value, valid: int) -> None:
+        rows = [
+            k.builder.select(within, k.load(source.at(at) + n * stride), k.zero()) for n, within in enumerate(inside)
+        ]
+        for i, value in enumerate(k.transpose(rows)[:valid]):
+            if positive is not None:
+                value = k.where_positive(k.load(positive.at(at, k.lanes) + i * k.lanes), value)
+            k.store(value, target.at(at, k.lanes) + i * k.lanes)
+
+    _each_block(k, size, block)
+
+
+def _each_block(k: Emitter, size: int, block: Callable[[ir.Value, int], None]) -> None:
+    """Call block(first, valid) for blocks of `lanes` of `size` values; the last may have fewer valid ones."""
+    with k.loop(size // k.lanes) as b:
+        block(k.builder.mul(b, INDEX(k.lanes)), k.lanes)
+    if size % k.lanes:
+        block(INDEX(size // k.lanes * k.lanes), size % k.lanes)

@@ -1,0 +1,436 @@
+"""Vector kernels written in Python, emitted as LLVM IR.
+
+A kernel is a Python function that takes an `Emitter` and calls its methods; each method appends instructions. A Python
+`for` therefore unrolls (the register tile of a kernel), while `with k.loop(n) as i` makes a loop that runs. Shapes are
+Python numbers, so every stride and offset is a constant in the machine code.
+
+Why not plain `@njit` loops: LLVM's own vectorizer reaches a tenth of the FMA rate on these convolutions, because it
+does not keep a tile of accumulators in registers. Vectors are `<lanes x float>`, legal LLVM on every CPU: what a CPU
+lacks in width LLVM splits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from llvmlite import ir
+
+from cnnexp.backends.simd.compiler import intrinsics
+
+FLOAT, BIT, BYTE, INT, INDEX = ir.FloatType(), ir.IntType(1), ir.IntType(8), ir.IntType(32), ir.IntType(64)
+
+PERMUTES = {8: intrinsics.PERMUTE_8, 16: intrinsics.PERMUTE_16}
+"""By lanes."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the kernels are shaped for.
+
+    Attributes:
+        lanes: floats per vector, a power of 2 >= 4.
+        registers: vector registers, which bound the register tiles.
+        features: those of the CPU that `intrinsics.NEEDS` speaks of, sorted.
+        l2_bytes, l1_bytes: of the caches that a core has to itself.
+        forced: (layer, algorithm) where a layer is not to be computed by the one that costs least; see `planner`.
+        clocks: whether kernels read the clock, for a profile: see `clocks`.
+    """
+
+    lanes: int
+    registers: int
+    features: tuple[str, ...] = ()
+    l2_bytes: int = 2 << 20
+    l1_bytes: int = 32 << 10
+    forced: tuple[tuple[str, str], ...] = ()
+    clocks: bool = False
+
+    def has(self, intrinsic_name: str) -> bool:
+        """Whether the CPU has the instruction of an intrinsic in `intrinsics.NEEDS`."""
+        return intrinsics.NEEDS[intrinsic_name] in self.features
+
+    @property
+    def compresses(self) -> bool:
+        """Whether one instruction moves the lanes under a mask to the front."""
+        return self.lanes == 16 and self.has(intrinsics.COMPRESS_16)
+
+    @property
+    def permutes(self) -> bool:
+        """Whether one instruction permutes a vector by a vector of indices."""
+        return self.lanes in PERMUTES and self.has(PERMUTES[self.lanes])
+
+
+class Pointer:
+    """The address of an element of a buffer: a base, and a constant number of elements that costs nothing to add."""
+
+    def __init__(self, k: Emitter, base: ir.Value, constant: int = 0) -> None:
+        self._k, self._base, self._constant = k, base, constant
+
+    def __add__(self, elements: int) -> Pointer:
+        return Pointer(self._k, self._base, self._constant + elements)
+
+    def at(self, index: ir.Value | int, stride: int = 1) -> Pointer:
+        """Return the address `index * stride` elements further."""
+        if isinstance(index, int):
+            return self + index * stride
+        elements = self._k.builder.mul(index, INDEX(stride)) if stride != 1 else index
+        return Pointer(self._k, self._k.builder.gep(self._base, [elements]), self._constant)
+
+    def value(self, kind: ir.Type) -> ir.Value:
+        """Return the LLVM pointer, to a `kind`."""
+        address = self._k.builder.gep(self._base, [INDEX(self._constant)]) if self._constant else self._base
+        return self._k.builder.bitcast(address, kind.as_pointer())
+
+
+class Variable:
+    """A value that a loop changes; LLVM keeps it in a register."""
+
+    def __init__(self, k: Emitter, value: ir.Value) -> None:
+        self._k = k
+        with k.builder.goto_entry_block():  # what a loop allocates would grow the stack at every turn
+            self._slot = k.builder.alloca(value.type)
+        self.set(value)
+
+    def get(self) -> ir.Value:
+        return self._k.builder.load(self._slot)
+
+    def set(self, value: ir.Value) -> None:
+        self._k.builder.store(value, self._slot)
+
+
+class Emitter:
+    """Appends instructions to one kernel.
+
+    Attributes:
+        buffers: the arrays it works on; `parameters`, `gradients` and `arena` are the names of the first three in most
+            kernels.
+        count: images in the tile, at run time.
+        index: what `call` passes on, at run time.
+        target: lanes and registers of the CPU.
+    """
+
+    def __init__(self, function: ir.Function, target: Target) -> None:
+        self.builder = ir.IRBuilder(function.append_basic_block("entry"))
+        self.function, self.module, self.target, self.lanes = function, function.module, target, target.lanes
+        *buffers, self.count, self.index = function.args
+        self.buffers = [Pointer(self, buffer) for buffer in buffers]
+        self.parameters, self.gradients, self.arena = self.buffers[:3]
+        self.vector = ir.VectorType(FLOAT, target.lanes)
+        self.indices = ir.VectorType(INT, target.lanes)
+        self.bytes = ir.VectorType(BYTE, target.lanes)
+
+    # control
+
+    @contextmanager
+    def loop(self, stop: ir.Value | int, start: ir.Value | int = 0, step: int = 1) -> Iterator[ir.Value]:
+        """Run the block for start, start + step, ... below stop; what shall be unrolled is so in Python already."""
+        builder = self.builder
+        start, stop = (INDEX(n) if isinstance(n, int) else n for n in (start, stop))
+        head, body, end = (builder.append_basic_block(f"loop.{part}") for part in ("head", "body", "end"))
+        before = builder.block
+        builder.branch(head)
+        builder.position_at_end(head)
+        index = builder.phi(INDEX)
+        builder.cbranch(builder.icmp_signed("<", index, stop), body, end)
+        builder.position_at_end(body)
+        yield index
+        index.add_incoming(start, before)
+        index.add_incoming(builder.add(index, INDEX(step)), builder.block)
+        builder.branch(head).set_metadata("llvm.loop", self._as_it_is())
+        builder.position_at_end(end)
+
+    def call(self, name: str, emit: Callable[[Emitter, ir.Value], None], index: ir.Value) -> None:
+        """Call emit(k, index) as a function of its own, on the same buffers: registers are allocated by function."""
+        *same, _ = self.function.args
+        function = define(self.module, f"{self.function.name}.{name}", same, self.target, lambda k: emit(k, k.index))
+        self.builder.call(function, [*same, index])
+
+    def _as_it_is(self) -> ir.values.MDValue:
+        """Return a mark for a loop that LLVM shall not unroll: it may take minutes over nested ones."""
+        disable = self.module.add_metadata(["llvm.loop.unroll.disable"])
+        mark = ir.values.MDValue(self.module, [disable], name=str(len(self.module.metadata)))
+        mark.operands = (mark, disable)  # what LLVM demands of a loop's mark
+        return mark
+
+    def groups(self, size: int) -> ir.Value:
+        """Return how many groups of `size` images hold the tile's images, the last one perhaps not full."""
+        return self.builder.udiv(self.builder.add(self.count, INDEX(size - 1)), INDEX(size))
+
+    def variable(self, value: ir.Value | None = None) -> Variable:
+        return Variable(self, self.zero() if value is None else value)
+
+    def variables(self, count: int) -> list[Variable]:
+        """Return `count` vectors of zeros."""
+        return [self.variable() for _ in range(count)]
+
+    @contextmanager
+    def sums(self, places: list[list[Pointer]]) -> Iterator[list[list[Variable]]]:
+        """Keep the vectors at `places`, row by row, in registers while the block adds to them."""
+        totals = [[self.variable(self.load(place)) for place in row] for row in places]
+        yield totals
+        for total_row, place_row in zip(totals, places, strict=True):
+            for total, place in zip(total_row, place_row, strict=True):
+                self.store(total.get(), place)
+
+    # memory
+
+    def load(self, pointer: Pointer, width: int | None = None) -> ir.Value:
+        """Load a vector, of `width` floats rather than `lanes` if given."""
+        return self.builder.load(pointer.value(ir.VectorType(FLOAT, width or self.lanes)), align=4)
+
+    def load_first(self, pointer: Pointer, count: int) -> ir.Value:
+        """Load the first `count` lanes, and perhaps more, over and over: it crosses fewer cache lines."""
+        width = min(self.lanes, max(4, 1 << (count - 1).bit_length()))
+        part = self.load(pointer, width)
+        lanes = [INT(i % width) for i in range(self.lanes)]
+        return self.builder.shuffle_vector(part, part, ir.Constant(self.indices, lanes))
+
+    def store(self, value: ir.Value, pointer: Pointer) -> None:
+        self.builder.store(value, pointer.value(value.type), align=4)
+
+    def load_part(self, pointer: Pointer, count: int) -> ir.Value:
+        """Load a vector of which the first `count` lanes count; the others are 0."""
+        if count == self.lanes:
+            return self.load(pointer)
+        inside = ir.Constant(ir.VectorType(BIT, self.lanes), [BIT(i < count) for i in range(self.lanes)])
+        return self.builder.select(inside, self.load(pointer), self.zero())
+
+    def prefetch(self, pointer: Pointer, written: bool = False) -> None:
+        """Have a cache line brought near that is soon read, or written, and that the CPU does not foresee."""
+        kind = ir.FunctionType(ir.VoidType(), [BYTE.as_pointer(), INT, INT, INT])
+        function = intrinsics.declare(self.module, kind, "llvm.prefetch.p0i8")
+        self.builder.call(function, [pointer.value(BYTE), INT(int(written)), INT(3), INT(1)])
+
+    def store_part(self, value: ir.Value, pointer: Pointer, count: int) -> None:
+        """Store the first `count` lanes and no others, in parts whose sizes are powers of 2."""
+        first = 0
+        while count - first:
+            width = 1 << ((count - first).bit_length() - 1)
+            lanes = ir.Constant(ir.VectorType(INT, width), [INT(first + i) for i in range(width)])
+            self.store(
+                value if width == self.lanes else self.builder.shuffle_vector(value, value, lanes), pointer + first
+            )
+            first += width
+
+    def load_float(self, pointer: Pointer) -> ir.Value:
+        return self.builder.load(pointer.value(FLOAT), align=4)
+
+    def load_bytes(self, pointer: Pointer) -> ir.Value:
+        """Return `lanes` unsigned bytes as 32-bit integers; they fill a quarter of a float vector's room."""
+        return self.builder.zext(self.builder.load(pointer.value(self.bytes), align=1), self.indices)
+
+    def store_bytes(self, value: ir.Value, pointer: Pointer) -> None:
+        self.builder.store(self.builder.trunc(value, self.bytes), pointer.value(self.bytes), align=1)
+
+    # values
+
+    def zero(self) -> ir.Value:
+        return ir.Constant(self.vector, None)
+
+    def constant(self, number: float) -> ir.Value:
+        return ir.Constant(self.vector, [FLOAT(number)] * self.lanes)
+
+    def integers(self, number: int) -> ir.Value:
+        return ir.Constant(self.indices, [INT(number)] * self.lanes)
+
+    def spread(self, scalar: ir.Value, width: int | None = None) -> ir.Value:
+        """Return the scalar in every lane, or in each of `width`."""
+        width = width or self.lanes
+        single = self.builder.insert_element(
+            ir.Constant(ir.VectorType(scalar.type, width), ir.Undefined), scalar, INT(0)
+        )
+        return self.builder.shuffle_vector(single, single, ir.Constant(ir.VectorType(INT, width), None))
+
+    def splat(self, pointer: Pointer) -> ir.Value:
+        """Load one float into every lane."""
+        return self.spread(self.load_float(pointer))
+
+    def load_int(self, pointer: Pointer) -> ir.Value:
+        """Load a 32-bit integer that lies in a float's place."""
+        return self.builder.load(pointer.value(INT), align=4)
+
+    def as_floats(self, integers: ir.Value) -> ir.Value:
+        """Return the same bits, as floats: for moving them about."""
+        return self.builder.bitcast(integers, self.vector)
+
+    def as_integers(self, floats: ir.Value) -> ir.Value:
+        """The inverse of `as_floats`."""
+        return self.builder.bitcast(floats, self.indices)
+
+    # arithmetic
+
+    def fma(self, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+        """Return a * b + c, in one instruction where the CPU has it."""
+        return self._float_function("fmuladd", a, b, c)
+
+    def accumulate(self, total: Variable, a: ir.Value, b: ir.Value) -> None:
+        total.set(self.fma(a, b, total.get()))
+
+    def add(self, a: ir.Value, b: ir.Value) -> ir.Value:
+        return self.builder.fadd(a, b)
+
+    def subtract(self, a: ir.Value, b: ir.Value) -> ir.Value:
+        return self.builder.fsub(a, b)
+
+    def multiply(self, a: ir.Value, b: ir.Value) -> ir.Value:
+        return self.builder.fmul(a, b)
+
+    def sqrt(self, x: ir.Value) -> ir.Value:
+        return self._float_function("sqrt", x)
+
+    def rectify(self, x: ir.Value) -> ir.Value:
+        """Return max(x, 0); a NaN stays one."""
+        return self.builder.select(self.builder.fcmp_ordered("<", x, self.zero()), self.zero(), x)
+
+    def where_positive(self, x: ir.Value, value: ir.Value) -> ir.Value:
+        """Return `value` where x > 0, else 0."""
+        return self.builder.select(self.builder.fcmp_ordered(">", x, self.zero()), value, self.zero())
+
+    def larger(self, a: ir.Value, b: ir.Value) -> ir.Value:
+        """Return a mask: where a > b, or either is NaN."""
+        return self.builder.fcmp_unordered(">", a, b)
+
+    def larger_of(self, a: ir.Value, b: ir.Value) -> ir.Value:
+        """Return a mask: where a > b, and neither is NaN; a choice by it between them is one instruction on x86."""
+        return self.builder.fcmp_ordered(">", a, b)
+
+    def first_maximum(self, found: list[tuple[ir.Value, ir.Value]]) -> tuple[ir.Value, ir.Value]:
+        """Return the largest of values, each with its code, lane by lane, and the first as large; a NaN may get lost.
+
+        Pair by pair, as two values that are compared in order are one instruction on x86, and few wait for others.
+        """
+        while len(found) > 1:
+            pairs = []
+            for (a, first), (b, second) in zip(found[::2], found[1::2], strict=False):
+                larger = self.larger_of(b, a)
+                pairs.append((self.select(larger, b, a), self.select(larger, second, first)))
+            found = pairs + found[len(pairs) * 2 :]
+        return found[0]
+
+    def equal(self, a: ir.Value, number: int) -> ir.Value:
+        """Return a mask: where the integers `a` are `number`."""
+        return self.builder.icmp_signed("==", a, self.integers(number))
+
+    def select(self, mask: ir.Value, yes: ir.Value, no: ir.Value) -> ir.Value:
+        return self.builder.select(mask, yes, no)
+
+    def sum_lanes(self, x: ir.Value) -> ir.Value:
+        """Return the sum of the lanes, added in halves."""
+        width = self.lanes
+        while width > 1:
+            width //= 2
+            kind = ir.VectorType(INT, width)
+            low, high = ([INT(i + half) for i in range(width)] for half in (0, width))
+            x = self.builder.fadd(
+                self.builder.shuffle_vector(x, x, ir.Constant(kind, low)),
+                self.builder.shuffle_vector(x, x, ir.Constant(kind, high)),
+            )
+        return self.builder.extract_element(x, INT(0))
+
+    def add_to(self, pointer: Pointer, scalar: ir.Value) -> None:
+        """Add a scalar to a float in memory."""
+        self.builder.store(self.builder.fadd(self.load_float(pointer), scalar), pointer.value(FLOAT), align=4)
+
+    def transpose(self, rows: list[ir.Value]) -> list[ir.Value]:
+        """Transpose `lanes` vectors of `lanes`: log2(lanes) rounds that exchange halves between pairs of rows."""
+        span = self.lanes // 2
+        while span:
+            low, high = [], []
+            for i in range(self.lanes):
+                low.append(INT(i if not i & span else i - span + self.lanes))
+                high.append(INT(i + span if not i & span else i + self.lanes))
+            swapped = list(rows)
+            for i in range(self.lanes):
+                if not i & span:
+                    pair = rows[i], rows[i + span]
+                    swapped[i] = self.builder.shuffle_vector(*pair, ir.Constant(self.indices, low))
+                    swapped[i + span] = self.builder.shuffle_vector(*pair, ir.Constant(self.indices, high))
+            rows, span = swapped, span // 2
+        return rows
+
+    def permute(self, table: ir.Value, indices: ir.Value) -> ir.Value:
+        """Return table[indices], lane by lane (needs `target.permutes`)."""
+        return self._intrinsic(PERMUTES[self.lanes], self.vector, table, indices)
+
+    def append(self, mask: ir.Value, count: ir.Value, columns: list[tuple[ir.Value, Pointer]]) -> ir.Value:
+        """Store the lanes under the mask behind the first `count` elements; return the new count.
+
+        Args:
+            columns: vectors, and the list in memory that each goes to. Up to `lanes` elements behind a list's new end
+                may change as well.
+        """
+        if self.target.compresses or (self.lanes == 8 and self.target.permutes):
+            to_front = self._compress if self.target.compresses else self._permute_to_front
+            for value, column in columns:
+                self.store(to_front(value, mask), column.at(count))
+            return self.builder.add(count, self._count_lanes(mask))
+        # every lane is stored, and over it the next one where the mask is not set: no branch
+        for lane in range(self.lanes):
+            for value, column in columns:
+                element = self.builder.extract_element(value, INT(lane))
+                self.builder.store(element, column.at(count).value(FLOAT), align=4)
+            count = self.builder.add(count, self.builder.zext(self.builder.extract_element(mask, INT(lane)), INDEX))
+        return count
+
+    def _compress(self, value: ir.Value, mask: ir.Value) -> ir.Value:
+        return self._intrinsic(intrinsics.COMPRESS_16, self.vector, value, self.zero(), mask)
+
+    def _permute_to_front(self, value: ir.Value, mask: ir.Value) -> ir.Value:
+        """Return the lanes under a mask of 8 moved to the front: a permutation out of a table of 2 KB.
+
+        A step of two small convolutions takes up to 8 % less time than with lanes stored one by one.
+        """
+        table = self.module.globals.get("front_orders")
+        if table is None:
+            rows = [ir.Constant(self.bytes, [BYTE(lane) for lane in front_order(m, 8)]) for m in range(256)]
+            content = ir.Constant(ir.ArrayType(self.bytes, len(rows)), rows)
+            table = ir.GlobalVariable(self.module, content.type, "front_orders")
+            table.global_constant, table.linkage, table.initializer = True, "internal", content
+        row = self.builder.zext(self.builder.bitcast(mask, BYTE), INDEX)
+        order = self.builder.load(self.builder.gep(table, [INDEX(0), row]), align=8)
+        return self.permute(value, self.builder.zext(order, self.indices))
+
+    def _count_lanes(self, mask: ir.Value) -> ir.Value:
+        """Return how many lanes of the mask are set, as a 64-bit integer."""
+        bits = ir.IntType(self.lanes)
+        count = self._intrinsic(f"llvm.ctpop.i{self.lanes}", bits, self.builder.bitcast(mask, bits))
+        return self.builder.zext(count, INDEX)
+
+    def _float_function(self, name: str, *values: ir.Value) -> ir.Value:
+        vector = values[0].type
+        return self._intrinsic(f"llvm.{name}.v{vector.count}f32", vector, *values)
+
+    def _intrinsic(self, name: str, result: ir.Type, *values: ir.Value) -> ir.Value:
+        return intrinsics.call(self.builder, self.target.features, name, result, values)
+
+
+def front_order(mask: int, lanes: int) -> list[int]:
+    """Return the lanes, those whose bit is set first."""
+    return sorted(range(lanes), key=lambda lane: not mask >> lane & 1)
+
+
+Emit = Callable[[Emitter], None]
+Kernels = list[tuple[str, Emit]]
+
+
+def call_kernels(builder: ir.IRBuilder, name: str, target: Target, kernels: Kernels, like: list[ir.Value]) -> None:
+    """Define the kernels and call them in order, on `like`: buffers, and the count of images."""
+    for kernel_name, emit in kernels:
+        function = define(builder.module, f"{name}.{kernel_name}", like, target, emit)
+        builder.call(function, [*like, INDEX(0)])
+
+
+def define(module: ir.Module, name: str, like: Sequence[ir.Value], target: Target, emit: Emit) -> ir.Function:
+    """Emit a kernel into the module, on arguments as those given: buffers, and the count of images."""
+    kind = ir.FunctionType(ir.VoidType(), [*(argument.type for argument in like), INDEX])
+    function = ir.Function(module, kind, module.get_unique_name(name))
+    function.linkage = "internal"
+    function.attributes.add("noinline")
+    function.attributes.add("nounwind")
+    for buffer in function.args[:-2]:
+        buffer.add_attribute("noalias")
+    k = Emitter(function, target)
+    emit(k)
+    k.builder.ret_void()
+    return function

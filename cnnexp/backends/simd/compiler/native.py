@@ -1,0 +1,129 @@
+"""Machine code in this process: linked by LLVM and called through ctypes, without Numba, which made it elsewhere.
+
+A process that finds its program in the cache has Numba neither to import, which takes 0.3 s, nor in memory: 60 MB.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import llvmlite.binding as llvm
+import numpy as np
+
+from cnnexp.backends.simd.compiler.entry import Array
+
+SIZE = ctypes.c_ssize_t
+"""What Numba's `intp` is."""
+
+
+@dataclass(frozen=True)
+class MachineCode:
+    """A function that Numba has compiled.
+
+    Attributes:
+        symbol: its name in the object file.
+        needs: the functions outside that it calls, libm's and the C library's.
+        object_file: as LLVM made it.
+    """
+
+    symbol: str
+    needs: tuple[str, ...]
+    object_file: bytes
+
+    def to_bytes(self) -> bytes:
+        return json.dumps([self.symbol, self.needs]).encode() + b"\n" + self.object_file
+
+    @staticmethod
+    def of_bytes(payload: bytes) -> MachineCode:
+        """Raise ValueError where `to_bytes` did not make them."""
+        head, _, object_file = payload.partition(b"\n")
+        symbol, needs = json.loads(head)
+        return MachineCode(symbol, tuple(needs), object_file)
+
+
+class Function:
+    """Machine code that can be called, by several threads at once: it runs without Python's lock.
+
+    It stays in memory until the process ends, as a thread that nobody waits for may still be in it.
+
+    Args:
+        arguments: of the function, an integer where they are None.
+
+    Raises:
+        LookupError: something it calls is not in this process.
+    """
+
+    def __init__(self, made: MachineCode, arguments: Sequence[Array | None]) -> None:
+        self._arguments = arguments
+        engine = _engine()  # also what has LLVM look for names in this process
+        if _missing(made):
+            _have_numba_bring_what_it_calls()
+        if missing := _missing(made):
+            raise LookupError(f"compiled code calls {', '.join(missing)}, which this process does not have")
+        engine.add_object_file(llvm.ObjectFileRef.from_data(made.object_file))
+        engine.finalize_object()
+        address = engine.get_function_address(made.symbol)
+        if not address:
+            raise LookupError(f"no {made.symbol} in the compiled code")
+        engine.detach()
+        # Numba's convention: places for a result and for an exception come first, a status comes back
+        self._call = ctypes.CFUNCTYPE(ctypes.c_int32, *[ctypes.c_void_p] * 2, *_types(arguments))(address)
+
+    def __call__(self, *given: int | np.ndarray) -> None:
+        """Call it.
+
+        Raises:
+            TypeError: an array is not what `arguments` says.
+            RuntimeError: the function raised, which none of ours means to.
+        """
+        flat: list[int] = []
+        for wanted, value in zip(self._arguments, given, strict=True):
+            if wanted is None:
+                flat.append(int(value))
+            elif isinstance(value, np.ndarray):
+                flat += _fields(value, wanted)
+            else:
+                raise TypeError(f"{value!r} given for {wanted}")
+        result, exception = ctypes.c_void_p(), ctypes.c_void_p()
+        status = self._call(ctypes.addressof(result), ctypes.addressof(exception), *flat)
+        if status:
+            raise RuntimeError(f"compiled code ended with status {status}")
+
+
+def _have_numba_bring_what_it_calls() -> None:
+    from numba.core.registry import cpu_target
+
+    cpu_target.target_context.codegen()
+
+
+def _missing(made: MachineCode) -> list[str]:
+    return [name for name in made.needs if llvm.address_of_symbol(name) is None]
+
+
+def _types(arguments: Sequence[Array | None]) -> list[type]:
+    found: list[type] = []
+    for argument in arguments:
+        if argument is None:
+            found.append(ctypes.c_int64)
+        else:
+            found += [ctypes.c_void_p, ctypes.c_void_p, SIZE, SIZE, ctypes.c_void_p, *[SIZE] * 2 * argument.dimensions]
+    return found
+
+
+def _fields(array: np.ndarray, wanted: Array) -> list[int]:
+    """Return an array as Numba passes it: (owner, Python object, elements, bytes of one, address, shape, strides)."""
+    fits = array.dtype == wanted.kind and array.ndim == wanted.dimensions and array.flags.c_contiguous
+    if not fits or (wanted.written and not array.flags.writeable):
+        raise TypeError(f"array {array.shape} of {array.dtype}, {array.flags.c_contiguous=} given for {wanted}")
+    return [0, 0, array.size, array.itemsize, array.ctypes.data, *array.shape, *array.strides]
+
+
+def _engine() -> llvm.ExecutionEngine:
+    """Return a linker of its own for each program: names in one know nothing of those in another."""
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    machine = llvm.Target.from_triple(llvm.get_process_triple()).create_target_machine(jit=True)
+    return llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)

@@ -1,0 +1,353 @@
+"""Where activations lie in a thread's arena, and how they are addressed.
+
+Three layouts. `Blocked` is nHWC16n (8 or 4 with narrower vectors): the batch is in the vector lanes,
+[group][row][column][channel][lane]. One vector holds one value of `lanes` images, so a convolution of any shape is full
+vectors. `NC` has one image per row: linear layers, and gradients through an argmax, where images differ in what they
+read, work on it. `NHWC` is an image per row with rows and columns, and may have a halo: convolutions of many channels
+work on it. Changing layout is a
+transposition of `lanes` x `lanes` blocks, a few hundred cycles an image.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from llvmlite import ir
+
+from cnnexp.backends.simd.compiler.clocks import Clocks
+from cnnexp.backends.simd.compiler.emit import Emitter, Pointer, Target
+from cnnexp.network import ConvStage, LinearStage, Parameter, Shape
+
+
+def round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+LINE_FLOATS = 16
+"""Of a cache line."""
+
+SHORT_ROW = 256
+"""Floats of rows that are stored without room between them."""
+
+
+def odd_lines(floats: int) -> int:
+    """Return the next odd number of cache lines: rows a power of two apart would meet in one set of a cache."""
+    lines = -(-floats // LINE_FLOATS)
+    return LINE_FLOATS * (lines + 1 - lines % 2)
+
+
+@dataclass(frozen=True)
+class Halo:
+    """Room around an image, so that windows that reach past its edge need no tests.
+
+    Attributes:
+        top, left, bottom, right: rows and columns around the image.
+        step: distance between neighbouring pixels; the pixels between them keep the fill value.
+        value: what the room is filled with, once.
+    """
+
+    top: int = 0
+    left: int = 0
+    bottom: int = 0
+    right: int = 0
+    step: int = 1
+    value: float = 0.0
+
+
+@dataclass(frozen=True)
+class Blocked:
+    """Values (H, W, C) of groups of images, batch in lanes, perhaps with a halo.
+
+    Attributes:
+        offset: of the first element in the arena, in floats.
+        shape: (H, W, C).
+        lanes: room of one vector in floats.
+        halo: the room around.
+    """
+
+    offset: int
+    shape: Shape
+    lanes: int
+    halo: Halo = Halo()
+
+    @property
+    def column(self) -> int:
+        """Floats from one stored column to the next."""
+        return self.shape[2] * self.lanes
+
+    @property
+    def row(self) -> int:
+        halo = self.halo
+        return ((self.shape[1] - 1) * halo.step + 1 + halo.left + halo.right) * self.column
+
+    @property
+    def group(self) -> int:
+        halo = self.halo
+        return ((self.shape[0] - 1) * halo.step + 1 + halo.top + halo.bottom) * self.row
+
+    @property
+    def dense(self) -> bool:
+        """Whether pixels follow each other without room between them."""
+        return self.halo == Halo(value=self.halo.value)
+
+    def stored(self, k: Emitter, group: ir.Value) -> Pointer:
+        """Return the address of the first stored pixel, in the halo if there is one."""
+        return (k.arena + self.offset).at(group, self.group)
+
+    def image(self, k: Emitter, group: ir.Value) -> Pointer:
+        """Return the address of the image's first pixel."""
+        return self.stored(k, group) + (self.halo.top * self.row + self.halo.left * self.column)
+
+    def pixel(self, k: Emitter, group: ir.Value, row: ir.Value | int, column: ir.Value | int) -> Pointer:
+        """Return the address of channel 0 of a pixel of the image."""
+        step = self.halo.step
+        return self.image(k, group).at(row, self.row * step).at(column, self.column * step)
+
+
+@dataclass(frozen=True)
+class NC:
+    """Values (D,) of images, one image per row.
+
+    Attributes:
+        offset: of the first element in the arena, in floats.
+        size: D.
+        stride: floats from row to row.
+        width: D rounded up to whole vectors; the rest of them holds finite values.
+    """
+
+    offset: int
+    size: int
+    stride: int
+    width: int
+
+    def row(self, k: Emitter, image: ir.Value | int) -> Pointer:
+        return (k.arena + self.offset).at(image, self.stride)
+
+
+@dataclass(frozen=True)
+class NHWC:
+    """Values (H, W, C) of images, one image per row, channels-last, perhaps with a halo.
+
+    Attributes:
+        offset: of the first stored pixel in the arena, in floats.
+        shape: (H, W, C). halo: the room around; its step is 1.
+        stride: floats from image to image; loads and stores may reach a vector past the last value.
+        width: H * W * C rounded up to whole vectors.
+    """
+
+    offset: int
+    shape: Shape
+    halo: Halo
+    stride: int
+    width: int
+
+    @property
+    def column(self) -> int:
+        return self.shape[2]
+
+    @property
+    def row(self) -> int:
+        return (self.shape[1] + self.halo.left + self.halo.right) * self.column
+
+    @property
+    def flat(self) -> NC:
+        """The same values flat, where there is no halo."""
+        assert self.halo == Halo()
+        return NC(self.offset, math.prod(self.shape), self.stride, self.width)
+
+    def stored(self, k: Emitter, image: ir.Value | int) -> Pointer:
+        """Return the address of the first stored pixel, in the halo if there is one."""
+        return (k.arena + self.offset).at(image, self.stride)
+
+    def pixel(self, k: Emitter, image: ir.Value, row: ir.Value | int, column: ir.Value | int) -> Pointer:
+        """Return the address of channel 0 of a pixel of the image."""
+        first = self.stored(k, image) + (self.halo.top * self.row + self.halo.left * self.column)
+        return first.at(row, self.row).at(column, self.column)
+
+
+class Arena:
+    """Hands out room for a tile of images.
+
+    Args:
+        lanes: images per vector.
+        groups: vectors of images per tile.
+        images: per tile, if fewer: then nothing may write whole vectors of images to a `NC` or an `NHWC`.
+
+    Attributes:
+        size: floats. shared: where the room lies that each kernel has for itself while it runs, once all is allocated.
+    """
+
+    def __init__(self, lanes: int, groups: int, images: int | None = None) -> None:
+        self.lanes, self.groups, self.images = lanes, groups, images or lanes * groups
+        # loads may reach one vector past the last value
+        self.size = 16 * lanes
+        self.shared = self._needed = 0
+        self._fills: list[tuple[int, np.ndarray]] = []
+
+    def allocate(self, floats: int) -> int:
+        """Return the offset of room that starts on a cache line."""
+        offset = self.size
+        self.size += round_up(floats, 16)
+        return offset
+
+    def share(self, floats: int) -> None:
+        """Have the room that kernels take turns in hold as much."""
+        self._needed = max(self._needed, floats)
+
+    def place_shared(self) -> None:
+        """Allocate it, when all who need it have said so."""
+        self.shared = self.allocate(self._needed)
+
+    def blocked(self, shape: Shape, halo: Halo = Halo()) -> Blocked:
+        size = self.groups * Blocked(0, shape, self.lanes, halo).group
+        found = Blocked(self.allocate(size), shape, self.lanes, halo)
+        if halo.value:
+            self._fills.append((found.offset, np.full(size, halo.value, np.float32)))
+        return found
+
+    def argmax(self, shape: Shape) -> Blocked:
+        """Return a tensor of bytes, one per lane."""
+        size = self.groups * Blocked(0, shape, self.lanes // 4).group
+        return Blocked(self.allocate(size), shape, self.lanes // 4)
+
+    def nc(self, size: int) -> NC:
+        width = round_up(size, self.lanes)
+        stride = width if width < SHORT_ROW else odd_lines(width)
+        return NC(self.allocate(self.images * stride), size, stride, width)
+
+    def nhwc(self, shape: Shape, halo: Halo = Halo()) -> NHWC:
+        row = (shape[1] + halo.left + halo.right) * shape[2]
+        stride = odd_lines((shape[0] + halo.top + halo.bottom) * row + self.lanes)
+        width = round_up(math.prod(shape), self.lanes)
+        return NHWC(self.allocate(self.images * stride), shape, halo, stride, width)
+
+    def constants(self, values: np.ndarray) -> int:
+        """Return the offset of room that holds these float32 values for good."""
+        values = values.ravel()
+        offset = self.allocate(len(values))
+        self._fills.append((offset, values))
+        return offset
+
+    @property
+    def stride(self) -> int:
+        """Floats from one thread's arena to the next, once all is allocated."""
+        return round_up(self.size + 16 * self.lanes, 16)
+
+    def make(self, threads: int) -> np.ndarray:
+        """Return arenas (threads, stride) as a fresh run needs them, each on its own cache lines."""
+        arenas = aligned_zeros((threads, self.stride))
+        for offset, values in self._fills:
+            arenas[:, offset : offset + len(values)] = values
+        return arenas
+
+
+def aligned_zeros(shape: Shape) -> np.ndarray:
+    """Return float32 zeros that start on a cache line of 64 bytes."""
+    raw = np.zeros(math.prod(shape) + 16, np.float32)
+    start = -(raw.ctypes.data // 4) % 16
+    return raw[start : start + math.prod(shape)].reshape(shape)
+
+
+Views = list[tuple[np.ndarray, np.ndarray]]
+"""Pairs of views of one shape: what lies in the first, of the network's own order, lies in the second, of a buffer."""
+
+
+def padded_rows(flat: np.ndarray, packed: np.ndarray, rows: int, row: int) -> Views:
+    """Return where the elements of `rows` equal rows lie that take `row` floats each."""
+    return [(flat.reshape(rows, -1), packed[: rows * row].reshape(rows, row)[:, : len(flat) // rows])]
+
+
+class Parameters:
+    """Where every parameter lies in this backend's own flat buffer, rounded up to vectors where a kernel likes it so.
+
+    The owned ones lie last: a thread that owns a share of them adds up their gradient over all images and takes their
+    step at once (`Plan.updates`). The others' gradients are added up by thread.
+
+    Attributes:
+        added, owned: floats of the two parts of the buffer.
+    """
+
+    def __init__(self, lanes: int) -> None:
+        self.lanes, self.added, self.owned = lanes, 0, 0
+        self._places: dict[str, tuple[bool, int]] = {}
+        self._parts: list[tuple[Parameter, int, Callable[[np.ndarray, np.ndarray], Views]]] = []
+
+    @property
+    def size(self) -> int:
+        """Floats of the buffer."""
+        return self.added + self.owned
+
+    def place(
+        self, parameter: Parameter, size: int, views: Callable[[np.ndarray, np.ndarray], Views], owned: bool = False
+    ) -> None:
+        """Give a parameter `size` floats, where its elements lie as `views` states, given it, flat, and its room."""
+        self._places[parameter.name] = owned, self.owned if owned else self.added
+        self._parts.append((parameter, size, views))
+        if owned:
+            self.owned += round_up(size, 16)
+        else:
+            self.added += round_up(size, 16)
+
+    def place_plain(self, *parameters: Parameter | None) -> None:
+        """Give parameters, those that there are, room in their own order."""
+        for parameter in parameters:
+            if parameter is not None:
+                size = round_up(parameter.size, self.lanes)
+                self.place(parameter, size, functools.partial(padded_rows, rows=1, row=size))
+
+    def pack(self, flat: np.ndarray, packed: np.ndarray) -> None:
+        """Put values in the network's order, (parameter_count,), where they lie in a buffer (size,)."""
+        for ours, theirs in self._views(flat, packed):
+            theirs[...] = ours
+
+    def unpack(self, packed: np.ndarray) -> np.ndarray:
+        """Return a buffer's values in the network's order, float32 (parameter_count,)."""
+        flat = np.empty(sum(parameter.size for parameter, _, _ in self._parts), np.float32)
+        for ours, theirs in self._views(flat, packed):
+            ours[...] = theirs
+        return flat
+
+    def _views(self, flat: np.ndarray, packed: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        for parameter, size, views in self._parts:
+            at = self.offset(parameter)
+            yield from views(flat[parameter.offset : parameter.offset + parameter.size], packed[at : at + size])
+
+    def offset(self, parameter: Parameter) -> int:
+        """Return where a parameter begins, once all have their places."""
+        owned, at = self._places[parameter.name]
+        return at + self.added if owned else at
+
+    def weights(self, k: Emitter, stage: ConvStage | LinearStage) -> tuple[Pointer, Pointer | None]:
+        """Return the addresses of a layer's weight and of its bias, None where it has none."""
+        return self._addresses(k.parameters, stage)
+
+    def gradients(self, k: Emitter, stage: ConvStage | LinearStage) -> tuple[Pointer, Pointer | None]:
+        """Return the addresses of their gradients."""
+        return self._addresses(k.gradients, stage)
+
+    def _addresses(self, start: Pointer, stage: ConvStage | LinearStage) -> tuple[Pointer, Pointer | None]:
+        bias = None if stage.bias is None else start + self.offset(stage.bias)
+        return start + self.offset(stage.weight), bias
+
+
+class Layout(Protocol):
+    """What a node sees of its plan.
+
+    Attributes:
+        target: the CPU. arena, parameters: the room of activations and of parameters.
+        share: images of a thread in a step, at most a tile's.
+        clocks: of the parts of a step.
+        owns: whether a step's images are one tile of each thread, so that weights may be owned.
+    """
+
+    target: Target
+    arena: Arena
+    parameters: Parameters
+    clocks: Clocks
+    share: int
+    owns: bool

@@ -1,0 +1,173 @@
+"""From a network to kernels: `Plan` takes the nodes that `planner` chooses and gives them room in the arena.
+
+Then it asks every node for its forward and backward kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import cast
+
+from llvmlite import ir
+
+from cnnexp.backends.parts import BACKWARD, FORWARD, Part
+from cnnexp.backends.protocol import KernelRow
+from cnnexp.backends.simd.algorithms.cost import MACS, Work
+from cnnexp.backends.simd.algorithms.elementwise import ElementwiseNode
+from cnnexp.backends.simd.algorithms.gather import gather_lanes, gather_rows
+from cnnexp.backends.simd.algorithms.node import Node, Tensor
+from cnnexp.backends.simd.algorithms.update import own_arena
+from cnnexp.backends.simd.compiler.clocks import Clocks
+from cnnexp.backends.simd.compiler.emit import BYTE, FLOAT, Emitter, Kernels, Target
+from cnnexp.backends.simd.layouts import NC, NHWC, Arena, Blocked, Halo, Parameters
+from cnnexp.backends.simd.planner import choose_nodes, works
+from cnnexp.network import Network
+from cnnexp.optimizers import Optimizer
+
+LAYOUTS = {Blocked: "images in lanes", NHWC: "channels in lanes", NC: "an image a row"}
+
+STEP = {
+    "gather": Part("gather", ("batch",), "gather"),
+    "loss": Part(FORWARD, ("loss",), "loss"),
+    "wait": Part("wait", ("threads",), "wait"),
+    "update": Part("update", ("parameters",), "update"),
+}
+"""The parts of a step besides the layers', by name: `wait` is for the other threads."""
+
+
+FEWEST_IN_A_TILE = 2
+"""Part of a vector that a tile of images has room for at least: `predict` takes as many at once."""
+
+
+class Plan:
+    """A network laid out in an arena, with the kernels that run it.
+
+    Attributes:
+        nodes: first to last. share, owns: see `Layout`.
+        arena, parameters: the room of activations and of parameters.
+        clocks: of the parts of a step. step_parts: the numbers of those in `STEP`.
+        scores, d_scores: output of the network and its gradient, one image per row.
+        gather: kernels that bring images in, by the type of their pixels (`uint8`, `float32`).
+        forward, backward: kernels in order.
+        gradients: what adds to the gradients of owned weights, after `backward`.
+        updates: what takes the step of owned weights instead, once all threads have come through `backward`.
+    """
+
+    def __init__(self, network: Network, target: Target, groups: int, share: int) -> None:
+        most = groups * target.lanes
+        self.network = network
+        self.target, self.share, self.owns = target, min(share, most), share <= most
+        nodes = self.nodes = choose_nodes(network, target, self.share)
+        whole = any(node.whole_vectors for node in nodes)
+        images = most if whole else max(self.share, target.lanes // FEWEST_IN_A_TILE)
+        self.arena, self.parameters = Arena(target.lanes, groups, images), Parameters(target.lanes)
+        self.clocks = Clocks(target)
+        self._allocate(network, nodes)
+        for node in nodes:
+            node.prepare(self)
+        self.arena.place_shared()
+        self.gather = {
+            name: self._gather(network, nodes[0], kind) for name, kind in (("uint8", BYTE), ("float32", FLOAT))
+        }
+        self.scores, self.d_scores = _flat(nodes[-1].y), _flat(nodes[-1].dy)
+        self.forward = self._named(FORWARD, nodes, lambda node: node.forward(self))
+        trained = nodes[_first_trained(nodes) :]
+        self.backward = self._named(BACKWARD, reversed(trained), lambda node: node.backward(self))
+        self.gradients = self._named(BACKWARD, trained, lambda node: node.owned_gradients(self))
+        self._updates = self._named(BACKWARD, trained, lambda node: node.owned_updates(self))
+        self.step_parts = {name: self.clocks.part(part) for name, part in STEP.items()}
+        self.clocks.place(self.arena.allocate)
+
+    def explain(self, threads: int) -> list[KernelRow]:
+        """Return a row for every kernel of a step, in order."""
+        known: dict[str, tuple[Node, Work]] = {}
+        for node in self.nodes:
+            kind, needs_dx = node.input_layout or type(node.x), node.dx is not None
+            for name, work in works(node, kind, self.target, self.share, needs_dx).items():
+                known[f"{node.name}.{name}"] = node, work
+        most, rows = MACS * self.target.lanes, []
+        for name, _ in (*self.forward, *self.backward, *self.gradients):
+            node, work = known[name]
+            layout, share = LAYOUTS[node.input_layout or type(node.x)], work.macs / (work.cycles * most)
+            count = round(work.macs), round(work.cycles)
+            rows.append(KernelRow(name, node.layers, node.algorithm, layout, work.tile, threads, *count, share))
+        return rows
+
+    def updates(self, optimizer: Optimizer) -> Kernels:
+        return [(name, functools.partial(emit, optimizer=optimizer)) for name, emit in self._updates]
+
+    def _named(
+        self, what: str, nodes: Iterable[Node], kernels_of: Callable[[Node], Sequence[tuple[str, Callable[..., None]]]]
+    ) -> list[tuple[str, Callable[..., None]]]:
+        """Return the kernels of the nodes under their names, each charged to its part of the step."""
+        return [
+            (f"{node.name}.{name}", self._clocked(emit, node.part(self, what, name)))
+            for node in nodes
+            for name, emit in kernels_of(node)
+        ]
+
+    def _clocked(self, emit: Callable[..., None], part: Part) -> Callable[..., None]:
+        number = self.clocks.part(part)
+
+        def run(k: Emitter, **options: Optimizer) -> None:
+            emit(k, **options)
+            if self.clocks.on:
+                self.clocks.charge(k, number, own_arena(k, self.arena.stride) if options else k.arena)
+
+        return run
+
+    def _allocate(self, network: Network, nodes: list[Node]) -> None:
+        """Give every node its input, output and gradients."""
+        flat = len(network.input_shape) == 1 or nodes[0].input_layout is NC
+        shape = (math.prod(network.input_shape),) if flat else network.input_shape
+        if nodes[0].input_room:
+            shape = nodes[0].input_room[:1]
+        x = self._tensor(NC if flat else nodes[0].input_layout or Blocked, shape, nodes[0].input_halo())
+        first, dx = _first_trained(nodes), cast(Tensor | None, None)
+        for i, node in enumerate(nodes):
+            if node.input_layout is NC:
+                x, dx = _flat(x), dx and _flat(dx)
+            node.x, node.dx = x, dx
+            kind = node.output_layout or type(x)
+            # in lanes nothing flattens but a change of layout: what is elementwise after a Flatten keeps the image
+            shape = x.shape if isinstance(node, ElementwiseNode) and isinstance(x, Blocked) else node.shape
+            halo = nodes[i + 1].input_halo() if i + 1 < len(nodes) else Halo()
+            node.y = self._tensor(kind, shape, halo)
+            x, dx = node.y, None
+            if i >= first:
+                flat = i + 1 == len(nodes) or nodes[i + 1].input_layout is NC
+                dx = node.dy = self._tensor(kind, shape, Halo() if flat else node.gradient_halo(i > first))
+                if i + 1 < len(nodes):
+                    nodes[i + 1].input_rectified = node.dy_rectified = node.rectify and nodes[i + 1].rectifies_dx
+
+    def _tensor(self, kind: type[Tensor], shape: tuple[int, ...], halo: Halo) -> Tensor:
+        if kind is NC:
+            return self.arena.nc(math.prod(shape))
+        if kind is NHWC:
+            return self.arena.nhwc(shape, halo)
+        return self.arena.blocked(shape if len(shape) == 3 else (1, 1, *shape), halo)
+
+    def _gather(self, network: Network, first: Node, pixel: ir.Type) -> Kernels:
+        shape = network.input_shape if len(network.input_shape) == 3 else (1, 1, *network.input_shape)
+        x, start, row = first.x, 0, shape[1] * shape[2]
+        if isinstance(x, Blocked):
+            return [("gather", functools.partial(gather_lanes, y=x, pixel=pixel))]
+        if isinstance(x, NHWC):
+            start, row = x.halo.top * x.row + x.halo.left * x.column, x.row
+            x = NC(x.offset, math.prod(shape), x.stride, x.width)
+        elif first.input_room:
+            _, start, row = first.input_room
+        gather = functools.partial(gather_rows, y=x, shape=shape, first=start, stride=row, pixel=pixel)
+        return [("gather", gather)]
+
+
+def _flat(tensor: Tensor) -> NC:
+    """Return an image's values as a row; `planner` has put lanes into rows before."""
+    assert not isinstance(tensor, Blocked)
+    return tensor.flat if isinstance(tensor, NHWC) else tensor
+
+
+def _first_trained(nodes: list[Node]) -> int:
+    return next(i for i, node in enumerate(nodes) if node.trains)

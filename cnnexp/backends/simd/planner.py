@@ -1,0 +1,204 @@
+"""The choice of an algorithm for each layer, by what they cost.
+
+`ALGORITHMS` lists all; each file of that name says what it computes and how. A convolution takes in the ReLU and the
+max-pool after it whatever its algorithm. Between two layouts stands a reorder, which costs as well: so the choice is of
+the whole network's cheapest path, not of each layer's cheapest algorithm.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from cnnexp.backends.simd.algorithms.convolution.channels import Channels
+from cnnexp.backends.simd.algorithms.convolution.channels_argmax import ChannelsArgmax
+from cnnexp.backends.simd.algorithms.convolution.filters import Filters
+from cnnexp.backends.simd.algorithms.convolution.filters_fused import FiltersFused
+from cnnexp.backends.simd.algorithms.convolution.lanes import Lanes
+from cnnexp.backends.simd.algorithms.convolution.lanes_argmax import LanesArgmax
+from cnnexp.backends.simd.algorithms.convolution.lanes_pair import LanesPair
+from cnnexp.backends.simd.algorithms.convolution.winograd import Winograd
+from cnnexp.backends.simd.algorithms.convolution.winograd_argmax import WinogradArgmax
+from cnnexp.backends.simd.algorithms.cost import Work, total
+from cnnexp.backends.simd.algorithms.elementwise import ElementwiseNode
+from cnnexp.backends.simd.algorithms.linear.skinny import Skinny
+from cnnexp.backends.simd.algorithms.linear.wide import Wide
+from cnnexp.backends.simd.algorithms.node import Node, Section, Tensor
+from cnnexp.backends.simd.algorithms.pool import Pool
+from cnnexp.backends.simd.algorithms.reorder import ToImages, ToLanes, ToRows
+from cnnexp.backends.simd.compiler.emit import Target
+from cnnexp.backends.simd.layouts import NC, NHWC, Blocked, Halo, round_up
+from cnnexp.errors import ConfigError, did_you_mean
+from cnnexp.network import (
+    ConvStage,
+    FlattenStage,
+    LinearStage,
+    MaxPool2d,
+    Network,
+    PoolStage,
+    ReLU,
+    Stage,
+)
+
+ALGORITHMS: tuple[type[Node], ...] = (
+    *(Channels, Winograd, Lanes, ChannelsArgmax, WinogradArgmax, LanesArgmax, Filters, LanesPair, FiltersFused),
+    *(Skinny, Wide, Pool, ElementwiseNode),
+)
+"""All that there are; of two that cost the same the first is taken."""
+
+LARGEST_WINDOW = 4
+"""Side of the largest max-pool that a convolution computes along: its code has every pixel of the window in it."""
+
+
+@dataclass(frozen=True)
+class Path:
+    """Nodes from the first section on, with what they cost so far.
+
+    Attributes:
+        layout, shape: of the last one's output. trained: whether any has parameters.
+        halo: the room around the gradient of the last one's output, None where there is no node.
+    """
+
+    nodes: tuple[Node, ...]
+    layout: type[Tensor]
+    shape: tuple[int, ...]
+    trained: bool = False
+    halo: Halo | None = None
+    cycles: float = 0.0
+
+    def then(self, node: Node, target: Target, images: int) -> Path | None:
+        """Return the path with a node, None where it cannot come next; a change of layout before it is put in."""
+        path = self.change(node.name, node.input_layout, target, images)
+        if not node.may_follow(path.halo, path.trained):
+            return None
+        return path._and(node, target, images)
+
+    def change(self, name: str, wanted: type[Tensor] | None, target: Target, images: int) -> Path:
+        """Return the path to a layout, None for any that is not an image; images and matrices are both in rows."""
+        if wanted is None and self.layout is NHWC:
+            wanted = Blocked
+        if wanted is None or wanted is self.layout or not self.nodes:
+            return self
+        if self.layout is NHWC and wanted is Blocked:
+            return self._and(ToLanes(f"{name}.lanes", self.shape), target, images)
+        if self.layout is Blocked:
+            if wanted is NHWC:
+                return self._and(ToImages(f"{name}.rows", self.shape), target, images)
+            return self._and(ToRows(f"{name}.rows", (math.prod(self.shape),)), target, images)
+        return replace(self, layout=wanted)
+
+    def _and(self, node: Node, target: Target, images: int) -> Path:
+        layout = node.output_layout or self.layout
+        found = works(node, node.input_layout or layout, target, images, self.trained)
+        backward = self.trained or node.trains
+        cycles = self.cycles + total(work for name, work in found.items() if backward or name == "forward")
+        halo = node.gradient_halo(self.trained)
+        return Path((*self.nodes, node), layout, node.shape, backward, halo, cycles)
+
+
+def works(node: Node, layout: type[Tensor], target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
+    """Return what each of a node's kernels does for an image; with the batch in the lanes, empty lanes cost as well."""
+    found = node.work(target, images, needs_dx)
+    if layout is not Blocked:
+        return found
+    filled = round_up(images, target.lanes) / images
+    return {name: Work(work.macs, work.cycles * filled, work.tile) for name, work in found.items()}
+
+
+def choose_nodes(network: Network, target: Target, images: int) -> list[Node]:
+    """Return the nodes of the path that costs least.
+
+    Args:
+        images: of a tile.
+
+    Raises:
+        ConfigError: `target.forced` names a layer that there is not, or an algorithm that cannot compute it.
+    """
+    sections = split(network)
+    forced = dict(target.forced)
+    for name in forced:
+        if name not in (names := [section.stage.name for section in sections]):
+            raise ConfigError(f"backend.algorithms: no layer {name!r} to force; there are {', '.join(names)}")
+    start = Path((), Blocked if len(network.input_shape) == 3 else NC, network.input_shape)
+    paths: list[list[Path]] = [[start], *([] for _ in sections)]
+    for at, section in enumerate(sections):
+        for node in allowed(sections[at:], target, forced, first=at == 0):
+            found = [path.then(node, target, images) for path in paths[at]]
+            possible = [path for path in found if path is not None]
+            if possible:
+                paths[at + node.spans].append(min(possible, key=lambda path: path.cycles))
+        if not any(paths[at + 1 :]):
+            raise _no_way(section, forced)
+    ends = [path.change("scores", NC, target, images) for path in paths[-1]]
+    return list(min(ends, key=lambda path: path.cycles).nodes)
+
+
+def allowed(sections: Sequence[Section], target: Target, forced: Mapping[str, str], first: bool) -> list[Node]:
+    """Return the nodes that the registers hold and nothing forbids."""
+    name, *after = (section.stage.name for section in sections)
+    found = [node for node in candidates(sections, first) if node.fits(target)]
+    found = [node for node in found if not set(after[: node.spans - 1]) & set(forced)]
+    return [node for node in found if forced.get(name, node.algorithm) == node.algorithm]
+
+
+def candidates(sections: Sequence[Section], first: bool) -> list[Node]:
+    """Return a node for each algorithm that computes the first of the sections, alone or with those after it."""
+    nodes = [node for algorithm in ALGORITHMS if (node := algorithm.of(sections, first))]
+    for node in nodes:
+        node.layers = tuple(name for section in sections[: node.spans] for name in section.names)
+    return nodes
+
+
+def suits(network: Network) -> bool:
+    """Whether there is an algorithm for every layer."""
+    sections = split(network)
+    return all(candidates(sections[at:], first=at == 0) for at in range(len(sections)))
+
+
+def split(network: Network) -> list[Section]:
+    """Group the stages into what is computed at once.
+
+    A `Flatten` is no stage of its own: rows are flat already, and in lanes only a change of layout flattens.
+    """
+    stages, sections = list(network.stages), []
+    while stages:
+        stage = stages.pop(0)
+        if isinstance(stage, FlattenStage):
+            continue
+        taken: list[Stage] = [stage]
+        if isinstance(stage, ConvStage):
+            taken += _follow(stages)
+        elif isinstance(stage, LinearStage) and stages and isinstance(stages[0].layer, ReLU):
+            taken.append(stages.pop(0))
+        sections.append(Section(tuple(taken), bool(stages) and isinstance(stages[0], FlattenStage)))
+    return sections
+
+
+def _follow(following: list[Stage]) -> list[Stage]:
+    """Take a ReLU and a max-pool, in either order, that a convolution can compute along."""
+    taken: list[Stage] = []
+    while following:
+        kind = type(following[0].layer)
+        fits = kind is ReLU or _fits_windows(following[0])
+        if not fits or any(isinstance(stage.layer, kind) for stage in taken):
+            break
+        taken.append(following.pop(0))
+    return taken
+
+
+def _fits_windows(pool: Stage) -> bool:
+    """Whether a stage is a max-pool whose windows are small, do not overlap and do not reach past the image."""
+    if not isinstance(pool, PoolStage) or not isinstance(pool.layer, MaxPool2d) or pool.window.padded:
+        return False
+    return pool.window.size <= min(LARGEST_WINDOW, pool.window.stride)
+
+
+def _no_way(section: Section, forced: Mapping[str, str]) -> ConfigError:
+    name = section.stage.name
+    names = [node.algorithm for node in candidates([section], first=True)]
+    wanted = forced.get(name, "")
+    return ConfigError(
+        f"backend.algorithms: {name} cannot be computed by {wanted!r} here; there are {', '.join(names)}, "
+        f"where registers and the layers around allow{did_you_mean(wanted, names)}"
+    )

@@ -1,0 +1,1 @@
+"""Programs that run: the training loop, its threads, and how long each part takes."""

@@ -1,0 +1,296 @@
+"""The program: NumPy's layouts outside, this backend's inside, and the threads between."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from dataclasses import dataclass
+
+import numpy as np
+
+from cnnexp.backends.cache import load_or_make, program_key
+from cnnexp.backends.parts import Part
+from cnnexp.backends.protocol import KernelRow, Program, State
+from cnnexp.backends.simd.compiler.emit import Target
+from cnnexp.backends.simd.compiler.entry import APPLY, ARGUMENTS, GRADIENTS, LINE, PREDICT, TRAIN
+from cnnexp.backends.simd.compiler.native import Function, MachineCode
+from cnnexp.backends.simd.layouts import aligned_zeros, round_up
+from cnnexp.backends.simd.lowering import Plan
+from cnnexp.backends.simd.runtime.compilation import Described, compile_program
+from cnnexp.backends.simd.runtime.crew import Crew
+from cnnexp.backends.simd.runtime.team import Team
+from cnnexp.errors import CheckpointError, DataError
+from cnnexp.network import Network
+from cnnexp.network.losses import Loss, Totals, check_loss
+from cnnexp.optimizers import Optimizer
+
+LARGEST_ARENA = 24 << 20
+"""Bytes of activations per thread past which no tile grows: with 40 MB the largest networks gained 2 % at most."""
+
+L3_SHARE_BYTES = 4 << 20
+"""Bytes of L3 that are a core's when all cores work, 1.4 to 4 MB on servers; no file says of how many."""
+
+SMALL_SHARE = 0.15
+"""Part of the multiply-adds a CPU can do that the smallest networks reach: 784-30-10 and less, measured."""
+
+THREAD_CYCLES = 100_000
+"""Cycles of a step, some 15 us, that are worth a thread.
+
+64-30-10 at batch 128 takes one thread 25 us, two with a core each 21, and two beside other work 20 times as long.
+"""
+
+WEIGHT_PASSES = 6
+"""How much larger than the parameters activations must be to outweigh them."""
+
+NO_SCORES = np.empty((0, 0), np.float32)
+
+
+@dataclass(frozen=True)
+class LoadedSplit:
+    """A loaded split, flat.
+
+    Attributes:
+        bytes_, floats: the images, uint8 or float32; the other is empty.
+        nan_mask: float32 (N,), NaN where an image holds one, else 0: a maximum may lose a NaN on the way to the loss.
+        labels: int32 (N,).
+    """
+
+    bytes_: np.ndarray
+    floats: np.ndarray
+    nan_mask: np.ndarray
+    labels: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+class SimdProgram(Program[LoadedSplit]):
+    """A `Program` (see `protocol`): one compiled function that all threads run together.
+
+    Args:
+        target: the CPU. threads: how many, this one included.
+    """
+
+    def __init__(
+        self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int, target: Target, threads: int
+    ) -> None:
+        check_loss(network, loss)
+        self.network, self.loss, self.optimizer, self.batch_size = network, loss, optimizer, batch_size
+        started = time.perf_counter()
+        plan = make_plan(network, target, -(-batch_size // threads))
+        self._work = _function((network, loss, optimizer, target, plan.arena.groups, plan.share + (not plan.owns)))
+        self._rows = plan.explain(threads)
+        self._layout = plan.parameters
+        self._outputs = plan.scores.size
+        self._parameters = aligned_zeros((plan.parameters.size,))
+        self._slots = aligned_zeros((2, plan.parameters.size))
+        self._gradients = aligned_zeros((threads, plan.parameters.size))
+        self._arenas = plan.arena.make(threads)
+        self._totals = np.zeros((threads, LINE))
+        self._flags = np.zeros(threads * LINE, np.int64)
+        self._counts = np.zeros((threads, round_up(2 + threads, LINE)), np.int64)
+        self._step = 0
+        self._clocks = plan.clocks
+        self._ticks = np.zeros(len(plan.clocks.parts), np.int64)
+        self._readings: list[tuple[float, int]] = []
+        self._team, self._crew = Team(threads), Crew(threads, trials=not plan.clocks.on)
+        weakref.finalize(self, self._team.close)
+        self.compile_s = time.perf_counter() - started
+
+    def explain(self) -> list[KernelRow]:
+        """Return what was chosen for every kernel of a training step, in order."""
+        return self._rows
+
+    def load(self, images: np.ndarray, labels: np.ndarray) -> LoadedSplit:
+        count, none = len(images), np.empty(0, np.float32)
+        labels = np.ascontiguousarray(labels, np.int32)
+        classes = max(2, self._outputs)
+        if count and not (labels.min() >= 0 and labels.max() < classes):
+            raise DataError(
+                f"labels {labels.min()} to {labels.max()}: the network distinguishes {classes} classes, from 0"
+            )
+        if images.dtype == np.uint8:
+            flat = np.ascontiguousarray(images).reshape(-1)
+            return LoadedSplit(flat, none, np.zeros(count, np.float32), labels)
+        flat = np.ascontiguousarray(images, np.float32).reshape(-1)
+        missing = np.isnan(flat.reshape(count, -1)).any(axis=1)
+        return LoadedSplit(np.empty(0, np.uint8), flat, np.where(missing, np.float32(np.nan), np.float32(0)), labels)
+
+    def train(self, handle: LoadedSplit, order: np.ndarray, rate: float) -> Totals:
+        order = _indices(order, handle)
+        totals, start = Totals(0.0, 0, 0), 0
+        while start < len(order):
+            threads, steps = self._crew.next()
+            part = order[start : start + steps * self.batch_size]
+            began = time.perf_counter()
+            totals += self._run(TRAIN, handle, part, self.batch_size, rate, threads=threads)
+            self._crew.took(threads, -(-len(part) // self.batch_size), time.perf_counter() - began)
+            start += len(part)
+        return totals
+
+    def gradients(self, handle: LoadedSplit, indices: np.ndarray) -> tuple[Totals, np.ndarray]:
+        indices = _indices(indices, handle)
+        totals = self._run(GRADIENTS, handle, indices, len(indices))
+        gradient = self._gradients[0].copy()
+        for other in self._gradients[1:]:
+            gradient += other
+        self._gradients[...] = 0
+        return totals, self._layout.unpack(gradient)
+
+    def warm(self, handle: LoadedSplit, indices: np.ndarray) -> None:
+        self.gradients(handle, indices)
+
+    def apply(self, gradient: np.ndarray, rate: float) -> None:
+        self._layout.pack(gradient, self._gradients[0])
+        self._run(APPLY, _NO_SPLIT, np.empty(0, np.int64), self.batch_size, rate)
+
+    def predict(self, handle: LoadedSplit) -> np.ndarray:
+        scores = np.empty((len(handle), self._outputs), np.float32)
+        order, rows = np.arange(len(handle), dtype=np.int64), 4096
+        for start in range(0, len(handle), rows):
+            part = slice(start, start + rows)
+            self._run(PREDICT, handle, order[part], rows, scores=scores[part])
+        return scores
+
+    def state(self) -> State:
+        self._team.settle()
+        unpack, names = self._layout.unpack, self.optimizer.slots
+        slots = {name: unpack(slot) for name, slot in zip(names, self._slots, strict=False)}
+        return {"parameters": unpack(self._parameters), "step": np.asarray(self._step, np.int64), **slots}
+
+    def restore(self, state: State) -> None:
+        self._team.settle()
+        size = self.network.parameter_count
+        for name, target in zip(("parameters", *self.optimizer.slots), (self._parameters, *self._slots), strict=False):
+            source = state[name] if name == "parameters" else state.get(name)
+            if source is not None and source.shape != (size,):
+                raise CheckpointError(f"state {name!r} has shape {source.shape}, the network needs ({size},)")
+            target[...] = 0  # also what rounds up the parameters, which a lost run may have left as NaN
+            if source is not None:
+                self._layout.pack(source, target)
+        self._step = int(state.get("step", 0))
+
+    def clocked(self) -> list[tuple[Part, float]]:
+        """As `Program.clocked`; empty where the target has no clocks."""
+        if len(self._readings) < 2:
+            return []
+        (began_s, began), (ended_s, ended) = self._readings
+        tick_s = (ended_s - began_s) / (ended - began) / len(self._arenas)
+        return [
+            (part, int(ticks) * tick_s) for part, ticks in zip(self._clocks.parts, self._ticks, strict=True) if ticks
+        ]
+
+    def close(self) -> None:
+        self._team.close()
+
+    def _run(
+        self,
+        mode: int,
+        split: LoadedSplit,
+        order: np.ndarray,
+        batch: int,
+        rate: float = 0.0,
+        scores: np.ndarray = NO_SCORES,
+        threads: int | None = None,
+    ) -> Totals:
+        """Have threads, those that work now unless a number is given, do one call of the compiled function."""
+        crew = threads or self._crew.size
+        steps = max(1, -(-len(order) // batch))
+        numbers = np.zeros((steps, 3), np.float32)
+        if mode in (TRAIN, APPLY):
+            which = self._step + np.arange(1, steps + 1)
+            numbers[:, 0], (numbers[:, 1], numbers[:, 2]) = rate, self.optimizer.constants(which)
+            self._step += steps
+        if len(scores) == 0:
+            scores = np.empty((len(order), 0), np.float32)
+        self._totals[...] = 0
+        clocks = self._clocks.readings(self._arenas) if self._clocks.on else None
+        if clocks is not None:
+            clocks[:, 1:] = 0
+        began = time.perf_counter()
+        self._team.run(
+            lambda rank: self._work(
+                rank, crew, mode, split.bytes_, split.floats, split.nan_mask, split.labels, order, batch,
+                self._parameters, self._slots, self._gradients, self._arenas, scores, self._totals, self._flags,
+                self._counts, numbers,
+            ),
+            crew,
+        )  # fmt: skip
+        if mode == TRAIN and clocks is not None:
+            self._read_clocks(clocks, began)
+        loss, hits = self._totals[:, :2].sum(axis=0)
+        return Totals(float(loss), int(hits), len(order))
+
+    def _read_clocks(self, clocks: np.ndarray, began_s: float) -> None:
+        """Add up what a call of training steps took; a tick's length follows from the first and the last reading."""
+        self._ticks += clocks[:, 1:].sum(axis=0)
+        ended = int(clocks[0, 0])
+        if not self._readings:
+            self._readings.append((began_s, ended - int(clocks[0, 1:].sum())))
+        self._readings[1:] = [(time.perf_counter(), ended)]
+
+
+_ready: dict[str, Function] = {}
+"""What this process has compiled or loaded, by `program_key`."""
+
+
+def _function(described: Described) -> Function:
+    """Return the compiled function of a program."""
+    key = program_key(ARGUMENTS, described)
+    if key not in _ready:
+        _ready[key] = load_or_make(
+            key,
+            lambda payload: Function(MachineCode.of_bytes(payload), list(ARGUMENTS.values())),
+            lambda: compile_program(key, described),
+        )
+    return _ready[key]
+
+
+def _indices(order: np.ndarray, split: LoadedSplit) -> np.ndarray:
+    """Return an order as compiled code takes it, which looks no further."""
+    order = np.ascontiguousarray(order, np.int64)
+    if len(order) and not (order.min() >= 0 and order.max() < len(split)):
+        raise IndexError(f"images {order.min()} to {order.max()} asked for, there are {len(split)}")
+    return order
+
+
+_NO_SPLIT = LoadedSplit(np.empty(0, np.uint8), np.empty(0, np.float32), np.empty(0, np.float32), np.empty(0, np.int32))
+
+
+def paying_threads(network: Network, batch_size: int, target: Target, threads: int) -> int:
+    """Return how many of the threads a training step is worth; it follows from shapes, not from the clock.
+
+    Waiting for each other costs about 3 us a step, and a thread without an image has parameters to update at best.
+    """
+    macs = 3 * sum(stage.macs for stage in network.stages) * batch_size
+    work = int(macs / (2 * target.lanes * SMALL_SHARE))
+    if 4 * network.parameter_count <= target.l2_bytes:
+        threads = min(threads, batch_size)
+    return max(1, min(threads, work // THREAD_CYCLES))
+
+
+def make_plan(network: Network, target: Target, share: int) -> Plan:
+    """Return the plan for `share` images per thread and step.
+
+    Two vectors of images go through all layers at once, so that weights are read half as often as with one; measured
+    best on all of the papers' networks. More where the weights themselves leave L2. It is one where the
+    share is small, where two would take much memory, or where their activations would leave L2 and
+    outweigh the weights, or push out what one leaves there, activations, weights and gradients; or where those of
+    one stay in a core's part of L3, those of more would not, and no size holds all of a share.
+    """
+    plan = one = Plan(network, target, 1, share)
+    heavy = 4 * one.parameters.size > target.l2_bytes
+    sizes = (2, 4, 8) if heavy else (2,)
+    near = 4 * one.arena.size <= L3_SHARE_BYTES and share > sizes[-1] * target.lanes
+    for groups in sizes:
+        if share <= groups // 2 * target.lanes:
+            break
+        groups = min(groups, -(-share // target.lanes))
+        more = Plan(network, target, groups, share)
+        pushed_out = 4 * (one.arena.size + 2 * one.parameters.size) > target.l2_bytes
+        worth = pushed_out and one.arena.size <= WEIGHT_PASSES * one.parameters.size
+        fits = worth or 4 * more.arena.size <= target.l2_bytes
+        if not fits or 4 * more.arena.size > (L3_SHARE_BYTES if near else LARGEST_ARENA):
+            break
+        plan = more
+    return plan

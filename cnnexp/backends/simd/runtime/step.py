@@ -1,0 +1,253 @@
+"""The compiled training loop of one thread: tiles of images through the kernels, a barrier, the optimizer, a barrier.
+
+All threads run the same function over the same batches at once. A batch has fixed shares: of each, the gradient is
+summed in a buffer of its own; after a wait for the others, a share of the parameters is updated by the gradients of all
+shares, added in their order. So the result depends on the number of shares alone, not on who came first, nor on how
+many threads do them: a thread each, or one thread all in turn.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import llvmlite.binding as llvm
+import numpy as np
+from llvmlite import ir
+from numba import int64, njit, types
+from numba.core import cgutils
+from numba.core.dispatcher import Dispatcher
+from numba.core.registry import cpu_target
+from numba.extending import intrinsic
+from numba.np.numpy_support import from_dtype
+
+from cnnexp.backends.cache import host
+from cnnexp.backends.simd.algorithms import update
+from cnnexp.backends.simd.compiler.compose import Intrinsic, compose, compose_five, compose_six, on_arena
+from cnnexp.backends.simd.compiler.emit import Target
+from cnnexp.backends.simd.compiler.entry import APPLY, ARGUMENTS, GRADIENTS, PREDICT, TRAIN, Array
+from cnnexp.backends.simd.compiler.host import host_target
+from cnnexp.backends.simd.compiler.intrinsics import LOAD_CONTROL, STORE_CONTROL, call
+from cnnexp.backends.simd.compiler.native import MachineCode
+from cnnexp.backends.simd.layouts import NC
+from cnnexp.backends.simd.lowering import Plan
+from cnnexp.backends.simd.runtime.barrier import wait
+from cnnexp.network.losses import Loss
+from cnnexp.optimizers import Optimizer
+
+FLUSH_TO_ZERO = 0x8040
+"""Bits of x86's MXCSR: results below the normal numbers become 0, and so do operands."""
+
+
+def make_work(plan: Plan, loss: Loss, optimizer: Optimizer, key: str) -> Dispatcher:
+    """Return `work`, a dispatcher that is not compiled yet; `SIGNATURE` is its one signature.
+
+    Args:
+        key: what distinguishes its machine code from that of other programs.
+    """
+    compiled = _compiler(key)
+    target, images = plan.target, plan.arena.images
+    gather_bytes = compose("gather_uint8", target, plan.gather["uint8"])
+    gather_floats = compose("gather_float32", target, plan.gather["float32"])
+    forward = compose("forward", target, plan.forward)
+    backward = compose("backward", target, plan.backward)
+    owned_gradients = compose("owned_gradients", target, plan.gradients)
+    owned_updates = compose_six("owned_updates", target, plan.updates(optimizer))
+    added, owned, clocked = plan.parameters.added, plan.parameters.owned, plan.clocks.on
+    fetches = 0 < 4 * owned <= target.l2_bytes // 2
+    fetch = compose("fetch", target, [("owned", update.fetch)])
+    start_clocks = on_arena(plan.clocks.starting)
+    charge_gather, charge_loss, charge_wait, charge_update = (
+        on_arena(plan.clocks.charging(plan.step_parts[name])) for name in ("gather", "loss", "wait", "update")
+    )
+    tile_loss = _tile_loss(loss, plan.scores, plan.d_scores, compiled)
+    apply_update = _update(optimizer, target, compiled)
+    outputs, stride, scores_at = plan.scores.size, plan.scores.stride, plan.scores.offset
+
+    @compiled
+    def copy_scores(arena: np.ndarray, scores: np.ndarray) -> None:
+        for n in range(len(scores)):
+            for o in range(outputs):
+                scores[n, o] = arena[scores_at + n * stride + o]
+
+    def work(
+        rank: int, crew: int, mode: int, bytes_: np.ndarray, floats: np.ndarray, nan_mask: np.ndarray,
+        labels: np.ndarray, order: np.ndarray, batch: int, parameters: np.ndarray, slots: np.ndarray,
+        gradients: np.ndarray, arenas: np.ndarray, scores: np.ndarray, totals: np.ndarray, flags: np.ndarray,
+        counts: np.ndarray, numbers: np.ndarray,
+    ) -> None:  # fmt: skip
+        """Do one thread's part.
+
+        Args:
+            rank: of this thread. crew: how many threads there are. mode: see `PREDICT`, ...
+            bytes_, floats: the images, flat, one of the two empty. nan_mask: float32 (N,), NaN where an image has one.
+            labels: int32 (N,). order: int64, the images to run. batch: images per step.
+            parameters: (size,). slots: (2, size). gradients: (shares, size), zero before and after a step.
+            arenas: (shares, ...). scores: (len(order), O), filled by `PREDICT`.
+            totals: float64 (shares, LINE), added to: losses and hits. flags: int64 (shares * LINE,), for the barrier.
+            counts: int64 (shares, at least 2 + shares), room for what `owned_updates` knows of shares and images.
+            numbers: float32 (steps, 3), the learning rate and the optimizer's constants, by step.
+        """
+        _flush_denormals()
+        shares, count = gradients.shape[0], len(order)
+        mine, next_ = shares * rank // crew, shares * (rank + 1) // crew
+        size = added if mode == TRAIN else len(parameters)
+        known = counts[rank]
+        known[1] = shares
+        if clocked:
+            for share in range(mine, next_):
+                start_clocks(arenas[share])
+        for step in range(max(1, -(-count // batch))):
+            first, last = step * batch, min((step + 1) * batch, count)
+            here = last - first
+            if mode != APPLY:
+                for share in range(mine, next_):
+                    arena, gradient = arenas[share], gradients[share]
+                    start, end = first + here * share // shares, first + here * (share + 1) // shares
+                    for at in range(start, end, images):
+                        tile = order[at : min(at + images, end)]
+                        if len(bytes_):
+                            gather_bytes(bytes_, tile, arena, len(tile))
+                        else:
+                            gather_floats(floats, tile, arena, len(tile))
+                        if clocked:
+                            charge_gather(arena)
+                        forward(parameters, gradient, arena, len(tile))
+                        if mode == PREDICT:
+                            copy_scores(arena, scores[at : at + len(tile)])
+                        else:
+                            tile_loss(arena, nan_mask, labels, tile, here, totals[share])
+                            if clocked:
+                                charge_loss(arena)
+                            backward(parameters, gradient, arena, len(tile))
+                            if mode == GRADIENTS:
+                                owned_gradients(parameters, gradient, arena, len(tile))
+            if mode in (TRAIN, APPLY):
+                wait(flags, rank, crew)
+                for share in range(mine, next_):
+                    arena = arenas[share]
+                    if clocked:
+                        charge_wait(arena)
+                    low, high = size * share // shares // 16 * 16, size * (share + 1) // shares // 16 * 16
+                    if share == shares - 1:
+                        high = size
+                    apply_update(parameters, slots, gradients, low, high, numbers[step])
+                    if clocked:
+                        charge_update(arena)
+                    if mode == TRAIN:
+                        known[0] = share
+                        for other in range(shares):
+                            known[2 + other] = here * (other + 1) // shares - here * other // shares
+                        owned_updates(parameters, slots[0], slots[1], numbers[step], arenas, known, 0)
+                wait(flags, rank, crew)
+                if clocked:
+                    for share in range(mine, next_):
+                        charge_wait(arenas[share])
+                if fetches and crew > 1:
+                    fetch(parameters[added:], gradients[mine], arenas[mine], owned)
+                    if clocked:
+                        charge_update(arenas[mine])
+
+    return compiled(work)
+
+
+def machine_code(plan: Plan, loss: Loss, optimizer: Optimizer, key: str) -> MachineCode:
+    """Compile `work`, see `make_work`.
+
+    Raises:
+        RuntimeError: Numba compiles for another CPU than the plan was made for.
+    """
+    found = cpu_target.target_context.codegen().magic_tuple()
+    if found != host():
+        raise RuntimeError(f"Numba compiles for {found}, the kernels are for {host()}; NUMBA_CPU_NAME sets both")
+    work = make_work(plan, loss, optimizer, key)
+    work.compile(SIGNATURE)
+    compiled = work.overloads[SIGNATURE.args]
+    _, _, (object_file, bitcode) = compiled.library.serialize_using_object_code()
+    functions = llvm.parse_bitcode(bitcode).functions
+    needs = sorted(f.name for f in functions if f.is_declaration and not f.name.startswith("llvm."))
+    return MachineCode(compiled.fndesc.llvm_func_name, tuple(needs), object_file)
+
+
+def _type(argument: Array | None) -> types.Type:
+    if argument is None:
+        return int64
+    return types.Array(from_dtype(np.dtype(argument.kind)), argument.dimensions, "C", readonly=not argument.written)
+
+
+SIGNATURE = types.void(*map(_type, ARGUMENTS.values()))
+
+
+def _compiler(key: str) -> Callable:
+    """Return a decorator: Numba's, for functions whose machine code bears the key in its name.
+
+    None gets the wrapper with which Python can call it, a fifth of the time to compile, and none counts who holds an
+    array: that is what machine code would need Numba's runtime for.
+    """
+    options = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "_nrt": False}
+
+    def compiled(function: Callable) -> Callable:
+        function.__qualname__ = f"{function.__name__}_{key}"
+        return njit(nogil=True, error_model="numpy", **options)(function)
+
+    return compiled
+
+
+def _tile_loss(loss: Loss, scores: NC, d_scores: NC, compiled: Callable) -> Callable:
+    """Return the loss of a tile, image by image."""
+    outputs, stride, scores_at, d_scores_at = scores.size, scores.stride, scores.offset, d_scores.offset
+    one, rule = np.float32(1), compiled(loss.rule(outputs, math.exp, math.log, math.log1p))
+
+    @compiled
+    def tile_loss(
+        arena: np.ndarray, nan_mask: np.ndarray, labels: np.ndarray, order: np.ndarray, batch: int, totals: np.ndarray
+    ) -> None:
+        scale = one / np.float32(batch)
+        for n in range(len(order)):
+            s = arena[scores_at + n * stride : scores_at + n * stride + outputs]
+            d = arena[d_scores_at + n * stride : d_scores_at + n * stride + outputs]
+            image = order[n]
+            value, hit = rule(s, labels[image], scale + nan_mask[image], d)
+            totals[0] += value + nan_mask[image]
+            totals[1] += hit
+
+    return tile_loss
+
+
+def _update(optimizer: Optimizer, target: Target, compiled: Callable) -> Callable:
+    """Return the optimizer's part of a step: add up the threads' gradients in order, apply the rule, clear them."""
+    add = compose("add", target, [("add", update.add)])
+    apply = compose_five("update", target, functools.partial(update.update, optimizer=optimizer))
+
+    @compiled
+    def run(
+        parameters: np.ndarray, slots: np.ndarray, gradients: np.ndarray, low: int, high: int, numbers: np.ndarray
+    ) -> None:
+        total = gradients[0, low:high]
+        for thread in range(1, gradients.shape[0]):
+            add(total, gradients[thread, low:high], numbers, high - low)
+        apply(parameters[low:high], total, slots[0, low:high], slots[1, low:high], numbers, high - low)
+
+    return run
+
+
+@intrinsic
+def _flush_denormals(typing: Any) -> Intrinsic:
+    """Have this thread, which does nothing else, take numbers below 1e-38 for 0: they are a hundred times as slow.
+
+    Momenta of units that stopped learning halve for thousands of steps and get there.
+    """
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        target = host_target()
+        if target.has(LOAD_CONTROL):
+            register = cgutils.alloca_once(builder, ir.IntType(32))
+            place = builder.bitcast(register, ir.IntType(8).as_pointer())
+            call(builder, target.features, STORE_CONTROL, ir.VoidType(), [place])
+            builder.store(builder.or_(builder.load(register), ir.IntType(32)(FLUSH_TO_ZERO)), register)
+            call(builder, target.features, LOAD_CONTROL, ir.VoidType(), [place])
+        return context.get_dummy_value()
+
+    return types.void(), codegen

@@ -1,0 +1,94 @@
+"""Threads that do one task together, and stay whole when the caller is interrupted."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+
+from cnnexp.system.cores import Cores
+
+Task = Callable[[int], None]
+
+
+class Team:
+    """Threads that wait for tasks; they start with the first one.
+
+    The members of a task wait for each other inside it, so a task must begin on all or none. Ctrl-C may strike the
+    caller between any two of its instructions; therefore it only hands the task to a leader, in one, and waits. The
+    leader, which no signal reaches, is rank 0 and sends for the others. An interrupted caller leaves the task to end by
+    itself; what comes after it waits its turn.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+        self._tasks: SimpleQueue | None = None
+
+    def run(self, task: Task, threads: int | None = None) -> None:
+        """Call task(rank) on every thread, or on the first so many, at once, and wait for all.
+
+        What one raises, the lowest rank first, goes on.
+
+        A thread that the others wait for inside the task must not raise: they would wait for ever.
+        """
+        if self._tasks is None:
+            self._tasks = self._start()
+        done: SimpleQueue = SimpleQueue()
+        self._tasks.put((task, threads or self._threads, done))
+        failure = done.get()
+        if failure is not None:
+            raise failure
+
+    def settle(self) -> None:
+        """Wait for what an interrupted `run` left."""
+        if self._tasks is not None:
+            self.run(lambda rank: None)
+
+    def close(self) -> None:
+        """End the threads. Idempotent; a later `run` starts new ones."""
+        if self._tasks is not None:
+            self._tasks.put((None, self._threads, None))
+            self._tasks = None
+
+    def _start(self) -> SimpleQueue:
+        tasks: SimpleQueue = SimpleQueue()
+        threading.Thread(target=_lead, args=(tasks, self._threads), name="cpu-simd-0", daemon=True).start()
+        return tasks
+
+
+def _lead(tasks: SimpleQueue, threads: int) -> None:
+    """Take tasks and do each together with the other threads, until there is None."""
+    inboxes: list[SimpleQueue] = [SimpleQueue() for _ in range(1, threads)]
+    finished: SimpleQueue = SimpleQueue()
+    cores = Cores()
+    for rank, inbox in enumerate(inboxes, 1):
+        arguments = (rank, inbox, finished, cores)
+        threading.Thread(target=_follow, args=arguments, name=f"cpu-simd-{rank}", daemon=True).start()
+    while True:
+        task, members, done = tasks.get()
+        followers = inboxes[: members - 1]
+        cores.take(0)
+        for inbox in followers:
+            inbox.put(task)
+        if task is None:
+            return
+        failures = {0: _attempt(task, 0), **dict(finished.get() for _ in followers)}
+        del task  # what it refers to may go before the next one comes
+        done.put(next((failures[rank] for rank in sorted(failures) if failures[rank] is not None), None))
+
+
+def _follow(rank: int, inbox: SimpleQueue, finished: SimpleQueue, cores: Cores) -> None:
+    while (task := inbox.get()) is not None:
+        cores.take(rank)
+        failure = _attempt(task, rank)
+        del task
+        finished.put((rank, failure))
+
+
+def _attempt(task: Task, rank: int) -> BaseException | None:
+    """Do a task; return what it raises, which the thread that asked for the task shall have."""
+    try:
+        task(rank)
+    except BaseException as failure:
+        return failure
+    return None

@@ -1,0 +1,44 @@
+"""Ranges of numbers, in the words of the files of conf/: `>= 1`, `> 0 and <= 1`, `1 .. 1000000, or null`."""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+
+from cnnexp.errors import ConfigError
+
+LARGEST = (2 - 2**-23) * 2.0**127  # of float32
+SMALLEST = 2.0**-149
+FLOAT32 = f"a finite number of float32: 0, or {SMALLEST:.1e} .. {LARGEST:.1e} in size"
+OPERATORS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
+
+
+def in_float32(value: float) -> bool:
+    """Return whether a number is finite in float32, in which everything is computed, and not 0 there alone."""
+    return math.isfinite(value) and (value == 0 or SMALLEST <= abs(value) <= LARGEST)
+
+
+def is_within(value: float, legal: str) -> bool:
+    """Return whether a number satisfies all comparisons of `legal`, and its `FIRST .. LAST`."""
+    terms = re.findall(r"(>=|<=|>|<) ?(-?[\d.]+)", legal)
+    for first, last in re.findall(r"(-?\d+) \.\. ([\d*]+(?: - 1)?)", legal):
+        terms += [(">=", first), ("<=", str(2**63 - 1) if last == "2**63 - 1" else last)]
+    return all(OPERATORS[sign](value, int(bound) if bound.isdigit() else float(bound)) for sign, bound in terms)
+
+
+def check_range(key: str, value: float | None, legal: str) -> None:
+    """Raise ConfigError unless a number is as `legal` says, which the message repeats.
+
+    Args:
+        key: of the config, for the message.
+        value: as given; None is legal where `legal` names null.
+        legal: see the module.
+    """
+    if value is None and "null" in legal:
+        return
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not is_within(value, legal):  # type: ignore[arg-type]
+        raise ConfigError(f"{key}={'null' if value is None else repr(value)}: must be {legal}")
+    if isinstance(value, float) and not in_float32(value):
+        raise ConfigError(f"{key}={value!r}: must be {FLOAT32}")

@@ -1,0 +1,224 @@
+"""How `cpu-simd` chooses among the algorithms of a layer; that each of them computes it; and what `explain` shows."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conformance import check_gradients, check_scores, decisions_are_clear, make_case
+from machine_code import CPUS, KernelProgram
+
+from cnnexp.backends import simd
+from cnnexp.backends.simd import CpuSimd
+from cnnexp.backends.simd.compiler.emit import Target
+from cnnexp.backends.simd.lowering import Plan
+from cnnexp.backends.simd.planner import ALGORITHMS, allowed, choose_nodes, split
+from cnnexp.errors import ConfigError
+from cnnexp.network import AvgPool2d, Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Sigmoid
+from cnnexp.network.losses import Loss
+from cnnexp.network.models import OneConv, TwoConvMlp
+from cnnexp.optimizers import SGD
+
+AVX2, AVX512 = Target(8, 16, ("avx", "avx2")), Target(16, 32, ("avx2", "avx512f"))
+HERE = [name for name in ("sse4", "avx2", "avx512") if CPUS[name].runs_here]
+NETWORKS = {
+    "first": ((8, 6, 1), (Conv2d(32, 3, padding="same"), ReLU(), MaxPool2d(2), Flatten(), Linear(5))),
+    "second": (
+        (11, 13, 2),
+        (
+            *(Conv2d(9, 2), ReLU(), Conv2d(17, 3, padding="valid"), ReLU(), MaxPool2d(2)),
+            *(Conv2d(6, 2, 1, "full"), MaxPool2d(2, padding="floor"), Flatten(), Linear(19), ReLU(), Linear(4)),
+        ),
+    ),
+    "between": (
+        (9, 9, 3),
+        (Conv2d(8, 3, 2, "auto"), Sigmoid(), AvgPool2d(2, 1), ReLU(), Conv2d(5, 3), Flatten(), Linear(3, bias=False)),
+    ),
+    "pair": (
+        (9, 11, 1),
+        (
+            Conv2d(2, 2),
+            ReLU(),
+            Conv2d(5, 2, padding="same"),
+            ReLU(),
+            MaxPool2d(2, padding="floor"),
+            Flatten(),
+            Linear(3),
+        ),
+    ),
+    "edges": (
+        (10, 14, 2),
+        (Conv2d(4, 2, 2, "same"), ReLU(), Conv2d(3, 3, 2, "full"), MaxPool2d(2, padding="floor"), Flatten(), Linear(3)),
+    ),
+    # a gradient with room around and between its pixels, which a convolution before a max-pool fills
+    "spread": (
+        (9, 9, 1),
+        (
+            *(Conv2d(2, 2), ReLU(), Conv2d(3, 3, 2, "same"), ReLU(), Conv2d(4, 2, padding="same"), MaxPool2d(2)),
+            *(Flatten(), Linear(3)),
+        ),
+    ),
+}
+
+
+def every_algorithm(network: Network, target: Target) -> list[tuple[str, str]]:
+    """Return (layer, algorithm) for all that the registers hold and the layers around allow."""
+    sections, found = split(network), []
+    for at, section in enumerate(sections):
+        for node in allowed(sections[at:], target, {}, first=at == 0):
+            pair = section.stage.name, node.algorithm
+            try:
+                choose_nodes(network, replace(target, forced=(pair,)), 9)
+            except ConfigError:
+                continue
+            found.append(pair)
+    return found
+
+
+FUSED = "filters-fused", "lanes-pair"
+"""The algorithms that take in the layers after, too."""
+
+
+def rounds(network: Network, target: Target) -> list[tuple[tuple[str, str], ...]]:
+    """Return what to force in a few programs that together take every algorithm of every layer."""
+    pairs = every_algorithm(network, target)
+    names = {layer: [name for at, name in pairs if at == layer] for layer, _ in pairs}
+    fused = [((layer, name),) for layer, name in pairs if name in FUSED]
+    alone = {layer: [name for name in found if name not in FUSED] for layer, found in names.items()}
+    most = max(map(len, alone.values()))
+    return fused + [tuple((layer, found[i % len(found)]) for layer, found in alone.items()) for i in range(most)]
+
+
+def check_every_algorithm(cpu: str, network: Network) -> None:
+    target = CPUS[cpu].target
+    cases = (make_case(network, images=target.lanes + 3, seed=seed, exact=seed > 4) for seed in range(20))
+    case = next(case for case in cases if decisions_are_clear(case))
+    taken = set()
+    for forced in rounds(network, target):
+        program = KernelProgram(CPUS[cpu], network, SGD(), len(case.images), forced)
+        taken |= {(node.name.partition("+")[0], node.algorithm) for node in program.plan.nodes}
+        program.restore({"parameters": case.parameters})
+        handle = program.load(case.images, case.labels)
+        check_scores(program, handle, case)
+        check_gradients(program, handle, case, np.arange(1, len(case.images)))
+    assert set(every_algorithm(network, target)) <= taken
+
+
+@pytest.mark.parametrize("name", [*list(NETWORKS)[:-1], pytest.param("spread", marks=pytest.mark.thorough)])
+def test_every_algorithm_of_every_layer_computes_it(name):
+    check_every_algorithm(HERE[-1], Network(*NETWORKS[name]))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("cpu", HERE)
+def test_tiles_of_odd_images_lie_over_each_other(cpu):
+    layers = Conv2d(5, 3, padding="same"), ReLU(), Conv2d(17, 3, padding="same"), ReLU(), Flatten(), Linear(4)
+    check_every_algorithm(cpu, Network((5, 7, 3), layers))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cpu", HERE[:-1])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_every_algorithm_of_every_layer_computes_it_on_narrower_vectors(cpu, name):
+    check_every_algorithm(cpu, Network(*NETWORKS[name]))
+
+
+def test_there_are_several_ways_to_force():
+    found = every_algorithm(Network(*NETWORKS["second"]), AVX512)
+    assert {name for layer, name in found if layer == "conv2"} == {
+        "lanes", "lanes-argmax", "channels", "channels-argmax", "winograd", "winograd-argmax",
+    }  # fmt: skip
+    assert ("conv1", "lanes-argmax") not in found, "no pool follows it"
+    assert {("linear1", "wide"), ("linear2", "skinny"), ("linear2", "wide")} <= set(found)
+    first = every_algorithm(Network(*NETWORKS["first"]), AVX512)
+    assert {name for layer, name in first if layer == "conv1"} == {
+        "lanes", "channels", "winograd", "filters", "filters-fused",
+    }  # fmt: skip
+    for name, targets in (("pair", [AVX2, AVX512]), ("edges", [AVX512])):
+        for target in targets:
+            assert ("conv1", "lanes-pair") in every_algorithm(Network(*NETWORKS[name]), target)
+
+
+@pytest.mark.parametrize("target", [AVX2, AVX512], ids=["avx2", "avx512"])
+def test_rows_show_every_kernel_of_a_step(target):
+    for shape, layers in NETWORKS.values():
+        network = Network(shape, layers)
+        for pair in every_algorithm(network, target):
+            plan = Plan(network, replace(target, forced=(pair,)), 1, 9)
+            rows = plan.explain(threads=2)
+            assert [row.kernel for row in rows] == [
+                name for name, _ in (*plan.forward, *plan.backward, *plan.gradients)
+            ]
+            assert all(row.cycles >= 0 and row.threads == 2 for row in rows)
+            shown = {layer for row in rows for layer in row.layers}
+            assert shown == {stage.name for stage in network.stages if not isinstance(stage.layer, Flatten)}
+            forward = sum(row.macs for row in rows if row.kernel.endswith(".forward"))
+            dropped = 0.5 * 16 / 36  # a floor leaves pixels out, and Winograd's algorithm takes 16 for 36
+            assert dropped * sum(s.macs for s in network.stages) <= forward <= sum(s.macs for s in network.stages)
+
+
+def test_empty_lanes_cost_as_well():
+    """So one image is computed with channels in the lanes where many have the batch there."""
+    network = Network((28, 28, 1), (Conv2d(6, 5), ReLU(), Conv2d(8, 5), ReLU(), Flatten(), Linear(10)))
+    many, one = (
+        [node.algorithm for node in choose_nodes(network, AVX512, images) if node.trains] for images in (64, 1)
+    )
+    assert many == ["lanes", "lanes", "skinny"]
+    assert one == ["channels", "channels", "skinny"]
+
+
+def test_many_channels_belong_in_the_lanes():
+    network = Network(
+        (16, 16, 64), (Conv2d(128, 3), ReLU(), Conv2d(128, 3), ReLU(), MaxPool2d(2), Flatten(), Linear(9))
+    )
+    for target in (AVX2, AVX512):
+        chosen = [node.algorithm for node in choose_nodes(network, target, 32)]
+        assert chosen == ["winograd", "winograd-argmax", "skinny"]
+
+
+def test_the_share_of_the_limit_is_of_what_the_core_can_do():
+    network = TwoConvMlp().network((28, 28, 1), 10)
+    wide, narrow = (
+        next(row for row in Plan(network, target, 1, 8).explain(1) if row.kernel == "linear1.forward")
+        for target in (AVX512, AVX2)
+    )
+    assert wide.macs == narrow.macs == network.stages[6].macs
+    for row, lanes in ((wide, 16), (narrow, 8)):
+        assert row.share == pytest.approx(row.macs / (2 * lanes * row.cycles), rel=1e-2)
+        assert 0.5 < row.share < 1
+
+
+@pytest.mark.parametrize(
+    ("algorithms", "message"),
+    [
+        (("conv1",), r"backend.algorithms='conv1': must be LAYER:ALGORITHM"),
+        (
+            ("conv1:lane",),
+            r"conv1 cannot be computed by 'lane' here; there are channels, .*lanes, .*did you mean 'lanes'",
+        ),
+        (("conv7:lanes",), r"no layer 'conv7' to force; there are conv1, linear1"),
+    ],
+)
+def test_an_algorithm_that_is_none_is_refused(algorithms, message):
+    network = OneConv(filters=4).network((8, 8, 1), 10)
+    with pytest.raises(ConfigError, match=message):
+        CpuSimd(threads=1, algorithms=algorithms).compile(network, Loss.SOFTMAX_CROSS_ENTROPY, SGD(), 4)
+
+
+def test_a_program_explains_itself_as_forced():
+    network = OneConv(filters=4).network((8, 8, 1), 10)
+    program = CpuSimd(threads=1, algorithms=("conv1:channels",)).compile(network, Loss.SOFTMAX_CROSS_ENTROPY, SGD(), 4)
+    assert {row.algorithm for row in program.explain() if "conv1" in row.layers} == {"channels"}
+    program.close()
+
+
+def test_an_algorithm_has_a_file_of_its_name():
+    shown = {
+        row.algorithm
+        for shape, layers in NETWORKS.values()
+        for pair in every_algorithm(Network(shape, layers), AVX512)
+        for row in Plan(Network(shape, layers), replace(AVX512, forced=(pair,)), 1, 9).explain(threads=1)
+    }
+    assert shown == {algorithm.algorithm for algorithm in ALGORITHMS} | {"reorder"}
+    files = [path.stem for path in (Path(simd.__file__).parent / "algorithms").rglob("*.py")]
+    assert {name: files.count(name.replace("-", "_")) for name in shown} == dict.fromkeys(shown, 1)
