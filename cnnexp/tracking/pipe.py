@@ -24,8 +24,7 @@ from cnnexp.system.heartbeat import Heartbeat
 ANSWER_S = 180.0  # the recorder answers sooner, or computes, as it loads MLflow; after this it is called dead
 LOOK_S = 1.0
 LEAST_SHARE = 0.05  # of a time that it computes in, if it does; a locked store is asked for with less
-MOST_TRIES = 5  # recorders that die of the same call
-MOST_DEATHS = 3  # of recorders in a row that die before they answer anything
+MOST_DEATHS = 3  # of recorders in a row that die before they have done anything but open the store
 FLUSH_S = 0.1  # an sqlite store takes a tenth of that for an epoch
 # Settings of MLflow's client in the recorder: give up after seconds, not after the four minutes of its defaults.
 CLIENT_SETTINGS = {
@@ -146,13 +145,9 @@ class Recorder:
             NoAnswerYet: the store is silent for `within_s`; None waits until it is called dead.
             TrackingError: the method raised, the recorder was called dead, or recorders die one after the other.
         """
-        for left in reversed(range(MOST_TRIES)):
-            try:
+        while True:
+            with contextlib.suppress(RecorderDied):
                 return self._await(self.ask(method, **arguments), within_s)
-            except RecorderDied:
-                if not left:
-                    raise
-        raise AssertionError
 
     def close(self) -> None:
         """Let the recorder finish and end, or raise TrackingError where it hangs. Idempotent."""
@@ -172,7 +167,7 @@ class Recorder:
         """Start another process in the place of one that has died.
 
         Raises:
-            TrackingError: `MOST_DEATHS` in a row have died before they answered anything, or none can be started.
+            TrackingError: `MOST_DEATHS` in a row have done nothing, or none can be started.
         """
         self._deaths += 1
         if self._deaths > MOST_DEATHS:
@@ -218,9 +213,9 @@ class Recorder:
 
     def _listen(self, lines: IO[str], waiting: dict[int, Future[Any]]) -> None:
         with lines:
-            for line in lines:
+            for number, line in enumerate(lines):
                 call_id, value, error = json.loads(line)
-                self._deaths = 0
+                self._deaths = 0 if number else self._deaths  # the first answer is of `open`
                 answer = waiting.pop(call_id)
                 if error is None:
                     answer.set_result(value)

@@ -229,7 +229,7 @@ class Store:
             if followed.run_id is None or followed.key != begin["key"]:
                 followed.run_id = self.begin(**begin, is_live=not has_ended)
                 followed.key = begin["key"]
-            run_id = cast(str, followed.run_id)
+            run_id = followed.run_id
             metrics: list[Metric] = []
             for epoch in journal.unsent:
                 entry = journal.epochs[epoch]
@@ -303,6 +303,7 @@ class Store:
                 log(run_id, path, target)
             self._client.set_terminated(run_id, status)
             self._open_runs.discard(run_id)
+        gc.collect()  # of a run; see `main`
 
     def adopt(self, parent: str, run_ids: Sequence[str]) -> None:
         """Put runs under the run of their sweep, which was begun after them."""
@@ -537,56 +538,28 @@ def _load(database: bool = False) -> None:
 
 
 class _Hold:
-    """Keeps the imports of this process still for a while, so that it does not compute beside what is timed.
-
-    An entry of `sys.meta_path`, which Python asks first for every module.
-    """
+    """Keeps the imports of this process still for a while: an entry of `sys.meta_path`, asked first for all modules."""
 
     def __init__(self) -> None:
         self._over, self._ends = threading.Event(), 0.0
 
     def begin(self) -> None:
-        """Hold from now on, for `HOLD_S` at most."""
         self._ends = time.monotonic() + HOLD_S
         self._over.clear()
 
     def end(self) -> None:
-        """Go on."""
         self._ends = 0.0
         self._over.set()
 
     def find_spec(self, *_: Any) -> None:
-        """Wait while it holds; find nothing."""
         if (left_s := self._ends - time.monotonic()) > 0:
             self._over.wait(left_s)
 
 
-def serve(lines: Iterator[str], answer: Callable[[str], None], owner: int) -> None:
-    """Run the calls of a `cnnexp.tracking.pipe.Recorder`, in the process `owner`, until its pipe closes."""
-    calls: queue.SimpleQueue[str] = queue.SimpleQueue()
-    hold = _Hold()
-    sys.meta_path.insert(0, cast(Any, hold))
-    threading.Thread(target=_listen, args=(lines, calls, hold), daemon=True).start()
-    server = _Server(owner)
-    while True:
-        try:
-            line = calls.get(timeout=POLL_S)
-        except queue.Empty:
-            server.look()
-            continue
-        if not line.endswith("\n"):
-            break  # the end, or cut short: its writer died
-        call_id, name, arguments = json.loads(line)
-        hold.find_spec()
-        value, error = server.call(name, arguments)
-        if call_id is not None:
-            answer(json.dumps([call_id, value, error]) + "\n")
-    server.close()
-
-
 def _listen(lines: Iterator[str], calls: queue.SimpleQueue[str], hold: _Hold) -> None:
+    """Read calls, and hold or go on as they say, while the main thread loads or waits for a store."""
     for line in lines:
-        if json.loads(line)[1] == "hold" if line.endswith("\n") else False:
+        if line.endswith("\n") and json.loads(line)[1] == "hold":
             hold.begin()
         else:
             hold.end()
@@ -599,49 +572,54 @@ class _Server:
     """Calls methods of a store, which it opens for the first of them, and again where it could not be opened."""
 
     def __init__(self, owner: int) -> None:
-        self._owner, self._store = owner, cast("Store | None", None)
+        self._owner, self.store = owner, cast("Store | None", None)
         self._opening: Mapping[str, str] = {}
         self._open_at, self._failure = 0.0, ""
 
-    def call(self, name: str, arguments: Mapping[str, Any]) -> tuple[Any, str | None]:
-        """Return the value of a call, and what went wrong."""
-        try:
-            if name == "load":
-                _load(**arguments)
-                return None, None
-            if name == "open":
-                self._opening = arguments
-            opened = self._opened(arguments.get("now", True))
-            return None if name == "open" else getattr(opened, name)(**arguments), None
-        except Exception as failure:  # the caller gets it and raises it
-            if isinstance(failure, TrackingError):
-                return None, str(failure)
-            return None, f"the record of the run cannot be completed: {type(failure).__name__}: {failure}"
-        finally:
-            if name in ("finish", "follow") and not arguments.get("now", True):
-                gc.collect()  # of a run; see `main`
-
-    def look(self) -> None:
-        """Do what is due where nobody asks for anything."""
-        if self._store is not None:
-            self._store.look()
-
-    def close(self) -> None:
-        """End what was never ended."""
-        if self._store is not None:
-            self._store.close()
-
-    def _opened(self, now: bool) -> Store:
-        if self._store is None:
-            if not now and time.monotonic() < self._open_at:
+    def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
+        if name == "load":
+            return _load(**arguments)
+        if name == "open":
+            self._opening = arguments
+        if self.store is None:
+            if not arguments.get("now", True) and time.monotonic() < self._open_at:
                 raise TrackingError(self._failure)
             try:
-                self._store = Store(**self._opening, owner=self._owner)
-                gc.freeze()  # the libraries are no garbage
+                self.store = Store(**self._opening, owner=self._owner)
             except TrackingError as failure:
                 self._open_at, self._failure = time.monotonic() + RETRY_S, str(failure)
                 raise
-        return self._store
+            gc.freeze()  # the libraries are no garbage
+        return None if name == "open" else getattr(self.store, name)(**arguments)
+
+
+def serve(lines: Iterator[str], answer: Callable[[str], None], owner: int) -> None:
+    """Run the calls of a `cnnexp.tracking.pipe.Recorder`, in the process `owner`, until its pipe closes."""
+    calls: queue.SimpleQueue[str] = queue.SimpleQueue()
+    hold, server, line = _Hold(), _Server(owner), "\n"
+    sys.meta_path.insert(0, cast(Any, hold))
+    threading.Thread(target=_listen, args=(lines, calls, hold), daemon=True).start()
+    while line.endswith("\n"):  # else it is the end, or cut short: its writer died
+        try:
+            line = calls.get(timeout=POLL_S)
+        except queue.Empty:
+            if server.store is not None:
+                server.store.look()
+            continue
+        if line.endswith("\n"):
+            call_id, name, arguments = json.loads(line)
+            hold.find_spec()
+            value, error = None, None
+            try:
+                value = server.call(name, arguments)
+            except TrackingError as failure:  # the caller gets it and raises it
+                error = str(failure)
+            except Exception as failure:
+                error = f"the record of the run cannot be completed: {type(failure).__name__}: {failure}"
+            if call_id is not None:
+                answer(json.dumps([call_id, value, error]) + "\n")
+    if server.store is not None:
+        server.store.close()
 
 
 def main() -> None:
