@@ -401,6 +401,9 @@ def test_a_run_goes_on_in_its_record_with_every_epoch_once(live, store, tmp_path
         second.finished(epoch_result(3, epoch_s=9.0))
         second.finished(epoch_result(4))
     assert second.id == first
+    assert [result.epoch_s for result in second.epochs] == [0.5] * 4, (
+        "as it was first recorded: checkpoints count on it"
+    )
     recorded = read(store, first)
     assert recorded.info.status == "FINISHED"
     assert "error" not in recorded.data.tags
