@@ -46,7 +46,7 @@ if "compilation:answer" in " ".join(sys.orig_argv):
     compilation.compile_in_process = {compiler}
 """
 DIED = re.escape("backend=cpu-simd: the compiler was ended by SIGABRT (Assertion `VT.isInteger()' failed), for ")
-DIED += rf"{re.escape(host()[1])} with {host_target().lanes} lanes, on [a-z, -]+skinny; "
+DIED += rf"{re.escape(host()[1])} with {host_target().lanes} lanes, on [a-z, -]+(skinny|wide); "
 DIED += "backend.fallback=true goes on with cpu-parallel"
 
 
