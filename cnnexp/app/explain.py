@@ -26,8 +26,7 @@ from cnnexp.training.baseline import Baseline
 from cnnexp.training.loop import TrainingPlan, train_epochs
 
 NAME, SIDE, US, SHARE = 24, 14, 9, 6  # columns of the table; bars have what is left
-STEPS, PASSES = 64, 4  # clocked of a run that was not profiled, in so many passes over the same images
-PASS_S = 5.0  # seconds of a pass; a slower backend trains fewer steps
+PASSES, PASS_S, MOST_STEPS = 4, 0.5, 500  # of a run that was not profiled: passes, the most seconds and steps of each
 EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
@@ -51,7 +50,7 @@ def command(arguments: Sequence[str]) -> None:
     for run, path, folder in zip(arguments, paths, folders, strict=True):
         profile = _read_profile(folder)
         if profile is None:
-            said = f"explain {run}: was not profiled; {STEPS} steps from {path.name} are timed now, on this machine"
+            said = f"explain {run}: was not profiled; its steps are timed now, from {path.name}"
             console.print(f"{said}\n", highlight=False, markup=False, soft_wrap=True)
             profile = clock_steps(path, read_journal(folder)["config"], f"explain {run}")
         profiles.append(profile)
@@ -67,7 +66,7 @@ def command(arguments: Sequence[str]) -> None:
 
 
 def clock_steps(path: Path, config: Mapping[str, Any], given: str) -> dict[str, Any]:
-    """Train a few dozen clocked steps from a run's checkpoint; return their profile, see `ledger.report`.
+    """Train for some seconds, clocked, from a run's checkpoint; return their profile, see `ledger.report`.
 
     They train as one process, beside the run's baseline. Nothing is recorded.
 
@@ -89,9 +88,9 @@ def clock_steps(path: Path, config: Mapping[str, Any], given: str) -> dict[str, 
         )
     compiling = network, loss, named(OPTIMIZERS, config["optimizer"], "optimizer"), trainer.batch_size
     backend, ledger = named(BACKENDS, config["backend"], "backend").clocked, Ledger()
-    images, tested = STEPS // PASSES * trainer.batch_size, trainer.batch_size
-    train = Split(dataset.train.images[:images], dataset.train.labels[:images])
-    test = Split(dataset.test.images[:tested], dataset.test.labels[:tested])
+    most = MOST_STEPS * trainer.batch_size
+    train = Split(dataset.train.images[:most], dataset.train.labels[:most])
+    test = Split(dataset.test.images[:1], dataset.test.labels[:1])
     dataset = replace(dataset, train=train, test=test, validation=None)
     with ExitStack() as stack:
         program = Profiled(stack.enter_context(closing(backend.compile(*compiling))), ledger)

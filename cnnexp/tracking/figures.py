@@ -28,7 +28,8 @@ logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)  # else it 
 DPI = 100
 SMALLEST_SHARE = 0.002  # of the wall time, for an entry of a ledger to have a bar of its own
 TITLE_POINTS, TITLE_LINE_IN = 10, 0.17
-MOST_TITLE_LINES, LETTERS_AN_INCH = 4, 10
+MOST_TITLE_LINES = 3
+MOST_OF_CLASS = 16  # letters of a class's name
 CELLS_WITH_NUMBERS = 20  # a confusion matrix of more classes shows colours alone
 
 
@@ -120,7 +121,7 @@ def ledger(profile: Mapping[str, Any]) -> Figure:
     shown = {name: s for name, s in seconds.items() if s >= SMALLEST_SHARE * profile["wall_s"]}
     if len(shown) < len(seconds):
         shown[f"{len(seconds) - len(shown)} smaller entries"] = sum(seconds.values()) - sum(shown.values())
-    figure = new_figure(8, 1.2 + 0.28 * len(shown))
+    figure = new_figure(8, 1.6 + 0.28 * len(shown))
     axes = figure.subplots()
     bars = axes.barh(range(len(shown)), list(shown.values()))
     axes.set_yticks(range(len(shown)), [short(name) for name in shown])
@@ -201,7 +202,7 @@ def _roofline(axes: Axes, pieces: Sequence[Piece], limits: Mapping[str, float]) 
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlim(left, right)
-    axes.set_ylim(min(*speed, most / 100) / 2, max(most, *speed) * 2)
+    axes.set_ylim(min(speed) / 4, max(most, *speed) * 2)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(StrMethodFormatter("{x:g}"))
         axis.set_minor_formatter(NullFormatter())
@@ -285,13 +286,14 @@ def confusion(labels: np.ndarray, predicted: np.ndarray, classes: Sequence[str])
     """Return how often each true class (row) was taken for each class (column), on the test split."""
     counts = confusion_counts(labels, predicted, len(classes))
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
-    side = min(3 + 0.42 * len(classes), 12)
-    figure = new_figure(side + 0.6, side, measured=_long(classes))
+    names = [short(name, MOST_OF_CLASS) for name in classes]
+    side = min(3 + 0.42 * len(classes), 12) + (1 if _long(names) else 0)
+    figure = new_figure(side + 0.6, side, measured=_long(names))
     axes = figure.subplots()
     image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     figure.colorbar(image, label="share of the true class")
     if len(classes) <= CELLS_WITH_NUMBERS:
-        _name_ticks(axes, classes)
+        _name_ticks(axes, names)
         for row, column in np.argwhere(counts):
             colour = "white" if shares[row, column] > 0.5 else "black"
             text = axes.text(column, row, counts[row, column], ha="center", va="center", fontsize="x-small")
@@ -305,11 +307,12 @@ def recall(labels: np.ndarray, predicted: np.ndarray, classes: Sequence[str]) ->
     """Return the share of each class that was found, on the test split."""
     counts = confusion_counts(labels, predicted, len(classes))
     values = counts.diagonal() / np.maximum(counts.sum(axis=1), 1)
-    figure = new_figure(max(6.0, min(0.5 * len(classes), 16)), 3.6, measured=_long(classes))
+    names = [short(name, MOST_OF_CLASS) for name in classes]
+    figure = new_figure(max(6.0, min(0.5 * len(classes), 16)), 4.6 if _long(names) else 3.6, measured=_long(names))
     axes = figure.subplots()
     bars = axes.bar(range(len(classes)), values)
     if len(classes) <= CELLS_WITH_NUMBERS:
-        axes.set_xticks(range(len(classes)), classes, rotation=45 if _long(classes) else 0)
+        axes.set_xticks(range(len(classes)), names, rotation=45 if _long(names) else 0)
         axes.bar_label(bars, [f"{value:.3f}" for value in values], fontsize="x-small")
     label_axes(axes, "class", "recall")
     axes.set_ylim(0, 1.08)
@@ -329,11 +332,11 @@ def comparison(rows: Sequence[Mapping[str, Any]], varied: Sequence[str], metric:
         groups.setdefault(_name(row, others), []).append((float(row[axis]), row[metric]))
     for name, points in groups.items():
         axes.plot(*zip(*sorted(points), strict=True), marker="o", label=name)
-    label_axes(axes, axis, label)
+    label_axes(axes, short(axis), label)
     axes.set_xticks(sorted({float(row[axis]) for row in rows}), minor=False)
     axes.set_ylim(bottom=0)
     if others:
-        axes.legend(title=", ".join(others))
+        axes.legend(title=short(", ".join(others)))
     return figure
 
 
@@ -368,12 +371,14 @@ def new_figure(width: float, height: float, measured: bool = True) -> Figure:
 def entitle(figure: Figure, text: str) -> None:
     """Give a figure its title, on as many lines as it takes; of a very long one the middle is left out."""
     width = figure.get_figwidth() - 0.3
-    text = short(text, int(MOST_TITLE_LINES * LETTERS_AN_INCH * width))
-    letters = len(text)
-    lines = [text]
-    while letters > 1 and max(map(_inches, lines), default=0) > width:
-        letters = min(letters - 1, int(letters * width / max(map(_inches, lines))))
-        lines = textwrap.wrap(text, letters, break_on_hyphens=False)
+    letters = most = len(text)
+    lines = [short(text, most)]
+    while (widest := max(map(_inches, lines), default=0.0)) > width or len(lines) > MOST_TITLE_LINES:
+        if widest > width:
+            letters = min(letters - 1, int(letters * width / widest))
+        else:
+            most = min(most - 1, most * MOST_TITLE_LINES // len(lines))
+        lines = textwrap.wrap(short(text, most), letters, break_on_hyphens=False)
     figure.suptitle("\n".join(lines), fontsize=TITLE_POINTS)
     if figure.get_layout_engine() is None:
         figure.subplots_adjust(top=1 - (0.28 + TITLE_LINE_IN * max(1, len(lines))) / figure.get_figheight())
@@ -417,7 +422,7 @@ def _name_ticks(axes: Axes, names: Sequence[str]) -> None:
 
 
 def _name(row: Mapping[str, Any], keys: Sequence[str]) -> str:
-    return ", ".join(str(row[key]) for key in keys)
+    return short(", ".join(str(row[key]) for key in keys), 60)
 
 
 def _numeric(rows: Sequence[Mapping[str, Any]], key: str) -> bool:
