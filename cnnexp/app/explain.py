@@ -5,17 +5,28 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from cnnexp.app.config import Trainer, build, named
 from cnnexp.app.console import LINE, make_console
 from cnnexp.app.resume import find_run, folder_of
+from cnnexp.backends import BACKENDS, backend_class
+from cnnexp.datasets import DATASETS, Split
 from cnnexp.errors import ConfigError
-from cnnexp.measuring.explanation import Row, Side, rows, sentences, side_of
+from cnnexp.measuring.explanation import Row, Side, rows, sentences, side_of, sides_of
+from cnnexp.measuring.ledger import Ledger, Profiled, report, report_beside
+from cnnexp.optimizers import OPTIMIZERS
 from cnnexp.tracking.events import read_journal
 from cnnexp.tracking.journal import PROFILE
+from cnnexp.training import checkpoint
+from cnnexp.training.baseline import Baseline
+from cnnexp.training.loop import TrainingPlan, train_epochs
 
 NAME, SIDE, US, SHARE = 24, 14, 9, 6  # columns of the table; bars have what is left
+PASSES, PASS_S, MOST_STEPS = 4, 0.5, 500  # of a run that was not profiled: passes, the most seconds and steps of each
 EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
@@ -26,30 +37,82 @@ def command(arguments: Sequence[str]) -> None:
         arguments: one run or two, see `resume.find_run`.
 
     Raises:
-        ConfigError: not one or two runs, or one that was not profiled.
+        ConfigError: not one or two runs, or one that was not profiled and whose record does not say how it was run.
         CheckpointError: there is no such run.
+        DataError: a run that was not profiled, and its data cannot be loaded.
     """
     if len(arguments) not in (1, 2):
         raise ConfigError("explain: give a run, to see it beside its baseline, or two: explain RUN | RUN RUN")
-    folders = [folder_of(find_run(run, f"explain {run}")) for run in arguments]
-    profiles = [_profile(run, folder) for run, folder in zip(arguments, folders, strict=True)]
-    names = [str(read_journal(folder)["name"]) for folder in folders]
+    paths = [find_run(run, f"explain {run}") for run in arguments]
+    folders = [folder_of(path) for path in paths]
     console = make_console()
-    sides = sides_of(profiles, names)
+    profiles = []
+    for run, path, folder in zip(arguments, paths, folders, strict=True):
+        profile = _read_profile(folder)
+        if profile is None:
+            said = f"explain {run}: was not profiled; its steps are timed now, from {path.name}"
+            console.print(f"{said}\n", highlight=False, markup=False, soft_wrap=True)
+            profile = clock_steps(path, read_journal(folder)["config"], f"explain {run}")
+        profiles.append(profile)
+    names = [str(read_journal(folder)["name"]) for folder in folders]
+    sides = set_beside(profiles)
     file = folders[0] / "figures" / ("explain.png" if len(folders) == 1 else f"explain-{folders[1].name}.png")
     for line in screen(sides, " | ".join(names), min(console.width, LINE), _draws_blocks(console.encoding)):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
-    from cnnexp.tracking.explained import draw  # loads matplotlib: after the answer is there
+    from cnnexp.tracking.figures import draw_explained  # loads matplotlib: after the answer is there
 
-    draw(file, sides, " | ".join(names))
+    draw_explained(file, sides, " | ".join(names))
     console.print(f"\nThe figure: {file}", highlight=False, markup=False, soft_wrap=True)
 
 
-def sides_of(profiles: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[Side]:
+def clock_steps(path: Path, config: Mapping[str, Any], given: str) -> dict[str, Any]:
+    """Train for some seconds, clocked, from a run's checkpoint; return their profile, see `ledger.report`.
+
+    They train as one process, beside the run's baseline. Nothing is recorded.
+
+    Args:
+        path: the checkpoint.
+        config: of the run, as its journal has it.
+        given: how the user gave the run, for messages.
+    """
+    if missing := {"backend", "optimizer", "dataset", "trainer"} - config.keys():
+        raise ConfigError(f"{given}: its journal holds no config of {', '.join(sorted(missing))}")
+    found = checkpoint.load(path, history=False)
+    network, loss = checkpoint.rebuild(found.training)
+    trainer = build(Trainer, config["trainer"], "trainer")
+    dataset = named(DATASETS, config["dataset"], "dataset").load()
+    if dataset.input_shape != network.input_shape:
+        raise ConfigError(
+            f"{given}: dataset.name={dataset.name!r} has inputs of shape {dataset.input_shape}, the run's are of shape "
+            f"{network.input_shape}"
+        )
+    compiling = network, loss, named(OPTIMIZERS, config["optimizer"], "optimizer"), trainer.batch_size
+    backend, ledger = named(BACKENDS, config["backend"], "backend").clocked, Ledger()
+    most = MOST_STEPS * trainer.batch_size
+    train = Split(dataset.train.images[:most], dataset.train.labels[:most])
+    test = Split(dataset.test.images[:1], dataset.test.labels[:1])
+    dataset = replace(dataset, train=train, test=test, validation=None)
+    with ExitStack() as stack:
+        program = Profiled(stack.enter_context(closing(backend.compile(*compiling))), ledger)
+        program.restore(found.state)
+        beside = baseline = None
+        if trainer.baseline is not None:
+            compared = backend_class(trainer.baseline)()
+            beside = Profiled(stack.enter_context(closing(compared.compile(*compiling))), ledger, train="baseline")
+            timed = trainer.baseline_batches, trainer.baseline_s
+            baseline = Baseline(beside, train, *timed, layers_share=beside.layers_share)
+        plan = TrainingPlan(PASSES, trainer.seed, trainer.rates(), PASS_S)
+        epochs = list(train_epochs(program, dataset, plan, baseline=baseline))
+        profile = report(ledger, program, epochs, backend)
+        if beside is not None:
+            profile["baseline"] = report_beside(beside, compared, epochs)
+    return profile
+
+
+def set_beside(profiles: Sequence[Mapping[str, Any]]) -> list[Side]:
     """Return the steps to set beside each other: two runs', or a run's and its baseline's, where it had one."""
     if len(profiles) == 1:
-        beside = profiles[0].get("baseline")
-        return [side_of(profiles[0]), *([side_of(beside)] if beside else [])]
+        return sides_of(profiles[0])
     labels = [str(profile["backend"]) for profile in profiles]
     if labels[0] == labels[1]:
         labels = [f"{label} {number}" for number, label in enumerate(labels, 1)]
@@ -113,16 +176,10 @@ def _draws_blocks(encoding: str) -> bool:
     return encoding.lower().startswith("utf")
 
 
-def _profile(run: str, folder: Path) -> dict[str, Any]:
-    """Return the profile that a run recorded."""
+def _read_profile(folder: Path) -> dict[str, Any] | None:
+    """Return the profile that a run recorded; None where it has none, or an older version's."""
     try:
-        profile: dict[str, Any] = json.loads((folder / PROFILE).read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ConfigError(
-            f"explain {run}: its steps were not clocked; run it again with trainer.profile=true"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"explain {run}: {folder / PROFILE}: {error}") from error
-    if "us_per_image" not in profile:
-        raise ConfigError(f"explain {run}: recorded by an older cnnexp; run it again with trainer.profile=true")
-    return profile
+        profile = json.loads((folder / PROFILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return profile if isinstance(profile, dict) and "us_per_image" in profile else None

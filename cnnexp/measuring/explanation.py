@@ -11,11 +11,25 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cnnexp.measuring.ledger import BETWEEN, CALLS, STEP
+from cnnexp.measuring.roofline import roofs
 
 LARGEST = 4  # differences that are worth a sentence
 WORTH = 0.02  # share of the slower step from which a difference is
 FEWER = 1.05  # ratio of multiply-adds from which they are called fewer
-WAITS = 0.01  # share of a step from which waiting is told
+LAYOUT = (".rows", ".lanes")  # ends the name of what changes the layout of a layer's input
+OTHERS = {"wait": "waiting for threads", "gather": "gathering the batch", "update": "updating the parameters"}
+
+
+def plain_name(what: str, layers: Sequence[str]) -> str:
+    """Return e.g. `conv1 relu1 forward`; `waiting for threads` of what is no layer's."""
+    if what in OTHERS:
+        return OTHERS[what]
+    return " ".join((*map(_plain_layer, layers), what))
+
+
+def _plain_layer(name: str) -> str:
+    layer, _, kind = name.rpartition(".")
+    return f"layout for {layer}" if f".{kind}" in LAYOUT else name
 
 
 @dataclass(frozen=True)
@@ -40,9 +54,8 @@ class Piece:
 
     @property
     def name(self) -> str:
-        """E.g. `conv1 relu1 forward`; `wait threads` of what is no layer's."""
-        computes = self.what in ("forward", "backward")
-        return " ".join((*self.layers, self.what) if computes else (self.what, *self.layers))
+        """As `plain_name` has it."""
+        return plain_name(self.what, self.layers)
 
     def gflops(self) -> float:
         return self.flops / self.us / 1e3
@@ -112,6 +125,11 @@ def side_of(profile: Mapping[str, Any], label: str | None = None) -> Side:
     )
 
 
+def sides_of(profile: Mapping[str, Any]) -> list[Side]:
+    """Return the step of a run and, where it had one, its baseline's."""
+    return [side_of(side) for side in (profile, profile.get("baseline")) if side]
+
+
 def rows(sides: Sequence[Side]) -> list[Row]:
     """Return the parts of the steps beside each other, in the order of the first side's step."""
     groups = _groups([piece.layers for side in sides for piece in side.pieces])
@@ -140,10 +158,7 @@ def sentences(sides: Sequence[Side]) -> list[str]:
         told.append(_what_is_left(ours))
         if ours.ways:
             ways = ", ".join(f"{layers} by `{way}`" for layers, way in ours.ways.items())
-            told.append(f"Of the ways that {ours.label} has to compute layers it took: {ways}.")
-        waits = sum(piece.us for piece in ours.pieces if piece.what == "wait")
-        if waits >= WAITS * ours.us:
-            told.append(f"The threads wait for each other {waits / ours.us:.0%} of the step, {us_text(waits)}.")
+            told.append(f"The algorithms that {ours.label} chose, of those in docs/kernels.md: {ways}.")
         told += [f"{side.label}'s run was {side.disturbed}." for side in sides if side.disturbed]
         told.append(f"These parts are {ours.accounted:.1%} of the step as the epochs' own clock has it.")
     return told
@@ -171,7 +186,7 @@ def _change(a: Piece, b: Piece, ours: Side, theirs: Side) -> str:
     if a.fewer and a.multiply_adds and b.multiply_adds > FEWER * a.multiply_adds:
         reasons.append(f"{b.multiply_adds / a.multiply_adds:.3g} times fewer multiply-adds, since {a.fewer}")
     if a.at_once and not b.at_once:
-        reasons.append(f"{a.at_once} at once")
+        reasons.append(f"{a.at_once} compute at once" if ours.device else f"an instruction takes {a.at_once} at once")
     if ours.threads > theirs.threads:
         reasons.append(f"{ours.threads} threads instead of {theirs.threads}")
     return f"{text}: {'; '.join(reasons)}." if fell and reasons else f"{text}."
@@ -184,18 +199,21 @@ def _what_is_left(side: Side) -> str:
     )
     text = f"Most of {side.label}'s step is {largest.name}, {largest.us / side.us:.0%}: {us_text(largest.us)}"
     if largest.flops and largest.bytes and side.limits:
-        intensity, ridge = largest.flops / largest.bytes, side.limits["gflops"] / side.limits["gb_per_s"]
-        bound = "arithmetic" if intensity >= ridge else "memory"
-        limit = min(side.limits["gflops"], intensity * side.limits["gb_per_s"])
-        share = largest.gflops() / limit
-        text += f" at {largest.gflops():,.3g} GFLOP/s, "
-        if share <= 1:
-            text += f"{share:.0%} of the {limit:,.3g} that {bound} allows here"
-        elif bound == "memory":
-            text += f"more than the {limit:,.3g} that memory allows: much of what it reads is in the caches"
-        else:
-            text += f"more than the {limit:,.3g} that was measured as the limit here"
-        text += f" ({intensity:.3g} FLOP a byte; from {ridge:.3g} on arithmetic is the limit)"
+        intensity, speed, most = largest.flops / largest.bytes, largest.gflops(), side.limits["gflops"]
+        text += f" at {speed:,.3g} GFLOP/s, "
+        allowed = {where: min(most, intensity * width) for where, width in roofs(side.limits).items()}
+        where = next((where for where, limit in allowed.items() if speed <= limit), None)
+        nearest = next(iter(allowed))
+        if where is None:
+            text += f"more than the {max(allowed.values()):,.3g} that was measured as the limit here"
+        elif where != nearest:
+            text += (
+                f"more than the {allowed[nearest]:,.3g} that {nearest} allows: much of what it reads is in the caches; "
+            )
+        if where is not None:
+            bound = "arithmetic" if allowed[where] == most else where if where == nearest else f"the {where}"
+            text += f"{speed / allowed[where]:.0%} of the {allowed[where]:,.3g} that {bound} allows here"
+        text += f" ({intensity:.3g} FLOP a byte)"
     return f"{text}."
 
 
@@ -242,7 +260,7 @@ def _possessive(piece: Piece) -> str:
         return piece.name.capitalize()
     first, *along = piece.layers
     listed = " and ".join(filter(None, (", ".join(along[:-1]), *along[-1:])))
-    return f"{first}'s {piece.what} pass" + (f" with {listed}" if along else "")
+    return f"{_plain_layer(first)}'s {piece.what} pass" + (f" with {listed}" if along else "")
 
 
 def _who(side: Side) -> str:

@@ -6,9 +6,12 @@ Waterman and Patterson 2009). Both counts follow from the shapes alone: every ar
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import assert_never
 
 import numpy as np
@@ -31,6 +34,9 @@ from cnnexp.network import (
 
 BYTES = 4  # of a float32, and of an argmax
 FUNCTION_FLOPS = 4  # of a sigmoid: exp, add, divide, negate, an exp counting as one; others are taken for alike
+CACHES, LEVELS = Path("/sys/devices/system/cpu/cpu0/cache"), (1, 2, 3)
+MEMORY_BYTES = 1 << 27  # more than caches hold, of all threads together
+TRAFFIC_BYTES = 1 << 28  # of a round and thread: milliseconds, so that waking a thread is little of it
 ROUNDS = 3  # the best of them counts: a limit is what the machine can do
 
 
@@ -92,19 +98,56 @@ def fused_work(
 
 
 def machine_limits(threads: int) -> dict[str, float]:
-    """Measure what the machine can do: `gflops` by a matrix product, `gb_per_s` by copying an array; half a second.
+    """Measure what the machine can do, in a second: a matrix product, and maxima of arrays that each cache just holds.
 
     Args:
-        threads: of the product; the copy has one, which most memory systems are not far from full with.
+        threads: that compute at once.
+
+    Returns:
+        `gflops`, `gb_per_s` of the memory, and `<cache>_gb_per_s` (l1, l2, l3) of each cache whose size is known.
     """
-    rng = np.random.default_rng(0)
-    side, words = 1024, 1 << 24  # the copied array, 64 MiB, is larger than caches
+    rng, side = np.random.default_rng(0), 1024
     a, b = rng.random((2, side, side), np.float32)
-    source, target = np.ones(words, np.float32), np.zeros(words, np.float32)
     with threadpoolctl.threadpool_limits(threads, user_api="blas"):
         product_s = _best(lambda: np.matmul(a, b))
-    copy_s = _best(lambda: np.copyto(target, source))
-    return {"gflops": 2e-9 * side**3 / product_s, "gb_per_s": 2e-9 * source.nbytes / copy_s}
+    l1, l2, l3 = (_cache_bytes().get(level, 0) for level in LEVELS)
+    worked_on = {
+        "gb_per_s": max(MEMORY_BYTES, 4 * l3) // threads,
+        "l3_gb_per_s": l3 // threads // 4 if l3 // threads > 8 * l2 else 0,  # else hardly more than the second holds
+        "l2_gb_per_s": l2 * 3 // 4,
+        "l1_gb_per_s": l1 * 3 // 4,
+    }
+    bandwidths = {name: _gb_per_s(size, threads) for name, size in worked_on.items() if size}
+    return {"gflops": 2e-9 * side**3 / product_s, **bandwidths}
+
+
+def roofs(limits: Mapping[str, float]) -> dict[str, float]:
+    """Return the bandwidths of `machine_limits` in GB/s by where the bytes are, the farthest from the core first."""
+    named = {"memory": "gb_per_s", **{f"L{level} cache": f"l{level}_gb_per_s" for level in reversed(LEVELS)}}
+    return {name: limits[key] for name, key in named.items() if key in limits}
+
+
+def _gb_per_s(size: int, threads: int) -> float:
+    """Return the bandwidth at which threads go over `size` bytes each: two arrays, one read, one read and written."""
+    words = size // (2 * BYTES)
+    repeats = max(1, TRAFFIC_BYTES // (3 * BYTES * words))
+    # one array over and over, in one call: what NumPy does before and after it takes longer than a first cache's pass
+    once = [np.ones((1, words), np.float32) for _ in range(threads)]
+    arrays = [(np.broadcast_to(array, (repeats, words)), np.zeros(words, np.float32)) for array in once]
+    with ThreadPoolExecutor(threads) as pool:
+        seconds = _best(lambda: list(pool.map(lambda pair: np.maximum.reduce(pair[0], axis=0, out=pair[1]), arrays)))
+    return threads * repeats * words * 3e-9 * BYTES / seconds
+
+
+def _cache_bytes() -> dict[int, int]:
+    """Return the size of the first core's data caches by level, as Linux has them; empty elsewhere."""
+    found = {}
+    for index in CACHES.glob("index*"):
+        with contextlib.suppress(OSError, ValueError):
+            level, kind, size = ((index / name).read_text().strip() for name in ("level", "type", "size"))
+            if kind != "Instruction":
+                found[int(level)] = int(size.rstrip("KM")) << {"K": 10, "M": 20}.get(size[-1], 0)
+    return found
 
 
 def _best(work: Callable[[], object]) -> float:

@@ -16,7 +16,7 @@ from matplotlib.ticker import MaxNLocator
 from cnnexp.papers.compare import Cell, Result, pick, recalls, scaling_label
 from cnnexp.papers.measures import per_epoch
 from cnnexp.system.table import number
-from cnnexp.tracking.figures import column_of, label_axes, new_figure
+from cnnexp.tracking.figures import column_of, entitle, label_axes, new_figure
 
 # Okabe and Ito's colours, which the colour-blind can tell apart, without the palest
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -28,13 +28,18 @@ BY_EPOCH = {"time/epoch_s": "epoch time (s)", "train/loss": "training loss"}
 
 def draw(result: Result, folder: Path) -> None:
     """Draw a paper's table or figure, made again, into `folder`: figure.png and figure.svg."""
-    kind = {"bars": _bars, "lines": _lines, "epochs": _epochs}[result.experiment.figure]
-    figure = kind(result)
-    figure.suptitle(result.experiment.title, fontsize="medium")
+    drawn = figure(result)
     for suffix in ("png", "svg"):
         # no date in the file, and text that stays text
         with rc_context({"svg.fonttype": "none", "svg.hashsalt": "cnnexp"}):
-            figure.savefig(folder / f"figure.{suffix}", metadata={"Date": None} if suffix == "svg" else None)
+            drawn.savefig(folder / f"figure.{suffix}", metadata={"Date": None} if suffix == "svg" else None)
+
+
+def figure(result: Result) -> Figure:
+    """Return what `draw` writes."""
+    drawn = {"bars": _bars, "lines": _lines, "epochs": _epochs}[result.experiment.figure](result)
+    entitle(drawn, result.experiment.title)
+    return drawn
 
 
 def _bars(result: Result) -> Figure:

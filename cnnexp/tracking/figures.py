@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import logging
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,20 @@ import numpy as np
 from matplotlib.axes import Axes as Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as PlainFigure
-from matplotlib.ticker import LogFormatter, MaxNLocator
+from matplotlib.font_manager import FontProperties
+from matplotlib.textpath import text_to_path
+from matplotlib.ticker import MaxNLocator, NullFormatter, StrMethodFormatter
+
+from cnnexp.measuring.explanation import Piece, Row, Side, plain_name, rows, sides_of, us_text
+from cnnexp.measuring.roofline import roofs
 
 logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)  # else it tells of every font that its cache lacks
 
 DPI = 100
 SMALLEST_SHARE = 0.002  # of the wall time, for an entry of a ledger to have a bar of its own
+TITLE_POINTS, TITLE_LINE_IN = 10, 0.17
+MOST_TITLE_LINES = 3
+MOST_OF_CLASS = 16  # letters of a class's name
 CELLS_WITH_NUMBERS = 20  # a confusion matrix of more classes shows colours alone
 
 
@@ -61,7 +70,7 @@ def draw_run(
     }
     Path(folder).mkdir(parents=True, exist_ok=True)
     for name, figure in figures.items():
-        figure.suptitle(title, fontsize="medium")
+        entitle(figure, title)
         save(figure, Path(folder) / f"{name}.png")
 
 
@@ -84,99 +93,155 @@ def draw_sweep(folder: str, rows: Sequence[Mapping[str, Any]], varied: Sequence[
 
 
 def draw_profile(folder: str, profile: Mapping[str, Any], title: str) -> None:
-    """Draw where a run's time went into `folder`: profile.png and, where layers were clocked, roofline.png.
+    """Draw where a run's time went into `folder`: profile.png and, where layers were clocked, explain.png.
 
     Args:
         folder: made if missing.
         profile: of `ledger.report`.
         title: of every figure.
     """
-    figures = {"profile": ledger(profile)}
-    if profile["layered"]:
-        figures["roofline"] = layers_on_the_roofline(profile)
     Path(folder).mkdir(parents=True, exist_ok=True)
-    for name, figure in figures.items():
-        figure.suptitle(title, fontsize="medium")
-        save(figure, Path(folder) / f"{name}.png")
+    figure = ledger(profile)
+    entitle(figure, title)
+    save(figure, Path(folder) / "profile.png")
+    if profile["layered"]:
+        draw_explained(Path(folder) / "explain.png", sides_of(profile), title)
+
+
+def draw_explained(path: Path, sides: Sequence[Side], title: str) -> None:
+    """Write the figure of `explained`; its folder is made if missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure = explained(sides, title)
+    save(figure, path)
 
 
 def ledger(profile: Mapping[str, Any]) -> Figure:
     """Return the seconds of every entry of a profile's ledger, largest first."""
-    seconds = {f"{entry['layer']} {entry['what']}".strip(): entry["seconds"] for entry in profile["entries"]}
+    seconds = {plain_name(entry["what"], entry["layer"].split()): entry["seconds"] for entry in profile["entries"]}
     shown = {name: s for name, s in seconds.items() if s >= SMALLEST_SHARE * profile["wall_s"]}
     if len(shown) < len(seconds):
         shown[f"{len(seconds) - len(shown)} smaller entries"] = sum(seconds.values()) - sum(shown.values())
-    figure = new_figure(7, 1.2 + 0.28 * len(shown))
+    figure = new_figure(8, 1.6 + 0.28 * len(shown))
     axes = figure.subplots()
-    bars = axes.barh(list(shown), list(shown.values()))
+    bars = axes.barh(range(len(shown)), list(shown.values()))
+    axes.set_yticks(range(len(shown)), [short(name) for name in shown])
     axes.bar_label(bars, [f" {s / profile['wall_s']:.1%}" for s in shown.values()], fontsize="x-small")
     axes.invert_yaxis()
     axes.margins(x=0.12)
     accounted = f"{profile['accounted']:.1%} of {profile['wall_s']:.2f} s accounted for"
-    axes.set_xlabel(f"seconds and share of the wall time; {accounted}")
+    axes.set_xlabel(f"seconds and share of the wall time\n{accounted}")
     return figure
 
 
-def layers_on_the_roofline(profile: Mapping[str, Any]) -> Figure:
-    """Return the roofline with every layer's pass of a profile."""
-    figure = new_figure(8, 4.4)
-    layers = [layer for layer in profile["layers"] if layer["flops"] > 0 and layer["seconds"] > 0]
-    points = [
-        (
-            f"{layer['name']} {layer['pass']}",
-            layer["flops"] / layer["bytes"],
-            layer["flops"] / layer["seconds"] / 1e9,
-            layer["pass"],
-        )
-        for layer in layers
-    ]
-    roofline(figure.subplots(), points, profile["machine"])
-    return figure
-
-
-def roofline(axes: Axes, points: Sequence[tuple[str, float, float, str]], limits: Mapping[str, float]) -> None:
-    """Draw speeds against arithmetic intensity, under the machine's two limits.
+def explained(sides: Sequence[Side], title: str = "") -> Figure:
+    """Return the parts of steps as bars to one scale and, of the first side, where they are known, its roofline.
 
     Args:
-        axes: to draw into.
-        points: (name, FLOP per byte, GFLOP/s, pass).
+        sides: one or two, of `explanation`.
+        title: of the figure.
+    """
+    table = rows(sides)
+    pieces = [(at, row.pieces[0]) for at, row in enumerate(table)]
+    placed = [(at, piece) for at, piece in pieces if piece is not None and piece.flops and piece.bytes]
+    if not sides[0].limits:
+        placed = []
+    figure = new_figure(13 if placed else 8, max(4.2, 1.4 + 0.42 * len(table)))
+    left, *right = figure.subplots(1, 2 if placed else 1, squeeze=False)[0]
+    names = [short(row.name) for row in table]
+    for number, (at, _) in enumerate(placed, 1):
+        names[at] += f"  ({number})"
+    _step_bars(left, sides, table, names)
+    entitle(figure, title)
+    for axes in right:
+        axes.set_title(f"{short(sides[0].label)}, parts by number", fontsize="medium")
+        _roofline(axes, [piece for _, piece in placed], sides[0].limits)
+    return figure
+
+
+def _step_bars(axes: Axes, sides: Sequence[Side], table: Sequence[Row], names: Sequence[str]) -> None:
+    height = 0.8 / len(sides)
+    for i, side in enumerate(sides):
+        here = [(at, row.pieces[i]) for at, row in enumerate(table)]
+        drawn = [(at, piece) for at, piece in here if piece is not None]
+        places = [at + (i - (len(sides) - 1) / 2) * height for at, _ in drawn]
+        name = f"{short(side.label)}: {us_text(side.us)}"
+        bars = axes.barh(places, [piece.us for _, piece in drawn], height, label=name)
+        texts = [f" {us_text(piece.us)}  {piece.us / side.us:.0%}" for _, piece in drawn]
+        axes.bar_label(bars, texts, fontsize="x-small")
+    axes.set_yticks(range(len(table)), names, fontsize="small")
+    axes.invert_yaxis()
+    axes.margins(x=0.4)
+    axes.set_xlabel("microseconds an image, share of its own step")
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False, fontsize="small")  # where no bar is
+
+
+def _roofline(axes: Axes, pieces: Sequence[Piece], limits: Mapping[str, float]) -> None:
+    """Draw speeds against arithmetic intensity, numbered, under the limits of the machine's memory and caches.
+
+    Args:
+        axes: to draw into, of a figure that holds all else.
+        pieces: whose operations and bytes are known.
         limits: of `roofline.machine_limits`.
     """
-    intensity = np.array([point[1] for point in points])
-    speed = np.array([point[2] for point in points])
-    ridge = limits["gflops"] / limits["gb_per_s"]
-    span = np.geomspace(min(ridge, *intensity) / 3, max(ridge, *intensity) * 3, 200)
-    axes.plot(span, np.minimum(limits["gflops"], span * limits["gb_per_s"]), color="black", label="limit, measured")
+    intensity = np.array([piece.flops / piece.bytes for piece in pieces])
+    speed = np.array([piece.gflops() for piece in pieces])
+    most, bandwidths = limits["gflops"], roofs(limits)
+    ridges = [most / bandwidth for bandwidth in bandwidths.values()]
+    left, right = min(*ridges, *intensity) / 2, max(*ridges, *intensity) * 2
+    lines = []
+    for (name, bandwidth), ridge, dash in zip(bandwidths.items(), ridges, ("-", "--", "-.", ":"), strict=False):
+        x = np.geomspace(left, ridge, 400)
+        axes.plot(x, x * bandwidth, dash, color="black", label=f"limit by {name}: {bandwidth:,.0f} GB/s")
+        lines.append((x, x * bandwidth))
+    x = np.geomspace(min(ridges), right, 400)
+    axes.plot(x, np.full_like(x, most), color="gray", label=f"limit by arithmetic: {most:,.0f} GFLOP/s")
+    lines.append((x, np.full_like(x, most)))
     for what, marker in (("forward", "o"), ("backward", "s")):
-        chosen = [i for i, point in enumerate(points) if point[3] == what]
+        chosen = [i for i, piece in enumerate(pieces) if piece.what == what]
         axes.scatter(intensity[chosen], speed[chosen], marker=marker, label=what, zorder=3)
     axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.set_ylim(min(speed) / 2, max(limits["gflops"], *speed) * 2)
+    axes.set_xlim(left, right)
+    axes.set_ylim(min(speed) / 4, max(most, *speed) * 2)
     for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(LogFormatter())
-        axis.set_minor_formatter(LogFormatter())
-    _name_beside(axes, points)
+        axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axis.set_minor_formatter(NullFormatter())
     label_axes(axes, "arithmetic intensity (FLOP per byte, from the shapes)", "GFLOP/s")
-    axes.legend(loc="upper left", fontsize="small")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize="x-small")
+    _number(axes, np.column_stack([intensity, speed]), lines)
 
 
-def _name_beside(axes: Axes, points: Sequence[tuple[str, float, float, str]]) -> None:
-    """Write the names in a column beside the axes, in the order of their heights, a line to each point.
+def _number(axes: Axes, points: np.ndarray, lines: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+    """Write the number of each point near it, over no line, point or other number.
 
-    So no two of them overlap, however close the points are.
+    Args:
+        points: (N, 2), in the units of the axes.
+        lines: (x, y) of places close to each other on every line.
     """
-    ordered = sorted(points, key=lambda point: point[2])
-    for i, (name, x, y, _) in enumerate(ordered):
-        axes.annotate(
-            name,
-            (x, y),
-            xytext=(1.03, (i + 0.5) / len(ordered)),
-            textcoords="axes fraction",
-            va="center",
-            fontsize="x-small",
-            arrowprops={"arrowstyle": "-", "color": "gray", "linewidth": 0.4},
+    axes.figure.draw_without_rendering()  # lays it out; from then on a pixel is known
+    at = axes.transData.transform(points)
+    taken = np.vstack([at, *(axes.transData.transform(np.column_stack(line)) for line in lines)])
+    inside, sizes, placed = axes.bbox, [], []
+    for i, point in enumerate(at):
+        half = np.array([4 + 3 * len(str(i + 1)), 7])
+        angles = np.linspace(0, 2 * np.pi, 24, endpoint=False)
+        tries = [point + r * np.array([np.cos(a), np.sin(a)]) for r in range(12, 240, 6) for a in angles]
+        free = (
+            place
+            for place in tries
+            if inside.contains(*(place - half)) and inside.contains(*(place + half))
+            if not (np.abs(taken - place) < half).all(axis=1).any()
+            if not any((np.abs(other - place) < half + size).all() for other, size in zip(placed, sizes, strict=True))
         )
+        place = next(free, tries[0])
+        placed.append(place)
+        sizes.append(half)
+        arrow = {"arrowstyle": "-", "color": "gray", "linewidth": 0.4, "shrinkA": 0, "shrinkB": 0}
+        offset = (place - point) * 72 / DPI
+        text = axes.annotate(
+            *(str(i + 1), points[i], offset), textcoords="offset points", arrowprops=arrow, fontsize="x-small"
+        )
+        text.set(ha="center", va="center", in_layout=False)
 
 
 def learning(epochs: Sequence[Mapping[str, float]]) -> Figure:
@@ -221,13 +286,14 @@ def confusion(labels: np.ndarray, predicted: np.ndarray, classes: Sequence[str])
     """Return how often each true class (row) was taken for each class (column), on the test split."""
     counts = confusion_counts(labels, predicted, len(classes))
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
-    side = min(3 + 0.42 * len(classes), 12)
-    figure = new_figure(side + 0.6, side, measured=_long(classes))
+    names = [short(name, MOST_OF_CLASS) for name in classes]
+    side = min(3 + 0.42 * len(classes), 12) + (1 if _long(names) else 0)
+    figure = new_figure(side + 0.6, side, measured=_long(names))
     axes = figure.subplots()
     image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     figure.colorbar(image, label="share of the true class")
     if len(classes) <= CELLS_WITH_NUMBERS:
-        _name_ticks(axes, classes)
+        _name_ticks(axes, names)
         for row, column in np.argwhere(counts):
             colour = "white" if shares[row, column] > 0.5 else "black"
             text = axes.text(column, row, counts[row, column], ha="center", va="center", fontsize="x-small")
@@ -241,11 +307,12 @@ def recall(labels: np.ndarray, predicted: np.ndarray, classes: Sequence[str]) ->
     """Return the share of each class that was found, on the test split."""
     counts = confusion_counts(labels, predicted, len(classes))
     values = counts.diagonal() / np.maximum(counts.sum(axis=1), 1)
-    figure = new_figure(max(6.0, min(0.5 * len(classes), 16)), 3.6, measured=_long(classes))
+    names = [short(name, MOST_OF_CLASS) for name in classes]
+    figure = new_figure(max(6.0, min(0.5 * len(classes), 16)), 4.6 if _long(names) else 3.6, measured=_long(names))
     axes = figure.subplots()
     bars = axes.bar(range(len(classes)), values)
     if len(classes) <= CELLS_WITH_NUMBERS:
-        axes.set_xticks(range(len(classes)), classes, rotation=45 if _long(classes) else 0)
+        axes.set_xticks(range(len(classes)), names, rotation=45 if _long(names) else 0)
         axes.bar_label(bars, [f"{value:.3f}" for value in values], fontsize="x-small")
     label_axes(axes, "class", "recall")
     axes.set_ylim(0, 1.08)
@@ -265,11 +332,11 @@ def comparison(rows: Sequence[Mapping[str, Any]], varied: Sequence[str], metric:
         groups.setdefault(_name(row, others), []).append((float(row[axis]), row[metric]))
     for name, points in groups.items():
         axes.plot(*zip(*sorted(points), strict=True), marker="o", label=name)
-    label_axes(axes, axis, label)
+    label_axes(axes, short(axis), label)
     axes.set_xticks(sorted({float(row[axis]) for row in rows}), minor=False)
     axes.set_ylim(bottom=0)
     if others:
-        axes.legend(title=", ".join(others))
+        axes.legend(title=short(", ".join(others)))
     return figure
 
 
@@ -301,6 +368,35 @@ def new_figure(width: float, height: float, measured: bool = True) -> Figure:
     return figure
 
 
+def entitle(figure: Figure, text: str) -> None:
+    """Give a figure its title, on as many lines as it takes; of a very long one the middle is left out."""
+    width = figure.get_figwidth() - 0.3
+    letters = most = len(text)
+    lines = [short(text, most)]
+    while (widest := max(map(_inches, lines), default=0.0)) > width or len(lines) > MOST_TITLE_LINES:
+        if widest > width:
+            letters = min(letters - 1, int(letters * width / widest))
+        else:
+            most = min(most - 1, most * MOST_TITLE_LINES // len(lines))
+        lines = textwrap.wrap(short(text, most), letters, break_on_hyphens=False)
+    figure.suptitle("\n".join(lines), fontsize=TITLE_POINTS)
+    if figure.get_layout_engine() is None:
+        figure.subplots_adjust(top=1 - (0.28 + TITLE_LINE_IN * max(1, len(lines))) / figure.get_figheight())
+
+
+def _inches(text: str) -> float:
+    found = text_to_path.get_text_width_height_descent(text, FontProperties(size=TITLE_POINTS), ismath=False)
+    return float(found[0]) / 72
+
+
+def short(text: str, most: int = 40) -> str:
+    """Return a name on one line of at most so many letters, the middle of a longer one left out."""
+    text = " ".join(str(text).split())
+    if len(text) > most:
+        text = f"{text[: most - most // 2 - 3]}...{text[-(most // 2) :]}"
+    return text.replace("$", r"\$")  # which would begin a formula
+
+
 def _long(names: Sequence[str]) -> bool:
     return max(map(len, names)) > 3
 
@@ -326,7 +422,7 @@ def _name_ticks(axes: Axes, names: Sequence[str]) -> None:
 
 
 def _name(row: Mapping[str, Any], keys: Sequence[str]) -> str:
-    return ", ".join(str(row[key]) for key in keys)
+    return short(", ".join(str(row[key]) for key in keys), 60)
 
 
 def _numeric(rows: Sequence[Mapping[str, Any]], key: str) -> bool:

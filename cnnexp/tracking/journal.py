@@ -26,7 +26,7 @@ from cnnexp.backends.protocol import Backend
 from cnnexp.datasets import Dataset, photograph
 from cnnexp.errors import BackendUnavailable, CheckpointError, ConfigError, Diverged, TrackingError
 from cnnexp.measuring import environment
-from cnnexp.measuring.explanation import changes, side_of
+from cnnexp.measuring.explanation import changes, sides_of
 from cnnexp.measuring.interference import Interference
 from cnnexp.network import Network
 from cnnexp.system.registry import VARIABLE
@@ -390,8 +390,7 @@ class Run:
         if target is not None:
             self.verdict.append(("target", verdict.to_target(target, self.metrics)))
         if self.profile is not None:
-            sides = [side_of(side) for side in (self.profile, self.profile.get("baseline")) if side]
-            self.verdict += [("why", text) for text in changes(sides)[:MOST_REASONS]]
+            self.verdict += [("why", text) for text in changes(sides_of(self.profile))[:MOST_REASONS]]
         if status != "FINISHED":
             self.verdict.insert(0, ("status", f"{status} after {self.epochs[-1].epoch} epochs"))
         self.verdict.append(("folder", str(self.folder)))

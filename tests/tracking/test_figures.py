@@ -2,9 +2,14 @@ import io
 
 import numpy as np
 import pytest
+from canvas import cut_off, texts
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.text import Text
 from PIL import Image
 from results import DATASET, LABELS, SCORES, epoch_result
 
+from cnnexp.measuring.explanation import sides_of
+from cnnexp.measuring.roofline import roofs
 from cnnexp.tracking import figures
 from cnnexp.tracking.metrics import epoch_metrics, predicted_classes
 
@@ -107,3 +112,73 @@ def test_draw_sweep_shows_speedup_only_where_it_was_measured(tmp_path, speedups)
 def test_draw_sweep_of_failures_alone_draws_nothing(tmp_path):
     figures.draw_sweep(str(tmp_path / "figures"), [], [])
     assert list((tmp_path / "figures").iterdir()) == []
+
+
+LONG = "cpu-simd conv3 with-a-name-nobody-would-type mnist " + "root=/a/long/path/to/where/images/are/kept/" * 3
+LONG_NAMES = ["WWWWWWWWWW" * 5, "a class of many words, all of them needed to say what it is", "i" * 80, "$x$ and $y"]
+LIMITS = {"gflops": 100.0, "gb_per_s": 10.0, "l3_gb_per_s": 30.0, "l2_gb_per_s": 50.0, "l1_gb_per_s": 99.0}
+PROFILE = {
+    **{"backend": "W" * 60, "threads": 2, "images": 1000, "us_per_image": 12345.678, "wall_s": 1234.5},
+    **{"accounted": 0.9876, "layered": True, "machine": LIMITS},
+    "entries": [{"what": "update", "layer": name, "seconds": 400.0} for name in LONG_NAMES],
+    "layers": [
+        {
+            **{"layers": [f"residual{i}.conv1", f"residual{i}.batchnorm2d1"], "pass": what},
+            **{"seconds": 0.1 + i, "multiply_adds": 1e9, "flops": 1e12 * (i + 1), "bytes": 1e11, "at_once": ""},
+            "fewer": "",
+        }
+        for i in range(12)
+        for what in ("forward", "backward")
+    ],
+}
+SMALL = [f"{split}/{metric}" for split in ("train", "test") for metric in ("loss", "accuracy")]
+TINY_LOSSES = [{"epoch": i, **dict.fromkeys((*SMALL, "time/epoch_s"), 1.23456e-7 * i)} for i in range(1, 4)]
+SECONDS = "time/median_epoch_s"
+LONG_ROWS = [{**row, "trainer.resume": LONG, "model.filters": str(32 * i)} for i, row in enumerate(ROWS, 1)]
+FIGURES = {
+    "learning": lambda: figures.learning(TINY_LOSSES),
+    "epoch_time": lambda: figures.epoch_time(TINY_LOSSES, [None, 1.5e-7, 1e-7]),
+    "slow epochs": lambda: figures.epoch_time(epochs(epoch_result(1, epoch_s=12345.678)), [1234567.8]),
+    "confusion": lambda: figures.confusion(LABELS, predicted_classes(SCORES), LONG_NAMES),
+    "few classes": lambda: figures.confusion(LABELS, predicted_classes(SCORES), "abc"),
+    "recall": lambda: figures.recall(LABELS, predicted_classes(SCORES), LONG_NAMES),
+    "short recall": lambda: figures.recall(LABELS, predicted_classes(SCORES), "abc"),
+    "bars": lambda: figures.comparison(LONG_ROWS[1:], ["backend", "trainer.resume"], SECONDS, "seconds"),
+    "lines": lambda: figures.comparison(LONG_ROWS, ["backend", "trainer.resume", "model.filters"], SECONDS, "s"),
+    "ledger": lambda: figures.ledger(PROFILE),
+    "explained": lambda: figures.explained(sides_of(PROFILE)),
+    "both sides": lambda: figures.explained(sides_of({**PROFILE, "baseline": PROFILE})),
+    "no roofline": lambda: figures.explained(sides_of({**PROFILE, "machine": {}})),
+}
+
+
+@pytest.mark.parametrize("title", [LONG, "W" * 300, "short"], ids=["long", "wide", "short"])
+@pytest.mark.parametrize("name", FIGURES)
+def test_every_text_is_whole(name, title):
+    figure = FIGURES[name]()
+    figures.entitle(figure, title)
+    assert cut_off(figure) == []
+    (shown, box), *_ = [(text, box) for text, box in texts(figure) if text == figure.get_suptitle()]
+    assert shown.split()[0][:20] == title.split()[0][:20]
+    assert not any(axes.bbox.overlaps(box) for axes in figure.axes), "the title is above the axes"
+
+
+def test_a_long_name_keeps_both_its_ends():
+    assert figures.short("a" * 50 + "b" * 50, 20) == "aaaaaaa...bbbbbbbbbb"
+    assert figures.short("as it is") == "as it is"
+    assert figures.short("$5 or $6") == r"\$5 or \$6"
+
+
+def test_numbers_on_the_roofline_lie_over_nothing():
+    figure = figures.explained(sides_of(PROFILE))
+    axes = figure.axes[1]
+    FigureCanvasAgg(figure).draw()
+    boxes = [Text.get_window_extent(text) for text in axes.texts]  # an annotation's own has its line in it
+    assert [text.get_text() for text in axes.texts] == [str(number) for number in range(1, 25)]
+    assert [text.get_text() for text in figure.axes[0].get_yticklabels()][0].endswith("(1)")
+    for i, box in enumerate(boxes):
+        assert not any(box.overlaps(other) for other in boxes[i + 1 :])
+    assert len(axes.get_lines()) == 1 + len(roofs(LIMITS))
+    for line in axes.get_lines():
+        pixels = axes.transData.transform(line.get_xydata())
+        assert not any(box.count_contains(pixels) for box in boxes), line.get_label()

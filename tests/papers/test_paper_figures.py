@@ -1,0 +1,35 @@
+"""The figures of the papers: whether every text in them is whole."""
+
+import numpy as np
+import pytest
+from canvas import cut_off
+from papers.jobs import make_job
+
+from cnnexp.papers import EXPERIMENTS, figures
+from cnnexp.papers.compare import Cell, Result
+
+SCALING = [
+    {"link": link, "sync": sync, "workers": workers, "epoch_s": 100.0 / workers}
+    for link in ("a link of a long name, 100 Gbit/s", "another, 1 Gbit/s")
+    for sync in ("gradients", "parameters")
+    for workers in (1.0, 16.0, 1024.0)
+]
+
+
+@pytest.mark.parametrize("missing", [False, True])
+@pytest.mark.parametrize("key", EXPERIMENTS)
+def test_every_text_is_whole(key, missing, tmp_path):
+    experiment = EXPERIMENTS[key]
+    why = "not run: no NVIDIA GPU was found on this machine"
+    cell = Cell(12345.678, None, why=why) if missing else Cell(12345.678, 0.0012345, 0.0001)
+    cells = [[cell for _ in experiment.columns] for _ in experiment.lines]
+    configs = [{**column.jobs, **line.jobs} for line in experiment.lines for column in experiment.columns]
+    jobs = [] if missing else [make_job(**{"backend": config.pop("backend.name", "numpy")}, **config) for config in configs]
+    for i, job in enumerate(jobs):
+        job.folder = tmp_path / str(i)
+        job.folder.mkdir()
+        np.savez(job.folder / "predictions.npz", labels=np.arange(10), predicted=np.arange(10))
+        for epoch in job.epochs:
+            epoch["train/loss"] = 123.456
+    result = Result(key, experiment, jobs, cells, {"machine.cores": "2"}, SCALING if experiment.scaling else ())
+    assert cut_off(figures.figure(result)) == []
