@@ -94,9 +94,8 @@ def main() -> None:
             raise
         leave(str(error), error.exit_code)
     except KeyboardInterrupt as error:
-        if isinstance(error, Terminated):
-            leave("terminated", error.exit_code)
-        leave("interrupted", 130)
+        word, code = ("terminated", error.exit_code) if isinstance(error, Terminated) else ("interrupted", 130)
+        leave("; ".join([word, *getattr(error, "__notes__", ())]), code)
     except BrokenPipeError:
         # who read standard output is gone, as with `| head`; nobody is left to tell, nor at the interpreter's end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
