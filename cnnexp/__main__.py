@@ -44,6 +44,11 @@ COMMANDS = {
         "FOLDER | EXPERIMENT",
         "Make the page of a paper's table or figure again, from the folder of a sweep.",
     ),
+    "runs": (
+        "cnnexp.app.listing:command",
+        "[KEY=VALUE ...] [sort=COLUMN] [last=NUMBER]",
+        "List the recorded runs here, the newest first; KEY is status,\nor a group or key of the config.",
+    ),
     "sync": (
         "cnnexp.app.sync:command",
         "[FOLDER ...] [tracking.uri=STORE]",
