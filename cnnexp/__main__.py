@@ -44,6 +44,11 @@ COMMANDS = {
         "FOLDER | EXPERIMENT",
         "Make the page of a paper's table or figure again, from the folder of a sweep.",
     ),
+    "runs": (
+        "cnnexp.app.listing:command",
+        "[KEY=VALUE ...] [sort=COLUMN] [last=NUMBER]",
+        "List the recorded runs here, the newest first; KEY is status,\nor a group or key of the config.",
+    ),
     "sync": (
         "cnnexp.app.sync:command",
         "[FOLDER ...] [tracking.uri=STORE]",
@@ -94,9 +99,8 @@ def main() -> None:
             raise
         leave(str(error), error.exit_code)
     except KeyboardInterrupt as error:
-        if isinstance(error, Terminated):
-            leave("terminated", error.exit_code)
-        leave("interrupted", 130)
+        word, code = ("terminated", error.exit_code) if isinstance(error, Terminated) else ("interrupted", 130)
+        leave("; ".join([word, *getattr(error, "__notes__", ())]), code)
     except BrokenPipeError:
         # who read standard output is gone, as with `| head`; nobody is left to tell, nor at the interpreter's end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

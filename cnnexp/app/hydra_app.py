@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import re
+import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -49,6 +51,7 @@ from cnnexp.tracking.address import store_uri
 from cnnexp.tracking.journal import Run
 from cnnexp.tracking.metrics import default_name
 from cnnexp.tracking.pipe import Recorder
+from cnnexp.training import checkpoint
 
 log = logging.getLogger(__name__)
 for noisy in ("matplotlib", "numba", "PIL"):
@@ -58,10 +61,8 @@ GROUPS = ("model", "backend", "optimizer", "dataset", "workers")  # a class for 
 NOTHING = {"experiment=null", "search=null", "debug=null"}  # as without them; Hydra takes no null for a name
 FOLDERS = ("hydra.run.dir", "hydra.sweep.dir")
 OBJECTIVES = {"test_accuracy": "final/test_accuracy", "epoch_s": "time/median_epoch_s"}
-GAVE_UP = (
-    "a process of hydra/launcher died, and the launcher ended the jobs that had not; the same command with "
-    "sweep.skip_finished=true trains what is left"
-)
+LEFT = "the same command with sweep.skip_finished=true trainer.resume=auto trains what is left"
+GAVE_UP = f"a process of hydra/launcher died, and the launcher ended the jobs that had not; {LEFT}"
 
 # ${outputs:} in conf/config.yaml; here, so that the workers of a parallel launcher know it too
 OmegaConf.register_new_resolver("outputs", lambda: str(outputs_dir()), replace=True)
@@ -80,6 +81,10 @@ def launch() -> None:
     try:
         command()
         interrupted = False
+    except KeyboardInterrupt as stopped:
+        if SweepCallback.started:
+            stopped.add_note(LEFT)
+        raise
     except BrokenExecutor:  # of a parallel launcher: one of its processes was killed, and it ends the others
         interrupted, gave_up = False, [GAVE_UP]
     finally:
@@ -233,11 +238,16 @@ def run(composed: DictConfig) -> float:
     recorder = _recorder(tracking)
     name = tracking.run_name or default_name(recorded, overrides, within.varied if within else ())
     before = earlier.folder if earlier else None
-    with Run(folder, recorded, overrides, recorder, name, parent, contended, before) as run:
-        if settings.sweep.skip_finished and run.skip_if_finished():
-            log.info("skipped, finished before: %s", run.name)
-        else:
-            train(settings, run, earlier, _table(within).name(_number()) if within else "")
+    try:
+        with Run(folder, recorded, overrides, recorder, name, parent, contended, before) as run:
+            if settings.sweep.skip_finished and run.skip_if_finished():
+                log.info("skipped, finished before: %s", run.name)
+            else:
+                train(settings, run, earlier, _table(within).name(_number()) if within else "")
+    except KeyboardInterrupt as stopped:
+        if within is None and (kept := checkpoint.list_checkpoints(folder / checkpoint.FOLDER)):
+            stopped.add_note(f"its checkpoint is {kept[-1]}; to go on: {_going_on(folder)}")
+        raise
     if within is not None:
         _show(within, run.metrics)
     elif run.verdict:
@@ -245,6 +255,14 @@ def run(composed: DictConfig) -> float:
         text = verdict.screen(run.verdict, min(console.width, LINE))
         console.print(text, highlight=False, markup=False, soft_wrap=True)
     return run.metrics.get(OBJECTIVES[settings.sweep.objective], math.nan)
+
+
+def _going_on(folder: Path) -> str:
+    """Return the command that goes on with the run of a folder: this process's, from there."""
+    words = [word for word in sys.argv[1:] if not word.lstrip("+").startswith("trainer.resume=")]
+    if plugins := os.environ.get(registry.VARIABLE):
+        words.insert(0, f"plugins=[{plugins.replace(os.pathsep, ',')}]")
+    return f"{program_name()} {shlex.join([*words, f'trainer.resume={folder}'])}"
 
 
 def _load(composed: DictConfig, overrides: Sequence[str]) -> Settings:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,6 +12,9 @@ import numpy as np
 
 from cnnexp.tracking import verdict
 from cnnexp.training.loop import EpochResult
+
+UNNAMED = r"~|(tracking|sweep|hydra|search)\b"  # words of a command line that no run is named by
+LONGEST = 24  # characters of a value in a name
 
 
 def epoch_metrics(result: EpochResult, contended: bool = False) -> dict[str, float]:
@@ -71,21 +75,29 @@ def leaves(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def default_name(
     config: Mapping[str, Mapping[str, Any]], overrides: Sequence[str] = (), varied: Sequence[str] = ()
 ) -> str:
-    """Return e.g. `cpu-simd filters=8 one_conv digits epochs=3`: a page that cuts names keeps what differs.
+    """Return e.g. `adam epochs=3 cpu-simd one_conv digits`: a page that cuts names keeps what differs.
 
     Args:
         config: the resolved config.
-        overrides: what the user typed; what it changes in the pieces is part of the name.
-        varied: keys of the sweep that this is a job of; they come first, before the pieces and other changes.
+        overrides: what the user typed: groups, keys, then the pieces that were not typed, then long values, shortened.
+        varied: keys of the sweep that this is a job of; they come first of all.
     """
+    typed = dict(word.lstrip("+").partition("=")[::2] for word in overrides)
+    typed = {key: value for key, value in typed.items() if not re.match(UNNAMED, key)}
+    short = {key: _shortened(value) for key, value in typed.items()}
+    names = {key: f"{key.rpartition('.')[2]}={value}" if "." in key else value for key, value in short.items()}
     pieces = {group: str(config[group]["name"]) for group in ("backend", "model", "dataset")}
-    changed = {
-        key: f"{key.rpartition('.')[2]}={value}"
-        for key, _, value in (override.lstrip("+").partition("=") for override in overrides)
-        if "." in key and not key.startswith(("tracking.", "sweep.", "hydra."))
-    }
-    told = {**pieces, **changed}
-    return " ".join(told[key] for key in dict.fromkeys((*(key for key in varied if key in told), *told)))
+    whole = sorted((key for key in typed if short[key] == typed[key]), key=lambda key: "." in key)
+    order = dict.fromkeys((*(key for key in varied if key in names), *whole, *pieces, *names))
+    return " ".join({**pieces, **names}[key] for key in order)
+
+
+def _shortened(value: str) -> str:
+    """Return a path's last part alone, and a long value without its middle."""
+    parts = re.split(r"[/\\]", value.rstrip("/"))
+    value = f".../{parts[-1]}" if len(parts) > 1 else value
+    half = LONGEST // 2
+    return value if len(value) <= LONGEST else f"{value[:half]}...{value[-half:]}"
 
 
 def predicted_classes(scores: np.ndarray) -> np.ndarray:

@@ -4,6 +4,7 @@ import errno
 import importlib.util
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from cnnexp.errors import BackendUnavailable, DataError, Diverged, TrackingError
 from cnnexp.measuring import interference
 from cnnexp.tracking.events import read_journal
 from cnnexp.tracking.journal import Run
+from cnnexp.training.checkpoint import find
 
 ROOT = Path(__file__).resolve().parents[2]
 HOWTO = (ROOT / "docs" / "howto.md").read_text(encoding="utf-8")
@@ -451,8 +453,13 @@ def test_signals_end_the_run_as_killed(tmp_path, number, code, word):
         process.send_signal(number)
         _, err = process.communicate(timeout=180)
     assert process.returncode == code
-    assert re.fullmatch(f"cnnexp: error: {word}.*\n", err)
+    said = re.fullmatch(f"cnnexp: error: {word}[a-z]*; its checkpoint is (.*); to go on: (.*)\n", err)
     assert read_journal(tmp_path)["status"] == "KILLED"
+    assert Path(said[1]) == find(tmp_path)
+    done = len(read_journal(tmp_path)["epochs"])
+    command = said[2].replace("trainer.epochs=1000000", f"trainer.epochs={done + 1}")
+    subprocess.run(shlex.split(command), capture_output=True, cwd=ROOT, check=True)
+    assert [epoch["epoch"] for epoch in read_journal(tmp_path)["epochs"]] == list(range(1, done + 2))
 
 
 @pytest.mark.parametrize("word", ["trainer=null", "model=", "dataset=[1]", "optimizer={a: 1}"])

@@ -79,7 +79,7 @@ def test_run_records_everything(live, store, tmp_path):
 
     recorded = read(store, run.id)
     assert recorded.info.status == "FINISHED"
-    assert recorded.info.run_name == "numpy one_conv points filters=4"
+    assert recorded.info.run_name == "filters=4 numpy one_conv points"
     machine = {key for key in recorded.data.metrics if key.startswith("system/")}
     assert "system/cpu_utilization_percentage" in machine
     assert {key: value for key, value in recorded.data.metrics.items() if key not in machine} == pytest.approx(
@@ -552,10 +552,20 @@ def test_flatten_gives_dotted_keys():
 
 
 def test_name_tells_the_pieces_and_what_was_changed():
-    overrides = ["model=one_conv", "model.filters=8", "tracking.uri=sqlite:///x", "trainer.seed=1"]
-    assert default_name(CONFIG, overrides) == "numpy one_conv points filters=8 seed=1"
+    overrides = ["model.filters=8", "model=one_conv", "tracking.uri=sqlite:///x", "trainer.seed=1", "~trainer.lr"]
+    assert default_name(CONFIG, overrides) == "one_conv filters=8 seed=1 numpy points"
     varied = ["trainer.seed", "model", "optimizer"]
-    assert default_name(CONFIG, overrides, varied) == "seed=1 one_conv numpy points filters=8"
+    assert default_name(CONFIG, overrides, varied) == "seed=1 one_conv filters=8 numpy points"
+
+
+def test_name_begins_with_groups_and_ends_with_what_is_long():
+    path = "dataset.root=/a/very/long/path/to/photos"
+    layers = "model.layers=[{type: Flatten}, {type: Linear, features: 10}]"
+    overrides = [path, "trainer.epochs=3", layers, "hydra/launcher=joblib", "optimizer=adam", "+experiment=smoke"]
+    assert default_name(CONFIG, overrides) == (
+        "adam smoke epochs=3 numpy one_conv points root=.../photos layers=[{type: Flat...features: 10}]"
+    )
+    assert default_name(CONFIG, [path], ["dataset.root"]) == "root=.../photos numpy one_conv points"
 
 
 def test_predicted_classes_of_one_output():

@@ -143,7 +143,7 @@ def test_ctrl_c_ends_all_ranks_and_the_run_is_killed(tmp_path):
     process.send_signal(signal.SIGINT)
     _, stderr = finish(process)
     assert process.returncode != 0
-    assert "cnnexp: error: interrupted\n" in stderr
+    assert "cnnexp: error: interrupted; its checkpoint is " in stderr
     assert read_journal(tmp_path)["status"] == "KILLED"
     assert psutil.wait_procs(everyone.values(), timeout=LIMIT_S)[1] == []
 

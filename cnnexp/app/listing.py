@@ -1,0 +1,83 @@
+"""`cnnexp runs`: the runs under `outputs/`, read from their journals: no store is asked, and no page is served."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cnnexp.app.console import make_console
+from cnnexp.errors import ConfigError, did_you_mean
+from cnnexp.measuring.environment import outputs_dir
+from cnnexp.system.table import Group, Table, as_screen
+from cnnexp.tracking.events import DIED, JOURNAL, read_journal
+from cnnexp.tracking.folder import is_claimed
+from cnnexp.tracking.metrics import flatten
+
+LAST = 20  # runs, where nobody says how many
+TIME = "%Y-%m-%d %H:%M"
+# title of a column, by which rows are sorted, too -> its metric and its format
+COLUMNS = {
+    "epochs": ("epochs", ",.0f"),
+    "speedup": ("speedup/median", ".3g"),
+    "images/s": ("throughput/median_images_per_s", ",.0f"),
+    "accuracy": ("final/test_accuracy", ".2%"),
+}
+SORT = ("ended", *COLUMNS)
+
+
+def command(arguments: Sequence[str]) -> None:
+    """Show the newest runs that have every KEY=VALUE of the command line, the newest or the highest first.
+
+    Args:
+        arguments: `last=N` shows so many; `sort=COLUMN` is one of `SORT`; every other word is `status=...`, or a group
+            or key of the config with its value.
+
+    Raises:
+        ConfigError: a word is none of these.
+    """
+    asked = {"last": str(LAST), "sort": SORT[0], **dict(word.partition("=")[::2] for word in arguments)}
+    last, sort = asked.pop("last"), asked.pop("sort")
+    if not (last.isascii() and last.isdecimal() and int(last[:9]) > 0):
+        raise ConfigError(f"runs last={last}: must be a whole number >= 1")
+    if sort not in SORT:
+        raise ConfigError(f"runs sort={sort}: legal: {', '.join(SORT)}{did_you_mean(sort, SORT)}")
+    runs = [_run(path.parent) for path in outputs_dir().rglob(JOURNAL)]
+    legal = {key for run in runs for key in run["keys"]}
+    for key, value in asked.items():
+        if runs and key not in legal:
+            near = did_you_mean(key, legal)
+            raise ConfigError(f"runs {key}={value}: legal: last, sort, status, or a key of the config{near}")
+    found = [run for run in runs if all(run["keys"].get(key) == value for key, value in asked.items())]
+    found = sorted(found, key=lambda run: -run["ended"])[: int(last)]
+    found.sort(key=lambda run: -run.get(sort, float("-inf")))
+    console, title = make_console(), f"{len(found)} of {len(runs)} runs under {outputs_dir()}"
+    rows = [_row(run) for run in found]
+    table = Table([Group(name) for name in COLUMNS], rows, ["ended", "run", "name", "status"])
+    console.print(as_screen(table, None, console.width) if rows else "", highlight=False, markup=False)
+    console.print(title, highlight=False, markup=False, soft_wrap=True)
+
+
+def _run(folder: Path) -> dict[str, Any]:
+    """Return what is shown of a run: its numbers by the title of their column, `ended` in seconds; and its `keys`."""
+    journal = read_journal(folder)
+    config = flatten(journal["config"])
+    status = journal["status"]
+    if status == DIED and is_claimed(folder):
+        status = "RUNNING"
+    values = {**journal["metrics"], "epochs": len(journal["epochs"])}
+    return {
+        "folder": folder,
+        "id": journal["run_id"],
+        "name": journal["name"],
+        "ended": max([0, *journal["times_ms"].values()]) / 1000 or (folder / JOURNAL).stat().st_mtime,
+        "keys": {**{key.removesuffix(".name"): value for key, value in config.items()}, "status": status},
+        **{title: values[name] for title, (name, _) in COLUMNS.items() if isinstance(values.get(name), int | float)},
+    }
+
+
+def _row(run: Mapping[str, Any]) -> list[str]:
+    numbers = [format(run[title], form) if title in run else "" for title, (_, form) in COLUMNS.items()]
+    named = run["id"][:8] if run["id"] else str(run["folder"].relative_to(outputs_dir().parent))
+    return [time.strftime(TIME, time.localtime(run["ended"])), named, run["name"], run["keys"]["status"], *numbers]
