@@ -131,9 +131,9 @@ def test_own_fields_of_a_plugin_need_no_range_of_ours():
         kind: str = "slow"
 
     assert (Shifted().shift, Shifted(shift=5).shift, Slow().beta) == (-2, 5, -3.0)
-    with pytest.raises(ConfigError, match="model.shift=-3: must be a whole number >= -2"):
+    with pytest.raises(ConfigError, match=r"model\.shift=-3: must be a whole number >= -2"):
         Shifted(shift=-3)
-    with pytest.raises(ConfigError, match="optimizer.lr=-1: must be > 0"):
+    with pytest.raises(ConfigError, match=r"optimizer\.lr=-1: must be > 0"):
         Slow(lr=-1)
 
 
