@@ -40,9 +40,8 @@ class Optimizer:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value = getattr(self, field.name)
-            if not isinstance(value, bool):
-                check_range(f"optimizer.{field.name}", value, _RANGES[field.name])
+            if field.name in _RANGES:  # a plugin's own fields have none here
+                check_range(f"optimizer.{field.name}", getattr(self, field.name), _RANGES[field.name])
 
     @property
     def slots(self) -> tuple[str, ...]:

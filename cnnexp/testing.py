@@ -1,4 +1,4 @@
-"""What a backend must compute right: a network for each kind of layer, and the comparison of two backends on them.
+"""What must be right: of a backend, what it computes, compared with another's; of a rule on scalars, its derivative.
 
 `cnnexp check` and `cnnexp doctor` compare with `numpy`, and `numpy` with `python`; the tests compare all backends on
 these networks, and on odder ones, with a float64 oracle that imports nothing of this package.
@@ -7,25 +7,29 @@ these networks, and on odder ones, with a float64 oracle that imports nothing of
 from __future__ import annotations
 
 import contextlib
+import math
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from cnnexp.backends.protocol import Backend, Program, State
-from cnnexp.errors import CnnexpError
+from cnnexp.errors import CnnexpError, NetworkError
 from cnnexp.network import (
     GELU,
     AvgPool2d,
     BatchNorm2d,
     Conv2d,
     Dropout,
+    Elementwise,
     Flatten,
     GlobalAvgPool,
+    Layer,
     LeakyReLU,
     Linear,
+    Maths,
     MaxPool2d,
     Network,
     ReLU,
@@ -33,8 +37,9 @@ from cnnexp.network import (
     Sigmoid,
     Tanh,
 )
-from cnnexp.network.losses import Loss
-from cnnexp.optimizers import SGD
+from cnnexp.network.losses import Loss, compute
+from cnnexp.network.recorded import Recorded
+from cnnexp.optimizers import SGD, Optimizer
 
 ALLOWED = 1e-4
 """Of the largest number of an array: what float32, summed in another order, is far from on networks so small."""
@@ -88,13 +93,21 @@ def reference_of(name: str) -> str:
     return "python" if name == "numpy" else "numpy"
 
 
-def examine(backend: Backend, other: Backend, title: str) -> tuple[str, str]:
-    """Return `right`, `WRONG` or `refused`, and the line that says so, of a backend on the network of a title."""
-    network, loss = Network(*NETWORKS[title]), LOSSES.get(title, Loss.SOFTMAX_CROSS_ENTROPY)
+def examine(backend: Backend, other: Backend, trial: str | Network, optimizer: Optimizer = TRAINING) -> tuple[str, str]:
+    """Return `right`, `WRONG` or `refused`, and the line that says so, of a backend on a network.
+
+    Args:
+        backend: that is examined.
+        other: that is right.
+        trial: the network, or a title of `NETWORKS`.
+        optimizer: that trains it.
+    """
+    network = trial if isinstance(trial, Network) else Network(*NETWORKS[trial])
+    loss = LOSSES.get(str(trial), Loss.SOFTMAX_CROSS_ENTROPY)
     try:
         with (
-            contextlib.closing(other.compile(network, loss, TRAINING, BATCH)) as reference,
-            contextlib.closing(backend.compile(network, loss, TRAINING, BATCH)) as program,
+            contextlib.closing(other.compile(network, loss, optimizer, BATCH)) as reference,
+            contextlib.closing(backend.compile(network, loss, optimizer, BATCH)) as program,
         ):
             off = max(_compare(program, reference))
     except CnnexpError as refusal:
@@ -104,6 +117,49 @@ def examine(backend: Backend, other: Backend, title: str) -> tuple[str, str]:
     except Exception as error:  # whatever a kernel in the making raises
         return "WRONG", f"WRONG: {type(error).__name__}: {error}{_place(error)}"
     return "right", f"right, to {off:.0e}"
+
+
+def explain(found: Mapping[str, tuple[str, str]]) -> str | None:
+    """Return which operation explains all that is wrong, None where none does, or more than two may.
+
+    It is in every network that is wrong and in none that is right.
+
+    Args:
+        found: what `examine` returned, by the titles of `NETWORKS`.
+    """
+    wrong = {title: text for title, (verdict, text) in found.items() if verdict == "WRONG"}
+    right = set().union(*(_parts(title) for title, (verdict, _) in found.items() if verdict == "right"))
+    suspects = [_suspects(title, text) for title, text in wrong.items()]
+    guilty = sorted(set.intersection(*suspects) - right) if suspects else []
+    if not 1 <= len(guilty) <= 2:
+        return None
+    gradient = all("the gradient of" in text for text in wrong.values())
+    which = (
+        "its gradient, not its output" if gradient else "it is in every network that is wrong, in none that is right"
+    )
+    return f"{' or '.join(guilty)} is wrong: {which}"
+
+
+def _parts(title: str) -> set[str]:
+    """Return what a network is computed with: its kinds of layers, its loss, its optimizer."""
+    loss = LOSSES.get(title, Loss.SOFTMAX_CROSS_ENTROPY).name
+    return {type(layer).__name__ for layer in each_layer(NETWORKS[title][1])} | {loss, type(TRAINING).__name__}
+
+
+def _suspects(title: str, text: str) -> set[str]:
+    """Return what of a network can make `_compare` say a text: once gradients are right, no layer but one of state."""
+    update = type(TRAINING).__name__
+    if " after " in text:
+        return {"BatchNorm2d"} if "running" in text else {update}
+    return _parts(title) - {update}
+
+
+def each_layer(layers: Iterable[Layer]) -> Iterator[Layer]:
+    """Yield layers, and after a residual block those within."""
+    for layer in layers:
+        yield layer
+        if isinstance(layer, Residual):
+            yield from each_layer(layer.layers)
 
 
 def _compare(program: Program[Any], reference: Program[Any]) -> Iterator[float]:
@@ -180,6 +236,142 @@ def _off(what: str, found: np.ndarray, wanted: np.ndarray) -> float:
     if not off <= ALLOWED:  # nan is not, either
         raise Wrong(f"{what} is off by {off:.1g} of its largest; {ALLOWED:.0e} is rounding")
     return off
+
+
+class _Probe(Recorded):
+    """A number that varies; what a rule does with it must be what every target can compile."""
+
+    def apply(self, operation: str, *values: Any) -> _Probe:
+        for value in values:
+            if not isinstance(value, _Probe | np.float32):
+                raise NetworkError(
+                    f"the number {value!r} in a rule: write numpy.float32({value!r}), else it is a double"
+                )
+        return self
+
+    @classmethod
+    def call(cls, *values: Any) -> _Probe:
+        """Stand for any function that a rule is given."""
+        return cls().apply("call", *values)
+
+
+PROBING = Maths(*[_Probe.call] * 5)
+EXACT = Maths(np.exp, np.tanh, np.vectorize(math.erf, [float]), np.maximum, np.where)
+POINTS = np.linspace(-6, 6, 101) + 0.01234  # so that no usual kink is among them
+STEP = 1e-6  # float64: differences are right to 1e-9
+DERIVATIVE_ALLOWED = 1e-3  # of its size; constants are float32
+EDGES = np.array([-20, 0, 20], np.float32)
+STEPS = 100  # of an optimizer, after which a bowl must be lower
+
+
+def check_rules(network: Network, optimizer: Optimizer) -> None:
+    """Check the layers and the optimizer of a run that are not this package's; it takes less than a millisecond each.
+
+    Raises:
+        NetworkError: one is wrong.
+    """
+    own = {
+        id(layer): layer for layer in each_layer(network.layers) if isinstance(layer, Elementwise) and _is_own(layer)
+    }
+    for layer in own.values():
+        check_layer(layer)
+    if _is_own(optimizer):
+        check_optimizer(optimizer)
+
+
+def check_layer(layer: Elementwise) -> None:
+    """Compare a layer's derivative with central differences of its rule, on numbers -6 .. 6.
+
+    Raises:
+        NetworkError: they differ, one is no number, or uses what not every target can compile.
+    """
+    name = type(layer).__name__
+    with _named(f"layer {name}"), np.errstate(all="ignore"):
+        layer.derivative(PROBING)(_Probe(), layer.rule(PROBING)(_Probe()))
+        rule, derivative = layer.rule(EXACT), layer.derivative(EXACT)
+        slope = (rule(POINTS + STEP) - rule(POINTS - STEP)) / (2 * STEP)
+        given = np.broadcast_to(derivative(POINTS, rule(POINTS)), POINTS.shape)
+        edges = rule(EDGES)
+        numbers = np.stack([edges, np.broadcast_to(derivative(EDGES, edges), EDGES.shape)])
+    for what, row in zip(("rule", "derivative"), numbers, strict=True):
+        if np.isnan(row).any():
+            raise NetworkError(f"layer {name}: its {what} is no number at x = {EDGES[np.isnan(row)][0]:g}")
+    off = np.abs(given - slope)
+    legal = off <= DERIVATIVE_ALLOWED * (np.abs(slope) + np.abs(slope).max() / 10) + 1e-9
+    if not (layer.surrogate or legal.all()):
+        at = int(np.where(legal, -1.0, off).argmax())
+        raise NetworkError(
+            f"layer {name}: its derivative is wrong at {(~legal).sum()} of {len(POINTS)} points: {given[at]:.4g} at "
+            f"x = {POINTS[at]:.3g}, where differences of its rule give {slope[at]:.4g}; surrogate = True if it is meant"
+        )
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Raise NetworkError where an optimizer's rule uses what not every target can compile, or makes a NaN of zeros."""
+    name = type(optimizer).__name__
+    with _named(f"optimizer {name}"), np.errstate(all="ignore"):
+        if len(optimizer.slots) > 2:
+            raise NetworkError(f"slots {', '.join(optimizer.slots)}: must be at most two")
+        optimizer.rule(_Probe.call, _Probe.call)(*[_Probe()] * 7)
+        w, slots = np.array([1, 0, -1], np.float32), [np.zeros(3, np.float32) for _ in optimizer.slots]
+        optimizer.apply(w, np.zeros(3, np.float32), slots, optimizer.lr, 1)
+        if not np.isfinite([w, *slots]).all():
+            raise NetworkError("a gradient of 0 makes a parameter or its state infinite or no number")
+
+
+def check_descent(optimizer: Optimizer) -> None:
+    """Raise NetworkError where an optimizer does not lower the sum of w^2 in 100 steps of its learning rate."""
+    w = np.array([1, -1, 0.5, 2], np.float32)
+    slots, before = [np.zeros(4, np.float32) for _ in optimizer.slots], float(w @ w)
+    with _named(f"optimizer {type(optimizer).__name__}"), np.errstate(all="ignore"):
+        for step in range(1, STEPS + 1):
+            optimizer.apply(w, 2 * w, slots, optimizer.lr, step)
+    if not (after := float(w @ w)) < before:
+        raise NetworkError(
+            f"optimizer {type(optimizer).__name__}: {STEPS} steps of lr={optimizer.lr:g} down the sum of w^2 lead from "
+            f"{before:g} to {after:g}"
+        )
+
+
+def check_gradient(loss: Loss) -> None:
+    """Compare the gradient of a loss's rule with central differences, and NumPy's form of the loss with the rule.
+
+    Raises:
+        NetworkError: they differ.
+    """
+    rng, outputs = np.random.default_rng(0), 1 if loss == Loss.BINARY_CROSS_ENTROPY else 3
+    rule = loss.rule(outputs, np.exp, np.log, np.log1p)
+    for label in (0, 1, 1, 0):
+        scores = rng.uniform(0.1, 0.9, outputs)
+        given, unused = np.empty(outputs), np.empty(outputs)
+        value, _ = rule(scores, label, 1.0, given)
+        moved = STEP * np.eye(outputs)
+        slope = [(rule(scores + m, label, 1.0, unused)[0] - rule(scores - m, label, 1.0, unused)[0]) / 2 for m in moved]
+        arrays = np.empty((1, outputs)), np.empty(1), np.empty(1)
+        compute(loss, scores[np.newaxis], np.array([label]), np.float32(1), *arrays)
+        pairs = {
+            "its gradient": (given, np.array(slope) / STEP),
+            "NumPy's gradient": (arrays[0][0], given),
+            "NumPy's loss": (arrays[1], np.array([value])),
+        }
+        for what, (found, wanted) in pairs.items():
+            if not np.abs(found - wanted).max() <= DERIVATIVE_ALLOWED * np.abs(wanted).max():
+                raise NetworkError(f"loss {loss.name}: {what} is wrong: {found}, should be {wanted}")
+
+
+def _is_own(spec: object) -> bool:
+    return type(spec).__module__.partition(".")[0] != __name__.partition(".")[0]
+
+
+@contextlib.contextmanager
+def _named(what: str) -> Iterator[None]:
+    """Name a user's class in whatever its code raises."""
+    try:
+        yield
+    except CnnexpError as error:
+        raise NetworkError(f"{what}: {error}") from error
+    except Exception as error:
+        raise NetworkError(f"{what}: {type(error).__name__}: {error}{_place(error)}") from error
 
 
 def _place(error: Exception) -> str:

@@ -1,37 +1,102 @@
-"""`cnnexp check BACKEND`: whether a backend computes what the others do, for who writes one; see `testing`."""
+"""`cnnexp check NAME`: is a backend, a layer, an optimizer or a loss right? For who writes one; see `testing`."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
-from cnnexp.backends import backend_class
-from cnnexp.errors import CnnexpError, ConfigError
-from cnnexp.testing import NETWORKS, examine, reference_of
+from cnnexp.app.config import build
+from cnnexp.backends import BACKENDS, backend_class
+from cnnexp.errors import CnnexpError, ConfigError, did_you_mean
+from cnnexp.network import LAYERS, Conv2d, Elementwise, Flatten, Linear, Network
+from cnnexp.network.losses import NAMES, Loss
+from cnnexp.optimizers import OPTIMIZERS, Optimizer
+from cnnexp.system.registry import load_installed
+from cnnexp.testing import (
+    NETWORKS,
+    TRAINING,
+    check_descent,
+    check_gradient,
+    check_layer,
+    check_optimizer,
+    examine,
+    explain,
+    reference_of,
+)
+
+COMPILED = ("python", "cpu", "cpu-simd")  # that a rule is compared on, with `numpy`: whatever turns it into something
 
 
 def command(arguments: Sequence[str]) -> None:
-    """Hold the backend of `cnnexp check BACKEND` to another, and say of each network what was found.
+    """Check what `cnnexp check NAME` names, and print what was found.
 
     Raises:
-        ConfigError: no backend is named, or one that nobody knows.
-        BackendUnavailable: the machine lacks what it needs.
-        CnnexpError: it is wrong on a network, or takes none.
+        ConfigError: nothing is named, or what nobody knows.
+        BackendUnavailable: the machine lacks what a backend needs.
+        CnnexpError: it is wrong, or takes none of the networks.
     """
     if len(arguments) != 1 or "=" in arguments[0]:
-        raise ConfigError("check: give one backend, and its file where it is yours: check BACKEND [plugins=FILE.py]")
+        raise ConfigError(
+            "check: give one backend, layer, optimizer or loss, and its file where it is yours: "
+            "check NAME [plugins=FILE.py]"
+        )
     name = arguments[0]
-    backend = backend_class(name)()
-    other = reference_of(name)
-    found = []
+    if name not in {*BACKENDS, *LAYERS, *OPTIMIZERS, *NAMES}:
+        load_installed()
+    if name in BACKENDS:
+        _check_backend(name)
+    elif name in OPTIMIZERS:
+        optimizer = build(OPTIMIZERS[name], {}, name)
+        check_optimizer(optimizer)
+        check_descent(optimizer)
+        _compare(name, Network(*NETWORKS["linear"]), optimizer)
+    elif name in NAMES:
+        for smoothing in (0.0, 0.1) if name == "softmax_cross_entropy" else (0.0,):
+            check_gradient(Loss(name, smoothing))
+        sys.stdout.write(f"{name}: its gradient is the differences', NumPy's form agrees\n")
+    elif name in LAYERS and issubclass(LAYERS[name], Elementwise):
+        layer: Any = build(LAYERS[name], {}, name)
+        check_layer(layer)
+        _compare(name, Network((5, 4, 2), (Conv2d(3, 2), layer, Flatten(), Linear(4), layer, Linear(3))), TRAINING)
+    else:
+        rules = [layer for layer in LAYERS if issubclass(LAYERS[layer], Elementwise)]
+        legal = [*BACKENDS, *rules, *OPTIMIZERS, *NAMES]
+        raise ConfigError(f"check {name}: unknown; legal: {', '.join(legal)}{did_you_mean(name, legal)}")
+
+
+def _check_backend(name: str) -> None:
+    """Compare a backend with another on every network of `testing`, and say which operation explains what is wrong."""
+    backend, other = backend_class(name)(), reference_of(name)
     sys.stdout.write(f"{name} beside {other}: scores, losses, gradients, steps taken twice, resumed steps\n")
+    found = {}
     for title in NETWORKS:
-        verdict, text = examine(backend, backend_class(other)(), title)
-        found.append(verdict)
-        sys.stdout.write(f"  {title:<20}{text}\n")
-        sys.stdout.flush()
-    if "WRONG" in found:
-        raise CnnexpError(f"check {name}: wrong on {found.count('WRONG')} of {len(found)} networks")
-    if "right" not in found:
-        raise CnnexpError(f"check {name}: takes none of the networks")
-    sys.stdout.write(f"{name} is right on {found.count('right')} of {len(found)} networks\n")
+        found[title] = examine(backend, backend_class(other)(), title)
+        _say(title, found[title][1])
+    if guilty := explain(found):
+        sys.stdout.write(f"{guilty}\n")
+    _conclude(name, [verdict for verdict, _ in found.values()], "networks")
+
+
+def _compare(name: str, network: Network, optimizer: Optimizer) -> None:
+    """Compare a rule's outcome on the backends that compile it with NumPy's, on a network."""
+    sys.stdout.write(f"{name}: its rule is right; a network with it, beside numpy:\n")
+    verdicts = []
+    for backend in COMPILED:
+        verdict, text = examine(backend_class(backend)(), backend_class("numpy")(), network, optimizer)
+        verdicts.append(verdict)
+        _say(backend, text)
+    _conclude(name, verdicts, "backends")
+
+
+def _say(title: str, text: str) -> None:
+    sys.stdout.write(f"  {title:<20}{text}\n")
+    sys.stdout.flush()
+
+
+def _conclude(name: str, verdicts: Sequence[str], what: str) -> None:
+    if "WRONG" in verdicts:
+        raise CnnexpError(f"check {name}: wrong on {verdicts.count('WRONG')} of {len(verdicts)} {what}")
+    if "right" not in verdicts:
+        raise CnnexpError(f"check {name}: takes none of the {what}")
+    sys.stdout.write(f"{name} is right on {verdicts.count('right')} of {len(verdicts)} {what}\n")

@@ -26,6 +26,7 @@ from cnnexp.network.losses import Loss, check_loss
 from cnnexp.optimizers import Optimizer
 from cnnexp.system import memory
 from cnnexp.system.table import write_csv
+from cnnexp.testing import check_rules
 from cnnexp.tracking import verdict
 from cnnexp.tracking.events import FALLBACK
 from cnnexp.tracking.journal import Run
@@ -118,6 +119,7 @@ def _make(settings: Settings, run: Run, earlier: ResumePoint | None, stack: Exit
         dataset = settings.dataset.load()
     network = settings.model.network(dataset.input_shape, len(dataset.classes))
     check_loss(network, settings.model.loss, len(dataset.classes))
+    check_rules(network, settings.optimizer)
     compiling = (network, settings.model.loss, settings.optimizer, trainer.batch_size)
     training = checkpoint.describe(*compiling, trainer.rates(), trainer.seed, dataset.sha256)
     resumed = earlier.load(training, trainer.epochs) if earlier is not None else None

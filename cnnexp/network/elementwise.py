@@ -12,7 +12,7 @@ import math
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 
@@ -48,7 +48,13 @@ class Elementwise:
 
     A rule binds what it needs of `maths` and its own fields, as float32, to local names before it is defined: a
     compiled target sees only those.
+
+    Attributes:
+        surrogate: whether the derivative is meant to be another function than that of the rule, as the gradient that
+            goes straight through a step (Bengio et al. 2013); a derivative that is not is refused.
     """
+
+    surrogate: ClassVar[bool] = False
 
     def rule(self, maths: Maths) -> Callable[[Scalar], Scalar]:
         """Return f: x -> y."""

@@ -33,13 +33,16 @@ Padding = Literal["valid", "same", "full", "auto"] | int
 
 @dataclass(frozen=True)
 class Model:
-    """Base of the models; every whole number in one counts something, so it is at least 1 (`padding`: at least 0)."""
+    """Base of the models; a whole number in one counts something, so it is at least 1 (`padding`: at least 0).
+
+    A plugin's own default may be smaller, and is the least then.
+    """
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value = getattr(self, field.name)
+            value, default = getattr(self, field.name), field.default
             for number in value if isinstance(value, tuple) else (value,):
-                least = 0 if field.name == "padding" else 1
+                least = 0 if field.name == "padding" else min(1, default) if isinstance(default, int) else 1
                 if isinstance(number, int) and not isinstance(number, bool) and number < least:
                     raise ConfigError(f"model.{field.name}={number}: must be a whole number >= {least}")
 

@@ -2,55 +2,41 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Any, NoReturn, Self
 
 import numpy as np
+from numpy.lib.mixins import NDArrayOperatorsMixin
+
+from cnnexp.errors import NetworkError
+
+OPERATIONS = {
+    **{"add": "add", "subtract": "sub", "multiply": "mul", "divide": "div", "negative": "neg"},
+    **{"less": "<", "less_equal": "<=", "greater": ">", "greater_equal": ">="},
+}
+"""By the names of NumPy's functions, which the operators come to."""
+GIVEN = ("exp", "tanh", "erf", "maximum", "where")  # the fields of `elementwise.Maths`
 
 
-class Recorded:
-    """Base: it turns `+ - * /` and comparisons into operations by name, on itself and on numbers."""
+class Recorded(NDArrayOperatorsMixin):
+    """Base: it turns `+ - * /` and comparisons into operations by name, on itself and on numbers.
 
-    __array_ufunc__ = None  # so that numpy.float32 * Recorded comes to Recorded
+    Raises:
+        NetworkError: a rule does anything else with it.
+    """
 
     def apply(self, operation: str, *values: Self | np.float32) -> Self:
         """Return an operation's outcome: `add sub mul div`, `neg` (of one value), `< <= > >=`."""
         raise NotImplementedError
 
-    def __add__(self, other: Self | np.float32) -> Self:
-        return self.apply("add", self, other)
+    def __array_ufunc__(self, function: np.ufunc, method: str, *values: Any, **options: Any) -> Any:
+        name = function.__name__
+        if name in OPERATIONS:
+            return self.apply(OPERATIONS[name], *values)
+        instead = f"use maths.{name}" if name in GIVEN else "use + - * /, comparisons and what rule() is given"
+        raise NetworkError(f"numpy.{name} in a rule: {instead}")
 
-    def __sub__(self, other: Self | np.float32) -> Self:
-        return self.apply("sub", self, other)
+    def __bool__(self) -> NoReturn:
+        raise NetworkError("if, and, or, not in a rule, of a number that varies: use maths.where")
 
-    def __mul__(self, other: Self | np.float32) -> Self:
-        return self.apply("mul", self, other)
-
-    def __truediv__(self, other: Self | np.float32) -> Self:
-        return self.apply("div", self, other)
-
-    def __radd__(self, other: np.float32) -> Self:
-        return self.apply("add", other, self)
-
-    def __rsub__(self, other: np.float32) -> Self:
-        return self.apply("sub", other, self)
-
-    def __rmul__(self, other: np.float32) -> Self:
-        return self.apply("mul", other, self)
-
-    def __rtruediv__(self, other: np.float32) -> Self:
-        return self.apply("div", other, self)
-
-    def __neg__(self) -> Self:
-        return self.apply("neg", self)
-
-    def __lt__(self, other: Self | np.float32) -> Self:
-        return self.apply("<", self, other)
-
-    def __le__(self, other: Self | np.float32) -> Self:
-        return self.apply("<=", self, other)
-
-    def __gt__(self, other: Self | np.float32) -> Self:
-        return self.apply(">", self, other)
-
-    def __ge__(self, other: Self | np.float32) -> Self:
-        return self.apply(">=", self, other)
+    def __float__(self) -> NoReturn:
+        raise NetworkError(f"a rule makes a plain number of one that varies: use maths.{', maths.'.join(GIVEN)}")

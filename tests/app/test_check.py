@@ -1,6 +1,10 @@
 """`cnnexp check`: what it says of backends that are right, and of those that are wrong on purpose."""
 
+import math
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -13,7 +17,12 @@ from cnnexp.backends.layerwise import LayerwiseProgram
 from cnnexp.backends.plain.numpy import Numpy, NumpyOps
 from cnnexp.backends.processor import SequentialBackend
 from cnnexp.errors import BackendUnavailable, CnnexpError, ConfigError, NetworkError
+from cnnexp.network import Elementwise, Flatten, Linear, Network
+from cnnexp.network.elementwise import KINDS
 from cnnexp.network.layers import LAYERS, Residual
+from cnnexp.network.losses import NAMES, Loss
+from cnnexp.optimizers import OPTIMIZERS, SGD, Optimizer
+from cnnexp.system import registry
 
 
 def examined(ops=NumpyOps, program=LayerwiseProgram, title="convolution"):
@@ -119,8 +128,10 @@ def test_a_wrong_backend_ends_with_an_error(monkeypatch, capsys):
 
 
 def test_what_cannot_run_says_why():
-    with pytest.raises(ConfigError, match=r"backend='numpi': unknown; .*did you mean 'numpy'"):
+    with pytest.raises(ConfigError, match=r"check numpi: unknown; .*did you mean 'numpy'"):
         check.command(["numpi"])
+    with pytest.raises(ConfigError, match="check Conv2d: unknown; legal: .* GELU, sgd, .* mean_squared_error"):
+        check.command(["Conv2d"])
     for arguments in ([], ["numpy", "cpu"], ["backend=numpy"]):
         with pytest.raises(ConfigError, match="check: give one backend"):
             check.command(arguments)
@@ -133,3 +144,184 @@ def test_a_backend_that_lacks_its_device_is_told(monkeypatch):
     monkeypatch.setattr(backend_class("cpu"), "compile", lacking)
     with pytest.raises(CnnexpError, match="check cpu: takes none of the networks"):
         check.command(["cpu"])
+
+
+class NoDropout(NumpyOps):
+    def dropout(self, x, images, key, rate, y):
+        y[...] = x
+
+
+class HalfPool(NumpyOps):
+    def max_pool(self, x, window, y, saved):
+        super().max_pool(x, window, y, saved)
+        y *= np.float32(0.5)
+
+
+class NoMomentum(NumpyOps):
+    def updater(self, optimizer):
+        return super().updater(SGD())
+
+
+class NoLoss(NumpyOps):
+    def loss(self, loss, scores, labels, scale, d_scores, losses, hits):
+        super().loss(loss, scores, labels, scale, d_scores, losses, hits)
+        if loss == Loss.MEAN_SQUARED_ERROR:
+            losses *= 2
+
+
+@pytest.mark.parametrize(
+    ("ops", "said"),
+    [
+        (DoubledWeights, "Conv2d is wrong: its gradient, not its output"),
+        (StaleBias, "Linear is wrong: its gradient, not its output"),
+        (HalfPool, "MaxPool2d is wrong: it is in every network that is wrong, in none that is right"),
+        (NoDropout, "Dropout is wrong: "),
+        (NoMomentum, "SGD is wrong: "),
+        (NoLoss, "mean_squared_error is wrong: "),
+        (NumpyOps, None),
+    ],
+)
+def test_one_operation_that_explains_all_is_named(ops, said):
+    found = testing.explain({title: examined(ops, title=title) for title in testing.NETWORKS})
+    assert found is None if said is None else found.startswith(said)
+
+
+def test_what_no_single_operation_explains_is_not_guessed():
+    class Several(DoubledWeights, HalfPool, NoLoss):
+        pass
+
+    assert testing.explain({title: examined(Several, title=title) for title in testing.NETWORKS}) is None
+
+
+@pytest.mark.parametrize("name", ["Swish", "sign"])
+def test_a_layer_and_an_optimizer_are_compared_on_the_backends_that_compile_them(name, monkeypatch, capsys):
+    monkeypatch.setattr(registry, "_added", {group: {} for group in registry._added})
+    monkeypatch.delitem(sys.modules, "outside", raising=False)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    registry.load(str(Path(__file__).resolve().parents[1] / "outside.py"))
+    check.command([name])
+    first, *rows, last = capsys.readouterr().out.splitlines()
+    assert first == f"{name}: its rule is right; a network with it, beside numpy:"
+    assert [row.split("right, to ")[0].strip() for row in rows] == list(check.COMPILED)
+    assert last == f"{name} is right on 3 of 3 backends"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_layers_of_the_package_are_right(kind):
+    testing.check_layer(kind())
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_optimizers_of_the_package_are_right(name):
+    testing.check_optimizer(OPTIMIZERS[name]())
+    testing.check_descent(OPTIMIZERS[name]())
+
+
+def test_the_losses_of_the_package_are_right(capsys):
+    for name in NAMES:
+        check.command([name])
+    assert capsys.readouterr().out.count("its gradient is the differences', NumPy's form agrees\n") == len(NAMES)
+
+
+def test_a_wrong_gradient_of_a_loss_is_named(monkeypatch):
+    rule = Loss.rule
+
+    def doubled(self, outputs, *functions):
+        right = rule(self, outputs, *functions)
+        return lambda scores, label, scale, d_scores: right(scores, label, 2 * scale, d_scores)
+
+    monkeypatch.setattr(Loss, "rule", doubled)
+    with pytest.raises(NetworkError, match="loss mean_squared_error: its gradient is wrong"):
+        check.command(["mean_squared_error"])
+
+
+TWO = np.float32(2)
+
+
+@dataclass(frozen=True)
+class Square(Elementwise):
+    """x * x, or what a test makes of it."""
+
+    function: Callable = lambda maths, x: x * x
+    slope: Callable = lambda maths, x: TWO * x
+
+    def rule(self, maths):
+        return lambda x: self.function(maths, x)
+
+    def derivative(self, maths):
+        return lambda x, y: self.slope(maths, x)
+
+
+@dataclass(frozen=True)
+class Surrogate(Square):
+    surrogate: ClassVar[bool] = True
+
+
+def test_a_derivative_may_be_a_surrogate_where_that_is_said():
+    testing.check_layer(Square())
+    testing.check_layer(Surrogate(slope=lambda maths, x: TWO))
+    with pytest.raises(NetworkError, match="its derivative is wrong at 101 of 101 points"):
+        testing.check_layer(Square(slope=lambda maths, x: TWO))
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        (
+            {"slope": lambda maths, x: np.float32(2.02) * x},
+            r"its derivative is wrong at .*; surrogate = True if it is m",
+        ),
+        (
+            {"slope": lambda maths, x: maths.where(x > TWO, x, TWO * x)},
+            r"wrong at 33 of 101 points: 6\.01 at x = 6\.01",
+        ),
+        ({"function": lambda maths, x: np.exp(x)}, r"numpy\.exp in a rule: use maths\.exp$"),
+        ({"function": lambda maths, x: math.exp(x)}, r"plain number of one that varies: use maths\.exp, maths\.tanh"),
+        ({"function": lambda maths, x: x**2}, r"numpy\.power in a rule: use \+ - \* /"),
+        ({"function": lambda maths, x: x if x > TWO else -x}, r"of a number that varies: use maths\.where"),
+        ({"function": lambda maths, x: 2.0 * x}, r"the number 2\.0 in a rule: write numpy\.float32\(2\.0\)"),
+        ({"function": lambda maths, x: x * x / x}, "its rule is no number at x = 0"),
+        ({"function": lambda maths, x: x.sign()}, r"AttributeError: .*'sign' \(test_check\.py, line"),
+    ],
+)
+def test_a_wrong_rule_is_one_line_before_anything_is_trained(parts, said):
+    layers = (Flatten(), Linear(3), Residual((Square(**parts),)), Linear(3))
+    with pytest.raises(NetworkError, match=f"layer Square: .*{said}") as raised:
+        testing.check_rules(Network((2, 2, 1), layers), SGD())
+    assert "\n" not in str(raised.value)
+    assert raised.value.exit_code == 2
+
+
+@dataclass(frozen=True)
+class Own(Optimizer):
+    """A rule of a test's."""
+
+    step: Callable = lambda sqrt, maximum, w, g, rate: w - rate * g
+    slots: tuple = ()
+
+    def rule(self, sqrt=np.sqrt, maximum=np.maximum):
+        return lambda w, g, s, t, rate, c0, c1: (self.step(sqrt, maximum, w, g, rate), s, t)
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ({"step": lambda sqrt, maximum, w, g, rate: w - rate * np.sign(g)}, r"numpy\.sign in a rule: use \+ - \* /"),
+        ({"step": lambda sqrt, maximum, w, g, rate: w - rate * g / maximum(g, -g)}, "a gradient of 0 makes"),
+        ({"step": lambda sqrt, maximum, w, g, rate: w - 0.1 * g}, r"the number 0\.1 in a rule"),
+        ({"slots": ("a", "b", "c")}, "slots a, b, c: must be at most two"),
+    ],
+)
+def test_a_wrong_optimizer_is_one_line_before_anything_is_trained(parts, said):
+    network = Network((4,), (Linear(3),))
+    testing.check_rules(network, Own())
+    with pytest.raises(NetworkError, match=f"optimizer Own: {said}"):
+        testing.check_rules(network, Own(**parts))
+
+
+def test_an_optimizer_that_climbs_is_named():
+    testing.check_descent(Own())
+    with pytest.raises(
+        NetworkError, match=r"optimizer Own: 100 steps of lr=0\.01 down the sum of w\^2 lead from 6\.25 to"
+    ):
+        testing.check_descent(Own(step=lambda sqrt, maximum, w, g, rate: w + rate * g))

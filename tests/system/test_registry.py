@@ -16,6 +16,7 @@ import softgpu
 from cnnexp.app.config import load
 from cnnexp.backends import BACKENDS
 from cnnexp.errors import ConfigError
+from cnnexp.network.models import Model
 from cnnexp.optimizers import OPTIMIZERS, SGD
 from cnnexp.system import registry
 from cnnexp.system.registry import Registry, register
@@ -117,6 +118,23 @@ def test_the_documented_plugin_does_what_it_says(tmp_path):
     w, momentum = np.zeros(3, np.float32), np.zeros(3, np.float32)
     OPTIMIZERS["momentum_sign"]().apply(w, np.array([2, -1, 0], np.float32), [momentum], 0.5, 1)
     assert (w.tolist(), momentum.tolist()) == ([-0.5, 0.5, 0], pytest.approx([0.2, -0.1, 0]))
+
+
+def test_own_fields_of_a_plugin_need_no_range_of_ours():
+    @dataclass(frozen=True)
+    class Shifted(Model):
+        shift: int = -2
+
+    @dataclass(frozen=True)
+    class Slow(SGD):
+        beta: float = -3.0
+        kind: str = "slow"
+
+    assert (Shifted().shift, Shifted(shift=5).shift, Slow().beta) == (-2, 5, -3.0)
+    with pytest.raises(ConfigError, match=r"model\.shift=-3: must be a whole number >= -2"):
+        Shifted(shift=-3)
+    with pytest.raises(ConfigError, match=r"optimizer\.lr=-1: must be > 0"):
+        Slow(lr=-1)
 
 
 def test_a_config_file_cannot_name_a_plugin():
