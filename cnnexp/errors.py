@@ -142,11 +142,12 @@ def _keep_traceback(error: Exception, *folders: Path) -> Unexpected:
 def did_you_mean(given: str, legal: Iterable[str]) -> str:
     """Return `; did you mean 'x'?` for the nearest legal name, or an empty string where none is near.
 
-    Of dotted keys, the last parts must be near, too.
+    Of dotted keys, the last parts must be near, too. A word that a name goes on from, as `batch_size` from `batch`, is.
     """
 
     def near(word: str, names: Iterable[str]) -> list[str]:
-        return difflib.get_close_matches(word.lower(), names, n=3, cutoff=NEAR)
+        longer = [name for name in names if name.startswith(f"{word.lower()}_")]
+        return [*longer, *difflib.get_close_matches(word.lower(), names, n=3, cutoff=NEAR)]
 
     names = {name.lower(): name for name in legal}
     leaf = given.rpartition(".")[2]
