@@ -12,7 +12,7 @@ from cnnexp.errors import ConfigError, did_you_mean
 from cnnexp.measuring.environment import outputs_dir
 from cnnexp.system.table import Group, Table, as_screen
 from cnnexp.tracking.events import DIED, JOURNAL, read_journal
-from cnnexp.tracking.folder import is_claimed
+from cnnexp.tracking.folder import is_locked
 from cnnexp.tracking.metrics import flatten
 
 LAST = 20  # runs, where nobody says how many
@@ -64,7 +64,7 @@ def _run(folder: Path) -> dict[str, Any]:
     journal = read_journal(folder)
     config = flatten(journal["config"])
     status = journal["status"]
-    if status == DIED and is_claimed(folder):
+    if status == DIED and is_locked(folder):
         status = "RUNNING"
     values = {**journal["metrics"], "epochs": len(journal["epochs"])}
     return {

@@ -24,7 +24,11 @@ def test_every_text_is_whole(key, missing, tmp_path):
     cell = Cell(12345.678, None, why=why) if missing else Cell(12345.678, 0.0012345, 0.0001)
     cells = [[cell for _ in experiment.columns] for _ in experiment.lines]
     configs = [{**column.jobs, **line.jobs} for line in experiment.lines for column in experiment.columns]
-    jobs = [] if missing else [make_job(**{"backend": config.pop("backend.name", "numpy")}, **config) for config in configs]
+    jobs = (
+        []
+        if missing
+        else [make_job(**{"backend": config.pop("backend.name", "numpy")}, **config) for config in configs]
+    )
     for i, job in enumerate(jobs):
         job.folder = tmp_path / str(i)
         job.folder.mkdir()
