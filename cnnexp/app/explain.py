@@ -77,7 +77,7 @@ def clock_steps(path: Path, config: Mapping[str, Any], given: str) -> dict[str, 
     """
     if missing := {"backend", "optimizer", "dataset", "trainer"} - config.keys():
         raise ConfigError(f"{given}: its journal holds no config of {', '.join(sorted(missing))}")
-    found = checkpoint.load(path, history=False)
+    found = checkpoint.load(path)
     network, loss = checkpoint.rebuild(found.training)
     trainer = build(Trainer, config["trainer"], "trainer")
     dataset = named(DATASETS, config["dataset"], "dataset").load()
