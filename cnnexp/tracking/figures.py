@@ -237,7 +237,7 @@ def _number(figure: Figure, axes: Axes, points: np.ndarray, lines: Sequence[tupl
         # the next number keeps off the whole of this one
         taken = np.vstack([taken, place + half * np.array([[x, y] for x in (-1, 0, 1) for y in (-1, 0, 1)])])
         offset = tuple((place - pixel) * 72 / DPI)
-        style = {"arrowprops": arrow, "fontsize": "x-small", "ha": "center", "va": "center"}
+        style: dict[str, Any] = {"arrowprops": arrow, "fontsize": "x-small", "ha": "center", "va": "center"}
         text = axes.annotate(str(number), tuple(point), offset, textcoords="offset points", **style)
         text.set_in_layout(False)
 
