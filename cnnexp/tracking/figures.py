@@ -18,7 +18,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as PlainFigure
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import text_to_path
-from matplotlib.ticker import MaxNLocator, NullFormatter, StrMethodFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
 
 from cnnexp.measuring.explanation import Piece, Row, Side, plain_name, rows, sides_of, us_text
 from cnnexp.measuring.roofline import roofs
@@ -204,6 +204,7 @@ def _roofline(figure: Figure, axes: Axes, pieces: Sequence[Piece], limits: Mappi
     axes.set_yscale("log")
     axes.set_xlim(left, right)
     axes.set_ylim(min(speed) / 4, max(most, *speed) * 2)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(StrMethodFormatter("{x:g}"))
         axis.set_minor_formatter(NullFormatter())
