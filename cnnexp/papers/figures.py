@@ -8,7 +8,6 @@ from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
@@ -16,7 +15,7 @@ from matplotlib.ticker import MaxNLocator
 from cnnexp.papers.compare import Cell, Result, pick, recalls, scaling_label
 from cnnexp.papers.measures import per_epoch
 from cnnexp.system.table import number
-from cnnexp.tracking.figures import column_of, entitle, label_axes, new_figure
+from cnnexp.tracking.figures import Figure, column_of, entitle, label_axes, new_figure
 
 # Okabe and Ito's colours, which the colour-blind can tell apart, without the palest
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -65,6 +64,8 @@ def _bars(result: Result) -> Figure:
         axes.set_ylim(len(lines) - 0.4, -0.6)
         axes.margins(x=0.3)
         axes.set_xlim(left=start)
+        if not logarithmic:
+            axes.xaxis.set_major_locator(MaxNLocator(4))  # as many ticks after the layout as before
         if len(columns) > 1:
             axes.set_title(column.title, fontsize="medium")
         axes.grid(axis="x", alpha=0.3)

@@ -18,7 +18,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as PlainFigure
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import text_to_path
-from matplotlib.ticker import MaxNLocator, NullFormatter, StrMethodFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
 
 from cnnexp.measuring.explanation import Piece, Row, Side, plain_name, rows, sides_of, us_text
 from cnnexp.measuring.roofline import roofs
@@ -154,7 +154,7 @@ def explained(sides: Sequence[Side], title: str = "") -> Figure:
     entitle(figure, title)
     for axes in right:
         axes.set_title(f"{short(sides[0].label)}, parts by number", fontsize="medium")
-        _roofline(axes, [piece for _, piece in placed], sides[0].limits)
+        _roofline(figure, axes, [piece for _, piece in placed], sides[0].limits)
     return figure
 
 
@@ -175,11 +175,12 @@ def _step_bars(axes: Axes, sides: Sequence[Side], table: Sequence[Row], names: S
     axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False, fontsize="small")  # where no bar is
 
 
-def _roofline(axes: Axes, pieces: Sequence[Piece], limits: Mapping[str, float]) -> None:
+def _roofline(figure: Figure, axes: Axes, pieces: Sequence[Piece], limits: Mapping[str, float]) -> None:
     """Draw speeds against arithmetic intensity, numbered, under the limits of the machine's memory and caches.
 
     Args:
-        axes: to draw into, of a figure that holds all else.
+        figure: that holds all else.
+        axes: to draw into.
         pieces: whose operations and bytes are known.
         limits: of `roofline.machine_limits`.
     """
@@ -203,45 +204,43 @@ def _roofline(axes: Axes, pieces: Sequence[Piece], limits: Mapping[str, float]) 
     axes.set_yscale("log")
     axes.set_xlim(left, right)
     axes.set_ylim(min(speed) / 4, max(most, *speed) * 2)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(StrMethodFormatter("{x:g}"))
         axis.set_minor_formatter(NullFormatter())
     label_axes(axes, "arithmetic intensity (FLOP per byte, from the shapes)", "GFLOP/s")
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize="x-small")
-    _number(axes, np.column_stack([intensity, speed]), lines)
+    _number(figure, axes, np.column_stack([intensity, speed]), lines)
 
 
-def _number(axes: Axes, points: np.ndarray, lines: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+def _number(figure: Figure, axes: Axes, points: np.ndarray, lines: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
     """Write the number of each point near it, over no line, point or other number.
 
     Args:
+        figure: of the axes; all else is in it.
+        axes: to write into.
         points: (N, 2), in the units of the axes.
         lines: (x, y) of places close to each other on every line.
     """
-    axes.figure.draw_without_rendering()  # lays it out; from then on a pixel is known
+    figure.draw_without_rendering()  # lays it out; from then on a pixel is known
     at = axes.transData.transform(points)
     taken = np.vstack([at, *(axes.transData.transform(np.column_stack(line)) for line in lines)])
-    inside, sizes, placed = axes.bbox, [], []
-    for i, point in enumerate(at):
-        half = np.array([4 + 3 * len(str(i + 1)), 7])
-        angles = np.linspace(0, 2 * np.pi, 24, endpoint=False)
-        tries = [point + r * np.array([np.cos(a), np.sin(a)]) for r in range(12, 240, 6) for a in angles]
-        free = (
-            place
-            for place in tries
-            if inside.contains(*(place - half)) and inside.contains(*(place + half))
-            if not (np.abs(taken - place) < half).all(axis=1).any()
-            if not any((np.abs(other - place) < half + size).all() for other, size in zip(placed, sizes, strict=True))
-        )
-        place = next(free, tries[0])
-        placed.append(place)
-        sizes.append(half)
-        arrow = {"arrowstyle": "-", "color": "gray", "linewidth": 0.4, "shrinkA": 0, "shrinkB": 0}
-        offset = (place - point) * 72 / DPI
-        text = axes.annotate(
-            *(str(i + 1), points[i], offset), textcoords="offset points", arrowprops=arrow, fontsize="x-small"
-        )
-        text.set(ha="center", va="center", in_layout=False)
+    angles = np.linspace(0, 2 * np.pi, 24, endpoint=False)
+    around = np.vstack([r * np.column_stack([np.cos(angles), np.sin(angles)]) for r in range(12, 240, 6)])
+    half = np.array([4 + 3 * len(str(len(points))), 7])  # of the room for a number, in pixels
+    low, high = axes.bbox.min + half, axes.bbox.max - half
+    arrow = {"arrowstyle": "-", "color": "gray", "linewidth": 0.4, "shrinkA": 0, "shrinkB": 0}
+    for number, (point, pixel) in enumerate(zip(points, at, strict=True), 1):
+        places = pixel + around
+        free = ((places >= low) & (places <= high)).all(axis=1)
+        free &= ~(np.abs(places[:, None] - taken) < half).all(axis=2).any(axis=1)
+        place = places[free.argmax()]
+        # the next number keeps off the whole of this one
+        taken = np.vstack([taken, place + half * np.array([[x, y] for x in (-1, 0, 1) for y in (-1, 0, 1)])])
+        offset = tuple((place - pixel) * 72 / DPI)
+        style: dict[str, Any] = {"arrowprops": arrow, "fontsize": "x-small", "ha": "center", "va": "center"}
+        text = axes.annotate(str(number), tuple(point), offset, textcoords="offset points", **style)
+        text.set_in_layout(False)
 
 
 def learning(epochs: Sequence[Mapping[str, float]]) -> Figure:

@@ -3,18 +3,13 @@
 import json
 import re
 
-import numpy as np
 import pytest
 from commands import TINY
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.text import Text
 from PIL import Image
 
 from cnnexp.app import explain
-from cnnexp.app.explain import screen, sides_of
+from cnnexp.app.explain import screen, set_beside
 from cnnexp.errors import ConfigError
-from cnnexp.measuring.explanation import side_of
-from cnnexp.tracking import explained
 from cnnexp.tracking.journal import PROFILE
 
 PROFILED = ("experiment=smoke", "tracking=none", "trainer.epochs=1", "trainer.profile=true")
@@ -63,11 +58,26 @@ def test_what_cannot_be_explained(run, tmp_path):
         explain.command([])
     folder = tmp_path / "run"
     assert run(*TINY)[0] == 0
-    with pytest.raises(ConfigError, match=r"its steps were not clocked; run it again with trainer\.profile=true"):
+    (folder / "journal.jsonl").write_text("")
+    with pytest.raises(ConfigError, match="its journal holds no config of backend, dataset, optimizer, trainer"):
         explain.command([str(folder)])
+
+
+@pytest.mark.parametrize("backend", ["numpy", "cpu-simd"])
+def test_a_run_that_was_not_profiled_is_timed_now(run, tmp_path, capsys, monkeypatch, backend):
+    folder = tmp_path / "run"
+    assert run(*TINY, f"backend={backend}", "trainer.baseline=numpy")[0] == 0
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    drawn = folder / "figures" / "explain.png"
+    before.pop(drawn, None)
+    lines = told(capsys, folder)
+    assert re.search(r"was not profiled; its steps are timed now, from epoch-000001\.ckpt", lines[0])
+    assert any(line.startswith("linear1 backward") for line in lines)
+    assert "Most of" in " ".join(lines)
+    assert drawn.exists()
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path != drawn} == before
     (folder / PROFILE).write_text("{}")
-    with pytest.raises(ConfigError, match="recorded by an older cnnexp"):
-        explain.command([str(folder)])
+    assert "was not profiled" in told(capsys, folder)[0], "nor does an older version's profile do"
 
 
 def profile(count: int, backend: str, scale: float) -> dict:
@@ -88,21 +98,10 @@ def profile(count: int, backend: str, scale: float) -> dict:
 
 
 def test_the_longest_part_fills_its_line_and_no_line_is_longer():
-    sides = sides_of([profile(9, "a-backend-of-a-long-name", 1), profile(9, "b", 300)], ["one", "two"])
+    sides = set_beside([profile(9, "a-backend-of-a-long-name", 1), profile(9, "b", 300)])
     lines = screen(sides, "a title " * 20)
     assert max(map(len, lines)) == 80
     assert sum(len(line) == 80 and line.endswith("█") for line in lines) == 2, "the longest of each pass"
     plain = screen(sides, "", 72, blocks=False)
     assert max(map(len, plain)) <= 72
     assert all(ord(letter) < 128 for line in plain for letter in line)
-
-
-def test_names_on_the_roofline_do_not_overlap():
-    figure = explained.figure([side_of(profile(12, "a", 1))])
-    FigureCanvasAgg(figure).draw()
-    boxes = [Text.get_window_extent(text) for text in figure.axes[1].texts]  # an annotation's own has its line in it
-    assert len(boxes) == 24
-    for i, box in enumerate(boxes):
-        assert not any(box.overlaps(other) for other in boxes[i + 1 :])
-    whole = np.array([figure.bbox.x1, figure.bbox.y1])
-    assert all((box.max <= whole + 1).all() for box in boxes), "and none is cut off"

@@ -86,7 +86,7 @@ def test_a_fused_step_is_explained(tmp_path):
     explain = [sys.executable, "-m", "cnnexp", "explain", str(folder)]
     told = subprocess.check_output(explain, cwd=ROOT, env=gpu.environment(), text=True, timeout=100)
     assert re.search(r"^linear1 loss forward +gpu-fused +[\d.]+ ", told, re.MULTILINE)
-    assert re.search(r"^update parameters +gpu-fused +[\d.]+ ", told, re.MULTILINE)
+    assert re.search(r"^updating the parameters +gpu-fused +[\d.]+ ", told, re.MULTILINE)
     assert "multiprocessors" in (folder / "profile.json").read_text()
     profile = json.loads((folder / "profile.json").read_text())
     assert profile["device"].startswith("software GPU")

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from cnnexp.measuring.explanation import changes, rows, sentences, side_of, us_text
+from cnnexp.measuring.explanation import changes, plain_name, rows, sentences, side_of, us_text
 from cnnexp.measuring.ledger import BETWEEN
 
 
@@ -69,9 +69,9 @@ def test_groups_are_the_coarser_ones_and_add_up():
     assert table["conv1 relu1 maxpool1 forward"] == [3.0, 120.0]
     assert table["conv1 relu1 maxpool1 backward"] == [4.0, 330.0]
     assert table["linear1 forward"] == [1.0, 0.5]
-    assert table["wait threads"] == [0.5, None]
+    assert table["waiting for threads"] == [0.5, None]
     assert table[BETWEEN] == [0.1, 8.0]
-    assert list(table)[:2] == ["gather batch", "conv1 relu1 maxpool1 forward"], "in the order of a step"
+    assert list(table)[:2] == ["gathering the batch", "conv1 relu1 maxpool1 forward"], "in the order of a step"
     for i, side in enumerate(steps()):
         assert sum(pieces[i] or 0 for pieces in table.values()) == pytest.approx(side.accounted * side.us)
     assert steps()[0].accounted == pytest.approx(0.98), "evaluation and what is no training are no part of a step"
@@ -86,11 +86,12 @@ def test_groups_that_overlap_are_joined():
 
 
 def test_the_sentences_say_what_the_numbers_say():
-    first, *why, left, waits, accounted = sentences(steps())
+    first, *why, left, accounted = sentences(steps())
     assert first == "An image costs cpu-simd on 2 threads 10 us and cpu on 1 thread 500 us: 50 times less."
     assert why[0] == (
         "conv1's backward pass with relu1 and maxpool1 fell from 330 us to 4 us an image, 82.5 times less: 4 times "
-        "fewer multiply-adds, since little is followed; 16 filters at once; 2 threads instead of 1."
+        "fewer multiply-adds, since little is followed; an instruction takes 16 filters at once; 2 threads "
+        "instead of 1."
     )
     assert why[1].startswith("conv1's forward pass with relu1 and maxpool1 fell from 120 us to 3 us an image, 40 times")
     assert "fewer" not in why[1]
@@ -99,9 +100,8 @@ def test_the_sentences_say_what_the_numbers_say():
     # 2e11 flops in 4 s are 50 GFLOP/s; 2e11 / 4e9 bytes are 50 a byte; the ridge is 100 / 10
     assert left == (
         "Most of cpu-simd's step is conv1 relu1 maxpool1 backward, 40%: 4 us at 50 GFLOP/s, 50% of the 100 that "
-        "arithmetic allows here (50 FLOP a byte; from 10 on arithmetic is the limit)."
+        "arithmetic allows here (50 FLOP a byte)."
     )
-    assert waits == "The threads wait for each other 5% of the step, 0.5 us."
     assert accounted == "These parts are 98.0% of the step as the epochs' own clock has it."
 
 
@@ -109,7 +109,7 @@ def test_the_ways_that_the_planner_took_are_said():
     ways = {"conv1 relu1 maxpool1": "lanes-argmax", "linear1": "skinny"}
     told = sentences([side_of({**RUN, "ways": ways}), side_of(BASELINE)])
     wanted = "conv1 relu1 maxpool1 by `lanes-argmax`, linear1 by `skinny`"
-    assert f"Of the ways that cpu-simd has to compute layers it took: {wanted}." in told
+    assert f"The algorithms that cpu-simd chose, of those in docs/kernels.md: {wanted}." in told
 
 
 def test_a_disturbed_run_is_said_to_be():
@@ -131,7 +131,12 @@ def test_memory_may_be_what_bounds():
     # 1 GFLOP/s at 3 FLOP a byte, of 3 * 10 GB/s
     assert re.search(r"at 1 GFLOP/s, 3% of the 30 that memory allows here", left)
     faster = {**run, "layers": [layer("linear1", "backward", 9.0, 1, 9e12, 3e12)]}
-    assert "more than the 30 that memory allows: much of what it reads is in" in sentences([side_of(faster)])[0]
+    assert "more than the 30 that was measured as the limit here" in sentences([side_of(faster)])[0]
+    cached = {**faster, "machine": {**LIMITS, "l3_gb_per_s": 2e3, "l1_gb_per_s": 4e4, "gflops": 2e3}}
+    assert sentences([side_of(cached)])[0].endswith(
+        "at 1e+03 GFLOP/s, more than the 30 that memory allows: much of what it reads is in the caches; 50% of the "
+        "2e+03 that arithmetic allows here (3 FLOP a byte)."
+    )
     denser = {**faster, "layers": [layer("linear1", "backward", 9.0, 1, 9e12, 3e10)]}
     assert "more than the 100 that was measured as the limit here (300 FLOP" in sentences([side_of(denser)])[0]
 
@@ -146,3 +151,10 @@ def test_a_step_that_was_only_timed_whole_is_told_whole():
 @pytest.mark.parametrize(("us", "text"), [(0.01234, "0.0123 us"), (12.34, "12.3 us"), (2345.0, "2.35 ms")])
 def test_microseconds(us, text):
     assert us_text(us) == text
+
+
+def test_names_are_plain():
+    assert plain_name("forward", ["conv1", "relu1"]) == "conv1 relu1 forward"
+    assert plain_name("backward", ["residual1.linear1.rows"]) == "layout for residual1.linear1 backward"
+    assert plain_name("forward", ["residual1.conv1"]) == "residual1.conv1 forward"
+    assert plain_name("update", ["parameters"]) == "updating the parameters"

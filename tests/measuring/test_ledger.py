@@ -10,9 +10,10 @@ import pytest
 from fakes import FakeClock, FakeProgram
 
 from cnnexp.backends import backend_class
+from cnnexp.measuring import roofline
 from cnnexp.measuring.amdahl import amdahl_limit
 from cnnexp.measuring.ledger import REST, Ledger, Profiled, metrics, report, report_beside
-from cnnexp.measuring.roofline import machine_limits, work_per_image
+from cnnexp.measuring.roofline import machine_limits, roofs, work_per_image
 from cnnexp.network import AvgPool2d, Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Sigmoid
 from cnnexp.network.losses import Loss, Totals
 from cnnexp.optimizers import SGD
@@ -250,8 +251,25 @@ def test_weights_are_read_once_a_batch_and_a_first_layer_needs_no_dx():
     assert work(Conv2d(4, 3), (8, 8, 2), "backward", needs_dx=False) == (2 * 36 * 4 * 18, 4 * (128 + 144 + 152))
 
 
-def test_machine_limits_are_measured():
-    limits = machine_limits(1)
+def test_machine_limits_are_measured(tmp_path, monkeypatch):
+    sizes = ("Data", 1, "32K"), ("Instruction", 1, "64K"), ("Unified", 2, "512K"), ("Unified", 3, "16M")
+    for i, facts in enumerate(sizes):
+        (tmp_path / f"index{i}").mkdir()
+        for name, fact in zip(("type", "level", "size"), facts, strict=True):
+            (tmp_path / f"index{i}" / name).write_text(f"{fact}\n")
+    monkeypatch.setattr(roofline, "CACHES", tmp_path)
+    assert roofline._cache_bytes() == {1: 32 << 10, 2: 512 << 10, 3: 16 << 20}
+    measured = {}
+    monkeypatch.setattr(roofline, "_gb_per_s", lambda size, threads: measured.setdefault(size, 1.0 + threads))
+    assert list(machine_limits(2)) == ["gflops", "gb_per_s", "l3_gb_per_s", "l2_gb_per_s", "l1_gb_per_s"]
+    assert list(measured) == [1 << 26, 2 << 20, 384 << 10, 24 << 10], "what a thread works on fits where it is meant to"
+    assert "l3_gb_per_s" not in machine_limits(4), "a thread's share of it is hardly more than its second cache"
+    assert list(roofs(machine_limits(2))) == ["memory", "L3 cache", "L2 cache", "L1 cache"]
+
+
+def test_bandwidths_are_measured_where_no_cache_is_known(tmp_path, monkeypatch):
+    monkeypatch.setattr(roofline, "CACHES", tmp_path / "nothing")
+    limits = machine_limits(2)
     assert set(limits) == {"gflops", "gb_per_s"}
     assert all(0.1 < value < 1e6 for value in limits.values())
 

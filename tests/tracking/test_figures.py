@@ -175,7 +175,7 @@ def test_numbers_on_the_roofline_lie_over_nothing():
     FigureCanvasAgg(figure).draw()
     boxes = [Text.get_window_extent(text) for text in axes.texts]  # an annotation's own has its line in it
     assert [text.get_text() for text in axes.texts] == [str(number) for number in range(1, 25)]
-    assert [text.get_text() for text in figure.axes[0].get_yticklabels()][0].endswith("(1)")
+    assert figure.axes[0].get_yticklabels()[0].get_text().endswith("(1)")
     for i, box in enumerate(boxes):
         assert not any(box.overlaps(other) for other in boxes[i + 1 :])
     assert len(axes.get_lines()) == 1 + len(roofs(LIMITS))
