@@ -28,7 +28,7 @@ from omegaconf import DictConfig, OmegaConf
 from cnnexp.app import config_security, sweep
 from cnnexp.app.config import SECTIONS, Settings, Tracking, build, defaults, load, plain, record
 from cnnexp.app.config_security import CONF
-from cnnexp.app.console import LINE, JobTable, make_console
+from cnnexp.app.console import LINE, JobTable, make_console, say_folder
 from cnnexp.app.resume import find_earlier
 from cnnexp.app.run import train
 from cnnexp.errors import (
@@ -42,8 +42,6 @@ from cnnexp.errors import (
     without_secrets,
 )
 from cnnexp.measuring.environment import outputs_dir, program_name
-from cnnexp.papers import page
-from cnnexp.papers.compare import compare
 from cnnexp.system import registry
 from cnnexp.system.table import as_screen
 from cnnexp.tracking import browser, verdict
@@ -291,6 +289,7 @@ class SweepCallback(Callback):
             overrides = _as_typed(config.hydra.overrides.task)
             folder, paper = Path(config.hydra.sweep.dir), config.sweep.paper
             varied, jobs = _plan(overrides, config.hydra.sweeper)
+            say_folder(make_console(), folder)
             SweepCallback.started = sweep.begin(folder, overrides, SweepCallback.recorder, paper, varied, jobs)
         except CnnexpError as error:
             leave(str(error), error.exit_code)
@@ -350,7 +349,9 @@ def _finish_sweep(started: sweep.Sweep, interrupted: bool) -> list[str]:
         told = verdict.screen(sweep.conclude(started, rows)[0], min(console.width, LINE))
         console.print(told, highlight=False, markup=False, soft_wrap=True)
         if started.paper is not None:
-            console.print(page.screen(compare(Path(started.folder), started.paper), console.width))
+            from cnnexp.papers import compare, page
+
+            console.print(page.screen(compare.compare(Path(started.folder), started.paper), console.width))
             console.print(f"The page: {Path(started.folder) / page.FOLDER / 'index.html'}", soft_wrap=True)
     return sweep.failures(rows, started.paper)
 
