@@ -97,10 +97,10 @@ def launch() -> None:
         store = f" tracking.uri={without_secrets(tracking.uri)}" if tracking.uri else ""
         first = "" if browser.has_pages() else f"{installing('ui')}, then "
         console = make_console()
-        text = verdict.screen(
-            [("To look at it:", f"{first}{program_name()} ui{store}, which opens")], min(console.width, LINE)
-        )
-        console.print(f"{text}\n{link}", highlight=False, markup=False, soft_wrap=True)
+        command = f"{first}{program_name()} ui{store}"
+        text = verdict.screen([("To look at it:", command)], min(console.width, LINE))
+        shown = link if browser.answers(link) else text  # an address that nothing answers is of no use
+        console.print(shown, highlight=False, markup=False, soft_wrap=True)
     if failed or gave_up:
         leave("\n  ".join([*failed, *gave_up]), 1)
     if _failures:
