@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import textwrap
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Self
 
 from rich.console import Console
@@ -67,8 +68,8 @@ class Display:
         if self._bar:
             self._bar.stop()
 
-    def start(self, dataset: Dataset, network: Network, backend: Backend, compile_s: float) -> None:
-        """Say what is about to be trained."""
+    def start(self, dataset: Dataset, network: Network, backend: Backend, compile_s: float, folder: Path) -> None:
+        """Say what is about to be trained, and where the run writes to, where that is not below the user's folder."""
         if self._rows:
             splits = f"{len(dataset.train):,} images to train on, {len(dataset.test):,} to test on"
             threads = f"{backend.threads} thread{'s' if backend.threads > 1 else ''} of "
@@ -77,6 +78,7 @@ class Display:
                 f"{backend.name} on {'' if backend.on_gpu else threads}{backend.device_name}, "
                 f"ready after {compile_s:.1f} s"
             )
+            say_folder(self.console, folder)
 
     def explain(self, kernels: Sequence[KernelRow]) -> None:
         """Show what the compiler chose for each kernel of a step."""
@@ -225,6 +227,12 @@ def _two_lines(title: str) -> tuple[str, str]:
     """Return what stands above and what stands in the line of titles: `train`, `loss`."""
     above, _, below = title.rpartition(" ")
     return above, below
+
+
+def say_folder(console: Console, folder: Path) -> None:
+    """Say where results go, unless that is below the folder in which the user works."""
+    if not folder.resolve().is_relative_to(Path.cwd()):
+        console.print(f"writes to {folder}", highlight=False, soft_wrap=True, markup=False)
 
 
 def make_console() -> Console:

@@ -28,7 +28,7 @@ from omegaconf import DictConfig, OmegaConf
 from cnnexp.app import config_security, sweep
 from cnnexp.app.config import SECTIONS, Settings, Tracking, build, defaults, load, plain, record
 from cnnexp.app.config_security import CONF
-from cnnexp.app.console import LINE, JobTable, make_console
+from cnnexp.app.console import LINE, JobTable, make_console, say_folder
 from cnnexp.app.resume import find_earlier
 from cnnexp.app.run import train
 from cnnexp.errors import (
@@ -42,8 +42,6 @@ from cnnexp.errors import (
     without_secrets,
 )
 from cnnexp.measuring.environment import outputs_dir, program_name
-from cnnexp.papers import page
-from cnnexp.papers.compare import compare
 from cnnexp.system import registry
 from cnnexp.system.table import as_screen
 from cnnexp.tracking import browser, verdict
@@ -99,10 +97,10 @@ def launch() -> None:
         store = f" tracking.uri={without_secrets(tracking.uri)}" if tracking.uri else ""
         first = "" if browser.has_pages() else f"{installing('ui')}, then "
         console = make_console()
-        text = verdict.screen(
-            [("To look at it:", f"{first}{program_name()} ui{store}, which opens")], min(console.width, LINE)
-        )
-        console.print(f"{text}\n{link}", highlight=False, markup=False, soft_wrap=True)
+        command = f"{first}{program_name()} ui{store}"
+        text = verdict.screen([("To look at it:", command)], min(console.width, LINE))
+        shown = link if browser.answers(link) else text  # an address that nothing answers is of no use
+        console.print(shown, highlight=False, markup=False, soft_wrap=True)
     if failed or gave_up:
         leave("\n  ".join([*failed, *gave_up]), 1)
     if _failures:
@@ -291,6 +289,7 @@ class SweepCallback(Callback):
             overrides = _as_typed(config.hydra.overrides.task)
             folder, paper = Path(config.hydra.sweep.dir), config.sweep.paper
             varied, jobs = _plan(overrides, config.hydra.sweeper)
+            say_folder(make_console(), folder)
             SweepCallback.started = sweep.begin(folder, overrides, SweepCallback.recorder, paper, varied, jobs)
         except CnnexpError as error:
             leave(str(error), error.exit_code)
@@ -350,7 +349,9 @@ def _finish_sweep(started: sweep.Sweep, interrupted: bool) -> list[str]:
         told = verdict.screen(sweep.conclude(started, rows)[0], min(console.width, LINE))
         console.print(told, highlight=False, markup=False, soft_wrap=True)
         if started.paper is not None:
-            console.print(page.screen(compare(Path(started.folder), started.paper), console.width))
+            from cnnexp.papers import compare, page
+
+            console.print(page.screen(compare.compare(Path(started.folder), started.paper), console.width))
             console.print(f"The page: {Path(started.folder) / page.FOLDER / 'index.html'}", soft_wrap=True)
     return sweep.failures(rows, started.paper)
 

@@ -51,10 +51,9 @@ def train(settings: Settings, run: Run, earlier: ResumePoint | None = None, job:
     Diverged.in_one_line()
     trainer = settings.trainer
     with ExitStack() as stack:
-        made = _make(settings, run, earlier, stack)
         display = Display(trainer.epochs, trainer.baseline, trainer.progress, job=job)
         stack.enter_context(display)
-        display.start(made.dataset, made.program.network, made.backend, made.program.compile_s)
+        made = _make(settings, run, earlier, stack, display)
         if made.backend.explain:
             display.explain(made.program.explain())
         history = made.resumed.history if made.resumed else ()
@@ -112,8 +111,8 @@ class _Made:
     resumed: checkpoint.Checkpoint | None
 
 
-def _make(settings: Settings, run: Run, earlier: ResumePoint | None, stack: ExitStack) -> _Made:
-    """Load, compile and restore; `stack` closes what was compiled."""
+def _make(settings: Settings, run: Run, earlier: ResumePoint | None, stack: ExitStack, display: Display) -> _Made:
+    """Load, compile and restore; `stack` closes what was compiled, `display` says what will be trained."""
     ledger, trainer = Ledger(), settings.trainer
     with ledger.span("data"):
         dataset = settings.dataset.load()
@@ -131,6 +130,7 @@ def _make(settings: Settings, run: Run, earlier: ResumePoint | None, stack: Exit
     with ledger.span("compile"):
         backend, program = _compile(settings, backend, compiling, run)
         stack.enter_context(contextlib.closing(program))
+    display.start(dataset, network, backend, program.compile_s, run.folder)
     program.restore(resumed.state if resumed else network.initial_state(trainer.seed))
     beside = None
     if settings.baseline is not None and not run.contended:

@@ -18,8 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from cnnexp.app import ranking
-from cnnexp.papers import page
-from cnnexp.papers.compare import note_facts
 from cnnexp.system.table import Group, Table, as_markdown, write_csv
 from cnnexp.tracking import verdict
 from cnnexp.tracking.events import JOURNAL, LACKING, read_journal
@@ -97,6 +95,8 @@ def begin(
     Raises:
         TrackingError: the store cannot be opened or written.
     """
+    from cnnexp.papers.compare import note_facts  # here: a single run needs none of the papers
+
     run_id, call = None, {}
     if recorder is not None:
         name = paper or " ".join(override for override in overrides if "," in override) or Path(folder).name
@@ -131,6 +131,8 @@ def finish(sweep: Sweep, recorder: Recorder | None = None, interrupted: bool = F
     write_csv(found, table)
     report, ranked = _write_report(sweep, found)
     if sweep.paper is not None:
+        from cnnexp.papers import page
+
         page.write(Path(sweep.folder), sweep.paper)
     if recorder is not None:
         run_id = sweep.run_id or _begin_late(sweep, found, recorder)
@@ -256,7 +258,11 @@ def _failed(found: Sequence[Mapping[str, Any]], paper: str | None) -> list[Mappi
 
 def _report(sweep: Sweep) -> list[tuple[str, str]]:
     """Return the report of a paper's table or figure as an artifact, if there is one."""
-    return [] if sweep.paper is None else [(str(Path(sweep.folder) / page.FOLDER), page.FOLDER)]
+    if sweep.paper is None:
+        return []
+    from cnnexp.papers.page import FOLDER
+
+    return [(str(Path(sweep.folder) / FOLDER), FOLDER)]
 
 
 def _values(overrides: Sequence[str]) -> dict[str, str]:

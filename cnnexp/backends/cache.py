@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import logging
 import os
 import sys
 import tempfile
@@ -29,6 +30,7 @@ from cnnexp import optimizers
 from cnnexp.network import Elementwise, Network, Residual, elementwise, layers, losses, noise, shapes
 from cnnexp.system.files import open_regular, remove_leftovers
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 DIGEST_BYTES = 32
@@ -86,10 +88,18 @@ def load_or_make(key: str, load: Callable[[bytes], T], make: Callable[[], bytes]
     if payload is not None:
         with contextlib.suppress(Exception):  # written by something else, under our name
             return load(payload)
+    if path is not None:
+        _say_compiling()
     payload = make()
     if path is not None:
         write_private(path, payload, KEEP)
     return load(payload)
+
+
+@functools.cache
+def _say_compiling() -> None:
+    """Say so once: a process compiles many kernels."""
+    log.info("compiling for this CPU; the next run of this network finds it compiled")
 
 
 def source_files() -> list[Path]:

@@ -21,6 +21,7 @@ from cnnexp.errors import BackendUnavailable, ConfigError, TrackingError, instal
 from cnnexp.tracking import view
 from cnnexp.tracking.address import alone, artifact_location, database_of, store_uri
 
+PROBE_S = 0.3  # what does not answer by then does not
 SERVED_S = 60.0  # a page that does not answer by then is not opened
 
 
@@ -111,12 +112,21 @@ def has_screen(environ: Mapping[str, str]) -> bool:
 
 def open_when_served(address: str, limit_s: float = SERVED_S) -> bool:
     """Open a page in the browser once its server answers; return whether it did in time."""
-    parts, ends = urlsplit(address), time.monotonic() + limit_s
+    ends = time.monotonic() + limit_s
     while time.monotonic() < ends:
-        with contextlib.suppress(OSError):
-            socket.create_connection((parts.hostname, parts.port), 1.0).close()
+        if answers(address):
             return webbrowser.open(address)
         time.sleep(0.2)
+    return False
+
+
+def answers(address: str) -> bool:
+    """Return whether anything listens at an address, within `PROBE_S`."""
+    with contextlib.suppress(OSError, ValueError):
+        parts = urlsplit(address)
+        port = parts.port or {"https": 443}.get(parts.scheme, 80)
+        socket.create_connection((parts.hostname, port), PROBE_S).close()
+        return True
     return False
 
 

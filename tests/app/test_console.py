@@ -1,5 +1,6 @@
 import dataclasses
 import io
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,11 +29,11 @@ RESULT = EpochResult(
 )
 
 
-def show(terminal, shown=True, epochs=2, results=(RESULT,), width=80, job="", baseline="cpu", **options):
+def show(terminal, shown=True, epochs=2, results=(RESULT,), width=80, job="", baseline="cpu", folder=Path()):
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, width=width)
-    with Display(epochs, baseline, shown, console, job=job, **options) as display:
-        display.start(DATASET, NETWORK, Backend(), 1.5)
+    with Display(epochs, baseline, shown, console, job=job) as display:
+        display.start(DATASET, NETWORK, Backend(), 1.5, folder)
         display.progressed(Progress(1, Totals(30.0, 40, 60), 100, 0.25))
         for result in results:
             display.finished(result)
@@ -49,6 +50,12 @@ def test_a_row_per_epoch_under_one_line_of_titles():
     assert lines[4] == "   1/2 0.5000 80.00% 0.5000 90.00%     0.5      200   2.00"
     assert lines[5] == "   2/2 0.5000 80.00% 0.5000 90.00%    12.5        8   2.00"
     assert len(lines) == 6
+
+
+def test_where_results_go_is_said_where_that_is_not_below_the_users_folder(tmp_path, monkeypatch):
+    assert show(False, folder=tmp_path / "run").splitlines()[2] == f"writes to {tmp_path / 'run'}"
+    monkeypatch.chdir(tmp_path)
+    assert "writes to" not in show(False, folder=tmp_path / "run")
 
 
 def test_nothing_is_wider_than_80_columns():

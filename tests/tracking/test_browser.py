@@ -90,7 +90,9 @@ def test_a_page_is_opened_where_there_is_a_screen_once_it_is_served(monkeypatch)
         served.bind((view.HOST, 0))
         address = f"http://{view.HOST}:{served.getsockname()[1]}/#/x"
         assert not browser.open_when_served(address, limit_s=0.3)
+        assert not browser.answers(address)
         served.listen()
+        assert browser.answers(address)
         assert browser.open_when_served(address)
     assert opened == [address]
     monkeypatch.setattr(browser.sys, "platform", "linux")

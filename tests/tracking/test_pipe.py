@@ -563,7 +563,7 @@ def test_name_begins_with_groups_and_ends_with_what_is_long():
     layers = "model.layers=[{type: Flatten}, {type: Linear, features: 10}]"
     overrides = [path, "trainer.epochs=3", layers, "hydra/launcher=joblib", "optimizer=adam", "+experiment=smoke"]
     assert default_name(CONFIG, overrides) == (
-        "adam smoke epochs=3 numpy one_conv points root=.../photos layers=[{type: Flat...features: 10}]"
+        "adam smoke epochs=3 numpy one_conv points root=.../photos layers=[{type: Flat...atures: 10}]"
     )
     assert default_name(CONFIG, [path], ["dataset.root"]) == "root=.../photos numpy one_conv points"
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from cnnexp.backends.cpu import kernels
 from cnnexp.backends.host import Array, HostOps
 from cnnexp.backends.layerwise import LayerwiseProgram
 from cnnexp.backends.processor import SequentialBackend, need_compiler
@@ -16,6 +15,9 @@ from cnnexp.network import BatchNorm2d, Elementwise, Network, Window
 from cnnexp.network.losses import Loss
 from cnnexp.network.noise import threshold
 from cnnexp.optimizers import Optimizer
+
+if TYPE_CHECKING:
+    from cnnexp.backends.cpu import kernels
 
 NO_VECTOR = np.empty(0, np.float32)
 NO_MATRIX = np.empty((0, 0), np.float32)
@@ -30,6 +32,9 @@ class CpuOps(HostOps):
 
     def __init__(self, parallel: bool) -> None:
         need_compiler()
+        global kernels
+        from cnnexp.backends.cpu import kernels  # brings Numba: not before something is compiled
+
         self._parallel = parallel
 
     def to_device(self, array: np.ndarray) -> Array:
