@@ -29,7 +29,7 @@ from cnnexp.measuring import environment
 from cnnexp.measuring.explanation import changes, side_of
 from cnnexp.measuring.interference import Interference
 from cnnexp.network import Network
-from cnnexp.system.registry import VARIABLE
+from cnnexp.system.registry import VARIABLE, files
 from cnnexp.tracking import verdict
 from cnnexp.tracking.events import DISTURBED, FOLDER, JOURNAL, LACKING, note, open_journal, read_journal, store_status
 from cnnexp.tracking.folder import Claim
@@ -269,6 +269,7 @@ class Run:
             "classes": list(self._dataset.classes),
             "pixels": str(self._dataset.train.images.dtype),
             "look": self._look,
+            "plugins": files("layer"),
         }
 
     def resume(self, history: Sequence[EpochResult]) -> None:

@@ -19,9 +19,10 @@ from cnnexp.backends.protocol import Backend
 from cnnexp.datasets import photograph
 from cnnexp.datasets.images import decode_picture
 from cnnexp.errors import CheckpointError, ConfigError, DataError
-from cnnexp.network import Shape, Stage
+from cnnexp.network import LAYERS, Shape, Stage
 from cnnexp.network.losses import Loss
 from cnnexp.optimizers import SGD
+from cnnexp.system.registry import VARIABLE
 from cnnexp.training import checkpoint
 
 BACKEND = "numpy"  # it needs no compiler, so a few images are classified soonest
@@ -54,6 +55,13 @@ class Classifier:
             self.state = {name: trained.state[name] for name in self.network.initial_state(0)}
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"checkpoint {path}: holds no network: {error}") from error
+        except ConfigError as error:
+            lacking = {name: file for name, file in trained.about.get("plugins", {}).items() if name not in LAYERS}
+            for name, file in lacking.items():
+                raise ConfigError(
+                    f"layer {name}: of a plugin that is not loaded; add plugins={file}, or set {VARIABLE}={file}"
+                ) from error
+            raise
         outputs = 2 if self.loss == Loss.BINARY_CROSS_ENTROPY else self.network.output_shape[0]
         self.input_shape: Shape = self.network.input_shape
         self.classes: tuple[str, ...] = tuple(trained.about.get("classes", map(str, range(outputs))))
