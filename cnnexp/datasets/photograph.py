@@ -20,8 +20,10 @@ INK = 0.2  # of the range of pixels, from which on a pixel is no ground
 GRID = 7  # side of the coarse image that distances are taken of
 RARE = 0.5  # per cent of the training images, at each end, that look stranger than what is called like them
 FINE = 4  # times the model's side: a larger picture is shrunk to it first, which averages noise away
+NO_STROKE = "no stroke"
 REACH = 2  # pixels: ink so near belongs to the same stroke
 PART = 0.5  # of the largest piece's side, and
+MOST_THINGS = 9  # more are noise
 SHARE = 0.3  # of its ink, from which on a piece is a thing of its own
 NOISE = 4.0  # standard deviations of the ground, from which on a pixel is ink
 Look = Mapping[str, Any]
@@ -122,16 +124,16 @@ def count(picture: np.ndarray, shape: Sequence[int]) -> str | None:
     grey = _shrink(_grey(_flatten(picture)), FINE * max(shape[:2])) / 255
     seen = _ink(grey) > INK
     if not seen.any():
-        return f"no stroke: {'the picture is blank' if np.ptp(grey) <= EVEN else 'nothing stands out of its noise'}"
+        return f"{NO_STROKE}: {'the picture is blank' if np.ptp(grey) <= EVEN else 'nothing stands out of its noise'}"
     padded = np.pad(seen, 1).astype(np.int8)
     rows, columns = seen.shape
     around = sum(padded[i : i + rows, j : j + columns] for i in range(3) for j in range(3))
     held = seen & (around > 2)
-    if 2 * held.sum() < seen.sum():
-        return "no stroke: only specks"
     pieces = _pieces(held)
-    side, ink = (max(values) for values in zip(*pieces, strict=True))
+    side, ink = (max(values, default=0) for values in (zip(*pieces, strict=True) if pieces else ((), ())))
     things = sum(s >= PART * side and n >= SHARE * ink for s, n in pieces)
+    if 2 * held.sum() < seen.sum() or things > MOST_THINGS:
+        return f"{NO_STROKE}: only specks"
     names = {2: "two", 3: "three"}
     return f"{names.get(things, things)} things: give a picture of one" if things > 1 else None
 
