@@ -31,7 +31,7 @@ BACKENDS_KNOW = {"backends", "errors", "network", "optimizers", "system"}  # no 
 # library -> the only modules that import it
 ONLY_IN = {
     "hydra": {"cnnexp.app.hydra_app"},
-    "mlflow": {"cnnexp.tracking.store"},
+    "mlflow": {"cnnexp.tracking.model", "cnnexp.tracking.store"},
     "onnx": {"cnnexp.app.export", "cnnexp.tracking.graph"},
     "onnxruntime": {"cnnexp.app.export"},
     "matplotlib": {"cnnexp.papers.figures", "cnnexp.tracking.figures"},

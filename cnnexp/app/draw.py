@@ -111,12 +111,11 @@ class Server(ThreadingHTTPServer):
             image = self._classifier.prepare(picture)
             (probabilities,) = self._classifier.predict(image[np.newaxis])
             outputs = self._classifier.outputs(image[np.newaxis])
-        look = self._classifier.look
         # a Flatten only shows its input again, and so does a Dropout outside training
         shown = [(stage, y[0]) for stage, y in outputs if not isinstance(stage.layer, Flatten | Dropout)]
         return {
             "image": _text(image),
-            "unlike": photograph.unlike(image, look) if look is not None else None,
+            "doubt": self._classifier.doubt(picture, image),
             "probabilities": probabilities.tolist(),
             "layers": [{"name": stage.name, "output": stage.output_shape, **_maps(y)} for stage, y in shown],
         }

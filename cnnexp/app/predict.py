@@ -77,22 +77,26 @@ def _parse(arguments: Sequence[str]) -> tuple[str, list[str], dict[str, dict[str
 def _classify_files(classifier: Classifier, files: Sequence[str]) -> Iterator[str]:
     """Yield `FILE  CLASS  PROBABILITY` of each picture, brought to the look of the images that the model takes.
 
-    What the model is not sure of, and a picture that is not like its training data, is said in the line.
+    What the model is not sure of is said in the line, and a picture that is not like its training data, or of several
+    things; one without a stroke gets no class.
     """
     try:
         classifier.check_pictures()
     except ConfigError as error:
         raise ConfigError(f"predict IMAGE: {error}") from error
     for file in files:
-        image = classifier.prepare(read_picture(Path(file), "RGBA"))
+        picture = read_picture(Path(file), "RGBA")
+        image = classifier.prepare(picture)
+        doubt = classifier.doubt(picture, image)
+        if doubt and doubt.startswith(photograph.NO_STROKE):
+            yield f"{file}  {doubt}"
+            continue
         (probabilities,) = classifier.predict(image[np.newaxis])
         best, second = (int(i) for i in probabilities.argsort()[:-3:-1])
         line = f"{file}  {classifier.classes[best]}  {probabilities[best]:.4f}"
         if probabilities[best] < SURE:
             line += f"  unsure: or {classifier.classes[second]}, {probabilities[second]:.4f}"
-        if classifier.look is not None and (why := photograph.unlike(image, classifier.look)):
-            line += f"  unlike the training data: {why}"
-        yield line
+        yield f"{line}  {doubt}" if doubt else line
 
 
 def _classify_split(classifier: Classifier, dataset: Dataset) -> Iterator[str]:

@@ -20,6 +20,11 @@ INK = 0.2  # of the range of pixels, from which on a pixel is no ground
 GRID = 7  # side of the coarse image that distances are taken of
 RARE = 0.5  # per cent of the training images, at each end, that look stranger than what is called like them
 FINE = 4  # times the model's side: a larger picture is shrunk to it first, which averages noise away
+NO_STROKE = "no stroke"
+REACH = 2  # pixels: ink so near belongs to the same stroke
+PART = 0.5  # of the largest piece's side, and
+MOST_THINGS = 9  # more are noise
+SHARE = 0.3  # of its ink, from which on a piece is a thing of its own
 NOISE = 4.0  # standard deviations of the ground, from which on a pixel is ink
 Look = Mapping[str, Any]
 
@@ -107,6 +112,45 @@ def unlike(image: np.ndarray, look: Look) -> str | None:
         return f"{'less' if ink.mean() < least else 'more'} ink than they have"
     distance = np.sqrt(((_coarse(ink) - np.array(look["centres"])) ** 2).sum(axis=1).min())
     return "a shape unlike theirs" if distance > look["distance"][1] else None
+
+
+def count(picture: np.ndarray, shape: Sequence[int]) -> str | None:
+    """Return why a picture does not show one thing: `no stroke`, or how many things; None where it does.
+
+    Args:
+        picture: uint8 (h, w, 4), red, green, blue, alpha.
+        shape: (H, W, C) of the model's images.
+    """
+    grey = _shrink(_grey(_flatten(picture)), FINE * max(shape[:2])) / 255
+    seen = _ink(grey) > INK
+    if not seen.any():
+        return f"{NO_STROKE}: {'the picture is blank' if np.ptp(grey) <= EVEN else 'nothing stands out of its noise'}"
+    padded = np.pad(seen, 1).astype(np.int8)
+    rows, columns = seen.shape
+    around = sum(padded[i : i + rows, j : j + columns] for i in range(3) for j in range(3))
+    held = seen & (around > 2)
+    pieces = _pieces(held)
+    side, ink = (max(values, default=0) for values in (zip(*pieces, strict=True) if pieces else ((), ())))
+    things = sum(s >= PART * side and n >= SHARE * ink for s, n in pieces)
+    if 2 * held.sum() < seen.sum() or things > MOST_THINGS:
+        return f"{NO_STROKE}: only specks"
+    names = {2: "two", 3: "three"}
+    return f"{names.get(things, things)} things: give a picture of one" if things > 1 else None
+
+
+def _pieces(mask: np.ndarray) -> list[tuple[int, int]]:
+    """Return the longer side and the number of pixels of each piece of a mask, what is within `REACH` being one."""
+    left, pieces = {(int(r), int(c)) for r, c in np.argwhere(mask)}, []
+    steps = range(-REACH, REACH + 1)
+    while left:
+        piece = [left.pop()]
+        for r, c in piece:  # which grows
+            near = {(r + i, c + j) for i in steps for j in steps} & left
+            left -= near
+            piece += near
+        (top, first), (bottom, last) = np.min(piece, axis=0), np.max(piece, axis=0)
+        pieces.append((int(max(bottom - top, last - first)) + 1, len(piece)))
+    return pieces
 
 
 def _flatten(picture: np.ndarray) -> np.ndarray:

@@ -114,6 +114,15 @@ def added(group: str) -> Mapping[str, type]:
     return _added[group]
 
 
+def files(group: str) -> dict[str, str]:
+    """Return the file that each class of a group comes from that plugins have added, by name."""
+    return {
+        name: os.path.realpath(module.__file__)
+        for name, cls in _added[group].items()
+        if (module := sys.modules.get(cls.__module__)) is not None and getattr(module, "__file__", None)
+    }
+
+
 def load(plugin: str) -> None:
     """Import a plugin: a module, or a file that ends in .py, under its own name.
 

@@ -29,7 +29,7 @@ from cnnexp.measuring import environment
 from cnnexp.measuring.explanation import changes, sides_of
 from cnnexp.measuring.interference import Interference
 from cnnexp.network import Network
-from cnnexp.system.registry import VARIABLE
+from cnnexp.system.registry import VARIABLE, files
 from cnnexp.tracking import verdict
 from cnnexp.tracking.events import (
     DISTURBED,
@@ -241,6 +241,7 @@ class Run:
             "classes": list(self._dataset.classes),
             "pixels": str(self._dataset.train.images.dtype),
             "look": self._look,
+            "plugins": files("layer"),
         }
 
     def resume(self, history: Sequence[EpochResult]) -> None:

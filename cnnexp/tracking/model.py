@@ -1,12 +1,13 @@
 """A trained network that classifies: for `cnnexp predict`, and for MLflow's `pyfunc.load_model`.
 
-Nothing here imports mlflow: it imports this module, by the name that `store.Store.save_model` wrote into the model.
+Only `Served` needs mlflow, which imports this module by the name that `store.Store.save_model` wrote into the model.
 """
 
 from __future__ import annotations
 
 import base64
 import io
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,16 @@ from cnnexp.backends.layerwise import LayerwiseProgram
 from cnnexp.backends.protocol import Backend
 from cnnexp.datasets import photograph
 from cnnexp.datasets.images import decode_picture
-from cnnexp.errors import CheckpointError, ConfigError, DataError
-from cnnexp.network import Shape, Stage
+from cnnexp.errors import CheckpointError, CnnexpError, ConfigError, DataError
+from cnnexp.network import LAYERS, Shape, Stage
 from cnnexp.network.losses import Loss
 from cnnexp.optimizers import SGD
+from cnnexp.system.registry import VARIABLE
 from cnnexp.training import checkpoint
 
 BACKEND = "numpy"  # it needs no compiler, so a few images are classified soonest
 BATCH_SIZE = 100
+SERVING = "_MLFLOW_IS_IN_SERVING_ENVIRONMENT"  # set by MLflow's server
 Images = np.ndarray | Sequence[Any] | str
 
 
@@ -54,6 +57,13 @@ class Classifier:
             self.state = {name: trained.state[name] for name in self.network.initial_state(0)}
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"checkpoint {path}: holds no network: {error}") from error
+        except ConfigError as error:
+            lacking = {name: file for name, file in trained.about.get("plugins", {}).items() if name not in LAYERS}
+            for name, file in lacking.items():
+                raise ConfigError(
+                    f"layer {name}: of a plugin that is not loaded; add plugins={file}, or set {VARIABLE}={file}"
+                ) from error
+            raise
         outputs = 2 if self.loss == Loss.BINARY_CROSS_ENTROPY else self.network.output_shape[0]
         self.input_shape: Shape = self.network.input_shape
         self.classes: tuple[str, ...] = tuple(trained.about.get("classes", map(str, range(outputs))))
@@ -66,6 +76,13 @@ class Classifier:
         """Return a picture, uint8 RGBA (h, w, 4), as the model takes it, uint8 (H, W, C): see `photograph.prepare`."""
         self.check_pictures()
         return photograph.prepare(picture, self.look, self.input_shape)
+
+    def doubt(self, picture: np.ndarray, image: np.ndarray) -> str | None:
+        """Return why a picture, `prepare`d as `image`, may be classified wrong; None where nothing says so."""
+        if self.look is None:
+            return None
+        why = photograph.unlike(image, self.look)
+        return photograph.count(picture, self.input_shape) or (why and f"unlike the training data: {why}")
 
     def check_pictures(self) -> None:
         """Raise ConfigError where the model takes no pictures."""
@@ -148,7 +165,37 @@ def _decode(text: str, place: int) -> np.ndarray:
     return decode_picture(io.BytesIO(content), "RGBA", f"image {place}")
 
 
-def _load_pyfunc(path: str, model_config: Mapping[str, Any] | None = None) -> Classifier:
+class Served:
+    """What `mlflow models serve` asks: it answers with class names, and refuses in one line."""
+
+    def __init__(self, classifier: Classifier) -> None:
+        self.classifier = classifier
+
+    def predict(self, images: Images, params: Mapping[str, Any] | None = None) -> np.ndarray | list[dict[str, Any]]:
+        """Return as `Classifier.predict`; to who asks a server, each image's `class`, and `probabilities` by class."""
+        if os.environ.get(SERVING) != "true":
+            return self.classifier.predict(images)
+        try:
+            found, classes = self.classifier.predict(images), self.classifier.classes
+        except CnnexpError as error:
+            raise _refusal(str(error)) from error
+        return [
+            {"class": classes[row.argmax()], "probabilities": dict(zip(classes, row.tolist(), strict=True))}
+            for row in found
+        ]
+
+
+def _refusal(text: str) -> Exception:
+    """Return what MLflow answers with status 400 and no traceback."""
+    from mlflow.exceptions import MlflowException
+
+    class Refusal(MlflowException):
+        message = property(lambda self: text, lambda self, value: None)  # MLflow puts all that was sent before it
+
+    return Refusal.invalid_parameter_value(text)
+
+
+def _load_pyfunc(path: str, model_config: Mapping[str, Any] | None = None) -> Served:
     """Return what `mlflow.pyfunc.load_model` wraps.
 
     Args:
@@ -156,4 +203,4 @@ def _load_pyfunc(path: str, model_config: Mapping[str, Any] | None = None) -> Cl
         model_config: `{"backend": NAME}` for another backend than `BACKEND`.
     """
     name = (model_config or {}).get("backend", BACKEND)
-    return Classifier(Path(path), backend_class(name)())
+    return Served(Classifier(Path(path), backend_class(name)()))

@@ -23,7 +23,6 @@ from renderings import opaque, renderings
 from cnnexp import Conv2d, Digits, Dropout, Flatten, Linear, MaxPool2d, OneConv, ReLU, fit
 from cnnexp.app import draw
 from cnnexp.backends import backend
-from cnnexp.datasets import photograph
 from cnnexp.errors import CheckpointError, ConfigError
 from cnnexp.tracking.model import Classifier
 
@@ -80,9 +79,9 @@ def test_what_is_drawn_goes_the_way_of_a_photograph(digits):
             (expected,) = classifier.predict(image[np.newaxis])
             np.testing.assert_allclose(answer["probabilities"], expected, rtol=0, atol=1e-5)
             assert base64.b64decode(answer["image"]) == image.tobytes()
-            assert answer["unlike"] == photograph.unlike(image, classifier.look)
+            assert answer["doubt"] == classifier.doubt(opaque(large), image)
         _, blank = ask(server, "POST", "/look", png(np.full((280, 280), 255, np.uint8)), Content_Type="image/png")
-        assert "less ink" in blank["unlike"]
+        assert blank["doubt"] == "no stroke: the picture is blank"
 
 
 def test_the_maps_are_the_outputs_of_the_layers(tmp_path):

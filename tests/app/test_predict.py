@@ -23,7 +23,7 @@ from renderings import opaque
 from cnnexp import Flatten, Linear, Loss, ReLU, Sigmoid
 from cnnexp.app import draw, export, predict, resume
 from cnnexp.backends import BACKENDS, backend
-from cnnexp.datasets import Digits
+from cnnexp.datasets import Digits, photograph
 from cnnexp.errors import BackendUnavailable, CheckpointError, ConfigError, DataError
 from cnnexp.tracking.browser import free_port
 from cnnexp.tracking.events import read_journal
@@ -96,6 +96,19 @@ def test_pictures_are_brought_to_what_the_model_takes(tmp_path, capsys):
     assert small.startswith(f"{tmp_path}/as it is.png  {'abc'[best]}  {probabilities[best]:.4f}")
     assert ("unsure: or" in small) is bool(probabilities[best] < predict.SURE)
     assert re.match(rf"{tmp_path}/x=large\.png  [abc]  [01]\.\d{{4}}", large)
+
+
+def test_what_shows_no_stroke_gets_no_class_and_two_things_are_said(tmp_path, capsys):
+    data = Digits().load()
+    look = photograph.describe(data.train.images, data.train.labels, 10)
+    path, _ = saved(tmp_path / "run", (Flatten(), Linear(10)), (28, 28, 1), look=look)
+    pixels = data.test.images[:2, :, :, 0]
+    Image.fromarray(np.full((60, 60), 200, np.uint8)).save(tmp_path / "blank.png")
+    Image.fromarray(np.pad(np.hstack(list(pixels)), 20)).save(tmp_path / "two.png")
+    predict.command([str(path), str(tmp_path / "blank.png"), str(tmp_path / "two.png")])
+    blank, two = capsys.readouterr().out.splitlines()
+    assert blank == f"{tmp_path}/blank.png  no stroke: the picture is blank"
+    assert re.match(rf"{tmp_path}/two\.png  \d  .*  two things: give a picture of one$", two)
 
 
 def test_a_data_sets_test_split_gets_an_accuracy(tmp_path, capsys):
@@ -267,6 +280,15 @@ def test_served_exported_and_drawn_the_model_gives_the_scores_of_predict(recorde
     expected = Classifier(checkpoint.find(folder), backend("numpy")).predict(images)
     with mlflow_serving(folder / "model", tmp_path) as address:
         by_lists, by_pictures = (posted(address, given) for given in (images.tolist(), [png(i) for i in images]))
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            posted(address, images[:, :5].tolist())
+        with refused.value as error:
+            answer = json.load(error)
+    assert (refused.value.code, answer["message"]) == (
+        400,
+        "images of shape (8, 5, 28, 1): the model takes (N, 28, 28, 1)",
+    )
+    assert "stack_trace" not in answer
     export.command([str(folder), str(tmp_path / "exported.onnx")])
     session = onnxruntime.InferenceSession(capsys.readouterr().out.splitlines()[0], providers=["CPUExecutionProvider"])
     (exported,) = session.run(["probabilities"], {"images": images})
@@ -312,7 +334,9 @@ def posted(address, inputs):
     body = json.dumps({"inputs": inputs}).encode()
     request = urllib.request.Request(f"{address}/invocations", body, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=60) as answer:
-        return json.load(answer)["predictions"]
+        found = json.load(answer)["predictions"]
+    assert [max(row["probabilities"], key=row["probabilities"].get) for row in found] == [row["class"] for row in found]
+    return [[row["probabilities"][name] for name in map(str, range(10))] for row in found]
 
 
 def test_a_recorded_run_is_found_by_its_id_and_has_a_limit(recorded, monkeypatch, capsys):

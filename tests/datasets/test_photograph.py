@@ -109,6 +109,21 @@ def test_what_is_not_like_them_is_said():
         assert photograph.unlike(photograph.prepare(picture, LOOK, SHAPE), LOOK) is not None
 
 
+def test_a_picture_without_a_stroke_or_with_several_things_is_said():
+    rng = np.random.default_rng(0)
+    (first, *_), (second, *_) = strokes(1, seed=5), strokes(1, seed=6)
+    pictures = {
+        "no stroke: the picture is blank": np.full((50, 50), 128),
+        "no stroke: nothing stands out of its noise": rng.integers(0, 256, (100, 100)),
+        "no stroke: only specks": 255 * (rng.random((200, 200)) < 0.03),
+        "two things: give a picture of one": np.hstack([first, second])[:, :, 0],
+        "three things: give a picture of one": np.hstack([first, second, first])[:, :, 0].repeat(9, 0).repeat(9, 1),
+    }
+    assert [photograph.count(opaque(pixels.astype(np.uint8)), SHAPE) for pixels in pictures.values()] == list(pictures)
+    for image in strokes(5, seed=1):
+        assert {photograph.count(picture, SHAPE) for picture in renderings(image[:, :, 0]).values()} == {None}
+
+
 def read_renderings(data, program, place=0):
     """Return how many of nine renderings of ten digits are read right, and those read wrong that nothing flags.
 

@@ -16,10 +16,12 @@ import softgpu
 from cnnexp.app.config import load
 from cnnexp.backends import BACKENDS
 from cnnexp.errors import ConfigError
+from cnnexp.network import LAYERS
 from cnnexp.network.models import Model
 from cnnexp.optimizers import OPTIMIZERS, SGD
 from cnnexp.system import registry
 from cnnexp.system.registry import Registry, register
+from cnnexp.testing import check_layer
 from cnnexp.tracking.events import read_journal
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -110,10 +112,20 @@ def test_a_plugin_that_cannot_be_loaded(tmp_path, file, text, message):
     assert json.__file__ != str(tmp_path / file)
 
 
+def documented(folder):
+    """Write the plugins of the page into a folder; return their files."""
+    texts = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "plugins.md").read_text(encoding="utf-8"), re.DOTALL)
+    found = [folder / text.partition("\n")[0].removeprefix("# ") for text in texts]
+    for file, text in zip(found, texts, strict=True):
+        file.write_text(text, encoding="utf-8")
+    return found
+
+
 def test_the_documented_plugin_does_what_it_says(tmp_path):
-    (text,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "plugins.md").read_text(encoding="utf-8"), re.DOTALL)
-    file = tmp_path / text.partition("\n")[0].removeprefix("# ")
-    file.write_text(text, encoding="utf-8")
+    file, layer = documented(tmp_path)
+    registry.take_plugins([f"plugins={layer}"])
+    assert registry.files("layer") == {"Swish": str(layer)}
+    check_layer(LAYERS["Swish"](1.5))
     assert registry.take_plugins([f"plugins={file}", "optimizer=momentum_sign"]) == ["optimizer=momentum_sign"]
     w, momentum = np.zeros(3, np.float32), np.zeros(3, np.float32)
     OPTIMIZERS["momentum_sign"]().apply(w, np.array([2, -1, 0], np.float32), [momentum], 0.5, 1)
@@ -175,7 +187,10 @@ def test_workers_and_a_stored_model_know_the_plugin_too(tmp_path):
     done = python_m("predict", f"{tmp_path}/run", "dataset=stripes", f"plugins={OUTSIDE}", cwd=tmp_path)
     assert "test accuracy " in done.stdout
     done = python_m("predict", f"{tmp_path}/run", "dataset=digits", cwd=tmp_path)
-    assert done.stderr.startswith("cnnexp: error: a layer's type='Swish': unknown; legal: Conv2d, ")
+    assert done.stderr == (
+        f"cnnexp: error: layer Swish: of a plugin that is not loaded; add plugins={OUTSIDE}, or set "
+        f"CNNEXP_PLUGINS={OUTSIDE}\n"
+    )
 
 
 def test_an_installed_package_offers_its_plugin_by_an_entry_point(tmp_path):
