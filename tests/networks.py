@@ -92,6 +92,13 @@ NETWORKS = {
             *(Dropout(0.1), Linear(6), Residual((Dropout(0.7), Linear(6))), Dropout(0.0), Linear(3)),
         ),
     ),
+    "dropouts": (
+        (7, 8, 2),
+        (
+            *(Dropout(0.2), Conv2d(3, 2), Dropout(0.5), Tanh(), Conv2d(20, 3), ReLU(), Dropout(0.0), AvgPool2d(2, 1)),
+            *(Dropout(0.9), Flatten(), Dropout(0.1), Linear(9), ReLU(), Dropout(0.6), Linear(5), Dropout(0.25)),
+        ),
+    ),
     "batch_norm": (
         (5, 4, 2),
         (

@@ -51,6 +51,7 @@ def make_work(plan: Plan, loss: Loss, optimizer: Optimizer, key: str) -> Dispatc
     target, images = plan.target, plan.arena.images
     gather_bytes = compose("gather_uint8", target, plan.gather["uint8"])
     gather_floats = compose("gather_float32", target, plan.gather["float32"])
+    draw = compose("draws", target, plan.draws)
     forward = compose("forward", target, plan.forward)
     backward = compose("backward", target, plan.backward)
     owned_gradients = compose("owned_gradients", target, plan.gradients)
@@ -88,7 +89,8 @@ def make_work(plan: Plan, loss: Loss, optimizer: Optimizer, key: str) -> Dispatc
             arenas: (shares, ...). scores: (len(order), O), filled by `PREDICT`.
             totals: float64 (shares, LINE), added to: losses and hits. flags: int64 (shares * LINE,), for the barrier.
             counts: int64 (shares, at least 2 + shares), room for what `owned_updates` knows of shares and images.
-            numbers: float32 (steps, 3), the learning rate and the optimizer's constants, by step.
+            numbers: float32 (steps, 4 + dropouts), by step: the learning rate, the optimizer's two constants, and what
+                `DropoutNode.draw` takes.
         """
         _flush_denormals()
         shares, count = gradients.shape[0], len(order)
@@ -108,6 +110,7 @@ def make_work(plan: Plan, loss: Loss, optimizer: Optimizer, key: str) -> Dispatc
                     start, end = first + here * share // shares, first + here * (share + 1) // shares
                     for at in range(start, end, images):
                         tile = order[at : min(at + images, end)]
+                        draw(numbers[step], tile, arena, len(tile))
                         if len(bytes_):
                             gather_bytes(bytes_, tile, arena, len(tile))
                         else:
