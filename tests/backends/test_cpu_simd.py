@@ -20,7 +20,7 @@ from numba import float32, int64, njit
 from cnnexp.backends import cache, dispatchers
 from cnnexp.backends.dispatchers import load_or_compile
 from cnnexp.backends.simd import CpuSimd
-from cnnexp.backends.simd.algorithms import elementwise, update
+from cnnexp.backends.simd.algorithms import update
 from cnnexp.backends.simd.algorithms.convolution.channels import phases
 from cnnexp.backends.simd.algorithms.convolution.filters import gradient_parts
 from cnnexp.backends.simd.algorithms.convolution.filters_fused import FiltersFused
@@ -31,6 +31,7 @@ from cnnexp.backends.simd.compiler.compose import compose, compose_five
 from cnnexp.backends.simd.compiler.emit import INDEX, Target
 from cnnexp.backends.simd.compiler.host import cache_bytes, host_target
 from cnnexp.backends.simd.compiler.intrinsics import NEEDS
+from cnnexp.backends.simd.compiler.trace import exp
 from cnnexp.backends.simd.layouts import round_up
 from cnnexp.backends.simd.lowering import Plan
 from cnnexp.backends.simd.planner import allowed, split
@@ -496,7 +497,7 @@ def test_a_traced_rule_rounds_as_numpy_does(name):
 def test_exp_is_as_accurate_as_it_says():
     def kernel(k):
         with k.loop(k.groups(k.lanes)) as i:
-            k.store(elementwise.exp(k, k.load(k.parameters.at(i, k.lanes))), k.gradients.at(i, k.lanes))
+            k.store(exp(k, k.load(k.parameters.at(i, k.lanes))), k.gradients.at(i, k.lanes))
 
     compiled = compose("exp", host_target(), [("exp", kernel)])
 

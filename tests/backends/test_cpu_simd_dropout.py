@@ -1,5 +1,7 @@
 """Dropout in the fused step of `cpu-simd`: the masks that every backend makes, in each layout and vector width."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from networks import NETWORKS
@@ -24,6 +26,10 @@ SHOWN = {
     "lanes": ((4, 4, 3), (Dropout(0.5), Conv2d(3, 4), Flatten())),
     "flattened": ((3, 5, 2), (Dropout(0.7), Flatten(), Linear(3))),
     "activations": ((6, 6, 1), (Conv2d(5, 3, bias=False), Dropout(0.5), Conv2d(3, 4), Flatten())),
+    "images": (
+        (10, 10, 1),
+        (Conv2d(16, 3), ReLU(), Conv2d(16, 3), ReLU(), MaxPool2d(2), Dropout(0.5), Flatten(), Linear(3)),
+    ),
     "rectified": ((5, 5, 2), (Conv2d(6, 2), ReLU(), MaxPool2d(2), Dropout(0.3), Flatten(), Dropout(0.6), Linear(3))),
 }
 """Networks whose last gradient has a factor of every number that a Dropout lets through."""
@@ -43,6 +49,12 @@ def state(network, step=3):
 
 def fused(network, threads, target=TARGETS["host"], optimizer=None, batch=8):
     return SimdProgram(network, LOSS, optimizer or SGD(), batch, target, threads)
+
+
+def shaped(name):
+    """Return this machine's target, which computes the convolutions of "images" with channels in lanes."""
+    forced = (("conv1", "channels"), ("conv2", "channels")) if name == "images" else ()
+    return replace(TARGETS["host"], forced=forced)
 
 
 def check_masks(network, threads, target, kind):
@@ -65,7 +77,7 @@ def check_masks(network, threads, target, kind):
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("name", SHOWN)
 def test_masks_are_those_of_numpy(name, threads):
-    check_masks(Network(*SHOWN[name]), threads, TARGETS["host"], "uint8" if threads == 1 else "float32")
+    check_masks(Network(*SHOWN[name]), threads, shaped(name), "uint8" if threads == 1 else "float32")
 
 
 @pytest.mark.parametrize("name", ["rows", "lanes"])
@@ -89,13 +101,14 @@ def test_a_network_with_dropout_is_fused():
     program.close()
 
 
-def test_both_layouts_are_met():
+def test_all_layouts_are_met():
     layouts = {
-        name: [type(node.x).__name__ for node in make_plan(Network(*SHOWN[name]), TARGETS["host"], 8).dropouts]
+        name: [type(node.x).__name__ for node in make_plan(Network(*SHOWN[name]), shaped(name), 8).dropouts]
         for name in SHOWN
     }
     assert layouts == {
-        "rows": ["NC"], "lanes": ["Blocked"], "flattened": ["NC"], "activations": ["Blocked"], "rectified": ["NC"] * 2,
+        "rows": ["NC"], "lanes": ["Blocked"], "flattened": ["NC"], "activations": ["Blocked"],
+        "images": ["NHWC"], "rectified": ["NC"] * 2,
     }  # fmt: skip
 
 

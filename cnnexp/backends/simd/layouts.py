@@ -3,9 +3,8 @@
 Three layouts. `Blocked` is nHWC16n (8 or 4 with narrower vectors): the batch is in the vector lanes,
 [group][row][column][channel][lane]. One vector holds one value of `lanes` images, so a convolution of any shape is full
 vectors. `NC` has one image per row: linear layers, and gradients through an argmax, where images differ in what they
-read, work on it. `NHWC` is an image per row with rows and columns, and may have a halo: convolutions of many channels
-work on it. Changing layout is a
-transposition of `lanes` x `lanes` blocks, a few hundred cycles an image.
+read, work on it. `NHWC` is the same with rows, columns and perhaps a halo: convolutions of many channels work on it.
+A reorder is a transposition of `lanes` x `lanes` blocks, a few hundred cycles an image.
 """
 
 from __future__ import annotations
@@ -111,40 +110,25 @@ class Blocked:
 
 @dataclass(frozen=True)
 class NC:
-    """Values (D,) of images, one image per row.
+    """Values of images, one image per row, channels-last, perhaps with a halo.
 
     Attributes:
-        offset: of the first element in the arena, in floats.
-        size: D.
-        stride: floats from row to row.
-        width: D rounded up to whole vectors; the rest of them holds finite values.
-    """
-
-    offset: int
-    size: int
-    stride: int
-    width: int
-
-    def row(self, k: Emitter, image: ir.Value | int) -> Pointer:
-        return (k.arena + self.offset).at(image, self.stride)
-
-
-@dataclass(frozen=True)
-class NHWC:
-    """Values (H, W, C) of images, one image per row, channels-last, perhaps with a halo.
-
-    Attributes:
-        offset: of the first stored pixel in the arena, in floats.
-        shape: (H, W, C). halo: the room around; its step is 1.
+        offset: of the first stored value in the arena, in floats.
+        shape: (D,) or (H, W, C). halo: the room around; its step is 1.
         stride: floats from image to image; loads and stores may reach a vector past the last value.
-        width: H * W * C rounded up to whole vectors.
+        width: the size rounded up to whole vectors; the rest of them holds finite values.
     """
 
     offset: int
     shape: Shape
-    halo: Halo
     stride: int
     width: int
+    halo: Halo = Halo()
+
+    @property
+    def size(self) -> int:
+        """Values of an image."""
+        return math.prod(self.shape)
 
     @property
     def column(self) -> int:
@@ -154,14 +138,8 @@ class NHWC:
     def row(self) -> int:
         return (self.shape[1] + self.halo.left + self.halo.right) * self.column
 
-    @property
-    def flat(self) -> NC:
-        """The same values flat, where there is no halo."""
-        assert self.halo == Halo()
-        return NC(self.offset, math.prod(self.shape), self.stride, self.width)
-
     def stored(self, k: Emitter, image: ir.Value | int) -> Pointer:
-        """Return the address of the first stored pixel, in the halo if there is one."""
+        """Return the address of the first stored value, in the halo if there is one."""
         return (k.arena + self.offset).at(image, self.stride)
 
     def pixel(self, k: Emitter, image: ir.Value, row: ir.Value | int, column: ir.Value | int) -> Pointer:
@@ -170,13 +148,17 @@ class NHWC:
         return first.at(row, self.row).at(column, self.column)
 
 
+class NHWC(NC):
+    """As `NC`, of images: rows and columns count, and there may be a halo. Without one it serves as `NC`, too."""
+
+
 class Arena:
     """Hands out room for a tile of images.
 
     Args:
         lanes: images per vector.
         groups: vectors of images per tile.
-        images: per tile, if fewer: then nothing may write whole vectors of images to a `NC` or an `NHWC`.
+        images: per tile, if fewer: then nothing may write whole vectors of images to an `NC`.
 
     Attributes:
         size: floats. shared: where the room lies that each kernel has for itself while it runs, once all is allocated.
@@ -218,13 +200,13 @@ class Arena:
     def nc(self, size: int) -> NC:
         width = round_up(size, self.lanes)
         stride = width if width < SHORT_ROW else odd_lines(width)
-        return NC(self.allocate(self.images * stride), size, stride, width)
+        return NC(self.allocate(self.images * stride), (size,), stride, width)
 
     def nhwc(self, shape: Shape, halo: Halo = Halo()) -> NHWC:
         row = (shape[1] + halo.left + halo.right) * shape[2]
         stride = odd_lines((shape[0] + halo.top + halo.bottom) * row + self.lanes)
         width = round_up(math.prod(shape), self.lanes)
-        return NHWC(self.allocate(self.images * stride), shape, halo, stride, width)
+        return NHWC(self.allocate(self.images * stride), shape, stride, width, halo)
 
     def constants(self, values: np.ndarray) -> int:
         """Return the offset of room that holds these float32 values for good."""

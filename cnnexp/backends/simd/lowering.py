@@ -77,7 +77,7 @@ class Plan:
         self.draws: Kernels = [
             (f"{node.name}.draw", functools.partial(node.draw, number=i)) for i, node in enumerate(self.dropouts)
         ]
-        self.scores, self.d_scores = _flat(nodes[-1].y), _flat(nodes[-1].dy)
+        self.scores, self.d_scores = cast(NC, nodes[-1].y), cast(NC, nodes[-1].dy)
         self.forward = self._named(FORWARD, nodes, lambda node: node.forward(self))
         trained = nodes[_first_trained(nodes) :]
         self.backward = self._named(BACKWARD, reversed(trained), lambda node: node.backward(self))
@@ -133,8 +133,6 @@ class Plan:
         x = self._tensor(NC if flat else nodes[0].input_layout or Blocked, shape, nodes[0].input_halo())
         first, dx = _first_trained(nodes), cast(Tensor | None, None)
         for i, node in enumerate(nodes):
-            if node.input_layout is NC:
-                x, dx = _flat(x), dx and _flat(dx)
             node.x, node.dx = x, dx
             kind = node.output_layout or type(x)
             # in lanes nothing flattens but a change of layout: what is elementwise after a Flatten keeps the image
@@ -162,17 +160,10 @@ class Plan:
             return [("gather", functools.partial(gather_lanes, y=x, pixel=pixel))]
         if isinstance(x, NHWC):
             start, row = x.halo.top * x.row + x.halo.left * x.column, x.row
-            x = NC(x.offset, math.prod(shape), x.stride, x.width)
         elif first.input_room:
             _, start, row = first.input_room
         gather = functools.partial(gather_rows, y=x, shape=shape, first=start, stride=row, pixel=pixel)
         return [("gather", gather)]
-
-
-def _flat(tensor: Tensor) -> NC:
-    """Return an image's values as a row; `planner` has put lanes into rows before."""
-    assert not isinstance(tensor, Blocked)
-    return tensor.flat if isinstance(tensor, NHWC) else tensor
 
 
 def _first_trained(nodes: list[Node]) -> int:

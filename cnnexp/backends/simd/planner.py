@@ -27,7 +27,7 @@ from cnnexp.backends.simd.algorithms.linear.skinny import Skinny
 from cnnexp.backends.simd.algorithms.linear.wide import Wide
 from cnnexp.backends.simd.algorithms.node import Node, Section, Tensor
 from cnnexp.backends.simd.algorithms.pool import Pool
-from cnnexp.backends.simd.algorithms.reorder import ToImages, ToLanes, ToRows
+from cnnexp.backends.simd.algorithms.reorder import Reorder
 from cnnexp.backends.simd.compiler.emit import Target
 from cnnexp.backends.simd.layouts import NC, NHWC, Blocked, Halo, round_up
 from cnnexp.errors import ConfigError, did_you_mean
@@ -76,18 +76,16 @@ class Path:
         return path._and(node, target, images)
 
     def change(self, name: str, wanted: type[Tensor] | None, target: Target, images: int) -> Path:
-        """Return the path to a layout, None for any that is not an image; images and matrices are both in rows."""
+        """Return the path to a layout, None for any that is not an image; NC and NHWC are both in rows."""
         if wanted is None and self.layout is NHWC:
             wanted = Blocked
         if wanted is None or wanted is self.layout or not self.nodes:
             return self
-        if self.layout is NHWC and wanted is Blocked:
-            return self._and(ToLanes(f"{name}.lanes", self.shape), target, images)
-        if self.layout is Blocked:
-            if wanted is NHWC:
-                return self._and(ToImages(f"{name}.rows", self.shape), target, images)
-            return self._and(ToRows(f"{name}.rows", (math.prod(self.shape),)), target, images)
-        return replace(self, layout=wanted)
+        if Blocked not in (self.layout, wanted):
+            return replace(self, layout=wanted)
+        shape = (math.prod(self.shape),) if wanted is NC else self.shape
+        name = f"{name}.{'lanes' if wanted is Blocked else 'rows'}"
+        return self._and(Reorder(name, shape, self.layout, wanted), target, images)
 
     def _and(self, node: Node, target: Target, images: int) -> Path:
         layout = node.output_layout or self.layout

@@ -97,7 +97,7 @@ class DropoutNode(Node[Blocked | NC, Blocked | NC]):
                 row = k.spread(k.load_int(rows.at(n)))
                 with k.loop(matrices[0].width // k.lanes) as i:
                     element = k.as_integers(k.load(table.at(i, k.lanes)))
-                    self._put(k, row, element, [array.row(k, n).at(i, k.lanes) for array in matrices])
+                    self._put(k, row, element, [array.stored(k, n).at(i, k.lanes) for array in matrices])
             return
         images = [array for array in arrays if isinstance(array, Blocked)]
         height, width, channels = images[0].shape

@@ -75,7 +75,7 @@ def _apply_rows(k: Emitter, function: Map, x: NC, y: NC) -> None:
     whole = x.size // k.lanes
     inside = ir.Constant(ir.VectorType(BIT, k.lanes), [BIT(i < x.size % k.lanes) for i in range(k.lanes)])
     with k.loop(k.count) as n:
-        source, target = x.row(k, n), y.row(k, n)
+        source, target = x.stored(k, n), y.stored(k, n)
         with k.loop(whole) as i:
             k.store(function(k, k.load(source.at(i, k.lanes))), target.at(i, k.lanes))
         value = function(k, k.load(source + whole * k.lanes))
@@ -86,7 +86,7 @@ def _each(k: Emitter, arrays: tuple, body: Callable) -> None:
     """Call the body with the address of every vector of arrays of the same shape."""
     if isinstance(arrays[0], NC):
         with k.loop(k.count) as n, k.loop(arrays[0].width // k.lanes) as i:
-            body(*(a.row(k, n).at(i, k.lanes) for a in arrays))
+            body(*(a.stored(k, n).at(i, k.lanes) for a in arrays))
         return
     rows, columns, channels = arrays[0].shape
     with k.loop(k.groups(k.lanes)) as g, k.loop(rows) as p, k.loop(columns) as q, k.loop(channels) as c:
@@ -96,5 +96,5 @@ def _each(k: Emitter, arrays: tuple, body: Callable) -> None:
 def rectify_gradient(k: Emitter, y: NC, dy: NC) -> None:
     """dy = 0 wherever ReLU gave 0, in place."""
     with k.loop(k.count) as n, k.loop(y.width // k.lanes) as v:
-        at = dy.row(k, n).at(v, k.lanes)
-        k.store(k.where_positive(k.load(y.row(k, n).at(v, k.lanes)), k.load(at)), at)
+        at = dy.stored(k, n).at(v, k.lanes)
+        k.store(k.where_positive(k.load(y.stored(k, n).at(v, k.lanes)), k.load(at)), at)

@@ -57,7 +57,7 @@ def gather_rows(k: Emitter, y: NC, shape: Shape, first: int, stride: int, pixel:
         source = _image(k, images, order, n, shape)
         _fetch(k, _image(k, images, order, k.builder.add(n, INDEX(1)), shape), height * width * channels, pixel)
         with k.loop(runs) as r:
-            row, target = source.at(r, run), (y.row(k, n) + first).at(r, stride)
+            row, target = source.at(r, run), (y.stored(k, n) + first).at(r, stride)
             for start, count in _blocks(run, k.lanes):
                 with k.loop(count) as b:
                     at = k.builder.add(k.builder.mul(b, INDEX(k.lanes)), INDEX(start))

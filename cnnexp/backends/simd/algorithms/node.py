@@ -9,7 +9,7 @@ from typing import ClassVar, Generic, TypeVar
 from cnnexp.backends.parts import Part
 from cnnexp.backends.simd.algorithms.cost import Work
 from cnnexp.backends.simd.compiler.emit import Emitter, Kernels, Target
-from cnnexp.backends.simd.layouts import NC, NHWC, Blocked, Halo, Layout
+from cnnexp.backends.simd.layouts import NC, Blocked, Halo, Layout
 from cnnexp.network import (
     PoolStage,
     ReLU,
@@ -17,7 +17,7 @@ from cnnexp.network import (
 )
 from cnnexp.optimizers import Optimizer
 
-Tensor = Blocked | NC | NHWC
+Tensor = Blocked | NC
 
 
 X = TypeVar("X", bound=Tensor)

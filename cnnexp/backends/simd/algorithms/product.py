@@ -1,4 +1,4 @@
-"""NC products on packed weights, the one kernel behind linear layers and convolutions with channels in the lanes.
+"""Matrix products on packed weights, the one kernel behind linear layers and convolutions with channels in the lanes.
 
 y[m, f] = sum over r of x[m, r] * w[r, f]. The outputs f lie in the lanes. A register tile holds `height` rows of y
 times `width` vectors of outputs; for each r it loads `width` vectors of weights, and broadcasts one x to each row's

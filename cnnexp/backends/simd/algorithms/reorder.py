@@ -9,76 +9,59 @@ from llvmlite import ir
 
 from cnnexp.backends.simd.algorithms.cost import Work, passes, transposition
 from cnnexp.backends.simd.algorithms.elementwise import apply, same
-from cnnexp.backends.simd.algorithms.node import Node
+from cnnexp.backends.simd.algorithms.node import Node, Tensor
 from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Kernels, Pointer, Target
 from cnnexp.backends.simd.layouts import NC, NHWC, Blocked, Layout
 
 
-class ToRows(Node[Blocked, NC]):
-    """Changes layout, from lanes to rows."""
+class Reorder(Node[Tensor, Tensor]):
+    """Changes layout, from blocked or to it."""
 
-    input_layout, output_layout = Blocked, NC
     algorithm = "reorder"
 
+    def __init__(self, name: str, shape: tuple[int, ...], from_: type[Tensor], to: type[Tensor]) -> None:
+        super().__init__(name, shape)
+        self.input_layout, self.output_layout = from_, to
+
     def work(self, target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
-        return _change_work(math.prod(self.shape), target)
+        floats = math.prod(self.shape)
+        moved = transposition(floats, target)
+        return {"forward": moved, "backward": moved, "copy": passes(floats, 1, target)}
 
     def prepare(self, plan: Layout) -> None:
-        if self.dx:
-            self.dense = self.dx if self.dx.dense else plan.arena.blocked(self.dx.shape)
+        self.dense: Blocked | None = None
+        if self.output_layout is NC and isinstance(self.dx, Blocked) and not self.dx.dense:
+            self.dense = plan.arena.blocked(self.dx.shape)
 
     def forward(self, plan: Layout) -> Kernels:
-        return [("forward", lambda k: to_rows(k, self.x, self.y))]
+        return [("forward", lambda k: reorder(k, self.x, self.y))]
 
     def backward(self, plan: Layout) -> Kernels:
         dx = self.needed_dx
-        kernels: Kernels = [("backward", lambda k: to_lanes(k, self.dy, self.dense))]
-        if self.dense is not dx:
-            kernels.append(("copy", lambda k: apply(k, same, self.dense, dx)))
+        dense = self.dense or dx
+        kernels: Kernels = [("backward", lambda k: reorder(k, self.dy, dense))]
+        if dense is not dx:
+            kernels.append(("copy", lambda k: apply(k, same, dense, dx)))
         return kernels
 
 
-class ToImages(Node[Blocked, NHWC]):
-    """Changes layout, from lanes to images in rows."""
-
-    input_layout, output_layout = Blocked, NHWC
-    algorithm = "reorder"
-
-    def work(self, target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
-        return _change_work(math.prod(self.shape), target)
-
-    def forward(self, plan: Layout) -> Kernels:
-        return [("forward", lambda k: to_image(k, self.x, self.y))]
-
-    def backward(self, plan: Layout) -> Kernels:
-        return [("backward", lambda k: from_image(k, self.dy, self.needed_dx))]
-
-
-class ToLanes(Node[NHWC, Blocked]):
-    """Changes layout, from images in rows to lanes."""
-
-    input_layout, output_layout = NHWC, Blocked
-    algorithm = "reorder"
-
-    def work(self, target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
-        return _change_work(math.prod(self.shape), target)
-
-    def forward(self, plan: Layout) -> Kernels:
-        return [("forward", lambda k: from_image(k, self.x, self.y))]
-
-    def backward(self, plan: Layout) -> Kernels:
-        return [("backward", lambda k: to_image(k, self.dy, self.needed_dx))]
-
-
-def _change_work(floats: int, target: Target) -> dict[str, Work]:
-    turned = transposition(floats, target)
-    return {"forward": turned, "backward": turned, "copy": passes(floats, 1, target)}
+def reorder(k: Emitter, x: Tensor, y: Tensor) -> None:
+    """y = x, of which one is blocked; a halo stays as it is."""
+    match x, y:
+        case Blocked(), NHWC():
+            to_image(k, x, y)
+        case Blocked(), NC():
+            to_rows(k, x, y)
+        case NHWC(), Blocked():
+            from_image(k, x, y)
+        case NC(), Blocked():
+            to_lanes(k, x, y)
 
 
 def to_rows(k: Emitter, x: Blocked, y: NC) -> None:
     """y[n] = x's values of image n in row, column, channel order; x has no halo."""
     with k.loop(k.groups(k.lanes)) as g:
-        rows = y.row(k, k.builder.mul(g, INDEX(k.lanes)))
+        rows = y.stored(k, k.builder.mul(g, INDEX(k.lanes)))
         group_to_rows(k, x.image(k, g), rows, y.size, y.stride)
 
 
@@ -125,7 +108,7 @@ def to_lanes(k: Emitter, x: NC, y: Blocked) -> None:
     with k.loop(k.groups(k.lanes)) as g:
         first = k.builder.mul(g, INDEX(k.lanes))
         images = k.builder.sub(k.count, first)
-        group_to_lanes(k, x.row(k, first), y.image(k, g), x.size, x.stride, images)
+        group_to_lanes(k, x.stored(k, first), y.image(k, g), x.size, x.stride, images)
 
 
 def group_to_rows(k: Emitter, source: Pointer, target: Pointer, size: int, stride: int) -> None:

@@ -227,7 +227,7 @@ class FilterBank:
     def corner(self, k: Emitter, n: ir.Value, u: ir.Value, v: ir.Value) -> Pointer:
         """Return the address of the first pixel that a cell sees."""
         step = self.step * self.stride
-        return self.x.row(k, n).at(u, step * self.row).at(v, step * self.channels)
+        return self.x.stored(k, n).at(u, step * self.row).at(v, step * self.channels)
 
     def patch(self, k: Emitter, n: ir.Value, u: ir.Value, v: ir.Value) -> Pointer:
         """Return the address of a cell's patch, where patches are kept."""
@@ -241,7 +241,7 @@ class FilterBank:
         rows, columns = self.shape
         room = places_room(self.vectors, self.gather, k.lanes)
         places = (k.arena + self.places).at(n, rows * columns * room).at(u, columns * room).at(v, room)
-        return self.y.row(k, n).at(u, columns * self.pitch).at(v, self.pitch), places
+        return self.y.stored(k, n).at(u, columns * self.pitch).at(v, self.pitch), places
 
     def last(self, lanes: int) -> int:
         """Return how many lanes of the last vector count: not all where the next cell follows at once."""
@@ -423,7 +423,7 @@ def _backward_part(
         places.append(db.at(f, k.lanes))
     shifts = argmax_codes.shifts(k, f) if bank.gather == "pick" else None
     with k.sums([places]) as [totals], k.loop(columns) as v:
-        value = k.load_part(dy.row(k, n).at(u, gradient_row).at(v, bank.pitch).at(f, k.lanes), valid)
+        value = k.load_part(dy.stored(k, n).at(u, gradient_row).at(v, bank.pitch).at(f, k.lanes), valid)
         (_, found), patch = bank.cell(k, n, u, v), bank.patch(k, n, u, v)
         taps = list(zip(range(first, end), totals, strict=False))
         if shifts is not None:

@@ -59,5 +59,5 @@ def linear_backward_bias(k: Emitter, dy: NC, db: Pointer) -> None:
     with k.loop(dy.width // k.lanes) as v:
         total = k.variable(k.load(db.at(v, k.lanes)))
         with k.loop(k.count) as n:
-            total.set(k.add(total.get(), k.load(dy.row(k, n).at(v, k.lanes))))
+            total.set(k.add(total.get(), k.load(dy.stored(k, n).at(v, k.lanes))))
         k.store(total.get(), db.at(v, k.lanes))

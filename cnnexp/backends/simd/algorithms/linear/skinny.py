@@ -159,7 +159,7 @@ def skinny_end(k: Emitter, totals: Pointer, bias: Pointer | None, y: NC, rectify
             while len(terms) > 1:
                 terms = [k.add(a, b) for a, b in zip(terms[::2], terms[1::2], strict=True)]
             value = k.add(terms[0], k.load(bias + first)) if bias else terms[0]
-            k.store(k.rectify(value) if rectify else value, y.row(k, n) + first)
+            k.store(k.rectify(value) if rectify else value, y.stored(k, n) + first)
 
 
 def _skinny_tile(
@@ -177,7 +177,7 @@ def _skinny_tile(
     room = outputs * k.lanes
     places = [[totals.at(n, room) + (i * room + o * k.lanes) for o in range(outputs)] for i in range(images)]
     with k.sums(places) as sums:
-        source = x.row(k, n).at(start, k.lanes)
+        source = x.stored(k, n).at(start, k.lanes)
         block = weights.at(start, room)
         with k.loop(size) as v:
             values = [k.load(source.at(v, k.lanes) + i * x.stride) for i in range(images)]
@@ -216,16 +216,16 @@ def skinny_backward(
             columns = [k.load(place) for place in block] if dx else []
             totals = [k.variable(k.load(place)) for place in places]
             with k.loop(k.count) as n:
-                k.prefetch(x.row(k, n).at(v, k.lanes) + AHEAD * k.lanes)
-                value = k.load(x.row(k, n).at(v, k.lanes))
+                k.prefetch(x.stored(k, n).at(v, k.lanes) + AHEAD * k.lanes)
+                value = k.load(x.stored(k, n).at(v, k.lanes))
                 sums = [k.zero(), k.zero()]
                 for i in range(last - first):
-                    gradient = k.splat(dy.row(k, n) + (first + i))
+                    gradient = k.splat(dy.stored(k, n) + (first + i))
                     k.accumulate(totals[i], gradient, value)
                     if dx:
                         sums[i % 2] = k.fma(gradient, columns[i], sums[i % 2])
                 if dx:
-                    target = dx.row(k, n).at(v if dx.size == x.size else k.builder.sub(v, start), k.lanes)
+                    target = dx.stored(k, n).at(v if dx.size == x.size else k.builder.sub(v, start), k.lanes)
                     total = k.add(*sums)
                     if first:
                         total = k.add(total, k.load(target))

@@ -126,8 +126,8 @@ def linear(
             totals = [k.variables(panel.width) for _ in range(height)]
             steps = Steps(1, x.size, (0, 1), (0, unit))
             places = [i * x.stride for i in range(height)]
-            add_products(k, totals, x.row(k, n), places, panel.at(weights), steps, [k.lanes] * panel.width)
-            target = panel.outputs(y.row(k, n))
+            add_products(k, totals, x.stored(k, n), places, panel.at(weights), steps, [k.lanes] * panel.width)
+            target = panel.outputs(y.stored(k, n))
             for i, row in enumerate(totals):
                 for v, total in enumerate(row):
                     value = total.get()
@@ -147,7 +147,7 @@ def linear_backward_weights(k: Emitter, x: NC, dy: NC, panels: Panels, dw: Point
                 places = [[target + (i * unit + v * k.lanes) for v in range(panel.width)] for i in range(height)]
                 with k.sums(places) as totals:
                     steps = Steps(1, k.count, (0, x.stride), (0, dy.stride))
-                    source, gradient = x.row(k, 0).at(d), panel.outputs(dy.row(k, 0))
+                    source, gradient = x.stored(k, 0).at(d), panel.outputs(dy.stored(k, 0))
                     add_products(k, totals, source, list(range(height)), gradient, steps, panel.valid)
 
 
