@@ -76,6 +76,13 @@ NETWORKS = {
             *(Conv2d(4, 1, 2, "floor"), ReLU(), MaxPool2d(1), Flatten(), Linear(3)),
         ),
     ),
+    "dropouts": (
+        (7, 8, 2),
+        (
+            *(Dropout(0.2), Conv2d(3, 2), Dropout(0.5), Tanh(), Conv2d(20, 3), ReLU(), Dropout(0.0), AvgPool2d(2, 1)),
+            *(Dropout(0.9), Flatten(), Dropout(0.1), Linear(9), ReLU(), Dropout(0.6), Linear(5), Dropout(0.25)),
+        ),
+    ),
     "batch_norm": (
         (5, 4, 2),
         (

@@ -22,9 +22,9 @@ def mix(x: Any) -> Any:
     return x ^ (x >> 16)
 
 
-def layer_key(seed: int, step: int, name: str) -> int:
-    """Return the key of one layer in one training step; steps count from 1."""
-    key = 0
+def layer_key(seed: int, step: Any, name: str) -> Any:
+    """Return the key of one layer in one training step, or in each of an array of them; steps count from 1."""
+    key: Any = 0
     for part in (seed & MASK, seed >> 32 & MASK, step & MASK, step >> 32 & MASK, zlib.crc32(name.encode())):
         key = mix(key ^ part)
     return key

@@ -15,6 +15,7 @@ from llvmlite import ir
 from cnnexp.backends.parts import BACKWARD, FORWARD, Part
 from cnnexp.backends.protocol import KernelRow
 from cnnexp.backends.simd.algorithms.cost import MACS, Work
+from cnnexp.backends.simd.algorithms.dropout import DropoutNode
 from cnnexp.backends.simd.algorithms.elementwise import ElementwiseNode
 from cnnexp.backends.simd.algorithms.gather import gather_lanes, gather_rows
 from cnnexp.backends.simd.algorithms.node import Node, Tensor
@@ -49,6 +50,7 @@ class Plan:
         arena, parameters: the room of activations and of parameters.
         clocks: of the parts of a step. step_parts: the numbers of those in `STEP`.
         scores, d_scores: output of the network and its gradient, one image per row.
+        dropouts: those of the nodes that draw random numbers. draws: kernels that begin to, see `DropoutNode.draw`.
         gather: kernels that bring images in, by the type of their pixels (`uint8`, `float32`).
         forward, backward: kernels in order.
         gradients: what adds to the gradients of owned weights, after `backward`.
@@ -71,6 +73,10 @@ class Plan:
         self.gather = {
             name: self._gather(network, nodes[0], kind) for name, kind in (("uint8", BYTE), ("float32", FLOAT))
         }
+        self.dropouts = [node for node in nodes if isinstance(node, DropoutNode)]
+        self.draws: Kernels = [
+            (f"{node.name}.draw", functools.partial(node.draw, number=i)) for i, node in enumerate(self.dropouts)
+        ]
         self.scores, self.d_scores = cast(NC, nodes[-1].y), cast(NC, nodes[-1].dy)
         self.forward = self._named(FORWARD, nodes, lambda node: node.forward(self))
         trained = nodes[_first_trained(nodes) :]

@@ -21,6 +21,7 @@ from cnnexp.backends.simd.algorithms.convolution.lanes_pair import LanesPair
 from cnnexp.backends.simd.algorithms.convolution.winograd import Winograd
 from cnnexp.backends.simd.algorithms.convolution.winograd_argmax import WinogradArgmax
 from cnnexp.backends.simd.algorithms.cost import Work, total
+from cnnexp.backends.simd.algorithms.dropout import DropoutNode
 from cnnexp.backends.simd.algorithms.elementwise import ElementwiseNode
 from cnnexp.backends.simd.algorithms.linear.skinny import Skinny
 from cnnexp.backends.simd.algorithms.linear.wide import Wide
@@ -43,7 +44,7 @@ from cnnexp.network import (
 
 ALGORITHMS: tuple[type[Node], ...] = (
     *(Channels, Winograd, Lanes, ChannelsArgmax, WinogradArgmax, LanesArgmax, Filters, LanesPair, FiltersFused),
-    *(Skinny, Wide, Pool, ElementwiseNode),
+    *(Skinny, Wide, Pool, ElementwiseNode, DropoutNode),
 )
 """All that there are; of two that cost the same the first is taken."""
 

@@ -47,7 +47,8 @@ class Call(NamedTuple):
         arenas: (shares, ...). scores: (len(order), O), filled by `PREDICT`.
         totals: (shares, LINE), added to: losses and hits. flags: (shares * LINE,), for the barrier.
         counts: (shares, at least 2 + shares), room for what `owned_updates` knows of shares and images.
-        numbers: (steps, 3), the learning rate and the optimizer's constants, by step.
+        numbers: (steps, 4 + dropouts), by step: the learning rate, the optimizer's two constants, and what
+            `DropoutNode.draw` takes.
     """
 
     rank: int

@@ -11,6 +11,7 @@ import numpy as np
 from cnnexp.backends.cache import load_or_make, program_key
 from cnnexp.backends.parts import Part
 from cnnexp.backends.protocol import KernelRow, Program, State
+from cnnexp.backends.simd.algorithms.dropout import KEYS, TRAINS
 from cnnexp.backends.simd.compiler.emit import Target
 from cnnexp.backends.simd.compiler.entry import APPLY, ARGUMENTS, GRADIENTS, LINE, PREDICT, TRAIN, Call
 from cnnexp.backends.simd.compiler.native import Function, MachineCode
@@ -22,6 +23,7 @@ from cnnexp.backends.simd.runtime.team import Team
 from cnnexp.errors import CheckpointError, DataError
 from cnnexp.network import Network
 from cnnexp.network.losses import Loss, Totals, check_loss
+from cnnexp.network.noise import layer_key
 from cnnexp.optimizers import Optimizer
 
 LARGEST_ARENA = 24 << 20
@@ -89,7 +91,8 @@ class SimdProgram(Program[LoadedSplit]):
         self._totals = np.zeros((threads, LINE))
         self._flags = np.zeros(threads * LINE, np.int64)
         self._counts = np.zeros((threads, round_up(2 + threads, LINE)), np.int64)
-        self._step = 0
+        self._step, self._seed = 0, 0
+        self._drawing = [node.name for node in plan.dropouts]
         self._clocks = plan.clocks
         self._ticks = np.zeros(len(plan.clocks.parts), np.int64)
         self._readings: list[tuple[float, int]] = []
@@ -156,7 +159,8 @@ class SimdProgram(Program[LoadedSplit]):
         self._team.settle()
         unpack, names = self._layout.unpack, self.optimizer.slots
         slots = {name: unpack(slot) for name, slot in zip(names, self._slots, strict=False)}
-        return {"parameters": unpack(self._parameters), "step": np.asarray(self._step, np.int64), **slots}
+        seed = {"seed": np.asarray(self._seed, np.int64)} if self._drawing else {}
+        return {"parameters": unpack(self._parameters), "step": np.asarray(self._step, np.int64), **slots, **seed}
 
     def restore(self, state: State) -> None:
         self._team.settle()
@@ -168,7 +172,7 @@ class SimdProgram(Program[LoadedSplit]):
             target[...] = 0  # also what rounds up the parameters, which a lost run may have left as NaN
             if source is not None:
                 self._layout.pack(source, target)
-        self._step = int(state.get("step", 0))
+        self._step, self._seed = int(state.get("step", 0)), int(state.get("seed", 0))
 
     def clocked(self) -> list[tuple[Part, float]]:
         """As `Program.clocked`; empty where the target has no clocks."""
@@ -196,9 +200,13 @@ class SimdProgram(Program[LoadedSplit]):
         """Have threads, those that work now unless a number is given, do one call of the compiled function."""
         crew = threads or self._crew.size
         steps = max(1, -(-len(order) // batch))
-        numbers = np.zeros((steps, 3), np.float32)
+        numbers = np.zeros((steps, KEYS + len(self._drawing)), np.float32)
+        which = self._step + np.arange(1, steps + 1)
+        if mode in (TRAIN, GRADIENTS):
+            numbers[:, TRAINS] = 1
+            for at, name in enumerate(self._drawing, KEYS):
+                numbers[:, at] = layer_key(self._seed, which, name).astype(np.uint32).view(np.float32)
         if mode in (TRAIN, APPLY):
-            which = self._step + np.arange(1, steps + 1)
             numbers[:, 0], (numbers[:, 1], numbers[:, 2]) = rate, self.optimizer.constants(which)
             self._step += steps
         if len(scores) == 0:

@@ -101,6 +101,7 @@ def _make_tile(plan: Plan, loss: Loss, compiled: Callable) -> Callable:
     target, clocked = plan.target, plan.clocks.on
     gather_bytes = compose("gather_uint8", target, plan.gather["uint8"])
     gather_floats = compose("gather_float32", target, plan.gather["float32"])
+    draw = compose("draws", target, plan.draws)
     forward, backward = compose("forward", target, plan.forward), compose("backward", target, plan.backward)
     owned_gradients = compose("owned_gradients", target, plan.gradients)
     charge_gather, charge_loss = (_charging(plan, name) for name in ("gather", "loss"))
@@ -117,6 +118,7 @@ def _make_tile(plan: Plan, loss: Loss, compiled: Callable) -> Callable:
     def run_tile(call: Call, share: int, at: int, end: int, batch: int) -> None:
         """Run the images order[at : end], at most a tile's, of a batch of so many."""
         arena, gradient, tile = call.arenas[share], call.gradients[share], call.order[at:end]
+        draw(call.numbers[at // call.batch], tile, arena, len(tile))
         if len(call.bytes_):
             gather_bytes(call.bytes_, tile, arena, len(tile))
         else:

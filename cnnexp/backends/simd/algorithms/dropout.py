@@ -1,0 +1,142 @@
+"""`dropout`: a Dropout on its own. What it drops is the arithmetic of `noise`, traced into vector instructions.
+
+A number's draw is mix(row ^ mix(element)), its image's row is mix(key ^ image). A kernel before the forward pass makes
+the rows of a tile, a table holds the elements' part, and the rest is a dozen instructions for a vector. The backward
+pass makes the mask again: to keep it would take longer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from llvmlite import ir
+
+from cnnexp.backends.simd.algorithms.cost import Work, passes
+from cnnexp.backends.simd.algorithms.elementwise import apply, same
+from cnnexp.backends.simd.algorithms.node import Node, Section
+from cnnexp.backends.simd.compiler.emit import INDEX, INT, Emitter, Kernels, Pointer, Target
+from cnnexp.backends.simd.layouts import NC, Blocked, Layout, round_up
+from cnnexp.network import DropoutStage
+from cnnexp.network.noise import mix, threshold
+
+TRAINS, KEYS = 3, 4
+"""Where in a step's numbers it says whether anything is dropped, not 0, and where the layers' keys begin, 32 bits."""
+
+
+class DropoutNode(Node[Blocked | NC, Blocked | NC]):
+    """A Dropout; in `predict` it copies.
+
+    Attributes:
+        rows: where in the arena the images' rows lie, 32-bit integers. drops: where the tile's `TRAINS` lies.
+        table: where mix(element) lies for every number of an image, in row, column, channel order.
+    """
+
+    algorithm = "dropout"
+    rectifies_dx = True
+
+    @classmethod
+    def of(cls, sections: Sequence[Section], first: bool) -> DropoutNode | None:
+        section = sections[0]
+        return cls(section.stage, section.flattened) if isinstance(section.stage, DropoutStage) else None
+
+    def __init__(self, stage: DropoutStage, flattened: bool) -> None:
+        super().__init__(stage.name, stage.output_shape)
+        self.least = threshold(stage.layer.rate)
+        self.scale = float(np.float32(1 / (1 - stage.layer.rate)))
+        if flattened or len(self.shape) == 1:
+            self.input_layout = self.output_layout = NC  # what follows works on rows
+
+    def work(self, target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
+        each = passes(math.prod(self.shape), 16, target)
+        return {"forward": each, "backward": each}
+
+    def prepare(self, plan: Layout) -> None:
+        arena = plan.arena
+        images = round_up(arena.images, arena.lanes)
+        self.rows, self.drops = arena.allocate(images), arena.allocate(1)
+        elements = np.arange(round_up(math.prod(self.shape), arena.lanes), dtype=np.int64)
+        self.table = arena.constants(mix(elements).astype(np.uint32).view(np.float32))
+
+    def draw(self, k: Emitter, number: int) -> None:
+        """Make the rows of a tile. Buffers: a step's numbers, order int64, arena.
+
+        Args:
+            number: of the layer among those that draw.
+        """
+        numbers, order, arena = k.buffers
+        k.builder.store(k.load_int(numbers + TRAINS), (arena + self.drops).value(INT))
+        key = k.load_int(numbers + (KEYS + number))
+        with k.loop(k.count) as n:
+            image = k.builder.trunc(k.builder.load(order.at(n).value(INDEX)), INT)
+            row = mix(_Bits(k.builder, k.builder.xor(key, image))).value
+            k.builder.store(row, (arena + self.rows).at(n).value(INT))
+
+    def forward(self, plan: Layout) -> Kernels:
+        def run(k: Emitter) -> None:
+            drops = k.builder.icmp_signed("!=", k.load_int(k.arena + self.drops), INT(0))
+            with k.builder.if_else(drops) as (masks, copies):
+                with masks:
+                    self._mask(k, self.x, self.y)
+                with copies:
+                    apply(k, same, self.x, self.y)
+
+        return [("forward", run)]
+
+    def backward(self, plan: Layout) -> Kernels:
+        positive = self.x if self.input_rectified else None
+        return [("backward", lambda k: self._mask(k, self.dy, self.needed_dx, positive))]
+
+    def _mask(self, k: Emitter, x: Blocked | NC, y: Blocked | NC, positive: Blocked | NC | None = None) -> None:
+        """y = x scaled where it is kept, else 0; also 0 where `positive`, if given, is not."""
+        rows, table, arrays = k.arena + self.rows, k.arena + self.table, (x, y, positive)
+        matrices = [array for array in arrays if isinstance(array, NC)]
+        if matrices:
+            with k.loop(k.count) as n:
+                row = k.spread(k.load_int(rows.at(n)))
+                with k.loop(matrices[0].width // k.lanes) as i:
+                    element = k.as_integers(k.load(table.at(i, k.lanes)))
+                    self._put(k, row, element, [array.stored(k, n).at(i, k.lanes) for array in matrices])
+            return
+        images = [array for array in arrays if isinstance(array, Blocked)]
+        height, width, channels = images[0].shape
+        with k.loop(k.groups(k.lanes)) as g:
+            row = k.as_integers(k.load(rows.at(g, k.lanes)))
+            with k.loop(height) as p, k.loop(width) as q, k.loop(channels) as c:
+                element = k.spread(k.load_int(table.at(p, width * channels).at(q, channels).at(c)))
+                self._put(k, row, element, [array.pixel(k, g, p, q).at(c, array.lanes) for array in images])
+
+    def _put(self, k: Emitter, row: ir.Value, element: ir.Value, places: list[Pointer]) -> None:
+        source, target, *positive = places
+        value = k.multiply(k.load(source), k.constant(self.scale))
+        if self.least:
+            draw = mix(_Bits(k.builder, k.builder.xor(row, element))).value
+            kept = k.builder.icmp_unsigned(">", draw, k.integers(self.least - 1))  # `least` may take 33 bits
+            value = k.select(kept, value, k.zero())
+        for place in positive:
+            value = k.where_positive(k.load(place), value)
+        k.store(value, target)
+
+
+class _Bits:
+    """32-bit integers, one or a vector of them, that emit what `noise.mix` does to them."""
+
+    def __init__(self, builder: ir.IRBuilder, value: ir.Value) -> None:
+        self.builder, self.value = builder, value
+
+    def __rshift__(self, places: int) -> _Bits:
+        return _Bits(self.builder, self.builder.lshr(self.value, self._constant(places)))
+
+    def __xor__(self, other: _Bits) -> _Bits:
+        return _Bits(self.builder, self.builder.xor(self.value, other.value))
+
+    def __mul__(self, number: int) -> _Bits:
+        return _Bits(self.builder, self.builder.mul(self.value, self._constant(number)))
+
+    def __and__(self, mask: int) -> _Bits:
+        return self  # of a product 32 bits are all there are
+
+    def _constant(self, number: int) -> ir.Constant:
+        kind = self.value.type
+        return ir.Constant(kind, [INT(number)] * kind.count) if isinstance(kind, ir.VectorType) else INT(number)

@@ -1,0 +1,154 @@
+"""Dropout in the fused step of `cpu-simd`: the masks that every backend makes, in each layout and vector width."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from networks import NETWORKS
+
+from cnnexp.backends.plain.numpy import Numpy
+from cnnexp.backends.simd import CpuSimd
+from cnnexp.backends.simd.compiler.emit import Target
+from cnnexp.backends.simd.compiler.host import host_target
+from cnnexp.backends.simd.planner import suits
+from cnnexp.backends.simd.runtime.program import SimdProgram, make_plan
+from cnnexp.network import BatchNorm2d, Conv2d, Dropout, Flatten, Linear, MaxPool2d, Network, ReLU, Residual
+from cnnexp.network.losses import Loss
+from cnnexp.optimizers import SGD, Adam
+
+TARGETS = {
+    "host": host_target(),
+    "sse": Target(lanes=4, registers=16),
+    "wide": Target(lanes=16, registers=32),
+}
+SHOWN = {
+    "rows": ((37,), (Dropout(0.5), Linear(3))),
+    "lanes": ((4, 4, 3), (Dropout(0.5), Conv2d(3, 4), Flatten())),
+    "flattened": ((3, 5, 2), (Dropout(0.7), Flatten(), Linear(3))),
+    "activations": ((6, 6, 1), (Conv2d(5, 3, bias=False), Dropout(0.5), Conv2d(3, 4), Flatten())),
+    "images": (
+        (10, 10, 1),
+        (Conv2d(16, 3), ReLU(), Conv2d(16, 3), ReLU(), MaxPool2d(2), Dropout(0.5), Flatten(), Linear(3)),
+    ),
+    "rectified": ((5, 5, 2), (Conv2d(6, 2), ReLU(), MaxPool2d(2), Dropout(0.3), Flatten(), Dropout(0.6), Linear(3))),
+}
+"""Networks whose last gradient has a factor of every number that a Dropout lets through."""
+SEED, LOSS = 2**40 + 5, Loss.SOFTMAX_CROSS_ENTROPY
+
+
+def data(network, images, kind="float32"):
+    rng = np.random.default_rng(images)
+    pixels = rng.integers(1, 256, (images, *network.input_shape))
+    images = pixels.astype(np.uint8) if kind == "uint8" else pixels.astype(np.float32) / 99
+    return images, rng.integers(0, 3, len(images))
+
+
+def state(network, step=3):
+    return {**network.initial_state(SEED), "step": np.int64(step)}
+
+
+def fused(network, threads, target=TARGETS["host"], optimizer=None, batch=8):
+    return SimdProgram(network, LOSS, optimizer or SGD(), batch, target, threads)
+
+
+def shaped(name):
+    """Return this machine's target, which computes the convolutions of "images" with channels in lanes."""
+    forced = (("conv1", "channels"), ("conv2", "channels")) if name == "images" else ()
+    return replace(TARGETS["host"], forced=forced)
+
+
+def check_masks(network, threads, target, kind):
+    """Check single images by what is exactly zero, batches by gradients that one number more would change."""
+    programs = fused(network, threads, target), Numpy().compile(network, LOSS, SGD(), 19)
+    images, labels = data(network, 19, kind)
+    rng = np.random.default_rng(0)
+    for count in (1, 1, 2, 7, 19):
+        batch, found = rng.permutation(19)[:count], []
+        for program in programs:
+            program.restore(state(network))
+            found.append(program.gradients(program.load(images, labels), batch)[1])
+        np.testing.assert_allclose(*found, rtol=1e-4, atol=1e-5 * np.abs(found[1]).max())
+        if count == 1:
+            np.testing.assert_array_equal(*(gradient == 0 for gradient in found))
+            assert 0 < np.mean(found[0] == 0) < 1
+    programs[0].close()
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("name", SHOWN)
+def test_masks_are_those_of_numpy(name, threads):
+    check_masks(Network(*SHOWN[name]), threads, shaped(name), "uint8" if threads == 1 else "float32")
+
+
+@pytest.mark.parametrize("name", ["rows", "lanes"])
+@pytest.mark.parametrize("target", ["sse", "wide"])
+def test_masks_are_the_same_in_other_vectors(target, name):
+    check_masks(Network(*SHOWN[name]), 1, TARGETS[target], "float32")
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_which_networks_go_to_the_general_program(name):
+    def strange(layer):
+        return isinstance(layer, BatchNorm2d | Residual)
+
+    assert suits(Network(*NETWORKS[name])) == (not any(map(strange, NETWORKS[name][1])))
+
+
+def test_a_network_with_dropout_is_fused():
+    program = CpuSimd(1).compile(Network(*NETWORKS["dropouts"]), LOSS, SGD(), 4)
+    assert type(program) is SimdProgram
+    assert [row.algorithm for row in program.explain() if row.kernel.startswith("dropout")].count("dropout") > 4
+    program.close()
+
+
+def test_all_layouts_are_met():
+    layouts = {
+        name: [type(node.x).__name__ for node in make_plan(Network(*SHOWN[name]), shaped(name), 8).dropouts]
+        for name in SHOWN
+    }
+    assert layouts == {
+        "rows": ["NC"], "lanes": ["Blocked"], "flattened": ["NC"], "activations": ["Blocked"],
+        "images": ["NHWC"], "rectified": ["NC"] * 2,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_training_goes_on_with_the_same_masks_on_another_backend(threads):
+    network = Network(*SHOWN["rectified"])
+    images, labels = data(network, 21)
+    order, ends = np.random.default_rng(1).permutation(21), []
+    for first, second in (("simd", "simd"), ("numpy", "numpy"), ("simd", "numpy"), ("numpy", "simd")):
+        carried = state(network)
+        for name, part in ((first, order[:13]), (second, order[13:])):
+            adam = Adam(lr=0.01)
+            program = (
+                fused(network, threads, optimizer=adam, batch=6)
+                if name == "simd"
+                else Numpy().compile(network, LOSS, adam, 6)
+            )
+            program.restore(carried)
+            program.train(program.load(images, labels), part, 0.01)
+            carried = program.state()
+            program.close()
+        assert (int(carried["seed"]), int(carried["step"])) == (SEED, 8)
+        ends.append(carried["parameters"])
+    for end in ends[1:]:
+        np.testing.assert_allclose(end, ends[0], rtol=1e-4, atol=1e-6)
+
+
+def test_every_step_draws_anew_and_predict_not_at_all():
+    network = Network(*SHOWN["rows"])
+    images, labels = data(network, 5)
+    program = fused(network, 1)
+    handle = program.load(images, labels)
+    program.restore(state(network))
+    before = program.predict(handle)
+    first, again = (program.gradients(handle, np.arange(1))[1] for _ in range(2))
+    program.restore(state(network, step=4))
+    other = program.gradients(handle, np.arange(1))[1]
+    np.testing.assert_array_equal(first, again)
+    assert np.any((first == 0) != (other == 0))
+    np.testing.assert_array_equal(program.predict(handle), before)
+    weight, bias = (p.view(state(network)["parameters"]) for p in network.parameters)
+    np.testing.assert_allclose(before, images @ weight + bias, rtol=1e-5, atol=1e-5)
+    program.close()
