@@ -175,7 +175,7 @@ def names(dom):
 
 @needs_chromium
 @pytest.mark.thorough
-def test_the_page_opens_on_the_ranking_with_its_charts(page):
+def test_the_charts_are_of_the_ranking(page):
     address, _ = page
 
     def shown(dom):
@@ -188,12 +188,12 @@ def test_the_page_opens_on_the_ranking_with_its_charts(page):
         assert dom.count("scatterlayer") >= 2  # accuracy and loss by epoch
         assert "workflowType=genai" not in dom
 
-    see(address, shown)
+    see(address.replace("=TABLE", "=CHART"), shown)
 
 
 @needs_chromium
 @pytest.mark.thorough
-def test_the_table_has_our_columns(page):
+def test_the_page_opens_on_the_ranking_with_our_columns(page):
     address, _ = page
 
     def shown(dom):
@@ -202,7 +202,7 @@ def test_the_table_has_our_columns(page):
         assert columns <= view.COLUMNS.keys()
         assert len(columns) >= 7  # the last may lie outside the window
 
-    see(address.replace("=CHART", "=TABLE"), shown)
+    see(address, shown)
 
 
 @needs_chromium
