@@ -117,9 +117,9 @@ def added(group: str) -> Mapping[str, type]:
 def files(group: str) -> dict[str, str]:
     """Return the file that each class of a group comes from that plugins have added, by name."""
     return {
-        name: os.path.realpath(module.__file__)
+        name: os.path.realpath(file)
         for name, cls in _added[group].items()
-        if (module := sys.modules.get(cls.__module__)) is not None and getattr(module, "__file__", None)
+        if (file := getattr(sys.modules.get(cls.__module__), "__file__", None))
     }
 
 
