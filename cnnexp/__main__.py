@@ -22,8 +22,8 @@ from cnnexp.tracking.pipe import end_early, start_early
 COMMANDS = {
     "check": (
         "cnnexp.app.check:command",
-        "BACKEND [plugins=FILE.py]",
-        "Is a backend right, layer by layer? Your own, too.",
+        "NAME [plugins=FILE.py]",
+        "Is a backend, a layer, an optimizer or a loss right? Your own, too.",
     ),
     "doctor": ("cnnexp.app.doctor:command", "", "What this machine can run, and what is missing for the rest."),
     "draw": ("cnnexp.app.draw:command", "RUN", "A page to draw a digit on, and watch what the layers make of it."),

@@ -119,7 +119,7 @@ def files(group: str) -> dict[str, str]:
     return {
         name: os.path.realpath(file)
         for name, cls in _added[group].items()
-        if (file := getattr(sys.modules.get(cls.__module__), "__file__", None)) is not None
+        if (file := getattr(sys.modules.get(cls.__module__), "__file__", None))
     }
 
 
