@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from cnnexp.backends.simd.compiler.entry import ARGUMENTS, Array
+from cnnexp.backends.simd.compiler.entry import Array
 from cnnexp.backends.simd.compiler.host import host_target
 from cnnexp.backends.simd.compiler.native import Function, MachineCode
 from cnnexp.backends.simd.runtime import compilation, step
@@ -130,9 +130,3 @@ def test_numba_and_we_must_mean_the_same_cpu(monkeypatch):
     monkeypatch.setattr(step, "host", lambda: ("x86_64", "another", "+sse2"))
     with pytest.raises(RuntimeError, match=r"Numba compiles for .*, the kernels are for .*another"):
         compilation.compile_in_process("key", DESCRIBED)
-
-
-def test_every_argument_has_a_parameter_of_its_name():
-    """`ARGUMENTS` goes by order; a swap of two arrays of one kind would go unseen."""
-    work = step.make_work(compilation.Plan(*DESCRIBED[:1], *DESCRIBED[3:]), *DESCRIBED[1:3], "key").py_func
-    assert work.__code__.co_varnames[: work.__code__.co_argcount] == tuple(ARGUMENTS)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple, get_type_hints
+
+import numpy as np
 
 PREDICT, GRADIENTS, APPLY, TRAIN = 0, 1, 2, 3
 """What it does: forward only; forward and backward; the optimizer alone; training steps."""
@@ -23,24 +25,54 @@ class Array(NamedTuple):
     written: bool = False
 
 
+Bytes = Annotated[np.ndarray, Array("uint8")]
+Floats = Annotated[np.ndarray, Array("float32")]
+Labels = Annotated[np.ndarray, Array("int32")]
+Indices = Annotated[np.ndarray, Array("int64")]
+Buffer = Annotated[np.ndarray, Array("float32", 1, written=True)]
+Buffers = Annotated[np.ndarray, Array("float32", 2, written=True)]
+Sums = Annotated[np.ndarray, Array("float64", 2, written=True)]
+Flags = Annotated[np.ndarray, Array("int64", 1, written=True)]
+Counts = Annotated[np.ndarray, Array("int64", 2, written=True)]
+
+
+class Call(NamedTuple):
+    """What one thread gets, in order; what is no array is an int64.
+
+    Attributes:
+        rank: of this thread. crew: how many threads there are. mode: see `PREDICT`, ...
+        bytes_, floats: the images, flat, one of the two empty. nan_mask: (N,), NaN where an image has one.
+        labels: (N,). order: the images to run. batch: images per step.
+        parameters: (size,). slots: (2, size). gradients: (shares, size), zero before and after a step.
+        arenas: (shares, ...). scores: (len(order), O), filled by `PREDICT`.
+        totals: (shares, LINE), added to: losses and hits. flags: (shares * LINE,), for the barrier.
+        counts: (shares, at least 2 + shares), room for what `owned_updates` knows of shares and images.
+        numbers: (steps, 4 + dropouts), by step: the learning rate, the optimizer's two constants, and what
+            `DropoutNode.draw` takes.
+    """
+
+    rank: int
+    crew: int
+    mode: int
+    bytes_: Bytes
+    floats: Floats
+    nan_mask: Floats
+    labels: Labels
+    order: Indices
+    batch: int
+    parameters: Buffer
+    slots: Buffers
+    gradients: Buffers
+    arenas: Buffers
+    scores: Buffers
+    totals: Sums
+    flags: Flags
+    counts: Counts
+    numbers: Buffers
+
+
 ARGUMENTS: dict[str, Array | None] = {
-    "rank": None,
-    "crew": None,
-    "mode": None,
-    "bytes_": Array("uint8"),
-    "floats": Array("float32"),
-    "nan_mask": Array("float32"),
-    "labels": Array("int32"),
-    "order": Array("int64"),
-    "batch": None,
-    "parameters": Array("float32", 1, written=True),
-    "slots": Array("float32", 2, written=True),
-    "gradients": Array("float32", 2, written=True),
-    "arenas": Array("float32", 2, written=True),
-    "scores": Array("float32", 2, written=True),
-    "totals": Array("float64", 2, written=True),
-    "flags": Array("int64", 1, written=True),
-    "counts": Array("int64", 2, written=True),
-    "numbers": Array("float32", 2, written=True),
+    name: hint.__metadata__[0] if hasattr(hint, "__metadata__") else None
+    for name, hint in get_type_hints(Call, include_extras=True).items()
 }
-"""By name, in order; what is no array is an int64. `step.make_work` says what they mean."""
+"""Of a `Call`, by name."""

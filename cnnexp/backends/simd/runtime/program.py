@@ -13,7 +13,7 @@ from cnnexp.backends.parts import Part
 from cnnexp.backends.protocol import KernelRow, Program, State
 from cnnexp.backends.simd.algorithms.dropout import KEYS, TRAINS
 from cnnexp.backends.simd.compiler.emit import Target
-from cnnexp.backends.simd.compiler.entry import APPLY, ARGUMENTS, GRADIENTS, LINE, PREDICT, TRAIN
+from cnnexp.backends.simd.compiler.entry import APPLY, ARGUMENTS, GRADIENTS, LINE, PREDICT, TRAIN, Call
 from cnnexp.backends.simd.compiler.native import Function, MachineCode
 from cnnexp.backends.simd.layouts import aligned_zeros, round_up
 from cnnexp.backends.simd.lowering import Plan
@@ -213,14 +213,12 @@ class SimdProgram(Program[LoadedSplit]):
         if clocks is not None:
             clocks[:, 1:] = 0
         began = time.perf_counter()
-        self._team.run(
-            lambda rank: self._work(
-                rank, crew, mode, split.bytes_, split.floats, split.nan_mask, split.labels, order, batch,
-                self._parameters, self._slots, self._gradients, self._arenas, scores, self._totals, self._flags,
-                self._counts, numbers,
-            ),
-            crew,
+        call = Call(
+            0, crew, mode, split.bytes_, split.floats, split.nan_mask, split.labels, order, batch,
+            self._parameters, self._slots, self._gradients, self._arenas, scores, self._totals, self._flags,
+            self._counts, numbers,
         )  # fmt: skip
+        self._team.run(lambda rank: self._work(*call._replace(rank=rank)), crew)
         if mode == TRAIN and clocks is not None:
             self._read_clocks(clocks, began)
         loss, hits = self._totals[:, :2].sum(axis=0)

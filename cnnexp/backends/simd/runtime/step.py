@@ -27,7 +27,7 @@ from cnnexp.backends.cache import host
 from cnnexp.backends.simd.algorithms import update
 from cnnexp.backends.simd.compiler.compose import Intrinsic, compose, compose_five, compose_six, on_arena
 from cnnexp.backends.simd.compiler.emit import Target
-from cnnexp.backends.simd.compiler.entry import APPLY, ARGUMENTS, GRADIENTS, PREDICT, TRAIN, Array
+from cnnexp.backends.simd.compiler.entry import APPLY, ARGUMENTS, GRADIENTS, PREDICT, TRAIN, Array, Call
 from cnnexp.backends.simd.compiler.host import host_target
 from cnnexp.backends.simd.compiler.intrinsics import LOAD_CONTROL, STORE_CONTROL, call
 from cnnexp.backends.simd.compiler.native import MachineCode
@@ -48,23 +48,64 @@ def make_work(plan: Plan, loss: Loss, optimizer: Optimizer, key: str) -> Dispatc
         key: what distinguishes its machine code from that of other programs.
     """
     compiled = _compiler(key)
-    target, images = plan.target, plan.arena.images
-    gather_bytes = compose("gather_uint8", target, plan.gather["uint8"])
-    gather_floats = compose("gather_float32", target, plan.gather["float32"])
-    draw = compose("draws", target, plan.draws)
-    forward = compose("forward", target, plan.forward)
-    backward = compose("backward", target, plan.backward)
-    owned_gradients = compose("owned_gradients", target, plan.gradients)
-    owned_updates = compose_six("owned_updates", target, plan.updates(optimizer))
-    added, owned, clocked = plan.parameters.added, plan.parameters.owned, plan.clocks.on
+    run_tile, update_share = _make_tile(plan, loss, compiled), _make_update(plan, optimizer, compiled)
+    target, images, clocked = plan.target, plan.arena.images, plan.clocks.on
+    added, owned = plan.parameters.added, plan.parameters.owned
     fetches = 0 < 4 * owned <= target.l2_bytes // 2
     fetch = compose("fetch", target, [("owned", update.fetch)])
     start_clocks = on_arena(plan.clocks.starting)
-    charge_gather, charge_loss, charge_wait, charge_update = (
-        on_arena(plan.clocks.charging(plan.step_parts[name])) for name in ("gather", "loss", "wait", "update")
-    )
+    charge_wait, charge_update = (_charging(plan, name) for name in ("wait", "update"))
+
+    def work(call: Call) -> None:
+        """Do one thread's part."""
+        _flush_denormals()
+        shares, count = call.gradients.shape[0], len(call.order)
+        mine, next_ = shares * call.rank // call.crew, shares * (call.rank + 1) // call.crew
+        call.counts[call.rank, 1] = shares
+        if clocked:
+            for share in range(mine, next_):
+                start_clocks(call.arenas[share])
+        for step in range(max(1, -(-count // call.batch))):
+            # the thread's shares of the batch, tile by tile
+            first, last = step * call.batch, min((step + 1) * call.batch, count)
+            here = last - first
+            if call.mode != APPLY:
+                for share in range(mine, next_):
+                    start, end = first + here * share // shares, first + here * (share + 1) // shares
+                    for at in range(start, end, images):
+                        run_tile(call, share, step, at, min(at + images, end), here)
+            if call.mode in (TRAIN, APPLY):
+                # its shares of the parameters, between two waits for the others
+                wait(call.flags, call.rank, call.crew)
+                for share in range(mine, next_):
+                    update_share(call, share, step, here)
+                wait(call.flags, call.rank, call.crew)
+                if clocked:
+                    for share in range(mine, next_):
+                        charge_wait(call.arenas[share])
+                if fetches and call.crew > 1:
+                    fetch(call.parameters[added:], call.gradients[mine], call.arenas[mine], owned)
+                    if clocked:
+                        charge_update(call.arenas[mine])
+
+    return compiled(work)
+
+
+def _charging(plan: Plan, part: str) -> Callable[..., Any]:
+    """Return what charges the time since the last reading to a part of the step, given an arena."""
+    return on_arena(plan.clocks.charging(plan.step_parts[part]))
+
+
+def _make_tile(plan: Plan, loss: Loss, compiled: Callable) -> Callable:
+    """Return what takes a tile of images through the layers."""
+    target, clocked = plan.target, plan.clocks.on
+    gather_bytes = compose("gather_uint8", target, plan.gather["uint8"])
+    gather_floats = compose("gather_float32", target, plan.gather["float32"])
+    draw = compose("draws", target, plan.draws)
+    forward, backward = compose("forward", target, plan.forward), compose("backward", target, plan.backward)
+    owned_gradients = compose("owned_gradients", target, plan.gradients)
+    charge_gather, charge_loss = (_charging(plan, name) for name in ("gather", "loss"))
     tile_loss = _tile_loss(loss, plan.scores, plan.d_scores, compiled)
-    apply_update = _update(optimizer, target, compiled)
     outputs, stride, scores_at = plan.scores.size, plan.scores.stride, plan.scores.offset
 
     @compiled
@@ -73,87 +114,62 @@ def make_work(plan: Plan, loss: Loss, optimizer: Optimizer, key: str) -> Dispatc
             for o in range(outputs):
                 scores[n, o] = arena[scores_at + n * stride + o]
 
-    def work(
-        rank: int, crew: int, mode: int, bytes_: np.ndarray, floats: np.ndarray, nan_mask: np.ndarray,
-        labels: np.ndarray, order: np.ndarray, batch: int, parameters: np.ndarray, slots: np.ndarray,
-        gradients: np.ndarray, arenas: np.ndarray, scores: np.ndarray, totals: np.ndarray, flags: np.ndarray,
-        counts: np.ndarray, numbers: np.ndarray,
-    ) -> None:  # fmt: skip
-        """Do one thread's part.
-
-        Args:
-            rank: of this thread. crew: how many threads there are. mode: see `PREDICT`, ...
-            bytes_, floats: the images, flat, one of the two empty. nan_mask: float32 (N,), NaN where an image has one.
-            labels: int32 (N,). order: int64, the images to run. batch: images per step.
-            parameters: (size,). slots: (2, size). gradients: (shares, size), zero before and after a step.
-            arenas: (shares, ...). scores: (len(order), O), filled by `PREDICT`.
-            totals: float64 (shares, LINE), added to: losses and hits. flags: int64 (shares * LINE,), for the barrier.
-            counts: int64 (shares, at least 2 + shares), room for what `owned_updates` knows of shares and images.
-            numbers: float32 (steps, 4 + dropouts), by step: the learning rate, the optimizer's two constants, and what
-                `DropoutNode.draw` takes.
-        """
-        _flush_denormals()
-        shares, count = gradients.shape[0], len(order)
-        mine, next_ = shares * rank // crew, shares * (rank + 1) // crew
-        size = added if mode == TRAIN else len(parameters)
-        known = counts[rank]
-        known[1] = shares
+    @compiled
+    def run_tile(call: Call, share: int, step: int, at: int, end: int, batch: int) -> None:
+        """Run the images order[at : end], at most a tile's, of a batch of so many."""
+        arena, gradient, tile = call.arenas[share], call.gradients[share], call.order[at:end]
+        draw(call.numbers[step], tile, arena, len(tile))
+        if len(call.bytes_):
+            gather_bytes(call.bytes_, tile, arena, len(tile))
+        else:
+            gather_floats(call.floats, tile, arena, len(tile))
         if clocked:
-            for share in range(mine, next_):
-                start_clocks(arenas[share])
-        for step in range(max(1, -(-count // batch))):
-            first, last = step * batch, min((step + 1) * batch, count)
-            here = last - first
-            if mode != APPLY:
-                for share in range(mine, next_):
-                    arena, gradient = arenas[share], gradients[share]
-                    start, end = first + here * share // shares, first + here * (share + 1) // shares
-                    for at in range(start, end, images):
-                        tile = order[at : min(at + images, end)]
-                        draw(numbers[step], tile, arena, len(tile))
-                        if len(bytes_):
-                            gather_bytes(bytes_, tile, arena, len(tile))
-                        else:
-                            gather_floats(floats, tile, arena, len(tile))
-                        if clocked:
-                            charge_gather(arena)
-                        forward(parameters, gradient, arena, len(tile))
-                        if mode == PREDICT:
-                            copy_scores(arena, scores[at : at + len(tile)])
-                        else:
-                            tile_loss(arena, nan_mask, labels, tile, here, totals[share])
-                            if clocked:
-                                charge_loss(arena)
-                            backward(parameters, gradient, arena, len(tile))
-                            if mode == GRADIENTS:
-                                owned_gradients(parameters, gradient, arena, len(tile))
-            if mode in (TRAIN, APPLY):
-                wait(flags, rank, crew)
-                for share in range(mine, next_):
-                    arena = arenas[share]
-                    if clocked:
-                        charge_wait(arena)
-                    low, high = size * share // shares // 16 * 16, size * (share + 1) // shares // 16 * 16
-                    if share == shares - 1:
-                        high = size
-                    apply_update(parameters, slots, gradients, low, high, numbers[step])
-                    if clocked:
-                        charge_update(arena)
-                    if mode == TRAIN:
-                        known[0] = share
-                        for other in range(shares):
-                            known[2 + other] = here * (other + 1) // shares - here * other // shares
-                        owned_updates(parameters, slots[0], slots[1], numbers[step], arenas, known, 0)
-                wait(flags, rank, crew)
-                if clocked:
-                    for share in range(mine, next_):
-                        charge_wait(arenas[share])
-                if fetches and crew > 1:
-                    fetch(parameters[added:], gradients[mine], arenas[mine], owned)
-                    if clocked:
-                        charge_update(arenas[mine])
+            charge_gather(arena)
+        forward(call.parameters, gradient, arena, len(tile))
+        if call.mode == PREDICT:
+            copy_scores(arena, call.scores[at:end])
+            return
+        tile_loss(arena, call.nan_mask, call.labels, tile, batch, call.totals[share])
+        if clocked:
+            charge_loss(arena)
+        backward(call.parameters, gradient, arena, len(tile))
+        if call.mode == GRADIENTS:
+            owned_gradients(call.parameters, gradient, arena, len(tile))
 
-    return compiled(work)
+    return run_tile
+
+
+def _make_update(plan: Plan, optimizer: Optimizer, compiled: Callable) -> Callable:
+    """Return what takes the optimizer's step of a share of the parameters."""
+    target, clocked, added = plan.target, plan.clocks.on, plan.parameters.added
+    owned_updates = compose_six("owned_updates", target, plan.updates(optimizer))
+    charge_wait, charge_update = (_charging(plan, name) for name in ("wait", "update"))
+    apply_update = _update(optimizer, target, compiled)
+
+    @compiled
+    def update_share(call: Call, share: int, step: int, batch: int) -> None:
+        """Take step number `step` of this call, on a batch of so many images."""
+        arena, shares = call.arenas[share], call.gradients.shape[0]
+        if clocked:
+            charge_wait(arena)
+        # those whose gradients are added up by share, in whole cache lines
+        size = added if call.mode == TRAIN else len(call.parameters)
+        low, high = size * share // shares // 16 * 16, size * (share + 1) // shares // 16 * 16
+        if share == shares - 1:
+            high = size
+        apply_update(call.parameters, call.slots, call.gradients, low, high, call.numbers[step])
+        if clocked:
+            charge_update(arena)
+        # those that a thread owns
+        if call.mode == TRAIN:
+            known = call.counts[call.rank]
+            known[0] = share
+            for other in range(shares):
+                known[2 + other] = batch * (other + 1) // shares - batch * other // shares
+            numbers = call.numbers[step]
+            owned_updates(call.parameters, call.slots[0], call.slots[1], numbers, call.arenas, known, 0)
+
+    return update_share
 
 
 def machine_code(plan: Plan, loss: Loss, optimizer: Optimizer, key: str) -> MachineCode:
@@ -180,7 +196,7 @@ def _type(argument: Array | None) -> types.Type:
     return types.Array(from_dtype(np.dtype(argument.kind)), argument.dimensions, "C", readonly=not argument.written)
 
 
-SIGNATURE = types.void(*map(_type, ARGUMENTS.values()))
+SIGNATURE = types.void(types.NamedTuple([_type(argument) for argument in ARGUMENTS.values()], Call))
 
 
 def _compiler(key: str) -> Callable:

@@ -1,12 +1,9 @@
-"""The gradient of a convolution of many channels with a max-pool after it, by following each argmax.
+"""`channels-argmax`: `channels`, with gradients through the argmax of the max-pool after it; see `argmax_gradient`.
 
-Of a window's outputs only the largest has a gradient, so weight and input gradients cost one over window's size. As in
-`conv_sparse` an *event* is a pooled cell of a filter whose gradient g is not zero, and at its patch, K runs of K * C
-floats, dw += g * x and dx += g * w. Here a filter's weights do not fit the registers, so a part of a run is kept there,
-with its gradient, while the events of a block of cells go by; the block's part of x and dx stays in L1.
-
-For each image: the events of a block of cells, in a list for every filter; for each part of the runs and each filter
-the events one by one; then dx from where it was added up, which has x's halo.
+A filter's weights do not fit the registers, so a part of a run stays there, with its gradient, while the events of a
+block of cells go by; the block's part of x and dx stays in L1. For each image: the events of a block of cells, in a
+list for every filter; for each part of the runs and each filter the events one by one; then dx from where it was added
+up, which has x's halo.
 """
 
 from __future__ import annotations
@@ -18,6 +15,7 @@ import numpy as np
 from llvmlite import ir
 
 from cnnexp.backends.parts import BACKWARD
+from cnnexp.backends.simd.algorithms.convolution.argmax_gradient import EventList, alive
 from cnnexp.backends.simd.algorithms.convolution.base import Windows
 from cnnexp.backends.simd.algorithms.convolution.channels import Channels, Sum
 from cnnexp.backends.simd.algorithms.cost import Work, events, passes
@@ -58,7 +56,7 @@ class ChannelsArgmax(Channels):
         self.prepare_forward(plan)
         windows = self.sum.windows
         assert windows is not None
-        self.events = make_events(
+        self.events = make_gradient(
             plan.arena, self.sum, windows, self.dy, self.needed_dx, self.rectifies_dy, self.input_rectified
         )
 
@@ -71,7 +69,7 @@ class ChannelsArgmax(Channels):
 
 
 @dataclass(frozen=True)
-class Events:
+class ChannelsGradient:
     """The geometry.
 
     Attributes:
@@ -119,14 +117,14 @@ def most_vectors(registers: int) -> int:
     return (registers - 3) // 2
 
 
-def make_events(
+def make_gradient(
     arena: Arena, conv: Sum, windows: Windows[NHWC], dy: NHWC, dx: NHWC, rectify: bool, positive: bool
-) -> Events:
+) -> ChannelsGradient:
     """Return the geometry, with room in the arena."""
     lanes, filters, x = arena.lanes, round_up(conv.panels.outputs, arena.lanes), conv.x
     cells = block_cells(lanes)
     packed = conv.kernel[0] * filters * round_up(conv.kernel[1] * x.shape[2], lanes)
-    return Events(
+    return ChannelsGradient(
         conv, windows, dy, dx, rectify, positive,
         values=arena.allocate(filters * cells),
         places=arena.allocate(filters * cells),
@@ -139,10 +137,7 @@ def make_events(
 
 
 def _cell_table(conv: Sum, windows: Windows[NHWC], dy: NHWC, lanes: int) -> np.ndarray:
-    """Return the table of cells, int32 (U * V, 4); neighbours in a block's list are no neighbours in space.
-
-    A load that overlaps a store still on its way waits for it.
-    """
+    """Return the table of cells, int32 (U * V, 4); neighbours in a block's list are no neighbours in space."""
     rows, columns = conv.counts
     size, reach = block_cells(lanes), 1 + -(-conv.kernel[1] // (windows.stride * conv.stride))
     order = np.concatenate(
@@ -163,7 +158,7 @@ def _cell_table(conv: Sum, windows: Windows[NHWC], dy: NHWC, lanes: int) -> np.n
     return np.stack([*parts, place(conv.x, step, conv.origin)], axis=1).astype(np.int32)
 
 
-def conv2d_backward(k: Emitter, events: Events, weights: Pointer, dw: Pointer, db: Pointer | None) -> None:
+def conv2d_backward(k: Emitter, events: ChannelsGradient, weights: Pointer, dw: Pointer, db: Pointer | None) -> None:
     """dw, db += the gradient, packed as the weights; dx = the gradient."""
     conv, cells = events.conv, events.conv.counts[0] * events.conv.counts[1]
     size = block_cells(k.lanes)
@@ -182,13 +177,13 @@ def conv2d_backward(k: Emitter, events: Events, weights: Pointer, dw: Pointer, d
     _turn(k, events, dw, gradients, back=True)
 
 
-def _block(k: Emitter, events: Events, n: ir.Value, first: ir.Value, cells: int, db: Pointer | None) -> None:
+def _block(k: Emitter, events: ChannelsGradient, n: ir.Value, first: ir.Value, cells: int, db: Pointer | None) -> None:
     """Do `cells` cells from the first on."""
     _list(k, events, n, first, cells, db)
     _follow(k, events, n)
 
 
-def _list(k: Emitter, events: Events, n: ir.Value, first: ir.Value, cells: int, db: Pointer | None) -> None:
+def _list(k: Emitter, events: ChannelsGradient, n: ir.Value, first: ir.Value, cells: int, db: Pointer | None) -> None:
     """Fill the lists of a block of cells."""
     size, windows = block_cells(k.lanes), events.windows
     values, places, counts = (k.arena + at for at in (events.values, events.places, events.counts))
@@ -211,13 +206,12 @@ def _list(k: Emitter, events: Events, n: ir.Value, first: ir.Value, cells: int, 
                 place = k.builder.add(shift, k.spread(k.load_int(entry + 3)))
                 total.set(k.add(total.get(), value))
                 gradients[cell], patches[cell] = value, k.as_floats(place)
-            for f, (value, place) in enumerate(zip(k.transpose(gradients), k.transpose(patches), strict=True)):
+            for f, (mask, value, place) in enumerate(alive(k, gradients, patches)):
                 if f >= valid:
                     break
-                alive = k.builder.fcmp_unordered("!=", value, k.zero())
                 row = f * size
                 lists = [(value, (values + row).at(fv, k.lanes * size)), (place, (places + row).at(fv, k.lanes * size))]
-                found[f].set(k.append(alive, found[f].get(), lists))
+                found[f].set(k.append(mask, found[f].get(), lists))
         for f in range(valid):
             k.builder.store(found[f].get(), (counts + 2 * f).at(fv, 2 * k.lanes).value(INDEX), align=4)
         if db is not None:
@@ -230,7 +224,7 @@ def _list(k: Emitter, events: Events, n: ir.Value, first: ir.Value, cells: int, 
         vector(INDEX(events.filters // k.lanes), events.filters % k.lanes)
 
 
-def _follow(k: Emitter, events: Events, n: ir.Value) -> None:
+def _follow(k: Emitter, events: ChannelsGradient, n: ir.Value) -> None:
     """Run the listed events: part of the runs by part, filter by filter."""
     size, vectors = block_cells(k.lanes), -(-events.run // k.lanes)
     row = vectors * k.lanes
@@ -243,19 +237,16 @@ def _follow(k: Emitter, events: Events, n: ir.Value) -> None:
                 for part in (events.weights, events.gradients)
             )
             source, target = x.at(i, events.conv.x.row).at(at), sums.at(i, events.conv.x.row).at(at)
-            weights = [k.load(packed + v * k.lanes) for v in range(width)]
             values, places = ((k.arena + part).at(f, size) for part in (events.values, events.places))
             count = k.builder.load((k.arena + events.counts).at(f, 2).value(INDEX), align=4)
-            with k.sums([[gradient + v * k.lanes for v in range(width)]]) as totals, k.loop(count) as event:
-                factor = k.splat(values.at(event))
-                patch = k.builder.sext(k.load_int(places.at(event)), INDEX)
-                here, there = source.at(patch), target.at(patch)
-                for v, weight in enumerate(weights):
-                    k.accumulate(totals[0][v], factor, k.load(here + v * k.lanes))
-                    k.store(k.fma(factor, weight, k.load(there + v * k.lanes)), there + v * k.lanes)
+            vectors_at = [v * k.lanes for v in range(width)]
+            EventList(count, values, places).follow(
+                k, [(start, k.lanes) for start in vectors_at], (source, target),
+                [packed + start for start in vectors_at], [gradient + start for start in vectors_at],
+            )  # fmt: skip
 
 
-def _copy(k: Emitter, events: Events, n: ir.Value) -> None:
+def _copy(k: Emitter, events: ChannelsGradient, n: ir.Value) -> None:
     """dx = what was added up, 0 where x is not positive if so asked."""
     x, dx = events.conv.x, events.dx
     rows, columns, channels = dx.shape
@@ -275,7 +266,7 @@ def _copy(k: Emitter, events: Events, n: ir.Value) -> None:
             vector(INDEX(run // k.lanes), run % k.lanes)
 
 
-def _turn(k: Emitter, events: Events, panelled: Pointer, packed: Pointer, back: bool) -> None:
+def _turn(k: Emitter, events: ChannelsGradient, panelled: Pointer, packed: Pointer, back: bool) -> None:
     """packed[i, f, j] = panelled[(i, j), f], what rounds up a run 0; or, back, add the former to the latter."""
     panels, run = events.conv.panels, events.run
     row = round_up(run, k.lanes)

@@ -1,13 +1,8 @@
-"""The gradient of a convolution with a max-pool after it, by following each argmax: a quarter of the work or less.
+"""`lanes-argmax`: `lanes`, with gradients through the argmax of the max-pool after it; see `argmax_gradient`.
 
-Every image has its own argmax, so images cannot share vectors here. Instead the kernel rows do: with channels last, the
-patch that a cell's maximum saw is K runs of K * C floats, and so are a filter's weights. For one filter these, and as
-many accumulators of their gradient, stay in registers. An *event* is a cell whose gradient g is not zero (ReLU leaves
-only part of them): at its patch, dw += g * x and dx += g * w, per vector one load, one load and store, and two
-multiply-adds.
-
-For each group of `lanes` images: the input to rows; the events of every image and filter, in lists, so that the loop
-over them meets no branch; the events one by one; dx back to lanes.
+For one filter the weights of a whole patch, and as many sums of their gradient, stay in registers. For each group of
+`lanes` images: the input to rows; the events of every image and filter, in lists; the events one by one; dx back to
+lanes.
 """
 
 from __future__ import annotations
@@ -18,7 +13,13 @@ from dataclasses import dataclass
 from llvmlite import ir
 
 from cnnexp.backends.parts import BACKWARD
-from cnnexp.backends.simd.algorithms.convolution.event_lists import EventLists, list_events, make_lists
+from cnnexp.backends.simd.algorithms.convolution.argmax_gradient import (
+    EventLists,
+    list_events,
+    make_lists,
+    pack_weights,
+    unpack_gradients,
+)
 from cnnexp.backends.simd.algorithms.convolution.lanes import Lanes
 from cnnexp.backends.simd.algorithms.cost import Work, events, transposition
 from cnnexp.backends.simd.algorithms.reorder import group_to_lanes, group_to_rows
@@ -61,7 +62,7 @@ class LanesArgmax(Lanes):
             reach=-(-(layer.kernel + layer.stride * windows.size) // (windows.stride * layer.stride)),
         )  # fmt: skip
         scratch = make_scratch(plan.arena, layer.kernel, self.x, layer.filters)
-        self.gradient = SparseGradient(
+        self.gradient = LanesGradient(
             self.x, self.needed_dx, layer.kernel, channels, layer.filters, lists, self.input_rectified, scratch
         )
 
@@ -89,7 +90,7 @@ class Scratch:
 
 
 @dataclass(frozen=True)
-class SparseGradient:
+class LanesGradient:
     """The geometry.
 
     Attributes:
@@ -141,7 +142,7 @@ def make_scratch(arena: Arena, kernel: int, x: Blocked, filters: int) -> Scratch
     )
 
 
-def conv2d_backward(k: Emitter, conv: SparseGradient, weights: Pointer, dw: Pointer, db: Pointer | None) -> None:
+def conv2d_backward(k: Emitter, conv: LanesGradient, weights: Pointer, dw: Pointer, db: Pointer | None) -> None:
     """dw, db += the gradient; dx = the gradient."""
     scratch, stride = conv.scratch, round_up(conv.size, k.lanes) + k.lanes
     x, dx = k.arena + scratch.x, k.arena + scratch.dx
@@ -161,7 +162,7 @@ def conv2d_backward(k: Emitter, conv: SparseGradient, weights: Pointer, dw: Poin
     unpack_gradients(k, gradients, dw, (conv.kernel, conv.run, conv.filters), row)
 
 
-def _store_gradient(k: Emitter, conv: SparseGradient, g: ir.Value, dx: Pointer, stride: int, images: ir.Value) -> None:
+def _store_gradient(k: Emitter, conv: LanesGradient, g: ir.Value, dx: Pointer, stride: int, images: ir.Value) -> None:
     """Turn dx to lanes, without what lies in the halo of x."""
     x = conv.x if conv.rectified else None
     if conv.x.dense and conv.dx.dense:
@@ -181,48 +182,13 @@ def _store_gradient(k: Emitter, conv: SparseGradient, g: ir.Value, dx: Pointer, 
                 group_to_lanes(k, source.at(q, channels), one, channels, stride, images, positive)
 
 
-def pack_weights(
-    k: Emitter, weights: Pointer, packed: Pointer, gradients: Pointer, size: tuple[int, int, int], row: int
-) -> None:
-    """Copy weights, filter by filter, and clear their gradients; what lies behind a kernel's row is 0.
-
-    Args:
-        size: kernel rows, K * C, filters. row: floats from one kernel row to the next, a filter's in whole vectors.
-    """
-    kernel, run, filters = size
-    filter_ = round_up(kernel * row, k.lanes)
-    with k.loop(filters * filter_ // k.lanes) as i:
-        k.store(k.zero(), packed.at(i, k.lanes))
-        k.store(k.zero(), gradients.at(i, k.lanes))
-    with k.loop(kernel) as i, k.loop(run) as r, k.loop(filters) as f:
-        value = k.load_float(weights.at(i, run * filters).at(r, filters).at(f))
-        k.store(value, packed.at(f, filter_).at(i, row).at(r))
-
-
-def unpack_gradients(k: Emitter, gradients: Pointer, dw: Pointer, size: tuple[int, int, int], row: int) -> None:
-    """Add to dw what lies as `pack_weights` has it."""
-    kernel, run, filters = size
-    filter_ = round_up(kernel * row, k.lanes)
-    with k.loop(kernel) as i, k.loop(run) as r, k.loop(filters) as f:
-        value = k.load_float(gradients.at(f, filter_).at(i, row).at(r))
-        k.add_to(dw.at(i, run * filters).at(r, filters).at(f), value)
-
-
-def _follow_events(k: Emitter, conv: SparseGradient, n: ir.Value, f: ir.Value, x: Pointer, dx: Pointer) -> None:
+def _follow_events(k: Emitter, conv: LanesGradient, n: ir.Value, f: ir.Value, x: Pointer, dx: Pointer) -> None:
     """Run one image's events of one filter."""
-    scratch = conv.scratch
-    row, parts = round_up(conv.run, k.lanes), widths(conv.run, k.lanes)
-    packed = (k.arena + scratch.weights).at(f, conv.kernel * row)
-    gradients = (k.arena + scratch.gradients).at(f, conv.kernel * row)
-    places = [(i, p * k.lanes, width) for i in range(conv.kernel) for p, width in enumerate(parts)]
-    weights = [k.load(packed + (i * row + at), width) for i, at, width in places]
-    totals = [k.variable(k.load(gradients + (i * row + at), width)) for i, at, width in places]
-    with conv.events.each(k, n, f) as (value, patch):
-        source, target = x.at(patch), dx.at(patch)
-        for weight, total, (i, at, width) in zip(weights, totals, places, strict=True):
-            factor = k.spread(value, width)
-            place = i * conv.row + at
-            k.accumulate(total, factor, k.load(source + place, width))
-            k.store(k.fma(factor, weight, k.load(target + place, width)), target + place)
-    for total, (i, at, _) in zip(totals, places, strict=True):
-        k.store(total.get(), gradients + (i * row + at))
+    row = round_up(conv.run, k.lanes)
+    parts = [(i, p * k.lanes, w) for i in range(conv.kernel) for p, w in enumerate(widths(conv.run, k.lanes))]
+    packed, gradients = (
+        [(k.arena + at).at(f, conv.kernel * row) + (i * row + start) for i, start, _ in parts]
+        for at in (conv.scratch.weights, conv.scratch.gradients)
+    )
+    places = [(i * conv.row + start, width) for i, start, width in parts]
+    conv.events.of(k, n, f).follow(k, places, (x, dx), packed, gradients)

@@ -1,9 +1,9 @@
-"""The gradient of a network's first convolution and of a second one with a max-pool after it, event by event.
+"""`lanes-pair`: a first convolution and the one after it, gradients through the argmax of both.
 
-An event is followed as in `conv_sparse`, but past what lies between the convolutions, straight on to the weights of the
-first. Of the few pixels that a window's maximum saw there, their values are computed again from the image, and their
-gradient is multiplied with the image at once: where kernels and channels are few, that takes less time than to turn
-all of both to rows and back.
+An event is followed as in `argmax_gradient`, but past what lies between the convolutions, straight on to the weights of
+the first. Of the few pixels that a window's maximum saw there, their values are computed again from the image, and
+their gradient is multiplied with the image at once: where kernels and channels are few, that takes less time than to
+turn all of both to rows and back.
 
 A window's pixels, [kernel row][column, channel], lie in vectors, two rows in each where they fit. For a tap of the
 first convolution each pixel meets one of the image: a permutation of the image's rows, the same for every event.
@@ -23,10 +23,16 @@ import numpy as np
 from llvmlite import ir
 
 from cnnexp.backends.parts import BACKWARD, FORWARD, Part
+from cnnexp.backends.simd.algorithms.convolution.argmax_gradient import (
+    EventLists,
+    list_events,
+    make_lists,
+    pack_weights,
+    unpack_gradients,
+)
 from cnnexp.backends.simd.algorithms.convolution.base import Windows
-from cnnexp.backends.simd.algorithms.convolution.event_lists import EventLists, list_events, make_lists
 from cnnexp.backends.simd.algorithms.convolution.lanes import Correlation, Lanes, conv2d
-from cnnexp.backends.simd.algorithms.convolution.lanes_argmax import LanesArgmax, pack_weights, unpack_gradients
+from cnnexp.backends.simd.algorithms.convolution.lanes_argmax import LanesArgmax
 from cnnexp.backends.simd.algorithms.cost import Work, pair_events, transposition
 from cnnexp.backends.simd.algorithms.node import Node, Section
 from cnnexp.backends.simd.algorithms.reorder import group_to_rows
@@ -372,7 +378,10 @@ def _follow_events(
     *d_first, d_bias = first_totals
     weights = [k.load(packed + v * k.lanes) for v in vectors]
     width = max(4, 1 << (patch.side * patch.depth - 1).bit_length())
-    with k.sums([[gradients + v * k.lanes for v in vectors]]) as [totals], pair.events.each(k, n, f) as (value, place):
+    with (
+        k.sums([[gradients + v * k.lanes for v in vectors]]) as [totals],
+        pair.events.of(k, n, f).each(k) as (value, place),
+    ):
         source, factor = x.at(place), k.spread(value)
         rows = [k.load(source + i * pair.row, width) for i in range(patch.side)]
         masks = _masks(k, pair, place)
