@@ -73,7 +73,7 @@ def make_work(plan: Plan, loss: Loss, optimizer: Optimizer, key: str) -> Dispatc
                 for share in range(mine, next_):
                     start, end = first + here * share // shares, first + here * (share + 1) // shares
                     for at in range(start, end, images):
-                        run_tile(call, share, at, min(at + images, end), here)
+                        run_tile(call, share, step, at, min(at + images, end), here)
             if call.mode in (TRAIN, APPLY):
                 # its shares of the parameters, between two waits for the others
                 wait(call.flags, call.rank, call.crew)
@@ -115,10 +115,10 @@ def _make_tile(plan: Plan, loss: Loss, compiled: Callable) -> Callable:
                 scores[n, o] = arena[scores_at + n * stride + o]
 
     @compiled
-    def run_tile(call: Call, share: int, at: int, end: int, batch: int) -> None:
+    def run_tile(call: Call, share: int, step: int, at: int, end: int, batch: int) -> None:
         """Run the images order[at : end], at most a tile's, of a batch of so many."""
         arena, gradient, tile = call.arenas[share], call.gradients[share], call.order[at:end]
-        draw(call.numbers[at // call.batch], tile, arena, len(tile))
+        draw(call.numbers[step], tile, arena, len(tile))
         if len(call.bytes_):
             gather_bytes(call.bytes_, tile, arena, len(tile))
         else:
