@@ -20,8 +20,8 @@ from cnnexp import __main__ as cli
 from cnnexp.app import config_security, hydra_app
 from cnnexp.errors import BackendUnavailable, DataError, Diverged, TrackingError
 from cnnexp.measuring import interference
+from cnnexp.tracking import journal
 from cnnexp.tracking.events import read_journal
-from cnnexp.tracking.journal import Run
 from cnnexp.training.checkpoint import find
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -140,14 +140,14 @@ def test_a_full_traceback_on_request(run, monkeypatch):
 
 @pytest.mark.parametrize(("number", "file"), [(errno.ENOSPC, ()), (errno.ENOSPC, ("there",)), (errno.EMLINK, ())])
 def test_a_disk_that_takes_no_more_is_one_line(run, monkeypatch, tmp_path, number, file):
-    note = Run._note
+    note = journal.note
 
-    def full(self, event, **facts):
+    def full(file_, event, **facts):
         if event == "epoch":
             raise OSError(number, os.strerror(number), *file)
-        note(self, event, **facts)
+        note(file_, event, **facts)
 
-    monkeypatch.setattr(Run, "_note", full)
+    monkeypatch.setattr(journal, "note", full)
     code, _, err = run(*TINY)
     said = f"{os.strerror(number)}; runs write to hydra.run.dir=FOLDER and tracking.uri=STORE"
     assert err == f"cnnexp: error: {'there: ' if file else ''}{said}\n"
