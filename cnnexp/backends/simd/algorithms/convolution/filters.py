@@ -29,6 +29,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Literal
 
 from llvmlite import ir
@@ -56,6 +57,7 @@ class Filters(Node[NC, NC]):
     input_layout = output_layout = NC
     whole_vectors = False
     trains = True
+    stage: ConvStage
     algorithm = "filters"
 
     def __init__(self, stage: ConvStage, rectify: bool, pool: PoolStage) -> None:
@@ -137,9 +139,9 @@ class Filters(Node[NC, NC]):
     def in_lanes(self, what: str, kernel: str) -> str:
         return "filters"
 
-    def multiply_adds(self, what: str) -> int:
+    def computed(self, what: str) -> Fraction:
         window = 1 if self.follows and what == BACKWARD else self.pool.window.size**2
-        return self.stage.macs * math.prod(self.shape[:2]) * window // math.prod(self.stage.output_shape[:2])
+        return Fraction(math.prod(self.shape[:2]) * window, math.prod(self.stage.output_shape[:2]))
 
     def fewer(self, what: str) -> str:
         return FOLLOWED if self.follows and what == BACKWARD else ""

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 from llvmlite import ir
 
@@ -74,13 +75,12 @@ class Winograd(Channels):
         channels, filters = self.stage.input_shape[2], self.stage.layer.filters
         return tiling_of((self.shape[0], self.shape[1]), self.pool is not None, channels, filters, target)
 
-    def multiply_adds(self, what: str) -> int:
+    def computed(self, what: str) -> Fraction:
         if self.argmax and what == BACKWARD:
-            return super().multiply_adds(what)
+            return super().computed(what)
         passes = [self.transformed] if what == FORWARD or not self.dx else [self.transformed, self.back]
-        return sum(
-            PLACES * math.prod(part.tiling.counts) * part.tiling.channels * part.tiling.filters for part in passes
-        )
+        tiles = sum(math.prod(part.tiling.counts) for part in passes)
+        return Fraction(PLACES * tiles, 9 * math.prod(self.stage.output_shape[:2]) * len(passes))
 
     def fewer(self, what: str) -> str:
         return super().fewer(what) or TRANSFORMED
