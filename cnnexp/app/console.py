@@ -11,7 +11,8 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from cnnexp.backends.protocol import Backend, KernelRow
+from cnnexp.backends.parts import Part
+from cnnexp.backends.protocol import Backend
 from cnnexp.datasets import Dataset
 from cnnexp.network import Network
 from cnnexp.system.table import Group, Table, as_screen
@@ -80,7 +81,7 @@ class Display:
             )
             say_folder(self.console, folder)
 
-    def explain(self, kernels: Sequence[KernelRow]) -> None:
+    def explain(self, kernels: Sequence[Part]) -> None:
         """Show what the compiler chose for each kernel of a step."""
         if not kernels:
             self._wrapped("backend.explain: nothing was chosen; the layers run one after another")

@@ -20,6 +20,14 @@ class Part:
         multiply_adds: of all kernels of this pass for one image, at most: some skip what they find to be 0.
         at_once: what fills the lanes of a vector, e.g. `16 filters`; empty where nothing says.
         fewer: why it takes fewer multiply-adds than the layers' outputs have, empty where it does not.
+
+    In a row of `Program.explain`, what a compiler chose for a kernel, whose name is then whole, as `conv1.forward`:
+
+    Attributes:
+        algorithm: how the layers are computed, of several that there are. layout: of the input.
+        tile: what registers hold. threads: that share a batch's images.
+        macs: the kernel's own multiply-adds of an image. cycles: of one core for an image, as expected.
+        share: of the multiply-adds that a core can do; above 1 where terms that are zero are left out.
     """
 
     what: str
@@ -28,6 +36,13 @@ class Part:
     multiply_adds: int = 0
     at_once: str = ""
     fewer: str = ""
+    algorithm: str = ""
+    layout: str = ""
+    tile: str = ""
+    threads: int = 1
+    macs: int = 0
+    cycles: int = 0
+    share: float = 0.0
 
     @property
     def name(self) -> str:

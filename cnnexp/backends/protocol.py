@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -140,32 +139,9 @@ class Program(Protocol[Handle]):
         """
         return ()
 
-    def explain(self) -> Sequence[KernelRow]:
+    def explain(self) -> Sequence[Part]:
         """Return what was chosen for every kernel of a step, in order, where there was a choice."""
         return ()
-
-
-@dataclass(frozen=True)
-class KernelRow:
-    """What a compiler chose for one kernel of a training step, and what it expects of it; see `Program`.
-
-    Attributes:
-        kernel: its name, as `conv1.forward`. layers: those that are computed at once; none where a layout changes.
-        algorithm: how they are computed, of several that there are. layout: of the input. tile: what registers hold.
-        threads: that share a batch's images.
-        macs: multiply-adds of an image. cycles: of one core, for an image.
-        share: of the multiply-adds that a core can do; above 1 where terms that are zero are left out.
-    """
-
-    kernel: str
-    layers: tuple[str, ...]
-    algorithm: str
-    layout: str
-    tile: str
-    threads: int
-    macs: int
-    cycles: int
-    share: float
 
 
 class Backend(Protocol):

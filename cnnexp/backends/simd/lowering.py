@@ -8,12 +8,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import cast
 
 from llvmlite import ir
 
 from cnnexp.backends.parts import BACKWARD, FORWARD, Part
-from cnnexp.backends.protocol import KernelRow
 from cnnexp.backends.simd.algorithms.cost import MACS, Work
 from cnnexp.backends.simd.algorithms.dropout import DropoutNode
 from cnnexp.backends.simd.algorithms.elementwise import ElementwiseNode
@@ -86,19 +86,24 @@ class Plan:
         self.step_parts = {name: self.clocks.part(part) for name, part in STEP.items()}
         self.clocks.place(self.arena.allocate)
 
-    def explain(self, threads: int) -> list[KernelRow]:
+    def explain(self, threads: int) -> list[Part]:
         """Return a row for every kernel of a step, in order."""
+        most, rows = MACS * self.target.lanes, []
         known: dict[str, tuple[Node, Work]] = {}
         for node in self.nodes:
-            kind, needs_dx = node.input_layout or type(node.x), node.dx is not None
-            for name, work in works(node, kind, self.target, self.share, needs_dx).items():
-                known[f"{node.name}.{name}"] = node, work
-        most, rows = MACS * self.target.lanes, []
-        for name, _ in (*self.forward, *self.backward, *self.gradients):
-            node, work = known[name]
-            layout, share = LAYOUTS[node.input_layout or type(node.x)], work.macs / (work.cycles * most)
-            count = round(work.macs), round(work.cycles)
-            rows.append(KernelRow(name, node.layers, node.algorithm, layout, work.tile, threads, *count, share))
+            found = works(node, node.input_layout or type(node.x), self.target, self.share, node.dx is not None)
+            known |= {f"{node.name}.{kernel}": (node, work) for kernel, work in found.items()}
+        for what, kernels in ((FORWARD, self.forward), (BACKWARD, self.backward), (BACKWARD, self.gradients)):
+            for name, _ in kernels:
+                node, work = known[name]
+                part = node.part(self, what, name.removeprefix(f"{node.name}."))
+                rows.append(
+                    replace(
+                        part, kernel=name, layers=node.layers, algorithm=node.algorithm,
+                        layout=LAYOUTS[node.input_layout or type(node.x)], tile=work.tile, threads=threads,
+                        macs=round(work.macs), cycles=round(work.cycles), share=work.macs / (work.cycles * most),
+                    )
+                )  # fmt: skip
         return rows
 
     def updates(self, optimizer: Optimizer) -> Kernels:

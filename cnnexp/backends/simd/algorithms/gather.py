@@ -22,6 +22,7 @@ def gather_lanes(k: Emitter, y: Blocked, pixel: ir.Type) -> None:
     height, width, channels = y.shape
     run, runs = (height * width * channels, 1) if y.dense else (width * channels, height)
     with k.loop(k.groups(k.lanes)) as g:
+        # the images of a group
         sources = [
             _image(k, images, order, k.builder.add(k.builder.mul(g, INDEX(k.lanes)), INDEX(n)), y.shape)
             for n in range(k.lanes)
@@ -29,12 +30,14 @@ def gather_lanes(k: Emitter, y: Blocked, pixel: ir.Type) -> None:
         with k.loop(runs) as r:
             rows = [source.at(r, run) for source in sources]
             target = y.image(k, g).at(r, y.row)
+            # blocks of lanes x lanes pixels, transposed
             for start, count in _blocks(run, k.lanes):
                 with k.loop(count) as b:
                     at = k.builder.add(k.builder.mul(b, INDEX(k.lanes)), INDEX(start))
                     columns = k.transpose([_pixels(k, row.at(at), pixel) for row in rows])
                     for i, column in enumerate(columns):
                         k.store(column, target.at(at, k.lanes) + i * k.lanes)
+            # a run shorter than a vector, value by value
             if run < k.lanes:
                 with k.loop(run) as i:
                     value = k.zero()
@@ -54,14 +57,17 @@ def gather_rows(k: Emitter, y: NC, shape: Shape, first: int, stride: int, pixel:
     height, width, channels = shape
     run, runs = (width * channels, height) if stride > width * channels else (height * width * channels, 1)
     with k.loop(k.count) as n:
+        # an image, and the next one brought near
         source = _image(k, images, order, n, shape)
         _fetch(k, _image(k, images, order, k.builder.add(n, INDEX(1)), shape), height * width * channels, pixel)
         with k.loop(runs) as r:
             row, target = source.at(r, run), (y.stored(k, n) + first).at(r, stride)
+            # whole vectors, the last of which overlaps its neighbour
             for start, count in _blocks(run, k.lanes):
                 with k.loop(count) as b:
                     at = k.builder.add(k.builder.mul(b, INDEX(k.lanes)), INDEX(start))
                     k.store(_pixels(k, row.at(at), pixel), target.at(at))
+            # a run shorter than a vector, value by value
             if run < k.lanes:
                 with k.loop(run) as i:
                     k.store(_pixel(k, row.at(i), pixel), target.at(i))

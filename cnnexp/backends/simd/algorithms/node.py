@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import ClassVar, Generic, TypeVar
 
-from cnnexp.backends.parts import Part
+from cnnexp.backends.parts import BACKWARD, Part
 from cnnexp.backends.simd.algorithms.cost import Work
 from cnnexp.backends.simd.compiler.emit import Emitter, Kernels, Target
 from cnnexp.backends.simd.layouts import NC, Blocked, Halo, Layout
@@ -62,6 +63,7 @@ class Node(Generic[X, Y]):
         name: of its kernels, and of the first layer.
         shape: of its output, without the images.
         layers: the names of all that it computes; none where it changes a layout.
+        stage: the layer whose multiply-adds it does.
         x, y: input and output, given by the plan.
         dy: gradient of y, given where the node goes backward. dx: of x, None where it is not needed.
         input_rectified: x is a ReLU's output, and dx to be the gradient of that ReLU's input.
@@ -69,6 +71,7 @@ class Node(Generic[X, Y]):
     """
 
     layers: tuple[str, ...] = ()
+    stage: Stage | None = None
     x: X
     y: Y
     dy: Y
@@ -174,8 +177,13 @@ class Node(Generic[X, Y]):
         return ""
 
     def multiply_adds(self, what: str) -> int:
-        """Return those of a pass over one image, at most."""
-        return 0
+        """Return those of a pass over one image, at most: the stage's, less what the algorithm saves."""
+        passes = 2 if what == BACKWARD and self.dx else 1
+        return int(passes * self.stage.macs * self.computed(what)) if self.stage else 0
+
+    def computed(self, what: str) -> Fraction:
+        """Return the part of the stage's multiply-adds that a pass computes."""
+        return Fraction(1)
 
     def fewer(self, what: str) -> str:
         """Return why a pass takes fewer multiply-adds than its layers have outputs for, empty where it does not."""

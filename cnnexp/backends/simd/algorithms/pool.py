@@ -20,7 +20,7 @@ class Pool(Node[Blocked, Blocked]):
     """MaxPool2d or AvgPool2d where no convolution takes it in."""
 
     input_layout = output_layout = Blocked
-
+    stage: PoolStage
     algorithm = "pool"
 
     @classmethod

@@ -141,8 +141,10 @@ def group_to_lanes(
     Args:
         positive: where this, laid out as the target, is not positive, 0 is stored.
     """
+    # rows past the last image count as 0
     inside = [k.builder.icmp_signed("<", INDEX(n), images) for n in range(k.lanes)]
 
+    # a block of lanes x lanes, transposed
     def block(at: ir.Value, valid: int) -> None:
         rows = [
             k.builder.select(within, k.load(source.at(at) + n * stride), k.zero()) for n, within in enumerate(inside)

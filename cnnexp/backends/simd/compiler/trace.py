@@ -48,17 +48,21 @@ def exp(k: Emitter, x: ir.Value) -> ir.Value:
     1980), e**r by Taylor's polynomial of degree 7 for |r| <= 0.35, 2**n in two factors, as it may be a denormal, each
     by writing its exponent. e**-104 is 0, e**89 infinity.
     """
+    # within what a float holds
     x = k.select(k.builder.fcmp_ordered("<", x, k.constant(-104)), k.constant(-104), x)
     x = k.select(k.builder.fcmp_ordered(">", x, k.constant(89)), k.constant(89), x)
+    # n and r
     magic = k.constant(MAGIC)
     rounded = k.fma(x, k.constant(float(np.float32(1 / math.log(2)))), magic)
     n = k.builder.fsub(rounded, magic)
     high = 0.693359375
     low = float(np.float32(math.log(2) - high))
     r = k.fma(n, k.constant(-low), k.fma(n, k.constant(-high), x))
+    # e**r
     total = k.constant(float(np.float32(1 / math.factorial(7))))
     for degree in range(6, -1, -1):
         total = k.fma(total, r, k.constant(float(np.float32(1 / math.factorial(degree)))))
+    # times 2**n
     exponent = k.builder.sub(k.builder.bitcast(rounded, k.indices), k.integers(int(np.float32(MAGIC).view(np.int32))))
     half = k.builder.ashr(exponent, k.integers(1))
     for part in (half, k.builder.sub(exponent, half)):

@@ -10,7 +10,7 @@ import numpy as np
 
 from cnnexp.backends.cache import load_or_make, program_key
 from cnnexp.backends.parts import Part
-from cnnexp.backends.protocol import KernelRow, Program, State
+from cnnexp.backends.protocol import Program, State
 from cnnexp.backends.simd.algorithms.dropout import KEYS, TRAINS
 from cnnexp.backends.simd.compiler.emit import Target
 from cnnexp.backends.simd.compiler.entry import APPLY, ARGUMENTS, GRADIENTS, LINE, PREDICT, TRAIN, Call
@@ -100,7 +100,7 @@ class SimdProgram(Program[LoadedSplit]):
         weakref.finalize(self, self._team.close)
         self.compile_s = time.perf_counter() - started
 
-    def explain(self) -> list[KernelRow]:
+    def explain(self) -> list[Part]:
         """Return what was chosen for every kernel of a training step, in order."""
         return self._rows
 

@@ -154,6 +154,7 @@ def list_events(k: Emitter, lists: EventLists, g: ir.Value, db: Pointer | None) 
     room = round_up(lists.count, k.lanes)
     values, places, counts = (k.arena + at for at in (lists.values, lists.places, lists.counts))
     table = k.arena + lists.cells
+    # a filter: no image has an event yet
     with k.loop(lists.filters) as f:
         total = k.variable()
         counters = counts.at(f, 2 * k.lanes)
@@ -163,6 +164,7 @@ def list_events(k: Emitter, lists: EventLists, g: ir.Value, db: Pointer | None) 
         def block(
             first: ir.Value, valid: int, f: ir.Value = f, total: Variable = total, counters: Pointer = counters
         ) -> None:
+            # a vector of cells, of all images of the group; past the last cell there are none
             gradients, patches = [], []
             for i in range(k.lanes):
                 if i >= valid:
@@ -173,6 +175,7 @@ def list_events(k: Emitter, lists: EventLists, g: ir.Value, db: Pointer | None) 
                 total.set(k.add(total.get(), gradient))
                 gradients.append(gradient)
                 patches.append(k.as_floats(patch))
+            # cells to the lanes, and behind each image's list those that are events
             for n, (mask, gradient, patch) in enumerate(alive(k, gradients, patches)):
                 counter = (counters + 2 * n).value(INDEX)
                 first_event = n * lists.filters * room
@@ -184,6 +187,7 @@ def list_events(k: Emitter, lists: EventLists, g: ir.Value, db: Pointer | None) 
             block(k.builder.mul(b, INDEX(k.lanes)), k.lanes)
         if lists.count % k.lanes:
             block(INDEX(lists.count // k.lanes * k.lanes), lists.count % k.lanes)
+        # the bias
         if db is not None:
             k.add_to(db.at(f), k.sum_lanes(total.get()))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import ClassVar, Generic, Self, TypeVar
 
 from llvmlite import ir
@@ -48,6 +49,7 @@ class ConvolutionNode(Node[Pixels, Pixels]):
     """Conv2d [+ ReLU] [+ MaxPool2d]."""
 
     trains = rectifies_dx = True
+    stage: ConvStage
     argmax: ClassVar[bool] = False
     """Whether the backward pass follows each window's maximum and leaves out the rest."""
 
@@ -80,13 +82,11 @@ class ConvolutionNode(Node[Pixels, Pixels]):
         """Return the room around the gradient of the full convolution that the input's gradient needs."""
         raise NotImplementedError
 
-    def multiply_adds(self, what: str) -> int:
-        (rows, columns, _), outputs = self.shape, math.prod(self.stage.output_shape[:2])
-        computed = rows * columns if self.argmax and what == BACKWARD else outputs
-        if self.pool and what == FORWARD:
-            computed = rows * columns * self.pool.window.size**2
-        passes = 2 if what == BACKWARD and self.dx else 1
-        return passes * self.stage.macs * computed // outputs
+    def computed(self, what: str) -> Fraction:
+        cells, outputs = math.prod(self.shape[:2]), math.prod(self.stage.output_shape[:2])
+        if self.argmax and what == BACKWARD:
+            return Fraction(cells, outputs)
+        return Fraction(cells * self.window if what == FORWARD else outputs, outputs)
 
     def fewer(self, what: str) -> str:
         return FOLLOWED if self.argmax and what == BACKWARD else ""

@@ -182,6 +182,7 @@ def conv2d(k: Emitter, conv: Sum, weights: Pointer, bias: Pointer | None) -> Non
     rows, columns, _ = choose_tile(conv.counts, size * size, -(-panels.outputs // k.lanes), k.target.registers)
     taps, run = conv.kernel[0], conv.kernel[1] * x.shape[2]
     with k.loop(k.count) as n:
+        # an image, a panel of filters, a tile of cells
         source = x.stored(k, n) + (conv.origin[0] * x.row + conv.origin[1] * x.column)
         for panel in panels.each(k):
             unit = panel.width * k.lanes
@@ -191,6 +192,7 @@ def conv2d(k: Emitter, conv: Sum, weights: Pointer, bias: Pointer | None) -> Non
                     with k.loop(times_u) as i, k.loop(times_v) as j:
                         u = k.builder.add(k.builder.mul(i, INDEX(height)), INDEX(first_u))
                         v = k.builder.add(k.builder.mul(j, INDEX(width)), INDEX(first_v))
+                        # every pixel of the tile's cells, as the place of its window
                         at = source.at(u, cell * conv.stride * x.row).at(v, cell * conv.stride * x.column)
                         cells = [(a, b) for a in range(height) for b in range(width)]
                         places = [
@@ -199,8 +201,10 @@ def conv2d(k: Emitter, conv: Sum, weights: Pointer, bias: Pointer | None) -> Non
                             for i in range(size)
                             for j in range(size)
                         ]
+                        # the sums
                         totals = [k.variables(panel.width) for _ in places]
                         add_products(k, totals, at, places, panel.at(weights), steps, [k.lanes] * panel.width)
+                        # each cell: its maximum, bias and ReLU
                         values = [[total.get() for total in row] for row in totals]
                         for number, (a, b) in enumerate(cells):
                             window = values[number * size * size : (number + 1) * size * size]
@@ -221,9 +225,11 @@ def finish(
     target = panel.outputs(_pixel(k, conv, n, u, v))
     for vector, valid in enumerate(panel.valid):
         value, at = window[0][vector], vector * k.lanes
+        # the maximum of the window, and which pixel it was
         if conv.windows:
             value, where = k.first_maximum([(row[vector], k.integers(code)) for code, row in enumerate(window)])
             k.store_bytes(where, argmax_at(k, conv.windows, n, u, v, panel.vector) + vector * (k.lanes // 4))
+        # what follows the sum, and no lane past the last filter
         if bias is not None:
             value = k.add(value, k.load(panel.outputs(bias) + at))
         if conv.rectify:
@@ -264,6 +270,7 @@ def conv2d_backward_weights(k: Emitter, conv: Sum, d: NHWC, dw: Pointer, db: Poi
     rows, columns, _ = d.shape
     run = conv.kernel[1] * x.shape[2]
     block, most_rows = pieces(conv, d, k.target.l1_bytes)
+    # pieces: some images, and of them some rows of d
     with k.loop(k.groups(block)) as g:
         first = k.builder.mul(g, INDEX(block))
         last = k.builder.add(first, INDEX(block))
@@ -272,6 +279,7 @@ def conv2d_backward_weights(k: Emitter, conv: Sum, d: NHWC, dw: Pointer, db: Poi
             steps = Steps(piece, columns, (conv.stride * x.row, conv.stride * x.column), (d.row, d.column))
             with k.loop(times_p) as part:
                 p = k.builder.add(k.builder.mul(part, INDEX(piece)), INDEX(first_p))
+                # tiles of dw: some rows of a kernel row's run, a panel of filters
                 for panel in panels.each(k):
                     unit = panel.width * k.lanes
                     for first_r, height, times in chunks(run, most_height(panel.width, k.target.registers)):
@@ -281,6 +289,7 @@ def conv2d_backward_weights(k: Emitter, conv: Sum, d: NHWC, dw: Pointer, db: Poi
                             places = [
                                 [target + (m * unit + v * k.lanes) for v in range(panel.width)] for m in range(height)
                             ]
+                            # the piece's part of the sums
                             with k.sums(places) as totals, k.loop(last, start=first) as n:
                                 source = x.stored(k, n) + (conv.origin[0] * x.row + conv.origin[1] * x.column)
                                 corner = source.at(p, conv.stride * x.row).at(i, x.row).at(r)
@@ -418,6 +427,7 @@ def transpose_weights(
         for other in target.each(k):
             other_unit = other.width * k.lanes
             with k.loop(len(rows)) as a, k.loop(len(columns)) as b:
+                # a tap, and blocks of lanes x lanes of it
                 corner = panel.at(weights) + (rows[0] * kernel + columns[0]) * channels * unit
                 corner = corner.at(a, -stride * kernel * channels * unit).at(b, -stride * channels * unit)
                 corner = corner.at(k.builder.mul(other.vector, INDEX(k.lanes)), unit)
@@ -426,6 +436,7 @@ def transpose_weights(
                 for vector, valid in enumerate(panel.valid):
                     for part, inside in enumerate(other.valid):
                         block = corner + (part * k.lanes * unit + vector * k.lanes)
+                        # a block: filters from the lanes to the rows
                         lines = [k.load(block + i * unit) if i < inside else k.zero() for i in range(k.lanes)]
                         for i, value in enumerate(k.transpose(lines)[:valid]):
                             k.store(value, place + ((vector * k.lanes + i) * other_unit + part * k.lanes))
@@ -454,6 +465,7 @@ def unpool(k: Emitter, windows: Windows[NHWC], y: NHWC, dy: NHWC, d: NHWC, recti
     """d = dy at each window's argmax, else 0, and 0 wherever ReLU gave 0. Pixels in no window keep their zero."""
     rows, columns, filters = y.shape
     last = filters % k.lanes
+    # a cell, a vector of its filters
     with k.loop(k.count) as n, k.loop(rows) as u, k.loop(columns) as v:
 
         def vector(f: ir.Value, valid: int, n: ir.Value = n, u: ir.Value = u, v: ir.Value = v) -> None:

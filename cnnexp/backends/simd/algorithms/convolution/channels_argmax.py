@@ -191,6 +191,7 @@ def _list(k: Emitter, events: ChannelsGradient, n: ir.Value, first: ir.Value, ce
     images = [(k.arena + image.offset).at(n, image.stride) for image in (events.dy, events.conv.y, windows.argmax)]
     unit, x = events.conv.stride, events.conv.x
 
+    # a vector of filters, its cells a vector at a time
     def vector(fv: ir.Value, valid: int) -> None:
         total, found = k.variable(), [k.variable(INDEX(0)) for _ in range(k.lanes)]
         for start in range(0, cells, k.lanes):
@@ -198,6 +199,7 @@ def _list(k: Emitter, events: ChannelsGradient, n: ir.Value, first: ir.Value, ce
             for cell in range(min(k.lanes, cells - start)):
                 entry = table + 4 * (start + cell)
                 at = [k.builder.sext(k.load_int(entry + i), INDEX) for i in range(4)]
+                # a cell: its gradient, 0 where ReLU gave 0, and the patch that its maximum saw
                 value = k.load_part(images[0].at(at[0]).at(fv, k.lanes), valid)
                 if events.rectify:
                     value = k.where_positive(k.load(images[1].at(at[1]).at(fv, k.lanes)), value)
@@ -206,12 +208,14 @@ def _list(k: Emitter, events: ChannelsGradient, n: ir.Value, first: ir.Value, ce
                 place = k.builder.add(shift, k.spread(k.load_int(entry + 3)))
                 total.set(k.add(total.get(), value))
                 gradients[cell], patches[cell] = value, k.as_floats(place)
+            # cells to the lanes, and behind each filter's list those that are events
             for f, (mask, value, place) in enumerate(alive(k, gradients, patches)):
                 if f >= valid:
                     break
                 row = f * size
                 lists = [(value, (values + row).at(fv, k.lanes * size)), (place, (places + row).at(fv, k.lanes * size))]
                 found[f].set(k.append(mask, found[f].get(), lists))
+        # how many there are; and the bias
         for f in range(valid):
             k.builder.store(found[f].get(), (counts + 2 * f).at(fv, 2 * k.lanes).value(INDEX), align=4)
         if db is not None:
@@ -229,6 +233,7 @@ def _follow(k: Emitter, events: ChannelsGradient, n: ir.Value) -> None:
     size, vectors = block_cells(k.lanes), -(-events.run // k.lanes)
     row = vectors * k.lanes
     x, sums = events.conv.x.stored(k, n), k.arena + events.sums
+    # a part of a kernel row that the registers hold, and a filter
     for first, width, times in chunks(vectors, most_vectors(k.target.registers)):
         with k.loop(events.kernel) as i, k.loop(times) as t, k.loop(events.filters) as f:
             at = k.builder.add(k.builder.mul(t, INDEX(width * k.lanes)), INDEX(first * k.lanes))
@@ -237,6 +242,7 @@ def _follow(k: Emitter, events: ChannelsGradient, n: ir.Value) -> None:
                 for part in (events.weights, events.gradients)
             )
             source, target = x.at(i, events.conv.x.row).at(at), sums.at(i, events.conv.x.row).at(at)
+            # its events of this block
             values, places = ((k.arena + part).at(f, size) for part in (events.values, events.places))
             count = k.builder.load((k.arena + events.counts).at(f, 2).value(INDEX), align=4)
             vectors_at = [v * k.lanes for v in range(width)]
@@ -252,6 +258,7 @@ def _copy(k: Emitter, events: ChannelsGradient, n: ir.Value) -> None:
     rows, columns, channels = dx.shape
     run = columns * channels
     start = x.halo.top * x.row + x.halo.left * x.column
+    # row by row, without the halo
     with k.loop(rows) as p:
         line = [(k.arena + events.sums + start).at(p, x.row), x.pixel(k, n, p, INDEX(0)), dx.pixel(k, n, p, INDEX(0))]
 
@@ -270,6 +277,7 @@ def _turn(k: Emitter, events: ChannelsGradient, panelled: Pointer, packed: Point
     """packed[i, f, j] = panelled[(i, j), f], what rounds up a run 0; or, back, add the former to the latter."""
     panels, run = events.conv.panels, events.run
     row = round_up(run, k.lanes)
+    # a panel of filters, a kernel row of it
     for panel in panels.each(k):
         unit = panel.width * k.lanes
         with k.loop(events.kernel) as i:
@@ -285,6 +293,7 @@ def _turn(k: Emitter, events: ChannelsGradient, panelled: Pointer, packed: Point
                 panel: Panel = panel,
                 unit: int = unit,
             ) -> None:
+                # blocks of lanes x lanes, transposed there or back
                 for v in range(panel.width):
                     lines = column.at(at, unit) + v * k.lanes
                     turned = place.at(at) + v * k.lanes * row

@@ -29,6 +29,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Literal
 
 from llvmlite import ir
@@ -56,6 +57,7 @@ class Filters(Node[NC, NC]):
     input_layout = output_layout = NC
     whole_vectors = False
     trains = True
+    stage: ConvStage
     algorithm = "filters"
 
     def __init__(self, stage: ConvStage, rectify: bool, pool: PoolStage) -> None:
@@ -137,9 +139,9 @@ class Filters(Node[NC, NC]):
     def in_lanes(self, what: str, kernel: str) -> str:
         return "filters"
 
-    def multiply_adds(self, what: str) -> int:
+    def computed(self, what: str) -> Fraction:
         window = 1 if self.follows and what == BACKWARD else self.pool.window.size**2
-        return self.stage.macs * math.prod(self.shape[:2]) * window // math.prod(self.stage.output_shape[:2])
+        return Fraction(math.prod(self.shape[:2]) * window, math.prod(self.stage.output_shape[:2]))
 
     def fewer(self, what: str) -> str:
         return FOLLOWED if self.follows and what == BACKWARD else ""
@@ -288,6 +290,7 @@ def conv2d_row(k: Emitter, bank: FilterBank, weights: Pointer, bias: Pointer | N
     """Fill row u of bank.y, the places and the patches. weights [tap][filter], bias [filter], in whole vectors."""
     _, columns = bank.shape
     with k.loop(k.count) as n, k.loop(columns) as v:
+        # the patch of a cell: what the gradient needs of it, and every pixel in a register
         corner = bank.corner(k, n, u, v)
         _store_patch(k, bank, corner, bank.patch(k, n, u, v))
         width = bank.side * bank.channels
@@ -298,7 +301,9 @@ def conv2d_row(k: Emitter, bank: FilterBank, weights: Pointer, bias: Pointer | N
             with k.loop(times) as t:
                 f = k.builder.add(k.builder.mul(t, INDEX(vectors)), INDEX(first))
                 column, b = weights.at(f, k.lanes), bias.at(f, k.lanes) if bias else None
+                # the sums of each pixel of the window
                 totals = _window_sums(k, bank, pixels, column, b, vectors)
+                # the maximum, and which pixel it was
                 if bank.gather == "pick":
                     found = [argmax_codes.maximum(k, values) for values in totals]
                     codes = [code for _, code in found]
@@ -308,6 +313,7 @@ def conv2d_row(k: Emitter, bank: FilterBank, weights: Pointer, bias: Pointer | N
                     found = [k.first_maximum(list(zip(values, corners, strict=True))) for values in totals]
                     for i, (_, place) in enumerate(found):
                         k.store_bytes(place, places.at(f, k.lanes // 4) + i * (k.lanes // 4))
+                # ReLU, and no lane past the last filter
                 for i, (value, _) in enumerate(found):
                     count = valid if i + 1 == vectors else k.lanes
                     k.store_part(k.rectify(value) if bank.rectify else value, cell.at(f, k.lanes) + i * k.lanes, count)
@@ -422,10 +428,12 @@ def _backward_part(
     if db is not None:
         places.append(db.at(f, k.lanes))
     shifts = argmax_codes.shifts(k, f) if bank.gather == "pick" else None
+    # along the row of cells the sums stay in registers
     with k.sums([places]) as [totals], k.loop(columns) as v:
         value = k.load_part(dy.stored(k, n).at(u, gradient_row).at(v, bank.pitch).at(f, k.lanes), valid)
         (_, found), patch = bank.cell(k, n, u, v), bank.patch(k, n, u, v)
         taps = list(zip(range(first, end), totals, strict=False))
+        # the pixel that each lane's maximum saw through a tap, by the gather method
         if shifts is not None:
             codes = argmax_codes.load_codes(k, found.at(k.builder.udiv(f, INDEX(2))), shifts)
             for t, total in taps:

@@ -202,6 +202,7 @@ def conv2d(k: Emitter, conv: Correlation, weights: Pointer, bias: Pointer | None
     rows, columns, _ = conv.y.shape
     step = conv.stride * (conv.windows.stride if conv.windows else 1)
     with k.loop(k.groups(k.lanes)) as g:
+        # a group of images, a row, a tile of pixels (or a cell of the pool), some filters
         source = conv.x.stored(k, g) + (conv.origin[0] * conv.x.row + conv.origin[1] * conv.x.column)
         with k.loop(rows) as row:
             for first, width, count in [(0, 1, columns)] if conv.windows else chunks_of(columns, pixels):
@@ -270,11 +271,13 @@ def _pooled(k: Emitter, conv: Correlation, windows: Windows[Blocked], tile: Tile
     parts, across = size * size // (rows * columns), size // columns
     pixels = [(i, j) for i in range(rows) for j in range(columns)]
 
+    # the sums of a part of the window, their maximum and which pixel it was
     def part(corner: Pointer) -> list[tuple[ir.Value, ir.Value]]:
         totals = _dot(k, conv, replace(tile, corner=corner), pixels)
         codes = [k.integers(i * size + j) for i, j in pixels]
         return [k.first_maximum(list(zip(values, codes, strict=True))) for values in zip(*totals, strict=True)]
 
+    # the first part, and each one more against the largest so far
     found = [[k.variable(value) for value in pair] for pair in part(tile.corner)]
     if parts > 1:
         with k.loop(parts, start=1) as number:
@@ -285,6 +288,7 @@ def _pooled(k: Emitter, conv: Correlation, windows: Windows[Blocked], tile: Tile
                 pair = k.first_maximum([(best.get(), where.get()), (value, k.builder.add(code, first))])
                 best.set(pair[0])
                 where.set(pair[1])
+    # bias, ReLU, and the argmax as a byte
     target, code_target = tile.at(k, conv.y), tile.at(k, argmax)
     for j, (best, where) in enumerate(found):
         _store(k, conv, tile, j, best.get(), target)
@@ -304,6 +308,7 @@ def _dot(k: Emitter, conv: Correlation, tile: Tile, pixels: list[tuple[int, int]
     places = [(i * x.row + j * x.column) * conv.stride for i, j in pixels]
     totals = [k.variables(filters) for _ in pixels]
 
+    # some taps: each pixel is loaded once for all filters, each weight once for all pixels
     def taps(source: Pointer, weights: Pointer, count: int) -> None:
         for r in range(count):
             values = [k.load(source + (place + r * x.lanes)) for place in places]
@@ -312,6 +317,7 @@ def _dot(k: Emitter, conv: Correlation, tile: Tile, pixels: list[tuple[int, int]
                 for p, value in enumerate(values):
                     k.accumulate(totals[p][f], weight, value)
 
+    # a row of the kernel, in runs of at most 8 taps if it is long
     with k.loop(conv.kernel) as i:
         source, weights = tile.corner.at(i, x.row), tile.weights.at(i, run * conv.filters)
         for first, size, count in chunks_of(run, 8 if run > 16 else run):
@@ -352,10 +358,12 @@ def conv2d_backward_weights(
         sums: room for `MOST_SUMS` vectors.
     """
     run = conv.kernel * conv.channels
+    # the smallest kernels: all taps in one tile
     width = whole_width(conv.kernel * run, conv.filters, k.target.registers)
     if width:
         _whole_kernel(k, conv, d, width, dw, db)
         return
+    # the others by blocks of filters, kernel rows and blocks of taps
     for first_filter, filters, filter_blocks in chunks(conv.filters, 8):
         for first_tap, taps, tap_blocks in chunks(run, MOST_SUMS // filters):
             with k.loop(filter_blocks) as filter_block, k.loop(conv.kernel) as i, k.loop(tap_blocks) as tap_block:
@@ -375,6 +383,7 @@ def _whole_kernel(k: Emitter, conv: Correlation, d: Blocked, width: int, dw: Poi
         with k.loop(times) as t:
             f = k.builder.add(k.builder.mul(t, INDEX(filters)), INDEX(first))
             totals, sums = [k.variables(filters) for _ in offsets], k.variables(filters)
+            # along all pixels: one load of each filter's gradient serves all taps, and the bias
             with k.loop(k.groups(k.lanes)) as g, k.loop(rows) as p, k.loop(columns) as q:
                 source = x.stored(k, g) + (conv.origin[0] * x.row + conv.origin[1] * x.column)
                 source = source.at(p, conv.stride * x.row).at(q, conv.stride * x.column)
@@ -386,6 +395,7 @@ def _whole_kernel(k: Emitter, conv: Correlation, d: Blocked, width: int, dw: Poi
                         k.accumulate(total, value, gradient_)
                 for total, gradient_ in zip(sums, gradients, strict=True):
                     total.set(k.add(total.get(), gradient_))
+            # lanes added up
             for tap, row in enumerate(totals):
                 for j, total in enumerate(row):
                     k.add_to(dw.at(f) + (tap * conv.filters + j), k.sum_lanes(total.get()))
@@ -412,8 +422,10 @@ def _weight_block(
     rows, columns, _ = d.shape
     most_columns = max(4, CACHED_VECTORS // (conv.stride * conv.channels + filters))
     most_taps, most_filters = gradient_tile(k.target.registers)
+    # no sum yet
     with k.loop(taps * filters) as total:
         k.store(k.zero(), sums.at(total, k.lanes))
+    # row by row of all images, a piece of it at a time
     with k.loop(k.groups(k.lanes)) as g, k.loop(rows) as p:
         source = (x.stored(k, g) + (conv.origin[0] * x.row + conv.origin[1] * x.column)).at(i, x.row)
         source = source.at(p, conv.stride * x.row).at(r, x.lanes)
@@ -421,6 +433,7 @@ def _weight_block(
         for first, piece, pieces in chunks(columns, most_columns):
             with k.loop(pieces) as at:
                 q = k.builder.add(k.builder.mul(at, INDEX(piece)), INDEX(first))
+                # all tiles of the block along this piece
                 for first_tap, height, tap_tiles in chunks(taps, most_taps):
                     for first_filter, width, filter_tiles in chunks(filters, most_filters):
                         with k.loop(tap_tiles) as t, k.loop(filter_tiles) as j:
@@ -435,6 +448,7 @@ def _weight_block(
                                 sums.at(tap, filters * k.lanes).at(column, k.lanes),
                                 (piece, height, width, filters),
                             )
+    # lanes added up
     target = dw.at(i, conv.kernel * conv.channels * conv.filters).at(r, conv.filters).at(f)
     with k.loop(taps) as t, k.loop(filters) as j:
         total = k.load(sums.at(t, filters * k.lanes).at(j, k.lanes))

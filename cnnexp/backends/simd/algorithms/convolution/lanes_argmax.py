@@ -148,16 +148,20 @@ def conv2d_backward(k: Emitter, conv: LanesGradient, weights: Pointer, dw: Point
     x, dx = k.arena + scratch.x, k.arena + scratch.dx
     row = round_up(conv.run, k.lanes)
     packed, gradients = (k.arena + scratch.weights, k.arena + scratch.gradients)
+    # weights by filter; no gradient yet
     pack_weights(k, weights, packed, gradients, (conv.kernel, conv.run, conv.filters), row)
+    # a group: its input to rows, its events to lists
     with k.loop(k.groups(k.lanes)) as g:
         images = k.builder.sub(k.count, k.builder.mul(g, INDEX(k.lanes)))
         group_to_rows(k, conv.x.stored(k, g), x, conv.size, stride)
         list_events(k, conv.events, g, db)
+        # image by image, filter by filter
         with k.loop(k.lanes) as n:
             with k.loop(stride // k.lanes) as i:
                 k.store(k.zero(), dx.at(n, stride).at(i, k.lanes))
             with k.loop(conv.filters) as f:
                 _follow_events(k, conv, n, f, x.at(n, stride), dx.at(n, stride))
+        # dx back to lanes, and the gradients of the weights to where they belong
         _store_gradient(k, conv, g, dx, stride, images)
     unpack_gradients(k, gradients, dw, (conv.kernel, conv.run, conv.filters), row)
 
@@ -165,9 +169,11 @@ def conv2d_backward(k: Emitter, conv: LanesGradient, weights: Pointer, dw: Point
 def _store_gradient(k: Emitter, conv: LanesGradient, g: ir.Value, dx: Pointer, stride: int, images: ir.Value) -> None:
     """Turn dx to lanes, without what lies in the halo of x."""
     x = conv.x if conv.rectified else None
+    # no halo on either side: all at once
     if conv.x.dense and conv.dx.dense:
         group_to_lanes(k, dx, conv.dx.image(k, g), conv.size, stride, images, x.image(k, g) if x else None)
         return
+    # else row by row, or pixel by pixel where dx has room between them
     height, width, channels = conv.x.shape
     first = dx + (conv.x.halo.top * conv.row + conv.x.halo.left * channels)
     with k.loop(height) as p:

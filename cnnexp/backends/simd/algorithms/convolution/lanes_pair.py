@@ -382,12 +382,14 @@ def _follow_events(
         k.sums([[gradients + v * k.lanes for v in vectors]]) as [totals],
         pair.events.of(k, n, f).each(k) as (value, place),
     ):
+        # the part of the image that the window sees
         source, factor = x.at(place), k.spread(value)
         rows = [k.load(source + i * pair.row, width) for i in range(patch.side)]
         masks = _masks(k, pair, place)
         for v in vectors:
             pattern = v % patch.patterns
             pixels = [_pixels(k, patch, rows, tap, v) for tap in patch.taps]
+            # the first convolution's output there, 0 past its edge
             between = k.zero()
             for weight, pixel in zip(first_weights, pixels, strict=True):
                 between = k.fma(weight[pattern], pixel, between)
@@ -395,6 +397,7 @@ def _follow_events(
             if masks is not None:
                 inside = k.builder.load((masks + v * k.lanes).value(k.indices), align=4)
                 between = k.as_floats(k.builder.and_(k.as_integers(between), inside))
+            # the second one's weights; through its ReLU; the first one's weights and bias
             k.accumulate(totals[v], factor, between)
             gradient = k.where_positive(between, k.multiply(factor, weights[v]))
             for total, pixel in zip(d_first, pixels, strict=True):

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 from llvmlite import ir
 
@@ -74,13 +75,12 @@ class Winograd(Channels):
         channels, filters = self.stage.input_shape[2], self.stage.layer.filters
         return tiling_of((self.shape[0], self.shape[1]), self.pool is not None, channels, filters, target)
 
-    def multiply_adds(self, what: str) -> int:
+    def computed(self, what: str) -> Fraction:
         if self.argmax and what == BACKWARD:
-            return super().multiply_adds(what)
+            return super().computed(what)
         passes = [self.transformed] if what == FORWARD or not self.dx else [self.transformed, self.back]
-        return sum(
-            PLACES * math.prod(part.tiling.counts) * part.tiling.channels * part.tiling.filters for part in passes
-        )
+        tiles = sum(math.prod(part.tiling.counts) for part in passes)
+        return Fraction(PLACES * tiles, 9 * math.prod(self.stage.output_shape[:2]) * len(passes))
 
     def fewer(self, what: str) -> str:
         return super().fewer(what) or TRANSFORMED
@@ -306,6 +306,7 @@ def _multiply(k: Emitter, winograd: WinogradPass, rows: int) -> None:
     """Fill the products of some rows of tiles."""
     panels, (weight_stride, input_stride, product_stride) = winograd.panels, winograd.strides
     row, output_row = winograd.input_row, winograd.output_row
+    # one product a place: tiles x channels times channels x filters
     with k.loop(PLACES) as place:
         inputs, weights, products = (
             (winograd.room(k) + part).at(place, stride)
@@ -326,6 +327,7 @@ def _multiply(k: Emitter, winograd: WinogradPass, rows: int) -> None:
                         k, totals, inputs.at(tile, row), [m * row for m in range(height)], panel.at(weights), steps,
                         [k.lanes] * panel.width,
                     )  # fmt: skip
+                    # all lanes: what rounds up the filters is 0
                     target = panel.outputs(products.at(tile, output_row))
                     for m, sums in enumerate(totals):
                         for v, total in enumerate(sums):
@@ -341,6 +343,7 @@ def _transform_back(
     def rule(m: Vectors) -> Vectors:
         return k.add(m[0], k.add(m[1], m[2])), k.subtract(k.subtract(m[1], m[2]), m[3])
 
+    # a tile, a vector of filters: 4 x 4 places to 2 x 2 outputs
     with k.loop(rows) as a, k.loop(columns) as v:
         u = k.builder.add(start, a)
         top, left = _corner(k, winograd, u, v)
@@ -349,6 +352,7 @@ def _transform_back(
             source, stride = panel.outputs(row), winograd.strides[2]
             square = [[k.load(source + (i * 4 + j) * stride) for j in range(4)] for i in range(4)]
             tile = _both_ways(rule, square)
+            # a window of the pool, or four pixels
             if conv.windows:
                 finish(k, conv, [[value] for line in tile for value in line], bias, panel, (n, u, v))
                 continue
@@ -363,8 +367,10 @@ def conv2d_backward_weights(k: Emitter, winograd: WinogradPass, d: NHWC, dw: Poi
     tiling, images = winograd.tiling, winograd.tiling.images
     columns = tiling.counts[1]
     sums = winograd.room(k) + winograd.weights
+    # no sum yet
     with k.loop(PLACES * winograd.strides[0] // k.lanes) as i:
         k.store(k.zero(), sums.at(i, k.lanes))
+    # some images, of them some rows of tiles
     with k.loop(k.groups(images)) as g:
         first = k.builder.mul(g, INDEX(images))
         last = k.builder.add(first, INDEX(images))
@@ -372,11 +378,13 @@ def conv2d_backward_weights(k: Emitter, winograd: WinogradPass, d: NHWC, dw: Poi
         for first_row, block, times in chunks(tiling.counts[0], tiling.rows):
             with k.loop(times) as b:
                 start = k.builder.add(k.builder.mul(b, INDEX(block)), INDEX(first_row))
+                # inputs and gradients transformed, and multiplied place by place
                 with k.loop(last, start=first) as n:
                     tile = k.builder.mul(k.builder.sub(n, first), INDEX(block * columns))
                     _transform_inputs(k, winograd, n, start, block, tile)
                     _transform_gradients(k, winograd, d, n, start, block, tile)
                 _add_outer_products(k, winograd, k.builder.mul(k.builder.sub(last, first), INDEX(block * columns)))
+    # the sums transformed back, once
     _add_weights(k, winograd, dw)
     if db is not None:
         conv2d_backward_bias(k, winograd.conv.panels, d, db)
@@ -394,6 +402,7 @@ def _transform_gradients(
     with k.loop(rows) as a, k.loop(columns) as v:
         u = k.builder.add(start, a)
         corner = _corner(k, winograd, u, v)
+        # where a tile overlaps the one before, what that one has counted is 0
         counted = [
             k.builder.icmp_signed("!=", k.builder.mul(at, INDEX(2)), first)
             for at, first in zip((u, v), corner, strict=True)
@@ -401,6 +410,7 @@ def _transform_gradients(
         place = _tile_at(winograd.room(k) + winograd.outputs, winograd.output_row, columns, tile, a, v)
         for panel in replace(winograd.panels, width=1).each(k):
             source = panel.outputs(d.pixel(k, n, *corner))
+            # 2 x 2 gradients to 4 x 4 places
             square = [
                 [k.load_part(source + (i * d.row + j * d.column), panel.valid[0]) for j in range(2)] for i in range(2)
             ]
@@ -415,6 +425,7 @@ def _add_outer_products(k: Emitter, winograd: WinogradPass, tiles: ir.Value) -> 
     """Add inputs times outputs to the sums, tile by tile."""
     panels, strides = winograd.panels, winograd.strides
     steps = Steps(1, tiles, (0, winograd.input_row), (0, winograd.output_row))
+    # one product a place: channels x tiles times tiles x filters
     with k.loop(PLACES) as place:
         sums, inputs, outputs = (
             (winograd.room(k) + part).at(place, stride)
@@ -442,6 +453,7 @@ def _add_weights(k: Emitter, winograd: WinogradPass, dw: Pointer) -> None:
         ends = k.multiply(half, k.add(m[1], m[2]))
         return k.add(m[0], ends), k.multiply(half, k.subtract(m[1], m[2])), k.add(ends, m[3])
 
+    # a channel, a vector of filters: 4 x 4 places to 3 x 3 taps
     for panel in winograd.conv.panels.each(k):
         unit = panel.width * k.lanes
         source = replace(panel, panels=winograd.panels).at(winograd.room(k) + winograd.weights)

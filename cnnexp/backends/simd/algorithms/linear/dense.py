@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Self
 
-from cnnexp.backends.parts import BACKWARD
 from cnnexp.backends.simd.algorithms.cost import Work, passes
 from cnnexp.backends.simd.algorithms.elementwise import rectify_gradient
 from cnnexp.backends.simd.algorithms.node import Node, Section
@@ -19,6 +18,7 @@ class Dense(Node[NC, NC]):
 
     input_layout = output_layout = NC
     trains = True
+    stage: LinearStage
 
     def __init__(self, stage: LinearStage, rectify: bool) -> None:
         super().__init__(stage.name, stage.output_shape)
@@ -31,9 +31,6 @@ class Dense(Node[NC, NC]):
 
     def in_lanes(self, what: str, kernel: str) -> str:
         return "weights"
-
-    def multiply_adds(self, what: str) -> int:
-        return (2 if what == BACKWARD and self.dx else 1) * self.stage.macs
 
     def _common_work(self, target: Target) -> dict[str, Work]:
         width = round_up(self.stage.output_shape[0], target.lanes)

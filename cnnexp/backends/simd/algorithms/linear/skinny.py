@@ -176,6 +176,7 @@ def _skinny_tile(
     """Add the products of one block of features to the totals of one or two images."""
     room = outputs * k.lanes
     places = [[totals.at(n, room) + (i * room + o * k.lanes) for o in range(outputs)] for i in range(images)]
+    # a weight that is loaded serves both images
     with k.sums(places) as sums:
         source = x.stored(k, n).at(start, k.lanes)
         block = weights.at(start, room)
@@ -209,12 +210,14 @@ def skinny_backward(
     room = outputs * k.lanes
     parts = chunks(outputs, most_block(k.target.registers))
     starts = [first + i * size for first, size, times in parts for i in range(times)] + [outputs]
+    # a vector of features, some outputs of it
     with k.loop(k.builder.add(start, INDEX(vectors)), start=start) as v:
         for first, last in itertools.pairwise(starts):
             block = [weights.at(v, room) + o * k.lanes for o in range(first, last)]
             places = [dw.at(v, room) + o * k.lanes for o in range(first, last)]
             columns = [k.load(place) for place in block] if dx else []
             totals = [k.variable(k.load(place)) for place in places]
+            # all images: their part of the weights' gradient, and of dx
             with k.loop(k.count) as n:
                 k.prefetch(x.stored(k, n).at(v, k.lanes) + AHEAD * k.lanes)
                 value = k.load(x.stored(k, n).at(v, k.lanes))
@@ -224,6 +227,7 @@ def skinny_backward(
                     k.accumulate(totals[i], gradient, value)
                     if dx:
                         sums[i % 2] = k.fma(gradient, columns[i], sums[i % 2])
+                # dx, added to what the outputs before have left
                 if dx:
                     target = dx.stored(k, n).at(v if dx.size == x.size else k.builder.sub(v, start), k.lanes)
                     total = k.add(*sums)

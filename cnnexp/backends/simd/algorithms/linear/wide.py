@@ -118,16 +118,19 @@ def linear(
     """y = x @ weights + bias, by tiles of `height` images; the last ends with the last image, and may do some twice."""
     for panel in panels.each(k):
         unit = panel.width * k.lanes
+        # the last tile ends with the last image
         with k.loop(k.groups(height)) as tile:
             n = k.builder.mul(tile, INDEX(height))
             last = k.builder.sub(k.count, INDEX(height))
             n = k.builder.select(k.builder.icmp_signed("<", n, last), n, last)
             n = k.builder.select(k.builder.icmp_signed("<", n, INDEX(0)), INDEX(0), n)
+            # the sums
             totals = [k.variables(panel.width) for _ in range(height)]
             steps = Steps(1, x.size, (0, 1), (0, unit))
             places = [i * x.stride for i in range(height)]
             add_products(k, totals, x.stored(k, n), places, panel.at(weights), steps, [k.lanes] * panel.width)
             target = panel.outputs(y.stored(k, n))
+            # bias and ReLU
             for i, row in enumerate(totals):
                 for v, total in enumerate(row):
                     value = total.get()
@@ -195,6 +198,7 @@ def linear_backward_input(k: Emitter, weights: Pointer, panels: Panels, dy: Bloc
         dy: (1, 1, O). dx: any shape of D values without a halo.
     """
     features = dx.group // dx.lanes
+    # tiles of features x groups of images
     for first_group, width, group_times in chunks(groups, 4):
         for first, height, times in chunks(features, most_height(width, k.target.registers)):
             with k.loop(times) as t, k.loop(group_times) as part:
@@ -202,6 +206,7 @@ def linear_backward_input(k: Emitter, weights: Pointer, panels: Panels, dy: Bloc
                 group = k.builder.add(k.builder.mul(part, INDEX(width)), INDEX(first_group))
                 source, target = dy.image(k, group), dx.image(k, group)
                 totals = [k.variables(width) for _ in range(height)]
+                # the weights, panel kind by panel kind
                 for vector, panel_width, panel_times in panels.kinds:
                     unit, panel = panel_width * k.lanes, panels.rows * panel_width * k.lanes
                     outputs = min(unit, panels.outputs - (vector + (panel_times - 1) * panel_width) * k.lanes)
