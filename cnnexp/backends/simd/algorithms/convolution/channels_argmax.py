@@ -4,6 +4,9 @@ A filter's weights do not fit the registers, so a part of a run stays there, wit
 block of cells go by; the block's part of x and dx stays in L1. For each image: the events of a block of cells, in a
 list for every filter; for each part of the runs and each filter the events one by one; then dx from where it was added
 up, which has x's halo.
+
+Gain: many channels before a max-pool. For the second convolution of `two_conv_mlp` 151,215 cycles an image for all
+kernels, 270,689 by `channels` (`python -m benchmarks.kernels --algorithms`, Zen 3, AVX2).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The first convolution of a network with many filters: filters in the vector lanes, one image at a time.
+"""`filters`: the first convolution of a network with many filters, filters in the vector lanes, one image at a time.
 
 Fused with ReLU and max-pool, on matrices. An image lies in its row as [row][column][channel] with its padding around
 it; what one pooled cell sees is a square *patch* of it. Forward: the patch's values are broadcast once into registers
@@ -21,6 +21,9 @@ There is no gradient of the input: a first layer needs none.
 
 Filters that fill their last vector only in part are followed by filters of zeros: their weights are 0 where they lie,
 and so is all that comes of them.
+
+Gain: `one_conv` of 64 filters takes 88,883 cycles an image for all kernels, 156,150 by `channels`, 178,278 by `lanes`
+(`python -m benchmarks.kernels --algorithms`, Zen 3, AVX2).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Convolution with the batch in the vector lanes: any shape, any number of filters, full vectors.
+"""`lanes`: a convolution with the batch in the vector lanes: any shape, any number of filters, full vectors.
 
 Layout [group][row][column][channel][lane]. A kernel row of one pixel is a contiguous run of K * C vectors, and its
 weights (K, K, C, F) a run of K * C * F floats, so every convolution is K runs.
@@ -7,6 +7,10 @@ Register tile of the forward pass: 4 pixels x up to 6 filters of accumulators; p
 broadcast per filter feed 4 multiply-adds each, 8 loads per 16 multiply-adds with 4 filters. Where a max-pool follows,
 the 4 pixels are those of its window, so maximum, argmax, bias and ReLU happen in registers and the full convolution is
 never stored. The gradient of the input is the same kernel on the flipped weights.
+
+Gain: few channels, batches that fill the lanes. By it rather than `channels` for the first convolution, the kernels
+of `two_conv_pool4` take 18,376 cycles an image for 43,100, of `two_conv_mlp` 155,879 for 174,888 (`python -m
+benchmarks.kernels --algorithms`, Zen 3, AVX2).
 """
 
 from __future__ import annotations

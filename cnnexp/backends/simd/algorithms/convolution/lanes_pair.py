@@ -11,6 +11,9 @@ first convolution each pixel meets one of the image: a permutation of the image'
 Packed rows that are shorter than a vector are followed by weights of 0 in the second convolution, and what is computed
 there goes nowhere. Windows that reach over the edge of what lies between see zeros there, whatever the first
 convolution would make of the image's own edge: a mask for each of the few positions at an edge.
+
+Gain: two small convolutions with wide vectors. A step of `two_conv_pool4`, batch 32, takes 44 us for 56 on two
+threads, 78 for 101 on one (Zen 5, AVX-512); with AVX2 (Zen 3) no less than `lanes` and `lanes-argmax`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""3x3 convolution with channels in the lanes by Winograd's F(2x2, 3x3): 16 multiplications for what else takes 36.
+"""`winograd`: a 3 x 3 convolution, channels in the lanes, by Winograd's F(2x2, 3x3): 16 products for what else takes 36.
 
 Four outputs of a channel, a *tile* of 2 x 2, see 4 x 4 pixels. With both transformed, patch and weights, each of 16
 places needs one product a channel and no place needs another, so a convolution is 16 matrix products, of tiles x
@@ -10,6 +10,9 @@ each place, and back once.
 
 An image of an odd number of rows or columns has its last tile lie over the one before: what both compute is stored
 twice, and counts once in a gradient.
+
+Gain: many channels. All kernels of `strided` take 1.92 million cycles an image for 2.45 by `channels`; see
+docs/benchmarks.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""`winograd-argmax`: the forward pass as `winograd`, gradients through the argmax as `channels-argmax`."""
+"""`winograd-argmax`: the forward pass of `winograd`, and gradients through the argmax as in `channels-argmax`.
+
+Gain: 3 x 3 convolutions of many channels before a max-pool. For the second convolution of Keras's MNIST convnet,
+batch 1, 508,511 cycles an image for all kernels, 633,138 by `channels-argmax` (`python -m benchmarks.kernels
+--algorithms`, Zen 3, AVX2).
+"""
 
 from __future__ import annotations
 

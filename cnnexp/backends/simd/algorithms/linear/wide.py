@@ -2,6 +2,8 @@
 
 Forward pass and weight gradient are the products of `product`. The input's gradient sums over outputs, so it has the
 batch in the lanes instead and broadcasts the weights, which the panels hold in runs.
+
+It is the one algorithm for more outputs than `skinny` has.
 """
 
 from __future__ import annotations
