@@ -1,4 +1,4 @@
-"""`winograd`: a 3 x 3 convolution, channels in the lanes, by Winograd's F(2x2, 3x3): 16 products for what else takes 36.
+"""`winograd`: a 3 x 3 convolution, channels in the lanes, by Winograd's F(2x2, 3x3): 16 products in place of 36.
 
 Four outputs of a channel, a *tile* of 2 x 2, see 4 x 4 pixels. With both transformed, patch and weights, each of 16
 places needs one product a channel and no place needs another, so a convolution is 16 matrix products, of tiles x
