@@ -75,7 +75,7 @@ def test_pytorch_trains_the_same_network(case):
 
 def test_every_kind_of_layer_is_held_to_the_oracle():
     layers = {type(layer).__name__ for network, _, _ in CONFORMANCE.values() for layer in network.layers}
-    assert layers == {"Conv2d", "ReLU", "Sigmoid", "MaxPool2d", "AvgPool2d", "Flatten", "Linear"}
+    assert layers >= {"Conv2d", "ReLU", "Sigmoid", "MaxPool2d", "AvgPool2d", "Flatten", "Linear"}
 
 
 @pytest.mark.slow
