@@ -317,7 +317,7 @@ def test_unreachable_server_is_told_at_once():
 
 @pytest.mark.parametrize("uri", ["http://[::1", "http://[x]/y", "http://host:99999", "postgresql://me:pw@[::1/db"])
 def test_what_is_no_address_is_a_config_error(uri):
-    with pytest.raises(ConfigError, match=r"^tracking\.uri=.*: no address of a store: ") as error:
+    with pytest.raises(ConfigError, match=r"^tracking\.uri=.*: no address of a store") as error:
         address.store_uri(uri)
     assert "pw" not in str(error.value)
 

@@ -31,7 +31,7 @@ class Seen(list):
 
 
 def run(program, data=None, epochs=1, observers=(), earlier=(), begun=None, **plan):
-    resumed = Checkpoint(len(earlier), {}, {}, tuple(earlier), begun=begun) if earlier else None
+    resumed = Checkpoint(len(earlier), {}, {}, history=tuple(earlier), begun=begun) if earlier else None
     plan = TrainingPlan(epochs, **plan)
     return list(train_epochs(program, data or dataset(), plan, observers, None, resumed, program.clock))
 
