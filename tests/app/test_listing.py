@@ -8,7 +8,7 @@ import pytest
 from cnnexp.app import listing
 from cnnexp.errors import ConfigError
 from cnnexp.tracking.events import JOURNAL
-from cnnexp.tracking.folder import Claim
+from cnnexp.tracking.folder import RunLock
 
 RUNS = {"slow": ("cpu", 1.0, 1), "fast": ("cpu-simd", 30.5, 2), "middle": ("cpu-simd", 7.25, 3)}
 
@@ -61,7 +61,7 @@ def test_a_row_has_what_names_the_run_and_its_numbers(outputs, capsys):
 
 def test_a_run_that_goes_on_now_says_so_and_one_without_a_store_is_named_by_its_folder(outputs, capsys):
     write(outputs / "sweeps" / "0", [{"event": "job", "name": "unsent", "overrides": [], "config": {}}])
-    claim = Claim(outputs / "sweeps" / "0")
+    claim = RunLock(outputs / "sweeps" / "0")
     listing.command(["status=RUNNING"])
     assert re.search(r"outputs/sweeps/0 +unsent +RUNNING +0 *$", capsys.readouterr().out, re.MULTILINE)
     claim.release()
