@@ -1,4 +1,4 @@
-"""`winograd`: a 3 x 3 convolution, channels in the lanes, by Winograd's F(2x2, 3x3): 16 products for what else takes 36.
+"""`winograd`: a 3 x 3 convolution, channels in lanes, by Winograd's F(2x2, 3x3): 16 products for what else takes 36.
 
 Four outputs of a channel, a *tile* of 2 x 2, see 4 x 4 pixels. With both transformed, patch and weights, each of 16
 places needs one product a channel and no place needs another, so a convolution is 16 matrix products, of tiles x
@@ -229,7 +229,7 @@ def make_winograd(arena: Arena, conv: Sum, target: Target) -> WinogradPass:
 
 
 def conv2d(k: Emitter, winograd: WinogradPass, weights: Pointer, bias: Pointer | None) -> None:
-    """As `conv_channels.conv2d` on `winograd.conv`."""
+    """As `channels.conv2d` on `winograd.conv`."""
     tiling = winograd.tiling
     _transform_weights(k, winograd, weights)
     with k.loop(k.count) as n:
@@ -366,7 +366,7 @@ def _transform_back(
 
 
 def conv2d_backward_weights(k: Emitter, winograd: WinogradPass, d: NHWC, dw: Pointer, db: Pointer | None) -> None:
-    """As `conv_channels.conv2d_backward_weights` on `winograd.conv`."""
+    """As `channels.conv2d_backward_weights` on `winograd.conv`."""
     tiling, images = winograd.tiling, winograd.tiling.images
     columns = tiling.counts[1]
     sums = winograd.room(k) + winograd.weights
