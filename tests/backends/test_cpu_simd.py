@@ -11,13 +11,14 @@ import threading
 import time
 import tracemalloc
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from conformance import check_case, check_training, make_case
 from numba import float32, int64, njit
 
-from cnnexp.backends import cache, dispatchers
+from cnnexp.backends import cache, dispatchers, simd
 from cnnexp.backends.dispatchers import load_or_compile
 from cnnexp.backends.simd import CpuSimd
 from cnnexp.backends.simd.algorithms import update
@@ -536,6 +537,7 @@ def test_the_cache_compiles_once(tmp_path, monkeypatch):
 
 
 def test_the_cache_tells_programs_cpus_and_sources_apart(tmp_path, monkeypatch):
+    assert set(Path(simd.__file__).parent.rglob("*.py")) < set(cache.source_files())
     key = cache.program_key(TRIPLE, ("a",))
     assert cache.program_key(TRIPLE, ("b",)) != key
     assert cache.program_key(int64(int64), ("a",)) != key

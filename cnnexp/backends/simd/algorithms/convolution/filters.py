@@ -13,7 +13,7 @@ three gather methods:
     permute    the pixels of a window lie within one vector of a patch. The forward pass leaves the patches in memory
                and stores, instead of the argmax, the place of the window's pixel in the patch; a tap further is the
                same permutation of what lies a tap further in memory.
-    pick       on AVX2, windows of four pixels: see `picks`. What the four see through each tap is left in memory.
+    pick       on AVX2, windows of four pixels: see `argmax_codes`. What they see through each tap is left in memory.
     window     otherwise the gradient is split into one vector per pixel of the window, zero where the maximum was not,
                and each is multiplied by broadcast pixels.
 
@@ -186,7 +186,7 @@ class FilterBank:
         y: pooled output, [u][v][filter]. pitch: its floats from v to v, F or whole vectors.
         gather: how the gradient finds the maximum's pixels.
         places: where [image][u][v][filter] lie in the arena, bytes, the place of each maximum in its patch; or the
-            codes of `picks`.
+            codes of `argmax_codes`.
         patches: where patches [image][u][v][pixel] lie, rounded up to vectors; or what four pixels see, [tap][pixel].
         rectify: whether ReLU is applied.
     """
@@ -336,7 +336,7 @@ def most_vectors(patch: int, window: int, gather: GatherMethod, target: Target) 
     """Return the vectors of filters at once: one where the registers hold a patch, else two, to read it half as often.
 
     Args:
-        patch: values of one. window: S. gather: `picks` has two vectors' codes in a word.
+        patch: values of one. window: S. gather: `argmax_codes` has two vectors' codes in a word.
     """
     return 1 if gather != "pick" and patch + window**2 + 1 <= target.registers else 2
 

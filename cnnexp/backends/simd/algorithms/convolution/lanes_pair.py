@@ -47,7 +47,7 @@ MOST_EDGES = 256
 
 
 class LanesPair(Node[Blocked, Blocked]):
-    """Conv2d + ReLU that opens a network, and Conv2d [+ ReLU] + MaxPool2d, the batch in lanes; see `conv_pair`.
+    """Conv2d + ReLU that opens a network, and Conv2d [+ ReLU] + MaxPool2d, the batch in lanes.
 
     Args:
         first, second: the convolutions, which compute their forward passes.
@@ -422,9 +422,9 @@ def _pixels(k: Emitter, patch: Patch, rows: list[ir.Value], tap: tuple[int, int,
     i, j, c = tap
     places = [patch.pixel(v * k.lanes + lane) or (0, 0) for lane in range(k.lanes)]
     used = sorted({row for lane, (row, _) in enumerate(places) if patch.pixel(v * k.lanes + lane)})
-    width, picks = rows[0].type.count, []
+    width, lanes = rows[0].type.count, []
     for lane, (row, at) in enumerate(places):
         column = (at // patch.channels * patch.stride + j) * patch.depth + c
-        picks.append(INT(column + width * used.index(row) if patch.pixel(v * k.lanes + lane) else 0))
+        lanes.append(INT(column + width * used.index(row) if patch.pixel(v * k.lanes + lane) else 0))
     sources = [rows[row * patch.stride + i] for row in (used[0], used[-1])]
-    return k.builder.shuffle_vector(*sources, ir.Constant(k.indices, picks))
+    return k.builder.shuffle_vector(*sources, ir.Constant(k.indices, lanes))

@@ -229,7 +229,7 @@ def make_winograd(arena: Arena, conv: Sum, target: Target) -> WinogradPass:
 
 
 def conv2d(k: Emitter, winograd: WinogradPass, weights: Pointer, bias: Pointer | None) -> None:
-    """As `conv_channels.conv2d` on `winograd.conv`."""
+    """As `channels.conv2d` on `winograd.conv`."""
     tiling = winograd.tiling
     _transform_weights(k, winograd, weights)
     with k.loop(k.count) as n:
@@ -366,7 +366,7 @@ def _transform_back(
 
 
 def conv2d_backward_weights(k: Emitter, winograd: WinogradPass, d: NHWC, dw: Pointer, db: Pointer | None) -> None:
-    """As `conv_channels.conv2d_backward_weights` on `winograd.conv`."""
+    """As `channels.conv2d_backward_weights` on `winograd.conv`."""
     tiling, images = winograd.tiling, winograd.tiling.images
     columns = tiling.counts[1]
     sums = winograd.room(k) + winograd.weights
