@@ -18,6 +18,7 @@ from chromium import CHROMIUM, Browser
 from cnnexp.errors import BackendUnavailable, ConfigError
 from cnnexp.tracking import address, browser, view
 from cnnexp.tracking import store as stores
+from cnnexp.tracking.events import EXAMPLE, MODEL
 
 # MLflow and what it imports warn of each other; the recorder's process silences them
 pytestmark = pytest.mark.filterwarnings("default")
@@ -115,7 +116,6 @@ def page(tmp_path_factory, new_store):
     uri = new_store(folder)
     recorded = stores.Store(uri, "backends")
     parent = recorded.begin("sweep", {}, {"kind": "sweep"})
-    (folder / "a.ckpt").write_bytes(b"a model")
     for backend, (speedup, accuracy, epoch_s) in RUNS.items():
         tags = {"kind": "run", "backend": backend, "model": "one_conv"}
         params = {"model.filters": "8", "trainer.batch_size": "50"}
@@ -124,7 +124,11 @@ def page(tmp_path_factory, new_store):
             recorded.log(run_id, {"test/accuracy": accuracy, "train/loss": 1 / epoch}, epoch, epoch)
         times = {"time/median_epoch_s": epoch_s, "throughput/median_images_per_s": 300 / epoch_s}
         recorded.log(run_id, {"speedup/median": speedup, "final/test_accuracy": accuracy, **times}, 0, 3)
-        recorded.save_model(run_id, str(folder / "a.ckpt"), str(folder / backend), [[[[0]]]], "uint8", 10, 2)
+        (folder / backend / MODEL).mkdir(parents=True)
+        (folder / backend / MODEL / EXAMPLE).write_text("[[[[0]]]]")
+        (folder / backend / "a.ckpt").write_bytes(b"a model")
+        model = {"checkpoint": "a.ckpt", "shape": (1, 1, 1), "pixels": "uint8", "classes": 10, "step": 2}
+        recorded._save_model(run_id, folder / backend, model)
         recorded.finish(run_id, "FINISHED", {})
     recorded.finish(parent, "FINISHED", {})
     opened = folder / "opened"

@@ -130,9 +130,8 @@ def test_a_killed_rank_0_ends_the_run_as_failed_and_it_goes_on_from_its_checkpoi
     with _endless(folder, f"tracking.uri={store}") as (run, worker):
         run.kill()
         _, stderr = run.communicate(timeout=LIMIT_S)
-        _wait_for(lambda: _statuses(store) != ["RUNNING"])
+        _wait_for(lambda: _statuses(store) == ["FAILED"])
         assert f"cnnexp: error: worker 0 of 2 (pid {run.pid}) died" in stderr
-        assert _statuses(store) == ["FAILED"]
         _wait_for(lambda: _ended(worker))
 
     epoch = load(find(folder)).epoch + 1
@@ -162,8 +161,7 @@ def test_a_stopped_worker_ends_the_run_as_failed(tmp_path, rank, new_store):
         assert run.returncode == (8 if rank else -signal.SIGKILL)
         said = f"worker {rank} of 2 (pid {stopped.pid}) has given no sign of life for 3 s (workers.heartbeat_timeout_s)"
         assert stderr == f"cnnexp: error: {said}\n" if rank else f"cnnexp: error: {said}; the run has ended\n"
-        _wait_for(lambda: _statuses(store) != ["RUNNING"])
-        assert _statuses(store) == ["FAILED"]
+        _wait_for(lambda: _statuses(store) == ["FAILED"])
         _wait_for(lambda: _ended(worker))
     assert load(find(folder)).epoch >= 1
 
