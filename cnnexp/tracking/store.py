@@ -631,11 +631,11 @@ def main() -> None:
     logging.disable(logging.CRITICAL)  # what fails is an answer, one line; libraries add pages of tracebacks
 
     def answer(line: str) -> None:
-        answers.write(line)
-        answers.flush()
+        with contextlib.suppress(BrokenPipeError):  # the caller died; what it has asked for is done nevertheless
+            answers.write(line)
+            answers.flush()
 
-    with contextlib.suppress(BrokenPipeError):  # the caller died; its run is closed by then
-        serve(iter(sys.stdin.readline, ""), answer, int(sys.argv[1]))
+    serve(iter(sys.stdin.readline, ""), answer, int(sys.argv[1]))
     os._exit(0)  # MLflow's modules take a second to tear down, and nothing is left to save
 
 

@@ -110,7 +110,7 @@ def test_a_stopped_rank_ends_all_and_the_run_is_failed(tmp_path, rank, new_store
     said = rf"worker {rank} of 2 \(pid {everyone[rank].pid} on \S+\) has given no sign of life for 4 s"
     assert re.findall(r"cnnexp: error: .*", stderr) == [re.search(f"cnnexp: error: {said} .*", stderr)[0]]
     assert psutil.wait_procs(everyone.values(), timeout=LIMIT_S)[1] == []
-    wait_for(lambda: _statuses(store) != ["RUNNING"])
+    wait_for(lambda: _statuses(store) == ["FAILED"])
     assert _statuses(store) == ["FAILED"]
     assert load(find(folder)).epoch >= 1
 
