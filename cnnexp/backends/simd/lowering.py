@@ -19,6 +19,7 @@ from cnnexp.backends.simd.algorithms.dropout import DropoutNode
 from cnnexp.backends.simd.algorithms.elementwise import ElementwiseNode
 from cnnexp.backends.simd.algorithms.gather import gather_lanes, gather_rows
 from cnnexp.backends.simd.algorithms.node import Node, Tensor
+from cnnexp.backends.simd.algorithms.residual import Split, Sum
 from cnnexp.backends.simd.algorithms.update import own_arena
 from cnnexp.backends.simd.compiler.clocks import Clocks
 from cnnexp.backends.simd.compiler.emit import BYTE, FLOAT, Emitter, Kernels, Target
@@ -55,6 +56,7 @@ class Plan:
         forward, backward: kernels in order.
         gradients: what adds to the gradients of owned weights, after `backward`.
         updates: what takes the step of owned weights instead, once all threads have come through `backward`.
+        seams: where a training step is cut, in order: as many in the forward pass as in the backward pass.
     """
 
     def __init__(self, network: Network, target: Target, groups: int, share: int) -> None:
@@ -83,6 +85,8 @@ class Plan:
         self.backward = self._named(BACKWARD, reversed(trained), lambda node: node.backward(self))
         self.gradients = self._named(BACKWARD, trained, lambda node: node.owned_gradients(self))
         self._updates = self._named(BACKWARD, trained, lambda node: node.owned_updates(self))
+        self.seams = [seam for node in nodes for seam in node.seams(self)[:1]]
+        self.seams += [seam for node in reversed(trained) for seam in node.seams(self)[1:]]
         self.step_parts = {name: self.clocks.part(part) for name, part in STEP.items()}
         self.clocks.place(self.arena.allocate)
 
@@ -135,14 +139,20 @@ class Plan:
         shape = (math.prod(network.input_shape),) if flat else network.input_shape
         if nodes[0].input_room:
             shape = nodes[0].input_room[:1]
-        x = self._tensor(NC if flat else nodes[0].input_layout or Blocked, shape, nodes[0].input_halo())
+        halo = _reader(nodes, -1).input_halo()
+        x = self._tensor(NC if flat else nodes[0].input_layout or Blocked, shape, halo)
         first, dx = _first_trained(nodes), cast(Tensor | None, None)
         for i, node in enumerate(nodes):
             node.x, node.dx = x, dx
             kind = node.output_layout or type(x)
+            if isinstance(node, Split):
+                node.y, node.dy = _like(x, kind), _like(dx, kind)
+                node.sum = _end(nodes, i)
+                node.sum.split, x, dx = node, node.y, node.dy
+                continue
             # in lanes nothing flattens but a change of layout: what is elementwise after a Flatten keeps the image
             shape = x.shape if isinstance(node, ElementwiseNode) and isinstance(x, Blocked) else node.shape
-            halo = nodes[i + 1].input_halo() if i + 1 < len(nodes) else Halo()
+            halo = _reader(nodes, i).input_halo() if i + 1 < len(nodes) else Halo()
             node.y = self._tensor(kind, shape, halo)
             x, dx = node.y, None
             if i >= first:
@@ -169,6 +179,28 @@ class Plan:
             _, start, row = first.input_room
         gather = functools.partial(gather_rows, y=x, shape=shape, first=start, stride=row, pixel=pixel)
         return [("gather", gather)]
+
+
+def _reader(nodes: list[Node], at: int) -> Node:
+    """Return the first node after one that reads its output: where a Residual begins nothing does."""
+    return next(node for node in nodes[at + 1 :] if not isinstance(node, Split))
+
+
+def _end(nodes: list[Node], at: int) -> Sum:
+    """Return where the Residual ends that begins at a node."""
+    depth = 0
+    for node in nodes[at:]:
+        depth += isinstance(node, Split) - isinstance(node, Sum)
+        if not depth:
+            break
+    return cast(Sum, node)
+
+
+def _like(x: Tensor | None, kind: type[Tensor]) -> Tensor:
+    """Return a tensor as it is, or a dense image as the row that it is."""
+    if kind is NC and isinstance(x, NHWC):
+        return NC(x.offset, (x.size,), x.stride, x.width)
+    return cast(Tensor, x)
 
 
 def _first_trained(nodes: list[Node]) -> int:
