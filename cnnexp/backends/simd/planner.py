@@ -174,7 +174,9 @@ def split(network: Sequence[Stage]) -> list[Section]:
         taken: list[Stage] = [stage]
         if isinstance(stage, ConvStage):
             taken += _follow(stages)
-        elif isinstance(stage, LinearStage | NormStage | ResidualStage) and stages and isinstance(stages[0].layer, ReLU):
+        elif (
+            isinstance(stage, LinearStage | NormStage | ResidualStage) and stages and isinstance(stages[0].layer, ReLU)
+        ):
             taken.append(stages.pop(0))
         if isinstance(stage, ResidualStage):
             sections += [Section((stage,), False, opens=True), *split(stage.stages)]

@@ -21,8 +21,8 @@ from cnnexp.backends.simd.lowering import Plan
 from cnnexp.backends.simd.runtime.compilation import Described, compile_program
 from cnnexp.backends.simd.runtime.crew import Crew
 from cnnexp.backends.simd.runtime.team import Team
-from cnnexp.errors import DataError
 from cnnexp.backends.state import complete
+from cnnexp.errors import DataError
 from cnnexp.network import Network
 from cnnexp.network.losses import Loss, Totals, check_loss
 from cnnexp.network.noise import layer_key
@@ -237,8 +237,8 @@ class SimdProgram(Program[LoadedSplit]):
         began = time.perf_counter()
         call = Call(
             0, crew, mode, split.bytes_, split.floats, split.nan_mask, split.labels, order, batch,
-            self._parameters, self._running, self._slots, self._gradients, self._arenas, scores, self._totals, self._flags,
-            self._counts, numbers,
+            self._parameters, self._running, self._slots, self._gradients, self._arenas, scores, self._totals,
+            self._flags, self._counts, numbers,
         )  # fmt: skip
         self._team.run(lambda rank: self._work(*call._replace(rank=rank)), crew)
         if mode == TRAIN and clocks is not None:
