@@ -25,7 +25,7 @@ from cnnexp.backends.simd.compiler.clocks import Clocks
 from cnnexp.backends.simd.compiler.emit import BYTE, FLOAT, Emitter, Kernels, Target
 from cnnexp.backends.simd.layouts import NC, NHWC, Arena, Blocked, Halo, Parameters
 from cnnexp.backends.simd.planner import choose_nodes, works
-from cnnexp.network import Network
+from cnnexp.network import Network, Shape
 from cnnexp.optimizers import Optimizer
 
 LAYOUTS = {Blocked: "images in lanes", NHWC: "channels in lanes", NC: "an image a row"}
@@ -41,6 +41,10 @@ STEP = {
 
 FEWEST_IN_A_TILE = 2
 """Part of a vector that a tile of images has room for at least: `predict` takes as many at once."""
+
+
+Rooms = dict[tuple[type[Tensor], Shape, Halo], list[tuple[Tensor, list[tuple[int, int]]]]]
+"""Of gradients, by what they are like: each with the first and the last of the nodes that use it, every time."""
 
 
 class Plan:
@@ -141,7 +145,7 @@ class Plan:
             shape = nodes[0].input_room[:1]
         halo = _reader(nodes, -1).input_halo()
         x = self._tensor(NC if flat else nodes[0].input_layout or Blocked, shape, halo)
-        first, dx = _first_trained(nodes), cast(Tensor | None, None)
+        first, dx, rooms = _first_trained(nodes), cast(Tensor | None, None), Rooms()
         for i, node in enumerate(nodes):
             node.x, node.dx = x, dx
             kind = node.output_layout or type(x)
@@ -157,9 +161,22 @@ class Plan:
             x, dx = node.y, None
             if i >= first:
                 flat = i + 1 == len(nodes) or nodes[i + 1].input_layout is NC
-                dx = node.dy = self._tensor(kind, shape, Halo() if flat else node.gradient_halo(i > first))
+                halo = Halo() if flat else node.gradient_halo(i > first)
+                start = nodes.index(node.split) if isinstance(node, Sum) else i
+                until = i + 1 if i + 1 == len(nodes) else nodes.index(_reader(nodes, i))
+                share = rooms if kind is not NC and any(node.any_image for node in nodes) else {}
+                dx = node.dy = self._gradient(share, (kind, shape, halo), (start, until))
                 if i + 1 < len(nodes):
                     nodes[i + 1].input_rectified = node.dy_rectified = node.rectify and nodes[i + 1].rectifies_dx
+
+    def _gradient(self, rooms: Rooms, like: tuple[type[Tensor], Shape, Halo], used: tuple[int, int]) -> Tensor:
+        """Return room for a gradient that nodes use, the first to the last of them: that of one no longer used then."""
+        for tensor, others in rooms.setdefault(like, []):
+            if all(used[1] < first or last < used[0] for first, last in others):
+                others.append(used)
+                return tensor
+        rooms[like].append((self._tensor(*like), [used]))
+        return rooms[like][-1][0]
 
     def _tensor(self, kind: type[Tensor], shape: tuple[int, ...], halo: Halo) -> Tensor:
         if kind is NC:
