@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 from cnnexp.backends.simd.algorithms.batch_norm import BatchNormNode
 from cnnexp.backends.simd.algorithms.convolution.channels import Channels
@@ -99,7 +100,7 @@ class Path:
         found = works(node, node.input_layout or layout, target, images, self.trained)
         backward = self.trained or node.trains
         cycles = self.cycles + total(work for name, work in found.items() if backward or name == "forward")
-        halo, splits = node.gradient_halo(self.trained), self.splits
+        halo, splits = cast(Halo | None, node.gradient_halo(self.trained)), self.splits
         if isinstance(node, Split):
             halo, splits = self.halo, (*splits, layout)  # the gradient there is that of the node before
         elif isinstance(node, Sum):

@@ -107,7 +107,7 @@ def _each(k: Emitter, sources: Sequence[Tensor], target: Tensor, function: Calla
     if isinstance(target, Blocked):
         rows, columns, channels = target.shape
         with k.loop(k.groups(k.lanes)) as g, k.loop(rows) as p, k.loop(columns) as q, k.loop(channels) as c:
-            *places, place = (tensor.pixel(k, g, p, q).at(c, tensor.lanes) for tensor in tensors)
+            *places, place = (tensor.pixel(k, g, p, q).at(c, target.lanes) for tensor in tensors)
             k.store(function(k, places), place)
         return
     # row by row where there is room around any

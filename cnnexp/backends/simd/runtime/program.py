@@ -95,7 +95,7 @@ class SimdProgram(Program[LoadedSplit]):
         self._flags = np.zeros(threads * LINE, np.int64)
         self._counts = np.zeros((threads, round_up(2 + len(self._arenas), LINE)), np.int64)
         self._running = aligned_zeros((network.running_count + target.lanes,))
-        self.pending = PendingAverages(network, lambda: self._averages.copy(), self._set_averages)
+        self.pending: PendingAverages = PendingAverages(network, lambda: self._averages.copy(), self._set_averages)
         self._step, self._seed = 0, 0
         self._drawing = [node.name for node in plan.dropouts]
         self._clocks = plan.clocks

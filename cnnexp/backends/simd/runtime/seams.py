@@ -43,12 +43,18 @@ def make_batch(plan: Plan, begin: Callable, finish: Callable, copy_scores: Calla
     meets: list[Kernels] = [[("meet", seam.meet)] for seam in plan.seams]
     averages: list[Kernels] = [[("average", seam.average)] for seam in plan.seams if seam.average]
     choices = [*ahead, *back, *left, *left_back, *meets, *averages, plan.gradients]
-    run = compose_choice("seamed", plan.target, choices)
+    run_choice = compose_choice("seamed", plan.target, choices)
     cuts, seams, images, clocked = len(ahead) - 1, len(names), plan.arena.images, plan.clocks.on
     parts, meeting, averaging = 2 * cuts + 2, 2 * cuts + 2 + seams, 2 * cuts + 2 + 2 * seams
     start_clocks, charge_wait = (
         on_arena(emit) for emit in (plan.clocks.starting, plan.clocks.charging(plan.step_parts["wait"]))
     )
+
+    @compiled
+    def run(
+        parameters: np.ndarray, gradients: np.ndarray, arena: np.ndarray, known: np.ndarray, count: int, choice: int
+    ) -> None:
+        run_choice(parameters, gradients, arena, known, count, choice)  # each place that calls it has all kernels
 
     @compiled
     def predict(call: Call, arena: np.ndarray, at: int, end: int) -> None:
