@@ -33,7 +33,7 @@ except ImportError as error:  # numba-cuda is there, but not its CUDA bindings
     ) from error
 
 OLDEST_CAPABILITY = (7, 5)  # that CUDA 13 compiles for
-LARGEST_ARRAY = 2**31  # elements; kernels index with uint32, and a grid stride may step past the end once
+LARGEST_ARRAY = 2**31  # elements; kernels index with uint32, and the last block may reach past the end
 Shape = tuple[int, ...]
 
 
