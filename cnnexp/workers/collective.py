@@ -26,19 +26,15 @@ class Collective(Protocol):
 
     def all_reduce(self, buffer: np.ndarray) -> None:
         """Replace `buffer` (float32, one axis) by its sum over the workers, the same bits on every worker."""
-        ...
 
     def all_gather(self, part: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
         """Return the workers' parts (float32, one axis, `sizes[rank]` long) one after another, on every worker."""
-        ...
 
     def broadcast(self, array: np.ndarray) -> None:
         """Replace `array` (contiguous, same shape and dtype everywhere) by rank 0's."""
-        ...
 
     def barrier(self) -> None:
         """Return once every worker has come here."""
-        ...
 
 
 class Timed:
