@@ -54,7 +54,7 @@ from cnnexp.tracking.metrics import (
 )
 from cnnexp.tracking.pipe import ANSWER_S, NoAnswerYet, Recorder, RecorderDied
 from cnnexp.training.checkpoint import as_result, holds_checkpoints, plain_result
-from cnnexp.training.loop import EpochResult, Progress
+from cnnexp.training.loop import EpochResult, Observer
 
 log = logging.getLogger(__name__)
 PREDICTIONS = "predictions.npz"  # of the test split: labels and predicted, integers (N,)
@@ -65,7 +65,7 @@ START_S = 5.0  # as long does a sweep wait for a store that says nothing
 MOST_REASONS = 2  # that a verdict gives for a speedup; `cnnexp explain` gives all
 
 
-class Run:
+class Run(Observer):
     """Context manager: one run's journal, MLflow record and figures.
 
     Leaving the block ends the run: FINISHED, KILLED after Ctrl-C or SIGTERM, FAILED after any other exception, which
@@ -250,9 +250,6 @@ class Run:
         for result in history:
             self._note_epoch(result.epoch, self._known.get(result.epoch) or self._entry(result))
         self._follow()
-
-    def progressed(self, progress: Progress) -> None:
-        """Record whole epochs alone."""
 
     def finished(self, result: EpochResult) -> None:
         """Record one epoch; a store that cannot be written ends no training."""

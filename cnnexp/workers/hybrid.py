@@ -7,7 +7,7 @@ the weights) and sees all images: activations travel, the big weights never do.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -48,7 +48,7 @@ class HybridReplica(Replica):
         super().__init__(program, collective)
         self._features = program
         self.network, self.loss, self.batch_size = spec.network, spec.loss, spec.batch_size
-        self._head = Head(spec.network, spec.optimizer, first, self.collective)
+        self._head = Head(spec.network, spec.optimizer, first, cast(Collective, self.collective))
         self._shared = features.parameter_count
 
     def gradients(self, handle: int, indices: np.ndarray) -> tuple[Totals, np.ndarray]:

@@ -153,7 +153,7 @@ class FusedNode:
         raise NotImplementedError
 
     def backward(self, step: BatchStep) -> None:
-        raise NotImplementedError
+        """Do nothing: `forward` has made all gradients that there are."""
 
 
 class Gather(FusedNode):
@@ -168,9 +168,6 @@ class Gather(FusedNode):
         self._kernels[step.split.is_bytes].over(
             step.count * self._size, step.stream, step.split.images, *step.place, self.y
         )
-
-    def backward(self, step: BatchStep) -> None:
-        """Images have no gradient."""
 
 
 @dataclass(frozen=True)
@@ -329,9 +326,6 @@ class FusedHead(FusedNode):
         made = self.y, step.split.outcomes, self._d_input, self._partials.memory
         self._kernel.launch(self._slices, step.stream, *given, *made, u32(step.count))
 
-    def backward(self, step: BatchStep) -> None:
-        """Done with the scores."""
-
 
 class PlainLoss(FusedNode):
     """A loss that is not fused with the layer before it."""
@@ -350,9 +344,6 @@ class PlainLoss(FusedNode):
         scores, d_scores = self._before.y[:count], self._before.dy[:count]
         self._ops.loss(self._loss, scores, self._labels, 1.0 / count, d_scores, self._losses, self._hits)
         kernels.keep_losses().over(count, step.stream, self._losses, self._hits, *step.place, split.outcomes)
-
-    def backward(self, step: BatchStep) -> None:
-        """Done with the loss."""
 
 
 class PlainLayer(FusedNode):
