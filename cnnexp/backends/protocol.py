@@ -220,14 +220,7 @@ class Ops(Protocol[Array]):
         """
 
     def conv2d_backward(
-        self,
-        x: Array,
-        w: Array,
-        dy: Array,
-        window: Window,
-        dx: Array | None,
-        dw: Array,
-        db: Array | None,
+        self, x: Array, w: Array, dy: Array, window: Window, dx: Array | None, dw: Array, db: Array | None
     ) -> None:
         """Spread dy (N,P,Q,F) over the terms of `conv2d`.
 
@@ -263,15 +256,7 @@ class Ops(Protocol[Array]):
         """y = x / (1 - rate) where `noise.keeps(key, rate, images, D)`, else 0; of a gradient likewise. y (N, ...)."""
 
     def batch_norm(
-        self,
-        layer: BatchNorm2d,
-        x: Array,
-        w: Array,
-        b: Array,
-        mean: Array,
-        variance: Array,
-        y: Array,
-        saved: Any,
+        self, layer: BatchNorm2d, x: Array, w: Array, b: Array, mean: Array, variance: Array, y: Array, saved: Any
     ) -> None:
         """y = (x - m) / sqrt(v + epsilon) * w + b, m and v the mean and variance of a channel over the batch.
 

@@ -97,9 +97,7 @@ class Watch(Observer):
 
 
 def await_quiet(
-    limit_s: float = IDLE_WAIT_S,
-    busy: Callable[[], float] | None = None,
-    clock: Callable[[], float] = time.monotonic,
+    limit_s: float = IDLE_WAIT_S, busy: Callable[[], float] | None = None, clock: Callable[[], float] = time.monotonic
 ) -> float:
     """Wait until others leave this process's cores alone; return the seconds waited, at least one look.
 

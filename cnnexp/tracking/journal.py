@@ -44,14 +44,7 @@ from cnnexp.tracking.events import (
     open_journal,
 )
 from cnnexp.tracking.folder import RunLock
-from cnnexp.tracking.metrics import (
-    baseline_epoch_s,
-    default_name,
-    epoch_metrics,
-    flatten,
-    predicted_classes,
-    summary,
-)
+from cnnexp.tracking.metrics import baseline_epoch_s, default_name, epoch_metrics, flatten, predicted_classes, summary
 from cnnexp.tracking.pipe import ANSWER_S, NoAnswerYet, Recorder, RecorderDied
 from cnnexp.training.checkpoint import as_result, holds_checkpoints, plain_result
 from cnnexp.training.loop import EpochResult, Observer
@@ -376,13 +369,7 @@ class Run(Observer):
         """Come to the verdict and write it into the folder; return it as Markdown."""
         baseline = self._config["trainer"].get("baseline")
         self.verdict = verdict.run_rows(
-            self.epochs,
-            self.metrics,
-            baseline,
-            self.contended,
-            self.interference,
-            self.parts,
-            self.course,
+            self.epochs, self.metrics, baseline, self.contended, self.interference, self.parts, self.course
         )
         target = self._config["trainer"].get("target")
         if target is not None:

@@ -62,12 +62,7 @@ class ParallelProgram(Program[int]):
     """
 
     def __init__(
-        self,
-        spec: Spec,
-        collective: Collective,
-        replica: Replica,
-        compile_s: float,
-        release: Callable[[bool], None],
+        self, spec: Spec, collective: Collective, replica: Replica, compile_s: float, release: Callable[[bool], None]
     ) -> None:
         self.network, self.loss, self.optimizer = spec.network, spec.loss, spec.optimizer
         self.batch_size, self.compile_s = spec.batch_size, compile_s

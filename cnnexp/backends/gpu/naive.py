@@ -115,15 +115,7 @@ class NaiveOps:
         kernel.over(x.size, self.stream, x, images, *numbers, f32(1 / (1 - rate)), y)
 
     def batch_norm(
-        self,
-        layer: BatchNorm2d,
-        x: Tensor,
-        w: Tensor,
-        b: Tensor,
-        mean: Tensor,
-        variance: Tensor,
-        y: Tensor,
-        saved: Any,
+        self, layer: BatchNorm2d, x: Tensor, w: Tensor, b: Tensor, mean: Tensor, variance: Tensor, y: Tensor, saved: Any
     ) -> None:
         (m, inverse), count = saved, x.size // w.size
         self._sum_columns(x, m)
