@@ -78,6 +78,7 @@ class Observer(Protocol):
 
         What inherits from `Observer` need not.
         """
+        return
 
     def finished(self, result: EpochResult) -> bool | None:
         """Take note of an epoch; return True to end the training."""

@@ -124,11 +124,6 @@ class Context:
         offset, size = extent(stage)
         return self.parameters[offset : offset + size]
 
-    @property
-    def shared_floats(self) -> int:
-        """Floats of shared memory that a kernel may use."""
-        return (self.gpu.shared_bytes - SPARE_SHARED) // 4
-
     def splits(self, blocks: int, most: int) -> int:
         """Return into how many parts to split `blocks` blocks so that every multiprocessor has two; at most `most`."""
         return max(1, min(most, -(-2 * self.gpu.multiprocessors // blocks)))
@@ -201,7 +196,8 @@ def conv_block(stage: ConvStage, pool: int, relu: bool, from_order: bool) -> Con
 
 def plan_conv(conv: ConvBlock, context: Context) -> ConvPlan | None:
     """Return a plan whose tiles fit in shared memory, with blocks enough for the GPU; None if none fits."""
-    sizes, batch, room = conv.sizes, context.batch_size, context.shared_floats
+    sizes, batch = conv.sizes, context.batch_size
+    room = (context.gpu.shared_bytes - SPARE_SHARED) // 4  # floats of shared memory
     filters = min(sizes.F, LANES)
     together = conv_kernels.filters_together(conv, filters)
     w_size = sizes.K**2 * sizes.C * -(-filters // together) * together

@@ -70,11 +70,6 @@ def sum_slices(has_bias: bool) -> Kernel:
     return Kernel(sum_slices, "void(float32[::1], float32[::1], float32[::1], uint32, uint32, uint32)", THREADS)
 
 
-def sum_slices_blocks(count: int) -> int:
-    """Return the blocks of `sum_slices`."""
-    return -(-count // OWNERS)
-
-
 @cache
 def column_sums(columns: int, of: str) -> Kernel:
     """partial[s, c] = the sum over slice s of the rows of "dy", "(x - mean) dy" or "(x - mean)^2"; one thread each."""
