@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 import cnnexp.backends
-from cnnexp.backends.plain.numpy_parallel import BY_IMAGE
 from cnnexp.backends.protocol import Ops
 from cnnexp.errors import BackendUnavailable
 
@@ -40,14 +39,6 @@ def test_operations_have_the_names_and_arguments_of_the_contract(where):
     except BackendUnavailable as error:
         pytest.skip(str(error))
     assert methods(cls) == methods(Ops)
-
-
-def test_what_threads_share_out_has_a_part_for_every_image():
-    whole = {"w", "window", "layer", "key", "rate", "mean", "variance", "labels", "dw", "db"}
-    for name, places in BY_IMAGE.items():
-        arguments = methods(Ops)[name][1:]
-        besides = whole | {"b" if "w" in arguments else "images" if name == "gather" else ""}  # a bias; all of a split
-        assert set(places) == {i for i, argument in enumerate(arguments) if argument not in besides}, name
 
 
 def test_inputs_come_first_and_outputs_last():
