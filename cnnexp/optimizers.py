@@ -141,10 +141,7 @@ class Adagrad(Optimizer):
 
     lr_decay: float = 0.0
     eps: float = 1e-10
-
-    @property
-    def slots(self) -> tuple[str, ...]:
-        return ("square_sum",)
+    slots: ClassVar[tuple[str, ...]] = ("square_sum",)
 
     def constants(self, step: Scalar) -> tuple[Scalar, Scalar]:
         return f32(1 / (1 + (step - 1) * self.lr_decay)), f32(0)
@@ -167,10 +164,7 @@ class Adadelta(Optimizer):
     lr: float = 1.0
     rho: float = 0.9
     eps: float = 1e-6
-
-    @property
-    def slots(self) -> tuple[str, ...]:
-        return ("square", "update")
+    slots: ClassVar[tuple[str, ...]] = ("square", "update")
 
     def rule(self, sqrt: Callable = np.sqrt, maximum: Callable = np.maximum) -> Rule:
         rho, rest, eps, decay = f32(self.rho), f32(1 - self.rho), f32(self.eps), f32(self.weight_decay)
@@ -194,10 +188,7 @@ class Adam(Optimizer):
     beta2: float = 0.999
     eps: float = 1e-8
     decoupled: ClassVar[bool] = False
-
-    @property
-    def slots(self) -> tuple[str, ...]:
-        return ("mean", "square")
+    slots: ClassVar[tuple[str, ...]] = ("mean", "square")
 
     def constants(self, step: Scalar) -> tuple[Scalar, Scalar]:
         return f32(1 / (1 - self.beta1**step)), f32(1 / np.sqrt(1 - self.beta2**step))
@@ -234,10 +225,7 @@ class AdaMax(Optimizer):
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
-
-    @property
-    def slots(self) -> tuple[str, ...]:
-        return ("mean", "norm")
+    slots: ClassVar[tuple[str, ...]] = ("mean", "norm")
 
     def constants(self, step: Scalar) -> tuple[Scalar, Scalar]:
         return f32(1 / (1 - self.beta1**step)), f32(0)

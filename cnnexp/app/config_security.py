@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from cnnexp.errors import ConfigError, may_hold_secret
 from cnnexp.system.files import read_regular
+from cnnexp.tracking.metrics import leaves
 
 PACKAGE = Path(__file__).resolve().parents[1]
 # a checkout holds conf/ beside the package, an installed package inside it
@@ -130,7 +131,7 @@ def check_placed(values: Any, file: Path) -> None:
     """
     if file.resolve() in TRUSTED:
         return
-    for key, value in _leaves(values):
+    for key, value in leaves(values).items() if isinstance(values, Mapping) else ():
         if key.partition(".")[0] not in ("hydra", "tracking"):
             continue
         text = "null" if value is None else str(value)
@@ -200,14 +201,6 @@ def _check_texts(node: yaml.Node, path: Path, defaults: bool = False) -> None:
         if key is not None:
             _check_texts(key, path, defaults)
         _check_texts(child, path, defaults or (key is not None and key.value == "defaults"))
-
-
-def _leaves(values: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    if not isinstance(values, Mapping):
-        yield path, values
-        return
-    for key, item in values.items():
-        yield from _leaves(item, f"{path}.{key}" if path else str(key))
 
 
 def _check_code(value: Any, path: str) -> None:

@@ -57,7 +57,8 @@ def command(arguments: Sequence[str]) -> None:
     names = [str(read_journal(folder)["name"]) for folder in folders]
     sides = set_beside(profiles)
     file = folders[0] / "figures" / ("explain.png" if len(folders) == 1 else f"explain-{folders[1].name}.png")
-    for line in screen(sides, " | ".join(names), min(console.width, LINE), _draws_blocks(console.encoding)):
+    has_blocks = console.encoding.lower().startswith("utf")
+    for line in screen(sides, " | ".join(names), min(console.width, LINE), has_blocks):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     from cnnexp.tracking.figures import draw_explained  # loads matplotlib: after the answer is there
 
@@ -170,10 +171,6 @@ def _bar(length: float, blocks: bool) -> str:
 
 def _number(us: float) -> str:
     return f"{us:,.0f}" if us >= 1000 else f"{us:.3g}"
-
-
-def _draws_blocks(encoding: str) -> bool:
-    return encoding.lower().startswith("utf")
 
 
 def _read_profile(folder: Path) -> dict[str, Any] | None:

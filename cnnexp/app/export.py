@@ -1,4 +1,4 @@
-"""`cnnexp export`: what a run has trained as an ONNX file, held to `predict` before it is called done."""
+"""`cnnexp export`: what a run has trained as an ONNX file, verified against `predict`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cnnexp.app.resume import find_run
+from cnnexp.app.resume import find_run, folder_of
 from cnnexp.backends import backend_class
 from cnnexp.errors import BackendUnavailable, CnnexpError, ConfigError, installing
 from cnnexp.tracking.model import BACKEND, Classifier
-from cnnexp.training.checkpoint import FOLDER
 
 if TYPE_CHECKING:
     import onnx
@@ -46,8 +45,7 @@ def command(arguments: Sequence[str]) -> None:
     differ = difference(model, classifier)
     if not differ <= AGREES:
         raise CnnexpError(f"export {path}: onnxruntime's probabilities differ from predict's by {differ:.1e}")
-    run = path.parent.parent if path.parent.name == FOLDER else path.parent
-    target = Path(arguments[1]) if arguments[1:] else run / FILE
+    target = Path(arguments[1]) if arguments[1:] else folder_of(path) / FILE
     target.write_bytes(model.SerializeToString())
     shape = " x ".join(map(str, network.input_shape))
     sys.stdout.write(

@@ -10,7 +10,7 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import BrokenExecutor
 from pathlib import Path
 from typing import Any, cast
@@ -47,7 +47,7 @@ from cnnexp.system.table import as_screen
 from cnnexp.tracking import browser, verdict
 from cnnexp.tracking.address import store_uri
 from cnnexp.tracking.journal import Run
-from cnnexp.tracking.metrics import default_name
+from cnnexp.tracking.metrics import default_name, leaves
 from cnnexp.tracking.pipe import Recorder
 from cnnexp.training import checkpoint
 
@@ -391,12 +391,5 @@ def config_keys() -> list[str]:
     choices = [word.partition("=")[::2] for word in sys.argv[1:]]
     picked = [f"{group}={name}" for group, name in choices if (CONF / group / f"{name}.yaml").is_file()]
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
-        return list(_dotted(hydra.compose("config", picked)))
-
-
-def _dotted(values: Any, prefix: str = "") -> Iterator[str]:
-    for key, value in values.items_ex(resolve=False):
-        if isinstance(value, DictConfig):
-            yield from _dotted(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}"
+        composed = OmegaConf.to_container(hydra.compose("config", picked), resolve=False)
+        return list(leaves(cast(dict[str, Any], composed)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -24,7 +24,6 @@ class CheckpointCallback:
         training: see `Checkpoint`.
         resumed: where the run goes on from.
         within: whether the program has one state between any two steps.
-        clock: returns seconds.
 
     Raises:
         CheckpointError: one cannot be written.
@@ -38,10 +37,9 @@ class CheckpointCallback:
         training: Mapping[str, Any],
         resumed: Checkpoint | None = None,
         within: bool = True,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         history, self._kept = (resumed.history, resumed.begun) if resumed else ((), None)
-        self._run, self._program, self._trainer, self._within, self._clock = run, program, trainer, within, clock
+        self._run, self._program, self._trainer, self._within = run, program, trainer, within
         self._writer = CheckpointWriter(run.folder / FOLDER, training, history, trainer.keep_last, trainer.keep_best)
         self._latest = self._kept
         self._save(begun=self._kept)  # of the start: so a run that is stopped in its first epoch can go on, too
@@ -59,7 +57,7 @@ class CheckpointCallback:
         if not self._within or progress.totals.count == progress.images:
             return
         trainer = self._trainer
-        due = trainer.checkpoint_s is not None and self._clock() - self._kept_at >= trainer.checkpoint_s
+        due = trainer.checkpoint_s is not None and time.monotonic() - self._kept_at >= trainer.checkpoint_s
         if trainer.checkpoint_batches is not None:
             images, kept = trainer.checkpoint_batches * trainer.batch_size, self._kept.totals.count if self._kept else 0
             due = due or progress.totals.count // images > kept // images
@@ -77,4 +75,4 @@ class CheckpointCallback:
 
     def _save(self, result: EpochResult | None = None, begun: Progress | None = None) -> None:
         self._run.set_model(self._writer.save(self._program.state(), self._run.facts, result, begun))
-        self._kept, self._kept_at = begun, self._clock()
+        self._kept, self._kept_at = begun, time.monotonic()

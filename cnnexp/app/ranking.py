@@ -59,11 +59,7 @@ def rank(
 
 
 def rows(
-    found: Sequence[Mapping[str, Any]],
-    measure: str | None,
-    places: Sequence[Place],
-    baseline: str | None,
-    failed: int,
+    found: Sequence[Mapping[str, Any]], measure: str | None, places: Sequence[Place], baseline: str | None, failed: int
 ) -> list[verdict.Row]:
     """Return the verdict on a sweep.
 

@@ -74,7 +74,6 @@ class Program(Protocol[Handle]):
             images: `(N, *input_shape)`, float32, or uint8 that stands for value / 255.
             labels: integers (N,), 0 .. classes - 1.
         """
-        ...
 
     def train(self, handle: Handle, order: np.ndarray, rate: float) -> Totals:
         """Take ceil(len(order) / batch_size) optimizer steps over the images `order` (int64) at learning rate `rate`.
@@ -83,7 +82,6 @@ class Program(Protocol[Handle]):
         The totals are of the scores that each step saw, before its update. On return the work is done (devices are
         synchronized), so a clock around the call is right.
         """
-        ...
 
     def gradients(self, handle: Handle, indices: np.ndarray) -> tuple[Totals, np.ndarray]:
         """Return the totals and the flat mean gradient (float32) of one batch, at most batch_size images.
@@ -91,15 +89,12 @@ class Program(Protocol[Handle]):
         Nothing that `state` returns changes. Running averages wait for `apply`, which moves them by the batch of the
         last `gradients`; `train` and `restore` forget what waits.
         """
-        ...
 
     def apply(self, gradient: np.ndarray, rate: float) -> None:
         """Take one optimizer step with a flat gradient: the second half of a training step, see `gradients`."""
-        ...
 
     def predict(self, handle: Handle) -> np.ndarray:
         """Return the scores (N, O) of a whole split."""
-        ...
 
     def state(self) -> State:
         """Return copies: `parameters` (flat float32), `step` (int64 scalar), and a flat array per optimizer slot.
@@ -107,15 +102,12 @@ class Program(Protocol[Handle]):
         Where layers keep running averages also `running` (flat float32, see `Network.running`), and where a step draws
         random numbers `seed` (int64 scalar).
         """
-        ...
 
     def restore(self, state: State) -> None:
         """Take over a `state()` of any backend; what is missing is as when a run begins, see `state.complete`."""
-        ...
 
     def close(self) -> None:
         """Give back threads and device memory. Idempotent."""
-        ...
 
     def warm(self, handle: Handle, indices: np.ndarray) -> None:
         """Have threads, caches and code ready for the batch `indices`, before a clock starts; `state()` stays as it is.
@@ -184,15 +176,12 @@ class Backend(Protocol):
 
     def limits(self) -> Mapping[str, float]:
         """Measure what its device can do; of a CPU `roofline.machine_limits` adds what is not told here."""
-        ...
 
     def of_worker(self, host_rank: int) -> Backend:
         """Return the backend as the `host_rank`-th worker of a machine has it: on its own GPU if there are more."""
-        ...
 
     def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> Program[Any]:
         """Make a program; its parameters are zero until `restore`."""
-        ...
 
 
 Update = Callable[[Array, Array, tuple[Array, ...], float, int], None]
@@ -208,110 +197,77 @@ class Ops(Protocol[Array]):
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """Allocate an array; on the CPU written once, so that no timed batch pays for the first use of its memory."""
-        ...
 
     def saved(self, stage: Stage, batch_size: int) -> Any:
         """Allocate what the stage's backward pass keeps of its forward pass, for up to `batch_size` images."""
-        ...
 
     def to_device(self, array: np.ndarray) -> Array:
         """Return `array` where the ops want it; may be the same object."""
-        ...
 
     def to_host(self, array: Array) -> np.ndarray:
         """Return a NumPy copy, once all work on it is done."""
-        ...
 
     def copy(self, source: np.ndarray, target: Array) -> None:
         """Overwrite `target` with a NumPy array of the same shape and dtype."""
-        ...
 
     def gather(self, images: Array, labels: Array, indices: Array, x: Array, t: Array) -> None:
         """x[n] = images[indices[n]], t[n] = labels[indices[n]]. indices int64 (N,), labels and t int32."""
-        ...
 
     def conv2d(self, x: Array, w: Array, b: Array | None, window: Window, y: Array) -> None:
         """y[n,p,q,f] = b[f] + sum_{i,j,c} x[n, p*stride + i - top, q*stride + j - left, c] * w[i,j,c,f].
 
         x (N,H,W,C), w (K,K,C,F), b (F,), y (N,P,Q,F).
         """
-        ...
 
     def conv2d_backward(
-        self,
-        x: Array,
-        w: Array,
-        dy: Array,
-        window: Window,
-        dx: Array | None,
-        dw: Array,
-        db: Array | None,
+        self, x: Array, w: Array, dy: Array, window: Window, dx: Array | None, dw: Array, db: Array | None
     ) -> None:
         """Spread dy (N,P,Q,F) over the terms of `conv2d`.
 
         dw[i,j,c,f] = sum_{n,p,q} x[n, p*stride + i - top, q*stride + j - left, c] * dy[n,p,q,f];
         db[f] = sum_{n,p,q} dy[n,p,q,f]; dx gathers w[i,j,c,f] * dy[n,p,q,f] at the same places.
         """
-        ...
 
     def elementwise(self, layer: Elementwise, x: Array, y: Array) -> None:
         """y = the layer's rule of x, number by number."""
-        ...
 
     def elementwise_backward(self, layer: Elementwise, x: Array, y: Array, dy: Array, dx: Array) -> None:
         """dx = dy times the layer's derivative at x."""
-        ...
 
     def max_pool(self, x: Array, window: Window, y: Array, saved: Any) -> None:
         """y[n,u,v,c] = the largest x in its window, the first such in row order; `saved` keeps which.
 
         x (N,H,W,C), y (N,U,V,C). Rows and columns of the window that lie outside the image do not take part.
         """
-        ...
 
     def max_pool_backward(self, saved: Any, dy: Array, window: Window, dx: Array) -> None:
         """dx = dy added at the pixel that each window took, else 0 (castanheira, section 2.2.2)."""
-        ...
 
     def avg_pool(self, x: Array, window: Window, y: Array) -> None:
         """y[n,u,v,c] = the mean of the pixels of the window that lie inside the image."""
-        ...
 
     def avg_pool_backward(self, dy: Array, window: Window, dx: Array) -> None:
         """dx = dy / (pixels of the window inside the image), added over the windows that hold the pixel."""
-        ...
 
     def add(self, a: Array, b: Array, total: Array) -> None:
         """total = a + b; `total` may be one of them."""
-        ...
 
     def dropout(self, x: Array, images: Array, key: int, rate: float, y: Array) -> None:
         """y = x / (1 - rate) where `noise.keeps(key, rate, images, D)`, else 0; of a gradient likewise. y (N, ...)."""
-        ...
 
     def batch_norm(
-        self,
-        layer: BatchNorm2d,
-        x: Array,
-        w: Array,
-        b: Array,
-        mean: Array,
-        variance: Array,
-        y: Array,
-        saved: Any,
+        self, layer: BatchNorm2d, x: Array, w: Array, b: Array, mean: Array, variance: Array, y: Array, saved: Any
     ) -> None:
         """y = (x - m) / sqrt(v + epsilon) * w + b, m and v the mean and variance of a channel over the batch.
 
         x, y (N,H,W,C), all else (C,). The running averages `mean` and `variance` move towards m and v, by `momentum`;
         v as the unbiased estimate there.
         """
-        ...
 
     def batch_norm_predict(
         self, layer: BatchNorm2d, x: Array, w: Array, b: Array, mean: Array, variance: Array, y: Array
     ) -> None:
         """y = (x - mean) / sqrt(variance + epsilon) * w + b, with the running averages."""
-        ...
 
     def batch_norm_backward(
         self, x: Array, w: Array, dy: Array, saved: Any, dx: Array | None, dw: Array, db: Array
@@ -320,22 +276,17 @@ class Ops(Protocol[Array]):
 
         dx = w / sqrt(v + epsilon) * (dy - mean(dy) - n * mean(dy * n)).
         """
-        ...
 
     def linear(self, x: Array, w: Array, b: Array | None, y: Array) -> None:
         """y = x @ w + b. x (N,D), w (D,O), b (O,), y (N,O)."""
-        ...
 
     def linear_backward(self, x: Array, w: Array, dy: Array, dx: Array | None, dw: Array, db: Array | None) -> None:
         """dx = dy @ w.T, dw = x.T @ dy, db = sum of dy over n (khandait, section II.B.1)."""
-        ...
 
     def loss(
         self, loss: Loss, scores: Array, labels: Array, scale: float, d_scores: Array, losses: Array, hits: Array
     ) -> None:
         """Fill the gradient, the loss and the hit of every image: see the function of that name in `network.losses`."""
-        ...
 
     def updater(self, optimizer: Optimizer) -> Update[Array]:
         """Compile the optimizer's rule into `update(w, g, slots, rate, step)`, in place over flat arrays."""
-        ...

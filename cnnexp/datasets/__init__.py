@@ -26,19 +26,3 @@ DATASETS: Registry[Source] = Registry(
         for source in (Digits, Mnist, FashionMnist, Cifar10, Fer2013, Quadrants, Synthetic, Images, Npz)
     },
 )
-
-__all__ = [
-    "DATASETS",
-    "Cifar10",
-    "Dataset",
-    "Digits",
-    "FashionMnist",
-    "Fer2013",
-    "Images",
-    "Mnist",
-    "Npz",
-    "Quadrants",
-    "Source",
-    "Split",
-    "Synthetic",
-]

@@ -6,7 +6,7 @@ import logging
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 from cnnexp.datasets.base import reason_of, shown
@@ -68,12 +68,26 @@ def fetch(dataset: str, name: str, mirrors: tuple[str, ...], read: Callable[[Pat
 
 
 def _download(url: str, path: Path, read: Callable[[Path], T], most_bytes: int) -> T:
-    import pooch
+    """Return `read(path)` of what lies at an address; a bar on standard error shows it coming in a terminal."""
     import requests
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     try:
-        with _ProgressBar(path.name, most_bytes) as bar:
-            pooch.HTTPDownloader(progressbar=bar, chunk_size=CHUNK_BYTES, timeout=TIMEOUT_S)(url, str(path), None)
+        with (
+            requests.get(url, stream=True, timeout=TIMEOUT_S) as answer,
+            path.open("wb") as file,
+            Progress(*columns, console=console, disable=not console.is_terminal) as progress,
+        ):
+            answer.raise_for_status()
+            task = progress.add_task(path.name, total=int(answer.headers.get("content-length", 0)) or None)
+            for chunk in answer.iter_content(CHUNK_BYTES):
+                if file.tell() + len(chunk) > most_bytes:
+                    raise DataError(f"more than the {most_bytes} bytes that it can have")
+                file.write(chunk)
+                progress.advance(task, len(chunk))
     except requests.HTTPError as error:
         raise DataError(str(error)) from error  # such as "404 Client Error: Not Found for url: ..."
     except requests.Timeout as error:
@@ -83,49 +97,3 @@ def _download(url: str, path: Path, read: Callable[[Path], T], most_bytes: int) 
     except requests.RequestException as error:
         raise DataError(f"no connection ({type(error).__name__})") from error
     return read(path)
-
-
-class _ProgressBar:
-    """A rich bar on standard error, in the form that pooch drives; invisible where there is no terminal.
-
-    It sees every byte, so it is what stops a download that is larger than the file can be.
-    """
-
-    def __init__(self, title: str, most_bytes: int) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-        self._left = self._most_bytes = most_bytes
-        console = Console(stderr=True)
-        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-        self._progress = Progress(*columns, console=console, disable=not console.is_terminal)
-        self._task = self._progress.add_task(title, total=None)
-
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._progress.stop()
-
-    @property
-    def total(self) -> float | None:
-        """Size of the file in bytes; None or 0 where the server did not tell."""
-        return self._progress.tasks[self._task].total
-
-    @total.setter
-    def total(self, size: int) -> None:
-        self._progress.update(self._task, total=size or None)
-
-    def update(self, size: int) -> None:
-        self._left -= size
-        if self._left < 0:
-            raise DataError(f"more than the {self._most_bytes} bytes that it can have")
-        self._progress.advance(self._task, size)
-
-    def reset(self) -> None:
-        self._left = self._most_bytes
-        self._progress.update(self._task, completed=0)
-
-    def close(self) -> None:
-        self._progress.refresh()

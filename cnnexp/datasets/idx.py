@@ -83,24 +83,20 @@ def _open(path: Path) -> IO[bytes]:
 
 
 def _shape(header: bytes, ndim: int) -> tuple[int, ...]:
-    expected = UNSIGNED_BYTE << 8 | ndim
+    expected, contents = UNSIGNED_BYTE << 8 | ndim, "images" if ndim == 3 else "labels"
     if len(header) >= 4:
         (magic,) = struct.unpack_from(">I", header)
         kind, dimensions = magic >> 8, magic & 0xFF
         if dimensions == ndim and kind in TYPES and kind != UNSIGNED_BYTE:
             raise DataError(f"elements of type 0x{kind:02X} ({TYPES[kind]}); supported: 0x08 (uint8)")
         if magic != expected:
-            raise DataError(f"found magic number 0x{magic:08X}, expected 0x{expected:08X} ({_contents(ndim)})")
+            raise DataError(f"found magic number 0x{magic:08X}, expected 0x{expected:08X} ({contents})")
     if len(header) < 4 + 4 * ndim:
         raise DataError(f"truncated: {len(header)} bytes, its header alone has {4 + 4 * ndim}")
     shape = struct.unpack_from(f">{ndim}I", header, 4)
     if not 0 < math.prod(shape) <= MAX_BYTES:
         raise DataError(f"altered: the header announces {'x'.join(map(str, shape))} bytes; legal: 1 .. {MAX_BYTES}")
     return shape
-
-
-def _contents(ndim: int) -> str:
-    return "images" if ndim == 3 else "labels"
 
 
 @dataclass(frozen=True)

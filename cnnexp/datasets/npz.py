@@ -41,7 +41,9 @@ class Npz(Source):
     def load(self) -> Dataset:
         train_images, train_labels, test_images, test_labels = self._read()
         _refuse_channels_first(train_images)
-        count = self.classes or _largest(train_labels) + 1
+        # labels that are no integers are refused later, with a reason
+        whole = train_labels.size and train_labels.dtype.kind in "iu"
+        count = self.classes or int(train_labels.max() if whole else 1) + 1
         if count > MAX_CLASSES:
             raise DataError(
                 f"dataset.path={shown(self.path)}: train_labels up to {count - 1}; there can be {MAX_CLASSES} classes"
@@ -97,8 +99,3 @@ def _refuse_channels_first(images: np.ndarray) -> None:
             f"npz: images of shape {images.shape}: channels come last, (N, height, width, channels); "
             "write numpy.moveaxis(images, 1, 3)"
         )
-
-
-def _largest(labels: np.ndarray) -> int:
-    """Return the largest label; labels that are no integers are refused later, with a reason."""
-    return int(labels.max()) if labels.size and labels.dtype.kind in "iu" else 1

@@ -101,7 +101,8 @@ def prepare(picture: np.ndarray, look: Look | None, shape: Sequence[int]) -> np.
             for m, c, limit, n in zip(_middle(shape[:2]), centre, shape[:2], small.shape, strict=True)
         )
         placed[rows : rows + height, columns : columns + width] = small
-    return np.rint(255 * (look["ground"] + placed * _reach(look["ground"]))).astype(np.uint8)[:, :, None]
+    ground = look["ground"]  # ink lies towards the farther end of the range
+    return np.rint(255 * (ground + placed * (1 - ground if ground < 0.5 else -ground))).astype(np.uint8)[:, :, None]
 
 
 def unlike(image: np.ndarray, look: Look) -> str | None:
@@ -206,11 +207,6 @@ def _resize(pixels: np.ndarray, width: int, height: int) -> np.ndarray:
     if pixels.shape == (height, width):
         return pixels
     return np.asarray(Image.fromarray(pixels.astype(np.float32)).resize((width, height), Image.Resampling.BILINEAR))
-
-
-def _reach(ground: float) -> float:
-    """Return how far ink lies from a ground, towards the farther end of the range."""
-    return 1 - ground if ground < 0.5 else -ground
 
 
 def _border(images: np.ndarray) -> np.ndarray:

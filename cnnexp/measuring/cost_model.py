@@ -158,13 +158,7 @@ def averages_per_epoch(images: int, batch_size: int, sync: str, period: int | No
 
 
 def extrapolate(
-    costs: Costs,
-    network: Network,
-    images: int,
-    batch_size: int,
-    floats: int,
-    sync: str,
-    period: int | None = None,
+    costs: Costs, network: Network, images: int, batch_size: int, floats: int, sync: str, period: int | None = None
 ) -> list[dict[str, Any]]:
     """Return one row per link of `LINKS` and number of `WORKERS`, each worker on cores of its own.
 
@@ -177,9 +171,7 @@ def extrapolate(
     rows = []
     for link in LINKS:
         on_link = Costs(
-            costs.t_c,
-            costs.t_s if link.t_s is None else link.t_s,
-            costs.t_b if link.t_b is None else link.t_b,
+            costs.t_c, costs.t_s if link.t_s is None else link.t_s, costs.t_b if link.t_b is None else link.t_b
         )
         for count in WORKERS:
             averages = averages_per_epoch(images, batch_size * count, sync, period)

@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 
 from cnnexp.system.cores import usable_cores
+from cnnexp.training.loop import Observer
 
 PROC = Path("/proc")
 DISTURBED = 0.05  # share of the cores' time used by others from which a run is called disturbed
@@ -63,7 +64,7 @@ class Interference:
         return self.known and (self.others >= DISTURBED or taken >= CROWDED)
 
 
-class Watch:
+class Watch(Observer):
     """Watches epochs for other work on the machine; a look takes some milliseconds, outside every clock.
 
     Args:
@@ -79,9 +80,6 @@ class Watch:
     def start(self) -> None:
         """Begin an epoch, or go on after a wait that does not count."""
         self._since = _look(self._proc)
-
-    def progressed(self, progress: object) -> None:
-        """Observe training: within an epoch nothing is looked at."""
 
     def finished(self, result: object) -> None:
         """End an epoch; the next one begins at once unless `start` says later."""
@@ -99,9 +97,7 @@ class Watch:
 
 
 def await_quiet(
-    limit_s: float = IDLE_WAIT_S,
-    busy: Callable[[], float] | None = None,
-    clock: Callable[[], float] = time.monotonic,
+    limit_s: float = IDLE_WAIT_S, busy: Callable[[], float] | None = None, clock: Callable[[], float] = time.monotonic
 ) -> float:
     """Wait until others leave this process's cores alone; return the seconds waited, at least one look.
 

@@ -130,10 +130,6 @@ class Profiled:
         trained_s = _trained_s(self._shared_s)
         return {entry: s / trained_s for entry, s in self._shared_s.items() if entry[0] in STEP and trained_s > 0}
 
-    def own_parts(self) -> dict[Part, float]:
-        """Return the seconds of the parts that a fused program has clocked itself; empty where it has not."""
-        return dict(self._program.clocked())
-
     def predict(self, handle: Any) -> np.ndarray:
         with self._ledger.span("evaluate"):
             return self._program.predict(handle)
@@ -164,7 +160,7 @@ def report(ledger: Ledger, program: Profiled, epochs: Sequence[EpochResult], bac
     """
     wall_s = ledger.close()
     images = sum(epoch.train.count for epoch in epochs)
-    own = program.own_parts()
+    own = dict(program.clocked())  # of a fused program
     for part, seconds in own.items():
         entry = part.what, part.name
         ledger.seconds[entry] = ledger.seconds.get(entry, 0.0) + seconds

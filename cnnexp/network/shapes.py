@@ -407,8 +407,10 @@ class _Builder:
                 _need_image(where, shape, "BatchNorm2d")
                 _check_number(where, "momentum", momentum, 0 < momentum <= 1, "> 0 and <= 1")
                 _check_number(where, "epsilon", epsilon, 0 < epsilon < math.inf, "> 0")
-                scale, shift = (self._take(f"{name}.{of}", shape[2:], 1, start) for of, start in _SCALE_AND_SHIFT)
-                running = tuple(self._keep(f"{name}.{of}", shape[2:], start) for of, start in _MEAN_AND_VARIANCE)
+                by_channel = shape[2:]
+                scale = self._take(f"{name}.weight", by_channel, 1, 1.0)
+                shift = self._take(f"{name}.bias", by_channel, 1, 0.0)
+                running = self._keep(f"{name}.mean", by_channel, 0.0), self._keep(f"{name}.variance", by_channel, 1.0)
                 return NormStage(layer, name, shape, shape, weight=scale, bias=shift, running=running)
             case Residual(layers):
                 if not layers:
@@ -436,10 +438,6 @@ class _Builder:
         average = Parameter(name, shape, self._running_offset, 1, start)
         self._running_offset += average.size
         return average
-
-
-_SCALE_AND_SHIFT = (("weight", 1.0), ("bias", 0.0))
-_MEAN_AND_VARIANCE = (("mean", 0.0), ("variance", 1.0))
 
 
 def _slide_pool(where: str, shape: Shape, pool: int, stride: int, padding: str | int) -> tuple[Window, Shape]:

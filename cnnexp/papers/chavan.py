@@ -67,7 +67,7 @@ EXPERIMENTS = {
     ),
     "chavan_fig4": Experiment(
         title="Training time with several workers: images split, parameters averaged once an epoch",
-        source="Chavan and Kulkarni, figure 4 (algorithm 4); cost model: their equations 5 to 8",
+        source="Chavan and Kulkarni, figure 4 (algorithm 4); cost model: its three constants",
         quantity="epoch time (s)",
         lines=(
             Line("measured"),

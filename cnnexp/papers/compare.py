@@ -127,14 +127,14 @@ def _job(folder: Path) -> Job:
 def _cell(experiment: Experiment, line: Line, column: Column, position: int, jobs: Sequence[Job]) -> Cell:
     published = line.published[position] if position < len(line.published) else None
     measure = line.measure or column.measure or experiment.measure
+
+    def measured(chosen: Sequence[Job]) -> list[float]:
+        return [value for job in chosen if job.status == "FINISHED" and (value := measure(job)) is not None]
+
     chosen = pick(jobs, {**column.jobs, **line.jobs})
-    values = [value for job in chosen if job.status == "FINISHED" and (value := measure(job)) is not None]
+    values = measured(chosen)
     if line.against is not None and values:
-        base = [
-            value
-            for job in pick(jobs, {**column.jobs, **line.against})
-            if job.status == "FINISHED" and (value := measure(job)) is not None
-        ]
+        base = measured(pick(jobs, {**column.jobs, **line.against}))
         values = [statistics.fmean(base) / value for value in values] if base else []
     if values:
         spread = statistics.stdev(values) if len(values) > 1 else None

@@ -1,10 +1,7 @@
 """Garg, Joshi and Sahu: seven ways to compute a convolution."""
 
 from cnnexp.papers.experiment import Column, Experiment, Line, on, over
-from cnnexp.papers.measures import (
-    accuracy,
-    seconds_per_iteration,
-)
+from cnnexp.papers.measures import accuracy, seconds_per_iteration
 
 BATCHES = over("trainer.batch_size", (64, 32), "batch {}")
 NOTES = (

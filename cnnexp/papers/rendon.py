@@ -23,5 +23,5 @@ EXPERIMENTS = {
             "accuracy is that of so little training, on the same share of the test images.",
             "The paper's Keras row on a GPU is set beside our own GPU backend.",
         ),
-    ),
+    )
 }

@@ -73,10 +73,7 @@ class Journal:
 
     def read(self) -> dict[str, Any]:
         """Take in all whole lines that are new; return `facts`."""
-        with (
-            contextlib.suppress(FileNotFoundError, NotADirectoryError),
-            open_regular(self._path, MOST_BYTES) as file,
-        ):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), open_regular(self._path, MOST_BYTES) as file:
             if os.fstat(file.fileno()).st_size < self._at:  # another run's, in the place of one that never trained
                 self._at = 0
                 self._clear()

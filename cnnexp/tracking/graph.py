@@ -30,7 +30,6 @@ from cnnexp.network import (
     PoolStage,
     ReLU,
     ResidualStage,
-    Shape,
     Sigmoid,
     Stage,
     Tanh,
@@ -75,7 +74,9 @@ def build(
     x = INPUT
     if pixels == "uint8":
         x = writer.add("Div", writer.add("Cast", x, to=TensorProto.FLOAT), writer.constant(np.float32(255)))
-    scores = writer.stages(network.stages, writer.channels_first(x, network.input_shape))
+    if len(network.input_shape) == 3:
+        x = writer.add("Transpose", x, perm=(0, 3, 1, 2))
+    scores = writer.stages(network.stages, x)
     if loss == Loss.BINARY_CROSS_ENTROPY:
         other = writer.add("Sub", writer.constant(np.float32(1)), scores)
         writer.add("Concat", other, scores, name=OUTPUT, axis=1)
@@ -119,9 +120,6 @@ class _Writer:
         name = name or f"constant_{len(self.tensors)}"
         self.tensors.append(numpy_helper.from_array(np.ascontiguousarray(value).reshape(np.shape(value)), name))
         return name
-
-    def channels_first(self, x: str, shape: Shape) -> str:
-        return self.add("Transpose", x, perm=(0, 3, 1, 2)) if len(shape) == 3 else x
 
     def stages(self, stages: Sequence[Stage], x: str) -> str:
         """Add layers one after another; return the last one's value."""

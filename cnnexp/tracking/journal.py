@@ -44,17 +44,10 @@ from cnnexp.tracking.events import (
     open_journal,
 )
 from cnnexp.tracking.folder import RunLock
-from cnnexp.tracking.metrics import (
-    baseline_epoch_s,
-    default_name,
-    epoch_metrics,
-    flatten,
-    predicted_classes,
-    summary,
-)
+from cnnexp.tracking.metrics import baseline_epoch_s, default_name, epoch_metrics, flatten, predicted_classes, summary
 from cnnexp.tracking.pipe import ANSWER_S, NoAnswerYet, Recorder, RecorderDied
 from cnnexp.training.checkpoint import as_result, holds_checkpoints, plain_result
-from cnnexp.training.loop import EpochResult, Progress
+from cnnexp.training.loop import EpochResult, Observer
 
 log = logging.getLogger(__name__)
 PREDICTIONS = "predictions.npz"  # of the test split: labels and predicted, integers (N,)
@@ -65,7 +58,7 @@ START_S = 5.0  # as long does a sweep wait for a store that says nothing
 MOST_REASONS = 2  # that a verdict gives for a speedup; `cnnexp explain` gives all
 
 
-class Run:
+class Run(Observer):
     """Context manager: one run's journal, MLflow record and figures.
 
     Leaving the block ends the run: FINISHED, KILLED after Ctrl-C or SIGTERM, FAILED after any other exception, which
@@ -251,9 +244,6 @@ class Run:
             self._note_epoch(result.epoch, self._known.get(result.epoch) or self._entry(result))
         self._follow()
 
-    def progressed(self, progress: Progress) -> None:
-        """Record whole epochs alone."""
-
     def finished(self, result: EpochResult) -> None:
         """Record one epoch; a store that cannot be written ends no training."""
         entry = self._known.get(result.epoch)
@@ -379,13 +369,7 @@ class Run:
         """Come to the verdict and write it into the folder; return it as Markdown."""
         baseline = self._config["trainer"].get("baseline")
         self.verdict = verdict.run_rows(
-            self.epochs,
-            self.metrics,
-            baseline,
-            self.contended,
-            self.interference,
-            self.parts,
-            self.course,
+            self.epochs, self.metrics, baseline, self.contended, self.interference, self.parts, self.course
         )
         target = self._config["trainer"].get("target")
         if target is not None:

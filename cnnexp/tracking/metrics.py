@@ -68,7 +68,7 @@ def leaves(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the leaves of a config by dotted key."""
     found: dict[str, Any] = {}
     for key, value in config.items():
-        found |= leaves(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+        found |= leaves(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return found
 
 

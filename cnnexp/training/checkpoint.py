@@ -115,11 +115,7 @@ class CheckpointWriter:
                     path.unlink()
 
     def save(
-        self,
-        state: State,
-        about: Mapping[str, Any],
-        result: EpochResult | None = None,
-        begun: Progress | None = None,
+        self, state: State, about: Mapping[str, Any], result: EpochResult | None = None, begun: Progress | None = None
     ) -> Path:
         """Write a checkpoint after one more epoch, or without a result where the run is now.
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from cnnexp.training.loop import EpochResult, Progress
+from cnnexp.training.loop import EpochResult, Observer
 
 
-class EarlyStopping:
+class EarlyStopping(Observer):
     """An observer that ends the training (Prechelt, "Early stopping, but when?", 1998).
 
     Args:
@@ -28,9 +28,6 @@ class EarlyStopping:
         self._least, self._worse, self._reached = math.inf, 0, False
         for result in history:
             self.finished(result)
-
-    def progressed(self, progress: Progress) -> None:
-        """An epoch that is not over says nothing."""
 
     def finished(self, result: EpochResult) -> bool:
         """Count an epoch; return whether training is to end."""

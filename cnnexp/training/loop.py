@@ -77,7 +77,11 @@ class Observer(Protocol):
     """Takes note of training: the record, the screen, the checkpoints, early stopping."""
 
     def progressed(self, progress: Progress) -> None:
-        """Take note of how far an epoch is: about twice a second, between two steps, no signal in between."""
+        """Take note of how far an epoch is: about twice a second, between two steps, no signal in between.
+
+        What inherits from `Observer` need not.
+        """
+        return
 
     def finished(self, result: EpochResult) -> bool | None:
         """Take note of an epoch; return True to end the training."""

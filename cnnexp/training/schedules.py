@@ -14,7 +14,6 @@ class Schedule(Protocol):
 
     def __call__(self, lr: float, epoch: int, epochs: int) -> float:
         """Return the rate of `epoch` (1 .. epochs), given the rate `lr` to start from."""
-        ...
 
 
 @dataclass(frozen=True)

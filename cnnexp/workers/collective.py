@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -26,41 +27,26 @@ class Collective(Protocol):
 
     def all_reduce(self, buffer: np.ndarray) -> None:
         """Replace `buffer` (float32, one axis) by its sum over the workers, the same bits on every worker."""
-        ...
 
     def all_gather(self, part: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
         """Return the workers' parts (float32, one axis, `sizes[rank]` long) one after another, on every worker."""
-        ...
 
     def broadcast(self, array: np.ndarray) -> None:
         """Replace `array` (contiguous, same shape and dtype everywhere) by rank 0's."""
-        ...
 
     def barrier(self) -> None:
         """Return once every worker has come here."""
-        ...
 
 
 class Timed:
     """A collective that counts the seconds spent in it; waiting for slower workers is part of them."""
 
     def __init__(self, collective: Collective) -> None:
-        self.rank, self.size = collective.rank, collective.size
-        self.host_size, self.host_rank = collective.host_size, collective.host_rank
-        self.seconds = 0.0
-        self._collective = collective
+        self._collective, self.seconds = collective, 0.0
 
-    def all_reduce(self, buffer: np.ndarray) -> None:
-        self._time(self._collective.all_reduce, buffer)
-
-    def all_gather(self, part: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
-        return cast(np.ndarray, self._time(self._collective.all_gather, part, sizes))
-
-    def broadcast(self, array: np.ndarray) -> None:
-        self._time(self._collective.broadcast, array)
-
-    def barrier(self) -> None:
-        self._time(self._collective.barrier)
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._collective, name)
+        return functools.partial(self._time, found) if callable(found) else found
 
     def _time(self, method: Callable, *arguments: Any) -> Any:
         started = time.perf_counter()

@@ -7,17 +7,17 @@ the weights) and sees all images: activations travel, the big weights never do.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from cnnexp.backends.layerwise import LayerwiseProgram
 from cnnexp.backends.plain.numpy import NumpyOps, one_blas_thread
 from cnnexp.backends.protocol import State
+from cnnexp.backends.stages import Run, backward_stage, forward_stage
 from cnnexp.errors import ConfigError
-from cnnexp.network import Dropout, Elementwise, Flatten, Layer, Linear, Network, Parameter, Stage
+from cnnexp.network import DropoutStage, ElementwiseStage, FlattenStage, Linear, LinearStage, Network, Parameter, Stage
 from cnnexp.network.losses import Loss, Totals, compute
-from cnnexp.network.noise import layer_key
 from cnnexp.optimizers import Optimizer
 from cnnexp.workers.collective import Collective, share, shares
 from cnnexp.workers.replica import NOTHING, Loaded, Replica, Spec
@@ -48,7 +48,7 @@ class HybridReplica(Replica):
         super().__init__(program, collective)
         self._features = program
         self.network, self.loss, self.batch_size = spec.network, spec.loss, spec.batch_size
-        self._head = Head(spec.network, spec.optimizer, first, self.collective)
+        self._head = Head(spec.network, spec.optimizer, first, cast(Collective, self.collective))
         self._shared = features.parameter_count
 
     def gradients(self, handle: int, indices: np.ndarray) -> tuple[Totals, np.ndarray]:
@@ -142,7 +142,6 @@ class Head:
         self.parameters, self.gradient = np.zeros(size, np.float32), np.zeros(size, np.float32)
         self.slots = tuple(np.zeros(size, np.float32) for _ in optimizer.slots)
         self.step, self.seed = 0, 0
-        self._images: np.ndarray | None = None
         self._inputs: list[np.ndarray] = []
 
     def own(self, whole: np.ndarray) -> np.ndarray:
@@ -167,21 +166,15 @@ class Head:
         Args:
             images: their places in the data set, in a step of training; else None.
         """
-        self._inputs, self._images = [x], images
+        flat = self.parameters, self.gradient, None
+        self._inputs, self._run = [x], Run(len(x), *flat, images is not None, self.seed, self.step + 1, images)
         for stage, (w, b) in zip(self._stages, self._views(self.parameters), strict=True):
-            match stage.layer:
-                case Linear():
-                    x = self._join(x @ w + (0 if b is None else b), stage.output_shape[0])
-                case Elementwise():
-                    y = np.empty_like(x)
-                    _OPS.elementwise(stage.layer, x, y)
-                    x = y
-                case Dropout(rate):
-                    x = self._drop(stage, rate, x)
-                case Flatten():
-                    pass  # x is flat already
-                case layer:
-                    raise _no_part(layer)
+            if isinstance(stage, LinearStage):
+                x = self._join(x @ w + (0 if b is None else b), stage.output_shape[0])
+            elif self._computes(stage):
+                y = np.empty_like(x)
+                forward_stage(_OPS, stage, self._run, x, y, None)
+                x = y
             self._inputs.append(x)
         return x
 
@@ -191,28 +184,20 @@ class Head:
         for i in range(len(self._stages) - 1, -1, -1):
             x, y, stage = self._inputs[i], self._inputs[i + 1], self._stages[i]
             dx = np.empty_like(x)
-            match stage.layer:
-                case Linear():
-                    columns = share(dy.shape[1], self._collective.size, self._collective.rank)
-                    _OPS.linear_backward(x, weights[i][0], np.ascontiguousarray(dy[:, columns]), dx, *gradients[i])
-                    self._collective.all_reduce(dx.reshape(-1))
-                case Elementwise():
-                    _OPS.elementwise_backward(stage.layer, x, y, dy, dx)
-                case Dropout(rate):
-                    dx = self._drop(stage, rate, dy)
-                case Flatten():
-                    dx = dy
-                case layer:
-                    raise _no_part(layer)
+            if isinstance(stage, LinearStage):
+                columns = share(dy.shape[1], self._collective.size, self._collective.rank)
+                _OPS.linear_backward(x, weights[i][0], np.ascontiguousarray(dy[:, columns]), dx, *gradients[i])
+                self._collective.all_reduce(dx.reshape(-1))
+            elif self._computes(stage):
+                backward_stage(_OPS, stage, self._run, x, y, dy, None, dx)
+            else:
+                dx = dy
             dy = dx
         return dy
 
-    def _drop(self, stage: Stage, rate: float, x: np.ndarray) -> np.ndarray:
-        if self._images is None:
-            return x
-        y = np.empty_like(x)
-        _OPS.dropout(x, self._images, layer_key(self.seed, self.step + 1, stage.name), rate, y)
-        return y
+    def _computes(self, stage: Stage) -> bool:
+        """Return whether a layer does anything in this pass: x is flat already, and only training drops numbers."""
+        return not isinstance(stage, FlattenStage) and (self._run.trains or not isinstance(stage, DropoutStage))
 
     def apply(self, rate: float) -> None:
         """Take one optimizer step with the gradient that `backward` left."""
@@ -245,21 +230,17 @@ def first_linear(network: Network, workers: int) -> int:
             "workers.sync=hybrid: needs convolutions followed by linear layers; use workers.sync=gradients"
         )
     for stage in network.stages[first:]:
-        if not isinstance(stage.layer, Linear | Elementwise | Dropout | Flatten):
-            raise _no_part(stage.layer)
-        if isinstance(stage.layer, Linear) and stage.layer.features < workers:
+        if not isinstance(stage, LinearStage | ElementwiseStage | DropoutStage | FlattenStage):
+            raise ConfigError(
+                f"workers.sync=hybrid: cannot divide {type(stage.layer).__name__} among workers after the first "
+                "Linear; use workers.sync=gradients"
+            )
+        if isinstance(stage, LinearStage) and stage.layer.features < workers:
             raise ConfigError(
                 f"workers.sync=hybrid: {stage.name} has {stage.layer.features} outputs for {workers} workers; use at "
                 f"most {stage.layer.features} workers, or workers.sync=gradients"
             )
     return first
-
-
-def _no_part(layer: Layer) -> ConfigError:
-    return ConfigError(
-        f"workers.sync=hybrid: cannot divide {type(layer).__name__} among workers after the first Linear; use "
-        "workers.sync=gradients"
-    )
 
 
 def _layout(stages: tuple[Stage, ...], size: int, rank: int) -> list[tuple[Parameter, slice, Parameter]]:

@@ -62,17 +62,12 @@ class ParallelProgram(Program[int]):
     """
 
     def __init__(
-        self,
-        spec: Spec,
-        collective: Collective,
-        replica: Replica,
-        compile_s: float,
-        release: Callable[[bool], None],
+        self, spec: Spec, collective: Collective, replica: Replica, compile_s: float, release: Callable[[bool], None]
     ) -> None:
         self.network, self.loss, self.optimizer = spec.network, spec.loss, spec.optimizer
         self.batch_size, self.compile_s = spec.batch_size, compile_s
         self._spec, self._collective, self._replica, self._release = spec, collective, replica, release
-        self._together = True
+        self._together, self._is_closed = True, False
         self._prediction: Prediction | None = None
 
     def load(self, images: np.ndarray, labels: np.ndarray) -> int:
@@ -150,12 +145,12 @@ class ParallelProgram(Program[int]):
         return self.network.parameter_count * (1 if sync == "gradients" else 1 + len(self.optimizer.slots))
 
     def close(self) -> None:
-        release, self._release = self._release, _already_closed
-        if release is _already_closed:
+        if self._is_closed:
             return
+        self._is_closed = True
         if self._together:
             send(self._collective, CLOSE)
-        release(self._together)
+        self._release(self._together)
         self._replica.close()
 
     def _call(self, command: str, *arguments: Any) -> Any:
@@ -215,7 +210,3 @@ def receive(collective: Collective) -> tuple[str, list[Any]]:
     if command != CLOSE and command not in COMMANDS:
         raise ValueError(f"unknown command {command!r}")
     return command, [restored(value) for value in described]
-
-
-def _already_closed(orderly: bool) -> None:
-    """Stand in the place of a release that has been done."""

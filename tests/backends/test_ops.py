@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 import cnnexp.backends
-from cnnexp.backends.plain.numpy_parallel import BY_IMAGE, SUMMED
 from cnnexp.backends.protocol import Ops
 from cnnexp.errors import BackendUnavailable
 
@@ -40,17 +39,6 @@ def test_operations_have_the_names_and_arguments_of_the_contract(where):
     except BackendUnavailable as error:
         pytest.skip(str(error))
     assert methods(cls) == methods(Ops)
-
-
-def test_what_threads_share_out_has_a_part_for_every_image():
-    by_image = {"x", "y", "dx", "dy", "t", "a", "b", "total", "saved", "indices"}
-    for name, places in BY_IMAGE.items():
-        arguments = methods(Ops)[name][1:]
-        wanted = {i for i, argument in enumerate(arguments) if argument in by_image | {"images"}}
-        wanted -= {arguments.index("b")} if "w" in arguments and "b" in arguments else set()  # there it is a bias
-        wanted -= {0} if name == "gather" else set()  # its images are those of the whole split
-        assert set(places) == wanted, name
-    assert all(methods(Ops)[name][-2:] == ["dw", "db"] for name in SUMMED)
 
 
 def test_inputs_come_first_and_outputs_last():

@@ -119,7 +119,7 @@ def test_a_fused_program_is_one_entry():
 def test_a_fused_program_that_clocks_itself_tells_its_groups_of_layers():
     found, program = profiled("cpu-simd", clocked=True)
     assert found["layered"]
-    own = program.own_parts()
+    own = dict(program.clocked())
     entries = {(entry["what"], entry["layer"]): entry["seconds"] for entry in found["entries"]}
     assert sum(entries.values()) == pytest.approx(found["wall_s"])
     step = sum(entries[part.what, part.name] for part in {(p.what, p.name): p for p in own}.values())

@@ -33,7 +33,7 @@ except ImportError as error:  # numba-cuda is there, but not its CUDA bindings
     ) from error
 
 OLDEST_CAPABILITY = (7, 5)  # that CUDA 13 compiles for
-LARGEST_ARRAY = 2**31  # elements; kernels index with uint32, and a grid stride may step past the end once
+LARGEST_ARRAY = 2**31  # elements; kernels index with uint32, and the last block may reach past the end
 Shape = tuple[int, ...]
 
 
@@ -94,7 +94,8 @@ def open_gpu(index: int) -> Gpu:
         raise _unavailable(driver) from error
     if count == 0:
         raise _unavailable("the NVIDIA driver finds no GPU")
-    _check_index(index, count)
+    if not 0 <= index < count:
+        raise ConfigError(f"backend.device={index}: must be 0 .. {count - 1}, the GPUs of this machine")
     with _translate_errors():
         device = cuda.gpus[index]
         name = device.name.decode() if isinstance(device.name, bytes) else device.name
@@ -129,11 +130,6 @@ def gpu_count() -> int:
 
 def _unavailable(what: str) -> BackendUnavailable:
     return BackendUnavailable(f"no GPU to compute on: {what}; without one use backend=cpu-parallel or cpu-simd")
-
-
-def _check_index(index: int, count: int) -> None:
-    if not 0 <= index < count:
-        raise ConfigError(f"backend.device={index}: must be 0 .. {count - 1}, the GPUs of this machine")
 
 
 @contextlib.contextmanager

@@ -49,7 +49,7 @@ class Kernel:
         return {"launch_bounds": self.block}
 
     def over(self, count: int, stream: Any, *arguments: Any) -> None:
-        """Launch with one thread per element, for a kernel that strides over the grid up to `count`, its last one."""
+        """Launch with a thread for each of `count` elements, which is the last argument: threads beyond do nothing."""
         self.launch(-(-count // self.block), stream, *arguments, np.uint32(count))
 
     def launch(self, blocks: int, stream: Any, *arguments: Any) -> None:

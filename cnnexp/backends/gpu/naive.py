@@ -115,15 +115,7 @@ class NaiveOps:
         kernel.over(x.size, self.stream, x, images, *numbers, f32(1 / (1 - rate)), y)
 
     def batch_norm(
-        self,
-        layer: BatchNorm2d,
-        x: Tensor,
-        w: Tensor,
-        b: Tensor,
-        mean: Tensor,
-        variance: Tensor,
-        y: Tensor,
-        saved: Any,
+        self, layer: BatchNorm2d, x: Tensor, w: Tensor, b: Tensor, mean: Tensor, variance: Tensor, y: Tensor, saved: Any
     ) -> None:
         (m, inverse), count = saved, x.size // w.size
         self._sum_columns(x, m)
@@ -212,7 +204,7 @@ class NaiveOps:
     def _sum_slices(self, partial: Tensor, slices: np.uint32, out: Tensor, bias: Tensor | None = None) -> None:
         """out = the sum of its partial sums (+ bias)."""
         kernel, columns = sums.sum_slices(bias is not None), out.size if bias is None else bias.size
-        blocks, sizes = sums.sum_slices_blocks(out.size), (slices, u32(columns), u32(out.size))
+        blocks, sizes = -(-out.size // sums.OWNERS), (slices, u32(columns), u32(out.size))
         kernel.launch(blocks, self.stream, partial, self._or_nothing(bias), out, *sizes)
 
     def _enough_blocks(self, blocks: int) -> int:

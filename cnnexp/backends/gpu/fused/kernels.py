@@ -58,10 +58,9 @@ def gather(D: int, from_bytes: bool) -> Kernel:
 
     def gather(images, order, ahead, x, count):
         i = u32(cuda.grid(1))
-        while i < count:
+        if i < count:
             n, d = split(i, D)
             x[i] = pixel(images[offset(image_at(order, ahead, n), D, d)])
-            i = u32(i + cuda.gridsize(1))
 
     images = "uint8[::1]" if from_bytes else "float32[::1]"
     return Kernel(gather, f"void({images}, uint32[::1], uint32, float32[::1], uint32)", BLOCK)
@@ -73,9 +72,8 @@ def gather_labels() -> Kernel:
 
     def gather_labels(labels, order, ahead, t, count):
         n = u32(cuda.grid(1))
-        while n < count:
+        if n < count:
             t[n] = labels[image_at(order, ahead, n)]
-            n = u32(n + cuda.gridsize(1))
 
     return Kernel(gather_labels, "void(int32[::1], uint32[::1], uint32, int32[::1], uint32)", BLOCK)
 
@@ -86,10 +84,9 @@ def keep_losses() -> Kernel:
 
     def keep_losses(batch_losses, batch_hits, order, ahead, outcomes, count):
         n = u32(cuda.grid(1))
-        while n < count:
+        if n < count:
             place = u32(order[0] + ahead + n)
             outcomes[offset(place, 2, 0)], outcomes[offset(place, 2, 1)] = batch_losses[n], f32(batch_hits[n])
-            n = u32(n + cuda.gridsize(1))
 
     return Kernel(keep_losses, "void(float32[::1], uint8[::1], uint32[::1], uint32, float32[::1], uint32)", BLOCK)
 

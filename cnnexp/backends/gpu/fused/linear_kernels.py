@@ -119,7 +119,7 @@ def linear_backward_weights(D: int, O: int, has_bias: bool, relu: bool, slices: 
     def linear_backward_weights(x, y, dy, partial, images, count):
         gs, values = cuda.local.array(AHEAD, f32), cuda.local.array(AHEAD, f32)
         i = u32(cuda.grid(1))
-        while i < count:
+        if i < count:
             s, k, o = split(i, rows, O)
             total = ZERO
             n = s
@@ -138,7 +138,6 @@ def linear_backward_weights(D: int, O: int, has_bias: bool, relu: bool, slices: 
                     total += gs[j] * (values[j] if k < D else ONE)
                 n = u32(n + AHEAD * slices_)
             partial[i] = total
-            i = u32(i + cuda.gridsize(1))
 
     arrays = "float32[::1], float32[::1], float32[::1], float32[::1]"
     return Kernel(linear_backward_weights, f"void({arrays}, uint32, uint32)", BLOCK)

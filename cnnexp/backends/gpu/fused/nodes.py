@@ -124,11 +124,6 @@ class Context:
         offset, size = extent(stage)
         return self.parameters[offset : offset + size]
 
-    @property
-    def shared_floats(self) -> int:
-        """Floats of shared memory that a kernel may use."""
-        return (self.gpu.shared_bytes - SPARE_SHARED) // 4
-
     def splits(self, blocks: int, most: int) -> int:
         """Return into how many parts to split `blocks` blocks so that every multiprocessor has two; at most `most`."""
         return max(1, min(most, -(-2 * self.gpu.multiprocessors // blocks)))
@@ -153,7 +148,7 @@ class FusedNode:
         raise NotImplementedError
 
     def backward(self, step: BatchStep) -> None:
-        raise NotImplementedError
+        """Do nothing: `forward` has made all gradients that there are."""
 
 
 class Gather(FusedNode):
@@ -168,9 +163,6 @@ class Gather(FusedNode):
         self._kernels[step.split.is_bytes].over(
             step.count * self._size, step.stream, step.split.images, *step.place, self.y
         )
-
-    def backward(self, step: BatchStep) -> None:
-        """Images have no gradient."""
 
 
 @dataclass(frozen=True)
@@ -204,7 +196,8 @@ def conv_block(stage: ConvStage, pool: int, relu: bool, from_order: bool) -> Con
 
 def plan_conv(conv: ConvBlock, context: Context) -> ConvPlan | None:
     """Return a plan whose tiles fit in shared memory, with blocks enough for the GPU; None if none fits."""
-    sizes, batch, room = conv.sizes, context.batch_size, context.shared_floats
+    sizes, batch = conv.sizes, context.batch_size
+    room = (context.gpu.shared_bytes - SPARE_SHARED) // 4  # floats of shared memory
     filters = min(sizes.F, LANES)
     together = conv_kernels.filters_together(conv, filters)
     w_size = sizes.K**2 * sizes.C * -(-filters // together) * together
@@ -329,9 +322,6 @@ class FusedHead(FusedNode):
         made = self.y, step.split.outcomes, self._d_input, self._partials.memory
         self._kernel.launch(self._slices, step.stream, *given, *made, u32(step.count))
 
-    def backward(self, step: BatchStep) -> None:
-        """Done with the scores."""
-
 
 class PlainLoss(FusedNode):
     """A loss that is not fused with the layer before it."""
@@ -350,9 +340,6 @@ class PlainLoss(FusedNode):
         scores, d_scores = self._before.y[:count], self._before.dy[:count]
         self._ops.loss(self._loss, scores, self._labels, 1.0 / count, d_scores, self._losses, self._hits)
         kernels.keep_losses().over(count, step.stream, self._losses, self._hits, *step.place, split.outcomes)
-
-    def backward(self, step: BatchStep) -> None:
-        """Done with the loss."""
 
 
 class PlainLayer(FusedNode):

@@ -18,7 +18,7 @@ def conv2d(sizes: ConvSizes, has_bias: bool, block: int) -> Kernel:
 
     def conv2d(x, w, b, y, count):
         i = u32(cuda.grid(1))
-        while i < count:
+        if i < count:
             n, p, q, f = split(i, P, Q, F)
             total = b[f] if has_bias else ZERO
             corner = offset(n, H, u32(p * stride), W, u32(q * stride), C, 0)
@@ -34,7 +34,6 @@ def conv2d(sizes: ConvSizes, has_bias: bool, block: int) -> Kernel:
                         for c in range(C):
                             total += x[pixel + offset(c)] * w[f + offset(a, K, e, C, c, F, 0)]
             y[i] = total
-            i = u32(i + cuda.gridsize(1))
 
     return Kernel(conv2d, "void(float32[::1], float32[::1], float32[::1], float32[::1], uint32)", block)
 
@@ -46,7 +45,7 @@ def conv2d_backward_input(sizes: ConvSizes, block: int) -> Kernel:
 
     def conv2d_backward_input(w, dy, dx, count):
         i = u32(cuda.grid(1))
-        while i < count:
+        if i < count:
             n, h, v, c = split(i, H, W, C)
             row, col = u32(h + top), u32(v + left)  # in the padded image
             total = ZERO
@@ -61,7 +60,6 @@ def conv2d_backward_input(sizes: ConvSizes, block: int) -> Kernel:
                     q = u32(q + 1)
                 p = u32(p + 1)
             dx[i] = total
-            i = u32(i + cuda.gridsize(1))
 
     return Kernel(conv2d_backward_input, "void(float32[::1], float32[::1], float32[::1], uint32)", block)
 
@@ -74,7 +72,7 @@ def conv2d_backward_weights(sizes: ConvSizes, block: int) -> Kernel:
 
     def conv2d_backward_weights(x, dy, partial, images, slices, count):
         i = u32(cuda.grid(1))
-        while i < count:
+        if i < count:
             n, a, e, c, f = split(i, K, K, C, F)
             total = ZERO
             while n < images:
@@ -94,7 +92,6 @@ def conv2d_backward_weights(sizes: ConvSizes, block: int) -> Kernel:
                                 total += x[pixel] * dy[place + offset(q, F, 0)]
                 n = u32(n + slices)
             partial[i] = total
-            i = u32(i + cuda.gridsize(1))
 
     arrays = "float32[::1], float32[::1], float32[::1]"
     return Kernel(conv2d_backward_weights, f"void({arrays}, uint32, uint32, uint32)", block)

@@ -1,6 +1,6 @@
 """The layers' mathematics on a GPU that no backend does differently: one thread per output element.
 
-A thread strides over the grid, so any grid is right. Sums over images and products of matrices are in `sums`.
+Sums over images and products of matrices are in `sums`.
 """
 
 from __future__ import annotations
@@ -27,55 +27,37 @@ def gather(D: int, block: int) -> Kernel:
 
     def gather(images, labels, indices, x, t, count):
         i = u32(cuda.grid(1))
-        while i < count:
+        if i < count:
             n, d = split(i, D)
             source = u32(indices[n])
             x[i] = images[offset(source, D, d)]
             if d == u32(0):
                 t[n] = labels[source]
-            i = u32(i + cuda.gridsize(1))
 
     return Kernel(gather, "void(float32[::1], int32[::1], int64[::1], float32[::1], int32[::1], uint32)", block)
 
 
-@cuda.jit(device=True)
-def _exp(x):
-    return f32(math.exp(x))
-
-
-@cuda.jit(device=True)
-def _tanh(x):
-    return f32(math.tanh(x))
-
-
-@cuda.jit(device=True)
-def _erf(x):
-    return f32(math.erf(x))
-
-
-@cuda.jit(device=True)
-def _maximum(a, b):
-    return b if a < b else a
-
-
-@cuda.jit(device=True)
-def _where(condition, a, b):
-    return a if condition else b
-
-
-MATHS = Maths(_exp, _tanh, _erf, _maximum, _where)
+device_function = cuda.jit(device=True)
+MATHS = Maths(
+    exp=device_function(lambda x: f32(math.exp(x))),
+    tanh=device_function(lambda x: f32(math.tanh(x))),
+    erf=device_function(lambda x: f32(math.erf(x))),
+    maximum=device_function(lambda a, b: b if a < b else a),
+    where=device_function(lambda condition, a, b: a if condition else b),
+)
+LOG = device_function(lambda x: LOWEST if x == ZERO else f32(math.log(x)))
+LOG1P = device_function(lambda x: LOWEST if x == -ONE else f32(math.log1p(x)))
 
 
 @cache
 def elementwise(layer: Elementwise, block: int) -> Kernel:
     """y = the layer's rule of x: one thread per number."""
-    rule = cuda.jit(device=True)(layer.rule(MATHS))
+    rule = device_function(layer.rule(MATHS))
 
     def elementwise(x, y, count):
         i = u32(cuda.grid(1))
-        while i < count:
+        if i < count:
             y[i] = rule(x[i])
-            i = u32(i + cuda.gridsize(1))
 
     return Kernel(elementwise, "void(float32[::1], float32[::1], uint32)", block)
 
@@ -83,13 +65,12 @@ def elementwise(layer: Elementwise, block: int) -> Kernel:
 @cache
 def elementwise_backward(layer: Elementwise, block: int) -> Kernel:
     """dx = dy times the layer's derivative: one thread per number."""
-    derivative = cuda.jit(device=True)(layer.derivative(MATHS))
+    derivative = device_function(layer.derivative(MATHS))
 
     def elementwise_backward(x, y, dy, dx, count):
         i = u32(cuda.grid(1))
-        while i < count:
+        if i < count:
             dx[i] = dy[i] * derivative(x[i], y[i])
-            i = u32(i + cuda.gridsize(1))
 
     return Kernel(elementwise_backward, "void(float32[::1], float32[::1], float32[::1], float32[::1], uint32)", block)
 
@@ -100,9 +81,8 @@ def put(block: int) -> Kernel:
 
     def put(source, target, first, count):
         i = u32(cuda.grid(1))
-        while i < count:
+        if i < count:
             target[u32(first + i)] = source[i]
-            i = u32(i + cuda.gridsize(1))
 
     return Kernel(put, "void(float32[::1], float32[::1], uint32, uint32)", block)
 
@@ -113,14 +93,13 @@ def add(block: int) -> Kernel:
 
     def add(a, b, total, count):
         i = u32(cuda.grid(1))
-        while i < count:
+        if i < count:
             total[i] = a[i] + b[i]
-            i = u32(i + cuda.gridsize(1))
 
     return Kernel(add, "void(float32[::1], float32[::1], float32[::1], uint32)", block)
 
 
-_mix = cuda.jit(device=True)(noise.mix)
+_mix = device_function(noise.mix)
 
 
 @cache
@@ -130,10 +109,9 @@ def dropout(D: int, block: int) -> Kernel:
 
     def dropout(x, images, key, least, scale, y, count):
         i = u32(cuda.grid(1))
-        while i < count:
+        if i < count:
             n, d = split(i, D)
             y[i] = x[i] * scale if _mix(_mix(key ^ images[n]) ^ _mix(np.int64(d))) >= least else ZERO
-            i = u32(i + cuda.gridsize(1))
 
     return Kernel(dropout, "void(float32[::1], int64[::1], int64, int64, float32, float32[::1], uint32)", block)
 
@@ -144,9 +122,8 @@ def scale(block: int) -> Kernel:
 
     def scale(x, factor, count):
         i = u32(cuda.grid(1))
-        while i < count:
+        if i < count:
             x[i] = x[i] * factor
-            i = u32(i + cuda.gridsize(1))
 
     return Kernel(scale, "void(float32[::1], float32, uint32)", block)
 
@@ -157,12 +134,11 @@ def average(block: int) -> Kernel:
 
     def average(mean, inverse, running_mean, running_variance, momentum, epsilon, share, unbiased, count):
         c = u32(cuda.grid(1))
-        while c < count:
+        if c < count:
             squares = inverse[c]
             running_mean[c] += momentum * (mean[c] - running_mean[c])
             running_variance[c] += momentum * (squares * unbiased - running_variance[c])
             inverse[c] = ONE / f32(math.sqrt(squares * share + epsilon))
-            c = u32(c + cuda.gridsize(1))
 
     arrays = ", ".join(["float32[::1]"] * 4)
     return Kernel(average, f"void({arrays}, float32, float32, float32, float32, uint32)", block)
@@ -175,11 +151,10 @@ def normalize(channels: int, from_variance: bool, block: int) -> Kernel:
 
     def normalize(x, mean, inverse, w, b, epsilon, y, count):
         i = u32(cuda.grid(1))
-        while i < count:
+        if i < count:
             _, c = split(i, C)
             factor = ONE / f32(math.sqrt(inverse[c] + epsilon)) if from_variance else inverse[c]
             y[i] = (x[i] - mean[c]) * (factor * w[c]) + b[c]
-            i = u32(i + cuda.gridsize(1))
 
     arrays = ", ".join(["float32[::1]"] * 5)
     return Kernel(normalize, f"void({arrays}, float32, float32[::1], uint32)", block)
@@ -192,11 +167,10 @@ def normalize_backward(channels: int, block: int) -> Kernel:
 
     def normalize_backward(x, mean, inverse, w, dy, dw, db, share, dx, count):
         i = u32(cuda.grid(1))
-        while i < count:
+        if i < count:
             _, c = split(i, C)
             normal = (x[i] - mean[c]) * inverse[c]
             dx[i] = inverse[c] * w[c] * (dy[i] - db[c] * share - normal * (dw[c] * share))
-            i = u32(i + cuda.gridsize(1))
 
     arrays = ", ".join(["float32[::1]"] * 7)
     return Kernel(normalize_backward, f"void({arrays}, float32, float32[::1], uint32)", block)
@@ -208,9 +182,8 @@ def times(block: int) -> Kernel:
 
     def times(x, factors, count):
         i = u32(cuda.grid(1))
-        while i < count:
+        if i < count:
             x[i] = x[i] * factors[i]
-            i = u32(i + cuda.gridsize(1))
 
     return Kernel(times, "void(float32[::1], float32[::1], uint32)", block)
 
@@ -222,7 +195,7 @@ def max_pool(sizes: PoolSizes, block: int) -> Kernel:
 
     def max_pool(x, y, argmax, count):
         i = u32(cuda.grid(1))
-        while i < count:
+        if i < count:
             n, u, v, c = split(i, U, V, C)
             best, where = LOWEST, u32(0)
             for a in range(S):
@@ -234,7 +207,6 @@ def max_pool(sizes: PoolSizes, block: int) -> Kernel:
                             best, where = value, offset(a, S, b)
             y[i] = best
             argmax[i] = np.int32(where)
-            i = u32(i + cuda.gridsize(1))
 
     return Kernel(max_pool, "void(float32[::1], float32[::1], int32[::1], uint32)", block)
 
@@ -246,7 +218,7 @@ def max_pool_backward(sizes: PoolSizes, block: int) -> Kernel:
 
     def max_pool_backward(argmax, dy, dx, count):
         i = u32(cuda.grid(1))
-        while i < count:
+        if i < count:
             n, h, w, c = split(i, H, W, C)
             row, col = u32(h + top), u32(w + left)  # in the padded image
             total = ZERO
@@ -260,7 +232,6 @@ def max_pool_backward(sizes: PoolSizes, block: int) -> Kernel:
                     v = u32(v + 1)
                 u = u32(u + 1)
             dx[i] = total
-            i = u32(i + cuda.gridsize(1))
 
     return Kernel(max_pool_backward, "void(int32[::1], float32[::1], float32[::1], uint32)", block)
 
@@ -272,7 +243,7 @@ def avg_pool(sizes: PoolSizes, block: int) -> Kernel:
 
     def avg_pool(x, y, count):
         i = u32(cuda.grid(1))
-        while i < count:
+        if i < count:
             n, u, v, c = split(i, U, V, C)
             total, inside = ZERO, u32(0)
             for a in range(S):
@@ -282,7 +253,6 @@ def avg_pool(sizes: PoolSizes, block: int) -> Kernel:
                         total += x[offset(n, H, u32(row - top), W, u32(col - left), C, c)]
                         inside = u32(inside + 1)
             y[i] = total / f32(inside)
-            i = u32(i + cuda.gridsize(1))
 
     return Kernel(avg_pool, "void(float32[::1], float32[::1], uint32)", block)
 
@@ -294,7 +264,7 @@ def avg_pool_backward(sizes: PoolSizes, block: int) -> Kernel:
 
     def avg_pool_backward(dy, dx, count):
         i = u32(cuda.grid(1))
-        while i < count:
+        if i < count:
             n, h, w, c = split(i, H, W, C)
             row, col = u32(h + top), u32(w + left)  # in the padded image
             total = ZERO
@@ -308,33 +278,21 @@ def avg_pool_backward(sizes: PoolSizes, block: int) -> Kernel:
                     v = u32(v + 1)
                 u = u32(u + 1)
             dx[i] = total
-            i = u32(i + cuda.gridsize(1))
 
     return Kernel(avg_pool_backward, "void(float32[::1], float32[::1], uint32)", block)
-
-
-@cuda.jit(device=True)
-def _log(x):
-    return LOWEST if x == ZERO else f32(math.log(x))
-
-
-@cuda.jit(device=True)
-def _log1p(x):
-    return LOWEST if x == -ONE else f32(math.log1p(x))
 
 
 @cache
 def loss(kind: Loss, O: int, block: int) -> Kernel:  # noqa: E741
     """The rule of a loss: one thread per image."""
-    rule, O = cuda.jit(device=True)(kind.rule(O, _exp, _log, _log1p)), u32(O)  # noqa: E741
+    rule, O = device_function(kind.rule(O, MATHS.exp, LOG, LOG1P)), u32(O)  # noqa: E741
 
     def loss(scores, labels, scale, d_scores, losses, hits, count):
         n = u32(cuda.grid(1))
-        while n < count:
+        if n < count:
             first, end = offset(n, O, 0), offset(n, O, O)
             losses[n], hit = rule(scores[first:end], labels[n], scale, d_scores[first:end])
             hits[n] = np.uint8(1) if hit else np.uint8(0)
-            n = u32(n + cuda.gridsize(1))
 
     signature = "void(float32[::1], int32[::1], float32, float32[::1], float32[::1], uint8[::1], uint32)"
     return Kernel(loss, signature, block)
@@ -343,12 +301,12 @@ def loss(kind: Loss, O: int, block: int) -> Kernel:  # noqa: E741
 @cache
 def update(optimizer: Optimizer, block: int) -> Kernel:
     """One optimizer step on flat buffers: one thread per parameter, every parameter of the network in one launch."""
-    rule = cuda.jit(device=True)(optimizer.rule(sqrt=math.sqrt, maximum=max))
+    rule = device_function(optimizer.rule(sqrt=math.sqrt, maximum=max))
     slots = len(optimizer.slots)
 
     def update(w, g, s, t, rate, c0, c1, count):
         i = u32(cuda.grid(1))
-        while i < count:
+        if i < count:
             old_s = s[i] if slots > 0 else ZERO
             old_t = t[i] if slots > 1 else ZERO
             new_w, new_s, new_t = rule(w[i], g[i], old_s, old_t, rate, c0, c1)
@@ -357,7 +315,6 @@ def update(optimizer: Optimizer, block: int) -> Kernel:
                 s[i] = new_s
             if slots > 1:
                 t[i] = new_t
-            i = u32(i + cuda.gridsize(1))
 
     signature = "void(float32[::1], float32[::1], float32[::1], float32[::1], float32, float32, float32, uint32)"
     return Kernel(update, signature, block)

@@ -70,11 +70,6 @@ def sum_slices(has_bias: bool) -> Kernel:
     return Kernel(sum_slices, "void(float32[::1], float32[::1], float32[::1], uint32, uint32, uint32)", THREADS)
 
 
-def sum_slices_blocks(count: int) -> int:
-    """Return the blocks of `sum_slices`."""
-    return -(-count // OWNERS)
-
-
 @cache
 def column_sums(columns: int, of: str) -> Kernel:
     """partial[s, c] = the sum over slice s of the rows of "dy", "(x - mean) dy" or "(x - mean)^2"; one thread each."""
@@ -90,7 +85,7 @@ def column_sums(columns: int, of: str) -> Kernel:
 
     def column_sums(x, mean, dy, partial, rows, slices, count):
         i = u32(cuda.grid(1))
-        while i < count:
+        if i < count:
             row, c = split(i, C)
             total, middle = ZERO, mean[c] if is_centred else ZERO
             while u32(row + 3 * slices) < rows:
@@ -104,7 +99,6 @@ def column_sums(columns: int, of: str) -> Kernel:
                 total += term(x, middle, dy, offset(row, C, c))
                 row = u32(row + slices)
             partial[i] = total
-            i = u32(i + cuda.gridsize(1))
 
     arrays = ", ".join(["float32[::1]"] * 4)
     return Kernel(column_sums, f"void({arrays}, uint32, uint32, uint32)", THREADS)
