@@ -65,7 +65,7 @@ def compose_five(name: str, target: Target, kernel: Emit) -> Callable[..., None]
 def compose_choice(name: str, target: Target, choices: Sequence[Kernels]) -> Callable[..., None]:
     """Return a function for `@njit` code that runs, of lists of kernels, the one of a number given last.
 
-    Each kernel is run on four arrays and a count.
+    Each kernel is run on four arrays and a count. All places of a module that call it share the kernels.
     """
 
     @intrinsic
@@ -73,21 +73,38 @@ def compose_choice(name: str, target: Target, choices: Sequence[Kernels]) -> Cal
         typing: Any, a: types.Type, b: types.Type, c: types.Type, d: types.Type, count: types.Type, choice: types.Type
     ) -> Intrinsic:
         def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Sequence[ir.Value]) -> ir.Value:
-            end = builder.append_basic_block("chosen")
-            switch = builder.switch(arguments[-1], end)
-            for number, kernels in enumerate(choices):
-                block = builder.append_basic_block(f"choice{number}")
-                switch.add_case(number, block)
-                builder.position_at_end(block)
-                call = _caller(name, target, kernels)
-                call(context, builder, _signature(*signature.args[:4]), arguments[:-1])
-                builder.branch(end)
-            builder.position_at_end(end)
+            arrays = zip(signature.args[:4], arguments[:4], strict=True)
+            values = [context.make_array(kind)(context, builder, value).data for kind, value in arrays]
+            values += arguments[4:]
+            function = builder.module.globals.get(name)
+            builder.call(function or _chooser(builder.module, name, target, choices, values), values)
             return context.get_dummy_value()
 
         return types.void(a, b, c, d, types.int64, types.int64), codegen
 
     return run
+
+
+def _chooser(
+    module: ir.Module, name: str, target: Target, choices: Sequence[Kernels], like: Sequence[ir.Value]
+) -> ir.Function:
+    """Define the function that `compose_choice` calls, on arguments as those given."""
+    kind = ir.FunctionType(ir.VoidType(), [value.type for value in like])
+    function = ir.Function(module, kind, name)
+    function.linkage = "internal"
+    function.attributes.add("noinline")
+    builder = ir.IRBuilder(function.append_basic_block("entry"))
+    *same, choice = function.args
+    end = function.append_basic_block("end")
+    switch = builder.switch(choice, end)
+    for number, kernels in enumerate(choices):
+        switch.add_case(number, block := function.append_basic_block(f"choice{number}"))
+        builder.position_at_end(block)
+        call_kernels(builder, name, target, kernels, same)
+        builder.branch(end)
+    builder.position_at_end(end)
+    builder.ret_void()
+    return function
 
 
 def on_arena(emit: Callable[[ir.IRBuilder, ir.Value], None]) -> Callable[..., Any]:

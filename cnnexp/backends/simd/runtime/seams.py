@@ -43,20 +43,13 @@ def make_batch(plan: Plan, begin: Callable, finish: Callable, copy_scores: Calla
     meets: list[Kernels] = [[("meet", seam.meet)] for seam in plan.seams]
     averages: list[Kernels] = [[("average", seam.average)] for seam in plan.seams if seam.average]
     choices = [*ahead, *back, *left, *left_back, *meets, *averages, plan.gradients]
-    run_choice = compose_choice("seamed", plan.target, choices)
+    run = compose_choice("seamed", plan.target, choices)
     cuts, seams, images, clocked = len(ahead) - 1, len(names), plan.arena.images, plan.clocks.on
     parts, meeting, averaging = 2 * cuts + 2, 2 * cuts + 2 + seams, 2 * cuts + 2 + 2 * seams
     start_clocks, charge_wait = (
         on_arena(emit) for emit in (plan.clocks.starting, plan.clocks.charging(plan.step_parts["wait"]))
     )
 
-    @compiled
-    def run(
-        parameters: np.ndarray, gradients: np.ndarray, arena: np.ndarray, known: np.ndarray, count: int, choice: int
-    ) -> None:
-        run_choice(parameters, gradients, arena, known, count, choice)  # each place that calls it has all kernels
-
-    @compiled
     def predict(call: Call, arena: np.ndarray, at: int, end: int) -> None:
         known, tile = call.counts[call.rank], call.order[at:end]
         begin(call, arena, 0, tile)
@@ -66,7 +59,6 @@ def make_batch(plan: Plan, begin: Callable, finish: Callable, copy_scores: Calla
             run(call.parameters, call.running, arena, known, len(tile), seam + 1)
         copy_scores(arena, call.scores[at:end])
 
-    @compiled
     def pass_tile(call: Call, share: int, step: int, phase: int, number: int, tile: np.ndarray, batch: int) -> None:
         """Take a tile through a segment, up to the next seam; the last one forward is also the first one back."""
         arena, gradient, known = call.arenas[number], call.gradients[share], call.counts[call.rank]
@@ -85,7 +77,9 @@ def make_batch(plan: Plan, begin: Callable, finish: Callable, copy_scores: Calla
         elif call.mode == GRADIENTS:
             run(call.parameters, gradient, arena, known, len(tile), averaging + cuts)
 
-    @compiled
+    # inlined all: what a compiled function calls is optimized once more with it, and once more with its callers
+    predict, pass_tile = compiled(predict, inline="always"), compiled(pass_tile, inline="always")
+
     def run_batch(call: Call, step: int, first: int, here: int, mine: int, next_: int) -> None:
         """Run the shares from `mine` to `next_` of the batch order[first : first + here]."""
         shares, known = call.gradients.shape[0], call.counts[call.rank]
@@ -119,4 +113,4 @@ def make_batch(plan: Plan, begin: Callable, finish: Callable, copy_scores: Calla
                         known[0] = number
                         run(call.parameters, call.running, call.arenas[0], known, 0, meeting + phase)
 
-    return run_batch
+    return compiled(run_batch, inline="always")
