@@ -14,7 +14,6 @@ import sys
 import time
 import webbrowser
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from urllib.parse import urlsplit
 
 from cnnexp.errors import BackendUnavailable, ConfigError, TrackingError, installing, without_secrets
@@ -61,6 +60,8 @@ def command(arguments: Sequence[str]) -> None:
 
 def has_pages() -> bool:
     """Return whether all of MLflow is installed: its client, which records, brings no pages."""
+    from importlib import metadata  # slow to import
+
     with contextlib.suppress(metadata.PackageNotFoundError):
         return bool(metadata.version("mlflow"))
     return False
