@@ -84,7 +84,6 @@ def state() -> str:
                     "cardHeight": 640,
                 }
             ],
-            "viewMaximized": True,
             "isAccordionReordered": True,  # keeps our section first
         }
     )
