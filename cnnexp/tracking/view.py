@@ -17,6 +17,8 @@ from typing import Any
 
 from cnnexp.errors import without_secrets
 
+LOOPBACK = "127.0.0.1"
+
 
 def has_screen(environ: Mapping[str, str]) -> bool:
     """Return whether a browser would have a window; one that draws in the terminal would take ours."""
@@ -33,7 +35,7 @@ def host(environ: Mapping[str, str]) -> str:
         with contextlib.suppress(OSError), socket.socket(socket.AF_INET6) as probe:
             probe.bind(("::1", 0))
             return "::1"
-    return "127.0.0.1"
+    return LOOPBACK
 
 
 HOST = host(os.environ)
