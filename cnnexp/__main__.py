@@ -77,7 +77,8 @@ class Terminated(KeyboardInterrupt):
 
 def main() -> None:
     """Run the command line and leave with its exit code."""
-    gc.set_threshold(50_000)  # to look for garbage every 700 objects takes a tenth of the start
+    gc.set_threshold(50_000)
+    gc.disable()  # until a run trains, or a command begins: to look for garbage takes a tenth of the start
     traceback_wanted = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise what it would print, so that errors are reported here
     signal.signal(signal.SIGTERM, _terminate)
@@ -145,6 +146,7 @@ def _dispatch(arguments: list[str]) -> None:
     if arguments and arguments[0] in COMMANDS:
         place, usage, does = COMMANDS[arguments[0]]
         module, _, function = place.partition(":")
+        gc.enable()
         if set(arguments[1:]) & {"-h", "--help"}:
             lines = f"Usage: cnnexp {arguments[0]} {usage}".rstrip().replace(" | ", f"\n       cnnexp {arguments[0]} ")
             sys.stdout.write("\n".join([lines, "", does, *([A_RUN] if "RUN" in usage else []), ""]))

@@ -6,10 +6,9 @@ import os
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from cnnexp.backends.parts import Part
 from cnnexp.backends.protocol import Backend
@@ -18,6 +17,9 @@ from cnnexp.network import Network
 from cnnexp.system.table import Group, Table, as_screen
 from cnnexp.training.loop import EpochResult
 from cnnexp.training.loop import Progress as EpochProgress
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 WIDTH = 120  # of tables where nobody says how wide the screen is
 LINE = 80  # of text: wider is hard to read
@@ -51,6 +53,8 @@ class Display:
 
     def __enter__(self) -> Self:
         if self._shown and self.console.is_terminal:
+            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn  # slow to import
+
             self._bar = Progress(
                 TextColumn("{task.description}"),
                 BarColumn(bar_width=None),

@@ -28,9 +28,8 @@ from cnnexp.datasets import photograph
 from cnnexp.datasets.images import decode_picture
 from cnnexp.errors import CnnexpError, ConfigError
 from cnnexp.network import Dropout, Flatten, Shape
-from cnnexp.tracking.browser import has_screen
 from cnnexp.tracking.model import BACKEND, Classifier
-from cnnexp.tracking.view import HOST
+from cnnexp.tracking.view import LOOPBACK, has_screen
 
 PAGE = "draw.html"
 MOST_MAPS = 32  # channels of a layer that are shown
@@ -84,8 +83,8 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, classifier: Classifier, name: str) -> None:
-        super().__init__((HOST, 0), _Handler)
-        self.address = f"http://{HOST}:{self.server_port}/"
+        super().__init__((LOOPBACK, 0), _Handler)
+        self.address = f"http://{LOOPBACK}:{self.server_port}/"
         self._classifier, self._name, self._one_at_a_time = classifier, name, threading.Lock()
 
     def describe(self) -> dict[str, Any]:
@@ -155,7 +154,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _is_ours(self) -> bool:
         """Return whether the request names this server, and comes from its page or from none."""
-        names = [f"{name}:{self.server.server_port}" for name in (HOST, "localhost")]
+        names = [f"{name}:{self.server.server_port}" for name in (LOOPBACK, "localhost")]
         origin = self.headers.get("Origin")
         ours = self.headers.get("Host") in names and (origin is None or urlsplit(origin).netloc in names)
         if not ours:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import math
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ from cnnexp.app.resume import ResumePoint
 from cnnexp.backends.protocol import Backend, Program
 from cnnexp.datasets import Dataset
 from cnnexp.errors import CompilerDied, Diverged
-from cnnexp.measuring import cost_model, footprint
+from cnnexp.measuring import footprint
 from cnnexp.measuring.amdahl import amdahl_limit
 from cnnexp.measuring.interference import IdleWait, Watch
 from cnnexp.measuring.ledger import Charged, Ledger, Profiled, metrics, report, report_beside, step_parts
@@ -66,6 +67,9 @@ def train(settings: Settings, run: Run, earlier: ResumePoint | None = None, job:
         watch = Watch(settings.workers.count * made.backend.threads)
         _await_quiet(idle, made.ledger)
         watch.start()
+        if not gc.isenabled():  # see `__main__`
+            gc.freeze()  # what has been loaded is no garbage
+            gc.enable()
         epochs = train_epochs(
             made.program,
             made.dataset,
@@ -252,6 +256,8 @@ def _parallel_operations(backend: Backend) -> float:
 
 def _predict_epochs(program: ParallelProgram, dataset: Dataset, run: Run) -> None:
     """Measure what the cost model says of more workers and keep its table."""
+    from cnnexp.measuring import cost_model
+
     program.measure(dataset.train)
     table = run.folder / cost_model.TABLE
     write_csv(program.extrapolate(), table)

@@ -14,12 +14,13 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import importlib
+import importlib.util
 import logging
 import os
 import sys
 import tempfile
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import TypeVar
 
@@ -102,6 +103,7 @@ def _say_compiling() -> None:
     log.info("compiling for this CPU; the next run of this network finds it compiled")
 
 
+@functools.cache
 def source_files() -> list[Path]:
     """Return the files that the machine code comes from."""
     folder = Path(__file__).parent
@@ -123,8 +125,19 @@ def program_key(signature: object, described: tuple[object, ...]) -> str:
     """
     rules = [rule for thing in described for rule in _rules(thing)]
     told = [_told(thing) for thing in described]
-    facts = (sys.version, version("numba"), llvmlite.__version__, host(), str(signature), *rules, *told)
+    facts = (sys.version, _numba_version(), llvmlite.__version__, host(), str(signature), *rules, *told)
     return hashlib.sha256(digest(tuple(source_files())) + repr(facts).encode()).hexdigest()
+
+
+@functools.cache
+def _numba_version() -> str:
+    """Return it as it stands in the name of Numba's metadata: to read them takes longer than all else at a start."""
+    spec = importlib.util.find_spec("numba")
+    if spec is not None and spec.origin is not None:
+        found = [path.name for path in Path(spec.origin).parents[1].glob("numba-*.dist-info")]
+        if len(found) == 1:
+            return found[0]
+    return importlib.import_module("importlib.metadata").version("numba")  # e.g. one that is being developed
 
 
 @functools.cache

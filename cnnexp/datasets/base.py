@@ -265,9 +265,10 @@ def _warn_about_scale(name: str, images: np.ndarray) -> None:
 
 def _warn_about_classes(name: str, train: np.ndarray, test: np.ndarray, classes: tuple[str, ...]) -> None:
     """Log a warning where there is one class alone, or where classes are tested on that are never trained on."""
-    if len(set(np.unique(train))) == 1:
+    found, tested = (set(np.flatnonzero(np.bincount(labels))) for labels in (train, test))  # `unique` is slow to start
+    if len(found) == 1:
         log.warning("%s: all training images are of one class, %s: nothing can be learned", name, classes[train[0]])
-    unknown = sorted(set(np.unique(test)) - set(np.unique(train)))
+    unknown = sorted(tested - found)
     if unknown:
         shown_names = ", ".join(classes[label] for label in unknown[:10])
         log.warning("%s: %d of the classes tested on have no training image: %s", name, len(unknown), shown_names)

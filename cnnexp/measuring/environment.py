@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +58,8 @@ def machine_facts() -> dict[str, str]:
 
 def versions() -> dict[str, str]:
     """Return the versions of Python, cnnexp and the installed packages that compute, by tag name."""
+    from importlib import metadata  # slow to import, and of use to the recorder alone
+
     found = {"version.python": platform.python_version()}
     for package in ("cnnexp", *PACKAGES):
         try:

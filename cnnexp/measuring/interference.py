@@ -14,8 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
-import psutil
-
 from cnnexp.system.cores import usable_cores
 from cnnexp.training.loop import Observer
 
@@ -186,6 +184,8 @@ def _own_s() -> float:
     """Return the seconds that this process and its children, the ended ones too, have computed."""
     times = os.times()
     own = time.process_time() + times.children_user + times.children_system
+    import psutil  # slow to import: when the first epoch begins
+
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             used = child.cpu_times()

@@ -13,7 +13,6 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -157,6 +156,8 @@ def load_named() -> None:
 def load_installed() -> None:
     """Load the plugins that the environment names and those that installed packages offer."""
     load_named()
+    from importlib import metadata  # slow to import, and rarely needed
+
     for point in metadata.entry_points(group=ENTRY_POINTS):
         load(point.module)
 

@@ -6,7 +6,6 @@ import contextlib
 import re
 import socket
 import sqlite3
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -69,8 +68,11 @@ def need_answer(uri: str) -> None:
     MLflow's own attempts at a database server go on for minutes.
     """
     parts = urlsplit(uri)
-    proxied = parts.scheme in urllib.request.getproxies() and not urllib.request.proxy_bypass(parts.netloc)
-    if parts.hostname and not proxied:
+    if not parts.hostname:
+        return
+    from urllib import request  # slow to import
+
+    if parts.scheme not in request.getproxies() or request.proxy_bypass(parts.netloc):
         port = parts.port or {"http": 80, "https": 443, "postgresql": 5432, "mysql": 3306}.get(parts.scheme)
         if port:
             socket.create_connection((parts.hostname, port), CONNECT_S).close()

@@ -13,8 +13,7 @@ import subprocess
 import sys
 import time
 import webbrowser
-from collections.abc import Mapping, Sequence
-from importlib import metadata
+from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from cnnexp.errors import BackendUnavailable, ConfigError, TrackingError, installing, without_secrets
@@ -52,7 +51,7 @@ def command(arguments: Sequence[str]) -> None:
         address = view.address(uri, *last_experiment(uri), port)
     sys.stdout.write(f"MLflow shows the runs of {without_secrets(uri)} until Ctrl-C, at\n{address}\n")
     sys.stdout.flush()
-    if has_screen(os.environ):
+    if view.has_screen(os.environ):
         subprocess.Popen([sys.executable, "-m", __name__, address], start_new_session=True)
     served = serving(uri, port)
     # this process becomes MLflow's, so whatever ends it ends the page
@@ -61,6 +60,8 @@ def command(arguments: Sequence[str]) -> None:
 
 def has_pages() -> bool:
     """Return whether all of MLflow is installed: its client, which records, brings no pages."""
+    from importlib import metadata  # slow to import
+
     with contextlib.suppress(metadata.PackageNotFoundError):
         return bool(metadata.version("mlflow"))
     return False
@@ -97,7 +98,7 @@ def last_experiment(uri: str) -> tuple[str | None, bool]:
 def free_port(first: int = view.PORT) -> int:
     """Return the first port from `first` on that nobody listens on."""
     for port in range(first, first + 100):
-        with socket.socket() as probe:
+        with loopback() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             with contextlib.suppress(OSError):
                 probe.bind((view.HOST, port))
@@ -105,9 +106,9 @@ def free_port(first: int = view.PORT) -> int:
     raise TrackingError(f"no free port between {first} and {first + 99} on {view.HOST}")
 
 
-def has_screen(environ: Mapping[str, str]) -> bool:
-    """Return whether a browser would have a window; one that draws in the terminal would take ours."""
-    return sys.platform in ("darwin", "win32") or any(environ.get(k) for k in ("BROWSER", "DISPLAY", "WAYLAND_DISPLAY"))
+def loopback() -> socket.socket:
+    """Return a socket of the kind that `view.HOST` takes."""
+    return socket.socket(socket.AF_INET6 if ":" in view.HOST else socket.AF_INET)
 
 
 def open_when_served(address: str, limit_s: float = SERVED_S) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import json
 import logging
@@ -117,7 +118,6 @@ class Run(Observer):
         self.contended = contended
         self._config, self._recorder, self._parent = config, recorder, parent
         self._skipped = self._has_begun = False
-        self._look: photograph.Look | None = None
         self._artifacts: list[tuple[str, str | None]] = []
         self._model: Path | None = None
         self._lost: TrackingError | None = None
@@ -173,7 +173,6 @@ class Run(Observer):
         if self._recorder is not None:
             self._recorder.check()
         self._dataset = dataset
-        self._look = photograph.describe(dataset.train.images, dataset.train.labels, len(dataset.classes))
         self.metrics["model/parameters"] = network.parameter_count
         call = {
             "name": self.name,
@@ -223,6 +222,11 @@ class Run(Observer):
                 self._recorder.hold()
             elif (failure := look.exception()) is not None and not isinstance(failure, RecorderDied):
                 raise failure
+
+    @functools.cached_property
+    def _look(self) -> photograph.Look | None:
+        train = self._dataset.train
+        return photograph.describe(train.images, train.labels, len(self._dataset.classes))
 
     @property
     def facts(self) -> dict[str, Any]:

@@ -7,27 +7,51 @@ in a browser. Where the experiment has no such view, a link that named it would 
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import socket
+import sys
+from collections.abc import Mapping
 from typing import Any
 
 from cnnexp.errors import without_secrets
 
-HOST = "127.0.0.1"  # MLflow's page has no passwords: it is not for the network
+LOOPBACK = "127.0.0.1"
+
+
+def has_screen(environ: Mapping[str, str]) -> bool:
+    """Return whether a browser would have a window; one that draws in the terminal would take ours."""
+    return sys.platform in ("darwin", "win32") or any(environ.get(k) for k in ("BROWSER", "DISPLAY", "WAYLAND_DISPLAY"))
+
+
+def host(environ: Mapping[str, str]) -> str:
+    """Return this machine's address for itself: MLflow's page has no passwords, and is not for the network.
+
+    A page from 127.0.0.1 opens beside a pane of MLflow's assistant, one from ::1 does not. Without a screen the page is
+    looked at through a tunnel, which ends at 127.0.0.1.
+    """
+    if has_screen(environ):
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+            return "::1"
+    return LOOPBACK
+
+
+HOST = host(os.environ)
 PORT = 5000
 KEY = "cnnexp"
 TAG = f"mlflow.sharedViewState.{KEY}"
 # name of the column -> its width in pixels, in their order; `tags`, `params` and `metrics` are MLflow's
 COLUMNS = {
-    "metrics.`speedup/median`": 110,
-    "metrics.`final/test_accuracy`": 110,
-    "metrics.`throughput/median_images_per_s`": 110,
-    "metrics.`time/median_epoch_s`": 110,
-    "tags.`backend`": 110,
-    "tags.`model`": 110,
-    "params.`model.filters`": 100,
-    "params.`trainer.batch_size`": 100,
+    "metrics.`speedup/median`": 115,
+    "metrics.`final/test_accuracy`": 120,
+    "metrics.`throughput/median_images_per_s`": 130,
+    "metrics.`time/median_epoch_s`": 125,
+    "tags.`backend`": 125,
+    "tags.`model`": 130,
 }
-FIXED = {"attributes.`Run Name`": 230, "runDateAndNestInfo": 120}  # columns that MLflow always shows
+FIXED = {"attributes.`Run Name`": 370, "runDateAndNestInfo": 130}  # columns that MLflow always shows
 BARS = ("speedup/median", "final/test_accuracy", "time/median_epoch_s", "throughput/median_images_per_s")
 LINES = ("test/accuracy", "train/loss")
 SECTION = "How much faster"
@@ -51,7 +75,17 @@ def state() -> str:
             "columnWidths": {**FIXED, **COLUMNS},
             "runsHiddenMode": "FIRST_20_RUNS",
             "compareRunCharts": [*(_chart("BAR", key) for key in BARS), *(_chart("LINE", key) for key in LINES)],
-            "compareRunSections": [{"uuid": SECTION, "name": SECTION, "display": True, "isReordered": True}],
+            "compareRunSections": [
+                # two charts beside each other, high enough for the name and the value of each of twenty runs
+                {
+                    "uuid": SECTION,
+                    "name": SECTION,
+                    "display": True,
+                    "isReordered": True,
+                    "columns": 2,
+                    "cardHeight": 640,
+                }
+            ],
             "isAccordionReordered": True,  # keeps our section first
         }
     )
@@ -66,11 +100,12 @@ def address(uri: str, experiment_id: str | None, shared: bool = True, port: int 
         shared: whether the experiment has our view; without it the plain list of runs opens.
         port: of that page.
     """
-    host = without_secrets(uri).rstrip("/") if uri.startswith("http") else f"http://{HOST}:{port}"
+    ours = f"http://{f'[{HOST}]' if ':' in HOST else HOST}:{port}"
+    page = without_secrets(uri).rstrip("/") if uri.startswith("http") else ours
     if experiment_id is None:
-        return f"{host}/#/experiments?{MODE}"
+        return f"{page}/#/experiments?{MODE}"
     opened = f"viewStateShareKey={KEY}&{MODE}&compareRunsMode=TABLE" if shared else MODE
-    return f"{host}/#/experiments/{experiment_id}/runs?{opened}"
+    return f"{page}/#/experiments/{experiment_id}/runs?{opened}"
 
 
 def _chart(kind: str, metric: str) -> dict[str, Any]:
