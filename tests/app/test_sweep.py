@@ -190,6 +190,7 @@ def command_line(*arguments):
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
 
 
+@pytest.mark.thorough
 def test_a_sweep_from_the_command_line_can_go_on_where_it_failed(tmp_path, new_store):
     store = f"tracking.uri={new_store(tmp_path)}"
     filters = ("backend=numpy", "trainer.epochs=1", store)
@@ -205,6 +206,7 @@ def test_a_sweep_from_the_command_line_can_go_on_where_it_failed(tmp_path, new_s
     assert rows[0]["final/test_accuracy"] == sweep.rows(tmp_path / "first")[0]["final/test_accuracy"]
 
 
+@pytest.mark.thorough
 def test_a_parallel_launcher_is_contended(tmp_path):
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
     done = command_line(

@@ -9,7 +9,7 @@ import pytest
 from machine_code import CPUS
 
 ROOT = Path(__file__).parents[2]
-OFTEN = ("sse2", "avx2")
+OFTEN = ("sse2",)
 RUN_HERE = [name for name, cpu in CPUS.items() if cpu.runs_here]
 
 

@@ -208,7 +208,11 @@ def test_clocks_count_a_call_within_a_call_once():
     assert clocks.seconds == {"configuration and the rest": 1 + 12, "outer": 2 + 1, "inner": 4}
 
 
-@pytest.mark.parametrize("case", [TINY, *cases.select(["strided-b1", "all_conv-b1"])], ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "case",
+    [TINY, *(pytest.param(c, marks=pytest.mark.thorough) for c in cases.select(["strided-b1", "all_conv-b1"]))],
+    ids=lambda c: c.name,
+)
 @pytest.mark.parametrize("entry", [e for e in contestants.ENTRIES.values() if e.side == "peer"], ids=lambda e: e.name)
 def test_peers_do_the_work_of_the_oracle(entry, case, tmp_path):
     if entry.module not in runner.installed(sys.executable, {entry.module}):

@@ -218,7 +218,10 @@ def history(store, run_id, key="train/loss"):
     return [(m.step, m.value) for m in store._client.get_metric_history(run_id, key)]
 
 
-@pytest.mark.parametrize("when", ["before it begins", "between epochs", "at the end"])
+@pytest.mark.parametrize(
+    "when",
+    ["between epochs", *(pytest.param(w, marks=pytest.mark.thorough) for w in ("before it begins", "at the end"))],
+)
 def test_another_recorder_takes_over_from_a_dead_one(uri, store, tmp_path, monkeypatch, when):
     doomed = Recorder(uri, "runs")
     draw = Run._draw
