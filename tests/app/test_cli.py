@@ -473,15 +473,6 @@ def test_a_rank_that_a_launcher_left_in_the_environment(run, monkeypatch):
     assert (code, err.startswith("cnnexp: error: OMPI_COMM_WORLD_RANK='x': must be a whole number")) == (2, True)
 
 
-def test_a_config_file_that_is_no_text_is_named(run, tmp_path):
-    (tmp_path / "experiment").mkdir()
-    path = tmp_path / "experiment" / "latin.yaml"
-    path.write_bytes("# @package _global_\nmodel: {name: é}\n".encode("latin-1"))
-    code, _, err = run("--config-dir", str(tmp_path), *TINY[1:], "experiment=latin")
-    assert code == 2
-    assert err.startswith(f"cnnexp: error: {path}: not UTF-8 text: ")
-
-
 def test_a_patient_run_waits_before_every_epoch(run, monkeypatch, tmp_path):
     waits = []
     monkeypatch.setattr(interference, "await_quiet", lambda limit_s: waits.append(limit_s) or 1.0)

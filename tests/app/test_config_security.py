@@ -67,6 +67,7 @@ FILES = {
     "reference": "tracking: {run_name: '${tracking.uri}'}",
     "folder": "hydra: {run: {dir: MARKER}}",
     "database": "tracking: {uri: 'sqlite:///MARKER'}",
+    "password": "tracking: {uri: 'postgresql://host/db?password=s3cr3t'}",
     "defaults": "defaults: [{override /model: '${oc.env:CANARY}'}]",
     "sweep": "hydra: {mode: MULTIRUN, sweeper: {params: {tracking.run_name: '$\\\\{oc.env\\\\:CANARY\\\\}'}}}",
 }
@@ -376,19 +377,6 @@ def test_an_address_with_a_reference_and_a_secret_is_resolved_before_hydra_sees_
     assert b"s3cr3t" not in contents(tmp_path)
     code, _, err = run(*words, "tracking.uri=http://me:s3cr3t@${oc.env:NOWHERE_SET}")
     assert (code, "s3cr3t" in err) == (2, False)
-
-
-def test_a_password_in_a_config_file_is_refused_before_it_is_copied(run, tmp_path):
-    (tmp_path / "conf" / "experiment").mkdir(parents=True)
-    (tmp_path / "conf" / "experiment" / "mine.yaml").write_text(
-        "# @package _global_\ntracking: {uri: 'postgresql://host/db?password=s3cr3t'}\n"
-    )
-    words = [word for word in TINY[1:] if word != "tracking=none"]
-    code, _, err = run("--config-dir", str(tmp_path / "conf"), *words, "experiment=mine")
-    assert code == 2
-    assert "tracking.uri: refused; what it holds besides a host would be copied" in err
-    assert "s3cr3t" not in err
-    assert not (tmp_path / "run").exists()
 
 
 def test_a_command_line_may_have_its_flag_in_the_middle(run, tmp_path):

@@ -98,10 +98,10 @@ def test_table_as_csv_and_on_the_screen(tmp_path):
     assert "0.25" in shown
 
 
-def test_a_sweep_without_jobs_is_no_error(tmp_path):
-    started = sweep.begin(tmp_path, [])
-    assert sweep.finish(started) == []
+def test_a_sweep_without_jobs_is_no_error_and_is_over_when_it_is_finished(tmp_path):
+    assert sweep.finish(sweep.begin(tmp_path, [])) == []
     assert sweep.failures([]) == []
+    assert sweep.current() is None
 
 
 def test_jobs_in_other_processes_are_contended(tmp_path):
@@ -110,11 +110,6 @@ def test_jobs_in_other_processes_are_contended(tmp_path):
     question = "from cnnexp.app import sweep; print(sweep.current().folder, sweep.current().contended)"
     answer = subprocess.run([sys.executable, "-c", question], capture_output=True, text=True, check=True, cwd=ROOT)
     assert answer.stdout.split() == [str(tmp_path), "True"]
-
-
-def test_a_sweep_is_over_when_it_is_finished(tmp_path):
-    sweep.finish(sweep.begin(tmp_path, []))
-    assert sweep.current() is None
 
 
 def test_sweep_in_mlflow_has_a_parent_with_table_and_figures(tmp_path, new_store):

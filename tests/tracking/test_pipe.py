@@ -152,14 +152,6 @@ def test_contended_run_claims_no_speedup(live, store, tmp_path):
     assert not [name for name in recorded.data.metrics if name.startswith("speedup/")]
 
 
-def test_run_of_a_sweep_has_its_parent(live, store, tmp_path):
-    parent = live.call("begin", name="sweep", params={}, tags={"kind": "sweep"})
-    with Run(tmp_path, CONFIG, (), live, parent=parent) as run:
-        run_epochs(run, [epoch_result(1)])
-    assert read(store, run.id).data.tags["mlflow.parentRunId"] == parent
-    live.call("finish", run_id=parent, status="FINISHED", tags={})
-
-
 def test_finished_config_is_skipped(live, tmp_path):
     config = {**CONFIG, "trainer": {"seed": 77}}
     with Run(tmp_path / "1", config, (), live) as first:
