@@ -37,13 +37,8 @@ NETWORKS = {
     "pair": (
         (9, 11, 1),
         (
-            Conv2d(2, 2),
-            ReLU(),
-            Conv2d(5, 2, padding="same"),
-            ReLU(),
-            MaxPool2d(2, padding="floor"),
-            Flatten(),
-            Linear(3),
+            *(Conv2d(2, 2), ReLU(), Conv2d(5, 2, padding="same"), ReLU()),
+            *(MaxPool2d(2, padding="floor"), Flatten(), Linear(3)),
         ),
     ),
     "edges": (
