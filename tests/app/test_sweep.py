@@ -128,9 +128,8 @@ def test_sweep_in_mlflow_has_a_parent_with_table_and_figures(tmp_path, new_store
     for job in jobs:
         child = client.get_run(job.id)
         assert child.data.tags["mlflow.parentRunId"] == started.run_id
-        assert child.data.tags.keys() >= {
-            *["backend", "model", "dataset", "optimizer", "device", "threads", "config_hash"]
-        }
+        wanted = {"backend", "model", "dataset", "optimizer", "device", "threads", "config_hash"}
+        assert child.data.tags.keys() >= wanted
     artifacts = {a.path for a in client.list_artifacts(started.run_id)}
     figures = {a.path for a in client.list_artifacts(started.run_id, "figures")}
     assert artifacts == {"summary.csv", "figures", "report.md"}
