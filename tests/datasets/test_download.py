@@ -123,7 +123,7 @@ def test_fashion_mnist_is_held_against_the_sha256_of_the_gzipped_file(server, mo
 def test_progress_is_shown_in_a_terminal_alone(server, monkeypatch, capsys):
     mirrors(monkeypatch, f"{server}/good/")
     size = len(gzip.compress(FILES[NAMES[1]], mtime=0))
-    fetch("mnist", f"{NAMES[0]}.gz", (f"{server}/good/",), lambda path: path, 10_000)
+    fetch("mnist", f"{NAMES[0]}.gz", (f"{server}/good/",), lambda path: path, 10**6)
     assert capsys.readouterr() == ("", "")
     monkeypatch.setattr("rich.console.Console.is_terminal", True)
     Mnist().load()
