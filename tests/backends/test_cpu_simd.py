@@ -578,6 +578,7 @@ print(program.predict(program.load(np.ones((1, 2), np.float32), np.zeros(1, int)
 """
 
 
+@pytest.mark.thorough
 def test_processes_that_start_at_once_share_the_cache(tmp_path):
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", SCRIPT]

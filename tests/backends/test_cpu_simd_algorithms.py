@@ -99,7 +99,12 @@ def check_every_algorithm(cpu: str, network: Network) -> None:
     assert set(every_algorithm(network, target)) <= taken
 
 
-@pytest.mark.parametrize("name", [*list(NETWORKS)[:-1], pytest.param("spread", marks=pytest.mark.thorough)])
+OFTEN = ("second", "pair")
+
+
+@pytest.mark.parametrize(
+    "name", [*OFTEN, *(pytest.param(name, marks=pytest.mark.thorough) for name in NETWORKS if name not in OFTEN)]
+)
 def test_every_algorithm_of_every_layer_computes_it(name):
     check_every_algorithm(HERE[-1], Network(*NETWORKS[name]))
 
