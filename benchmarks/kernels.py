@@ -99,7 +99,7 @@ def _print_kernels(plan: Plan, measured: dict[str, float], per_s: float, only: s
 
 
 def _show_algorithms(case: Case, share: int, per_s: float) -> None:
-    target, sections = host_target(), split(case.network)
+    target, sections = host_target(), split(case.network.stages)
     cycles_per_s = per_s / (2 * target.lanes)
     for at, section in enumerate(sections):
         names = [node.algorithm for node in allowed(sections[at:], target, {}, first=at == 0)]

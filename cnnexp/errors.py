@@ -185,5 +185,6 @@ def without_secrets(text: str) -> str:
     """Return the URI of a store, or a text with such in it, as it may be shown: without user, password and query."""
     host = r"((?<!\bsqlite)://|://(?!/))"  # a file has none
     text = re.sub(rf"{host}\S*@", "://***@", text)
-    text = re.sub(rf"{host}([^\s?]*\?)[^\s'\"]+", r"\1\2***", text)
-    return re.sub(r"(\?)[\w.%-]+=[^\s'\"]+", r"\1***", text)  # of a request, without its host
+    query = r"[^\s'\"]*[^\s'\":]"  # a colon at its end is the sentence's
+    text = re.sub(rf"{host}([^\s?]*\?){query}", r"\1\2***", text)
+    return re.sub(rf"(\?)[\w.%-]+={query}", r"\1***", text)  # of a request, without its host

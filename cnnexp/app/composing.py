@@ -64,7 +64,9 @@ def explain(error: Exception, config_keys: Callable[[], Sequence[str]]) -> Confi
     if match := re.match(r"Error merging override (.+)", text):
         why = (str(error.__cause__).splitlines() or [""])[0]
         return ConfigError(f"{match[1]}: {MERGES.get(why, why)}")
-    return ConfigError(_one_line(text))
+    typed = getattr(error, "override", None)  # of Hydra's parser
+    how = "close its brackets, or quote the value: KEY=\"'VALUE'\""
+    return ConfigError(f"{typed}: cannot be read ({_one_line(text)}); {how}" if typed else _one_line(text))
 
 
 def _file_read(error: Exception) -> str:

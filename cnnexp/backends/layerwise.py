@@ -93,6 +93,7 @@ class LayerwiseProgram(Program[Split[Array]], Generic[Array]):
         self._warm_up()
         self.compile_s = time.perf_counter() - started
 
+    @_in_scope
     def load(self, images: np.ndarray, labels: np.ndarray) -> Split[Array]:
         return Split(self._ops.to_device(as_float32(images)), self._ops.to_device(labels.astype(np.int32)))
 
@@ -168,6 +169,7 @@ class LayerwiseProgram(Program[Split[Array]], Generic[Array]):
         self._chain.backward(self._begun, self._inputs(count)[0], None)
         return self._ops.to_host(self._gradient)
 
+    @_in_scope
     def state(self) -> State:
         to_host = self._ops.to_host
         state = {"parameters": to_host(self._parameters), "step": np.array(self._step, np.int64)}
@@ -178,6 +180,7 @@ class LayerwiseProgram(Program[Split[Array]], Generic[Array]):
             state["seed"] = np.array(self._seed, np.int64)
         return state
 
+    @_in_scope
     def restore(self, state: State) -> None:
         whole = complete(state, self.network, self.optimizer)
         targets = dict(zip(self.optimizer.slots, self._slots, strict=True))

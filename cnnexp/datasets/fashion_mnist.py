@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from cnnexp.datasets.idx import IdxFile, IdxSet
+from cnnexp.datasets.idx import FORM, IdxFile, IdxSet
+
+SHA256 = (
+    "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84",
+    "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845",
+    "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073",
+    "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5",
+)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -20,37 +27,10 @@ class FashionMnist(IdxSet):
     mirrors: ClassVar[tuple[str, ...]] = (
         "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/",
     )
-    files: ClassVar[tuple[IdxFile, ...]] = (
-        IdxFile(
-            "train-images-idx3-ubyte",
-            (60_000, 28, 28),
-            gz_sha256="3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84",
-        ),
-        IdxFile(
-            "train-labels-idx1-ubyte",
-            (60_000,),
-            gz_sha256="a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845",
-        ),
-        IdxFile(
-            "t10k-images-idx3-ubyte",
-            (10_000, 28, 28),
-            gz_sha256="346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073",
-        ),
-        IdxFile(
-            "t10k-labels-idx1-ubyte",
-            (10_000,),
-            gz_sha256="67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5",
-        ),
+    files: ClassVar[tuple[IdxFile, ...]] = tuple(
+        IdxFile(*form, gz_sha256=digest) for form, digest in zip(FORM, SHA256, strict=True)
     )
     classes: ClassVar[tuple[str, ...]] = (
-        "T-shirt/top",
-        "Trouser",
-        "Pullover",
-        "Dress",
-        "Coat",
-        "Sandal",
-        "Shirt",
-        "Sneaker",
-        "Bag",
-        "Ankle boot",
+        *("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat"),
+        *("Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
     )

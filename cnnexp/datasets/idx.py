@@ -27,6 +27,13 @@ UNSIGNED_BYTE = 0x08
 TYPES = {UNSIGNED_BYTE: "uint8", 0x09: "int8", 0x0B: "int16", 0x0C: "int32", 0x0D: "float32", 0x0E: "float64"}
 SLACK_BYTES = 1 << 16  # more than the file unpacked, a gzipped one never has
 MAX_BYTES = 2**31  # MNIST has 47 million; a header that claims more than this is not believed
+# name, without `.gz`, and shape of each file of the sets in MNIST's form
+FORM = (
+    ("train-images-idx3-ubyte", (60_000, 28, 28)),
+    ("train-labels-idx1-ubyte", (60_000,)),
+    ("t10k-images-idx3-ubyte", (10_000, 28, 28)),
+    ("t10k-labels-idx1-ubyte", (10_000,)),
+)
 
 
 def read_idx(path: Path, ndim: int) -> tuple[np.ndarray, str]:

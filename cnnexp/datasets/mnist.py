@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from cnnexp.datasets.idx import IdxFile, IdxSet
+from cnnexp.datasets.idx import FORM, IdxFile, IdxSet
+
+SHA256 = (
+    "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
+    "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
+    "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
+    "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
+)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -20,26 +27,7 @@ class Mnist(IdxSet):
         "https://ossci-datasets.s3.amazonaws.com/mnist/",
         "https://storage.googleapis.com/cvdf-datasets/mnist/",
     )
-    files: ClassVar[tuple[IdxFile, ...]] = (
-        IdxFile(
-            "train-images-idx3-ubyte",
-            (60_000, 28, 28),
-            sha256="ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
-        ),
-        IdxFile(
-            "train-labels-idx1-ubyte",
-            (60_000,),
-            sha256="65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
-        ),
-        IdxFile(
-            "t10k-images-idx3-ubyte",
-            (10_000, 28, 28),
-            sha256="0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
-        ),
-        IdxFile(
-            "t10k-labels-idx1-ubyte",
-            (10_000,),
-            sha256="ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
-        ),
+    files: ClassVar[tuple[IdxFile, ...]] = tuple(
+        IdxFile(*form, sha256=digest) for form, digest in zip(FORM, SHA256, strict=True)
     )
     classes: ClassVar[tuple[str, ...]] = tuple("0123456789")

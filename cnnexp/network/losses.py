@@ -1,7 +1,7 @@
 """What training minimizes: the mean over images of one loss per image.
 
 A loss is one rule on the scores of an image, compiled for every target as elementwise layers are: `Loss.rule`. For
-evaluation and the NumPy backends the same stands here over whole arrays, in functions of the same names.
+evaluation and the NumPy backends the same stands here over whole arrays: `compute`.
 """
 
 from __future__ import annotations
@@ -174,90 +174,6 @@ def check_loss(network: Network, loss: Loss, classes: int | None = None) -> None
         raise NetworkError(f"the network ends in shape {shape}, the data set needs {want}: one output per class")
 
 
-def softmax_cross_entropy(
-    scores: np.ndarray,
-    labels: np.ndarray,
-    scale: np.float32,
-    d_scores: np.ndarray,
-    losses: np.ndarray,
-    hits: np.ndarray,
-) -> None:
-    """loss_n = log(sum_o exp(scores[n, o])) - scores[n, labels[n]]  (castanheira, definition 1).
-
-    Args:
-        scores: float32 (N, O). labels: integers (N,). scale: factor on the gradient, 1/N for the mean.
-        d_scores: out, float32 (N, O), (softmax - onehot) * scale. losses: out, float32 (N,).
-        hits: out, uint8 (N,), 1 where the first largest score is the label's.
-    """
-    shifted = scores - scores.max(axis=1, keepdims=True)
-    exps = np.exp(shifted)
-    sums = exps.sum(axis=1, keepdims=True)
-    rows = np.arange(len(labels))
-    losses[...] = np.log(sums[:, 0]) - shifted[rows, labels]
-    hits[...] = scores.argmax(axis=1) == labels
-    np.divide(exps, sums, out=d_scores)
-    d_scores[rows, labels] -= 1
-    d_scores *= scale
-
-
-def binary_cross_entropy(
-    scores: np.ndarray,
-    labels: np.ndarray,
-    scale: np.float32,
-    d_scores: np.ndarray,
-    losses: np.ndarray,
-    hits: np.ndarray,
-) -> None:
-    """loss_n = -(t log p + (1 - t) log(1 - p)), p = scores[n, 0] in [0, 1]  (khandait, section II.C).
-
-    Arguments as `softmax_cross_entropy` with O = 1; a hit is (p >= 0.5) == (t == 1).
-    """
-    p = scores[:, 0]
-    t = labels.astype(scores.dtype)
-    with np.errstate(divide="ignore"):
-        log_p = np.maximum(np.log(p), LOG_FLOOR)
-        log_q = np.maximum(np.log1p(-p), LOG_FLOOR)
-    losses[...] = -(t * log_p + (1 - t) * log_q)
-    hits[...] = (p >= 0.5) == (labels == 1)
-    d_scores[:, 0] = (p - t) / np.maximum(p * (1 - p), VARIANCE_FLOOR) * scale
-
-
-def smoothed_cross_entropy(
-    scores: np.ndarray,
-    labels: np.ndarray,
-    smoothing: np.float32,
-    scale: np.float32,
-    d_scores: np.ndarray,
-    losses: np.ndarray,
-    hits: np.ndarray,
-) -> None:
-    """As `softmax_cross_entropy`, against (1 - smoothing) * onehot + smoothing / O, as torch.nn.CrossEntropyLoss."""
-    outputs = scores.shape[1]
-    softmax_cross_entropy(scores, labels, np.float32(1), d_scores, losses, hits)
-    own = scores[np.arange(len(labels)), labels]
-    losses += smoothing * (own - scores.mean(axis=1))
-    d_scores -= smoothing / outputs
-    d_scores[np.arange(len(labels)), labels] += smoothing
-    d_scores *= scale
-
-
-def mean_squared_error(
-    scores: np.ndarray,
-    labels: np.ndarray,
-    scale: np.float32,
-    d_scores: np.ndarray,
-    losses: np.ndarray,
-    hits: np.ndarray,
-) -> None:
-    """loss_n = mean_o (scores[n, o] - onehot[n, o])^2, as torch.nn.MSELoss; arguments as `softmax_cross_entropy`."""
-    outputs = scores.shape[1]
-    np.copyto(d_scores, scores)
-    d_scores[np.arange(len(labels)), labels] -= 1
-    losses[...] = np.square(d_scores).mean(axis=1)
-    hits[...] = scores.argmax(axis=1) == labels
-    d_scores *= np.float32(2 / outputs) * scale
-
-
 def compute(
     loss: Loss,
     scores: np.ndarray,
@@ -267,15 +183,54 @@ def compute(
     losses: np.ndarray,
     hits: np.ndarray,
 ) -> None:
-    """Fill the gradient, the loss and the hit of every image: the function of the loss's name."""
-    arrays = scale, d_scores, losses, hits
-    if loss.label_smoothing:
-        smoothed_cross_entropy(scores, labels, np.float32(loss.label_smoothing), *arrays)
-    else:
-        _FUNCTIONS[loss.name](scores, labels, *arrays)
+    """Fill the gradient, the loss and the hit of every image n; t_o is 1 where o is its label, else 0.
 
+    `softmax_cross_entropy`: log(sum_o exp(scores[n, o])) - scores[n, label] (castanheira, definition 1), with a label
+    smoothing s against (1 - s) * t_o + s / O, as torch.nn.CrossEntropyLoss. `binary_cross_entropy`: -(t log p +
+    (1 - t) log(1 - p)), p = scores[n, 0] in [0, 1] (khandait, section II.C). `mean_squared_error`: the mean of
+    (scores[n, o] - t_o)^2, as torch.nn.MSELoss.
 
-_FUNCTIONS = {f.__name__: f for f in (softmax_cross_entropy, binary_cross_entropy, mean_squared_error)}
+    Args:
+        loss: which.
+        scores: float32 (N, O); (N, 1) of `binary_cross_entropy`.
+        labels: integers (N,).
+        scale: factor on the gradient, 1/N for the mean.
+        d_scores: out, float32 (N, O).
+        losses: out, float32 (N,).
+        hits: out, uint8 (N,), 1 where the first largest score is the label's, or (p >= 0.5) == (t == 1).
+    """
+    rows, outputs = np.arange(len(labels)), scores.shape[1]
+    match loss.name:
+        case "softmax_cross_entropy":
+            smoothing = np.float32(loss.label_smoothing)
+            shifted = scores - scores.max(axis=1, keepdims=True)
+            exps = np.exp(shifted)
+            sums = exps.sum(axis=1, keepdims=True)
+            losses[...] = np.log(sums[:, 0]) - shifted[rows, labels]
+            np.divide(exps, sums, out=d_scores)
+            d_scores[rows, labels] -= 1
+            if smoothing:
+                losses += smoothing * (scores[rows, labels] - scores.mean(axis=1))
+                d_scores -= smoothing / outputs
+                d_scores[rows, labels] += smoothing
+            d_scores *= scale
+        case "binary_cross_entropy":
+            p, t = scores[:, 0], labels.astype(scores.dtype)
+            with np.errstate(divide="ignore"):
+                log_p = np.maximum(np.log(p), LOG_FLOOR)
+                log_q = np.maximum(np.log1p(-p), LOG_FLOOR)
+            losses[...] = -(t * log_p + (1 - t) * log_q)
+            d_scores[:, 0] = (p - t) / np.maximum(p * (1 - p), VARIANCE_FLOOR) * scale
+            hits[...] = (p >= 0.5) == (labels == 1)
+            return
+        case "mean_squared_error":
+            np.copyto(d_scores, scores)
+            d_scores[rows, labels] -= 1
+            losses[...] = np.square(d_scores).mean(axis=1)
+            d_scores *= np.float32(2 / outputs) * scale
+        case _:
+            assert_never(loss.name)
+    hits[...] = scores.argmax(axis=1) == labels
 
 
 def evaluate(loss: Loss, scores: np.ndarray, labels: np.ndarray) -> Totals:

@@ -72,6 +72,11 @@ class Baseline:
         self._images: int | None = None
         self._samples: list[float] = []
 
+    @property
+    def taken(self) -> int:
+        """How many batches of this epoch have been timed."""
+        return len(self._samples)
+
     def sample(self, batch: np.ndarray, rate: float, state: Callable[[], Any]) -> None:
         """Time one training step on the images `batch`, unless this epoch has enough samples.
 

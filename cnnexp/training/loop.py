@@ -19,6 +19,9 @@ from cnnexp.training.baseline import Baseline, Comparison
 from cnnexp.training.schedules import Cosine, Schedule
 
 CHUNK_S = 0.5  # seconds between looks at the progress bar and at Ctrl-C
+# seconds of training between two of the baseline's batches, at least: waking threads that slept meanwhile takes some
+# tenths of a millisecond, on a virtual machine one or two
+BESIDE_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -244,10 +247,8 @@ class _Pass:
         program, baseline = self.setting.program, self.setting.baseline
         batch_size, count = program.batch_size, len(self._order)
         whole = count - count % batch_size
-        # the baseline's samples are spread over the epoch
-        largest = -(-whole // (batch_size * baseline.batches)) if baseline else self._most
         start, most = self.totals.count, self._most * batch_size
-        chunk = batch_size * min(self.batches, largest)
+        chunk = batch_size * self.batches
         if start and self.seconds >= self._limit_s:
             return
         while start < whole and chunk:
@@ -257,12 +258,19 @@ class _Pass:
             self._whole_s, self._whole_images = self._whole_s + seconds, self._whole_images + stop - start
             if baseline:
                 baseline.sample(self._order[start : start + batch_size], self.rate, program.state)
-            self.batches = max(1, min(self._batches_in(CHUNK_S), 4 * (chunk // batch_size), largest))
+            self.batches = max(1, min(self._batches_in(CHUNK_S), 4 * (chunk // batch_size), self._spread(whole)))
             start, chunk = stop, batch_size * min(self.batches, self._batches_in(self._limit_s - self.seconds))
         if start == whole < count:
             self._train(whole, count)
-            if baseline and not whole:
-                baseline.sample(self._order, self.rate, program.state)
+        while baseline and start == whole and baseline.taken < min(baseline.batches, max(1, whole // batch_size)):
+            baseline.sample(self._order[:batch_size], self.rate, program.state)
+
+    def _spread(self, whole: int) -> int:
+        """Return the most batches of a call: the baseline's samples are spread over the epoch, where it is long."""
+        if not self.setting.baseline:
+            return self._most
+        pieces = int(whole * self._whole_s / self._whole_images / BESIDE_S)
+        return -(-whole // (self.setting.program.batch_size * max(1, min(pieces, self.setting.baseline.batches))))
 
     def _batches_in(self, seconds: float) -> int:
         """Return how many whole batches fit into some seconds, at the speed so far; at most so many as are wanted."""

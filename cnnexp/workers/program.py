@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from cnnexp.backends.protocol import Program, State
+from cnnexp.backends.state import complete
 from cnnexp.datasets import Split
-from cnnexp.errors import CheckpointError, Diverged
+from cnnexp.errors import Diverged
 from cnnexp.measuring.cost_model import (
     Costs,
     Prediction,
@@ -93,12 +94,8 @@ class ParallelProgram(Program[int]):
         return self._call("state")
 
     def restore(self, state: State) -> None:
-        size = self.network.parameter_count
-        wanted = {name: np.asarray(array, order="C") for name, array in state.items()}
-        for name in ("parameters", *self.optimizer.slots):
-            if name in wanted and wanted[name].shape != (size,):
-                raise CheckpointError(f"state {name!r} has shape {wanted[name].shape}, the network needs ({size},)")
-        self._call("restore", wanted)
+        complete(state, self.network, self.optimizer)  # refuses what does not fit before any worker is told of it
+        self._call("restore", {name: np.asarray(array, order="C") for name, array in state.items()})
 
     def times(self) -> np.ndarray:
         """Return (workers, 3): of all training so far, seconds computing, seconds communicating, and images."""

@@ -64,7 +64,7 @@ def python_m(*arguments: str, **options) -> subprocess.CompletedProcess:
         (["trainer.target=99"], "trainer.target=99.0: must be > 0, <= 1, or null"),
         (["train"], "train: no such command; legal: help, check, doctor, "),
         (["predcit", "x"], "predcit: no such command; .*did you mean 'predict'"),
-        (["model.filters=["], "no viable alternative at input '\\['"),
+        (["model.filters=["], r"model.filters=\[: cannot be read .no viable alternative.*; close its brackets"),
         (["model.filters"], "Error parsing override 'model.filters'"),
         (["tracking.run_name=日本"], "cannot read tracking.run_name=日本; quote a value of other letters"),
         (["trainer.epochs=1,2"], "trainer.epochs=1,2: several values; add -m to run them all, or quote them"),

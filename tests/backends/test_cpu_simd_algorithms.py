@@ -58,7 +58,7 @@ NETWORKS = {
 
 def every_algorithm(network: Network, target: Target) -> list[tuple[str, str]]:
     """Return (layer, algorithm) for all that the registers hold and the layers around allow."""
-    sections, found = split(network), []
+    sections, found = split(network.stages), []
     for at, section in enumerate(sections):
         for node in allowed(sections[at:], target, {}, first=at == 0):
             pair = section.stage.name, node.algorithm

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from conformance import assert_same_state
 
-from cnnexp import Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU
+from cnnexp import BatchNorm2d, Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Residual
 from cnnexp.backends.simd.compiler.host import host_target
 from cnnexp.backends.simd.runtime.crew import TRIAL_S, Crew
 from cnnexp.backends.simd.runtime.program import SimdProgram, make_plan
@@ -10,6 +10,10 @@ from cnnexp.network.losses import Loss
 from cnnexp.optimizers import Adam
 
 CONVOLUTION = Network((10, 10, 1), (Conv2d(8, 3), ReLU(), MaxPool2d(2), Flatten(), Linear(10)))
+NORMED = Network(
+    (10, 10, 1),
+    (Conv2d(8, 3), BatchNorm2d(), ReLU(), Residual((Conv2d(8, 3, padding="same"),)), Flatten(), Linear(10)),
+)
 OWNED = Network((12, 12, 1), (Flatten(), Linear(256), ReLU(), Linear(10)))
 
 
@@ -93,7 +97,7 @@ def test_no_other_number_is_tried(crew):
     assert crew.size == size
 
 
-@pytest.mark.parametrize("network", [CONVOLUTION, OWNED], ids=["convolution", "owned"])
+@pytest.mark.parametrize("network", [CONVOLUTION, OWNED, NORMED], ids=["convolution", "owned", "normed"])
 def test_one_thread_that_does_all_shares_computes_the_same_bits(network):
     rng, threads, batch = np.random.default_rng(0), 3, 40
     images = rng.random((100, *network.input_shape), np.float32)
@@ -106,7 +110,7 @@ def test_one_thread_that_does_all_shares_computes_the_same_bits(network):
             program._crew.size = 1
             program._crew.took(1, steps=1, seconds=1.0)
         handle = program.load(images, labels)
-        program.restore({"parameters": network.initial_parameters(1)})
+        program.restore(network.initial_state(1))
         totals = program.train(handle, np.arange(100)[::-1].copy(), 0.01)
         found.append((totals, *program.gradients(handle, np.arange(7)), program.predict(handle), program.state()))
         program.close()

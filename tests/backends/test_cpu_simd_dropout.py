@@ -10,9 +10,8 @@ from cnnexp.backends.plain.numpy import Numpy
 from cnnexp.backends.simd import CpuSimd
 from cnnexp.backends.simd.compiler.emit import Target
 from cnnexp.backends.simd.compiler.host import host_target
-from cnnexp.backends.simd.planner import suits
 from cnnexp.backends.simd.runtime.program import SimdProgram, make_plan
-from cnnexp.network import BatchNorm2d, Conv2d, Dropout, Flatten, Linear, MaxPool2d, Network, ReLU, Residual
+from cnnexp.network import Conv2d, Dropout, Flatten, Linear, MaxPool2d, Network, ReLU
 from cnnexp.network.losses import Loss
 from cnnexp.optimizers import SGD, Adam
 
@@ -84,12 +83,6 @@ def test_masks_are_those_of_numpy(name, threads):
 @pytest.mark.parametrize("target", ["sse", "wide"])
 def test_masks_are_the_same_in_other_vectors(target, name):
     check_masks(Network(*SHOWN[name]), 1, TARGETS[target], "float32")
-
-
-def test_which_networks_go_to_the_general_program():
-    for shape, layers in NETWORKS.values():
-        strange = [layer for layer in layers if isinstance(layer, BatchNorm2d | Residual)]
-        assert suits(Network(shape, layers)) == (not strange), layers
 
 
 def test_a_network_with_dropout_is_fused():

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 import cnnexp.backends
+from cnnexp.backends.plain.numpy_parallel import BY_IMAGE, SUMMED
 from cnnexp.backends.protocol import Ops
 from cnnexp.errors import BackendUnavailable
 
 SETS = (
     "plain.python:PythonOps",
     "plain.numpy:NumpyOps",
-    "plain.numpy_parallel:SplitOps",
     "plain.unrolled:UnrolledOps",
     "cpu.sequential:CpuOps",
     "cpu.published:PublishedOps",
@@ -39,11 +39,18 @@ def test_operations_have_the_names_and_arguments_of_the_contract(where):
         cls = getattr(importlib.import_module(f"cnnexp.backends.{module}"), name)
     except BackendUnavailable as error:
         pytest.skip(str(error))
-    found, contract = methods(cls), methods(Ops)
-    if name == "SplitOps":  # hands what it does not share out to the operations that it is made of
-        assert found.pop("shutdown") == ["self"]
-        contract = {name: arguments for name, arguments in contract.items() if name in found}
-    assert found == contract
+    assert methods(cls) == methods(Ops)
+
+
+def test_what_threads_share_out_has_a_part_for_every_image():
+    by_image = {"x", "y", "dx", "dy", "t", "a", "b", "total", "saved", "indices"}
+    for name, places in BY_IMAGE.items():
+        arguments = methods(Ops)[name][1:]
+        wanted = {i for i, argument in enumerate(arguments) if argument in by_image | {"images"}}
+        wanted -= {arguments.index("b")} if "w" in arguments and "b" in arguments else set()  # there it is a bias
+        wanted -= {0} if name == "gather" else set()  # its images are those of the whole split
+        assert set(places) == wanted, name
+    assert all(methods(Ops)[name][-2:] == ["dw", "db"] for name in SUMMED)
 
 
 def test_inputs_come_first_and_outputs_last():

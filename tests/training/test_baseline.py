@@ -47,8 +47,14 @@ def test_baseline_sees_batches_that_the_run_trained_on():
 
 
 def test_the_samples_of_the_baseline_are_spread_over_every_epoch():
-    _, program, _ = measure(own=(1e-6,), other=(1e-6,), train=300, epochs=2)
+    _, program, _ = measure(own=(1e-3,), other=(1e-6,), train=300, epochs=2)
     assert [len(order) for order in program.orders] == [10, 40, 100, 100, 50, 100, 100, 100]
+
+
+def test_a_short_epoch_is_not_cut_into_pieces_by_its_baseline():
+    results, program, _ = measure(own=(1e-6,), other=(1e-6,), train=300, epochs=3)
+    assert [len(order) for order in program.orders][-1] == 300
+    assert [result.comparison.batches for result in results] == [3, 3, 3]
 
 
 def test_baseline_time_is_not_in_the_epoch():

@@ -15,7 +15,7 @@ from cnnexp.backends.gpu.kernels import sums
 from cnnexp.backends.gpu.launch import default_stream
 from cnnexp.backends.gpu.limits import limits
 from cnnexp.backends.layerwise import LayerwiseProgram
-from cnnexp.backends.protocol import Backend, Ops, Program, State
+from cnnexp.backends.protocol import Backend, Ops, Program
 from cnnexp.backends.stages import Run, unwatched
 from cnnexp.network import Conv2d, Flatten, MaxPool2d, Network
 from cnnexp.network.losses import Loss, Totals
@@ -83,18 +83,6 @@ class GpuProgram(LayerwiseProgram):
     def forward(self, handle: Any, indices: np.ndarray, trains: bool, images: np.ndarray | None = None) -> Any:
         split, places = next(streamed.parts(handle, indices))
         return super().forward(split, places, trains, indices)
-
-    @on_its_gpu
-    def state(self) -> State:
-        return super().state()
-
-    @on_its_gpu
-    def restore(self, state: State) -> None:
-        super().restore(state)
-
-    @on_its_gpu
-    def _synchronize(self) -> None:
-        super()._synchronize()
 
     def _warm_up(self) -> None:
         """As of all layerwise programs, and with a whole batch, whose sums other kernels may make."""

@@ -128,7 +128,7 @@ class NaiveOps:
         (m, inverse), count = saved, x.size // w.size
         self._sum_columns(x, m)
         layers.scale(self._block).over(m.size, self.stream, m, f32(1 / count))
-        self._sum_products(x, m, x, inverse, squares=True)
+        self._sum_columns(x, inverse, "(x - mean)^2", x, m)
         shares = f32(1 / count), f32(1 / max(count - 1, 1))
         arrays = m, inverse, mean, variance
         layers.average(self._block).over(w.size, self.stream, *arrays, f32(layer.momentum), f32(layer.epsilon), *shares)
@@ -145,7 +145,7 @@ class NaiveOps:
     ) -> None:
         mean, inverse = saved
         self._sum_columns(dy, db)
-        self._sum_products(x, mean, dy, dw, squares=False)
+        self._sum_columns(dy, dw, "(x - mean) dy", x, mean)
         layers.times(self._block).over(w.size, self.stream, dw, inverse)
         if dx is not None:
             kernel, share = layers.normalize_backward(w.size, self._block), f32(w.size / x.size)
@@ -200,21 +200,13 @@ class NaiveOps:
         if parts > 1:
             self._sum_slices(partial, u32(parts), out, bias)
 
-    def _sum_columns(self, dy: Tensor, out: Tensor) -> None:
-        """out[f] = the sum of dy[..., f] over all else."""
-        columns = dy.shape[-1]
+    def _sum_columns(self, dy: Tensor, out: Tensor, of: str = "dy", x: Tensor | None = None, mean: Any = None) -> None:
+        """out[c] = the sum of a term, see `sums.column_sums`, over all of dy (..., C) but the column."""
+        columns = out.size
         rows = dy.size // columns
         partial, slices = self._partial(columns, sums.slices(self._multiprocessors, rows, columns))
-        sums.column_sums(columns).over(partial.size, self.stream, dy, partial, u32(rows), slices)
-        self._sum_slices(partial, slices, out)
-
-    def _sum_products(self, x: Tensor, mean: Tensor, dy: Tensor, out: Tensor, squares: bool) -> None:
-        """out[c] = the sum of (x - mean)^2, or of (x - mean) * dy, over all but the channels."""
-        columns = mean.size
-        rows = x.size // columns
-        partial, slices = self._partial(columns, sums.slices(self._multiprocessors, rows, columns))
-        kernel = sums.column_products(columns, squares)
-        kernel.over(partial.size, self.stream, x, mean, dy, partial, u32(rows), slices)
+        given = dy if x is None else x, self._or_nothing(mean), dy
+        sums.column_sums(columns, of).over(partial.size, self.stream, *given, partial, u32(rows), slices)
         self._sum_slices(partial, slices, out)
 
     def _sum_slices(self, partial: Tensor, slices: np.uint32, out: Tensor, bias: Tensor | None = None) -> None:

@@ -304,7 +304,7 @@ def _losses(loss: Loss, scores: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
 
 @tf.custom_gradient
 def _binary_cross_entropy(p: tf.Tensor, t: tf.Tensor) -> tuple[tf.Tensor, Callable]:
-    """Return the losses with the clamps of `losses.binary_cross_entropy`, which Keras sets elsewhere."""
+    """Return the losses with the clamps of `losses.compute`, which Keras sets elsewhere."""
     losses = -(t * tf.maximum(tf.math.log(p), LOG_FLOOR) + (1 - t) * tf.maximum(tf.math.log1p(-p), LOG_FLOOR))
 
     def gradient(upstream: tf.Tensor) -> tuple[tf.Tensor, None]:

@@ -161,7 +161,7 @@ class _Flatten(nn.Module):
 
 
 class _BinaryCrossEntropy(torch.autograd.Function):
-    """As PyTorch's (see `losses.binary_cross_entropy`), but NaN passes through: the train loop reports it."""
+    """As PyTorch's (see `losses.compute`), but NaN passes through: the train loop reports it."""
 
     @staticmethod
     def forward(ctx: Any, p: torch.Tensor, t: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,6 @@ from cnnexp.backends.processor import ThreadedBackend, need_compiler
 from cnnexp.backends.protocol import Backend, Program
 from cnnexp.backends.simd.compiler.clocks import available
 from cnnexp.backends.simd.compiler.host import host_target
-from cnnexp.backends.simd.planner import suits
 from cnnexp.backends.simd.runtime.program import SimdProgram, paying_threads
 from cnnexp.errors import ConfigError
 from cnnexp.network import Network
@@ -30,8 +29,6 @@ from cnnexp.optimizers import Optimizer
 @dataclass(frozen=True)
 class CpuSimd(ThreadedBackend):
     """Vector kernels compiled for the whole network, on several threads.
-
-    A network with a layer that has no vector kernel is compiled as `cpu-parallel` does.
 
     Attributes:
         threads: as `ThreadedBackend`; the smallest networks train on fewer, see `paying_threads`, and where other work
@@ -80,8 +77,6 @@ class CpuSimd(ThreadedBackend):
 
     def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> Program:
         need_compiler()
-        if not suits(network):
-            return self._general.compile(network, loss, optimizer, batch_size)
         forced = tuple(
             (layer, algorithm) for layer, _, algorithm in (given.partition(":") for given in self.algorithms)
         )

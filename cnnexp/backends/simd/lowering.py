@@ -19,12 +19,13 @@ from cnnexp.backends.simd.algorithms.dropout import DropoutNode
 from cnnexp.backends.simd.algorithms.elementwise import ElementwiseNode
 from cnnexp.backends.simd.algorithms.gather import gather_lanes, gather_rows
 from cnnexp.backends.simd.algorithms.node import Node, Tensor
+from cnnexp.backends.simd.algorithms.residual import Split, Sum
 from cnnexp.backends.simd.algorithms.update import own_arena
 from cnnexp.backends.simd.compiler.clocks import Clocks
 from cnnexp.backends.simd.compiler.emit import BYTE, FLOAT, Emitter, Kernels, Target
 from cnnexp.backends.simd.layouts import NC, NHWC, Arena, Blocked, Halo, Parameters
 from cnnexp.backends.simd.planner import choose_nodes, works
-from cnnexp.network import Network
+from cnnexp.network import Network, Shape
 from cnnexp.optimizers import Optimizer
 
 LAYOUTS = {Blocked: "images in lanes", NHWC: "channels in lanes", NC: "an image a row"}
@@ -42,6 +43,10 @@ FEWEST_IN_A_TILE = 2
 """Part of a vector that a tile of images has room for at least: `predict` takes as many at once."""
 
 
+Rooms = dict[tuple[type[Tensor], Shape, Halo], list[tuple[Tensor, list[tuple[int, int]]]]]
+"""Of gradients, by what they are like: each with the first and the last of the nodes that use it, every time."""
+
+
 class Plan:
     """A network laid out in an arena, with the kernels that run it.
 
@@ -55,6 +60,7 @@ class Plan:
         forward, backward: kernels in order.
         gradients: what adds to the gradients of owned weights, after `backward`.
         updates: what takes the step of owned weights instead, once all threads have come through `backward`.
+        seams: where a training step is cut, in order: as many in the forward pass as in the backward pass.
     """
 
     def __init__(self, network: Network, target: Target, groups: int, share: int) -> None:
@@ -83,6 +89,8 @@ class Plan:
         self.backward = self._named(BACKWARD, reversed(trained), lambda node: node.backward(self))
         self.gradients = self._named(BACKWARD, trained, lambda node: node.owned_gradients(self))
         self._updates = self._named(BACKWARD, trained, lambda node: node.owned_updates(self))
+        self.seams = [seam for node in nodes for seam in node.seams(self)[:1]]
+        self.seams += [seam for node in reversed(trained) for seam in node.seams(self)[1:]]
         self.step_parts = {name: self.clocks.part(part) for name, part in STEP.items()}
         self.clocks.place(self.arena.allocate)
 
@@ -135,21 +143,40 @@ class Plan:
         shape = (math.prod(network.input_shape),) if flat else network.input_shape
         if nodes[0].input_room:
             shape = nodes[0].input_room[:1]
-        x = self._tensor(NC if flat else nodes[0].input_layout or Blocked, shape, nodes[0].input_halo())
-        first, dx = _first_trained(nodes), cast(Tensor | None, None)
+        halo = _reader(nodes, -1).input_halo()
+        x = self._tensor(NC if flat else nodes[0].input_layout or Blocked, shape, halo)
+        first, dx, rooms = _first_trained(nodes), cast(Tensor | None, None), Rooms()
         for i, node in enumerate(nodes):
             node.x, node.dx = x, dx
             kind = node.output_layout or type(x)
+            if isinstance(node, Split):
+                node.y, node.dy = _like(x, kind), _like(dx, kind)
+                node.sum = _end(nodes, i)
+                node.sum.split, x, dx = node, node.y, node.dy
+                continue
             # in lanes nothing flattens but a change of layout: what is elementwise after a Flatten keeps the image
             shape = x.shape if isinstance(node, ElementwiseNode) and isinstance(x, Blocked) else node.shape
-            halo = nodes[i + 1].input_halo() if i + 1 < len(nodes) else Halo()
+            halo = _reader(nodes, i).input_halo() if i + 1 < len(nodes) else Halo()
             node.y = self._tensor(kind, shape, halo)
             x, dx = node.y, None
             if i >= first:
                 flat = i + 1 == len(nodes) or nodes[i + 1].input_layout is NC
-                dx = node.dy = self._tensor(kind, shape, Halo() if flat else node.gradient_halo(i > first))
+                halo = Halo() if flat else node.gradient_halo(i > first)
+                start = nodes.index(node.split) if isinstance(node, Sum) else i
+                until = i + 1 if i + 1 == len(nodes) else nodes.index(_reader(nodes, i))
+                share = rooms if kind is not NC and any(node.any_image for node in nodes) else {}
+                dx = node.dy = self._gradient(share, (kind, shape, halo), (start, until))
                 if i + 1 < len(nodes):
                     nodes[i + 1].input_rectified = node.dy_rectified = node.rectify and nodes[i + 1].rectifies_dx
+
+    def _gradient(self, rooms: Rooms, like: tuple[type[Tensor], Shape, Halo], used: tuple[int, int]) -> Tensor:
+        """Return room for a gradient that nodes use, the first to the last of them: that of one no longer used then."""
+        for tensor, others in rooms.setdefault(like, []):
+            if all(used[1] < first or last < used[0] for first, last in others):
+                others.append(used)
+                return tensor
+        rooms[like].append((self._tensor(*like), [used]))
+        return rooms[like][-1][0]
 
     def _tensor(self, kind: type[Tensor], shape: tuple[int, ...], halo: Halo) -> Tensor:
         if kind is NC:
@@ -169,6 +196,28 @@ class Plan:
             _, start, row = first.input_room
         gather = functools.partial(gather_rows, y=x, shape=shape, first=start, stride=row, pixel=pixel)
         return [("gather", gather)]
+
+
+def _reader(nodes: list[Node], at: int) -> Node:
+    """Return the first node after one that reads its output: where a Residual begins nothing does."""
+    return next(node for node in nodes[at + 1 :] if not isinstance(node, Split))
+
+
+def _end(nodes: list[Node], at: int) -> Sum:
+    """Return where the Residual ends that begins at a node."""
+    depth = 0
+    for node in nodes[at:]:
+        depth += isinstance(node, Split) - isinstance(node, Sum)
+        if not depth:
+            break
+    return cast(Sum, node)
+
+
+def _like(x: Tensor | None, kind: type[Tensor]) -> Tensor:
+    """Return a tensor as it is, or a dense image as the row that it is."""
+    if kind is NC and isinstance(x, NHWC):
+        return NC(x.offset, (x.size,), x.stride, x.width)
+    return cast(Tensor, x)
 
 
 def _first_trained(nodes: list[Node]) -> int:

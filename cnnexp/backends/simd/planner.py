@@ -10,7 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
+from cnnexp.backends.simd.algorithms.batch_norm import BatchNormNode
 from cnnexp.backends.simd.algorithms.convolution.channels import Channels
 from cnnexp.backends.simd.algorithms.convolution.channels_argmax import ChannelsArgmax
 from cnnexp.backends.simd.algorithms.convolution.filters import Filters
@@ -28,6 +30,7 @@ from cnnexp.backends.simd.algorithms.linear.wide import Wide
 from cnnexp.backends.simd.algorithms.node import Node, Section, Tensor
 from cnnexp.backends.simd.algorithms.pool import Pool
 from cnnexp.backends.simd.algorithms.reorder import Reorder
+from cnnexp.backends.simd.algorithms.residual import Split, Sum
 from cnnexp.backends.simd.compiler.emit import Target
 from cnnexp.backends.simd.layouts import NC, NHWC, Blocked, Halo, round_up
 from cnnexp.errors import ConfigError, did_you_mean
@@ -37,14 +40,16 @@ from cnnexp.network import (
     LinearStage,
     MaxPool2d,
     Network,
+    NormStage,
     PoolStage,
     ReLU,
+    ResidualStage,
     Stage,
 )
 
 ALGORITHMS: tuple[type[Node], ...] = (
     *(Channels, Winograd, Lanes, ChannelsArgmax, WinogradArgmax, LanesArgmax, Filters, LanesPair, FiltersFused),
-    *(Skinny, Wide, Pool, ElementwiseNode, DropoutNode),
+    *(Skinny, Wide, Pool, ElementwiseNode, DropoutNode, BatchNormNode, Split, Sum),
 )
 """All that there are; of two that cost the same the first is taken."""
 
@@ -59,6 +64,7 @@ class Path:
     Attributes:
         layout, shape: of the last one's output. trained: whether any has parameters.
         halo: the room around the gradient of the last one's output, None where there is no node.
+        splits: layouts where the Residuals begin that have not ended, the innermost last.
     """
 
     nodes: tuple[Node, ...]
@@ -67,10 +73,12 @@ class Path:
     trained: bool = False
     halo: Halo | None = None
     cycles: float = 0.0
+    splits: tuple[type[Tensor], ...] = ()
 
     def then(self, node: Node, target: Target, images: int) -> Path | None:
         """Return the path with a node, None where it cannot come next; a change of layout before it is put in."""
-        path = self.change(node.name, node.input_layout, target, images)
+        wanted = self.splits[-1] if isinstance(node, Sum) else node.input_layout
+        path = self if node.any_image and wanted is None else self.change(node.name, wanted, target, images)
         if not node.may_follow(path.halo, path.trained):
             return None
         return path._and(node, target, images)
@@ -92,8 +100,12 @@ class Path:
         found = works(node, node.input_layout or layout, target, images, self.trained)
         backward = self.trained or node.trains
         cycles = self.cycles + total(work for name, work in found.items() if backward or name == "forward")
-        halo = node.gradient_halo(self.trained)
-        return Path((*self.nodes, node), layout, node.shape, backward, halo, cycles)
+        halo, splits = cast(Halo | None, node.gradient_halo(self.trained)), self.splits
+        if isinstance(node, Split):
+            halo, splits = self.halo, (*splits, layout)  # the gradient there is that of the node before
+        elif isinstance(node, Sum):
+            splits = splits[:-1]
+        return Path((*self.nodes, node), layout, node.shape, backward, halo, cycles, splits)
 
 
 def works(node: Node, layout: type[Tensor], target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
@@ -114,7 +126,7 @@ def choose_nodes(network: Network, target: Target, images: int) -> list[Node]:
     Raises:
         ConfigError: `target.forced` names a layer that there is not, or an algorithm that cannot compute it.
     """
-    sections = split(network)
+    sections = split(network.stages)
     forced = dict(target.forced)
     for name in forced:
         if name not in (names := [section.stage.name for section in sections]):
@@ -149,18 +161,13 @@ def candidates(sections: Sequence[Section], first: bool) -> list[Node]:
     return nodes
 
 
-def suits(network: Network) -> bool:
-    """Whether there is an algorithm for every layer."""
-    sections = split(network)
-    return all(candidates(sections[at:], first=at == 0) for at in range(len(sections)))
+def split(network: Sequence[Stage]) -> list[Section]:
+    """Group stages into what is computed at once.
 
-
-def split(network: Network) -> list[Section]:
-    """Group the stages into what is computed at once.
-
-    A `Flatten` is no stage of its own: rows are flat already, and in lanes only a change of layout flattens.
+    A `Flatten` is no stage of its own: rows are flat already, and in lanes only a change of layout flattens. A Residual
+    is a section where it begins, those of its layers, and one where it ends.
     """
-    stages, sections = list(network.stages), []
+    stages, sections = list(network), list[Section]()
     while stages:
         stage = stages.pop(0)
         if isinstance(stage, FlattenStage):
@@ -168,8 +175,12 @@ def split(network: Network) -> list[Section]:
         taken: list[Stage] = [stage]
         if isinstance(stage, ConvStage):
             taken += _follow(stages)
-        elif isinstance(stage, LinearStage) and stages and isinstance(stages[0].layer, ReLU):
+        elif (
+            isinstance(stage, LinearStage | NormStage | ResidualStage) and stages and isinstance(stages[0].layer, ReLU)
+        ):
             taken.append(stages.pop(0))
+        if isinstance(stage, ResidualStage):
+            sections += [Section((stage,), False, opens=True), *split(stage.stages)]
         sections.append(Section(tuple(taken), bool(stages) and isinstance(stages[0], FlattenStage)))
     return sections
 

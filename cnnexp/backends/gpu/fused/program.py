@@ -24,7 +24,7 @@ from cnnexp.backends.gpu.shared import CONV_TILE, SharedOps
 from cnnexp.backends.layerwise import as_float32
 from cnnexp.backends.parts import BACKWARD, FORWARD, Part
 from cnnexp.backends.protocol import Program, State
-from cnnexp.errors import CheckpointError
+from cnnexp.backends.state import complete
 from cnnexp.network import Network
 from cnnexp.network.losses import Loss, Totals, check_loss
 from cnnexp.optimizers import Optimizer
@@ -201,13 +201,10 @@ class FusedProgram(Program):
 
     @on_its_gpu
     def restore(self, state: State) -> None:
-        size = self.network.parameter_count
+        whole = complete(state, self.network, self.optimizer)
         for name, target in zip(("parameters", *self.optimizer.slots), (self._parameters, *self._slots), strict=True):
-            source = state[name] if name == "parameters" else state.get(name, np.zeros(size, np.float32))
-            if source.shape != (size,):
-                raise CheckpointError(f"state {name!r} has shape {source.shape}, the network needs ({size},)")
-            device.copy(np.ascontiguousarray(source, np.float32), target)
-        self._step = int(state.get("step", 0))
+            device.copy(np.ascontiguousarray(whole[name], np.float32), target)
+        self._step = int(whole["step"])
         device.synchronize()
 
     def close(self) -> None:

@@ -76,45 +76,23 @@ def sum_slices_blocks(count: int) -> int:
 
 
 @cache
-def column_sums(columns: int) -> Kernel:
-    """partial[s, f] = the sum of column f of dy (rows, columns) over slice s of the rows, one thread each."""
-    F = u32(columns)
-
-    def column_sums(dy, partial, rows, slices, count):
-        i = u32(cuda.grid(1))
-        while i < count:
-            row, f = split(i, F)
-            total = ZERO
-            while u32(row + 3 * slices) < rows:
-                a, b = dy[offset(row, F, f)], dy[offset(u32(row + slices), F, f)]
-                c, d = dy[offset(u32(row + 2 * slices), F, f)], dy[offset(u32(row + 3 * slices), F, f)]
-                total += (a + b) + (c + d)
-                row = u32(row + 4 * slices)
-            while row < rows:
-                total += dy[offset(row, F, f)]
-                row = u32(row + slices)
-            partial[i] = total
-            i = u32(i + cuda.gridsize(1))
-
-    return Kernel(column_sums, "void(float32[::1], float32[::1], uint32, uint32, uint32)", THREADS)
-
-
-@cache
-def column_products(columns: int, squares: bool) -> Kernel:
-    """partial[s, c] = over slice s of the rows, the sum of (x - mean)^2, or of (x - mean) * dy; one thread each."""
-    C = u32(columns)
+def column_sums(columns: int, of: str) -> Kernel:
+    """partial[s, c] = the sum over slice s of the rows of "dy", "(x - mean) dy" or "(x - mean)^2"; one thread each."""
+    C, is_centred, is_square = u32(columns), of != "dy", of == "(x - mean)^2"
 
     def term(x, mean, dy, place):
+        if not is_centred:
+            return dy[place]
         difference = x[place] - mean
-        return difference * (difference if squares else dy[place])
+        return difference * (difference if is_square else dy[place])
 
     term = cuda.jit(device=True)(term)
 
-    def column_products(x, mean, dy, partial, rows, slices, count):
+    def column_sums(x, mean, dy, partial, rows, slices, count):
         i = u32(cuda.grid(1))
         while i < count:
             row, c = split(i, C)
-            total, middle = ZERO, mean[c]
+            total, middle = ZERO, mean[c] if is_centred else ZERO
             while u32(row + 3 * slices) < rows:
                 p = term(x, middle, dy, offset(row, C, c))
                 q = term(x, middle, dy, offset(u32(row + slices), C, c))
@@ -129,7 +107,7 @@ def column_products(columns: int, squares: bool) -> Kernel:
             i = u32(i + cuda.gridsize(1))
 
     arrays = ", ".join(["float32[::1]"] * 4)
-    return Kernel(column_products, f"void({arrays}, uint32, uint32, uint32)", THREADS)
+    return Kernel(column_sums, f"void({arrays}, uint32, uint32, uint32)", THREADS)
 
 
 @cache

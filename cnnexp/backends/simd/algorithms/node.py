@@ -9,7 +9,7 @@ from typing import ClassVar, Generic, TypeVar
 
 from cnnexp.backends.parts import BACKWARD, Part
 from cnnexp.backends.simd.algorithms.cost import Work
-from cnnexp.backends.simd.compiler.emit import Emitter, Kernels, Target
+from cnnexp.backends.simd.compiler.emit import Emit, Emitter, Kernels, Target
 from cnnexp.backends.simd.layouts import NC, Blocked, Halo, Layout
 from cnnexp.network import (
     PoolStage,
@@ -33,10 +33,12 @@ class Section:
 
     Attributes:
         stages: them, without the flattening among or after them. flattened: whether a `Flatten` comes after.
+        opens: whether it is where a Residual begins; where it ends is another section.
     """
 
     stages: tuple[Stage, ...]
     flattened: bool
+    opens: bool = False
 
     @property
     def stage(self) -> Stage:
@@ -54,6 +56,22 @@ class Section:
     @property
     def pool(self) -> PoolStage | None:
         return next((stage for stage in self.stages[1:] if isinstance(stage, PoolStage)), None)
+
+
+@dataclass(frozen=True)
+class Seam:
+    """A cut of the step, where all threads meet: a batch must be complete before the kernels after it run.
+
+    Attributes:
+        kernel: the whole name of the one that leaves a tile's part, the last before the cut.
+        meet: makes of the parts what a tile needs; on the buffers of `batch_norm.Meeting`.
+        average: makes it in `predict`, of the running averages: of parameters, running averages and an arena. None
+            where the cut is in the backward pass.
+    """
+
+    kernel: str
+    meet: Emit
+    average: Emit | None = None
 
 
 class Node(Generic[X, Y]):
@@ -84,6 +102,8 @@ class Node(Generic[X, Y]):
     """How many sections it computes."""
     input_layout: type[Tensor] | None = None
     """The layout of the input, `Blocked`, `NC` or `NHWC`; None for either, and the output is of the same."""
+    any_image: ClassVar[bool] = False
+    """Whether it takes an image in either layout, where `input_layout` names none."""
     output_layout: type[Tensor] | None = None
     """The layout of the output."""
     trains: ClassVar[bool] = False
@@ -165,6 +185,10 @@ class Node(Generic[X, Y]):
     def owned_updates(self, plan: Layout) -> list[tuple[str, Callable[[Emitter, Optimizer], None]]]:
         """Return what takes the step of weights that threads own."""
         return []
+
+    def seams(self, plan: Layout) -> Sequence[Seam]:
+        """Return where it cuts the forward pass and the backward pass, if it does."""
+        return ()
 
     def part(self, plan: Layout, what: str, kernel: str) -> Part:
         """Return what a kernel of a pass is of the training step."""

@@ -62,6 +62,34 @@ def compose_five(name: str, target: Target, kernel: Emit) -> Callable[..., None]
     return run
 
 
+def compose_choice(name: str, target: Target, choices: Sequence[Kernels]) -> Callable[..., None]:
+    """Return a function for `@njit` code that runs, of lists of kernels, the one of a number given last.
+
+    Each kernel is run on four arrays and a count.
+    """
+
+    @intrinsic
+    def run(
+        typing: Any, a: types.Type, b: types.Type, c: types.Type, d: types.Type, count: types.Type, choice: types.Type
+    ) -> Intrinsic:
+        def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Sequence[ir.Value]) -> ir.Value:
+            end = builder.append_basic_block("chosen")
+            switch = builder.switch(arguments[-1], end)
+            for number, kernels in enumerate(choices):
+                block = builder.append_basic_block(f"choice{number}")
+                switch.add_case(number, block)
+                builder.position_at_end(block)
+                call = _caller(name, target, kernels)
+                call(context, builder, _signature(*signature.args[:4]), arguments[:-1])
+                builder.branch(end)
+            builder.position_at_end(end)
+            return context.get_dummy_value()
+
+        return types.void(a, b, c, d, types.int64, types.int64), codegen
+
+    return run
+
+
 def on_arena(emit: Callable[[ir.IRBuilder, ir.Value], None]) -> Callable[..., Any]:
     """Return a function of an arena for `@njit` code that does what is emitted, given the arena's first float."""
 

@@ -43,10 +43,12 @@ class Call(NamedTuple):
         rank: of this thread. crew: how many threads there are. mode: see `PREDICT`, ...
         bytes_, floats: the images, flat, one of the two empty. nan_mask: (N,), NaN where an image has one.
         labels: (N,). order: the images to run. batch: images per step.
-        parameters: (size,). slots: (2, size). gradients: (shares, size), zero before and after a step.
-        arenas: (shares, ...). scores: (len(order), O), filled by `PREDICT`.
+        parameters: (size,). running: the running averages, with room for a vector past them. slots: (2, size).
+        gradients: (shares, size), zero before and after a step.
+        arenas: (shares, ...), or (tiles of a share * shares, ...) where the step has seams.
+        scores: (len(order), O), filled by `PREDICT`.
         totals: (shares, LINE), added to: losses and hits. flags: (shares * LINE,), for the barrier.
-        counts: (shares, at least 2 + shares), room for what `owned_updates` knows of shares and images.
+        counts: (shares, at least 2 + arenas), room for what `owned_updates` and seams know of shares and images.
         numbers: (steps, 4 + dropouts), by step: the learning rate, the optimizer's two constants, and what
             `DropoutNode.draw` takes.
     """
@@ -61,6 +63,7 @@ class Call(NamedTuple):
     order: Indices
     batch: int
     parameters: Buffer
+    running: Buffer
     slots: Buffers
     gradients: Buffers
     arenas: Buffers

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cnnexp.backends.averages import PendingAverages
 from cnnexp.backends.cache import load_or_make, program_key
 from cnnexp.backends.parts import Part
 from cnnexp.backends.protocol import Program, State
@@ -20,7 +21,8 @@ from cnnexp.backends.simd.lowering import Plan
 from cnnexp.backends.simd.runtime.compilation import Described, compile_program
 from cnnexp.backends.simd.runtime.crew import Crew
 from cnnexp.backends.simd.runtime.team import Team
-from cnnexp.errors import CheckpointError, DataError
+from cnnexp.backends.state import complete
+from cnnexp.errors import DataError
 from cnnexp.network import Network
 from cnnexp.network.losses import Loss, Totals, check_loss
 from cnnexp.network.noise import layer_key
@@ -87,10 +89,13 @@ class SimdProgram(Program[LoadedSplit]):
         self._parameters = aligned_zeros((plan.parameters.size,))
         self._slots = aligned_zeros((2, plan.parameters.size))
         self._gradients = aligned_zeros((threads, plan.parameters.size))
-        self._arenas = plan.arena.make(threads)
+        tiles = -(-batch_size // threads) if plan.seams else 1
+        self._arenas = plan.arena.make(threads * -(-tiles // plan.arena.images))
         self._totals = np.zeros((threads, LINE))
         self._flags = np.zeros(threads * LINE, np.int64)
-        self._counts = np.zeros((threads, round_up(2 + threads, LINE)), np.int64)
+        self._counts = np.zeros((threads, round_up(2 + len(self._arenas), LINE)), np.int64)
+        self._running = aligned_zeros((network.running_count + target.lanes,))
+        self.pending: PendingAverages = PendingAverages(network, lambda: self._averages.copy(), self._set_averages)
         self._step, self._seed = 0, 0
         self._drawing = [node.name for node in plan.dropouts]
         self._clocks = plan.clocks
@@ -120,6 +125,7 @@ class SimdProgram(Program[LoadedSplit]):
         return LoadedSplit(np.empty(0, np.uint8), flat, np.where(missing, np.float32(np.nan), np.float32(0)), labels)
 
     def train(self, handle: LoadedSplit, order: np.ndarray, rate: float) -> Totals:
+        self.pending.drop()
         order = _indices(order, handle)
         totals, start = Totals(0.0, 0, 0), 0
         while start < len(order):
@@ -133,7 +139,10 @@ class SimdProgram(Program[LoadedSplit]):
 
     def gradients(self, handle: LoadedSplit, indices: np.ndarray) -> tuple[Totals, np.ndarray]:
         indices = _indices(indices, handle)
-        totals = self._run(GRADIENTS, handle, indices, len(indices))
+        if self.network.running and len(indices) > self.batch_size:
+            raise ValueError(f"{len(indices)} images in a batch of at most {self.batch_size}")
+        with self.pending.hold():
+            totals = self._run(GRADIENTS, handle, indices, len(indices))
         gradient = self._gradients[0].copy()
         for other in self._gradients[1:]:
             gradient += other
@@ -142,8 +151,10 @@ class SimdProgram(Program[LoadedSplit]):
 
     def warm(self, handle: LoadedSplit, indices: np.ndarray) -> None:
         self.gradients(handle, indices)
+        self.pending.drop()
 
     def apply(self, gradient: np.ndarray, rate: float) -> None:
+        self.pending.commit()
         self._layout.pack(gradient, self._gradients[0])
         self._run(APPLY, _NO_SPLIT, np.empty(0, np.int64), self.batch_size, rate)
 
@@ -159,33 +170,41 @@ class SimdProgram(Program[LoadedSplit]):
         self._team.settle()
         unpack, names = self._layout.unpack, self.optimizer.slots
         slots = {name: unpack(slot) for name, slot in zip(names, self._slots, strict=False)}
-        seed = {"seed": np.asarray(self._seed, np.int64)} if self._drawing else {}
-        return {"parameters": unpack(self._parameters), "step": np.asarray(self._step, np.int64), **slots, **seed}
+        more = {"seed": np.asarray(self._seed, np.int64)} if self._drawing else {}
+        more |= {"running": self._averages.copy()} if self.network.running else {}
+        return {"parameters": unpack(self._parameters), "step": np.asarray(self._step, np.int64), **slots, **more}
 
     def restore(self, state: State) -> None:
         self._team.settle()
-        size = self.network.parameter_count
+        whole = complete(state, self.network, self.optimizer)
+        self._slots[...] = 0
         for name, target in zip(("parameters", *self.optimizer.slots), (self._parameters, *self._slots), strict=False):
-            source = state[name] if name == "parameters" else state.get(name)
-            if source is not None and source.shape != (size,):
-                raise CheckpointError(f"state {name!r} has shape {source.shape}, the network needs ({size},)")
             target[...] = 0  # also what rounds up the parameters, which a lost run may have left as NaN
-            if source is not None:
-                self._layout.pack(source, target)
-        self._step, self._seed = int(state.get("step", 0)), int(state.get("seed", 0))
+            self._layout.pack(whole[name], target)
+        if self.network.running:
+            self._set_averages(whole["running"])
+        self._step, self._seed = int(whole["step"]), int(whole.get("seed", 0))
+        self.pending.drop()
 
     def clocked(self) -> list[tuple[Part, float]]:
         """As `Program.clocked`; empty where the target has no clocks."""
         if len(self._readings) < 2:
             return []
         (began_s, began), (ended_s, ended) = self._readings
-        tick_s = (ended_s - began_s) / (ended - began) / len(self._arenas)
+        tick_s = (ended_s - began_s) / (ended - began) / len(self._gradients)
         return [
             (part, int(ticks) * tick_s) for part, ticks in zip(self._clocks.parts, self._ticks, strict=True) if ticks
         ]
 
     def close(self) -> None:
         self._team.close()
+
+    @property
+    def _averages(self) -> np.ndarray:
+        return self._running[: self.network.running_count]
+
+    def _set_averages(self, averages: np.ndarray) -> None:
+        self._averages[...] = averages
 
     def _run(
         self,
@@ -218,8 +237,8 @@ class SimdProgram(Program[LoadedSplit]):
         began = time.perf_counter()
         call = Call(
             0, crew, mode, split.bytes_, split.floats, split.nan_mask, split.labels, order, batch,
-            self._parameters, self._slots, self._gradients, self._arenas, scores, self._totals, self._flags,
-            self._counts, numbers,
+            self._parameters, self._running, self._slots, self._gradients, self._arenas, scores, self._totals,
+            self._flags, self._counts, numbers,
         )  # fmt: skip
         self._team.run(lambda rank: self._work(*call._replace(rank=rank)), crew)
         if mode == TRAIN and clocks is not None:
@@ -230,9 +249,9 @@ class SimdProgram(Program[LoadedSplit]):
     def _read_clocks(self, clocks: np.ndarray, began_s: float) -> None:
         """Add up what a call of training steps took; a tick's length follows from the first and the last reading."""
         self._ticks += clocks[:, 1:].sum(axis=0)
-        ended = int(clocks[0, 0])
+        ended, shares = int(clocks[0, 0]), len(self._gradients)
         if not self._readings:
-            self._readings.append((began_s, ended - int(clocks[0, 1:].sum())))
+            self._readings.append((began_s, ended - int(clocks[::shares, 1:].sum())))
         self._readings[1:] = [(time.perf_counter(), ended)]
 
 

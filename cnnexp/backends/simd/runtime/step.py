@@ -34,6 +34,7 @@ from cnnexp.backends.simd.compiler.native import MachineCode
 from cnnexp.backends.simd.layouts import NC
 from cnnexp.backends.simd.lowering import Plan
 from cnnexp.backends.simd.runtime.barrier import wait
+from cnnexp.backends.simd.runtime.seams import make_batch
 from cnnexp.network.losses import Loss
 from cnnexp.optimizers import Optimizer
 
@@ -48,8 +49,9 @@ def make_work(plan: Plan, loss: Loss, optimizer: Optimizer, key: str) -> Dispatc
         key: what distinguishes its machine code from that of other programs.
     """
     compiled = _compiler(key)
-    run_tile, update_share = _make_tile(plan, loss, compiled), _make_update(plan, optimizer, compiled)
-    target, images, clocked = plan.target, plan.arena.images, plan.clocks.on
+    run_tile, run_batch = _make_tile(plan, loss, compiled)
+    update_share = _make_update(plan, optimizer, compiled)
+    target, images, clocked, seamed = plan.target, plan.arena.images, plan.clocks.on, bool(plan.seams)
     added, owned = plan.parameters.added, plan.parameters.owned
     fetches = 0 < 4 * owned <= target.l2_bytes // 2
     fetch = compose("fetch", target, [("owned", update.fetch)])
@@ -69,7 +71,9 @@ def make_work(plan: Plan, loss: Loss, optimizer: Optimizer, key: str) -> Dispatc
             # the thread's shares of the batch, tile by tile
             first, last = step * call.batch, min((step + 1) * call.batch, count)
             here = last - first
-            if call.mode != APPLY:
+            if seamed and call.mode != APPLY:
+                run_batch(call, step, first, here, mine, next_)
+            elif call.mode != APPLY:
                 for share in range(mine, next_):
                     start, end = first + here * share // shares, first + here * (share + 1) // shares
                     for at in range(start, end, images):
@@ -96,8 +100,8 @@ def _charging(plan: Plan, part: str) -> Callable[..., Any]:
     return on_arena(plan.clocks.charging(plan.step_parts[part]))
 
 
-def _make_tile(plan: Plan, loss: Loss, compiled: Callable) -> Callable:
-    """Return what takes a tile of images through the layers."""
+def _make_tile(plan: Plan, loss: Loss, compiled: Callable) -> tuple[Callable, Callable]:
+    """Return what takes a tile of images through the layers, and what takes a batch, where the step has seams."""
     target, clocked = plan.target, plan.clocks.on
     gather_bytes = compose("gather_uint8", target, plan.gather["uint8"])
     gather_floats = compose("gather_float32", target, plan.gather["float32"])
@@ -114,9 +118,7 @@ def _make_tile(plan: Plan, loss: Loss, compiled: Callable) -> Callable:
             for o in range(outputs):
                 scores[n, o] = arena[scores_at + n * stride + o]
 
-    def run_tile(call: Call, share: int, step: int, at: int, end: int, batch: int) -> None:
-        """Run the images order[at : end], at most a tile's, of a batch of so many."""
-        arena, gradient, tile = call.arenas[share], call.gradients[share], call.order[at:end]
+    def begin(call: Call, arena: np.ndarray, step: int, tile: np.ndarray) -> None:
         draw(call.numbers[step], tile, arena, len(tile))
         if len(call.bytes_):
             gather_bytes(call.bytes_, tile, arena, len(tile))
@@ -124,18 +126,34 @@ def _make_tile(plan: Plan, loss: Loss, compiled: Callable) -> Callable:
             gather_floats(call.floats, tile, arena, len(tile))
         if clocked:
             charge_gather(arena)
+
+    def finish(call: Call, arena: np.ndarray, share: int, tile: np.ndarray, batch: int) -> None:
+        tile_loss(arena, call.nan_mask, call.labels, tile, batch, call.totals[share])
+        if clocked:
+            charge_loss(arena)
+
+    def nothing(*_: Any) -> None:
+        pass
+
+    begin, finish = compiled(begin, inline="always"), compiled(finish, inline="always")
+    if plan.seams:
+        return compiled(nothing), make_batch(plan, begin, finish, copy_scores, compiled)
+
+    def run_tile(call: Call, share: int, step: int, at: int, end: int, batch: int) -> None:
+        """Run the images order[at : end], at most a tile's, of a batch of so many."""
+        arena, gradient, tile = call.arenas[share], call.gradients[share], call.order[at:end]
+        begin(call, arena, step, tile)
         forward(call.parameters, gradient, arena, len(tile))
         if call.mode == PREDICT:
             copy_scores(arena, call.scores[at:end])
             return
-        tile_loss(arena, call.nan_mask, call.labels, tile, batch, call.totals[share])
-        if clocked:
-            charge_loss(arena)
+        finish(call, arena, share, tile, batch)
         backward(call.parameters, gradient, arena, len(tile))
         if call.mode == GRADIENTS:
             owned_gradients(call.parameters, gradient, arena, len(tile))
 
-    return compiled(run_tile, inline="always")  # outlined, LLVM knows less of the kernels' arguments: 5 % slower
+    # outlined, LLVM knows less of the kernels' arguments: 5 % slower
+    return compiled(run_tile, inline="always"), compiled(nothing)
 
 
 def _make_update(plan: Plan, optimizer: Optimizer, compiled: Callable) -> Callable:

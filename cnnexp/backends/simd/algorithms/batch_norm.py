@@ -1,0 +1,337 @@
+"""`batch-norm`: BatchNorm2d [+ ReLU], in either layout of images; its statistics are those of the whole batch.
+
+The step is cut twice at each: where a batch is normalized, and where its gradient needs two sums over it. Before a cut
+every tile of images leaves its part in its own arena, then all threads meet, and each adds up all parts, in their
+order: see `Seam`. A tile's part of the variance is taken around the tile's own mean (Chan, Golub and LeVeque 1983), so
+that nothing cancels. Whether the ReLU let a number through follows from the input: the output is not read again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+from llvmlite import ir
+
+from cnnexp.backends.simd.algorithms.cost import Work, passes
+from cnnexp.backends.simd.algorithms.node import Node, Seam, Section
+from cnnexp.backends.simd.algorithms.product import chunks
+from cnnexp.backends.simd.compiler.emit import FLOAT, INDEX, INT, Emitter, Kernels, Pointer, Target
+from cnnexp.backends.simd.layouts import NHWC, Blocked, Layout, round_up
+from cnnexp.network import NormStage
+
+Pixels = Blocked | NHWC
+
+TOGETHER = 4
+"""Vectors of a pixel that are taken at once: two cache lines of 8 lanes, and constants that the registers hold."""
+
+TILES, FIRST = 1, 2
+"""Where the table of a seam says how many tiles there are, and the images of each; first of all, which is meant."""
+
+
+class BatchNormNode(Node[Pixels, Pixels]):
+    """BatchNorm2d [+ ReLU].
+
+    Attributes:
+        table: where in the arena the rows of a number per channel lie: the tile's mean and its squared distances from
+            it; mean, 1 / deviation and scale of the batch; the tile's two sums of gradients; two factors of dx.
+    """
+
+    algorithm = "batch-norm"
+    trains = True
+    any_image = True
+    whole_vectors = False
+    stage: NormStage
+
+    def __init__(self, stage: NormStage, rectify: bool) -> None:
+        super().__init__(stage.name, stage.output_shape)
+        self.stage, self.rectify = stage, rectify
+        self.pixels = math.prod(self.shape[:2])
+
+    @classmethod
+    def of(cls, sections: Sequence[Section], first: bool) -> BatchNormNode | None:
+        section = sections[0]
+        return cls(section.stage, section.rectify) if isinstance(section.stage, NormStage) else None
+
+    def work(self, target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
+        size = math.prod(self.shape)
+        found = {
+            "statistics": passes(size, 4, target, images, 1),
+            "forward": passes(size, 4, target, images),
+            "sums": passes(size, 6, target, images),
+        }
+        return found | ({"backward": passes(size, 7, target, images, 3)} if needs_dx else {})
+
+    def prepare(self, plan: Layout) -> None:
+        plan.parameters.place_plain(self.stage.weight, self.stage.bias)
+        self.row = round_up(self.shape[2], plan.target.lanes)
+        names = ("own_mean", "own_squares", "mean", "inverse", "scale", "sum", "product", "slope", "level")
+        self.table = {name: plan.arena.allocate(self.row) for name in names}
+
+    def forward(self, plan: Layout) -> Kernels:
+        def run(k: Emitter) -> None:
+            shift = k.parameters + plan.parameters.offset(self.stage.bias)
+            for block in _blocks(k, self.x):
+                mean, scale = (block.constants(k.arena + self.table[name]) for name in ("mean", "scale"))
+                level = block.constants(shift)
+                with block.pixels() as (at, _):
+                    for u, (x, y) in enumerate(zip(block.places(at(self.x)), block.places(at(self.y)), strict=True)):
+                        value = k.fma(k.subtract(k.load(x), mean[u]), scale[u], level[u])
+                        block.store(k.rectify(value) if self.rectify else value, y, u)
+
+        return [("statistics", self._statistics), ("forward", run)]
+
+    def _statistics(self, k: Emitter) -> None:
+        """Leave the tile's mean, and the sum of squared distances from it."""
+        count = k.builder.uitofp(k.builder.mul(k.count, INDEX(self.pixels)), FLOAT)
+        share = k.spread(k.builder.fdiv(FLOAT(1), count))
+        for block in _blocks(k, self.x):
+            totals = k.variables(len(block.valid))
+            with block.pixels() as (at, inside):
+                for total, place in zip(totals, block.places(at(self.x)), strict=True):
+                    total.set(k.add(total.get(), inside(k.load(place))))
+            block.finish(totals, k.arena + self.table["own_mean"], share)
+        for block in _blocks(k, self.x):
+            mean = block.constants(k.arena + self.table["own_mean"])
+            totals = k.variables(len(block.valid))
+            with block.pixels() as (at, inside):
+                for total, middle, place in zip(totals, mean, block.places(at(self.x)), strict=True):
+                    distance = inside(k.subtract(k.load(place), middle))
+                    k.accumulate(total, distance, distance)
+            block.finish(totals, k.arena + self.table["own_squares"])
+
+    def backward(self, plan: Layout) -> Kernels:
+        kernels: Kernels = [("sums", lambda k: self._sums(k, plan))]
+        if self.dx is not None:
+            kernels.append(("backward", lambda k: self._backward(k, plan)))
+        return kernels
+
+    def _gradient(self, k: Emitter, plan: Layout, block: Block) -> Callable[..., list[tuple[ir.Value, ir.Value]]]:
+        """Return what gives, of a pixel, the distances of x from the mean and the gradient before the ReLU."""
+        mean, scale = (block.constants(k.arena + self.table[name]) for name in ("mean", "scale"))
+        shift = block.constants(k.parameters + plan.parameters.offset(self.stage.bias))
+
+        def found(at: Callable, inside: Callable) -> list[tuple[ir.Value, ir.Value]]:
+            values = []
+            for u, (x, dy) in enumerate(zip(block.places(at(self.x)), block.places(at(self.dy)), strict=True)):
+                distance, gradient = k.subtract(k.load(x), mean[u]), inside(k.load(dy))
+                if self.rectifies_dy:
+                    gradient = k.where_positive(k.fma(distance, scale[u], shift[u]), gradient)
+                values.append((distance, gradient))
+            return values
+
+        return found
+
+    def _sums(self, k: Emitter, plan: Layout) -> None:
+        """Leave the tile's sums of dy and of dy * n, n being x normalized; they are the parameters' gradients."""
+        rows = {name: k.arena + offset for name, offset in self.table.items()}
+        for block in _blocks(k, self.x):
+            gradients = self._gradient(k, plan, block)
+            sums, products = k.variables(len(block.valid)), k.variables(len(block.valid))
+            with block.pixels() as (at, inside):
+                for total, product, (distance, gradient) in zip(sums, products, gradients(at, inside), strict=True):
+                    total.set(k.add(total.get(), gradient))
+                    k.accumulate(product, distance, gradient)
+            block.finish(sums, rows["sum"])
+            block.finish(products, rows["product"])
+        # per channel, in vectors
+        for channel, valid in _vectors(k, self.shape[2]):
+            product = k.multiply(k.load(rows["product"].at(channel)), k.load(rows["inverse"].at(channel)))
+            k.store(product, rows["product"].at(channel))
+            for parameter, value in ((self.stage.weight, product), (self.stage.bias, k.load(rows["sum"].at(channel)))):
+                place = (k.gradients + plan.parameters.offset(parameter)).at(channel)
+                k.store_part(k.add(k.load(place), value), place, valid)
+
+    def _backward(self, k: Emitter, plan: Layout) -> None:
+        """dx = scale * dy + slope * (x - mean) + level."""
+        for block in _blocks(k, self.x):
+            gradients = self._gradient(k, plan, block)
+            names = ("scale", "slope", "level")
+            scale, slope, level = (block.constants(k.arena + self.table[name]) for name in names)
+            with block.pixels() as (at, inside):
+                places = block.places(at(self.needed_dx))
+                for u, (distance, gradient) in enumerate(gradients(at, inside)):
+                    value = k.fma(scale[u], gradient, k.fma(slope[u], distance, level[u]))
+                    block.store(inside(value), places[u], u)
+
+    # what all threads do when they have met
+
+    def seams(self, plan: Layout) -> tuple[Seam, Seam]:
+        """Return the forward pass's, before the batch is normalized, and the backward pass's, before dx."""
+        names = "statistics", "sums"
+        forward, backward = (f"{self.name}.{name}" for name in names)
+        return (
+            Seam(forward, lambda k: self._meet(k, plan), lambda k: self._average(k, plan)),
+            Seam(backward, lambda k: self._meet_backward(k, plan)),
+        )
+
+    def _meet(self, k: Emitter, plan: Layout) -> None:
+        """Take mean and variance of the batch; the first tile's thread moves the running averages.
+
+        Buffers: parameters, running averages, all arenas, the seam's table.
+        """
+        layer, epsilon = self.stage.layer, self.stage.layer.epsilon
+        meeting = Meeting(k, plan, self.pixels)
+        size, alone = meeting.size(), k.builder.icmp_signed("==", meeting.index, INDEX(0))
+        unbiased = k.builder.fsub(size, FLOAT(1))
+        unbiased = k.builder.select(k.builder.fcmp_ordered("<", unbiased, FLOAT(1)), FLOAT(1), unbiased)
+        for channel, valid in _vectors(k, self.shape[2]):
+            total, squares = k.variables(2)
+            with meeting.tiles() as (arena, weight):
+                mean = k.load((arena + self.table["own_mean"]).at(channel))
+                k.accumulate(total, mean, k.spread(weight))
+            middle = k.multiply(total.get(), k.spread(k.builder.fdiv(FLOAT(1), size)))
+            with meeting.tiles() as (arena, weight):
+                distance = k.subtract(k.load((arena + self.table["own_mean"]).at(channel)), middle)
+                squares.set(k.add(squares.get(), k.load((arena + self.table["own_squares"]).at(channel))))
+                k.accumulate(squares, k.multiply(distance, distance), k.spread(weight))
+            variance = k.multiply(squares.get(), k.spread(k.builder.fdiv(FLOAT(1), size)))
+            self._put(k, plan, meeting.own, channel, middle, k.add(variance, k.constant(epsilon)))
+            with k.builder.if_then(alone):
+                spread = k.multiply(squares.get(), k.spread(k.builder.fdiv(FLOAT(1), unbiased)))
+                for average, value in zip(self.stage.running, (middle, spread), strict=True):
+                    place = (k.gradients + average.offset).at(channel)
+                    old = k.load(place)
+                    moved = k.fma(k.constant(layer.momentum), k.subtract(value, old), old)
+                    k.store_part(moved, place, valid)
+
+    def _average(self, k: Emitter, plan: Layout) -> None:
+        """Take the running averages for the batch's own. Buffers: parameters, running averages, arena."""
+        for channel, _ in _vectors(k, self.shape[2]):
+            mean, variance = (k.load((k.gradients + average.offset).at(channel)) for average in self.stage.running)
+            self._put(k, plan, k.arena, channel, mean, k.add(variance, k.constant(self.stage.layer.epsilon)))
+
+    def _put(
+        self, k: Emitter, plan: Layout, arena: Pointer, channel: ir.Value, mean: ir.Value, variance: ir.Value
+    ) -> None:
+        """Store what normalizes some channels; epsilon is in their variance."""
+        inverse = k.builder.fdiv(k.constant(1), k.sqrt(variance))
+        weight = k.load((k.parameters + plan.parameters.offset(self.stage.weight)).at(channel))
+        for name, value in (("mean", mean), ("inverse", inverse), ("scale", k.multiply(inverse, weight))):
+            k.store(value, (arena + self.table[name]).at(channel))
+
+    def _meet_backward(self, k: Emitter, plan: Layout) -> None:
+        """Make dx's factors of the sums over the batch. Buffers: as `_meet`."""
+        meeting = Meeting(k, plan, self.pixels)
+        share = k.spread(k.builder.fdiv(FLOAT(-1), meeting.size()))
+        for channel, _ in _vectors(k, self.shape[2]):
+            total, product = k.variables(2)
+            with meeting.tiles() as (arena, _):
+                for variable, name in ((total, "sum"), (product, "product")):
+                    variable.set(k.add(variable.get(), k.load((arena + self.table[name]).at(channel))))
+            inverse, scale = (k.load((meeting.own + self.table[name]).at(channel)) for name in ("inverse", "scale"))
+            factor = k.multiply(scale, share)
+            k.store(k.multiply(factor, total.get()), (meeting.own + self.table["level"]).at(channel))
+            slope = k.multiply(k.multiply(factor, inverse), product.get())
+            k.store(slope, (meeting.own + self.table["slope"]).at(channel))
+
+
+class Meeting:
+    """What a thread sees of the tiles when all have met. Buffers: parameters, running averages, arenas, table (int64).
+
+    Attributes:
+        index, own: which arena is written, and its address.
+    """
+
+    def __init__(self, k: Emitter, plan: Layout, pixels: int) -> None:
+        self._k, self._stride, self._pixels = k, plan.arena.stride, pixels
+        *_, self._arenas, self._table = k.buffers
+        self.index = self._number(INDEX(0))
+        self.own = self._arenas.at(self.index, self._stride)
+
+    def size(self) -> ir.Value:
+        """Return the numbers of a channel in the batch."""
+        total = self._k.variable(FLOAT(0))
+        with self.tiles() as (_, weight):
+            total.set(self._k.builder.fadd(total.get(), weight))
+        return total.get()
+
+    @contextlib.contextmanager
+    def tiles(self) -> Iterator[tuple[Pointer, ir.Value]]:
+        """Run the block for every tile that has images, in order, with its arena and its numbers of a channel."""
+        builder = self._k.builder
+        with self._k.loop(self._number(INDEX(TILES))) as tile:
+            images = self._number(builder.add(tile, INDEX(FIRST)))
+            with builder.if_then(builder.icmp_signed(">", images, INDEX(0))):
+                numbers = builder.mul(images, INDEX(self._pixels))
+                yield self._arenas.at(tile, self._stride), builder.uitofp(numbers, FLOAT)
+
+    def _number(self, at: ir.Value) -> ir.Value:
+        return self._k.builder.load(self._k.builder.gep(self._table.value(INDEX), [at]))
+
+
+class Block:
+    """Some neighbouring vectors of every pixel: of `lanes` channels each, or of one channel of `lanes` images.
+
+    Attributes:
+        valid: how many lanes of each vector count.
+    """
+
+    def __init__(self, k: Emitter, x: Pixels, channel: ir.Value, valid: list[int]) -> None:
+        self._k, self._x, self._channel, self.valid = k, x, channel, valid
+        self._lanes = isinstance(x, Blocked)
+
+    def constants(self, row: Pointer) -> list[ir.Value]:
+        """Load a vector for each, from a row of a number per channel."""
+        at = row.at(self._channel)
+        if self._lanes:
+            return [self._k.splat(at + u) for u in range(len(self.valid))]
+        return [self._k.load(at + u * self._k.lanes) for u in range(len(self.valid))]
+
+    def places(self, pixel: Pointer) -> list[Pointer]:
+        """Return the address of each vector of a pixel."""
+        first = pixel.at(self._channel, self._k.lanes if self._lanes else 1)
+        return [first + u * self._k.lanes for u in range(len(self.valid))]
+
+    def store(self, value: ir.Value, place: Pointer, number: int) -> None:
+        self._k.store_part(value, place, self.valid[number])
+
+    def finish(self, totals: Sequence, row: Pointer, factor: ir.Value | None = None) -> None:
+        """Store the sums of the channels, times a vector of one factor, if given, in a row."""
+        k, at = self._k, row.at(self._channel)
+        for u, total in enumerate(totals):
+            value = total.get() if factor is None else k.multiply(total.get(), factor)
+            if self._lanes:
+                k.builder.store(k.sum_lanes(value), (at + u).value(FLOAT), align=4)
+            else:
+                k.store(value, at + u * k.lanes)
+
+    @contextlib.contextmanager
+    def pixels(self) -> Iterator[tuple[Callable[[Pixels], Pointer], Callable[[ir.Value], ir.Value]]]:
+        """Run the code for every pixel: with its address in a tensor, and what makes 0 of lanes with no image."""
+        k, (height, width, _) = self._k, self._x.shape
+        images = k.groups(k.lanes) if self._lanes else k.count
+        with k.loop(images) as n:
+            inside = self._inside(n)
+            with k.loop(height) as p, k.loop(width) as q:
+                yield lambda tensor: tensor.pixel(k, n, p, q), inside
+
+    def _inside(self, group: ir.Value) -> Callable[[ir.Value], ir.Value]:
+        if not self._lanes:
+            return lambda value: value
+        k = self._k
+        left = k.builder.trunc(k.builder.sub(k.count, k.builder.mul(group, INDEX(k.lanes))), INT)
+        numbers = ir.Constant(k.indices, [INT(lane) for lane in range(k.lanes)])
+        mask = k.builder.icmp_signed("<", numbers, k.spread(left))
+        return lambda value: k.select(mask, value, k.zero())
+
+
+def _blocks(k: Emitter, x: Pixels) -> Iterator[Block]:
+    """Run the code for the vectors of a pixel, block by block."""
+    channels, step = x.shape[2], 1 if isinstance(x, Blocked) else k.lanes
+    if channels // step:
+        for first, width, times in chunks(channels // step, TOGETHER):
+            with k.loop(times) as t:
+                channel = k.builder.add(k.builder.mul(t, INDEX(width * step)), INDEX(first * step))
+                yield Block(k, x, channel, [k.lanes] * width)
+    if channels % step:
+        yield Block(k, x, INDEX(channels - channels % step), [channels % step])
+
+
+def _vectors(k: Emitter, channels: int) -> Iterator[tuple[ir.Value, int]]:
+    """Run the code for every vector of channels, with the first of them and how many there are."""
+    with k.loop(channels // k.lanes) as v:
+        yield k.builder.mul(v, INDEX(k.lanes)), k.lanes
+    if channels % k.lanes:
+        yield INDEX(channels - channels % k.lanes), channels % k.lanes

@@ -1,0 +1,124 @@
+"""`residual`: where a Residual begins, and the sum [+ ReLU] where it ends.
+
+Where it begins nothing is computed on the way forward: its layers read the same tensor that the sum reads again. On
+the way back the gradient that comes past the layers is added there to theirs, in place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from cnnexp.backends.simd.algorithms.cost import Work, passes
+from cnnexp.backends.simd.algorithms.node import Node, Section, Tensor
+from cnnexp.backends.simd.compiler.emit import Emitter, Kernels, Pointer, Target
+from cnnexp.backends.simd.layouts import NC, Blocked, Halo, Layout
+from cnnexp.network import ResidualStage
+
+
+class Split(Node[Tensor, Tensor]):
+    """Where a Residual begins.
+
+    Attributes:
+        sum: where it ends.
+    """
+
+    algorithm = "residual"
+    any_image = True
+    whole_vectors = False
+    sum: Sum
+
+    @classmethod
+    def of(cls, sections: Sequence[Section], first: bool) -> Split | None:
+        section = sections[0]
+        return cls(section.stage) if isinstance(section.stage, ResidualStage) and section.opens else None
+
+    def __init__(self, stage: ResidualStage) -> None:
+        super().__init__(f"{stage.name}.split", stage.output_shape)
+        if len(self.shape) == 1:
+            self.input_layout = self.output_layout = NC
+
+    def work(self, target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
+        return {"backward": passes(math.prod(self.shape), 3, target, images)}
+
+    def forward(self, plan: Layout) -> Kernels:
+        return []
+
+    def backward(self, plan: Layout) -> Kernels:
+        dx, end = self.needed_dx, self.sum
+        tensors = (dx, end.dy, end.y) if end.rectifies_dy else (dx, end.dy)
+
+        def add(k: Emitter, places: list[Pointer]) -> object:
+            value = k.load(places[1])
+            if end.rectifies_dy:
+                value = k.where_positive(k.load(places[2]), value)
+            return k.add(k.load(places[0]), value)
+
+        return [("backward", lambda k: _each(k, tensors, dx, add))]
+
+
+class Sum(Node[Tensor, Tensor]):
+    """Where a Residual ends.
+
+    Attributes:
+        split: where it begins; the sum has that tensor's layout.
+    """
+
+    algorithm = "residual"
+    any_image = True
+    whole_vectors = False
+    split: Split
+
+    @classmethod
+    def of(cls, sections: Sequence[Section], first: bool) -> Sum | None:
+        section = sections[0]
+        if not isinstance(section.stage, ResidualStage) or section.opens:
+            return None
+        return cls(section.stage, section.rectify)
+
+    def __init__(self, stage: ResidualStage, rectify: bool) -> None:
+        super().__init__(stage.name, stage.output_shape)
+        self.rectify = rectify
+
+    def work(self, target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
+        each = passes(math.prod(self.shape), 3, target, images, 3)
+        return {"forward": each, "backward": each}
+
+    def forward(self, plan: Layout) -> Kernels:
+        def add(k: Emitter, places: list[Pointer]) -> object:
+            value = k.add(k.load(places[0]), k.load(places[1]))
+            return k.rectify(value) if self.rectify else value
+
+        return [("forward", lambda k: _each(k, (self.x, self.split.x), self.y, add))]
+
+    def backward(self, plan: Layout) -> Kernels:
+        tensors = (self.dy, self.y) if self.rectifies_dy else (self.dy,)
+
+        def pass_on(k: Emitter, places: list[Pointer]) -> object:
+            value = k.load(places[0])
+            return k.where_positive(k.load(places[1]), value) if self.rectifies_dy else value
+
+        return [("backward", lambda k: _each(k, tensors, self.needed_dx, pass_on))]
+
+
+def _each(k: Emitter, sources: Sequence[Tensor], target: Tensor, function: Callable) -> None:
+    """target = function(k, addresses in the sources), vector by vector; halos, and what rounds up rows, stay."""
+    tensors = (*sources, target)
+    if isinstance(target, Blocked):
+        rows, columns, channels = target.shape
+        with k.loop(k.groups(k.lanes)) as g, k.loop(rows) as p, k.loop(columns) as q, k.loop(channels) as c:
+            *places, place = (tensor.pixel(k, g, p, q).at(c, target.lanes) for tensor in tensors)
+            k.store(function(k, places), place)
+        return
+    # row by row where there is room around any
+    images = any(tensor.halo != Halo() for tensor in tensors)
+    rows = target.shape[0] if images else 1
+    run = target.size // rows
+    with k.loop(k.count) as n, k.loop(rows) as p:
+        starts = [tensor.pixel(k, n, p, 0) if images else tensor.stored(k, n) for tensor in tensors]
+        with k.loop(run // k.lanes) as v:
+            *places, place = (start.at(v, k.lanes) for start in starts)
+            k.store(function(k, places), place)
+        if run % k.lanes:
+            *places, place = (start + run // k.lanes * k.lanes for start in starts)
+            k.store_part(function(k, places), place, run % k.lanes)

@@ -1,0 +1,122 @@
+"""A batch of a network whose step has seams: all its tiles through a segment, then all threads meet, and so on.
+
+Every tile of images has an arena of its own, where its activations stay from the forward pass to the backward pass.
+What crosses a seam are sums: a thread leaves those of each of its tiles, and once all are there every thread adds up
+all of them in the same order. So the result does not depend on which thread did which tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from cnnexp.backends.simd.algorithms.batch_norm import FIRST, TILES
+from cnnexp.backends.simd.compiler.compose import compose_choice, on_arena
+from cnnexp.backends.simd.compiler.emit import Kernels
+from cnnexp.backends.simd.compiler.entry import GRADIENTS, PREDICT, Call
+from cnnexp.backends.simd.lowering import Plan
+from cnnexp.backends.simd.runtime.barrier import wait
+
+
+def cut(kernels: Kernels, after: Sequence[str]) -> tuple[list[Kernels], list[Kernels]]:
+    """Return what lies between the kernels of those names, one list more than there are names, and those kernels."""
+    segments: list[Kernels] = [[]]
+    found: list[Kernels] = []
+    for kernel in kernels:
+        if kernel[0] in after:
+            found.append([kernel])
+            segments.append([])
+        else:
+            segments[-1].append(kernel)
+    return segments, found
+
+
+def make_batch(plan: Plan, begin: Callable, finish: Callable, copy_scores: Callable, compiled: Callable) -> Callable:
+    """Return what takes a thread's shares of a batch through a network with seams.
+
+    Args:
+        begin: brings a tile's images into its arena. finish: takes its loss. copy_scores: out of an arena.
+    """
+    names = [seam.kernel for seam in plan.seams]
+    (ahead, left), (back, left_back) = cut(plan.forward, names), cut(plan.backward, names)
+    meets: list[Kernels] = [[("meet", seam.meet)] for seam in plan.seams]
+    averages: list[Kernels] = [[("average", seam.average)] for seam in plan.seams if seam.average]
+    choices = [*ahead, *back, *left, *left_back, *meets, *averages, plan.gradients]
+    run_choice = compose_choice("seamed", plan.target, choices)
+    cuts, seams, images, clocked = len(ahead) - 1, len(names), plan.arena.images, plan.clocks.on
+    parts, meeting, averaging = 2 * cuts + 2, 2 * cuts + 2 + seams, 2 * cuts + 2 + 2 * seams
+    start_clocks, charge_wait = (
+        on_arena(emit) for emit in (plan.clocks.starting, plan.clocks.charging(plan.step_parts["wait"]))
+    )
+
+    @compiled
+    def run(
+        parameters: np.ndarray, gradients: np.ndarray, arena: np.ndarray, known: np.ndarray, count: int, choice: int
+    ) -> None:
+        run_choice(parameters, gradients, arena, known, count, choice)  # each place that calls it has all kernels
+
+    @compiled
+    def predict(call: Call, arena: np.ndarray, at: int, end: int) -> None:
+        known, tile = call.counts[call.rank], call.order[at:end]
+        begin(call, arena, 0, tile)
+        run(call.parameters, call.running, arena, known, len(tile), 0)
+        for seam in range(cuts):
+            run(call.parameters, call.running, arena, known, len(tile), averaging + seam)
+            run(call.parameters, call.running, arena, known, len(tile), seam + 1)
+        copy_scores(arena, call.scores[at:end])
+
+    @compiled
+    def pass_tile(call: Call, share: int, step: int, phase: int, number: int, tile: np.ndarray, batch: int) -> None:
+        """Take a tile through a segment, up to the next seam; the last one forward is also the first one back."""
+        arena, gradient, known = call.arenas[number], call.gradients[share], call.counts[call.rank]
+        if clocked:
+            start_clocks(arena)
+        if phase == 0:
+            begin(call, arena, step, tile)
+        if phase <= cuts:
+            run(call.parameters, gradient, arena, known, len(tile), phase)
+        if phase == cuts:
+            finish(call, arena, share, tile, batch)
+        if phase >= cuts:
+            run(call.parameters, gradient, arena, known, len(tile), phase + 1)
+        if phase < seams:
+            run(call.parameters, gradient, arena, known, len(tile), parts + phase)
+        elif call.mode == GRADIENTS:
+            run(call.parameters, gradient, arena, known, len(tile), averaging + cuts)
+
+    @compiled
+    def run_batch(call: Call, step: int, first: int, here: int, mine: int, next_: int) -> None:
+        """Run the shares from `mine` to `next_` of the batch order[first : first + here]."""
+        shares, known = call.gradients.shape[0], call.counts[call.rank]
+        if call.mode == PREDICT:
+            for share in range(mine, next_):
+                start, end = first + here * share // shares, first + here * (share + 1) // shares
+                for at in range(start, end, images):
+                    predict(call, call.arenas[share], at, min(at + images, end))
+            return
+        # how many images each tile has; tile by tile, the shares' arenas lie side by side
+        known[TILES] = call.arenas.shape[0]
+        for number in range(known[TILES]):
+            share, tile = number % shares, number // shares
+            size = here * (share + 1) // shares - here * share // shares
+            known[FIRST + number] = max(0, min(images, size - tile * images))
+        for phase in range(seams + 1):
+            for number in range(known[TILES]):
+                share, count = number % shares, known[FIRST + number]
+                if mine <= share < next_ and count:
+                    at = first + here * share // shares + number // shares * images
+                    pass_tile(call, share, step, phase, number, call.order[at : at + count], here)
+            if phase < seams:
+                if clocked:
+                    start_clocks(call.arenas[mine])
+                wait(call.flags, call.rank, call.crew)
+                if clocked:
+                    charge_wait(call.arenas[mine])
+                for number in range(known[TILES]):
+                    # the very first even if it has no images: by it the running averages move
+                    if mine <= number % shares < next_ and (known[FIRST + number] or number == 0):
+                        known[0] = number
+                        run(call.parameters, call.running, call.arenas[0], known, 0, meeting + phase)
+
+    return run_batch

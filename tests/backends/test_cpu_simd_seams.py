@@ -1,0 +1,121 @@
+"""BatchNorm2d and Residual in the fused step of `cpu-simd`: a batch in tiles, and what all threads add up of it."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from conformance import check_case, check_training, make_case
+from networks import NETWORKS
+from test_cpu_simd import TARGETS, OnTarget, of_targets
+
+from cnnexp.backends.plain.numpy import Numpy
+from cnnexp.backends.simd import CpuSimd
+from cnnexp.backends.simd.compiler.host import host_target
+from cnnexp.backends.simd.layouts import NHWC, Blocked
+from cnnexp.backends.simd.runtime.program import SimdProgram, make_plan
+from cnnexp.network import (
+    BatchNorm2d,
+    Conv2d,
+    Flatten,
+    GlobalAvgPool,
+    Linear,
+    MaxPool2d,
+    Network,
+    ReLU,
+    Residual,
+    Tanh,
+)
+from cnnexp.network.losses import Loss
+from cnnexp.network.shapes import FlattenStage, walk
+from cnnexp.optimizers import SGD, Adam
+
+LOSS = Loss.SOFTMAX_CROSS_ENTROPY
+BLOCK = (
+    *(Conv2d(11, 3, padding="same", bias=False), BatchNorm2d(), ReLU(), Conv2d(11, 3, padding="same")),
+    *(Residual((BatchNorm2d(0.3, 1e-2), Conv2d(11, 1))), BatchNorm2d()),
+)
+NORMED = Network(
+    (7, 6, 3),
+    (
+        *(Conv2d(11, 3, padding="same", bias=False), BatchNorm2d(), ReLU(), Residual(BLOCK), ReLU(), MaxPool2d(2, 1)),
+        *(Conv2d(5, 3, 2, "auto", bias=False), BatchNorm2d(), Tanh(), Residual((Residual((Tanh(),)),))),
+        *(GlobalAvgPool(), Linear(9), Residual((Linear(9), ReLU())), ReLU(), Linear(4)),
+    ),
+)
+CONVOLUTIONS = [stage.name for stage in walk(NORMED.stages) if isinstance(stage.layer, Conv2d)]
+
+
+def shaped(target, algorithm):
+    """Return the target on which every convolution is computed by one algorithm."""
+    return replace(TARGETS[target], forced=tuple((name, algorithm) for name in CONVOLUTIONS))
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_every_layer_has_a_vector_kernel(name):
+    network = Network(*NETWORKS[name])
+    computed = {layer for node in make_plan(network, host_target(), 8).nodes for layer in node.layers}
+    assert computed == {stage.name for stage in walk(network.stages) if not isinstance(stage, FlattenStage)}
+
+
+def test_no_network_goes_to_the_general_program():
+    program = CpuSimd(1).compile(Network(*NETWORKS["residual_nested"]), LOSS, SGD(), 4)
+    assert type(program) is SimdProgram
+    program.close()
+
+
+@pytest.mark.parametrize("algorithm", ["lanes", "channels"])
+@pytest.mark.parametrize("target", of_targets(["sse", "avx2", "wide"]))
+def test_statistics_are_of_the_whole_batch(target, algorithm):
+    """19 images of two threads are several tiles of each, the last of them with lanes to spare."""
+    cpu = shaped(target, algorithm)
+    nodes = make_plan(NORMED, cpu, 10).nodes
+    layouts = {type(node.x) for node in nodes if node.algorithm == "batch-norm"}
+    assert layouts == {NHWC if algorithm == "channels" else Blocked}
+    check_case(OnTarget(cpu), make_case(NORMED, images=19))
+
+
+def test_training_in_tiles():
+    check_training(OnTarget(TARGETS["sse"], threads=3), make_case(NORMED, images=35), Adam())
+
+
+def test_predict_takes_the_running_averages():
+    network, rng = Network((4, 4, 2), (BatchNorm2d(), Conv2d(3, 2), BatchNorm2d(), Flatten(), Linear(3))), 5
+    images = np.random.default_rng(rng).standard_normal((70, 4, 4, 2)).astype(np.float32)
+    state = network.initial_state(1)
+    state["running"] = np.linspace(0.5, 3, network.running_count, dtype=np.float32)
+    found = []
+    for program in (
+        SimdProgram(network, LOSS, SGD(), 8, host_target(), 2),
+        Numpy().compile(network, LOSS, SGD(), 8),
+    ):
+        program.restore(state)
+        found.append(program.predict(program.load(images, np.zeros(70, np.int32))))
+        np.testing.assert_array_equal(program.state()["running"], state["running"])
+        program.close()
+    np.testing.assert_allclose(*found, rtol=1e-4, atol=1e-5)
+
+
+def test_a_batch_has_no_more_images_than_there_are_tiles_for():
+    program = SimdProgram(NORMED, LOSS, SGD(), 4, host_target(), 1)
+    handle = program.load(np.zeros((9, 7, 6, 3), np.float32), np.zeros(9, np.int32))
+    with pytest.raises(ValueError, match="9 images in a batch of at most 4"):
+        program.gradients(handle, np.arange(9))
+    program.close()
+
+
+def test_a_lost_run_leaves_nothing_behind():
+    """Tiles that a smaller batch does not use may hold what is no number."""
+    rng = np.random.default_rng(2)
+    images, found = rng.standard_normal((40, 7, 6, 3)).astype(np.float32), []
+    for lost in (False, True):
+        program = SimdProgram(NORMED, LOSS, SGD(), 40, TARGETS["sse"], 2)
+        state = NORMED.initial_state(3)
+        if lost:
+            program.restore(state)
+            program.train(program.load(images * np.float32(np.inf), np.zeros(40, np.int32)), np.arange(40), 0.1)
+            assert not np.isfinite(program.state()["parameters"]).all()
+        program.restore(state)
+        found.append(program.gradients(program.load(images, np.arange(40) % 4), np.arange(3))[1])
+        program.close()
+    assert np.isfinite(found[0]).all()
+    np.testing.assert_array_equal(*found)
