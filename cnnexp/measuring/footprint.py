@@ -55,6 +55,7 @@ def program(
         weights,
         "the size of the model",
     )
+    fused = fused and not network.running  # a batch normalization needs the whole batch
     images = workers * backend.threads * LANES if fused else batch_size
     what = "the activations of a tile of images" if fused else f"the activations of a batch of backend={backend.name}"
     key = "the size of the model" if fused else "trainer.batch_size"

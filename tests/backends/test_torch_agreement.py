@@ -78,7 +78,7 @@ def test_50_steps_agree_with_pytorch(backend, name, optimizer):
 def resnet_cases():
     for backend in OURS:
         name = "resnet_small" if backend == "python" else "resnet"
-        often = backend in ("numpy", "cpu-simd")  # cheap, and the one by its general program
+        often = backend in ("numpy", "cpu-simd")  # cheap, and the one whose step has seams
         yield pytest.param(
             backend, name, id=f"{backend}-{name}", marks=pytest.mark.thorough if often else pytest.mark.slow
         )
