@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from benchmarks.networks import CLASSES, NETWORKS
 from cnnexp.datasets import Mnist
-from cnnexp.network import Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Sigmoid
+from cnnexp.network import Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Sigmoid, Stage
 from cnnexp.network.losses import Loss
 from cnnexp.network.models import Ffn, Knm, Model, OneConv, TwoConvMlp, TwoConvPool4
+from cnnexp.network.shapes import walk
 from cnnexp.optimizers import SGD, Adam, Optimizer
 
 LOSS = Loss.SOFTMAX_CROSS_ENTROPY
 SEED = 0
+DROPOUT_SEED = 7  # of the masks that our backends draw, which the oracle draws again
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,11 @@ def data(case: Case, mnist: str | None = None) -> Data:
     return Data(images, labels, case.network.initial_parameters(SEED))
 
 
+def visiting_order(case: Case) -> np.ndarray:
+    """Return the order in which our backends visit the images; what Dropout leaves out follows from it."""
+    return np.random.default_rng(1).permutation(case.batches * case.batch_size)
+
+
 def multiply_adds(network: Network) -> tuple[int, int]:
     """Return the multiply-adds that one training step needs per image: (through the argmax, dense).
 
@@ -82,26 +90,27 @@ def multiply_adds(network: Network) -> tuple[int, int]:
     gradients cost one patch per pooled cell; "dense", they cost every output. Elementwise work is not counted.
     """
     through, dense = 0, 0
-    first = next(stage for stage in network.stages if stage.weight)
-    for position, stage in enumerate(network.stages):
-        if stage.weight is None:
+    stages = tuple(walk(network.stages))
+    first = next(stage for stage in stages if stage.macs)
+    for position, stage in enumerate(stages):
+        if not stage.macs:
             continue
         backward = stage.multiply_adds("backward", needs_dx=stage is not first)
         outputs = math.prod(stage.output_shape)
-        share = min(_outputs_with_gradient(network, position), outputs) / outputs
+        share = min(_outputs_with_gradient(stages, position), outputs) / outputs
         through += stage.macs + round(backward * share)
         dense += stage.macs + backward
     return through, dense
 
 
-def _outputs_with_gradient(network: Network, position: int) -> int:
+def _outputs_with_gradient(stages: Sequence[Stage], position: int) -> int:
     """Return how many outputs of a stage can receive a gradient per image."""
-    for stage in network.stages[position + 1 :]:
+    for stage in stages[position + 1 :]:
         if isinstance(stage.layer, MaxPool2d):
             return math.prod(stage.output_shape)
         if not isinstance(stage.layer, (ReLU, Sigmoid)):
             break
-    return math.prod(network.stages[position].output_shape)
+    return math.prod(stages[position].output_shape)
 
 
 def _one_conv(filters: int, batch_size: int, group: str, side: int = 28, grows: int | None = None) -> Case:

@@ -42,6 +42,13 @@ class Contestant(Protocol):
         """Return the flat parameters, laid out as `Network.parameters`."""
         ...
 
+    def draw(self, on: bool) -> bool:
+        """Have Dropout leave numbers out from now on, or not; return whether it does, and as the oracle draws them.
+
+        Who draws as the oracle does may be compared with it, and need not stop.
+        """
+        ...
+
 
 @dataclass(frozen=True)
 class Entry:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Iterable
 from importlib.metadata import version
 
 import jax
@@ -13,7 +14,20 @@ import optax
 from jax import lax
 
 from benchmarks.cases import Case, Data
-from cnnexp.network import AvgPool2d, Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU
+from cnnexp.network import (
+    GELU,
+    AvgPool2d,
+    BatchNorm2d,
+    Conv2d,
+    Dropout,
+    Flatten,
+    GlobalAvgPool,
+    Linear,
+    MaxPool2d,
+    ReLU,
+    Residual,
+    Stage,
+)
 from cnnexp.optimizers import SGD
 
 
@@ -27,8 +41,9 @@ class Jax:
         self._images = [jnp.asarray(batch) for batch in data.images]
         self._labels = [jnp.asarray(batch) for batch in data.labels]
         self._optimizer = _optimizer(case)
-        self._gradient = jax.jit(jax.value_and_grad(self._loss))
-        self._step = jax.jit(self._take_step, donate_argnums=(0, 1))
+        self._gradient = jax.jit(jax.value_and_grad(self._loss, has_aux=True), static_argnums=4)
+        self._step = jax.jit(self._take_step, donate_argnums=(0, 1, 2), static_argnums=5)
+        self._draws = True
         self.reset()
         started = time.perf_counter()
         self.train(1)
@@ -38,31 +53,41 @@ class Jax:
     def reset(self) -> None:
         self._parameters = [jnp.array(first) for first in self._first]
         self._state = self._optimizer.init(self._parameters)
-        jax.block_until_ready((self._parameters, self._state))
+        running = [jnp.array(p.view(self._network.initial_running())) for p in self._network.running]
+        self._more = (jax.random.key(0), running)
+        jax.block_until_ready((self._parameters, self._state, self._more))
 
     def train(self, steps: int) -> None:
         for step in range(steps):
             batch = step % len(self._images)
-            self._parameters, self._state = self._step(
-                self._parameters, self._state, self._images[batch], self._labels[batch]
+            self._parameters, self._state, self._more = self._step(
+                self._parameters, self._state, self._more, self._images[batch], self._labels[batch], self._draws
             )
         jax.block_until_ready((self._parameters, self._state))
 
     def gradient(self) -> tuple[float, np.ndarray]:
-        loss, gradients = self._gradient(self._parameters, self._images[0], self._labels[0])
+        arguments = self._parameters, self._more, self._images[0], self._labels[0], self._draws
+        (loss, _), gradients = self._gradient(*arguments)
         return float(loss), np.concatenate([np.asarray(gradient).ravel() for gradient in gradients])
 
     def parameters(self) -> np.ndarray:
         return np.concatenate([np.asarray(p).ravel() for p in self._parameters])
 
-    def _loss(self, parameters, images, labels):
-        scores = _forward(self._network, parameters, images)
-        return optax.softmax_cross_entropy_with_integer_labels(scores, labels).mean()
+    def draw(self, on: bool) -> bool:
+        self._draws = on
+        return False
 
-    def _take_step(self, parameters, state, images, labels):
-        gradients = jax.grad(self._loss)(parameters, images, labels)
+    def _loss(self, parameters, more, images, labels, draws):
+        """Return the mean loss, and what the next step has beside parameters: a key, and the running averages."""
+        key, here = jax.random.split(more[0])
+        forward = _Forward(parameters, more[1], here if draws else None)
+        scores = forward.through(self._network.stages, images)
+        return optax.softmax_cross_entropy_with_integer_labels(scores, labels).mean(), (key, forward.moved)
+
+    def _take_step(self, parameters, state, more, images, labels, draws):
+        gradients, more = jax.grad(self._loss, has_aux=True)(parameters, more, images, labels, draws)
         updates, state = self._optimizer.update(gradients, state, parameters)
-        return optax.apply_updates(parameters, updates), state
+        return optax.apply_updates(parameters, updates), state, more
 
 
 def _optimizer(case: Case) -> optax.GradientTransformation:
@@ -72,31 +97,65 @@ def _optimizer(case: Case) -> optax.GradientTransformation:
     return optax.adam(optimizer.lr, optimizer.beta1, optimizer.beta2, optimizer.eps)
 
 
-def _forward(network: Network, parameters, x):
-    remaining = iter(parameters)
-    for stage in network.stages:
-        match stage.layer:
-            case Conv2d(_, _, stride, padding, bias):
-                dimensions = ("NHWC", "HWIO", "NHWC")
-                room = [(padding, padding)] * 2 if isinstance(padding, int) else padding.upper()
-                weight = next(remaining)
-                x = lax.conv_general_dilated(x, weight, (stride, stride), room, dimension_numbers=dimensions)
-                x = x + next(remaining) if bias else x
-            case ReLU():
-                x = jax.nn.relu(x)
-            case MaxPool2d(pool, None, "valid"):
-                x = _max_pool(x, pool)
-            case AvgPool2d(pool, None, "valid"):
-                window = (1, pool, pool, 1)
-                x = lax.reduce_window(x, 0.0, lax.add, window, window, "VALID") / pool**2
-            case Flatten():
-                x = x.reshape(x.shape[0], -1)
-            case Linear(_, bias):
-                x = x @ next(remaining)
-                x = x + next(remaining) if bias else x
-            case layer:
-                raise ValueError(f"no benchmark case uses {layer}")
-    return x
+class _Forward:
+    """One pass of training.
+
+    Args:
+        parameters, running: arrays in their order in the network.
+        key: what Dropout draws from; None draws nothing.
+
+    Attributes:
+        moved: the running averages after it.
+    """
+
+    def __init__(self, parameters, running, key) -> None:
+        self._parameters, self._running, self._key = iter(parameters), iter(running), key
+        self.moved: list = []
+
+    def through(self, stages: Iterable[Stage], x):
+        for stage in stages:
+            match stage.layer:
+                case Conv2d(_, _, stride, padding, bias):
+                    dimensions = ("NHWC", "HWIO", "NHWC")
+                    room = [(padding, padding)] * 2 if isinstance(padding, int) else padding.upper()
+                    weight = next(self._parameters)
+                    x = lax.conv_general_dilated(x, weight, (stride, stride), room, dimension_numbers=dimensions)
+                    x = x + next(self._parameters) if bias else x
+                case BatchNorm2d(momentum, epsilon):
+                    x = self._normalize(x, momentum, epsilon)
+                case ReLU():
+                    x = jax.nn.relu(x)
+                case GELU():
+                    x = jax.nn.gelu(x, approximate=False)
+                case Dropout(rate):
+                    if self._key is not None:
+                        self._key, here = jax.random.split(self._key)
+                        x = jnp.where(jax.random.bernoulli(here, 1 - rate, x.shape), x / (1 - rate), 0)
+                case MaxPool2d(pool, None, "valid"):
+                    x = _max_pool(x, pool)
+                case AvgPool2d(pool, None, "valid"):
+                    window = (1, pool, pool, 1)
+                    x = lax.reduce_window(x, 0.0, lax.add, window, window, "VALID") / pool**2
+                case GlobalAvgPool():
+                    x = x.mean(axis=(1, 2))
+                case Flatten():
+                    x = x.reshape(x.shape[0], -1)
+                case Linear(_, bias):
+                    x = x @ next(self._parameters)
+                    x = x + next(self._parameters) if bias else x
+                case Residual():
+                    x = x + self.through(stage.stages, x)
+                case layer:
+                    raise ValueError(f"no benchmark case uses {layer}")
+        return x
+
+    def _normalize(self, x, momentum: float, epsilon: float):
+        mean, variance = x.mean(axis=(0, 1, 2)), x.var(axis=(0, 1, 2))
+        for value in (mean, variance):
+            old = next(self._running)
+            self.moved.append(old + momentum * (lax.stop_gradient(value) - old))
+        weight, bias = next(self._parameters), next(self._parameters)
+        return (x - mean) * (lax.rsqrt(variance + epsilon) * weight) + bias
 
 
 def _max_pool(x, pool: int):

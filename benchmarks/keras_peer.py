@@ -5,12 +5,26 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections.abc import Iterable
 from importlib.metadata import version
 
 import numpy as np
 
 from benchmarks.cases import Case, Data
-from cnnexp.network import AvgPool2d, Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU
+from cnnexp.network import (
+    GELU,
+    AvgPool2d,
+    BatchNorm2d,
+    Conv2d,
+    Dropout,
+    Flatten,
+    GlobalAvgPool,
+    Linear,
+    MaxPool2d,
+    ReLU,
+    Residual,
+    Stage,
+)
 from cnnexp.optimizers import SGD
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -21,7 +35,7 @@ import tensorflow as tf
 
 
 class Keras:
-    """A `keras.Sequential` trained by a `tf.function`, which is quicker than `train_on_batch` and `fit`.
+    """A `keras.Model` trained by a `tf.function`, which is quicker than `train_on_batch` and `fit`.
 
     Args:
         jit_compile: compile the step with XLA.
@@ -32,15 +46,16 @@ class Keras:
         tf.config.threading.set_inter_op_parallelism_threads(threads)
         self.batch_size, self._first, self._case = case.batch_size, data.parameters, case
         self._views = [p.view(self._first) for p in case.network.parameters]
-        self._model = _model(case.network)
+        inputs = keras.Input(case.network.input_shape)
+        self._model = keras.Model(inputs, _through(case.network.stages, inputs))
+        self._dropouts = {layer: layer.rate for layer in self._model.layers if isinstance(layer, keras.layers.Dropout)}
+        self._jit_compile = jit_compile
         self._images = [tf.constant(batch) for batch in data.images]
         self._labels = [tf.constant(batch) for batch in data.labels]
         self._optimizer = _optimizer(case)
         self._optimizer.build(self._model.trainable_variables)
-        self._step = tf.function(self._take_step, jit_compile=jit_compile)
-        self._gradients = tf.function(self._loss_and_gradients, jit_compile=jit_compile)
         started = time.perf_counter()
-        self._step(self._images[0], self._labels[0])
+        self.draw(True)
         self.compile_s = time.perf_counter() - started
         self.facts = {"tensorflow": tf.__version__, "keras": version("keras"), "threads": threads}
 
@@ -66,6 +81,16 @@ class Keras:
     def parameters(self) -> np.ndarray:
         return np.concatenate([variable.numpy().ravel() for variable in self._model.trainable_variables])
 
+    def draw(self, on: bool) -> bool:
+        if self._dropouts or not hasattr(self, "_step"):
+            for layer, rate in self._dropouts.items():
+                layer.rate = rate if on else 0.0
+            # traced anew: a rate is a constant of the graph
+            self._step = tf.function(self._take_step, jit_compile=self._jit_compile)
+            self._gradients = tf.function(self._loss_and_gradients, jit_compile=self._jit_compile)
+            self._step(self._images[0], self._labels[0])
+        return False
+
     def _loss_and_gradients(self, images, labels):
         with tf.GradientTape() as tape:
             scores = self._model(images, training=True)
@@ -88,25 +113,33 @@ def _optimizer(case: Case) -> keras.optimizers.Optimizer:
     return keras.optimizers.Adam(optimizer.lr, optimizer.beta1, optimizer.beta2, epsilon)
 
 
-def _model(network: Network) -> keras.Sequential:
-    layers = [keras.Input(network.input_shape)]
-    for stage in network.stages:
+def _through(stages: Iterable[Stage], x):
+    for stage in stages:
         match stage.layer:
             case Conv2d(filters, kernel, stride, padding, bias):
                 if isinstance(padding, int):
-                    layers.append(keras.layers.ZeroPadding2D(padding))
-                    padding = "valid"
-                layers.append(keras.layers.Conv2D(filters, kernel, stride, padding, use_bias=bias))
+                    x, padding = keras.layers.ZeroPadding2D(padding)(x), "valid"
+                x = keras.layers.Conv2D(filters, kernel, stride, padding, use_bias=bias)(x)
+            case BatchNorm2d(momentum, epsilon):
+                x = keras.layers.BatchNormalization(momentum=1 - momentum, epsilon=epsilon)(x)
             case ReLU():
-                layers.append(keras.layers.ReLU())
+                x = keras.layers.ReLU()(x)
+            case GELU():
+                x = keras.layers.Activation("gelu")(x)
+            case Dropout(rate):
+                x = keras.layers.Dropout(rate)(x)
             case MaxPool2d(pool, None, "valid"):
-                layers.append(keras.layers.MaxPooling2D(pool))
+                x = keras.layers.MaxPooling2D(pool)(x)
             case AvgPool2d(pool, None, "valid"):
-                layers.append(keras.layers.AveragePooling2D(pool))
+                x = keras.layers.AveragePooling2D(pool)(x)
+            case GlobalAvgPool():
+                x = keras.layers.GlobalAveragePooling2D()(x)
             case Flatten():
-                layers.append(keras.layers.Flatten())
+                x = keras.layers.Flatten()(x)
             case Linear(features, bias):
-                layers.append(keras.layers.Dense(features, use_bias=bias))
+                x = keras.layers.Dense(features, use_bias=bias)(x)
+            case Residual():
+                x = keras.layers.Add()([x, _through(stage.stages, x)])
             case layer:
                 raise ValueError(f"no benchmark case uses {layer}")
-    return keras.Sequential(layers)
+    return x

@@ -1,12 +1,24 @@
 """The networks of the group `networks`: kinds that the papers do not have, from published examples and between them.
 
-What cnnexp has no layer for is left out (dropout), and where an example's pooling drops a row its convolutions are
-padded instead.
+Where an example's pooling drops a row, its convolutions are padded instead.
 """
 
 from __future__ import annotations
 
-from cnnexp.network import AvgPool2d, Conv2d, Flatten, Layer, Linear, MaxPool2d, Network, ReLU
+from cnnexp.network import (
+    GELU,
+    AvgPool2d,
+    BatchNorm2d,
+    Conv2d,
+    Dropout,
+    Flatten,
+    Layer,
+    Linear,
+    MaxPool2d,
+    Network,
+    ReLU,
+)
+from cnnexp.network.models import ResNet
 
 CLASSES = 10
 MNIST, CIFAR, FACE = (28, 28, 1), (32, 32, 3), (48, 48, 1)
@@ -14,6 +26,10 @@ MNIST, CIFAR, FACE = (28, 28, 1), (32, 32, 3), (48, 48, 1)
 
 def _conv(filters: int, kernel: int = 3, stride: int = 1, padding: str | int = "same") -> tuple[Layer, ...]:
     return Conv2d(filters, kernel, stride, padding), ReLU()
+
+
+def _normalized(filters: int) -> tuple[Layer, ...]:
+    return Conv2d(filters, 3, padding="same", bias=False), BatchNorm2d(), ReLU()
 
 
 def _mlp(*widths: int) -> tuple[Layer, ...]:
@@ -29,13 +45,48 @@ NETWORKS: dict[str, tuple[str, Network, str]] = {
         "sgd",
     ),
     "keras_mnist": (
-        "Keras's simple MNIST convnet: 32-pool-64-pool",
-        Network(MNIST, (*_conv(32), *POOL, *_conv(64), *POOL, *FLAT, Linear(CLASSES))),
+        "Keras's simple MNIST convnet: 32-pool-64-pool, dropout",
+        Network(MNIST, (*_conv(32), *POOL, *_conv(64), *POOL, *FLAT, Dropout(0.5), Linear(CLASSES))),
         "adam",
     ),
     "keras_cifar": (
-        "Keras's CIFAR-10 example: 32-32-pool-64-64-pool-512",
-        Network(CIFAR, (*_conv(32), *_conv(32), *POOL, *_conv(64), *_conv(64), *POOL, *FLAT, *_mlp(512))),
+        "Keras's CIFAR-10 example: 32-32-pool-64-64-pool-512, three dropouts",
+        Network(
+            CIFAR,
+            (
+                *(*_conv(32), *_conv(32), *POOL, Dropout(0.25)),
+                *(*_conv(64), *_conv(64), *POOL, Dropout(0.25)),
+                *(*FLAT, Linear(512), ReLU(), Dropout(0.5), Linear(CLASSES)),
+            ),
+        ),
+        "adam",
+    ),
+    "pytorch_mnist": (
+        "PyTorch's MNIST example: 32-64-pool-128, two dropouts",
+        Network(
+            MNIST,
+            (
+                *(*_conv(32, padding="valid"), *_conv(64, padding="valid"), *POOL, Dropout(0.25)),
+                *(*FLAT, Linear(128), ReLU(), Dropout(0.5), Linear(CLASSES)),
+            ),
+        ),
+        "adam",
+    ),
+    "vgg_norm": (
+        "VGG with batch normalization: 32-32-pool-64-64-pool-128, dropout",
+        Network(
+            CIFAR,
+            (
+                *(*_normalized(32), *_normalized(32), *POOL, *_normalized(64), *_normalized(64), *POOL),
+                *(*FLAT, Linear(128), ReLU(), Dropout(0.5), Linear(CLASSES)),
+            ),
+        ),
+        "sgd",
+    ),
+    "resnet20": ("ResNet-20: `model=resnet model.blocks=3`", ResNet(blocks=3).network(CIFAR, CLASSES), "sgd"),
+    "gelu_mlp": (
+        "MLP with GELU and dropout: 784-512-512",
+        Network(MNIST, (*FLAT, *(Linear(512), GELU(), Dropout(0.2)) * 2, Linear(CLASSES))),
         "adam",
     ),
     "vgg": (

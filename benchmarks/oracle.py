@@ -5,17 +5,23 @@ The file holds, for n images (the whole batch, and the fewer that slow contestan
 `blur_gradient_n`, `blur_update_n`, how far, relatively, these move with images and parameters that differ by a few
 roundings of a float32. That is next to nothing unless a ReLU or a max-pool decides between numbers that a float32
 cannot distinguish: then who decides otherwise than the oracle is as right.
+
+Every peer draws what Dropout leaves out in its own way, so the peers are compared without Dropout. Our backends are
+compared with the very numbers that they draw: where a network has a Dropout, the names with `drawn_` before them.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.cases import CASES, LOSS, Case, data
+from benchmarks.cases import CASES, DROPOUT_SEED, LOSS, Case, data, visiting_order
 from benchmarks.ours import FEWER
+from cnnexp.network import Dropout, Layer, Network, Residual
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
@@ -25,22 +31,40 @@ import reference
 NUDGE = 2.0**-21
 """Relative: four roundings of a float32, about what a sum of hundreds of products collects."""
 
-CHUNK = 50  # images at once: activations in float64 are large
+CHUNK = 50  # images at once: activations in float64 are large; all where BatchNorm2d takes statistics of the batch
+
+conformance.SEED = DROPOUT_SEED
 
 
 def expected(case: Case, mnist: str | None = None) -> dict[str, np.ndarray]:
     """Return what the file holds."""
     given = data(case, mnist)
     images, labels = given.images.reshape(-1, *case.network.input_shape), given.labels.reshape(-1)
+    still = replace(case, network=_without_dropout(case.network))
     found = {}
     for n in {case.batch_size, *(n for n in FEWER if n < case.batch_size)}:
-        answer = _answer(case, given.parameters, images[:n], labels[:n])
-        # up and down: where rounding decides, one of the two decides otherwise
-        nudged = [_answer(case, *_nudged(given.parameters, images[:n], sign), labels[:n]) for sign in (NUDGE, -NUDGE)]
-        for name, value in answer.items():
-            apart = max(np.linalg.norm(other[name] - value) for other in nudged)
-            found |= {f"{name}_{n}": value, f"blur_{name}_{n}": apart / np.linalg.norm(value)}
+        for mark, job in {"": still, **({"drawn_": case} if case.network.draws else {})}.items():
+            answer = _answer(job, given.parameters, images[:n], labels[:n])
+            # up and down: where rounding decides, one of the two decides otherwise
+            moved = [_nudged(given.parameters, images[:n], sign) for sign in (NUDGE, -NUDGE)]
+            nudged = [_answer(job, *ends, labels[:n]) for ends in moved]
+            for name, value in answer.items():
+                apart = max(np.linalg.norm(other[name] - value) for other in nudged)
+                found |= {f"{mark}{name}_{n}": value, f"{mark}blur_{name}_{n}": apart / np.linalg.norm(value)}
     return found
+
+
+def _without_dropout(network: Network) -> Network:
+    """Return the network without its Dropouts, which has the same parameters."""
+
+    def kept(layers: Iterable[Layer]) -> tuple[Layer, ...]:
+        return tuple(
+            Residual(kept(layer.layers)) if isinstance(layer, Residual) else layer
+            for layer in layers
+            if not isinstance(layer, Dropout)
+        )
+
+    return Network(network.input_shape, kept(network.layers)) if network.draws else network
 
 
 def _answer(case: Case, parameters: np.ndarray, images: np.ndarray, labels: np.ndarray) -> dict[str, np.ndarray]:
@@ -59,10 +83,11 @@ def mean_gradient(case: Case, parameters: np.ndarray, images: np.ndarray, labels
     """Return (mean loss, flat mean gradient), summed over chunks."""
     trial, count = conformance.Case(case.network, LOSS, parameters, images, labels), len(labels)
     loss, gradient = 0.0, np.zeros(parameters.size)
-    for start in range(0, count, CHUNK):
-        chunk = slice(start, start + CHUNK)
-        loss_name = conformance.loss_name(LOSS)
-        _, losses, _, found = reference.gradients(trial.layers, images[chunk], labels[chunk], loss_name)
+    at_once = count if case.network.running else CHUNK
+    for start in range(0, count, at_once):
+        chunk = slice(start, start + at_once)
+        layers = trial.training_layers(visiting_order(case)[:count][chunk])
+        _, losses, _, found = reference.gradients(layers, images[chunk], labels[chunk], conformance.loss_name(LOSS))
         loss += losses.sum() / count
         gradient += conformance.flat_gradient(trial, found) * len(losses) / count
     return loss, gradient

@@ -11,7 +11,7 @@ from importlib.metadata import version
 
 import numpy as np
 
-from benchmarks.cases import LOSS, Case, Data
+from benchmarks.cases import DROPOUT_SEED, LOSS, Case, Data, visiting_order
 from cnnexp.backends import backend_class
 
 SLOW_STEP_S = 0.5
@@ -34,7 +34,7 @@ class Ours:
         made = cls(threads=threads) if takes_threads else cls()
         self._first, self._rate = data.parameters, case.optimizer.lr
         self._compile = lambda size: made.compile(case.network, LOSS, case.optimizer, size)
-        order = np.random.default_rng(1).permutation(data.labels.size)
+        order = visiting_order(case)
         images, labels = data.images.reshape(-1, *data.images.shape[2:]), data.labels.reshape(-1)
         put_away(order, images, labels)
         self._order = order
@@ -61,7 +61,7 @@ class Ours:
         return next((size for size in sizes if size * per_image <= SLOW_STEP_S), sizes[-1])
 
     def reset(self) -> None:
-        self._program.restore({"parameters": self._first})
+        self._program.restore({"parameters": self._first, "seed": np.int64(DROPOUT_SEED)})
 
     def train(self, steps: int) -> None:
         rounds, rest = divmod(steps, self._batches)
@@ -74,6 +74,9 @@ class Ours:
 
     def parameters(self) -> np.ndarray:
         return self._program.state()["parameters"]
+
+    def draw(self, on: bool) -> bool:
+        return True
 
 
 def put_away(order: np.ndarray, images: np.ndarray, labels: np.ndarray) -> None:

@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Iterable
 
 import numpy as np
 import torch
 from torch import nn
 
 from benchmarks.cases import Case, Data
-from cnnexp.network import AvgPool2d, Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU
+from cnnexp.network import (
+    GELU,
+    AvgPool2d,
+    BatchNorm2d,
+    Conv2d,
+    Dropout,
+    Flatten,
+    GlobalAvgPool,
+    Linear,
+    MaxPool2d,
+    ReLU,
+    Residual,
+    Stage,
+)
 from cnnexp.optimizers import SGD
 
 
@@ -32,7 +46,7 @@ class Torch:
         self.batch_size, self._network, self._first = case.batch_size, case.network, data.parameters
         self._channels_last = channels_last
         self._case = case
-        self._model = _model(case.network, channels_last)
+        self._model = nn.Sequential(*_modules(case.network.stages, channels_last))
         images = torch.from_numpy(data.images).permute(0, 1, 4, 2, 3)  # NHWC to NCHW
         layout = torch.channels_last if channels_last else torch.contiguous_format
         self._images = [batch.contiguous(memory_format=layout) for batch in images]
@@ -76,6 +90,12 @@ class Torch:
     def parameters(self) -> np.ndarray:
         return self._flat(lambda p: p.detach())
 
+    def draw(self, on: bool) -> bool:
+        for module in self._model.modules():
+            if isinstance(module, nn.Dropout):
+                module.train(on)
+        return False
+
     def _flat(self, tensor_of) -> np.ndarray:
         flat = np.empty_like(self._first)
         for name, p in self._named():
@@ -106,11 +126,11 @@ class Torch:
         return array.T
 
     @property
-    def _after_flatten(self) -> str:
-        """Return the name of the weight whose rows follow the flattened image's order."""
-        stages = self._network.stages
-        position = next(i for i, stage in enumerate(stages) if isinstance(stage.layer, Flatten))
-        return stages[position + 1].weight.name
+    def _after_flatten(self) -> str | None:
+        """Return the name of the weight whose rows follow the flattened image's order, None where there is no such."""
+        stages = iter(self._network.stages)
+        any(isinstance(stage.layer, Flatten) for stage in stages)
+        return next((stage.weight.name for stage in stages if isinstance(stage.layer, Linear)), None)
 
     @property
     def _flattened(self) -> tuple[int, int, int]:
@@ -135,22 +155,45 @@ class _FlattenChannelsLast(nn.Module):
         return x.permute(0, 2, 3, 1).flatten(1)
 
 
-def _model(network: Network, channels_last: bool) -> nn.Sequential:
+class _Residual(nn.Module):
+    def __init__(self, *inner: nn.Module) -> None:
+        super().__init__()
+        self._inner = nn.Sequential(*inner)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self._inner(x)
+
+
+def _modules(stages: Iterable[Stage], channels_last: bool) -> list[nn.Module]:
     layers: list[nn.Module] = []
-    for stage in network.stages:
+    for stage in stages:
         match stage.layer:
             case Conv2d(filters, kernel, stride, padding, bias):
+                if padding == "same" and stride > 1:  # one side has a row more than the other
+                    top, left, bottom, right = stage.window.pads
+                    layers.append(nn.ZeroPad2d((left, right, top, bottom)))
+                    padding = 0
                 layers.append(nn.Conv2d(stage.input_shape[2], filters, kernel, stride, padding, bias=bias))
+            case BatchNorm2d(momentum, epsilon):
+                layers.append(nn.BatchNorm2d(stage.input_shape[2], epsilon, momentum))
             case ReLU():
                 layers.append(nn.ReLU(inplace=True))
+            case GELU():
+                layers.append(nn.GELU())
+            case Dropout(rate):
+                layers.append(nn.Dropout(rate))
             case MaxPool2d(pool, None, "valid"):
                 layers.append(nn.MaxPool2d(pool))
             case AvgPool2d(pool, None, "valid"):
                 layers.append(nn.AvgPool2d(pool))
+            case GlobalAvgPool():
+                layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
             case Flatten():
                 layers.append(_FlattenChannelsLast() if channels_last else nn.Flatten())
             case Linear(features, bias):
                 layers.append(nn.Linear(stage.input_shape[0], features, bias))
+            case Residual():
+                layers.append(_Residual(*_modules(stage.stages, channels_last)))
             case layer:
                 raise ValueError(f"no benchmark case uses {layer}")
-    return nn.Sequential(*layers)
+    return layers

@@ -59,14 +59,20 @@ def setup(
     made = session["contestant"] = entry.make(job, data(job, mnist), threads)
     answer = {"setup_s": time.perf_counter() - started, "compile_s": made.compile_s, "facts": made.facts}
     if entry.side != "limit":
-        answer |= {"check": check(made, type(job.optimizer).__name__, np.load(oracle))}
+        drawn = made.draw(False) and job.network.draws
+        answer |= {"check": check(made, type(job.optimizer).__name__, np.load(oracle), "drawn_" if drawn else "")}
+        made.draw(True)
         made.reset()
         forget_peak()
     return answer | {"per_step": made.batch_size, "step_s": step_seconds(made)}
 
 
-def check(made, optimizer: str, oracle) -> dict[str, float]:
-    """Compare loss, gradient and one timed step with the oracle's, from the first parameters; relative 2-norms."""
+def check(made, optimizer: str, oracle, mark: str = "") -> dict[str, float]:
+    """Compare loss, gradient and one timed step with the oracle's, from the first parameters; relative 2-norms.
+
+    Args:
+        mark: what the oracle's names begin with.
+    """
     n = made.batch_size
     made.reset()
     loss, gradient = made.gradient()
@@ -77,13 +83,13 @@ def check(made, optimizer: str, oracle) -> dict[str, float]:
     update = after - before
     rounding = np.finfo(np.float32).eps * np.linalg.norm(after)  # of what an update is added to
     found = {
-        "loss": abs(loss - float(oracle[f"loss_{n}"])) / abs(float(oracle[f"loss_{n}"])),
-        "gradient": distance(gradient, oracle[f"gradient_{n}"]),
-        "update": max(0.0, distance(update, oracle[f"update_{n}"], rounding)),
+        "loss": abs(loss - float(oracle[f"{mark}loss_{n}"])) / abs(float(oracle[f"{mark}loss_{n}"])),
+        "gradient": distance(gradient, oracle[f"{mark}gradient_{n}"]),
+        "update": max(0.0, distance(update, oracle[f"{mark}update_{n}"], rounding)),
     }
     legal = {"loss": LOSS_TOLERANCE, "gradient": GRADIENT_TOLERANCE, "update": UPDATE_TOLERANCES[optimizer]}
     for name, value in found.items():
-        allowed = legal[name] + float(oracle[f"blur_{name}_{n}"])
+        allowed = legal[name] + float(oracle[f"{mark}blur_{name}_{n}"])
         if not value <= allowed:
             raise ValueError(f"{name} is off by {value:.2g} from the float64 oracle, {allowed:.3g} is allowed")
     return found

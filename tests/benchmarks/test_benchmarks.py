@@ -208,9 +208,12 @@ def test_clocks_count_a_call_within_a_call_once():
     assert clocks.seconds == {"configuration and the rest": 1 + 12, "outer": 2 + 1, "inner": 4}
 
 
+FURTHER = ["strided-b1", "all_conv-b1", "gelu_mlp-b16", "resnet20-b1"]
+
+
 @pytest.mark.parametrize(
     "case",
-    [TINY, *(pytest.param(c, marks=pytest.mark.thorough) for c in cases.select(["strided-b1", "all_conv-b1"]))],
+    [TINY, *(pytest.param(case, marks=pytest.mark.thorough) for case in cases.select(FURTHER))],
     ids=lambda c: c.name,
 )
 @pytest.mark.parametrize("entry", [e for e in contestants.ENTRIES.values() if e.side == "peer"], ids=lambda e: e.name)
@@ -220,7 +223,8 @@ def test_peers_do_the_work_of_the_oracle(entry, case, tmp_path):
     if "compiled" in entry.name:
         pytest.skip("compiling takes half a minute; `python -m benchmarks` checks it each time")
     path = tmp_path / "oracle.npz"
-    np.savez(path, **oracle.expected(case))
+    true = oracle.expected(case)
+    np.savez(path, **true)
     one = runner.Worker(entry, sys.executable, tmp_path / "stderr.txt")
     try:
         answer = one.ask(
@@ -228,7 +232,7 @@ def test_peers_do_the_work_of_the_oracle(entry, case, tmp_path):
         )
     finally:
         one.end()
-    assert answer["check"]["gradient"] < 1e-6
+    assert answer["check"]["gradient"] < 1e-6 + true[f"blur_gradient_{case.batch_size}"]
 
 
 def runner_cores():
