@@ -17,7 +17,7 @@ train: $(VENV)/.core ## train: make train ARGS="model=two_conv_mlp trainer.epoch
 	$(BIN)/python -m cnnexp $(ARGS)
 
 test: $(VENV)/.dev ## run the tests: make test ARGS="-k config"
-	$(BIN)/python -m pytest -q -n 2 $(ARGS)
+	$(BIN)/python -m pytest -q -n 2 --dist=loadfile $(ARGS)
 
 test-thorough: $(VENV)/.dev ## run the tests that make test leaves out because they take minutes
 	$(BIN)/python -m pytest -q -n 2 -m "thorough and not slow" $(ARGS)
@@ -34,7 +34,7 @@ test-lowest test-newest:
 
 coverage: $(VENV)/.dev ## run the tests and say which lines of the package they do not reach
 	rm -f .coverage .coverage.*
-	$(BIN)/coverage run -m pytest -q -n 2 $(ARGS)
+	$(BIN)/coverage run -m pytest -q -n 2 --dist=loadfile $(ARGS)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 

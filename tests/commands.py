@@ -1,8 +1,11 @@
-"""Command lines that several tests run."""
+"""Command lines that several tests run, and how they wait for what comes of them."""
 
+import contextlib
 import os
+import sqlite3
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 TINY = ("experiment=smoke", "backend=numpy", "tracking=none", "trainer.baseline=null", "trainer.epochs=1")
@@ -22,3 +25,18 @@ def follow(commands: str, folder: Path, tracking: str = "tracking=none") -> list
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
         outputs.append(done.stdout)
     return outputs
+
+
+def wait_for(condition, process=None, limit_s=150):
+    """Look until a condition holds, at most so long, and as long as a process runs: a busy machine is slow."""
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert process is None or process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def statuses(store: str) -> list[str]:
+    """Return what an MLflow store in a file says of its runs."""
+    with contextlib.closing(sqlite3.connect(store.removeprefix("sqlite:///"))) as connection:
+        return [status for (status,) in connection.execute("select status from runs")]

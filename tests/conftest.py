@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -20,17 +21,34 @@ settings.register_profile("patient", deadline=None, suppress_health_check=[Healt
 settings.load_profile("patient")
 
 
+# what a later run of the tests need not make again: programs by the hash of what they are made of, an empty store
+KEPT = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cnnexp" / "tests"
 EMPTY_STORE = "import sys, mlflow; mlflow.MlflowClient('sqlite:///' + sys.argv[1]).search_experiments()"
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _compiled_once():
+    """Keep all that tests compile from run to run, beside the user's cache: that one holds fewer programs than they."""
+    from cnnexp.backends import cache
+
+    find, users = cache.cache_folder, cache.cache_folder()
+
+    def folder() -> Path | None:
+        found = find()
+        return KEPT / "compiled" if found is not None and found == users else found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache, "cache_folder", folder)
+        patch.setattr(cache, "KEEP", 5000)
+        yield
+
+
 @pytest.fixture(scope="session")
-def new_store(tmp_path_factory) -> Callable[[Path], str]:
+def new_store() -> Callable[[Path], str]:
     """Return new_store(folder) -> the URI of an empty MLflow store in it, a copy: to make one takes MLflow seconds."""
-    shared = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        shared = shared.parent
-    empty = shared / "empty.db"
-    with (shared / "empty.lock").open("w") as lock:
+    empty = KEPT / f"empty-{version('mlflow-skinny')}.db"
+    KEPT.mkdir(parents=True, exist_ok=True)
+    with empty.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not empty.exists():
             making = empty.with_suffix(".making")

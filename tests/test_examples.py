@@ -32,6 +32,7 @@ def test_the_page_names_every_file():
     assert named == {file for file in files if "__pycache__" not in file} - {"README.md"}
 
 
+@pytest.mark.thorough
 def test_the_notebook_runs(tmp_path):
     script = "\n".join("".join(cell["source"]) for cell in CODE)
     few = script.replace("Digits()", "Digits(train_size=200, test_size=100)")

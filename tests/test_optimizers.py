@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import reference
 
-from cnnexp.errors import ConfigError
-from cnnexp.optimizers import OPTIMIZERS, SGD, Adam, AdaMax, RMSprop
+from cnnexp.optimizers import OPTIMIZERS
 
 STEPS = 100
 CASES = [
@@ -58,6 +57,10 @@ def expected(name, settings):
     return w, gradients
 
 
+def test_every_optimizer_is_tested():
+    assert {name for name, _ in CASES} == set(OPTIMIZERS)
+
+
 @pytest.mark.parametrize(("name", "settings"), CASES)
 def test_100_steps_are_the_published_algorithm(name, settings):
     w, gradients = expected(name, settings)
@@ -101,32 +104,8 @@ def test_the_compiled_rule_is_the_same(name, settings):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer_is_tested(name):
-    assert name in {case[0] for case in CASES}
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_rules_stay_in_float32(name):
     optimizer = OPTIMIZERS[name]()
     one = np.float32(1)
     new = optimizer.rule()(one, one, one, one, one, *optimizer.constants(7))
     assert {type(value) for value in new} == {np.float32}
-
-
-@pytest.mark.parametrize(
-    ("cls", "settings", "message"),
-    [
-        (SGD, {"lr": 0.0}, r"optimizer.lr=0.0: must be > 0"),
-        (SGD, {"lr": float("nan")}, r"optimizer.lr=nan: must be > 0"),
-        (SGD, {"lr": float("inf")}, r"optimizer.lr=inf: must be a finite number"),
-        (SGD, {"momentum": 1.0}, r"optimizer.momentum=1.0: must be >= 0 and < 1"),
-        (SGD, {"weight_decay": -1.0}, r"optimizer.weight_decay=-1.0: must be >= 0"),
-        (SGD, {"nesterov": True}, r"optimizer.nesterov=true: needs optimizer.momentum > 0"),
-        (Adam, {"beta2": 1.0}, r"optimizer.beta2=1.0: must be >= 0 and < 1"),
-        (AdaMax, {"eps": 0.0}, r"optimizer.eps=0.0: must be > 0"),
-        (RMSprop, {"alpha": -0.1}, r"optimizer.alpha=-0.1: must be >= 0 and < 1"),
-    ],
-)
-def test_illegal_values_are_refused(cls, settings, message):
-    with pytest.raises(ConfigError, match=message):
-        cls(**settings)

@@ -42,12 +42,9 @@ def python_m(*arguments: str, **options) -> subprocess.CompletedProcess:
         (["optimizer.lr=1e39"], r"optimizer.lr=1e\+39: must be a finite number of float32"),
         (["hydra.mode=x"], r"hydra.mode=x: Invalid value 'x', expected one of \[RUN, MULTIRUN\]"),
         (["model=custom", "model.layers=3"], "model.layers=3: must be a list, each a mapping with a type"),
-        (["model=custom", "model.layers={a: 1}"], "model.layers={a: 1}: must be a list, not a mapping"),
         (["experiment=smoke", "model=custom"], "experiment=smoke sets it: add ~model.filters, or choose no other"),
         (["--nope"], "--nope: unknown flag; legal: --help, --hydra-help, --version, --cfg, .*, --info"),
         (["--confg-dir=x"], "--confg-dir=x: unknown flag; .*did you mean '--config-dir'"),
-        (["-x"], "-x: unknown flag; legal: --help"),
-        (["-e=1"], "-e=1: unknown flag; legal: --help"),
         (["--exp=FILE"], "--exp=FILE: unknown flag; legal: --help"),
         (["-h=1"], "-h=1: -h takes no value"),
         (["--cfg"], "--cfg=hydra.run.dir.*: its value must be one of job, hydra, all"),
@@ -61,12 +58,9 @@ def python_m(*arguments: str, **options) -> subprocess.CompletedProcess:
         (["+bogus=1"], "bogus=1: unknown key; legal: model, backend, optimizer"),
         (["~trainer.bogus"], "trainer.bogus: unknown key; legal in trainer: epochs"),
         (["~model"], "model is missing"),
-        (["dataset=mnst"], "dataset=mnst: unknown; legal: .*digits, .*; did you mean 'mnist'"),
         (["experiment=smok"], "experiment=smok: unknown; legal: .*; did you mean 'smoke'"),
         (["modle=one_conv"], "modle=one_conv: unknown key; legal: model, .*; did you mean 'model'"),
-        (["lr=0.1"], "lr=0.1: unknown key; .*did you mean 'optimizer.lr'"),
         (["optimizer.learning_rate=0.1"], "unknown key; legal in optimizer: .*did you mean 'optimizer.lr'"),
-        (["epochs=3"], "did you mean 'trainer.epochs'"),
         (["trainer.target=99"], "trainer.target=99.0: must be > 0, <= 1, or null"),
         (["train"], "train: no such command; legal: help, check, doctor, "),
         (["predcit", "x"], "predcit: no such command; .*did you mean 'predict'"),
@@ -77,20 +71,11 @@ def python_m(*arguments: str, **options) -> subprocess.CompletedProcess:
         (["model.filters=???"], "model.filters: must be given, as model.filters=VALUE"),
         (["tracking.uri=${oc.env:CNNEXP_TEST_MISSING}"], "tracking.uri: .*CNNEXP_TEST_MISSING"),
         (["tracking.uri=${nope.x}"], "tracking.uri: .*nope"),
-        (["optimizer.lr=1e400"], "optimizer.lr=inf: must be a finite number"),
-        (
-            ["trainer.batch_size=9223372036854775808"],
-            "batch_size=9223372036854775808: must be a whole number of at most",
-        ),
-        (["optimizer.lr=1" + 400 * "0"], "optimizer.lr=10*...: must be a finite number"),
-        (["model.name=[1]"], r"model.name=\[1\]: unknown; legal: one_conv"),
         (["model=custom", "model.layers=[{type: [1]}]"], r"model.layers\[0\].type=\[1\]: unknown; legal: Conv2d"),
         (["dataset=npz", "dataset.path='~nosuchuser/x'", "tracking=none"], "dataset.path='~nosuchuser/x': "),
-        (["optimizer.lr=nan"], "optimizer.lr=nan: must be a finite number"),
         (["trainer.epochs='3'"], "trainer.epochs='3': must be a whole number"),
-        (["trainer.epochs=3.0"], "trainer.epochs=3.0: must be a whole number"),
-        (["model.filters=true"], "model.filters=true: must be a whole number"),
         (["+model._target_=os.system"], "model._target_='os.system': refused"),
+        (["workers=local", "workers.patience_s=3"], "unknown key;.* did you mean 'workers.heartbeat_timeout_s'"),
         (["--config-dir", "nowhere"], "Additional config directory '.*nowhere' not found"),
     ],
 )
@@ -155,13 +140,14 @@ def test_a_disk_that_takes_no_more_is_one_line(run, monkeypatch, tmp_path, numbe
     assert read_journal(tmp_path / "run")["status"] == "FAILED"
 
 
-@pytest.mark.parametrize("command", cli.COMMANDS)
-def test_every_command_tells_its_arguments_and_is_in_the_help(run, command):
-    assert f"cnnexp {command} " in run("--help")[1]
-    code, out, _ = run(command, "--help")
-    assert code == 0
-    assert re.match(rf"Usage: cnnexp {command}\b", out)
-    assert max(map(len, out.splitlines())) <= 80
+def test_every_command_tells_its_arguments_and_is_in_the_help(run):
+    _, told, _ = run("--help")
+    for command in cli.COMMANDS:
+        assert f"cnnexp {command} " in told
+        code, out, _ = run(command, "--help")
+        assert code == 0
+        assert re.match(rf"Usage: cnnexp {command}\b", out)
+        assert max(map(len, out.splitlines())) <= 80
 
 
 @pytest.mark.parametrize("words", [(), ("model=resnet",), ("experiment=rendon_results",), ("search=tpe",)], ids=str)
@@ -435,7 +421,11 @@ def test_runs_go_to_the_checkout_from_any_folder_and_never_share_one(tmp_path):
 
 @pytest.mark.parametrize(
     ("number", "code", "word"),
-    [(signal.SIGTERM, 143, "terminated"), (signal.SIGHUP, 129, "terminated"), (signal.SIGINT, 130, "inter")],
+    [
+        (signal.SIGTERM, 143, "terminated"),
+        pytest.param(signal.SIGHUP, 129, "terminated", marks=pytest.mark.thorough),
+        (signal.SIGINT, 130, "inter"),
+    ],
 )
 def test_signals_end_the_run_as_killed(tmp_path, number, code, word):
     arguments = [*TINY, "trainer.epochs=1000000", f"hydra.run.dir={tmp_path}"]
@@ -481,15 +471,6 @@ def test_a_rank_that_a_launcher_left_in_the_environment(run, monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "x")
     code, _, err = run(*TINY)
     assert (code, err.startswith("cnnexp: error: OMPI_COMM_WORLD_RANK='x': must be a whole number")) == (2, True)
-
-
-def test_a_config_file_that_is_no_text_is_named(run, tmp_path):
-    (tmp_path / "experiment").mkdir()
-    path = tmp_path / "experiment" / "latin.yaml"
-    path.write_bytes("# @package _global_\nmodel: {name: é}\n".encode("latin-1"))
-    code, _, err = run("--config-dir", str(tmp_path), *TINY[1:], "experiment=latin")
-    assert code == 2
-    assert err.startswith(f"cnnexp: error: {path}: not UTF-8 text: ")
 
 
 def test_a_patient_run_waits_before_every_epoch(run, monkeypatch, tmp_path):

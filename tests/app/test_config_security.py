@@ -4,7 +4,6 @@ import os
 import pickle
 import random
 import re
-import time
 
 import pytest
 import yaml
@@ -68,6 +67,7 @@ FILES = {
     "reference": "tracking: {run_name: '${tracking.uri}'}",
     "folder": "hydra: {run: {dir: MARKER}}",
     "database": "tracking: {uri: 'sqlite:///MARKER'}",
+    "password": "tracking: {uri: 'postgresql://host/db?password=s3cr3t'}",
     "defaults": "defaults: [{override /model: '${oc.env:CANARY}'}]",
     "sweep": "hydra: {mode: MULTIRUN, sweeper: {params: {tracking.run_name: '$\\\\{oc.env\\\\:CANARY\\\\}'}}}",
 }
@@ -257,10 +257,11 @@ def place(tmp_path):
     return place
 
 
-def test_no_config_file_reaches_code_files_or_the_environment(place, tmp_path, monkeypatch):
+@pytest.mark.parametrize("count", [200, pytest.param(1000, marks=pytest.mark.thorough)])
+def test_no_config_file_reaches_code_files_or_the_environment(place, tmp_path, monkeypatch, count):
     monkeypatch.setenv("CANARY", "s3cr3t")
     monkeypatch.chdir(tmp_path)
-    for text, package in attacks(1000):
+    for text, package in attacks(count):
         with pytest.raises(ConfigError) as caught:
             assert not place(text.replace("FILE", f"{tmp_path}/marker"), package), text
         assert "s3cr3t" not in str(caught.value)
@@ -285,14 +286,13 @@ def test_what_a_config_file_may_set_of_hydra_and_tracking(place):
     )
 
 
-def test_a_bomb_of_aliases_is_refused_at_once(run, tmp_path):
+def test_a_bomb_of_aliases_is_refused(run, tmp_path):
     (tmp_path / "experiment").mkdir()
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 10)]
     (tmp_path / "experiment" / "bomb.yaml").write_text("\n".join(lines))
-    started = time.monotonic()
     code, _, err = run("--config-dir", str(tmp_path), "experiment=bomb")
-    assert (code, time.monotonic() - started < 60) == (2, True)
+    assert code == 2
     assert err == f"cnnexp: error: {tmp_path}/experiment/bomb.yaml: unfolds to more than 100000 values by its aliases\n"
 
 
@@ -329,11 +329,14 @@ URIS = {
 }
 
 
-@pytest.mark.parametrize("way", ["typed", "quoted", "added", "environment", "sweep"])
-@pytest.mark.parametrize("kind", URIS)
+WAYS = ("typed", "environment", "sweep", "quoted", "added")
+OFTEN = [("query token", "typed"), *(("password", way) for way in WAYS[:3])]
+RARE = [*(("query token", way) for way in WAYS[1:]), *(("password", way) for way in WAYS[3:])]
+RARE += [(kind, "typed") for kind in URIS if kind not in ("password", "query token")]
+
+
+@pytest.mark.parametrize(("kind", "way"), [*OFTEN, *(pytest.param(*rare, marks=pytest.mark.thorough) for rare in RARE)])
 def test_a_secret_is_nowhere(run, tmp_path, monkeypatch, kind, way):
-    if way != "typed" and kind not in ("password", "query token"):
-        pytest.skip("tried with two")
     words = [word for word in TINY if word != "tracking=none"]
     monkeypatch.setenv("STORE", URIS[kind])
     monkeypatch.setenv(config_security.STORE, "")
@@ -369,19 +372,6 @@ def test_an_address_with_a_reference_and_a_secret_is_resolved_before_hydra_sees_
     assert b"s3cr3t" not in contents(tmp_path)
     code, _, err = run(*words, "tracking.uri=http://me:s3cr3t@${oc.env:NOWHERE_SET}")
     assert (code, "s3cr3t" in err) == (2, False)
-
-
-def test_a_password_in_a_config_file_is_refused_before_it_is_copied(run, tmp_path):
-    (tmp_path / "conf" / "experiment").mkdir(parents=True)
-    (tmp_path / "conf" / "experiment" / "mine.yaml").write_text(
-        "# @package _global_\ntracking: {uri: 'postgresql://host/db?password=s3cr3t'}\n"
-    )
-    words = [word for word in TINY[1:] if word != "tracking=none"]
-    code, _, err = run("--config-dir", str(tmp_path / "conf"), *words, "experiment=mine")
-    assert code == 2
-    assert "tracking.uri: refused; what it holds besides a host would be copied" in err
-    assert "s3cr3t" not in err
-    assert not (tmp_path / "run").exists()
 
 
 def test_a_command_line_may_have_its_flag_in_the_middle(run, tmp_path):

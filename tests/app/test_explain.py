@@ -63,7 +63,7 @@ def test_what_cannot_be_explained(run, tmp_path):
         explain.command([str(folder)])
 
 
-@pytest.mark.parametrize("backend", ["numpy", "cpu-simd"])
+@pytest.mark.parametrize("backend", [pytest.param("numpy", marks=pytest.mark.thorough), "cpu-simd"])
 def test_a_run_that_was_not_profiled_is_timed_now(run, tmp_path, capsys, monkeypatch, backend):
     folder = tmp_path / "run"
     assert run(*TINY, f"backend={backend}", "trainer.baseline=numpy")[0] == 0

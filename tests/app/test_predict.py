@@ -227,6 +227,7 @@ def recorded(tmp_path_factory, new_store):
 
 # MLflow and what it imports warn of each other
 @pytest.mark.filterwarnings("default")
+@pytest.mark.thorough
 def test_mlflow_loads_the_model_of_a_run(recorded, monkeypatch):
     import mlflow
 

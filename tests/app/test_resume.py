@@ -183,7 +183,7 @@ def stop_after(monkeypatch, batches):
     return train
 
 
-@pytest.mark.parametrize("batches", [1, 20, 25, 30, 50])
+@pytest.mark.parametrize("batches", [20, 25, 30, *(pytest.param(n, marks=pytest.mark.thorough) for n in (1, 50))])
 def test_ctrl_c_keeps_what_is_trained_to_the_batch(run, tmp_path, monkeypatch, batches):
     assert run(*WITHIN)[0] == 0
     folder, wanted, whole = tmp_path / "run", parameters(tmp_path / "run"), read_journal(tmp_path / "run")

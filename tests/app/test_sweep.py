@@ -98,10 +98,10 @@ def test_table_as_csv_and_on_the_screen(tmp_path):
     assert "0.25" in shown
 
 
-def test_a_sweep_without_jobs_is_no_error(tmp_path):
-    started = sweep.begin(tmp_path, [])
-    assert sweep.finish(started) == []
+def test_a_sweep_without_jobs_is_no_error_and_is_over_when_it_is_finished(tmp_path):
+    assert sweep.finish(sweep.begin(tmp_path, [])) == []
     assert sweep.failures([]) == []
+    assert sweep.current() is None
 
 
 def test_jobs_in_other_processes_are_contended(tmp_path):
@@ -110,11 +110,6 @@ def test_jobs_in_other_processes_are_contended(tmp_path):
     question = "from cnnexp.app import sweep; print(sweep.current().folder, sweep.current().contended)"
     answer = subprocess.run([sys.executable, "-c", question], capture_output=True, text=True, check=True, cwd=ROOT)
     assert answer.stdout.split() == [str(tmp_path), "True"]
-
-
-def test_a_sweep_is_over_when_it_is_finished(tmp_path):
-    sweep.finish(sweep.begin(tmp_path, []))
-    assert sweep.current() is None
 
 
 def test_sweep_in_mlflow_has_a_parent_with_table_and_figures(tmp_path, new_store):
@@ -129,23 +124,12 @@ def test_sweep_in_mlflow_has_a_parent_with_table_and_figures(tmp_path, new_store
     client = store.Store(uri, "sweeps")._client
     parent = client.get_run(started.run_id)
     assert (parent.info.run_name, parent.info.status) == ("sweep model.filters=2,4", "FAILED")
-    assert {key: parent.data.tags[key] for key in ("kind", "jobs", "jobs.failed")} == {
-        "kind": "sweep",
-        "jobs": "3",
-        "jobs.failed": "1",
-    }
+    assert parent.data.tags.items() >= {"kind": "sweep", "jobs": "3", "jobs.failed": "1"}.items()
     for job in jobs:
         child = client.get_run(job.id)
         assert child.data.tags["mlflow.parentRunId"] == started.run_id
-        assert child.data.tags.keys() >= {
-            "backend",
-            "model",
-            "dataset",
-            "optimizer",
-            "device",
-            "threads",
-            "config_hash",
-        }
+        wanted = {"backend", "model", "dataset", "optimizer", "device", "threads", "config_hash"}
+        assert child.data.tags.keys() >= wanted
     artifacts = {a.path for a in client.list_artifacts(started.run_id)}
     figures = {a.path for a in client.list_artifacts(started.run_id, "figures")}
     assert artifacts == {"summary.csv", "figures", "report.md"}
@@ -190,6 +174,7 @@ def command_line(*arguments):
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
 
 
+@pytest.mark.thorough
 def test_a_sweep_from_the_command_line_can_go_on_where_it_failed(tmp_path, new_store):
     store = f"tracking.uri={new_store(tmp_path)}"
     filters = ("backend=numpy", "trainer.epochs=1", store)
@@ -205,6 +190,7 @@ def test_a_sweep_from_the_command_line_can_go_on_where_it_failed(tmp_path, new_s
     assert rows[0]["final/test_accuracy"] == sweep.rows(tmp_path / "first")[0]["final/test_accuracy"]
 
 
+@pytest.mark.thorough
 def test_a_parallel_launcher_is_contended(tmp_path):
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
     done = command_line(

@@ -61,15 +61,8 @@ TINY = {
     "two_conv": (
         (6, 6, 1),
         (
-            Conv2d(2, 3),
-            ReLU(),
-            Conv2d(1, 3, padding="same"),
-            ReLU(),
-            MaxPool2d(4),
-            Flatten(),
-            Linear(5),
-            ReLU(),
-            Linear(3),
+            *(Conv2d(2, 3), ReLU(), Conv2d(1, 3, padding="same"), ReLU(), MaxPool2d(4)),
+            *(Flatten(), Linear(5), ReLU(), Linear(3)),
         ),
     ),
     "strides_and_paddings": (
@@ -85,12 +78,8 @@ TINY = {
     "pools": (
         (6, 5, 1),
         (
-            Conv2d(2, 2, padding=1),
-            MaxPool2d(3, 2, "auto"),
-            Sigmoid(),
-            AvgPool2d(2, 1),
-            AvgPool2d(2, padding="auto"),
-            Flatten(),
+            *(Conv2d(2, 2, padding=1), MaxPool2d(3, 2, "auto"), Sigmoid()),
+            *(AvgPool2d(2, 1), AvgPool2d(2, padding="auto"), Flatten()),
         ),
     ),
     "elementwise": ((3,), (Linear(4), Tanh(), Linear(3), GELU(), LeakyReLU(0.2), Linear(3), Dropout(0.3))),

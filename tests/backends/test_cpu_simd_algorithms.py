@@ -14,7 +14,19 @@ from cnnexp.backends.simd.compiler.emit import Target
 from cnnexp.backends.simd.lowering import Plan
 from cnnexp.backends.simd.planner import ALGORITHMS, allowed, choose_nodes, split
 from cnnexp.errors import ConfigError
-from cnnexp.network import AvgPool2d, Conv2d, Dropout, Flatten, Linear, MaxPool2d, Network, ReLU, Sigmoid
+from cnnexp.network import (
+    AvgPool2d,
+    BatchNorm2d,
+    Conv2d,
+    Dropout,
+    Flatten,
+    Linear,
+    MaxPool2d,
+    Network,
+    ReLU,
+    Residual,
+    Sigmoid,
+)
 from cnnexp.network.losses import Loss
 from cnnexp.network.models import OneConv, TwoConvMlp
 from cnnexp.optimizers import SGD
@@ -37,13 +49,8 @@ NETWORKS = {
     "pair": (
         (9, 11, 1),
         (
-            Conv2d(2, 2),
-            ReLU(),
-            Conv2d(5, 2, padding="same"),
-            ReLU(),
-            MaxPool2d(2, padding="floor"),
-            Flatten(),
-            Linear(3),
+            *(Conv2d(2, 2), ReLU(), Conv2d(5, 2, padding="same"), ReLU()),
+            *(MaxPool2d(2, padding="floor"), Flatten(), Linear(3)),
         ),
     ),
     "edges": (
@@ -104,7 +111,12 @@ def check_every_algorithm(cpu: str, network: Network) -> None:
     assert set(every_algorithm(network, target)) <= taken
 
 
-@pytest.mark.parametrize("name", [*list(NETWORKS)[:-1], pytest.param("spread", marks=pytest.mark.thorough)])
+OFTEN = ("second", "pair")
+
+
+@pytest.mark.parametrize(
+    "name", [*OFTEN, *(pytest.param(name, marks=pytest.mark.thorough) for name in NETWORKS if name not in OFTEN)]
+)
 def test_every_algorithm_of_every_layer_computes_it(name):
     check_every_algorithm(HERE[-1], Network(*NETWORKS[name]))
 
@@ -212,10 +224,13 @@ def test_a_program_explains_itself_as_forced():
     program.close()
 
 
+LAST = Dropout(0.5), Linear(3)
+
+
 def test_an_algorithm_has_a_file_of_its_name():
     shown = {
         row.algorithm
-        for shape, layers in (*NETWORKS.values(), ((4, 4, 1), (Flatten(), Dropout(0.5), Linear(3))))
+        for shape, layers in (*NETWORKS.values(), ((4, 4, 1), (BatchNorm2d(), Residual((ReLU(),)), Flatten(), *LAST)))
         for pair in every_algorithm(Network(shape, layers), AVX512)
         for row in Plan(Network(shape, layers), replace(AVX512, forced=(pair,)), 1, 9).explain(threads=1)
     }

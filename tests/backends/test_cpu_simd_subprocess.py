@@ -85,6 +85,7 @@ def test_a_compiler_that_aborts_ends_the_run_in_one_line(start, tmp_path):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="an abort is a signal on POSIX alone")
+@pytest.mark.thorough
 def test_with_fallback_the_run_goes_on_and_says_so(start, tmp_path):
     run = start("abort", "backend.fallback=true")
     stdout, stderr = run.communicate(timeout=300)

@@ -9,34 +9,18 @@ import pytest
 from machine_code import CPUS
 
 ROOT = Path(__file__).parents[2]
-OFTEN = ("sse2", "avx2")
+OFTEN = ("sse2",)
 RUN_HERE = [name for name, cpu in CPUS.items() if cpu.runs_here]
 
 
 def run_tests(name: str, cache: Path, *arguments: str) -> None:
     cpu, environment = CPUS[name], {**os.environ, "TEST_CPU": name, "XDG_CACHE_HOME": str(cache)}
-    for key, value in (
-        ("NUMBA_CPU_NAME", cpu.name),
-        ("NUMBA_CPU_FEATURES", cpu.features),
-        ("PYTEST_XDIST_WORKER", None),
-    ):
+    for key in ("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES", "PYTEST_XDIST_WORKER"):
         environment.pop(key, None)
-        if cpu.runs_here and value is not None:
-            environment[key] = value
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-v",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-        "-p",
-        "no:faulthandler",
-        "--capture=sys",
-        *arguments,
-    ]
+    if cpu.runs_here:
+        environment |= {"NUMBA_CPU_NAME": cpu.name, "NUMBA_CPU_FEATURES": cpu.features}
+    options = ["-v", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:faulthandler", "--capture=sys"]
+    command = [sys.executable, "-m", "pytest", *options, *arguments]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{name}: exit code {done.returncode}\n{done.stdout[-4000:]}{done.stderr[:2000]}"
     assert " passed" in done.stdout

@@ -1,4 +1,7 @@
-"""50 steps of every backend and of PyTorch: same initial parameters, same batches, parameters alike to 1e-4."""
+"""50 steps of every backend and of PyTorch: same initial parameters, same batches, parameters alike to 1e-4.
+
+PyTorch trains as `backend=torch` has it, whose modules, gradients and optimizers are PyTorch's own.
+"""
 
 import numpy as np
 import pytest
@@ -6,13 +9,14 @@ from conformance import make_case
 
 from cnnexp.backends import BACKENDS, backend_class
 from cnnexp.errors import BackendUnavailable
-from cnnexp.network import BatchNorm2d, Conv2d, Flatten, GlobalAvgPool, Linear, MaxPool2d, Network, ReLU, Residual
+from cnnexp.network import Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU
 from cnnexp.network.losses import Loss
 from cnnexp.network.models import ResNet
 from cnnexp.optimizers import SGD, Adam
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
+OURS = [name for name in BACKENDS if name != "torch"]
 STEPS, BATCH = 50, 8
 # Where two pixels of a pooling window, or a ReLU's input and 0, differ by less than float32 can tell, rounding picks
 # the gradient's way, and 50 steps amplify it: PyTorch in float32 then differs from itself in float64 by 1e-3 and more.
@@ -44,7 +48,7 @@ OPTIMIZERS = {"sgd": SGD(lr=0.05), "adam": Adam(lr=1e-3, beta1=0.95, beta2=0.99)
 
 
 def cases():
-    for backend in BACKENDS:
+    for backend in OURS:
         for name in NETWORKS:
             if name.endswith("_small") == (backend == "python"):
                 for optimizer in OPTIMIZERS:
@@ -63,7 +67,7 @@ def test_50_steps_agree_with_pytorch(backend, name, optimizer):
     for seed in range(ORDERS):
         order = np.random.default_rng(seed).integers(0, len(case.images), STEPS * BATCH)
         actual = _trained(backend, case, rule, order)
-        expected = _trained_by_torch(case, rule, order)
+        expected = _trained("torch", case, rule, order)
         assert np.abs(expected - case.parameters).max() > 1e-2, "the parameters hardly moved: nothing was compared"
         differences.append(max(_difference(p.view(actual), p.view(expected)) for p in network.parameters))
         if differences[-1] <= 1e-4:
@@ -72,7 +76,7 @@ def test_50_steps_agree_with_pytorch(backend, name, optimizer):
 
 
 def resnet_cases():
-    for backend in BACKENDS:
+    for backend in OURS:
         name = "resnet_small" if backend == "python" else "resnet"
         often = backend in ("numpy", "cpu-simd")  # cheap, and the one whose step has seams
         yield pytest.param(
@@ -100,84 +104,3 @@ def _trained(backend, case, rule, order) -> np.ndarray:
     state = program.state()
     program.close()
     return state["parameters"]
-
-
-def _trained_by_torch(case, rule, order) -> np.ndarray:
-    """Train PyTorch's own layers; its images are (N, C, H, W), its weights (F, C, K, K) and (O, D)."""
-    weights: list[tuple] = []
-    modules = _modules(case.network.stages, weights)
-    model = torch.nn.Sequential(*modules)
-    with torch.no_grad():
-        for ours, theirs in weights:
-            theirs.copy_(_to_torch(ours.view(case.parameters)))
-    if isinstance(rule, Adam):
-        optimizer = torch.optim.Adam(model.parameters(), rule.lr, (rule.beta1, rule.beta2), rule.eps)
-    else:
-        optimizer = torch.optim.SGD(model.parameters(), rule.lr)
-    images, labels = torch.tensor(case.images).permute(0, 3, 1, 2), torch.tensor(case.labels)
-    for start in range(0, len(order), BATCH):
-        batch = torch.tensor(order[start : start + BATCH])
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(images[batch]), labels[batch]).backward()
-        optimizer.step()
-    flat = np.empty_like(case.parameters)
-    for ours, theirs in weights:
-        ours.view(flat)[...] = _from_torch(theirs.detach().numpy())
-    return flat
-
-
-def _modules(stages, weights) -> list:
-    """Return PyTorch's layers of the same kinds, adding (our parameter, its parameter) to `weights`."""
-    modules = []
-    for stage in stages:
-        match stage.layer:
-            case Conv2d(filters, kernel, stride, _, bias):
-                top, left, bottom, right = stage.window.pads
-                modules.append(torch.nn.ZeroPad2d((left, right, top, bottom)))
-                modules.append(torch.nn.Conv2d(stage.input_shape[2], filters, kernel, stride, bias=bias))
-            case Linear(features, bias):
-                modules.append(torch.nn.Linear(stage.input_shape[0], features, bias))
-            case MaxPool2d(pool):
-                modules.append(torch.nn.MaxPool2d(pool))
-            case BatchNorm2d(momentum, epsilon):
-                modules.append(torch.nn.BatchNorm2d(stage.output_shape[2], epsilon, momentum))
-            case ReLU():
-                modules.append(torch.nn.ReLU())
-            case GlobalAvgPool():
-                modules += [torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten()]
-            case Residual():
-                modules.append(_Sum(torch.nn.Sequential(*_modules(stage.stages, weights))))
-            case Flatten():
-                modules += [_ChannelsLast(), torch.nn.Flatten()]
-        if stage.weight:
-            weights.append((stage.weight, modules[-1].weight))
-            if stage.bias:
-                weights.append((stage.bias, modules[-1].bias))
-    return modules
-
-
-class _Sum(torch.nn.Module):
-    """x + f(x)."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        return x + self.inner(x)
-
-
-class _ChannelsLast(torch.nn.Module):
-    """Bring (N, C, H, W) into the order in which our Flatten reads."""
-
-    def forward(self, x):
-        return x.permute(0, 2, 3, 1)
-
-
-def _to_torch(array: np.ndarray):
-    axes = {4: (3, 2, 0, 1), 2: (1, 0), 1: (0,)}[array.ndim]
-    return torch.tensor(array.transpose(axes).copy())
-
-
-def _from_torch(array: np.ndarray) -> np.ndarray:
-    return array.transpose({4: (2, 3, 1, 0), 2: (1, 0), 1: (0,)}[array.ndim])

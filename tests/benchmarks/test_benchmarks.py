@@ -208,9 +208,12 @@ def test_clocks_count_a_call_within_a_call_once():
     assert clocks.seconds == {"configuration and the rest": 1 + 12, "outer": 2 + 1, "inner": 4}
 
 
+FURTHER = ["strided-b1", "all_conv-b1", "gelu_mlp-b16", "resnet20-b1"]
+
+
 @pytest.mark.parametrize(
     "case",
-    [TINY, *cases.select(["strided-b1", "all_conv-b1", "gelu_mlp-b16", "resnet20-b1"])],
+    [TINY, *(pytest.param(case, marks=pytest.mark.thorough) for case in cases.select(FURTHER))],
     ids=lambda c: c.name,
 )
 @pytest.mark.parametrize("entry", [e for e in contestants.ENTRIES.values() if e.side == "peer"], ids=lambda e: e.name)

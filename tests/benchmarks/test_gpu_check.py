@@ -59,7 +59,9 @@ def test_ratios_are_to_the_best_float32_pytorch_by_medians():
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same'")  # what two_conv_pool4 asks for
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [CASES[0], *(pytest.param(c, marks=pytest.mark.thorough) for c in CASES[1:])], ids=lambda case: case.name
+)
 def test_pytorch_trains_the_same_network(case):
     torch = pytest.importorskip("torch")
     case = dataclasses.replace(case, batch_size=4)

@@ -33,6 +33,7 @@ def test_a_wrong_argument_is_one_line(argument, says, capsys):
 
 
 @needs_softgpu
+@pytest.mark.thorough
 def test_a_step_is_counted_and_labelled_a_model(capfd):
     batch = 3
     assert gpu_count.main(["model=one_conv", "model.filters=64", f"batch={batch}", "backend=gpu-naive", "gpu=T4"]) == 0

@@ -169,13 +169,6 @@ def test_one_altered_pixel_is_seen(tmp_path, published, source, part):
     assert part in str(error.value)
 
 
-def test_counts_of_images_and_labels_must_agree(tmp_path):
-    files = small_set()
-    write(tmp_path, {**files, NAMES[1]: idx_bytes(np.zeros(29, np.uint8))})
-    with pytest.raises(DataError, match="mnist, train: 30 images but 29 labels"):
-        Mnist(root=str(tmp_path), verify=False).load()
-
-
 @pytest.mark.skipif(not REAL_MNIST.is_dir(), reason="the real MNIST is not beside this checkout (shared/data/mnist)")
 def test_real_mnist():
     whole = Mnist(root=str(REAL_MNIST)).load()

@@ -10,14 +10,8 @@ from cnnexp.measuring.ledger import BETWEEN
 
 def layer(names, what, seconds, multiply_adds=0, flops=0.0, size=1.0, at_once="", fewer=""):
     return {
-        "layers": names.split(),
-        "pass": what,
-        "seconds": seconds,
-        "multiply_adds": multiply_adds,
-        "flops": flops,
-        "bytes": size,
-        "at_once": at_once,
-        "fewer": fewer,
+        **{"layers": names.split(), "pass": what, "seconds": seconds, "multiply_adds": multiply_adds, "flops": flops},
+        **{"bytes": size, "at_once": at_once, "fewer": fewer},
     }
 
 

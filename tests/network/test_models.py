@@ -100,16 +100,3 @@ def test_resnet(model, parameters):
     images = [stage.output_shape for stage in network.stages if isinstance(stage.layer, Residual)]
     sides = [(32, model.width), (16, 2 * model.width), (8, 4 * model.width)]
     assert images == [(side, side, width) for side, width in sides for _ in range(model.blocks)]
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"dropout": 1.0}, r"model.dropout=1.0: must be >= 0 and < 1"),
-        ({"label_smoothing": -0.1}, r"model.label_smoothing=-0.1: must be >= 0 and < 1"),
-        ({"blocks": 0}, r"model.blocks=0: must be a whole number >= 1"),
-    ],
-)
-def test_resnets_that_are_refused(values, message):
-    with pytest.raises(ConfigError, match=message):
-        ResNet(**values)

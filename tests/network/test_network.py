@@ -42,21 +42,6 @@ def test_castanheira_one_conv():
     assert network.parameter_count == 108_810
 
 
-@pytest.mark.parametrize(("bias", "count"), [(False, 105_496), (True, 105_634)])
-def test_garg_two_conv_mlp(bias, count):
-    convs = (Conv2d(8, 5), ReLU(), Conv2d(8, 5), ReLU(), MaxPool2d(2), Flatten())
-    network = Network(IMAGE, (*convs, Linear(128, bias), ReLU(), Linear(10, bias)))
-    assert shapes(network)[4:6] == [(10, 10, 8), (800,)]
-    assert network.parameter_count == count
-
-
-def test_rendon_two_conv_pool4():
-    convs = (Conv2d(4, 2, padding="same"), ReLU(), Conv2d(4, 2, padding="same"), ReLU(), MaxPool2d(4), Flatten())
-    network = Network(IMAGE, (*convs, Linear(128), ReLU(), Linear(10)))
-    assert shapes(network)[:6] == [(28, 28, 4)] * 4 + [(7, 7, 4), (196,)]
-    assert network.parameter_count == 26_594
-
-
 def test_parameters_lie_one_after_another():
     network = Network((6, 6, 2), (Conv2d(3, 3), ReLU(), Conv2d(4, 2, bias=False), Flatten(), Linear(5)))
     assert [p.name for p in network.parameters] == [

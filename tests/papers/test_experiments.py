@@ -81,6 +81,7 @@ def test_every_experiment_runs_small(run, tmp_path, key):
     assert (report / "report.md").read_text(encoding="utf-8").startswith(f"# {EXPERIMENTS[key].title}\n")
 
 
+@pytest.mark.thorough
 def test_the_quadrants_are_learned_as_well_as_in_the_paper(run, tmp_path):
     run("experiment=khandait_quadrants", "backend=cpu", "tracking=none", "trainer.progress=false")
     result = compare(tmp_path / "sweep", "khandait_quadrants")

@@ -152,14 +152,6 @@ def test_contended_run_claims_no_speedup(live, store, tmp_path):
     assert not [name for name in recorded.data.metrics if name.startswith("speedup/")]
 
 
-def test_run_of_a_sweep_has_its_parent(live, store, tmp_path):
-    parent = live.call("begin", name="sweep", params={}, tags={"kind": "sweep"})
-    with Run(tmp_path, CONFIG, (), live, parent=parent) as run:
-        run_epochs(run, [epoch_result(1)])
-    assert read(store, run.id).data.tags["mlflow.parentRunId"] == parent
-    live.call("finish", run_id=parent, status="FINISHED", tags={})
-
-
 def test_finished_config_is_skipped(live, tmp_path):
     config = {**CONFIG, "trainer": {"seed": 77}}
     with Run(tmp_path / "1", config, (), live) as first:
@@ -218,7 +210,10 @@ def history(store, run_id, key="train/loss"):
     return [(m.step, m.value) for m in store._client.get_metric_history(run_id, key)]
 
 
-@pytest.mark.parametrize("when", ["before it begins", "between epochs", "at the end"])
+@pytest.mark.parametrize(
+    "when",
+    ["between epochs", *(pytest.param(w, marks=pytest.mark.thorough) for w in ("before it begins", "at the end"))],
+)
 def test_another_recorder_takes_over_from_a_dead_one(uri, store, tmp_path, monkeypatch, when):
     doomed = Recorder(uri, "runs")
     draw = Run._draw

@@ -352,15 +352,9 @@ def test_what_is_no_database_is_told_at_once(tmp_path, kind):
         stores.Store(f"sqlite:///{path}", "first")
 
 
-def test_unwritable_folder_is_told(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(TrackingError, match="cannot be opened"):
-        stores.Store(f"sqlite:///{tmp_path}/file/mlflow.db", "first")
-
-
 def test_processes_that_start_at_once_share_a_new_store(tmp_path):
     uri = f"sqlite:///{tmp_path}/mlflow.db"
-    recorders = [Recorder(uri, "together") for _ in range(4)]
+    recorders = [Recorder(uri, "together") for _ in range(2)]
     answers = [recorder.ask("begin", name=f"run {i}", params={}, tags={}) for i, recorder in enumerate(recorders)]
     runs = [answer.result() for answer in answers]
     for recorder, run_id in zip(recorders, runs, strict=True):

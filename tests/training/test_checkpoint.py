@@ -273,13 +273,8 @@ def test_a_failure_at_any_moment_leaves_the_last_checkpoint_and_no_litter(tmp_pa
 )
 def test_another_training_is_refused_and_what_differs_is_named(changed, message):
     same = {
-        "network": NETWORK,
-        "loss": Loss.SOFTMAX_CROSS_ENTROPY,
-        "optimizer": Adam(),
-        "batch_size": 8,
-        "schedule": Constant(),
-        "seed": 5,
-        "dataset_sha256": "0" * 64,
+        **{"network": NETWORK, "loss": Loss.SOFTMAX_CROSS_ENTROPY, "optimizer": Adam(), "batch_size": 8},
+        **{"schedule": Constant(), "seed": 5, "dataset_sha256": "0" * 64},
     }
     with pytest.raises(CheckpointError) as error:
         check_same(checkpoint(), describe(**{**same, **changed}), "a.ckpt")

@@ -182,24 +182,12 @@ def test_early_stopping_counts_epochs_without_a_smaller_held_out_loss_and_says_s
     assert "of the validation images" in stopped(10, dataset(validation=4), patience=2)[1]
 
 
-def test_early_stopping_counts_the_epochs_before_a_run_went_on():
-    earlier = run(FakeProgram(FakeClock(), 0.1), epochs=2)
-    assert [result.epoch for result in stopped(10, earlier=earlier, patience=2)[0]] == [3]
-
-
 def test_held_out_is_the_validation_split_where_there_is_one():
     (result,) = run(FakeProgram(FakeClock(), 0.1), dataset(test=8, validation=4))
     assert (result.test.count, result.validation.count, result.held_out.count) == (8, 4, 4)
     (result,) = run(FakeProgram(FakeClock(), 0.1), dataset(test=8))
     assert result.validation is None
     assert result.held_out is result.test
-
-
-def test_progress_reaches_the_whole_epoch():
-    seen = Seen()
-    run(FakeProgram(FakeClock(), 0.1), observers=[seen])
-    assert seen[-1].totals.count == seen[-1].images == 25
-    assert [p.totals.count for p in seen] == sorted({p.totals.count for p in seen})
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
 import errno
+import itertools
 import os
 import re
 import signal
@@ -81,9 +82,20 @@ def test_no_worker_overtakes_another():
     assert on_threads(3, work) == [True] * 3
 
 
-@pytest.mark.parametrize("sync", ["gradients", "hybrid"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("model", MODELS)
+def all_of(*values, often):
+    """Return a parameter for each combination, of which every run of the tests tries those in `often` alone."""
+    cases = itertools.product(*values)
+    return [pytest.param(*case, marks=() if case in often else pytest.mark.thorough) for case in cases]
+
+
+@pytest.mark.parametrize(
+    ("sync", "model", "optimizer"),
+    all_of(
+        ("gradients", "hybrid"),
+        *(MODELS, OPTIMIZERS),
+        often=[("gradients", "one_conv", "adam"), ("hybrid", "two_conv_mlp", "sgd")],
+    ),
+)
 def test_two_processes_train_like_one_for_100_steps(model, optimizer, sync):
     one = trained(compiled(None, model, optimizer), hundred_steps())
     program = compiled(Local(count=2, sync=sync), model, optimizer)
@@ -99,8 +111,7 @@ def test_two_processes_train_like_one_for_100_steps(model, optimizer, sync):
 
 
 @pytest.mark.skipif(usable_cores() < 2, reason="one worker with two threads needs two cores")
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "optimizer"), all_of(MODELS, OPTIMIZERS, often=[("one_conv", "adam")]))
 def test_two_processes_add_up_what_two_threads_add_up(model, optimizer, monkeypatch):
     """Bit for bit where every worker has the same power of two of images, on one_conv."""
     # else so small a network gets one thread

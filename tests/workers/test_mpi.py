@@ -1,17 +1,15 @@
-import contextlib
 import json
 import os
 import re
 import shutil
 import signal
-import sqlite3
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from commands import TINY, statuses, wait_for
 from workers.work import MODELS, OPTIMIZERS, compiled, hundred_steps, trained
 
 from cnnexp.backends.processor import usable_cores
@@ -28,7 +26,6 @@ PATH = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
 LIMIT_S = (
     Mpi().heartbeat_timeout_s / 2
 )  # a loss that is seen by then was not waited for; a busy machine is slow, not that slow
-TINY = ("experiment=smoke", "backend=numpy", "tracking=none", "trainer.baseline=null", "trainer.epochs=1")
 FFN = ("model=ffn", "~model.filters", "model.loss_name=softmax_cross_entropy")
 
 
@@ -43,14 +40,6 @@ def finish(process, seconds=LIMIT_S):
         return process.communicate(timeout=seconds)
     finally:
         process.kill()
-
-
-def wait_for(condition, process=None):
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        assert process is None or process.poll() is None, process.stderr.read()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def ranks_of(process):
@@ -110,8 +99,7 @@ def test_a_stopped_rank_ends_all_and_the_run_is_failed(tmp_path, rank, new_store
     said = rf"worker {rank} of 2 \(pid {everyone[rank].pid} on \S+\) has given no sign of life for 4 s"
     assert re.findall(r"cnnexp: error: .*", stderr) == [re.search(f"cnnexp: error: {said} .*", stderr)[0]]
     assert psutil.wait_procs(everyone.values(), timeout=LIMIT_S)[1] == []
-    wait_for(lambda: _statuses(store) == ["FAILED"])
-    assert _statuses(store) == ["FAILED"]
+    wait_for(lambda: statuses(store) == ["FAILED"])
     assert load(find(folder)).epoch >= 1
 
 
@@ -138,7 +126,7 @@ def test_rank_0_alone_speaks_and_all_end(tmp_path, arguments, code, message):
 def test_ctrl_c_ends_all_ranks_and_the_run_is_killed(tmp_path):
     folders = (f"hydra.run.dir={tmp_path}", "trainer.epochs=100000", "dataset.train_size=1000")
     process = start("-m", "cnnexp", *TINY, *folders, "workers=mpi")
-    wait_for((tmp_path / "checkpoints").exists, process)
+    wait_for(lambda: list_checkpoints(tmp_path / "checkpoints"), process)
     everyone = ranks_of(process)
     process.send_signal(signal.SIGINT)
     _, stderr = finish(process)
@@ -146,11 +134,6 @@ def test_ctrl_c_ends_all_ranks_and_the_run_is_killed(tmp_path):
     assert "cnnexp: error: interrupted; its checkpoint is " in stderr
     assert read_journal(tmp_path)["status"] == "KILLED"
     assert psutil.wait_procs(everyone.values(), timeout=LIMIT_S)[1] == []
-
-
-def _statuses(store):
-    with contextlib.closing(sqlite3.connect(store.removeprefix("sqlite:///"))) as connection:
-        return [status for (status,) in connection.execute("select status from runs")]
 
 
 def test_workers_mpi_without_mpiexec_says_how():
