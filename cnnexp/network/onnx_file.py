@@ -35,9 +35,10 @@ def load(path: str) -> Graph:
             newest = onnx.defs.onnx_opset_version()
             if opset.domain in STANDARD and not FIRST_OPSET <= opset.version <= newest:
                 raise NetworkError(f"{source}: opset {opset.version}; export it for one of {FIRST_OPSET} .. {newest}")
-        if all(node.op_type in HANDLERS or node.op_type == "Constant" for node in model.graph.node):
+        graph = _graph(model.graph, source, Path(path).parent)
+        if all(node.operator in HANDLERS for node in graph.nodes):  # else `read` names the one that is not
             onnx.checker.check_model(model)
-        return _graph(model.graph, source, Path(path).parent)
+        return graph
     except OSError as error:
         raise DataError(f"{source}: {error.strerror or error}") from error
     except (DataError, NetworkError):

@@ -134,7 +134,7 @@ def read(graph: Graph, input_shape: Shape) -> Found:
     Raises:
         NetworkError: it takes other shapes, or a node is not known or does not fit.
     """
-    ways = {input_shape: CHANNELS_LAST if len(input_shape) == 3 else (0, 1)}
+    ways: dict[Shape, tuple[int, ...]] = {input_shape: CHANNELS_LAST if len(input_shape) == 3 else (0, 1)}
     if len(input_shape) == 3:
         ways = {(*input_shape[2:], *input_shape[:2]): CHANNELS_FIRST, **ways}
     if input_shape[2:] == (1,):
@@ -235,6 +235,11 @@ def _itself(x: Any) -> Any:
     return x
 
 
+def _short(number: float) -> float:
+    """Return 0.1 for the 0.10000000149 that float32 makes of it."""
+    return float(f"{number:.6g}")
+
+
 def _alike(rule: Callable[[Any], Any], wanted: Any) -> bool:
     return np.allclose(rule(GRID), wanted, rtol=0, atol=1e-6)
 
@@ -261,7 +266,7 @@ def _convolve(r: _Reader, x: Any, weight: Any, bias: Any = None, **at: Any) -> _
     r.need(fits, f"a weight of {weight.shape} on {x.point.shape}", "square kernels of as many channels, F x C x K x K")
     r.need(not x.fill, f"follows a Pad of {x.fill}", "a Pad of zeros")
     stride, pads = _slide(r, x, at, weight.shape[2])
-    choices = ("valid", pads[0], "same", "auto", "full", "floor", f"floor+{pads[0]}")
+    choices = ("valid", "same", pads[0], "auto", "full", "floor", f"floor+{pads[0]}")
     padding = _padding(r, (x.point.shape, weight.shape[2], stride, pads), choices)
     biases = () if bias is None else (r.constant(bias),)
     layer = Conv2d(weight.shape[0], weight.shape[2], stride, padding, bool(biases))
@@ -279,7 +284,8 @@ def _pool(layer: type[MaxPool2d | AvgPool2d]) -> Callable[..., _Value]:
         averaged = layer is AvgPool2d and any(pads) and at.get("count_include_pad")
         r.need(not averaged, "averages over padding", "count_include_pad=0")
         ceil, choices = bool(at.get("ceil_mode")), ("valid", "auto", "floor", f"floor+{pads[0]}")
-        return r.add(x, layer(size, stride, _padding(r, (x.point.shape, size, stride, pads), choices, ceil)))
+        padding = _padding(r, (x.point.shape, size, stride, pads), choices, ceil)
+        return r.add(x, layer(size, None if stride == size else stride, padding))
 
     return handler
 
@@ -330,14 +336,14 @@ def _linear(r: _Reader, x: Any, weight: Any, bias: Any = None, **at: Any) -> _Va
 
 def _normalize(r: _Reader, x: Any, *arrays: Any, epsilon: float = 1e-5, momentum: float = 0.9, **_: Any) -> _Value:
     scale, shift, mean, variance = map(r.constant, arrays)
-    return r.add(r.image(x), BatchNorm2d(round(1 - momentum, 6), round(epsilon, 12)), (scale, shift), (mean, variance))
+    return r.add(r.image(x), BatchNorm2d(_short(1 - momentum), _short(epsilon)), (scale, shift), (mean, variance))
 
 
-def _mean(r: _Reader, x: Any, axes: Any = None, **at: Any) -> _Value:
+def _mean(r: _Reader, x: Any, axes: Any = None, **_: Any) -> _Value:
     """GlobalAveragePool, or ReduceMean over the image's sides."""
-    x, given = r.value(x), at.get("axes", (-2, -1)) if axes is None else r.constant(axes).tolist()
+    x, given = r.value(x), [-2, -1] if r.node.operator == "GlobalAveragePool" else np.ravel(axes).tolist()
     sides = len(x.axes) == 4 and len(x.point.shape) == 3 and {x.axes[axis] for axis in given} == {1, 2}
-    r.need(sides, f"a mean over axes {list(given)} of {x.point.shape}", "one over height and width of an image")
+    r.need(sides, f"a mean over axes {given} of {x.point.shape}", "one over height and width of an image")
     return replace(r.add(x, GlobalAvgPool()), axes=(0, 1))
 
 
@@ -373,7 +379,7 @@ def _pad(r: _Reader, x: Any, pads: Any, fill: Any = None, axes: Any = None, mode
 
 
 def _drop_out(r: _Reader, x: Any, ratio: Any = None, *_: Any, **__: Any) -> _Value:
-    return r.add(r.value(x), Dropout(0.5 if ratio is None else round(float(r.constant(ratio).item()), 6)))
+    return r.add(r.value(x), Dropout(0.5 if ratio is None else _short(r.constant(ratio).item())))
 
 
 def _softmax(r: _Reader, x: Any, axis: int = -1) -> _Value:
@@ -406,8 +412,8 @@ def _compute(r: _Reader, *given: Any) -> _Value:
 def _join(r: _Reader, a: _Value, b: _Value) -> _Value:
     """x + f(x)."""
     for short, long in ((a.point, b.point), (b.point, a.point)):
-        inside = _path(long, short)
-        if inside and inside[0].before is short:
+        inside = _path(long, short) or [_Point(short.shape, short, LeakyReLU(1.0))]  # x + x
+        if inside[0].before is short:
             alike = a.axes == b.axes and a.order is None and b.order is None
             r.need(alike, "adds branches of other orders", "two of N x C x H x W, or flat ones after a Gemm")
             layers, parameters, running = _collect(inside)
@@ -459,7 +465,7 @@ FOLDS: Mapping[str, Callable[..., Any]] = {
 """What is computed of constants alone, such as the shape that a Reshape takes."""
 HANDLERS: Mapping[str, Callable[..., Any]] = {
     **{name: lambda r, x, layer=layer: r.add(r.value(x), layer()) for layer, name in NATIVE.items()},
-    "LeakyRelu": lambda r, x, alpha=0.01: r.add(r.value(x), LeakyReLU(round(alpha, 9))),
+    "LeakyRelu": lambda r, x, alpha=0.01: r.add(r.value(x), LeakyReLU(_short(alpha))),
     **{"Gelu": _gelu, "Conv": _convolve, "MaxPool": _pool(MaxPool2d), "AveragePool": _pool(AvgPool2d)},
     **{"GlobalAveragePool": _mean, "ReduceMean": _mean, "BatchNormalization": _normalize, "Dropout": _drop_out},
     **{"Gemm": _linear, "MatMul": _linear, "Flatten": _flatten, "Reshape": _reshape, "Transpose": _transpose},
