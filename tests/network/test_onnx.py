@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from conformance import make_case
 from networks import NETWORKS
+from torch_modules import NAMES, channels_last, torch_modules
 
 from cnnexp import Digits, fit
+from cnnexp.app import explain, export, predict
 from cnnexp.backends import backend
 from cnnexp.errors import BackendUnavailable, CnnexpError, DataError, NetworkError
 from cnnexp.network import GELU, BatchNorm2d, Conv2d, GlobalAvgPool, MaxPool2d, Network, ReLU, Residual
@@ -81,92 +83,6 @@ def test_every_model_on_pixels_is_read_back(tmp_path, name, caplog):
     )
 
 
-def torch_modules():
-    """Return modules of PyTorch's by name, each with the shape of its input and with averages that were trained."""
-    torch = pytest.importorskip("torch", reason="no torch is installed")
-    nn, functional = torch.nn, torch.nn.functional
-
-    class Block(nn.Module):
-        def __init__(self, width, normed=True):
-            super().__init__()
-            norm = nn.BatchNorm2d if normed else lambda width: nn.Identity()
-            self.inner = nn.Sequential(
-                *(nn.Conv2d(width, width, 3, padding=1, bias=False), norm(width), nn.ReLU()),
-                *(nn.Conv2d(width, width, 3, padding=1, bias=False), norm(width)),
-            )
-
-        def forward(self, x):
-            return functional.relu(x + self.inner(x))
-
-    class Views(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv, self.linear = nn.Conv2d(3, 5, (3, 3), stride=2, padding=1), nn.Linear(5 * 5 * 6, 4)
-
-        def forward(self, x):
-            x = functional.leaky_relu(self.conv(x), 0.2)
-            return functional.log_softmax(self.linear(x.view(x.size(0), -1)), dim=1)
-
-    class Mean(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv, self.linear = nn.Conv2d(2, 6, 3), nn.Linear(6, 3)
-
-        def forward(self, x):
-            return self.linear(torch.sigmoid(self.conv(x)).mean((2, 3)))
-
-    modules = {
-        "lenet5": (
-            nn.Sequential(
-                *(nn.Conv2d(1, 6, 5, padding=2), nn.Tanh(), nn.AvgPool2d(2)),
-                *(nn.Conv2d(6, 16, 5), nn.Tanh(), nn.AvgPool2d(2), nn.Flatten()),
-                *(nn.Linear(400, 120), nn.Tanh(), nn.Linear(120, 84), nn.Tanh(), nn.Linear(84, 10)),
-            ),
-            (1, 28, 28),
-        ),
-        "vgg": (
-            nn.Sequential(
-                *(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2)),
-                *(nn.Conv2d(4, 8, 3, padding=1), nn.BatchNorm2d(8, 1e-3, 0.2), nn.ReLU(), nn.MaxPool2d(2)),
-                *(nn.Flatten(), nn.Linear(8 * 2 * 3, 16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 5)),
-            ),
-            (3, 8, 12),
-        ),
-        "resnet": (
-            nn.Sequential(
-                *(nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU(), Block(4), Block(4)),
-                *(nn.Conv2d(4, 6, 3, 2, 1), Block(6), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 10)),
-            ),
-            (3, 10, 10),
-        ),
-        "plain_resnet": (nn.Sequential(nn.Conv2d(1, 4, 3), Block(4, False), nn.Flatten(), nn.Linear(144, 3)), (1, 8, 8)),
-        "gelu_mlp": (nn.Sequential(nn.Linear(9, 7), nn.GELU(), nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 3)), (9,)),
-        "views": (Views(), (3, 9, 11)),
-        "mean": (Mean(), (2, 6, 7)),
-        "stem": (nn.Sequential(nn.Conv2d(1, 4, 7, 2, 3), nn.MaxPool2d(3, 2, 1), nn.Flatten(), nn.Linear(64, 2)), (1, 16, 16)),
-        "ceil": (nn.Sequential(nn.Conv2d(1, 2, 2), nn.MaxPool2d(2, ceil_mode=True), nn.Flatten(), nn.Linear(32, 2)), (1, 8, 8)),
-        "no_biases": (nn.Sequential(nn.Flatten(), nn.Linear(64, 8, bias=False), nn.ReLU(), nn.Linear(8, 2, False)), (1, 8, 8)),
-        "convolutions": (nn.Sequential(nn.Conv2d(1, 4, 3), nn.GELU(), nn.Conv2d(4, 10, 6), nn.Flatten()), (1, 8, 8)),
-        "rows_and_columns": (nn.Sequential(nn.Flatten(), nn.Linear(64, 3), nn.Softmax(1)), (8, 8)),
-    }  # fmt: skip
-    torch.manual_seed(0)
-    for module, _ in modules.values():
-        for name, average in module.named_buffers():
-            if name.endswith(("mean", "var")):
-                average.uniform_(0.5, 1.5)
-    return modules
-
-
-TORCH = (
-    *("lenet5", "vgg", "resnet", "plain_resnet", "gelu_mlp", "views"),
-    *("mean", "stem", "ceil", "no_biases", "convolutions", "rows_and_columns"),
-)
-
-
-def channels_last(images):
-    return images.transpose(0, 2, 3, 1) if images.ndim == 4 else images[..., None] if images.ndim == 3 else images
-
-
 def written_by_torch(path, module, shape, **options):
     import torch
 
@@ -178,7 +94,7 @@ def written_by_torch(path, module, shape, **options):
 
 
 @pytest.mark.parametrize("opset", [13, 17, 20])
-@pytest.mark.parametrize("name", TORCH)
+@pytest.mark.parametrize("name", NAMES)
 def test_what_pytorch_wrote_agrees_with_onnxruntime(tmp_path, name, opset):
     module, shape = torch_modules()[name]
     images, path = RNG.random((4, *shape), np.float32), tmp_path / "net.onnx"
@@ -484,16 +400,18 @@ def test_a_run_goes_on_predicts_and_is_explained_without_the_file(tmp_path, run,
     path = saved(tmp_path, [node("Conv", "x k", "a"), *HEAD], DIGITS, ("N", 1, 28, 28))
     data = ("dataset.train_size=64", "dataset.test_size=32", "tracking=none", "backend=numpy", "trainer.baseline=null")
     words = ("model=onnx", f"model.path={path}", "model.pretrained=true", *data)
-    assert run(*words, "trainer.epochs=1")[0] == 0
+    assert run(*words, "trainer.epochs=1")[::2] == (0, "")
     path.rename(tmp_path / "moved.onnx")
     code, _, error = run(*words, "trainer.epochs=2", f"trainer.resume={tmp_path}/run", f"hydra.run.dir={tmp_path}/on")
     assert (code, error) == (0, "")
-    assert run("predict", f"{tmp_path}/on", "dataset=digits")[0] == 0
+    predict.command([f"{tmp_path}/on", "dataset=digits", "dataset.test_size=20"])
+    export.command([f"{tmp_path}/on"])
+    explain.command([f"{tmp_path}/on"])
     code, _, error = run(*words, "trainer.epochs=1", f"hydra.run.dir={tmp_path}/afresh")
     assert code == 3
     assert error.count("\n") == 1
     assert "No such file or directory" in error
-    unknown = saved(tmp_path, [node("Selu", "x", "a"), *HEAD], CONV)
+    unknown = saved(tmp_path, [node("Selu", "x", "a"), *HEAD], CONV, ("N", 1, 28, 28))
     code, _, error = run("model=onnx", f"model.path={unknown}", *data, f"hydra.run.dir={tmp_path}/unknown")
     assert code == 2
     assert "node 'the_a' (Selu): unknown operator" in error
