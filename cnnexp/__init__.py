@@ -10,7 +10,7 @@ What people use, each with a help of its own, e.g. `help(cnnexp.fit)`:
     train       fit -> Fit; step by step: train_epochs -> EpochResult, TrainingPlan, EarlyStopping,
                 Baseline, backend
     data        Digits, Mnist, FashionMnist, Cifar10, Fer2013, Quadrants, Synthetic, Images, Npz; Dataset, Split
-    models      OneConv, TwoConvMlp, TwoConvPool4, Knm, Ffn, ResNet, Custom; Network
+    models      OneConv, TwoConvMlp, TwoConvPool4, Knm, Ffn, ResNet, Custom, Onnx, from_torch, to_torch; Network
     layers      Conv2d, MaxPool2d, AvgPool2d, GlobalAvgPool, BatchNorm2d, Dropout, Flatten, Linear, Residual,
                 ReLU, LeakyReLU, Sigmoid, Tanh, GELU; Elementwise
     optimizers  SGD, RMSprop, Adagrad, Adadelta, Adam, AdamW, AdaMax; Constant, Cosine, Step
@@ -33,7 +33,8 @@ _HOMES = {
     ),
     "cnnexp.errors": ("CnnexpError",),
     "cnnexp.network.losses": ("Loss", "Totals"),
-    "cnnexp.network.models": ("Custom", "Ffn", "Knm", "OneConv", "ResNet", "TwoConvMlp", "TwoConvPool4"),
+    "cnnexp.network.models": ("Custom", "Ffn", "Knm", "OneConv", "Onnx", "ResNet", "TwoConvMlp", "TwoConvPool4"),
+    "cnnexp.network.torch_module": ("from_torch", "to_torch"),
     "cnnexp.network": (
         *("AvgPool2d", "BatchNorm2d", "Conv2d", "Dropout", "Elementwise", "Flatten", "GELU", "GlobalAvgPool"),
         *("LeakyReLU", "Linear", "MaxPool2d", "Network", "ReLU", "Residual", "Sigmoid", "Tanh"),

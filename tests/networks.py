@@ -68,6 +68,13 @@ NETWORKS = {
         (13, 12, 1),
         (Conv2d(3, 3, 2, "floor"), MaxPool2d(2, padding="floor"), AvgPool2d(2, 3, "floor"), Flatten(), Linear(3)),
     ),
+    "floor_and_pixels": (
+        (8, 9, 2),
+        (
+            *(Conv2d(4, 3, 2, "floor+1"), ReLU(), MaxPool2d(3, 2, "floor+1")),
+            *(Conv2d(3, 2, 1, 1), AvgPool2d(2, 2, "floor+1"), Flatten(), Linear(3)),
+        ),
+    ),
     "floor_fused": ((9, 9, 1), (Conv2d(32, 2), ReLU(), MaxPool2d(3, padding="floor"), Flatten(), Linear(3))),
     "floor_twice": (
         (9, 9, 1),

@@ -13,8 +13,9 @@ import numpy as np
 
 def geometry(size, window, stride, padding):
     """Return (zeros before the first pixel, number of windows) along one axis."""
-    if padding == "floor":
-        return 0, (size - window) // stride + 1
+    if str(padding).startswith("floor"):
+        before = int(padding.partition("+")[2] or 0)
+        return before, (size + 2 * before - window) // stride + 1
     if padding == "same":
         count = -(-size // stride)
         return max((count - 1) * stride + window - size, 0) // 2, count

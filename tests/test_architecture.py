@@ -32,7 +32,7 @@ BACKENDS_KNOW = {"backends", "errors", "network", "optimizers", "system"}  # no 
 ONLY_IN = {
     "hydra": {"cnnexp.app.hydra_app"},
     "mlflow": {"cnnexp.tracking.model", "cnnexp.tracking.store"},
-    "onnx": {"cnnexp.app.export", "cnnexp.tracking.graph"},
+    "onnx": {"cnnexp.app.export", "cnnexp.network.onnx_file", "cnnexp.tracking.graph"},
     "onnxruntime": {"cnnexp.app.export"},
     "matplotlib": {"cnnexp.papers.figures", "cnnexp.tracking.figures"},
 }

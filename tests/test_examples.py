@@ -45,6 +45,19 @@ def test_the_notebook_runs(tmp_path):
     assert list(tmp_path.glob("digits/checkpoints/*.ckpt"))
 
 
+def test_a_network_of_pytorchs_is_trained_here_and_evaluated_there(tmp_path):
+    pytest.importorskip("torch", reason="no torch is installed")
+    code = "import pytorch_module; pytorch_module.EPOCHS = 2; pytorch_module.main()"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "examples")])}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stderr
+    here, there = done.stdout.splitlines()
+    in_pytorch, in_cnnexp, _ = map(float, re.findall(r"[\d.]+", here))
+    assert in_pytorch == in_cnnexp > 50
+    assert re.fullmatch(r"trained there: [\d.]+% in PyTorch, [\d.]+ s", there)
+
+
 def test_what_the_notebook_gave_is_kept_in_it():
     kept = [output for cell in CODE for output in cell["outputs"]]
     assert all(cell["outputs"] for cell in CODE[1:])

@@ -17,7 +17,7 @@ from cnnexp.app.keeping import CheckpointCallback
 from cnnexp.app.resume import ResumePoint
 from cnnexp.backends.protocol import Backend, Program
 from cnnexp.datasets import Dataset
-from cnnexp.errors import CompilerDied, Diverged
+from cnnexp.errors import CompilerDied, DataError, Diverged
 from cnnexp.measuring import footprint
 from cnnexp.measuring.amdahl import amdahl_limit
 from cnnexp.measuring.interference import IdleWait, Watch
@@ -120,7 +120,7 @@ def _make(settings: Settings, run: Run, earlier: ResumePoint | None, stack: Exit
     ledger, trainer = Ledger(), settings.trainer
     with ledger.span("data"):
         dataset = settings.dataset.load()
-    network = settings.model.network(dataset.input_shape, len(dataset.classes))
+    network = _network(settings, dataset, earlier)
     check_loss(network, settings.model.loss, len(dataset.classes))
     check_rules(network, settings.optimizer)
     compiling = (network, settings.model.loss, settings.optimizer, trainer.batch_size)
@@ -135,7 +135,7 @@ def _make(settings: Settings, run: Run, earlier: ResumePoint | None, stack: Exit
         backend, program = _compile(settings, backend, compiling, run)
         stack.enter_context(contextlib.closing(program))
     display.start(dataset, network, backend, program.compile_s, run.folder)
-    program.restore(resumed.state if resumed else network.initial_state(trainer.seed))
+    program.restore(resumed.state if resumed else settings.model.initial_state(network, trainer.seed))
     beside = None
     if settings.baseline is not None and not run.contended:
         with ledger.span("baseline"):
@@ -150,6 +150,16 @@ def _make(settings: Settings, run: Run, earlier: ResumePoint | None, stack: Exit
         _predict_epochs(parallel, dataset, run)
     trained = Profiled(program, ledger) if trainer.profile else program
     return _Made(settings, run, ledger, dataset, backend, trained, parallel, beside, training, resumed)
+
+
+def _network(settings: Settings, dataset: Dataset, earlier: ResumePoint | None) -> Network:
+    """Return the model's network; where its file cannot be read, that of the checkpoint that the run goes on from."""
+    try:
+        return settings.model.network(dataset.input_shape, len(dataset.classes))
+    except DataError:
+        if earlier is None or earlier.path is None:
+            raise
+        return checkpoint.rebuild(checkpoint.load(earlier.path).training)[0]
 
 
 Compiling = tuple[Network, Loss, Optimizer, int]

@@ -27,7 +27,8 @@ class Conv2d:
         stride: step in pixels, >= 1.
         padding: zeros around the image: `valid` (none), `same` (output side = ceil(side / stride)), `full`
             (kernel - 1 on every side), `auto` (just enough for the windows to fit), `floor` (none, and what does not
-            fill a window is left out, as in PyTorch and Keras), or pixels on every side.
+            fill a window is left out, as in PyTorch and Keras), or pixels on every side; `floor+PIXELS` is both, as
+            PyTorch's `padding=PIXELS`.
         bias: whether a bias per filter is added.
     """
 
@@ -46,7 +47,8 @@ class MaxPool2d:
         pool: side of the window in pixels, >= 1.
         stride: step in pixels; the side of the window if None.
         padding: `valid` (none), `auto` (windows at the edge may reach past it, where they see nothing), or `floor`
-            (none, and what does not fill a window is left out, as in PyTorch and Keras).
+            (none, and what does not fill a window is left out, as in PyTorch and Keras); `floor+PIXELS` adds as many
+            pixels on every side, where windows see nothing.
     """
 
     pool: int

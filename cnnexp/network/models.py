@@ -6,10 +6,14 @@ to a data set.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, fields
 from typing import Literal
 
+import numpy as np
+
 from cnnexp.errors import ConfigError, NetworkError
+from cnnexp.network import onnx_file
 from cnnexp.network.elementwise import ReLU, Sigmoid
 from cnnexp.network.layers import (
     BatchNorm2d,
@@ -24,9 +28,12 @@ from cnnexp.network.layers import (
     Shape,
 )
 from cnnexp.network.losses import Loss, LossName
+from cnnexp.network.reader import Found, read
 from cnnexp.network.shapes import Network
 from cnnexp.system.ranges import check_range
 from cnnexp.system.registry import Registry
+
+log = logging.getLogger(__name__)
 
 Padding = Literal["valid", "same", "full", "auto"] | int
 
@@ -57,6 +64,10 @@ class Model:
             NetworkError: the layers do not fit the input.
         """
         raise NotImplementedError
+
+    def initial_state(self, network: Network, seed: int) -> dict[str, np.ndarray]:
+        """Return what a run of the model's network begins with, as `Network.initial_state` does."""
+        return network.initial_state(seed)
 
     @property
     def loss(self) -> Loss:
@@ -203,6 +214,42 @@ class Custom(Model):
 
 
 @dataclass(frozen=True)
+class Onnx(Model):
+    """A network from an ONNX file, of the layers that there are.
+
+    Attributes:
+        path: the file.
+        pretrained: whether training begins with the file's weights; else with drawn ones, as every other model.
+        loss_name, label_smoothing: as `Custom`.
+    """
+
+    path: str
+    pretrained: bool = False
+    loss_name: LossName = "softmax_cross_entropy"
+    label_smoothing: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_loss(self.loss_name, self.label_smoothing)
+
+    def network(self, input_shape: Shape, classes: int) -> Network:
+        found = self._read(input_shape)
+        if found.dropped:
+            log.info("model.path=%r: left out: %s", self.path, "; ".join(found.dropped))
+        return Network(input_shape, found.layers)
+
+    def initial_state(self, network: Network, seed: int) -> dict[str, np.ndarray]:
+        return self._read(network.input_shape).state(network, seed) if self.pretrained else network.initial_state(seed)
+
+    def _read(self, input_shape: Shape) -> Found:
+        return read(onnx_file.load(self.path), input_shape)
+
+    @property
+    def loss(self) -> Loss:
+        return Loss(self.loss_name, self.label_smoothing)
+
+
+@dataclass(frozen=True)
 class ResNet(Model):
     """The residual network of He et al. (2016, section 4.2) for small images, with its shortcuts as identities only.
 
@@ -253,6 +300,7 @@ MODELS: Registry[Model] = Registry(
         "ffn": Ffn,
         "resnet": ResNet,
         "custom": Custom,
+        "onnx": Onnx,
     },
 )
 

@@ -7,6 +7,7 @@ Nothing here holds an array of images or runs anything. `Network` infers every s
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, assert_never, cast
@@ -230,7 +231,7 @@ class Network:
     def __post_init__(self) -> None:
         object.__setattr__(self, "input_shape", tuple(self.input_shape))
         object.__setattr__(self, "layers", tuple(self.layers))
-        object.__setattr__(self, "stages", _infer(self.input_shape, self.layers))
+        object.__setattr__(self, "stages", infer_stages(self.input_shape, self.layers))
         if not self.parameters:
             raise NetworkError("model.layers: nothing to train; add at least one Conv2d or Linear layer")
 
@@ -324,7 +325,7 @@ def window_count(size: int, window: int, stride: int, padding: str | int) -> tup
         return missing // 2, (size + missing - window) // stride + 1
     before = _before(window, padding)
     room = size + 2 * before - window
-    if room < 0 or (room % stride and padding != "floor"):
+    if room < 0 or (room % stride and not _floors(padding)):
         return None
     return before, room // stride + 1
 
@@ -335,10 +336,18 @@ def _by(shape: Shape) -> str:
 
 
 def _before(window: int, padding: str | int) -> int:
-    return {"valid": 0, "floor": 0, "full": window - 1}[padding] if isinstance(padding, str) else padding
+    if _floors(padding):
+        return int(str(padding)[len("floor+") :] or 0)
+    return {"valid": 0, "full": window - 1}[padding] if isinstance(padding, str) else padding
 
 
-def _infer(input_shape: Shape, layers: tuple[Layer, ...]) -> tuple[Stage, ...]:
+def _floors(padding: object) -> bool:
+    """Whether it is `floor`, or `floor+2` with a number of pixels."""
+    return isinstance(padding, str) and re.fullmatch(r"floor(\+[0-9]{1,6})?", padding) is not None
+
+
+def infer_stages(input_shape: Shape, layers: tuple[Layer, ...]) -> tuple[Stage, ...]:
+    """Return layers in their places; raise NetworkError where they do not fit."""
     if len(input_shape) not in (1, 3) or not all(_whole(n, 1) for n in input_shape):
         raise NetworkError(f"input shape {input_shape}: must be (height, width, channels) or (features,), each >= 1")
     if not layers:
@@ -441,8 +450,8 @@ class _Builder:
 
 
 def _slide_pool(where: str, shape: Shape, pool: int, stride: int, padding: str | int) -> tuple[Window, Shape]:
-    if padding not in POOL_PADDINGS:
-        raise NetworkError(f"{where}: padding={padding!r}; pooling allows 'valid', 'auto' or 'floor'")
+    if padding not in POOL_PADDINGS and not _floors(padding):
+        raise NetworkError(f"{where}: padding={padding!r}; pooling allows 'valid', 'auto', 'floor' or 'floor+PIXELS'")
     window, counts = _slide(where, shape, pool, stride, padding, "pool")
     for before, count, size in zip((window.top, window.left), counts, shape[:2], strict=True):
         if before >= pool or (count - 1) * stride - before >= size:
@@ -457,8 +466,9 @@ def _slide(
     where: str, shape: Shape, window: int, stride: int, padding: str | int, noun: str
 ) -> tuple[Window, tuple[int, int]]:
     """Return how windows slide over an image, and how many there are down and across."""
-    if not (padding in PADDINGS if isinstance(padding, str) else _whole(padding, 0)):
-        raise NetworkError(f"{where}: padding={padding!r}; legal: {', '.join(PADDINGS)}, or a whole number >= 0")
+    if not (padding in PADDINGS or _floors(padding) if isinstance(padding, str) else _whole(padding, 0)):
+        legal = f"{', '.join(PADDINGS)}, floor+PIXELS"
+        raise NetworkError(f"{where}: padding={padding!r}; legal: {legal}, or a whole number >= 0")
     befores, counts, afters = [], [], []
     for axis, size in zip(("height", "width"), shape[:2], strict=True):
         fit = window_count(size, window, stride, padding)

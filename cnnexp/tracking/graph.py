@@ -28,19 +28,15 @@ from cnnexp.network import (
     Network,
     NormStage,
     PoolStage,
-    ReLU,
     ResidualStage,
-    Sigmoid,
     Stage,
-    Tanh,
 )
 from cnnexp.network.losses import Loss
+from cnnexp.network.reader import NATIVE
 from cnnexp.network.recorded import Recorded
 
 INPUT, OUTPUT = "images", "probabilities"
 OPSET, IR_VERSION = 17, 8  # of 2022; all that is used here is in them, and every runtime since reads them
-NATIVE: Mapping[type[Elementwise], str] = {ReLU: "Relu", LeakyReLU: "LeakyRelu", Sigmoid: "Sigmoid", Tanh: "Tanh"}
-"""ONNX's own operator of an elementwise layer; what has none is told by its rule."""
 OPERATORS: Mapping[str, str] = {
     "add": "Add",
     "sub": "Sub",

@@ -307,7 +307,8 @@ def test_every_number_is_refused_outside_its_stated_range(path):
         cls = registry[name]
     except BackendUnavailable as missing:
         pytest.skip(str(missing))
-    given = {key: "x" for key in ("path", "root") if key in defaults(cls) and path.stem in ("npz", "images", "fer2013")}
+    files = ("npz", "images", "fer2013", "onnx")
+    given = {key: "x" for key in ("path", "root") if key in defaults(cls) and path.stem in files}
     given |= {"layers": [{"type": "Flatten"}]} if name == "custom" else {}
     values = {key: value for key, value in (defaults(cls) | given).items() if value != "???"}
     comment, tried = "", 0

@@ -81,7 +81,7 @@ def test_images_are_needed_by_convolutions():
 
 
 def test_every_model_has_a_name():
-    assert set(MODELS) == {"one_conv", "two_conv_mlp", "two_conv_pool4", "knm", "ffn", "resnet", "custom"}
+    assert set(MODELS) == {"one_conv", "two_conv_mlp", "two_conv_pool4", "knm", "ffn", "resnet", "custom", "onnx"}
 
 
 @pytest.mark.parametrize(

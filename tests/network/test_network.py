@@ -140,10 +140,14 @@ def test_multiply_adds():
         (
             IMAGE,
             (Conv2d(2, 3, padding=-1),),
-            r"padding=-1; legal: valid, same, full, auto, floor, or a whole number >= 0",
+            r"padding=-1; legal: valid, same, full, auto, floor, floor\+PIXELS, or a whole number >= 0",
         ),
         (IMAGE, (Conv2d(2, 3, padding="sane"),), r"padding='sane'; legal"),
-        (IMAGE, (MaxPool2d(2, padding="same"), Flatten(), Linear(1)), r"pooling allows 'valid', 'auto' or 'floor'"),
+        (
+            IMAGE,
+            (MaxPool2d(2, padding="same"), Flatten(), Linear(1)),
+            r"pooling allows 'valid', 'auto', 'floor' or 'floor\+PIXELS'",
+        ),
         ((2, 2, 1), (MaxPool2d(1, 2, "auto"),), r"window wholly outside the image, as stride 2 is larger than pool 1"),
         ((2, 2, 1), (AvgPool2d(1, 4, "auto"),), r"window wholly outside the image, as stride 4 is larger than pool 1"),
         (IMAGE, (AvgPool2d(2, stride=0), Flatten(), Linear(1)), r"stride=0; must be"),

@@ -1,0 +1,477 @@
+"""Networks from elsewhere: a graph of ONNX's operators, with its constants, becomes our layers and their weights.
+
+`onnx_file` and `torch_module` make the graph. A value of it is a place in our network and how its axes stand there: the
+graph's images are (N, C, H, W), ours (N, H, W, C). So weights are read in our order, and a Linear after a Flatten takes
+its rows where our Flatten puts them. What is not known is refused with the node's name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from cnnexp.errors import MOST_SAID, NetworkError
+from cnnexp.network.elementwise import GELU, Elementwise, LeakyReLU, ReLU, Sigmoid, Tanh
+from cnnexp.network.layers import (
+    AvgPool2d,
+    BatchNorm2d,
+    Conv2d,
+    Dropout,
+    Flatten,
+    GlobalAvgPool,
+    Layer,
+    Linear,
+    MaxPool2d,
+    Residual,
+    Shape,
+)
+from cnnexp.network.shapes import Network, infer_stages, window_count
+
+NATIVE: Mapping[type[Elementwise], str] = {ReLU: "Relu", LeakyReLU: "LeakyRelu", Sigmoid: "Sigmoid", Tanh: "Tanh"}
+"""ONNX's own operator of an elementwise layer."""
+CHANNELS_FIRST, CHANNELS_LAST = (0, 3, 1, 2), (0, 1, 2, 3)
+FEW = 64  # numbers of a constant that is computed with: a shape, or a factor
+GRID = np.linspace(-6, 6, 97)  # on which arithmetic is compared with that of a layer
+NO_PADS = (0, 0, 0, 0)
+Weights = tuple[np.ndarray, ...]
+
+
+@dataclass(frozen=True)
+class Node:
+    """An operation: ONNX's operator, what it takes and gives by name, and its attributes as plain values."""
+
+    operator: str
+    name: str
+    inputs: Sequence[str]
+    outputs: Sequence[str]
+    attributes: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Nodes, each after those whose values it takes.
+
+    Attributes:
+        source: where it comes from, for messages, e.g. `model.path='net.onnx'`.
+        constants: by name.
+        given, made: the names of what it takes and gives.
+        dims: of what it takes, without the number of images; None for a side that is left open.
+    """
+
+    source: str
+    nodes: Sequence[Node]
+    constants: Mapping[str, np.ndarray]
+    given: str
+    made: str
+    dims: tuple[int | None, ...]
+
+
+@dataclass(frozen=True)
+class Found:
+    """The layers of a graph, and their weights in the order of `Network.parameters` and `Network.running`.
+
+    Attributes:
+        dropped: what no layer does, since training or the data set does it, in words.
+    """
+
+    layers: tuple[Layer, ...]
+    parameters: Weights
+    running: Weights
+    dropped: tuple[str, ...] = ()
+
+    def state(self, network: Network, seed: int, dtype: type = np.float32) -> dict[str, np.ndarray]:
+        """Return what a run with these weights begins with, as `Network.initial_state`."""
+        state = network.initial_state(seed)
+        kinds = ("parameters", self.parameters, network.parameters), ("running", self.running, network.running)
+        for name, arrays, places in kinds:
+            for array, place in zip(arrays, places, strict=True):
+                if array.shape != place.shape or not np.isfinite(array).all():
+                    raise NetworkError(f"{place.name}: a weight of {array.shape}; must be finite, of {place.shape}")
+            if places:
+                state[name] = np.concatenate([array.ravel() for array in arrays]).astype(dtype)
+        return state
+
+
+@dataclass(frozen=True, eq=False)
+class _Point:
+    """A place in the network: the layer that leads there, its weights, and the place before it."""
+
+    shape: Shape
+    before: _Point | None = None
+    layer: Layer | None = None
+    parameters: Weights = ()
+    running: Weights = ()
+
+
+@dataclass(frozen=True)
+class _Value:
+    """A value of the graph.
+
+    Attributes:
+        axes: where its axes lie in ours, (N, H, W, C).
+        order: of a flat one, where each of its numbers stands in ours; None where they stand alike.
+        pads: of a Pad just before: top, left, bottom, right. fill: with what.
+        end: the softmax just before.
+        rule: what arithmetic with numbers makes of the place's values; None if there is none.
+    """
+
+    point: _Point
+    axes: tuple[int, ...]
+    order: np.ndarray | None = None
+    pads: tuple[int, ...] = NO_PADS
+    fill: float = 0.0
+    end: str = ""
+    rule: Callable[[Any], Any] | None = None
+
+
+def read(graph: Graph, input_shape: Shape) -> Found:
+    """Return the layers of a graph on images of a shape, (H, W, C) or (D,), and their weights.
+
+    Raises:
+        NetworkError: it takes other shapes, or a node is not known or does not fit.
+    """
+    ways: dict[Shape, tuple[int, ...]] = {input_shape: CHANNELS_LAST if len(input_shape) == 3 else (0, 1)}
+    if len(input_shape) == 3:
+        ways = {(*input_shape[2:], *input_shape[:2]): CHANNELS_FIRST, **ways}
+    if input_shape[2:] == (1,):
+        ways[input_shape[:2]] = (0, 1, 2)
+    refused = None
+    for dims, axes in ways.items():
+        if len(dims) == len(graph.dims) and all(n in (None, want) for n, want in zip(graph.dims, dims, strict=True)):
+            try:
+                return _Reader(graph, _Value(_Point(input_shape), axes)).read()
+            except NetworkError as error:
+                refused = refused or error
+    takes = " x ".join("?" if n is None else str(n) for n in graph.dims)
+    legal = " or ".join(" x ".join(map(str, dims)) for dims in ways)
+    raise refused or NetworkError(
+        f"{graph.source}: takes inputs of {takes}, the data set's are {legal}; choose another dataset, or export the "
+        "network for its images"
+    )
+
+
+class _Reader:
+    """Goes through the nodes of one graph, first to last."""
+
+    def __init__(self, graph: Graph, start: _Value) -> None:
+        self.graph, self.node, self.dropped = graph, Node("none", "", (), (), {}), list[str]()
+        self._values: dict[str, Any] = {"": None, **graph.constants, graph.given: start}
+
+    def read(self) -> Found:
+        for node in self.graph.nodes:
+            self.node, operator = node, node.operator
+            self.need(operator in HANDLERS, "unknown operator", f"one of {', '.join(sorted(HANDLERS))}")
+            for name in self.node.inputs:
+                self.need(name in self._values, f"no node before it gives {name!r}", "the first output of another node")
+            inputs = [self._values[name] for name in self.node.inputs]
+            folds = operator in FOLDS and all(isinstance(x, np.ndarray) for x in inputs)
+            few = operator in VIEWS or all(x.size <= FEW for x in inputs if folds)
+            self.need(few, "computes with large constants", "weights as they are")
+            try:
+                made = (np.asarray if folds else _itself)(
+                    FOLDS[operator](*inputs, **self.node.attributes)
+                    if folds
+                    else HANDLERS[operator](self, *inputs, **self.node.attributes)
+                )
+            except NetworkError:
+                raise
+            except Exception as error:  # attributes and shapes may be anything
+                said = " ".join(str(error).split())[:MOST_SAID]
+                self.need(False, f"its inputs or attributes: {said}", "what ONNX defines for the operator")
+            self._values[self.node.outputs[0]] = made
+        value = self.value(self._values.get(self.graph.made), ended=True)
+        self.need(value.order is None, "the scores stand in the order of an image", "a Gemm after the Flatten")
+        return Found(*_collect(_path(value.point, None)[1:]), tuple(dict.fromkeys(self.dropped)))
+
+    def need(self, right: object, why: str, fits: str) -> None:
+        """Refuse the node unless it is right."""
+        if not right:
+            where = f"{self.graph.source}: node {self.node.name!r} ({self.node.operator})"
+            raise NetworkError(f"{where}: {why}; what fits: {fits}")
+
+    def value(self, x: Any, padded: bool = False, ended: bool = False) -> _Value:
+        """Return a value of the network, arithmetic that led to it as a layer; refuse a constant."""
+        self.need(isinstance(x, _Value), "has no input from the images", "a node on the way from images to scores")
+        if x.rule is not None:
+            x = self._layer_of(replace(x, rule=None), x.rule)
+        self.need(padded or x.pads == NO_PADS, "follows a Pad", "a Conv or a MaxPool after the Pad")
+        self.need(ended or not x.end, f"follows {x.end!r}", "a Softmax at the end alone, where the loss stands for it")
+        return x
+
+    def constant(self, array: Any) -> np.ndarray:
+        self.need(isinstance(array, np.ndarray), "a weight is missing or computed", "constants as weights")
+        return array
+
+    def image(self, x: Any, padded: bool = False) -> _Value:
+        x = self.value(x, padded)
+        fits = len(x.point.shape) == 3 and x.axes == CHANNELS_FIRST
+        self.need(fits, f"an input of {x.point.shape}, axes {x.axes}", "an image, N x C x H x W")
+        return x
+
+    def add(self, x: _Value, layer: Layer, parameters: Weights = (), running: Weights = ()) -> _Value:
+        """Return what a layer makes of a value."""
+        try:
+            shape = infer_stages(x.point.shape, (layer,))[0].output_shape
+        except NetworkError as error:
+            self.need(False, str(error).partition(": ")[2], "an input of another shape")
+        return replace(x, point=_Point(shape, x.point, layer, parameters, running), pads=NO_PADS)
+
+    def _layer_of(self, x: _Value, rule: Callable[[Any], Any]) -> _Value:
+        if _alike(rule, GRID):
+            return x
+        if x.point.before is None and _alike(rule, GRID / 255):
+            self.dropped.append("the division by 255, which the data set does")
+            return x
+        gelu = [v * (1 + math.erf(v * math.sqrt(0.5))) / 2 for v in GRID]
+        self.need(_alike(rule, gelu), "arithmetic that is no layer", "that of a GELU, or a bias after Conv or MatMul")
+        return self.add(x, GELU())
+
+
+def _itself(x: Any) -> Any:
+    return x
+
+
+def _short(number: float) -> float:
+    """Return 0.1 for the 0.10000000149 that float32 makes of it."""
+    return float(f"{number:.6g}")
+
+
+def _alike(rule: Callable[[Any], Any], wanted: Any) -> bool:
+    return np.allclose(rule(GRID), wanted, rtol=0, atol=1e-6)
+
+
+def _path(point: _Point | None, start: _Point | None) -> list[_Point]:
+    """Return the places from one, left out, to another; from the first one if it is not before that."""
+    path = []
+    while point is not None and point is not start:
+        path.append(point)
+        point = point.before
+    return path[::-1]
+
+
+def _collect(path: Sequence[_Point]) -> tuple[tuple[Layer, ...], Weights, Weights]:
+    layers = tuple(point.layer for point in path if point.layer is not None)
+    parameters = tuple(array for point in path for array in point.parameters)
+    return layers, parameters, tuple(array for point in path for array in point.running)
+
+
+def _convolve(r: _Reader, x: Any, weight: Any, bias: Any = None, **at: Any) -> _Value:
+    x, weight, group = r.image(x, padded=True), r.constant(weight), at.get("group", 1)
+    r.need(group == 1, f"group={group}", "group=1: there are no grouped convolutions")
+    fits = weight.ndim == 4 and weight.shape[2] == weight.shape[3] and weight.shape[1] == x.point.shape[2]
+    r.need(fits, f"a weight of {weight.shape} on {x.point.shape}", "square kernels of as many channels, F x C x K x K")
+    r.need(not x.fill, f"follows a Pad of {x.fill}", "a Pad of zeros")
+    stride, pads = _slide(r, x, at, weight.shape[2])
+    choices = ("valid", "same", pads[0], "auto", "full", "floor", f"floor+{pads[0]}")
+    padding = _padding(r, (x.point.shape, weight.shape[2], stride, pads), choices)
+    biases = () if bias is None else (r.constant(bias),)
+    layer = Conv2d(weight.shape[0], weight.shape[2], stride, padding, bool(biases))
+    return r.add(x, layer, (weight.transpose(2, 3, 1, 0), *biases))
+
+
+def _pool(layer: type[MaxPool2d | AvgPool2d]) -> Callable[..., _Value]:
+    def handler(r: _Reader, x: Any, **at: Any) -> _Value:
+        x, size = r.image(x, padded=True), at["kernel_shape"][0]
+        r.need(at["kernel_shape"] == [size, size], f"windows of {at['kernel_shape']}", "square windows")
+        positive = x.fill == 0 and isinstance(x.point.layer, ReLU | Sigmoid)
+        unseen = x.pads == NO_PADS or (layer is MaxPool2d and (positive or x.fill == -np.inf))
+        r.need(unseen, f"follows a Pad of {x.fill}", "a MaxPool after a Pad of -inf, or of 0 after a Relu")
+        stride, pads = _slide(r, x, at, size)
+        averaged = layer is AvgPool2d and any(pads) and at.get("count_include_pad")
+        r.need(not averaged, "averages over padding", "count_include_pad=0")
+        ceil, choices = bool(at.get("ceil_mode")), ("valid", "auto", "floor", f"floor+{pads[0]}")
+        padding = _padding(r, (x.point.shape, size, stride, pads), choices, ceil)
+        return r.add(x, layer(size, None if stride == size else stride, padding))
+
+    return handler
+
+
+def _slide(r: _Reader, x: _Value, at: Mapping[str, Any], size: int) -> tuple[int, list[int]]:
+    """Return the stride of a node's windows, and how far they reach out at top, left, bottom and right."""
+    strides, dilations, pads = at.get("strides", [1, 1]), at.get("dilations", [1, 1]), at.get("pads", NO_PADS)
+    r.need(strides[0] == strides[1], f"strides={strides}", "equal strides down and across")
+    r.need(dilations == [1, 1], f"dilations={dilations}", "dilations=[1, 1]")
+    if at.get("auto_pad") in ("SAME_UPPER", "SAME_LOWER"):
+        out = [max((-(-side // strides[0]) - 1) * strides[0] + size - side, 0) for side in x.point.shape[:2]]
+        less, more = [n // 2 for n in out], [n - n // 2 for n in out]
+        pads = less + more if at["auto_pad"] == "SAME_UPPER" else more + less
+    return strides[0], [a + b for a, b in zip(pads, x.pads, strict=True)]
+
+
+def _padding(
+    r: _Reader, windows: tuple[Shape, int, int, list[int]], choices: Sequence[str | int], ceil: bool = False
+) -> str | int:
+    """Return which of our paddings gives the windows: shape, size, stride, pads."""
+    shape, size, stride, pads = windows
+    wanted = []
+    for side, before, after in zip(shape[:2], pads[:2], pads[2:], strict=True):
+        count, rest = divmod(side + before + after - size, stride)
+        wanted.append((before, count + 1 + (ceil and rest > 0 and (count + 1) * stride < side + before)))
+    for choice in choices:
+        if [window_count(side, size, stride, choice) for side in shape[:2]] == wanted:
+            return choice
+    r.need(False, f"pads={pads} around {shape[0]} x {shape[1]} pixels", "pads that are equal on every side")
+    raise AssertionError
+
+
+def _linear(r: _Reader, x: Any, weight: Any, bias: Any = None, **at: Any) -> _Value:
+    x, weight = r.value(x), r.constant(weight)
+    weight = weight.T if at.get("transB") else weight
+    plain = not at.get("transA") and at.get("alpha", 1) == at.get("beta", 1) == 1
+    r.need(plain, f"attributes {dict(at)}", "transA=0, alpha=1, beta=1")
+    fits = weight.ndim == 2 and x.point.shape == weight.shape[:1]
+    r.need(
+        fits, f"a weight of {weight.shape} on an input of {x.point.shape}", "a flat input, and one row for each of it"
+    )
+    rows = weight if x.order is None else np.empty_like(weight)
+    if x.order is not None:
+        rows[x.order] = weight
+    biases = () if bias is None else (np.broadcast_to(r.constant(bias).reshape(-1), weight.shape[1:]),)
+    return r.add(replace(x, order=None), Linear(weight.shape[1], bool(biases)), (rows, *biases))
+
+
+def _normalize(r: _Reader, x: Any, *arrays: Any, epsilon: float = 1e-5, momentum: float = 0.9, **_: Any) -> _Value:
+    scale, shift, mean, variance = map(r.constant, arrays)
+    return r.add(r.image(x), BatchNorm2d(_short(1 - momentum), _short(epsilon)), (scale, shift), (mean, variance))
+
+
+def _mean(r: _Reader, x: Any, axes: Any = None, **_: Any) -> _Value:
+    """GlobalAveragePool, or ReduceMean over the image's sides."""
+    x, given = r.value(x), [-2, -1] if r.node.operator == "GlobalAveragePool" else np.ravel(axes).tolist()
+    sides = len(x.axes) == 4 and len(x.point.shape) == 3 and {x.axes[axis] for axis in given} == {1, 2}
+    r.need(sides, f"a mean over axes {given} of {x.point.shape}", "one over height and width of an image")
+    return replace(r.add(x, GlobalAvgPool()), axes=(0, 1))
+
+
+def _flatten(r: _Reader, x: Any, axis: int = 1) -> _Value:
+    x = r.value(x)
+    r.need(axis in (1, 1 - len(x.axes)), f"axis={axis}", "axis=1")
+    if len(x.point.shape) == 1:
+        return x
+    places = np.arange(math.prod(x.point.shape)).reshape(1, *x.point.shape[: len(x.axes) - 1])
+    order = places.transpose(x.axes).ravel()
+    return replace(r.add(x, Flatten()), axes=(0, 1), order=None if (order[1:] > order[:-1]).all() else order)
+
+
+def _reshape(r: _Reader, x: Any, wanted: Any, **_: Any) -> _Value:
+    x, wanted = r.value(x), r.constant(wanted).tolist()
+    flat = len(wanted) == 2 or (len(x.point.shape) == 1 and wanted[2:] == [1, 1])
+    flat = flat and wanted[0] in (-1, 0, 1) and wanted[1] in (-1, math.prod(x.point.shape))
+    r.need(flat, f"to {wanted}, of an input of {x.point.shape}", "one that flattens, as [0, -1]")
+    return _flatten(r, x)
+
+
+def _transpose(r: _Reader, x: Any, perm: Sequence[int]) -> _Value:
+    x = r.value(x)
+    r.need(perm[0] == 0 and (len(x.axes) > 2 or list(perm) == [0, 1]), f"perm={perm}", "the number of images first")
+    return replace(x, axes=tuple(x.axes[axis] for axis in perm))
+
+
+def _pad(r: _Reader, x: Any, pads: Any, fill: Any = None, axes: Any = None, mode: str = "constant") -> _Value:
+    x, pads = r.image(x), r.constant(pads).tolist()
+    fits = mode == "constant" and axes is None and len(pads) == 8 and not any(pads[:2] + pads[4:6]) and min(pads) >= 0
+    r.need(fits, f"mode={mode}, pads={pads}", "a constant around the image's sides, without axes")
+    return replace(x, pads=(*pads[2:4], *pads[6:]), fill=0.0 if fill is None else float(r.constant(fill).item()))
+
+
+def _drop_out(r: _Reader, x: Any, ratio: Any = None, *_: Any, **__: Any) -> _Value:
+    return r.add(r.value(x), Dropout(0.5 if ratio is None else _short(r.constant(ratio).item())))
+
+
+def _softmax(r: _Reader, x: Any, axis: int = -1) -> _Value:
+    x = r.value(x)
+    r.need(axis in (-1, 1) and len(x.point.shape) == 1, f"over axis {axis} of {x.point.shape}", "that of the classes")
+    r.dropped.append(f"the {r.node.operator} at the end, which the loss does")
+    return replace(x, end=r.node.name)
+
+
+def _compute(r: _Reader, *given: Any) -> _Value:
+    """Read arithmetic: of a value and numbers, a bias, or the end of a Residual."""
+    values = [x for x in given if isinstance(x, _Value)]
+    if r.node.operator == "Add" and len(values) == 2 and (values[0].rule is None or values[1].rule is None):
+        return _join(r, *map(r.value, values))
+    for array in given if r.node.operator == "Add" and len(values) == 1 else ():
+        point = values[0].point
+        takes = isinstance(point.layer, Conv2d | Linear) and not point.layer.bias and not values[0].rule
+        if takes and isinstance(array, np.ndarray) and array.size == point.shape[-1]:
+            layer = replace(point.layer, bias=True)  # type: ignore[type-var]
+            return replace(
+                values[0], point=replace(point, layer=layer, parameters=(*point.parameters, array.reshape(-1)))
+            )
+    numbers = all(x.size == 1 for x in given if isinstance(x, np.ndarray)) and len({id(x.point) for x in values}) == 1
+    r.need(numbers, "arithmetic of branches or with a vector", "Add of a branch and its own input, or of a bias")
+    rules = [(x.rule or _itself) if isinstance(x, _Value) else lambda _, x=x: float(x.item()) for x in given]
+    operation = FOLDS[r.node.operator]
+    return replace(values[0], rule=lambda v: operation(*(rule(v) for rule in rules)))
+
+
+def _join(r: _Reader, a: _Value, b: _Value) -> _Value:
+    """x + f(x)."""
+    for short, long in ((a.point, b.point), (b.point, a.point)):
+        inside = _path(long, short) or [_Point(short.shape, short, LeakyReLU(1.0))]  # x + x
+        if inside[0].before is short:
+            alike = a.axes == b.axes and a.order is None and b.order is None
+            r.need(alike, "adds branches of other orders", "two of N x C x H x W, or flat ones after a Gemm")
+            layers, parameters, running = _collect(inside)
+            return r.add(replace(a, point=short), Residual(layers), parameters, running)
+    r.need(False, "adds branches that both have layers", "a shortcut that is the other branch's input itself")
+    raise AssertionError
+
+
+def _concatenate(r: _Reader, other: Any, y: Any, axis: int) -> _Value:
+    y = r.value(y)
+    both = y.point.shape == (1,) and isinstance(other, _Value) and other.point is y.point and other.rule
+    r.need(both and _alike(other.rule, 1 - GRID), "joins branches side by side", "Concat of 1 - y and y at the end")
+    r.dropped.append("the probability of the first class, which is 1 minus the second's")
+    return replace(y, end=r.node.name)
+
+
+def _shape(r: _Reader, x: Any, **_: Any) -> np.ndarray:
+    x = r.value(x)
+    return np.array([(1, *x.point.shape)[axis] for axis in x.axes])
+
+
+def _of_flat(r: _Reader, x: Any, *_: Any) -> _Value:
+    x = r.value(x)
+    r.need(len(x.point.shape) == 1, "other axes of an image", "Flatten")
+    return x
+
+
+def _gelu(r: _Reader, x: Any, approximate: str = "none") -> _Value:
+    r.need(approximate == "none", f"approximate={approximate}", "approximate=none")
+    return r.add(r.value(x), GELU())
+
+
+VIEWS = (
+    "Cast",
+    "Identity",
+    "Reshape",
+    "Squeeze",
+    "Transpose",
+    "Unsqueeze",
+)  # which make no more numbers than there are
+FOLDS: Mapping[str, Callable[..., Any]] = {
+    **{"Add": np.add, "Sub": np.subtract, "Mul": np.multiply, "Div": np.divide},
+    **{"Erf": np.vectorize(math.erf, [float]), "Gather": np.take, "Concat": lambda *a, axis: np.concatenate(a, axis)},
+    **{"Cast": lambda a, **_: a, "Identity": _itself, "Reshape": lambda a, shape, **_: a.reshape(shape)},
+    "Squeeze": lambda a, axes: np.squeeze(a, tuple(axes.ravel())),
+    "Transpose": lambda a, perm=None: a.transpose(perm),
+    "Unsqueeze": lambda a, axes: np.expand_dims(a, tuple(axes.ravel())),
+}
+"""What is computed of constants alone, such as the shape that a Reshape takes."""
+HANDLERS: Mapping[str, Callable[..., Any]] = {
+    **{name: lambda r, x, layer=layer: r.add(r.value(x), layer()) for layer, name in NATIVE.items()},
+    "LeakyRelu": lambda r, x, alpha=0.01: r.add(r.value(x), LeakyReLU(_short(alpha))),
+    **{"Gelu": _gelu, "Conv": _convolve, "MaxPool": _pool(MaxPool2d), "AveragePool": _pool(AvgPool2d)},
+    **{"GlobalAveragePool": _mean, "ReduceMean": _mean, "BatchNormalization": _normalize, "Dropout": _drop_out},
+    **{"Gemm": _linear, "MatMul": _linear, "Flatten": _flatten, "Reshape": _reshape, "Transpose": _transpose},
+    **{"Pad": _pad, "Softmax": _softmax, "LogSoftmax": _softmax, "Concat": _concatenate, "Shape": _shape},
+    **{"Squeeze": _of_flat, "Unsqueeze": _of_flat, "Gather": _of_flat},
+    **{name: lambda r, x, **_: x for name in ("Identity", "Cast")},
+    **dict.fromkeys(("Add", "Sub", "Mul", "Div", "Erf"), _compute),
+}
+"""By ONNX's operator: what reads a node on the way from images to scores."""

@@ -1,0 +1,423 @@
+# ruff: noqa: E501 - one graph a line
+"""Networks from ONNX files: what other programs wrote computes here what it computes there."""
+
+import dataclasses
+import io
+import warnings
+
+import numpy as np
+import pytest
+from conformance import make_case
+from networks import NETWORKS
+from torch_modules import NAMES, channels_last, torch_modules
+
+from cnnexp import Digits, fit
+from cnnexp.app import explain, export, predict
+from cnnexp.backends import backend
+from cnnexp.errors import BackendUnavailable, CnnexpError, DataError, NetworkError
+from cnnexp.network import GELU, BatchNorm2d, Conv2d, GlobalAvgPool, MaxPool2d, Network, ReLU, Residual
+from cnnexp.network.losses import Loss
+from cnnexp.network.models import MODELS, Onnx
+from cnnexp.optimizers import SGD
+
+onnx = pytest.importorskip("onnx", reason="no onnx is installed")
+onnxruntime = pytest.importorskip("onnxruntime", reason="no onnxruntime is installed")
+
+from onnx import TensorProto, helper, numpy_helper  # noqa: E402
+
+from cnnexp.tracking import graph  # noqa: E402
+
+RNG = np.random.default_rng(0)
+GRAY = (8, 8, 1)
+
+
+def probabilities(model, images, outputs):
+    """Return what a model that begins with its own weights makes of images, and its layers."""
+    network = model.network(images.shape[1:], outputs)
+    program = backend("numpy").compile(network, model.loss, SGD(), len(images))
+    program.restore(model.initial_state(network, 0))
+    scores = program.predict(program.load(images, np.zeros(len(images), np.int32)))
+    if model.loss == Loss.BINARY_CROSS_ENTROPY:
+        return np.hstack([1 - scores, scores]), network.layers
+    return softmax(scores), network.layers
+
+
+def softmax(scores):
+    powers = np.exp(scores - scores.max(axis=1, keepdims=True))
+    return powers / powers.sum(axis=1, keepdims=True)
+
+
+def in_onnxruntime(path, images):
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    (given,) = session.get_inputs()
+    batches = [images] if given.shape[0] != 1 else np.split(images, len(images))
+    return np.concatenate([session.run(None, {given.name: batch})[0] for batch in batches])
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_what_export_wrote_is_read_back(tmp_path, name):
+    case = make_case(Network(*NETWORKS[name]))
+    outputs = case.network.output_shape[0]
+    path = tmp_path / "net.onnx"
+    path.write_bytes(graph.build(case.network, case.loss, case.state, "float32", "x" * outputs).SerializeToString())
+    found, _ = probabilities(Onnx(str(path), pretrained=True), case.images, outputs)
+    np.testing.assert_allclose(found, in_onnxruntime(path, case.images), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("custom", "onnx")])
+def test_every_model_on_pixels_is_read_back(tmp_path, name, caplog):
+    model = MODELS[name]()
+    case = make_case(model.network((28, 28, 1), 10), model.loss)
+    binary = model.loss == Loss.BINARY_CROSS_ENTROPY
+    path, outputs = tmp_path / "net.onnx", 2 if binary else 10
+    path.write_bytes(graph.build(case.network, case.loss, case.state, "uint8", "x" * outputs).SerializeToString())
+    images = RNG.integers(0, 256, case.images.shape).astype(np.uint8)
+    read = Onnx(str(path), pretrained=True, loss_name=model.loss.name)
+    with caplog.at_level("INFO"):
+        found, layers = probabilities(read, images, outputs)
+    np.testing.assert_allclose(found, in_onnxruntime(path, images), rtol=0, atol=1e-5)
+    assert layers == case.network.layers
+    assert "left out: the division by 255, which the data set does; " in caplog.text
+    assert (
+        "minus the second's" in caplog.text if binary else "the Softmax at the end, which the loss does" in caplog.text
+    )
+
+
+def written_by_torch(path, module, shape, **options):
+    import torch
+
+    content = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the new exporter, which needs a package more
+        torch.onnx.export(module, (torch.zeros(1, *shape),), content, dynamo=False, input_names=["x"], **options)
+    path.write_bytes(content.getvalue())
+
+
+@pytest.mark.parametrize("opset", [13, 17, 20])
+@pytest.mark.parametrize("name", NAMES)
+def test_what_pytorch_wrote_agrees_with_onnxruntime(tmp_path, name, opset):
+    module, shape = torch_modules()[name]
+    images, path = RNG.random((4, *shape), np.float32), tmp_path / "net.onnx"
+    dynamic = {"x": {0: "N"}} if opset == 17 else None
+    written_by_torch(path, module.eval(), shape, opset_version=opset, dynamic_axes=dynamic)
+    there = in_onnxruntime(path, images)
+    here, layers = probabilities(Onnx(str(path), pretrained=True), channels_last(images), there.shape[1])
+    ends_in_softmax = name in ("rows_and_columns", "views")
+    np.testing.assert_allclose(here, there if name == "rows_and_columns" else softmax(there), rtol=0, atol=1e-5)
+    assert ends_in_softmax == any(node.op_type.endswith("Softmax") for node in onnx.load(path).graph.node)
+    kinds = {"resnet": Residual, "gelu_mlp": GELU, "mean": GlobalAvgPool}
+    assert name not in kinds or any(isinstance(layer, kinds[name]) for layer in layers)
+
+
+def test_a_module_in_training_keeps_its_normalizations(tmp_path):
+    import torch
+
+    module, shape = torch_modules()["vgg"]
+    written_by_torch(tmp_path / "net.onnx", module, shape, training=torch.onnx.TrainingMode.TRAINING)
+    layers = Onnx(str(tmp_path / "net.onnx")).network((8, 12, 3), 5).layers
+    assert BatchNorm2d(0.2, 1e-3) in layers
+    assert BatchNorm2d() in layers
+
+
+# graphs made here
+
+
+def tensor(name, *shape, scale=1.0):
+    return numpy_helper.from_array((scale * RNG.standard_normal(shape)).astype(np.float32), name)
+
+
+def whole(name, *values):
+    return numpy_helper.from_array(np.array(values, np.int64), name)
+
+
+def model_of(nodes, tensors, dims=("N", 1, 8, 8), opset=17, output="y"):
+    y = helper.make_tensor_value_info(output, TensorProto.FLOAT, ("N", "classes"))
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, dims)
+    made = helper.make_graph(nodes, "made", [x], [y], tensors)
+    return helper.make_model(made, opset_imports=[helper.make_opsetid("", opset)], ir_version=8)
+
+
+def saved(folder, *arguments, **options):
+    path = folder / "net.onnx"
+    path.write_bytes(model_of(*arguments, **options).SerializeToString())
+    return path
+
+
+def node(operator, inputs, output, **attributes):
+    return helper.make_node(operator, inputs.split(), [output], f"the_{output}", **attributes)
+
+
+HEAD = (node("Flatten", "a", "b"), node("MatMul", "b w", "c"), node("Add", "c v", "y"))
+GRAPHS = {
+    "pad_before_conv": (
+        [node("Pad", "x p", "q"), node("Conv", "q k", "a"), *HEAD],
+        [whole("p", 0, 0, 1, 1, 0, 0, 1, 1), tensor("k", 2, 1, 3, 3), tensor("w", 128, 3), tensor("v", 3)],
+        [Conv2d(2, 3, padding="same", bias=False)],
+    ),
+    "pad_before_pool": (
+        [node("Relu", "x", "r"), node("Pad", "r p", "q"), node("MaxPool", "q", "a", kernel_shape=[3, 3], strides=[2, 2]), *HEAD],
+        [whole("p", 0, 0, 1, 1, 0, 0, 1, 1), tensor("w", 16, 3), tensor("v", 3)],
+        [ReLU(), MaxPool2d(3, 2, "floor+1")],
+    ),
+    "same_upper": (
+        [node("Conv", "x k", "a", auto_pad="SAME_UPPER", strides=[2, 2]), *HEAD],
+        [tensor("k", 2, 1, 3, 3), tensor("w", 32, 3), tensor("v", 3)],
+        [Conv2d(2, 3, 2, "same", bias=False)],
+    ),
+    "bias_by_add": (
+        [node("Conv", "x k", "q"), node("Add", "q f", "a"), *HEAD],
+        [tensor("k", 2, 1, 3, 3), tensor("f", 2, 1, 1), tensor("w", 72, 3), tensor("v", 3)],
+        [Conv2d(2, 3)],
+    ),
+    "mean_by_input": (
+        [node("Conv", "x k", "q"), node("ReduceMean", "q s", "a", keepdims=1), *HEAD],
+        [tensor("k", 5, 1, 3, 3), whole("s", 2, 3), tensor("w", 5, 3), tensor("v", 3)],
+        [Conv2d(5, 3, bias=False), GlobalAvgPool()],
+    ),
+    "channels_last": (
+        [node("Transpose", "x", "t", perm=[0, 3, 1, 2]), node("Conv", "t k", "q"), node("Transpose", "q", "a", perm=[0, 2, 3, 1]), *HEAD],
+        [tensor("k", 2, 1, 3, 3), tensor("w", 72, 3), tensor("v", 3)],
+        [Conv2d(2, 3, bias=False)],
+    ),
+    "gelu_by_erf": (
+        [
+            *(node("Conv", "x k", "g"), node("Div", "g r", "d"), node("Erf", "d", "e"), node("Add", "e o", "f")),
+            *(node("Mul", "g f", "h"), node("Mul", "h half", "a"), *HEAD),
+        ],
+        [
+            *(tensor("k", 2, 1, 3, 3), tensor("w", 72, 3), tensor("v", 3)),
+            *(numpy_helper.from_array(np.float32(value), name) for name, value in (("r", 2**0.5), ("o", 1), ("half", 0.5))),
+        ],
+        [Conv2d(2, 3, bias=False), GELU()],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_a_graph_agrees_with_onnxruntime(tmp_path, name):
+    nodes, tensors, wanted = GRAPHS[name]
+    last = name == "channels_last"
+    dims = ("N", 8, 8, 1) if last else ("N", 1, 8, 8)
+    path = saved(tmp_path, nodes, tensors, dims, 18 if name == "mean_by_input" else 13)
+    images = RNG.random((3, *GRAY), np.float32)
+    here, layers = probabilities(Onnx(str(path), pretrained=True), images, 3)
+    there = in_onnxruntime(path, images if last else images.transpose(0, 3, 1, 2))
+    np.testing.assert_allclose(here, softmax(there), rtol=0, atol=1e-5)
+    assert list(layers[: len(wanted)]) == wanted
+
+
+CONV = [tensor("k", 2, 1, 3, 3), tensor("w", 72, 3), tensor("v", 3)]
+UNKNOWN = {
+    "operator": ([node("Selu", "x", "a"), *HEAD], CONV, r"node 'the_a' \(Selu\): unknown operator; what fits: one of Add"),
+    "domain": ([helper.make_node("Conv", ["x", "k"], ["a"], "own", domain="mine"), *HEAD], CONV, "(mine.Conv): unknown"),
+    "groups": ([node("Conv", "x k", "a", group=2), *HEAD], CONV, "(Conv): group=2; what fits: group=1"),
+    "dilations": ([node("Conv", "x k", "a", dilations=[2, 2]), *HEAD], CONV, "dilations=[2, 2]"),
+    "strides": ([node("Conv", "x k", "a", strides=[1, 2]), *HEAD], CONV, "strides=[1, 2]; what fits: equal strides"),
+    "kernel": ([node("Conv", "x k", "a"), *HEAD], [tensor("k", 2, 1, 3, 1), *CONV[1:]], "a weight of (2, 1, 3, 1)"),
+    "channels": ([node("Conv", "x k", "a"), *HEAD], [tensor("k", 2, 3, 3, 3), *CONV[1:]], "a weight of (2, 3, 3, 3)"),
+    "too_large": ([node("Conv", "x k", "a"), *HEAD], [tensor("k", 2, 1, 9, 9), *CONV[1:]], "pads=[0, 0, 0, 0] around 8 x 8"),
+    "pads": ([node("Conv", "x k", "a", pads=[2, 0, 0, 0]), *HEAD], CONV, "pads=[2, 0, 0, 0] around 8 x 8 pixels"),
+    "averaged_padding": (
+        [node("AveragePool", "x", "a", kernel_shape=[3, 3], pads=[1] * 4, count_include_pad=1), *HEAD], CONV, "count_include_pad=0"
+    ),
+    "projection": (
+        [node("Conv", "x k", "p"), node("Conv", "x k", "q"), node("Add", "p q", "a"), *HEAD], CONV, "'the_a' (Add): adds branches"
+    ),
+    "softmax_within": (
+        [node("Flatten", "x", "b"), node("MatMul", "b w", "c"), node("Softmax", "c", "s"), node("Relu", "s", "y")],
+        [tensor("w", 64, 3)],
+        "'the_y' (Relu): follows 'the_s'",
+    ),
+    "weights": ([node("Conv", "x k", "a"), *HEAD], [CONV[0], tensor("w", 70, 3), CONV[2]], "'the_c' (MatMul): a weight of (70, 3)"),
+    "reshape": ([node("Reshape", "x s", "a"), *HEAD], [whole("s", 0, 2, 32), *CONV], "'the_a' (Reshape): to [0, 2, 32]"),
+    "scale": ([node("Mul", "x x", "a"), *HEAD], CONV, "arithmetic that is no layer"),
+    "approximate": ([node("Gelu", "x", "a", approximate="tanh"), *HEAD], CONV, "approximate=tanh"),
+    "mean_of_channels": ([node("ReduceMean", "x", "a", axes=[1]), *HEAD], CONV, "a mean over axes [1]"),
+    "order": ([node("Conv", "x k", "a"), node("Flatten", "a", "y")], CONV[:1], "stand in the order of an image"),
+    "pad_alone": ([node("Pad", "x p", "a"), *HEAD], [whole("p", 0, 0, 1, 1, 0, 0, 1, 1), *CONV], "follows a Pad"),
+    "unnormalized_pad": (
+        [node("Pad", "x p", "q"), node("MaxPool", "q", "a", kernel_shape=[2, 2]), *HEAD],
+        [whole("p", 0, 0, 1, 1, 0, 0, 1, 1), *CONV],
+        "follows a Pad of 0.0",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_what_is_not_known_is_one_line_that_names_the_node(tmp_path, name):
+    nodes, tensors, message = UNKNOWN[name]
+    tensors = [*tensors] + [t for t in CONV if t.name not in {own.name for own in tensors}]
+    model = model_of(nodes, tensors, opset=20 if name == "approximate" else 17)
+    if name == "domain":
+        model.opset_import.append(helper.make_opsetid("mine", 1))
+    (tmp_path / "net.onnx").write_bytes(model.SerializeToString())
+    with pytest.raises(NetworkError) as refused:
+        Onnx(str(tmp_path / "net.onnx")).network(GRAY, 3)
+    assert message.replace("\\", "") in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert "what fits: " in str(refused.value)
+    assert refused.value.exit_code == 2
+
+
+def damaged(kind):
+    """Return the content of a file that is no whole model."""
+    model = model_of([node("Conv", "x k", "a"), *HEAD], CONV)
+    if kind == "dims":
+        model.graph.initializer[0].dims[0] = 1 << 40
+    elif kind == "negative":
+        model.graph.initializer[0].dims[0] = -1
+    elif kind == "short":
+        model.graph.initializer[0].raw_data = b"1234"
+    elif kind == "circle":
+        model.graph.node[0].input[0] = "y"
+    elif kind == "missing":
+        model.graph.node[0].input[1] = "nothing"
+    elif kind == "attribute":
+        model.graph.node[0].attribute.append(helper.make_attribute("strides", "a"))
+    elif kind == "twice":
+        model.graph.node.append(model.graph.node[0])
+    elif kind == "no_output":
+        model.graph.output[0].name = "z"
+    content = model.SerializeToString()
+    return {"cut": content[:-50], "empty": b"", "text": b"layers: none\n", "zeros": bytes(100)}.get(kind, content)
+
+
+DAMAGES = (
+    *("cut", "empty", "text", "zeros", "dims", "negative", "short", "circle"),
+    *("missing", "attribute", "twice", "no_output"),
+)
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_a_damaged_file_is_one_line(tmp_path, kind):
+    (tmp_path / "net.onnx").write_bytes(damaged(kind))
+    with pytest.raises(CnnexpError, match=r"model.path='.*net.onnx'") as refused:
+        Onnx(str(tmp_path / "net.onnx")).network(GRAY, 3)
+    assert refused.value.exit_code in (2, 3)
+    assert "\n" not in str(refused.value)
+    assert len(str(refused.value)) < 900
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"opset": 12}, "opset 12; export it for one of 13 .. "),
+        ({"opset": 999}, "opset 999; export it for one of 13 .. "),
+        ({"dims": ("N", 3, 8, 8)}, "takes inputs of 3 x 8 x 8, the data set's are 1 x 8 x 8 or 8 x 8 x 1 or 8 x 8; "),
+        ({"dims": ("N", 64)}, "takes inputs of 64, the data set's are 1 x 8 x 8"),
+    ],
+)
+def test_a_model_for_something_else_is_one_line(tmp_path, options, message):
+    path = saved(tmp_path, [node("Conv", "x k", "a"), *HEAD], CONV, **options)
+    with pytest.raises(NetworkError) as refused:
+        Onnx(str(path)).network(GRAY, 3)
+    assert message in str(refused.value)
+
+
+def test_weights_that_are_no_numbers_are_refused(tmp_path):
+    kernels = np.full((2, 1, 3, 3), np.nan, np.float32)
+    path = saved(tmp_path, [node("Conv", "x k", "a"), *HEAD], [numpy_helper.from_array(kernels, "k"), *CONV[1:]])
+    model = Onnx(str(path), pretrained=True)
+    with pytest.raises(NetworkError, match=r"conv1.weight: a weight of .*; must be finite"):
+        model.initial_state(model.network(GRAY, 3), 0)
+
+
+def with_external(folder, location, **where):
+    """Save a model whose first weight lies in another file, 8 bytes from its start; return its path."""
+    model = model_of([node("Conv", "x k", "a"), *HEAD], CONV)
+    kernels = model.graph.initializer[0]
+    content = kernels.raw_data
+    kernels.ClearField("raw_data")
+    kernels.data_location = TensorProto.EXTERNAL
+    for key, value in {"location": location, "offset": 8, "length": len(content), **where}.items():
+        kernels.external_data.add(key=key, value=str(value))
+    (folder / "net.onnx").write_bytes(model.SerializeToString())
+    return folder / "net.onnx", bytes(8) + content
+
+
+def test_weights_in_a_file_beside_the_model_are_read(tmp_path):
+    path, content = with_external(tmp_path, "weights.bin")
+    (tmp_path / "weights.bin").write_bytes(content)
+    images = RNG.random((3, *GRAY), np.float32)
+    here, _ = probabilities(Onnx(str(path), pretrained=True), images, 3)
+    np.testing.assert_allclose(here, softmax(in_onnxruntime(path, images.transpose(0, 3, 1, 2))), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["absolute", "above", "below", "link", "short", "gone", "pipe"])
+def test_external_data_lie_beside_the_model_or_are_refused(tmp_path, kind):
+    """Else a model from elsewhere could read any file of this machine into weights that its owner then publishes."""
+    folder = tmp_path / "model"
+    (folder / "within").mkdir(parents=True)
+    location = {"absolute": str(tmp_path / "secret"), "above": "../secret", "below": "within/secret"}.get(
+        kind, "secret"
+    )
+    path, content = with_external(folder, location)
+    for place in (tmp_path / "secret", folder / "within" / "secret"):
+        place.write_bytes(content)
+    if kind == "link":
+        (folder / "secret").symlink_to(tmp_path / "secret")
+    elif kind == "short":
+        (folder / "secret").write_bytes(content[:-1])
+    elif kind == "pipe":
+        import os
+
+        os.mkfifo(folder / "secret")
+    with pytest.raises(DataError) as refused:
+        Onnx(str(path), pretrained=True).network(GRAY, 3)
+    beside = "must be in a file beside the model"
+    assert (beside in str(refused.value)) == (kind in ("absolute", "above", "below", "link"))
+    assert "\n" not in str(refused.value)
+
+
+def test_without_the_package_one_line_names_the_extra(tmp_path, monkeypatch):
+    path = saved(tmp_path, [node("Conv", "x k", "a"), *HEAD], CONV)
+    monkeypatch.setitem(__import__("sys").modules, "onnx", None)
+    with pytest.raises(
+        BackendUnavailable, match=r"model.path=.*: ONNX cannot be imported .*; pip install '\.\[onnx\]'"
+    ):
+        Onnx(str(path)).network(GRAY, 3)
+
+
+# training
+
+
+def test_a_run_begins_with_the_weights_that_are_asked_for(tmp_path):
+    path = saved(tmp_path, [node("Conv", "x k", "a"), *HEAD], CONV)
+    drawn, given = Onnx(str(path)), Onnx(str(path), pretrained=True)
+    network = drawn.network(GRAY, 3)
+    np.testing.assert_array_equal(drawn.initial_state(network, 3)["parameters"], network.initial_parameters(3))
+    kernels = network.parameters[0].view(given.initial_state(network, 3)["parameters"])
+    np.testing.assert_array_equal(kernels, numpy_helper.to_array(CONV[0]).transpose(2, 3, 1, 0))
+    plain = dataclasses.replace(drawn, label_smoothing=0.1)
+    assert plain.loss == Loss("softmax_cross_entropy", 0.1)
+
+
+DIGITS = [tensor("k", 2, 1, 3, 3), tensor("w", 1352, 10, scale=0.01), tensor("v", 10)]
+
+
+def test_a_run_goes_on_predicts_and_is_explained_without_the_file(tmp_path, run, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = saved(tmp_path, [node("Conv", "x k", "a"), *HEAD], DIGITS, ("N", 1, 28, 28))
+    data = ("dataset.train_size=64", "dataset.test_size=32", "tracking=none", "backend=numpy", "trainer.baseline=null")
+    words = ("model=onnx", f"model.path={path}", "model.pretrained=true", *data)
+    assert run(*words, "trainer.epochs=1")[::2] == (0, "")
+    path.rename(tmp_path / "moved.onnx")
+    code, _, error = run(*words, "trainer.epochs=2", f"trainer.resume={tmp_path}/run", f"hydra.run.dir={tmp_path}/on")
+    assert (code, error) == (0, "")
+    predict.command([f"{tmp_path}/on", "dataset=digits", "dataset.test_size=20"])
+    export.command([f"{tmp_path}/on"])
+    explain.command([f"{tmp_path}/on"])
+    code, _, error = run(*words, "trainer.epochs=1", f"hydra.run.dir={tmp_path}/afresh")
+    assert code == 3
+    assert error.count("\n") == 1
+    assert "No such file or directory" in error
+    unknown = saved(tmp_path, [node("Selu", "x", "a"), *HEAD], CONV, ("N", 1, 28, 28))
+    code, _, error = run("model=onnx", f"model.path={unknown}", *data, f"hydra.run.dir={tmp_path}/unknown")
+    assert code == 2
+    assert "node 'the_a' (Selu): unknown operator" in error
+
+
+def test_fit_trains_it(tmp_path):
+    path = saved(tmp_path, [node("Conv", "x k", "a"), *HEAD], DIGITS, ("N", 1, 28, 28))
+    result = fit(Onnx(str(path)), Digits(train_size=500, test_size=100), backend="numpy", epochs=5, baseline=None)
+    assert result.accuracy > 0.6

@@ -1,0 +1,136 @@
+"""Modules of PyTorch's as models here, and their trained weights back in them."""
+
+import copy
+import sys
+
+import numpy as np
+import pytest
+from torch_modules import NAMES, channels_last, torch_modules
+
+from cnnexp import Synthetic, fit, from_torch, to_torch
+from cnnexp.backends import backend
+from cnnexp.errors import BackendUnavailable, NetworkError
+from cnnexp.network import Dropout, Residual
+from cnnexp.optimizers import SGD
+
+torch = pytest.importorskip("torch", reason="no torch is installed")
+nn = torch.nn
+RNG = np.random.default_rng(0)
+
+
+def program_of(model, outputs, count):
+    network = model.network(model.input_shape, outputs)
+    program = backend("numpy").compile(network, model.loss, SGD(lr=0.1), count)
+    program.restore(model.initial_state(network, 0))
+    return program
+
+
+def outputs_of(module, images):
+    with torch.no_grad():
+        return torch.log_softmax(module.eval()(torch.from_numpy(images)), 1).numpy()
+
+
+def scores_of(program, images):
+    scores = program.predict(program.load(channels_last(images), np.zeros(len(images), np.int32)))
+    return scores - np.log(np.exp(scores).sum(1, keepdims=True))
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("rows_and_columns",)])
+def test_a_step_is_the_modules_own_and_goes_back_into_it(name):
+    module, shape = torch_modules()[name]
+    for layer in module.modules():
+        layer.p = 0.0 if isinstance(layer, nn.Dropout) else getattr(layer, "p", None)
+    images = RNG.standard_normal((6, *shape)).astype(np.float32)
+    outputs = outputs_of(module, images).shape[1]
+    labels = RNG.integers(0, outputs, 6)
+    program = program_of(from_torch(module, shape), outputs, 6)
+    np.testing.assert_allclose(scores_of(program, images), outputs_of(module, images), rtol=0, atol=1e-5)
+
+    own = copy.deepcopy(module).train()
+    optimizer = torch.optim.SGD(own.parameters(), 0.1)
+    nn.functional.cross_entropy(own(torch.from_numpy(images)), torch.from_numpy(labels)).backward()
+    optimizer.step()
+    program.train(program.load(channels_last(images), labels), np.arange(6), 0.1)
+
+    class Trained:
+        network, state = program.network, program.state()
+
+    assert to_torch(Trained, module) is module
+    wanted = own.state_dict()
+    for key, array in module.state_dict().items():
+        if not key.endswith("num_batches_tracked"):
+            np.testing.assert_allclose(array.numpy(), wanted[key].numpy(), rtol=1e-4, atol=1e-5, err_msg=key)
+    np.testing.assert_allclose(scores_of(program, images), outputs_of(module, images), rtol=0, atol=1e-5)
+
+
+def test_fit_takes_it_and_the_module_computes_the_same_afterwards():
+    module = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Dropout(0.25), nn.Flatten(), nn.Linear(144, 3))
+    data = Synthetic(height=8, width=8, channels=1, classes=3, train_size=120, test_size=60).load()
+    result = fit(from_torch(module.train(), (1, 8, 8)), data, backend="numpy", epochs=2, baseline=None)
+    assert Dropout(0.25) in result.network.layers
+    assert module.training
+    images = data.test.images.astype(np.float32)
+    images = images / 255 if data.test.images.dtype == np.uint8 else images
+    to_torch(result, module)
+    found = outputs_of(module, np.ascontiguousarray(images.transpose(0, 3, 1, 2))).argmax(1)
+    assert (found == data.test.labels).mean() == pytest.approx(result.accuracy)
+
+
+class Shared(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.linear = nn.Conv2d(2, 2, 3, padding=1), nn.Linear(32, 3)
+
+    def forward(self, x):
+        return self.linear(torch.flatten(self.conv(self.conv(x)), 1))
+
+
+class Branches(nn.Module):
+    def forward(self, x):
+        return x if x.sum() > 0 else -x
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (Shared(), r"conv.weight is of several layers; each must have its own weights"),
+        (Branches(), r"torch.export cannot trace the module on torch.Size\(\[1, 2, 4, 4\]\): "),
+        (nn.Sequential(nn.Conv2d(2, 4, 3, groups=2)), r"node 'conv2d' \(Conv\): group=2; what fits: group=1"),
+        (nn.Sequential(nn.SELU()), r"node 'selu' \(aten.selu.default\): unknown operator; what fits: one of Add"),
+        (nn.Sequential(nn.Dropout2d()), r"\(aten.feature_dropout.default\): unknown operator"),
+        (nn.Sequential(nn.AdaptiveAvgPool2d(2)), r"\(aten.adaptive_avg_pool2d.default\): unknown operator"),
+        (nn.Sequential(nn.BatchNorm2d(2, affine=False)), r"\(BatchNormalization\): a weight is missing or computed"),
+        (nn.Sequential(nn.GELU("tanh")), r"\(Gelu\): approximate=tanh; what fits: approximate=none"),
+        (nn.Sequential(nn.Conv2d(3, 4, 3)), r"torch.export cannot trace the module on .*: "),
+    ],
+)
+def test_what_no_layer_does_is_one_line_that_names_it(module, message):
+    with pytest.raises(NetworkError, match=f"^from_torch: .*{message}") as refused:
+        from_torch(module, (2, 4, 4))
+    assert "\n" not in str(refused.value)
+
+
+def test_another_data_set_and_another_module_are_refused():
+    module = nn.Sequential(nn.Flatten(), nn.Linear(16, 3))
+    model = from_torch(module, (1, 4, 4))
+    with pytest.raises(NetworkError, match=r"made for images of \(4, 4, 1\), the data set's are \(8, 8, 1\)"):
+        model.network((8, 8, 1), 3)
+
+    class Trained:
+        network, state = model.network((4, 4, 1), 3), {}
+
+    with pytest.raises(NetworkError, match="to_torch: the module is of other layers than what was trained"):
+        to_torch(Trained, nn.Sequential(nn.Flatten(), nn.Linear(16, 4)))
+
+
+def test_without_pytorch_one_line_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(
+        BackendUnavailable, match=r"from_torch: PyTorch cannot be imported .*; pip install '\.\[torch\]'"
+    ):
+        from_torch(object(), (1, 4, 4))
+
+
+def test_branches_become_a_residual():
+    module, shape = torch_modules()["resnet"]
+    assert sum(isinstance(layer, Residual) for layer in from_torch(module, shape).layers) == 3
