@@ -14,11 +14,12 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from cnnexp.app.console import make_console
-from cnnexp.backends import BACKENDS, backend_class, child
+from cnnexp.backends import BACKENDS, backend_class
 from cnnexp.datasets import DATASETS
 from cnnexp.datasets.idx import IdxSet
 from cnnexp.errors import CnnexpError, ConfigError, installing
 from cnnexp.measuring import environment
+from cnnexp.system import child
 from cnnexp.system.cores import usable_cores
 from cnnexp.system.table import Table, as_screen
 from cnnexp.testing import examine, reference_of

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from cnnexp.backends import child
+from cnnexp.system import child
 
 MODULE = """
 import os, sys, time

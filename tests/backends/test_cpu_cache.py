@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cnnexp.backends import cache, dispatchers
-from cnnexp.backends.cpu import kernels
+from cnnexp.backends import cache
+from cnnexp.backends.cpu import dispatchers, kernels
 from cnnexp.network import (
     AvgPool2d,
     Conv2d,
@@ -29,7 +29,8 @@ from cnnexp.optimizers import SGD, Adam
 SCRIPT = """
 import sys
 import numpy as np
-from cnnexp.backends import backend_class, dispatchers
+from cnnexp.backends import backend_class
+from cnnexp.backends.cpu import dispatchers
 from cnnexp.network.losses import Loss
 from cnnexp.network import Linear, Network, ReLU
 from cnnexp.optimizers import SGD

@@ -18,8 +18,9 @@ import pytest
 from conformance import check_case, check_training, make_case
 from numba import float32, int64, njit
 
-from cnnexp.backends import cache, dispatchers, simd
-from cnnexp.backends.dispatchers import load_or_compile
+from cnnexp.backends import cache, simd
+from cnnexp.backends.cpu import dispatchers
+from cnnexp.backends.cpu.dispatchers import load_or_compile
 from cnnexp.backends.simd import CpuSimd
 from cnnexp.backends.simd.algorithms import update
 from cnnexp.backends.simd.compiler import intrinsics

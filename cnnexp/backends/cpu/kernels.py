@@ -17,7 +17,7 @@ import numba
 import numpy as np
 from numba import prange
 
-from cnnexp.backends.dispatchers import load_or_compile, signature_of
+from cnnexp.backends.cpu.dispatchers import load_or_compile, signature_of
 from cnnexp.network import Elementwise, Maths, noise
 from cnnexp.network.elementwise import fingerprint
 from cnnexp.network.losses import Loss

@@ -13,7 +13,13 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from cnnexp.backends.simd.algorithms.product import choose_tile, chunks, covering_cycles, most_height, tile_cycles
+from cnnexp.backends.simd.algorithms.linear.product import (
+    choose_tile,
+    chunks,
+    covering_cycles,
+    most_height,
+    tile_cycles,
+)
 from cnnexp.backends.simd.compiler.emit import Target
 
 MACS, LOADS = 2, 2

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import pickle
 
-from cnnexp.backends import child
 from cnnexp.backends.cache import host, program_key
 from cnnexp.backends.simd.compiler.emit import Target
 from cnnexp.backends.simd.compiler.entry import ARGUMENTS
@@ -18,6 +17,7 @@ from cnnexp.errors import CompilerDied
 from cnnexp.network import Network
 from cnnexp.network.losses import Loss
 from cnnexp.optimizers import Optimizer
+from cnnexp.system import child
 
 LIMIT_S = 1800.0
 """As long may the child take: the papers' networks take it 2 to 5 s, ResNet-20 takes it 100 s."""

@@ -29,7 +29,15 @@ from cnnexp.backends.simd.algorithms.cost import (
     product_sums,
     total,
 )
-from cnnexp.backends.simd.algorithms.product import Panel, Panels, Steps, add_products, choose_tile, chunks, most_height
+from cnnexp.backends.simd.algorithms.linear.product import (
+    Panel,
+    Panels,
+    Steps,
+    add_products,
+    choose_tile,
+    chunks,
+    most_height,
+)
 from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Kernels, Pointer, Target
 from cnnexp.backends.simd.layouts import NHWC, Halo, Layout
 

@@ -22,7 +22,7 @@ from cnnexp.backends.simd.algorithms.convolution.argmax_gradient import EventLis
 from cnnexp.backends.simd.algorithms.convolution.base import Windows
 from cnnexp.backends.simd.algorithms.convolution.channels import Channels, Sum
 from cnnexp.backends.simd.algorithms.cost import Work, events, passes
-from cnnexp.backends.simd.algorithms.product import Panel, chunks
+from cnnexp.backends.simd.algorithms.linear.product import Panel, chunks
 from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Kernels, Pointer, Target
 from cnnexp.backends.simd.layouts import NHWC, Arena, Layout, round_up
 

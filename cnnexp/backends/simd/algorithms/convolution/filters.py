@@ -45,8 +45,8 @@ from cnnexp.backends.simd.algorithms.cost import (
     passes,
 )
 from cnnexp.backends.simd.algorithms.elementwise import rectify_gradient
+from cnnexp.backends.simd.algorithms.linear.product import chunks
 from cnnexp.backends.simd.algorithms.node import Node, Section
-from cnnexp.backends.simd.algorithms.product import chunks
 from cnnexp.backends.simd.compiler.emit import FLOAT, INDEX, INT, Emitter, Kernels, Pointer, Target, Variable
 from cnnexp.backends.simd.layouts import NC, Halo, Layout, padded_rows, round_up
 from cnnexp.network import ConvStage, PoolStage

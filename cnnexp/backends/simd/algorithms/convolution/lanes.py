@@ -28,7 +28,7 @@ from cnnexp.backends.simd.algorithms.cost import (
     lane_sums,
     passes,
 )
-from cnnexp.backends.simd.algorithms.product import chunks
+from cnnexp.backends.simd.algorithms.linear.product import chunks
 from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Kernels, Pointer, Target
 from cnnexp.backends.simd.layouts import Blocked, Halo, Layout
 

@@ -34,7 +34,7 @@ from cnnexp.backends.simd.algorithms.convolution.channels import (
     transpose_weights,
 )
 from cnnexp.backends.simd.algorithms.cost import Work, bring, passes, product_gradient, product_sums
-from cnnexp.backends.simd.algorithms.product import Panels, Steps, add_products, chunks, most_height
+from cnnexp.backends.simd.algorithms.linear.product import Panels, Steps, add_products, chunks, most_height
 from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Kernels, Pointer, Target
 from cnnexp.backends.simd.layouts import NHWC, Arena, Layout, odd_lines, round_up
 

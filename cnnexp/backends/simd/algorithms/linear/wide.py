@@ -13,7 +13,7 @@ from collections.abc import Callable
 from cnnexp.backends.simd.algorithms import cost, update
 from cnnexp.backends.simd.algorithms.cost import Work, product_gradient, product_sums, transposition
 from cnnexp.backends.simd.algorithms.linear.dense import Dense
-from cnnexp.backends.simd.algorithms.product import (
+from cnnexp.backends.simd.algorithms.linear.product import (
     Panels,
     Steps,
     add_products,
