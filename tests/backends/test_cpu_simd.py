@@ -34,7 +34,7 @@ from cnnexp.backends.simd.lowering import Plan
 from cnnexp.backends.simd.planner import allowed, split
 from cnnexp.backends.simd.runtime.limit import CHAINS, fma_loop
 from cnnexp.backends.simd.runtime.program import SimdProgram, make_plan, paying_threads
-from cnnexp.backends.simd.runtime.team import Team
+from cnnexp.backends.simd.runtime.thread_pool import ThreadPool
 from cnnexp.errors import DataError
 from cnnexp.network import AvgPool2d, Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Sigmoid
 from cnnexp.network.losses import Loss
@@ -378,8 +378,8 @@ def test_ctrl_c_ends_training_soon_and_leaves_the_program_whole():
 
 
 @pytest.mark.usefixtures("no_collection")
-def test_an_interrupted_team_finishes_its_task_first():
-    team, entered, interrupted, seen = Team(2), threading.Barrier(3), threading.Event(), []
+def test_an_interrupted_pool_finishes_its_task_first():
+    pool, entered, interrupted, seen = ThreadPool(2), threading.Barrier(3), threading.Event(), []
 
     def task(rank):
         entered.wait()
@@ -393,11 +393,11 @@ def test_an_interrupted_team_finishes_its_task_first():
 
     threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
-        team.run(task)
-    team.settle()
+        pool.run(task)
+    pool.settle()
     assert sorted(seen) == [0, 1]
-    team.close()
-    team.close()
+    pool.close()
+    pool.close()
 
 
 def test_threads_end_with_the_program():
@@ -612,16 +612,16 @@ def test_adam_counts_its_steps():
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_what_a_thread_of_the_team_raises_reaches_the_caller(rank):
-    team, seen = Team(3), []
+def test_what_a_thread_of_the_pool_raises_reaches_the_caller(rank):
+    pool, seen = ThreadPool(3), []
 
     def task(own):
         if own == rank:
             raise OverflowError(f"of thread {own}")
 
-    for _ in range(2):  # the team lives on
+    for _ in range(2):  # the pool lives on
         with pytest.raises(OverflowError, match=f"of thread {rank}"):
-            team.run(task)
-    team.run(seen.append)
+            pool.run(task)
+    pool.run(seen.append)
     assert sorted(seen) == [0, 1, 2]
-    team.close()
+    pool.close()

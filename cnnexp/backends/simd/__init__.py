@@ -32,7 +32,7 @@ class CpuSimd(ThreadedBackend):
 
     Attributes:
         threads: as `ThreadedBackend`; the smallest networks train on fewer, see `paying_threads`, and where other work
-            has the cores, one thread does what all would, to the same bits: see `crew`.
+            has the cores, one thread does what all would, to the same bits: see `adaptive_threads`.
         fallback: whether a run whose network kills the compiler goes on with `next_best`.
         explain: whether a run shows what was chosen for every kernel of a step, see `Program.explain`.
         algorithms: `LAYER:ALGORITHM` where a layer is not to be computed by the algorithm expected to cost least.

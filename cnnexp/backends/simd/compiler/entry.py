@@ -40,7 +40,7 @@ class Call(NamedTuple):
     """What one thread gets, in order; what is no array is an int64.
 
     Attributes:
-        rank: of this thread. crew: how many threads there are. mode: see `PREDICT`, ...
+        rank: of this thread. threads: how many there are. mode: see `PREDICT`, ...
         bytes_, floats: the images, flat, one of the two empty. nan_mask: (N,), NaN where an image has one.
         labels: (N,). order: the images to run. batch: images per step.
         parameters: (size,). running: the running averages, with room for a vector past them. slots: (2, size).
@@ -54,7 +54,7 @@ class Call(NamedTuple):
     """
 
     rank: int
-    crew: int
+    threads: int
     mode: int
     bytes_: Bytes
     floats: Floats

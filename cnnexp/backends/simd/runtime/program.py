@@ -18,9 +18,9 @@ from cnnexp.backends.simd.compiler.entry import APPLY, ARGUMENTS, GRADIENTS, LIN
 from cnnexp.backends.simd.compiler.native import Function, MachineCode
 from cnnexp.backends.simd.layouts import aligned_zeros, round_up
 from cnnexp.backends.simd.lowering import Plan
+from cnnexp.backends.simd.runtime.adaptive_threads import AdaptiveThreads
 from cnnexp.backends.simd.runtime.compilation import Described, compile_program
-from cnnexp.backends.simd.runtime.crew import Crew
-from cnnexp.backends.simd.runtime.team import Team
+from cnnexp.backends.simd.runtime.thread_pool import ThreadPool
 from cnnexp.backends.state import complete
 from cnnexp.errors import DataError
 from cnnexp.network import Network
@@ -101,8 +101,8 @@ class SimdProgram(Program[LoadedSplit]):
         self._clocks = plan.clocks
         self._ticks = np.zeros(len(plan.clocks.parts), np.int64)
         self._readings: list[tuple[float, int]] = []
-        self._team, self._crew = Team(threads), Crew(threads, trials=not plan.clocks.on)
-        weakref.finalize(self, self._team.close)
+        self._pool, self._adaptive = ThreadPool(threads), AdaptiveThreads(threads, trials=not plan.clocks.on)
+        weakref.finalize(self, self._pool.close)
         self.compile_s = time.perf_counter() - started
 
     def explain(self) -> list[Part]:
@@ -129,11 +129,11 @@ class SimdProgram(Program[LoadedSplit]):
         order = _indices(order, handle)
         totals, start = Totals(0.0, 0, 0), 0
         while start < len(order):
-            threads, steps = self._crew.next()
+            threads, steps = self._adaptive.next()
             part = order[start : start + steps * self.batch_size]
             began = time.perf_counter()
             totals += self._run(TRAIN, handle, part, self.batch_size, rate, threads=threads)
-            self._crew.took(threads, -(-len(part) // self.batch_size), time.perf_counter() - began)
+            self._adaptive.took(threads, -(-len(part) // self.batch_size), time.perf_counter() - began)
             start += len(part)
         return totals
 
@@ -167,7 +167,7 @@ class SimdProgram(Program[LoadedSplit]):
         return scores
 
     def state(self) -> State:
-        self._team.settle()
+        self._pool.drain()
         unpack, names = self._layout.unpack, self.optimizer.slots
         slots = {name: unpack(slot) for name, slot in zip(names, self._slots, strict=False)}
         more = {"seed": np.asarray(self._seed, np.int64)} if self._drawing else {}
@@ -175,7 +175,7 @@ class SimdProgram(Program[LoadedSplit]):
         return {"parameters": unpack(self._parameters), "step": np.asarray(self._step, np.int64), **slots, **more}
 
     def restore(self, state: State) -> None:
-        self._team.settle()
+        self._pool.drain()
         whole = complete(state, self.network, self.optimizer)
         self._slots[...] = 0
         for name, target in zip(("parameters", *self.optimizer.slots), (self._parameters, *self._slots), strict=False):
@@ -197,7 +197,7 @@ class SimdProgram(Program[LoadedSplit]):
         ]
 
     def close(self) -> None:
-        self._team.close()
+        self._pool.close()
 
     @property
     def _averages(self) -> np.ndarray:
@@ -217,7 +217,7 @@ class SimdProgram(Program[LoadedSplit]):
         threads: int | None = None,
     ) -> Totals:
         """Have threads, those that work now unless a number is given, do one call of the compiled function."""
-        crew = threads or self._crew.size
+        working = threads or self._adaptive.size
         steps = max(1, -(-len(order) // batch))
         numbers = np.zeros((steps, KEYS + len(self._drawing)), np.float32)
         which = self._step + np.arange(1, steps + 1)
@@ -236,11 +236,11 @@ class SimdProgram(Program[LoadedSplit]):
             clocks[:, 1:] = 0
         began = time.perf_counter()
         call = Call(
-            0, crew, mode, split.bytes_, split.floats, split.nan_mask, split.labels, order, batch,
+            0, working, mode, split.bytes_, split.floats, split.nan_mask, split.labels, order, batch,
             self._parameters, self._running, self._slots, self._gradients, self._arenas, scores, self._totals,
             self._flags, self._counts, numbers,
         )  # fmt: skip
-        self._team.run(lambda rank: self._work(*call._replace(rank=rank)), crew)
+        self._pool.run(lambda rank: self._work(*call._replace(rank=rank)), working)
         if mode == TRAIN and clocks is not None:
             self._read_clocks(clocks, began)
         loss, hits = self._totals[:, :2].sum(axis=0)

@@ -104,7 +104,7 @@ def make_batch(plan: Plan, begin: Callable, finish: Callable, copy_scores: Calla
             if phase < seams:
                 if clocked:
                     start_clocks(call.arenas[mine])
-                wait(call.flags, call.rank, call.crew)
+                wait(call.flags, call.rank, call.threads)
                 if clocked:
                     charge_wait(call.arenas[mine])
                 for number in range(known[TILES]):

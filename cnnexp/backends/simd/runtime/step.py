@@ -62,7 +62,7 @@ def make_work(plan: Plan, loss: Loss, optimizer: Optimizer, key: str) -> Dispatc
         """Do one thread's part."""
         _flush_denormals()
         shares, count = call.gradients.shape[0], len(call.order)
-        mine, next_ = shares * call.rank // call.crew, shares * (call.rank + 1) // call.crew
+        mine, next_ = shares * call.rank // call.threads, shares * (call.rank + 1) // call.threads
         call.counts[call.rank, 1] = shares
         if clocked:
             for share in range(mine, next_):
@@ -80,14 +80,14 @@ def make_work(plan: Plan, loss: Loss, optimizer: Optimizer, key: str) -> Dispatc
                         run_tile(call, share, step, at, min(at + images, end), here)
             if call.mode in (TRAIN, APPLY):
                 # its shares of the parameters, between two waits for the others
-                wait(call.flags, call.rank, call.crew)
+                wait(call.flags, call.rank, call.threads)
                 for share in range(mine, next_):
                     update_share(call, share, step, here)
-                wait(call.flags, call.rank, call.crew)
+                wait(call.flags, call.rank, call.threads)
                 if clocked:
                     for share in range(mine, next_):
                         charge_wait(call.arenas[share])
-                if fetches and call.crew > 1:
+                if fetches and call.threads > 1:
                     fetch(call.parameters[added:], call.gradients[mine], call.arenas[mine], owned)
                     if clocked:
                         charge_update(call.arenas[mine])

@@ -27,7 +27,7 @@ SLOW, SLOW_S = 3, 0.1
 """So often in a row, and for so many seconds, must all threads have been slower than one: a disturbance passes."""
 
 
-class Crew:
+class AdaptiveThreads:
     """Chooses by the clock between all threads and one.
 
     Args:

@@ -11,7 +11,7 @@ from cnnexp.system.cores import Cores
 Task = Callable[[int], None]
 
 
-class Team:
+class ThreadPool:
     """Threads that wait for tasks; they start with the first one.
 
     The members of a task wait for each other inside it, so a task must begin on all or none. Ctrl-C may strike the
@@ -39,7 +39,7 @@ class Team:
         if failure is not None:
             raise failure
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Wait for what an interrupted `run` left."""
         if self._tasks is not None:
             self.run(lambda rank: None)

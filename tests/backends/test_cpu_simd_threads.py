@@ -4,7 +4,7 @@ from conformance import assert_same_state
 
 from cnnexp import BatchNorm2d, Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Residual
 from cnnexp.backends.simd.compiler.host import host_target
-from cnnexp.backends.simd.runtime.crew import TRIAL_S, Crew
+from cnnexp.backends.simd.runtime.adaptive_threads import TRIAL_S, AdaptiveThreads
 from cnnexp.backends.simd.runtime.program import SimdProgram, make_plan
 from cnnexp.network.losses import Loss
 from cnnexp.optimizers import Adam
@@ -20,29 +20,29 @@ OWNED = Network((12, 12, 1), (Flatten(), Linear(256), ReLU(), Linear(10)))
 class Machine:
     """A step takes `alone_s` on one thread and `together_s` on all."""
 
-    def __init__(self, crew, alone_s, together_s):
-        self.crew, self.alone_s, self.together_s = crew, alone_s, together_s
+    def __init__(self, adaptive, alone_s, together_s):
+        self.adaptive, self.alone_s, self.together_s = adaptive, alone_s, together_s
 
     def train(self, seconds):
         """Return the share of the time in which one thread worked, and the steps that were done a second."""
         spent, steps_done = {True: 0.0, False: 0.0}, 0
         while sum(spent.values()) < seconds:
-            threads, steps = self.crew.next()
+            threads, steps = self.adaptive.next()
             took = steps * (self.alone_s if threads == 1 else self.together_s)
-            self.crew.took(threads, steps, took)
+            self.adaptive.took(threads, steps, took)
             spent[threads == 1] += took
             steps_done += steps
         return spent[True] / sum(spent.values()), steps_done / sum(spent.values())
 
 
 def test_on_a_quiet_machine_all_threads_work():
-    share, rate = Machine(Crew(2), alone_s=1e-4, together_s=6e-5).train(30)
+    share, rate = Machine(AdaptiveThreads(2), alone_s=1e-4, together_s=6e-5).train(30)
     assert share < 0.01
     assert rate * 6e-5 > 0.99
 
 
 def test_where_others_keep_the_cores_busy_one_thread_works():
-    machine = Machine(Crew(2), alone_s=1e-4, together_s=1e-3)
+    machine = Machine(AdaptiveThreads(2), alone_s=1e-4, together_s=1e-3)
     machine.train(2)
     share, rate = machine.train(30)
     assert share > 0.9
@@ -50,7 +50,7 @@ def test_where_others_keep_the_cores_busy_one_thread_works():
 
 
 def test_all_work_again_when_the_others_have_gone():
-    machine = Machine(Crew(4), alone_s=1e-4, together_s=1e-3)
+    machine = Machine(AdaptiveThreads(4), alone_s=1e-4, together_s=1e-3)
     machine.train(30)
     machine.together_s = 4e-5
     machine.train(10)  # no trial is further off
@@ -58,7 +58,7 @@ def test_all_work_again_when_the_others_have_gone():
 
 
 def test_a_disturbance_that_passes_does_not_send_threads_away():
-    machine = Machine(Crew(2), alone_s=1e-4, together_s=6e-5)
+    machine = Machine(AdaptiveThreads(2), alone_s=1e-4, together_s=6e-5)
     machine.train(0.1)
     machine.together_s = 6e-4
     machine.train(0.05)
@@ -67,34 +67,34 @@ def test_a_disturbance_that_passes_does_not_send_threads_away():
 
 
 def test_a_long_disturbance_is_forgotten_soon_after_its_end():
-    crew = Crew(2)
-    machine = Machine(crew, alone_s=1e-4, together_s=6e-4)
-    while crew.size == 2:
+    adaptive = AdaptiveThreads(2)
+    machine = Machine(adaptive, alone_s=1e-4, together_s=6e-4)
+    while adaptive.size == 2:
         machine.train(0.01)
     machine.together_s = 6e-5
     machine.train(0.06)
-    assert crew.size == 2
+    assert adaptive.size == 2
 
 
 def test_a_short_call_that_waking_the_threads_outlasts_does_not_count_alone():
-    crew = Crew(2)
-    machine = Machine(crew, alone_s=1e-4, together_s=6e-5)
+    adaptive = AdaptiveThreads(2)
+    machine = Machine(adaptive, alone_s=1e-4, together_s=6e-5)
     for _ in range(20):
-        crew.took(crew.next()[0], steps=1, seconds=1e-3)  # cold
+        adaptive.took(adaptive.next()[0], steps=1, seconds=1e-3)  # cold
         assert machine.train(0.2)[0] < 0.05
-        assert crew.size == 2
+        assert adaptive.size == 2
 
 
 def test_long_steps_are_not_tried_on_one_thread():
-    assert Machine(Crew(2), alone_s=TRIAL_S * 2, together_s=TRIAL_S).train(30)[0] == 0
+    assert Machine(AdaptiveThreads(2), alone_s=TRIAL_S * 2, together_s=TRIAL_S).train(30)[0] == 0
 
 
-@pytest.mark.parametrize("crew", [Crew(1), Crew(2, trials=False)], ids=["one", "no trials"])
-def test_no_other_number_is_tried(crew):
-    machine = Machine(crew, alone_s=1e-4, together_s=1e-3)
-    size = crew.size
+@pytest.mark.parametrize("adaptive", [AdaptiveThreads(1), AdaptiveThreads(2, trials=False)], ids=["one", "no trials"])
+def test_no_other_number_is_tried(adaptive):
+    machine = Machine(adaptive, alone_s=1e-4, together_s=1e-3)
+    size = adaptive.size
     machine.train(3)
-    assert crew.size == size
+    assert adaptive.size == size
 
 
 @pytest.mark.parametrize("network", [CONVOLUTION, OWNED, NORMED], ids=["convolution", "owned", "normed"])
@@ -105,10 +105,10 @@ def test_one_thread_that_does_all_shares_computes_the_same_bits(network):
     found = []
     for alone in (True, False):
         program = SimdProgram(network, Loss.SOFTMAX_CROSS_ENTROPY, Adam(lr=0.01), batch, host_target(), threads)
-        program._crew = Crew(threads, trials=False)
+        program._adaptive = AdaptiveThreads(threads, trials=False)
         if alone:
-            program._crew.size = 1
-            program._crew.took(1, steps=1, seconds=1.0)
+            program._adaptive.size = 1
+            program._adaptive.took(1, steps=1, seconds=1.0)
         handle = program.load(images, labels)
         program.restore(network.initial_state(1))
         totals = program.train(handle, np.arange(100)[::-1].copy(), 0.01)
