@@ -113,7 +113,6 @@ def source_files() -> list[Path]:
             Path(str(m))
             for m in (__file__, *(m.__file__ for m in (elementwise, layers, losses, noise, optimizers, shapes)))
         ),
-        folder / "dispatchers.py",
     ]
 
 

@@ -394,7 +394,7 @@ def test_an_interrupted_pool_finishes_its_task_first():
     threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
         pool.run(task)
-    pool.settle()
+    pool.drain()
     assert sorted(seen) == [0, 1]
     pool.close()
     pool.close()
