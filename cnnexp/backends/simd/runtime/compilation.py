@@ -19,8 +19,8 @@ from cnnexp.network.losses import Loss
 from cnnexp.optimizers import Optimizer
 from cnnexp.system import child
 
-LIMIT_S = 1800.0
-"""As long may the child take: the papers' networks take it 2 to 5 s, ResNet-20 takes it 100 s."""
+LIMIT_S = 600.0
+"""As long may the child take: the papers' networks take it 2 to 5 s, ResNet-20 takes it half a minute."""
 
 
 Described = tuple[Network, Loss, Optimizer, Target, int, int]
