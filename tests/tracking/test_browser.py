@@ -183,6 +183,8 @@ def page(tmp_path_factory, new_store):
 def see(address, shown):
     """Have a fresh browser draw a page until `shown(page)` asserts nothing false, or `MLFLOW_S` have passed."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile, Browser(profile) as page:
+        # the window is as high as all of the charts: MLflow draws those alone that are in sight
+        page.call("Emulation.setDeviceMetricsOverride", width=1600, height=2600, deviceScaleFactor=1, mobile=False)
         page.call("Page.navigate", url=address)
         ends = time.monotonic() + MLFLOW_S
         while True:
