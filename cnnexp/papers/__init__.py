@@ -1,6 +1,6 @@
-"""The papers' tables and figures by name; `conf/experiment/<name>.yaml` runs the jobs that make one again."""
+"""The papers' tables and figures, and recipes: `conf/experiment/<name>.yaml` runs the jobs that make one again."""
 
-from cnnexp.papers import castanheira, chavan, garg, khandait, rendon
+from cnnexp.papers import castanheira, chavan, garg, khandait, recipes, rendon
 from cnnexp.papers.experiment import Experiment
 
 EXPERIMENTS: dict[str, Experiment] = {
@@ -9,4 +9,5 @@ EXPERIMENTS: dict[str, Experiment] = {
     **rendon.EXPERIMENTS,
     **chavan.EXPERIMENTS,
     **khandait.EXPERIMENTS,
+    **recipes.EXPERIMENTS,
 }

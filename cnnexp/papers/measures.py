@@ -48,6 +48,11 @@ def epoch_s(job: Job) -> float:
     return statistics.median(per_epoch(job, "time/epoch_s"))
 
 
+def training_s(job: Job) -> float:
+    """Seconds of all training passes; evaluation is left out."""
+    return sum(per_epoch(job, "time/epoch_s"))
+
+
 def per_epoch(job: Job, name: str) -> list[float]:
     """Return a metric of every epoch; a time is scaled to the whole training split where its pass was cut short."""
     if name == "time/epoch_s":
