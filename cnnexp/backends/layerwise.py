@@ -12,10 +12,9 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from cnnexp.backends.averages import PendingAverages
 from cnnexp.backends.protocol import Array, Ops, Program, State, Watch
 from cnnexp.backends.stages import Chain, Run, unwatched
-from cnnexp.backends.state import complete
+from cnnexp.backends.state import PendingAverages, complete
 from cnnexp.network import Network, Stage
 from cnnexp.network.losses import Loss, Totals, check_loss
 from cnnexp.optimizers import Optimizer

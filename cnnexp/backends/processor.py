@@ -1,20 +1,22 @@
-"""What the CPU is and how many of its cores may be used."""
+"""What all backends on the CPU have in common."""
 
 from __future__ import annotations
 
-import functools
 import os
-import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+import numpy as np
 
 from cnnexp.errors import BackendUnavailable, ConfigError
-from cnnexp.system.cores import usable_cores
+from cnnexp.network import BatchNorm2d, MaxPool2d, Stage
+from cnnexp.system.cores import cpu_name, usable_cores
 
 if TYPE_CHECKING:
     from cnnexp.backends.protocol import Backend
+
+Array = np.ndarray
 
 
 def resolve_threads(threads: int | None) -> int:
@@ -35,17 +37,6 @@ def need_compiler() -> None:
             f"backend: NUMBA_DISABLE_JIT={disabled} is set, so Numba compiles nothing; unset it, or use backend=numpy "
             "and trainer.baseline=null"
         )
-
-
-@functools.cache
-def cpu_name() -> str:
-    """Return the CPU's model name, or its architecture where the system does not tell."""
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
 
 
 @dataclass(frozen=True)
@@ -102,3 +93,31 @@ class ThreadedBackend(CpuBackend):
     def thread_count(self) -> int:
         """What `threads` has become: a number."""
         return cast(int, self.threads)
+
+
+class HostOps:
+    """The part of `Ops` (see `protocol`) that computes nothing.
+
+    A max-pool keeps the place, row * size + column, of each window's maximum, int32 (N,U,V,C); a BatchNorm2d the mean
+    and the inverse deviation of each channel, float32 (2,C).
+    """
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        return np.full(shape, 0, dtype)
+
+    def saved(self, stage: Stage, batch_size: int) -> np.ndarray | None:
+        match stage.layer:
+            case MaxPool2d():
+                return self.empty((batch_size, *stage.output_shape), np.int32)
+            case BatchNorm2d():
+                return self.empty((2, stage.output_shape[2]), np.float32)
+        return None
+
+    def to_device(self, array: np.ndarray) -> np.ndarray:
+        return array
+
+    def to_host(self, array: np.ndarray) -> np.ndarray:
+        return array.copy()
+
+    def copy(self, source: np.ndarray, target: np.ndarray) -> None:
+        target[...] = source

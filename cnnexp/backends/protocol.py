@@ -21,13 +21,13 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from cnnexp.backends.averages import PendingAverages
 from cnnexp.backends.parts import Part
+from cnnexp.backends.state import PendingAverages
+from cnnexp.backends.state import State as State
 from cnnexp.network import BatchNorm2d, Elementwise, Network, Stage, Window
 from cnnexp.network.losses import Loss, Totals
 from cnnexp.optimizers import Optimizer
 
-State = dict[str, np.ndarray]
 Handle = TypeVar("Handle")
 """A split where a program wants it."""
 

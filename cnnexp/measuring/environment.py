@@ -13,9 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cnnexp.backends.processor import cpu_name
 from cnnexp.errors import ConfigError
-from cnnexp.system.cores import usable_cores
+from cnnexp.system.cores import cpu_name, usable_cores
 
 RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")  # set by MPICH, Intel MPI, Slurm; PMIx; Open MPI
 KEEPING = ("resume", "checkpoint_s", "checkpoint_batches", "keep_last", "keep_best")  # keys of `trainer`

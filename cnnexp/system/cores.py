@@ -1,10 +1,13 @@
-"""Which cores this process may use, and on which of them the threads of a pool begin their work."""
+"""The CPU, which of its cores this process may use, and on which of them the threads of a pool begin their work."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
+import platform
+from pathlib import Path
 
 
 def usable_cores() -> int:
@@ -12,6 +15,17 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+@functools.cache
+def cpu_name() -> str:
+    """Return the CPU's model name, or its architecture where the system does not tell."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
 
 
 class Cores:

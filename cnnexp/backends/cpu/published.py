@@ -12,8 +12,8 @@ from typing import ClassVar
 import numpy as np
 
 from cnnexp.backends.cpu.sequential import Cpu, CpuOps
-from cnnexp.backends.host import Array
 from cnnexp.backends.layerwise import LayerwiseProgram
+from cnnexp.backends.processor import Array
 from cnnexp.network import Network, Window
 from cnnexp.network.losses import Loss
 from cnnexp.optimizers import Optimizer

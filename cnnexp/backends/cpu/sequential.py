@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from cnnexp.backends.host import Array, HostOps
 from cnnexp.backends.layerwise import LayerwiseProgram
-from cnnexp.backends.processor import SequentialBackend, need_compiler
+from cnnexp.backends.processor import Array, HostOps, SequentialBackend, need_compiler
 from cnnexp.backends.protocol import Update
 from cnnexp.network import BatchNorm2d, Elementwise, Network, Window
 from cnnexp.network.losses import Loss

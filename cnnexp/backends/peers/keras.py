@@ -16,11 +16,10 @@ from typing import Any, ClassVar, assert_never
 import numpy as np
 
 from cnnexp import network as net
-from cnnexp.backends.averages import PendingAverages
 from cnnexp.backends.layerwise import as_float32
 from cnnexp.backends.processor import ThreadedBackend
 from cnnexp.backends.protocol import Program, State
-from cnnexp.backends.state import complete
+from cnnexp.backends.state import PendingAverages, complete
 from cnnexp.errors import BackendUnavailable, installing
 from cnnexp.network import Network, Stage, noise
 from cnnexp.network.losses import LOG_FLOOR, VARIANCE_FLOOR, Loss, Totals, check_loss

@@ -10,9 +10,8 @@ from typing import ClassVar
 import numpy as np
 import threadpoolctl
 
-from cnnexp.backends.host import Array, HostOps
 from cnnexp.backends.layerwise import LayerwiseProgram
-from cnnexp.backends.processor import SequentialBackend
+from cnnexp.backends.processor import Array, HostOps, SequentialBackend
 from cnnexp.backends.protocol import Update
 from cnnexp.network import BatchNorm2d, Elementwise, Maths, Network, Window
 from cnnexp.network.elementwise import rational_erf

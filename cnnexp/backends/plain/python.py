@@ -12,9 +12,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from cnnexp.backends.host import Array, HostOps
 from cnnexp.backends.layerwise import LayerwiseProgram
-from cnnexp.backends.processor import SequentialBackend
+from cnnexp.backends.processor import Array, HostOps, SequentialBackend
 from cnnexp.backends.protocol import Update
 from cnnexp.network import BatchNorm2d, Elementwise, Maths, Network, Window
 from cnnexp.network.losses import Loss

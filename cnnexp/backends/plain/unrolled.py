@@ -7,10 +7,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from cnnexp.backends.host import Array
 from cnnexp.backends.layerwise import LayerwiseProgram
 from cnnexp.backends.plain.numpy import NumpyOps, one_blas_thread, pad, pixels, unpad
-from cnnexp.backends.processor import SequentialBackend
+from cnnexp.backends.processor import Array, SequentialBackend
 from cnnexp.network import Network, Window
 from cnnexp.network.losses import Loss
 from cnnexp.optimizers import Optimizer

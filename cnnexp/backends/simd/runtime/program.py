@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cnnexp.backends.averages import PendingAverages
 from cnnexp.backends.cache import load_or_make, program_key
 from cnnexp.backends.parts import Part
 from cnnexp.backends.protocol import Program, State
@@ -21,7 +20,7 @@ from cnnexp.backends.simd.lowering import Plan
 from cnnexp.backends.simd.runtime.adaptive_threads import AdaptiveThreads
 from cnnexp.backends.simd.runtime.compilation import Described, compile_program
 from cnnexp.backends.simd.runtime.thread_pool import ThreadPool
-from cnnexp.backends.state import complete
+from cnnexp.backends.state import PendingAverages, complete
 from cnnexp.errors import DataError
 from cnnexp.network import Network
 from cnnexp.network.losses import Loss, Totals, check_loss
