@@ -19,7 +19,7 @@ import numpy as np
 from llvmlite import ir
 
 from cnnexp.backends.simd.compiler.clocks import Clocks
-from cnnexp.backends.simd.compiler.emit import Emitter, Pointer, Target
+from cnnexp.backends.simd.compiler.emit import Emitter, Offset, Pointer, Target
 from cnnexp.network import ConvStage, LinearStage, Parameter, Shape
 
 
@@ -171,9 +171,9 @@ class Arena:
         self.shared = self._needed = 0
         self._fills: list[tuple[int, np.ndarray]] = []
 
-    def allocate(self, floats: int) -> int:
+    def allocate(self, floats: int) -> Offset:
         """Return the offset of room that starts on a cache line."""
-        offset = self.size
+        offset = Offset(self.size)
         self.size += round_up(floats, 16)
         return offset
 
@@ -208,7 +208,7 @@ class Arena:
         width = round_up(math.prod(shape), self.lanes)
         return NHWC(self.allocate(self.images * stride), shape, stride, width, halo)
 
-    def constants(self, values: np.ndarray) -> int:
+    def constants(self, values: np.ndarray) -> Offset:
         """Return the offset of room that holds these float32 values for good."""
         values = values.ravel()
         offset = self.allocate(len(values))
@@ -299,10 +299,10 @@ class Parameters:
             at = self.offset(parameter)
             yield from views(flat[parameter.offset : parameter.offset + parameter.size], packed[at : at + size])
 
-    def offset(self, parameter: Parameter) -> int:
+    def offset(self, parameter: Parameter) -> Offset:
         """Return where a parameter begins, once all have their places."""
         owned, at = self._places[parameter.name]
-        return at + self.added if owned else at
+        return Offset(at + self.added if owned else at)
 
     def weights(self, k: Emitter, stage: ConvStage | LinearStage) -> tuple[Pointer, Pointer | None]:
         """Return the addresses of a layer's weight and of its bias, None where it has none."""

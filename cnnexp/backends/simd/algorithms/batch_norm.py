@@ -17,7 +17,7 @@ from llvmlite import ir
 from cnnexp.backends.simd.algorithms.cost import Work, passes
 from cnnexp.backends.simd.algorithms.linear.product import chunks
 from cnnexp.backends.simd.algorithms.node import Node, Seam, Section
-from cnnexp.backends.simd.compiler.emit import FLOAT, INDEX, INT, Emitter, Kernels, Pointer, Target
+from cnnexp.backends.simd.compiler.emit import FLOAT, INDEX, INT, Emitter, Kernels, Offset, Pointer, Target
 from cnnexp.backends.simd.layouts import NHWC, Blocked, Layout, round_up
 from cnnexp.network import NormStage
 
@@ -191,7 +191,7 @@ class BatchNormNode(Node[Pixels, Pixels]):
             with k.builder.if_then(alone):
                 spread = k.multiply(squares.get(), k.spread(k.builder.fdiv(FLOAT(1), unbiased)))
                 for average, value in zip(self.stage.running, (middle, spread), strict=True):
-                    place = (k.gradients + average.offset).at(channel)
+                    place = (k.gradients + Offset(average.offset)).at(channel)
                     old = k.load(place)
                     moved = k.fma(k.constant(layer.momentum), k.subtract(value, old), old)
                     k.store_part(moved, place, valid)
@@ -199,7 +199,7 @@ class BatchNormNode(Node[Pixels, Pixels]):
     def _average(self, k: Emitter, plan: Layout) -> None:
         """Take the running averages for the batch's own. Buffers: parameters, running averages, arena."""
         for channel, _ in _vectors(k, self.shape[2]):
-            mean, variance = (k.load((k.gradients + average.offset).at(channel)) for average in self.stage.running)
+            mean, variance = (k.load((k.gradients + Offset(average.offset)).at(channel)) for average in self.stage.running)
             self._put(k, plan, k.arena, channel, mean, k.add(variance, k.constant(self.stage.layer.epsilon)))
 
     def _put(

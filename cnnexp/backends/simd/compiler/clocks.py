@@ -14,7 +14,7 @@ from llvmlite import ir
 
 from cnnexp.backends.parts import Part
 from cnnexp.backends.simd.compiler import intrinsics
-from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Pointer, Target
+from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Offset, Pointer, Target
 
 FLOATS = 2  # of a sum of ticks, 64 bits
 ARM_TICKS = "cntvct_el0"  # what LLVM's intrinsic reads on 64-bit Arm only the system may
@@ -54,15 +54,16 @@ class Clocks:
             arena: the thread's, where it is not the kernel's.
         """
         if self.on:
-            clocks = (arena or k.arena) + self.offset
-            _charge(k.builder, self._target, clocks.value(INDEX), part)
+            last, total = ((arena or k.arena) + Offset(self.offset + FLOATS * place) for place in (0, 1 + part))
+            _charge(k.builder, self._target, last.value(INDEX), total.value(INDEX))
 
     def charging(self, part: int) -> Callable[[ir.IRBuilder, ir.Value], None]:
         """Return what emits as `charge` does, given an arena's first float."""
 
         def emit(builder: ir.IRBuilder, arena: ir.Value) -> None:
             if self.on:
-                _charge(builder, self._target, self._last(builder, arena), part)
+                last = self._last(builder, arena)
+                _charge(builder, self._target, last, builder.gep(last, [INDEX(1 + part)]))
 
         return emit
 
@@ -85,11 +86,10 @@ def available(triple: str) -> bool:
     return triple.startswith(("x86_64", "aarch64", "arm64"))
 
 
-def _charge(builder: ir.IRBuilder, target: Target, clocks: ir.Value, part: int) -> None:
-    now, last = _ticks(builder, target), builder.load(clocks)
-    total = builder.gep(clocks, [INDEX(1 + part)])
-    builder.store(builder.add(builder.load(total), builder.sub(now, last)), total)
-    builder.store(now, clocks)
+def _charge(builder: ir.IRBuilder, target: Target, last: ir.Value, total: ir.Value) -> None:
+    now = _ticks(builder, target)
+    builder.store(builder.add(builder.load(total), builder.sub(now, builder.load(last))), total)
+    builder.store(now, last)
 
 
 def _ticks(builder: ir.IRBuilder, target: Target) -> ir.Value:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 from llvmlite import ir
 
@@ -61,6 +62,10 @@ class Target:
         return self.lanes in PERMUTES and self.has(PERMUTES[self.lanes])
 
 
+class Offset(int):
+    """Where something lies in a buffer: of the place in the network, not of a shape, so kernels get it as an argument."""
+
+
 class Pointer:
     """The address of an element of a buffer: a base, and a constant number of elements that costs nothing to add."""
 
@@ -68,6 +73,8 @@ class Pointer:
         self._k, self._base, self._constant = k, base, constant
 
     def __add__(self, elements: int) -> Pointer:
+        if isinstance(elements, Offset):
+            return Pointer(self._k, self._k.place(self._base, elements), self._constant)
         return Pointer(self._k, self._base, self._constant + elements)
 
     def at(self, index: ir.Value | int, stride: int = 1) -> Pointer:
@@ -108,17 +115,30 @@ class Emitter:
         count: images in the tile, at run time.
         index: what `call` passes on, at run time.
         target: lanes and registers of the CPU.
+        offsets: what it adds to its buffers, by buffer and `Offset`: their numbers in the table it is called with.
     """
 
-    def __init__(self, function: ir.Function, target: Target) -> None:
+    def __init__(self, function: ir.Function, target: Target, offsets: dict[tuple[str, int], int]) -> None:
         self.builder = ir.IRBuilder(function.append_basic_block("entry"))
         self.function, self.module, self.target, self.lanes = function, function.module, target, target.lanes
-        *buffers, self.count, self.index = function.args
+        *buffers, self.count, self.index, self._table = function.args
+        self.offsets, self._places = offsets, dict[tuple[str, int], ir.Value]()
         self.buffers = [Pointer(self, buffer) for buffer in buffers]
         self.parameters, self.gradients, self.arena = self.buffers[:3]
         self.vector = ir.VectorType(FLOAT, target.lanes)
         self.indices = ir.VectorType(INT, target.lanes)
         self.bytes = ir.VectorType(BYTE, target.lanes)
+
+    def place(self, base: ir.Value, offset: Offset) -> ir.Value:
+        """Return the address so far from a base."""
+        whole = isinstance(base, ir.Argument)
+        key = base.name if whole else "", offset
+        if key not in self._places:
+            with self.builder.goto_entry_block():
+                number = self.offsets.setdefault(key, len(self.offsets))
+                found = self.builder.load(self.builder.gep(self._table, [INDEX(number)]))
+                self._places[key] = self.builder.gep(base, [found]) if whole else found
+        return self._places[key] if whole else self.builder.gep(base, [self._places[key]])
 
     # control
 
@@ -142,13 +162,18 @@ class Emitter:
 
     def call(self, name: str, emit: Callable[[Emitter, ir.Value], None], index: ir.Value) -> None:
         """Call emit(k, index) as a function of its own, on the same buffers: registers are allocated by function."""
-        *same, _ = self.function.args
-        function = define(self.module, f"{self.function.name}.{name}", same, self.target, lambda k: emit(k, k.index))
-        self.builder.call(function, [*same, index])
+        *same, _, table = self.function.args
+        function = define(
+            self.module, f"{self.function.name}.{name}", same, self.target, lambda k: emit(k, k.index), self.offsets
+        )
+        self.builder.call(function, [*same, index, table])
 
     def _as_it_is(self) -> ir.values.MDValue:
         """Return a mark for a loop that LLVM shall not unroll: it may take minutes over nested ones."""
         disable = self.module.add_metadata(["llvm.loop.unroll.disable"])
+        for mark in self.module.metadata:
+            if mark.operands[1:] == (disable,):
+                return mark
         mark = ir.values.MDValue(self.module, [disable], name=str(len(self.module.metadata)))
         mark.operands = (mark, disable)  # what LLVM demands of a loop's mark
         return mark
@@ -417,20 +442,50 @@ Kernels = list[tuple[str, Emit]]
 def call_kernels(builder: ir.IRBuilder, name: str, target: Target, kernels: Kernels, like: list[ir.Value]) -> None:
     """Define the kernels and call them in order, on `like`: buffers, and the count of images."""
     for kernel_name, emit in kernels:
-        function = define(builder.module, f"{name}.{kernel_name}", like, target, emit)
-        builder.call(function, [*like, INDEX(0)])
+        offsets = dict[tuple[str, int], int]()
+        function = define(builder.module, f"{name}.{kernel_name}", like, target, emit, offsets)
+        builder.call(function, [*like, INDEX(0), _table(builder.module, [INDEX(at) for _, at in offsets])])
 
 
-def define(module: ir.Module, name: str, like: Sequence[ir.Value], target: Target, emit: Emit) -> ir.Function:
-    """Emit a kernel into the module, on arguments as those given: buffers, and the count of images."""
-    kind = ir.FunctionType(ir.VoidType(), [*(argument.type for argument in like), INDEX])
+def _table(module: ir.Module, numbers: list[ir.Constant]) -> ir.Value:
+    content = ir.Constant(ir.ArrayType(INDEX, len(numbers)), numbers)
+    table = ir.GlobalVariable(module, content.type, module.get_unique_name("offsets"))
+    table.global_constant, table.linkage, table.initializer = True, "internal", content
+    return table.gep([INDEX(0), INDEX(0)])
+
+
+_known: WeakKeyDictionary[ir.Module, dict[str, ir.Function]] = WeakKeyDictionary()
+"""The kernels of a module by their code."""
+
+
+def define(
+    module: ir.Module,
+    name: str,
+    like: Sequence[ir.Value],
+    target: Target,
+    emit: Emit,
+    offsets: dict[tuple[str, int], int],
+) -> ir.Function:
+    """Emit a kernel into the module, on arguments as those given: buffers, and the count of images.
+
+    One that does the same as an earlier one, but for its offsets, is that one: equal layers are compiled once.
+
+    Args:
+        offsets: see `Emitter`, added to.
+    """
+    kind = ir.FunctionType(ir.VoidType(), [*(argument.type for argument in like), INDEX, INDEX.as_pointer()])
     function = ir.Function(module, kind, module.get_unique_name(name))
     function.linkage = "internal"
     function.attributes.add("noinline")
     function.attributes.add("nounwind")
-    for buffer in function.args[:-2]:
+    *buffers, _, _, table = function.args
+    for buffer in (*buffers, table):
         buffer.add_attribute("noalias")
-    k = Emitter(function, target)
+    k = Emitter(function, target, offsets)
     emit(k)
     k.builder.ret_void()
-    return function
+    code = ",".join(str(argument.type) for argument in like) + "".join(str(block) for block in function.blocks)
+    same = _known.setdefault(module, {}).setdefault(code, function)
+    if same is not function:
+        del module.globals[function.name]
+    return same

@@ -110,7 +110,7 @@ def _make_tile(plan: Plan, loss: Loss, compiled: Callable) -> tuple[Callable, Ca
     owned_gradients = compose("owned_gradients", target, plan.gradients)
     charge_gather, charge_loss = (_charging(plan, name) for name in ("gather", "loss"))
     tile_loss = _tile_loss(loss, plan.scores, plan.d_scores, compiled)
-    outputs, stride, scores_at = plan.scores.size, plan.scores.stride, plan.scores.offset
+    outputs, stride, scores_at = plan.scores.size, plan.scores.stride, int(plan.scores.offset)
 
     @compiled
     def copy_scores(arena: np.ndarray, scores: np.ndarray) -> None:
@@ -232,7 +232,7 @@ def _compiler(key: str) -> Callable:
 
 def _tile_loss(loss: Loss, scores: NC, d_scores: NC, compiled: Callable) -> Callable:
     """Return the loss of a tile, image by image."""
-    outputs, stride, scores_at, d_scores_at = scores.size, scores.stride, scores.offset, d_scores.offset
+    outputs, stride, scores_at, d_scores_at = scores.size, scores.stride, int(scores.offset), int(d_scores.offset)
     one, rule = np.float32(1), compiled(loss.rule(outputs, math.exp, math.log, math.log1p))
 
     @compiled
