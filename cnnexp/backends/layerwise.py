@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from cnnexp.backends.averages import PendingAverages
-from cnnexp.backends.protocol import Array, Ops, Program, State, Watch
+from cnnexp.backends.protocol import Array, Ops, Program, Rate, State, Watch, rate_of_steps
 from cnnexp.backends.stages import Chain, Run, unwatched
 from cnnexp.backends.state import complete
 from cnnexp.network import Network, Stage
@@ -98,7 +98,7 @@ class LayerwiseProgram(Program[Split[Array]], Generic[Array]):
         return Split(self._ops.to_device(as_float32(images)), self._ops.to_device(labels.astype(np.int32)))
 
     @_in_scope
-    def train(self, handle: Split[Array], order: np.ndarray, rate: float, images: np.ndarray | None = None) -> Totals:
+    def train(self, handle: Split[Array], order: np.ndarray, rate: Rate, images: np.ndarray | None = None) -> Totals:
         """As `Program.train`.
 
         Args:
@@ -108,10 +108,10 @@ class LayerwiseProgram(Program[Split[Array]], Generic[Array]):
         self.pending.drop()
         places, where = self._places(order, images)
         losses, hits = ops.empty((count,), np.float32), ops.empty((count,), np.uint8)
-        for start in range(0, count, self.batch_size):
-            batch = slice(start, min(start + self.batch_size, count))
+        for step, step_rate in enumerate(rate_of_steps(rate, count, self.batch_size)):
+            batch = slice(step * self.batch_size, min((step + 1) * self.batch_size, count))
             self._gradients(handle, places[batch], where[batch], losses[batch], hits[batch])
-            self._apply(rate)
+            self._apply(float(step_rate))
         return _totals(ops.to_host(losses), ops.to_host(hits))
 
     @_in_scope

@@ -198,7 +198,7 @@ def describe(
         **({"loss.label_smoothing": loss.label_smoothing} if loss.label_smoothing else {}),
         "optimizer": _plain(optimizer),
         "batch_size": batch_size,
-        "schedule": _plain(schedule),
+        "schedule": schedule.plain(),
         "seed": seed,
         "dataset.sha256": dataset_sha256,
     }

@@ -19,7 +19,7 @@ from cnnexp import network as net
 from cnnexp.backends.averages import PendingAverages
 from cnnexp.backends.layerwise import as_float32
 from cnnexp.backends.processor import ThreadedBackend
-from cnnexp.backends.protocol import Program, State
+from cnnexp.backends.protocol import Program, Rate, State, rate_of_steps
 from cnnexp.backends.state import complete
 from cnnexp.errors import BackendUnavailable, installing
 from cnnexp.network import Network, Stage, noise
@@ -175,13 +175,14 @@ class KerasProgram(Program):
     def load(self, images: np.ndarray, labels: np.ndarray) -> tuple[tf.Tensor, tf.Tensor]:
         return tf.constant(as_float32(images)), tf.constant(labels.astype(np.int32))
 
-    def train(self, handle: Any, order: np.ndarray, rate: float) -> Totals:
+    def train(self, handle: Any, order: np.ndarray, rate: Rate) -> Totals:
         losses, hits = [], []
         self.pending.drop()
-        for start in range(0, len(order), self.batch_size):
-            indices = order[start : start + self.batch_size].astype(np.int64)
+        for step, step_rate in enumerate(rate_of_steps(rate, len(order), self.batch_size)):
+            indices = order[step * self.batch_size : (step + 1) * self.batch_size].astype(np.int64)
             self._begin_step()
-            loss, correct = self._train_step(*handle, indices, np.float32(rate), *self.optimizer.constants(self._step))
+            numbers = np.float32(step_rate), *self.optimizer.constants(self._step)
+            loss, correct = self._train_step(*handle, indices, *numbers)
             losses.append(loss)
             hits.append(correct)
         return Totals(sum(float(loss) for loss in losses), sum(int(correct) for correct in hits), len(order))

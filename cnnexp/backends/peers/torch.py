@@ -19,7 +19,7 @@ from cnnexp import network as net
 from cnnexp.backends.averages import PendingAverages
 from cnnexp.backends.layerwise import as_float32
 from cnnexp.backends.processor import ThreadedBackend
-from cnnexp.backends.protocol import Program, State
+from cnnexp.backends.protocol import Program, Rate, State, rate_of_steps
 from cnnexp.backends.state import complete
 from cnnexp.errors import BackendUnavailable, ConfigError, installing
 from cnnexp.network import Network, Stage, noise
@@ -201,14 +201,14 @@ class TorchProgram(Program):
     def load(self, images: np.ndarray, labels: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.tensor(as_float32(images)), torch.tensor(labels.astype(np.int64))
 
-    def train(self, handle: Any, order: np.ndarray, rate: float) -> Totals:
+    def train(self, handle: Any, order: np.ndarray, rate: Rate) -> Totals:
         batches = torch.tensor(np.ascontiguousarray(order, np.int64)).split(self.batch_size)
         loss, hits = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.int64)
         self.pending.drop()
         with _torch_threads(self._threads):
-            for indices in batches:
+            for indices, step_rate in zip(batches, rate_of_steps(rate, len(order), self.batch_size), strict=False):
                 losses, correct = self._backward(handle, indices)
-                self._update(rate)
+                self._update(float(step_rate))
                 loss += losses
                 hits += correct
         return Totals(float(loss), int(hits), len(order))

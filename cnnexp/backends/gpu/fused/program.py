@@ -23,7 +23,7 @@ from cnnexp.backends.gpu.kernels.layers import update
 from cnnexp.backends.gpu.shared import CONV_TILE, SharedOps
 from cnnexp.backends.layerwise import as_float32
 from cnnexp.backends.parts import BACKWARD, FORWARD, Part
-from cnnexp.backends.protocol import Program, State
+from cnnexp.backends.protocol import Program, Rate, State, rate_of_steps
 from cnnexp.backends.state import complete
 from cnnexp.network import Network
 from cnnexp.network.losses import Loss, Totals, check_loss
@@ -138,12 +138,14 @@ class FusedProgram(Program):
         )
 
     @on_its_gpu
-    def train(self, handle: DeviceSplit | streamed.Streamed, order: np.ndarray, rate: float) -> Totals:
-        totals = Totals(0.0, 0, 0)
+    def train(self, handle: DeviceSplit | streamed.Streamed, order: np.ndarray, rate: Rate) -> Totals:
+        totals, rates = Totals(0.0, 0, 0), rate_of_steps(rate, len(order), self.batch_size)
         for split, places in streamed.parts(handle, order):
             most = split.room // self.batch_size * self.batch_size  # whole steps that the buffers hold
             for start in range(0, len(places), most):
-                totals += self._train(split, places[start : start + most], rate, self._graphs is not None)
+                part = places[start : start + most]
+                first, steps = totals.count // self.batch_size, -(-len(part) // self.batch_size)
+                totals += self._train(split, part, rates[first : first + steps], self._graphs is not None)
         return totals
 
     @on_its_gpu
@@ -218,25 +220,24 @@ class FusedProgram(Program):
         labels, order = np.zeros(self.batch_size, np.int32), np.arange(self.batch_size)
         for images in (zeros, zeros.astype(np.float32)):
             split = self._load(images, labels)
-            self._train(split, order, 0.0, graphs=False)
+            self._train(split, order, np.zeros(1), graphs=False)
             self._enqueue_scores(
                 split, device.empty((len(split), *self.network.output_shape), np.float32), self._stream
             )
             kernels.advance().launch(1, self._stream, split.order, u32(0))
             self._capture(split)
-            self._train(split, order, 0.0, self._graphs is not None)
+            self._train(split, order, np.zeros(1), self._graphs is not None)
             self.predict(split)
         self.restore(fresh)
         self._images = 0
         if self._clocks:
             self._clocks.reset()
 
-    def _train(self, split: DeviceSplit, order: np.ndarray, rate: float, graphs: bool) -> Totals:
+    def _train(self, split: DeviceSplit, order: np.ndarray, rates: np.ndarray, graphs: bool) -> Totals:
         """Train on at most as many images as the split's buffers hold."""
-        batch, count = self.batch_size, len(order)
-        steps = -(-count // batch)
-        rates = [(rate, *self.optimizer.constants(self._step + 1 + i)) for i in range(steps)]
-        device.copy(np.array(rates, np.float32).reshape(-1), split.rates)
+        batch, count, steps = self.batch_size, len(order), len(rates)
+        numbers = [(rate, *self.optimizer.constants(self._step + 1 + i)) for i, rate in enumerate(rates)]
+        device.copy(np.array(numbers, np.float32).reshape(-1), split.rates)
         self._send(split, order)
         base = self._launch_graphs(split, count // batch) if graphs else 0
         for start in range(base, count, batch):
