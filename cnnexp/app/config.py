@@ -14,13 +14,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard, cast
 
+import numpy as np
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from cnnexp.backends import BACKENDS, backend_class
-from cnnexp.datasets import DATASETS, Source
+from cnnexp.datasets import DATASETS, Dataset, Source
 from cnnexp.errors import ConfigError, did_you_mean
 from cnnexp.network import LAYERS, Layer
+from cnnexp.network.losses import Loss
 from cnnexp.network.models import MODELS, Model
 from cnnexp.optimizers import OPTIMIZERS, Optimizer
 from cnnexp.papers import EXPERIMENTS
@@ -124,6 +126,12 @@ class Trainer:
             check_range("trainer.class_weights", weight, "> 0")
         self.rates()
 
+    @property
+    def steps(self) -> dict[str, Any]:
+        """The arguments of `Steps` that are not its defaults, by name; empty where the program's own steps do."""
+        plain = {"clip_norm": None, "accumulate": 1, "ema": None}
+        return {key: value for key in plain if (value := getattr(self, key)) != plain[key]}
+
     def rates(self) -> Schedule:
         """Return the schedule that the keys describe."""
         steps = self.step_every, self.step_factor
@@ -186,6 +194,29 @@ class Settings:
     tracking: Tracking
     sweep: Sweep
     baseline: Backend | None
+
+    def __post_init__(self) -> None:
+        if self.trainer.steps and getattr(self.workers, "sync", "") == "parameters":
+            keys = ", ".join(f"trainer.{key}" for key in self.trainer.steps)
+            raise ConfigError(f"workers.sync=parameters: takes no {keys}, its workers take steps alone; use gradients")
+
+    def loss(self, dataset: Dataset) -> Loss:
+        """Return the model's loss, with the weights of the data set's classes where they are wanted.
+
+        Raises:
+            ConfigError: there are not as many weights as classes.
+        """
+        classes, wanted = len(dataset.classes), self.trainer.class_weights
+        if wanted == "balanced":
+            counts = np.bincount(dataset.train.labels, minlength=classes)
+            weights = tuple(float(weight) for weight in len(dataset.train) / (classes * np.maximum(counts, 1)))
+        else:
+            weights = wanted or ()
+        if weights and len(weights) != classes:
+            raise ConfigError(
+                f"trainer.class_weights={list(weights)}: must be {classes}, one per class of the data set"
+            )
+        return dataclasses.replace(self.model.loss, class_weights=weights)
 
 
 def load(values: Mapping[str, Any]) -> Settings:

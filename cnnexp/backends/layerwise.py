@@ -15,7 +15,7 @@ import numpy as np
 from cnnexp.backends.averages import PendingAverages
 from cnnexp.backends.protocol import Array, Ops, Program, Rate, State, Watch, rate_of_steps
 from cnnexp.backends.stages import Chain, Run, unwatched
-from cnnexp.backends.state import complete
+from cnnexp.backends.state import complete, optimizers
 from cnnexp.network import Network, Stage
 from cnnexp.network.losses import Loss, Totals, check_loss
 from cnnexp.optimizers import Optimizer
@@ -77,11 +77,15 @@ class LayerwiseProgram(Program[Split[Array]], Generic[Array]):
         self.network, self.loss, self.optimizer, self.batch_size = network, loss, optimizer, batch_size
         self._ops, self._release, self._scope = ops, release, scope
         self._watch: Watch = unwatched
-        self._update = ops.updater(optimizer)
         zeros = np.zeros(network.parameter_count, np.float32)
         self._parameters = ops.to_device(zeros.copy())
         self._gradient = ops.to_device(zeros.copy())
         self._slots = tuple(ops.to_device(zeros.copy()) for _ in optimizer.slots)
+        flat = self._parameters, self._gradient, self._slots
+        self._updates = [
+            (ops.updater(own), flat[0][part], flat[1][part], tuple(slot[part] for slot in flat[2]))
+            for part, own in optimizers(network, optimizer)
+        ]
         self._running = ops.to_device(np.zeros(max(network.running_count, 1), np.float32))
         self.pending: PendingAverages = PendingAverages(
             network, lambda: ops.to_host(self._running), lambda averages: ops.copy(averages, self._running)
@@ -247,7 +251,8 @@ class LayerwiseProgram(Program[Split[Array]], Generic[Array]):
     def _apply(self, rate: float) -> None:
         self._step += 1
         with self._watch("parameters", "update"):
-            self._update(self._parameters, self._gradient, self._slots, rate, self._step)
+            for update, w, g, slots in self._updates:
+                update(w, g, slots, rate, self._step)
 
     def _run(self, count: int, trains: bool = False, images: Array | None = None) -> Run[Array]:
         step = self._step + 1

@@ -10,6 +10,13 @@ from cnnexp.network import Network
 from cnnexp.optimizers import Optimizer
 
 
+def optimizers(network: Network, optimizer: Optimizer) -> list[tuple[slice, Optimizer]]:
+    """Return which optimizer takes the step of which part of the flat buffer: one part, or one for each parameter."""
+    if optimizer.decay_biases or not optimizer.weight_decay:
+        return [(slice(0, network.parameter_count), optimizer)]
+    return [(slice(p.offset, p.offset + p.size), optimizer.of(p.shape)) for p in network.parameters]
+
+
 def complete(state: State, network: Network, optimizer: Optimizer) -> State:
     """Return a state with all that `Program.state` has; what is missing starts as in a run that begins.
 

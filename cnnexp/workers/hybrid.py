@@ -203,7 +203,9 @@ class Head:
     def apply(self, rate: float) -> None:
         """Take one optimizer step with the gradient that `backward` left."""
         self.step += 1
-        self._optimizer.apply(self.parameters, self.gradient, self.slots, rate, self.step)
+        for _, _, own in self._layouts[self._collective.rank]:
+            w, g, *slots = (own.view(flat) for flat in (self.parameters, self.gradient, *self.slots))
+            self._optimizer.of(own.shape).apply(w, g, slots, rate, self.step)
 
     def _join(self, columns: np.ndarray, outputs: int) -> np.ndarray:
         """Return (N, outputs) out of every worker's columns of it."""

@@ -269,16 +269,22 @@ class TorchProgram(Program):
         scores = self._modules(_channels_first(images))
         self._updater.zero_grad()
         hits = scores.detach().argmax(1) == labels
+        weights, each = self.loss.class_weights, "none" if self.loss.class_weights else "mean"
         match self.loss.name:
             case "softmax_cross_entropy":
-                mean = functional.cross_entropy(scores, labels, label_smoothing=self.loss.label_smoothing)
+                smoothing = self.loss.label_smoothing
+                mean = functional.cross_entropy(scores, labels, label_smoothing=smoothing, reduction=each)
             case "binary_cross_entropy":
-                mean = _BinaryCrossEntropy.apply(scores[:, 0], labels.to(scores.dtype)).mean()
+                mean = _BinaryCrossEntropy.apply(scores[:, 0], labels.to(scores.dtype))
                 hits = (scores.detach()[:, 0] >= 0.5) == (labels == 1)
             case "mean_squared_error":
-                mean = functional.mse_loss(scores, functional.one_hot(labels, scores.shape[1]).to(scores.dtype))
+                targets = functional.one_hot(labels, scores.shape[1]).to(scores.dtype)
+                mean = functional.mse_loss(scores, targets, reduction=each)
             case _:
                 assert_never(self.loss.name)
+        if weights:
+            mean = mean.reshape(len(labels), -1).mean(1) * torch.tensor(weights)[labels]
+        mean = mean.mean()
         mean.backward()
         return mean.detach() * len(indices), hits.sum()
 
@@ -359,9 +365,11 @@ def _module(stage: Stage, tensors: list[nn.Parameter], averages: list[torch.Tens
             assert_never(stage)
 
 
-def _updater(optimizer: Optimizer, tensors: list[torch.Tensor]) -> torch.optim.Optimizer:
+def _updater(optimizer: Optimizer, tensors: list[Any]) -> torch.optim.Optimizer:
     """Return PyTorch's optimizer of the same formulas."""
     common = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay}
+    if not optimizer.decay_biases:
+        tensors = [{"params": [tensor], "weight_decay": optimizer.of(tensor.shape).weight_decay} for tensor in tensors]
     match optimizer:
         case SGD():
             options: dict[str, Any] = {"momentum": optimizer.momentum, "nesterov": optimizer.nesterov}
