@@ -58,8 +58,8 @@ class Steps:
         return totals
 
     def gradients(self, handle: Any, indices: np.ndarray) -> tuple[Totals, np.ndarray]:
-        size, mean = self._program.batch_size, np.zeros(self._program.network.parameter_count, np.float32)
-        totals = Totals(0.0, 0, 0)
+        size, totals = self._program.batch_size, Totals(0.0, 0, 0)
+        mean: np.ndarray = np.zeros(self._program.network.parameter_count, np.float32)
         for start in range(0, len(indices), size):
             part = indices[start : start + size]
             found, gradient = self._program.gradients(handle, part)
