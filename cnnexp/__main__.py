@@ -36,7 +36,7 @@ COMMANDS = {
     "export": ("cnnexp.app.export:command", "RUN [FILE.onnx]", "Write what a run has trained as an ONNX file."),
     "find-rate": (
         "cnnexp.app.find_rate:command",
-        "[GROUP=NAME ...] [GROUP.KEY=VALUE ...] [lowest=RATE] [highest=RATE] [steps=NUMBER]",
+        "[GROUP=NAME ...] [GROUP.KEY=VALUE ...]",
         "Try ever higher learning rates, a step each, and suggest one for a run.",
     ),
     "predict": (

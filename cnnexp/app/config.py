@@ -213,9 +213,7 @@ class Settings:
         else:
             weights = wanted or ()
         if weights and len(weights) != classes:
-            raise ConfigError(
-                f"trainer.class_weights={list(weights)}: must be {classes}, one per class of the data set"
-            )
+            raise ConfigError(f"trainer.class_weights={list(weights)}: must be {classes}, one for each class")
         return dataclasses.replace(self.model.loss, class_weights=weights)
 
 

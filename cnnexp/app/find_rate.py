@@ -6,65 +6,44 @@ import math
 import sys
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
-from typing import cast
 
 import numpy as np
-from omegaconf import OmegaConf
 
-from cnnexp.app.config import Settings, build
+from cnnexp.app.config import Settings
 from cnnexp.app.hydra_app import settings_of
-from cnnexp.errors import ConfigError
+from cnnexp.errors import ConfigError, Diverged
 from cnnexp.measuring.environment import outputs_dir
 from cnnexp.network.losses import check_loss
-from cnnexp.system.ranges import check_range
 from cnnexp.training.loop import epoch_order
 from cnnexp.training.steps import Steps
 
+LOWEST, HIGHEST, STEPS = 1e-6, 10.0, 100  # rates, in equal ratios
 KEEPS, FAILS = 0.9, 4.0  # of the smoothed loss at every step; times the smallest of them, and the test is over
 SAFE = 10  # the suggestion is so many times lower than the rate at the smallest smoothed loss, as fastai's
 ROWS, FIGURE = 12, "find-rate.png"
-
-
-@dataclass(frozen=True)
-class _RangeTest:
-    """What `find-rate` takes beside the words of a run: the first rate, the last, and how many."""
-
-    lowest: float = 1e-5
-    highest: float = 10.0
-    steps: int = 100
-
-    def __post_init__(self) -> None:
-        check_range("lowest", self.lowest, "> 0")
-        check_range("highest", self.highest, f"> {self.lowest:f}")
-        check_range("steps", self.steps, ">= 10")
 
 
 def command(arguments: Sequence[str]) -> None:
     """Print rates and losses and the rate to train with; draw the curve.
 
     Args:
-        arguments: of a run, and keys of the test.
+        arguments: of a run.
 
     Raises:
         ConfigError: an argument is unknown or illegal, or the loss falls at no rate.
     """
-    own = [word for word in arguments if word.partition("=")[0] in _RangeTest.__dataclass_fields__]
-    test: _RangeTest = build(_RangeTest, cast(dict, OmegaConf.to_container(OmegaConf.from_dotlist(own))), "find-rate")
-    settings = settings_of([word for word in arguments if word not in own])
-    found = _train(settings, np.geomspace(test.lowest, test.highest, test.steps))
+    found = _train(settings_of(arguments), np.geomspace(LOWEST, HIGHEST, STEPS))
     for i in np.unique(np.linspace(0, len(found) - 1, ROWS).astype(int)):
         sys.stdout.write("{:9.2e}  loss {:9.4f}  smoothed {:9.4f}\n".format(*found[i]))
     best = int(np.argmin(found[:, 2]))
     if best < len(found) // ROWS:
-        raise ConfigError(f"lowest={test.lowest:g}: the loss does not fall from there on; give a lower one")
+        raise ConfigError(f"find-rate: the loss falls at no rate from {LOWEST:g} on; look at the model and the data")
     from cnnexp.tracking import figures  # loads Matplotlib
 
     suggested, page = float(f"{found[best, 0] / SAFE:.1e}"), outputs_dir() / FIGURE
     page.parent.mkdir(parents=True, exist_ok=True)
-    figures.save(figures.rate_range(*found.T, suggested), page)
-    more = f"; the loss still falls at highest={test.highest:g}" if best > test.steps * (1 - 1 / ROWS) else ""
-    sys.stdout.write(f"optimizer.lr={suggested:g}: a tenth of the rate with the smallest smoothed loss{more}\n{page}\n")
+    figures.save(figures.rate_range(found, suggested), page)
+    sys.stdout.write(f"optimizer.lr={suggested:g}: a tenth of the rate with the smallest smoothed loss\n{page}\n")
 
 
 def _train(settings: Settings, rates: np.ndarray) -> np.ndarray:
@@ -74,6 +53,7 @@ def _train(settings: Settings, rates: np.ndarray) -> np.ndarray:
     loss, backend = settings.loss(dataset), settings.workers.share_cores(settings.backend)
     check_loss(network, loss, len(dataset.classes))
     rows, mean = np.empty((0, 3)), 0.0
+    Diverged.in_one_line()
     with closing(settings.workers.compile(backend, network, loss, settings.optimizer, trainer.batch_size)) as program:
         steps = Steps(program, **trainer.steps)
         steps.restore(settings.model.initial_state(network, trainer.seed))

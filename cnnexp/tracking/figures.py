@@ -256,12 +256,12 @@ def learning(epochs: Sequence[Mapping[str, float]]) -> Figure:
     return figure
 
 
-def rate_range(rates: np.ndarray, losses: np.ndarray, smoothed: np.ndarray, suggested: float) -> Figure:
-    """Return the loss by learning rate of a range test, each (N,), and the rate that it suggests."""
+def rate_range(rows: np.ndarray, suggested: float) -> Figure:
+    """Return the curve of a range test, rows (rate, loss, smoothed loss), and the rate that it suggests."""
     figure = new_figure(6, 3.6, measured=False)
     axes = figure.subplots()
-    axes.semilogx(rates, losses, alpha=0.4, label="loss of each step")
-    axes.semilogx(rates, smoothed, label="smoothed")
+    axes.semilogx(rows[:, 0], rows[:, 1], alpha=0.4, label="loss of each step")
+    axes.semilogx(rows[:, 0], rows[:, 2], label="smoothed")
     axes.axvline(suggested, linestyle="--", color="black", label=f"optimizer.lr={suggested:g}")
     label_axes(axes, "learning rate", "training loss")
     axes.legend()

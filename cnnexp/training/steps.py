@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -97,8 +96,3 @@ class Steps:
         share = np.float32(1 - min(ema, (1 + step) / (10 + step)))
         for name, average in self._average.items():
             average += share * (state[name] - average)
-
-
-def averaged(state: Mapping[str, np.ndarray], name: str) -> np.ndarray:
-    """Return an array of a state as it predicts: its average where the state holds one."""
-    return state.get(PREFIX + name, state[name])

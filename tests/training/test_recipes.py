@@ -25,6 +25,7 @@ from cnnexp.errors import BackendUnavailable
 from cnnexp.network.losses import evaluate
 from cnnexp.training.schedules import FACTORS, Schedule
 from cnnexp.training.steps import Steps
+from cnnexp.workers import Alone, Local
 
 BACKENDS = ("numpy", "python", "cpu", "cpu-simd", "torch", "keras")
 NETWORK = Network(
@@ -274,3 +275,38 @@ def test_what_was_stopped_goes_on_to_the_same_bits(backend):
         for name, array in steps.state().items():
             np.testing.assert_array_equal(array, whole[name])
         np.testing.assert_array_equal(steps.predict(data), scores)
+
+
+@pytest.mark.parametrize("sync", ["gradients", "hybrid"])
+def test_workers_take_the_same_steps(sync):
+    """Every option at once, two workers' steps beside one's: a rate for each step, two batches to each."""
+    optimizer = dataclasses.replace(MOMENTUM, weight_decay=0.01, decay_biases=False)
+    order, loss = np.random.default_rng(5).permutation(COUNT), Loss("softmax_cross_entropy", 0.1, WEIGHTS)
+    rates, options = np.array([0.1, 0.05, 0.02, 0.01]), {"clip_norm": 0.5, "ema": 0.9}
+
+    def trained(program):
+        with contextlib.closing(program):
+            steps = Steps(program, **options)
+            steps.restore(PLAIN.initial_state(1))
+            handle = steps.load(*images())
+            totals, state, scores = steps.train(handle, order, rates), steps.state(), steps.predict(handle)
+            return totals, state, scores, program.train(handle, order, rates)
+
+    made = PLAIN, loss, optimizer, BATCH
+    totals, state, scores, own = trained(backend_class("numpy")().compile(*made))
+    found, other, theirs, shared = trained(Local(count=2, sync=sync).compile(backend_class("numpy")(), *made))
+    assert found.loss == pytest.approx(totals.loss, rel=1e-5)
+    assert shared.loss == pytest.approx(own.loss, rel=1e-5)
+    assert_close(other, state)
+    np.testing.assert_allclose(theirs, scores, rtol=1e-4, atol=1e-5)
+
+
+def test_workers_that_average_parameters_take_each_steps_rate():
+    """Plain SGD averaged after every batch is one worker's SGD."""
+    made, rates, found = (PLAIN, Loss.SOFTMAX_CROSS_ENTROPY, SGD(lr=0.1), BATCH), np.array([0.1, 0.05, 0.2, 0.01]), []
+    for workers in (Alone(), Local(count=2, sync="parameters", period=1)):
+        with contextlib.closing(workers.compile(backend_class("numpy")(), *made)) as program:
+            program.restore(PLAIN.initial_state(1))
+            program.train(program.load(*images()), np.arange(24), rates[:3])
+            found.append(program.state())
+    assert_close(*found)

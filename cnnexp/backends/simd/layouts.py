@@ -282,12 +282,10 @@ class Parameters:
                 size = round_up(parameter.size, self.lanes)
                 self.place(parameter, size, functools.partial(padded_rows, rows=1, row=size))
 
-    def spared(self) -> np.ndarray:
-        """Return (first, end) of every parameter of one axis in the buffer, in their order, int64 (parameters, 2)."""
-        ends = [
-            (self.offset(p), self.offset(p) + round_up(size, 16)) for p, size, _ in self._parts if len(p.shape) == 1
-        ]
-        return np.array(sorted(ends), np.int64).reshape(-1, 2)
+    def rows(self) -> np.ndarray:
+        """Return (first, end, axes) of every parameter in the buffer, int64 (parameters, 3)."""
+        starts = [(self.offset(parameter), size, len(parameter.shape)) for parameter, size, _ in self._parts]
+        return np.array([(start, start + round_up(size, 16), axes) for start, size, axes in starts], np.int64)
 
     def pack(self, flat: np.ndarray, packed: np.ndarray) -> None:
         """Put values in the network's order, (parameter_count,), where they lie in a buffer (size,)."""

@@ -275,22 +275,18 @@ def _update_sparing(optimizer: Optimizer, plan: Plan, compiled: Callable) -> Cal
     """Return what `_update` does where weight decay spares the parameters of one axis."""
     decaying = _update(dataclasses.replace(optimizer, decay_biases=True), plan, compiled)
     sparing = _update(dataclasses.replace(optimizer, decay_biases=True, weight_decay=0.0), plan, compiled)
-    spared = plan.parameters.spared()
+    rows = plan.parameters.rows()
 
     @compiled
     def run(
         parameters: np.ndarray, slots: np.ndarray, gradients: np.ndarray, low: int, high: int, numbers: np.ndarray
     ) -> None:
-        at = low
-        for i in range(len(spared)):
-            first, end = max(low, spared[i, 0]), min(high, spared[i, 1])
-            if first < end:
-                if at < first:
-                    decaying(parameters, slots, gradients, at, first, numbers)
+        for i in range(len(rows)):
+            first, end = max(low, rows[i, 0]), min(high, rows[i, 1])
+            if first < end and rows[i, 2] == 1:
                 sparing(parameters, slots, gradients, first, end, numbers)
-                at = end
-        if at < high:
-            decaying(parameters, slots, gradients, at, high, numbers)
+            elif first < end:
+                decaying(parameters, slots, gradients, first, end, numbers)
 
     return run
 
