@@ -15,11 +15,12 @@ from cnnexp.tracking.events import LACKING
 
 ROOT = Path(__file__).resolve().parents[2]
 MNIST = ROOT.parent / "shared" / "data" / "mnist"
+RECIPES = ("keras_mnist_convnet", "keras_mnist_cnn", "pytorch_mnist", "lenet5")
 FILES = {path.stem: path for path in (ROOT / "conf" / "experiment").glob("*.yaml")}
 
 
 def test_every_experiment_has_a_file_that_states_its_command():
-    assert set(EXPERIMENTS) == set(FILES) - {"smoke", "speedrun"}
+    assert set(EXPERIMENTS) == set(FILES) - {"smoke", "speedrun", *RECIPES}
     for key, path in FILES.items():
         head = path.read_text(encoding="utf-8").splitlines()
         assert head[0] == "# @package _global_"
@@ -90,6 +91,14 @@ def test_the_quadrants_are_learned_as_well_as_in_the_paper(run, tmp_path):
     assert loss.ours <= 0.106
     assert accuracy.ours >= 99.0
     assert accuracy.spread is not None
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_trains(run, name):
+    """On a few made-up images of MNIST's shape."""
+    data = ("dataset=synthetic", "dataset.train_size=24", "dataset.test_size=8", "trainer.batch_size=8")
+    words = ("backend=numpy", "trainer.epochs=1", "trainer.baseline=null", "tracking=none")
+    assert "accuracy" in run(f"experiment={name}", *data, *words)
 
 
 def test_the_speedrun_stops_at_its_target_and_tells_the_seconds(run, tmp_path):
