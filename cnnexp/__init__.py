@@ -13,7 +13,7 @@ What people use, each with a help of its own, e.g. `help(cnnexp.fit)`:
     models      OneConv, TwoConvMlp, TwoConvPool4, Knm, Ffn, ResNet, Custom, Onnx, from_torch, to_torch; Network
     layers      Conv2d, MaxPool2d, AvgPool2d, GlobalAvgPool, BatchNorm2d, Dropout, Flatten, Linear, Residual,
                 ReLU, LeakyReLU, Sigmoid, Tanh, GELU; Elementwise
-    optimizers  SGD, RMSprop, Adagrad, Adadelta, Adam, AdamW, AdaMax; Constant, Cosine, Step
+    optimizers  SGD, RMSprop, Adagrad, Adadelta, Adam, AdamW, AdaMax; Schedule, Constant, Cosine, Step
     losses      Loss, Totals
     your own    register
     mistakes    CnnexpError
@@ -41,7 +41,7 @@ _HOMES = {
     ),
     "cnnexp.optimizers": ("SGD", "Adadelta", "Adagrad", "AdaMax", "Adam", "AdamW", "RMSprop"),
     "cnnexp.system.registry": ("register",),
-    "cnnexp.training.schedules": ("Constant", "Cosine", "Step"),
+    "cnnexp.training.schedules": ("Constant", "Cosine", "Schedule", "Step"),
     "cnnexp.training.baseline": ("Baseline",),
     "cnnexp.training.early_stopping": ("EarlyStopping",),
     "cnnexp.training.loop": ("EpochResult", "TrainingPlan", "train_epochs"),

@@ -34,6 +34,11 @@ COMMANDS = {
         "trainer.profile=true.",
     ),
     "export": ("cnnexp.app.export:command", "RUN [FILE.onnx]", "Write what a run has trained as an ONNX file."),
+    "find-rate": (
+        "cnnexp.app.find_rate:command",
+        "[GROUP=NAME ...] [GROUP.KEY=VALUE ...]",
+        "Try ever higher learning rates, a step each, and suggest one for a run.",
+    ),
     "predict": (
         "cnnexp.app.predict:command",
         "RUN IMAGE... | RUN dataset=NAME [dataset.KEY=VALUE ...] [backend=NAME]",

@@ -9,8 +9,8 @@ compiled for the GPU. All numbers in it are float32: one float64 literal would m
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -33,15 +33,21 @@ class Optimizer:
     Attributes:
         lr: learning rate before any schedule, > 0.
         weight_decay: L2 penalty, added to the gradient as weight_decay * w (`AdamW`: applied to w directly), >= 0.
+        decay_biases: whether it takes parameters of one axis, too: biases, scales and shifts of normalization.
     """
 
     lr: float = 0.01
     weight_decay: float = 0.0
+    decay_biases: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            if field.name in _RANGES:  # a plugin's own fields have none here
-                check_range(f"optimizer.{field.name}", getattr(self, field.name), _RANGES[field.name])
+        for key in fields(self):
+            if key.name in _RANGES:  # a plugin's own fields have none here
+                check_range(f"optimizer.{key.name}", getattr(self, key.name), _RANGES[key.name])
+
+    def of(self, shape: tuple[int, ...]) -> Self:
+        """Return the optimizer of a parameter of that shape: this one, or without weight decay where that spares it."""
+        return self if self.decay_biases or len(shape) > 1 else replace(self, weight_decay=0.0)
 
     @property
     def slots(self) -> tuple[str, ...]:

@@ -14,19 +14,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard, cast
 
+import numpy as np
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from cnnexp.backends import BACKENDS, backend_class
-from cnnexp.datasets import DATASETS, Source
+from cnnexp.datasets import DATASETS, Dataset, Source
 from cnnexp.errors import ConfigError, did_you_mean
 from cnnexp.network import LAYERS, Layer
+from cnnexp.network.losses import Loss
 from cnnexp.network.models import MODELS, Model
 from cnnexp.optimizers import OPTIMIZERS, Optimizer
 from cnnexp.papers import EXPERIMENTS
 from cnnexp.system.ranges import FLOAT32, LARGEST, check_range, in_float32
 from cnnexp.system.registry import Registry
-from cnnexp.training.schedules import Constant, Cosine, Schedule, Step
+from cnnexp.training.schedules import Schedule, ScheduleName
 from cnnexp.workers import WORKERS, Workers
 
 if TYPE_CHECKING:
@@ -39,8 +41,9 @@ TRAINER_RANGES = {
     "epochs": "1 .. 1000000",
     "batch_size": ">= 1",
     "seed": "0 .. 2**63 - 1",
-    "step_every": ">= 1",
-    "step_factor": "> 0, <= 1",
+    "clip_norm": "> 0, or null",
+    "accumulate": ">= 1",
+    "ema": "> 0 and < 1, or null",
     "patience": ">= 1, or null",
     "target": "> 0, <= 1, or null",
     "baseline_batches": ">= 1",
@@ -61,9 +64,13 @@ class Trainer:
         epochs: 1 .. 1,000,000.
         batch_size: images per optimizer step, >= 1.
         seed: of the initial parameters and of each epoch's order, 0 .. 2**63 - 1.
-        schedule: of the learning rate.
-        step_every: epochs between the steps of `schedule=step`, >= 1.
-        step_factor: what each such step multiplies the rate by, > 0, <= 1.
+        schedule: of the learning rate; it, step_every, step_factor, milestones, power, peak and warmup: see `Schedule`.
+        clip_norm: a gradient with a larger norm over all parameters is scaled down to it (Pascanu et al. 2013), > 0;
+            None leaves gradients as they are.
+        accumulate: batches to one optimizer step, >= 1: the step is that of a batch so many times as large.
+        class_weights: what the loss of an image of each class is multiplied by, all > 0; `balanced`: images per class,
+            on average, over the class's; None weighs all images alike.
+        ema: decay of the exponential moving average of the parameters, > 0 and < 1; None keeps none. See `Steps`.
         patience: stop after so many epochs in a row without a smaller held-out loss; None never stops early.
         target: stop after the first epoch with such a held-out accuracy; None trains for all epochs.
         baseline: the backend to compare with, beside the run; None compares with nothing.
@@ -85,9 +92,17 @@ class Trainer:
     epochs: int = 10
     batch_size: int = 32
     seed: int = 0
-    schedule: Literal["constant", "step", "cosine"] = "cosine"
+    schedule: ScheduleName = "cosine"
     step_every: int = 10
     step_factor: float = 0.1
+    milestones: tuple[int, ...] = ()
+    power: float = 1.0
+    peak: float = 0.3
+    warmup: float = 0.0
+    clip_norm: float | None = None
+    accumulate: int = 1
+    class_weights: tuple[float, ...] | Literal["balanced"] | None = None
+    ema: float | None = None
     patience: int | None = None
     target: float | None = None
     baseline: str | None = "cpu"
@@ -106,12 +121,21 @@ class Trainer:
     def __post_init__(self) -> None:
         for key, legal in TRAINER_RANGES.items():
             check_range(f"trainer.{key}", getattr(self, key), legal)
+        weights = self.class_weights or ()
+        for weight in weights if isinstance(weights, tuple) else () if weights == "balanced" else (weights,):
+            check_range("trainer.class_weights", weight, "> 0")
+        self.rates()
+
+    @property
+    def steps(self) -> dict[str, Any]:
+        """The arguments of `Steps` that are not its defaults, by name; empty where the program's own steps do."""
+        plain = {"clip_norm": None, "accumulate": 1, "ema": None}
+        return {key: value for key in plain if (value := getattr(self, key)) != plain[key]}
 
     def rates(self) -> Schedule:
         """Return the schedule that the keys describe."""
-        if self.schedule == "step":
-            return Step(self.step_every, self.step_factor)
-        return Cosine() if self.schedule == "cosine" else Constant()
+        steps = self.step_every, self.step_factor
+        return Schedule(self.schedule, *steps, self.milestones, self.power, self.peak, self.warmup)
 
 
 @dataclass(frozen=True)
@@ -170,6 +194,27 @@ class Settings:
     tracking: Tracking
     sweep: Sweep
     baseline: Backend | None
+
+    def __post_init__(self) -> None:
+        if self.trainer.steps and getattr(self.workers, "sync", "") == "parameters":
+            keys = ", ".join(f"trainer.{key}" for key in self.trainer.steps)
+            raise ConfigError(f"workers.sync=parameters: takes no {keys}, its workers take steps alone; use gradients")
+
+    def loss(self, dataset: Dataset) -> Loss:
+        """Return the model's loss, with the weights of the data set's classes where they are wanted.
+
+        Raises:
+            ConfigError: there are not as many weights as classes.
+        """
+        classes, wanted = len(dataset.classes), self.trainer.class_weights
+        if wanted == "balanced":
+            counts = np.bincount(dataset.train.labels, minlength=classes)
+            weights = tuple(float(weight) for weight in len(dataset.train) / (classes * np.maximum(counts, 1)))
+        else:
+            weights = wanted or ()
+        if weights and len(weights) != classes:
+            raise ConfigError(f"trainer.class_weights={list(weights)}: must be {classes}, one for each class")
+        return dataclasses.replace(self.model.loss, class_weights=weights)
 
 
 def load(values: Mapping[str, Any]) -> Settings:

@@ -386,6 +386,17 @@ def _offer_plugins(words: Sequence[str]) -> None:
             ConfigStore.instance().store(name, {"name": name, **defaults(cls)}, group)
 
 
+def settings_of(words: Sequence[str]) -> Settings:
+    """Return the settings of a run's command line, for a command that does something else with them."""
+    if flags := [word for word in words if word.startswith("-")]:
+        raise ConfigError(f"{flags[0]}: unknown; legal: GROUP=NAME and GROUP.KEY=VALUE")
+    _check_groups(words)
+    typed = config_security.hide_secrets([word for word in words if word not in NOTHING])
+    _offer_plugins(typed)
+    with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+        return load(plain(hydra.compose("config", typed)))
+
+
 def config_keys() -> list[str]:
     """Return the dotted keys of the config, with the groups that the command line picks where they exist."""
     choices = [word.partition("=")[::2] for word in sys.argv[1:]]

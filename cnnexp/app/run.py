@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from cnnexp.app.config import Settings
 from cnnexp.app.console import Display
@@ -35,6 +35,7 @@ from cnnexp.training import checkpoint
 from cnnexp.training.baseline import Baseline
 from cnnexp.training.early_stopping import EarlyStopping
 from cnnexp.training.loop import TrainingPlan, predict_test, train_epochs
+from cnnexp.training.steps import Steps
 from cnnexp.workers.program import ParallelProgram
 
 log = logging.getLogger(__name__)
@@ -121,10 +122,11 @@ def _make(settings: Settings, run: Run, earlier: ResumePoint | None, stack: Exit
     with ledger.span("data"):
         dataset = settings.dataset.load()
     network = _network(settings, dataset, earlier)
-    check_loss(network, settings.model.loss, len(dataset.classes))
+    loss = settings.loss(dataset)
+    check_loss(network, loss, len(dataset.classes))
     check_rules(network, settings.optimizer)
-    compiling = (network, settings.model.loss, settings.optimizer, trainer.batch_size)
-    training = checkpoint.describe(*compiling, trainer.rates(), trainer.seed, dataset.sha256)
+    compiling = (network, loss, settings.optimizer, trainer.batch_size)
+    training = checkpoint.describe(*compiling, trainer.rates(), trainer.seed, dataset.sha256, trainer.steps)
     resumed = earlier.load(training, trainer.epochs) if earlier is not None else None
     backend = settings.workers.share_cores(settings.backend)
     if trainer.profile and settings.workers.count == 1:
@@ -134,6 +136,9 @@ def _make(settings: Settings, run: Run, earlier: ResumePoint | None, stack: Exit
     with ledger.span("compile"):
         backend, program = _compile(settings, backend, compiling, run)
         stack.enter_context(contextlib.closing(program))
+    parallel = program if isinstance(program, ParallelProgram) else None
+    if trainer.steps:
+        program = cast(Program, Steps(program, **trainer.steps))
     display.start(dataset, network, backend, program.compile_s, run.folder)
     program.restore(resumed.state if resumed else settings.model.initial_state(network, trainer.seed))
     beside = None
@@ -145,7 +150,6 @@ def _make(settings: Settings, run: Run, earlier: ResumePoint | None, stack: Exit
     run.add_artifact(run.folder / checkpoint.FOLDER, checkpoint.FOLDER)
     with ledger.span("record"):
         run.wait()
-    parallel = program if isinstance(program, ParallelProgram) else None
     if parallel is not None and parallel.predictable:
         _predict_epochs(parallel, dataset, run)
     trained = Profiled(program, ledger) if trainer.profile else program

@@ -12,9 +12,9 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from cnnexp.backends.protocol import Array, Ops, Program, State, Watch
+from cnnexp.backends.protocol import Array, Ops, Program, Rate, State, Watch, rate_of_steps
 from cnnexp.backends.stages import Chain, Run, unwatched
-from cnnexp.backends.state import PendingAverages, complete
+from cnnexp.backends.state import PendingAverages, complete, optimizers
 from cnnexp.network import Network, Stage
 from cnnexp.network.losses import Loss, Totals, check_loss
 from cnnexp.optimizers import Optimizer
@@ -76,11 +76,15 @@ class LayerwiseProgram(Program[Split[Array]], Generic[Array]):
         self.network, self.loss, self.optimizer, self.batch_size = network, loss, optimizer, batch_size
         self._ops, self._release, self._scope = ops, release, scope
         self._watch: Watch = unwatched
-        self._update = ops.updater(optimizer)
         zeros = np.zeros(network.parameter_count, np.float32)
         self._parameters = ops.to_device(zeros.copy())
         self._gradient = ops.to_device(zeros.copy())
         self._slots = tuple(ops.to_device(zeros.copy()) for _ in optimizer.slots)
+        flat = self._parameters, self._gradient, self._slots
+        self._updates = [
+            (ops.updater(own), flat[0][part], flat[1][part], tuple(slot[part] for slot in flat[2]))
+            for part, own in optimizers(network, optimizer)
+        ]
         self._running = ops.to_device(np.zeros(max(network.running_count, 1), np.float32))
         self.pending: PendingAverages = PendingAverages(
             network, lambda: ops.to_host(self._running), lambda averages: ops.copy(averages, self._running)
@@ -97,7 +101,7 @@ class LayerwiseProgram(Program[Split[Array]], Generic[Array]):
         return Split(self._ops.to_device(as_float32(images)), self._ops.to_device(labels.astype(np.int32)))
 
     @_in_scope
-    def train(self, handle: Split[Array], order: np.ndarray, rate: float, images: np.ndarray | None = None) -> Totals:
+    def train(self, handle: Split[Array], order: np.ndarray, rate: Rate, images: np.ndarray | None = None) -> Totals:
         """As `Program.train`.
 
         Args:
@@ -107,10 +111,10 @@ class LayerwiseProgram(Program[Split[Array]], Generic[Array]):
         self.pending.drop()
         places, where = self._places(order, images)
         losses, hits = ops.empty((count,), np.float32), ops.empty((count,), np.uint8)
-        for start in range(0, count, self.batch_size):
-            batch = slice(start, min(start + self.batch_size, count))
+        for step, step_rate in enumerate(rate_of_steps(rate, count, self.batch_size)):
+            batch = slice(step * self.batch_size, min((step + 1) * self.batch_size, count))
             self._gradients(handle, places[batch], where[batch], losses[batch], hits[batch])
-            self._apply(rate)
+            self._apply(float(step_rate))
         return _totals(ops.to_host(losses), ops.to_host(hits))
 
     @_in_scope
@@ -246,7 +250,8 @@ class LayerwiseProgram(Program[Split[Array]], Generic[Array]):
     def _apply(self, rate: float) -> None:
         self._step += 1
         with self._watch("parameters", "update"):
-            self._update(self._parameters, self._gradient, self._slots, rate, self._step)
+            for update, w, g, slots in self._updates:
+                update(w, g, slots, rate, self._step)
 
     def _run(self, count: int, trains: bool = False, images: Array | None = None) -> Run[Array]:
         step = self._step + 1

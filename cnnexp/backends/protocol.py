@@ -28,6 +28,8 @@ from cnnexp.network import BatchNorm2d, Elementwise, Network, Stage, Window
 from cnnexp.network.losses import Loss, Totals
 from cnnexp.optimizers import Optimizer
 
+Rate = float | np.ndarray
+"""A learning rate, or that of each step, (steps,)."""
 Handle = TypeVar("Handle")
 """A split where a program wants it."""
 
@@ -75,7 +77,7 @@ class Program(Protocol[Handle]):
             labels: integers (N,), 0 .. classes - 1.
         """
 
-    def train(self, handle: Handle, order: np.ndarray, rate: float) -> Totals:
+    def train(self, handle: Handle, order: np.ndarray, rate: Rate) -> Totals:
         """Take ceil(len(order) / batch_size) optimizer steps over the images `order` (int64) at learning rate `rate`.
 
         Each step averages the gradient over its batch; a last short batch is trained too, averaged over its own size.
@@ -134,6 +136,11 @@ class Program(Protocol[Handle]):
     def explain(self) -> Sequence[Part]:
         """Return what was chosen for every kernel of a step, in order, where there was a choice."""
         return ()
+
+
+def rate_of_steps(rate: Rate, images: int, batch_size: int) -> np.ndarray:
+    """Return the rate of each step (steps,) of `Program.train` over so many images."""
+    return np.broadcast_to(rate, -(-images // batch_size))
 
 
 class Backend(Protocol):

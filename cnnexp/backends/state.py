@@ -14,6 +14,13 @@ from cnnexp.optimizers import Optimizer
 State = dict[str, np.ndarray]
 
 
+def optimizers(network: Network, optimizer: Optimizer) -> list[tuple[slice, Optimizer]]:
+    """Return which optimizer takes the step of which part of the flat buffer: one part, or one for each parameter."""
+    if optimizer.decay_biases or not optimizer.weight_decay:
+        return [(slice(0, network.parameter_count), optimizer)]
+    return [(slice(p.offset, p.offset + p.size), optimizer.of(p.shape)) for p in network.parameters]
+
+
 def complete(state: State, network: Network, optimizer: Optimizer) -> State:
     """Return a state with all that `Program.state` has; what is missing starts as in a run that begins.
 

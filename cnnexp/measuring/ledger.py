@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from cnnexp.backends.parts import Part
-from cnnexp.backends.protocol import Backend, Program
+from cnnexp.backends.protocol import Backend, Program, Rate
 from cnnexp.measuring.roofline import fused_work, machine_limits, work_per_image
 from cnnexp.network import Flatten, Network
 from cnnexp.network.losses import Totals
@@ -104,7 +104,7 @@ class Profiled:
         with self._ledger.span("transfer"):
             return self._program.load(images, labels)
 
-    def train(self, handle: Any, order: np.ndarray, rate: float) -> Totals:
+    def train(self, handle: Any, order: np.ndarray, rate: Rate) -> Totals:
         with self._ledger.span(self._train_entry):
             return self._program.train(handle, order, rate)
 

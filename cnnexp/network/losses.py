@@ -7,7 +7,7 @@ evaluation and the NumPy backends the same stands here over whole arrays: `compu
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, assert_never, get_args
 
 import numpy as np
@@ -25,6 +25,8 @@ LossName = Literal["softmax_cross_entropy", "binary_cross_entropy", "mean_square
 NAMES: tuple[LossName, ...] = get_args(LossName)
 Rule = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
 """(scores, label, scale, d_scores) -> (loss, hit), of one image: see `Loss.rule`."""
+Weights = tuple[np.ndarray, bool]
+"""Of the classes, (O,), and whether there are any."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ class Loss:
         name: `softmax_cross_entropy`, `binary_cross_entropy` or `mean_squared_error`.
         label_smoothing: of `softmax_cross_entropy`, how much of the target is spread evenly over all classes (Szegedy
             et al. 2016, section 7), 0 <= label_smoothing < 1.
+        class_weights: what the loss of an image of each class is multiplied by, all > 0; empty weighs all alike. The
+            mean stays that over images, as with Keras's class_weight; PyTorch divides by the sum of their weights.
 
     Raises:
         NetworkError: there is no such loss, or the smoothing is out of range.
@@ -42,6 +46,7 @@ class Loss:
 
     name: LossName
     label_smoothing: float = 0.0
+    class_weights: tuple[float, ...] = ()
 
     SOFTMAX_CROSS_ENTROPY: ClassVar[Loss]
     BINARY_CROSS_ENTROPY: ClassVar[Loss]
@@ -65,13 +70,14 @@ class Loss:
             outputs: O.
             exp, log, log1p: of one number; `log(0)` and `log1p(-1)` are -infinity.
         """
+        weights = np.array(self.class_weights or (1.0,), np.float32), bool(self.class_weights)
         match self.name:
             case "softmax_cross_entropy":
-                return _softmax_rule(outputs, np.float32(self.label_smoothing), exp, log)
+                return _softmax_rule(outputs, weights, np.float32(self.label_smoothing), exp, log)
             case "binary_cross_entropy":
-                return _binary_rule(log, log1p)
+                return _binary_rule(weights, log, log1p)
             case "mean_squared_error":
-                return _squares_rule(outputs)
+                return _squares_rule(outputs, weights)
             case _:
                 assert_never(self.name)
 
@@ -79,11 +85,14 @@ class Loss:
 Loss.SOFTMAX_CROSS_ENTROPY, Loss.BINARY_CROSS_ENTROPY, Loss.MEAN_SQUARED_ERROR = map(Loss, NAMES)
 
 
-def _softmax_rule(outputs: int, smoothing: np.float32, exp: Callable, log: Callable) -> Rule:
+def _softmax_rule(outputs: int, given: Weights, smoothing: np.float32, exp: Callable, log: Callable) -> Rule:
+    weights, is_weighted = given
     is_smooth, share, rest = bool(smoothing), np.float32(smoothing / outputs), ONE - smoothing
 
     def softmax_cross_entropy(scores: Any, label: Any, scale: Any, d_scores: Any) -> tuple[Any, Any]:
         best, total, whole = 0, ZERO, ZERO
+        if is_weighted:
+            scale = scale * weights[label]
         for o in range(outputs):
             if scores[o] > scores[best]:
                 best = o
@@ -98,12 +107,13 @@ def _softmax_rule(outputs: int, smoothing: np.float32, exp: Callable, log: Calla
         loss = log(total) - (scores[label] - scores[best])
         if is_smooth:
             loss += smoothing * scores[label] - share * whole
-        return loss, best == label
+        return (loss * weights[label] if is_weighted else loss), best == label
 
     return softmax_cross_entropy
 
 
-def _binary_rule(log: Callable, log1p: Callable) -> Rule:
+def _binary_rule(given: Weights, log: Callable, log1p: Callable) -> Rule:
+    weights, is_weighted = given
     log_floor, variance_floor = LOG_FLOOR, VARIANCE_FLOOR
 
     def binary_cross_entropy(scores: Any, label: Any, scale: Any, d_scores: Any) -> tuple[Any, Any]:
@@ -113,24 +123,31 @@ def _binary_rule(log: Callable, log1p: Callable) -> Rule:
         log_p = log_floor if log_p < log_floor else log_p
         log_q = log_floor if log_q < log_floor else log_q
         variance = variance_floor if variance < variance_floor else variance
+        if is_weighted:
+            scale = scale * weights[label]
         d_scores[0] = (p - target) / variance * scale
-        return -(target * log_p + (ONE - target) * log_q), (p >= HALF) == is_one
+        loss = -(target * log_p + (ONE - target) * log_q)
+        return (loss * weights[label] if is_weighted else loss), (p >= HALF) == is_one
 
     return binary_cross_entropy
 
 
-def _squares_rule(outputs: int) -> Rule:
+def _squares_rule(outputs: int, given: Weights) -> Rule:
+    weights, is_weighted = given
     share = np.float32(1 / outputs)
 
     def mean_squared_error(scores: Any, label: Any, scale: Any, d_scores: Any) -> tuple[Any, Any]:
         best, total = 0, ZERO
+        if is_weighted:
+            scale = scale * weights[label]
         for o in range(outputs):
             if scores[o] > scores[best]:
                 best = o
             difference = scores[o] - (ONE if o == label else ZERO)
             total += difference * difference
             d_scores[o] = (difference + difference) * share * scale
-        return total * share, best == label
+        loss = total * share
+        return (loss * weights[label] if is_weighted else loss), best == label
 
     return mean_squared_error
 
@@ -164,7 +181,7 @@ class Totals:
 def check_loss(network: Network, loss: Loss, classes: int | None = None) -> None:
     """Raise NetworkError where the network's last shape does not suit the loss and the number of classes."""
     shape = network.output_shape
-    if loss == Loss.BINARY_CROSS_ENTROPY:
+    if loss.name == "binary_cross_entropy":
         if shape != (1,) or not isinstance(network.layers[-1], Sigmoid):
             raise NetworkError(f"binary_cross_entropy needs Linear(1) and Sigmoid last; the network ends in {shape}")
         if classes not in (None, 2):
@@ -188,7 +205,7 @@ def compute(
     `softmax_cross_entropy`: log(sum_o exp(scores[n, o])) - scores[n, label] (castanheira, definition 1), with a label
     smoothing s against (1 - s) * t_o + s / O, as torch.nn.CrossEntropyLoss. `binary_cross_entropy`: -(t log p +
     (1 - t) log(1 - p)), p = scores[n, 0] in [0, 1] (khandait, section II.C). `mean_squared_error`: the mean of
-    (scores[n, o] - t_o)^2, as torch.nn.MSELoss.
+    (scores[n, o] - t_o)^2, as torch.nn.MSELoss. Each of them times the weight of the image's class.
 
     Args:
         loss: which.
@@ -200,6 +217,12 @@ def compute(
         hits: out, uint8 (N,), 1 where the first largest score is the label's, or (p >= 0.5) == (t == 1).
     """
     rows, outputs = np.arange(len(labels)), scores.shape[1]
+    if loss.class_weights:
+        compute(replace(loss, class_weights=()), scores, labels, scale, d_scores, losses, hits)
+        weights = np.array(loss.class_weights, np.float32)[labels]
+        losses *= weights
+        d_scores *= weights[:, np.newaxis]
+        return
     match loss.name:
         case "softmax_cross_entropy":
             smoothing = np.float32(loss.label_smoothing)
@@ -234,8 +257,8 @@ def compute(
 
 
 def evaluate(loss: Loss, scores: np.ndarray, labels: np.ndarray) -> Totals:
-    """Return the totals of `scores` (N, O) against `labels` (N,), summed in float64."""
+    """Return the totals of `scores` (N, O) against `labels` (N,), summed in float64; every class counts alike."""
     count = len(labels)
     losses, hits = np.empty(count, np.float32), np.empty(count, np.uint8)
-    compute(loss, scores, labels, np.float32(1), np.empty_like(scores), losses, hits)
+    compute(replace(loss, class_weights=()), scores, labels, np.float32(1), np.empty_like(scores), losses, hits)
     return Totals(float(losses.sum(dtype=np.float64)), int(hits.sum(dtype=np.int64)), count)

@@ -256,6 +256,18 @@ def learning(epochs: Sequence[Mapping[str, float]]) -> Figure:
     return figure
 
 
+def rate_range(rows: np.ndarray, suggested: float) -> Figure:
+    """Return the curve of a range test, rows (rate, loss, smoothed loss), and the rate that it suggests."""
+    figure = new_figure(6, 3.6, measured=False)
+    axes = figure.subplots()
+    axes.semilogx(rows[:, 0], rows[:, 1], alpha=0.4, label="loss of each step")
+    axes.semilogx(rows[:, 0], rows[:, 2], label="smoothed")
+    axes.axvline(suggested, linestyle="--", color="black", label=f"optimizer.lr={suggested:g}")
+    label_axes(axes, "learning rate", "training loss")
+    axes.legend()
+    return figure
+
+
 def epoch_time(epochs: Sequence[Mapping[str, float]], baseline_s: Sequence[float | None]) -> Figure:
     """Return the seconds of each epoch, beside what the baseline would have needed."""
     figure = new_figure(6, 3.6, measured=False)

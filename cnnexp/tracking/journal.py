@@ -45,7 +45,15 @@ from cnnexp.tracking.events import (
     open_journal,
 )
 from cnnexp.tracking.folder import RunLock
-from cnnexp.tracking.metrics import baseline_epoch_s, default_name, epoch_metrics, flatten, predicted_classes, summary
+from cnnexp.tracking.metrics import (
+    baseline_epoch_s,
+    class_metrics,
+    default_name,
+    epoch_metrics,
+    flatten,
+    predicted_classes,
+    summary,
+)
 from cnnexp.tracking.pipe import ANSWER_S, NoAnswerYet, Recorder, RecorderDied
 from cnnexp.training.checkpoint import as_result, holds_checkpoints, plain_result
 from cnnexp.training.loop import EpochResult, Observer
@@ -259,6 +267,9 @@ class Run(Observer):
 
     def _entry(self, result: EpochResult) -> dict[str, Any]:
         metrics, time_ms = epoch_metrics(result, self.contended), int(time.time() * 1000)
+        if scored := len(result.scores):
+            test = self._dataset.test.labels[:scored]
+            metrics |= class_metrics(result.scores, test, self._dataset.classes)
         return {"metrics": metrics, "time_ms": time_ms, "result": plain_result(result)}
 
     def _note_epoch(self, epoch: int, entry: Mapping[str, Any]) -> None:

@@ -25,6 +25,7 @@ from cnnexp.network.losses import Loss
 from cnnexp.optimizers import SGD
 from cnnexp.system.registry import VARIABLE
 from cnnexp.training import checkpoint
+from cnnexp.training.steps import PREFIX
 
 BACKEND = "numpy"  # it needs no compiler, so a few images are classified soonest
 BATCH_SIZE = 100
@@ -54,7 +55,9 @@ class Classifier:
         trained = checkpoint.load(path)
         try:
             self.network, self.loss = checkpoint.rebuild(trained.training)
-            self.state = {name: trained.state[name] for name in self.network.initial_state(0)}
+            self.state = {
+                name: trained.state.get(PREFIX + name, trained.state[name]) for name in self.network.initial_state(0)
+            }
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"checkpoint {path}: holds no network: {error}") from error
         except ConfigError as error:

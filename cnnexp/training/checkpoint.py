@@ -186,8 +186,11 @@ def describe(
     schedule: Schedule,
     seed: int,
     dataset_sha256: str,
+    steps: Mapping[str, Any] = {},
 ) -> dict[str, Any]:
     """Return what decides a training run's numbers, as plain values by name.
+
+    Keys that checkpoints had not from the first are left out at their defaults: those of an earlier version go on.
 
     Backend and workers are not in it, nor is the number of epochs: a run may go on for longer.
     """
@@ -196,11 +199,13 @@ def describe(
         "network.layers": [describe_layer(layer) for layer in network.layers],
         "loss": loss.name,
         **({"loss.label_smoothing": loss.label_smoothing} if loss.label_smoothing else {}),
-        "optimizer": _plain(optimizer),
+        **({"loss.class_weights": loss.class_weights} if loss.class_weights else {}),
+        "optimizer": {key: value for key, value in _plain(optimizer).items() if key != "decay_biases" or not value},
         "batch_size": batch_size,
-        "schedule": _plain(schedule),
+        "schedule": schedule.plain(),
         "seed": seed,
         "dataset.sha256": dataset_sha256,
+        **steps,
     }
 
 
@@ -403,7 +408,7 @@ def _check_state(state: Mapping[str, np.ndarray]) -> None:
             legal = array.shape == () and array.dtype == np.int64 and (name == "seed" or int(array) >= 0)
         else:
             legal = array.ndim == 1 and array.dtype == np.float32
-            legal = legal and (name == "running" or array.shape == parameters.shape)
+            legal = legal and (name.endswith("running") or array.shape == parameters.shape)
         if not legal:
             raise ValueError(f"{name} is {array.dtype} of shape {array.shape}")
 

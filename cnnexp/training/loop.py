@@ -30,7 +30,7 @@ class EpochResult:
 
     Attributes:
         epoch: 1 for the first.
-        rate: the learning rate used.
+        rate: the learning rate of its last step.
         train: totals of the training pass, each image scored as its step saw it.
         test: totals of the test split after the epoch.
         validation: totals of the validation split after the epoch, where the data set has one.
@@ -94,7 +94,7 @@ class TrainingPlan:
     Attributes:
         epochs: the last epoch's number, >= 1.
         seed: shuffles; each epoch's order follows from the seed and the epoch alone.
-        schedule: gives each epoch's learning rate.
+        schedule: gives each step's learning rate.
         pass_s: seconds that a training pass may take: it then ends early, after at least one batch, and the epoch is
             evaluated on the same share of the held-out splits; None trains on every image.
         progress_batches: batches between two calls of `progressed`; None leaves it to the clock.
@@ -233,12 +233,18 @@ class _Pass:
     def __init__(self, setting: _Setting, epoch: int, order: np.ndarray, batches: int) -> None:
         program, plan = setting.program, setting.plan
         self.setting, self.epoch, self._order = setting, epoch, order
-        self.rate = plan.schedule(program.optimizer.lr, epoch, plan.epochs)
+        steps = -(-len(order) // program.batch_size)
+        self._rates = plan.schedule.rates(program.optimizer.lr, epoch, plan.epochs, steps)
         self._limit_s = math.inf if plan.pass_s is None else plan.pass_s
         self._most = plan.progress_batches or -(-len(order) // program.batch_size)
         self.batches = batches if plan.pass_s is None else 1
         self._whole_s, self._whole_images = 0.0, 0
         self.totals, self.seconds = Totals(0.0, 0, 0), 0.0
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of the last step so far."""
+        return float(self._rates[max(0, -(-self.totals.count // self.setting.program.batch_size) - 1)])
 
     @property
     def seconds_per_image(self) -> float:
@@ -283,14 +289,17 @@ class _Pass:
 
     def _train(self, start: int, stop: int) -> float:
         """Train on order[start:stop], one call; return its seconds."""
+        batch_size = self.setting.program.batch_size
+        rates = self._rates[start // batch_size : -(-stop // batch_size)]
+        rate = float(rates[0]) if (rates == rates[0]).all() else rates
         with held():
             started = self.setting.clock()
-            totals = self.setting.program.train(self.setting.handle, self._order[start:stop], self.rate)
+            totals = self.setting.program.train(self.setting.handle, self._order[start:stop], rate)
             seconds = self.setting.clock() - started
             if not math.isfinite(totals.loss):
                 raise Diverged(
                     f"the loss became {totals.loss} in epoch {self.epoch}, images {start} to {stop}, at learning rate "
-                    f"{self.rate:g}; lower optimizer.lr or check the data"
+                    f"{rates.max():g}; lower optimizer.lr or check the data"
                 )
             self.totals, self.seconds = self.totals + totals, self.seconds + seconds
             for observer in self.setting.observers:

@@ -1,47 +1,91 @@
-"""Learning-rate schedules: the rate of an epoch, from the optimizer's `lr` and the epoch alone."""
+"""Learning-rate schedules: the rate of every step, from the optimizer's `lr` and the step's place alone."""
 
 from __future__ import annotations
 
+import functools
 import math
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
 
 from cnnexp.system.ranges import check_range
 
-
-class Schedule(Protocol):
-    """Maps an epoch to a learning rate."""
-
-    def __call__(self, lr: float, epoch: int, epochs: int) -> float:
-        """Return the rate of `epoch` (1 .. epochs), given the rate `lr` to start from."""
+ScheduleName = Literal["constant", "step", "milestones", "cosine", "polynomial", "one_cycle"]
+START, END = 25, 1e4  # one_cycle begins with lr / START and ends with lr / START / END, as PyTorch's OneCycleLR
 
 
 @dataclass(frozen=True)
-class Constant:
-    """The same rate throughout."""
+class Schedule:
+    """What multiplies the optimizer's `lr`: a function of `FACTORS`, after a linear warm-up.
 
-    def __call__(self, lr: float, epoch: int, epochs: int) -> float:
-        return lr
+    Attributes:
+        name: `constant`; `step`: by `factor` after every `every` epochs; `milestones`: by `factor` after each epoch of
+            `milestones`; `cosine`: by epoch, along half a cosine towards 0 (Loshchilov and Hutter 2017); `polynomial`:
+            by step, (1 - the share of the steps done) to the `power`; `one_cycle`: by step, up to `lr` at the share
+            `peak` of all steps and down again, along cosines (Smith and Topin 2018), its momentum left as it is.
+        warmup: epochs, or a part of one, whose steps multiply the rate by 1/W, 2/W .. 1, W being their number.
+    """
 
-
-@dataclass(frozen=True)
-class Step:
-    """Multiply the rate by `factor` after every `every` epochs."""
-
+    name: ScheduleName = "cosine"
     every: int = 10
     factor: float = 0.1
+    milestones: tuple[int, ...] = ()
+    power: float = 1.0
+    peak: float = 0.3
+    warmup: float = 0.0
 
     def __post_init__(self) -> None:
-        check_range("trainer.step_every", self.every, ">= 1")
-        check_range("trainer.step_factor", self.factor, "> 0, <= 1")
+        for key, (shown, legal) in _RANGES.items():
+            check_range(f"trainer.{shown}", getattr(self, key), legal)
+        milestones = self.milestones if isinstance(self.milestones, tuple) else (self.milestones,)
+        for epoch in milestones:
+            check_range("trainer.milestones", epoch, ">= 1")
 
-    def __call__(self, lr: float, epoch: int, epochs: int) -> float:
-        return lr * self.factor ** ((epoch - 1) // self.every)
+    def rates(self, lr: float, epoch: int, epochs: int, steps: int) -> np.ndarray:
+        """Return the rates (steps,), float64, of the steps of `epoch` (1 .. epochs), each epoch having `steps`."""
+        factor, first = FACTORS[self.name][0], (epoch - 1) * steps
+        rising = max(1, round(self.warmup * steps))
+        return np.array(
+            [
+                lr * factor(self, epoch - 1, epochs, step, epochs * steps) * min(1.0, (step + 1) / rising)
+                for step in range(first, first + steps)
+            ]
+        )
+
+    def plain(self) -> dict[str, Any]:
+        """Return what decides the rates, as plain values by name: no key that the schedule does not look at."""
+        used = {key: asdict(self)[key] for key in FACTORS[self.name][1]}
+        return {"type": self.name.title().replace("_", ""), **used, **({"warmup": self.warmup} if self.warmup else {})}
 
 
-@dataclass(frozen=True)
-class Cosine:
-    """Fall from `lr` in the first epoch along half a cosine, towards 0 after the last (Loshchilov and Hutter 2017)."""
+def _one_cycle(schedule: Schedule, done: int, epochs: int, step: int, steps: int) -> float:
+    top, last, low = schedule.peak * steps - 1, steps - 1, 1 / START
+    if step <= top:
+        start, end, share = low, 1.0, step / top if top else 1.0
+    else:
+        start, end, share = 1.0, low / END, (step - top) / (last - top)
+    return end + (start - end) / 2 * (1 + math.cos(math.pi * share))
 
-    def __call__(self, lr: float, epoch: int, epochs: int) -> float:
-        return lr * 0.5 * (1 + math.cos(math.pi * (epoch - 1) / epochs))
+
+# name -> (the factor of a step, given the epochs done, of how many, the steps done, of how many; the keys it looks at)
+FACTORS: dict[ScheduleName, tuple[Callable[[Schedule, int, int, int, int], float], tuple[str, ...]]] = {
+    "constant": (lambda s, done, epochs, step, steps: 1.0, ()),
+    "step": (lambda s, done, epochs, step, steps: s.factor ** (done // s.every), ("every", "factor")),
+    "milestones": (
+        lambda s, done, epochs, step, steps: s.factor ** sum(done >= epoch for epoch in s.milestones),
+        ("milestones", "factor"),
+    ),
+    "cosine": (lambda s, done, epochs, step, steps: 0.5 * (1 + math.cos(math.pi * done / epochs)), ()),
+    "polynomial": (lambda s, done, epochs, step, steps: (1 - step / steps) ** s.power, ("power",)),
+    "one_cycle": (_one_cycle, ("peak",)),
+}
+_RANGES = {
+    "every": ("step_every", ">= 1"),
+    "factor": ("step_factor", "> 0, <= 1"),
+    "power": ("power", "> 0"),
+    "peak": ("peak", "> 0 and < 1"),
+    "warmup": ("warmup", ">= 0"),
+}
+Constant, Step, Cosine = (functools.partial(Schedule, name) for name in ("constant", "step", "cosine"))

@@ -45,7 +45,7 @@ class HybridReplica(Replica):
                 f"workers.sync=hybrid: backend={spec.backend.name} compiles a network as one piece; use a backend that "
                 "runs layer by layer, e.g. cpu-parallel"
             )
-        super().__init__(program, collective)
+        super().__init__(program, collective, spec.batch_size)
         self._features = program
         self.network, self.loss, self.batch_size = spec.network, spec.loss, spec.batch_size
         self._head = Head(spec.network, spec.optimizer, first, cast(Collective, self.collective))
@@ -89,12 +89,13 @@ class HybridReplica(Replica):
             part[:] = head.own(state.get(name, zeros)[shared:])
         head.step, head.seed = int(state.get("step", 0)), int(state.get("seed", 0))
 
-    def _train(self, split: Loaded, order: np.ndarray, rate: float) -> Totals:
+    def _train(self, split: Loaded, order: np.ndarray, rates: np.ndarray) -> Totals:
         totals = NOTHING
-        for start in range(0, len(order), self.batch_size):
+        for step, rate in enumerate(rates):
             with one_blas_thread():
-                batch_totals, gradient = self._compute(split, order[start : start + self.batch_size])
-                self._apply(gradient, rate)
+                batch = order[step * self.batch_size : (step + 1) * self.batch_size]
+                batch_totals, gradient = self._compute(split, batch)
+                self._apply(gradient, float(rate))
             totals += batch_totals
         return totals
 
@@ -202,7 +203,9 @@ class Head:
     def apply(self, rate: float) -> None:
         """Take one optimizer step with the gradient that `backward` left."""
         self.step += 1
-        self._optimizer.apply(self.parameters, self.gradient, self.slots, rate, self.step)
+        for _, _, own in self._layouts[self._collective.rank]:
+            w, g, *slots = (own.view(flat) for flat in (self.parameters, self.gradient, *self.slots))
+            self._optimizer.of(own.shape).apply(w, g, slots, rate, self.step)
 
     def _join(self, columns: np.ndarray, outputs: int) -> np.ndarray:
         """Return (N, outputs) out of every worker's columns of it."""

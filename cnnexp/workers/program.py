@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from cnnexp.backends.protocol import Program, State
+from cnnexp.backends.protocol import Program, Rate, State
 from cnnexp.backends.state import complete
 from cnnexp.datasets import Split
 from cnnexp.errors import Diverged
@@ -73,7 +73,7 @@ class ParallelProgram(Program[int]):
     def load(self, images: np.ndarray, labels: np.ndarray) -> int:
         return self._call("load", np.ascontiguousarray(images), np.ascontiguousarray(labels))
 
-    def train(self, handle: int, order: np.ndarray, rate: float) -> Totals:
+    def train(self, handle: int, order: np.ndarray, rate: Rate) -> Totals:
         return self._call("train", handle, np.ascontiguousarray(order, np.int64), rate)
 
     def gradients(self, handle: int, indices: np.ndarray) -> tuple[Totals, np.ndarray]:

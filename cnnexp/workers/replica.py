@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from cnnexp.backends.protocol import Backend, Program, State
+from cnnexp.backends.protocol import Backend, Program, Rate, State, rate_of_steps
 from cnnexp.network import Network
 from cnnexp.network.losses import Loss, Totals
 from cnnexp.optimizers import Optimizer
@@ -71,8 +71,8 @@ class Loaded:
 class Replica:
     """Base: a program of its own per worker, and what does not depend on how the workers keep together."""
 
-    def __init__(self, program: Program, collective: Collective) -> None:
-        self.program, self.collective = program, Timed(collective)
+    def __init__(self, program: Program, collective: Collective, batch_size: int) -> None:
+        self.program, self.collective, self._batch_size = program, Timed(collective), batch_size
         self._splits: list[Loaded] = []
         self._rows: dict[int, Any] = {}
         self._buffer = np.empty(program.network.parameter_count + 3, np.float32)  # a gradient, then its totals
@@ -83,10 +83,10 @@ class Replica:
         self._splits.append(Loaded(self.program.load(images, labels), images, labels))
         return len(self._splits) - 1
 
-    def train(self, handle: int, order: np.ndarray, rate: float) -> Totals:
+    def train(self, handle: int, order: np.ndarray, rate: Rate) -> Totals:
         """As `Program.train`; the totals are of all workers."""
         started, communicated = time.perf_counter(), self.collective.seconds
-        totals = self._train(self._splits[handle], order, rate)
+        totals = self._train(self._splits[handle], order, rate_of_steps(rate, len(order), self._batch_size))
         self._train_s += time.perf_counter() - started
         self._communicate_s += self.collective.seconds - communicated
         return totals
@@ -144,7 +144,7 @@ class Replica:
     def close(self) -> None:
         self.program.close()
 
-    def _train(self, split: Loaded, order: np.ndarray, rate: float) -> Totals:
+    def _train(self, split: Loaded, order: np.ndarray, rates: np.ndarray) -> Totals:
         raise NotImplementedError
 
     def _average_pending(self, weight: float) -> None:
@@ -183,14 +183,13 @@ class GradientReplica(Replica):
     """Average the gradient at every step: equal to one worker with the whole batch, up to rounding."""
 
     def __init__(self, spec: Spec, collective: Collective) -> None:
-        super().__init__(spec.compile(shares(spec.batch_size, collective.size)[0]), collective)
-        self._batch_size = spec.batch_size
+        super().__init__(spec.compile(shares(spec.batch_size, collective.size)[0]), collective, spec.batch_size)
 
-    def _train(self, split: Loaded, order: np.ndarray, rate: float) -> Totals:
+    def _train(self, split: Loaded, order: np.ndarray, rates: np.ndarray) -> Totals:
         totals = NOTHING
-        for start in range(0, len(order), self._batch_size):
-            totals += self._gradients(split, order[start : start + self._batch_size])
-            self.program.apply(self._buffer[:-3], rate)
+        for step, rate in enumerate(rates):
+            totals += self._gradients(split, order[step * self._batch_size : (step + 1) * self._batch_size])
+            self.program.apply(self._buffer[:-3], float(rate))
         return totals
 
 
@@ -205,8 +204,9 @@ class ParameterReplica(Replica):
 
     def __init__(self, spec: Spec, collective: Collective) -> None:
         # batches of its own share: then many of them in one call fall apart into the right steps
-        super().__init__(spec.compile(shares(spec.batch_size, collective.size)[collective.rank]), collective)
-        self._batch_size, self._period = spec.batch_size, spec.period
+        own = spec.compile(shares(spec.batch_size, collective.size)[collective.rank])
+        super().__init__(own, collective, spec.batch_size)
+        self._period = spec.period
         self._batches, self._seen = 0, 0
         self._since = np.zeros((2, self.collective.size), np.int64)  # steps and images of each since the last average
 
@@ -214,31 +214,33 @@ class ParameterReplica(Replica):
         super().restore(state)
         self._begin_epoch()
 
-    def _train(self, split: Loaded, order: np.ndarray, rate: float) -> Totals:
-        totals, waiting = NOTHING, []
-        for start in range(0, len(order), self._batch_size):
-            batch = order[start : start + self._batch_size]
-            waiting.append(batch[share(len(batch), self.collective.size, self.collective.rank)])
+    def _train(self, split: Loaded, order: np.ndarray, rates: np.ndarray) -> Totals:
+        totals: Totals = NOTHING
+        waiting: list[tuple[np.ndarray, float]] = []
+        for step, rate in enumerate(rates):
+            batch = order[step * self._batch_size : (step + 1) * self._batch_size]
+            waiting.append((batch[share(len(batch), self.collective.size, self.collective.rank)], rate))
             images = np.array(shares(len(batch), self.collective.size))
             self._since += np.stack([images > 0, images])
             self._batches, self._seen = self._batches + 1, self._seen + len(batch)
             epoch_over = self._seen >= split.count
             if epoch_over or (self._period and self._batches % self._period == 0):
-                totals, waiting = totals + self._train_alone(split, waiting, rate), []
+                totals, waiting = totals + self._train_alone(split, waiting), []
                 self._average()
             if epoch_over:
                 self._begin_epoch()
-        totals += self._train_alone(split, waiting, rate)
+        totals += self._train_alone(split, waiting)
         message = np.array([totals.loss, totals.correct, totals.count], np.float32)
         self.collective.all_reduce(message)
         return _totals(message)
 
-    def _train_alone(self, split: Loaded, parts: list[np.ndarray], rate: float) -> Totals:
-        order = np.concatenate(parts) if parts else np.empty(0, np.int64)
-        if not len(order):
+    def _train_alone(self, split: Loaded, parts: list[tuple[np.ndarray, float]]) -> Totals:
+        parts = [(images, rate) for images, rate in parts if len(images)]
+        if not parts:
             return NOTHING
+        order = np.concatenate([images for images, _ in parts])
         self._images += len(order)
-        return self.program.train(split.whole, order, rate)
+        return self.program.train(split.whole, order, np.array([rate for _, rate in parts]))
 
     def _average(self) -> None:
         rank, (steps, images) = self.collective.rank, self._since

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import math
 import types
+import zlib
 
 import numba
 import numpy as np
@@ -468,7 +469,7 @@ def _losses(scores, labels, scale, d_scores, losses, hits):
 @functools.cache
 def loss(kind: Loss, outputs: int) -> Kernel:
     """Return the kernel `(scores, labels, scale, d_scores, losses, hits)` of a loss, on (N,O)."""
-    name = f"{kind.name}_{kind.label_smoothing}_{outputs}"
+    name = f"{kind.name}_{kind.label_smoothing}_{outputs}_{zlib.crc32(repr(kind.class_weights).encode())}"
     rule = _named(kind.rule(outputs, math.exp, math.log, math.log1p), name)
     return Kernel(_losses, f"void({matrix}, i4[::1], f4, {matrix}, {vector}, u1[::1])", name, rule=rule)
 

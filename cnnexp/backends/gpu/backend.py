@@ -15,7 +15,7 @@ from cnnexp.backends.gpu.kernels import sums
 from cnnexp.backends.gpu.launch import default_stream
 from cnnexp.backends.gpu.limits import limits
 from cnnexp.backends.layerwise import LayerwiseProgram
-from cnnexp.backends.protocol import Backend, Ops, Program
+from cnnexp.backends.protocol import Backend, Ops, Program, Rate, rate_of_steps
 from cnnexp.backends.stages import Run, unwatched
 from cnnexp.network import Conv2d, Flatten, MaxPool2d, Network
 from cnnexp.network.losses import Loss, Totals
@@ -53,11 +53,12 @@ class GpuProgram(LayerwiseProgram):
         return streamed.load(super().load, images, labels, image_bytes, self.batch_size)
 
     @on_its_gpu
-    def train(self, handle: Any, order: np.ndarray, rate: float, images: np.ndarray | None = None) -> Totals:
-        totals = Totals(0.0, 0, 0)
+    def train(self, handle: Any, order: np.ndarray, rate: Rate, images: np.ndarray | None = None) -> Totals:
+        totals, rates = Totals(0.0, 0, 0), rate_of_steps(rate, len(order), self.batch_size)
         for split, places in streamed.parts(handle, order):
             shown = order[totals.count : totals.count + len(places)]
-            totals += super().train(split, places, rate, shown)
+            first, steps = totals.count // self.batch_size, -(-len(places) // self.batch_size)
+            totals += super().train(split, places, rates[first : first + steps], shown)
         return totals
 
     @on_its_gpu

@@ -18,7 +18,7 @@ import numpy as np
 from cnnexp import network as net
 from cnnexp.backends.layerwise import as_float32
 from cnnexp.backends.processor import ThreadedBackend
-from cnnexp.backends.protocol import Program, State
+from cnnexp.backends.protocol import Program, Rate, State, rate_of_steps
 from cnnexp.backends.state import PendingAverages, complete
 from cnnexp.errors import BackendUnavailable, installing
 from cnnexp.network import Network, Stage, noise
@@ -158,7 +158,7 @@ class KerasProgram(Program):
         self._model = keras.Sequential([keras.Input(network.input_shape), *layers])
         self._variables = [variable.value for variable in self._model.trainable_variables]
         self._slots = [[tf.Variable(tf.zeros_like(v)) for v in self._variables] for _ in optimizer.slots]
-        self._rule = optimizer.rule(tf.sqrt, tf.maximum)
+        self._rules = [optimizer.of(tuple(v.shape)).rule(tf.sqrt, tf.maximum) for v in self._variables]
         self._step = 0
         images = tf.TensorSpec([None, *network.input_shape])
         batch = (images, tf.TensorSpec([None], tf.int32), tf.TensorSpec([None], tf.int64))
@@ -174,13 +174,14 @@ class KerasProgram(Program):
     def load(self, images: np.ndarray, labels: np.ndarray) -> tuple[tf.Tensor, tf.Tensor]:
         return tf.constant(as_float32(images)), tf.constant(labels.astype(np.int32))
 
-    def train(self, handle: Any, order: np.ndarray, rate: float) -> Totals:
+    def train(self, handle: Any, order: np.ndarray, rate: Rate) -> Totals:
         losses, hits = [], []
         self.pending.drop()
-        for start in range(0, len(order), self.batch_size):
-            indices = order[start : start + self.batch_size].astype(np.int64)
+        for step, step_rate in enumerate(rate_of_steps(rate, len(order), self.batch_size)):
+            indices = order[step * self.batch_size : (step + 1) * self.batch_size].astype(np.int64)
             self._begin_step()
-            loss, correct = self._train_step(*handle, indices, np.float32(rate), *self.optimizer.constants(self._step))
+            numbers = np.float32(step_rate), *self.optimizer.constants(self._step)
+            loss, correct = self._train_step(*handle, indices, *numbers)
             losses.append(loss)
             hits.append(correct)
         return Totals(sum(float(loss) for loss in losses), sum(int(correct) for correct in hits), len(order))
@@ -253,8 +254,10 @@ class KerasProgram(Program):
         with tf.GradientTape() as tape:
             scores = self._model(x, training=True)
             losses = _losses(self.loss, scores, t)
+            if self.loss.class_weights:
+                losses *= tf.gather(tf.constant(self.loss.class_weights), t)
             mean = tf.reduce_mean(losses)
-        if self.loss == Loss.BINARY_CROSS_ENTROPY:
+        if self.loss.name == "binary_cross_entropy":
             hits = tf.equal(scores[:, 0] >= 0.5, tf.equal(t, 1))
         else:
             hits = tf.equal(tf.argmax(scores, 1, tf.int32), t)
@@ -263,10 +266,10 @@ class KerasProgram(Program):
 
     def _update(self, gradients: list[tf.Tensor], rate: tf.Tensor, c0: tf.Tensor, c1: tf.Tensor) -> None:
         zero = tf.constant(0.0)
-        for i, (w, g) in enumerate(zip(self._variables, gradients, strict=True)):
+        for i, (w, g, rule) in enumerate(zip(self._variables, gradients, self._rules, strict=True)):
             slots = [slot[i] for slot in self._slots]
             s, t = ([tf.convert_to_tensor(slot) for slot in slots] + [zero, zero])[:2]
-            new = self._rule(tf.convert_to_tensor(w), g, s, t, rate, c0, c1)
+            new = rule(tf.convert_to_tensor(w), g, s, t, rate, c0, c1)
             for old, value in zip([w, *slots], new, strict=False):
                 old.assign(value)
 

@@ -18,7 +18,7 @@ import numpy as np
 from cnnexp import network as net
 from cnnexp.backends.layerwise import as_float32
 from cnnexp.backends.processor import ThreadedBackend
-from cnnexp.backends.protocol import Program, State
+from cnnexp.backends.protocol import Program, Rate, State, rate_of_steps
 from cnnexp.backends.state import PendingAverages, complete
 from cnnexp.errors import BackendUnavailable, ConfigError, installing
 from cnnexp.network import Network, Stage, noise
@@ -200,14 +200,14 @@ class TorchProgram(Program):
     def load(self, images: np.ndarray, labels: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.tensor(as_float32(images)), torch.tensor(labels.astype(np.int64))
 
-    def train(self, handle: Any, order: np.ndarray, rate: float) -> Totals:
+    def train(self, handle: Any, order: np.ndarray, rate: Rate) -> Totals:
         batches = torch.tensor(np.ascontiguousarray(order, np.int64)).split(self.batch_size)
         loss, hits = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.int64)
         self.pending.drop()
         with _torch_threads(self._threads):
-            for indices in batches:
+            for indices, step_rate in zip(batches, rate_of_steps(rate, len(order), self.batch_size), strict=False):
                 losses, correct = self._backward(handle, indices)
-                self._update(rate)
+                self._update(float(step_rate))
                 loss += losses
                 hits += correct
         return Totals(float(loss), int(hits), len(order))
@@ -268,16 +268,22 @@ class TorchProgram(Program):
         scores = self._modules(_channels_first(images))
         self._updater.zero_grad()
         hits = scores.detach().argmax(1) == labels
+        weights, each = self.loss.class_weights, "none" if self.loss.class_weights else "mean"
         match self.loss.name:
             case "softmax_cross_entropy":
-                mean = functional.cross_entropy(scores, labels, label_smoothing=self.loss.label_smoothing)
+                smoothing = self.loss.label_smoothing
+                mean = functional.cross_entropy(scores, labels, label_smoothing=smoothing, reduction=each)
             case "binary_cross_entropy":
-                mean = _BinaryCrossEntropy.apply(scores[:, 0], labels.to(scores.dtype)).mean()
+                mean = _BinaryCrossEntropy.apply(scores[:, 0], labels.to(scores.dtype))
                 hits = (scores.detach()[:, 0] >= 0.5) == (labels == 1)
             case "mean_squared_error":
-                mean = functional.mse_loss(scores, functional.one_hot(labels, scores.shape[1]).to(scores.dtype))
+                targets = functional.one_hot(labels, scores.shape[1]).to(scores.dtype)
+                mean = functional.mse_loss(scores, targets, reduction=each)
             case _:
                 assert_never(self.loss.name)
+        if weights:
+            mean = mean.reshape(len(labels), -1).mean(1) * torch.tensor(weights)[labels]
+        mean = mean.mean()
         mean.backward()
         return mean.detach() * len(indices), hits.sum()
 
@@ -358,9 +364,11 @@ def _module(stage: Stage, tensors: list[nn.Parameter], averages: list[torch.Tens
             assert_never(stage)
 
 
-def _updater(optimizer: Optimizer, tensors: list[torch.Tensor]) -> torch.optim.Optimizer:
+def _updater(optimizer: Optimizer, tensors: list[Any]) -> torch.optim.Optimizer:
     """Return PyTorch's optimizer of the same formulas."""
     common = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay}
+    if not optimizer.decay_biases:
+        tensors = [{"params": [tensor], "weight_decay": optimizer.of(tensor.shape).weight_decay} for tensor in tensors]
     match optimizer:
         case SGD():
             options: dict[str, Any] = {"momentum": optimizer.momentum, "nesterov": optimizer.nesterov}

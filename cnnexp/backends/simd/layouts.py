@@ -282,6 +282,11 @@ class Parameters:
                 size = round_up(parameter.size, self.lanes)
                 self.place(parameter, size, functools.partial(padded_rows, rows=1, row=size))
 
+    def rows(self) -> np.ndarray:
+        """Return (first, end, axes) of every parameter in the buffer, int64 (parameters, 3)."""
+        starts = [(self.offset(parameter), size, len(parameter.shape)) for parameter, size, _ in self._parts]
+        return np.array([(start, start + round_up(size, 16), axes) for start, size, axes in starts], np.int64)
+
     def pack(self, flat: np.ndarray, packed: np.ndarray) -> None:
         """Put values in the network's order, (parameter_count,), where they lie in a buffer (size,)."""
         for ours, theirs in self._views(flat, packed):

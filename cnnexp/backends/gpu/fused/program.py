@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,8 +24,8 @@ from cnnexp.backends.gpu.kernels.layers import update
 from cnnexp.backends.gpu.shared import CONV_TILE, SharedOps
 from cnnexp.backends.layerwise import as_float32
 from cnnexp.backends.parts import BACKWARD, FORWARD, Part
-from cnnexp.backends.protocol import Program, State
-from cnnexp.backends.state import complete
+from cnnexp.backends.protocol import Program, Rate, State, rate_of_steps
+from cnnexp.backends.state import complete, optimizers
 from cnnexp.network import Network
 from cnnexp.network.losses import Loss, Totals, check_loss
 from cnnexp.optimizers import Optimizer
@@ -101,7 +102,11 @@ class FusedProgram(Program):
         self._nodes = build(self._context, network, loss)
         self._arena = self._context.arena
         self._arena.allocate()
-        self._table = device.to_device(segments(self._arena.partials))
+        self._optimizers = optimizers(network, optimizer)
+        self._tables = {  # by optimizer, what it takes the step of
+            own: device.to_device(segments(self._arena.partials, [part for part, of in self._optimizers if of == own]))
+            for own in dict.fromkeys(own for _, own in self._optimizers)
+        }
         self._graphs = Graphs(gpu.index) if graphs else None
         self._stream = self._graphs.stream if self._graphs else 0
         parts = [part for node in self._nodes for part in node.parts.values()]
@@ -138,12 +143,14 @@ class FusedProgram(Program):
         )
 
     @on_its_gpu
-    def train(self, handle: DeviceSplit | streamed.Streamed, order: np.ndarray, rate: float) -> Totals:
-        totals = Totals(0.0, 0, 0)
+    def train(self, handle: DeviceSplit | streamed.Streamed, order: np.ndarray, rate: Rate) -> Totals:
+        totals, rates = Totals(0.0, 0, 0), rate_of_steps(rate, len(order), self.batch_size)
         for split, places in streamed.parts(handle, order):
             most = split.room // self.batch_size * self.batch_size  # whole steps that the buffers hold
             for start in range(0, len(places), most):
-                totals += self._train(split, places[start : start + most], rate, self._graphs is not None)
+                part = places[start : start + most]
+                first, steps = totals.count // self.batch_size, -(-len(part) // self.batch_size)
+                totals += self._train(split, part, rates[first : first + steps], self._graphs is not None)
         return totals
 
     @on_its_gpu
@@ -151,7 +158,7 @@ class FusedProgram(Program):
         split, places = next(streamed.parts(handle, indices))
         self._send(split, places)
         self._run(BatchStep(self._stream, split, 0, len(places)))
-        self._update(BatchStep(self._stream, split, 0, len(places)), None, self._gradient)
+        self._update(BatchStep(self._stream, split, 0, len(places)), self._gradient)
         return self._totals(split, len(places)), self._to_host(self._gradient)
 
     @on_its_gpu
@@ -159,10 +166,11 @@ class FusedProgram(Program):
         self._step += 1
         device.copy(gradient, self._gradient)
         device.synchronize()
-        kernel = update(self.optimizer, BLOCK)
-        s, t = self._two_slots()
         constants = self.optimizer.constants(self._step)
-        kernel.over(gradient.size, self._stream, self._parameters, self._gradient, s, t, np.float32(rate), *constants)
+        for part, own in self._optimizers:
+            s, t = (*(slot[part] for slot in self._slots), self._nothing, self._nothing)[:2]
+            arrays = self._parameters[part], self._gradient[part], s, t
+            update(own, BLOCK).over(arrays[0].size, self._stream, *arrays, np.float32(rate), *constants)
         device.synchronize()
 
     @on_its_gpu
@@ -218,25 +226,24 @@ class FusedProgram(Program):
         labels, order = np.zeros(self.batch_size, np.int32), np.arange(self.batch_size)
         for images in (zeros, zeros.astype(np.float32)):
             split = self._load(images, labels)
-            self._train(split, order, 0.0, graphs=False)
+            self._train(split, order, np.zeros(1), graphs=False)
             self._enqueue_scores(
                 split, device.empty((len(split), *self.network.output_shape), np.float32), self._stream
             )
             kernels.advance().launch(1, self._stream, split.order, u32(0))
             self._capture(split)
-            self._train(split, order, 0.0, self._graphs is not None)
+            self._train(split, order, np.zeros(1), self._graphs is not None)
             self.predict(split)
         self.restore(fresh)
         self._images = 0
         if self._clocks:
             self._clocks.reset()
 
-    def _train(self, split: DeviceSplit, order: np.ndarray, rate: float, graphs: bool) -> Totals:
+    def _train(self, split: DeviceSplit, order: np.ndarray, rates: np.ndarray, graphs: bool) -> Totals:
         """Train on at most as many images as the split's buffers hold."""
-        batch, count = self.batch_size, len(order)
-        steps = -(-count // batch)
-        rates = [(rate, *self.optimizer.constants(self._step + 1 + i)) for i in range(steps)]
-        device.copy(np.array(rates, np.float32).reshape(-1), split.rates)
+        batch, count, steps = self.batch_size, len(order), len(rates)
+        numbers = [(rate, *self.optimizer.constants(self._step + 1 + i)) for i, rate in enumerate(rates)]
+        device.copy(np.array(numbers, np.float32).reshape(-1), split.rates)
         self._send(split, order)
         base = self._launch_graphs(split, count // batch) if graphs else 0
         for start in range(base, count, batch):
@@ -275,15 +282,17 @@ class FusedProgram(Program):
         if clocks:
             clocks.begin(stream)
         self._run(step, clocks)
-        self._update(step, self.optimizer, self._parameters)
+        self._update(step)
         if clocks:
             clocks.charge(stream, UPDATE)
 
-    def _update(self, step: BatchStep, optimizer: Optimizer | None, target: Tensor) -> None:
-        """Enqueue the end of a step, the optimizer's; without one, the gradient goes to `target`."""
-        kernel = kernels.update(optimizer, self.batch_size)
-        arrays = self._arena.memory, self._table, target, *self._two_slots(), step.split.rates
-        kernel.launch(self._table.shape[0], step.stream, *arrays, *step.place)
+    def _update(self, step: BatchStep, gradient: Tensor | None = None) -> None:
+        """Enqueue the end of a step, the optimizer's; or where a `gradient` is given, what fills that instead."""
+        for optimizer, table in self._tables.items():
+            kernel = kernels.update(optimizer if gradient is None else None, self.batch_size)
+            target = self._parameters if gradient is None else gradient
+            arrays = self._arena.memory, table, target, *self._two_slots(), step.split.rates
+            kernel.launch(table.shape[0], step.stream, *arrays, *step.place)
 
     def _run(self, step: BatchStep, clocks: GpuClocks | None = None) -> None:
         """Enqueue a step but for its update: losses, hits and partial gradients."""
@@ -314,13 +323,14 @@ class FusedProgram(Program):
         return device.to_host(tensor)
 
 
-def segments(partials: list[Partials]) -> np.ndarray:
-    """Return the table of `kernels.update`, a row per block, uint32 (blocks, SEGMENT)."""
+def segments(partials: list[Partials], within: list[slice]) -> np.ndarray:
+    """Return the table of `kernels.update`, a row per block, uint32 (blocks, SEGMENT), for some parts of the buffer."""
     rows: list[tuple[int, ...]] = []
-    for sums in partials:
+    for sums, part in itertools.product(partials, within):
         threads = kernels.sum_threads(sums.parts)
         wide = BLOCK // threads
-        for first in range(0, sums.size, wide):
-            many = min(wide, sums.size - first)
+        end = min(sums.size, part.stop - sums.offset)
+        for first in range(max(0, part.start - sums.offset), end, wide):
+            many = min(wide, end - first)
             rows.append((sums.offset + first, many, sums.base + first, sums.size, sums.parts, threads))
     return np.array(rows, np.uint32)

@@ -10,7 +10,7 @@ import numpy as np
 
 from cnnexp.backends.cache import load_or_make, program_key
 from cnnexp.backends.parts import Part
-from cnnexp.backends.protocol import Program, State
+from cnnexp.backends.protocol import Program, Rate, State, rate_of_steps
 from cnnexp.backends.simd.algorithms.dropout import KEYS, TRAINS
 from cnnexp.backends.simd.compiler.emit import Target
 from cnnexp.backends.simd.compiler.entry import APPLY, ARGUMENTS, GRADIENTS, LINE, PREDICT, TRAIN, Call
@@ -123,15 +123,16 @@ class SimdProgram(Program[LoadedSplit]):
         missing = np.isnan(flat.reshape(count, -1)).any(axis=1)
         return LoadedSplit(np.empty(0, np.uint8), flat, np.where(missing, np.float32(np.nan), np.float32(0)), labels)
 
-    def train(self, handle: LoadedSplit, order: np.ndarray, rate: float) -> Totals:
+    def train(self, handle: LoadedSplit, order: np.ndarray, rate: Rate) -> Totals:
         self.pending.drop()
-        order = _indices(order, handle)
+        order, rates = _indices(order, handle), rate_of_steps(rate, len(order), self.batch_size)
         totals, start = Totals(0.0, 0, 0), 0
         while start < len(order):
             threads, steps = self._adaptive.next()
             part = order[start : start + steps * self.batch_size]
             began = time.perf_counter()
-            totals += self._run(TRAIN, handle, part, self.batch_size, rate, threads=threads)
+            first = start // self.batch_size
+            totals += self._run(TRAIN, handle, part, self.batch_size, rates[first : first + steps], threads=threads)
             self._adaptive.took(threads, -(-len(part) // self.batch_size), time.perf_counter() - began)
             start += len(part)
         return totals
@@ -211,7 +212,7 @@ class SimdProgram(Program[LoadedSplit]):
         split: LoadedSplit,
         order: np.ndarray,
         batch: int,
-        rate: float = 0.0,
+        rate: Rate = 0.0,
         scores: np.ndarray = NO_SCORES,
         threads: int | None = None,
     ) -> Totals:

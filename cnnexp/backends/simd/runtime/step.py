@@ -8,6 +8,7 @@ many threads do them: a thread each, or one thread all in turn.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -26,7 +27,6 @@ from numba.np.numpy_support import from_dtype
 from cnnexp.backends.cache import host
 from cnnexp.backends.simd.algorithms import update
 from cnnexp.backends.simd.compiler.compose import Intrinsic, compose, compose_five, compose_six, on_arena
-from cnnexp.backends.simd.compiler.emit import Target
 from cnnexp.backends.simd.compiler.entry import APPLY, ARGUMENTS, GRADIENTS, PREDICT, TRAIN, Array, Call
 from cnnexp.backends.simd.compiler.host import host_target
 from cnnexp.backends.simd.compiler.intrinsics import LOAD_CONTROL, STORE_CONTROL, call
@@ -161,7 +161,7 @@ def _make_update(plan: Plan, optimizer: Optimizer, compiled: Callable) -> Callab
     target, clocked, added = plan.target, plan.clocks.on, plan.parameters.added
     owned_updates = compose_six("owned_updates", target, plan.updates(optimizer))
     charge_wait, charge_update = (_charging(plan, name) for name in ("wait", "update"))
-    apply_update = _update(optimizer, target, compiled)
+    apply_update = _update(optimizer, plan, compiled)
 
     def update_share(call: Call, share: int, step: int, batch: int) -> None:
         """Take step number `step` of this call, on a batch of so many images."""
@@ -251,8 +251,11 @@ def _tile_loss(loss: Loss, scores: NC, d_scores: NC, compiled: Callable) -> Call
     return tile_loss
 
 
-def _update(optimizer: Optimizer, target: Target, compiled: Callable) -> Callable:
+def _update(optimizer: Optimizer, plan: Plan, compiled: Callable) -> Callable:
     """Return the optimizer's part of a step: add up the threads' gradients in order, apply the rule, clear them."""
+    if not optimizer.decay_biases:
+        return _update_sparing(optimizer, plan, compiled)
+    target = plan.target
     add = compose("add", target, [("add", update.add)])
     apply = compose_five("update", target, functools.partial(update.update, optimizer=optimizer))
 
@@ -264,6 +267,26 @@ def _update(optimizer: Optimizer, target: Target, compiled: Callable) -> Callabl
         for thread in range(1, gradients.shape[0]):
             add(total, gradients[thread, low:high], numbers, high - low)
         apply(parameters[low:high], total, slots[0, low:high], slots[1, low:high], numbers, high - low)
+
+    return run
+
+
+def _update_sparing(optimizer: Optimizer, plan: Plan, compiled: Callable) -> Callable:
+    """Return what `_update` does where weight decay spares the parameters of one axis."""
+    decaying = _update(dataclasses.replace(optimizer, decay_biases=True), plan, compiled)
+    sparing = _update(dataclasses.replace(optimizer, decay_biases=True, weight_decay=0.0), plan, compiled)
+    rows = plan.parameters.rows()
+
+    @compiled
+    def run(
+        parameters: np.ndarray, slots: np.ndarray, gradients: np.ndarray, low: int, high: int, numbers: np.ndarray
+    ) -> None:
+        for i in range(len(rows)):
+            first, end = max(low, rows[i, 0]), min(high, rows[i, 1])
+            if first < end and rows[i, 2] == 1:
+                sparing(parameters, slots, gradients, first, end, numbers)
+            elif first < end:
+                decaying(parameters, slots, gradients, first, end, numbers)
 
     return run
 

@@ -1,0 +1,98 @@
+"""Steps that are put together from the two halves of a program's: accumulated, clipped, their parameters averaged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from cnnexp.backends.protocol import Program, Rate, State, rate_of_steps
+from cnnexp.network.losses import Totals
+
+AVERAGED = ("parameters", "running")
+PREFIX = "average_"  # of what a state holds beside them: of every array of `AVERAGED`, the average
+
+
+class Steps:
+    """A `Program` (see `backends.protocol`) around another one, on any backend and for any workers.
+
+    Clipping and accumulation take `gradients` and `apply` for a step, where the program's own `train` may be one piece
+    of compiled code. The average of step n moves by 1 - min(ema, (1 + n) / (10 + n)), as TensorFlow's does, so that it
+    soon forgets the initial parameters; where layers keep running averages it takes these, too. `predict` shows what
+    the average predicts. BatchNorm2d sees each batch alone, and its running averages move by the last one of a step.
+
+    Args:
+        program: whose batches become steps.
+        clip_norm: the largest norm of a gradient over all parameters; None leaves gradients as they are.
+        accumulate: batches to a step; `batch_size` is so many times the program's.
+        ema: decay of the average, None for none.
+    """
+
+    def __init__(
+        self, program: Program, clip_norm: float | None = None, accumulate: int = 1, ema: float | None = None
+    ) -> None:
+        self._program, self._clip_norm, self._ema = program, clip_norm, ema
+        self._in_halves = clip_norm is not None or accumulate > 1
+        self.batch_size = accumulate * program.batch_size
+        self._average: State = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._program, name)
+
+    def warm(self, handle: Any, indices: np.ndarray) -> None:
+        self._program.warm(handle, indices[: self._program.batch_size])
+
+    def train(self, handle: Any, order: np.ndarray, rate: Rate) -> Totals:
+        totals = Totals(0.0, 0, 0)
+        for step, step_rate in enumerate(rate_of_steps(rate, len(order), self.batch_size)):
+            batch = order[step * self.batch_size : (step + 1) * self.batch_size]
+            if self._in_halves:
+                found, gradient = self.gradients(handle, batch)
+                self._program.apply(self._clipped(gradient), float(step_rate))
+            else:
+                found = self._program.train(handle, batch, float(step_rate))
+            totals += found
+            if self._ema is not None:
+                self._follow(self._ema)
+        return totals
+
+    def gradients(self, handle: Any, indices: np.ndarray) -> tuple[Totals, np.ndarray]:
+        size, totals = self._program.batch_size, Totals(0.0, 0, 0)
+        mean: np.ndarray = np.zeros(self._program.network.parameter_count, np.float32)
+        for start in range(0, len(indices), size):
+            part = indices[start : start + size]
+            found, gradient = self._program.gradients(handle, part)
+            totals, mean = totals + found, mean + np.float32(len(part) / len(indices)) * gradient
+        return totals, mean
+
+    def predict(self, handle: Any) -> np.ndarray:
+        if not self._average:
+            return self._program.predict(handle)
+        trained = self._program.state()
+        self._program.restore({**trained, **self._average})
+        scores = self._program.predict(handle)
+        self._program.restore(trained)
+        return scores
+
+    def state(self) -> State:
+        return {**self._program.state(), **{f"{PREFIX}{name}": array.copy() for name, array in self._average.items()}}
+
+    def restore(self, state: State) -> None:
+        self._program.restore({name: array for name, array in state.items() if not name.startswith(PREFIX)})
+        if self._ema is not None:
+            whole = self._program.state()
+            self._average = {n: np.array(state.get(PREFIX + n, whole[n])) for n in AVERAGED if n in whole}
+
+    def _clipped(self, gradient: np.ndarray) -> np.ndarray:
+        norm = float(np.linalg.norm(gradient.astype(np.float64)))
+        if self._clip_norm is None or not norm > self._clip_norm:
+            return gradient
+        return gradient * np.float32(self._clip_norm / norm)
+
+    def _follow(self, ema: float) -> None:
+        """Move the average by the parameters as they are after a step."""
+        state = self._program.state()
+        step = int(state["step"])
+        share = np.float32(1 - min(ema, (1 + step) / (10 + step)))
+        for name, average in self._average.items():
+            average += share * (state[name] - average)

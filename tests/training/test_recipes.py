@@ -1,0 +1,312 @@
+"""What recipes ask for beside a rate: schedules, weight decay, class weights, clipping, accumulation, averaging."""
+
+import contextlib
+import dataclasses
+
+import numpy as np
+import pytest
+
+from cnnexp import (
+    SGD,
+    AdamW,
+    BatchNorm2d,
+    Conv2d,
+    Dropout,
+    Flatten,
+    Linear,
+    Loss,
+    MaxPool2d,
+    Network,
+    ReLU,
+    Sigmoid,
+)
+from cnnexp.backends import backend_class
+from cnnexp.errors import BackendUnavailable
+from cnnexp.network.losses import evaluate
+from cnnexp.training.schedules import FACTORS, Schedule
+from cnnexp.training.steps import Steps
+from cnnexp.workers import Alone, Local
+
+BACKENDS = ("numpy", "python", "cpu", "cpu-simd", "torch", "keras")
+NETWORK = Network(
+    (8, 8, 1), (Conv2d(4, 3, bias=False), BatchNorm2d(), ReLU(), MaxPool2d(2), Flatten(), Linear(20), ReLU(), Linear(6))
+)
+PLAIN = Network((8, 8, 1), (Conv2d(4, 3), ReLU(), MaxPool2d(2), Flatten(), Linear(20), ReLU(), Linear(6)))
+BATCH, COUNT, MOMENTUM = 8, 30, SGD(lr=0.1, momentum=0.9)
+
+
+def images(count=COUNT):
+    rng = np.random.default_rng(3)
+    return rng.random((count, 8, 8, 1), np.float32), rng.integers(0, 6, count).astype(np.int32)
+
+
+@contextlib.contextmanager
+def compiled(backend, network=PLAIN, optimizer=MOMENTUM, loss=Loss.SOFTMAX_CROSS_ENTROPY, batch=BATCH):
+    try:
+        made = backend_class(backend)().compile(network, loss, optimizer, batch)
+    except BackendUnavailable as missing:
+        pytest.skip(str(missing))
+    with contextlib.closing(made) as program:
+        program.restore(network.initial_state(1))
+        data, labels = images()
+        yield program, program.load(data, labels if loss.name != "binary_cross_entropy" else labels % 2)
+
+
+def assert_close(state, other, far=2e-5):
+    assert set(state) == set(other)
+    for name in state:
+        np.testing.assert_allclose(state[name], other[name], rtol=far, atol=far, err_msg=name)
+
+
+def torch_rates(schedule, lr, epochs, steps):
+    """Return the rates (epochs * steps,) that PyTorch's schedulers set, stepped once a step or once an epoch."""
+    torch = pytest.importorskip("torch")
+    schedulers = torch.optim.lr_scheduler
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr)
+    made = {
+        "constant": lambda: schedulers.ConstantLR(optimizer, 1.0),
+        "step": lambda: schedulers.StepLR(optimizer, schedule.every, schedule.factor),
+        "milestones": lambda: schedulers.MultiStepLR(optimizer, schedule.milestones, schedule.factor),
+        "cosine": lambda: schedulers.CosineAnnealingLR(optimizer, epochs),
+        "polynomial": lambda: schedulers.PolynomialLR(optimizer, epochs * steps, schedule.power),
+        "one_cycle": lambda: schedulers.OneCycleLR(
+            optimizer, lr, epochs * steps, pct_start=schedule.peak, cycle_momentum=False
+        ),
+    }[schedule.name]()
+    rates = []
+    for step in range(epochs * steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        if schedule.name in ("polynomial", "one_cycle") or step % steps == steps - 1:
+            made.step()
+    return rates
+
+
+@pytest.mark.parametrize("name", FACTORS)
+@pytest.mark.parametrize("steps", [1, 7])
+def test_schedules_are_pytorchs(name, steps):
+    schedule = Schedule(name, every=2, factor=0.3, milestones=(2, 5), power=1.7, peak=0.25)
+    rates = [schedule.rates(0.4, epoch, 6, steps) for epoch in range(1, 7)]
+    np.testing.assert_allclose(np.concatenate(rates), torch_rates(schedule, 0.4, 6, steps), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", FACTORS)
+def test_warm_up_multiplies_the_first_steps_of_any_schedule(name):
+    cold, warm = Schedule(name, milestones=(1,)), Schedule(name, milestones=(1,), warmup=1.5)
+    factors = [warm.rates(0.4, epoch, 3, 8) / cold.rates(0.4, epoch, 3, 8) for epoch in (1, 2, 3)]
+    np.testing.assert_allclose(np.concatenate(factors), [*np.arange(1, 13) / 12, *[1.0] * 12], rtol=1e-12)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_rate_for_each_step_is_as_many_calls(backend):
+    order, rates = np.random.default_rng(5).permutation(COUNT), np.array([0.1, 0.02, 0.3, 0.05])
+    with compiled(backend, NETWORK) as (program, handle):
+        totals = program.train(handle, order, rates)
+        together = program.state()
+        program.restore(NETWORK.initial_state(1))
+        parts = [program.train(handle, order[i * BATCH : (i + 1) * BATCH], rate) for i, rate in enumerate(rates)]
+        assert totals.correct == sum(part.correct for part in parts)
+        for name, array in program.state().items():
+            np.testing.assert_array_equal(together[name], array)
+        program.restore(NETWORK.initial_state(1))
+        program.train(handle, order, 0.1)
+        assert np.abs(together["parameters"] - program.state()["parameters"]).max() > 1e-4
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "optimizer", [SGD(lr=0.1, momentum=0.9, weight_decay=0.05), AdamW(lr=0.01, weight_decay=0.3)], ids=["sgd", "adamw"]
+)
+def test_weight_decay_spares_biases_and_normalization(backend, optimizer):
+    """The reference: the very rule in float64, parameter by parameter, on the gradients that the program reports."""
+    sparing, order = dataclasses.replace(optimizer, decay_biases=False), np.arange(COUNT)
+    with compiled(backend, NETWORK, sparing) as (program, handle):
+        w = program.state()["parameters"].astype(np.float64)
+        slots = [np.zeros_like(w) for _ in sparing.slots]
+        for step in range(3):
+            batch = order[step * BATCH : (step + 1) * BATCH]
+            g = program.gradients(handle, batch)[1].astype(np.float64)
+            program.train(handle, batch, 0.05)
+            for p in NETWORK.parameters:
+                part, decays = slice(p.offset, p.offset + p.size), p.name.endswith("weight") and len(p.shape) > 1
+                rule = dataclasses.replace(optimizer, weight_decay=optimizer.weight_decay if decays else 0.0)
+                rule.apply(w[part], g[part], [slot[part] for slot in slots], 0.05, step + 1)
+            np.testing.assert_allclose(program.state()["parameters"], w, atol=2e-5, rtol=2e-4)
+        trained = program.state()
+        program.apply(program.gradients(handle, order[:BATCH])[1], 0.05)  # the same step in two halves
+        halves = program.state()
+        program.restore(trained)
+        program.train(handle, order[:BATCH], 0.05)
+        assert_close(program.state(), halves)
+    with compiled(backend, NETWORK, optimizer) as (program, handle):
+        program.train(handle, order[: 3 * BATCH], 0.05)
+        assert np.abs(program.state()["parameters"] - w).max() > 1e-3
+
+
+WEIGHTS = (0.5, 2.0, 1.0, 3.0, 0.25, 1.5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["softmax_cross_entropy", "mean_squared_error"])
+def test_class_weights_multiply_the_gradient_of_each_image(backend, name):
+    """The reference: the gradients of the batch's classes one by one, each unweighted, added up in float64."""
+    smoothing = 0.1 if name == "softmax_cross_entropy" else 0.0
+    loss, (_, labels), batch = Loss(name, smoothing), images(), np.arange(COUNT)
+    mean, total = 0.0, 0.0
+    with compiled(backend, loss=loss, batch=COUNT) as (program, handle):
+        for label, weight in enumerate(WEIGHTS):
+            own = batch[labels == label]
+            totals, gradient = program.gradients(handle, own)
+            mean = mean + weight * gradient.astype(np.float64) * len(own) / COUNT
+            total += weight * totals.loss
+    with compiled(backend, loss=dataclasses.replace(loss, class_weights=WEIGHTS), batch=COUNT) as (program, handle):
+        totals, gradient = program.gradients(handle, batch)
+        np.testing.assert_allclose(gradient, mean, rtol=1e-4, atol=1e-6)
+        assert totals.loss == pytest.approx(total, rel=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_class_weights_of_two_classes(backend):
+    network, loss = Network((8, 8, 1), (Flatten(), Linear(1), Sigmoid())), Loss("binary_cross_entropy")
+    labels, found = images()[1] % 2, {}
+    for weights in ((), (0.5, 3.0)):
+        given = dataclasses.replace(loss, class_weights=weights)
+        with compiled(backend, network, loss=given, batch=COUNT) as (program, handle):
+            found[weights] = [program.gradients(handle, np.flatnonzero(labels == label)) for label in (0, 1)]
+    for label, weight in enumerate((0.5, 3.0)):
+        (plain, gradient), (weighted, scaled) = found[()][label], found[0.5, 3.0][label]
+        np.testing.assert_allclose(scaled, weight * gradient, rtol=1e-5, atol=1e-8)
+        assert weighted.loss == pytest.approx(weight * plain.loss, rel=1e-5)
+
+
+def test_held_out_images_count_alike_whatever_their_class_weighs():
+    scores, labels = np.random.default_rng(0).normal(size=(9, 6)).astype(np.float32), np.arange(9) % 6
+    plain = Loss.SOFTMAX_CROSS_ENTROPY
+    assert evaluate(dataclasses.replace(plain, class_weights=WEIGHTS), scores, labels) == evaluate(
+        plain, scores, labels
+    )
+
+
+def clipped(gradient, largest):
+    norm = np.linalg.norm(gradient)
+    return gradient * min(1.0, largest / norm)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_clipping_is_by_the_norm_over_all_parameters(backend):
+    """The reference: the rule in float64, on the program's gradients, clipped in float64."""
+    with compiled(backend, NETWORK) as (program, handle):
+        w, slots = program.state()["parameters"].astype(np.float64), [np.zeros(NETWORK.parameter_count)]
+        norms = []
+        for step in range(4):
+            batch = np.arange(step * BATCH, min((step + 1) * BATCH, COUNT))
+            gradient = program.gradients(handle, batch)[1].astype(np.float64)
+            norms.append(np.linalg.norm(gradient))
+            largest = norms[0] * 1.1
+            Steps(program, clip_norm=largest).train(handle, batch, 0.05)
+            MOMENTUM.apply(w, clipped(gradient, largest), slots, 0.05, step + 1)
+            np.testing.assert_allclose(program.state()["parameters"], w, atol=2e-5, rtol=2e-4)
+        assert min(norms) < largest < max(norms)  # some were, some were not
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("accumulate", [2, 3])
+def test_accumulated_batches_are_one_batch_so_many_times_as_large(backend, accumulate):
+    network = Network((8, 8, 1), (*PLAIN.layers[:-1], Dropout(0.3), PLAIN.layers[-1]))
+    order = np.random.default_rng(5).permutation(COUNT)
+    with compiled(backend, network) as (program, handle):
+        steps = Steps(program, accumulate=accumulate)
+        assert steps.batch_size == accumulate * BATCH
+        totals, parts = steps.train(handle, order, 0.1), steps.state()
+    with compiled(backend, network, batch=accumulate * BATCH) as (program, handle):
+        whole = program.train(handle, order, 0.1)
+        assert_close(parts, program.state())
+        assert (totals.correct, totals.count) == (whole.correct, whole.count)
+        assert totals.loss == pytest.approx(whole.loss, rel=1e-4)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_average_follows_the_parameters_and_is_what_predicts(backend):
+    """The reference: the recurrence in float64, over the states that a program without an average goes through."""
+    order, start = np.random.default_rng(5).permutation(COUNT), NETWORK.initial_state(1)
+    with compiled(backend, NETWORK) as (program, handle):
+        average = {name: start[name].astype(np.float64) for name in ("parameters", "running")}
+        for step in range(1, 5):
+            program.train(handle, order[(step - 1) * BATCH : step * BATCH], 0.1)
+            decay = min(0.3, (1 + step) / (10 + step))
+            for name, array in program.state().items():
+                if name in average:
+                    average[name] = decay * average[name] + (1 - decay) * array
+        trained = program.state()
+        program.restore({**trained, **{name: array.astype(np.float32) for name, array in average.items()}})
+        scores = program.predict(handle)
+        steps = Steps(program, ema=0.3)
+        steps.restore(start)
+        steps.train(handle, order, 0.1)
+        state = steps.state()
+        for name, array in average.items():
+            np.testing.assert_allclose(state[f"average_{name}"], array, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(steps.predict(handle), scores, rtol=1e-3, atol=1e-5)
+        for name, array in trained.items():  # the steps themselves, and the state after a prediction, are as without
+            np.testing.assert_array_equal(steps.state()[name], array)
+
+
+ALL = {"clip_norm": 0.5, "accumulate": 2, "ema": 0.9}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_was_stopped_goes_on_to_the_same_bits(backend):
+    order = np.random.default_rng(5).permutation(COUNT)
+    network = Network((8, 8, 1), (*NETWORK.layers[:-1], Dropout(0.3), NETWORK.layers[-1]))
+    with compiled(backend, network, SGD(lr=0.1, momentum=0.9, weight_decay=0.01, decay_biases=False)) as (
+        program,
+        data,
+    ):
+        steps = Steps(program, **ALL)
+        steps.restore(network.initial_state(1))
+        steps.train(data, order[:16], 0.1)
+        stopped = steps.state()
+        steps.train(data, order[16:], 0.05)
+        whole, scores = steps.state(), steps.predict(data)
+        steps = Steps(program, **ALL)
+        steps.restore(stopped)
+        steps.train(data, order[16:], 0.05)
+        assert set(whole) == set(steps.state())
+        for name, array in steps.state().items():
+            np.testing.assert_array_equal(array, whole[name])
+        np.testing.assert_array_equal(steps.predict(data), scores)
+
+
+@pytest.mark.parametrize("sync", ["gradients", "hybrid"])
+def test_workers_take_the_same_steps(sync):
+    """Every option at once, two workers' steps beside one's: a rate for each step, two batches to each."""
+    optimizer = dataclasses.replace(MOMENTUM, weight_decay=0.01, decay_biases=False)
+    order, loss = np.random.default_rng(5).permutation(COUNT), Loss("softmax_cross_entropy", 0.1, WEIGHTS)
+    rates, options = np.array([0.1, 0.05, 0.02, 0.01]), {"clip_norm": 0.5, "ema": 0.9}
+
+    def trained(program):
+        with contextlib.closing(program):
+            steps = Steps(program, **options)
+            steps.restore(PLAIN.initial_state(1))
+            handle = steps.load(*images())
+            totals, state, scores = steps.train(handle, order, rates), steps.state(), steps.predict(handle)
+            return totals, state, scores, program.train(handle, order, rates)
+
+    made = PLAIN, loss, optimizer, BATCH
+    totals, state, scores, own = trained(backend_class("numpy")().compile(*made))
+    found, other, theirs, shared = trained(Local(count=2, sync=sync).compile(backend_class("numpy")(), *made))
+    assert found.loss == pytest.approx(totals.loss, rel=1e-5)
+    assert shared.loss == pytest.approx(own.loss, rel=1e-5)
+    assert_close(other, state)
+    np.testing.assert_allclose(theirs, scores, rtol=1e-4, atol=1e-5)
+
+
+def test_workers_that_average_parameters_take_each_steps_rate():
+    """Plain SGD averaged after every batch is one worker's SGD."""
+    made, rates, found = (PLAIN, Loss.SOFTMAX_CROSS_ENTROPY, SGD(lr=0.1), BATCH), np.array([0.1, 0.05, 0.2, 0.01]), []
+    for workers in (Alone(), Local(count=2, sync="parameters", period=1)):
+        with contextlib.closing(workers.compile(backend_class("numpy")(), *made)) as program:
+            program.restore(PLAIN.initial_state(1))
+            program.train(program.load(*images()), np.arange(24), rates[:3])
+            found.append(program.state())
+    assert_close(*found)
