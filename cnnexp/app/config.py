@@ -26,13 +26,14 @@ from cnnexp.optimizers import OPTIMIZERS, Optimizer
 from cnnexp.papers import EXPERIMENTS
 from cnnexp.system.ranges import FLOAT32, LARGEST, check_range, in_float32
 from cnnexp.system.registry import Registry
+from cnnexp.training.augment import AUGMENTATIONS, Augmentation
 from cnnexp.training.schedules import Constant, Cosine, Schedule, Step
 from cnnexp.workers import WORKERS, Workers
 
 if TYPE_CHECKING:
     from cnnexp.backends.protocol import Backend
 
-SECTIONS = ("model", "backend", "optimizer", "dataset", "trainer", "workers", "tracking", "sweep")
+SECTIONS = ("model", "backend", "optimizer", "dataset", "augment", "trainer", "workers", "tracking", "sweep")
 MAX_WHOLE = 2**63 - 1  # compiled code counts in int64
 MOST_SHOWN = 200  # characters of a value, in a message
 TRAINER_RANGES = {
@@ -170,6 +171,7 @@ class Settings:
     tracking: Tracking
     sweep: Sweep
     baseline: Backend | None
+    augment: tuple[Augmentation, ...] = ()
 
 
 def load(values: Mapping[str, Any]) -> Settings:
@@ -187,7 +189,7 @@ def load(values: Mapping[str, Any]) -> Settings:
         raise ConfigError(
             "plugins: refused in a config file, since a plugin is code; give plugins=FILE.py on the command line"
         )
-    _check_names("", values, SECTIONS, required=SECTIONS)
+    _check_names("", values, SECTIONS, required=[name for name in SECTIONS if name != "augment"])
     for section, value in values.items():
         if not isinstance(value, Mapping):
             raise ConfigError(f"{section}={show(value)}: must be a mapping of keys to values")
@@ -198,6 +200,7 @@ def load(values: Mapping[str, Any]) -> Settings:
         model=named(MODELS, values["model"], "model"),
         optimizer=named(OPTIMIZERS, values["optimizer"], "optimizer"),
         dataset=named(DATASETS, values["dataset"], "dataset"),
+        augment=augmentations(values.get("augment", {})),
         trainer=trainer,
         workers=named(WORKERS, values["workers"], "workers"),
         tracking=build(Tracking, values["tracking"], "tracking"),
@@ -300,6 +303,15 @@ def named(registry: Registry[Any], values: Mapping[str, Any], group: str) -> Any
         group: the config path of `values`, for messages.
     """
     return build(registry.find(values.get("name"), f"{group}.name"), values, group, tag="name")
+
+
+def augmentations(values: Mapping[str, Any]) -> tuple[Augmentation, ...]:
+    """Make what a config does to the training images: name -> key -> value."""
+    _check_names("augment", values, list(AUGMENTATIONS), required=())
+    for name, keys in values.items():
+        if not isinstance(keys, Mapping):
+            raise ConfigError(f"augment.{name}={show(keys)}: must be a mapping of keys to values")
+    return tuple(build(AUGMENTATIONS[name], keys, f"augment.{name}") for name, keys in values.items())
 
 
 def show(value: Any) -> str:

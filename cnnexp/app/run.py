@@ -26,12 +26,13 @@ from cnnexp.network import Network
 from cnnexp.network.losses import Loss, check_loss
 from cnnexp.optimizers import Optimizer
 from cnnexp.system import memory
+from cnnexp.system.cores import usable_cores
 from cnnexp.system.table import write_csv
 from cnnexp.testing import check_rules
 from cnnexp.tracking import verdict
 from cnnexp.tracking.events import FALLBACK
 from cnnexp.tracking.journal import Run
-from cnnexp.training import checkpoint
+from cnnexp.training import augment, checkpoint
 from cnnexp.training.baseline import Baseline
 from cnnexp.training.early_stopping import EarlyStopping
 from cnnexp.training.loop import TrainingPlan, predict_test, train_epochs
@@ -73,7 +74,7 @@ def train(settings: Settings, run: Run, earlier: ResumePoint | None = None, job:
         epochs = train_epochs(
             made.program,
             made.dataset,
-            TrainingPlan(trainer.epochs, trainer.seed, trainer.rates(), trainer.pass_s, trainer.checkpoint_batches),
+            _plan(settings, made.backend),
             [Charged(observer, made.ledger) for observer in (watch, run, display, keeping, stopping)],
             baseline,
             made.resumed,
@@ -86,6 +87,14 @@ def train(settings: Settings, run: Run, earlier: ResumePoint | None = None, job:
         finally:
             _tell(made, earlier, stopping, baseline, watch)
         _conclude(made, len(history))
+
+
+def _plan(settings: Settings, backend: Backend) -> TrainingPlan:
+    """Return the plan; cores that nobody computes on make the images to come, one thread where all compute."""
+    trainer = settings.trainer
+    limits = trainer.pass_s, trainer.checkpoint_batches
+    idle = usable_cores() - (0 if backend.on_gpu else backend.threads * settings.workers.count)
+    return TrainingPlan(trainer.epochs, trainer.seed, trainer.rates(), *limits, settings.augment, max(1, idle))
 
 
 @dataclass(frozen=True)
@@ -125,6 +134,7 @@ def _make(settings: Settings, run: Run, earlier: ResumePoint | None, stack: Exit
     check_rules(network, settings.optimizer)
     compiling = (network, settings.model.loss, settings.optimizer, trainer.batch_size)
     training = checkpoint.describe(*compiling, trainer.rates(), trainer.seed, dataset.sha256)
+    training |= augment.describe(settings.augment)
     resumed = earlier.load(training, trainer.epochs) if earlier is not None else None
     backend = settings.workers.share_cores(settings.backend)
     if trainer.profile and settings.workers.count == 1:

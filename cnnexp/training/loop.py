@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,10 +12,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from cnnexp.backends.protocol import Program
-from cnnexp.datasets import Dataset
+from cnnexp.datasets import Dataset, Split
 from cnnexp.errors import Diverged
 from cnnexp.network.losses import Totals, evaluate
 from cnnexp.system.signals import held
+from cnnexp.training.augment import Augmentation, Augmenter, Loaded, Stream
 from cnnexp.training.baseline import Baseline, Comparison
 from cnnexp.training.schedules import Cosine, Schedule
 
@@ -98,6 +100,8 @@ class TrainingPlan:
         pass_s: seconds that a training pass may take: it then ends early, after at least one batch, and the epoch is
             evaluated on the same share of the held-out splits; None trains on every image.
         progress_batches: batches between two calls of `progressed`; None leaves it to the clock.
+        augment: what happens to the training images, each kind once; none trains on them as they are.
+        augment_threads: that make the images to come, beside those that train.
     """
 
     epochs: int
@@ -105,6 +109,8 @@ class TrainingPlan:
     schedule: Schedule = Cosine()
     pass_s: float | None = None
     progress_batches: int | None = None
+    augment: tuple[Augmentation, ...] = ()
+    augment_threads: int = 1
 
 
 class ResumePoint(Protocol):
@@ -143,10 +149,23 @@ def train_epochs(
 
     Raises:
         Diverged: the loss, of training or of a held-out split, is not a finite number.
+        ConfigError: the images are too small for what `augment` does to them.
     """
     plan = epochs if isinstance(epochs, TrainingPlan) else TrainingPlan(epochs)
-    handle = program.load(dataset.train.images, dataset.train.labels)
-    setting = _Setting(program, handle, plan, tuple(observers), baseline, clock)
+    with contextlib.closing(_feed(program, dataset.train, plan)) as feed:
+        setting = _Setting(program, feed, plan, tuple(observers), baseline, clock)
+        yield from _epochs(setting, dataset, resume_from)
+
+
+def _feed(program: Program, split: Split, plan: TrainingPlan) -> Loaded | Stream:
+    if not plan.augment:
+        return Loaded(program, split)
+    return Stream(program, split, Augmenter(plan.augment, split.images, plan.seed), plan.augment_threads)
+
+
+def _epochs(setting: _Setting, dataset: Dataset, resume_from: ResumePoint | None) -> Iterator[EpochResult]:
+    """See `train_epochs`."""
+    program, plan, baseline, clock = setting.program, setting.plan, setting.baseline, setting.clock
     held_out = _load_held_out(program, dataset)
     history, begun = (resume_from.history, resume_from.begun) if resume_from else ((), None)
     batches = 1
@@ -170,7 +189,7 @@ def train_epochs(
             comparison=baseline.compare(one_pass.seconds_per_image) if baseline else None,
             scores=scores,
         )
-        ends = [observer.finished(result) for observer in observers]
+        ends = [observer.finished(result) for observer in setting.observers]
         yield result
         if any(ends):
             return
@@ -213,10 +232,10 @@ def _evaluate(one_pass: _Pass, held_out: dict[str, tuple[Any, np.ndarray]]) -> t
 
 @dataclass(frozen=True)
 class _Setting:
-    """What all passes of a training have in common: see `train_epochs`; `handle` is of the training split."""
+    """What all passes of a training have in common: see `train_epochs`; `feed` gives the training split."""
 
     program: Program
-    handle: Any
+    feed: Loaded | Stream
     plan: TrainingPlan
     observers: tuple[Observer, ...]
     baseline: Baseline | None
@@ -257,7 +276,7 @@ class _Pass:
             return
         while start < whole and chunk:
             stop = min(start + chunk, whole, start - start % most + most)
-            program.warm(self.setting.handle, self._order[start : start + batch_size])
+            program.warm(*next(self._parts(start, start + batch_size)))
             seconds = self._train(start, stop)
             self._whole_s, self._whole_images = self._whole_s + seconds, self._whole_images + stop - start
             if baseline:
@@ -285,7 +304,9 @@ class _Pass:
         """Train on order[start:stop], one call; return its seconds."""
         with held():
             started = self.setting.clock()
-            totals = self.setting.program.train(self.setting.handle, self._order[start:stop], self.rate)
+            totals = Totals(0.0, 0, 0)
+            for handle, places in self._parts(start, stop):
+                totals += self.setting.program.train(handle, places, self.rate)
             seconds = self.setting.clock() - started
             if not math.isfinite(totals.loss):
                 raise Diverged(
@@ -296,3 +317,6 @@ class _Pass:
             for observer in self.setting.observers:
                 observer.progressed(Progress(self.epoch, self.totals, len(self._order), self.seconds))
         return seconds
+
+    def _parts(self, start: int, stop: int) -> Iterator[tuple[Any, np.ndarray]]:
+        return self.setting.feed.parts(self.epoch, self._order, start, stop)
