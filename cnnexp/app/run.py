@@ -11,6 +11,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from cnnexp.app.config import Settings
 from cnnexp.app.console import Display
 from cnnexp.app.keeping import CheckpointCallback
@@ -37,6 +39,8 @@ from cnnexp.training.baseline import Baseline
 from cnnexp.training.early_stopping import EarlyStopping
 from cnnexp.training.loop import TrainingPlan, predict_test, train_epochs
 from cnnexp.workers.program import ParallelProgram
+
+AUGMENTED = 16  # images in the picture of what augmentation does
 
 log = logging.getLogger(__name__)
 
@@ -153,6 +157,11 @@ def _make(settings: Settings, run: Run, earlier: ResumePoint | None, stack: Exit
         beside = Profiled(compiled, ledger, train="baseline")
     run.summarize({"time/compile_s": program.compile_s})
     run.add_artifact(run.folder / checkpoint.FOLDER, checkpoint.FOLDER)
+    if settings.augment:
+        few = dataset.train[:AUGMENTED]
+        run.augmented = np.empty_like(few.images)
+        places = np.arange(len(few), dtype=np.int64)
+        augment.Augmenter(settings.augment, few.images, trainer.seed).fill(1, places, run.augmented)
     with ledger.span("record"):
         run.wait()
     parallel = program if isinstance(program, ParallelProgram) else None

@@ -8,6 +8,7 @@ image once: no image is resampled twice. They apply in the order of `AUGMENTATIO
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -213,9 +214,7 @@ class Cutout(Augmentation):
         return np.stack([first.clip(0), (first + self.size).clip(0, side)], axis=2).reshape(-1, 4)
 
 
-AUGMENTATIONS: dict[str, type[Augmentation]] = {
-    kind.name: kind for kind in (Shift, CropFlip, Affine, Elastic, Cutout)
-}
+AUGMENTATIONS: dict[str, type[Augmentation]] = {kind.name: kind for kind in (Shift, CropFlip, Affine, Elastic, Cutout)}
 """By name, in the order in which they apply."""
 
 
@@ -293,11 +292,12 @@ class Stream:
         self._size = program.batch_size * max(1, AHEAD_IMAGES // program.batch_size)
         shape = (2, min(self._size, len(split)), *split.images.shape[1:])
         # two of each: a program may keep the array that it was given, and read it while the next is written
-        self._images, self._labels = np.empty(shape, split.images.dtype), np.zeros(shape[:2], np.int32)
+        self._images, self._labels = np.zeros(shape, split.images.dtype), np.zeros(shape[:2], np.int32)
         self._handles: list[Any] = [None, None]
         self._pool = ThreadPoolExecutor(threads, "augment")
-        self._making: dict[tuple[int, int], list[Future[None]]] = {}
-        self._shown: tuple[int, int] | None = None
+        # (epoch, number of so many images in it), epochs count from 1
+        self._making: tuple[tuple[int, int], list[Future[None]]] = ((0, 0), [])
+        self._shown = (0, 0)
 
     def parts(self, epoch: int, order: np.ndarray, start: int, stop: int) -> Iterator[tuple[Any, np.ndarray]]:
         """Yield (handle, places in it) of the images order[start:stop] of an epoch, one after another.
@@ -318,25 +318,29 @@ class Stream:
         """Return the handle of an epoch's images number * size and on, once they are made; have the next ones made."""
         side = number % 2
         if self._shown != (epoch, number):
-            for made in self._making.pop((epoch, number), None) or self._make(epoch, order, number):
-                made.result()
+            self._await()  # the images wanted, or those of an epoch that ended early
+            if self._making[0] != (epoch, number):
+                self._make(epoch, order, number)
+                self._await()
             given = self._images[side], self._labels[side]
             self._handles[side] = self._program.refill(self._handles[side], *given, len(order))
             self._shown = epoch, number
             if (number + 1) * self._size < len(order):
-                self._making = {(epoch, number + 1): self._make(epoch, order, number + 1)}
+                self._make(epoch, order, number + 1)
         return self._handles[side]
 
-    def _make(self, epoch: int, order: np.ndarray, number: int) -> list[Future[None]]:
+    def _await(self) -> None:
+        for made in self._making[1]:
+            made.result()
+
+    def _make(self, epoch: int, order: np.ndarray, number: int) -> None:
         """Begin to write images and their labels into one side, a share by each thread."""
         places = order[number * self._size : (number + 1) * self._size].astype(np.int64)
         self._labels[number % 2, : len(places)] = self._split.labels[places]
         out, bounds = self._images[number % 2], [len(places) * i // self._threads for i in range(self._threads + 1)]
-        fill = self._augmenter.fill
-        return [
-            self._pool.submit(fill, epoch, places[i:j], out[i:j])
-            for i, j in zip(bounds[:-1], bounds[1:], strict=True)
-        ]
+        shares = [slice(*ends) for ends in itertools.pairwise(bounds)]
+        made = [self._pool.submit(self._augmenter.fill, epoch, places[s], out[s]) for s in shares]
+        self._making = (epoch, number), made
 
 
 class Loaded:
