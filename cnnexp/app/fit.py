@@ -35,6 +35,7 @@ from cnnexp.tracking.journal import Run, save_epochs
 from cnnexp.tracking.metrics import epoch_metrics, summary
 from cnnexp.tracking.pipe import Recorder
 from cnnexp.training import checkpoint
+from cnnexp.training.augment import Augmentation
 from cnnexp.training.loop import EpochResult
 from cnnexp.workers import Alone
 
@@ -124,6 +125,7 @@ def fit(
     optimizer: Optimizer = SGD(lr=0.1),  # noqa: B008 - frozen
     baseline: str | Backend | None = "cpu",
     record: bool | str = False,
+    augment: Sequence[Augmentation] = (),
     **trainer: Any,
 ) -> Fit:
     """Train a model on data; return the result. The defaults are those of the command line.
@@ -136,6 +138,7 @@ def fit(
         optimizer: with its learning rate.
         baseline: timed beside the run on the same batches; None compares with nothing.
         record: record the run in MLflow and under `outputs/`, for `cnnexp ui`; a text is the MLflow experiment.
+        augment: what happens to the training images, anew in every epoch, e.g. `[Affine(rotation=15), Elastic()]`.
         trainer: keys of `conf/trainer/default.yaml`, e.g. `batch_size=64, schedule="step", patience=3`.
 
     Raises:
@@ -153,6 +156,7 @@ def fit(
         tracking=Tracking("mlflow" if record else "none", experiment=record if isinstance(record, str) else "cnnexp"),
         sweep=Sweep(),
         baseline=beside,
+        augment=tuple(augment),
     )
     with contextlib.ExitStack() as stack:
         recorder, folder = None, outputs_dir() / "runs" / datetime.now().strftime("%Y-%m-%d/%H-%M-%S-%f")
@@ -195,6 +199,7 @@ def _config(settings: Settings, name: str) -> dict[str, dict[str, Any]]:
         "backend": _described(BACKENDS, settings.backend),
         "optimizer": _described(OPTIMIZERS, settings.optimizer),
         "dataset": {"name": name},
+        "augment": {kind.name: _plain_fields(kind) for kind in settings.augment},
         "trainer": _plain_fields(settings.trainer),
         "tracking": _plain_fields(settings.tracking),
     }
