@@ -193,6 +193,8 @@ def load(values: Mapping[str, Any]) -> Settings:
     for section, value in values.items():
         if not isinstance(value, Mapping):
             raise ConfigError(f"{section}={show(value)}: must be a mapping of keys to values")
+    augment = values.get("augment", {})
+    _check_names("augment", augment, list(AUGMENTATIONS), required=())
     trainer = build(Trainer, values["trainer"], "trainer")
     if trainer.baseline is not None:
         BACKENDS.find(trainer.baseline, "trainer.baseline")
@@ -200,7 +202,7 @@ def load(values: Mapping[str, Any]) -> Settings:
         model=named(MODELS, values["model"], "model"),
         optimizer=named(OPTIMIZERS, values["optimizer"], "optimizer"),
         dataset=named(DATASETS, values["dataset"], "dataset"),
-        augment=augmentations(values.get("augment", {})),
+        augment=tuple(convert(keys, AUGMENTATIONS[name], f"augment.{name}") for name, keys in augment.items()),
         trainer=trainer,
         workers=named(WORKERS, values["workers"], "workers"),
         tracking=build(Tracking, values["tracking"], "tracking"),
@@ -303,15 +305,6 @@ def named(registry: Registry[Any], values: Mapping[str, Any], group: str) -> Any
         group: the config path of `values`, for messages.
     """
     return build(registry.find(values.get("name"), f"{group}.name"), values, group, tag="name")
-
-
-def augmentations(values: Mapping[str, Any]) -> tuple[Augmentation, ...]:
-    """Make what a config does to the training images: name -> key -> value."""
-    _check_names("augment", values, list(AUGMENTATIONS), required=())
-    for name, keys in values.items():
-        if not isinstance(keys, Mapping):
-            raise ConfigError(f"augment.{name}={show(keys)}: must be a mapping of keys to values")
-    return tuple(build(AUGMENTATIONS[name], keys, f"augment.{name}") for name, keys in values.items())
 
 
 def show(value: Any) -> str:

@@ -35,7 +35,7 @@ from cnnexp.tracking.journal import Run, save_epochs
 from cnnexp.tracking.metrics import epoch_metrics, summary
 from cnnexp.tracking.pipe import Recorder
 from cnnexp.training import checkpoint
-from cnnexp.training.augment import Augmentation
+from cnnexp.training.augment import describe
 from cnnexp.training.loop import EpochResult
 from cnnexp.workers import Alone
 
@@ -125,7 +125,6 @@ def fit(
     optimizer: Optimizer = SGD(lr=0.1),  # noqa: B008 - frozen
     baseline: str | Backend | None = "cpu",
     record: bool | str = False,
-    augment: Sequence[Augmentation] = (),
     **trainer: Any,
 ) -> Fit:
     """Train a model on data; return the result. The defaults are those of the command line.
@@ -138,8 +137,7 @@ def fit(
         optimizer: with its learning rate.
         baseline: timed beside the run on the same batches; None compares with nothing.
         record: record the run in MLflow and under `outputs/`, for `cnnexp ui`; a text is the MLflow experiment.
-        augment: what happens to the training images, anew in every epoch, e.g. `[Affine(rotation=15), Elastic()]`.
-        trainer: keys of `conf/trainer/default.yaml`, e.g. `batch_size=64, schedule="step", patience=3`.
+        trainer: keys of `conf/trainer/default.yaml`, e.g. `batch_size=64, patience=3`; and `augment`, e.g. `[Affine()]`.
 
     Raises:
         CnnexpError: of the kind that says what is wrong: option, data, network, backend, divergence, store.
@@ -151,12 +149,12 @@ def fit(
         backend=backend_class(backend)() if isinstance(backend, str) else backend,
         optimizer=optimizer,
         dataset=_Loaded(dataset=data) if isinstance(data, Dataset) else data,
+        augment=tuple(trainer.pop("augment", ())),
         trainer=build(Trainer, {**given, **trainer}, "trainer"),
         workers=Alone(),
         tracking=Tracking("mlflow" if record else "none", experiment=record if isinstance(record, str) else "cnnexp"),
         sweep=Sweep(),
         baseline=beside,
-        augment=tuple(augment),
     )
     with contextlib.ExitStack() as stack:
         recorder, folder = None, outputs_dir() / "runs" / datetime.now().strftime("%Y-%m-%d/%H-%M-%S-%f")
@@ -199,7 +197,7 @@ def _config(settings: Settings, name: str) -> dict[str, dict[str, Any]]:
         "backend": _described(BACKENDS, settings.backend),
         "optimizer": _described(OPTIMIZERS, settings.optimizer),
         "dataset": {"name": name},
-        "augment": {kind.name: _plain_fields(kind) for kind in settings.augment},
+        "augment": describe(settings.augment),
         "trainer": _plain_fields(settings.trainer),
         "tracking": _plain_fields(settings.tracking),
     }

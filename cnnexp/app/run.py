@@ -28,7 +28,6 @@ from cnnexp.network import Network
 from cnnexp.network.losses import Loss, check_loss
 from cnnexp.optimizers import Optimizer
 from cnnexp.system import memory
-from cnnexp.system.cores import usable_cores
 from cnnexp.system.table import write_csv
 from cnnexp.testing import check_rules
 from cnnexp.tracking import verdict
@@ -75,10 +74,11 @@ def train(settings: Settings, run: Run, earlier: ResumePoint | None = None, job:
         if not gc.isenabled():  # see `__main__`
             gc.freeze()  # what has been loaded is no garbage
             gc.enable()
+        limits = trainer.pass_s, trainer.checkpoint_batches
         epochs = train_epochs(
             made.program,
             made.dataset,
-            _plan(settings, made.backend),
+            TrainingPlan(trainer.epochs, trainer.seed, trainer.rates(), *limits, settings.augment),
             [Charged(observer, made.ledger) for observer in (watch, run, display, keeping, stopping)],
             baseline,
             made.resumed,
@@ -91,14 +91,6 @@ def train(settings: Settings, run: Run, earlier: ResumePoint | None = None, job:
         finally:
             _tell(made, earlier, stopping, baseline, watch)
         _conclude(made, len(history))
-
-
-def _plan(settings: Settings, backend: Backend) -> TrainingPlan:
-    """Return the plan; cores that nobody computes on make the images to come, one thread where all compute."""
-    trainer = settings.trainer
-    limits = trainer.pass_s, trainer.checkpoint_batches
-    idle = usable_cores() - (0 if backend.on_gpu else backend.threads * settings.workers.count)
-    return TrainingPlan(trainer.epochs, trainer.seed, trainer.rates(), *limits, settings.augment, max(1, idle))
 
 
 @dataclass(frozen=True)
@@ -138,7 +130,7 @@ def _make(settings: Settings, run: Run, earlier: ResumePoint | None, stack: Exit
     check_rules(network, settings.optimizer)
     compiling = (network, settings.model.loss, settings.optimizer, trainer.batch_size)
     training = checkpoint.describe(*compiling, trainer.rates(), trainer.seed, dataset.sha256)
-    training |= augment.describe(settings.augment)
+    training |= {"augment": augment.describe(settings.augment)} if settings.augment else {}
     resumed = earlier.load(training, trainer.epochs) if earlier is not None else None
     backend = settings.workers.share_cores(settings.backend)
     if trainer.profile and settings.workers.count == 1:

@@ -109,19 +109,14 @@ def draw_profile(folder: str, profile: Mapping[str, Any], title: str) -> None:
 
 
 def draw_augmented(path: Path, images: np.ndarray, title: str) -> None:
-    """Draw images (N,H,W,C) as training sees them, uint8 or float32, four in a row; of more channels than 3 the first.
-
-    Args:
-        path: in a folder that exists.
-    """
-    figure = new_figure(6, 6.4 * max(1, -(-len(images) // 4)) / 4, measured=False)
+    """Draw images (N,H,W,C) as training sees them, at most 16; of others than 1 or 3 channels the first."""
+    figure = new_figure(6, 6.4, measured=False)
     shown = images if images.shape[3] == 3 else images[..., 0]
-    scaled = (shown - shown.min()) / max(float(shown.max()) - float(shown.min()), 1e-9)
-    for place, image in enumerate(scaled):
-        axes = figure.add_subplot(-(-len(images) // 4), 4, place + 1)
+    low, high = float(shown.min()), float(shown.max())
+    for place, image in enumerate((shown - low) / max(high - low, 1e-9)):
+        axes = figure.add_subplot(4, 4, place + 1)
         axes.imshow(image, cmap="gray", vmin=0, vmax=1)
         axes.set_axis_off()
-    figure.subplots_adjust(0.02, 0.02, 0.98, 0.98, 0.05, 0.05)
     entitle(figure, title)
     save(figure, path)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,11 +11,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from cnnexp.backends.protocol import Program
-from cnnexp.datasets import Dataset, Split
+from cnnexp.datasets import Dataset
 from cnnexp.errors import Diverged
 from cnnexp.network.losses import Totals, evaluate
 from cnnexp.system.signals import held
-from cnnexp.training.augment import Augmentation, Augmenter, Loaded, Stream
+from cnnexp.training.augment import Augmentation, Augmenter, Feed
 from cnnexp.training.baseline import Baseline, Comparison
 from cnnexp.training.schedules import Cosine, Schedule
 
@@ -100,8 +99,7 @@ class TrainingPlan:
         pass_s: seconds that a training pass may take: it then ends early, after at least one batch, and the epoch is
             evaluated on the same share of the held-out splits; None trains on every image.
         progress_batches: batches between two calls of `progressed`; None leaves it to the clock.
-        augment: what happens to the training images, each kind once; none trains on them as they are.
-        augment_threads: that make the images to come, beside those that train.
+        augment: what happens to the training images, each kind once.
     """
 
     epochs: int
@@ -110,7 +108,6 @@ class TrainingPlan:
     pass_s: float | None = None
     progress_batches: int | None = None
     augment: tuple[Augmentation, ...] = ()
-    augment_threads: int = 1
 
 
 class ResumePoint(Protocol):
@@ -152,20 +149,9 @@ def train_epochs(
         ConfigError: the images are too small for what `augment` does to them.
     """
     plan = epochs if isinstance(epochs, TrainingPlan) else TrainingPlan(epochs)
-    with contextlib.closing(_feed(program, dataset.train, plan)) as feed:
-        setting = _Setting(program, feed, plan, tuple(observers), baseline, clock)
-        yield from _epochs(setting, dataset, resume_from)
-
-
-def _feed(program: Program, split: Split, plan: TrainingPlan) -> Loaded | Stream:
-    if not plan.augment:
-        return Loaded(program, split)
-    return Stream(program, split, Augmenter(plan.augment, split.images, plan.seed), plan.augment_threads)
-
-
-def _epochs(setting: _Setting, dataset: Dataset, resume_from: ResumePoint | None) -> Iterator[EpochResult]:
-    """See `train_epochs`."""
-    program, plan, baseline, clock = setting.program, setting.plan, setting.baseline, setting.clock
+    augmenter = Augmenter(plan.augment, dataset.train.images, plan.seed) if plan.augment else None
+    feed = Feed(program, dataset.train, augmenter)
+    setting = _Setting(program, feed, plan, tuple(observers), baseline, clock)
     held_out = _load_held_out(program, dataset)
     history, begun = (resume_from.history, resume_from.begun) if resume_from else ((), None)
     batches = 1
@@ -189,7 +175,7 @@ def _epochs(setting: _Setting, dataset: Dataset, resume_from: ResumePoint | None
             comparison=baseline.compare(one_pass.seconds_per_image) if baseline else None,
             scores=scores,
         )
-        ends = [observer.finished(result) for observer in setting.observers]
+        ends = [observer.finished(result) for observer in observers]
         yield result
         if any(ends):
             return
@@ -235,7 +221,7 @@ class _Setting:
     """What all passes of a training have in common: see `train_epochs`; `feed` gives the training split."""
 
     program: Program
-    feed: Loaded | Stream
+    feed: Feed
     plan: TrainingPlan
     observers: tuple[Observer, ...]
     baseline: Baseline | None

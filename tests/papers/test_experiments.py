@@ -116,6 +116,7 @@ def test_mnist_best_trains_on_augmented_images(run, tmp_path):
         "dataset.height=28",
         "dataset.width=28",
     )
-    run("experiment=mnist_best", "tracking=none", *small, "trainer.epochs=1", "trainer.batch_size=10", "backend=numpy")
+    few = ("trainer.epochs=1", "trainer.batch_size=10", "backend=numpy", f"hydra.run.dir={tmp_path}/run")
+    run("experiment=mnist_best", "tracking=none", *small, *few)
     assert len(read_journal(tmp_path / "run")["epochs"]) == 1
     assert set(load(find(tmp_path / "run")).training["augment"]) == {"affine", "elastic"}

@@ -8,7 +8,6 @@ from fakes import FakeClock, FakeProgram
 from scipy import ndimage
 
 from cnnexp import SGD, Dataset, Flatten, Linear, Loss, Network, Split, TrainingPlan, train_epochs
-from cnnexp.app.config import augmentations
 from cnnexp.backends import backend_class
 from cnnexp.errors import ConfigError
 from cnnexp.network import Conv2d, Dropout
@@ -177,9 +176,9 @@ def data(count=300):
     return Dataset("made", split, split[:10], None, ("a", "b"), "made here", "0" * 64)
 
 
-def run(program, threads=1, epochs=2, earlier=(), begun=None, observers=(), **plan):
+def run(program, epochs=2, earlier=(), begun=None, observers=(), **plan):
     resumed = Checkpoint(len(earlier), {}, {}, history=tuple(earlier), begun=begun) if earlier or begun else None
-    plan = TrainingPlan(epochs, 5, augment=(Affine(), Cutout()), augment_threads=threads, **plan)
+    plan = TrainingPlan(epochs, 5, augment=(Affine(), Cutout()), **plan)
     return list(train_epochs(program, data(), plan, observers, None, resumed, program.clock))
 
 
@@ -201,11 +200,10 @@ def test_training_sees_each_image_of_the_order_as_its_epoch_has_it(small_parts):
         assert [label for _, label, _ in seen] == whole.labels[order].tolist()
 
 
-@pytest.mark.parametrize("threads", [2, 5])
-def test_threads_and_the_lengths_of_calls_change_no_byte(threads, small_parts):
+def test_the_lengths_of_calls_change_no_byte(small_parts):
     slow, fast = Fed(per_image_s=1.0), Fed(per_image_s=1e-6)  # so that calls are of other numbers of batches
     run(slow)
-    run(fast, threads)
+    run(fast)
     assert len(slow.orders) > len(fast.orders)
     assert slow.seen == fast.seen
 
@@ -265,27 +263,15 @@ def test_workers_train_on_the_same_images(sync, small_parts):
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"crop": {}}, "augment.crop={}: unknown key; legal: shift, crop_flip, affine, elastic, cutout"),
-        ({"affine": {"rotations": 3}}, "augment.affine.rotations=3: unknown key; .*; did you mean 'rotation'"),
-        ({"affine": {"rotation": 200}}, "augment.affine.rotation=200.0: must be >= 0, <= 180"),
-        ({"cutout": 4}, "augment.cutout=4: must be a mapping of keys to values"),
-        ({"shift": {"pixels": 1.5}}, "augment.shift.pixels=1.5: must be a whole number"),
-    ],
-)
-def test_a_config_that_is_wrong_is_one_line(values, message):
-    with pytest.raises(ConfigError, match=message):
-        augmentations(values)
-
-
-@pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (Shift(11), "augment.shift.pixels=11: the images are 13 x 11 pixels; use at most 10"),
-        (CropFlip(12), "augment.crop_flip.padding=12: the images are 13 x 11 pixels; use at most 10"),
-        (Affine(translation=10.5), "augment.affine.translation=10.5: the images are 13 x 11 pixels; use at most 10"),
-        (Cutout(12), "augment.cutout.size=12: the images are 13 x 11 pixels; use at most 11"),
+        (Shift(11), "augment.shift.pixels=11: the images are 13 x 11 pixels; must be less than 11"),
+        (CropFlip(12), "augment.crop_flip.padding=12: the images are 13 x 11 pixels; must be less than 11"),
+        (
+            Affine(translation=10.5),
+            "augment.affine.translation=10.5: the images are 13 x 11 pixels; must be less than 11",
+        ),
+        (Cutout(12), "augment.cutout.size=12: the images are 13 x 11 pixels; must be less than 11"),
     ],
 )
 def test_what_is_larger_than_the_images_is_refused(kind, message):
@@ -294,15 +280,12 @@ def test_what_is_larger_than_the_images_is_refused(kind, message):
 
 
 def test_what_has_no_height_and_width_is_refused_and_so_is_one_kind_twice():
-    with pytest.raises(
-        ConfigError, match=r"augment=\['shift'\]: needs images with height and width, these have \(4,\)"
-    ):
+    with pytest.raises(ConfigError, match=r"augment=\['shift'\]: needs .* with height and width; these have \(4,\)"):
         Augmenter([Shift()], np.zeros((3, 4), np.float32), 0)
     with pytest.raises(ConfigError, match="each kind once"):
         Augmenter([Shift(), Shift(3)], images(), 0)
 
 
 def test_a_checkpoint_knows_what_was_trained_on():
-    assert augment.describe(()) == {}
-    assert augment.describe((Cutout(3),)) == {"augment": {"cutout": {"size": 3}}}
+    assert augment.describe((Cutout(3), Shift(1))) == {"cutout": {"size": 3}, "shift": {"pixels": 1}}
     assert list(AUGMENTATIONS) == [kind.name for kind in KINDS]

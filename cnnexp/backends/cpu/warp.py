@@ -15,17 +15,17 @@ from cnnexp.backends.cpu.dispatchers import load_or_compile, signature_of
 from cnnexp.network import noise
 
 OPTIONS = {"error_model": "numpy", "nogil": True}
-inner = numba.njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, **OPTIONS)
-mix = inner(noise.mix)
+task = numba.njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, **OPTIONS)
+mix = task(noise.mix)
 HALF = np.float32(2.0**-31)  # of the numbers of 32 bits, with their sign
 
 
-@inner
+@task
 def displace(key, image, table, taps, drawn, turned, fields):
     """Fill fields (W,2*H), transposed, down then across: numbers from -1 to 1 drawn by `noise`, blurred both ways.
 
-    table (2*H*W,), uint32, is `mix` of 0, 1, ...; taps (R+1,) weigh a pixel and its neighbours on either side, zeros
-    beyond the edge; drawn (2*R+H,2*W) and turned (2*R+W,2*H) have them in their first and last R rows.
+    table (2*H*W,), uint32, is `mix` of 0, 1, ...; taps (R+1,) weigh half a pixel and its neighbours on either side,
+    zeros beyond the edge; drawn (2*R+H,2*W) and turned (2*R+W,2*H) have them in their first and last R rows.
     """
     width, height, reach = fields.shape[0], fields.shape[1] // 2, len(taps) - 1
     row = mix(key ^ image)
@@ -42,27 +42,25 @@ def displace(key, image, table, taps, drawn, turned, fields):
     blur(turned, taps, fields)
 
 
-@inner
+@task
 def blur(rows, taps, out):
     """Return out (N,M): each row the weighted sum of its neighbours; it is row n + R of `rows` (2*R+N,M)."""
     reach = len(taps) - 1
     for n in range(out.shape[0]):
-        line, own = out[n], rows[reach + n]
-        for j in range(out.shape[1]):
-            line[j] = taps[0] * own[j]
-        for k in range(1, reach + 1):
+        line = out[n]
+        line[:] = 0
+        for k in range(reach + 1):
             tap, above, below = taps[k], rows[reach + n - k], rows[reach + n + k]
             for j in range(out.shape[1]):
                 line[j] += tap * (above[j] + below[j])
     return out
 
 
-@inner
+@task
 def sample(image, matrix, fields, alpha, rounding, out):
     """out[i,j] = image at matrix @ (i + alpha * fields[j,i], j + alpha * fields[j,H+i], 1), bilinear, 0 outside.
 
-    image (H+3,W+3,C) has one row and column of zeros before and two after it; `rounding` is added in the end: 0.5 for
-    bytes.
+    image (H+3,W+3,C) has one row and column of zeros before and two after it; rounding is 0.5 for bytes, else 0.
     """
     height, width, channels = out.shape
     pixels, one = image.reshape(-1), np.float32(1)
@@ -86,6 +84,7 @@ def sample(image, matrix, fields, alpha, rounding, out):
                 at += np.uint64(1)
 
 
+@numba.njit(**OPTIONS)
 def warp(images, places, matrices, boxes, key, table, taps, alpha, rounding, out):
     """Fill out (N,H,W,C) with the images at `places` (int64 (N,)), each seen through its map.
 
@@ -110,4 +109,4 @@ def compiled(kind: str) -> Dispatcher:
     """Return `warp`, compiled for images of a kind: `uint8` or `float32`."""
     images = {"uint8": "u1[:,:,:,::1]", "float32": "f4[:,:,:,::1]"}[kind]
     signature = f"void({images}, i8[::1], f4[:,:,::1], i8[:,::1], i8, u4[::1], f4[::1], f4, f4, {images})"
-    return load_or_compile(lambda key: numba.njit(**OPTIONS)(warp), signature_of(signature), "warp", kind)
+    return load_or_compile(lambda key: numba.njit(**OPTIONS)(warp.py_func), signature_of(signature), "warp", kind)
