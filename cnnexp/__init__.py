@@ -10,6 +10,7 @@ What people use, each with a help of its own, e.g. `help(cnnexp.fit)`:
     train       fit -> Fit; step by step: train_epochs -> EpochResult, TrainingPlan, EarlyStopping,
                 Baseline, backend
     data        Digits, Mnist, FashionMnist, Cifar10, Fer2013, Quadrants, Synthetic, Images, Npz; Dataset, Split
+    augment     Shift, CropFlip, Affine, Elastic, Cutout
     models      OneConv, TwoConvMlp, TwoConvPool4, Knm, Ffn, ResNet, Custom, Onnx, from_torch, to_torch; Network
     layers      Conv2d, MaxPool2d, AvgPool2d, GlobalAvgPool, BatchNorm2d, Dropout, Flatten, Linear, Residual,
                 ReLU, LeakyReLU, Sigmoid, Tanh, GELU; Elementwise
@@ -42,6 +43,7 @@ _HOMES = {
     "cnnexp.optimizers": ("SGD", "Adadelta", "Adagrad", "AdaMax", "Adam", "AdamW", "RMSprop"),
     "cnnexp.system.registry": ("register",),
     "cnnexp.training.schedules": ("Constant", "Cosine", "Schedule", "Step"),
+    "cnnexp.training.augment": ("Affine", "CropFlip", "Cutout", "Elastic", "Shift"),
     "cnnexp.training.baseline": ("Baseline",),
     "cnnexp.training.early_stopping": ("EarlyStopping",),
     "cnnexp.training.loop": ("EpochResult", "TrainingPlan", "train_epochs"),

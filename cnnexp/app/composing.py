@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from yaml import MarkedYAMLError
 
+from cnnexp.app.config_security import CONF
 from cnnexp.errors import ConfigError, did_you_mean
 
 COMPOSERS = {"hydra", "omegaconf", "yaml", "antlr4", "codecs"}
@@ -45,7 +46,7 @@ def explain(error: Exception, config_keys: Callable[[], Sequence[str]]) -> Confi
     text = re.sub(r"^LexerNoViableAltException: ", "", str(error))
     if match := re.match(r"Could not (?:override|delete from config\.) '([^']+)'", text):
         return _unknown_key(match[1], text, config_keys())
-    if match := re.search(r"Could not find '(.+?)/([^/']+)'", text):
+    if match := re.search(r"Could not (?:find|load) '(.+?)/([^/']+)'", text):
         return _unknown_option(match[1], match[2], text)
     if match := re.match(r"Ambiguous value for argument '(.+?)=(.+)'", text):
         key, values = match[1], match[2]
@@ -92,7 +93,7 @@ def _unknown_key(key: str, text: str, keys: Sequence[str]) -> ConfigError:
 def _unknown_option(group: str, name: str, text: str) -> ConfigError:
     """`group=name` picks no file: list the group's."""
     listed = re.search(r"Available options in .*?:\n((?:\t.+\n?)+)", text)
-    options = listed[1].split() if listed else []
+    options = listed[1].split() if listed else sorted(path.stem for path in (CONF / group).glob("*.yaml"))
     legal = f"; legal: {', '.join(options)}" if options else ""
     return ConfigError(f"{group}={name}: unknown{legal}{did_you_mean(name, options)}")
 

@@ -28,13 +28,14 @@ from cnnexp.optimizers import OPTIMIZERS, Optimizer
 from cnnexp.papers import EXPERIMENTS
 from cnnexp.system.ranges import FLOAT32, LARGEST, check_range, in_float32
 from cnnexp.system.registry import Registry
+from cnnexp.training.augment import AUGMENTATIONS, Augmentation
 from cnnexp.training.schedules import Schedule, ScheduleName
 from cnnexp.workers import WORKERS, Workers
 
 if TYPE_CHECKING:
     from cnnexp.backends.protocol import Backend
 
-SECTIONS = ("model", "backend", "optimizer", "dataset", "trainer", "workers", "tracking", "sweep")
+SECTIONS = ("model", "backend", "optimizer", "dataset", "augment", "trainer", "workers", "tracking", "sweep")
 MAX_WHOLE = 2**63 - 1  # compiled code counts in int64
 MOST_SHOWN = 200  # characters of a value, in a message
 TRAINER_RANGES = {
@@ -194,6 +195,7 @@ class Settings:
     tracking: Tracking
     sweep: Sweep
     baseline: Backend | None
+    augment: tuple[Augmentation, ...] = ()
 
     def __post_init__(self) -> None:
         if self.trainer.steps and getattr(self.workers, "sync", "") == "parameters":
@@ -232,10 +234,12 @@ def load(values: Mapping[str, Any]) -> Settings:
         raise ConfigError(
             "plugins: refused in a config file, since a plugin is code; give plugins=FILE.py on the command line"
         )
-    _check_names("", values, SECTIONS, required=SECTIONS)
+    _check_names("", values, SECTIONS, required=[name for name in SECTIONS if name != "augment"])
     for section, value in values.items():
         if not isinstance(value, Mapping):
             raise ConfigError(f"{section}={show(value)}: must be a mapping of keys to values")
+    augment = values.get("augment", {})
+    _check_names("augment", augment, list(AUGMENTATIONS), required=())
     trainer = build(Trainer, values["trainer"], "trainer")
     if trainer.baseline is not None:
         BACKENDS.find(trainer.baseline, "trainer.baseline")
@@ -243,6 +247,7 @@ def load(values: Mapping[str, Any]) -> Settings:
         model=named(MODELS, values["model"], "model"),
         optimizer=named(OPTIMIZERS, values["optimizer"], "optimizer"),
         dataset=named(DATASETS, values["dataset"], "dataset"),
+        augment=tuple(convert(keys, AUGMENTATIONS[name], f"augment.{name}") for name, keys in augment.items()),
         trainer=trainer,
         workers=named(WORKERS, values["workers"], "workers"),
         tracking=build(Tracking, values["tracking"], "tracking"),

@@ -35,6 +35,7 @@ from cnnexp.tracking.journal import Run, save_epochs
 from cnnexp.tracking.metrics import epoch_metrics, summary
 from cnnexp.tracking.pipe import Recorder
 from cnnexp.training import checkpoint
+from cnnexp.training.augment import describe
 from cnnexp.training.loop import EpochResult
 from cnnexp.workers import Alone
 
@@ -136,7 +137,7 @@ def fit(
         optimizer: with its learning rate.
         baseline: timed beside the run on the same batches; None compares with nothing.
         record: record the run in MLflow and under `outputs/`, for `cnnexp ui`; a text is the MLflow experiment.
-        trainer: keys of `conf/trainer/default.yaml`, e.g. `batch_size=64, schedule="step", patience=3`.
+        trainer: keys of `conf/trainer/default.yaml`, as `batch_size=64, patience=3`; and `augment`, as `[Affine()]`.
 
     Raises:
         CnnexpError: of the kind that says what is wrong: option, data, network, backend, divergence, store.
@@ -148,6 +149,7 @@ def fit(
         backend=backend_class(backend)() if isinstance(backend, str) else backend,
         optimizer=optimizer,
         dataset=_Loaded(dataset=data) if isinstance(data, Dataset) else data,
+        augment=tuple(trainer.pop("augment", ())),
         trainer=build(Trainer, {**given, **trainer}, "trainer"),
         workers=Alone(),
         tracking=Tracking("mlflow" if record else "none", experiment=record if isinstance(record, str) else "cnnexp"),
@@ -195,6 +197,7 @@ def _config(settings: Settings, name: str) -> dict[str, dict[str, Any]]:
         "backend": _described(BACKENDS, settings.backend),
         "optimizer": _described(OPTIMIZERS, settings.optimizer),
         "dataset": {"name": name},
+        "augment": describe(settings.augment),
         "trainer": _plain_fields(settings.trainer),
         "tracking": _plain_fields(settings.tracking),
     }

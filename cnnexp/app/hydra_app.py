@@ -160,7 +160,7 @@ def _check_groups(words: Sequence[str]) -> None:
     """Raise ConfigError where a group is given no name but something else: Hydra's own errors name no key then."""
     for word in words:
         key, _, value = word.lstrip("+").partition("=")
-        if key in SECTIONS and (value in ("", "null") or value[0] in "[{"):
+        if key in SECTIONS and (value in ("", "null") or value[0] in ("{" if key == "augment" else "[{")):
             raise ConfigError(f"{word}: must be a name of the group {key}, e.g. a file of conf/{key}/")
 
 

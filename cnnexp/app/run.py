@@ -11,6 +11,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
+
 from cnnexp.app.config import Settings
 from cnnexp.app.console import Display
 from cnnexp.app.keeping import CheckpointCallback
@@ -31,12 +33,14 @@ from cnnexp.testing import check_rules
 from cnnexp.tracking import verdict
 from cnnexp.tracking.events import FALLBACK
 from cnnexp.tracking.journal import Run
-from cnnexp.training import checkpoint
+from cnnexp.training import augment, checkpoint
 from cnnexp.training.baseline import Baseline
 from cnnexp.training.early_stopping import EarlyStopping
 from cnnexp.training.loop import TrainingPlan, predict_test, train_epochs
 from cnnexp.training.steps import Steps
 from cnnexp.workers.program import ParallelProgram
+
+AUGMENTED = 16  # images in the picture of what augmentation does
 
 log = logging.getLogger(__name__)
 
@@ -71,10 +75,11 @@ def train(settings: Settings, run: Run, earlier: ResumePoint | None = None, job:
         if not gc.isenabled():  # see `__main__`
             gc.freeze()  # what has been loaded is no garbage
             gc.enable()
+        limits = trainer.pass_s, trainer.checkpoint_batches
         epochs = train_epochs(
             made.program,
             made.dataset,
-            TrainingPlan(trainer.epochs, trainer.seed, trainer.rates(), trainer.pass_s, trainer.checkpoint_batches),
+            TrainingPlan(trainer.epochs, trainer.seed, trainer.rates(), *limits, settings.augment),
             [Charged(observer, made.ledger) for observer in (watch, run, display, keeping, stopping)],
             baseline,
             made.resumed,
@@ -127,6 +132,7 @@ def _make(settings: Settings, run: Run, earlier: ResumePoint | None, stack: Exit
     check_rules(network, settings.optimizer)
     compiling = (network, loss, settings.optimizer, trainer.batch_size)
     training = checkpoint.describe(*compiling, trainer.rates(), trainer.seed, dataset.sha256, trainer.steps)
+    training |= {"augment": augment.describe(settings.augment)} if settings.augment else {}
     resumed = earlier.load(training, trainer.epochs) if earlier is not None else None
     backend = settings.workers.share_cores(settings.backend)
     if trainer.profile and settings.workers.count == 1:
@@ -148,6 +154,11 @@ def _make(settings: Settings, run: Run, earlier: ResumePoint | None, stack: Exit
         beside = Profiled(compiled, ledger, train="baseline")
     run.summarize({"time/compile_s": program.compile_s})
     run.add_artifact(run.folder / checkpoint.FOLDER, checkpoint.FOLDER)
+    if settings.augment:
+        few = dataset.train[:AUGMENTED]
+        run.augmented = np.empty_like(few.images)
+        places = np.arange(len(few), dtype=np.int64)
+        augment.Augmenter(settings.augment, few.images, trainer.seed).fill(1, places, run.augmented)
     with ledger.span("record"):
         run.wait()
     if parallel is not None and parallel.predictable:

@@ -77,6 +77,16 @@ class Program(Protocol[Handle]):
             labels: integers (N,), 0 .. classes - 1.
         """
 
+    def refill(self, handle: Handle | None, images: np.ndarray, labels: np.ndarray, epoch: int) -> Handle:
+        """Load images that take the place of those of a handle, which is of no more use; return the new one.
+
+        Args:
+            handle: of the last ones, as many; None for the first.
+            images, labels: as for `load`, which may keep them: they must stay as they are while the handle is used.
+            epoch: images of a whole epoch, of which these are some.
+        """
+        return self.load(images, labels)
+
     def train(self, handle: Handle, order: np.ndarray, rate: Rate) -> Totals:
         """Take ceil(len(order) / batch_size) optimizer steps over the images `order` (int64) at learning rate `rate`.
 

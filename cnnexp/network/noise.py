@@ -37,5 +37,10 @@ def threshold(rate: float) -> int:
 
 def keeps(key: int, rate: float, images: np.ndarray, size: int) -> np.ndarray:
     """Return which numbers are kept, bool (N, size), of the images at these places (int64, (N,)) in the data set."""
+    return draws(key, images, size) >= threshold(rate)
+
+
+def draws(key: int, images: np.ndarray, size: int) -> np.ndarray:
+    """Return `size` numbers for each of the images at these places in the data set: 32 bits each, int64 (N, size)."""
     rows = mix(key ^ images.astype(np.int64))
-    return mix(rows[:, None] ^ mix(np.arange(size, dtype=np.int64))) >= threshold(rate)
+    return mix(rows[:, None] ^ mix(np.arange(size, dtype=np.int64)))

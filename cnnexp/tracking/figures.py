@@ -108,6 +108,19 @@ def draw_profile(folder: str, profile: Mapping[str, Any], title: str) -> None:
         draw_explained(Path(folder) / "explain.png", sides_of(profile), title)
 
 
+def draw_augmented(path: Path, images: np.ndarray, title: str) -> None:
+    """Draw images (N,H,W,C) as training sees them, at most 16; of others than 1 or 3 channels the first."""
+    figure = new_figure(6, 6.4, measured=False)
+    shown = images if images.shape[3] == 3 else images[..., 0]
+    low, high = float(shown.min()), float(shown.max())
+    for place, image in enumerate((shown - low) / max(high - low, 1e-9)):
+        axes = figure.add_subplot(4, 4, place + 1)
+        axes.imshow(image, cmap="gray", vmin=0, vmax=1)
+        axes.set_axis_off()
+    entitle(figure, title)
+    save(figure, path)
+
+
 def draw_explained(path: Path, sides: Sequence[Side], title: str) -> None:
     """Write the figure of `explained`; its folder is made if missing."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -97,6 +97,7 @@ class Run(Observer):
         parts: by the name of a backend, the share of its training step by part.
         course: how the run began and ended.
         verdict: what the run ends with, once it has ended; empty without an epoch.
+        augmented: the first images as the first epoch sees them, None where no augmentation is.
     """
 
     _dataset: Dataset  # once begun
@@ -123,6 +124,7 @@ class Run(Observer):
         self.parts: dict[str, Mapping[str, float]] = {}
         self.verdict: list[verdict.Row] = []
         self.course = verdict.Course()
+        self.augmented: np.ndarray | None = None
         self.contended = contended
         self._config, self._recorder, self._parent = config, recorder, parent
         self._skipped = self._has_begun = False
@@ -432,6 +434,8 @@ class Run(Observer):
             classes=list(self._dataset.classes),
             title=self.name,
         )
+        if self.augmented is not None:
+            draw("draw_augmented", path=folder / "augmented.png", images=self.augmented, title=self.name)
         if self.profile is not None:
             draw("draw_profile", folder=str(folder), profile=self.profile, title=self.name)
 

@@ -15,6 +15,7 @@ from cnnexp.datasets import Dataset
 from cnnexp.errors import Diverged
 from cnnexp.network.losses import Totals, evaluate
 from cnnexp.system.signals import held
+from cnnexp.training.augment import Augmentation, Augmenter, Feed
 from cnnexp.training.baseline import Baseline, Comparison
 from cnnexp.training.schedules import Cosine, Schedule
 
@@ -98,6 +99,7 @@ class TrainingPlan:
         pass_s: seconds that a training pass may take: it then ends early, after at least one batch, and the epoch is
             evaluated on the same share of the held-out splits; None trains on every image.
         progress_batches: batches between two calls of `progressed`; None leaves it to the clock.
+        augment: what happens to the training images, each kind once.
     """
 
     epochs: int
@@ -105,6 +107,7 @@ class TrainingPlan:
     schedule: Schedule = Cosine()
     pass_s: float | None = None
     progress_batches: int | None = None
+    augment: tuple[Augmentation, ...] = ()
 
 
 class ResumePoint(Protocol):
@@ -143,10 +146,12 @@ def train_epochs(
 
     Raises:
         Diverged: the loss, of training or of a held-out split, is not a finite number.
+        ConfigError: the images are too small for what `augment` does to them.
     """
     plan = epochs if isinstance(epochs, TrainingPlan) else TrainingPlan(epochs)
-    handle = program.load(dataset.train.images, dataset.train.labels)
-    setting = _Setting(program, handle, plan, tuple(observers), baseline, clock)
+    augmenter = Augmenter(plan.augment, dataset.train.images, plan.seed) if plan.augment else None
+    feed = Feed(program, dataset.train, augmenter)
+    setting = _Setting(program, feed, plan, tuple(observers), baseline, clock)
     held_out = _load_held_out(program, dataset)
     history, begun = (resume_from.history, resume_from.begun) if resume_from else ((), None)
     batches = 1
@@ -213,10 +218,10 @@ def _evaluate(one_pass: _Pass, held_out: dict[str, tuple[Any, np.ndarray]]) -> t
 
 @dataclass(frozen=True)
 class _Setting:
-    """What all passes of a training have in common: see `train_epochs`; `handle` is of the training split."""
+    """What all passes of a training have in common: see `train_epochs`; `feed` gives the training split."""
 
     program: Program
-    handle: Any
+    feed: Feed
     plan: TrainingPlan
     observers: tuple[Observer, ...]
     baseline: Baseline | None
@@ -263,7 +268,7 @@ class _Pass:
             return
         while start < whole and chunk:
             stop = min(start + chunk, whole, start - start % most + most)
-            program.warm(self.setting.handle, self._order[start : start + batch_size])
+            program.warm(*next(self._parts(start, start + batch_size)))
             seconds = self._train(start, stop)
             self._whole_s, self._whole_images = self._whole_s + seconds, self._whole_images + stop - start
             if baseline:
@@ -291,10 +296,14 @@ class _Pass:
         """Train on order[start:stop], one call; return its seconds."""
         batch_size = self.setting.program.batch_size
         rates = self._rates[start // batch_size : -(-stop // batch_size)]
-        rate = float(rates[0]) if (rates == rates[0]).all() else rates
         with held():
             started = self.setting.clock()
-            totals = self.setting.program.train(self.setting.handle, self._order[start:stop], rate)
+            totals = Totals(0.0, 0, 0)
+            for handle, places in self._parts(start, stop):
+                first = totals.count // batch_size
+                part = rates[first : first + -(-len(places) // batch_size)]
+                rate = float(part[0]) if (part == part[0]).all() else part
+                totals += self.setting.program.train(handle, places, rate)
             seconds = self.setting.clock() - started
             if not math.isfinite(totals.loss):
                 raise Diverged(
@@ -305,3 +314,6 @@ class _Pass:
             for observer in self.setting.observers:
                 observer.progressed(Progress(self.epoch, self.totals, len(self._order), self.seconds))
         return seconds
+
+    def _parts(self, start: int, stop: int) -> Iterator[tuple[Any, np.ndarray]]:
+        return self.setting.feed.parts(self.epoch, self._order, start, stop)

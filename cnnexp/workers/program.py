@@ -35,7 +35,7 @@ from cnnexp.workers.replica import GradientReplica, ParameterReplica, Replica, S
 CLOSE = "close"
 REPEATS = 20
 SHORT, LONG = 1, 1 << 18  # floats in the all-reduces that the cost model's constants are measured with
-COMMANDS = ("load", "train", "gradients", "apply", "predict", "state", "restore", "exchange", "times")
+COMMANDS = ("load", "refill", "train", "gradients", "apply", "predict", "state", "restore", "exchange", "times")
 
 
 def make_replica(spec: Spec, collective: Collective) -> Replica:
@@ -72,6 +72,9 @@ class ParallelProgram(Program[int]):
 
     def load(self, images: np.ndarray, labels: np.ndarray) -> int:
         return self._call("load", np.ascontiguousarray(images), np.ascontiguousarray(labels))
+
+    def refill(self, handle: int | None, images: np.ndarray, labels: np.ndarray, epoch: int) -> int:
+        return self._call("refill", handle, np.ascontiguousarray(images), np.ascontiguousarray(labels), epoch)
 
     def train(self, handle: int, order: np.ndarray, rate: Rate) -> Totals:
         return self._call("train", handle, np.ascontiguousarray(order, np.int64), rate)

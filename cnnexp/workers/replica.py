@@ -56,11 +56,13 @@ class Loaded:
     Attributes:
         whole: the program's handle on all images, for training.
         images, labels: all of it, as it came.
+        epoch: images of an epoch over it, or over the larger one that it is some of.
     """
 
     whole: Any
     images: np.ndarray
     labels: np.ndarray
+    epoch: int
 
     @property
     def count(self) -> int:
@@ -80,8 +82,18 @@ class Replica:
 
     def load(self, images: np.ndarray, labels: np.ndarray) -> int:
         """Take a split; return its handle, a number."""
-        self._splits.append(Loaded(self.program.load(images, labels), images, labels))
+        self._splits.append(Loaded(self.program.load(images, labels), images, labels, len(labels)))
         return len(self._splits) - 1
+
+    def refill(self, handle: int | None, images: np.ndarray, labels: np.ndarray, epoch: int) -> int:
+        """As `Program.refill`, on every worker: rank 0 makes the images and sends them."""
+        whole = self.program.refill(None if handle is None else self._splits[handle].whole, images, labels, epoch)
+        loaded = Loaded(whole, images, labels, epoch)
+        if handle is None:
+            self._splits.append(loaded)
+            return len(self._splits) - 1
+        self._splits[handle] = loaded
+        return handle
 
     def train(self, handle: int, order: np.ndarray, rate: Rate) -> Totals:
         """As `Program.train`; the totals are of all workers."""
@@ -223,7 +235,7 @@ class ParameterReplica(Replica):
             images = np.array(shares(len(batch), self.collective.size))
             self._since += np.stack([images > 0, images])
             self._batches, self._seen = self._batches + 1, self._seen + len(batch)
-            epoch_over = self._seen >= split.count
+            epoch_over = self._seen >= split.epoch
             if epoch_over or (self._period and self._batches % self._period == 0):
                 totals, waiting = totals + self._train_alone(split, waiting), []
                 self._average()

@@ -17,6 +17,7 @@ from cnnexp.errors import BackendUnavailable, ConfigError, NetworkError
 from cnnexp.network import BatchNorm2d, Conv2d, Dropout, Flatten, LeakyReLU, Linear, Network, Residual, Tanh
 from cnnexp.network.models import MODELS, Custom, Ffn, OneConv
 from cnnexp.optimizers import OPTIMIZERS, SGD
+from cnnexp.training.augment import AUGMENTATIONS
 from cnnexp.training.baseline import Baseline
 from cnnexp.training.loop import TrainingPlan
 from cnnexp.training.schedules import Constant, Cosine, Step
@@ -75,6 +76,15 @@ def test_load_makes_the_baseline():
             changed("model", filters=2**63),
             r"model.filters=9223372036854775808: must be a whole number of at most 2\*\*63 ",
         ),
+        (
+            {**VALUES, "augment": {"crop": {}}},
+            "augment.crop={}: unknown key; legal: shift, crop_flip, affine, elastic, cu",
+        ),
+        ({**VALUES, "augment": {"affine": {"rotations": 3}}}, "augment.affine.rotations=3: unknown key; .*'rotation'"),
+        ({**VALUES, "augment": {"affine": {"rotation": 200}}}, "augment.affine.rotation=200.0: must be >= 0, <= 180"),
+        ({**VALUES, "augment": {"cutout": 4}}, "augment.cutout=4: must be a mapping of keys to values"),
+        ({**VALUES, "augment": {"shift": {"pixels": 1.5}}}, "augment.shift.pixels=1.5: must be a whole number"),
+        ({**VALUES, "augment": "shift"}, "augment='shift': must be a mapping of keys to values"),
         (changed("trainer", batch_size=-(2**64)), "must be a whole number of at most"),
         (changed("model", filters=10**400), r"model.filters=10{199}\.\.\.: must be a whole number of at most"),
         (changed("model", filters=10**5000), "model.filters=a number of thousands of digits: must be a whole number"),
@@ -226,7 +236,9 @@ REGISTRIES = {
     "workers": WORKERS,
     "backend": BACKENDS,
 }
-FILES = sorted(path for group in REGISTRIES for path in (CONF / group).glob("*.yaml"))
+AUGMENT = CONF / "augment"  # several at once, each below its own name
+FILES = sorted(path for group in (*REGISTRIES, "augment") for path in (CONF / group).glob("*.yaml"))
+FILES.remove(AUGMENT / "none.yaml")
 
 
 @pytest.mark.parametrize("group", REGISTRIES)
@@ -236,14 +248,20 @@ def test_every_name_has_a_file_of_that_name(group):
         assert OmegaConf.load(path)["name"] == path.stem
 
 
+def test_every_augmentation_has_a_file_of_its_name():
+    assert [path.stem for path in FILES if path.parent == AUGMENT] == sorted(AUGMENTATIONS)
+    for name in AUGMENTATIONS:
+        assert (AUGMENT / f"{name}.yaml").read_text().startswith(f"# @package augment.{name}\n# ")
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_every_file_holds_all_keys_of_its_class_and_its_defaults(path):
     group, values = path.parent.name, OmegaConf.to_container(OmegaConf.load(path))
     try:
-        cls = REGISTRIES[group][path.stem]
+        cls = (REGISTRIES | {"augment": AUGMENTATIONS})[group][path.stem]
     except BackendUnavailable as missing:
         pytest.skip(str(missing))
-    del values["name"]
+    values.pop("name", None)
     hints, python = get_type_hints(cls), defaults(cls)
     assert set(values) == set(python)
     typed = {key: convert(value, hints[key], key) for key, value in values.items()}
@@ -286,7 +304,7 @@ def test_every_key_is_explained_by_a_comment(path):
 
 
 STATED = {  # the files that say what a number may be, and the class that must say the same
-    **{path: (REGISTRIES[path.parent.name], path.stem) for path in FILES},
+    **{path: ((REGISTRIES | {"augment": AUGMENTATIONS})[path.parent.name], path.stem) for path in FILES},
     CONF / "trainer" / "default.yaml": ({"default": Trainer}, "default"),
 }
 RANGE = r"(>=|<=|>|<) (\d[\d.]*)|(\d+) (<=) \w+ < |([\d,]+) \.\. (2\*\*63 - 1|[\d,]+)"

@@ -274,6 +274,23 @@ def test_graphs_are_captured_before_the_clock_runs(monkeypatch):
     assert program.train(handle, order, 0.1).count == 40  # graphs of 8 steps and of one
 
 
+@pytest.mark.parametrize("name", ["gpu-naive", "gpu-fused"])
+def test_images_take_the_place_of_others(name, monkeypatch):
+    images, labels, order = draw(16, (6, 6, 1))
+    program = backend_class(name)().compile(SMALL, Loss.SOFTMAX_CROSS_ENTROPY, SGD(lr=0.1), 4)
+    begin = {"parameters": np.linspace(-0.5, 0.5, SMALL.parameter_count, dtype=np.float32)}
+    found, handle = [], program.refill(None, images[::-1].copy(), labels[::-1] % 4, 99)
+    if name == "gpu-fused":
+        monkeypatch.setattr(program._graphs, "capture", None)  # those of the first images serve
+    handle = program.refill(handle, images, labels % 4, 99)
+    monkeypatch.undo()
+    for loaded in (handle, program.load(images, labels % 4)):
+        program.restore(begin)
+        program.train(loaded, order, 0.1)
+        found.append(program.state())
+    assert_same_state(*found)
+
+
 @pytest.mark.parametrize("name", ["gpu-naive", "gpu-tuned"])
 def test_a_layerwise_step_is_three_launches_and_two_graphs(name, monkeypatch):
     """Captured before the clock runs; a shorter batch goes kernel by kernel, and so do steps that draw numbers."""

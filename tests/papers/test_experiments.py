@@ -11,7 +11,8 @@ from cnnexp import __main__ as cli
 from cnnexp.app import hydra_app, sweep
 from cnnexp.papers import EXPERIMENTS, page
 from cnnexp.papers.compare import compare
-from cnnexp.tracking.events import LACKING
+from cnnexp.tracking.events import LACKING, read_journal
+from cnnexp.training.checkpoint import find, load
 
 ROOT = Path(__file__).resolve().parents[2]
 MNIST = ROOT.parent / "shared" / "data" / "mnist"
@@ -19,7 +20,7 @@ FILES = {path.stem: path for path in (ROOT / "conf" / "experiment").glob("*.yaml
 
 
 def test_every_experiment_has_a_file_that_states_its_command():
-    assert set(EXPERIMENTS) == set(FILES) - {"smoke", "speedrun"}
+    assert set(EXPERIMENTS) == set(FILES) - {"smoke", "speedrun", "mnist_best"}
     for key, path in FILES.items():
         head = path.read_text(encoding="utf-8").splitlines()
         assert head[0] == "# @package _global_"
@@ -105,3 +106,17 @@ def test_the_speedrun_stops_at_its_target_and_tells_the_seconds(run, tmp_path):
     assert [row["status"] for row in rows] == ["FINISHED"] * 3
     assert all(row["time/to_target_s"] > 0 for row in rows)
     assert "reached by 3 of 3 jobs, after" in out
+
+
+def test_mnist_best_trains_on_augmented_images(run, tmp_path):
+    small = (
+        "dataset=synthetic",
+        "dataset.train_size=20",
+        "dataset.test_size=5",
+        "dataset.height=28",
+        "dataset.width=28",
+    )
+    few = ("trainer.epochs=1", "trainer.batch_size=10", "backend=numpy", f"hydra.run.dir={tmp_path}/run")
+    run("experiment=mnist_best", "tracking=none", *small, *few)
+    assert len(read_journal(tmp_path / "run")["epochs"]) == 1
+    assert set(load(find(tmp_path / "run")).training["augment"]) == {"affine", "elastic"}

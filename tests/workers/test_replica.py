@@ -14,7 +14,7 @@ from cnnexp.network.losses import Totals
 from cnnexp.training.loop import epoch_order
 from cnnexp.workers.collective import share, shares
 from cnnexp.workers.program import make_replica
-from cnnexp.workers.replica import Spec
+from cnnexp.workers.replica import ParameterReplica, Spec
 
 SOFTMAX = Loss.SOFTMAX_CROSS_ENTROPY
 NETWORKS = {"one_conv": OneConv(filters=4), "two_conv_mlp": TwoConvMlp(filters=3, hidden=17)}
@@ -283,3 +283,21 @@ def test_hybrid_refuses_what_it_cannot_split():
         case = Spec(backend_class("numpy")(), network, SOFTMAX, SGD(), 16, "hybrid")
         with pytest.raises(ConfigError, match=message):
             Group(3).run(lambda collective, case=case: make_replica(case, collective))
+
+
+def test_parameters_are_averaged_once_an_epoch_that_comes_in_parts(monkeypatch):
+    averaged, data = [], images(24)
+    monkeypatch.setattr(ParameterReplica, "_average", lambda self: averaged.append(self.collective.rank))
+
+    def work(replica, handle):
+        for start in range(0, 48, 8):  # two epochs
+            part = slice(start % 24, start % 24 + 8)
+            handle = replica.refill(handle if start else None, data[0][part], data[1][part], 24)
+            replica.train(handle, np.arange(8), 0.1)
+            averaged.append((start, replica.collective.rank))
+        return handle
+
+    handles = together(2, spec(sync="parameters", batch_size=4), work, data)
+    assert handles == [1, 1], "the first takes a place beside the whole split, the others that one"
+    assert [found for found in averaged if found in (0, (16, 0))] == [0, (16, 0), 0]
+    assert averaged.count(0) == averaged.count(1) == 2

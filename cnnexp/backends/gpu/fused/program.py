@@ -123,6 +123,14 @@ class FusedProgram(Program):
         )  # all else that `DeviceSplit` has for an image
         return streamed.load(self._load_captured, images, labels, image_bytes, self.batch_size)
 
+    @on_its_gpu
+    def refill(self, handle: Any, images: np.ndarray, labels: np.ndarray, epoch: int) -> Any:
+        if not isinstance(handle, DeviceSplit):
+            return self.load(images, labels)
+        device.copy(images, handle.images)  # its graphs go on to serve
+        device.copy(labels.astype(np.int32), handle.labels)
+        return handle
+
     def _load_captured(self, images: np.ndarray, labels: np.ndarray) -> DeviceSplit:
         """As `_load`; its graphs are captured here, so that no epoch's clock runs meanwhile."""
         split = self._load(images, labels)

@@ -1,0 +1,291 @@
+"""Augmentation: each transformation against SciPy on the same draws, and the same bytes whoever makes them."""
+
+import zlib
+
+import numpy as np
+import pytest
+from fakes import FakeClock, FakeProgram
+from scipy import ndimage
+
+from cnnexp import SGD, Dataset, Flatten, Linear, Loss, Network, Split, TrainingPlan, train_epochs
+from cnnexp.backends import backend_class
+from cnnexp.errors import ConfigError
+from cnnexp.network import Conv2d, Dropout
+from cnnexp.training import augment
+from cnnexp.training.augment import AUGMENTATIONS, Affine, Augmenter, CropFlip, Cutout, Elastic, Shift
+from cnnexp.training.checkpoint import Checkpoint
+from cnnexp.training.loop import epoch_order
+from cnnexp.workers import Local
+
+SEED, EPOCH = 2**40 + 7, 3
+KINDS = [Shift(3), CropFlip(3, 0.5), Affine(40.0, 3.0, 0.4, 30.0), Elastic(12.0, 2.0), Cutout(5)]
+ALL = tuple(KINDS)
+
+
+def mix(x):
+    for _ in range(2):
+        x = ((x ^ (x >> 16)) * 0x45D9F3B) % 2**32
+    return x ^ (x >> 16)
+
+
+def draws(name, image, count, epoch=EPOCH):
+    """Return numbers from 0 to 1, in the arithmetic of Python's whole numbers."""
+    key = 0
+    for part in (SEED % 2**32, SEED >> 32, epoch, 0, zlib.crc32(f"augment.{name}".encode())):
+        key = mix(key ^ part)
+    row = mix(key ^ image)
+    return np.array([mix(row ^ mix(element)) for element in range(count)], float) / 2**32
+
+
+def images(count=6, height=13, width=11, channels=2, dtype=np.uint8):
+    # smooth, with an edge that is not black
+    drawn = ndimage.gaussian_filter(np.random.default_rng(5).random((count, height, width, channels)), (0, 1, 1, 0))
+    drawn = (drawn - drawn.min()) / (drawn.max() - drawn.min())
+    return np.round(255 * drawn).astype(np.uint8) if dtype == np.uint8 else (3 * drawn - 1).astype(np.float32)
+
+
+def whole(u, most):
+    return int(np.floor(u * (2 * most + 1))) - most
+
+
+def seen_at(kind, image, height, width):
+    """Return (matrix, offset) for which output place p shows input place matrix @ p + offset, from the definitions."""
+    eye, center = np.eye(2), np.array([(height - 1) / 2, (width - 1) / 2])
+    u = draws(kind.name, image, 5)
+    match kind:
+        case Shift():
+            return eye, -np.array([whole(u[0], kind.pixels), whole(u[1], kind.pixels)])
+        case CropFlip():
+            moved = -np.array([whole(u[0], kind.padding), whole(u[1], kind.padding)], float)
+            if u[2] >= kind.flip:
+                return eye, moved
+            return np.diag([1, -1]), moved + np.array([0, width - 1])
+        case Affine():
+            s = 2 * u - 1
+            angle, lean = np.radians(kind.rotation * s[0]), np.tan(np.radians(kind.shear * s[4]))
+            turn = np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
+            back = np.linalg.inv((1 + kind.scale * s[3]) * turn @ np.array([[1, 0], [lean, 1]]))
+            return back, center - back @ (center + kind.translation * s[1:3])
+    return eye, np.zeros(2)
+
+
+def expected(kinds, image, picture):
+    """Return what SciPy makes of a picture (H,W,C): one map of coordinates, one interpolation, then what is covered."""
+    height, width, channels = picture.shape
+    places = np.indices((height, width)).reshape(2, -1).astype(float)
+    by_name = {kind.name: kind for kind in kinds}
+    if "elastic" in by_name:
+        elastic = by_name["elastic"]
+        noise = 2 * (draws("elastic", image, 2 * height * width) * 2**32 + 2**31) % 2**33 / 2**32 - 1
+        for axis, field in enumerate(noise.reshape(2, height, width)):
+            smooth = ndimage.gaussian_filter(field, elastic.sigma, mode="constant", truncate=3)
+            places[axis] += elastic.alpha * smooth.reshape(-1)
+    for name in ("affine", "crop_flip", "shift"):
+        if name in by_name:
+            matrix, offset = seen_at(by_name[name], image, height, width)
+            places = matrix @ places + offset[:, None]
+    found = np.stack(
+        [
+            ndimage.map_coordinates(picture[..., c].astype(float), places, order=1, mode="grid-constant")
+            for c in range(channels)
+        ],
+        axis=1,
+    ).reshape(picture.shape)
+    if "cutout" in by_name:
+        size, u = by_name["cutout"].size, draws("cutout", image, 2)
+        top, left = int(u[0] * height) - size // 2, int(u[1] * width) - size // 2
+        found[max(top, 0) : max(top + size, 0), max(left, 0) : max(left + size, 0)] = 0
+    return found
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
+@pytest.mark.parametrize(
+    "kinds", [*([kind] for kind in KINDS), KINDS], ids=lambda kinds: "+".join(k.name for k in kinds)
+)
+def test_every_transformation_does_as_scipy_does(kinds, dtype):
+    pictures = images(dtype=dtype)
+    out, places = np.empty_like(pictures), np.array([4, 0, 5, 3, 1, 2])
+    Augmenter(kinds, pictures, SEED).fill(EPOCH, places, out)
+    assert any(not np.array_equal(out[n], pictures[image]) for n, image in enumerate(places))
+    for n, image in enumerate(places):
+        wanted = expected(kinds, image, pictures[image])
+        # float32 coordinates, to about 1e-5 of a pixel; bytes are rounded to the nearest
+        atol = 0.51 if dtype == np.uint8 else 1e-4
+        np.testing.assert_allclose(out[n], wanted, rtol=0, atol=atol)
+
+
+def test_affine_is_scipys_affine_transform():
+    pictures, out = images(channels=1, dtype=np.float32), np.empty((6, 13, 11, 1), np.float32)
+    Augmenter([KINDS[2]], pictures, SEED).fill(EPOCH, np.arange(6), out)
+    for n, picture in enumerate(pictures):
+        matrix, offset = seen_at(KINDS[2], n, 13, 11)
+        wanted = ndimage.affine_transform(picture[..., 0], matrix, offset, order=1, mode="grid-constant")
+        np.testing.assert_allclose(out[n, ..., 0], wanted, rtol=0, atol=1e-4)
+
+
+def test_amounts_reach_both_ends_and_half_are_mirrored():
+    count = 4000
+    key = augment.layer_key(SEED, 1, "augment.crop_flip")
+    u = augment.draws(key, np.arange(count), 3) * 2.0**-32
+    maps = CropFlip(2, 0.25).matrix(u, (9, 9))
+    down, counts = np.unique(maps[:, 0, 2], return_counts=True)
+    assert down.tolist() == [-2, -1, 0, 1, 2]
+    assert np.abs(counts / count - 0.2).max() < 0.03
+    assert abs((maps[:, 1, 1] < 0).mean() - 0.25) < 0.03
+    maps = Affine(10.0, 0.0, 0.0, 0.0).matrix(np.column_stack([u, u[:, :2]]), (9, 9))
+    angles = np.degrees(np.arcsin(maps[:, 0, 1]))
+    assert -10 <= angles.min() < -9.9
+    assert 9.9 < angles.max() <= 10
+
+
+def test_every_epoch_and_every_seed_sees_other_images_and_no_image_another_places():
+    pictures = images()
+
+    def made(epoch, seed=SEED, places=(1, 4)):
+        out = np.empty((len(places), *pictures.shape[1:]), np.uint8)
+        Augmenter(ALL, pictures, seed).fill(epoch, np.array(places), out)
+        return out
+
+    np.testing.assert_array_equal(made(2), made(2))
+    np.testing.assert_array_equal(made(2, places=(5, 4))[1], made(2)[1])
+    assert not np.array_equal(made(2), made(3))
+    assert not np.array_equal(made(2), made(2, SEED + 2**35))
+
+
+class Fed(FakeProgram):
+    """Remembers the bytes of every image that it is trained on, with its label and its place in what it was given."""
+
+    def __init__(self, batch_size=8, per_image_s=0.01):
+        super().__init__(FakeClock(), per_image_s, batch_size=batch_size)
+        self.seen = []
+
+    def load(self, images, labels):
+        return images, labels
+
+    def predict(self, handle):
+        return super().predict(handle[0])
+
+    def train(self, handle, order, rate):
+        self.seen += [(handle[0][place].tobytes(), int(handle[1][place]), int(place)) for place in order]
+        return super().train(handle, order, rate)
+
+
+def data(count=300):
+    pictures = np.random.default_rng(1).integers(0, 256, (count, 9, 9, 1), np.uint8)
+    split = Split(pictures, (np.arange(count) % 2).astype(np.int32))
+    return Dataset("made", split, split[:10], None, ("a", "b"), "made here", "0" * 64)
+
+
+def run(program, epochs=2, earlier=(), begun=None, observers=(), **plan):
+    resumed = Checkpoint(len(earlier), {}, {}, history=tuple(earlier), begun=begun) if earlier or begun else None
+    plan = TrainingPlan(epochs, 5, augment=(Affine(), Cutout()), **plan)
+    return list(train_epochs(program, data(), plan, observers, None, resumed, program.clock))
+
+
+@pytest.fixture
+def small_parts(monkeypatch):
+    """Some batches at a time, as with more images than these."""
+    monkeypatch.setattr(augment, "AHEAD_IMAGES", 24)
+
+
+def test_training_sees_each_image_of_the_order_as_its_epoch_has_it(small_parts):
+    program, whole = Fed(), data().train
+    run(program)
+    out = np.empty((300, 9, 9, 1), np.uint8)
+    for epoch in (1, 2):
+        order = epoch_order(300, 5, epoch)
+        Augmenter((Affine(), Cutout()), whole.images, 5).fill(epoch, order, out)
+        seen = program.seen[300 * (epoch - 1) : 300 * epoch]
+        assert [image for image, _, _ in seen] == [image.tobytes() for image in out]
+        assert [label for _, label, _ in seen] == whole.labels[order].tolist()
+
+
+def test_the_lengths_of_calls_change_no_byte(small_parts):
+    slow, fast = Fed(per_image_s=1.0), Fed(per_image_s=1e-6)  # so that calls are of other numbers of batches
+    run(slow)
+    run(fast)
+    assert len(slow.orders) > len(fast.orders)
+    assert slow.seen == fast.seen
+
+
+def test_a_run_that_goes_on_sees_the_bytes_of_one_never_stopped(small_parts):
+    class Notes(list):
+        progressed = list.append
+
+        def finished(self, result):
+            pass
+
+    notes, whole, rest = Notes(), Fed(), Fed(per_image_s=0.02)
+    first, _ = run(whole, observers=[notes], progress_batches=4)
+    stopped = next(note for note in notes if note.epoch == 2 and note.totals.count == 64)
+    run(rest, earlier=[first], begun=stopped)
+    assert whole.seen[300 + 64 :] == rest.seen
+
+
+def test_an_epoch_that_ends_early_leaves_nothing_behind(small_parts):
+    program = Fed(batch_size=8, per_image_s=0.01)
+    run(program, pass_s=0.6, epochs=3)
+    count = len(program.seen) // 3
+    assert 8 <= count < 300
+    out = np.empty((count, 9, 9, 1), np.uint8)
+    for epoch in (1, 2, 3):
+        Augmenter((Affine(), Cutout()), data().train.images, 5).fill(epoch, epoch_order(300, 5, epoch)[:count], out)
+        assert [seen[0] for seen in program.seen[count * (epoch - 1) :][:count]] == [image.tobytes() for image in out]
+
+
+NETWORK = Network((9, 9, 1), (Conv2d(3, 3), Flatten(), Dropout(0.3), Linear(2)))
+
+
+def trained(program):
+    program.restore({**NETWORK.initial_state(4)})
+    list(train_epochs(program, data(), TrainingPlan(2, 5, augment=(Affine(), Cutout()))))
+    state = program.state()
+    program.close()
+    return state["parameters"]
+
+
+@pytest.mark.parametrize("backend", ["cpu", "cpu-simd", "unrolled"])
+def test_backends_train_on_the_same_images(backend, small_parts):
+    compiled = [
+        backend_class(name)().compile(NETWORK, Loss.SOFTMAX_CROSS_ENTROPY, SGD(lr=0.05), 8)
+        for name in ("numpy", backend)
+    ]
+    a, b = map(trained, compiled)
+    np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("sync", ["gradients", "parameters", "hybrid"])
+def test_workers_train_on_the_same_images(sync, small_parts):
+    backend, of = backend_class("numpy")(), (NETWORK, Loss.SOFTMAX_CROSS_ENTROPY, SGD(lr=0.05), 8)
+    period = 1 if sync == "parameters" else None
+    a, b = trained(backend.compile(*of)), trained(Local(count=2, sync=sync, period=period).compile(backend, *of))
+    np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Shift(11), "augment.shift.pixels=11: the images are 13 x 11 pixels; must be less than 11"),
+        (CropFlip(12), "augment.crop_flip.padding=12: the images are 13 x 11 pixels; must be less than 11"),
+        (
+            Affine(translation=10.5),
+            "augment.affine.translation=10.5: the images are 13 x 11 pixels; must be less than 11",
+        ),
+        (Cutout(12), "augment.cutout.size=12: the images are 13 x 11 pixels; must be less than 11"),
+    ],
+)
+def test_what_is_larger_than_the_images_is_refused(kind, message):
+    with pytest.raises(ConfigError, match=message):
+        Augmenter([kind], images(), 0)
+
+
+def test_what_has_no_height_and_width_is_refused_and_so_is_one_kind_twice():
+    with pytest.raises(ConfigError, match=r"augment=\['shift'\]: needs .* with height and width; these have \(4,\)"):
+        Augmenter([Shift()], np.zeros((3, 4), np.float32), 0)
+    with pytest.raises(ConfigError, match="each kind once"):
+        Augmenter([Shift(), Shift(3)], images(), 0)
+
+
+def test_a_checkpoint_knows_what_was_trained_on():
+    assert augment.describe((Cutout(3), Shift(1))) == {"cutout": {"size": 3}, "shift": {"pixels": 1}}
+    assert list(AUGMENTATIONS) == [kind.name for kind in KINDS]
