@@ -125,8 +125,7 @@ class Classifier:
         scores = self._program.predict(handle)
         if self.loss == Loss.BINARY_CROSS_ENTROPY:
             return np.hstack([1 - scores, scores])
-        powers = np.exp(scores - scores.max(axis=1, keepdims=True))
-        return powers / powers.sum(axis=1, keepdims=True)
+        return softmax(scores)
 
     def outputs(self, images: np.ndarray) -> list[tuple[Stage, np.ndarray]]:
         """Return each layer in its place with its output, (N, *output_shape).
@@ -154,6 +153,12 @@ class Classifier:
         if not isinstance(images, np.ndarray) and self.pixels != "uint8" and array.dtype.kind in "iu":
             return array.astype(np.float32)  # JSON may write 1.0 as 1
         return array
+
+
+def softmax(scores: np.ndarray) -> np.ndarray:
+    """Return the probability of each class, (N, classes)."""
+    powers = np.exp(scores - scores.max(axis=1, keepdims=True))
+    return powers / powers.sum(axis=1, keepdims=True)
 
 
 def _decode(text: str, place: int) -> np.ndarray:
