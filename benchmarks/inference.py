@@ -51,7 +51,7 @@ class Ours(Inference):
         from cnnexp.tracking.model import softmax
 
         super().__init__(case, data)
-        self._program = getattr(CpuSimd(threads), 'forward_only', CpuSimd(threads)).compile(case.network, LOSS, case.optimizer, case.batch_size)
+        self._program = CpuSimd(threads).forward_only.compile(case.network, LOSS, case.optimizer, case.batch_size)
         self._program.restore(self.state)
         self._labels, self._softmax = np.zeros(case.batch_size, np.int32), softmax
         self.compile_s, self.facts = self._program.compile_s, {"threads": threads, "numpy": np.__version__}

@@ -103,7 +103,9 @@ def check_probabilities(made, oracle) -> dict[str, float]:
     """Compare the probabilities of the first batch with the oracle's; relative 2-norm."""
     off = distance(made.probabilities(), oracle["probabilities"])
     if not off <= PROBABILITY_TOLERANCE:
-        raise ValueError(f"probabilities are off by {off:.2g} from the float64 oracle, {PROBABILITY_TOLERANCE:g} is allowed")
+        raise ValueError(
+            f"probabilities are off by {off:.2g} from the float64 oracle, {PROBABILITY_TOLERANCE:g} is allowed"
+        )
     return {"probabilities": off}
 
 

@@ -69,7 +69,7 @@ class Classifier:
         self.classes: tuple[str, ...] = tuple(trained.about.get("classes", map(str, range(outputs))))
         self.pixels: str = trained.about.get("pixels", "uint8")
         self.look: Mapping[str, Any] | None = trained.about.get("look")
-        self._program = backend.compile(self.network, self.loss, SGD(), BATCH_SIZE)
+        self._program = backend.forward_only.compile(self.network, self.loss, SGD(), BATCH_SIZE)
         self._program.restore(self.state)
 
     def prepare(self, picture: np.ndarray) -> np.ndarray:

@@ -98,7 +98,7 @@ class Path:
     def _and(self, node: Node, target: Target, images: int) -> Path:
         layout = node.output_layout or self.layout
         found = works(node, node.input_layout or layout, target, images, self.trained)
-        backward = self.trained or node.trains
+        backward = (self.trained or node.trains) and not target.forward_only
         cycles = self.cycles + total(work for name, work in found.items() if backward or name == "forward")
         halo, splits = cast(Halo | None, node.gradient_halo(self.trained)), self.splits
         if isinstance(node, Split):

@@ -65,13 +65,10 @@ class Seam:
     Attributes:
         kernel: the whole name of the one that leaves a tile's part, the last before the cut.
         meet: makes of the parts what a tile needs; on the buffers of `batch_norm.Meeting`.
-        average: makes it in `predict`, of the running averages: of parameters, running averages and an arena. None
-            where the cut is in the backward pass.
     """
 
     kernel: str
     meet: Emit
-    average: Emit | None = None
 
 
 class Node(Generic[X, Y]):
