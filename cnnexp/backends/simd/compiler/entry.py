@@ -78,11 +78,11 @@ class Forward(NamedTuple):
     """What one thread gets of a program that only predicts; names as in `Call`.
 
     Attributes:
-        first, last: of `order` and `scores`, those that it is to do. arena: its own.
+        count: images. taken: (1,), those that some thread has begun: each takes a tile at a time. arena: its own.
     """
 
-    first: int
-    last: int
+    count: int
+    taken: Flags
     bytes_: Bytes
     floats: Floats
     order: Indices

@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from dataclasses import dataclass, replace
+from typing import cast
 
 import numpy as np
 
@@ -16,13 +17,13 @@ from cnnexp.backends.parts import Part
 from cnnexp.backends.protocol import Program, State
 from cnnexp.backends.simd.algorithms.dropout import KEYS, TRAINS
 from cnnexp.backends.simd.compiler.emit import Target
-from cnnexp.backends.simd.compiler.entry import APPLY, GRADIENTS, LINE, PREDICT, TRAIN, Call, Forward
-from cnnexp.backends.simd.compiler.native import Function, MachineCode
+from cnnexp.backends.simd.compiler.entry import APPLY, GRADIENTS, LINE, PREDICT, TRAIN, Array, Call, Forward, arguments
+from cnnexp.backends.simd.compiler.native import Function, MachineCode, fields
 from cnnexp.backends.simd.layouts import aligned_zeros, round_up
 from cnnexp.backends.simd.lowering import Plan
 from cnnexp.backends.simd.runtime.adaptive_threads import AdaptiveThreads
 from cnnexp.backends.simd.runtime.compilation import Described, arguments_of, compile_program
-from cnnexp.backends.simd.runtime.thread_pool import ThreadPool
+from cnnexp.backends.simd.runtime.thread_pool import Helpers, ThreadPool
 from cnnexp.backends.state import complete
 from cnnexp.errors import DataError
 from cnnexp.network import Network
@@ -52,8 +53,10 @@ WEIGHT_PASSES = 6
 ROWS = 4096
 """Images that a call of the compiled function predicts, at most: as long may work go on after a Ctrl-C."""
 
-WAKING_CYCLES = 200_000
-"""Cycles that a second thread must have to do for it to be woken: that takes some 50 us."""
+FORWARD = arguments(Forward)
+
+WAKING_CYCLES = 600_000
+"""Cycles that a thread must have to do for it to be woken, some 150 us: it begins 50 to 100 us later."""
 
 ALONE = "a program of `Backend.forward_only` predicts and does not train"
 
@@ -295,9 +298,11 @@ class ForwardProgram(Program[LoadedSplit]):
         self._rows, self._layout, self._outputs = plan.explain(1), plan.parameters, plan.scores.size
         self._parameters, self._arenas = aligned_zeros((plan.parameters.size,)), plan.arena.make(threads)
         self._order, self._state = np.arange(ROWS, dtype=np.int64), network.initial_state(0)
-        self._cycles = sum(part.cycles for part in self._rows)
-        self._pool, self._lock = ThreadPool(threads), threading.Lock()
-        weakref.finalize(self, self._pool.close)
+        self._cycles, self._tile = sum(part.cycles for part in self._rows), plan.arena.images
+        self._helpers, self._lock = Helpers(threads - 1), threading.Lock()
+        weakref.finalize(self, self._helpers.close)
+        same = {"order": self._order, "parameters": self._parameters}
+        self._constant = [_fields(**same, arena=arena) for arena in self._arenas]
         self.compile_s = time.perf_counter() - started
 
     def load(self, images: np.ndarray, labels: np.ndarray) -> LoadedSplit:
@@ -313,19 +318,16 @@ class ForwardProgram(Program[LoadedSplit]):
 
     def _run(self, bytes_: np.ndarray, floats: np.ndarray, scores: np.ndarray) -> None:
         """Fill the scores of at most `ROWS` images, which each thread has a part of."""
-        count = len(scores)
-        threads = max(1, min(len(self._arenas), count, int(count * self._cycles / WAKING_CYCLES)))
+        count, taken = len(scores), np.zeros(1, np.int64)
+        helpers = min(len(self._arenas), -(-count // self._tile), int(count * self._cycles / WAKING_CYCLES)) - 1
+        held = taken, bytes_, floats, scores  # by who comes late, too
+        given, found = _fields(taken=taken, bytes_=bytes_, floats=floats), _fields(scores=scores)
 
         def share(rank: int) -> None:
-            first, last = count * rank // threads, count * (rank + 1) // threads
-            call = Forward(first, last, bytes_, floats, self._order, self._parameters, self._arenas[rank], scores)
-            self._work(*call)
+            self._work(len(held[-1]), *given, *self._constant[rank], *found)
 
         with self._lock:
-            if threads == 1:
-                share(0)
-            else:
-                self._pool.run(share, threads)
+            self._helpers.run(share, max(0, helpers))
 
     def take(self, parameters: np.ndarray, running: np.ndarray) -> None:
         """Predict with these from now on, flat as in a state."""
@@ -355,7 +357,12 @@ class ForwardProgram(Program[LoadedSplit]):
         raise TypeError(ALONE)
 
     def close(self) -> None:
-        self._pool.close()
+        self._helpers.close()
+
+
+def _fields(**arrays: np.ndarray) -> list[list[int]]:
+    """Return arguments of `Forward` by name as `Function` takes them."""
+    return [fields(array, cast(Array, FORWARD[name])) for name, array in arrays.items()]
 
 
 def _flat(images: np.ndarray, labels: np.ndarray) -> LoadedSplit:
@@ -374,12 +381,12 @@ _ready: dict[str, Function] = {}
 
 def _function(described: Described) -> Function:
     """Return the compiled function of a program."""
-    arguments = arguments_of(described)
-    key = program_key(arguments, described)
+    wanted = arguments_of(described)
+    key = program_key(wanted, described)
     if key not in _ready:
         _ready[key] = load_or_make(
             key,
-            lambda payload: Function(MachineCode.of_bytes(payload), list(arguments.values())),
+            lambda payload: Function(MachineCode.of_bytes(payload), list(wanted.values())),
             lambda: compile_program(key, described),
         )
     return _ready[key]

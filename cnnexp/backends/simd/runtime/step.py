@@ -33,7 +33,7 @@ from cnnexp.backends.simd.compiler.intrinsics import LOAD_CONTROL, STORE_CONTROL
 from cnnexp.backends.simd.compiler.native import MachineCode
 from cnnexp.backends.simd.layouts import NC
 from cnnexp.backends.simd.lowering import Plan
-from cnnexp.backends.simd.runtime.barrier import wait
+from cnnexp.backends.simd.runtime.barrier import fetch_add, wait
 from cnnexp.backends.simd.runtime.seams import make_batch
 from cnnexp.network.losses import Loss
 from cnnexp.optimizers import Optimizer
@@ -171,8 +171,11 @@ def make_forward(plan: Plan, key: str) -> Dispatcher:
     run, copy_scores = compose("forward", target, plan.forward), _copy_scores(plan.scores, compiled)
 
     def forward(call: Forward) -> None:
-        for at in range(call.first, call.last, images):
-            end = min(at + images, call.last)
+        while True:
+            at = fetch_add(call.taken, images)
+            if at >= call.count:
+                break
+            end = min(at + images, call.count)
             tile = call.order[at:end]
             if len(call.bytes_):
                 gather_bytes(call.bytes_, tile, call.arena, len(tile))
