@@ -55,10 +55,10 @@ def _fold(stages: Sequence[Stage], sources: list[tuple[Stage, list[NormStage]]])
     """Return the layers that stay, adding to the sources."""
     layers: list[Layer] = []
     for stage in stages:
-        follows = layers and isinstance(layers[-1], Conv2d)
-        if isinstance(stage, NormStage) and follows:
+        before = layers[-1] if layers else None
+        if isinstance(stage, NormStage) and isinstance(before, Conv2d):
             sources[-1][1].append(stage)
-            layers[-1] = replace(layers[-1], bias=True)
+            layers[-1] = replace(before, bias=True)
         elif isinstance(stage.layer, Residual):
             layers.append(Residual(_fold(stage.stages, sources)))
         elif not isinstance(stage.layer, Dropout) or len(stages) == 1:  # a Residual holds at least one layer

@@ -21,7 +21,7 @@ from cnnexp.backends.layerwise import as_float32
 from cnnexp.backends.processor import ThreadedBackend
 from cnnexp.backends.protocol import Program, State
 from cnnexp.backends.state import complete
-from cnnexp.errors import BackendUnavailable, installing
+from cnnexp.errors import BackendUnavailable, ConfigError, installing
 from cnnexp.network import Network, Stage, noise
 from cnnexp.network.losses import LOG_FLOOR, VARIANCE_FLOOR, Loss, Totals, check_loss
 from cnnexp.optimizers import Optimizer
@@ -349,6 +349,8 @@ def _layers(stage: Stage, now: Step) -> list[keras.layers.Layer]:
             return [keras.layers.LeakyReLU(slope)]
         case net.ElementwiseStage():
             return [Rule(stage.layer)]
+        case net.StructuralStage():
+            raise ConfigError(f"backend=keras: cannot differentiate layer {stage.name}, which is NumPy's")
         case _:
             assert_never(stage)
 

@@ -103,7 +103,7 @@ class Node(Generic[X, Y]):
     """Whether it takes an image in either layout, where `input_layout` names none."""
     output_layout: type[Tensor] | None = None
     """The layout of the output."""
-    trains: ClassVar[bool] = False
+    trains: bool = False
     """Whether it has parameters."""
     rectify = False
     """Whether it has taken in a ReLU."""

@@ -78,10 +78,10 @@ class Forward(NamedTuple):
     """What one thread gets of a program that only predicts; names as in `Call`.
 
     Attributes:
-        count: images. taken: (1,), those that some thread has begun: each takes a tile at a time. arena: its own.
+        total: images. taken: (1,), those that some thread has begun: each takes a tile at a time. arena: its own.
     """
 
-    count: int
+    total: int
     taken: Flags
     bytes_: Bytes
     floats: Floats

@@ -81,12 +81,12 @@ class Function:
         """
         flat: list[int] = []
         for wanted, value in zip(self._arguments, given, strict=True):
-            if wanted is None:
+            if isinstance(value, list):
+                flat += value
+            elif wanted is None:
                 flat.append(int(value))
             elif isinstance(value, np.ndarray):
                 flat += fields(value, wanted)
-            elif isinstance(value, list):
-                flat += value
             else:
                 raise TypeError(f"{value!r} given for {wanted}")
         result, exception = ctypes.c_void_p(), ctypes.c_void_p()

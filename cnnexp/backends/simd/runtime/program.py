@@ -16,6 +16,7 @@ from cnnexp.backends.cache import load_or_make, program_key
 from cnnexp.backends.parts import Part
 from cnnexp.backends.protocol import Program, State
 from cnnexp.backends.simd.algorithms.dropout import KEYS, TRAINS
+from cnnexp.backends.simd.algorithms.general import Calls
 from cnnexp.backends.simd.compiler.emit import Target
 from cnnexp.backends.simd.compiler.entry import APPLY, GRADIENTS, LINE, PREDICT, TRAIN, Array, Call, Forward, arguments
 from cnnexp.backends.simd.compiler.native import Function, MachineCode, fields
@@ -105,6 +106,7 @@ class SimdProgram(Program[LoadedSplit]):
         self._gradients = aligned_zeros((threads, plan.parameters.size))
         tiles = -(-batch_size // threads) if plan.seams else 1
         self._arenas = plan.arena.make(threads * -(-tiles // plan.arena.images))
+        self._calls = Calls(plan.nodes, plan, self._arenas)
         self._totals = np.zeros((threads, LINE))
         self._flags = np.zeros(threads * LINE, np.int64)
         self._counts = np.zeros((threads, round_up(2 + len(self._arenas), LINE)), np.int64)
@@ -264,6 +266,7 @@ class SimdProgram(Program[LoadedSplit]):
             self._flags, self._counts, numbers,
         )  # fmt: skip
         self._pool.run(lambda rank: self._work(*call._replace(rank=rank)), working)
+        self._calls.check()
         if mode == TRAIN and clocks is not None:
             self._read_clocks(clocks, began)
         loss, hits = self._totals[:, :2].sum(axis=0)
@@ -297,6 +300,7 @@ class ForwardProgram(Program[LoadedSplit]):
         self._work = _function((self._folded.network, loss, optimizer, target, plan.arena.groups, share))
         self._rows, self._layout, self._outputs = plan.explain(1), plan.parameters, plan.scores.size
         self._parameters, self._arenas = aligned_zeros((plan.parameters.size,)), plan.arena.make(threads)
+        self._calls = Calls(plan.nodes, plan, self._arenas)
         self._order, self._state = np.arange(ROWS, dtype=np.int64), network.initial_state(0)
         self._cycles, self._tile = sum(part.cycles for part in self._rows), plan.arena.images
         self._helpers, self._lock = Helpers(threads - 1), threading.Lock()
@@ -328,6 +332,7 @@ class ForwardProgram(Program[LoadedSplit]):
 
         with self._lock:
             self._helpers.run(share, max(0, helpers))
+        self._calls.check()
 
     def take(self, parameters: np.ndarray, running: np.ndarray) -> None:
         """Predict with these from now on, flat as in a state."""

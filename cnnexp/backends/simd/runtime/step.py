@@ -173,9 +173,9 @@ def make_forward(plan: Plan, key: str) -> Dispatcher:
     def forward(call: Forward) -> None:
         while True:
             at = fetch_add(call.taken, images)
-            if at >= call.count:
+            if at >= call.total:
                 break
-            end = min(at + images, call.count)
+            end = min(at + images, call.total)
             tile = call.order[at:end]
             if len(call.bytes_):
                 gather_bytes(call.bytes_, tile, call.arena, len(tile))
