@@ -65,9 +65,10 @@ def main(arguments: list[str] | None = None) -> int:
             make_oracle(case, oracle, plan.mnist)
             for count in threads:
                 match = Match(case, count, plan, oracle)
+                suited = [entry for entry in entries if entry.infers == (case.group == "inference")]
                 with console.status("") as status:
                     heading = f"{case.title}, {count} thread{'s' if count > 1 else ''}"
-                    match.run(entries, lambda text, h=heading, s=status: s.update(f"{h}: {text}"))
+                    match.run(suited, lambda text, h=heading, s=status: s.update(f"{h}: {text}"))
                 result["matches"].append(match.record())
                 result["seconds"] = time.monotonic() - began
                 result["stolen_share"] = _stolen(before, machine.cpu_times())

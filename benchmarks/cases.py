@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -27,7 +27,7 @@ class Case:
 
     Attributes:
         name: how it is asked for.
-        group: the table it belongs to.
+        group: the table it belongs to; in `inference` the job is to predict.
         title: how a figure names it.
         network, batch_size, optimizer: the job.
         grows: where the case is one of a sweep, the value that the sweep varies.
@@ -74,6 +74,11 @@ def data(case: Case, mnist: str | None = None) -> Data:
         drawn = rng.permutation(len(train))[: math.prod(shape)].reshape(shape)
         images, labels = train.images[drawn].astype(np.float32) / np.float32(255), train.labels[drawn]
     return Data(images, labels, case.network.initial_parameters(SEED))
+
+
+def averages(network: Network) -> np.ndarray:
+    """Return the running averages that a case of the group `inference` has, as `conformance.Case.state` draws them."""
+    return np.random.default_rng(1).uniform(0.5, 1.5, network.running_count).astype(np.float32)
 
 
 def visiting_order(case: Case) -> np.ndarray:
@@ -195,9 +200,10 @@ CASES: tuple[Case, ...] = (
     *(_deep(depth) for depth in (1, 2, 3, 4)),
     *_networks(),
     *_papers(),
+    *(replace(case, name=f"{case.name}-predict", group="inference") for case in [*_networks(), _TINY]),
     _TINY,
 )
-GROUPS = ("main", "batch", "filters", "size", "depth", "networks", "papers")
+GROUPS = ("main", "batch", "filters", "size", "depth", "networks", "papers", "inference")
 
 
 def select(wanted: list[str]) -> list[Case]:

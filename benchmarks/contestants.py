@@ -60,6 +60,7 @@ class Entry:
         target: `module:Class` under `benchmarks`; called as `Class(case, data, threads, **options)`.
         module: what must be importable for it to take part.
         options: passed on.
+        infers: whether it predicts, in the cases of the group `inference`, and does not train.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Entry:
     target: str
     module: str
     options: dict[str, Any] = field(default_factory=dict)
+    infers: bool = False
 
     def make(self, case: Case, data: Data, threads: int) -> Any:
         module, cls = self.target.split(":")
@@ -96,6 +98,10 @@ ENTRIES: dict[str, Entry] = {
         Entry("keras", "peer", "keras_peer:Keras", "tensorflow"),
         Entry("keras jit_compile", "peer", "keras_peer:Keras", "tensorflow", {"jit_compile": True}),
         Entry("jax", "peer", "jax_peer:Jax", "optax"),
+        Entry("cpu-simd predict", "ours", "inference:Ours", "cnnexp", infers=True),
+        Entry("onnxruntime", "peer", "inference:OnnxRuntime", "onnxruntime", infers=True),
+        Entry("torch inference_mode", "peer", "inference:Torch", "torch", infers=True),
+        Entry("torch inference_mode channels_last", "peer", "inference:Torch", "torch", {"channels_last": True}, True),
     )
 }
 

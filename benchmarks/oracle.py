@@ -4,7 +4,8 @@ The file holds, for n images (the whole batch, and the fewer that slow contestan
 `gradient_n`, its flat gradient; `update_n`, what one optimizer step adds to the parameters; and `blur_loss_n`,
 `blur_gradient_n`, `blur_update_n`, how far, relatively, these move with images and parameters that differ by a few
 roundings of a float32. That is next to nothing unless a ReLU or a max-pool decides between numbers that a float32
-cannot distinguish: then who decides otherwise than the oracle is as right.
+cannot distinguish: then who decides otherwise than the oracle is as right. Of a case of the group `inference` it holds
+`probabilities` alone, those of the first batch.
 
 Every peer draws what Dropout leaves out in its own way, so the peers are compared without Dropout. Our backends are
 compared with the very numbers that they draw: where a network has a Dropout, the names with `drawn_` before them.
@@ -40,6 +41,11 @@ def expected(case: Case, mnist: str | None = None) -> dict[str, np.ndarray]:
     """Return what the file holds."""
     given = data(case, mnist)
     images, labels = given.images.reshape(-1, *case.network.input_shape), given.labels.reshape(-1)
+    if case.group == "inference":
+        trial = conformance.Case(case.network, LOSS, given.parameters, given.images[0], given.labels[0])
+        scores = reference.forward(trial.layers, trial.float_images)[-1]
+        powers = np.exp(scores - scores.max(axis=1, keepdims=True))
+        return {"probabilities": powers / powers.sum(axis=1, keepdims=True)}
     still = replace(case, network=_without_dropout(case.network))
     found = {}
     for n in {case.batch_size, *(n for n in FEWER if n < case.batch_size)}:

@@ -91,10 +91,14 @@ def lines(match: dict[str, Any]) -> list[Line]:
                 row["per_step"] if side == "ours" and row["per_step"] < match["batch_size"] else None,
                 row["peak_bytes"],
                 row["setup"]["compile_s"],
-                row["setup"].get("check", {}).get("gradient"),
+                _error(row["setup"].get("check", {})),
             )
         )
     return sorted(summed, key=lambda line: (line.side == "limit", line.error is not None, -line.rate))
+
+
+def _error(check: dict[str, float]) -> float | None:
+    return check.get("gradient", check.get("probabilities"))
 
 
 def screen_table(match: dict[str, Any]) -> Table:

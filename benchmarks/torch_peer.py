@@ -96,6 +96,14 @@ class Torch:
                 module.train(on)
         return False
 
+    def predictor(self, running: np.ndarray) -> nn.Module:
+        """Return the model in `eval` mode, its BatchNorm2ds with these running averages, flat as ours."""
+        norms = (module for module in self._model.modules() if isinstance(module, nn.BatchNorm2d))
+        averages = [tensor for norm in norms for tensor in (norm.running_mean, norm.running_var)]
+        for average, tensor in zip(self._network.running, averages, strict=True):
+            tensor.copy_(torch.from_numpy(average.view(running)))
+        return self._model.eval()
+
     def _flat(self, tensor_of) -> np.ndarray:
         flat = np.empty_like(self._first)
         for name, p in self._named():

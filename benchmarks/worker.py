@@ -27,6 +27,7 @@ from benchmarks.contestants import ENTRIES
 
 LOSS_TOLERANCE = 1e-4
 GRADIENT_TOLERANCE = 1e-4
+PROBABILITY_TOLERANCE = 1e-5
 # One Adam step moves a parameter by about the rate whatever its gradient is, so rounding in a tiny gradient shows.
 UPDATE_TOLERANCES = {"SGD": 1e-4, "Adam": 1e-2}
 
@@ -58,7 +59,10 @@ def setup(
     started = time.perf_counter()
     made = session["contestant"] = entry.make(job, data(job, mnist), threads)
     answer = {"setup_s": time.perf_counter() - started, "compile_s": made.compile_s, "facts": made.facts}
-    if entry.side != "limit":
+    if entry.infers:
+        answer |= {"check": check_probabilities(made, np.load(oracle))}
+        forget_peak()
+    elif entry.side != "limit":
         drawn = made.draw(False) and job.network.draws
         answer |= {"check": check(made, type(job.optimizer).__name__, np.load(oracle), "drawn_" if drawn else "")}
         made.draw(True)
@@ -93,6 +97,16 @@ def check(made, optimizer: str, oracle, mark: str = "") -> dict[str, float]:
         if not value <= allowed:
             raise ValueError(f"{name} is off by {value:.2g} from the float64 oracle, {allowed:.3g} is allowed")
     return found
+
+
+def check_probabilities(made, oracle) -> dict[str, float]:
+    """Compare the probabilities of the first batch with the oracle's; relative 2-norm."""
+    off = distance(made.probabilities(), oracle["probabilities"])
+    if not off <= PROBABILITY_TOLERANCE:
+        raise ValueError(
+            f"probabilities are off by {off:.2g} from the float64 oracle, {PROBABILITY_TOLERANCE:g} is allowed"
+        )
+    return {"probabilities": off}
 
 
 def distance(found: np.ndarray, true: np.ndarray, free: float = 0.0) -> float:

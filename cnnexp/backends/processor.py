@@ -62,6 +62,10 @@ class CpuBackend:
     def clocked(self) -> Backend:
         return cast("Backend", self)
 
+    @property
+    def forward_only(self) -> Backend:
+        return cast("Backend", self)
+
     def limits(self) -> Mapping[str, float]:
         return {}
 

@@ -165,6 +165,7 @@ class Backend(Protocol):
         next_best: the backend to go on with where the compiler dies; None ends the run.
         explain: whether a run shows what its compiler chose, where its programs can tell.
         clocked: the same backend, for a profile: what its programs tell of their parts may cost a little of the time.
+        forward_only: the same backend, for predictions: its programs need do no more than `load`, `restore`, `predict`.
     """
 
     @property
@@ -190,6 +191,9 @@ class Backend(Protocol):
 
     @property
     def clocked(self) -> Backend: ...
+
+    @property
+    def forward_only(self) -> Backend: ...
 
     def limits(self) -> Mapping[str, float]:
         """Measure what its device can do; of a CPU `roofline.machine_limits` adds what is not told here."""

@@ -11,6 +11,7 @@ from typing import Any, Generic, assert_never
 import numpy as np
 
 from cnnexp.backends.protocol import Array, Ops, Watch
+from cnnexp.errors import NetworkError
 from cnnexp.network import (
     ConvStage,
     DropoutStage,
@@ -22,6 +23,7 @@ from cnnexp.network import (
     PoolStage,
     ResidualStage,
     Stage,
+    StructuralStage,
 )
 from cnnexp.network.noise import layer_key
 
@@ -226,6 +228,8 @@ def forward_stage(ops: Ops[Array], stage: Stage, run: Run[Array], x: Array, y: A
                 ops.batch_norm(stage.layer, x, weight, bias, mean, variance, y, saved)
             else:
                 ops.batch_norm_predict(stage.layer, x, weight, bias, mean, variance, y)
+        case StructuralStage():
+            ops.copy(_fitting(stage, "forward", stage.layer.forward(ops.to_host(x)), y.shape), y)
         case FlattenStage() | ResidualStage():
             raise TypeError(f"{stage.name}: is made of views and other layers; `Chain` runs it")
         case _:
@@ -259,10 +263,20 @@ def backward_stage(
             ops.avg_pool_backward(_pixels(dy), stage.window, dx)
         case DropoutStage():
             ops.dropout(dy, run.drawn, run.key(stage), stage.layer.rate, dx)
+        case StructuralStage():
+            found = stage.layer.backward(*(ops.to_host(array) for array in (x, y, dy)))
+            ops.copy(_fitting(stage, "backward", found, dx.shape), dx)
         case FlattenStage() | ResidualStage():
             raise TypeError(f"{stage.name}: is made of views and other layers; `Chain` runs it")
         case _:
             assert_never(stage)
+
+
+def _fitting(stage: StructuralStage, what: str, found: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Return what a plugin's layer gives, as ops take it."""
+    if np.shape(found) != shape:
+        raise NetworkError(f"layer {stage.name}: {what} gives an array of shape {np.shape(found)}; must be {shape}")
+    return np.ascontiguousarray(found, np.float32)
 
 
 def _pixels(y: Array) -> Array:

@@ -30,6 +30,7 @@ from cnnexp.network import (
     ReLU,
     ResidualStage,
     Stage,
+    StructuralStage,
 )
 
 BYTES = 4  # of a float32, and of an argmax
@@ -70,6 +71,8 @@ def work_per_image(stage: Stage, what: str, batch_size: int, needs_dx: bool = Tr
             return (7 if forward else 9) * x, BYTES * (4 if forward else 7) * x
         case ResidualStage():
             return x, BYTES * 3 * x  # its sum alone: the layers in it are timed for themselves
+        case StructuralStage():
+            return x + y, BYTES * (1 if forward else 2) * (x + y)  # at least; what it does nobody else knows
         case FlattenStage():
             return 0, 0
         case _:

@@ -14,6 +14,7 @@ from cnnexp.network.layers import (
     MaxPool2d,
     Residual,
     Shape,
+    Structural,
 )
 from cnnexp.network.shapes import (
     ConvStage,
@@ -27,5 +28,6 @@ from cnnexp.network.shapes import (
     PoolStage,
     ResidualStage,
     Stage,
+    StructuralStage,
     Window,
 )

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+import numpy as np
+
 from cnnexp.network.elementwise import KINDS as ELEMENTWISE
 from cnnexp.network.elementwise import Elementwise
 from cnnexp.system.registry import Registry
@@ -122,8 +124,39 @@ class Residual:
         object.__setattr__(self, "layers", tuple(self.layers))
 
 
+@dataclass(frozen=True)
+class Structural:
+    """Base of the layers that plugins bring and that are no rule on one number: NumPy on the images of a batch.
+
+    What comes of an image follows from that image alone. There are no parameters. `cpu-simd` and the GPU's backends
+    compute it on the host, between their own kernels.
+    """
+
+    def output_shape(self, input_shape: Shape) -> Shape:
+        """Return the shape that it gives, (H, W, C) or (D,); raise NetworkError where it does not fit."""
+        raise NotImplementedError
+
+    def forward(self, x: np.ndarray) -> np.ndarray:
+        """Return y (N, *output_shape) of x (N, *input_shape), float32; x is not to change."""
+        raise NotImplementedError
+
+    def backward(self, x: np.ndarray, y: np.ndarray, dy: np.ndarray) -> np.ndarray:
+        """Return dx, given the gradient of y."""
+        raise NotImplementedError
+
+
 Layer = (
-    Conv2d | Elementwise | MaxPool2d | AvgPool2d | GlobalAvgPool | Flatten | Linear | Dropout | BatchNorm2d | Residual
+    Conv2d
+    | Elementwise
+    | MaxPool2d
+    | AvgPool2d
+    | GlobalAvgPool
+    | Flatten
+    | Linear
+    | Dropout
+    | BatchNorm2d
+    | Residual
+    | Structural
 )
 """What stands in a network."""
 
@@ -132,7 +165,7 @@ _KINDS: tuple[type[Layer], ...] = (
     *(MaxPool2d, AvgPool2d, GlobalAvgPool, Flatten, Linear, Dropout, BatchNorm2d, Residual),
 )
 LAYERS: Registry[Layer] = Registry("layer", {cls.__name__: cls for cls in _KINDS})
-"""By the name that a config gives, the class's own; a plugin may add elementwise layers."""
+"""By the name that a config gives, the class's own; a plugin may add elementwise and structural layers."""
 
 
 def describe_layer(layer: Layer) -> dict[str, Any]:

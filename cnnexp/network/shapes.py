@@ -29,6 +29,7 @@ from cnnexp.network.layers import (
     MaxPool2d,
     Residual,
     Shape,
+    Structural,
 )
 from cnnexp.system.ranges import FLOAT32, in_float32
 
@@ -201,7 +202,24 @@ class ResidualStage(Placed):
     layer: Residual
 
 
-Stage = ConvStage | PoolStage | LinearStage | NormStage | ElementwiseStage | DropoutStage | FlattenStage | ResidualStage
+@dataclass(frozen=True, repr=False)
+class StructuralStage(Placed):
+    """A plugin's structural layer in its place."""
+
+    layer: Structural
+
+
+Stage = (
+    ConvStage
+    | PoolStage
+    | LinearStage
+    | NormStage
+    | ElementwiseStage
+    | DropoutStage
+    | FlattenStage
+    | ResidualStage
+    | StructuralStage
+)
 """A layer in its place. Who matches on stages matches on all of these: mypy holds it by `assert_never`."""
 
 
@@ -431,6 +449,13 @@ class _Builder:
                         f"{inner[-1].output_shape}; they must give back the shape they take"
                     )
                 return ResidualStage(layer, name, shape, shape, stages=inner)
+            case Structural():
+                given = layer.output_shape(shape)
+                if not (isinstance(given, tuple) and len(given) in (1, 3) and all(_whole(n, 1) for n in given)):
+                    raise NetworkError(
+                        f"{where}: output_shape({shape}) gives {given!r}; must be a tuple, see Structural"
+                    )
+                return StructuralStage(layer, name, shape, given)
             case _:
                 assert_never(layer)
 

@@ -14,6 +14,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
+from cnnexp.errors import ConfigError
 from cnnexp.network import (
     ConvStage,
     DropoutStage,
@@ -30,6 +31,7 @@ from cnnexp.network import (
     PoolStage,
     ResidualStage,
     Stage,
+    StructuralStage,
 )
 from cnnexp.network.losses import Loss
 from cnnexp.network.reader import NATIVE
@@ -154,6 +156,8 @@ class _Writer:
                     return self._by_rule(layer, x, name)
                 slope = {"alpha": layer.slope} if isinstance(layer, LeakyReLU) else {}
                 return self.add(operator, x, name=name, **slope)
+            case StructuralStage():
+                raise ConfigError(f"export: layer {name} is a plugin's, of NumPy; ONNX has no operator for it")
             case _:
                 assert_never(stage)
 

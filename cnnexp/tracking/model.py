@@ -72,7 +72,7 @@ class Classifier:
         self.classes: tuple[str, ...] = tuple(trained.about.get("classes", map(str, range(outputs))))
         self.pixels: str = trained.about.get("pixels", "uint8")
         self.look: Mapping[str, Any] | None = trained.about.get("look")
-        self._program = backend.compile(self.network, self.loss, SGD(), BATCH_SIZE)
+        self._program = backend.forward_only.compile(self.network, self.loss, SGD(), BATCH_SIZE)
         self._program.restore(self.state)
 
     def prepare(self, picture: np.ndarray) -> np.ndarray:
@@ -128,8 +128,7 @@ class Classifier:
         scores = self._program.predict(handle)
         if self.loss == Loss.BINARY_CROSS_ENTROPY:
             return np.hstack([1 - scores, scores])
-        powers = np.exp(scores - scores.max(axis=1, keepdims=True))
-        return powers / powers.sum(axis=1, keepdims=True)
+        return softmax(scores)
 
     def outputs(self, images: np.ndarray) -> list[tuple[Stage, np.ndarray]]:
         """Return each layer in its place with its output, (N, *output_shape).
@@ -157,6 +156,12 @@ class Classifier:
         if not isinstance(images, np.ndarray) and self.pixels != "uint8" and array.dtype.kind in "iu":
             return array.astype(np.float32)  # JSON may write 1.0 as 1
         return array
+
+
+def softmax(scores: np.ndarray) -> np.ndarray:
+    """Return the probability of each class, (N, classes)."""
+    powers = np.exp(scores - scores.max(axis=1, keepdims=True))
+    return powers / powers.sum(axis=1, keepdims=True)
 
 
 def _decode(text: str, place: int) -> np.ndarray:

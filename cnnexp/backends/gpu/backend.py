@@ -150,6 +150,10 @@ class GpuBackend:
         self.check(self.gpu)
 
     @property
+    def forward_only(self) -> Backend:
+        return cast(Backend, self)
+
+    @property
     def clocked(self) -> Backend:
         """Itself: where layers run one by one, whoever watches them clocks them."""
         return cast(Backend, self)

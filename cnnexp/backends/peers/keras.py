@@ -20,7 +20,7 @@ from cnnexp.backends.layerwise import as_float32
 from cnnexp.backends.processor import ThreadedBackend
 from cnnexp.backends.protocol import Program, Rate, State, rate_of_steps
 from cnnexp.backends.state import PendingAverages, complete
-from cnnexp.errors import BackendUnavailable, installing
+from cnnexp.errors import BackendUnavailable, ConfigError, installing
 from cnnexp.network import Network, Stage, noise
 from cnnexp.network.losses import LOG_FLOOR, VARIANCE_FLOOR, Loss, Totals, check_loss
 from cnnexp.optimizers import Optimizer
@@ -351,6 +351,8 @@ def _layers(stage: Stage, now: Step) -> list[keras.layers.Layer]:
             return [keras.layers.LeakyReLU(slope)]
         case net.ElementwiseStage():
             return [Rule(stage.layer)]
+        case net.StructuralStage():
+            raise ConfigError(f"backend=keras: cannot differentiate layer {stage.name}, which is NumPy's")
         case _:
             assert_never(stage)
 

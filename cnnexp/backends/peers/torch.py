@@ -360,6 +360,8 @@ def _module(stage: Stage, tensors: list[nn.Parameter], averages: list[torch.Tens
             return nn.LeakyReLU(slope)
         case net.ElementwiseStage():
             return _Rule(stage.layer)
+        case net.StructuralStage():
+            raise ConfigError(f"backend=torch: cannot differentiate layer {stage.name}, which is NumPy's")
         case _:
             assert_never(stage)
 

@@ -19,7 +19,7 @@ from cnnexp.backends.processor import ThreadedBackend, need_compiler
 from cnnexp.backends.protocol import Backend, Program
 from cnnexp.backends.simd.compiler.clocks import available
 from cnnexp.backends.simd.compiler.host import host_target
-from cnnexp.backends.simd.runtime.program import SimdProgram, paying_threads
+from cnnexp.backends.simd.runtime.program import ForwardProgram, SimdProgram, paying_threads
 from cnnexp.errors import ConfigError
 from cnnexp.network import Network
 from cnnexp.network.losses import Loss
@@ -37,6 +37,7 @@ class CpuSimd(ThreadedBackend):
         explain: whether a run shows what was chosen for every kernel of a step, see `Program.explain`.
         algorithms: `LAYER:ALGORITHM` where a layer is not to be computed by the algorithm expected to cost least.
         clocks: whether programs clock their parts; set by `clocked` alone.
+        predicts: whether programs only predict; set by `forward_only` alone.
     """
 
     name: ClassVar[str] = "cpu-simd"
@@ -44,6 +45,7 @@ class CpuSimd(ThreadedBackend):
     explain: bool = False
     algorithms: tuple[str, ...] = ()
     clocks: bool = field(default=False, init=False)
+    predicts: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -56,6 +58,13 @@ class CpuSimd(ThreadedBackend):
         """This backend, its programs clocking their parts: see `simd.clocks`."""
         backend = copy.copy(self)
         object.__setattr__(backend, "clocks", True)
+        return cast(Backend, backend)
+
+    @property
+    def forward_only(self) -> Backend:
+        """This backend, its programs compiled for the forward pass alone."""
+        backend = copy.copy(self)
+        object.__setattr__(backend, "predicts", True)
         return cast(Backend, backend)
 
     def limits(self) -> Mapping[str, float]:
@@ -82,5 +91,7 @@ class CpuSimd(ThreadedBackend):
         )
         clocks = self.clocks and available(cache.host()[0])
         target = dataclasses.replace(host_target(), forced=forced, clocks=clocks)
+        if self.predicts:
+            return ForwardProgram(network, loss, optimizer, batch_size, target, min(self.thread_count, batch_size))
         threads = paying_threads(network, batch_size, target, self.thread_count)
         return SimdProgram(network, loss, optimizer, batch_size, target, threads)

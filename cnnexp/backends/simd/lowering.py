@@ -85,7 +85,7 @@ class Plan:
         ]
         self.scores, self.d_scores = cast(NC, nodes[-1].y), cast(NC, nodes[-1].dy)
         self.forward = self._named(FORWARD, nodes, lambda node: node.forward(self))
-        trained = nodes[_first_trained(nodes) :]
+        trained = nodes[self._first_trained :]
         self.backward = self._named(BACKWARD, reversed(trained), lambda node: node.backward(self))
         self.gradients = self._named(BACKWARD, trained, lambda node: node.owned_gradients(self))
         self._updates = self._named(BACKWARD, trained, lambda node: node.owned_updates(self))
@@ -113,6 +113,11 @@ class Plan:
                     )
                 )  # fmt: skip
         return rows
+
+    @property
+    def _first_trained(self) -> int:
+        trained = (i for i, node in enumerate(self.nodes) if node.trains and not self.target.forward_only)
+        return next(trained, len(self.nodes))
 
     def updates(self, optimizer: Optimizer) -> Kernels:
         return [(name, functools.partial(emit, optimizer=optimizer)) for name, emit in self._updates]
@@ -145,7 +150,7 @@ class Plan:
             shape = nodes[0].input_room[:1]
         halo = _reader(nodes, -1).input_halo()
         x = self._tensor(NC if flat else nodes[0].input_layout or Blocked, shape, halo)
-        first, dx, rooms = _first_trained(nodes), cast(Tensor | None, None), Rooms()
+        first, dx, rooms = self._first_trained, cast(Tensor | None, None), Rooms()
         for i, node in enumerate(nodes):
             node.x, node.dx = x, dx
             kind = node.output_layout or type(x)
@@ -158,7 +163,7 @@ class Plan:
             shape = x.shape if isinstance(node, ElementwiseNode) and isinstance(x, Blocked) else node.shape
             halo = _reader(nodes, i).input_halo() if i + 1 < len(nodes) else Halo()
             node.y = self._tensor(kind, shape, halo)
-            x, dx = node.y, None
+            x, dx, node.dy = node.y, None, node.y  # in `predict` nobody looks for a gradient
             if i >= first:
                 flat = i + 1 == len(nodes) or nodes[i + 1].input_layout is NC
                 halo = Halo() if flat else node.gradient_halo(i > first)
@@ -218,7 +223,3 @@ def _like(x: Tensor | None, kind: type[Tensor]) -> Tensor:
     if kind is NC and isinstance(x, NHWC):
         return NC(x.offset, (x.size,), x.stride, x.width)
     return cast(Tensor, x)
-
-
-def _first_trained(nodes: list[Node]) -> int:
-    return next(i for i, node in enumerate(nodes) if node.trains)

@@ -25,6 +25,7 @@ from cnnexp.backends.simd.algorithms.convolution.winograd_argmax import Winograd
 from cnnexp.backends.simd.algorithms.cost import Work, total
 from cnnexp.backends.simd.algorithms.dropout import DropoutNode
 from cnnexp.backends.simd.algorithms.elementwise import ElementwiseNode
+from cnnexp.backends.simd.algorithms.general import General
 from cnnexp.backends.simd.algorithms.linear.skinny import Skinny
 from cnnexp.backends.simd.algorithms.linear.wide import Wide
 from cnnexp.backends.simd.algorithms.node import Node, Section, Tensor
@@ -51,7 +52,7 @@ ALGORITHMS: tuple[type[Node], ...] = (
     *(Channels, Winograd, Lanes, ChannelsArgmax, WinogradArgmax, LanesArgmax, Filters, LanesPair, FiltersFused),
     *(Skinny, Wide, Pool, ElementwiseNode, DropoutNode, BatchNormNode, Split, Sum),
 )
-"""All that there are; of two that cost the same the first is taken."""
+"""All that there are but `General`, for what they do not compute; of two that cost the same the first is taken."""
 
 LARGEST_WINDOW = 4
 """Side of the largest max-pool that a convolution computes along: its code has every pixel of the window in it."""
@@ -98,7 +99,7 @@ class Path:
     def _and(self, node: Node, target: Target, images: int) -> Path:
         layout = node.output_layout or self.layout
         found = works(node, node.input_layout or layout, target, images, self.trained)
-        backward = self.trained or node.trains
+        backward = (self.trained or node.trains) and not target.forward_only
         cycles = self.cycles + total(work for name, work in found.items() if backward or name == "forward")
         halo, splits = cast(Halo | None, node.gradient_halo(self.trained)), self.splits
         if isinstance(node, Split):
@@ -149,13 +150,15 @@ def allowed(sections: Sequence[Section], target: Target, forced: Mapping[str, st
     """Return the nodes that the registers hold and nothing forbids."""
     name, *after = (section.stage.name for section in sections)
     found = [node for node in candidates(sections, first) if node.fits(target)]
+    if not found or forced.get(name) == General.algorithm:
+        found += candidates(sections, first, (General,))
     found = [node for node in found if not set(after[: node.spans - 1]) & set(forced)]
     return [node for node in found if forced.get(name, node.algorithm) == node.algorithm]
 
 
-def candidates(sections: Sequence[Section], first: bool) -> list[Node]:
+def candidates(sections: Sequence[Section], first: bool, algorithms: Sequence[type[Node]] | None = None) -> list[Node]:
     """Return a node for each algorithm that computes the first of the sections, alone or with those after it."""
-    nodes = [node for algorithm in ALGORITHMS if (node := algorithm.of(sections, first))]
+    nodes = [node for algorithm in algorithms or ALGORITHMS if (node := algorithm.of(sections, first))]
     for node in nodes:
         node.layers = tuple(name for section in sections[: node.spans] for name in section.names)
     return nodes

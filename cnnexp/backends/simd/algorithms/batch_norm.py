@@ -3,7 +3,8 @@
 The step is cut twice at each: where a batch is normalized, and where its gradient needs two sums over it. Before a cut
 every tile of images leaves its part in its own arena, then all threads meet, and each adds up all parts, in their
 order: see `Seam`. A tile's part of the variance is taken around the tile's own mean (Chan, Golub and LeVeque 1983), so
-that nothing cancels. Whether the ReLU let a number through follows from the input: the output is not read again.
+that nothing cancels. Whether the ReLU let a number through follows from the input: the output is not read again. In
+`predict` its parameters are a scale and a shift, see `folding`, and nothing is cut.
 """
 
 from __future__ import annotations
@@ -70,17 +71,21 @@ class BatchNormNode(Node[Pixels, Pixels]):
         self.table = {name: plan.arena.allocate(self.row) for name in names}
 
     def forward(self, plan: Layout) -> Kernels:
+        alone = plan.target.forward_only
+
         def run(k: Emitter) -> None:
-            shift = k.parameters + plan.parameters.offset(self.stage.bias)
+            weight, shift = (k.parameters + plan.parameters.offset(p) for p in (self.stage.weight, self.stage.bias))
             for block in _blocks(k, self.x):
-                mean, scale = (block.constants(k.arena + self.table[name]) for name in ("mean", "scale"))
+                mean = None if alone else block.constants(k.arena + self.table["mean"])
+                scale = block.constants(weight if alone else k.arena + self.table["scale"])
                 level = block.constants(shift)
                 with block.pixels() as (at, _):
                     for u, (x, y) in enumerate(zip(block.places(at(self.x)), block.places(at(self.y)), strict=True)):
-                        value = k.fma(k.subtract(k.load(x), mean[u]), scale[u], level[u])
+                        distance = k.subtract(k.load(x), mean[u]) if mean else k.load(x)
+                        value = k.fma(distance, scale[u], level[u])
                         block.store(k.rectify(value) if self.rectify else value, y, u)
 
-        return [("statistics", self._statistics), ("forward", run)]
+        return [*([] if alone else [("statistics", self._statistics)]), ("forward", run)]
 
     def _statistics(self, k: Emitter) -> None:
         """Leave the tile's mean, and the sum of squared distances from it."""
@@ -157,14 +162,13 @@ class BatchNormNode(Node[Pixels, Pixels]):
 
     # what all threads do when they have met
 
-    def seams(self, plan: Layout) -> tuple[Seam, Seam]:
+    def seams(self, plan: Layout) -> Sequence[Seam]:
         """Return the forward pass's, before the batch is normalized, and the backward pass's, before dx."""
+        if plan.target.forward_only:
+            return ()
         names = "statistics", "sums"
         forward, backward = (f"{self.name}.{name}" for name in names)
-        return (
-            Seam(forward, lambda k: self._meet(k, plan), lambda k: self._average(k, plan)),
-            Seam(backward, lambda k: self._meet_backward(k, plan)),
-        )
+        return Seam(forward, lambda k: self._meet(k, plan)), Seam(backward, lambda k: self._meet_backward(k, plan))
 
     def _meet(self, k: Emitter, plan: Layout) -> None:
         """Take mean and variance of the batch; the first tile's thread moves the running averages.
@@ -187,7 +191,10 @@ class BatchNormNode(Node[Pixels, Pixels]):
                 squares.set(k.add(squares.get(), k.load((arena + self.table["own_squares"]).at(channel))))
                 k.accumulate(squares, k.multiply(distance, distance), k.spread(weight))
             variance = k.multiply(squares.get(), k.spread(k.builder.fdiv(FLOAT(1), size)))
-            self._put(k, plan, meeting.own, channel, middle, k.add(variance, k.constant(epsilon)))
+            inverse = k.builder.fdiv(k.constant(1), k.sqrt(k.add(variance, k.constant(epsilon))))
+            scale = k.multiply(inverse, k.load((k.parameters + plan.parameters.offset(self.stage.weight)).at(channel)))
+            for name, value in (("mean", middle), ("inverse", inverse), ("scale", scale)):
+                k.store(value, (meeting.own + self.table[name]).at(channel))
             with k.builder.if_then(alone):
                 spread = k.multiply(squares.get(), k.spread(k.builder.fdiv(FLOAT(1), unbiased)))
                 for average, value in zip(self.stage.running, (middle, spread), strict=True):
@@ -195,23 +202,6 @@ class BatchNormNode(Node[Pixels, Pixels]):
                     old = k.load(place)
                     moved = k.fma(k.constant(layer.momentum), k.subtract(value, old), old)
                     k.store_part(moved, place, valid)
-
-    def _average(self, k: Emitter, plan: Layout) -> None:
-        """Take the running averages for the batch's own. Buffers: parameters, running averages, arena."""
-        for channel, _ in _vectors(k, self.shape[2]):
-            mean, variance = (
-                k.load((k.gradients + Offset(average.offset)).at(channel)) for average in self.stage.running
-            )
-            self._put(k, plan, k.arena, channel, mean, k.add(variance, k.constant(self.stage.layer.epsilon)))
-
-    def _put(
-        self, k: Emitter, plan: Layout, arena: Pointer, channel: ir.Value, mean: ir.Value, variance: ir.Value
-    ) -> None:
-        """Store what normalizes some channels; epsilon is in their variance."""
-        inverse = k.builder.fdiv(k.constant(1), k.sqrt(variance))
-        weight = k.load((k.parameters + plan.parameters.offset(self.stage.weight)).at(channel))
-        for name, value in (("mean", mean), ("inverse", inverse), ("scale", k.multiply(inverse, weight))):
-            k.store(value, (arena + self.table[name]).at(channel))
 
     def _meet_backward(self, k: Emitter, plan: Layout) -> None:
         """Make dx's factors of the sums over the batch. Buffers: as `_meet`."""

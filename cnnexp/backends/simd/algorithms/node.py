@@ -65,13 +65,10 @@ class Seam:
     Attributes:
         kernel: the whole name of the one that leaves a tile's part, the last before the cut.
         meet: makes of the parts what a tile needs; on the buffers of `batch_norm.Meeting`.
-        average: makes it in `predict`, of the running averages: of parameters, running averages and an arena. None
-            where the cut is in the backward pass.
     """
 
     kernel: str
     meet: Emit
-    average: Emit | None = None
 
 
 class Node(Generic[X, Y]):
@@ -106,7 +103,7 @@ class Node(Generic[X, Y]):
     """Whether it takes an image in either layout, where `input_layout` names none."""
     output_layout: type[Tensor] | None = None
     """The layout of the output."""
-    trains: ClassVar[bool] = False
+    trains: bool = False
     """Whether it has parameters."""
     rectify = False
     """Whether it has taken in a ReLU."""

@@ -37,6 +37,7 @@ class Target:
         l2_bytes, l1_bytes: of the caches that a core has to itself.
         forced: (layer, algorithm) where a layer is not to be computed by the one that costs least; see `planner`.
         clocks: whether kernels read the clock, for a profile: see `clocks`.
+        forward_only: whether the kernels are to predict and never train.
     """
 
     lanes: int
@@ -46,6 +47,7 @@ class Target:
     l1_bytes: int = 32 << 10
     forced: tuple[tuple[str, str], ...] = ()
     clocks: bool = False
+    forward_only: bool = False
 
     def has(self, intrinsic_name: str) -> bool:
         """Whether the CPU has the instruction of an intrinsic in `intrinsics.NEEDS`."""

@@ -74,8 +74,24 @@ class Call(NamedTuple):
     numbers: Buffers
 
 
-ARGUMENTS: dict[str, Array | None] = {
-    name: hint.__metadata__[0] if hasattr(hint, "__metadata__") else None
-    for name, hint in get_type_hints(Call, include_extras=True).items()
-}
-"""Of a `Call`, by name."""
+class Forward(NamedTuple):
+    """What one thread gets of a program that only predicts; names as in `Call`.
+
+    Attributes:
+        total: images. taken: (1,), those that some thread has begun: each takes a tile at a time. arena: its own.
+    """
+
+    total: int
+    taken: Flags
+    bytes_: Bytes
+    floats: Floats
+    order: Indices
+    parameters: Buffer
+    arena: Buffer
+    scores: Buffers
+
+
+def arguments(call: type[Call | Forward]) -> dict[str, Array | None]:
+    """Return those of the compiled function, by name."""
+    hints = get_type_hints(call, include_extras=True)
+    return {name: hint.__metadata__[0] if hasattr(hint, "__metadata__") else None for name, hint in hints.items()}

@@ -72,8 +72,8 @@ class Function:
         # Numba's convention: places for a result and for an exception come first, a status comes back
         self._call = ctypes.CFUNCTYPE(ctypes.c_int32, *[ctypes.c_void_p] * 2, *_types(arguments))(address)
 
-    def __call__(self, *given: int | np.ndarray) -> None:
-        """Call it.
+    def __call__(self, *given: int | np.ndarray | list[int]) -> None:
+        """Call it; a list stands for an array, its `fields`, which take longer than many a short call.
 
         Raises:
             TypeError: an array is not what `arguments` says.
@@ -81,10 +81,12 @@ class Function:
         """
         flat: list[int] = []
         for wanted, value in zip(self._arguments, given, strict=True):
-            if wanted is None:
+            if isinstance(value, list):
+                flat += value
+            elif wanted is None:
                 flat.append(int(value))
             elif isinstance(value, np.ndarray):
-                flat += _fields(value, wanted)
+                flat += fields(value, wanted)
             else:
                 raise TypeError(f"{value!r} given for {wanted}")
         result, exception = ctypes.c_void_p(), ctypes.c_void_p()
@@ -113,7 +115,7 @@ def _types(arguments: Sequence[Array | None]) -> list[type]:
     return found
 
 
-def _fields(array: np.ndarray, wanted: Array) -> list[int]:
+def fields(array: np.ndarray, wanted: Array) -> list[int]:
     """Return an array as Numba passes it: (owner, Python object, elements, bytes of one, address, shape, strides)."""
     fits = array.dtype == wanted.kind and array.ndim == wanted.dimensions and array.flags.c_contiguous
     if not fits or (wanted.written and not array.flags.writeable):

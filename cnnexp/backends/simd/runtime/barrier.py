@@ -51,6 +51,17 @@ def _load_acquire(typing: Any, flags: types.Type, index: types.Type) -> Intrinsi
 
 
 @intrinsic
+def fetch_add(typing: Any, numbers: types.Type, more: types.Type) -> Intrinsic:
+    """Return numbers[0] and add to it, as one operation that no other thread gets between."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        array = context.make_array(signature.args[0])(context, builder, arguments[0])
+        return builder.atomic_rmw("add", array.data, arguments[1], "monotonic")
+
+    return int64(numbers, int64), codegen
+
+
+@intrinsic
 def _pause(typing: Any) -> Intrinsic:
     """Tell the core that this is a waiting loop, so that another thread of the same core runs faster."""
 

@@ -11,7 +11,7 @@ import pickle
 
 from cnnexp.backends.cache import host, program_key
 from cnnexp.backends.simd.compiler.emit import Target
-from cnnexp.backends.simd.compiler.entry import ARGUMENTS
+from cnnexp.backends.simd.compiler.entry import Array, Call, Forward, arguments
 from cnnexp.backends.simd.lowering import Plan
 from cnnexp.errors import CompilerDied
 from cnnexp.network import Network
@@ -25,6 +25,11 @@ LIMIT_S = 600.0
 
 Described = tuple[Network, Loss, Optimizer, Target, int, int]
 """A program. The numbers: vectors of images that go through the layers at once, and images of a thread in a step."""
+
+
+def arguments_of(described: Described) -> dict[str, Array | None]:
+    """Return the arguments of a program's function, by name."""
+    return arguments(Forward if described[3].forward_only else Call)
 
 
 def compile_program(key: str, described: Described) -> bytes:
@@ -69,7 +74,7 @@ def answer(question: bytes) -> bytes:
     """Return the machine code of the program that a question describes, nothing after an exception of Python's."""
     try:
         key, described = pickle.loads(question)
-        if program_key(ARGUMENTS, described) != key:
+        if program_key(arguments_of(described), described) != key:
             return b""  # this process would compile something else
         return compile_in_process(key, described)
     except Exception:

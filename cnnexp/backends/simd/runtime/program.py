@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import threading
 import time
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import cast
 
 import numpy as np
 
@@ -12,17 +15,19 @@ from cnnexp.backends.cache import load_or_make, program_key
 from cnnexp.backends.parts import Part
 from cnnexp.backends.protocol import Program, Rate, State, rate_of_steps
 from cnnexp.backends.simd.algorithms.dropout import KEYS, TRAINS
+from cnnexp.backends.simd.algorithms.general import Calls
 from cnnexp.backends.simd.compiler.emit import Target
-from cnnexp.backends.simd.compiler.entry import APPLY, ARGUMENTS, GRADIENTS, LINE, PREDICT, TRAIN, Call
-from cnnexp.backends.simd.compiler.native import Function, MachineCode
+from cnnexp.backends.simd.compiler.entry import APPLY, GRADIENTS, LINE, PREDICT, TRAIN, Array, Call, Forward, arguments
+from cnnexp.backends.simd.compiler.native import Function, MachineCode, fields
 from cnnexp.backends.simd.layouts import aligned_zeros, round_up
 from cnnexp.backends.simd.lowering import Plan
 from cnnexp.backends.simd.runtime.adaptive_threads import AdaptiveThreads
-from cnnexp.backends.simd.runtime.compilation import Described, compile_program
-from cnnexp.backends.simd.runtime.thread_pool import ThreadPool
+from cnnexp.backends.simd.runtime.compilation import Described, arguments_of, compile_program
+from cnnexp.backends.simd.runtime.thread_pool import Helpers, ThreadPool
 from cnnexp.backends.state import PendingAverages, complete
 from cnnexp.errors import DataError
 from cnnexp.network import Network
+from cnnexp.network.folding import Folded
 from cnnexp.network.losses import Loss, Totals, check_loss
 from cnnexp.network.noise import layer_key
 from cnnexp.optimizers import Optimizer
@@ -44,6 +49,16 @@ THREAD_CYCLES = 100_000
 
 WEIGHT_PASSES = 6
 """How much larger than the parameters activations must be to outweigh them."""
+
+ROWS = 4096
+"""Images that a call of the compiled function predicts, at most: as long may work go on after a Ctrl-C."""
+
+FORWARD = arguments(Forward)
+
+WAKING_CYCLES = 600_000
+"""Cycles that a thread must have to do for it to be woken, some 150 us: it begins 50 to 100 us later."""
+
+ALONE = "a program of `Backend.forward_only` predicts and does not train"
 
 NO_SCORES = np.empty((0, 0), np.float32)
 
@@ -90,16 +105,18 @@ class SimdProgram(Program[LoadedSplit]):
         self._gradients = aligned_zeros((threads, plan.parameters.size))
         tiles = -(-batch_size // threads) if plan.seams else 1
         self._arenas = plan.arena.make(threads * -(-tiles // plan.arena.images))
+        self._calls = Calls(plan.nodes, plan, self._arenas)
         self._totals = np.zeros((threads, LINE))
         self._flags = np.zeros(threads * LINE, np.int64)
         self._counts = np.zeros((threads, round_up(2 + len(self._arenas), LINE)), np.int64)
         self._running = aligned_zeros((network.running_count + target.lanes,))
         self.pending: PendingAverages = PendingAverages(network, lambda: self._averages.copy(), self._set_averages)
-        self._step, self._seed = 0, 0
+        self._step, self._seed, self._target = 0, 0, target
         self._drawing = [node.name for node in plan.dropouts]
         self._clocks = plan.clocks
         self._ticks = np.zeros(len(plan.clocks.parts), np.int64)
         self._readings: list[tuple[float, int]] = []
+        self._forward: ForwardProgram | None = None
         self._pool, self._adaptive = ThreadPool(threads), AdaptiveThreads(threads, trials=not plan.clocks.on)
         weakref.finalize(self, self._pool.close)
         self.compile_s = time.perf_counter() - started
@@ -109,19 +126,16 @@ class SimdProgram(Program[LoadedSplit]):
         return self._rows
 
     def load(self, images: np.ndarray, labels: np.ndarray) -> LoadedSplit:
-        count, none = len(images), np.empty(0, np.float32)
         labels = np.ascontiguousarray(labels, np.int32)
         classes = max(2, self._outputs)
-        if count and not (labels.min() >= 0 and labels.max() < classes):
+        if len(images) and not (labels.min() >= 0 and labels.max() < classes):
             raise DataError(
                 f"labels {labels.min()} to {labels.max()}: the network distinguishes {classes} classes, from 0"
             )
-        if images.dtype == np.uint8:
-            flat = np.ascontiguousarray(images).reshape(-1)
-            return LoadedSplit(flat, none, np.zeros(count, np.float32), labels)
-        flat = np.ascontiguousarray(images, np.float32).reshape(-1)
-        missing = np.isnan(flat.reshape(count, -1)).any(axis=1)
-        return LoadedSplit(np.empty(0, np.uint8), flat, np.where(missing, np.float32(np.nan), np.float32(0)), labels)
+        split = _flat(images, labels)
+        if len(split.floats):
+            split.nan_mask[np.isnan(split.floats.reshape(len(images), -1)).any(axis=1)] = np.nan
+        return split
 
     def train(self, handle: LoadedSplit, order: np.ndarray, rate: Rate) -> Totals:
         self.pending.drop()
@@ -159,11 +173,13 @@ class SimdProgram(Program[LoadedSplit]):
         self._run(APPLY, _NO_SPLIT, np.empty(0, np.int64), self.batch_size, rate)
 
     def predict(self, handle: LoadedSplit) -> np.ndarray:
+        if self.network.running:
+            return self._folded().predict(handle)
         scores = np.empty((len(handle), self._outputs), np.float32)
-        order, rows = np.arange(len(handle), dtype=np.int64), 4096
-        for start in range(0, len(handle), rows):
-            part = slice(start, start + rows)
-            self._run(PREDICT, handle, order[part], rows, scores=scores[part])
+        order = np.arange(len(handle), dtype=np.int64)
+        for start in range(0, len(handle), ROWS):
+            part = slice(start, start + ROWS)
+            self._run(PREDICT, handle, order[part], ROWS, scores=scores[part])
         return scores
 
     def state(self) -> State:
@@ -198,6 +214,15 @@ class SimdProgram(Program[LoadedSplit]):
 
     def close(self) -> None:
         self._pool.close()
+
+    def _folded(self) -> ForwardProgram:
+        """Return the program that predicts where there are running averages, with those of now."""
+        if self._forward is None:
+            threads = len(self._gradients)
+            size = max(self.batch_size, threads * 2 * self._target.lanes)
+            self._forward = ForwardProgram(self.network, self.loss, self.optimizer, size, self._target, threads)
+        self._forward.take(self._layout.unpack(self._parameters), self._averages)
+        return self._forward
 
     @property
     def _averages(self) -> np.ndarray:
@@ -241,6 +266,7 @@ class SimdProgram(Program[LoadedSplit]):
             self._flags, self._counts, numbers,
         )  # fmt: skip
         self._pool.run(lambda rank: self._work(*call._replace(rank=rank)), working)
+        self._calls.check()
         if mode == TRAIN and clocks is not None:
             self._read_clocks(clocks, began)
         loss, hits = self._totals[:, :2].sum(axis=0)
@@ -255,17 +281,117 @@ class SimdProgram(Program[LoadedSplit]):
         self._readings[1:] = [(time.perf_counter(), ended)]
 
 
+class ForwardProgram(Program[LoadedSplit]):
+    """A `Program` that predicts and does nothing else: the network of `folding`, and no room for a backward pass.
+
+    Args:
+        batch_size: images that come at once, as a rule. target, threads: as `SimdProgram`.
+    """
+
+    def __init__(
+        self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int, target: Target, threads: int
+    ) -> None:
+        check_loss(network, loss)
+        self.network, self.loss, self.optimizer, self.batch_size = network, loss, optimizer, batch_size
+        started = time.perf_counter()
+        self._folded, target = Folded.of(network), replace(target, forced=(), clocks=False, forward_only=True)
+        plan = make_plan(self._folded.network, target, -(-batch_size // threads))
+        share = plan.share + (not plan.owns)
+        self._work = _function((self._folded.network, loss, optimizer, target, plan.arena.groups, share))
+        self._rows, self._layout, self._outputs = plan.explain(1), plan.parameters, plan.scores.size
+        self._parameters, self._arenas = aligned_zeros((plan.parameters.size,)), plan.arena.make(threads)
+        self._calls = Calls(plan.nodes, plan, self._arenas)
+        self._order, self._state = np.arange(ROWS, dtype=np.int64), network.initial_state(0)
+        self._cycles, self._tile = sum(part.cycles for part in self._rows), plan.arena.images
+        self._helpers, self._lock = Helpers(threads - 1), threading.Lock()
+        weakref.finalize(self, self._helpers.close)
+        same = {"order": self._order, "parameters": self._parameters}
+        self._constant = [_fields(**same, arena=arena) for arena in self._arenas]
+        self.compile_s = time.perf_counter() - started
+
+    def load(self, images: np.ndarray, labels: np.ndarray) -> LoadedSplit:
+        return _flat(images, labels)
+
+    def predict(self, handle: LoadedSplit) -> np.ndarray:
+        count, size = len(handle), math.prod(self.network.input_shape)
+        scores = np.empty((count, self._outputs), np.float32)
+        for start in range(0, count, ROWS):
+            part = slice(start * size, min(start + ROWS, count) * size)
+            self._run(handle.bytes_[part], handle.floats[part], scores[start : start + ROWS])
+        return scores
+
+    def _run(self, bytes_: np.ndarray, floats: np.ndarray, scores: np.ndarray) -> None:
+        """Fill the scores of at most `ROWS` images, which each thread has a part of."""
+        count, taken = len(scores), np.zeros(1, np.int64)
+        helpers = min(len(self._arenas), -(-count // self._tile), int(count * self._cycles / WAKING_CYCLES)) - 1
+        held = taken, bytes_, floats, scores  # by who comes late, too
+        given, found = _fields(taken=taken, bytes_=bytes_, floats=floats), _fields(scores=scores)
+
+        def share(rank: int) -> None:
+            self._work(len(held[-1]), *given, *self._constant[rank], *found)
+
+        with self._lock:
+            self._helpers.run(share, max(0, helpers))
+        self._calls.check()
+
+    def take(self, parameters: np.ndarray, running: np.ndarray) -> None:
+        """Predict with these from now on, flat as in a state."""
+        self._state |= {"parameters": parameters, "running": running}
+        folded = self._folded.parameters(self._state)
+        folded[np.abs(folded) < np.finfo(np.float32).tiny] = 0  # a CPU takes a hundred times as long for them
+        self._layout.pack(folded, self._parameters)
+
+    def restore(self, state: State) -> None:
+        whole = complete(state, self.network, self.optimizer)
+        self._state = {name: whole[name].copy() for name in self._state}
+        self.take(self._state["parameters"], self._state.get("running", NO_SCORES))
+
+    def state(self) -> State:
+        return {"step": np.asarray(0, np.int64), **{name: array.copy() for name, array in self._state.items()}}
+
+    def explain(self) -> list[Part]:
+        return self._rows
+
+    def train(self, handle: LoadedSplit, order: np.ndarray, rate: Rate) -> Totals:
+        raise TypeError(ALONE)
+
+    def gradients(self, handle: LoadedSplit, indices: np.ndarray) -> tuple[Totals, np.ndarray]:
+        raise TypeError(ALONE)
+
+    def apply(self, gradient: np.ndarray, rate: float) -> None:
+        raise TypeError(ALONE)
+
+    def close(self) -> None:
+        self._helpers.close()
+
+
+def _fields(**arrays: np.ndarray) -> list[list[int]]:
+    """Return arguments of `Forward` by name as `Function` takes them."""
+    return [fields(array, cast(Array, FORWARD[name])) for name, array in arrays.items()]
+
+
+def _flat(images: np.ndarray, labels: np.ndarray) -> LoadedSplit:
+    """Return a split as compiled code takes it, without a look at what it holds."""
+    bytes_, floats = np.empty(0, np.uint8), np.empty(0, np.float32)
+    if images.dtype == np.uint8:
+        bytes_ = np.ascontiguousarray(images).reshape(-1)
+    else:
+        floats = np.ascontiguousarray(images, np.float32).reshape(-1)
+    return LoadedSplit(bytes_, floats, np.zeros(len(images), np.float32), labels)
+
+
 _ready: dict[str, Function] = {}
 """What this process has compiled or loaded, by `program_key`."""
 
 
 def _function(described: Described) -> Function:
     """Return the compiled function of a program."""
-    key = program_key(ARGUMENTS, described)
+    wanted = arguments_of(described)
+    key = program_key(wanted, described)
     if key not in _ready:
         _ready[key] = load_or_make(
             key,
-            lambda payload: Function(MachineCode.of_bytes(payload), list(ARGUMENTS.values())),
+            lambda payload: Function(MachineCode.of_bytes(payload), list(wanted.values())),
             lambda: compile_program(key, described),
         )
     return _ready[key]

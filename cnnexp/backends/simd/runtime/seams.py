@@ -14,7 +14,7 @@ import numpy as np
 from cnnexp.backends.simd.algorithms.batch_norm import FIRST, TILES
 from cnnexp.backends.simd.compiler.compose import compose_choice, on_arena
 from cnnexp.backends.simd.compiler.emit import Kernels
-from cnnexp.backends.simd.compiler.entry import GRADIENTS, PREDICT, Call
+from cnnexp.backends.simd.compiler.entry import GRADIENTS, Call
 from cnnexp.backends.simd.lowering import Plan
 from cnnexp.backends.simd.runtime.barrier import wait
 
@@ -32,32 +32,22 @@ def cut(kernels: Kernels, after: Sequence[str]) -> tuple[list[Kernels], list[Ker
     return segments, found
 
 
-def make_batch(plan: Plan, begin: Callable, finish: Callable, copy_scores: Callable, compiled: Callable) -> Callable:
-    """Return what takes a thread's shares of a batch through a network with seams.
+def make_batch(plan: Plan, begin: Callable, finish: Callable, compiled: Callable) -> Callable:
+    """Return what takes a thread's shares of a batch through a network with seams, in training.
 
     Args:
-        begin: brings a tile's images into its arena. finish: takes its loss. copy_scores: out of an arena.
+        begin: brings a tile's images into its arena. finish: takes its loss.
     """
     names = [seam.kernel for seam in plan.seams]
     (ahead, left), (back, left_back) = cut(plan.forward, names), cut(plan.backward, names)
     meets: list[Kernels] = [[("meet", seam.meet)] for seam in plan.seams]
-    averages: list[Kernels] = [[("average", seam.average)] for seam in plan.seams if seam.average]
-    choices = [*ahead, *back, *left, *left_back, *meets, *averages, plan.gradients]
+    choices = [*ahead, *back, *left, *left_back, *meets, plan.gradients]
     run = compose_choice("seamed", plan.target, choices)
     cuts, seams, images, clocked = len(ahead) - 1, len(names), plan.arena.images, plan.clocks.on
-    parts, meeting, averaging = 2 * cuts + 2, 2 * cuts + 2 + seams, 2 * cuts + 2 + 2 * seams
+    parts, meeting, gradients = 2 * cuts + 2, 2 * cuts + 2 + seams, 2 * cuts + 2 + 2 * seams
     start_clocks, charge_wait = (
         on_arena(emit) for emit in (plan.clocks.starting, plan.clocks.charging(plan.step_parts["wait"]))
     )
-
-    def predict(call: Call, arena: np.ndarray, at: int, end: int) -> None:
-        known, tile = call.counts[call.rank], call.order[at:end]
-        begin(call, arena, 0, tile)
-        run(call.parameters, call.running, arena, known, len(tile), 0)
-        for seam in range(cuts):
-            run(call.parameters, call.running, arena, known, len(tile), averaging + seam)
-            run(call.parameters, call.running, arena, known, len(tile), seam + 1)
-        copy_scores(arena, call.scores[at:end])
 
     def pass_tile(call: Call, share: int, step: int, phase: int, number: int, tile: np.ndarray, batch: int) -> None:
         """Take a tile through a segment, up to the next seam; the last one forward is also the first one back."""
@@ -75,20 +65,14 @@ def make_batch(plan: Plan, begin: Callable, finish: Callable, copy_scores: Calla
         if phase < seams:
             run(call.parameters, gradient, arena, known, len(tile), parts + phase)
         elif call.mode == GRADIENTS:
-            run(call.parameters, gradient, arena, known, len(tile), averaging + cuts)
+            run(call.parameters, gradient, arena, known, len(tile), gradients)
 
     # inlined all: what a compiled function calls is optimized once more with it, and once more with its callers
-    predict, pass_tile = compiled(predict, inline="always"), compiled(pass_tile, inline="always")
+    pass_tile = compiled(pass_tile, inline="always")
 
     def run_batch(call: Call, step: int, first: int, here: int, mine: int, next_: int) -> None:
         """Run the shares from `mine` to `next_` of the batch order[first : first + here]."""
         shares, known = call.gradients.shape[0], call.counts[call.rank]
-        if call.mode == PREDICT:
-            for share in range(mine, next_):
-                start, end = first + here * share // shares, first + here * (share + 1) // shares
-                for at in range(start, end, images):
-                    predict(call, call.arenas[share], at, min(at + images, end))
-            return
         # how many images each tile has; tile by tile, the shares' arenas lie side by side
         known[TILES] = call.arenas.shape[0]
         for number in range(known[TILES]):

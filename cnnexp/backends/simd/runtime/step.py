@@ -27,13 +27,13 @@ from numba.np.numpy_support import from_dtype
 from cnnexp.backends.cache import host
 from cnnexp.backends.simd.algorithms import update
 from cnnexp.backends.simd.compiler.compose import Intrinsic, compose, compose_five, compose_six, on_arena
-from cnnexp.backends.simd.compiler.entry import APPLY, ARGUMENTS, GRADIENTS, PREDICT, TRAIN, Array, Call
+from cnnexp.backends.simd.compiler.entry import APPLY, GRADIENTS, PREDICT, TRAIN, Array, Call, Forward, arguments
 from cnnexp.backends.simd.compiler.host import host_target
 from cnnexp.backends.simd.compiler.intrinsics import LOAD_CONTROL, STORE_CONTROL, call
 from cnnexp.backends.simd.compiler.native import MachineCode
 from cnnexp.backends.simd.layouts import NC
 from cnnexp.backends.simd.lowering import Plan
-from cnnexp.backends.simd.runtime.barrier import wait
+from cnnexp.backends.simd.runtime.barrier import fetch_add, wait
 from cnnexp.backends.simd.runtime.seams import make_batch
 from cnnexp.network.losses import Loss
 from cnnexp.optimizers import Optimizer
@@ -43,7 +43,7 @@ FLUSH_TO_ZERO = 0x8040
 
 
 def make_work(plan: Plan, loss: Loss, optimizer: Optimizer, key: str) -> Dispatcher:
-    """Return `work`, a dispatcher that is not compiled yet; `SIGNATURE` is its one signature.
+    """Return `work`, a dispatcher that is not compiled yet.
 
     Args:
         key: what distinguishes its machine code from that of other programs.
@@ -110,13 +110,7 @@ def _make_tile(plan: Plan, loss: Loss, compiled: Callable) -> tuple[Callable, Ca
     owned_gradients = compose("owned_gradients", target, plan.gradients)
     charge_gather, charge_loss = (_charging(plan, name) for name in ("gather", "loss"))
     tile_loss = _tile_loss(loss, plan.scores, plan.d_scores, compiled)
-    outputs, stride, scores_at = plan.scores.size, plan.scores.stride, int(plan.scores.offset)
-
-    @compiled
-    def copy_scores(arena: np.ndarray, scores: np.ndarray) -> None:
-        for n in range(len(scores)):
-            for o in range(outputs):
-                scores[n, o] = arena[scores_at + n * stride + o]
+    copy_scores = _copy_scores(plan.scores, compiled)
 
     def begin(call: Call, arena: np.ndarray, step: int, tile: np.ndarray) -> None:
         draw(call.numbers[step], tile, arena, len(tile))
@@ -137,7 +131,7 @@ def _make_tile(plan: Plan, loss: Loss, compiled: Callable) -> tuple[Callable, Ca
 
     begin, finish = compiled(begin, inline="always"), compiled(finish, inline="always")
     if plan.seams:
-        return compiled(nothing), make_batch(plan, begin, finish, copy_scores, compiled)
+        return compiled(nothing), make_batch(plan, begin, finish, compiled)
 
     def run_tile(call: Call, share: int, step: int, at: int, end: int, batch: int) -> None:
         """Run the images order[at : end], at most a tile's, of a batch of so many."""
@@ -154,6 +148,43 @@ def _make_tile(plan: Plan, loss: Loss, compiled: Callable) -> tuple[Callable, Ca
 
     # outlined, LLVM knows less of the kernels' arguments: 5 % slower
     return compiled(run_tile, inline="always"), compiled(nothing)
+
+
+def _copy_scores(scores: NC, compiled: Callable) -> Callable:
+    """Return what copies a tile's scores out of its arena."""
+    outputs, stride, scores_at = scores.size, scores.stride, int(scores.offset)
+
+    @compiled
+    def copy_scores(arena: np.ndarray, scores: np.ndarray) -> None:
+        for n in range(len(scores)):
+            for o in range(outputs):
+                scores[n, o] = arena[scores_at + n * stride + o]
+
+    return copy_scores
+
+
+def make_forward(plan: Plan, key: str) -> Dispatcher:
+    """Return `forward`, a dispatcher as `make_work`'s: what one thread does of a program that only predicts."""
+    compiled, target, images = _compiler(key), plan.target, plan.arena.images
+    gather_bytes = compose("gather_uint8", target, plan.gather["uint8"])
+    gather_floats = compose("gather_float32", target, plan.gather["float32"])
+    run, copy_scores = compose("forward", target, plan.forward), _copy_scores(plan.scores, compiled)
+
+    def forward(call: Forward) -> None:
+        while True:
+            at = fetch_add(call.taken, images)
+            if at >= call.total:
+                break
+            end = min(at + images, call.total)
+            tile = call.order[at:end]
+            if len(call.bytes_):
+                gather_bytes(call.bytes_, tile, call.arena, len(tile))
+            else:
+                gather_floats(call.floats, tile, call.arena, len(tile))
+            run(call.parameters, call.parameters, call.arena, len(tile))
+            copy_scores(call.arena, call.scores[at:end])
+
+    return compiled(forward)
 
 
 def _make_update(plan: Plan, optimizer: Optimizer, compiled: Callable) -> Callable:
@@ -197,9 +228,11 @@ def machine_code(plan: Plan, loss: Loss, optimizer: Optimizer, key: str) -> Mach
     found = cpu_target.target_context.codegen().magic_tuple()
     if found != host():
         raise RuntimeError(f"Numba compiles for {found}, the kernels are for {host()}; NUMBA_CPU_NAME sets both")
-    work = make_work(plan, loss, optimizer, key)
-    work.compile(SIGNATURE)
-    compiled = work.overloads[SIGNATURE.args]
+    forward_only = plan.target.forward_only
+    work = make_forward(plan, key) if forward_only else make_work(plan, loss, optimizer, key)
+    signature = _signature(Forward if forward_only else Call)
+    work.compile(signature)
+    compiled = work.overloads[signature.args]
     _, _, (object_file, bitcode) = compiled.library.serialize_using_object_code()
     functions = llvm.parse_bitcode(bitcode).functions
     needs = sorted(f.name for f in functions if f.is_declaration and not f.name.startswith("llvm."))
@@ -212,7 +245,8 @@ def _type(argument: Array | None) -> types.Type:
     return types.Array(from_dtype(np.dtype(argument.kind)), argument.dimensions, "C", readonly=not argument.written)
 
 
-SIGNATURE = types.void(types.NamedTuple([_type(argument) for argument in ARGUMENTS.values()], Call))
+def _signature(call: type[Call | Forward]) -> types.Type:
+    return types.void(types.NamedTuple([_type(argument) for argument in arguments(call).values()], call))
 
 
 def _compiler(key: str) -> Callable:

@@ -56,6 +56,72 @@ class ThreadPool:
         return tasks
 
 
+class Helpers:
+    """Threads that join the caller in a task once they wake; who comes when the caller has ended is not waited for.
+
+    The caller begins at once: to wake a thread takes longer than a short task. What a thread does of a task must leave
+    the next one alone that an interrupted caller begins.
+    """
+
+    def __init__(self, helpers: int) -> None:
+        self._helpers, self._inboxes, self._cores = helpers, list[SimpleQueue](), Cores()
+
+    def run(self, task: Task, helpers: int) -> None:
+        """Call task(0) here and task(rank) on so many helpers, those that come in time; what one raises goes on."""
+        if not helpers:
+            task(0)
+            return
+        if not self._inboxes:
+            self._inboxes = [SimpleQueue() for _ in range(self._helpers)]
+            for rank, inbox in enumerate(self._inboxes, 1):
+                arguments = (rank, inbox, self._cores)
+                threading.Thread(target=_help, args=arguments, name=f"cpu-simd-{rank}", daemon=True).start()
+        self._cores.take(0)
+        turn = _Turn(task)
+        for inbox in self._inboxes[:helpers]:
+            inbox.put(turn)
+        try:
+            task(0)
+        finally:
+            failures = turn.end()
+        if failures:
+            raise failures[0]
+
+    def close(self) -> None:
+        """End the threads. Idempotent; a later `run` starts new ones."""
+        inboxes, self._inboxes = self._inboxes, []
+        for inbox in inboxes:
+            inbox.put(None)
+
+
+class _Turn:
+    """A task with those who are inside."""
+
+    def __init__(self, task: Task) -> None:
+        self._task, self._open, self._inside = task, True, 0
+        self._lock, self._left = threading.Lock(), SimpleQueue[BaseException | None]()
+
+    def join(self, rank: int) -> None:
+        with self._lock:
+            if not self._open:
+                return
+            self._inside += 1
+        self._left.put(_attempt(self._task, rank))
+
+    def end(self) -> list[BaseException]:
+        """Let nobody else in, wait for those inside, and return what they raised."""
+        with self._lock:
+            self._open = False
+        return [failure for _ in range(self._inside) if (failure := self._left.get()) is not None]
+
+
+def _help(rank: int, inbox: SimpleQueue, cores: Cores) -> None:
+    while (turn := inbox.get()) is not None:
+        cores.take(rank)
+        turn.join(rank)
+        del turn
+
+
 def _lead(tasks: SimpleQueue, threads: int) -> None:
     """Take tasks and do each together with the other threads, until there is None."""
     inboxes: list[SimpleQueue] = [SimpleQueue() for _ in range(1, threads)]

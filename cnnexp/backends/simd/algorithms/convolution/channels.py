@@ -98,6 +98,8 @@ class Channels(ConvolutionNode[NHWC]):
 
     def prepare(self, plan: Layout) -> None:
         self.prepare_forward(plan)
+        if plan.target.forward_only:
+            return
         stage, layer = self.stage, self.stage.layer
         self.d, halo = self.dy, self._dense_halo() if self.dx else Halo()
         if self.pool or self.dy.halo != halo:

@@ -101,6 +101,8 @@ class Lanes(ConvolutionNode[Blocked]):
 
     def prepare(self, plan: Layout) -> None:
         self.prepare_forward(plan)
+        if plan.target.forward_only:
+            return
         self.sums = plan.arena.allocate(MOST_SUMS * plan.target.lanes)
         self.d = self.dy
         if self.pool:

@@ -1,0 +1,176 @@
+"""`general`: layers that no other algorithm computes, by the operations of `numpy`: one call out of the compiled step.
+
+Compiled code calls a function whose address lies in the tile's arena, which takes Python's lock, works on the tile in
+place and comes back: the layers before and after stay what they are, and no thread waits for another but for the lock.
+So it is with a structural layer of a plugin; `backend.algorithms=[LAYER:general]` has it so with any other.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+
+from cnnexp.backends.plain.numpy import NumpyOps
+from cnnexp.backends.simd.algorithms.cost import Work
+from cnnexp.backends.simd.algorithms.node import Node, Section, Tensor
+from cnnexp.backends.simd.compiler.emit import FLOAT, INDEX, Emitter, Kernels, Target
+from cnnexp.backends.simd.layouts import NC, NHWC, Layout
+from cnnexp.backends.stages import Chain, Run
+from cnnexp.errors import CnnexpError, NetworkError
+from cnnexp.network import DropoutStage, NormStage, ResidualStage, Stage
+
+CALLED = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 5)
+"""What compiled code calls: whether backward, images, and the addresses of arena, parameters and gradients."""
+
+CALL_CYCLES, CYCLES = 200_000, 20
+"""Cycles of a call of Python's, and for each number and multiply-add: so that anything else is chosen first."""
+
+
+class General(Node[NC, NC]):
+    """The layers of a section, whatever they are.
+
+    Attributes:
+        stages: theirs.
+        address: where in the arena the address of what is called lies, see `Calls`.
+    """
+
+    algorithm = "general"
+    whole_vectors = False
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        first, last = stages[0], stages[-1]
+        super().__init__(first.name, last.output_shape)
+        self.parameters = [parameter for stage in stages for parameter in stage.parameters]
+        self.trains, self.stages, self.macs = bool(self.parameters), stages, sum(stage.macs for stage in stages)
+        self.input_layout, self.output_layout = (
+            NHWC if len(shape) == 3 else NC for shape in (first.input_shape, last.output_shape)
+        )
+
+    @classmethod
+    def of(cls, sections: Sequence[Section], first: bool) -> General | None:
+        section = sections[0]
+        return None if isinstance(section.stage, DropoutStage | NormStage | ResidualStage) else cls(section.stages)
+
+    def work(self, target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
+        numbers = self.macs + math.prod(self.stages[0].input_shape) + math.prod(self.shape)
+        forward = Work(self.macs, CYCLES * numbers + CALL_CYCLES / images)
+        return {"forward": forward, "backward": Work(2.0 * self.macs, 2 * forward.cycles)}
+
+    def prepare(self, plan: Layout) -> None:
+        plan.parameters.place_plain(*self.parameters)
+        self.address = plan.arena.allocate(ctypes.sizeof(ctypes.c_int64) // 4)
+
+    def forward(self, plan: Layout) -> Kernels:
+        return [("forward", lambda k: self._call(k, back=False))]
+
+    def backward(self, plan: Layout) -> Kernels:
+        return [("backward", lambda k: self._call(k, back=True))]
+
+    def _call(self, k: Emitter, back: bool) -> None:
+        function = ir.FunctionType(ir.VoidType(), [INDEX] * 5).as_pointer()
+        given = [k.builder.ptrtoint(buffer.value(FLOAT), INDEX) for buffer in (k.arena, k.parameters, k.gradients)]
+        address = k.builder.load((k.arena + self.address).value(INDEX), align=4)
+        k.builder.call(k.builder.inttoptr(address, function), [INDEX(int(back)), k.count, *given])
+
+
+class Calls:
+    """What the general nodes of a program call; it must live as long as that runs.
+
+    Args:
+        arenas: the tiles', (tiles, floats), which the addresses are written into.
+    """
+
+    def __init__(self, nodes: Sequence[Node], plan: Layout, arenas: np.ndarray) -> None:
+        self._kept, self._failure = list[Any](), list[Exception]()
+        for node in nodes:
+            if isinstance(node, General):
+                called = CALLED(self._guarded(_Tiles(node, plan, arenas.shape[1])))
+                self._kept.append(called)
+                address = ctypes.cast(called, ctypes.c_void_p).value
+                arenas[:, node.address : node.address + 2] = np.array([address]).view(np.float32)
+
+    def _guarded(self, function: Callable[..., None]) -> Callable[..., None]:
+        """Return the function, keeping what it raises: nothing goes through compiled code."""
+        failures = self._failure
+
+        def guarded(*given: int) -> None:
+            try:
+                function(*given)
+            except Exception as error:
+                failures.append(error)
+
+        return guarded
+
+    def check(self) -> None:
+        """Raise what has failed since the last time, first of all."""
+        if self._failure:
+            failure = self._failure[0]
+            self._failure.clear()
+            raise failure
+
+
+class _Tiles:
+    """A general node's work on tiles, each with an arena of its own and what is kept from forward to backward."""
+
+    def __init__(self, node: General, plan: Layout, floats: int) -> None:
+        self._name, self._floats, self._images = node.name, floats, plan.arena.images
+        self._x, self._y, self._dx = node.x, node.y, node.dx
+        self._dy = None if plan.target.forward_only else getattr(node, "dy", None)
+        self._places = [(parameter, plan.parameters.offset(parameter)) for parameter in node.parameters]
+        self._stages, self._size = node.stages, plan.parameters.size
+        self._chains: dict[int, Chain[np.ndarray]] = {}
+
+    def __call__(self, back: int, count: int, arena: int, parameters: int, gradients: int) -> None:
+        floats, chain = _floats(arena, self._floats), self._chain(arena)
+        # flat as the network's, but nothing is in it, nor read, beside the layers' own
+        flat, gradient = (
+            np.empty(max((p.offset + p.size for p, _ in self._places), default=0), np.float32) for _ in "pg"
+        )
+        for p, at in self._places:
+            flat[p.offset : p.offset + p.size] = _floats(parameters, self._size)[at : at + p.size]
+        run = Run(count, flat, gradient, trains=True)
+        x = np.ascontiguousarray(_view(self._x, floats, count, self._stages[0].input_shape))
+        try:
+            if not back:
+                _view(self._y, floats, count, self._stages[-1].output_shape)[...] = chain.forward(run, x)
+                return
+            chain.gradient(count)[...] = _view(self._dy, floats, count, self._stages[-1].output_shape)
+            dx = None if self._dx is None else np.empty_like(x)
+            chain.backward(run, x, dx)
+        except CnnexpError:
+            raise
+        except Exception as error:
+            raise NetworkError(f"layer {self._name}: {type(error).__name__}: {error}") from error
+        if dx is not None:
+            _view(self._dx, floats, count, self._stages[0].input_shape)[...] = dx
+        for p, at in self._places:
+            _floats(gradients, self._size)[at : at + p.size] += gradient[p.offset : p.offset + p.size]
+
+    def _chain(self, arena: int) -> Chain[np.ndarray]:
+        if arena not in self._chains:
+            x = np.zeros((self._images, *self._stages[0].input_shape), np.float32)
+            dx = None if self._dx is None else np.zeros_like(x)
+            self._chains[arena] = Chain(NumpyOps(), self._stages, self._images, x, dx)
+        return self._chains[arena]
+
+
+def _floats(address: int, size: int) -> np.ndarray:
+    return np.ctypeslib.as_array((ctypes.c_float * size).from_address(address))
+
+
+def _view(tensor: Tensor | None, arena: np.ndarray, images: int, shape: tuple[int, ...]) -> np.ndarray:
+    """Return what lies in a tensor of rows or images, (images, *shape)."""
+    assert isinstance(tensor, NC)
+    first, steps = tensor.offset, [math.prod(shape[at + 1 :]) for at in range(len(shape))]
+    if tensor.halo.top or tensor.halo.left or tensor.halo.bottom or tensor.halo.right:
+        first, steps = (
+            first + tensor.halo.top * tensor.row + tensor.halo.left * tensor.column,
+            [tensor.row, shape[2], 1],
+        )
+    strides = [4 * step for step in (tensor.stride, *steps)]
+    return np.lib.stride_tricks.as_strided(arena[first:], (images, *shape), strides)

@@ -1,0 +1,68 @@
+"""The network that `predict` computes: no Dropout, and every BatchNorm2d that follows a Conv2d in its weights and bias.
+
+With running averages, y = (x - mean) / sqrt(variance + epsilon) * weight + bias is one scale and one shift per channel
+(Jacob et al. 2018, section 3.2); a BatchNorm2d anywhere else keeps its place and has just these two as parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from cnnexp.network.layers import Conv2d, Dropout, Layer, Residual
+from cnnexp.network.shapes import Network, NormStage, Stage
+
+
+@dataclass(frozen=True)
+class Folded:
+    """A network without what does nothing of its own in `predict`.
+
+    Attributes:
+        network: it. sources: of each of its layers that has parameters the stage of the whole network that these come
+            from, and the BatchNorm2ds that are folded into them.
+    """
+
+    network: Network
+    sources: list[tuple[Stage, list[NormStage]]] = field(compare=False)
+
+    @staticmethod
+    def of(network: Network) -> Folded:
+        sources: list[tuple[Stage, list[NormStage]]] = []
+        return Folded(Network(network.input_shape, _fold(network.stages, sources)), sources)
+
+    def parameters(self, state: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Return the flat float32 parameters, given `parameters` and `running` of a state of the whole network.
+
+        They are computed in float64. A NormStage's are scale and shift: its running averages count no more.
+        """
+        flat, found = state["parameters"].astype(np.float64), []
+        for stage, norms in self.sources:
+            own = [parameter.view(flat) for parameter in stage.parameters]
+            if isinstance(stage, NormStage):
+                own, norms = [np.ones(stage.weight.size)], [stage, *norms]
+            for norm in norms:
+                mean, variance = (average.view(state["running"]).astype(np.float64) for average in norm.running)
+                scale = norm.weight.view(flat) / np.sqrt(variance + norm.layer.epsilon)
+                shift = own[1] if len(own) > 1 else 0.0
+                own = [own[0] * scale, (shift - mean) * scale + norm.bias.view(flat)]
+            found += [array.ravel() for array in own]
+        return np.concatenate(found).astype(np.float32)
+
+
+def _fold(stages: Sequence[Stage], sources: list[tuple[Stage, list[NormStage]]]) -> tuple[Layer, ...]:
+    """Return the layers that stay, adding to the sources."""
+    layers: list[Layer] = []
+    for stage in stages:
+        before = layers[-1] if layers else None
+        if isinstance(stage, NormStage) and isinstance(before, Conv2d):
+            sources[-1][1].append(stage)
+            layers[-1] = replace(before, bias=True)
+        elif isinstance(stage.layer, Residual):
+            layers.append(Residual(_fold(stage.stages, sources)))
+        elif not isinstance(stage.layer, Dropout) or len(stages) == 1:  # a Residual holds at least one layer
+            layers.append(stage.layer)
+            if stage.parameters:
+                sources.append((stage, []))
+    return tuple(layers)
