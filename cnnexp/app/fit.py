@@ -133,8 +133,7 @@ def fit(
         model: e.g. `OneConv(filters=32)`.
         data: e.g. `Digits()`, or a `Dataset` that is loaded.
         backend: its name, or one made with options.
-        epochs: at most.
-        optimizer: with its learning rate.
+        epochs, optimizer: at most; with its learning rate.
         baseline: timed beside the run on the same batches; None compares with nothing.
         record: record the run in MLflow and under `outputs/`, for `cnnexp ui`; a text is the MLflow experiment.
         trainer: keys of `conf/trainer/default.yaml`, as `batch_size=64, patience=3`; and `augment`, as `[Affine()]`.

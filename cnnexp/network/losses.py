@@ -208,12 +208,9 @@ def compute(
     (scores[n, o] - t_o)^2, as torch.nn.MSELoss. Each of them times the weight of the image's class.
 
     Args:
-        loss: which.
-        scores: float32 (N, O); (N, 1) of `binary_cross_entropy`.
-        labels: integers (N,).
-        scale: factor on the gradient, 1/N for the mean.
-        d_scores: out, float32 (N, O).
-        losses: out, float32 (N,).
+        loss, scores: which; float32 (N, O), (N, 1) of `binary_cross_entropy`.
+        labels, scale: integers (N,); factor on the gradient, 1/N for the mean.
+        d_scores, losses: out, float32 (N, O) and (N,).
         hits: out, uint8 (N,), 1 where the first largest score is the label's, or (p >= 0.5) == (t == 1).
     """
     rows, outputs = np.arange(len(labels)), scores.shape[1]
