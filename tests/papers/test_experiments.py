@@ -94,10 +94,16 @@ def test_the_quadrants_are_learned_as_well_as_in_the_paper(run, tmp_path):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_trains(run, name):
+def test_a_recipe_trains(run, tmp_path, name):
     """On a few made-up images of MNIST's shape."""
     data = ("dataset=synthetic", "dataset.train_size=24", "dataset.test_size=8", "trainer.batch_size=8")
-    words = ("backend=numpy", "trainer.epochs=1", "trainer.baseline=null", "tracking=none")
+    words = (
+        "backend=numpy",
+        "trainer.epochs=1",
+        "trainer.baseline=null",
+        "tracking=none",
+        f"hydra.run.dir={tmp_path}/run",
+    )
     assert "accuracy" in run(f"experiment={name}", *data, *words)
 
 
