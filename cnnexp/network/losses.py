@@ -25,8 +25,8 @@ LossName = Literal["softmax_cross_entropy", "binary_cross_entropy", "mean_square
 NAMES: tuple[LossName, ...] = get_args(LossName)
 Rule = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
 """(scores, label, scale, d_scores) -> (loss, hit), of one image: see `Loss.rule`."""
-Weights = tuple[np.ndarray, bool]
-"""Of the classes, (O,), and whether there are any."""
+Weights = tuple[tuple[np.float32, ...], bool]
+"""Of the classes, and whether there are any. A tuple, which compiled code has no need to load from memory."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Loss:
             outputs: O.
             exp, log, log1p: of one number; `log(0)` and `log1p(-1)` are -infinity.
         """
-        weights = np.array(self.class_weights or (1.0,), np.float32), bool(self.class_weights)
+        weights = tuple(map(np.float32, self.class_weights or (1.0,))), bool(self.class_weights)
         match self.name:
             case "softmax_cross_entropy":
                 return _softmax_rule(outputs, weights, np.float32(self.label_smoothing), exp, log)

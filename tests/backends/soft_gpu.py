@@ -395,6 +395,26 @@ def test_a_data_set_that_is_streamed_to_the_second_gpu_leaves_the_same_bits(name
     assert_same_state(found[1], found[0])
 
 
+@pytest.mark.parametrize("name", ["gpu-naive", "gpu-fused"])
+@pytest.mark.parametrize("loss", ["softmax_cross_entropy", "mean_squared_error"])
+def test_a_recipe_ends_where_numpy_ends(name, loss):
+    """A rate for each step, weights of classes, biases that do not decay; and the same step in two halves."""
+    network = Network((6, 6, 1), (Conv2d(3, 3), ReLU(), MaxPool2d(2), Flatten(), Linear(4), ReLU(), Linear(3)))
+    rng, weighted = np.random.default_rng(1), Loss(loss, class_weights=(0.5, 2.0, 3.0))
+    images, labels = rng.random((10, 6, 6, 1), np.float32), rng.integers(0, 3, 10)
+    optimizer, rates = SGD(momentum=0.5, weight_decay=0.3, decay_biases=False), np.array([0.1, 0.02, 0.3])
+    states = []
+    for backend in ("numpy", name):
+        program = backend_class(backend)().compile(network, weighted, optimizer, 4)
+        program.restore(network.initial_state(2))
+        handle = program.load(images, labels)
+        totals = program.train(handle, np.arange(10)[::-1], rates)
+        program.apply(program.gradients(handle, np.arange(4))[1], 0.1)
+        states.append({**program.state(), "loss": totals.loss})
+    for key, value in states[0].items():
+        np.testing.assert_allclose(states[1][key], value, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.slow
 def test_a_users_own_layer_from_outside_the_package(backend):
     with outside_layer.network() as network:
