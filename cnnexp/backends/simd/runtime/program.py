@@ -315,6 +315,9 @@ class ForwardProgram(Program[LoadedSplit]):
     def predict(self, handle: LoadedSplit) -> np.ndarray:
         count, size = len(handle), math.prod(self.network.input_shape)
         scores = np.empty((count, self._outputs), np.float32)
+        if count <= ROWS:
+            self._run(handle.bytes_, handle.floats, scores)
+            return scores
         for start in range(0, count, ROWS):
             part = slice(start * size, min(start + ROWS, count) * size)
             self._run(handle.bytes_[part], handle.floats[part], scores[start : start + ROWS])
@@ -325,7 +328,9 @@ class ForwardProgram(Program[LoadedSplit]):
         count, taken = len(scores), np.zeros(1, np.int64)
         helpers = min(len(self._arenas), -(-count // self._tile), int(count * self._cycles / WAKING_CYCLES)) - 1
         held = taken, bytes_, floats, scores  # by who comes late, too
-        given, found = _fields(taken=taken, bytes_=bytes_, floats=floats), _fields(scores=scores)
+        given = _fields(taken=taken)
+        given += [*_fields(bytes_=bytes_), NO_FLOATS] if len(bytes_) else [NO_BYTES, *_fields(floats=floats)]
+        found = _fields(scores=scores)
 
         def share(rank: int) -> None:
             self._work(len(held[-1]), *given, *self._constant[rank], *found)
@@ -368,6 +373,9 @@ class ForwardProgram(Program[LoadedSplit]):
 def _fields(**arrays: np.ndarray) -> list[list[int]]:
     """Return arguments of `Forward` by name as `Function` takes them."""
     return [fields(array, cast(Array, FORWARD[name])) for name, array in arrays.items()]
+
+
+NO_BYTES, NO_FLOATS = _fields(bytes_=np.empty(0, np.uint8), floats=np.empty(0, np.float32))
 
 
 def _flat(images: np.ndarray, labels: np.ndarray) -> LoadedSplit:
