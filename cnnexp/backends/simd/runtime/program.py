@@ -16,10 +16,10 @@ from cnnexp.backends.cache import load_or_make, program_key
 from cnnexp.backends.parts import Part
 from cnnexp.backends.protocol import Program, State
 from cnnexp.backends.simd.algorithms.dropout import KEYS, TRAINS
-from cnnexp.backends.simd.algorithms.general import Calls
 from cnnexp.backends.simd.compiler.emit import Target
 from cnnexp.backends.simd.compiler.entry import APPLY, GRADIENTS, LINE, PREDICT, TRAIN, Array, Call, Forward, arguments
 from cnnexp.backends.simd.compiler.native import Function, MachineCode, fields
+from cnnexp.backends.simd.general import Calls
 from cnnexp.backends.simd.layouts import aligned_zeros, round_up
 from cnnexp.backends.simd.lowering import Plan
 from cnnexp.backends.simd.runtime.adaptive_threads import AdaptiveThreads
@@ -221,7 +221,7 @@ class SimdProgram(Program[LoadedSplit]):
             threads = len(self._gradients)
             size = max(self.batch_size, threads * 2 * self._target.lanes)
             self._forward = ForwardProgram(self.network, self.loss, self.optimizer, size, self._target, threads)
-        self._forward.take(self._layout.unpack(self._parameters), self._averages)
+        self._forward.take(self.state())
         return self._forward
 
     @property
@@ -339,17 +339,15 @@ class ForwardProgram(Program[LoadedSplit]):
             self._helpers.run(share, max(0, helpers))
         self._calls.check()
 
-    def take(self, parameters: np.ndarray, running: np.ndarray) -> None:
-        """Predict with these from now on, flat as in a state."""
-        self._state |= {"parameters": parameters, "running": running}
+    def take(self, state: State) -> None:
+        """Predict with the parameters and running averages of a state from now on."""
+        self._state = {name: state[name].copy() for name in self._state}
         folded = self._folded.parameters(self._state)
         folded[np.abs(folded) < np.finfo(np.float32).tiny] = 0  # a CPU takes a hundred times as long for them
         self._layout.pack(folded, self._parameters)
 
     def restore(self, state: State) -> None:
-        whole = complete(state, self.network, self.optimizer)
-        self._state = {name: whole[name].copy() for name in self._state}
-        self.take(self._state["parameters"], self._state.get("running", NO_SCORES))
+        self.take(complete(state, self.network, self.optimizer))
 
     def state(self) -> State:
         return {"step": np.asarray(0, np.int64), **{name: array.copy() for name, array in self._state.items()}}
