@@ -29,6 +29,7 @@ from cnnexp.network import (
     Network,
     Residual,
     Stage,
+    Structural,
     noise,
 )
 from cnnexp.network.losses import Loss
@@ -132,7 +133,7 @@ def _describe(stages: Iterable[Stage], flat: dict[str, np.ndarray], batch: np.nd
                     layers[-1]["running"] = [average.view(flat["running"]) for average in stage.running]
             case LeakyReLU(slope):
                 layers.append({"kind": "leaky_relu", "slope": slope})
-            case Elementwise() | Flatten():
+            case Elementwise() | Flatten() | Structural():
                 layers.append({"kind": type(stage.layer).__name__.lower()})
             case _:
                 assert_never(stage.layer)

@@ -26,7 +26,7 @@ FLOORS = (
 )
 LEVELS = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
 # the rooms of backends/simd, bottom to top
-SIMD_FLOORS = ("compiler", "layouts", "algorithms", "planner", "lowering", "runtime")
+SIMD_FLOORS = ("compiler", "layouts", "algorithms", "general", "planner", "lowering", "runtime")
 BACKENDS_KNOW = {"backends", "errors", "network", "optimizers", "system"}  # no config, no loop, no data set
 # library -> the only modules that import it
 ONLY_IN = {

@@ -450,12 +450,7 @@ class _Builder:
                     )
                 return ResidualStage(layer, name, shape, shape, stages=inner)
             case Structural():
-                given = layer.output_shape(shape)
-                if not (isinstance(given, tuple) and len(given) in (1, 3) and all(_whole(n, 1) for n in given)):
-                    raise NetworkError(
-                        f"{where}: output_shape({shape}) gives {given!r}; must be a tuple, see Structural"
-                    )
-                return StructuralStage(layer, name, shape, given)
+                return StructuralStage(layer, name, shape, _given_shape(where, layer, shape))
             case _:
                 assert_never(layer)
 
@@ -515,6 +510,13 @@ def _slide(
         counts.append(count)
         afters.append(max((count - 1) * stride + window - before - size, 0))
     return Window(window, stride, *befores, *afters), (counts[0], counts[1])
+
+
+def _given_shape(where: str, layer: Structural, shape: Shape) -> Shape:
+    given = layer.output_shape(shape)
+    if not (isinstance(given, tuple) and len(given) in (1, 3) and all(_whole(n, 1) for n in given)):
+        raise NetworkError(f"{where}: output_shape({shape}) gives {given!r}; must be (H, W, C) or (D,), each >= 1")
+    return given
 
 
 def _need_image(where: str, shape: Shape, kind: str) -> None:

@@ -160,8 +160,8 @@ class Classifier:
 
 def softmax(scores: np.ndarray) -> np.ndarray:
     """Return the probability of each class, (N, classes)."""
-    powers = np.exp(scores - scores.max(axis=1, keepdims=True))
-    return powers / powers.sum(axis=1, keepdims=True)
+    powers = np.exp(scores - np.maximum.reduce(scores, axis=1, keepdims=True))
+    return powers / np.add.reduce(powers, axis=1, keepdims=True)
 
 
 def _decode(text: str, place: int) -> np.ndarray:

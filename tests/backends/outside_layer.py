@@ -2,13 +2,14 @@
 
 import sys
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 import reference
 
-from cnnexp.network import Conv2d, Flatten, Linear, Network, Residual
+from cnnexp.network import Conv2d, Flatten, Linear, Network, Residual, Structural
 from cnnexp.system import registry
 
 BETA = 1.5
@@ -34,3 +35,39 @@ def forward(x, layer):
 def backward(x, y, dy, layer):
     s = 1 / (1 + np.exp(-BETA * x))
     return dy * (s + BETA * x * s * (1 - s)), None, None
+
+
+@dataclass(frozen=True)
+class Unshuffle(Structural):
+    """Blocks of pixels become channels, each divided by 1 and the sum of the block's squares."""
+
+    block: int = 2
+
+    def output_shape(self, input_shape):
+        height, width, channels = input_shape
+        return height // self.block, width // self.block, self.block**2 * channels
+
+    def forward(self, x):
+        blocks = self._blocks(x)
+        return blocks / (1 + np.square(blocks).sum(-1, keepdims=True))
+
+    def backward(self, x, y, dy):
+        blocks = self._blocks(x)
+        sums = 1 + np.square(blocks).sum(-1, keepdims=True)
+        d = dy / sums - 2 * blocks * (dy * blocks).sum(-1, keepdims=True) / sums**2
+        rows, columns = d.shape[1:3]
+        return d.reshape(-1, rows, columns, self.block, self.block, x.shape[3]).swapaxes(2, 3).reshape(x.shape)
+
+    def _blocks(self, x):
+        rows, columns, channels = self.output_shape(x.shape[1:])
+        parts = x.reshape(-1, rows, self.block, columns, self.block, x.shape[3]).swapaxes(2, 3)
+        return parts.reshape(-1, rows, columns, channels)
+
+
+ORACLE = {
+    "unshuffle": (
+        lambda x, layer: Unshuffle().forward(x),
+        lambda x, y, dy, layer: (Unshuffle().backward(x, y, dy), None, None),
+    )
+}
+"""What `reference.LAYERS` has to know of it; in float64, as the arrays given are."""

@@ -3,7 +3,8 @@
 Three rooms, each of which uses those before it. `compiler/`: vectors, LLVM and machine code; knows no layer.
 `algorithms/`: how layers are computed, a file for each algorithm that `explain` prints, with its kernels and cost.
 `runtime/`: the compiled training loop, its threads, and the program that the train loop sees. Between them stand
-`layouts` (where values lie), `planner` (the cheapest algorithms of a network) and `lowering` (from them to kernels).
+`layouts` (where values lie), `general` (what has no kernel), `planner` (the cheapest algorithms of a network) and
+`lowering` (from them to kernels).
 """
 
 from __future__ import annotations

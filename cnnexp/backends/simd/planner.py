@@ -25,7 +25,6 @@ from cnnexp.backends.simd.algorithms.convolution.winograd_argmax import Winograd
 from cnnexp.backends.simd.algorithms.cost import Work, total
 from cnnexp.backends.simd.algorithms.dropout import DropoutNode
 from cnnexp.backends.simd.algorithms.elementwise import ElementwiseNode
-from cnnexp.backends.simd.algorithms.general import General
 from cnnexp.backends.simd.algorithms.linear.skinny import Skinny
 from cnnexp.backends.simd.algorithms.linear.wide import Wide
 from cnnexp.backends.simd.algorithms.node import Node, Section, Tensor
@@ -33,6 +32,7 @@ from cnnexp.backends.simd.algorithms.pool import Pool
 from cnnexp.backends.simd.algorithms.reorder import Reorder
 from cnnexp.backends.simd.algorithms.residual import Split, Sum
 from cnnexp.backends.simd.compiler.emit import Target
+from cnnexp.backends.simd.general import General
 from cnnexp.backends.simd.layouts import NC, NHWC, Blocked, Halo, round_up
 from cnnexp.errors import ConfigError, did_you_mean
 from cnnexp.network import (

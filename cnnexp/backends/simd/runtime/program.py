@@ -15,10 +15,10 @@ from cnnexp.backends.cache import load_or_make, program_key
 from cnnexp.backends.parts import Part
 from cnnexp.backends.protocol import Program, Rate, State, rate_of_steps
 from cnnexp.backends.simd.algorithms.dropout import KEYS, TRAINS
-from cnnexp.backends.simd.algorithms.general import Calls
 from cnnexp.backends.simd.compiler.emit import Target
 from cnnexp.backends.simd.compiler.entry import APPLY, GRADIENTS, LINE, PREDICT, TRAIN, Array, Call, Forward, arguments
 from cnnexp.backends.simd.compiler.native import Function, MachineCode, fields
+from cnnexp.backends.simd.general import Calls
 from cnnexp.backends.simd.layouts import aligned_zeros, round_up
 from cnnexp.backends.simd.lowering import Plan
 from cnnexp.backends.simd.runtime.adaptive_threads import AdaptiveThreads
@@ -221,7 +221,7 @@ class SimdProgram(Program[LoadedSplit]):
             threads = len(self._gradients)
             size = max(self.batch_size, threads * 2 * self._target.lanes)
             self._forward = ForwardProgram(self.network, self.loss, self.optimizer, size, self._target, threads)
-        self._forward.take(self._layout.unpack(self._parameters), self._averages)
+        self._forward.take(self.state())
         return self._forward
 
     @property
@@ -315,6 +315,9 @@ class ForwardProgram(Program[LoadedSplit]):
     def predict(self, handle: LoadedSplit) -> np.ndarray:
         count, size = len(handle), math.prod(self.network.input_shape)
         scores = np.empty((count, self._outputs), np.float32)
+        if count <= ROWS:
+            self._run(handle.bytes_, handle.floats, scores)
+            return scores
         for start in range(0, count, ROWS):
             part = slice(start * size, min(start + ROWS, count) * size)
             self._run(handle.bytes_[part], handle.floats[part], scores[start : start + ROWS])
@@ -325,7 +328,9 @@ class ForwardProgram(Program[LoadedSplit]):
         count, taken = len(scores), np.zeros(1, np.int64)
         helpers = min(len(self._arenas), -(-count // self._tile), int(count * self._cycles / WAKING_CYCLES)) - 1
         held = taken, bytes_, floats, scores  # by who comes late, too
-        given, found = _fields(taken=taken, bytes_=bytes_, floats=floats), _fields(scores=scores)
+        given = _fields(taken=taken)
+        given += [*_fields(bytes_=bytes_), NO_FLOATS] if len(bytes_) else [NO_BYTES, *_fields(floats=floats)]
+        found = _fields(scores=scores)
 
         def share(rank: int) -> None:
             self._work(len(held[-1]), *given, *self._constant[rank], *found)
@@ -334,17 +339,15 @@ class ForwardProgram(Program[LoadedSplit]):
             self._helpers.run(share, max(0, helpers))
         self._calls.check()
 
-    def take(self, parameters: np.ndarray, running: np.ndarray) -> None:
-        """Predict with these from now on, flat as in a state."""
-        self._state |= {"parameters": parameters, "running": running}
+    def take(self, state: State) -> None:
+        """Predict with the parameters and running averages of a state from now on."""
+        self._state = {name: state[name].copy() for name in self._state}
         folded = self._folded.parameters(self._state)
         folded[np.abs(folded) < np.finfo(np.float32).tiny] = 0  # a CPU takes a hundred times as long for them
         self._layout.pack(folded, self._parameters)
 
     def restore(self, state: State) -> None:
-        whole = complete(state, self.network, self.optimizer)
-        self._state = {name: whole[name].copy() for name in self._state}
-        self.take(self._state["parameters"], self._state.get("running", NO_SCORES))
+        self.take(complete(state, self.network, self.optimizer))
 
     def state(self) -> State:
         return {"step": np.asarray(0, np.int64), **{name: array.copy() for name, array in self._state.items()}}
@@ -368,6 +371,9 @@ class ForwardProgram(Program[LoadedSplit]):
 def _fields(**arrays: np.ndarray) -> list[list[int]]:
     """Return arguments of `Forward` by name as `Function` takes them."""
     return [fields(array, cast(Array, FORWARD[name])) for name, array in arrays.items()]
+
+
+NO_BYTES, NO_FLOATS = _fields(bytes_=np.empty(0, np.uint8), floats=np.empty(0, np.float32))
 
 
 def _flat(images: np.ndarray, labels: np.ndarray) -> LoadedSplit:
