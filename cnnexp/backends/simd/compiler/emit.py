@@ -63,7 +63,7 @@ class Target:
 
 
 class Offset(int):
-    """Where something lies in a buffer: of the place in the network, not of a shape, so kernels get it as an argument."""
+    """Where something lies in a buffer: it follows from the place in the network, so a kernel is given it."""
 
 
 class Pointer:

@@ -7,6 +7,7 @@ child needs Numba.
 
 from __future__ import annotations
 
+import gc
 import pickle
 
 from cnnexp.backends.cache import host, program_key
@@ -67,6 +68,7 @@ def compile_in_subprocess(key: str, described: Described) -> bytes | None:
 
 def answer(question: bytes) -> bytes:
     """Return the machine code of the program that a question describes, nothing after an exception of Python's."""
+    gc.disable()  # a fifth of the time is its search for garbage, and the process ends with the answer
     try:
         key, described = pickle.loads(question)
         if program_key(ARGUMENTS, described) != key:
