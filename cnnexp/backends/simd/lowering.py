@@ -11,7 +11,7 @@ import math
 import pickle
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 from llvmlite import ir
 
@@ -240,7 +240,7 @@ class _NodeState(pickle.Pickler):
             self._nodes.append(thing)
         return type(thing).__name__ if isinstance(thing, Arena | Parameters | Plan) else None
 
-    def reducer_override(self, thing: object) -> object:
+    def reducer_override(self, thing: object) -> Any:
         if isinstance(thing, Node | Stage):
             state = {name: value for name, value in vars(thing).items() if name not in ("name", "layers")}
             return object.__new__, (type(thing),), state
