@@ -125,7 +125,7 @@ def time_kernels(plan: Plan) -> dict[str, float]:
     found = {}
     for kernel in [*plan.forward, None, *plan.backward, *plan.gradients]:
         if kernel is None:
-            rows = arena[scores.offset : scores.offset + count * scores.stride].reshape(count, scores.stride)
+            rows = arena[int(scores.offset) :][: count * scores.stride].reshape(count, scores.stride)
             rows[:, : scores.size] = rng.normal(0, 0.01, (count, scores.size))
             continue
         if kernel is plan.forward[0]:

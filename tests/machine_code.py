@@ -189,7 +189,7 @@ class KernelProgram:
         return self._rows(self.plan.scores, len(tile)).copy()
 
     def _rows(self, matrix, count: int):
-        rows = self._arena[matrix.offset : matrix.offset + count * matrix.stride]
+        rows = self._arena[int(matrix.offset) :][: count * matrix.stride]
         return rows.reshape(count, matrix.stride)[:, : matrix.size]
 
     def _run(self, name: str, *arguments) -> None:

@@ -24,7 +24,7 @@ from cnnexp.backends.cpu.dispatchers import load_or_compile
 from cnnexp.backends.simd import CpuSimd
 from cnnexp.backends.simd.algorithms import update
 from cnnexp.backends.simd.compiler import intrinsics
-from cnnexp.backends.simd.compiler.compose import compose, compose_five
+from cnnexp.backends.simd.compiler.compose import compose
 from cnnexp.backends.simd.compiler.emit import INDEX, Target
 from cnnexp.backends.simd.compiler.host import cache_bytes, host_target
 from cnnexp.backends.simd.compiler.intrinsics import NEEDS
@@ -422,7 +422,7 @@ def test_a_traced_rule_rounds_as_numpy_does(name):
     optimizer = OPTIMIZERS[name](weight_decay=0.01)
     if hasattr(optimizer, "momentum"):
         optimizer = replace(optimizer, momentum=0.9)
-    compiled = compose_five("update", host_target(), lambda k: update.update(k, optimizer))
+    compiled = compose("update", host_target(), [("update", lambda k: update.update(k, optimizer))])
 
     @njit
     def run(w, g, s, t, numbers):

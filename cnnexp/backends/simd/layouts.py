@@ -168,7 +168,7 @@ class Arena:
         self.lanes, self.groups, self.images = lanes, groups, images or lanes * groups
         # loads may reach one vector past the last value
         self.size = 16 * lanes
-        self.shared = self._needed = 0
+        self.shared, self._needed = Offset(0), 0
         self._fills: list[tuple[int, np.ndarray]] = []
 
     def allocate(self, floats: int) -> Offset:
@@ -224,7 +224,7 @@ class Arena:
         """Return arenas (threads, stride) as a fresh run needs them, each on its own cache lines."""
         arenas = aligned_zeros((threads, self.stride))
         for offset, values in self._fills:
-            arenas[:, offset : offset + len(values)] = values
+            arenas[:, int(offset) : int(offset) + len(values)] = values
         return arenas
 
 
@@ -257,6 +257,7 @@ class Parameters:
     def __init__(self, lanes: int) -> None:
         self.lanes, self.added, self.owned = lanes, 0, 0
         self._places: dict[str, tuple[bool, int]] = {}
+        self._offsets: dict[str, Offset] = {}
         self._parts: list[tuple[Parameter, int, Callable[[np.ndarray, np.ndarray], Views]]] = []
 
     @property
@@ -301,13 +302,17 @@ class Parameters:
 
     def _views(self, flat: np.ndarray, packed: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         for parameter, size, views in self._parts:
-            at = self.offset(parameter)
+            at = int(self.offset(parameter))
             yield from views(flat[parameter.offset : parameter.offset + parameter.size], packed[at : at + size])
+
+    def holds(self, parameter: Parameter) -> bool:
+        """Whether it has a place: running averages lie elsewhere."""
+        return parameter.name in self._places
 
     def offset(self, parameter: Parameter) -> Offset:
         """Return where a parameter begins, once all have their places."""
         owned, at = self._places[parameter.name]
-        return Offset(at + self.added if owned else at)
+        return self._offsets.setdefault(parameter.name, Offset(at + self.added if owned else at))
 
     def weights(self, k: Emitter, stage: ConvStage | LinearStage) -> tuple[Pointer, Pointer | None]:
         """Return the addresses of a layer's weight and of its bias, None where it has none."""

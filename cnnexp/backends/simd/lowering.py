@@ -6,10 +6,12 @@ Then it asks every node for its forward and backward kernels.
 from __future__ import annotations
 
 import functools
+import io
 import math
+import pickle
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 from llvmlite import ir
 
@@ -22,10 +24,10 @@ from cnnexp.backends.simd.algorithms.node import Node, Tensor
 from cnnexp.backends.simd.algorithms.residual import Split, Sum
 from cnnexp.backends.simd.algorithms.update import own_arena
 from cnnexp.backends.simd.compiler.clocks import Clocks
-from cnnexp.backends.simd.compiler.emit import BYTE, FLOAT, Emitter, Kernels, Target
+from cnnexp.backends.simd.compiler.emit import BYTE, FLOAT, Emitter, Kernel, Kernels, Offset, Target
 from cnnexp.backends.simd.layouts import NC, NHWC, Arena, Blocked, Halo, Parameters
 from cnnexp.backends.simd.planner import choose_nodes, works
-from cnnexp.network import Network, Shape
+from cnnexp.network import Network, Parameter, Shape, Stage
 from cnnexp.optimizers import Optimizer
 
 LAYOUTS = {Blocked: "images in lanes", NHWC: "channels in lanes", NC: "an image a row"}
@@ -127,10 +129,27 @@ class Plan:
     ) -> list[tuple[str, Callable[..., None]]]:
         """Return the kernels of the nodes under their names, each charged to its part of the step."""
         return [
-            (f"{node.name}.{name}", self._clocked(emit, node.part(self, what, name)))
+            (
+                f"{node.name}.{name}",
+                Kernel(
+                    self._clocked(emit, node.part(self, what, name)), functools.partial(self._key, node, what, name)
+                ),
+            )
             for node in nodes
             for name, emit in kernels_of(node)
         ]
+
+    def _key(self, node: Node, what: str, name: str) -> tuple[bytes | None, list[Offset]]:
+        """Return what the code of a kernel follows from, and what differs between equal nodes: see `Kernel`."""
+        if self.clocks.on:
+            return None, []
+        text = io.BytesIO()
+        state = _NodeState(text, self)
+        try:
+            state.dump((node, what, name))
+        except (AttributeError, TypeError, pickle.PicklingError):
+            return None, []
+        return text.getvalue(), state.offsets
 
     def _clocked(self, emit: Callable[..., None], part: Part) -> Callable[..., None]:
         number = self.clocks.part(part)
@@ -201,6 +220,41 @@ class Plan:
             _, start, row = first.input_room
         gather = functools.partial(gather_rows, y=x, shape=shape, first=start, stride=row, pixel=pixel)
         return [("gather", gather)]
+
+
+class _NodeState(pickle.Pickler):
+    """Writes all that a node holds, but for names and for offsets, which are counted: equal layers give equal bytes.
+
+    Attributes:
+        offsets: those met, in the order of their first.
+    """
+
+    def __init__(self, file: io.BytesIO, plan: Plan) -> None:
+        super().__init__(file)
+        self.fast = True  # what is equal is written alike, whether or not it is the same
+        self._parameters, self.offsets, self._nodes = plan.parameters, [plan.arena.shared], list[object]()
+
+    def persistent_id(self, thing: object) -> object:
+        if isinstance(thing, Parameter):
+            return thing.shape, self._number(self._parameters.offset(thing)) if self._parameters.holds(thing) else None
+        if isinstance(thing, Offset):
+            return self._number(thing)
+        if isinstance(thing, Node):  # the ends of a Residual name each other
+            if thing in self._nodes:
+                return self._nodes.index(thing)
+            self._nodes.append(thing)
+        return type(thing).__name__ if isinstance(thing, Arena | Parameters | Plan) else None
+
+    def reducer_override(self, thing: object) -> Any:
+        if isinstance(thing, Node | Stage):
+            state = {name: value for name, value in vars(thing).items() if name not in ("name", "layers")}
+            return object.__new__, (type(thing),), state
+        return NotImplemented
+
+    def _number(self, offset: Offset) -> int:
+        if offset not in self.offsets:
+            self.offsets.append(offset)
+        return self.offsets.index(offset)
 
 
 def _reader(nodes: list[Node], at: int) -> Node:

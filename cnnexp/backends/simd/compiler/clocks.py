@@ -45,7 +45,7 @@ class Clocks:
     def place(self, allocate: Callable[[int], int]) -> None:
         """Take room in the arena, once all parts are known."""
         if self.on:
-            self.offset = allocate(FLOATS * (1 + len(self.parts)))
+            self.offset = int(allocate(FLOATS * (1 + len(self.parts))))
 
     def charge(self, k: Emitter, part: int, arena: Pointer | None = None) -> None:
         """Emit a reading that gives the ticks since the last one to a part.

@@ -1,4 +1,8 @@
-"""Kernels as functions for `@njit` code: the one place where what `emit` emits meets Numba."""
+"""Kernels as functions for `@njit` code: the one place where what `emit` emits meets Numba.
+
+Numba optimizes a function three times, and compiles what calls it anew. So kernels lie in a module of their own, their
+library, and Numba sees a weak function of the same name for each: `native.MachineCode.linked` puts them in its place.
+"""
 
 from __future__ import annotations
 
@@ -7,104 +11,84 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
-from cnnexp.backends.simd.compiler.emit import Emit, Kernels, Target, call_kernels
+from cnnexp.backends.simd.compiler.emit import Kernels, Target, call_kernels
 
 Codegen = Callable[[Any, ir.IRBuilder, Any, Sequence[ir.Value]], ir.Value]
 Intrinsic = tuple[types.Type, Codegen]
 """What Numba asks of an intrinsic: its signature, and what emits it."""
 
 
-def compose(name: str, target: Target, kernels: Kernels) -> Callable[..., None]:
-    """Return a function for `@njit` code that runs the kernels in order, each on three arrays and a count of images.
+def compose(name: str, target: Target, kernels: Kernels, library: ir.Module | None = None) -> Callable[..., None]:
+    """Return a function for `@njit` code that runs the kernels in order, each on the same arrays and a count of images.
 
     Each kernel is an LLVM function of its own, so that registers are allocated kernel by kernel.
+
+    Args:
+        library: where the kernels are defined; None for where they are called, once for each compiled function.
     """
 
-    @intrinsic
-    def run(
-        typing: Any, parameters: types.Type, gradients: types.Type, arena: types.Type, count: types.Type
-    ) -> Intrinsic:
-        return _signature(parameters, gradients, arena), _caller(name, target, kernels)
+    def emit(builder: ir.IRBuilder, given: list[ir.Value]) -> None:
+        call_kernels(builder, name, target, kernels, given)
 
-    return run
+    return _outlined(f"kernels.{name}", library, emit)
 
 
-def compose_six(name: str, target: Target, kernels: Kernels) -> Callable[..., None]:
-    """Return a function for `@njit` code that runs the kernels in order, each on six arrays and a count."""
+def compose_choice(name: str, target: Target, choices: Sequence[Kernels], library: ir.Module) -> Callable[..., None]:
+    """Return a function for `@njit` code that runs, of lists of kernels, the one of a number given last."""
 
-    @intrinsic
-    def run(
-        typing: Any,
-        a: types.Type,
-        b: types.Type,
-        c: types.Type,
-        d: types.Type,
-        e: types.Type,
-        f: types.Type,
-        count: types.Type,
-    ) -> Intrinsic:
-        return _signature(a, b, c, d, e, f), _caller(name, target, kernels)
+    def emit(builder: ir.IRBuilder, given: list[ir.Value]) -> None:
+        *same, choice = given
+        end = builder.append_basic_block("end")
+        switch = builder.switch(choice, end)
+        for number, kernels in enumerate(choices):
+            switch.add_case(number, block := builder.append_basic_block(f"choice{number}"))
+            builder.position_at_end(block)
+            call_kernels(builder, name, target, kernels, same)
+            builder.branch(end)
+        builder.position_at_end(end)
 
-    return run
+    return _outlined(f"kernels.{name}", library, emit)
 
 
-def compose_five(name: str, target: Target, kernel: Emit) -> Callable[..., None]:
-    """Return a function for `@njit` code that runs one kernel on five arrays and a count."""
+def _outlined(
+    name: str, library: ir.Module | None, emit: Callable[[ir.IRBuilder, list[ir.Value]], None]
+) -> Callable[..., None]:
+    """Return a function for `@njit` code that calls what is emitted, once, on first elements and numbers."""
 
     @intrinsic
-    def run(
-        typing: Any, a: types.Type, b: types.Type, c: types.Type, d: types.Type, e: types.Type, count: types.Type
-    ) -> Intrinsic:
-        return _signature(a, b, c, d, e), _caller(name, target, [("kernel", kernel)])
-
-    return run
-
-
-def compose_choice(name: str, target: Target, choices: Sequence[Kernels]) -> Callable[..., None]:
-    """Return a function for `@njit` code that runs, of lists of kernels, the one of a number given last.
-
-    Each kernel is run on four arrays and a count. All places of a module that call it share the kernels.
-    """
-
-    @intrinsic
-    def run(
-        typing: Any, a: types.Type, b: types.Type, c: types.Type, d: types.Type, count: types.Type, choice: types.Type
-    ) -> Intrinsic:
-        def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Sequence[ir.Value]) -> ir.Value:
-            arrays = zip(signature.args[:4], arguments[:4], strict=True)
-            values = [context.make_array(kind)(context, builder, value).data for kind, value in arrays]
-            values += arguments[4:]
-            function = builder.module.globals.get(name)
-            builder.call(function or _chooser(builder.module, name, target, choices, values), values)
+    def run(typing: Any, *arguments: types.Type) -> Intrinsic:
+        def codegen(context: Any, builder: ir.IRBuilder, signature: Any, given: Sequence[ir.Value]) -> ir.Value:
+            values = [
+                context.make_array(kind)(context, builder, value).data if isinstance(kind, types.Array) else value
+                for kind, value in zip(kinds, cgutils.unpack_tuple(builder, given[0]), strict=True)
+            ]
+            home = builder.module if library is None else library
+            if name not in home.globals:
+                _define(home, name, values, "internal" if library is None else "external", emit)
+            if name not in builder.module.globals:
+                _define(builder.module, name, values, "weak")
+            builder.call(builder.module.globals[name], values)
             return context.get_dummy_value()
 
-        return types.void(a, b, c, d, types.int64, types.int64), codegen
+        kinds = [kind if isinstance(kind, types.Array) else types.int64 for kind in arguments]
+        return types.void(types.StarArgTuple.from_types(kinds)), codegen
 
     return run
 
 
-def _chooser(
-    module: ir.Module, name: str, target: Target, choices: Sequence[Kernels], like: Sequence[ir.Value]
-) -> ir.Function:
-    """Define the function that `compose_choice` calls, on arguments as those given."""
-    kind = ir.FunctionType(ir.VoidType(), [value.type for value in like])
-    function = ir.Function(module, kind, name)
-    function.linkage = "internal"
-    function.attributes.add("noinline")
+def _define(
+    module: ir.Module, name: str, like: Sequence[ir.Value], linkage: str, emit: Callable[..., None] | None = None
+) -> None:
+    """Define a function on arguments as those given, of which `emit` emits the body."""
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [value.type for value in like]), name)
+    function.linkage = linkage
     builder = ir.IRBuilder(function.append_basic_block("entry"))
-    *same, choice = function.args
-    end = function.append_basic_block("end")
-    switch = builder.switch(choice, end)
-    for number, kernels in enumerate(choices):
-        switch.add_case(number, block := function.append_basic_block(f"choice{number}"))
-        builder.position_at_end(block)
-        call_kernels(builder, name, target, kernels, same)
-        builder.branch(end)
-    builder.position_at_end(end)
+    if emit:
+        emit(builder, list(function.args))
     builder.ret_void()
-    return function
 
 
 def on_arena(emit: Callable[[ir.IRBuilder, ir.Value], None]) -> Callable[..., Any]:
@@ -119,19 +103,3 @@ def on_arena(emit: Callable[[ir.IRBuilder, ir.Value], None]) -> Callable[..., An
         return types.void(arena), codegen
 
     return run
-
-
-def _signature(*arrays: types.Type) -> types.Type:
-    return types.void(*arrays, types.int64)
-
-
-def _caller(name: str, target: Target, kernels: Kernels) -> Codegen:
-    """Return what emits the calls of the kernels, with the arrays' first elements."""
-
-    def emit_calls(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Sequence[ir.Value]) -> ir.Value:
-        *arrays, count = zip(signature.args, arguments, strict=True)
-        buffers = [context.make_array(kind)(context, builder, value).data for kind, value in arrays]
-        call_kernels(builder, name, target, kernels, [*buffers, count[1]])
-        return context.get_dummy_value()
-
-    return emit_calls

@@ -65,7 +65,16 @@ class Target:
 
 
 class Offset(int):
-    """Where something lies in a buffer: of the place in the network, not of a shape, so it is a kernel's argument."""
+    """Where something lies in a buffer: it follows from the place in the network, so a kernel is given it."""
+
+    def _refuse(self, *_: object) -> int:
+        raise TypeError("add it to a Pointer: a number made of it would be of one place in the network")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __floordiv__ = __mod__ = _refuse
+
+
+Offsets = dict[tuple[str, Offset], int]
+"""What a kernel adds to its buffers, by buffer: their numbers in the table that it is called with."""
 
 
 class Pointer:
@@ -117,14 +126,14 @@ class Emitter:
         count: images in the tile, at run time.
         index: what `call` passes on, at run time.
         target: lanes and registers of the CPU.
-        offsets: what it adds to its buffers, by buffer and `Offset`: their numbers in the table it is called with.
+        offsets: those in use so far.
     """
 
-    def __init__(self, function: ir.Function, target: Target, offsets: dict[tuple[str, int], int]) -> None:
+    def __init__(self, function: ir.Function, target: Target, offsets: Offsets) -> None:
         self.builder = ir.IRBuilder(function.append_basic_block("entry"))
         self.function, self.module, self.target, self.lanes = function, function.module, target, target.lanes
         *buffers, self.count, self.index, self._table = function.args
-        self.offsets, self._places = offsets, dict[tuple[str, int], ir.Value]()
+        self.offsets, self._places = offsets, dict[tuple[str, Offset], ir.Value]()
         self.buffers = [Pointer(self, buffer) for buffer in buffers]
         self.parameters, self.gradients, self.arena = self.buffers[:3]
         self.vector = ir.VectorType(FLOAT, target.lanes)
@@ -441,12 +450,36 @@ Emit = Callable[[Emitter], None]
 Kernels = list[tuple[str, Emit]]
 
 
+class Kernel:
+    """A kernel that may do the same as another, but for offsets.
+
+    Attributes:
+        key: returns what its code follows from, None where that is unknown, and the offsets that it may use, in the
+            order in which the key counts them.
+    """
+
+    def __init__(self, emit: Callable[..., None], key: Callable[[], tuple[bytes | None, list[Offset]]]) -> None:
+        self._emit, self.key = emit, key
+
+    def __call__(self, k: Emitter, **options: object) -> None:
+        self._emit(k, **options)
+
+
 def call_kernels(builder: ir.IRBuilder, name: str, target: Target, kernels: Kernels, like: list[ir.Value]) -> None:
     """Define the kernels and call them in order, on `like`: buffers, and the count of images."""
+    known = _keys.setdefault(builder.module, {})
     for kernel_name, emit in kernels:
-        offsets = dict[tuple[str, int], int]()
-        function = define(builder.module, f"{name}.{kernel_name}", like, target, emit, offsets)
-        builder.call(function, [*like, INDEX(0), _table(builder.module, [INDEX(at) for _, at in offsets])])
+        key, own = emit.key() if isinstance(emit, Kernel) else (None, [])
+        if key in known:
+            function, numbers = known[key]
+            used = [own[number] for number in numbers]
+        else:
+            offsets = Offsets()
+            function = define(builder.module, f"{name}.{kernel_name}", like, target, emit, offsets)
+            used, numbered = [at for _, at in offsets], {id(at): number for number, at in enumerate(own)}
+            if key and all(id(at) in numbered for at in used):
+                known[key] = function, [numbered[id(at)] for at in used]
+        builder.call(function, [*like, INDEX(0), _table(builder.module, [INDEX(int(at)) for at in used])])
 
 
 def _table(module: ir.Module, numbers: list[ir.Constant]) -> ir.Value:
@@ -459,6 +492,9 @@ def _table(module: ir.Module, numbers: list[ir.Constant]) -> ir.Value:
 _known: WeakKeyDictionary[ir.Module, dict[str, ir.Function]] = WeakKeyDictionary()
 """The kernels of a module by their code."""
 
+_keys: WeakKeyDictionary[ir.Module, dict[bytes | None, tuple[ir.Function, list[int]]]] = WeakKeyDictionary()
+"""The kernels of a module by their key, with the numbers of the offsets that each uses."""
+
 
 def define(
     module: ir.Module,
@@ -466,7 +502,7 @@ def define(
     like: Sequence[ir.Value],
     target: Target,
     emit: Emit,
-    offsets: dict[tuple[str, int], int],
+    offsets: Offsets,
 ) -> ir.Function:
     """Emit a kernel into the module, on arguments as those given: buffers, and the count of images.
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import llvmlite.binding as llvm
 import numpy as np
 
+from cnnexp.backends.cache import host
 from cnnexp.backends.simd.compiler.entry import Array
 
 SIZE = ctypes.c_ssize_t
@@ -42,6 +43,29 @@ class MachineCode:
         head, _, object_file = payload.partition(b"\n")
         symbol, needs = json.loads(head)
         return MachineCode(symbol, tuple(needs), object_file)
+
+    @staticmethod
+    def linked(symbol: str, bitcode: bytes, kernels: str) -> MachineCode:
+        """Return a function of Numba's with the kernels that it calls, optimized by LLVM for this CPU.
+
+        Args:
+            bitcode: the function. kernels: LLVM's text of a module, whose functions take the place of weak ones.
+        """
+        module = llvm.parse_bitcode(bitcode)
+        module.link_in(llvm.parse_assembly(kernels))
+        for function in module.functions:
+            if not function.is_declaration and function.name != symbol:
+                function.linkage = "internal"
+        triple, cpu, features = host()
+        machine = llvm.Target.from_triple(triple).create_target_machine(
+            cpu, features, 3, "static" if triple.startswith("x86") else "default", "jitdefault", jit=True
+        )
+        options = llvm.create_pipeline_tuning_options(speed_level=3)
+        options.loop_vectorization, options.slp_vectorization = True, False
+        builder = llvm.create_pass_builder(machine, options)
+        builder.getModulePassManager().run(module, builder)
+        needs = sorted(f.name for f in module.functions if f.is_declaration and not f.name.startswith("llvm."))
+        return MachineCode(symbol, tuple(needs), machine.emit_object(module))
 
 
 class Function:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from llvmlite import ir
 
 from cnnexp.backends.simd.algorithms.batch_norm import FIRST, TILES
 from cnnexp.backends.simd.compiler.compose import compose_choice, on_arena
@@ -32,17 +33,18 @@ def cut(kernels: Kernels, after: Sequence[str]) -> tuple[list[Kernels], list[Ker
     return segments, found
 
 
-def make_batch(plan: Plan, begin: Callable, finish: Callable, compiled: Callable) -> Callable:
+def make_batch(plan: Plan, begin: Callable, finish: Callable, compiled: Callable, library: ir.Module) -> Callable:
     """Return what takes a thread's shares of a batch through a network with seams, in training.
 
     Args:
         begin: brings a tile's images into its arena. finish: takes its loss.
+        library: of the kernels, see `compose`.
     """
     names = [seam.kernel for seam in plan.seams]
     (ahead, left), (back, left_back) = cut(plan.forward, names), cut(plan.backward, names)
     meets: list[Kernels] = [[("meet", seam.meet)] for seam in plan.seams]
     choices = [*ahead, *back, *left, *left_back, *meets, plan.gradients]
-    run = compose_choice("seamed", plan.target, choices)
+    run = compose_choice("seamed", plan.target, choices, library)
     cuts, seams, images, clocked = len(ahead) - 1, len(names), plan.arena.images, plan.clocks.on
     parts, meeting, gradients = 2 * cuts + 2, 2 * cuts + 2 + seams, 2 * cuts + 2 + 2 * seams
     start_clocks, charge_wait = (

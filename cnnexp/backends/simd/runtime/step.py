@@ -14,7 +14,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import llvmlite.binding as llvm
 import numpy as np
 from llvmlite import ir
 from numba import int64, njit, types
@@ -26,7 +25,7 @@ from numba.np.numpy_support import from_dtype
 
 from cnnexp.backends.cache import host
 from cnnexp.backends.simd.algorithms import update
-from cnnexp.backends.simd.compiler.compose import Intrinsic, compose, compose_five, compose_six, on_arena
+from cnnexp.backends.simd.compiler.compose import Intrinsic, compose, on_arena
 from cnnexp.backends.simd.compiler.entry import APPLY, GRADIENTS, PREDICT, TRAIN, Array, Call, Forward, arguments
 from cnnexp.backends.simd.compiler.host import host_target
 from cnnexp.backends.simd.compiler.intrinsics import LOAD_CONTROL, STORE_CONTROL, call
@@ -42,19 +41,19 @@ FLUSH_TO_ZERO = 0x8040
 """Bits of x86's MXCSR: results below the normal numbers become 0, and so do operands."""
 
 
-def make_work(plan: Plan, loss: Loss, optimizer: Optimizer, key: str) -> Dispatcher:
+def make_work(plan: Plan, loss: Loss, optimizer: Optimizer, key: str, library: ir.Module) -> Dispatcher:
     """Return `work`, a dispatcher that is not compiled yet.
 
     Args:
-        key: what distinguishes its machine code from that of other programs.
+        key: what distinguishes its machine code from that of other programs. library: of the kernels, see `compose`.
     """
     compiled = _compiler(key)
-    run_tile, run_batch = _make_tile(plan, loss, compiled)
-    update_share = _make_update(plan, optimizer, compiled)
+    run_tile, run_batch = _make_tile(plan, loss, compiled, library)
+    update_share = _make_update(plan, optimizer, compiled, library)
     target, images, clocked, seamed = plan.target, plan.arena.images, plan.clocks.on, bool(plan.seams)
     added, owned = plan.parameters.added, plan.parameters.owned
     fetches = 0 < 4 * owned <= target.l2_bytes // 2
-    fetch = compose("fetch", target, [("owned", update.fetch)])
+    fetch = compose("fetch", target, [("owned", update.fetch)], library)
     start_clocks = on_arena(plan.clocks.starting)
     charge_wait, charge_update = (_charging(plan, name) for name in ("wait", "update"))
 
@@ -100,14 +99,15 @@ def _charging(plan: Plan, part: str) -> Callable[..., Any]:
     return on_arena(plan.clocks.charging(plan.step_parts[part]))
 
 
-def _make_tile(plan: Plan, loss: Loss, compiled: Callable) -> tuple[Callable, Callable]:
+def _make_tile(plan: Plan, loss: Loss, compiled: Callable, library: ir.Module) -> tuple[Callable, Callable]:
     """Return what takes a tile of images through the layers, and what takes a batch, where the step has seams."""
     target, clocked = plan.target, plan.clocks.on
-    gather_bytes = compose("gather_uint8", target, plan.gather["uint8"])
-    gather_floats = compose("gather_float32", target, plan.gather["float32"])
-    draw = compose("draws", target, plan.draws)
-    forward, backward = compose("forward", target, plan.forward), compose("backward", target, plan.backward)
-    owned_gradients = compose("owned_gradients", target, plan.gradients)
+    gather_bytes = compose("gather_uint8", target, plan.gather["uint8"], library)
+    gather_floats = compose("gather_float32", target, plan.gather["float32"], library)
+    draw = compose("draws", target, plan.draws, library)
+    forward = compose("forward", target, plan.forward, library)
+    backward = compose("backward", target, plan.backward, library)
+    owned_gradients = compose("owned_gradients", target, plan.gradients, library)
     charge_gather, charge_loss = (_charging(plan, name) for name in ("gather", "loss"))
     tile_loss = _tile_loss(loss, plan.scores, plan.d_scores, compiled)
     copy_scores = _copy_scores(plan.scores, compiled)
@@ -131,7 +131,7 @@ def _make_tile(plan: Plan, loss: Loss, compiled: Callable) -> tuple[Callable, Ca
 
     begin, finish = compiled(begin, inline="always"), compiled(finish, inline="always")
     if plan.seams:
-        return compiled(nothing), make_batch(plan, begin, finish, compiled)
+        return compiled(nothing), make_batch(plan, begin, finish, compiled, library)
 
     def run_tile(call: Call, share: int, step: int, at: int, end: int, batch: int) -> None:
         """Run the images order[at : end], at most a tile's, of a batch of so many."""
@@ -163,12 +163,12 @@ def _copy_scores(scores: NC, compiled: Callable) -> Callable:
     return copy_scores
 
 
-def make_forward(plan: Plan, key: str) -> Dispatcher:
+def make_forward(plan: Plan, key: str, library: ir.Module) -> Dispatcher:
     """Return `forward`, a dispatcher as `make_work`'s: what one thread does of a program that only predicts."""
     compiled, target, images = _compiler(key), plan.target, plan.arena.images
-    gather_bytes = compose("gather_uint8", target, plan.gather["uint8"])
-    gather_floats = compose("gather_float32", target, plan.gather["float32"])
-    run, copy_scores = compose("forward", target, plan.forward), _copy_scores(plan.scores, compiled)
+    gather_bytes = compose("gather_uint8", target, plan.gather["uint8"], library)
+    gather_floats = compose("gather_float32", target, plan.gather["float32"], library)
+    run, copy_scores = compose("forward", target, plan.forward, library), _copy_scores(plan.scores, compiled)
 
     def forward(call: Forward) -> None:
         while True:
@@ -187,12 +187,12 @@ def make_forward(plan: Plan, key: str) -> Dispatcher:
     return compiled(forward)
 
 
-def _make_update(plan: Plan, optimizer: Optimizer, compiled: Callable) -> Callable:
+def _make_update(plan: Plan, optimizer: Optimizer, compiled: Callable, library: ir.Module) -> Callable:
     """Return what takes the optimizer's step of a share of the parameters."""
     target, clocked, added = plan.target, plan.clocks.on, plan.parameters.added
-    owned_updates = compose_six("owned_updates", target, plan.updates(optimizer))
+    owned_updates = compose("owned_updates", target, plan.updates(optimizer), library)
     charge_wait, charge_update = (_charging(plan, name) for name in ("wait", "update"))
-    apply_update = _update(optimizer, plan, compiled)
+    apply_update = _update(optimizer, plan, compiled, library)
 
     def update_share(call: Call, share: int, step: int, batch: int) -> None:
         """Take step number `step` of this call, on a batch of so many images."""
@@ -225,18 +225,18 @@ def machine_code(plan: Plan, loss: Loss, optimizer: Optimizer, key: str) -> Mach
     Raises:
         RuntimeError: Numba compiles for another CPU than the plan was made for.
     """
-    found = cpu_target.target_context.codegen().magic_tuple()
-    if found != host():
+    codegen = cpu_target.target_context.codegen()
+    if (found := codegen.magic_tuple()) != host():
         raise RuntimeError(f"Numba compiles for {found}, the kernels are for {host()}; NUMBA_CPU_NAME sets both")
+    library = ir.Module("kernels")
+    library.triple, library.data_layout = host()[0], str(codegen.target_data)
     forward_only = plan.target.forward_only
-    work = make_forward(plan, key) if forward_only else make_work(plan, loss, optimizer, key)
+    work = make_forward(plan, key, library) if forward_only else make_work(plan, loss, optimizer, key, library)
     signature = _signature(Forward if forward_only else Call)
     work.compile(signature)
     compiled = work.overloads[signature.args]
-    _, _, (object_file, bitcode) = compiled.library.serialize_using_object_code()
-    functions = llvm.parse_bitcode(bitcode).functions
-    needs = sorted(f.name for f in functions if f.is_declaration and not f.name.startswith("llvm."))
-    return MachineCode(compiled.fndesc.llvm_func_name, tuple(needs), object_file)
+    _, _, bitcode = compiled.library.serialize_using_bitcode()
+    return MachineCode.linked(compiled.fndesc.llvm_func_name, bitcode, str(library))
 
 
 def _type(argument: Array | None) -> types.Type:
@@ -285,13 +285,13 @@ def _tile_loss(loss: Loss, scores: NC, d_scores: NC, compiled: Callable) -> Call
     return tile_loss
 
 
-def _update(optimizer: Optimizer, plan: Plan, compiled: Callable) -> Callable:
+def _update(optimizer: Optimizer, plan: Plan, compiled: Callable, library: ir.Module) -> Callable:
     """Return the optimizer's part of a step: add up the threads' gradients in order, apply the rule, clear them."""
     if not optimizer.decay_biases:
-        return _update_sparing(optimizer, plan, compiled)
-    target = plan.target
-    add = compose("add", target, [("add", update.add)])
-    apply = compose_five("update", target, functools.partial(update.update, optimizer=optimizer))
+        return _update_sparing(optimizer, plan, compiled, library)
+    target, name = plan.target, f"update_{optimizer.weight_decay:g}"
+    add = compose("add", target, [("add", update.add)], library)
+    apply = compose(name, target, [(name, functools.partial(update.update, optimizer=optimizer))], library)
 
     @compiled
     def run(
@@ -305,10 +305,11 @@ def _update(optimizer: Optimizer, plan: Plan, compiled: Callable) -> Callable:
     return run
 
 
-def _update_sparing(optimizer: Optimizer, plan: Plan, compiled: Callable) -> Callable:
+def _update_sparing(optimizer: Optimizer, plan: Plan, compiled: Callable, library: ir.Module) -> Callable:
     """Return what `_update` does where weight decay spares the parameters of one axis."""
-    decaying = _update(dataclasses.replace(optimizer, decay_biases=True), plan, compiled)
-    sparing = _update(dataclasses.replace(optimizer, decay_biases=True, weight_decay=0.0), plan, compiled)
+    decaying = _update(dataclasses.replace(optimizer, decay_biases=True), plan, compiled, library)
+    spared = dataclasses.replace(optimizer, decay_biases=True, weight_decay=0.0)
+    sparing = _update(spared, plan, compiled, library)
     rows = plan.parameters.rows()
 
     @compiled

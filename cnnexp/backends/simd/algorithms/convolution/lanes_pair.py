@@ -353,7 +353,7 @@ def _first_places(k: Emitter, pair: PairGradient, at: int) -> list[list[Pointer]
     """Return where vectors of the first convolution lie, [tap, the bias last][pattern]."""
     patterns = pair.patch.patterns
     return [
-        [k.arena + (at + (tap * patterns + p) * k.lanes) for p in range(patterns)]
+        [k.arena + at + (tap * patterns + p) * k.lanes for p in range(patterns)]
         for tap in range(len(pair.patch.taps) + 1)
     ]
 
@@ -366,7 +366,7 @@ def _each_weight(
     lanes = [lane for lane in range(patch.patterns * patch.lanes) if lane % patch.row < patch.run]
     sources = [weights + tap * filters for tap in range(len(patch.taps))]
     for tap, source in enumerate(sources if bias is None else [*sources, bias]):
-        start = k.arena + (at + tap * patch.patterns * patch.lanes)
+        start = k.arena + at + tap * patch.patterns * patch.lanes
         for lane in lanes:
             yield source + lane % patch.row % patch.channels, start + lane
 

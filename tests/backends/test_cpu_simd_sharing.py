@@ -1,0 +1,76 @@
+"""A kernel is compiled for a shape, not for a place in the network."""
+
+import pytest
+from llvmlite import ir
+from machine_code import add_function
+
+from cnnexp import testing
+from cnnexp.backends.simd.compiler.emit import FLOAT, Offset
+from cnnexp.backends.simd.compiler.host import host_target
+from cnnexp.backends.simd.lowering import Plan
+from cnnexp.network import AvgPool2d, Conv2d, Dropout, Flatten, Linear, MaxPool2d, Network, ReLU, Residual
+from cnnexp.network.models import ResNet
+
+
+def plan_of(network):
+    return Plan(network, host_target(), 1, 8)
+
+
+def module_of(plan, keyed=True):
+    """Return a module of the kernels of a step; without their keys every kernel is emitted and its code compared."""
+    module = ir.Module("kernels")
+    for name in ("forward", "backward"):
+        kernels = getattr(plan, name)
+        if not keyed:
+            kernels = [(kernel, emit._emit) for kernel, emit in kernels]
+        add_function(module, name, plan.target, kernels, [FLOAT] * 3)
+    return module
+
+
+def compiled(module):
+    return [name for name, thing in module.globals.items() if isinstance(thing, ir.Function) and thing.blocks]
+
+
+def resnet(blocks):
+    return ResNet(blocks=blocks).network((16, 16, 3), 10)
+
+
+def test_more_equal_blocks_are_no_more_kernels(monkeypatch):
+    few, many = plan_of(resnet(3)), plan_of(resnet(5))
+    assert len(many.forward) + len(many.backward) > len(few.forward) + len(few.backward) + 80
+    module = module_of(few)
+    assert len(compiled(module)) == len(compiled(module_of(many))) < (len(few.forward) + len(few.backward)) / 2
+
+
+def test_most_of_the_kernels_of_equal_blocks_are_not_even_emitted(monkeypatch):
+    emitted = []
+    plan = plan_of(resnet(5))
+    for kernels in (plan.forward, plan.backward):
+        for _, kernel in kernels:
+            emit = kernel._emit
+            monkeypatch.setattr(kernel, "_emit", lambda k, emit=emit: (emitted.append(emit), emit(k)))
+    module_of(plan)
+    assert len(emitted) < (len(plan.forward) + len(plan.backward)) / 2
+
+
+BLOCK = (Conv2d(6, 3, padding="same"), ReLU(), Dropout(0.25))
+REPEATED = {
+    "resnet": resnet(3),
+    "convolutions": Network((9, 9, 6), (*BLOCK * 3, MaxPool2d(2, 1), MaxPool2d(2, 1), Flatten(), Linear(3))),
+    "pools": Network((8, 8, 2), (Conv2d(4, 3, 1, "same"), MaxPool2d(2)) * 2 + (AvgPool2d(2), Flatten(), Linear(3))),
+    "linear": Network((12,), (Linear(12), ReLU()) * 3 + (Linear(3),)),
+    "nested": Network((6, 6, 6), (Residual((Residual(BLOCK), *BLOCK)),) * 2 + testing.END),
+}
+NETWORKS = REPEATED | {name: Network(*given) for name, given in testing.NETWORKS.items()}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_kernels_of_equal_keys_have_equal_code(name):
+    plan = plan_of(NETWORKS[name])
+    assert str(module_of(plan)) == str(module_of(plan, keyed=False))
+
+
+def test_an_offset_becomes_no_constant():
+    for make in (lambda at: at + 1, lambda at: 1 + at, lambda at: at * 2, lambda at: at - 1, lambda at: at % 2):
+        with pytest.raises(TypeError, match="add it to a Pointer"):
+            make(Offset(16))
