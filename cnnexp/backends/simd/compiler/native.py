@@ -96,8 +96,8 @@ class Function:
         # Numba's convention: places for a result and for an exception come first, a status comes back
         self._call = ctypes.CFUNCTYPE(ctypes.c_int32, *[ctypes.c_void_p] * 2, *_types(arguments))(address)
 
-    def __call__(self, *given: int | np.ndarray | list[int]) -> None:
-        """Call it; a list stands for an array, its `fields`, which take longer than many a short call.
+    def __call__(self, *given: int | np.ndarray | tuple[int, ...]) -> None:
+        """Call it; a tuple stands for an array, its `fields`, which take longer than many a short call.
 
         Raises:
             TypeError: an array is not what `arguments` says.
@@ -105,7 +105,7 @@ class Function:
         """
         flat: list[int] = []
         for wanted, value in zip(self._arguments, given, strict=True):
-            if isinstance(value, list):
+            if isinstance(value, tuple):
                 flat += value
             elif wanted is None:
                 flat.append(int(value))
@@ -139,12 +139,12 @@ def _types(arguments: Sequence[Array | None]) -> list[type]:
     return found
 
 
-def fields(array: np.ndarray, wanted: Array) -> list[int]:
+def fields(array: np.ndarray, wanted: Array) -> tuple[int, ...]:
     """Return an array as Numba passes it: (owner, Python object, elements, bytes of one, address, shape, strides)."""
     fits = array.dtype == wanted.kind and array.ndim == wanted.dimensions and array.flags.c_contiguous
     if not fits or (wanted.written and not array.flags.writeable):
         raise TypeError(f"array {array.shape} of {array.dtype}, {array.flags.c_contiguous=} given for {wanted}")
-    return [0, 0, array.size, array.itemsize, array.ctypes.data, *array.shape, *array.strides]
+    return (0, 0, array.size, array.itemsize, array.ctypes.data, *array.shape, *array.strides)
 
 
 def _engine() -> llvm.ExecutionEngine:

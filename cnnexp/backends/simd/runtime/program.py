@@ -368,7 +368,7 @@ class ForwardProgram(Program[LoadedSplit]):
         self._helpers.close()
 
 
-def _fields(**arrays: np.ndarray) -> list[list[int]]:
+def _fields(**arrays: np.ndarray) -> list[tuple[int, ...]]:
     """Return arguments of `Forward` by name as `Function` takes them."""
     return [fields(array, cast(Array, FORWARD[name])) for name, array in arrays.items()]
 
