@@ -199,9 +199,8 @@ class BatchNormNode(Node[Pixels, Pixels]):
     def _average(self, k: Emitter, plan: Layout) -> None:
         """Take the running averages for the batch's own. Buffers: parameters, running averages, arena."""
         for channel, _ in _vectors(k, self.shape[2]):
-            mean, variance = (
-                k.load((k.gradients + Offset(average.offset)).at(channel)) for average in self.stage.running
-            )
+            rows = (k.gradients + Offset(average.offset) for average in self.stage.running)
+            mean, variance = (k.load(row.at(channel)) for row in rows)
             self._put(k, plan, k.arena, channel, mean, k.add(variance, k.constant(self.stage.layer.epsilon)))
 
     def _put(
