@@ -305,10 +305,6 @@ class Parameters:
             at = int(self.offset(parameter))
             yield from views(flat[parameter.offset : parameter.offset + parameter.size], packed[at : at + size])
 
-    def holds(self, parameter: Parameter) -> bool:
-        """Whether it has a place: running averages lie elsewhere."""
-        return parameter.name in self._places
-
     def offset(self, parameter: Parameter) -> Offset:
         """Return where a parameter begins, once all have their places."""
         owned, at = self._places[parameter.name]

@@ -5,6 +5,7 @@ Then it asks every node for its forward and backward kernels.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import math
@@ -129,27 +130,19 @@ class Plan:
     ) -> list[tuple[str, Callable[..., None]]]:
         """Return the kernels of the nodes under their names, each charged to its part of the step."""
         return [
-            (
-                f"{node.name}.{name}",
-                Kernel(
-                    self._clocked(emit, node.part(self, what, name)), functools.partial(self._key, node, what, name)
-                ),
-            )
+            (f"{node.name}.{name}", Kernel(self._clocked(emit, node.part(self, what, name)), key))
             for node in nodes
             for name, emit in kernels_of(node)
+            for key in [functools.partial(self._key, node, what, name)]
         ]
 
-    def _key(self, node: Node, what: str, name: str) -> tuple[bytes | None, list[Offset]]:
+    def _key(self, node: Node, what: str, name: str) -> tuple[bytes, list[Offset]]:
         """Return what the code of a kernel follows from, and what differs between equal nodes: see `Kernel`."""
-        if self.clocks.on:
-            return None, []
-        text = io.BytesIO()
-        state = _NodeState(text, self)
-        try:
+        state = _NodeState(self, text := io.BytesIO())
+        with contextlib.suppress(AttributeError, TypeError, pickle.PicklingError):
             state.dump((node, what, name))
-        except (AttributeError, TypeError, pickle.PicklingError):
-            return None, []
-        return text.getvalue(), state.offsets
+            return text.getvalue(), state.offsets
+        return b"", []
 
     def _clocked(self, emit: Callable[..., None], part: Part) -> Callable[..., None]:
         number = self.clocks.part(part)
@@ -229,14 +222,14 @@ class _NodeState(pickle.Pickler):
         offsets: those met, in the order of their first.
     """
 
-    def __init__(self, file: io.BytesIO, plan: Plan) -> None:
+    def __init__(self, plan: Plan, file: io.BytesIO) -> None:
         super().__init__(file)
         self.fast = True  # what is equal is written alike, whether or not it is the same
         self._parameters, self.offsets, self._nodes = plan.parameters, [plan.arena.shared], list[object]()
 
     def persistent_id(self, thing: object) -> object:
         if isinstance(thing, Parameter):
-            return thing.shape, self._number(self._parameters.offset(thing)) if self._parameters.holds(thing) else None
+            return thing.shape, self._number(self._parameters.offset(thing))
         if isinstance(thing, Offset):
             return self._number(thing)
         if isinstance(thing, Node):  # the ends of a Residual name each other
@@ -247,7 +240,7 @@ class _NodeState(pickle.Pickler):
 
     def reducer_override(self, thing: object) -> Any:
         if isinstance(thing, Node | Stage):
-            state = {name: value for name, value in vars(thing).items() if name not in ("name", "layers")}
+            state = {name: value for name, value in vars(thing).items() if name not in ("name", "layers", "running")}
             return object.__new__, (type(thing),), state
         return NotImplemented
 

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from llvmlite import ir
 
 from cnnexp.backends.simd.algorithms.cost import Work, passes
 from cnnexp.backends.simd.algorithms.elementwise import apply, same
@@ -91,7 +90,7 @@ def max_pool(k: Emitter, x: Blocked, size: int, stride: int, y: Blocked, argmax:
             code = k.builder.trunc(k.builder.add(k.builder.mul(i, INDEX(size)), j), INT)
             larger = k.larger(value, best.get())
             best.set(k.select(larger, value, best.get()))
-            where.set(k.select(larger, _spread_place(k, code), where.get()))
+            where.set(k.select(larger, k.spread(code), where.get()))
         k.store(best.get(), y.pixel(k, g, u, v).at(c, y.lanes))
         k.store(k.as_floats(where.get()), argmax.pixel(k, g, u, v).at(c, argmax.lanes))
 
@@ -106,7 +105,7 @@ def max_pool_backward(k: Emitter, argmax: Blocked, dy: Blocked, size: int, strid
         where = k.as_integers(k.load(argmax.pixel(k, g, u, v).at(c, argmax.lanes)))
         with k.loop(size) as i, k.loop(size) as j:
             code = k.builder.trunc(k.builder.add(k.builder.mul(i, INDEX(size)), j), INT)
-            here = k.builder.icmp_signed("==", where, _spread_place(k, code))
+            here = k.builder.icmp_signed("==", where, k.spread(code))
             at = corner.at(i, dx.row).at(j, dx.column)
             k.store(k.add(k.load(at), k.select(here, value, k.zero())), at)
 
@@ -141,8 +140,3 @@ def avg_pool_backward(k: Emitter, dy: Blocked, size: int, stride: int, shares: P
 def _clear(k: Emitter, x: Blocked) -> None:
     with k.loop(k.groups(k.lanes)) as g, k.loop(x.group // x.lanes) as i:
         k.store(k.zero(), x.stored(k, g).at(i, x.lanes))
-
-
-def _spread_place(k: Emitter, code: ir.Value) -> ir.Value:
-    single = k.builder.insert_element(ir.Constant(k.indices, ir.Undefined), code, INT(0))
-    return k.builder.shuffle_vector(single, single, ir.Constant(k.indices, None))

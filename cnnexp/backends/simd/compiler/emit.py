@@ -454,11 +454,11 @@ class Kernel:
     """A kernel that may do the same as another, but for offsets.
 
     Attributes:
-        key: returns what its code follows from, None where that is unknown, and the offsets that it may use, in the
+        key: returns what its code follows from, empty where that is unknown, and the offsets that it may use, in the
             order in which the key counts them.
     """
 
-    def __init__(self, emit: Callable[..., None], key: Callable[[], tuple[bytes | None, list[Offset]]]) -> None:
+    def __init__(self, emit: Callable[..., None], key: Callable[[], tuple[bytes, list[Offset]]]) -> None:
         self._emit, self.key = emit, key
 
     def __call__(self, k: Emitter, **options: object) -> None:
@@ -467,9 +467,9 @@ class Kernel:
 
 def call_kernels(builder: ir.IRBuilder, name: str, target: Target, kernels: Kernels, like: list[ir.Value]) -> None:
     """Define the kernels and call them in order, on `like`: buffers, and the count of images."""
-    known = _keys.setdefault(builder.module, {})
+    known = _known.setdefault(builder.module, {})
     for kernel_name, emit in kernels:
-        key, own = emit.key() if isinstance(emit, Kernel) else (None, [])
+        key, own = emit.key() if isinstance(emit, Kernel) else (b"", [])
         if key in known:
             function, numbers = known[key]
             used = [own[number] for number in numbers]
@@ -489,27 +489,17 @@ def _table(module: ir.Module, numbers: list[ir.Constant]) -> ir.Value:
     return table.gep([INDEX(0), INDEX(0)])
 
 
-_known: WeakKeyDictionary[ir.Module, dict[str, ir.Function]] = WeakKeyDictionary()
-"""The kernels of a module by their code."""
-
-_keys: WeakKeyDictionary[ir.Module, dict[bytes | None, tuple[ir.Function, list[int]]]] = WeakKeyDictionary()
-"""The kernels of a module by their key, with the numbers of the offsets that each uses."""
+_known: WeakKeyDictionary[ir.Module, dict[str | bytes, tuple[ir.Function, list[int]]]] = WeakKeyDictionary()
+"""The kernels of a module by their code, and by their key with the numbers of the offsets that each uses."""
 
 
 def define(
-    module: ir.Module,
-    name: str,
-    like: Sequence[ir.Value],
-    target: Target,
-    emit: Emit,
-    offsets: Offsets,
+    module: ir.Module, name: str, like: Sequence[ir.Value], target: Target, emit: Emit, offsets: Offsets
 ) -> ir.Function:
     """Emit a kernel into the module, on arguments as those given: buffers, and the count of images.
 
-    One that does the same as an earlier one, but for its offsets, is that one: equal layers are compiled once.
-
-    Args:
-        offsets: see `Emitter`, added to.
+    One that does the same as an earlier one, but for its offsets, is that one: equal layers are compiled once. What it
+    uses is added to the offsets.
     """
     kind = ir.FunctionType(ir.VoidType(), [*(argument.type for argument in like), INDEX, INDEX.as_pointer()])
     function = ir.Function(module, kind, module.get_unique_name(name))
@@ -523,7 +513,7 @@ def define(
     emit(k)
     k.builder.ret_void()
     code = ",".join(str(argument.type) for argument in like) + "".join(str(block) for block in function.blocks)
-    same = _known.setdefault(module, {}).setdefault(code, function)
+    same, _ = _known.setdefault(module, {}).setdefault(code, (function, []))
     if same is not function:
         del module.globals[function.name]
     return same
