@@ -28,14 +28,19 @@ def geometry(size, window, stride, padding):
     return before, (size + 2 * before - window) // stride + 1
 
 
-def places(shape, window, stride, padding):
+def reach(window, dilation):
+    """Return the side of what a window covers, its elements `dilation` pixels apart."""
+    return (window - 1) * dilation + 1
+
+
+def places(shape, window, stride, padding, dilation=1):
     """Yield (p, q, i, j, row, column) of every window element that lies on a pixel of an image (H, W)."""
-    (top, rows), (left, columns) = (geometry(size, window, stride, padding) for size in shape)
+    (top, rows), (left, columns) = (geometry(size, reach(window, dilation), stride, padding) for size in shape)
     for p in range(rows):
         for q in range(columns):
             for i in range(window):
                 for j in range(window):
-                    row, column = p * stride + i - top, q * stride + j - left
+                    row, column = p * stride + i * dilation - top, q * stride + j * dilation - left
                     if 0 <= row < shape[0] and 0 <= column < shape[1]:
                         yield p, q, i, j, row, column
 
@@ -44,20 +49,29 @@ def output_shape(x, window, stride, padding, channels):
     return (len(x), *(geometry(size, window, stride, padding)[1] for size in x.shape[1:3]), channels)
 
 
+def groups(x, w):
+    """Yield the channels and the filters of each group, as slices."""
+    count = x.shape[3] // w.shape[2]
+    for g in range(count):
+        yield tuple(slice(g * size // count, (g + 1) * size // count) for size in (x.shape[3], w.shape[3]))
+
+
 def conv2d(x, layer):
-    w = layer["weight"]
-    y = np.zeros(output_shape(x, len(w), layer["stride"], layer["padding"], w.shape[3]))
-    for p, q, i, j, row, column in places(x.shape[1:3], len(w), layer["stride"], layer["padding"]):
-        y[:, p, q] += x[:, row, column] @ w[i, j]
+    w, dilation = layer["weight"], layer.get("dilation", 1)
+    y = np.zeros(output_shape(x, reach(len(w), dilation), layer["stride"], layer["padding"], w.shape[3]))
+    for p, q, i, j, row, column in places(x.shape[1:3], len(w), layer["stride"], layer["padding"], dilation):
+        for c, f in groups(x, w):
+            y[:, p, q, f] += x[:, row, column, c] @ w[i, j, :, f]
     return y if layer["bias"] is None else y + layer["bias"]
 
 
 def conv2d_backward(x, y, dy, layer):
-    w = layer["weight"]
+    w, dilation = layer["weight"], layer.get("dilation", 1)
     dx, dw = np.zeros_like(x), np.zeros_like(w)
-    for p, q, i, j, row, column in places(x.shape[1:3], len(w), layer["stride"], layer["padding"]):
-        dx[:, row, column] += dy[:, p, q] @ w[i, j].T
-        dw[i, j] += x[:, row, column].T @ dy[:, p, q]
+    for p, q, i, j, row, column in places(x.shape[1:3], len(w), layer["stride"], layer["padding"], dilation):
+        for c, f in groups(x, w):
+            dx[:, row, column, c] += dy[:, p, q, f] @ w[i, j, :, f].T
+            dw[i, j, :, f] += x[:, row, column, c].T @ dy[:, p, q, f]
     return dx, dw, dy.sum(axis=(0, 1, 2))
 
 
@@ -179,12 +193,22 @@ def linear_backward(x, y, dy, layer):
 
 
 def residual(x, layer):
-    return x + forward(layer["layers"], x)[-1]
+    y, step = forward(layer["layers"], x)[-1], layer.get("step")
+    if step:  # option A of He et al. 2016, section 4.2
+        y = y.copy()
+        y[..., : x.shape[3]] += x[:, ::step, ::step]
+        return y
+    return x + y
 
 
 def residual_backward(x, y, dy, layer):
     """Return dx, and in the place of dw what `backward` found of the layers inside."""
     dx, found = backward(layer["layers"], forward(layer["layers"], x), dy)
+    step = layer.get("step")
+    if step:
+        dx = dx.copy()
+        dx[:, ::step, ::step] += dy[..., : x.shape[3]]
+        return dx, found, None
     return dx + dy, found, None
 
 

@@ -77,6 +77,8 @@ class Filters(Node[NC, NC]):
         section = sections[0]
         if not (first and isinstance(section.stage, ConvStage) and section.pool and section.flattened):
             return None
+        if not section.stage.dense:
+            return None
         return cls(section.stage, section.rectify, section.pool)
 
     def fits(self, target: Target) -> bool:
