@@ -112,7 +112,12 @@ NETWORKS = {
         (
             *(Conv2d(4, 3, padding="same", bias=False), BatchNorm2d(), ReLU()),
             *(Residual((Conv2d(6, 3, 2, "floor+1", bias=False), BatchNorm2d(), ReLU(), *WIDER), "padded"), ReLU()),
-            *(Residual((Conv2d(6, 1),), "padded"), Residual((AvgPool2d(1, 3, "floor"),), "padded"), Flatten(), Linear(3)),
+            *(
+                Residual((Conv2d(6, 1),), "padded"),
+                Residual((AvgPool2d(1, 3, "floor"),), "padded"),
+                Flatten(),
+                Linear(3),
+            ),
         ),
     ),
     "residual_padded_first": ((4, 4, 2), (Residual((Conv2d(5, 2, 2),), "padded"), GlobalAvgPool(), Linear(3))),
@@ -144,7 +149,13 @@ NETWORKS = {
         (9, 8, 2),
         (
             *(Conv2d(4, 3, padding="same", dilation=2), ReLU(), Conv2d(5, 2, 2, "floor+2", dilation=3), Tanh()),
-            *(Conv2d(6, 2, 1, "full", groups=1, dilation=2), ReLU(), MaxPool2d(2, padding="floor"), Flatten(), Linear(3)),
+            *(
+                Conv2d(6, 2, 1, "full", groups=1, dilation=2),
+                ReLU(),
+                MaxPool2d(2, padding="floor"),
+                Flatten(),
+                Linear(3),
+            ),
         ),
     ),
     "residual_first": ((4, 4, 2), (Residual((Conv2d(2, 3, padding="same"), ReLU())), GlobalAvgPool(), Linear(3))),
@@ -240,7 +251,14 @@ elementwise = st.sampled_from([ReLU(), Sigmoid(), Tanh(), LeakyReLU(0.1), GELU()
 convolutions = st.one_of(
     st.builds(Conv2d, st.integers(1, 5), sides, st.integers(1, 3), paddings, st.booleans()),
     st.builds(
-        Conv2d, st.integers(1, 6), sides, st.integers(1, 3), paddings, st.booleans(), st.integers(1, 3), st.integers(1, 3)
+        Conv2d,
+        st.integers(1, 6),
+        sides,
+        st.integers(1, 3),
+        paddings,
+        st.booleans(),
+        st.integers(1, 3),
+        st.integers(1, 3),
     ),
 )
 max_pools, avg_pools = (

@@ -25,10 +25,10 @@ class Conv2d:
         filters: number of output channels, >= 1.
         kernel: side of the kernel in pixels, >= 1.
         stride: step in pixels, >= 1.
-        padding: zeros around the image: `valid` (none), `same` (output side = ceil(side / stride)), `full`
-            (the kernel's reach, less 1, on every side), `auto` (just enough for the windows to fit), `floor` (none, and what does not
-            fill a window is left out, as in PyTorch and Keras), or pixels on every side; `floor+PIXELS` is both, as
-            PyTorch's `padding=PIXELS`.
+        padding: zeros around the image: `valid` (none), `same` (output side = ceil(side / stride)), `full` (all but one
+            pixel of what the kernel covers, on every side), `auto` (just enough for the windows to fit), `floor` (none,
+            and what does not fill a window is left out, as in PyTorch and Keras), or pixels on every side;
+            `floor+PIXELS` is both, as PyTorch's `padding=PIXELS`.
         bias: whether a bias per filter is added.
         groups: parts of the channels, each seen by a part of the filters alone; divides both. As many as channels is a
             depthwise convolution.
@@ -122,8 +122,8 @@ class Residual:
     """x + f(x), f being `layers` one after another (He et al. 2016).
 
     Attributes:
-        shortcut: what is added to f(x): `identity`, x itself, whose shape f gives back; `padded`, every n-th pixel of x,
-            as few as f has, and zeros for the channels that f adds: option A of the paper.
+        shortcut: what is added to f(x): `identity`, x itself, whose shape f gives back; `padded`, as many pixels of x
+            as f has, every n-th, and zeros for the channels that f adds: option A of the paper.
     """
 
     layers: tuple[Layer, ...]

@@ -379,7 +379,12 @@ def _transpose(r: _Reader, x: Any, perm: Sequence[int]) -> _Value:
 
 def _pad(r: _Reader, x: Any, pads: Any, fill: Any = None, axes: Any = None, mode: str = "constant") -> _Value:
     x, pads = r.image(x, skipped=True), r.constant(pads).tolist()
-    if mode == "constant" and axes is None and pads[:5] + pads[6:] == [0] * 7 and not (fill is not None and fill.item()):
+    if (
+        mode == "constant"
+        and axes is None
+        and pads[:5] + pads[6:] == [0] * 7
+        and not (fill is not None and fill.item())
+    ):
         return replace(x, skip=(*x.skip[:2], x.skip[2] + pads[5]))
     r.need(x.skip == NO_SKIP, "follows a Slice", "zeros after the channels")
     fits = mode == "constant" and axes is None and len(pads) == 8 and not any(pads[:2] + pads[4:6]) and min(pads) >= 0
@@ -494,7 +499,14 @@ HANDLERS: Mapping[str, Callable[..., Any]] = {
     **{"Gelu": _gelu, "Conv": _convolve, "MaxPool": _pool(MaxPool2d), "AveragePool": _pool(AvgPool2d)},
     **{"GlobalAveragePool": _mean, "ReduceMean": _mean, "BatchNormalization": _normalize, "Dropout": _drop_out},
     **{"Gemm": _linear, "MatMul": _linear, "Flatten": _flatten, "Reshape": _reshape, "Transpose": _transpose},
-    **{"Pad": _pad, "Slice": _slice, "Softmax": _softmax, "LogSoftmax": _softmax, "Concat": _concatenate, "Shape": _shape},
+    **{
+        "Pad": _pad,
+        "Slice": _slice,
+        "Softmax": _softmax,
+        "LogSoftmax": _softmax,
+        "Concat": _concatenate,
+        "Shape": _shape,
+    },
     **{"Squeeze": _of_flat, "Unsqueeze": _of_flat, "Gather": _of_flat},
     **{name: lambda r, x, **_: x for name in ("Identity", "Cast")},
     **dict.fromkeys(("Add", "Sub", "Mul", "Div", "Erf"), _compute),

@@ -116,9 +116,7 @@ class Sum(Node[Tensor, Tensor]):
         return [("backward", lambda k: _each(k, tensors, self.needed_dx, pass_on))]
 
 
-def _each_nth(
-    k: Emitter, tensors: Sequence[tuple[Tensor, int]], channels: tuple[int, int], function: Callable
-) -> None:
+def _each_nth(k: Emitter, tensors: Sequence[tuple[Tensor, int]], channels: tuple[int, int], function: Callable) -> None:
     """As `_each`, of `channels`, the first and how many, and of every n-th row and column of each (tensor, n).
 
     The last tensor is the target.

@@ -62,7 +62,11 @@ class ConvolutionNode(Node[Pixels, Pixels]):
     @classmethod
     def of(cls, sections: Sequence[Section], first: bool) -> Self | None:
         stage, pool = sections[0].stage, sections[0].pool
-        if not isinstance(stage, ConvStage) or not (stage.dense or cls.any_taps) or (cls.argmax and not (pool and pool.window.size > 1)):
+        if (
+            not isinstance(stage, ConvStage)
+            or not (stage.dense or cls.any_taps)
+            or (cls.argmax and not (pool and pool.window.size > 1))
+        ):
             return None
         return cls(stage, sections[0].rectify, pool)
 

@@ -108,7 +108,9 @@ class Depthwise(Node[Pixels, Pixels]):
                 value = value if bias is None else k.add(value, vector.weight(bias))
                 return k.rectify(value) if self.rectify else value
 
-            add_taps(k, (self.x, self.y), (self._along(0).forward(), self._along(1).forward()), self._tap(weights), finish)
+            add_taps(
+                k, (self.x, self.y), (self._along(0).forward(), self._along(1).forward()), self._tap(weights), finish
+            )
 
         return [("forward", run)]
 
