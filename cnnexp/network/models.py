@@ -322,8 +322,8 @@ class MobileNet(Model):
         layers, channels = [*_normalized(self.width), ReLU()], self.width
         for group in range(3):
             for block in range(self.blocks):
-                stride = 2 if group and not block else 1
-                depthwise = Conv2d(channels, 3, stride, "floor+1", bias=False, groups=channels)
+                stride, padding = (2, "floor+1") if group and not block else (1, "same")
+                depthwise = Conv2d(channels, 3, stride, padding, bias=False, groups=channels)
                 channels = self.width * 2 ** (group + 1)
                 layers += [depthwise, BatchNorm2d(), ReLU(), Conv2d(channels, 1, bias=False), BatchNorm2d(), ReLU()]
         return Network(input_shape, (*layers, GlobalAvgPool(), Linear(classes)))

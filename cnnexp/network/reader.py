@@ -403,6 +403,14 @@ def _slice(r: _Reader, x: Any, *numbers: Any) -> _Value:
     return replace(x, skip=(x.skip[0] * skip[2], x.skip[1] * skip[3], x.skip[2]))
 
 
+def _cut(a: np.ndarray, starts: Any, ends: Any, axes: Any, steps: Any) -> np.ndarray:
+    """Slice a constant; an end before the first number is none."""
+    cuts = [slice(None)] * a.ndim
+    for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
+        cuts[axis] = slice(start, end if end >= -a.shape[axis] else None, step)
+    return a[tuple(cuts)]
+
+
 def _drop_out(r: _Reader, x: Any, ratio: Any = None, *_: Any, **__: Any) -> _Value:
     return r.add(r.value(x), Dropout(0.5 if ratio is None else _short(r.constant(ratio).item())))
 
@@ -488,6 +496,7 @@ FOLDS: Mapping[str, Callable[..., Any]] = {
     **{"Add": np.add, "Sub": np.subtract, "Mul": np.multiply, "Div": np.divide},
     **{"Erf": np.vectorize(math.erf, [float]), "Gather": np.take, "Concat": lambda *a, axis: np.concatenate(a, axis)},
     **{"Cast": lambda a, **_: a, "Identity": _itself, "Reshape": lambda a, shape, **_: a.reshape(shape)},
+    **{"ConstantOfShape": lambda shape, value=0: np.full(shape, value), "Slice": _cut},
     "Squeeze": lambda a, axes: np.squeeze(a, tuple(axes.ravel())),
     "Transpose": lambda a, perm=None: a.transpose(perm),
     "Unsqueeze": lambda a, axes: np.expand_dims(a, tuple(axes.ravel())),
@@ -507,6 +516,7 @@ HANDLERS: Mapping[str, Callable[..., Any]] = {
         "Concat": _concatenate,
         "Shape": _shape,
     },
+    "ConstantOfShape": lambda r, x, **_: r.constant(x),
     **{"Squeeze": _of_flat, "Unsqueeze": _of_flat, "Gather": _of_flat},
     **{name: lambda r, x, **_: x for name in ("Identity", "Cast")},
     **dict.fromkeys(("Add", "Sub", "Mul", "Div", "Erf"), _compute),

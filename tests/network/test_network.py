@@ -170,7 +170,7 @@ def test_multiply_adds():
         ((4,), (BatchNorm2d(), Linear(1)), r"BatchNorm2d needs an image .* but gets \(4,\)"),
         (IMAGE, (Residual(()),), r"Residual holds no layers"),
         ((8, 8, 4), (Residual((ReLU(),), "none"),), r"shortcut='none'; legal: identity, padded"),
-        ((8, 8, 4), (Residual((MaxPool2d(3, 2, "floor"),), "padded"),), r"\(3, 3, 4\); for shortcut=padded they must give"),
+        ((8, 8, 4), (Residual((Conv2d(4, 4),), "padded"),), r"\(5, 5, 4\); for shortcut=padded they must"),
         ((8, 8, 4), (Residual((Conv2d(3, 1),), "padded"),), r"\(8, 8, 3\); for shortcut=padded .* no fewer channels"),
         ((8, 8, 4), (Residual((Flatten(),), "padded"),), r"\(256,\); for shortcut=padded"),
         ((8, 8, 4), (Conv2d(6, 3, groups=4),), r"groups=4; must divide the 4 channels and the 6 filters"),

@@ -170,7 +170,7 @@ def pixels(padded: np.ndarray, i: int, j: int, window: Window, out: tuple[int, .
 
 
 def by_group(a: np.ndarray, groups: int) -> np.ndarray:
-    """Return the last axis of (...,C) in parts, (groups,...,C/groups), all axes before it as one: a view, if it can be."""
+    """Return (...,C) by groups of channels, (groups,R,C/groups), of R places: a view of what is contiguous."""
     return a.reshape(-1, groups, a.shape[-1] // groups).swapaxes(0, 1)
 
 
