@@ -179,7 +179,8 @@ class _Branch(_Step[Array]):
     A shortcut that skips pixels and adds channels of zeros is the convolution with an identity matrix that does so.
     """
 
-    def __init__(self, ops: Ops[Array], stage: ResidualStage, batch_size: int, x: Array, dx: Array | None) -> None:
+    def __init__(self, ops: Ops[Array], stage: Stage, batch_size: int, x: Array, dx: Array | None) -> None:
+        assert isinstance(stage, ResidualStage)
         self._ops, self._stage = ops, stage
         self._inner = Chain(ops, stage.stages, batch_size, x, dx)
         self.y = ops.empty((batch_size, *stage.output_shape), np.float32)
