@@ -49,29 +49,28 @@ def output_shape(x, window, stride, padding, channels):
     return (len(x), *(geometry(size, window, stride, padding)[1] for size in x.shape[1:3]), channels)
 
 
-def groups(x, w):
-    """Yield the channels and the filters of each group, as slices."""
-    count = x.shape[3] // w.shape[2]
-    for g in range(count):
-        yield tuple(slice(g * size // count, (g + 1) * size // count) for size in (x.shape[3], w.shape[3]))
+def by_group(x, count):
+    """Return the last axis of x, channels or filters, as (count, those of a group)."""
+    return x.reshape(*x.shape[:-1], count, -1)
 
 
 def conv2d(x, layer):
     w, dilation = layer["weight"], layer.get("dilation", 1)
     y = np.zeros(output_shape(x, reach(len(w), dilation), layer["stride"], layer["padding"], w.shape[3]))
+    count = x.shape[3] // w.shape[2]
+    inputs, weights, outputs = (by_group(array, count) for array in (x, w, y))
     for p, q, i, j, row, column in places(x.shape[1:3], len(w), layer["stride"], layer["padding"], dilation):
-        for c, f in groups(x, w):
-            y[:, p, q, f] += x[:, row, column, c] @ w[i, j, :, f]
+        outputs[:, p, q] += np.einsum("ngc,cgf->ngf", inputs[:, row, column], weights[i, j])
     return y if layer["bias"] is None else y + layer["bias"]
 
 
 def conv2d_backward(x, y, dy, layer):
     w, dilation = layer["weight"], layer.get("dilation", 1)
-    dx, dw = np.zeros_like(x), np.zeros_like(w)
+    dx, dw, count = np.zeros_like(x), np.zeros_like(w), x.shape[3] // w.shape[2]
+    inputs, weights, d_outputs, d_inputs, d_weights = (by_group(array, count) for array in (x, w, dy, dx, dw))
     for p, q, i, j, row, column in places(x.shape[1:3], len(w), layer["stride"], layer["padding"], dilation):
-        for c, f in groups(x, w):
-            dx[:, row, column, c] += dy[:, p, q, f] @ w[i, j, :, f].T
-            dw[i, j, :, f] += x[:, row, column, c].T @ dy[:, p, q, f]
+        d_inputs[:, row, column] += np.einsum("ngf,cgf->ngc", d_outputs[:, p, q], weights[i, j])
+        d_weights[i, j] += np.einsum("ngc,ngf->cgf", inputs[:, row, column], d_outputs[:, p, q])
     return dx, dw, dy.sum(axis=(0, 1, 2))
 
 
