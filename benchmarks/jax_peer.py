@@ -14,6 +14,7 @@ import optax
 from jax import lax
 
 from benchmarks.cases import Case, Data
+from benchmarks.networks import pixels
 from cnnexp.network import (
     GELU,
     AvgPool2d,
@@ -115,11 +116,11 @@ class _Forward:
     def through(self, stages: Iterable[Stage], x):
         for stage in stages:
             match stage.layer:
-                case Conv2d(_, _, stride, padding, bias):
-                    dimensions = ("NHWC", "HWIO", "NHWC")
+                case Conv2d(_, _, stride, padding, bias, groups):
+                    how, padding = {"dimension_numbers": ("NHWC", "HWIO", "NHWC")}, pixels(padding)
                     room = [(padding, padding)] * 2 if isinstance(padding, int) else padding.upper()
                     weight = next(self._parameters)
-                    x = lax.conv_general_dilated(x, weight, (stride, stride), room, dimension_numbers=dimensions)
+                    x = lax.conv_general_dilated(x, weight, (stride, stride), room, feature_group_count=groups, **how)
                     x = x + next(self._parameters) if bias else x
                 case BatchNorm2d(momentum, epsilon):
                     x = self._normalize(x, momentum, epsilon)
@@ -144,7 +145,11 @@ class _Forward:
                     x = x @ next(self._parameters)
                     x = x + next(self._parameters) if bias else x
                 case Residual():
-                    x = x + self.through(stage.stages, x)
+                    past = x
+                    if stage.window:
+                        step, more = stage.window.stride, stage.output_shape[2] - stage.input_shape[2]
+                        past = jnp.pad(x[:, ::step, ::step], [(0, 0)] * 3 + [(0, more)])
+                    x = past + self.through(stage.stages, x)
                 case layer:
                     raise ValueError(f"no benchmark case uses {layer}")
         return x

@@ -11,6 +11,7 @@ from importlib.metadata import version
 import numpy as np
 
 from benchmarks.cases import Case, Data
+from benchmarks.networks import pixels
 from cnnexp.network import (
     GELU,
     AvgPool2d,
@@ -61,7 +62,7 @@ class Keras:
 
     def reset(self) -> None:
         for variable, first in zip(self._model.trainable_variables, self._views, strict=True):
-            variable.assign(first)
+            variable.assign(first.reshape(variable.shape))
         for variable in self._optimizer.variables:
             if "learning_rate" not in variable.path:
                 variable.assign(tf.zeros_like(variable))
@@ -116,10 +117,15 @@ def _optimizer(case: Case) -> keras.optimizers.Optimizer:
 def _through(stages: Iterable[Stage], x):
     for stage in stages:
         match stage.layer:
-            case Conv2d(filters, kernel, stride, padding, bias):
+            case Conv2d(filters, kernel, stride, padding, bias, groups):
+                padding = pixels(padding)
                 if isinstance(padding, int):
                     x, padding = keras.layers.ZeroPadding2D(padding)(x), "valid"
-                x = keras.layers.Conv2D(filters, kernel, stride, padding, use_bias=bias)(x)
+                if groups == 1:
+                    x = keras.layers.Conv2D(filters, kernel, stride, padding, use_bias=bias)(x)
+                else:
+                    assert groups == filters == stage.input_shape[2]
+                    x = keras.layers.DepthwiseConv2D(kernel, stride, padding, use_bias=bias)(x)
             case BatchNorm2d(momentum, epsilon):
                 x = keras.layers.BatchNormalization(momentum=1 - momentum, epsilon=epsilon)(x)
             case ReLU():
@@ -139,7 +145,15 @@ def _through(stages: Iterable[Stage], x):
             case Linear(features, bias):
                 x = keras.layers.Dense(features, use_bias=bias)(x)
             case Residual():
-                x = keras.layers.Add()([x, _through(stage.stages, x)])
+                past, step = x, stage.window.stride if stage.window else 0
+                if step:
+                    more = stage.output_shape[2] - stage.input_shape[2]
+                    skip = keras.layers.Lambda(
+                        lambda x, step, more: tf.pad(x[:, ::step, ::step], [[0, 0]] * 3 + [[0, more]]),
+                        arguments={"step": step, "more": more},
+                    )
+                    past = skip(x)
+                x = keras.layers.Add()([past, _through(stage.stages, x)])
             case layer:
                 raise ValueError(f"no benchmark case uses {layer}")
     return x

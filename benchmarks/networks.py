@@ -18,7 +18,7 @@ from cnnexp.network import (
     Network,
     ReLU,
 )
-from cnnexp.network.models import ResNet
+from cnnexp.network.models import MobileNet, ResNet
 
 CLASSES = 10
 MNIST, CIFAR, FACE = (28, 28, 1), (32, 32, 3), (48, 48, 1)
@@ -34,6 +34,11 @@ def _normalized(filters: int) -> tuple[Layer, ...]:
 
 def _mlp(*widths: int) -> tuple[Layer, ...]:
     return (*(layer for width in widths for layer in (Linear(width), ReLU())), Linear(CLASSES))
+
+
+def pixels(padding: str | int) -> str | int:
+    """Return what peers call a padding: `floor+1` is 1 to them, who leave out what does not fill a window."""
+    return int(padding.removeprefix("floor+")) if isinstance(padding, str) and padding.startswith("floor+") else padding
 
 
 POOL, FLAT = (MaxPool2d(2),), (Flatten(),)
@@ -84,6 +89,11 @@ NETWORKS: dict[str, tuple[str, Network, str]] = {
         "sgd",
     ),
     "resnet20": ("ResNet-20: `model=resnet model.blocks=3`", ResNet(blocks=3).network(CIFAR, CLASSES), "sgd"),
+    "mobilenet": (
+        "MobileNet: depthwise separable, `model=mobilenet`",
+        MobileNet().network(CIFAR, CLASSES),
+        "sgd",
+    ),
     "gelu_mlp": (
         "MLP with GELU and dropout: 784-512-512",
         Network(MNIST, (*FLAT, *(Linear(512), GELU(), Dropout(0.2)) * 2, Linear(CLASSES))),

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from benchmarks.cases import Case, Data
+from benchmarks.networks import pixels
 from cnnexp.network import (
     GELU,
     AvgPool2d,
@@ -164,24 +165,29 @@ class _FlattenChannelsLast(nn.Module):
 
 
 class _Residual(nn.Module):
-    def __init__(self, *inner: nn.Module) -> None:
+    def __init__(self, stage: Stage, *inner: nn.Module) -> None:
         super().__init__()
-        self._inner = nn.Sequential(*inner)
+        self._inner, self._step = nn.Sequential(*inner), stage.window.stride if stage.window else 0
+        self._more = stage.output_shape[2] - stage.input_shape[2]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self._inner(x)
+        past = x
+        if self._step:
+            past = nn.functional.pad(x[:, :, :: self._step, :: self._step], (0, 0, 0, 0, 0, self._more))
+        return past + self._inner(x)
 
 
 def _modules(stages: Iterable[Stage], channels_last: bool) -> list[nn.Module]:
     layers: list[nn.Module] = []
     for stage in stages:
         match stage.layer:
-            case Conv2d(filters, kernel, stride, padding, bias):
+            case Conv2d(filters, kernel, stride, padding, bias, groups):
+                padding = pixels(padding)
                 if padding == "same" and stride > 1:  # one side has a row more than the other
                     top, left, bottom, right = stage.window.pads
                     layers.append(nn.ZeroPad2d((left, right, top, bottom)))
                     padding = 0
-                layers.append(nn.Conv2d(stage.input_shape[2], filters, kernel, stride, padding, bias=bias))
+                layers.append(nn.Conv2d(stage.input_shape[2], filters, kernel, stride, padding, 1, groups, bias))
             case BatchNorm2d(momentum, epsilon):
                 layers.append(nn.BatchNorm2d(stage.input_shape[2], epsilon, momentum))
             case ReLU():
@@ -201,7 +207,7 @@ def _modules(stages: Iterable[Stage], channels_last: bool) -> list[nn.Module]:
             case Linear(features, bias):
                 layers.append(nn.Linear(stage.input_shape[0], features, bias))
             case Residual():
-                layers.append(_Residual(*_modules(stage.stages, channels_last)))
+                layers.append(_Residual(stage, *_modules(stage.stages, channels_last)))
             case layer:
                 raise ValueError(f"no benchmark case uses {layer}")
     return layers

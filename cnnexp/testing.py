@@ -51,6 +51,10 @@ END = (Flatten(), Linear(3))
 NETWORKS = {
     "convolution": ((8, 7, 2), (Conv2d(5, 3), ReLU(), Conv2d(3, 2), *END)),
     "stride and padding": ((9, 8, 1), (Conv2d(4, 3, 2, "same"), Tanh(), Conv2d(3, 2, 2, "floor", bias=False), *END)),
+    "groups and dilation": (
+        (8, 7, 4),
+        (Conv2d(6, 3, 2, "same", groups=2), Tanh(), Conv2d(6, 2, 1, 1, groups=6, dilation=2), ReLU(), *END),
+    ),
     "max-pool": ((9, 9, 2), (Conv2d(3, 2), MaxPool2d(2), ReLU(), MaxPool2d(3, 1), *END)),
     "average-pool": ((7, 7, 2), (Conv2d(3, 2), AvgPool2d(4, padding="auto"), Flatten(), Linear(3))),
     "global average": ((5, 3, 2), (Conv2d(3, 2), ReLU(), GlobalAvgPool(), Linear(3))),
@@ -77,6 +81,7 @@ NETWORKS = {
             *(Flatten(), Residual((Linear(3, bias=False),)), Linear(3)),
         ),
     ),
+    "padded residual": ((5, 4, 2), (Tanh(), Conv2d(2, 2), Residual((Conv2d(3, 2, 2, "same"),), "padded"), *END)),
     "two classes": ((6, 6, 1), (Conv2d(3, 3), Sigmoid(), Flatten(), Linear(1), Sigmoid())),
     "squared error": ((6, 6, 1), (Conv2d(3, 3), ReLU(), *END)),
 }

@@ -110,8 +110,9 @@ def _describe(stages: Iterable[Stage], flat: dict[str, np.ndarray], batch: np.nd
         weight = stage.weight.view(flat["parameters"]) if stage.weight else None
         bias = stage.bias.view(flat["parameters"]) if stage.bias else None
         match stage.layer:
-            case Conv2d(_, _, stride, padding):
+            case Conv2d(_, _, stride, padding, dilation=dilation):
                 layers.append({"kind": "conv2d", "weight": weight, "bias": bias, "stride": stride, "padding": padding})
+                layers[-1]["dilation"] = dilation
             case MaxPool2d(pool, stride, padding):
                 layers.append({"kind": "max_pool", "pool": pool, "stride": stride or pool, "padding": padding})
             case AvgPool2d(pool, stride, padding):
@@ -120,8 +121,10 @@ def _describe(stages: Iterable[Stage], flat: dict[str, np.ndarray], batch: np.nd
                 layers.append({"kind": "global_avg_pool"})
             case Linear():
                 layers.append({"kind": "linear", "weight": weight, "bias": bias})
-            case Residual():
+            case Residual(shortcut=shortcut):
                 layers.append({"kind": "residual", "layers": _describe(stage.stages, flat, batch)})
+                if shortcut == "padded":
+                    layers[-1]["step"] = -(-stage.input_shape[0] // stage.output_shape[0])
             case Dropout(rate):
                 layers.append({"kind": "dropout", "rate": rate})
                 if batch is not None:

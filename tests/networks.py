@@ -33,6 +33,7 @@ BLOCK = (
     *(Conv2d(4, 3, padding="same", bias=False), BatchNorm2d(), ReLU()),
     *(Conv2d(4, 3, padding="same", bias=False), BatchNorm2d()),
 )
+WIDER = Conv2d(6, 3, padding="same", bias=False), BatchNorm2d()
 NETWORKS = {
     **{name: network for name, network in SHIPPED.items() if name not in LOSSES},
     "one_conv": ((8, 8, 1), (Conv2d(4, 3), ReLU(), MaxPool2d(2), Flatten(), Linear(5))),
@@ -104,6 +105,57 @@ NETWORKS = {
             *(Conv2d(4, 3, padding="same", bias=False), BatchNorm2d(), ReLU(), Residual(BLOCK), ReLU()),
             *(Conv2d(4, 3, 2, "same", bias=False), BatchNorm2d(), ReLU(), Residual(BLOCK), ReLU()),
             *(GlobalAvgPool(), Dropout(0.2), Linear(5)),
+        ),
+    ),
+    "residual_padded": (
+        (6, 5, 3),
+        (
+            *(Conv2d(4, 3, padding="same", bias=False), BatchNorm2d(), ReLU()),
+            *(Residual((Conv2d(6, 3, 2, "floor+1", bias=False), BatchNorm2d(), ReLU(), *WIDER), "padded"), ReLU()),
+            *(
+                Residual((Conv2d(6, 1),), "padded"),
+                Residual((AvgPool2d(1, 3, "floor"),), "padded"),
+                Flatten(),
+                Linear(3),
+            ),
+        ),
+    ),
+    "residual_padded_first": ((4, 4, 2), (Residual((Conv2d(5, 2, 2),), "padded"), GlobalAvgPool(), Linear(3))),
+    "depthwise": (
+        (7, 8, 3),
+        (
+            *(Conv2d(3, 3, padding="same", groups=3), ReLU(), Conv2d(10, 1), BatchNorm2d(), ReLU()),
+            *(Conv2d(10, 3, 2, "floor+1", bias=False, groups=10), BatchNorm2d(), ReLU(), Conv2d(17, 1), Tanh()),
+            *(Conv2d(17, 2, 1, "full", groups=17), ReLU(), MaxPool2d(2, padding="floor"), Conv2d(34, 2, groups=17)),
+            *(Flatten(), Linear(3)),
+        ),
+    ),
+    "depthwise_last": ((5, 5, 9), (Conv2d(9, 1), ReLU(), Conv2d(9, 3, groups=9), ReLU(), Flatten(), Linear(3))),
+    "depthwise_dilated": (
+        (9, 8, 9),
+        (
+            *(Conv2d(9, 3, 1, "same", groups=9, dilation=2), ReLU(), Conv2d(9, 2, 2, "floor+3", groups=9, dilation=3)),
+            *(Tanh(), Conv2d(9, 3, 3, 4, groups=9, dilation=2), GlobalAvgPool(), Linear(3)),
+        ),
+    ),
+    "grouped": (
+        (6, 7, 4),
+        (
+            *(Conv2d(6, 3, padding="same", groups=2), ReLU(), MaxPool2d(2, padding="floor")),
+            *(Conv2d(9, 2, 1, "full", groups=3), ReLU(), Conv2d(18, 2, 2, "floor", groups=9), Flatten(), Linear(3)),
+        ),
+    ),
+    "dilated": (
+        (9, 8, 2),
+        (
+            *(Conv2d(4, 3, padding="same", dilation=2), ReLU(), Conv2d(5, 2, 2, "floor+2", dilation=3), Tanh()),
+            *(
+                Conv2d(6, 2, 1, "full", groups=1, dilation=2),
+                ReLU(),
+                MaxPool2d(2, padding="floor"),
+                Flatten(),
+                Linear(3),
+            ),
         ),
     ),
     "residual_first": ((4, 4, 2), (Residual((Conv2d(2, 3, padding="same"), ReLU())), GlobalAvgPool(), Linear(3))),
@@ -196,7 +248,19 @@ sides = st.integers(1, 4)
 paddings = st.sampled_from(["valid", "same", "full", "auto", "floor", 0, 1, 3])
 pool_paddings = st.sampled_from(["valid", "auto", "floor"])
 elementwise = st.sampled_from([ReLU(), Sigmoid(), Tanh(), LeakyReLU(0.1), GELU()])
-convolutions = st.builds(Conv2d, st.integers(1, 5), sides, st.integers(1, 3), paddings, st.booleans())
+convolutions = st.one_of(
+    st.builds(Conv2d, st.integers(1, 5), sides, st.integers(1, 3), paddings, st.booleans()),
+    st.builds(
+        Conv2d,
+        st.integers(1, 6),
+        sides,
+        st.integers(1, 3),
+        paddings,
+        st.booleans(),
+        st.integers(1, 3),
+        st.integers(1, 3),
+    ),
+)
 max_pools, avg_pools = (
     st.builds(pool, sides, st.one_of(st.none(), sides), pool_paddings) for pool in (MaxPool2d, AvgPool2d)
 )
@@ -210,6 +274,9 @@ def residuals(draw, layers, shape_keeping, nested=None):
     inner = draw(st.lists(shape_keeping, min_size=1, max_size=2))
     if draw(st.booleans()) if nested is None else nested:
         inner.append(Residual(tuple(draw(st.lists(layers, min_size=1, max_size=2)))))
+    if draw(st.integers(0, 3)) == 0:
+        wider = Conv2d(draw(st.integers(1, 5)), 1, draw(st.integers(1, 3)), "floor")
+        return Residual((*inner, wider), "padded")
     return Residual(tuple(inner))
 
 

@@ -28,14 +28,19 @@ def geometry(size, window, stride, padding):
     return before, (size + 2 * before - window) // stride + 1
 
 
-def places(shape, window, stride, padding):
+def reach(window, dilation):
+    """Return the side of what a window covers, its elements `dilation` pixels apart."""
+    return (window - 1) * dilation + 1
+
+
+def places(shape, window, stride, padding, dilation=1):
     """Yield (p, q, i, j, row, column) of every window element that lies on a pixel of an image (H, W)."""
-    (top, rows), (left, columns) = (geometry(size, window, stride, padding) for size in shape)
+    (top, rows), (left, columns) = (geometry(size, reach(window, dilation), stride, padding) for size in shape)
     for p in range(rows):
         for q in range(columns):
             for i in range(window):
                 for j in range(window):
-                    row, column = p * stride + i - top, q * stride + j - left
+                    row, column = p * stride + i * dilation - top, q * stride + j * dilation - left
                     if 0 <= row < shape[0] and 0 <= column < shape[1]:
                         yield p, q, i, j, row, column
 
@@ -44,20 +49,28 @@ def output_shape(x, window, stride, padding, channels):
     return (len(x), *(geometry(size, window, stride, padding)[1] for size in x.shape[1:3]), channels)
 
 
+def by_group(x, count):
+    """Return the last axis of x, channels or filters, as (count, those of a group)."""
+    return x.reshape(*x.shape[:-1], count, -1)
+
+
 def conv2d(x, layer):
-    w = layer["weight"]
-    y = np.zeros(output_shape(x, len(w), layer["stride"], layer["padding"], w.shape[3]))
-    for p, q, i, j, row, column in places(x.shape[1:3], len(w), layer["stride"], layer["padding"]):
-        y[:, p, q] += x[:, row, column] @ w[i, j]
+    w, dilation = layer["weight"], layer.get("dilation", 1)
+    y = np.zeros(output_shape(x, reach(len(w), dilation), layer["stride"], layer["padding"], w.shape[3]))
+    count = x.shape[3] // w.shape[2]
+    inputs, weights, outputs = (by_group(array, count) for array in (x, w, y))
+    for p, q, i, j, row, column in places(x.shape[1:3], len(w), layer["stride"], layer["padding"], dilation):
+        outputs[:, p, q] += np.einsum("ngc,cgf->ngf", inputs[:, row, column], weights[i, j])
     return y if layer["bias"] is None else y + layer["bias"]
 
 
 def conv2d_backward(x, y, dy, layer):
-    w = layer["weight"]
-    dx, dw = np.zeros_like(x), np.zeros_like(w)
-    for p, q, i, j, row, column in places(x.shape[1:3], len(w), layer["stride"], layer["padding"]):
-        dx[:, row, column] += dy[:, p, q] @ w[i, j].T
-        dw[i, j] += x[:, row, column].T @ dy[:, p, q]
+    w, dilation = layer["weight"], layer.get("dilation", 1)
+    dx, dw, count = np.zeros_like(x), np.zeros_like(w), x.shape[3] // w.shape[2]
+    inputs, weights, d_outputs, d_inputs, d_weights = (by_group(array, count) for array in (x, w, dy, dx, dw))
+    for p, q, i, j, row, column in places(x.shape[1:3], len(w), layer["stride"], layer["padding"], dilation):
+        d_inputs[:, row, column] += np.einsum("ngf,cgf->ngc", d_outputs[:, p, q], weights[i, j])
+        d_weights[i, j] += np.einsum("ngc,ngf->cgf", inputs[:, row, column], d_outputs[:, p, q])
     return dx, dw, dy.sum(axis=(0, 1, 2))
 
 
@@ -179,12 +192,22 @@ def linear_backward(x, y, dy, layer):
 
 
 def residual(x, layer):
-    return x + forward(layer["layers"], x)[-1]
+    y, step = forward(layer["layers"], x)[-1], layer.get("step")
+    if step:  # option A of He et al. 2016, section 4.2
+        y = y.copy()
+        y[..., : x.shape[3]] += x[:, ::step, ::step]
+        return y
+    return x + y
 
 
 def residual_backward(x, y, dy, layer):
     """Return dx, and in the place of dw what `backward` found of the layers inside."""
     dx, found = backward(layer["layers"], forward(layer["layers"], x), dy)
+    step = layer.get("step")
+    if step:
+        dx = dx.copy()
+        dx[:, ::step, ::step] += dy[..., : x.shape[3]]
+        return dx, found, None
     return dx + dy, found, None
 
 

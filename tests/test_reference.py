@@ -26,6 +26,42 @@ LAYERS = {
 }
 
 
+@pytest.mark.parametrize(("groups", "dilation"), [(2, 1), (1, 2), (2, 3)])
+def test_gradients_of_groups_and_dilation_are_central_differences(groups, dilation):
+    rng = np.random.default_rng(2)
+    layer = {"kind": "conv2d", "padding": "same", "stride": 2, "dilation": dilation, "bias": rng.standard_normal(4)}
+    layer["weight"], x = rng.standard_normal((3, 3, 2 // groups, 4)), X.copy()
+    y = reference.conv2d(x, layer)
+    dy = rng.standard_normal(y.shape)
+    dx, dw, _ = reference.conv2d_backward(x, y, dy, layer)
+
+    def value():
+        return (reference.conv2d(x, layer) * dy).sum()
+
+    assert reference.relative_error(dx, reference.numeric_gradient(value, x)) < 1e-6
+    assert reference.relative_error(dw, reference.numeric_gradient(value, layer["weight"])) < 1e-6
+
+
+def test_gradients_of_a_padded_residual_are_central_differences():
+    rng = np.random.default_rng(4)
+    inner = {
+        "kind": "conv2d",
+        "padding": "same",
+        "stride": 2,
+        "weight": rng.standard_normal((3, 3, 2, 5)),
+        "bias": None,
+    }
+    layer, x = {"kind": "residual", "layers": [inner], "step": 2}, X.copy()
+    y = reference.residual(x, layer)
+    dy = rng.standard_normal(y.shape)
+    dx, _, _ = reference.residual_backward(x, y, dy, layer)
+    assert np.array_equal(y[..., 2:], reference.conv2d(x, inner)[..., 2:])
+    assert (
+        reference.relative_error(dx, reference.numeric_gradient(lambda: (reference.residual(x, layer) * dy).sum(), x))
+        < 1e-6
+    )
+
+
 @pytest.mark.parametrize("padding", ["valid", "same", "full", "auto", "floor", 2])
 @pytest.mark.parametrize("kind", LAYERS)
 def test_gradients_of_layers_are_central_differences(kind, padding):

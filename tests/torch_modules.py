@@ -4,7 +4,7 @@
 import pytest
 
 NAMES = (
-    *("lenet5", "vgg", "resnet", "plain_resnet", "gelu_mlp", "views"),
+    *("lenet5", "vgg", "resnet", "plain_resnet", "padded_resnet", "mobilenet", "gelu_mlp", "views"),
     *("mean", "stem", "ceil", "no_biases", "convolutions", "rows_and_columns"),
 )
 
@@ -25,6 +25,14 @@ def torch_modules():
 
         def forward(self, x):
             return functional.relu(x + self.inner(x))
+
+    class PaddedBlock(nn.Module):
+        def __init__(self, width, wider):
+            super().__init__()
+            self.conv, self.more = nn.Conv2d(width, wider, 3, 2, 1), wider - width
+
+        def forward(self, x):
+            return functional.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, 0, self.more)) + self.conv(x)
 
     class Views(nn.Module):
         def __init__(self):
@@ -68,6 +76,18 @@ def torch_modules():
             (3, 10, 10),
         ),
         "plain_resnet": (nn.Sequential(nn.Conv2d(1, 4, 3), Block(4, False), nn.Flatten(), nn.Linear(144, 3)), (1, 8, 8)),
+        "padded_resnet": (
+            nn.Sequential(nn.Conv2d(3, 4, 3), PaddedBlock(4, 6), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 5)),
+            (3, 9, 8),
+        ),
+        "mobilenet": (
+            nn.Sequential(
+                *(nn.Conv2d(3, 4, 3, 2, 1, bias=False), nn.BatchNorm2d(4), nn.ReLU()),
+                *(nn.Conv2d(4, 4, 3, 1, 1, groups=4, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 8, 1)),
+                *(nn.Conv2d(8, 4, 3, 1, 2, dilation=2, groups=2), nn.AdaptiveAvgPool2d(1), nn.Flatten()),
+            ),
+            (3, 9, 8),
+        ),
         "gelu_mlp": (nn.Sequential(nn.Linear(9, 7), nn.GELU(), nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 3)), (9,)),
         "views": (Views(), (3, 9, 11)),
         "mean": (Mean(), (2, 6, 7)),

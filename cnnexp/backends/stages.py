@@ -176,19 +176,30 @@ class _Dropout(_Leaf[Array]):
 
 
 class _Branch(_Step[Array]):
-    """A Residual: its layers' last gradient is its own, to which the way past them adds."""
+    """A Residual: its layers' last gradient is its own, to which the way past them adds.
+
+    A shortcut that skips pixels and adds channels of zeros is the convolution with an identity matrix that does so.
+    """
 
     def __init__(self, ops: Ops[Array], stage: Stage, batch_size: int, x: Array, dx: Array | None) -> None:
+        assert isinstance(stage, ResidualStage)
         self._ops, self._stage = ops, stage
         self._inner = Chain(ops, stage.stages, batch_size, x, dx)
         self.y = ops.empty((batch_size, *stage.output_shape), np.float32)
         # views alone would make dy the very memory of dx, which whoever holds this layer still reads after `backward`
         self._doubles = all(isinstance(step, _View) for step in self._inner.steps)
         self.dy = ops.empty(self.y.shape, np.float32) if self._doubles else self._inner.steps[-1].dy
+        if stage.window:
+            eye = np.eye(x.shape[-1], self.y.shape[-1], dtype=np.float32)[None, None]
+            self._eye, self._d_eye = ops.to_device(eye), ops.empty(eye.shape, np.float32)
+            self._skipped, self._d_skipped = (ops.empty(like.shape, np.float32) for like in (self.y, x))
 
     def forward(self, run: Run[Array], x: Array, y: Array) -> Array:
-        inner = self._inner.forward(run, x)
+        inner, window = self._inner.forward(run, x), self._stage.window
         with run.watch(self._stage.name, "forward"):
+            if window:
+                x, whole = self._skipped[: run.count], x
+                self._ops.conv2d(whole, self._eye, None, window, x)
             self._ops.add(x, inner, y)
         return y
 
@@ -196,7 +207,11 @@ class _Branch(_Step[Array]):
         self._inner.backward(run, x, dx)
         if dx is not None:
             with run.watch(self._stage.name, "backward"):
-                self._ops.add(dy if self._doubles else dx, dy, dx)
+                past = dy
+                if self._stage.window:
+                    past = self._d_skipped[: run.count]
+                    self._ops.conv2d_backward(x, self._eye, dy, self._stage.window, past, self._d_eye, None)
+                self._ops.add(dy if self._doubles else dx, past, dx)
 
 
 _STEPS: dict[type, type[_Leaf | _View | _Branch]] = {

@@ -27,11 +27,14 @@ class Conv2d:
         filters: number of output channels, >= 1.
         kernel: side of the kernel in pixels, >= 1.
         stride: step in pixels, >= 1.
-        padding: zeros around the image: `valid` (none), `same` (output side = ceil(side / stride)), `full`
-            (kernel - 1 on every side), `auto` (just enough for the windows to fit), `floor` (none, and what does not
-            fill a window is left out, as in PyTorch and Keras), or pixels on every side; `floor+PIXELS` is both, as
-            PyTorch's `padding=PIXELS`.
+        padding: zeros around the image: `valid` (none), `same` (output side = ceil(side / stride)), `full` (all but one
+            pixel of what the kernel covers, on every side), `auto` (just enough for the windows to fit), `floor` (none,
+            and what does not fill a window is left out, as in PyTorch and Keras), or pixels on every side;
+            `floor+PIXELS` is both, as PyTorch's `padding=PIXELS`.
         bias: whether a bias per filter is added.
+        groups: parts of the channels, each seen by a part of the filters alone; divides both. As many as channels is a
+            depthwise convolution.
+        dilation: step in pixels from tap to tap of the kernel, >= 1.
     """
 
     filters: int
@@ -39,6 +42,8 @@ class Conv2d:
     stride: int = 1
     padding: str | int = "valid"
     bias: bool = True
+    groups: int = 1
+    dilation: int = 1
 
 
 @dataclass(frozen=True)
@@ -116,9 +121,15 @@ class BatchNorm2d:
 
 @dataclass(frozen=True)
 class Residual:
-    """x + f(x), f being `layers` one after another, which give back the shape that they take (He et al. 2016)."""
+    """x + f(x), f being `layers` one after another (He et al. 2016).
+
+    Attributes:
+        shortcut: what is added to f(x): `identity`, x itself, whose shape f gives back; `padded`, as many pixels of x
+            as f has, every n-th, and zeros for the channels that f adds: option A of the paper.
+    """
 
     layers: tuple[Layer, ...]
+    shortcut: str = "identity"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))

@@ -251,21 +251,23 @@ class Onnx(Model):
 
 @dataclass(frozen=True)
 class ResNet(Model):
-    """The residual network of He et al. (2016, section 4.2) for small images, with its shortcuts as identities only.
+    """The residual network of He et al. (2016, section 4.2) for small images.
 
     A convolution, then three groups of `blocks` residual blocks of two convolutions each, then the mean of every
-    channel and a linear layer: 6 * blocks + 2 layers with weights, and one convolution more between two groups, which
-    halves the image and doubles the channels. The paper does that in the shortcut of a group's first block.
+    channel and a linear layer: 6 * blocks + 2 layers with weights.
 
     Attributes:
         blocks: n in the paper's depth, 6n + 2.
         width: channels of the first group; the second has twice as many, the third four times.
+        downsample: what halves the image and doubles the channels between groups: `shortcut`, the first block of the
+            next group, its shortcut without parameters, option A of the paper; `convolution`, one more of them.
         dropout: rate before the linear layer; none if 0.
         label_smoothing: see `Loss`.
     """
 
     blocks: int = 1
     width: int = 16
+    downsample: Literal["shortcut", "convolution"] = "shortcut"
     dropout: float = 0.0
     label_smoothing: float = 0.0
 
@@ -277,13 +279,54 @@ class ResNet(Model):
     def network(self, input_shape: Shape, classes: int) -> Network:
         layers: list[Layer] = [*_normalized(self.width), ReLU()]
         for group in range(3):
-            width = self.width * 2**group
-            if group:
+            width, blocks = self.width * 2**group, self.blocks
+            if group and self.downsample == "convolution":
                 layers += [*_normalized(width, stride=2), ReLU()]
+            elif group:
+                halving = Conv2d(width, 3, 2, "floor+1", bias=False), BatchNorm2d()
+                layers += [Residual((*halving, ReLU(), *_normalized(width)), "padded"), ReLU()]
+                blocks -= 1
             block = Residual((*_normalized(width), ReLU(), *_normalized(width)))
-            layers += [block, ReLU()] * self.blocks
+            layers += [block, ReLU()] * blocks
         drop = (Dropout(self.dropout),) if self.dropout else ()
         return Network(input_shape, (*layers, GlobalAvgPool(), *drop, Linear(classes)))
+
+    @property
+    def loss(self) -> Loss:
+        return Loss("softmax_cross_entropy", self.label_smoothing)
+
+
+@dataclass(frozen=True)
+class MobileNet(Model):
+    """A MobileNet (Howard et al. 2017) for small images: depthwise separable convolutions.
+
+    A convolution, then three groups of `blocks` separable ones, each a depthwise 3 x 3 and a 1 x 1 convolution with
+    batch normalization and ReLU after both, then the mean of every channel and a linear layer. The second and the third
+    group halve the image.
+
+    Attributes:
+        blocks: separable convolutions of a group.
+        width: channels of the first convolution; each group has twice as many as what comes before it.
+        label_smoothing: see `Loss`.
+    """
+
+    blocks: int = 2
+    width: int = 16
+    label_smoothing: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_loss("softmax_cross_entropy", self.label_smoothing)
+
+    def network(self, input_shape: Shape, classes: int) -> Network:
+        layers, channels = [*_normalized(self.width), ReLU()], self.width
+        for group in range(3):
+            for block in range(self.blocks):
+                stride, padding = (2, "floor+1") if group and not block else (1, "same")
+                depthwise = Conv2d(channels, 3, stride, padding, bias=False, groups=channels)
+                channels = self.width * 2 ** (group + 1)
+                layers += [depthwise, BatchNorm2d(), ReLU(), Conv2d(channels, 1, bias=False), BatchNorm2d(), ReLU()]
+        return Network(input_shape, (*layers, GlobalAvgPool(), Linear(classes)))
 
     @property
     def loss(self) -> Loss:
@@ -299,6 +342,7 @@ MODELS: Registry[Model] = Registry(
         "knm": Knm,
         "ffn": Ffn,
         "resnet": ResNet,
+        "mobilenet": MobileNet,
         "custom": Custom,
         "onnx": Onnx,
     },

@@ -36,7 +36,7 @@ NATIVE: Mapping[type[Elementwise], str] = {ReLU: "Relu", LeakyReLU: "LeakyRelu",
 CHANNELS_FIRST, CHANNELS_LAST = (0, 3, 1, 2), (0, 1, 2, 3)
 FEW = 64  # numbers of a constant that is computed with: a shape, or a factor
 GRID = np.linspace(-6, 6, 97)  # on which arithmetic is compared with that of a layer
-NO_PADS = (0, 0, 0, 0)
+NO_PADS, NO_SKIP = (0, 0, 0, 0), (1, 1, 0)
 Weights = tuple[np.ndarray, ...]
 
 
@@ -115,6 +115,7 @@ class _Value:
         axes: where its axes lie in ours, (N, H, W, C).
         order: of a flat one, where each of its numbers stands in ours; None where they stand alike.
         pads: of a Pad just before: top, left, bottom, right. fill: with what.
+        skip: of a shortcut just before: the steps from pixel to pixel, down and across, and its channels of zeros.
         end: the softmax just before.
         rule: what arithmetic with numbers makes of the place's values; None if there is none.
     """
@@ -124,6 +125,7 @@ class _Value:
     order: np.ndarray | None = None
     pads: tuple[int, ...] = NO_PADS
     fill: float = 0.0
+    skip: tuple[int, ...] = NO_SKIP
     end: str = ""
     rule: Callable[[Any], Any] | None = None
 
@@ -193,12 +195,13 @@ class _Reader:
             where = f"{self.graph.source}: node {self.node.name!r} ({self.node.operator})"
             raise NetworkError(f"{where}: {why}; what fits: {fits}")
 
-    def value(self, x: Any, padded: bool = False, ended: bool = False) -> _Value:
+    def value(self, x: Any, padded: bool = False, ended: bool = False, skipped: bool = False) -> _Value:
         """Return a value of the network, arithmetic that led to it as a layer; refuse a constant."""
         self.need(isinstance(x, _Value), "has no input from the images", "a node on the way from images to scores")
         if x.rule is not None:
             x = self._layer_of(replace(x, rule=None), x.rule)
         self.need(padded or x.pads == NO_PADS, "follows a Pad", "a Conv or a MaxPool after the Pad")
+        self.need(skipped or x.skip == NO_SKIP, "follows a Slice", "an Add of a Residual after the Slice and its Pad")
         self.need(ended or not x.end, f"follows {x.end!r}", "a Softmax at the end alone, where the loss stands for it")
         return x
 
@@ -206,8 +209,8 @@ class _Reader:
         self.need(isinstance(array, np.ndarray), "a weight is missing or computed", "constants as weights")
         return array
 
-    def image(self, x: Any, padded: bool = False) -> _Value:
-        x = self.value(x, padded)
+    def image(self, x: Any, padded: bool = False, skipped: bool = False) -> _Value:
+        x = self.value(x, padded, skipped=skipped)
         fits = len(x.point.shape) == 3 and x.axes == CHANNELS_FIRST
         self.need(fits, f"an input of {x.point.shape}, axes {x.axes}", "an image, N x C x H x W")
         return x
@@ -261,15 +264,17 @@ def _collect(path: Sequence[_Point]) -> tuple[tuple[Layer, ...], Weights, Weight
 
 def _convolve(r: _Reader, x: Any, weight: Any, bias: Any = None, **at: Any) -> _Value:
     x, weight, group = r.image(x, padded=True), r.constant(weight), at.get("group", 1)
-    r.need(group == 1, f"group={group}", "group=1: there are no grouped convolutions")
-    fits = weight.ndim == 4 and weight.shape[2] == weight.shape[3] and weight.shape[1] == x.point.shape[2]
+    fits = weight.ndim == 4 and weight.shape[2] == weight.shape[3] and weight.shape[1] * group == x.point.shape[2]
     r.need(fits, f"a weight of {weight.shape} on {x.point.shape}", "square kernels of as many channels, F x C x K x K")
     r.need(not x.fill, f"follows a Pad of {x.fill}", "a Pad of zeros")
-    stride, pads = _slide(r, x, at, weight.shape[2])
+    dilations = at.get("dilations", [1, 1])
+    r.need(dilations[0] == dilations[1], f"dilations={dilations}", "equal dilations down and across")
+    reach = dilations[0] * (weight.shape[2] - 1) + 1
+    stride, pads = _slide(r, x, at, reach)
     choices = ("valid", "same", pads[0], "auto", "full", "floor", f"floor+{pads[0]}")
-    padding = _padding(r, (x.point.shape, weight.shape[2], stride, pads), choices)
+    padding = _padding(r, (x.point.shape, reach, stride, pads), choices)
     biases = () if bias is None else (r.constant(bias),)
-    layer = Conv2d(weight.shape[0], weight.shape[2], stride, padding, bool(biases))
+    layer = Conv2d(weight.shape[0], weight.shape[2], stride, padding, bool(biases), group, dilations[0])
     return r.add(x, layer, (weight.transpose(2, 3, 1, 0), *biases))
 
 
@@ -281,6 +286,8 @@ def _pool(layer: type[MaxPool2d | AvgPool2d]) -> Callable[..., _Value]:
         unseen = x.pads == NO_PADS or (layer is MaxPool2d and (positive or x.fill == -np.inf))
         r.need(unseen, f"follows a Pad of {x.fill}", "a MaxPool after a Pad of -inf, or of 0 after a Relu")
         stride, pads = _slide(r, x, at, size)
+        dilations = at.get("dilations", [1, 1])
+        r.need(dilations == [1, 1], f"dilations={dilations}", "dilations=[1, 1]")
         averaged = layer is AvgPool2d and any(pads) and at.get("count_include_pad")
         r.need(not averaged, "averages over padding", "count_include_pad=0")
         ceil, choices = bool(at.get("ceil_mode")), ("valid", "auto", "floor", f"floor+{pads[0]}")
@@ -292,9 +299,8 @@ def _pool(layer: type[MaxPool2d | AvgPool2d]) -> Callable[..., _Value]:
 
 def _slide(r: _Reader, x: _Value, at: Mapping[str, Any], size: int) -> tuple[int, list[int]]:
     """Return the stride of a node's windows, and how far they reach out at top, left, bottom and right."""
-    strides, dilations, pads = at.get("strides", [1, 1]), at.get("dilations", [1, 1]), at.get("pads", NO_PADS)
+    strides, pads = at.get("strides", [1, 1]), at.get("pads", NO_PADS)
     r.need(strides[0] == strides[1], f"strides={strides}", "equal strides down and across")
-    r.need(dilations == [1, 1], f"dilations={dilations}", "dilations=[1, 1]")
     if at.get("auto_pad") in ("SAME_UPPER", "SAME_LOWER"):
         out = [max((-(-side // strides[0]) - 1) * strides[0] + size - side, 0) for side in x.point.shape[:2]]
         less, more = [n // 2 for n in out], [n - n // 2 for n in out]
@@ -372,10 +378,37 @@ def _transpose(r: _Reader, x: Any, perm: Sequence[int]) -> _Value:
 
 
 def _pad(r: _Reader, x: Any, pads: Any, fill: Any = None, axes: Any = None, mode: str = "constant") -> _Value:
-    x, pads = r.image(x), r.constant(pads).tolist()
+    x, pads = r.image(x, skipped=True), r.constant(pads).tolist()
+    if (
+        mode == "constant"
+        and axes is None
+        and pads[:5] + pads[6:] == [0] * 7
+        and not (fill is not None and fill.item())
+    ):
+        return replace(x, skip=(*x.skip[:2], x.skip[2] + pads[5]))
+    r.need(x.skip == NO_SKIP, "follows a Slice", "zeros after the channels")
     fits = mode == "constant" and axes is None and len(pads) == 8 and not any(pads[:2] + pads[4:6]) and min(pads) >= 0
     r.need(fits, f"mode={mode}, pads={pads}", "a constant around the image's sides, without axes")
     return replace(x, pads=(*pads[2:4], *pads[6:]), fill=0.0 if fill is None else float(r.constant(fill).item()))
+
+
+def _slice(r: _Reader, x: Any, *numbers: Any) -> _Value:
+    """Read every n-th row or column of an image, on the way to the end of a Residual; or all that there is."""
+    x, skip, sizes = r.image(x, skipped=True), [1, 1, 1, 1], (1, *x.point.shape[2:], *x.point.shape[:2])
+    starts, ends, axes, steps = (r.constant(array).tolist() for array in (*numbers, np.ones_like(numbers[0]))[:4])
+    for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
+        skip[axis] = step
+        whole = not start and step > 0 and end >= sizes[axis] and (axis > 1 or step == 1)
+        r.need(whole, f"from {start} to {end} by {step}, axis {axis}", "every n-th row and column from the first")
+    return replace(x, skip=(x.skip[0] * skip[2], x.skip[1] * skip[3], x.skip[2]))
+
+
+def _cut(a: np.ndarray, starts: Any, ends: Any, axes: Any, steps: Any) -> np.ndarray:
+    """Slice a constant; an end before the first number is none."""
+    cuts = [slice(None)] * a.ndim
+    for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
+        cuts[axis] = slice(start, end if end >= -a.shape[axis] else None, step)
+    return a[tuple(cuts)]
 
 
 def _drop_out(r: _Reader, x: Any, ratio: Any = None, *_: Any, **__: Any) -> _Value:
@@ -393,7 +426,7 @@ def _compute(r: _Reader, *given: Any) -> _Value:
     """Read arithmetic: of a value and numbers, a bias, or the end of a Residual."""
     values = [x for x in given if isinstance(x, _Value)]
     if r.node.operator == "Add" and len(values) == 2 and (values[0].rule is None or values[1].rule is None):
-        return _join(r, *map(r.value, values))
+        return _join(r, *(r.value(x, skipped=True) for x in values))
     for array in given if r.node.operator == "Add" and len(values) == 1 else ():
         point = values[0].point
         takes = isinstance(point.layer, Conv2d | Linear) and not point.layer.bias and not values[0].rule
@@ -410,14 +443,19 @@ def _compute(r: _Reader, *given: Any) -> _Value:
 
 
 def _join(r: _Reader, a: _Value, b: _Value) -> _Value:
-    """x + f(x)."""
-    for short, long in ((a.point, b.point), (b.point, a.point)):
+    """x + f(x), or f(x) and what a shortcut skips of x."""
+    for first, second in ((a, b), (b, a)):
+        short, long, skip = first.point, second.point, first.skip
         inside = _path(long, short) or [_Point(short.shape, short, LeakyReLU(1.0))]  # x + x
-        if inside[0].before is short:
+        if inside[0].before is short and second.skip == NO_SKIP:
             alike = a.axes == b.axes and a.order is None and b.order is None
             r.need(alike, "adds branches of other orders", "two of N x C x H x W, or flat ones after a Gemm")
             layers, parameters, running = _collect(inside)
-            return r.add(replace(a, point=short), Residual(layers), parameters, running)
+            stride = -(-short.shape[0] // long.shape[0])
+            same = skip == NO_SKIP or skip == (stride, stride, long.shape[-1] - short.shape[-1])
+            r.need(same, f"a shortcut of steps and zeros {skip}", f"as many pixels and channels as {long.shape}")
+            residual = Residual(layers, "identity" if skip == NO_SKIP else "padded")
+            return r.add(replace(a, point=short, skip=NO_SKIP), residual, parameters, running)
     r.need(False, "adds branches that both have layers", "a shortcut that is the other branch's input itself")
     raise AssertionError
 
@@ -458,6 +496,7 @@ FOLDS: Mapping[str, Callable[..., Any]] = {
     **{"Add": np.add, "Sub": np.subtract, "Mul": np.multiply, "Div": np.divide},
     **{"Erf": np.vectorize(math.erf, [float]), "Gather": np.take, "Concat": lambda *a, axis: np.concatenate(a, axis)},
     **{"Cast": lambda a, **_: a, "Identity": _itself, "Reshape": lambda a, shape, **_: a.reshape(shape)},
+    **{"ConstantOfShape": lambda shape, value=0: np.full(shape, value), "Slice": _cut},
     "Squeeze": lambda a, axes: np.squeeze(a, tuple(axes.ravel())),
     "Transpose": lambda a, perm=None: a.transpose(perm),
     "Unsqueeze": lambda a, axes: np.expand_dims(a, tuple(axes.ravel())),
@@ -469,7 +508,15 @@ HANDLERS: Mapping[str, Callable[..., Any]] = {
     **{"Gelu": _gelu, "Conv": _convolve, "MaxPool": _pool(MaxPool2d), "AveragePool": _pool(AvgPool2d)},
     **{"GlobalAveragePool": _mean, "ReduceMean": _mean, "BatchNormalization": _normalize, "Dropout": _drop_out},
     **{"Gemm": _linear, "MatMul": _linear, "Flatten": _flatten, "Reshape": _reshape, "Transpose": _transpose},
-    **{"Pad": _pad, "Softmax": _softmax, "LogSoftmax": _softmax, "Concat": _concatenate, "Shape": _shape},
+    **{
+        "Pad": _pad,
+        "Slice": _slice,
+        "Softmax": _softmax,
+        "LogSoftmax": _softmax,
+        "Concat": _concatenate,
+        "Shape": _shape,
+    },
+    "ConstantOfShape": lambda r, x, **_: r.constant(x),
     **{"Squeeze": _of_flat, "Unsqueeze": _of_flat, "Gather": _of_flat},
     **{name: lambda r, x, **_: x for name in ("Identity", "Cast")},
     **dict.fromkeys(("Add", "Sub", "Mul", "Div", "Erf"), _compute),

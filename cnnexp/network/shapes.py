@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, assert_never, cast
 
 import numpy as np
@@ -71,6 +71,7 @@ class Window:
     Attributes:
         size: side of a window in pixels. stride: step in pixels.
         top, left, bottom, right: rows and columns outside the image that windows reach into, >= 0.
+        dilation: step in pixels within a window, of `size` taps then.
     """
 
     size: int
@@ -79,6 +80,7 @@ class Window:
     left: int = 0
     bottom: int = 0
     right: int = 0
+    dilation: int = 1
 
     @property
     def pads(self) -> tuple[int, int, int, int]:
@@ -141,8 +143,13 @@ class ConvStage(Placed):
     weight: Parameter = field(kw_only=True)
 
     @property
+    def dense(self) -> bool:
+        """Whether every filter sees all channels, and the kernel's taps are neighbours."""
+        return self.layer.groups == self.layer.dilation == 1
+
+    @property
     def macs(self) -> int:
-        return math.prod(self.output_shape) * self.layer.kernel**2 * self.input_shape[2]
+        return math.prod(self.output_shape[:2]) * self.weight.size
 
 
 @dataclass(frozen=True, repr=False)
@@ -197,9 +204,10 @@ class FlattenStage(Placed):
 
 @dataclass(frozen=True, repr=False)
 class ResidualStage(Placed):
-    """A Residual in its place."""
+    """A Residual in its place, with the windows of one pixel that its shortcut takes, None where it takes all."""
 
     layer: Residual
+    window: Window | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -399,11 +407,16 @@ class _Builder:
     def _stage(self, layer: Layer, name: str, position: str, shape: Shape) -> Stage:
         where = f"layer {position} ({name})"
         match layer:
-            case Conv2d(filters, kernel, stride, padding, has_bias):
+            case Conv2d(filters, kernel, stride, padding, has_bias, groups, dilation):
                 _need_image(where, shape, "Conv2d")
-                _check_whole(where, filters=filters, kernel=kernel, stride=stride)
-                window, (p, q) = _slide(where, shape, kernel, stride, padding, "kernel")
-                weights = self._weights(name, (kernel, kernel, shape[2], filters), kernel * kernel * shape[2], has_bias)
+                _check_whole(where, filters=filters, kernel=kernel, stride=stride, groups=groups, dilation=dilation)
+                if shape[2] % groups or filters % groups:
+                    raise NetworkError(
+                        f"{where}: groups={groups}; must divide the {shape[2]} channels and the {filters} filters"
+                    )
+                window, (p, q) = _slide(where, shape, dilation * (kernel - 1) + 1, stride, padding, "kernel")
+                window, seen = replace(window, size=kernel, dilation=dilation), shape[2] // groups
+                weights = self._weights(name, (kernel, kernel, seen, filters), kernel * kernel * seen, has_bias)
                 return ConvStage(layer, name, shape, (p, q, filters), window=window, **weights)
             case MaxPool2d(pool, stride, padding) | AvgPool2d(pool, stride, padding):
                 _need_image(where, shape, type(layer).__name__)
@@ -439,16 +452,12 @@ class _Builder:
                 shift = self._take(f"{name}.bias", by_channel, 1, 0.0)
                 running = self._keep(f"{name}.mean", by_channel, 0.0), self._keep(f"{name}.variance", by_channel, 1.0)
                 return NormStage(layer, name, shape, shape, weight=scale, bias=shift, running=running)
-            case Residual(layers):
+            case Residual(layers, shortcut):
                 if not layers:
                     raise NetworkError(f"{where}: Residual holds no layers; give it at least one")
                 inner = self.stages(layers, shape, f"{position}.", f"{name}.")
-                if inner[-1].output_shape != shape:
-                    raise NetworkError(
-                        f"{where}: Residual adds its input, {shape}, to what its layers make of it, "
-                        f"{inner[-1].output_shape}; they must give back the shape they take"
-                    )
-                return ResidualStage(layer, name, shape, shape, stages=inner)
+                made = inner[-1].output_shape
+                return ResidualStage(layer, name, shape, made, stages=inner, window=_skip(where, shortcut, shape, made))
             case Structural():
                 return StructuralStage(layer, name, shape, _given_shape(where, layer, shape))
             case _:
@@ -517,6 +526,25 @@ def _given_shape(where: str, layer: Structural, shape: Shape) -> Shape:
     if not (isinstance(given, tuple) and len(given) in (1, 3) and all(_whole(n, 1) for n in given)):
         raise NetworkError(f"{where}: output_shape({shape}) gives {given!r}; must be (H, W, C) or (D,), each >= 1")
     return given
+
+
+def _skip(where: str, shortcut: str, shape: Shape, made: Shape) -> Window | None:
+    """Return the windows of a Residual's shortcut, from an input of a shape to what its layers make of it."""
+    if shortcut == "identity" and made == shape:
+        return None
+    if shortcut == "padded" and len(shape) == len(made) == 3 and made[2] >= shape[2]:
+        stride = -(-shape[0] // made[0])
+        if all(-(-size // stride) == count for size, count in zip(shape[:2], made[:2], strict=True)):
+            return Window(1, stride)
+    legal = {
+        "identity": "they must give back the shape they take, or shortcut=padded have it fitted",
+        "padded": "for shortcut=padded they must give every n-th of its rows and columns, and no fewer channels",
+    }
+    if shortcut not in legal:
+        raise NetworkError(f"{where}: shortcut={shortcut!r}; legal: {', '.join(legal)}")
+    raise NetworkError(
+        f"{where}: Residual adds its input, {shape}, to what its layers make of it, {made}; {legal[shortcut]}"
+    )
 
 
 def _need_image(where: str, shape: Shape, kind: str) -> None:

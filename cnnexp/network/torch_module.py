@@ -154,6 +154,12 @@ def _window(a: Mapping[str, Any]) -> dict[str, Any]:
     return {**pads, "kernel_shape": size, "strides": strides, "dilations": dilations, "ceil_mode": a.get("ceil_mode")}
 
 
+def _pads(sides: Sequence[int]) -> list[int]:
+    """Return the pads of four axes as ONNX says them; PyTorch gives pairs, the last axis's first."""
+    pairs = [*sides, *[0] * (8 - len(sides))]
+    return [*pairs[6::-2], *pairs[7::-2]]
+
+
 ALIKE = {
     **{"relu": "Relu", "sigmoid": "Sigmoid", "tanh": "Tanh", "erf": "Erf", "matmul": "MatMul"},
     **{"add": "Add", "sub": "Sub", "mul": "Mul", "div": "Div"},
@@ -182,6 +188,12 @@ OPERATORS: Mapping[str, Callable[[Mapping[str, Any]], Translated]] = {
     "mean": lambda a: ("ReduceMean", (a["self"],), {"axes": a.get("dim") or []}),
     "leaky_relu": lambda a: ("LeakyRelu", (a["self"],), {"alpha": a["negative_slope"]}),
     "gelu": lambda a: ("Gelu", (a["self"],), {"approximate": a["approximate"]}),
+    "slice": lambda a: (
+        "Slice",
+        (a["self"], *([a[key]] for key in ("start", "end", "dim", "step"))),
+        {},
+    ),
+    "pad": lambda a: ("Pad", (a["self"], _pads(a["pad"]), a["value"] or 0.0), {"mode": a["mode"]}),
     "dropout": lambda a: ("Dropout", (a["input"], a["p"]), {}),
     "flatten": lambda a: ("Flatten", (a["self"],), {"axis": a["start_dim"]}) if a["end_dim"] in (-1, 3) else None,
     "view": lambda a: ("Reshape", (a["self"], a["size"]), {}),

@@ -129,8 +129,10 @@ class _Writer:
         name = stage.name
         match stage:
             case ConvStage():
-                # (K, K, C, F) -> (F, C, K, K)
-                return self.add("Conv", x, *self._weights(stage, (3, 2, 0, 1)), name=name, **_window(stage))
+                # (K, K, C/G, F) -> (F, C/G, K, K)
+                weights, layer = self._weights(stage, (3, 2, 0, 1)), stage.layer
+                parts = {"group": layer.groups, "dilations": (layer.dilation, layer.dilation)}
+                return self.add("Conv", x, *weights, name=name, **parts, **_window(stage))
             case PoolStage(layer=MaxPool2d()):
                 return self.add("MaxPool", x, name=name, **_window(stage))
             case PoolStage(layer=GlobalAvgPool()):
@@ -149,7 +151,7 @@ class _Writer:
                 kept, epsilon = (*self._weights(stage, (0,)), *averages), stage.layer.epsilon
                 return self.add("BatchNormalization", x, *kept, name=name, epsilon=epsilon)
             case ResidualStage():
-                return self.add("Add", x, self.stages(stage.stages, x), name=name)
+                return self.add("Add", self._shortcut(stage, x), self.stages(stage.stages, x), name=name)
             case ElementwiseStage(layer=layer):
                 operator = NATIVE.get(type(layer))
                 if operator is None:
@@ -160,6 +162,15 @@ class _Writer:
                 raise ConfigError(f"export: layer {name} is a plugin's, of NumPy; ONNX has no operator for it")
             case _:
                 assert_never(stage)
+
+    def _shortcut(self, stage: ResidualStage, x: str) -> str:
+        """Return what a Residual adds: x, or every n-th of its pixels and channels of zeros."""
+        if stage.window is None:
+            return x
+        step, more = stage.window.stride, stage.output_shape[2] - stage.input_shape[2]
+        ranges = ((0, 0), (1 << 31, 1 << 31), (2, 3), (step, step))
+        skipped = self.add("Slice", x, *(self.constant(np.array(numbers)) for numbers in ranges))
+        return self.add("Pad", skipped, self.constant(np.array((0,) * 5 + (more, 0, 0))))
 
     def _weights(self, stage: Stage, order: tuple[int, ...]) -> list[str]:
         """Add a layer's parameters, the weight's axes in another order."""

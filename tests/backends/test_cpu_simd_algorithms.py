@@ -12,12 +12,13 @@ from cnnexp.backends import simd
 from cnnexp.backends.simd import CpuSimd
 from cnnexp.backends.simd.compiler.emit import Target
 from cnnexp.backends.simd.lowering import Plan
-from cnnexp.backends.simd.planner import ALGORITHMS, allowed, choose_nodes, split
+from cnnexp.backends.simd.planner import ALGORITHMS, allowed, candidates, choose_nodes, split
 from cnnexp.errors import ConfigError
 from cnnexp.network import (
     AvgPool2d,
     BatchNorm2d,
     Conv2d,
+    ConvStage,
     Dropout,
     Flatten,
     Linear,
@@ -28,7 +29,7 @@ from cnnexp.network import (
     Sigmoid,
 )
 from cnnexp.network.losses import Loss
-from cnnexp.network.models import OneConv, TwoConvMlp
+from cnnexp.network.models import MobileNet, OneConv, ResNet, TwoConvMlp
 from cnnexp.optimizers import SGD
 
 AVX2, AVX512 = Target(8, 16, ("avx", "avx2")), Target(16, 32, ("avx2", "avx512f"))
@@ -51,6 +52,13 @@ NETWORKS = {
         (
             *(Conv2d(2, 2), ReLU(), Conv2d(5, 2, padding="same"), ReLU()),
             *(MaxPool2d(2, padding="floor"), Flatten(), Linear(3)),
+        ),
+    ),
+    "depthwise": (
+        (9, 8, 11),
+        (
+            *(Conv2d(11, 3, 2, "same", groups=11), ReLU(), Conv2d(11, 2, 1, 1, groups=11, dilation=2)),
+            *(Residual((Conv2d(13, 3, 2, "floor+1"),), "padded"), ReLU(), Flatten(), Linear(3)),
         ),
     ),
     "edges": (
@@ -133,6 +141,30 @@ def test_tiles_of_odd_images_lie_over_each_other(cpu):
 @pytest.mark.parametrize("name", NETWORKS)
 def test_every_algorithm_of_every_layer_computes_it_on_narrower_vectors(cpu, name):
     check_every_algorithm(cpu, Network(*NETWORKS[name]))
+
+
+@pytest.mark.parametrize(
+    ("layers", "fits"),
+    [
+        ((Conv2d(6, 3, groups=2), ReLU(), MaxPool2d(2)), {"lanes"}),
+        ((Conv2d(8, 3, dilation=2), ReLU(), MaxPool2d(2)), {"lanes"}),
+        ((Conv2d(8, 3, groups=4),), {"lanes"}),
+        ((Conv2d(4, 3, 2, "floor", groups=4, dilation=2), ReLU()), {"depthwise", "lanes"}),
+        ((Conv2d(4, 3, groups=4), ReLU(), MaxPool2d(2)), {"lanes"}),
+        ((Conv2d(4, 9, groups=4),), {"lanes"}),
+    ],
+)
+def test_groups_and_dilation_have_their_algorithms(layers, fits):
+    network = Network((10, 10, 4), (*layers, Flatten(), Linear(3)))
+    for first in (True, False):
+        assert {node.algorithm for node in candidates(split(network.stages), first)} == fits
+
+
+def test_a_mobilenet_is_computed_by_depthwise_and_a_resnet_in_one_piece():
+    nodes = choose_nodes(MobileNet().network((32, 32, 3), 10), AVX2, 8)
+    of_channels = [node for node in nodes if isinstance(node.stage, ConvStage) and node.stage.layer.groups > 1]
+    assert [node.algorithm for node in of_channels] == ["depthwise"] * 6
+    assert sum(node.algorithm == "residual" for node in choose_nodes(ResNet(3).network((32, 32, 3), 10), AVX2, 8)) == 18
 
 
 def test_there_are_several_ways_to_force():

@@ -1,9 +1,11 @@
+from dataclasses import replace
+
 import pytest
 
 from cnnexp.errors import ConfigError, NetworkError
 from cnnexp.network import Conv2d, Flatten, Linear, MaxPool2d, ReLU, Residual, Sigmoid
 from cnnexp.network.losses import Loss, check_loss
-from cnnexp.network.models import MODELS, Custom, Ffn, Knm, OneConv, ResNet, TwoConvMlp, TwoConvPool4
+from cnnexp.network.models import MODELS, Custom, Ffn, Knm, MobileNet, OneConv, ResNet, TwoConvMlp, TwoConvPool4
 from cnnexp.network.shapes import walk
 
 MNIST = (28, 28, 1)
@@ -81,7 +83,25 @@ def test_images_are_needed_by_convolutions():
 
 
 def test_every_model_has_a_name():
-    assert set(MODELS) == {"one_conv", "two_conv_mlp", "two_conv_pool4", "knm", "ffn", "resnet", "custom", "onnx"}
+    papers = {"one_conv", "two_conv_mlp", "two_conv_pool4", "knm", "ffn", "resnet", "mobilenet"}
+    assert set(MODELS) == {*papers, "custom", "onnx"}
+
+
+@pytest.mark.parametrize(
+    ("blocks", "parameters"),
+    # the paper's table 6 rounds them to 0.27, 0.46, 0.66 and 0.85 million; by its rule for 10 classes
+    [(3, 269_722), (5, 464_154), (7, 658_586), (9, 853_018)],
+)
+def test_resnet_has_the_published_parameters(blocks, parameters):
+    network = ResNet(blocks).network((32, 32, 3), 10)
+    assert network.parameter_count == parameters
+    weights = [stage for stage in walk(network.stages) if isinstance(stage.layer, Conv2d | Linear)]
+    assert len(weights) == 6 * blocks + 2
+    blocks_of = [stage for stage in network.stages if isinstance(stage.layer, Residual)]
+    assert [stage.output_shape for stage in blocks_of] == [
+        shape for shape in ((32, 32, 16), (16, 16, 32), (8, 8, 64)) for _ in range(blocks)
+    ]
+    assert [i for i, stage in enumerate(blocks_of) if stage.layer.shortcut == "padded"] == [blocks, 2 * blocks]
 
 
 @pytest.mark.parametrize(
@@ -92,7 +112,8 @@ def test_every_model_has_a_name():
         (ResNet(2, 4), 9 * (12 + 4 * 16 + 32 + 4 * 64 + 128 + 4 * 256) + 2 * 5 * (4 + 8 + 16) + 170),
     ],
 )
-def test_resnet(model, parameters):
+def test_resnet_that_downsamples_by_convolutions(model, parameters):
+    model = replace(model, downsample="convolution")
     network = model.network((32, 32, 3), 10)
     assert network.parameter_count == parameters
     convolutions = [stage for stage in walk(network.stages) if isinstance(stage.layer, Conv2d)]
@@ -100,3 +121,14 @@ def test_resnet(model, parameters):
     images = [stage.output_shape for stage in network.stages if isinstance(stage.layer, Residual)]
     sides = [(32, model.width), (16, 2 * model.width), (8, 4 * model.width)]
     assert images == [(side, side, width) for side, width in sides for _ in range(model.blocks)]
+
+
+def test_mobilenet():
+    network = MobileNet(blocks=1, width=4).network((28, 28, 1), 10)
+    # by hand: depthwise 3 x 3 of 4, 8, 16 channels and 1 x 1 to twice as many, 2 numbers per normalized channel
+    depthwise, pointwise = 9 * (4 + 8 + 16), 4 * 8 + 8 * 16 + 16 * 32
+    assert network.parameter_count == 9 * 4 + depthwise + pointwise + 2 * (2 * (4 + 8 + 16) + 32) + 330
+    of_channels = [stage for stage in network.stages if isinstance(stage.layer, Conv2d) and stage.layer.groups > 1]
+    assert [stage.output_shape for stage in of_channels] == [(28, 28, 4), (14, 14, 8), (7, 7, 16)]
+    assert [stage.macs for stage in of_channels] == [9 * 28**2 * 4, 9 * 14**2 * 8, 9 * 7**2 * 16]
+    assert MobileNet().network((32, 32, 3), 10).output_shape == (10,)

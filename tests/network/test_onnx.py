@@ -105,7 +105,7 @@ def test_what_pytorch_wrote_agrees_with_onnxruntime(tmp_path, name, opset):
     ends_in_softmax = name in ("rows_and_columns", "views")
     np.testing.assert_allclose(here, there if name == "rows_and_columns" else softmax(there), rtol=0, atol=1e-5)
     assert ends_in_softmax == any(node.op_type.endswith("Softmax") for node in onnx.load(path).graph.node)
-    kinds = {"resnet": Residual, "gelu_mlp": GELU, "mean": GlobalAvgPool}
+    kinds = {"resnet": Residual, "padded_resnet": Residual, "gelu_mlp": GELU, "mean": GlobalAvgPool}
     assert name not in kinds or any(isinstance(layer, kinds[name]) for layer in layers)
 
 
@@ -210,8 +210,11 @@ CONV = [tensor("k", 2, 1, 3, 3), tensor("w", 72, 3), tensor("v", 3)]
 UNKNOWN = {
     "operator": ([node("Selu", "x", "a"), *HEAD], CONV, r"node 'the_a' \(Selu\): unknown operator; what fits: one of Add"),
     "domain": ([helper.make_node("Conv", ["x", "k"], ["a"], "own", domain="mine"), *HEAD], CONV, "(mine.Conv): unknown"),
-    "groups": ([node("Conv", "x k", "a", group=2), *HEAD], CONV, "(Conv): group=2; what fits: group=1"),
-    "dilations": ([node("Conv", "x k", "a", dilations=[2, 2]), *HEAD], CONV, "dilations=[2, 2]"),
+    "groups": ([node("Conv", "x k", "a", group=2), *HEAD], CONV, "a weight of (2, 1, 3, 3) on (8, 8, 1)"),
+    "dilations": ([node("Conv", "x k", "a", dilations=[2, 1]), *HEAD], CONV, "dilations=[2, 1]; what fits: equal"),
+    "dilated_pool": (
+        [node("MaxPool", "x", "a", kernel_shape=[2, 2], dilations=[2, 2]), *HEAD], CONV, "dilations=[2, 2]; what fits: d"
+    ),
     "strides": ([node("Conv", "x k", "a", strides=[1, 2]), *HEAD], CONV, "strides=[1, 2]; what fits: equal strides"),
     "kernel": ([node("Conv", "x k", "a"), *HEAD], [tensor("k", 2, 1, 3, 1), *CONV[1:]], "a weight of (2, 1, 3, 1)"),
     "channels": ([node("Conv", "x k", "a"), *HEAD], [tensor("k", 2, 3, 3, 3), *CONV[1:]], "a weight of (2, 3, 3, 3)"),

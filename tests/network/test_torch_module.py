@@ -95,7 +95,7 @@ class Branches(nn.Module):
     [
         (Shared(), r"conv.weight is of several layers; each must have its own weights"),
         (Branches(), r"torch.export cannot trace the module on torch.Size\(\[1, 2, 4, 4\]\): "),
-        (nn.Sequential(nn.Conv2d(2, 4, 3, groups=2)), r"node 'conv2d' \(Conv\): group=2; what fits: group=1"),
+        (nn.Sequential(nn.Conv2d(2, 4, 2, dilation=(1, 2))), r"\(Conv\): dilations=\[1, 2\]; what fits: equal dil"),
         (nn.Sequential(nn.SELU()), r"node 'selu' \(aten.selu.default\): unknown operator; what fits: one of Add"),
         (nn.Sequential(nn.Dropout2d()), r"\(aten.feature_dropout.default\): unknown operator"),
         (nn.Sequential(nn.AdaptiveAvgPool2d(2)), r"\(aten.adaptive_avg_pool2d.default\): unknown operator"),

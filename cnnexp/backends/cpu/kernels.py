@@ -181,6 +181,57 @@ def sum_blocks(d_rows, d_bias, dw, db):
             db[f] += d_bias[block, f]
 
 
+@kernel(batch, batch, vector, "i8", "i8", "i8", "i8", batch)
+def grouped_conv2d(x, w, b, stride, dilation, top, left, y):
+    """Convolve each group of filters with its channels: x (N,H,W,C), w (K,K,C/G,F), b (F,) or empty, y (N,P,Q,F)."""
+    side, _, seen, filters = w.shape
+    each = filters * seen // x.shape[3]
+    for n in prange(x.shape[0]):
+        for p in range(y.shape[1]):
+            for q in range(y.shape[2]):
+                outputs = y[n, p, q]
+                for f in range(filters):
+                    outputs[f] = b[f] if b.size else ZERO
+                # every tap inside the image, and of it a group, its channels, its filters
+                for i in range(side):
+                    row = p * stride + i * dilation - top
+                    for j in range(side):
+                        column = q * stride + j * dilation - left
+                        if 0 <= row < x.shape[1] and 0 <= column < x.shape[2]:
+                            for g in range(filters // each):
+                                for c in range(seen):
+                                    value = x[n, row, column, g * seen + c]
+                                    for f in range(g * each, (g + 1) * each):
+                                        outputs[f] += value * w[i, j, c, f]
+
+
+@kernel(batch, batch, batch, "i8", "i8", "i8", "i8", batch, "f4[:,:,:,:,::1]", matrix)
+def grouped_conv2d_backward(x, w, dy, stride, dilation, top, left, dx, d_weights, d_bias):
+    """As `conv2d_backward`, the weights' gradients (B,K,K,C/G,F) by block."""
+    side, _, seen, filters = w.shape
+    each, blocks = filters * seen // x.shape[3], d_weights.shape[0]
+    for block in prange(blocks):
+        for n in range(block * x.shape[0] // blocks, (block + 1) * x.shape[0] // blocks):
+            dx[n] = ZERO
+            for p in range(dy.shape[1]):
+                for q in range(dy.shape[2]):
+                    for f in range(filters):
+                        d_bias[block, f] += dy[n, p, q, f]
+                    # as above: the weights' gradient, then the pixel's own
+                    for i in range(side):
+                        row = p * stride + i * dilation - top
+                        for j in range(side):
+                            column = q * stride + j * dilation - left
+                            if 0 <= row < x.shape[1] and 0 <= column < x.shape[2]:
+                                for c in range(x.shape[3]):
+                                    value, total = x[n, row, column, c], ZERO
+                                    for f in range(c // seen * each, (c // seen + 1) * each):
+                                        d_weights[block, i, j, c % seen, f] += value * dy[n, p, q, f]
+                                        total += w[i, j, c % seen, f] * dy[n, p, q, f]
+                                    if dx.size:
+                                        dx[n, row, column, c] += total
+
+
 @task
 def copy_row(source, target):
     for d in range(target.size):

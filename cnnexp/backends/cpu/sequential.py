@@ -43,16 +43,29 @@ class CpuOps(HostOps):
         self._run(kernels.gather, _rows(images), labels, indices, _rows(x), t)
 
     def conv2d(self, x: Array, w: Array, b: Array | None, window: Window, y: Array) -> None:
-        self._run(kernels.conv2d, x, self._reversed(w), NO_VECTOR if b is None else b, *_corner(window), y)
+        b = NO_VECTOR if b is None else b
+        if _is_dense(x, w, window):
+            self._run(kernels.conv2d, x, self._reversed(w), b, *_corner(window), y)
+        else:
+            stride, *corner = _corner(window)
+            self._run(kernels.grouped_conv2d, x, w, b, stride, window.dilation, *corner, y)
 
     def conv2d_backward(
         self, x: Array, w: Array, dy: Array, window: Window, dx: Array | None, dw: Array, db: Array | None
     ) -> None:
         side, _, channels, filters = w.shape
         blocks = min(len(x), kernels.BLOCKS)
-        d_rows = np.zeros((blocks, side, channels, side * filters), np.float32)
         d_bias = np.zeros((blocks, filters), np.float32)
         dx = np.empty((len(x), 0, 0, 0), np.float32) if dx is None else dx
+        if not _is_dense(x, w, window):
+            (stride, *corner), d_weights = _corner(window), np.zeros((blocks, *w.shape), np.float32)
+            at = stride, window.dilation, *corner
+            self._run(kernels.grouped_conv2d_backward, x, w, dy, *at, dx, d_weights, d_bias)
+            d_weights.sum(axis=0, out=dw)
+            if db is not None:
+                d_bias.sum(axis=0, out=db)
+            return
+        d_rows = np.zeros((blocks, side, channels, side * filters), np.float32)
         self._run(kernels.conv2d_backward, x, self._reversed(w), dy, *_corner(window), dx, d_rows, d_bias)
         kernels.sum_blocks.compiled(False)(d_rows, d_bias, dw, NO_VECTOR if db is None else db)
 
@@ -150,6 +163,11 @@ class CpuOps(HostOps):
 
     def _run(self, kernel: kernels.Kernel, *arguments: Any) -> None:
         kernel.compiled(self._parallel)(*arguments)
+
+
+def _is_dense(x: np.ndarray, w: np.ndarray, window: Window) -> bool:
+    """Whether every filter sees all channels, and the kernel's taps are neighbours."""
+    return x.shape[3] == w.shape[2] and window.dilation == 1
 
 
 def _corner(window: Window) -> tuple[int, int, int]:

@@ -40,10 +40,13 @@ class SharedInputOps(NaiveOps):
 
     def conv2d(self, x: Tensor, w: Tensor, b: Tensor | None, window: Window, y: Tensor) -> None:
         sizes = conv_sizes(x, w, window, y)
-        self._convolve(sizes, False, x, w, b, y)
+        if sizes.dense:
+            self._convolve(sizes, False, x, w, b, y)
+        else:
+            super().conv2d(x, w, b, window, y)
 
     def _conv2d_backward_input(self, sizes: ConvSizes, w: Tensor, dy: Tensor, dx: Tensor) -> None:
-        if sizes.stride > 1 or max(sizes.top, sizes.left) >= sizes.K:
+        if sizes.stride > 1 or max(sizes.top, sizes.left) >= sizes.K or not sizes.dense:
             super()._conv2d_backward_input(sizes, w, dy, dx)  # not a plain convolution of dy
         else:
             self._convolve(flipped(sizes), True, dy, w, None, dx)
@@ -64,7 +67,7 @@ class SharedInputOps(NaiveOps):
 
     def _conv2d_backward_weights(self, sizes: ConvSizes, x: Tensor, dy: Tensor, dw: Tensor) -> None:
         rows = tiled.rows_that_fit(sizes, self.stage_filters, self._shared_bytes)
-        if rows == 0:
+        if rows == 0 or not sizes.dense:
             super()._conv2d_backward_weights(sizes, x, dy, dw)
             return
         images, groups = x.shape[0], -(-dw.size // self._block)

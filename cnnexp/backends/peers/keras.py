@@ -133,15 +133,41 @@ class Norm(keras.layers.Layer):
         return (x - mean) * (tf.math.rsqrt(variance + self.layer.epsilon) * self.scale) + self.shift
 
 
-class Skip(keras.layers.Layer):
-    """x + f(x)."""
+class GroupedConv(keras.layers.Layer):
+    """A convolution of groups or with dilation: TensorFlow has no gradient of Keras's own on a CPU."""
 
-    def __init__(self, inner: list[keras.layers.Layer]) -> None:
+    def __init__(self, stage: net.ConvStage) -> None:
         super().__init__()
-        self.inner = keras.Sequential(inner)
+        self.layer, self.shape = stage.layer, (*stage.weight.shape[:2], stage.input_shape[2], -1)
+        self.kernel = self.add_weight(shape=stage.weight.shape, name="kernel")
+        self.shift = self.add_weight(shape=(stage.layer.filters,), name="shift") if stage.layer.bias else 0.0
+
+    def call(self, x: tf.Tensor) -> tf.Tensor:
+        groups, dilation, weight = self.layer.groups, self.layer.dilation, tf.convert_to_tensor(self.kernel)
+        step, skip = (1, self.layer.stride) if dilation > 1 else (self.layer.stride, 1)  # TensorFlow's are one or other
+        if weight.shape[2] == 1:
+            of_channels = tf.reshape(weight, self.shape)
+            y = tf.nn.depthwise_conv2d(x, of_channels, [1, step, step, 1], "VALID", dilations=[dilation] * 2)
+        else:
+            parts = zip(tf.split(x, groups, 3), tf.split(weight, groups, 3), strict=True)
+            y = tf.concat([tf.nn.convolution(a, w, step, "VALID", dilations=dilation) for a, w in parts], 3)
+        return y[:, ::skip, ::skip] + self.shift
+
+
+class Skip(keras.layers.Layer):
+    """x + f(x); of x every n-th pixel, and channels of zeros, where the shortcut is padded."""
+
+    def __init__(self, inner: list[keras.layers.Layer], stage: net.ResidualStage) -> None:
+        super().__init__()
+        self.inner, self.window = keras.Sequential(inner), stage.window
+        self.more = stage.output_shape[-1] - stage.input_shape[-1]
 
     def call(self, x: tf.Tensor, training: bool | None = None) -> tf.Tensor:
-        return x + self.inner(x, training=training)
+        y = self.inner(x, training=training)
+        if self.window:
+            step = self.window.stride
+            x = tf.pad(x[:, ::step, ::step], [[0, 0], [0, 0], [0, 0], [0, self.more]])
+        return x + y
 
 
 class KerasProgram(Program):
@@ -325,6 +351,8 @@ def _norms(layers: list[keras.layers.Layer]) -> Iterator[Norm]:
 
 def _layers(stage: Stage, now: Step) -> list[keras.layers.Layer]:
     match stage:
+        case net.ConvStage() if not stage.dense:
+            return [EdgePad(stage.window, 0.0), GroupedConv(stage)]
         case net.ConvStage(layer=layer):
             conv = keras.layers.Conv2D(layer.filters, layer.kernel, layer.stride, use_bias=layer.bias)
             return [EdgePad(stage.window, 0.0), conv]
@@ -340,7 +368,7 @@ def _layers(stage: Stage, now: Step) -> list[keras.layers.Layer]:
         case net.FlattenStage():
             return [keras.layers.Flatten()]
         case net.ResidualStage():
-            return [Skip([made for inner in stage.stages for made in _layers(inner, now)])]
+            return [Skip([made for inner in stage.stages for made in _layers(inner, now)], stage)]
         case net.DropoutStage():
             return [Drop(stage, now)]
         case net.NormStage():

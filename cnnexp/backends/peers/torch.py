@@ -142,14 +142,19 @@ class _Dropout(nn.Module):
 
 
 class _Residual(nn.Module):
-    """x + f(x)."""
+    """x + f(x); of x every n-th pixel, and channels of zeros, where the shortcut is padded."""
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner: nn.Module, stage: net.ResidualStage) -> None:
         super().__init__()
-        self.inner = inner
+        self.inner, self.window = inner, stage.window
+        self.more = stage.output_shape[-1] - stage.input_shape[-1]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.inner(x)
+        y = self.inner(x)
+        if self.window:
+            step = self.window.stride
+            x = functional.pad(x[:, :, ::step, ::step], (0, 0, 0, 0, 0, self.more))
+        return x + y
 
 
 class _Flatten(nn.Module):
@@ -329,7 +334,8 @@ def _module(stage: Stage, tensors: list[nn.Parameter], averages: list[torch.Tens
     """Return the module of a stage, adding its parameters and running averages to the lists, in their order."""
     match stage:
         case net.ConvStage(layer=layer):
-            conv = nn.Conv2d(stage.input_shape[2], layer.filters, layer.kernel, layer.stride, bias=layer.bias)
+            like = {"groups": layer.groups, "dilation": layer.dilation, "bias": layer.bias}
+            conv = nn.Conv2d(stage.input_shape[2], layer.filters, layer.kernel, layer.stride, **like)
             tensors += conv.parameters()
             return nn.Sequential(_Pad(stage.window, 0.0), conv)
         case net.PoolStage(layer=net.MaxPool2d()):
@@ -346,7 +352,7 @@ def _module(stage: Stage, tensors: list[nn.Parameter], averages: list[torch.Tens
             return _Flatten()
         case net.ResidualStage():
             inner = [_module(inner, tensors, averages, now) for inner in stage.stages]
-            return _Residual(nn.Sequential(*inner))
+            return _Residual(nn.Sequential(*inner), stage)
         case net.DropoutStage():
             return _Dropout(stage, now)
         case net.NormStage(layer=layer):

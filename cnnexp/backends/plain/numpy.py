@@ -34,25 +34,27 @@ class NumpyOps(HostOps):
         np.take(labels, indices, out=t)
 
     def conv2d(self, x: Array, w: Array, b: Array | None, window: Window, y: Array) -> None:
-        padded = pad(x, window)
+        padded, groups = pad(x, window), x.shape[3] // w.shape[2]
         y[...] = 0 if b is None else b
         for i, j in np.ndindex(w.shape[:2]):
-            y += pixels(padded, i, j, window, y.shape[1:3]) @ w[i, j]
+            by_group(y, groups)[...] += by_group(pixels(padded, i, j, window, y.shape[1:3]), groups) @ by_group(
+                w[i, j], groups
+            )
 
     def conv2d_backward(
         self, x: Array, w: Array, dy: Array, window: Window, dx: Array | None, dw: Array, db: Array | None
     ) -> None:
-        out, padded = dy.shape[1:3], pad(x, window)
-        flat_dy = dy.reshape(-1, dy.shape[3])  # (N*P*Q, F)
+        out, padded, groups = dy.shape[1:3], pad(x, window), x.shape[3] // w.shape[2]
+        d_groups, d_padded = by_group(dy, groups), None if dx is None else np.zeros_like(padded)
         for i, j in np.ndindex(w.shape[:2]):
-            patch = pixels(padded, i, j, window, out).reshape(-1, x.shape[3])  # (N*P*Q, C)
-            np.matmul(patch.T, flat_dy, out=dw[i, j])
+            patch = by_group(pixels(padded, i, j, window, out), groups)
+            by_group(dw[i, j], groups)[...] = patch.swapaxes(1, 2) @ d_groups
+            if d_padded is not None:
+                d_patch = d_groups @ by_group(w[i, j], groups).swapaxes(1, 2)
+                pixels(d_padded, i, j, window, out)[...] += d_patch.swapaxes(0, 1).reshape(*dy.shape[:3], -1)
         if db is not None:
-            flat_dy.sum(axis=0, out=db)
-        if dx is not None:
-            d_padded = np.zeros_like(padded)
-            for i, j in np.ndindex(w.shape[:2]):
-                pixels(d_padded, i, j, window, out)[...] += dy @ w[i, j].T
+            dy.sum(axis=(0, 1, 2), out=db)
+        if dx is not None and d_padded is not None:
             dx[...] = unpad(d_padded, window, x.shape)
 
     def elementwise(self, layer: Elementwise, x: Array, y: Array) -> None:
@@ -162,7 +164,13 @@ def unpad(padded: np.ndarray, window: Window, shape: tuple[int, ...]) -> np.ndar
 def pixels(padded: np.ndarray, i: int, j: int, window: Window, out: tuple[int, ...]) -> np.ndarray:
     """Return the view (N,*out,C) of the pixels at offset (i, j) of every window."""
     stride, (rows, columns) = window.stride, out
+    i, j = i * window.dilation, j * window.dilation
     return padded[:, i : i + (rows - 1) * stride + 1 : stride, j : j + (columns - 1) * stride + 1 : stride]
+
+
+def by_group(a: np.ndarray, groups: int) -> np.ndarray:
+    """Return (...,C) by groups of channels, (groups,R,C/groups), of R places: a view of what is contiguous."""
+    return a.reshape(-1, groups, a.shape[-1] // groups).swapaxes(0, 1)
 
 
 def _inside(shape: tuple[int, ...], window: Window, out: tuple[int, ...]) -> np.ndarray:

@@ -48,32 +48,31 @@ class PythonOps(HostOps):
             t[n] = labels[index]
 
     def conv2d(self, x: Array, w: Array, b: Array | None, window: Window, y: Array) -> None:
-        stride, (top, left, *_), (_, height, width, channels) = window.stride, window.pads, x.shape
+        (_, height, width, channels), (*_, seen, filters) = x.shape, w.shape
         images, weights = x.tolist(), w.tolist()
-        bias = [0.0] * w.shape[3] if b is None else b.tolist()
+        bias = [0.0] * filters if b is None else b.tolist()
         for n, p, q, f in np.ndindex(y.shape):
-            total = bias[f]
-            for i, j in _inside(p, q, window, height, width):
-                for c in range(channels):
-                    total += images[n][p * stride + i - top][q * stride + j - left][c] * weights[i][j][c][f]
+            total, first = bias[f], f * channels // seen // filters * seen
+            for i, j, row, column in _taps(p, q, window, height, width):
+                for c in range(seen):
+                    total += images[n][row][column][first + c] * weights[i][j][c][f]
             y[n, p, q, f] = total
 
     def conv2d_backward(
         self, x: Array, w: Array, dy: Array, window: Window, dx: Array | None, dw: Array, db: Array | None
     ) -> None:
-        stride, (top, left, *_), (_, height, width, channels) = window.stride, window.pads, x.shape
+        (_, height, width, channels), (*_, seen, filters) = x.shape, w.shape
         images, weights, d_outputs = x.tolist(), w.tolist(), dy.tolist()
         d_images, d_weights = _zeros(x), _zeros(w)
-        d_bias = [0.0] * w.shape[3]
+        d_bias = [0.0] * filters
         for n, p, q, f in np.ndindex(dy.shape):
-            d_output = d_outputs[n][p][q][f]
+            d_output, first = d_outputs[n][p][q][f], f * channels // seen // filters * seen
             d_bias[f] += d_output
-            for i, j in _inside(p, q, window, height, width):
-                row, column = p * stride + i - top, q * stride + j - left
-                for c in range(channels):
-                    d_weights[i][j][c][f] += images[n][row][column][c] * d_output
+            for i, j, row, column in _taps(p, q, window, height, width):
+                for c in range(seen):
+                    d_weights[i][j][c][f] += images[n][row][column][first + c] * d_output
                     if dx is not None:
-                        d_images[n][row][column][c] += weights[i][j][c][f] * d_output
+                        d_images[n][row][column][first + c] += weights[i][j][c][f] * d_output
         _store(d_images, dx)
         _store(d_weights, dw)
         _store(d_bias, db)
@@ -88,12 +87,11 @@ class PythonOps(HostOps):
         _store([d_output * derivative(value, result) for value, result, d_output in triples], dx)
 
     def max_pool(self, x: Array, window: Window, y: Array, saved: Array) -> None:
-        stride, (top, left, *_), (_, height, width, _) = window.stride, window.pads, x.shape
-        images = x.tolist()
+        images, (_, height, width, _) = x.tolist(), x.shape
         for n, u, v, c in np.ndindex(y.shape):
             largest, argmax = -math.inf, 0
-            for i, j in _inside(u, v, window, height, width):
-                value = images[n][u * stride + i - top][v * stride + j - left][c]
+            for i, j, row, column in _taps(u, v, window, height, width):
+                value = images[n][row][column][c]
                 if value > largest:
                     largest, argmax = value, i * window.size + j
             y[n, u, v, c], saved[n, u, v, c] = largest, argmax
@@ -107,21 +105,19 @@ class PythonOps(HostOps):
         _store(d_images, dx)
 
     def avg_pool(self, x: Array, window: Window, y: Array) -> None:
-        stride, (top, left, *_), (_, height, width, _) = window.stride, window.pads, x.shape
-        images = x.tolist()
+        images, (_, height, width, _) = x.tolist(), x.shape
         for n, u, v, c in np.ndindex(y.shape):
-            total, places = 0.0, _inside(u, v, window, height, width)
-            for i, j in places:
-                total += images[n][u * stride + i - top][v * stride + j - left][c]
+            total, places = 0.0, _taps(u, v, window, height, width)
+            for _, _, row, column in places:
+                total += images[n][row][column][c]
             y[n, u, v, c] = total / len(places)
 
     def avg_pool_backward(self, dy: Array, window: Window, dx: Array) -> None:
-        stride, (top, left, *_), (_, height, width, _) = window.stride, window.pads, dx.shape
-        d_outputs, d_images = dy.tolist(), _zeros(dx)
+        (_, height, width, _), d_outputs, d_images = dx.shape, dy.tolist(), _zeros(dx)
         for n, u, v, c in np.ndindex(dy.shape):
-            places = _inside(u, v, window, height, width)
-            for i, j in places:
-                d_images[n][u * stride + i - top][v * stride + j - left][c] += d_outputs[n][u][v][c] / len(places)
+            places = _taps(u, v, window, height, width)
+            for _, _, row, column in places:
+                d_images[n][row][column][c] += d_outputs[n][u][v][c] / len(places)
         _store(d_images, dx)
 
     def add(self, a: Array, b: Array, total: Array) -> None:
@@ -212,14 +208,12 @@ class PythonOps(HostOps):
         return update
 
 
-def _inside(p: int, q: int, window: Window, height: int, width: int) -> list[tuple[int, int]]:
-    """Return the places (i, j) of the window at (p, q) that lie inside the image."""
-    first_row, first_column = p * window.stride - window.top, q * window.stride - window.left
+def _taps(p: int, q: int, window: Window, height: int, width: int) -> list[tuple[int, int, int, int]]:
+    """Return the places (i, j) of the window at (p, q) that lie inside the image, with their (row, column) there."""
+    rows = [(i, p * window.stride + i * window.dilation - window.top) for i in range(window.size)]
+    columns = [(j, q * window.stride + j * window.dilation - window.left) for j in range(window.size)]
     return [
-        (i, j)
-        for i in range(window.size)
-        for j in range(window.size)
-        if 0 <= first_row + i < height and 0 <= first_column + j < width
+        (i, j, row, column) for i, row in rows for j, column in columns if 0 <= row < height and 0 <= column < width
     ]
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
 from cnnexp.backends.layerwise import LayerwiseProgram
-from cnnexp.backends.plain.numpy import NumpyOps, one_blas_thread, pad, pixels, unpad
+from cnnexp.backends.plain.numpy import NumpyOps, by_group, one_blas_thread, pad, pixels, unpad
 from cnnexp.backends.processor import Array, SequentialBackend
 from cnnexp.network import Network, Window
 from cnnexp.network.losses import Loss
@@ -19,25 +20,38 @@ class UnrolledOps(NumpyOps):
     """`NumpyOps` with its convolution unrolled: K*K times the memory of the image, for one large product."""
 
     def conv2d(self, x: Array, w: Array, b: Array | None, window: Window, y: Array) -> None:
-        filters = w.shape[3]
-        columns = unroll(x, window, y.shape[1:3])
-        flat_y = y.reshape(-1, filters)
-        np.matmul(columns.reshape(len(flat_y), -1), w.reshape(-1, filters), out=flat_y)
+        y[...] = _joined(_columns(unroll(x, window, y.shape[1:3]), w) @ _matrices(w, x), y.shape)
         if b is not None:
             y += b
 
     def conv2d_backward(
         self, x: Array, w: Array, dy: Array, window: Window, dx: Array | None, dw: Array, db: Array | None
     ) -> None:
-        filters = w.shape[3]
-        flat_dy = dy.reshape(-1, filters)  # (N*P*Q, F)
-        columns = unroll(x, window, dy.shape[1:3])
-        np.matmul(columns.reshape(len(flat_dy), -1).T, flat_dy, out=dw.reshape(-1, filters))
+        columns, matrices = unroll(x, window, dy.shape[1:3]), _matrices(w, x)
+        d_groups = by_group(dy, len(matrices))  # (G,N*P*Q,F/G)
+        dw[...] = _joined(_columns(columns, w).swapaxes(1, 2) @ d_groups, dw.shape)
         if db is not None:
-            flat_dy.sum(axis=0, out=db)
+            dy.sum(axis=(0, 1, 2), out=db)
         if dx is not None:
-            d_columns = (flat_dy @ w.reshape(-1, filters).T).reshape(columns.shape)
-            roll(d_columns, window, dx)
+            d_columns = d_groups @ matrices.swapaxes(1, 2)  # (G,N*P*Q,K*K*C/G)
+            parts = d_columns.reshape(*d_columns.shape[:2], -1, w.shape[2]).transpose(1, 2, 0, 3)
+            roll(parts.reshape(columns.shape), window, dx)
+
+
+def _columns(columns: np.ndarray, w: np.ndarray) -> np.ndarray:
+    """Return unrolled windows (N,P,Q,K,K,C) as matrices of each group's channels (G,N*P*Q,K*K*C/G)."""
+    parts = columns.reshape(math.prod(columns.shape[:3]), w.shape[0] ** 2, -1, w.shape[2]).transpose(2, 0, 1, 3)
+    return parts.reshape(*parts.shape[:2], -1)
+
+
+def _matrices(w: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """Return weights (K,K,C/G,F) as matrices of each group (G,K*K*C/G,F/G)."""
+    return by_group(w, x.shape[3] // w.shape[2])
+
+
+def _joined(parts: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Return (G,R,F/G) with the groups' filters side by side, in a shape (...,F)."""
+    return parts.swapaxes(0, 1).reshape(shape)
 
 
 def unroll(x: np.ndarray, window: Window, out: tuple[int, ...]) -> np.ndarray:

@@ -92,7 +92,8 @@ class Calls:
                 called = CALLED(self._guarded(_Tiles(node, plan, arenas.shape[1])))
                 self._kept.append(called)
                 address = ctypes.cast(called, ctypes.c_void_p).value
-                arenas[:, node.address : node.address + 2] = np.array([address]).view(np.float32)
+                at = int(node.address)
+                arenas[:, at : at + 2] = np.array([address]).view(np.float32)
 
     def _guarded(self, function: Callable[..., None]) -> Callable[..., None]:
         """Return the function, keeping what it raises: nothing goes through compiled code."""
@@ -121,7 +122,7 @@ class _Tiles:
         self._name, self._floats, self._images = node.name, floats, plan.arena.images
         self._x, self._y, self._dx = node.x, node.y, node.dx
         self._dy = None if plan.target.forward_only else getattr(node, "dy", None)
-        self._places = [(parameter, plan.parameters.offset(parameter)) for parameter in node.parameters]
+        self._places = [(parameter, int(plan.parameters.offset(parameter))) for parameter in node.parameters]
         self._stages, self._size = node.stages, plan.parameters.size
         self._chains: dict[int, Chain[np.ndarray]] = {}
 
@@ -166,7 +167,7 @@ def _floats(address: int, size: int) -> np.ndarray:
 def _view(tensor: Tensor | None, arena: np.ndarray, images: int, shape: tuple[int, ...]) -> np.ndarray:
     """Return what lies in a tensor of rows or images, (images, *shape)."""
     assert isinstance(tensor, NC)
-    first, steps = tensor.offset, [math.prod(shape[at + 1 :]) for at in range(len(shape))]
+    first, steps = int(tensor.offset), [math.prod(shape[at + 1 :]) for at in range(len(shape))]
     if tensor.halo.top or tensor.halo.left or tensor.halo.bottom or tensor.halo.right:
         first, steps = (
             first + tensor.halo.top * tensor.row + tensor.halo.left * tensor.column,

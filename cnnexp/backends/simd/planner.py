@@ -15,6 +15,7 @@ from typing import cast
 from cnnexp.backends.simd.algorithms.batch_norm import BatchNormNode
 from cnnexp.backends.simd.algorithms.convolution.channels import Channels
 from cnnexp.backends.simd.algorithms.convolution.channels_argmax import ChannelsArgmax
+from cnnexp.backends.simd.algorithms.convolution.depthwise import Depthwise
 from cnnexp.backends.simd.algorithms.convolution.filters import Filters
 from cnnexp.backends.simd.algorithms.convolution.filters_fused import FiltersFused
 from cnnexp.backends.simd.algorithms.convolution.lanes import Lanes
@@ -50,7 +51,7 @@ from cnnexp.network import (
 
 ALGORITHMS: tuple[type[Node], ...] = (
     *(Channels, Winograd, Lanes, ChannelsArgmax, WinogradArgmax, LanesArgmax, Filters, LanesPair, FiltersFused),
-    *(Skinny, Wide, Pool, ElementwiseNode, DropoutNode, BatchNormNode, Split, Sum),
+    *(Depthwise, Skinny, Wide, Pool, ElementwiseNode, DropoutNode, BatchNormNode, Split, Sum),
 )
 """All that there are but `General`, for what they do not compute; of two that cost the same the first is taken."""
 

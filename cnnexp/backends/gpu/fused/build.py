@@ -65,7 +65,7 @@ def _fused(
 ) -> tuple[FusedNode, int] | None:
     """Return a fused node for the first of `stages` and how many of them it takes; None if there is none."""
     stage = stages[0]
-    if isinstance(stage, ConvStage):
+    if isinstance(stage, ConvStage) and stage.dense:
         pool, relu, used = _pool_and_relu(stages)
         conv = conv_block(stage, pool, relu, before is None)
         plan = plan_conv(conv, context)

@@ -277,7 +277,7 @@ def conv2d_backward_input(conv: ConvBlock, rows: int) -> Kernel:
 
     The gradient is spread to the convolution's map in shared memory, and convolved with the flipped filters.
     """
-    H, W, C, K, F, _, top, left, P, Q = unsigned(conv.sizes)
+    H, W, C, K, F, _, top, left, P, Q, *_ = unsigned(conv.sizes)
     S, U, V, rows_ = u32(conv.pool), u32(conv.U), u32(conv.V), u32(rows)
     together = min(conv.sizes.C, CHANNELS)
     groups = u32(-(-conv.sizes.C // together))

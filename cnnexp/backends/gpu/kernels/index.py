@@ -28,7 +28,11 @@ ZERO, ONE = f32(0), f32(1)
 
 @dataclass(frozen=True)
 class ConvSizes:
-    """Sizes of a convolution, in the letters of `protocol`; images by `stride`, `top` and `left` as there."""
+    """Sizes of a convolution, in the letters of `protocol`; images by `stride`, `top` and `left` as there.
+
+    Attributes:
+        groups: of channels and filters. dilation: step in pixels from tap to tap.
+    """
 
     H: int
     W: int
@@ -40,12 +44,20 @@ class ConvSizes:
     left: int
     P: int
     Q: int
+    groups: int = 1
+    dilation: int = 1
+
+    @property
+    def dense(self) -> bool:
+        """Whether every filter sees all channels, and the kernel's taps are neighbours."""
+        return self.groups == self.dilation == 1
 
     @property
     def padded(self) -> bool:
         """Whether windows reach outside the image."""
-        below = (self.P - 1) * self.stride + self.K - self.top > self.H
-        right = (self.Q - 1) * self.stride + self.K - self.left > self.W
+        reach = (self.K - 1) * self.dilation + 1
+        below = (self.P - 1) * self.stride + reach - self.top > self.H
+        right = (self.Q - 1) * self.stride + reach - self.left > self.W
         return bool(self.top or self.left or below or right)
 
 
@@ -110,7 +122,7 @@ def padded_pixel(sizes: ConvSizes, number: Any = f32) -> Any:
         sizes: of the convolution that pads it.
         number: what makes a float32 of what x holds.
     """
-    H, W, C, _, _, _, top, left, _, _ = unsigned(sizes)
+    H, W, C, _, _, _, top, left, *_ = unsigned(sizes)
 
     def pixel(x, first, row, col, c):
         if top <= row and row < u32(H + top) and left <= col and col < u32(W + left):
@@ -121,8 +133,9 @@ def padded_pixel(sizes: ConvSizes, number: Any = f32) -> Any:
 
 
 def conv_sizes(x: Tensor, w: Tensor, window: Window, y: Tensor) -> ConvSizes:
-    """Return the sizes of the convolution of x (N,H,W,C) with w (K,K,C,F) to y (N,P,Q,F)."""
-    return ConvSizes(*x.shape[1:], w.shape[0], w.shape[3], window.stride, window.top, window.left, *y.shape[1:3])
+    """Return the sizes of the convolution of x (N,H,W,C) with w (K,K,C/G,F) to y (N,P,Q,F)."""
+    (K, _, seen, F), at = w.shape, (window.stride, window.top, window.left)
+    return ConvSizes(*x.shape[1:], K, F, *at, *y.shape[1:3], x.shape[3] // seen, window.dilation)
 
 
 def pool_sizes(x: Tensor, window: Window, y: Tensor) -> PoolSizes:

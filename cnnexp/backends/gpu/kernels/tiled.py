@@ -27,7 +27,7 @@ def conv2d(sizes: ConvSizes, flipped: bool, has_bias: bool, stage_filters: bool,
         stage_filters: read the filters from shared memory too.
         plan: see `ConvTile`.
     """
-    H, W, C, K, F, stride, _, _, P, Q = unsigned(sizes)
+    H, W, C, K, F, stride, _, _, P, Q, *_ = unsigned(sizes)
     image, input_pixel = u32(H * W * C), padded_pixel(sizes)
     tile, block, filters, channels = (u32(v) for v in (plan.tile, plan.block, plan.filters, plan.channels))
     side, last = u32(plan.side), u32(sizes.K * sizes.K - 1)
@@ -151,7 +151,7 @@ def conv2d_backward_weights(sizes: ConvSizes, rows: int, stage_dy: bool, block: 
 
     A block makes `block` weights of one slice of the images.
     """
-    H, W, C, K, F, stride, _, _, P, Q = unsigned(sizes)
+    H, W, C, K, F, stride, _, _, P, Q, *_ = unsigned(sizes)
     image, input_pixel = u32(H * W * C), padded_pixel(sizes)
     size, rows, block = u32(sizes.K * sizes.K * sizes.C * sizes.F), u32(rows), u32(block)
     wide, groups = u32(_padded_width(sizes)), u32(-(-int(size) // int(block)))

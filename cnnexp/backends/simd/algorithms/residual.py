@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from cnnexp.backends.simd.algorithms.cost import Work, passes
 from cnnexp.backends.simd.algorithms.node import Node, Section, Tensor
-from cnnexp.backends.simd.compiler.emit import Emitter, Kernels, Pointer, Target
+from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Kernels, Pointer, Target
 from cnnexp.backends.simd.layouts import NC, Blocked, Halo, Layout
 from cnnexp.network import ResidualStage
 
@@ -34,7 +34,7 @@ class Split(Node[Tensor, Tensor]):
         return cls(section.stage) if isinstance(section.stage, ResidualStage) and section.opens else None
 
     def __init__(self, stage: ResidualStage) -> None:
-        super().__init__(f"{stage.name}.split", stage.output_shape)
+        super().__init__(f"{stage.name}.split", stage.input_shape)
         if len(self.shape) == 1:
             self.input_layout = self.output_layout = NC
 
@@ -54,6 +54,9 @@ class Split(Node[Tensor, Tensor]):
                 value = k.where_positive(k.load(places[2]), value)
             return k.add(k.load(places[0]), value)
 
+        if end.step:
+            steps = [*zip(tensors, (end.step, 1, 1), strict=False), (dx, end.step)]
+            return [("backward", lambda k: _each_nth(k, steps, (0, self.shape[2]), add))]
         return [("backward", lambda k: _each(k, tensors, dx, add))]
 
 
@@ -62,6 +65,7 @@ class Sum(Node[Tensor, Tensor]):
 
     Attributes:
         split: where it begins; the sum has that tensor's layout.
+        step: from pixel to pixel of what a padded shortcut takes; 0 of an identity.
     """
 
     algorithm = "residual"
@@ -78,7 +82,7 @@ class Sum(Node[Tensor, Tensor]):
 
     def __init__(self, stage: ResidualStage, rectify: bool) -> None:
         super().__init__(stage.name, stage.output_shape)
-        self.rectify = rectify
+        self.rectify, self.step = rectify, stage.window.stride if stage.window else 0
 
     def work(self, target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
         each = passes(math.prod(self.shape), 3, target, images, 3)
@@ -89,6 +93,17 @@ class Sum(Node[Tensor, Tensor]):
             value = k.add(k.load(places[0]), k.load(places[1]))
             return k.rectify(value) if self.rectify else value
 
+        def pad(k: Emitter) -> None:
+            x, y, channels = (self.x, 1), (self.y, 1), self.split.shape[2]
+            _each_nth(k, (x, (self.split.x, self.step), y), (0, channels), add)
+            if self.shape[2] > channels:
+                _each_nth(k, (x, y), (channels, self.shape[2] - channels), keep)
+
+        def keep(k: Emitter, places: list[Pointer]) -> object:
+            return k.rectify(k.load(places[0])) if self.rectify else k.load(places[0])
+
+        if self.step:
+            return [("forward", pad)]
         return [("forward", lambda k: _each(k, (self.x, self.split.x), self.y, add))]
 
     def backward(self, plan: Layout) -> Kernels:
@@ -99,6 +114,24 @@ class Sum(Node[Tensor, Tensor]):
             return k.where_positive(k.load(places[1]), value) if self.rectifies_dy else value
 
         return [("backward", lambda k: _each(k, tensors, self.needed_dx, pass_on))]
+
+
+def _each_nth(k: Emitter, tensors: Sequence[tuple[Tensor, int]], channels: tuple[int, int], function: Callable) -> None:
+    """As `_each`, of `channels`, the first and how many, and of every n-th row and column of each (tensor, n).
+
+    The last tensor is the target.
+    """
+    (first, count), lanes = channels, isinstance(tensors[0][0], Blocked)
+    rows, columns, _ = next(tensor.shape for tensor, step in tensors if step == 1)
+    with k.loop(k.groups(k.lanes) if lanes else k.count) as n, k.loop(rows) as p, k.loop(columns) as q:
+        pixels = [tensor.pixel(k, n, *(k.builder.mul(i, INDEX(step)) for i in (p, q))) for tensor, step in tensors]
+        starts = [pixel + first * (k.lanes if lanes else 1) for pixel in pixels]
+        with k.loop(count if lanes else count // k.lanes) as v:
+            *places, place = (start.at(v, k.lanes) for start in starts)
+            k.store(function(k, places), place)
+        if not lanes and count % k.lanes:
+            *places, place = (start + count // k.lanes * k.lanes for start in starts)
+            k.store_part(function(k, places), place, count % k.lanes)
 
 
 def _each(k: Emitter, sources: Sequence[Tensor], target: Tensor, function: Callable) -> None:

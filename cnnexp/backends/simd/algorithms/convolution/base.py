@@ -52,6 +52,8 @@ class ConvolutionNode(Node[Pixels, Pixels]):
     stage: ConvStage
     argmax: ClassVar[bool] = False
     """Whether the backward pass follows each window's maximum and leaves out the rest."""
+    any_taps: ClassVar[bool] = False
+    """Whether it computes groups and dilation."""
 
     def __init__(self, stage: ConvStage, rectify: bool, pool: PoolStage | None) -> None:
         super().__init__(stage.name, (pool or stage).output_shape)
@@ -60,7 +62,11 @@ class ConvolutionNode(Node[Pixels, Pixels]):
     @classmethod
     def of(cls, sections: Sequence[Section], first: bool) -> Self | None:
         stage, pool = sections[0].stage, sections[0].pool
-        if not isinstance(stage, ConvStage) or (cls.argmax and not (pool and pool.window.size > 1)):
+        if (
+            not isinstance(stage, ConvStage)
+            or not (stage.dense or cls.any_taps)
+            or (cls.argmax and not (pool and pool.window.size > 1))
+        ):
             return None
         return cls(stage, sections[0].rectify, pool)
 

@@ -39,7 +39,6 @@ from llvmlite import ir
 
 from cnnexp.backends.parts import BACKWARD, FOLLOWED
 from cnnexp.backends.simd.algorithms import cost
-from cnnexp.backends.simd.algorithms.convolution import argmax_codes
 from cnnexp.backends.simd.algorithms.cost import (
     Work,
     passes,
@@ -47,6 +46,7 @@ from cnnexp.backends.simd.algorithms.cost import (
 from cnnexp.backends.simd.algorithms.elementwise import rectify_gradient
 from cnnexp.backends.simd.algorithms.linear.product import chunks
 from cnnexp.backends.simd.algorithms.node import Node, Section
+from cnnexp.backends.simd.compiler import argmax_codes
 from cnnexp.backends.simd.compiler.emit import FLOAT, INDEX, INT, Emitter, Kernels, Pointer, Target, Variable
 from cnnexp.backends.simd.layouts import NC, Halo, Layout, padded_rows, round_up
 from cnnexp.network import ConvStage, PoolStage
@@ -76,6 +76,8 @@ class Filters(Node[NC, NC]):
     def of(cls, sections: Sequence[Section], first: bool) -> Filters | None:
         section = sections[0]
         if not (first and isinstance(section.stage, ConvStage) and section.pool and section.flattened):
+            return None
+        if not section.stage.dense:
             return None
         return cls(section.stage, section.rectify, section.pool)
 

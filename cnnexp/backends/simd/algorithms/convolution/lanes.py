@@ -6,7 +6,8 @@ weights (K, K, C, F) a run of K * C * F floats, so every convolution is K runs.
 Register tile of the forward pass: 4 pixels x up to 6 filters of accumulators; per (channel, tap) 4 loads of x and one
 broadcast per filter feed 4 multiply-adds each, 8 loads per 16 multiply-adds with 4 filters. Where a max-pool follows,
 the 4 pixels are those of its window, so maximum, argmax, bias and ReLU happen in registers and the full convolution is
-never stored. The gradient of the input is the same kernel on the flipped weights.
+never stored. The gradient of the input is the same kernel on the flipped weights. With groups or dilation there are
+K * K runs, of the channels of a group.
 
 Gain: few channels, batches that fill the lanes. By it rather than `channels` for the first convolution, the kernels
 of `two_conv_pool4` take 18,376 cycles an image for 43,100, of `two_conv_mlp` 155,879 for 174,888 (`python -m
@@ -16,6 +17,8 @@ benchmarks.kernels --algorithms`, Zen 3, AVX2).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 from llvmlite import ir
@@ -45,6 +48,7 @@ class Lanes(ConvolutionNode[Blocked]):
 
     input_layout = output_layout = Blocked
     algorithm = "lanes"
+    any_taps = True
 
     def in_lanes(self, what: str, kernel: str) -> str:
         return "images"
@@ -52,44 +56,53 @@ class Lanes(ConvolutionNode[Blocked]):
     def work(self, target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
         (height, width, channels), (rows, columns, filters) = self.stage.input_shape, self.stage.output_shape
         kernel, cells, window = self.stage.layer.kernel, math.prod(self.shape[:2]), self.window
+        groups = self.stage.layer.groups
         pixels, most = sums_tile(target.registers)
         found = {
             "forward": self.forward_work(target),
             "rectify_gradient": passes(rows * columns * filters, 2, target, target.lanes, 3),
             "unpool": passes(cells * filters, 4 + 3 * window, target, target.lanes, window + 1),
         }
-        held, terms = rows * columns * filters + height * width * channels, kernel**2 * channels
-        tile = terms, whole_width(terms, filters, target.registers)
+        held, terms = rows * columns * filters + height * width * channels, kernel**2 * channels // groups
+        tile = terms, whole_width(terms, filters, target.registers) if self.stage.dense else 0
         moved = float(held)
         if not tile[1]:
             # rows are gone over for every row of the kernel, and by blocks of 8 filters
             moved = kernel * (rows * columns * filters + height * width * channels * -(-filters // 8))
             tile = gradient_tile(target.registers)
+            if groups > 1:
+                tile = min(tile[0], channels // groups), min(tile[1], filters // groups)
         found["backward_weights"] = lane_gradient(tile, terms, filters, rows * columns, images, moved, held, target)
         if needs_dx:
             count = height * -(-width // pixels)
-            back = lane_sums(min(width, pixels), most, count, channels, kernel**2 * filters, target, 2.0)
-            flipping = 2 * kernel**2 * channels * filters / images
+            taps = kernel**2 * filters // groups
+            back = lane_sums(min(width, pixels), min(most, channels // groups), count, channels, taps, target, 2.0)
+            flipping = 2 * self.stage.weight.size / images
             found["backward_input"] = Work(back.macs, back.cycles + flipping, back.tile)
         return found
 
     def forward_work(self, target: Target) -> Work:
         """Return what the forward pass does for an image."""
-        channels, (rows, columns, filters) = self.stage.input_shape[2], self.stage.output_shape
+        rows, columns, filters = self.stage.output_shape
         pixels, most = sums_tile(target.registers)
         if self.pool:
             tile = math.prod(window_part(self.pool.window.size, min(filters, most), target.registers))
             count = math.prod(self.shape[:2]) * self.window // tile
         else:
             tile, count = min(columns, pixels), rows * -(-columns // pixels)
-        terms = self.stage.layer.kernel**2 * channels
+        terms, most = self.stage.weight.size // filters, min(most, filters // self.stage.layer.groups)
         sums = lane_sums(tile, most, count, filters, terms, target, 2.0 * self.window)
         # without the pixels that fill a row's last tile
         return replace(sums, macs=float(self.multiply_adds(FORWARD)))
 
+    @property
+    def _reach(self) -> int:
+        """How far the last tap is from the first, in pixels."""
+        return (self.stage.layer.kernel - 1) * self.stage.layer.dilation
+
     def _dense_halo(self) -> Halo:
         """Windows of the flipped kernel reach over its edge."""
-        layer, reach = self.stage.layer, self.stage.layer.kernel - 1
+        layer, reach = self.stage.layer, self._reach
         sides = []
         for pad, size, count in zip(
             self.stage.window.pads[:2], self.stage.input_shape, self.stage.output_shape, strict=False
@@ -117,8 +130,9 @@ class Lanes(ConvolutionNode[Blocked]):
         if self.pool:
             windows = Windows(self.pool.window.size, self.pool.window.stride, plan.arena.argmax(self.shape))
         self.correlation = Correlation(
-            self.x, (0, 0), layer.stride, layer.kernel, channels, layer.filters, self.y, self.rectify, windows
-        )
+            self.x, (0, 0), layer.stride, layer.kernel, channels, layer.filters, self.y, self.rectify, windows,
+            groups=layer.groups, dilation=layer.dilation,
+        )  # fmt: skip
 
     def forward(self, plan: Layout) -> Kernels:
         def run(k: Emitter) -> None:
@@ -143,13 +157,16 @@ class Lanes(ConvolutionNode[Blocked]):
         return kernels
 
     def _backward_input(self, k: Emitter, plan: Layout, dx: Blocked) -> None:
-        layer, channels, reach = self.stage.layer, self.stage.input_shape[2], self.stage.layer.kernel - 1
+        layer, channels = self.stage.layer, self.stage.input_shape[2]
         flipped = k.arena + self.flipped
         weights, _ = plan.parameters.weights(k, self.stage)
-        flip_weights(k, weights, flipped, layer.kernel, channels, layer.filters)
-        top, left, _, _ = (max(0, pad - reach) for pad in self.stage.window.pads)
+        flip_weights(k, weights, flipped, self.correlation)
+        top, left, _, _ = (max(0, pad - self._reach) for pad in self.stage.window.pads)
         positive = self.x if self.input_rectified else None
-        back = Correlation(self.d, (top, left), 1, layer.kernel, layer.filters, channels, dx, positive=positive)
+        back = Correlation(
+            self.d, (top, left), 1, layer.kernel, layer.filters, channels, dx, positive=positive,
+            groups=layer.groups, dilation=layer.dilation,
+        )  # fmt: skip
         conv2d(k, back, flipped, None)
 
 
@@ -166,6 +183,7 @@ class Correlation:
         rectify: whether ReLU is applied.
         windows: the max-pool fused into it, or None.
         positive: a tensor of y's shape: y is 0 where it is not positive; None for y as it is. Not with `windows`.
+        groups: of channels and filters. dilation: stored pixels from tap to tap.
     """
 
     x: Blocked
@@ -178,6 +196,19 @@ class Correlation:
     rectify: bool = False
     windows: Windows[Blocked] | None = None
     positive: Blocked | None = None
+    groups: int = 1
+    dilation: int = 1
+
+    @property
+    def runs(self) -> tuple[int, int]:
+        """How many runs of how many values of x a row of the kernel is."""
+        if self.groups == self.dilation == 1:
+            return 1, self.kernel * self.channels
+        return self.kernel, self.channels // self.groups
+
+    def each_group(self, k: Emitter) -> AbstractContextManager[ir.Value]:
+        """Run the block for every group of filters."""
+        return k.loop(self.groups) if self.groups > 1 else nullcontext(INDEX(0))
 
 
 def sums_tile(registers: int) -> tuple[int, int]:
@@ -215,11 +246,13 @@ def conv2d(k: Emitter, conv: Correlation, weights: Pointer, bias: Pointer | None
                 with k.loop(count) as tile:
                     column = k.builder.add(k.builder.mul(tile, INDEX(width)), INDEX(first))
                     corner = source.at(row, step * conv.x.row).at(column, step * conv.x.column)
-                    for first_filter, filters, times in chunks(conv.filters, most_filters):
-                        with k.loop(times) as t:
+                    for first_filter, filters, times in chunks(conv.filters // conv.groups, most_filters):
+                        with conv.each_group(k) as e, k.loop(times) as t:
                             f = k.builder.add(k.builder.mul(t, INDEX(filters)), INDEX(first_filter))
+                            f = k.builder.add(k.builder.mul(e, INDEX(conv.filters // conv.groups)), f)
                             w, b = weights.at(f), bias.at(f) if bias else None
-                            at = Tile(corner, w, b, g, row, column, f, filters)
+                            seen = corner.at(e, conv.channels // conv.groups * conv.x.lanes)
+                            at = Tile(seen, w, b, g, row, column, f, filters)
                             if conv.windows:
                                 _pooled(k, conv, conv.windows, at)
                             else:
@@ -310,7 +343,7 @@ def _store(k: Emitter, conv: Correlation, tile: Tile, j: int, value: ir.Value, t
 
 def _dot(k: Emitter, conv: Correlation, tile: Tile, pixels: list[tuple[int, int]]) -> list[list[ir.Value]]:
     """Return the sums over kernel and channels, [pixel][filter]; `pixels` are (row, column) in steps of the stride."""
-    x, run, filters = conv.x, conv.kernel * conv.channels, tile.filters
+    x, (runs, run), filters = conv.x, conv.runs, tile.filters
     places = [(i * x.row + j * x.column) * conv.stride for i, j in pixels]
     totals = [k.variables(filters) for _ in pixels]
 
@@ -324,8 +357,9 @@ def _dot(k: Emitter, conv: Correlation, tile: Tile, pixels: list[tuple[int, int]
                     k.accumulate(totals[p][f], weight, value)
 
     # a row of the kernel, in runs of at most 8 taps if it is long
-    with k.loop(conv.kernel) as i:
-        source, weights = tile.corner.at(i, x.row), tile.weights.at(i, run * conv.filters)
+    with k.loop(conv.kernel) as i, k.loop(runs) if runs > 1 else nullcontext(INDEX(0)) as j:
+        source, weights = tile.corner.at(i, conv.dilation * x.row), tile.weights.at(i, runs * run * conv.filters)
+        source, weights = source.at(j, conv.dilation * x.column), weights.at(j, run * conv.filters)
         for first, size, count in chunks_of(run, 8 if run > 16 else run):
             with k.loop(count) as c:
                 taps(
@@ -336,15 +370,15 @@ def _dot(k: Emitter, conv: Correlation, tile: Tile, pixels: list[tuple[int, int]
     return [[total.get() for total in row] for row in totals]
 
 
-def flip_weights(k: Emitter, weights: Pointer, flipped: Pointer, kernel: int, channels: int, filters: int) -> None:
-    """flipped[K-1-i, K-1-j, f, c] = weights[i, j, c, f]: the kernel of the input's gradient."""
-    taps = kernel * kernel
+def flip_weights(k: Emitter, weights: Pointer, flipped: Pointer, conv: Correlation) -> None:
+    """flipped[K-1-i, K-1-j, f, c] = weights[i, j, c, f], group by group: the kernel of the input's gradient."""
+    taps, seen, each = conv.kernel**2, conv.channels // conv.groups, conv.filters // conv.groups
     with k.loop(taps) as tap:
-        source = weights.at(tap, channels * filters)
-        target = flipped.at(k.builder.sub(INDEX(taps - 1), tap), channels * filters)
-        with k.loop(channels) as c, k.loop(filters) as f:
-            value = k.load_float(source.at(c, filters).at(f))
-            k.store(value, target.at(f, channels).at(c))
+        source = weights.at(tap, seen * conv.filters)
+        target = flipped.at(k.builder.sub(INDEX(taps - 1), tap), each * conv.channels)
+        with conv.each_group(k) as e, k.loop(seen) as c, k.loop(each) as f:
+            value = k.load_float(source.at(c, conv.filters).at(e, each).at(f))
+            k.store(value, target.at(f, conv.channels).at(e, seen).at(c))
 
 
 def conv2d_backward_weights(
@@ -363,19 +397,31 @@ def conv2d_backward_weights(
         d: gradient of the convolution's output (P, Q, F), perhaps with room between pixels.
         sums: room for `MOST_SUMS` vectors.
     """
-    run = conv.kernel * conv.channels
+    (runs, run), each, x = conv.runs, conv.filters // conv.groups, conv.x
     # the smallest kernels: all taps in one tile
     width = whole_width(conv.kernel * run, conv.filters, k.target.registers)
-    if width:
+    if width and runs == 1:
         _whole_kernel(k, conv, d, width, dw, db)
         return
-    # the others by blocks of filters, kernel rows and blocks of taps
-    for first_filter, filters, filter_blocks in chunks(conv.filters, 8):
+    # the others by blocks of filters, runs of kernel rows and blocks of taps
+    for first_filter, filters, filter_blocks in chunks(each, 8):
         for first_tap, taps, tap_blocks in chunks(run, MOST_SUMS // filters):
-            with k.loop(filter_blocks) as filter_block, k.loop(conv.kernel) as i, k.loop(tap_blocks) as tap_block:
+            with (
+                conv.each_group(k) as e, k.loop(filter_blocks) as filter_block,
+                k.loop(conv.kernel) as i, k.loop(runs) as j, k.loop(tap_blocks) as tap_block,
+            ):  # fmt: skip
                 r = k.builder.add(k.builder.mul(tap_block, INDEX(taps)), INDEX(first_tap))
                 f = k.builder.add(k.builder.mul(filter_block, INDEX(filters)), INDEX(first_filter))
-                _weight_block(k, conv, d, (i, r, f), (taps, filters), dw, sums)
+                f = k.builder.add(k.builder.mul(e, INDEX(each)), f)
+                place = k.builder.add(k.builder.mul(i, INDEX(runs)), j)
+
+                # where the taps lie in x, from the corner of a window
+                def seen(corner: Pointer, i=i, j=j, e=e, r=r) -> Pointer:  # type: ignore[no-untyped-def]
+                    corner = corner.at(i, conv.dilation * x.row).at(j, conv.dilation * x.column)
+                    return corner.at(e, run * x.lanes if conv.groups > 1 else 0).at(r, x.lanes)
+
+                target = dw.at(place, run * conv.filters).at(r, conv.filters).at(f)
+                _weight_block(k, conv, d, seen, f, (taps, filters), target, sums)
     if db is not None:
         _backward_bias(k, d, db)
 
@@ -414,17 +460,19 @@ def _weight_block(
     k: Emitter,
     conv: Correlation,
     d: Blocked,
-    corner: tuple[ir.Value, ir.Value, ir.Value],
+    seen: Callable[[Pointer], Pointer],
+    f: ir.Value,
     size: tuple[int, int],
     dw: Pointer,
     sums: Pointer,
 ) -> None:
-    """Add to dw[i, r : r + taps, f : f + filters], r over taps and channels of kernel row i.
+    """Add to a block of dw, some taps of some filters.
 
     Args:
-        corner: i, r, f. size: taps, filters.
+        seen: returns where the first tap lies, from the corner of a window. f: the first filter. size: taps, filters.
+        dw: of the first tap and filter.
     """
-    x, (i, r, f), (taps, filters) = conv.x, corner, size
+    x, (taps, filters) = conv.x, size
     rows, columns, _ = d.shape
     most_columns = max(4, CACHED_VECTORS // (conv.stride * conv.channels + filters))
     most_taps, most_filters = gradient_tile(k.target.registers)
@@ -433,8 +481,8 @@ def _weight_block(
         k.store(k.zero(), sums.at(total, k.lanes))
     # row by row of all images, a piece of it at a time
     with k.loop(k.groups(k.lanes)) as g, k.loop(rows) as p:
-        source = (x.stored(k, g) + (conv.origin[0] * x.row + conv.origin[1] * x.column)).at(i, x.row)
-        source = source.at(p, conv.stride * x.row).at(r, x.lanes)
+        source = seen(x.stored(k, g) + (conv.origin[0] * x.row + conv.origin[1] * x.column))
+        source = source.at(p, conv.stride * x.row)
         gradient = d.pixel(k, g, p, 0).at(f, d.lanes)
         for first, piece, pieces in chunks(columns, most_columns):
             with k.loop(pieces) as at:
@@ -455,10 +503,9 @@ def _weight_block(
                                 (piece, height, width, filters),
                             )
     # lanes added up
-    target = dw.at(i, conv.kernel * conv.channels * conv.filters).at(r, conv.filters).at(f)
     with k.loop(taps) as t, k.loop(filters) as j:
         total = k.load(sums.at(t, filters * k.lanes).at(j, k.lanes))
-        k.add_to(target.at(t, conv.filters).at(j), k.sum_lanes(total))
+        k.add_to(dw.at(t, conv.filters).at(j), k.sum_lanes(total))
 
 
 def _weight_tile(

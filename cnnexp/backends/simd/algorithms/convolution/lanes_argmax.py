@@ -34,7 +34,7 @@ class LanesArgmax(Lanes):
     """Batch in lanes; gradients through the argmax of the max-pool after it alone."""
 
     algorithm = "lanes-argmax"
-    argmax = True
+    argmax, any_taps = True, False
 
     def in_lanes(self, what: str, kernel: str) -> str:
         return "weights" if what == BACKWARD else "images"

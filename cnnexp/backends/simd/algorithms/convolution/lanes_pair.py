@@ -67,7 +67,7 @@ class LanesPair(Node[Blocked, Blocked]):
         if not first or len(sections) == 1 or not sections[0].rectify or sections[0].pool:
             return None
         before, pooled = Lanes.of(sections, first), LanesArgmax.of(sections[1:], False)
-        if before is None or pooled is None:
+        if before is None or pooled is None or not before.stage.dense:
             return None
         before.layers, pooled.layers = sections[0].names, sections[1].names
         return cls(before, pooled)
