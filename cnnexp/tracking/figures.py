@@ -275,6 +275,7 @@ def rate_range(rows: np.ndarray, suggested: float) -> Figure:
     axes = figure.subplots()
     axes.semilogx(rows[:, 0], rows[:, 1], alpha=0.4, label="loss of each step")
     axes.semilogx(rows[:, 0], rows[:, 2], label="smoothed")
+    axes.set_ylim(0, 2 * rows[0, 2])  # a last step that diverged would flatten the curve
     axes.axvline(suggested, linestyle="--", color="black", label=f"optimizer.lr={suggested:g}")
     label_axes(axes, "learning rate", "training loss")
     axes.legend()
