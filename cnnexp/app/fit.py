@@ -130,13 +130,12 @@ def fit(
     """Train a model on data; return the result. The defaults are those of the command line.
 
     Args:
-        model: e.g. `OneConv(filters=32)`.
-        data: e.g. `Digits()`, or a `Dataset` that is loaded.
+        model, data: e.g. `OneConv(filters=32)`, and `Digits()` or a `Dataset` that is loaded.
         backend: its name, or one made with options.
         epochs, optimizer: at most; with its learning rate.
         baseline: timed beside the run on the same batches; None compares with nothing.
         record: record the run in MLflow and under `outputs/`, for `cnnexp ui`; a text is the MLflow experiment.
-        trainer: keys of `conf/trainer/default.yaml`, as `batch_size=64, patience=3`; and `augment`, as `[Affine()]`.
+        trainer: keys of `conf/trainer/default.yaml`, e.g. `batch_size=64, patience=3`; `augment`, e.g. `[Affine()]`.
 
     Raises:
         CnnexpError: of the kind that says what is wrong: option, data, network, backend, divergence, store.

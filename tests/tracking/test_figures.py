@@ -43,6 +43,19 @@ def test_draw_run_writes_its_figures(tmp_path):
     assert all(min(size) >= 300 for size in sizes.values())
 
 
+def test_augmented_images_stand_four_in_a_row(tmp_path):
+    images = np.zeros((6, 8, 8, 2), np.uint8)
+    images[5, :, :, 0] = 255  # white, of black ones
+    figures.draw_augmented(tmp_path / "augmented.png", images, "a run")
+    with Image.open(tmp_path / "augmented.png") as picture:
+        gray = np.asarray(picture.convert("L"))
+    rows, columns = np.nonzero(gray < 50)  # not the title
+    assert len(np.unique(np.diff(np.unique(columns)) > 1)) == 2, "gaps between columns"
+    fifth, sixth = gray[240, 130], gray[240, 260]
+    assert (fifth, sixth) == (0, 255)
+    assert rows.max() < 320, "no third row"
+
+
 def test_learning_shows_each_split_by_epoch():
     figure = figures.learning(
         epochs(epoch_result(1, correct=1, validation=2), epoch_result(2, correct=3, validation=4))

@@ -268,8 +268,8 @@ def test_workers_train_on_the_same_images(sync, small_parts):
         (Shift(11), "augment.shift.pixels=11: the images are 13 x 11 pixels; must be less than 11"),
         (CropFlip(12), "augment.crop_flip.padding=12: the images are 13 x 11 pixels; must be less than 11"),
         (
-            Affine(translation=10.5),
-            "augment.affine.translation=10.5: the images are 13 x 11 pixels; must be less than 11",
+            Affine(translation=11.5),
+            "augment.affine.translation=11.5: the images are 13 x 11 pixels; must be less than 11",
         ),
         (Cutout(12), "augment.cutout.size=12: the images are 13 x 11 pixels; must be less than 11"),
     ],

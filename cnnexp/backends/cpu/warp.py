@@ -21,25 +21,24 @@ HALF = np.float32(2.0**-31)  # of the numbers of 32 bits, with their sign
 
 
 @task
-def displace(key, image, table, taps, drawn, turned, fields):
-    """Fill fields (W,2*H), transposed, down then across: numbers from -1 to 1 drawn by `noise`, blurred both ways.
+def displace(key, image, table, taps, across, down, fields):
+    """Fill fields (H,2*W), down then across: numbers from -1 to 1 drawn by `noise`, blurred both ways.
 
     table (2*H*W,), uint32, is `mix` of 0, 1, ...; taps (R+1,) weigh half a pixel and its neighbours on either side,
-    zeros beyond the edge; drawn (2*R+H,2*W) and turned (2*R+W,2*H) have them in their first and last R rows.
+    zeros beyond the edge; across (2*R+W,2*H) and down (2*R+H,2*W) have them in their first and last R rows.
     """
-    width, height, reach = fields.shape[0], fields.shape[1] // 2, len(taps) - 1
-    row = mix(key ^ image)
-    for i in range(height):
-        for part in range(2):
-            line = drawn[reach + i, part * width : (part + 1) * width]
-            first = (part * height + i) * width
-            for j in range(width):
-                line[j] = np.float32(np.int32(mix(row ^ table[first + j]))) * HALF
-    down = blur(drawn, taps, np.empty((height, 2 * width), np.float32))
+    height, width, reach = fields.shape[0], fields.shape[1] // 2, len(taps) - 1
+    row, flat = mix(key ^ image), fields.reshape(-1)
+    for element in range(len(flat)):
+        flat[element] = np.float32(np.int32(mix(row ^ table[element]))) * HALF
+    for i in range(2 * height):
+        for j in range(width):
+            across[reach + j, i] = flat[i * width + j]
+    blurred = blur(across, taps, np.empty((width, 2 * height), np.float32))
     for i in range(height):
         for j in range(width):
-            turned[reach + j, i], turned[reach + j, height + i] = down[i, j], down[i, width + j]
-    blur(turned, taps, fields)
+            down[reach + i, j], down[reach + i, width + j] = blurred[j, i], blurred[j, height + i]
+    blur(down, taps, fields)
 
 
 @task
@@ -57,31 +56,37 @@ def blur(rows, taps, out):
 
 
 @task
-def sample(image, matrix, fields, alpha, rounding, out):
-    """out[i,j] = image at matrix @ (i + alpha * fields[j,i], j + alpha * fields[j,H+i], 1), bilinear, 0 outside.
+def sample(image, matrix, fields, alpha, rounding, places, parts, out):
+    """out[i,j] = image at matrix @ (i + alpha * fields[i,j], j + alpha * fields[i,W+j], 1), bilinear, 0 outside.
 
-    image (H+3,W+3,C) has one row and column of zeros before and two after it; rounding is 0.5 for bytes, else 0.
+    image (H+3,W+3,C) has one row and column of zeros before and two after it; rounding is 0.5 for bytes, else 0; places
+    (H*W,), int32, and parts (6,H*W) are room. What LLVM makes vectors of has loops of its own.
     """
     height, width, channels = out.shape
-    pixels, one = image.reshape(-1), np.float32(1)
-    bottom, end, line = np.float32(height + 1), np.float32(width + 1), channels * (width + 3)
+    one, pixels, shown, low, right = np.float32(1), image.reshape(-1), out.reshape(-1), parts[4], parts[5]
+    bottom, end, line = np.float32(height + 1), np.float32(width + 1), np.int32(channels * (width + 3))
     (a, b, c), (d, e, f) = matrix
     for i in range(height):
+        at, lows, rights = places[i * width :], low[i * width :], right[i * width :]
         for j in range(width):
-            p = np.float32(i) + alpha * fields[j, i]
-            q = np.float32(j) + alpha * fields[j, height + i]
+            p = np.float32(i) + alpha * fields[i, j]
+            q = np.float32(j) + alpha * fields[i, width + j]
             # 1 for the zeros before the image; a place further out sees zeros as well
             y = min(max(a * p + b * q + (c + one), np.float32(0)), bottom)
             x = min(max(d * p + e * q + (f + one), np.float32(0)), end)
             top, left = np.int32(y), np.int32(x)
-            low, right = y - np.float32(top), x - np.float32(left)
-            at = np.uint64(top * line + left * channels)  # unsigned: Numba looks for no index from the end
-            for _ in range(channels):
-                above = pixels[at] * (one - right) + pixels[at + np.uint64(channels)] * right
-                below = pixels[at + np.uint64(line)] * (one - right)
-                below += pixels[at + np.uint64(line + channels)] * right
-                out[i, j, _] = above * (one - low) + below * low + rounding
-                at += np.uint64(1)
+            at[j] = top * line + left * np.int32(channels)
+            lows[j], rights[j] = y - np.float32(top), x - np.float32(left)
+    for channel in range(channels):
+        for n in range(height * width):
+            at_n = np.uint64(places[n] + channel)  # unsigned: Numba looks for no index from the end
+            parts[0, n], parts[1, n] = pixels[at_n], pixels[at_n + np.uint64(channels)]
+            at_n += np.uint64(line)
+            parts[2, n], parts[3, n] = pixels[at_n], pixels[at_n + np.uint64(channels)]
+        for n in range(height * width):
+            above = parts[0, n] * (one - right[n]) + parts[1, n] * right[n]
+            below = parts[2, n] * (one - right[n]) + parts[3, n] * right[n]
+            shown[n * channels + channel] = above * (one - low[n]) + below * low[n] + rounding
 
 
 @numba.njit(**OPTIONS)
@@ -93,13 +98,14 @@ def warp(images, places, matrices, boxes, key, table, taps, alpha, rounding, out
     """
     count, height, width, channels = out.shape
     image = np.zeros((height + 3, width + 3, channels), np.float32)
-    fields, edges = np.zeros((width, 2 * height), np.float32), max(0, 2 * len(taps) - 2)
-    drawn, turned = np.zeros((edges + height, 2 * width), np.float32), np.zeros((edges + width, 2 * height), np.float32)
+    fields, edges = np.zeros((height, 2 * width), np.float32), max(0, 2 * len(taps) - 2)
+    across, down = np.zeros((edges + width, 2 * height), np.float32), np.zeros((edges + height, 2 * width), np.float32)
+    room = np.empty(height * width, np.int32), np.empty((6, height * width), np.float32)
     for n in range(count):
         image[1 : height + 1, 1 : width + 1] = images[places[n]]
         if len(taps):
-            displace(key, places[n], table, taps, drawn, turned, fields)
-        sample(image, matrices[n], fields, alpha, rounding, out[n])
+            displace(key, places[n], table, taps, across, down, fields)
+        sample(image, matrices[n], fields, alpha, rounding, *room, out[n])
         top, bottom, left, right = boxes[n]
         out[n, top:bottom, left:right] = 0
 
