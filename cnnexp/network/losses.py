@@ -217,15 +217,13 @@ def compute(
     if loss.class_weights:
         compute(replace(loss, class_weights=()), scores, labels, scale, d_scores, losses, hits)
         weights = np.array(loss.class_weights, np.float32)[labels]
-        losses *= weights
-        d_scores *= weights[:, np.newaxis]
+        losses[...], d_scores[...] = losses * weights, d_scores * weights[:, np.newaxis]
         return
     match loss.name:
         case "softmax_cross_entropy":
             smoothing = np.float32(loss.label_smoothing)
             shifted = scores - scores.max(axis=1, keepdims=True)
-            exps = np.exp(shifted)
-            sums = exps.sum(axis=1, keepdims=True)
+            sums = (exps := np.exp(shifted)).sum(axis=1, keepdims=True)
             losses[...] = np.log(sums[:, 0]) - shifted[rows, labels]
             np.divide(exps, sums, out=d_scores)
             d_scores[rows, labels] -= 1
@@ -237,8 +235,7 @@ def compute(
         case "binary_cross_entropy":
             p, t = scores[:, 0], labels.astype(scores.dtype)
             with np.errstate(divide="ignore"):
-                log_p = np.maximum(np.log(p), LOG_FLOOR)
-                log_q = np.maximum(np.log1p(-p), LOG_FLOOR)
+                log_p, log_q = np.maximum(np.log(p), LOG_FLOOR), np.maximum(np.log1p(-p), LOG_FLOOR)
             losses[...] = -(t * log_p + (1 - t) * log_q)
             d_scores[:, 0] = (p - t) / np.maximum(p * (1 - p), VARIANCE_FLOOR) * scale
             hits[...] = (p >= 0.5) == (labels == 1)
