@@ -103,7 +103,8 @@ def update(case: Case, parameters: np.ndarray, gradient: np.ndarray) -> np.ndarr
     """Return what the first step of the case's optimizer adds to the parameters."""
     rule = reference.OPTIMIZERS[type(case.optimizer).__name__.lower()]
     before = parameters.astype(np.float64)
-    return rule(before, gradient, {}, 1, **vars(case.optimizer)) - before
+    numbers = {key: value for key, value in vars(case.optimizer).items() if key != "decay_biases"}  # decays nothing
+    return rule(before, gradient, {}, 1, **numbers) - before
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ def _fold(stages: Sequence[Stage], sources: list[tuple[Stage, list[NormStage]]])
             sources[-1][1].append(stage)
             layers[-1] = replace(before, bias=True)
         elif isinstance(stage.layer, Residual):
-            layers.append(Residual(_fold(stage.stages, sources)))
+            layers.append(replace(stage.layer, layers=_fold(stage.stages, sources)))
         elif not isinstance(stage.layer, Dropout) or len(stages) == 1:  # a Residual holds at least one layer
             layers.append(stage.layer)
             if stage.parameters:

@@ -1,5 +1,6 @@
 """How `cpu-simd` chooses among the algorithms of a layer; that each of them computes it; and what `explain` shows."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from cnnexp.network import (
     ReLU,
     Residual,
     Sigmoid,
+    Stage,
 )
 from cnnexp.network.losses import Loss
 from cnnexp.network.models import MobileNet, OneConv, ResNet, TwoConvMlp
@@ -88,6 +90,12 @@ def every_algorithm(network: Network, target: Target) -> list[tuple[str, str]]:
                 continue
             found.append(pair)
     return found
+
+
+def named(stages: Sequence[Stage]) -> set[str]:
+    """Return the names of all stages that compute something, those within others too."""
+    own = {stage.name for stage in stages if not isinstance(stage.layer, Flatten)}
+    return own.union(*(named(stage.stages) for stage in stages))
 
 
 FUSED = "filters-fused", "lanes-pair"
@@ -195,7 +203,7 @@ def test_rows_show_every_kernel_of_a_step(target):
             ]
             assert all(row.cycles >= 0 and row.threads == 2 for row in rows)
             shown = {layer for row in rows for layer in row.layers}
-            assert shown == {stage.name for stage in network.stages if not isinstance(stage.layer, Flatten)}
+            assert shown == named(network.stages)
             forward = sum(row.macs for row in rows if row.kernel.endswith(".forward"))
             dropped = 0.5 * 16 / 36  # a floor leaves pixels out, and Winograd's algorithm takes 16 for 36
             assert dropped * sum(s.macs for s in network.stages) <= forward <= sum(s.macs for s in network.stages)

@@ -122,11 +122,16 @@ def documented(folder):
 
 
 def test_the_documented_plugin_does_what_it_says(tmp_path):
-    file, layer = documented(tmp_path)
+    file, layer, structural = documented(tmp_path)
     registry.take_plugins([f"plugins={layer}"])
     assert registry.files("layer") == {"Swish": str(layer)}
     check_layer(LAYERS["Swish"](1.5))
     assert registry.take_plugins([f"plugins={file}", "optimizer=momentum_sign"]) == ["optimizer=momentum_sign"]
+    registry.take_plugins([f"plugins={structural}"])
+    folded = LAYERS["SpaceToDepth"](2)
+    x = np.arange(16, dtype=np.float32).reshape(1, 4, 4, 1)
+    assert folded.forward(x)[0, 0, 0].tolist() == [0, 1, 4, 5]
+    assert folded.backward(x, None, folded.forward(x)).tolist() == x.tolist()
     w, momentum = np.zeros(3, np.float32), np.zeros(3, np.float32)
     OPTIMIZERS["momentum_sign"]().apply(w, np.array([2, -1, 0], np.float32), [momentum], 0.5, 1)
     assert (w.tolist(), momentum.tolist()) == ([-0.5, 0.5, 0], pytest.approx([0.2, -0.1, 0]))

@@ -104,6 +104,8 @@ def test_run_records_everything(live, store, tmp_path):
             "speedup/low": 2.0,
             "speedup/high": 3.0,
             "model/parameters": 15,
+            **{"precision/a": 1, "precision/b": 0.5, "precision/c": 1, "recall/a": 1, "recall/b": 1, "recall/c": 0.5},
+            **{"f1/a": 1, "f1/b": 2 / 3, "f1/c": 2 / 3, "test/f1": 7 / 9},
         }
     )
     assert [m.step for m in store._client.get_metric_history(run.id, "time/epoch_s")] == [1, 2]

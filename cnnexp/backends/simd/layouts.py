@@ -285,7 +285,7 @@ class Parameters:
 
     def rows(self) -> np.ndarray:
         """Return (first, end, axes) of every parameter in the buffer, int64 (parameters, 3)."""
-        starts = [(self.offset(parameter), size, len(parameter.shape)) for parameter, size, _ in self._parts]
+        starts = [(int(self.offset(parameter)), size, len(parameter.shape)) for parameter, size, _ in self._parts]
         return np.array([(start, start + round_up(size, 16), axes) for start, size, axes in starts], np.int64)
 
     def pack(self, flat: np.ndarray, packed: np.ndarray) -> None:
