@@ -148,7 +148,7 @@ class Structural:
         raise NotImplementedError
 
     def forward(self, x: np.ndarray) -> np.ndarray:
-        """Return y (N, *output_shape) of x (N, *input_shape), float32; x is not to change."""
+        """Return what comes of a batch x, both float32 with the images first; x is not to change."""
         raise NotImplementedError
 
     def backward(self, x: np.ndarray, y: np.ndarray, dy: np.ndarray) -> np.ndarray:
