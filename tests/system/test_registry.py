@@ -179,7 +179,7 @@ def test_one_of_each_kind_from_one_file_outside_the_package(tmp_path, monkeypatc
     assert losses[1:] == [pytest.approx(losses[0], rel=1e-4)] * len(losses[1:])
     config = journals[0]["config"]
     assert config["model"] == {"name": "wide", "hidden": 20}
-    assert config["optimizer"] == {"name": "sign", "lr": 0.001, "weight_decay": 0.0}
+    assert config["optimizer"] == {"name": "sign", "lr": 0.001, "weight_decay": 0.0, "decay_biases": True}
     assert journals[0]["begin"]["tags"]["plugins"] == str(OUTSIDE)
 
 
