@@ -235,9 +235,10 @@ class Ops(Protocol[Array]):
         """x[n] = images[indices[n]], t[n] = labels[indices[n]]. indices int64 (N,), labels and t int32."""
 
     def conv2d(self, x: Array, w: Array, b: Array | None, window: Window, y: Array) -> None:
-        """y[n,p,q,f] = b[f] + sum_{i,j,c} x[n, p*stride + i - top, q*stride + j - left, c] * w[i,j,c,f].
+        """y[n,p,q,f] = b[f] + sum_{i,j,c} x[n, p*stride + i*dilation - top, q*stride + j*dilation - left, c] * w[i,j,c,f].
 
-        x (N,H,W,C), w (K,K,C,F), b (F,), y (N,P,Q,F).
+        x (N,H,W,C), w (K,K,C,F), b (F,), y (N,P,Q,F). Where w is (K,K,C/G,F), each of G parts of the filters sees its
+        part of the channels alone.
         """
 
     def conv2d_backward(
@@ -245,7 +246,7 @@ class Ops(Protocol[Array]):
     ) -> None:
         """Spread dy (N,P,Q,F) over the terms of `conv2d`.
 
-        dw[i,j,c,f] = sum_{n,p,q} x[n, p*stride + i - top, q*stride + j - left, c] * dy[n,p,q,f];
+        dw[i,j,c,f] = the sum over n,p,q of the x that w[i,j,c,f] meets there times dy[n,p,q,f];
         db[f] = sum_{n,p,q} dy[n,p,q,f]; dx gathers w[i,j,c,f] * dy[n,p,q,f] at the same places.
         """
 

@@ -111,12 +111,15 @@ class SimdProgram(Program[LoadedSplit]):
         self._counts = np.zeros((threads, round_up(2 + len(self._arenas), LINE)), np.int64)
         self._running = aligned_zeros((network.running_count + target.lanes,))
         self.pending: PendingAverages = PendingAverages(network, lambda: self._averages.copy(), self._set_averages)
-        self._step, self._seed, self._target = 0, 0, target
+        self._step, self._seed = 0, 0
         self._drawing = [node.name for node in plan.dropouts]
         self._clocks = plan.clocks
         self._ticks = np.zeros(len(plan.clocks.parts), np.int64)
         self._readings: list[tuple[float, int]] = []
-        self._forward: ForwardProgram | None = None
+        self._forward: ForwardProgram | None = None  # predicts where there are running averages
+        if network.running:
+            size = max(batch_size, threads * 2 * target.lanes)
+            self._forward = ForwardProgram(network, loss, optimizer, size, target, threads)
         self._pool, self._adaptive = ThreadPool(threads), AdaptiveThreads(threads, trials=not plan.clocks.on)
         weakref.finalize(self, self._pool.close)
         self.compile_s = time.perf_counter() - started
@@ -173,8 +176,9 @@ class SimdProgram(Program[LoadedSplit]):
         self._run(APPLY, _NO_SPLIT, np.empty(0, np.int64), self.batch_size, rate)
 
     def predict(self, handle: LoadedSplit) -> np.ndarray:
-        if self.network.running:
-            return self._folded().predict(handle)
+        if self._forward:
+            self._forward.take(self.state())
+            return self._forward.predict(handle)
         scores = np.empty((len(handle), self._outputs), np.float32)
         order = np.arange(len(handle), dtype=np.int64)
         for start in range(0, len(handle), ROWS):
@@ -214,15 +218,6 @@ class SimdProgram(Program[LoadedSplit]):
 
     def close(self) -> None:
         self._pool.close()
-
-    def _folded(self) -> ForwardProgram:
-        """Return the program that predicts where there are running averages, with those of now."""
-        if self._forward is None:
-            threads = len(self._gradients)
-            size = max(self.batch_size, threads * 2 * self._target.lanes)
-            self._forward = ForwardProgram(self.network, self.loss, self.optimizer, size, self._target, threads)
-        self._forward.take(self.state())
-        return self._forward
 
     @property
     def _averages(self) -> np.ndarray:
