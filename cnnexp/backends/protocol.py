@@ -235,7 +235,9 @@ class Ops(Protocol[Array]):
         """x[n] = images[indices[n]], t[n] = labels[indices[n]]. indices int64 (N,), labels and t int32."""
 
     def conv2d(self, x: Array, w: Array, b: Array | None, window: Window, y: Array) -> None:
-        """y[n,p,q,f] = b[f] + sum_{i,j,c} x[n, p*stride + i*dilation - top, q*stride + j*dilation - left, c] * w[i,j,c,f].
+        """y[n,p,q,f] = b[f] + sum_{i,j,c} w[i,j,c,f] * x[n, row(p,i), column(q,j), c].
+
+        row(p,i) = p*stride + i*dilation - top; column(q,j) = q*stride + j*dilation - left.
 
         x (N,H,W,C), w (K,K,C,F), b (F,), y (N,P,Q,F). Where w is (K,K,C/G,F), each of G parts of the filters sees its
         part of the channels alone.
