@@ -496,7 +496,7 @@ FOLDS: Mapping[str, Callable[..., Any]] = {
     **{"Add": np.add, "Sub": np.subtract, "Mul": np.multiply, "Div": np.divide},
     **{"Erf": np.vectorize(math.erf, [float]), "Gather": np.take, "Concat": lambda *a, axis: np.concatenate(a, axis)},
     **{"Cast": lambda a, **_: a, "Identity": _itself, "Reshape": lambda a, shape, **_: a.reshape(shape)},
-    **{"ConstantOfShape": lambda shape, value=0: np.full(shape, value), "Slice": _cut},
+    **{"ConstantOfShape": lambda shape, value=0: np.broadcast_to(np.ravel(value)[0], tuple(shape)), "Slice": _cut},
     "Squeeze": lambda a, axes: np.squeeze(a, tuple(axes.ravel())),
     "Transpose": lambda a, perm=None: a.transpose(perm),
     "Unsqueeze": lambda a, axes: np.expand_dims(a, tuple(axes.ravel())),

@@ -5,10 +5,12 @@ import signal
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from cnnexp import __main__ as cli
 from cnnexp.app import hydra_app, sweep
+from cnnexp.datasets.cifar10 import TEST, TRAIN
 from cnnexp.papers import EXPERIMENTS, page
 from cnnexp.papers.compare import compare
 from cnnexp.tracking.events import LACKING, read_journal
@@ -63,9 +65,15 @@ def run(monkeypatch, capsys, tmp_path):
 @pytest.mark.thorough
 @pytest.mark.parametrize("key", EXPERIMENTS)
 def test_every_experiment_runs_small(run, tmp_path, key):
-    data = []
-    if "override /dataset: mnist" in FILES[key].read_text(encoding="utf-8"):
+    data, text = [], FILES[key].read_text(encoding="utf-8")
+    if "override /dataset: mnist" in text:
         data = [f"dataset.root={MNIST}"] if MNIST.is_dir() else ["dataset=synthetic"]
+    elif "override /dataset: cifar10" in text:  # files of its form: 3,073 bytes an image, the label first
+        for name in (*TRAIN, TEST):
+            images = np.random.default_rng(0).integers(0, 256, (40, 3073), np.uint8)
+            images[:, 0] %= 10
+            (tmp_path / name).write_bytes(images.tobytes())
+        data = [f"dataset.root={tmp_path}", "dataset.verify=false", "dataset.test_size=40"]
     out = run(f"experiment={key}", "debug=small", "tracking=none", "trainer.progress=false", *data)
     folder = tmp_path / "sweep"
     result = compare(folder, key)

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, assert_never
 
 import numpy as np
@@ -188,12 +189,12 @@ class KerasProgram(Program):
         self._step = 0
         images = tf.TensorSpec([None, *network.input_shape])
         batch = (images, tf.TensorSpec([None], tf.int32), tf.TensorSpec([None], tf.int64))
-        scalars = [tf.TensorSpec([])] * 3
-        self._train_step = tf.function(self._take_step, input_signature=[*batch, *scalars])
-        self._gradients = tf.function(self._differentiate, input_signature=batch)
+        scalars, compiled = [tf.TensorSpec([])] * 3, partial(tf.function, autograph=False)  # which knows no `match`
+        self._train_step = compiled(self._take_step, input_signature=[*batch, *scalars])
+        self._gradients = compiled(self._differentiate, input_signature=batch)
         parts = [tf.TensorSpec(variable.shape) for variable in self._variables]
-        self._apply = tf.function(self._update, input_signature=[parts, *scalars])
-        self._forward = tf.function(lambda x: self._model(x, training=False), input_signature=[images])
+        self._apply = compiled(self._update, input_signature=[parts, *scalars])
+        self._forward = compiled(lambda x: self._model(x, training=False), input_signature=[images])
         self._warm_up()
         self.compile_s = time.perf_counter() - started
 
