@@ -67,6 +67,13 @@ NETWORKS = {
         (10, 14, 2),
         (Conv2d(4, 2, 2, "same"), ReLU(), Conv2d(3, 3, 2, "full"), MaxPool2d(2, padding="floor"), Flatten(), Linear(3)),
     ),
+    "whole image": (
+        (8, 8, 2),
+        (
+            *(Conv2d(5, 3), Sigmoid(), MaxPool2d(2), Conv2d(17, 3), ReLU()),
+            *(Dropout(0.2), Sigmoid(), Flatten(), Linear(3)),
+        ),
+    ),
     # a gradient with room around and between its pixels, which a convolution before a max-pool fills
     "spread": (
         (9, 9, 1),
@@ -277,3 +284,11 @@ def test_an_algorithm_has_a_file_of_its_name():
     assert shown == {algorithm.algorithm for algorithm in ALGORITHMS} | {"reorder"}
     files = [path.stem for path in (Path(simd.__file__).parent / "algorithms").rglob("*.py")]
     assert {name: files.count(name.replace("-", "_")) for name in shown} == dict.fromkeys(shown, 1)
+
+
+@pytest.mark.parametrize(("after", "linear"), [((), True), ((Sigmoid(),), True), ((AvgPool2d(1),), False)])
+def test_a_window_of_the_whole_image_is_a_linear_layer_where_rows_follow(after, linear):
+    network = Network((6, 6, 3), (Conv2d(4, 3), ReLU(), Conv2d(20, 4), *after, Flatten(), Linear(3)))
+    chosen = {node.name: node.algorithm for node in choose_nodes(network, AVX2, 16)}
+    assert (chosen["conv2"] == "wide") is linear
+    assert chosen["conv1"] != "wide"

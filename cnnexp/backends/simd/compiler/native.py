@@ -6,18 +6,23 @@ A process that finds its program in the cache has Numba neither to import, which
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import llvmlite.binding as llvm
 import numpy as np
+from llvmlite import ir
 
 from cnnexp.backends.cache import host
 from cnnexp.backends.simd.compiler.entry import Array
 
-SIZE = ctypes.c_ssize_t
-"""What Numba's `intp` is."""
+PACKED = "call_packed"
+"""The function that takes all arguments in one array of integers: `pack`."""
+BYTE = ctypes.c_byte.from_buffer
+Packed: TypeAlias = "ctypes.Array[ctypes.c_int64]"
 
 
 @dataclass(frozen=True)
@@ -49,12 +54,13 @@ class MachineCode:
         """Return a function of Numba's with the kernels that it calls, optimized by LLVM for this CPU.
 
         Args:
-            bitcode: the function. kernels: LLVM's text of a module, whose functions take the place of weak ones.
+            symbol, bitcode: the function. kernels: LLVM's text of a module, whose functions take the place of weak
+                ones, and which has `PACKED`.
         """
         module = llvm.parse_bitcode(bitcode)
         module.link_in(llvm.parse_assembly(kernels))
         for function in module.functions:
-            if not function.is_declaration and function.name != symbol:
+            if not function.is_declaration and function.name != PACKED:
                 function.linkage = "internal"
         triple, cpu, features = host()
         machine = llvm.Target.from_triple(triple).create_target_machine(
@@ -65,7 +71,7 @@ class MachineCode:
         builder = llvm.create_pass_builder(machine, options)
         builder.getModulePassManager().run(module, builder)
         needs = sorted(f.name for f in module.functions if f.is_declaration and not f.name.startswith("llvm."))
-        return MachineCode(symbol, tuple(needs), machine.emit_object(module))
+        return MachineCode(PACKED, tuple(needs), machine.emit_object(module))
 
 
 class Function:
@@ -93,30 +99,57 @@ class Function:
         if not address:
             raise LookupError(f"no {made.symbol} in the compiled code")
         engine.detach()
-        # Numba's convention: places for a result and for an exception come first, a status comes back
-        self._call = ctypes.CFUNCTYPE(ctypes.c_int32, *[ctypes.c_void_p] * 2, *_types(arguments))(address)
+        ends = list(itertools.accumulate(map(_count, arguments), initial=2))
+        self.places = [slice(*ends_of) for ends_of in itertools.pairwise(ends)]
+        self._returned = (ctypes.c_int64 * 2)()
+        self._call = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p)(address)
 
-    def __call__(self, *given: int | np.ndarray | tuple[int, ...]) -> None:
-        """Call it; a tuple stands for an array, its `fields`, which take longer than many a short call.
+    def pack(self, *given: int | np.ndarray) -> Packed:
+        """Return the arguments as `run` takes them, each at its place of `places`.
 
         Raises:
             TypeError: an array is not what `arguments` says.
-            RuntimeError: the function raised, which none of ours means to.
         """
-        flat: list[int] = []
+        # Numba's convention: places for a result and for an exception come first, a status comes back
+        flat = [ctypes.addressof(self._returned), ctypes.addressof(self._returned) + 8]
         for wanted, value in zip(self._arguments, given, strict=True):
-            if isinstance(value, tuple):
-                flat += value
-            elif wanted is None:
+            if wanted is None:
                 flat.append(int(value))
             elif isinstance(value, np.ndarray):
                 flat += fields(value, wanted)
             else:
                 raise TypeError(f"{value!r} given for {wanted}")
-        result, exception = ctypes.c_void_p(), ctypes.c_void_p()
-        status = self._call(ctypes.addressof(result), ctypes.addressof(exception), *flat)
-        if status:
+        return (ctypes.c_int64 * len(flat))(*flat)
+
+    def run(self, packed: Packed, changed: Iterable[tuple[slice, Sequence[int]]] = ()) -> None:
+        """Call it, with other numbers at some places than are packed.
+
+        Raises:
+            RuntimeError: the function raised, which none of ours means to.
+        """
+        packed = type(packed).from_buffer_copy(packed)
+        for place, numbers in changed:
+            packed[place] = [*numbers]
+        if status := self._call(packed):
             raise RuntimeError(f"compiled code ended with status {status}")
+
+    def __call__(self, *given: int | np.ndarray) -> None:
+        self.run(self.pack(*given))
+
+
+def add_packed(module: ir.Module, symbol: str, arguments: Sequence[Array | None]) -> None:
+    """Add `PACKED` to a module: it calls a function of Numba's; ctypes takes 5 us longer for as many arguments."""
+    number, pointer = ir.IntType(64), ir.IntType(8).as_pointer()
+    kinds: list[ir.Type] = [pointer, pointer]
+    for argument in arguments:
+        is_array = [pointer, pointer, number, number, pointer]
+        kinds += [number] if argument is None else is_array + [number] * (_count(argument) - len(is_array))
+    called = ir.Function(module, ir.FunctionType(ir.IntType(32), kinds), symbol)
+    packed = ir.Function(module, ir.FunctionType(ir.IntType(32), [number.as_pointer()]), PACKED)
+    builder = ir.IRBuilder(packed.append_basic_block())
+    given = [builder.load(builder.gep(packed.args[0], [number(at)]), align=8) for at in range(len(kinds))]
+    fitting = [builder.inttoptr(n, kind) if kind is pointer else n for n, kind in zip(given, kinds, strict=True)]
+    builder.ret(builder.call(called, fitting))
 
 
 def _have_numba_bring_what_it_calls() -> None:
@@ -129,14 +162,9 @@ def _missing(made: MachineCode) -> list[str]:
     return [name for name in made.needs if llvm.address_of_symbol(name) is None]
 
 
-def _types(arguments: Sequence[Array | None]) -> list[type]:
-    found: list[type] = []
-    for argument in arguments:
-        if argument is None:
-            found.append(ctypes.c_int64)
-        else:
-            found += [ctypes.c_void_p, ctypes.c_void_p, SIZE, SIZE, ctypes.c_void_p, *[SIZE] * 2 * argument.dimensions]
-    return found
+def _count(argument: Array | None) -> int:
+    """Return how many integers an argument is: an array as `fields`."""
+    return 1 if argument is None else 5 + 2 * argument.dimensions
 
 
 def fields(array: np.ndarray, wanted: Array) -> tuple[int, ...]:
@@ -144,7 +172,10 @@ def fields(array: np.ndarray, wanted: Array) -> tuple[int, ...]:
     fits = array.dtype == wanted.kind and array.ndim == wanted.dimensions and array.flags.c_contiguous
     if not fits or (wanted.written and not array.flags.writeable):
         raise TypeError(f"array {array.shape} of {array.dtype}, {array.flags.c_contiguous=} given for {wanted}")
-    return (0, 0, array.size, array.itemsize, array.ctypes.data, *array.shape, *array.strides)
+    # `array.ctypes.data` takes four times as long as the address of what shares the memory
+    has_buffer = array.flags.writeable and array.size
+    address = ctypes.addressof(BYTE(array.data)) if has_buffer else array.ctypes.data
+    return (0, 0, array.size, array.itemsize, address, *array.shape, *array.strides)
 
 
 def _engine() -> llvm.ExecutionEngine:

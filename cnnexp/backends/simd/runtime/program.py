@@ -6,6 +6,7 @@ import math
 import threading
 import time
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -53,7 +54,7 @@ WEIGHT_PASSES = 6
 ROWS = 4096
 """Images that a call of the compiled function predicts, at most: as long may work go on after a Ctrl-C."""
 
-FORWARD = arguments(Forward)
+FORWARD = cast("Mapping[str, Array]", arguments(Forward))  # asked for its arrays alone
 
 WAKING_CYCLES = 600_000
 """Cycles that a thread must have to do for it to be woken, some 150 us: it begins 50 to 100 us later."""
@@ -300,8 +301,11 @@ class ForwardProgram(Program[LoadedSplit]):
         self._cycles, self._tile = sum(part.cycles for part in self._rows), plan.arena.images
         self._helpers, self._lock = Helpers(threads - 1), threading.Lock()
         weakref.finalize(self, self._helpers.close)
-        same = {"order": self._order, "parameters": self._parameters}
-        self._constant = [_fields(**same, arena=arena) for arena in self._arenas]
+        none = np.zeros(0, np.int64), np.empty(0, np.uint8), np.empty(0, np.float32)
+        self._packed = [
+            self._work.pack(0, *none, self._order, self._parameters, arena, NO_SCORES) for arena in self._arenas
+        ]
+        self._at = dict(zip(FORWARD, self._work.places, strict=True))
         self.compile_s = time.perf_counter() - started
 
     def load(self, images: np.ndarray, labels: np.ndarray) -> LoadedSplit:
@@ -322,13 +326,13 @@ class ForwardProgram(Program[LoadedSplit]):
         """Fill the scores of at most `ROWS` images, which each thread has a part of."""
         count, taken = len(scores), np.zeros(1, np.int64)
         helpers = min(len(self._arenas), -(-count // self._tile), int(count * self._cycles / WAKING_CYCLES)) - 1
-        held = taken, bytes_, floats, scores  # by who comes late, too
-        given = _fields(taken=taken)
-        given += [*_fields(bytes_=bytes_), NO_FLOATS] if len(bytes_) else [NO_BYTES, *_fields(floats=floats)]
-        found = _fields(scores=scores)
+        images = ("bytes_", bytes_) if len(bytes_) else ("floats", floats)
+        arrays = ("taken", taken), images, ("scores", scores)
+        given = [(self._at[name], fields(array, FORWARD[name])) for name, array in arrays]
+        given.append((self._at["total"], (count,)))
 
-        def share(rank: int) -> None:
-            self._work(len(held[-1]), *given, *self._constant[rank], *found)
+        def share(rank: int, held: object = (arrays,)) -> None:  # by who comes late, too
+            self._work.run(self._packed[rank], given)
 
         with self._lock:
             self._helpers.run(share, max(0, helpers))
@@ -361,14 +365,6 @@ class ForwardProgram(Program[LoadedSplit]):
 
     def close(self) -> None:
         self._helpers.close()
-
-
-def _fields(**arrays: np.ndarray) -> list[tuple[int, ...]]:
-    """Return arguments of `Forward` by name as `Function` takes them."""
-    return [fields(array, cast(Array, FORWARD[name])) for name, array in arrays.items()]
-
-
-NO_BYTES, NO_FLOATS = _fields(bytes_=np.empty(0, np.uint8), floats=np.empty(0, np.float32))
 
 
 def _flat(images: np.ndarray, labels: np.ndarray) -> LoadedSplit:

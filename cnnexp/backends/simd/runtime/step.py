@@ -29,7 +29,7 @@ from cnnexp.backends.simd.compiler.compose import Intrinsic, compose, on_arena
 from cnnexp.backends.simd.compiler.entry import APPLY, GRADIENTS, PREDICT, TRAIN, Array, Call, Forward, arguments
 from cnnexp.backends.simd.compiler.host import host_target
 from cnnexp.backends.simd.compiler.intrinsics import LOAD_CONTROL, STORE_CONTROL, call
-from cnnexp.backends.simd.compiler.native import MachineCode
+from cnnexp.backends.simd.compiler.native import MachineCode, add_packed
 from cnnexp.backends.simd.layouts import NC
 from cnnexp.backends.simd.lowering import Plan
 from cnnexp.backends.simd.runtime.barrier import fetch_add, wait
@@ -232,11 +232,13 @@ def machine_code(plan: Plan, loss: Loss, optimizer: Optimizer, key: str) -> Mach
     library.triple, library.data_layout = host()[0], str(codegen.target_data)
     forward_only = plan.target.forward_only
     work = make_forward(plan, key, library) if forward_only else make_work(plan, loss, optimizer, key, library)
-    signature = _signature(Forward if forward_only else Call)
+    call = Forward if forward_only else Call
+    signature = _signature(call)
     work.compile(signature)
     compiled = work.overloads[signature.args]
     _, _, bitcode = compiled.library.serialize_using_bitcode()
-    return MachineCode.linked(compiled.fndesc.llvm_func_name, bitcode, str(library))
+    add_packed(library, symbol := compiled.fndesc.llvm_func_name, list(arguments(call).values()))
+    return MachineCode.linked(symbol, bitcode, str(library))
 
 
 def _type(argument: Array | None) -> types.Type:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Self
 
 from cnnexp.backends.simd.algorithms.cost import Work, passes
@@ -10,7 +11,7 @@ from cnnexp.backends.simd.algorithms.elementwise import rectify_gradient
 from cnnexp.backends.simd.algorithms.node import Node, Section
 from cnnexp.backends.simd.compiler.emit import Emitter, Kernels, Pointer, Target
 from cnnexp.backends.simd.layouts import NC, Layout, round_up
-from cnnexp.network import LinearStage
+from cnnexp.network import ConvStage, DropoutStage, ElementwiseStage, Linear, LinearStage
 
 
 class Dense(Node[NC, NC]):
@@ -27,6 +28,8 @@ class Dense(Node[NC, NC]):
     @classmethod
     def of(cls, sections: Sequence[Section], first: bool) -> Self | None:
         stage = sections[0].stage if sections else None
+        if isinstance(stage, ConvStage) and _goes_flat(sections):
+            stage = _as_linear(stage)
         return cls(stage, sections[0].rectify) if isinstance(stage, LinearStage) else None
 
     def in_lanes(self, what: str, kernel: str) -> str:
@@ -49,6 +52,24 @@ class Dense(Node[NC, NC]):
         _, db = plan.parameters.gradients(k, self.stage)
         assert db is not None
         linear_backward_bias(k, self.dy, db)
+
+
+def _as_linear(stage: ConvStage) -> ConvStage | LinearStage:
+    """Return a convolution whose one window is the whole image as the linear layer that it is."""
+    (height, width, channels), size = stage.input_shape, stage.window.size
+    if not stage.dense or stage.window.padded or not height == width == size:
+        return stage
+    filters = stage.layer.filters
+    weight = replace(stage.weight, shape=(height * width * channels, filters))
+    layer, shapes = Linear(filters, stage.layer.bias), (weight.shape[:1], (filters,))
+    return LinearStage(layer, stage.name, *shapes, bias=stage.bias, weight=weight)
+
+
+def _goes_flat(sections: Sequence[Section]) -> bool:
+    """Whether nothing but what is elementwise comes between the first section and a `Flatten`."""
+    flat = next((i for i, section in enumerate(sections) if section.flattened), len(sections))
+    between = [stage for section in sections[: flat + 1] for stage in section.stages][1:]
+    return flat < len(sections) and all(isinstance(stage, ElementwiseStage | DropoutStage) for stage in between)
 
 
 def linear_backward_bias(k: Emitter, dy: NC, db: Pointer) -> None:
