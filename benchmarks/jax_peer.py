@@ -28,6 +28,7 @@ from cnnexp.network import (
     ReLU,
     Residual,
     Stage,
+    Tanh,
 )
 from cnnexp.optimizers import SGD
 
@@ -126,6 +127,8 @@ class _Forward:
                     x = self._normalize(x, momentum, epsilon)
                 case ReLU():
                     x = jax.nn.relu(x)
+                case Tanh():
+                    x = jnp.tanh(x)
                 case GELU():
                     x = jax.nn.gelu(x, approximate=False)
                 case Dropout(rate):

@@ -25,6 +25,7 @@ from cnnexp.network import (
     ReLU,
     Residual,
     Stage,
+    Tanh,
 )
 from cnnexp.optimizers import SGD
 
@@ -130,6 +131,8 @@ def _through(stages: Iterable[Stage], x):
                 x = keras.layers.BatchNormalization(momentum=1 - momentum, epsilon=epsilon)(x)
             case ReLU():
                 x = keras.layers.ReLU()(x)
+            case Tanh():
+                x = keras.layers.Activation("tanh")(x)
             case GELU():
                 x = keras.layers.Activation("gelu")(x)
             case Dropout(rate):

@@ -17,6 +17,7 @@ from cnnexp.network import (
     MaxPool2d,
     Network,
     ReLU,
+    Tanh,
 )
 from cnnexp.network.models import MobileNet, ResNet
 
@@ -47,6 +48,17 @@ NETWORKS: dict[str, tuple[str, Network, str]] = {
     "lenet5": (
         "LeNet-5 (LeCun et al. 1998, figure 2), with ReLU and max-pooling",
         Network(MNIST, (*_conv(6, 5), *POOL, *_conv(16, 5, padding="valid"), *POOL, *FLAT, *_mlp(120, 84))),
+        "sgd",
+    ),
+    "lenet5_1998": (
+        "LeNet-5 with tanh, means and its third convolution, as `experiment=lenet5`",
+        Network(
+            MNIST,
+            (
+                *(Conv2d(6, 5, padding="same"), Tanh(), AvgPool2d(2), Conv2d(16, 5), Tanh(), AvgPool2d(2)),
+                *(Conv2d(120, 5), Tanh(), *FLAT, Linear(84), Tanh(), Linear(CLASSES)),
+            ),
+        ),
         "sgd",
     ),
     "keras_mnist": (
@@ -89,6 +101,7 @@ NETWORKS: dict[str, tuple[str, Network, str]] = {
         "sgd",
     ),
     "resnet20": ("ResNet-20: `model=resnet model.blocks=3`", ResNet(blocks=3).network(CIFAR, CLASSES), "sgd"),
+    "resnet56": ("ResNet-56: `model=resnet model.blocks=9`", ResNet(blocks=9).network(CIFAR, CLASSES), "sgd"),
     "mobilenet": (
         "MobileNet: depthwise separable, `model=mobilenet`",
         MobileNet().network(CIFAR, CLASSES),

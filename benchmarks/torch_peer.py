@@ -25,6 +25,7 @@ from cnnexp.network import (
     ReLU,
     Residual,
     Stage,
+    Tanh,
 )
 from cnnexp.optimizers import SGD
 
@@ -192,6 +193,8 @@ def _modules(stages: Iterable[Stage], channels_last: bool) -> list[nn.Module]:
                 layers.append(nn.BatchNorm2d(stage.input_shape[2], epsilon, momentum))
             case ReLU():
                 layers.append(nn.ReLU(inplace=True))
+            case Tanh():
+                layers.append(nn.Tanh())
             case GELU():
                 layers.append(nn.GELU())
             case Dropout(rate):

@@ -365,10 +365,22 @@ def _flatten(r: _Reader, x: Any, axis: int = 1) -> _Value:
 
 def _reshape(r: _Reader, x: Any, wanted: Any, **_: Any) -> _Value:
     x, wanted = r.value(x), r.constant(wanted).tolist()
+    if (axes := _moved(x, wanted)) is not None:
+        return replace(x, axes=axes)
     flat = len(wanted) == 2 or (len(x.point.shape) == 1 and wanted[2:] == [1, 1])
     flat = flat and wanted[0] in (-1, 0, 1) and wanted[1] in (-1, math.prod(x.point.shape))
     r.need(flat, f"to {wanted}, of an input of {x.point.shape}", "one that flattens, as [0, -1]")
     return _flatten(r, x)
+
+
+def _moved(x: _Value, wanted: Sequence[int]) -> tuple[int, ...] | None:
+    """Return the axes of an image that is reshaped, where only sides of one pixel or channel change their place."""
+    sizes = (0, *x.point.shape)
+    long, short = ([axis for axis in x.axes if (sizes[axis] == 1) is one] for one in (False, True))
+    kept = [sizes[axis] for axis in long[1:]] == [n for n in wanted[1:] if n != 1]
+    if not kept or len(wanted) != len(x.axes):
+        return None
+    return tuple((short if n == 1 else long).pop(0) for n in (0, *wanted[1:]))
 
 
 def _transpose(r: _Reader, x: Any, perm: Sequence[int]) -> _Value:
@@ -378,7 +390,7 @@ def _transpose(r: _Reader, x: Any, perm: Sequence[int]) -> _Value:
 
 
 def _pad(r: _Reader, x: Any, pads: Any, fill: Any = None, axes: Any = None, mode: str = "constant") -> _Value:
-    x, pads = r.image(x, skipped=True), r.constant(pads).tolist()
+    x, pads = r.image(x, skipped=True), r.constant(pads).astype(int).tolist()
     if (
         mode == "constant"
         and axes is None
@@ -403,9 +415,10 @@ def _slice(r: _Reader, x: Any, *numbers: Any) -> _Value:
     return replace(x, skip=(x.skip[0] * skip[2], x.skip[1] * skip[3], x.skip[2]))
 
 
-def _cut(a: np.ndarray, starts: Any, ends: Any, axes: Any, steps: Any) -> np.ndarray:
+def _cut(a: np.ndarray, starts: Any, ends: Any, axes: Any = None, steps: Any = None) -> np.ndarray:
     """Slice a constant; an end before the first number is none."""
     cuts = [slice(None)] * a.ndim
+    axes, steps = (range(len(starts)) if axes is None else axes), (np.ones_like(starts) if steps is None else steps)
     for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
         cuts[axis] = slice(start, end if end >= -a.shape[axis] else None, step)
     return a[tuple(cuts)]
@@ -427,19 +440,39 @@ def _compute(r: _Reader, *given: Any) -> _Value:
     values = [x for x in given if isinstance(x, _Value)]
     if r.node.operator == "Add" and len(values) == 2 and (values[0].rule is None or values[1].rule is None):
         return _join(r, *(r.value(x, skipped=True) for x in values))
-    for array in given if r.node.operator == "Add" and len(values) == 1 else ():
-        point = values[0].point
-        takes = isinstance(point.layer, Conv2d | Linear) and not point.layer.bias and not values[0].rule
-        if takes and isinstance(array, np.ndarray) and array.size == point.shape[-1]:
-            layer = replace(point.layer, bias=True)  # type: ignore[type-var]
-            return replace(
-                values[0], point=replace(point, layer=layer, parameters=(*point.parameters, array.reshape(-1)))
-            )
-    numbers = all(x.size == 1 for x in given if isinstance(x, np.ndarray)) and len({id(x.point) for x in values}) == 1
-    r.need(numbers, "arithmetic of branches or with a vector", "Add of a branch and its own input, or of a bias")
+    if len(values) == 1 < len(given) and (values[0] is given[0] or r.node.operator in ("Add", "Mul")):
+        numbers = next(x for x in given if x is not values[0])
+        if (scaled := _scaled(r, values[0], numbers)) is not None:
+            return scaled
+    fits = all(x.size == 1 for x in given if isinstance(x, np.ndarray)) and len({id(x.point) for x in values}) == 1
+    r.need(fits, "arithmetic of branches or with a vector", "Add of a branch and its own input, or of a bias")
     rules = [(x.rule or _itself) if isinstance(x, _Value) else lambda _, x=x: float(x.item()) for x in given]
     operation = FOLDS[r.node.operator]
     return replace(values[0], rule=lambda v: operation(*(rule(v) for rule in rules)))
+
+
+def _scaled(r: _Reader, x: _Value, array: Any) -> _Value | None:
+    """Return what arithmetic with a number for each channel makes of a Conv's or Gemm's weights and bias, or None.
+
+    So a bias stands in a file, and a batch normalization that its exporter has written out.
+    """
+    point, operator = x.point, r.node.operator
+    if x.rule or not isinstance(point.layer, Conv2d | Linear) or not isinstance(array, np.ndarray):
+        return None
+    along = [1] * len(x.axes)
+    along[x.axes.index(len(x.axes) - 1)] = point.shape[-1]
+    factor = operator in ("Mul", "Div")
+    if (factor and array.size == 1) or [1] * (len(along) - array.ndim) + [*array.shape] != along:
+        return None
+    weight, bias = (*point.parameters, np.zeros(point.shape[-1], np.float32))[:2]
+    operation, array = FOLDS[operator], array.reshape(-1)
+    bias = operation(bias, array)
+    if factor:
+        weight = operation(weight, array)
+        if not point.layer.bias:
+            return replace(x, point=replace(point, parameters=(weight,)))
+    layer = replace(point.layer, bias=True)
+    return replace(x, point=replace(point, layer=layer, parameters=(weight, bias)))
 
 
 def _join(r: _Reader, a: _Value, b: _Value) -> _Value:
@@ -484,19 +517,14 @@ def _gelu(r: _Reader, x: Any, approximate: str = "none") -> _Value:
     return r.add(r.value(x), GELU())
 
 
-VIEWS = (
-    "Cast",
-    "Identity",
-    "Reshape",
-    "Squeeze",
-    "Transpose",
-    "Unsqueeze",
-)  # which make no more numbers than there are
+VIEWS = ("Cast", "Identity", "Reshape", "Shape", "Squeeze", "Transpose", "Unsqueeze")
+"""Which make no more numbers than there are."""
 FOLDS: Mapping[str, Callable[..., Any]] = {
     **{"Add": np.add, "Sub": np.subtract, "Mul": np.multiply, "Div": np.divide},
     **{"Erf": np.vectorize(math.erf, [float]), "Gather": np.take, "Concat": lambda *a, axis: np.concatenate(a, axis)},
     **{"Cast": lambda a, **_: a, "Identity": _itself, "Reshape": lambda a, shape, **_: a.reshape(shape)},
     **{"ConstantOfShape": lambda shape, value=0: np.broadcast_to(np.ravel(value)[0], tuple(shape)), "Slice": _cut},
+    "Shape": lambda a, **_: np.array(a.shape),
     "Squeeze": lambda a, axes: np.squeeze(a, tuple(axes.ravel())),
     "Transpose": lambda a, perm=None: a.transpose(perm),
     "Unsqueeze": lambda a, axes: np.expand_dims(a, tuple(axes.ravel())),

@@ -208,7 +208,7 @@ def test_clocks_count_a_call_within_a_call_once():
     assert clocks.seconds == {"configuration and the rest": 1 + 12, "outer": 2 + 1, "inner": 4}
 
 
-FURTHER = ["strided-b1", "all_conv-b1", "gelu_mlp-b16", "resnet20-b1", "mobilenet-b1"]
+FURTHER = ["strided-b1", "lenet5_1998-b1", "gelu_mlp-b16", "resnet20-b1", "mobilenet-b1"]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,9 @@
 
 import dataclasses
 import io
+import os
+import subprocess
+import sys
 import warnings
 
 import numpy as np
@@ -119,6 +122,41 @@ def test_a_module_in_training_keeps_its_normalizations(tmp_path):
     assert BatchNorm2d() in layers
 
 
+@pytest.mark.thorough
+def test_what_keras_wrote_computes_what_it_computes_there(tmp_path):
+    pytest.importorskip("keras", reason="no keras is installed")
+    images = RNG.random((4, 12, 12, 2), np.float32)
+    np.save(tmp_path / "images.npy", images)
+    environment = os.environ | {"KERAS_BACKEND": "torch"}  # its way to ONNX needs no package more
+    subprocess.run([sys.executable, "-c", KERAS], cwd=tmp_path, env=environment, check=True, capture_output=True)
+    here, layers = probabilities(Onnx(str(tmp_path / "net.onnx"), pretrained=True), images, 3)
+    np.testing.assert_allclose(here, np.load(tmp_path / "there.npy"), rtol=0, atol=1e-5)
+    assert any(isinstance(layer, Residual) for layer in layers)
+
+
+KERAS = """
+import keras, numpy as np
+from keras import layers
+
+keras.utils.set_random_seed(0)
+images = np.load("images.npy")
+def normalized(x, filters, **options):
+    return layers.BatchNormalization()(layers.Conv2D(filters, 3, padding="same", use_bias=False, **options)(x))
+
+given = keras.Input(images.shape[1:])
+x = layers.ReLU()(normalized(given, 6))
+x = layers.ReLU()(layers.Add()([x, normalized(x, 6)]))
+x = layers.DepthwiseConv2D(3, 2, padding="same")(x)
+x = layers.Activation("tanh")(layers.Dense(8)(layers.Flatten()(layers.AveragePooling2D(2)(x))))
+model = keras.Model(given, layers.Dense(3, activation="softmax")(layers.Dropout(0.5)(x)))
+for weight in model.weights:
+    if "moving" in weight.name:
+        weight.assign(np.random.default_rng(0).uniform(0.5, 1.5, weight.shape))
+np.save("there.npy", model(images).detach().numpy())
+model.export("net.onnx", format="onnx", verbose=False)
+"""
+
+
 # graphs made here
 
 
@@ -179,6 +217,36 @@ GRAPHS = {
         [tensor("k", 2, 1, 3, 3), tensor("w", 72, 3), tensor("v", 3)],
         [Conv2d(2, 3, bias=False)],
     ),
+    # as Keras writes a batch normalization, on both of its ways to ONNX
+    "normalized_in_writing": (
+        [
+            *(node("Conv", "x k", "q"), node("Sub", "q f", "r"), node("Mul", "f r", "s"), node("Div", "s f", "t")),
+            *(node("Add", "g t", "u"), node("Relu", "u", "a"), *HEAD),
+        ],
+        [tensor("k", 2, 1, 3, 3), tensor("f", 2, 1, 1), tensor("g", 1, 2, 1, 1), tensor("w", 72, 3), tensor("v", 3)],
+        [Conv2d(2, 3), ReLU()],
+    ),
+    "scaled_without_bias": (
+        [node("Conv", "x k", "q"), node("Mul", "q f", "r"), node("Relu", "r", "a"), *HEAD],
+        [tensor("k", 2, 1, 3, 3), tensor("f", 2, 1, 1), tensor("w", 72, 3), tensor("v", 3)],
+        [Conv2d(2, 3, bias=False), ReLU()],
+    ),
+    "one_channel_moved": (
+        [node("Reshape", "x s", "t"), node("Conv", "t k", "q"), node("Transpose", "q", "a", perm=[0, 2, 3, 1]), *HEAD],
+        [whole("s", -1, 1, 8, 8), tensor("k", 2, 1, 3, 3), tensor("w", 72, 3), tensor("v", 3)],
+        [Conv2d(2, 3, bias=False)],
+    ),
+    "flattened_by_a_shape": (
+        [
+            *(node("Conv", "x k", "q"), node("Shape", "k", "n"), node("Slice", "n zero one", "f"), node("Mul", "f area", "s")),
+            *(node("Concat", "minus s", "to", axis=0), node("Reshape", "q to", "b"), *HEAD[1:]),
+        ],
+        [
+            *(tensor("k", 2, 1, 3, 3), tensor("w", 72, 3), tensor("v", 3)),
+            *(whole("zero", 0), whole("one", 1), whole("area", 36), whole("minus", -1)),
+        ],
+        [Conv2d(2, 3, bias=False)],
+    ),
     "gelu_by_erf": (
         [
             *(node("Conv", "x k", "g"), node("Div", "g r", "d"), node("Erf", "d", "e"), node("Add", "e o", "f")),
@@ -196,7 +264,7 @@ GRAPHS = {
 @pytest.mark.parametrize("name", GRAPHS)
 def test_a_graph_agrees_with_onnxruntime(tmp_path, name):
     nodes, tensors, wanted = GRAPHS[name]
-    last = name == "channels_last"
+    last = name in ("channels_last", "one_channel_moved")
     dims = ("N", 8, 8, 1) if last else ("N", 1, 8, 8)
     path = saved(tmp_path, nodes, tensors, dims, 18 if name == "mean_by_input" else 13)
     images = RNG.random((3, *GRAY), np.float32)
@@ -234,6 +302,7 @@ UNKNOWN = {
     "weights": ([node("Conv", "x k", "a"), *HEAD], [CONV[0], tensor("w", 70, 3), CONV[2]], "'the_c' (MatMul): a weight of (70, 3)"),
     "reshape": ([node("Reshape", "x s", "a"), *HEAD], [whole("s", 0, 2, 32), *CONV], "'the_a' (Reshape): to [0, 2, 32]"),
     "scale": ([node("Mul", "x x", "a"), *HEAD], CONV, "arithmetic that is no layer"),
+    "along_a_row": ([node("Conv", "x k", "q"), node("Mul", "q r", "a"), *HEAD], [tensor("r", 6), *CONV], "or with a vector"),
     "approximate": ([node("Gelu", "x", "a", approximate="tanh"), *HEAD], CONV, "approximate=tanh"),
     "mean_of_channels": ([node("ReduceMean", "x", "a", axes=[1]), *HEAD], CONV, "a mean over axes [1]"),
     "order": ([node("Conv", "x k", "a"), node("Flatten", "a", "y")], CONV[:1], "stand in the order of an image"),

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from llvmlite import ir
 
-from cnnexp.backends.simd.algorithms.convolution.base import ConvolutionNode, Windows
+from cnnexp.backends.simd.algorithms.convolution.base import ConvolutionNode, Windows, rows_inside
 from cnnexp.backends.simd.algorithms.cost import (
     Work,
     passes,
@@ -83,7 +83,7 @@ class Channels(ConvolutionNode[NHWC]):
             ]
             packing = (math.log2(target.lanes) + 2) * kernel * run * filters / target.lanes / images
             macs, largest = sum(part.macs for part in sums), max(sums, key=lambda part: part.macs)
-            found["backward_input"] = Work(macs, total(sums) + packing, largest.tile)
+            found["backward_input"] = Work(macs * self.seen, total(sums) * self.seen + packing, largest.tile)
         return found
 
     def forward_work(self, target: Target, images: int) -> Work:
@@ -200,12 +200,16 @@ def conv2d(k: Emitter, conv: Sum, weights: Pointer, bias: Pointer | None) -> Non
         source = x.stored(k, n) + (conv.origin[0] * x.row + conv.origin[1] * x.column)
         for panel in panels.each(k):
             unit = panel.width * k.lanes
-            steps = Steps(taps, run, (x.row, 1), (run * unit, unit))
             for first_u, height, times_u in chunks(conv.counts[0], rows):
                 for first_v, width, times_v in chunks(conv.counts[1], columns):
                     with k.loop(times_u) as i, k.loop(times_v) as j:
                         u = k.builder.add(k.builder.mul(i, INDEX(height)), INDEX(first_u))
                         v = k.builder.add(k.builder.mul(j, INDEX(width)), INDEX(first_v))
+                        # the rows of the kernel that some window of the tile has in the image
+                        pixel = k.builder.mul(u, INDEX(cell * conv.stride))
+                        first, reach = k.builder.add(pixel, INDEX(conv.origin[0])), (height - 1) * cell + size - 1
+                        low, high = rows_inside(k, x, taps, first, reach * conv.stride)
+                        steps = Steps(k.builder.sub(high, low), run, (x.row, 1), (run * unit, unit))
                         # every pixel of the tile's cells, as the place of its window
                         at = source.at(u, cell * conv.stride * x.row).at(v, cell * conv.stride * x.column)
                         cells = [(a, b) for a in range(height) for b in range(width)]
@@ -217,7 +221,8 @@ def conv2d(k: Emitter, conv: Sum, weights: Pointer, bias: Pointer | None) -> Non
                         ]
                         # the sums
                         totals = [k.variables(panel.width) for _ in places]
-                        add_products(k, totals, at, places, panel.at(weights), steps, [k.lanes] * panel.width)
+                        at, w = at.at(low, x.row), panel.at(weights).at(low, run * unit)
+                        add_products(k, totals, at, places, w, steps, [k.lanes] * panel.width)
                         # each cell: its maximum, bias and ReLU
                         values = [[total.get() for total in row] for row in totals]
                         for number, (a, b) in enumerate(cells):

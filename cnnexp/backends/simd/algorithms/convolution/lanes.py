@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from llvmlite import ir
 
 from cnnexp.backends.parts import FORWARD
-from cnnexp.backends.simd.algorithms.convolution.base import ConvolutionNode, Windows
+from cnnexp.backends.simd.algorithms.convolution.base import ConvolutionNode, Windows, rows_inside
 from cnnexp.backends.simd.algorithms.cost import (
     Work,
     lane_gradient,
@@ -78,7 +78,7 @@ class Lanes(ConvolutionNode[Blocked]):
             taps = kernel**2 * filters // groups
             back = lane_sums(min(width, pixels), min(most, channels // groups), count, channels, taps, target, 2.0)
             flipping = 2 * self.stage.weight.size / images
-            found["backward_input"] = Work(back.macs, back.cycles + flipping, back.tile)
+            found["backward_input"] = Work(back.macs * self.seen, back.cycles * self.seen + flipping, back.tile)
         return found
 
     def forward_work(self, target: Target) -> Work:
@@ -242,6 +242,10 @@ def conv2d(k: Emitter, conv: Correlation, weights: Pointer, bias: Pointer | None
         # a group of images, a row, a tile of pixels (or a cell of the pool), some filters
         source = conv.x.stored(k, g) + (conv.origin[0] * conv.x.row + conv.origin[1] * conv.x.column)
         with k.loop(rows) as row:
+            inside = INDEX(0), INDEX(conv.kernel)
+            if not conv.windows and conv.dilation == 1:
+                first = k.builder.add(k.builder.mul(row, INDEX(conv.stride)), INDEX(conv.origin[0]))
+                inside = rows_inside(k, conv.x, conv.kernel, first)
             for first, width, count in [(0, 1, columns)] if conv.windows else chunks_of(columns, pixels):
                 with k.loop(count) as tile:
                     column = k.builder.add(k.builder.mul(tile, INDEX(width)), INDEX(first))
@@ -252,7 +256,7 @@ def conv2d(k: Emitter, conv: Correlation, weights: Pointer, bias: Pointer | None
                             f = k.builder.add(k.builder.mul(e, INDEX(conv.filters // conv.groups)), f)
                             w, b = weights.at(f), bias.at(f) if bias else None
                             seen = corner.at(e, conv.channels // conv.groups * conv.x.lanes)
-                            at = Tile(seen, w, b, g, row, column, f, filters)
+                            at = Tile(seen, w, b, g, row, column, f, filters, inside)
                             if conv.windows:
                                 _pooled(k, conv, conv.windows, at)
                             else:
@@ -272,6 +276,7 @@ class Tile:
     Attributes:
         corner: of the window in the input. weights, bias: of the first filter.
         group, row, column: the place. first, filters: which filters, and how many.
+        inside: the first row of the kernel that sees the image, and the end of those.
     """
 
     corner: Pointer
@@ -282,6 +287,7 @@ class Tile:
     column: ir.Value
     first: ir.Value
     filters: int
+    inside: tuple[ir.Value, ir.Value]
 
     def at(self, k: Emitter, tensor: Blocked) -> Pointer:
         """Return the address of the first filter in a tensor of the output's shape."""
@@ -357,7 +363,8 @@ def _dot(k: Emitter, conv: Correlation, tile: Tile, pixels: list[tuple[int, int]
                     k.accumulate(totals[p][f], weight, value)
 
     # a row of the kernel, in runs of at most 8 taps if it is long
-    with k.loop(conv.kernel) as i, k.loop(runs) if runs > 1 else nullcontext(INDEX(0)) as j:
+    low, high = tile.inside
+    with k.loop(high, start=low) as i, k.loop(runs) if runs > 1 else nullcontext(INDEX(0)) as j:
         source, weights = tile.corner.at(i, conv.dilation * x.row), tile.weights.at(i, runs * run * conv.filters)
         source, weights = source.at(j, conv.dilation * x.column), weights.at(j, run * conv.filters)
         for first, size, count in chunks_of(run, 8 if run > 16 else run):

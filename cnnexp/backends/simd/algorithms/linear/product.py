@@ -157,7 +157,7 @@ class Steps:
         vector_stride: floats from vector to vector of w; None for a vector's.
     """
 
-    rows: int
+    rows: int | ir.Value
     run: int | ir.Value
     x: tuple[int, int]
     w: tuple[int, int]
