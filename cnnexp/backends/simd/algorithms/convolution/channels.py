@@ -206,9 +206,9 @@ def conv2d(k: Emitter, conv: Sum, weights: Pointer, bias: Pointer | None) -> Non
                         u = k.builder.add(k.builder.mul(i, INDEX(height)), INDEX(first_u))
                         v = k.builder.add(k.builder.mul(j, INDEX(width)), INDEX(first_v))
                         # the rows of the kernel that some window of the tile has in the image
-                        pixel = k.builder.mul(u, INDEX(cell * conv.stride))
-                        first, reach = k.builder.add(pixel, INDEX(conv.origin[0])), (height - 1) * cell + size - 1
-                        low, high = rows_inside(k, x, taps, first, reach * conv.stride)
+                        on = (conv.origin[0], cell * conv.stride, conv.counts[0])
+                        reach = ((height - 1) * cell + size - 1) * conv.stride
+                        low, high = rows_inside(k, x, taps, u, on, reach)
                         steps = Steps(k.builder.sub(high, low), run, (x.row, 1), (run * unit, unit))
                         # every pixel of the tile's cells, as the place of its window
                         at = source.at(u, cell * conv.stride * x.row).at(v, cell * conv.stride * x.column)

@@ -244,8 +244,7 @@ def conv2d(k: Emitter, conv: Correlation, weights: Pointer, bias: Pointer | None
         with k.loop(rows) as row:
             inside = INDEX(0), INDEX(conv.kernel)
             if not conv.windows and conv.dilation == 1:
-                first = k.builder.add(k.builder.mul(row, INDEX(conv.stride)), INDEX(conv.origin[0]))
-                inside = rows_inside(k, conv.x, conv.kernel, first)
+                inside = rows_inside(k, conv.x, conv.kernel, row, (conv.origin[0], conv.stride, rows))
             for first, width, count in [(0, 1, columns)] if conv.windows else chunks_of(columns, pixels):
                 with k.loop(count) as tile:
                     column = k.builder.add(k.builder.mul(tile, INDEX(width)), INDEX(first))
