@@ -29,8 +29,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import conformance
 import reference
 
-NUDGE = 2.0**-21
-"""Relative: four roundings of a float32, about what a sum of hundreds of products collects."""
+NUDGE, FEW_LAYERS = 2.0**-21, 8
+"""Relative: four roundings of a float32, about what a sum of hundreds of products collects; more where more layers with
+parameters than a few follow each other. In ResNet-20, of 39, at batch 16, `cpu-simd` and PyTorch's channels_last decide
+one ReLU otherwise than the oracle, and eager PyTorch does not."""
 
 CHUNK = 50  # images at once: activations in float64 are large; all where BatchNorm2d takes statistics of the batch
 
@@ -52,7 +54,8 @@ def expected(case: Case, mnist: str | None = None) -> dict[str, np.ndarray]:
         for mark, job in {"": still, **({"drawn_": case} if case.network.draws else {})}.items():
             answer = _answer(job, given.parameters, images[:n], labels[:n])
             # up and down: where rounding decides, one of the two decides otherwise
-            moved = [_nudged(given.parameters, images[:n], sign) for sign in (NUDGE, -NUDGE)]
+            size = NUDGE * max(1.0, sum(p.name.endswith("weight") for p in case.network.parameters) / FEW_LAYERS)
+            moved = [_nudged(given.parameters, images[:n], sign * size) for sign in (1, -1)]
             nudged = [_answer(job, *ends, labels[:n]) for ends in moved]
             for name, value in answer.items():
                 apart = max(np.linalg.norm(other[name] - value) for other in nudged)
@@ -65,7 +68,7 @@ def _without_dropout(network: Network) -> Network:
 
     def kept(layers: Iterable[Layer]) -> tuple[Layer, ...]:
         return tuple(
-            Residual(kept(layer.layers)) if isinstance(layer, Residual) else layer
+            replace(layer, layers=kept(layer.layers)) if isinstance(layer, Residual) else layer
             for layer in layers
             if not isinstance(layer, Dropout)
         )

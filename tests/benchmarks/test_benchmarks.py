@@ -220,10 +220,6 @@ FURTHER = ["strided-b1", "lenet5_1998-b1", "gelu_mlp-b16", "resnet20-b1", "mobil
 def test_peers_do_the_work_of_the_oracle(entry, case, tmp_path):
     if entry.module not in runner.installed(sys.executable, {entry.module}):
         pytest.skip(f"{entry.module} is not installed")
-    if (entry.name, case.name) == ("torch channels_last", "resnet20-b1"):
-        pytest.skip(
-            "its gradient is 0.0015 off, which the benchmark refuses; eager PyTorch's, of the same module, is right"
-        )
     if "compiled" in entry.name:
         pytest.skip("compiling takes half a minute; `python -m benchmarks` checks it each time")
     if entry.infers:
