@@ -302,7 +302,12 @@ UNKNOWN = {
     "weights": ([node("Conv", "x k", "a"), *HEAD], [CONV[0], tensor("w", 70, 3), CONV[2]], "'the_c' (MatMul): a weight of (70, 3)"),
     "reshape": ([node("Reshape", "x s", "a"), *HEAD], [whole("s", 0, 2, 32), *CONV], "'the_a' (Reshape): to [0, 2, 32]"),
     "scale": ([node("Mul", "x x", "a"), *HEAD], CONV, "arithmetic that is no layer"),
-    "along_a_row": ([node("Conv", "x k", "q"), node("Mul", "q r", "a"), *HEAD], [tensor("r", 6), *CONV], "or with a vector"),
+    # as many columns as channels
+    "along_a_row": (
+        [node("Conv", "x k", "q"), node("Mul", "q r", "a"), *HEAD],
+        [tensor("k", 2, 1, 7, 7), tensor("r", 2), tensor("w", 8, 3), CONV[2]],
+        "or with a vector",
+    ),
     "approximate": ([node("Gelu", "x", "a", approximate="tanh"), *HEAD], CONV, "approximate=tanh"),
     "mean_of_channels": ([node("ReduceMean", "x", "a", axes=[1]), *HEAD], CONV, "a mean over axes [1]"),
     "order": ([node("Conv", "x k", "a"), node("Flatten", "a", "y")], CONV[:1], "stand in the order of an image"),

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from soak import __main__ as soak
-from soak import commands, kills
+from soak import commands, kills, mutants
 from soak.commands import Recorded, fault_of
 
 
@@ -97,3 +97,8 @@ def test_a_process_that_is_killed_or_hangs_is_seen(tmp_path):
     assert commands.run([], tmp_path, limit_s=0.5, program=sleeps).fault.startswith("hung")
     watched = commands.run([], tmp_path, limit_s=0.5, program=sleeps, meanwhile=lambda process: process.wait())
     assert watched.fault.startswith("hung")
+
+
+def test_every_guard_that_a_mutant_breaks_stands_in_its_file_once():
+    root = commands.ROOT / "cnnexp"
+    assert not [m for m in mutants.read() if (root / m.file).read_text("utf-8").count(m.guard) != 1]
