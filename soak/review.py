@@ -103,7 +103,7 @@ CASES = (
     Case((*TINY, "backend=cpu"), 4, "NUMBA_DISABLE_JIT", {"NUMBA_DISABLE_JIT": "1"}),
     Case(TINY, 0, environ={"HOME": "/nonexistent"}),
     # what is legal
-    tiny("optimizer.lr=1e39", "trainer.batch_size=40", "dataset.train_size=40", code=7, says="loss became"),
+    tiny("optimizer.lr=1e38", "trainer.batch_size=40", "dataset.train_size=40", code=7, says="loss became"),
     tiny("-m", "model.filters=1,2", code=0),
     tiny("model.filters=1", "-m", "trainer.seed=1,2", code=0),
 )
