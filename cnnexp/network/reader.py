@@ -60,6 +60,7 @@ class Graph:
         constants: by name.
         given, made: the names of what it takes and gives.
         dims: of what it takes, without the number of images; None for a side that is left open.
+        folds: whether arithmetic may become part of weights; not of those that are written back where they came from.
     """
 
     source: str
@@ -68,6 +69,7 @@ class Graph:
     given: str
     made: str
     dims: tuple[int | None, ...]
+    folds: bool = True
 
 
 @dataclass(frozen=True)
@@ -462,6 +464,8 @@ def _scaled(r: _Reader, x: _Value, array: Any) -> _Value | None:
     along = [1] * len(x.axes)
     along[x.axes.index(len(x.axes) - 1)] = point.shape[-1]
     factor = operator in ("Mul", "Div")
+    if not r.graph.folds and (operator != "Add" or point.layer.bias):
+        return None
     if (factor and array.size == 1) or [1] * (len(along) - array.ndim) + [*array.shape] != along:
         return None
     weight, bias = (*point.parameters, np.zeros(point.shape[-1], np.float32))[:2]

@@ -120,7 +120,7 @@ def _trace(module: Any, input_shape: Sequence[int]) -> tuple[Graph, dict[str, st
             nodes.append(Node(operator, node.name, [name_of(value) for value in inputs], [node.name], attributes))
     used = {name: key for name, key in keys.items() if any(name in node.inputs for node in nodes)}
     given_name, made = signature.user_inputs[0], signature.user_outputs[0]
-    return Graph("from_torch", nodes, constants, given_name, made, tuple(input_shape)), used
+    return Graph("from_torch", nodes, constants, given_name, made, tuple(input_shape), folds=False), used
 
 
 def _translate(node: Any) -> tuple[str, Sequence[Any], dict[str, Any]]:

@@ -69,10 +69,7 @@ NETWORKS = {
     ),
     "whole image": (
         (8, 8, 2),
-        (
-            *(Conv2d(5, 3), Sigmoid(), MaxPool2d(2), Conv2d(17, 3), ReLU()),
-            *(Sigmoid(), Flatten(), Linear(3)),
-        ),
+        (Conv2d(5, 3), Sigmoid(), MaxPool2d(2), Conv2d(17, 3), ReLU(), Sigmoid(), Flatten(), Linear(3)),
     ),
     # a gradient with room around and between its pixels, which a convolution before a max-pool fills
     "spread": (

@@ -110,6 +110,20 @@ def test_what_no_layer_does_is_one_line_that_names_it(module, message):
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize("operator", [torch.mul, torch.sub, torch.add])
+def test_a_number_for_each_channel_is_refused_since_it_could_not_go_back(operator):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.gain = nn.Conv2d(2, 3, 3), nn.Parameter(torch.ones(3, 1, 1))
+
+        def forward(self, x):
+            return operator(self.conv(x), self.gain).flatten(1)
+
+    with pytest.raises(NetworkError, match=r"from_torch: node .* arithmetic of branches or with a vector"):
+        from_torch(Scaled(), (2, 4, 4))
+
+
 def test_another_data_set_and_another_module_are_refused():
     module = nn.Sequential(nn.Flatten(), nn.Linear(16, 3))
     model = from_torch(module, (1, 4, 4))
