@@ -16,9 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from llvmlite import ir
 
 from cnnexp.backends.simd.algorithms.cost import Work, passes
-from cnnexp.backends.simd.algorithms.linear.product import chunks
 from cnnexp.backends.simd.algorithms.node import Node, Seam, Section
-from cnnexp.backends.simd.compiler.emit import FLOAT, INDEX, INT, Emitter, Kernels, Offset, Pointer, Target
+from cnnexp.backends.simd.compiler.emit import FLOAT, INDEX, INT, Emitter, Kernels, Offset, Pointer, Target, chunks
 from cnnexp.backends.simd.layouts import NHWC, Blocked, Layout, round_up
 from cnnexp.network import NormStage
 

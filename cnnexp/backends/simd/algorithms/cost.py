@@ -13,14 +13,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from cnnexp.backends.simd.algorithms.linear.product import (
-    choose_tile,
-    chunks,
-    covering_cycles,
-    most_height,
-    tile_cycles,
-)
-from cnnexp.backends.simd.compiler.emit import Target
+from cnnexp.backends.simd.algorithms.linear.product import choose_tile, covering_cycles, most_height, tile_cycles
+from cnnexp.backends.simd.compiler.emit import Target, chunks
 
 MACS, LOADS = 2, 2
 """Multiply-adds and loads of a vector in a cycle."""

@@ -11,11 +11,7 @@ from cnnexp.backends.parts import BACKWARD, Part
 from cnnexp.backends.simd.algorithms.cost import Work
 from cnnexp.backends.simd.compiler.emit import Emit, Emitter, Kernels, Target
 from cnnexp.backends.simd.layouts import NC, Blocked, Halo, Layout
-from cnnexp.network import (
-    PoolStage,
-    ReLU,
-    Stage,
-)
+from cnnexp.network import PoolStage, ReLU, Stage
 from cnnexp.optimizers import Optimizer
 
 Tensor = Blocked | NC

@@ -11,6 +11,7 @@ lacks in width LLVM splits.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -62,6 +63,13 @@ class Target:
     def permutes(self) -> bool:
         """Whether one instruction permutes a vector by a vector of indices."""
         return self.lanes in PERMUTES and self.has(PERMUTES[self.lanes])
+
+
+def chunks(total: int, most: int) -> list[tuple[int, int, int]]:
+    """Split `total` into runs of equal chunks of at most `most`: (first, size of a chunk, number of chunks)."""
+    size = -(-total // -(-total // most))
+    whole, rest = divmod(total, size)
+    return [(0, size, whole)] + ([(whole * size, rest, 1)] if rest else [])
 
 
 class Offset(int):
@@ -171,6 +179,27 @@ class Emitter:
         builder.branch(head).set_metadata("llvm.loop", self._as_it_is())
         builder.position_at_end(end)
 
+    def chunks(self, total: int, most: int) -> Iterator[tuple[ir.Value, int]]:
+        """Run what follows for every chunk of `chunks`: where it begins, and its size."""
+        for first, size, times in chunks(total, most):
+            with self.loop(times) as t:
+                yield self.scaled(t, size, first), size
+
+    def tiles(self, down: tuple[int, int], across: tuple[int, int]) -> Iterator[tuple[ir.Value, int, ir.Value, int]]:
+        """Run what follows for every chunk of the first (total, most) with every one of the second: see `chunks`."""
+        for (u, height, times_u), (v, width, times_v) in itertools.product(chunks(*down), chunks(*across)):
+            with self.loop(times_u) as i, self.loop(times_v) as j:
+                yield self.scaled(i, height, u), height, self.scaled(j, width, v), width
+
+    def vectors(self, count: int) -> Iterator[tuple[ir.Value, int]]:
+        """Run what follows for every vector of `count` elements: its number, and how many of its lanes count."""
+        whole, rest = divmod(count, self.lanes)
+        if whole:
+            with self.loop(whole) as v:
+                yield v, self.lanes
+        if rest:
+            yield INDEX(whole), rest
+
     def call(self, name: str, emit: Callable[[Emitter, ir.Value], None], index: ir.Value) -> None:
         """Call emit(k, index) as a function of its own, on the same buffers: registers are allocated by function."""
         *same, _, table = self.function.args
@@ -189,6 +218,14 @@ class Emitter:
         mark.operands = (mark, disable)  # what LLVM demands of a loop's mark
         return mark
 
+    def scaled(self, index: ir.Value, factor: int, more: int = 0) -> ir.Value:
+        """Return index * factor + more."""
+        return self.builder.add(self.builder.mul(index, INDEX(factor)), INDEX(more))
+
+    def least(self, a: ir.Value, b: ir.Value) -> ir.Value:
+        """Return the smaller of two indices."""
+        return self.builder.select(self.builder.icmp_signed("<", a, b), a, b)
+
     def groups(self, size: int) -> ir.Value:
         """Return how many groups of `size` images hold the tile's images, the last one perhaps not full."""
         return self.builder.udiv(self.builder.add(self.count, INDEX(size - 1)), INDEX(size))
@@ -200,14 +237,25 @@ class Emitter:
         """Return `count` vectors of zeros."""
         return [self.variable() for _ in range(count)]
 
+    def grid(self, first: Pointer, rows: int, row: int, vectors: int) -> list[list[Pointer]]:
+        """Return the addresses of `vectors` vectors of each of some rows, `row` floats apart."""
+        return [[first + (i * row + v * self.lanes) for v in range(vectors)] for i in range(rows)]
+
     @contextmanager
     def sums(self, places: list[list[Pointer]]) -> Iterator[list[list[Variable]]]:
         """Keep the vectors at `places`, row by row, in registers while the block adds to them."""
         totals = [[self.variable(self.load(place)) for place in row] for row in places]
         yield totals
+        self.store_all(totals, places)
+
+    def store_all(self, totals: list[list[Variable]], places: list[list[Pointer]]) -> None:
+        """Store sums, row by row."""
         for total_row, place_row in zip(totals, places, strict=True):
             for total, place in zip(total_row, place_row, strict=True):
                 self.store(total.get(), place)
+
+    def increase(self, total: Variable, value: ir.Value) -> None:
+        total.set(self.add(total.get(), value))
 
     # memory
 
@@ -224,6 +272,11 @@ class Emitter:
 
     def store(self, value: ir.Value, pointer: Pointer) -> None:
         self.builder.store(value, pointer.value(value.type), align=4)
+
+    def clear(self, pointer: Pointer, vectors: int) -> None:
+        """Fill so many vectors with zeros."""
+        with self.loop(vectors) as i:
+            self.store(self.zero(), pointer.at(i, self.lanes))
 
     def load_part(self, pointer: Pointer, count: int) -> ir.Value:
         """Load a vector of which the first `count` lanes count; the others are 0."""

@@ -22,23 +22,9 @@ from dataclasses import dataclass
 from llvmlite import ir
 
 from cnnexp.backends.simd.algorithms.convolution.base import ConvolutionNode, Windows, rows_inside
-from cnnexp.backends.simd.algorithms.cost import (
-    Work,
-    passes,
-    product_gradient,
-    product_sums,
-    total,
-)
-from cnnexp.backends.simd.algorithms.linear.product import (
-    Panel,
-    Panels,
-    Steps,
-    add_products,
-    choose_tile,
-    chunks,
-    most_height,
-)
-from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Kernels, Pointer, Target
+from cnnexp.backends.simd.algorithms.cost import Work, passes, product_gradient, product_sums, total
+from cnnexp.backends.simd.algorithms.linear.product import Panel, Panels, Steps, add_products, choose_tile, most_height
+from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Kernels, Pointer, Target, chunks
 from cnnexp.backends.simd.layouts import NHWC, Halo, Layout
 
 CACHED_PART = (3, 4)

@@ -22,8 +22,8 @@ from cnnexp.backends.simd.algorithms.convolution.argmax_gradient import EventLis
 from cnnexp.backends.simd.algorithms.convolution.base import Windows
 from cnnexp.backends.simd.algorithms.convolution.channels import Channels, Sum
 from cnnexp.backends.simd.algorithms.cost import Work, events, passes
-from cnnexp.backends.simd.algorithms.linear.product import Panel, chunks
-from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Kernels, Pointer, Target
+from cnnexp.backends.simd.algorithms.linear.product import Panel
+from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Kernels, Pointer, Target, chunks
 from cnnexp.backends.simd.layouts import NHWC, Arena, Layout, round_up
 
 BLOCK = 16

@@ -26,9 +26,8 @@ from llvmlite import ir
 from cnnexp.backends.simd.algorithms.convolution.base import ConvolutionNode
 from cnnexp.backends.simd.algorithms.convolution.channels import copy_gradient
 from cnnexp.backends.simd.algorithms.cost import Work, bring, passes
-from cnnexp.backends.simd.algorithms.linear.product import chunks
 from cnnexp.backends.simd.algorithms.node import Section
-from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Kernels, Pointer, Target
+from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Kernels, Pointer, Target, chunks
 from cnnexp.backends.simd.layouts import NHWC, Halo, Layout, padded_rows, round_up
 from cnnexp.network import ConvStage
 

@@ -25,14 +25,8 @@ from llvmlite import ir
 
 from cnnexp.backends.parts import FORWARD
 from cnnexp.backends.simd.algorithms.convolution.base import ConvolutionNode, Windows, rows_inside
-from cnnexp.backends.simd.algorithms.cost import (
-    Work,
-    lane_gradient,
-    lane_sums,
-    passes,
-)
-from cnnexp.backends.simd.algorithms.linear.product import chunks
-from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Kernels, Pointer, Target
+from cnnexp.backends.simd.algorithms.cost import Work, lane_gradient, lane_sums, passes
+from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Kernels, Pointer, Target, chunks
 from cnnexp.backends.simd.layouts import Blocked, Halo, Layout
 
 MOST_SUMS = 256

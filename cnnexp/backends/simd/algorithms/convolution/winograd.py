@@ -34,8 +34,8 @@ from cnnexp.backends.simd.algorithms.convolution.channels import (
     transpose_weights,
 )
 from cnnexp.backends.simd.algorithms.cost import Work, bring, passes, product_gradient, product_sums
-from cnnexp.backends.simd.algorithms.linear.product import Panels, Steps, add_products, chunks, most_height
-from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Kernels, Pointer, Target
+from cnnexp.backends.simd.algorithms.linear.product import Panels, Steps, add_products, most_height
+from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Kernels, Pointer, Target, chunks
 from cnnexp.backends.simd.layouts import NHWC, Arena, Layout, odd_lines, round_up
 
 PLACES = 16

@@ -11,25 +11,17 @@ tile, and lies likewise.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from llvmlite import ir
 
-from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Pointer, Variable
+from cnnexp.backends.simd.compiler.emit import Emitter, Pointer, Variable, chunks
 from cnnexp.backends.simd.layouts import Views
 
 LATENCY = 8
 """Multiply-adds that must be in flight: two units, four cycles."""
-
-
-def chunks(total: int, most: int) -> list[tuple[int, int, int]]:
-    """LoadedSplit `total` into runs of equal chunks of at most `most`: (first, size of a chunk, number of chunks)."""
-    size = -(-total // -(-total // most))
-    whole = total // size
-    rest = total - whole * size
-    return [(0, size, whole)] + ([(whole * size, rest, 1)] if rest else [])
 
 
 def tile_cycles(height: int, width: int) -> float:
@@ -121,8 +113,7 @@ class Panels:
         """Run what follows for every panel."""
         for first, width, times in self.kinds:
             with k.loop(times) as t:
-                vector = k.builder.add(k.builder.mul(t, INDEX(width)), INDEX(first))
-                yield Panel(self, vector, width, self.valid(first + (times - 1) * width, width))
+                yield Panel(self, k.scaled(t, width, first), width, self.valid(first + (times - 1) * width, width))
 
 
 @dataclass(frozen=True)
@@ -138,6 +129,15 @@ class Panel:
     vector: ir.Value
     width: int
     valid: list[int]
+
+    @property
+    def unit(self) -> int:
+        """Floats of a row of its weights."""
+        return self.width * self.panels.lanes
+
+    def chunks(self, k: Emitter, rows: int) -> Iterator[tuple[ir.Value, int]]:
+        """Run what follows for as many of so many rows as the registers hold the sums of: the first, and how many."""
+        return k.chunks(rows, most_height(self.width, k.target.registers))
 
     def at(self, weights: Pointer) -> Pointer:
         """Return the address of its weights."""
@@ -165,10 +165,16 @@ class Steps:
 
 
 def add_products(
-    k: Emitter, totals: list[list[Variable]], x: Pointer, places: list[int], w: Pointer, steps: Steps, valid: list[int]
+    k: Emitter,
+    totals: list[list[Variable]],
+    x: Pointer,
+    places: Sequence[int],
+    w: Pointer,
+    steps: Steps,
+    valid: list[int] | None = None,
 ) -> None:
-    """totals[m][v] += the sum over the steps of x at places[m] times the `valid[v]` first lanes of vector v of w."""
-    vector_stride = steps.vector_stride or k.lanes
+    """totals[m][v] += the sum over the steps of x at places[m] times vector v of w, or its `valid[v]` first lanes."""
+    vector_stride, valid = steps.vector_stride or k.lanes, valid or [k.lanes] * len(totals[0])
     with k.loop(steps.rows) as i:
         source, weights = x.at(i, steps.x[0]), w.at(i, steps.w[0])
         with k.loop(steps.run) as r:

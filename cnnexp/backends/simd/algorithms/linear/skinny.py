@@ -20,10 +20,7 @@ from llvmlite import ir
 from cnnexp.backends.simd.algorithms import cost
 from cnnexp.backends.simd.algorithms.cost import Work
 from cnnexp.backends.simd.algorithms.linear.dense import Dense
-from cnnexp.backends.simd.algorithms.linear.product import (
-    chunks,
-)
-from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Kernels, Pointer, Target
+from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Kernels, Pointer, Target, chunks
 from cnnexp.backends.simd.layouts import NC, Layout, Views, round_up
 
 MOST_OUTPUTS = 12

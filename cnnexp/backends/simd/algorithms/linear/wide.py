@@ -19,13 +19,12 @@ from cnnexp.backends.simd.algorithms.linear.product import (
     Steps,
     add_products,
     choose_tile,
-    chunks,
     most_height,
     tile_cycles,
 )
 from cnnexp.backends.simd.algorithms.reorder import to_lanes, to_rows
-from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Kernels, Pointer, Target
-from cnnexp.backends.simd.layouts import LINE_FLOATS, NC, Blocked, Layout
+from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Kernels, Target, chunks
+from cnnexp.backends.simd.layouts import LINE_FLOATS, Layout
 from cnnexp.optimizers import Optimizer
 
 
@@ -76,31 +75,48 @@ class Wide(Dense):
             self.dx_lanes = plan.arena.blocked((1, 1, features))
 
     def forward(self, plan: Layout) -> Kernels:
-        def run(k: Emitter) -> None:
-            w, b = plan.parameters.weights(k, self.stage)
-            linear(k, self.x, w, self.panels, b, self.y, self.rectify, self.height)
+        return [("forward", lambda k: self._forward(k, plan))]
 
-        return [("forward", run)]
+    def _forward(self, k: Emitter, plan: Layout) -> None:
+        """y = x @ weights + bias, by tiles of `height` images; the last may do some twice."""
+        (weights, bias), height, x, y = plan.parameters.weights(k, self.stage), self.height, self.x, self.y
+        for panel in self.panels.each(k):
+            # the last tile ends with the last image
+            with k.loop(k.groups(height)) as tile:
+                n = k.least(k.builder.mul(tile, INDEX(height)), k.builder.sub(k.count, INDEX(height)))
+                n = k.builder.select(k.builder.icmp_signed("<", n, INDEX(0)), INDEX(0), n)
+                # the sums
+                totals = [k.variables(panel.width) for _ in range(height)]
+                steps, places = Steps(1, x.size, (0, 1), (0, panel.unit)), [i * x.stride for i in range(height)]
+                add_products(k, totals, x.stored(k, n), places, panel.at(weights), steps)
+                # bias and ReLU
+                targets = k.grid(panel.outputs(y.stored(k, n)), height, y.stride, panel.width)
+                for row, target_row in zip(totals, targets, strict=True):
+                    for v, (total, target) in enumerate(zip(row, target_row, strict=True)):
+                        value = total.get()
+                        if bias is not None:
+                            value = k.add(value, k.load(panel.outputs(bias) + v * k.lanes))
+                        k.store(k.rectify(value) if self.rectify else value, target)
 
     def backward(self, plan: Layout) -> Kernels:
-        def backward_input(k: Emitter) -> None:
-            (w, _), groups = plan.parameters.weights(k, self.stage), plan.arena.groups
-            linear_backward_input(k, w, self.panels, self.dy_lanes, self.dx_lanes, groups)
-
-        kernels = [*super().backward(plan), *([] if plan.owns else self._backward_weights(plan))]
-        dx = self.dx
+        kernels, dx = [*super().backward(plan), *([] if plan.owns else self._backward_weights(plan))], self.dx
         if dx:
             kernels += [
                 ("dy_to_lanes", lambda k: to_lanes(k, self.dy, self.dy_lanes)),
-                ("backward_input", backward_input),
+                ("backward_input", lambda k: self._backward_input(k, plan)),
                 ("dx_to_rows", lambda k: to_rows(k, self.dx_lanes, dx)),
             ]
         return kernels
 
     def _backward_weights(self, plan: Layout) -> Kernels:
         def run(k: Emitter) -> None:
-            dw, _ = plan.parameters.gradients(k, self.stage)
-            linear_backward_weights(k, self.x, self.dy, self.panels, dw)
+            (dw, _), x, dy = plan.parameters.gradients(k, self.stage), self.x, self.dy
+            for panel in self.panels.each(k):
+                for d, height in panel.chunks(k, x.size):
+                    with k.sums(k.grid(panel.at(dw).at(d, panel.unit), height, panel.unit, panel.width)) as totals:
+                        steps = Steps(1, k.count, (0, x.stride), (0, dy.stride))
+                        source, gradient = x.stored(k, 0).at(d), panel.outputs(dy.stored(k, 0))
+                        add_products(k, totals, source, range(height), gradient, steps, panel.valid)
 
         return [("backward_weights", run)]
 
@@ -108,116 +124,62 @@ class Wide(Dense):
         return self._backward_weights(plan) if plan.owns else []
 
     def owned_updates(self, plan: Layout) -> list[tuple[str, Callable[[Emitter, Optimizer], None]]]:
-        def run(k: Emitter, optimizer: Optimizer) -> None:
-            at = plan.parameters.offset(self.stage.weight)
-            wide_update(k, self.x, self.dy, self.panels, at, plan.arena.stride, optimizer)
+        return [("update", lambda k, optimizer: self._update(k, plan, optimizer))] if plan.owns else []
 
-        return [("update", run)] if plan.owns else []
+    def _update(self, k: Emitter, plan: Layout, optimizer: Optimizer) -> None:
+        """Take the optimizer's step of this thread's share of the weights with x.T @ dy over all threads' images.
 
+        The gradient is never stored. One sum goes over all threads' images: a sum for each would end in the very bits
+        that workers end in, and take a fifth more time at 8 images a thread. Buffers: parameters, two slots,
+        (rate, c0, c1), all threads' arenas, and int64 (2 + threads,): this thread's rank, the number of threads, and
+        the images in each one's arena.
+        """
+        x, dy, offset = self.x, self.dy, plan.parameters.offset(self.stage.weight)
+        *state, numbers, arenas, table = k.buffers
+        rank, threads = (k.builder.load((table + i).value(INDEX)) for i in range(2))
+        step = update.OptimizerStep(k, optimizer, numbers)
+        for panel in self.panels.each(k):
+            unit = panel.unit
+            for first, height, times in chunks(x.size, most_height(panel.width, k.target.registers)):
+                low, high = (
+                    k.builder.udiv(k.builder.mul(INDEX(times), r), threads)
+                    for r in (rank, k.builder.add(rank, INDEX(1)))
+                )
+                with k.loop(high, start=low) as t:
+                    d = k.scaled(t, height, first)
+                    places = [panel.at(buffer + offset).at(d, unit) for buffer in state]
+                    for line in range(0, height * unit, LINE_FLOATS):  # the other threads' cores have them, too
+                        k.prefetch(places[0] + line, written=True)
+                    totals = [k.variables(panel.width) for _ in range(height)]
+                    with k.loop(threads) as other:
+                        count = k.builder.load((table + 2).at(other).value(INDEX))
+                        steps = Steps(1, count, (0, x.stride), (0, dy.stride))
+                        source, gradient = ((arenas + a.offset).at(other, plan.arena.stride) for a in (x, dy))
+                        add_products(
+                            k, totals, source.at(d), range(height), panel.outputs(gradient), steps, panel.valid
+                        )
+                    for i, row in enumerate(totals):
+                        for v, total in enumerate(row):
+                            step.take([place + (i * unit + v * k.lanes) for place in places], total.get())
 
-def linear(
-    k: Emitter, x: NC, weights: Pointer, panels: Panels, bias: Pointer | None, y: NC, rectify: bool, height: int
-) -> None:
-    """y = x @ weights + bias, by tiles of `height` images; the last ends with the last image, and may do some twice."""
-    for panel in panels.each(k):
-        unit = panel.width * k.lanes
-        # the last tile ends with the last image
-        with k.loop(k.groups(height)) as tile:
-            n = k.builder.mul(tile, INDEX(height))
-            last = k.builder.sub(k.count, INDEX(height))
-            n = k.builder.select(k.builder.icmp_signed("<", n, last), n, last)
-            n = k.builder.select(k.builder.icmp_signed("<", n, INDEX(0)), INDEX(0), n)
-            # the sums
-            totals = [k.variables(panel.width) for _ in range(height)]
-            steps = Steps(1, x.size, (0, 1), (0, unit))
-            places = [i * x.stride for i in range(height)]
-            add_products(k, totals, x.stored(k, n), places, panel.at(weights), steps, [k.lanes] * panel.width)
-            target = panel.outputs(y.stored(k, n))
-            # bias and ReLU
-            for i, row in enumerate(totals):
-                for v, total in enumerate(row):
-                    value = total.get()
-                    if bias is not None:
-                        value = k.add(value, k.load(panel.outputs(bias) + v * k.lanes))
-                    k.store(k.rectify(value) if rectify else value, target + (i * y.stride + v * k.lanes))
-
-
-def linear_backward_weights(k: Emitter, x: NC, dy: NC, panels: Panels, dw: Pointer) -> None:
-    """dw += x.T @ dy, in panels as the weights."""
-    for panel in panels.each(k):
-        unit = panel.width * k.lanes
-        for first, height, times in chunks(x.size, most_height(panel.width, k.target.registers)):
-            with k.loop(times) as t:
-                d = k.builder.add(k.builder.mul(t, INDEX(height)), INDEX(first))
-                target = panel.at(dw).at(d, unit)
-                places = [[target + (i * unit + v * k.lanes) for v in range(panel.width)] for i in range(height)]
-                with k.sums(places) as totals:
-                    steps = Steps(1, k.count, (0, x.stride), (0, dy.stride))
-                    source, gradient = x.stored(k, 0).at(d), panel.outputs(dy.stored(k, 0))
-                    add_products(k, totals, source, list(range(height)), gradient, steps, panel.valid)
-
-
-def wide_update(k: Emitter, x: NC, dy: NC, panels: Panels, offset: int, arena: int, optimizer: Optimizer) -> None:
-    """Take the optimizer's step of this thread's share of the weights with x.T @ dy over all threads' images.
-
-    The gradient is never stored. One sum goes over all threads' images: a sum for each would end in the very bits that
-    workers end in, and take a fifth more time at 8 images a thread. Buffers: parameters, two slots, (rate, c0, c1), all
-    threads' arenas, and int64 (2 + threads,): this thread's rank, the number of threads, and the images in each one's
-    arena.
-
-    Args:
-        offset: of the weights in the parameters. arena: floats from arena to arena.
-    """
-    *state, numbers, arenas, table = k.buffers
-    rank, threads = (k.builder.load((table + i).value(INDEX)) for i in range(2))
-    step = update.OptimizerStep(k, optimizer, numbers)
-    for panel in panels.each(k):
-        unit = panel.width * k.lanes
-        for first, height, times in chunks(x.size, most_height(panel.width, k.target.registers)):
-            low, high = (
-                k.builder.udiv(k.builder.mul(INDEX(times), r), threads) for r in (rank, k.builder.add(rank, INDEX(1)))
-            )
-            with k.loop(high, start=low) as t:
-                d = k.builder.add(k.builder.mul(t, INDEX(height)), INDEX(first))
-                places = [panel.at(buffer + offset).at(d, unit) for buffer in state]
-                for line in range(0, height * unit, LINE_FLOATS):  # the other threads' cores have them, too
-                    k.prefetch(places[0] + line, written=True)
-                totals = [k.variables(panel.width) for _ in range(height)]
-                with k.loop(threads) as other:
-                    count = k.builder.load((table + 2).at(other).value(INDEX))
-                    steps = Steps(1, count, (0, x.stride), (0, dy.stride))
-                    source = (arenas + x.offset).at(other, arena).at(d)
-                    gradient = panel.outputs((arenas + dy.offset).at(other, arena))
-                    add_products(k, totals, source, list(range(height)), gradient, steps, panel.valid)
-                for i, row in enumerate(totals):
-                    for v, total in enumerate(row):
-                        step.take([place + (i * unit + v * k.lanes) for place in places], total.get())
-
-
-def linear_backward_input(k: Emitter, weights: Pointer, panels: Panels, dy: Blocked, dx: Blocked, groups: int) -> None:
-    """dx[d, lane] = sum over o of weights[d, o] * dy[o, lane], `groups` groups of lanes.
-
-    Args:
-        dy: (1, 1, O). dx: any shape of D values without a halo.
-    """
-    features = dx.group // dx.lanes
-    # tiles of features x groups of images
-    for first_group, width, group_times in chunks(groups, 4):
-        for first, height, times in chunks(features, most_height(width, k.target.registers)):
-            with k.loop(times) as t, k.loop(group_times) as part:
-                d = k.builder.add(k.builder.mul(t, INDEX(height)), INDEX(first))
-                group = k.builder.add(k.builder.mul(part, INDEX(width)), INDEX(first_group))
-                source, target = dy.image(k, group), dx.image(k, group)
-                totals = [k.variables(width) for _ in range(height)]
-                # the weights, panel kind by panel kind
-                for vector, panel_width, panel_times in panels.kinds:
-                    unit, panel = panel_width * k.lanes, panels.rows * panel_width * k.lanes
-                    outputs = min(unit, panels.outputs - (vector + (panel_times - 1) * panel_width) * k.lanes)
-                    steps = Steps(panel_times, outputs, (panel, 1), (unit * k.lanes, k.lanes), dy.group)
-                    rows = (weights + vector * panels.rows * k.lanes).at(d, unit)
-                    lines = source + vector * k.lanes * k.lanes
-                    places = [i * unit for i in range(height)]
-                    add_products(k, totals, rows, places, lines, steps, [k.lanes] * width)
-                for i, row in enumerate(totals):
-                    for g, total in enumerate(row):
-                        k.store(total.get(), target.at(d, k.lanes) + (i * k.lanes + g * dx.group))
+    def _backward_input(self, k: Emitter, plan: Layout) -> None:
+        """dx[d, lane] = sum over o of weights[d, o] * dy[o, lane]."""
+        panels, dy, dx, (weights, _) = self.panels, self.dy_lanes, self.dx_lanes, plan.parameters.weights(k, self.stage)
+        # tiles of features x groups of images
+        for first_group, width, group_times in chunks(plan.arena.groups, 4):
+            for first, height, times in chunks(panels.rows, most_height(width, k.target.registers)):
+                with k.loop(times) as t, k.loop(group_times) as part:
+                    d, group = k.scaled(t, height, first), k.scaled(part, width, first_group)
+                    source, target = dy.image(k, group), dx.image(k, group)
+                    totals = [k.variables(width) for _ in range(height)]
+                    # the weights, panel kind by panel kind
+                    for vector, panel_width, panel_times in panels.kinds:
+                        unit, panel = panel_width * k.lanes, panels.rows * panel_width * k.lanes
+                        outputs = min(unit, panels.outputs - (vector + (panel_times - 1) * panel_width) * k.lanes)
+                        steps = Steps(panel_times, outputs, (panel, 1), (unit * k.lanes, k.lanes), dy.group)
+                        rows = (weights + vector * panels.rows * k.lanes).at(d, unit)
+                        lines, places = source + vector * k.lanes * k.lanes, [i * unit for i in range(height)]
+                        add_products(k, totals, rows, places, lines, steps)
+                    for i, row in enumerate(totals):
+                        for g, total in enumerate(row):
+                            k.store(total.get(), target.at(d, k.lanes) + (i * k.lanes + g * dx.group))
