@@ -9,7 +9,7 @@ from typing import Self
 from cnnexp.backends.simd.algorithms.cost import Work, passes
 from cnnexp.backends.simd.algorithms.elementwise import rectify_gradient
 from cnnexp.backends.simd.algorithms.node import Node, Section
-from cnnexp.backends.simd.compiler.emit import Emitter, Kernels, Pointer, Target
+from cnnexp.backends.simd.compiler.emit import Emitter, Kernels, Target
 from cnnexp.backends.simd.layouts import NC, Layout, round_up
 from cnnexp.network import ConvStage, DropoutStage, ElementwiseStage, Linear, LinearStage
 
@@ -49,9 +49,11 @@ class Dense(Node[NC, NC]):
         return kernels
 
     def _backward_bias(self, k: Emitter, plan: Layout) -> None:
+        """db += the sum of dy over images."""
         _, db = plan.parameters.gradients(k, self.stage)
         assert db is not None
-        linear_backward_bias(k, self.dy, db)
+        with k.loop(self.dy.width // k.lanes) as v, k.sums([[db.at(v, k.lanes)]]) as [[total]], k.loop(k.count) as n:
+            k.increase(total, k.load(self.dy.stored(k, n).at(v, k.lanes)))
 
 
 def _as_linear(stage: ConvStage) -> ConvStage | LinearStage:
@@ -70,12 +72,3 @@ def _goes_flat(sections: Sequence[Section]) -> bool:
     flat = next((i for i, section in enumerate(sections) if section.flattened), len(sections))
     between = [stage for section in sections[: flat + 1] for stage in section.stages][1:]
     return flat < len(sections) and all(isinstance(stage, ElementwiseStage | DropoutStage) for stage in between)
-
-
-def linear_backward_bias(k: Emitter, dy: NC, db: Pointer) -> None:
-    """db += the sum of dy over images."""
-    with k.loop(dy.width // k.lanes) as v:
-        total = k.variable(k.load(db.at(v, k.lanes)))
-        with k.loop(k.count) as n:
-            total.set(k.add(total.get(), k.load(dy.stored(k, n).at(v, k.lanes))))
-        k.store(total.get(), db.at(v, k.lanes))

@@ -21,7 +21,7 @@ from cnnexp.backends.simd.algorithms import cost
 from cnnexp.backends.simd.algorithms.cost import Work
 from cnnexp.backends.simd.algorithms.linear.dense import Dense
 from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Kernels, Pointer, Target, chunks
-from cnnexp.backends.simd.layouts import NC, Layout, Views, round_up
+from cnnexp.backends.simd.layouts import Layout, Views, round_up
 
 MOST_OUTPUTS = 12
 
@@ -56,21 +56,18 @@ class Skinny(Dense):
         parts = len(chunks(outputs, most_block(target.registers)))
         each = outputs * (1 if needs_dx else 0.75) + 2.5 * parts + 2 * outputs / images
         macs = features * outputs
+        passes, block = 2 if needs_dx else 1, min(outputs, most_block(target.registers))
         return {
             **self._common_work(target),
             "forward": Work(macs, vectors * sums + ending, f"{pair} images x {outputs} outputs"),
-            "backward": Work(
-                macs * (2 if needs_dx else 1),
-                vectors * each,
-                f"{min(outputs, most_block(target.registers))} outputs",
-            ),
+            "backward": Work(macs * passes, vectors * each, f"{block} outputs"),
         }
 
     def prepare(self, plan: Layout) -> None:
         (features, outputs), lanes = self.stage.weight.shape, plan.target.lanes
         run, room = self.runs or (features, features)
         views = functools.partial(skinny_views, runs=features // run, run=run, room=room, lanes=lanes)
-        size = skinny_size(features // run * room, outputs, lanes)
+        size = round_up(features // run * room, lanes) * outputs
         plan.parameters.place(self.stage.weight, size, views)
         plan.parameters.place_plain(self.stage.bias)
         self.totals = plan.arena.allocate(plan.arena.images * outputs * lanes)
@@ -84,15 +81,47 @@ class Skinny(Dense):
         return [("forward", run)]
 
     def begin(self, k: Emitter) -> None:
-        skinny_begin(k, k.arena + self.totals, self.y.size)
+        """Begin y = x @ weights + bias: clear totals [image][output][lane], sums over the features of each lane."""
+        with k.loop(k.count) as n, k.loop(self.y.size) as o:
+            k.store(k.zero(), (k.arena + self.totals).at(n, self.y.size * k.lanes).at(o, k.lanes))
 
-    def add(self, k: Emitter, plan: Layout, first: ir.Value, vectors: int) -> None:
-        weights, _ = plan.parameters.weights(k, self.stage)
-        skinny_add(k, self.x, weights, k.arena + self.totals, self.y.size, first, vectors)
+    def add(self, k: Emitter, plan: Layout, start: ir.Value, vectors: int) -> None:
+        """Add the products of `vectors` vectors of features from `start` on."""
+        (weights, _), outputs = plan.parameters.weights(k, self.stage), self.y.size
+        images = 2 if 2 * outputs + 3 <= k.target.registers else 1
+        for first, size in k.chunks(vectors, max(1, SKINNY_BLOCK_FLOATS // (outputs * k.lanes))):
+            at, pairs = k.builder.add(first, start), k.builder.udiv(k.count, INDEX(images))
+            with k.loop(pairs) as pair:
+                self._tile(k, weights, k.builder.mul(pair, INDEX(images)), images, at, size)
+            with k.loop(k.count, start=k.builder.mul(pairs, INDEX(images))) as n:
+                self._tile(k, weights, n, 1, at, size)
+
+    def _tile(self, k: Emitter, weights: Pointer, n: ir.Value, images: int, start: ir.Value, size: int) -> None:
+        """Add the products of one block of features to the totals of one or two images."""
+        x, outputs, room = self.x, self.y.size, self.y.size * k.lanes
+        # a weight that is loaded serves both images
+        with k.sums(k.grid((k.arena + self.totals).at(n, room), images, room, outputs)) as sums:
+            source, block = x.stored(k, n).at(start, k.lanes), weights.at(start, room)
+            with k.loop(size) as v:
+                values = [k.load(source.at(v, k.lanes) + i * x.stride) for i in range(images)]
+                for o in range(outputs):
+                    weight = k.load(block.at(v, room) + o * k.lanes)
+                    for i in range(images):
+                        k.accumulate(sums[i][o], weight, values[i])
 
     def end(self, k: Emitter, plan: Layout) -> None:
-        _, bias = plan.parameters.weights(k, self.stage)
-        skinny_end(k, k.arena + self.totals, bias, self.y, self.rectify)
+        """y = the totals, their lanes added up, + bias (y.width,)."""
+        (_, bias), outputs = plan.parameters.weights(k, self.stage), self.y.size
+        with k.loop(k.count) as n:
+            totals = (k.arena + self.totals).at(n, outputs * k.lanes)
+            for first in range(0, outputs, k.lanes):
+                rows = [k.load(totals + o * k.lanes) for o in range(first, min(first + k.lanes, outputs))]
+                rows += [k.zero()] * (k.lanes - len(rows))
+                terms = k.transpose(rows)
+                while len(terms) > 1:
+                    terms = [k.add(a, b) for a, b in zip(terms[::2], terms[1::2], strict=True)]
+                value = k.add(terms[0], k.load(bias + first)) if bias else terms[0]
+                k.store(k.rectify(value) if self.rectify else value, self.y.stored(k, n) + first)
 
     def backward(self, plan: Layout) -> Kernels:
         def run(k: Emitter) -> None:
@@ -100,14 +129,37 @@ class Skinny(Dense):
 
         return [*super().backward(plan), ("backward", run)]
 
-    def run_backward(self, k: Emitter, plan: Layout, first: ir.Value, vectors: int) -> None:
-        (w, _), (dw, _) = plan.parameters.weights(k, self.stage), plan.parameters.gradients(k, self.stage)
-        skinny_backward(k, self.x, w, self.dy, self.dx, dw, self.input_rectified, first, vectors)
+    def run_backward(self, k: Emitter, plan: Layout, start: ir.Value, vectors: int) -> None:
+        """dw += x.T @ dy, dx = dy @ weights.T, of `vectors` vectors of features from `start` on.
 
-
-def skinny_size(features: int, outputs: int, lanes: int) -> int:
-    """Return the floats of a skinny layer's weights."""
-    return round_up(features, lanes) * outputs
+        dx may be of all of x, or of those features alone.
+        """
+        (weights, _), (dw, _) = plan.parameters.weights(k, self.stage), plan.parameters.gradients(k, self.stage)
+        x, dy, dx, outputs, room = self.x, self.dy, self.dx, self.dy.size, self.dy.size * k.lanes
+        parts = chunks(outputs, most_block(k.target.registers))
+        starts = [first + i * size for first, size, times in parts for i in range(times)] + [outputs]
+        # a vector of features, some outputs of it
+        with k.loop(k.builder.add(start, INDEX(vectors)), start=start) as v:
+            for first, last in itertools.pairwise(starts):
+                block, places = ([at.at(v, room) + o * k.lanes for o in range(first, last)] for at in (weights, dw))
+                columns = [k.load(place) for place in block] if dx else []
+                # all images: their part of the weights' gradient, and of dx
+                with k.sums([places]) as [totals], k.loop(k.count) as n:
+                    k.prefetch(x.stored(k, n).at(v, k.lanes) + AHEAD * k.lanes)
+                    value = k.load(x.stored(k, n).at(v, k.lanes))
+                    sums = [k.zero(), k.zero()]
+                    for i in range(last - first):
+                        gradient = k.splat(dy.stored(k, n) + (first + i))
+                        k.accumulate(totals[i], gradient, value)
+                        if dx:
+                            sums[i % 2] = k.fma(gradient, columns[i], sums[i % 2])
+                    # dx, added to what the outputs before have left
+                    if dx:
+                        target = dx.stored(k, n).at(v if dx.size == x.size else k.builder.sub(v, start), k.lanes)
+                        total = k.add(*sums)
+                        if first:
+                            total = k.add(total, k.load(target))
+                        k.store(k.where_positive(value, total) if self.input_rectified else total, target)
 
 
 def skinny_views(flat: np.ndarray, packed: np.ndarray, runs: int, run: int, room: int, lanes: int) -> Views:
@@ -124,120 +176,6 @@ def skinny_views(flat: np.ndarray, packed: np.ndarray, runs: int, run: int, room
     return pairs
 
 
-def skinny_begin(k: Emitter, totals: Pointer, outputs: int) -> None:
-    """Begin y = x @ weights + bias: clear totals [image][output][lane], sums over the features of each lane."""
-    with k.loop(k.count) as n, k.loop(outputs) as o:
-        k.store(k.zero(), totals.at(n, outputs * k.lanes).at(o, k.lanes))
-
-
-def skinny_add(
-    k: Emitter, x: NC, weights: Pointer, totals: Pointer, outputs: int, start: ir.Value, vectors: int
-) -> None:
-    """Add the products of `vectors` vectors of features from `start` on. weights [feature vector][output][lane]."""
-    room = outputs * k.lanes
-    images = 2 if 2 * outputs + 3 <= k.target.registers else 1
-    for first, size, times in chunks(vectors, max(1, SKINNY_BLOCK_FLOATS // room)):
-        with k.loop(times) as block:
-            at = k.builder.add(k.builder.mul(block, INDEX(size)), k.builder.add(start, INDEX(first)))
-            pairs = k.builder.udiv(k.count, INDEX(images))
-            with k.loop(pairs) as pair:
-                n = k.builder.mul(pair, INDEX(images))
-                _skinny_tile(k, x, weights, totals, n, images, at, size, outputs)
-            with k.loop(k.count, start=k.builder.mul(pairs, INDEX(images))) as n:
-                _skinny_tile(k, x, weights, totals, n, 1, at, size, outputs)
-
-
-def skinny_end(k: Emitter, totals: Pointer, bias: Pointer | None, y: NC, rectify: bool) -> None:
-    """y = the totals, their lanes added up, + bias (y.width,)."""
-    outputs = y.size
-    room = outputs * k.lanes
-    with k.loop(k.count) as n:
-        for first in range(0, outputs, k.lanes):
-            rows = [k.load(totals.at(n, room) + o * k.lanes) for o in range(first, min(first + k.lanes, outputs))]
-            rows += [k.zero()] * (k.lanes - len(rows))
-            terms = k.transpose(rows)
-            while len(terms) > 1:
-                terms = [k.add(a, b) for a, b in zip(terms[::2], terms[1::2], strict=True)]
-            value = k.add(terms[0], k.load(bias + first)) if bias else terms[0]
-            k.store(k.rectify(value) if rectify else value, y.stored(k, n) + first)
-
-
-def _skinny_tile(
-    k: Emitter,
-    x: NC,
-    weights: Pointer,
-    totals: Pointer,
-    n: ir.Value,
-    images: int,
-    start: ir.Value,
-    size: int,
-    outputs: int,
-) -> None:
-    """Add the products of one block of features to the totals of one or two images."""
-    room = outputs * k.lanes
-    places = [[totals.at(n, room) + (i * room + o * k.lanes) for o in range(outputs)] for i in range(images)]
-    # a weight that is loaded serves both images
-    with k.sums(places) as sums:
-        source = x.stored(k, n).at(start, k.lanes)
-        block = weights.at(start, room)
-        with k.loop(size) as v:
-            values = [k.load(source.at(v, k.lanes) + i * x.stride) for i in range(images)]
-            for o in range(outputs):
-                weight = k.load(block.at(v, room) + o * k.lanes)
-                for i in range(images):
-                    k.accumulate(sums[i][o], weight, values[i])
-
-
-def skinny_backward(
-    k: Emitter,
-    x: NC,
-    weights: Pointer,
-    dy: NC,
-    dx: NC | None,
-    dw: Pointer,
-    rectified: bool,
-    start: ir.Value,
-    vectors: int,
-) -> None:
-    """dw += x.T @ dy, dx = dy @ weights.T.
-
-    Args:
-        start, vectors: the vectors of features that it is about.
-        dx: of all of x, or of those features alone.
-        rectified: x is a ReLU's output, and dx the gradient of that ReLU's input.
-    """
-    outputs = dy.size
-    room = outputs * k.lanes
-    parts = chunks(outputs, most_block(k.target.registers))
-    starts = [first + i * size for first, size, times in parts for i in range(times)] + [outputs]
-    # a vector of features, some outputs of it
-    with k.loop(k.builder.add(start, INDEX(vectors)), start=start) as v:
-        for first, last in itertools.pairwise(starts):
-            block = [weights.at(v, room) + o * k.lanes for o in range(first, last)]
-            places = [dw.at(v, room) + o * k.lanes for o in range(first, last)]
-            columns = [k.load(place) for place in block] if dx else []
-            totals = [k.variable(k.load(place)) for place in places]
-            # all images: their part of the weights' gradient, and of dx
-            with k.loop(k.count) as n:
-                k.prefetch(x.stored(k, n).at(v, k.lanes) + AHEAD * k.lanes)
-                value = k.load(x.stored(k, n).at(v, k.lanes))
-                sums = [k.zero(), k.zero()]
-                for i in range(last - first):
-                    gradient = k.splat(dy.stored(k, n) + (first + i))
-                    k.accumulate(totals[i], gradient, value)
-                    if dx:
-                        sums[i % 2] = k.fma(gradient, columns[i], sums[i % 2])
-                # dx, added to what the outputs before have left
-                if dx:
-                    target = dx.stored(k, n).at(v if dx.size == x.size else k.builder.sub(v, start), k.lanes)
-                    total = k.add(*sums)
-                    if first:
-                        total = k.add(total, k.load(target))
-                    k.store(k.where_positive(value, total) if rectified else total, target)
-            for total, place in zip(totals, places, strict=True):
-                k.store(total.get(), place)
-
-
 def most_block(registers: int) -> int:
-    """Return the outputs that `skinny_backward` does at once; with more it reads x again."""
+    """Return the outputs that `run_backward` does at once; with more it reads x again."""
     return 12 if registers >= 32 else 6
