@@ -226,6 +226,12 @@ class Emitter:
         """Return the smaller of two indices."""
         return self.builder.select(self.builder.icmp_signed("<", a, b), a, b)
 
+    def blocks(self, size: int) -> Iterator[tuple[ir.Value, ir.Value]]:
+        """Run what follows for every `size` images: the first, and the one past the last."""
+        with self.loop(self.groups(size)) as g:
+            first = self.builder.mul(g, INDEX(size))
+            yield first, self.least(self.builder.add(first, INDEX(size)), self.count)
+
     def groups(self, size: int) -> ir.Value:
         """Return how many groups of `size` images hold the tile's images, the last one perhaps not full."""
         return self.builder.udiv(self.builder.add(self.count, INDEX(size - 1)), INDEX(size))

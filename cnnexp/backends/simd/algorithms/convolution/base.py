@@ -31,6 +31,11 @@ class Windows(Generic[Argmax]):
     stride: int
     argmax: Argmax
 
+    @property
+    def pixels(self) -> list[tuple[int, int]]:
+        """(row, column) of every pixel of a window, by its code."""
+        return [(i, j) for i in range(self.size) for j in range(self.size)]
+
     def shift(self, k: Emitter, code: ir.Value, down: int, right: int) -> ir.Value:
         """Return how far a window's pixel lies from its first one, if so many floats lie between rows and columns.
 
@@ -62,9 +67,9 @@ def rows_inside(
     outside = sum(not top <= origin + r * stride + i < bottom for r in range(count) for i in range(kernel))
     if outside < LEAST_OUTSIDE * count * kernel:
         return INDEX(0), INDEX(kernel)
-    first = k.builder.add(k.builder.mul(row, INDEX(stride)), INDEX(origin))
+    first = k.scaled(row, stride, origin)
     low, high = k.builder.sub(INDEX(top - reach), first), k.builder.sub(INDEX(bottom), first)
-    high = k.builder.select(k.builder.icmp_signed("<", high, INDEX(kernel)), high, INDEX(kernel))
+    high = k.least(high, INDEX(kernel))
     return k.builder.select(k.builder.icmp_signed(">", low, INDEX(0)), low, INDEX(0)), high
 
 

@@ -16,6 +16,7 @@ Gain: many channels, or few images. By it rather than `lanes` for the first conv
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -24,7 +25,7 @@ from llvmlite import ir
 from cnnexp.backends.simd.algorithms.convolution.base import ConvolutionNode, Windows, rows_inside
 from cnnexp.backends.simd.algorithms.cost import Work, passes, product_gradient, product_sums, total
 from cnnexp.backends.simd.algorithms.linear.product import Panel, Panels, Steps, add_products, choose_tile, most_height
-from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Kernels, Pointer, Target, chunks
+from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Kernels, Pointer, Target
 from cnnexp.backends.simd.layouts import NHWC, Halo, Layout
 
 CACHED_PART = (3, 4)
@@ -116,10 +117,7 @@ class Channels(ConvolutionNode[NHWC]):
         )  # fmt: skip
 
     def forward(self, plan: Layout) -> Kernels:
-        def run(k: Emitter) -> None:
-            conv2d(k, self.sum, *plan.parameters.weights(k, self.stage))
-
-        return [("forward", run)]
+        return [("forward", lambda k: conv2d(k, self.sum, *plan.parameters.weights(k, self.stage)))]
 
     def backward(self, plan: Layout) -> Kernels:
         kernels: Kernels = []
@@ -169,6 +167,16 @@ class Sum:
     windows: Windows[NHWC] | None = None
     positive: NHWC | None = None
 
+    @property
+    def needed_windows(self) -> Windows[NHWC]:
+        """The windows, of a convolution before a max-pool."""
+        assert self.windows is not None
+        return self.windows
+
+    def corner(self, k: Emitter, n: ir.Value) -> Pointer:
+        """Return the address where the first window starts."""
+        return self.x.stored(k, n) + (self.origin[0] * self.x.row + self.origin[1] * self.x.column)
+
 
 def panel_width(counts: tuple[int, int], window: int, filters: int, target: Target) -> int:
     """Return the vectors of a panel of weights that serves (U, V) cells of window * window pixels best."""
@@ -181,40 +189,32 @@ def conv2d(k: Emitter, conv: Sum, weights: Pointer, bias: Pointer | None) -> Non
     size, cell = (conv.windows.size, conv.windows.stride) if conv.windows else (1, 1)
     rows, columns, _ = choose_tile(conv.counts, size * size, -(-panels.outputs // k.lanes), k.target.registers)
     taps, run = conv.kernel[0], conv.kernel[1] * x.shape[2]
+    on = (conv.origin[0], cell * conv.stride, conv.counts[0])
     with k.loop(k.count) as n:
         # an image, a panel of filters, a tile of cells
-        source = x.stored(k, n) + (conv.origin[0] * x.row + conv.origin[1] * x.column)
+        source = conv.corner(k, n)
         for panel in panels.each(k):
-            unit = panel.width * k.lanes
-            for first_u, height, times_u in chunks(conv.counts[0], rows):
-                for first_v, width, times_v in chunks(conv.counts[1], columns):
-                    with k.loop(times_u) as i, k.loop(times_v) as j:
-                        u = k.builder.add(k.builder.mul(i, INDEX(height)), INDEX(first_u))
-                        v = k.builder.add(k.builder.mul(j, INDEX(width)), INDEX(first_v))
-                        # the rows of the kernel that some window of the tile has in the image
-                        on = (conv.origin[0], cell * conv.stride, conv.counts[0])
-                        reach = ((height - 1) * cell + size - 1) * conv.stride
-                        low, high = rows_inside(k, x, taps, u, on, reach)
-                        steps = Steps(k.builder.sub(high, low), run, (x.row, 1), (run * unit, unit))
-                        # every pixel of the tile's cells, as the place of its window
-                        at = source.at(u, cell * conv.stride * x.row).at(v, cell * conv.stride * x.column)
-                        cells = [(a, b) for a in range(height) for b in range(width)]
-                        places = [
-                            ((a * cell + i) * x.row + (b * cell + j) * x.column) * conv.stride
-                            for a, b in cells
-                            for i in range(size)
-                            for j in range(size)
-                        ]
-                        # the sums
-                        totals = [k.variables(panel.width) for _ in places]
-                        at, w = at.at(low, x.row), panel.at(weights).at(low, run * unit)
-                        add_products(k, totals, at, places, w, steps, [k.lanes] * panel.width)
-                        # each cell: its maximum, bias and ReLU
-                        values = [[total.get() for total in row] for row in totals]
-                        for number, (a, b) in enumerate(cells):
-                            window = values[number * size * size : (number + 1) * size * size]
-                            cell_at = k.builder.add(u, INDEX(a)), k.builder.add(v, INDEX(b))
-                            finish(k, conv, window, bias, panel, (n, *cell_at))
+            for u, height, v, width in k.tiles((conv.counts[0], rows), (conv.counts[1], columns)):
+                # the rows of the kernel that some window of the tile has in the image
+                reach = ((height - 1) * cell + size - 1) * conv.stride
+                low, high = rows_inside(k, x, taps, u, on, reach)
+                steps = Steps(k.builder.sub(high, low), run, (x.row, 1), (run * panel.unit, panel.unit))
+                # every pixel of the tile's cells, as the place of its window
+                cells = list(itertools.product(range(height), range(width)))
+                places = [
+                    ((a * cell + i) * x.row + (b * cell + j) * x.column) * conv.stride
+                    for (a, b), i, j in itertools.product(cells, range(size), range(size))
+                ]
+                # the sums
+                totals = [k.variables(panel.width) for _ in places]
+                at = source.at(u, cell * conv.stride * x.row).at(v, cell * conv.stride * x.column).at(low, x.row)
+                add_products(k, totals, at, places, panel.at(weights).at(low, run * panel.unit), steps)
+                # each cell: its maximum, bias and ReLU
+                values = [[total.get() for total in row] for row in totals]
+                for number, (a, b) in enumerate(cells):
+                    window = values[number * size * size : (number + 1) * size * size]
+                    cell_at = k.builder.add(u, INDEX(a)), k.builder.add(v, INDEX(b))
+                    finish(k, conv, window, bias, panel, (n, *cell_at))
 
 
 def finish(
@@ -276,30 +276,22 @@ def conv2d_backward_weights(k: Emitter, conv: Sum, d: NHWC, dw: Pointer, db: Poi
     run = conv.kernel[1] * x.shape[2]
     block, most_rows = pieces(conv, d, k.target.l1_bytes)
     # pieces: some images, and of them some rows of d
-    with k.loop(k.groups(block)) as g:
-        first = k.builder.mul(g, INDEX(block))
-        last = k.builder.add(first, INDEX(block))
-        last = k.builder.select(k.builder.icmp_signed("<", last, k.count), last, k.count)
-        for first_p, piece, times_p in chunks(rows, most_rows):
+    for first, last in k.blocks(block):
+        for p, piece in k.chunks(rows, most_rows):
             steps = Steps(piece, columns, (conv.stride * x.row, conv.stride * x.column), (d.row, d.column))
-            with k.loop(times_p) as part:
-                p = k.builder.add(k.builder.mul(part, INDEX(piece)), INDEX(first_p))
-                # tiles of dw: some rows of a kernel row's run, a panel of filters
-                for panel in panels.each(k):
-                    unit = panel.width * k.lanes
-                    for first_r, height, times in chunks(run, most_height(panel.width, k.target.registers)):
-                        with k.loop(conv.kernel[0]) as i, k.loop(times) as t:
-                            r = k.builder.add(k.builder.mul(t, INDEX(height)), INDEX(first_r))
-                            target = panel.at(dw).at(i, run * unit).at(r, unit)
-                            places = [
-                                [target + (m * unit + v * k.lanes) for v in range(panel.width)] for m in range(height)
-                            ]
-                            # the piece's part of the sums
-                            with k.sums(places) as totals, k.loop(last, start=first) as n:
-                                source = x.stored(k, n) + (conv.origin[0] * x.row + conv.origin[1] * x.column)
-                                corner = source.at(p, conv.stride * x.row).at(i, x.row).at(r)
-                                gradient = panel.outputs(d.pixel(k, n, p, INDEX(0)))
-                                add_products(k, totals, corner, list(range(height)), gradient, steps, panel.valid)
+            # tiles of dw: some rows of a kernel row's run, a panel of filters
+            for panel in panels.each(k):
+                most = most_height(panel.width, k.target.registers)
+                for i, _, r, height in k.tiles((conv.kernel[0], 1), (run, most)):
+                    target = panel.at(dw).at(i, run * panel.unit).at(r, panel.unit)
+                    # the piece's part of the sums
+                    with (
+                        k.sums(k.grid(target, height, panel.unit, panel.width)) as totals,
+                        k.loop(last, start=first) as n,
+                    ):
+                        corner = conv.corner(k, n).at(p, conv.stride * x.row).at(i, x.row).at(r)
+                        gradient = panel.outputs(d.pixel(k, n, p, INDEX(0)))
+                        add_products(k, totals, corner, range(height), gradient, steps, panel.valid)
     if db is not None:
         conv2d_backward_bias(k, panels, d, db)
 
@@ -310,14 +302,14 @@ def conv2d_backward_bias(k: Emitter, panels: Panels, d: NHWC, db: Pointer) -> No
     for panel in panels.each(k):
         target = panel.outputs(db)
         with (
-            k.sums([[target + v * k.lanes for v in range(panel.width)]]) as totals,
+            k.sums(k.grid(target, 1, 0, panel.width)) as totals,
             k.loop(k.count) as n,
             k.loop(rows) as p,
             k.loop(columns) as q,
         ):
             at = panel.outputs(d.pixel(k, n, p, q))
             for v, (total, valid) in enumerate(zip(totals[0], panel.valid, strict=True)):
-                total.set(k.add(total.get(), k.load_part(at + v * k.lanes, valid)))
+                k.increase(total, k.load_part(at + v * k.lanes, valid))
 
 
 @dataclass(frozen=True)
@@ -428,9 +420,9 @@ def transpose_weights(
     """packed[(a, b, f), c] = weights[(rows[a], columns[b], c), f], from panels to panels."""
     filters, channels = source.outputs, target.outputs
     for panel in source.each(k):
-        unit = panel.width * k.lanes
+        unit = panel.unit
         for other in target.each(k):
-            other_unit = other.width * k.lanes
+            other_unit = other.unit
             with k.loop(len(rows)) as a, k.loop(len(columns)) as b:
                 # a tap, and blocks of lanes x lanes of it
                 corner = panel.at(weights) + (rows[0] * kernel + columns[0]) * channels * unit
@@ -452,9 +444,8 @@ def _clear(k: Emitter, conv: Sum) -> None:
     filters = conv.y.shape[2]
     with k.loop(k.count) as n, k.loop(conv.counts[0]) as u, k.loop(conv.counts[1]) as v:
         place = _pixel(k, conv, n, u, v)
-        with k.loop(filters // k.lanes) as f:
-            k.store(k.zero(), place.at(f, k.lanes))
-        k.store_part(k.zero(), place + filters // k.lanes * k.lanes, filters % k.lanes)
+        for f, valid in k.vectors(filters):
+            k.store_part(k.zero(), place.at(f, k.lanes), valid)
 
 
 def _pixel(k: Emitter, conv: Sum, n: ir.Value, u: ir.Value, v: ir.Value, image: NHWC | None = None) -> Pointer:
@@ -469,41 +460,30 @@ def _pixel(k: Emitter, conv: Sum, n: ir.Value, u: ir.Value, v: ir.Value, image: 
 def unpool(k: Emitter, windows: Windows[NHWC], y: NHWC, dy: NHWC, d: NHWC, rectified: bool) -> None:
     """d = dy at each window's argmax, else 0, and 0 wherever ReLU gave 0. Pixels in no window keep their zero."""
     rows, columns, filters = y.shape
-    last = filters % k.lanes
     # a cell, a vector of its filters
     with k.loop(k.count) as n, k.loop(rows) as u, k.loop(columns) as v:
-
-        def vector(f: ir.Value, valid: int, n: ir.Value = n, u: ir.Value = u, v: ir.Value = v) -> None:
+        for f, valid in k.vectors(filters):
             value = k.load(dy.pixel(k, n, u, v).at(f, k.lanes))
             if rectified:
                 value = k.where_positive(k.load(y.pixel(k, n, u, v).at(f, k.lanes)), value)
             where = k.load_bytes(argmax_at(k, windows, n, u, v, f))
             corner = d.pixel(k, n, INDEX(0), INDEX(0)).at(u, windows.stride * d.row).at(v, windows.stride * d.column)
-            for i in range(windows.size):
-                for j in range(windows.size):
-                    here = k.select(k.equal(where, i * windows.size + j), value, k.zero())
-                    k.store_part(here, corner.at(f, k.lanes) + (i * d.row + j * d.column), valid)
-
-        with k.loop(filters // k.lanes) as f:
-            vector(f, k.lanes)
-        if last:
-            vector(INDEX(filters // k.lanes), last)
+            for code, (i, j) in enumerate(windows.pixels):
+                here = k.select(k.equal(where, code), value, k.zero())
+                k.store_part(here, corner.at(f, k.lanes) + (i * d.row + j * d.column), valid)
 
 
 def copy_gradient(k: Emitter, y: NHWC | None, dy: NHWC, d: NHWC) -> None:
     """d = dy, 0 wherever ReLU gave y = 0; d may be dy."""
     rows, columns, filters = dy.shape
-    run = columns * filters
     with k.loop(k.count) as n, k.loop(rows) as p:
-        images = (dy, d) if y is None else (dy, d, y)
-        start = [image.pixel(k, n, p, INDEX(0)) for image in images]
+        lines = [image.pixel(k, n, p, INDEX(0)) for image in ((dy, d) if y is None else (dy, d, y))]
+        copy_line(k, lines, columns * filters)
 
-        def vector(i: ir.Value, valid: int, start: list[Pointer] = start) -> None:
-            source, target, *positive = (pointer.at(i, k.lanes) for pointer in start)
-            value = k.load(source)
-            k.store_part(k.where_positive(k.load(positive[0]), value) if positive else value, target, valid)
 
-        with k.loop(run // k.lanes) as i:
-            vector(i, k.lanes)
-        if run % k.lanes:
-            vector(INDEX(run // k.lanes), run % k.lanes)
+def copy_line(k: Emitter, lines: list[Pointer], floats: int) -> None:
+    """Copy the first to the second of them, 0 wherever the third, if there is one, is not positive."""
+    for i, valid in k.vectors(floats):
+        source, target, *positive = (line.at(i, k.lanes) for line in lines)
+        value = k.load(source)
+        k.store_part(k.where_positive(k.load(positive[0]), value) if positive else value, target, valid)

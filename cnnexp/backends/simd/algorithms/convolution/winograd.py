@@ -34,7 +34,7 @@ from cnnexp.backends.simd.algorithms.convolution.channels import (
     transpose_weights,
 )
 from cnnexp.backends.simd.algorithms.cost import Work, bring, passes, product_gradient, product_sums
-from cnnexp.backends.simd.algorithms.linear.product import Panels, Steps, add_products, most_height
+from cnnexp.backends.simd.algorithms.linear.product import Panels, Steps, add_products
 from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Kernels, Pointer, Target, chunks
 from cnnexp.backends.simd.layouts import NHWC, Arena, Layout, odd_lines, round_up
 
@@ -96,10 +96,7 @@ class Winograd(Channels):
             self.back = make_winograd(plan.arena, conv, plan.target)
 
     def forward(self, plan: Layout) -> Kernels:
-        def run(k: Emitter) -> None:
-            conv2d(k, self.transformed, *plan.parameters.weights(k, self.stage))
-
-        return [("forward", run)]
+        return [("forward", lambda k: conv2d(k, self.transformed, *plan.parameters.weights(k, self.stage)))]
 
     def _backward_weights(self, k: Emitter, plan: Layout) -> None:
         conv2d_backward_weights(k, self.transformed, self.d, *plan.parameters.gradients(k, self.stage))
@@ -205,6 +202,11 @@ class WinogradPass:
     def room(self, k: Emitter) -> Pointer:
         return k.arena + self.arena.shared
 
+    def at(self, k: Emitter, place: ir.Value) -> list[Pointer]:
+        """Return where weights, inputs and outputs of a place lie."""
+        parts = zip((self.weights, self.inputs, self.outputs), self.strides, strict=True)
+        return [(self.room(k) + part).at(place, stride) for part, stride in parts]
+
     @property
     def input_row(self) -> int:
         """Floats of a transformed tile's channels."""
@@ -233,12 +235,10 @@ def conv2d(k: Emitter, winograd: WinogradPass, weights: Pointer, bias: Pointer |
     tiling = winograd.tiling
     _transform_weights(k, winograd, weights)
     with k.loop(k.count) as n:
-        for first, block, times in chunks(tiling.counts[0], tiling.rows):
-            with k.loop(times) as b:
-                start = k.builder.add(k.builder.mul(b, INDEX(block)), INDEX(first))
-                _transform_inputs(k, winograd, n, start, block, INDEX(0))
-                _multiply(k, winograd, block)
-                _transform_back(k, winograd, n, start, block, bias)
+        for start, block in k.chunks(tiling.counts[0], tiling.rows):
+            _transform_inputs(k, winograd, n, start, block, INDEX(0))
+            _multiply(k, winograd, block)
+            _transform_back(k, winograd, n, start, block, bias)
 
 
 def _both_ways(rule: Callable[[Vectors], Vectors], square: Sequence[Vectors]) -> list[Vectors]:
@@ -256,7 +256,7 @@ def _transform_weights(k: Emitter, winograd: WinogradPass, weights: Pointer) -> 
         return taps[0], k.add(ends, middle), k.subtract(ends, middle), taps[2]
 
     for panel in panels.each(k):
-        unit = panel.width * k.lanes
+        unit = panel.unit
         target = replace(panel, panels=winograd.panels).at(winograd.room(k) + winograd.weights)
         with k.loop(channels) as c:
             for v in range(panel.width):
@@ -274,8 +274,7 @@ def _transform_inputs(
     k: Emitter, winograd: WinogradPass, n: ir.Value, start: ir.Value, rows: int, tile: ir.Value
 ) -> None:
     """Transform the patches of some rows of tiles, which take their places from `tile` on."""
-    x, (_, columns) = winograd.conv.x, winograd.tiling.counts
-    first = x.stored(k, n) + (winograd.conv.origin[0] * x.row + winograd.conv.origin[1] * x.column)
+    x, (_, columns), first = winograd.conv.x, winograd.tiling.counts, winograd.conv.corner(k, n)
 
     def rule(d: Vectors) -> Vectors:
         return k.subtract(d[0], d[2]), k.add(d[1], d[2]), k.subtract(d[2], d[1]), k.subtract(d[1], d[3])
@@ -299,42 +298,25 @@ def _corner(k: Emitter, winograd: WinogradPass, u: ir.Value, v: ir.Value) -> tup
     for at, count in zip((u, v), winograd.conv.counts, strict=True):
         first = k.builder.mul(at, INDEX(2))
         if count % 2 and not winograd.conv.windows:
-            last = INDEX(count - 2)
-            first = k.builder.select(k.builder.icmp_signed("<", first, last), first, last)
+            first = k.least(first, INDEX(count - 2))
         corner.append(first)
     return corner[0], corner[1]
 
 
 def _multiply(k: Emitter, winograd: WinogradPass, rows: int) -> None:
     """Fill the products of some rows of tiles."""
-    panels, (weight_stride, input_stride, product_stride) = winograd.panels, winograd.strides
-    row, output_row = winograd.input_row, winograd.output_row
+    panels, row, output_row = winograd.panels, winograd.input_row, winograd.output_row
     # one product a place: tiles x channels times channels x filters
     with k.loop(PLACES) as place:
-        inputs, weights, products = (
-            (winograd.room(k) + part).at(place, stride)
-            for part, stride in zip(
-                (winograd.inputs, winograd.weights, winograd.outputs),
-                (input_stride, weight_stride, product_stride),
-                strict=True,
-            )
-        )
+        weights, inputs, products = winograd.at(k, place)
         for panel in panels.each(k):
-            steps = Steps(1, panels.rows, (0, 1), (0, panel.width * k.lanes))
-            most = most_height(panel.width, k.target.registers)
-            for first, height, times in chunks(rows * winograd.tiling.counts[1], most):
-                with k.loop(times) as t:
-                    tile = k.builder.add(k.builder.mul(t, INDEX(height)), INDEX(first))
-                    totals = [k.variables(panel.width) for _ in range(height)]
-                    add_products(
-                        k, totals, inputs.at(tile, row), [m * row for m in range(height)], panel.at(weights), steps,
-                        [k.lanes] * panel.width,
-                    )  # fmt: skip
-                    # all lanes: what rounds up the filters is 0
-                    target = panel.outputs(products.at(tile, output_row))
-                    for m, sums in enumerate(totals):
-                        for v, total in enumerate(sums):
-                            k.store(total.get(), target + (m * output_row + v * k.lanes))
+            steps = Steps(1, panels.rows, (0, 1), (0, panel.unit))
+            for tile, height in panel.chunks(k, rows * winograd.tiling.counts[1]):
+                totals, places = [k.variables(panel.width) for _ in range(height)], [m * row for m in range(height)]
+                add_products(k, totals, inputs.at(tile, row), places, panel.at(weights), steps)
+                # all lanes: what rounds up the filters is 0
+                target = panel.outputs(products.at(tile, output_row))
+                k.store_all(totals, k.grid(target, height, output_row, panel.width))
 
 
 def _transform_back(
@@ -371,22 +353,16 @@ def conv2d_backward_weights(k: Emitter, winograd: WinogradPass, d: NHWC, dw: Poi
     columns = tiling.counts[1]
     sums = winograd.room(k) + winograd.weights
     # no sum yet
-    with k.loop(PLACES * winograd.strides[0] // k.lanes) as i:
-        k.store(k.zero(), sums.at(i, k.lanes))
+    k.clear(sums, PLACES * winograd.strides[0] // k.lanes)
     # some images, of them some rows of tiles
-    with k.loop(k.groups(images)) as g:
-        first = k.builder.mul(g, INDEX(images))
-        last = k.builder.add(first, INDEX(images))
-        last = k.builder.select(k.builder.icmp_signed("<", last, k.count), last, k.count)
-        for first_row, block, times in chunks(tiling.counts[0], tiling.rows):
-            with k.loop(times) as b:
-                start = k.builder.add(k.builder.mul(b, INDEX(block)), INDEX(first_row))
-                # inputs and gradients transformed, and multiplied place by place
-                with k.loop(last, start=first) as n:
-                    tile = k.builder.mul(k.builder.sub(n, first), INDEX(block * columns))
-                    _transform_inputs(k, winograd, n, start, block, tile)
-                    _transform_gradients(k, winograd, d, n, start, block, tile)
-                _add_outer_products(k, winograd, k.builder.mul(k.builder.sub(last, first), INDEX(block * columns)))
+    for first, last in k.blocks(images):
+        for start, block in k.chunks(tiling.counts[0], tiling.rows):
+            # inputs and gradients transformed, and multiplied place by place
+            with k.loop(last, start=first) as n:
+                tile = k.builder.mul(k.builder.sub(n, first), INDEX(block * columns))
+                _transform_inputs(k, winograd, n, start, block, tile)
+                _transform_gradients(k, winograd, d, n, start, block, tile)
+            _add_outer_products(k, winograd, k.builder.mul(k.builder.sub(last, first), INDEX(block * columns)))
     # the sums transformed back, once
     _add_weights(k, winograd, dw)
     if db is not None:
@@ -426,26 +402,15 @@ def _transform_gradients(
 
 def _add_outer_products(k: Emitter, winograd: WinogradPass, tiles: ir.Value) -> None:
     """Add inputs times outputs to the sums, tile by tile."""
-    panels, strides = winograd.panels, winograd.strides
     steps = Steps(1, tiles, (0, winograd.input_row), (0, winograd.output_row))
     # one product a place: channels x tiles times tiles x filters
     with k.loop(PLACES) as place:
-        sums, inputs, outputs = (
-            (winograd.room(k) + part).at(place, stride)
-            for part, stride in zip((winograd.weights, winograd.inputs, winograd.outputs), strides, strict=True)
-        )
-        for panel in panels.each(k):
-            unit = panel.width * k.lanes
-            for first, height, times in chunks(panels.rows, most_height(panel.width, k.target.registers)):
-                with k.loop(times) as t:
-                    r = k.builder.add(k.builder.mul(t, INDEX(height)), INDEX(first))
-                    target = panel.at(sums).at(r, unit)
-                    places = [[target + (m * unit + v * k.lanes) for v in range(panel.width)] for m in range(height)]
-                    with k.sums(places) as totals:
-                        add_products(
-                            k, totals, inputs.at(r), list(range(height)), panel.outputs(outputs), steps,
-                            [k.lanes] * panel.width,
-                        )  # fmt: skip
+        sums, inputs, outputs = winograd.at(k, place)
+        for panel in winograd.panels.each(k):
+            for r, height in panel.chunks(k, winograd.panels.rows):
+                target = panel.at(sums).at(r, panel.unit)
+                with k.sums(k.grid(target, height, panel.unit, panel.width)) as totals:
+                    add_products(k, totals, inputs.at(r), range(height), panel.outputs(outputs), steps)
 
 
 def _add_weights(k: Emitter, winograd: WinogradPass, dw: Pointer) -> None:
@@ -458,7 +423,7 @@ def _add_weights(k: Emitter, winograd: WinogradPass, dw: Pointer) -> None:
 
     # a channel, a vector of filters: 4 x 4 places to 3 x 3 taps
     for panel in winograd.conv.panels.each(k):
-        unit = panel.width * k.lanes
+        unit = panel.unit
         source = replace(panel, panels=winograd.panels).at(winograd.room(k) + winograd.weights)
         with k.loop(channels) as c:
             for v in range(panel.width):
