@@ -94,7 +94,7 @@ class BatchNormNode(Node[Pixels, Pixels]):
             totals = k.variables(len(block.valid))
             with block.pixels() as (at, inside):
                 for total, place in zip(totals, block.places(at(self.x)), strict=True):
-                    total.set(k.add(total.get(), inside(k.load(place))))
+                    k.increase(total, inside(k.load(place)))
             block.finish(totals, k.arena + self.table["own_mean"], share)
         for block in _blocks(k, self.x):
             mean = block.constants(k.arena + self.table["own_mean"])
@@ -135,12 +135,13 @@ class BatchNormNode(Node[Pixels, Pixels]):
             sums, products = k.variables(len(block.valid)), k.variables(len(block.valid))
             with block.pixels() as (at, inside):
                 for total, product, (distance, gradient) in zip(sums, products, gradients(at, inside), strict=True):
-                    total.set(k.add(total.get(), gradient))
+                    k.increase(total, gradient)
                     k.accumulate(product, distance, gradient)
             block.finish(sums, rows["sum"])
             block.finish(products, rows["product"])
         # per channel, in vectors
-        for channel, valid in _vectors(k, self.shape[2]):
+        for vector, valid in k.vectors(self.shape[2]):
+            channel = k.builder.mul(vector, INDEX(k.lanes))
             product = k.multiply(k.load(rows["product"].at(channel)), k.load(rows["inverse"].at(channel)))
             k.store(product, rows["product"].at(channel))
             for parameter, value in ((self.stage.weight, product), (self.stage.bias, k.load(rows["sum"].at(channel)))):
@@ -179,7 +180,8 @@ class BatchNormNode(Node[Pixels, Pixels]):
         size, alone = meeting.size(), k.builder.icmp_signed("==", meeting.index, INDEX(0))
         unbiased = k.builder.fsub(size, FLOAT(1))
         unbiased = k.builder.select(k.builder.fcmp_ordered("<", unbiased, FLOAT(1)), FLOAT(1), unbiased)
-        for channel, valid in _vectors(k, self.shape[2]):
+        for vector, valid in k.vectors(self.shape[2]):
+            channel = k.builder.mul(vector, INDEX(k.lanes))
             total, squares = k.variables(2)
             with meeting.tiles() as (arena, weight):
                 mean = k.load((arena + self.table["own_mean"]).at(channel))
@@ -187,7 +189,7 @@ class BatchNormNode(Node[Pixels, Pixels]):
             middle = k.multiply(total.get(), k.spread(k.builder.fdiv(FLOAT(1), size)))
             with meeting.tiles() as (arena, weight):
                 distance = k.subtract(k.load((arena + self.table["own_mean"]).at(channel)), middle)
-                squares.set(k.add(squares.get(), k.load((arena + self.table["own_squares"]).at(channel))))
+                k.increase(squares, k.load((arena + self.table["own_squares"]).at(channel)))
                 k.accumulate(squares, k.multiply(distance, distance), k.spread(weight))
             variance = k.multiply(squares.get(), k.spread(k.builder.fdiv(FLOAT(1), size)))
             inverse = k.builder.fdiv(k.constant(1), k.sqrt(k.add(variance, k.constant(epsilon))))
@@ -206,11 +208,12 @@ class BatchNormNode(Node[Pixels, Pixels]):
         """Make dx's factors of the sums over the batch. Buffers: as `_meet`."""
         meeting = Meeting(k, plan, self.pixels)
         share = k.spread(k.builder.fdiv(FLOAT(-1), meeting.size()))
-        for channel, _ in _vectors(k, self.shape[2]):
+        for vector, _ in k.vectors(self.shape[2]):
+            channel = k.builder.mul(vector, INDEX(k.lanes))
             total, product = k.variables(2)
             with meeting.tiles() as (arena, _):
                 for variable, name in ((total, "sum"), (product, "product")):
-                    variable.set(k.add(variable.get(), k.load((arena + self.table[name]).at(channel))))
+                    k.increase(variable, k.load((arena + self.table[name]).at(channel)))
             inverse, scale = (k.load((meeting.own + self.table[name]).at(channel)) for name in ("inverse", "scale"))
             factor = k.multiply(scale, share)
             k.store(k.multiply(factor, total.get()), (meeting.own + self.table["level"]).at(channel))
@@ -314,15 +317,6 @@ def _blocks(k: Emitter, x: Pixels) -> Iterator[Block]:
     if channels // step:
         for first, width, times in chunks(channels // step, TOGETHER):
             with k.loop(times) as t:
-                channel = k.builder.add(k.builder.mul(t, INDEX(width * step)), INDEX(first * step))
-                yield Block(k, x, channel, [k.lanes] * width)
+                yield Block(k, x, k.scaled(t, width * step, first * step), [k.lanes] * width)
     if channels % step:
         yield Block(k, x, INDEX(channels - channels % step), [channels % step])
-
-
-def _vectors(k: Emitter, channels: int) -> Iterator[tuple[ir.Value, int]]:
-    """Run the code for every vector of channels, with the first of them and how many there are."""
-    with k.loop(channels // k.lanes) as v:
-        yield k.builder.mul(v, INDEX(k.lanes)), k.lanes
-    if channels % k.lanes:
-        yield INDEX(channels - channels % k.lanes), channels % k.lanes

@@ -9,7 +9,7 @@ from llvmlite import ir
 
 from cnnexp.backends.simd.algorithms.cost import Work, passes
 from cnnexp.backends.simd.algorithms.node import Node, Section
-from cnnexp.backends.simd.compiler.emit import BIT, Emitter, Kernels, Target
+from cnnexp.backends.simd.compiler.emit import Emitter, Kernels, Target
 from cnnexp.backends.simd.compiler.trace import MATHS, emitted
 from cnnexp.backends.simd.layouts import NC, Blocked, Layout
 from cnnexp.network import ElementwiseStage, LeakyReLU, ReLU
@@ -72,14 +72,10 @@ def apply_backward(
 
 
 def _apply_rows(k: Emitter, function: Map, x: NC, y: NC) -> None:
-    whole = x.size // k.lanes
-    inside = ir.Constant(ir.VectorType(BIT, k.lanes), [BIT(i < x.size % k.lanes) for i in range(k.lanes)])
     with k.loop(k.count) as n:
-        source, target = x.stored(k, n), y.stored(k, n)
-        with k.loop(whole) as i:
-            k.store(function(k, k.load(source.at(i, k.lanes))), target.at(i, k.lanes))
-        value = function(k, k.load(source + whole * k.lanes))
-        k.store(k.select(inside, value, k.zero()), target + whole * k.lanes)
+        for i, valid in k.vectors(x.size):
+            value = function(k, k.load(x.stored(k, n).at(i, k.lanes)))
+            k.store(k.first_lanes(value, valid), y.stored(k, n).at(i, k.lanes))
 
 
 def _each(k: Emitter, arrays: tuple, body: Callable) -> None:
@@ -93,8 +89,6 @@ def _each(k: Emitter, arrays: tuple, body: Callable) -> None:
         body(*(a.pixel(k, g, p, q).at(c, a.lanes) for a in arrays))
 
 
-def rectify_gradient(k: Emitter, y: NC, dy: NC) -> None:
+def rectify_gradient(k: Emitter, y: Blocked | NC, dy: Blocked | NC) -> None:
     """dy = 0 wherever ReLU gave 0, in place."""
-    with k.loop(k.count) as n, k.loop(y.width // k.lanes) as v:
-        at = dy.stored(k, n).at(v, k.lanes)
-        k.store(k.where_positive(k.load(y.stored(k, n).at(v, k.lanes)), k.load(at)), at)
+    _each(k, (dy, y), lambda at, positive: k.store(k.where_positive(k.load(positive), k.load(at)), at))

@@ -138,5 +138,5 @@ def avg_pool_backward(k: Emitter, dy: Blocked, size: int, stride: int, shares: P
 
 
 def _clear(k: Emitter, x: Blocked) -> None:
-    with k.loop(k.groups(k.lanes)) as g, k.loop(x.group // x.lanes) as i:
-        k.store(k.zero(), x.stored(k, g).at(i, x.lanes))
+    with k.loop(k.groups(k.lanes)) as g:
+        k.clear(x.stored(k, g), x.group // x.lanes)

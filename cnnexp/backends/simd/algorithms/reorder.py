@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterator
 
 from llvmlite import ir
 
@@ -93,14 +93,9 @@ def from_image(k: Emitter, x: NHWC, y: Blocked) -> None:
 
 def _row_to_images(k: Emitter, source: Pointer, target: Pointer, size: int, stride: int) -> None:
     """Transpose `size` vectors into `lanes` rows, and write nothing else."""
-
-    def block(at: ir.Value, valid: int) -> None:
-        start = source.at(at, k.lanes)
-        lanes = [k.load(start + i * k.lanes) if i < valid else k.zero() for i in range(k.lanes)]
-        for n, value in enumerate(k.transpose(lanes)):
+    for row, at, valid in _to_rows(k, source, size):
+        for n, value in enumerate(row):
             k.store_part(value, target.at(at) + n * stride, valid)
-
-    _each_block(k, size, block)
 
 
 def to_lanes(k: Emitter, x: NC, y: Blocked) -> None:
@@ -117,14 +112,18 @@ def group_to_rows(k: Emitter, source: Pointer, target: Pointer, size: int, strid
     Args:
         stride: floats from row to row of the target.
     """
-
-    def block(at: ir.Value, valid: int) -> None:
-        start = source.at(at, k.lanes)
-        lanes = [k.load(start + i * k.lanes) if i < valid else k.zero() for i in range(k.lanes)]
-        for n, value in enumerate(k.transpose(lanes)):
+    for row, at, _ in _to_rows(k, source, size):
+        for n, value in enumerate(row):
             k.store(value, target.at(at) + n * stride)
 
-    _each_block(k, size, block)
+
+def _to_rows(k: Emitter, source: Pointer, size: int) -> Iterator[tuple[list[ir.Value], ir.Value, int]]:
+    """Run what follows for every block of vectors, transposed: its rows, where it begins, and the lanes that count."""
+    for block, valid in k.vectors(size):
+        at = k.builder.mul(block, INDEX(k.lanes))
+        start = source.at(at, k.lanes)
+        lanes = [k.load(start + i * k.lanes) if i < valid else k.zero() for i in range(k.lanes)]
+        yield k.transpose(lanes), at, valid
 
 
 def group_to_lanes(
@@ -145,7 +144,8 @@ def group_to_lanes(
     inside = [k.builder.icmp_signed("<", INDEX(n), images) for n in range(k.lanes)]
 
     # a block of lanes x lanes, transposed
-    def block(at: ir.Value, valid: int) -> None:
+    for block, valid in k.vectors(size):
+        at = k.builder.mul(block, INDEX(k.lanes))
         rows = [
             k.builder.select(within, k.load(source.at(at) + n * stride), k.zero()) for n, within in enumerate(inside)
         ]
@@ -153,13 +153,3 @@ def group_to_lanes(
             if positive is not None:
                 value = k.where_positive(k.load(positive.at(at, k.lanes) + i * k.lanes), value)
             k.store(value, target.at(at, k.lanes) + i * k.lanes)
-
-    _each_block(k, size, block)
-
-
-def _each_block(k: Emitter, size: int, block: Callable[[ir.Value, int], None]) -> None:
-    """Call block(first, valid) for blocks of `lanes` of `size` values; the last may have fewer valid ones."""
-    with k.loop(size // k.lanes) as b:
-        block(k.builder.mul(b, INDEX(k.lanes)), k.lanes)
-    if size % k.lanes:
-        block(INDEX(size // k.lanes * k.lanes), size % k.lanes)

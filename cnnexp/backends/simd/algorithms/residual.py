@@ -126,12 +126,9 @@ def _each_nth(k: Emitter, tensors: Sequence[tuple[Tensor, int]], channels: tuple
     with k.loop(k.groups(k.lanes) if lanes else k.count) as n, k.loop(rows) as p, k.loop(columns) as q:
         pixels = [tensor.pixel(k, n, *(k.builder.mul(i, INDEX(step)) for i in (p, q))) for tensor, step in tensors]
         starts = [pixel + first * (k.lanes if lanes else 1) for pixel in pixels]
-        with k.loop(count if lanes else count // k.lanes) as v:
+        for v, valid in k.vectors(count * k.lanes if lanes else count):
             *places, place = (start.at(v, k.lanes) for start in starts)
-            k.store(function(k, places), place)
-        if not lanes and count % k.lanes:
-            *places, place = (start + count // k.lanes * k.lanes for start in starts)
-            k.store_part(function(k, places), place, count % k.lanes)
+            k.store_part(function(k, places), place, valid)
 
 
 def _each(k: Emitter, sources: Sequence[Tensor], target: Tensor, function: Callable) -> None:
@@ -149,9 +146,6 @@ def _each(k: Emitter, sources: Sequence[Tensor], target: Tensor, function: Calla
     run = target.size // rows
     with k.loop(k.count) as n, k.loop(rows) as p:
         starts = [tensor.pixel(k, n, p, 0) if images else tensor.stored(k, n) for tensor in tensors]
-        with k.loop(run // k.lanes) as v:
+        for v, valid in k.vectors(run):
             *places, place = (start.at(v, k.lanes) for start in starts)
-            k.store(function(k, places), place)
-        if run % k.lanes:
-            *places, place = (start + run // k.lanes * k.lanes for start in starts)
-            k.store_part(function(k, places), place, run % k.lanes)
+            k.store_part(function(k, places), place, valid)

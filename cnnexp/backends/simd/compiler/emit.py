@@ -286,10 +286,14 @@ class Emitter:
 
     def load_part(self, pointer: Pointer, count: int) -> ir.Value:
         """Load a vector of which the first `count` lanes count; the others are 0."""
+        return self.first_lanes(self.load(pointer), count)
+
+    def first_lanes(self, value: ir.Value, count: int) -> ir.Value:
+        """Return a vector's first `count` lanes, and 0 in the others."""
         if count == self.lanes:
-            return self.load(pointer)
+            return value
         inside = ir.Constant(ir.VectorType(BIT, self.lanes), [BIT(i < count) for i in range(self.lanes)])
-        return self.builder.select(inside, self.load(pointer), self.zero())
+        return self.select(inside, value, self.zero())
 
     def prefetch(self, pointer: Pointer, written: bool = False) -> None:
         """Have a cache line brought near that is soon read, or written, and that the CPU does not foresee."""
@@ -426,6 +430,11 @@ class Emitter:
     def add_to(self, pointer: Pointer, scalar: ir.Value) -> None:
         """Add a scalar to a float in memory."""
         self.builder.store(self.builder.fadd(self.load_float(pointer), scalar), pointer.value(FLOAT), align=4)
+
+    def add_lanes(self, totals: list[Variable], pointer: Pointer) -> None:
+        """Add the lanes of each of some sums to one of as many floats."""
+        for i, total in enumerate(totals):
+            self.add_to(pointer + i, self.sum_lanes(total.get()))
 
     def transpose(self, rows: list[ir.Value]) -> list[ir.Value]:
         """Transpose `lanes` vectors of `lanes`: log2(lanes) rounds that exchange halves between pairs of rows."""

@@ -20,7 +20,7 @@ import numpy as np
 from llvmlite import ir
 
 from cnnexp.backends.simd.algorithms.convolution.base import Windows
-from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Pointer, Variable
+from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Pointer
 from cnnexp.backends.simd.layouts import Arena, Blocked, round_up
 
 
@@ -160,11 +160,9 @@ def list_events(k: Emitter, lists: EventLists, g: ir.Value, db: Pointer | None) 
         counters = counts.at(f, 2 * k.lanes)
         for half in range(2):
             k.store(k.zero(), counters + half * k.lanes)
-
-        def block(
-            first: ir.Value, valid: int, f: ir.Value = f, total: Variable = total, counters: Pointer = counters
-        ) -> None:
+        for block, valid in k.vectors(lists.count):
             # a vector of cells, of all images of the group; past the last cell there are none
+            first = k.builder.mul(block, INDEX(k.lanes))
             gradients, patches = [], []
             for i in range(k.lanes):
                 if i >= valid:
@@ -172,7 +170,7 @@ def list_events(k: Emitter, lists: EventLists, g: ir.Value, db: Pointer | None) 
                     patches.append(k.zero())
                     continue
                 gradient, patch = _cell(k, lists, g, f, table.at(first, 2) + 2 * i)
-                total.set(k.add(total.get(), gradient))
+                k.increase(total, gradient)
                 gradients.append(gradient)
                 patches.append(k.as_floats(patch))
             # cells to the lanes, and behind each image's list those that are events
@@ -183,10 +181,6 @@ def list_events(k: Emitter, lists: EventLists, g: ir.Value, db: Pointer | None) 
                 count = k.append(mask, k.builder.load(counter, align=4), found)
                 k.builder.store(count, counter, align=4)
 
-        with k.loop(lists.count // k.lanes) as b:
-            block(k.builder.mul(b, INDEX(k.lanes)), k.lanes)
-        if lists.count % k.lanes:
-            block(INDEX(lists.count // k.lanes * k.lanes), lists.count % k.lanes)
         # the bias
         if db is not None:
             k.add_to(db.at(f), k.sum_lanes(total.get()))

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -125,21 +125,20 @@ class Depthwise(ConvolutionNode[NHWC]):
             rows, bias = down.taps[start : start + step], [] if start or db is None else [db]
             with k.loop(k.count) as n, k.loop(down.count) as p:
                 corner, gradient = x.pixel(k, n, 0, 0).at(p, down.stride * x.row), d.pixel(k, n, p, 0)
-                for c, valid in vectors(k, d):
+                for vector, valid in k.vectors(self.shape[2]):
+                    c = k.builder.mul(vector, INDEX(k.lanes))
                     places = [[tap(i, j).at(c) for j, _ in across.taps] for i, _ in rows]
                     with k.sums([*places, [place.at(c) for place in bias]]) as (*totals, of_bias):
-                        for first, size, times in chunks(across.count, GRADIENT_PIXELS):
-                            with k.loop(times) as t:
-                                q = k.builder.add(k.builder.mul(t, INDEX(size)), INDEX(first))
-                                at, seen = gradient.at(q, d.column).at(c), corner.at(q, across.stride * x.column).at(c)
-                                values = [k.load_part(at + m * d.column, valid) for m in range(size)]
-                                for total, value in itertools.product(of_bias, values):
-                                    total.set(k.add(total.get(), value))
-                                for row, (_, down_by) in zip(totals, rows, strict=True):
-                                    for place, uses in across.seen(size):
-                                        pixel = k.load(seen + (down_by * x.row + place * x.column))
-                                        for j, m in uses:
-                                            k.accumulate(row[j], pixel, values[m])
+                        for q, size in k.chunks(across.count, GRADIENT_PIXELS):
+                            at, seen = gradient.at(q, d.column).at(c), corner.at(q, across.stride * x.column).at(c)
+                            values = [k.load_part(at + m * d.column, valid) for m in range(size)]
+                            for total, value in itertools.product(of_bias, values):
+                                k.increase(total, value)
+                            for row, (_, down_by) in zip(totals, rows, strict=True):
+                                for place, uses in across.seen(size):
+                                    pixel = k.load(seen + (down_by * x.row + place * x.column))
+                                    for j, m in uses:
+                                        k.accumulate(row[j], pixel, values[m])
 
 
 def _rows(side: int, target: Target) -> int:
@@ -164,7 +163,7 @@ class Phase:
 
     def at(self, k: Emitter, i: ir.Value, more: int = 0) -> ir.Value:
         """Return the place of a pixel, counted from 0, or of one of its neighbours."""
-        return k.builder.add(k.builder.mul(i, INDEX(self.step)), INDEX(self.first + more * self.step))
+        return k.scaled(i, self.step, self.first + more * self.step)
 
     def seen(self, pixels: int) -> list[tuple[int, list[tuple[int, int]]]]:
         """Return the places that so many neighbours see, each with (the number in `taps`, which neighbour)."""
@@ -198,16 +197,6 @@ Place = Callable[[NHWC], Pointer]
 """The address of the pixel that is made, in an image of the same shape."""
 
 
-def vectors(k: Emitter, x: NHWC) -> Iterator[tuple[ir.Value, int]]:
-    """Run the code for every vector of a pixel: its first channel, and how many there are."""
-    whole, rest = divmod(x.shape[2], k.lanes)
-    if whole:
-        with k.loop(whole) as v:
-            yield k.builder.mul(v, INDEX(k.lanes)), k.lanes
-    if rest:
-        yield INDEX(whole * k.lanes), rest
-
-
 def add_taps(
     k: Emitter,
     images: tuple[NHWC, NHWC],
@@ -224,19 +213,18 @@ def add_taps(
     # an image, a row, a tile of its pixels, a vector of them
     with k.loop(k.count) as n, k.loop(down.count) as u:
         source, p = x.pixel(k, n, 0, 0).at(u, down.stride * x.row), down.at(k, u)
-        for first, size, times in chunks(across.count, MOST_PIXELS):
-            with k.loop(times) as t:
-                v = k.builder.add(k.builder.mul(t, INDEX(size)), INDEX(first))
-                corner = source.at(v, across.stride * x.column)
-                for c, valid in vectors(k, y):
-                    at, sums = corner.at(c), [k.zero() for _ in range(size)]
-                    # a row of the kernel: each pixel that is seen goes to all sums that it is in
-                    for i, down_by in down.taps:
-                        weights = [k.load(tap(i, j).at(c)) for j, _ in across.taps]
-                        for place, uses in across.seen(size):
-                            value = k.load(at + (down_by * x.row + place * x.column))
-                            for j, m in uses:
-                                sums[m] = k.fma(value, weights[j], sums[m])
-                    for m, total in enumerate(sums):
-                        place_of = functools.partial(NHWC.pixel, k=k, image=n, row=p, column=across.at(k, v, m))
-                        k.store_part(finish(total, c, place_of), place_of(y).at(c), valid)
+        for v, size in k.chunks(across.count, MOST_PIXELS):
+            corner = source.at(v, across.stride * x.column)
+            for vector, valid in k.vectors(y.shape[2]):
+                c = k.builder.mul(vector, INDEX(k.lanes))
+                at, sums = corner.at(c), [k.zero() for _ in range(size)]
+                # a row of the kernel: each pixel that is seen goes to all sums that it is in
+                for i, down_by in down.taps:
+                    weights = [k.load(tap(i, j).at(c)) for j, _ in across.taps]
+                    for place, uses in across.seen(size):
+                        value = k.load(at + (down_by * x.row + place * x.column))
+                        for j, m in uses:
+                            sums[m] = k.fma(value, weights[j], sums[m])
+                for m, total in enumerate(sums):
+                    place_of = functools.partial(NHWC.pixel, k=k, image=n, row=p, column=across.at(k, v, m))
+                    k.store_part(finish(total, c, place_of), place_of(y).at(c), valid)

@@ -26,6 +26,7 @@ from llvmlite import ir
 from cnnexp.backends.parts import FORWARD
 from cnnexp.backends.simd.algorithms.convolution.base import ConvolutionNode, Windows, rows_inside
 from cnnexp.backends.simd.algorithms.cost import Work, lane_gradient, lane_sums, passes
+from cnnexp.backends.simd.algorithms.elementwise import rectify_gradient
 from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Kernels, Pointer, Target, chunks
 from cnnexp.backends.simd.layouts import Blocked, Halo, Layout
 
@@ -129,10 +130,7 @@ class Lanes(ConvolutionNode[Blocked]):
         )  # fmt: skip
 
     def forward(self, plan: Layout) -> Kernels:
-        def run(k: Emitter) -> None:
-            conv2d(k, self.correlation, *plan.parameters.weights(k, self.stage))
-
-        return [("forward", run)]
+        return [("forward", lambda k: conv2d(k, self.correlation, *plan.parameters.weights(k, self.stage)))]
 
     def backward(self, plan: Layout) -> Kernels:
         def backward_weights(k: Emitter) -> None:
@@ -194,11 +192,21 @@ class Correlation:
     dilation: int = 1
 
     @property
+    def needed_windows(self) -> Windows[Blocked]:
+        """The windows, of a convolution before a max-pool."""
+        assert self.windows is not None
+        return self.windows
+
+    @property
     def runs(self) -> tuple[int, int]:
         """How many runs of how many values of x a row of the kernel is."""
         if self.groups == self.dilation == 1:
             return 1, self.kernel * self.channels
         return self.kernel, self.channels // self.groups
+
+    def corner(self, k: Emitter, g: ir.Value) -> Pointer:
+        """Return the address where the first window starts."""
+        return self.x.stored(k, g) + (self.origin[0] * self.x.row + self.origin[1] * self.x.column)
 
     def each_group(self, k: Emitter) -> AbstractContextManager[ir.Value]:
         """Run the block for every group of filters."""
@@ -234,19 +242,20 @@ def conv2d(k: Emitter, conv: Correlation, weights: Pointer, bias: Pointer | None
     step = conv.stride * (conv.windows.stride if conv.windows else 1)
     with k.loop(k.groups(k.lanes)) as g:
         # a group of images, a row, a tile of pixels (or a cell of the pool), some filters
-        source = conv.x.stored(k, g) + (conv.origin[0] * conv.x.row + conv.origin[1] * conv.x.column)
+        source = conv.corner(k, g)
         with k.loop(rows) as row:
             inside = INDEX(0), INDEX(conv.kernel)
             if not conv.windows and conv.dilation == 1:
                 inside = rows_inside(k, conv.x, conv.kernel, row, (conv.origin[0], conv.stride, rows))
             for first, width, count in [(0, 1, columns)] if conv.windows else chunks_of(columns, pixels):
                 with k.loop(count) as tile:
-                    column = k.builder.add(k.builder.mul(tile, INDEX(width)), INDEX(first))
+                    column = k.scaled(tile, width, first)
                     corner = source.at(row, step * conv.x.row).at(column, step * conv.x.column)
                     for first_filter, filters, times in chunks(conv.filters // conv.groups, most_filters):
                         with conv.each_group(k) as e, k.loop(times) as t:
-                            f = k.builder.add(k.builder.mul(t, INDEX(filters)), INDEX(first_filter))
-                            f = k.builder.add(k.builder.mul(e, INDEX(conv.filters // conv.groups)), f)
+                            f = k.builder.add(
+                                k.builder.mul(e, INDEX(conv.filters // conv.groups)), k.scaled(t, filters, first_filter)
+                            )
                             w, b = weights.at(f), bias.at(f) if bias else None
                             seen = corner.at(e, conv.channels // conv.groups * conv.x.lanes)
                             at = Tile(seen, w, b, g, row, column, f, filters, inside)
@@ -257,7 +266,7 @@ def conv2d(k: Emitter, conv: Correlation, weights: Pointer, bias: Pointer | None
 
 
 def chunks_of(total: int, size: int) -> list[tuple[int, int, int]]:
-    """LoadedSplit `total` into chunks of `size` and one rest: (first, size of a chunk, number of chunks)."""
+    """Split `total` into chunks of `size` and one rest: (first, size of a chunk, number of chunks)."""
     whole, rest = divmod(total, size)
     return ([(0, size, whole)] if whole else []) + ([(whole * size, rest, 1)] if rest else [])
 
@@ -410,8 +419,7 @@ def conv2d_backward_weights(
                 conv.each_group(k) as e, k.loop(filter_blocks) as filter_block,
                 k.loop(conv.kernel) as i, k.loop(runs) as j, k.loop(tap_blocks) as tap_block,
             ):  # fmt: skip
-                r = k.builder.add(k.builder.mul(tap_block, INDEX(taps)), INDEX(first_tap))
-                f = k.builder.add(k.builder.mul(filter_block, INDEX(filters)), INDEX(first_filter))
+                r, f = k.scaled(tap_block, taps, first_tap), k.scaled(filter_block, filters, first_filter)
                 f = k.builder.add(k.builder.mul(e, INDEX(each)), f)
                 place = k.builder.add(k.builder.mul(i, INDEX(runs)), j)
 
@@ -431,29 +439,24 @@ def _whole_kernel(k: Emitter, conv: Correlation, d: Blocked, width: int, dw: Poi
     x, run = conv.x, conv.kernel * conv.channels
     rows, columns, _ = d.shape
     offsets = [i * x.row + r * x.lanes for i in range(conv.kernel) for r in range(run)]
-    for first, filters, times in chunks(conv.filters, width):
-        with k.loop(times) as t:
-            f = k.builder.add(k.builder.mul(t, INDEX(filters)), INDEX(first))
-            totals, sums = [k.variables(filters) for _ in offsets], k.variables(filters)
-            # along all pixels: one load of each filter's gradient serves all taps, and the bias
-            with k.loop(k.groups(k.lanes)) as g, k.loop(rows) as p, k.loop(columns) as q:
-                source = x.stored(k, g) + (conv.origin[0] * x.row + conv.origin[1] * x.column)
-                source = source.at(p, conv.stride * x.row).at(q, conv.stride * x.column)
-                gradient = d.pixel(k, g, p, q).at(f, d.lanes)
-                gradients = [k.load(gradient + j * k.lanes) for j in range(filters)]
-                for offset, row in zip(offsets, totals, strict=True):
-                    value = k.load(source + offset)
-                    for total, gradient_ in zip(row, gradients, strict=True):
-                        k.accumulate(total, value, gradient_)
-                for total, gradient_ in zip(sums, gradients, strict=True):
-                    total.set(k.add(total.get(), gradient_))
-            # lanes added up
-            for tap, row in enumerate(totals):
-                for j, total in enumerate(row):
-                    k.add_to(dw.at(f) + (tap * conv.filters + j), k.sum_lanes(total.get()))
-            if db is not None:
-                for j, total in enumerate(sums):
-                    k.add_to(db.at(f) + j, k.sum_lanes(total.get()))
+    for f, filters in k.chunks(conv.filters, width):
+        totals, sums = [k.variables(filters) for _ in offsets], k.variables(filters)
+        # along all pixels: one load of each filter's gradient serves all taps, and the bias
+        with k.loop(k.groups(k.lanes)) as g, k.loop(rows) as p, k.loop(columns) as q:
+            source = conv.corner(k, g).at(p, conv.stride * x.row).at(q, conv.stride * x.column)
+            gradient = d.pixel(k, g, p, q).at(f, d.lanes)
+            gradients = [k.load(gradient + j * k.lanes) for j in range(filters)]
+            for offset, row in zip(offsets, totals, strict=True):
+                value = k.load(source + offset)
+                for total, gradient_ in zip(row, gradients, strict=True):
+                    k.accumulate(total, value, gradient_)
+            for total, gradient_ in zip(sums, gradients, strict=True):
+                k.increase(total, gradient_)
+        # lanes added up
+        for tap, row in enumerate(totals):
+            k.add_lanes(row, dw.at(f) + tap * conv.filters)
+        if db is not None:
+            k.add_lanes(sums, db.at(f))
 
 
 def _weight_block(
@@ -476,70 +479,44 @@ def _weight_block(
     rows, columns, _ = d.shape
     most_columns = max(4, CACHED_VECTORS // (conv.stride * conv.channels + filters))
     most_taps, most_filters = gradient_tile(k.target.registers)
+    x_step, d_step = conv.stride * x.column, d.halo.step * d.column
     # no sum yet
-    with k.loop(taps * filters) as total:
-        k.store(k.zero(), sums.at(total, k.lanes))
+    k.clear(sums, taps * filters)
     # row by row of all images, a piece of it at a time
     with k.loop(k.groups(k.lanes)) as g, k.loop(rows) as p:
-        source = seen(x.stored(k, g) + (conv.origin[0] * x.row + conv.origin[1] * x.column))
-        source = source.at(p, conv.stride * x.row)
+        source = seen(conv.corner(k, g)).at(p, conv.stride * x.row)
         gradient = d.pixel(k, g, p, 0).at(f, d.lanes)
-        for first, piece, pieces in chunks(columns, most_columns):
-            with k.loop(pieces) as at:
-                q = k.builder.add(k.builder.mul(at, INDEX(piece)), INDEX(first))
-                # all tiles of the block along this piece
-                for first_tap, height, tap_tiles in chunks(taps, most_taps):
-                    for first_filter, width, filter_tiles in chunks(filters, most_filters):
-                        with k.loop(tap_tiles) as t, k.loop(filter_tiles) as j:
-                            tap = k.builder.add(k.builder.mul(t, INDEX(height)), INDEX(first_tap))
-                            column = k.builder.add(k.builder.mul(j, INDEX(width)), INDEX(first_filter))
-                            _weight_tile(
-                                k,
-                                source.at(q, conv.stride * x.column).at(tap, x.lanes),
-                                conv.stride * x.column,
-                                gradient.at(q, d.halo.step * d.column).at(column, d.lanes),
-                                d.halo.step * d.column,
-                                sums.at(tap, filters * k.lanes).at(column, k.lanes),
-                                (piece, height, width, filters),
-                            )
+        for q, piece in k.chunks(columns, most_columns):
+            # all tiles of the block along this piece
+            for tap, height, column, width in k.tiles((taps, most_taps), (filters, most_filters)):
+                of_x, of_d = source.at(q, x_step).at(tap, x.lanes), gradient.at(q, d_step).at(column, d.lanes)
+                places = k.grid(sums.at(tap, filters * k.lanes).at(column, k.lanes), height, filters * k.lanes, width)
+                with k.sums(places) as totals, k.loop(piece) as pixel:
+                    gradients = [k.load(of_d.at(pixel, d_step) + j * k.lanes) for j in range(width)]
+                    for t, row in enumerate(totals):
+                        value = k.load(of_x.at(pixel, x_step) + t * k.lanes)
+                        for total, gradient_ in zip(row, gradients, strict=True):
+                            k.accumulate(total, value, gradient_)
     # lanes added up
     with k.loop(taps) as t, k.loop(filters) as j:
         total = k.load(sums.at(t, filters * k.lanes).at(j, k.lanes))
         k.add_to(dw.at(t, conv.filters).at(j), k.sum_lanes(total))
 
 
-def _weight_tile(
-    k: Emitter, x: Pointer, x_step: int, d: Pointer, d_step: int, sums: Pointer, size: tuple[int, int, int, int]
-) -> None:
-    """Add x * d along `piece` pixels to `height` x `width` of the sums, which lie `filters` vectors a row."""
-    piece, height, width, filters = size
-    places = [[sums + (t * filters + j) * k.lanes for j in range(width)] for t in range(height)]
-    with k.sums(places) as totals, k.loop(piece) as q:
-        gradients = [k.load(d.at(q, d_step) + j * k.lanes) for j in range(width)]
-        for t in range(height):
-            value = k.load(x.at(q, x_step) + t * k.lanes)
-            for j in range(width):
-                k.accumulate(totals[t][j], value, gradients[j])
-
-
 def _backward_bias(k: Emitter, d: Blocked, db: Pointer) -> None:
     rows, columns, channels = d.shape
-    for first, size, count in chunks(channels, 8):
-        with k.loop(count) as chunk:
-            f = k.builder.add(k.builder.mul(chunk, INDEX(size)), INDEX(first))
-            totals = k.variables(size)
-            with k.loop(k.groups(k.lanes)) as g, k.loop(rows) as p, k.loop(columns) as q:
-                at = d.pixel(k, g, p, q).at(f, d.lanes)
-                for j in range(size):
-                    totals[j].set(k.add(totals[j].get(), k.load(at + j * d.lanes)))
-            for j in range(size):
-                k.add_to(db.at(f) + j, k.sum_lanes(totals[j].get()))
+    for f, size in k.chunks(channels, 8):
+        totals = k.variables(size)
+        with k.loop(k.groups(k.lanes)) as g, k.loop(rows) as p, k.loop(columns) as q:
+            at = d.pixel(k, g, p, q).at(f, d.lanes)
+            for j, total in enumerate(totals):
+                k.increase(total, k.load(at + j * d.lanes))
+        k.add_lanes(totals, db.at(f))
 
 
 def unpool(k: Emitter, windows: Windows[Blocked], y: Blocked, dy: Blocked, d: Blocked, rectified: bool) -> None:
     """d = dy at each window's argmax, else 0, and 0 wherever ReLU gave 0. Pixels in no window keep their zero."""
     rows, columns, channels = y.shape
-    size = windows.size
     with k.loop(k.groups(k.lanes)) as g, k.loop(rows) as u, k.loop(columns) as v, k.loop(channels) as c:
         value = k.load(dy.pixel(k, g, u, v).at(c, dy.lanes))
         if rectified:
@@ -548,15 +525,6 @@ def unpool(k: Emitter, windows: Windows[Blocked], y: Blocked, dy: Blocked, d: Bl
         step = d.halo.step
         corner = d.image(k, g).at(u, windows.stride * step * d.row).at(v, windows.stride * step * d.column)
         corner = corner.at(c, d.lanes)
-        for i in range(size):
-            for j in range(size):
-                here = k.select(k.equal(where, i * size + j), value, k.zero())
-                k.store(here, corner + (i * d.row + j * d.column) * step)
-
-
-def rectify_gradient(k: Emitter, y: Blocked, dy: Blocked) -> None:
-    """dy = 0 wherever ReLU gave 0, in place."""
-    rows, columns, channels = y.shape
-    with k.loop(k.groups(k.lanes)) as g, k.loop(rows) as p, k.loop(columns) as q, k.loop(channels) as c:
-        at = dy.pixel(k, g, p, q).at(c, dy.lanes)
-        k.store(k.where_positive(k.load(y.pixel(k, g, p, q).at(c, y.lanes)), k.load(at)), at)
+        for code, (i, j) in enumerate(windows.pixels):
+            here = k.select(k.equal(where, code), value, k.zero())
+            k.store(here, corner + (i * d.row + j * d.column) * step)

@@ -11,13 +11,12 @@ kernels, 25,330 by `lanes` (`python -m benchmarks.kernels --algorithms`, Zen 3, 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from llvmlite import ir
 
 from cnnexp.backends.parts import BACKWARD
 from cnnexp.backends.simd.algorithms.convolution.argmax_gradient import (
-    EventLists,
     list_events,
     make_lists,
     pack_weights,
@@ -27,11 +26,17 @@ from cnnexp.backends.simd.algorithms.convolution.lanes import Lanes
 from cnnexp.backends.simd.algorithms.cost import Work, events, transposition
 from cnnexp.backends.simd.algorithms.reorder import group_to_lanes, group_to_rows
 from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Kernels, Pointer, Target
-from cnnexp.backends.simd.layouts import Arena, Blocked, Layout, round_up
+from cnnexp.backends.simd.layouts import Blocked, Layout, round_up
 
 
 class LanesArgmax(Lanes):
-    """Batch in lanes; gradients through the argmax of the max-pool after it alone."""
+    """Batch in lanes; gradients through the argmax of the max-pool after it alone.
+
+    Attributes:
+        events: of the output. image: floats from image to image of `x_rows`.
+        x_rows, dx_rows: where a group's [image][values of the input with its halo, rounded up] lie in the arena.
+        packed, gradients: likewise the weights' [filter][kernel row][K * C, rounded up].
+    """
 
     algorithm = "lanes-argmax"
     argmax, any_taps = True, False
@@ -57,147 +62,84 @@ class LanesArgmax(Lanes):
 
     def prepare(self, plan: Layout) -> None:
         self.prepare_forward(plan)
-        layer, channels, windows = self.stage.layer, self.stage.input_shape[2], self.correlation.windows
-        assert windows is not None
-        lists = make_lists(
-            plan.arena, self.y, self.dy, windows, self.rectifies_dy,
-            down=layer.stride * self.x.row // self.x.lanes, right=layer.stride * channels,
+        layer, windows, arena = self.stage.layer, self.correlation.needed_windows, plan.arena
+        self.events = make_lists(
+            arena, self.y, self.dy, windows, self.rectifies_dy,
+            down=layer.stride * self.x.row // self.x.lanes, right=layer.stride * self.stage.input_shape[2],
             reach=-(-(layer.kernel + layer.stride * windows.size) // (windows.stride * layer.stride)),
         )  # fmt: skip
-        scratch = make_scratch(plan.arena, layer.kernel, self.x, layer.filters)
-        self.gradient = LanesGradient(
-            self.x, self.needed_dx, layer.kernel, channels, layer.filters, lists, self.input_rectified, scratch
+        packed = layer.filters * layer.kernel * round_up(self._run, arena.lanes)
+        self.image = round_up(self.x.group // arena.lanes, arena.lanes) + arena.lanes
+        self.x_rows, self.dx_rows, self.packed, self.gradients = (
+            arena.allocate(floats) for floats in (arena.lanes * self.image, arena.lanes * self.image, packed, packed)
         )
 
+    @property
+    def _run(self) -> int:
+        """Floats of a kernel row."""
+        return self.stage.layer.kernel * self.stage.input_shape[2]
+
     def backward(self, plan: Layout) -> Kernels:
-        def run(k: Emitter) -> None:
-            weights, _ = plan.parameters.weights(k, self.stage)
-            conv2d_backward(k, self.gradient, weights, *plan.parameters.gradients(k, self.stage))
+        return [("backward", lambda k: self._backward(k, plan))]
 
-        return [("backward", run)]
+    def _backward(self, k: Emitter, plan: Layout) -> None:
+        """dw, db += the gradient; dx = the gradient."""
+        (weights, _), (dw, db) = plan.parameters.weights(k, self.stage), plan.parameters.gradients(k, self.stage)
+        x, dx, packed, gradients = (k.arena + at for at in (self.x_rows, self.dx_rows, self.packed, self.gradients))
+        filters, row, stride = self.stage.layer.filters, round_up(self._run, k.lanes), self.image
+        # weights by filter; no gradient yet
+        size = self.stage.layer.kernel, self._run, filters
+        pack_weights(k, weights, packed, gradients, size, row)
+        # a group: its input to rows, its events to lists
+        with k.loop(k.groups(k.lanes)) as g:
+            images = k.builder.sub(k.count, k.builder.mul(g, INDEX(k.lanes)))
+            group_to_rows(k, self.x.stored(k, g), x, self.x.group // self.x.lanes, stride)
+            list_events(k, self.events, g, db)
+            # image by image, filter by filter
+            with k.loop(k.lanes) as n:
+                k.clear(dx.at(n, stride), stride // k.lanes)
+                with k.loop(filters) as f:
+                    self._follow_events(k, n, f, x.at(n, stride), dx.at(n, stride))
+            # dx back to lanes, and the gradients of the weights to where they belong
+            self._store_gradient(k, g, dx, images)
+        unpack_gradients(k, gradients, dw, size, row)
 
+    def _store_gradient(self, k: Emitter, g: ir.Value, rows: Pointer, images: ir.Value) -> None:
+        """Turn dx to lanes, without what lies in the halo of x."""
+        x, dx, stride = self.x, self.needed_dx, self.image
 
-@dataclass(frozen=True)
-class Scratch:
-    """Room in the arena, for one group of images.
+        def store(source: Pointer, size: int, place: Callable[[Blocked], Pointer]) -> None:
+            target, positive = place(dx), place(x) if self.input_rectified else None
+            group_to_lanes(k, source, target, size, stride, images, positive)
 
-    Attributes:
-        x, dx: [image][values of the input with its halo, rounded up].
-        weights, gradients: [filter][kernel row][K * C, rounded up].
-    """
+        # no halo on either side: all at once
+        if x.dense and dx.dense:
+            store(rows, x.group // x.lanes, lambda tensor: tensor.image(k, g))
+            return
+        # else row by row, or pixel by pixel where dx has room between them
+        height, width, channels = x.shape
+        row = x.row // x.lanes
+        first = rows + (x.halo.top * row + x.halo.left * channels)
+        with k.loop(height) as p:
+            if dx.halo.step == 1:
+                store(first.at(p, row), width * channels, lambda tensor: tensor.pixel(k, g, p, INDEX(0)))
+            else:
+                with k.loop(width) as q:
+                    store(first.at(p, row).at(q, channels), channels, lambda tensor: tensor.pixel(k, g, p, q))
 
-    x: int
-    dx: int
-    weights: int
-    gradients: int
-
-
-@dataclass(frozen=True)
-class LanesGradient:
-    """The geometry.
-
-    Attributes:
-        x: input, its halo wide enough for every window. dx: its gradient.
-        kernel, channels, filters: K, C, F. events: of the output.
-        rectified: x is a ReLU's output, and dx to be the gradient of that ReLU's input.
-        scratch: room.
-    """
-
-    x: Blocked
-    dx: Blocked
-    kernel: int
-    channels: int
-    filters: int
-    events: EventLists
-    rectified: bool
-    scratch: Scratch
-
-    @property
-    def size(self) -> int:
-        """Floats of one image of the input, its halo with it."""
-        return self.x.group // self.x.lanes
-
-    @property
-    def row(self) -> int:
-        """Floats of one of its rows."""
-        return self.x.row // self.x.lanes
-
-    @property
-    def run(self) -> int:
-        return self.kernel * self.channels
+    def _follow_events(self, k: Emitter, n: ir.Value, f: ir.Value, x: Pointer, dx: Pointer) -> None:
+        """Run one image's events of one filter."""
+        kernel, row = self.stage.layer.kernel, round_up(self._run, k.lanes)
+        parts = [(i, p * k.lanes, w) for i in range(kernel) for p, w in enumerate(widths(self._run, k.lanes))]
+        packed, gradients = (
+            [(k.arena + at).at(f, kernel * row) + (i * row + start) for i, start, _ in parts]
+            for at in (self.packed, self.gradients)
+        )
+        places = [(i * (self.x.row // self.x.lanes) + start, width) for i, start, width in parts]
+        self.events.of(k, n, f).follow(k, places, (x, dx), packed, gradients)
 
 
 def widths(run: int, lanes: int) -> list[int]:
     """Cut a run of floats into vectors: as many whole ones as fit, then the smallest power of 2 that holds the rest."""
     rest = run % lanes
     return [lanes] * (run // lanes) + ([1 << (rest - 1).bit_length()] if rest else [])
-
-
-def make_scratch(arena: Arena, kernel: int, x: Blocked, filters: int) -> Scratch:
-    lanes, channels = arena.lanes, x.shape[2]
-    size = round_up(x.group // lanes, lanes) + lanes
-    packed = filters * kernel * round_up(kernel * channels, lanes)
-    return Scratch(
-        x=arena.allocate(lanes * size),
-        dx=arena.allocate(lanes * size),
-        weights=arena.allocate(packed),
-        gradients=arena.allocate(packed),
-    )
-
-
-def conv2d_backward(k: Emitter, conv: LanesGradient, weights: Pointer, dw: Pointer, db: Pointer | None) -> None:
-    """dw, db += the gradient; dx = the gradient."""
-    scratch, stride = conv.scratch, round_up(conv.size, k.lanes) + k.lanes
-    x, dx = k.arena + scratch.x, k.arena + scratch.dx
-    row = round_up(conv.run, k.lanes)
-    packed, gradients = (k.arena + scratch.weights, k.arena + scratch.gradients)
-    # weights by filter; no gradient yet
-    pack_weights(k, weights, packed, gradients, (conv.kernel, conv.run, conv.filters), row)
-    # a group: its input to rows, its events to lists
-    with k.loop(k.groups(k.lanes)) as g:
-        images = k.builder.sub(k.count, k.builder.mul(g, INDEX(k.lanes)))
-        group_to_rows(k, conv.x.stored(k, g), x, conv.size, stride)
-        list_events(k, conv.events, g, db)
-        # image by image, filter by filter
-        with k.loop(k.lanes) as n:
-            with k.loop(stride // k.lanes) as i:
-                k.store(k.zero(), dx.at(n, stride).at(i, k.lanes))
-            with k.loop(conv.filters) as f:
-                _follow_events(k, conv, n, f, x.at(n, stride), dx.at(n, stride))
-        # dx back to lanes, and the gradients of the weights to where they belong
-        _store_gradient(k, conv, g, dx, stride, images)
-    unpack_gradients(k, gradients, dw, (conv.kernel, conv.run, conv.filters), row)
-
-
-def _store_gradient(k: Emitter, conv: LanesGradient, g: ir.Value, dx: Pointer, stride: int, images: ir.Value) -> None:
-    """Turn dx to lanes, without what lies in the halo of x."""
-    x = conv.x if conv.rectified else None
-    # no halo on either side: all at once
-    if conv.x.dense and conv.dx.dense:
-        group_to_lanes(k, dx, conv.dx.image(k, g), conv.size, stride, images, x.image(k, g) if x else None)
-        return
-    # else row by row, or pixel by pixel where dx has room between them
-    height, width, channels = conv.x.shape
-    first = dx + (conv.x.halo.top * conv.row + conv.x.halo.left * channels)
-    with k.loop(height) as p:
-        source, target = first.at(p, conv.row), conv.dx.pixel(k, g, p, INDEX(0))
-        if conv.dx.halo.step == 1:
-            positive = x.pixel(k, g, p, INDEX(0)) if x else None
-            group_to_lanes(k, source, target, width * channels, stride, images, positive)
-        else:
-            with k.loop(width) as q:
-                one = target.at(q, conv.dx.halo.step * conv.dx.column)
-                positive = x.pixel(k, g, p, q) if x else None
-                group_to_lanes(k, source.at(q, channels), one, channels, stride, images, positive)
-
-
-def _follow_events(k: Emitter, conv: LanesGradient, n: ir.Value, f: ir.Value, x: Pointer, dx: Pointer) -> None:
-    """Run one image's events of one filter."""
-    row = round_up(conv.run, k.lanes)
-    parts = [(i, p * k.lanes, w) for i in range(conv.kernel) for p, w in enumerate(widths(conv.run, k.lanes))]
-    packed, gradients = (
-        [(k.arena + at).at(f, conv.kernel * row) + (i * row + start) for i, start, _ in parts]
-        for at in (conv.scratch.weights, conv.scratch.gradients)
-    )
-    places = [(i * conv.row + start, width) for i, start, width in parts]
-    conv.events.of(k, n, f).follow(k, places, (x, dx), packed, gradients)

@@ -18,6 +18,7 @@ threads, 78 for 101 on one (Zen 5, AVX-512); with AVX2 (Zen 3) no less than `lan
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,6 @@ from llvmlite import ir
 
 from cnnexp.backends.parts import BACKWARD, FORWARD, Part
 from cnnexp.backends.simd.algorithms.convolution.argmax_gradient import (
-    EventLists,
     list_events,
     make_lists,
     pack_weights,
@@ -40,7 +40,7 @@ from cnnexp.backends.simd.algorithms.cost import Work, pair_events, transpositio
 from cnnexp.backends.simd.algorithms.node import Node, Section
 from cnnexp.backends.simd.algorithms.reorder import group_to_rows
 from cnnexp.backends.simd.compiler.emit import BYTE, INDEX, INT, Emitter, Kernels, Pointer, Target, Variable
-from cnnexp.backends.simd.layouts import Arena, Blocked, Halo, Layout, round_up
+from cnnexp.backends.simd.layouts import Blocked, Halo, Layout, round_up
 
 MOST_EDGES = 256
 """Positions at an edge that a byte can number."""
@@ -51,6 +51,16 @@ class LanesPair(Node[Blocked, Blocked]):
 
     Args:
         first, second: the convolutions, which compute their forward passes.
+
+    Attributes:
+        opening, closing: their geometry; the halo of the image is wide enough for every patch, also at an edge.
+        patch: what a window of the second sees. events: of its output.
+        size, image: floats of an image with its halo, and from image to image of `x_rows`.
+        x_rows: where a group's [image][values of the input with its halo, rounded up] lie in the arena.
+        weights, gradients: likewise of the second, packed as `Patch` says.
+        first_weights, first_gradients: likewise of the first, [tap or bias][pattern] vectors.
+        edges: bytes, by the place of a patch the number of its mask; None where no window reaches over an edge.
+        masks: [number][vector], bits.
     """
 
     input_layout = output_layout = Blocked
@@ -74,8 +84,9 @@ class LanesPair(Node[Blocked, Blocked]):
 
     def _patch(self, lanes: int) -> Patch:
         first, second = self.first.stage, self.second.stage
-        kernels = second.layer.kernel, first.layer.filters, first.layer.kernel
-        return make_patch(*kernels, first.layer.stride, first.input_shape[2], lanes)
+        (kernel, channels), depth = (second.layer.kernel, first.layer.filters), first.input_shape[2]
+        taps = tuple(itertools.product(range(first.layer.kernel), range(first.layer.kernel), range(depth)))
+        return Patch(kernel, kernel * channels, channels, taps, first.layer.stride, depth, lanes)
 
     def fits(self, target: Target) -> bool:
         """Whether sums and a patch fit the registers, a row of the image a vector, and the positions at an edge."""
@@ -129,44 +140,145 @@ class LanesPair(Node[Blocked, Blocked]):
         assert pool is not None
         for stage in (first, second):
             plan.parameters.place_plain(stage.weight, stage.bias)
-        halo, step = self.second.input_halo(), first.layer.stride
-        between = plan.arena.blocked(first.output_shape, halo)
-        windows = Windows(pool.window.size, pool.window.stride, plan.arena.argmax(self.shape))
-        opening = Correlation(
+        halo, step, arena = self.second.input_halo(), first.layer.stride, plan.arena
+        between = arena.blocked(first.output_shape, halo)
+        windows = Windows(pool.window.size, pool.window.stride, arena.argmax(self.shape))
+        self.opening = Correlation(
             self.x, (step * halo.top, step * halo.left), step, first.layer.kernel,
             first.input_shape[2], first.layer.filters, between, rectify=True,
         )  # fmt: skip
-        closing = Correlation(
+        self.closing = Correlation(
             between, (0, 0), second.layer.stride, second.layer.kernel,
             first.layer.filters, second.layer.filters, self.y, self.rectify, windows,
         )  # fmt: skip
-        patch, move = self._patch(plan.target.lanes), step * second.layer.stride
-        lists = make_lists(
-            plan.arena, self.y, self.dy, windows, self.rectifies_dy,
-            down=move * self.x.row // self.x.lanes, right=move * self.x.column // self.x.lanes, reach=1,
+        self.patch, move, lanes = self._patch(arena.lanes), step * second.layer.stride, arena.lanes
+        self.events = make_lists(
+            arena, self.y, self.dy, windows, self.rectifies_dy,
+            down=move * self.x.row // lanes, right=move * self.x.column // lanes, reach=1,
         )  # fmt: skip
-        room = make_room(plan.arena, opening, closing, patch)
-        self.gradient = PairGradient(opening, closing, patch, lists, room)
+        self.size = self.x.group // lanes
+        self.image, packed = round_up(self.size, lanes) + lanes, second.layer.filters * self.patch.vectors * lanes
+        held = (len(self.patch.taps) + 1) * self.patch.patterns * lanes
+        edges, masks = self._edges()
+        self.x_rows, self.weights, self.gradients, self.first_weights, self.first_gradients = (
+            arena.allocate(floats) for floats in (lanes * self.image, packed, packed, held, held)
+        )
+        self.edges = arena.constants(edges.view(np.float32)) if len(masks) > 1 else None
+        self.masks = arena.constants(masks.view(np.float32))
 
     def forward(self, plan: Layout) -> Kernels:
-        def run_first(k: Emitter) -> None:
-            conv2d(k, self.gradient.first, *plan.parameters.weights(k, self.first.stage))
+        return [
+            ("first.forward", lambda k: conv2d(k, self.opening, *plan.parameters.weights(k, self.first.stage))),
+            ("forward", lambda k: conv2d(k, self.closing, *plan.parameters.weights(k, self.second.stage))),
+        ]
 
-        def run(k: Emitter) -> None:
-            conv2d(k, self.gradient.second, *plan.parameters.weights(k, self.second.stage))
+    def _edges(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the number of the mask for each place of a patch, uint8, and the masks (numbers, vectors * lanes).
 
-        return [("first.forward", run_first), ("forward", run)]
+        A place is where in the image, its halo with it, the patch begins. Masks are int32.
+        """
+        patch, between = self.patch, self.closing.x
+        halo, (height, width, _) = between.halo, between.shape
+        row, column = self.x.row // self.x.lanes, self.x.column // self.x.lanes
+        # a lane without a pixel is outside everywhere
+        pixels = [patch.pixel(lane) or (-(1 << 30), 0) for lane in range(patch.vectors * patch.lanes)]
+        down, right = np.array(pixels).T
+        p = np.arange(halo.top + height + halo.bottom - patch.kernel + 1)[:, None]
+        q = np.arange(halo.left + width + halo.right - patch.kernel + 1)[:, None]
+        stands, reaches = p + down, q + right // patch.channels
+        in_rows, row_kind = _kinds((halo.top <= stands) & (stands < halo.top + height))
+        in_columns, column_kind = _kinds((halo.left <= reaches) & (reaches < halo.left + width))
+        masks, number = _kinds((in_rows[:, None] & in_columns).reshape(-1, len(pixels)))
+        edges = np.zeros(round_up(self.size, 4), np.uint8)
+        numbers = number.reshape(len(in_rows), len(in_columns))[row_kind[:, None], column_kind]
+        edges[(p * row + q.T * column) * patch.stride] = numbers
+        return edges, -masks.astype(np.int32)
 
     def backward(self, plan: Layout) -> Kernels:
-        def run(k: Emitter) -> None:
-            first, second = self.first.stage, self.second.stage
-            weights, _ = plan.parameters.weights(k, second)
-            conv2d_pair_backward(
-                k, self.gradient, plan.parameters.weights(k, first), weights,
-                plan.parameters.gradients(k, first), plan.parameters.gradients(k, second),
-            )  # fmt: skip
+        return [("backward", lambda k: self._backward(k, plan))]
 
-        return [("backward", run)]
+    def _backward(self, k: Emitter, plan: Layout) -> None:
+        """Add to the gradients (dw, db) of both convolutions."""
+        patch, first, second = self.patch, self.first.stage, self.second.stage
+        (weights, _), first_parameters = plan.parameters.weights(k, second), plan.parameters.weights(k, first)
+        first_gradients, (dw, db) = plan.parameters.gradients(k, first), plan.parameters.gradients(k, second)
+        x, packed, d_packed = (k.arena + at for at in (self.x_rows, self.weights, self.gradients))
+        size = patch.kernel, patch.run, second.layer.filters
+        pack_weights(k, weights, packed, d_packed, size, patch.row)
+        for weight, place in self._each_weight(k, self.first_weights, *first_parameters):  # for every pixel of a patch
+            k.store(k.load_float(weight), place)
+        places = self._first_places(k, self.first_gradients)
+        totals = [k.variables(patch.patterns) for _ in places]
+        with k.loop(k.groups(k.lanes)) as g:
+            group_to_rows(k, self.x.stored(k, g), x, self.size, self.image)
+            list_events(k, self.events, g, db)
+            with k.loop(k.lanes) as n, k.loop(second.layer.filters) as f:
+                self._follow_events(k, n, f, x.at(n, self.image), totals)
+        k.store_all(totals, places)
+        unpack_gradients(k, d_packed, dw, size, patch.row)
+        for weight, place in self._each_weight(k, self.first_gradients, *first_gradients):
+            k.add_to(weight, k.load_float(place))
+
+    def _first_places(self, k: Emitter, at: int) -> list[list[Pointer]]:
+        """Return where vectors of the first convolution lie, [tap, the bias last][pattern]."""
+        patterns = self.patch.patterns
+        return k.grid(k.arena + at, len(self.patch.taps) + 1, patterns * k.lanes, patterns)
+
+    def _each_weight(
+        self, k: Emitter, at: int, weights: Pointer, bias: Pointer | None
+    ) -> Iterator[tuple[Pointer, Pointer]]:
+        """Yield, of the first convolution, (weight, a lane in use where it lies), the biases last."""
+        patch, filters = self.patch, self.first.stage.layer.filters
+        lanes = [lane for lane in range(patch.patterns * patch.lanes) if lane % patch.row < patch.run]
+        sources = [weights + tap * filters for tap in range(len(patch.taps))]
+        for tap, source in enumerate(sources if bias is None else [*sources, bias]):
+            start = k.arena + at + tap * patch.patterns * patch.lanes
+            for lane in lanes:
+                yield source + lane % patch.row % patch.channels, start + lane
+
+    def _follow_events(
+        self, k: Emitter, n: ir.Value, f: ir.Value, x: Pointer, first_totals: list[list[Variable]]
+    ) -> None:
+        """Run one image's events of one filter."""
+        patch, vectors = self.patch, range(self.patch.vectors)
+        packed, gradients = ((k.arena + at).at(f, patch.vectors * k.lanes) for at in (self.weights, self.gradients))
+        *first_weights, bias = ([k.load(place) for place in row] for row in self._first_places(k, self.first_weights))
+        *d_first, d_bias = first_totals
+        weights = [k.load(packed + v * k.lanes) for v in vectors]
+        width = max(4, 1 << (patch.side * patch.depth - 1).bit_length())
+        with (
+            k.sums(k.grid(gradients, 1, 0, patch.vectors)) as [totals],
+            self.events.of(k, n, f).each(k) as (value, place),
+        ):
+            # the part of the image that the window sees
+            source, factor = x.at(place), k.spread(value)
+            rows = [k.load(source + i * (self.x.row // self.x.lanes), width) for i in range(patch.side)]
+            masks = self._masks(k, place)
+            for v in vectors:
+                pattern = v % patch.patterns
+                pixels = [_pixels(k, patch, rows, tap, v) for tap in patch.taps]
+                # the first convolution's output there, 0 past its edge
+                between = k.zero()
+                for weight, pixel in zip(first_weights, pixels, strict=True):
+                    between = k.fma(weight[pattern], pixel, between)
+                between = k.rectify(k.add(between, bias[pattern]))
+                if masks is not None:
+                    inside = k.builder.load((masks + v * k.lanes).value(k.indices), align=4)
+                    between = k.as_floats(k.builder.and_(k.as_integers(between), inside))
+                # the second one's weights; through its ReLU; the first one's weights and bias
+                k.accumulate(totals[v], factor, between)
+                gradient = k.where_positive(between, k.multiply(factor, weights[v]))
+                for total, pixel in zip(d_first, pixels, strict=True):
+                    k.accumulate(total[pattern], gradient, pixel)
+                k.increase(d_bias[pattern], gradient)
+
+    def _masks(self, k: Emitter, place: ir.Value) -> Pointer | None:
+        """Return the masks of a patch that begins at a place."""
+        if self.edges is None:
+            return None
+        edges = k.builder.bitcast((k.arena + self.edges).value(BYTE), BYTE.as_pointer())
+        number = k.builder.zext(k.builder.load(k.builder.gep(edges, [place])), INDEX)
+        return (k.arena + self.masks).at(number, self.patch.vectors * k.lanes)
 
 
 @dataclass(frozen=True)
@@ -217,204 +329,10 @@ class Patch:
         return (row, at) if row < self.kernel and at < self.run else None
 
 
-@dataclass(frozen=True)
-class Room:
-    """Room in the arena, for one group of images.
-
-    Attributes:
-        x: [image][values of the input with its halo, rounded up].
-        weights, gradients: of the second convolution, packed as `Patch` says.
-        first_weights: [tap or bias][pattern] vectors of the first one's weights. first_gradients: likewise.
-        edges: bytes, by the place of a patch the number of its mask; None where no window reaches over an edge.
-        masks: [number][vector], bits.
-    """
-
-    x: int
-    weights: int
-    gradients: int
-    first_weights: int
-    first_gradients: int
-    edges: int | None
-    masks: int
-
-
-@dataclass(frozen=True)
-class PairGradient:
-    """The geometry.
-
-    Attributes:
-        first, second: the convolutions; the halo of the image is wide enough for every patch, also at an edge.
-        patch: what a window sees. events: of the second's output. room: see there.
-    """
-
-    first: Correlation
-    second: Correlation
-    patch: Patch
-    events: EventLists
-    room: Room
-
-    @property
-    def size(self) -> int:
-        """Floats of one image, its halo with it."""
-        return self.first.x.group // self.first.x.lanes
-
-    @property
-    def row(self) -> int:
-        """Floats of one of its rows."""
-        return self.first.x.row // self.first.x.lanes
-
-
-def make_patch(kernel: int, channels: int, first_kernel: int, stride: int, depth: int, lanes: int) -> Patch:
-    """Return the patch of a convolution of so many channels after one of `depth` channels with a stride."""
-    taps = tuple((i, j, c) for i in range(first_kernel) for j in range(first_kernel) for c in range(depth))
-    return Patch(kernel, kernel * channels, channels, taps, stride, depth, lanes)
-
-
-def make_room(arena: Arena, first: Correlation, second: Correlation, patch: Patch) -> Room:
-    lanes = arena.lanes
-    packed = second.filters * patch.vectors * lanes
-    held = (len(patch.taps) + 1) * patch.patterns * lanes
-    edges, masks = _edges(first, second, patch)
-    return Room(
-        x=arena.allocate(lanes * (round_up(first.x.group // lanes, lanes) + lanes)),
-        weights=arena.allocate(packed),
-        gradients=arena.allocate(packed),
-        first_weights=arena.allocate(held),
-        first_gradients=arena.allocate(held),
-        edges=arena.constants(edges.view(np.float32)) if len(masks) > 1 else None,
-        masks=arena.constants(masks.view(np.float32)),
-    )
-
-
-def _edges(first: Correlation, second: Correlation, patch: Patch) -> tuple[np.ndarray, np.ndarray]:
-    """Return the number of the mask for each place of a patch, uint8, and the masks (numbers, vectors * lanes), int32.
-
-    A place is where in the image, its halo with it, the patch begins.
-    """
-    halo, (height, width, _) = second.x.halo, second.x.shape
-    row, column = first.x.row // first.x.lanes, first.x.column // first.x.lanes
-    # a lane without a pixel is outside everywhere
-    pixels = [patch.pixel(lane) or (-(1 << 30), 0) for lane in range(patch.vectors * patch.lanes)]
-    down, right = np.array(pixels).T
-    p = np.arange(halo.top + height + halo.bottom - second.kernel + 1)[:, None]
-    q = np.arange(halo.left + width + halo.right - second.kernel + 1)[:, None]
-    stands, reaches = p + down, q + right // patch.channels
-    in_rows, row_kind = _kinds((halo.top <= stands) & (stands < halo.top + height))
-    in_columns, column_kind = _kinds((halo.left <= reaches) & (reaches < halo.left + width))
-    masks, number = _kinds((in_rows[:, None] & in_columns).reshape(-1, len(pixels)))
-    edges = np.zeros(round_up(first.x.group // first.x.lanes, 4), np.uint8)
-    numbers = number.reshape(len(in_rows), len(in_columns))[row_kind[:, None], column_kind]
-    edges[(p * row + q.T * column) * first.stride] = numbers
-    return edges, -masks.astype(np.int32)
-
-
 def _kinds(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the rows that differ from each other, and which of them each row is."""
     found, which = np.unique(rows, axis=0, return_inverse=True)
     return found, which.ravel()
-
-
-def conv2d_pair_backward(
-    k: Emitter,
-    pair: PairGradient,
-    first: tuple[Pointer, Pointer | None],
-    weights: Pointer,
-    first_gradients: tuple[Pointer, Pointer | None],
-    gradients: tuple[Pointer, Pointer | None],
-) -> None:
-    """Add to the gradients (dw, db) of both convolutions.
-
-    Args:
-        first: weights and bias of the first one. weights: of the second.
-    """
-    room, patch, (dw, db) = pair.room, pair.patch, gradients
-    x, stride = k.arena + room.x, round_up(pair.size, k.lanes) + k.lanes
-    packed, d_packed = k.arena + room.weights, k.arena + room.gradients
-    size = patch.kernel, patch.run, pair.second.filters
-    pack_weights(k, weights, packed, d_packed, size, patch.row)
-    for weight, place in _each_weight(k, pair, room.first_weights, *first):  # repeated for every pixel of a patch
-        k.store(k.load_float(weight), place)
-    places = _first_places(k, pair, room.first_gradients)
-    totals = [[k.variable() for _ in row] for row in places]
-    with k.loop(k.groups(k.lanes)) as g:
-        group_to_rows(k, pair.first.x.stored(k, g), x, pair.size, stride)
-        list_events(k, pair.events, g, db)
-        with k.loop(k.lanes) as n, k.loop(pair.second.filters) as f:
-            _follow_events(k, pair, n, f, x.at(n, stride), totals)
-    for place_row, total_row in zip(places, totals, strict=True):
-        for place, total in zip(place_row, total_row, strict=True):
-            k.store(total.get(), place)
-    unpack_gradients(k, d_packed, dw, size, patch.row)
-    for weight, place in _each_weight(k, pair, room.first_gradients, *first_gradients):
-        k.add_to(weight, k.load_float(place))
-
-
-def _first_places(k: Emitter, pair: PairGradient, at: int) -> list[list[Pointer]]:
-    """Return where vectors of the first convolution lie, [tap, the bias last][pattern]."""
-    patterns = pair.patch.patterns
-    return [
-        [k.arena + at + (tap * patterns + p) * k.lanes for p in range(patterns)]
-        for tap in range(len(pair.patch.taps) + 1)
-    ]
-
-
-def _each_weight(
-    k: Emitter, pair: PairGradient, at: int, weights: Pointer, bias: Pointer | None
-) -> Iterator[tuple[Pointer, Pointer]]:
-    """Yield, of the first convolution, (weight, a lane in use where it lies), the biases last."""
-    patch, filters = pair.patch, pair.first.filters
-    lanes = [lane for lane in range(patch.patterns * patch.lanes) if lane % patch.row < patch.run]
-    sources = [weights + tap * filters for tap in range(len(patch.taps))]
-    for tap, source in enumerate(sources if bias is None else [*sources, bias]):
-        start = k.arena + at + tap * patch.patterns * patch.lanes
-        for lane in lanes:
-            yield source + lane % patch.row % patch.channels, start + lane
-
-
-def _follow_events(
-    k: Emitter, pair: PairGradient, n: ir.Value, f: ir.Value, x: Pointer, first_totals: list[list[Variable]]
-) -> None:
-    """Run one image's events of one filter."""
-    patch, room, vectors = pair.patch, pair.room, range(pair.patch.vectors)
-    packed, gradients = ((k.arena + at).at(f, patch.vectors * k.lanes) for at in (room.weights, room.gradients))
-    *first_weights, bias = ([k.load(place) for place in row] for row in _first_places(k, pair, room.first_weights))
-    *d_first, d_bias = first_totals
-    weights = [k.load(packed + v * k.lanes) for v in vectors]
-    width = max(4, 1 << (patch.side * patch.depth - 1).bit_length())
-    with (
-        k.sums([[gradients + v * k.lanes for v in vectors]]) as [totals],
-        pair.events.of(k, n, f).each(k) as (value, place),
-    ):
-        # the part of the image that the window sees
-        source, factor = x.at(place), k.spread(value)
-        rows = [k.load(source + i * pair.row, width) for i in range(patch.side)]
-        masks = _masks(k, pair, place)
-        for v in vectors:
-            pattern = v % patch.patterns
-            pixels = [_pixels(k, patch, rows, tap, v) for tap in patch.taps]
-            # the first convolution's output there, 0 past its edge
-            between = k.zero()
-            for weight, pixel in zip(first_weights, pixels, strict=True):
-                between = k.fma(weight[pattern], pixel, between)
-            between = k.rectify(k.add(between, bias[pattern]))
-            if masks is not None:
-                inside = k.builder.load((masks + v * k.lanes).value(k.indices), align=4)
-                between = k.as_floats(k.builder.and_(k.as_integers(between), inside))
-            # the second one's weights; through its ReLU; the first one's weights and bias
-            k.accumulate(totals[v], factor, between)
-            gradient = k.where_positive(between, k.multiply(factor, weights[v]))
-            for total, pixel in zip(d_first, pixels, strict=True):
-                k.accumulate(total[pattern], gradient, pixel)
-            d_bias[pattern].set(k.add(d_bias[pattern].get(), gradient))
-
-
-def _masks(k: Emitter, pair: PairGradient, place: ir.Value) -> Pointer | None:
-    """Return the masks of a patch that begins at a place."""
-    if pair.room.edges is None:
-        return None
-    edges = k.builder.bitcast((k.arena + pair.room.edges).value(BYTE), BYTE.as_pointer())
-    number = k.builder.zext(k.builder.load(k.builder.gep(edges, [place])), INDEX)
-    return (k.arena + pair.room.masks).at(number, pair.patch.vectors * k.lanes)
 
 
 def _pixels(k: Emitter, patch: Patch, rows: list[ir.Value], tap: tuple[int, int, int], v: int) -> ir.Value:
