@@ -349,7 +349,7 @@ def _read_journal(path: Path) -> None:
     if not sound.exists():
         _written(sound, _journal()[0])
     found = sweep.rows(path.parent.parent)
-    sweep.conclude(sweep.Sweep(str(path.parent.parent), None, ""), found)
+    sweep.conclude(path.parent.parent, found)
     sweep.failures(found)
     list(sync._to_send([path.parent], all_of_them=True))
 

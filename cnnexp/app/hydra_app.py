@@ -29,7 +29,7 @@ from cnnexp.app import config_security, sweep
 from cnnexp.app.config import SECTIONS, Settings, Tracking, build, defaults, load, plain, record
 from cnnexp.app.config_security import CONF
 from cnnexp.app.console import LINE, JobTable, make_console, say_folder
-from cnnexp.app.resume import find_earlier
+from cnnexp.app.resume import AUTO, find_earlier
 from cnnexp.app.run import train
 from cnnexp.errors import (
     CnnexpError,
@@ -46,6 +46,7 @@ from cnnexp.system import registry
 from cnnexp.system.table import as_screen
 from cnnexp.tracking import browser, verdict
 from cnnexp.tracking.address import store_uri
+from cnnexp.tracking.events import JOURNAL, SWEEP, read_journal
 from cnnexp.tracking.journal import Run
 from cnnexp.tracking.metrics import default_name, leaves
 from cnnexp.tracking.pipe import Recorder
@@ -102,7 +103,7 @@ def launch() -> None:
         shown = link if browser.answers(link) else text  # an address that nothing answers is of no use
         console.print(shown, highlight=False, markup=False, soft_wrap=True)
     if failed or gave_up:
-        leave("\n  ".join([*failed, *gave_up]), 1)
+        leave("\n  ".join([*failed, *gave_up, *map(str, _failures)]), 1)
     if _failures:
         raise _failures[0]
 
@@ -230,7 +231,7 @@ def run(composed: DictConfig) -> float:
         # a sweep finds what became of its jobs in their folders
         with Run(folder, recorded, overrides, name="illegal config"):
             raise
-    tracking, parent = settings.tracking, within.run_id if within else None
+    tracking, parent = settings.tracking, within.begun if within else None
     contended = within is not None and within.contended
     earlier = find_earlier(settings.trainer.resume, folder, recorded)
     recorder = _recorder(tracking)
@@ -278,19 +279,20 @@ def _load(composed: DictConfig, overrides: Sequence[str]) -> Settings:
 class SweepCallback(Callback):
     """Hydra's word that a sweep starts, in the process that starts it (see conf/config.yaml)."""
 
-    started: sweep.Sweep | None = None
-    recorder: Recorder | None = None
+    started: sweep.SweepRecord | None = None
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         """Begin the sweep; what Hydra would swallow ends the program instead."""
         try:
             tracking = build(Tracking, plain(config.tracking), "tracking")
-            SweepCallback.recorder = _recorder(tracking)
             overrides = _as_typed(config.hydra.overrides.task)
             folder, paper = Path(config.hydra.sweep.dir), config.sweep.paper
             varied, jobs = _plan(overrides, config.hydra.sweeper)
+            common = record(OmegaConf.masked_copy(config, list(SECTIONS)))
+            earlier = _earlier_sweep(config, folder, {**common, "varied": varied})
+            recorder = _recorder(tracking)
             say_folder(make_console(), folder)
-            SweepCallback.started = sweep.begin(folder, overrides, SweepCallback.recorder, paper, varied, jobs)
+            SweepCallback.started = sweep.SweepRecord(folder, overrides, recorder, paper, varied, jobs, common, earlier)
         except CnnexpError as error:
             leave(str(error), error.exit_code)
 
@@ -300,8 +302,15 @@ _recorders: dict[Tracking, Recorder] = {}  # the jobs of a sweep share one
 _tables: dict[str, JobTable] = {}  # of the sweeps whose jobs this process has run, by their folder
 
 
-def _plan(overrides: Sequence[str], sweeper: DictConfig) -> tuple[list[str], int | None]:
-    """Return the keys that a sweeper varies, in their order, and how many jobs that makes, if it is known."""
+def _earlier_sweep(config: DictConfig, folder: Path, recorded: Mapping[str, Any]) -> Path | None:
+    """Return the folder of the sweep that one goes on with: that of its own folder, or, if asked for, the newest."""
+    asked = config.sweep.skip_finished or OmegaConf.select(config, "trainer.resume") == AUTO
+    found = find_earlier(AUTO if asked or (folder / JOURNAL).exists() else None, folder, recorded)
+    return found.folder if found and read_journal(found.folder)["kind"] == SWEEP else None
+
+
+def _plan(overrides: Sequence[str], sweeper: DictConfig) -> tuple[dict[str, str], int | None]:
+    """Return what a sweeper varies, keys in their order with their values, and how many jobs that makes, if known."""
     params = {str(key): str(value) for key, value in (sweeper.get("params") or {}).items()}
     typed = OverridesParser.create().parse_overrides([*overrides, *(f"{key}={value}" for key, value in params.items())])
     swept = {override.get_key_element(): override for override in reversed(typed) if override.is_sweep_override()}
@@ -315,8 +324,9 @@ def _plan(overrides: Sequence[str], sweeper: DictConfig) -> tuple[list[str], int
                 raise ConfigError(f"{swept[key].input_line}: no value to run; a sweep takes one at least")
             if twice := [value for value in dict.fromkeys(given) if given.count(value) > 1]:
                 raise ConfigError(f"{key}={twice[0]}: given twice; a sweep runs each value once (vary trainer.seed)")
-        return varied, math.prod(map(len, values.values()))
-    return [key for key in dict.fromkeys([*varied, *params]) if key not in fixed], sweeper.get("n_trials")
+        return {key: ",".join(given) for key, given in values.items()}, math.prod(map(len, values.values()))
+    lines = {key: str(swept[key].input_line).partition("=")[2] for key in varied}
+    return lines | {key: value for key, value in params.items() if key not in {*lines, *fixed}}, sweeper.get("n_trials")
 
 
 def _table(within: sweep.Sweep) -> JobTable:
@@ -338,21 +348,24 @@ def _show(within: sweep.Sweep, metrics: Mapping[str, float], error: str | None =
     _table(within).row(_number(), " ".join(values), metrics, error, time.time())
 
 
-def _finish_sweep(started: sweep.Sweep, interrupted: bool) -> list[str]:
+def _finish_sweep(started: sweep.SweepRecord, interrupted: bool) -> list[str]:
     """End a sweep and show its table; return a line for each job that failed."""
-    rows = sweep.finish(started, SweepCallback.recorder, interrupted)
+    rows, folder = started.finish(interrupted), str(started.folder)
     if rows:
         console = make_console()
-        shown = _tables.pop(started.folder).shown if started.folder in _tables else 0
+        shown = _tables.pop(folder).shown if folder in _tables else 0
         if shown < len(rows):  # other processes ran them
             console.print(as_screen(sweep.job_table(rows), f"{len(rows)} jobs", console.width))
-        told = verdict.screen(sweep.conclude(started, rows)[0], min(console.width, LINE))
+        told = verdict.screen(started.verdict, min(console.width, LINE))
         console.print(told, highlight=False, markup=False, soft_wrap=True)
         if started.paper is not None:
             from cnnexp.papers import compare, page
 
-            console.print(page.screen(compare.compare(Path(started.folder), started.paper), console.width))
-            console.print(f"The page: {Path(started.folder) / page.FOLDER / 'index.html'}", soft_wrap=True)
+            console.print(page.screen(compare.compare(started.folder, started.paper), console.width))
+            console.print(f"The page: {started.folder / page.FOLDER / 'index.html'}", soft_wrap=True)
+    if started.lost is not None:
+        send = f"{program_name()} sync {folder} sends it"
+        _failures.append(TrackingError(f"{started.lost}; the sweep is recorded in {folder}; {send}"))
     return sweep.failures(rows, started.paper)
 
 

@@ -11,7 +11,7 @@ from cnnexp.app.console import make_console
 from cnnexp.errors import ConfigError, did_you_mean
 from cnnexp.measuring.environment import outputs_dir
 from cnnexp.system.table import Group, Table, as_screen
-from cnnexp.tracking.events import DIED, JOURNAL, read_journal
+from cnnexp.tracking.events import DIED, JOURNAL, RUN, read_journal
 from cnnexp.tracking.folder import is_locked
 from cnnexp.tracking.metrics import flatten
 
@@ -43,7 +43,8 @@ def command(arguments: Sequence[str]) -> None:
         raise ConfigError(f"runs last={last}: must be a whole number >= 1")
     if sort not in SORT:
         raise ConfigError(f"runs sort={sort}: legal: {', '.join(SORT)}{did_you_mean(sort, SORT)}")
-    runs = [_run(path.parent) for path in outputs_dir().rglob(JOURNAL)]
+    journals = {path.parent: read_journal(path.parent) for path in outputs_dir().rglob(JOURNAL)}
+    runs = [_run(folder, journal) for folder, journal in journals.items() if journal["kind"] == RUN]
     legal = {key for run in runs for key in run["keys"]}
     for key, value in asked.items():
         if runs and key not in legal:
@@ -59,9 +60,8 @@ def command(arguments: Sequence[str]) -> None:
     console.print(title, highlight=False, markup=False, soft_wrap=True)
 
 
-def _run(folder: Path) -> dict[str, Any]:
+def _run(folder: Path, journal: Mapping[str, Any]) -> dict[str, Any]:
     """Return what is shown of a run: its numbers by the title of their column, `ended` in seconds; and its `keys`."""
-    journal = read_journal(folder)
     config = flatten(journal["config"])
     status = journal["status"]
     if status == DIED and is_locked(folder):

@@ -11,21 +11,21 @@ import logging
 import os
 import socket
 import time
-import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from cnnexp.app import ranking
 from cnnexp.system.table import Group, Table, as_markdown, write_csv
 from cnnexp.tracking import verdict
-from cnnexp.tracking.events import JOURNAL, LACKING, read_journal
-from cnnexp.tracking.journal import REPORT, START_S, draw
+from cnnexp.tracking.events import JOURNAL, LACKING, SWEEP, read_journal
+from cnnexp.tracking.journal import START_S, Record, draw
 from cnnexp.tracking.pipe import NoAnswerYet, Recorder
 
 log = logging.getLogger(__name__)
 VARIABLE = "CNNEXP_SWEEP"
+TABLE = "summary.csv"
 # of the table on the screen: metric -> title and format
 COLUMNS = {
     "time/median_epoch_s": ("epoch (s)", ".4g"),
@@ -43,23 +43,19 @@ class Sweep:
 
     Attributes:
         folder: holds one folder per job.
-        run_id: of the parent run; None without MLflow, or where the store was silent when the sweep began.
         process: host and process that started the sweep.
-        paper: the table or figure of a paper that it makes again, or None; its jobs may lack what they need.
+        begun: what makes the parent run in the store, for the jobs' records: the first of them to come there makes it.
         varied: the keys that differ between its jobs, in the order they were typed.
         jobs: how many there will be, None where the sweeper decides as it goes.
         started: `time.time()` at its start.
-        begin: what `Store.begin` is given for the parent run.
     """
 
     folder: str
-    run_id: str | None
     process: str
-    paper: str | None = None
+    begun: Mapping[str, Any]
     varied: Sequence[str] = ()
     jobs: int | None = None
     started: float = 0.0
-    begin: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def contended(self) -> bool:
@@ -73,118 +69,104 @@ def current() -> Sweep | None:
     return Sweep(**json.loads(text)) if text else None
 
 
-def begin(
-    folder: Path,
-    overrides: Sequence[str],
-    recorder: Recorder | None = None,
-    paper: str | None = None,
-    varied: Sequence[str] = (),
-    jobs: int | None = None,
-) -> Sweep:
-    """Start a sweep: make its parent run, and let its jobs know.
+class SweepRecord(Record):
+    """The record of a sweep, in the folder that holds one per job: its journal, its table and its figures.
 
-    A store that is silent, as one that another process has locked, gets its parent run at the end.
+    It lets the jobs know whose they are. A store that is silent, as one that another process has locked, gets it later.
 
     Args:
         folder: where the jobs' folders will be.
         overrides: what the user typed, ranges and all.
         recorder: None keeps MLflow out.
-        paper: see `Sweep`.
-        varied, jobs: see `Sweep`.
+        paper: the table or figure of a paper that it makes again, or None; its jobs may lack what they need.
+        varied: the keys that differ between its jobs, and their values as they were typed.
+        jobs: how many there will be, None where the sweeper decides as it goes.
+        config: what the jobs have in common, as it is recorded.
+        earlier: the folder of the sweep that this one goes on with, perhaps its own.
 
     Raises:
+        ConfigError: another sweep is in the folder now.
         TrackingError: the store cannot be opened or written.
     """
-    from cnnexp.papers.compare import note_facts  # here: a single run needs none of the papers
 
-    run_id, call = None, {}
-    if recorder is not None:
+    kind = SWEEP
+
+    def __init__(
+        self,
+        folder: Path,
+        overrides: Sequence[str],
+        recorder: Recorder | None = None,
+        paper: str | None = None,
+        varied: Mapping[str, str] | None = None,
+        jobs: int | None = None,
+        config: Mapping[str, Any] | None = None,
+        earlier: Path | None = None,
+    ) -> None:
+        from cnnexp.papers.compare import note_facts  # here: a single run needs none of the papers
+
         name = paper or " ".join(override for override in overrides if "," in override) or Path(folder).name
-        tags = {"kind": "sweep", "overrides": " ".join(overrides)}
-        call = {"name": f"sweep {name}", "params": {}, "tags": tags, "key": uuid.uuid4().hex}
-        try:
-            run_id = recorder.call("begin", within_s=START_S, **call)
-        except NoAnswerYet as silent:
-            log.warning("%s; the sweep goes on, and is recorded when it answers", silent)
-    sweep = Sweep(str(folder), run_id, _this_process(), paper, list(varied), jobs, time.time(), call)
-    note_facts(Path(folder), paper, overrides)
-    os.environ[VARIABLE] = json.dumps(asdict(sweep))
-    return sweep
+        config = {**(config or {}), "varied": varied or {}}
+        super().__init__(folder, config, overrides, recorder, f"sweep {name}", earlier=earlier)
+        self.paper = paper
+        self._begin({"overrides": " ".join(overrides)}, {})
+        if recorder is not None:
+            try:
+                self._take_id(recorder.call("follow", within_s=START_S, folder=str(self.folder)))
+            except NoAnswerYet as silent:
+                log.warning("%s; the sweep goes on, and is recorded when it answers", silent)
+        note_facts(self.folder, paper, overrides)
+        within = Sweep(str(folder), _this_process(), self.begun, list(varied or ()), jobs, time.time())
+        os.environ[VARIABLE] = json.dumps(asdict(within))
+
+    def finish(self, interrupted: bool = False) -> list[dict[str, Any]]:
+        """End the sweep: write its table, draw its figures, end its parent run; `lost` says why the store lacks it.
+
+        Args:
+            interrupted: by Ctrl-C or SIGTERM.
+
+        Returns:
+            One row per job, in their order: see `rows`.
+        """
+        os.environ.pop(VARIABLE, None)
+        with self._locks, self._journal:
+            self._rows = rows(self.folder)
+            if not self._rows:
+                return []
+            write_csv(self._rows, self.folder / TABLE)
+            self.add_artifact(self.folder / TABLE)
+            if self.paper is not None:
+                from cnnexp.papers import page
+
+                page.write(self.folder, self.paper)
+                self.add_artifact(self.folder / page.FOLDER, page.FOLDER)
+            failed = len(_failed(self._rows, self.paper))
+            status = "KILLED" if interrupted else "FAILED" if failed else "FINISHED"
+            self._end(status, {"jobs": str(len(self._rows)), "jobs.failed": str(failed)}, drawn=True)
+        return self._rows
+
+    def _draw(self) -> None:
+        finished = [row for row in self._rows if row["status"] == "FINISHED"]
+        draw("draw_sweep", folder=str(self.folder / "figures"), rows=finished, varied=varied(self._rows))
+
+    def _conclude(self, status: str) -> str:
+        self.verdict, self.metrics = conclude(self.folder, self._rows, self.paper)
+        if self.id is not None:
+            self.verdict.append(("run", self.id))
+        table = "\n".join(as_markdown(job_table(self._rows)))
+        return f"{verdict.markdown(f'{len(self._rows)} jobs', self.verdict)}\n{table}\n"
 
 
-def finish(sweep: Sweep, recorder: Recorder | None = None, interrupted: bool = False) -> list[dict[str, Any]]:
-    """End a sweep: write its table, draw its figures, end its parent run.
-
-    Args:
-        sweep: as `begin` returned it.
-        recorder: as for `begin`.
-        interrupted: by Ctrl-C or SIGTERM.
-
-    Returns:
-        One row per job, in their order: see `rows`.
-    """
-    os.environ.pop(VARIABLE, None)
-    found = rows(Path(sweep.folder))
-    if not found:
-        return found
-    table = Path(sweep.folder) / "summary.csv"
-    write_csv(found, table)
-    report, ranked = _write_report(sweep, found)
-    if sweep.paper is not None:
-        from cnnexp.papers import page
-
-        page.write(Path(sweep.folder), sweep.paper)
-    if recorder is not None:
-        run_id = sweep.run_id or _begin_late(sweep, found, recorder)
-        figures = Path(sweep.folder) / "figures"
-        finished = [row for row in found if row["status"] == "FINISHED"]
-        draw("draw_sweep", folder=str(figures), rows=finished, varied=varied(found))
-        failed = len(_failed(found, sweep.paper))
-        if ranked:
-            recorder.call("log", run_id=run_id, metrics=ranked, step=0, time_ms=int(time.time() * 1000))
-        recorder.call(
-            "finish",
-            run_id=run_id,
-            status="KILLED" if interrupted else "FAILED" if failed else "FINISHED",
-            tags={
-                "jobs": str(len(found)),
-                "jobs.failed": str(failed),
-                "mlflow.note.content": report.read_text("utf-8"),
-            },
-            artifacts=[(str(table), None), (str(report), None), (str(figures), "figures"), *_report(sweep)],
-        )
-    return found
-
-
-def _begin_late(sweep: Sweep, found: Sequence[Mapping[str, Any]], recorder: Recorder) -> str:
-    """Make the parent run of a sweep whose store did not answer when it began, with the jobs under it."""
-    run_id: str = recorder.call("begin", **sweep.begin)
-    recorded = (read_journal(Path(sweep.folder) / row["job"])["run_id"] for row in found)
-    recorder.call("adopt", parent=run_id, run_ids=[job for job in recorded if job is not None])
-    return run_id
-
-
-def conclude(sweep: Sweep, found: Sequence[Mapping[str, Any]]) -> tuple[list[verdict.Row], dict[str, float]]:
+def conclude(
+    folder: Path, found: Sequence[Mapping[str, Any]], paper: str | None = None
+) -> tuple[list[verdict.Row], dict[str, float]]:
     """Return what a sweep ends with, its ranking, what differs and where it is, and the metrics of its own run."""
-    journals = {row["job"]: read_journal(Path(sweep.folder) / row["job"]) for row in found}
+    journals = {row["job"]: read_journal(Path(folder) / row["job"]) for row in found}
     baselines = {journal["config"].get("trainer", {}).get("baseline") for journal in journals.values()}
     epochs = {job: journal["epochs"] for job, journal in journals.items()}
     measure, places = ranking.rank(found, varied(found), epochs)
     baseline = baselines.pop() if len(baselines) == 1 else None
-    told = ranking.rows(found, measure, places, baseline, len(_failed(found, sweep.paper)))
-    told.append(("folder", sweep.folder))
-    if sweep.run_id is not None:
-        told.append(("run", sweep.run_id))
-    return told, ranking.metrics(measure, places)
-
-
-def _write_report(sweep: Sweep, found: Sequence[Mapping[str, Any]]) -> tuple[Path, dict[str, float]]:
-    """Write the verdict into the sweep's folder; return the file, and the metrics of the sweep's own run."""
-    told, metrics = conclude(sweep, found)
-    table = "\n".join(as_markdown(job_table(found)))
-    report = Path(sweep.folder) / REPORT
-    report.write_text(f"{verdict.markdown(f'{len(found)} jobs', told)}\n{table}\n", encoding="utf-8")
-    return report, metrics
+    told = ranking.rows(found, measure, places, baseline, len(_failed(found, paper)))
+    return [*told, ("folder", str(folder))], ranking.metrics(measure, places)
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -238,7 +220,7 @@ def failures(found: Sequence[Mapping[str, Any]], paper: str | None = None) -> li
 
     Args:
         found: as `rows` returned it.
-        paper: see `Sweep`: where it is given, a backend that this machine lacks is no failure.
+        paper: see `SweepRecord`: where it is given, a backend that this machine lacks is no failure.
     """
     keys = varied(found) if found else []
     causes: dict[str, list[str]] = {}
@@ -254,15 +236,6 @@ def failures(found: Sequence[Mapping[str, Any]], paper: str | None = None) -> li
 def _failed(found: Sequence[Mapping[str, Any]], paper: str | None) -> list[Mapping[str, Any]]:
     fine = ("FINISHED", "SKIPPED", *([LACKING] if paper is not None else []))
     return [row for row in found if row["status"] not in fine]
-
-
-def _report(sweep: Sweep) -> list[tuple[str, str]]:
-    """Return the report of a paper's table or figure as an artifact, if there is one."""
-    if sweep.paper is None:
-        return []
-    from cnnexp.papers.page import FOLDER
-
-    return [(str(Path(sweep.folder) / FOLDER), FOLDER)]
 
 
 def _values(overrides: Sequence[str]) -> dict[str, str]:

@@ -14,7 +14,7 @@ from cnnexp.app import config_security
 from cnnexp.errors import ConfigError, TrackingError
 from cnnexp.measuring.environment import outputs_dir
 from cnnexp.tracking.address import store_uri
-from cnnexp.tracking.events import JOURNAL, read_journal
+from cnnexp.tracking.events import JOURNAL, RUN, read_journal
 from cnnexp.tracking.pipe import Recorder
 
 URI = "tracking.uri"
@@ -53,16 +53,20 @@ def command(arguments: Sequence[str]) -> None:
                 continue
             if run_id is not None:
                 sent += 1
-                told = f"{len(journal['epochs'])} epochs, {journal['status']}"
-                sys.stdout.write(f"sent {journal['name']} ({told}) of {folder}: run {run_id}\n")
+                what = f"{len(journal['epochs'])} epochs, " if journal["kind"] == RUN else ""
+                sys.stdout.write(f"sent {journal['name']} ({what}{journal['status']}) of {folder}: run {run_id}\n")
     if problems:
         raise TrackingError("; ".join(dict.fromkeys(problems)))
     sys.stdout.write(f"{sent} runs sent\n" if sent else "nothing to send: the stores have all that the journals hold\n")
 
 
 def _to_send(folders: Sequence[Path], all_of_them: bool) -> Iterator[tuple[Path, Mapping[str, Any]]]:
-    """Yield the runs below some folders, with their journals, that a store lacks something of."""
-    for path in sorted({path.resolve() for folder in folders for path in folder.rglob(JOURNAL)}):
+    """Yield runs and sweeps below some folders, with their journals, that a store lacks something of: sweeps last.
+
+    So what has become of its jobs is there when a sweep ends.
+    """
+    found = {path.resolve() for folder in folders for path in folder.rglob(JOURNAL)}
+    for path in sorted(found, key=lambda path: (-len(path.parts), path)):
         journal = read_journal(path.parent)
         recorded = journal["config"].get("tracking", {}).get("name") != "none"
         if journal["begin"] and (all_of_them or (recorded and not journal["stored"])):

@@ -1,6 +1,6 @@
-"""The journal of a run: `journal.jsonl` of its folder, an event a line, and the only record that a run writes.
+"""The journal of a run or of a sweep: `journal.jsonl` of its folder, an event a line, and the only record it writes.
 
-Whatever is known of a run elsewhere follows from this file: a recorder reads it while the run goes on, and brings the
+Whatever is known of one elsewhere follows from this file: a recorder reads it while the run goes on, and brings the
 store up to it; so does the next recorder where one dies, the next start, and `cnnexp sync`. Imports nothing heavy.
 """
 
@@ -15,9 +15,10 @@ from typing import Any, BinaryIO, TextIO
 from cnnexp.system.files import open_regular
 
 JOURNAL = "journal.jsonl"
-SCHEMA = 2  # of its events, in its first line; what a later version writes is not read as ours
+SCHEMA = 3  # of its events, in its first line; what a later version writes is not read as ours
 FALLBACK = "backend.fallback"  # tag: the backend that took over from one whose compiler died
 DISTURBED = "timing.disturbed"  # tag: whether other work took more of the time than a verdict stands
+RUN, SWEEP = "run", "sweep"  # what a journal is of
 KEY = "record.key"  # tag: names a run in any store; made when it first begins
 FOLDER = "record.folder"  # tag: of the run, where its journal is
 LACKING = "UNAVAILABLE"  # status of a run whose backend this machine cannot run
@@ -46,9 +47,10 @@ class Journal:
         folder: of the run; it need not be there.
 
     Attributes:
-        facts: of its last `job` line name, overrides, config, config_hash and contended (empty without one), with
-            `status` (DIED if it never ended), `error` (or None), `fallback` (the backend that took over, or None),
-            `disturbed` (by other work; None where it is not known), `begin` (what `Store.begin` is given, else empty),
+        facts: of its last `job` line kind (`RUN` or `SWEEP`), name, overrides, config, config_hash and contended (empty
+            without one), with `status` (DIED if it never ended), `error` (or None), `fallback` (the backend that took
+            over, or None), `disturbed` (by other work; None where it is not known), `begin` (what `Store.begin` is
+            given, else empty),
             `run_id` (of the MLflow run, or None), `stored` (whether the store was brought up to the end), `metrics`
             (the final ones), `tags` (added at the end), `model` (what `Store.save_model` is given, or None),
             `artifacts` ((file or folder, folder among the artifacts) pairs beside the usual ones) and `time_ms` (of
@@ -65,11 +67,16 @@ class Journal:
     def _clear(self) -> None:
         self.facts: dict[str, Any] = {
             "name": "", "overrides": [], "config": {}, "config_hash": "", "contended": False, "run_id": None,
-            "time_ms": 0, "begin": {}, **_UNENDED,
+            "time_ms": 0, "begin": {}, "kind": RUN, **_UNENDED,
         }  # fmt: skip
         self._key: str | None = None
         self.epochs: dict[int, dict[str, Any]] = {}
         self.unsent: list[int] = []
+
+    @property
+    def has_results(self) -> bool:
+        """Whether it says what a store must have: an epoch of a run, or the end of a sweep."""
+        return bool(self.epochs) or (self.facts["kind"] == SWEEP and self.facts["status"] != DIED)
 
     def read(self) -> dict[str, Any]:
         """Take in all whole lines that are new; return `facts`."""
@@ -127,7 +134,7 @@ def read_journal(folder: Path) -> dict[str, Any]:
 
 def _describes(job: dict[str, Any]) -> bool:
     """Return whether a `job` line holds facts of the kinds that its readers take."""
-    kinds = {"name": str, "overrides": list, "config": dict, "config_hash": str, "schema": int}
+    kinds = {"name": str, "overrides": list, "config": dict, "config_hash": str, "kind": str, "schema": int}
     return (
         all(isinstance(job.get(name, kind()), kind) for name, kind in kinds.items())
         and all(isinstance(override, str) for override in job.get("overrides", []))

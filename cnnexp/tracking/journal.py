@@ -1,7 +1,7 @@
 """The record of a run: `Run` writes its journal, figures and model into its folder, and has a `Recorder` follow it.
 
-All that MLflow gets, a recorder reads from the journal, so no failure of the store loses anything, and training waits
-for none.
+What it shares with the record of a sweep is `Record`. All that MLflow gets, a recorder reads from the journal, so no
+failure of the store loses anything, and training waits for none.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from cnnexp.tracking.events import (
     JOURNAL,
     LACKING,
     MODEL,
+    RUN,
     SCHEMA,
     Journal,
     note,
@@ -67,7 +68,122 @@ START_S = 5.0  # as long does a sweep wait for a store that says nothing
 MOST_REASONS = 2  # that a verdict gives for a speedup; `cnnexp explain` gives all
 
 
-class Run(Observer):
+class Record:
+    """The journal of a folder, a run's or a sweep's, and the recorder that brings the store up to it.
+
+    The folder is locked from here to `_end`. The arguments are those of `Run`.
+    """
+
+    kind = RUN
+
+    def __init__(
+        self,
+        folder: Path,
+        config: Mapping[str, Any],
+        overrides: Sequence[str],
+        recorder: Recorder | None,
+        name: str,
+        contended: bool = False,
+        earlier: Path | None = None,
+    ) -> None:
+        self.folder, self.name, self.contended = Path(folder), name, contended
+        self.id: str | None = None
+        self.begun: dict[str, Any] = {}  # what `Store.begin` is given
+        self.metrics: dict[str, float] = {}
+        self.verdict: list[verdict.Row] = []
+        self.lost: TrackingError | None = None
+        self._config, self._recorder = config, recorder
+        self._artifacts: list[tuple[str, str | None]] = []
+        self.folder.mkdir(parents=True, exist_ok=True)
+        goes_on = earlier is not None and Path(earlier).resolve() == self.folder.resolve()
+        self._locks = self._lock(earlier, goes_on)
+        before = Journal(self.folder if earlier is None else earlier)
+        begun = before.read()["begin"] if earlier is not None else {}
+        self._hash = environment.config_hash(config)
+        same = bool(begun) and begun["tags"].get("config_hash") == self._hash
+        self._key = begun["key"] if same else uuid.uuid4().hex
+        # what is recorded of an epoch stays, though it may be trained again: its checkpoint may not have been written
+        self._known = before.epochs if same else {}
+        self._noted = set(self._known) if goes_on else set[int]()
+        self._journal = open_journal(self.folder / JOURNAL, goes_on)
+        facts = {"overrides": list(overrides), "config": config, "config_hash": self._hash, "contended": contended}
+        note(self._journal, "job", schema=SCHEMA, kind=self.kind, name=name, **facts)
+
+    def _lock(self, earlier: Path | None, goes_on: bool) -> contextlib.ExitStack:
+        """Return what unlocks the folder, and the one that it goes on from, once they are locked."""
+        with contextlib.ExitStack() as locks:
+            locks.callback(RunLock(self.folder).release)
+            if earlier is not None and not goes_on:
+                with contextlib.suppress(OSError):  # a folder that nobody can write to
+                    locks.callback(RunLock(Path(earlier)).release)
+            if not goes_on and holds_run(self.folder):
+                raise ConfigError(
+                    f"hydra.run.dir={self.folder}: holds another run; choose another folder, or go on with that run by "
+                    "trainer.resume=auto"
+                )
+            return locks.pop_all()
+
+    def _begin(self, tags: Mapping[str, str], params: Mapping[str, str], **more: Any) -> None:
+        """Begin the record: what is given and made up here is what `Store.begin` is given."""
+        own = {"kind": self.kind, "config_hash": self._hash, FOLDER: str(self.folder.resolve())}
+        self.begun = {"name": self.name, "params": params, "tags": {**own, **tags}, **more, "key": self._key}
+        note(self._journal, "begin", **self.begun)
+
+    def _take_id(self, run_id: str | None) -> None:
+        if run_id is not None and self.id is None:
+            self.id = run_id
+            note(self._journal, "recorded", run_id=run_id)
+
+    def add_artifact(self, path: Path, target: str | None = None) -> None:
+        """Store a file or folder, if it exists at the end, under the folder `target` of the artifacts."""
+        self._artifacts.append((os.path.relpath(path, self.folder), target))
+
+    def _end(self, status: str, tags: dict[str, str], drawn: bool) -> None:
+        """Draw the figures where they are wanted, conclude, end the journal, wait for the store to have it all."""
+        try:
+            if self._recorder is not None and self.begun:
+                self._recorder.ask("follow", folder=str(self.folder))
+                if drawn:
+                    self._draw()  # while the recorder gets ready, and saves the model
+        except TrackingError as lost:
+            self.lost = lost
+        finally:
+            self._finish(status, tags)
+
+    def _finish(self, status: str, tags: dict[str, str]) -> None:
+        recorded = False
+        try:
+            recorded = self._recorded()  # for the id, which the verdict names
+        finally:
+            if (page := self._conclude(status)) is not None:
+                (self.folder / REPORT).write_text(page, encoding="utf-8")
+                tags["mlflow.note.content"] = page
+            facts = {"status": status, "tags": tags, "metrics": self.metrics, "artifacts": self._artifacts}
+            note(self._journal, "finish", **facts, time_ms=int(time.time() * 1000))
+        if recorded and self._recorded():
+            note(self._journal, "stored")
+
+    def _recorded(self) -> bool:
+        """Wait until the store has all that the journal has; return whether it does."""
+        if self._recorder is None or not self.begun:
+            return False
+        try:
+            self._take_id(self._recorder.call("follow", folder=str(self.folder)))
+        except TrackingError as lost:
+            self.lost = lost
+            return False
+        return True
+
+    def _draw(self) -> None:
+        """Draw the figures."""
+        raise NotImplementedError
+
+    def _conclude(self, status: str) -> str | None:
+        """Come to the verdict; return it as Markdown, None where there is nothing to say."""
+        raise NotImplementedError
+
+
+class Run(Record, Observer):
     """Context manager: one run's journal, MLflow record and figures.
 
     Leaving the block ends the run: FINISHED, KILLED after Ctrl-C or SIGTERM, FAILED after any other exception, which
@@ -79,7 +195,7 @@ class Run(Observer):
         overrides: what the user typed, e.g. `["model.filters=32"]`; part of the name.
         recorder: None records in the folder alone.
         name: None makes one up from the config.
-        parent: id of the sweep's MLflow run.
+        parent: `begun` of the sweep's record.
         contended: whether other runs compute at the same time; then no speedup is claimed.
         earlier: the folder of the run that this one goes on with, perhaps its own, whose journal is then continued;
             where the config is the same, the MLflow run goes on, too.
@@ -109,56 +225,22 @@ class Run(Observer):
         overrides: Sequence[str] = (),
         recorder: Recorder | None = None,
         name: str | None = None,
-        parent: str | None = None,
+        parent: Mapping[str, Any] | None = None,
         contended: bool = False,
         earlier: Path | None = None,
     ) -> None:
-        self.folder = Path(folder)
-        self.name = name or default_name(config, overrides)
-        self.id: str | None = None
+        super().__init__(
+            folder, config, overrides, recorder, name or default_name(config, overrides), contended, earlier
+        )
         self.epochs: list[EpochResult] = []
-        self.metrics: dict[str, float] = {}
         self._tags: dict[str, str] = {}
         self.profile: Mapping[str, Any] | None = None
         self.interference: Interference | None = None
         self.parts: dict[str, Mapping[str, float]] = {}
-        self.verdict: list[verdict.Row] = []
         self.course = verdict.Course()
         self.augmented: np.ndarray | None = None
-        self.contended = contended
-        self._config, self._recorder, self._parent = config, recorder, parent
-        self._skipped = self._has_begun = False
-        self._artifacts: list[tuple[str, str | None]] = []
+        self._parent, self._skipped = parent, False
         self._model: Path | None = None
-        self._lost: TrackingError | None = None
-        self.folder.mkdir(parents=True, exist_ok=True)
-        goes_on = earlier is not None and Path(earlier).resolve() == self.folder.resolve()
-        self._locks = self._lock(earlier, goes_on)
-        before = Journal(self.folder if earlier is None else earlier)
-        begun = before.read()["begin"] if earlier is not None else {}
-        config_hash = environment.config_hash(config)
-        same = bool(begun) and begun["tags"].get("config_hash") == config_hash
-        self._key = begun["key"] if same else uuid.uuid4().hex
-        # what is recorded of an epoch stays, though it may be trained again: its checkpoint may not have been written
-        self._known = before.epochs if same else {}
-        self._noted = set(self._known) if goes_on else set[int]()
-        self._journal = open_journal(self.folder / JOURNAL, goes_on)
-        facts = {"overrides": list(overrides), "config": config, "config_hash": config_hash, "contended": contended}
-        note(self._journal, "job", schema=SCHEMA, name=self.name, **facts)
-
-    def _lock(self, earlier: Path | None, goes_on: bool) -> contextlib.ExitStack:
-        """Return what unlocks the run's folder, and the one that it goes on from, once they are locked."""
-        with contextlib.ExitStack() as locks:
-            locks.callback(RunLock(self.folder).release)
-            if earlier is not None and not goes_on:
-                with contextlib.suppress(OSError):  # a folder that nobody can write to
-                    locks.callback(RunLock(Path(earlier)).release)
-            if not goes_on and holds_run(self.folder):
-                raise ConfigError(
-                    f"hydra.run.dir={self.folder}: holds another run; choose another folder, or go on with that run by "
-                    "trainer.resume=auto"
-                )
-            return locks.pop_all()
 
     def __enter__(self) -> Self:
         return self
@@ -167,7 +249,7 @@ class Run(Observer):
         """Return whether the store has a finished run of the same config; this run then takes over its metrics."""
         if self._recorder is None:
             return False
-        metrics, config_hash = None, environment.config_hash(self._config)
+        metrics, config_hash = None, self._hash
         with contextlib.suppress(NoAnswerYet):
             metrics = self._recorder.call("finished", within_s=ANSWER_S, config_hash=config_hash)
         self._skipped = metrics is not None
@@ -184,37 +266,24 @@ class Run(Observer):
             self._recorder.check()
         self._dataset = dataset
         self.metrics["model/parameters"] = network.parameter_count
-        call = {
-            "name": self.name,
-            "params": flatten(self._config),
-            "tags": {
-                "kind": "run",
-                **{group: str(self._config[group]["name"]) for group in ("backend", "model", "dataset", "optimizer")},
-                "seed": str(self._config["trainer"]["seed"]),
-                "device": backend.device_name,
-                "threads": str(backend.threads),
-                "workers": str(workers),
-                "config_hash": environment.config_hash(self._config),
-                "timing.contended": str(self.contended).lower(),
-                FOLDER: str(self.folder.resolve()),
-                **({"plugins": os.environ[VARIABLE]} if os.environ.get(VARIABLE) else {}),
-                **backend.facts,  # of a GPU: what it can do, driver and toolkit
-            },
-            "dataset": {
-                "name": dataset.name,
-                "sha256": dataset.sha256,
-                "source": dataset.source,
-                "profile": {
-                    name: len(split.labels)
-                    for name in ("train", "test", "validation")
-                    if (split := getattr(dataset, name)) is not None
-                },
-            },
-            "parent": self._parent,
-            "key": self._key,
+        tags = {
+            **{group: str(self._config[group]["name"]) for group in ("backend", "model", "dataset", "optimizer")},
+            "seed": str(self._config["trainer"]["seed"]),
+            "device": backend.device_name,
+            "threads": str(backend.threads),
+            "workers": str(workers),
+            "timing.contended": str(self.contended).lower(),
+            **({"plugins": os.environ[VARIABLE]} if os.environ.get(VARIABLE) else {}),
+            **backend.facts,  # of a GPU: what it can do, driver and toolkit
         }
-        note(self._journal, "begin", **call)
-        self._has_begun = True
+        splits = {name: getattr(dataset, name) for name in ("train", "test", "validation")}
+        described = {
+            "name": dataset.name,
+            "sha256": dataset.sha256,
+            "source": dataset.source,
+            "profile": {name: len(split.labels) for name, split in splits.items() if split is not None},
+        }
+        self._begin(tags, flatten(self._config), dataset=described, parent=self._parent)
         for epoch in sorted(self._known):  # for who goes on with this one, should it end before it trains
             self._note_epoch(epoch, self._known[epoch])
         if self._recorder is not None:
@@ -243,7 +312,7 @@ class Run(Observer):
         """What names this run and its data, for a reader of its checkpoints."""
         return {
             "name": self.name,
-            "config_hash": environment.config_hash(self._config),
+            "config_hash": self._hash,
             "run_id": self.id,
             "classes": list(self._dataset.classes),
             "pixels": str(self._dataset.train.images.dtype),
@@ -282,7 +351,7 @@ class Run(Observer):
 
     def _follow(self) -> Future[Any] | None:
         """Have the recorder look into the journal, however the store is; note the id of the run once it is known."""
-        if self._recorder is None or not self._has_begun:
+        if self._recorder is None or not self.begun:
             return None
         try:
             look = self._recorder.follow(self.folder)
@@ -291,11 +360,6 @@ class Run(Observer):
         if self.id is None and look.done() and look.exception() is None:
             self._take_id(look.result())
         return look
-
-    def _take_id(self, run_id: str | None) -> None:
-        if run_id is not None and self.id is None:
-            self.id = run_id
-            note(self._journal, "recorded", run_id=run_id)
 
     def summarize(self, metrics: Mapping[str, float]) -> None:
         """Add metrics that are recorded once, e.g. `{"time/compile_s": 1.2}`."""
@@ -318,10 +382,6 @@ class Run(Observer):
         """Give the last epoch its scores on the test split, which no checkpoint keeps."""
         self.epochs[-1] = dataclasses.replace(self.epochs[-1], scores=scores)
 
-    def add_artifact(self, path: Path, target: str | None = None) -> None:
-        """Store a file or folder, if it exists when the run ends, under the folder `target` of its artifacts."""
-        self._artifacts.append((os.path.relpath(path, self.folder), target))
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
@@ -332,44 +392,12 @@ class Run(Observer):
         with self._locks, self._journal:
             if self.epochs:
                 self._summarize(status, tags)
-            try:
-                if self._recorder is not None and self._has_begun:
-                    self._recorder.ask("follow", folder=str(self.folder))
-                    if status == "FINISHED":
-                        self._draw()  # while the recorder gets ready, and saves the model
-            except TrackingError as lost:
-                self._lost = lost
-            finally:
-                self._finish(status, tags)
-        if self._lost is not None and error is None:
+            self._end(status, tags, drawn=status == "FINISHED")
+        if self.lost is not None and error is None:
             raise TrackingError(
-                f"{self._lost}; all {len(self.epochs)} epochs are in {self.folder / JOURNAL}; "
+                f"{self.lost}; all {len(self.epochs)} epochs are in {self.folder / JOURNAL}; "
                 f"{environment.program_name()} sync {self.folder} sends them"
             )
-
-    def _finish(self, status: str, tags: dict[str, str]) -> None:
-        """Conclude, end the journal, and wait for the store to have it all."""
-        recorded = False
-        try:
-            recorded = self._recorded()  # for the id, which the verdict names
-        finally:
-            if self.epochs:
-                tags["mlflow.note.content"] = self._conclude(status)
-            facts = {"status": status, "tags": tags, "metrics": self.metrics, "artifacts": self._artifacts}
-            note(self._journal, "finish", **facts, time_ms=int(time.time() * 1000))
-        if recorded and self._recorded():
-            note(self._journal, "stored")
-
-    def _recorded(self) -> bool:
-        """Wait until the store has all that the journal has; return whether it does."""
-        if self._recorder is None or not self._has_begun:
-            return False
-        try:
-            self._take_id(self._recorder.call("follow", folder=str(self.folder)))
-        except TrackingError as lost:
-            self._lost = lost
-            return False
-        return True
 
     def _summarize(self, status: str, tags: dict[str, str]) -> None:
         self.metrics.update(summary(self.epochs, self.contended, self._config["trainer"].get("target")))
@@ -382,8 +410,10 @@ class Run(Observer):
             if self._recorder is not None and self._model is not None:
                 self._save_model(self._model)
 
-    def _conclude(self, status: str) -> str:
-        """Come to the verdict and write it into the folder; return it as Markdown."""
+    def _conclude(self, status: str) -> str | None:
+        """Come to the verdict; return it as Markdown, None without an epoch."""
+        if not self.epochs:
+            return None
         baseline = self._config["trainer"].get("baseline")
         self.verdict = verdict.run_rows(
             self.epochs, self.metrics, baseline, self.contended, self.interference, self.parts, self.course
@@ -403,9 +433,7 @@ class Run(Observer):
         commands = [command for command, known in told if known is not None]
         more = (f"{environment.program_name()} {command}" for command in commands)
         self.verdict.append(("more", " | ".join(more)))
-        page = verdict.markdown(self.name, self.verdict)
-        (self.folder / REPORT).write_text(page, encoding="utf-8")
-        return page
+        return verdict.markdown(self.name, self.verdict)
 
     def _save_model(self, checkpoint: Path) -> None:
         """Leave for the recorder what it makes a model of."""
@@ -459,7 +487,7 @@ def holds_run(folder: Path) -> bool:
     """Return whether a folder holds what a run has trained; a job that failed before leaves a journal alone."""
     journal = Journal(folder)
     journal.read()
-    return holds_checkpoints(folder) or bool(journal.epochs)
+    return holds_checkpoints(folder) or journal.has_results
 
 
 def save_epochs(folder: Path, epochs: Sequence[EpochResult]) -> None:

@@ -113,7 +113,7 @@ class Store:
         """Bring the store up to the journal of a folder, as far as it is written; `look` does so from now on.
 
         Args:
-            folder: of a run of our owner's.
+            folder: of a run or a sweep of our owner's.
             now: whether to do so at once, however short ago the last time or a failure is.
 
         Returns:
@@ -134,7 +134,7 @@ class Store:
         return followed.run_id
 
     def sync(self, folder: str) -> str | None:
-        """Bring the store up to the journal of a run that has ended, however it ended.
+        """Bring the store up to the journal of a run or a sweep that has ended, however it ended.
 
         Returns:
             The id of the run; None where there is nothing to send: it runs, is gone on with in another folder, or
@@ -157,7 +157,7 @@ class Store:
             with self._explained("cannot be written"):
                 key = facts["begin"].get("key")
                 found = self._of_key(key)
-                if key is None or (found is None and not followed.journal.epochs) or _elsewhere(found, where, key):
+                if key is None or (found is None and not followed.journal.has_results) or _elsewhere(found, where, key):
                     return None
             self._bring_up(followed, where, has_ended=True)
             with open_journal(where / JOURNAL) as file:
@@ -186,7 +186,7 @@ class Store:
         params: Mapping[str, str],
         tags: Mapping[str, str],
         dataset: Mapping[str, Any] | None = None,
-        parent: str | None = None,
+        parent: Mapping[str, Any] | str | None = None,
         key: str | None = None,
         is_live: bool = True,
     ) -> str:
@@ -197,19 +197,27 @@ class Store:
             params: the resolved config by dotted key.
             tags: what runs are grouped by; facts of the machine and the code are added to those of a live one.
             dataset: name, sha256, source and profile of the data.
-            parent: id of the sweep's run.
+            parent: what the sweep's run is begun with: whoever comes first makes it; or its id, as journals before
+                `SCHEMA` 3 have it.
             key: names the run, whoever begins it.
             is_live: whether our owner runs it, and has not only found its journal.
         """
+        if isinstance(parent, Mapping):
+            parent = self.begin(**parent, is_live=False)
         tags = {**tags, **({KEY: key} if key else {}), **({PARENT: parent} if parent else {})}
         if is_live:
             tags = {**environment.machine_facts(), **environment.versions(), **environment.git_facts(), **tags}
             tags |= {**liveness.describe(self._owner), liveness.HEARTBEAT: str(_now_ms())}
         with self._explained("cannot be written"):
-            found = self._of_key(key)
-            if found is None:
-                run_id = self._client.create_run(self._experiment_id, tags=tags, run_name=name).info.run_id
-            else:
+            with alone(self._uri):  # jobs of a sweep may come at once to make its run
+                found = self._of_key(key)
+                if found is None:
+                    run_id = self._client.create_run(self._experiment_id, tags=tags, run_name=name).info.run_id
+                    first = self._of_key(key)
+                    if first is not None and first.info.run_id != run_id:  # a server cannot be locked
+                        self._client.delete_run(run_id)
+                        found = first
+            if found is not None:
                 run_id = found.info.run_id
                 if is_live:
                     self._client.update_run(run_id, status="RUNNING")
@@ -242,18 +250,13 @@ class Store:
                 self._save_model(run_id, folder, facts["model"])
                 facts["model"] = None
             if has_ended or facts["status"] != DIED:
-                self._send(run_id, _metrics(facts["metrics"], 0, facts["time_ms"]) if journal.epochs else [])
+                self._send(run_id, _metrics(facts["metrics"], 0, facts["time_ms"]) if journal.has_results else [])
                 died = facts["status"] == DIED
                 status, tags = _how_died(begin["tags"]) if died else (facts["status"], facts["tags"])
                 left = {**ARTIFACTS, **dict(facts["artifacts"])}
                 artifacts = [(str(folder / name), target) for name, target in left.items() if (folder / name).exists()]
                 self.finish(run_id, "FAILED" if status == LACKING else status, tags, artifacts)
                 self._followed.pop(str(folder), None)
-
-    def log(self, run_id: str, metrics: Mapping[str, float], step: int, time_ms: int) -> None:
-        """Record metrics of a run that has no journal."""
-        with self._explained("cannot be written"):
-            self._send(run_id, _metrics(metrics, step, time_ms))
 
     def _save_model(self, run_id: str, folder: Path, model: Mapping[str, Any]) -> None:
         """Log a checkpoint as a model of MLflow's, which `mlflow.pyfunc.load_model` loads beside cnnexp.
@@ -305,12 +308,6 @@ class Store:
             self._open_runs.discard(run_id)
         gc.collect()  # of a run; see `main`
 
-    def adopt(self, parent: str, run_ids: Sequence[str]) -> None:
-        """Put runs under the run of their sweep, which was begun after them."""
-        with self._explained("cannot be written"):
-            for run_id in run_ids:
-                self._client.set_tag(run_id, PARENT, parent)
-
     def link(self) -> str:
         """Return the address that shows this experiment's runs; of an sqlite store it works while `cnnexp ui` runs."""
         return view.address(self._uri, self._experiment_id)
@@ -359,8 +356,9 @@ class Store:
         return self._client.search_runs([self._experiment_id], filter_string=condition, max_results=limit)
 
     def _of_key(self, key: str | None) -> Run | None:
-        found = self._search(f"tags.`{KEY}` = '{key}'", 1) if key and key.isalnum() else []
-        return found[0] if found else None
+        """Return the first run that was made of a key."""
+        found = self._search(f"tags.`{KEY}` = '{key}'", 100) if key and key.isalnum() else []
+        return min(found, key=lambda run: (run.info.start_time, run.info.run_id), default=None)
 
     def _is_orphaned(self) -> bool:
         return self._owner not in (os.getpid(), os.getppid())

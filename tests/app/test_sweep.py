@@ -6,15 +6,17 @@ import os
 import sqlite3
 import subprocess
 import sys
+from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import pytest
 from commands import TINY
+from omegaconf import OmegaConf
 from results import CONFIG, DATASET, NETWORK, Backend, epoch_result
 from rich.console import Console
 
-from cnnexp.app import sweep
+from cnnexp.app import hydra_app, resume, sweep, sync
 from cnnexp.errors import DataError
 from cnnexp.papers import EXPERIMENTS
 from cnnexp.papers.compare import compare
@@ -22,7 +24,7 @@ from cnnexp.system.table import as_screen
 from cnnexp.tracking import journal, pipe, store
 from cnnexp.tracking.events import FALLBACK, JOURNAL
 from cnnexp.tracking.journal import Run
-from cnnexp.tracking.pipe import Recorder
+from cnnexp.tracking.pipe import NoAnswerYet, Recorder
 
 # MLflow and what it imports warn of each other; the recorder's process silences them
 pytestmark = pytest.mark.filterwarnings("default")
@@ -38,7 +40,7 @@ def no_sweep_left_over():
 def run_job(folder, number, overrides, epoch_s=0.5, error=None, recorder=None):
     """A job as `cnnexp.app.hydra_app` runs it."""
     within = sweep.current()
-    job = Run(folder / str(number), CONFIG, overrides, recorder, None, within.run_id, within.contended)
+    job = Run(folder / str(number), CONFIG, overrides, recorder, None, within.begun, within.contended)
     if error is None:
         job.begin(DATASET, NETWORK, Backend())
         job.finished(epoch_result(1, epoch_s=epoch_s, speedup=2.0))
@@ -47,7 +49,7 @@ def run_job(folder, number, overrides, epoch_s=0.5, error=None, recorder=None):
 
 
 def test_a_backend_that_took_over_is_told_and_its_times_are_no_others(tmp_path):
-    sweep.begin(tmp_path, ["model.filters=2"])
+    sweep.SweepRecord(tmp_path, ["model.filters=2"])
     with Run(tmp_path / "0", CONFIG, ["model.filters=2"]) as job:
         job.begin(DATASET, NETWORK, Backend())
         job.tag(FALLBACK, "cpu-parallel")
@@ -62,14 +64,14 @@ def test_a_backend_that_took_over_is_told_and_its_times_are_no_others(tmp_path):
 
 
 def test_rows_tell_what_varied_and_what_became_of_each_job(tmp_path):
-    started = sweep.begin(tmp_path, ["backend=numpy,cpu", "model.filters=2,10", "trainer.seed=1"])
+    started = sweep.SweepRecord(tmp_path, ["backend=numpy,cpu", "model.filters=2,10", "trainer.seed=1"])
     for number in (10, 9, 2):
         run_job(tmp_path, number, [f"model.filters={number}", "trainer.seed=1"], epoch_s=number)
     run_job(tmp_path, 11, ["model.filters=11", "trainer.seed=1"], error=DataError("no data"))
     (tmp_path / "12").mkdir()
     job_line = (tmp_path / "10" / JOURNAL).read_text().splitlines()[0]
     (tmp_path / "12" / JOURNAL).write_text(job_line + "\n")
-    rows = sweep.finish(started)
+    rows = started.finish()
     assert [row["job"] for row in rows] == ["2", "9", "10", "11", "12"]
     assert [row["status"] for row in rows] == ["FINISHED"] * 3 + ["FAILED", "DIED"]
     assert [row["model.filters"] for row in rows] == ["2", "9", "10", "11", "10"]
@@ -82,10 +84,10 @@ def test_rows_tell_what_varied_and_what_became_of_each_job(tmp_path):
 
 
 def test_table_as_csv_and_on_the_screen(tmp_path):
-    started = sweep.begin(tmp_path, [])
+    started = sweep.SweepRecord(tmp_path, [])
     run_job(tmp_path, 0, ["model.filters=2"], epoch_s=0.25)
     run_job(tmp_path, 1, ["model.filters=4"], error=DataError("no, data"))
-    rows = sweep.finish(started)
+    rows = started.finish()
     with (tmp_path / "summary.csv").open(newline="") as file:
         table = list(csv.DictReader(file))
     assert [row["error"] for row in table] == ["", "no, data"]
@@ -99,13 +101,13 @@ def test_table_as_csv_and_on_the_screen(tmp_path):
 
 
 def test_a_sweep_without_jobs_is_no_error_and_is_over_when_it_is_finished(tmp_path):
-    assert sweep.finish(sweep.begin(tmp_path, [])) == []
+    assert sweep.SweepRecord(tmp_path, []).finish() == []
     assert sweep.failures([]) == []
     assert sweep.current() is None
 
 
 def test_jobs_in_other_processes_are_contended(tmp_path):
-    sweep.begin(tmp_path, [])
+    sweep.SweepRecord(tmp_path, [])
     assert not sweep.current().contended
     question = "from cnnexp.app import sweep; print(sweep.current().folder, sweep.current().contended)"
     answer = subprocess.run([sys.executable, "-c", question], capture_output=True, text=True, check=True, cwd=ROOT)
@@ -115,23 +117,23 @@ def test_jobs_in_other_processes_are_contended(tmp_path):
 def test_sweep_in_mlflow_has_a_parent_with_table_and_figures(tmp_path, new_store):
     uri = new_store(tmp_path)
     recorder = Recorder(uri, "sweeps")
-    started = sweep.begin(tmp_path / "jobs", ["model.filters=2,4", "trainer.seed=1"], recorder)
+    started = sweep.SweepRecord(tmp_path / "jobs", ["model.filters=2,4", "trainer.seed=1"], recorder)
     jobs = [run_job(tmp_path / "jobs", i, [f"model.filters={2 + 2 * i}"], 1 + i, None, recorder) for i in range(2)]
     run_job(tmp_path / "jobs", 2, ["model.filters=0"], error=DataError("no data"), recorder=recorder)
-    sweep.finish(started, recorder)
+    started.finish()
     recorder.close()
 
     client = store.Store(uri, "sweeps")._client
-    parent = client.get_run(started.run_id)
+    parent = client.get_run(started.id)
     assert (parent.info.run_name, parent.info.status) == ("sweep model.filters=2,4", "FAILED")
     assert parent.data.tags.items() >= {"kind": "sweep", "jobs": "3", "jobs.failed": "1"}.items()
     for job in jobs:
         child = client.get_run(job.id)
-        assert child.data.tags["mlflow.parentRunId"] == started.run_id
+        assert child.data.tags["mlflow.parentRunId"] == started.id
         wanted = {"backend", "model", "dataset", "optimizer", "device", "threads", "config_hash"}
         assert child.data.tags.keys() >= wanted
-    artifacts = {a.path for a in client.list_artifacts(started.run_id)}
-    figures = {a.path for a in client.list_artifacts(started.run_id, "figures")}
+    artifacts = {a.path for a in client.list_artifacts(started.id)}
+    figures = {a.path for a in client.list_artifacts(started.id, "figures")}
     assert artifacts == {"summary.csv", "figures", "report.md"}
     note = parent.data.tags["mlflow.note.content"]
     assert note == (tmp_path / "jobs" / "report.md").read_text()
@@ -151,15 +153,15 @@ def test_a_store_that_is_locked_when_a_sweep_begins_has_its_jobs_under_one_paren
     with contextlib.closing(sqlite3.connect(tmp_path / "mlflow.db", isolation_level=None)) as holder:
         holder.execute("BEGIN EXCLUSIVE")
         recorder = Recorder(uri, "sweeps")
-        started = sweep.begin(tmp_path / "jobs", ["model.filters=2,4"], recorder)
-        job = Run(tmp_path / "jobs" / "0", CONFIG, ["model.filters=2"], recorder)
+        started = sweep.SweepRecord(tmp_path / "jobs", ["model.filters=2,4"], recorder)
+        job = Run(tmp_path / "jobs" / "0", CONFIG, ["model.filters=2"], recorder, parent=started.begun)
         job.begin(DATASET, NETWORK, Backend())
         job.finished(epoch_result(1))
-        assert (started.run_id, job.id) == (None, None)
+        assert (started.id, job.id) == (None, None)
     assert "no answer yet; the sweep goes on, and is recorded when it answers" in caplog.records[0].message
     job.__exit__(None, None, None)
     run_job(tmp_path / "jobs", 1, ["model.filters=4"], recorder=recorder)
-    sweep.finish(started, recorder)
+    started.finish()
     recorder.close()
 
     opened = store.Store(uri, "sweeps")
@@ -167,6 +169,58 @@ def test_a_store_that_is_locked_when_a_sweep_begins_has_its_jobs_under_one_paren
     (parent,) = (run for run in runs if run.data.tags["kind"] == "sweep")
     assert parent.info.status == "FINISHED"
     assert [run.data.tags["mlflow.parentRunId"] for run in runs if run is not parent] == [parent.info.run_id] * 2
+
+
+class Silent:
+    """A recorder whose store never answers."""
+
+    def call(self, method, within_s=None, **arguments):
+        raise NoAnswerYet("no answer yet")
+
+    def ask(self, method, **arguments):
+        return Future()
+
+
+def test_a_sweep_whose_store_never_answered_is_sent_with_its_table_and_figures(tmp_path, new_store, capsys):
+    folder, experiment = tmp_path / "jobs", CONFIG["tracking"].get("experiment", "cnnexp")
+    started = sweep.SweepRecord(folder, ["model.filters=2,4"], Silent())
+    for number in (0, 1):
+        run_job(folder, number, [f"model.filters={2 + 2 * number}"], 1 + number)
+    started.finish()
+    assert str(started.lost) == "no answer yet"
+    uri = new_store(tmp_path)
+    for _ in range(2):  # the second finds all there
+        sync.command([str(folder), f"tracking.uri={uri}"])
+        assert "sent sweep model.filters=2,4 (FINISHED) of" in capsys.readouterr().out
+    opened = store.Store(uri, experiment)
+    runs = opened._search("", 10)
+    (parent,) = (run for run in runs if run.data.tags["kind"] == "sweep")
+    assert (parent.info.status, parent.data.tags["jobs"]) == ("FINISHED", "2")
+    assert parent.data.metrics == {"ranking/filters 2": 2.0, "ranking/filters 4": 2.0, "speedup/best": 2.0}
+    artifacts = {artifact.path for artifact in opened._client.list_artifacts(parent.info.run_id)}
+    assert artifacts == {"summary.csv", "figures", "report.md"}
+    assert [run.data.tags["mlflow.parentRunId"] for run in runs if run is not parent] == [parent.info.run_id] * 2
+
+
+def test_a_sweep_that_goes_on_has_the_parent_that_it_had(tmp_path, new_store, monkeypatch):
+    uri, words = new_store(tmp_path), ["model.filters=2,4"]
+    monkeypatch.setattr(resume, "outputs_dir", lambda: tmp_path)
+    recorder, ids = Recorder(uri, "sweeps"), []
+    for name, skip in (("a", False), ("a", False), ("b", True), ("c", False)):
+        config = OmegaConf.create({"sweep": {"skip_finished": skip}, "trainer": {"resume": None}})
+        common, plan = {"model": {"name": "one_conv"}}, {"model.filters": "2,4"}
+        earlier = hydra_app._earlier_sweep(config, tmp_path / name, {**common, "varied": plan})
+        started = sweep.SweepRecord(tmp_path / name, words, recorder, None, plan, 2, common, earlier)
+        run_job(tmp_path / name, len(ids), ["model.filters=2"], recorder=recorder)
+        started.finish(interrupted=not skip)
+        ids.append(started.id)
+    recorder.close()
+    opened = store.Store(uri, "sweeps")
+    assert ids[0] == ids[1] == ids[2] != ids[3]
+    assert opened.sync(str(tmp_path / "a")) is None, "what is there is an earlier part"
+    parent = opened._client.get_run(ids[0])
+    assert (parent.info.status, parent.data.tags["record.folder"]) == ("FINISHED", str(tmp_path / "b"))
+    assert len(opened._search(f"tags.`mlflow.parentRunId` = '{ids[0]}'", 10)) == 3
 
 
 def command_line(*arguments):
@@ -203,10 +257,8 @@ def test_a_parallel_launcher_is_contended(tmp_path):
 
 
 def test_a_parallel_launcher_that_lost_a_process_is_told_in_a_line(monkeypatch, tmp_path, capsys):
-    from cnnexp.app import hydra_app
-
     def command():
-        hydra_app.SweepCallback.started = sweep.begin(tmp_path, ["model.filters=1,2,4"])
+        hydra_app.SweepCallback.started = sweep.SweepRecord(tmp_path, ["model.filters=1,2,4"])
         run_job(tmp_path, 0, ["model.filters=1"])
         (tmp_path / "1").mkdir()
         died = {"event": "job", "name": "killed", "overrides": ["model.filters=2"], "config": CONFIG}

@@ -78,8 +78,8 @@ def test_run_holds_what_was_recorded(store, tmp_path):
     dataset = {"name": "points", "sha256": "0123456789abcdef" * 4, "source": "made up", "profile": {"train": 8}}
     params = {f"key{i}": str(i) for i in range(250)}
     run_id = store.begin("named", params, {"backend": "numpy"}, dataset, parent=begin(store, "parent"))
-    store.log(run_id, {"train/loss": 2.0, "test/accuracy": 0.5}, 1, 1000)
-    store.log(run_id, {"train/loss": 1.0, "test/accuracy": 0.7}, 2, 2000)
+    store._send(run_id, stores._metrics({"train/loss": 2.0, "test/accuracy": 0.5}, 1, 1000))
+    store._send(run_id, stores._metrics({"train/loss": 1.0, "test/accuracy": 0.7}, 2, 2000))
     artifacts = [(str(tmp_path / "figures"), "figures"), (str(tmp_path / "config.json"), None)]
     store.finish(run_id, "FINISHED", {"note": "done"}, artifacts)
 
@@ -239,7 +239,7 @@ def test_a_store_opens_however_long_it_was_locked(new_store, tmp_path, monkeypat
 def test_finished_finds_only_finished_runs_of_the_config(store):
     for status in ("FAILED", "FINISHED"):
         run_id = begin(store, config_hash=f"hash of {status}")
-        store.log(run_id, {"final/test_accuracy": 0.9}, 1, 1)
+        store._send(run_id, stores._metrics({"final/test_accuracy": 0.9}, 1, 1))
         store.finish(run_id, status, {})
     assert store.finished("hash of FINISHED") == {"final/test_accuracy": 0.9}
     assert store.finished("hash of FAILED") is None
@@ -355,13 +355,15 @@ def test_what_is_no_database_is_told_at_once(tmp_path, kind):
 def test_processes_that_start_at_once_share_a_new_store(tmp_path):
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     recorders = [Recorder(uri, "together") for _ in range(2)]
-    answers = [recorder.ask("begin", name=f"run {i}", params={}, tags={}) for i, recorder in enumerate(recorders)]
+    call = {"params": {}, "tags": {}, "parent": {"name": "sweep", "params": {}, "tags": {}, "key": "k"}}
+    answers = [recorder.ask("begin", name=f"run {i}", **call) for i, recorder in enumerate(recorders)]
     runs = [answer.result() for answer in answers]
     for recorder, run_id in zip(recorders, runs, strict=True):
         recorder.call("finish", run_id=run_id, status="FINISHED", tags={})
         recorder.close()
     store = stores.Store(uri, "together")
     assert {run.info.run_id for run in store._search("attributes.status = 'FINISHED'", 10)} == set(runs)
+    assert len({read(store, run_id).data.tags["mlflow.parentRunId"] for run_id in runs}) == 1
 
 
 def test_an_experiment_has_our_view_and_an_older_one_gets_it(store):
