@@ -161,7 +161,8 @@ def _dispatch(arguments: list[str]) -> None:
     if {"-h", "--help"} & set(arguments):
         importlib.import_module("cnnexp.app.groups").show_all({name: does for name, (_, _, does) in COMMANDS.items()})
         return
-    if _seems_recorded(arguments):
+    about = [word for word in arguments if word.startswith("-") and word not in ("-m", "--multirun")]
+    if not about and "tracking=none" not in arguments:  # as far as can be seen before the config is composed
         # loads MLflow while this process loads Hydra, the data and its compiler
         start_early(database=not any(word.startswith("tracking.uri=") for word in arguments))
     try:
@@ -178,12 +179,6 @@ def _composing(error: Exception) -> CnnexpError | None:
         return composing.explain(error, hydra_app.config_keys)
     except Exception:  # what cannot be explained is shown as it is
         return None
-
-
-def _seems_recorded(arguments: list[str]) -> bool:
-    """Whether a command line, as far as can be seen before it is composed, is of runs that MLflow records."""
-    about = [word for word in arguments if word.startswith("-") and word not in ("-m", "--multirun")]
-    return not about and "tracking=none" not in arguments
 
 
 def _terminate(signum: int, frame: object) -> None:

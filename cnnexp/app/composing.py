@@ -41,7 +41,8 @@ def explain(error: Exception, config_keys: Callable[[], Sequence[str]]) -> Confi
         error: as caught.
         config_keys: returns the dotted keys of a config that does compose; asked for only when a key is unknown.
     """
-    if not {_raised_in(error), type(error).__module__.partition(".")[0]} & COMPOSERS:
+    raised_in = list(traceback.walk_tb(error.__traceback__))[-1][0].f_globals["__name__"]
+    if not {module.partition(".")[0] for module in (str(raised_in), type(error).__module__)} & COMPOSERS:
         return None
     text = re.sub(r"^LexerNoViableAltException: ", "", str(error))
     if match := re.match(r"Could not (?:override|delete from config\.) '([^']+)'", text):
@@ -96,12 +97,6 @@ def _unknown_option(group: str, name: str, text: str) -> ConfigError:
     options = listed[1].split() if listed else sorted(path.stem for path in (CONF / group).glob("*.yaml"))
     legal = f"; legal: {', '.join(options)}" if options else ""
     return ConfigError(f"{group}={name}: unknown{legal}{did_you_mean(name, options)}")
-
-
-def _raised_in(error: Exception) -> str:
-    """Return the top-level package of the code that raised `error`."""
-    frame, _ = list(traceback.walk_tb(error.__traceback__))[-1]
-    return str(frame.f_globals["__name__"]).partition(".")[0]
 
 
 def _one_line(text: str) -> str:

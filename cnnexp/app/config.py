@@ -12,7 +12,7 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 from omegaconf import DictConfig, OmegaConf
@@ -178,8 +178,9 @@ class Sweep:
     small: bool = False
 
     def __post_init__(self) -> None:
-        if self.paper is not None:
-            _check_choice(EXPERIMENTS, self.paper, "sweep.paper")
+        if self.paper is not None and self.paper not in EXPERIMENTS:
+            near = did_you_mean(self.paper, EXPERIMENTS)
+            raise ConfigError(f"sweep.paper={show(self.paper)}: unknown; legal: {', '.join(EXPERIMENTS)}{near}")
 
 
 @dataclass(frozen=True)
@@ -327,7 +328,7 @@ def convert(value: Any, hint: Any, key: str) -> Any:
         return value
     if origin in (tuple, list) and isinstance(value, Sequence) and not isinstance(value, str):
         return origin(convert(item, args[0], f"{key}[{i}]") for i, item in enumerate(value))
-    if _is_dataclass(hint) and isinstance(value, Mapping):
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
         return build(hint, value, key)
     if hint is Any or (hint in (str, bool, type(None)) and isinstance(value, hint)):
         return value
@@ -381,12 +382,6 @@ def _layer(value: Any, key: str) -> Layer:
     return build(LAYERS.find(value["type"], f"{key}.type"), value, key, tag="type")
 
 
-def _check_choice(registry: Mapping[str, Any], name: object, key: str) -> None:
-    if not isinstance(name, str) or name not in registry:
-        near = did_you_mean(str(name), registry)
-        raise ConfigError(f"{key}={show(name)}: unknown; legal: {', '.join(registry)}{near}")
-
-
 def _check_names(where: str, given: Mapping[str, Any], legal: Sequence[str], required: Sequence[str]) -> None:
     prefix = f"{where}." if where else ""
     for key, value in given.items():
@@ -432,10 +427,6 @@ def _describe(hint: Any) -> str:
         return f"a list, each {_describe(args[0])}"
     words = {int: "a whole number", float: FLOAT32, bool: "true or false", str: "a text", type(None): "null"}
     return words.get(hint, "a mapping of keys to values")
-
-
-def _is_dataclass(hint: Any) -> TypeGuard[type]:
-    return isinstance(hint, type) and dataclasses.is_dataclass(hint)
 
 
 def _container(config: DictConfig, **options: Any) -> dict[str, Any]:

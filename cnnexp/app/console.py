@@ -15,6 +15,7 @@ from cnnexp.backends.protocol import Backend
 from cnnexp.datasets import Dataset
 from cnnexp.network import Network
 from cnnexp.system.table import Group, Table, as_screen
+from cnnexp.tracking import verdict
 from cnnexp.training.loop import EpochResult
 from cnnexp.training.loop import Progress as EpochProgress
 
@@ -130,15 +131,12 @@ class Display:
         widths = [max(least.get(key, 7), len(key.split()[-1]) + 1, len(cells[key]) + 1) for key in cells]
         if not self._headed:
             self._headed = True
-            for row in zip(*(_two_lines(title) for title in cells), strict=True):
-                self._line("".join(word.rjust(width) for word, width in zip(row, widths, strict=True)))
-        self._line("".join(cell.rjust(width) for cell, width in zip(cells.values(), widths, strict=True)))
+            for row in zip(*(title.rpartition(" ")[::2] for title in cells), strict=True):
+                say(self.console, "".join(word.rjust(width) for word, width in zip(row, widths, strict=True)))
+        say(self.console, "".join(cell.rjust(width) for cell, width in zip(cells.values(), widths, strict=True)))
 
     def _wrapped(self, text: str) -> None:
-        self._line(textwrap.fill(text, min(self.console.width, LINE)))
-
-    def _line(self, text: str) -> None:
-        self.console.print(text, highlight=False, soft_wrap=True, markup=False)
+        say(self.console, textwrap.fill(text, min(self.console.width, LINE)))
 
 
 class _Screen(Console):
@@ -165,7 +163,7 @@ class JobTable:
         self._failed: dict[str, int] = {}  # error -> the first job that it ended
         self._width = max(16, min(self.console.width, LINE) - 46)
         label = ", ".join(title.rpartition(".")[2] for title in titles) or "job"
-        self._print(f"{self._begun('job', label)}{'epoch (s)':>11}{'speedup':>9}{'acc.':>9}  left")
+        say(self.console, f"{self._begun('job', label)}{'epoch (s)':>11}{'speedup':>9}{'acc.':>9}  left")
 
     def name(self, number: int) -> str:
         """Return e.g. `job 2 of 8`."""
@@ -186,34 +184,24 @@ class JobTable:
         if error is not None:
             first = self._failed.setdefault(error, number)
             why = f"FAILED: {error}" if first == number else f"FAILED, as {first + 1}"
-            self._print(self._filled(f"{place:>6}  {label}  {why}"))
+            say(self.console, self._filled(f"{place:>6}  {label}  {why}"))
             return
-        cells = [
-            format(metrics[name], form) if name in metrics else ""
-            for name, form in (
-                ("time/median_epoch_s", ">11.4g"),
-                ("speedup/median", ">9.3g"),
-                ("final/test_accuracy", ">9.2%"),
-            )
-        ]
-        cells = [cell.rjust(width) for cell, width in zip(cells, (11, 9, 9), strict=True)]
+        columns = ("time/median_epoch_s", 11, ".4g"), ("speedup/median", 9, ".3g"), ("final/test_accuracy", 9, ".2%")
+        cells = [f"{format(metrics[name], form) if name in metrics else '':>{width}}" for name, width, form in columns]
         left = (now - self._started) / self.shown * (self._jobs - self.shown) if self._jobs else None
         told = "" if left is None else f"  {_duration(left)}"
-        self._print(f"{self._begun(place, label)}{''.join(cells)}{told}")
+        say(self.console, f"{self._begun(place, label)}{''.join(cells)}{told}")
 
     def _begun(self, place: str, label: str) -> str:
         """Return the first columns of a row; a label too long for its column is shown before, whole."""
         text = f"{place:>6}  {label}"
         if len(label) > self._width:
-            self._print(self._filled(text))
+            say(self.console, self._filled(text))
             text = ""
         return text.ljust(8 + self._width)
 
     def _filled(self, text: str) -> str:
         return textwrap.fill(text, min(self.console.width, LINE), subsequent_indent=" " * 8)
-
-    def _print(self, text: str) -> None:
-        self.console.print(text, highlight=False, soft_wrap=True, markup=False)
 
 
 def _short(value: float, decimals: int) -> str:
@@ -228,16 +216,20 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-def _two_lines(title: str) -> tuple[str, str]:
-    """Return what stands above and what stands in the line of titles: `train`, `loss`."""
-    above, _, below = title.rpartition(" ")
-    return above, below
+def say(console: Console, text: str) -> None:
+    """Print a text as it is; the screen breaks what is longer than a line."""
+    console.print(text, highlight=False, soft_wrap=True, markup=False)
+
+
+def say_rows(console: Console, rows: Sequence[verdict.Row]) -> None:
+    """Print a verdict."""
+    say(console, verdict.screen(rows, min(console.width, LINE)))
 
 
 def say_folder(console: Console, folder: Path) -> None:
     """Say where results go, unless that is below the folder in which the user works."""
     if not folder.resolve().is_relative_to(Path.cwd()):
-        console.print(f"writes to {folder}", highlight=False, soft_wrap=True, markup=False)
+        say(console, f"writes to {folder}")
 
 
 def make_console() -> Console:

@@ -40,7 +40,8 @@ def command(arguments: Sequence[str]) -> None:
     """
     if arguments:
         raise ConfigError(f"doctor {arguments[0]}: takes no arguments")
-    parts = {"machine": _machine(), "backends": _backends(), "around": _around(), "versions": _versions()}
+    versions = ((tag.removeprefix("version."), version) for tag, version in environment.versions().items())
+    parts = {"machine": _machine(), "backends": _backends(), "around": _around(), "versions": versions}
     rows = [("" if i else title, *row) for title, found in parts.items() for i, row in enumerate(found)]
     console = make_console()
     console.print(as_screen(Table([], rows, ["", "", ""]), None, console.width), markup=False, highlight=False)
@@ -85,23 +86,22 @@ def vectors(question: bytes) -> bytes:
 
 def trial(name: bytes) -> bytes:
     """Answer what a backend computes on, once it has trained a step right, or in one line why it cannot."""
-    return _try_backend(name.decode()).encode()
-
-
-def _try_backend(name: str) -> str:
     try:
-        backend = backend_class(name)()
-        verdict, text = examine(backend, backend_class(reference_of(name))(), TRIAL)
+        backend = backend_class(name.decode())()
+        verdict, text = examine(backend, backend_class(reference_of(name.decode()))(), TRIAL)
     except Exception as error:  # also what a broken installation raises: it is this command's news
-        return _why(error)
+        return _why(error).encode()
     if verdict != "right":
-        return f"no: {text}"
+        return f"no: {text}".encode()
     threads = f"{backend.threads} thread{'s' if backend.threads > 1 else ''} of " if not backend.on_gpu else ""
-    return f"yes, on {threads}{backend.device_name}"
+    return f"yes, on {threads}{backend.device_name}".encode()
 
 
 def _around() -> Iterator[tuple[str, str]]:
-    mpi = "mpi4py " + _version("mpi4py") if util.find_spec("mpi4py") else f"no mpi4py: {installing('mpi')}"
+    mpi = f"no mpi4py: {installing('mpi')}"
+    if util.find_spec("mpi4py"):
+        named = list(metadata.distributions(name="mpi4py"))
+        mpi = f"mpi4py {named[0].version if named else '(its distribution has another name)'}"
     yield "MPI", f"{mpi}; {shutil.which('mpiexec') or 'no mpiexec on the PATH'}"
     store = store_uri(None)
     database = Path(urlsplit(store).path)
@@ -112,23 +112,8 @@ def _around() -> Iterator[tuple[str, str]]:
     for name, source in DATASETS.items():
         if issubclass(source, IdxSet):
             files = [cache / name / f"{file.name}.gz" for file in source.files]
-            missing = sum(not file.exists() for file in files)
-            yield (
-                name,
-                f"in {cache / name}" if not missing else f"not yet in {cache / name}: its first use downloads it",
-            )
-
-
-def _versions() -> Iterator[tuple[str, str]]:
-    for tag, version in environment.versions().items():
-        yield tag.removeprefix("version."), version
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "(its distribution has another name)"
+            there = all(file.exists() for file in files)
+            yield name, f"in {cache / name}" if there else f"not yet in {cache / name}: its first use downloads it"
 
 
 def _why(error: Exception) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cnnexp.app.config import Trainer, build, named
-from cnnexp.app.console import LINE, make_console
+from cnnexp.app.console import LINE, make_console, say
 from cnnexp.app.resume import find_run, folder_of
 from cnnexp.backends import BACKENDS, backend_class
 from cnnexp.datasets import DATASETS, Split
@@ -51,19 +51,18 @@ def command(arguments: Sequence[str]) -> None:
         profile = _read_profile(folder)
         if profile is None:
             said = f"explain {run}: was not profiled; its steps are timed now, from {path.name}"
-            console.print(f"{said}\n", highlight=False, markup=False, soft_wrap=True)
+            say(console, f"{said}\n")
             profile = clock_steps(path, read_journal(folder)["config"], f"explain {run}")
         profiles.append(profile)
     names = [str(read_journal(folder)["name"]) for folder in folders]
     sides = set_beside(profiles)
     file = folders[0] / "figures" / ("explain.png" if len(folders) == 1 else f"explain-{folders[1].name}.png")
     has_blocks = console.encoding.lower().startswith("utf")
-    for line in screen(sides, " | ".join(names), min(console.width, LINE), has_blocks):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
-    from cnnexp.tracking.figures import draw_explained  # loads matplotlib: after the answer is there
+    say(console, "\n".join(screen(sides, " | ".join(names), min(console.width, LINE), has_blocks)))
+    from cnnexp.tracking import figures  # loads matplotlib: after the answer is there
 
-    draw_explained(file, sides, " | ".join(names))
-    console.print(f"\nThe figure: {file}", highlight=False, markup=False, soft_wrap=True)
+    figures.save(figures.explained(sides, " | ".join(names)), file)
+    say(console, f"\nThe figure: {file}")
 
 
 def clock_steps(path: Path, config: Mapping[str, Any], given: str) -> dict[str, Any]:

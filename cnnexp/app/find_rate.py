@@ -41,7 +41,6 @@ def command(arguments: Sequence[str]) -> None:
     from cnnexp.tracking import figures  # loads Matplotlib
 
     suggested, page = float(f"{found[best, 0] / SAFE:.1e}"), outputs_dir() / FIGURE
-    page.parent.mkdir(parents=True, exist_ok=True)
     figures.save(figures.rate_range(found, suggested), page)
     sys.stdout.write(f"optimizer.lr={suggested:g}: a tenth of the rate with the smallest smoothed loss\n{page}\n")
 

@@ -11,7 +11,7 @@ from itertools import groupby
 from pathlib import Path
 
 from cnnexp.app.config_security import CONF
-from cnnexp.app.console import LINE, make_console
+from cnnexp.app.console import LINE, make_console, say
 from cnnexp.app.hydra_app import launch
 from cnnexp.errors import ConfigError, did_you_mean
 
@@ -43,7 +43,7 @@ def show_all(commands: Mapping[str, str]) -> None:
     for line in ["", *printed.getvalue().splitlines()]:  # Hydra has all names of a group in one line
         fits = len(line) <= width
         lines += [line] if fits else textwrap.wrap(line, width, subsequent_indent="  ", break_on_hyphens=False)
-    console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+    say(console, "\n".join(lines))
 
 
 def show(word: str, commands: Iterable[str]) -> None:
@@ -71,7 +71,7 @@ def show(word: str, commands: Iterable[str]) -> None:
         lines += ["", f"cnnexp help {group}=NAME shows its keys, each with what it may be."]
     else:
         lines = list(_file(files[name] if name else next(iter(files.values())), width))
-    console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+    say(console, "\n".join(lines))
 
 
 def _titled(name: str, path: Path, width: int) -> list[str]:

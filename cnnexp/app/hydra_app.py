@@ -28,7 +28,7 @@ from omegaconf import DictConfig, OmegaConf
 from cnnexp.app import config_security, sweep
 from cnnexp.app.config import SECTIONS, Settings, Tracking, build, defaults, load, plain, record
 from cnnexp.app.config_security import CONF
-from cnnexp.app.console import LINE, JobTable, make_console, say_folder
+from cnnexp.app.console import JobTable, make_console, say, say_folder, say_rows
 from cnnexp.app.resume import AUTO, find_earlier
 from cnnexp.app.run import train
 from cnnexp.errors import (
@@ -44,7 +44,7 @@ from cnnexp.errors import (
 from cnnexp.measuring.environment import outputs_dir, program_name
 from cnnexp.system import registry
 from cnnexp.system.table import as_screen
-from cnnexp.tracking import browser, verdict
+from cnnexp.tracking import browser
 from cnnexp.tracking.address import store_uri
 from cnnexp.tracking.events import JOURNAL, SWEEP, read_journal
 from cnnexp.tracking.journal import Run
@@ -99,9 +99,10 @@ def launch() -> None:
         first = "" if browser.has_pages() else f"{installing('ui')}, then "
         console = make_console()
         command = f"{first}{program_name()} ui{store}"
-        text = verdict.screen([("To look at it:", command)], min(console.width, LINE))
-        shown = link if browser.answers(link) else text  # an address that nothing answers is of no use
-        console.print(shown, highlight=False, markup=False, soft_wrap=True)
+        if browser.answers(link):  # an address that nothing answers is of no use
+            say(console, link)
+        else:
+            say_rows(console, [("To look at it:", command)])
     if failed or gave_up:
         leave("\n  ".join([*failed, *gave_up, *map(str, _failures)]), 1)
     if _failures:
@@ -250,9 +251,7 @@ def run(composed: DictConfig) -> float:
     if within is not None:
         _show(within, run.metrics)
     elif run.verdict:
-        console = make_console()
-        text = verdict.screen(run.verdict, min(console.width, LINE))
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
+        say_rows(make_console(), run.verdict)
     return run.metrics.get(OBJECTIVES[settings.sweep.objective], math.nan)
 
 
@@ -356,8 +355,7 @@ def _finish_sweep(started: sweep.SweepRecord, interrupted: bool) -> list[str]:
         shown = _tables.pop(folder).shown if folder in _tables else 0
         if shown < len(rows):  # other processes ran them
             console.print(as_screen(sweep.job_table(rows), f"{len(rows)} jobs", console.width))
-        told = verdict.screen(started.verdict, min(console.width, LINE))
-        console.print(told, highlight=False, markup=False, soft_wrap=True)
+        say_rows(console, started.verdict)
         if started.paper is not None:
             from cnnexp.papers import compare, page
 

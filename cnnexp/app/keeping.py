@@ -74,5 +74,5 @@ class CheckpointCallback:
             self._save(begun=latest)
 
     def _save(self, result: EpochResult | None = None, begun: Progress | None = None) -> None:
-        self._run.set_model(self._writer.save(self._program.state(), self._run.facts, result, begun))
+        self._run.model = self._writer.save(self._program.state(), self._run.facts, result, begun)
         self._kept, self._kept_at = begun, time.monotonic()

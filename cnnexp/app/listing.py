@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cnnexp.app.console import make_console
+from cnnexp.app.console import make_console, say
 from cnnexp.errors import ConfigError, did_you_mean
 from cnnexp.measuring.environment import outputs_dir
 from cnnexp.system.table import Group, Table, as_screen
@@ -57,7 +57,7 @@ def command(arguments: Sequence[str]) -> None:
     rows = [_row(run) for run in found]
     table = Table([Group(name) for name in COLUMNS], rows, ["ended", "run", "name", "status"])
     console.print(as_screen(table, None, console.width) if rows else "", highlight=False, markup=False)
-    console.print(title, highlight=False, markup=False, soft_wrap=True)
+    say(console, title)
 
 
 def _run(folder: Path, journal: Mapping[str, Any]) -> dict[str, Any]:

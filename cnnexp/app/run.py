@@ -162,7 +162,12 @@ def _make(settings: Settings, run: Run, earlier: ResumePoint | None, stack: Exit
     with ledger.span("record"):
         run.wait()
     if parallel is not None and parallel.predictable:
-        _predict_epochs(parallel, dataset, run)
+        from cnnexp.measuring import cost_model
+
+        parallel.measure(dataset.train)
+        table = run.folder / cost_model.TABLE
+        write_csv(parallel.extrapolate(), table)
+        run.add_artifact(table)
     trained = Profiled(program, ledger) if trainer.profile else program
     return _Made(settings, run, ledger, dataset, backend, trained, parallel, beside, training, resumed)
 
@@ -277,13 +282,3 @@ def _parallel_operations(backend: Backend) -> float:
     from cnnexp.backends.simd.compiler.host import host_target  # loads Numba's compiler, as most baselines have
 
     return backend.threads * host_target().lanes
-
-
-def _predict_epochs(program: ParallelProgram, dataset: Dataset, run: Run) -> None:
-    """Measure what the cost model says of more workers and keep its table."""
-    from cnnexp.measuring import cost_model
-
-    program.measure(dataset.train)
-    table = run.folder / cost_model.TABLE
-    write_csv(program.extrapolate(), table)
-    run.add_artifact(table)

@@ -20,12 +20,13 @@ from cnnexp.app import ranking
 from cnnexp.system.table import Group, Table, as_markdown, write_csv
 from cnnexp.tracking import verdict
 from cnnexp.tracking.events import JOURNAL, LACKING, SWEEP, read_journal
-from cnnexp.tracking.journal import START_S, Record, draw
+from cnnexp.tracking.journal import START_S, Record
 from cnnexp.tracking.pipe import NoAnswerYet, Recorder
 
 log = logging.getLogger(__name__)
 VARIABLE = "CNNEXP_SWEEP"
 TABLE = "summary.csv"
+OF_JOB = ("name", "status", "error", "contended", "fallback", "disturbed")  # of its journal, in its row
 # of the table on the screen: metric -> title and format
 COLUMNS = {
     "time/median_epoch_s": ("epoch (s)", ".4g"),
@@ -89,7 +90,7 @@ class SweepRecord(Record):
         TrackingError: the store cannot be opened or written.
     """
 
-    kind = SWEEP
+    kind, key = SWEEP, "hydra.sweep.dir"
 
     def __init__(
         self,
@@ -145,8 +146,10 @@ class SweepRecord(Record):
         return self._rows
 
     def _draw(self) -> None:
+        from cnnexp.tracking import figures  # loads Matplotlib
+
         finished = [row for row in self._rows if row["status"] == "FINISHED"]
-        draw("draw_sweep", folder=str(self.folder / "figures"), rows=finished, varied=varied(self._rows))
+        figures.draw_sweep(self.folder / "figures", finished, varied(self._rows))
 
     def _conclude(self, status: str) -> str:
         self.verdict, self.metrics = conclude(self.folder, self._rows, self.paper)
@@ -177,19 +180,17 @@ def rows(folder: Path) -> list[dict[str, Any]]:
         process was gone before it could say), `error`, `contended`, `fallback` (the backend that took over, or None),
         `disturbed` (by other work, None where it is not known), what varied by key, and the final metrics by name.
     """
-    jobs = sorted((path.parent for path in Path(folder).glob(f"*/{JOURNAL}")), key=_job_number)
+    jobs = [path.parent for path in Path(folder).glob(f"*/{JOURNAL}")]
+    jobs.sort(key=lambda job: (int(job.name) if job.name.isdecimal() else -1, job.name))
     journals = [read_journal(job) for job in jobs]
-    changed = [_values(journal["overrides"]) for journal in journals]
-    keys = _differing(changed)
+    overrides = [[word.lstrip("+~").partition("=")[::2] for word in journal["overrides"]] for journal in journals]
+    changed = [dict(pairs) for pairs in overrides]
+    typed = dict.fromkeys(key for values in changed for key in values)  # in the order they were typed
+    keys = [key for key in typed if len({values.get(key) for values in changed}) > 1]
     return [
         {
             "job": job.name,
-            "name": journal["name"],
-            "status": journal["status"],
-            "error": journal["error"],
-            "contended": journal["contended"],
-            "fallback": journal["fallback"],
-            "disturbed": journal["disturbed"],
+            **{key: journal[key] for key in OF_JOB},
             **{key: values.get(key, "") for key in keys},
             **journal["metrics"],
         }
@@ -199,8 +200,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 def varied(found: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the keys of `rows` that hold what varied."""
-    fixed = {"job", "name", "status", "error", "contended", "fallback", "disturbed"}
-    return [key for key in found[0] if key not in fixed and "/" not in key]
+    return [key for key in found[0] if key not in ("job", *OF_JOB) and "/" not in key]
 
 
 def job_table(found: Sequence[Mapping[str, Any]]) -> Table:
@@ -236,20 +236,6 @@ def failures(found: Sequence[Mapping[str, Any]], paper: str | None = None) -> li
 def _failed(found: Sequence[Mapping[str, Any]], paper: str | None) -> list[Mapping[str, Any]]:
     fine = ("FINISHED", "SKIPPED", *([LACKING] if paper is not None else []))
     return [row for row in found if row["status"] not in fine]
-
-
-def _values(overrides: Sequence[str]) -> dict[str, str]:
-    return {key.lstrip("+~"): value for key, _, value in (override.partition("=") for override in overrides)}
-
-
-def _differing(changed: Sequence[Mapping[str, str]]) -> list[str]:
-    """Return the keys whose values differ between jobs, in the order they were typed."""
-    keys = dict.fromkeys(key for values in changed for key in values)
-    return [key for key in keys if len({values.get(key) for values in changed}) > 1]
-
-
-def _job_number(folder: Path) -> tuple[int, str]:
-    return (int(folder.name) if folder.name.isdecimal() else -1, folder.name)
 
 
 def _this_process() -> str:

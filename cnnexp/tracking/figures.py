@@ -1,7 +1,4 @@
-"""Figures of a run and of a sweep; `papers/figures` draws in the same style, and no other module imports matplotlib.
-
-Functions take plain values and file names, since they are called in the recorder's process, with JSON between.
-"""
+"""Figures of a run and of a sweep; `papers/figures` draws in the same style, and no other module imports matplotlib."""
 
 from __future__ import annotations
 
@@ -43,10 +40,10 @@ class Figure(PlainFigure):
 
 
 def draw_run(
-    folder: str,
+    folder: Path | str,
     epochs: Sequence[Mapping[str, float]],
     baseline_s: Sequence[float | None],
-    predictions: str,
+    predictions: Path | str,
     classes: Sequence[str],
     title: str,
 ) -> None:
@@ -68,13 +65,11 @@ def draw_run(
         "confusion": confusion(labels, predicted, classes),
         "recall": recall(labels, predicted, classes),
     }
-    Path(folder).mkdir(parents=True, exist_ok=True)
     for name, figure in figures.items():
-        entitle(figure, title)
-        save(figure, Path(folder) / f"{name}.png")
+        save(figure, Path(folder) / f"{name}.png", title)
 
 
-def draw_sweep(folder: str, rows: Sequence[Mapping[str, Any]], varied: Sequence[str]) -> None:
+def draw_sweep(folder: Path | str, rows: Sequence[Mapping[str, Any]], varied: Sequence[str]) -> None:
     """Draw what a sweep compares into `folder`: epoch_time.png and, where it was measured, speedup.png.
 
     Args:
@@ -82,7 +77,6 @@ def draw_sweep(folder: str, rows: Sequence[Mapping[str, Any]], varied: Sequence[
         rows: one per finished job: what varied, by key, and its metrics, by name.
         varied: the keys that differ between jobs; the last with numbers alone is the horizontal axis.
     """
-    Path(folder).mkdir(parents=True, exist_ok=True)
     for name, metric, label in (
         ("epoch_time", "time/median_epoch_s", "median epoch time (s)"),
         ("speedup", "speedup/median", "speedup over the baseline"),
@@ -92,7 +86,7 @@ def draw_sweep(folder: str, rows: Sequence[Mapping[str, Any]], varied: Sequence[
             save(comparison(measured, varied, metric, label), Path(folder) / f"{name}.png")
 
 
-def draw_profile(folder: str, profile: Mapping[str, Any], title: str) -> None:
+def draw_profile(folder: Path, profile: Mapping[str, Any], title: str) -> None:
     """Draw where a run's time went into `folder`: profile.png and, where layers were clocked, explain.png.
 
     Args:
@@ -100,12 +94,9 @@ def draw_profile(folder: str, profile: Mapping[str, Any], title: str) -> None:
         profile: of `ledger.report`.
         title: of every figure.
     """
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    figure = ledger(profile)
-    entitle(figure, title)
-    save(figure, Path(folder) / "profile.png")
+    save(ledger(profile), folder / "profile.png", title)
     if profile["layered"]:
-        draw_explained(Path(folder) / "explain.png", sides_of(profile), title)
+        save(explained(sides_of(profile), title), folder / "explain.png")
 
 
 def draw_augmented(path: Path, images: np.ndarray, title: str) -> None:
@@ -117,15 +108,7 @@ def draw_augmented(path: Path, images: np.ndarray, title: str) -> None:
         axes = figure.add_subplot(4, 4, place + 1)
         axes.imshow(image, cmap="gray", vmin=0, vmax=1)
         axes.set_axis_off()
-    entitle(figure, title)
-    save(figure, path)
-
-
-def draw_explained(path: Path, sides: Sequence[Side], title: str) -> None:
-    """Write the figure of `explained`; its folder is made if missing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure = explained(sides, title)
-    save(figure, path)
+    save(figure, path, title)
 
 
 def ledger(profile: Mapping[str, Any]) -> Figure:
@@ -318,7 +301,8 @@ def confusion(labels: np.ndarray, predicted: np.ndarray, classes: Sequence[str])
     image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     figure.colorbar(image, label="share of the true class")
     if len(classes) <= CELLS_WITH_NUMBERS:
-        _name_ticks(axes, names)
+        axes.set_xticks(range(len(names)), names, rotation=90 if _long(names) else 0)
+        axes.set_yticks(range(len(names)), names)
         for row, column in np.argwhere(counts):
             colour = "white" if shares[row, column] > 0.5 else "black"
             text = axes.text(column, row, counts[row, column], ha="center", va="center", fontsize="x-small")
@@ -398,7 +382,12 @@ def entitle(figure: Figure, text: str) -> None:
     width = figure.get_figwidth() - 0.3
     letters = most = len(text)
     lines = [short(text, most)]
-    while (widest := max(map(_inches, lines), default=0.0)) > width or len(lines) > MOST_TITLE_LINES:
+    font = FontProperties(size=TITLE_POINTS)
+
+    def inches(line: str) -> float:
+        return float(text_to_path.get_text_width_height_descent(line, font, ismath=False)[0]) / 72
+
+    while (widest := max(map(inches, lines), default=0.0)) > width or len(lines) > MOST_TITLE_LINES:
         if widest > width:
             letters = min(letters - 1, int(letters * width / widest))
         else:
@@ -407,11 +396,6 @@ def entitle(figure: Figure, text: str) -> None:
     figure.suptitle("\n".join(lines), fontsize=TITLE_POINTS)
     if figure.get_layout_engine() is None:
         figure.subplots_adjust(top=1 - (0.28 + TITLE_LINE_IN * max(1, len(lines))) / figure.get_figheight())
-
-
-def _inches(text: str) -> float:
-    found = text_to_path.get_text_width_height_descent(text, FontProperties(size=TITLE_POINTS), ismath=False)
-    return float(found[0]) / 72
 
 
 def short(text: str, most: int = 40) -> str:
@@ -426,8 +410,11 @@ def _long(names: Sequence[str]) -> bool:
     return max(map(len, names)) > 3
 
 
-def save(figure: Figure, path: Path) -> None:
-    """Write a PNG. Unlike `savefig` this lays the figure out once, in half the time."""
+def save(figure: Figure, path: Path, title: str | None = None) -> None:
+    """Write a PNG, its folder made if missing. Unlike `savefig` this lays the figure out once, in half the time."""
+    if title is not None:
+        entitle(figure, title)
+    path.parent.mkdir(parents=True, exist_ok=True)
     FigureCanvasAgg(figure).print_png(path, pil_kwargs={"compress_level": 1})  # type: ignore[no-untyped-call]
 
 
@@ -439,11 +426,6 @@ def label_axes(axes: Axes, x: str, y: str) -> None:
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.grid(alpha=0.3)
-
-
-def _name_ticks(axes: Axes, names: Sequence[str]) -> None:
-    axes.set_xticks(range(len(names)), names, rotation=90 if _long(names) else 0)
-    axes.set_yticks(range(len(names)), names)
 
 
 def _name(row: Mapping[str, Any], keys: Sequence[str]) -> str:

@@ -35,17 +35,18 @@ class RunLock:
     Args:
         folder: exists.
         holder: what this process is; a run waits until a `RECORDER` has done its work.
+        key: of the config that names the folder.
 
     Raises:
         ConfigError: another process is in the folder now.
     """
 
-    def __init__(self, folder: Path, holder: str = "process") -> None:
+    def __init__(self, folder: Path, holder: str = "process", key: str = "hydra.run.dir") -> None:
         release = _wait_for(folder, {"holder": holder, **liveness.describe(os.getpid())}, holder != RECORDER)
         if release is None:
             delete = f", or delete {folder / HELD} if that is gone" if (folder / HELD).exists() else ""
             raise ConfigError(
-                f"hydra.run.dir={folder}: {_named(_holder(folder))} runs in it now; choose another folder{delete}"
+                f"{key}={folder}: {_named(_holder(folder))} runs in it now; choose another folder{delete}"
             )
         self.release: Callable[[], None] = release
         """Let others in. Idempotent."""

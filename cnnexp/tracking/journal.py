@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import importlib
 import json
 import logging
 import os
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -47,7 +47,6 @@ from cnnexp.tracking.events import (
 )
 from cnnexp.tracking.folder import RunLock
 from cnnexp.tracking.metrics import (
-    baseline_epoch_s,
     class_metrics,
     default_name,
     epoch_metrics,
@@ -63,18 +62,17 @@ log = logging.getLogger(__name__)
 PREDICTIONS = "predictions.npz"  # of the test split: labels and predicted, integers (N,)
 CONFIG, PROFILE = "config.json", "profile.json"
 REPORT = "report.md"  # the verdict, and MLflow's note of the run
-FIGURES = "cnnexp.tracking.figures"  # loads Matplotlib
 START_S = 5.0  # as long does a sweep wait for a store that says nothing
 MOST_REASONS = 2  # that a verdict gives for a speedup; `cnnexp explain` gives all
 
 
-class Record:
+class Record(ABC):
     """The journal of a folder, a run's or a sweep's, and the recorder that brings the store up to it.
 
     The folder is locked from here to `_end`. The arguments are those of `Run`.
     """
 
-    kind = RUN
+    kind, key = RUN, "hydra.run.dir"  # of the config: names the folder
 
     def __init__(
         self,
@@ -112,13 +110,13 @@ class Record:
     def _lock(self, earlier: Path | None, goes_on: bool) -> contextlib.ExitStack:
         """Return what unlocks the folder, and the one that it goes on from, once they are locked."""
         with contextlib.ExitStack() as locks:
-            locks.callback(RunLock(self.folder).release)
+            locks.callback(RunLock(self.folder, key=self.key).release)
             if earlier is not None and not goes_on:
                 with contextlib.suppress(OSError):  # a folder that nobody can write to
                     locks.callback(RunLock(Path(earlier)).release)
             if not goes_on and holds_run(self.folder):
                 raise ConfigError(
-                    f"hydra.run.dir={self.folder}: holds another run; choose another folder, or go on with that run by "
+                    f"{self.key}={self.folder}: holds another run; choose another folder, or go on with that run by "
                     "trainer.resume=auto"
                 )
             return locks.pop_all()
@@ -147,10 +145,8 @@ class Record:
                     self._draw()  # while the recorder gets ready, and saves the model
         except TrackingError as lost:
             self.lost = lost
-        finally:
-            self._finish(status, tags)
-
-    def _finish(self, status: str, tags: dict[str, str]) -> None:
+        except Exception as failure:
+            self.lost = TrackingError(f"the record cannot be completed: {type(failure).__name__}: {failure}")
         recorded = False
         try:
             recorded = self._recorded()  # for the id, which the verdict names
@@ -174,13 +170,13 @@ class Record:
             return False
         return True
 
+    @abstractmethod
     def _draw(self) -> None:
         """Draw the figures."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _conclude(self, status: str) -> str | None:
         """Come to the verdict; return it as Markdown, None where there is nothing to say."""
-        raise NotImplementedError
 
 
 class Run(Record, Observer):
@@ -213,6 +209,7 @@ class Run(Record, Observer):
         parts: by the name of a backend, the share of its training step by part.
         course: how the run began and ended.
         verdict: what the run ends with, once it has ended; empty without an epoch.
+        model: the checkpoint that is the run's model, should it end now; MLflow gets it as one that it can load.
         augmented: the first images as the first epoch sees them, None where no augmentation is.
     """
 
@@ -240,7 +237,7 @@ class Run(Record, Observer):
         self.course = verdict.Course()
         self.augmented: np.ndarray | None = None
         self._parent, self._skipped = parent, False
-        self._model: Path | None = None
+        self.model: Path | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -249,9 +246,9 @@ class Run(Record, Observer):
         """Return whether the store has a finished run of the same config; this run then takes over its metrics."""
         if self._recorder is None:
             return False
-        metrics, config_hash = None, self._hash
+        metrics = None
         with contextlib.suppress(NoAnswerYet):
-            metrics = self._recorder.call("finished", within_s=ANSWER_S, config_hash=config_hash)
+            metrics = self._recorder.call("finished", within_s=ANSWER_S, config_hash=self._hash)
         self._skipped = metrics is not None
         self.metrics.update(metrics or {})
         return self._skipped
@@ -374,10 +371,6 @@ class Run(Record, Observer):
         self.profile = profile
         (self.folder / PROFILE).write_text(json.dumps(profile, indent=2) + "\n", encoding="utf-8")
 
-    def set_model(self, checkpoint: Path) -> None:
-        """Say which checkpoint is the run's model, should the run end now; MLflow gets it as one that it can load."""
-        self._model = checkpoint
-
     def evaluated(self, scores: np.ndarray) -> None:
         """Give the last epoch its scores on the test split, which no checkpoint keeps."""
         self.epochs[-1] = dataclasses.replace(self.epochs[-1], scores=scores)
@@ -406,9 +399,11 @@ class Run(Record, Observer):
             if self.interference.known:
                 tags[DISTURBED] = str(self.interference.disturbed).lower()
         if status == "FINISHED":
-            self._save_predictions()
-            if self._recorder is not None and self._model is not None:
-                self._save_model(self._model)
+            predicted = predicted_classes(self.epochs[-1].scores)
+            labels = self._dataset.test.labels[: len(predicted)]
+            np.savez_compressed(self.folder / PREDICTIONS, labels=labels, predicted=predicted)
+            if self._recorder is not None and self.model is not None:
+                self._save_model(self.model)
 
     def _conclude(self, status: str) -> str | None:
         """Come to the verdict; return it as Markdown, None without an epoch."""
@@ -451,36 +446,17 @@ class Run(Record, Observer):
         )
 
     def _draw(self) -> None:
-        """Draw the figures."""
+        from cnnexp.tracking import figures  # loads Matplotlib
+
         folder = self.folder / "figures"
-        draw(
-            "draw_run",
-            folder=str(folder),
-            epochs=[{"epoch": e.epoch, **epoch_metrics(e, self.contended)} for e in self.epochs],
-            baseline_s=[baseline_epoch_s(e) for e in self.epochs],
-            predictions=str(self.folder / PREDICTIONS),
-            classes=list(self._dataset.classes),
-            title=self.name,
-        )
+        metrics = [{"epoch": e.epoch, **epoch_metrics(e, self.contended)} for e in self.epochs]
+        compared = [(e.comparison, e.train.count) for e in self.epochs]
+        baseline_s = [beside.seconds_per_image * count if beside else None for beside, count in compared]
+        figures.draw_run(folder, metrics, baseline_s, self.folder / PREDICTIONS, self._dataset.classes, self.name)
         if self.augmented is not None:
-            draw("draw_augmented", path=folder / "augmented.png", images=self.augmented, title=self.name)
+            figures.draw_augmented(folder / "augmented.png", self.augmented, self.name)
         if self.profile is not None:
-            draw("draw_profile", folder=str(folder), profile=self.profile, title=self.name)
-
-    def _save_predictions(self) -> None:
-        predicted = predicted_classes(self.epochs[-1].scores)
-        labels = self._dataset.test.labels[: len(predicted)]
-        np.savez_compressed(self.folder / PREDICTIONS, labels=labels, predicted=predicted)
-
-
-def draw(kind: str, **arguments: Any) -> None:
-    """Call a function of `tracking.figures`; raise TrackingError where it cannot write."""
-    try:
-        getattr(importlib.import_module(FIGURES), kind)(**arguments)
-    except Exception as failure:
-        raise TrackingError(
-            f"the record of the run cannot be completed: {type(failure).__name__}: {failure}"
-        ) from failure
+            figures.draw_profile(folder, self.profile, self.name)
 
 
 def holds_run(folder: Path) -> bool:

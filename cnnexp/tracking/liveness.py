@@ -20,7 +20,14 @@ WHERE = ("machine.boot", "machine.pid_namespace")  # tags, beside the host, that
 
 def describe(pid: int) -> dict[str, str]:
     """Return what names a process of this machine, as tags; those are left out that the system does not tell."""
-    found = {HOST: platform.node(), PID: str(pid), WHERE[0]: _boot(), WHERE[1]: _namespace(), STARTED: _started(pid)}
+    found = {HOST: platform.node(), PID: str(pid)}
+    with contextlib.suppress(OSError):
+        found[WHERE[0]] = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    with contextlib.suppress(OSError, AttributeError):
+        found[WHERE[1]] = os.readlink("/proc/self/ns/pid")
+    with contextlib.suppress(OSError, IndexError):
+        # in ticks since the boot, as an id is used again; the second field, the program's name, may hold anything
+        found[STARTED] = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[19]
     return {name: value for name, value in found.items() if value}
 
 
@@ -50,23 +57,3 @@ def _alive(pid: int) -> bool:
     except PermissionError:
         return True
     return pid > 0
-
-
-def _boot() -> str:
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return ""
-
-
-def _namespace() -> str:
-    with contextlib.suppress(OSError, AttributeError):
-        return os.readlink("/proc/self/ns/pid")
-    return ""
-
-
-def _started(pid: int) -> str:
-    """Return when a process started, in ticks since the boot: an id is used again."""
-    with contextlib.suppress(OSError, IndexError):
-        # the second field, the program's name in brackets, may hold anything
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[19]
-    return ""

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from cnnexp.tracking import verdict
+from cnnexp.measuring.confidence import median_interval
 from cnnexp.training.loop import EpochResult
 
 UNNAMED = r"~|(tracking|sweep|hydra|search)\b"  # words of a command line that no run is named by
@@ -77,8 +77,11 @@ def summary(epochs: Sequence[EpochResult], contended: bool = False, target: floa
         reached = next((i for i, result in enumerate(epochs, 1) if result.held_out.accuracy >= target), None)
         if reached is not None:
             metrics["time/to_target_s"] = sum(result.epoch_s for result in epochs[:reached])
-    speedups = [result.comparison.speedup for result in epochs if result.comparison is not None]
-    return metrics if contended else {**metrics, **verdict.interval_metrics(speedups)}
+    ratios = [result.comparison.speedup for result in epochs if result.comparison is not None]
+    if ratios and not contended:
+        found = median_interval(ratios)
+        metrics |= {"speedup/median": found.median, "speedup/low": found.low, "speedup/high": found.high}
+    return metrics
 
 
 def flatten(config: Mapping[str, Any]) -> dict[str, str]:
@@ -125,8 +128,3 @@ def _shortened(value: str) -> str:
 def predicted_classes(scores: np.ndarray) -> np.ndarray:
     """Return the class (N,) that scores (N, O) choose; one output is the probability of class 1."""
     return (scores[:, 0] >= 0.5).astype(np.int32) if scores.shape[1] == 1 else scores.argmax(axis=1)
-
-
-def baseline_epoch_s(result: EpochResult) -> float | None:
-    """Return the seconds that the baseline would have needed for the whole epoch."""
-    return result.comparison.seconds_per_image * result.train.count if result.comparison else None

@@ -98,14 +98,13 @@ class Classifier:
                 "dataset=npz dataset.path=FILE"
             )
 
-    def predict(self, images: Images, params: Mapping[str, Any] | None = None) -> np.ndarray:
+    def predict(self, images: Images) -> np.ndarray:
         """Return the probability of each class, float32 (N, classes).
 
         Args:
             images: (N, *input_shape), or gray ones as (N, H, W), as an array or nested lists. Whole numbers, 0 .. 255,
                 stand for value / 255; floats are taken as they are. Or a list of texts, each a picture file in base64,
                 which is brought to the look of the training images.
-            params: MLflow's, unused.
 
         Raises:
             DataError: the images are of another shape or type.

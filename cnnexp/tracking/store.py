@@ -90,10 +90,10 @@ class Store:
 
     def __init__(self, uri: str, experiment: str, owner: int | None = None) -> None:
         self._uri, self._owner = uri, os.getpid() if owner is None else owner
-        self._usage = usage.Usage(self._owner)
         self._followed: dict[str, _Followed] = {}
         self._open_runs: set[str] = set()
         self._beat_at = 0.0
+        usage.since_last(self._owner)  # the next call tells of what is used from now on
         with self._explained("cannot be opened"):
             need_answer(uri)
             _retry(self._owner, self._open, experiment)
@@ -122,7 +122,7 @@ class Store:
         Raises:
             TrackingError: the store cannot be written; all is in the journal.
         """
-        if self._is_orphaned():
+        if self._owner not in (os.getpid(), os.getppid()):
             return self.sync(folder)  # another process may have begun to go on with the run
         followed = self._followed.setdefault(folder, _Followed(Journal(Path(folder))))
         facts = followed.journal.read()
@@ -193,13 +193,10 @@ class Store:
         """Start a run, or go on with the one of this key, which keeps what it has; return its id.
 
         Args:
-            name: shown in the list of runs.
-            params: the resolved config by dotted key.
-            tags: what runs are grouped by; facts of the machine and the code are added to those of a live one.
-            dataset: name, sha256, source and profile of the data.
+            name, params, tags, dataset, key: as a journal's `begin` has them; facts of the machine and the code are
+                added to the tags of a live run.
             parent: what the sweep's run is begun with: whoever comes first makes it; or its id, as journals before
                 `SCHEMA` 3 have it.
-            key: names the run, whoever begins it.
             is_live: whether our owner runs it, and has not only found its journal.
         """
         if isinstance(parent, Mapping):
@@ -242,7 +239,7 @@ class Store:
             for epoch in journal.unsent:
                 entry = journal.epochs[epoch]
                 is_new = epoch == journal.unsent[-1] and _now_ms() - entry["time_ms"] < NEW_S * 1000
-                used = self._usage.since_last() if is_new else {}
+                used = usage.since_last(self._owner) if is_new else {}
                 metrics += _metrics({**entry["metrics"], **used}, epoch, entry["time_ms"])
             self._send(run_id, metrics)
             journal.unsent.clear()
@@ -264,8 +261,8 @@ class Store:
         Nothing is pickled and no code is written: the data is a copy of the checkpoint, the loader `model`.
 
         Args:
-            run_id: as `begin` returned it.
-            folder: of the run; its folder `MODEL` holds an image that the model takes, `EXAMPLE`.
+            run_id: of the run.
+            folder: the run's; its folder `MODEL` holds an image that the model takes, `EXAMPLE`.
             model: `checkpoint` (the file), `shape` and `pixels` (of images and their dtype), `classes` (how many
                 probabilities it gives for each) and `step` (the epoch of the checkpoint).
         """
@@ -290,14 +287,7 @@ class Store:
     def finish(
         self, run_id: str, status: str, tags: Mapping[str, str], artifacts: Sequence[tuple[str, str | None]] = ()
     ) -> None:
-        """End a run.
-
-        Args:
-            run_id: as `begin` returned it.
-            status: FINISHED, FAILED or KILLED.
-            tags: added at the end, e.g. `error`.
-            artifacts: (file or folder, folder among the artifacts) pairs.
-        """
+        """End a run as FINISHED, FAILED or KILLED, with more tags, and files and folders as artifacts in a folder."""
         with self._explained("stopped answering"):
             for key, value in tags.items():
                 self._client.set_tag(run_id, key, value)
@@ -359,9 +349,6 @@ class Store:
         """Return the first run that was made of a key."""
         found = self._search(f"tags.`{KEY}` = '{key}'", 100) if key and key.isalnum() else []
         return min(found, key=lambda run: (run.info.start_time, run.info.run_id), default=None)
-
-    def _is_orphaned(self) -> bool:
-        return self._owner not in (os.getpid(), os.getppid())
 
     def _describe(
         self, run_id: str, found: Run | None, params: Mapping[str, str], dataset: Mapping[str, Any] | None

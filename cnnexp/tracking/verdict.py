@@ -8,7 +8,6 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from cnnexp.measuring.confidence import Interval, median_interval
 from cnnexp.measuring.interference import Interference
@@ -69,15 +68,13 @@ def run_rows(
             rows.append(("speedup", f"{speedup(median_interval(ratios), 'epoch')}; {baseline} = 1"))
         if "speedup/amdahl_limit" in metrics:
             share, limit = metrics["speedup/parallel_share"], metrics["speedup/amdahl_limit"]
-            rows.append(
-                (
-                    "threads alone",
-                    f"{limit:.3g} x, with its layers shared out, {share:.1%} of {baseline}'s step (Amdahl)",
-                )
-            )
+            told = f"{limit:.3g} x, with its layers shared out, {share:.1%} of {baseline}'s step (Amdahl)"
+            rows.append(("threads alone", told))
         rows.append(("speed", _speed(epochs, metrics)))
-    rows.append(("accuracy", _accuracy(metrics)))
-    if last.validation is None and (course.chosen or metrics["best/test_accuracy"] > metrics["final/test_accuracy"]):
+    final, best = metrics["final/test_accuracy"], metrics["best/test_accuracy"]
+    told = f"; the best epoch {best:.2%}" if best > final else ""
+    rows.append(("accuracy", f"{final:.2%} of the test images{told}"))
+    if last.validation is None and (course.chosen or best > final):
         what = "when training ends" if course.chosen else "the best epoch"
         advice = "dataset.validation_size=N holds images back to choose by"
         rows.append(("chosen by", f"the test images choose {what}, so their accuracy is optimistic; {advice}"))
@@ -160,14 +157,6 @@ def markdown(title: str, rows: Sequence[Row]) -> str:
     return "\n".join([f"## {title}", "", "| | |", "|---|---|", *cells, ""])
 
 
-def interval_metrics(ratios: Sequence[float]) -> dict[str, float]:
-    """Return the median of the epochs' speedups and the ends of its interval, by metric name."""
-    if not ratios:
-        return {}
-    found = median_interval(ratios)
-    return {"speedup/median": found.median, "speedup/low": found.low, "speedup/high": found.high}
-
-
 def _speed(epochs: Sequence[EpochResult], metrics: Mapping[str, float]) -> str:
     fastest = median_interval([result.images_per_s for result in epochs]).median
     text = f"{fastest:,.0f} images/s, {metrics['time/median_epoch_s']:.3g} s an epoch"
@@ -175,8 +164,3 @@ def _speed(epochs: Sequence[EpochResult], metrics: Mapping[str, float]) -> str:
         share, limit = metrics["profile/share_of_gflops"], metrics["profile/machine_gflops"]
         text += f"; {share:.1%} of the {limit:,.0f} GFLOP/s measured as the limit here"
     return text
-
-
-def _accuracy(metrics: Mapping[str, Any]) -> str:
-    final, best = metrics["final/test_accuracy"], metrics["best/test_accuracy"]
-    return f"{final:.2%} of the test images" + (f"; the best epoch {best:.2%}" if best > final else "")

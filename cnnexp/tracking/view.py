@@ -54,6 +54,7 @@ FIXED = {"attributes.`Run Name`": 485, "runDateAndNestInfo": 145}
 BARS = ("speedup/median", "final/test_accuracy", "time/median_epoch_s", "throughput/median_images_per_s")
 LINES = ("test/accuracy", "train/loss")
 SECTION = "How much faster"
+SHOWN = {"display": True, "isReordered": True, "columns": 2, "cardHeight": 640}
 MODE = "workflowType=machine_learning"  # without it the page may open for GenAI, on traces
 
 
@@ -74,17 +75,8 @@ def state() -> str:
             "columnWidths": {**FIXED, **COLUMNS},
             "runsHiddenMode": "FIRST_20_RUNS",
             "compareRunCharts": [*(_chart("BAR", key) for key in BARS), *(_chart("LINE", key) for key in LINES)],
-            "compareRunSections": [
-                # two charts beside each other, high enough for the name and the value of each of twenty runs
-                {
-                    "uuid": SECTION,
-                    "name": SECTION,
-                    "display": True,
-                    "isReordered": True,
-                    "columns": 2,
-                    "cardHeight": 640,
-                }
-            ],
+            # two charts beside each other, high enough for the name and the value of each of twenty runs
+            "compareRunSections": [{**SHOWN, "uuid": SECTION, "name": SECTION}],
             "isAccordionReordered": True,  # keeps our section first
         }
     )

@@ -7,7 +7,7 @@ plugin needs an Optuna whose storage fails with the SQLAlchemy of MLflow 3; this
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +105,7 @@ def _distribution(override: Override) -> Any:
     log = "log" in getattr(sweep, "tags", ())
     match sweep:
         case ChoiceSweep():
-            return CategoricalDistribution(_texts(override))
+            return CategoricalDistribution(list(override.sweep_string_iterator()))
         case RangeSweep(start=int(start), stop=int(stop), step=int(step)):
             last = start + (stop - 1 - start) // step * step
             return IntDistribution(start, last, log=log, step=step)
@@ -114,7 +114,3 @@ def _distribution(override: Override) -> Any:
     raise ConfigError(
         f"{override.input_line}: search=tpe takes choice(...), range(...) of whole numbers, and interval(...)"
     )
-
-
-def _texts(override: Override) -> Sequence[str]:
-    return list(override.sweep_string_iterator())
