@@ -1,4 +1,3 @@
-import dataclasses
 import itertools
 
 import numpy as np
@@ -100,9 +99,9 @@ def test_running_averages_are_averaged_over_the_workers(sync):
         replica.train(handle, order, 0.0)
         return replica.state()["running"]
 
-    averaged, also, third = together(3, case, work, data)
-    np.testing.assert_array_equal(averaged, also)
-    np.testing.assert_array_equal(averaged, third)
+    averaged, *others = together(3, case, work, data)
+    for other in others:
+        np.testing.assert_array_equal(averaged, other)
     parts = [after(order[:3]), after(order[3:6]), after(order[6:])]
     np.testing.assert_allclose(averaged, np.average(parts, 0, [3, 3, 2]), rtol=1e-5, atol=1e-6)
     assert relative(parts[0], parts[1]) > 1e-4
@@ -157,13 +156,16 @@ def test_gradients_change_nothing_that_state_returns(sync):
 @pytest.mark.parametrize("size", [2, 3])
 def test_workers_train_like_one_on_the_whole_batch(sync, optimizer, model, size):
     case, data = spec(model, optimizer, sync=sync), images(50)
-    order = np.concatenate([epoch_order(50, 0, epoch) for epoch in range(5)])  # 16 batches, the last of 10 images
+    # 16 batches, the last of which leaves one of three workers without images
+    order = np.concatenate([epoch_order(50, 0, epoch) for epoch in range(5)])[:242]
     one, totals = alone(case, order, 0.01, data)
 
     def work(replica, handle):
         return replica.train(handle, order, 0.01), replica.state(), replica.predict(handle)
 
-    for own_totals, state, scores in together(size, case, work, data):
+    found = together(size, case, work, data)
+    for own_totals, state, scores in found:
+        assert_same_state(state, found[0][1])
         assert (own_totals.correct, own_totals.count) == (totals.correct, totals.count)
         assert own_totals.loss == pytest.approx(totals.loss, rel=1e-5)
         assert state.keys() == one.state().keys()
@@ -171,33 +173,6 @@ def test_workers_train_like_one_on_the_whole_batch(sync, optimizer, model, size)
             assert relative(state[name], array) < 1e-5, name
         assert state["step"] == 16
         np.testing.assert_allclose(scores, one.predict(one.load(*data)), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("sync", ["gradients", "parameters", "hybrid"])
-def test_all_workers_hold_the_same_bits_after_an_epoch(sync):
-    data, order = images(50), epoch_order(50, 0, 1)
-
-    def work(replica, handle):
-        replica.train(handle, order, 0.05)
-        return replica.state()
-
-    first, *others = together(3, spec(optimizer="adam", sync=sync), work, data)
-    for other in others:
-        for name in first:
-            np.testing.assert_array_equal(first[name], other[name])
-
-
-@pytest.mark.parametrize("sync", ["gradients", "hybrid"])
-def test_a_batch_smaller_than_the_workers_leaves_some_without_images(sync):
-    case, data, order = spec(sync=sync), images(20), np.arange(18)  # the last batch has 2 images for 3 workers
-    one, totals = alone(case, order, 0.05, data)
-
-    def work(replica, handle):
-        return replica.train(handle, order, 0.05), replica.state()["parameters"]
-
-    for own, parameters in together(3, case, work, data):
-        assert own.count == totals.count == 18
-        assert relative(parameters, one.state()["parameters"]) < 1e-5
 
 
 @pytest.mark.parametrize("sync", ["gradients", "parameters", "hybrid"])
@@ -244,25 +219,14 @@ def test_parameters_are_averaged_as_algorithm_4_says(size, period):
         parts = [replica.train(handle, order[start:stop], 0.01) for start, stop in ((0, 16), (16, 64), (64, 90))]
         return parts[0] + parts[1] + parts[2], replica.state()
 
-    for own, state in together(size, case, work, data):
+    found = together(size, case, work, data)
+    for own, state in found:
+        assert_same_state(state, found[0][1])
         assert (own.correct, own.count) == (totals.correct, totals.count)
         assert own.loss == pytest.approx(totals.loss, rel=1e-5)
         assert state["step"] == 6
         for name, array in mean.items():
             np.testing.assert_allclose(state[name], array, rtol=1e-4, atol=1e-7)
-
-
-def test_sgd_averaged_after_every_batch_is_one_workers():
-    case, data, order = spec(sync="parameters", period=1), images(50), epoch_order(50, 0, 1)
-    case = dataclasses.replace(case, optimizer=SGD())
-    one, _ = alone(case, order, 0.05, data)
-
-    def work(replica, handle):
-        replica.train(handle, order, 0.05)
-        return replica.state()["parameters"]
-
-    for parameters in together(3, case, work, data):
-        assert relative(parameters, one.state()["parameters"]) < 1e-5
 
 
 def test_every_workers_time_and_share_are_known():
