@@ -18,24 +18,22 @@ def measure(own, other, train=25, batch_size=10, epochs=1, **options):
     return list(train_epochs(program, data, epochs, baseline=baseline, clock=clock)), program, beside
 
 
-def test_speedup_is_the_ratio_of_the_costs():
-    (result,), _, _ = measure(own=(0.01,), other=(0.08,))
-    assert result.comparison.speedup == pytest.approx(8.0)
-    assert result.comparison.seconds_per_image == pytest.approx(0.08)
-
-
-def test_the_short_last_batch_is_compared_with_nothing():
-    # A cost per step makes short batches dearer per image: 10 images cost 0.02 each, 1 image would cost 0.11.
-    (result,), _, _ = measure(own=(0.01, 0.1), other=(0.02, 0.2), train=21)
-    assert result.train.count == 21
-    assert result.comparison.images == 10
-    assert result.comparison.speedup == pytest.approx(2.0)
-
-
-def test_data_of_one_short_batch_is_compared_with_the_same_batch():
-    (result,), _, _ = measure(own=(0.01, 0.1), other=(0.02, 0.2), train=7)
-    assert (result.comparison.images, result.comparison.batches) == (7, 1)
-    assert result.comparison.speedup == pytest.approx(2.0)
+@pytest.mark.parametrize(
+    ("own", "other", "train", "images", "speedup"),
+    [
+        ((0.01,), (0.08,), 25, 10, 8.0),
+        # a cost per step makes short batches dearer per image: 10 images cost 0.02 each, 1 image would cost 0.11
+        ((0.01, 0.1), (0.02, 0.2), 21, 10, 2.0),
+        ((0.01, 0.1), (0.02, 0.2), 7, 7, 2.0),  # one short batch is compared with the same one
+    ],
+)
+def test_speedup_is_the_ratio_of_the_costs_and_the_short_last_batch_is_compared_with_nothing(
+    own, other, train, images, speedup
+):
+    (result,), _, _ = measure(own=own, other=other, train=train)
+    assert (result.train.count, result.comparison.images) == (train, images)
+    assert result.comparison.speedup == pytest.approx(speedup)
+    assert result.comparison.seconds_per_image == pytest.approx(other[0] + sum(other[1:]) / min(10, train))
 
 
 def test_baseline_sees_batches_that_the_run_trained_on():
@@ -46,14 +44,11 @@ def test_baseline_sees_batches_that_the_run_trained_on():
     assert all(any(np.array_equal(batch, own) for own in trained) for batch in timed)
 
 
-def test_the_samples_of_the_baseline_are_spread_over_every_epoch():
+def test_the_samples_of_the_baseline_are_spread_over_every_epoch_but_a_short_one():
     _, program, _ = measure(own=(1e-3,), other=(1e-6,), train=300, epochs=2)
     assert [len(order) for order in program.orders] == [10, 40, 100, 100, 50, 100, 100, 100]
-
-
-def test_a_short_epoch_is_not_cut_into_pieces_by_its_baseline():
     results, program, _ = measure(own=(1e-6,), other=(1e-6,), train=300, epochs=3)
-    assert [len(order) for order in program.orders][-1] == 300
+    assert len(program.orders[-1]) == 300
     assert [result.comparison.batches for result in results] == [3, 3, 3]
 
 
@@ -73,12 +68,6 @@ def test_each_epoch_starts_the_baseline_from_the_parameters_of_the_run():
     results, _, beside = measure(own=(0.01,), other=(0.02,), epochs=3)
     assert len(beside.restored) == 3
     assert [r.comparison.speedup for r in results] == pytest.approx([2.0] * 3)
-
-
-def test_no_baseline_no_comparison():
-    clock = FakeClock()
-    (result,) = train_epochs(FakeProgram(clock, 0.1), dataset(), 1, clock=clock)
-    assert result.comparison is None
 
 
 def shared(shares, **options):
@@ -103,11 +92,7 @@ def test_the_parallel_share_is_measured_once_a_run_outside_what_is_timed():
     assert [r.comparison.seconds_per_image for r in results] == pytest.approx([0.001, 0.001])
 
 
-def test_a_slow_baseline_measures_its_parallel_share_on_one_step():
-    baseline, asked, _ = shared([0.9, 0.2, 0.8], budget_s=1.0)
-    assert (baseline.parallel_share, asked) == (0.9, 1)
-
-
-def test_a_fused_baseline_has_no_parallel_share():
-    baseline, asked, _ = shared([None, 0.5])
-    assert (baseline.parallel_share, asked) == (None, 1)
+@pytest.mark.parametrize(("shares", "found"), [([0.9, 0.2, 0.8], 0.9), ([None, 0.5], None)], ids=["slow", "fused"])
+def test_a_slow_baseline_measures_its_parallel_share_on_one_step_and_a_fused_one_has_none(shares, found):
+    baseline, asked, _ = shared(shares, budget_s=1.0)
+    assert (baseline.parallel_share, asked) == (found, 1)

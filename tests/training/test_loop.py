@@ -50,6 +50,7 @@ def test_every_image_is_trained_once_an_epoch_the_short_last_batch_included():
     assert all(len(order) % 10 == 0 for order in program.orders[:-1])
     assert len(program.orders[-1]) == 5
     assert result.train.count == 25
+    assert run(FakeProgram(FakeClock(), 0.1, batch_size=100))[0].train.count == 25, "a batch larger than the data"
 
 
 def test_epoch_seconds_are_the_training_pass_alone():
@@ -124,11 +125,6 @@ def test_a_signal_comes_between_two_steps():
     assert [progress.totals.count for progress in seen] == [10]
 
 
-def test_batch_larger_than_the_data():
-    (result,) = run(FakeProgram(FakeClock(), 0.1, batch_size=100))
-    assert result.train.count == 25
-
-
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_loss_that_is_not_finite_stops_the_run(bad):
     program = FakeProgram(FakeClock(), 0.001, losses=[1.0, bad])
@@ -144,19 +140,13 @@ def test_a_held_out_loss_that_is_not_finite_stops_the_run_before_it_is_kept():
 
 
 def test_patience_that_has_run_out_trains_no_epoch_more():
-    earlier = run(FakeProgram(FakeClock(), 0.1), epochs=3)  # its held-out loss never falls
-    assert stopped(9, earlier=earlier, patience=2)[0] == []
-    assert [r.epoch for r in stopped(9, earlier=earlier, patience=3)[0]] == [4]
-
-
-def test_a_loss_that_falls_again_is_worth_going_on():
-    loss = iter((2.0, 3.0, 3.0, 1.0))
-    earlier = [
-        dataclasses.replace(result, test=Totals(next(loss), 1, 1))
-        for result in run(FakeProgram(FakeClock(), 0.1), epochs=4)
-    ]
-    assert EarlyStopping(patience=2, history=earlier[:3]).reason
-    assert not EarlyStopping(patience=2, history=earlier).reason
+    earlier = run(FakeProgram(FakeClock(), 0.1), epochs=4)  # its held-out loss never falls
+    assert stopped(9, earlier=earlier[:3], patience=2)[0] == []
+    assert [r.epoch for r in stopped(9, earlier=earlier[:3], patience=3)[0]] == [4]
+    losses = (2.0, 3.0, 3.0, 1.0)  # falls again
+    fell = [dataclasses.replace(each, test=Totals(loss, 1, 1)) for each, loss in zip(earlier, losses, strict=True)]
+    assert EarlyStopping(patience=2, history=fell[:3]).reason
+    assert not EarlyStopping(patience=2, history=fell).reason
 
 
 def test_a_pass_over_its_seconds_ends_early_and_is_tested_on_the_same_share():
@@ -166,13 +156,8 @@ def test_a_pass_over_its_seconds_ends_early_and_is_tested_on_the_same_share():
     assert [result.test.count for result in results] == [15, 15]
     assert results[0].epoch_s == pytest.approx(3.0)
     assert len(results[0].scores) == 15
-
-
-def test_a_pass_has_at_least_one_batch_and_time_enough_changes_nothing():
-    (short,) = run(FakeProgram(FakeClock(), 0.1, batch_size=10), pass_s=0.01)
-    assert short.train.count == 10
-    (whole,) = run(FakeProgram(FakeClock(), 0.1, batch_size=10), pass_s=100.0)
-    assert (whole.train.count, whole.test.count) == (25, 8)
+    counts = [run(FakeProgram(FakeClock(), 0.1), pass_s=seconds)[0].train.count for seconds in (0.01, 100.0)]
+    assert counts == [10, 25], "one batch at least, and time enough changes nothing"
 
 
 def test_early_stopping_counts_epochs_without_a_smaller_held_out_loss_and_says_so():
@@ -191,17 +176,16 @@ def test_held_out_is_the_validation_split_where_there_is_one():
 
 
 @pytest.mark.parametrize(
-    ("schedule", "rates"),
+    ("schedule", "factors"),
     [
-        (Constant(), [0.01, 0.01, 0.01, 0.01]),
-        (Step(every=2, factor=0.5), [0.01, 0.01, 0.005, 0.005]),
-        (Cosine(), [0.01, 0.01 * (2 + 2**0.5) / 4, 0.005, 0.01 * (2 - 2**0.5) / 4]),
+        (Constant(), [1, 1, 1, 1]),
+        (Step(every=2, factor=0.5), [1, 1, 0.5, 0.5]),
+        (Cosine(), [1, (2 + 2**0.5) / 4, 0.5, (2 - 2**0.5) / 4]),
     ],
-    ids=["constant", "step", "cosine"],
 )
-def test_schedules(schedule, rates):
+def test_schedules(schedule, factors):
     results = run(FakeProgram(FakeClock(), 0.1), epochs=4, schedule=schedule)
-    assert [r.rate for r in results] == pytest.approx(rates)
+    assert [r.rate for r in results] == pytest.approx([0.01 * factor for factor in factors])
 
 
 @pytest.mark.parametrize("options", [{"every": 0}, {"factor": 0.0}, {"factor": 1.5}])
@@ -222,11 +206,11 @@ def test_training_stops_after_the_epoch_that_reaches_its_target():
 
 
 def test_every_observer_sees_the_last_epoch_before_training_ends():
-    class Last(Seen):
-        def finished(self, result):
-            self.append(result.epoch)
-
-    first, last = Last(), Last()
+    first, last = Seen(), Seen()
+    first.finished, last.finished = (
+        (lambda result: first.append(result.epoch)),
+        lambda result: last.append(result.epoch),
+    )
     results = run(FakeProgram(FakeClock(), 1.0), epochs=5, observers=[first, EarlyStopping(target=1.0), last])
     assert len(results) == 1
     assert first[-1] == last[-1] == 1
