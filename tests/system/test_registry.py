@@ -1,5 +1,6 @@
 """Names that config calls classes by, and plugins: a user's own pieces, in one file outside the package."""
 
+import copy
 import importlib.util
 import json
 import os
@@ -11,8 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hydra.core.config_store import ConfigStore
 
 import softgpu
+from cnnexp import __main__ as cli
 from cnnexp.app.config import load
 from cnnexp.backends import BACKENDS
 from cnnexp.errors import ConfigError
@@ -34,6 +37,7 @@ def nothing_added(monkeypatch):
     monkeypatch.setattr(registry, "_added", {group: {} for group in registry._added})
     monkeypatch.setattr(registry, "_shipped", {**registry._shipped})
     monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(ConfigStore.instance(), "repo", copy.deepcopy(ConfigStore.instance().repo))
     monkeypatch.setenv(registry.VARIABLE, "")
 
 
@@ -80,16 +84,14 @@ def test_what_cannot_be_registered(group, name, cls, message):
 
 def test_two_plugins_may_not_share_a_name():
     register("backend", "x")(Mine)
-    with pytest.raises(ConfigError, match="'x'\\): the name is taken"):
-        register("backend", "x")(SGD)
-    with pytest.raises(ConfigError, match="'x'\\): the name is taken"):
-        Registry("backend", {"x": SGD})
+    for taken in (lambda: register("backend", "x")(SGD), lambda: Registry("backend", {"x": SGD})):
+        with pytest.raises(ConfigError, match=r"'x'\): the name is taken"):
+            taken()
 
 
 def test_an_unknown_name_is_an_error_that_says_what_is_legal():
-    with pytest.raises(
-        ConfigError, match=r"backend.name='cpu-smd': unknown; legal: python, .*; did you mean 'cpu-simd'"
-    ):
+    said = r"backend.name='cpu-smd': unknown; legal: python, .*; did you mean 'cpu-simd'"
+    with pytest.raises(ConfigError, match=said):
         BACKENDS.find("cpu-smd", "backend.name")
     with pytest.raises(ConfigError, match=r"backend\.name=null: unknown"):
         BACKENDS.find(None, "backend.name")
@@ -183,31 +185,33 @@ def test_one_of_each_kind_from_one_file_outside_the_package(tmp_path, monkeypatc
     assert journals[0]["begin"]["tags"]["plugins"] == str(OUTSIDE)
 
 
-def test_workers_and_a_stored_model_know_the_plugin_too(tmp_path):
+def test_workers_and_a_stored_model_know_the_plugin_too(monkeypatch, capsys, tmp_path):
     layers = "[{type: Flatten}, {type: Linear, features: 8}, {type: Swish, beta: 1.5}, {type: Linear, features: 2}]"
     own = ("model=custom", f"model.layers={layers}", "optimizer=sign", "dataset=stripes", "backend=mine")
     done = python_m(f"plugins={OUTSIDE}", *own, *TINY, "workers=local", f"hydra.run.dir={tmp_path}/run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert read_journal(tmp_path / "run")["status"] == "FINISHED"
-    done = python_m("predict", f"{tmp_path}/run", "dataset=stripes", f"plugins={OUTSIDE}", cwd=tmp_path)
-    assert "test accuracy " in done.stdout
-    done = python_m("predict", f"{tmp_path}/run", "dataset=digits", cwd=tmp_path)
-    assert done.stderr == (
+    monkeypatch.setattr(sys, "argv", ["cnnexp", "predict", f"{tmp_path}/run", "dataset=digits"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert capsys.readouterr().err == (
         f"cnnexp: error: layer Swish: of a plugin that is not loaded; add plugins={OUTSIDE}, or set "
         f"CNNEXP_PLUGINS={OUTSIDE}\n"
     )
+    sys.argv[1:] = ["predict", f"{tmp_path}/run", "dataset=stripes", f"plugins={OUTSIDE}"]
+    cli.main()
+    assert "test accuracy " in capsys.readouterr().out
 
 
-def test_an_installed_package_offers_its_plugin_by_an_entry_point(tmp_path):
+def test_an_installed_package_offers_its_plugin_by_an_entry_point(run, tmp_path, monkeypatch):
     about = tmp_path / "site" / "outside-1.0.dist-info"
     about.mkdir(parents=True)
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: outside\nVersion: 1.0\n")
     (about / "entry_points.txt").write_text("[cnnexp_plugins]\noutside = outside\n")
     (tmp_path / "site" / "outside.py").write_text(OUTSIDE.read_text(encoding="utf-8"), encoding="utf-8")
-    path = f"{tmp_path / 'site'}:{ROOT}"
-    done = python_m("--cfg", "job", "optimizer=sign", cwd=tmp_path, path=path)
-    assert done.returncode == 0, done.stderr
-    assert "name: sign\n" in done.stdout
-    missed = python_m("--cfg", "job", "optimizer=sine", cwd=tmp_path, path=path)
-    assert "optimizer=sine: unknown; legal: " in missed.stderr
-    assert "did you mean 'sign'" in missed.stderr
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.delitem(sys.modules, "outside", raising=False)
+    code, out, err = run("--cfg", "job", "optimizer=sign")
+    assert (code, err) == (0, "")
+    assert "name: sign\n" in out
+    assert re.search(r"optimizer=sine: unknown; legal: .*did you mean 'sign'", run("--cfg", "job", "optimizer=sine")[2])
