@@ -1,15 +1,12 @@
 """The papers' tables and figures: the published numbers as printed, and every experiment run again at a small scale."""
 
 import re
-import signal
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from cnnexp import __main__ as cli
-from cnnexp.app import hydra_app, sweep
+from cnnexp.app import sweep
 from cnnexp.datasets.cifar10 import TEST, TRAIN
 from cnnexp.papers import EXPERIMENTS, page
 from cnnexp.papers.compare import compare
@@ -46,22 +43,6 @@ def test_published_totals_are_the_sums_of_their_parts():
     assert "97.71" in " ".join(EXPERIMENTS["khandait_amdahl"].notes)
 
 
-@pytest.fixture
-def run(monkeypatch, capsys, tmp_path):
-    """Return run(*arguments) -> standard output; the sweep's folder is `tmp_path / "sweep"`."""
-    handler = signal.getsignal(signal.SIGTERM)
-
-    def run(*arguments: str) -> str:
-        monkeypatch.setattr(sys, "argv", ["cnnexp", *arguments, f"hydra.sweep.dir={tmp_path}/sweep"])
-        monkeypatch.setattr(hydra_app.SweepCallback, "started", None)
-        monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
-        cli.main()
-        return capsys.readouterr().out
-
-    yield run
-    signal.signal(signal.SIGTERM, handler)
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("key", EXPERIMENTS)
 def test_every_experiment_runs_small(run, tmp_path, key):
@@ -74,7 +55,7 @@ def test_every_experiment_runs_small(run, tmp_path, key):
             images[:, 0] %= 10
             (tmp_path / name).write_bytes(images.tobytes())
         data = [f"dataset.root={tmp_path}", "dataset.verify=false", "dataset.test_size=40"]
-    out = run(f"experiment={key}", "debug=small", "tracking=none", "trainer.progress=false", *data)
+    _, out, _ = run(f"experiment={key}", "debug=small", "tracking=none", "trainer.progress=false", *data)
     folder = tmp_path / "sweep"
     result = compare(folder, key)
     made = [cell.ours for row in result.cells for cell in row if cell.ours is not None]
@@ -102,14 +83,8 @@ def test_the_quadrants_are_learned_as_well_as_in_the_paper(run, tmp_path):
 
 
 def test_the_speedrun_stops_at_its_target_and_tells_the_seconds(run, tmp_path):
-    small = (
-        "dataset=synthetic",
-        "dataset.train_size=64",
-        "dataset.test_size=20",
-        "backend=numpy",
-        "trainer.target=0.01",
-    )
-    out = run("experiment=speedrun", "tracking=none", *small)
+    size = ("dataset=synthetic", "dataset.train_size=64", "dataset.test_size=20")
+    _, out, _ = run("experiment=speedrun", "tracking=none", *size, "backend=numpy", "trainer.target=0.01")
     rows = sweep.rows(tmp_path / "sweep")
     assert [row["status"] for row in rows] == ["FINISHED"] * 3
     assert all(row["time/to_target_s"] > 0 for row in rows)
@@ -117,14 +92,11 @@ def test_the_speedrun_stops_at_its_target_and_tells_the_seconds(run, tmp_path):
 
 
 def test_mnist_best_trains_on_augmented_images(run, tmp_path):
-    small = (
+    size = (
         "dataset=synthetic",
-        "dataset.train_size=20",
-        "dataset.test_size=5",
-        "dataset.height=28",
-        "dataset.width=28",
+        *(f"dataset.{key}" for key in ("train_size=20", "test_size=5", "height=28", "width=28")),
     )
     few = ("trainer.epochs=1", "trainer.batch_size=10", "backend=numpy", f"hydra.run.dir={tmp_path}/run")
-    run("experiment=mnist_best", "tracking=none", *small, *few)
+    run("experiment=mnist_best", "tracking=none", *size, *few)
     assert len(read_journal(tmp_path / "run")["epochs"]) == 1
     assert set(load(find(tmp_path / "run")).training["augment"]) == {"affine", "elastic"}

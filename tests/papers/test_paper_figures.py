@@ -1,6 +1,5 @@
 """The figures of the papers: whether every text in them is whole."""
 
-import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -19,18 +18,20 @@ SCALING = [
 ]
 
 
-@pytest.mark.parametrize("missing", [False, True])
-@pytest.mark.parametrize("key", EXPERIMENTS)
+MISSING = ("castanheira_fig2_batch", "castanheira_fig3", "garg_table1", "chavan_fig4")  # one of each kind of figure
+
+
+@pytest.mark.parametrize(
+    ("key", "missing"), [*((key, False) for key in EXPERIMENTS), *((key, True) for key in MISSING)]
+)
 def test_every_text_is_whole(key, missing, tmp_path):
     experiment = EXPERIMENTS[key]
     cell = Cell(12345.678, None, why="not on this machine") if missing else Cell(12345.678, 0.0012345, 0.0001)
     cells = [[cell for _ in experiment.columns] for _ in experiment.lines]
-    (tmp_path / "one").mkdir()
-    np.savez(tmp_path / "one" / "predictions.npz", labels=np.arange(10), predicted=np.arange(10))
+    np.savez(tmp_path / "predictions.npz", labels=np.arange(10), predicted=np.arange(10))
     configs = [{**column.jobs, **line.jobs} for line in experiment.lines for column in experiment.columns]
-    jobs = [replace(make_job(), folder=str(tmp_path / str(i)), config=config) for i, config in enumerate(configs)]
+    jobs = [replace(make_job(), folder=str(tmp_path), config=config) for config in configs]
     for job in jobs:
-        shutil.copytree(tmp_path / "one", job.folder)
         job.epochs[0]["train/loss"] = 123.456
     jobs = [] if missing else jobs
     result = Result(key, experiment, jobs, cells, {"machine.cores": "2"}, SCALING if experiment.scaling else ())

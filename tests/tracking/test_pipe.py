@@ -36,11 +36,18 @@ def store(uri):
 
 
 @pytest.fixture(scope="module")
-def live(uri, store):
+def live(uri):
     recorder = Recorder(uri, "runs")
     recorder.call("link")  # it is ready
     yield recorder
     recorder.close()
+
+
+class Undrawn(Run):
+    """A run without figures, which take longer than all else of it."""
+
+    def _draw(self):
+        pass
 
 
 def run_epochs(run, results):
@@ -50,20 +57,43 @@ def run_epochs(run, results):
         run.finished(result)
 
 
-def record(folder, recorder, results, error=None):
-    """Record a run that ends with `error`."""
-    with Run(folder, CONFIG, (), recorder) as run:
+def record(folder, recorder, results, error=None, config=CONFIG, **options):
+    """Record a run that ends with `error`; return it."""
+    with Undrawn(folder, config, (), recorder, **options) as run:
         run_epochs(run, results)
         if error is not None:
             raise error
+    return run
+
+
+def interrupted(folder, recorder, *epochs):
+    """Record a run that Ctrl-C ends; return its id."""
+    with pytest.raises(KeyboardInterrupt):
+        record(folder, recorder, map(epoch_result, epochs), KeyboardInterrupt())
+    return read_journal(folder)["run_id"]
 
 
 def read(store, run_id):
     return store._client.get_run(run_id)
 
 
-def latest(store):
-    return store._client.search_runs([store._experiment_id], max_results=1)[0]
+def history(store, run_id, key="train/loss"):
+    return [(m.step, m.value) for m in store._client.get_metric_history(run_id, key)]
+
+
+def kill(recorder):
+    recorder._process.kill()
+    recorder._process.wait()
+
+
+@contextlib.contextmanager
+def stopped(recorder):
+    """Have the process of a recorder stand still."""
+    recorder._process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        recorder._process.send_signal(signal.SIGCONT)
 
 
 def test_run_records_everything(live, store, tmp_path):
@@ -138,7 +168,7 @@ def test_run_records_everything(live, store, tmp_path):
 def test_an_exception_ends_the_run_and_goes_on(live, store, tmp_path, error, status, tags):
     with pytest.raises(type(error)):
         record(tmp_path, live, [epoch_result(1)], error)
-    recorded = latest(store)
+    recorded = read(store, read_journal(tmp_path)["run_id"])
     assert recorded.info.status == status
     assert {key: recorded.data.tags.get(key) for key in tags} == tags
     assert ("diverged" in recorded.data.tags) == ("diverged" in tags)
@@ -147,16 +177,15 @@ def test_an_exception_ends_the_run_and_goes_on(live, store, tmp_path, error, sta
 
 
 def test_contended_run_claims_no_speedup(live, store, tmp_path):
-    with Run(tmp_path, CONFIG, (), live, contended=True) as run:
-        run_epochs(run, [epoch_result(1, speedup=5.0)])
+    run = record(tmp_path, live, [epoch_result(1, speedup=5.0)], contended=True)
     recorded = read(store, run.id)
     assert recorded.data.tags["timing.contended"] == "true"
     assert not [name for name in recorded.data.metrics if name.startswith("speedup/")]
 
 
-def test_finished_config_is_skipped(live, tmp_path):
+def test_finished_config_is_skipped_unless_the_store_is_silent(live, tmp_path, monkeypatch):
     config = {**CONFIG, "trainer": {"seed": 77}}
-    with Run(tmp_path / "1", config, (), live) as first:
+    with Undrawn(tmp_path / "1", config, (), live) as first:
         assert not first.skip_if_finished()
         run_epochs(first, [epoch_result(1)])
     elsewhere = {**config, "tracking": {"name": "mlflow", "run_name": "another"}}
@@ -166,77 +195,52 @@ def test_finished_config_is_skipped(live, tmp_path):
     assert journal["status"] == "SKIPPED"
     assert journal["metrics"]["final/test_accuracy"] == 0.5
 
-
-def test_a_config_that_a_silent_store_may_have_is_trained(live, tmp_path, monkeypatch):
     def call(method, **arguments):
         raise NoAnswerYet("nothing yet")
 
     monkeypatch.setattr(live, "call", call)
-    with Run(tmp_path, CONFIG, (), live) as run:
-        assert not run.skip_if_finished()
-    assert read_journal(tmp_path)["status"] == "FINISHED"
+    with Run(tmp_path / "3", config, (), live) as third:
+        assert not third.skip_if_finished()
+    assert read_journal(tmp_path / "3")["status"] == "FINISHED"
 
 
-def test_without_a_recorder_the_journal_tells_all(tmp_path):
-    with Run(tmp_path, CONFIG, ["model.filters=4"]) as run:
-        assert not run.skip_if_finished()
-        run_epochs(run, [epoch_result(1), epoch_result(2)])
+def test_without_a_recorder_the_journal_tells_all_and_best_goes_by_the_validation_split(tmp_path):
+    run = Run(tmp_path, CONFIG, ["model.filters=4"])
+    assert not run.skip_if_finished()
+    run_epochs(run, [epoch_result(1, correct=1, validation=4), epoch_result(2, correct=3, validation=2)])
+    assert read_journal(tmp_path)["status"] == "DIED"  # as long as it has not ended
+    run.__exit__(None, None, None)
     journal = read_journal(tmp_path)
     assert (journal["status"], journal["error"], journal["overrides"]) == ("FINISHED", None, ["model.filters=4"])
     assert [epoch["epoch"] for epoch in journal["epochs"]] == [1, 2]
     assert journal["epochs"][1]["train/loss"] == 0.5
     assert journal["metrics"]["time/median_epoch_s"] == 0.5
-
-
-def test_journal_of_a_run_that_never_ended(tmp_path):
-    run = Run(tmp_path, CONFIG)
-    run_epochs(run, [epoch_result(1)])
-    journal = read_journal(tmp_path)
-    assert (journal["status"], len(journal["epochs"])) == ("DIED", 1)
-    run.__exit__(None, None, None)
-
-
-def test_best_goes_by_the_validation_split(tmp_path):
-    with Run(tmp_path, CONFIG) as run:
-        run_epochs(run, [epoch_result(1, correct=1, validation=4), epoch_result(2, correct=3, validation=2)])
-    assert run.metrics["best/test_accuracy"] == 0.25
-    assert run.metrics["final/test_accuracy"] == 0.75
-
-
-def kill(recorder):
-    recorder._process.kill()
-    recorder._process.wait()
-
-
-def history(store, run_id, key="train/loss"):
-    return [(m.step, m.value) for m in store._client.get_metric_history(run_id, key)]
+    assert (run.metrics["best/test_accuracy"], run.metrics["final/test_accuracy"]) == (0.25, 0.75)
 
 
 @pytest.mark.parametrize(
     "when",
     ["between epochs", *(pytest.param(w, marks=pytest.mark.thorough) for w in ("before it begins", "at the end"))],
 )
-def test_another_recorder_takes_over_from_a_dead_one(uri, store, tmp_path, monkeypatch, when):
-    doomed = Recorder(uri, "runs")
+def test_another_recorder_takes_over_from_a_dead_one(live, store, tmp_path, monkeypatch, when):
     draw = Run._draw
 
     def die_once(self):
         monkeypatch.setattr(Run, "_draw", draw)
-        kill(doomed)
+        kill(live)
         return draw(self)
 
     if when == "at the end":
         monkeypatch.setattr(Run, "_draw", die_once)
-    with Run(tmp_path, CONFIG, (), doomed) as run:
+    with Run(tmp_path, CONFIG, (), live) as run:
         if when == "before it begins":
-            kill(doomed)
+            kill(live)
         run.begin(DATASET, NETWORK, Backend())
         run.finished(epoch_result(1))
         if when == "between epochs":
-            kill(doomed)
+            kill(live)
         for epoch in (2, 3, 4):
             run.finished(epoch_result(epoch))
-    doomed.close()
     recorded = read(store, run.id)
     assert recorded.info.status == "FINISHED"
     assert history(store, run.id) == [(1, 1.0), (2, 0.5), (3, 1 / 3), (4, 0.25)]
@@ -245,38 +249,6 @@ def test_another_recorder_takes_over_from_a_dead_one(uri, store, tmp_path, monke
     assert len(store._search(f"tags.`{KEY}` = '{recorded.data.tags[KEY]}'", 10)) == 1
     journal = read_journal(tmp_path)
     assert (journal["status"], journal["stored"], journal["run_id"]) == ("FINISHED", True, run.id)
-
-
-def test_recorders_that_die_at_once_lose_no_epoch_and_it_is_said_how_to_send_them(uri, store, tmp_path, monkeypatch):
-    doomed = Recorder(uri, "runs")
-
-    def start_dead():
-        dead = subprocess.Popen(
-            [sys.executable, "-c", ""], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
-        )
-        dead.wait()
-        return dead
-
-    monkeypatch.setattr(pipe, "_start_process", start_dead)
-
-    def results():
-        yield epoch_result(1)
-        doomed._look.result(100)
-        kill(doomed)
-        yield from map(epoch_result, range(2, 9))
-
-    with pytest.raises(
-        TrackingError, match=f"recorder process has died; all 8 epochs are in {tmp_path}.* sync {tmp_path}"
-    ):
-        record(tmp_path, doomed, results())
-    assert len(read_journal(tmp_path)["epochs"]) == 8
-    doomed.close()
-    stale = latest(store)
-    assert stale.info.status == "RUNNING"
-    assert store.sync(str(tmp_path)) == stale.info.run_id
-    assert read(store, stale.info.run_id).info.status == "FINISHED"  # as the journal says
-    assert [step for step, _ in history(store, stale.info.run_id)] == list(range(1, 9))
-    assert read_journal(tmp_path)["stored"]
 
 
 def test_a_recorder_that_cannot_be_started_is_told_in_a_line(uri, monkeypatch):
@@ -289,41 +261,57 @@ def test_a_recorder_that_cannot_be_started_is_told_in_a_line(uri, monkeypatch):
         Recorder(uri, "runs")
 
 
-@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="a process is stopped by a POSIX signal")
 def test_a_recorder_that_computes_is_waited_for_longer(uri, monkeypatch):
-    stopped, looks = Recorder(uri, "runs"), []
-    stopped._process.send_signal(signal.SIGSTOP)
+    silent, looks = Recorder(uri, "runs"), []
     monkeypatch.setattr(pipe, "ANSWER_S", 0.05)
     monkeypatch.setattr(pipe, "LOOK_S", 0.01)
     monkeypatch.setattr(pipe, "_computed_s", lambda pid: looks.append(pid) or min(len(looks), 30))
-    with pytest.raises(TrackingError, match=r"no answer in 0\.05 s"):
-        stopped.call("link")
+    with stopped(silent), pytest.raises(TrackingError, match=r"no answer in 0\.05 s"):
+        silent.call("link")
     assert len(looks) == 35
-    stopped.close()
+    silent.close()
 
 
-@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="a process is stopped by a POSIX signal")
-def test_a_recorder_that_hangs_at_its_end_is_killed(tmp_path, monkeypatch):
-    hung = Recorder(f"sqlite:///{tmp_path}/mlflow.db", "runs")
-    hung._process.send_signal(signal.SIGSTOP)
+def test_a_recorder_that_hangs_at_its_end_is_killed(uri, monkeypatch):
+    hung = Recorder(uri, "runs")
     monkeypatch.setattr(pipe, "ANSWER_S", 0.1)
-    with pytest.raises(TrackingError, match="hung at its end and was killed"):
+    monkeypatch.setattr(pipe, "LOOK_S", 0.1)
+    with stopped(hung), pytest.raises(TrackingError, match="hung at its end and was killed"):
         hung.close()
     assert hung._process.wait(10) == -signal.SIGKILL
 
 
-@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="a process is stopped by a POSIX signal")
-def test_a_run_never_waits_for_a_store_that_stands_still(uri, store, tmp_path):
-    slow = Recorder(uri, "runs")
-    with Run(tmp_path, CONFIG, (), slow) as run:
-        run.begin(DATASET, NETWORK, Backend())
-        slow._look.result(100)
-        slow._process.send_signal(signal.SIGSTOP)
-        for epoch in range(1, 301):  # more than a pipe holds
-            run.finished(epoch_result(epoch))
-        slow._process.send_signal(signal.SIGCONT)
-    slow.close()
-    assert [m.step for m in store._client.get_metric_history(run.id, "test/loss")] == list(range(1, 301))
+def test_a_run_never_waits_for_a_store_that_stands_still_and_it_has_all_then(live, store, tmp_path, monkeypatch):
+    monkeypatch.setattr(pipe, "FLUSH_S", 60.0)
+    with Undrawn(tmp_path, CONFIG, (), live) as run:
+        with stopped(live):
+            run_epochs(run, [epoch_result(1)])
+            assert run.id is None
+        run_id = live._look.result(100)
+        monkeypatch.setattr(live, "_slow", False)
+        run.finished(epoch_result(2))
+        assert run.id == run_id == read_journal(tmp_path)["run_id"]
+        live.call("follow", folder=str(tmp_path))
+        assert history(store, run_id) == [(1, 1.0), (2, 0.5)]
+        monkeypatch.setattr(pipe, "FLUSH_S", 0.05)
+        with stopped(live):
+            for epoch in range(3, 31):
+                run.finished(epoch_result(epoch))
+            assert live._slow
+            assert len(live._waiting) == 1, "so the pipe is never full"
+    assert read(store, run_id).info.status == "FINISHED"
+    assert [step for step, _ in history(store, run_id)] == list(range(1, 31))
+
+
+def test_an_epoch_is_recorded_before_the_next_is_timed(live, store, tmp_path, monkeypatch):
+    monkeypatch.setattr(pipe, "FLUSH_S", 60.0)
+    monkeypatch.setattr(live, "_slow", False)
+    with Undrawn(tmp_path, CONFIG, (), live) as run:
+        run_epochs(run, [])
+        run_id = live._look.result(100)
+        run.finished(epoch_result(1))
+        assert not live._slow
+        assert len(history(store, run_id)) == 1
 
 
 @contextlib.contextmanager
@@ -341,7 +329,7 @@ def test_a_store_that_is_locked_at_the_start_has_all_later(new_store, tmp_path, 
     uri = new_store(tmp_path)
     with locked(tmp_path / "mlflow.db"):
         recorder = Recorder(uri, "runs")
-        run = Run(tmp_path / "run", CONFIG, (), recorder)
+        run = Undrawn(tmp_path / "run", CONFIG, (), recorder)
         run_epochs(run, map(epoch_result, (1, 2, 3)))
         time.sleep(held_s)
         assert run.id is None
@@ -354,25 +342,8 @@ def test_a_store_that_is_locked_at_the_start_has_all_later(new_store, tmp_path, 
     assert read_journal(tmp_path / "run")["stored"]
 
 
-def test_a_store_that_answers_in_mid_run_has_all_then(uri, store, tmp_path):
-    slow = Recorder(uri, "runs")
-    slow._process.send_signal(signal.SIGSTOP)
-    with Run(tmp_path, CONFIG, (), slow) as run:
-        run_epochs(run, [epoch_result(1)])
-        assert run.id is None
-        slow._process.send_signal(signal.SIGCONT)
-        run_id = slow._look.result(100)
-        run.finished(epoch_result(2))
-        assert run.id == run_id
-        assert read_journal(tmp_path)["run_id"] == run_id
-        slow.call("follow", folder=str(tmp_path))
-        assert history(store, run_id) == [(1, 1.0), (2, 0.5)]
-    slow.close()
-    assert read(store, run.id).info.status == "FINISHED"
-
-
 def test_a_recorder_finds_by_itself_what_it_is_not_asked_for(live, store, tmp_path, monkeypatch):
-    with Run(tmp_path, CONFIG, (), live) as run:
+    with Undrawn(tmp_path, CONFIG, (), live) as run:
         run_epochs(run, [])
         run_id = live._look.result(100)
         monkeypatch.setattr(live, "follow", lambda folder: live._look)
@@ -385,12 +356,10 @@ def test_a_recorder_finds_by_itself_what_it_is_not_asked_for(live, store, tmp_pa
 
 @pytest.mark.parametrize("where", ["the same folder", "another folder"])
 def test_a_run_goes_on_in_its_record_with_every_epoch_once(live, store, tmp_path, where):
-    with pytest.raises(KeyboardInterrupt):
-        record(tmp_path / "a", live, map(epoch_result, (1, 2, 3)), KeyboardInterrupt())
-    first = read_journal(tmp_path / "a")["run_id"]
+    first = interrupted(tmp_path / "a", live, 1, 2, 3)
     assert read(store, first).info.status == "KILLED"
     folder = tmp_path / ("a" if where == "the same folder" else "b")
-    with Run(folder, CONFIG, (), live, earlier=tmp_path / "a") as second:
+    with Undrawn(folder, CONFIG, (), live, earlier=tmp_path / "a") as second:
         second.begin(DATASET, NETWORK, Backend())
         second.resume([epoch_result(1), epoch_result(2)])  # no checkpoint was written after the third
         live._look.result(100)
@@ -416,25 +385,23 @@ def test_a_run_goes_on_in_its_record_with_every_epoch_once(live, store, tmp_path
 
 def test_a_run_that_was_gone_on_with_and_killed_at_once_has_every_epoch_once(live, store, tmp_path):
     first, second, third = (tmp_path / name for name in "abc")
-    with pytest.raises(KeyboardInterrupt):
-        record(first, live, map(epoch_result, (1, 2)), KeyboardInterrupt())
+    interrupted(first, live, 1, 2)
     killed = Run(second, CONFIG, (), live, earlier=first)
     killed.begin(DATASET, NETWORK, Backend())
     live._look.result(100)
     killed._locks.close()
     killed._journal.close()
-    with Run(third, CONFIG, (), live, earlier=second) as last:  # which holds no checkpoint: all is trained again
-        run_epochs(last, [epoch_result(epoch, epoch_s=9.0) for epoch in (1, 2, 3)])
+    # which holds no checkpoint: all is trained again
+    last = record(third, live, [epoch_result(epoch, epoch_s=9.0) for epoch in (1, 2, 3)], earlier=second)
     assert history(store, last.id) == [(1, 1.0), (2, 0.5), (3, 1 / 3)]
     assert history(store, last.id, "time/epoch_s") == [(1, 0.5), (2, 0.5), (3, 9.0)]
     assert [epoch["epoch"] for epoch in read_journal(third)["epochs"]] == [1, 2, 3]
 
 
 def test_a_run_of_another_config_gets_a_record_of_its_own(live, store, tmp_path):
-    with pytest.raises(KeyboardInterrupt):
-        record(tmp_path, live, [epoch_result(1)], KeyboardInterrupt())
-    first = read_journal(tmp_path)["run_id"]
-    with Run(tmp_path, {**CONFIG, "optimizer": {"name": "adam", "lr": 0.2}}, (), live, earlier=tmp_path) as second:
+    first = interrupted(tmp_path, live, 1)
+    config = {**CONFIG, "optimizer": {"name": "adam", "lr": 0.2}}
+    with Undrawn(tmp_path, config, (), live, earlier=tmp_path) as second:
         second.begin(DATASET, NETWORK, Backend())
         second.resume([epoch_result(1)])
         second.finished(epoch_result(2))
@@ -443,38 +410,21 @@ def test_a_run_of_another_config_gets_a_record_of_its_own(live, store, tmp_path)
     assert read(store, first).info.status == "KILLED"
 
 
-@pytest.fixture
-def hopeless(tmp_path):
-    """A recorder whose store cannot be made: its folder is a file."""
+def test_a_store_that_cannot_be_made_stops_no_training_that_began_and_hides_no_error(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    recorder = Recorder(f"sqlite:///{tmp_path}/file/mlflow.db", "runs")
-    yield recorder
-    recorder.close()
-
-
-def test_a_store_that_cannot_be_opened_stops_the_run_before_training(hopeless, tmp_path):
+    hopeless = Recorder(f"sqlite:///{tmp_path}/file/mlflow.db", "runs")
     with pytest.raises(TrackingError, match=r"tracking\.uri=.*cannot be opened"):
-        record(tmp_path, hopeless, [epoch_result(1)])
-    assert read_journal(tmp_path)["epochs"] == []
+        record(tmp_path / "1", hopeless, [epoch_result(1)])
+    assert read_journal(tmp_path / "1")["epochs"] == []
 
-
-def test_a_store_that_turns_out_to_be_none_ends_no_training(hopeless, tmp_path, monkeypatch):
     monkeypatch.setattr(hopeless, "check", lambda: None)
-    run = Run(tmp_path, CONFIG, (), hopeless)
-    run.begin(DATASET, NETWORK, Backend())
-    for epoch in (1, 2):
-        run.finished(epoch_result(epoch))
-    with pytest.raises(TrackingError, match=f"cannot be opened: .*; all 2 epochs are in {tmp_path}/journal.jsonl"):
-        run.__exit__(None, None, None)
-    assert (read_journal(tmp_path)["status"], read_journal(tmp_path)["stored"]) == ("FINISHED", False)
-
-
-def test_the_error_of_the_store_hides_no_error_of_the_run(hopeless, tmp_path, monkeypatch):
-    monkeypatch.setattr(hopeless, "check", lambda: None)
-    run = Run(tmp_path, CONFIG, (), hopeless)
-    run.begin(DATASET, NETWORK, Backend())
-    assert not run.__exit__(ValueError, ValueError("mine"), None)
-    assert read_journal(tmp_path)["error"] == "mine"
+    with pytest.raises(TrackingError, match=f"cannot be opened: .*; all 2 epochs are in {tmp_path}/2/journal.jsonl"):
+        record(tmp_path / "2", hopeless, map(epoch_result, (1, 2)))
+    assert (read_journal(tmp_path / "2")["status"], read_journal(tmp_path / "2")["stored"]) == ("FINISHED", False)
+    with pytest.raises(ValueError, match="mine"):
+        record(tmp_path / "3", hopeless, [], ValueError("mine"))
+    assert read_journal(tmp_path / "3")["error"] == "mine"
+    hopeless.close()
 
 
 KILLED = """
@@ -519,23 +469,34 @@ def test_an_interrupted_wait_does_not_mix_up_answers(live):
     del forgotten
 
 
-@pytest.mark.parametrize("slow", [False, True])
-def test_an_epoch_is_recorded_before_the_next_is_timed_unless_the_store_is_slow(
-    live, store, tmp_path, monkeypatch, slow
-):
-    monkeypatch.setattr(pipe, "FLUSH_S", 0.1 if slow else 60.0)
-    monkeypatch.setattr(live, "_slow", False)
-    with Run(tmp_path, CONFIG, (), live) as run:
-        run_epochs(run, [])
-        run_id = live._look.result(100)
-        if slow:
-            live._process.send_signal(signal.SIGSTOP)
-        run.finished(epoch_result(1))
-        assert live._slow is slow
-        assert len(history(store, run_id)) == (0 if slow else 1)
-        live._process.send_signal(signal.SIGCONT)
-    assert read(store, run.id).info.status == "FINISHED"
-    assert len(history(store, run.id)) == 1
+def test_recorders_that_die_at_once_lose_no_epoch_and_it_is_said_how_to_send_them(live, store, tmp_path, monkeypatch):
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+
+    def start_dead():
+        dead = subprocess.Popen([sys.executable, "-c", ""], start_new_session=True, **pipes)
+        dead.wait()
+        return dead
+
+    begun = []
+
+    def results():
+        yield epoch_result(1)
+        begun.append(live._look.result(100))
+        kill(live)
+        yield from map(epoch_result, range(2, 9))
+
+    monkeypatch.setattr(pipe, "_start_process", start_dead)
+    monkeypatch.setattr(live, "_deaths", 0)
+    said = f"recorder process has died; all 8 epochs are in {tmp_path}.* sync {tmp_path}"
+    with pytest.raises(TrackingError, match=said):
+        record(tmp_path, live, results())
+    assert len(read_journal(tmp_path)["epochs"]) == 8
+    (run_id,) = begun
+    assert read(store, run_id).info.status == "RUNNING"
+    assert store.sync(str(tmp_path)) == run_id
+    assert read(store, run_id).info.status == "FINISHED"  # as the journal says
+    assert [step for step, _ in history(store, run_id)] == list(range(1, 9))
+    assert read_journal(tmp_path)["stored"]
 
 
 def test_flatten_gives_dotted_keys():
@@ -548,21 +509,23 @@ def test_flatten_gives_dotted_keys():
     }
 
 
-def test_name_tells_the_pieces_and_what_was_changed():
-    overrides = ["model.filters=8", "model=one_conv", "tracking.uri=sqlite:///x", "trainer.seed=1", "~trainer.lr"]
-    assert default_name(CONFIG, overrides) == "one_conv filters=8 seed=1 numpy points"
-    varied = ["trainer.seed", "model", "optimizer"]
-    assert default_name(CONFIG, overrides, varied) == "seed=1 one_conv filters=8 numpy points"
+PATH = "dataset.root=/a/very/long/path/to/photos"
+CHANGED = ["model.filters=8", "model=one_conv", "tracking.uri=sqlite:///x", "trainer.seed=1", "~trainer.lr"]
+LAYERS = "model.layers=[{type: Flatten}, {type: Linear, features: 10}]"
+MANY = [PATH, "trainer.epochs=3", LAYERS, "hydra/launcher=joblib", "optimizer=adam", "+experiment=smoke"]
 
 
-def test_name_begins_with_groups_and_ends_with_what_is_long():
-    path = "dataset.root=/a/very/long/path/to/photos"
-    layers = "model.layers=[{type: Flatten}, {type: Linear, features: 10}]"
-    overrides = [path, "trainer.epochs=3", layers, "hydra/launcher=joblib", "optimizer=adam", "+experiment=smoke"]
-    assert default_name(CONFIG, overrides) == (
-        "adam smoke epochs=3 numpy one_conv points root=.../photos layers=[{type: Flat...atures: 10}]"
-    )
-    assert default_name(CONFIG, [path], ["dataset.root"]) == "root=.../photos numpy one_conv points"
+@pytest.mark.parametrize(
+    ("overrides", "varied", "name"),
+    [
+        (CHANGED, [], "one_conv filters=8 seed=1 numpy points"),
+        (CHANGED, ["trainer.seed", "model", "optimizer"], "seed=1 one_conv filters=8 numpy points"),
+        (MANY, [], "adam smoke epochs=3 numpy one_conv points root=.../photos layers=[{type: Flat...atures: 10}]"),
+        ([PATH], ["dataset.root"], "root=.../photos numpy one_conv points"),
+    ],
+)
+def test_name_tells_the_pieces_and_what_was_changed_and_ends_with_what_is_long(overrides, varied, name):
+    assert default_name(CONFIG, overrides, varied) == name
 
 
 def test_predicted_classes_of_one_output():

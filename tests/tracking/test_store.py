@@ -20,9 +20,11 @@ pytestmark = pytest.mark.filterwarnings("default")
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    """One store for the module: making one takes seconds. Its path holds what breaks careless URIs."""
+def store(tmp_path_factory, new_store):
+    """One store for the module. Its path holds what breaks careless URIs."""
     folder = tmp_path_factory.mktemp("stores") / "a b ü #1 %41 ?"
+    folder.mkdir()
+    new_store(folder)
     return stores.Store(address.sqlite_uri(folder / "mlflow.db"), "first")
 
 
@@ -44,31 +46,33 @@ def closed_port():
         return probe.getsockname()[1]
 
 
-def test_default_store_does_not_depend_on_the_working_folder(monkeypatch, tmp_path):
+def test_addresses_are_made_absolute_and_the_default_one_depends_on_no_working_folder(monkeypatch, tmp_path):
     before = address.store_uri(None)
     monkeypatch.chdir(tmp_path)
-    assert address.store_uri(None) == before
-    assert before == f"sqlite:///{environment.outputs_dir()}/mlflow.db"
-
-
-def test_installed_package_writes_to_the_working_folder(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(environment, "checkout", lambda: None)
+    assert address.store_uri(None) == before == f"sqlite:///{environment.outputs_dir()}/mlflow.db"
+    assert address.store_uri("sqlite:///my/runs.db") == f"sqlite:///{tmp_path}/my/runs.db"
+    assert address.store_uri("http://host:5000") == "http://host:5000"
+    monkeypatch.setattr(environment, "checkout", lambda: None)  # of an installed package
     assert environment.outputs_dir() == tmp_path / "outputs"
 
 
-def test_relative_store_is_made_absolute(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    assert address.store_uri("sqlite:///my/runs.db") == f"sqlite:///{tmp_path}/my/runs.db"
-    assert address.store_uri("http://host:5000") == "http://host:5000"
-
-
 @pytest.mark.parametrize(
-    ("uri", "said"), [("htp://host", "did you mean 'http'"), ("file:///mlruns", "sqlite:///"), ("mlruns", "sqlite:///")]
+    ("said", "uris"),
+    [
+        ("must start with .*did you mean 'http'", ["htp://host"]),
+        ("must start with .*sqlite:///", ["file:///mlruns", "mlruns"]),
+        ("no address of a store", ["http://[::1", "http://[x]/y", "http://host:99999", "postgresql://me:pw@[::1/db"]),
+        (
+            r"names no file; write sqlite:///path/to/mlflow\.db",
+            ["sqlite:", "sqlite://x.db", "sqlite:///", "sqlite:///:memory:"],
+        ),
+    ],
 )
-def test_unknown_kind_of_store_is_a_config_error(uri, said):
-    with pytest.raises(ConfigError, match=f"tracking.uri='{uri}': must start with.*{said}"):
-        address.store_uri(uri)
+def test_what_is_no_address_is_a_config_error(said, uris):
+    for uri in uris:
+        with pytest.raises(ConfigError, match=rf"^tracking\.uri=.*: {said}") as error:
+            address.store_uri(uri)
+        assert "pw" not in str(error.value)
 
 
 def test_run_holds_what_was_recorded(store, tmp_path):
@@ -149,7 +153,7 @@ def test_a_journal_is_followed_as_it_grows(store, tmp_path):
     run = read(store, run_id)
     assert (run.info.status, run.data.tags["note"], run.data.metrics["final/test_accuracy"]) == ("FINISHED", "done", 1)
     assert {a.path for a in store._client.list_artifacts(run_id)} == {"report.md"}
-    assert store._followed == {}
+    assert folder not in store._followed
 
 
 def test_what_nobody_asks_for_is_found_by_looking(store, tmp_path):
@@ -162,7 +166,6 @@ def test_what_nobody_asks_for_is_found_by_looking(store, tmp_path):
     store._followed[str(tmp_path)].look_at = time.monotonic() + 1000.0
     store.look()
     assert history(store, run_id, "train/loss") == [(1, 1.0)], "another was sent just now"
-    store._followed.clear()
 
 
 def test_an_outage_loses_no_metric_and_doubles_none(store, tmp_path, monkeypatch):
@@ -181,7 +184,6 @@ def test_an_outage_loses_no_metric_and_doubles_none(store, tmp_path, monkeypatch
     store._followed.clear()
     store.follow(str(tmp_path))  # as another recorder does
     assert history(store, run_id, "train/loss") == [(1, 1.0), (2, 2.0), (3, 3.0)]
-    store._followed.clear()
 
 
 def test_epochs_of_an_earlier_record_in_a_journal_are_not_sent_again(store, tmp_path):
@@ -189,7 +191,6 @@ def test_epochs_of_an_earlier_record_in_a_journal_are_not_sent_again(store, tmp_
     write(tmp_path, begun(tmp_path, "second"), epoch(1))
     run_id = store.follow(str(tmp_path))
     assert history(store, run_id, "train/loss") == [(1, 1.0)]
-    store._followed.clear()
 
 
 def test_outage_at_the_end_names_the_store(store, monkeypatch):
@@ -199,24 +200,18 @@ def test_outage_at_the_end_names_the_store(store, monkeypatch):
         store.finish(run_id, "FINISHED", {})
 
 
-class Locked:
-    """A call that finds the database locked some times."""
-
-    def __init__(self, times):
-        self.times = times
-
-    def __call__(self):
-        self.times -= 1
-        if self.times >= 0:
-            raise sqlite3.OperationalError("database is locked")
-        return "done"
-
-
 def test_a_locked_database_is_asked_again_while_its_run_lives(monkeypatch):
     monkeypatch.setattr(stores, "LOCKED_S", 0.0)
-    assert stores._retry(os.getpid(), Locked(5)) == "done"
+    found = iter([sqlite3.OperationalError(stores.LOCKED)] * 5 + ["done"] + [sqlite3.OperationalError(stores.LOCKED)])
+
+    def call():
+        if isinstance(answer := next(found), str):
+            return answer
+        raise answer
+
+    assert stores._retry(os.getpid(), call) == "done"
     with pytest.raises(sqlite3.OperationalError, match="locked"):
-        stores._retry(-1, Locked(1))
+        stores._retry(-1, call)
 
 
 def test_a_store_opens_however_long_it_was_locked(new_store, tmp_path, monkeypatch):
@@ -271,13 +266,8 @@ def test_a_journal_that_is_not_as_we_write_it_is_one_line(store, tmp_path):
     write(tmp_path, ("begin", {"key": "abc", "name": 1}), ("epoch", {"epoch": 1, "metrics": {"a": "x"}}))
     with pytest.raises(TrackingError, match=r"^tracking\.uri=sqlite.*: cannot be written: "):
         store.sync(str(tmp_path))
-    assert store.sync(str(tmp_path / "nothing")) is None if (tmp_path / "nothing").mkdir() is None else None
-
-
-def test_close_ends_open_runs(store):
-    run_id = begin(store)
-    store.close()
-    assert read(store, run_id).info.status == "KILLED"
+    (tmp_path / "nothing").mkdir()
+    assert store.sync(str(tmp_path / "nothing")) is None
 
 
 def test_a_server_that_is_gone_when_open_runs_are_ended_is_no_traceback(store, monkeypatch):
@@ -315,32 +305,17 @@ def test_unreachable_server_is_told_at_once():
         stores.Store(f"http://me:secret@127.0.0.1:{closed_port()}", "first")
 
 
-@pytest.mark.parametrize("uri", ["http://[::1", "http://[x]/y", "http://host:99999", "postgresql://me:pw@[::1/db"])
-def test_what_is_no_address_is_a_config_error(uri):
-    with pytest.raises(ConfigError, match=r"^tracking\.uri=.*: no address of a store") as error:
-        address.store_uri(uri)
-    assert "pw" not in str(error.value)
-
-
 def test_a_store_is_made_whole_or_not_at_all(tmp_path, monkeypatch):
     uri = f"sqlite:///{tmp_path}/mlflow.db"
-    replace = os.replace
     with monkeypatch.context() as killed:
         killed.setattr(os, "replace", lambda *names: (_ for _ in ()).throw(OSError(28, "No space left on device")))
         with pytest.raises(TrackingError, match=r"cannot be opened: .*No space left on device"):
             stores.Store(uri, "first")
     assert not (tmp_path / "mlflow.db").exists()
-    assert replace is os.replace
     (tmp_path / "mlflow.db.0123abcd.new").write_bytes(b"half of it")
     (tmp_path / "mlflow.db").write_bytes(b"")
     stores.Store(uri, "first")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mlflow.db", "mlflow.db.lock"]
-
-
-@pytest.mark.parametrize("uri", ["sqlite:", "sqlite://x.db", "sqlite:///", "sqlite:///:memory:"])
-def test_a_store_without_a_file_is_a_config_error(uri):
-    with pytest.raises(ConfigError, match=r"names no file; write sqlite:///path/to/mlflow\.db"):
-        address.store_uri(uri)
 
 
 @pytest.mark.usefixtures("no_client")
