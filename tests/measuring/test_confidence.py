@@ -32,14 +32,11 @@ def test_p_value_is_the_exact_mann_whitney_test(sizes):
         assert p_value(a.tolist(), b.tolist()) == pytest.approx(expected)
 
 
-def test_many_pairs_are_approximated():
+def test_many_pairs_are_approximated_and_equal_measurements_do_not_differ():
     rng = np.random.default_rng(2)
     a, b = rng.normal(size=60), rng.normal(0.4, size=40)
     assert len(a) * len(b) > EXACT
     assert p_value(a.tolist(), b.tolist()) == pytest.approx(stats.mannwhitneyu(a, b).pvalue, rel=1e-6)
-
-
-def test_equal_measurements_do_not_differ():
     assert p_value([1.0] * 5, [1.0] * 5) == 1.0
 
 

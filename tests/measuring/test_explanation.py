@@ -99,15 +99,12 @@ def test_the_sentences_say_what_the_numbers_say():
     assert accounted == "These parts are 98.0% of the step as the epochs' own clock has it."
 
 
-def test_the_ways_that_the_planner_took_are_said():
+def test_the_ways_that_the_planner_took_and_that_a_run_was_disturbed_are_said():
     ways = {"conv1 relu1 maxpool1": "lanes-argmax", "linear1": "skinny"}
-    told = sentences([side_of({**RUN, "ways": ways}), side_of(BASELINE)])
+    run = {**RUN, "ways": ways, "disturbed": "DISTURBED by other work: measure again"}
+    told = sentences(steps(run))
     wanted = "conv1 relu1 maxpool1 by `lanes-argmax`, linear1 by `skinny`"
     assert f"The algorithms that cpu-simd chose, of those in docs/kernels.md: {wanted}." in told
-
-
-def test_a_disturbed_run_is_said_to_be():
-    told = sentences([side_of({**RUN, "disturbed": "DISTURBED by other work: measure again"}), side_of(BASELINE)])
     assert "cpu-simd's run was DISTURBED by other work: measure again." in told
     assert "DISTURBED" not in " ".join(sentences(steps()))
 
@@ -142,12 +139,8 @@ def test_a_step_that_was_only_timed_whole_is_told_whole():
     assert sentences(steps(baseline=whole))[0].endswith("cpu on 1 thread 500 us: 50 times less.")
 
 
-@pytest.mark.parametrize(("us", "text"), [(0.01234, "0.0123 us"), (12.34, "12.3 us"), (2345.0, "2.35 ms")])
-def test_microseconds(us, text):
-    assert us_text(us) == text
-
-
-def test_names_are_plain():
+def test_names_and_microseconds_are_plain():
+    assert [us_text(us) for us in (0.01234, 12.34, 2345.0)] == ["0.0123 us", "12.3 us", "2.35 ms"]
     assert plain_name("forward", ["conv1", "relu1"]) == "conv1 relu1 forward"
     assert plain_name("backward", ["residual1.linear1.rows"]) == "layout for residual1.linear1 backward"
     assert plain_name("forward", ["residual1.conv1"]) == "residual1.conv1 forward"

@@ -49,6 +49,12 @@ def test_disturbed_is_what_others_used_never_how_the_own_threads_waited(machine,
     watch = Watch(cores, folder)
     assert watch.interference() is None
     watch.start()
+    pass_time(0.1, 0.0, 0.1 * cores)
+    watch.finished(None)
+    assert not watch.interference().known, "too short to say"
+    assert not watch.interference().disturbed
+    watch = Watch(cores, folder)
+    watch.start()
     for _ in range(3):
         pass_time(1.0, 0.5 * cores, others * cores, stolen * cores)
         watch.finished(None)
@@ -58,18 +64,6 @@ def test_disturbed_is_what_others_used_never_how_the_own_threads_waited(machine,
     assert (found.others, found.stolen) == pytest.approx((others + stolen, stolen), abs=0.02)
     assert found.seconds == pytest.approx(3)
     assert found.disturbed is disturbed
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts what others use")
-def test_a_run_too_short_to_say_claims_nothing(machine):
-    folder, pass_time = machine
-    watch = Watch(usable_cores(), folder)
-    watch.start()
-    pass_time(0.1, 0.0, 0.1 * usable_cores())
-    watch.finished(None)
-    found = watch.interference()
-    assert not found.known
-    assert not found.disturbed
 
 
 @pytest.mark.parametrize(

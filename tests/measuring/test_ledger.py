@@ -19,7 +19,6 @@ from cnnexp.network.losses import Loss, Totals
 from cnnexp.optimizers import SGD
 
 NETWORK = Network((12, 12, 2), (Conv2d(4, 3), ReLU(), MaxPool2d(2), Flatten(), Linear(6), Sigmoid(), Linear(3)))
-COMPILING = NETWORK, Loss.SOFTMAX_CROSS_ENTROPY, SGD(), 16
 
 
 def test_inner_spans_stop_the_outer_one():
@@ -54,16 +53,21 @@ def test_a_span_that_raises_is_charged_and_closed():
     assert ledger.seconds[("train", "")] == 3
 
 
+def compiled(backend, ledger=None):
+    program = backend.compile(NETWORK, Loss.SOFTMAX_CROSS_ENTROPY, SGD(), 16)
+    if ledger is not None:
+        program = Profiled(program, ledger)
+    program.restore({"parameters": NETWORK.initial_parameters(0)})
+    rng = np.random.default_rng(0)
+    return program, program.load(rng.random((64, *NETWORK.input_shape), np.float32), rng.integers(0, 3, 64))
+
+
 def profiled(name: str, clocked: bool = False) -> tuple[dict, Profiled]:
     """Train a backend for two short epochs, its clock one that ticks when looked at; return the profile and program."""
     backend = backend_class(name)()
-    rng = np.random.default_rng(0)
-    images, labels = rng.random((64, *NETWORK.input_shape), np.float32), rng.integers(0, 3, 64)
     ledger = Ledger(time.perf_counter if clocked else itertools.count().__next__)
     with ledger.span("compile"):
-        program = Profiled((backend.clocked if clocked else backend).compile(*COMPILING), ledger)
-    program.restore({"parameters": NETWORK.initial_parameters(0)})
-    handle = program.load(images, labels)
+        program, handle = compiled(backend.clocked if clocked else backend, ledger)
     for _ in range(2):
         program.train(handle, np.arange(64), 0.1)
         program.predict(handle)
@@ -73,8 +77,8 @@ def profiled(name: str, clocked: bool = False) -> tuple[dict, Profiled]:
     return found, program
 
 
-def test_every_layer_and_pass_of_a_layerwise_program_is_clocked():
-    found, _ = profiled("numpy")
+def test_every_layer_and_pass_of_a_layerwise_program_is_clocked_and_no_number_changes():
+    found, watched = profiled("numpy")
     assert found["layered"]
     assert sum(entry["seconds"] for entry in found["entries"]) == pytest.approx(found["wall_s"])
     assert found["accounted"] >= 0.95
@@ -84,14 +88,13 @@ def test_every_layer_and_pass_of_a_layerwise_program_is_clocked():
     whats = {entry["what"] for entry in found["entries"]}
     assert {"compile", "transfer", "evaluate", "gather", "update"} <= whats
     assert 0 < found["parallel_share"] < 1
-
-
-def test_profiling_changes_no_number():
-    _, watched = profiled("numpy")
-    program = backend_class("numpy")().compile(NETWORK, Loss.SOFTMAX_CROSS_ENTROPY, SGD(), 16)
-    program.restore({"parameters": NETWORK.initial_parameters(0)})
-    rng = np.random.default_rng(0)
-    handle = program.load(rng.random((64, *NETWORK.input_shape), np.float32), rng.integers(0, 3, 64))
+    named = metrics(found)
+    (conv,) = (s for s in found["layers"] if (s["name"], s["pass"]) == ("conv1", "backward"))
+    assert named["profile/conv1/backward_ms"] == pytest.approx(1e3 * conv["seconds"] / 128)
+    shares = [value for name, value in named.items() if name.startswith("profile/share/")]
+    assert sum(shares) == pytest.approx(found["parallel_share"]) == named["profile/parallel_share"]
+    assert named["profile/share/linear/forward"] > 0
+    program, handle = compiled(backend_class("numpy")())
     for _ in range(2):
         program.train(handle, np.arange(64), 0.1)
     assert np.array_equal(watched.state()["parameters"], program.state()["parameters"])
@@ -159,26 +162,6 @@ def test_a_baseline_is_told_as_a_run_is():
     assert conv["multiply_adds"] == 100 * 100 * 4 * 18
 
 
-def test_metrics_by_layer_and_by_kind():
-    found, _ = profiled("numpy")
-    named = metrics(found)
-    (conv,) = (s for s in found["layers"] if (s["name"], s["pass"]) == ("conv1", "backward"))
-    assert named["profile/conv1/backward_ms"] == pytest.approx(1e3 * conv["seconds"] / 128)
-    shares = [value for name, value in named.items() if name.startswith("profile/share/")]
-    assert sum(shares) == pytest.approx(found["parallel_share"]) == named["profile/parallel_share"]
-    assert named["profile/share/linear/forward"] > 0
-
-
-def test_a_baseline_is_entered_under_its_own_name():
-    ledger = Ledger()
-    program = backend_class("numpy")().compile(NETWORK, Loss.SOFTMAX_CROSS_ENTROPY, SGD(), 4)
-    baseline = Profiled(program, ledger, train="baseline")
-    handle = baseline.load(np.zeros((4, *NETWORK.input_shape), np.float32), np.zeros(4, np.int32))
-    baseline.train(handle, np.arange(4), 0.1)
-    assert set(ledger.seconds) == {REST, ("transfer", ""), ("baseline", "")}
-    assert baseline.batch_size == 4
-
-
 class Stepper:
     """A layerwise program whose passes take what the test says."""
 
@@ -206,13 +189,7 @@ def test_the_layers_share_of_a_step_is_that_of_their_passes_alone():
     assert baseline.layers_share("handle", np.arange(4), 0.1) == pytest.approx((4 + 12) / 20)
     assert ledger.seconds[("baseline", "")] == 20  # and none of it under the run's own entries
     assert set(ledger.seconds) == {REST, ("baseline", "")}
-
-
-def test_steps_that_are_timed_are_not_clocked_inside():
-    clock = FakeClock()
-    program = Stepper(clock)
-    Profiled(program, Ledger(clock), train="baseline").layers_share("handle", np.arange(4), 0.1)
-    assert program.heard is None
+    assert program.heard is None  # steps that are timed are not clocked inside
 
 
 def test_a_fused_baseline_has_no_layers_share():

@@ -36,20 +36,14 @@ def test_a_thread_on_a_core_of_its_pool_moves_and_stays_free_to_go(system):
     assert system["core"] == 2
 
 
-def test_one_that_has_a_core_of_its_own_stays(system):
+@pytest.mark.parametrize(("core", "usable"), [(2, {0, 1, 2}), (0, {0})])
+def test_one_that_has_a_core_of_its_own_stays_and_where_there_is_no_other_none_moves(system, core, usable):
     pool = cores.Cores()
+    system["usable"] = usable
     pool.take(0)
-    system["core"] = 2
+    system["core"] = core
     pool.take(1)
-    assert (system["core"], system["bound"]) == (2, [])
-
-
-def test_where_there_is_no_other_core_none_moves(system):
-    system["usable"] = {0}
-    pool = cores.Cores()
-    pool.take(0)
-    pool.take(1)
-    assert system["bound"] == []
+    assert (system["core"], system["bound"]) == (core, [])
 
 
 def test_a_sandbox_that_forbids_it_and_a_system_without_it_do_not_stop_training(system, monkeypatch):

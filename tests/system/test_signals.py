@@ -6,32 +6,19 @@ import pytest
 from cnnexp.system.signals import held
 
 
-def test_a_signal_waits_for_the_end_of_the_block():
+@pytest.mark.parametrize(("signals", "completed"), [(1, [1]), (2, [])])
+def test_a_signal_waits_for_the_end_of_the_block_and_who_asks_twice_does_not(signals, completed):
     done = []
 
     def block():
         with held():
-            signal.raise_signal(signal.SIGINT)
+            for _ in range(signals):
+                signal.raise_signal(signal.SIGINT)
             done.append(1)
 
     with pytest.raises(KeyboardInterrupt):
         block()
-    assert done == [1]
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_who_asks_twice_is_not_kept_waiting():
-    done = []
-
-    def block():
-        with held():
-            signal.raise_signal(signal.SIGINT)
-            signal.raise_signal(signal.SIGINT)
-            done.append(1)
-
-    with pytest.raises(KeyboardInterrupt):
-        block()
-    assert done == []
+    assert done == completed
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 

@@ -1,7 +1,6 @@
 import dataclasses
 import re
 
-import pytest
 from results import CONFIG, DATASET, NETWORK, Backend, epoch_result
 
 from cnnexp.measuring.confidence import median_interval
@@ -21,18 +20,15 @@ def rows(ratios=RATIOS, interference=QUIET, metrics=(), **options):
     return dict(verdict.run_rows(epochs, recorded, "cpu", interference=interference, **options))
 
 
-def test_speedup_with_its_interval_and_its_range():
+def test_speedup_with_its_interval_and_its_range_and_of_few_epochs_without():
     found = median_interval(RATIOS)
     assert (found.low, found.high) == (2.0, 3.0)
-    said = rows()["speedup"]
-    assert said == "2.5 x (median of 7 epochs; 2 to 3 with 98% confidence; all 2 to 3); cpu = 1"
-
-
-@pytest.mark.parametrize(("count", "said"), [(1, "one epoch: how sure is not known"), (3, "too few for an interval")])
-def test_few_epochs_claim_no_confidence(count, said):
-    text = rows(RATIOS[:count])["speedup"]
-    assert said in text
-    assert "confidence" not in text
+    said = "2.5 x (median of 7 epochs; 2 to 3 with 98% confidence; all 2 to 3); cpu = 1"
+    assert rows()["speedup"] == said
+    for count, few in ((1, "one epoch: how sure is not known"), (3, "too few for an interval")):
+        assert few in rows(RATIOS[:count])["speedup"]
+        assert "confidence" not in rows(RATIOS[:count])["speedup"]
+    assert rows(contended=True)["speedup"] == "not told: other runs computed at the same time"
 
 
 def test_a_quiet_machine_is_called_quiet_and_a_busy_one_is_flagged():
@@ -61,10 +57,6 @@ def test_amdahl_limit_share_of_the_machine_and_largest_parts_stand_where_they_we
     assert full["cpu-simd step"] == "train 100%"
 
 
-def test_no_speedup_of_contended_runs():
-    assert rows(contended=True)["speedup"] == "not told: other runs computed at the same time"
-
-
 def test_the_best_epoch_is_told_where_it_was_not_the_last():
     epochs = [epoch_result(1, correct=4), epoch_result(2, correct=2)]
     said = dict(verdict.run_rows(epochs, summary(epochs), None))
@@ -72,13 +64,12 @@ def test_the_best_epoch_is_told_where_it_was_not_the_last():
     assert "speedup" not in said
 
 
-@pytest.mark.parametrize("width", [40, 80, 120])
-def test_no_line_is_wider_than_the_screen(width):
-    text = verdict.screen(list(rows(interference=BUSY).items()), width)
-    assert max(map(len, text.splitlines())) <= width
-    flat = " ".join(text.split())
-    for said in rows(interference=BUSY).values():
-        assert said in flat
+def test_no_line_is_wider_than_the_screen():
+    found = rows(interference=BUSY)
+    for width in (40, 80, 120):
+        text = verdict.screen(list(found.items()), width)
+        assert max(map(len, text.splitlines())) <= width
+        assert all(said in " ".join(text.split()) for said in found.values())
 
 
 def test_markdown_keeps_its_columns():
@@ -103,27 +94,21 @@ def test_a_run_writes_its_verdict_into_its_folder(tmp_path):
     assert '"timing.disturbed": "true"' in (tmp_path / "journal.jsonl").read_text()
 
 
-def test_a_run_that_was_stopped_says_so(tmp_path):
-    run = Run(tmp_path, CONFIG)
-    run.begin(DATASET, NETWORK, Backend())
-    run.finished(epoch_result(1))
-    run.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
-    assert re.search(r"\| status \| KILLED after 1 epochs \|", (tmp_path / REPORT).read_text())
-
-
-def test_a_run_without_an_epoch_has_no_verdict(tmp_path):
-    with pytest.raises(ValueError, match="early"), Run(tmp_path, CONFIG) as run:
-        raise ValueError("early")
+def test_a_run_that_was_stopped_says_so_and_one_without_an_epoch_has_no_verdict(tmp_path):
+    for results, error in (([epoch_result(1)], KeyboardInterrupt()), ([], ValueError("early"))):
+        run = Run(tmp_path / str(len(results)), CONFIG)
+        run.begin(DATASET, NETWORK, Backend())
+        for result in results:
+            run.finished(result)
+        run.__exit__(type(error), error, None)
+    assert re.search(r"\| status \| KILLED after 1 epochs \|", (tmp_path / "1" / REPORT).read_text())
     assert run.verdict == []
-    assert not (tmp_path / REPORT).exists()
+    assert not (tmp_path / "0" / REPORT).exists()
 
 
 def test_time_to_a_target_is_the_training_up_to_the_epoch_that_reached_it():
-    epochs = [
-        epoch_result(1, correct=1, epoch_s=2.0),
-        epoch_result(2, correct=3, epoch_s=0.5),
-        epoch_result(3, correct=2),
-    ]
+    given = ((1, 1, 2.0), (2, 3, 0.5), (3, 2, 0.5))
+    epochs = [epoch_result(epoch, correct=correct, epoch_s=seconds) for epoch, correct, seconds in given]
     assert summary(epochs, target=0.75)["time/to_target_s"] == 2.5
     assert "time/to_target_s" not in summary(epochs, target=0.9)
     assert "time/to_target_s" not in summary(epochs)

@@ -10,7 +10,6 @@ import tempfile
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 from commands import statuses, wait_for
 from conformance import assert_same_state
@@ -22,61 +21,46 @@ from cnnexp.workers import Local
 
 psutil = pytest.importorskip("psutil", reason="finds the workers to kill")
 ROOT = Path(__file__).resolve().parent.parent.parent
-LIMIT_S = (
-    Local().heartbeat_timeout_s / 2
-)  # a loss that is seen by then was not waited for; a busy machine is slow, not that slow
+# a loss that is seen by then was not waited for; a busy machine is slow, not that slow
+LIMIT_S = Local().heartbeat_timeout_s / 2
 # epochs that take longer than to record one, so that the recorder of a killed run is soon done
 LONGER = ("dataset.train_size=1000", "model.filters=32")
-SMALL = ("experiment=smoke", "backend=numpy", "trainer.baseline=null", "trainer.schedule=constant", "optimizer=adam")
-
-
+PLAIN = ("backend=numpy", "trainer.baseline=null", "trainer.schedule=constant", "optimizer=adam")
+SMALL = ("experiment=smoke", *PLAIN)
 PROGRAM = (sys.executable, "-m", "cnnexp")
 
 
-def command(*arguments):
-    return [*PROGRAM, *SMALL, *arguments]
-
-
 def cnnexp(*arguments):
-    return subprocess.run(command(*arguments), capture_output=True, text=True, cwd=ROOT, check=False)
+    done = subprocess.run([*PROGRAM, *arguments], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def states(folder):
     return load(find(folder)).state
 
 
-def test_a_run_that_was_stopped_ends_bit_identical_to_one_that_was_not(tmp_path):
-    for name, more in {
-        "whole": ["trainer.epochs=4"],
-        "half": ["trainer.epochs=2"],
-        "rest": ["trainer.epochs=4", f"trainer.resume={tmp_path}/half"],
-    }.items():
-        done = cnnexp("tracking=none", f"hydra.run.dir={tmp_path}/{name}", *more)
-        assert (done.returncode, done.stderr) == (0, "")
-    whole, rest = states(tmp_path / "whole"), states(tmp_path / "rest")
-    assert whole.keys() == rest.keys()
-    for name, array in whole.items():
-        np.testing.assert_array_equal(rest[name], array)
-    losses = [[epoch["train/loss"] for epoch in read_journal(tmp_path / name)["epochs"]] for name in ("whole", "rest")]
+def trained_in_two_parts(run, folder, *words):
+    """Train two epochs in a folder `half` and go on to four in another process; hold it to four epochs at once."""
+    words = (*words, "tracking=none")
+    assert run(*words, "trainer.epochs=2", f"hydra.run.dir={folder}/half")[::2] == (0, "")
+    cnnexp(*words, "trainer.epochs=4", f"hydra.run.dir={folder}/rest", f"trainer.resume={folder}/half")
+    assert run(*words, "trainer.epochs=4", f"hydra.run.dir={folder}/whole")[::2] == (0, "")
+    assert_same_state(states(folder / "rest"), states(folder / "whole"))
+    losses = [[epoch["train/loss"] for epoch in read_journal(folder / name)["epochs"]] for name in ("whole", "rest")]
     assert losses[0] == losses[1]
     assert len(losses[0]) == 4
 
 
+def test_a_run_that_was_stopped_ends_bit_identical_to_one_that_was_not(run, tmp_path):
+    trained_in_two_parts(run, tmp_path, *SMALL)
+
+
 @pytest.mark.thorough
-def test_a_run_of_workers_with_batch_normalization_goes_on_bit_identical(tmp_path):
+def test_a_run_of_workers_with_batch_normalization_goes_on_bit_identical(run, tmp_path):
     layers = "[{type: Conv2d, filters: 6, padding: same},{type: BatchNorm2d},{type: ReLU},{type: Dropout, rate: 0.2},"
     layers += "{type: Flatten},{type: Linear, features: 10}]"
     data = ("dataset.train_size=300", "dataset.test_size=50", "trainer.batch_size=50")
-    words = (*data, *SMALL[1:], "model=custom", f"model.layers={layers}", "tracking=none", "workers=local")
-    for name, more in {
-        "whole": ["trainer.epochs=4"],
-        "half": ["trainer.epochs=2"],
-        "rest": ["trainer.epochs=4", f"trainer.resume={tmp_path}/half"],
-    }.items():
-        folder = f"hydra.run.dir={tmp_path}/{name}"
-        done = subprocess.run([*PROGRAM, *words, folder, *more], capture_output=True, text=True, cwd=ROOT, check=False)
-        assert (done.returncode, done.stderr) == (0, "")
-    assert_same_state(states(tmp_path / "rest"), states(tmp_path / "whole"))
+    trained_in_two_parts(run, tmp_path, *PLAIN, *data, "model=custom", f"model.layers={layers}", "workers=local")
     start = load(list_checkpoints(tmp_path / "half" / "checkpoints")[0])
     if start.epoch == 0:  # measuring before the first step leaves the averages where a run begins
         assert set(start.state["running"]) == {0.0, 1.0}
@@ -87,78 +71,62 @@ def test_a_run_goes_on_by_its_mlflow_id(tmp_path, new_store):
     store = f"tracking.uri={new_store(tmp_path)}"
     outputs_dir().mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=outputs_dir()) as half:  # where ids are looked for
-        done = cnnexp(store, f"hydra.run.dir={half}", "trainer.epochs=2")
-        assert (done.returncode, done.stderr) == (0, "")
+        cnnexp(*SMALL, store, f"hydra.run.dir={half}", "trainer.epochs=2")
         with contextlib.closing(sqlite3.connect(tmp_path / "mlflow.db")) as connection:
             ((run_id,),) = connection.execute("select run_uuid from runs")
-        done = cnnexp("tracking=none", f"hydra.run.dir={tmp_path}/rest", "trainer.epochs=4", f"trainer.resume={run_id}")
-        assert (done.returncode, done.stderr) == (0, "")
+        on = ("tracking=none", f"hydra.run.dir={tmp_path}/rest", "trainer.epochs=4")
+        cnnexp(*SMALL, *on, f"trainer.resume={run_id}")
         first, rest = read_journal(Path(half))["epochs"], read_journal(tmp_path / "rest")["epochs"]
     assert [epoch["epoch"] for epoch in rest] == [1, 2, 3, 4]
     assert [epoch["train/loss"] for epoch in rest[:2]] == [epoch["train/loss"] for epoch in first]
-    done = cnnexp("tracking=none", f"hydra.run.dir={tmp_path}/whole", "trainer.epochs=4")
-    assert (done.returncode, done.stderr) == (0, "")
-    np.testing.assert_array_equal(states(tmp_path / "rest")["parameters"], states(tmp_path / "whole")["parameters"])
+
+
+def test_a_run_that_cannot_go_on_says_why(run, tmp_path):
+    words = (*SMALL, "tracking=none", "trainer.epochs=2")
+    assert run(*words, f"hydra.run.dir={tmp_path}/half")[0] == 0
+    for arguments, code, message in (
+        (["trainer.epochs=1"], 2, r"trainer.epochs=1: \S+ has done 2 already; give as many"),
+        (["trainer.epochs=3", "optimizer.lr=0.5"], 6, 'of another training: optimizer is .*"lr": 0.5'),
+        (["trainer.epochs=3", "trainer.resume=nowhere"], 6, "trainer.resume='nowhere': no such file or folder"),
+    ):
+        left, _, err = run(*words, f"trainer.resume={tmp_path}/half", *arguments)
+        assert left == code
+        assert re.fullmatch(f".*{message}.*\n", err)
+        assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+SILENT = "has given no sign of life for 3 s (workers.heartbeat_timeout_s)"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        (["trainer.epochs=1"], 2, r"trainer.epochs=1: \S+ has done 2 already; give as many"),
-        (["trainer.epochs=3", "optimizer.lr=0.5"], 6, 'of another training: optimizer is .*"lr": 0.5'),
-        (["trainer.epochs=3", "model.filters=5"], 6, 'of another training: network.layers is .*"filters": 5'),
-        (["trainer.epochs=3", "trainer.resume=nowhere"], 6, "trainer.resume='nowhere': no such file or folder"),
-    ],
+    ("end", "said"), [("kill", "died"), pytest.param("suspend", SILENT, marks=pytest.mark.thorough)]
 )
-def test_a_run_that_cannot_go_on_says_why(run, tmp_path, arguments, code, message):
-    words = (*SMALL, "tracking=none", "trainer.epochs=2")
-    assert run(*words, f"hydra.run.dir={tmp_path}/half")[0] == 0
-    left, _, err = run(*words, f"trainer.resume={tmp_path}/half", *arguments)
-    assert left == code
-    assert len(err.splitlines()) == 1
-    assert re.search(message, err)
-    assert not (tmp_path / "run" / "checkpoints").exists()
-
-
-def test_a_killed_rank_0_ends_the_run_as_failed_and_it_goes_on_from_its_checkpoint(tmp_path, new_store):
+def test_a_lost_rank_0_ends_the_run_as_failed_and_it_goes_on_from_its_checkpoint(run, tmp_path, new_store, end, said):
     store, folder = new_store(tmp_path), tmp_path / "run"
-    with _endless(folder, f"tracking.uri={store}") as (run, worker):
-        run.kill()
-        _, stderr = run.communicate(timeout=LIMIT_S)
+    with _endless(folder, "workers.heartbeat_timeout_s=3", f"tracking.uri={store}") as (started, worker):
+        getattr(psutil.Process(started.pid), end)()
+        _, stderr = started.communicate(timeout=LIMIT_S)
+        assert started.returncode == -signal.SIGKILL
+        assert stderr == f"cnnexp: error: worker 0 of 2 (pid {started.pid}) {said}; the run has ended\n"
         wait_for(lambda: statuses(store) == ["FAILED"])
-        assert f"cnnexp: error: worker 0 of 2 (pid {run.pid}) died" in stderr
         wait_for(lambda: _ended(worker))
 
     epoch = load(find(folder)).epoch + 1
     on = (*LONGER, "tracking=none", f"trainer.resume={folder}", f"trainer.epochs={epoch}")
-    done = cnnexp(*on, f"hydra.run.dir={tmp_path}/on")
-    assert (done.returncode, done.stderr) == (0, "")
+    assert run(*SMALL, *on, f"hydra.run.dir={tmp_path}/on")[::2] == (0, "")
     assert len(read_journal(tmp_path / "on")["epochs"]) == epoch
 
 
-def test_a_killed_worker_ends_the_run_as_failed(tmp_path):
-    with _endless(tmp_path, "tracking=none") as (run, worker):
-        worker.kill()
+@pytest.mark.parametrize(("end", "said"), [("kill", "was killed by SIGKILL"), ("suspend", SILENT)])
+def test_a_lost_worker_ends_the_run_as_failed(tmp_path, end, said):
+    with _endless(tmp_path, "workers.heartbeat_timeout_s=3", "tracking=none") as (run, worker):
+        getattr(worker, end)()
         _, stderr = run.communicate(timeout=LIMIT_S)
         assert run.returncode == 8
-        assert stderr == f"cnnexp: error: worker 1 of 2 (pid {worker.pid}) was killed by SIGKILL\n"
+        assert stderr == f"cnnexp: error: worker 1 of 2 (pid {worker.pid}) {said}\n"
         assert read_journal(tmp_path)["status"] == "FAILED"
         assert load(find(tmp_path)).epoch >= 1
-
-
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.thorough), 1])
-def test_a_stopped_worker_ends_the_run_as_failed(tmp_path, rank, new_store):
-    store, folder = new_store(tmp_path), tmp_path / "run"
-    with _endless(folder, "workers.heartbeat_timeout_s=3", f"tracking.uri={store}") as (run, worker):
-        stopped = worker if rank else psutil.Process(run.pid)
-        stopped.suspend()
-        _, stderr = run.communicate(timeout=LIMIT_S)
-        assert run.returncode == (8 if rank else -signal.SIGKILL)
-        said = f"worker {rank} of 2 (pid {stopped.pid}) has given no sign of life for 3 s (workers.heartbeat_timeout_s)"
-        assert stderr == f"cnnexp: error: {said}\n" if rank else f"cnnexp: error: {said}; the run has ended\n"
-        wait_for(lambda: statuses(store) == ["FAILED"])
         wait_for(lambda: _ended(worker))
-    assert load(find(folder)).epoch >= 1
 
 
 @pytest.mark.thorough
@@ -188,13 +156,8 @@ def test_a_terminated_run_takes_its_workers_along(tmp_path):
 def _endless(folder, *arguments):
     """Start a run of two workers, wait for its first checkpoint; yield it and its other worker."""
     folders = (f"hydra.run.dir={folder}", "trainer.epochs=100000", *LONGER)
-    run = subprocess.Popen(
-        command("workers=local", *folders, *arguments),
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command = [*PROGRAM, *SMALL, "workers=local", *folders, *arguments]
+    run = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
         wait_for(lambda: list_checkpoints(folder / "checkpoints")[1:], run)  # of the start, and of an epoch
         (worker,) = [child for child in psutil.Process(run.pid).children() if _is_worker(child)]
