@@ -72,18 +72,16 @@ def test_what_a_kill_may_change_is_seen(tmp_path, monkeypatch, change, fault):
     assert found is None if fault is None else found.startswith(fault)
 
 
-@pytest.mark.parametrize(
-    ("runs", "fault"),
-    [
+def test_a_job_that_is_missing_or_still_running_is_seen(tmp_path, monkeypatch):
+    metrics = {name: [(1, 1.0), (2, 0.5)] for name in commands.ALWAYS}
+    for runs, fault in (
         (["FINISHED", "FINISHED", "KILLED"], None),
         (["FINISHED", "RUNNING"], "1 of 2 MLflow runs are RUNNING"),
         (["FINISHED", "KILLED"], "1 of 2 jobs are FINISHED"),
-    ],
-)
-def test_a_job_that_is_missing_or_still_running_is_seen(tmp_path, monkeypatch, runs, fault):
-    metrics = {name: [(1, 1.0), (2, 0.5)] for name in commands.ALWAYS}
-    monkeypatch.setattr(kills, "recorded", lambda *_: [Recorded(status, status, metrics) for status in runs])
-    assert kills._sweep_fault(tmp_path, "x", 2) == fault
+    ):
+        found = [Recorded(status, status, metrics) for status in runs]
+        monkeypatch.setattr(kills, "recorded", lambda *_, found=found: found)
+        assert kills._sweep_fault(tmp_path, "x", 2) == fault
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ WHOLE = {name: [(1, 0.5), (2, 0.25)] for name in commands.ALWAYS}
         ([Recorded("r", "FINISHED", WHOLE)] * 2, "2 MLflow runs"),
         ([], "0 MLflow runs"),
         ([Recorded("r", "RUNNING", WHOLE)], "the MLflow run is RUNNING"),
-        ([Recorded("r", "FINISHED", {**WHOLE, "test/loss": [(1, 0.5)]})], r"test/loss has the epochs [1]"),
+        ([Recorded("r", "FINISHED", {**WHOLE, "test/loss": [(1, 0.5)]})], "test/loss has the epochs [1]"),
         (
             [Recorded("r", "FINISHED", {**WHOLE, "time/epoch_s": [(1, 1), (1, 1), (2, 1)]})],
             "time/epoch_s has the epochs",
@@ -71,20 +71,12 @@ def test_a_record_that_lacks_or_doubles_an_epoch_is_seen(runs, fault):
     assert found is None if fault is None else found.startswith(fault)
 
 
+SLICED = [*map(soak.PARTS.get, ("worker-kills", "training-faults", "process-faults"))]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are killed and watched as Linux does it")
-@pytest.mark.parametrize(
-    "part",
-    [
-        kills.kills,
-        soak.PARTS["worker-kills"],
-        kills.recorder,
-        kills.sweeps,
-        kills.jobs,
-        soak.PARTS["training-faults"],
-        soak.PARTS["process-faults"],
-    ],
-)
+@pytest.mark.parametrize("part", [kills.kills, kills.recorder, kills.sweeps, kills.jobs, *SLICED])
 def test_a_short_slice_holds(tmp_path, part):
     trials = part(tmp_path, 0)
     assert [next(trials) for _ in range(2)] == [None, None]

@@ -101,10 +101,9 @@ def test_run_holds_what_was_recorded(store, tmp_path):
 
 
 def test_runs_go_to_their_experiment(store):
-    other = stores.Store(store._uri, "second")
-    runs = [read(each, begin(each)).info.experiment_id for each in (store, other)]
-    names = [store._client.get_experiment(experiment_id).name for experiment_id in runs]
-    assert names == ["first", "second"]
+    for each, name in ((store, "first"), (stores.Store(store._uri, "second"), "second")):
+        found = read(each, begin(each)).info.experiment_id
+        assert store._client.get_experiment(found).name == name
 
 
 def write(folder, *events, mode="a"):
@@ -139,6 +138,9 @@ def test_a_journal_is_followed_as_it_grows(store, tmp_path):
     assert history(store, run_id, "train/loss") == [(1, 1.0)]
     with (tmp_path / JOURNAL).open("a") as journal:
         journal.write(f': {{"train/loss": 2.0}}, "time_ms": {now_ms}}}\n')
+    store._followed[folder].look_at = time.monotonic() + 1000.0
+    store.look()
+    assert history(store, run_id, "train/loss") == [(1, 1.0)], "another was sent just now"
     store.follow(folder)
     assert history(store, run_id, "train/loss") == [(1, 1.0), (2, 2.0)]
     used = dict(history(store, run_id, "system/cpu_utilization_percentage"))
@@ -154,18 +156,6 @@ def test_a_journal_is_followed_as_it_grows(store, tmp_path):
     assert (run.info.status, run.data.tags["note"], run.data.metrics["final/test_accuracy"]) == ("FINISHED", "done", 1)
     assert {a.path for a in store._client.list_artifacts(run_id)} == {"report.md"}
     assert folder not in store._followed
-
-
-def test_what_nobody_asks_for_is_found_by_looking(store, tmp_path):
-    write(tmp_path, begun(tmp_path, "looked"))
-    run_id = store.follow(str(tmp_path))
-    write(tmp_path, epoch(1))
-    store.look()
-    assert history(store, run_id, "train/loss") == [(1, 1.0)]
-    write(tmp_path, epoch(2))
-    store._followed[str(tmp_path)].look_at = time.monotonic() + 1000.0
-    store.look()
-    assert history(store, run_id, "train/loss") == [(1, 1.0)], "another was sent just now"
 
 
 def test_an_outage_loses_no_metric_and_doubles_none(store, tmp_path, monkeypatch):

@@ -1,14 +1,10 @@
 import errno
 import itertools
 import os
-import re
 import signal
-import subprocess
-import sys
 import threading
 import time
-from multiprocessing import popen_spawn_posix
-from pathlib import Path
+from multiprocessing import active_children, popen_spawn_posix
 
 import numpy as np
 import psutil
@@ -22,8 +18,6 @@ from cnnexp.system.cores import usable_cores
 from cnnexp.workers import Local, local
 from cnnexp.workers.local import SLOT_BYTES, LocalCollective, SharedBuffer
 from cnnexp.workers.replica import divide_threads
-
-ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def on_threads(size, work):
@@ -126,41 +120,16 @@ def test_two_processes_add_up_what_two_threads_add_up(model, optimizer, monkeypa
         np.testing.assert_allclose(state[name], array, rtol=0, atol=rounding, err_msg=name)
 
 
-def test_a_state_of_another_network_leaves_the_workers_together():
-    program = compiled(Local(), "one_conv", "sgd")
-    with pytest.raises(CheckpointError, match=r"has shape \(3,\), the network needs"):
-        program.restore({"parameters": np.zeros(3, np.float32)})
-    assert trained(program)[0].count == len(order())
-    program.close()
-
-
 def test_a_killed_worker_is_named_and_the_others_end():
     program = compiled(Local(count=3), "one_conv", "sgd")
     handle = program.load(*images())
     program.train(handle, order(), RATE)
-    children = [child.pid for child in _children()]
+    children = [child.pid for child in sorted(active_children(), key=lambda child: child.name)]
     os.kill(children[1], signal.SIGKILL)
     with pytest.raises(WorkerDied, match=rf"worker 2 of 3 \(pid {children[1]}\) was killed by SIGKILL"):
         program.train(handle, np.tile(order(), 10_000), RATE)
     program.close()
-    assert not any(child.pid in children for child in _children())
-
-
-def test_workers_end_with_rank_0_and_say_so():
-    code = """
-import os, sys
-sys.path.insert(0, "tests")
-from workers.work import compiled
-from cnnexp.workers import Local, local
-if __name__ == "__main__":
-    program = compiled(Local(), "one_conv", "sgd")
-    os.kill(os.getpid(), 9)
-"""
-    # reading to the end of standard error waits for the last process that holds it
-    command, limit_s = [sys.executable, "-c", code], Local().heartbeat_timeout_s / 2
-    done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, cwd=ROOT, check=False)
-    assert done.returncode == -signal.SIGKILL
-    assert re.fullmatch(r"cnnexp: error: worker 0 of 2 \(pid \d+\) died; the run has ended\n", done.stderr)
+    assert not any(child.pid in children for child in active_children())
 
 
 def test_threads_are_divided_among_the_workers(monkeypatch):
@@ -193,7 +162,7 @@ def test_a_worker_that_cannot_be_started_is_told_in_a_line(monkeypatch, lacking)
     monkeypatch.setattr(local._CONTEXT, "Process", refused)
     with pytest.raises(WorkerDied, match=r"workers\.count=2: not all of them can be started: .*; lower workers\.count"):
         compiled(Local(count=2), "one_conv", "sgd")
-    assert not _children()
+    assert not active_children()
 
 
 def test_a_worker_that_cannot_be_told_what_to_do_is_ended_before_it_says_so(monkeypatch, capfd):
@@ -212,14 +181,10 @@ def test_more_workers_than_images_in_a_batch_are_refused():
         compiled(Local(count=17), "one_conv", "sgd")
 
 
-def _children():
-    from multiprocessing import active_children
-
-    return sorted(active_children(), key=lambda child: child.name)
-
-
-def test_the_constants_of_the_cost_model_are_measured():
+def test_the_constants_of_the_cost_model_are_measured_and_a_wrong_state_leaves_the_workers_together():
     program = compiled(Local(sync="parameters"), "one_conv", "adam")
+    with pytest.raises(CheckpointError, match=r"has shape \(3,\), the network needs"):
+        program.restore({"parameters": np.zeros(3, np.float32)})
     prediction = program.measure(Split(*images()))
     assert min(prediction.costs.t_c, prediction.epoch_s) > 0
     assert min(prediction.costs.t_b, prediction.costs.t_s) >= 0  # 0 where a busy machine held up the short exchange
