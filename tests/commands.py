@@ -6,12 +6,38 @@ import sqlite3
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 TINY = ("experiment=smoke", "backend=numpy", "tracking=none", "trainer.baseline=null", "trainer.epochs=1")
 
 ROOT = Path(__file__).parents[1]
 RECORD_NOTHING = {"--cfg", "check", "explain", "help", "predict"}
+
+
+def cnnexp(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
+    """Return a command line of cnnexp after it has run, in a process of its own."""
+    command = [sys.executable, "-m", "cnnexp", *words]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=False)
+
+
+@contextlib.contextmanager
+def starting(*words: str, **options) -> Iterator[subprocess.Popen]:
+    """Give a command line of cnnexp that runs, in a process of its own whose streams are read as they come."""
+    command = [sys.executable, "-u", "-m", "cnnexp", *words]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=ROOT, **pipes, **options) as process:
+        yield process
+
+
+@contextlib.contextmanager
+def one_line(error: type[Exception], message: str = "") -> Iterator[pytest.ExceptionInfo]:
+    """Expect an error, a pattern found in its one line."""
+    with pytest.raises(error, match=message) as raised:
+        yield raised
+    assert "\n" not in str(raised.value)
 
 
 def follow(commands: str, folder: Path, tracking: str = "tracking=none") -> list[str]:

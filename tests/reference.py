@@ -239,22 +239,11 @@ def batch_norm_backward(x, y, dy, layer):
     return dx, (dy * centred / deviation).sum(axis=axes), dy.sum(axis=axes)
 
 
-LAYERS = {
-    "dropout": (dropout, dropout_backward),
-    "batch_norm": (batch_norm, batch_norm_backward),
-    "conv2d": (conv2d, conv2d_backward),
-    "max_pool": (max_pool, max_pool_backward),
-    "avg_pool": (avg_pool, avg_pool_backward),
-    "global_avg_pool": (global_avg_pool, global_avg_pool_backward),
-    "relu": (relu, relu_backward),
-    "leaky_relu": (leaky_relu, leaky_relu_backward),
-    "sigmoid": (sigmoid, sigmoid_backward),
-    "tanh": (tanh, tanh_backward),
-    "gelu": (gelu, gelu_backward),
-    "flatten": (flatten, flatten_backward),
-    "linear": (linear, linear_backward),
-    "residual": (residual, residual_backward),
-}
+KINDS = (
+    *("conv2d", "max_pool", "avg_pool", "global_avg_pool", "linear", "flatten", "dropout", "batch_norm", "residual"),
+    *("relu", "leaky_relu", "sigmoid", "tanh", "gelu"),
+)
+LAYERS = {kind: (globals()[kind], globals()[f"{kind}_backward"]) for kind in KINDS}
 
 
 def forward(network, x):
@@ -277,14 +266,15 @@ def backward(network, values, dy):
     return dy, found
 
 
-def softmax_cross_entropy(scores, labels):
-    """Return the loss of every image and the gradient of their mean."""
-    rows = np.arange(len(scores))
+def softmax_cross_entropy(scores, labels, smoothing=0.0):
+    """Return the loss of every image and the gradient of their mean.
+
+    Smoothed as in Szegedy et al. 2016, section 7: against a mixture of the label and of all classes alike.
+    """
+    targets = (1 - smoothing) * np.eye(scores.shape[1])[labels] + smoothing / scores.shape[1]
     shifted = scores - scores.max(axis=1, keepdims=True)
     log_softmax = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
-    gradient = np.exp(log_softmax)
-    gradient[rows, labels] -= 1
-    return -log_softmax[rows, labels], gradient / len(scores)
+    return -(targets * log_softmax).sum(axis=1), (np.exp(log_softmax) - targets) / len(scores)
 
 
 def binary_cross_entropy(scores, labels):
@@ -295,14 +285,6 @@ def binary_cross_entropy(scores, labels):
     return losses, ((p - labels) / np.maximum(p * (1 - p), 1e-12) / len(p))[:, None]
 
 
-def smoothed_cross_entropy(scores, labels, smoothing):
-    """Szegedy et al. 2016, section 7: cross entropy against a mixture of the label and of all classes alike."""
-    targets = (1 - smoothing) * np.eye(scores.shape[1])[labels] + smoothing / scores.shape[1]
-    shifted = scores - scores.max(axis=1, keepdims=True)
-    log_softmax = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
-    return -(targets * log_softmax).sum(axis=1), (np.exp(log_softmax) - targets) / len(scores)
-
-
 def mean_squared_error(scores, labels):
     """Return the loss of every image, the mean over its outputs, and the gradient of their mean."""
     difference = scores - np.eye(scores.shape[1])[labels]
@@ -310,7 +292,7 @@ def mean_squared_error(scores, labels):
 
 
 LOSSES = {f.__name__: f for f in (softmax_cross_entropy, binary_cross_entropy, mean_squared_error)}
-LOSSES["smoothed_cross_entropy"] = lambda scores, labels: smoothed_cross_entropy(scores, labels, SMOOTHING)
+LOSSES["smoothed_cross_entropy"] = lambda scores, labels: softmax_cross_entropy(scores, labels, SMOOTHING)
 SMOOTHING = 0.1
 
 

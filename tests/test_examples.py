@@ -1,5 +1,7 @@
 """What is in examples/: the commands of its page run in order, and the notebook's cells, whose output it keeps."""
 
+import functools
+import importlib
 import json
 import os
 import re
@@ -8,6 +10,8 @@ import sys
 
 import pytest
 from commands import ROOT, follow
+
+from cnnexp import Digits
 
 NOTEBOOK = json.loads((ROOT / "examples" / "compare.ipynb").read_text(encoding="utf-8"))
 CODE = [cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
@@ -45,14 +49,15 @@ def test_the_notebook_runs(tmp_path):
     assert list(tmp_path.glob("digits/checkpoints/*.ckpt"))
 
 
-def test_a_network_of_pytorchs_is_trained_here_and_evaluated_there(tmp_path):
-    pytest.importorskip("torch", reason="no torch is installed")
-    code = "import pytorch_module; pytorch_module.EPOCHS = 2; pytorch_module.main()"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "examples")])}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
-    assert done.returncode == 0, done.stderr
-    here, there = done.stdout.splitlines()
+def test_a_network_of_pytorchs_is_trained_here_and_evaluated_there(monkeypatch, capsys):
+    torch = pytest.importorskip("torch", reason="no torch is installed")
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    example, threads = importlib.import_module("pytorch_module"), torch.get_num_threads()
+    monkeypatch.setattr(example, "EPOCHS", 2)
+    monkeypatch.setattr(example, "Digits", functools.partial(Digits, train_size=600, test_size=100))
+    example.main()
+    torch.set_num_threads(threads)
+    here, there = capsys.readouterr().out.splitlines()
     in_pytorch, in_cnnexp, _ = map(float, re.findall(r"[\d.]+", here))
     assert in_pytorch == in_cnnexp > 50
     assert re.fullmatch(r"trained there: [\d.]+% in PyTorch, [\d.]+ s", there)
