@@ -103,12 +103,8 @@ class Browser:
 
     def drag(self, points):
         """Press the mouse at the first of some points, in pixels of the window, and draw through the others."""
-        for kind, point in (
-            ("mousePressed", points[0]),
-            *(("mouseMoved", p) for p in points),
-            ("mouseReleased", points[-1]),
-        ):
-            x, y = point
+        kinds = ["mousePressed", *["mouseMoved"] * len(points), "mouseReleased"]
+        for kind, (x, y) in zip(kinds, [points[0], *points, points[-1]], strict=True):
             self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", buttons=1, clickCount=1)
 
     def click(self, selector):

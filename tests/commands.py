@@ -33,7 +33,7 @@ def starting(*words: str, **options) -> Iterator[subprocess.Popen]:
 
 
 @contextlib.contextmanager
-def one_line(error: type[Exception], message: str = "") -> Iterator[pytest.ExceptionInfo]:
+def one_line(error: type[Exception], message: str | None = None) -> Iterator[pytest.ExceptionInfo]:
     """Expect an error, a pattern found in its one line."""
     with pytest.raises(error, match=message) as raised:
         yield raised

@@ -7,6 +7,7 @@ such decisions says anything about a backend: `decisions_are_clear`.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -109,37 +110,35 @@ def _describe(stages: Iterable[Stage], flat: dict[str, np.ndarray], batch: np.nd
     for stage in stages:
         weight = stage.weight.view(flat["parameters"]) if stage.weight else None
         bias = stage.bias.view(flat["parameters"]) if stage.bias else None
+        found: dict = {"weight": weight, "bias": bias} if stage.weight else {}
         match stage.layer:
             case Conv2d(_, _, stride, padding, dilation=dilation):
-                layers.append({"kind": "conv2d", "weight": weight, "bias": bias, "stride": stride, "padding": padding})
-                layers[-1]["dilation"] = dilation
-            case MaxPool2d(pool, stride, padding):
-                layers.append({"kind": "max_pool", "pool": pool, "stride": stride or pool, "padding": padding})
-            case AvgPool2d(pool, stride, padding):
-                layers.append({"kind": "avg_pool", "pool": pool, "stride": stride or pool, "padding": padding})
+                found |= {"kind": "conv2d", "stride": stride, "padding": padding, "dilation": dilation}
+            case MaxPool2d(pool, stride, padding) | AvgPool2d(pool, stride, padding):
+                kind = "max_pool" if isinstance(stage.layer, MaxPool2d) else "avg_pool"
+                found |= {"kind": kind, "pool": pool, "stride": stride or pool, "padding": padding}
             case GlobalAvgPool():
-                layers.append({"kind": "global_avg_pool"})
-            case Linear():
-                layers.append({"kind": "linear", "weight": weight, "bias": bias})
+                found["kind"] = "global_avg_pool"
             case Residual(shortcut=shortcut):
-                layers.append({"kind": "residual", "layers": _describe(stage.stages, flat, batch)})
+                found |= {"kind": "residual", "layers": _describe(stage.stages, flat, batch)}
                 if shortcut == "padded":
-                    layers[-1]["step"] = -(-stage.input_shape[0] // stage.output_shape[0])
+                    found["step"] = -(-stage.input_shape[0] // stage.output_shape[0])
             case Dropout(rate):
-                layers.append({"kind": "dropout", "rate": rate})
+                found |= {"kind": "dropout", "rate": rate}
                 if batch is not None:
                     key, size = noise.layer_key(SEED, 1, stage.name), math.prod(stage.output_shape)
-                    layers[-1]["kept"] = noise.keeps(key, rate, batch, size).reshape(-1, *stage.output_shape)
+                    found["kept"] = noise.keeps(key, rate, batch, size).reshape(-1, *stage.output_shape)
             case BatchNorm2d(_, epsilon):
-                layers.append({"kind": "batch_norm", "weight": weight, "bias": bias, "epsilon": epsilon})
+                found |= {"kind": "batch_norm", "epsilon": epsilon}
                 if batch is None:
-                    layers[-1]["running"] = [average.view(flat["running"]) for average in stage.running]
+                    found["running"] = [average.view(flat["running"]) for average in stage.running]
             case LeakyReLU(slope):
-                layers.append({"kind": "leaky_relu", "slope": slope})
-            case Elementwise() | Flatten() | Structural():
-                layers.append({"kind": type(stage.layer).__name__.lower()})
+                found |= {"kind": "leaky_relu", "slope": slope}
+            case Linear() | Elementwise() | Flatten() | Structural():
+                found["kind"] = type(stage.layer).__name__.lower()
             case _:
                 assert_never(stage.layer)
+        layers.append(found)
     return layers
 
 
@@ -229,15 +228,12 @@ def check_backend(
 def check_case(backend, case: Case, optimizer: Optimizer = DESCENT) -> None:
     """Compare scores, totals and the gradient of every parameter with the oracle; the last batch is a short one."""
     count = len(case.images)
-    program = backend.compile(case.network, case.loss, optimizer, max(count - 1, 1))
-    try:
+    with contextlib.closing(backend.compile(case.network, case.loss, optimizer, max(count - 1, 1))) as program:
         program.restore(case.state)
         handle = program.load(case.images, case.labels)
         check_scores(program, handle, case)
         for batch in case.batches:
             check_gradients(program, handle, case, batch)
-    finally:
-        program.close()
 
 
 def check_scores(program, handle, case: Case) -> None:

@@ -72,7 +72,7 @@ def run(monkeypatch, capsys, tmp_path):
 
     def run(*arguments: str) -> tuple[int, str, str]:
         folders = (f"hydra.run.dir={tmp_path}/run", f"hydra.sweep.dir={tmp_path}/sweep")
-        folders = folders if not any(word.startswith("hydra.run.dir=") for word in arguments) else ()
+        folders = folders if not any(word.startswith(("hydra.run.dir", "-sc")) for word in arguments) else ()
         monkeypatch.setattr(sys, "argv", ["cnnexp", *arguments, *(folders if "--help" not in arguments else ())])
         monkeypatch.setattr(hydra_app, "_failures", [])
         monkeypatch.setattr(hydra_app, "_recorders", {})

@@ -74,96 +74,65 @@ def conv2d_backward(x, y, dy, layer):
     return dx, dw, dy.sum(axis=(0, 1, 2))
 
 
-def max_pool_places(x, layer):
-    """Return the largest value of every window and the (row, column) of the first pixel that holds it."""
+def max_pool(x, layer, where=None):
+    """Return the largest value of every window; leave in `where` the (row, column) of the first pixel that has it."""
     pool, stride = layer["pool"], layer["stride"]
     y = np.full(output_shape(x, pool, stride, layer["padding"], x.shape[3]), -np.inf)
-    where = np.zeros((*y.shape, 2), int)
     for p, q, _, _, row, column in places(x.shape[1:3], pool, stride, layer["padding"]):
         larger = x[:, row, column] > y[:, p, q]
-        where[:, p, q][larger] = row, column
         y[:, p, q][larger] = x[:, row, column][larger]
-    return y, where
-
-
-def max_pool(x, layer):
-    return max_pool_places(x, layer)[0]
+        if where is not None:
+            where[:, p, q][larger] = row, column
+    return y
 
 
 def max_pool_backward(x, y, dy, layer):
-    dx = np.zeros_like(x)
-    where = max_pool_places(x, layer)[1]
+    dx, where = np.zeros_like(x), np.zeros((*dy.shape, 2), int)
+    max_pool(x, layer, where)
     n, _, _, c = np.indices(dy.shape)
     np.add.at(dx, (n, where[..., 0], where[..., 1], c), dy)
     return dx, None, None
 
 
-def window_sizes(x, layer):
-    """Return how many pixels each window covers, (U, V, 1)."""
-    pool, stride = layer["pool"], layer["stride"]
-    sizes = np.zeros((*output_shape(x, pool, stride, layer["padding"], 1)[1:3], 1))
-    for p, q, *_ in places(x.shape[1:3], pool, stride, layer["padding"]):
-        sizes[p, q] += 1
-    return sizes
+def window_sizes(shape, layer):
+    """Return how many pixels of an image (H, W) each window covers, (U, V, 1)."""
+    return avg_pool(np.ones((1, *shape, 1)), layer, summed=True)[0]
 
 
-def avg_pool(x, layer):
+def avg_pool(x, layer, summed=False):
     pool, stride = layer["pool"], layer["stride"]
     y = np.zeros(output_shape(x, pool, stride, layer["padding"], x.shape[3]))
     for p, q, _, _, row, column in places(x.shape[1:3], pool, stride, layer["padding"]):
         y[:, p, q] += x[:, row, column]
-    return y / window_sizes(x, layer)
+    return y if summed else y / window_sizes(x.shape[1:3], layer)
 
 
 def avg_pool_backward(x, y, dy, layer):
-    dx, share = np.zeros_like(x), dy / window_sizes(x, layer)
+    dx, share = np.zeros_like(x), dy / window_sizes(x.shape[1:3], layer)
     for p, q, _, _, row, column in places(x.shape[1:3], layer["pool"], layer["stride"], layer["padding"]):
         dx[:, row, column] += share[:, p, q]
     return dx, None, None
 
 
-def relu(x, layer):
-    return np.where(x > 0, x, 0.0)
-
-
-def relu_backward(x, y, dy, layer):
-    return np.where(x > 0, dy, 0.0), None, None
-
-
-def sigmoid(x, layer):
-    return 0.5 * (1 + np.tanh(x / 2))
-
-
-def sigmoid_backward(x, y, dy, layer):
-    return dy * y * (1 - y), None, None
-
-
-def leaky_relu(x, layer):
-    return np.where(x > 0, x, layer["slope"] * x)
-
-
-def leaky_relu_backward(x, y, dy, layer):
-    return np.where(x > 0, dy, layer["slope"] * dy), None, None
-
-
-def tanh(x, layer):
-    return np.tanh(x)
-
-
-def tanh_backward(x, y, dy, layer):
-    return dy / np.cosh(x) ** 2, None, None
-
-
 erf = np.vectorize(math.erf, otypes=[float])
+ELEMENTWISE = {  # y of (x, layer), and dy/dx of (x, y, layer)
+    "relu": (lambda x, layer: np.where(x > 0, x, 0.0), lambda x, y, layer: x > 0),
+    "leaky_relu": (
+        lambda x, layer: np.where(x > 0, x, layer["slope"] * x),
+        lambda x, y, layer: np.where(x > 0, 1, layer["slope"]),
+    ),
+    "sigmoid": (lambda x, layer: 0.5 * (1 + np.tanh(x / 2)), lambda x, y, layer: y * (1 - y)),
+    "tanh": (lambda x, layer: np.tanh(x), lambda x, y, layer: 1 / np.cosh(x) ** 2),
+    "gelu": (
+        lambda x, layer: x / 2 * (1 + erf(x / math.sqrt(2))),
+        lambda x, y, layer: (1 + erf(x / math.sqrt(2))) / 2 + x * np.exp(-(x**2) / 2) / math.sqrt(2 * math.pi),
+    ),
+}
 
 
-def gelu(x, layer):
-    return x / 2 * (1 + erf(x / math.sqrt(2)))
-
-
-def gelu_backward(x, y, dy, layer):
-    density = np.exp(-(x**2) / 2) / math.sqrt(2 * math.pi)
-    return dy * ((1 + erf(x / math.sqrt(2))) / 2 + x * density), None, None
+def chain_rule(derivative):
+    """Return the backward pass of an elementwise layer."""
+    return lambda x, y, dy, layer: (dy * derivative(x, y, layer), None, None)
 
 
 def global_avg_pool(x, layer):
@@ -239,11 +208,11 @@ def batch_norm_backward(x, y, dy, layer):
     return dx, (dy * centred / deviation).sum(axis=axes), dy.sum(axis=axes)
 
 
-KINDS = (
-    *("conv2d", "max_pool", "avg_pool", "global_avg_pool", "linear", "flatten", "dropout", "batch_norm", "residual"),
-    *("relu", "leaky_relu", "sigmoid", "tanh", "gelu"),
-)
-LAYERS = {kind: (globals()[kind], globals()[f"{kind}_backward"]) for kind in KINDS}
+KINDS = ["conv2d", "max_pool", "avg_pool", "global_avg_pool", "linear", "flatten", "dropout", "batch_norm", "residual"]
+LAYERS = {
+    **{kind: (globals()[kind], globals()[f"{kind}_backward"]) for kind in KINDS},
+    **{kind: (rule, chain_rule(derivative)) for kind, (rule, derivative) in ELEMENTWISE.items()},
+}
 
 
 def forward(network, x):

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
+from commands import one_line
 
 from cnnexp import testing
 from cnnexp.app import check
@@ -119,29 +121,21 @@ def test_what_is_wrong_is_named(parts, verdict, text):
 
 def test_a_wrong_backend_ends_with_an_error(monkeypatch, capsys):
     monkeypatch.setattr(check, "NETWORKS", {key: check.NETWORKS[key] for key in ("linear", "convolution")})
-    monkeypatch.setattr(
-        backend_class("numpy"), "compile", lambda self, *made: LayerwiseProgram(DoubledWeights(), *made)
-    )
+    monkeypatch.setattr(backend_class("numpy"), "compile", lambda _, *made: LayerwiseProgram(DoubledWeights(), *made))
     with pytest.raises(CnnexpError, match="check numpy: wrong on 1 of 2 networks"):
         check.command(["numpy"])
     assert "linear              right" in capsys.readouterr().out
 
 
-def test_what_cannot_run_says_why():
-    with pytest.raises(ConfigError, match=r"check numpi: unknown; .*did you mean 'numpy'"):
-        check.command(["numpi"])
-    with pytest.raises(ConfigError, match=r"check Conv2d: unknown; legal: .* GELU, sgd, .* mean_squared_error"):
-        check.command(["Conv2d"])
-    for arguments in ([], ["numpy", "cpu"], ["backend=numpy"]):
-        with pytest.raises(ConfigError, match="check: give one backend"):
+def test_what_cannot_run_says_why(monkeypatch):
+    for arguments, said in (
+        (["numpi"], r"check numpi: unknown; .*did you mean 'numpy'"),
+        (["Conv2d"], r"check Conv2d: unknown; legal: .* GELU, sgd, .* mean_squared_error"),
+        *((words, "check: give one backend") for words in ([], ["numpy", "cpu"], ["backend=numpy"])),
+    ):
+        with pytest.raises(ConfigError, match=said):
             check.command(arguments)
-
-
-def test_a_backend_that_lacks_its_device_is_told(monkeypatch):
-    def lacking(self, *made):
-        raise BackendUnavailable("no GPU to compute on")
-
-    monkeypatch.setattr(backend_class("cpu"), "compile", lacking)
+    monkeypatch.setattr(backend_class("cpu"), "compile", MagicMock(side_effect=BackendUnavailable("no GPU here")))
     with pytest.raises(CnnexpError, match="check cpu: takes none of the networks"):
         check.command(["cpu"])
 
@@ -155,6 +149,10 @@ class HalfPool(NumpyOps):
     def max_pool(self, x, window, y, saved):
         super().max_pool(x, window, y, saved)
         y *= np.float32(0.5)
+
+
+class Several(NoDropout, HalfPool):
+    pass
 
 
 class NoMomentum(NumpyOps):
@@ -179,18 +177,12 @@ class NoLoss(NumpyOps):
         (NoMomentum, "SGD is wrong: "),
         (NoLoss, "mean_squared_error is wrong: "),
         (NumpyOps, None),
+        (Several, None),  # nothing is guessed
     ],
 )
 def test_one_operation_that_explains_all_is_named(ops, said):
     found = testing.explain({title: examined(ops, title=title) for title in testing.NETWORKS})
     assert found is None if said is None else found.startswith(said)
-
-
-def test_what_no_single_operation_explains_is_not_guessed():
-    class Several(NoDropout, HalfPool):
-        pass
-
-    assert testing.explain({title: examined(Several, title=title) for title in testing.NETWORKS}) is None
 
 
 @pytest.mark.parametrize("name", ["Swish", "sign"])
@@ -206,15 +198,12 @@ def test_a_layer_and_an_optimizer_are_compared_on_the_backends_that_compile_them
     assert last == f"{name} is right on 3 of 3 backends"
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_layers_of_the_package_are_right(kind):
-    testing.check_layer(kind())
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_optimizers_of_the_package_are_right(name):
-    testing.check_optimizer(OPTIMIZERS[name]())
-    testing.check_descent(OPTIMIZERS[name]())
+def test_the_layers_and_the_optimizers_of_the_package_are_right():
+    for kind in KINDS:
+        testing.check_layer(kind())
+    for optimizer in OPTIMIZERS.values():
+        testing.check_optimizer(optimizer())
+        testing.check_descent(optimizer())
 
 
 def test_the_losses_of_the_package_are_right(capsys):
@@ -269,12 +258,9 @@ def test_a_derivative_may_be_a_surrogate_where_that_is_said():
     [
         (
             {"slope": lambda maths, x: np.float32(2.02) * x},
-            r"its derivative is wrong at .*; surrogate = True if it is m",
+            r"its derivative is wrong at .*; surrogate = True if it",
         ),
-        (
-            {"slope": lambda maths, x: maths.where(x > TWO, x, TWO * x)},
-            r"wrong at 34 of 101 points: 6\.012 at x = 6\.01",
-        ),
+        ({"slope": lambda maths, x: maths.where(x > TWO, x, TWO * x)}, r"at 34 of 101 points: 6\.012 at x = 6\.01"),
         ({"function": lambda maths, x: np.exp(x)}, r"numpy\.exp in a rule: use maths\.exp$"),
         ({"function": lambda maths, x: math.exp(x)}, r"plain number of one that varies: use maths\.exp, maths\.tanh"),
         ({"function": lambda maths, x: x**2}, r"numpy\.power in a rule: use \+ - \* /"),
@@ -286,9 +272,8 @@ def test_a_derivative_may_be_a_surrogate_where_that_is_said():
 )
 def test_a_wrong_rule_is_one_line_before_anything_is_trained(parts, said):
     layers = (Flatten(), Linear(3), Residual((Square(**parts),)), Linear(3))
-    with pytest.raises(NetworkError, match=f"layer Square: .*{said}") as raised:
+    with one_line(NetworkError, f"layer Square: .*{said}") as raised:
         testing.check_rules(Network((2, 2, 1), layers), SGD())
-    assert "\n" not in str(raised.value)
     assert raised.value.exit_code == 2
 
 
@@ -296,19 +281,19 @@ def test_a_wrong_rule_is_one_line_before_anything_is_trained(parts, said):
 class Own(Optimizer):
     """A rule of a test's."""
 
-    step: Callable = lambda sqrt, maximum, w, g, rate: w - rate * g
+    step: Callable = lambda maximum, w, g, rate: w - rate * g
     slots: tuple = ()
 
     def rule(self, sqrt=np.sqrt, maximum=np.maximum):
-        return lambda w, g, s, t, rate, c0, c1: (self.step(sqrt, maximum, w, g, rate), s, t)
+        return lambda w, g, s, t, rate, c0, c1: (self.step(maximum, w, g, rate), s, t)
 
 
 @pytest.mark.parametrize(
     ("parts", "said"),
     [
-        ({"step": lambda sqrt, maximum, w, g, rate: w - rate * np.sign(g)}, r"numpy\.sign in a rule: use \+ - \* /"),
-        ({"step": lambda sqrt, maximum, w, g, rate: w - rate * g / maximum(g, -g)}, "a gradient of 0 makes"),
-        ({"step": lambda sqrt, maximum, w, g, rate: w - 0.1 * g}, r"the number 0\.1 in a rule"),
+        ({"step": lambda maximum, w, g, rate: w - rate * np.sign(g)}, r"numpy\.sign in a rule: use \+ - \* /"),
+        ({"step": lambda maximum, w, g, rate: w - rate * g / maximum(g, -g)}, "a gradient of 0 makes"),
+        ({"step": lambda maximum, w, g, rate: w - 0.1 * g}, r"the number 0\.1 in a rule"),
         ({"slots": ("a", "b", "c")}, "slots a, b, c: must be at most two"),
     ],
 )
@@ -321,7 +306,6 @@ def test_a_wrong_optimizer_is_one_line_before_anything_is_trained(parts, said):
 
 def test_an_optimizer_that_climbs_is_named():
     testing.check_descent(Own())
-    with pytest.raises(
-        NetworkError, match=r"optimizer Own: 100 steps of lr=0\.01 down the sum of w\^2 lead from 6\.25 to"
-    ):
-        testing.check_descent(Own(step=lambda sqrt, maximum, w, g, rate: w + rate * g))
+    said = r"optimizer Own: 100 steps of lr=0\.01 down the sum of w\^2 lead from 6\.25 to"
+    with pytest.raises(NetworkError, match=said):
+        testing.check_descent(Own(step=lambda maximum, w, g, rate: w + rate * g))

@@ -10,10 +10,11 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import yaml
-from commands import TINY
+from commands import TINY, starting
 
 import cnnexp
 from cnnexp import __main__ as cli
@@ -25,12 +26,8 @@ from cnnexp.tracking.events import read_journal
 from cnnexp.training.checkpoint import find
 
 ROOT = Path(__file__).resolve().parents[2]
+RECORDED = [word for word in TINY if word != "tracking=none"]
 HOWTO = (ROOT / "docs" / "howto.md").read_text(encoding="utf-8")
-
-
-def python_m(*arguments: str, **options) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "cnnexp", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, **options)
 
 
 @pytest.mark.parametrize(
@@ -103,18 +100,27 @@ def test_a_mistake_in_a_file_of_the_user(run, tmp_path, text, message):
     assert (code, out) == (2, "")
 
 
-def test_other_errors_keep_their_exit_code(run, tmp_path):
-    code, _, err = run("dataset=mnist", f"dataset.root={tmp_path}/nowhere", "tracking=none")
-    assert re.fullmatch("cnnexp: error: .*nowhere.*\n", err)
-    assert code == DataError.exit_code
+HUGE_RATE = ("trainer.batch_size=40", "dataset.train_size=40", "optimizer.lr=1e38")
+DIVERGED = "the test loss became nan after epoch 1, at learning rate 1e.38; .*"
 
 
-@pytest.mark.parametrize("backend", ["numpy", "numpy-parallel"])
-def test_a_run_that_diverges_is_one_line(run, backend):
-    words = ("trainer.batch_size=40", "dataset.train_size=40", "optimizer.lr=1e38", f"backend={backend}")
-    code, _, err = run(*TINY, *words)
-    assert re.fullmatch("cnnexp: error: the test loss became nan after epoch 1, at learning rate 1e.38; .*\n", err)
-    assert code == Diverged.exit_code
+@pytest.mark.parametrize(
+    ("words", "error", "said"),
+    [
+        (("dataset=mnist", "dataset.root=/nowhere"), DataError, ".*nowhere.*"),
+        ((*HUGE_RATE, "backend=numpy"), Diverged, DIVERGED),
+        ((*HUGE_RATE, "backend=numpy-parallel"), Diverged, DIVERGED),
+        (("backend=gpu",), BackendUnavailable, ".*backend=cpu.*"),
+        (("backend=cpu",), BackendUnavailable, ".*NUMBA_DISABLE_JIT=1 is set, .* unset it, or use backend=numpy.*"),
+    ],
+)
+def test_other_errors_are_one_line_with_a_code_of_their_own(run, monkeypatch, words, error, said):
+    if words == ("backend=gpu",) and importlib.util.find_spec("numba_cuda"):
+        pytest.skip("numba-cuda is installed")
+    monkeypatch.setenv("NUMBA_DISABLE_JIT", str(int(words == ("backend=cpu",))))
+    code, _, err = run(*TINY[1:], *words)
+    assert re.fullmatch(f"cnnexp: error: {said}\n", err)
+    assert code == error.exit_code
 
 
 def test_a_full_traceback_on_request(run, monkeypatch):
@@ -179,24 +185,20 @@ def test_help_of_a_group_says_what_each_name_is_and_of_a_name_its_keys(run, monk
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="no bash is installed")
-def test_bash_completes_commands_groups_names_and_keys(tmp_path):
+def test_bash_completes_commands_groups_names_and_keys(run, tmp_path, monkeypatch):
     command = tmp_path / "cnnexp"
     command.write_text(f'#!/bin/sh\nPYTHONPATH="{ROOT}" exec "{sys.executable}" -m cnnexp "$@"\n')
     command.chmod(0o755)
     (install,) = re.findall(r"^eval .*cnnexp -sc install=bash.*$", HOWTO, re.MULTILINE)
-    typed = {
-        "cnnexp pre": "predict",
-        "cnnexp dataset=f": "dataset=fashion_mnist",
-        "cnnexp optimizer.l": "optimizer.lr=",
-    }
-    script = install + "".join(
-        f"\nCOMP_LINE='{line}' COMP_POINT={len(line)} COMP_CWORD=1 COMPREPLY=() && hydra_bash_completion"
-        "\necho ${COMPREPLY[0]}"
-        for line in typed
-    )
+    complete = "COMP_LINE='cnnexp pre' COMP_POINT=10 COMP_CWORD=1 COMPREPLY=() && hydra_bash_completion"
+    script = f"{install}\n{complete}\necho ${{COMPREPLY[0]}}"
     environ = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=environ)
-    assert done.stdout.splitlines() == list(typed.values()), done.stderr
+    assert done.stdout == "predict\n", done.stderr
+    for line, completed in {"dataset=f": "dataset=fashion_mnist", "optimizer.l": "optimizer.lr="}.items():
+        monkeypatch.setenv("COMP_LINE", f"cnnexp {line}")
+        monkeypatch.setenv("COMP_POINT", str(len(line) + 7))
+        assert completed in run("-sc", "query=bash")[1].split()
 
 
 def test_version_is_ours_and_help_is_the_help(run):
@@ -205,49 +207,33 @@ def test_version_is_ours_and_help_is_the_help(run):
     assert run("help", "ui")[1].startswith("Usage: cnnexp ui ")
 
 
-def test_verbose_is_free_of_the_noise_of_libraries(tmp_path):
-    done = python_m(*TINY, "backend=cpu", "hydra.verbose=true", f"hydra.run.dir={tmp_path}")
-    assert done.returncode == 0
-    assert "numba" not in (done.stdout + done.stderr).lower()
-
-
 def test_no_hint_to_a_store_that_could_not_be_opened_and_no_password(run):
-    arguments = [word for word in TINY if word != "tracking=none"]
-    code, out, err = run(*arguments, "tracking.uri=http://me:secret@127.0.0.1:9")
+    code, out, err = run(*RECORDED, "tracking.uri=http://me:secret@127.0.0.1:9")
     assert code == TrackingError.exit_code
     assert "http://***@127.0.0.1:9: cannot be opened" in err
     assert "To look at it" not in out
     assert "secret" not in out + err
 
 
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [
-        (ZeroDivisionError("a\nbug"), "unexpected ZeroDivisionError: a bug"),
-        (MemoryError(), "out of memory; lower trainer.batch_size, the size of the model or the data set"),
-        (RecursionError("deep"), "unexpected RecursionError: deep"),
-    ],
-)
-def test_a_bug_is_one_line_that_names_a_file_with_the_traceback(run, monkeypatch, tmp_path, error, said):
-    def broken(*_):
-        raise error
-
-    monkeypatch.setattr(hydra_app, "train", broken)
-    code, _, err = run(*TINY)
-    (file,) = (tmp_path / "run").glob("traceback-*.txt")
-    assert (code, err) == (1, f"cnnexp: error: {said}; its traceback is in {file}\n")
-    assert "in broken" in file.read_text(encoding="utf-8")
-    assert read_journal(tmp_path / "run")["status"] == "FAILED"
+BUGS = {
+    ZeroDivisionError("a\nbug"): "unexpected ZeroDivisionError: a bug",
+    MemoryError(): "out of memory; lower trainer.batch_size, the size of the model or the data set",
+    RecursionError("deep"): "unexpected RecursionError: deep",
+}
 
 
-def test_a_bug_in_a_job_of_a_sweep_shows_no_traceback_either(run, monkeypatch, tmp_path):
-    def broken(*_):
-        raise ZeroDivisionError("a bug")
-
-    monkeypatch.setattr(hydra_app, "train", broken)
+def test_a_bug_is_one_line_that_names_a_file_with_the_traceback(run, monkeypatch, tmp_path):
+    for number, (error, said) in enumerate(BUGS.items()):
+        monkeypatch.setattr(hydra_app, "train", MagicMock(side_effect=error))
+        folder = tmp_path / str(number)
+        code, _, err = run(*TINY, f"hydra.run.dir={folder}")
+        (file,) = folder.glob("traceback-*.txt")
+        assert (code, err) == (1, f"cnnexp: error: {said}; its traceback is in {file}\n")
+        assert type(error).__name__ in file.read_text(encoding="utf-8")
+        assert read_journal(folder)["status"] == "FAILED"
     code, out, err = run("-m", *TINY, "model.filters=2,3")
     assert code == 1
-    assert "Traceback" not in out + err
+    assert "Traceback" not in out + err, "of a job of a sweep"
     assert len([*(tmp_path / "sweep").glob("*/traceback-*.txt")]) == 2
 
 
@@ -272,19 +258,11 @@ def test_a_folder_that_cannot_be_is_one_line(run, tmp_path, folder):
 
 
 def test_a_reader_that_leaves_ends_the_run_as_any_program(tmp_path):
-    command = [sys.executable, "-m", "cnnexp", *TINY, f"hydra.run.dir={tmp_path}", "trainer.epochs=50"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
+    with starting(*TINY, f"hydra.run.dir={tmp_path}", "trainer.epochs=50") as process:
         process.stdout.readline()
         process.stdout.close()
         assert process.stderr.read() == ""
         assert process.wait() == 141
-
-
-def test_numba_switched_off_is_one_line(run, monkeypatch):
-    monkeypatch.setenv("NUMBA_DISABLE_JIT", "1")
-    code, _, err = run(*TINY, "backend=cpu")
-    assert code == BackendUnavailable.exit_code
-    assert "NUMBA_DISABLE_JIT=1 is set, so Numba compiles nothing; unset it, or use backend=numpy" in err
 
 
 def test_a_tiny_run_shows_its_epochs_and_keeps_a_journal(run, tmp_path):
@@ -305,38 +283,24 @@ def test_the_default_run_learns_the_digits(run, tmp_path):
     assert read_journal(tmp_path / "run")["metrics"]["final/test_accuracy"] >= 0.95
 
 
-def test_a_missing_gpu_is_one_line_that_says_what_to_use(run):
-    if importlib.util.find_spec("numba_cuda"):
-        pytest.skip("numba-cuda is installed")
-    code, out, err = run("backend=gpu")
-    assert re.fullmatch("cnnexp: error: .*backend=cpu.*\n", err)
-    assert (code, out) == (BackendUnavailable.exit_code, "")
-
-
-def test_progress_off_shows_the_verdict_alone(run):
-    _, out, _ = run(*TINY, "trainer.progress=false")
+def test_debug_small_shrinks_any_run_and_progress_off_shows_the_verdict_alone(run, tmp_path):
+    words = ("backend=numpy", "tracking=none", "trainer.baseline=null", "model.filters=4", "trainer.progress=false")
+    code, out, _ = run("debug=small", *words)
+    assert code == 0
     assert " 1/1 " not in out
     assert out.startswith("speed ")
-
-
-def test_debug_small_shrinks_any_run(run, tmp_path):
-    code, _, _ = run("debug=small", "backend=numpy", "tracking=none", "trainer.baseline=null", "model.filters=4")
-    assert code == 0
     assert read_journal(tmp_path / "run")["config"]["dataset"]["train_size"] == 200
 
 
 def test_a_sweep_goes_on_past_a_failing_job_and_says_why(run, tmp_path):
-    code, _, err = run("-m", *TINY, "model.kernel=3,4,5")
+    code, _, err = run(*TINY, "-m", "model.kernel=3,4,0,5")
     assert code == 1
-    assert re.fullmatch(r"cnnexp: error: job in folder 1 .*model\.kernel=4.*2\.5 is not a whole number.*\n", err)
-    assert [read_journal(tmp_path / "sweep" / str(i))["status"] for i in range(3)] == ["FINISHED", "FAILED", "FINISHED"]
+    first, second = err.splitlines()
+    assert re.fullmatch(r"cnnexp: error: job in folder 1 .*model\.kernel=4.*2\.5 is not a whole number.*", first)
+    assert "model.kernel=0: must be a whole number >= 1" in second
+    statuses = [read_journal(tmp_path / "sweep" / str(i))["status"] for i in range(4)]
+    assert statuses == ["FINISHED", "FAILED", "FAILED", "FINISHED"]
     assert (tmp_path / "sweep" / "summary.csv").is_file()
-
-
-def test_a_mistake_in_one_job_of_a_sweep(run):
-    code, _, err = run("-m", *TINY, "model.filters=2,0")
-    assert code == 1
-    assert "model.filters=0: must be a whole number >= 1" in err.splitlines()[-1]
 
 
 def test_jobs_return_their_objective(run, tmp_path, monkeypatch):
@@ -359,15 +323,6 @@ def test_jobs_return_their_objective(run, tmp_path, monkeypatch):
     metrics = read_journal(tmp_path / "run")["metrics"]
     assert objectives[0] == metrics["final/test_accuracy"]
     assert objectives[1] == metrics["time/median_epoch_s"]
-
-
-def test_cfg_and_info_show_the_config(run):
-    code, out, _ = run("--cfg", "job", "model=knm")
-    assert code == 0
-    assert "name: knm" in out
-    code, out, _ = run("--info", "defaults", "model=knm")
-    assert code == 0
-    assert "model/knm" in out
 
 
 def test_help_lists_groups_and_keys_and_loads_nothing_heavy():
@@ -411,12 +366,12 @@ def test_a_plugin_that_exits_or_raises_is_one_line_that_names_it(run, tmp_path, 
     assert re.fullmatch(rf"cnnexp: error: plugins={file}: cannot be imported: {said}.*\n", err)
 
 
-def test_runs_go_to_the_checkout_from_any_folder_and_never_share_one(tmp_path):
-    command = [sys.executable, "-m", "cnnexp", "--cfg", "hydra", "--package", "hydra.run.dir", "--resolve"]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environ, check=True)
+def test_runs_go_to_the_checkout_from_any_folder_and_never_share_one(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = run("--cfg", "hydra", "--package", "hydra.run.dir", "--resolve")
+    assert code == 0
     microseconds = r"\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d-\d{6}"
-    assert re.search(f"{re.escape(str(ROOT / 'outputs' / 'runs'))}/{microseconds}$", done.stdout.strip())
+    assert re.search(f"{re.escape(str(ROOT / 'outputs' / 'runs'))}/{microseconds}$", out.strip())
 
 
 @pytest.mark.parametrize(
@@ -424,20 +379,15 @@ def test_runs_go_to_the_checkout_from_any_folder_and_never_share_one(tmp_path):
     [
         (signal.SIGTERM, 143, "terminated"),
         pytest.param(signal.SIGHUP, 129, "terminated", marks=pytest.mark.thorough),
-        (signal.SIGINT, 130, "inter"),
+        pytest.param(signal.SIGINT, 130, "inter", marks=pytest.mark.thorough),  # test_resume sends it, too
     ],
 )
-def test_signals_end_the_run_as_killed(tmp_path, number, code, word):
-    arguments = [*TINY, "trainer.epochs=1000000", f"hydra.run.dir={tmp_path}"]
-    with subprocess.Popen(
-        [sys.executable, "-u", "-m", "cnnexp", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # nohup, above the tests, has SIGHUP ignored
-    ) as process:
+def test_signals_end_the_run_as_killed_and_verbose_is_free_of_the_noise_of_libraries(run, tmp_path, number, code, word):
+    words = [*TINY, "backend=cpu", "hydra.verbose=true", "trainer.epochs=1000000", f"hydra.run.dir={tmp_path}"]
+    # nohup, above the tests, has SIGHUP ignored
+    with starting(*words, preexec_fn=lambda: signal.signal(number, signal.SIG_DFL)) as process:
         for line in process.stdout:
+            assert "numba" not in line.lower()
             if line.strip().startswith("1/"):
                 break
         process.send_signal(number)
@@ -447,8 +397,13 @@ def test_signals_end_the_run_as_killed(tmp_path, number, code, word):
     assert read_journal(tmp_path)["status"] == "KILLED"
     assert Path(said[1]) == find(tmp_path)
     done = len(read_journal(tmp_path)["epochs"])
-    command = said[2].replace("trainer.epochs=1000000", f"trainer.epochs={done + 1}")
-    subprocess.run(shlex.split(command), capture_output=True, cwd=ROOT, check=True)
+    command = said[2].replace("trainer.epochs=1000000", f"trainer.epochs={done + 1}").replace("hydra.verbose=true ", "")
+    (
+        python,
+        *module,
+    ) = shlex.split(command)[:3]
+    assert (Path(python).name.startswith("python"), module) == (True, ["-m", "cnnexp"])
+    assert run(*shlex.split(command)[3:])[0] == 0
     assert [epoch["epoch"] for epoch in read_journal(tmp_path)["epochs"]] == list(range(1, done + 2))
 
 

@@ -48,11 +48,7 @@ def test_load_makes_every_piece():
     assert settings.trainer == Trainer(epochs=2, baseline=None)
     assert settings.tracking == Tracking(name="none")
     assert settings.sweep == Sweep()
-    assert settings.backend.name == "numpy"
-    assert settings.baseline is None
-
-
-def test_load_makes_the_baseline():
+    assert (settings.backend.name, settings.baseline) == ("numpy", None)
     assert load(changed("trainer", baseline="numpy")).baseline.name == "numpy"
 
 
@@ -68,20 +64,12 @@ def test_load_makes_the_baseline():
         (changed("optimizer", name="adamm"), "optimizer.name='adamm': unknown; legal: .*; did you mean 'adam'"),
         (changed("dataset", name="mnst"), "dataset.name='mnst': unknown; legal: .*; did you mean 'mnist'"),
         (changed("model", filters="abc"), "model.filters='abc': must be a whole number"),
-        (changed("model", filters="3"), "model.filters='3': must be a whole number"),
         (changed("model", filters=2.0), "model.filters=2.0: must be a whole number"),
         (changed("model", filters=True), "model.filters=true: must be a whole number"),
         (changed("model", filters=None), "model.filters=null: must be a whole number"),
-        (
-            changed("model", filters=2**63),
-            r"model.filters=9223372036854775808: must be a whole number of at most 2\*\*63 ",
-        ),
-        (
-            {**VALUES, "augment": {"crop": {}}},
-            "augment.crop={}: unknown key; legal: shift, crop_flip, affine, elastic, cu",
-        ),
+        (changed("model", filters=2**63), r"model.filters=9223372036854775808: must be a whole number .* 2\*\*63 "),
+        ({**VALUES, "augment": {"crop": {}}}, "augment.crop={}: unknown key; legal: shift, crop_flip, affine, elastic"),
         ({**VALUES, "augment": {"affine": {"rotations": 3}}}, "augment.affine.rotations=3: unknown key; .*'rotation'"),
-        ({**VALUES, "augment": {"affine": {"rotation": 200}}}, "augment.affine.rotation=200.0: must be >= 0, <= 180"),
         ({**VALUES, "augment": {"cutout": 4}}, "augment.cutout=4: must be a mapping of keys to values"),
         ({**VALUES, "augment": {"shift": {"pixels": 1.5}}}, "augment.shift.pixels=1.5: must be a whole number"),
         ({**VALUES, "augment": "shift"}, "augment='shift': must be a mapping of keys to values"),
@@ -90,26 +78,20 @@ def test_load_makes_the_baseline():
         (changed("model", filters=10**5000), "model.filters=a number of thousands of digits: must be a whole number"),
         (changed("optimizer", lr=10**400), r"optimizer.lr=10{199}\.\.\.: must be a finite number"),
         (changed("model", name=[1]), r"model.name=\[1\]: unknown; legal"),
+        ({**VALUES, "model": {"name": "ffn", "hidden": [3, "4"]}}, r"model.hidden\[1\]='4': must be a whole number"),
+        ({**VALUES, "model": {"name": "ffn", "hidden": 5}}, "model.hidden=5: must be a list, each a whole number"),
         (changed("model", filters=[1]), r"model.filters=\[1\]: must be a whole number"),
-        (changed("model", filters=0), "model.filters=0: must be a whole number >= 1"),
         (changed("model", padding="sane"), "model.padding='sane': must be one of valid, same, .* did you mean 'same'"),
         (changed("optimizer", lr="abc"), "optimizer.lr='abc': must be a finite number"),
         (changed("optimizer", lr=math.nan), "optimizer.lr=nan: must be a finite number"),
         (changed("optimizer", lr=math.inf), "optimizer.lr=inf: must be a finite number"),
         (changed("optimizer", lr=True), "optimizer.lr=true: must be a finite number"),
         (changed("optimizer", lr=-0.1), "optimizer.lr=-0.1: must be > 0"),
-        (changed("optimizer", lr=0), "optimizer.lr=0.0: must be > 0"),
-        (changed("optimizer", momentum=1.0), "optimizer.momentum=1.0: must be .* < 1"),
-        (changed("optimizer", weight_decay=-1), "optimizer.weight_decay=-1.0: must be >= 0"),
         (changed("optimizer", nesterov=1), "optimizer.nesterov=1: must be true or false"),
         (changed("optimizer", nesterov=True), "optimizer.nesterov=true: needs optimizer.momentum > 0"),
         (changed("trainer", epochs=0), "trainer.epochs=0: must be 1 .. 1000000"),
-        (changed("trainer", epochs=10**9), "trainer.epochs=1000000000: must be 1 .."),
-        (changed("trainer", batch_size=0), "trainer.batch_size=0: must be >= 1"),
-        (changed("trainer", seed=-1), "trainer.seed=-1: must be 0 .."),
         (changed("trainer", seed=2**70), "trainer.seed=1180591620717411303424: must be a whole number of at most"),
         (changed("trainer", schedule="cosin"), "trainer.schedule='cosin': must be one of .* did you mean 'cosine'"),
-        (changed("trainer", schedule="step", step_every=0), "trainer.step_every=0: must be"),
         (changed("trainer", milestones=[0]), "trainer.milestones=0: must be >= 1"),
         (changed("trainer", class_weights=[1.0, 0.0]), "trainer.class_weights=0.0: must be > 0"),
         (changed("trainer", class_weights="balance"), "trainer.class_weights='balance': .* did you mean 'balanced'"),
@@ -132,16 +114,12 @@ def test_mistakes_are_one_line_that_says_what_is_legal(values, message):
     assert "\n" not in str(caught.value)
 
 
-def test_custom_layers_from_mappings():
-    layers = [{"type": "Conv2d", "filters": 8, "kernel": 5}, {"type": "Flatten"}, {"type": "Linear", "features": 10}]
-    model = build(Custom, {"layers": layers}, "model")
-    assert model == Custom(layers=(Conv2d(8, 5), Flatten(), Linear(10)))
-
-
-def test_layers_that_hold_layers_from_mappings():
+def test_layers_and_lists_from_plain_values():
     inner = [{"type": "LeakyReLU", "slope": 0.2}, {"type": "Residual", "layers": [{"type": "Tanh"}]}]
-    model = build(Custom, {"layers": [{"type": "Residual", "layers": inner}]}, "model")
-    assert model.layers == (Residual((LeakyReLU(0.2), Residual((Tanh(),)))),)
+    layers = [{"type": "Conv2d", "filters": 8, "kernel": 5}, {"type": "Residual", "layers": inner}, {"type": "Flatten"}]
+    made = build(Custom, {"layers": layers}, "model").layers
+    assert made == (Conv2d(8, 5), Residual((LeakyReLU(0.2), Residual((Tanh(),)))), Flatten())
+    assert build(Ffn, {"hidden": [3, 4]}, "model").hidden == (3, 4)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +127,7 @@ def test_layers_that_hold_layers_from_mappings():
     [
         (
             {"type": "Residual", "layers": [{"type": "Tanh", "slope": 1}]},
-            r"model.layers\[0\].layers\[0\].slope=1: unknown key; legal: none",
+            r"\[0\].layers\[0\].slope=1: unknown key; legal",
         ),
         ({"type": "conv3d"}, r"model.layers\[0\].type='conv3d': unknown; legal: Conv2d, ReLU"),
         ({"type": "RelU"}, r"did you mean 'ReLU'"),
@@ -164,14 +142,6 @@ def test_layers_that_hold_layers_from_mappings():
 def test_mistakes_in_custom_layers(layer, message):
     with pytest.raises(ConfigError, match=message):
         build(Custom, {"layers": [layer]}, "model")
-
-
-def test_lists_become_tuples():
-    assert build(Ffn, {"hidden": [3, 4]}, "model").hidden == (3, 4)
-    with pytest.raises(ConfigError, match=r"model.hidden\[1\]='4': must be a whole number"):
-        build(Ffn, {"hidden": [3, "4"]}, "model")
-    with pytest.raises(ConfigError, match=r"model\.hidden=5: must be a list, each a whole number"):
-        build(Ffn, {"hidden": 5}, "model")
 
 
 SCALARS = st.one_of(
@@ -189,29 +159,12 @@ def test_convert_returns_the_value_unchanged_or_raises(value, hint):
     assert hint is float or type(converted) is type(value)
 
 
-def test_rates_follow_the_schedule():
-    assert Trainer(schedule="constant").rates() == Constant()
-    assert Trainer(schedule="cosine").rates() == Cosine()
-    assert Trainer(schedule="step", step_every=3, step_factor=0.5).rates() == Step(3, 0.5)
-
-
 def test_plain_resolves_and_record_keeps_the_environment_unread(monkeypatch):
     monkeypatch.setenv("CNNEXP_TEST_SECRET", "hush")
-    config = OmegaConf.create(
-        {
-            "tracking": {"uri": "http://${oc.env:CNNEXP_TEST_SECRET}@host"},
-            "copy": "${list}",
-            "list": [1, "${n}"],
-            "n": 2,
-        }
-    )
+    uri = "http://${oc.env:CNNEXP_TEST_SECRET}@host"
+    config = OmegaConf.create({"tracking": {"uri": uri}, "copy": "${list}", "list": [1, "${n}"], "n": 2})
     assert plain(config)["tracking"]["uri"] == "http://hush@host"
-    assert record(config) == {
-        "tracking": {"uri": "http://${oc.env:CNNEXP_TEST_SECRET}@host"},
-        "copy": [1, 2],
-        "list": [1, 2],
-        "n": 2,
-    }
+    assert record(config) == {"tracking": {"uri": uri}, "copy": [1, 2], "list": [1, 2], "n": 2}
 
 
 @pytest.mark.parametrize(
@@ -230,44 +183,41 @@ def test_values_that_lead_nowhere(value, message):
 
 
 REGISTRIES = {
-    "model": MODELS,
-    "optimizer": OPTIMIZERS,
-    "dataset": DATASETS,
-    "workers": WORKERS,
-    "backend": BACKENDS,
+    **{"model": MODELS, "optimizer": OPTIMIZERS, "dataset": DATASETS, "workers": WORKERS, "backend": BACKENDS},
+    "augment": AUGMENTATIONS,  # several at once, each below its own name
 }
-AUGMENT = CONF / "augment"  # several at once, each below its own name
-FILES = sorted(path for group in (*REGISTRIES, "augment") for path in (CONF / group).glob("*.yaml"))
-FILES.remove(AUGMENT / "none.yaml")
+FILES = sorted(path for group in REGISTRIES for path in (CONF / group).glob("*.yaml"))
+FILES.remove(CONF / "augment" / "none.yaml")
 
 
 @pytest.mark.parametrize("group", REGISTRIES)
 def test_every_name_has_a_file_of_that_name(group):
-    assert {path.stem for path in (CONF / group).glob("*.yaml")} == set(REGISTRIES[group])
-    for path in (CONF / group).glob("*.yaml"):
-        assert OmegaConf.load(path)["name"] == path.stem
+    files = [path for path in FILES if path.parent.name == group]
+    assert {path.stem for path in files} == set(REGISTRIES[group])
+    for path in files:
+        if group == "augment":
+            assert path.read_text().startswith(f"# @package augment.{path.stem}\n# ")
+        else:
+            assert OmegaConf.load(path)["name"] == path.stem
 
 
-def test_every_augmentation_has_a_file_of_its_name():
-    assert [path.stem for path in FILES if path.parent == AUGMENT] == sorted(AUGMENTATIONS)
-    for name in AUGMENTATIONS:
-        assert (AUGMENT / f"{name}.yaml").read_text().startswith(f"# @package augment.{name}\n# ")
+def class_of(path):
+    """Return the class that a config file is of; skip the test where this machine lacks what it needs."""
+    try:
+        return REGISTRIES[path.parent.name][path.stem]
+    except BackendUnavailable as missing:
+        pytest.skip(str(missing))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_every_file_holds_all_keys_of_its_class_and_its_defaults(path):
-    group, values = path.parent.name, OmegaConf.to_container(OmegaConf.load(path))
-    try:
-        cls = (REGISTRIES | {"augment": AUGMENTATIONS})[group][path.stem]
-    except BackendUnavailable as missing:
-        pytest.skip(str(missing))
+    cls, values = class_of(path), OmegaConf.to_container(OmegaConf.load(path))
     values.pop("name", None)
     hints, python = get_type_hints(cls), defaults(cls)
     assert set(values) == set(python)
     typed = {key: convert(value, hints[key], key) for key, value in values.items()}
-    assert {key: value for key, value in typed.items() if python[key] != "???"} == {
-        key: value for key, value in python.items() if value != "???"
-    }
+    given = {key: value for key, value in python.items() if value != "???"}
+    assert {key: typed[key] for key in given} == given
 
 
 @pytest.mark.parametrize(
@@ -287,6 +237,9 @@ def test_what_the_trainer_passes_on_has_the_same_defaults_in_python():
     passed = {"batches": trainer.baseline_batches, "budget_s": trainer.baseline_s}
     assert passed == {name: inspect.signature(Baseline).parameters[name].default for name in passed}
     assert Trainer(schedule="step").rates() == Step()
+    assert Trainer(schedule="step", step_every=3, step_factor=0.5).rates() == Step(3, 0.5)
+    assert Trainer(schedule="constant").rates() == Constant()
+    assert Trainer(schedule="cosine").rates() == Cosine()
 
 
 @pytest.mark.parametrize("path", sorted(CONF.rglob("*.yaml")), ids=lambda path: path.relative_to(CONF).as_posix())
@@ -303,10 +256,7 @@ def test_every_key_is_explained_by_a_comment(path):
             assert before.lstrip().startswith("#") or " # " in line, f"{path.name}: {line}"
 
 
-STATED = {  # the files that say what a number may be, and the class that must say the same
-    **{path: ((REGISTRIES | {"augment": AUGMENTATIONS})[path.parent.name], path.stem) for path in FILES},
-    CONF / "trainer" / "default.yaml": ({"default": Trainer}, "default"),
-}
+TRAINER = CONF / "trainer" / "default.yaml"
 RANGE = r"(>=|<=|>|<) (\d[\d.]*)|(\d+) (<=) \w+ < |([\d,]+) \.\. (2\*\*63 - 1|[\d,]+)"
 
 
@@ -321,16 +271,12 @@ def outside(stated: str, whole: bool) -> list[float]:
     return [int(number) for number in wrong] if whole else [*wrong, math.inf, -math.inf, math.nan, 1e39, 1e-300]
 
 
-@pytest.mark.parametrize("path", STATED, ids=lambda path: f"{path.parent.name}/{path.stem}")
+@pytest.mark.parametrize("path", [*FILES, TRAINER], ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_every_number_is_refused_outside_its_stated_range(path):
-    registry, name = STATED[path]
-    try:
-        cls = registry[name]
-    except BackendUnavailable as missing:
-        pytest.skip(str(missing))
+    cls = Trainer if path == TRAINER else class_of(path)
     files = ("npz", "images", "fer2013", "onnx")
     given = {key: "x" for key in ("path", "root") if key in defaults(cls) and path.stem in files}
-    given |= {"layers": [{"type": "Flatten"}]} if name == "custom" else {}
+    given |= {"layers": [{"type": "Flatten"}]} if path.stem == "custom" else {}
     values = {key: value for key, value in (defaults(cls) | given).items() if value != "???"}
     comment, tried = "", 0
     for line in path.read_text(encoding="utf-8").splitlines():

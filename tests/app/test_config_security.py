@@ -1,6 +1,5 @@
 """What a config from elsewhere may not do."""
 
-import os
 import pickle
 import random
 import re
@@ -17,6 +16,7 @@ from cnnexp.app import config_security, hydra_app
 from cnnexp.errors import ConfigError
 from cnnexp.tracking.events import read_journal
 
+RECORDED = [word for word in TINY if word != "tracking=none"]
 MARK = "+hydra.callbacks.x._target_="
 
 
@@ -93,77 +93,32 @@ def test_a_config_that_others_call_primary_names_no_code_either(run, tmp_path):
     assert "evil.yaml, line 1: 'searchpath': refused; " in err
 
 
+OURS, LAUNCHER = "hydra_plugins.cnnexp_search.sweeper", "hydra_plugins.hydra_joblib_launcher._core"
 TARGETS = (
     *("builtins.open", "os.system", "pathlib.Path.write_text", "subprocess.run", "shutil.copyfile", "runpy.run_path"),
-    *(
-        f"hydra_plugins.cnnexp_search.sweeper.{name}"
-        for name in ("Path.touch", "Path.unlink", "OmegaConf.save", "math.sqrt")
-    ),
-    *(
-        f"hydra_plugins.hydra_joblib_launcher._core.{name}"
-        for name in ("logging.io.open", "logging.FileHandler", "Parallel")
-    ),
+    *(f"{OURS}.{name}" for name in ("Path.touch", "Path.unlink", "OmegaConf.save", "math.sqrt")),
+    *(f"{LAUNCHER}.{name}" for name in ("logging.io.open", "logging.FileHandler", "Parallel")),
     "hydra._internal.core_plugins.basic_sweeper.BasicSweeper.sweep",
     "hydra._internal.core_plugins.basic_launcher.configure_log",
     *(target for allowed in config_security.TARGETS.values() for target in sorted(allowed)),  # in another place
-    "${oc.env:CANARY}",
-    " os.system",
-    "os.systеm",  # a Cyrillic letter
+    *("${oc.env:CANARY}", " os.system", "os.systеm"),  # the last with a Cyrillic letter
 )
 SECRETS = (
     *("${oc.env:CANARY}", "a-${oc.env:CANARY,null}", "${ oc.env:CANARY}", "${oc.decode:${oc.env:CANARY}}"),
-    *(
-        "${oc.create:{a:${oc.env:CANARY}}}",
-        "${hydra:runtime.cwd}",
-        "${by:${oc.env:CANARY},{},x}",
-        "${oc.select:tracking.uri}",
-    ),
-    *("${tracking.uri}", "${tracking}", "${..tracking.uri}", "${hydra.runtime.cwd}", "${${model.name}:CANARY}"),
-    *(
-        "$\\{oc.env\\:CANARY\\}",
-        "\\${oc.env:CANARY}",
-        "${model.name}${oc.env:CANARY}",
-        "${env:CANARY}",
-        "${oc.dict.values:tracking}",
-    ),
+    *("${oc.create:{a:${oc.env:CANARY}}}", "${hydra:runtime.cwd}", "${by:${oc.env:CANARY},{},x}"),
+    *("${oc.select:tracking.uri}", "${tracking.uri}", "${tracking}", "${..tracking.uri}", "${hydra.runtime.cwd}"),
+    *("${${model.name}:CANARY}", "$\\{oc.env\\:CANARY\\}", "\\${oc.env:CANARY}", "${model.name}${oc.env:CANARY}"),
+    *("${env:CANARY}", "${oc.dict.values:tracking}"),
 )
 STORES = (
-    *(
-        "sqlite:///FILE",
-        "sqlite:////root/.bashrc",
-        "file:///FILE",
-        "mssql+pyodbc://h/?driver=FILE",
-        "http://h/?token=x",
-    ),
-    *(
-        "http://bob:pw@h",
-        "http://token@h",
-        "postgresql://h/db?passfile=FILE",
-        "http://h\n",
-        "${outputs:}/x",
-        "databricks://x",
-    ),
+    *("sqlite:///FILE", "sqlite:////root/.bashrc", "file:///FILE", "mssql+pyodbc://h/?driver=FILE"),
+    *("http://h/?token=x", "http://bob:pw@h", "http://token@h", "postgresql://h/db?passfile=FILE", "http://h\n"),
+    *("${outputs:}/x", "databricks://x"),
 )
 FOLDERS = (
-    *(
-        "FILE",
-        "../x",
-        "..",
-        "/tmp",
-        "~/x",
-        "${outputs:}",
-        "${outputs:}/..",
-        "${outputs:}/a/../../x",
-        "${outputs:}/a//..",
-        "x\n",
-    ),
-    *(
-        "${outputs:}/${now:%z}..",
-        "${outputs:}/.${now:}.",
-        "${outputs:}/${model.name}",
-        "${outputs:}x/../y",
-        "${outputs:}/a\n",
-    ),
+    *("FILE", "../x", "..", "/tmp", "~/x", "${outputs:}", "${outputs:}/..", "${outputs:}/a/../../x"),
+    *("${outputs:}/a//..", "x\n", "${outputs:}/${now:%z}..", "${outputs:}/.${now:}.", "${outputs:}/${model.name}"),
+    *("${outputs:}x/../y", "${outputs:}/a\n"),
 )
 SHELL = ("touch FILE", "x\n#SBATCH --wrap=touch", "$(touch FILE)", "`touch FILE`", "a;b", "a b")
 PLACES = {  # a key of the config, and what an attack puts there; words in capitals are drawn
@@ -175,10 +130,10 @@ PLACES = {  # a key of the config, and what an attack puts there; words in capit
     "defaults": [{"override /model": "SECRET"}],
     "defaults ": ["FOREIGN"],
     "tracking.uri": "STORE",
-    **dict.fromkeys(("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.output_subdir"), "FOLDER"),
-    **dict.fromkeys(
-        ("hydra.sweeper.journal", "hydra.launcher.submitit_folder", "hydra.launcher.temp_folder"), "FOLDER"
-    ),
+    **{
+        f"hydra.{key}": "FOLDER" for key in ("run.dir", "sweep.dir", "sweep.subdir", "output_subdir", "sweeper.journal")
+    },
+    **dict.fromkeys(("hydra.launcher.submitit_folder", "hydra.launcher.temp_folder"), "FOLDER"),
     **dict.fromkeys(("hydra.launcher.partition", "hydra.launcher.python"), "SHELL"),
     "hydra.launcher.setup": ["SHELL"],
     "hydra.launcher.additional_parameters": {"wrap": "SHELL"},
@@ -225,12 +180,9 @@ def attacks(count):
             values = {part: values}
         if draw.random() < 0.2:
             values = {"model": {"filters": 3}, **values} if "model" not in values else values
-        text = yaml.safe_dump(
-            values,
-            default_flow_style=draw.choice([True, False, None]),
-            default_style=draw.choice([None, '"', "'"]),
-            allow_unicode=draw.random() < 0.5,
-        )
+        flow, style = draw.choice([True, False, None]), draw.choice([None, '"', "'"])
+        unicode = draw.random() < 0.5
+        text = yaml.safe_dump(values, default_flow_style=flow, default_style=style, allow_unicode=unicode)
         if draw.random() < 0.3:
             text = re.sub(r'"([^"\n]*)\$', r'"\1\\x24', text)
         if draw.random() < 0.2:
@@ -269,15 +221,12 @@ def test_no_config_file_reaches_code_files_or_the_environment(place, tmp_path, m
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["conf", "experiment", "x.yaml"]
 
 
-def test_what_we_ship_may_stand_in_any_folder(place):
+def test_what_may_stand_in_any_folder(place):
     for group in ("experiment", "search", "debug", "model", "trainer"):
         for path in sorted((config_security.CONF / group).glob("*.yaml")):
             text = path.read_text(encoding="utf-8")
             assert place(text, "" if "@package _global_" in text else group) is not None
-
-
-def test_what_a_config_file_may_set_of_hydra_and_tracking(place):
-    place(
+    place(  # and what anybody may set of hydra and tracking
         "hydra: {mode: MULTIRUN, run: {dir: '${outputs:}/mine/${now:%Y-%m-%d}/a.b'}, "
         "sweeper: {params: {model.filters: '2,3', optimizer: 'sgd,adam'}, trials: 3}, "
         "launcher: {n_jobs: 2, mem_gb: null, partition: gpu-a}}\n"
@@ -286,11 +235,14 @@ def test_what_a_config_file_may_set_of_hydra_and_tracking(place):
     )
 
 
+BOMB = "\n".join(
+    ["a0: &a0 [x, x, x, x, x, x, x, x, x]", *(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 10))]
+)
+
+
 def test_a_bomb_of_aliases_is_refused(run, tmp_path):
     (tmp_path / "experiment").mkdir()
-    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
-    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 10)]
-    (tmp_path / "experiment" / "bomb.yaml").write_text("\n".join(lines))
+    (tmp_path / "experiment" / "bomb.yaml").write_text(BOMB)
     code, _, err = run("--config-dir", str(tmp_path), "experiment=bomb")
     assert code == 2
     assert err == f"cnnexp: error: {tmp_path}/experiment/bomb.yaml: unfolds to more than 100000 values by its aliases\n"
@@ -305,10 +257,9 @@ def test_a_bomb_of_aliases_is_refused(run, tmp_path):
     ],
 )
 def test_other_files_that_no_config_is(tmp_path, content, said):
-    path = tmp_path / "x.yaml"
-    path.write_bytes(content)
+    (tmp_path / "x.yaml").write_bytes(content)
     with pytest.raises(ConfigError, match=f"x.yaml: .*{said}"):
-        config_security.check_file(path)
+        config_security.check_file(tmp_path / "x.yaml")
 
 
 def contents(folder):
@@ -337,13 +288,12 @@ RARE += [(kind, "typed") for kind in URIS if kind not in ("password", "query tok
 
 @pytest.mark.parametrize(("kind", "way"), [*OFTEN, *(pytest.param(*rare, marks=pytest.mark.thorough) for rare in RARE)])
 def test_a_secret_is_nowhere(run, tmp_path, monkeypatch, kind, way):
-    words = [word for word in TINY if word != "tracking=none"]
     monkeypatch.setenv("STORE", URIS[kind])
     monkeypatch.setenv(config_security.STORE, "")
     uri = "${oc.env:STORE}" if way == "environment" else URIS[kind]
     word = f"tracking.uri='{uri}'" if way == "quoted" or " " in uri else f"tracking.uri={uri}"
     code, out, err = run(
-        *words, f"++{word}" if way == "added" else word, *(["-m", "model.filters=2,3"] if way == "sweep" else [])
+        *RECORDED, f"++{word}" if way == "added" else word, *(["-m", "model.filters=2,3"] if way == "sweep" else [])
     )
     assert code in (2, 5)
     assert re.fullmatch(r"cnnexp: error: .*tracking\.uri.*\n", err)
@@ -366,16 +316,8 @@ def test_a_secret_in_a_mapping_is_not_shown(run, tmp_path, word):
 def test_an_address_with_a_reference_and_a_secret_is_resolved_before_hydra_sees_it(run, tmp_path, monkeypatch):
     monkeypatch.setenv("HOST", "127.0.0.1:9")
     monkeypatch.setenv(config_security.STORE, "")
-    words = [word for word in TINY if word != "tracking=none"]
-    code, _, err = run(*words, "tracking.uri=http://me:s3cr3t@${oc.env:HOST}")
+    code, _, err = run(*RECORDED, "tracking.uri=http://me:s3cr3t@${oc.env:HOST}")
     assert (code, "http://***@127.0.0.1:9: cannot be opened" in err) == (5, True)
     assert b"s3cr3t" not in contents(tmp_path)
-    code, _, err = run(*words, "tracking.uri=http://me:s3cr3t@${oc.env:NOWHERE_SET}")
+    code, _, err = run(*RECORDED, "tracking.uri=http://me:s3cr3t@${oc.env:NOWHERE_SET}")
     assert (code, "s3cr3t" in err) == (2, False)
-
-
-def test_a_command_line_may_have_its_flag_in_the_middle(run, tmp_path):
-    code, _, err = run(*TINY, "-m", "model.filters=2,3")
-    assert (code, err) == (0, "")
-    assert len([*(tmp_path / "sweep").glob("*/journal.jsonl")]) == 2
-    assert os.path.isdir(tmp_path / "sweep" / "1")

@@ -58,24 +58,13 @@ def test_where_results_go_is_said_where_that_is_not_below_the_users_folder(tmp_p
     assert "writes to" not in show(False, folder=tmp_path / "run")
 
 
-def test_nothing_is_wider_than_80_columns():
-    wide = dataclasses.replace(
-        RESULT,
-        epoch=999,
-        train=Totals(5e6, 80, 100_000),
-        validation=Totals(5e6, 10, 10),
-        test=Totals(1e3, 10, 10),
-        epoch_s=0.0123,
-        comparison=Comparison(0.01, 32, 3, 1234.56),
-    )
-    for line in show(False, epochs=1000, results=[wide]).splitlines():
-        assert len(line) <= 80
-
-
-@pytest.mark.parametrize("validation", [None, Totals(2.0, 1, 4)])
-def test_the_longest_name_of_a_baseline_fits(validation):
+@pytest.mark.parametrize("validation", [None, Totals(5e6, 10, 10)])
+def test_nothing_is_wider_than_80_columns_and_the_longest_name_of_a_baseline_fits(validation):
+    totals = {"train": Totals(5e6, 80, 100_000), "test": Totals(1e3, 10, 10), "validation": validation}
+    comparison = Comparison(0.01, 32, 3, 1234.56)
+    wide = dataclasses.replace(RESULT, epoch=999, epoch_s=0.0123, comparison=comparison, **totals)
     longest = max((path.stem for path in CONF.glob("backend/*.yaml")), key=len)
-    out = show(False, results=[dataclasses.replace(RESULT, validation=validation)], baseline=longest)
+    out = show(False, epochs=1000, results=[wide], baseline=longest)
     assert max(map(len, out.splitlines())) <= 80
     assert (longest in out) == (validation is None)
 
@@ -96,26 +85,19 @@ def test_a_validation_split_has_columns_of_its_own():
     assert "25.00%" not in show(False)
 
 
-def test_in_a_terminal_a_bar_and_finished_epochs_stay():
+def test_in_a_terminal_a_bar_and_finished_epochs_stay_but_not_those_of_a_job():
     text = show(terminal=True)
     assert "epoch 1/2" in text
     assert "accuracy 66.67%  240 images/s" in text
     assert text.count("90.00%") == 1
-
-
-def test_the_bar_of_a_job_says_which_and_shows_no_epochs():
     text = show(terminal=True, job="job 2 of 8")
     assert "job 2 of 8  epoch 1/2" in text
     assert "90.00%" not in text
     assert show(terminal=False, job="job 2 of 8") == ""
 
 
-@pytest.mark.parametrize("terminal", [True, False])
-def test_nothing_where_none_is_wanted(terminal):
-    assert show(terminal, shown=False) == ""
-
-
-def test_no_colour_where_none_is_wanted(monkeypatch):
+def test_nothing_and_no_colour_where_none_is_wanted(monkeypatch):
+    assert show(terminal=True, shown=False) == show(terminal=False, shown=False) == ""
     assert "\x1b[38;5;" in show(terminal=True) or "\x1b[3" in show(terminal=True)
     monkeypatch.setenv("NO_COLOR", "1")
     assert "\x1b[3" not in show(terminal=True)
@@ -138,6 +120,8 @@ def test_a_sweep_is_a_table_that_fills_in_with_the_time_left():
     assert first.split() == ["1/4", "cpu", "filters=8", "0.0123", "35.2", "95.20%", "30", "s"]
     assert second.split() == ["2/4", "cpu", "filters=16", "20", "s"]
     assert first.index("0.0123") + 6 == title.index("(s)") + 3
+    (_, row) = job_table([("x", METRICS, None)], jobs=None)
+    assert row.split() == ["1", "x", "0.0123", "35.2", "95.20%"], "of unknown length, it tells no time left"
 
 
 def test_one_cause_that_fails_every_job_is_told_once():
@@ -155,8 +139,3 @@ def test_no_row_of_a_sweep_is_wider_than_80_columns(width):
     assert max(map(len, lines)) <= 80
     assert all(title.removeprefix("trainer.") in " ".join(lines) for title in titles)
     assert " ".join(lines).count("goes") == 10
-
-
-def test_a_sweep_of_unknown_length_tells_no_time_left():
-    (_, row) = job_table([("x", METRICS, None)], jobs=None)
-    assert row.split() == ["1", "x", "0.0123", "35.2", "95.20%"]

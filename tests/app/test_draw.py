@@ -7,8 +7,6 @@ import json
 import math
 import re
 import signal
-import subprocess
-import sys
 import threading
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +15,7 @@ import numpy as np
 import pytest
 from checkpoints import saved
 from chromium import CHROMIUM, Browser
+from commands import starting
 from PIL import Image
 from renderings import opaque, renderings
 
@@ -26,7 +25,6 @@ from cnnexp.backends import backend
 from cnnexp.errors import CheckpointError, ConfigError
 from cnnexp.tracking.model import Classifier
 
-ROOT = Path(__file__).resolve().parents[2]
 PNG = {"Content-Type": "image/png"}
 
 
@@ -155,8 +153,7 @@ def test_a_mistake_is_one_line(tmp_path):
 
 
 def test_the_command_serves_until_ctrl_c(digits):
-    command = [sys.executable, "-m", "cnnexp", "draw", str(digits[0])]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
+    with starting("draw", str(digits[0])) as process:
         process.stdout.readline()
         port = int(re.fullmatch(r"http://127\.0\.0\.1:(\d+)/\n", process.stdout.readline())[1])
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)

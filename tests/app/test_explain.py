@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+from checkpoints import saved
 from commands import TINY
 from PIL import Image
 
@@ -29,7 +30,6 @@ def test_a_run_and_its_baseline_and_two_runs(run, tmp_path, capsys):
     assert "\nwhy " in out
     profile = json.loads((one / PROFILE).read_text())
     assert {layer["name"] for layer in profile["layers"]} >= {"linear1"}
-
     assert set(profile["ways"]) == {"conv1 relu1 maxpool1", "linear1"}
 
     lines = told(capsys, one)
@@ -53,14 +53,13 @@ def test_a_run_and_its_baseline_and_two_runs(run, tmp_path, capsys):
     assert "Most of numpy's step is" in alone
 
 
-def test_what_cannot_be_explained(run, tmp_path):
+def test_what_cannot_be_explained(tmp_path):
     with pytest.raises(ConfigError, match=r"give a run, to see it beside its baseline, or two: explain RUN \| RUN RUN"):
         explain.command([])
-    folder = tmp_path / "run"
-    assert run(*TINY)[0] == 0
-    (folder / "journal.jsonl").write_text("")
+    saved(tmp_path / "checkpoints")
+    (tmp_path / "journal.jsonl").write_text("")
     with pytest.raises(ConfigError, match="its journal holds no config of backend, dataset, optimizer, trainer"):
-        explain.command([str(folder)])
+        explain.command([str(tmp_path)])
 
 
 @pytest.mark.parametrize("backend", [pytest.param("numpy", marks=pytest.mark.thorough), "cpu-simd"])

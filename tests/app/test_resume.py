@@ -3,7 +3,7 @@
 import json
 import os
 import platform
-import shutil
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +19,7 @@ from cnnexp.backends.layerwise import LayerwiseProgram
 from cnnexp.errors import CheckpointError, ConfigError
 from cnnexp.tracking.events import JOURNAL, read_journal
 from cnnexp.tracking.folder import RECORDER, RunLock, is_locked
+from cnnexp.tracking.journal import Run
 from cnnexp.training.checkpoint import CheckpointWriter, find, list_checkpoints, load
 
 THREE = (*TINY, "trainer.epochs=3")
@@ -28,18 +29,20 @@ def parameters(folder):
     return load(find(folder)).state["parameters"]
 
 
+def contents(folder):
+    return {path: path.read_bytes() for path in (folder / JOURNAL, *folder.glob("checkpoints/*"))}
+
+
 def test_a_folder_that_holds_a_run_is_refused_and_stays_as_it_is(run, tmp_path):
     assert run(*THREE)[0] == 0
-    before = {path: path.read_bytes() for path in (tmp_path / "run").glob("checkpoints/*")}
-    journal = (tmp_path / "run" / JOURNAL).read_bytes()
+    before = contents(tmp_path / "run")
     code, _, err = run(*TINY, "optimizer.lr=0.5")
     assert code == 2
     assert err == (
         f"cnnexp: error: hydra.run.dir={tmp_path}/run: holds another run; choose another folder, or go on with that "
         "run by trainer.resume=auto\n"
     )
-    assert {path: path.read_bytes() for path in (tmp_path / "run").glob("checkpoints/*")} == before
-    assert (tmp_path / "run" / JOURNAL).read_bytes() == journal
+    assert contents(tmp_path / "run") == before
 
 
 def test_a_folder_where_a_job_failed_before_it_trained_is_free(run, tmp_path):
@@ -55,15 +58,13 @@ def test_a_folder_with_a_live_run_is_refused(run, tmp_path):
         "import sys, pathlib; from cnnexp.tracking.folder import RunLock;"
         "claim = RunLock(pathlib.Path(sys.argv[1])); print(1, flush=True); input()"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", script, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as other:
+    command, pipes = [sys.executable, "-c", script, str(folder)], {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, **pipes) as other:
         other.stdout.readline()
         code, _, err = run(*TINY)
         assert code == 2
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        assert f"process {other.pid} on {platform.node()}, boot {boot} runs in it now" in err
-        assert "runs in it now; choose another folder" in err
+        assert f"process {other.pid} on {platform.node()}, boot {boot} runs in it now; choose another folder" in err
         assert is_locked(folder)
         other.kill()
         other.wait()
@@ -71,41 +72,40 @@ def test_a_folder_with_a_live_run_is_refused(run, tmp_path):
     RunLock(folder).release()
 
 
-@pytest.mark.parametrize("lost", [0, 1, 3])
-def test_a_run_goes_on_in_its_own_folder_by_itself(run, tmp_path, monkeypatch, lost):
+def test_a_run_goes_on_in_its_own_folder_by_itself(run, tmp_path, monkeypatch):
     """Stopped before its first epoch, after its first, and after its last, as SIGKILL leaves it."""
     assert run(*THREE)[0] == 0
-    wanted, folder = parameters(tmp_path / "run"), tmp_path / "run"
-    whole = read_journal(folder)
-    shutil.rmtree(folder)
+    wanted, whole = parameters(tmp_path / "run"), read_journal(tmp_path / "run")
+    record = Run.finished
+    for lost in (0, 1, 3):
+        folder = tmp_path / f"lost {lost}"
+        words = (*THREE, f"hydra.run.dir='{folder}'")
 
-    def stop(self, result):
-        if result is not None and result.epoch == lost + 1:
-            raise KeyboardInterrupt
-        return save(self, result)
+        def stop(self, result, lost=lost):
+            if result is not None and result.epoch == lost + 1:
+                raise KeyboardInterrupt
+            return record(self, result)
 
-    from cnnexp.tracking.journal import Run
+        with monkeypatch.context() as stopped:
+            stopped.setattr(Run, "finished", stop)
+            assert run(*words)[0] == (130 if lost < 3 else 0)
+        lines = (folder / JOURNAL).read_text(encoding="utf-8").splitlines(keepends=True)
+        half = [line for line in lines if json.loads(line)["event"] != "finish"]
+        (folder / JOURNAL).write_text("".join(half) + '{"event": "epo', encoding="utf-8")  # killed while it wrote
+        assert read_journal(folder)["status"] == "DIED"
 
-    save = Run.finished
-    monkeypatch.setattr(Run, "finished", stop)
-    assert run(*THREE)[0] == (130 if lost < 3 else 0)
-    monkeypatch.setattr(Run, "finished", save)
-    lines = (folder / JOURNAL).read_text(encoding="utf-8").splitlines(keepends=True)
-    half = [line for line in lines if json.loads(line)["event"] != "finish"]
-    (folder / JOURNAL).write_text("".join(half) + '{"event": "epo', encoding="utf-8")  # killed while it wrote
-    assert read_journal(folder)["status"] == "DIED"
-
-    code, _, err = run(*THREE, "trainer.resume=auto")
-    assert (code, err) == (0, "")
-    np.testing.assert_array_equal(parameters(folder), wanted)
-    journal = read_journal(folder)
-    assert journal["status"] == "FINISHED"
-    assert [epoch["epoch"] for epoch in journal["epochs"]] == [1, 2, 3]
-    assert [epoch["train/loss"] for epoch in journal["epochs"]] == [epoch["train/loss"] for epoch in whole["epochs"]]
-    events = [json.loads(line)["event"] for line in (folder / JOURNAL).read_text(encoding="utf-8").splitlines()]
-    assert events.count("epoch") == 3
-    with np.load(folder / "predictions.npz") as arrays:
-        assert len(arrays["predicted"]) == len(arrays["labels"]) > 0
+        code, _, err = run(*words, "trainer.resume=auto")
+        assert (code, err) == (0, "")
+        np.testing.assert_array_equal(parameters(folder), wanted)
+        journal = read_journal(folder)
+        assert journal["status"] == "FINISHED"
+        assert [epoch["epoch"] for epoch in journal["epochs"]] == [1, 2, 3]
+        losses = [[epoch["train/loss"] for epoch in of["epochs"]] for of in (journal, whole)]
+        assert losses[0] == losses[1]
+        events = [json.loads(line)["event"] for line in (folder / JOURNAL).read_text(encoding="utf-8").splitlines()]
+        assert events.count("epoch") == 3
+        with np.load(folder / "predictions.npz") as arrays:
+            assert len(arrays["predicted"]) == len(arrays["labels"]) > 0
 
 
 def test_auto_finds_the_newest_run_of_the_same_config(run, tmp_path, monkeypatch):
@@ -183,56 +183,49 @@ def stop_after(monkeypatch, batches):
     return train
 
 
-@pytest.mark.parametrize("batches", [20, 25, 30, *(pytest.param(n, marks=pytest.mark.thorough) for n in (1, 50))])
-def test_ctrl_c_keeps_what_is_trained_to_the_batch(run, tmp_path, monkeypatch, batches):
+@pytest.mark.parametrize("stops", [(20, 25, 30), pytest.param((1, 50), marks=pytest.mark.thorough)])
+def test_ctrl_c_keeps_what_is_trained_to_the_batch(run, tmp_path, monkeypatch, stops):
     assert run(*WITHIN)[0] == 0
-    folder, wanted, whole = tmp_path / "run", parameters(tmp_path / "run"), read_journal(tmp_path / "run")
-    shutil.rmtree(folder)
-    with monkeypatch.context() as stopped:
-        stop_after(stopped, batches)
-        assert run(*WITHIN)[0] == 130
-    found = load(find(folder))
-    assert found.begun is not None
-    assert 25 * found.epoch + found.begun.totals.count // 8 >= batches
-    code, _, err = run(*WITHIN, "trainer.resume=auto")
-    assert (code, err) == (0, "")
-    np.testing.assert_array_equal(parameters(folder), wanted)
-    journal = read_journal(folder)
-    assert [epoch["epoch"] for epoch in journal["epochs"]] == [1, 2]
-    for epoch, then in zip(journal["epochs"], whole["epochs"], strict=True):
-        assert epoch["test/loss"] == then["test/loss"]
-        assert epoch["train/loss"] == pytest.approx(then["train/loss"], rel=1e-12)  # summed in other chunks
+    wanted, whole = parameters(tmp_path / "run"), read_journal(tmp_path / "run")
+    for batches in stops:
+        folder = tmp_path / str(batches)
+        words = (*WITHIN, f"hydra.run.dir={folder}")
+        with monkeypatch.context() as stopped:
+            stop_after(stopped, batches)
+            code, _, err = run(*words)
+        assert code == 130
+        found = load(find(folder))
+        assert re.fullmatch(rf"cnnexp: error: interrupted; its checkpoint is {find(folder)}; to go on: .*\n", err)
+        assert read_journal(folder)["status"] == "KILLED"
+        assert found.begun is not None
+        assert 25 * found.epoch + found.begun.totals.count // 8 >= batches
+        if batches == 30:
+            code, _, err = run(*words, "trainer.epochs=1", "trainer.resume=auto")
+            assert code == 2
+            assert "has begun epoch 2; give as many" in err
+        code, _, err = run(*words, "trainer.resume=auto")
+        assert (code, err) == (0, "")
+        np.testing.assert_array_equal(parameters(folder), wanted)
+        journal = read_journal(folder)
+        assert [epoch["epoch"] for epoch in journal["epochs"]] == [1, 2]
+        for epoch, then in zip(journal["epochs"], whole["epochs"], strict=True):
+            assert epoch["test/loss"] == then["test/loss"]
+            assert epoch["train/loss"] == pytest.approx(then["train/loss"], rel=1e-12)  # summed in other chunks
 
 
-def test_checkpoints_within_an_epoch_come_after_so_many_batches(run, tmp_path, monkeypatch):
+@pytest.mark.parametrize("word", ["checkpoint_batches=10", "checkpoint_s=1e-9", "checkpoint_s=null"])
+def test_checkpoints_within_an_epoch_come_after_so_many_batches_or_by_the_clock(run, tmp_path, monkeypatch, word):
     written, save = [], CheckpointWriter.save
 
     def note(self, *arguments, **options):
-        path = save(self, *arguments, **options)
-        written.append(path.name)
-        return path
+        written.append(save(self, *arguments, **options))
+        return written[-1]
 
     monkeypatch.setattr(CheckpointWriter, "save", note)
-    assert run(*WITHIN[:-2], "trainer.epochs=1", "trainer.batch_size=8", "trainer.checkpoint_batches=10")[0] == 0
-    within = [int(name[-14:-5]) for name in written if "images" in name]
-    assert within == [80, 160]
-    assert [path.name for path in list_checkpoints(tmp_path / "run" / "checkpoints")][-1] == "epoch-000001.ckpt"
-
-
-def test_checkpoints_within_an_epoch_come_by_the_clock(run, tmp_path, monkeypatch):
-    written, save = [], CheckpointWriter.save
-    monkeypatch.setattr(CheckpointWriter, "save", lambda *a, **k: written.append(save(*a, **k).name) or tmp_path)
-    assert run(*WITHIN[:-2], "trainer.epochs=1", "trainer.batch_size=8", "trainer.checkpoint_s=1e-9")[0] == 0
-    assert sum("images" in name for name in written) >= 2
-    written.clear()
-    assert run(*WITHIN[:-2], "trainer.epochs=1", f"hydra.run.dir={tmp_path}/none", "trainer.checkpoint_s=null")[0] == 0
-    assert not any("images" in name for name in written)
-
-
-def test_fewer_epochs_than_have_begun_are_refused(run, tmp_path, monkeypatch):
-    with monkeypatch.context() as stopped:
-        stop_after(stopped, 30)
-        assert run(*WITHIN)[0] == 130
-    code, _, err = run(*WITHIN, "trainer.epochs=1", "trainer.resume=auto")
-    assert code == 2
-    assert "has begun epoch 2; give as many" in err
+    assert run(*WITHIN, "trainer.epochs=1", f"trainer.{word}")[0] == 0
+    within = [int(path.name[-14:-5]) for path in written if "images" in path.name]
+    if word == "checkpoint_s=1e-9":
+        assert len(within) >= 2
+    else:
+        assert within == ([80, 160] if word == "checkpoint_batches=10" else [])
+    assert list_checkpoints(tmp_path / "run" / "checkpoints")[-1].name == "epoch-000001.ckpt"

@@ -1,12 +1,10 @@
 """`search=tpe`: what Optuna is asked, told, and remembers."""
 
 import re
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from commands import TINY
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
@@ -18,8 +16,6 @@ optuna = pytest.importorskip("optuna", reason="search=tpe needs Optuna: pip inst
 CategoricalDistribution = optuna.distributions.CategoricalDistribution
 FloatDistribution = optuna.distributions.FloatDistribution
 IntDistribution = optuna.distributions.IntDistribution
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(
@@ -52,20 +48,16 @@ def test_what_cannot_be_searched_is_one_line():
             TpeSweeper(**{**defaults, **values})
 
 
-def test_a_search_goes_on_where_it_stopped(tmp_path):
+def test_a_search_goes_on_where_it_stopped(run, tmp_path):
     def search(trials, *more):
-        command = [sys.executable, "-m", "cnnexp", "-m", "search=tpe", f"hydra.sweeper.trials={trials}"]
-        small = ("experiment=smoke", "backend=numpy", "trainer.baseline=null", "trainer.epochs=1", "tracking=none")
         where = (f"hydra.sweeper.journal={tmp_path}/trials", f"hydra.sweep.dir={tmp_path}/{trials}")
-        arguments = [*command, *small, *where, *more]
-        done = subprocess.run(arguments, capture_output=True, text=True, cwd=ROOT, check=False)
-        return done.returncode, done.stdout, done.stderr
+        code, _, err = run(*TINY, "-m", "search=tpe", f"hydra.sweeper.trials={trials}", *where, *more)
+        return code, err
 
     lr = "optimizer.lr=tag(log,interval(1e-3,1e-1))"
     assert search(1)[0] == 2  # nothing to search
-    for trials in (2, 3):
-        code, _, err = search(trials, lr)
-        assert (code, err) == (0, "")
+    assert search(2, lr) == (0, "")
+    assert search(3, lr) == (0, "")
     assert sorted(path.name for path in tmp_path.glob("*/*/journal.jsonl")) == ["journal.jsonl"] * 3
 
     backend = optuna.storages.journal.JournalFileBackend(str(tmp_path / "trials"))
@@ -91,10 +83,7 @@ def test_what_an_experiment_sweeps_is_searched_unless_it_is_typed(tmp_path):
         ["optimizer.lr", "model.filters"],
         None,
     )
-
-
-def test_a_sweep_counts_no_job_for_what_is_typed():
-    asked = OmegaConf.create({"_target_": "BasicSweeper", "params": {"trainer.seed": "10,11,12"}})
+    asked = OmegaConf.create({"_target_": "BasicSweeper", "params": {"trainer.seed": "10,11,12"}})  # of a sweep, too
     assert hydra_app._plan(["trainer.seed=0"], asked) == ([], 1)
     assert hydra_app._plan(["model.filters=2,3"], asked) == (["model.filters", "trainer.seed"], 6)
     assert hydra_app._plan(["trainer.seed=1,2"], asked) == (["trainer.seed"], 2)

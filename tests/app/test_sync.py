@@ -27,8 +27,8 @@ def leave_behind(folder, uri, epochs=2, ended=True):
         run._locks.close()
 
 
-def test_what_journals_hold_is_sent_once(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("STORE", f"sqlite:///{tmp_path}/mlflow.db")
+def test_what_journals_hold_is_sent_once(tmp_path, capsys, monkeypatch, new_store):
+    monkeypatch.setenv("STORE", new_store(tmp_path))
     leave_behind(tmp_path / "runs" / "ended", "${oc.env:STORE}")
     leave_behind(tmp_path / "runs" / "killed", "${oc.env:STORE}", epochs=1, ended=False)
     sync.command([str(tmp_path / "runs")])
@@ -52,11 +52,14 @@ def test_what_journals_hold_is_sent_once(tmp_path, capsys, monkeypatch):
     assert len(store._search("", 10)) == 2
 
 
-def test_a_run_that_runs_now_is_left_alone(tmp_path, capsys):
+def test_a_run_that_runs_now_and_a_damaged_journal_are_left_alone(tmp_path, capsys):
     run = Run(tmp_path / "run", {**CONFIG, "tracking": {"name": "mlflow", "uri": None}})
     run.begin(DATASET, NETWORK, Backend())
     run.finished(epoch_result(1))
-    sync.command([str(tmp_path / "run"), f"tracking.uri=sqlite:///{tmp_path}/mlflow.db"])
+    (tmp_path / "damaged").mkdir()
+    content = b"\xff\x00" + json.dumps({"event": "begin"}).encode() + b"\n[1]\n"
+    (tmp_path / "damaged" / JOURNAL).write_bytes(content)
+    sync.command([str(tmp_path), f"tracking.uri=sqlite:///{tmp_path}/mlflow.db"])
     assert capsys.readouterr().out.startswith("nothing to send")
     run.__exit__(None, None, None)
 
@@ -71,9 +74,3 @@ def test_what_cannot_be_sent_is_said(tmp_path):
     with pytest.raises(TrackingError, match="cannot be opened"):
         sync.command([str(tmp_path / "run"), f"tracking.uri=sqlite:///{tmp_path}/file/mlflow.db"])
     assert not read_journal(tmp_path / "run")["stored"]
-
-
-def test_a_journal_that_is_damaged_is_passed_over(tmp_path, capsys):
-    (tmp_path / JOURNAL).write_bytes(b"\xff\x00" + json.dumps({"event": "begin"}).encode() + b"\n[1]\n")
-    sync.command([str(tmp_path)])
-    assert capsys.readouterr().out.startswith("nothing to send")

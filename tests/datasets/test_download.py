@@ -9,6 +9,7 @@ import threading
 from typing import ClassVar
 
 import pytest
+from commands import one_line
 from idx_files import NAMES, small_set, write
 
 from cnnexp.datasets import FashionMnist, Mnist
@@ -65,19 +66,26 @@ def mirrors(monkeypatch, *urls, source=Mnist):
     monkeypatch.setattr(source, "mirrors", urls)
 
 
-def test_downloads_once_into_the_cache(server, monkeypatch, tmp_path):
+def test_downloads_once_into_the_cache(server, monkeypatch, tmp_path, caplog):
     mirrors(monkeypatch, f"{server}/good/")
-    left = tmp_path / "cache" / "cnnexp" / "mnist" / "partial-of-a-killed-process"
+    cache = tmp_path / "cache" / "cnnexp" / "mnist"
+    left = cache / "partial-of-a-killed-process"
     left.mkdir(parents=True)
     os.utime(left, (1000, 1000))
     first = Mnist().load()
     assert (len(first.train), len(first.test)) == (30, 10)
     assert Handler.requests == [f"/good/{name}.gz" for name in NAMES]
-    assert sorted(p.name for p in (tmp_path / "cache" / "cnnexp" / "mnist").iterdir()) == sorted(
-        f"{name}.gz" for name in NAMES
-    )
+    assert {path.name for path in cache.iterdir()} == {f"{name}.gz" for name in NAMES}
     assert Mnist().load().sha256 == first.sha256
     assert len(Handler.requests) == 4
+    # what is damaged is downloaded again
+    cached = cache / f"{NAMES[0]}.gz"
+    sound = cached.read_bytes()
+    cached.write_bytes(sound[:100])
+    assert len(Mnist().load().train) == 30
+    assert cached.read_bytes() == sound
+    assert len(Handler.requests) == 5
+    assert "truncated" in caplog.text
 
 
 @pytest.mark.parametrize("broken", ["missing", "altered", "html", "cut"])
@@ -89,25 +97,10 @@ def test_falls_back_to_the_second_mirror(server, monkeypatch, broken):
 
 def test_both_mirrors_failing_is_one_line_with_the_way_offline(server, monkeypatch, tmp_path):
     mirrors(monkeypatch, "http://127.0.0.1:9/", f"{server}/missing/", f"{server}/cut/", f"{server}/altered/")
-    with pytest.raises(DataError) as error:
-        Mnist().load()
-    line = str(error.value)
     parts = ("mnist: cannot download train-images-idx3-ubyte.gz", "127.0.0.1:9: no connection", "404", "broke off")
-    assert all(part in line for part in (*parts, "altered", "dataset.root=<folder>")), line
-    assert "\n" not in line
+    with one_line(DataError, ".*".join((*parts, "altered", "dataset.root=<folder>"))):
+        Mnist().load()
     assert not list((tmp_path / "cache" / "cnnexp" / "mnist").iterdir())
-
-
-def test_damaged_cache_is_downloaded_again(server, monkeypatch, tmp_path, caplog):
-    mirrors(monkeypatch, f"{server}/good/")
-    Mnist().load()
-    cached = tmp_path / "cache" / "cnnexp" / "mnist" / f"{NAMES[0]}.gz"
-    sound = cached.read_bytes()
-    cached.write_bytes(sound[:100])
-    assert len(Mnist().load().train) == 30
-    assert cached.read_bytes() == sound
-    assert len(Handler.requests) == 5
-    assert "truncated" in caplog.text
 
 
 def test_fashion_mnist_is_held_against_the_sha256_of_the_gzipped_file(server, monkeypatch):

@@ -2,12 +2,14 @@
 
 import gzip
 import hashlib
+import re
 import struct
 import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
+from commands import one_line
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -29,19 +31,14 @@ def read(tmp_path, content, name="images", ndim=3):
     return read_idx(path, ndim)
 
 
-@pytest.mark.parametrize(("name", "content"), [("images", SOUND), ("images.gz", GZIPPED)], ids=["plain", "gzipped"])
-def test_reads_plain_and_gzipped(tmp_path, name, content):
-    array, sha256 = read(tmp_path, content, name)
-    np.testing.assert_array_equal(array, IMAGES)
-    assert sha256 == hashlib.sha256(SOUND).hexdigest()
-
-
 @settings(max_examples=30)
 @given(array=hnp.arrays(np.uint8, hnp.array_shapes(min_dims=3, max_dims=3)), gzipped=st.booleans())
-def test_round_trip(tmp_path_factory, array, gzipped):
+def test_reads_plain_and_gzipped(tmp_path_factory, array, gzipped):
     content = idx_bytes(array)
-    content, name = (gzip.compress(content), "a.gz") if gzipped else (content, "a")
-    np.testing.assert_array_equal(read(tmp_path_factory.mktemp("idx"), content, name)[0], array)
+    given, name = (gzip.compress(content), "a.gz") if gzipped else (content, "a")
+    found, sha256 = read(tmp_path_factory.mktemp("idx"), given, name)
+    np.testing.assert_array_equal(found, array)
+    assert sha256 == hashlib.sha256(content).hexdigest()
 
 
 BROKEN = {
@@ -67,10 +64,8 @@ BROKEN = {
 @pytest.mark.parametrize("case", BROKEN)
 def test_broken_files_say_what_is_wrong(tmp_path, case):
     name, content, part = BROKEN[case]
-    with pytest.raises(DataError) as error:
+    with one_line(DataError, re.escape(part)):
         read(tmp_path, content, name)
-    assert part in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 def test_every_truncation_is_seen(tmp_path):
@@ -106,9 +101,8 @@ def test_root_may_have_any_name(tmp_path, name):
     folder = write(tmp_path / name, small_set())
     assert len(Mnist(root=str(folder), verify=False).load().train) == 30
     (folder / "t10k-labels-idx1-ubyte.gz").write_bytes(b"")
-    with pytest.raises(DataError) as error:
+    with one_line(DataError):
         Mnist(root=str(folder), verify=False).load()
-    assert "\n" not in str(error.value)
 
 
 def test_root_missing_file_and_empty(tmp_path):
@@ -116,17 +110,14 @@ def test_root_missing_file_and_empty(tmp_path):
     (tmp_path / "empty").mkdir()
     cases = {"nowhere": "no such file", "file": "not a directory", "empty": "holds neither train-images-idx3"}
     for name, part in {**cases, "x" * 300: "file name too long"}.items():
-        with pytest.raises(DataError) as error:
+        with pytest.raises(DataError, match=f"^dataset.root='{tmp_path / name}': .*{part}"):
             Mnist(root=str(tmp_path / name)).load()
-        assert str(error.value).startswith(f"dataset.root='{tmp_path / name}': ")
-        assert part in str(error.value)
 
 
 def test_verify_holds_files_against_the_published_shape(tmp_path):
     write(tmp_path, small_set())
-    with pytest.raises(
-        DataError, match=r"idx3-ubyte\.gz': holds an array of \(30, 28, 28\), .* \(60000, 28, 28\); down"
-    ):
+    said = r"idx3-ubyte\.gz': holds an array of \(30, 28, 28\), .* \(60000, 28, 28\); down"
+    with pytest.raises(DataError, match=said):
         Mnist(root=str(tmp_path)).load()
 
 
@@ -144,29 +135,21 @@ def published(monkeypatch):
     return files
 
 
-@pytest.mark.parametrize("source", [Mnist, FashionMnist])
-def test_verify_accepts_the_published_content(tmp_path, published, source):
+@pytest.mark.parametrize(
+    ("source", "part"), [(Mnist, "altered: its content has sha256"), (FashionMnist, "altered.*: it has sha256")]
+)
+def test_verify_accepts_the_published_content_and_sees_one_altered_pixel(tmp_path, published, source, part):
     write(tmp_path, published)
     assert len(source(root=str(tmp_path)).load().train) == 30
-
-
-def test_mnist_may_be_compressed_anew(tmp_path, published):
-    for name, content in published.items():
-        (tmp_path / f"{name}.gz").write_bytes(gzip.compress(content, compresslevel=1, mtime=7))
-    assert len(Mnist(root=str(tmp_path)).load().train) == 30
-
-
-@pytest.mark.parametrize(
-    ("source", "part"), [(Mnist, "altered: its content has sha256"), (FashionMnist, "it has sha256")]
-)
-def test_one_altered_pixel_is_seen(tmp_path, published, source, part):
-    name = NAMES[2]
-    content = bytearray(published[name])
-    content[-1] ^= 1
-    write(tmp_path, {**published, name: bytes(content)})
-    with pytest.raises(DataError, match=f"{name}.gz': altered.*{part.split()[-1]}.*; download it again") as error:
+    if source is Mnist:  # it may be compressed anew
+        for name, content in published.items():
+            (tmp_path / f"{name}.gz").write_bytes(gzip.compress(content, compresslevel=1, mtime=7))
+        assert len(Mnist(root=str(tmp_path)).load().train) == 30
+    altered = bytearray(published[NAMES[2]])
+    altered[-1] ^= 1
+    write(tmp_path, {NAMES[2]: bytes(altered)})
+    with pytest.raises(DataError, match=f"{NAMES[2]}.gz': {part}.*; download it again"):
         source(root=str(tmp_path)).load()
-    assert part in str(error.value)
 
 
 @pytest.mark.skipif(not REAL_MNIST.is_dir(), reason="the real MNIST is not beside this checkout (shared/data/mnist)")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from commands import one_line
 from PIL import Image
 
 from cnnexp.datasets import Digits, Fer2013, Images, Npz, Quadrants, Synthetic
@@ -15,6 +16,8 @@ from cnnexp.datasets.digits import enlarge
 from cnnexp.datasets.idx import read_idx
 from cnnexp.errors import ConfigError, DataError, OutOfMemory
 from cnnexp.system import memory
+
+SPLIT = ("images", "labels")
 
 
 def nearest_mean_accuracy(dataset):
@@ -30,25 +33,17 @@ def test_digits():
     assert (dataset.train.images.shape, dataset.test.images.shape) == ((1500, 28, 28, 1), (297, 28, 28, 1))
     assert dataset.train.images.dtype == np.uint8
     assert (dataset.train.images.min(), dataset.train.images.max()) == (0, 255)
-    assert np.bincount(np.concatenate([dataset.train.labels, dataset.test.labels])).tolist() == [
-        178, 182, 177, 183, 181, 182, 181, 179, 174, 180
-    ]  # fmt: skip
     assert nearest_mean_accuracy(dataset) > 0.85
+    assert dataset.sha256 == Digits(seed=0).load().sha256 != Digits(seed=1).load().sha256
 
 
 def test_digits_hold_the_images_of_scikit_learn():
-    datasets = pytest.importorskip("sklearn.datasets")
-    bunch = datasets.load_digits()
-    expected = enlarge(bunch.images)
+    bunch = pytest.importorskip("sklearn.datasets").load_digits()
     loaded = Digits().load()
-    images = np.concatenate([loaded.train.images, loaded.test.images])
-    order = np.random.default_rng(0).permutation(len(expected))
-    np.testing.assert_array_equal(images, expected[order])
-    np.testing.assert_array_equal(np.concatenate([loaded.train.labels, loaded.test.labels]), bunch.target[order])
-
-
-def test_digits_depend_on_the_seed_alone():
-    assert Digits().load().sha256 == Digits(seed=0).load().sha256 != Digits(seed=1).load().sha256
+    order = np.random.default_rng(0).permutation(len(bunch.images))
+    images, labels = (np.concatenate([getattr(s, what) for s in (loaded.train, loaded.test)]) for what in SPLIT)
+    np.testing.assert_array_equal(images, enlarge(bunch.images)[order])
+    np.testing.assert_array_equal(labels, bunch.target[order])
 
 
 def test_enlarge_agrees_with_pillow():
@@ -126,28 +121,28 @@ def test_fer2013(fer):
     assert dataset.test.images[:, 0, 0, 0].tolist() == [9, 10]
     assert dataset.test.labels.tolist() == [2, 3]
     assert (dataset.validation, len(dataset.classes)) == (None, 7)
-
-
-def test_fer2013_validates_on_public_test(fer):
-    dataset = Fer2013(path=fer, validation_size=2, train_size=6).load()
-    assert dataset.validation.images[:, 0, 0, 0].tolist() == [6, 7]
-    assert len(dataset.train) == 6
+    validation = Fer2013(path=fer, validation_size=2, train_size=6).load().validation  # of PublicTest
+    assert validation.images[:, 0, 0, 0].tolist() == [6, 7]
     with pytest.raises(ConfigError, match="validation_size=4: PublicTest has 3"):
         Fer2013(path=fer, validation_size=4).load()
+
+
+def pixels(*last):
+    return " ".join(["0"] * (2304 - len(last)) + [*last])
 
 
 @pytest.mark.parametrize(
     ("row", "part"),
     [
         ([0, "1 2 3", "Training"], "line 2: 3 pixels, expected 48 x 48 = 2304"),
-        ([0, " ".join(["256"] * 2304), "Training"], r"line 2: pixels 256 \.\. 256; legal: 0 \.\. 255"),
-        ([0, " ".join(["0"] * 2304 + ["x"]), "Training"], "line 2: emotion and pixels must be whole numbers"),
-        ([0, " ".join(["0"] * 2303 + ["1.5"]), "Training"], "line 2: emotion and pixels must be whole numbers"),
-        ([0, " ".join(["0"] * 2303 + ["-1"]), "Training"], r"line 2: pixels -1 \.\. 0"),
-        (["happy", " ".join(["0"] * 2304), "Training"], "line 2: emotion and pixels must be whole numbers"),
-        ([7, " ".join(["0"] * 2304), "Training"], r"line 2: emotion 7; legal: 0 \.\. 6"),
-        ([0, " ".join(["0"] * 2304), "Testing"], "line 2: Usage is 'Testing'; legal: Training, PublicTest, Priv"),
-        ([0, " ".join(["0"] * 2304)], "line 2: 2 columns, expected 3"),
+        ([0, pixels("256"), "Training"], r"line 2: pixels 0 \.\. 256; legal: 0 \.\. 255"),
+        ([0, pixels() + " x", "Training"], "line 2: emotion and pixels must be whole numbers"),
+        ([0, pixels("1.5"), "Training"], "line 2: emotion and pixels must be whole numbers"),
+        ([0, pixels("-1"), "Training"], r"line 2: pixels -1 \.\. 0"),
+        (["happy", pixels(), "Training"], "line 2: emotion and pixels must be whole numbers"),
+        ([7, pixels(), "Training"], r"line 2: emotion 7; legal: 0 \.\. 6"),
+        ([0, pixels(), "Testing"], "line 2: Usage is 'Testing'; legal: Training, PublicTest, Priv"),
+        ([0, pixels()], "line 2: 2 columns, expected 3"),
     ],
 )
 def test_fer2013_malformed_row(tmp_path, row, part):
@@ -157,9 +152,7 @@ def test_fer2013_malformed_row(tmp_path, row, part):
 
 def test_fer2013_of_another_layout_truncated_missing_or_binary(tmp_path, fer):
     other = write_fer(tmp_path / "other.csv", [], ("label", "image"))
-    with pytest.raises(
-        DataError, match=r"dataset\.path='.*other\.csv': begins with 'label,image', expected 'emotion,p"
-    ):
+    with pytest.raises(DataError, match=r"dataset\.path='.*other\.csv': begins with 'label,image', expected 'emotion"):
         Fer2013(path=other).load()
     short = write_fer(tmp_path / "short.csv", [fer_row(n, usage) for n, usage in enumerate(USAGES[:-1])])
     with pytest.raises(DataError, match="1 rows of Usage PrivateTest, published were 2"):
@@ -232,9 +225,8 @@ def test_damaged_images(tmp_path):
     cases = {"not a picture": b"<html>", "cannot be read": sound[:-30], "mode I;16": (root / "deep.png").read_bytes()}
     for part, content in cases.items():
         victim.write_bytes(content)
-        with pytest.raises(DataError, match=rf"0\.png': .*{part}") as error:
+        with one_line(DataError, rf"0\.png': .*{part}"):
             Images(root=str(root)).load()
-        assert "\n" not in str(error.value)
 
 
 def test_image_too_large_is_refused_unread(tmp_path, monkeypatch):
@@ -257,14 +249,11 @@ def test_folders_that_hold_no_classes(tmp_path):
     write_pictures(tmp_path / "single", 1)
     with pytest.raises(DataError, match="blue': holds one picture"):
         Images(root=str(tmp_path / "single")).load()
-
-
-def test_test_folder_with_a_class_of_its_own(tmp_path):
-    write_pictures(tmp_path / "train", 2)
-    write_pictures(tmp_path / "test", 2)
-    (tmp_path / "test" / "green").mkdir()
+    write_pictures(tmp_path / "split" / "train", 2)
+    write_pictures(tmp_path / "split" / "test", 2)
+    (tmp_path / "split" / "test" / "green").mkdir()
     with pytest.raises(DataError, match="class 'green' is not among the training classes blue, red"):
-        Images(root=str(tmp_path)).load()
+        Images(root=str(tmp_path / "split")).load()
 
 
 # --- npz ---
@@ -275,6 +264,9 @@ ARRAYS = {
     "test_images": np.ones((2, 4, 4), np.uint8),
     "test_labels": np.array([0, 2]),
 }
+
+
+CHANNELS_FIRST = r"channels come last, .*; write numpy\.moveaxis\(images, 1, 3\)"
 
 
 def write_npz(path, **changes):
@@ -300,6 +292,8 @@ def test_npz(tmp_path):
         ({"train_labels": np.zeros(5, int)}, "6 images but 5 labels"),
         ({"train_images": np.full((6, 4, 4), np.inf)}, "96 pixels are NaN or infinite"),
         ({"train_images": ARRAYS["train_images"].astype(np.uint16)}, "images of type uint16"),
+        *(({name: np.uint8(3)}, r"a single number, no array|labels of type|of shape") for name in ARRAYS),
+        *(({"train_images": np.zeros((6, channels, 8, 9), np.uint8)}, CHANNELS_FIRST) for channels in (1, 3)),
     ],
 )
 def test_npz_malformed(tmp_path, changes, part):
@@ -359,12 +353,6 @@ def test_npz_with_one_enormous_label_is_refused_at_once(tmp_path):
         Npz(path=write_npz(tmp_path / "a.npz", train_labels=np.array([0, 1, 2, 0, 1, 10**12]))).load()
 
 
-@pytest.mark.parametrize("name", ARRAYS)
-def test_npz_with_a_number_in_place_of_an_array(tmp_path, name):
-    with pytest.raises(DataError, match=r"a single number, no array|labels of type|of shape"):
-        Npz(path=write_npz(tmp_path / "a.npz", **{name: np.uint8(3)})).load()
-
-
 def test_npz_that_unfolds_to_more_than_there_is(tmp_path, monkeypatch):
     path = write_npz(tmp_path / "a.npz", train_images=np.zeros((6, 1000, 1000), np.uint8))
     monkeypatch.setattr(memory, "available", lambda: (5_000_000, "ulimit -v"))
@@ -375,28 +363,21 @@ def test_npz_that_unfolds_to_more_than_there_is(tmp_path, monkeypatch):
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="pipes with names are of POSIX systems")
 def test_no_source_waits_for_a_pipe_or_reads_a_device(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    for path in (tmp_path / "pipe", "/dev/zero"):
-        for source in (Npz(path=str(path)), Fer2013(path=str(path))):
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        sources = Npz(path=str(path)).load, Fer2013(path=str(path)).load
+        for read in (*sources, lambda path=path: read_idx(path, 1), lambda path=path: Images(root=".").read(path)):
             with pytest.raises(DataError, match="not a regular file"):
-                source.load()
-        with pytest.raises(DataError, match="not a regular file"):
-            read_idx(Path(path), 1)
-        with pytest.raises(DataError, match="not a regular file"):
-            Images(root=".").read(Path(path))
+                read()
 
 
-def test_one_class_alone_is_said(tmp_path, caplog):
-    Npz(path=write_npz(tmp_path / "a.npz", train_labels=np.zeros(6, int), test_labels=np.zeros(2, int))).load()
-    assert "npz: all training images are of one class, 0: nothing can be learned" in caplog.text
-
-
-@pytest.mark.parametrize("channels", [1, 3])
-def test_channels_first_are_refused_with_the_line_that_mends_them(tmp_path, channels):
-    images = np.zeros((6, channels, 8, 9), np.uint8)
-    with pytest.raises(DataError, match=r"channels come last, .*; write numpy\.moveaxis\(images, 1, 3\)"):
-        Npz(path=write_npz(tmp_path / "a.npz", train_images=images, test_images=images[:2])).load()
-
-
-def test_a_class_that_is_tested_on_and_never_trained_on_is_told(tmp_path, caplog):
-    Npz(path=write_npz(tmp_path / "a.npz", train_labels=np.array([0, 1, 1, 0, 1, 1])), classes=3).load()
-    assert "1 of the classes tested on have no training image: 2" in caplog.text
+@pytest.mark.parametrize(
+    ("trained", "tested", "said"),
+    [
+        ([0] * 6, [0, 0], "npz: all training images are of one class, 0: nothing can be learned"),
+        ([0, 1, 1, 0, 1, 1], [0, 2], "1 of the classes tested on have no training image: 2"),
+    ],
+)
+def test_classes_that_cannot_be_learned_are_told(tmp_path, caplog, trained, tested, said):
+    changes = {"train_labels": np.array(trained), "test_labels": np.array(tested)}
+    Npz(path=write_npz(tmp_path / "a.npz", **changes), classes=3).load()
+    assert said in caplog.text

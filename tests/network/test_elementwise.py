@@ -24,18 +24,9 @@ def test_a_derivative_is_its_rules(layer):
     clear = np.abs(x) > 1e-3
     # the rational erf and tanh are smooth only to the rounding of float32
     assert np.abs(derivative(x, rule(x)) - numeric)[clear].max() < 1e-5
-
-
-@pytest.mark.parametrize("layer", LAYERS, ids=repr)
-def test_nothing_is_computed_in_double(layer):
-    y = layer.rule(MATHS)(X)
-    assert y.dtype == layer.derivative(MATHS)(X, y).dtype == np.float32
-
-
-@pytest.mark.parametrize("layer", LAYERS, ids=repr)
-@pytest.mark.parametrize("maths", [MATHS, PYTHON], ids=["numpy", "python"])
-def test_not_a_number_stays_one(layer, maths):
-    assert np.isnan(layer.rule(maths)(np.float32(np.nan) if maths is MATHS else float("nan")))
+    assert rule(X).dtype == derivative(X, rule(X)).dtype == np.float32, "nothing is computed in double"
+    assert np.isnan(rule(np.float32(np.nan)))
+    assert np.isnan(layer.rule(PYTHON)(float("nan")))
 
 
 def test_sigmoid_keeps_its_distance_from_one():
@@ -67,9 +58,7 @@ def test_a_fingerprint_changes_with_numbers_and_code():
     assert len(prints) == 8
     assert fingerprint(Scaled()) == fingerprint(Scaled(2.0))
     before = fingerprint(Scaled())
-    changed = dataclass(frozen=True)(
-        type("Scaled", (Scaled,), {"rule": lambda self, maths: lambda x: np.float32(self.scale) * x * x})
-    )
+    changed = type("Scaled", (Scaled,), {"rule": lambda self, maths: lambda x: np.float32(self.scale) * x * x})
     assert fingerprint(changed()) != before
 
 

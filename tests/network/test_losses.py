@@ -38,21 +38,19 @@ def test_losses_and_gradients_are_those_of_the_oracle(loss):
     assert np.array_equal(hits, predicted == labels)
 
 
-def test_huge_scores_do_not_overflow():
-    losses, d_scores, hits = compute(SOFTMAX, [[1e30, -1e30], [1e30, -1e30]], [0, 1])
-    assert losses.tolist() == [0, np.float32(2e30)]
+@pytest.mark.parametrize(
+    ("loss", "scores", "labels", "losses", "hits"),
+    [
+        (SOFTMAX, [[1e30, -1e30], [1e30, -1e30]], [0, 1], [0, np.float32(2e30)], [1, 0]),  # they do not overflow
+        (SOFTMAX, [[1, 1], [1, 1]], [0, 1], [np.float32(np.log(2))] * 2, [1, 0]),  # a tie goes to the first
+        (BINARY, [[0], [1]], [1, 0], [100, 100], [0, 0]),  # sure and wrong costs 100
+    ],
+)
+def test_where_losses_saturate_or_tie(loss, scores, labels, losses, hits):
+    found, d_scores, right = compute(loss, scores, labels)
+    assert found.tolist() == pytest.approx(losses, rel=1e-6)
     assert np.isfinite(d_scores).all()
-    assert hits.tolist() == [1, 0]
-
-
-def test_a_tie_of_scores_goes_to_the_first():
-    assert compute(SOFTMAX, [[1, 1], [1, 1]], [0, 1])[2].tolist() == [1, 0]
-
-
-def test_sure_and_wrong_costs_100():
-    losses, d_scores, _ = compute(BINARY, [[0], [1]], [1, 0])
-    assert losses.tolist() == [100, 100]
-    assert np.isfinite(d_scores).all()
+    assert right.tolist() == hits
 
 
 def test_nan_is_not_hidden():
@@ -60,19 +58,13 @@ def test_nan_is_not_hidden():
     assert np.isnan(compute(BINARY, [[np.nan]], [0])[0]).all()
 
 
-def test_evaluate_sums():
-    scores = np.array([[2, 0], [0, 2], [0, 2]], np.float32)
-    totals = evaluate(SOFTMAX, scores, np.array([0, 1, 0]))
-    assert totals.count == 3
-    assert totals.correct == 2
+def test_evaluate_sums_and_totals_add_up():
+    totals = evaluate(SOFTMAX, np.array([[2, 0], [0, 2], [0, 2]], np.float32), np.array([0, 1, 0]))
+    assert (totals.count, totals.correct) == (3, 2)
     assert totals.loss == pytest.approx(2 * np.log1p(np.exp(-2)) + np.log1p(np.exp(2)), rel=1e-6)
-
-
-def test_totals_add_up():
     total = Totals(3.0, 1, 2) + Totals(1.0, 2, 2)
     assert total == Totals(4.0, 3, 4)
-    assert total.mean_loss == 1.0
-    assert total.accuracy == 0.75
+    assert (total.mean_loss, total.accuracy) == (1.0, 0.75)
 
 
 @pytest.mark.parametrize(
@@ -88,11 +80,8 @@ def test_totals_add_up():
 def test_a_network_that_does_not_suit_is_refused(layers, loss, classes, message):
     with pytest.raises(NetworkError, match=message):
         check_loss(Network((4, 4, 1), layers), loss, classes)
-
-
-@pytest.mark.parametrize(("loss", "layers"), [(SOFTMAX, (Linear(2),)), (BINARY, (Linear(1), Sigmoid()))])
-def test_a_network_that_suits_passes(loss, layers):
-    check_loss(Network((3,), layers), loss, 2)
+    check_loss(Network((3,), (Linear(2),)), SOFTMAX, 2)
+    check_loss(Network((3,), (Linear(1), Sigmoid())), BINARY, 2)
 
 
 @pytest.mark.parametrize(

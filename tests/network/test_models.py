@@ -1,5 +1,3 @@
-from dataclasses import replace
-
 import pytest
 
 from cnnexp.errors import ConfigError, NetworkError
@@ -33,15 +31,13 @@ def test_knm_on_faces_of_seven_classes():
     assert [stage.output_shape for stage in network.stages][:3] == [(44, 44, 50), (44, 44, 50), (22, 22, 50)]
 
 
-def test_ffn_for_points_ends_in_one_sigmoid():
-    network = Ffn(hidden=(5, 4)).network((2,), 2)
+def test_ffn_and_custom_are_their_layers():
+    network = Ffn(hidden=(5, 4)).network((2,), 2)  # for points it ends in one sigmoid
     assert network.layers == (Linear(5), ReLU(), Linear(4), ReLU(), Linear(1), Sigmoid())
     assert Ffn().loss == Loss.BINARY_CROSS_ENTROPY
     check_loss(network, Ffn().loss, 2)
-
-
-def test_ffn_for_images_of_many_classes():
     model = Ffn(hidden=(), loss_name="softmax_cross_entropy")
+    assert model.network(MNIST, 10).layers == Custom(layers=(Flatten(), Linear(10))).network(MNIST, 10).layers
     assert model.network(MNIST, 10).layers == (Flatten(), Linear(10))
     assert model.loss == Loss.SOFTMAX_CROSS_ENTROPY
 
@@ -56,11 +52,8 @@ def test_auto_padding_reaches_the_pooling_layer(model):
 def test_sizes_that_do_not_fit_state_the_sum_and_offer_auto():
     with pytest.raises(NetworkError, match=r"\(25 \+ 2\*0 - 2\) / 2 \+ 1 = 12.5 .* padding=auto"):
         OneConv(kernel=4).network(MNIST, 10)
-
-
-def test_custom_is_its_layers():
-    model = Custom(layers=(Flatten(), Linear(10)))
-    assert model.network(MNIST, 10).parameter_count == 7850
+    with pytest.raises(NetworkError, match="Conv2d needs an image"):
+        OneConv().network((2,), 2)
 
 
 @pytest.mark.parametrize(
@@ -77,50 +70,41 @@ def test_illegal_values(make, message):
         make()
 
 
-def test_images_are_needed_by_convolutions():
-    with pytest.raises(NetworkError, match="Conv2d needs an image"):
-        OneConv().network((2,), 2)
-
-
 def test_every_model_has_a_name():
     papers = {"one_conv", "two_conv_mlp", "two_conv_pool4", "knm", "ffn", "resnet", "mobilenet"}
     assert set(MODELS) == {*papers, "custom", "onnx"}
 
 
-@pytest.mark.parametrize(
-    ("blocks", "parameters"),
-    # the paper's table 6 rounds them to 0.27, 0.46, 0.66 and 0.85 million; by its rule for 10 classes
-    [(3, 269_722), (5, 464_154), (7, 658_586), (9, 853_018)],
-)
-def test_resnet_has_the_published_parameters(blocks, parameters):
-    network = ResNet(blocks).network((32, 32, 3), 10)
-    assert network.parameter_count == parameters
-    weights = [stage for stage in walk(network.stages) if isinstance(stage.layer, Conv2d | Linear)]
-    assert len(weights) == 6 * blocks + 2
-    blocks_of = [stage for stage in network.stages if isinstance(stage.layer, Residual)]
-    assert [stage.output_shape for stage in blocks_of] == [
-        shape for shape in ((32, 32, 16), (16, 16, 32), (8, 8, 64)) for _ in range(blocks)
-    ]
-    assert [i for i, stage in enumerate(blocks_of) if stage.layer.shortcut == "padded"] == [blocks, 2 * blocks]
+def residuals(network):
+    return [stage for stage in network.stages if isinstance(stage.layer, Residual)]
 
 
 @pytest.mark.parametrize(
     ("model", "parameters"),
     [
+        # the paper's table 6 rounds them to 0.27, 0.46, 0.66 and 0.85 million; by its rule for 10 classes
+        *((ResNet(blocks), n) for blocks, n in ((3, 269_722), (5, 464_154), (7, 658_586), (9, 853_018))),
         # by hand: 3x3 convolutions without bias, 2 numbers per normalized channel, a linear layer of 10
-        (ResNet(), 9 * (3 * 16 + 2 * 16**2 + 16 * 32 + 2 * 32**2 + 32 * 64 + 2 * 64**2) + 2 * 3 * (16 + 32 + 64) + 650),
-        (ResNet(2, 4), 9 * (12 + 4 * 16 + 32 + 4 * 64 + 128 + 4 * 256) + 2 * 5 * (4 + 8 + 16) + 170),
+        (
+            ResNet(downsample="convolution"),
+            9 * (3 * 16 + 2 * 16**2 + 16 * 32 + 2 * 32**2 + 32 * 64 + 2 * 64**2) + 2 * 3 * (16 + 32 + 64) + 650,
+        ),
+        (
+            ResNet(2, 4, downsample="convolution"),
+            9 * (12 + 4 * 16 + 32 + 4 * 64 + 128 + 4 * 256) + 2 * 5 * (4 + 8 + 16) + 170,
+        ),
     ],
 )
-def test_resnet_that_downsamples_by_convolutions(model, parameters):
-    model = replace(model, downsample="convolution")
-    network = model.network((32, 32, 3), 10)
+def test_resnet_has_the_published_parameters(model, parameters):
+    network, padded = model.network((32, 32, 3), 10), model.downsample != "convolution"
     assert network.parameter_count == parameters
-    convolutions = [stage for stage in walk(network.stages) if isinstance(stage.layer, Conv2d)]
-    assert len(convolutions) == 6 * model.blocks + 3
-    images = [stage.output_shape for stage in network.stages if isinstance(stage.layer, Residual)]
+    weights = [stage for stage in walk(network.stages) if isinstance(stage.layer, Conv2d | Linear)]
+    assert len(weights) == 6 * model.blocks + (2 if padded else 4)
     sides = [(32, model.width), (16, 2 * model.width), (8, 4 * model.width)]
-    assert images == [(side, side, width) for side, width in sides for _ in range(model.blocks)]
+    shapes = [stage.output_shape for stage in residuals(network)]
+    assert shapes == [(side, side, width) for side, width in sides for _ in range(model.blocks)]
+    shortcuts = [i for i, stage in enumerate(residuals(network)) if stage.layer.shortcut == "padded"]
+    assert shortcuts == ([model.blocks, 2 * model.blocks] if padded else [])
 
 
 def test_mobilenet():

@@ -32,40 +32,25 @@ from cnnexp.network.shapes import walk, window_count
 IMAGE = (28, 28, 1)
 
 
-def shapes(network):
-    return [stage.output_shape for stage in network.stages]
-
-
-def test_castanheira_one_conv():
-    network = Network(IMAGE, (Conv2d(64, 3), ReLU(), MaxPool2d(2), Flatten(), Linear(10)))
-    assert shapes(network) == [(26, 26, 64), (26, 26, 64), (13, 13, 64), (10816,), (10,)]
-    assert network.parameter_count == 108_810
-
-
 def test_parameters_lie_one_after_another():
     network = Network((6, 6, 2), (Conv2d(3, 3), ReLU(), Conv2d(4, 2, bias=False), Flatten(), Linear(5)))
     assert [p.name for p in network.parameters] == [
         "conv1.weight", "conv1.bias", "conv2.weight", "linear1.weight", "linear1.bias",
     ]  # fmt: skip
     assert [p.shape for p in network.parameters] == [(3, 3, 2, 3), (3,), (2, 2, 3, 4), (36, 5), (5,)]
-    offset = 0
-    for parameter in network.parameters:
-        assert parameter.offset == offset
-        assert parameter.size == math.prod(parameter.shape)
-        offset += parameter.size
-    assert offset == network.parameter_count
-    flat = np.zeros(offset, np.float32)
+    sizes = [math.prod(parameter.shape) for parameter in network.parameters]
+    assert [parameter.size for parameter in network.parameters] == sizes
+    assert [parameter.offset for parameter in network.parameters] == [0, *np.cumsum(sizes)[:-1]]
+    flat = np.zeros(network.parameter_count, np.float32)
     for i, parameter in enumerate(network.parameters, 1):
         parameter.view(flat)[...] = i  # views of one buffer
-    assert sorted(set(flat)) == [1, 2, 3, 4, 5]
+    np.testing.assert_array_equal(flat, np.repeat(range(1, 6), sizes))
 
 
-@given(
-    st.integers(1, 30),
-    st.integers(1, 8),
-    st.integers(1, 5),
-    st.sampled_from(["valid", "same", "full", "auto", "floor", 1]),
-)
+PADDINGS = st.sampled_from(["valid", "same", "full", "auto", "floor", 1])
+
+
+@given(st.integers(1, 30), st.integers(1, 8), st.integers(1, 5), PADDINGS)
 def test_windows_are_counted_as_the_oracle_does(size, window, stride, padding):
     found = window_count(size, window, stride, padding)
     if found is None:
@@ -75,20 +60,20 @@ def test_windows_are_counted_as_the_oracle_does(size, window, stride, padding):
         assert found == reference.geometry(size, window, stride, padding)
 
 
-def test_floor_leaves_out_what_does_not_fill_a_window():
-    assert window_count(13, 2, 2, "floor") == (0, 6)
-    assert window_count(12, 2, 2, "floor") == (0, 6)
-    network = Network((13, 9, 1), (Conv2d(2, 3, 2, "floor"), MaxPool2d(2, padding="floor"), Flatten()))
-    assert shapes(network) == [(6, 4, 2), (3, 2, 2), (12,)]
-
-
 def test_windows_are_worked_out():
+    assert window_count(13, 2, 2, "floor") == window_count(12, 2, 2, "floor") == (0, 6)  # the rest is left out
+    assert window_count(28, 3, 2, "auto") == (0, 14)  # one row below
+    assert window_count(27, 3, 2, "auto") == (0, 13)  # none
+    assert window_count(2, 5, 1, "auto") == (1, 1)  # three in all
+    network = Network((13, 9, 1), (Conv2d(2, 3, 2, "floor"), MaxPool2d(2, padding="floor"), Flatten()))
+    assert [stage.output_shape for stage in network.stages] == [(6, 4, 2), (3, 2, 2), (12,)]
     layers = (Conv2d(2, 3, padding="same"), MaxPool2d(3, 2, "auto"), AvgPool2d(2, padding="floor"), GlobalAvgPool())
-    windows = [stage.window for stage in Network((6, 7, 1), layers).stages]
-    assert windows[0] == Window(3, 1, top=1, left=1, bottom=1, right=1)
-    assert windows[1] == Window(3, 2, bottom=1)
-    assert windows[2] == Window(2, 2)  # of the 3 rows and columns, one is left out
-    assert windows[3] == Window(1, 1)
+    assert [stage.window for stage in Network((6, 7, 1), layers).stages] == [
+        Window(3, 1, top=1, left=1, bottom=1, right=1),
+        Window(3, 2, bottom=1),
+        Window(2, 2),  # of the 3 rows and columns, one is left out
+        Window(1, 1),
+    ]
     assert Network((3, 5, 2), (Conv2d(1, 1), GlobalAvgPool())).stages[1].window == Window(5, 1, bottom=2)
 
 
@@ -110,17 +95,6 @@ def test_layers_come_back_from_plain_values():
     assert tuple(make_layer(layer) for layer in plain) == layers
 
 
-def test_auto_pads_just_enough():
-    assert window_count(28, 3, 2, "auto") == (0, 14)  # one row below
-    assert window_count(27, 3, 2, "auto") == (0, 13)  # none
-    assert window_count(2, 5, 1, "auto") == (1, 1)  # three in all
-
-
-def test_multiply_adds():
-    network = Network((6, 6, 2), (Conv2d(3, 3), ReLU(), Flatten(), Linear(5)))
-    assert [stage.macs for stage in network.stages] == [4 * 4 * 3 * 9 * 2, 0, 0, 48 * 5]
-
-
 @pytest.mark.parametrize(
     ("shape", "layers", "message"),
     [
@@ -128,11 +102,7 @@ def test_multiply_adds():
         ((28, 27, 1), (Conv2d(8, 4, stride=2),), r"layer 0 \(conv1\): width \(27 \+ 2\*0 - 4\) / 2 \+ 1 = 12.5"),
         (IMAGE, (Conv2d(8, 5, 2, padding=1),), r"\(28 \+ 2\*1 - 5\) / 2 \+ 1 = 13.5"),
         ((7, 7, 1), (Conv2d(8, 9),), r"kernel 9 is larger than its padded input, height 7; use a kernel of at most 7"),
-        (
-            IMAGE,
-            (Conv2d(2), MaxPool2d(3)),
-            r"layer 1 \(maxpool1\).*not a whole number of windows; change pool or stride",
-        ),
+        (IMAGE, (Conv2d(2), MaxPool2d(3)), r"layer 1 \(maxpool1\).*not a whole number of windows; change pool or str"),
         (IMAGE, (Conv2d(0),), r"filters=0; must be a whole number >= 1"),
         (IMAGE, (Conv2d(True),), r"filters=True; must be a whole number >= 1"),
         (IMAGE, (Conv2d(2, 2.5),), r"kernel=2.5; must be a whole number >= 1"),
@@ -140,14 +110,10 @@ def test_multiply_adds():
         (
             IMAGE,
             (Conv2d(2, 3, padding=-1),),
-            r"padding=-1; legal: valid, same, full, auto, floor, floor\+PIXELS, or a whole number >= 0",
+            r"padding=-1; legal: valid, same, .*floor\+PIXELS, or a whole number >= 0",
         ),
         (IMAGE, (Conv2d(2, 3, padding="sane"),), r"padding='sane'; legal"),
-        (
-            IMAGE,
-            (MaxPool2d(2, padding="same"), Flatten(), Linear(1)),
-            r"pooling allows 'valid', 'auto', 'floor' or 'floor\+PIXELS'",
-        ),
+        (IMAGE, (MaxPool2d(2, padding="same"),), r"pooling allows 'valid', 'auto', 'floor' or 'floor\+PIXELS'"),
         ((2, 2, 1), (MaxPool2d(1, 2, "auto"),), r"window wholly outside the image, as stride 2 is larger than pool 1"),
         ((2, 2, 1), (AvgPool2d(1, 4, "auto"),), r"window wholly outside the image, as stride 4 is larger than pool 1"),
         (IMAGE, (AvgPool2d(2, stride=0), Flatten(), Linear(1)), r"stride=0; must be"),
@@ -159,7 +125,7 @@ def test_multiply_adds():
         (
             (8, 8, 4),
             (Residual((Conv2d(4, 3),)),),
-            r"layer 0 \(residual1\): Residual adds its input, \(8, 8, 4\), to .*, \(6, 6, 4\); they must give back",
+            r"layer 0 \(residual1\): Residual adds .*, \(6, 6, 4\); they must give",
         ),
         (IMAGE, (Residual((Flatten(), Conv2d(1))),), r"layer 0.1 \(residual1.conv1\): Conv2d needs an image"),
         (IMAGE, (Dropout(1.0), Flatten(), Linear(1)), r"layer 0 \(dropout1\): rate=1.0; must be >= 0 and < 1"),
@@ -187,14 +153,6 @@ def test_what_does_not_fit_is_refused(shape, layers, message):
         Network(shape, layers)
 
 
-def test_initial_parameters_depend_on_the_seed_alone():
-    network = Network(IMAGE, (Conv2d(8, 5), ReLU(), Flatten(), Linear(10)))
-    first = network.initial_parameters(1)
-    assert first.dtype == np.float32
-    assert np.array_equal(first, network.initial_parameters(1))
-    assert not np.array_equal(first, network.initial_parameters(2))
-
-
 def test_a_run_begins_with_a_whole_state():
     plain = Network(IMAGE, (Flatten(), Linear(2)))
     assert plain.initial_state(3).keys() == {"parameters"}
@@ -212,9 +170,12 @@ def test_a_run_begins_with_a_whole_state():
     assert named["batchnorm1.bias"] == [0]
 
 
-def test_initial_parameters_fill_pytorchs_range():
+def test_initial_parameters_depend_on_the_seed_alone_and_fill_pytorchs_range():
     network = Network(IMAGE, (Conv2d(64, 5), ReLU(), Flatten(), Linear(10)))
     flat = network.initial_parameters(0)
+    assert flat.dtype == np.float32
+    assert np.array_equal(flat, network.initial_parameters(0))
+    assert not np.array_equal(flat, network.initial_parameters(1))
     for parameter in network.parameters:
         bound = 1 / math.sqrt({"conv1": 25, "linear1": 24 * 24 * 64}[parameter.name.split(".")[0]])
         values = parameter.view(flat)

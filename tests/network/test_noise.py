@@ -43,9 +43,8 @@ def test_a_mask_follows_from_the_image_wherever_it_stands():
 
 
 def test_keys_differ_by_seed_step_and_layer():
-    keys = {
-        layer_key(*of) for of in ((0, 1, "a"), (1, 1, "a"), (0, 2, "a"), (0, 1, "b"), (1 << 32, 1, "a"), (-1, 1, "a"))
-    }
+    places = ((0, 1, "a"), (1, 1, "a"), (0, 2, "a"), (0, 1, "b"), (1 << 32, 1, "a"), (-1, 1, "a"))
+    keys = {layer_key(*place) for place in places}
     assert len(keys) == 6
     assert all(0 <= key <= MASK for key in keys)
     assert threshold(0.5) == 1 << 31
