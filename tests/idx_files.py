@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import struct
 from pathlib import Path
 
 import numpy as np
+
+from cnnexp.datasets import FashionMnist, Mnist
+from cnnexp.datasets.idx import IdxFile
 
 NAMES = (
     "train-images-idx3-ubyte",
@@ -37,3 +41,13 @@ def write(folder: Path, files: dict[str, bytes], *, gzipped: bool = True) -> Pat
         target = folder / (f"{name}.gz" if gzipped else name)
         target.write_bytes(gzip.compress(content, mtime=0) if gzipped else content)
     return folder
+
+
+def publish(monkeypatch, files: dict[str, bytes]) -> None:
+    """Have files of a small set be those of MNIST (by sha256) and of Fashion-MNIST (by that of the gzipped file)."""
+    shapes = ((30, 28, 28), (30,), (10, 28, 28), (10,))
+    plain = [hashlib.sha256(content).hexdigest() for content in files.values()]
+    packed = [hashlib.sha256(gzip.compress(content, mtime=0)).hexdigest() for content in files.values()]
+    monkeypatch.setattr(Mnist, "files", tuple(map(IdxFile, NAMES, shapes, plain)))
+    of_fashion = zip(NAMES, shapes, packed, strict=True)
+    monkeypatch.setattr(FashionMnist, "files", tuple(IdxFile(*file, gz_sha256=digest) for *file, digest in of_fashion))

@@ -58,24 +58,36 @@ def test_the_networks_hold_every_kind_of_layer():
     assert held == set(LAYERS)
 
 
-class DoubledWeights(NumpyOps):
-    def conv2d_backward(self, x, w, dy, window, dx, dw, db):
-        super().conv2d_backward(x, w, dy, window, dx, dw, db)
-        dw *= 1.001
+def spoiled(name, spoil):
+    """Return NumPy's operations, what one of them has computed spoiled."""
+
+    def method(self, *arguments):
+        getattr(NumpyOps, name)(self, *arguments)
+        spoil(*arguments)
+
+    return type(name, (NumpyOps,), {name: method})
 
 
-class StaleBias(NumpyOps):
-    def linear_backward(self, x, w, dy, dx, dw, db):
-        before = None if db is None else db.copy()
-        super().linear_backward(x, w, dy, dx, dw, db)
-        if db is not None:
-            db += before  # as if the buffer were not overwritten
+def scale(array, factor):
+    array *= np.float32(factor)
 
 
-class NoNumber(NumpyOps):
-    def linear(self, x, w, b, y):
-        super().linear(x, w, b, y)
-        y[0] = np.nan
+DoubledWeights = spoiled("conv2d_backward", lambda x, w, dy, window, dx, dw, db: scale(dw, 1.001))
+# as if the buffer were not overwritten
+StaleBias = spoiled("linear_backward", lambda x, w, dy, dx, dw, db: db is None or np.add(db, 1, out=db))
+NoNumber = spoiled("linear", lambda x, w, b, y: y[0].fill(np.nan))
+HalfPool = spoiled("max_pool", lambda x, window, y, saved: scale(y, 0.5))
+NoDropout = spoiled("dropout", lambda x, images, key, rate, y: np.copyto(y, x))
+NoLoss = spoiled("loss", lambda loss, *rest: scale(rest[-2], 2 if loss == Loss.MEAN_SQUARED_ERROR else 1))
+
+
+class Several(NoDropout, HalfPool):
+    pass
+
+
+class NoMomentum(NumpyOps):
+    def updater(self, optimizer):
+        return super().updater(SGD())
 
 
 class Raising(NumpyOps):
@@ -138,33 +150,6 @@ def test_what_cannot_run_says_why(monkeypatch):
     monkeypatch.setattr(backend_class("cpu"), "compile", MagicMock(side_effect=BackendUnavailable("no GPU here")))
     with pytest.raises(CnnexpError, match="check cpu: takes none of the networks"):
         check.command(["cpu"])
-
-
-class NoDropout(NumpyOps):
-    def dropout(self, x, images, key, rate, y):
-        y[...] = x
-
-
-class HalfPool(NumpyOps):
-    def max_pool(self, x, window, y, saved):
-        super().max_pool(x, window, y, saved)
-        y *= np.float32(0.5)
-
-
-class Several(NoDropout, HalfPool):
-    pass
-
-
-class NoMomentum(NumpyOps):
-    def updater(self, optimizer):
-        return super().updater(SGD())
-
-
-class NoLoss(NumpyOps):
-    def loss(self, loss, scores, labels, scale, d_scores, losses, hits):
-        super().loss(loss, scores, labels, scale, d_scores, losses, hits)
-        if loss == Loss.MEAN_SQUARED_ERROR:
-            losses *= 2
 
 
 @pytest.mark.parametrize(

@@ -297,6 +297,7 @@ def test_a_secret_is_nowhere(run, tmp_path, monkeypatch, kind, way):
     )
     assert code in (2, 5)
     assert re.fullmatch(r"cnnexp: error: .*tracking\.uri.*\n", err)
+    assert "To look at it" not in out, "no hint to a store that could not be opened"
     assert "s3cr3t" not in out + err
     assert b"s3cr3t" not in contents(tmp_path)
     if way != "sweep" and code == 5:

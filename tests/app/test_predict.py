@@ -12,6 +12,7 @@ import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -172,10 +173,7 @@ def test_models_that_take_no_picture_files(tmp_path, model, message):
 
 
 def test_a_backend_that_the_machine_lacks_is_said_before_anything_is_read(tmp_path, monkeypatch):
-    def lacking(registry, name):
-        raise BackendUnavailable("no GPU")
-
-    monkeypatch.setattr(type(BACKENDS), "__getitem__", lacking)
+    monkeypatch.setattr(type(BACKENDS), "__getitem__", MagicMock(side_effect=BackendUnavailable("no GPU")))
     with pytest.raises(BackendUnavailable):
         predict.command(["nowhere", "dataset=digits", "backend=gpu"])
 

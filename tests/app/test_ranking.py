@@ -5,17 +5,8 @@ from cnnexp.system.table import as_markdown
 
 
 def row(job, backend, seed="0", status="FINISHED", contended=False, disturbed=False):
-    return {
-        **{
-            "job": job,
-            "name": f"job {job}",
-            "status": status,
-            "contended": contended,
-            "disturbed": disturbed,
-            "fallback": None,
-        },
-        **{"backend": backend, "trainer.seed": seed, "final/test_accuracy": 0.9},
-    }
+    run = {"job": job, "name": f"job {job}", "status": status, "contended": contended, "disturbed": disturbed}
+    return run | {"fallback": None, "backend": backend, "trainer.seed": seed, "final/test_accuracy": 0.9}
 
 
 def epochs(*speedups):
@@ -72,11 +63,8 @@ def test_without_a_baseline_speed_ranks():
 
 
 def test_what_failed_or_was_contended_has_no_place_and_what_was_disturbed_is_named():
-    rows = [
-        row("0", "a", disturbed=True),
-        row("1", "b", contended=True),
-        row("2", "c", status="FAILED", disturbed=None),
-    ]
+    rows = [row("0", "a", disturbed=True), row("1", "b", contended=True)]
+    rows.append(row("2", "c", status="FAILED", disturbed=None))
     told, places = verdict(rows, {job: epochs(2.0) for job in "012"}, failed=1)
     assert [place.label for place in places] == ["a"]
     assert "DISTURBED by other work: 1 of 3 jobs, in folders 0;" in told["machine"]

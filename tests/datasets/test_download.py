@@ -2,7 +2,6 @@
 
 import functools
 import gzip
-import hashlib
 import http.server
 import os
 import threading
@@ -10,15 +9,13 @@ from typing import ClassVar
 
 import pytest
 from commands import one_line
-from idx_files import NAMES, small_set, write
+from idx_files import NAMES, publish, small_set, write
 
 from cnnexp.datasets import FashionMnist, Mnist
 from cnnexp.datasets.download import fetch
-from cnnexp.datasets.idx import IdxFile
 from cnnexp.errors import DataError
 
 FILES = small_set()
-SHAPES = ((30, 28, 28), (30,), (10, 28, 28), (10,))
 
 
 class Handler(http.server.SimpleHTTPRequestHandler):
@@ -52,8 +49,7 @@ def server(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(Handler, "requests", [])
     monkeypatch.setattr("pooch.os_cache", lambda name: tmp_path / "cache" / name)
-    sha256 = [hashlib.sha256(content).hexdigest() for content in FILES.values()]
-    monkeypatch.setattr(Mnist, "files", tuple(map(IdxFile, NAMES, SHAPES, sha256)))
+    publish(monkeypatch, FILES)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=web)) as httpd:
         thread = threading.Thread(target=httpd.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
@@ -104,9 +100,6 @@ def test_both_mirrors_failing_is_one_line_with_the_way_offline(server, monkeypat
 
 
 def test_fashion_mnist_is_held_against_the_sha256_of_the_gzipped_file(server, monkeypatch):
-    digests = [hashlib.sha256(gzip.compress(content, mtime=0)).hexdigest() for content in FILES.values()]
-    files = tuple(IdxFile(name, shape, gz_sha256=d) for name, shape, d in zip(NAMES, SHAPES, digests, strict=True))
-    monkeypatch.setattr(FashionMnist, "files", files)
     mirrors(monkeypatch, f"{server}/altered/", f"{server}/good/", source=FashionMnist)
     dataset = FashionMnist().load()
     assert dataset.classes[9] == "Ankle boot"

@@ -13,10 +13,10 @@ from commands import one_line
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from idx_files import NAMES, idx_bytes, small_set, write
+from idx_files import NAMES, idx_bytes, publish, small_set, write
 
 from cnnexp.datasets import FashionMnist, Mnist
-from cnnexp.datasets.idx import IdxFile, read_idx
+from cnnexp.datasets.idx import read_idx
 from cnnexp.errors import DataError
 
 IMAGES = np.arange(5 * 4 * 3, dtype=np.uint8).reshape(5, 4, 3)
@@ -123,15 +123,8 @@ def test_verify_holds_files_against_the_published_shape(tmp_path):
 
 @pytest.fixture
 def published(monkeypatch):
-    """A small set, published as MNIST (by sha256) and as Fashion-MNIST (by that of the gzipped file)."""
-    files = small_set()
-    shapes = ((30, 28, 28), (30,), (10, 28, 28), (10,))
-    sha256 = [hashlib.sha256(content).hexdigest() for content in files.values()]
-    packed = [hashlib.sha256(gzip.compress(content, mtime=0)).hexdigest() for content in files.values()]
-    monkeypatch.setattr(Mnist, "files", tuple(map(IdxFile, NAMES, shapes, sha256)))
-    monkeypatch.setattr(
-        FashionMnist, "files", tuple(IdxFile(*f, gz_sha256=p) for *f, p in zip(NAMES, shapes, packed, strict=True))
-    )
+    """A small set, published as MNIST and as Fashion-MNIST."""
+    publish(monkeypatch, files := small_set())
     return files
 
 
