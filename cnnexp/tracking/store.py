@@ -505,7 +505,9 @@ def _how_died(tags: Mapping[str, str]) -> tuple[str, dict[str, str]]:
 def _metrics(metrics: Mapping[str, float], step: int, time_ms: int) -> list[Metric]:
     from mlflow.entities import Metric
 
-    return [Metric(key, float(value), time_ms, step) for key, value in metrics.items()]
+    # of what is a column of MLflow's list six digits: it would show all that there are, and cut them
+    rounded = {key: f"{value:.6g}" if key in view.METRICS else value for key, value in metrics.items()}
+    return [Metric(key, float(value), time_ms, step) for key, value in rounded.items()]
 
 
 def _now_ms() -> int:
