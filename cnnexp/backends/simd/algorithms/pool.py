@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
+from llvmlite import ir
 
 from cnnexp.backends.simd.algorithms.cost import Work, passes
 from cnnexp.backends.simd.algorithms.elementwise import apply, same
@@ -13,6 +15,8 @@ from cnnexp.backends.simd.algorithms.node import Node, Section
 from cnnexp.backends.simd.compiler.emit import INDEX, INT, Emitter, Kernels, Pointer, Target
 from cnnexp.backends.simd.layouts import Blocked, Halo, Layout
 from cnnexp.network import MaxPool2d, PoolStage
+
+Place = Callable[[Blocked], Pointer]
 
 
 class Pool(Node[Blocked, Blocked]):
@@ -60,83 +64,64 @@ class Pool(Node[Blocked, Blocked]):
         return np.multiply.outer(*counts)
 
     def forward(self, plan: Layout) -> Kernels:
-        def run(k: Emitter) -> None:
-            if self.largest:
-                max_pool(k, self.x, self.size, self.stride, self.y, self.argmax)
-            else:
-                avg_pool(k, self.x, self.size, self.stride, k.arena + self.shares, self.y)
-
-        return [("forward", run)]
+        return [("forward", self._max if self.largest else self._average)]
 
     def backward(self, plan: Layout) -> Kernels:
-        def run(k: Emitter) -> None:
-            if self.largest:
-                max_pool_backward(k, self.argmax, self.dy, self.size, self.stride, self.spread)
-            else:
-                avg_pool_backward(k, self.dy, self.size, self.stride, k.arena + self.shares, self.spread)
-            apply(k, same, self.spread, self.needed_dx)
+        return [("backward", self._backward)]
 
-        return [("backward", run)]
+    @contextmanager
+    def _windows(self, k: Emitter, seen: Blocked) -> Iterator[tuple[Pointer, Place, ir.Value]]:
+        """Run the block for every vector of the output.
 
+        Yields where its window begins in what is seen; the address of a vector of the output's shape; and 1 / the
+        number of the window's pixels inside the image, in all lanes, where a mean is taken.
+        """
+        rows, columns, channels = self.y.shape
+        with k.loop(k.groups(k.lanes)) as g, k.loop(rows) as u, k.loop(columns) as v:
+            share = k.zero() if self.largest else k.splat((k.arena + self.shares).at(u, columns).at(v))
+            with k.loop(channels) as c:
+                corner = seen.stored(k, g).at(u, self.stride * seen.row).at(v, self.stride * seen.column)
+                yield corner.at(c, seen.lanes), lambda tensor: tensor.pixel(k, g, u, v).at(c, tensor.lanes), share
 
-def max_pool(k: Emitter, x: Blocked, size: int, stride: int, y: Blocked, argmax: Blocked) -> None:
-    """y = the largest of each window, argmax = its place, a 32-bit integer; x's halo holds -inf, so it never wins."""
-    rows, columns, channels = y.shape
-    with k.loop(k.groups(k.lanes)) as g, k.loop(rows) as u, k.loop(columns) as v, k.loop(channels) as c:
-        corner = x.stored(k, g).at(u, stride * x.row).at(v, stride * x.column).at(c, x.lanes)
-        best, where = k.variable(k.constant(-math.inf)), k.variable(k.integers(0))
-        with k.loop(size) as i, k.loop(size) as j:
-            value = k.load(corner.at(i, x.row).at(j, x.column))
-            code = k.builder.trunc(k.builder.add(k.builder.mul(i, INDEX(size)), j), INT)
-            larger = k.larger(value, best.get())
-            best.set(k.select(larger, value, best.get()))
-            where.set(k.select(larger, k.spread(code), where.get()))
-        k.store(best.get(), y.pixel(k, g, u, v).at(c, y.lanes))
-        k.store(k.as_floats(where.get()), argmax.pixel(k, g, u, v).at(c, argmax.lanes))
+    @contextmanager
+    def _pixels(self, k: Emitter, seen: Blocked, corner: Pointer) -> Iterator[tuple[Pointer, ir.Value]]:
+        """Run the block for every pixel of a window: its address, and in all lanes its number."""
+        with k.loop(self.size) as i, k.loop(self.size) as j:
+            code = k.builder.trunc(k.builder.add(k.builder.mul(i, INDEX(self.size)), j), INT)
+            yield corner.at(i, seen.row).at(j, seen.column), k.spread(code)
 
+    def _max(self, k: Emitter) -> None:
+        """y = the largest of each window, argmax = its place, a 32-bit integer; x's halo holds -inf: it never wins."""
+        with self._windows(k, self.x) as (corner, place, _):
+            best, where = k.variable(k.constant(-math.inf)), k.variable(k.integers(0))
+            with self._pixels(k, self.x, corner) as (at, code):
+                value = k.load(at)
+                larger = k.larger(value, best.get())
+                best.set(k.select(larger, value, best.get()))
+                where.set(k.select(larger, code, where.get()))
+            k.store(best.get(), place(self.y))
+            k.store(k.as_floats(where.get()), place(self.argmax))
 
-def max_pool_backward(k: Emitter, argmax: Blocked, dy: Blocked, size: int, stride: int, dx: Blocked) -> None:
-    """dx = dy added at each window's argmax. dx has the halo that x has; what lands in it is not used."""
-    _clear(k, dx)
-    rows, columns, channels = dy.shape
-    with k.loop(k.groups(k.lanes)) as g, k.loop(rows) as u, k.loop(columns) as v, k.loop(channels) as c:
-        corner = dx.stored(k, g).at(u, stride * dx.row).at(v, stride * dx.column).at(c, dx.lanes)
-        value = k.load(dy.pixel(k, g, u, v).at(c, dy.lanes))
-        where = k.as_integers(k.load(argmax.pixel(k, g, u, v).at(c, argmax.lanes)))
-        with k.loop(size) as i, k.loop(size) as j:
-            code = k.builder.trunc(k.builder.add(k.builder.mul(i, INDEX(size)), j), INT)
-            here = k.builder.icmp_signed("==", where, k.spread(code))
-            at = corner.at(i, dx.row).at(j, dx.column)
-            k.store(k.add(k.load(at), k.select(here, value, k.zero())), at)
-
-
-def avg_pool(k: Emitter, x: Blocked, size: int, stride: int, shares: Pointer, y: Blocked) -> None:
-    """y = the mean of each window's pixels inside the image; `shares` (U, V) holds 1 / their number."""
-    rows, columns, channels = y.shape
-    with k.loop(k.groups(k.lanes)) as g, k.loop(rows) as u, k.loop(columns) as v:
-        share = k.splat(shares.at(u, columns).at(v))
-        with k.loop(channels) as c:
-            corner = x.stored(k, g).at(u, stride * x.row).at(v, stride * x.column).at(c, x.lanes)
+    def _average(self, k: Emitter) -> None:
+        """y = the mean of each window's pixels inside the image."""
+        with self._windows(k, self.x) as (corner, place, share):
             total = k.variable()
-            with k.loop(size) as i, k.loop(size) as j:
-                total.set(k.add(total.get(), k.load(corner.at(i, x.row).at(j, x.column))))
-            k.store(k.multiply(total.get(), share), y.pixel(k, g, u, v).at(c, y.lanes))
+            with self._pixels(k, self.x, corner) as (at, _):
+                k.increase(total, k.load(at))
+            k.store(k.multiply(total.get(), share), place(self.y))
 
-
-def avg_pool_backward(k: Emitter, dy: Blocked, size: int, stride: int, shares: Pointer, dx: Blocked) -> None:
-    """dx = each window's share of dy, added up; dx has the halo that x has."""
-    _clear(k, dx)
-    rows, columns, channels = dy.shape
-    with k.loop(k.groups(k.lanes)) as g, k.loop(rows) as u, k.loop(columns) as v:
-        share = k.splat(shares.at(u, columns).at(v))
-        with k.loop(channels) as c:
-            corner = dx.stored(k, g).at(u, stride * dx.row).at(v, stride * dx.column).at(c, dx.lanes)
-            value = k.multiply(k.load(dy.pixel(k, g, u, v).at(c, dy.lanes)), share)
-            with k.loop(size) as i, k.loop(size) as j:
-                at = corner.at(i, dx.row).at(j, dx.column)
-                k.store(k.add(k.load(at), value), at)
-
-
-def _clear(k: Emitter, x: Blocked) -> None:
-    with k.loop(k.groups(k.lanes)) as g:
-        k.clear(x.stored(k, g), x.group // x.lanes)
+    def _backward(self, k: Emitter) -> None:
+        """dx = dy added at each window's argmax, or its shares at every pixel; what lands in x's halo is not used."""
+        spread = self.spread
+        with k.loop(k.groups(k.lanes)) as g:
+            k.clear(spread.stored(k, g), spread.group // spread.lanes)
+        with self._windows(k, spread) as (corner, place, share):
+            value = k.load(place(self.dy))
+            if self.largest:
+                where = k.as_integers(k.load(place(self.argmax)))
+            else:
+                value = k.multiply(value, share)
+            with self._pixels(k, spread, corner) as (at, code):
+                here = k.select(k.builder.icmp_signed("==", where, code), value, k.zero()) if self.largest else value
+                k.store(k.add(k.load(at), here), at)
+        apply(k, same, spread, self.needed_dx)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -73,6 +74,48 @@ def rows_inside(
     return k.builder.select(k.builder.icmp_signed(">", low, INDEX(0)), low, INDEX(0)), high
 
 
+@dataclass(frozen=True)
+class Phase:
+    """Pixels along one axis, first, first + step, ..., that the same taps make.
+
+    Attributes:
+        count: of the pixels. stride: from what one of them sees to what the next one does.
+        taps: which, and the place of what the first pixel sees through it.
+    """
+
+    first: int
+    step: int
+    count: int
+    stride: int
+    taps: tuple[tuple[int, int], ...]
+
+    @property
+    def start(self) -> int:
+        """The least place that the first pixel sees; negative ones lie in the halo."""
+        return self.taps[-1][1] if self.taps else 0
+
+    def at(self, k: Emitter, i: ir.Value, more: int = 0) -> ir.Value:
+        """Return the place of a pixel, counted from 0, or of one of its neighbours."""
+        return k.scaled(i, self.step, self.first + more * self.step)
+
+    def seen(self, pixels: int) -> list[tuple[int, list[tuple[int, int]]]]:
+        """Return the places that so many neighbours see, each with (the number in `taps`, which neighbour)."""
+        found: dict[int, list[tuple[int, int]]] = {}
+        for (number, (_, place)), m in itertools.product(enumerate(self.taps), range(pixels)):
+            found.setdefault(place + m * self.stride, []).append((number, m))
+        return sorted(found.items())
+
+
+def seen_by(stage: ConvStage, axis: int) -> list[Phase]:
+    """Return the input's pixels, of what they see in the output's gradient."""
+    window, size, found = stage.window, stage.input_shape[axis], []
+    for first in range(min(window.stride, size)):
+        places = ((t, first + window.pads[axis] - t * window.dilation) for t in range(window.size))
+        taps = tuple((t, place // window.stride) for t, place in places if place % window.stride == 0)
+        found.append(Phase(first, window.stride, len(range(first, size, window.stride)), 1, taps))
+    return found
+
+
 Pixels = TypeVar("Pixels", Blocked, NHWC)
 
 
@@ -122,7 +165,12 @@ class ConvolutionNode(Node[Pixels, Pixels]):
 
     def _dense_halo(self) -> Halo:
         """Return the room around the gradient of the full convolution that the input's gradient needs."""
-        raise NotImplementedError
+        sides = []
+        for axis, count in enumerate(self.stage.output_shape[:2]):
+            places = [(at, at + phase.count) for phase in seen_by(self.stage, axis) for _, at in phase.taps]
+            sides.append((max(0, -min(at for at, _ in places)), max(0, max(end for _, end in places) - count)))
+        (top, bottom), (left, right) = sides
+        return Halo(top, left, bottom, right)
 
     def computed(self, what: str) -> Fraction:
         cells, outputs = math.prod(self.shape[:2]), math.prod(self.stage.output_shape[:2])

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from llvmlite import ir
 
-from cnnexp.backends.simd.algorithms.convolution.base import ConvolutionNode, Windows, rows_inside
+from cnnexp.backends.simd.algorithms.convolution.base import ConvolutionNode, Phase, Windows, rows_inside, seen_by
 from cnnexp.backends.simd.algorithms.cost import Work, passes, product_gradient, product_sums, total
 from cnnexp.backends.simd.algorithms.linear.product import Panel, Panels, Steps, add_products, choose_tile, most_height
 from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Kernels, Pointer, Target
@@ -65,8 +65,7 @@ class Channels(ConvolutionNode[NHWC]):
         if needs_dx:
             sums = [
                 product_sums((p.count, q.count), 1, channels, len(p.taps) * len(q.taps) * filters, target)
-                for p in phases(height, kernel, layer.stride, self.stage.window.pads[0])
-                for q in phases(width, kernel, layer.stride, self.stage.window.pads[1])
+                for p, q in itertools.product(seen_by(self.stage, 0), seen_by(self.stage, 1))
             ]
             packing = (math.log2(target.lanes) + 2) * kernel * run * filters / target.lanes / images
             macs, largest = sum(part.macs for part in sums), max(sums, key=lambda part: part.macs)
@@ -79,24 +78,30 @@ class Channels(ConvolutionNode[NHWC]):
         cells, finish = (self.shape[0], self.shape[1]), 2.5 + 3.0 * (self.window - 1)
         return product_sums(cells, self.window, layer.filters, layer.kernel**2 * channels, target, finish)
 
-    def _dense_halo(self) -> Halo:
-        stage, layer = self.stage, self.stage.layer
-        return gradient_halo(stage.input_shape, stage.output_shape, layer.kernel, layer.stride, stage.window.pads[:2])
-
     def prepare(self, plan: Layout) -> None:
         self.prepare_forward(plan)
         if plan.target.forward_only:
             return
-        stage, layer = self.stage, self.stage.layer
         self.d, halo = self.dy, self._dense_halo() if self.dx else Halo()
         if self.pool or self.dy.halo != halo:
-            self.d = plan.arena.nhwc(stage.output_shape, halo)
+            self.d = plan.arena.nhwc(self.stage.output_shape, halo)
         if self.dx:
-            positive = self.x if self.input_rectified else None
-            self.gradient = input_gradient_of(
-                self.d, self.dx, layer.kernel, layer.stride, stage.window.pads[:2], positive, plan.target
-            )
-            self.packed = plan.arena.allocate(self.gradient.size)
+            self.phases, size = self._input_gradient(self.d, self.dx, plan.target)
+            self.packed = plan.arena.allocate(size)
+
+    def _input_gradient(self, d: NHWC, dx: NHWC, target: Target) -> tuple[list[tuple[Phase, Phase, Sum, int]], int]:
+        """Return the phases of dx: rows, columns, the sum, and where its weights lie; and the floats of all weights."""
+        parts, size, positive = [], 0, self.x if self.input_rectified else None
+        channels, filters = dx.shape[2], d.shape[2]
+        for rows, columns in itertools.product(seen_by(self.stage, 0), seen_by(self.stage, 1)):
+            taps, counts = (len(rows.taps), len(columns.taps)), (rows.count, columns.count)
+            width = panel_width(counts, 1, channels, target)
+            panels = Panels(taps[0] * taps[1] * filters, channels, width, target.lanes)
+            origin, first = (d.halo.top + rows.start, d.halo.left + columns.start), (rows.first, columns.first)
+            conv = Sum(d, origin, 1, taps, dx, first, rows.step, counts, panels, positive=positive)
+            parts.append((rows, columns, conv, size))
+            size += panels.size
+        return parts, size
 
     def prepare_forward(self, plan: Layout) -> None:
         """Allocate what the forward pass needs."""
@@ -136,9 +141,41 @@ class Channels(ConvolutionNode[NHWC]):
         conv2d_backward_weights(k, self.sum, self.d, *plan.parameters.gradients(k, self.stage))
 
     def _backward_input(self, k: Emitter, plan: Layout) -> None:
-        layer, (weights, _) = self.stage.layer, plan.parameters.weights(k, self.stage)
-        packed = k.arena + self.packed
-        conv2d_backward_input(k, self.gradient, self.sum.panels, layer.kernel, layer.stride, weights, packed)
+        weights, _ = plan.parameters.weights(k, self.stage)
+        for rows, columns, conv, offset in self.phases:
+            packed = k.arena + self.packed + offset
+            if rows.taps and columns.taps:
+                self._transpose_weights(k, (rows, columns), weights, conv.panels, packed)
+                conv2d(k, conv, packed, None)
+            else:
+                _clear(k, conv)
+
+    def _transpose_weights(
+        self, k: Emitter, phases: tuple[Phase, Phase], weights: Pointer, target: Panels, packed: Pointer
+    ) -> None:
+        """packed[(a, b, f), c] = weights[(rows[a], columns[b], c), f], from panels to panels; the last tap is first."""
+        source, kernel, stride = self.sum.panels, self.stage.layer.kernel, self.stage.layer.stride
+        filters, channels = source.outputs, target.outputs
+        rows, columns = phases[0].taps, phases[1].taps
+        for panel in source.each(k):
+            unit = panel.unit
+            for other in target.each(k):
+                other_unit = other.unit
+                with k.loop(len(rows)) as a, k.loop(len(columns)) as b:
+                    # a tap, and blocks of lanes x lanes of it
+                    corner = panel.at(weights) + (rows[-1][0] * kernel + columns[-1][0]) * channels * unit
+                    corner = corner.at(a, -stride * kernel * channels * unit).at(b, -stride * channels * unit)
+                    corner = corner.at(k.builder.mul(other.vector, INDEX(k.lanes)), unit)
+                    place = other.at(packed).at(a, len(columns) * filters * other_unit).at(b, filters * other_unit)
+                    place = place.at(k.builder.mul(panel.vector, INDEX(k.lanes)), other_unit)
+                    for (vector, valid), (part, inside) in itertools.product(
+                        enumerate(panel.valid), enumerate(other.valid)
+                    ):
+                        block = corner + (part * k.lanes * unit + vector * k.lanes)
+                        # a block: filters from the lanes to the rows
+                        lines = [k.load(block + i * unit) if i < inside else k.zero() for i in range(k.lanes)]
+                        for i, value in enumerate(k.transpose(lines)[:valid]):
+                            k.store(value, place + ((vector * k.lanes + i) * other_unit + part * k.lanes))
 
 
 @dataclass(frozen=True)
@@ -310,133 +347,6 @@ def conv2d_backward_bias(k: Emitter, panels: Panels, d: NHWC, db: Pointer) -> No
             at = panel.outputs(d.pixel(k, n, p, q))
             for v, (total, valid) in enumerate(zip(totals[0], panel.valid, strict=True)):
                 k.increase(total, k.load_part(at + v * k.lanes, valid))
-
-
-@dataclass(frozen=True)
-class Phase:
-    """Pixels of the input whose place modulo the stride is the same, along one axis.
-
-    Attributes:
-        first, count: the first of them, and how many.
-        taps: those that see them, in the order in which the outputs that they belong to lie.
-        start: the output that the first pixel's first tap belongs to; negative ones lie in the halo.
-    """
-
-    first: int
-    count: int
-    taps: tuple[int, ...]
-    start: int
-
-
-def phases(size: int, kernel: int, stride: int, pad: int) -> list[Phase]:
-    """Return the phases of one axis of `size` pixels."""
-    found = []
-    for first in range(min(stride, size)):
-        taps = tuple(range((first + pad) % stride, kernel, stride))[::-1]
-        start = (first + pad - taps[0]) // stride if taps else 0
-        found.append(Phase(first, len(range(first, size, stride)), taps, start))
-    return found
-
-
-def gradient_halo(
-    input_shape: tuple[int, ...], output_shape: tuple[int, ...], kernel: int, stride: int, pads: tuple[int, int]
-) -> Halo:
-    """Return the room around the output's gradient that the input's gradient reads."""
-    sides = []
-    for size, count, pad in zip(input_shape, output_shape, pads, strict=False):
-        reached = [p for p in phases(size, kernel, stride, pad) if p.taps]
-        before = max(-p.start for p in reached)
-        after = max(p.start + p.count - 1 + len(p.taps) - count for p in reached)
-        sides.append((max(0, before), max(0, after)))
-    (top, bottom), (left, right) = sides
-    return Halo(top, left, bottom, right)
-
-
-@dataclass(frozen=True)
-class InputGradient:
-    """The gradient of a convolution's input.
-
-    Attributes:
-        parts: its phases: rows, columns, the sum, and where its weights lie behind those of the parts before.
-        size: floats of all weights.
-    """
-
-    parts: list[tuple[Phase, Phase, Sum, int]]
-    size: int
-
-
-def input_gradient_of(
-    d: NHWC,
-    dx: NHWC,
-    kernel: int,
-    stride: int,
-    pads: tuple[int, int],
-    positive: NHWC | None,
-    target: Target,
-) -> InputGradient:
-    """Return the geometry of dx from d."""
-    parts, size = [], 0
-    (height, width, channels), filters = dx.shape, d.shape[2]
-    for rows in phases(height, kernel, stride, pads[0]):
-        for columns in phases(width, kernel, stride, pads[1]):
-            taps, counts = (len(rows.taps), len(columns.taps)), (rows.count, columns.count)
-            panels = Panels(
-                taps[0] * taps[1] * filters, channels, panel_width(counts, 1, channels, target), target.lanes
-            )
-            origin, first = (d.halo.top + rows.start, d.halo.left + columns.start), (rows.first, columns.first)
-            conv = Sum(d, origin, 1, taps, dx, first, stride, counts, panels, positive=positive)
-            parts.append((rows, columns, conv, size))
-            size += panels.size
-    return InputGradient(parts, size)
-
-
-def conv2d_backward_input(
-    k: Emitter, gradient: InputGradient, source: Panels, kernel: int, stride: int, weights: Pointer, packed: Pointer
-) -> None:
-    """Fill dx.
-
-    Args:
-        source, weights: the forward weights, of `kernel` and `stride`. packed: room for `gradient.size` floats.
-    """
-    for rows, columns, conv, offset in gradient.parts:
-        if rows.taps and columns.taps:
-            transpose_weights(k, source, kernel, stride, rows.taps, columns.taps, weights, conv.panels, packed + offset)
-            conv2d(k, conv, packed + offset, None)
-        else:
-            _clear(k, conv)
-
-
-def transpose_weights(
-    k: Emitter,
-    source: Panels,
-    kernel: int,
-    stride: int,
-    rows: tuple[int, ...],
-    columns: tuple[int, ...],
-    weights: Pointer,
-    target: Panels,
-    packed: Pointer,
-) -> None:
-    """packed[(a, b, f), c] = weights[(rows[a], columns[b], c), f], from panels to panels."""
-    filters, channels = source.outputs, target.outputs
-    for panel in source.each(k):
-        unit = panel.unit
-        for other in target.each(k):
-            other_unit = other.unit
-            with k.loop(len(rows)) as a, k.loop(len(columns)) as b:
-                # a tap, and blocks of lanes x lanes of it
-                corner = panel.at(weights) + (rows[0] * kernel + columns[0]) * channels * unit
-                corner = corner.at(a, -stride * kernel * channels * unit).at(b, -stride * channels * unit)
-                corner = corner.at(k.builder.mul(other.vector, INDEX(k.lanes)), unit)
-                place = other.at(packed).at(a, len(columns) * filters * other_unit).at(b, filters * other_unit)
-                place = place.at(k.builder.mul(panel.vector, INDEX(k.lanes)), other_unit)
-                for vector, valid in enumerate(panel.valid):
-                    for part, inside in enumerate(other.valid):
-                        block = corner + (part * k.lanes * unit + vector * k.lanes)
-                        # a block: filters from the lanes to the rows
-                        lines = [k.load(block + i * unit) if i < inside else k.zero() for i in range(k.lanes)]
-                        for i, value in enumerate(k.transpose(lines)[:valid]):
-                            k.store(value, place + ((vector * k.lanes + i) * other_unit + part * k.lanes))
 
 
 def _clear(k: Emitter, conv: Sum) -> None:

@@ -18,17 +18,16 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Self
 
 from llvmlite import ir
 
-from cnnexp.backends.simd.algorithms.convolution.base import ConvolutionNode
+from cnnexp.backends.simd.algorithms.convolution.base import ConvolutionNode, Phase, seen_by
 from cnnexp.backends.simd.algorithms.convolution.channels import copy_gradient
 from cnnexp.backends.simd.algorithms.cost import Work, bring, passes
 from cnnexp.backends.simd.algorithms.node import Section
 from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Kernels, Pointer, Target, chunks
-from cnnexp.backends.simd.layouts import NHWC, Halo, Layout, padded_rows, round_up
+from cnnexp.backends.simd.layouts import NHWC, Layout, padded_rows, round_up
 from cnnexp.network import ConvStage
 
 MOST_SIDE = 7
@@ -64,14 +63,6 @@ class Depthwise(ConvolutionNode[NHWC]):
         found = {"forward": each, "gradient": passes(outputs, 2, target, images)}
         found["backward_weights"] = Work(macs, 1.3 * each.cycles, f"{_rows(side, target)} x {side} taps")
         return found | ({"backward_input": each} if needs_dx else {})
-
-    def _dense_halo(self) -> Halo:
-        sides = []
-        for axis, count in enumerate(self.shape[:2]):
-            places = [(at, at + phase.count) for phase in backward(self.stage, axis) for _, at in phase.taps]
-            sides.append((max(0, -min(at for at, _ in places)), max(0, max(end for _, end in places) - count)))
-        (top, bottom), (left, right) = sides
-        return Halo(top, left, bottom, right)
 
     def prepare(self, plan: Layout) -> None:
         taps, self.row = self.stage.layer.kernel**2, round_up(self.shape[2], plan.target.lanes)
@@ -113,7 +104,7 @@ class Depthwise(ConvolutionNode[NHWC]):
         def finish(value: ir.Value, channel: ir.Value, at: Place) -> ir.Value:
             return k.where_positive(k.load(at(self.x).at(channel)), value) if self.input_rectified else value
 
-        for phases in itertools.product(backward(self.stage, 0), backward(self.stage, 1)):
+        for phases in itertools.product(seen_by(self.stage, 0), seen_by(self.stage, 1)):
             add_taps(k, (self.d, dx), phases, tap, finish)
 
     def _backward_weights(self, k: Emitter, plan: Layout) -> None:
@@ -146,48 +137,11 @@ def _rows(side: int, target: Target) -> int:
     return max(1, min(side, (target.registers - GRADIENT_PIXELS - 2) // side))
 
 
-@dataclass(frozen=True)
-class Phase:
-    """Pixels along one axis, first, first + step, ..., that the same taps make.
-
-    Attributes:
-        count: of the pixels. stride: from what one of them sees to what the next one does.
-        taps: which, and the place of what the first pixel sees through it.
-    """
-
-    first: int
-    step: int
-    count: int
-    stride: int
-    taps: tuple[tuple[int, int], ...]
-
-    def at(self, k: Emitter, i: ir.Value, more: int = 0) -> ir.Value:
-        """Return the place of a pixel, counted from 0, or of one of its neighbours."""
-        return k.scaled(i, self.step, self.first + more * self.step)
-
-    def seen(self, pixels: int) -> list[tuple[int, list[tuple[int, int]]]]:
-        """Return the places that so many neighbours see, each with (the number in `taps`, which neighbour)."""
-        found: dict[int, list[tuple[int, int]]] = {}
-        for (number, (_, place)), m in itertools.product(enumerate(self.taps), range(pixels)):
-            found.setdefault(place + m * self.stride, []).append((number, m))
-        return sorted(found.items())
-
-
 def forward(stage: ConvStage, axis: int) -> Phase:
     """Return the output's pixels, of what they see in the input."""
     window, pad = stage.window, stage.window.pads[axis]
     taps = tuple((t, t * window.dilation - pad) for t in range(window.size))
     return Phase(0, 1, stage.output_shape[axis], window.stride, taps)
-
-
-def backward(stage: ConvStage, axis: int) -> list[Phase]:
-    """Return the input's pixels, of what they see in the output's gradient."""
-    window, size, found = stage.window, stage.input_shape[axis], []
-    for first in range(min(window.stride, size)):
-        places = ((t, first + window.pads[axis] - t * window.dilation) for t in range(window.size))
-        taps = tuple((t, place // window.stride) for t, place in places if place % window.stride == 0)
-        found.append(Phase(first, window.stride, len(range(first, size, window.stride)), 1, taps))
-    return found
 
 
 Tap = Callable[[int, int], Pointer]

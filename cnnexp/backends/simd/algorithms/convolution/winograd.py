@@ -31,7 +31,6 @@ from cnnexp.backends.simd.algorithms.convolution.channels import (
     conv2d_backward_bias,
     finish,
     panel_width,
-    transpose_weights,
 )
 from cnnexp.backends.simd.algorithms.cost import Work, bring, passes, product_gradient, product_sums
 from cnnexp.backends.simd.algorithms.linear.product import Panels, Steps, add_products
@@ -92,7 +91,7 @@ class Winograd(Channels):
         super().prepare(plan)
         self.transformed = make_winograd(plan.arena, self.sum, plan.target)
         if self.dx and not self.argmax:
-            _, _, conv, _ = self.gradient.parts[0]
+            _, _, conv, _ = self.phases[0]
             self.back = make_winograd(plan.arena, conv, plan.target)
 
     def forward(self, plan: Layout) -> Kernels:
@@ -103,8 +102,8 @@ class Winograd(Channels):
 
     def _backward_input(self, k: Emitter, plan: Layout) -> None:
         weights, _ = plan.parameters.weights(k, self.stage)
-        packed, taps = k.arena + self.packed, (2, 1, 0)
-        transpose_weights(k, self.sum.panels, 3, 1, taps, taps, weights, self.back.conv.panels, packed)
+        packed, (rows, columns, conv, _) = k.arena + self.packed, self.phases[0]
+        self._transpose_weights(k, (rows, columns), weights, conv.panels, packed)
         conv2d(k, self.back, packed, None)
 
 
