@@ -41,10 +41,8 @@ STEP = {
 }
 """The parts of a step besides the layers', by name: `wait` is for the other threads."""
 
-
 FEWEST_IN_A_TILE = 2
 """Part of a vector that a tile of images has room for at least: `predict` takes as many at once."""
-
 
 Rooms = dict[tuple[type[Tensor], Shape, Halo], list[tuple[Tensor, list[tuple[int, int]]]]]
 """Of gradients, by what they are like: each with the first and the last of the nodes that use it, every time."""

@@ -9,15 +9,12 @@ from llvmlite import ir
 
 from cnnexp.backends.simd.algorithms.cost import Work, passes
 from cnnexp.backends.simd.algorithms.node import Node, Section
-from cnnexp.backends.simd.compiler.emit import Emitter, Kernels, Target
+from cnnexp.backends.simd.compiler.emit import Emitter, Kernels, Pointer, Target
 from cnnexp.backends.simd.compiler.trace import MATHS, emitted
 from cnnexp.backends.simd.layouts import NC, Blocked, Layout
 from cnnexp.network import ElementwiseStage, LeakyReLU, ReLU
 
 Map = Callable[[Emitter, ir.Value], ir.Value]
-
-
-Map2 = Callable[[Emitter, ir.Value, ir.Value], ir.Value]
 
 
 class ElementwiseNode(Node[Blocked | NC, Blocked | NC]):
@@ -47,7 +44,12 @@ class ElementwiseNode(Node[Blocked | NC, Blocked | NC]):
         derivative = emitted(self.layer.derivative(MATHS))
 
         def run(k: Emitter) -> None:
-            apply_backward(k, derivative, self.x, self.y, self.dy, self.needed_dx)
+            """dx = dy * derivative(x, y)."""
+
+            def one(x: Pointer, y: Pointer, dy: Pointer, dx: Pointer) -> None:
+                k.store(k.multiply(k.load(dy), derivative(k, k.load(x), k.load(y))), dx)
+
+            _each(k, (self.x, self.y, self.dy, self.needed_dx), one)
 
         return [("backward", run)]
 
@@ -58,20 +60,9 @@ def same(k: Emitter, x: ir.Value) -> ir.Value:
 
 def apply(k: Emitter, function: Map, x: Blocked | NC, y: Blocked | NC) -> None:
     """y = function(x); what rounds up rows stays 0."""
-    if isinstance(x, NC) and isinstance(y, NC) and x.size % k.lanes:
-        _apply_rows(k, function, x, y)
+    if not isinstance(x, NC) or not isinstance(y, NC) or not x.size % k.lanes:
+        _each(k, (x, y), lambda a, b: k.store(function(k, k.load(a)), b))
         return
-    _each(k, (x, y), lambda a, b: k.store(function(k, k.load(a)), b))
-
-
-def apply_backward(
-    k: Emitter, function: Map2, x: Blocked | NC, y: Blocked | NC, dy: Blocked | NC, dx: Blocked | NC
-) -> None:
-    """dx = dy * function(x, y)."""
-    _each(k, (x, y, dy, dx), lambda a, b, c, d: k.store(k.multiply(k.load(c), function(k, k.load(a), k.load(b))), d))
-
-
-def _apply_rows(k: Emitter, function: Map, x: NC, y: NC) -> None:
     with k.loop(k.count) as n:
         for i, valid in k.vectors(x.size):
             value = function(k, k.load(x.stored(k, n).at(i, k.lanes)))

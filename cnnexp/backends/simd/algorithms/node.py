@@ -16,9 +16,7 @@ from cnnexp.optimizers import Optimizer
 
 Tensor = Blocked | NC
 
-
 X = TypeVar("X", bound=Tensor)
-
 
 Y = TypeVar("Y", bound=Tensor)
 

@@ -37,7 +37,6 @@ class Traced(Recorded):
 
 Operand = Traced | np.float32
 
-
 MAGIC = 1.5 * 2**23
 
 

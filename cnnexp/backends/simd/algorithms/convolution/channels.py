@@ -31,7 +31,6 @@ from cnnexp.backends.simd.layouts import NHWC, Halo, Layout
 CACHED_PART = (3, 4)
 """Part of L1 that x and d of a weight gradient's pieces may take."""
 
-
 LEAST_TERMS = 48
 """Terms that a tile adds to its sums before they go back to memory, at least."""
 

@@ -33,7 +33,6 @@ from cnnexp.backends.simd.layouts import Blocked, Halo, Layout
 MOST_SUMS = 256
 """Vectors of sums that lie in L1 beside what is summed: 16 KB of AVX-512's."""
 
-
 CACHED_VECTORS = 448
 """Vectors of one piece of a row, of x and d together: 28 KB of AVX-512's."""
 

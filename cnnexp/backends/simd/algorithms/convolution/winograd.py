@@ -40,10 +40,8 @@ from cnnexp.backends.simd.layouts import NHWC, Arena, Layout, odd_lines, round_u
 PLACES = 16
 """Of a transformed tile."""
 
-
 CACHED_PART = 4
 """One over the part of L2 that a block's tiles take, transformed and multiplied."""
-
 
 Vectors = Sequence[ir.Value]
 
@@ -183,9 +181,8 @@ class WinogradPass:
     Attributes:
         conv: as without Winograd, 3 x 3 taps, stride 1, and windows of 2 x 2 if any.
         tiling: how it goes over an image. panels: of the weights of one place (C, F).
-        arena: whose room for a kernel holds, so many floats into it:
-        weights: the transformed weights, or their gradient, [place][panels].
-        inputs, outputs: the block's tiles, [place][tile][channel] and [place][tile][filter].
+        arena: whose room for a kernel holds the transformed weights, or their gradient, [place][panels].
+        inputs, outputs: so many floats into it lie the block's tiles, [place][tile][channel] and [place][tile][filter].
         strides: floats from place to place of weights, inputs and outputs.
     """
 
@@ -193,7 +190,6 @@ class WinogradPass:
     tiling: Tiling
     panels: Panels
     arena: Arena
-    weights: int
     inputs: int
     outputs: int
     strides: tuple[int, int, int]
@@ -203,7 +199,7 @@ class WinogradPass:
 
     def at(self, k: Emitter, place: ir.Value) -> list[Pointer]:
         """Return where weights, inputs and outputs of a place lie."""
-        parts = zip((self.weights, self.inputs, self.outputs), self.strides, strict=True)
+        parts = zip((0, self.inputs, self.outputs), self.strides, strict=True)
         return [(self.room(k) + part).at(place, stride) for part, stride in parts]
 
     @property
@@ -226,7 +222,7 @@ def make_winograd(arena: Arena, conv: Sum, target: Target) -> WinogradPass:
     strides = odd_lines(panels.size), input_stride, output_stride
     inputs_at, outputs_at = PLACES * strides[0], PLACES * (strides[0] + input_stride)
     arena.share(outputs_at + PLACES * output_stride)
-    return WinogradPass(conv, tiling, panels, arena, 0, inputs_at, outputs_at, strides)
+    return WinogradPass(conv, tiling, panels, arena, inputs_at, outputs_at, strides)
 
 
 def conv2d(k: Emitter, winograd: WinogradPass, weights: Pointer, bias: Pointer | None) -> None:
@@ -256,7 +252,7 @@ def _transform_weights(k: Emitter, winograd: WinogradPass, weights: Pointer) -> 
 
     for panel in panels.each(k):
         unit = panel.unit
-        target = replace(panel, panels=winograd.panels).at(winograd.room(k) + winograd.weights)
+        target = replace(panel, panels=winograd.panels).at(winograd.room(k))
         with k.loop(channels) as c:
             for v in range(panel.width):
                 corner = panel.at(weights).at(c, unit) + v * k.lanes
@@ -350,7 +346,7 @@ def conv2d_backward_weights(k: Emitter, winograd: WinogradPass, d: NHWC, dw: Poi
     """As `channels.conv2d_backward_weights` on `winograd.conv`."""
     tiling, images = winograd.tiling, winograd.tiling.images
     columns = tiling.counts[1]
-    sums = winograd.room(k) + winograd.weights
+    sums = winograd.room(k)
     # no sum yet
     k.clear(sums, PLACES * winograd.strides[0] // k.lanes)
     # some images, of them some rows of tiles
@@ -423,7 +419,7 @@ def _add_weights(k: Emitter, winograd: WinogradPass, dw: Pointer) -> None:
     # a channel, a vector of filters: 4 x 4 places to 3 x 3 taps
     for panel in winograd.conv.panels.each(k):
         unit = panel.unit
-        source = replace(panel, panels=winograd.panels).at(winograd.room(k) + winograd.weights)
+        source = replace(panel, panels=winograd.panels).at(winograd.room(k))
         with k.loop(channels) as c:
             for v in range(panel.width):
                 corner, stride = source.at(c, unit) + v * k.lanes, winograd.strides[0]

@@ -25,10 +25,8 @@ from cnnexp.backends.simd.layouts import Layout, Views, round_up
 
 MOST_OUTPUTS = 12
 
-
 SKINNY_BLOCK_FLOATS = 6144
 """Weights that stay in L1 during a forward pass of the skinny form, 24 KB."""
-
 
 AHEAD = 2
 """Vectors of features before the one whose x is brought near: images lie too far apart for a CPU to foresee them."""
