@@ -206,22 +206,13 @@ class Store:
             tags = {**environment.machine_facts(), **environment.versions(), **environment.git_facts(), **tags}
             tags |= {**liveness.describe(self._owner), liveness.HEARTBEAT: str(_now_ms())}
         with self._explained("cannot be written"):
-            with alone(self._uri):  # jobs of a sweep may come at once to make its run
-                found = self._of_key(key)
-                if found is None:
-                    run_id = self._client.create_run(self._experiment_id, tags=tags, run_name=name).info.run_id
-                    first = self._of_key(key)
-                    if first is not None and first.info.run_id != run_id:  # a server cannot be locked
-                        self._client.delete_run(run_id)
-                        found = first
-            if found is not None:
-                run_id = found.info.run_id
-                if is_live:
-                    self._client.update_run(run_id, status="RUNNING")
-                    for tag, value in tags.items():
-                        self._client.set_tag(run_id, tag, value)
-                    if "error" in found.data.tags:
-                        self._client.delete_tag(run_id, "error")
+            found, run_id = _retry(self._owner, self._find_or_make, name, tags, key)
+            if found is not None and is_live:
+                self._client.update_run(run_id, status="RUNNING")
+                for tag, value in tags.items():
+                    self._client.set_tag(run_id, tag, value)
+                if "error" in found.data.tags:
+                    self._client.delete_tag(run_id, "error")
             self._open_runs |= {run_id} if is_live else set()
             self._describe(run_id, found, params, dataset)
         return run_id
@@ -349,6 +340,18 @@ class Store:
         """Return the first run that was made of a key."""
         found = self._search(f"tags.`{KEY}` = '{key}'", 100) if key and key.isalnum() else []
         return min(found, key=lambda run: (run.info.start_time, run.info.run_id), default=None)
+
+    def _find_or_make(self, name: str, tags: dict[str, str], key: str | None) -> tuple[Run | None, str]:
+        """Return the run of a key and its id; None where there was none, and the id of the one that is made."""
+        with alone(self._uri):  # jobs of a sweep may come at once to make its run
+            found = self._of_key(key)
+            if found is None:
+                made = self._client.create_run(self._experiment_id, tags=tags, run_name=name).info.run_id
+                found = self._of_key(key)
+                if found is None or found.info.run_id == made:
+                    return None, made
+                self._client.delete_run(made)  # a server cannot be locked: who was first stays
+            return found, found.info.run_id
 
     def _describe(
         self, run_id: str, found: Run | None, params: Mapping[str, str], dataset: Mapping[str, Any] | None

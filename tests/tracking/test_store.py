@@ -332,6 +332,19 @@ def test_processes_that_start_at_once_share_a_new_store(tmp_path):
     assert len({read(store, run_id).data.tags["mlflow.parentRunId"] for run_id in runs}) == 1
 
 
+def test_of_two_that_make_the_run_of_a_key_at_once_the_first_stays(store, monkeypatch):
+    create, made = store._client.create_run, []
+
+    def create_late(*given, **named):
+        made.append(create(*given, **named))
+        time.sleep(0.01)  # it is told by milliseconds
+        return create(*given, **named)
+
+    monkeypatch.setattr(store._client, "create_run", create_late)
+    assert store.begin("twice", {}, {}, key="twice") == made[0].info.run_id
+    assert len(store._search("tags.`record.key` = 'twice'", 10)) == 1
+
+
 def test_an_experiment_has_our_view_and_an_older_one_gets_it(store):
     def tags():
         return store._client.get_experiment(store._experiment_id).tags
