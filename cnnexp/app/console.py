@@ -170,15 +170,7 @@ class JobTable:
         return f"job {number + 1} of {self._jobs}" if self._jobs else f"job {number + 1}"
 
     def row(self, number: int, label: str, metrics: Mapping[str, float], error: str | None, now: float) -> None:
-        """Show a job that has ended.
-
-        Args:
-            number: 0 for the first.
-            label: what varied.
-            metrics: its final ones.
-            error: why it failed, or None.
-            now: `time.time()`.
-        """
+        """Show a job that has ended, 0 the first: what varied, its final metrics, why it failed; `now` by the clock."""
         self.shown += 1
         place = f"{number + 1}/{self._jobs}" if self._jobs else str(number + 1)
         if error is not None:

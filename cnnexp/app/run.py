@@ -244,9 +244,7 @@ def _tell(
 def _conclude(made: _Made, done: int) -> None:
     """Record what only a whole training has: where its time went, its workers' shares, scores of what was loaded.
 
-    Args:
-        made: the pieces.
-        done: how many epochs an earlier run has trained.
+    An earlier run has trained `done` epochs.
     """
     run, program, ledger = made.run, made.program, made.ledger
     clocked, baseline = run.epochs[done:], made.settings.baseline

@@ -87,13 +87,7 @@ def draw_sweep(folder: Path | str, rows: Sequence[Mapping[str, Any]], varied: Se
 
 
 def draw_profile(folder: Path, profile: Mapping[str, Any], title: str) -> None:
-    """Draw where a run's time went into `folder`: profile.png and, where layers were clocked, explain.png.
-
-    Args:
-        folder: made if missing.
-        profile: of `ledger.report`.
-        title: of every figure.
-    """
+    """Draw where a run's time went, of `ledger.report`: profile.png and, where layers were clocked, explain.png."""
     save(ledger(profile), folder / "profile.png", title)
     if profile["layered"]:
         save(explained(sides_of(profile), title), folder / "explain.png")
@@ -130,12 +124,7 @@ def ledger(profile: Mapping[str, Any]) -> Figure:
 
 
 def explained(sides: Sequence[Side], title: str = "") -> Figure:
-    """Return the parts of steps as bars to one scale and, of the first side, where they are known, its roofline.
-
-    Args:
-        sides: one or two, of `explanation`.
-        title: of the figure.
-    """
+    """Return the parts of one or two steps as bars to one scale and, of the first, where it is known, its roofline."""
     table = rows(sides)
     pieces = [(at, row.pieces[0]) for at, row in enumerate(table)]
     placed = [(at, piece) for at, piece in pieces if piece is not None and piece.flops and piece.bytes]
@@ -172,14 +161,7 @@ def _step_bars(axes: Axes, sides: Sequence[Side], table: Sequence[Row], names: S
 
 
 def _roofline(figure: Figure, axes: Axes, pieces: Sequence[Piece], limits: Mapping[str, float]) -> None:
-    """Draw speeds against arithmetic intensity, numbered, under the limits of the machine's memory and caches.
-
-    Args:
-        figure: that holds all else.
-        axes: to draw into.
-        pieces: whose operations and bytes are known.
-        limits: of `roofline.machine_limits`.
-    """
+    """Draw speeds against arithmetic intensity, numbered, under `roofline.machine_limits` of memory and caches."""
     intensity = np.array([piece.flops / piece.bytes for piece in pieces])
     speed = np.array([piece.gflops() for piece in pieces])
     most, bandwidths = limits["gflops"], roofs(limits)
@@ -212,11 +194,7 @@ def _roofline(figure: Figure, axes: Axes, pieces: Sequence[Piece], limits: Mappi
 def _number(figure: Figure, axes: Axes, points: np.ndarray, lines: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
     """Write the number of each point near it, over no line, point or other number.
 
-    Args:
-        figure: of the axes; all else is in it.
-        axes: to write into.
-        points: (N, 2), in the units of the axes.
-        lines: (x, y) of places close to each other on every line.
+    Points (N, 2) are in the units of the axes; lines are (x, y) of places close to each other on each of them.
     """
     figure.draw_without_rendering()  # lays it out; from then on a pixel is known
     at = axes.transData.transform(points)
