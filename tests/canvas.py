@@ -1,12 +1,11 @@
 """Whether the texts of a figure are whole: none over the edge of the canvas."""
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 
 
 def texts(figure):
     """Lay a figure out; return (text, its box in pixels) of each that is drawn."""
-    FigureCanvasAgg(figure).draw()
+    figure.draw_without_rendering()
     shown = [text for text in figure.findobj(Text) if text.get_text().strip() and text.get_visible()]
     ticks = [tick for axes in figure.axes for axis in (axes.xaxis, axes.yaxis) for tick in axis.get_major_ticks()]
     drawn = {id(label) for axes in figure.axes for axis in (axes.xaxis, axes.yaxis) for label in _in_view(axis)}

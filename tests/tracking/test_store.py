@@ -5,6 +5,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -299,6 +300,8 @@ def test_unreachable_server_is_told_at_once():
 def test_a_store_is_made_whole_or_not_at_all(tmp_path, monkeypatch):
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     with monkeypatch.context() as killed:
+        made = SimpleNamespace(search_experiments=lambda **_: None)
+        killed.setattr("mlflow.tracking.MlflowClient", lambda *_: made)
         killed.setattr(os, "replace", lambda *names: (_ for _ in ()).throw(OSError(28, "No space left on device")))
         with pytest.raises(TrackingError, match=r"cannot be opened: .*No space left on device"):
             stores.Store(uri, "first")
