@@ -81,7 +81,6 @@ def test_data_scores_and_workers_count():
     ("arguments", "key"),
     [
         (["model.filters=2000000000", "trainer.batch_size=1"], "the size of the model"),
-        (["model.padding=100000"], "trainer.batch_size"),
         (["trainer.batch_size=9223372036854775807"], "trainer.batch_size"),
         (["dataset.train_size=99999999999"], "dataset.train_size"),
         (["dataset.height=10000000"], "dataset.height"),

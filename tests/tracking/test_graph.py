@@ -46,7 +46,7 @@ def test_network(name):
     np.testing.assert_allclose(probabilities(case), expected(case), rtol=0, atol=1e-5)
 
 
-@settings(max_examples=150, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=75, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(case=cases())
 def test_random_networks(case):
     np.testing.assert_allclose(probabilities(case), expected(case), rtol=0, atol=1e-5)

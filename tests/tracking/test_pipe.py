@@ -11,6 +11,7 @@ import time
 import numpy as np
 import pytest
 from results import CONFIG, DATASET, NETWORK, Backend, epoch_result
+from tracking.test_store import history, read
 
 from cnnexp.errors import Diverged, TrackingError
 from cnnexp.tracking import pipe
@@ -73,14 +74,6 @@ def interrupted(folder, recorder, *epochs):
     return read_journal(folder)["run_id"]
 
 
-def read(store, run_id):
-    return store._client.get_run(run_id)
-
-
-def history(store, run_id, key="train/loss"):
-    return [(m.step, m.value) for m in store._client.get_metric_history(run_id, key)]
-
-
 def kill(recorder):
     recorder._process.kill()
     recorder._process.wait()
@@ -114,26 +107,12 @@ def test_run_records_everything(live, store, tmp_path):
     assert "system/cpu_utilization_percentage" in machine
     assert {key: value for key, value in recorded.data.metrics.items() if key not in machine} == pytest.approx(
         {
-            "train/loss": 0.5,
-            "train/accuracy": 0.5,
-            "train/images": 8,
-            "test/loss": 0.5,
-            "test/accuracy": 0.5,
-            "time/epoch_s": 0.25,
-            "time/evaluate_s": 0.01,
-            "throughput/images_per_s": 32.0,
-            "speedup/vs_baseline": 3.0,
-            "speedup/baseline_images": 4,
-            "train/learning_rate": 0.1,
-            "time/compile_s": 1.5,
-            "time/median_epoch_s": 0.375,
-            "final/test_accuracy": 0.5,
-            "best/test_accuracy": 1.0,
-            "throughput/median_images_per_s": 24.0,
-            "speedup/median": 2.5,
-            "speedup/low": 2.0,
-            "speedup/high": 3.0,
-            "model/parameters": 15,
+            **{"train/loss": 0.5, "train/accuracy": 0.5, "train/images": 8, "test/loss": 0.5, "test/accuracy": 0.5},
+            **{"time/epoch_s": 0.25, "time/evaluate_s": 0.01, "time/compile_s": 1.5, "time/median_epoch_s": 0.375},
+            **{"throughput/images_per_s": 32.0, "throughput/median_images_per_s": 24.0, "train/learning_rate": 0.1},
+            **{"speedup/vs_baseline": 3.0, "speedup/baseline_images": 4, "model/parameters": 15},
+            **{"speedup/median": 2.5, "speedup/low": 2.0, "speedup/high": 3.0},
+            **{"final/test_accuracy": 0.5, "best/test_accuracy": 1.0},
             **{"precision/a": 1, "precision/b": 0.5, "precision/c": 1, "recall/a": 1, "recall/b": 1, "recall/c": 0.5},
             **{"f1/a": 1, "f1/b": 2 / 3, "f1/c": 2 / 3, "test/f1": 7 / 9},
         }

@@ -37,7 +37,7 @@ def read(store, run_id):
     return store._client.get_run(run_id)
 
 
-def history(store, run_id, key):
+def history(store, run_id, key="train/loss"):
     return [(m.step, m.value) for m in store._client.get_metric_history(run_id, key)]
 
 
@@ -94,7 +94,7 @@ def test_run_holds_what_was_recorded(store, tmp_path):
     assert run.data.tags["backend"] == "numpy"
     assert run.data.tags["note"] == "done"
     assert {"mlflow.parentRunId", "machine.cpu", "machine.cores", "version.numpy"} <= run.data.tags.keys()
-    assert history(store, run_id, "train/loss") == [(1, 2.0), (2, 1 / 3)]
+    assert history(store, run_id) == [(1, 2.0), (2, 1 / 3)]
     assert run.data.metrics["final/test_accuracy"] == 0.333333  # a column of MLflow's list, which cuts longer ones
     assert run.inputs.dataset_inputs[0].dataset.digest == dataset["sha256"][:36]
     assert {a.path for a in store._client.list_artifacts(run_id)} == {"figures", "config.json"}
@@ -108,8 +108,8 @@ def test_runs_go_to_their_experiment(store):
         assert store._client.get_experiment(found).name == name
 
 
-def write(folder, *events, mode="a"):
-    with (folder / JOURNAL).open(mode) as journal:
+def write(folder, *events):
+    with (folder / JOURNAL).open("a") as journal:
         for event, facts in events:
             note(journal, event, **facts)
 
@@ -120,10 +120,6 @@ def begun(folder, key="k1"):
 
 def epoch(number, time_ms=1):
     return "epoch", {"epoch": number, "metrics": {"train/loss": float(number)}, "time_ms": time_ms}
-
-
-def finish(**tags):
-    return "finish", {"status": "FINISHED", "tags": tags, "metrics": {"final/test_accuracy": 1.0}, "time_ms": 9}
 
 
 def test_a_journal_is_followed_as_it_grows(store, tmp_path):
@@ -137,14 +133,14 @@ def test_a_journal_is_followed_as_it_grows(store, tmp_path):
     with (tmp_path / JOURNAL).open("a") as journal:
         journal.write('{"event": "epoch", "epoch": 2, "metrics"')
     assert store.follow(folder) == run_id
-    assert history(store, run_id, "train/loss") == [(1, 1.0)]
+    assert history(store, run_id) == [(1, 1.0)]
     with (tmp_path / JOURNAL).open("a") as journal:
         journal.write(f': {{"train/loss": 2.0}}, "time_ms": {now_ms}}}\n')
     store._followed[folder].look_at = time.monotonic() + 1000.0
     store.look()
-    assert history(store, run_id, "train/loss") == [(1, 1.0)], "another was sent just now"
+    assert history(store, run_id) == [(1, 1.0)], "another was sent just now"
     store.follow(folder)
-    assert history(store, run_id, "train/loss") == [(1, 1.0), (2, 2.0)]
+    assert history(store, run_id) == [(1, 1.0), (2, 2.0)]
     used = dict(history(store, run_id, "system/cpu_utilization_percentage"))
     assert used.keys() == {1, 2}, "by epoch"
     assert all(0 <= percent <= 100 for percent in used.values())
@@ -152,7 +148,8 @@ def test_a_journal_is_followed_as_it_grows(store, tmp_path):
     assert 1 < metrics["system/process_memory_usage_megabytes"] < 1e6
     assert 0 < metrics["system/system_memory_usage_percentage"] < 100
     (tmp_path / "report.md").write_text("well")
-    write(tmp_path, finish(note="done"))
+    ended = {"status": "FINISHED", "tags": {"note": "done"}, "metrics": {"final/test_accuracy": 1.0}, "time_ms": 9}
+    write(tmp_path, ("finish", ended))
     store.follow(folder)
     run = read(store, run_id)
     assert (run.info.status, run.data.tags["note"], run.data.metrics["final/test_accuracy"]) == ("FINISHED", "done", 1)
@@ -170,19 +167,19 @@ def test_an_outage_loses_no_metric_and_doubles_none(store, tmp_path, monkeypatch
             store.follow(str(tmp_path))
     write(tmp_path, epoch(3))
     store.follow(str(tmp_path), now=False)
-    assert history(store, run_id, "train/loss") == []  # kept: it is not asked again at once
+    assert history(store, run_id) == []  # kept: it is not asked again at once
     store.follow(str(tmp_path))
-    assert history(store, run_id, "train/loss") == [(1, 1.0), (2, 2.0), (3, 3.0)]
+    assert history(store, run_id) == [(1, 1.0), (2, 2.0), (3, 3.0)]
     store._followed.clear()
     store.follow(str(tmp_path))  # as another recorder does
-    assert history(store, run_id, "train/loss") == [(1, 1.0), (2, 2.0), (3, 3.0)]
+    assert history(store, run_id) == [(1, 1.0), (2, 2.0), (3, 3.0)]
 
 
 def test_epochs_of_an_earlier_record_in_a_journal_are_not_sent_again(store, tmp_path):
     write(tmp_path, begun(tmp_path, "first1"), epoch(1), epoch(2))
     write(tmp_path, begun(tmp_path, "second"), epoch(1))
     run_id = store.follow(str(tmp_path))
-    assert history(store, run_id, "train/loss") == [(1, 1.0)]
+    assert history(store, run_id) == [(1, 1.0)]
 
 
 def test_outage_at_the_end_names_the_store(store, monkeypatch):

@@ -175,24 +175,23 @@ def small_parts(monkeypatch):
     monkeypatch.setattr(augment, "AHEAD_IMAGES", 24)
 
 
+def as_augmented(epoch, count=300):
+    """Return the bytes of the images that an epoch begins with, as the augmenter makes them of the order."""
+    out = np.empty((count, 9, 9, 1), np.uint8)
+    Augmenter((Affine(), Cutout()), data().train.images, 5).fill(epoch, epoch_order(300, 5, epoch)[:count], out)
+    return [image.tobytes() for image in out]
+
+
 def test_training_sees_each_image_of_the_order_as_its_epoch_has_it(small_parts):
-    program, whole = Fed(), data().train
-    run(program)
-    out = np.empty((300, 9, 9, 1), np.uint8)
-    for epoch in (1, 2):
-        order = epoch_order(300, 5, epoch)
-        Augmenter((Affine(), Cutout()), whole.images, 5).fill(epoch, order, out)
-        seen = program.seen[300 * (epoch - 1) : 300 * epoch]
-        assert [image for image, _, _ in seen] == [image.tobytes() for image in out]
-        assert [label for _, label, _ in seen] == whole.labels[order].tolist()
-
-
-def test_the_lengths_of_calls_change_no_byte(small_parts):
     slow, fast = Fed(per_image_s=1.0), Fed(per_image_s=1e-6)  # so that calls are of other numbers of batches
     run(slow)
     run(fast)
     assert len(slow.orders) > len(fast.orders)
     assert slow.seen == fast.seen
+    for epoch in (1, 2):
+        seen = slow.seen[300 * (epoch - 1) : 300 * epoch]
+        assert [image for image, _, _ in seen] == as_augmented(epoch)
+        assert [label for _, label, _ in seen] == data().train.labels[epoch_order(300, 5, epoch)].tolist()
 
 
 def test_a_run_that_goes_on_sees_the_bytes_of_one_never_stopped(small_parts):
@@ -214,10 +213,8 @@ def test_an_epoch_that_ends_early_leaves_nothing_behind(small_parts):
     run(program, pass_s=0.6, epochs=3)
     count = len(program.seen) // 3
     assert 8 <= count < 300
-    out = np.empty((count, 9, 9, 1), np.uint8)
     for epoch in (1, 2, 3):
-        Augmenter((Affine(), Cutout()), data().train.images, 5).fill(epoch, epoch_order(300, 5, epoch)[:count], out)
-        assert [seen[0] for seen in program.seen[count * (epoch - 1) :][:count]] == [image.tobytes() for image in out]
+        assert [seen[0] for seen in program.seen[count * (epoch - 1) :][:count]] == as_augmented(epoch, count)
 
 
 NETWORK = Network((9, 9, 1), (Conv2d(3, 3), Flatten(), Dropout(0.3), Linear(2)))
