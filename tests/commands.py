@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from cnnexp.errors import DataError
+
 TINY = ("experiment=smoke", "backend=numpy", "tracking=none", "trainer.baseline=null", "trainer.epochs=1")
 
 ROOT = Path(__file__).parents[1]
@@ -38,6 +40,12 @@ def one_line(error: type[Exception], message: str | None = None) -> Iterator[pyt
     with pytest.raises(error, match=message) as raised:
         yield raised
     assert "\n" not in str(raised.value)
+
+
+def refused(source, message: str) -> None:
+    """Expect the images of a source to be refused with an error of one line."""
+    with one_line(DataError, message):
+        source.load()
 
 
 def follow(commands: str, folder: Path, tracking: str = "tracking=none") -> list[str]:

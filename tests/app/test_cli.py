@@ -20,7 +20,6 @@ import cnnexp
 from cnnexp import __main__ as cli
 from cnnexp.app import config_security, hydra_app
 from cnnexp.errors import BackendUnavailable, DataError, Diverged
-from cnnexp.measuring import interference
 from cnnexp.tracking import journal
 from cnnexp.tracking.events import read_journal
 from cnnexp.training.checkpoint import find
@@ -272,7 +271,7 @@ def test_debug_small_shrinks_any_run_and_progress_off_shows_the_verdict_alone(ru
     code, out, _ = run("debug=small", *words)
     assert code == 0
     assert " 1/2 " not in out
-    assert out.startswith("speed ")
+    assert re.match("(cut short|speed) ", out)
     assert read_journal(tmp_path / "run")["config"]["dataset"]["train_size"] == 200
 
 
@@ -382,12 +381,9 @@ def test_signals_end_the_run_as_killed_and_verbose_is_free_of_the_noise_of_libra
     assert Path(said[1]) == find(tmp_path)
     done = len(read_journal(tmp_path)["epochs"])
     command = said[2].replace("trainer.epochs=1000000", f"trainer.epochs={done + 1}").replace("hydra.verbose=true ", "")
-    (
-        python,
-        *module,
-    ) = shlex.split(command)[:3]
-    assert (Path(python).name.startswith("python"), module) == (True, ["-m", "cnnexp"])
-    assert run(*shlex.split(command)[3:])[0] == 0
+    python, *words = shlex.split(command)
+    assert (Path(python).name, words[:2]) == ("python", ["-m", "cnnexp"])
+    assert run(*words[2:])[0] == 0
     assert [epoch["epoch"] for epoch in read_journal(tmp_path)["epochs"]] == list(range(1, done + 2))
 
 
@@ -410,12 +406,3 @@ def test_a_rank_that_a_launcher_left_in_the_environment(run, monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "x")
     code, _, err = run(*TINY)
     assert (code, err.startswith("cnnexp: error: OMPI_COMM_WORLD_RANK='x': must be a whole number")) == (2, True)
-
-
-def test_a_patient_run_waits_before_every_epoch(run, monkeypatch, tmp_path):
-    waits = []
-    monkeypatch.setattr(interference, "await_quiet", lambda limit_s: waits.append(limit_s) or 1.0)
-    assert run(*TINY, "trainer.epochs=3", "trainer.patient=true")[0] == 0
-    assert waits == [300.0, 299.0, 298.0]
-    assert run(*TINY, f"hydra.run.dir={tmp_path}/other")[0] == 0
-    assert len(waits) == 3

@@ -6,7 +6,7 @@ import re
 
 import pytest
 import yaml
-from commands import TINY
+from commands import TINY, one_line
 from hydra._internal.config_repository import CachingConfigRepository
 from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 from hydra.core.default_element import ResultDefault
@@ -214,10 +214,9 @@ def test_no_config_file_reaches_code_files_or_the_environment(place, tmp_path, m
     monkeypatch.setenv("CANARY", "s3cr3t")
     monkeypatch.chdir(tmp_path)
     for text, package in attacks(count):
-        with pytest.raises(ConfigError) as caught:
+        with one_line(ConfigError) as caught:
             assert not place(text.replace("FILE", f"{tmp_path}/marker"), package), text
         assert "s3cr3t" not in str(caught.value)
-        assert "\n" not in str(caught.value)
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["conf", "experiment", "x.yaml"]
 
 
@@ -240,25 +239,18 @@ BOMB = "\n".join(
 )
 
 
-def test_a_bomb_of_aliases_is_refused(run, tmp_path):
-    (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment" / "bomb.yaml").write_text(BOMB)
-    code, _, err = run("--config-dir", str(tmp_path), "experiment=bomb")
-    assert code == 2
-    assert err == f"cnnexp: error: {tmp_path}/experiment/bomb.yaml: unfolds to more than 100000 values by its aliases\n"
-
-
 @pytest.mark.parametrize(
     ("content", "said"),
     [
         (b"\xff\xfe", "not UTF-8 text"),
         (b"a: &a [*a]", "unfolds to more than"),
+        (BOMB.encode(), "unfolds to more than 100000 values by its aliases"),
         (b"x" * (config_security.MOST_BYTES + 1), "more than the"),
     ],
 )
 def test_other_files_that_no_config_is(tmp_path, content, said):
     (tmp_path / "x.yaml").write_bytes(content)
-    with pytest.raises(ConfigError, match=f"x.yaml: .*{said}"):
+    with one_line(ConfigError, f"x.yaml: .*{said}"):
         config_security.check_file(tmp_path / "x.yaml")
 
 

@@ -2,10 +2,9 @@ import dataclasses
 import io
 from pathlib import Path
 
-import numpy as np
 import pytest
 from machine_code import CPUS
-from results import DATASET, NETWORK, Backend
+from results import DATASET, NETWORK, Backend, epoch_result
 from rich.console import Console
 
 from cnnexp.app.console import Display, JobTable
@@ -14,18 +13,12 @@ from cnnexp.backends.simd.lowering import Plan
 from cnnexp.network.losses import Totals
 from cnnexp.network.models import TwoConvMlp
 from cnnexp.training.baseline import Comparison
-from cnnexp.training.loop import EpochResult, Progress
+from cnnexp.training.loop import Progress
 
-RESULT = EpochResult(
-    epoch=1,
-    rate=0.1,
-    train=Totals(50.0, 80, 100),
-    test=Totals(5.0, 9, 10),
-    validation=None,
-    epoch_s=0.5,
-    evaluate_s=0.1,
+RESULT = dataclasses.replace(
+    epoch_result(1),
+    **{"train": Totals(50.0, 80, 100), "test": Totals(5.0, 9, 10), "evaluate_s": 0.1},
     comparison=Comparison(0.01, 32, 3, 2.0),
-    scores=np.zeros((10, 10), np.float32),
 )
 
 

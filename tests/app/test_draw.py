@@ -1,6 +1,7 @@
 """The page on which one draws: what it serves to whom, and what a browser makes of it."""
 
 import base64
+import contextlib
 import http.client
 import io
 import json
@@ -8,8 +9,8 @@ import math
 import re
 import signal
 import threading
-from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ from cnnexp.tracking.model import Classifier
 PNG = {"Content-Type": "image/png"}
 
 
-@contextmanager
+@contextlib.contextmanager
 def served(path, name="a run"):
     """Give the server of a checkpoint's page, which answers in a thread, and the classifier."""
     classifier = Classifier(path, backend("numpy"))
@@ -44,11 +45,11 @@ def served(path, name="a run"):
 
 def ask(server, method="GET", path="/", body=None, **headers):
     """Return the status and what was answered, JSON where it is such."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
-    connection.request(method, path, body, {name.replace("_", "-"): value for name, value in headers.items()})
-    answer = connection.getresponse()
-    content = answer.read()
-    connection.close()
+    headers = {name.replace("_", "-"): value for name, value in headers.items()}
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)) as connection:
+        connection.request(method, path, body, headers)
+        answer = connection.getresponse()
+        content = answer.read()
     return answer.status, json.loads(content) if answer.getheader("Content-Type") == "application/json" else content
 
 
@@ -156,9 +157,7 @@ def test_the_command_serves_until_ctrl_c(digits):
     with starting("draw", str(digits[0])) as process:
         process.stdout.readline()
         port = int(re.fullmatch(r"http://127\.0\.0\.1:(\d+)/\n", process.stdout.readline())[1])
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
-        connection.request("GET", "/")
-        assert connection.getresponse().status == 200
+        assert ask(SimpleNamespace(server_port=port))[0] == 200
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 0
         assert process.stderr.read() == ""
@@ -169,12 +168,9 @@ def test_the_command_serves_until_ctrl_c(digits):
 
 def three(left, top, side):
     """Return points of a 3 on a square."""
-    arcs = ((0.5, 0.33, 0.15, -2.6, 1.4), (0.5, 0.65, 0.17, -1.5, 2.6))
-    return [
-        (left + side * (x + r * math.cos(a)), top + side * (y + r * math.sin(a)))
-        for x, y, r, first, last in arcs
-        for a in np.linspace(first, last, 12)
-    ]
+    arcs = ((0.33, 0.15, -2.6, 1.4), (0.65, 0.17, -1.5, 2.6))  # middle, radius, angles
+    turns = [(y, r, a) for y, r, first, last in arcs for a in np.linspace(first, last, 12)]
+    return [(left + side * (0.5 + r * math.cos(a)), top + side * (y + r * math.sin(a))) for y, r, a in turns]
 
 
 PAPER = "(({x, y, width}) => [x, y, width])(document.getElementById('paper').getBoundingClientRect())"

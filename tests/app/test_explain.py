@@ -5,7 +5,6 @@ import re
 
 import pytest
 from checkpoints import saved
-from commands import TINY
 from PIL import Image
 
 from cnnexp.app import explain
@@ -52,6 +51,20 @@ def test_a_run_and_its_baseline_and_two_runs(run, tmp_path, capsys):
     assert "An image costs" not in alone
     assert "Most of numpy's step is" in alone
 
+    for folder in (one, two):  # as if it was not profiled, or by an older version: its steps are timed now
+        (folder / PROFILE).unlink()
+        drawn = folder / "figures" / "explain.png"
+        before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path != drawn}
+        drawn.unlink()
+        lines = told(capsys, folder)
+        assert re.search(r"was not profiled; its steps are timed now, from epoch-000001\.ckpt", lines[0])
+        assert any(line.startswith("linear1 backward") for line in lines)
+        assert "Most of" in " ".join(lines)
+        assert drawn.exists()
+        assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path != drawn} == before
+    (one / PROFILE).write_text("{}")
+    assert "was not profiled" in told(capsys, one)[0]
+
 
 def test_what_cannot_be_explained(tmp_path):
     with pytest.raises(ConfigError, match=r"give a run, to see it beside its baseline, or two: explain RUN \| RUN RUN"):
@@ -62,38 +75,17 @@ def test_what_cannot_be_explained(tmp_path):
         explain.command([str(tmp_path)])
 
 
-@pytest.mark.parametrize("backend", [pytest.param("numpy", marks=pytest.mark.thorough), "cpu-simd"])
-def test_a_run_that_was_not_profiled_is_timed_now(run, tmp_path, capsys, monkeypatch, backend):
-    folder = tmp_path / "run"
-    assert run(*TINY, f"backend={backend}", "trainer.baseline=numpy")[0] == 0
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    drawn = folder / "figures" / "explain.png"
-    before.pop(drawn, None)
-    lines = told(capsys, folder)
-    assert re.search(r"was not profiled; its steps are timed now, from epoch-000001\.ckpt", lines[0])
-    assert any(line.startswith("linear1 backward") for line in lines)
-    assert "Most of" in " ".join(lines)
-    assert drawn.exists()
-    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path != drawn} == before
-    (folder / PROFILE).write_text("{}")
-    assert "was not profiled" in told(capsys, folder)[0], "nor does an older version's profile do"
-
-
 def profile(count: int, backend: str, scale: float) -> dict:
     """A made-up profile of many layers, most of them at the same place of the roofline."""
+    work = {"flops": 1e9, "bytes": 1e8, "multiply_adds": 5e8, "at_once": "", "fewer": ""}
     layers = [
-        {
-            **{"layers": [f"residual1.conv{i}", f"relu{i}"], "pass": what, "seconds": scale * (1 + i), "flops": 1e9},
-            **{"bytes": 1e8, "multiply_adds": 5e8, "at_once": "", "fewer": ""},
-        }
+        {"layers": [f"residual1.conv{i}", f"relu{i}"], "pass": what, "seconds": scale * (1 + i), **work}
         for i in range(count)
         for what in ("forward", "backward")
     ]
+    whole = {"backend": backend, "threads": 1, "images": 1_000_000, "layers": layers, "entries": []}
     total = sum(layer["seconds"] for layer in layers)
-    return {
-        **{"backend": backend, "threads": 1, "images": 1_000_000, "us_per_image": total, "layers": layers},
-        **{"entries": [], "machine": {"gflops": 10.0, "gb_per_s": 1.0}},
-    }
+    return whole | {"us_per_image": total, "machine": {"gflops": 10.0, "gb_per_s": 1.0}}
 
 
 def test_the_longest_part_fills_its_line_and_no_line_is_longer():

@@ -68,7 +68,8 @@ def test_a_patient_one_waits_before_every_epoch_and_says_so_in_python(monkeypatc
     keys_of_the_trainer = {"schedule": "step", "step_every": 1, "step_factor": 0.5, "patient": True}
     found = fit(OneConv(filters=4), DATA, backend="numpy", epochs=3, baseline=None, **keys_of_the_trainer)
     assert [result.rate for result in found.epochs] == [0.1, 0.05, 0.025]
-    assert limits == [300.0, 100.0], "patience has an end"
+    fit(OneConv(filters=4), DATA, backend="numpy", epochs=1, baseline=None)
+    assert limits == [300.0, 100.0], "patience has an end, and who has none does not wait"
     busy = replace(found, interference=Interference(0.5, 0.0, 9.0, 2, 1, 9.0))
     assert "or wait with patient=True" in " ".join(busy.verdict.split())
 

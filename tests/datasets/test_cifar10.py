@@ -6,11 +6,10 @@ import tarfile
 
 import numpy as np
 import pytest
-from commands import one_line
+from commands import refused
 
 from cnnexp.datasets import Cifar10
 from cnnexp.datasets.cifar10 import ARCHIVE, FOLDER, MOST_BYTES, RECORD, TEST, TRAIN
-from cnnexp.errors import DataError
 
 NAMES = (*TRAIN, TEST)
 
@@ -57,11 +56,9 @@ def test_images_and_labels_are_those_written(tmp_path, where):
 
 def test_the_archive_is_held_against_its_sha256(tmp_path, monkeypatch):
     whole(tmp_path)
-    with pytest.raises(DataError, match=r"altered or truncated: it has sha256 [0-9a-f]{64}; download it again"):
-        Cifar10(root=str(tmp_path)).load()
+    refused(Cifar10(root=str(tmp_path)), r"altered or truncated: it has sha256 [0-9a-f]{64}; download it again")
     monkeypatch.setattr(Cifar10, "sha256", hashlib.sha256((tmp_path / ARCHIVE).read_bytes()).hexdigest())
-    with pytest.raises(DataError, match=r"data_batch_1.bin in it: holds 3 images, the published one 10000"):
-        Cifar10(root=str(tmp_path)).load()
+    refused(Cifar10(root=str(tmp_path)), r"data_batch_1.bin in it: holds 3 images, the published one 10000")
 
 
 @pytest.mark.parametrize("where", [f"../{TEST}", f"/{FOLDER}/{TEST}", "a link"])
@@ -74,8 +71,7 @@ def test_what_lies_elsewhere_or_is_a_link_is_no_part_of_an_archive(tmp_path, whe
             if name == TEST and where == "a link":
                 member.type, member.linkname, member.size = tarfile.SYMTYPE, "/etc/passwd", 0
             tar.addfile(member, io.BytesIO(content))
-    with pytest.raises(DataError, match=rf"lacks {FOLDER}/{TEST}"):
-        Cifar10(root=str(tmp_path), verify=False).load()
+    refused(Cifar10(root=str(tmp_path), verify=False), rf"lacks {FOLDER}/{TEST}")
     assert [path.name for path in tmp_path.iterdir()] == [ARCHIVE]
 
 
@@ -91,8 +87,7 @@ def test_what_lies_elsewhere_or_is_a_link_is_no_part_of_an_archive(tmp_path, whe
 )
 def test_damaged_members_are_one_line(tmp_path, content, message):
     whole(tmp_path, **{TEST: content})
-    with one_line(DataError, message):
-        Cifar10(root=str(tmp_path), verify=False).load()
+    refused(Cifar10(root=str(tmp_path), verify=False), message)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +108,5 @@ def test_what_is_no_archive_is_one_line(tmp_path, name, cut, message):
     for other in NAMES if name in NAMES else ():
         (tmp_path / other).write_bytes(FILES[other][2])
     (tmp_path / name).write_bytes(content)
-    with one_line(DataError, message):
-        Cifar10(root=str(tmp_path), verify=False).load()
-    with one_line(DataError, r"dataset.root=.*nowhere.*: "):
-        Cifar10(root=str(tmp_path / "nowhere")).load()
+    refused(Cifar10(root=str(tmp_path), verify=False), message)
+    refused(Cifar10(root=str(tmp_path / "nowhere")), r"dataset.root=.*nowhere.*: ")

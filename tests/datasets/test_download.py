@@ -8,7 +8,7 @@ import threading
 from typing import ClassVar
 
 import pytest
-from commands import one_line
+from commands import refused
 from idx_files import NAMES, publish, small_set, write
 
 from cnnexp.datasets import FashionMnist, Mnist
@@ -94,8 +94,7 @@ def test_falls_back_to_the_second_mirror(server, monkeypatch, broken):
 def test_both_mirrors_failing_is_one_line_with_the_way_offline(server, monkeypatch, tmp_path):
     mirrors(monkeypatch, "http://127.0.0.1:9/", f"{server}/missing/", f"{server}/cut/", f"{server}/altered/")
     parts = ("mnist: cannot download train-images-idx3-ubyte.gz", "127.0.0.1:9: no connection", "404", "broke off")
-    with one_line(DataError, ".*".join((*parts, "altered", "dataset.root=<folder>"))):
-        Mnist().load()
+    refused(Mnist(), ".*".join((*parts, "altered", "dataset.root=<folder>")))
     assert not list((tmp_path / "cache" / "cnnexp" / "mnist").iterdir())
 
 
