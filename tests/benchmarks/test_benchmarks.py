@@ -1,19 +1,22 @@
+import contextlib
+import functools
 import json
 import math
 import platform
 import subprocess
 import sys
-from pathlib import Path
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
+from commands import ROOT
 
 from benchmarks import __main__ as program
 from benchmarks import cases, contestants, oracle, ours, report, run_overhead, runner, worker
 from cnnexp import SGD, Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU
 
-ROOT = Path(__file__).parents[2]
 TINY = cases.select(["tiny"])[0]
+expected = functools.cache(oracle.expected)
 
 
 def match(samples, batch_size=100, side="peer", per_step=100):
@@ -54,30 +57,40 @@ def test_select_names_what_is_legal():
     assert len(cases.select(["main"])) == 4
 
 
-def test_the_papers_networks_have_labels_of_their_own_classes():
-    chosen = cases.select(["papers"])
-    points = next(case for case in chosen if "points" in case.title)
-    assert len(chosen) >= 8
+def test_groups_of_cases_hold_what_they_should():
+    papers, networks = cases.select(["papers"]), cases.select(["networks"])
+    points = next(case for case in papers if "points" in case.title)
+    assert len(papers) >= 8
     assert set(np.unique(cases.data(points).labels)) == {0, 1}
+    assert len({case.name for case in networks}) == len(networks) >= 30
+    assert {case.batch_size for case in networks} == {1, 16, 128}
 
 
-def test_the_networks_are_there_at_three_batches():
-    chosen = cases.select(["networks"])
-    assert len(chosen) >= 30
-    assert {case.batch_size for case in chosen} == {1, 16, 128}
-    assert len({case.name for case in chosen}) == len(chosen)
+@contextlib.contextmanager
+def worker_of(folder, environment=None):
+    """Give ask(contestant, case, oracle), what a worker's process answers: of one contestant after another."""
+    one = runner.Worker(contestants.ENTRIES["numpy"], sys.executable, folder / "stderr.txt", environment)
+    cores = program.machine.usable_cores()[:1]
+
+    def ask(contestant, case="tiny", oracle="", limit_s=300):
+        return one.ask("setup", limit_s, contestant=contestant, case=case, threads=1, cores=cores, oracle=str(oracle))
+
+    try:
+        yield ask
+    finally:
+        one.end()
+
+
+@pytest.fixture(scope="module")
+def ask(tmp_path_factory):
+    with worker_of(tmp_path_factory.mktemp("worker")) as ask:
+        yield ask
 
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="holds an x86 CPU to less")
 def test_held_contestants_have_8_lanes(tmp_path):
-    one = runner.Worker(
-        contestants.ENTRIES["fma-loop"], sys.executable, tmp_path / "stderr.txt", program.machine.HOLDS["avx2"]
-    )
-    try:
-        answer = one.ask("setup", 120, contestant="fma-loop", case="tiny", threads=1, cores=runner_cores(), oracle="")
-    finally:
-        one.end()
-    assert answer["facts"]["lanes"] == 8
+    with worker_of(tmp_path, program.machine.HOLDS["avx2"]) as ask:
+        assert ask("fma-loop")["facts"]["lanes"] == 8
 
 
 def test_threads_are_held_to_the_cores_there_are():
@@ -152,45 +165,42 @@ def test_lines_compare_with_the_best_peer_and_the_limit():
     assert found["sgemm"].of_limit == 1
 
 
-def test_a_contestant_that_failed_is_a_line_that_says_so():
+def test_a_contestant_that_failed_or_is_scaled_down_says_so():
     record = match({"cpu": [1.0], "torch": [1.0]})
     record["rows"][1] |= {"error": "no compiler", "samples": []}
     last = [line for line in report.lines(record) if line.side != "limit"][-1]
     assert (last.contestant, last.error) == ("torch", "no compiler")
     assert "failed: no compiler" in "".join(report._cells(last))
-
-
-def test_a_scaled_down_contestant_says_so():
     line = report.lines(match({"python": [1.0]}, batch_size=1000, per_step=1))[0]
     assert report._cells(line)[0] == "python (1 a step)"
+
+
+def written(matches, folder, **more):
+    """Return what files a result is written to, and the text of the first."""
+    result = {
+        "command": "c", "started": "s", "seconds": 1.0, "quick": False, "rounds": 1, "seconds_per_sample": 1.0,
+        "machine": {"processor": "p", "cores": [0], "system": "s", "python": "3"}, "not_installed": ["jax"],
+        "matches": matches, **more,
+    }  # fmt: skip
+    paths = report.write(result, folder)
+    return [path.name for path in paths], paths[0].read_text()
 
 
 def test_figures_of_a_sweep(tmp_path):
     matches = [match({"cpu-simd": [0.1 * n], "torch": [0.3 * n], "python": [9.0]}) for n in (1, 2, 4)]
     for grows, record in zip((14, 28, 56), matches, strict=True):
         record |= {"group": "size", "title": f"one_conv, {grows} x {grows}", "grows": grows}
-    result = {
-        "command": "c", "started": "s", "seconds": 1.0, "quick": False, "rounds": 1, "seconds_per_sample": 1.0,
-        "machine": {"processor": "p", "cores": [0], "system": "s", "python": "3"}, "not_installed": ["jax"],
-        "matches": matches,
-    }  # fmt: skip
-    paths = report.write(result, tmp_path)
-    assert [path.name for path in paths] == ["cpu.md", "growth-1-threads.png"]
-    assert "| torch | 3,000 | 6,000 | 12,000 |" in paths[0].read_text()
-    assert "Not installed: jax" in paths[0].read_text()
+    names, text = written(matches, tmp_path)
+    assert names == ["cpu.md", "growth-1-threads.png"]
+    assert "| torch | 3,000 | 6,000 | 12,000 |" in text
+    assert "Not installed: jax" in text
 
 
 def test_networks_get_a_table_and_a_figure_of_their_own(tmp_path):
     record = match({"cpu-simd": [0.1, 0.1], "torch": [0.2, 0.2]})
     record |= {"group": "networks", "title": "LeNet-5, batch 16", "case": "lenet5-b16", "batch_size": 16}
-    result = {
-        "command": "c", "started": "s", "seconds": 1.0, "quick": False, "rounds": 1, "seconds_per_sample": 1.0,
-        "machine": {"processor": "p", "cores": [0], "system": "s", "python": "3"}, "not_installed": [],
-        "matches": [record], "held": "avx2",
-    }  # fmt: skip
-    paths = report.write(result, tmp_path)
-    assert [path.name for path in paths] == ["cpu.md", "networks-1-threads.png"]
-    text = paths[0].read_text()
+    names, text = written([record], tmp_path, held="avx2")
+    assert names == ["cpu.md", "networks-1-threads.png"]
     assert "| LeNet-5, batch 16 | 1 | 1,000 | 500 (torch) | 2.00 | 100% | 1.00 |" in text
     assert "everyone restricted to avx2" in text
 
@@ -217,24 +227,16 @@ FURTHER = ["strided-b1", "lenet5_1998-b1", "gelu_mlp-b16", "resnet20-b1", "mobil
     ids=lambda c: c.name,
 )
 @pytest.mark.parametrize("entry", [e for e in contestants.ENTRIES.values() if e.side == "peer"], ids=lambda e: e.name)
-def test_peers_do_the_work_of_the_oracle(entry, case, tmp_path):
-    if entry.module not in runner.installed(sys.executable, {entry.module}):
+def test_peers_do_the_work_of_the_oracle(entry, case, ask, tmp_path):
+    if find_spec(entry.module) is None:
         pytest.skip(f"{entry.module} is not installed")
     if "compiled" in entry.name:
         pytest.skip("compiling takes half a minute; `python -m benchmarks` checks it each time")
     if entry.infers:
         case = cases.select([f"{case.name}-predict"])[0]
-    path = tmp_path / "oracle.npz"
-    true = oracle.expected(case)
-    np.savez(path, **true)
-    one = runner.Worker(entry, sys.executable, tmp_path / "stderr.txt")
-    try:
-        answer = one.ask(
-            "setup", 300, contestant=entry.name, case=case.name, threads=1, cores=runner_cores(), oracle=str(path)
-        )
-    finally:
-        one.end()
-    off = report._error(answer["check"])
+    true = expected(case)
+    np.savez(tmp_path / "oracle.npz", **true)
+    off = report._error(ask(entry.name, case.name, tmp_path / "oracle.npz")["check"])
     assert off < 1e-6 + true.get(f"blur_gradient_{case.batch_size}", 0)
 
 
@@ -248,11 +250,7 @@ class Guess:
 def test_probabilities_that_are_wrong_are_refused():
     case = cases.select(["tiny-predict"])[0]
     with pytest.raises(ValueError, match=r"probabilities are off by .* from the float64 oracle, 1e-05 is allowed"):
-        worker.check_probabilities(Guess(), oracle.expected(case))
-
-
-def runner_cores():
-    return program.machine.usable_cores()[:1]
+        worker.check_probabilities(Guess(), expected(case))
 
 
 class Wrong:
@@ -278,7 +276,7 @@ class Wrong:
 
 def test_a_contestant_that_does_not_do_the_work_is_refused():
     with pytest.raises(ValueError, match="update is off by 1 from the float64 oracle"):
-        worker.check(Wrong(oracle.expected(TINY)), "SGD", oracle.expected(TINY))
+        worker.check(Wrong(expected(TINY)), "SGD", expected(TINY))
 
 
 class Off(Wrong):
@@ -300,7 +298,7 @@ class Off(Wrong):
 
 
 def test_a_gradient_may_be_off_where_rounding_decides():
-    true = oracle.expected(TINY)
+    true = expected(TINY)
     assert true["blur_gradient_8"] < 1e-5, "nothing hangs on rounding there"
     with pytest.raises(ValueError, match=r"gradient is off by 0\.0005 from the float64 oracle, 0\.0001 is allowed"):
         worker.check(Off(true), "SGD", true)
@@ -318,32 +316,29 @@ def test_the_oracle_sees_where_rounding_decides(monkeypatch):
         assert least <= oracle.expected(case)["blur_gradient_1"] <= most
 
 
-def test_a_worker_that_dies_or_hangs_is_reported(tmp_path):
-    entry = contestants.ENTRIES["numpy"]
-    one = runner.Worker(entry, sys.executable, tmp_path / "stderr.txt")
-    with pytest.raises(runner.WorkerFailed, match="no answer to setup within 0 s"):
-        one.ask("setup", 0.05, contestant="numpy", case="tiny", threads=1, cores=[0], oracle="")
-    one.end()
-    one = runner.Worker(entry, sys.executable, tmp_path / "stderr.txt")
-    with pytest.raises(runner.WorkerFailed, match="KeyError: 'nobody'"):
-        one.ask("setup", 300, contestant="nobody", case="tiny", threads=1, cores=runner_cores(), oracle="")
-    one.end()
+@pytest.mark.parametrize(
+    ("contestant", "limit_s", "says"),
+    [("numpy", 0.05, "no answer to setup within 0 s"), ("nobody", 300, "KeyError: 'nobody'")],
+)
+def test_a_worker_that_dies_or_hangs_is_reported(contestant, limit_s, says, tmp_path):
+    with worker_of(tmp_path) as ask, pytest.raises(runner.WorkerFailed, match=says):
+        ask(contestant, limit_s=limit_s)
 
 
 def test_the_program_from_one_end_to_the_other(tmp_path):
     command = [sys.executable, "-m", "benchmarks", "--cases", "tiny", "--threads", "1", "--quick"]
-    command += ["--contestants", "cpu", "numpy", "--out", str(tmp_path)]
+    command += ["--contestants", "numpy", "--out", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((tmp_path / "cpu.json").read_text())
     rows = {row["contestant"]: row for row in result["matches"][0]["rows"]}
-    assert set(rows) == {"fma-loop", "sgemm", "cpu", "numpy"}
+    assert set(rows) == {"fma-loop", "sgemm", "numpy"}
     for row in rows.values():
         assert row["error"] is None
         assert len(row["samples"]) == 2
         assert all(math.isfinite(s) and s > 0 for s in row["samples"])
         assert row["peak_bytes"] > 10**7
-    assert rows["cpu"]["setup"]["check"]["gradient"] < 1e-6
+    assert rows["numpy"]["setup"]["check"]["gradient"] < 1e-6
     text = (tmp_path / "cpu.md").read_text()
     assert "Do not quote its numbers" in text
     assert "| numpy |" in text

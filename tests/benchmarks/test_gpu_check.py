@@ -6,10 +6,10 @@ import math
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
+from commands import ROOT
 
 from benchmarks import gpu_check
 from benchmarks.gpu_check import CASES, CONFORMANCE, Contestant
@@ -18,7 +18,6 @@ from cnnexp.backends.gpu.device import Gpu
 from cnnexp.errors import BackendUnavailable
 from softgpu import SoftGpu
 
-ROOT = Path(__file__).parents[2]
 NAMED = {case.name: case for case in CASES}
 
 
@@ -100,94 +99,96 @@ def test_a_dry_run_goes_all_the_way_on_the_software_gpu_with_no_more_than_it_say
 
 
 @pytest.fixture
-def machine(monkeypatch):
-    """A made-up GPU and contestants; what would run apart runs here."""
+def machine(monkeypatch, tmp_path):
+    """A made-up GPU and contestants; what would run apart runs here. Return what sets more, and the report's file."""
     fake = dataclasses.make_dataclass("Fake", ["gpu"])
     gpu = Gpu(0, "a GPU", (9, 0), (13, 0), (13, 0), 132, 1024, 48 * 1024)
-    monkeypatch.setattr(gpu_check, "backend_class", lambda name: lambda: fake(gpu))
-    monkeypatch.setattr(gpu_check, "apart", lambda work, *arguments: work(*arguments))
-    monkeypatch.setattr(gpu_check, "conform", lambda name, titles: {"small": "ok"})
-    monkeypatch.setattr(gpu_check, "measure_ceilings", lambda effort: ({"fma_per_s": 1.0}, {}))
-    monkeypatch.setattr(gpu_check, "ours", lambda name, *case: Contestant(name, lambda steps: None, 0.0))
-    monkeypatch.setattr(gpu_check, "peer", lambda name, *case: Contestant(f"torch {name}", lambda steps: None, 0.0))
-    monkeypatch.setattr(gpu_check, "find_spec", lambda name: True)
-    monkeypatch.setattr(gpu_check, "CASES", CASES[:2])
-    monkeypatch.setattr(gpu_check, "EPOCH", 1000)
-    return monkeypatch
+    idle = {
+        "backend_class": lambda name: lambda: fake(gpu),
+        "apart": lambda work, *arguments: work(*arguments),
+        "conform": lambda name, titles: {"small": "ok"},
+        "measure_ceilings": lambda effort: ({"fma_per_s": 1.0}, {}),
+        "ours": lambda name, *case: Contestant(name, lambda steps: None, 0.0),
+        "peer": lambda name, *case: Contestant(f"torch {name}", lambda steps: None, 0.0),
+        "find_spec": lambda name: True,
+        "_device_works": lambda: True,
+        "CASES": CASES[:2],
+        "EPOCH": 1000,
+    }
+
+    def replaced(**others):
+        for name, value in others.items():
+            monkeypatch.setattr(gpu_check, name, value)
+
+    replaced(**idle)
+    return replaced, tmp_path / "new" / "report.json"
 
 
-def test_one_backend_that_fails_costs_no_other_its_numbers(machine, tmp_path, capsys):
+def failing(errors):
+    """Return `ours` of contestants whose first step raises."""
+
+    def ours(name, *case):
+        def run(steps):
+            if name in errors:
+                raise errors[name]
+
+        return Contestant(name, run, 0.0)
+
+    return ours
+
+
+def test_one_backend_that_fails_costs_no_other_its_numbers(machine, capsys):
+    replaced, out = machine
+    errors = {"gpu-shared": RuntimeError("out of memory\nand so on"), "gpu-naive": TypeError("does not compile")}
+
     def conform(name, titles):
         if name == "gpu-naive":
             raise OSError("the process died")
         return {"small": "wrong"} if name == "gpu-tuned" else {"small": "ok"}
 
-    def ours(name, *case):
-        def run(steps):
-            if name == "gpu-shared":
-                raise RuntimeError("out of memory\nand so on")
-
-        if name == "gpu-naive":
-            raise TypeError("does not compile")
-        return Contestant(name, run, 0.0)
-
-    machine.setattr(gpu_check, "conform", conform)
-    machine.setattr(gpu_check, "ours", ours)
-    machine.setattr(gpu_check, "_device_works", lambda: True)
-    out = tmp_path / "report.json"
+    replaced(conform=conform, ours=failing(errors))
     assert gpu_check.main([f"--out={out}"]) == 1
     report, told = json.loads(out.read_text()), capsys.readouterr().out
     assert report["conformance"]["gpu-naive"] == {"the process": "OSError: the process died"}
     assert report["conformance"]["gpu-fused"] == {"small": "ok"}
+    raced = {"gpu-shared-input", "gpu-tuned", "gpu-fused"} | {f"torch {name}" for name in gpu_check.TORCH}
     for case in CASES[:2]:
-        assert report["failed"][case.name] == {
-            "gpu-naive": "TypeError: does not compile",
-            "gpu-shared": "RuntimeError: out of memory",
-        }
-        assert set(report["raw"][case.name]) == {"gpu-shared-input", "gpu-tuned", "gpu-fused"} | {
-            f"torch {name}" for name in gpu_check.TORCH
-        }
+        failed = {"gpu-naive": "TypeError: does not compile", "gpu-shared": "RuntimeError: out of memory"}
+        assert report["failed"][case.name] == failed
+        assert set(report["raw"][case.name]) == raced
     assert "NOT OK  gpu-tuned: small: wrong" in told
     assert all(row["fraction_of_floor"] is None for row in report["table"])  # the bandwidth was not measured
 
 
-def test_what_torch_lacks_is_told_and_not_held_against_us(machine, tmp_path, capsys):
+def test_what_torch_lacks_is_told_and_not_held_against_us(machine, capsys):
+    replaced, out = machine
+
     def peer(name, *case):
         raise RuntimeError("no compiler")
 
-    machine.setattr(gpu_check, "peer", peer)
-    machine.setattr(gpu_check, "_device_works", lambda: True)
-    assert gpu_check.main([f"--out={tmp_path / 'report.json'}"]) == 0
+    replaced(peer=peer)
+    assert gpu_check.main([f"--out={out}"]) == 0
     assert "torch compile: RuntimeError: no compiler" in capsys.readouterr().out
 
 
-def test_after_a_fault_that_spoils_the_device_the_others_race_in_a_new_process(machine, tmp_path):
-    races = []
+def test_after_a_fault_that_spoils_the_device_the_others_race_in_a_new_process(machine):
+    (replaced, out), races = machine, []
 
     def apart(work, *arguments):
         if work is gpu_check.race:
             races.append(arguments[1])
         return work(*arguments)
 
-    def ours(name, *case):
-        def run(steps):
-            if name == "gpu-shared":
-                raise RuntimeError("an illegal memory access was encountered")
-
-        return Contestant(name, run, 0.0)
-
-    machine.setattr(gpu_check, "apart", apart)
-    machine.setattr(gpu_check, "ours", ours)
-    machine.setattr(gpu_check, "_device_works", lambda: False)
-    out = tmp_path / "report.json"
+    ours = failing({"gpu-shared": RuntimeError("an illegal memory access was encountered")})
+    replaced(apart=apart, ours=ours, _device_works=lambda: False)
     assert gpu_check.main(["--skip-torch", f"--out={out}"]) == 1
     without = tuple(name for name in gpu_check.BACKENDS if name != "gpu-shared")
     assert races == [gpu_check.BACKENDS, without] * 2
     assert list(json.loads(out.read_text())["raw"][CASES[0].name]) == list(without)
 
 
-def test_the_report_is_written_after_every_part(machine, tmp_path):
-    out = tmp_path / "new" / "report.json"
+def test_the_report_is_written_after_every_part(machine):
+    replaced, out = machine
 
     def conform(name, titles):
         report = json.loads(out.read_text())
@@ -200,23 +201,21 @@ def test_the_report_is_written_after_every_part(machine, tmp_path):
         assert list(report["raw"]) == [done.name for done in CASES[: CASES.index(case)]]
         return [Contestant("gpu-fused", None, 0.0, 1, [1.0])], {}
 
-    machine.setattr(gpu_check, "conform", conform)
-    machine.setattr(gpu_check, "race", race)
+    replaced(conform=conform, race=race)
     assert gpu_check.main([f"--out={out}"]) == 0
     assert list(json.loads(out.read_text())["raw"]) == [case.name for case in CASES[:2]]
 
 
-def test_a_report_grows_by_cases_and_backends_and_nothing_is_done_twice(machine, tmp_path, capsys):
-    done = []
-    machine.setattr(gpu_check, "conform", lambda name, titles: done.append(name) or {"small": "ok"})
+def test_a_report_grows_by_cases_and_backends_and_nothing_is_done_twice(machine, capsys):
+    (replaced, out), done = machine, []
 
     def race(case, names, peers, repeats, epoch):
         done.append((case.name, names))
         return [Contestant(name, None, 0.0, 1, [1.0]) for name in names], {}
 
-    machine.setattr(gpu_check, "race", race)
+    replaced(conform=lambda name, titles: done.append(name) or {"small": "ok"}, race=race)
     first, second = (case.name for case in CASES[:2])
-    command = ["--skip-torch", f"--out={tmp_path / 'report.json'}"]
+    command = ["--skip-torch", f"--out={out}"]
     one = [*command, "--backends", "gpu-naive", "--cases", first]
     assert gpu_check.main([*one, "--minutes=-1"]) == 0
     assert f"left for another run of the same command: conformance of gpu-naive, ceilings, {first}\n" in (
@@ -228,13 +227,13 @@ def test_a_report_grows_by_cases_and_backends_and_nothing_is_done_twice(machine,
     assert done == ["gpu-naive", (first, ("gpu-naive",))]
     assert gpu_check.main([*command, "--backends", "gpu-fused"]) == 0
     assert done[2:] == ["gpu-fused", (first, ("gpu-naive", "gpu-fused")), (second, ("gpu-fused",))]
-    report = json.loads((tmp_path / "report.json").read_text())
+    report = json.loads(out.read_text())
     assert [(row["case"], row["contestant"]) for row in report["table"]] == [
         *((first, name) for name in ("gpu-naive", "gpu-fused")),
         (second, "gpu-fused"),
     ]
     assert len(report["runs"]) == 4
-    (tmp_path / "report.json").write_text(json.dumps({**report, "gpu": {"name": "another"}}))
+    out.write_text(json.dumps({**report, "gpu": {"name": "another"}}))
     assert gpu_check.main(one) == 2
     assert "is of another gpu; add --out=FILE" in capsys.readouterr().err
 
