@@ -1,5 +1,7 @@
 """What single PTX instructions do, beside NumPy and Python's whole numbers; run by `test_softgpu.py`."""
 
+import operator
+
 import numpy as np
 import pytest
 from numba import cuda
@@ -74,7 +76,11 @@ WHOLE = {
     "max": max,
     "div": trunc_div,
     "rem": lambda a, b: a - b * trunc_div(a, b),
+    "and": operator.and_,
+    "or": operator.or_,
+    "xor": operator.xor,
 }
+KINDS = ("u32", "s32", "u64", "s64", "u16", "s16")
 
 
 def test_copysign():
@@ -82,7 +88,7 @@ def test_copysign():
     assert np.array_equal(found.view(np.uint32), np.copysign(x[:, 1], x[:, 0]).view(np.uint32))
 
 
-@pytest.mark.parametrize("kind", ["u32", "s32", "u64", "s64", "u16", "s16"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", WHOLE)
 def test_arithmetic_of_whole_numbers(name, kind):
     if kind == "s16" and name in ("min", "max", "div", "rem"):
@@ -90,13 +96,13 @@ def test_arithmetic_of_whole_numbers(name, kind):
             binary(f"{name}.{kind}", kind)
         softgpu.revive()
         return
-    x, y = binary(f"{name}.{kind}", kind)
+    x, y = binary(f"{name}.b{kind[1:]}" if name in ("and", "or", "xor") else f"{name}.{kind}", kind)
     for (a, b), found in zip(x.tolist(), y.tolist(), strict=True):
         if b or name not in ("div", "rem"):
             assert found == wrapped(WHOLE[name](a, b), kind), (a, b)
 
 
-@pytest.mark.parametrize("kind", ["u32", "s32", "u64", "s64", "u16", "s16"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_products_of_full_width(kind):
     bits = int(kind[1:])
     x, y = binary(f"mul.hi.{kind}", kind)
@@ -107,14 +113,7 @@ def test_products_of_full_width(kind):
         assert y.tolist() == [a * b for a, b in x.tolist()]
 
 
-@pytest.mark.parametrize(("name", "operator"), [("and", "__and__"), ("or", "__or__"), ("xor", "__xor__")])
-@pytest.mark.parametrize("kind", ["u32", "u64", "u16"])
-def test_logic(name, operator, kind):
-    x, y = binary(f"{name}.b{kind[1:]}", kind)
-    assert y.tolist() == [getattr(a, operator)(b) for a, b in x.tolist()]
-
-
-@pytest.mark.parametrize("kind", ["u32", "s32", "u64", "s64", "u16", "s16"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["shl", "shr"])
 def test_shifts_by_more_than_there_is(name, kind):
     bits = int(kind[1:])
@@ -133,46 +132,34 @@ def clipped(values: np.ndarray, least: int, most: int) -> np.ndarray:
     return np.nan_to_num(np.clip(values.astype(np.float64), least, most), nan=0)
 
 
-COMPARISONS = {
-    "eq": "__eq__", "ne": "__ne__", "lt": "__lt__", "le": "__le__", "gt": "__gt__", "ge": "__ge__",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", ["u32", "s32", "u64", "s64", "u16", "s16", "f32", "f64"])
-@pytest.mark.parametrize("name", COMPARISONS)
+@pytest.mark.parametrize("kind", [*KINDS, "f32", "f64"])
+@pytest.mark.parametrize("name", ["eq", "ne", "lt", "le", "gt", "ge"])
 def test_comparisons(name, kind):
     x = pairs(kind)
     a, b = register(kind, 0), register(kind, 1)
-    unordered = [f"setp.{name}u.{kind} %p2, {a}, {b};" if kind[0] == "f" else f"setp.{name}.{kind} %p2, {a}, {b};"]
+    unordered = f"{name}u" if kind[0] == "f" else name
     body = f"""
     ld.global.{kind} {a}, [%rd1]; ld.global.{kind} {b}, [%rd1+{x.itemsize}];
-    setp.{name}.{kind} %p1, {a}, {b}; {unordered[0]}
+    setp.{name}.{kind} %p1, {a}, {b}; setp.{unordered}.{kind} %p2, {a}, {b};
     selp.u32 %r4, 1, 0, %p1; selp.u32 %r5, 2, 0, %p2; or.b32 %r4, %r4, %r5;
     st.global.u32 [%rd2], %r4;
     """
     y = run(body, x, len(x), np.uint32)
     for (a, b), found in zip(x.tolist(), y.tolist(), strict=True):
         nan = a != a or b != b
-        wanted = bool(getattr(a, COMPARISONS[name])(b)) and not nan
+        wanted = getattr(operator, name)(a, b) and not nan
         assert found == wanted + 2 * (wanted or nan), (a, b)
 
 
+IEEE = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div.rn": np.divide, "min": np.fmin, "max": np.fmax}
+
+
 @pytest.mark.parametrize("kind", ["f32", "f64"])
-@pytest.mark.parametrize(
-    ("instruction", "operator"),
-    [
-        ("add", np.add),
-        ("sub", np.subtract),
-        ("mul", np.multiply),
-        ("div.rn", np.divide),
-        ("min", np.fmin),
-        ("max", np.fmax),
-    ],
-)
-def test_floating_point_is_that_of_ieee(instruction, operator, kind):
+@pytest.mark.parametrize("instruction", IEEE)
+def test_floating_point_is_that_of_ieee(instruction, kind):
     x, y = binary(f"{instruction}.{kind}", kind)
     with np.errstate(all="ignore"):
-        wanted = operator(x[:, 0], x[:, 1])
+        wanted = IEEE[instruction](x[:, 0], x[:, 1])
     if instruction in ("min", "max"):  # of two zeros, either
         y, wanted = y + 0, wanted + 0
     np.testing.assert_array_equal(y, wanted)
@@ -304,13 +291,8 @@ def test_lanes_exchange_and_vote():
         above = cuda.shfl_down_sync(0xFFFFFFFF, i, 2)
         odd = cuda.ballot_sync(0xFFFFFFFF, i % 2)
         every = cuda.all_sync(0xFFFFFFFF, i < 32)
-        y[i] = (
-            total
-            + 1000 * below
-            + 100000 * above
-            + (np.uint32(odd) == np.uint32(0xAAAAAAAA)) * 10000000
-            + every * 20000000
-        )
+        y[i] = total + 1000 * below + 100000 * above
+        y[i] += (np.uint32(odd) == np.uint32(0xAAAAAAAA)) * 10000000 + every * 20000000
 
     y = cuda.to_device(np.zeros(32, np.int32))
     kernel[1, 32](y)

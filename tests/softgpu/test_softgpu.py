@@ -66,13 +66,8 @@ except Exception as error:
         (SoftGpu(fault="lost:2"), "CUDA_ERROR_UNKNOWN"),
     ],
 )
-def test_machines_and_faults_on_demand(gpu, says, tmp_path):
-    script = tmp_path / "ask.py"
-    script.write_text(ASK)
-    done = subprocess.run(
-        [sys.executable, str(script)], env=gpu.environment(), capture_output=True, text=True, check=False
-    )
-    assert says in done.stdout
+def test_machines_and_faults_on_demand(gpu, says):
+    assert says in subprocess.check_output([sys.executable, "-c", ASK], cwd=ROOT, env=gpu.environment(), text=True)
 
 
 def test_nothing_of_it_is_at_work_outside_its_environment():
