@@ -1,5 +1,6 @@
 """Networks to hold whatever runs them to: named ones, one for each odd case, and random ones."""
 
+import functools
 import zlib
 
 import conformance
@@ -205,14 +206,30 @@ def cases(draw, kind=None, most=9):
 
 def check_random_networks(backend, kind, count, most=9):
     """Hold a backend to the oracle on `count` networks that hold a layer of a kind, the same ones every time."""
+    try:
+        for case in _drawn(kind, count, most):
+            check_case(backend, case)
+    except Exception:
+        _each(kind, count, most, lambda case: check_case(backend, case))  # shows the smallest such network
+        raise
 
+
+@functools.cache
+def _drawn(kind, count, most):
+    """Draw once for all backends: to draw a case, and the oracle's answer, take longer than most of them."""
+    found = []
+    _each(kind, count, most, found.append)
+    return found
+
+
+def _each(kind, count, most, check):
     @seed(zlib.crc32(kind.encode()))
     @settings(max_examples=count, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(case=cases(kind, most))
-    def check(case):
-        check_case(backend, case)
+    def each(case):
+        check(case)
 
-    check()
+    each()
 
 
 def fits(shape, layers) -> bool:
