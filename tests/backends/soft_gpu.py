@@ -4,22 +4,21 @@ Run by `test_soft_gpu.py` in a process of its own, on two GPUs. After every test
 """
 
 import gc
-import gzip
 import re
 import time
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
 from backends import outside_layer
+from backends.test_mnist import MNIST, read
 from conformance import assert_same_state, check_case, check_training, decisions_are_clear, make_case
 from networks import KINDS, check_random_networks
 from networks import NETWORKS as OFTEN_SEEN
 
 import softgpu
-from benchmarks.gpu_check import CONFORMANCE
+from benchmarks.gpu_check import CONFORMANCE, _graphs_change_nothing
 from cnnexp.backends import backend_class
 from cnnexp.backends.gpu import device, launch, tuned
 from cnnexp.backends.gpu.backend import GpuProgram
@@ -31,71 +30,19 @@ from cnnexp.backends.gpu.kernels.tiled import ConvTile
 from cnnexp.backends.gpu.streamed import Streamed
 from cnnexp.backends.parts import FOLLOWED
 from cnnexp.errors import ConfigError
-from cnnexp.network import (
-    GELU,
-    AvgPool2d,
-    BatchNorm2d,
-    Conv2d,
-    Dropout,
-    Flatten,
-    GlobalAvgPool,
-    LeakyReLU,
-    Linear,
-    MaxPool2d,
-    Network,
-    ReLU,
-    Residual,
-    Sigmoid,
-    Tanh,
-)
+from cnnexp.network import Conv2d, Dropout, Flatten, LeakyReLU, Linear, MaxPool2d, Network, ReLU, Sigmoid, Tanh
 from cnnexp.network.losses import Loss
 from cnnexp.network.models import OneConv
-from cnnexp.optimizers import OPTIMIZERS, SGD, Adam
+from cnnexp.optimizers import SGD, Adam
+from cnnexp.testing import LOSSES
+from cnnexp.testing import NETWORKS as SHIPPED
 from softgpu import numba_hook
 
-MNIST = Path(__file__).resolve().parents[3] / "shared" / "data" / "mnist"
+LOSS = Loss.SOFTMAX_CROSS_ENTROPY
 GPU_BACKENDS = ("gpu-naive", "gpu-shared-input", "gpu-shared", "gpu-tuned", "gpu-fused")
-TINY = {
-    "one_conv": ((6, 6, 1), (Conv2d(3, 3), ReLU(), MaxPool2d(2), Flatten(), Linear(3))),
-    "one_conv_colour": ((5, 7, 2), (Conv2d(5, 2), MaxPool2d(2), ReLU(), Flatten(), Linear(4, bias=False))),
-    "two_conv": (
-        (6, 6, 1),
-        (
-            *(Conv2d(2, 3), ReLU(), Conv2d(1, 3, padding="same"), ReLU(), MaxPool2d(4)),
-            *(Flatten(), Linear(5), ReLU(), Linear(3)),
-        ),
-    ),
-    "strides_and_paddings": (
-        (7, 6, 2),
-        (
-            Conv2d(2, 3, stride=2, padding="auto", bias=False),
-            ReLU(),
-            Conv2d(3, 2, padding="full"),
-            Flatten(),
-            Linear(2),
-        ),
-    ),
-    "pools": (
-        (6, 5, 1),
-        (
-            *(Conv2d(2, 2, padding=1), MaxPool2d(3, 2, "auto"), Sigmoid()),
-            *(AvgPool2d(2, 1), AvgPool2d(2, padding="auto"), Flatten()),
-        ),
-    ),
-    "elementwise": ((3,), (Linear(4), Tanh(), Linear(3), GELU(), LeakyReLU(0.2), Linear(3), Dropout(0.3))),
-    "residual": (
-        (4, 4, 1),
-        (
-            *(Conv2d(2, 3, padding="same", bias=False), BatchNorm2d(), Dropout(0.2)),
-            *(Residual((Conv2d(2, 3, padding="same"), BatchNorm2d(0.5), ReLU())), GlobalAvgPool(), Linear(3)),
-        ),
-    ),
-    "one_pixel": ((1, 1, 1), (Conv2d(1, 1), ReLU(), Flatten(), Linear(2))),
-}
 ODD = {
-    **{name: OFTEN_SEEN[name] for name in ("floor", "floor_twice", "batch_norm_first", "residual_first")},
+    **{name: OFTEN_SEEN[name] for name in ("floor", "floor_twice", "pool_first", "batch_norm_first", "residual_first")},
     "wide_kernel": ((12, 11, 1), (Conv2d(3, 9), ReLU(), Conv2d(2, 2), Flatten(), Linear(3))),
-    "pool_first": ((7, 6, 2), (MaxPool2d(2, padding="floor"), ReLU(), Conv2d(3, 2), Flatten(), Linear(3), ReLU())),
     "no_linear": ((5, 5, 1), (Conv2d(4, 5), Flatten())),
 }
 SMALL = Network((6, 6, 1), (Conv2d(5, 3), ReLU(), MaxPool2d(2), Flatten(), Linear(4)))
@@ -148,8 +95,8 @@ def kinds_of_gpu():
 
 
 @cache
-def clear_case(network, images, exact):
-    draws = (make_case(network, images=images, seed=seed, exact=exact) for seed in range(1000))
+def clear_case(network, images, exact, loss=LOSS):
+    draws = (make_case(network, loss, images, seed, exact) for seed in range(1000))
     return next(draw for draw in draws if decisions_are_clear(draw))
 
 
@@ -166,22 +113,19 @@ def test_network_equals_the_oracle_and_training_repeats(backend):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gpu", kinds_of_gpu())
-@pytest.mark.parametrize("name", [*CONFORMANCE, *(f"tiny {name}" for name in TINY)])
+@pytest.mark.parametrize("name", {**SHIPPED, **CONFORMANCE})
 def test_every_network_equals_the_oracle(backend, name, gpu):
-    if name in CONFORMANCE:
-        network, images, exact = CONFORMANCE[name]
-    else:
-        network, images, exact = Network(*TINY[name.split()[1]]), 3, False
-    case = clear_case(network, images, exact)
+    given = CONFORMANCE[name] if name in CONFORMANCE else (Network(*SHIPPED[name]), 3, False)
+    case = clear_case(*given, LOSSES.get(name, LOSS))
     softgpu.set_order(1, "late")
     check_case(on(backend, gpu), case)
     check_training(on(backend, gpu), case, Adam(lr=0.01))
 
 
 @pytest.mark.slow
-def test_50_steps_of_a_residual_network_agree_with_pytorch(backend, monkeypatch):
+def test_50_steps_of_a_residual_network_agree_with_pytorch(backend):
     agreement = pytest.importorskip("backends.test_torch_agreement", reason="needs PyTorch")
-    agreement.test_50_steps_of_a_resnet_agree_with_pytorch(backend.name, "resnet_small", monkeypatch)
+    agreement.test_50_steps_agree_with_pytorch(backend.name, "resnet_small", "sgd")
 
 
 @pytest.mark.parametrize("name", ["floor_fused", *(pytest.param(name, marks=pytest.mark.slow) for name in ODD)])
@@ -192,7 +136,7 @@ def test_gpu_fused_takes_every_network(name):
 
 
 def trained(backend, network, batch, images, labels, order, optimizer=None):
-    program = backend.compile(network, Loss.SOFTMAX_CROSS_ENTROPY, optimizer or SGD(lr=0.05), batch)
+    program = backend.compile(network, LOSS, optimizer or SGD(lr=0.05), batch)
     program.restore({"parameters": network.initial_parameters(seed=0)})
     totals = program.train(program.load(images, labels), order, 0.05)
     return totals, program.state()["parameters"]
@@ -248,8 +192,8 @@ def test_gpu_fused_tells_where_a_step_goes(graphs):
     backend = backend_class("gpu-fused")(graphs=graphs)
     deep = Network((6, 6, 1), (Conv2d(5, 3), ReLU(), MaxPool2d(2), Conv2d(3, 2), Tanh(), Flatten(), Linear(4)))
     for network, expected in ((SMALL, TWO_NODES), (deep, NODES)):
-        assert len(backend.compile(network, Loss.SOFTMAX_CROSS_ENTROPY, SGD(), 4).clocked()) == 0
-        program = backend.clocked.compile(network, Loss.SOFTMAX_CROSS_ENTROPY, SGD(), 4)
+        assert len(backend.compile(network, LOSS, SGD(), 4).clocked()) == 0
+        program = backend.clocked.compile(network, LOSS, SGD(), 4)
         assert program.clocked() == [], "what warmed up is not told"
         program.restore({"parameters": network.initial_parameters(seed=0)})
         handle = program.load(images, labels % 4)
@@ -265,9 +209,10 @@ def test_gpu_fused_tells_where_a_step_goes(graphs):
         assert np.array_equal(program.state()["parameters"], plain)
 
 
-def test_graphs_are_captured_before_the_clock_runs(monkeypatch):
+def test_graphs_are_captured_before_the_clock_runs_and_change_nothing(monkeypatch):
+    assert _graphs_change_nothing() == "ok"
     images, labels, order = draw(40, (6, 6, 1))
-    program = backend_class("gpu-fused")().compile(SMALL, Loss.SOFTMAX_CROSS_ENTROPY, SGD(), 4)
+    program = backend_class("gpu-fused")().compile(SMALL, LOSS, SGD(), 4)
     handle = program.load(images, labels % 4)
     assert sorted(handle.graphs) == [1, 8]
     monkeypatch.setattr(program._graphs, "capture", None)
@@ -277,7 +222,7 @@ def test_graphs_are_captured_before_the_clock_runs(monkeypatch):
 @pytest.mark.parametrize("name", ["gpu-naive", "gpu-fused"])
 def test_images_take_the_place_of_others(name, monkeypatch):
     images, labels, order = draw(16, (6, 6, 1))
-    program = backend_class(name)().compile(SMALL, Loss.SOFTMAX_CROSS_ENTROPY, SGD(lr=0.1), 4)
+    program = backend_class(name)().compile(SMALL, LOSS, SGD(lr=0.1), 4)
     begin = {"parameters": np.linspace(-0.5, 0.5, SMALL.parameter_count, dtype=np.float32)}
     found, handle = [], program.refill(None, images[::-1].copy(), labels[::-1] % 4, 99)
     if name == "gpu-fused":
@@ -295,7 +240,7 @@ def test_images_take_the_place_of_others(name, monkeypatch):
 def test_a_layerwise_step_is_three_launches_and_two_graphs(name, monkeypatch):
     """Captured before the clock runs; a shorter batch goes kernel by kernel, and so do steps that draw numbers."""
     images, labels, order = draw(11, (6, 6, 1))
-    program = backend_class(name)().compile(SMALL, Loss.SOFTMAX_CROSS_ENTROPY, SGD(), 4)
+    program = backend_class(name)().compile(SMALL, LOSS, SGD(), 4)
     handle, launched, note = program.load(images, labels % 4), [], launch.Kernel.launch
 
     def noted(self, blocks, stream, *arguments):
@@ -317,7 +262,7 @@ def test_a_layerwise_step_is_three_launches_and_two_graphs(name, monkeypatch):
     assert np.array_equal(replayed, launched_alone)
 
     random = Network((4,), (Linear(3), Dropout(0.5), Linear(2)))
-    assert backend_class(name)().compile(random, Loss.SOFTMAX_CROSS_ENTROPY, SGD(), 4)._passes is None
+    assert backend_class(name)().compile(random, LOSS, SGD(), 4)._passes is None
 
 
 def test_a_kernel_is_compiled_once_and_then_comes_from_the_disk(tmp_path, monkeypatch):
@@ -349,17 +294,15 @@ def test_what_tells_kernels_apart_is_the_same_in_every_process():
 
 
 def test_arguments_of_another_type_or_number_are_refused():
-    kernel, x = layers.scale(64), device.to_device(np.ones(3, np.float32))
-    with pytest.raises(
-        TypeError, match="scale: argument 0 is an array of float64, the kernel takes an array of float32"
+    kernel, x, two = layers.scale(64), device.to_device(np.ones(3, np.float32)), np.float32(2)
+    for given, says in (
+        ((device.to_device(np.ones(3)), two), "scale: argument 0 is an array of float64, the kernel takes an array of"),
+        ((x, 2.0), "scale: argument 1 is float, the kernel takes float32"),
+        ((x, x), "scale: argument 1 is an array of float32, the kernel takes float32"),
+        ((x,), "scale takes 3 arguments, 2 given"),
     ):
-        kernel.over(3, 0, device.to_device(np.ones(3)), np.float32(2))
-    with pytest.raises(TypeError, match="scale: argument 1 is float, the kernel takes float32"):
-        kernel.over(3, 0, x, 2.0)
-    with pytest.raises(TypeError, match="scale: argument 1 is an array of float32, the kernel takes float32"):
-        kernel.over(3, 0, x, x)
-    with pytest.raises(TypeError, match="scale takes 3 arguments, 2 given"):
-        kernel.over(3, 0, x)
+        with pytest.raises(TypeError, match=says):
+            kernel.over(3, 0, *given)
 
 
 def test_what_is_tuned_changes_no_bit():
@@ -439,14 +382,13 @@ def test_binary_cross_entropy_ties_and_bytes(backend):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_optimizer_takes_the_step_of_the_cpu(backend, optimizer):
-    case, rule = make_case(Network((3,), (Linear(2),)), images=2), OPTIMIZERS[optimizer](weight_decay=0.01)
+    case, order = make_case(Network((3,), (Linear(2),)), images=2), np.array([0, 1, 1])
     states = []
     for one in (backend, backend_class("numpy")()):
-        program = one.compile(case.network, case.loss, rule, 2)
-        program.restore({"parameters": case.parameters})
-        program.train(program.load(case.images, case.labels), np.array([0, 1, 1]), 0.01)
+        program = one.compile(case.network, case.loss, optimizer, 2)
+        program.restore(case.state)
+        program.train(program.load(case.images, case.labels), order, 0.01)
         states.append(program.state())
     assert set(states[0]) == set(states[1])
     for key, value in states[1].items():
@@ -462,14 +404,14 @@ def test_every_optimizer_takes_the_step_of_the_cpu(backend, optimizer):
     ],
 )
 def test_any_block_and_tile_give_the_same_numbers(name, settings):
-    case = make_case(Network(*TINY["strides_and_paddings"]), images=2)
+    case = make_case(Network(*OFTEN_SEEN["auto_padding"]), images=2)
     check_case(backend_class(name)(**settings), case)
 
 
 @pytest.mark.parametrize("name", ["gpu-naive", "gpu-fused"])
 def test_what_does_not_fit_on_the_gpu_is_refused(name, monkeypatch):
     backend, network = backend_class(name)(), Network((100,), (Linear(2),))
-    program = backend.compile(network, Loss.SOFTMAX_CROSS_ENTROPY, Adam(), 2)
+    program = backend.compile(network, LOSS, Adam(), 2)
     monkeypatch.setattr(device, "free_memory", lambda: (3000, 5000))
     needs = {"gpu-fused": ("3,456", "864"), "gpu-naive": ("3,336", "834")}[name]
     with pytest.raises(
@@ -477,30 +419,30 @@ def test_what_does_not_fit_on_the_gpu_is_refused(name, monkeypatch):
     ):
         program.load(np.zeros((8, 100), np.float32), np.zeros(8, np.int32))
     with pytest.raises(ConfigError, match=r"needs [\d,]+ bytes of GPU memory, 3,000 of 5,000 are free"):
-        backend.compile(network, Loss.SOFTMAX_CROSS_ENTROPY, Adam(), 50)
+        backend.compile(network, LOSS, Adam(), 50)
 
 
-def test_settings_beyond_the_gpu_are_refused():
-    with pytest.raises(ConfigError, match=r"backend.block=2048: must be 1 \.\. 1024 threads"):
-        backend_class("gpu-naive")(block=2048)
-    with pytest.raises(ConfigError, match=r"backend.block=0: must be 1 \.\. 1024 threads, the limit of software GPU"):
-        backend_class("gpu-shared")(block=0)
-    with pytest.raises(ConfigError, match=r"backend.device=9: must be 0 \.\. "):
-        backend_class("gpu-naive")(device=9)
-    with pytest.raises(ConfigError, match=r"backend.tile=0: must be >= 1"):
-        backend_class("gpu-shared")(tile=0)
+@pytest.mark.parametrize(
+    ("name", "settings", "says"),
+    [
+        ("gpu-naive", {"block": 2048}, r"backend.block=2048: must be 1 \.\. 1024 threads"),
+        ("gpu-shared", {"block": 0}, r"backend.block=0: must be 1 \.\. 1024 threads, the limit of software GPU"),
+        ("gpu-naive", {"device": 9}, r"backend.device=9: must be 0 \.\. "),
+        ("gpu-shared", {"tile": 0}, r"backend.tile=0: must be >= 1"),
+        ("gpu-shared", {"tile": 200}, r"backend.tile=200: .* needs 163,252 bytes of shared memory, a block has 49,152"),
+    ],
+)
+def test_settings_beyond_the_gpu_are_refused(name, settings, says):
     network = Network((8, 8, 1), (Conv2d(1, 3), Flatten(), Linear(2)))
-    with pytest.raises(
-        ConfigError, match=r"backend.tile=200: .* needs 163,252 bytes of shared memory, a block has 49,152"
-    ):
-        backend_class("gpu-shared")(tile=200).compile(network, Loss.SOFTMAX_CROSS_ENTROPY, Adam(), 1)
+    with pytest.raises(ConfigError, match=says):
+        backend_class(name)(**settings).compile(network, LOSS, Adam(), 1)
 
 
 def test_an_array_too_large_for_32_bit_indices_is_refused(monkeypatch):
     monkeypatch.setattr(device, "free_memory", lambda: (np.inf, np.inf))
     network = Network((64, 64, 64), (Conv2d(512, 1), Flatten(), Linear(2)))
     with pytest.raises(ConfigError, match=r"2,147,483,648 elements"):
-        backend_class("gpu-naive")().compile(network, Loss.SOFTMAX_CROSS_ENTROPY, Adam(), 1024)
+        backend_class("gpu-naive")().compile(network, LOSS, Adam(), 1024)
 
 
 def test_workers_take_the_gpus_of_a_machine_in_turn():
@@ -511,10 +453,7 @@ def test_workers_take_the_gpus_of_a_machine_in_turn():
 
 def test_programs_on_two_gpus_take_turns():
     images, labels, order = draw(8, (6, 6, 1))
-    programs = [
-        backend_class("gpu-fused")(device=index).compile(SMALL, Loss.SOFTMAX_CROSS_ENTROPY, SGD(), 4)
-        for index in (0, 1)
-    ]
+    programs = [backend_class("gpu-fused")(device=index).compile(SMALL, LOSS, SGD(), 4) for index in (0, 1)]
     handles = [program.load(images, labels % 4) for program in programs]
     for program, handle in zip(programs * 2, handles * 2, strict=True):
         program.train(handle, order, 0.1)
@@ -524,9 +463,6 @@ def test_programs_on_two_gpus_take_turns():
 @pytest.mark.slow
 @pytest.mark.skipif(not MNIST.is_dir(), reason="needs the four IDX files of MNIST in ../shared/data/mnist")
 def test_an_epoch_of_2000_mnist_images_ends_where_the_cpu_ends(backend, capsys):
-    def read(name, header):
-        return np.frombuffer(gzip.decompress((MNIST / name).read_bytes()), np.uint8, offset=header)
-
     images = read("train-images-idx3-ubyte.gz", 16).reshape(-1, 28, 28, 1)[:2000]
     labels = read("train-labels-idx1-ubyte.gz", 8)[:2000]
     network, order = OneConv(32).network((28, 28, 1), 10), np.random.default_rng(0).permutation(2000)
@@ -620,7 +556,7 @@ def test_a_launch_argument_of_the_wrong_type_is_found(monkeypatch):
 @pytest.mark.mutant
 def test_work_in_the_wrong_context_is_found(monkeypatch):
     images, labels, order = draw(40, (6, 6, 1))
-    program = backend_class("gpu-naive")(device=1).compile(SMALL, Loss.SOFTMAX_CROSS_ENTROPY, SGD(), 4)
+    program = backend_class("gpu-naive")(device=1).compile(SMALL, LOSS, SGD(), 4)
     monkeypatch.setattr(device, "free_memory", lambda: (5000, 5000))  # so small that data is streamed
     handle = program.load(images, labels % 4)
     assert softgpu.findings() == []

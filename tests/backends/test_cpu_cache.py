@@ -11,19 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cnnexp.backends import cache
+from cnnexp.backends import cache, simd
 from cnnexp.backends.cpu import dispatchers, kernels
-from cnnexp.network import (
-    AvgPool2d,
-    Conv2d,
-    Flatten,
-    LeakyReLU,
-    Linear,
-    MaxPool2d,
-    Network,
-    ReLU,
-    Residual,
-)
+from cnnexp.network import AvgPool2d, Conv2d, Flatten, LeakyReLU, Linear, MaxPool2d, Network, ReLU, Residual
 from cnnexp.optimizers import SGD, Adam
 
 SCRIPT = """
@@ -32,82 +22,81 @@ import numpy as np
 from cnnexp.backends import backend_class
 from cnnexp.backends.cpu import dispatchers
 from cnnexp.network.losses import Loss
-from cnnexp.network import Linear, Network, ReLU
+from cnnexp.network import Linear, Network
 from cnnexp.optimizers import SGD
 
 compiled = []
 make = dispatchers.compiled_bytes
 dispatchers.compiled_bytes = lambda *a: compiled.append(a) or make(*a)
-network = Network((4,), (Linear(3), ReLU(), Linear(2)))
-program = backend_class(sys.argv[1])().compile(network, Loss.SOFTMAX_CROSS_ENTROPY, SGD(), 4)
-program.restore({"parameters": np.arange(network.parameter_count, dtype=np.float32) / 8})
-handle = program.load(np.arange(16, dtype=np.float32).reshape(4, 4) / 16, np.array([0, 1, 1, 0]))
-program.train(handle, np.arange(4), 0.1)
-print(len(compiled), program.state()["parameters"].tobytes().hex())
+network = Network((4,), (Linear(3),))
+for name in sys.argv[1:]:
+    program = backend_class(name)().compile(network, Loss.SOFTMAX_CROSS_ENTROPY, SGD(), 4)
+    program.restore({"parameters": np.arange(network.parameter_count, dtype=np.float32) / 8})
+    handle = program.load(np.arange(16, dtype=np.float32).reshape(4, 4) / 16, np.array([0, 1, 1, 0]))
+    program.train(handle, np.arange(4), 0.1)
+    print(program.state()["parameters"].tobytes().hex())
+print(len(compiled))
 """
 
 
-def start(backend, folder):
+def computed(folder, *processes):
+    """Return what processes that start at once print, one for each tuple of backends: how many kernels they compile,
+    and the parameters that each backend ends with."""
     environment = {**os.environ, "XDG_CACHE_HOME": str(folder), "PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, backend],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def outputs(processes):
-    found = [process.communicate(timeout=300) for process in processes]
-    assert [(process.returncode, err) for process, (_, err) in zip(processes, found, strict=True)] == [
-        (0, "") for _ in processes
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    running = [
+        subprocess.Popen([sys.executable, "-c", SCRIPT, *names], env=environment, **pipes) for names in processes
     ]
-    return [(int(out.split()[0]), out.split()[1]) for out, _ in found]
+    found = [process.communicate(timeout=300) for process in running]
+    assert [(process.returncode, err) for process, (_, err) in zip(running, found, strict=True)] == [(0, "")] * len(
+        found
+    )
+    return sum(int(out.split()[-1]) for out, _ in found), [line for out, _ in found for line in out.split()[:-1]]
 
 
-@pytest.fixture(scope="module")
-def filled(tmp_path_factory):
-    """A cache that `cpu` and `cpu-parallel` have filled together, and what they computed, cold and warm."""
-    folder, names = tmp_path_factory.mktemp("cache"), ["cpu", "cpu-parallel"]
-    cold = outputs([start(name, folder) for name in names])
-    warm = outputs([start(name, folder) for name in names])
-    return folder, cold, warm
+def test_processes_share_an_empty_cache_and_damaged_files_alone_are_compiled_again(tmp_path):
+    cold, parameters = computed(tmp_path, ["cpu"], ["cpu-parallel"])
+    made = tmp_path / "cnnexp" / "compiled"
+    files = sorted(made.iterdir())
+    assert {path.suffix for path in tmp_path.rglob("*") if path.is_file()} == {".bin"}
+    assert 8 < len(files) <= cold  # the later may find what the earlier has made
+    assert not [path for path in (made, *files) if path.stat().st_mode & 0o077]
 
-
-def test_processes_share_an_empty_cache_and_compile_nothing_twice(filled):
-    folder, cold, warm = filled
-    assert sum(count for count, _ in cold) > 10  # the later may find what the earlier has made
-    assert [count for count, _ in warm] == [0, 0]
-    assert len({parameters for _, parameters in cold + warm}) == 1
-    assert {path.suffix for path in folder.rglob("*") if path.is_file()} == {".bin"}
-    for made in (folder / "cnnexp" / "compiled", *(folder / "cnnexp" / "compiled").iterdir()):
-        assert made.stat().st_mode & 0o077 == 0
-
-
-def test_damaged_files_are_compiled_again(filled):
-    folder, cold, _ = filled
-    rng = np.random.default_rng(0)
-    files = sorted((folder / "cnnexp" / "compiled").iterdir())
-    for i, path in enumerate(files):
+    rng, damaged = np.random.default_rng(0), files[::2]
+    for i, path in enumerate(damaged):
         content = bytearray(path.read_bytes())
         content[rng.integers(len(content))] ^= 1 << rng.integers(8)
         path.write_bytes(content if i % 3 else content[: rng.integers(len(content))])
-    ((count, parameters),) = outputs([start("cpu", folder)])
-    assert count > 5
-    assert parameters == cold[0][1]
+    again, others = computed(tmp_path, ["cpu", "cpu-parallel"])
+    assert again == len(damaged)
+    assert len({*parameters, *others}) == 1
+    assert sorted(made.iterdir()) == files
+    assert None not in map(cache.read_private, files)
 
 
-def tripled(key):
-    return kernels.Kernel(lambda x, y: None, "void(f4[::1], f4[::1])", f"nothing_{key}")
+@pytest.mark.thorough
+def test_processes_of_cpu_simd_that_start_at_once_share_the_cache(tmp_path):
+    for _ in range(2):
+        _, parameters = computed(tmp_path, ["cpu-simd"], ["cpu-simd"])
+        assert len(set(parameters)) == 1
+        assert len(list(tmp_path.rglob("*.bin"))) == len([p for p in tmp_path.rglob("*") if p.is_file()]) == 1
+
+
+def nothing(name):
+    return kernels.Kernel(lambda x, y: None, "void(f4[::1], f4[::1])", f"nothing_{name}")
+
+
+def run(kernel, monkeypatch):
+    """Run a kernel that this process knows nothing of yet."""
+    monkeypatch.setattr(dispatchers, "_ready", {})
+    kernel.compiled(False)(np.zeros(1, np.float32), np.zeros(1, np.float32))
 
 
 def test_without_a_home_everything_is_compiled(monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
     assert cache.cache_folder() is None
-    monkeypatch.setattr(dispatchers, "_ready", {})
-    tripled("homeless").compiled(False)(np.zeros(1, np.float32), np.zeros(1, np.float32))
+    run(nothing("homeless"), monkeypatch)
 
 
 class Evil:
@@ -122,9 +111,9 @@ class Evil:
 
 def planted(folder, payload):
     """Put a payload where the kernel `nothing_planted` would lie."""
-    kernel = tripled("planted")
-    key = cache.program_key(dispatchers.signature_of(kernel._signature), ("cpu", "nothing_planted_sequential"))
-    path = folder / "cnnexp" / "compiled" / f"{key}.bin"
+    kernel = nothing("planted")
+    name = key("cpu", "nothing_planted_sequential", signature=kernel._signature)
+    path = folder / "cnnexp" / "compiled" / f"{name}.bin"
     path.parent.mkdir(parents=True, mode=0o700)
     path.write_bytes(hashlib.sha256(payload).digest() + payload)
     path.chmod(0o600)
@@ -145,23 +134,46 @@ def test_what_others_may_have_written_is_not_read(tmp_path, monkeypatch, way):
     else:
         monkeypatch.setattr(os, "geteuid", lambda: 12345)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(dispatchers, "_ready", {})
-    kernel.compiled(False)(np.zeros(1, np.float32), np.zeros(1, np.float32))
+    run(kernel, monkeypatch)
     assert not (tmp_path / "marker").exists()
 
 
 def test_a_whole_file_that_is_no_code_is_compiled_again(tmp_path, monkeypatch):
     kernel, path = planted(tmp_path, pickle.dumps("no code"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(dispatchers, "_ready", {})
-    kernel.compiled(False)(np.zeros(1, np.float32), np.zeros(1, np.float32))
+    run(kernel, monkeypatch)
     assert path.stat().st_size > 200
 
 
-def test_updates_of_several_optimizers_do_not_take_each_others_code(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    keys = {cache.program_key(dispatchers.signature_of("void()"), (o,)) for o in (SGD(), SGD(momentum=0.5), Adam())}
-    assert len(keys) == 3
+def key(*described, signature="void()"):
+    return cache.program_key(dispatchers.signature_of(signature), described)
+
+
+def test_the_cache_tells_programs_cpus_and_sources_apart(tmp_path, monkeypatch):
+    assert set(Path(simd.__file__).parent.rglob("*.py")) < set(cache.source_files())
+    known = key("a")
+    found = {key("b"), key("a", signature="i8(i8)"), *(key(o) for o in (SGD(), SGD(momentum=0.5), Adam()))}
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "host", lambda: ("x86_64", "another", "+sse2"))
+        found.add(key("a"))
+    with monkeypatch.context() as patch:
+        changed = tmp_path / "step.py"
+        changed.write_text("# changed")
+        patch.setattr(cache, "source_files", lambda: [changed])
+        found.add(key("a"))
+    assert len(found - {known}) == 7
+    assert key("a") == known
+
+
+def test_the_cache_forgets_what_was_not_used_for_longest(tmp_path, monkeypatch):
+    monkeypatch.setattr(cache, "KEEP", 3)
+    for age, name in enumerate("dcba"):
+        cache.write_private(tmp_path / f"{name}.bin", b"code", cache.KEEP)
+        os.utime(tmp_path / f"{name}.bin", (1000 + age, 1000 + age))
+    (tmp_path / f"half-written{cache.MAKING}").write_bytes(b"co")
+    os.utime(tmp_path / f"half-written{cache.MAKING}", (1000, 1000))
+    cache.write_private(tmp_path / "e.bin", b"code", cache.KEEP)
+    assert {p.stem for p in tmp_path.iterdir()} == {"a", "b", "e"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,8 +185,7 @@ class BakedRate(SGD):
 
 @pytest.mark.parametrize(("optimizer", "programs"), [(SGD, 1), (BakedRate, 2)])
 def test_learning_rates_share_code_unless_the_rule_holds_one(optimizer, programs):
-    keys = {cache.program_key(dispatchers.signature_of("void()"), (optimizer(lr=lr),)) for lr in (0.1, 0.2)}
-    assert len(keys) == programs
+    assert len({key(optimizer(lr=lr)) for lr in (0.1, 0.2)}) == programs
 
 
 @pytest.mark.parametrize(
@@ -192,5 +203,4 @@ def test_networks_of_the_same_shapes_do_not_take_each_others_code(changed):
         Network((8, 8, 1), layers) for layers in ((Conv2d(4, 3), ReLU(), MaxPool2d(2), Flatten(), Linear(3)), changed)
     )
     assert repr(first) == repr(second)
-    keys = {cache.program_key(dispatchers.signature_of("void()"), (network,)) for network in (first, second)}
-    assert len(keys) == 2
+    assert key(first) != key(second)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from backends.on_target import AVX2, AVX512, NETWORKS, often
 from conformance import check_gradients, check_scores, decisions_are_clear, make_case
 from machine_code import CPUS, KernelProgram
 
@@ -34,52 +35,7 @@ from cnnexp.network.losses import Loss
 from cnnexp.network.models import MobileNet, OneConv, ResNet, TwoConvMlp
 from cnnexp.optimizers import SGD
 
-AVX2, AVX512 = Target(8, 16, ("avx", "avx2")), Target(16, 32, ("avx2", "avx512f"))
 HERE = [name for name in ("sse4", "avx2", "avx512") if CPUS[name].runs_here]
-NETWORKS = {
-    "first": ((8, 6, 1), (Conv2d(32, 3, padding="same"), ReLU(), MaxPool2d(2), Flatten(), Linear(5))),
-    "second": (
-        (11, 13, 2),
-        (
-            *(Conv2d(9, 2), ReLU(), Conv2d(17, 3, padding="valid"), ReLU(), MaxPool2d(2)),
-            *(Conv2d(6, 2, 1, "full"), MaxPool2d(2, padding="floor"), Flatten(), Linear(19), ReLU(), Linear(4)),
-        ),
-    ),
-    "between": (
-        (9, 9, 3),
-        (Conv2d(8, 3, 2, "auto"), Sigmoid(), AvgPool2d(2, 1), ReLU(), Conv2d(5, 3), Flatten(), Linear(3, bias=False)),
-    ),
-    "pair": (
-        (9, 11, 1),
-        (
-            *(Conv2d(2, 2), ReLU(), Conv2d(5, 2, padding="same"), ReLU()),
-            *(MaxPool2d(2, padding="floor"), Flatten(), Linear(3)),
-        ),
-    ),
-    "depthwise": (
-        (9, 8, 11),
-        (
-            *(Conv2d(11, 3, 2, "same", groups=11), ReLU(), Conv2d(11, 2, 1, 1, groups=11, dilation=2)),
-            *(Residual((Conv2d(13, 3, 2, "floor+1"),), "padded"), ReLU(), Flatten(), Linear(3)),
-        ),
-    ),
-    "edges": (
-        (10, 14, 2),
-        (Conv2d(4, 2, 2, "same"), ReLU(), Conv2d(3, 3, 2, "full"), MaxPool2d(2, padding="floor"), Flatten(), Linear(3)),
-    ),
-    "whole image": (
-        (8, 8, 2),
-        (Conv2d(5, 3), Sigmoid(), MaxPool2d(2), Conv2d(17, 3), ReLU(), Sigmoid(), Flatten(), Linear(3)),
-    ),
-    # a gradient with room around and between its pixels, which a convolution before a max-pool fills
-    "spread": (
-        (9, 9, 1),
-        (
-            *(Conv2d(2, 2), ReLU(), Conv2d(3, 3, 2, "same"), ReLU(), Conv2d(4, 2, padding="same"), MaxPool2d(2)),
-            *(Flatten(), Linear(3)),
-        ),
-    ),
-}
 
 
 def every_algorithm(network: Network, target: Target) -> list[tuple[str, str]]:
@@ -131,12 +87,7 @@ def check_every_algorithm(cpu: str, network: Network) -> None:
     assert set(every_algorithm(network, target)) <= taken
 
 
-OFTEN = ("second", "pair")
-
-
-@pytest.mark.parametrize(
-    "name", [*OFTEN, *(pytest.param(name, marks=pytest.mark.thorough) for name in NETWORKS if name not in OFTEN)]
-)
+@pytest.mark.parametrize("name", often(NETWORKS, ("most",)))
 def test_every_algorithm_of_every_layer_computes_it(name):
     check_every_algorithm(HERE[-1], Network(*NETWORKS[name]))
 
@@ -197,20 +148,25 @@ def test_there_are_several_ways_to_force():
 
 @pytest.mark.parametrize("target", [AVX2, AVX512], ids=["avx2", "avx512"])
 def test_rows_show_every_kernel_of_a_step(target):
-    for shape, layers in NETWORKS.values():
+    """And an algorithm has a file of its name."""
+    last = (4, 4, 1), (BatchNorm2d(), Residual((ReLU(),)), Flatten(), Dropout(0.5), Linear(3))
+    names = set()
+    for shape, layers in (*NETWORKS.values(), last):
         network = Network(shape, layers)
         for pair in every_algorithm(network, target):
             plan = Plan(network, replace(target, forced=(pair,)), 1, 9)
             rows = plan.explain(threads=2)
-            assert [row.kernel for row in rows] == [
-                name for name, _ in (*plan.forward, *plan.backward, *plan.gradients)
-            ]
+            kernels = [name for name, _ in (*plan.forward, *plan.backward, *plan.gradients)]
+            assert [row.kernel for row in rows] == kernels
             assert all(row.cycles >= 0 and row.threads == 2 for row in rows)
-            shown = {layer for row in rows for layer in row.layers}
-            assert shown == named(network.stages)
+            assert {layer for row in rows for layer in row.layers} == named(network.stages)
             forward = sum(row.macs for row in rows if row.kernel.endswith(".forward"))
             dropped = 0.5 * 16 / 36  # a floor leaves pixels out, and Winograd's algorithm takes 16 for 36
             assert dropped * sum(s.macs for s in network.stages) <= forward <= sum(s.macs for s in network.stages)
+            names |= {row.algorithm for row in rows}
+    assert names == {algorithm.algorithm for algorithm in ALGORITHMS} | {"reorder"}
+    files = [path.stem for path in (Path(simd.__file__).parent / "algorithms").rglob("*.py")]
+    assert {name: files.count(name.replace("-", "_")) for name in names} == dict.fromkeys(names, 1)
 
 
 def test_empty_lanes_cost_as_well():
@@ -245,42 +201,23 @@ def test_the_share_of_the_limit_is_of_what_the_core_can_do():
 
 
 @pytest.mark.parametrize(
-    ("algorithms", "message"),
+    ("algorithm", "message"),
     [
-        (("conv1",), r"backend.algorithms='conv1': must be LAYER:ALGORITHM"),
-        (
-            ("conv1:lane",),
-            r"conv1 cannot be computed by 'lane' here; there are channels, .*lanes, .*did you mean 'lanes'",
-        ),
-        (("conv7:lanes",), r"no layer 'conv7' to force; there are conv1, linear1"),
+        ("conv1", r"backend.algorithms='conv1': must be LAYER:ALGORITHM"),
+        ("conv1:lane", r"cannot be computed by 'lane' here; there are channels, .*lanes, .*did you mean 'lanes'"),
+        ("conv7:lanes", r"no layer 'conv7' to force; there are conv1, linear1"),
     ],
 )
-def test_an_algorithm_that_is_none_is_refused(algorithms, message):
-    network = OneConv(filters=4).network((8, 8, 1), 10)
-    with pytest.raises(ConfigError, match=message):
-        CpuSimd(threads=1, algorithms=algorithms).compile(network, Loss.SOFTMAX_CROSS_ENTROPY, SGD(), 4)
+def test_an_algorithm_is_forced_and_one_that_is_none_refused(algorithm, message):
+    def compiled(algorithm):
+        network = OneConv(filters=4).network((8, 8, 1), 10)
+        return CpuSimd(1, algorithms=(algorithm,)).compile(network, Loss.SOFTMAX_CROSS_ENTROPY, SGD(), 4)
 
-
-def test_a_program_explains_itself_as_forced():
-    network = OneConv(filters=4).network((8, 8, 1), 10)
-    program = CpuSimd(threads=1, algorithms=("conv1:channels",)).compile(network, Loss.SOFTMAX_CROSS_ENTROPY, SGD(), 4)
+    program = compiled("conv1:channels")
     assert {row.algorithm for row in program.explain() if "conv1" in row.layers} == {"channels"}
     program.close()
-
-
-LAST = Dropout(0.5), Linear(3)
-
-
-def test_an_algorithm_has_a_file_of_its_name():
-    shown = {
-        row.algorithm
-        for shape, layers in (*NETWORKS.values(), ((4, 4, 1), (BatchNorm2d(), Residual((ReLU(),)), Flatten(), *LAST)))
-        for pair in every_algorithm(Network(shape, layers), AVX512)
-        for row in Plan(Network(shape, layers), replace(AVX512, forced=(pair,)), 1, 9).explain(threads=1)
-    }
-    assert shown == {algorithm.algorithm for algorithm in ALGORITHMS} | {"reorder"}
-    files = [path.stem for path in (Path(simd.__file__).parent / "algorithms").rglob("*.py")]
-    assert {name: files.count(name.replace("-", "_")) for name in shown} == dict.fromkeys(shown, 1)
+    with pytest.raises(ConfigError, match=message):
+        compiled(algorithm)
 
 
 @pytest.mark.parametrize(("after", "linear"), [((), True), ((Sigmoid(),), True), ((AvgPool2d(1),), False)])

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from backends.on_target import FILTERS, HOST, OnTarget
 from conformance import check_case, make_case
 from llvmlite import ir
 from machine_code import CPUS, add_function, check_assembly, optimized
@@ -13,32 +14,23 @@ from cnnexp.backends import backend_class
 from cnnexp.backends.parts import BACKWARD, FOLLOWED, FORWARD, TRANSFORMED
 from cnnexp.backends.simd.algorithms.convolution.filters_fused import FiltersFused
 from cnnexp.backends.simd.compiler.emit import FLOAT
-from cnnexp.backends.simd.compiler.host import host_target
 from cnnexp.backends.simd.lowering import Plan
-from cnnexp.backends.simd.runtime.program import SimdProgram, make_plan
+from cnnexp.backends.simd.runtime.program import make_plan
 from cnnexp.network import Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU
 from cnnexp.network.models import OneConv, TwoConvMlp, TwoConvPool4
 from cnnexp.optimizers import SGD
 
-FILTERS = Network((10, 8, 1), (Conv2d(32, 3, padding="same"), ReLU(), MaxPool2d(2), Flatten(), Linear(10)))
 OWNED = Network((12, 12, 1), (Conv2d(5, 3), ReLU(), Conv2d(6, 3), MaxPool2d(2), Flatten(), Linear(21), Linear(5)))
 
 
-class Clocked:
-    """The backend on a target of one's own."""
-
-    threads = 2
-
-    def compile(self, network, loss, optimizer, batch_size):
-        target = replace(host_target(), clocks=True)
-        return SimdProgram(network, loss, optimizer, batch_size, target, self.threads)
+CLOCKED = OnTarget(replace(HOST, clocks=True))
 
 
 @pytest.mark.parametrize("network", [FILTERS, OWNED], ids=["filters", "owned"])
 def test_clocks_change_no_number_and_tell_every_layer(network):
     case = make_case(network, images=37)
-    check_case(Clocked(), case)
-    program = Clocked().compile(network, case.loss, SGD(lr=0.1), len(case.images) - 1)
+    check_case(CLOCKED, case)
+    program = CLOCKED.compile(network, case.loss, SGD(lr=0.1), len(case.images) - 1)
     assert program.clocked() == []
     program.restore(case.state)
     handle = program.load(case.images, case.labels)
@@ -64,8 +56,7 @@ def test_the_backend_has_clocks_only_when_asked():
     assert not backend.clocks
     assert backend.clocked.clocks
     assert backend.clocked.threads == 1
-    target = host_target()
-    assert make_plan(OWNED, target, 18).arena.size < make_plan(OWNED, replace(target, clocks=True), 18).arena.size
+    assert make_plan(OWNED, HOST, 18).arena.size < make_plan(OWNED, CLOCKED.target, 18).arena.size
 
 
 def parts_of(network, target=None):

@@ -1,25 +1,17 @@
 """Dropout in the fused step of `cpu-simd`: the masks that every backend makes, in each layout and vector width."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
+from backends.on_target import TARGETS, OnTarget, computed
 from networks import NETWORKS
 
 from cnnexp.backends.plain.numpy import Numpy
 from cnnexp.backends.simd import CpuSimd
-from cnnexp.backends.simd.compiler.emit import Target
-from cnnexp.backends.simd.compiler.host import host_target
 from cnnexp.backends.simd.runtime.program import SimdProgram, make_plan
 from cnnexp.network import Conv2d, Dropout, Flatten, Linear, MaxPool2d, Network, ReLU
 from cnnexp.network.losses import Loss
 from cnnexp.optimizers import SGD, Adam
 
-TARGETS = {
-    "host": host_target(),
-    "sse": Target(lanes=4, registers=16),
-    "wide": Target(lanes=16, registers=32),
-}
 SHOWN = {
     "rows": ((37,), (Dropout(0.5), Linear(3))),
     "lanes": ((4, 4, 3), (Dropout(0.5), Conv2d(3, 4), Flatten())),
@@ -46,20 +38,28 @@ def state(network, step=3):
     return {**network.initial_state(SEED), "step": np.int64(step)}
 
 
-def fused(network, threads, target=TARGETS["host"], optimizer=None, batch=8):
-    return SimdProgram(network, LOSS, optimizer or SGD(), batch, target, threads)
-
-
 def shaped(name):
     """Return this machine's target, which computes the convolutions of "images" with channels in lanes."""
-    forced = (("conv1", "channels"), ("conv2", "channels")) if name == "images" else ()
-    return replace(TARGETS["host"], forced=forced)
+    network = Network(*SHOWN[name])
+    return computed(network, TARGETS["host"], "channels") if name == "images" else TARGETS["host"]
 
 
-def check_masks(network, threads, target, kind):
-    """Check single images by what is exactly zero, batches by gradients that one number more would change."""
-    programs = fused(network, threads, target), Numpy().compile(network, LOSS, SGD(), 19)
-    images, labels = data(network, 19, kind)
+def masks():
+    """Yield networks on this machine's target, and two on other vectors."""
+    for name in SHOWN:
+        for threads in (1, 3):
+            yield pytest.param(name, shaped(name), threads, id=f"{name}-{threads}")
+    for vectors in ("sse", "wide"):
+        for name in ("rows", "lanes"):
+            yield pytest.param(name, TARGETS[vectors], 1, id=f"{name}-{vectors}")
+
+
+@pytest.mark.parametrize(("name", "target", "threads"), list(masks()))
+def test_masks_are_those_of_numpy(name, target, threads):
+    """Single images by what is exactly zero, batches by gradients that one number more would change."""
+    network = Network(*SHOWN[name])
+    programs = [backend.compile(network, LOSS, SGD(), 19) for backend in (OnTarget(target, threads), Numpy())]
+    images, labels = data(network, 19, "uint8" if threads == 1 else "float32")
     rng = np.random.default_rng(0)
     for count in (1, 1, 2, 7, 19):
         batch, found = rng.permutation(19)[:count], []
@@ -71,18 +71,6 @@ def check_masks(network, threads, target, kind):
             np.testing.assert_array_equal(*(gradient == 0 for gradient in found))
             assert 0 < np.mean(found[0] == 0) < 1
     programs[0].close()
-
-
-@pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("name", SHOWN)
-def test_masks_are_those_of_numpy(name, threads):
-    check_masks(Network(*SHOWN[name]), threads, shaped(name), "uint8" if threads == 1 else "float32")
-
-
-@pytest.mark.parametrize("name", ["rows", "lanes"])
-@pytest.mark.parametrize("target", ["sse", "wide"])
-def test_masks_are_the_same_in_other_vectors(target, name):
-    check_masks(Network(*SHOWN[name]), 1, TARGETS[target], "float32")
 
 
 def test_a_network_with_dropout_is_fused():
@@ -105,18 +93,13 @@ def test_all_layouts_are_met():
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_training_goes_on_with_the_same_masks_on_another_backend(threads):
-    network = Network(*SHOWN["rectified"])
+    network, simd = Network(*SHOWN["rectified"]), OnTarget(threads=threads)
     images, labels = data(network, 21)
     order, ends = np.random.default_rng(1).permutation(21), []
-    for first, second in (("simd", "simd"), ("numpy", "numpy"), ("simd", "numpy"), ("numpy", "simd")):
+    for backends in ((simd, simd), (Numpy(), Numpy()), (simd, Numpy()), (Numpy(), simd)):
         carried = state(network)
-        for name, part in ((first, order[:13]), (second, order[13:])):
-            adam = Adam(lr=0.01)
-            program = (
-                fused(network, threads, optimizer=adam, batch=6)
-                if name == "simd"
-                else Numpy().compile(network, LOSS, adam, 6)
-            )
+        for backend, part in zip(backends, (order[:13], order[13:]), strict=True):
+            program = backend.compile(network, LOSS, Adam(lr=0.01), 6)
             program.restore(carried)
             program.train(program.load(images, labels), part, 0.01)
             carried = program.state()
@@ -130,7 +113,7 @@ def test_training_goes_on_with_the_same_masks_on_another_backend(threads):
 def test_every_step_draws_anew_and_predict_not_at_all():
     network = Network(*SHOWN["rows"])
     images, labels = data(network, 5)
-    program = fused(network, 1)
+    program = OnTarget(threads=1).compile(network, LOSS, SGD(), 19)
     handle = program.load(images, labels)
     program.restore(state(network))
     before = program.predict(handle)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import reference
+from backends.on_target import HOST, OnTarget, forced
 from backends.outside_layer import ORACLE, Unshuffle
 from conformance import check_case, check_training, make_case
 from networks import NETWORKS
@@ -14,9 +15,7 @@ from benchmarks.networks import NETWORKS as TIMED
 from cnnexp.backends.cpu.sequential import Cpu
 from cnnexp.backends.plain.numpy import Numpy
 from cnnexp.backends.simd import CpuSimd
-from cnnexp.backends.simd.compiler.host import host_target
 from cnnexp.backends.simd.planner import choose_nodes
-from cnnexp.backends.simd.runtime.program import SimdProgram
 from cnnexp.errors import ConfigError, NetworkError
 from cnnexp.network import (
     AvgPool2d,
@@ -65,59 +64,46 @@ def oracle(monkeypatch):
 @pytest.mark.parametrize("name", [*NETWORKS, *TIMED])
 def test_no_network_of_ours_has_a_layer_without_a_vector_kernel(name):
     network = Network(*NETWORKS[name]) if name in NETWORKS else TIMED[name][1]
-    for target in (host_target(), replace(host_target(), forward_only=True)):
+    for target in (HOST, replace(HOST, forward_only=True)):
         assert "general" not in {node.algorithm for node in choose_nodes(network, target, 8)}
 
 
-def test_no_program_is_the_general_one():
-    program = CpuSimd(1).compile(LAST, LOSS, SGD(), 4)
-    assert type(program) is SimdProgram
-    program.close()
-
-
 def test_the_layers_around_a_strange_one_keep_their_algorithms():
-    chosen = {node.name: node.algorithm for node in choose_nodes(STRANGE, host_target(), 8)}
+    chosen = {node.name: node.algorithm for node in choose_nodes(STRANGE, HOST, 8)}
     usual = Network((8, 8, 3), (*BEFORE, Conv2d(64, 2, 2), *AFTER))  # of the same shapes
-    others = {node.name: node.algorithm for node in choose_nodes(usual, host_target(), 8)}
+    others = {node.name: node.algorithm for node in choose_nodes(usual, HOST, 8)}
     assert [chosen[name] for name in ("conv1", "conv2", "linear1")] == [
         others[n] for n in ("conv1", "conv3", "linear1")
     ]
     assert [name for name, algorithm in chosen.items() if algorithm == "general"] == ["unshuffle1"]
 
 
-@pytest.mark.parametrize("network", [STRANGE, NORMED, FIRST, LAST], ids=["strange", "normed", "first", "last"])
-def test_a_strange_layer_is_right_wherever_it_stands(network):
-    check_case(CpuSimd(2), make_case(network, images=19))
+@pytest.mark.parametrize(
+    ("backend", "network"),
+    [*((CpuSimd(2), network) for network in (STRANGE, NORMED, FIRST, LAST)), (Numpy(), NORMED), (Cpu(), NORMED)],
+    ids=["strange", "normed", "first", "last", "numpy", "cpu"],
+)
+def test_a_strange_layer_is_right_wherever_it_stands(backend, network):
+    check_case(backend, make_case(network, images=19 if backend.name == "cpu-simd" else 9))
 
 
 def test_training_with_a_strange_layer():
     check_training(CpuSimd(2), make_case(NORMED, images=35), Adam())
 
 
-@pytest.mark.parametrize("backend", [Numpy(), Cpu()], ids=lambda backend: backend.name)
-def test_a_strange_layer_is_right_on_other_backends(backend):
-    check_case(backend, make_case(NORMED, images=9))
-
-
-@dataclass
-class Forced:
-    """`cpu-simd` with layers computed by general operations."""
-
-    layers: tuple[str, ...]
-
-    def compile(self, network, loss, optimizer, batch_size):
-        target = replace(host_target(), forced=tuple((layer, "general") for layer in self.layers))
-        return SimdProgram(network, loss, optimizer, batch_size, target, 2)
+def generally(*layers):
+    """Return `cpu-simd` with layers computed by general operations."""
+    return OnTarget(forced(HOST, **dict.fromkeys(layers, "general")))
 
 
 @pytest.mark.parametrize("layers", [("conv1", "avgpool1", "linear2"), ("conv2", "tanh1", "linear1")], ids="-".join)
 def test_every_kind_of_layer_has_general_operations(layers):
-    check_case(Forced(layers), make_case(MIXED, images=19))
+    check_case(generally(*layers), make_case(MIXED, images=19))
 
 
 def test_what_cannot_be_a_call_of_its_own_is_refused():
     with pytest.raises(ConfigError, match="batchnorm1 cannot be computed by 'general' here"):
-        Forced(("batchnorm1",)).compile(MIXED, LOSS, SGD(), 4)
+        generally("batchnorm1").compile(MIXED, LOSS, SGD(), 4)
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,13 @@ import threading
 
 import numpy as np
 import pytest
+from backends.on_target import HOST, often
 from conformance import check_scores, make_case
 from networks import NETWORKS
 
 from benchmarks.networks import NETWORKS as TIMED
 from cnnexp.backends.plain.numpy import Numpy
 from cnnexp.backends.simd import CpuSimd
-from cnnexp.backends.simd.compiler.host import host_target
 from cnnexp.backends.simd.lowering import Plan
 from cnnexp.backends.simd.runtime import program as programs
 from cnnexp.backends.simd.runtime.program import ForwardProgram
@@ -25,12 +25,9 @@ NORMED = Network(
     (6, 6, 1),
     (Conv2d(9, 3, bias=False), BatchNorm2d(), ReLU(), BatchNorm2d(), Flatten(), Linear(3)),
 )
-OFTEN = ("batch_norm_first", "residual_network", "dropouts")
 
 
-@pytest.mark.parametrize(
-    "name", [*OFTEN, *(pytest.param(name, marks=pytest.mark.thorough) for name in NETWORKS if name not in OFTEN)]
-)
+@pytest.mark.parametrize("name", often(NETWORKS, ("batch_norm_first", "residual_network", "dropouts")))
 def test_a_program_that_only_predicts_gives_the_oracles_scores(name):
     case = make_case(Network(*NETWORKS[name]), images=19)
     program = CpuSimd(1).forward_only.compile(case.network, LOSS, SGD(), 8)
@@ -45,12 +42,12 @@ def test_a_program_that_only_predicts_gives_the_oracles_scores(name):
 
 def test_batch_norm_costs_nothing_after_a_convolution():
     network = TIMED["vgg_norm"][1]
-    target = programs.replace(host_target(), forward_only=True)
+    target = programs.replace(HOST, forward_only=True)
     plan = Plan(Folded.of(network).network, target, 1, 8)
     assert {layer for node in plan.nodes for layer in node.layers if "batchnorm" in layer} == set()
     assert [name for name, _ in plan.forward] == [row.kernel for row in plan.explain(1)]
     assert plan.backward == plan.gradients == plan.seams == []
-    trained = Plan(network, host_target(), 1, 8)
+    trained = Plan(network, HOST, 1, 8)
     assert len(trained.seams) == 2 * 4
     assert plan.arena.size < trained.arena.size / 2
 
@@ -77,7 +74,7 @@ def test_threads_and_calls_share_a_split(monkeypatch):
     found = []
     for threads, rows in ((1, 4096), (3, 4096), (3, 32)):
         monkeypatch.setattr(programs, "ROWS", rows)
-        program = ForwardProgram(NORMED, LOSS, SGD(), 24, host_target(), threads)
+        program = ForwardProgram(NORMED, LOSS, SGD(), 24, HOST, threads)
         program.restore(NORMED.initial_state(1))
         handle = program.load(images, np.zeros(70, np.int32))
         found += [program.predict(handle) for _ in range(20)]

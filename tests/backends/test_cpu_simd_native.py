@@ -6,7 +6,10 @@ import sys
 
 import numpy as np
 import pytest
+from numba import config
+from numba.core.codegen import JITCPUCodegen
 
+from cnnexp.backends.cache import host
 from cnnexp.backends.simd.compiler.entry import Array
 from cnnexp.backends.simd.compiler.host import host_target
 from cnnexp.backends.simd.compiler.native import Function, MachineCode
@@ -16,49 +19,33 @@ from cnnexp.network.losses import Loss
 from cnnexp.optimizers import SGD
 
 DESCRIBED = Network((2, 2, 1), (Flatten(), Linear(2))), Loss.SOFTMAX_CROSS_ENTROPY, SGD(), host_target(), 1, 4
-HOST = """
-from cnnexp.backends.cache import host
-import sys
-found = host()
-assert "numba" not in sys.modules
-from numba.core.registry import cpu_target
-assert found == cpu_target.target_context.codegen().magic_tuple(), found
-"""
-RUN = """
+SCRIPT = """
 import sys
 import numpy as np
-from cnnexp.backends import backend_class
+from cnnexp.backends import backend_class, cache
+from cnnexp.backends.simd.compiler.native import Function, MachineCode
+from cnnexp.backends.simd.runtime import program as programs
 from cnnexp.network import Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU
 from cnnexp.network.losses import Loss
 from cnnexp.optimizers import Adam
 
 network = Network((6, 6, 1), (Conv2d(2, 3), ReLU(), MaxPool2d(2), Flatten(), Linear(3)))
-program = backend_class("cpu-simd")(1).compile(network, Loss.SOFTMAX_CROSS_ENTROPY, Adam(), 4)
-program.restore({"parameters": network.initial_parameters(0)})
-handle = program.load(np.random.default_rng(0).random((9, 6, 6, 1), np.float32), np.arange(9) % 3)
-loss = program.train(handle, np.arange(9), 0.01).loss
-print("numba" in sys.modules, loss, program.predict(handle).tobytes().hex())
-"""
-BRING = """
-import sys
-from cnnexp.backends.simd.compiler.native import Function, MachineCode
-made = MachineCode.of_bytes(sys.stdin.buffer.read())
+found = []
+for start in ("cold", "warm"):
+    programs._ready.clear()
+    program = backend_class("cpu-simd")(1).compile(network, Loss.SOFTMAX_CROSS_ENTROPY, Adam(), 4)
+    program.restore({"parameters": network.initial_parameters(0)})
+    handle = program.load(np.random.default_rng(0).random((9, 6, 6, 1), np.float32), np.arange(9) % 3)
+    loss = program.train(handle, np.arange(9), 0.01).loss
+    found.append((loss, program.predict(handle).tobytes()))
+    assert "numba" not in sys.modules, start
+assert found[0] == found[1]
+
+(kept,) = cache.cache_folder().iterdir()
+made = MachineCode.of_bytes(cache.read_private(kept))
 Function(MachineCode(made.symbol, (*made.needs, "numba_unpickle"), made.object_file), [])
-assert "numba" in sys.modules
+assert "numba" in sys.modules, "what only Numba has it is asked for"
 """
-
-
-def run(script, folder, payload=b"", **environment):
-    """Run a script in a process of its own; return what it prints."""
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        input=payload,
-        capture_output=True,
-        timeout=300,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "XDG_CACHE_HOME": str(folder), **environment},
-    )
-    assert done.returncode == 0, done.stderr.decode()
-    return done.stdout.decode().split()
 
 
 @pytest.fixture(scope="module")
@@ -77,18 +64,21 @@ def made():
     ],
     ids=lambda environment: ",".join(environment.values()) or "this CPU",
 )
-def test_the_cpu_is_what_numba_compiles_for(environment, tmp_path):
-    run(HOST, tmp_path, **environment)
+def test_the_cpu_is_what_numba_compiles_for(environment, monkeypatch):
+    for name in ("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES", "NUMBA_ENABLE_AVX"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    config.reload_config()
+    assert host() == JITCPUCodegen("numba").magic_tuple()
+    monkeypatch.undo()
+    config.reload_config()
 
 
 def test_neither_a_cold_nor_a_warm_start_imports_numba(tmp_path):
-    cold, warm = run(RUN, tmp_path), run(RUN, tmp_path)
-    assert cold[0] == warm[0] == "False"
-    assert cold == warm
-
-
-def test_what_only_numba_has_it_is_asked_for(made, tmp_path):
-    run(BRING, tmp_path, made.to_bytes())
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr
 
 
 def test_code_that_calls_what_nobody_has_is_refused(made):

@@ -1,40 +1,20 @@
 """BatchNorm2d and Residual in the fused step of `cpu-simd`: a batch in tiles, and what all threads add up of it."""
 
-from dataclasses import dataclass, replace
-
 import numpy as np
 import pytest
+from backends.on_target import HOST, TARGETS, OnTarget, computed, often
 from conformance import check_case, check_training, make_case
 from networks import NETWORKS
 
 from cnnexp.backends.plain.numpy import Numpy
-from cnnexp.backends.simd import CpuSimd
-from cnnexp.backends.simd.compiler.emit import Target
-from cnnexp.backends.simd.compiler.host import host_target
 from cnnexp.backends.simd.layouts import NHWC, Blocked
-from cnnexp.backends.simd.runtime.program import SimdProgram, make_plan
-from cnnexp.network import (
-    BatchNorm2d,
-    Conv2d,
-    Flatten,
-    GlobalAvgPool,
-    Linear,
-    MaxPool2d,
-    Network,
-    ReLU,
-    Residual,
-    Tanh,
-)
+from cnnexp.backends.simd.runtime.program import make_plan
+from cnnexp.network import BatchNorm2d, Conv2d, Flatten, GlobalAvgPool, Linear, MaxPool2d, Network, ReLU, Residual, Tanh
 from cnnexp.network.losses import Loss
 from cnnexp.network.shapes import FlattenStage, walk
 from cnnexp.optimizers import SGD, Adam
 
 LOSS = Loss.SOFTMAX_CROSS_ENTROPY
-TARGETS = {
-    "sse": Target(lanes=4, registers=16),
-    "avx2": Target(lanes=8, registers=16),
-    "wide": Target(lanes=16, registers=32),
-}
 BLOCK = (
     *(Conv2d(11, 3, padding="same", bias=False), BatchNorm2d(), ReLU(), Conv2d(11, 3, padding="same")),
     *(Residual((BatchNorm2d(0.3, 1e-2), Conv2d(11, 1))), BatchNorm2d()),
@@ -47,45 +27,20 @@ NORMED = Network(
         *(GlobalAvgPool(), Linear(9), Residual((Linear(9), ReLU())), ReLU(), Linear(4)),
     ),
 )
-CONVOLUTIONS = [stage.name for stage in walk(NORMED.stages) if isinstance(stage.layer, Conv2d)]
-
-
-@dataclass
-class OnTarget:
-    """A backend for a CPU that this one may not be."""
-
-    target: Target
-    threads: int = 2
-
-    def compile(self, network, loss, optimizer, batch_size):
-        return SimdProgram(network, loss, optimizer, batch_size, self.target, self.threads)
-
-
-def shaped(target, algorithm):
-    """Return the target on which every convolution is computed by one algorithm."""
-    return replace(TARGETS[target], forced=tuple((name, algorithm) for name in CONVOLUTIONS))
 
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_every_layer_has_a_vector_kernel(name):
     network = Network(*NETWORKS[name])
-    computed = {layer for node in make_plan(network, host_target(), 8).nodes for layer in node.layers}
-    assert computed == {stage.name for stage in walk(network.stages) if not isinstance(stage, FlattenStage)}
-
-
-def test_no_network_goes_to_the_general_program():
-    program = CpuSimd(1).compile(Network(*NETWORKS["residual_nested"]), LOSS, SGD(), 4)
-    assert type(program) is SimdProgram
-    program.close()
+    vectorized = {layer for node in make_plan(network, HOST, 8).nodes for layer in node.layers}
+    assert vectorized == {stage.name for stage in walk(network.stages) if not isinstance(stage, FlattenStage)}
 
 
 @pytest.mark.parametrize("algorithm", ["lanes", "channels"])
-@pytest.mark.parametrize(
-    "target", ["avx2", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("sse", "wide"))]
-)
+@pytest.mark.parametrize("target", often(("sse", "avx2", "wide"), ("avx2",)))
 def test_statistics_are_of_the_whole_batch(target, algorithm):
     """19 images of two threads are several tiles of each, the last of them with lanes to spare."""
-    cpu = shaped(target, algorithm)
+    cpu = computed(NORMED, TARGETS[target], algorithm)
     nodes = make_plan(NORMED, cpu, 10).nodes
     layouts = {type(node.x) for node in nodes if node.algorithm == "batch-norm"}
     assert layouts == {NHWC if algorithm == "channels" else Blocked}
@@ -102,10 +57,8 @@ def test_predict_takes_the_running_averages():
     state = network.initial_state(1)
     state["running"] = np.linspace(0.5, 3, network.running_count, dtype=np.float32)
     found = []
-    for program in (
-        SimdProgram(network, LOSS, SGD(), 8, host_target(), 2),
-        Numpy().compile(network, LOSS, SGD(), 8),
-    ):
+    for backend in (OnTarget(), Numpy()):
+        program = backend.compile(network, LOSS, SGD(), 8)
         program.restore(state)
         found.append(program.predict(program.load(images, np.zeros(70, np.int32))))
         np.testing.assert_array_equal(program.state()["running"], state["running"])
@@ -114,7 +67,7 @@ def test_predict_takes_the_running_averages():
 
 
 def test_a_batch_has_no_more_images_than_there_are_tiles_for():
-    program = SimdProgram(NORMED, LOSS, SGD(), 4, host_target(), 1)
+    program = OnTarget(threads=1).compile(NORMED, LOSS, SGD(), 4)
     handle = program.load(np.zeros((9, 7, 6, 3), np.float32), np.zeros(9, np.int32))
     with pytest.raises(ValueError, match="9 images in a batch of at most 4"):
         program.gradients(handle, np.arange(9))
@@ -126,7 +79,7 @@ def test_a_lost_run_leaves_nothing_behind():
     rng = np.random.default_rng(2)
     images, found = rng.standard_normal((40, 7, 6, 3)).astype(np.float32), []
     for lost in (False, True):
-        program = SimdProgram(NORMED, LOSS, SGD(), 40, TARGETS["sse"], 2)
+        program = OnTarget(TARGETS["sse"]).compile(NORMED, LOSS, SGD(), 40)
         state = NORMED.initial_state(3)
         if lost:
             program.restore(state)

@@ -5,7 +5,6 @@ compiled is what would be launched, and the arguments have the types that the si
 """
 
 import contextlib
-import inspect
 import math
 import re
 from collections.abc import Iterator
@@ -17,9 +16,7 @@ import pytest
 pytest.importorskip("numba_cuda", reason="compiles with numba-cuda: pip install cnnexp[gpu]")
 
 import numba
-from cuda.bindings.driver import CUdevice_attribute
-from cuda.core import Device, Linker, LinkerOptions, ObjectCode, Stream
-from cuda.core.graph import Graph, GraphBuilder
+from cuda.core import Linker, LinkerOptions, ObjectCode
 from numba import cuda
 from numba.core import sigutils
 
@@ -27,73 +24,39 @@ from cnnexp.backends import backend_class
 from cnnexp.backends.gpu import device, limits
 from cnnexp.backends.gpu.backend import GpuProgram
 from cnnexp.backends.gpu.device import Gpu, Tensor
-from cnnexp.backends.gpu.fused import kernels
-from cnnexp.backends.gpu.fused.build import suits
 from cnnexp.backends.gpu.kernels import direct
 from cnnexp.backends.gpu.kernels.index import ConvSizes
 from cnnexp.backends.gpu.launch import Kernel
-from cnnexp.network import (
-    GELU,
-    AvgPool2d,
-    BatchNorm2d,
-    Conv2d,
-    Dropout,
-    Flatten,
-    GlobalAvgPool,
-    LeakyReLU,
-    Linear,
-    MaxPool2d,
-    Network,
-    ReLU,
-    Residual,
-    Sigmoid,
-    Tanh,
-)
+from cnnexp.network import Linear, Network, ReLU
 from cnnexp.network.losses import Loss
 from cnnexp.network.models import Knm, OneConv, TwoConvMlp, TwoConvPool4
 from cnnexp.optimizers import SGD, Adam, AdaMax, AdamW, RMSprop
+from cnnexp.testing import LOSSES
+from cnnexp.testing import NETWORKS as SHIPPED
 
 GPU = Gpu(0, "none", (9, 0), (13, 0), (13, 0), 132, 1024, 48 * 1024)
 Target = tuple[int, int, str]  # as Numba names it: "a" is code for that very GPU, which it makes from 9.0 on
 HOPPER: Target = (9, 0, "a")
 TARGETS: tuple[Target, ...] = ((7, 5, ""), (8, 0, ""), HOPPER, (12, 0, "a"))
 MNIST = (28, 28, 1)
-SOFTMAX, BINARY = Loss.SOFTMAX_CROSS_ENTROPY, Loss.BINARY_CROSS_ENTROPY
+SOFTMAX = Loss.SOFTMAX_CROSS_ENTROPY
 
 PROGRAMS = {
     "one_conv": (OneConv(filters=256).network(MNIST, 10), SOFTMAX, SGD(), 1000),
     "two_conv_mlp": (TwoConvMlp().network(MNIST, 10), SOFTMAX, Adam(), 64),
     "two_conv_pool4": (TwoConvPool4().network(MNIST, 10), SOFTMAX, RMSprop(momentum=0.9), 32),
     "knm_colour": (Knm().network((32, 32, 3), 10), SOFTMAX, AdaMax(), 100),
-    "other_layers": (
-        Network(
-            (9, 9, 2),
-            (Conv2d(4, 3, 2, 1), Sigmoid(), MaxPool2d(3, 2, "auto"), AvgPool2d(2, 1), Flatten(), Linear(1), Sigmoid()),
-        ),
-        BINARY,
-        SGD(momentum=0.9, nesterov=True),
-        8,
-    ),
-    "plain_loss": (Network((4,), (ReLU(), Linear(300))), SOFTMAX, SGD(), 4),
-    "residual": (
-        Network(
-            (8, 8, 2),
-            (
-                *(Conv2d(4, 3, padding="same", bias=False), BatchNorm2d(), GELU(), Dropout(0.2)),
-                *(Residual((Conv2d(4, 3, padding="same"), BatchNorm2d(), Tanh())), LeakyReLU(0.1), GlobalAvgPool()),
-                Linear(10),
-            ),
-        ),
-        Loss("softmax_cross_entropy", 0.1),
-        AdamW(),
-        8,
-    ),
-    "mean_squared_error": (Network((4,), (Linear(3),)), Loss("mean_squared_error"), SGD(), 4),
+    "plain_loss": (Network((4,), (ReLU(), Linear(300))), SOFTMAX, SGD(momentum=0.9, nesterov=True), 4),
+    **{
+        title: (Network(*network), LOSSES.get(title, Loss("softmax_cross_entropy", 0.1)), AdamW(), 8)
+        for title, network in SHIPPED.items()
+    },
 }
 BACKENDS = ("gpu-naive", "gpu-shared-input", "gpu-shared", "gpu-fused")
 # compiled in every run of the tests, for one GPU; all programs on all backends for all GPUs take minutes
-OFTEN = {("gpu-naive", "one_conv"), ("gpu-shared", "one_conv"), ("gpu-naive", "residual")} | {
-    ("gpu-fused", program) for program in ("one_conv", "two_conv_mlp")
+OFTEN = {("gpu-naive", "one_conv"), ("gpu-shared", "one_conv")} | {
+    *(("gpu-naive", program) for program in ("residual", "batch normalization", "dropout", "elementwise")),
+    *(("gpu-fused", program) for program in ("one_conv", "two_conv_mlp")),
 }
 
 # Most registers of a thread, and most instructions per multiply-add in the innermost loop, on sm_90a, by module and
@@ -246,112 +209,20 @@ def instructions_per_fma(ptx: str) -> float:
     return len(hottest) / max(sum("fma.rn.f32" in line for line in hottest), 1)
 
 
-class Spied:
-    """Stands for an object of `cls` where there is no driver: what is called must exist there and take the arguments.
-
-    Args:
-        results: functions in place of the methods.
-    """
-
-    def __init__(self, cls, **results) -> None:
-        self._cls, self._results = cls, results
-
-    def __getattr__(self, name):
-        signature = inspect.signature(getattr(self._cls, name))
-
-        def call(*arguments, **named):
-            signature.bind(self, *arguments, **named)
-            return self._results[name](*arguments, **named)
-
-        return call
-
-
-@pytest.mark.parametrize("program", [name for name, (network, *_) in PROGRAMS.items() if suits(network)])
-def test_graphs_hold_the_kernels_of_single_launches_and_nothing_else(launched, program, monkeypatch):
-    done: list = []  # (kernel, blocks) in the order in which they would run
-    captured: list | None = None
-    compiled_before: set[Kernel] = set()
-    note = Kernel.launch
-
-    def launch(self, blocks, stream, *arguments):
-        assert (stream is builder) == (captured is not None)
-        if captured is None:
-            done.append((self, blocks))
-            compiled_before.add(self)
-        else:
-            captured.append((self, blocks))
-            assert self in compiled_before
-        note(self, blocks, stream, *arguments)
-
-    def begin_building():
-        nonlocal captured
-        captured = []
-        return builder
-
-    def end_building():
-        nonlocal captured
-        nodes, captured = captured, None
-        graph = Spied(Graph, upload=lambda stream: None, launch=lambda stream: done.extend(nodes))
-        return Spied(GraphBuilder, complete=lambda: graph)
-
-    def never_while_capturing(function):
-        def guard(*arguments):
-            assert captured is None
-            return function(*arguments)
-
-        return guard
-
-    stream, builder = Spied(Stream), Spied(GraphBuilder, begin_building=begin_building, end_building=end_building)
-    gpu = Spied(Device, set_current=lambda: None, create_stream=lambda: stream, create_graph_builder=lambda: builder)
-    inspect.signature(Device).bind(0)
-    monkeypatch.setattr("cuda.core.Device", lambda index: gpu)
-    monkeypatch.setattr(Kernel, "launch", launch)
-    for name in ("empty", "to_device", "to_host", "copy", "synchronize"):
-        monkeypatch.setattr(device, name, never_while_capturing(getattr(device, name)))
-    network, loss, optimizer, _ = PROGRAMS[program]
-    runs = []
-    for graphs in (False, True):
-        made = backend_class("gpu-fused")(graphs=graphs).compile(network, loss, optimizer, 2)
-        handle = made.load(np.zeros((151, *network.input_shape), np.float32), np.zeros(151, np.int64))
-        done.clear()
-        made.train(handle, np.arange(151), 0.1)  # 75 whole steps: graphs of 64, 8 and 1; and a step of one image
-        runs.append([(kernel, blocks) for kernel, blocks in done if kernel is not kernels.advance()])
-        advances = len(done) - len(runs[-1])
-    assert runs[0] == runs[1]
-    assert advances == 1 + 1 + 3
-
-
 @pytest.mark.parametrize("name", ["gpu-naive", "gpu-shared-input", "gpu-shared"])
 def test_sums_and_products_of_a_large_batch_take_the_whole_gpu(launched, name, monkeypatch):
-    blocks: dict[str, int] = {}
-    note = Kernel.launch
+    blocks: dict[str, list[int]] = {}
+    program, note = make(name).compile(*PROGRAMS["one_conv"]), Kernel.launch
 
     def launch(self, count, stream, *arguments):
-        function = self.function.__name__
-        blocks[function] = (
-            min(count, blocks.get(function, count)) if function == "matmul" else max(count, blocks.get(function, 0))
-        )
+        blocks.setdefault(self.function.__name__, []).append(count)
         note(self, count, stream, *arguments)
 
-    program = make(name).compile(*PROGRAMS["one_conv"])
     monkeypatch.setattr(Kernel, "launch", launch)
     handle = program.load(np.zeros((1000, *MNIST), np.float32), np.zeros(1000, np.int64))
     program.train(handle, np.arange(1000), 0.1)
-    for function in ("column_sums", "matmul", "conv2d_backward_weights"):
-        assert blocks[function] >= 2 * GPU.multiprocessors, function
-
-
-def test_what_is_asked_of_numba_cuda_exists():
-    for name in ("MULTIPROCESSOR_COUNT", "MAX_THREADS_PER_BLOCK", "MAX_SHARED_MEMORY_PER_BLOCK"):
-        assert hasattr(CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
-    for device_property in ("name", "compute_capability"):
-        assert device_property in inspect.getsource(cuda.cudadrv.driver.Device.__init__)
-    assert callable(cuda.cudadrv.driver.get_version)
-    assert callable(cuda.runtime.get_version)
-    assert {"__enter__", "__exit__"} <= set(dir(cuda.cudadrv.devices._DeviceContextManager))
-    inspect.signature(cuda.event_elapsed_time).bind("start", "stop")
-    assert {"record", "synchronize"} <= set(dir(cuda.cudadrv.driver.Event))
-    inspect.signature(cuda.pinned_array).bind((2, 3), np.float32)
+    for most in (min(blocks["matmul"]), max(blocks["column_sums"]), max(blocks["conv2d_backward_weights"])):
+        assert most >= 2 * GPU.multiprocessors, blocks
 
 
 def test_the_multiply_adds_that_are_timed_are_all_there_is():

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from cnnexp.backends import backend_class
-from cnnexp.network import Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU
 from cnnexp.network.losses import Loss, evaluate
+from cnnexp.network.models import OneConv, TwoConvMlp, TwoConvPool4
 from cnnexp.optimizers import SGD, Adam
 
 MNIST = Path(__file__).resolve().parents[3] / "shared" / "data" / "mnist"
@@ -17,18 +17,11 @@ pytestmark = [
     pytest.mark.skipif(not MNIST.is_dir(), reason="needs the four IDX files of MNIST in ../shared/data/mnist"),
 ]
 
-MLP = (Flatten(), Linear(128), ReLU(), Linear(10))
-# layers, optimizer, batch, training images, epochs, least test accuracy
+# model, optimizer, batch, training images, epochs, least test accuracy
 LINES = {
-    "one_conv": ((Conv2d(32, 3), ReLU(), MaxPool2d(2), Flatten(), Linear(10)), SGD(lr=0.1), 100, 60_000, 1, 0.935),
-    "two_conv_mlp": (
-        (Conv2d(8, 5), ReLU(), Conv2d(8, 5), ReLU(), MaxPool2d(2), *MLP),
-        *(Adam(lr=1e-3, beta1=0.95, beta2=0.99), 64, 60_000, 2, 0.975),
-    ),
-    "two_conv_pool4": (
-        (Conv2d(4, 2, padding="same"), ReLU(), Conv2d(4, 2, padding="same"), ReLU(), MaxPool2d(4), *MLP),
-        *(Adam(lr=1e-3), 32, 50_000, 1, 0.915),
-    ),
+    "one_conv": (OneConv(32), SGD(lr=0.1), 100, 60_000, 1, 0.935),
+    "two_conv_mlp": (TwoConvMlp(linear_bias=True), Adam(lr=1e-3, beta1=0.95, beta2=0.99), 64, 60_000, 2, 0.975),
+    "two_conv_pool4": (TwoConvPool4(), Adam(lr=1e-3), 32, 50_000, 1, 0.915),
 }
 
 
@@ -39,8 +32,8 @@ def read(name: str, header: int) -> np.ndarray:
 @pytest.mark.parametrize("name", LINES)
 @pytest.mark.parametrize("backend", ["cpu-parallel", "cpu-simd"])
 def test_accuracy(backend, name, capsys):
-    layers, optimizer, batch_size, count, epochs, least = LINES[name]
-    network = Network((28, 28, 1), layers)
+    model, optimizer, batch_size, count, epochs, least = LINES[name]
+    network = model.network((28, 28, 1), 10)
     program = backend_class(backend)().compile(network, Loss.SOFTMAX_CROSS_ENTROPY, optimizer, batch_size)
     program.restore({"parameters": network.initial_parameters(seed=0)})
     images = read("train-images-idx3-ubyte.gz", 16).reshape(-1, 28, 28, 1)[:count]

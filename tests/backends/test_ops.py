@@ -1,14 +1,21 @@
 """One vocabulary: operations and kernels have the names of `Ops`, with its arguments in its order."""
 
 import ast
+import functools
 import importlib
 import inspect
 import re
+import sys
 from pathlib import Path
 
+import numpy as np
+import psutil
 import pytest
 
 import cnnexp.backends
+from cnnexp.backends.cpu.sequential import CpuOps
+from cnnexp.backends.plain.numpy import NumpyOps
+from cnnexp.backends.plain.python import PythonOps
 from cnnexp.backends.protocol import Ops
 from cnnexp.errors import BackendUnavailable
 
@@ -25,6 +32,7 @@ SETS = (
 )
 
 
+@functools.cache
 def methods(cls: type) -> dict[str, list[str]]:
     """Return the arguments of every public method."""
     functions = inspect.getmembers(cls, inspect.isfunction)
@@ -87,3 +95,12 @@ def test_kernels_have_the_names_and_the_order_of_the_operations():
 )
 def test_another_order_is_found(name, arguments):
     assert out_of_order(name, arguments.split())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere memory may be in use before it is touched, or shared")
+@pytest.mark.parametrize("ops", [CpuOps(parallel=False), NumpyOps(), PythonOps()], ids=lambda ops: type(ops).__name__)
+def test_no_batch_pays_for_the_first_use_of_its_buffers(ops):
+    resident = psutil.Process().memory_info
+    before = resident().rss
+    buffer = ops.empty((5000, 1000, 10), np.float32)
+    assert resident().rss - before > 0.9 * buffer.nbytes

@@ -1,0 +1,110 @@
+"""`cpu-simd` compiled for a CPU that this one may not be, and networks that several of its tests train."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+
+from cnnexp.backends.simd.compiler.emit import Target
+from cnnexp.backends.simd.compiler.host import host_target
+from cnnexp.backends.simd.runtime.program import SimdProgram
+from cnnexp.network import AvgPool2d, Conv2d, ConvStage, Flatten, Linear, MaxPool2d, Network, ReLU, Residual, Sigmoid
+from cnnexp.network.shapes import walk
+
+HOST = host_target()
+AVX2 = Target(lanes=8, registers=16, features=("avx", "avx2"))
+AVX512 = Target(lanes=16, registers=32, features=("avx2", "avx512f"))
+TARGETS = {
+    "host": HOST,
+    "sse": Target(lanes=4, registers=16),
+    "neon": Target(lanes=4, registers=32),
+    "avx2": Target(lanes=8, registers=16),
+    "wide": Target(lanes=16, registers=32),
+}
+FILTERS = Network((10, 8, 1), (Conv2d(32, 3, padding="same"), ReLU(), MaxPool2d(2), Flatten(), Linear(10)))
+GENERAL = Network(
+    (7, 9, 2),
+    (
+        *(Conv2d(5, 3, 2, "auto"), Sigmoid(), AvgPool2d(3, 2, "auto"), Conv2d(3, 2, 1, "full"), MaxPool2d(2, 1)),
+        *(Flatten(), Linear(17), Sigmoid(), Linear(14)),
+    ),
+)
+
+NETWORKS = {
+    "first": ((8, 6, 1), (Conv2d(32, 3, padding="same"), ReLU(), MaxPool2d(2), Flatten(), Linear(5))),
+    "second": (
+        (11, 13, 2),
+        (
+            *(Conv2d(9, 2), ReLU(), Conv2d(17, 3, padding="valid"), ReLU(), MaxPool2d(2)),
+            *(Conv2d(6, 2, 1, "full"), MaxPool2d(2, padding="floor"), Flatten(), Linear(19), ReLU(), Linear(4)),
+        ),
+    ),
+    "between": (
+        (9, 9, 3),
+        (Conv2d(8, 3, 2, "auto"), Sigmoid(), AvgPool2d(2, 1), ReLU(), Conv2d(5, 3), Flatten(), Linear(3, bias=False)),
+    ),
+    "most": (
+        (9, 11, 2),
+        (
+            *(Conv2d(4, 2), ReLU(), Conv2d(17, 3, padding="same"), ReLU(), MaxPool2d(2, padding="floor")),
+            *(Flatten(), Linear(19), ReLU(), Linear(3)),
+        ),
+    ),
+    "pair": (
+        (9, 11, 1),
+        (
+            *(Conv2d(2, 2), ReLU(), Conv2d(5, 2, padding="same"), ReLU()),
+            *(MaxPool2d(2, padding="floor"), Flatten(), Linear(3)),
+        ),
+    ),
+    "depthwise": (
+        (9, 8, 11),
+        (
+            *(Conv2d(11, 3, 2, "same", groups=11), ReLU(), Conv2d(11, 2, 1, 1, groups=11, dilation=2)),
+            *(Residual((Conv2d(13, 3, 2, "floor+1"),), "padded"), ReLU(), Flatten(), Linear(3)),
+        ),
+    ),
+    "edges": (
+        (10, 14, 2),
+        (Conv2d(4, 2, 2, "same"), ReLU(), Conv2d(3, 3, 2, "full"), MaxPool2d(2, padding="floor"), Flatten(), Linear(3)),
+    ),
+    "whole image": (
+        (8, 8, 2),
+        (Conv2d(5, 3), Sigmoid(), MaxPool2d(2), Conv2d(17, 3), ReLU(), Sigmoid(), Flatten(), Linear(3)),
+    ),
+    # a gradient with room around and between its pixels, which a convolution before a max-pool fills
+    "spread": (
+        (9, 9, 1),
+        (
+            *(Conv2d(2, 2), ReLU(), Conv2d(3, 3, 2, "same"), ReLU(), Conv2d(4, 2, padding="same"), MaxPool2d(2)),
+            *(Flatten(), Linear(3)),
+        ),
+    ),
+}
+"""By what is odd in them."""
+
+
+@dataclass
+class OnTarget:
+    """A backend for a CPU that this one may not be: LLVM splits or joins the vectors as it must."""
+
+    target: Target = HOST
+    threads: int = 2
+
+    def compile(self, network, loss, optimizer, batch_size):
+        return SimdProgram(network, loss, optimizer, batch_size, self.target, self.threads)
+
+
+def forced(target, **algorithms):
+    """Return the target on which layers are computed by these algorithms."""
+    return replace(target, forced=tuple(algorithms.items()))
+
+
+def computed(network, target, algorithm):
+    """Return the target on which every convolution is computed by one algorithm."""
+    names = [stage.name for stage in walk(network.stages) if isinstance(stage, ConvStage)]
+    return forced(target, **dict.fromkeys(names, algorithm))
+
+
+def often(names, few):
+    """Return parameters, of which not every run of the tests tries more than a few."""
+    return [pytest.param(name, marks=() if name in few else pytest.mark.thorough, id=str(name)) for name in names]
