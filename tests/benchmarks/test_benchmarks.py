@@ -253,36 +253,13 @@ def test_probabilities_that_are_wrong_are_refused():
         worker.check_probabilities(Guess(), expected(case))
 
 
-class Wrong:
-    """A contestant whose gradient is right and whose timed step does nothing."""
+class Made:
+    """A contestant whose gradient, and whose timed step, are as many times what is right."""
 
-    batch_size = 8
+    batch_size, steps = 8, 0
 
-    def __init__(self, true):
-        self._true = true
-
-    def reset(self):
-        pass
-
-    def train(self, steps):
-        pass
-
-    def gradient(self):
-        return float(self._true["loss_8"]), self._true["gradient_8"]
-
-    def parameters(self):
-        return np.zeros(len(self._true["gradient_8"]))
-
-
-def test_a_contestant_that_does_not_do_the_work_is_refused():
-    with pytest.raises(ValueError, match="update is off by 1 from the float64 oracle"):
-        worker.check(Wrong(expected(TINY)), "SGD", expected(TINY))
-
-
-class Off(Wrong):
-    """A contestant that does the work, but for a part of its gradient."""
-
-    steps = 0
+    def __init__(self, gradient, step):
+        self._gradient, self._step = gradient, step
 
     def reset(self):
         self.steps = 0
@@ -291,18 +268,23 @@ class Off(Wrong):
         self.steps += steps
 
     def gradient(self):
-        return float(self._true["loss_8"]), self._true["gradient_8"] * (1 + 5e-4)
+        return float(expected(TINY)["loss_8"]), expected(TINY)["gradient_8"] * self._gradient
 
     def parameters(self):
-        return self._true["update_8"] * self.steps
+        return expected(TINY)["update_8"] * self._step * self.steps
+
+
+def test_a_contestant_that_does_not_do_the_work_is_refused():
+    with pytest.raises(ValueError, match="update is off by 1 from the float64 oracle"):
+        worker.check(Made(gradient=1, step=0), "SGD", expected(TINY))
 
 
 def test_a_gradient_may_be_off_where_rounding_decides():
-    true = expected(TINY)
+    true, made = expected(TINY), Made(gradient=1 + 5e-4, step=1)
     assert true["blur_gradient_8"] < 1e-5, "nothing hangs on rounding there"
     with pytest.raises(ValueError, match=r"gradient is off by 0\.0005 from the float64 oracle, 0\.0001 is allowed"):
-        worker.check(Off(true), "SGD", true)
-    assert worker.check(Off(true), "SGD", {**true, "blur_gradient_8": 1e-3})["gradient"] == pytest.approx(5e-4)
+        worker.check(made, "SGD", true)
+    assert worker.check(made, "SGD", {**true, "blur_gradient_8": 1e-3})["gradient"] == pytest.approx(5e-4)
 
 
 def test_the_oracle_sees_where_rounding_decides(monkeypatch):
