@@ -17,18 +17,7 @@ from cnnexp.backends.plain.numpy import Numpy
 from cnnexp.backends.simd import CpuSimd
 from cnnexp.backends.simd.planner import choose_nodes
 from cnnexp.errors import ConfigError, NetworkError
-from cnnexp.network import (
-    AvgPool2d,
-    BatchNorm2d,
-    Conv2d,
-    Flatten,
-    Linear,
-    MaxPool2d,
-    Network,
-    ReLU,
-    Residual,
-    Tanh,
-)
+from cnnexp.network import AvgPool2d, BatchNorm2d, Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Residual, Tanh
 from cnnexp.network.layers import describe_layer
 from cnnexp.network.losses import Loss
 from cnnexp.optimizers import SGD, Adam
