@@ -128,15 +128,16 @@ def test_amounts_reach_both_ends_and_half_are_mirrored():
 def test_every_epoch_and_every_seed_sees_other_images_and_no_image_another_places():
     pictures = images()
 
-    def made(epoch, seed=SEED, places=(1, 4)):
+    def made(epoch, seed=SEED, places=(1, 4), kinds=ALL):
         out = np.empty((len(places), *pictures.shape[1:]), np.uint8)
-        Augmenter(ALL, pictures, seed).fill(epoch, np.array(places), out)
+        Augmenter(kinds, pictures, seed).fill(epoch, np.array(places), out)
         return out
 
     np.testing.assert_array_equal(made(2), made(2))
     np.testing.assert_array_equal(made(2, places=(5, 4))[1], made(2)[1])
-    assert not np.array_equal(made(2), made(3))
-    assert not np.array_equal(made(2), made(2, SEED + 2**35))
+    for kind in KINDS:
+        assert not np.array_equal(made(2, kinds=[kind]), made(3, kinds=[kind])), kind
+        assert not np.array_equal(made(2, kinds=[kind]), made(2, SEED + 2**35, kinds=[kind])), kind
 
 
 class Fed(FakeProgram):
