@@ -111,7 +111,7 @@ def test_a_network_on_a_target(network, target, images):
 def test_windows_of_four_pixels_on_avx2(conv, algorithm):
     network, target = one_conv(conv, (9, 12, {1: 5, 2: 2, 3: 1}[conv.kernel])), forced(AVX2, conv1=algorithm)
     node = Plan(network, target, 1, 5).nodes[0]
-    assert getattr(node, "conv", node).bank.gather == "pick"
+    assert getattr(node, "conv", node).gather == "pick"
     check_case(OnTarget(target), make_case(network, images=5))
 
 
