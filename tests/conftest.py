@@ -77,7 +77,6 @@ def run(monkeypatch, capsys, tmp_path):
         monkeypatch.setattr(hydra_app, "_failures", [])
         monkeypatch.setattr(hydra_app, "_recorders", {})
         monkeypatch.setattr(hydra_app.SweepCallback, "started", None)
-        monkeypatch.setattr(hydra_app.SweepCallback, "recorder", None)
         os.environ["HYDRA_FULL_ERROR"] = "0"
         try:
             cli.main()
