@@ -9,7 +9,8 @@ long messages (Rabenseifner; Thakur et al. 2005, section 4.5), 2 log2(p) t_s + 2
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cnnexp.network import Conv2d, Linear, Network
@@ -34,22 +35,14 @@ class Costs:
     t_b: float
 
 
-@dataclass(frozen=True)
-class Link:
-    """A network between machines; None as measured here, between processes of one machine."""
-
-    name: str
-    t_s: float | None = None
-    t_b: float | None = None
-
-
-# Bandwidths as asked for, without protocol overhead. The start-up times are not measured: they are of the order that
-# vendors state for TCP over 25 Gbit/s Ethernet and for 400 Gbit/s InfiniBand.
-LINKS = (
-    Link("loopback, as measured"),
-    Link("25 Gbit/s, 10 us", 10e-6, 8 / 25e9),
-    Link("400 Gbit/s, 2 us", 2e-6, 8 / 400e9),
-)
+# Networks between machines: what replaces the costs measured here, between processes of one machine. Bandwidths as
+# asked for, without protocol overhead. The start-up times are not measured: they are of the order that vendors state
+# for TCP over 25 Gbit/s Ethernet and for 400 Gbit/s InfiniBand.
+LINKS: dict[str, dict[str, float]] = {
+    "loopback, as measured": {},
+    "25 Gbit/s, 10 us": {"t_s": 10e-6, "t_b": 8 / 25e9},
+    "400 Gbit/s, 2 us": {"t_s": 2e-6, "t_b": 8 / 400e9},
+}
 WORKERS = (1, 2, 4, 8, 16, 64, 1024, 16384)
 TABLE = "cost_model.csv"  # of a run's folder: the rows of `extrapolate`
 
@@ -59,11 +52,9 @@ def operations(network: Network) -> int:
 
     Convolutions and linear layers count; the others' time is part of a measured t_c.
     """
-    forward = 0
-    for stage in walk(network.stages):
-        if isinstance(stage.layer, Conv2d | Linear):
-            forward += math.prod(stage.output_shape) * (2 * stage.macs // math.prod(stage.output_shape) + 1)
-    return TRAINING_PASSES * forward
+    counted = [stage for stage in walk(network.stages) if isinstance(stage.layer, Conv2d | Linear)]
+    outputs = [math.prod(stage.output_shape) for stage in counted]
+    return TRAINING_PASSES * sum(n * (2 * stage.macs // n + 1) for stage, n in zip(counted, outputs, strict=True))
 
 
 def all_reduce_s(costs: Costs, floats: int, workers: int) -> float:
@@ -159,47 +150,39 @@ def averages_per_epoch(images: int, batch_size: int, sync: str, period: int | No
 
 def extrapolate(
     costs: Costs, network: Network, images: int, batch_size: int, floats: int, sync: str, period: int | None = None
-) -> list[dict[str, Any]]:
-    """Return one row per link of `LINKS` and number of `WORKERS`, each worker on cores of its own.
+) -> Iterator[dict[str, Any]]:
+    """Yield one row per link of `LINKS` and number of `WORKERS`, each worker on cores of its own.
 
     A batch has `batch_size` images for each worker here: shared out, it would soon be less than one image for each.
 
-    Returns:
+    Yields:
         Rows of `link`, `workers`, `sync`, `compute_s`, `communicate_s`, `epoch_s`, `speedup` over one worker, and
         `efficiency`, the speedup per worker.
     """
-    rows = []
-    for link in LINKS:
-        on_link = Costs(
-            costs.t_c, costs.t_s if link.t_s is None else link.t_s, costs.t_b if link.t_b is None else link.t_b
-        )
+    for link, its_own in LINKS.items():
+        on_link = replace(costs, **its_own)
         for count in WORKERS:
             averages = averages_per_epoch(images, batch_size * count, sync, period)
             training = Training(operations(network), images, averages, floats)
             compute, communicate = epoch_s(on_link, training, count)
             alone, _ = epoch_s(on_link, training, 1)
             faster = alone / (compute + communicate)
-            rows.append(
-                {
-                    "link": link.name,
-                    "workers": count,
-                    "sync": sync,
-                    "compute_s": compute,
-                    "communicate_s": communicate,
-                    "epoch_s": compute + communicate,
-                    "speedup": faster,
-                    "efficiency": faster / count,
-                }
-            )
-    return rows
+            yield {
+                "link": link,
+                "workers": count,
+                "sync": sync,
+                "compute_s": compute,
+                "communicate_s": communicate,
+                "epoch_s": compute + communicate,
+                "speedup": faster,
+                "efficiency": faster / count,
+            }
 
 
 def break_even(costs: Costs, training: Training, limit: int = 1 << 20) -> int:
     """Return the first power of two of workers at which communicating takes as long as computing, at most `limit`."""
-    workers = 2
-    while workers < limit:
-        compute, communicate = epoch_s(costs, training, workers)
+    for power in range(1, limit.bit_length()):
+        compute, communicate = epoch_s(costs, training, 1 << power)
         if communicate >= compute:
-            return workers
-        workers *= 2
+            return 1 << power
     return limit

@@ -7,6 +7,7 @@ the weights) and sees all images: activations travel, the big weights never do.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -61,7 +62,7 @@ class HybridReplica(Replica):
         self._apply(gradient[: self._shared], rate)
 
     def predict(self, handle: int) -> np.ndarray:
-        count = self._splits[handle].count
+        count = len(self._splits[handle].labels)
         scores = np.empty((count, *self.network.output_shape), np.float32)
         for start in range(0, count, self.batch_size):
             batch = np.arange(start, min(start + self.batch_size, count))
@@ -71,22 +72,16 @@ class HybridReplica(Replica):
 
     def state(self) -> State:
         state, head = self.program.state(), self._head
-        parts = dict(zip(("parameters", *self.program.optimizer.slots), (head.parameters, *head.slots), strict=True))
-        return {
-            name: np.concatenate([array, head.whole(parts[name])]) if name in parts else array
-            for name, array in state.items()
-        } | ({"seed": np.array(head.seed, np.int64)} if self.network.draws else {})
+        state |= {name: np.concatenate([state[name], head.whole(own)]) for name, own in head.arrays.items()}
+        return state | ({"seed": np.array(head.seed, np.int64)} if self.network.draws else {})
 
     def restore(self, state: State) -> None:
         shared, head = self._shared, self._head
-        flat = ("parameters", *self.program.optimizer.slots)
-        features = {name: array[:shared] if name in flat else array for name, array in state.items()}
+        features = {name: array[:shared] if name in head.arrays else array for name, array in state.items()}
         self.program.restore(features)
         zeros = np.zeros(self.network.parameter_count, np.float32)
-        for name, part in zip(
-            ("parameters", *self.program.optimizer.slots), (head.parameters, *head.slots), strict=True
-        ):
-            part[:] = head.own(state.get(name, zeros)[shared:])
+        for name, own in head.arrays.items():
+            own[:] = head.own(state.get(name, zeros)[shared:])
         head.step, head.seed = int(state.get("step", 0)), int(state.get("seed", 0))
 
     def _train(self, split: Loaded, order: np.ndarray, rates: np.ndarray) -> Totals:
@@ -130,7 +125,8 @@ class Head:
     """The layers from the first linear one on; of each linear layer's weights, one worker's columns.
 
     Attributes:
-        parameters, gradient, slots: flat float32, this worker's columns only, layer after layer.
+        arrays, gradient: flat float32, this worker's columns only, layer after layer: `parameters` and the optimizer's
+            slots by name, and the gradient.
         step: optimizer steps taken.
         seed: of the random numbers that layers draw.
     """
@@ -140,23 +136,23 @@ class Head:
         self._layouts = [_layout(self._stages, collective.size, rank) for rank in range(collective.size)]
         self._sizes = [sum(own.size for _, _, own in layout) for layout in self._layouts]
         size = self._sizes[collective.rank]
-        self.parameters, self.gradient = np.zeros(size, np.float32), np.zeros(size, np.float32)
-        self.slots = tuple(np.zeros(size, np.float32) for _ in optimizer.slots)
+        self.gradient = np.zeros(size, np.float32)
+        self.arrays = {name: np.zeros(size, np.float32) for name in ("parameters", *optimizer.slots)}
+        self._parameters, *self._slots = self.arrays.values()
         self.step, self.seed = 0, 0
         self._inputs: list[np.ndarray] = []
 
     def own(self, whole: np.ndarray) -> np.ndarray:
         """Return this worker's columns of a flat array over all of the head's parameters."""
-        flat = np.empty_like(self.parameters)
+        flat = np.empty_like(self.gradient)
         for everyone, columns, own in self._layouts[self._collective.rank]:
             own.view(flat)[...] = everyone.view(whole)[..., columns]
         return flat
 
     def whole(self, own: np.ndarray) -> np.ndarray:
         """Return all columns, given each worker's."""
-        parts = np.split(self._collective.all_gather(own, self._sizes), np.cumsum(self._sizes)[:-1])
         flat = np.empty(sum(self._sizes), np.float32)
-        for layout, part in zip(self._layouts, parts, strict=True):
+        for layout, part in zip(self._layouts, self._gather(own, self._sizes), strict=True):
             for everyone, columns, owned in layout:
                 everyone.view(flat)[..., columns] = owned.view(part)
         return flat
@@ -167,9 +163,9 @@ class Head:
         Args:
             images: their places in the data set, in a step of training; else None.
         """
-        flat = self.parameters, self.gradient, None
+        flat = self._parameters, self.gradient, None
         self._inputs, self._run = [x], Run(len(x), *flat, images is not None, self.seed, self.step + 1, images)
-        for stage, (w, b) in zip(self._stages, self._views(self.parameters), strict=True):
+        for stage, (w, b) in zip(self._stages, self._views(self._parameters), strict=True):
             if isinstance(stage, LinearStage):
                 x = self._join(x @ w + (0 if b is None else b), stage.output_shape[0])
             elif self._computes(stage):
@@ -181,7 +177,7 @@ class Head:
 
     def backward(self, dy: np.ndarray) -> np.ndarray:
         """Return the gradient of the features (N, D), leaving that of this worker's columns; dy (N, O)."""
-        weights, gradients = self._views(self.parameters), self._views(self.gradient)
+        weights, gradients = self._views(self._parameters), self._views(self.gradient)
         for i in range(len(self._stages) - 1, -1, -1):
             x, y, stage = self._inputs[i], self._inputs[i + 1], self._stages[i]
             dx = np.empty_like(x)
@@ -204,15 +200,18 @@ class Head:
         """Take one optimizer step with the gradient that `backward` left."""
         self.step += 1
         for _, _, own in self._layouts[self._collective.rank]:
-            w, g, *slots = (own.view(flat) for flat in (self.parameters, self.gradient, *self.slots))
+            w, g, *slots = (own.view(flat) for flat in (self._parameters, self.gradient, *self._slots))
             self._optimizer.of(own.shape).apply(w, g, slots, rate, self.step)
 
     def _join(self, columns: np.ndarray, outputs: int) -> np.ndarray:
         """Return (N, outputs) out of every worker's columns of it."""
-        count, widths = len(columns), shares(outputs, self._collective.size)
-        flat = self._collective.all_gather(columns.ravel(), [count * width for width in widths])
-        parts = np.split(flat, np.cumsum([count * width for width in widths])[:-1])
-        return np.hstack([part.reshape(count, width) for part, width in zip(parts, widths, strict=True)])
+        count = len(columns)
+        parts = self._gather(columns.ravel(), [count * width for width in shares(outputs, self._collective.size)])
+        return np.hstack([part.reshape(count, -1) for part in parts])
+
+    def _gather(self, own: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
+        """Return every worker's flat array, so many numbers long each."""
+        return np.split(self._collective.all_gather(own, sizes), np.cumsum(sizes)[:-1])
 
     def _views(self, flat: np.ndarray) -> list[tuple[Any, np.ndarray | None]]:
         """Return each stage's weight (D, columns) and bias (columns,) in a flat array of this worker's columns."""

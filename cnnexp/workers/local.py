@@ -15,12 +15,11 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import DupFd
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import psutil
@@ -176,33 +175,27 @@ class Heartbeats:
         shared: by all workers.
         rank: of this process.
         timeout_s: seconds of silence until a worker counts as stopped.
+
+    Attributes:
+        ended: once it is set, this worker gives no more signs.
     """
 
     def __init__(self, shared: SharedBuffer, rank: int, timeout_s: float) -> None:
-        self._signs, self._rank, self._ended = shared.signs, rank, threading.Event()
+        self._signs, self._rank, self.ended = shared.signs, rank, threading.Event()
         start_s = max(timeout_s, START_S)
         self._others = [Heartbeat(timeout_s, CHECK_S, start_s) for _ in range(shared.size)]
-        beat(self._give_sign, CHECK_S, self._ended)
+        beat(self._give_sign, CHECK_S, self.ended)
 
     def stopped(self, rank: int) -> bool:
         """Return whether a worker has been silent for too long; to be asked every `CHECK_S` seconds."""
         return self._others[rank].look(self._signs[rank])
 
-    def end(self) -> None:
-        """Give no more signs."""
-        self._ended.set()
-
     def _give_sign(self) -> None:
         self._signs[self._rank] += 1
 
 
-@dataclass
-class _Child:
-    """Another worker as rank 0 sees it."""
-
-    rank: int
-    process: SpawnProcess
-    failure: Connection  # one line, if it failed with an error of its own
+# another worker as rank 0 sees it; the pipe brings one line, if it failed with an error of its own
+_Child = tuple[SpawnProcess, Connection]
 
 
 def compile_local(spec: Spec, count: int, timeout_s: float) -> ParallelProgram:
@@ -219,7 +212,7 @@ def compile_local(spec: Spec, count: int, timeout_s: float) -> ParallelProgram:
     collective = LocalCollective(shared, 0, lambda: _check_children(children, count, heartbeats, timeout_s))
 
     def release(orderly: bool) -> None:
-        heartbeats.end()
+        heartbeats.ended.set()
         _stop(children, STOP_S if orderly else 0.0)
 
     try:
@@ -262,19 +255,24 @@ def _start(shared: SharedBuffer, rank: int, spec: Spec, timeout_s: float) -> _Ch
                 child.wait()
         raise
     writer.close()
-    return _Child(rank, process, failure)
+    return process, failure
 
 
 def _work(shared: SharedBuffer, rank: int, spec: Spec, timeout_s: float, failure: Connection) -> None:
     """Be one of the other workers, from start to end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; rank 0 decides what it means
-    threading.Thread(target=_end_with_parent, args=(shared,), daemon=True).start()
-    heartbeats = Heartbeats(shared, rank, timeout_s)
+    parent = cast(BaseProcess, multiprocessing.parent_process())  # rank 0
+
+    def end_with_parent() -> None:  # killed, it cannot say so itself
+        parent.join()
+        _end(shared, parent, "died")
 
     def check() -> None:
         if heartbeats.stopped(0):
-            _end(shared, SILENT.format(timeout_s))
+            _end(shared, parent, SILENT.format(timeout_s))
 
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    heartbeats = Heartbeats(shared, rank, timeout_s)
     try:
         collective = LocalCollective(shared, rank, check)
         collective.barrier()
@@ -287,49 +285,33 @@ def _work(shared: SharedBuffer, rank: int, spec: Spec, timeout_s: float, failure
         sys.exit(1)
 
 
-def _parent() -> BaseProcess:
-    parent = multiprocessing.parent_process()
-    assert parent is not None  # a worker was started by rank 0
-    return parent
-
-
-def _end_with_parent(shared: SharedBuffer) -> None:
-    """End this process when rank 0 is gone: killed, it cannot say so itself."""
-    _parent().join()
-    _end(shared, "died")
-
-
-def _end(shared: SharedBuffer, reason: str) -> None:
+def _end(shared: SharedBuffer, parent: BaseProcess, reason: str) -> None:
     """End this process, and rank 0 where it still is there; the first to come here says why."""
-    parent = _parent().pid
+    pid = cast(int, parent.pid)
     if shared.last_word.acquire(0.0):
-        os.write(2, f"cnnexp: error: worker 0 of {shared.size} (pid {parent}) {reason}; the run has ended\n".encode())
-    if os.getppid() == parent:
-        os.kill(parent, signal.SIGKILL)
+        os.write(2, f"cnnexp: error: worker 0 of {shared.size} (pid {pid}) {reason}; the run has ended\n".encode())
+    if os.getppid() == pid:
+        os.kill(pid, signal.SIGKILL)
     os._exit(WorkerDied.exit_code)
 
 
 def _check_children(children: list[_Child], size: int, heartbeats: Heartbeats, timeout_s: float) -> None:
-    for child in children:
-        who = f"worker {child.rank} of {size} (pid {child.process.pid})"
-        if child.process.exitcode is not None:
-            reason = None
+    for rank, (process, failure) in enumerate(children, 1):
+        who, code = f"worker {rank} of {size} (pid {process.pid})", process.exitcode
+        if code is not None:
+            reason = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             with contextlib.suppress(EOFError):
-                reason = child.failure.recv() if child.failure.poll() else None
-            raise WorkerDied(f"{who} failed: {reason}" if reason else f"{who} {_ending(child.process.exitcode)}")
-        if heartbeats.stopped(child.rank):
+                reason = f"failed: {failure.recv()}" if failure.poll() else reason
+            raise WorkerDied(f"{who} {reason}")
+        if heartbeats.stopped(rank):
             raise WorkerDied(f"{who} {SILENT.format(timeout_s)}")
-
-
-def _ending(exit_code: int) -> str:
-    return f"was killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"ended with exit code {exit_code}"
 
 
 def _stop(children: list[_Child], within_s: float) -> None:
     """End the workers: wait for those that are about to, kill the rest."""
     deadline = time.monotonic() + within_s
-    for child in children:
-        child.process.join(max(0.0, deadline - time.monotonic()))
-        child.process.kill()
-        child.process.join()
-        child.failure.close()
+    for process, failure in children:
+        process.join(max(0.0, deadline - time.monotonic()))
+        process.kill()
+        process.join()
+        failure.close()

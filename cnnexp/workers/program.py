@@ -17,16 +17,7 @@ from cnnexp.backends.protocol import Program, Rate, State
 from cnnexp.backends.state import complete
 from cnnexp.datasets import Split
 from cnnexp.errors import Diverged
-from cnnexp.measuring.cost_model import (
-    Costs,
-    Prediction,
-    Training,
-    averages_per_epoch,
-    epoch_s,
-    extrapolate,
-    fit_links,
-    operations,
-)
+from cnnexp.measuring import cost_model
 from cnnexp.network.losses import Totals
 from cnnexp.system.cores import usable_cores
 from cnnexp.workers.collective import Collective
@@ -68,7 +59,7 @@ class ParallelProgram(Program[int]):
         self.batch_size, self.compile_s = spec.batch_size, compile_s
         self._spec, self._collective, self._replica, self._release = spec, collective, replica, release
         self._together, self._is_closed = True, False
-        self._prediction: Prediction | None = None
+        self._prediction: cost_model.Prediction | None = None
 
     def load(self, images: np.ndarray, labels: np.ndarray) -> int:
         return self._call("load", np.ascontiguousarray(images), np.ascontiguousarray(labels))
@@ -114,20 +105,20 @@ class ParallelProgram(Program[int]):
         """Whether the cost model covers how the workers keep together."""
         return self._spec.sync != "hybrid"
 
-    def measure(self, split: Split) -> Prediction:
+    def measure(self, split: Split) -> cost_model.Prediction:
         """Measure the cost model's constants and return what it says of epochs over `split`, if `predictable`."""
-        spec, collective = self._spec, self._collective
+        spec, collective, operations = self._spec, self._collective, cost_model.operations(self.network)
         images, count = len(split), min(self._replica.program.batch_size, len(split))
         few = self.load(split.images[:count], split.labels[:count])
-        t_c = self._replica.gradient_s(few, count, REPEATS) / count / operations(spec.network)
+        t_c = self._replica.gradient_s(few, count, REPEATS) / count / operations
         short, long = ((floats, self._call("exchange", floats, REPEATS)) for floats in (SHORT, LONG))
-        costs = Costs(t_c, *fit_links(short, long, collective.size))
-        averages = averages_per_epoch(images, spec.batch_size, spec.sync, spec.period)
-        training = Training(operations(spec.network), images, averages, self._exchanged(spec.sync))
+        costs = cost_model.Costs(t_c, *cost_model.fit_links(short, long, collective.size))
+        averages = cost_model.averages_per_epoch(images, spec.batch_size, spec.sync, spec.period)
+        training = cost_model.Training(operations, images, averages, self._exchanged(spec.sync))
         threads = max(1, divide_threads(spec.backend, collective.host_size).threads)
         cores = usable_cores() / threads * collective.size / collective.host_size
-        seconds = sum(epoch_s(costs, training, collective.size, cores))
-        self._prediction = Prediction(costs, training, collective.size, seconds)
+        seconds = sum(cost_model.epoch_s(costs, training, collective.size, cores))
+        self._prediction = cost_model.Prediction(costs, training, collective.size, seconds)
         return self._prediction
 
     def extrapolate(self) -> list[dict[str, Any]]:
@@ -137,11 +128,12 @@ class ParallelProgram(Program[int]):
         """
         spec, prediction = self._spec, self._prediction
         assert prediction is not None  # `measure` made it
-        rows = []
-        for sync, period in {spec.sync: spec.period, "gradients": None}.items():
-            images, floats = prediction.training.images, self._exchanged(sync)
-            rows += extrapolate(prediction.costs, spec.network, images, spec.batch_size, floats, sync, period)
-        return rows
+        given = prediction.costs, spec.network, prediction.training.images, spec.batch_size
+        return [
+            row
+            for sync, period in {spec.sync: spec.period, "gradients": None}.items()
+            for row in cost_model.extrapolate(*given, self._exchanged(sync), sync, period)
+        ]
 
     def _exchanged(self, sync: str) -> int:
         """Return how many float32 numbers one average sends: the gradient, or parameters and optimizer state."""

@@ -11,6 +11,8 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
+import timeit
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,11 +66,6 @@ class Loaded:
     labels: np.ndarray
     epoch: int
 
-    @property
-    def count(self) -> int:
-        """Images in the split."""
-        return len(self.labels)
-
 
 class Replica:
     """Base: a program of its own per worker, and what does not depend on how the workers keep together."""
@@ -114,14 +111,15 @@ class Replica:
     def predict(self, handle: int) -> np.ndarray:
         """As `Program.predict`: each worker scores its rows."""
         split, outputs = self._splits[handle], self.program.network.output_shape[0]
-        mine = share(split.count, self.collective.size, self.collective.rank)
+        count, size = len(split.labels), self.collective.size
+        mine = share(count, size, self.collective.rank)
         scores = np.empty((0, outputs), np.float32)
         if mine.start < mine.stop:
             if handle not in self._rows:
                 self._rows[handle] = self.program.load(split.images[mine], split.labels[mine])
             scores = self.program.predict(self._rows[handle])
-        sizes = [rows * outputs for rows in shares(split.count, self.collective.size)]
-        return self.collective.all_gather(scores.ravel(), sizes).reshape(split.count, outputs)
+        sizes = [rows * outputs for rows in shares(count, size)]
+        return self.collective.all_gather(scores.ravel(), sizes).reshape(count, outputs)
 
     def state(self) -> State:
         return self.program.state()
@@ -131,22 +129,13 @@ class Replica:
 
     def exchange(self, floats: int, repeats: int) -> float:
         """Return the median seconds of an all-reduce of `floats` numbers."""
-        buffer, seconds = np.zeros(floats, np.float32), []
-        for _ in range(repeats):
-            self.collective.barrier()
-            started = time.perf_counter()
-            self.collective.all_reduce(buffer)
-            seconds.append(time.perf_counter() - started)
-        return statistics.median(seconds)
+        buffer = np.zeros(floats, np.float32)
+        return _median_s(lambda: self.collective.all_reduce(buffer), repeats, self.collective.barrier)
 
     def gradient_s(self, handle: int, images: int, repeats: int) -> float:
         """Return the median seconds that this worker, alone, needs for the gradient of `images` images."""
-        indices, seconds = np.arange(images), []
-        for _ in range(repeats):
-            started = time.perf_counter()
-            self.program.gradients(self._splits[handle].whole, indices)
-            seconds.append(time.perf_counter() - started)
-        return statistics.median(seconds)
+        indices = np.arange(images)
+        return _median_s(lambda: self.program.gradients(self._splits[handle].whole, indices), repeats)
 
     def times(self) -> np.ndarray:
         """Return float32 (workers, 3): of all training so far, seconds computing, seconds communicating, and images."""
@@ -268,6 +257,11 @@ class ParameterReplica(Replica):
     def _begin_epoch(self) -> None:
         self._batches, self._seen = 0, 0
         self._since[:] = 0
+
+
+def _median_s(work: Callable[[], object], repeats: int, before: Callable[[], object] = lambda: None) -> float:
+    """Return the median seconds of some calls; `before` is called before each."""
+    return statistics.median(timeit.repeat(work, before, repeat=repeats, number=1))
 
 
 def _totals(message: np.ndarray) -> Totals:
