@@ -16,6 +16,7 @@ from cnnexp.measuring.roofline import roofs
 LARGEST = 4  # differences that are worth a sentence
 WORTH = 0.02  # share of the slower step from which a difference is
 FEWER = 1.05  # ratio of multiply-adds from which they are called fewer
+SUMMED = ("us", "multiply_adds", "flops", "bytes")  # of the pieces that are one on the other side
 LAYOUT = (".rows", ".lanes")  # ends the name of what changes the layout of a layer's input
 OTHERS = {"wait": "waiting for threads", "gather": "gathering the batch", "update": "updating the parameters"}
 
@@ -134,11 +135,8 @@ def rows(sides: Sequence[Side]) -> list[Row]:
     """Return the parts of the steps beside each other, in the order of the first side's step."""
     groups = _groups([piece.layers for side in sides for piece in side.pieces])
     merged = [_merge(side, groups) for side in sides]
-    keys = list(dict.fromkeys(key for pieces in merged for key in pieces))
-    first = list(merged[0])
-    keys.sort(key=lambda key: first.index(key) if key in first else len(first))
     found = []
-    for key in keys:
+    for key in dict.fromkeys(key for pieces in merged for key in pieces):
         here = [pieces.get(key) for pieces in merged]
         found.append(Row(next(piece.name for piece in here if piece is not None), tuple(here)))
     return found
@@ -239,19 +237,10 @@ def _merge(side: Side, groups: Mapping[str, tuple[str, ...]]) -> dict[tuple[str,
     for piece in side.pieces:
         group = groups[piece.layers[0]] if piece.layers else ()
         key = piece.what, group
-        before = merged.get(key)
-        if before is None:
-            merged[key] = replace(piece, layers=group)
-            continue
-        larger = max(before, piece, key=lambda one: one.us)
-        merged[key] = replace(
-            larger,
-            layers=group,
-            us=before.us + piece.us,
-            multiply_adds=before.multiply_adds + piece.multiply_adds,
-            flops=before.flops + piece.flops,
-            bytes=before.bytes + piece.bytes,
-        )
+        before = merged.get(key, Piece(*key, 0.0))
+        sums = {name: getattr(before, name) + getattr(piece, name) for name in SUMMED}
+        larger = before if before.us > piece.us else piece
+        merged[key] = replace(larger, layers=group, **sums)
     return merged
 
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from cnnexp.system.cores import usable_cores
 from cnnexp.training.loop import Observer
@@ -72,8 +74,8 @@ class Watch(Observer):
 
     def __init__(self, threads: int, proc: Path = PROC) -> None:
         self._threads, self._proc = threads, proc
-        self._since: _Look | None = None
-        self._watched = [0.0] * 4
+        self._since: np.ndarray | None = None
+        self._watched = np.zeros(4)  # seconds, as `_look` returns them
 
     def start(self) -> None:
         """Begin an epoch, or go on after a wait that does not count."""
@@ -83,15 +85,15 @@ class Watch(Observer):
         """End an epoch; the next one begins at once unless `start` says later."""
         now = _look(self._proc)
         if self._since is not None and now is not None:
-            passed = now.since(self._since)
-            self._watched = [total + more for total, more in zip(self._watched, passed, strict=True)]
+            self._watched += now - self._since
         self._since = now
 
     def interference(self) -> Interference | None:
         """Return what others took in all epochs so far, None where this system does not count it."""
         if not self._watched[0]:
             return None
-        return Interference(*_shares(self._watched), _load(), usable_cores(), self._threads, self._watched[0])
+        load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+        return Interference(*_shares(self._watched), load, usable_cores(), self._threads, float(self._watched[0]))
 
 
 def await_quiet(
@@ -134,37 +136,27 @@ def others_share(seconds: float = QUIET_LOOK_S, proc: Path = PROC) -> float:
     before = _look(proc)
     time.sleep(seconds)
     after = _look(proc)
-    return _shares(after.since(before))[0] if before and after else 0.0
+    return 0.0 if before is None or after is None else _shares(after - before)[0]
 
 
-@dataclass(frozen=True)
-class _Look:
-    """Seconds until now: of the clock, of this process and its children, and of its cores, idle and stolen."""
-
-    now_s: float
-    own_s: float
-    idle_s: float
-    stolen_s: float
-
-    def since(self, earlier: _Look) -> list[float]:
-        return [now - before for now, before in zip(astuple(self), astuple(earlier), strict=True)]
-
-
-def _shares(passed: Sequence[float]) -> tuple[float, float]:
+def _shares(passed: np.ndarray) -> tuple[float, float]:
     """Return the shares of the cores' time that others used and that was stolen.
 
     Args:
-        passed: seconds of the clock, of this process, idle, stolen.
+        passed: seconds between two looks.
     """
-    seconds, own, idle, stolen = passed
+    seconds, own, idle, stolen = passed.tolist()
     cores_s = max(seconds * usable_cores(), 1e-9)
     # kernels differ in whether a process's own time holds what was stolen from it; others have used at least that
     others = max((cores_s - idle - own) / cores_s, stolen / cores_s)
     return min(1.0, max(0.0, others)), min(1.0, max(0.0, stolen / cores_s))
 
 
-def _look(proc: Path) -> _Look | None:
-    """Return what is counted until now, None where it is not."""
+def _look(proc: Path) -> np.ndarray | None:
+    """Return seconds until now, float64 (4,): of the clock, of this process and its children, its cores' idle, stolen.
+
+    None where they are not counted.
+    """
     idle = stolen = found = 0
     try:
         wanted = {f"cpu{core}" for core in os.sched_getaffinity(0)}
@@ -177,7 +169,7 @@ def _look(proc: Path) -> _Look | None:
     except (AttributeError, OSError, ValueError, IndexError):
         return None
     tick_s = 1 / os.sysconf("SC_CLK_TCK")
-    return _Look(time.monotonic(), _own_s(), idle * tick_s, stolen * tick_s) if found else None
+    return np.array([time.monotonic(), _own_s(), idle * tick_s, stolen * tick_s]) if found else None
 
 
 def _own_s() -> float:
@@ -191,7 +183,3 @@ def _own_s() -> float:
             used = child.cpu_times()
             own += used.user + used.system
     return own
-
-
-def _load() -> float:
-    return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -39,7 +40,7 @@ class Ledger:
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.seconds: dict[tuple[str, str], float] = {REST: 0.0}
+        self.seconds: dict[tuple[str, str], float] = defaultdict(float, {REST: 0.0})
         self.clock = clock
         self._open = [REST]
         self._since = clock()
@@ -66,8 +67,7 @@ class Ledger:
 
     def _charge(self) -> None:
         now = self.clock()
-        entry = self._open[-1]
-        self.seconds[entry] = self.seconds.get(entry, 0.0) + now - self._since
+        self.seconds[self._open[-1]] += now - self._since
         self._since = now
 
 
@@ -94,7 +94,7 @@ class Profiled:
 
     def __init__(self, program: Program, ledger: Ledger, train: str = "train") -> None:
         self._program, self._ledger, self._train_entry = program, ledger, train
-        self._shared_s: dict[tuple[str, str], float] = {}
+        self._shared_s: dict[tuple[str, str], float] = defaultdict(float)
         self._is_watched = train == "train" and program.watch(self._watch)
 
     def __getattr__(self, name: str) -> Any:
@@ -121,7 +121,7 @@ class Profiled:
             inner.train(handle, order, rate)
         self._program.watch(None)
         for entry, seconds in inside.seconds.items():
-            self._shared_s[entry] = self._shared_s.get(entry, 0.0) + seconds
+            self._shared_s[entry] += seconds
         trained = _trained_s(inside.seconds)
         return _layers_s(inside.seconds) / trained if trained > 0 else None
 
@@ -162,8 +162,7 @@ def report(ledger: Ledger, program: Profiled, epochs: Sequence[EpochResult], bac
     images = sum(epoch.train.count for epoch in epochs)
     own = dict(program.clocked())  # of a fused program
     for part, seconds in own.items():
-        entry = part.what, part.name
-        ledger.seconds[entry] = ledger.seconds.get(entry, 0.0) + seconds
+        ledger.seconds[part.what, part.name] += seconds
         ledger.seconds["train", ""] -= seconds
     entries: list[dict[str, Any]] = [
         {"what": what, "layer": layer, "seconds": s} for (what, layer), s in ledger.seconds.items()

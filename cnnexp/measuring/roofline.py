@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
+import timeit
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,21 +17,8 @@ from typing import assert_never
 import numpy as np
 import threadpoolctl
 
-from cnnexp.network import (
-    ConvStage,
-    DropoutStage,
-    ElementwiseStage,
-    FlattenStage,
-    LeakyReLU,
-    LinearStage,
-    MaxPool2d,
-    NormStage,
-    PoolStage,
-    ReLU,
-    ResidualStage,
-    Stage,
-    StructuralStage,
-)
+from cnnexp import network
+from cnnexp.network import Stage
 
 BYTES = 4  # of a float32, and of an argmax
 FUNCTION_FLOPS = 4  # of a sigmoid: exp, add, divide, negate, an exp counting as one; others are taken for alike
@@ -53,27 +40,27 @@ def work_per_image(stage: Stage, what: str, batch_size: int, needs_dx: bool = Tr
     x, y = math.prod(stage.input_shape), math.prod(stage.output_shape)
     forward = what == "forward"
     match stage:
-        case ConvStage() | LinearStage():
+        case network.ConvStage() | network.LinearStage():
             weights = sum(p.size for p in stage.parameters) / batch_size
             size = x + y + (weights if forward else 2 * weights + (x if needs_dx else 0))
             return 2 * stage.multiply_adds(what, needs_dx), BYTES * size
-        case PoolStage(layer=layer):
-            argmax = y if isinstance(layer, MaxPool2d) else 0
+        case network.PoolStage(layer=layer):
+            argmax = y if isinstance(layer, network.MaxPool2d) else 0
             seen = min(stage.window.size, stage.input_shape[0]) * min(stage.window.size, stage.input_shape[1])
             return (seen * y if forward else y), BYTES * (x + y + argmax)
-        case ElementwiseStage(layer=layer):
-            per_element = 1 if isinstance(layer, ReLU | LeakyReLU) else FUNCTION_FLOPS
+        case network.ElementwiseStage(layer=layer):
+            per_element = 1 if isinstance(layer, network.ReLU | network.LeakyReLU) else FUNCTION_FLOPS
             return per_element * x, BYTES * (2 if forward else 3) * x
-        case DropoutStage():
+        case network.DropoutStage():
             return x, BYTES * 2 * x
-        case NormStage():
+        case network.NormStage():
             # the mean, the variance and the result, or two sums and dx: each reads x again, as caches do not hold it
             return (7 if forward else 9) * x, BYTES * (4 if forward else 7) * x
-        case ResidualStage():
+        case network.ResidualStage():
             return x, BYTES * 3 * x  # its sum alone: the layers in it are timed for themselves
-        case StructuralStage():
+        case network.StructuralStage():
             return x + y, BYTES * (1 if forward else 2) * (x + y)  # at least; what it does nobody else knows
-        case FlattenStage():
+        case network.FlattenStage():
             return 0, 0
         case _:
             assert_never(stage)
@@ -96,7 +83,7 @@ def fused_work(
     x, y = math.prod(stages[0].input_shape), math.prod(stages[-1].output_shape)
     weights = sum(p.size for stage in stages for p in stage.parameters) / batch_size
     size = x + y + (weights if what == "forward" else 2 * weights + (x if needs_dx else 0))
-    others = [stage for stage in stages if not isinstance(stage, ConvStage | LinearStage)]
+    others = [stage for stage in stages if not isinstance(stage, network.ConvStage | network.LinearStage)]
     return 2 * multiply_adds + sum(work_per_image(stage, what, batch_size)[0] for stage in others), BYTES * size
 
 
@@ -156,9 +143,4 @@ def _cache_bytes() -> dict[int, int]:
 def _best(work: Callable[[], object]) -> float:
     """Return the fewest seconds of a few calls, after one to warm up."""
     work()
-    seconds = []
-    for _ in range(ROUNDS):
-        started = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - started)
-    return min(seconds)
+    return min(timeit.repeat(work, number=1, repeat=ROUNDS))
