@@ -40,7 +40,12 @@ class Npz(Source):
 
     def load(self) -> Dataset:
         train_images, train_labels, test_images, test_labels = self._read()
-        _refuse_channels_first(train_images)
+        if train_images.ndim == 4 and train_images.shape[1] in (1, 3) and min(train_images.shape[2:]) > 4:
+            # (N, 1 or 3, H, W) would be taken for low images of many channels
+            raise DataError(
+                f"npz: images of shape {train_images.shape}: channels come last, (N, height, width, channels); "
+                "write numpy.moveaxis(images, 1, 3)"
+            )
         # labels that are no integers are refused later, with a reason
         whole = train_labels.size and train_labels.dtype.kind in "iu"
         count = self.classes or int(train_labels.max() if whole else 1) + 1
@@ -90,12 +95,3 @@ def _array(file: Mapping[str, np.ndarray], name: str) -> np.ndarray:
     if not isinstance(array, np.ndarray):  # a member that does not begin as an array is its bytes
         raise DataError(f"npz: {name} is no array; write the file with numpy.savez")
     return array
-
-
-def _refuse_channels_first(images: np.ndarray) -> None:
-    """Raise DataError for (N, 1 or 3, H, W): such images would be taken for low ones of many channels."""
-    if images.ndim == 4 and images.shape[1] in (1, 3) and min(images.shape[2:]) > 4:
-        raise DataError(
-            f"npz: images of shape {images.shape}: channels come last, (N, height, width, channels); "
-            "write numpy.moveaxis(images, 1, 3)"
-        )

@@ -87,10 +87,9 @@ def prepare(picture: np.ndarray, look: Look | None, shape: Sequence[int]) -> np.
         if abs(np.median(_border(given[None, :, :, 0] / 255)) - look["ground"]) <= EVEN and unlike(given, look) is None:
             return given  # it is as they are
     ink = _ink(_shrink(grey, FINE * max(shape[:2])) / 255)
-    box = _box(ink > INK)
-    placed = np.zeros(shape[:2], np.float32)
-    if box is not None:
-        top, bottom, left, right = box
+    seen, placed = ink > INK, np.zeros(shape[:2], np.float32)
+    if seen.any():
+        (top, bottom), (left, right) = ((int(first), int(past)) for first, past in (_span(seen, -1), _span(seen, -2)))
         scale = look["side"] / max(bottom - top, right - left)
         height = max(1, min(shape[0], round(scale * (bottom - top))))
         width = max(1, min(shape[1], round(scale * (right - left))))
@@ -193,12 +192,9 @@ def _ink(grey: np.ndarray) -> np.ndarray:
 
 
 def _shrink(grey: np.ndarray, side: int) -> np.ndarray:
-    scale = side / max(grey.shape)
-    return (
-        grey
-        if scale >= 1
-        else _resize(grey, max(1, round(scale * grey.shape[1])), max(1, round(scale * grey.shape[0])))
-    )
+    scale = min(1.0, side / max(grey.shape))
+    height, width = (max(1, round(scale * n)) for n in grey.shape)
+    return _resize(grey, width, height)
 
 
 def _resize(pixels: np.ndarray, width: int, height: int) -> np.ndarray:
@@ -213,12 +209,6 @@ def _border(images: np.ndarray) -> np.ndarray:
     """Return the outermost pixels of images (N, H, W), as (N, pixels)."""
     sides = (images[:, 0], images[:, -1], images[:, 1:-1, 0], images[:, 1:-1, -1])
     return np.concatenate(sides, axis=1)
-
-
-def _box(mask: np.ndarray) -> tuple[int, int, int, int] | None:
-    """Return top, bottom, left, right of what is set (bottom and right are past it), None where nothing is."""
-    (top, bottom), (left, right) = _span(mask, -1), _span(mask, -2)
-    return (int(top), int(bottom), int(left), int(right)) if mask.any() else None
 
 
 def _span(mask: np.ndarray, along: int) -> tuple[np.ndarray, np.ndarray]:

@@ -1,7 +1,7 @@
 """Chavan and Kulkarni: convolutions on a GPU, and workers that average."""
 
 from cnnexp.papers.experiment import Column, Experiment, Line, on, over
-from cnnexp.papers.measures import layer_ms, layers_ms, metric
+from cnnexp.papers.measures import layer_ms, metric
 
 GPU_NOTE = (
     "chavan's GPU is a GTX 520 with 48 cores, the CPU an AMD with 4 cores; the published figures have no numbers "
@@ -14,7 +14,6 @@ ALEXNET_NOTE = (
 )
 KNM = ((3, 20, 100), (3, 50, 100), (5, 20, 100), (5, 50, 100))
 SIDES = (16, 28, 48, 64, 96, 128)
-LAYERS = ("conv1", "conv2", "conv3", "conv4", "conv5")
 
 EXPERIMENTS = {
     "chavan_fig1": Experiment(
@@ -95,7 +94,7 @@ EXPERIMENTS = {
             Line("layer 3", {}, (798, 4.27, 5.23, 7.84, 3.99), layer_ms("conv3")),
             Line("layer 4", {}, (908, 6.06, 6.86, 11.21, 5.55), layer_ms("conv4")),
             Line("layer 5", {}, (605, 5.28, 5.48, 5.70, 4.62), layer_ms("conv5")),
-            Line("total", {}, (14549, 29.47, 30.51, 37.59, 23.11), layers_ms(LAYERS)),
+            Line("total", {}, (14549, 29.47, 30.51, 37.59, 23.11), layer_ms("conv1 conv2 conv3 conv4 conv5")),
         ),
         columns=(
             Column("serial: cpu", on("cpu")),

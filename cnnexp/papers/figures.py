@@ -165,11 +165,9 @@ def _epochs(result: Result) -> Figure:
                 drawn.add(job.folder)
                 found = True
                 name = f"{line.label}, {column.title}" if column.jobs else line.label
-                style = (
-                    {**_series(i), "linestyle": DASHES[j % len(DASHES)], "marker": MARKERS[j]}
-                    if column.jobs
-                    else _series(i)
-                )
+                style = _series(i)
+                if column.jobs:
+                    style |= {"linestyle": DASHES[j % len(DASHES)], "marker": MARKERS[j]}
                 marker_every = max(1, len(job.epochs) // 10)
                 y = per_epoch(job, experiment.by_epoch)
                 axes.plot(column_of(job.epochs, "epoch"), y, label=name, markevery=marker_every, **style)

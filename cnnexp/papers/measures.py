@@ -71,20 +71,13 @@ def images_per_s(job: Job) -> float:
     return statistics.median(e["throughput/images_per_s"] for e in job.epochs)
 
 
-def layer_ms(layer: str, *passes: str) -> Measure:
-    """Return a measure: milliseconds per image in some passes of a layer, from the profile."""
-    names = [f"profile/{layer}/{what}_ms" for what in passes or ("forward", "backward")]
+def layer_ms(layers: str, *passes: str) -> Measure:
+    """Return a measure: milliseconds per image in some passes of layers together, from the profile.
+
+    It is None where one was not clocked.
+    """
+    names = [f"profile/{layer}/{what}_ms" for layer in layers.split() for what in passes or ("forward", "backward")]
     return lambda job: sum(job.metrics[name] for name in names) if set(names) <= set(job.metrics) else None
-
-
-def layers_ms(layers: Sequence[str]) -> Measure:
-    """Return a measure: milliseconds per image in several layers together; None where one was not clocked."""
-
-    def measure(job: Job) -> float | None:
-        found = [ms for layer in layers if (ms := layer_ms(layer)(job)) is not None]
-        return sum(found) if len(found) == len(layers) else None
-
-    return measure
 
 
 def limit(speedup: float | None) -> Measure:

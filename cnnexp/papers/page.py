@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import itertools
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,22 +45,15 @@ def texts(cell: Cell) -> tuple[str, str, str]:
 
 def table_of(result: Result) -> Table:
     """Return the comparison: the paper's numbers, ours and their ratio where the paper has any, else ours alone."""
-    columns = result.experiment.columns
-    printed = [any(row[i].published is not None for row in result.cells) for i in range(len(columns))]
+    columns, groups, rows = result.experiment.columns, [], []
     three = ("ours (paper)",) if len(columns) > WIDE else ("paper", "ours", "ours / paper")
-    groups = [
-        Group(column.title, three if there else ("ours",)) for column, there in zip(columns, printed, strict=True)
-    ]
-    return Table(
-        groups,
-        [
-            [
-                line.label,
-                *(text for group, cell in zip(groups, cells, strict=True) for text in _shown(cell, group.headings)),
-            ]
-            for line, cells in zip(result.experiment.lines, result.cells, strict=True)
-        ],
-    )
+    for i, column in enumerate(columns):
+        printed = any(row[i].published is not None for row in result.cells)
+        groups.append(Group(column.title, three if printed else ("ours",)))
+    for line, cells in zip(result.experiment.lines, result.cells, strict=True):
+        shown = [_shown(cell, group.headings) for group, cell in zip(groups, cells, strict=True)]
+        rows.append([line.label, *itertools.chain(*shown)])
+    return Table(groups, rows)
 
 
 def _shown(cell: Cell, headings: tuple[str, ...]) -> tuple[str, ...]:
@@ -99,30 +93,27 @@ def screen(result: Result, width: int) -> rich.table.Table:
 def markdown(result: Result) -> str:
     """Return the report as Markdown, with figure.png beside it."""
     experiment = result.experiment
-    scaling = []
+    table, scaling = "\n".join(as_markdown(table_of(result))), ""
+    differs = "\n".join(f"- {note}" for note in notes(result))
+    facts = "\n".join(f"- {name}: {value}" for name, value in run_facts(result))
     if result.scaling:
-        scaling = [f"## {SCALING}", "", scaling_text(result), "", *as_markdown(scaling_table(result)), ""]
-    return "\n".join(
-        [
-            f"# {experiment.title}",
-            "",
-            f"{experiment.source}. In the table: {experiment.quantity}.",
-            "",
-            f"![{experiment.title}](figure.png)",
-            "",
-            *as_markdown(table_of(result)),
-            "",
-            *scaling,
-            "## What differs from the paper, and why",
-            "",
-            *(f"- {note}" for note in notes(result)),
-            "",
-            "## What was run",
-            "",
-            *(f"- {name}: {value}" for name, value in run_facts(result)),
-            "",
-        ]
-    )
+        scaling = "\n".join([f"## {SCALING}\n\n{scaling_text(result)}\n", *as_markdown(scaling_table(result)), "\n"])
+    return f"""# {experiment.title}
+
+{experiment.source}. In the table: {experiment.quantity}.
+
+![{experiment.title}](figure.png)
+
+{table}
+
+{scaling}## What differs from the paper, and why
+
+{differs}
+
+## What was run
+
+{facts}
+"""
 
 
 def web_page(result: Result, figure_svg: str) -> str:
@@ -196,16 +187,14 @@ def run_facts(result: Result) -> list[tuple[str, str]]:
     }
     threads = sorted({f"{job.config['backend.name']} {job.threads}" for job in result.jobs if job.threads})
     accounted = [job.metrics["profile/accounted"] for job in result.jobs if "profile/accounted" in job.metrics]
-    ledger = (
-        [("time ledger", f"at least {min(accounted):.1%} of each run's wall time accounted for")] if accounted else []
-    )
+    ledger = f"at least {min(accounted):.1%} of each run's wall time accounted for" if accounted else ""
     commit = facts.get("git.commit", "unknown") + (" with changes" if facts.get("git.dirty") == "true" else "")
     return [
         ("command", facts["command"]),
         ("machine", f"{facts['machine.cpu']}, {facts['machine.cores']} usable cores, {facts['machine.system']}"),
         ("load", f"{facts['machine.load']} processes were running when it started"),
         ("threads", ", ".join(threads)),
-        *ledger,
+        *([("time ledger", ledger)] if ledger else []),
         ("versions", versions),
         ("commit", commit),
         ("config", ", ".join(f"{key}={json.dumps(value)}" for key, value in common.items())),

@@ -49,7 +49,8 @@ def call(place: str, question: bytes, limit_s: float) -> bytes:
     except subprocess.TimeoutExpired as error:
         raise ChildDied(f"took more than {limit_s:g} s and was killed") from error
     if done.returncode:
-        raise ChildDied(_ending(done.returncode) + _last_words(done.stderr.decode(errors="replace")))
+        found = LAST_WORDS.search(done.stderr.decode(errors="replace"))
+        raise ChildDied(_ending(done.returncode) + (f" ({found[0]})" if found else ""))
     return done.stdout
 
 
@@ -67,8 +68,3 @@ def _ending(exit_code: int) -> str:
         with contextlib.suppress(ValueError):  # a real-time signal has no name
             return f"was ended by {signal.Signals(-exit_code).name}"
     return f"ended with exit code {exit_code}"
-
-
-def _last_words(printed: str) -> str:
-    found = LAST_WORDS.search(printed)
-    return f" ({found[0]})" if found else ""

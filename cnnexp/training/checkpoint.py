@@ -194,13 +194,16 @@ def describe(
 
     Backend and workers are not in it, nor is the number of epochs: a run may go on for longer.
     """
+    optimized = dataclasses.asdict(optimizer)
+    if optimized.get("decay_biases"):
+        del optimized["decay_biases"]
     return {
         "network.input_shape": list(network.input_shape),
         "network.layers": [describe_layer(layer) for layer in network.layers],
         "loss": loss.name,
         **({"loss.label_smoothing": loss.label_smoothing} if loss.label_smoothing else {}),
         **({"loss.class_weights": loss.class_weights} if loss.class_weights else {}),
-        "optimizer": {key: value for key, value in _plain(optimizer).items() if key != "decay_biases" or not value},
+        "optimizer": {"type": type(optimizer).__name__, **optimized},
         "batch_size": batch_size,
         "schedule": schedule.plain(),
         "seed": seed,
@@ -426,10 +429,8 @@ def plain_result(result: EpochResult) -> dict[str, Any]:
     return {**dataclasses.asdict(dataclasses.replace(result, scores=np.empty(0))), "scores": None}
 
 
-def as_result(plain: Mapping[str, Any] | None) -> EpochResult:
+def as_result(plain: Any) -> EpochResult:
     """Return the result that `plain_result` returned; raises KeyError, TypeError or ValueError where it is none."""
-    if plain is None:
-        raise TypeError
     made = {"train": Totals, "test": Totals, "validation": Totals, "comparison": Comparison}
     parts = {key: cls(**plain[key]) for key, cls in made.items() if plain[key] is not None}
     return EpochResult(**{**plain, **parts, "scores": np.empty((0, 0), np.float32)})
@@ -437,10 +438,6 @@ def as_result(plain: Mapping[str, Any] | None) -> EpochResult:
 
 def _line(result: EpochResult) -> bytes:
     return json.dumps(plain_result(result), sort_keys=True).encode() + b"\n"
-
-
-def _plain(spec: Any) -> dict[str, Any]:
-    return {"type": type(spec).__name__, **dataclasses.asdict(spec)}
 
 
 def _short(value: Any) -> str:
