@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -14,6 +15,8 @@ from cnnexp.errors import ConfigError, DataError
 from cnnexp.system import memory
 
 MAX_CLASSES = 100_000
+SEEDS = 0, 2**63 - 1
+SIZES = dict.fromkeys(("train_size", "test_size", "validation_size"), (1, None))
 
 log = logging.getLogger(__name__)
 
@@ -109,9 +112,13 @@ class Source:
         train_size: images to train on, the first of the training split; all if None.
         test_size: images to test on, the first of the test split; all if None.
         validation_size: images taken from the end of the whole training split; no validation split if None.
+        whole: least and most (None: any) of the fields that are whole numbers; one whose default is None may be None.
+        given: the fields that have to be given: what each is, and an example.
     """
 
     name: ClassVar[str]
+    whole: ClassVar[Mapping[str, tuple[int, int | None]]] = {}
+    given: ClassVar[Mapping[str, tuple[str, str]]] = {}
     train_size: int | None = None
     test_size: int | None = None
     validation_size: int | None = None
@@ -121,9 +128,18 @@ class Source:
         return f"{type(self).__name__}({', '.join(given)})"
 
     def __post_init__(self) -> None:
-        for key in ("train_size", "test_size", "validation_size"):
-            if getattr(self, key) is not None:
-                self._check_whole(key, 1)
+        for key, (what, example) in self.given.items():
+            if getattr(self, key) is None:
+                raise ConfigError(f"dataset.{key}: not given; it is {what}, e.g. dataset.{key}={example}")
+        optional = {field.name for field in fields(self) if field.default is None}
+        for key, (least, most) in {**SIZES, **self.whole}.items():
+            value = getattr(self, key)
+            if value is None and key in optional:
+                continue
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if not whole or value < least or (most is not None and value > most):
+                bounds = f">= {least}" if most is None else f"{least} .. {most}"
+                raise ConfigError(f"dataset.{key}={value!r}: must be a whole number {bounds}")
 
     def load(self) -> Dataset:
         """Read the images.
@@ -133,17 +149,6 @@ class Source:
             ConfigError: more images are asked for than there are.
         """
         raise NotImplementedError
-
-    def _check_whole(self, key: str, least: int, most: int | None = None) -> None:
-        value = getattr(self, key)
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        if not whole or value < least or (most is not None and value > most):
-            bounds = f">= {least}" if most is None else f"{least} .. {most}"
-            raise ConfigError(f"dataset.{key}={value!r}: must be a whole number {bounds}")
-
-    def _check_given(self, key: str, what: str, example: str) -> None:
-        if getattr(self, key) is None:
-            raise ConfigError(f"dataset.{key}: not given; it is {what}, e.g. dataset.{key}={example}")
 
     def _path(self, key: str) -> Path:
         """Return the path that a field holds, with `~` expanded."""

@@ -93,10 +93,9 @@ class Cifar10(Source):
     def _read_file(self, path: Path) -> Split:
         try:
             return self._split(read_regular(path, MOST_BYTES))
-        except OSError as error:
-            raise DataError(f"{shown(path)}: {reason_of(error)}") from error
-        except DataError as error:
-            raise DataError(f"{shown(path)}: {error}") from error
+        except (OSError, DataError) as error:
+            reason = reason_of(error) if isinstance(error, OSError) else error
+            raise DataError(f"{shown(path)}: {reason}") from error
 
     def _read_archive(self, path: Path) -> dict[str, Split]:
         """Read the six files in an archive; other members are passed over, wherever they claim to belong."""

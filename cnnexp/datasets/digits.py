@@ -14,7 +14,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from cnnexp.datasets.base import Dataset, Source, Split, shown
+from cnnexp.datasets.base import SEEDS, Dataset, Source, Split, shown
 from cnnexp.errors import DataError
 
 SIDE = 28
@@ -32,11 +32,8 @@ class Digits(Source):
     """
 
     name: ClassVar[str] = "digits"
+    whole: ClassVar = {"seed": SEEDS}
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_whole("seed", 0, 2**63 - 1)
 
     def load(self) -> Dataset:
         table = _read()

@@ -33,14 +33,11 @@ class Fer2013(Source):
 
     name: ClassVar[str] = "fer2013"
     rows: ClassVar[dict[str, int]] = {"Training": 28_709, "PublicTest": 3_589, "PrivateTest": 3_589}
+    given: ClassVar = {"path": ("the file fer2013.csv from Kaggle's 2013 facial expression challenge", "fer2013.csv")}
     classes: ClassVar[tuple[str, ...]] = ("angry", "disgust", "fear", "happy", "sad", "surprise", "neutral")
 
     path: str | None = None
     verify: bool = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_given("path", "the file fer2013.csv from Kaggle's 2013 facial expression challenge", "fer2013.csv")
 
     def load(self) -> Dataset:
         where = f"dataset.path={shown(self.path)}"

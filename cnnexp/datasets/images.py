@@ -10,7 +10,7 @@ from typing import BinaryIO, ClassVar
 
 import numpy as np
 
-from cnnexp.datasets.base import Dataset, Source, Split, need_images, reason_of, shown
+from cnnexp.datasets.base import SEEDS, Dataset, Source, Split, need_images, reason_of, shown
 from cnnexp.errors import DataError
 from cnnexp.system.files import open_regular
 from cnnexp.system.ranges import check_range
@@ -38,6 +38,8 @@ class Images(Source):
     """
 
     name: ClassVar[str] = "images"
+    whole: ClassVar = {"height": (1, None), "width": (1, None), "seed": SEEDS}
+    given: ClassVar = {"root": ("the folder that holds a folder of pictures per class", "photos")}
     root: str | None = None
     height: int | None = None
     width: int | None = None
@@ -47,11 +49,6 @@ class Images(Source):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_given("root", "the folder that holds a folder of pictures per class", "photos")
-        for key in ("height", "width"):
-            if getattr(self, key) is not None:
-                self._check_whole(key, 1)
-        self._check_whole("seed", 0, 2**63 - 1)
         check_range("dataset.test_fraction", self.test_fraction, "> 0 and < 1")
 
     def load(self) -> Dataset:

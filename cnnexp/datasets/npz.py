@@ -29,14 +29,10 @@ class Npz(Source):
     """
 
     name: ClassVar[str] = "npz"
+    whole: ClassVar = {"classes": (2, MAX_CLASSES)}
+    given: ClassVar = {"path": ("a file of arrays " + ", ".join(ARRAYS), "photos.npz")}
     path: str | None = None
     classes: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_given("path", "a file of arrays " + ", ".join(ARRAYS), "photos.npz")
-        if self.classes is not None:
-            self._check_whole("classes", 2, MAX_CLASSES)
 
     def load(self) -> Dataset:
         train_images, train_labels, test_images, test_labels = self._read()

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from cnnexp.datasets.base import Dataset, Source, Split, need_images
+from cnnexp.datasets.base import SEEDS, Dataset, Source, Split, need_images
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -21,15 +21,10 @@ class Quadrants(Source):
     """
 
     name: ClassVar[str] = "quadrants"
+    whole: ClassVar = {"seed": SEEDS}
     train_size: int = 2000
     test_size: int = 500
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_whole("train_size", 1)
-        self._check_whole("test_size", 1)
-        self._check_whole("seed", 0, 2**63 - 1)
 
     def load(self) -> Dataset:
         larger = "train_size" if self.train_size >= self.test_size else "test_size"

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from cnnexp.datasets.base import MAX_CLASSES, Dataset, Source, Split, need_images
+from cnnexp.datasets.base import MAX_CLASSES, SEEDS, Dataset, Source, Split, need_images
 from cnnexp.system.ranges import check_range
 
 SIZES = ("height", "width", "channels", "train_size", "test_size", "classes")
@@ -29,6 +29,7 @@ class Synthetic(Source):
     """
 
     name: ClassVar[str] = "synthetic"
+    whole: ClassVar = {**dict.fromkeys(SIZES, (1, None)), "classes": (2, MAX_CLASSES), "seed": SEEDS}
     height: int = 28
     width: int = 28
     channels: int = 1
@@ -40,10 +41,6 @@ class Synthetic(Source):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for key in SIZES[:-1]:
-            self._check_whole(key, 1)
-        self._check_whole("classes", 2, MAX_CLASSES)
-        self._check_whole("seed", 0, 2**63 - 1)
         check_range("dataset.noise", self.noise, ">= 0")
 
     def load(self) -> Dataset:
