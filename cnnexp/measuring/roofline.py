@@ -41,9 +41,7 @@ def work_per_image(stage: Stage, what: str, batch_size: int, needs_dx: bool = Tr
     forward = what == "forward"
     match stage:
         case network.ConvStage() | network.LinearStage():
-            weights = sum(p.size for p in stage.parameters) / batch_size
-            size = x + y + (weights if forward else 2 * weights + (x if needs_dx else 0))
-            return 2 * stage.multiply_adds(what, needs_dx), BYTES * size
+            return fused_work([stage], what, batch_size, needs_dx, stage.multiply_adds(what, needs_dx))
         case network.PoolStage(layer=layer):
             argmax = y if isinstance(layer, network.MaxPool2d) else 0
             seen = min(stage.window.size, stage.input_shape[0]) * min(stage.window.size, stage.input_shape[1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import shutil
 import stat
@@ -23,19 +24,14 @@ def open_regular(path: Path, most_bytes: int | None = None) -> BinaryIO:
     Raises:
         OSError: it cannot be opened, is not a regular file, or has more than `most_bytes`.
     """
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-    file = os.fdopen(descriptor, "rb")
-    found = os.fstat(descriptor)
-    reason: OSError | None = None
-    if stat.S_ISDIR(found.st_mode):
-        reason = IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    elif not stat.S_ISREG(found.st_mode):
-        reason = OSError(errno.EINVAL, "not a regular file", str(path))
-    elif most_bytes is not None and found.st_size > most_bytes:
-        reason = OSError(errno.EFBIG, f"{found.st_size} bytes, more than the {most_bytes} that are read", str(path))
-    if reason is not None:
+    raw = io.FileIO(path, opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0)))
+    file, found = io.BufferedReader(raw), os.fstat(raw.fileno())  # a folder has been refused
+    if not stat.S_ISREG(found.st_mode):
         file.close()
-        raise reason
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    if most_bytes is not None and found.st_size > most_bytes:
+        file.close()
+        raise OSError(errno.EFBIG, f"{found.st_size} bytes, more than the {most_bytes} that are read", str(path))
     return file
 
 

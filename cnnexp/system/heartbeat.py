@@ -13,14 +13,13 @@ from collections.abc import Callable
 class Heartbeat:
     """What one process knows of the life of another.
 
-    Attributes:
-        timeout_s: seconds of silence after which the other counts as stopped.
-        silent_s: seconds since the last sign, a look's worth each.
-
     Args:
-        timeout_s: as above.
+        timeout_s: seconds of silence after which the other counts as stopped.
         look_s: seconds between two looks.
         start_timeout_s: as `timeout_s`, before the first sign; None: the same.
+
+    Attributes:
+        silent_s: seconds since the last sign, a look's worth each.
     """
 
     def __init__(self, timeout_s: float, look_s: float, start_timeout_s: float | None = None) -> None:

@@ -91,7 +91,8 @@ def as_html(table: Table) -> str:
     if any(kinds):
         heads.append("".join(_head(text) for text in kinds))
     head = "".join(f"<tr><th></th>{cells}</tr>" for cells in heads)
-    body = "".join(f"<tr>{_head(row[0])}{''.join(map(_cell, row[1:]))}</tr>" for row in table.rows)
+    cells = ["".join(f"<td>{html.escape(text)}</td>" for text in row[1:]) for row in table.rows]
+    body = "".join(f"<tr>{_head(row[0])}{own}</tr>" for row, own in zip(table.rows, cells, strict=True))
     return f"<table><thead>{head}</thead><tbody>{body}</tbody></table>"
 
 
@@ -116,7 +117,3 @@ def number(value: float | None) -> str:
 def _head(text: str, columns: int = 1) -> str:
     span = f' colspan="{columns}"' if columns > 1 else ""
     return f"<th{span}>{html.escape(text)}</th>"
-
-
-def _cell(text: str) -> str:
-    return f"<td>{html.escape(text)}</td>"

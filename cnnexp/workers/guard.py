@@ -36,13 +36,7 @@ LOOK_S = 2.0  # how often the guard looks who has given none
 SILENT = "has given no sign of life for {:g} s (workers.heartbeat_timeout_s)"
 
 
-@dataclass(frozen=True)
-class Address:
-    """Where a guard listens, and the word that shows who belongs to the group."""
-
-    host: str
-    port: int
-    token: str
+Address = tuple[str, int, str]  # host and port where a guard listens, and the word that shows who belongs to the group
 
 
 class Member:
@@ -55,10 +49,11 @@ class Member:
     """
 
     def __init__(self, address: Address, rank: int, on_lost: Callable[[], None]) -> None:
-        self._socket = socket.create_connection((address.host, address.port), HELLO_S)
+        host, port, token = address
+        self._socket = socket.create_connection((host, port), HELLO_S)
         self._socket.settimeout(None)
         self._on_lost, self._leaving, self._speaking = on_lost, threading.Event(), threading.Lock()
-        self._say(f"{address.token} {rank} {socket.gethostname()} {os.getpid()}")
+        self._say(f"{token} {rank} {socket.gethostname()} {os.getpid()}")
         threading.Thread(target=self._listen, daemon=True).start()
         beat(self._say_alive, BEAT_S, self._leaving)
 
@@ -107,7 +102,7 @@ def start_guard(size: int, reachable: bool) -> Address:
         stdin.write(token + "\n")
     with cast(IO[str], process.stdout) as stdout:
         port = int(stdout.readline())
-    return Address(socket.gethostname() if reachable else host, port, token)
+    return socket.gethostname() if reachable else host, port, token
 
 
 @dataclass
