@@ -19,10 +19,5 @@ from cnnexp.datasets.quadrants import Quadrants
 from cnnexp.datasets.synthetic import Synthetic
 from cnnexp.system.registry import Registry
 
-DATASETS: Registry[Source] = Registry(
-    "dataset",
-    {
-        source.name: source
-        for source in (Digits, Mnist, FashionMnist, Cifar10, Fer2013, Quadrants, Synthetic, Images, Npz)
-    },
-)
+_SOURCES = Digits, Mnist, FashionMnist, Cifar10, Fer2013, Quadrants, Synthetic, Images, Npz
+DATASETS: Registry[Source] = Registry("dataset", {source.name: source for source in _SOURCES})

@@ -6,7 +6,6 @@ The file is the test set of UCI's "Optical Recognition of Handwritten Digits" (C
 
 from __future__ import annotations
 
-import gzip
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,9 +45,7 @@ class Digits(Source):
 def _read() -> np.ndarray:
     """Return int64 (1797, 65): the 64 pixels of an image, then its label."""
     try:
-        table = np.fromstring(gzip.decompress(FILE.read_bytes()).replace(b"\n", b","), np.int64, sep=",").reshape(
-            -1, 65
-        )
+        table = np.loadtxt(FILE, np.int64, delimiter=",")
     except (OSError, EOFError, ValueError, zlib.error) as error:
         raise DataError(f"{shown(FILE)}: {error}; install cnnexp anew") from error
     if table.shape != (1797, 65):

@@ -41,12 +41,8 @@ def read_idx(path: Path, ndim: int) -> tuple[np.ndarray, str]:
 
     Never reads more than its header announces, so a small file cannot unfold into a large one.
 
-    Args:
-        path: the file.
-        ndim: 3 for images, 1 for labels.
-
     Returns:
-        The uint8 array and the sha256 of the (decompressed) file.
+        The uint8 array, of `ndim` axes (3 for images, 1 for labels), and the sha256 of the (decompressed) file.
 
     Raises:
         DataError: what is wrong with the file; the caller adds which file it is.

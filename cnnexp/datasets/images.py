@@ -93,8 +93,9 @@ class Images(Source):
         for path, label in files:
             image = self.read(path)
             if images and image.shape != images[0].shape:
+                size, first = (f"{one.shape[0]} x {one.shape[1]}" for one in (image, images[0]))
                 raise DataError(
-                    f"{shown(path)} is {_size(image)} pixels and {shown(files[0][0])} {_size(images[0])}; "
+                    f"{shown(path)} is {size} pixels and {shown(files[0][0])} {first}; "
                     f"give the size they shall have: dataset.height=... dataset.width=..."
                 )
             if not images:
@@ -186,7 +187,3 @@ def _list(folder: Path, classes: list[str]) -> list[Labeled]:
         if not files or files[-1][1] != label:
             raise DataError(f"{shown(folder / name)}: holds no pictures; legal: {' '.join(sorted(SUFFIXES))}")
     return files
-
-
-def _size(image: np.ndarray) -> str:
-    return f"{image.shape[0]} x {image.shape[1]}"

@@ -62,9 +62,8 @@ class Npz(Source):
                     raise DataError(f"{where}: not a whole .npz file; write one with numpy.savez")
                 with zipfile.ZipFile(stream) as archive:
                     wanted = [member for member in archive.infolist() if member.filename.removesuffix(".npy") in ARRAYS]
-                memory.need(
-                    [memory.Part(f"the arrays of {where}", sum(m.file_size for m in wanted), "the file's size")]
-                )
+                size = sum(member.file_size for member in wanted)
+                memory.need([memory.Part(f"the arrays of {where}", size, "the file's size")])
                 stream.seek(0)
                 with np.load(stream, allow_pickle=False) as file:
                     missing = [name for name in ARRAYS if name not in file]

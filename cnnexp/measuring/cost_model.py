@@ -134,14 +134,7 @@ def epoch_s(costs: Costs, training: Training, workers: int, cores: float | None 
 
 
 def averages_per_epoch(images: int, batch_size: int, sync: str, period: int | None) -> int:
-    """Return how many all-reduces an epoch takes: one per batch, per `period` batches, or one.
-
-    Args:
-        images: in an epoch.
-        batch_size: of one step, over all workers.
-        sync: `gradients` or `parameters`.
-        period: as `workers.period`.
-    """
+    """Return how many all-reduces an epoch takes: one per batch (of all workers), per `period` batches, or one."""
     batches = math.ceil(images / batch_size)
     if sync == "gradients":
         return batches

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -61,10 +62,8 @@ def versions() -> dict[str, str]:
 
     found = {"version.python": platform.python_version()}
     for package in ("cnnexp", *PACKAGES):
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             found[f"version.{package}"] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     return found
 
 

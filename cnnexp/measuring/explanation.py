@@ -192,9 +192,8 @@ def _change(a: Piece, b: Piece, ours: Side, theirs: Side) -> str:
 
 def _what_is_left(side: Side) -> str:
     """Say where most of a step goes, and what bounds it."""
-    largest = max(
-        (piece for row in rows([side]) for piece in row.pieces if piece is not None), key=lambda piece: piece.us
-    )
+    pieces = [piece for row in rows([side]) for piece in row.pieces if piece is not None]
+    largest = max(pieces, key=lambda piece: piece.us)
     text = f"Most of {side.label}'s step is {largest.name}, {largest.us / side.us:.0%}: {us_text(largest.us)}"
     if largest.flops and largest.bytes and side.limits:
         intensity, speed, most = largest.flops / largest.bytes, largest.gflops(), side.limits["gflops"]

@@ -48,13 +48,9 @@ def program(
         return
     fused = backend.name == "cpu-simd"
     gradients = backend.threads if fused else 1
-    copies = 1 + gradients + len(optimizer.slots)
-    weights = workers * copies * FLOAT * network.parameter_count
-    yield Part(
-        f"{network.parameter_count} parameters, their gradients and the optimizer's slots",
-        weights,
-        "the size of the model",
-    )
+    copies, count = 1 + gradients + len(optimizer.slots), network.parameter_count
+    what = f"{count} parameters, their gradients and the optimizer's slots"
+    yield Part(what, workers * copies * FLOAT * count, "the size of the model")
     fused = fused and not network.running  # a batch normalization needs the whole batch
     images = workers * backend.threads * LANES if fused else batch_size
     what = "the activations of a tile of images" if fused else f"the activations of a batch of backend={backend.name}"

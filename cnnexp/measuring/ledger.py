@@ -33,11 +33,7 @@ STEP = (CALLS, "gather", "update", "wait", *KERNELS)  # what a training step con
 
 
 class Ledger:
-    """Seconds by (what, layer), none counted twice: while an inner span runs, the outer one stands still.
-
-    Args:
-        clock: returns seconds.
-    """
+    """Seconds of `clock` by (what, layer), none counted twice: while an inner span runs, the outer one stands still."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.seconds: dict[tuple[str, str], float] = defaultdict(float, {REST: 0.0})
@@ -141,15 +137,10 @@ class Profiled:
 
 
 def report(ledger: Ledger, program: Profiled, epochs: Sequence[EpochResult], backend: Backend) -> dict[str, Any]:
-    """Close a ledger; return what it tells, as plain values.
-
-    Args:
-        ledger: of the whole run.
-        program: that trained.
-        epochs: that it trained for.
-        backend: of the program.
+    """Close the ledger of a whole run, in which a program trained for some epochs; return what it tells.
 
     Returns:
+        Plain values by name:
         `backend`, `threads`, `device` (its GPU; empty on a CPU), `wall_s`, `accounted` (share of it), `layered`
         (whether layers were clocked), `entries` (what, layer, seconds), `images` (trained on, over all epochs),
         `us_per_image` (of training, by the epochs' own clock), `machine` (`roofline.machine_limits`, or the GPU's),
@@ -243,11 +234,7 @@ def metrics(found: Mapping[str, Any]) -> dict[str, float]:
 
 
 def step_parts(seconds: Mapping[tuple[str, str], float]) -> dict[str, float]:
-    """Return the share of a training step by part, e.g. `conv1 backward`; of a fused program all may be `train`.
-
-    Args:
-        seconds: of a ledger.
-    """
+    """Return a ledger's seconds as shares of a step, e.g. `conv1 backward`; of a fused program all may be `train`."""
     trained_s = _trained_s(seconds)
     shares = {entry: s / trained_s for entry, s in seconds.items() if entry[0] in STEP and trained_s > 0}
     return {

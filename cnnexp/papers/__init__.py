@@ -3,11 +3,5 @@
 from cnnexp.papers import castanheira, chavan, garg, khandait, recipes, rendon
 from cnnexp.papers.experiment import Experiment
 
-EXPERIMENTS: dict[str, Experiment] = {
-    **castanheira.EXPERIMENTS,
-    **garg.EXPERIMENTS,
-    **rendon.EXPERIMENTS,
-    **chavan.EXPERIMENTS,
-    **khandait.EXPERIMENTS,
-    **recipes.EXPERIMENTS,
-}
+_PAPERS = castanheira, garg, rendon, chavan, khandait, recipes
+EXPERIMENTS: dict[str, Experiment] = {key: found for paper in _PAPERS for key, found in paper.EXPERIMENTS.items()}

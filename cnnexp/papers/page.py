@@ -58,8 +58,8 @@ def table_of(result: Result) -> Table:
 
 def _shown(cell: Cell, headings: tuple[str, ...]) -> tuple[str, ...]:
     published, ours, ratio = texts(cell)
-    if headings == ("ours (paper)",):
-        return (f"{ours} ({published})" if published else ours,)
+    if headings == ("ours (paper)",) and published:
+        return (f"{ours} ({published})",)
     return (published, ours, ratio) if len(headings) == 3 else (ours,)
 
 

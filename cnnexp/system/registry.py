@@ -62,11 +62,7 @@ class Registry(Mapping[str, type[T]], Generic[T]):
         return len(self._ours) + len(_added[self._group])
 
     def find(self, name: object, key: str) -> type[T]:
-        """Return the class of a name, from an installed plugin if need be.
-
-        Args:
-            name: as given.
-            key: where it was given, for the message.
+        """Return the class of a name, from an installed plugin if need be; `key` is where it was given.
 
         Raises:
             ConfigError: there is none.

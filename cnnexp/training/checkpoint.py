@@ -247,12 +247,7 @@ def load(path: Path) -> Checkpoint:
 
 
 def take_history(checkpoint: Checkpoint, results: Mapping[int, Mapping[str, Any] | None], path: Path) -> Checkpoint:
-    """Return a checkpoint with what its epochs were.
-
-    Args:
-        checkpoint: as `load` returned it.
-        results: of a journal, by epoch, as `plain_result` returned them.
-        path: of the checkpoint, for the message.
+    """Return a checkpoint, that `load` returned, with what its epochs were: a journal's `plain_result` by epoch.
 
     Raises:
         CheckpointError: they are missing, or other ones.

@@ -111,12 +111,7 @@ class TrainingPlan:
 
 
 class ResumePoint(Protocol):
-    """Where an earlier run was stopped; a `Checkpoint` is one.
-
-    Attributes:
-        history: results of the epochs that are done.
-        begun: how far the next epoch is; None where it has not begun.
-    """
+    """Where an earlier run was stopped, after the epochs of `history`; a `Checkpoint` is one, and tells more."""
 
     @property
     def history(self) -> tuple[EpochResult, ...]: ...

@@ -27,11 +27,7 @@ class Alone:
     """One worker: the backend's own program."""
 
     name: ClassVar[str] = "none"
-
-    @property
-    def count(self) -> int:
-        """How many workers."""
-        return 1
+    count: ClassVar[int] = 1
 
     def share_cores(self, backend: Backend) -> Backend:
         """Return the backend as each worker of this machine has it: its threads are divided among them."""

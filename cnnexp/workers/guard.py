@@ -40,13 +40,7 @@ Address = tuple[str, int, str]  # host and port where a guard listens, and the w
 
 
 class Member:
-    """A worker's connection to the guard.
-
-    Args:
-        address: of the guard.
-        rank: of this worker.
-        on_lost: called in a thread when another worker has died, or the guard.
-    """
+    """A worker's connection to the guard; `on_lost` is called in a thread when another worker or the guard has died."""
 
     def __init__(self, address: Address, rank: int, on_lost: Callable[[], None]) -> None:
         host, port, token = address

@@ -94,10 +94,7 @@ class SharedBuffer:
 class LocalCollective:
     """One process's end of a shared buffer; see `Collective`.
 
-    Args:
-        shared: by all workers.
-        rank: of this process.
-        check: raises where another worker has died; called every `CHECK_S` seconds of waiting.
+    `check` is called every `CHECK_S` seconds of waiting and raises where another worker has died.
     """
 
     def __init__(self, shared: SharedBuffer, rank: int, check: Callable[[], None] = lambda: None) -> None:
@@ -171,13 +168,7 @@ class LocalCollective:
 class Heartbeats:
     """This worker's signs of life, and looks at the others': a process that is stopped does not die, so none sees it.
 
-    Args:
-        shared: by all workers.
-        rank: of this process.
-        timeout_s: seconds of silence until a worker counts as stopped.
-
-    Attributes:
-        ended: once it is set, this worker gives no more signs.
+    After `timeout_s` seconds of silence a worker counts as stopped. Once `ended` is set, this one gives no more signs.
     """
 
     def __init__(self, shared: SharedBuffer, rank: int, timeout_s: float) -> None:
