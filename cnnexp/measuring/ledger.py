@@ -250,7 +250,6 @@ def _flops_per_image(network: Network, batch_size: int) -> float:
         work_per_image(stage, what, batch_size, needs_dx=stage.name != first)[0]
         for stage in network.stages
         for what in KERNELS
-        if not isinstance(stage.layer, Flatten)
     )
 
 
