@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hydra.core.config_store import ConfigStore
+from hydra.core.plugins import Plugins
 
 import softgpu
 from cnnexp import __main__ as cli
@@ -37,8 +38,10 @@ def nothing_added(monkeypatch):
     monkeypatch.setattr(registry, "_added", {group: {} for group in registry._added})
     monkeypatch.setattr(registry, "_shipped", {**registry._shipped})
     monkeypatch.setattr(sys, "path", [*sys.path])
+    Plugins.instance()  # Hydra's own put themselves in the store when they are first loaded: not in the copy
     monkeypatch.setattr(ConfigStore.instance(), "repo", copy.deepcopy(ConfigStore.instance().repo))
     monkeypatch.setenv(registry.VARIABLE, "")
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")  # which the command line sets
 
 
 def python_m(*arguments: str, cwd: Path, path: str = str(ROOT)) -> subprocess.CompletedProcess:
