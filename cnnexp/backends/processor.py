@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import Any, cast
 
 import numpy as np
 
+from cnnexp.backends.protocol import Backend
 from cnnexp.errors import BackendUnavailable, ConfigError
 from cnnexp.network import BatchNorm2d, MaxPool2d, Stage
-from cnnexp.system.cores import cpu_name, usable_cores
-
-if TYPE_CHECKING:
-    from cnnexp.backends.protocol import Backend
+from cnnexp.system.cores import usable_cores
 
 Array = np.ndarray
 
@@ -40,55 +37,19 @@ def need_compiler() -> None:
 
 
 @dataclass(frozen=True)
-class CpuBackend:
-    """What backends on the CPU have in common."""
-
-    on_gpu: ClassVar[bool] = False
-    facts: ClassVar[Mapping[str, str]] = {}
-
-    @property
-    def device_name(self) -> str:
-        return cpu_name()
-
-    @property
-    def next_best(self) -> Backend | None:
-        return None
-
-    @property
-    def explain(self) -> bool:
-        return False
-
-    @property
-    def clocked(self) -> Backend:
-        return cast("Backend", self)
-
-    @property
-    def forward_only(self) -> Backend:
-        return cast("Backend", self)
-
-    def limits(self) -> Mapping[str, float]:
-        return {}
-
-    def of_worker(self, host_rank: int) -> Backend:
-        return cast("Backend", self)
-
-
-@dataclass(frozen=True)
-class SequentialBackend(CpuBackend):
+class SequentialBackend(Backend):
     """What backends on one thread of the CPU have in common."""
 
-    threads: ClassVar[int] = 1
-
 
 @dataclass(frozen=True)
-class ThreadedBackend(CpuBackend):
+class ThreadedBackend(Backend):
     """What backends on several threads of the CPU have in common.
 
     Attributes:
         threads: 1 to the usable cores; all of them if None.
     """
 
-    threads: int | None = None
+    threads: int | None = None  # type: ignore[assignment]  # a number, once it is made
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "threads", resolve_threads(self.threads))

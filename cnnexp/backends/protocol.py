@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from cnnexp.backends.state import State as State
 from cnnexp.network import BatchNorm2d, Elementwise, Network, Stage, Window
 from cnnexp.network.losses import Loss, Totals
 from cnnexp.optimizers import Optimizer
+from cnnexp.system.cores import cpu_name
 
 Rate = float | np.ndarray
 """A learning rate, or that of each step, (steps,)."""
@@ -153,8 +154,8 @@ def rate_of_steps(rate: Rate, images: int, batch_size: int) -> np.ndarray:
     return np.broadcast_to(rate, -(-images // batch_size))
 
 
-class Backend(Protocol):
-    """One way to compute.
+class Backend:
+    """One way to compute, at first on the CPU and with nothing to choose; what inherits from it says what differs.
 
     Attributes:
         name: as in `conf/backend/`.
@@ -168,41 +169,48 @@ class Backend(Protocol):
         forward_only: the same backend, for predictions: its programs need do no more than `load`, `restore`, `predict`.
     """
 
-    @property
-    def name(self) -> str: ...
+    name: ClassVar[str]
+    on_gpu: ClassVar[bool] = False
 
     @property
-    def threads(self) -> int: ...
+    def threads(self) -> int:
+        return 1
 
     @property
-    def device_name(self) -> str: ...
+    def device_name(self) -> str:
+        return cpu_name()
 
     @property
-    def on_gpu(self) -> bool: ...
+    def facts(self) -> Mapping[str, str]:
+        return {}
 
     @property
-    def facts(self) -> Mapping[str, str]: ...
+    def next_best(self) -> Backend | None:
+        return None
 
     @property
-    def next_best(self) -> Backend | None: ...
+    def explain(self) -> bool:
+        return False
 
     @property
-    def explain(self) -> bool: ...
+    def clocked(self) -> Backend:
+        return self
 
     @property
-    def clocked(self) -> Backend: ...
-
-    @property
-    def forward_only(self) -> Backend: ...
+    def forward_only(self) -> Backend:
+        return self
 
     def limits(self) -> Mapping[str, float]:
         """Measure what its device can do; of a CPU `roofline.machine_limits` adds what is not told here."""
+        return {}
 
     def of_worker(self, host_rank: int) -> Backend:
         """Return the backend as the `host_rank`-th worker of a machine has it: on its own GPU if there are more."""
+        return self
 
     def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> Program[Any]:
         """Make a program; its parameters are zero until `restore`."""
+        raise NotImplementedError
 
 
 Update = Callable[[Array, Array, tuple[Array, ...], float, int], None]

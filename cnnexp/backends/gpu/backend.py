@@ -129,7 +129,7 @@ class GpuProgram(LayerwiseProgram):
 
 
 @dataclass(frozen=True)
-class GpuBackend:
+class GpuBackend(Backend):
     """Base of the GPU backends.
 
     Attributes:
@@ -141,25 +141,12 @@ class GpuBackend:
     """
 
     device: int = 0
-    threads: ClassVar[int] = 1
     on_gpu: ClassVar[bool] = True
-    explain: ClassVar[bool] = False
-    next_best: ClassVar[None] = None
 
     def __post_init__(self) -> None:
         self.check(self.gpu)
 
-    @property
-    def forward_only(self) -> Backend:
-        return cast(Backend, self)
-
-    @property
-    def clocked(self) -> Backend:
-        """Itself: where layers run one by one, whoever watches them clocks them."""
-        return cast(Backend, self)
-
     def limits(self) -> dict[str, float]:
-        """Measure what the GPU can do."""
         with device.on(self.gpu):
             return limits(self.gpu)
 
@@ -169,7 +156,7 @@ class GpuBackend:
         return device.open_gpu(self.device)
 
     def of_worker(self, host_rank: int) -> Self:
-        """Return the backend of a worker: the GPUs of its machine are taken in turn, from `device` on."""
+        """As `Backend.of_worker`: the GPUs of a machine are taken in turn, from `device` on."""
         return replace(self, device=(self.device + host_rank) % device.gpu_count())
 
     @property
@@ -178,7 +165,6 @@ class GpuBackend:
 
     @property
     def facts(self) -> dict[str, str]:
-        """Tags that say what computed."""
         return self.gpu.facts
 
     def check(self, gpu: Gpu) -> None:

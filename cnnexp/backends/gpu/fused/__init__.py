@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field
-from typing import ClassVar, cast
+from typing import ClassVar
 
 from cnnexp.backends.gpu import device
 from cnnexp.backends.gpu.backend import GpuBackend
@@ -37,7 +37,7 @@ class GpuFused(GpuBackend):
         """This backend, its programs clocking their parts: see `fused.clocks`."""
         backend = copy.copy(self)
         object.__setattr__(backend, "clocks", True)
-        return cast(Backend, backend)
+        return backend
 
     def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> Program:
         if not suits(network):
