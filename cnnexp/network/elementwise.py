@@ -22,6 +22,8 @@ from cnnexp.system.ranges import FLOAT32, in_float32
 f32 = np.float32
 Scalar = Any
 """A number, an array of them, or a vector in the making: what a rule computes with."""
+Rule = Callable[[Scalar], Scalar]
+Derivative = Callable[[Scalar, Scalar], Scalar]
 ZERO, HALF, ONE = f32(0), f32(0.5), f32(1)
 
 
@@ -56,11 +58,11 @@ class Elementwise:
 
     surrogate: ClassVar[bool] = False
 
-    def rule(self, maths: Maths) -> Callable[[Scalar], Scalar]:
+    def rule(self, maths: Maths) -> Rule:
         """Return f: x -> y."""
         raise NotImplementedError
 
-    def derivative(self, maths: Maths) -> Callable[[Scalar, Scalar], Scalar]:
+    def derivative(self, maths: Maths) -> Derivative:
         """Return (x, y) -> dy/dx."""
         raise NotImplementedError
 
@@ -69,21 +71,13 @@ class Elementwise:
 class ReLU(Elementwise):
     """max(x, 0); a NaN stays one."""
 
-    def rule(self, maths: Maths) -> Callable[[Scalar], Scalar]:
+    def rule(self, maths: Maths) -> Rule:
         maximum = maths.maximum
+        return lambda x: maximum(x, ZERO)
 
-        def relu(x: Scalar) -> Scalar:
-            return maximum(x, ZERO)
-
-        return relu
-
-    def derivative(self, maths: Maths) -> Callable[[Scalar, Scalar], Scalar]:
+    def derivative(self, maths: Maths) -> Derivative:
         where = maths.where
-
-        def relu_derivative(x: Scalar, y: Scalar) -> Scalar:
-            return where(y > ZERO, ONE, ZERO)
-
-        return relu_derivative
+        return lambda x, y: where(y > ZERO, ONE, ZERO)
 
 
 @dataclass(frozen=True)
@@ -101,28 +95,20 @@ class LeakyReLU(Elementwise):
         if not legal:
             raise NetworkError(f"LeakyReLU: slope={self.slope!r}; must be {FLOAT32}")
 
-    def rule(self, maths: Maths) -> Callable[[Scalar], Scalar]:
+    def rule(self, maths: Maths) -> Rule:
         where, slope = maths.where, f32(self.slope)
+        return lambda x: where(x > ZERO, x, slope * x)
 
-        def leaky_relu(x: Scalar) -> Scalar:
-            return where(x > ZERO, x, slope * x)
-
-        return leaky_relu
-
-    def derivative(self, maths: Maths) -> Callable[[Scalar, Scalar], Scalar]:
+    def derivative(self, maths: Maths) -> Derivative:
         where, slope = maths.where, f32(self.slope)
-
-        def leaky_relu_derivative(x: Scalar, y: Scalar) -> Scalar:
-            return where(x > ZERO, ONE, slope)
-
-        return leaky_relu_derivative
+        return lambda x, y: where(x > ZERO, ONE, slope)
 
 
 @dataclass(frozen=True)
 class Sigmoid(Elementwise):
     """1 / (1 + exp(-x)), almost rounded right: the binary loss divides by 1 - y."""
 
-    def rule(self, maths: Maths) -> Callable[[Scalar], Scalar]:
+    def rule(self, maths: Maths) -> Rule:
         exp, maximum, where = maths.exp, maths.maximum, maths.where
 
         def sigmoid(x: Scalar) -> Scalar:
@@ -132,52 +118,34 @@ class Sigmoid(Elementwise):
 
         return sigmoid
 
-    def derivative(self, maths: Maths) -> Callable[[Scalar, Scalar], Scalar]:
-        def sigmoid_derivative(x: Scalar, y: Scalar) -> Scalar:
-            return y * (ONE - y)
-
-        return sigmoid_derivative
+    def derivative(self, maths: Maths) -> Derivative:
+        return lambda x, y: y * (ONE - y)
 
 
 @dataclass(frozen=True)
 class Tanh(Elementwise):
     """The hyperbolic tangent."""
 
-    def rule(self, maths: Maths) -> Callable[[Scalar], Scalar]:
+    def rule(self, maths: Maths) -> Rule:
         tanh = maths.tanh
+        return lambda x: tanh(x)
 
-        def hyperbolic_tangent(x: Scalar) -> Scalar:
-            return tanh(x)
-
-        return hyperbolic_tangent
-
-    def derivative(self, maths: Maths) -> Callable[[Scalar, Scalar], Scalar]:
-        def tanh_derivative(x: Scalar, y: Scalar) -> Scalar:
-            return ONE - y * y
-
-        return tanh_derivative
+    def derivative(self, maths: Maths) -> Derivative:
+        return lambda x, y: ONE - y * y
 
 
 @dataclass(frozen=True)
 class GELU(Elementwise):
     """x times the normal distribution's share below x: x * (1 + erf(x / sqrt 2)) / 2 (Hendrycks and Gimpel 2016)."""
 
-    def rule(self, maths: Maths) -> Callable[[Scalar], Scalar]:
+    def rule(self, maths: Maths) -> Rule:
         erf, root = maths.erf, f32(math.sqrt(0.5))
+        return lambda x: x * (HALF + HALF * erf(x * root))
 
-        def gelu(x: Scalar) -> Scalar:
-            return x * (HALF + HALF * erf(x * root))
-
-        return gelu
-
-    def derivative(self, maths: Maths) -> Callable[[Scalar, Scalar], Scalar]:
+    def derivative(self, maths: Maths) -> Derivative:
         erf, exp = maths.erf, maths.exp
         root, density = f32(math.sqrt(0.5)), f32(1 / math.sqrt(2 * math.pi))
-
-        def gelu_derivative(x: Scalar, y: Scalar) -> Scalar:
-            return HALF + HALF * erf(x * root) + x * density * exp(-HALF * x * x)
-
-        return gelu_derivative
+        return lambda x, y: HALF + HALF * erf(x * root) + x * density * exp(-HALF * x * x)
 
 
 KINDS = (ReLU, LeakyReLU, Sigmoid, Tanh, GELU)
@@ -198,7 +166,7 @@ def code_of(value: Any) -> Any:
     return code.co_code, code.co_consts, code.co_names, [code_of(cell.cell_contents) for cell in cells]
 
 
-def rational_erf(maximum: Callable) -> Callable[[Scalar], Scalar]:
+def rational_erf(maximum: Callable) -> Rule:
     """Return erf for a target that has only arithmetic: x P(x^2) / Q(x^2) on [-4, 4], beyond which it is 1 in float32.
 
     The coefficients are Eigen's (`generic_fast_erf_float`); within 4e-7 of the true value.
@@ -214,7 +182,7 @@ def rational_erf(maximum: Callable) -> Callable[[Scalar], Scalar]:
     return _odd_rational(p, q, f32(4), maximum)
 
 
-def rational_tanh(maximum: Callable) -> Callable[[Scalar], Scalar]:
+def rational_tanh(maximum: Callable) -> Rule:
     """Return tanh for a target that has only arithmetic, as `rational_erf`; Eigen's `generic_fast_tanh_float`."""
     p = [f32(c) for c in (
         -2.76076847742355e-16, 2.00018790482477e-13, -8.60467152213735e-11, 5.12229709037114e-08,

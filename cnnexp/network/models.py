@@ -42,7 +42,8 @@ Padding = Literal["valid", "same", "full", "auto"] | int
 class Model:
     """Base of the models; a whole number in one counts something, so it is at least 1 (`padding`: at least 0).
 
-    A plugin's own default may be smaller, and is the least then.
+    A plugin's own default may be smaller, and is the least then. A model may have the fields `loss_name` and
+    `label_smoothing`, see `Loss`; without them it is trained with softmax and cross entropy.
     """
 
     def __post_init__(self) -> None:
@@ -52,6 +53,11 @@ class Model:
                 least = 0 if field.name == "padding" else min(1, default) if isinstance(default, int) else 1
                 if isinstance(number, int) and not isinstance(number, bool) and number < least:
                     raise ConfigError(f"model.{field.name}={number}: must be a whole number >= {least}")
+        check_range("model.label_smoothing", self._loss[1], ">= 0 and < 1")
+        try:
+            Loss(*self._loss)
+        except NetworkError as error:
+            raise ConfigError(f"model.{error}") from error
 
     def network(self, input_shape: Shape, classes: int) -> Network:
         """Return the network for a data set.
@@ -72,7 +78,11 @@ class Model:
     @property
     def loss(self) -> Loss:
         """What training minimizes."""
-        return Loss.SOFTMAX_CROSS_ENTROPY
+        return Loss(*self._loss)
+
+    @property
+    def _loss(self) -> tuple[LossName, float]:
+        return getattr(self, "loss_name", "softmax_cross_entropy"), getattr(self, "label_smoothing", 0.0)
 
 
 @dataclass(frozen=True)
@@ -92,8 +102,7 @@ class OneConv(Model):
     padding: Padding = "valid"
 
     def network(self, input_shape: Shape, classes: int) -> Network:
-        conv = Conv2d(self.filters, self.kernel, padding=self.padding)
-        return Network(input_shape, (conv, ReLU(), _pool(self), Flatten(), Linear(classes)))
+        return _convolutional(input_shape, self, 1, Linear(classes))
 
 
 @dataclass(frozen=True)
@@ -115,7 +124,7 @@ class TwoConvMlp(Model):
 
     def network(self, input_shape: Shape, classes: int) -> Network:
         head = (Linear(self.hidden, self.linear_bias), ReLU(), Linear(classes, self.linear_bias))
-        return Network(input_shape, (*_two_convolutions(self), _pool(self), Flatten(), *head))
+        return _convolutional(input_shape, self, 2, *head)
 
 
 @dataclass(frozen=True)
@@ -134,8 +143,7 @@ class TwoConvPool4(Model):
     hidden: int = 128
 
     def network(self, input_shape: Shape, classes: int) -> Network:
-        head = (Linear(self.hidden), ReLU(), Linear(classes))
-        return Network(input_shape, (*_two_convolutions(self), _pool(self), Flatten(), *head))
+        return _convolutional(input_shape, self, 2, Linear(self.hidden), ReLU(), Linear(classes))
 
 
 @dataclass(frozen=True)
@@ -156,9 +164,7 @@ class Knm(Model):
     padding: Padding = "valid"
 
     def network(self, input_shape: Shape, classes: int) -> Network:
-        conv = Conv2d(self.filters, self.kernel, padding=self.padding)
-        head = (Linear(self.hidden), ReLU(), Linear(classes))
-        return Network(input_shape, (conv, ReLU(), _pool(self), Flatten(), *head))
+        return _convolutional(input_shape, self, 1, Linear(self.hidden), ReLU(), Linear(classes))
 
 
 @dataclass(frozen=True)
@@ -181,10 +187,6 @@ class Ffn(Model):
         head = (Linear(1), Sigmoid()) if binary else (Linear(classes),)
         return Network(input_shape, (*flatten, *body, *head))
 
-    @property
-    def loss(self) -> Loss:
-        return Loss(self.loss_name)
-
 
 @dataclass(frozen=True)
 class Custom(Model):
@@ -201,16 +203,8 @@ class Custom(Model):
     loss_name: LossName = "softmax_cross_entropy"
     label_smoothing: float = 0.0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_loss(self.loss_name, self.label_smoothing)
-
     def network(self, input_shape: Shape, classes: int) -> Network:
         return Network(input_shape, self.layers)
-
-    @property
-    def loss(self) -> Loss:
-        return Loss(self.loss_name, self.label_smoothing)
 
 
 @dataclass(frozen=True)
@@ -228,10 +222,6 @@ class Onnx(Model):
     loss_name: LossName = "softmax_cross_entropy"
     label_smoothing: float = 0.0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_loss(self.loss_name, self.label_smoothing)
-
     def network(self, input_shape: Shape, classes: int) -> Network:
         found = self._read(input_shape)
         if found.dropped:
@@ -243,10 +233,6 @@ class Onnx(Model):
 
     def _read(self, input_shape: Shape) -> Found:
         return read(onnx_file.load(self.path), input_shape)
-
-    @property
-    def loss(self) -> Loss:
-        return Loss(self.loss_name, self.label_smoothing)
 
 
 @dataclass(frozen=True)
@@ -274,7 +260,6 @@ class ResNet(Model):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_range("model.dropout", self.dropout, ">= 0 and < 1")
-        _check_loss("softmax_cross_entropy", self.label_smoothing)
 
     def network(self, input_shape: Shape, classes: int) -> Network:
         layers: list[Layer] = [*_normalized(self.width), ReLU()]
@@ -290,10 +275,6 @@ class ResNet(Model):
             layers += [block, ReLU()] * blocks
         drop = (Dropout(self.dropout),) if self.dropout else ()
         return Network(input_shape, (*layers, GlobalAvgPool(), *drop, Linear(classes)))
-
-    @property
-    def loss(self) -> Loss:
-        return Loss("softmax_cross_entropy", self.label_smoothing)
 
 
 @dataclass(frozen=True)
@@ -314,10 +295,6 @@ class MobileNet(Model):
     width: int = 16
     label_smoothing: float = 0.0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_loss("softmax_cross_entropy", self.label_smoothing)
-
     def network(self, input_shape: Shape, classes: int) -> Network:
         layers, channels = [*_normalized(self.width), ReLU()], self.width
         for group in range(3):
@@ -327,10 +304,6 @@ class MobileNet(Model):
                 channels = self.width * 2 ** (group + 1)
                 layers += [depthwise, BatchNorm2d(), ReLU(), Conv2d(channels, 1, bias=False), BatchNorm2d(), ReLU()]
         return Network(input_shape, (*layers, GlobalAvgPool(), Linear(classes)))
-
-    @property
-    def loss(self) -> Loss:
-        return Loss("softmax_cross_entropy", self.label_smoothing)
 
 
 MODELS: Registry[Model] = Registry(
@@ -349,23 +322,15 @@ MODELS: Registry[Model] = Registry(
 )
 
 
-def _pool(model: OneConv | TwoConvMlp | TwoConvPool4 | Knm) -> MaxPool2d:
-    return MaxPool2d(model.pool, padding="auto" if model.padding == "auto" else "valid")
-
-
-def _two_convolutions(model: TwoConvMlp | TwoConvPool4) -> tuple[Layer, ...]:
+def _convolutional(
+    input_shape: Shape, model: OneConv | TwoConvMlp | TwoConvPool4 | Knm, convolutions: int, *head: Layer
+) -> Network:
+    """Return as many convolutions, each with a ReLU, a pooling layer, and a head on the flat outcome."""
     conv = Conv2d(model.filters, model.kernel, padding=model.padding)
-    return conv, ReLU(), conv, ReLU()
+    pool = MaxPool2d(model.pool, padding="auto" if model.padding == "auto" else "valid")
+    return Network(input_shape, (*(conv, ReLU()) * convolutions, pool, Flatten(), *head))
 
 
 def _normalized(filters: int, stride: int = 1) -> tuple[Layer, ...]:
     """A convolution without bias, which the shift after it would undo, and a batch normalization."""
     return Conv2d(filters, 3, stride, "same", bias=False), BatchNorm2d()
-
-
-def _check_loss(name: LossName, label_smoothing: float) -> None:
-    check_range("model.label_smoothing", label_smoothing, ">= 0 and < 1")
-    try:
-        Loss(name, label_smoothing)
-    except NetworkError as error:
-        raise ConfigError(f"model.{error}") from error
