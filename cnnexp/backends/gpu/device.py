@@ -111,16 +111,8 @@ def open_gpu(index: int) -> Gpu:
                 f"backend.device={index}: {name} has compute capability {_dotted(capability)}, the compiler here is "
                 f"for {_dotted(OLDEST_CAPABILITY)} and later; use another GPU, or backend=cpu-parallel or cpu-simd"
             )
-        return Gpu(
-            index,
-            name,
-            capability,
-            driver,
-            toolkit,
-            device.MULTIPROCESSOR_COUNT,
-            device.MAX_THREADS_PER_BLOCK,
-            device.MAX_SHARED_MEMORY_PER_BLOCK,
-        )
+        limits = device.MULTIPROCESSOR_COUNT, device.MAX_THREADS_PER_BLOCK, device.MAX_SHARED_MEMORY_PER_BLOCK
+        return Gpu(index, name, capability, driver, toolkit, *limits)
 
 
 def gpu_count() -> int:

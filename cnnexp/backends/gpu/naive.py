@@ -232,8 +232,13 @@ class GpuNaive(GpuBackend):
     name: ClassVar[str] = "gpu-naive"
     block: int | None = None
 
+    @property
+    def block_threads(self) -> int:
+        """What `block` has become: a number."""
+        return BLOCK if self.block is None else self.block
+
     def check(self, gpu: Gpu) -> None:
-        device.check_block(gpu, BLOCK if self.block is None else self.block)
+        device.check_block(gpu, self.block_threads)
 
     def ops(self, batch_size: int) -> NaiveOps:
-        return NaiveOps(self.gpu, BLOCK if self.block is None else self.block)
+        return NaiveOps(self.gpu, self.block_threads)

@@ -8,15 +8,13 @@ the input convolves dy with the flipped filters, that of the weights convolves t
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from cnnexp.backends.gpu import device
-from cnnexp.backends.gpu.backend import BLOCK, GpuBackend
 from cnnexp.backends.gpu.device import Gpu, Tensor
 from cnnexp.backends.gpu.kernels import tiled
 from cnnexp.backends.gpu.kernels.index import ConvSizes, conv_sizes, u32
 from cnnexp.backends.gpu.kernels.tiled import ConvTile, conv_tile
-from cnnexp.backends.gpu.naive import NaiveOps
+from cnnexp.backends.gpu.naive import GpuNaive, NaiveOps
 from cnnexp.errors import ConfigError
 from cnnexp.network import Window
 
@@ -51,12 +49,10 @@ class SharedInputOps(NaiveOps):
         else:
             self._convolve(flipped(sizes), True, dy, w, None, dx)
 
-    def _convolve(self, sizes: ConvSizes, is_flipped: bool, x: Tensor, w: Tensor, b: Tensor | None, y: Tensor) -> None:
-        self._convolve_by(self._plan(sizes, is_flipped), sizes, is_flipped, x, w, b, y)
-
-    def _convolve_by(
-        self, plan: ConvTile, sizes: ConvSizes, is_flipped: bool, x: Tensor, w: Tensor, b: Tensor | None, y: Tensor
+    def _convolve(
+        self, sizes: ConvSizes, is_flipped: bool, x: Tensor, w: Tensor, b: Tensor | None, y: Tensor, plan: Any = None
     ) -> None:
+        plan = plan or self._plan(sizes, is_flipped)
         kernel = tiled.conv2d(sizes, is_flipped, b is not None, self.stage_filters, plan)
         across, down, deep = plan.tiles(sizes)
         kernel.launch(x.shape[0] * across * down * deep, self.stream, x, w, self._or_nothing(b), y)
@@ -85,40 +81,29 @@ class SharedOps(SharedInputOps):
 
 def flipped(sizes: ConvSizes) -> ConvSizes:
     """Return the sizes of the convolution of dy (N,P,Q,F) that gives dx (N,H,W,C), for stride 1."""
-    return replace(
-        sizes,
-        H=sizes.P,
-        W=sizes.Q,
-        C=sizes.F,
-        F=sizes.C,
-        top=sizes.K - 1 - sizes.top,
-        left=sizes.K - 1 - sizes.left,
-        P=sizes.H,
-        Q=sizes.W,
-    )
+    top, left = sizes.K - 1 - sizes.top, sizes.K - 1 - sizes.left
+    return replace(sizes, H=sizes.P, W=sizes.Q, C=sizes.F, F=sizes.C, top=top, left=left, P=sizes.H, Q=sizes.W)
 
 
 @dataclass(frozen=True)
-class GpuSharedInput(GpuBackend):
+class GpuSharedInput(GpuNaive):
     """Input tiles of the convolutions in shared memory.
 
     Attributes:
-        block: threads per block; chosen if None.
         tile: side of a tile of outputs of a convolution.
     """
 
     name: ClassVar[str] = "gpu-shared-input"
-    block: int | None = None
     tile: int = CONV_TILE
     make_ops: ClassVar[type[SharedInputOps]] = SharedInputOps
 
     def check(self, gpu: Gpu) -> None:
-        device.check_block(gpu, BLOCK if self.block is None else self.block)
+        super().check(gpu)
         if self.tile < 1:
             raise ConfigError(f"backend.tile={self.tile}: must be >= 1, the side of a tile of outputs")
 
     def ops(self, batch_size: int) -> SharedInputOps:
-        return self.make_ops(self.gpu, BLOCK if self.block is None else self.block, self.tile)
+        return self.make_ops(self.gpu, self.block_threads, self.tile)
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,7 @@ class TunedOps(SharedOps):
         def convolve(plan: ConvTile, times: int, stream: Any) -> None:
             own, self.stream = self.stream, stream
             for _ in range(times):
-                self._convolve_by(plan, sizes, is_flipped, x, w, None, y)
+                self._convolve(sizes, is_flipped, x, w, None, y, plan)
             self.stream = own
 
         plans, graphs = candidates(sizes, self._gpu), Graphs(self._gpu.index)

@@ -8,12 +8,12 @@ where a short batch has no image for it. The layers' kernels are in `conv_kernel
 
 from __future__ import annotations
 
-import math
 from functools import cache
 
 from numba import cuda
 
 from cnnexp.backends.gpu.kernels.index import ZERO, f32, offset, split, u32
+from cnnexp.backends.gpu.kernels.layers import step_of
 from cnnexp.backends.gpu.launch import Kernel
 from cnnexp.optimizers import Optimizer
 
@@ -133,8 +133,7 @@ def update(optimizer: Optimizer | None, batch_size: int) -> Kernel:
     A block's row of `table`: first parameter, how many, where in the arena the first part of the first is, from one
     part to the next, parts, threads per parameter.
     """
-    rule = cuda.jit(device=True)(optimizer.rule(sqrt=math.sqrt, maximum=max)) if optimizer else None
-    slots = len(optimizer.slots) if optimizer else 0
+    take_step = step_of(optimizer) if optimizer else None
     block, steps, batch = BLOCK, optimizer is not None, u32(batch_size)
 
     def update(arena, table, w, s, t, rates, order, ahead):
@@ -145,15 +144,8 @@ def update(optimizer: Optimizer | None, batch_size: int) -> Kernel:
             i = u32(table[row] + lane)
             if steps:
                 step, _ = split(u32(order[0] + ahead), batch)
-                old_s = s[i] if slots > 0 else ZERO
-                old_t = t[i] if slots > 1 else ZERO
                 rate, c0, c1 = rates[offset(step, 3, 0)], rates[offset(step, 3, 1)], rates[offset(step, 3, 2)]
-                new_w, new_s, new_t = rule(w[i], g, old_s, old_t, rate, c0, c1)
-                w[i] = new_w
-                if slots > 0:
-                    s[i] = new_s
-                if slots > 1:
-                    t[i] = new_t
+                take_step(w, g, s, t, i, rate, c0, c1)
             else:
                 w[i] = g
 

@@ -160,9 +160,8 @@ class Gather(FusedNode):
         self._size = math.prod(shape)
 
     def forward(self, step: BatchStep) -> None:
-        self._kernels[step.split.is_bytes].over(
-            step.count * self._size, step.stream, step.split.images, *step.place, self.y
-        )
+        kernel = self._kernels[step.split.is_bytes]
+        kernel.over(step.count * self._size, step.stream, step.split.images, *step.place, self.y)
 
 
 @dataclass(frozen=True)
@@ -251,10 +250,8 @@ class FusedConv(FusedNode):
         kinds = {is_bytes: replace(conv, from_bytes=is_bytes and before is None) for is_bytes in (False, True)}
         self._forward = {k: conv_kernels.conv2d(conv, plan.rows, plan.filters) for k, conv in kinds.items()}
         slices, splits = min(batch, plan.slices), -(-conv.U // plan.weight_rows)
-        self._weights = {
-            k: conv_kernels.conv2d_backward_weights(conv, plan.weight_rows, plan.pairs, slices)
-            for k, conv in kinds.items()
-        }
+        cut = plan.weight_rows, plan.pairs, slices
+        self._weights = {k: conv_kernels.conv2d_backward_weights(conv, *cut) for k, conv in kinds.items()}
         self._weight_blocks = slices * splits * -(-conv.sizes.C * conv.sizes.F // plan.pairs)
         self._partials = context.arena.take(stage, slices * splits)
         if before is not None and before.dy is not None:
@@ -262,17 +259,15 @@ class FusedConv(FusedNode):
             self._input_blocks = -(-conv.sizes.H // plan.input_rows)  # of an image
 
     def forward(self, step: BatchStep) -> None:
-        self._forward[step.split.is_bytes].launch(
-            step.count * self._blocks, step.stream, self._x(step), *step.place, self._w, self.y, self._argmax
-        )
+        arrays = self._x(step), *step.place, self._w, self.y, self._argmax
+        self._forward[step.split.is_bytes].launch(step.count * self._blocks, step.stream, *arrays)
 
     def backward(self, step: BatchStep) -> None:
         arrays = self._x(step), *step.place, self.dy, self._argmax, self._partials.memory
         self._weights[step.split.is_bytes].launch(self._weight_blocks, step.stream, *arrays, u32(step.count))
         if self._before is not None and self._before.dy is not None:
-            self._input.launch(
-                step.count * self._input_blocks, step.stream, self._w, self.dy, self._argmax, self._before.dy
-            )
+            blocks = step.count * self._input_blocks
+            self._input.launch(blocks, step.stream, self._w, self.dy, self._argmax, self._before.dy)
 
     def _x(self, step: BatchStep) -> Tensor:
         return step.split.images if self._before is None else self._before.y

@@ -20,7 +20,6 @@ from cnnexp.backends.gpu.fused.kernels import BLOCK
 from cnnexp.backends.gpu.fused.nodes import BatchStep, Context, GradientArena, Partials
 from cnnexp.backends.gpu.graphs import Graphs
 from cnnexp.backends.gpu.kernels.index import u32
-from cnnexp.backends.gpu.kernels.layers import update
 from cnnexp.backends.gpu.shared import CONV_TILE, SharedOps
 from cnnexp.backends.layerwise import as_float32
 from cnnexp.backends.parts import BACKWARD, FORWARD, Part
@@ -118,9 +117,7 @@ class FusedProgram(Program):
     @on_its_gpu
     def load(self, images: np.ndarray, labels: np.ndarray) -> DeviceSplit | streamed.Streamed:
         images = images if images.dtype == np.uint8 else as_float32(images)
-        image_bytes = (
-            int(np.prod(images.shape[1:])) * images.itemsize + 32
-        )  # all else that `DeviceSplit` has for an image
+        image_bytes = 32 + images[:1].nbytes  # what else `DeviceSplit` has for an image takes the 32
         return streamed.load(self._load_captured, images, labels, image_bytes, self.batch_size)
 
     @on_its_gpu
@@ -174,11 +171,11 @@ class FusedProgram(Program):
         self._step += 1
         device.copy(gradient, self._gradient)
         device.synchronize()
-        constants = self.optimizer.constants(self._step)
+        ops = self._context.ops
+        ops.stream = self._stream
         for part, own in self._optimizers:
-            s, t = (*(slot[part] for slot in self._slots), self._nothing, self._nothing)[:2]
-            arrays = self._parameters[part], self._gradient[part], s, t
-            update(own, BLOCK).over(arrays[0].size, self._stream, *arrays, np.float32(rate), *constants)
+            slots = tuple(slot[part] for slot in self._slots)
+            ops.updater(own)(self._parameters[part], self._gradient[part], slots, rate, self._step)
         device.synchronize()
 
     @on_its_gpu
@@ -235,9 +232,8 @@ class FusedProgram(Program):
         for images in (zeros, zeros.astype(np.float32)):
             split = self._load(images, labels)
             self._train(split, order, np.zeros(1), graphs=False)
-            self._enqueue_scores(
-                split, device.empty((len(split), *self.network.output_shape), np.float32), self._stream
-            )
+            scores = device.empty((len(split), *self.network.output_shape), np.float32)
+            self._enqueue_scores(split, scores, self._stream)
             kernels.advance().launch(1, self._stream, split.order, u32(0))
             self._capture(split)
             self._train(split, order, np.zeros(1), self._graphs is not None)
@@ -299,7 +295,8 @@ class FusedProgram(Program):
         for optimizer, table in self._tables.items():
             kernel = kernels.update(optimizer if gradient is None else None, self.batch_size)
             target = self._parameters if gradient is None else gradient
-            arrays = self._arena.memory, table, target, *self._two_slots(), step.split.rates
+            slots = (*self._slots, self._nothing, self._nothing)[:2]
+            arrays = self._arena.memory, table, target, *slots, step.split.rates
             kernel.launch(table.shape[0], step.stream, *arrays, *step.place)
 
     def _run(self, step: BatchStep, clocks: GpuClocks | None = None) -> None:
@@ -321,10 +318,6 @@ class FusedProgram(Program):
         kernels.sum_up().launch(blocks, self._stream, split.outcomes, split.sums, u32(count))
         loss, hits = self._to_host(split.sums[:blocks]).sum(axis=0, dtype=np.float64)
         return Totals(float(loss), int(hits), count)
-
-    def _two_slots(self) -> tuple[Tensor, Tensor]:
-        s, t = (*self._slots, self._nothing, self._nothing)[:2]
-        return s, t
 
     def _to_host(self, tensor: Tensor) -> np.ndarray:
         device.synchronize()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
+from typing import Any
 
 import numpy as np
 from numba import cuda
@@ -299,22 +300,33 @@ def loss(kind: Loss, O: int, block: int) -> Kernel:  # noqa: E741
 
 
 @cache
-def update(optimizer: Optimizer, block: int) -> Kernel:
-    """One optimizer step on flat buffers: one thread per parameter, every parameter of the network in one launch."""
+def step_of(optimizer: Optimizer) -> Any:
+    """Return the device function (w, g, s, t, i, rate, c0, c1): one parameter's step, g its gradient."""
     rule = device_function(optimizer.rule(sqrt=math.sqrt, maximum=max))
     slots = len(optimizer.slots)
+
+    def step(w, g, s, t, i, rate, c0, c1):
+        old_s = s[i] if slots > 0 else ZERO
+        old_t = t[i] if slots > 1 else ZERO
+        new_w, new_s, new_t = rule(w[i], g, old_s, old_t, rate, c0, c1)
+        w[i] = new_w
+        if slots > 0:
+            s[i] = new_s
+        if slots > 1:
+            t[i] = new_t
+
+    return device_function(step)
+
+
+@cache
+def update(optimizer: Optimizer, block: int) -> Kernel:
+    """One optimizer step on flat buffers: one thread per parameter, every parameter of the network in one launch."""
+    step = step_of(optimizer)
 
     def update(w, g, s, t, rate, c0, c1, count):
         i = u32(cuda.grid(1))
         if i < count:
-            old_s = s[i] if slots > 0 else ZERO
-            old_t = t[i] if slots > 1 else ZERO
-            new_w, new_s, new_t = rule(w[i], g[i], old_s, old_t, rate, c0, c1)
-            w[i] = new_w
-            if slots > 0:
-                s[i] = new_s
-            if slots > 1:
-                t[i] = new_t
+            step(w, g[i], s, t, i, rate, c0, c1)
 
     signature = "void(float32[::1], float32[::1], float32[::1], float32[::1], float32, float32, float32, uint32)"
     return Kernel(update, signature, block)
