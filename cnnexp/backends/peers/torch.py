@@ -32,15 +32,19 @@ try:
 except ImportError as error:
     raise BackendUnavailable(f"backend=torch: PyTorch cannot be imported ({error}); {installing('torch')}") from error
 
-# our names of the optimizers' slots -> PyTorch's keys of its state
-SLOTS = {
-    SGD: {"velocity": "momentum_buffer"},
-    RMSprop: {"square": "square_avg", "velocity": "momentum_buffer"},
-    Adagrad: {"square_sum": "sum"},
-    Adadelta: {"square": "square_avg", "update": "acc_delta"},
-    Adam: {"mean": "exp_avg", "square": "exp_avg_sq"},
-    AdamW: {"mean": "exp_avg", "square": "exp_avg_sq"},
-    AdaMax: {"mean": "exp_avg", "norm": "exp_inf"},
+# our optimizers -> PyTorch's of the same formulas, our names of its slots -> the keys of its state, what it is told
+OPTIMIZERS: dict[type[Optimizer], tuple[type[torch.optim.Optimizer], dict[str, str], tuple[str, ...]]] = {
+    SGD: (torch.optim.SGD, {"velocity": "momentum_buffer"}, ("momentum", "nesterov")),
+    RMSprop: (
+        torch.optim.RMSprop,
+        {"square": "square_avg", "velocity": "momentum_buffer"},
+        ("alpha", "eps", "momentum"),
+    ),
+    Adagrad: (torch.optim.Adagrad, {"square_sum": "sum"}, ("lr_decay", "eps")),
+    Adadelta: (torch.optim.Adadelta, {"square": "square_avg", "update": "acc_delta"}, ("rho", "eps")),
+    Adam: (torch.optim.Adam, {"mean": "exp_avg", "square": "exp_avg_sq"}, ("betas", "eps")),
+    AdamW: (torch.optim.AdamW, {"mean": "exp_avg", "square": "exp_avg_sq"}, ("betas", "eps")),
+    AdaMax: (torch.optim.Adamax, {"mean": "exp_avg", "norm": "exp_inf"}, ("betas", "eps")),
 }
 
 
@@ -235,10 +239,8 @@ class TorchProgram(Program):
             return torch.cat([self._modules(_channels_first(x)) for x in handle[0].split(self.batch_size)]).numpy()
 
     def state(self) -> State:
-        states = [self._updater.state[tensor] for tensor in self._tensors]
-        slots = {
-            name: self._flat([s[SLOTS[type(self.optimizer)][name]] for s in states]) for name in self.optimizer.slots
-        }
+        states, keys = [self._updater.state[tensor] for tensor in self._tensors], OPTIMIZERS[type(self.optimizer)][1]
+        slots = {name: self._flat([s[keys[name]] for s in states]) for name in self.optimizer.slots}
         state = {"parameters": self._flat(self._tensors), "step": np.array(self._steps, np.int64), **slots}
         if self._averages:
             state["running"] = self._running()
@@ -254,13 +256,12 @@ class TorchProgram(Program):
         if self._averages:
             self._set_running(whole["running"])
         self._updater = _updater(self.optimizer, self._tensors)
+        keys = OPTIMIZERS[type(self.optimizer)][1]
         for i, tensor in enumerate(self._tensors):
             with torch.no_grad():
                 tensor.copy_(parts["parameters"][i])
-            self._updater.state[tensor] = {
-                "step": torch.tensor(float(self._steps)),
-                **{SLOTS[type(self.optimizer)][name]: parts[name][i] for name in self.optimizer.slots},
-            }
+            slots = {keys[name]: parts[name][i] for name in self.optimizer.slots}
+            self._updater.state[tensor] = {"step": torch.tensor(float(self._steps)), **slots}
 
     def close(self) -> None:
         """Nothing to give back: PyTorch's threads are the process's."""
@@ -374,27 +375,13 @@ def _module(stage: Stage, tensors: list[nn.Parameter], averages: list[torch.Tens
 
 def _updater(optimizer: Optimizer, tensors: list[Any]) -> torch.optim.Optimizer:
     """Return PyTorch's optimizer of the same formulas."""
-    common = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay}
+    if type(optimizer) not in OPTIMIZERS:
+        raise ConfigError(f"backend=torch: has no optimizer like {type(optimizer).__name__}")
+    made, _, told = OPTIMIZERS[type(optimizer)]
+    given = {**vars(optimizer), "betas": (getattr(optimizer, "beta1", 0.0), getattr(optimizer, "beta2", 0.0))}
     if not optimizer.decay_biases:
         tensors = [{"params": [tensor], "weight_decay": optimizer.of(tensor.shape).weight_decay} for tensor in tensors]
-    match optimizer:
-        case SGD():
-            options: dict[str, Any] = {"momentum": optimizer.momentum, "nesterov": optimizer.nesterov}
-            return torch.optim.SGD(tensors, **common, **options)
-        case RMSprop():
-            options = {"alpha": optimizer.alpha, "eps": optimizer.eps, "momentum": optimizer.momentum}
-            return torch.optim.RMSprop(tensors, **common, **options)
-        case Adagrad():
-            return torch.optim.Adagrad(tensors, **common, lr_decay=optimizer.lr_decay, eps=optimizer.eps)
-        case Adadelta():
-            return torch.optim.Adadelta(tensors, **common, rho=optimizer.rho, eps=optimizer.eps)
-        case Adam():
-            options = {"betas": (optimizer.beta1, optimizer.beta2), "eps": optimizer.eps}
-            return (torch.optim.AdamW if optimizer.decoupled else torch.optim.Adam)(tensors, **common, **options)
-        case AdaMax():
-            options = {"betas": (optimizer.beta1, optimizer.beta2), "eps": optimizer.eps}
-            return torch.optim.Adamax(tensors, **common, **options)
-    raise ConfigError(f"backend=torch: has no optimizer like {type(optimizer).__name__}")
+    return made(tensors, **{name: given[name] for name in ("lr", "weight_decay", *told)})
 
 
 @contextlib.contextmanager
