@@ -106,14 +106,9 @@ def _say_compiling() -> None:
 @functools.cache
 def source_files() -> list[Path]:
     """Return the files that the machine code comes from."""
-    folder = Path(__file__).parent
-    return [
-        *sorted([*folder.glob("cpu/*.py"), *folder.glob("simd/**/*.py")]),
-        *(
-            Path(str(m))
-            for m in (__file__, *(m.__file__ for m in (elementwise, layers, losses, noise, optimizers, shapes)))
-        ),
-    ]
+    folder, modules = Path(__file__).parent, (elementwise, layers, losses, noise, optimizers, shapes)
+    compiled = sorted([*folder.glob("cpu/*.py"), *folder.glob("simd/**/*.py")])
+    return [*compiled, Path(__file__), *(Path(str(module.__file__)) for module in modules)]
 
 
 def program_key(signature: object, described: tuple[object, ...]) -> str:

@@ -10,21 +10,10 @@ from typing import Any, Generic, assert_never
 
 import numpy as np
 
+from cnnexp import network as net
 from cnnexp.backends.protocol import Array, Ops, Watch
 from cnnexp.errors import NetworkError
-from cnnexp.network import (
-    ConvStage,
-    DropoutStage,
-    ElementwiseStage,
-    FlattenStage,
-    LinearStage,
-    MaxPool2d,
-    NormStage,
-    PoolStage,
-    ResidualStage,
-    Stage,
-    StructuralStage,
-)
+from cnnexp.network import Stage
 from cnnexp.network.noise import layer_key
 
 _UNWATCHED: AbstractContextManager = contextlib.nullcontext()
@@ -182,7 +171,7 @@ class _Branch(_Step[Array]):
     """
 
     def __init__(self, ops: Ops[Array], stage: Stage, batch_size: int, x: Array, dx: Array | None) -> None:
-        assert isinstance(stage, ResidualStage)
+        assert isinstance(stage, net.ResidualStage)
         self._ops, self._stage = ops, stage
         self._inner = Chain(ops, stage.stages, batch_size, x, dx)
         self.y = ops.empty((batch_size, *stage.output_shape), np.float32)
@@ -215,37 +204,37 @@ class _Branch(_Step[Array]):
 
 
 _STEPS: dict[type, type[_Leaf | _View | _Branch]] = {
-    FlattenStage: _View,
-    DropoutStage: _Dropout,
-    ResidualStage: _Branch,
+    net.FlattenStage: _View,
+    net.DropoutStage: _Dropout,
+    net.ResidualStage: _Branch,
 }
 
 
 def forward_stage(ops: Ops[Array], stage: Stage, run: Run[Array], x: Array, y: Array, saved: Any) -> None:
     """Run one layer on x (N, *input_shape), filling y and what `saved` has room for."""
     match stage:
-        case ConvStage():
+        case net.ConvStage():
             ops.conv2d(x, *_views(stage, run.parameters), stage.window, y)
-        case ElementwiseStage():
+        case net.ElementwiseStage():
             ops.elementwise(stage.layer, x, y)
-        case PoolStage(layer=MaxPool2d()):
+        case net.PoolStage(layer=net.MaxPool2d()):
             ops.max_pool(x, stage.window, y, saved)
-        case PoolStage():
+        case net.PoolStage():
             ops.avg_pool(x, stage.window, _pixels(y))
-        case LinearStage():
+        case net.LinearStage():
             ops.linear(x, *_views(stage, run.parameters), y)
-        case DropoutStage():
+        case net.DropoutStage():
             ops.dropout(x, run.drawn, run.key(stage), stage.layer.rate, y)
-        case NormStage():
+        case net.NormStage():
             weight, bias = stage.weight.view(run.parameters), stage.bias.view(run.parameters)
             mean, variance = (average.view(run.running) for average in stage.running)
             if run.trains:
                 ops.batch_norm(stage.layer, x, weight, bias, mean, variance, y, saved)
             else:
                 ops.batch_norm_predict(stage.layer, x, weight, bias, mean, variance, y)
-        case StructuralStage():
+        case net.StructuralStage():
             ops.copy(_fitting(stage, "forward", stage.layer.forward(ops.to_host(x)), y.shape), y)
-        case FlattenStage() | ResidualStage():
+        case net.FlattenStage() | net.ResidualStage():
             raise TypeError(f"{stage.name}: is made of views and other layers; `Chain` runs it")
         case _:
             assert_never(stage)
@@ -256,38 +245,37 @@ def backward_stage(
 ) -> None:
     """Run one layer backwards, filling dx and its part of the flat gradient; arrays as in `forward_stage`."""
     match stage:
-        case ConvStage():
-            ops.conv2d_backward(
-                x, stage.weight.view(run.parameters), dy, stage.window, dx, *_views(stage, run.gradient)
-            )
+        case net.ConvStage():
+            w = stage.weight.view(run.parameters)
+            ops.conv2d_backward(x, w, dy, stage.window, dx, *_views(stage, run.gradient))
             return
-        case LinearStage():
+        case net.LinearStage():
             ops.linear_backward(x, stage.weight.view(run.parameters), dy, dx, *_views(stage, run.gradient))
             return
-        case NormStage():
+        case net.NormStage():
             dw, db = stage.weight.view(run.gradient), stage.bias.view(run.gradient)
             ops.batch_norm_backward(x, stage.weight.view(run.parameters), dy, saved, dx, dw, db)
             return
     assert dx is not None  # as for every layer but the first that trains; those before it are not run
     match stage:
-        case ElementwiseStage():
+        case net.ElementwiseStage():
             ops.elementwise_backward(stage.layer, x, y, dy, dx)
-        case PoolStage(layer=MaxPool2d()):
+        case net.PoolStage(layer=net.MaxPool2d()):
             ops.max_pool_backward(saved, dy, stage.window, dx)
-        case PoolStage():
+        case net.PoolStage():
             ops.avg_pool_backward(_pixels(dy), stage.window, dx)
-        case DropoutStage():
+        case net.DropoutStage():
             ops.dropout(dy, run.drawn, run.key(stage), stage.layer.rate, dx)
-        case StructuralStage():
+        case net.StructuralStage():
             found = stage.layer.backward(*(ops.to_host(array) for array in (x, y, dy)))
             ops.copy(_fitting(stage, "backward", found, dx.shape), dx)
-        case FlattenStage() | ResidualStage():
+        case net.FlattenStage() | net.ResidualStage():
             raise TypeError(f"{stage.name}: is made of views and other layers; `Chain` runs it")
         case _:
             assert_never(stage)
 
 
-def _fitting(stage: StructuralStage, what: str, found: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+def _fitting(stage: net.StructuralStage, what: str, found: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """Return what a plugin's layer gives, as ops take it."""
     if np.shape(found) != shape:
         raise NetworkError(f"layer {stage.name}: {what} gives an array of shape {np.shape(found)}; must be {shape}")
@@ -299,6 +287,6 @@ def _pixels(y: Array) -> Array:
     return y if len(y.shape) == 4 else y.reshape((y.shape[0], 1, 1, y.shape[1]))
 
 
-def _views(stage: ConvStage | LinearStage, flat: Array) -> tuple[Array, Array | None]:
+def _views(stage: net.ConvStage | net.LinearStage, flat: Array) -> tuple[Array, Array | None]:
     """Return the weight's and the bias's part of a flat buffer, None for a bias that the layer lacks."""
     return stage.weight.view(flat), None if stage.bias is None else stage.bias.view(flat)

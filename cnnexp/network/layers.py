@@ -156,19 +156,8 @@ class Structural:
         raise NotImplementedError
 
 
-Layer = (
-    Conv2d
-    | Elementwise
-    | MaxPool2d
-    | AvgPool2d
-    | GlobalAvgPool
-    | Flatten
-    | Linear
-    | Dropout
-    | BatchNorm2d
-    | Residual
-    | Structural
-)
+Pool = MaxPool2d | AvgPool2d | GlobalAvgPool
+Layer = Conv2d | Elementwise | Pool | Flatten | Linear | Dropout | BatchNorm2d | Residual | Structural
 """What stands in a network."""
 
 _KINDS: tuple[type[Layer], ...] = (

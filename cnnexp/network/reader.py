@@ -169,24 +169,23 @@ class _Reader:
         for node in self.graph.nodes:
             self.node, operator = node, node.operator
             self.need(operator in HANDLERS, "unknown operator", f"one of {', '.join(sorted(HANDLERS))}")
-            for name in self.node.inputs:
+            for name in node.inputs:
                 self.need(name in self._values, f"no node before it gives {name!r}", "the first output of another node")
-            inputs = [self._values[name] for name in self.node.inputs]
+            inputs = [self._values[name] for name in node.inputs]
             folds = operator in FOLDS and all(isinstance(x, np.ndarray) for x in inputs)
             few = operator in VIEWS or all(x.size <= FEW for x in inputs if folds)
             self.need(few, "computes with large constants", "weights as they are")
             try:
-                made = (np.asarray if folds else _itself)(
-                    FOLDS[operator](*inputs, **self.node.attributes)
-                    if folds
-                    else HANDLERS[operator](self, *inputs, **self.node.attributes)
-                )
+                if folds:
+                    made = np.asarray(FOLDS[operator](*inputs, **node.attributes))
+                else:
+                    made = HANDLERS[operator](self, *inputs, **node.attributes)
             except NetworkError:
                 raise
             except Exception as error:  # attributes and shapes may be anything
                 said = " ".join(str(error).split())[:MOST_SAID]
                 self.need(False, f"its inputs or attributes: {said}", "what ONNX defines for the operator")
-            self._values[self.node.outputs[0]] = made
+            self._values[node.outputs[0]] = made
         value = self.value(self._values.get(self.graph.made), ended=True)
         self.need(value.order is None, "the scores stand in the order of an image", "a Gemm after the Flatten")
         return Found(*_collect(_path(value.point, None)[1:]), tuple(dict.fromkeys(self.dropped)))
@@ -331,10 +330,8 @@ def _linear(r: _Reader, x: Any, weight: Any, bias: Any = None, **at: Any) -> _Va
     weight = weight.T if at.get("transB") else weight
     plain = not at.get("transA") and at.get("alpha", 1) == at.get("beta", 1) == 1
     r.need(plain, f"attributes {dict(at)}", "transA=0, alpha=1, beta=1")
-    fits = weight.ndim == 2 and x.point.shape == weight.shape[:1]
-    r.need(
-        fits, f"a weight of {weight.shape} on an input of {x.point.shape}", "a flat input, and one row for each of it"
-    )
+    fits, why = weight.ndim == 2 and x.point.shape == weight.shape[:1], f"a weight of {weight.shape} on an input of "
+    r.need(fits, f"{why}{x.point.shape}", "a flat input, and one row for each of it")
     rows = weight if x.order is None else np.empty_like(weight)
     if x.order is not None:
         rows[x.order] = weight
@@ -393,15 +390,11 @@ def _transpose(r: _Reader, x: Any, perm: Sequence[int]) -> _Value:
 
 def _pad(r: _Reader, x: Any, pads: Any, fill: Any = None, axes: Any = None, mode: str = "constant") -> _Value:
     x, pads = r.image(x, skipped=True), r.constant(pads).astype(int).tolist()
-    if (
-        mode == "constant"
-        and axes is None
-        and pads[:5] + pads[6:] == [0] * 7
-        and not (fill is not None and fill.item())
-    ):
+    constant = mode == "constant" and axes is None
+    if constant and pads[:5] + pads[6:] == [0] * 7 and (fill is None or not fill.item()):
         return replace(x, skip=(*x.skip[:2], x.skip[2] + pads[5]))
     r.need(x.skip == NO_SKIP, "follows a Slice", "zeros after the channels")
-    fits = mode == "constant" and axes is None and len(pads) == 8 and not any(pads[:2] + pads[4:6]) and min(pads) >= 0
+    fits = constant and len(pads) == 8 and not any(pads[:2] + pads[4:6]) and min(pads) >= 0
     r.need(fits, f"mode={mode}, pads={pads}", "a constant around the image's sides, without axes")
     return replace(x, pads=(*pads[2:4], *pads[6:]), fill=0.0 if fill is None else float(r.constant(fill).item()))
 
@@ -540,14 +533,8 @@ HANDLERS: Mapping[str, Callable[..., Any]] = {
     **{"Gelu": _gelu, "Conv": _convolve, "MaxPool": _pool(MaxPool2d), "AveragePool": _pool(AvgPool2d)},
     **{"GlobalAveragePool": _mean, "ReduceMean": _mean, "BatchNormalization": _normalize, "Dropout": _drop_out},
     **{"Gemm": _linear, "MatMul": _linear, "Flatten": _flatten, "Reshape": _reshape, "Transpose": _transpose},
-    **{
-        "Pad": _pad,
-        "Slice": _slice,
-        "Softmax": _softmax,
-        "LogSoftmax": _softmax,
-        "Concat": _concatenate,
-        "Shape": _shape,
-    },
+    **{"Pad": _pad, "Slice": _slice, "Softmax": _softmax, "LogSoftmax": _softmax, "Concat": _concatenate},
+    "Shape": _shape,
     "ConstantOfShape": lambda r, x, **_: r.constant(x),
     **{"Squeeze": _of_flat, "Unsqueeze": _of_flat, "Gather": _of_flat},
     **{name: lambda r, x, **_: x for name in ("Identity", "Cast")},

@@ -27,6 +27,7 @@ from cnnexp.network.layers import (
     Layer,
     Linear,
     MaxPool2d,
+    Pool,
     Residual,
     Shape,
     Structural,
@@ -156,7 +157,7 @@ class ConvStage(Placed):
 class PoolStage(Placed):
     """A pooling layer in its place, with its windows; a GlobalAvgPool's one holds the image."""
 
-    layer: MaxPool2d | AvgPool2d | GlobalAvgPool
+    layer: Pool
     window: Window = field(kw_only=True)
 
 
@@ -217,17 +218,8 @@ class StructuralStage(Placed):
     layer: Structural
 
 
-Stage = (
-    ConvStage
-    | PoolStage
-    | LinearStage
-    | NormStage
-    | ElementwiseStage
-    | DropoutStage
-    | FlattenStage
-    | ResidualStage
-    | StructuralStage
-)
+_Plain = ElementwiseStage | DropoutStage | FlattenStage | StructuralStage
+Stage = ConvStage | PoolStage | LinearStage | NormStage | ResidualStage | _Plain
 """A layer in its place. Who matches on stages matches on all of these: mypy holds it by `assert_never`."""
 
 
@@ -286,15 +278,9 @@ class Network:
         """Return a table of the layers: name, output shape, parameters and multiply-adds for one image."""
         rows = [("layer", "output", "parameters", "multiply-adds"), ("input", _by(self.input_shape), "", "")]
         for stage in self.stages:
-            size = sum(p.size for p in stage.parameters)
-            rows.append(
-                (
-                    stage.name,
-                    _by(stage.output_shape),
-                    f"{size:,}" if size else "",
-                    f"{stage.macs:,}" if stage.macs else "",
-                )
-            )
+            counts = sum(p.size for p in stage.parameters), stage.macs
+            size, macs = (f"{count:,}" if count else "" for count in counts)
+            rows.append((stage.name, _by(stage.output_shape), size, macs))
         total = sum(stage.macs for stage in self.stages)
         rows.append(("all", "", f"{self.parameter_count:,}", f"{total:,}"))
         return "\n".join(f"{name:<16}{shape:<16}{size:>12}{macs:>16}".rstrip() for name, shape, size, macs in rows)

@@ -167,11 +167,7 @@ ALIKE = {
 }
 Translated = tuple[str, Sequence[Any], dict[str, Any]] | None
 OPERATORS: Mapping[str, Callable[[Mapping[str, Any]], Translated]] = {
-    "conv2d": lambda a: (
-        "Conv",
-        (a["input"], a["weight"], a["bias"]),
-        {**_window(a), "group": a["groups"]},
-    ),
+    "conv2d": lambda a: ("Conv", (a["input"], a["weight"], a["bias"]), {**_window(a), "group": a["groups"]}),
     "linear": lambda a: ("Gemm", (a["input"], a["weight"], a["bias"]), {"transB": 1}),
     "batch_norm": lambda a: (
         "BatchNormalization",
@@ -188,11 +184,7 @@ OPERATORS: Mapping[str, Callable[[Mapping[str, Any]], Translated]] = {
     "mean": lambda a: ("ReduceMean", (a["self"],), {"axes": a.get("dim") or []}),
     "leaky_relu": lambda a: ("LeakyRelu", (a["self"],), {"alpha": a["negative_slope"]}),
     "gelu": lambda a: ("Gelu", (a["self"],), {"approximate": a["approximate"]}),
-    "slice": lambda a: (
-        "Slice",
-        (a["self"], *([a[key]] for key in ("start", "end", "dim", "step"))),
-        {},
-    ),
+    "slice": lambda a: ("Slice", (a["self"], *([a[key]] for key in ("start", "end", "dim", "step"))), {}),
     "pad": lambda a: ("Pad", (a["self"], _pads(a["pad"]), a["value"] or 0.0), {"mode": a["mode"]}),
     "dropout": lambda a: ("Dropout", (a["input"], a["p"]), {}),
     "flatten": lambda a: ("Flatten", (a["self"],), {"axis": a["start_dim"]}) if a["end_dim"] in (-1, 3) else None,

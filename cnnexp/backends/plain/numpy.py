@@ -37,9 +37,8 @@ class NumpyOps(HostOps):
         padded, groups = pad(x, window), x.shape[3] // w.shape[2]
         y[...] = 0 if b is None else b
         for i, j in np.ndindex(w.shape[:2]):
-            by_group(y, groups)[...] += by_group(pixels(padded, i, j, window, y.shape[1:3]), groups) @ by_group(
-                w[i, j], groups
-            )
+            patch = by_group(pixels(padded, i, j, window, y.shape[1:3]), groups)
+            by_group(y, groups)[...] += patch @ by_group(w[i, j], groups)
 
     def conv2d_backward(
         self, x: Array, w: Array, dy: Array, window: Window, dx: Array | None, dw: Array, db: Array | None

@@ -59,10 +59,8 @@ class SplitOps:
             return whole
 
         def work(part: slice, *arguments: Any) -> None:
-            parts = (
-                array[part] if i in BY_IMAGE[name] and array is not None else array for i, array in enumerate(arguments)
-            )
-            whole(*parts)
+            by_image = BY_IMAGE[name]
+            whole(*(a[part] if i in by_image and a is not None else a for i, a in enumerate(arguments)))
 
         return functools.partial(self._sum if name in SUMMED else self._each, work, BY_IMAGE[name][0])
 
