@@ -1,5 +1,6 @@
 """What holds for all tests."""
 
+import copy
 import fcntl
 import os
 import shutil
@@ -11,7 +12,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from hydra.core.config_store import ConfigStore
+from hydra.core.plugins import Plugins
 from hypothesis import HealthCheck, settings
+
+from cnnexp.system import registry
 
 # A shell starts its background jobs with Ctrl-C ignored, and they and their children stay deaf to it; tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -87,3 +92,16 @@ def run(monkeypatch, capsys, tmp_path):
 
     yield run
     signal.signal(signal.SIGTERM, handler)
+
+
+@pytest.fixture
+def no_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a test load plugins of its own: none is there before it, and none stays."""
+    monkeypatch.setattr(registry, "_added", {group: {} for group in registry._added})
+    monkeypatch.setattr(registry, "_shipped", {**registry._shipped})
+    monkeypatch.delitem(sys.modules, "outside", raising=False)  # another test's, which would not register again
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    Plugins.instance()  # Hydra's own put themselves in the store when they are first loaded: not in the copy
+    monkeypatch.setattr(ConfigStore.instance(), "repo", copy.deepcopy(ConfigStore.instance().repo))
+    monkeypatch.setenv(registry.VARIABLE, "")
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")  # which the command line sets

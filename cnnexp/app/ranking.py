@@ -14,7 +14,7 @@ from cnnexp.tracking import verdict
 
 SEED = "trainer.seed"  # jobs that differ in it alone are repeats of one
 SIGNIFICANT = 0.05  # p-value, after Holm, below which two places differ
-# what ranks: metric of every epoch -> how a median of it is told
+# what ranks: metric of every epoch -> the form of its median
 MEASURES = {"speedup/vs_baseline": "{:.3g} x", "throughput/images_per_s": "{:,.0f} images/s"}
 
 
@@ -70,31 +70,31 @@ def rows(
         baseline: name of what speedups are over, None where jobs differ in it.
         failed: how many jobs did not finish.
     """
-    told: list[verdict.Row] = []
+    rows: list[verdict.Row] = []
     if measure is None:
-        told.append(("ranking", "none: no job was timed alone to its end"))
+        rows.append(("ranking", "none: no job was timed alone to its end"))
     elif measure == "speedup/vs_baseline":
-        told.append(("ranking", f"by speedup over {baseline or 'the baseline of each job'}, median of all epochs"))
+        rows.append(("ranking", f"by speedup over {baseline or 'the baseline of each job'}, median of all epochs"))
     else:
-        told.append(("ranking", "by images/s, median of all epochs; trainer.baseline=cpu gives a speedup beside it"))
+        rows.append(("ranking", "by images/s, median of all epochs; trainer.baseline=cpu gives a speedup beside it"))
     for number, place in enumerate(places, 1):
-        told.append((f"{number:>4}.", f"{place.label}: {_told(place.interval, MEASURES[str(measure)])}"))
+        rows.append((f"{number:>4}.", f"{place.label}: {_phrase(place.interval, MEASURES[str(measure)])}"))
     if len(places) > 1:
-        told += _differences(places)
+        rows += _differences(places)
     reached = [row["time/to_target_s"] for row in found if "time/to_target_s" in row]
     if reached:
         times = f"{min(reached):.3g} to {max(reached):.3g} s of training, median {statistics.median(reached):.3g} s"
-        told.append(("target", f"reached by {len(reached)} of {len(found)} jobs, after {times}"))
+        rows.append(("target", f"reached by {len(reached)} of {len(found)} jobs, after {times}"))
     disturbed = [row["job"] for row in found if row["disturbed"]]
     if disturbed:
         jobs = f"{len(disturbed)} of {len(found)} jobs, in folders {', '.join(disturbed)}"
         text = f"DISTURBED by other work: {jobs}; measure again, or wait with trainer.patient=true"
-        told.append(("machine", text))
+        rows.append(("machine", text))
     elif any(row["disturbed"] is False for row in found):
-        told.append(("machine", "quiet: no job was disturbed by other work"))
+        rows.append(("machine", "quiet: no job was disturbed by other work"))
     if failed:
-        told.append(("failed", f"{failed} of {len(found)} jobs"))
-    return told
+        rows.append(("failed", f"{failed} of {len(found)} jobs"))
+    return rows
 
 
 def metrics(measure: str | None, places: Sequence[Place]) -> dict[str, float]:
@@ -109,7 +109,7 @@ def _differences(places: Sequence[Place]) -> list[verdict.Row]:
     """Say which neighbours in the ranking differ, and which may have changed places by chance."""
     p_values = holm([p_value(a.values, b.values) for a, b in pairwise(places)])
     differ = [f"{i} from {i + 1} (p {p:.2g})" for i, p in enumerate(p_values, 1) if p < SIGNIFICANT]
-    told = [("differ", ", ".join(differ))] if differ else []
+    rows = [("differ", ", ".join(differ))] if differ else []
     alike, last = [], 0
     for unsure, group in groupby(p_values, lambda p: p >= SIGNIFICANT):
         pairs = list(group)
@@ -120,11 +120,11 @@ def _differences(places: Sequence[Place]) -> list[verdict.Row]:
                 f"{first} and {last + 1} {p}" if first == last else f"each of {first} to {last} and the next {p}"
             )
     if alike:
-        told.append(("not sure", f"{', '.join(alike)}: more epochs, or {SEED}=0,1,2, may tell them apart"))
-    return told
+        rows.append(("not sure", f"{', '.join(alike)}: more epochs, or {SEED}=0,1,2, may tell them apart"))
+    return rows
 
 
-def _told(interval: Interval, form: str) -> str:
+def _phrase(interval: Interval, form: str) -> str:
     if interval.count == 1:
         return f"{form.format(interval.median)} (one epoch)"
     number = form.partition("}")[0] + "}"

@@ -118,8 +118,8 @@ def program_key(signature: object, described: tuple[object, ...]) -> str:
         signature: of what is compiled. described: what else; their `repr` tells them apart.
     """
     rules = [rule for thing in described for rule in _rules(thing)]
-    told = [_told(thing) for thing in described]
-    facts = (sys.version, _numba_version(), llvmlite.__version__, host(), str(signature), *rules, *told)
+    identities = [_identity(thing) for thing in described]
+    facts = (sys.version, _numba_version(), llvmlite.__version__, host(), str(signature), *rules, *identities)
     return hashlib.sha256(digest(tuple(source_files())) + repr(facts).encode()).hexdigest()
 
 
@@ -140,7 +140,7 @@ def digest(files: tuple[Path, ...]) -> bytes:
     return hashlib.sha256(b"\0".join(hashlib.sha256(path.read_bytes()).digest() for path in files)).digest()
 
 
-def _told(described: object) -> object:
+def _identity(described: object) -> object:
     """Return what says a thing whole: a network's own text is one line, which many share.
 
     Of an optimizer, all but the learning rate, which comes with every step: a search for one compiles once. `_rules`

@@ -54,12 +54,12 @@ def printed(rows):
 
 
 def test_a_backend_that_took_over_is_told_and_its_times_are_no_others(tmp_path):
-    sweep.SweepRecord(tmp_path, ["model.filters=2"])
+    started = sweep.SweepRecord(tmp_path, ["model.filters=2"])
     with Run(tmp_path / "0", CONFIG, ["model.filters=2"]) as job:
         job.begin(DATASET, NETWORK, Backend())
         job.tag(FALLBACK, "cpu-parallel")
         job.finished(epoch_result(1))
-    rows = sweep.rows(tmp_path)
+    rows = started.finish()
     assert sweep.varied(rows) == []
     assert "FINISHED, on cpu-parallel" in printed(rows)
     (compared,) = compare(tmp_path, next(iter(EXPERIMENTS))).jobs

@@ -1,19 +1,15 @@
 """Names that config calls classes by, and plugins: a user's own pieces, in one file outside the package."""
 
-import copy
 import importlib.util
 import json
-import os
 import re
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hydra.core.config_store import ConfigStore
-from hydra.core.plugins import Plugins
+from commands import cnnexp
 
 import softgpu
 from cnnexp import __main__ as cli
@@ -30,23 +26,8 @@ from cnnexp.tracking.events import read_journal
 
 ROOT = Path(__file__).resolve().parents[2]
 OUTSIDE = ROOT / "tests" / "outside.py"
+pytestmark = pytest.mark.usefixtures("no_plugins")
 TINY = ("tracking=none", "trainer.baseline=null", "trainer.epochs=2", "trainer.batch_size=8", "trainer.progress=false")
-
-
-@pytest.fixture(autouse=True)
-def nothing_added(monkeypatch):
-    monkeypatch.setattr(registry, "_added", {group: {} for group in registry._added})
-    monkeypatch.setattr(registry, "_shipped", {**registry._shipped})
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    Plugins.instance()  # Hydra's own put themselves in the store when they are first loaded: not in the copy
-    monkeypatch.setattr(ConfigStore.instance(), "repo", copy.deepcopy(ConfigStore.instance().repo))
-    monkeypatch.setenv(registry.VARIABLE, "")
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")  # which the command line sets
-
-
-def python_m(*arguments: str, cwd: Path, path: str = str(ROOT)) -> subprocess.CompletedProcess:
-    command, environ = [sys.executable, "-m", "cnnexp", *arguments], {**os.environ, "PYTHONPATH": path}
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=False, env=environ)
 
 
 @dataclass(frozen=True)
@@ -169,14 +150,14 @@ def test_one_of_each_kind_from_one_file_outside_the_package(tmp_path, monkeypatc
     """On the command line of a sweep, on every kind of CPU backend and on the software GPU: the same numbers."""
     own = ("model=wide", "optimizer=sign", "dataset=stripes", "model.hidden=20", *TINY)
     backends = "backend=mine,python,numpy,cpu,cpu-parallel,cpu-simd"
-    done = python_m("-m", f"plugins=[{OUTSIDE}]", *own, backends, f"hydra.sweep.dir={tmp_path}/sweep", cwd=tmp_path)
+    done = cnnexp("-m", f"plugins=[{OUTSIDE}]", *own, backends, f"hydra.sweep.dir={tmp_path}/sweep", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     journals = [read_journal(tmp_path / "sweep" / job) for job in "012345"]
     if importlib.util.find_spec("numba_cuda") and not softgpu.unavailable():
         for variable, value in softgpu.SoftGpu().environment().items():
             monkeypatch.setenv(variable, value)
         settings = (*own, "backend=gpu-naive", f"hydra.run.dir={tmp_path}/gpu")
-        done = python_m(f"plugins=[{OUTSIDE}]", *settings, cwd=tmp_path, path=os.environ["PYTHONPATH"])
+        done = cnnexp(f"plugins=[{OUTSIDE}]", *settings, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         journals.append(read_journal(tmp_path / "gpu"))
     losses = [[epoch["train/loss"] for epoch in journal["epochs"]] for journal in journals]
@@ -191,7 +172,7 @@ def test_one_of_each_kind_from_one_file_outside_the_package(tmp_path, monkeypatc
 def test_workers_and_a_stored_model_know_the_plugin_too(monkeypatch, capsys, tmp_path):
     layers = "[{type: Flatten}, {type: Linear, features: 8}, {type: Swish, beta: 1.5}, {type: Linear, features: 2}]"
     own = ("model=custom", f"model.layers={layers}", "optimizer=sign", "dataset=stripes", "backend=mine")
-    done = python_m(f"plugins={OUTSIDE}", *own, *TINY, "workers=local", f"hydra.run.dir={tmp_path}/run", cwd=tmp_path)
+    done = cnnexp(f"plugins={OUTSIDE}", *own, *TINY, "workers=local", f"hydra.run.dir={tmp_path}/run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert read_journal(tmp_path / "run")["status"] == "FINISHED"
     monkeypatch.setattr(sys, "argv", ["cnnexp", "predict", f"{tmp_path}/run", "dataset=digits"])
