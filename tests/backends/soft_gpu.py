@@ -312,7 +312,7 @@ def test_what_is_tuned_changes_no_bit():
     found = []
     for block, tile, filters, channels in ((256, 8, 4, 3), (128, 4, 2, 1), (128, 2, 5, 2)):
         y = device.to_device(np.zeros((2, 4, 4, 5), np.float32))
-        ops._convolve_by(ConvTile(block, tile, tile + 2, filters, channels, 3), sizes, False, x, w, None, y)
+        ops._convolve(sizes, False, x, w, None, y, ConvTile(block, tile, tile + 2, filters, channels, 3))
         found.append(device.to_host(y))
     assert np.array_equal(found[0], found[1])
     assert np.array_equal(found[0], found[2])
