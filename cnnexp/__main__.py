@@ -108,7 +108,7 @@ def main() -> None:
         word, code = ("terminated", error.exit_code) if isinstance(error, Terminated) else ("interrupted", 130)
         leave("; ".join([word, *getattr(error, "__notes__", ())]), code)
     except BrokenPipeError:
-        # who read standard output is gone, as with `| head`; nobody is left to tell, nor at the interpreter's end
+        # who read standard output is gone, as with `| head`; nobody is left to read, nor at the interpreter's end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except Exception as error:

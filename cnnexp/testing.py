@@ -196,8 +196,8 @@ def _compare(program: Program[Any], reference: Program[Any]) -> Iterator[float]:
         if (totals.correct, totals.count) != (their_totals.correct, their_totals.count):
             raise Wrong(f"{totals.correct} of {totals.count} right, should be {their_totals.correct}")
         for parameter in network.parameters:
-            told = f"the gradient of {parameter.name}, {'a batch of ' if len(batch) > 1 else 'of '}{len(batch)}"
-            yield _off(told, parameter.view(gradient), parameter.view(theirs))
+            what = f"the gradient of {parameter.name}, {'a batch of ' if len(batch) > 1 else 'of '}{len(batch)}"
+            yield _off(what, parameter.view(gradient), parameter.view(theirs))
     for made in (program, reference):
         made.restore(start)
     both("train", ORDER, RATE)

@@ -269,7 +269,7 @@ def _spawning(folder: Path, seed: int) -> None:
 
 
 def _finishes(folder: Path, train: Callable[[Path], None]) -> Callable[[Path, Done], str | None]:
-    """Return what tells whether the same command finishes a run as if nothing had failed."""
+    """Return what shows whether the same command finishes a run as if nothing had failed."""
     from cnnexp.app import hydra_app  # noqa: F401 - so that children have it
 
     done = forked(_made(folder / "whole"), lambda: train(folder / "whole"))

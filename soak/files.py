@@ -131,7 +131,7 @@ def main() -> None:
     """Read mutated files; print a line of JSON for each: null, or a fault that was not seen before."""
     format_, folder, number, count = FORMATS[sys.argv[1]], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
     logging.disable(logging.WARNING)
-    path, told = folder / format_.name, set()
+    path, seen = folder / format_.name, set()
     format_.read(_written(path, format_.sound()[0]))  # loads what it needs
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + FILE_BYTES, used + FILE_BYTES))
@@ -148,10 +148,10 @@ def main() -> None:
     def read(content: bytes, sealed: bool) -> None:
         content = format_.seal(content) if sealed else content
         fault = fault_of(format_, _written(path, content))
-        if fault is None or fault in told:
+        if fault is None or fault in seen:
             print("null", flush=True)
             return
-        told.add(fault)
+        seen.add(fault)
         kept = folder / f"{hashlib.sha256(content).hexdigest()[:12]}-{path.name}"
         kept.write_bytes(content)
         print(json.dumps(f"{kept.name}: {fault}"), flush=True)
@@ -187,10 +187,10 @@ def _read_yaml(path: Path) -> None:
     except CnnexpError:
         raise
     except Exception as error:
-        told = explain(error, list)
-        if told is None:
+        line = explain(error, list)
+        if line is None:
             raise
-        raise told from error
+        raise line from error
 
 
 def _npz() -> list[bytes]:

@@ -58,7 +58,7 @@ def kills(folder: Path, seed: int, trains: Sequence[str] = TRAINS) -> Iterator[s
         done = run(mine, place)
         left = f"left behind: {done.err}" if "resource_tracker" in done.err else None
         fault = done.fault or (f"exit code {done.code}: {done.err}" if done.code else left)
-        yield _told(fault or _compare(place, store, experiment, wanted, losses), trial, after_s, in_one_folder)
+        yield _line(fault or _compare(place, store, experiment, wanted, losses), trial, after_s, in_one_folder)
 
 
 def recorder(folder: Path, seed: int) -> Iterator[str | None]:
@@ -76,7 +76,7 @@ def recorder(folder: Path, seed: int) -> Iterator[str | None]:
         done = run([*words, f"tracking.experiment={experiment}", "hydra.run.dir=run"], place, meanwhile=kill)
         fault = done.fault or (f"exit code {done.code}: {done.err}" if done.code else None)
         fault = fault or fault_of(recorded(store, experiment), epochs)
-        yield _told(fault, trial, after_s, bool(killed), "recorder killed")
+        yield _line(fault, trial, after_s, bool(killed), "recorder killed")
 
 
 def sweeps(folder: Path, seed: int) -> Iterator[str | None]:
@@ -96,7 +96,7 @@ def sweeps(folder: Path, seed: int) -> Iterator[str | None]:
         run(mine, place, kill_after_s=after_s)
         done = run(mine, place)
         fault = done.fault or (f"exit code {done.code}: {done.err}" if done.code else None)
-        yield _told(fault or _sweep_fault(store, experiment, len(filters)), trial, after_s)
+        yield _line(fault or _sweep_fault(store, experiment, len(filters)), trial, after_s)
 
 
 def jobs(folder: Path, seed: int) -> Iterator[str | None]:
@@ -121,12 +121,12 @@ def jobs(folder: Path, seed: int) -> Iterator[str | None]:
         done = run(mine, place / "again")
         fault = first.fault or done.fault or (f"exit code {done.code}: {done.err}" if done.code else None)
         if not fault and UNEXPECTED in first.err:
-            fault = f"not told as what it is: {first.err}"
-        yield _told(fault or _sweep_fault(store, experiment, len(filters)), trial, after_s, bool(killed), "job killed")
+            fault = f"not said as what it is: {first.err}"
+        yield _line(fault or _sweep_fault(store, experiment, len(filters)), trial, after_s, bool(killed), "job killed")
 
 
 def _kill_child(after_s: float, named: str, killed: list[int], process: subprocess.Popen[str]) -> None:
-    """Kill a child of a process after a while; note its id. Which one is told by a word of its command line."""
+    """Kill a child of a process after a while; note its id. A word of its command line says which one."""
     ends = time.monotonic() + after_s
     while time.monotonic() < ends and process.poll() is None:
         time.sleep(0.01)
@@ -171,5 +171,5 @@ def _compare(place: Path, store: Path, experiment: str, wanted: str, losses: dic
     return f"left behind: {left}" if left else None
 
 
-def _told(fault: str | None, *about: object) -> str | None:
+def _line(fault: str | None, *about: object) -> str | None:
     return None if fault is None else f"{about}: {fault}"

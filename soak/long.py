@@ -69,10 +69,10 @@ def _growth(folder: Path, samples: list[Sample]) -> str | None:
     slower = took[-tenth:].mean() / took[tenth : 2 * tenth].mean()
     training = [sample for sample in samples if ends[tenth] <= sample[0] <= ends[-1]]
     early, late = training[0], training[-1]
-    told = f"{slower:.2f} times the time, {late[2] - early[2]} bytes and {late[3] - early[3]} files more"
-    sys.stderr.write(f"{told}\n")
+    text = f"{slower:.2f} times the time, {late[2] - early[2]} bytes and {late[3] - early[3]} files more"
+    sys.stderr.write(f"{text}\n")
     grown = slower > MOST_SLOWER or late[2] - early[2] > MOST_BYTES or late[3] - early[3] > MOST_FILES
-    return told if grown else None
+    return text if grown else None
 
 
 def configs(folder: Path, seed: int) -> Iterator[str | None]:

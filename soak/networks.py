@@ -1,4 +1,4 @@
-"""Random networks, the tests' own, on every backend that computes on this machine, held to the tests' float64 oracle.
+"""Random networks, the tests' own, on every backend of this machine, compared with the tests' float64 oracle.
 
 `python -m soak.networks SEED COUNT` does it in a process of its own: what compilers leave goes with it, and the end of
 one that dies is seen.
@@ -64,8 +64,8 @@ def main() -> None:
                 check_case(backend, case)
             except Exception as error:
                 wrong.append(f"{backend.name}: {type(error).__name__}: {error}")
-        told = f"{case.network!r}, {case.loss}, {len(case.images)} images: {'; '.join(wrong)}"
-        print(json.dumps(told if wrong else None), flush=True)
+        fault = f"{case.network!r}, {case.loss}, {len(case.images)} images: {'; '.join(wrong)}"
+        print(json.dumps(fault if wrong else None), flush=True)
 
     with mock.patch.object(compilation, "compile_in_subprocess", return_value=None):  # this is one already
         check()

@@ -136,7 +136,7 @@ class Watch:
 def _fault(
     folder: Path, runs: Sequence[Recorded], times: Sequence[float], samples: Sequence[tuple[float, float, float]]
 ) -> str | None:
-    """Return what is wrong with a run whose store stood still, and tell how long its epochs took.
+    """Return what is wrong with a run whose store stood still, and print how long its epochs took.
 
     Other work on the machine makes some epochs longer than others. What a store can do to one is to have it wait, the
     time in which its thread neither ran nor was kept from it by others, or to have the recorder compute. Each epoch is
@@ -153,23 +153,23 @@ def _fault(
     if len(times) != 2 or min(within.sum(), (~within).sum()) < FEWEST:
         return f"{within.sum()} epochs while it stood still, {(~within).sum()} beside: too few to judge by"
     usual = np.median(gaps[~within])
-    told = [
+    text = [
         f"{within.sum()} epochs while the store stood still (recorder {used_ms[0]:.0f} ms), {(~within).sum()} beside"
     ]
     for name, which in (("while", within), ("beside", ~within)):
         lower, middle, upper = np.quantile(gaps[which], (0.05, 0.5, 0.95)) / 1000
         longer = np.mean(gaps[which] > MOST_LONGER * usual)
-        told.append(
+        text.append(
             f"{name}: median {middle:.2f} s (5 to 95 %: {lower:.2f} to {upper:.2f}), {longer:.0%} longer than "
             f"{MOST_LONGER:g} medians, idle {np.median(idle[which]):.0f} ms (most: {idle[which].max():.0f})"
         )
-    sys.stderr.write("; ".join(told) + "\n")
+    sys.stderr.write("; ".join(text) + "\n")
     longer = (idle - np.median(idle[~within])) / usual
     most = MOST_LONGER - 1
     faults = [f"epoch {e + 2} waited for {longer[e]:.0%} of one" for e in np.flatnonzero(within & (longer > most))]
     if used_ms[0] > most * (times[1] - times[0]):
         faults.append(f"the recorder computed for {used_ms[0]:.0f} ms of {times[1] - times[0]:.0f}")
-    return "; ".join([*faults, *told]) if faults else None
+    return "; ".join([*faults, *text]) if faults else None
 
 
 @contextlib.contextmanager

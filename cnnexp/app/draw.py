@@ -65,7 +65,7 @@ def command(arguments: Sequence[str]) -> None:
         try:
             server.serve_forever()
         except KeyboardInterrupt as error:
-            if type(error) is not KeyboardInterrupt:  # SIGTERM is an end that nobody here was told of
+            if type(error) is not KeyboardInterrupt:  # SIGTERM is an end that nobody here asked for
                 raise
 
 
@@ -88,7 +88,7 @@ class Server(ThreadingHTTPServer):
         self._classifier, self._name, self._one_at_a_time = classifier, name, threading.Lock()
 
     def describe(self) -> dict[str, Any]:
-        """Return what the page tells of the model."""
+        """Return what the page says of the model."""
         network, look = self._classifier.network, self._classifier.look
         layers = f"{len(network.layers)} layers, {network.parameter_count:,} parameters"
         return {

@@ -90,10 +90,10 @@ class Fit:
     def verdict(self) -> str:
         """What a run of the command line ends with: how much faster, how sure, whether the machine was quiet."""
         metrics = summary(self.epochs)
-        told = verdict.run_rows(
+        rows = verdict.run_rows(
             self.epochs, metrics, self.baseline, interference=self.interference, course=self._course
         )
-        return verdict.screen([(title, text.replace("trainer.patient=true", "patient=True")) for title, text in told])
+        return verdict.screen([(title, text.replace("trainer.patient=true", "patient=True")) for title, text in rows])
 
     def plot(self) -> Figure:
         """Return loss and accuracy by epoch as a Matplotlib figure."""

@@ -20,7 +20,7 @@ from cnnexp.datasets.images import read_picture
 from cnnexp.errors import ConfigError, DataError
 from cnnexp.tracking.model import BACKEND, Classifier
 
-SURE = 0.9  # a smaller probability is told with the next class
+SURE = 0.9  # a smaller probability is shown with the next class
 
 
 def command(arguments: Sequence[str]) -> None:

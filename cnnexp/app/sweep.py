@@ -168,8 +168,8 @@ def conclude(
     epochs = {job: journal["epochs"] for job, journal in journals.items()}
     measure, places = ranking.rank(found, varied(found), epochs)
     baseline = baselines.pop() if len(baselines) == 1 else None
-    told = ranking.rows(found, measure, places, baseline, len(_failed(found, paper)))
-    return [*told, ("folder", str(folder))], ranking.metrics(measure, places)
+    rows = ranking.rows(found, measure, places, baseline, len(_failed(found, paper)))
+    return [*rows, ("folder", str(folder))], ranking.metrics(measure, places)
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -226,11 +226,11 @@ def failures(found: Sequence[Mapping[str, Any]], paper: str | None = None) -> li
     causes: dict[str, list[str]] = {}
     for row in _failed(found, paper):
         causes.setdefault(row["error"], []).append(f"{row['job']} ({' '.join(f'{key}={row[key]}' for key in keys)})")
-    told = []
+    rows = []
     for cause, jobs in causes.items():
         more = f" and {len(jobs) - 1} more" if len(jobs) > 1 else ""
-        told.append(f"job in folder {jobs[0]}{more}: {cause}")
-    return told
+        rows.append(f"job in folder {jobs[0]}{more}: {cause}")
+    return rows
 
 
 def _failed(found: Sequence[Mapping[str, Any]], paper: str | None) -> list[Mapping[str, Any]]:

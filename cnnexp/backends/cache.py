@@ -115,7 +115,7 @@ def program_key(signature: object, described: tuple[object, ...]) -> str:
     """Return the hash of all that the machine code depends on besides the package's source.
 
     Args:
-        signature: of what is compiled. described: what else; their `repr` tells them apart.
+        signature: of what is compiled. described: what else; they differ in their `repr`.
     """
     rules = [rule for thing in described for rule in _rules(thing)]
     identities = [_identity(thing) for thing in described]
@@ -144,7 +144,7 @@ def _identity(described: object) -> object:
     """Return what says a thing whole: a network's own text is one line, which many share.
 
     Of an optimizer, all but the learning rate, which comes with every step: a search for one compiles once. `_rules`
-    tells a rule that closes over it.
+    covers a rule that closes over it.
     """
     match described:
         case Network():
@@ -155,7 +155,7 @@ def _identity(described: object) -> object:
 
 
 def _rules(described: object) -> list[object]:
-    """Return what tells the rules of layers and optimizers, which may be a user's, from nowhere in this package."""
+    """Return what identifies the rules of layers and optimizers, which may be from outside this package."""
     match described:
         case Network(layers=inner) | Residual(layers=inner):
             return [rule for layer in inner for rule in _rules(layer)]
@@ -185,7 +185,7 @@ def read_private(path: Path) -> bytes | None:
 def _is_private(found: os.stat_result) -> bool:
     """Return whether a file or folder is this user's own and nobody else may write it."""
     if not hasattr(os, "geteuid"):
-        return True  # its owner is not told by number there
+        return True  # no number names its owner there
     return found.st_uid == os.geteuid() and not found.st_mode & OTHERS_WRITE
 
 

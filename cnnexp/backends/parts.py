@@ -1,4 +1,4 @@
-"""What a training step consists of, where a program tells: which layers a kernel computes, how, and for how long."""
+"""What a training step consists of, where it is known: which layers a kernel computes, how, and for how long."""
 
 from __future__ import annotations
 

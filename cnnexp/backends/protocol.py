@@ -58,7 +58,7 @@ Watch = Callable[[str, str], AbstractContextManager]
 class Program(Protocol[Handle]):
     """A network compiled for training at one batch size.
 
-    A program inherits from it: what only some can tell has an answer here for the others.
+    A program inherits from it: what only some know has an answer here for the others.
     """
 
     network: Network
@@ -164,8 +164,8 @@ class Backend:
         on_gpu: whether a GPU computes.
         facts: what else the record says of the device, by tag name.
         next_best: the backend to go on with where the compiler dies; None ends the run.
-        explain: whether a run shows what its compiler chose, where its programs can tell.
-        clocked: the same backend, for a profile: what its programs tell of their parts may cost a little of the time.
+        explain: whether a run shows what its compiler chose, where its programs know.
+        clocked: the same backend, for a profile: what its programs report of their parts may cost a little of the time.
         forward_only: the same backend, for predictions: its programs need do no more than `load`, `restore`, `predict`.
     """
 
@@ -201,7 +201,7 @@ class Backend:
         return self
 
     def limits(self) -> Mapping[str, float]:
-        """Measure what its device can do; of a CPU `roofline.machine_limits` adds what is not told here."""
+        """Measure what its device can do; of a CPU `roofline.machine_limits` adds what is missing here."""
         return {}
 
     def of_worker(self, host_rank: int) -> Backend:

@@ -52,7 +52,7 @@ def read_idx(path: Path, ndim: int) -> tuple[np.ndarray, str]:
             header = file.read(4 + 4 * ndim)
             shape = _shape(header, ndim)
             size = math.prod(shape)
-            body = read_up_to(file, size + 1)  # the byte too many tells of trailing ones, and makes gzip check its CRC
+            body = read_up_to(file, size + 1)  # the byte too many shows trailing ones, and makes gzip check its CRC
     except EOFError as error:
         raise DataError("truncated: the compressed data end early") from error
     except (zlib.error, gzip.BadGzipFile) as error:

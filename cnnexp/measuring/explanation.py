@@ -1,7 +1,7 @@
 """Why one training step is faster than another: their parts side by side, and sentences made from these numbers.
 
 A side is a run as its profile has it (`ledger.report`), or the baseline that was timed beside it. Fused backends
-compute several layers at once, so both sides are brought to the finest groups of layers that each of them can tell.
+compute several layers at once, so both sides are brought to the finest groups of layers that each of them reports.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ def side_of(profile: Mapping[str, Any], label: str | None = None) -> Side:
     pieces = []
     for layer in profile.get("layers", ()):
         numbers = {key: layer[key] / images for key in ("multiply_adds", "flops", "bytes")}
-        told = {key: layer[key] for key in ("at_once", "fewer")}
-        pieces.append(Piece(layer["pass"], tuple(layer["layers"]), 1e6 * layer["seconds"] / images, **numbers, **told))
+        more = {key: layer[key] for key in ("at_once", "fewer")}
+        pieces.append(Piece(layer["pass"], tuple(layer["layers"]), 1e6 * layer["seconds"] / images, **numbers, **more))
     known = {(piece.what, piece.layers) for piece in pieces}
     for entry in profile["entries"]:
         what, layers = entry["what"], tuple(entry["layer"].split())
@@ -148,18 +148,18 @@ def sentences(sides: Sequence[Side]) -> list[str]:
     Every sentence is made from the numbers of `rows`.
     """
     ours, *others = sides
-    told = []
+    found = []
     if others:
         costs = " and ".join(f"{_who(side)} {us_text(side.us)}" for side in sides)
-        told = [f"An image costs {costs}: {_times(ours.us, others[0].us)}.", *changes(sides)]
+        found = [f"An image costs {costs}: {_times(ours.us, others[0].us)}.", *changes(sides)]
     if ours.pieces:
-        told.append(_what_is_left(ours))
+        found.append(_what_is_left(ours))
         if ours.ways:
             ways = ", ".join(f"{layers} by `{way}`" for layers, way in ours.ways.items())
-            told.append(f"The algorithms that {ours.label} chose, of those in docs/kernels.md: {ways}.")
-        told += [f"{side.label}'s run was {side.disturbed}." for side in sides if side.disturbed]
-        told.append(f"These parts are {ours.accounted:.1%} of the step as the epochs' own clock has it.")
-    return told
+            found.append(f"The algorithms that {ours.label} chose, of those in docs/kernels.md: {ways}.")
+        found += [f"{side.label}'s run was {side.disturbed}." for side in sides if side.disturbed]
+        found.append(f"These parts are {ours.accounted:.1%} of the step as the epochs' own clock has it.")
+    return found
 
 
 def changes(sides: Sequence[Side]) -> list[str]:

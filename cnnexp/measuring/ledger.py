@@ -28,7 +28,7 @@ from cnnexp.training.loop import EpochResult, Observer
 REST = ("rest", "")
 KERNELS = ("forward", "backward")  # passes that any number of cores can share
 CALLS = "train"  # what no part of a step covers
-BETWEEN = "between the parts"  # the same where parts are told
+BETWEEN = "between the parts"  # the same where parts are known
 STEP = (CALLS, "gather", "update", "wait", *KERNELS)  # what a training step consists of
 
 
@@ -107,7 +107,7 @@ class Profiled:
     def layers_share(self, handle: Any, order: np.ndarray, rate: float) -> float | None:
         """Train on `order`, clocked inside whatever the entry; return the share of the steps inside layers' passes.
 
-        The share is that of `report`. None where the program is fused, or told of no step.
+        The share is that of `report`. None where the program is fused, or reported no step.
         """
         inside = Ledger(self._ledger.clock)
         inner = Profiled(self._program, inside)
@@ -137,7 +137,7 @@ class Profiled:
 
 
 def report(ledger: Ledger, program: Profiled, epochs: Sequence[EpochResult], backend: Backend) -> dict[str, Any]:
-    """Close the ledger of a whole run, in which a program trained for some epochs; return what it tells.
+    """Close the ledger of a whole run, in which a program trained for some epochs; return what it found.
 
     Returns:
         Plain values by name:

@@ -72,7 +72,7 @@ def fused_work(
     What lies between the layers is in no memory.
 
     Args:
-        stages: the layers, one after another; of none, a change of layout, nothing is told.
+        stages: the layers, one after another; of none, a change of layout, there is no point.
         what, batch_size, needs_dx: as for `work_per_image`.
         multiply_adds: that the layers with weights take.
     """

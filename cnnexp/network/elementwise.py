@@ -193,7 +193,7 @@ def rational_tanh(maximum: Callable) -> Rule:
 
 
 def _odd_rational(p: list[np.float32], q: list[np.float32], bound: np.float32, maximum: Callable) -> Callable:
-    """Return x -> x P(x^2) / Q(x^2), coefficients from the highest power down, x held to [-bound, bound]."""
+    """Return x -> x P(x^2) / Q(x^2), coefficients from the highest power down, x clipped to [-bound, bound]."""
 
     def function(x: Scalar) -> Scalar:
         x = -maximum(-maximum(x, -bound), -bound)

@@ -71,7 +71,7 @@ EXPERIMENTS = {
         recall=True,
         notes=(
             "The paper drew its curves and printed no numbers; which rates and how many examples it tried is not "
-            "told, so these are ours.",
+            "given, so these are ours.",
             "Drawn is the loss of the training pass, each image scored before its step's update; recall is of the "
             "rate and size with the best accuracy.",
         ),

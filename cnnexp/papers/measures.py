@@ -12,7 +12,7 @@ from cnnexp.measuring.amdahl import amdahl_limit
 
 @dataclass(frozen=True)
 class Job:
-    """One run of a sweep, as its journal tells it.
+    """One run of a sweep, as its journal has it.
 
     Attributes:
         config: the leaves of its config by dotted key.

@@ -19,7 +19,7 @@ def usable_cores() -> int:
 
 @functools.cache
 def cpu_name() -> str:
-    """Return the CPU's model name, or its architecture where the system does not tell."""
+    """Return the CPU's model name, or its architecture where the system does not say."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         for line in info.read_text().splitlines():

@@ -47,7 +47,7 @@ def need(parts: Iterable[Part]) -> None:
 
 
 def available() -> tuple[float, str]:
-    """Return how many bytes this process can still take, and what limits them; infinite where nothing tells."""
+    """Return how many bytes this process can still take, and what limits them; infinite where that is unknown."""
     return min(_limits(), default=(math.inf, "no limit is known"))
 
 

@@ -92,7 +92,7 @@ def register(group: str, name: str) -> Callable[[C], C]:
     def add(cls: C) -> C:
         if not dataclasses.is_dataclass(cls):
             raise ConfigError(f"register({group!r}, {name!r}): {cls.__name__} must be a dataclass")
-        if group == "layer" and name != cls.__name__:  # a stored network tells it by its class
+        if group == "layer" and name != cls.__name__:  # a stored network names it by its class
             raise ConfigError(f"register({group!r}, {name!r}): must be called as its class, {cls.__name__!r}")
         other = _added[group].get(name)
         if other is not None and (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):

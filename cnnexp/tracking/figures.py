@@ -20,7 +20,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodF
 from cnnexp.measuring.explanation import Piece, Row, Side, plain_name, rows, sides_of, us_text
 from cnnexp.measuring.roofline import roofs
 
-logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)  # else it tells of every font that its cache lacks
+logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)  # else it reports every font that its cache lacks
 
 DPI = 100
 SMALLEST_SHARE = 0.002  # of the wall time, for an entry of a ledger to have a bar of its own

@@ -424,8 +424,8 @@ class Run(Record, Observer):
         if self.id is not None:
             self.verdict.append(("run", self.id))
         run = self.id or self.folder
-        told = ("ui", self.id), (f"predict {run} IMAGE", run), (f"explain {run}", self.profile)
-        commands = [command for command, known in told if known is not None]
+        offers = ("ui", self.id), (f"predict {run} IMAGE", run), (f"explain {run}", self.profile)
+        commands = [command for command, known in offers if known is not None]
         more = (f"{environment.program_name()} {command}" for command in commands)
         self.verdict.append(("more", " | ".join(more)))
         return verdict.markdown(self.name, self.verdict)

@@ -1,6 +1,6 @@
-"""Whether the process that a run was recorded by still lives, told from the tags of the run alone.
+"""Whether the process that a run was recorded by still lives, by the tags of the run alone.
 
-A process id counts on its own machine, since its start, in its own container alone; elsewhere a heartbeat tells.
+A process id counts on its own machine, since its start, in its own container alone; elsewhere a heartbeat decides.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ WHERE = ("machine.boot", "machine.pid_namespace")  # tags, beside the host, that
 
 
 def describe(pid: int) -> dict[str, str]:
-    """Return what names a process of this machine, as tags; those are left out that the system does not tell."""
+    """Return what names a process of this machine, as tags; without those that the system does not give."""
     found = {HOST: platform.node(), PID: str(pid)}
     with contextlib.suppress(OSError):
         found[WHERE[0]] = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

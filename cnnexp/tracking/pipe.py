@@ -44,7 +44,7 @@ def start_early(database: bool = True) -> None:
     """Start the process of the first `Recorder` to come, which then finds it with its libraries loaded.
 
     Args:
-        database: whether its store will be a database, as far as anyone can tell by now.
+        database: whether its store will be a database, as far as is known by now.
     """
     with contextlib.suppress(OSError):  # none can be started now; the recorder says so
         _early.append(_start_process(database))

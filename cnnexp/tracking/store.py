@@ -93,7 +93,7 @@ class Store:
         self._followed: dict[str, _Followed] = {}
         self._open_runs: set[str] = set()
         self._beat_at = 0.0
-        usage.since_last(self._owner)  # the next call tells of what is used from now on
+        usage.since_last(self._owner)  # the next call returns what is used from now on
         with self._explained("cannot be opened"):
             need_answer(uri)
             _retry(self._owner, self._open, experiment)
@@ -518,7 +518,7 @@ def _now_ms() -> int:
 
 
 def _load(database: bool = False) -> None:
-    """Load the libraries while the other process loads its own, before it can tell which store it is to be."""
+    """Load the libraries while the other process loads its own, before it knows which store it is to be."""
     # MLflow then does as where they are not installed, and loads in two thirds of the time; nothing here needs them
     for absent in ("pandas", "pyarrow"):
         sys.modules.setdefault(absent, cast(types.ModuleType, None))

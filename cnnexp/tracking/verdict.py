@@ -63,17 +63,17 @@ def run_rows(
     if timed:
         ratios = [result.comparison.speedup for result in epochs if result.comparison is not None]
         if contended:
-            rows.append(("speedup", "not told: other runs computed at the same time"))
+            rows.append(("speedup", "not given: other runs computed at the same time"))
         elif ratios:
             rows.append(("speedup", f"{speedup(median_interval(ratios), 'epoch')}; {baseline} = 1"))
         if "speedup/amdahl_limit" in metrics:
             share, limit = metrics["speedup/parallel_share"], metrics["speedup/amdahl_limit"]
-            told = f"{limit:.3g} x, with its layers shared out, {share:.1%} of {baseline}'s step (Amdahl)"
-            rows.append(("threads alone", told))
+            text = f"{limit:.3g} x, with its layers shared out, {share:.1%} of {baseline}'s step (Amdahl)"
+            rows.append(("threads alone", text))
         rows.append(("speed", _speed(epochs, metrics)))
     final, best = metrics["final/test_accuracy"], metrics["best/test_accuracy"]
-    told = f"; the best epoch {best:.2%}" if best > final else ""
-    rows.append(("accuracy", f"{final:.2%} of the test images{told}"))
+    best_text = f"; the best epoch {best:.2%}" if best > final else ""
+    rows.append(("accuracy", f"{final:.2%} of the test images{best_text}"))
     if last.validation is None and (course.chosen or best > final):
         what = "when training ends" if course.chosen else "the best epoch"
         advice = "dataset.validation_size=N holds images back to choose by"
@@ -82,8 +82,8 @@ def run_rows(
         rows.append(("machine", machine(interference)))
         for name, shares in (parts or {}).items():
             largest = sorted(shares, key=lambda part: -shares[part])[:LARGEST]
-            told = ", ".join(f"{part} {shares[part]:.0%}" for part in largest)
-            rows.append((f"{name} step", told))
+            text = ", ".join(f"{part} {shares[part]:.0%}" for part in largest)
+            rows.append((f"{name} step", text))
     return rows
 
 

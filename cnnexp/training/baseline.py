@@ -53,7 +53,7 @@ class Baseline:
 
     Attributes:
         parallel_share: the median of what `layers_share` returned, over steps before the first that is timed, so that
-            no clock inside a step slows a step that counts; None before, and where there is nothing to tell.
+            no clock inside a step slows a step that counts; None before, and where nothing is known.
     """
 
     def __init__(

@@ -393,9 +393,9 @@ def _begun(plain: Any, epoch: int) -> Progress | None:
     begun = Progress(**{**plain, "totals": Totals(**plain["totals"])})
     counts = (begun.totals.count, begun.totals.correct, begun.images)
     if begun.epoch != epoch + 1 or not all(type(count) is int for count in counts):
-        raise ValueError("what it tells of the epoch that has begun is of another type")
+        raise ValueError("what it says of the epoch that has begun is of another type")
     if not 0 < begun.totals.count <= begun.images or not math.isfinite(begun.seconds + begun.totals.loss):
-        raise ValueError("what it tells of the epoch that has begun cannot be")
+        raise ValueError("what it says of the epoch that has begun cannot be")
     return begun
 
 

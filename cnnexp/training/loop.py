@@ -111,7 +111,7 @@ class TrainingPlan:
 
 
 class ResumePoint(Protocol):
-    """Where an earlier run was stopped, after the epochs of `history`; a `Checkpoint` is one, and tells more."""
+    """Where an earlier run was stopped, after the epochs of `history`; a `Checkpoint` is one, and holds more."""
 
     @property
     def history(self) -> tuple[EpochResult, ...]: ...

@@ -2,7 +2,7 @@
 
 A launcher that sees one MPI process die kills all others at once, so none of them can report it. The guard is not one
 of them: rank 0 starts it in a session of its own. Every worker keeps a connection to it, which the system closes when
-the worker dies, on whatever machine. The guard then names the worker and tells the others to end, for launchers that do
+the worker dies, on whatever machine. The guard then names the worker and ends the others, for launchers that do
 not see to that. A worker that is stopped, or whose machine is out of reach, closes nothing: it falls silent.
 
 It speaks lines. A worker says `TOKEN RANK HOST PID`, then `alive` every second, in the end `bye` or `failed REASON`;

@@ -1,4 +1,4 @@
-"""A `Program` that many workers run: rank 0 is called and tells the others, who do the same at the same time.
+"""A `Program` that many workers run: rank 0 is called and asks the others, who do the same at the same time.
 
 So the train loop, the tracker and the checkpoints know of one program only, on rank 0. A command is a line of JSON, and
 the arrays it names follow, each broadcast as it lies in memory.
@@ -83,7 +83,7 @@ class ParallelProgram(Program[int]):
         return self._call("state")
 
     def restore(self, state: State) -> None:
-        complete(state, self.network, self.optimizer)  # refuses what does not fit before any worker is told of it
+        complete(state, self.network, self.optimizer)  # refuses what does not fit before any worker hears of it
         self._call("restore", {name: np.asarray(array, order="C") for name, array in state.items()})
 
     def times(self) -> np.ndarray:

@@ -28,7 +28,7 @@ def test_speedup_with_its_interval_and_its_range_and_of_few_epochs_without():
     for count, few in ((1, "one epoch: how sure is not known"), (3, "too few for an interval")):
         assert few in rows(RATIOS[:count])["speedup"]
         assert "confidence" not in rows(RATIOS[:count])["speedup"]
-    assert rows(contended=True)["speedup"] == "not told: other runs computed at the same time"
+    assert rows(contended=True)["speedup"] == "not given: other runs computed at the same time"
 
 
 def test_a_quiet_machine_is_called_quiet_and_a_busy_one_is_flagged():

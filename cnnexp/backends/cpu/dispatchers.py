@@ -21,7 +21,7 @@ def load_or_compile(make: Callable[[str], Dispatcher], signature: Signature, *de
     Args:
         make: returns a dispatcher that is not compiled yet. The names of all compiled functions in it must hold the
             key: machine code of several programs meets in one process, and the linker goes by names.
-        described: all that the function depends on besides the package's source; their `repr` tells them apart.
+        described: all that the function depends on besides the package's source; they differ in their `repr`.
     """
     key = cache.program_key(signature, described)
     if key not in _ready:

@@ -32,7 +32,7 @@ try:
 except ImportError as error:
     raise BackendUnavailable(f"backend=torch: PyTorch cannot be imported ({error}); {installing('torch')}") from error
 
-# our optimizers -> PyTorch's of the same formulas, our names of its slots -> the keys of its state, what it is told
+# our optimizers -> PyTorch's of the same formulas, our names of its slots -> the keys of its state, what it is given
 OPTIMIZERS: dict[type[Optimizer], tuple[type[torch.optim.Optimizer], dict[str, str], tuple[str, ...]]] = {
     SGD: (torch.optim.SGD, {"velocity": "momentum_buffer"}, ("momentum", "nesterov")),
     RMSprop: (
@@ -377,11 +377,11 @@ def _updater(optimizer: Optimizer, tensors: list[Any]) -> torch.optim.Optimizer:
     """Return PyTorch's optimizer of the same formulas."""
     if type(optimizer) not in OPTIMIZERS:
         raise ConfigError(f"backend=torch: has no optimizer like {type(optimizer).__name__}")
-    made, _, told = OPTIMIZERS[type(optimizer)]
+    made, _, extra = OPTIMIZERS[type(optimizer)]
     given = {**vars(optimizer), "betas": (getattr(optimizer, "beta1", 0.0), getattr(optimizer, "beta2", 0.0))}
     if not optimizer.decay_biases:
         tensors = [{"params": [tensor], "weight_decay": optimizer.of(tensor.shape).weight_decay} for tensor in tensors]
-    return made(tensors, **{name: given[name] for name in ("lr", "weight_decay", *told)})
+    return made(tensors, **{name: given[name] for name in ("lr", "weight_decay", *extra)})
 
 
 @contextlib.contextmanager
