@@ -94,7 +94,7 @@ def test_a_checkpoint_within_an_epoch_gives_way_to_the_next(tmp_path):
 )
 def test_what_cannot_be_of_an_epoch_that_has_begun_is_refused(tmp_path, begun):
     path = CheckpointWriter(tmp_path, TRAINING).save(checkpoint().state, {}, begun=begun)
-    with pytest.raises(CheckpointError, match="not as cnnexp writes it: what it tells of the epoch"):
+    with pytest.raises(CheckpointError, match="not as cnnexp writes it: what it says of the epoch"):
         load(path)
 
 
