@@ -79,13 +79,12 @@ def run(
         program: the Python that runs it.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
     command = [sys.executable, "-P", "-c", program, *words]
     started = time.monotonic()
     with (
         (folder / "out.txt").open("w+") as out,
         (folder / "err.txt").open("w+") as err,
-        subprocess.Popen(command, stdout=out, stderr=err, cwd=folder, env=environ, text=True) as process,
+        subprocess.Popen(command, stdout=out, stderr=err, cwd=folder, env=_environ(), text=True) as process,
     ):
         code: int | None = None
         with ThreadPoolExecutor(1) as threads:
@@ -102,6 +101,11 @@ def run(
         out.seek(0)
         err.seek(0)
         return Done(code if kill_after_s is None else ended, out.read(), err.read(), seconds)
+
+
+def _environ() -> dict[str, str]:
+    """Return the environment of a process that finds this package, wherever it runs."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
 
 
 class NotTried(Exception):
@@ -125,7 +129,7 @@ def chunks(
         with (
             tempfile.TemporaryFile("w+") as err,
             subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=err, text=True, cwd=ROOT, env={**os.environ, **environ}
+                command, stdout=subprocess.PIPE, stderr=err, text=True, cwd=ROOT, env={**_environ(), **environ}
             ) as process,
         ):
             try:

@@ -49,7 +49,7 @@ def test_all_that_compute_here_take_part():
 
 def test_processes_follow_each_other_and_the_end_of_one_is_told(monkeypatch, tmp_path):
     (tmp_path / "part.py").write_text(
-        "import sys; print('null'); sys.exit(sys.argv[2:] == ['7000001', '1'] and 'gone')"
+        "import soak, sys; print('null'); sys.exit(sys.argv[2:] == ['7000001', '1'] and 'gone')"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     trials = commands.chunks("part", ["word"], 7, 1)
