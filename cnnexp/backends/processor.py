@@ -38,7 +38,7 @@ def need_compiler() -> None:
 
 @dataclass(frozen=True)
 class SequentialBackend(Backend):
-    """What backends on one thread of the CPU have in common."""
+    """A backend on one thread of the CPU: as `Backend` has it, under a name that says so."""
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,7 @@ SECRETS = (
     *("${env:CANARY}", "${oc.dict.values:tracking}"),
 )
 STORES = (
-    *("sqlite:///FILE", "sqlite:////root/.bashrc", "file:///FILE", "mssql+pyodbc://h/?driver=FILE"),
+    *("sqlite:///FILE", "sqlite:////home/user/.bashrc", "file:///FILE", "mssql+pyodbc://h/?driver=FILE"),
     *("http://h/?token=x", "http://bob:pw@h", "http://token@h", "postgresql://h/db?passfile=FILE", "http://h\n"),
     *("${outputs:}/x", "databricks://x"),
 )
