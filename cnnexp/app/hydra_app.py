@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import BrokenExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -240,6 +241,8 @@ def run(composed: DictConfig) -> float:
     before = earlier.folder if earlier else None
     try:
         with Run(folder, recorded, overrides, recorder, name, parent, contended, before) as run:
+            if within is None:
+                run.show = partial(say_rows, make_console())
             if settings.sweep.skip_finished and run.skip_if_finished():
                 log.info("skipped, finished before: %s", run.name)
             else:
@@ -250,8 +253,6 @@ def run(composed: DictConfig) -> float:
         raise
     if within is not None:
         _show(within, run.metrics)
-    elif run.verdict:
-        say_rows(make_console(), run.verdict)
     return run.metrics.get(OBJECTIVES[settings.sweep.objective], math.nan)
 
 

@@ -15,7 +15,7 @@ import os
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
@@ -211,6 +211,7 @@ class Run(Record, Observer):
         verdict: what the run ends with, once it has ended; empty without an epoch.
         model: the checkpoint that is the run's model, should it end now; MLflow gets it as one that it can load.
         augmented: the first images as the first epoch sees them, None where no augmentation is.
+        show: takes what the verdict of a finished run says: its results before the store has them, then where they are.
     """
 
     _dataset: Dataset  # once begun
@@ -238,6 +239,7 @@ class Run(Record, Observer):
         self.augmented: np.ndarray | None = None
         self._parent, self._skipped = parent, False
         self.model: Path | None = None
+        self.show: Callable[[Sequence[verdict.Row]], None] = lambda rows: None
 
     def __enter__(self) -> Self:
         return self
@@ -404,30 +406,34 @@ class Run(Record, Observer):
             np.savez_compressed(self.folder / PREDICTIONS, labels=labels, predicted=predicted)
             if self._recorder is not None and self.model is not None:
                 self._save_model(self.model)
+        self.verdict = self._results(status)
+        if status == "FINISHED":
+            self.show(self.verdict)
 
-    def _conclude(self, status: str) -> str | None:
-        """Come to the verdict; return it as Markdown, None without an epoch."""
-        if not self.epochs:
-            return None
+    def _results(self, status: str) -> list[verdict.Row]:
+        """Return what the verdict says of the epochs, of which there is one at least."""
         baseline = self._config["trainer"].get("baseline")
-        self.verdict = verdict.run_rows(
+        rows = verdict.run_rows(
             self.epochs, self.metrics, baseline, self.contended, self.interference, self.parts, self.course
         )
         target = self._config["trainer"].get("target")
         if target is not None:
-            self.verdict.append(("target", verdict.to_target(target, self.metrics)))
+            rows.append(("target", verdict.to_target(target, self.metrics)))
         if self.profile is not None:
-            self.verdict += [("why", text) for text in changes(sides_of(self.profile))[:MOST_REASONS]]
-        if status != "FINISHED":
-            self.verdict.insert(0, ("status", f"{status} after {self.epochs[-1].epoch} epochs"))
-        self.verdict.append(("folder", str(self.folder)))
-        if self.id is not None:
-            self.verdict.append(("run", self.id))
+            rows += [("why", text) for text in changes(sides_of(self.profile))[:MOST_REASONS]]
+        ended = [] if status == "FINISHED" else [("status", f"{status} after {self.epochs[-1].epoch} epochs")]
+        return [*ended, *rows]
+
+    def _conclude(self, status: str) -> str | None:
+        if not self.epochs:
+            return None
         run = self.id or self.folder
         offers = ("ui", self.id), (f"predict {run} IMAGE", run), (f"explain {run}", self.profile)
-        commands = [command for command, known in offers if known is not None]
-        more = (f"{environment.program_name()} {command}" for command in commands)
-        self.verdict.append(("more", " | ".join(more)))
+        more = (f"{environment.program_name()} {command}" for command, known in offers if known is not None)
+        where = [("folder", str(self.folder)), *([("run", self.id)] if self.id else []), ("more", " | ".join(more))]
+        self.verdict += where
+        if status == "FINISHED":
+            self.show(where)
         return verdict.markdown(self.name, self.verdict)
 
     def _save_model(self, checkpoint: Path) -> None:

@@ -15,6 +15,7 @@ from cnnexp.training.loop import EpochResult
 
 Row = tuple[str, str]
 WIDTH = 80  # of the screen, where nobody says that it is less
+TITLE = len("threads alone")  # as wide is the column of titles at least: a verdict may come in two parts
 LARGEST = 4  # parts of a step that are worth naming
 MORE_EPOCHS = 6  # from so many on the range of their ratios holds the median with 95 % confidence
 
@@ -137,7 +138,7 @@ def to_target(target: float, metrics: Mapping[str, float]) -> str:
 
 def screen(rows: Sequence[Row], width: int = WIDTH) -> str:
     """Return rows as text that no screen of this width clips; a path that is longer goes over several lines."""
-    indent = max(len(title) for title, _ in rows) + 2
+    indent = max(TITLE, *(len(title) for title, _ in rows)) + 2
     return "\n".join(
         textwrap.fill(
             text,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -58,6 +59,8 @@ class Steps:
 
     def gradients(self, handle: Any, indices: np.ndarray) -> tuple[Totals, np.ndarray]:
         size, totals = self._program.batch_size, Totals(0.0, 0, 0)
+        if len(indices) <= size:
+            return self._program.gradients(handle, indices)
         mean: np.ndarray = np.zeros(self._program.network.parameter_count, np.float32)
         for start in range(0, len(indices), size):
             part = indices[start : start + size]
@@ -84,7 +87,8 @@ class Steps:
             self._average = {n: np.array(state.get(PREFIX + n, whole[n])) for n in AVERAGED if n in whole}
 
     def _clipped(self, gradient: np.ndarray) -> np.ndarray:
-        norm = float(np.linalg.norm(gradient.astype(np.float64)))
+        # no BLAS: its threads would compete with the program's, at many times the time of the sum
+        norm = math.sqrt(np.square(gradient, dtype=np.float64).sum())
         if self._clip_norm is None or not norm > self._clip_norm:
             return gradient
         return gradient * np.float32(self._clip_norm / norm)

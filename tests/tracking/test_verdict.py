@@ -76,8 +76,14 @@ def test_markdown_keeps_its_columns():
     assert "| a | one \\| two |" in verdict.markdown("title", [("a", "one | two")])
 
 
-def test_a_run_writes_its_verdict_into_its_folder(tmp_path):
+def test_a_run_writes_its_verdict_into_its_folder_and_shows_results_before_the_store_has_them(tmp_path):
+    def show(rows):
+        journal = (tmp_path / "journal.jsonl").read_text()
+        shown.append(([title for title, _ in rows], '"event": "finish"' in journal))
+
+    shown = []
     with Run(tmp_path, CONFIG) as run:
+        run.show = show
         run.begin(DATASET, NETWORK, Backend())
         for epoch, ratio in enumerate(RATIOS, 1):
             run.interference = dataclasses.replace(BUSY)
@@ -88,6 +94,7 @@ def test_a_run_writes_its_verdict_into_its_folder(tmp_path):
     assert re.search(rf"\| more \| [^|]*cnnexp predict {tmp_path} IMAGE \|", page), (
         "what shows more, where not recorded"
     )
+    assert shown == [(["speedup", "speed", "accuracy", "machine"], False), (["folder", "more"], False)]
     journal = read_journal(tmp_path)
     assert journal["metrics"].items() >= {"speedup/median": 2.5, "speedup/low": 2.0, "speedup/high": 3.0}.items()
     assert journal["metrics"]["time/others_share"] == 0.31

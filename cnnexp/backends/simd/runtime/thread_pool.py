@@ -23,6 +23,7 @@ class ThreadPool:
     def __init__(self, threads: int) -> None:
         self._threads = threads
         self._tasks: SimpleQueue | None = None
+        self._is_left = False  # an interrupted call may have left a task to end by itself
 
     def run(self, task: Task, threads: int | None = None) -> None:
         """Call task(rank) on every thread, or on the first so many, at once, and wait for all.
@@ -34,14 +35,16 @@ class ThreadPool:
         if self._tasks is None:
             self._tasks = self._start()
         done: SimpleQueue = SimpleQueue()
+        self._is_left = True
         self._tasks.put((task, threads or self._threads, done))
         failure = done.get()
+        self._is_left = False
         if failure is not None:
             raise failure
 
     def drain(self) -> None:
         """Wait for what an interrupted `run` left."""
-        if self._tasks is not None:
+        if self._is_left:
             self.run(lambda rank: None)
 
     def close(self) -> None:
