@@ -13,12 +13,12 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from commands import ROOT
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import cnnexp
 
-ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 

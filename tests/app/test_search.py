@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 
 from cnnexp.app import hydra_app
 from cnnexp.errors import ConfigError
+from cnnexp.tracking.events import read_journal
 from hydra_plugins.cnnexp_search.sweeper import TpeSweeper, _distribution
 
 optuna = pytest.importorskip("optuna", reason="search=tpe needs Optuna: pip install cnnexp[search]")
@@ -48,8 +49,12 @@ def test_what_cannot_be_searched_is_one_line():
             TpeSweeper(**{**defaults, **values})
 
 
-def test_a_search_goes_on_where_it_stopped(run, tmp_path):
+@pytest.mark.parametrize(
+    ("objective", "metric"), [("test_accuracy", "final/test_accuracy"), ("epoch_s", "time/median_epoch_s")]
+)
+def test_a_search_goes_on_where_it_stopped_and_jobs_return_their_objective(run, tmp_path, objective, metric):
     def search(trials, *more):
+        more = (f"sweep.objective={objective}", *more)
         where = (f"hydra.sweeper.journal={tmp_path}/trials", f"hydra.sweep.dir={tmp_path}/{trials}")
         code, _, err = run(*TINY, "-m", "search=tpe", f"hydra.sweeper.trials={trials}", *where, *more)
         return code, err
@@ -58,14 +63,14 @@ def test_a_search_goes_on_where_it_stopped(run, tmp_path):
     assert search(1)[0] == 2  # nothing to search
     assert search(2, lr) == (0, "")
     assert search(3, lr) == (0, "")
-    assert sorted(path.name for path in tmp_path.glob("*/*/journal.jsonl")) == ["journal.jsonl"] * 3
+    found = [read_journal(path.parent)["metrics"][metric] for path in tmp_path.glob("*/*/journal.jsonl")]
 
     backend = optuna.storages.journal.JournalFileBackend(str(tmp_path / "trials"))
     (study,) = optuna.get_all_study_summaries(optuna.storages.JournalStorage(backend))
-    assert (study.study_name, study.n_trials) == ("one_conv-synthetic-test_accuracy", 3)
+    assert (study.study_name, study.n_trials) == (f"one_conv-synthetic-{objective}", 3)
     study = optuna.load_study(study_name=study.study_name, storage=optuna.storages.JournalStorage(backend))
     assert len({trial.params["optimizer.lr"] for trial in study.trials}) == 3
-    assert all(0 <= trial.value <= 1 for trial in study.trials)
+    assert sorted(trial.value for trial in study.trials) == pytest.approx(sorted(found))
 
 
 def test_what_an_experiment_sweeps_is_searched_unless_it_is_typed(tmp_path):

@@ -213,22 +213,6 @@ def command_line(*arguments):
 
 
 @pytest.mark.thorough
-def test_a_sweep_from_the_command_line_can_go_on_where_it_failed(tmp_path, new_store):
-    store = f"tracking.uri={new_store(tmp_path)}"
-    filters = ("backend=numpy", "trainer.epochs=1", store)
-    first = command_line(*filters, "model.filters=2,-1", f"hydra.sweep.dir={tmp_path}/first")
-    assert first.returncode == 1, first.stderr
-    assert "job in folder 1 (model.filters=-1): model.filters=-1: must be a whole number >= 1" in first.stderr
-    second = command_line(
-        *filters, "model.filters=2,4", "sweep.skip_finished=true", f"hydra.sweep.dir={tmp_path}/second"
-    )
-    assert second.returncode == 0, second.stderr
-    rows = sweep.rows(tmp_path / "second")
-    assert [row["status"] for row in rows] == ["SKIPPED", "FINISHED"]
-    assert rows[0]["final/test_accuracy"] == sweep.rows(tmp_path / "first")[0]["final/test_accuracy"]
-
-
-@pytest.mark.thorough
 def test_a_parallel_launcher_is_contended(tmp_path):
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
     done = command_line(

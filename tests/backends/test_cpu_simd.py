@@ -179,7 +179,6 @@ def test_memory_is_bounded():
     """By the tile, not by the batch; and a plan which outlives its program holds less than a byte a parameter."""
     program = CpuSimd(1).compile(OneConv(filters=256).network((28, 28, 1), 10), LOSS, SGD(), 1000)
     assert sum(a.nbytes for a in vars(program).values() if isinstance(a, np.ndarray)) < 30e6
-    program.close()
     large = Network((224, 224, 3), (Conv2d(16, 3, padding="same"), ReLU(), MaxPool2d(2), Flatten(), Linear(3, False)))
     assert make_plan(large, AVX512, 256).arena.groups == 1
     assert make_plan(LARGE_WINDOW, AVX512, 256).arena.groups == 2
@@ -205,7 +204,6 @@ def test_indices_and_labels_are_checked_before_compiled_code_trusts_them():
     for labels in ([0, 1, 2], [0, -1, 1]):
         with pytest.raises(DataError, match="2 classes"):
             program.load(images, np.array(labels))
-    program.close()
 
 
 def test_more_threads_than_images_and_batches_beyond_one_tile():
@@ -233,7 +231,6 @@ def test_a_missing_number_reaches_the_loss():
         program.restore(case.state)
         loss = program.train(program.load(images, case.labels), np.arange(5), 0.0).loss
         assert np.isnan(loss) == (pixel is not None)
-    program.close()
 
 
 @pytest.fixture
@@ -265,7 +262,6 @@ def test_ctrl_c_ends_training_soon_and_leaves_the_program_whole():
     np.testing.assert_array_equal(program.state()["parameters"], state["parameters"])
     assert program.train(handle, order[:80], 0.01).count == 80
     assert program.state()["step"] == state["step"] + 10
-    program.close()
 
 
 @pytest.mark.usefixtures("no_collection")
@@ -318,7 +314,6 @@ def test_an_update_rounds_as_numpy_does(optimizer):
     optimizer.apply(parameters, gradient, slots[: len(optimizer.slots)], 0.01, 3)
     for key, value in state.items():
         np.testing.assert_array_equal(program.state()[key], 3 if key == "step" else value)
-    program.close()
 
 
 def test_exp_is_as_accurate_as_it_says():
@@ -331,7 +326,6 @@ def test_exp_is_as_accurate_as_it_says():
     x, exact = np.append(x, np.float32([np.nan, -1e30, 1e30, 0])), np.append(exact, [np.nan, 0, 1, 0.5])
     y = program.predict(program.load(x[:, np.newaxis], np.zeros(len(x), np.int32)))[:, 0]
     np.testing.assert_allclose(y, exact, rtol=2.5e-7, atol=1e-36)
-    program.close()
 
 
 def test_an_intrinsic_without_its_feature_is_refused():
@@ -353,7 +347,6 @@ def test_momenta_end_at_zero_not_in_slow_denormals():
     state = program.state()
     assert not state["mean"].any()
     np.testing.assert_array_equal(state["parameters"], 1)
-    program.close()
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])

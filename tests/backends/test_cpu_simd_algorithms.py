@@ -215,7 +215,6 @@ def test_an_algorithm_is_forced_and_one_that_is_none_refused(algorithm, message)
 
     program = compiled("conv1:channels")
     assert {row.algorithm for row in program.explain() if "conv1" in row.layers} == {"channels"}
-    program.close()
     with pytest.raises(ConfigError, match=message):
         compiled(algorithm)
 

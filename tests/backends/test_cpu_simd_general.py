@@ -1,7 +1,7 @@
 """Layers that `cpu-simd` has no vector kernel for: one call out of the step each, and nothing else changes."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -9,9 +9,7 @@ import reference
 from backends.on_target import HOST, OnTarget, forced
 from backends.outside_layer import ORACLE, Unshuffle
 from conformance import check_case, check_training, make_case
-from networks import NETWORKS
 
-from benchmarks.networks import NETWORKS as TIMED
 from cnnexp.backends.cpu.sequential import Cpu
 from cnnexp.backends.plain.numpy import Numpy
 from cnnexp.backends.simd import CpuSimd
@@ -48,13 +46,6 @@ MIXED = Network(
 def oracle(monkeypatch):
     for name, functions in ORACLE.items():
         monkeypatch.setitem(reference.LAYERS, name, functions)
-
-
-@pytest.mark.parametrize("name", [*NETWORKS, *TIMED])
-def test_no_network_of_ours_has_a_layer_without_a_vector_kernel(name):
-    network = Network(*NETWORKS[name]) if name in NETWORKS else TIMED[name][1]
-    for target in (HOST, replace(HOST, forward_only=True)):
-        assert "general" not in {node.algorithm for node in choose_nodes(network, target, 8)}
 
 
 def test_the_layers_around_a_strange_one_keep_their_algorithms():
@@ -125,7 +116,6 @@ def test_what_a_layer_raises_is_an_error_of_one_line_in_predict_too():
     program = CpuSimd(1).forward_only.compile(network, LOSS, SGD(), 4)
     with pytest.raises(NetworkError, match="layer wrong1: ValueError: not today"):
         program.predict(program.load(np.zeros((9, 4, 4, 1), np.float32), np.zeros(9, np.int32)))
-    program.close()
 
 
 @dataclass(frozen=True)

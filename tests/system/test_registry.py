@@ -5,11 +5,10 @@ import json
 import re
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import cnnexp
+from commands import ROOT, cnnexp
 
 import softgpu
 from cnnexp import __main__ as cli
@@ -24,7 +23,6 @@ from cnnexp.system.registry import Registry, register
 from cnnexp.testing import check_layer
 from cnnexp.tracking.events import read_journal
 
-ROOT = Path(__file__).resolve().parents[2]
 OUTSIDE = ROOT / "tests" / "outside.py"
 pytestmark = pytest.mark.usefixtures("no_plugins")
 TINY = ("tracking=none", "trainer.baseline=null", "trainer.epochs=2", "trainer.batch_size=8", "trainer.progress=false")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import TINY, statuses, wait_for
+from commands import ROOT, TINY, statuses, wait_for
 from workers.work import MODELS, OPTIMIZERS, compiled, hundred_steps, trained
 
 from cnnexp.backends.processor import usable_cores
@@ -19,7 +19,6 @@ from cnnexp.workers import Mpi
 
 psutil = pytest.importorskip("psutil", reason="finds the ranks to kill")
 pytest.importorskip("mpi4py", reason="workers=mpi needs mpi4py: pip install cnnexp[mpi]")
-ROOT = Path(__file__).resolve().parent.parent.parent
 MPIEXEC = shutil.which("mpiexec", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
 pytestmark = pytest.mark.skipif(MPIEXEC is None, reason="no mpiexec: pip install cnnexp[mpi]")
 PATH = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
