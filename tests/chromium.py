@@ -1,6 +1,5 @@
 """A headless Chromium: found where one is installed, and driven by hand, through its debugging pipe."""
 
-import base64
 import itertools
 import json
 import os
@@ -119,11 +118,6 @@ class Browser:
         root = self.call("DOM.getDocument")["root"]["nodeId"]
         node = self.call("DOM.querySelector", nodeId=root, selector=selector)["nodeId"]
         self.call("DOM.setFileInputFiles", nodeId=node, files=[str(path)])
-
-    def screenshot(self, path):
-        """Write a picture of the whole page as a PNG file."""
-        taken = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(taken["data"]))
 
     def _read(self, ends):
         while b"\0" not in self._rest:

@@ -208,20 +208,13 @@ def test_a_sweep_that_goes_on_has_the_parent_that_it_had(tmp_path, new_store, mo
     assert len(opened._search(f"tags.`mlflow.parentRunId` = '{ids[0]}'", 10)) == 3
 
 
-def command_line(*arguments):
-    return cnnexp("-m", "experiment=smoke", "trainer.baseline=null", *arguments)
-
-
 @pytest.mark.thorough
 def test_a_parallel_launcher_is_contended(tmp_path):
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
-    done = command_line(
-        *("backend=numpy", "tracking=none", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"),
-        *("model.filters=2,4", f"hydra.sweep.dir={tmp_path}"),
-    )
+    launcher = ("hydra/launcher=joblib", "hydra.launcher.n_jobs=2", f"hydra.sweep.dir={tmp_path}")
+    done = cnnexp("-m", *TINY, *launcher, "model.filters=2,4")
     assert done.returncode == 0, done.stderr
     assert [row["contended"] for row in sweep.rows(tmp_path)] == [True, True]
-    assert json.loads((tmp_path / "0" / JOURNAL).read_text().splitlines()[0])["contended"]
 
 
 def test_a_parallel_launcher_that_lost_a_process_is_told_in_a_line(monkeypatch, tmp_path, capsys):

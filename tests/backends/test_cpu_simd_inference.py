@@ -21,10 +21,7 @@ from cnnexp.network.losses import Loss
 from cnnexp.optimizers import SGD
 
 LOSS = Loss.SOFTMAX_CROSS_ENTROPY
-NORMED = Network(
-    (6, 6, 1),
-    (Conv2d(9, 3, bias=False), BatchNorm2d(), ReLU(), BatchNorm2d(), Flatten(), Linear(3)),
-)
+NORMED = Network((6, 6, 1), (Conv2d(9, 3, bias=False), BatchNorm2d(), ReLU(), BatchNorm2d(), Flatten(), Linear(3)))
 
 
 @pytest.mark.parametrize("name", often(NETWORKS, ("batch_norm_first", "residual_network", "dropouts")))

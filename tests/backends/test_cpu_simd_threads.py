@@ -13,8 +13,7 @@ from cnnexp.optimizers import Adam
 
 CONVOLUTION = Network((10, 10, 1), (Conv2d(8, 3), ReLU(), MaxPool2d(2), Flatten(), Linear(10)))
 NORMED = Network(
-    (10, 10, 1),
-    (Conv2d(8, 3), BatchNorm2d(), ReLU(), Residual((Conv2d(8, 3, padding="same"),)), Flatten(), Linear(10)),
+    (10, 10, 1), (Conv2d(8, 3), BatchNorm2d(), ReLU(), Residual((Conv2d(8, 3, padding="same"),)), Flatten(), Linear(10))
 )
 OWNED = Network((12, 12, 1), (Flatten(), Linear(256), ReLU(), Linear(10)))
 
