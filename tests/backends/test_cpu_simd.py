@@ -28,25 +28,18 @@ from cnnexp.optimizers import SGD, Adam
 
 LOSS = Loss.SOFTMAX_CROSS_ENTROPY
 TINY = Network((2,), (Linear(3), ReLU(), Linear(2)))
-SPARSE = Network(
-    (12, 12, 1),
-    (
-        *(Conv2d(8, 3), ReLU(), Conv2d(6, 3, padding="valid"), ReLU(), MaxPool2d(2, padding="valid", stride=3)),
-        *(Flatten(), Linear(21), ReLU(), Linear(5, bias=False)),
-    ),
-)
-WINDOWS = Network(
-    (30, 27, 1),
-    (
-        *(Conv2d(5, 2), ReLU(), MaxPool2d(4, padding="floor"), Conv2d(7, 2), MaxPool2d(3, padding="floor"), ReLU()),
-        *(Flatten(), Linear(3)),
-    ),
-)
+SPARSE = Network((12, 12, 1), (
+    Conv2d(8, 3), ReLU(), Conv2d(6, 3, padding="valid"), ReLU(), MaxPool2d(2, padding="valid", stride=3), Flatten(),
+    Linear(21), ReLU(), Linear(5, bias=False),
+))  # fmt: skip
+WINDOWS = Network((30, 27, 1), (
+    Conv2d(5, 2), ReLU(), MaxPool2d(4, padding="floor"), Conv2d(7, 2), MaxPool2d(3, padding="floor"), ReLU(), Flatten(),
+    Linear(3),
+))  # fmt: skip
 # the sums of a weight gradient and a piece of a row do not fit L1: both go in parts
-WIDE_ROWS = Network(
-    (5, 12, 1),
-    (Conv2d(50, 1, padding="valid"), ReLU(), Conv2d(9, 3, padding="same"), ReLU(), Conv2d(2, 3), Flatten(), Linear(3)),
-)
+WIDE_ROWS = Network((5, 12, 1), (
+    Conv2d(50, 1, padding="valid"), ReLU(), Conv2d(9, 3, padding="same"), ReLU(), Conv2d(2, 3), Flatten(), Linear(3),
+))  # fmt: skip
 LARGE_WINDOW = Network((17, 34, 1), (Conv2d(3, 1), ReLU(), MaxPool2d(17), Flatten(), Linear(3)))
 
 
@@ -262,29 +255,6 @@ def test_ctrl_c_ends_training_soon_and_leaves_the_program_whole():
     np.testing.assert_array_equal(program.state()["parameters"], state["parameters"])
     assert program.train(handle, order[:80], 0.01).count == 80
     assert program.state()["step"] == state["step"] + 10
-
-
-@pytest.mark.usefixtures("no_collection")
-def test_an_interrupted_pool_finishes_its_task_first():
-    pool, entered, interrupted, seen = ThreadPool(2), threading.Barrier(3), threading.Event(), []
-
-    def task(rank):
-        entered.wait()
-        interrupted.wait()
-        seen.append(rank)
-
-    def interrupt():
-        entered.wait()
-        _thread.interrupt_main()
-        interrupted.set()
-
-    threading.Thread(target=interrupt).start()
-    with pytest.raises(KeyboardInterrupt):
-        pool.run(task)
-    pool.drain()
-    assert sorted(seen) == [0, 1]
-    pool.close()
-    pool.close()
 
 
 def test_threads_end_with_the_program():

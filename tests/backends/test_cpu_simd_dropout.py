@@ -15,12 +15,11 @@ SHOWN = {
     "lanes": ((4, 4, 3), (Dropout(0.5), Conv2d(3, 4), Flatten())),
     "flattened": ((3, 5, 2), (Dropout(0.7), Flatten(), Linear(3))),
     "activations": ((6, 6, 1), (Conv2d(5, 3, bias=False), Dropout(0.5), Conv2d(3, 4), Flatten())),
-    "images": (
-        (10, 10, 1),
-        (Conv2d(16, 3), ReLU(), Conv2d(16, 3), ReLU(), MaxPool2d(2), Dropout(0.5), Flatten(), Linear(3)),
-    ),
+    "images": ((10, 10, 1), (
+        Conv2d(16, 3), ReLU(), Conv2d(16, 3), ReLU(), MaxPool2d(2), Dropout(0.5), Flatten(), Linear(3),
+    )),
     "rectified": ((5, 5, 2), (Conv2d(6, 2), ReLU(), MaxPool2d(2), Dropout(0.3), Flatten(), Dropout(0.6), Linear(3))),
-}
+}  # fmt: skip
 """Networks whose last gradient has a factor of every number that a Dropout lets through."""
 SEED, LOSS = 2**40 + 5, Loss.SOFTMAX_CROSS_ENTROPY
 

@@ -24,22 +24,16 @@ LOSS = Loss.SOFTMAX_CROSS_ENTROPY
 BEFORE = (Conv2d(16, 3, padding="same"), ReLU())
 AFTER = (Conv2d(32, 3, padding="same"), ReLU(), MaxPool2d(2), Flatten(), Linear(5))
 STRANGE = Network((8, 8, 3), (*BEFORE, Unshuffle(), *AFTER))
-NORMED = Network(
-    (8, 8, 2),
-    (
-        *(Conv2d(5, 3, padding="same", bias=False), BatchNorm2d(), ReLU(), Unshuffle(), Unshuffle(), BatchNorm2d()),
-        *(Residual((Conv2d(80, 1), Tanh())), AvgPool2d(2), Flatten(), Linear(4)),
-    ),
-)
+NORMED = Network((8, 8, 2), (
+    Conv2d(5, 3, padding="same", bias=False), BatchNorm2d(), ReLU(), Unshuffle(), Unshuffle(), BatchNorm2d(),
+    Residual((Conv2d(80, 1), Tanh())), AvgPool2d(2), Flatten(), Linear(4),
+))  # fmt: skip
 FIRST = Network((4, 4, 2), (Unshuffle(), Conv2d(4, 1), Flatten(), Linear(3)))
 LAST = Network((4, 4, 1), (Conv2d(2, 3, padding="same"), Unshuffle(), Flatten()))
-MIXED = Network(
-    (8, 7, 2),
-    (
-        *(Conv2d(9, 3, padding="same"), ReLU(), MaxPool2d(2, padding="floor"), Conv2d(6, 3, padding="same"), Tanh()),
-        *(AvgPool2d(2, 1), BatchNorm2d(), Flatten(), Linear(7), ReLU(), Linear(4)),
-    ),
-)
+MIXED = Network((8, 7, 2), (
+    Conv2d(9, 3, padding="same"), ReLU(), MaxPool2d(2, padding="floor"), Conv2d(6, 3, padding="same"), Tanh(),
+    AvgPool2d(2, 1), BatchNorm2d(), Flatten(), Linear(7), ReLU(), Linear(4),
+))  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

@@ -21,14 +21,11 @@ BLOCK = (
     *(Conv2d(11, 3, padding="same", bias=False), BatchNorm2d(), ReLU(), Conv2d(11, 3, padding="same")),
     *(Residual((BatchNorm2d(0.3, 1e-2), Conv2d(11, 1))), BatchNorm2d()),
 )
-NORMED = Network(
-    (7, 6, 3),
-    (
-        *(Conv2d(11, 3, padding="same", bias=False), BatchNorm2d(), ReLU(), Residual(BLOCK), ReLU(), MaxPool2d(2, 1)),
-        *(Conv2d(5, 3, 2, "auto", bias=False), BatchNorm2d(), Tanh(), Residual((Residual((Tanh(),)),))),
-        *(GlobalAvgPool(), Linear(9), Residual((Linear(9), ReLU())), ReLU(), Linear(4)),
-    ),
-)
+NORMED = Network((7, 6, 3), (
+    Conv2d(11, 3, padding="same", bias=False), BatchNorm2d(), ReLU(), Residual(BLOCK), ReLU(), MaxPool2d(2, 1),
+    Conv2d(5, 3, 2, "auto", bias=False), BatchNorm2d(), Tanh(), Residual((Residual((Tanh(),)),)), GlobalAvgPool(),
+    Linear(9), Residual((Linear(9), ReLU())), ReLU(), Linear(4),
+))  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [*NETWORKS, *TIMED])

@@ -179,23 +179,6 @@ def test_a_locked_database_is_asked_again_while_its_run_lives(monkeypatch):
         stores._retry(-1, call)
 
 
-def test_a_store_opens_however_long_it_was_locked(new_store, tmp_path, monkeypatch):
-    uri, slept = new_store(tmp_path), []
-    holder = sqlite3.connect(tmp_path / "mlflow.db", isolation_level=None)
-    holder.execute("BEGIN EXCLUSIVE")
-
-    def sleep(seconds):
-        slept.append(seconds)
-        if len(slept) == 3:
-            holder.close()
-
-    monkeypatch.setattr(address, "OPEN_S", 0.01)
-    monkeypatch.setattr(time, "sleep", sleep)
-    run_id = begin(stores.Store(uri, "first"))
-    assert len(slept) >= 3
-    assert run_id
-
-
 def test_finished_finds_only_finished_runs_of_the_config(store):
     for status in ("FAILED", "FINISHED"):
         run_id = begin(store, config_hash=f"hash of {status}")
