@@ -5,13 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 from commands import TINY
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from cnnexp.app import hydra_app
 from cnnexp.errors import ConfigError
 from cnnexp.tracking.events import read_journal
-from hydra_plugins.cnnexp_search.sweeper import TpeSweeper, _distribution
+from hydra_plugins.cnnexp_search.sweeper import TpeSweeper
 
 optuna = pytest.importorskip("optuna", reason="search=tpe needs Optuna: pip install cnnexp[search]")
 CategoricalDistribution = optuna.distributions.CategoricalDistribution
@@ -19,26 +18,20 @@ FloatDistribution = optuna.distributions.FloatDistribution
 IntDistribution = optuna.distributions.IntDistribution
 
 
-@pytest.mark.parametrize(
-    ("override", "distribution"),
-    [
-        ("optimizer.lr=interval(0.1,0.5)", FloatDistribution(0.1, 0.5)),
-        ("optimizer.lr=tag(log,interval(1e-4,1e-1))", FloatDistribution(1e-4, 1e-1, log=True)),
-        ("model.filters=range(4,64,4)", IntDistribution(4, 60, step=4)),
-        ("model.filters=range(3)", IntDistribution(0, 2)),
-        ("model.filters=choice(16,32)", CategoricalDistribution(["16", "32"])),
-        ("optimizer=adam,sgd", CategoricalDistribution(["adam", "sgd"])),
-    ],
-)
-def test_where_to_look_is_said_in_hydras_words(override, distribution):
-    (parsed,) = OverridesParser.create().parse_overrides([override])
-    assert _distribution(parsed) == distribution
+LOOK = {  # in Hydra's words
+    "optimizer.weight_decay=interval(0.1,0.5)": FloatDistribution(0.1, 0.5),
+    "optimizer.lr=tag(log,interval(1e-4,1e-1))": FloatDistribution(1e-4, 1e-1, log=True),
+    "model.filters=range(2,8,2)": IntDistribution(2, 6, step=2),
+    "trainer.seed=range(3)": IntDistribution(0, 2),
+    "model.kernel=choice(3,5)": CategoricalDistribution(["3", "5"]),
+    "optimizer=adam,sgd": CategoricalDistribution(["adam", "sgd"]),
+}
 
 
-def test_what_cannot_be_searched_is_one_line():
-    (parsed,) = OverridesParser.create().parse_overrides(["optimizer.lr=glob(*)"])
-    with pytest.raises(ConfigError, match=r"optimizer\.lr=glob\(\*\): search=tpe takes choice"):
-        _distribution(parsed)
+def test_what_cannot_be_searched_is_one_line(run):
+    code, _, err = run(*TINY, "-m", "search=tpe", "optimizer.lr=glob(*)")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "optimizer.lr=glob(*): search=tpe takes choice" in err
     for values, message in (
         ({"direction": "up"}, "hydra.sweeper.direction='up': must be minimize or maximize"),
         ({"trials": 0}, "hydra.sweeper.trials=0: must be >= 1"),
@@ -59,10 +52,9 @@ def test_a_search_goes_on_where_it_stopped_and_jobs_return_their_objective(run, 
         code, _, err = run(*TINY, "-m", "search=tpe", f"hydra.sweeper.trials={trials}", *where, *more)
         return code, err
 
-    lr = "optimizer.lr=tag(log,interval(1e-3,1e-1))"
     assert search(1)[0] == 2  # nothing to search
-    assert search(2, lr) == (0, "")
-    assert search(3, lr) == (0, "")
+    assert search(2, *LOOK) == (0, "")
+    assert search(3, *LOOK) == (0, "")
     found = [read_journal(path.parent)["metrics"][metric] for path in tmp_path.glob("*/*/journal.jsonl")]
 
     backend = optuna.storages.journal.JournalFileBackend(str(tmp_path / "trials"))
@@ -70,6 +62,7 @@ def test_a_search_goes_on_where_it_stopped_and_jobs_return_their_objective(run, 
     assert (study.study_name, study.n_trials) == (f"one_conv-synthetic-{objective}", 3)
     study = optuna.load_study(study_name=study.study_name, storage=optuna.storages.JournalStorage(backend))
     assert len({trial.params["optimizer.lr"] for trial in study.trials}) == 3
+    assert study.trials[0].distributions == {word.partition("=")[0]: where for word, where in LOOK.items()}
     assert sorted(trial.value for trial in study.trials) == pytest.approx(sorted(found))
 
 

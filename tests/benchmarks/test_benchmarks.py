@@ -90,18 +90,6 @@ def test_the_recorded_command_holds_no_folder_of_this_machine():
     assert command == "python -m benchmarks --cases main --peer-python PATH --out=PATH"
 
 
-def test_a_contestants_samples_are_one_line_of_the_file():
-    result = {
-        "command": "c",
-        "machine": {"cores": [0, 1]},
-        "matches": [match({"cpu": [0.1, 1 / 3], "jax": [0.25] * 11})],
-    }
-    text = program.dumps(result)
-    assert json.loads(text) == result
-    assert [line.count('"samples"') for line in text.splitlines() if "samples" in line] == [1, 1, 1]
-    assert len(text.splitlines()) < 25
-
-
 def test_the_files_that_are_kept_are_as_the_program_writes_them():
     kept = sorted((ROOT / "benchmarks" / "results").rglob("cpu.json"))
     assert kept
