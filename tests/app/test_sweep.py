@@ -235,18 +235,3 @@ def test_a_parallel_launcher_that_lost_a_process_is_told_in_a_line(monkeypatch, 
     first, second = capsys.readouterr().err.splitlines()
     assert first == "cnnexp: error: job in folder 1 (model.filters=2): the process died"
     assert second.startswith("  a process of hydra/launcher died")
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["model.filters=range(5,5)"], "model.filters=range(5,5): no value to run; a sweep takes one at least"),
-        (["model.filters=1,2,1"], "model.filters=1: given twice; a sweep runs each value once (vary trainer.seed)"),
-    ],
-)
-def test_a_sweep_of_no_job_or_of_one_twice_is_refused_before_it_starts(run, tmp_path, words, said):
-    code, _, err = run(*TINY, "-m", *words)
-    assert code == 2
-    assert said in err
-    assert err.count("\n") == 1
-    assert not [*tmp_path.glob("sweep/*/journal.jsonl")]

@@ -130,22 +130,6 @@ def test_a_mobilenet_is_computed_by_depthwise_and_a_resnet_in_one_piece():
     assert sum(node.algorithm == "residual" for node in choose_nodes(ResNet(3).network((32, 32, 3), 10), AVX2, 8)) == 18
 
 
-def test_there_are_several_ways_to_force():
-    found = every_algorithm(Network(*NETWORKS["second"]), AVX512)
-    assert {name for layer, name in found if layer == "conv2"} == {
-        "lanes", "lanes-argmax", "channels", "channels-argmax", "winograd", "winograd-argmax",
-    }  # fmt: skip
-    assert ("conv1", "lanes-argmax") not in found, "no pool follows it"
-    assert {("linear1", "wide"), ("linear2", "skinny"), ("linear2", "wide")} <= set(found)
-    first = every_algorithm(Network(*NETWORKS["first"]), AVX512)
-    assert {name for layer, name in first if layer == "conv1"} == {
-        "lanes", "channels", "winograd", "filters", "filters-fused",
-    }  # fmt: skip
-    for name, targets in (("pair", [AVX2, AVX512]), ("edges", [AVX512])):
-        for target in targets:
-            assert ("conv1", "lanes-pair") in every_algorithm(Network(*NETWORKS[name]), target)
-
-
 @pytest.mark.parametrize("target", [AVX2, AVX512], ids=["avx2", "avx512"])
 def test_rows_show_every_kernel_of_a_step(target):
     """And an algorithm has a file of its name."""

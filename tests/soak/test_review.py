@@ -10,7 +10,7 @@ from soak import review
 from soak.commands import ROOT, Done
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="it forks, and reads /proc")
 def test_every_command_of_the_review_ends_as_it_should(tmp_path):
     command, environ = (

@@ -145,17 +145,6 @@ def test_a_worker_that_cannot_be_started_is_told_in_a_line(monkeypatch, lacking)
     assert not active_children()
 
 
-def test_a_worker_that_cannot_be_told_what_to_do_is_ended_before_it_says_so(monkeypatch, capfd):
-    def refuse(*_, **__):
-        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
-
-    monkeypatch.setattr(popen_spawn_posix, "open", refuse, raising=False)
-    with pytest.raises(WorkerDied, match="not all of them can be started: Broken pipe"):
-        compiled(Local(count=2), "one_conv", "sgd")
-    assert not [child for child in psutil.Process().children() if "spawn_main" in " ".join(child.cmdline())]
-    assert capfd.readouterr().err == ""
-
-
 def test_more_workers_than_images_in_a_batch_are_refused():
     with pytest.raises(ConfigError, match=r"trainer\.batch_size=16: must be >= 17"):
         compiled(Local(count=17), "one_conv", "sgd")
