@@ -1,6 +1,5 @@
 """The command line: what a user types, and every mistake in it as one line."""
 
-import errno
 import importlib.util
 import os
 import re
@@ -20,7 +19,6 @@ import cnnexp
 from cnnexp import __main__ as cli
 from cnnexp.app import hydra_app
 from cnnexp.errors import BackendUnavailable, DataError, Diverged
-from cnnexp.tracking import journal
 from cnnexp.tracking.events import read_journal
 from cnnexp.training.checkpoint import find
 
@@ -118,23 +116,6 @@ def test_a_full_traceback_on_request(run, monkeypatch):
     monkeypatch.setattr(cli.os.environ, "get", lambda key, default=None: "1" if key == "HYDRA_FULL_ERROR" else default)
     with pytest.raises(Exception, match=r"Could not override 'trian\.lr'"):
         run("trian.lr=1")
-
-
-@pytest.mark.parametrize(("number", "file"), [(errno.ENOSPC, ()), (errno.ENOSPC, ("there",)), (errno.EMLINK, ())])
-def test_a_disk_that_takes_no_more_is_one_line(run, monkeypatch, tmp_path, number, file):
-    note = journal.note
-
-    def full(file_, event, **facts):
-        if event == "epoch":
-            raise OSError(number, os.strerror(number), *file)
-        note(file_, event, **facts)
-
-    monkeypatch.setattr(journal, "note", full)
-    code, _, err = run(*TINY)
-    said = f"{os.strerror(number)}; runs write to hydra.run.dir=FOLDER and tracking.uri=STORE"
-    assert err == f"cnnexp: error: {'there: ' if file else ''}{said}\n"
-    assert code == 1
-    assert read_journal(tmp_path / "run")["status"] == "FAILED"
 
 
 def test_every_command_tells_its_arguments_and_is_in_the_help(run):

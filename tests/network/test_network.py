@@ -24,7 +24,6 @@ from cnnexp.network import (
     ReLU,
     Residual,
     Sigmoid,
-    Window,
 )
 from cnnexp.network.layers import describe_layer, make_layer
 from cnnexp.network.shapes import walk, window_count

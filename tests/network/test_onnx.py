@@ -15,7 +15,6 @@ from conformance import make_case
 from networks import NETWORKS
 from torch_modules import NAMES, channels_last, torch_modules
 
-from cnnexp import Digits, fit
 from cnnexp.app import explain, export, predict
 from cnnexp.backends import backend
 from cnnexp.errors import BackendUnavailable, CnnexpError, DataError, NetworkError
@@ -447,9 +446,3 @@ def test_a_run_goes_on_predicts_and_is_explained_without_the_file(tmp_path, run,
     code, _, error = run("model=onnx", f"model.path={unknown}", *data, f"hydra.run.dir={tmp_path}/unknown")
     assert code == 2
     assert "node 'the_a' (Selu): unknown operator" in error
-
-
-def test_fit_trains_it(tmp_path):
-    path = saved(tmp_path, [node("Conv", "x k", "a"), *HEAD], DIGITS, ("N", 1, 28, 28))
-    result = fit(Onnx(str(path)), Digits(train_size=500, test_size=100), backend="numpy", epochs=5, baseline=None)
-    assert result.accuracy > 0.6

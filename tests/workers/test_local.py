@@ -3,10 +3,9 @@ import os
 import signal
 import threading
 import time
-from multiprocessing import active_children, popen_spawn_posix
+from multiprocessing import active_children
 
 import numpy as np
-import psutil
 import pytest
 from workers.work import RATE, compiled, hundred_steps, images, order, trained
 
