@@ -43,12 +43,8 @@ class Browser:
         (theirs, self._to), (self._from, theirs_too) = os.pipe(), os.pipe()
         command = [CHROMIUM, *FLAGS, f"--user-data-dir={self._profile}", "--remote-debugging-pipe", "about:blank"]
         # a small program of its own, since only it may move the pipes to where Chromium looks for them
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", AT_3_AND_4, str(theirs), str(theirs_too), *command],
-            pass_fds=(theirs, theirs_too),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        moved, quiet = [sys.executable, "-c", AT_3_AND_4, str(theirs), str(theirs_too), *command], subprocess.DEVNULL
+        self._process = subprocess.Popen(moved, pass_fds=(theirs, theirs_too), stdout=quiet, stderr=quiet)
         os.close(theirs)
         os.close(theirs_too)
         self._session = None

@@ -152,13 +152,9 @@ def cases(draw, kind=None, most=9):
         layers += [Linear(1, bias=draw(st.booleans())), Sigmoid()]
     elif draw(st.booleans()) or not trains(shape, layers):
         layers.append(Linear(draw(st.integers(1, 5)), bias=draw(st.booleans())))
-    case = make_case(
-        Network(shape, tuple(layers)),
-        Loss.BINARY_CROSS_ENTROPY if binary else Loss.SOFTMAX_CROSS_ENTROPY,
-        images=draw(st.integers(1, 6)),
-        seed=draw(st.integers(0, 2**16)),
-        exact=draw(st.booleans()),
-    )
+    loss = Loss.BINARY_CROSS_ENTROPY if binary else Loss.SOFTMAX_CROSS_ENTROPY
+    drawn = (draw(st.integers(1, 6)), draw(st.integers(0, 2**16)), draw(st.booleans()))  # images, seed, exact
+    case = make_case(Network(shape, tuple(layers)), loss, *drawn)
     assume(conformance.decisions_are_clear(case))
     return case
 

@@ -38,9 +38,7 @@ def site(tmp_path_factory) -> Path:
 def installed(*sites: Path, command: Sequence[str], cwd: Path) -> subprocess.CompletedProcess:
     # -P and another folder: nothing of the checkout can be found by chance
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, sites))}
-    return subprocess.run(
-        [sys.executable, "-P", *command], capture_output=True, text=True, cwd=cwd, env=environ, check=False
-    )
+    return subprocess.run([sys.executable, "-P", *command], capture_output=True, text=True, cwd=cwd, env=environ)
 
 
 def test_the_wheel_holds_every_module_and_every_config_file(site):

@@ -280,9 +280,7 @@ def test_a_flag_may_stand_between_words(run, tmp_path):
         ("json.py", "", "another module is called json; rename the file"),
     ],
 )
-def test_a_plugin_that_exits_or_raises_or_is_none_is_one_line_that_names_it(
-    run, tmp_path, monkeypatch, name, code, said
-):
+def test_a_plugin_that_exits_or_raises_or_is_none_is_one_line(run, tmp_path, monkeypatch, name, code, said):
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setenv("CNNEXP_PLUGINS", "")
     file = tmp_path / name

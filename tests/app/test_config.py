@@ -126,9 +126,7 @@ def test_mistakes_in_custom_layers(layer, message):
         build(Custom, {"layers": [layer]}, "model")
 
 
-SCALARS = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.lists(st.integers(), max_size=2)
-)
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.lists(st.integers(), max_size=2)
 
 
 @given(value=SCALARS, hint=st.sampled_from([int, float, bool, str, int | None, Literal["a", "b"], str | int]))

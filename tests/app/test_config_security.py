@@ -117,9 +117,7 @@ PLACES = {  # a key of the config, and what an attack puts there; words in capit
     "defaults": [{"override /model": "SECRET"}],
     "defaults ": ["FOREIGN"],
     "tracking.uri": "STORE",
-    **{
-        f"hydra.{key}": "FOLDER" for key in ("run.dir", "sweep.dir", "sweep.subdir", "output_subdir", "sweeper.journal")
-    },
+    **{f"hydra.{k}": "FOLDER" for k in ("run.dir", "sweep.dir", "sweep.subdir", "output_subdir", "sweeper.journal")},
     **dict.fromkeys(("hydra.launcher.submitit_folder", "hydra.launcher.temp_folder"), "FOLDER"),
     **dict.fromkeys(("hydra.launcher.partition", "hydra.launcher.python"), "SHELL"),
     "hydra.launcher.setup": ["SHELL"],

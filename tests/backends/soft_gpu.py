@@ -33,7 +33,7 @@ from cnnexp.backends.parts import FOLLOWED
 from cnnexp.errors import ConfigError
 from cnnexp.network import Conv2d, Dropout, Flatten, LeakyReLU, Linear, MaxPool2d, Network, ReLU, Sigmoid, Tanh
 from cnnexp.network.losses import Loss
-from cnnexp.network.models import OneConv
+from cnnexp.network.models import OneConv, TwoConvMlp, TwoConvPool4
 from cnnexp.optimizers import SGD, Adam
 from cnnexp.testing import LOSSES
 from cnnexp.testing import NETWORKS as SHIPPED
@@ -159,8 +159,6 @@ def test_the_order_of_blocks_warps_and_streams_changes_no_bit(name):
 @pytest.mark.parametrize("batch", [64, 100, 1000])
 @pytest.mark.parametrize("model", ["one_conv", "two_conv_mlp", "two_conv_pool4"])
 def test_a_step_of_real_size_ends_where_the_cpu_ends(backend, model, batch, gpu, monkeypatch):
-    from cnnexp.network.models import TwoConvMlp, TwoConvPool4
-
     if batch == 1000:  # that `gpu-tuned` chooses is seen with the smaller ones; here every plan takes minutes
         monkeypatch.setattr(tuned, "BLOCKS", tuned.BLOCKS[-1:])
         monkeypatch.setattr(tuned, "TILES_AND_FILTERS", tuned.TILES_AND_FILTERS[-1:])
@@ -282,9 +280,7 @@ def test_what_tells_kernels_apart_is_the_same_in_every_process():
     assert len(made) > 20  # of the tests before
     told = [repr((launch.described(kernel.function), kernel.signature, kernel.block)) for kernel in made]
     assert not [text for text in told if " at 0x" in text]
-    rules = {
-        repr(launch.described(layers.elementwise(layer, 64).function)) for layer in (Tanh(), ReLU(), LeakyReLU(0.1))
-    }
+    rules = {repr(launch.described(layers.elementwise(one, 64).function)) for one in (Tanh(), ReLU(), LeakyReLU(0.1))}
     assert len(rules) == 3
 
 

@@ -43,15 +43,11 @@ print(len(compiled))
 def computed(folder, *processes):
     """Return what processes that start at once print, one for each tuple of backends: how many kernels they compile,
     and the parameters that each backend ends with."""
-    environment = {**os.environ, "XDG_CACHE_HOME": str(folder), "PYTHONPATH": os.pathsep.join(sys.path)}
+    environ = {**os.environ, "XDG_CACHE_HOME": str(folder), "PYTHONPATH": os.pathsep.join(sys.path)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    running = [
-        subprocess.Popen([sys.executable, "-c", SCRIPT, *names], env=environment, **pipes) for names in processes
-    ]
+    running = [subprocess.Popen([sys.executable, "-c", SCRIPT, *names], env=environ, **pipes) for names in processes]
     found = [process.communicate(timeout=300) for process in running]
-    assert [(process.returncode, err) for process, (_, err) in zip(running, found, strict=True)] == [(0, "")] * len(
-        found
-    )
+    assert [(one.returncode, err) for one, (_, err) in zip(running, found, strict=True)] == [(0, "")] * len(found)
     return sum(int(out.split()[-1]) for out, _ in found), [line for out, _ in found for line in out.split()[:-1]]
 
 

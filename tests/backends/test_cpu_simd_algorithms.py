@@ -156,17 +156,14 @@ def test_rows_show_every_kernel_of_a_step(target):
 def test_empty_lanes_cost_as_well():
     """So one image is computed with channels in the lanes where many have the batch there."""
     network = Network((28, 28, 1), (Conv2d(6, 5), ReLU(), Conv2d(8, 5), ReLU(), Flatten(), Linear(10)))
-    many, one = (
-        [node.algorithm for node in choose_nodes(network, AVX512, images) if node.trains] for images in (64, 1)
-    )
+    many, one = ([node.algorithm for node in choose_nodes(network, AVX512, n) if node.trains] for n in (64, 1))
     assert many == ["lanes", "lanes", "skinny"]
     assert one == ["channels", "channels", "skinny"]
 
 
 def test_many_channels_belong_in_the_lanes():
-    network = Network(
-        (16, 16, 64), (Conv2d(128, 3), ReLU(), Conv2d(128, 3), ReLU(), MaxPool2d(2), Flatten(), Linear(9))
-    )
+    layers = Conv2d(128, 3), ReLU(), Conv2d(128, 3), ReLU(), MaxPool2d(2), Flatten(), Linear(9)
+    network = Network((16, 16, 64), layers)
     for target in (AVX2, AVX512):
         chosen = [node.algorithm for node in choose_nodes(network, target, 32)]
         assert chosen == ["winograd", "winograd-argmax", "skinny"]

@@ -46,9 +46,7 @@ def test_the_layers_around_a_strange_one_keep_their_algorithms():
     chosen = {node.name: node.algorithm for node in choose_nodes(STRANGE, HOST, 8)}
     usual = Network((8, 8, 3), (*BEFORE, Conv2d(64, 2, 2), *AFTER))  # of the same shapes
     others = {node.name: node.algorithm for node in choose_nodes(usual, HOST, 8)}
-    assert [chosen[name] for name in ("conv1", "conv2", "linear1")] == [
-        others[n] for n in ("conv1", "conv3", "linear1")
-    ]
+    assert [chosen[n] for n in ("conv1", "conv2", "linear1")] == [others[n] for n in ("conv1", "conv3", "linear1")]
     assert [name for name, algorithm in chosen.items() if algorithm == "general"] == ["unshuffle1"]
 
 

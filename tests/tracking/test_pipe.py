@@ -92,9 +92,7 @@ def stopped(recorder):
 def test_run_records_everything(live, store, tmp_path):
     config = CONFIG | {"more": {f"key{i}": i for i in range(250)}}  # than MLflow takes at once
     with Run(tmp_path, config, ["model.filters=4"], live) as run:
-        run_epochs(
-            run, [epoch_result(1, correct=4, epoch_s=0.5, speedup=2.0), epoch_result(2, epoch_s=0.25, speedup=3)]
-        )
+        run_epochs(run, [epoch_result(1, correct=4, speedup=2), epoch_result(2, epoch_s=0.25, speedup=3)])
         run.summarize({"time/compile_s": 1.5})
         (tmp_path / "checkpoints").mkdir()
         (tmp_path / "checkpoints" / "2.npz").write_bytes(b"state")
@@ -287,9 +285,8 @@ def locked(database):
         yield
 
 
-@pytest.mark.parametrize(
-    "held_s", [0.0, pytest.param(25.0, marks=pytest.mark.thorough)]
-)  # MLflow's client waits for 20 s
+# MLflow's client waits for 20 s
+@pytest.mark.parametrize("held_s", [0.0, pytest.param(25.0, marks=pytest.mark.thorough)])
 def test_a_store_that_is_locked_at_the_start_has_all_later(new_store, tmp_path, held_s):
     uri = new_store(tmp_path)
     with locked(tmp_path / "mlflow.db"):
@@ -332,9 +329,7 @@ def test_a_run_goes_on_in_its_record_with_every_epoch_once(live, store, tmp_path
         second.finished(epoch_result(3, epoch_s=9.0))
         second.finished(epoch_result(4))
     assert second.id == first
-    assert [result.epoch_s for result in second.epochs] == [0.5] * 4, (
-        "as it was first recorded: checkpoints count on it"
-    )
+    assert [result.epoch_s for result in second.epochs] == [0.5] * 4, "as first recorded: checkpoints count on it"
     recorded = read(store, first)
     assert recorded.info.status == "FINISHED"
     assert "error" not in recorded.data.tags
@@ -408,14 +403,9 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_killed_process_leaves_no_run_running_and_never_imported_mlflow(uri, store, tmp_path):
-    path = os.pathsep.join(sys.path)
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, str(tmp_path), uri],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", KILLED, str(tmp_path), uri]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
     run_id, imported = done.stdout.split()
     assert imported == "False"

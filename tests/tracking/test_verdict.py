@@ -85,9 +85,7 @@ def test_a_run_writes_its_verdict_into_its_folder(tmp_path):
     page = (tmp_path / REPORT).read_text()
     assert "| speedup | 2.5 x (median of 7 epochs" in page
     assert f"| folder | {tmp_path} |" in page
-    assert re.search(rf"\| more \| [^|]*cnnexp predict {tmp_path} IMAGE \|", page), (
-        "what shows more, where not recorded"
-    )
+    assert re.search(rf"\| more \| [^|]*cnnexp predict {tmp_path} IMAGE \|", page), "what shows more"
     journal = read_journal(tmp_path)
     assert journal["metrics"].items() >= {"speedup/median": 2.5, "speedup/low": 2.0, "speedup/high": 3.0}.items()
     assert journal["metrics"]["time/others_share"] == 0.31

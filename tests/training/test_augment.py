@@ -95,9 +95,7 @@ def expected(kinds, image, picture):
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32])
-@pytest.mark.parametrize(
-    "kinds", [*([kind] for kind in KINDS), KINDS], ids=lambda kinds: "+".join(k.name for k in kinds)
-)
+@pytest.mark.parametrize("kinds", [*([kind] for kind in KINDS), KINDS], ids=lambda k: "+".join(kind.name for kind in k))
 def test_every_transformation_does_as_scipy_does(kinds, dtype):
     pictures = images(dtype=dtype)
     out, places = np.empty_like(pictures), np.array([4, 0, 5, 3, 1, 2])

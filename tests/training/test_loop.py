@@ -186,10 +186,8 @@ def test_training_stops_after_the_epoch_that_reaches_its_target():
 
 def test_every_observer_sees_the_last_epoch_before_training_ends():
     first, last = Seen(), Seen()
-    first.finished, last.finished = (
-        (lambda result: first.append(result.epoch)),
-        lambda result: last.append(result.epoch),
-    )
+    for seen in (first, last):
+        seen.finished = lambda result, seen=seen: seen.append(result.epoch)
     results = run(FakeProgram(FakeClock(), 1.0), epochs=5, observers=[first, EarlyStopping(target=1.0), last])
     assert len(results) == 1
     assert first[-1] == last[-1] == 1
