@@ -10,6 +10,7 @@ import tracemalloc
 import networks
 import numpy as np
 import pytest
+from backends import on_target
 from backends.on_target import AVX2, AVX512, FILTERS, GENERAL, HOST, NETWORKS, TARGETS, OnTarget, computed, forced
 from conformance import check_case, check_training, make_case
 
@@ -85,22 +86,13 @@ def test_a_network_on_a_target(network, target, images):
     check_case(OnTarget(target), make_case(network, images=images))
 
 
+FEW = Conv2d(24, 3, 2, "floor"), Conv2d(19, 3, padding="same")
+MORE = Conv2d(8, 3, padding="same"), Conv2d(32, 2, padding="valid"), Conv2d(24, 1), Conv2d(8, 1, 2, "floor")
+
+
 @pytest.mark.skipif(not set(AVX2.features) <= set(HOST.features), reason="needs a CPU with AVX2")
 @pytest.mark.parametrize("algorithm", ["filters", "filters-fused"])
-@pytest.mark.parametrize(
-    "conv",
-    [
-        *(Conv2d(24, 3, 2, "floor"), Conv2d(19, 3, padding="same")),
-        *(
-            pytest.param(conv, marks=pytest.mark.thorough)
-            for conv in (
-                *(Conv2d(8, 3, padding="same"), Conv2d(32, 2, padding="valid"), Conv2d(24, 1)),
-                *(Conv2d(8, 1, 2, "floor"), Conv2d(5, 2, padding="valid")),
-            )
-        ),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("conv", on_target.often((*FEW, *MORE, Conv2d(5, 2, padding="valid")), FEW))
 def test_windows_of_four_pixels_on_avx2(conv, algorithm):
     network, target = one_conv(conv, (9, 12, {1: 5, 2: 2, 3: 1}[conv.kernel])), forced(AVX2, conv1=algorithm)
     node = Plan(network, target, 1, 5).nodes[0]
