@@ -1,6 +1,5 @@
 """A headless Chromium: found where one is installed, and driven by hand, through its debugging pipe."""
 
-import base64
 import itertools
 import json
 import os
@@ -44,12 +43,8 @@ class Browser:
         (theirs, self._to), (self._from, theirs_too) = os.pipe(), os.pipe()
         command = [CHROMIUM, *FLAGS, f"--user-data-dir={self._profile}", "--remote-debugging-pipe", "about:blank"]
         # a small program of its own, since only it may move the pipes to where Chromium looks for them
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", AT_3_AND_4, str(theirs), str(theirs_too), *command],
-            pass_fds=(theirs, theirs_too),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        moved, quiet = [sys.executable, "-c", AT_3_AND_4, str(theirs), str(theirs_too), *command], subprocess.DEVNULL
+        self._process = subprocess.Popen(moved, pass_fds=(theirs, theirs_too), stdout=quiet, stderr=quiet)
         os.close(theirs)
         os.close(theirs_too)
         self._session = None
@@ -119,11 +114,6 @@ class Browser:
         root = self.call("DOM.getDocument")["root"]["nodeId"]
         node = self.call("DOM.querySelector", nodeId=root, selector=selector)["nodeId"]
         self.call("DOM.setFileInputFiles", nodeId=node, files=[str(path)])
-
-    def screenshot(self, path):
-        """Write a picture of the whole page as a PNG file."""
-        taken = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(taken["data"]))
 
     def _read(self, ends):
         while b"\0" not in self._rest:

@@ -15,7 +15,9 @@ from cnnexp.errors import DataError
 
 TINY = ("experiment=smoke", "backend=numpy", "tracking=none", "trainer.baseline=null", "trainer.epochs=1")
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
+MNIST = ROOT.parent / "shared" / "data" / "mnist"
+needs_mnist = pytest.mark.skipif(not MNIST.is_dir(), reason="needs the four IDX files of MNIST in ../shared/data/mnist")
 RECORD_NOTHING = {"--cfg", "check", "explain", "help", "predict"}
 
 

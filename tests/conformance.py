@@ -268,9 +268,8 @@ def check_gradients(program, handle, case: Case, batch: np.ndarray) -> None:
     assert gradient.shape == expected.shape
     for parameter in case.network.parameters:
         actual, wanted = parameter.view(gradient), parameter.view(expected)
-        assert _close(actual, wanted, whole), (
-            f"{parameter.name}: relative error {reference.relative_error(actual, wanted):.1e}"
-        )
+        error = reference.relative_error(actual, wanted)
+        assert _close(actual, wanted, whole), f"{parameter.name}: relative error {error:.1e}"
 
 
 def oracle(case: Case, batch: np.ndarray) -> tuple:

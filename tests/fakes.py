@@ -1,9 +1,19 @@
-"""A clock that moves only when told, and a program whose steps cost what the test says."""
+"""A clock that moves only when told, a program whose steps cost what the test says, and a hostile pickle."""
 
 import numpy as np
 
 from cnnexp import SGD, Flatten, Linear, Loss, Network, Totals
 from cnnexp.backends.protocol import Program
+
+
+class Evil:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
 
 
 class FakeClock:

@@ -12,12 +12,7 @@ import numpy as np
 from cnnexp.datasets import FashionMnist, Mnist
 from cnnexp.datasets.idx import IdxFile
 
-NAMES = (
-    "train-images-idx3-ubyte",
-    "train-labels-idx1-ubyte",
-    "t10k-images-idx3-ubyte",
-    "t10k-labels-idx1-ubyte",
-)
+NAMES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 
 
 def idx_bytes(array: np.ndarray, kind: int = 0x08) -> bytes:

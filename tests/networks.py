@@ -38,20 +38,14 @@ WIDER = Conv2d(6, 3, padding="same", bias=False), BatchNorm2d()
 NETWORKS = {
     **{name: network for name, network in SHIPPED.items() if name not in LOSSES},
     "one_conv": ((8, 8, 1), (Conv2d(4, 3), ReLU(), MaxPool2d(2), Flatten(), Linear(5))),
-    "two_conv_mlp": (
-        (10, 10, 1),
-        (
-            *(Conv2d(3, 3), ReLU(), Conv2d(2, 3), ReLU(), MaxPool2d(2)),
-            *(Flatten(), Linear(7, bias=False), ReLU(), Linear(4, bias=False)),
-        ),
-    ),
-    "two_conv_pool4": (
-        (8, 8, 1),
-        (
-            *(Conv2d(4, 2, padding="same"), ReLU(), Conv2d(4, 2, padding="same"), ReLU(), MaxPool2d(4)),
-            *(Flatten(), Linear(6), ReLU(), Linear(3)),
-        ),
-    ),
+    "two_conv_mlp": ((10, 10, 1), (
+        Conv2d(3, 3), ReLU(), Conv2d(2, 3), ReLU(), MaxPool2d(2), Flatten(), Linear(7, bias=False), ReLU(),
+        Linear(4, bias=False),
+    )),
+    "two_conv_pool4": ((8, 8, 1), (
+        Conv2d(4, 2, padding="same"), ReLU(), Conv2d(4, 2, padding="same"), ReLU(), MaxPool2d(4), Flatten(), Linear(6),
+        ReLU(), Linear(3),
+    )),
     "knm_colour": ((9, 9, 3), (Conv2d(5, 4), ReLU(), MaxPool2d(2), Flatten(), Linear(6), ReLU(), Linear(7))),
     "one_pixel": ((1, 1, 1), (Conv2d(1, 1), ReLU(), Flatten(), Linear(2))),
     "one_score": ((3,), (Linear(1),)),
@@ -66,101 +60,66 @@ NETWORKS = {
     "flatten_first": ((4, 4, 2), (Flatten(), Linear(5), ReLU(), Linear(3))),
     "flatten_twice": ((2, 2, 2), (Flatten(), Flatten(), Linear(3), Flatten(), Linear(3))),
     "elementwise_after_flatten": ((5, 6, 2), (Conv2d(3, 2), MaxPool2d(2, 1), Flatten(), Tanh(), Linear(3))),
-    "floor": (
-        (13, 12, 1),
-        (Conv2d(3, 3, 2, "floor"), MaxPool2d(2, padding="floor"), AvgPool2d(2, 3, "floor"), Flatten(), Linear(3)),
-    ),
-    "floor_and_pixels": (
-        (8, 9, 2),
-        (
-            *(Conv2d(4, 3, 2, "floor+1"), ReLU(), MaxPool2d(3, 2, "floor+1")),
-            *(Conv2d(3, 2, 1, 1), AvgPool2d(2, 2, "floor+1"), Flatten(), Linear(3)),
-        ),
-    ),
+    "floor": ((13, 12, 1), (
+        Conv2d(3, 3, 2, "floor"), MaxPool2d(2, padding="floor"), AvgPool2d(2, 3, "floor"), Flatten(), Linear(3),
+    )),
+    "floor_and_pixels": ((8, 9, 2), (
+        Conv2d(4, 3, 2, "floor+1"), ReLU(), MaxPool2d(3, 2, "floor+1"), Conv2d(3, 2, 1, 1), AvgPool2d(2, 2, "floor+1"),
+        Flatten(), Linear(3),
+    )),
     "floor_fused": ((9, 9, 1), (Conv2d(32, 2), ReLU(), MaxPool2d(3, padding="floor"), Flatten(), Linear(3))),
-    "floor_twice": (
-        (9, 9, 1),
-        (
-            *(Conv2d(4, 2), ReLU(), MaxPool2d(3, padding="floor")),
-            *(Conv2d(4, 1, 2, "floor"), ReLU(), MaxPool2d(1), Flatten(), Linear(3)),
-        ),
-    ),
-    "dropouts": (
-        (7, 8, 2),
-        (
-            *(Dropout(0.2), Conv2d(3, 2), Dropout(0.5), Tanh(), Conv2d(20, 3), ReLU(), Dropout(0.0), AvgPool2d(2, 1)),
-            *(Dropout(0.9), Flatten(), Dropout(0.1), Linear(9), ReLU(), Dropout(0.6), Linear(5), Dropout(0.25)),
-        ),
-    ),
-    "batch_norm": (
-        (5, 4, 2),
-        (
-            *(Conv2d(3, 2, bias=False), BatchNorm2d(), ReLU(), Conv2d(4, 2), BatchNorm2d(0.5, 1e-2), Tanh()),
-            *(BatchNorm2d(1.0), Flatten(), Linear(3)),
-        ),
-    ),
+    "floor_twice": ((9, 9, 1), (
+        Conv2d(4, 2), ReLU(), MaxPool2d(3, padding="floor"), Conv2d(4, 1, 2, "floor"), ReLU(), MaxPool2d(1), Flatten(),
+        Linear(3),
+    )),
+    "dropouts": ((7, 8, 2), (
+        Dropout(0.2), Conv2d(3, 2), Dropout(0.5), Tanh(), Conv2d(20, 3), ReLU(), Dropout(0.0), AvgPool2d(2, 1),
+        Dropout(0.9), Flatten(), Dropout(0.1), Linear(9), ReLU(), Dropout(0.6), Linear(5), Dropout(0.25),
+    )),
+    "batch_norm": ((5, 4, 2), (
+        Conv2d(3, 2, bias=False), BatchNorm2d(), ReLU(), Conv2d(4, 2), BatchNorm2d(0.5, 1e-2), Tanh(), BatchNorm2d(1.0),
+        Flatten(), Linear(3),
+    )),
     "batch_norm_first": ((3, 3, 2), (BatchNorm2d(), Conv2d(3, 2), GlobalAvgPool(), Linear(3))),
-    "residual_network": (
-        (6, 6, 3),
-        (
-            *(Conv2d(4, 3, padding="same", bias=False), BatchNorm2d(), ReLU(), Residual(BLOCK), ReLU()),
-            *(Conv2d(4, 3, 2, "same", bias=False), BatchNorm2d(), ReLU(), Residual(BLOCK), ReLU()),
-            *(GlobalAvgPool(), Dropout(0.2), Linear(5)),
-        ),
-    ),
-    "residual_padded": (
-        (6, 5, 3),
-        (
-            *(Conv2d(4, 3, padding="same", bias=False), BatchNorm2d(), ReLU()),
-            *(Residual((Conv2d(6, 3, 2, "floor+1", bias=False), BatchNorm2d(), ReLU(), *WIDER), "padded"), ReLU()),
-            *(Residual((Conv2d(6, 1),), "padded"), Residual((AvgPool2d(1, 3, "floor"),), "padded")),
-            *(Flatten(), Linear(3)),
-        ),
-    ),
+    "residual_network": ((6, 6, 3), (
+        Conv2d(4, 3, padding="same", bias=False), BatchNorm2d(), ReLU(), Residual(BLOCK), ReLU(),
+        Conv2d(4, 3, 2, "same", bias=False), BatchNorm2d(), ReLU(), Residual(BLOCK), ReLU(), GlobalAvgPool(),
+        Dropout(0.2), Linear(5),
+    )),
+    "residual_padded": ((6, 5, 3), (
+        Conv2d(4, 3, padding="same", bias=False), BatchNorm2d(), ReLU(),
+        Residual((Conv2d(6, 3, 2, "floor+1", bias=False), BatchNorm2d(), ReLU(), *WIDER), "padded"), ReLU(),
+        Residual((Conv2d(6, 1),), "padded"), Residual((AvgPool2d(1, 3, "floor"),), "padded"), Flatten(), Linear(3),
+    )),
     "residual_padded_first": ((4, 4, 2), (Residual((Conv2d(5, 2, 2),), "padded"), GlobalAvgPool(), Linear(3))),
-    "depthwise": (
-        (7, 8, 3),
-        (
-            *(Conv2d(3, 3, padding="same", groups=3), ReLU(), Conv2d(10, 1), BatchNorm2d(), ReLU()),
-            *(Conv2d(10, 3, 2, "floor+1", bias=False, groups=10), BatchNorm2d(), ReLU(), Conv2d(17, 1), Tanh()),
-            *(Conv2d(17, 2, 1, "full", groups=17), ReLU(), MaxPool2d(2, padding="floor"), Conv2d(34, 2, groups=17)),
-            *(Flatten(), Linear(3)),
-        ),
-    ),
+    "depthwise": ((7, 8, 3), (
+        Conv2d(3, 3, padding="same", groups=3), ReLU(), Conv2d(10, 1), BatchNorm2d(), ReLU(),
+        Conv2d(10, 3, 2, "floor+1", bias=False, groups=10), BatchNorm2d(), ReLU(), Conv2d(17, 1), Tanh(),
+        Conv2d(17, 2, 1, "full", groups=17), ReLU(), MaxPool2d(2, padding="floor"), Conv2d(34, 2, groups=17), Flatten(),
+        Linear(3),
+    )),
     "depthwise_last": ((5, 5, 9), (Conv2d(9, 1), ReLU(), Conv2d(9, 3, groups=9), ReLU(), Flatten(), Linear(3))),
-    "depthwise_dilated": (
-        (9, 8, 9),
-        (
-            *(Conv2d(9, 3, 1, "same", groups=9, dilation=2), ReLU(), Conv2d(9, 2, 2, "floor+3", groups=9, dilation=3)),
-            *(Tanh(), Conv2d(9, 3, 3, 4, groups=9, dilation=2), GlobalAvgPool(), Linear(3)),
-        ),
-    ),
-    "grouped": (
-        (6, 7, 4),
-        (
-            *(Conv2d(6, 3, padding="same", groups=2), ReLU(), MaxPool2d(2, padding="floor")),
-            *(Conv2d(9, 2, 1, "full", groups=3), ReLU(), Conv2d(18, 2, 2, "floor", groups=9), Flatten(), Linear(3)),
-        ),
-    ),
-    "dilated": (
-        (9, 8, 2),
-        (
-            *(Conv2d(4, 3, padding="same", dilation=2), ReLU(), Conv2d(5, 2, 2, "floor+2", dilation=3), Tanh()),
-            *(Conv2d(6, 2, 1, "full", dilation=2), ReLU(), MaxPool2d(2, padding="floor"), Flatten(), Linear(3)),
-        ),
-    ),
+    "depthwise_dilated": ((9, 8, 9), (
+        Conv2d(9, 3, 1, "same", groups=9, dilation=2), ReLU(), Conv2d(9, 2, 2, "floor+3", groups=9, dilation=3), Tanh(),
+        Conv2d(9, 3, 3, 4, groups=9, dilation=2), GlobalAvgPool(), Linear(3),
+    )),
+    "grouped": ((6, 7, 4), (
+        Conv2d(6, 3, padding="same", groups=2), ReLU(), MaxPool2d(2, padding="floor"),
+        Conv2d(9, 2, 1, "full", groups=3), ReLU(), Conv2d(18, 2, 2, "floor", groups=9), Flatten(), Linear(3),
+    )),
+    "dilated": ((9, 8, 2), (
+        Conv2d(4, 3, padding="same", dilation=2), ReLU(), Conv2d(5, 2, 2, "floor+2", dilation=3), Tanh(),
+        Conv2d(6, 2, 1, "full", dilation=2), ReLU(), MaxPool2d(2, padding="floor"), Flatten(), Linear(3),
+    )),
     "residual_first": ((4, 4, 2), (Residual((Conv2d(2, 3, padding="same"), ReLU())), GlobalAvgPool(), Linear(3))),
-    "residual_nested": (
-        (3, 3, 2),
-        (
-            *(Conv2d(2, 1), Residual((Residual((Conv2d(2, 1), Residual((Sigmoid(),)))), Conv2d(2, 3, padding="same")))),
-            *(Flatten(), Residual((Flatten(),)), Linear(3), Residual((Flatten(), ReLU()))),
-        ),
-    ),
+    "residual_nested": ((3, 3, 2), (
+        Conv2d(2, 1), Residual((Residual((Conv2d(2, 1), Residual((Sigmoid(),)))), Conv2d(2, 3, padding="same"))),
+        Flatten(), Residual((Flatten(),)), Linear(3), Residual((Flatten(), ReLU())),
+    )),
     "residual_of_a_view": ((3,), (Linear(3), Residual((Sigmoid(), Residual((Flatten(),)))), Linear(3))),
     "residual_without_parameters": ((3,), (Residual((Sigmoid(),)), Linear(3), Residual((Tanh(), Sigmoid())))),
     "many_filters": ((5, 5, 3), (Conv2d(37, 3), ReLU(), MaxPool2d(3), Flatten(), Linear(11))),
-}
+}  # fmt: skip
 
 
 @st.composite
@@ -193,13 +152,9 @@ def cases(draw, kind=None, most=9):
         layers += [Linear(1, bias=draw(st.booleans())), Sigmoid()]
     elif draw(st.booleans()) or not trains(shape, layers):
         layers.append(Linear(draw(st.integers(1, 5)), bias=draw(st.booleans())))
-    case = make_case(
-        Network(shape, tuple(layers)),
-        Loss.BINARY_CROSS_ENTROPY if binary else Loss.SOFTMAX_CROSS_ENTROPY,
-        images=draw(st.integers(1, 6)),
-        seed=draw(st.integers(0, 2**16)),
-        exact=draw(st.booleans()),
-    )
+    loss = Loss.BINARY_CROSS_ENTROPY if binary else Loss.SOFTMAX_CROSS_ENTROPY
+    drawn = (draw(st.integers(1, 6)), draw(st.integers(0, 2**16)), draw(st.booleans()))  # images, seed, exact
+    case = make_case(Network(shape, tuple(layers)), loss, *drawn)
     assume(conformance.decisions_are_clear(case))
     return case
 

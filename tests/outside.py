@@ -80,15 +80,8 @@ class Stripes(Source):
         images = np.zeros((60, self.side, self.side, 1), np.uint8)
         images[::2, ::2], images[1::2, :, ::2] = 255, 255
         labels = np.arange(60, dtype=np.int32) % 2
-        return Dataset(
-            name=self.name,
-            train=Split(images[:40], labels[:40]),
-            test=Split(images[40:], labels[40:]),
-            validation=None,
-            classes=("lying", "upright"),
-            source="made here",
-            sha256="0" * 64,
-        )
+        train, test = Split(images[:40], labels[:40]), Split(images[40:], labels[40:])
+        return Dataset(self.name, train, test, None, ("lying", "upright"), source="made here", sha256="0" * 64)
 
 
 @register("backend", "mine")

@@ -19,15 +19,8 @@ NETWORK = Network((2, 2, 1), (Flatten(), Linear(3)))
 LABELS = np.array([0, 1, 2, 2], np.int32)
 SCORES = np.eye(3, dtype=np.float32)[[0, 1, 2, 1]]  # the last image is taken for a 1
 _IMAGES = np.zeros((4, 2, 2, 1), np.uint8)
-DATASET = Dataset(
-    name="points",
-    train=Split(np.zeros((8, 2, 2, 1), np.uint8), np.arange(8, dtype=np.int32) % 3),
-    test=Split(_IMAGES, LABELS),
-    validation=None,
-    classes=("a", "b", "c"),
-    source="made up",
-    sha256="0123456789abcdef" * 4,
-)
+_SPLITS = Split(np.zeros((8, 2, 2, 1), np.uint8), np.arange(8, dtype=np.int32) % 3), Split(_IMAGES, LABELS)
+DATASET = Dataset("points", *_SPLITS, None, ("a", "b", "c"), source="made up", sha256="0123456789abcdef" * 4)
 
 
 class Backend:
@@ -37,14 +30,7 @@ class Backend:
 
 def epoch_result(epoch, correct=2, epoch_s=0.5, speedup=None, validation=None):
     """One epoch of 8 training and 4 test images, `correct` of the test images right."""
-    return EpochResult(
-        epoch=epoch,
-        rate=0.1,
-        train=Totals(8.0 / epoch, 4, 8),
-        test=Totals(2.0, correct, 4),
-        validation=None if validation is None else Totals(1.0, validation, 4),
-        epoch_s=epoch_s,
-        evaluate_s=0.01,
-        comparison=None if speedup is None else Comparison(epoch_s * speedup / 8, 4, 3, speedup),
-        scores=SCORES,
-    )
+    train, test = Totals(8.0 / epoch, 4, 8), Totals(2.0, correct, 4)
+    held_out = None if validation is None else Totals(1.0, validation, 4)
+    compared = None if speedup is None else Comparison(epoch_s * speedup / 8, 4, 3, speedup)
+    return EpochResult(epoch, 0.1, train, test, held_out, epoch_s, evaluate_s=0.01, comparison=compared, scores=SCORES)

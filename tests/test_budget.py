@@ -28,9 +28,7 @@ class Function:
 def room_of(path: Path) -> str:
     """Return the innermost folder with a budget that holds a module: `backends/gpu/fused`; "" is the root."""
     folders = [path.parent, *path.parent.parents]
-    names = [
-        folder.relative_to(ROOT / "cnnexp").as_posix() for folder in folders if folder.is_relative_to(ROOT / "cnnexp")
-    ]
+    names = [f.relative_to(ROOT / "cnnexp").as_posix() for f in folders if f.is_relative_to(ROOT / "cnnexp")]
     return next((name for name in names if name in ROOMS), names[0]).replace(".", "root")
 
 
@@ -67,13 +65,9 @@ def _height(node: ast.FunctionDef) -> int:
 
 
 def _decorated(node: ast.FunctionDef) -> bool:
-    names = {
-        inner.id for decorator in node.decorator_list for inner in ast.walk(decorator) if isinstance(inner, ast.Name)
-    }
-    attributes = {
-        i.attr for decorator in node.decorator_list for i in ast.walk(decorator) if isinstance(i, ast.Attribute)
-    }
-    return bool(COMPILERS & (names | attributes))
+    inner = [one for decorator in node.decorator_list for one in ast.walk(decorator)]
+    names = {getattr(one, "id", None) or getattr(one, "attr", None) for one in inner}
+    return bool(COMPILERS & names)
 
 
 def _emits(argument: ast.arg) -> bool:

@@ -1,8 +1,10 @@
-"""The tutorial, followed to the letter: its files written, its commands run, in order."""
+"""The pages: the tutorial followed to the letter, what the README says, and links that lead somewhere."""
 
 import importlib
 import re
 import shlex
+import subprocess
+import sys
 
 import pytest
 import yaml
@@ -12,6 +14,7 @@ from cnnexp import __main__ as cli
 from cnnexp.app.config import load
 from cnnexp.errors import BackendUnavailable
 
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```(?:sh|\{code-block\} \w+\n:caption: (\S+)\n)\n(.*?)```", TUTORIAL, re.DOTALL)
 """File name, or empty for commands, and text."""
@@ -88,12 +91,7 @@ def anchors(page):
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-PAGES = [
-    *ROOT.glob("*.md"),
-    *ROOT.glob("docs/*.md"),
-    ROOT / "docs" / "papers" / "index.md",
-    ROOT / "examples" / "README.md",
-]
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "docs/papers/index.md", ROOT / "examples/README.md"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
@@ -103,3 +101,32 @@ def test_every_link_between_pages_leads_somewhere(page):
         assert target.exists(), f"{page.name}: {path}"
         if (wanted := anchor or own) and target.suffix == ".md":
             assert wanted in anchors(target), f"{page.name}: {path}#{wanted}"
+
+
+def test_the_python_example_trains_without_hydra_or_mlflow():
+    (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    example = example.replace("threads=2", "threads=1")  # a machine may have one core
+    loaded = "import sys; print(sorted({'hydra', 'mlflow'} & set(sys.modules)))"
+    ran = subprocess.run([sys.executable, "-c", f"{example}\n{loaded}"], capture_output=True, text=True, check=True)
+    *epochs, frameworks = ran.stdout.splitlines()
+    assert frameworks == "[]"
+    assert [line.split()[0] for line in epochs] == ["1", "2", "3", "4", "5"]
+    assert float(epochs[-1].split()[1]) > 0.85
+
+
+def test_the_readme_is_short_and_opens_with_what_it_does():
+    lines = README.splitlines()
+    assert len(lines) <= 100
+    assert "](docs/tutorial.md)" in "\n".join(lines)
+    assert "](../README.md)" in TUTORIAL
+    first_screen = "\n".join(lines[:45])
+    for shown in ("make train", "\nspeedup ", "cpu-2-threads.png", "| best peer |", "```python"):
+        assert shown in first_screen, shown
+
+
+@pytest.mark.parametrize("group", ["model", "backend", "optimizer", "dataset"])
+def test_the_readme_names_what_config_may_name(group):
+    (row,) = re.findall(rf"^\| `{group}` \| (.*) \|$", README, re.MULTILINE)
+    named = set(re.findall(r"`([\w-]+)`", row))
+    there = {path.stem for path in (ROOT / "conf" / group).glob("*.yaml")}
+    assert named == {name for name in there if not name.startswith("cpu-published")}

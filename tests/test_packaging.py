@@ -13,12 +13,12 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from commands import ROOT
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import cnnexp
 
-ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
@@ -38,9 +38,7 @@ def site(tmp_path_factory) -> Path:
 def installed(*sites: Path, command: Sequence[str], cwd: Path) -> subprocess.CompletedProcess:
     # -P and another folder: nothing of the checkout can be found by chance
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, sites))}
-    return subprocess.run(
-        [sys.executable, "-P", *command], capture_output=True, text=True, cwd=cwd, env=environ, check=False
-    )
+    return subprocess.run([sys.executable, "-P", *command], capture_output=True, text=True, cwd=cwd, env=environ)
 
 
 def test_the_wheel_holds_every_module_and_every_config_file(site):

@@ -237,10 +237,7 @@ def test_a_derivative_may_be_a_surrogate_where_that_is_said():
 @pytest.mark.parametrize(
     ("parts", "said"),
     [
-        (
-            {"slope": lambda maths, x: np.float32(2.02) * x},
-            r"its derivative is wrong at .*; surrogate = True if it",
-        ),
+        ({"slope": lambda maths, x: np.float32(2.02) * x}, r"its derivative is wrong at .*; surrogate = True if it"),
         ({"slope": lambda maths, x: maths.where(x > TWO, x, TWO * x)}, r"at 34 of 101 points: 6\.012 at x = 6\.01"),
         ({"function": lambda maths, x: np.exp(x)}, r"numpy\.exp in a rule: use maths\.exp$"),
         ({"function": lambda maths, x: math.exp(x)}, r"plain number of one that varies: use maths\.exp, maths\.tanh"),

@@ -2,11 +2,10 @@ import dataclasses
 import inspect
 import math
 import re
-from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 import pytest
-from commands import one_line
+from commands import ROOT, one_line
 from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
@@ -24,7 +23,7 @@ from cnnexp.training.loop import TrainingPlan
 from cnnexp.training.schedules import Constant, Cosine, Step
 from cnnexp.workers import WORKERS
 
-CONF = Path(__file__).resolve().parents[2] / "conf"
+CONF = ROOT / "conf"
 VALUES = {
     "model": {"name": "one_conv", "filters": 8},
     "backend": {"name": "numpy"},
@@ -60,14 +59,9 @@ def test_load_makes_every_piece():
         (changed("model", bogus={"a": 1}), "model.bogus={'a': 1}: unknown key; legal: filters"),
         (changed("model", name="onconv"), "model.name='onconv': unknown; legal: one_conv, .*; did you mean 'one_conv'"),
         (changed("model", name=None), "model.name=null: unknown; legal: one_conv"),
-        (changed("backend", name="cuda"), "backend.name='cuda': unknown; legal: "),
         (changed("backend", threads=2), "backend.threads=2: unknown key; legal: none"),
-        (changed("optimizer", name="adamm"), "optimizer.name='adamm': unknown; legal: .*; did you mean 'adam'"),
-        (changed("dataset", name="mnst"), "dataset.name='mnst': unknown; legal: .*; did you mean 'mnist'"),
         (changed("model", filters="abc"), "model.filters='abc': must be a whole number"),
-        (changed("model", filters=2.0), "model.filters=2.0: must be a whole number"),
         (changed("model", filters=True), "model.filters=true: must be a whole number"),
-        (changed("model", filters=None), "model.filters=null: must be a whole number"),
         (changed("model", filters=2**63), r"model.filters=9223372036854775808: must be a whole number .* 2\*\*63 "),
         ({**VALUES, "augment": {"crop": {}}}, "augment.crop={}: unknown key; legal: shift, crop_flip, affine, elastic"),
         ({**VALUES, "augment": {"affine": {"rotations": 3}}}, "augment.affine.rotations=3: unknown key; .*'rotation'"),
@@ -81,27 +75,17 @@ def test_load_makes_every_piece():
         (changed("model", name=[1]), r"model.name=\[1\]: unknown; legal"),
         ({**VALUES, "model": {"name": "ffn", "hidden": [3, "4"]}}, r"model.hidden\[1\]='4': must be a whole number"),
         ({**VALUES, "model": {"name": "ffn", "hidden": 5}}, "model.hidden=5: must be a list, each a whole number"),
-        (changed("model", filters=[1]), r"model.filters=\[1\]: must be a whole number"),
         (changed("model", padding="sane"), "model.padding='sane': must be one of valid, same, .* did you mean 'same'"),
         (changed("optimizer", lr="abc"), "optimizer.lr='abc': must be a finite number"),
         (changed("optimizer", lr=math.nan), "optimizer.lr=nan: must be a finite number"),
-        (changed("optimizer", lr=math.inf), "optimizer.lr=inf: must be a finite number"),
-        (changed("optimizer", lr=True), "optimizer.lr=true: must be a finite number"),
-        (changed("optimizer", lr=-0.1), "optimizer.lr=-0.1: must be > 0"),
         (changed("optimizer", nesterov=1), "optimizer.nesterov=1: must be true or false"),
         (changed("optimizer", nesterov=True), "optimizer.nesterov=true: needs optimizer.momentum > 0"),
-        (changed("trainer", epochs=0), "trainer.epochs=0: must be 1 .. 1000000"),
-        (changed("trainer", seed=2**70), "trainer.seed=1180591620717411303424: must be a whole number of at most"),
-        (changed("trainer", schedule="cosin"), "trainer.schedule='cosin': must be one of .* did you mean 'cosine'"),
         (changed("trainer", milestones=[0]), "trainer.milestones=0: must be >= 1"),
         (changed("trainer", class_weights=[1.0, 0.0]), "trainer.class_weights=0.0: must be > 0"),
         (changed("trainer", class_weights="balance"), "trainer.class_weights='balance': .* did you mean 'balanced'"),
-        (changed("trainer", patience=0), "trainer.patience=0: must be >= 1, or null"),
         (changed("trainer", baseline="cpuu"), "trainer.baseline='cpuu': unknown; legal: .* did you mean 'cpu'"),
-        (changed("trainer", baseline_s=0), "trainer.baseline_s=0.0: must be > 0 seconds"),
         (changed("tracking", experiment=""), "tracking.experiment='': must be 1 .. 256 characters"),
         (changed("tracking", run_name=7), "tracking.run_name=7: must be a text or null"),
-        (changed("sweep", objective="loss"), "sweep.objective='loss': must be one of test_accuracy, epoch_s"),
         (changed("model", _target_="os.system"), "model._target_='os.system': refused"),
         ({**VALUES, "extra": {"a": {"_target_": "x"}}}, "extra.a._target_='x': refused"),
         ({**VALUES, "extra": 1}, "extra=1: unknown key; legal: model, backend"),
@@ -132,9 +116,7 @@ def test_layers_and_lists_from_plain_values():
         ({"type": "conv3d"}, r"model.layers\[0\].type='conv3d': unknown; legal: Conv2d, ReLU"),
         ({"type": "RelU"}, r"did you mean 'ReLU'"),
         ({"filters": 3}, r"model.layers\[0\]=.*: must be a mapping with a type, one of Conv2d"),
-        ("ReLU", r"model.layers\[0\]='ReLU': must be a mapping with a type"),
         ({"type": "Conv2d"}, r"model.layers\[0\].filters is missing"),
-        ({"type": "Conv2d", "filters": 2.5}, r"model.layers\[0\].filters=2.5: must be a whole number"),
         ({"type": "Linear", "features": 3, "bias": 0}, r"model.layers\[0\].bias=0: must be true or false"),
         ({"type": "Flatten", "stride": 1}, r"model.layers\[0\].stride=1: unknown key; legal: none"),
     ],
@@ -144,9 +126,7 @@ def test_mistakes_in_custom_layers(layer, message):
         build(Custom, {"layers": [layer]}, "model")
 
 
-SCALARS = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.lists(st.integers(), max_size=2)
-)
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.lists(st.integers(), max_size=2)
 
 
 @given(value=SCALARS, hint=st.sampled_from([int, float, bool, str, int | None, Literal["a", "b"], str | int]))
@@ -165,21 +145,8 @@ def test_plain_resolves_and_record_keeps_the_environment_unread(monkeypatch):
     config = OmegaConf.create({"tracking": {"uri": uri}, "copy": "${list}", "list": [1, "${n}"], "n": 2})
     assert plain(config)["tracking"]["uri"] == "http://hush@host"
     assert record(config) == {"tracking": {"uri": uri}, "copy": [1, 2], "list": [1, 2], "n": 2}
-
-
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        ("???", "model.filters: must be given, as model.filters=VALUE"),
-        ("${oc.env:CNNEXP_TEST_MISSING}", "model.filters: .*CNNEXP_TEST_MISSING"),
-        ("${nope.x}", "model.filters: .*nope"),
-    ],
-)
-def test_values_that_lead_nowhere(value, message):
-    config = OmegaConf.create({"model": {"filters": value}})
-    with pytest.raises(ConfigError, match=message):
-        plain(config)
-    assert record(config)["model"]["filters"] == value
+    nowhere = {"model": {"filters": "???"}, "tracking": {"uri": "${oc.env:CNNEXP_TEST_MISSING}", "run_name": "${x.y}"}}
+    assert record(OmegaConf.create(nowhere)) == nowhere
 
 
 REGISTRIES = {

@@ -7,6 +7,7 @@ import re
 import pytest
 import yaml
 from commands import TINY, one_line
+from fakes import Evil
 from hydra._internal.config_repository import CachingConfigRepository
 from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 from hydra.core.default_element import ResultDefault
@@ -50,24 +51,10 @@ def test_keys_that_name_code_are_refused_and_nothing_runs(run, tmp_path, monkeyp
     assert not marker.exists()
 
 
-class Evil:
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return open, (str(self.path), "w")
-
-
 FILES = {
     "code": "hydra: {callbacks: {x: {_target_: hydra_plugins.cnnexp_search.sweeper.Path.write_text, _args_: "
     "[{_target_: hydra_plugins.cnnexp_search.sweeper.Path, _args_: [MARKER]}, x]}}}",
-    "class": "hydra: {callbacks: {x: {_target_: cnnexp.app.hydra_app.SweepCallback}}}",
-    "handler": "hydra: {job_logging: {handlers: {x: {(): builtins.open, file: MARKER, mode: w}}}}",
     "environment": "tracking: {run_name: '${oc.env:CANARY}'}",
-    "reference": "tracking: {run_name: '${tracking.uri}'}",
-    "folder": "hydra: {run: {dir: MARKER}}",
-    "database": "tracking: {uri: 'sqlite:///MARKER'}",
-    "password": "tracking: {uri: 'postgresql://host/db?password=s3cr3t'}",
     "defaults": "defaults: [{override /model: '${oc.env:CANARY}'}]",
     "sweep": "hydra: {mode: MULTIRUN, sweeper: {params: {tracking.run_name: '$\\\\{oc.env\\\\:CANARY\\\\}'}}}",
 }
@@ -130,9 +117,7 @@ PLACES = {  # a key of the config, and what an attack puts there; words in capit
     "defaults": [{"override /model": "SECRET"}],
     "defaults ": ["FOREIGN"],
     "tracking.uri": "STORE",
-    **{
-        f"hydra.{key}": "FOLDER" for key in ("run.dir", "sweep.dir", "sweep.subdir", "output_subdir", "sweeper.journal")
-    },
+    **{f"hydra.{k}": "FOLDER" for k in ("run.dir", "sweep.dir", "sweep.subdir", "output_subdir", "sweeper.journal")},
     **dict.fromkeys(("hydra.launcher.submitit_folder", "hydra.launcher.temp_folder"), "FOLDER"),
     **dict.fromkeys(("hydra.launcher.partition", "hydra.launcher.python"), "SHELL"),
     "hydra.launcher.setup": ["SHELL"],

@@ -2,16 +2,14 @@
 
 import os
 import re
-from pathlib import Path
 
 import pytest
+from commands import ROOT
 
 from cnnexp.app import doctor
 from cnnexp.errors import BackendUnavailable, ConfigError
 from cnnexp.measuring import environment
 from cnnexp.system.cores import usable_cores
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 import pytest
 
-from cnnexp.app import ranking, sweep
-from cnnexp.system.table import as_markdown
+from cnnexp.app import ranking
 
 
 def row(job, backend, seed="0", status="FINISHED", contended=False, disturbed=False):
@@ -71,12 +70,6 @@ def test_what_failed_or_was_contended_has_no_place_and_what_was_disturbed_is_nam
     assert told["failed"] == "1 of 3 jobs"
     told, places = verdict([rows[1]], {"1": epochs(2.0)})
     assert (places, told["ranking"]) == ([], "none: no job was timed alone to its end")
-
-
-def test_a_table_of_all_jobs():
-    text = as_markdown(sweep.job_table([row("0", "a"), row("1", "b", status="FAILED")]))
-    assert text[0] == "| job | backend | trainer.seed | status | test acc. |"
-    assert text[3] == "| 1 | b | 0 | FAILED | 0.9000 |"
 
 
 def test_a_sweep_over_seeds_alone_is_one_place_and_tells_the_time_to_its_target():

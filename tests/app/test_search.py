@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 from commands import TINY
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from cnnexp.app import hydra_app
 from cnnexp.errors import ConfigError
-from hydra_plugins.cnnexp_search.sweeper import TpeSweeper, _distribution
+from cnnexp.tracking.events import read_journal
+from hydra_plugins.cnnexp_search.sweeper import TpeSweeper
 
 optuna = pytest.importorskip("optuna", reason="search=tpe needs Optuna: pip install cnnexp[search]")
 CategoricalDistribution = optuna.distributions.CategoricalDistribution
@@ -18,26 +18,20 @@ FloatDistribution = optuna.distributions.FloatDistribution
 IntDistribution = optuna.distributions.IntDistribution
 
 
-@pytest.mark.parametrize(
-    ("override", "distribution"),
-    [
-        ("optimizer.lr=interval(0.1,0.5)", FloatDistribution(0.1, 0.5)),
-        ("optimizer.lr=tag(log,interval(1e-4,1e-1))", FloatDistribution(1e-4, 1e-1, log=True)),
-        ("model.filters=range(4,64,4)", IntDistribution(4, 60, step=4)),
-        ("model.filters=range(3)", IntDistribution(0, 2)),
-        ("model.filters=choice(16,32)", CategoricalDistribution(["16", "32"])),
-        ("optimizer=adam,sgd", CategoricalDistribution(["adam", "sgd"])),
-    ],
-)
-def test_where_to_look_is_said_in_hydras_words(override, distribution):
-    (parsed,) = OverridesParser.create().parse_overrides([override])
-    assert _distribution(parsed) == distribution
+LOOK = {  # in Hydra's words
+    "optimizer.weight_decay=interval(0.1,0.5)": FloatDistribution(0.1, 0.5),
+    "optimizer.lr=tag(log,interval(1e-4,1e-1))": FloatDistribution(1e-4, 1e-1, log=True),
+    "model.filters=range(2,8,2)": IntDistribution(2, 6, step=2),
+    "trainer.seed=range(3)": IntDistribution(0, 2),
+    "model.kernel=choice(3,5)": CategoricalDistribution(["3", "5"]),
+    "optimizer=adam,sgd": CategoricalDistribution(["adam", "sgd"]),
+}
 
 
-def test_what_cannot_be_searched_is_one_line():
-    (parsed,) = OverridesParser.create().parse_overrides(["optimizer.lr=glob(*)"])
-    with pytest.raises(ConfigError, match=r"optimizer\.lr=glob\(\*\): search=tpe takes choice"):
-        _distribution(parsed)
+def test_what_cannot_be_searched_is_one_line(run):
+    code, _, err = run(*TINY, "-m", "search=tpe", "optimizer.lr=glob(*)")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "optimizer.lr=glob(*): search=tpe takes choice" in err
     for values, message in (
         ({"direction": "up"}, "hydra.sweeper.direction='up': must be minimize or maximize"),
         ({"trials": 0}, "hydra.sweeper.trials=0: must be >= 1"),
@@ -50,22 +44,23 @@ def test_what_cannot_be_searched_is_one_line():
 
 def test_a_search_goes_on_where_it_stopped(run, tmp_path):
     def search(trials, *more):
-        where = (f"hydra.sweeper.journal={tmp_path}/trials", f"hydra.sweep.dir={tmp_path}/{trials}")
-        code, _, err = run(*TINY, "-m", "search=tpe", f"hydra.sweeper.trials={trials}", *where, *more)
+        where = [f"hydra.{kind}.dir={tmp_path}/{trials}" for kind in ("run", "sweep")]
+        asked = (f"hydra.sweeper.journal={tmp_path}/trials", f"hydra.sweeper.trials={trials}")
+        code, _, err = run(*TINY, "-m", "search=tpe", *asked, *where, *more)
         return code, err
 
-    lr = "optimizer.lr=tag(log,interval(1e-3,1e-1))"
     assert search(1)[0] == 2  # nothing to search
-    assert search(2, lr) == (0, "")
-    assert search(3, lr) == (0, "")
-    assert sorted(path.name for path in tmp_path.glob("*/*/journal.jsonl")) == ["journal.jsonl"] * 3
+    assert search(2, *LOOK) == (0, "")
+    assert search(3, *LOOK) == (0, "")
+    found = [read_journal(path.parent)["metrics"]["final/test_accuracy"] for path in tmp_path.glob("*/*/journal.jsonl")]
 
     backend = optuna.storages.journal.JournalFileBackend(str(tmp_path / "trials"))
     (study,) = optuna.get_all_study_summaries(optuna.storages.JournalStorage(backend))
     assert (study.study_name, study.n_trials) == ("one_conv-synthetic-test_accuracy", 3)
     study = optuna.load_study(study_name=study.study_name, storage=optuna.storages.JournalStorage(backend))
     assert len({trial.params["optimizer.lr"] for trial in study.trials}) == 3
-    assert all(0 <= trial.value <= 1 for trial in study.trials)
+    assert study.trials[0].distributions == {word.partition("=")[0]: where for word, where in LOOK.items()}
+    assert sorted(trial.value for trial in study.trials) == pytest.approx(sorted(found))
 
 
 def test_what_an_experiment_sweeps_is_searched_unless_it_is_typed(tmp_path):
@@ -79,11 +74,12 @@ def test_what_an_experiment_sweeps_is_searched_unless_it_is_typed(tmp_path):
     sweeper.sweep(["trainer.seed=5"])
     assert launched in ([["trainer.seed=5", "model.filters=2"]], [["trainer.seed=5", "model.filters=3"]])
     asked = OmegaConf.create({"_target_": "TpeSweeper", "params": params})
-    assert hydra_app._plan(["trainer.seed=5", "optimizer.lr=interval(0.1,0.2)"], asked) == (
-        ["optimizer.lr", "model.filters"],
-        None,
-    )
+    searched = {"optimizer.lr": "interval(0.1,0.2)", "model.filters": "choice(2,3)"}
+    assert hydra_app._plan(["trainer.seed=5", "optimizer.lr=interval(0.1,0.2)"], asked) == (searched, None)
     asked = OmegaConf.create({"_target_": "BasicSweeper", "params": {"trainer.seed": "10,11,12"}})  # of a sweep, too
-    assert hydra_app._plan(["trainer.seed=0"], asked) == ([], 1)
-    assert hydra_app._plan(["model.filters=2,3"], asked) == (["model.filters", "trainer.seed"], 6)
-    assert hydra_app._plan(["trainer.seed=1,2"], asked) == (["trainer.seed"], 2)
+    for typed, swept, jobs in (
+        ("trainer.seed=0", {}, 1),
+        ("model.filters=2,3", {"model.filters": "2,3", "trainer.seed": "10,11,12"}, 6),
+        ("trainer.seed=1,2", {"trainer.seed": "1,2"}, 2),
+    ):
+        assert hydra_app._plan([typed], asked) == (swept, jobs)

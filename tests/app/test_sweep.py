@@ -208,36 +208,13 @@ def test_a_sweep_that_goes_on_has_the_parent_that_it_had(tmp_path, new_store, mo
     assert len(opened._search(f"tags.`mlflow.parentRunId` = '{ids[0]}'", 10)) == 3
 
 
-def command_line(*arguments):
-    return cnnexp("-m", "experiment=smoke", "trainer.baseline=null", *arguments)
-
-
-@pytest.mark.thorough
-def test_a_sweep_from_the_command_line_can_go_on_where_it_failed(tmp_path, new_store):
-    store = f"tracking.uri={new_store(tmp_path)}"
-    filters = ("backend=numpy", "trainer.epochs=1", store)
-    first = command_line(*filters, "model.filters=2,-1", f"hydra.sweep.dir={tmp_path}/first")
-    assert first.returncode == 1, first.stderr
-    assert "job in folder 1 (model.filters=-1): model.filters=-1: must be a whole number >= 1" in first.stderr
-    second = command_line(
-        *filters, "model.filters=2,4", "sweep.skip_finished=true", f"hydra.sweep.dir={tmp_path}/second"
-    )
-    assert second.returncode == 0, second.stderr
-    rows = sweep.rows(tmp_path / "second")
-    assert [row["status"] for row in rows] == ["SKIPPED", "FINISHED"]
-    assert rows[0]["final/test_accuracy"] == sweep.rows(tmp_path / "first")[0]["final/test_accuracy"]
-
-
 @pytest.mark.thorough
 def test_a_parallel_launcher_is_contended(tmp_path):
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
-    done = command_line(
-        *("backend=numpy", "tracking=none", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"),
-        *("model.filters=2,4", f"hydra.sweep.dir={tmp_path}"),
-    )
+    launcher = ("hydra/launcher=joblib", "hydra.launcher.n_jobs=2", f"hydra.sweep.dir={tmp_path}")
+    done = cnnexp("-m", *TINY, *launcher, "model.filters=2,4")
     assert done.returncode == 0, done.stderr
     assert [row["contended"] for row in sweep.rows(tmp_path)] == [True, True]
-    assert json.loads((tmp_path / "0" / JOURNAL).read_text().splitlines()[0])["contended"]
 
 
 def test_a_parallel_launcher_that_lost_a_process_is_told_in_a_line(monkeypatch, tmp_path, capsys):
@@ -258,18 +235,3 @@ def test_a_parallel_launcher_that_lost_a_process_is_told_in_a_line(monkeypatch, 
     first, second = capsys.readouterr().err.splitlines()
     assert first == "cnnexp: error: job in folder 1 (model.filters=2): the process died"
     assert second.startswith("  a process of hydra/launcher died")
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["model.filters=range(5,5)"], "model.filters=range(5,5): no value to run; a sweep takes one at least"),
-        (["model.filters=1,2,1"], "model.filters=1: given twice; a sweep runs each value once (vary trainer.seed)"),
-    ],
-)
-def test_a_sweep_of_no_job_or_of_one_twice_is_refused_before_it_starts(run, tmp_path, words, said):
-    code, _, err = run(*TINY, "-m", *words)
-    assert code == 2
-    assert said in err
-    assert err.count("\n") == 1
-    assert not [*tmp_path.glob("sweep/*/journal.jsonl")]

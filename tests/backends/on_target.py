@@ -21,65 +21,43 @@ TARGETS = {
     "wide": Target(lanes=16, registers=32),
 }
 FILTERS = Network((10, 8, 1), (Conv2d(32, 3, padding="same"), ReLU(), MaxPool2d(2), Flatten(), Linear(10)))
-GENERAL = Network(
-    (7, 9, 2),
-    (
-        *(Conv2d(5, 3, 2, "auto"), Sigmoid(), AvgPool2d(3, 2, "auto"), Conv2d(3, 2, 1, "full"), MaxPool2d(2, 1)),
-        *(Flatten(), Linear(17), Sigmoid(), Linear(14)),
-    ),
-)
+GENERAL = Network((7, 9, 2), (
+    Conv2d(5, 3, 2, "auto"), Sigmoid(), AvgPool2d(3, 2, "auto"), Conv2d(3, 2, 1, "full"), MaxPool2d(2, 1), Flatten(),
+    Linear(17), Sigmoid(), Linear(14),
+))  # fmt: skip
 
 NETWORKS = {
     "first": ((8, 6, 1), (Conv2d(32, 3, padding="same"), ReLU(), MaxPool2d(2), Flatten(), Linear(5))),
-    "second": (
-        (11, 13, 2),
-        (
-            *(Conv2d(9, 2), ReLU(), Conv2d(17, 3, padding="valid"), ReLU(), MaxPool2d(2)),
-            *(Conv2d(6, 2, 1, "full"), MaxPool2d(2, padding="floor"), Flatten(), Linear(19), ReLU(), Linear(4)),
-        ),
-    ),
-    "between": (
-        (9, 9, 3),
-        (Conv2d(8, 3, 2, "auto"), Sigmoid(), AvgPool2d(2, 1), ReLU(), Conv2d(5, 3), Flatten(), Linear(3, bias=False)),
-    ),
-    "most": (
-        (9, 11, 2),
-        (
-            *(Conv2d(4, 2), ReLU(), Conv2d(17, 3, padding="same"), ReLU(), MaxPool2d(2, padding="floor")),
-            *(Flatten(), Linear(19), ReLU(), Linear(3)),
-        ),
-    ),
-    "pair": (
-        (9, 11, 1),
-        (
-            *(Conv2d(2, 2), ReLU(), Conv2d(5, 2, padding="same"), ReLU()),
-            *(MaxPool2d(2, padding="floor"), Flatten(), Linear(3)),
-        ),
-    ),
-    "depthwise": (
-        (9, 8, 11),
-        (
-            *(Conv2d(11, 3, 2, "same", groups=11), ReLU(), Conv2d(11, 2, 1, 1, groups=11, dilation=2)),
-            *(Residual((Conv2d(13, 3, 2, "floor+1"),), "padded"), ReLU(), Flatten(), Linear(3)),
-        ),
-    ),
-    "edges": (
-        (10, 14, 2),
-        (Conv2d(4, 2, 2, "same"), ReLU(), Conv2d(3, 3, 2, "full"), MaxPool2d(2, padding="floor"), Flatten(), Linear(3)),
-    ),
-    "whole image": (
-        (8, 8, 2),
-        (Conv2d(5, 3), Sigmoid(), MaxPool2d(2), Conv2d(17, 3), ReLU(), Sigmoid(), Flatten(), Linear(3)),
-    ),
+    "second": ((11, 13, 2), (
+        Conv2d(9, 2), ReLU(), Conv2d(17, 3, padding="valid"), ReLU(), MaxPool2d(2), Conv2d(6, 2, 1, "full"),
+        MaxPool2d(2, padding="floor"), Flatten(), Linear(19), ReLU(), Linear(4),
+    )),
+    "between": ((9, 9, 3), (
+        Conv2d(8, 3, 2, "auto"), Sigmoid(), AvgPool2d(2, 1), ReLU(), Conv2d(5, 3), Flatten(), Linear(3, bias=False),
+    )),
+    "most": ((9, 11, 2), (
+        Conv2d(4, 2), ReLU(), Conv2d(17, 3, padding="same"), ReLU(), MaxPool2d(2, padding="floor"), Flatten(),
+        Linear(19), ReLU(), Linear(3),
+    )),
+    "pair": ((9, 11, 1), (
+        Conv2d(2, 2), ReLU(), Conv2d(5, 2, padding="same"), ReLU(), MaxPool2d(2, padding="floor"), Flatten(), Linear(3),
+    )),
+    "depthwise": ((9, 8, 11), (
+        Conv2d(11, 3, 2, "same", groups=11), ReLU(), Conv2d(11, 2, 1, 1, groups=11, dilation=2),
+        Residual((Conv2d(13, 3, 2, "floor+1"),), "padded"), ReLU(), Flatten(), Linear(3),
+    )),
+    "edges": ((10, 14, 2), (
+        Conv2d(4, 2, 2, "same"), ReLU(), Conv2d(3, 3, 2, "full"), MaxPool2d(2, padding="floor"), Flatten(), Linear(3),
+    )),
+    "whole image": ((8, 8, 2), (
+        Conv2d(5, 3), Sigmoid(), MaxPool2d(2), Conv2d(17, 3), ReLU(), Sigmoid(), Flatten(), Linear(3),
+    )),
     # a gradient with room around and between its pixels, which a convolution before a max-pool fills
-    "spread": (
-        (9, 9, 1),
-        (
-            *(Conv2d(2, 2), ReLU(), Conv2d(3, 3, 2, "same"), ReLU(), Conv2d(4, 2, padding="same"), MaxPool2d(2)),
-            *(Flatten(), Linear(3)),
-        ),
-    ),
-}
+    "spread": ((9, 9, 1), (
+        Conv2d(2, 2), ReLU(), Conv2d(3, 3, 2, "same"), ReLU(), Conv2d(4, 2, padding="same"), MaxPool2d(2), Flatten(),
+        Linear(3),
+    )),
+}  # fmt: skip
 """By what is odd in them."""
 
 

@@ -38,8 +38,7 @@ STRIDES, PADDINGS, POOL_PADDINGS = (1, 2), (*["valid"] * 4, "same", "full", "aut
 GRID = list(itertools.product(FILTERS, KERNELS, POOLS))
 
 FEW_FILTERS = Network(
-    (12, 14, 1),
-    (Conv2d(3, 3), ReLU(), Conv2d(3, 3), ReLU(), MaxPool2d(2), Flatten(), Linear(5, False)),
+    (12, 14, 1), (Conv2d(3, 3), ReLU(), Conv2d(3, 3), ReLU(), MaxPool2d(2), Flatten(), Linear(5, False))
 )
 
 

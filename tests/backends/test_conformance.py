@@ -59,11 +59,10 @@ def test_ties_and_dead_relus(backend, name):
     check_backend(backend, Network(*NETWORKS[name]), images=9, exact=True)
 
 
-@pytest.mark.parametrize(
-    "layers", [(Linear(1), Sigmoid()), (Linear(8), ReLU(), Linear(4), ReLU(), Linear(1), Sigmoid())]
-)
-def test_binary_cross_entropy(backend, layers):
-    check_backend(backend, Network((2,), layers), loss=Loss.BINARY_CROSS_ENTROPY, images=20, seed=1)
+@pytest.mark.parametrize("hidden", [(), (Linear(8), ReLU(), Linear(4), ReLU())])
+def test_binary_cross_entropy(backend, hidden):
+    network = Network((2,), (*hidden, Linear(1), Sigmoid()))
+    check_backend(backend, network, loss=Loss.BINARY_CROSS_ENTROPY, images=20, seed=1)
 
 
 @pytest.mark.parametrize("loss", [Loss.MEAN_SQUARED_ERROR, Loss("softmax_cross_entropy", reference.SMOOTHING)])
@@ -82,7 +81,6 @@ def test_saturated_binary_scores_stay_finite(backend):
     assert totals.loss == pytest.approx(200)
     assert totals.correct == 2
     assert np.isfinite(gradient).all()
-    program.close()
 
 
 def test_huge_scores_stay_finite(backend):
@@ -154,7 +152,6 @@ def test_gradients_change_nothing_that_state_returns(backend):
     program.train(handle, second, 0.01)
     assert not np.array_equal(halves["running"], before["running"])
     np.testing.assert_allclose(halves["running"], program.state()["running"], rtol=1e-6)
-    program.close()
 
 
 def test_a_state_continues_on_any_backend(backend, optimizer):
@@ -166,7 +163,6 @@ def test_a_state_continues_on_any_backend(backend, optimizer):
             program.restore(state)
             program.train(program.load(case.images, case.labels), np.arange(6), 0.01)
             state = program.state()
-            program.close()
         states.append(state)
     assert int(states[0]["step"]) == int(states[1]["step"]) == 4
     for key in ("parameters", *optimizer.slots):
@@ -184,8 +180,6 @@ def test_programs_of_one_process_leave_each_other_alone(backend):
             for program in programs:
                 program.train(program.load(case.images, case.labels), np.arange(start, start + 3), 0.01)
         found.append(programs[0].state())
-        for program in programs:
-            program.close()
     assert_same_state(*found)
 
 
@@ -193,7 +187,6 @@ def test_a_state_of_another_network_is_refused(backend):
     program = backend.compile(Network((3,), (Linear(2),)), Loss.SOFTMAX_CROSS_ENTROPY, SGD(), 2)
     with pytest.raises(CheckpointError, match=r"7.*8"):
         program.restore({"parameters": np.zeros(7, np.float32)})
-    program.close()
 
 
 def test_a_loss_that_does_not_suit_is_refused(backend):
@@ -208,7 +201,6 @@ def test_a_backend_says_what_it_is(backend):
     program = backend.compile(Network((3,), (Linear(2),)), Loss.SOFTMAX_CROSS_ENTROPY, SGD(), 2)
     assert program.compile_s >= 0
     assert program.batch_size == 2
-    program.close()
 
 
 @pytest.mark.parametrize("name", ["numpy-parallel", "unrolled-parallel", "cpu-parallel"])
@@ -216,8 +208,3 @@ def test_a_backend_says_what_it_is(backend):
 def test_threads_out_of_range(name, threads):
     with pytest.raises(ConfigError, match=rf"backend.threads={threads}: must be 1 to \d+"):
         backend_class(name)(threads=threads)
-
-
-def test_an_unknown_backend():
-    with pytest.raises(ConfigError, match=r"'cpu-paralel'.*did you mean 'cpu-parallel'"):
-        backend_class("cpu-paralel")

@@ -10,6 +10,7 @@ import tracemalloc
 import networks
 import numpy as np
 import pytest
+from backends import on_target
 from backends.on_target import AVX2, AVX512, FILTERS, GENERAL, HOST, NETWORKS, TARGETS, OnTarget, computed, forced
 from conformance import check_case, check_training, make_case
 
@@ -28,25 +29,18 @@ from cnnexp.optimizers import SGD, Adam
 
 LOSS = Loss.SOFTMAX_CROSS_ENTROPY
 TINY = Network((2,), (Linear(3), ReLU(), Linear(2)))
-SPARSE = Network(
-    (12, 12, 1),
-    (
-        *(Conv2d(8, 3), ReLU(), Conv2d(6, 3, padding="valid"), ReLU(), MaxPool2d(2, padding="valid", stride=3)),
-        *(Flatten(), Linear(21), ReLU(), Linear(5, bias=False)),
-    ),
-)
-WINDOWS = Network(
-    (30, 27, 1),
-    (
-        *(Conv2d(5, 2), ReLU(), MaxPool2d(4, padding="floor"), Conv2d(7, 2), MaxPool2d(3, padding="floor"), ReLU()),
-        *(Flatten(), Linear(3)),
-    ),
-)
+SPARSE = Network((12, 12, 1), (
+    Conv2d(8, 3), ReLU(), Conv2d(6, 3, padding="valid"), ReLU(), MaxPool2d(2, padding="valid", stride=3), Flatten(),
+    Linear(21), ReLU(), Linear(5, bias=False),
+))  # fmt: skip
+WINDOWS = Network((30, 27, 1), (
+    Conv2d(5, 2), ReLU(), MaxPool2d(4, padding="floor"), Conv2d(7, 2), MaxPool2d(3, padding="floor"), ReLU(), Flatten(),
+    Linear(3),
+))  # fmt: skip
 # the sums of a weight gradient and a piece of a row do not fit L1: both go in parts
-WIDE_ROWS = Network(
-    (5, 12, 1),
-    (Conv2d(50, 1, padding="valid"), ReLU(), Conv2d(9, 3, padding="same"), ReLU(), Conv2d(2, 3), Flatten(), Linear(3)),
-)
+WIDE_ROWS = Network((5, 12, 1), (
+    Conv2d(50, 1, padding="valid"), ReLU(), Conv2d(9, 3, padding="same"), ReLU(), Conv2d(2, 3), Flatten(), Linear(3),
+))  # fmt: skip
 LARGE_WINDOW = Network((17, 34, 1), (Conv2d(3, 1), ReLU(), MaxPool2d(17), Flatten(), Linear(3)))
 
 
@@ -92,22 +86,13 @@ def test_a_network_on_a_target(network, target, images):
     check_case(OnTarget(target), make_case(network, images=images))
 
 
+FEW = Conv2d(24, 3, 2, "floor"), Conv2d(19, 3, padding="same")
+MORE = Conv2d(8, 3, padding="same"), Conv2d(32, 2, padding="valid"), Conv2d(24, 1), Conv2d(8, 1, 2, "floor")
+
+
 @pytest.mark.skipif(not set(AVX2.features) <= set(HOST.features), reason="needs a CPU with AVX2")
 @pytest.mark.parametrize("algorithm", ["filters", "filters-fused"])
-@pytest.mark.parametrize(
-    "conv",
-    [
-        *(Conv2d(24, 3, 2, "floor"), Conv2d(19, 3, padding="same")),
-        *(
-            pytest.param(conv, marks=pytest.mark.thorough)
-            for conv in (
-                *(Conv2d(8, 3, padding="same"), Conv2d(32, 2, padding="valid"), Conv2d(24, 1)),
-                *(Conv2d(8, 1, 2, "floor"), Conv2d(5, 2, padding="valid")),
-            )
-        ),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("conv", on_target.often((*FEW, *MORE, Conv2d(5, 2, padding="valid")), FEW))
 def test_windows_of_four_pixels_on_avx2(conv, algorithm):
     network, target = one_conv(conv, (9, 12, {1: 5, 2: 2, 3: 1}[conv.kernel])), forced(AVX2, conv1=algorithm)
     node = Plan(network, target, 1, 5).nodes[0]
@@ -179,7 +164,6 @@ def test_memory_is_bounded():
     """By the tile, not by the batch; and a plan which outlives its program holds less than a byte a parameter."""
     program = CpuSimd(1).compile(OneConv(filters=256).network((28, 28, 1), 10), LOSS, SGD(), 1000)
     assert sum(a.nbytes for a in vars(program).values() if isinstance(a, np.ndarray)) < 30e6
-    program.close()
     large = Network((224, 224, 3), (Conv2d(16, 3, padding="same"), ReLU(), MaxPool2d(2), Flatten(), Linear(3, False)))
     assert make_plan(large, AVX512, 256).arena.groups == 1
     assert make_plan(LARGE_WINDOW, AVX512, 256).arena.groups == 2
@@ -205,7 +189,6 @@ def test_indices_and_labels_are_checked_before_compiled_code_trusts_them():
     for labels in ([0, 1, 2], [0, -1, 1]):
         with pytest.raises(DataError, match="2 classes"):
             program.load(images, np.array(labels))
-    program.close()
 
 
 def test_more_threads_than_images_and_batches_beyond_one_tile():
@@ -233,7 +216,6 @@ def test_a_missing_number_reaches_the_loss():
         program.restore(case.state)
         loss = program.train(program.load(images, case.labels), np.arange(5), 0.0).loss
         assert np.isnan(loss) == (pixel is not None)
-    program.close()
 
 
 @pytest.fixture
@@ -265,30 +247,6 @@ def test_ctrl_c_ends_training_soon_and_leaves_the_program_whole():
     np.testing.assert_array_equal(program.state()["parameters"], state["parameters"])
     assert program.train(handle, order[:80], 0.01).count == 80
     assert program.state()["step"] == state["step"] + 10
-    program.close()
-
-
-@pytest.mark.usefixtures("no_collection")
-def test_an_interrupted_pool_finishes_its_task_first():
-    pool, entered, interrupted, seen = ThreadPool(2), threading.Barrier(3), threading.Event(), []
-
-    def task(rank):
-        entered.wait()
-        interrupted.wait()
-        seen.append(rank)
-
-    def interrupt():
-        entered.wait()
-        _thread.interrupt_main()
-        interrupted.set()
-
-    threading.Thread(target=interrupt).start()
-    with pytest.raises(KeyboardInterrupt):
-        pool.run(task)
-    pool.drain()
-    assert sorted(seen) == [0, 1]
-    pool.close()
-    pool.close()
 
 
 def test_threads_end_with_the_program():
@@ -318,7 +276,6 @@ def test_an_update_rounds_as_numpy_does(optimizer):
     optimizer.apply(parameters, gradient, slots[: len(optimizer.slots)], 0.01, 3)
     for key, value in state.items():
         np.testing.assert_array_equal(program.state()[key], 3 if key == "step" else value)
-    program.close()
 
 
 def test_exp_is_as_accurate_as_it_says():
@@ -331,7 +288,6 @@ def test_exp_is_as_accurate_as_it_says():
     x, exact = np.append(x, np.float32([np.nan, -1e30, 1e30, 0])), np.append(exact, [np.nan, 0, 1, 0.5])
     y = program.predict(program.load(x[:, np.newaxis], np.zeros(len(x), np.int32)))[:, 0]
     np.testing.assert_allclose(y, exact, rtol=2.5e-7, atol=1e-36)
-    program.close()
 
 
 def test_an_intrinsic_without_its_feature_is_refused():
@@ -353,7 +309,6 @@ def test_momenta_end_at_zero_not_in_slow_denormals():
     state = program.state()
     assert not state["mean"].any()
     np.testing.assert_array_equal(state["parameters"], 1)
-    program.close()
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])

@@ -130,22 +130,6 @@ def test_a_mobilenet_is_computed_by_depthwise_and_a_resnet_in_one_piece():
     assert sum(node.algorithm == "residual" for node in choose_nodes(ResNet(3).network((32, 32, 3), 10), AVX2, 8)) == 18
 
 
-def test_there_are_several_ways_to_force():
-    found = every_algorithm(Network(*NETWORKS["second"]), AVX512)
-    assert {name for layer, name in found if layer == "conv2"} == {
-        "lanes", "lanes-argmax", "channels", "channels-argmax", "winograd", "winograd-argmax",
-    }  # fmt: skip
-    assert ("conv1", "lanes-argmax") not in found, "no pool follows it"
-    assert {("linear1", "wide"), ("linear2", "skinny"), ("linear2", "wide")} <= set(found)
-    first = every_algorithm(Network(*NETWORKS["first"]), AVX512)
-    assert {name for layer, name in first if layer == "conv1"} == {
-        "lanes", "channels", "winograd", "filters", "filters-fused",
-    }  # fmt: skip
-    for name, targets in (("pair", [AVX2, AVX512]), ("edges", [AVX512])):
-        for target in targets:
-            assert ("conv1", "lanes-pair") in every_algorithm(Network(*NETWORKS[name]), target)
-
-
 @pytest.mark.parametrize("target", [AVX2, AVX512], ids=["avx2", "avx512"])
 def test_rows_show_every_kernel_of_a_step(target):
     """And an algorithm has a file of its name."""
@@ -172,17 +156,14 @@ def test_rows_show_every_kernel_of_a_step(target):
 def test_empty_lanes_cost_as_well():
     """So one image is computed with channels in the lanes where many have the batch there."""
     network = Network((28, 28, 1), (Conv2d(6, 5), ReLU(), Conv2d(8, 5), ReLU(), Flatten(), Linear(10)))
-    many, one = (
-        [node.algorithm for node in choose_nodes(network, AVX512, images) if node.trains] for images in (64, 1)
-    )
+    many, one = ([node.algorithm for node in choose_nodes(network, AVX512, n) if node.trains] for n in (64, 1))
     assert many == ["lanes", "lanes", "skinny"]
     assert one == ["channels", "channels", "skinny"]
 
 
 def test_many_channels_belong_in_the_lanes():
-    network = Network(
-        (16, 16, 64), (Conv2d(128, 3), ReLU(), Conv2d(128, 3), ReLU(), MaxPool2d(2), Flatten(), Linear(9))
-    )
+    layers = Conv2d(128, 3), ReLU(), Conv2d(128, 3), ReLU(), MaxPool2d(2), Flatten(), Linear(9)
+    network = Network((16, 16, 64), layers)
     for target in (AVX2, AVX512):
         chosen = [node.algorithm for node in choose_nodes(network, target, 32)]
         assert chosen == ["winograd", "winograd-argmax", "skinny"]
@@ -215,7 +196,6 @@ def test_an_algorithm_is_forced_and_one_that_is_none_refused(algorithm, message)
 
     program = compiled("conv1:channels")
     assert {row.algorithm for row in program.explain() if "conv1" in row.layers} == {"channels"}
-    program.close()
     with pytest.raises(ConfigError, match=message):
         compiled(algorithm)
 

@@ -42,7 +42,6 @@ def test_clocks_change_no_number_and_tell_every_layer(network):
         program.train(handle, np.arange(len(case.images)), 0.1)
     wall_s = time.perf_counter() - began
     seconds = dict(program.clocked())
-    program.close()
     assert all(value > 0 for value in seconds.values())
     assert sum(seconds.values()) <= wall_s * 1.001, "a mean over the threads, nothing counted twice"
     told = {(part.what, layer) for part in seconds for layer in part.layers}

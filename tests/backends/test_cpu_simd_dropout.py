@@ -3,11 +3,9 @@
 import numpy as np
 import pytest
 from backends.on_target import TARGETS, OnTarget, computed
-from networks import NETWORKS
 
 from cnnexp.backends.plain.numpy import Numpy
-from cnnexp.backends.simd import CpuSimd
-from cnnexp.backends.simd.runtime.program import SimdProgram, make_plan
+from cnnexp.backends.simd.runtime.program import make_plan
 from cnnexp.network import Conv2d, Dropout, Flatten, Linear, MaxPool2d, Network, ReLU
 from cnnexp.network.losses import Loss
 from cnnexp.optimizers import SGD, Adam
@@ -17,12 +15,11 @@ SHOWN = {
     "lanes": ((4, 4, 3), (Dropout(0.5), Conv2d(3, 4), Flatten())),
     "flattened": ((3, 5, 2), (Dropout(0.7), Flatten(), Linear(3))),
     "activations": ((6, 6, 1), (Conv2d(5, 3, bias=False), Dropout(0.5), Conv2d(3, 4), Flatten())),
-    "images": (
-        (10, 10, 1),
-        (Conv2d(16, 3), ReLU(), Conv2d(16, 3), ReLU(), MaxPool2d(2), Dropout(0.5), Flatten(), Linear(3)),
-    ),
+    "images": ((10, 10, 1), (
+        Conv2d(16, 3), ReLU(), Conv2d(16, 3), ReLU(), MaxPool2d(2), Dropout(0.5), Flatten(), Linear(3),
+    )),
     "rectified": ((5, 5, 2), (Conv2d(6, 2), ReLU(), MaxPool2d(2), Dropout(0.3), Flatten(), Dropout(0.6), Linear(3))),
-}
+}  # fmt: skip
 """Networks whose last gradient has a factor of every number that a Dropout lets through."""
 SEED, LOSS = 2**40 + 5, Loss.SOFTMAX_CROSS_ENTROPY
 
@@ -70,14 +67,6 @@ def test_masks_are_those_of_numpy(name, target, threads):
         if count == 1:
             np.testing.assert_array_equal(*(gradient == 0 for gradient in found))
             assert 0 < np.mean(found[0] == 0) < 1
-    programs[0].close()
-
-
-def test_a_network_with_dropout_is_fused():
-    program = CpuSimd(1).compile(Network(*NETWORKS["dropouts"]), LOSS, SGD(), 4)
-    assert type(program) is SimdProgram
-    assert [row.algorithm for row in program.explain() if row.kernel.startswith("dropout")].count("dropout") > 4
-    program.close()
 
 
 def test_all_layouts_are_met():
@@ -103,7 +92,6 @@ def test_training_goes_on_with_the_same_masks_on_another_backend(threads):
             program.restore(carried)
             program.train(program.load(images, labels), part, 0.01)
             carried = program.state()
-            program.close()
         assert (int(carried["seed"]), int(carried["step"])) == (SEED, 8)
         ends.append(carried["parameters"])
     for end in ends[1:]:
@@ -125,4 +113,3 @@ def test_every_step_draws_anew_and_predict_not_at_all():
     np.testing.assert_array_equal(program.predict(handle), before)
     weight, bias = (p.view(state(network)["parameters"]) for p in network.parameters)
     np.testing.assert_allclose(before, images @ weight + bias, rtol=1e-5, atol=1e-5)
-    program.close()

@@ -21,10 +21,7 @@ from cnnexp.network.losses import Loss
 from cnnexp.optimizers import SGD
 
 LOSS = Loss.SOFTMAX_CROSS_ENTROPY
-NORMED = Network(
-    (6, 6, 1),
-    (Conv2d(9, 3, bias=False), BatchNorm2d(), ReLU(), BatchNorm2d(), Flatten(), Linear(3)),
-)
+NORMED = Network((6, 6, 1), (Conv2d(9, 3, bias=False), BatchNorm2d(), ReLU(), BatchNorm2d(), Flatten(), Linear(3)))
 
 
 @pytest.mark.parametrize("name", often(NETWORKS, ("batch_norm_first", "residual_network", "dropouts")))
@@ -37,7 +34,6 @@ def test_a_program_that_only_predicts_gives_the_oracles_scores(name):
     assert set(program.state()) == {"step", *case.state}
     with pytest.raises(TypeError, match="predicts and does not train"):
         program.train(program.load(case.images, case.labels), np.arange(4), 0.1)
-    program.close()
 
 
 def test_batch_norm_costs_nothing_after_a_convolution():
@@ -64,7 +60,6 @@ def test_evaluation_takes_the_averages_of_the_moment():
         found.append(program.predict(handle))
         np.testing.assert_allclose(found[-1], other.predict(again), rtol=1e-4, atol=1e-5)
     assert not np.allclose(*found, atol=1e-3)
-    program.close()
 
 
 def test_threads_and_calls_share_a_split(monkeypatch):
@@ -79,7 +74,6 @@ def test_threads_and_calls_share_a_split(monkeypatch):
         handle = program.load(images, np.zeros(70, np.int32))
         found += [program.predict(handle) for _ in range(20)]
         assert len(program.predict(program.load(images[:0], np.zeros(0, np.int32)))) == 0
-        program.close()
     for scores in found[1:]:
         np.testing.assert_array_equal(scores, found[0])
 

@@ -1,15 +1,17 @@
 """BatchNorm2d and Residual in the fused step of `cpu-simd`: a batch in tiles, and what all threads add up of it."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from backends.on_target import HOST, TARGETS, OnTarget, computed, often
 from conformance import check_case, check_training, make_case
 from networks import NETWORKS
 
-from cnnexp.backends.plain.numpy import Numpy
+from benchmarks.networks import NETWORKS as TIMED
 from cnnexp.backends.simd.layouts import NHWC, Blocked
 from cnnexp.backends.simd.runtime.program import make_plan
-from cnnexp.network import BatchNorm2d, Conv2d, Flatten, GlobalAvgPool, Linear, MaxPool2d, Network, ReLU, Residual, Tanh
+from cnnexp.network import BatchNorm2d, Conv2d, GlobalAvgPool, Linear, MaxPool2d, Network, ReLU, Residual, Tanh
 from cnnexp.network.losses import Loss
 from cnnexp.network.shapes import FlattenStage, walk
 from cnnexp.optimizers import SGD, Adam
@@ -19,21 +21,21 @@ BLOCK = (
     *(Conv2d(11, 3, padding="same", bias=False), BatchNorm2d(), ReLU(), Conv2d(11, 3, padding="same")),
     *(Residual((BatchNorm2d(0.3, 1e-2), Conv2d(11, 1))), BatchNorm2d()),
 )
-NORMED = Network(
-    (7, 6, 3),
-    (
-        *(Conv2d(11, 3, padding="same", bias=False), BatchNorm2d(), ReLU(), Residual(BLOCK), ReLU(), MaxPool2d(2, 1)),
-        *(Conv2d(5, 3, 2, "auto", bias=False), BatchNorm2d(), Tanh(), Residual((Residual((Tanh(),)),))),
-        *(GlobalAvgPool(), Linear(9), Residual((Linear(9), ReLU())), ReLU(), Linear(4)),
-    ),
-)
+NORMED = Network((7, 6, 3), (
+    Conv2d(11, 3, padding="same", bias=False), BatchNorm2d(), ReLU(), Residual(BLOCK), ReLU(), MaxPool2d(2, 1),
+    Conv2d(5, 3, 2, "auto", bias=False), BatchNorm2d(), Tanh(), Residual((Residual((Tanh(),)),)), GlobalAvgPool(),
+    Linear(9), Residual((Linear(9), ReLU())), ReLU(), Linear(4),
+))  # fmt: skip
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", [*NETWORKS, *TIMED])
 def test_every_layer_has_a_vector_kernel(name):
-    network = Network(*NETWORKS[name])
-    vectorized = {layer for node in make_plan(network, HOST, 8).nodes for layer in node.layers}
-    assert vectorized == {stage.name for stage in walk(network.stages) if not isinstance(stage, FlattenStage)}
+    network = Network(*NETWORKS[name]) if name in NETWORKS else TIMED[name][1]
+    for target in (HOST, replace(HOST, forward_only=True)):
+        nodes = make_plan(network, target, 8).nodes
+        computed = {layer for node in nodes for layer in node.layers}
+        assert computed == {stage.name for stage in walk(network.stages) if not isinstance(stage, FlattenStage)}
+        assert "general" not in {node.algorithm for node in nodes}
 
 
 @pytest.mark.parametrize("algorithm", ["lanes", "channels"])
@@ -51,27 +53,11 @@ def test_training_in_tiles():
     check_training(OnTarget(TARGETS["sse"], threads=3), make_case(NORMED, images=35), Adam())
 
 
-def test_predict_takes_the_running_averages():
-    network, rng = Network((4, 4, 2), (BatchNorm2d(), Conv2d(3, 2), BatchNorm2d(), Flatten(), Linear(3))), 5
-    images = np.random.default_rng(rng).standard_normal((70, 4, 4, 2)).astype(np.float32)
-    state = network.initial_state(1)
-    state["running"] = np.linspace(0.5, 3, network.running_count, dtype=np.float32)
-    found = []
-    for backend in (OnTarget(), Numpy()):
-        program = backend.compile(network, LOSS, SGD(), 8)
-        program.restore(state)
-        found.append(program.predict(program.load(images, np.zeros(70, np.int32))))
-        np.testing.assert_array_equal(program.state()["running"], state["running"])
-        program.close()
-    np.testing.assert_allclose(*found, rtol=1e-4, atol=1e-5)
-
-
 def test_a_batch_has_no_more_images_than_there_are_tiles_for():
     program = OnTarget(threads=1).compile(NORMED, LOSS, SGD(), 4)
     handle = program.load(np.zeros((9, 7, 6, 3), np.float32), np.zeros(9, np.int32))
     with pytest.raises(ValueError, match="9 images in a batch of at most 4"):
         program.gradients(handle, np.arange(9))
-    program.close()
 
 
 def test_a_lost_run_leaves_nothing_behind():
@@ -87,6 +73,5 @@ def test_a_lost_run_leaves_nothing_behind():
             assert not np.isfinite(program.state()["parameters"]).all()
         program.restore(state)
         found.append(program.gradients(program.load(images, np.arange(40) % 4), np.arange(3))[1])
-        program.close()
     assert np.isfinite(found[0]).all()
     np.testing.assert_array_equal(*found)

@@ -6,7 +6,7 @@ from llvmlite import ir
 from machine_code import add_function
 
 from cnnexp import testing
-from cnnexp.backends.simd.compiler.emit import FLOAT, Offset
+from cnnexp.backends.simd.compiler.emit import FLOAT
 from cnnexp.backends.simd.lowering import Plan
 from cnnexp.network import AvgPool2d, Conv2d, Dropout, Flatten, Linear, MaxPool2d, Network, ReLU, Residual
 from cnnexp.network.models import ResNet
@@ -63,9 +63,3 @@ NETWORKS = REPEATED | {name: Network(*given) for name, given in testing.NETWORKS
 def test_kernels_of_equal_keys_have_equal_code(name):
     plan = plan_of(NETWORKS[name])
     assert str(module_of(plan)) == str(module_of(plan, keyed=False))
-
-
-def test_an_offset_becomes_no_constant():
-    for make in (lambda at: at + 1, lambda at: 1 + at, lambda at: at * 2, lambda at: at - 1, lambda at: at % 2):
-        with pytest.raises(TypeError, match="add it to a Pointer"):
-            make(Offset(16))

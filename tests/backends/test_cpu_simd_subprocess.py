@@ -50,17 +50,23 @@ DIED += "backend.fallback=true goes on with cpu-parallel"
 
 
 @pytest.fixture
-def cold(tmp_path, monkeypatch):
-    """An empty cache, and compiling in a subprocess as in a run; the list of what was asked of the child."""
+def asked(monkeypatch):
+    """Compiling in a subprocess as in a run; the list of what was asked of the child."""
     asked = []
 
     def compile_in_subprocess(key, described):
         asked.append(key)
         return COMPILE_IN_SUBPROCESS(key, described)
 
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(program, "_ready", {})
     monkeypatch.setattr(compilation, "compile_in_subprocess", compile_in_subprocess)
+    return asked
+
+
+@pytest.fixture
+def cold(asked, tmp_path, monkeypatch):
+    """That, and an empty cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return asked
 
 
@@ -73,16 +79,18 @@ def compiler(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="an abort is a signal on POSIX alone")
-def test_a_compiler_that_aborts_ends_the_run_in_one_line_or_with_fallback_it_goes_on(cold, compiler, run, tmp_path):
+@pytest.mark.usefixtures("asked")
+def test_a_compiler_that_aborts_ends_the_run_in_one_line_or_with_fallback_it_goes_on(compiler, run, tmp_path):
     compiler("abort")
-    code, _, stderr = run(*SMALL)
+    never_compiled = (*SMALL, "trainer.batch_size=37")  # by any other test: the cache cannot have it
+    code, _, stderr = run(*never_compiled)
     assert code == 1
     assert re.fullmatch(f"cnnexp: error: {DIED}\n", stderr)
     journal = read_journal(tmp_path / "run")
     assert journal["status"] == "FAILED"
     assert re.fullmatch(DIED, journal["error"])
 
-    code, stdout, stderr = run(*SMALL, "backend.fallback=true", f"hydra.run.dir={tmp_path}/again")
+    code, stdout, stderr = run(*never_compiled, "backend.fallback=true", f"hydra.run.dir={tmp_path}/again")
     assert code == 0, stderr
     assert re.search(DIED, stdout)
     assert "210 parameters; cpu-parallel on 1 thread" in " ".join(stdout.split())

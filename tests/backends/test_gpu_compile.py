@@ -176,15 +176,8 @@ def plain(numba_type) -> tuple:
 
 def compiled_code(kernel: Kernel, target: Target) -> tuple[str, int, int, int]:
     """Compile and link; return PTX, the registers, the bytes spilled and the bytes of shared memory."""
-    code, _ = cuda.compile(
-        kernel.function,
-        kernel.signature,
-        device=False,
-        abi="numba",
-        cc=target if target[2] else target[:2],
-        output="ltoir",
-        **kernel.options,
-    )
+    options = {"device": False, "abi": "numba", "cc": target if target[2] else target[:2], "output": "ltoir"}
+    code, _ = cuda.compile(kernel.function, kernel.signature, **options, **kernel.options)
     code, architecture = ObjectCode.from_ltoir(code), f"sm_{target[0]}{target[1]}{target[2]}"
     linker = Linker(code, options=LinkerOptions(arch=architecture, link_time_optimization=True, ptx=True))
     ptx = linker.link("ptx").code.decode().rstrip("\0")

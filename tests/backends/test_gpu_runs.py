@@ -26,9 +26,7 @@ SETTINGS = (
 def train(gpu: SoftGpu, folder: Path, *arguments: str) -> tuple[subprocess.CompletedProcess, list[dict]]:
     """Train on a GPU; return how it ended, and the lines of the run's journal."""
     command = [sys.executable, "-m", "cnnexp", *SETTINGS, f"hydra.run.dir={folder}", *arguments]
-    done = subprocess.run(
-        command, cwd=ROOT, env=gpu.environment(), capture_output=True, text=True, timeout=500, check=False
-    )
+    done = subprocess.run(command, cwd=ROOT, env=gpu.environment(), capture_output=True, text=True, timeout=500)
     journal = folder / "journal.jsonl"
     return done, [json.loads(line) for line in journal.read_text().splitlines()] if journal.exists() else []
 

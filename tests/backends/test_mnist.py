@@ -1,21 +1,17 @@
 """What the papers' networks must reach on the real MNIST: `pytest -m slow tests/backends/test_mnist.py`."""
 
 import gzip
-from pathlib import Path
 
 import numpy as np
 import pytest
+from commands import MNIST, needs_mnist
 
 from cnnexp.backends import backend_class
 from cnnexp.network.losses import Loss, evaluate
 from cnnexp.network.models import OneConv, TwoConvMlp, TwoConvPool4
 from cnnexp.optimizers import SGD, Adam
 
-MNIST = Path(__file__).resolve().parents[3] / "shared" / "data" / "mnist"
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not MNIST.is_dir(), reason="needs the four IDX files of MNIST in ../shared/data/mnist"),
-]
+pytestmark = [pytest.mark.slow, needs_mnist]
 
 # model, optimizer, batch, training images, epochs, least test accuracy
 LINES = {
@@ -44,7 +40,6 @@ def test_accuracy(backend, name, capsys):
     labels = read("t10k-labels-idx1-ubyte.gz", 8)
     test = program.load(read("t10k-images-idx3-ubyte.gz", 16).reshape(-1, 28, 28, 1), labels)
     accuracy = evaluate(Loss.SOFTMAX_CROSS_ENTROPY, program.predict(test), labels.astype(np.int32)).accuracy
-    program.close()
     with capsys.disabled():
         print(f"\n{name}, {backend}: test accuracy {accuracy:.4f}, at least {least}")  # noqa: T201
     assert accuracy >= least

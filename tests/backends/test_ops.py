@@ -20,14 +20,8 @@ from cnnexp.backends.protocol import Ops
 from cnnexp.errors import BackendUnavailable
 
 SETS = (
-    "plain.python:PythonOps",
-    "plain.numpy:NumpyOps",
-    "plain.unrolled:UnrolledOps",
-    "cpu.sequential:CpuOps",
-    "cpu.published:PublishedOps",
-    "gpu.naive:NaiveOps",
-    "gpu.shared:SharedInputOps",
-    "gpu.shared:SharedOps",
+    *("plain.python:PythonOps", "plain.numpy:NumpyOps", "plain.unrolled:UnrolledOps", "cpu.sequential:CpuOps"),
+    *("cpu.published:PublishedOps", "gpu.naive:NaiveOps", "gpu.shared:SharedInputOps", "gpu.shared:SharedOps"),
     "gpu.tuned:TunedOps",
 )
 

@@ -36,12 +36,6 @@ def match(samples, batch_size=100, side="peer", per_step=100):
     }  # fmt: skip
 
 
-def test_multiply_adds_of_one_conv_by_hand():
-    network = next(c for c in cases.CASES if c.name == "one_conv-f64-b1000").network
-    conv, pooled_conv, linear = 26 * 26 * 64 * 9, 13 * 13 * 64 * 9, 13 * 13 * 64 * 10
-    assert cases.multiply_adds(network) == (conv + pooled_conv + 3 * linear, 2 * conv + 3 * linear)
-
-
 def test_multiply_adds_of_an_inner_convolution_include_its_input_gradient():
     layers = (Conv2d(2, 3), ReLU(), Conv2d(4, 3), ReLU(), MaxPool2d(2), Flatten(), Linear(5))
     first, second, linear = 8 * 8 * 2 * 9, 6 * 6 * 4 * 9 * 2, 3 * 3 * 4 * 5
@@ -55,15 +49,6 @@ def test_select_names_what_is_legal():
     with pytest.raises(ValueError, match="--contestants caffe: unknown; legal: ours, peer"):
         contestants.select(["caffe"])
     assert len(cases.select(["main"])) == 4
-
-
-def test_groups_of_cases_hold_what_they_should():
-    papers, networks = cases.select(["papers"]), cases.select(["networks"])
-    points = next(case for case in papers if "points" in case.title)
-    assert len(papers) >= 8
-    assert set(np.unique(cases.data(points).labels)) == {0, 1}
-    assert len({case.name for case in networks}) == len(networks) >= 30
-    assert {case.batch_size for case in networks} == {1, 16, 128}
 
 
 @contextlib.contextmanager
@@ -103,18 +88,6 @@ def test_threads_are_held_to_the_cores_there_are():
 def test_the_recorded_command_holds_no_folder_of_this_machine():
     command = program._command(["--cases", "main", "--peer-python", "/home/me/bin/python", "--out=/home/me/here"])
     assert command == "python -m benchmarks --cases main --peer-python PATH --out=PATH"
-
-
-def test_a_contestants_samples_are_one_line_of_the_file():
-    result = {
-        "command": "c",
-        "machine": {"cores": [0, 1]},
-        "matches": [match({"cpu": [0.1, 1 / 3], "jax": [0.25] * 11})],
-    }
-    text = program.dumps(result)
-    assert json.loads(text) == result
-    assert [line.count('"samples"') for line in text.splitlines() if "samples" in line] == [1, 1, 1]
-    assert len(text.splitlines()) < 25
 
 
 def test_the_files_that_are_kept_are_as_the_program_writes_them():

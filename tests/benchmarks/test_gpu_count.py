@@ -48,9 +48,8 @@ def test_a_step_is_counted_and_labelled_a_model(capfd):
 
 def test_gpus_are_told_apart_by_what_they_hold():
     assert list(GPUS) == ["H200", "A100", "T4", "RTX 4090"]
-    assert H200.float_lanes * H200.multiprocessors * H200.clock_ghz * 2e-3 == pytest.approx(
-        67, abs=0.5
-    )  # TFLOP/s, as told
+    # TFLOP/s, as told
+    assert H200.float_lanes * H200.multiprocessors * H200.clock_ghz * 2e-3 == pytest.approx(67, abs=0.5)
     assert T4.float_lanes * T4.multiprocessors * T4.clock_ghz * 2e-3 == pytest.approx(8.1, abs=0.1)
     # by threads, by registers, by shared memory
     assert H200.resident_blocks(256, 32, 0) == 8

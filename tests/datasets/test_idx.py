@@ -5,11 +5,10 @@ import hashlib
 import re
 import struct
 import tracemalloc
-from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import one_line, refused
+from commands import MNIST, needs_mnist, one_line, refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -22,7 +21,6 @@ from cnnexp.errors import DataError
 IMAGES = np.arange(5 * 4 * 3, dtype=np.uint8).reshape(5, 4, 3)
 SOUND = idx_bytes(IMAGES)
 GZIPPED = gzip.compress(SOUND, mtime=0)
-REAL_MNIST = Path(__file__).parents[3] / "shared" / "data" / "mnist"
 
 
 def read(tmp_path, content, name="images", ndim=3):
@@ -142,12 +140,12 @@ def test_verify_accepts_the_published_content_and_sees_one_altered_pixel(tmp_pat
     refused(source(root=str(tmp_path)), f"{NAMES[2]}.gz': {part}.*; download it again")
 
 
-@pytest.mark.skipif(not REAL_MNIST.is_dir(), reason="the real MNIST is not beside this checkout (shared/data/mnist)")
+@needs_mnist
 def test_real_mnist():
-    whole = Mnist(root=str(REAL_MNIST)).load()
+    whole = Mnist(root=str(MNIST)).load()
     assert (len(whole.train), len(whole.test), whole.input_shape) == (60_000, 10_000, (28, 28, 1))
     assert whole.train.labels[:10].tolist() == [5, 0, 4, 1, 9, 2, 1, 3, 1, 4]
-    rendon = Mnist(root=str(REAL_MNIST), train_size=50_000, validation_size=10_000).load()
+    rendon = Mnist(root=str(MNIST), train_size=50_000, validation_size=10_000).load()
     np.testing.assert_array_equal(rendon.train.images, whole.train.images[:50_000])
     np.testing.assert_array_equal(rendon.validation.labels, whole.train.labels[50_000:])
     assert rendon.sha256 != whole.sha256

@@ -1,9 +1,8 @@
 """Pictures as people take them, for a model trained on digits that a data set had prepared."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
+from commands import MNIST, needs_mnist
 from renderings import opaque, renderings
 
 from cnnexp import SGD, Digits, Mnist, OneConv, TwoConvMlp, backend, train_epochs
@@ -11,7 +10,6 @@ from cnnexp.app.predict import SURE
 from cnnexp.datasets import photograph
 
 SHAPE = (28, 28, 1)
-MNIST = Path(__file__).resolve().parents[3] / "shared" / "data" / "mnist"
 
 
 def strokes(count, side=20, size=28, seed=0):
@@ -144,7 +142,7 @@ def test_ten_digits_in_nine_renderings_are_read_and_the_rest_flagged():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not MNIST.is_dir(), reason="needs the four IDX files of MNIST in ../shared/data/mnist")
+@needs_mnist
 def test_ten_digits_of_mnist_in_nine_renderings_are_read_and_the_rest_flagged():
     data = Mnist(root=str(MNIST)).load()
     program = trained(data, TwoConvMlp(), SGD(lr=0.1), "cpu-simd", 3)

@@ -15,9 +15,7 @@ from cnnexp.system.cores import usable_cores
 
 def write_stat(folder, idle, stolen, ticks):
     """A /proc/stat in which each of our cores has had `ticks`; one that is not ours is always busy."""
-    cores = "".join(
-        f"cpu{core} {ticks - idle - stolen} 0 0 {idle} 0 0 0 {stolen} 0 0\n" for core in os.sched_getaffinity(0)
-    )
+    cores = "".join(f"cpu{c} {ticks - idle - stolen} 0 0 {idle} 0 0 0 {stolen} 0 0\n" for c in os.sched_getaffinity(0))
     (folder / "stat").write_text(f"cpu  9 9 9 9 9 9 9 9 0 0\n{cores}cpu999 5 5 5 5 5 5 5 5 0 0\nctxt 1\n")
 
 

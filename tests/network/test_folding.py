@@ -17,15 +17,11 @@ TRIALS = {
     "twice": ((5, 4, 2), (CONV, BatchNorm2d(), Dropout(), BatchNorm2d(), GlobalAvgPool(), Linear(3)), 0),
     "after_a_relu": ((5, 4, 2), (CONV, ReLU(), BatchNorm2d(), Flatten(), Linear(3)), 1),
     "first": ((5, 4, 2), (BatchNorm2d(), BatchNorm2d(), CONV, Flatten(), Linear(3)), 2),
-    "in_a_residual": (
-        (5, 4, 2),
-        (
-            *(CONV, BatchNorm2d(), Residual((CONV, BatchNorm2d(), ReLU(), Residual((CONV, BatchNorm2d())))), ReLU()),
-            *(Residual((BatchNorm2d(), CONV)), Residual((Dropout(),)), Flatten(), Linear(3)),
-        ),
-        1,
-    ),
-}
+    "in_a_residual": ((5, 4, 2), (
+        CONV, BatchNorm2d(), Residual((CONV, BatchNorm2d(), ReLU(), Residual((CONV, BatchNorm2d())))), ReLU(),
+        Residual((BatchNorm2d(), CONV)), Residual((Dropout(),)), Flatten(), Linear(3),
+    ), 1),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TRIALS)

@@ -24,7 +24,6 @@ from cnnexp.network import (
     ReLU,
     Residual,
     Sigmoid,
-    Window,
 )
 from cnnexp.network.layers import describe_layer, make_layer
 from cnnexp.network.shapes import walk, window_count
@@ -58,23 +57,6 @@ def test_windows_are_counted_as_the_oracle_does(size, window, stride, padding):
         assert size + 2 * before < window or (size + 2 * before - window) % stride
     else:
         assert found == reference.geometry(size, window, stride, padding)
-
-
-def test_windows_are_worked_out():
-    assert window_count(13, 2, 2, "floor") == window_count(12, 2, 2, "floor") == (0, 6)  # the rest is left out
-    assert window_count(28, 3, 2, "auto") == (0, 14)  # one row below
-    assert window_count(27, 3, 2, "auto") == (0, 13)  # none
-    assert window_count(2, 5, 1, "auto") == (1, 1)  # three in all
-    network = Network((13, 9, 1), (Conv2d(2, 3, 2, "floor"), MaxPool2d(2, padding="floor"), Flatten()))
-    assert [stage.output_shape for stage in network.stages] == [(6, 4, 2), (3, 2, 2), (12,)]
-    layers = (Conv2d(2, 3, padding="same"), MaxPool2d(3, 2, "auto"), AvgPool2d(2, padding="floor"), GlobalAvgPool())
-    assert [stage.window for stage in Network((6, 7, 1), layers).stages] == [
-        Window(3, 1, top=1, left=1, bottom=1, right=1),
-        Window(3, 2, bottom=1),
-        Window(2, 2),  # of the 3 rows and columns, one is left out
-        Window(1, 1),
-    ]
-    assert Network((3, 5, 2), (Conv2d(1, 1), GlobalAvgPool())).stages[1].window == Window(5, 1, bottom=2)
 
 
 def test_a_residual_holds_a_network_of_its_own():

@@ -15,7 +15,6 @@ from conformance import make_case
 from networks import NETWORKS
 from torch_modules import NAMES, channels_last, torch_modules
 
-from cnnexp import Digits, fit
 from cnnexp.app import explain, export, predict
 from cnnexp.backends import backend
 from cnnexp.errors import BackendUnavailable, CnnexpError, DataError, NetworkError
@@ -186,65 +185,48 @@ def node(operator, inputs, output, **attributes):
 
 
 HEAD = (node("Flatten", "a", "b"), node("MatMul", "b w", "c"), node("Add", "c v", "y"))
+CONV = [tensor("k", 2, 1, 3, 3), tensor("w", 72, 3), tensor("v", 3)]
+PAD = whole("p", 0, 0, 1, 1, 0, 0, 1, 1)
+HALVES = [numpy_helper.from_array(np.float32(value), name) for name, value in (("r", 2**0.5), ("o", 1), ("half", 0.5))]
+ENDS = whole("zero", 0), whole("one", 1), whole("area", 36), whole("minus", -1)
+TO_ROWS, BACK = node("Transpose", "x", "t", perm=[0, 3, 1, 2]), node("Transpose", "q", "a", perm=[0, 2, 3, 1])
+# nodes, what `CONV` lacks or has otherwise, and the first layers
 GRAPHS = {
-    "pad_before_conv": (
-        [node("Pad", "x p", "q"), node("Conv", "q k", "a"), *HEAD],
-        [whole("p", 0, 0, 1, 1, 0, 0, 1, 1), tensor("k", 2, 1, 3, 3), tensor("w", 128, 3), tensor("v", 3)],
-        [Conv2d(2, 3, padding="same", bias=False)],
-    ),
+    "pad_before_conv": ([node("Pad", "x p", "q"), node("Conv", "q k", "a"), *HEAD], [PAD, tensor("w", 128, 3)], [Conv2d(2, 3, padding="same", bias=False)]),
     "pad_before_pool": (
         [node("Relu", "x", "r"), node("Pad", "r p", "q"), node("MaxPool", "q", "a", kernel_shape=[3, 3], strides=[2, 2]), *HEAD],
-        [whole("p", 0, 0, 1, 1, 0, 0, 1, 1), tensor("w", 16, 3), tensor("v", 3)],
+        [PAD, tensor("w", 16, 3)],
         [ReLU(), MaxPool2d(3, 2, "floor+1")],
     ),
     "same_upper": (
-        [node("Conv", "x k", "a", auto_pad="SAME_UPPER", strides=[2, 2]), *HEAD],
-        [tensor("k", 2, 1, 3, 3), tensor("w", 32, 3), tensor("v", 3)],
-        [Conv2d(2, 3, 2, "same", bias=False)],
+        [node("Conv", "x k", "a", auto_pad="SAME_UPPER", strides=[2, 2]), *HEAD], [tensor("w", 32, 3)], [Conv2d(2, 3, 2, "same", bias=False)],
     ),
-    "bias_by_add": (
-        [node("Conv", "x k", "q"), node("Add", "q f", "a"), *HEAD],
-        [tensor("k", 2, 1, 3, 3), tensor("f", 2, 1, 1), tensor("w", 72, 3), tensor("v", 3)],
-        [Conv2d(2, 3)],
-    ),
+    "bias_by_add": ([node("Conv", "x k", "q"), node("Add", "q f", "a"), *HEAD], [tensor("f", 2, 1, 1)], [Conv2d(2, 3)]),
     "mean_by_input": (
         [node("Conv", "x k", "q"), node("ReduceMean", "q s", "a", keepdims=1), *HEAD],
-        [tensor("k", 5, 1, 3, 3), whole("s", 2, 3), tensor("w", 5, 3), tensor("v", 3)],
+        [tensor("k", 5, 1, 3, 3), whole("s", 2, 3), tensor("w", 5, 3)],
         [Conv2d(5, 3, bias=False), GlobalAvgPool()],
     ),
-    "channels_last": (
-        [node("Transpose", "x", "t", perm=[0, 3, 1, 2]), node("Conv", "t k", "q"), node("Transpose", "q", "a", perm=[0, 2, 3, 1]), *HEAD],
-        [tensor("k", 2, 1, 3, 3), tensor("w", 72, 3), tensor("v", 3)],
-        [Conv2d(2, 3, bias=False)],
-    ),
+    "channels_last": ([TO_ROWS, node("Conv", "t k", "q"), BACK, *HEAD], [], [Conv2d(2, 3, bias=False)]),
     # as Keras writes a batch normalization, on both of its ways to ONNX
     "normalized_in_writing": (
         [
             *(node("Conv", "x k", "q"), node("Sub", "q f", "r"), node("Mul", "f r", "s"), node("Div", "s f", "t")),
             *(node("Add", "g t", "u"), node("Relu", "u", "a"), *HEAD),
         ],
-        [tensor("k", 2, 1, 3, 3), tensor("f", 2, 1, 1), tensor("g", 1, 2, 1, 1), tensor("w", 72, 3), tensor("v", 3)],
+        [tensor("f", 2, 1, 1), tensor("g", 1, 2, 1, 1)],
         [Conv2d(2, 3), ReLU()],
     ),
     "scaled_without_bias": (
-        [node("Conv", "x k", "q"), node("Mul", "q f", "r"), node("Relu", "r", "a"), *HEAD],
-        [tensor("k", 2, 1, 3, 3), tensor("f", 2, 1, 1), tensor("w", 72, 3), tensor("v", 3)],
-        [Conv2d(2, 3, bias=False), ReLU()],
+        [node("Conv", "x k", "q"), node("Mul", "q f", "r"), node("Relu", "r", "a"), *HEAD], [tensor("f", 2, 1, 1)], [Conv2d(2, 3, bias=False), ReLU()],
     ),
-    "one_channel_moved": (
-        [node("Reshape", "x s", "t"), node("Conv", "t k", "q"), node("Transpose", "q", "a", perm=[0, 2, 3, 1]), *HEAD],
-        [whole("s", -1, 1, 8, 8), tensor("k", 2, 1, 3, 3), tensor("w", 72, 3), tensor("v", 3)],
-        [Conv2d(2, 3, bias=False)],
-    ),
+    "one_channel_moved": ([node("Reshape", "x s", "t"), node("Conv", "t k", "q"), BACK, *HEAD], [whole("s", -1, 1, 8, 8)], [Conv2d(2, 3, bias=False)]),
     "flattened_by_a_shape": (
         [
             *(node("Conv", "x k", "q"), node("Shape", "k", "n"), node("Slice", "n zero one", "f"), node("Mul", "f area", "s")),
             *(node("Concat", "minus s", "to", axis=0), node("Reshape", "q to", "b"), *HEAD[1:]),
         ],
-        [
-            *(tensor("k", 2, 1, 3, 3), tensor("w", 72, 3), tensor("v", 3)),
-            *(whole("zero", 0), whole("one", 1), whole("area", 36), whole("minus", -1)),
-        ],
+        ENDS,
         [Conv2d(2, 3, bias=False)],
     ),
     "gelu_by_erf": (
@@ -252,13 +234,16 @@ GRAPHS = {
             *(node("Conv", "x k", "g"), node("Div", "g r", "d"), node("Erf", "d", "e"), node("Add", "e o", "f")),
             *(node("Mul", "g f", "h"), node("Mul", "h half", "a"), *HEAD),
         ],
-        [
-            *(tensor("k", 2, 1, 3, 3), tensor("w", 72, 3), tensor("v", 3)),
-            *(numpy_helper.from_array(np.float32(value), name) for name, value in (("r", 2**0.5), ("o", 1), ("half", 0.5))),
-        ],
+        HALVES,
         [Conv2d(2, 3, bias=False), GELU()],
     ),
 }  # fmt: skip
+
+
+def with_conv(nodes, tensors):
+    """Return tensors, and those of `CONV` that nodes name beside them."""
+    missing = {name for each in nodes for name in each.input} - {own.name for own in tensors}
+    return [*tensors, *(each for each in CONV if each.name in missing)]
 
 
 @pytest.mark.parametrize("name", GRAPHS)
@@ -266,7 +251,7 @@ def test_a_graph_agrees_with_onnxruntime(tmp_path, name):
     nodes, tensors, wanted = GRAPHS[name]
     last = name in ("channels_last", "one_channel_moved")
     dims = ("N", 8, 8, 1) if last else ("N", 1, 8, 8)
-    path = saved(tmp_path, nodes, tensors, dims, 18 if name == "mean_by_input" else 13)
+    path = saved(tmp_path, nodes, with_conv(nodes, tensors), dims, 18 if name == "mean_by_input" else 13)
     images = RNG.random((3, *GRAY), np.float32)
     here, layers = probabilities(Onnx(str(path), pretrained=True), images, 3)
     there = in_onnxruntime(path, images if last else images.transpose(0, 3, 1, 2))
@@ -274,57 +259,43 @@ def test_a_graph_agrees_with_onnxruntime(tmp_path, name):
     assert list(layers[: len(wanted)]) == wanted
 
 
-CONV = [tensor("k", 2, 1, 3, 3), tensor("w", 72, 3), tensor("v", 3)]
 UNKNOWN = {
-    "operator": ([node("Selu", "x", "a"), *HEAD], CONV, r"node 'the_a' \(Selu\): unknown operator; what fits: one of Add"),
-    "domain": ([helper.make_node("Conv", ["x", "k"], ["a"], "own", domain="mine"), *HEAD], CONV, "(mine.Conv): unknown"),
-    "groups": ([node("Conv", "x k", "a", group=2), *HEAD], CONV, "a weight of (2, 1, 3, 3) on (8, 8, 1)"),
-    "dilations": ([node("Conv", "x k", "a", dilations=[2, 1]), *HEAD], CONV, "dilations=[2, 1]; what fits: equal"),
-    "dilated_pool": (
-        [node("MaxPool", "x", "a", kernel_shape=[2, 2], dilations=[2, 2]), *HEAD], CONV, "dilations=[2, 2]; what fits: d"
-    ),
-    "strides": ([node("Conv", "x k", "a", strides=[1, 2]), *HEAD], CONV, "strides=[1, 2]; what fits: equal strides"),
-    "kernel": ([node("Conv", "x k", "a"), *HEAD], [tensor("k", 2, 1, 3, 1), *CONV[1:]], "a weight of (2, 1, 3, 1)"),
-    "channels": ([node("Conv", "x k", "a"), *HEAD], [tensor("k", 2, 3, 3, 3), *CONV[1:]], "a weight of (2, 3, 3, 3)"),
-    "too_large": ([node("Conv", "x k", "a"), *HEAD], [tensor("k", 2, 1, 9, 9), *CONV[1:]], "pads=[0, 0, 0, 0] around 8 x 8"),
-    "pads": ([node("Conv", "x k", "a", pads=[2, 0, 0, 0]), *HEAD], CONV, "pads=[2, 0, 0, 0] around 8 x 8 pixels"),
-    "averaged_padding": (
-        [node("AveragePool", "x", "a", kernel_shape=[3, 3], pads=[1] * 4, count_include_pad=1), *HEAD], CONV, "count_include_pad=0"
-    ),
-    "projection": (
-        [node("Conv", "x k", "p"), node("Conv", "x k", "q"), node("Add", "p q", "a"), *HEAD], CONV, "'the_a' (Add): adds branches"
-    ),
+    "operator": ([node("Selu", "x", "a"), *HEAD], [], r"node 'the_a' \(Selu\): unknown operator; what fits: one of Add"),
+    "domain": ([helper.make_node("Conv", ["x", "k"], ["a"], "own", domain="mine"), *HEAD], [], "(mine.Conv): unknown"),
+    "groups": ([node("Conv", "x k", "a", group=2), *HEAD], [], "a weight of (2, 1, 3, 3) on (8, 8, 1)"),
+    "dilations": ([node("Conv", "x k", "a", dilations=[2, 1]), *HEAD], [], "dilations=[2, 1]; what fits: equal"),
+    "dilated_pool": ([node("MaxPool", "x", "a", kernel_shape=[2, 2], dilations=[2, 2]), *HEAD], [], "dilations=[2, 2]; what fits: d"),
+    "strides": ([node("Conv", "x k", "a", strides=[1, 2]), *HEAD], [], "strides=[1, 2]; what fits: equal strides"),
+    "kernel": ([node("Conv", "x k", "a"), *HEAD], [tensor("k", 2, 1, 3, 1)], "a weight of (2, 1, 3, 1)"),
+    "channels": ([node("Conv", "x k", "a"), *HEAD], [tensor("k", 2, 3, 3, 3)], "a weight of (2, 3, 3, 3)"),
+    "too_large": ([node("Conv", "x k", "a"), *HEAD], [tensor("k", 2, 1, 9, 9)], "pads=[0, 0, 0, 0] around 8 x 8"),
+    "pads": ([node("Conv", "x k", "a", pads=[2, 0, 0, 0]), *HEAD], [], "pads=[2, 0, 0, 0] around 8 x 8 pixels"),
+    "averaged_padding": ([node("AveragePool", "x", "a", kernel_shape=[3, 3], pads=[1] * 4, count_include_pad=1), *HEAD], [], "count_include_pad=0"),
+    "projection": ([node("Conv", "x k", "p"), node("Conv", "x k", "q"), node("Add", "p q", "a"), *HEAD], [], "'the_a' (Add): adds branches"),
     "softmax_within": (
         [node("Flatten", "x", "b"), node("MatMul", "b w", "c"), node("Softmax", "c", "s"), node("Relu", "s", "y")],
         [tensor("w", 64, 3)],
         "'the_y' (Relu): follows 'the_s'",
     ),
-    "weights": ([node("Conv", "x k", "a"), *HEAD], [CONV[0], tensor("w", 70, 3), CONV[2]], "'the_c' (MatMul): a weight of (70, 3)"),
-    "reshape": ([node("Reshape", "x s", "a"), *HEAD], [whole("s", 0, 2, 32), *CONV], "'the_a' (Reshape): to [0, 2, 32]"),
-    "scale": ([node("Mul", "x x", "a"), *HEAD], CONV, "arithmetic that is no layer"),
+    "weights": ([node("Conv", "x k", "a"), *HEAD], [tensor("w", 70, 3)], "'the_c' (MatMul): a weight of (70, 3)"),
+    "reshape": ([node("Reshape", "x s", "a"), *HEAD], [whole("s", 0, 2, 32)], "'the_a' (Reshape): to [0, 2, 32]"),
+    "scale": ([node("Mul", "x x", "a"), *HEAD], [], "arithmetic that is no layer"),
     # as many columns as channels
     "along_a_row": (
-        [node("Conv", "x k", "q"), node("Mul", "q r", "a"), *HEAD],
-        [tensor("k", 2, 1, 7, 7), tensor("r", 2), tensor("w", 8, 3), CONV[2]],
-        "or with a vector",
+        [node("Conv", "x k", "q"), node("Mul", "q r", "a"), *HEAD], [tensor("k", 2, 1, 7, 7), tensor("r", 2), tensor("w", 8, 3)], "or with a vector",
     ),
-    "approximate": ([node("Gelu", "x", "a", approximate="tanh"), *HEAD], CONV, "approximate=tanh"),
-    "mean_of_channels": ([node("ReduceMean", "x", "a", axes=[1]), *HEAD], CONV, "a mean over axes [1]"),
-    "order": ([node("Conv", "x k", "a"), node("Flatten", "a", "y")], CONV[:1], "stand in the order of an image"),
-    "pad_alone": ([node("Pad", "x p", "a"), *HEAD], [whole("p", 0, 0, 1, 1, 0, 0, 1, 1), *CONV], "follows a Pad"),
-    "unnormalized_pad": (
-        [node("Pad", "x p", "q"), node("MaxPool", "q", "a", kernel_shape=[2, 2]), *HEAD],
-        [whole("p", 0, 0, 1, 1, 0, 0, 1, 1), *CONV],
-        "follows a Pad of 0.0",
-    ),
+    "approximate": ([node("Gelu", "x", "a", approximate="tanh"), *HEAD], [], "approximate=tanh"),
+    "mean_of_channels": ([node("ReduceMean", "x", "a", axes=[1]), *HEAD], [], "a mean over axes [1]"),
+    "order": ([node("Conv", "x k", "a"), node("Flatten", "a", "y")], [], "stand in the order of an image"),
+    "pad_alone": ([node("Pad", "x p", "a"), *HEAD], [PAD], "follows a Pad"),
+    "unnormalized_pad": ([node("Pad", "x p", "q"), node("MaxPool", "q", "a", kernel_shape=[2, 2]), *HEAD], [PAD], "follows a Pad of 0.0"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_what_is_not_known_is_one_line_that_names_the_node(tmp_path, name):
     nodes, tensors, message = UNKNOWN[name]
-    tensors = [*tensors] + [t for t in CONV if t.name not in {own.name for own in tensors}]
-    model = model_of(nodes, tensors, opset=20 if name == "approximate" else 17)
+    model = model_of(nodes, with_conv(nodes, tensors), opset=20 if name == "approximate" else 17)
     if name == "domain":
         model.opset_import.append(helper.make_opsetid("mine", 1))
     (tmp_path / "net.onnx").write_bytes(model.SerializeToString())
@@ -475,9 +446,3 @@ def test_a_run_goes_on_predicts_and_is_explained_without_the_file(tmp_path, run,
     code, _, error = run("model=onnx", f"model.path={unknown}", *data, f"hydra.run.dir={tmp_path}/unknown")
     assert code == 2
     assert "node 'the_a' (Selu): unknown operator" in error
-
-
-def test_fit_trains_it(tmp_path):
-    path = saved(tmp_path, [node("Conv", "x k", "a"), *HEAD], DIGITS, ("N", 1, 28, 28))
-    result = fit(Onnx(str(path)), Digits(train_size=500, test_size=100), backend="numpy", epochs=5, baseline=None)
-    assert result.accuracy > 0.6

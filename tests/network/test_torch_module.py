@@ -8,7 +8,7 @@ import pytest
 from commands import one_line
 from torch_modules import NAMES, channels_last, torch_modules
 
-from cnnexp import Synthetic, fit, from_torch, to_torch
+from cnnexp import from_torch, to_torch
 from cnnexp.backends import backend
 from cnnexp.errors import BackendUnavailable, NetworkError
 from cnnexp.network import Dropout, Residual
@@ -43,6 +43,7 @@ def test_a_step_is_the_modules_own_and_goes_back_into_it(name):
     for layer in module.modules():
         layer.p = 0.0 if isinstance(layer, nn.Dropout) else getattr(layer, "p", None)
     model = from_torch(module, shape)
+    assert module.training
     assert sum(isinstance(layer, Residual) for layer in model.layers) == RESIDUALS.get(name, 0)
     images = RNG.standard_normal((6, *shape)).astype(np.float32)
     outputs = outputs_of(module, images).shape[1]
@@ -65,19 +66,6 @@ def test_a_step_is_the_modules_own_and_goes_back_into_it(name):
         if not key.endswith("num_batches_tracked"):
             np.testing.assert_allclose(array.numpy(), wanted[key].numpy(), rtol=1e-4, atol=1e-5, err_msg=key)
     np.testing.assert_allclose(scores_of(program, images), outputs_of(module, images), rtol=0, atol=1e-5)
-
-
-def test_fit_takes_it_and_the_module_computes_the_same_afterwards():
-    module = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Dropout(0.25), nn.Flatten(), nn.Linear(144, 3))
-    data = Synthetic(height=8, width=8, channels=1, classes=3, train_size=120, test_size=60).load()
-    result = fit(from_torch(module.train(), (1, 8, 8)), data, backend="numpy", epochs=2, baseline=None)
-    assert Dropout(0.25) in result.network.layers
-    assert module.training
-    images = data.test.images.astype(np.float32)
-    images = images / 255 if data.test.images.dtype == np.uint8 else images
-    to_torch(result, module)
-    found = outputs_of(module, np.ascontiguousarray(images.transpose(0, 3, 1, 2))).argmax(1)
-    assert (found == data.test.labels).mean() == pytest.approx(result.accuracy)
 
 
 class Shared(nn.Module):
@@ -128,8 +116,9 @@ def test_a_number_for_each_channel_is_refused_since_it_could_not_go_back(operato
 
 
 def test_another_data_set_and_another_module_are_refused():
-    module = nn.Sequential(nn.Flatten(), nn.Linear(16, 3))
+    module = nn.Sequential(nn.Flatten(), nn.Dropout(0.25), nn.Linear(16, 3))
     model = from_torch(module, (1, 4, 4))
+    assert Dropout(0.25) in model.layers
     with pytest.raises(NetworkError, match=r"made for images of \(4, 4, 1\), the data set's are \(8, 8, 1\)"):
         model.network((8, 8, 1), 3)
 

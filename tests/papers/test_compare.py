@@ -1,14 +1,19 @@
+"""What a paper's page says of its jobs: measures, cells, and the table of them."""
+
+from dataclasses import replace
+
 import pytest
 from papers.jobs import make_job
 
-from cnnexp.papers import compare
+from cnnexp.papers import EXPERIMENTS, compare, page
+from cnnexp.papers.compare import Cell, Result
 from cnnexp.papers.experiment import Column, Experiment, Line
-from cnnexp.papers.measures import accuracy
+from cnnexp.papers.measures import accuracy, epoch_s, limit, per_epoch, seconds_per_iteration
 from cnnexp.papers.page import texts
 from cnnexp.tracking.events import LACKING
 
 
-def as_cells(experiment: Experiment, jobs) -> list[list[compare.Cell]]:
+def as_cells(experiment: Experiment, jobs) -> list[list[Cell]]:
     return [
         [compare._cell(experiment, line, column, i, jobs) for i, column in enumerate(experiment.columns)]
         for line in experiment.lines
@@ -40,3 +45,34 @@ def test_what_could_not_be_run_says_why(status, why):
     table = Experiment("t", "s", "q", (Line("a", {"backend.name": "gpu-naive"}, (4.06,)),), (Column("c"),))
     (cell,) = as_cells(table, [make_job("gpu-naive", status=status)] if status else [])[0]
     assert texts(cell) == ("4.06", why, "")
+
+
+def test_amdahl_with_the_papers_inputs():
+    assert limit(768)(replace(make_job(), metrics={"profile/parallel_share": 0.9801})) == pytest.approx(47.2, abs=0.05)
+    assert limit(768)(make_job()) is None
+    assert "gives 47.2; the paper prints 45.45" in EXPERIMENTS["khandait_amdahl"].notes[0]
+
+
+def test_an_epoch_cut_short_is_scaled():
+    job = make_job(images=1000, timed=250, seconds=2.0)
+    assert epoch_s(job) == 8.0
+    assert seconds_per_iteration(job) == 0.08
+    assert per_epoch(job, "time/epoch_s") == [8.0]  # what the figure draws
+    assert per_epoch(job, "test/loss") == [0.1]
+
+
+def test_a_page_tells_on_how_many_images_an_epoch_was_timed():
+    job = make_job(images=1000, timed=250)
+    job.epochs.append({**job.epochs[0], "train/images": 400})
+    facts = {"machine.load": "0.1", "machine.cores": "2"}
+    result = Result("castanheira_fig3", EXPERIMENTS["castanheira_fig3"], (job,), (), facts)
+    assert any("timed on 250 to 400 of 1,000 images an epoch, and scaled" in note for note in page.notes(result))
+
+
+def test_only_columns_with_a_published_number_have_three_headings():
+    columns = (Column("seconds"), Column("ours alone"))
+    table = Experiment("t", "s", "q", (Line("a", {}, (2.0,)), Line("b")), columns)
+    cells = [[Cell(2.0, 1.0), Cell(None, 3.0)], [Cell(None, None, why="failed"), Cell(None, 4.0)]]
+    shown = page.table_of(Result("t", table, (), cells, {}))
+    assert shown.titles(": ")[1:] == ["seconds: paper", "seconds: ours", "seconds: ours / paper", "ours alone: ours"]
+    assert shown.rows == [["a", "2", "1.000", "0.5", "3.000"], ["b", "", "failed", "", "4.000"]]

@@ -1,10 +1,10 @@
 """The papers' tables and figures: the published numbers as printed, and every experiment run again at a small scale."""
 
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
+from commands import MNIST, ROOT
 
 from cnnexp.app import sweep
 from cnnexp.datasets.cifar10 import TEST, TRAIN
@@ -13,8 +13,6 @@ from cnnexp.papers.compare import compare
 from cnnexp.tracking.events import LACKING, read_journal
 from cnnexp.training.checkpoint import find, load
 
-ROOT = Path(__file__).resolve().parents[2]
-MNIST = ROOT.parent / "shared" / "data" / "mnist"
 FILES = {path.stem: path for path in (ROOT / "conf" / "experiment").glob("*.yaml")}
 
 

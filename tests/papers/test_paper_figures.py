@@ -21,9 +21,7 @@ SCALING = [
 MISSING = ("castanheira_fig2_batch", "castanheira_fig3", "garg_table1", "chavan_fig4")  # one of each kind of figure
 
 
-@pytest.mark.parametrize(
-    ("key", "missing"), [*((key, False) for key in EXPERIMENTS), *((key, True) for key in MISSING)]
-)
+@pytest.mark.parametrize(("key", "missing"), [*((k, False) for k in EXPERIMENTS), *((k, True) for k in MISSING)])
 def test_every_text_is_whole(key, missing, tmp_path):
     experiment = EXPERIMENTS[key]
     cell = Cell(12345.678, None, why="not on this machine") if missing else Cell(12345.678, 0.0012345, 0.0001)

@@ -5,8 +5,8 @@ import sys
 import pytest
 
 from soak import __main__ as soak
-from soak import commands, kills, mutants
-from soak.commands import Recorded, fault_of
+from soak import commands, faults, kills, mutants
+from soak.commands import Done, Recorded, fault_of
 
 
 def run(monkeypatch, capsys, *words):
@@ -94,3 +94,28 @@ def test_a_process_that_is_killed_or_hangs_is_seen(tmp_path):
 def test_every_guard_that_a_mutant_breaks_stands_in_its_file_once():
     root = commands.ROOT / "cnnexp"
     assert not [m for m in mutants.read() if (root / m.file).read_text("utf-8").count(m.guard) != 1]
+
+
+TRACKERS = """Traceback (most recent call last):
+  File "<string>", line 1, in <module>
+  File "/lib/python3.11/multiprocessing/spawn.py", line 132, in _main
+    self = reduction.pickle.load(from_parent)
+           ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^
+  File "/lib/python3.11/multiprocessing/synchronize.py", line 110, in __setstate__
+    self._semlock = _multiprocessing.SemLock._rebuild(*state)
+FileNotFoundError: [Errno 2] No such file or directory
+"""
+OURS = TRACKERS.replace("multiprocessing/synchronize.py", "cnnexp/workers/local.py")
+LINE = "cnnexp: error: worker 1 of 2 (pid 7) ended with exit code 1\n"
+
+
+@pytest.mark.parametrize(
+    ("said", "left"),
+    [
+        (f"{faults.TRACKER}\n{TRACKERS}{LINE}{TRACKERS}", f"{faults.TRACKER}\n{LINE}"),
+        (f"{faults.TRACKER}\n{OURS}{LINE}", f"{faults.TRACKER}\n{OURS}{LINE}"),
+        (f"{TRACKERS}{LINE}", f"{TRACKERS}{LINE}"),
+    ],
+)
+def test_only_what_cpython_says_of_its_lost_tracker_is_passed_over(said, left):
+    assert faults.without_tracker(Done(8, "", said, 1.0)) == Done(8, "", left, 1.0)

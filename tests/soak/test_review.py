@@ -10,13 +10,11 @@ from soak import review
 from soak.commands import ROOT, Done
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="it forks, and reads /proc")
 def test_every_command_of_the_review_ends_as_it_should(tmp_path):
-    command, environ = (
-        [sys.executable, "-m", "soak", "review", "--folder", str(tmp_path)],
-        {**os.environ, "PYTHONPATH": str(ROOT)},
-    )
+    command = [sys.executable, "-m", "soak", "review", "--folder", str(tmp_path)]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environ, check=False)
     assert done.returncode == 0, done.stdout
     assert done.stdout.startswith(f"review: {len(review.CASES)} of {len(review.CASES)} hold")

@@ -3,13 +3,13 @@
 Numba compiles the kernels, so what is checked is what it makes of them. Beside a fault stands the same kernel without.
 """
 
-import math
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from cuda.core import Device
 from numba import cuda
+from ptx_runner import run as run_ptx
 
 import softgpu
 
@@ -95,7 +95,7 @@ def test_memcheck_memory_that_was_given_back():
     lost(("a write", "outside every allocation"), launch, kernel, x)
 
 
-def test_memcheck_a_vector_that_is_not_aligned(run_ptx):
+def test_memcheck_a_vector_that_is_not_aligned():
     ptx = """
     ld.global.v2.f32 {%f1, %f2}, [%rd1+OFFSET];
     add.f32 %f1, %f1, %f2;
@@ -313,31 +313,3 @@ def test_contextcheck_a_copy_in_another_gpus_context():
     assert softgpu.findings() == []
     x.copy_to_device(np.ones(4, np.float32))
     assert found("contextcheck", "16 bytes of GPU 1, in the context of GPU 0")
-
-
-def test_a_kernel_of_many_branches_computes_what_python_does():
-    @cuda.jit("void(float32[::1], uint32)")
-    def kernel(y, count):
-        i = cuda.grid(1)
-        while i < count:
-            n, steps = i + 1, 0
-            while n != 1:
-                if n % 2:
-                    n = 3 * n + 1
-                else:
-                    n = n // 2
-                steps += 1
-            y[i] = f32(math.sqrt(steps))
-            i += cuda.gridsize(1)
-
-    def steps(n):
-        count = 0
-        while n != 1:
-            n, count = (3 * n + 1 if n % 2 else n // 2), count + 1
-        return count
-
-    y = zeros(500)
-    launch(kernel, y, np.uint32(500), blocks=3, threads=96)
-    wanted = np.sqrt(np.array([steps(i + 1) for i in range(500)], np.float32))
-    np.testing.assert_array_equal(y.copy_to_host(), wanted)
-    assert softgpu.findings() == []

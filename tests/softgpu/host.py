@@ -152,11 +152,5 @@ def test_a_stream_of_another_gpu_is_refused():
     softgpu.revive()
 
 
-def test_a_kernel_says_what_the_compiler_gave_it():
-    (kernel,) = add.overloads.values()
-    assert 4 <= kernel.regs_per_thread <= 40
-    assert kernel.shared_mem_per_block == kernel.local_mem_per_thread == 0
-
-
 def test_the_driver_is_ours():
     assert ctypes.CDLL("libcuda.so.1").softgpu_ticks() > 0

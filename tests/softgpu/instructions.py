@@ -42,20 +42,13 @@ def register(kind: str, number: int) -> str:
     return f"%{REGISTERS[int(kind[1:]) // 8]}{10 + number if kind[1:] == '64' else number + 8}"
 
 
-def binary(instruction: str, kind: str, result: str = "", x: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Run `instruction d, a, b` on pairs; return them and the results."""
-    result = result or kind
-    x = pairs(kind) if x is None else x
-    size = x.dtype.itemsize
-    a, b, d = register(kind, 0), register(kind, 1), register(result, 2)
-    body = f"""
-    ld.global.{kind} {a}, [%rd1];
-    ld.global.{kind} {b}, [%rd1+{size}];
-    {instruction} {d}, {a}, {b};
-    st.global.{result} [%rd2], {d};
-    """
-    dtype = EDGES[result].dtype
-    return x, run(body, x, len(x), dtype)
+def computed(instruction: str, x: np.ndarray, kind: str, result: str = "", more: str = "") -> np.ndarray:
+    """Return what `instruction d, a, b...` makes of each row of operands; `more` stands after them."""
+    result, names = result or kind, [register(kind, i) for i in range(x.shape[1])]
+    loads = " ".join(f"ld.global.{kind} {name}, [%rd1+{i * x.itemsize}];" for i, name in enumerate(names))
+    d = register(result, 3)
+    body = f"{loads} {instruction} {d}, {', '.join(names)}{more}; st.global.{result} [%rd2], {d};"
+    return run(body, x, len(x), EDGES[result].dtype)
 
 
 def wrapped(value: int, kind: str) -> int:
@@ -84,33 +77,32 @@ KINDS = ("u32", "s32", "u64", "s64", "u16", "s16")
 
 
 def test_copysign():
-    x, found = binary("copysign.f32", "f32")
+    x = pairs("f32")
+    found = computed("copysign.f32", x, "f32")
     assert np.array_equal(found.view(np.uint32), np.copysign(x[:, 1], x[:, 0]).view(np.uint32))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", WHOLE)
 def test_arithmetic_of_whole_numbers(name, kind):
+    x, of = pairs(kind), f"b{kind[1:]}" if name in ("and", "or", "xor") else kind
     if kind == "s16" and name in ("min", "max", "div", "rem"):
         with pytest.raises(Exception, match=r"INVALID_IMAGE"):
-            binary(f"{name}.{kind}", kind)
+            computed(f"{name}.{kind}", x, kind)
         softgpu.revive()
         return
-    x, y = binary(f"{name}.b{kind[1:]}" if name in ("and", "or", "xor") else f"{name}.{kind}", kind)
-    for (a, b), found in zip(x.tolist(), y.tolist(), strict=True):
+    for (a, b), found in zip(x.tolist(), computed(f"{name}.{of}", x, kind).tolist(), strict=True):
         if b or name not in ("div", "rem"):
             assert found == wrapped(WHOLE[name](a, b), kind), (a, b)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_products_of_full_width(kind):
-    bits = int(kind[1:])
-    x, y = binary(f"mul.hi.{kind}", kind)
-    assert y.tolist() == [wrapped(a * b >> bits, kind) for a, b in x.tolist()]
+    x, bits = pairs(kind), int(kind[1:])
+    products = [a * b for a, b in x.tolist()]
+    assert computed(f"mul.hi.{kind}", x, kind).tolist() == [wrapped(product >> bits, kind) for product in products]
     if bits == 32:
-        wide = f"{kind[0]}64"
-        x, y = binary(f"mul.wide.{kind}", kind, wide)
-        assert y.tolist() == [a * b for a, b in x.tolist()]
+        assert computed(f"mul.wide.{kind}", x, kind, f"{kind[0]}64").tolist() == products
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -119,10 +111,7 @@ def test_shifts_by_more_than_there_is(name, kind):
     bits = int(kind[1:])
     x = pairs(kind)[:, :1]
     for by in (0, 1, bits - 1, bits, bits + 7, 2**31):
-        a, d = register(kind, 0), register(kind, 2)
-        opcode = f"shl.b{bits}" if name == "shl" else f"shr.{kind}"
-        body = f"ld.global.{kind} {a}, [%rd1]; {opcode} {d}, {a}, {by}; st.global.{kind} [%rd2], {d};"
-        y = run(body, x, len(x), x.dtype)
+        y = computed(f"shl.b{bits}" if name == "shl" else f"shr.{kind}", x, kind, more=f", {by}")
         for a, found in zip(x[:, 0].tolist(), y.tolist(), strict=True):
             shifted = a << min(by, 64) if name == "shl" else a >> min(by, 64)
             assert found == wrapped(shifted, kind), (a, by)
@@ -157,7 +146,8 @@ IEEE = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div.rn": np.divi
 @pytest.mark.parametrize("kind", ["f32", "f64"])
 @pytest.mark.parametrize("instruction", IEEE)
 def test_floating_point_is_that_of_ieee(instruction, kind):
-    x, y = binary(f"{instruction}.{kind}", kind)
+    x = pairs(kind)
+    y = computed(f"{instruction}.{kind}", x, kind)
     with np.errstate(all="ignore"):
         wanted = IEEE[instruction](x[:, 0], x[:, 1])
     if instruction in ("min", "max"):  # of two zeros, either
@@ -168,23 +158,20 @@ def test_floating_point_is_that_of_ieee(instruction, kind):
 def test_a_fused_multiply_add_rounds_once():
     x = np.float32(RNG.standard_normal((500, 3)))
     x[:, 2] = -x[:, 0] * x[:, 1]  # what is left is the rounding of the product
-    body = """
-    ld.global.f32 %f1, [%rd1]; ld.global.f32 %f2, [%rd1+4]; ld.global.f32 %f3, [%rd1+8];
-    fma.rn.f32 %f4, %f1, %f2, %f3; st.global.f32 [%rd2], %f4;
-    """
     exact = x[:, 0].astype(np.float64) * x[:, 1] + x[:, 2]
-    np.testing.assert_array_equal(run(body, x, 500), exact.astype(np.float32))
+    np.testing.assert_array_equal(computed("fma.rn.f32", x, "f32"), exact.astype(np.float32))
     assert np.count_nonzero(exact) > 400
 
 
 @pytest.mark.parametrize("way", ["rm", "rp", "rz"])
 def test_directed_rounding(way):
-    x, y = binary(f"add.{way}.f32", "f32", x=np.float32(RNG.standard_normal((300, 2))))
+    x = np.float32(RNG.standard_normal((300, 2)))
     exact = x.astype(np.float64).sum(axis=1)
     near = exact.astype(np.float32)
     toward = {"rm": -np.inf, "rp": np.inf, "rz": 0}[way]
     beyond = {"rm": near > exact, "rp": near < exact, "rz": np.abs(near) > np.abs(exact)}[way]
-    np.testing.assert_array_equal(y, np.where(beyond, np.nextafter(near, np.float32(toward)), near))
+    wanted = np.where(beyond, np.nextafter(near, np.float32(toward)), near)
+    np.testing.assert_array_equal(computed(f"add.{way}.f32", x, "f32"), wanted)
     assert beyond.any()
 
 
@@ -215,12 +202,10 @@ def test_directed_rounding(way):
     ],
 )
 def test_conversions_and_what_has_one_operand(instruction, kind, result, wanted):
-    x = pairs(kind)[:, 0]
-    a, d = register(kind, 0), register(result, 2)
-    body = f"ld.global.{kind} {a}, [%rd1]; {instruction} {d}, {a}; st.global.{result} [%rd2], {d};"
-    y = run(body, x, len(x), EDGES[result].dtype)
+    x = pairs(kind)[:, :1]
     with np.errstate(all="ignore"):
-        np.testing.assert_array_equal(y, np.asarray(wanted(x)).astype(EDGES[result].dtype))
+        expected = np.asarray(wanted(x[:, 0])).astype(EDGES[result].dtype)
+    np.testing.assert_array_equal(computed(instruction, x, kind, result), expected)
 
 
 @pytest.mark.parametrize(
@@ -233,9 +218,9 @@ def test_conversions_and_what_has_one_operand(instruction, kind, result, wanted)
     ],
 )
 def test_approximations_are_within_those_of_a_gpu(instruction, wanted):
-    x = RNG.uniform(0.01, 20, 200).astype(np.float32)
-    y = run(f"ld.global.f32 %f1, [%rd1]; {instruction} %f2, %f1; st.global.f32 [%rd2], %f2;", x, 200)
-    np.testing.assert_allclose(y, wanted(x.astype(np.float64)), rtol=4e-7, atol=1e-6)
+    x = RNG.uniform(0.01, 20, (200, 1)).astype(np.float32)
+    y = computed(instruction, x, "f32")
+    np.testing.assert_allclose(y, wanted(x[:, 0].astype(np.float64)), rtol=4e-7, atol=1e-6)
 
 
 def test_bit_fields_and_permutations():

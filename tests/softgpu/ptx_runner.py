@@ -42,15 +42,7 @@ def run(body: str, x: np.ndarray, threads: int, dtype=np.float32) -> np.ndarray:
     y = cuda.to_device(np.zeros(threads, dtype))
     given = cuda.to_device(np.ascontiguousarray(x).view(np.uint8).reshape(-1))
     row, result = np.uint32(x.nbytes // threads), np.uint32(y.dtype.itemsize)
-    config = LaunchConfig(grid=1, block=threads)
-    launch(
-        device.default_stream,
-        config,
-        kernel,
-        given.gpu_data.device_ctypes_pointer.value,
-        y.gpu_data.device_ctypes_pointer.value,
-        row,
-        result,
-    )
+    places = (array.gpu_data.device_ctypes_pointer.value for array in (given, y))
+    launch(device.default_stream, LaunchConfig(grid=1, block=threads), kernel, *places, row, result)
     cuda.synchronize()
     return y.copy_to_host()

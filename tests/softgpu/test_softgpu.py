@@ -6,13 +6,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import ROOT
 
 pytest.importorskip("numba_cuda", reason="runs numba-cuda: pip install cnnexp[gpu]")
 
 import softgpu
 from softgpu import SoftGpu
 
-ROOT, HERE = Path(__file__).parents[2], Path(__file__).parent
+HERE = Path(__file__).parent
 pytestmark = pytest.mark.skipif(bool(softgpu.unavailable()), reason=softgpu.unavailable())
 
 

@@ -1,9 +1,6 @@
 """Memory is counted before it is taken."""
 
-import re
-
 import pytest
-from commands import TINY
 
 from cnnexp import SGD, Adam, Conv2d, Flatten, Linear, Network, ReLU, backend
 from cnnexp.datasets import Synthetic
@@ -75,19 +72,3 @@ def test_data_scores_and_workers_count():
     assert sum(part.bytes for part in parts) > alone + 499 * footprint.PROCESS_BYTES
     assert max(parts, key=lambda part: part.bytes).key == "workers.count"
     assert next(part.bytes for part in parts if part.key == "dataset.test_size") == 4 * 10 * 3
-
-
-@pytest.mark.parametrize(
-    ("arguments", "key"),
-    [
-        (["model.filters=2000000000", "trainer.batch_size=1"], "the size of the model"),
-        (["trainer.batch_size=9223372036854775807"], "trainer.batch_size"),
-        (["dataset.train_size=99999999999"], "dataset.train_size"),
-        (["dataset.height=10000000"], "dataset.height"),
-        (["workers=local", "workers.count=100000", "trainer.batch_size=100000"], "workers.count"),
-    ],
-)
-def test_a_run_that_is_too_large_is_refused_before_anything_is_taken(run, arguments, key):
-    code, out, err = run(*TINY, *arguments)
-    assert re.fullmatch(r"cnnexp: error: needs \d+ bytes .* can be had .*; lower " + re.escape(key) + "\n", err)
-    assert (code, out) == (OutOfMemory.exit_code, "")

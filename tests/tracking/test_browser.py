@@ -10,10 +10,10 @@ import sys
 import tempfile
 import time
 from importlib import metadata
-from pathlib import Path
 
 import pytest
 from chromium import CHROMIUM, Browser
+from commands import ROOT
 
 from cnnexp.errors import BackendUnavailable, ConfigError
 from cnnexp.tracking import address, browser, view
@@ -161,15 +161,9 @@ def page(tmp_path_factory, new_store):
     opener.write_text(f'#!/bin/sh\necho "$1" > {opened}\n')
     opener.chmod(0o755)
     command = [sys.executable, "-m", "cnnexp", "ui", f"tracking.uri={uri}", f"port={browser.free_port(5300)}"]
-    with subprocess.Popen(
-        command,
-        cwd=Path(__file__).resolve().parents[2],
-        env={**os.environ, "BROWSER": f"{opener} %s"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        start_new_session=True,
-    ) as process:
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    environment = {**os.environ, "BROWSER": f"{opener} %s"}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **streams) as process:
         try:
             process.stdout.readline()
             printed = process.stdout.readline().strip()

@@ -12,7 +12,6 @@ from networks import NETWORKS, cases
 
 from cnnexp.network import Network
 from cnnexp.network.losses import Loss
-from cnnexp.network.models import MODELS
 
 pytest.importorskip("onnx", reason="no onnx is installed")
 onnxruntime = pytest.importorskip("onnxruntime", reason="no onnxruntime is installed")
@@ -50,14 +49,6 @@ def test_network(name):
 @given(case=cases())
 def test_random_networks(case):
     np.testing.assert_allclose(probabilities(case), expected(case), rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("custom", "onnx")])
-def test_every_model_on_pixels(name):
-    model = MODELS[name]()
-    case = make_case(model.network((28, 28, 1), 10), model.loss, images=2)
-    case.images = np.random.default_rng(1).integers(0, 256, case.images.shape).astype(np.uint8)
-    np.testing.assert_allclose(probabilities(case, "uint8"), expected(case), rtol=0, atol=1e-5)
 
 
 def test_a_layer_of_a_plugin_is_told_by_its_rule():

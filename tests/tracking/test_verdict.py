@@ -91,9 +91,7 @@ def test_a_run_writes_its_verdict_into_its_folder_and_shows_results_before_the_s
     page = (tmp_path / REPORT).read_text()
     assert "| speedup | 2.5 x (median of 7 epochs" in page
     assert f"| folder | {tmp_path} |" in page
-    assert re.search(rf"\| more \| [^|]*cnnexp predict {tmp_path} IMAGE \|", page), (
-        "what shows more, where not recorded"
-    )
+    assert re.search(rf"\| more \| [^|]*cnnexp predict {tmp_path} IMAGE \|", page), "what shows more"
     assert shown == [(["speedup", "speed", "accuracy", "machine"], False), (["folder", "more"], False)]
     journal = read_journal(tmp_path)
     assert journal["metrics"].items() >= {"speedup/median": 2.5, "speedup/low": 2.0, "speedup/high": 3.0}.items()

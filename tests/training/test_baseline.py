@@ -27,9 +27,7 @@ def measure(own, other, train=25, batch_size=10, epochs=1, **options):
         ((0.01, 0.1), (0.02, 0.2), 7, 7, 2.0),  # one short batch is compared with the same one
     ],
 )
-def test_speedup_is_the_ratio_of_the_costs_and_the_short_last_batch_is_compared_with_nothing(
-    own, other, train, images, speedup
-):
+def test_speedup_is_the_ratio_of_the_costs_without_the_short_last_batch(own, other, train, images, speedup):
     (result,), _, _ = measure(own=own, other=other, train=train)
     assert (result.train.count, result.comparison.images) == (train, images)
     assert result.comparison.speedup == pytest.approx(speedup)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from fakes import FakeClock, FakeProgram
 
-from cnnexp import Constant, Cosine, Dataset, EarlyStopping, Split, Step, Totals, TrainingPlan, train_epochs
+from cnnexp import Dataset, EarlyStopping, Split, Step, Totals, TrainingPlan, train_epochs
 from cnnexp.errors import ConfigError, Diverged
 from cnnexp.training.checkpoint import Checkpoint
 from cnnexp.training.loop import epoch_order
@@ -68,14 +68,6 @@ def test_order_follows_from_seed_and_epoch_alone():
     assert np.array_equal(np.concatenate(first.orders), np.concatenate(second.orders))
     assert not np.array_equal(epoch_order(25, 3, 1), epoch_order(25, 3, 2))
     assert not np.array_equal(epoch_order(25, 3, 1), epoch_order(25, 4, 1))
-
-
-def test_a_run_that_goes_on_visits_the_images_as_one_never_stopped():
-    whole, rest = FakeProgram(FakeClock(), 0.1), FakeProgram(FakeClock(), 0.1)
-    earlier = run(whole, epochs=3)[:2]
-    results = run(rest, epochs=3, earlier=earlier)
-    assert [r.epoch for r in results] == [3]
-    assert np.array_equal(np.concatenate(whole.orders)[50:], np.concatenate(rest.orders))
 
 
 def test_an_epoch_that_goes_on_trains_the_images_that_are_left():
@@ -175,19 +167,6 @@ def test_held_out_is_the_validation_split_where_there_is_one():
     assert result.held_out is result.test
 
 
-@pytest.mark.parametrize(
-    ("schedule", "factors"),
-    [
-        (Constant(), [1, 1, 1, 1]),
-        (Step(every=2, factor=0.5), [1, 1, 0.5, 0.5]),
-        (Cosine(), [1, (2 + 2**0.5) / 4, 0.5, (2 - 2**0.5) / 4]),
-    ],
-)
-def test_schedules(schedule, factors):
-    results = run(FakeProgram(FakeClock(), 0.1), epochs=4, schedule=schedule)
-    assert [r.rate for r in results] == pytest.approx([0.01 * factor for factor in factors])
-
-
 @pytest.mark.parametrize("options", [{"every": 0}, {"factor": 0.0}, {"factor": 1.5}])
 def test_step_schedule_refuses(options):
     with pytest.raises(ConfigError, match=rf"trainer\.step_{next(iter(options))}="):
@@ -207,10 +186,8 @@ def test_training_stops_after_the_epoch_that_reaches_its_target():
 
 def test_every_observer_sees_the_last_epoch_before_training_ends():
     first, last = Seen(), Seen()
-    first.finished, last.finished = (
-        (lambda result: first.append(result.epoch)),
-        lambda result: last.append(result.epoch),
-    )
+    for seen in (first, last):
+        seen.finished = lambda result, seen=seen: seen.append(result.epoch)
     results = run(FakeProgram(FakeClock(), 1.0), epochs=5, observers=[first, EarlyStopping(target=1.0), last])
     assert len(results) == 1
     assert first[-1] == last[-1] == 1

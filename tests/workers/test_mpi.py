@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import TINY, statuses, wait_for
+from commands import ROOT, TINY, statuses, wait_for
 from workers.work import MODELS, OPTIMIZERS, compiled, hundred_steps, trained
 
 from cnnexp.backends.processor import usable_cores
@@ -19,13 +19,11 @@ from cnnexp.workers import Mpi
 
 psutil = pytest.importorskip("psutil", reason="finds the ranks to kill")
 pytest.importorskip("mpi4py", reason="workers=mpi needs mpi4py: pip install cnnexp[mpi]")
-ROOT = Path(__file__).resolve().parent.parent.parent
 MPIEXEC = shutil.which("mpiexec", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
 pytestmark = pytest.mark.skipif(MPIEXEC is None, reason="no mpiexec: pip install cnnexp[mpi]")
 PATH = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
-LIMIT_S = (
-    Mpi().heartbeat_timeout_s / 2
-)  # a loss that is seen by then was not waited for; a busy machine is slow, not that slow
+# a loss that is seen by then was not waited for; a busy machine is slow, not that slow
+LIMIT_S = Mpi().heartbeat_timeout_s / 2
 FFN = ("model=ffn", "~model.filters", "model.loss_name=softmax_cross_entropy")
 
 
@@ -53,9 +51,7 @@ def test_two_ranks_train_like_one_for_100_steps(tmp_path):
     ways = [("gradients", "numpy"), ("hybrid", "numpy")]
     if usable_cores() > 1:
         ways.append(("gradients", "cpu-simd"))
-    cases = [
-        [sync, model, optimizer, backend] for sync, backend in ways for model in MODELS for optimizer in OPTIMIZERS
-    ]
+    cases = [[sync, model, rule, backend] for sync, backend in ways for model in MODELS for rule in OPTIMIZERS]
     process = start("tests/workers/work.py", "train", "--folder", str(tmp_path), "--cases", json.dumps(cases))
     assert finish(process, 2 * LIMIT_S) == ("", "")
     assert process.returncode == 0

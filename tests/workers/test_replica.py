@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 from conformance import assert_same_state
 from thread_group import Group
+from workers.work import MODELS, OPTIMIZERS, images
 
-from cnnexp import SGD, Adam, Conv2d, Flatten, Linear, Loss, MaxPool2d, Network, OneConv, ReLU, TwoConvMlp
+from cnnexp import SGD, Conv2d, Flatten, Linear, Loss, MaxPool2d, Network, ReLU
 from cnnexp.backends import backend_class
 from cnnexp.errors import ConfigError
 from cnnexp.network import BatchNorm2d, Dropout
@@ -16,17 +17,10 @@ from cnnexp.workers.program import make_replica
 from cnnexp.workers.replica import ParameterReplica, Spec
 
 SOFTMAX = Loss.SOFTMAX_CROSS_ENTROPY
-NETWORKS = {"one_conv": OneConv(filters=4), "two_conv_mlp": TwoConvMlp(filters=3, hidden=17)}
-OPTIMIZERS = {"sgd": SGD(lr=0.05, momentum=0.5), "adam": Adam(lr=1e-3)}
-
-
-def images(count, side=12, seed=1):
-    rng = np.random.default_rng(seed)
-    return rng.random((count, side, side, 1), np.float32), rng.integers(0, 10, count).astype(np.int32)
 
 
 def spec(model="one_conv", optimizer="sgd", batch_size=16, sync="gradients", period=None, backend="numpy", side=12):
-    network = NETWORKS[model].network((side, side, 1), 10)
+    network = MODELS[model].network((side, side, 1), 10)
     return Spec(backend_class(backend)(), network, SOFTMAX, OPTIMIZERS[optimizer], batch_size, sync, period)
 
 
@@ -153,7 +147,7 @@ def test_gradients_change_nothing_that_state_returns(sync):
 
 @pytest.mark.parametrize("sync", ["gradients", "hybrid"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("model", NETWORKS)
+@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("size", [2, 3])
 def test_workers_train_like_one_on_the_whole_batch(sync, optimizer, model, size):
     case, data = spec(model, optimizer, sync=sync), images(50)

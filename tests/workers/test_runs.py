@@ -3,82 +3,45 @@
 import contextlib
 import re
 import signal
-import sqlite3
 import subprocess
 import sys
-import tempfile
 import time
-from pathlib import Path
 
 import pytest
-from commands import statuses, wait_for
+from commands import ROOT, cnnexp, statuses, wait_for
 from conformance import assert_same_state
 
-from cnnexp.measuring.environment import outputs_dir
 from cnnexp.tracking.events import read_journal
 from cnnexp.training.checkpoint import find, list_checkpoints, load
 from cnnexp.workers import Local
 
 psutil = pytest.importorskip("psutil", reason="finds the workers to kill")
-ROOT = Path(__file__).resolve().parent.parent.parent
 # a loss that is seen by then was not waited for; a busy machine is slow, not that slow
 LIMIT_S = Local().heartbeat_timeout_s / 2
 # epochs that take longer than to record one, so that the recorder of a killed run is soon done
 LONGER = ("dataset.train_size=1000", "model.filters=32")
 PLAIN = ("backend=numpy", "trainer.baseline=null", "trainer.schedule=constant", "optimizer=adam")
 SMALL = ("experiment=smoke", *PLAIN)
-PROGRAM = (sys.executable, "-m", "cnnexp")
+LAYERS = "[{type: Conv2d, filters: 6, padding: same},{type: BatchNorm2d},{type: ReLU},{type: Dropout, rate: 0.2},"
+LAYERS += "{type: Flatten},{type: Linear, features: 10}]"
 
 
-def cnnexp(*arguments):
-    done = subprocess.run([*PROGRAM, *arguments], capture_output=True, text=True, cwd=ROOT, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-def states(folder):
-    return load(find(folder)).state
-
-
-def trained_in_two_parts(run, folder, *words):
-    """Train two epochs in a folder `half` and go on to four in another process; hold it to four epochs at once."""
-    words = (*words, "tracking=none")
-    assert run(*words, "trainer.epochs=2", f"hydra.run.dir={folder}/half")[::2] == (0, "")
-    cnnexp(*words, "trainer.epochs=4", f"hydra.run.dir={folder}/rest", f"trainer.resume={folder}/half")
-    assert run(*words, "trainer.epochs=4", f"hydra.run.dir={folder}/whole")[::2] == (0, "")
-    assert_same_state(states(folder / "rest"), states(folder / "whole"))
-    losses = [[epoch["train/loss"] for epoch in read_journal(folder / name)["epochs"]] for name in ("whole", "rest")]
+@pytest.mark.parametrize("workers", ["none", pytest.param("local", marks=pytest.mark.thorough)])
+def test_a_run_that_was_stopped_ends_bit_identical_to_one_that_was_not(run, tmp_path, workers):
+    """Two epochs, and in another process two more, beside four at once; all that a layer keeps is in the state."""
+    data = ("dataset.train_size=300", "dataset.test_size=50", "trainer.batch_size=50", "tracking=none")
+    words = (*PLAIN, *data, "model=custom", f"model.layers={LAYERS}", f"workers={workers}")
+    assert run(*words, "trainer.epochs=2", f"hydra.run.dir={tmp_path}/half")[::2] == (0, "")
+    rest = cnnexp(*words, "trainer.epochs=4", f"hydra.run.dir={tmp_path}/rest", f"trainer.resume={tmp_path}/half")
+    assert (rest.returncode, rest.stderr) == (0, "")
+    assert run(*words, "trainer.epochs=4", f"hydra.run.dir={tmp_path}/whole")[::2] == (0, "")
+    assert_same_state(*(load(find(tmp_path / name)).state for name in ("rest", "whole")))
+    losses = [[epoch["train/loss"] for epoch in read_journal(tmp_path / name)["epochs"]] for name in ("whole", "rest")]
     assert losses[0] == losses[1]
     assert len(losses[0]) == 4
-
-
-def test_a_run_that_was_stopped_ends_bit_identical_to_one_that_was_not(run, tmp_path):
-    trained_in_two_parts(run, tmp_path, *SMALL)
-
-
-@pytest.mark.thorough
-def test_a_run_of_workers_with_batch_normalization_goes_on_bit_identical(run, tmp_path):
-    layers = "[{type: Conv2d, filters: 6, padding: same},{type: BatchNorm2d},{type: ReLU},{type: Dropout, rate: 0.2},"
-    layers += "{type: Flatten},{type: Linear, features: 10}]"
-    data = ("dataset.train_size=300", "dataset.test_size=50", "trainer.batch_size=50")
-    trained_in_two_parts(run, tmp_path, *PLAIN, *data, "model=custom", f"model.layers={layers}", "workers=local")
     start = load(list_checkpoints(tmp_path / "half" / "checkpoints")[0])
     if start.epoch == 0:  # measuring before the first step leaves the averages where a run begins
         assert set(start.state["running"]) == {0.0, 1.0}
-
-
-@pytest.mark.thorough
-def test_a_run_goes_on_by_its_mlflow_id(tmp_path, new_store):
-    store = f"tracking.uri={new_store(tmp_path)}"
-    outputs_dir().mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=outputs_dir()) as half:  # where ids are looked for
-        cnnexp(*SMALL, store, f"hydra.run.dir={half}", "trainer.epochs=2")
-        with contextlib.closing(sqlite3.connect(tmp_path / "mlflow.db")) as connection:
-            ((run_id,),) = connection.execute("select run_uuid from runs")
-        on = ("tracking=none", f"hydra.run.dir={tmp_path}/rest", "trainer.epochs=4")
-        cnnexp(*SMALL, *on, f"trainer.resume={run_id}")
-        first, rest = read_journal(Path(half))["epochs"], read_journal(tmp_path / "rest")["epochs"]
-    assert [epoch["epoch"] for epoch in rest] == [1, 2, 3, 4]
-    assert [epoch["train/loss"] for epoch in rest[:2]] == [epoch["train/loss"] for epoch in first]
 
 
 def test_a_run_that_cannot_go_on_says_why(run, tmp_path):
@@ -156,7 +119,7 @@ def test_a_terminated_run_takes_its_workers_along(tmp_path):
 def _endless(folder, *arguments):
     """Start a run of two workers, wait for its first checkpoint; yield it and its other worker."""
     folders = (f"hydra.run.dir={folder}", "trainer.epochs=100000", *LONGER)
-    command = [*PROGRAM, *SMALL, "workers=local", *folders, *arguments]
+    command = [sys.executable, "-m", "cnnexp", *SMALL, "workers=local", *folders, *arguments]
     run = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
         wait_for(lambda: list_checkpoints(folder / "checkpoints")[1:], run)  # of the start, and of an epoch
