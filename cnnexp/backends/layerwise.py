@@ -56,7 +56,6 @@ class LayerwiseProgram(Program[Split[Array]], Generic[Array]):
     """A `Program` (see `protocol`) that runs the network's stages one after another: see `stages`.
 
     Args:
-        ops: the layers' mathematics.
         release: called once by `close`.
         scope: makes the context in which anything is computed, e.g. with a number of threads.
     """

@@ -83,7 +83,6 @@ class Profiled:
     """A `Program` (see `backends.protocol`) whose calls are entered into a ledger.
 
     Args:
-        program: what computes.
         ledger: gets `transfer`, `train`, `evaluate`, and where the program can be watched each layer's passes.
         train: the name of the entry for `train`, e.g. `baseline`; only the default looks into the layers.
     """

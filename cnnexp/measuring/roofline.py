@@ -32,7 +32,6 @@ def work_per_image(stage: Stage, what: str, batch_size: int, needs_dx: bool = Tr
     """Return (floating-point operations, bytes) of one image's pass through one layer.
 
     Args:
-        stage: the layer in its place.
         what: `forward` or `backward`.
         batch_size: images that share one reading of the weights.
         needs_dx: whether the backward pass computes the gradient of the layer's input: not in a network's first.

@@ -24,12 +24,7 @@ from cnnexp.optimizers import Optimizer
 
 
 class NaiveOps:
-    """`Ops` (see `protocol`) on device arrays, nothing of a convolution staged in shared memory.
-
-    Args:
-        gpu: whose multiprocessors are to have work.
-        block: threads per block.
-    """
+    """`Ops` (see `protocol`) on device arrays, nothing of a convolution staged in shared memory."""
 
     def __init__(self, gpu: Gpu, block: int) -> None:
         self.stream: Any = 0
@@ -108,7 +103,7 @@ class NaiveOps:
         layers.avg_pool_backward(pool_sizes(dx, window, dy), self._block).over(dx.size, self.stream, dy, dx)
 
     def add(self, a: Tensor, b: Tensor, total: Tensor) -> None:
-        layers.add(self._block).over(total.size, self.stream, a, b, total)
+        layers.combine(False, self._block).over(total.size, self.stream, a, b, total)
 
     def dropout(self, x: Tensor, images: Tensor, key: int, rate: float, y: Tensor) -> None:
         kernel, numbers = layers.dropout(x.size // x.shape[0], self._block), (np.int64(key), np.int64(threshold(rate)))
@@ -138,7 +133,7 @@ class NaiveOps:
         mean, inverse = saved
         self._sum_columns(dy, db)
         self._sum_columns(dy, dw, "(x - mean) dy", x, mean)
-        layers.times(self._block).over(w.size, self.stream, dw, inverse)
+        layers.combine(True, self._block).over(w.size, self.stream, dw, inverse, dw)
         if dx is not None:
             kernel, share = layers.normalize_backward(w.size, self._block), f32(w.size / x.size)
             kernel.over(x.size, self.stream, x, mean, inverse, w, dy, dw, db, share, dx)

@@ -183,11 +183,7 @@ class _BinaryCrossEntropy(torch.autograd.Function):
 
 
 class TorchProgram(Program):
-    """A `Program` (see `protocol`) on PyTorch.
-
-    Args:
-        threads: that PyTorch's operations use.
-    """
+    """A `Program` (see `protocol`) on PyTorch, whose operations use so many threads."""
 
     def __init__(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int, threads: int) -> None:
         check_loss(network, loss)

@@ -120,10 +120,7 @@ def works(node: Node, layout: type[Tensor], target: Target, images: int, needs_d
 
 
 def choose_nodes(network: Network, target: Target, images: int) -> list[Node]:
-    """Return the nodes of the path that costs least.
-
-    Args:
-        images: of a tile.
+    """Return the nodes of the path that costs least, for tiles of so many images.
 
     Raises:
         ConfigError: `target.forced` names a layer that there is not, or an algorithm that cannot compute it.

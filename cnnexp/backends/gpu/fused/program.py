@@ -73,7 +73,6 @@ class FusedProgram(Program):
     """A `Program` (see `protocol`) in few kernels and no work on the host between steps.
 
     Args:
-        gpu: what it runs on.
         graphs: whether steps are captured in CUDA graphs; else the same kernels are launched one by one.
         clocks: whether some steps are clocked, part by part.
     """

@@ -118,9 +118,7 @@ def first_window(row, size, stride):
 def padded_pixel(sizes: ConvSizes, number: Any = f32) -> Any:
     """Return the device function (x, first, row, col, c): a pixel of the padded image that begins at x[first].
 
-    Args:
-        sizes: of the convolution that pads it.
-        number: what makes a float32 of what x holds.
+    `number` makes a float32 of what x holds.
     """
     H, W, C, _, _, _, top, left, *_ = unsigned(sizes)
 

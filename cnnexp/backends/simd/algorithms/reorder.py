@@ -107,11 +107,7 @@ def to_lanes(k: Emitter, x: NC, y: Blocked) -> None:
 
 
 def group_to_rows(k: Emitter, source: Pointer, target: Pointer, size: int, stride: int) -> None:
-    """Transpose `size` vectors into `lanes` rows, each rounded up to whole vectors with zeros.
-
-    Args:
-        stride: floats from row to row of the target.
-    """
+    """Transpose `size` vectors into `lanes` rows `stride` floats apart, each rounded up to whole vectors with zeros."""
     for row, at, _ in _to_rows(k, source, size):
         for n, value in enumerate(row):
             k.store(value, target.at(at) + n * stride)

@@ -23,11 +23,7 @@ def host_target() -> Target:
 
 
 def target_of(triple: str, listed: str) -> Target:
-    """Return the widest vectors of a CPU and how many registers hold them; any CPU has 4 lanes for all that LLVM cares.
-
-    Args:
-        triple, listed: see `host`.
-    """
+    """Return the widest vectors of a CPU, see `host`, and the registers that hold them; LLVM takes 4 lanes on any."""
     features, known = set(listed.split(",")), intrinsics.known_features(triple, listed)
     caches = cache_bytes(2), cache_bytes(1)
     if "+avx512f" in features:
