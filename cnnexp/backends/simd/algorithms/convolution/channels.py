@@ -203,12 +203,6 @@ class Sum:
     windows: Windows[NHWC] | None = None
     positive: NHWC | None = None
 
-    @property
-    def needed_windows(self) -> Windows[NHWC]:
-        """The windows, of a convolution before a max-pool."""
-        assert self.windows is not None
-        return self.windows
-
     def corner(self, k: Emitter, n: ir.Value) -> Pointer:
         """Return the address where the first window starts."""
         return self.x.stored(k, n) + (self.origin[0] * self.x.row + self.origin[1] * self.x.column)

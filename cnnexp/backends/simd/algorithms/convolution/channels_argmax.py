@@ -80,7 +80,8 @@ class ChannelsArgmax(Channels):
 
     def _cell_table(self, lanes: int) -> np.ndarray:
         """Return the table of cells, int32 (U * V, 4); neighbours in a block's list are no neighbours in space."""
-        conv, windows = self.sum, self.sum.needed_windows
+        conv, windows = self.sum, self.sum.windows
+        assert windows is not None
         (rows, columns), step = conv.counts, windows.stride * conv.stride
         size, reach = block_cells(lanes), 1 + -(-conv.kernel[1] // step)
         order = np.concatenate(
@@ -122,7 +123,8 @@ class ChannelsArgmax(Channels):
 
     def _list(self, k: Emitter, n: ir.Value, first: ir.Value, cells: int, db: Pointer | None) -> None:
         """Fill the lists of a block of cells from the first on."""
-        size, conv, windows = block_cells(k.lanes), self.sum, self.sum.needed_windows
+        size, conv, windows = block_cells(k.lanes), self.sum, self.sum.windows
+        assert windows is not None
         values, places, counts = (k.arena + at for at in (self.values, self.places, self.counts))
         table = (k.arena + self.cells).at(first, 4)
         images = [(k.arena + image.offset).at(n, image.stride) for image in (self.dy, conv.y, windows.argmax)]

@@ -98,14 +98,13 @@ class Depthwise(ConvolutionNode[NHWC]):
         return lambda i, j: weights + (i * self.stage.layer.kernel + j) * self.row
 
     def _backward_input(self, k: Emitter, plan: Layout) -> None:
-        tap, dx = self._tap(plan.parameters.weights(k, self.stage)[0]), self.dx
-        assert dx is not None
+        tap = self._tap(plan.parameters.weights(k, self.stage)[0])
 
         def finish(value: ir.Value, channel: ir.Value, at: Place) -> ir.Value:
             return k.where_positive(k.load(at(self.x).at(channel)), value) if self.input_rectified else value
 
         for phases in itertools.product(seen_by(self.stage, 0), seen_by(self.stage, 1)):
-            add_taps(k, (self.d, dx), phases, tap, finish)
+            add_taps(k, (self.d, self.needed_dx), phases, tap, finish)
 
     def _backward_weights(self, k: Emitter, plan: Layout) -> None:
         (dw, db), x, d = plan.parameters.gradients(k, self.stage), self.x, self.d

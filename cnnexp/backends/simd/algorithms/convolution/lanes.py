@@ -191,12 +191,6 @@ class Correlation:
     dilation: int = 1
 
     @property
-    def needed_windows(self) -> Windows[Blocked]:
-        """The windows, of a convolution before a max-pool."""
-        assert self.windows is not None
-        return self.windows
-
-    @property
     def runs(self) -> tuple[int, int]:
         """How many runs of how many values of x a row of the kernel is."""
         if self.groups == self.dilation == 1:

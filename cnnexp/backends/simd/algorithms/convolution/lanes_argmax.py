@@ -62,7 +62,8 @@ class LanesArgmax(Lanes):
 
     def prepare(self, plan: Layout) -> None:
         self.prepare_forward(plan)
-        layer, windows, arena = self.stage.layer, self.correlation.needed_windows, plan.arena
+        layer, windows, arena = self.stage.layer, self.correlation.windows, plan.arena
+        assert windows is not None
         self.events = make_lists(
             arena, self.y, self.dy, windows, self.rectifies_dy,
             down=layer.stride * self.x.row // self.x.lanes, right=layer.stride * self.stage.input_shape[2],
