@@ -198,16 +198,12 @@ class LayerwiseProgram(Program[Split[Array]], Generic[Array]):
         def until_done(layer: str, what: str) -> Iterator[None]:
             with made(layer, what):
                 yield
-                self._synchronize()
+                with self._scope():  # a copy to the host of what was written last waits until all work is done
+                    self._ops.to_host(self._parameters[:1])
 
         made = watch or unwatched
         self._watch = until_done if watch else unwatched
         return True
-
-    @_in_scope
-    def _synchronize(self) -> None:
-        """Wait until all work is done: a copy to the host of what was written last."""
-        self._ops.to_host(self._parameters[:1])
 
     def close(self) -> None:
         self._release()

@@ -122,8 +122,7 @@ class Profiled:
 
     def shares(self) -> dict[tuple[str, str], float]:
         """Return the share of the steps that `layers_share` clocked by (what, layer); empty before."""
-        trained_s = _trained_s(self._shared_s)
-        return {entry: s / trained_s for entry, s in self._shared_s.items() if entry[0] in STEP and trained_s > 0}
+        return _shares(self._shared_s)
 
     def predict(self, handle: Any) -> np.ndarray:
         with self._ledger.span("evaluate"):
@@ -234,8 +233,7 @@ def metrics(found: Mapping[str, Any]) -> dict[str, float]:
 
 def step_parts(seconds: Mapping[tuple[str, str], float]) -> dict[str, float]:
     """Return a ledger's seconds as shares of a step, e.g. `conv1 backward`; of a fused program all may be `train`."""
-    trained_s = _trained_s(seconds)
-    shares = {entry: s / trained_s for entry, s in seconds.items() if entry[0] in STEP and trained_s > 0}
+    shares = _shares(seconds)
     return {
         BETWEEN if what == CALLS and len(shares) > 1 else f"{layer} {what}".strip(): share
         for (what, layer), share in shares.items()
@@ -310,6 +308,12 @@ def _first_trained(network: Network) -> str:
 def _layers_s(seconds: Mapping[tuple[str, str], float]) -> float:
     """Return the seconds inside the layers' passes; the loss is no layer."""
     return sum(s for (what, layer), s in seconds.items() if what in KERNELS and layer != "loss")
+
+
+def _shares(seconds: Mapping[tuple[str, str], float]) -> dict[tuple[str, str], float]:
+    """Return the shares of what training steps took; none where they took nothing."""
+    trained_s = _trained_s(seconds)
+    return {entry: s / trained_s for entry, s in seconds.items() if entry[0] in STEP and trained_s > 0}
 
 
 def _trained_s(seconds: Mapping[tuple[str, str], float]) -> float:

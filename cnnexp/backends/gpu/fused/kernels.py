@@ -24,18 +24,17 @@ BYTE, BYTE_INVERSE = f32(255), f32(1 / 255)
 SEGMENT = 6  # numbers in a row of `update`'s table
 
 
-def _fraction(value):
+@cuda.jit(device=True)
+def fraction(value):
     """value / 255, rounded as a division is: one step of Newton's method is exact for whole numbers up to 255."""
     value = f32(value)
     q = value * BYTE_INVERSE
     return cuda.fma(cuda.fma(-BYTE, q, value), BYTE_INVERSE, q)
 
 
-def _as_it_is(value):
+@cuda.jit(device=True)
+def as_it_is(value):
     return f32(value)
-
-
-fraction, as_it_is = cuda.jit(device=True)(_fraction), cuda.jit(device=True)(_as_it_is)
 
 
 @cuda.jit(device=True)

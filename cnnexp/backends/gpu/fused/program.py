@@ -78,14 +78,7 @@ class FusedProgram(Program):
     """
 
     def __init__(
-        self,
-        gpu: Gpu,
-        network: Network,
-        loss: Loss,
-        optimizer: Optimizer,
-        batch_size: int,
-        graphs: bool,
-        clocks: bool = False,
+        self, gpu: Gpu, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int, graphs: bool, clocks: bool
     ) -> None:
         check_loss(network, loss)
         started = time.perf_counter()

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numba import cuda
 
-from cnnexp.backends.gpu.kernels.index import ONE, ZERO, PoolSizes, f32, first_window, offset, split, u32, unsigned
+from cnnexp.backends.gpu.kernels.index import ONE, ZERO, ConvSizes, f32, first_window, offset, split, u32, unsigned
 from cnnexp.backends.gpu.launch import Kernel
 from cnnexp.network import Elementwise, Maths, noise
 from cnnexp.network.losses import Loss
@@ -179,9 +179,9 @@ def normalize_backward(channels: int, block: int) -> Kernel:
 
 
 @cache
-def max_pool(sizes: PoolSizes, block: int) -> Kernel:
+def max_pool(sizes: ConvSizes, block: int) -> Kernel:
     """One thread per (n, u, v, c); the first largest pixel of the window."""
-    H, W, C, S, stride, top, left, U, V = unsigned(sizes)
+    H, W, C, S, _, stride, top, left, U, V, *_ = unsigned(sizes)
 
     def max_pool(x, y, argmax, count):
         i = u32(cuda.grid(1))
@@ -202,9 +202,9 @@ def max_pool(sizes: PoolSizes, block: int) -> Kernel:
 
 
 @cache
-def max_pool_backward(sizes: PoolSizes, block: int) -> Kernel:
+def max_pool_backward(sizes: ConvSizes, block: int) -> Kernel:
     """One thread per input pixel, which adds up the windows whose argmax it is: no two threads write one element."""
-    H, W, C, S, stride, top, left, U, V = unsigned(sizes)
+    H, W, C, S, _, stride, top, left, U, V, *_ = unsigned(sizes)
 
     def max_pool_backward(argmax, dy, dx, count):
         i = u32(cuda.grid(1))
@@ -227,9 +227,9 @@ def max_pool_backward(sizes: PoolSizes, block: int) -> Kernel:
 
 
 @cache
-def avg_pool(sizes: PoolSizes, block: int) -> Kernel:
+def avg_pool(sizes: ConvSizes, block: int) -> Kernel:
     """One thread per (n, u, v, c); the mean of the pixels that exist."""
-    H, W, C, S, stride, top, left, U, V = unsigned(sizes)
+    H, W, C, S, _, stride, top, left, U, V, *_ = unsigned(sizes)
 
     def avg_pool(x, y, count):
         i = u32(cuda.grid(1))
@@ -248,9 +248,9 @@ def avg_pool(sizes: PoolSizes, block: int) -> Kernel:
 
 
 @cache
-def avg_pool_backward(sizes: PoolSizes, block: int) -> Kernel:
+def avg_pool_backward(sizes: ConvSizes, block: int) -> Kernel:
     """One thread per input pixel, which adds up its share of every window that holds it."""
-    H, W, C, S, stride, top, left, U, V = unsigned(sizes)
+    H, W, C, S, _, stride, top, left, U, V, *_ = unsigned(sizes)
 
     def avg_pool_backward(dy, dx, count):
         i = u32(cuda.grid(1))

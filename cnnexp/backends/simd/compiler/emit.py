@@ -162,8 +162,8 @@ class Emitter:
     # control
 
     @contextmanager
-    def loop(self, stop: ir.Value | int, start: ir.Value | int = 0, step: int = 1) -> Iterator[ir.Value]:
-        """Run the block for start, start + step, ... below stop; what shall be unrolled is so in Python already."""
+    def loop(self, stop: ir.Value | int, start: ir.Value | int = 0) -> Iterator[ir.Value]:
+        """Run the block for start, start + 1, ... below stop; what shall be unrolled is so in Python already."""
         builder = self.builder
         start, stop = (INDEX(n) if isinstance(n, int) else n for n in (start, stop))
         head, body, end = (builder.append_basic_block(f"loop.{part}") for part in ("head", "body", "end"))
@@ -175,7 +175,7 @@ class Emitter:
         builder.position_at_end(body)
         yield index
         index.add_incoming(start, before)
-        index.add_incoming(builder.add(index, INDEX(step)), builder.block)
+        index.add_incoming(builder.add(index, INDEX(1)), builder.block)
         builder.branch(head).set_metadata("llvm.loop", self._as_it_is())
         builder.position_at_end(end)
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llvmlite import ir
@@ -248,12 +249,7 @@ def conv2d(k: Emitter, conv: Sum, weights: Pointer, bias: Pointer | None) -> Non
 
 
 def finish(
-    k: Emitter,
-    conv: Sum,
-    window: list[list[ir.Value]],
-    bias: Pointer | None,
-    panel: Panel,
-    place: tuple[ir.Value, ir.Value, ir.Value],
+    k: Emitter, conv: Sum, window: list[list[ir.Value]], bias: Pointer | None, panel: Panel, place: Sequence[ir.Value]
 ) -> None:
     """Store one pixel, or the maximum of a window and where it was, at the place (n, u, v)."""
     n, u, v = place

@@ -69,11 +69,6 @@ class ChannelsArgmax(Channels):
         )
         self.cells = arena.constants(self._cell_table(lanes).view(np.float32))
 
-    @property
-    def _run(self) -> int:
-        """Floats of a kernel row."""
-        return self.stage.layer.kernel * self.stage.input_shape[2]
-
     def _row(self, lanes: int) -> int:
         """Floats from one packed kernel row to the next."""
         return round_up(self._run, lanes)

@@ -75,11 +75,6 @@ class LanesArgmax(Lanes):
             arena.allocate(floats) for floats in (arena.lanes * self.image, arena.lanes * self.image, packed, packed)
         )
 
-    @property
-    def _run(self) -> int:
-        """Floats of a kernel row."""
-        return self.stage.layer.kernel * self.stage.input_shape[2]
-
     def backward(self, plan: Layout) -> Kernels:
         return [("backward", lambda k: self._backward(k, plan))]
 
