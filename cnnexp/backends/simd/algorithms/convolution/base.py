@@ -177,6 +177,9 @@ class ConvolutionNode(Node[Pixels, Pixels]):
         (top, bottom), (left, right) = sides
         return Halo(top, left, bottom, right)
 
+    def in_lanes(self, what: str, kernel: str) -> str:
+        return "weights" if self.argmax and what == BACKWARD else self.holds
+
     def computed(self, what: str) -> Fraction:
         cells, outputs = math.prod(self.shape[:2]), math.prod(self.stage.output_shape[:2])
         if self.argmax and what == BACKWARD:

@@ -42,9 +42,7 @@ class Channels(ConvolutionNode[NHWC]):
     input_layout = output_layout = NHWC
     whole_vectors = False
     algorithm = "channels"
-
-    def in_lanes(self, what: str, kernel: str) -> str:
-        return "channels"
+    holds = "channels"
 
     def fits(self, target: Target) -> bool:
         """Whether a window's sums fit the registers."""

@@ -16,7 +16,6 @@ import math
 import numpy as np
 from llvmlite import ir
 
-from cnnexp.backends.parts import BACKWARD
 from cnnexp.backends.simd.algorithms.convolution.argmax_gradient import EventList, alive
 from cnnexp.backends.simd.algorithms.convolution.channels import Channels, copy_line
 from cnnexp.backends.simd.algorithms.cost import Work, events, passes
@@ -38,9 +37,6 @@ class ChannelsArgmax(Channels):
 
     algorithm = "channels-argmax"
     argmax = True
-
-    def in_lanes(self, what: str, kernel: str) -> str:
-        return "weights" if what == BACKWARD else "channels"
 
     def work(self, target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
         (height, width, channels), filters = self.stage.input_shape, self.stage.layer.filters

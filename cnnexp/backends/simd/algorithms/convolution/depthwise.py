@@ -43,6 +43,7 @@ class Depthwise(ConvolutionNode[NHWC]):
     input_layout = output_layout = NHWC
     whole_vectors = False
     algorithm = "depthwise"
+    holds = "channels"
     any_taps = True
 
     @classmethod
@@ -51,9 +52,6 @@ class Depthwise(ConvolutionNode[NHWC]):
         if node is None or node.pool or node.stage.layer.kernel > MOST_SIDE:
             return None
         return node if node.stage.layer.groups == node.shape[2] == node.stage.input_shape[2] > 1 else None
-
-    def in_lanes(self, what: str, kernel: str) -> str:
-        return "channels"
 
     def work(self, target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
         outputs, inputs = math.prod(self.shape), math.prod(self.stage.input_shape)

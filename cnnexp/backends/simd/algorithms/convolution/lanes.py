@@ -42,10 +42,8 @@ class Lanes(ConvolutionNode[Blocked]):
 
     input_layout = output_layout = Blocked
     algorithm = "lanes"
+    holds = "images"
     any_taps = True
-
-    def in_lanes(self, what: str, kernel: str) -> str:
-        return "images"
 
     def work(self, target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
         (height, width, channels), (rows, columns, filters) = self.stage.input_shape, self.stage.output_shape

@@ -15,7 +15,6 @@ from collections.abc import Callable
 
 from llvmlite import ir
 
-from cnnexp.backends.parts import BACKWARD
 from cnnexp.backends.simd.algorithms.convolution.argmax_gradient import (
     list_events,
     make_lists,
@@ -40,9 +39,6 @@ class LanesArgmax(Lanes):
 
     algorithm = "lanes-argmax"
     argmax, any_taps = True, False
-
-    def in_lanes(self, what: str, kernel: str) -> str:
-        return "weights" if what == BACKWARD else "images"
 
     def fits(self, target: Target) -> bool:
         """Whether a filter's weights and their gradients fit the registers."""

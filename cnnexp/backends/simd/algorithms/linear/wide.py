@@ -32,7 +32,7 @@ class Wide(Dense):
     """Many outputs."""
 
     def in_lanes(self, what: str, kernel: str) -> str:
-        return "images" if kernel == "backward_input" else "weights"
+        return "images" if kernel == "backward_input" else self.holds
 
     algorithm = "wide"
 
