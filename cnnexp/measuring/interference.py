@@ -36,8 +36,7 @@ class Interference:
         others: share of the time of the cores that this process may use, 0 .. 1: of other processes and other machines.
         stolen: the part of it that a hypervisor gave to other machines, 0 .. 1.
         load: the system's load average of the last minute: of all processes, this one among them.
-        cores: that this process may use.
-        threads: that the run computes with.
+        cores, threads: that this process may use, and that the run computes with.
         seconds: that were watched.
     """
 

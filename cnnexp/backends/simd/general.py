@@ -35,7 +35,6 @@ class General(Node[NC, NC]):
     """The layers of a section, whatever they are.
 
     Attributes:
-        stages: theirs.
         address: where in the arena the address of what is called lies, see `Calls`.
     """
 

@@ -28,10 +28,8 @@ class ConvBlock:
     """A convolution with what follows it in registers.
 
     Attributes:
-        sizes: of the convolution.
         pool: S, side and step of the max-pool after it; 1 if there is none.
         relu: whether a ReLU is before or after the pooling (the same thing, as max and ReLU commute).
-        has_bias: of the convolution.
         from_order: its input is the data set, read through `order`; else the layer before, image by image.
         from_bytes: the data set holds bytes.
     """

@@ -98,9 +98,7 @@ class ConvTile:
     """How a block of `block` threads covers a convolution.
 
     Attributes:
-        block: threads.
-        tile: side of the outputs of a block, in places.
-        side: of the pixels that they see.
+        tile, side: of the square of a block's outputs, in places, and of the pixels that they see.
         filters: of a block.
         channels: staged at once.
         kernel: K.

@@ -32,7 +32,6 @@ class MachineCode:
     Attributes:
         symbol: its name in the object file.
         needs: the functions outside that it calls, libm's and the C library's.
-        object_file: as LLVM made it.
     """
 
     symbol: str
