@@ -362,11 +362,8 @@ def _dot(k: Emitter, conv: Correlation, tile: Tile, pixels: list[tuple[int, int]
         source, weights = source.at(j, conv.dilation * x.column), weights.at(j, run * conv.filters)
         for first, size, count in chunks_of(run, 8 if run > 16 else run):
             with k.loop(count) as c:
-                taps(
-                    (source + first * x.lanes).at(c, size * x.lanes),
-                    (weights + first * conv.filters).at(c, size * conv.filters),
-                    size,
-                )
+                at = (source + first * x.lanes).at(c, size * x.lanes)
+                taps(at, (weights + first * conv.filters).at(c, size * conv.filters), size)
     return [[total.get() for total in row] for row in totals]
 
 
