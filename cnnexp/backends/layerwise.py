@@ -79,9 +79,8 @@ class LayerwiseProgram(Program[Split[Array]], Generic[Array]):
         self._parameters = ops.to_device(zeros.copy())
         self._gradient = ops.to_device(zeros.copy())
         self._slots = tuple(ops.to_device(zeros.copy()) for _ in optimizer.slots)
-        flat = self._parameters, self._gradient, self._slots
         self._updates = [
-            (ops.updater(own), flat[0][part], flat[1][part], tuple(slot[part] for slot in flat[2]))
+            (ops.updater(own), self._parameters[part], self._gradient[part], tuple(slot[part] for slot in self._slots))
             for part, own in optimizers(network, optimizer)
         ]
         self._running = ops.to_device(np.zeros(max(network.running_count, 1), np.float32))

@@ -153,10 +153,7 @@ def report(ledger: Ledger, program: Profiled, epochs: Sequence[EpochResult], bac
     for part, seconds in own.items():
         ledger.seconds[part.what, part.name] += seconds
         ledger.seconds["train", ""] -= seconds
-    entries: list[dict[str, Any]] = [
-        {"what": what, "layer": layer, "seconds": s} for (what, layer), s in ledger.seconds.items()
-    ]
-    entries.sort(key=lambda entry: -entry["seconds"])
+    entries = sorted(_entries(ledger.seconds), key=lambda entry: -entry["seconds"])
     found: dict[str, Any] = {
         **_named(backend),
         "wall_s": wall_s,
@@ -198,10 +195,14 @@ def report_beside(program: Profiled, backend: Backend, epochs: Sequence[EpochRes
         **_named(backend),
         "images": images,
         "us_per_image": 1e6 * trained_s / images,
-        "entries": [{"what": what, "layer": layer, "seconds": s} for (what, layer), s in seconds.items()],
+        "entries": _entries(seconds),
         "layers": list(_layers(seconds, program, images)),
         "machine": {},
     }
+
+
+def _entries(seconds: Mapping[tuple[str, str], float]) -> list[dict[str, Any]]:
+    return [{"what": what, "layer": layer, "seconds": s} for (what, layer), s in seconds.items()]
 
 
 def _named(backend: Backend) -> dict[str, Any]:

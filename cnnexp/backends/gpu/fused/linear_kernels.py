@@ -242,9 +242,7 @@ def linear_head(D: int, O: int, has_bias: bool, slices: int) -> Kernel:  # noqa:
         if has_bias and t < O:
             partial[offset(s, rows, D, O, t)] = total_b
 
-    return Kernel(
-        linear_head, "void(f4[::1], i4[::1], u4[::1], u4, f4[::1], f4[::1], f4[::1], f4[::1], f4[::1], u4)", BLOCK
-    )
+    return Kernel(linear_head, f"void(f4[::1], i4[::1], u4[::1], u4, {'f4[::1], ' * 5}u4)", BLOCK)
 
 
 def lanes_of(outputs: int) -> int:

@@ -171,11 +171,7 @@ def normalize_backward(channels: int, block: int) -> Kernel:
             normal = (x[i] - mean[c]) * inverse[c]
             dx[i] = inverse[c] * w[c] * (dy[i] - db[c] * share - normal * (dw[c] * share))
 
-    return Kernel(
-        normalize_backward,
-        "void(f4[::1], f4[::1], f4[::1], f4[::1], f4[::1], f4[::1], f4[::1], f4, f4[::1], u4)",
-        block,
-    )
+    return Kernel(normalize_backward, f"void({'f4[::1], ' * 7}f4, f4[::1], u4)", block)
 
 
 @cache

@@ -75,13 +75,8 @@ class ChannelsArgmax(Channels):
         assert windows is not None
         (rows, columns), step = conv.counts, windows.stride * conv.stride
         size, reach = block_cells(lanes), 1 + -(-conv.kernel[1] // step)
-        order = np.concatenate(
-            [
-                block[start::reach]
-                for block in np.split(np.arange(rows * columns), range(size, rows * columns, size))
-                for start in range(reach)
-            ]
-        )
+        blocks = np.split(np.arange(rows * columns), range(size, rows * columns, size))
+        order = np.concatenate([block[start::reach] for block in blocks for start in range(reach)])
         u, v = order // columns, order % columns
 
         def place(image: NHWC, step: int, first: tuple[int, int]) -> np.ndarray:

@@ -225,9 +225,8 @@ class Filters(Node[NC, NC]):
                     # ReLU, and no lane past the last filter
                     for i, (value, _) in enumerate(found):
                         count = valid if i + 1 == vectors else k.lanes
-                        k.store_part(
-                            k.rectify(value) if self.rectify else value, cell.at(f, k.lanes) + i * k.lanes, count
-                        )
+                        value = k.rectify(value) if self.rectify else value
+                        k.store_part(value, cell.at(f, k.lanes) + i * k.lanes, count)
 
     def _blocks(self, most: int, lanes: int) -> list[tuple[int, int, int, int]]:
         """Return (first, size, times, lanes that count of the last vector) for blocks of at most so many vectors.

@@ -229,7 +229,7 @@ def whole_width(taps: int, filters: int, registers: int) -> int:
 def conv2d(k: Emitter, conv: Correlation, weights: Pointer, bias: Pointer | None) -> None:
     """Fill conv.y (and the argmax)."""
     pixels, most_filters = sums_tile(k.target.registers)
-    rows, columns, _ = conv.y.shape
+    (rows, columns, _), each = conv.y.shape, conv.filters // conv.groups
     step = conv.stride * (conv.windows.stride if conv.windows else 1)
     with k.loop(k.groups(k.lanes)) as g:
         # a group of images, a row, a tile of pixels (or a cell of the pool), some filters
@@ -242,11 +242,9 @@ def conv2d(k: Emitter, conv: Correlation, weights: Pointer, bias: Pointer | None
                 with k.loop(count) as tile:
                     column = k.scaled(tile, width, first)
                     corner = source.at(row, step * conv.x.row).at(column, step * conv.x.column)
-                    for first_filter, filters, times in chunks(conv.filters // conv.groups, most_filters):
+                    for first_filter, filters, times in chunks(each, most_filters):
                         with conv.each_group(k) as e, k.loop(times) as t:
-                            f = k.builder.add(
-                                k.builder.mul(e, INDEX(conv.filters // conv.groups)), k.scaled(t, filters, first_filter)
-                            )
+                            f = k.builder.add(k.builder.mul(e, INDEX(each)), k.scaled(t, filters, first_filter))
                             w, b = weights.at(f), bias.at(f) if bias else None
                             seen = corner.at(e, conv.channels // conv.groups * conv.x.lanes)
                             at = Tile(seen, w, b, g, row, column, f, filters, inside)
