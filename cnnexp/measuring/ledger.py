@@ -8,6 +8,7 @@ A layerwise program is clocked layer by layer, each pass until its work is done.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import statistics
 import time
 from collections import defaultdict
@@ -244,11 +245,8 @@ def step_parts(seconds: Mapping[tuple[str, str], float]) -> dict[str, float]:
 def _flops_per_image(network: Network, batch_size: int) -> float:
     """Return the floating-point operations that a training step needs for one image."""
     first = _first_trained(network)
-    return sum(
-        work_per_image(stage, what, batch_size, needs_dx=stage.name != first)[0]
-        for stage in network.stages
-        for what in KERNELS
-    )
+    passes = itertools.product(network.stages, KERNELS)
+    return sum(work_per_image(stage, what, batch_size, needs_dx=stage.name != first)[0] for stage, what in passes)
 
 
 def _layers(seconds: Mapping[tuple[str, str], float], program: Profiled, images: int) -> Iterator[dict[str, Any]]:

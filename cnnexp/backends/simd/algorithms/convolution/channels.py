@@ -347,10 +347,7 @@ def _clear(k: Emitter, conv: Sum) -> None:
 
 def _pixel(k: Emitter, conv: Sum, n: ir.Value, u: ir.Value, v: ir.Value, image: NHWC | None = None) -> Pointer:
     """Return the address of the pixel (u, v) that a sum writes, or of the same pixel of another image."""
-    row, column = (
-        k.builder.add(k.builder.mul(i, INDEX(conv.step)), INDEX(first))
-        for i, first in zip((u, v), conv.first, strict=True)
-    )
+    row, column = (k.scaled(i, conv.step, first) for i, first in zip((u, v), conv.first, strict=True))
     return (image or conv.y).pixel(k, n, row, column)
 
 
