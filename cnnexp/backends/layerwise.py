@@ -56,7 +56,6 @@ class LayerwiseProgram(Program[Split[Array]], Generic[Array]):
     """A `Program` (see `protocol`) that runs the network's stages one after another: see `stages`.
 
     Args:
-        ops: the layers' mathematics.
         release: called once by `close`.
         scope: makes the context in which anything is computed, e.g. with a number of threads.
     """
@@ -80,9 +79,8 @@ class LayerwiseProgram(Program[Split[Array]], Generic[Array]):
         self._parameters = ops.to_device(zeros.copy())
         self._gradient = ops.to_device(zeros.copy())
         self._slots = tuple(ops.to_device(zeros.copy()) for _ in optimizer.slots)
-        flat = self._parameters, self._gradient, self._slots
         self._updates = [
-            (ops.updater(own), flat[0][part], flat[1][part], tuple(slot[part] for slot in flat[2]))
+            (ops.updater(own), self._parameters[part], self._gradient[part], tuple(slot[part] for slot in self._slots))
             for part, own in optimizers(network, optimizer)
         ]
         self._running = ops.to_device(np.zeros(max(network.running_count, 1), np.float32))
@@ -199,16 +197,12 @@ class LayerwiseProgram(Program[Split[Array]], Generic[Array]):
         def until_done(layer: str, what: str) -> Iterator[None]:
             with made(layer, what):
                 yield
-                self._synchronize()
+                with self._scope():  # a copy to the host of what was written last waits until all work is done
+                    self._ops.to_host(self._parameters[:1])
 
         made = watch or unwatched
         self._watch = until_done if watch else unwatched
         return True
-
-    @_in_scope
-    def _synchronize(self) -> None:
-        """Wait until all work is done: a copy to the host of what was written last."""
-        self._ops.to_host(self._parameters[:1])
 
     def close(self) -> None:
         self._release()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -24,6 +26,17 @@ def resolve_threads(threads: int | None) -> int:
     if not 1 <= threads <= cores:
         raise ConfigError(f"backend.threads={threads}: must be 1 to {cores}, the cores this process may use, or null")
     return threads
+
+
+@contextlib.contextmanager
+def using_threads(count: int, get: Callable[[], int], use: Callable[[int], object]) -> Iterator[None]:
+    """Let a library use `count` threads, then as many as before: programs of a process do not share a count."""
+    before = get()
+    use(count)
+    try:
+        yield
+    finally:
+        use(before)
 
 
 def need_compiler() -> None:

@@ -51,7 +51,6 @@ class Dataset:
 
     Attributes:
         name: as in `conf/dataset/`.
-        train, test: the splits.
         validation: what early stop and "best" look at instead of the test split, or None.
         classes: one name per label.
         source: where the images came from, for the record.

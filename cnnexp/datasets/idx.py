@@ -101,9 +101,7 @@ class IdxFile:
 
     Attributes:
         name: without `.gz`.
-        shape: of the published array.
-        sha256: of the decompressed file, or empty.
-        gz_sha256: of the gzipped file, or empty.
+        sha256, gz_sha256: of the decompressed and of the gzipped file, or empty.
     """
 
     name: str

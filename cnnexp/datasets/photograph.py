@@ -33,9 +33,7 @@ def describe(images: np.ndarray, labels: np.ndarray, classes: int) -> Look | Non
     """Return what grey images of one thing on a plain ground have in common, None for others.
 
     Args:
-        images: uint8 (N, H, W, 1).
-        labels: (N,).
-        classes: how many there are.
+        images, labels: uint8 (N, H, W, 1), and (N,) of so many classes.
 
     Returns:
         `ground` (a pixel), `side` (of the box, in pixels), `by_mass` (centred by mass, or by the box), `ink` and

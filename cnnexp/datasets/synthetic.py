@@ -45,8 +45,7 @@ class Synthetic(Source):
 
     def load(self) -> Dataset:
         count = self.train_size + self.test_size + (self.validation_size or 0) + self.classes
-        size = max(self.height, self.width, self.channels, self.train_size, self.test_size, self.classes)
-        largest = next(key for key in SIZES if getattr(self, key) == size)
+        largest = max(SIZES, key=lambda key: getattr(self, key))
         need_images(count, 4 * self.height * self.width * self.channels, largest)
         blocks = (self.classes, -(-self.height // BLOCK), -(-self.width // BLOCK), self.channels)
         patterns = np.random.default_rng((self.seed, 0)).integers(0, 2, blocks).astype(np.float32)

@@ -19,8 +19,7 @@ class Interval:
         median: of the measurements.
         low, high: two of the measurements: the interval between them holds the true median with this confidence.
         confidence: >= 0.95, or what the whole range gives where that is less: 0.5 for two measurements, 0 for one.
-        least, most: the whole range.
-        count: of measurements.
+        least, most, count: the whole range, and how many measurements there are.
     """
 
     median: float

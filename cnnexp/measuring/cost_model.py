@@ -76,13 +76,9 @@ def fit_links(small: tuple[int, float], large: tuple[int, float], workers: int) 
 
 @dataclass(frozen=True)
 class Training:
-    """What an epoch asks for.
+    """What an epoch asks for: images of so many operations, and all-reduces of so many float32 numbers.
 
-    Attributes:
-        operations: of one image, see `operations`.
-        images: in an epoch.
-        averages: all-reduces in it, see `averages_per_epoch`.
-        floats: float32 numbers in each.
+    See `operations` and `averages_per_epoch`.
     """
 
     operations: int
@@ -93,14 +89,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the model says of a run, before it starts.
-
-    Attributes:
-        costs: measured.
-        training: an epoch of the run.
-        workers: how many it has.
-        epoch_s: how long an epoch should take.
-    """
+    """What the model says of a run, before it starts: how long an epoch should take."""
 
     costs: Costs
     training: Training
@@ -122,8 +111,6 @@ def epoch_s(costs: Costs, training: Training, workers: int, cores: float | None 
     """Return the seconds of an epoch that go to computing and to communicating.
 
     Args:
-        costs: of one worker's machine.
-        training: what is to be done.
         workers: how many share the images; one that has no image waits.
         cores: that all workers share, None where each has its own.
     """

@@ -38,10 +38,9 @@ class Piece:
     """A part of a step: a pass of layers that are computed at once, or what belongs to no layer.
 
     Attributes:
-        what, layers: as `backends.parts.Part`.
+        what, layers, at_once, fewer: as `backends.parts.Part`.
         us: microseconds an image.
         multiply_adds, flops, bytes: of an image; 0 where they are not known, or there are none.
-        at_once, fewer: as `backends.parts.Part`.
     """
 
     what: str

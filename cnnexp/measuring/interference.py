@@ -36,8 +36,7 @@ class Interference:
         others: share of the time of the cores that this process may use, 0 .. 1: of other processes and other machines.
         stolen: the part of it that a hypervisor gave to other machines, 0 .. 1.
         load: the system's load average of the last minute: of all processes, this one among them.
-        cores: that this process may use.
-        threads: that the run computes with.
+        cores, threads: that this process may use, and that the run computes with.
         seconds: that were watched.
     """
 
@@ -65,12 +64,7 @@ class Interference:
 
 
 class Watch(Observer):
-    """Watches epochs for other work on the machine; a look takes some milliseconds, outside every clock.
-
-    Args:
-        threads: that the run computes with.
-        proc: where the kernel counts.
-    """
+    """Watches epochs for other work on the machine; a look takes some milliseconds, outside every clock."""
 
     def __init__(self, threads: int, proc: Path = PROC) -> None:
         self._threads, self._proc = threads, proc
@@ -113,14 +107,7 @@ def await_quiet(
 
 
 class IdleWait:
-    """Waits for a quiet machine, `IDLE_WAIT_S` in all.
-
-    Args:
-        wanted: False never waits.
-
-    Attributes:
-        left_s: seconds that it may still wait.
-    """
+    """Waits for a quiet machine, `IDLE_WAIT_S` in all, of which `left_s` are left; never where it is not wanted."""
 
     def __init__(self, wanted: bool) -> None:
         self.left_s = IDLE_WAIT_S if wanted else 0.0
@@ -140,11 +127,7 @@ def others_share(seconds: float = QUIET_LOOK_S, proc: Path = PROC) -> float:
 
 
 def _shares(passed: np.ndarray) -> tuple[float, float]:
-    """Return the shares of the cores' time that others used and that was stolen.
-
-    Args:
-        passed: seconds between two looks.
-    """
+    """Return the shares of the cores' time that others used and that was stolen between two looks, their difference."""
     seconds, own, idle, stolen = passed.tolist()
     cores_s = max(seconds * usable_cores(), 1e-9)
     # kernels differ in whether a process's own time holds what was stolen from it; others have used at least that

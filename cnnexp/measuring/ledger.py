@@ -8,6 +8,7 @@ A layerwise program is clocked layer by layer, each pass until its work is done.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import statistics
 import time
 from collections import defaultdict
@@ -83,7 +84,6 @@ class Profiled:
     """A `Program` (see `backends.protocol`) whose calls are entered into a ledger.
 
     Args:
-        program: what computes.
         ledger: gets `transfer`, `train`, `evaluate`, and where the program can be watched each layer's passes.
         train: the name of the entry for `train`, e.g. `baseline`; only the default looks into the layers.
     """
@@ -123,8 +123,7 @@ class Profiled:
 
     def shares(self) -> dict[tuple[str, str], float]:
         """Return the share of the steps that `layers_share` clocked by (what, layer); empty before."""
-        trained_s = _trained_s(self._shared_s)
-        return {entry: s / trained_s for entry, s in self._shared_s.items() if entry[0] in STEP and trained_s > 0}
+        return _shares(self._shared_s)
 
     def predict(self, handle: Any) -> np.ndarray:
         with self._ledger.span("evaluate"):
@@ -155,10 +154,7 @@ def report(ledger: Ledger, program: Profiled, epochs: Sequence[EpochResult], bac
     for part, seconds in own.items():
         ledger.seconds[part.what, part.name] += seconds
         ledger.seconds["train", ""] -= seconds
-    entries: list[dict[str, Any]] = [
-        {"what": what, "layer": layer, "seconds": s} for (what, layer), s in ledger.seconds.items()
-    ]
-    entries.sort(key=lambda entry: -entry["seconds"])
+    entries = sorted(_entries(ledger.seconds), key=lambda entry: -entry["seconds"])
     found: dict[str, Any] = {
         **_named(backend),
         "wall_s": wall_s,
@@ -200,10 +196,14 @@ def report_beside(program: Profiled, backend: Backend, epochs: Sequence[EpochRes
         **_named(backend),
         "images": images,
         "us_per_image": 1e6 * trained_s / images,
-        "entries": [{"what": what, "layer": layer, "seconds": s} for (what, layer), s in seconds.items()],
+        "entries": _entries(seconds),
         "layers": list(_layers(seconds, program, images)),
         "machine": {},
     }
+
+
+def _entries(seconds: Mapping[tuple[str, str], float]) -> list[dict[str, Any]]:
+    return [{"what": what, "layer": layer, "seconds": s} for (what, layer), s in seconds.items()]
 
 
 def _named(backend: Backend) -> dict[str, Any]:
@@ -235,8 +235,7 @@ def metrics(found: Mapping[str, Any]) -> dict[str, float]:
 
 def step_parts(seconds: Mapping[tuple[str, str], float]) -> dict[str, float]:
     """Return a ledger's seconds as shares of a step, e.g. `conv1 backward`; of a fused program all may be `train`."""
-    trained_s = _trained_s(seconds)
-    shares = {entry: s / trained_s for entry, s in seconds.items() if entry[0] in STEP and trained_s > 0}
+    shares = _shares(seconds)
     return {
         BETWEEN if what == CALLS and len(shares) > 1 else f"{layer} {what}".strip(): share
         for (what, layer), share in shares.items()
@@ -246,11 +245,8 @@ def step_parts(seconds: Mapping[tuple[str, str], float]) -> dict[str, float]:
 def _flops_per_image(network: Network, batch_size: int) -> float:
     """Return the floating-point operations that a training step needs for one image."""
     first = _first_trained(network)
-    return sum(
-        work_per_image(stage, what, batch_size, needs_dx=stage.name != first)[0]
-        for stage in network.stages
-        for what in KERNELS
-    )
+    passes = itertools.product(network.stages, KERNELS)
+    return sum(work_per_image(stage, what, batch_size, needs_dx=stage.name != first)[0] for stage, what in passes)
 
 
 def _layers(seconds: Mapping[tuple[str, str], float], program: Profiled, images: int) -> Iterator[dict[str, Any]]:
@@ -311,6 +307,12 @@ def _first_trained(network: Network) -> str:
 def _layers_s(seconds: Mapping[tuple[str, str], float]) -> float:
     """Return the seconds inside the layers' passes; the loss is no layer."""
     return sum(s for (what, layer), s in seconds.items() if what in KERNELS and layer != "loss")
+
+
+def _shares(seconds: Mapping[tuple[str, str], float]) -> dict[tuple[str, str], float]:
+    """Return the shares of what training steps took; none where they took nothing."""
+    trained_s = _trained_s(seconds)
+    return {entry: s / trained_s for entry, s in seconds.items() if entry[0] in STEP and trained_s > 0}
 
 
 def _trained_s(seconds: Mapping[tuple[str, str], float]) -> float:

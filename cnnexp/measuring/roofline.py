@@ -6,12 +6,10 @@ Waterman and Patterson 2009). Both counts follow from the shapes alone: every ar
 
 from __future__ import annotations
 
-import contextlib
 import math
 import timeit
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import assert_never
 
 import numpy as np
@@ -19,10 +17,11 @@ import threadpoolctl
 
 from cnnexp import network
 from cnnexp.network import Stage
+from cnnexp.system import cores
 
 BYTES = 4  # of a float32, and of an argmax
 FUNCTION_FLOPS = 4  # of a sigmoid: exp, add, divide, negate, an exp counting as one; others are taken for alike
-CACHES, LEVELS = Path("/sys/devices/system/cpu/cpu0/cache"), (1, 2, 3)
+LEVELS = 1, 2, 3  # of caches
 MEMORY_BYTES = 1 << 27  # more than caches hold, of all threads together
 TRAFFIC_BYTES = 1 << 28  # of a round and thread: milliseconds, so that waking a thread is little of it
 ROUNDS = 3  # the best of them counts: a limit is what the machine can do
@@ -32,7 +31,6 @@ def work_per_image(stage: Stage, what: str, batch_size: int, needs_dx: bool = Tr
     """Return (floating-point operations, bytes) of one image's pass through one layer.
 
     Args:
-        stage: the layer in its place.
         what: `forward` or `backward`.
         batch_size: images that share one reading of the weights.
         needs_dx: whether the backward pass computes the gradient of the layer's input: not in a network's first.
@@ -98,7 +96,7 @@ def machine_limits(threads: int) -> dict[str, float]:
     a, b = rng.random((2, side, side), np.float32)
     with threadpoolctl.threadpool_limits(threads, user_api="blas"):
         product_s = _best(lambda: np.matmul(a, b))
-    l1, l2, l3 = (_cache_bytes().get(level, 0) for level in LEVELS)
+    l1, l2, l3 = (cores.cache_sizes(cores.CACHES).get(level, 0) for level in LEVELS)
     worked_on = {
         "gb_per_s": max(MEMORY_BYTES, 4 * l3) // threads,
         "l3_gb_per_s": l3 // threads // 4 if l3 // threads > 8 * l2 else 0,  # else hardly more than the second holds
@@ -125,17 +123,6 @@ def _gb_per_s(size: int, threads: int) -> float:
     with ThreadPoolExecutor(threads) as pool:
         seconds = _best(lambda: list(pool.map(lambda pair: np.maximum.reduce(pair[0], axis=0, out=pair[1]), arrays)))
     return threads * repeats * words * 3e-9 * BYTES / seconds
-
-
-def _cache_bytes() -> dict[int, int]:
-    """Return the size of the first core's data caches by level, as Linux has them; empty elsewhere."""
-    found = {}
-    for index in CACHES.glob("index*"):
-        with contextlib.suppress(OSError, ValueError):
-            level, kind, size = ((index / name).read_text().strip() for name in ("level", "type", "size"))
-            if kind != "Instruction":
-                found[int(level)] = int(size.rstrip("KM")) << {"K": 10, "M": 20}.get(size[-1], 0)
-    return found
 
 
 def _best(work: Callable[[], object]) -> float:

@@ -154,13 +154,7 @@ def _squares_rule(outputs: int, given: Weights) -> Rule:
 
 @dataclass(frozen=True)
 class Totals:
-    """What a pass over images sums up.
-
-    Attributes:
-        loss: the sum of the images' losses (not the mean).
-        correct: how many images were classified right.
-        count: how many images were seen.
-    """
+    """What a pass over images sums up: their losses (not the mean), those classified right, and all of them."""
 
     loss: float
     correct: int

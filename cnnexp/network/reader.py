@@ -14,24 +14,17 @@ from typing import Any
 
 import numpy as np
 
+from cnnexp import network as net
 from cnnexp.errors import MOST_SAID, NetworkError
-from cnnexp.network.elementwise import GELU, Elementwise, LeakyReLU, ReLU, Sigmoid, Tanh
-from cnnexp.network.layers import (
-    AvgPool2d,
-    BatchNorm2d,
-    Conv2d,
-    Dropout,
-    Flatten,
-    GlobalAvgPool,
-    Layer,
-    Linear,
-    MaxPool2d,
-    Residual,
-    Shape,
-)
-from cnnexp.network.shapes import Network, infer_stages, window_count
+from cnnexp.network import Layer, Network, Shape
+from cnnexp.network.shapes import infer_stages, window_count
 
-NATIVE: Mapping[type[Elementwise], str] = {ReLU: "Relu", LeakyReLU: "LeakyRelu", Sigmoid: "Sigmoid", Tanh: "Tanh"}
+NATIVE: Mapping[type[net.Elementwise], str] = {
+    net.ReLU: "Relu",
+    net.LeakyReLU: "LeakyRelu",
+    net.Sigmoid: "Sigmoid",
+    net.Tanh: "Tanh",
+}
 """ONNX's own operator of an elementwise layer."""
 CHANNELS_FIRST, CHANNELS_LAST = (0, 3, 1, 2), (0, 1, 2, 3)
 FEW = 64  # numbers of a constant that is computed with: a shape, or a factor
@@ -232,7 +225,7 @@ class _Reader:
             return x
         gelu = [v * (1 + math.erf(v * math.sqrt(0.5))) / 2 for v in GRID]
         self.need(_alike(rule, gelu), "arithmetic that is no layer", "that of a GELU, or a bias after Conv or MatMul")
-        return self.add(x, GELU())
+        return self.add(x, net.GELU())
 
 
 def _itself(x: Any) -> Any:
@@ -275,21 +268,21 @@ def _convolve(r: _Reader, x: Any, weight: Any, bias: Any = None, **at: Any) -> _
     choices = ("valid", "same", pads[0], "auto", "full", "floor", f"floor+{pads[0]}")
     padding = _padding(r, (x.point.shape, reach, stride, pads), choices)
     biases = () if bias is None else (r.constant(bias),)
-    layer = Conv2d(weight.shape[0], weight.shape[2], stride, padding, bool(biases), group, dilations[0])
+    layer = net.Conv2d(weight.shape[0], weight.shape[2], stride, padding, bool(biases), group, dilations[0])
     return r.add(x, layer, (weight.transpose(2, 3, 1, 0), *biases))
 
 
-def _pool(layer: type[MaxPool2d | AvgPool2d]) -> Callable[..., _Value]:
+def _pool(layer: type[net.MaxPool2d | net.AvgPool2d]) -> Callable[..., _Value]:
     def handler(r: _Reader, x: Any, **at: Any) -> _Value:
         x, size = r.image(x, padded=True), at["kernel_shape"][0]
         r.need(at["kernel_shape"] == [size, size], f"windows of {at['kernel_shape']}", "square windows")
-        positive = x.fill == 0 and isinstance(x.point.layer, ReLU | Sigmoid)
-        unseen = x.pads == NO_PADS or (layer is MaxPool2d and (positive or x.fill == -np.inf))
+        positive = x.fill == 0 and isinstance(x.point.layer, net.ReLU | net.Sigmoid)
+        unseen = x.pads == NO_PADS or (layer is net.MaxPool2d and (positive or x.fill == -np.inf))
         r.need(unseen, f"follows a Pad of {x.fill}", "a MaxPool after a Pad of -inf, or of 0 after a Relu")
         stride, pads = _slide(r, x, at, size)
         dilations = at.get("dilations", [1, 1])
         r.need(dilations == [1, 1], f"dilations={dilations}", "dilations=[1, 1]")
-        averaged = layer is AvgPool2d and any(pads) and at.get("count_include_pad")
+        averaged = layer is net.AvgPool2d and any(pads) and at.get("count_include_pad")
         r.need(not averaged, "averages over padding", "count_include_pad=0")
         ceil, choices = bool(at.get("ceil_mode")), ("valid", "auto", "floor", f"floor+{pads[0]}")
         padding = _padding(r, (x.point.shape, size, stride, pads), choices, ceil)
@@ -336,12 +329,12 @@ def _linear(r: _Reader, x: Any, weight: Any, bias: Any = None, **at: Any) -> _Va
     if x.order is not None:
         rows[x.order] = weight
     biases = () if bias is None else (np.broadcast_to(r.constant(bias).reshape(-1), weight.shape[1:]),)
-    return r.add(replace(x, order=None), Linear(weight.shape[1], bool(biases)), (rows, *biases))
+    return r.add(replace(x, order=None), net.Linear(weight.shape[1], bool(biases)), (rows, *biases))
 
 
 def _normalize(r: _Reader, x: Any, *arrays: Any, epsilon: float = 1e-5, momentum: float = 0.9, **_: Any) -> _Value:
     scale, shift, mean, variance = map(r.constant, arrays)
-    return r.add(r.image(x), BatchNorm2d(_short(1 - momentum), _short(epsilon)), (scale, shift), (mean, variance))
+    return r.add(r.image(x), net.BatchNorm2d(_short(1 - momentum), _short(epsilon)), (scale, shift), (mean, variance))
 
 
 def _mean(r: _Reader, x: Any, axes: Any = None, **_: Any) -> _Value:
@@ -349,7 +342,7 @@ def _mean(r: _Reader, x: Any, axes: Any = None, **_: Any) -> _Value:
     x, given = r.value(x), [-2, -1] if r.node.operator == "GlobalAveragePool" else np.ravel(axes).tolist()
     sides = len(x.axes) == 4 and len(x.point.shape) == 3 and {x.axes[axis] for axis in given} == {1, 2}
     r.need(sides, f"a mean over axes {given} of {x.point.shape}", "one over height and width of an image")
-    return replace(r.add(x, GlobalAvgPool()), axes=(0, 1))
+    return replace(r.add(x, net.GlobalAvgPool()), axes=(0, 1))
 
 
 def _flatten(r: _Reader, x: Any, axis: int = 1) -> _Value:
@@ -359,7 +352,7 @@ def _flatten(r: _Reader, x: Any, axis: int = 1) -> _Value:
         return x
     places = np.arange(math.prod(x.point.shape)).reshape(1, *x.point.shape[: len(x.axes) - 1])
     order = places.transpose(x.axes).ravel()
-    return replace(r.add(x, Flatten()), axes=(0, 1), order=None if (order[1:] > order[:-1]).all() else order)
+    return replace(r.add(x, net.Flatten()), axes=(0, 1), order=None if (order[1:] > order[:-1]).all() else order)
 
 
 def _reshape(r: _Reader, x: Any, wanted: Any, **_: Any) -> _Value:
@@ -420,7 +413,7 @@ def _cut(a: np.ndarray, starts: Any, ends: Any, axes: Any = None, steps: Any = N
 
 
 def _drop_out(r: _Reader, x: Any, ratio: Any = None, *_: Any, **__: Any) -> _Value:
-    return r.add(r.value(x), Dropout(0.5 if ratio is None else _short(r.constant(ratio).item())))
+    return r.add(r.value(x), net.Dropout(0.5 if ratio is None else _short(r.constant(ratio).item())))
 
 
 def _softmax(r: _Reader, x: Any, axis: int = -1) -> _Value:
@@ -452,7 +445,7 @@ def _scaled(r: _Reader, x: _Value, array: Any) -> _Value | None:
     So a bias stands in a file, and a batch normalization that its exporter has written out.
     """
     point, operator = x.point, r.node.operator
-    if x.rule or not isinstance(point.layer, Conv2d | Linear) or not isinstance(array, np.ndarray):
+    if x.rule or not isinstance(point.layer, net.Conv2d | net.Linear) or not isinstance(array, np.ndarray):
         return None
     along = [1] * len(x.axes)
     along[x.axes.index(len(x.axes) - 1)] = point.shape[-1]
@@ -476,7 +469,7 @@ def _join(r: _Reader, a: _Value, b: _Value) -> _Value:
     """x + f(x), or f(x) and what a shortcut skips of x."""
     for first, second in ((a, b), (b, a)):
         short, long, skip = first.point, second.point, first.skip
-        inside = _path(long, short) or [_Point(short.shape, short, LeakyReLU(1.0))]  # x + x
+        inside = _path(long, short) or [_Point(short.shape, short, net.LeakyReLU(1.0))]  # x + x
         if inside[0].before is short and second.skip == NO_SKIP:
             alike = a.axes == b.axes and a.order is None and b.order is None
             r.need(alike, "adds branches of other orders", "two of N x C x H x W, or flat ones after a Gemm")
@@ -484,7 +477,7 @@ def _join(r: _Reader, a: _Value, b: _Value) -> _Value:
             stride = -(-short.shape[0] // long.shape[0])
             same = skip == NO_SKIP or skip == (stride, stride, long.shape[-1] - short.shape[-1])
             r.need(same, f"a shortcut of steps and zeros {skip}", f"as many pixels and channels as {long.shape}")
-            residual = Residual(layers, "identity" if skip == NO_SKIP else "padded")
+            residual = net.Residual(layers, "identity" if skip == NO_SKIP else "padded")
             return r.add(replace(a, point=short, skip=NO_SKIP), residual, parameters, running)
     r.need(False, "adds branches that both have layers", "a shortcut that is the other branch's input itself")
     raise AssertionError
@@ -511,7 +504,7 @@ def _of_flat(r: _Reader, x: Any, *_: Any) -> _Value:
 
 def _gelu(r: _Reader, x: Any, approximate: str = "none") -> _Value:
     r.need(approximate == "none", f"approximate={approximate}", "approximate=none")
-    return r.add(r.value(x), GELU())
+    return r.add(r.value(x), net.GELU())
 
 
 VIEWS = ("Cast", "Identity", "Reshape", "Shape", "Squeeze", "Transpose", "Unsqueeze")
@@ -529,8 +522,8 @@ FOLDS: Mapping[str, Callable[..., Any]] = {
 """What is computed of constants alone, such as the shape that a Reshape takes."""
 HANDLERS: Mapping[str, Callable[..., Any]] = {
     **{name: lambda r, x, layer=layer: r.add(r.value(x), layer()) for layer, name in NATIVE.items()},
-    "LeakyRelu": lambda r, x, alpha=0.01: r.add(r.value(x), LeakyReLU(_short(alpha))),
-    **{"Gelu": _gelu, "Conv": _convolve, "MaxPool": _pool(MaxPool2d), "AveragePool": _pool(AvgPool2d)},
+    "LeakyRelu": lambda r, x, alpha=0.01: r.add(r.value(x), net.LeakyReLU(_short(alpha))),
+    **{"Gelu": _gelu, "Conv": _convolve, "MaxPool": _pool(net.MaxPool2d), "AveragePool": _pool(net.AvgPool2d)},
     **{"GlobalAveragePool": _mean, "ReduceMean": _mean, "BatchNormalization": _normalize, "Dropout": _drop_out},
     **{"Gemm": _linear, "MatMul": _linear, "Flatten": _flatten, "Reshape": _reshape, "Transpose": _transpose},
     **{"Pad": _pad, "Slice": _slice, "Softmax": _softmax, "LogSoftmax": _softmax, "Concat": _concatenate},

@@ -99,7 +99,6 @@ class Placed:
     """A layer in its place: what comes in, what goes out, what it holds.
 
     Attributes:
-        layer: the spec.
         name: kind and ordinal, e.g. `conv1`, `relu2`, `linear1`, and `residual1.conv1` of a layer inside another.
         input_shape, output_shape: without the number of images.
         weight, bias: its parameters, or None; a BatchNorm2d's scale and shift.

@@ -47,7 +47,6 @@ class Experiment:
     """One table or figure of a paper.
 
     Attributes:
-        title: what it shows.
         source: paper and place.
         quantity: what the numbers are, with their unit.
         lines, columns: the table.
@@ -56,7 +55,6 @@ class Experiment:
         axis: what the columns vary.
         top: a second horizontal axis: its name and its number for each column.
         by_epoch: of figure `epochs`, the metric drawn; `recall` adds a panel with the recall of each class.
-        recall: see `by_epoch`.
         scaling: adds a panel and a table with more workers and other links, as the cost model of its jobs has them.
         notes: what differs from the paper, and why.
     """

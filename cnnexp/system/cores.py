@@ -9,6 +9,8 @@ import os
 import platform
 from pathlib import Path
 
+CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+
 
 def usable_cores() -> int:
     """Return the cores this process may run on: fewer than the machine has, in a container or under taskset."""
@@ -26,6 +28,17 @@ def cpu_name() -> str:
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
+
+
+def cache_sizes(folder: Path) -> dict[int, int]:
+    """Return the bytes of a core's data caches by level, as Linux states them; empty elsewhere."""
+    found = {}
+    for index in folder.glob("index*"):
+        with contextlib.suppress(OSError, ValueError):
+            level, kind, size = ((index / name).read_text().strip() for name in ("level", "type", "size"))
+            if kind != "Instruction":
+                found[int(level)] = int(size.rstrip("KM")) << {"K": 10, "M": 20}.get(size[-1], 0)
+    return found
 
 
 class Cores:

@@ -127,8 +127,7 @@ class Head:
     Attributes:
         arrays, gradient: flat float32, this worker's columns only, layer after layer: `parameters` and the optimizer's
             slots by name, and the gradient.
-        step: optimizer steps taken.
-        seed: of the random numbers that layers draw.
+        step, seed: optimizer steps taken, and what the random numbers of layers follow from.
     """
 
     def __init__(self, network: Network, optimizer: Optimizer, first: int, collective: Collective) -> None:

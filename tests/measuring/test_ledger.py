@@ -234,8 +234,8 @@ def test_machine_limits_are_measured(tmp_path, monkeypatch):
         (tmp_path / f"index{i}").mkdir()
         for name, fact in zip(("type", "level", "size"), facts, strict=True):
             (tmp_path / f"index{i}" / name).write_text(f"{fact}\n")
-    monkeypatch.setattr(roofline, "CACHES", tmp_path)
-    assert roofline._cache_bytes() == {1: 32 << 10, 2: 512 << 10, 3: 16 << 20}
+    monkeypatch.setattr(roofline.cores, "CACHES", tmp_path)
+    assert roofline.cores.cache_sizes(tmp_path) == {1: 32 << 10, 2: 512 << 10, 3: 16 << 20}
     measured = {}
     monkeypatch.setattr(roofline, "_gb_per_s", lambda size, threads: measured.setdefault(size, 1.0 + threads))
     assert list(machine_limits(2)) == ["gflops", "gb_per_s", "l3_gb_per_s", "l2_gb_per_s", "l1_gb_per_s"]
@@ -245,7 +245,7 @@ def test_machine_limits_are_measured(tmp_path, monkeypatch):
 
 
 def test_bandwidths_are_measured_where_no_cache_is_known(tmp_path, monkeypatch):
-    monkeypatch.setattr(roofline, "CACHES", tmp_path / "nothing")
+    monkeypatch.setattr(roofline.cores, "CACHES", tmp_path / "nothing")
     limits = machine_limits(2)
     assert set(limits) == {"gflops", "gb_per_s"}
     assert all(0.1 < value < 1e6 for value in limits.values())

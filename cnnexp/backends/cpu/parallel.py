@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -14,7 +12,7 @@ import numba
 
 from cnnexp.backends.cpu.sequential import CpuOps
 from cnnexp.backends.layerwise import LayerwiseProgram
-from cnnexp.backends.processor import ThreadedBackend
+from cnnexp.backends.processor import ThreadedBackend, using_threads
 from cnnexp.errors import ConfigError
 from cnnexp.network import Network
 from cnnexp.network.losses import Loss
@@ -38,17 +36,6 @@ def choose_threading_layer() -> None:
         numba.config.THREADING_LAYER = "workqueue"
 
 
-@contextlib.contextmanager
-def numba_threads(count: int) -> Iterator[None]:
-    """Let parallel kernels use `count` threads, then as many as before: programs of a process do not share a count."""
-    before = numba.get_num_threads()
-    numba.set_num_threads(count)
-    try:
-        yield
-    finally:
-        numba.set_num_threads(before)
-
-
 @dataclass(frozen=True)
 class CpuParallel(ThreadedBackend):
     """Numba on several threads."""
@@ -65,5 +52,5 @@ class CpuParallel(ThreadedBackend):
 
     def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> LayerwiseProgram:
         choose_threading_layer()
-        scope = functools.partial(numba_threads, self.thread_count)
+        scope = functools.partial(using_threads, self.thread_count, numba.get_num_threads, numba.set_num_threads)
         return LayerwiseProgram(CpuOps(parallel=True), network, loss, optimizer, batch_size, scope=scope)

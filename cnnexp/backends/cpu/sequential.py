@@ -23,11 +23,7 @@ NO_MATRIX = np.empty((0, 0), np.float32)
 
 
 class CpuOps(HostOps):
-    """`Ops` (see `protocol`) on NumPy arrays, by the kernels of `kernels`, each compiled when first called.
-
-    Args:
-        parallel: compile the kernels for threads.
-    """
+    """`Ops` (see `protocol`) on NumPy arrays, by the kernels of `kernels`, each compiled when first called."""
 
     def __init__(self, parallel: bool) -> None:
         need_compiler()

@@ -35,9 +35,6 @@ class GpuProgram(LayerwiseProgram):
     """A layerwise program on one GPU, for data sets of any size: see `streamed`.
 
     A whole batch's way through the layers, and back, is a graph each, where every step launches the same.
-
-    Args:
-        gpu: what it runs on.
     """
 
     def __init__(

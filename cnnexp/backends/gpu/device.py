@@ -43,8 +43,6 @@ class Gpu:
 
     Attributes:
         index: CUDA's number of it.
-        name: as its maker calls it.
-        compute_capability: (major, minor).
         driver: newest CUDA version that its driver takes, (major, minor).
         toolkit: CUDA version of the compiler in use, (major, minor).
         multiprocessors: how many blocks can surely run at once.

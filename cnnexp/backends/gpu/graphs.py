@@ -7,11 +7,7 @@ from typing import Any
 
 
 class Graphs:
-    """Captures launches in CUDA graphs, by cuda.core.
-
-    Args:
-        index: CUDA's number of the GPU.
-    """
+    """Captures launches in CUDA graphs of the GPU with CUDA's number `index`."""
 
     def __init__(self, index: int) -> None:
         from cuda.core import Device

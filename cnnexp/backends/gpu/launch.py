@@ -32,8 +32,7 @@ class Kernel:
     The Python function stays at hand, so that a test can compile it for any GPU where there is none.
 
     Args:
-        function: the kernel.
-        signature: Numba types of its arguments, e.g. `void(float32[::1], uint32)`.
+        signature: Numba types of the function's arguments, e.g. `void(f4[::1], u4)`.
         block: threads per block, x only.
     """
 

@@ -58,7 +58,7 @@ def multiply_add(turns: int) -> tuple[Kernel, int]:
             total += x[k]
         out[cuda.grid(1)] = total
 
-    return Kernel(multiply_add, "void(float32[::1], float32, float32)", THREADS), chains * links
+    return Kernel(multiply_add, "void(f4[::1], f4, f4)", THREADS), chains * links
 
 
 def best_seconds(work: Callable[[], object]) -> float:

@@ -24,12 +24,7 @@ from cnnexp.optimizers import Optimizer
 
 
 class NaiveOps:
-    """`Ops` (see `protocol`) on device arrays, nothing of a convolution staged in shared memory.
-
-    Args:
-        gpu: whose multiprocessors are to have work.
-        block: threads per block.
-    """
+    """`Ops` (see `protocol`) on device arrays, nothing of a convolution staged in shared memory."""
 
     def __init__(self, gpu: Gpu, block: int) -> None:
         self.stream: Any = 0
@@ -108,7 +103,7 @@ class NaiveOps:
         layers.avg_pool_backward(pool_sizes(dx, window, dy), self._block).over(dx.size, self.stream, dy, dx)
 
     def add(self, a: Tensor, b: Tensor, total: Tensor) -> None:
-        layers.add(self._block).over(total.size, self.stream, a, b, total)
+        layers.combine(False, self._block).over(total.size, self.stream, a, b, total)
 
     def dropout(self, x: Tensor, images: Tensor, key: int, rate: float, y: Tensor) -> None:
         kernel, numbers = layers.dropout(x.size // x.shape[0], self._block), (np.int64(key), np.int64(threshold(rate)))
@@ -138,22 +133,22 @@ class NaiveOps:
         mean, inverse = saved
         self._sum_columns(dy, db)
         self._sum_columns(dy, dw, "(x - mean) dy", x, mean)
-        layers.times(self._block).over(w.size, self.stream, dw, inverse)
+        layers.combine(True, self._block).over(w.size, self.stream, dw, inverse, dw)
         if dx is not None:
             kernel, share = layers.normalize_backward(w.size, self._block), f32(w.size / x.size)
             kernel.over(x.size, self.stream, x, mean, inverse, w, dy, dw, db, share, dx)
 
     def linear(self, x: Tensor, w: Tensor, b: Tensor | None, y: Tensor) -> None:
-        self._matmul(x, False, w, False, b, y, depth=x.shape[1])
+        self._matmul(x, w, b, y)
 
     def linear_backward(
         self, x: Tensor, w: Tensor, dy: Tensor, dx: Tensor | None, dw: Tensor, db: Tensor | None
     ) -> None:
-        self._matmul(x, True, dy, False, None, dw, depth=x.shape[0])
+        self._matmul(x, dy, None, dw, (True, False))
         if db is not None:
             self._sum_columns(dy, db)
         if dx is not None:
-            self._matmul(dy, False, w, True, None, dx, depth=dy.shape[1])
+            self._matmul(dy, w, None, dx, (False, True))
 
     def loss(
         self, loss: Loss, scores: Tensor, labels: Tensor, scale: float, d_scores: Tensor, losses: Tensor, hits: Tensor
@@ -173,19 +168,17 @@ class NaiveOps:
     def _matmul(
         self,
         left: Tensor,
-        left_transposed: bool,
         right: Tensor,
-        right_transposed: bool,
         bias: Tensor | None,
         out: Tensor,
-        depth: int,
+        transposed: Sequence[bool] = (False, False),
     ) -> None:
-        """out = left @ right (+ bias), over `depth` products; a transposed operand is stored so."""
-        rows, columns = out.shape
+        """out = left @ right (+ bias); which of the two operands are stored transposed."""
+        (rows, columns), depth = out.shape, left.shape[0 if transposed[0] else 1]
         deep = sums.deep(self._multiprocessors, rows, columns, depth)
         parts = -(-depth // deep)
         partial = out if parts == 1 else self._partial(out.size, parts)[0]
-        kernel = sums.matmul(left_transposed, right_transposed, bias is not None and parts == 1)
+        kernel = sums.matmul(*transposed, bias is not None and parts == 1)
         sizes = (u32(size) for size in (rows, columns, depth, deep))
         blocks = sums.tiles(rows, columns) * parts
         kernel.launch(blocks, self.stream, left, right, self._or_nothing(bias), partial, *sizes)

@@ -22,13 +22,7 @@ CONV_TILE = 8
 
 
 class SharedInputOps(NaiveOps):
-    """`NaiveOps` whose convolutions stage their input in shared memory.
-
-    Args:
-        gpu: whose limits count.
-        block: threads per block.
-        tile: side of a tile of a convolution.
-    """
+    """`NaiveOps` whose convolutions stage their input in shared memory, `tile` x `tile` outputs at a time."""
 
     stage_filters = False
 

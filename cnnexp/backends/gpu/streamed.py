@@ -30,8 +30,7 @@ class Streamed:
     """A split on the host, and a window on the GPU through which it is seen.
 
     Args:
-        images: (N, *input_shape), bytes or float32.
-        labels: integers (N,).
+        images, labels: (N, *input_shape), bytes or float32; integers (N,).
         window: the split as it is loaded where it fits, but of its first few images: a dataclass of device arrays,
             among them `images` and `labels`.
     """
@@ -70,8 +69,6 @@ def load(
 
     Args:
         load_whole: puts images and labels on the GPU, and returns a dataclass of them and more.
-        images: (N, *input_shape).
-        labels: integers (N,).
         image_bytes: what an image takes on the GPU, all in all.
         batch_size: windows are of whole batches.
 
@@ -104,9 +101,7 @@ def parts(handle: Any, indices: np.ndarray) -> Iterator[tuple[Any, np.ndarray]]:
 def predicted(handle: Any, scored: Callable[[Any], Tensor]) -> np.ndarray:
     """Return the scores (N, O) of all images of a handle: one copy, and one wait for it, where the data set fits.
 
-    Args:
-        handle: see `load`.
-        scored: enqueues what makes the scores of a split, and returns where on the GPU they will be.
+    `scored` enqueues what makes the scores of a split, and returns where on the GPU they will be.
     """
     found = []
     for split, _ in parts(handle, np.arange(len(handle))):

@@ -57,12 +57,7 @@ def fastest(plans: Sequence[ConvTile], seconds: Callable[[ConvTile], float]) -> 
 
 
 class TunedOps(SharedOps):
-    """`SharedOps` that times the tiles of each convolution when it first meets it.
-
-    Args:
-        gpu: what they are timed on.
-        batch_size: images per launch.
-    """
+    """`SharedOps` that times the tiles of each convolution, on a whole batch, when it first meets it."""
 
     def __init__(self, gpu: Gpu, batch_size: int) -> None:
         super().__init__(gpu, BLOCK, CONV_TILE)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, assert_never
@@ -179,8 +179,8 @@ class KerasProgram(Program):
         started = time.perf_counter()
         self.network, self.loss, self.optimizer, self.batch_size = network, loss, optimizer, batch_size
         self._now = Step()
-        layers = [layer for stage in network.stages for layer in _layers(stage, self._now)]
-        self._averages = [average for norm in _norms(layers) for average in norm.averages]
+        self._averages: list[tf.Variable] = []
+        layers = [layer for stage in network.stages for layer in _layers(stage, self._now, self._averages)]
         self.pending: PendingAverages = PendingAverages(network, lambda: self._flat(self._averages), self._set_running)
         self._model = keras.Sequential([keras.Input(network.input_shape), *layers])
         self._variables = [variable.value for variable in self._model.trainable_variables]
@@ -342,15 +342,8 @@ def _binary_cross_entropy(p: tf.Tensor, t: tf.Tensor) -> tuple[tf.Tensor, Callab
     return losses, gradient
 
 
-def _norms(layers: list[keras.layers.Layer]) -> Iterator[Norm]:
-    for layer in layers:
-        if isinstance(layer, Skip):
-            yield from _norms(layer.inner.layers)
-        elif isinstance(layer, Norm):
-            yield layer
-
-
-def _layers(stage: Stage, now: Step) -> list[keras.layers.Layer]:
+def _layers(stage: Stage, now: Step, averages: list[tf.Variable]) -> list[keras.layers.Layer]:
+    """Return the layers of a stage, adding its running averages to the list, in their order."""
     match stage:
         case net.ConvStage() if not stage.dense:
             return [EdgePad(stage.window, 0.0), GroupedConv(stage)]
@@ -369,11 +362,13 @@ def _layers(stage: Stage, now: Step) -> list[keras.layers.Layer]:
         case net.FlattenStage():
             return [keras.layers.Flatten()]
         case net.ResidualStage():
-            return [Skip([made for inner in stage.stages for made in _layers(inner, now)], stage)]
+            return [Skip([made for inner in stage.stages for made in _layers(inner, now, averages)], stage)]
         case net.DropoutStage():
             return [Drop(stage, now)]
         case net.NormStage():
-            return [Norm(stage)]
+            norm = Norm(stage)
+            averages += norm.averages
+            return [norm]
         case net.ElementwiseStage(layer=net.ReLU() | net.Sigmoid() | net.Tanh() | net.GELU()):
             return [keras.layers.Activation(type(stage.layer).__name__.lower())]
         case net.ElementwiseStage(layer=net.LeakyReLU(slope)):

@@ -6,18 +6,17 @@ buffer, images are (N,C,H,W) views of channels-last memory, which PyTorch's conv
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, assert_never
 
 import numpy as np
 
 from cnnexp import network as net
 from cnnexp.backends.layerwise import as_float32
-from cnnexp.backends.processor import ThreadedBackend
+from cnnexp.backends.processor import ThreadedBackend, using_threads
 from cnnexp.backends.protocol import Program, Rate, State, rate_of_steps
 from cnnexp.backends.state import PendingAverages, complete
 from cnnexp.errors import BackendUnavailable, ConfigError, installing
@@ -183,17 +182,13 @@ class _BinaryCrossEntropy(torch.autograd.Function):
 
 
 class TorchProgram(Program):
-    """A `Program` (see `protocol`) on PyTorch.
-
-    Args:
-        threads: that PyTorch's operations use.
-    """
+    """A `Program` (see `protocol`) on PyTorch, whose operations use so many threads."""
 
     def __init__(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int, threads: int) -> None:
         check_loss(network, loss)
         started = time.perf_counter()
         self.network, self.loss, self.optimizer, self.batch_size = network, loss, optimizer, batch_size
-        self._threads = threads
+        self._in_threads = partial(using_threads, threads, torch.get_num_threads, torch.set_num_threads)
         self._tensors: list[nn.Parameter] = []  # in the order of the flat buffer
         self._averages: list[torch.Tensor] = []
         self.pending: PendingAverages = PendingAverages(network, self._running, self._set_running)
@@ -213,7 +208,7 @@ class TorchProgram(Program):
         batches = torch.tensor(np.ascontiguousarray(order, np.int64)).split(self.batch_size)
         loss, hits = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.int64)
         self.pending.drop()
-        with _torch_threads(self._threads):
+        with self._in_threads():
             for indices, step_rate in zip(batches, rate_of_steps(rate, len(order), self.batch_size), strict=False):
                 losses, correct = self._backward(handle, indices)
                 self._update(float(step_rate))
@@ -222,7 +217,7 @@ class TorchProgram(Program):
         return Totals(float(loss), int(hits), len(order))
 
     def gradients(self, handle: Any, indices: np.ndarray) -> tuple[Totals, np.ndarray]:
-        with _torch_threads(self._threads), self.pending.hold():
+        with self._in_threads(), self.pending.hold():
             loss, hits = self._backward(handle, torch.tensor(np.ascontiguousarray(indices, np.int64)))
         return Totals(float(loss), int(hits), len(indices)), self._flat([tensor.grad for tensor in self._tensors])
 
@@ -230,11 +225,11 @@ class TorchProgram(Program):
         self.pending.commit()
         for tensor, part in zip(self._tensors, self._parts(gradient), strict=True):
             tensor.grad = part
-        with _torch_threads(self._threads):
+        with self._in_threads():
             self._update(rate)
 
     def predict(self, handle: Any) -> np.ndarray:
-        with _torch_threads(self._threads), torch.no_grad():
+        with self._in_threads(), torch.no_grad():
             self._modules.eval()
             return torch.cat([self._modules(_channels_first(x)) for x in handle[0].split(self.batch_size)]).numpy()
 
@@ -382,17 +377,6 @@ def _updater(optimizer: Optimizer, tensors: list[Any]) -> torch.optim.Optimizer:
     if not optimizer.decay_biases:
         tensors = [{"params": [tensor], "weight_decay": optimizer.of(tensor.shape).weight_decay} for tensor in tensors]
     return made(tensors, **{name: given[name] for name in ("lr", "weight_decay", *extra)})
-
-
-@contextlib.contextmanager
-def _torch_threads(count: int) -> Iterator[None]:
-    """Let PyTorch use `count` threads, then as many as before: programs of a process do not share a count."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)

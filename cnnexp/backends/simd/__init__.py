@@ -77,10 +77,8 @@ class CpuSimd(ThreadedBackend):
     @property
     def next_best(self) -> Backend | None:
         """The backend to go on with after `CompilerDied`, None where the run is to end."""
-        return self._general if self.fallback else None
-
-    @property
-    def _general(self) -> Backend:
+        if not self.fallback:
+            return None
         from cnnexp.backends.cpu.parallel import CpuParallel  # hundreds of loops to decorate
 
         return cast(Backend, CpuParallel(self.threads))

@@ -19,7 +19,7 @@ from cnnexp.backends.plain.numpy import NumpyOps
 from cnnexp.backends.simd.algorithms.cost import Work
 from cnnexp.backends.simd.algorithms.node import Node, Section, Tensor
 from cnnexp.backends.simd.compiler.emit import FLOAT, INDEX, Emitter, Kernels, Target
-from cnnexp.backends.simd.layouts import NC, NHWC, Layout
+from cnnexp.backends.simd.layouts import NC, NHWC, Halo, Layout
 from cnnexp.backends.stages import Chain, Run
 from cnnexp.errors import CnnexpError, NetworkError
 from cnnexp.network import DropoutStage, NormStage, ResidualStage, Stage
@@ -35,7 +35,6 @@ class General(Node[NC, NC]):
     """The layers of a section, whatever they are.
 
     Attributes:
-        stages: theirs.
         address: where in the arena the address of what is called lies, see `Calls`.
     """
 
@@ -168,10 +167,8 @@ def _view(tensor: Tensor | None, arena: np.ndarray, images: int, shape: tuple[in
     """Return what lies in a tensor of rows or images, (images, *shape)."""
     assert isinstance(tensor, NC)
     first, steps = int(tensor.offset), [math.prod(shape[at + 1 :]) for at in range(len(shape))]
-    if tensor.halo.top or tensor.halo.left or tensor.halo.bottom or tensor.halo.right:
-        first, steps = (
-            first + tensor.halo.top * tensor.row + tensor.halo.left * tensor.column,
-            [tensor.row, shape[2], 1],
-        )
+    if tensor.halo != Halo():
+        first += tensor.halo.top * tensor.row + tensor.halo.left * tensor.column
+        steps = [tensor.row, tensor.column, 1]
     strides = [4 * step for step in (tensor.stride, *steps)]
     return np.lib.stride_tricks.as_strided(arena[first:], (images, *shape), strides)

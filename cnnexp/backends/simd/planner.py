@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
+from cnnexp import network as net
 from cnnexp.backends.simd.algorithms.batch_norm import BatchNormNode
 from cnnexp.backends.simd.algorithms.convolution.channels import Channels
 from cnnexp.backends.simd.algorithms.convolution.channels_argmax import ChannelsArgmax
@@ -36,18 +37,7 @@ from cnnexp.backends.simd.compiler.emit import Target
 from cnnexp.backends.simd.general import General
 from cnnexp.backends.simd.layouts import NC, NHWC, Blocked, Halo, round_up
 from cnnexp.errors import ConfigError, did_you_mean
-from cnnexp.network import (
-    ConvStage,
-    FlattenStage,
-    LinearStage,
-    MaxPool2d,
-    Network,
-    NormStage,
-    PoolStage,
-    ReLU,
-    ResidualStage,
-    Stage,
-)
+from cnnexp.network import Network, Stage
 
 ALGORITHMS: tuple[type[Node], ...] = (
     *(Channels, Winograd, Lanes, ChannelsArgmax, WinogradArgmax, LanesArgmax, Filters, LanesPair, FiltersFused),
@@ -120,10 +110,7 @@ def works(node: Node, layout: type[Tensor], target: Target, images: int, needs_d
 
 
 def choose_nodes(network: Network, target: Target, images: int) -> list[Node]:
-    """Return the nodes of the path that costs least.
-
-    Args:
-        images: of a tile.
+    """Return the nodes of the path that costs least, for tiles of so many images.
 
     Raises:
         ConfigError: `target.forced` names a layer that there is not, or an algorithm that cannot compute it.
@@ -174,18 +161,16 @@ def split(network: Sequence[Stage]) -> list[Section]:
     stages, sections = list(network), list[Section]()
     while stages:
         stage = stages.pop(0)
-        if isinstance(stage, FlattenStage):
+        if isinstance(stage, net.FlattenStage):
             continue
         taken: list[Stage] = [stage]
-        if isinstance(stage, ConvStage):
+        if isinstance(stage, net.ConvStage):
             taken += _follow(stages)
-        elif (
-            isinstance(stage, LinearStage | NormStage | ResidualStage) and stages and isinstance(stages[0].layer, ReLU)
-        ):
-            taken.append(stages.pop(0))
-        if isinstance(stage, ResidualStage):
+        elif isinstance(stage, net.LinearStage | net.NormStage | net.ResidualStage):
+            taken += [stages.pop(0)] if stages and isinstance(stages[0].layer, net.ReLU) else []
+        if isinstance(stage, net.ResidualStage):
             sections += [Section((stage,), False, opens=True), *split(stage.stages)]
-        sections.append(Section(tuple(taken), bool(stages) and isinstance(stages[0], FlattenStage)))
+        sections.append(Section(tuple(taken), bool(stages) and isinstance(stages[0], net.FlattenStage)))
     return sections
 
 
@@ -194,7 +179,7 @@ def _follow(following: list[Stage]) -> list[Stage]:
     taken: list[Stage] = []
     while following:
         kind = type(following[0].layer)
-        fits = kind is ReLU or _fits_windows(following[0])
+        fits = kind is net.ReLU or _fits_windows(following[0])
         if not fits or any(isinstance(stage.layer, kind) for stage in taken):
             break
         taken.append(following.pop(0))
@@ -203,7 +188,7 @@ def _follow(following: list[Stage]) -> list[Stage]:
 
 def _fits_windows(pool: Stage) -> bool:
     """Whether a stage is a max-pool whose windows are small, do not overlap and do not reach past the image."""
-    if not isinstance(pool, PoolStage) or not isinstance(pool.layer, MaxPool2d) or pool.window.padded:
+    if not isinstance(pool, net.PoolStage) or not isinstance(pool.layer, net.MaxPool2d) or pool.window.padded:
         return False
     return pool.window.size <= min(LARGEST_WINDOW, pool.window.stride)
 

@@ -26,11 +26,7 @@ LAST, STEPS, READING, FIRST = range(4)  # places in memory: last reading, steps 
 
 
 class GpuClocks:
-    """The nanoseconds of the parts of a step, on the device.
-
-    Args:
-        parts: of a step.
-    """
+    """The nanoseconds of the parts of a step, on the device."""
 
     def __init__(self, parts: list[Part]) -> None:
         self._places = {part: u32(FIRST + i) for i, part in enumerate(parts)}
@@ -68,7 +64,7 @@ def charge() -> Kernel:
         ticks[place] += now - ticks[LAST]
         ticks[LAST] = now
 
-    return Kernel(charge, "void(int64[::1], uint32)", 1)
+    return Kernel(charge, "void(i8[::1], u4)", 1)
 
 
 @cache
@@ -80,7 +76,7 @@ def begin_step() -> Kernel:
         ticks[STEPS] += 1
         ticks[LAST] = nanoseconds()
 
-    return Kernel(begin_step, "void(int64[::1])", 1)
+    return Kernel(begin_step, "void(i8[::1])", 1)
 
 
 @cache

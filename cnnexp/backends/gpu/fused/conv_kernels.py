@@ -28,10 +28,8 @@ class ConvBlock:
     """A convolution with what follows it in registers.
 
     Attributes:
-        sizes: of the convolution.
         pool: S, side and step of the max-pool after it; 1 if there is none.
         relu: whether a ReLU is before or after the pooling (the same thing, as max and ReLU commute).
-        has_bias: of the convolution.
         from_order: its input is the data set, read through `order`; else the layer before, image by image.
         from_bytes: the data set holds bytes.
     """
@@ -67,7 +65,7 @@ class ConvBlock:
 
     @property
     def input_type(self) -> str:
-        return "uint8[::1]" if self.from_bytes else "float32[::1]"
+        return "u1[::1]" if self.from_bytes else "f4[::1]"
 
 
 def pixel_of(conv: ConvBlock) -> Any:
@@ -178,8 +176,7 @@ def conv2d(conv: ConvBlock, rows: int, filters: int) -> Kernel:
                     argmax[place] = np.uint8(where)
             cell = u32(cell + abreast)
 
-    arrays = "float32[::1], float32[::1], uint8[::1]"
-    return Kernel(conv2d, f"void({conv.input_type}, uint32[::1], uint32, {arrays})", BLOCK)
+    return Kernel(conv2d, f"void({conv.input_type}, u4[::1], u4, f4[::1], f4[::1], u1[::1])", BLOCK)
 
 
 def filters_together(conv: ConvBlock, filters: int) -> int:
@@ -266,8 +263,7 @@ def conv2d_backward_weights(conv: ConvBlock, rows: int, pairs: int, slices: int)
                 partial[offset(offset(s, splits, row_group), size, offset(k, all_pairs, owner))] = value
             i = u32(i + block)
 
-    arrays = "float32[::1], uint8[::1], float32[::1]"
-    signature = f"void({conv.input_type}, uint32[::1], uint32, {arrays}, uint32)"
+    signature = f"void({conv.input_type}, u4[::1], u4, f4[::1], u1[::1], f4[::1], u4)"
     return Kernel(conv2d_backward_weights, signature, BLOCK)
 
 
@@ -345,4 +341,4 @@ def conv2d_backward_input(conv: ConvBlock, rows: int) -> Kernel:
                         dx[offset(n, H, h, W, col, C, c)] = total[g * ACROSS + j]
             item = u32(item + block)
 
-    return Kernel(conv2d_backward_input, "void(float32[::1], float32[::1], uint8[::1], float32[::1])", BLOCK)
+    return Kernel(conv2d_backward_input, "void(f4[::1], f4[::1], u1[::1], f4[::1])", BLOCK)

@@ -14,6 +14,7 @@ from numba import cuda
 
 from cnnexp.backends.gpu.kernels.index import ZERO, f32, offset, split, u32
 from cnnexp.backends.gpu.kernels.layers import step_of
+from cnnexp.backends.gpu.kernels.sums import sum_every
 from cnnexp.backends.gpu.launch import Kernel
 from cnnexp.optimizers import Optimizer
 
@@ -23,18 +24,17 @@ BYTE, BYTE_INVERSE = f32(255), f32(1 / 255)
 SEGMENT = 6  # numbers in a row of `update`'s table
 
 
-def _fraction(value):
+@cuda.jit(device=True)
+def fraction(value):
     """value / 255, rounded as a division is: one step of Newton's method is exact for whole numbers up to 255."""
     value = f32(value)
     q = value * BYTE_INVERSE
     return cuda.fma(cuda.fma(-BYTE, q, value), BYTE_INVERSE, q)
 
 
-def _as_it_is(value):
+@cuda.jit(device=True)
+def as_it_is(value):
     return f32(value)
-
-
-fraction, as_it_is = cuda.jit(device=True)(_fraction), cuda.jit(device=True)(_as_it_is)
 
 
 @cuda.jit(device=True)
@@ -62,8 +62,8 @@ def gather(D: int, from_bytes: bool) -> Kernel:
             n, d = split(i, D)
             x[i] = pixel(images[offset(image_at(order, ahead, n), D, d)])
 
-    images = "uint8[::1]" if from_bytes else "float32[::1]"
-    return Kernel(gather, f"void({images}, uint32[::1], uint32, float32[::1], uint32)", BLOCK)
+    images = "u1[::1]" if from_bytes else "f4[::1]"
+    return Kernel(gather, f"void({images}, u4[::1], u4, f4[::1], u4)", BLOCK)
 
 
 @cache
@@ -75,7 +75,7 @@ def gather_labels() -> Kernel:
         if n < count:
             t[n] = labels[image_at(order, ahead, n)]
 
-    return Kernel(gather_labels, "void(int32[::1], uint32[::1], uint32, int32[::1], uint32)", BLOCK)
+    return Kernel(gather_labels, "void(i4[::1], u4[::1], u4, i4[::1], u4)", BLOCK)
 
 
 @cache
@@ -88,7 +88,7 @@ def keep_losses() -> Kernel:
             place = u32(order[0] + ahead + n)
             outcomes[offset(place, 2, 0)], outcomes[offset(place, 2, 1)] = batch_losses[n], f32(batch_hits[n])
 
-    return Kernel(keep_losses, "void(float32[::1], uint8[::1], uint32[::1], uint32, float32[::1], uint32)", BLOCK)
+    return Kernel(keep_losses, "void(f4[::1], u1[::1], u4[::1], u4, f4[::1], u4)", BLOCK)
 
 
 @cuda.jit(device=True)
@@ -100,19 +100,7 @@ def sum_of_parts(arena, table, row, sums):
     wide = u32(u32(BLOCK) // threads)
     part, lane = split(t, wide)
     # a thread adds up every so many of a parameter's parts
-    total = ZERO
-    if lane < count:
-        place, step = u32(base + lane), u32(threads * stride)
-        while u32(part + 3 * threads) < parts:  # begins four loads before it waits for the first
-            i = offset(part, stride, place)
-            a, b = arena[i], arena[u32(i + step)]
-            c, d = arena[u32(i + 2 * step)], arena[u32(i + 3 * step)]
-            total += (a + b) + (c + d)
-            part = u32(part + 4 * threads)
-        while part < parts:
-            total += arena[offset(part, stride, place)]
-            part = u32(part + threads)
-    sums[t] = total
+    sums[t] = sum_every(arena, u32(base + lane), stride, part, parts, threads) if lane < count else ZERO
     cuda.syncthreads()
     # the first threads add up what the others have
     value = ZERO
@@ -149,8 +137,7 @@ def update(optimizer: Optimizer | None, batch_size: int) -> Kernel:
             else:
                 w[i] = g
 
-    arrays = ", ".join(["float32[::1]"] * 4)
-    return Kernel(update, f"void(float32[::1], uint32[::1], {arrays}, uint32[::1], uint32)", BLOCK)
+    return Kernel(update, "void(f4[::1], u4[::1], f4[::1], f4[::1], f4[::1], f4[::1], u4[::1], u4)", BLOCK)
 
 
 @cache
@@ -161,7 +148,7 @@ def advance() -> Kernel:
         if cuda.threadIdx.x == 0:
             order[0] = u32(order[0] + by)
 
-    return Kernel(advance, "void(uint32[::1], uint32)", 1)
+    return Kernel(advance, "void(u4[::1], u4)", 1)
 
 
 @cache
@@ -182,4 +169,4 @@ def sum_up() -> Kernel:
                 hit += hits[k]
             sums[offset(cuda.blockIdx.x, 2, 0)], sums[offset(cuda.blockIdx.x, 2, 1)] = loss, hit
 
-    return Kernel(sum_up, "void(float32[::1], float32[::1], uint32)", BLOCK)
+    return Kernel(sum_up, "void(f4[::1], f4[::1], u4)", BLOCK)

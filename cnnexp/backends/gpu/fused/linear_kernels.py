@@ -49,7 +49,7 @@ def linear(D: int, O: int, has_bias: bool, relu: bool) -> Kernel:  # noqa: E741
                 value += sums[offset(part, lanes, t)]
             y[offset(n, O, o)] = value if not relu or value > ZERO else ZERO
 
-    return Kernel(linear, "void(float32[::1], float32[::1], float32[::1])", WIDE_BLOCK)
+    return Kernel(linear, "void(f4[::1], f4[::1], f4[::1])", WIDE_BLOCK)
 
 
 @cache
@@ -106,8 +106,7 @@ def linear_backward_input(D: int, O: int, relu: bool) -> Kernel:  # noqa: E741
             if n < count and k < D:
                 dx[offset(n, D, k)] = total[j]
 
-    signature = "void(float32[::1], float32[::1], float32[::1], float32[::1], uint32)"
-    return Kernel(linear_backward_input, signature, BLOCK)
+    return Kernel(linear_backward_input, "void(f4[::1], f4[::1], f4[::1], f4[::1], u4)", BLOCK)
 
 
 @cache
@@ -139,8 +138,7 @@ def linear_backward_weights(D: int, O: int, has_bias: bool, relu: bool, slices: 
                 n = u32(n + AHEAD * slices_)
             partial[i] = total
 
-    arrays = "float32[::1], float32[::1], float32[::1], float32[::1]"
-    return Kernel(linear_backward_weights, f"void({arrays}, uint32, uint32)", BLOCK)
+    return Kernel(linear_backward_weights, "void(f4[::1], f4[::1], f4[::1], f4[::1], u4, u4)", BLOCK)
 
 
 @cache
@@ -244,8 +242,7 @@ def linear_head(D: int, O: int, has_bias: bool, slices: int) -> Kernel:  # noqa:
         if has_bias and t < O:
             partial[offset(s, rows, D, O, t)] = total_b
 
-    arrays = ", ".join(["float32[::1]"] * 5)
-    return Kernel(linear_head, f"void(float32[::1], int32[::1], uint32[::1], uint32, {arrays}, uint32)", BLOCK)
+    return Kernel(linear_head, f"void(f4[::1], i4[::1], u4[::1], u4, {'f4[::1], ' * 5}u4)", BLOCK)
 
 
 def lanes_of(outputs: int) -> int:

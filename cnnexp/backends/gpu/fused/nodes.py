@@ -56,8 +56,7 @@ class Partials:
 
     Attributes:
         offset, size: of the parameters in the flat buffer.
-        base: where in the arena the first part begins; the others follow.
-        parts: how many.
+        base: where in the arena the first of so many parts begins; the others follow.
         memory: all of them, once the arena is allocated.
     """
 
@@ -103,15 +102,7 @@ def extent(stage: ConvStage | LinearStage) -> tuple[int, int]:
 
 @dataclass
 class Context:
-    """What nodes are built from, and share.
-
-    Attributes:
-        gpu: whose limits count.
-        batch_size: images of a step, at most.
-        parameters: the flat buffer.
-        arena: partial gradients.
-        ops: the kernels of layers that are not fused.
-    """
+    """What nodes are built from, and share; `ops` has the kernels of layers that are not fused."""
 
     gpu: Gpu
     batch_size: int
@@ -230,10 +221,6 @@ class FusedConv(FusedNode):
     """Convolution, max-pool and ReLU in one kernel, and their gradients in two.
 
     Args:
-        context: what is shared.
-        stage: the convolution.
-        conv: it and what follows it.
-        plan: how its kernels cut it up.
         before: the node before; None if the convolution reads the data set.
     """
 
@@ -341,9 +328,6 @@ class PlainLayer(FusedNode):
     """A layer with no fused kernel: `gpu-shared`'s.
 
     Args:
-        context: what is shared.
-        stage: the layer.
-        before: the node before.
         trains: whether it or a layer before it has parameters; else it has no use for gradients.
     """
 

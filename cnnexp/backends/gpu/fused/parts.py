@@ -15,10 +15,7 @@ def parts_of(node: FusedNode, stages: Sequence[Stage], before: FusedNode | None,
     """Return the part of a step that each pass of a node is; nothing of a pass that launches no kernel.
 
     Args:
-        node: its own parts are not known yet.
-        stages: that it computes; the gather and the loss alone compute none.
-        before: the node before it.
-        gpu: that it runs on.
+        stages: that the node computes; the gather and the loss alone compute none.
     """
     if isinstance(node, Gather):
         return {FORWARD: Part("gather", ("batch",), "gather")}

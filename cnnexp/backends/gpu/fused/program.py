@@ -73,20 +73,12 @@ class FusedProgram(Program):
     """A `Program` (see `protocol`) in few kernels and no work on the host between steps.
 
     Args:
-        gpu: what it runs on.
         graphs: whether steps are captured in CUDA graphs; else the same kernels are launched one by one.
         clocks: whether some steps are clocked, part by part.
     """
 
     def __init__(
-        self,
-        gpu: Gpu,
-        network: Network,
-        loss: Loss,
-        optimizer: Optimizer,
-        batch_size: int,
-        graphs: bool,
-        clocks: bool = False,
+        self, gpu: Gpu, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int, graphs: bool, clocks: bool
     ) -> None:
         check_loss(network, loss)
         started = time.perf_counter()

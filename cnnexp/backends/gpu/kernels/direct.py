@@ -37,7 +37,7 @@ def conv2d(sizes: ConvSizes, has_bias: bool, block: int) -> Kernel:
                             total += x[pixel + offset(c)] * w[f + offset(a, K, e, seen, c, F, 0)]
             y[i] = total
 
-    return Kernel(conv2d, "void(float32[::1], float32[::1], float32[::1], float32[::1], uint32)", block)
+    return Kernel(conv2d, "void(f4[::1], f4[::1], f4[::1], f4[::1], u4)", block)
 
 
 @cache
@@ -69,7 +69,7 @@ def conv2d_backward_input(sizes: ConvSizes, block: int) -> Kernel:
                 p = u32(p + 1)
             dx[i] = total
 
-    return Kernel(conv2d_backward_input, "void(float32[::1], float32[::1], float32[::1], uint32)", block)
+    return Kernel(conv2d_backward_input, "void(f4[::1], f4[::1], f4[::1], u4)", block)
 
 
 @cache
@@ -104,5 +104,4 @@ def conv2d_backward_weights(sizes: ConvSizes, block: int) -> Kernel:
                 n = u32(n + slices)
             partial[i] = total
 
-    arrays = "float32[::1], float32[::1], float32[::1]"
-    return Kernel(conv2d_backward_weights, f"void({arrays}, uint32, uint32, uint32)", block)
+    return Kernel(conv2d_backward_weights, "void(f4[::1], f4[::1], f4[::1], u4, u4, u4)", block)

@@ -30,6 +30,8 @@ ZERO, ONE = f32(0), f32(1)
 class ConvSizes:
     """Sizes of a convolution, in the letters of `protocol`; images by `stride`, `top` and `left` as there.
 
+    Those of a pooling layer, too: S is its K, U and V are its P and Q, and its F is C.
+
     Attributes:
         groups: of channels and filters. dilation: step in pixels from tap to tap.
     """
@@ -59,21 +61,6 @@ class ConvSizes:
         below = (self.P - 1) * self.stride + reach - self.top > self.H
         right = (self.Q - 1) * self.stride + reach - self.left > self.W
         return bool(self.top or self.left or below or right)
-
-
-@dataclass(frozen=True)
-class PoolSizes:
-    """Sizes of a pooling layer, in the letters of `protocol`."""
-
-    H: int
-    W: int
-    C: int
-    S: int
-    stride: int
-    top: int
-    left: int
-    U: int
-    V: int
 
 
 @intrinsic
@@ -118,9 +105,7 @@ def first_window(row, size, stride):
 def padded_pixel(sizes: ConvSizes, number: Any = f32) -> Any:
     """Return the device function (x, first, row, col, c): a pixel of the padded image that begins at x[first].
 
-    Args:
-        sizes: of the convolution that pads it.
-        number: what makes a float32 of what x holds.
+    `number` makes a float32 of what x holds.
     """
     H, W, C, _, _, _, top, left, *_ = unsigned(sizes)
 
@@ -138,11 +123,11 @@ def conv_sizes(x: Tensor, w: Tensor, window: Window, y: Tensor) -> ConvSizes:
     return ConvSizes(*x.shape[1:], K, F, *at, *y.shape[1:3], x.shape[3] // seen, window.dilation)
 
 
-def pool_sizes(x: Tensor, window: Window, y: Tensor) -> PoolSizes:
+def pool_sizes(x: Tensor, window: Window, y: Tensor) -> ConvSizes:
     """Return the sizes of the pooling of x (N,H,W,C) to y (N,U,V,C)."""
-    return PoolSizes(*x.shape[1:], window.size, window.stride, window.top, window.left, *y.shape[1:3])
+    return ConvSizes(*x.shape[1:], window.size, x.shape[3], window.stride, window.top, window.left, *y.shape[1:3])
 
 
-def unsigned(sizes: PoolSizes | ConvSizes) -> list[np.uint32]:
+def unsigned(sizes: ConvSizes) -> list[np.uint32]:
     """Return the sizes, in their order, as constants that a kernel takes for uint32."""
     return [u32(value) for value in vars(sizes).values()]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numba import cuda
 
-from cnnexp.backends.gpu.kernels.index import ONE, ZERO, PoolSizes, f32, first_window, offset, split, u32, unsigned
+from cnnexp.backends.gpu.kernels.index import ONE, ZERO, ConvSizes, f32, first_window, offset, split, u32, unsigned
 from cnnexp.backends.gpu.launch import Kernel
 from cnnexp.network import Elementwise, Maths, noise
 from cnnexp.network.losses import Loss
@@ -35,7 +35,7 @@ def gather(D: int, block: int) -> Kernel:
             if d == u32(0):
                 t[n] = labels[source]
 
-    return Kernel(gather, "void(float32[::1], int32[::1], int64[::1], float32[::1], int32[::1], uint32)", block)
+    return Kernel(gather, "void(f4[::1], i4[::1], i8[::1], f4[::1], i4[::1], u4)", block)
 
 
 device_function = cuda.jit(device=True)
@@ -60,7 +60,7 @@ def elementwise(layer: Elementwise, block: int) -> Kernel:
         if i < count:
             y[i] = rule(x[i])
 
-    return Kernel(elementwise, "void(float32[::1], float32[::1], uint32)", block)
+    return Kernel(elementwise, "void(f4[::1], f4[::1], u4)", block)
 
 
 @cache
@@ -73,7 +73,7 @@ def elementwise_backward(layer: Elementwise, block: int) -> Kernel:
         if i < count:
             dx[i] = dy[i] * derivative(x[i], y[i])
 
-    return Kernel(elementwise_backward, "void(float32[::1], float32[::1], float32[::1], float32[::1], uint32)", block)
+    return Kernel(elementwise_backward, "void(f4[::1], f4[::1], f4[::1], f4[::1], u4)", block)
 
 
 @cache
@@ -85,19 +85,19 @@ def put(block: int) -> Kernel:
         if i < count:
             target[u32(first + i)] = source[i]
 
-    return Kernel(put, "void(float32[::1], float32[::1], uint32, uint32)", block)
+    return Kernel(put, "void(f4[::1], f4[::1], u4, u4)", block)
 
 
 @cache
-def add(block: int) -> Kernel:
-    """total = a + b: one thread per number."""
+def combine(multiplies: bool, block: int) -> Kernel:
+    """found = a + b or a * b, which may be one of them: one thread per number."""
 
-    def add(a, b, total, count):
+    def combine(a, b, found, count):
         i = u32(cuda.grid(1))
         if i < count:
-            total[i] = a[i] + b[i]
+            found[i] = a[i] * b[i] if multiplies else a[i] + b[i]
 
-    return Kernel(add, "void(float32[::1], float32[::1], float32[::1], uint32)", block)
+    return Kernel(combine, "void(f4[::1], f4[::1], f4[::1], u4)", block)
 
 
 _mix = device_function(noise.mix)
@@ -114,7 +114,7 @@ def dropout(D: int, block: int) -> Kernel:
             n, d = split(i, D)
             y[i] = x[i] * scale if _mix(_mix(key ^ images[n]) ^ _mix(np.int64(d))) >= least else ZERO
 
-    return Kernel(dropout, "void(float32[::1], int64[::1], int64, int64, float32, float32[::1], uint32)", block)
+    return Kernel(dropout, "void(f4[::1], i8[::1], i8, i8, f4, f4[::1], u4)", block)
 
 
 @cache
@@ -126,7 +126,7 @@ def scale(block: int) -> Kernel:
         if i < count:
             x[i] = x[i] * factor
 
-    return Kernel(scale, "void(float32[::1], float32, uint32)", block)
+    return Kernel(scale, "void(f4[::1], f4, u4)", block)
 
 
 @cache
@@ -141,8 +141,7 @@ def average(block: int) -> Kernel:
             running_variance[c] += momentum * (squares * unbiased - running_variance[c])
             inverse[c] = ONE / f32(math.sqrt(squares * share + epsilon))
 
-    arrays = ", ".join(["float32[::1]"] * 4)
-    return Kernel(average, f"void({arrays}, float32, float32, float32, float32, uint32)", block)
+    return Kernel(average, "void(f4[::1], f4[::1], f4[::1], f4[::1], f4, f4, f4, f4, u4)", block)
 
 
 @cache
@@ -157,8 +156,7 @@ def normalize(channels: int, from_variance: bool, block: int) -> Kernel:
             factor = ONE / f32(math.sqrt(inverse[c] + epsilon)) if from_variance else inverse[c]
             y[i] = (x[i] - mean[c]) * (factor * w[c]) + b[c]
 
-    arrays = ", ".join(["float32[::1]"] * 5)
-    return Kernel(normalize, f"void({arrays}, float32, float32[::1], uint32)", block)
+    return Kernel(normalize, "void(f4[::1], f4[::1], f4[::1], f4[::1], f4[::1], f4, f4[::1], u4)", block)
 
 
 @cache
@@ -173,26 +171,13 @@ def normalize_backward(channels: int, block: int) -> Kernel:
             normal = (x[i] - mean[c]) * inverse[c]
             dx[i] = inverse[c] * w[c] * (dy[i] - db[c] * share - normal * (dw[c] * share))
 
-    arrays = ", ".join(["float32[::1]"] * 7)
-    return Kernel(normalize_backward, f"void({arrays}, float32, float32[::1], uint32)", block)
+    return Kernel(normalize_backward, f"void({'f4[::1], ' * 7}f4, f4[::1], u4)", block)
 
 
 @cache
-def times(block: int) -> Kernel:
-    """x *= factors, number by number."""
-
-    def times(x, factors, count):
-        i = u32(cuda.grid(1))
-        if i < count:
-            x[i] = x[i] * factors[i]
-
-    return Kernel(times, "void(float32[::1], float32[::1], uint32)", block)
-
-
-@cache
-def max_pool(sizes: PoolSizes, block: int) -> Kernel:
+def max_pool(sizes: ConvSizes, block: int) -> Kernel:
     """One thread per (n, u, v, c); the first largest pixel of the window."""
-    H, W, C, S, stride, top, left, U, V = unsigned(sizes)
+    H, W, C, S, _, stride, top, left, U, V, *_ = unsigned(sizes)
 
     def max_pool(x, y, argmax, count):
         i = u32(cuda.grid(1))
@@ -209,13 +194,13 @@ def max_pool(sizes: PoolSizes, block: int) -> Kernel:
             y[i] = best
             argmax[i] = np.int32(where)
 
-    return Kernel(max_pool, "void(float32[::1], float32[::1], int32[::1], uint32)", block)
+    return Kernel(max_pool, "void(f4[::1], f4[::1], i4[::1], u4)", block)
 
 
 @cache
-def max_pool_backward(sizes: PoolSizes, block: int) -> Kernel:
+def max_pool_backward(sizes: ConvSizes, block: int) -> Kernel:
     """One thread per input pixel, which adds up the windows whose argmax it is: no two threads write one element."""
-    H, W, C, S, stride, top, left, U, V = unsigned(sizes)
+    H, W, C, S, _, stride, top, left, U, V, *_ = unsigned(sizes)
 
     def max_pool_backward(argmax, dy, dx, count):
         i = u32(cuda.grid(1))
@@ -234,13 +219,13 @@ def max_pool_backward(sizes: PoolSizes, block: int) -> Kernel:
                 u = u32(u + 1)
             dx[i] = total
 
-    return Kernel(max_pool_backward, "void(int32[::1], float32[::1], float32[::1], uint32)", block)
+    return Kernel(max_pool_backward, "void(i4[::1], f4[::1], f4[::1], u4)", block)
 
 
 @cache
-def avg_pool(sizes: PoolSizes, block: int) -> Kernel:
+def avg_pool(sizes: ConvSizes, block: int) -> Kernel:
     """One thread per (n, u, v, c); the mean of the pixels that exist."""
-    H, W, C, S, stride, top, left, U, V = unsigned(sizes)
+    H, W, C, S, _, stride, top, left, U, V, *_ = unsigned(sizes)
 
     def avg_pool(x, y, count):
         i = u32(cuda.grid(1))
@@ -255,13 +240,13 @@ def avg_pool(sizes: PoolSizes, block: int) -> Kernel:
                         inside = u32(inside + 1)
             y[i] = total / f32(inside)
 
-    return Kernel(avg_pool, "void(float32[::1], float32[::1], uint32)", block)
+    return Kernel(avg_pool, "void(f4[::1], f4[::1], u4)", block)
 
 
 @cache
-def avg_pool_backward(sizes: PoolSizes, block: int) -> Kernel:
+def avg_pool_backward(sizes: ConvSizes, block: int) -> Kernel:
     """One thread per input pixel, which adds up its share of every window that holds it."""
-    H, W, C, S, stride, top, left, U, V = unsigned(sizes)
+    H, W, C, S, _, stride, top, left, U, V, *_ = unsigned(sizes)
 
     def avg_pool_backward(dy, dx, count):
         i = u32(cuda.grid(1))
@@ -280,7 +265,7 @@ def avg_pool_backward(sizes: PoolSizes, block: int) -> Kernel:
                 u = u32(u + 1)
             dx[i] = total
 
-    return Kernel(avg_pool_backward, "void(float32[::1], float32[::1], uint32)", block)
+    return Kernel(avg_pool_backward, "void(f4[::1], f4[::1], u4)", block)
 
 
 @cache
@@ -295,8 +280,7 @@ def loss(kind: Loss, O: int, block: int) -> Kernel:  # noqa: E741
             losses[n], hit = rule(scores[first:end], labels[n], scale, d_scores[first:end])
             hits[n] = np.uint8(1) if hit else np.uint8(0)
 
-    signature = "void(float32[::1], int32[::1], float32, float32[::1], float32[::1], uint8[::1], uint32)"
-    return Kernel(loss, signature, block)
+    return Kernel(loss, "void(f4[::1], i4[::1], f4, f4[::1], f4[::1], u1[::1], u4)", block)
 
 
 @cache
@@ -328,5 +312,4 @@ def update(optimizer: Optimizer, block: int) -> Kernel:
         if i < count:
             step(w, g[i], s, t, i, rate, c0, c1)
 
-    signature = "void(float32[::1], float32[::1], float32[::1], float32[::1], float32, float32, float32, uint32)"
-    return Kernel(update, signature, block)
+    return Kernel(update, "void(f4[::1], f4[::1], f4[::1], f4[::1], f4, f4, f4, u4)", block)

@@ -37,6 +37,22 @@ def deep(multiprocessors: int, rows: int, columns: int, depth: int) -> int:
     return -(-depth // (max(parts, 1) * SIDE)) * SIDE
 
 
+@cuda.jit(device=True)
+def sum_every(partial, first, stride, part, parts, step):
+    """Return the sum of every `step`-th of some parts from one on; a part lies `stride` behind the one before."""
+    total, apart = ZERO, u32(step * stride)
+    while u32(part + 3 * step) < parts:  # begins four loads before it waits for the first
+        i = offset(part, stride, first)
+        a, b = partial[i], partial[u32(i + apart)]
+        c, d = partial[u32(i + 2 * apart)], partial[u32(i + 3 * apart)]
+        total += (a + b) + (c + d)
+        part = u32(part + 4 * step)
+    while part < parts:
+        total += partial[offset(part, stride, first)]
+        part = u32(part + step)
+    return total
+
+
 @cache
 def sum_slices(has_bias: bool) -> Kernel:
     """out[i] = sum of partial[s, i] over the slices (+ bias[i % columns]): a block makes OWNERS sums, count in all."""
@@ -48,17 +64,7 @@ def sum_slices(has_bias: bool) -> Kernel:
         s, owner = split(t, owners)
         i = offset(cuda.blockIdx.x, owners, owner)
         # a thread adds up every so many of a sum's slices
-        total = ZERO
-        if i < count:
-            while u32(s + 3 * parts) < slices:
-                a, b = partial[offset(s, count, i)], partial[offset(u32(s + parts), count, i)]
-                c, d = partial[offset(u32(s + 2 * parts), count, i)], partial[offset(u32(s + 3 * parts), count, i)]
-                total += (a + b) + (c + d)
-                s = u32(s + 4 * parts)
-            while s < slices:
-                total += partial[offset(s, count, i)]
-                s = u32(s + parts)
-        sums[t] = total
+        sums[t] = sum_every(partial, i, count, s, slices, parts) if i < count else ZERO
         cuda.syncthreads()
         # the first threads add up what the others have
         if t < owners and i < count:
@@ -67,7 +73,7 @@ def sum_slices(has_bias: bool) -> Kernel:
                 value += sums[offset(part, owners, t)]
             out[i] = value
 
-    return Kernel(sum_slices, "void(float32[::1], float32[::1], float32[::1], uint32, uint32, uint32)", THREADS)
+    return Kernel(sum_slices, "void(f4[::1], f4[::1], f4[::1], u4, u4, u4)", THREADS)
 
 
 @cache
@@ -100,8 +106,7 @@ def column_sums(columns: int, of: str) -> Kernel:
                 row = u32(row + slices)
             partial[i] = total
 
-    arrays = ", ".join(["float32[::1]"] * 4)
-    return Kernel(column_sums, f"void({arrays}, uint32, uint32, uint32)", THREADS)
+    return Kernel(column_sums, "void(f4[::1], f4[::1], f4[::1], f4[::1], u4, u4, u4)", THREADS)
 
 
 @cache
@@ -157,5 +162,4 @@ def matmul(left_transposed: bool, right_transposed: bool, has_bias: bool) -> Ker
             if r < rows and c < columns:
                 out[offset(part, rows, r, columns, c)] = total[j] + bias[c] if has_bias else total[j]
 
-    arrays = "float32[::1], float32[::1], float32[::1], float32[::1]"
-    return Kernel(matmul, f"void({arrays}, uint32, uint32, uint32, uint32)", THREADS)
+    return Kernel(matmul, "void(f4[::1], f4[::1], f4[::1], f4[::1], u4, u4, u4, u4)", THREADS)

@@ -21,11 +21,9 @@ def conv2d(sizes: ConvSizes, flipped: bool, has_bias: bool, stage_filters: bool,
     It goes through the channels in chunks that fit in shared memory; a chunk's sums are added to y.
 
     Args:
-        sizes: of the convolution that is computed.
         flipped: w is stored (K,K,F,C) and read from its far corner: the gradient of the input, dy in place of x.
         has_bias: whether y starts at b.
         stage_filters: read the filters from shared memory too.
-        plan: see `ConvTile`.
     """
     H, W, C, K, F, stride, _, _, P, Q, *_ = unsigned(sizes)
     image, input_pixel = u32(H * W * C), padded_pixel(sizes)
@@ -92,7 +90,7 @@ def conv2d(sizes: ConvSizes, flipped: bool, has_bias: bool, stage_filters: bool,
                 o = u32(o + block)
             c0 = u32(c0 + channels)
 
-    return Kernel(conv2d, "void(float32[::1], float32[::1], float32[::1], float32[::1])", plan.block)
+    return Kernel(conv2d, "void(f4[::1], f4[::1], f4[::1], f4[::1])", plan.block)
 
 
 @dataclass(frozen=True)
@@ -100,9 +98,7 @@ class ConvTile:
     """How a block of `block` threads covers a convolution.
 
     Attributes:
-        block: threads.
-        tile: side of the outputs of a block, in places.
-        side: of the pixels that they see.
+        tile, side: of the square of a block's outputs, in places, and of the pixels that they see.
         filters: of a block.
         channels: staged at once.
         kernel: K.
@@ -204,7 +200,7 @@ def conv2d_backward_weights(sizes: ConvSizes, rows: int, stage_dy: bool, block: 
         if k < size:
             partial[offset(s, size, k)] = total
 
-    return Kernel(conv2d_backward_weights, "void(float32[::1], float32[::1], float32[::1], uint32, uint32)", int(block))
+    return Kernel(conv2d_backward_weights, "void(f4[::1], f4[::1], f4[::1], u4, u4)", int(block))
 
 
 def rows_that_fit(sizes: ConvSizes, stage_dy: bool, shared_bytes: int) -> int:

@@ -258,8 +258,7 @@ class Meeting:
 class Block:
     """Some neighbouring vectors of every pixel: of `lanes` channels each, or of one channel of `lanes` images.
 
-    Attributes:
-        valid: how many lanes of each vector count.
+    Of each vector as many lanes count as `valid` says.
     """
 
     def __init__(self, k: Emitter, x: Pixels, channel: ir.Value, valid: list[int]) -> None:

@@ -60,11 +60,7 @@ class DropoutNode(Node[Blocked | NC, Blocked | NC]):
         self.table = arena.constants(mix(elements).astype(np.uint32).view(np.float32))
 
     def draw(self, k: Emitter, number: int) -> None:
-        """Make the rows of a tile. Buffers: a step's numbers, order int64, arena.
-
-        Args:
-            number: of the layer among those that draw.
-        """
+        """Make a tile's rows, of the `number`-th layer that draws. Buffers: a step's numbers, order int64, arena."""
         numbers, order, arena = k.buffers
         k.builder.store(k.load_int(numbers + TRAINS), (arena + self.drops).value(INT))
         key = k.load_int(numbers + (KEYS + number))

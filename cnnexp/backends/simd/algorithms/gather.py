@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 from llvmlite import ir
 
@@ -23,20 +25,15 @@ def gather_lanes(k: Emitter, y: Blocked, pixel: ir.Type) -> None:
     run, runs = (height * width * channels, 1) if y.dense else (width * channels, height)
     with k.loop(k.groups(k.lanes)) as g:
         # the images of a group
-        sources = [
-            _image(k, images, order, k.builder.add(k.builder.mul(g, INDEX(k.lanes)), INDEX(n)), y.shape)
-            for n in range(k.lanes)
-        ]
+        sources = [_image(k, images, order, k.scaled(g, k.lanes, n), y.shape) for n in range(k.lanes)]
         with k.loop(runs) as r:
             rows = [source.at(r, run) for source in sources]
             target = y.image(k, g).at(r, y.row)
             # blocks of lanes x lanes pixels, transposed
-            for start, count in _blocks(run, k.lanes):
-                with k.loop(count) as b:
-                    at = k.builder.add(k.builder.mul(b, INDEX(k.lanes)), INDEX(start))
-                    columns = k.transpose([_pixels(k, row.at(at), pixel) for row in rows])
-                    for i, column in enumerate(columns):
-                        k.store(column, target.at(at, k.lanes) + i * k.lanes)
+            for at in _vectors(k, run):
+                columns = k.transpose([_pixels(k, row.at(at), pixel) for row in rows])
+                for i, column in enumerate(columns):
+                    k.store(column, target.at(at, k.lanes) + i * k.lanes)
             # a run shorter than a vector, value by value
             if run < k.lanes:
                 with k.loop(run) as i:
@@ -63,28 +60,27 @@ def gather_rows(k: Emitter, y: NC, shape: Shape, first: int, stride: int, pixel:
         with k.loop(runs) as r:
             row, target = source.at(r, run), (y.stored(k, n) + first).at(r, stride)
             # whole vectors, the last of which overlaps its neighbour
-            for start, count in _blocks(run, k.lanes):
-                with k.loop(count) as b:
-                    at = k.builder.add(k.builder.mul(b, INDEX(k.lanes)), INDEX(start))
-                    k.store(_pixels(k, row.at(at), pixel), target.at(at))
+            for at in _vectors(k, run):
+                k.store(_pixels(k, row.at(at), pixel), target.at(at))
             # a run shorter than a vector, value by value
             if run < k.lanes:
                 with k.loop(run) as i:
                     k.store(_pixel(k, row.at(i), pixel), target.at(i))
 
 
-def _blocks(run: int, lanes: int) -> list[tuple[int, int]]:
-    """Return (first element, blocks) that cover a run with whole vectors; the last one overlaps its neighbour."""
-    if run < lanes:
-        return []
-    return [(0, run // lanes)] + ([(run - lanes, 1)] if run % lanes else [])
+def _vectors(k: Emitter, run: int) -> Iterator[ir.Value]:
+    """Run what follows for every whole vector of a run: where it begins; the last one overlaps its neighbour."""
+    whole, rest = divmod(run, k.lanes)
+    for start, count in ((0, whole), (run - k.lanes, 1 if rest else 0)):
+        if whole and count:
+            with k.loop(count) as vector:
+                yield k.scaled(vector, k.lanes, start)
 
 
 def _image(k: Emitter, images: Pointer, order: Pointer, n: ir.Value, shape: Shape) -> Pointer:
     """Return the address of the image that the order names, the last one for n past it."""
     last = k.builder.sub(k.count, INDEX(1))
-    n = k.builder.select(k.builder.icmp_signed("<", n, last), n, last)
-    index = k.builder.load(order.at(n).value(INDEX))
+    index = k.builder.load(order.at(k.least(n, last)).value(INDEX))
     return images.at(index, shape[0] * shape[1] * shape[2])
 
 

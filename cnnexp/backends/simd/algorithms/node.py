@@ -91,6 +91,10 @@ class Node(Generic[X, Y]):
     """The algorithm, as `backend.explain=true` prints it; its file has the same name."""
     spans: ClassVar[int] = 1
     """How many sections it computes."""
+    opens: ClassVar[bool] = False
+    """Whether it is for the first layers of a network alone."""
+    holds: ClassVar[str] = ""
+    """What a vector holds many of, e.g. `filters`; empty where nothing is multiplied."""
     input_layout: type[Tensor] | None = None
     """The layout of the input, `Blocked`, `NC` or `NHWC`; None for either, and the output is of the same."""
     any_image: ClassVar[bool] = False
@@ -142,7 +146,7 @@ class Node(Generic[X, Y]):
         Args:
             before: the room around that node's dy, None where it is the network's input. needs_dx: of its own.
         """
-        return True
+        return before is None or not self.opens
 
     def work(self, target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
         """Return what each kernel, by its name, does for an image.
@@ -188,8 +192,8 @@ class Node(Generic[X, Y]):
         return Part(what, self.layers or (self.name,), kernel, self.multiply_adds(what), at_once, self.fewer(what))
 
     def in_lanes(self, what: str, kernel: str) -> str:
-        """Return what a vector of a kernel holds many of, e.g. `filters`; empty where nothing is multiplied."""
-        return ""
+        """Return what a vector of a kernel holds many of, where not all kernels are alike."""
+        return self.holds
 
     def multiply_adds(self, what: str) -> int:
         """Return those of a pass over one image, at most: the stage's, less what the algorithm saves."""

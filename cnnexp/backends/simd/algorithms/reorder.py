@@ -85,10 +85,10 @@ def from_image(k: Emitter, x: NHWC, y: Blocked) -> None:
         images = k.builder.sub(k.count, first)
         source = x.pixel(k, first, p, INDEX(0))
         if y.halo.step == 1:
-            group_to_lanes(k, source, y.pixel(k, g, p, INDEX(0)), width * channels, x.stride, images)
+            group_to_lanes(k, source, y.pixel(k, g, p, INDEX(0)), width * channels, x.stride, images, None)
         else:
             with k.loop(width) as q:
-                group_to_lanes(k, source.at(q, x.column), y.pixel(k, g, p, q), channels, x.stride, images)
+                group_to_lanes(k, source.at(q, x.column), y.pixel(k, g, p, q), channels, x.stride, images, None)
 
 
 def _row_to_images(k: Emitter, source: Pointer, target: Pointer, size: int, stride: int) -> None:
@@ -103,15 +103,11 @@ def to_lanes(k: Emitter, x: NC, y: Blocked) -> None:
     with k.loop(k.groups(k.lanes)) as g:
         first = k.builder.mul(g, INDEX(k.lanes))
         images = k.builder.sub(k.count, first)
-        group_to_lanes(k, x.stored(k, first), y.image(k, g), x.size, x.stride, images)
+        group_to_lanes(k, x.stored(k, first), y.image(k, g), x.size, x.stride, images, None)
 
 
 def group_to_rows(k: Emitter, source: Pointer, target: Pointer, size: int, stride: int) -> None:
-    """Transpose `size` vectors into `lanes` rows, each rounded up to whole vectors with zeros.
-
-    Args:
-        stride: floats from row to row of the target.
-    """
+    """Transpose `size` vectors into `lanes` rows `stride` floats apart, each rounded up to whole vectors with zeros."""
     for row, at, _ in _to_rows(k, source, size):
         for n, value in enumerate(row):
             k.store(value, target.at(at) + n * stride)
@@ -127,13 +123,7 @@ def _to_rows(k: Emitter, source: Pointer, size: int) -> Iterator[tuple[list[ir.V
 
 
 def group_to_lanes(
-    k: Emitter,
-    source: Pointer,
-    target: Pointer,
-    size: int,
-    stride: int,
-    images: ir.Value,
-    positive: Pointer | None = None,
+    k: Emitter, source: Pointer, target: Pointer, size: int, stride: int, images: ir.Value, positive: Pointer | None
 ) -> None:
     """Transpose the first `size` values of `lanes` rows into vectors; rows from `images` on count as 0.
 

@@ -17,11 +17,7 @@ from cnnexp.network import ResidualStage
 
 
 class Split(Node[Tensor, Tensor]):
-    """Where a Residual begins.
-
-    Attributes:
-        sum: where it ends.
-    """
+    """Where a Residual begins; `sum` is where it ends."""
 
     algorithm = "residual"
     any_image = True

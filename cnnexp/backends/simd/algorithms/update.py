@@ -12,11 +12,7 @@ from cnnexp.optimizers import Optimizer
 
 
 class OptimizerStep:
-    """One step of an optimizer on vectors of parameters.
-
-    Args:
-        numbers: where (rate, c0, c1) lie.
-    """
+    """One step of an optimizer on vectors of parameters; (rate, c0, c1) lie at `numbers`."""
 
     def __init__(self, k: Emitter, optimizer: Optimizer, numbers: Pointer) -> None:
         self._k, self._rule, self._slots = k, optimizer.rule(trace.sqrt, trace.maximum), len(optimizer.slots)

@@ -48,11 +48,7 @@ class Clocks:
             self.offset = int(allocate(FLOATS * (1 + len(self.parts))))
 
     def charge(self, k: Emitter, part: int, arena: Pointer | None = None) -> None:
-        """Emit a reading that gives the ticks since the last one to a part.
-
-        Args:
-            arena: the thread's, where it is not the kernel's.
-        """
+        """Emit a reading that gives the ticks since the last one to a part; the arena is the kernel's unless given."""
         if self.on:
             last, total = ((arena or k.arena) + Offset(self.offset + FLOATS * place) for place in (0, 1 + part))
             _charge(k.builder, self._target, last.value(INDEX), total.value(INDEX))

@@ -162,8 +162,8 @@ class Emitter:
     # control
 
     @contextmanager
-    def loop(self, stop: ir.Value | int, start: ir.Value | int = 0, step: int = 1) -> Iterator[ir.Value]:
-        """Run the block for start, start + step, ... below stop; what shall be unrolled is so in Python already."""
+    def loop(self, stop: ir.Value | int, start: ir.Value | int = 0) -> Iterator[ir.Value]:
+        """Run the block for start, start + 1, ... below stop; what shall be unrolled is so in Python already."""
         builder = self.builder
         start, stop = (INDEX(n) if isinstance(n, int) else n for n in (start, stop))
         head, body, end = (builder.append_basic_block(f"loop.{part}") for part in ("head", "body", "end"))
@@ -175,7 +175,7 @@ class Emitter:
         builder.position_at_end(body)
         yield index
         index.add_incoming(start, before)
-        index.add_incoming(builder.add(index, INDEX(step)), builder.block)
+        index.add_incoming(builder.add(index, INDEX(1)), builder.block)
         builder.branch(head).set_metadata("llvm.loop", self._as_it_is())
         builder.position_at_end(end)
 
@@ -307,9 +307,8 @@ class Emitter:
         while count - first:
             width = 1 << ((count - first).bit_length() - 1)
             lanes = ir.Constant(ir.VectorType(INT, width), [INT(first + i) for i in range(width)])
-            self.store(
-                value if width == self.lanes else self.builder.shuffle_vector(value, value, lanes), pointer + first
-            )
+            part = value if width == self.lanes else self.builder.shuffle_vector(value, value, lanes)
+            self.store(part, pointer + first)
             first += width
 
     def load_float(self, pointer: Pointer) -> ir.Value:
@@ -336,9 +335,8 @@ class Emitter:
     def spread(self, scalar: ir.Value, width: int | None = None) -> ir.Value:
         """Return the scalar in every lane, or in each of `width`."""
         width = width or self.lanes
-        single = self.builder.insert_element(
-            ir.Constant(ir.VectorType(scalar.type, width), ir.Undefined), scalar, INT(0)
-        )
+        empty = ir.Constant(ir.VectorType(scalar.type, width), ir.Undefined)
+        single = self.builder.insert_element(empty, scalar, INT(0))
         return self.builder.shuffle_vector(single, single, ir.Constant(ir.VectorType(INT, width), None))
 
     def splat(self, pointer: Pointer) -> ir.Value:
@@ -420,11 +418,8 @@ class Emitter:
         while width > 1:
             width //= 2
             kind = ir.VectorType(INT, width)
-            low, high = ([INT(i + half) for i in range(width)] for half in (0, width))
-            x = self.builder.fadd(
-                self.builder.shuffle_vector(x, x, ir.Constant(kind, low)),
-                self.builder.shuffle_vector(x, x, ir.Constant(kind, high)),
-            )
+            halves = (ir.Constant(kind, [INT(first + i) for i in range(width)]) for first in (0, width))
+            x = self.builder.fadd(*[self.builder.shuffle_vector(x, x, half) for half in halves])
         return self.builder.extract_element(x, INT(0))
 
     def add_to(self, pointer: Pointer, scalar: ir.Value) -> None:

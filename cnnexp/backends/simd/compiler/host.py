@@ -10,6 +10,7 @@ from pathlib import Path
 from cnnexp.backends.cache import host
 from cnnexp.backends.simd.compiler import intrinsics
 from cnnexp.backends.simd.compiler.emit import Target
+from cnnexp.system.cores import CACHES, cache_sizes
 
 USUAL = {1: 32 << 10, 2: 1 << 20}
 ASKED = {1: "SC_LEVEL1_DCACHE_SIZE", 2: "SC_LEVEL2_CACHE_SIZE"}
@@ -23,11 +24,7 @@ def host_target() -> Target:
 
 
 def target_of(triple: str, listed: str) -> Target:
-    """Return the widest vectors of a CPU and how many registers hold them; any CPU has 4 lanes for all that LLVM cares.
-
-    Args:
-        triple, listed: see `host`.
-    """
+    """Return the widest vectors of a CPU, see `host`, and the registers that hold them; LLVM takes 4 lanes on any."""
     features, known = set(listed.split(",")), intrinsics.known_features(triple, listed)
     caches = cache_bytes(2), cache_bytes(1)
     if "+avx512f" in features:
@@ -39,13 +36,8 @@ def target_of(triple: str, listed: str) -> Target:
 
 
 @functools.cache
-def cache_bytes(level: int, folder: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
+def cache_bytes(level: int, folder: Path = CACHES) -> int:
     """Return the bytes of a core's L1 or L2 data cache as Linux or the C library states, else a usual size."""
-    for index in sorted(folder.glob("index*")):
-        with contextlib.suppress(OSError, ValueError):
-            found, kind, size = ((index / name).read_text().strip() for name in ("level", "type", "size"))
-            if found == str(level) and kind != "Instruction":
-                return int(size.rstrip("KM")) << {"K": 10, "M": 20}.get(size[-1], 0)
     with contextlib.suppress(AttributeError, OSError, ValueError):
-        return os.sysconf(ASKED[level]) or USUAL[level]
+        return cache_sizes(folder).get(level) or os.sysconf(ASKED[level]) or USUAL[level]
     return USUAL[level]

@@ -32,7 +32,6 @@ class MachineCode:
     Attributes:
         symbol: its name in the object file.
         needs: the functions outside that it calls, libm's and the C library's.
-        object_file: as LLVM made it.
     """
 
     symbol: str
@@ -90,7 +89,9 @@ class Function:
         self._arguments = arguments
         engine = _engine()  # also what has LLVM look for names in this process
         if _missing(made):
-            _have_numba_bring_what_it_calls()
+            from numba.core.registry import cpu_target  # which brings what it calls
+
+            cpu_target.target_context.codegen()
         if missing := _missing(made):
             raise LookupError(f"compiled code calls {', '.join(missing)}, which this process does not have")
         engine.add_object_file(llvm.ObjectFileRef.from_data(made.object_file))
@@ -150,12 +151,6 @@ def add_packed(module: ir.Module, symbol: str, arguments: Sequence[Array | None]
     given = [builder.load(builder.gep(packed.args[0], [number(at)]), align=8) for at in range(len(kinds))]
     fitting = [builder.inttoptr(n, kind) if kind is pointer else n for n, kind in zip(given, kinds, strict=True)]
     builder.ret(builder.call(called, fitting))
-
-
-def _have_numba_bring_what_it_calls() -> None:
-    from numba.core.registry import cpu_target
-
-    cpu_target.target_context.codegen()
 
 
 def _missing(made: MachineCode) -> list[str]:

@@ -163,16 +163,11 @@ def list_events(k: Emitter, lists: EventLists, g: ir.Value, db: Pointer | None) 
         for block, valid in k.vectors(lists.count):
             # a vector of cells, of all images of the group; past the last cell there are none
             first = k.builder.mul(block, INDEX(k.lanes))
-            gradients, patches = [], []
-            for i in range(k.lanes):
-                if i >= valid:
-                    gradients.append(k.zero())
-                    patches.append(k.zero())
-                    continue
-                gradient, patch = _cell(k, lists, g, f, table.at(first, 2) + 2 * i)
-                k.increase(total, gradient)
-                gradients.append(gradient)
-                patches.append(k.as_floats(patch))
+            gradients, patches = [k.zero()] * k.lanes, [k.zero()] * k.lanes
+            for i in range(valid):
+                gradients[i], patch = _cell(k, lists, g, f, table.at(first, 2) + 2 * i)
+                k.increase(total, gradients[i])
+                patches[i] = k.as_floats(patch)
             # cells to the lanes, and behind each image's list those that are events
             for n, (mask, gradient, patch) in enumerate(alive(k, gradients, patches)):
                 counter = (counters + 2 * n).value(INDEX)

@@ -150,6 +150,11 @@ class ConvolutionNode(Node[Pixels, Pixels]):
         return self.pool.window.size**2 if self.pool else 1
 
     @property
+    def _run(self) -> int:
+        """Floats of a kernel row."""
+        return self.stage.layer.kernel * self.stage.input_shape[2]
+
+    @property
     def seen(self) -> float:
         """Part of the input's rows that the rows of the output, put apart by the stride, reach from first to last."""
         return min(1.0, ((self.stage.output_shape[0] - 1) * self.stage.layer.stride + 1) / self.stage.input_shape[0])
@@ -171,6 +176,9 @@ class ConvolutionNode(Node[Pixels, Pixels]):
             sides.append((max(0, -min(at for at, _ in places)), max(0, max(end for _, end in places) - count)))
         (top, bottom), (left, right) = sides
         return Halo(top, left, bottom, right)
+
+    def in_lanes(self, what: str, kernel: str) -> str:
+        return "weights" if self.argmax and what == BACKWARD else self.holds
 
     def computed(self, what: str) -> Fraction:
         cells, outputs = math.prod(self.shape[:2]), math.prod(self.stage.output_shape[:2])

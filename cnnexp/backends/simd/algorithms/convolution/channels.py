@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llvmlite import ir
@@ -41,9 +42,7 @@ class Channels(ConvolutionNode[NHWC]):
     input_layout = output_layout = NHWC
     whole_vectors = False
     algorithm = "channels"
-
-    def in_lanes(self, what: str, kernel: str) -> str:
-        return "channels"
+    holds = "channels"
 
     def fits(self, target: Target) -> bool:
         """Whether a window's sums fit the registers."""
@@ -203,12 +202,6 @@ class Sum:
     windows: Windows[NHWC] | None = None
     positive: NHWC | None = None
 
-    @property
-    def needed_windows(self) -> Windows[NHWC]:
-        """The windows, of a convolution before a max-pool."""
-        assert self.windows is not None
-        return self.windows
-
     def corner(self, k: Emitter, n: ir.Value) -> Pointer:
         """Return the address where the first window starts."""
         return self.x.stored(k, n) + (self.origin[0] * self.x.row + self.origin[1] * self.x.column)
@@ -254,12 +247,7 @@ def conv2d(k: Emitter, conv: Sum, weights: Pointer, bias: Pointer | None) -> Non
 
 
 def finish(
-    k: Emitter,
-    conv: Sum,
-    window: list[list[ir.Value]],
-    bias: Pointer | None,
-    panel: Panel,
-    place: tuple[ir.Value, ir.Value, ir.Value],
+    k: Emitter, conv: Sum, window: list[list[ir.Value]], bias: Pointer | None, panel: Panel, place: Sequence[ir.Value]
 ) -> None:
     """Store one pixel, or the maximum of a window and where it was, at the place (n, u, v)."""
     n, u, v = place
@@ -359,10 +347,7 @@ def _clear(k: Emitter, conv: Sum) -> None:
 
 def _pixel(k: Emitter, conv: Sum, n: ir.Value, u: ir.Value, v: ir.Value, image: NHWC | None = None) -> Pointer:
     """Return the address of the pixel (u, v) that a sum writes, or of the same pixel of another image."""
-    row, column = (
-        k.builder.add(k.builder.mul(i, INDEX(conv.step)), INDEX(first))
-        for i, first in zip((u, v), conv.first, strict=True)
-    )
+    row, column = (k.scaled(i, conv.step, first) for i, first in zip((u, v), conv.first, strict=True))
     return (image or conv.y).pixel(k, n, row, column)
 
 

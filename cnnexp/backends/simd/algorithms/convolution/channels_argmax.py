@@ -16,7 +16,6 @@ import math
 import numpy as np
 from llvmlite import ir
 
-from cnnexp.backends.parts import BACKWARD
 from cnnexp.backends.simd.algorithms.convolution.argmax_gradient import EventList, alive
 from cnnexp.backends.simd.algorithms.convolution.channels import Channels, copy_line
 from cnnexp.backends.simd.algorithms.cost import Work, events, passes
@@ -38,9 +37,6 @@ class ChannelsArgmax(Channels):
 
     algorithm = "channels-argmax"
     argmax = True
-
-    def in_lanes(self, what: str, kernel: str) -> str:
-        return "weights" if what == BACKWARD else "channels"
 
     def work(self, target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
         (height, width, channels), filters = self.stage.input_shape, self.stage.layer.filters
@@ -69,27 +65,18 @@ class ChannelsArgmax(Channels):
         )
         self.cells = arena.constants(self._cell_table(lanes).view(np.float32))
 
-    @property
-    def _run(self) -> int:
-        """Floats of a kernel row."""
-        return self.stage.layer.kernel * self.stage.input_shape[2]
-
     def _row(self, lanes: int) -> int:
         """Floats from one packed kernel row to the next."""
         return round_up(self._run, lanes)
 
     def _cell_table(self, lanes: int) -> np.ndarray:
         """Return the table of cells, int32 (U * V, 4); neighbours in a block's list are no neighbours in space."""
-        conv, windows = self.sum, self.sum.needed_windows
+        conv, windows = self.sum, self.sum.windows
+        assert windows is not None
         (rows, columns), step = conv.counts, windows.stride * conv.stride
         size, reach = block_cells(lanes), 1 + -(-conv.kernel[1] // step)
-        order = np.concatenate(
-            [
-                block[start::reach]
-                for block in np.split(np.arange(rows * columns), range(size, rows * columns, size))
-                for start in range(reach)
-            ]
-        )
+        blocks = np.split(np.arange(rows * columns), range(size, rows * columns, size))
+        order = np.concatenate([block[start::reach] for block in blocks for start in range(reach)])
         u, v = order // columns, order % columns
 
         def place(image: NHWC, step: int, first: tuple[int, int]) -> np.ndarray:
@@ -122,7 +109,8 @@ class ChannelsArgmax(Channels):
 
     def _list(self, k: Emitter, n: ir.Value, first: ir.Value, cells: int, db: Pointer | None) -> None:
         """Fill the lists of a block of cells from the first on."""
-        size, conv, windows = block_cells(k.lanes), self.sum, self.sum.needed_windows
+        size, conv, windows = block_cells(k.lanes), self.sum, self.sum.windows
+        assert windows is not None
         values, places, counts = (k.arena + at for at in (self.values, self.places, self.counts))
         table = (k.arena + self.cells).at(first, 4)
         images = [(k.arena + image.offset).at(n, image.stride) for image in (self.dy, conv.y, windows.argmax)]

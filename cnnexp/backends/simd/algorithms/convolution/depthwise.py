@@ -43,6 +43,7 @@ class Depthwise(ConvolutionNode[NHWC]):
     input_layout = output_layout = NHWC
     whole_vectors = False
     algorithm = "depthwise"
+    holds = "channels"
     any_taps = True
 
     @classmethod
@@ -51,9 +52,6 @@ class Depthwise(ConvolutionNode[NHWC]):
         if node is None or node.pool or node.stage.layer.kernel > MOST_SIDE:
             return None
         return node if node.stage.layer.groups == node.shape[2] == node.stage.input_shape[2] > 1 else None
-
-    def in_lanes(self, what: str, kernel: str) -> str:
-        return "channels"
 
     def work(self, target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
         outputs, inputs = math.prod(self.shape), math.prod(self.stage.input_shape)
@@ -98,14 +96,13 @@ class Depthwise(ConvolutionNode[NHWC]):
         return lambda i, j: weights + (i * self.stage.layer.kernel + j) * self.row
 
     def _backward_input(self, k: Emitter, plan: Layout) -> None:
-        tap, dx = self._tap(plan.parameters.weights(k, self.stage)[0]), self.dx
-        assert dx is not None
+        tap = self._tap(plan.parameters.weights(k, self.stage)[0])
 
         def finish(value: ir.Value, channel: ir.Value, at: Place) -> ir.Value:
             return k.where_positive(k.load(at(self.x).at(channel)), value) if self.input_rectified else value
 
         for phases in itertools.product(seen_by(self.stage, 0), seen_by(self.stage, 1)):
-            add_taps(k, (self.d, dx), phases, tap, finish)
+            add_taps(k, (self.d, self.needed_dx), phases, tap, finish)
 
     def _backward_weights(self, k: Emitter, plan: Layout) -> None:
         (dw, db), x, d = plan.parameters.gradients(k, self.stage), self.x, self.d

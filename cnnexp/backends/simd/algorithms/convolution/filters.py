@@ -43,7 +43,7 @@ from cnnexp.backends.simd.algorithms.elementwise import rectify_gradient
 from cnnexp.backends.simd.algorithms.node import Node, Section
 from cnnexp.backends.simd.compiler import argmax_codes
 from cnnexp.backends.simd.compiler.emit import FLOAT, INDEX, INT, Emitter, Kernels, Pointer, Target, Variable, chunks
-from cnnexp.backends.simd.layouts import NC, Halo, Layout, padded_rows, round_up
+from cnnexp.backends.simd.layouts import NC, Layout, padded_rows, round_up
 from cnnexp.network import ConvStage, PoolStage
 
 GatherMethod = Literal["permute", "pick", "window"]
@@ -66,6 +66,8 @@ class Filters(Node[NC, NC]):
     trains = True
     stage: ConvStage
     algorithm = "filters"
+    holds = "filters"
+    opens = True
 
     def __init__(self, stage: ConvStage, rectify: bool, pool: PoolStage) -> None:
         super().__init__(stage.name, pool.output_shape)
@@ -94,9 +96,6 @@ class Filters(Node[NC, NC]):
     def pitch(self, lanes: int) -> int:
         """Return the floats of a cell of the output."""
         return round_up(self.filters, lanes) if self.whole else self.filters
-
-    def may_follow(self, before: Halo | None, needs_dx: bool) -> bool:
-        return before is None
 
     @property
     def taps(self) -> list[int]:
@@ -151,9 +150,6 @@ class Filters(Node[NC, NC]):
     def follows(self) -> bool:
         """Whether the backward pass follows each window's maximum and leaves out the rest."""
         return self.gather != "window"
-
-    def in_lanes(self, what: str, kernel: str) -> str:
-        return "filters"
 
     def computed(self, what: str) -> Fraction:
         window = 1 if self.follows and what == BACKWARD else self.size**2
@@ -229,9 +225,8 @@ class Filters(Node[NC, NC]):
                     # ReLU, and no lane past the last filter
                     for i, (value, _) in enumerate(found):
                         count = valid if i + 1 == vectors else k.lanes
-                        k.store_part(
-                            k.rectify(value) if self.rectify else value, cell.at(f, k.lanes) + i * k.lanes, count
-                        )
+                        value = k.rectify(value) if self.rectify else value
+                        k.store_part(value, cell.at(f, k.lanes) + i * k.lanes, count)
 
     def _blocks(self, most: int, lanes: int) -> list[tuple[int, int, int, int]]:
         """Return (first, size, times, lanes that count of the last vector) for blocks of at most so many vectors.

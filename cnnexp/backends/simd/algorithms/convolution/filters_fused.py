@@ -17,7 +17,7 @@ from cnnexp.backends.simd.algorithms.linear.dense import Dense
 from cnnexp.backends.simd.algorithms.linear.skinny import Skinny
 from cnnexp.backends.simd.algorithms.node import Node, Section
 from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Kernels, Target
-from cnnexp.backends.simd.layouts import NC, Halo, Layout
+from cnnexp.backends.simd.layouts import NC, Layout
 
 
 class FiltersFused(Node[NC, NC]):
@@ -30,6 +30,7 @@ class FiltersFused(Node[NC, NC]):
     trains = True
     whole_vectors = False
     algorithm = "filters-fused"
+    opens = True
     spans = 2
 
     def __init__(self, conv: Filters, dense: Skinny) -> None:
@@ -53,9 +54,6 @@ class FiltersFused(Node[NC, NC]):
     def fits(self, target: Target) -> bool:
         """Whether each part does."""
         return self.conv.fits(target) and self.dense.fits(target)
-
-    def may_follow(self, before: Halo | None, needs_dx: bool) -> bool:
-        return before is None
 
     def work(self, target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
         conv, dense = self.conv.work(target, images, False), self.dense.work(target, images, True)

@@ -42,10 +42,8 @@ class Lanes(ConvolutionNode[Blocked]):
 
     input_layout = output_layout = Blocked
     algorithm = "lanes"
+    holds = "images"
     any_taps = True
-
-    def in_lanes(self, what: str, kernel: str) -> str:
-        return "images"
 
     def work(self, target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
         (height, width, channels), (rows, columns, filters) = self.stage.input_shape, self.stage.output_shape
@@ -191,12 +189,6 @@ class Correlation:
     dilation: int = 1
 
     @property
-    def needed_windows(self) -> Windows[Blocked]:
-        """The windows, of a convolution before a max-pool."""
-        assert self.windows is not None
-        return self.windows
-
-    @property
     def runs(self) -> tuple[int, int]:
         """How many runs of how many values of x a row of the kernel is."""
         if self.groups == self.dilation == 1:
@@ -237,7 +229,7 @@ def whole_width(taps: int, filters: int, registers: int) -> int:
 def conv2d(k: Emitter, conv: Correlation, weights: Pointer, bias: Pointer | None) -> None:
     """Fill conv.y (and the argmax)."""
     pixels, most_filters = sums_tile(k.target.registers)
-    rows, columns, _ = conv.y.shape
+    (rows, columns, _), each = conv.y.shape, conv.filters // conv.groups
     step = conv.stride * (conv.windows.stride if conv.windows else 1)
     with k.loop(k.groups(k.lanes)) as g:
         # a group of images, a row, a tile of pixels (or a cell of the pool), some filters
@@ -250,11 +242,9 @@ def conv2d(k: Emitter, conv: Correlation, weights: Pointer, bias: Pointer | None
                 with k.loop(count) as tile:
                     column = k.scaled(tile, width, first)
                     corner = source.at(row, step * conv.x.row).at(column, step * conv.x.column)
-                    for first_filter, filters, times in chunks(conv.filters // conv.groups, most_filters):
+                    for first_filter, filters, times in chunks(each, most_filters):
                         with conv.each_group(k) as e, k.loop(times) as t:
-                            f = k.builder.add(
-                                k.builder.mul(e, INDEX(conv.filters // conv.groups)), k.scaled(t, filters, first_filter)
-                            )
+                            f = k.builder.add(k.builder.mul(e, INDEX(each)), k.scaled(t, filters, first_filter))
                             w, b = weights.at(f), bias.at(f) if bias else None
                             seen = corner.at(e, conv.channels // conv.groups * conv.x.lanes)
                             at = Tile(seen, w, b, g, row, column, f, filters, inside)
@@ -370,11 +360,8 @@ def _dot(k: Emitter, conv: Correlation, tile: Tile, pixels: list[tuple[int, int]
         source, weights = source.at(j, conv.dilation * x.column), weights.at(j, run * conv.filters)
         for first, size, count in chunks_of(run, 8 if run > 16 else run):
             with k.loop(count) as c:
-                taps(
-                    (source + first * x.lanes).at(c, size * x.lanes),
-                    (weights + first * conv.filters).at(c, size * conv.filters),
-                    size,
-                )
+                at = (source + first * x.lanes).at(c, size * x.lanes)
+                taps(at, (weights + first * conv.filters).at(c, size * conv.filters), size)
     return [[total.get() for total in row] for row in totals]
 
 

@@ -15,7 +15,6 @@ from collections.abc import Callable
 
 from llvmlite import ir
 
-from cnnexp.backends.parts import BACKWARD
 from cnnexp.backends.simd.algorithms.convolution.argmax_gradient import (
     list_events,
     make_lists,
@@ -41,9 +40,6 @@ class LanesArgmax(Lanes):
     algorithm = "lanes-argmax"
     argmax, any_taps = True, False
 
-    def in_lanes(self, what: str, kernel: str) -> str:
-        return "weights" if what == BACKWARD else "images"
-
     def fits(self, target: Target) -> bool:
         """Whether a filter's weights and their gradients fit the registers."""
         layer, channels = self.stage.layer, self.stage.input_shape[2]
@@ -62,7 +58,8 @@ class LanesArgmax(Lanes):
 
     def prepare(self, plan: Layout) -> None:
         self.prepare_forward(plan)
-        layer, windows, arena = self.stage.layer, self.correlation.needed_windows, plan.arena
+        layer, windows, arena = self.stage.layer, self.correlation.windows, plan.arena
+        assert windows is not None
         self.events = make_lists(
             arena, self.y, self.dy, windows, self.rectifies_dy,
             down=layer.stride * self.x.row // self.x.lanes, right=layer.stride * self.stage.input_shape[2],
@@ -73,11 +70,6 @@ class LanesArgmax(Lanes):
         self.x_rows, self.dx_rows, self.packed, self.gradients = (
             arena.allocate(floats) for floats in (arena.lanes * self.image, arena.lanes * self.image, packed, packed)
         )
-
-    @property
-    def _run(self) -> int:
-        """Floats of a kernel row."""
-        return self.stage.layer.kernel * self.stage.input_shape[2]
 
     def backward(self, plan: Layout) -> Kernels:
         return [("backward", lambda k: self._backward(k, plan))]

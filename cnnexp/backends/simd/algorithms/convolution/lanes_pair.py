@@ -66,6 +66,8 @@ class LanesPair(Node[Blocked, Blocked]):
     input_layout = output_layout = Blocked
     trains = True
     algorithm = "lanes-pair"
+    holds = "weights"
+    opens = True
     spans = 2
 
     def __init__(self, first: Lanes, second: LanesArgmax) -> None:
@@ -95,9 +97,6 @@ class LanesPair(Node[Blocked, Blocked]):
         row = patch.side * patch.depth
         return patch.registers <= target.registers and row <= target.lanes and edges <= MOST_EDGES
 
-    def may_follow(self, before: Halo | None, needs_dx: bool) -> bool:
-        return before is None
-
     def input_halo(self) -> Halo:
         """Return the room for windows of the first one at every place where the second one looks, edges with it."""
         step = self.first.stage.layer.stride
@@ -125,9 +124,6 @@ class LanesPair(Node[Blocked, Blocked]):
         if what == FORWARD:
             return (self.second if kernel == "forward" else self.first).part(plan, what, "forward")
         return super().part(plan, what, kernel)
-
-    def in_lanes(self, what: str, kernel: str) -> str:
-        return "weights"
 
     def multiply_adds(self, what: str) -> int:
         return self.first.multiply_adds(what) + 2 * self.second.multiply_adds(what)

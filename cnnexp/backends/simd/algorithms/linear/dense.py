@@ -18,6 +18,7 @@ class Dense(Node[NC, NC]):
     """Linear [+ ReLU]."""
 
     input_layout = output_layout = NC
+    holds = "weights"
     trains = True
     stage: LinearStage
 
@@ -31,9 +32,6 @@ class Dense(Node[NC, NC]):
         if isinstance(stage, ConvStage) and _goes_flat(sections):
             stage = _as_linear(stage)
         return cls(stage, sections[0].rectify) if isinstance(stage, LinearStage) else None
-
-    def in_lanes(self, what: str, kernel: str) -> str:
-        return "weights"
 
     def _common_work(self, target: Target) -> dict[str, Work]:
         width = round_up(self.stage.output_shape[0], target.lanes)

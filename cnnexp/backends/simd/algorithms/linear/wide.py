@@ -32,7 +32,7 @@ class Wide(Dense):
     """Many outputs."""
 
     def in_lanes(self, what: str, kernel: str) -> str:
-        return "images" if kernel == "backward_input" else "weights"
+        return "images" if kernel == "backward_input" else self.holds
 
     algorithm = "wide"
 
@@ -141,10 +141,8 @@ class Wide(Dense):
         for panel in self.panels.each(k):
             unit = panel.unit
             for first, height, times in chunks(x.size, most_height(panel.width, k.target.registers)):
-                low, high = (
-                    k.builder.udiv(k.builder.mul(INDEX(times), r), threads)
-                    for r in (rank, k.builder.add(rank, INDEX(1)))
-                )
+                ranks = rank, k.builder.add(rank, INDEX(1))
+                low, high = (k.builder.udiv(k.builder.mul(INDEX(times), r), threads) for r in ranks)
                 with k.loop(high, start=low) as t:
                     d = k.scaled(t, height, first)
                     places = [panel.at(buffer + offset).at(d, unit) for buffer in state]
@@ -155,9 +153,8 @@ class Wide(Dense):
                         count = k.builder.load((table + 2).at(other).value(INDEX))
                         steps = Steps(1, count, (0, x.stride), (0, dy.stride))
                         source, gradient = ((arenas + a.offset).at(other, plan.arena.stride) for a in (x, dy))
-                        add_products(
-                            k, totals, source.at(d), range(height), panel.outputs(gradient), steps, panel.valid
-                        )
+                        features, outputs = source.at(d), panel.outputs(gradient)
+                        add_products(k, totals, features, range(height), outputs, steps, panel.valid)
                     for i, row in enumerate(totals):
                         for v, total in enumerate(row):
                             step.take([place + (i * unit + v * k.lanes) for place in places], total.get())
