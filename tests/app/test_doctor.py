@@ -2,6 +2,7 @@
 
 import os
 import re
+from unittest.mock import MagicMock
 
 import pytest
 from commands import ROOT
@@ -77,10 +78,7 @@ def test_what_dies_is_one_line_for_all_that_die_so(told, tmp_path, monkeypatch):
     ],
 )
 def test_what_is_missing_or_broken_is_told_not_raised(monkeypatch, error, said):
-    def lacking(name):
-        raise error
-
-    monkeypatch.setattr(doctor, "backend_class", lacking)
+    monkeypatch.setattr(doctor, "backend_class", MagicMock(side_effect=error))
     assert doctor.trial(b"gpu") == said
 
 

@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -91,7 +92,7 @@ def run(kernel, monkeypatch):
 
 def test_without_a_home_everything_is_compiled(monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    monkeypatch.setattr(Path, "home", MagicMock(side_effect=RuntimeError("no home")))
     assert cache.cache_folder() is None
     run(nothing("homeless"), monkeypatch)
 

@@ -1,6 +1,7 @@
 """Where threads begin, on a system of the test's own."""
 
 import os
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -47,10 +48,7 @@ def test_one_that_has_a_core_of_its_own_stays_and_where_there_is_no_other_none_m
 
 
 def test_a_sandbox_that_forbids_it_and_a_system_without_it_do_not_stop_training(system, monkeypatch):
-    def refuse(thread, allowed):
-        raise PermissionError
-
-    monkeypatch.setattr(cores.os, "sched_setaffinity", refuse)
+    monkeypatch.setattr(cores.os, "sched_setaffinity", MagicMock(side_effect=PermissionError))
     pool = cores.Cores()
     pool.take(0)
     pool.take(1)

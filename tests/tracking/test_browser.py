@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from importlib import metadata
+from unittest.mock import MagicMock
 
 import pytest
 from chromium import CHROMIUM, Browser
@@ -53,13 +54,9 @@ def test_ui_refuses_what_it_does_not_know(argument):
 
 
 def test_without_mlflows_pages_one_line_says_what_installs_them(store, monkeypatch):
-    monkeypatch.setattr(metadata, "version", lambda package: lacking(package))
+    monkeypatch.setattr(metadata, "version", MagicMock(side_effect=metadata.PackageNotFoundError))
     with pytest.raises(BackendUnavailable, match=r"ui: MLflow's pages are not installed; pip install '\.\[ui\]'"):
         browser.command([f"tracking.uri={store._uri}"])
-
-
-def lacking(package):
-    raise metadata.PackageNotFoundError(package)
 
 
 def test_free_port_skips_a_taken_one():
@@ -108,7 +105,7 @@ def test_a_page_is_served_where_mlflow_opens_no_pane_of_its_assistant(monkeypatc
         assert view.host({"DISPLAY": ":0"}) == "::1"
     monkeypatch.setattr(view, "HOST", "::1")
     assert view.address("sqlite", "7").startswith("http://[::1]:5000/#/experiments/7/")
-    monkeypatch.setattr(view.socket.socket, "bind", no_such_address)
+    monkeypatch.setattr(view.socket.socket, "bind", MagicMock(side_effect=OSError))
     assert view.host({"DISPLAY": ":0"}) == "127.0.0.1"
 
 
@@ -117,10 +114,6 @@ def can_bind(host):
         probe.bind((host, 0))
         return True
     return False
-
-
-def no_such_address(self, address):
-    raise OSError
 
 
 # in a browser

@@ -3,6 +3,7 @@ import fcntl
 import json
 import multiprocessing
 import os
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -10,6 +11,7 @@ from cnnexp.errors import ConfigError
 from cnnexp.tracking import folder, liveness
 from cnnexp.tracking.folder import HELD, LOCK, RunLock, is_locked
 
+NO_LOCKS = MagicMock(side_effect=OSError(errno.ENOLCK, os.strerror(errno.ENOLCK)))
 GONE = str(1 << 30)  # no process has such an id
 
 
@@ -17,10 +19,7 @@ GONE = str(1 << 30)  # no process has such an id
 def without_locks(monkeypatch):
     """Make it a file system that has no locks."""
 
-    def refuse(file, operation):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "flock", NO_LOCKS)
     monkeypatch.setattr(folder, "INSTANT_S", 0.01)
 
 
@@ -75,7 +74,7 @@ def test_a_file_that_names_nobody_locks_out_and_says_which_it_is(tmp_path, conte
 
 
 def compete(place, ready, taken):
-    fcntl.flock = lambda *_: (_ for _ in ()).throw(OSError(errno.ENOLCK, "no locks"))
+    fcntl.flock = NO_LOCKS
     folder.INSTANT_S = 0.0
     ready.wait()
     try:

@@ -7,6 +7,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -174,10 +175,7 @@ def test_finished_config_is_skipped_unless_the_store_is_silent(live, tmp_path, m
     assert journal["status"] == "SKIPPED"
     assert journal["metrics"]["final/test_accuracy"] == 0.5
 
-    def call(method, **arguments):
-        raise NoAnswerYet("nothing yet")
-
-    monkeypatch.setattr(live, "call", call)
+    monkeypatch.setattr(live, "call", MagicMock(side_effect=NoAnswerYet("nothing yet")))
     with Run(tmp_path / "3", config, (), live) as third:
         assert not third.skip_if_finished()
     assert read_journal(tmp_path / "3")["status"] == "FINISHED"
@@ -215,10 +213,8 @@ def test_another_recorder_takes_over_from_a_dead_one(live, store, tmp_path):
 
 
 def test_a_recorder_that_cannot_be_started_is_told_in_a_line(uri, monkeypatch):
-    def refused(database=False):
-        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-
-    monkeypatch.setattr(pipe, "_start_process", refused)
+    refused = BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+    monkeypatch.setattr(pipe, "_start_process", MagicMock(side_effect=refused))
     pipe.start_early()
     with pytest.raises(TrackingError, match="process cannot be started: Resource temporarily unavailable; tracking=no"):
         Recorder(uri, "runs")

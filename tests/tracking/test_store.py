@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -138,7 +139,7 @@ def test_an_outage_loses_no_metric_and_doubles_none(store, tmp_path, monkeypatch
     run_id = store.follow(str(tmp_path))
     write(tmp_path, epoch(1), epoch(2))
     with monkeypatch.context() as outage:
-        outage.setattr(store._client, "log_batch", lambda *a, **k: (_ for _ in ()).throw(ConnectionError("down")))
+        outage.setattr(store._client, "log_batch", MagicMock(side_effect=ConnectionError("down")))
         with pytest.raises(TrackingError, match="cannot be written: down"):
             store.follow(str(tmp_path))
     write(tmp_path, epoch(3))
@@ -160,7 +161,7 @@ def test_epochs_of_an_earlier_record_in_a_journal_are_not_sent_again(store, tmp_
 
 def test_outage_at_the_end_names_the_store(store, monkeypatch):
     run_id = begin(store)
-    monkeypatch.setattr(store._client, "set_terminated", lambda *a: (_ for _ in ()).throw(ConnectionError("gone\nx")))
+    monkeypatch.setattr(store._client, "set_terminated", MagicMock(side_effect=ConnectionError("gone\nx")))
     with pytest.raises(TrackingError, match=r"^tracking.uri=sqlite.*: stopped answering: gone$"):
         store.finish(run_id, "FINISHED", {})
 
@@ -221,11 +222,9 @@ def test_a_journal_that_is_not_as_we_write_it_is_one_line(store, tmp_path):
 def test_a_server_that_is_gone_when_open_runs_are_ended_is_no_traceback(store, monkeypatch):
     run_id = begin(store)
 
-    def refuse(_):
-        raise ConnectionError("API request failed: Max retries exceeded (Caused by ReadTimeoutError('timed out'))")
-
+    said = "API request failed: Max retries exceeded (Caused by ReadTimeoutError('timed out'))"
     with monkeypatch.context() as down:
-        down.setattr(store._client, "get_run", refuse)
+        down.setattr(store._client, "get_run", MagicMock(side_effect=ConnectionError(said)))
         with pytest.raises(TrackingError, match=r": stopped answering: ReadTimeoutError\('timed out'\)$"):
             store._end_dead(run_id)
         store.close()
@@ -258,7 +257,7 @@ def test_a_store_is_made_whole_or_not_at_all(tmp_path, monkeypatch):
     with monkeypatch.context() as killed:
         made = SimpleNamespace(search_experiments=lambda **_: None)
         killed.setattr("mlflow.tracking.MlflowClient", lambda *_: made)
-        killed.setattr(os, "replace", lambda *names: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        killed.setattr(os, "replace", MagicMock(side_effect=OSError(28, "No space left on device")))
         with pytest.raises(TrackingError, match=r"cannot be opened: .*No space left on device"):
             stores.Store(uri, "first")
     assert not (tmp_path / "mlflow.db").exists()

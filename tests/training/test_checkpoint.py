@@ -2,6 +2,7 @@ import dataclasses
 import itertools
 import json
 import os
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -180,6 +181,18 @@ def test_a_whole_file_with_wrong_fields_is_refused(tmp_path, change):
     path = CheckpointWriter(tmp_path, TRAINING).save(given["state"], given["about"], epoch_result(1))
     with pytest.raises(CheckpointError, match="not as cnnexp writes it"):
         load(path)
+
+
+@pytest.mark.parametrize("call", ["cnnexp.training.checkpoint.CheckpointWriter._encode", "os.fsync", "os.replace"])
+def test_a_failure_at_any_moment_leaves_the_last_checkpoint_and_no_litter(tmp_path, monkeypatch, call):
+    keeper = CheckpointWriter(tmp_path, TRAINING)
+    keeper.save(checkpoint().state, {}, epoch_result(1))
+    monkeypatch.setattr(call, MagicMock(side_effect=OSError(28, "No space left on device")))
+    with pytest.raises(CheckpointError, match="cannot be written: No space left on device"):
+        keeper.save(checkpoint().state, {}, epoch_result(2))
+    monkeypatch.undo()
+    assert sorted(os.listdir(tmp_path)) == ["epoch-000001.ckpt"]
+    assert load(find(tmp_path)).epoch == 1
 
 
 def test_no_pipe_and_no_device_is_read_and_nothing_to_find_is_one_line(tmp_path):

@@ -4,6 +4,7 @@ import signal
 import threading
 import time
 from multiprocessing import active_children
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -135,10 +136,7 @@ def test_a_period_is_of_parameters():
 
 @pytest.mark.parametrize("lacking", [errno.EAGAIN, errno.EPIPE])
 def test_a_worker_that_cannot_be_started_is_told_in_a_line(monkeypatch, lacking):
-    def refused(**_):
-        raise OSError(lacking, os.strerror(lacking))
-
-    monkeypatch.setattr(local._CONTEXT, "Process", refused)
+    monkeypatch.setattr(local._CONTEXT, "Process", MagicMock(side_effect=OSError(lacking, os.strerror(lacking))))
     with pytest.raises(WorkerDied, match=r"workers\.count=2: not all of them can be started: .*; lower workers\.count"):
         compiled(Local(count=2), "one_conv", "sgd")
     assert not active_children()
