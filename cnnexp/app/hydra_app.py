@@ -48,7 +48,7 @@ from cnnexp.system.table import as_screen
 from cnnexp.tracking import browser
 from cnnexp.tracking.address import store_uri
 from cnnexp.tracking.events import JOURNAL, SWEEP, read_journal
-from cnnexp.tracking.journal import Run
+from cnnexp.tracking.journal import Run, holds_run
 from cnnexp.tracking.metrics import default_name, leaves
 from cnnexp.tracking.pipe import Recorder
 from cnnexp.training import checkpoint
@@ -288,6 +288,11 @@ class SweepCallback(Callback):
             overrides = _as_typed(config.hydra.overrides.task)
             folder, paper = Path(config.hydra.sweep.dir), config.sweep.paper
             varied, jobs = _plan(overrides, config.hydra.sweeper)
+            if config.trainer.resume is None and any(holds_run(folder / str(number)) for number in range(jobs or 0)):
+                raise ConfigError(
+                    f"hydra.sweep.dir={folder}: holds the runs of another sweep; choose another folder, or go on with "
+                    "them by trainer.resume=auto"
+                )
             common = record(OmegaConf.masked_copy(config, list(SECTIONS)))
             earlier = _earlier_sweep(config, folder, {**common, "varied": varied})
             recorder = _recorder(tracking)

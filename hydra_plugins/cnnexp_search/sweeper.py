@@ -69,9 +69,11 @@ class TpeSweeper(Sweeper):
         study = self._open()
         done = len(study.get_trials(deepcopy=False, states=[TrialState.COMPLETE]))
         study.sampler = TPESampler(seed=self._seed + done)  # a search that goes on does not propose the same again
-        job = 0
-        while done + job < self._trials:
-            trials = [study.ask(space) for _ in range(min(self._at_once, self._trials - done - job))]
+        # jobs are numbered on from those that are in the folder: each has a folder of its own, that of its number
+        job = 1 + max((int(path.name) for path in folder.iterdir() if path.name.isdecimal()), default=-1)
+        last = job + self._trials - done
+        while job < last:
+            trials = [study.ask(space) for _ in range(min(self._at_once, last - job))]
             batch = [[*fixed, *(f"{key}={value}" for key, value in trial.params.items())] for trial in trials]
             for trial, returned in zip(trials, self._launcher.launch(batch, initial_job_idx=job), strict=True):
                 value = returned.return_value

@@ -236,6 +236,15 @@ def test_debug_small_shrinks_any_run_and_progress_off_shows_the_verdict_alone(ru
     assert read_journal(tmp_path / "run")["config"]["dataset"]["train_size"] == 200
 
 
+def test_a_sweep_into_the_folder_of_another_is_refused_unless_it_goes_on(run, tmp_path):
+    words = (*TINY, "-m", "trainer.seed=0,1")
+    assert run(*words)[::2] == (0, "")
+    code, out, err = run(*words)
+    assert (code, out) == (2, "")
+    assert re.fullmatch(rf"cnnexp: error: hydra.sweep.dir={tmp_path}/sweep: holds the runs of another sweep; .*\n", err)
+    assert run(*words, "trainer.resume=auto")[::2] == (0, "")
+
+
 def test_a_sweep_goes_on_past_a_failing_job_and_says_why(run, tmp_path):
     code, _, err = run(*TINY, "-m", "model.kernel=3,4,0,5")
     assert code == 1

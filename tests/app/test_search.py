@@ -44,7 +44,7 @@ def test_what_cannot_be_searched_is_one_line(run):
 
 def test_a_search_goes_on_where_it_stopped(run, tmp_path):
     def search(trials, *more):
-        where = [f"hydra.{kind}.dir={tmp_path}/{trials}" for kind in ("run", "sweep")]
+        where = [f"hydra.{kind}.dir={tmp_path}/{kind}" for kind in ("run", "sweep")]
         asked = (f"hydra.sweeper.journal={tmp_path}/trials", f"hydra.sweeper.trials={trials}")
         code, _, err = run(*TINY, "-m", "search=tpe", *asked, *where, *more)
         return code, err
