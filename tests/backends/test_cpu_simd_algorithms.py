@@ -17,6 +17,7 @@ from cnnexp.backends.simd.lowering import Plan
 from cnnexp.backends.simd.planner import ALGORITHMS, allowed, candidates, choose_nodes, split
 from cnnexp.errors import ConfigError
 from cnnexp.network import (
+    GELU,
     AvgPool2d,
     BatchNorm2d,
     Conv2d,
@@ -128,6 +129,17 @@ def test_a_mobilenet_is_computed_by_depthwise_and_a_resnet_in_one_piece():
     of_channels = [node for node in nodes if isinstance(node.stage, ConvStage) and node.stage.layer.groups > 1]
     assert [node.algorithm for node in of_channels] == ["depthwise"] * 6
     assert sum(node.algorithm == "residual" for node in choose_nodes(ResNet(3).network((32, 32, 3), 10), AVX2, 8)) == 18
+
+
+def test_what_stands_between_convolutions_keeps_their_layout_and_shares_room():
+    """No reorder around a pool, an activation or a dropout; an output that no backward pass reads has no room alone."""
+    convolution = Conv2d(64, 3, padding="same", bias=False), BatchNorm2d()
+    layers = *convolution, GELU(), MaxPool2d(3, 2, "floor+1"), Dropout(0.2), *convolution, AvgPool2d(2), *convolution
+    network = Network((16, 16, 64), (*layers, MaxPool2d(2), Flatten(), Linear(10)))
+    plan = Plan(network, AVX512, 1, 16)
+    assert "reorder" not in {row.algorithm for row in plan.explain(2)}
+    norms = [node for node in plan.nodes if node.algorithm == "batch-norm"]
+    assert norms[1].y.offset in {node.dy.offset for node in plan.nodes}
 
 
 @pytest.mark.parametrize("target", [AVX2, AVX512], ids=["avx2", "avx512"])

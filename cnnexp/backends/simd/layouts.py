@@ -187,10 +187,14 @@ class Arena:
 
     def blocked(self, shape: Shape, halo: Halo = Halo()) -> Blocked:
         size = self.groups * Blocked(0, shape, self.lanes, halo).group
-        found = Blocked(self.allocate(size), shape, self.lanes, halo)
+        return Blocked(self._filled(size, halo), shape, self.lanes, halo)
+
+    def _filled(self, floats: int, halo: Halo) -> Offset:
+        """Return the offset of room for images with what their halo holds all over."""
+        offset = self.allocate(floats)
         if halo.value:
-            self._fills.append((found.offset, np.full(size, halo.value, np.float32)))
-        return found
+            self._fills.append((offset, np.full(floats, halo.value, np.float32)))
+        return offset
 
     def argmax(self, shape: Shape) -> Blocked:
         """Return a tensor of bytes, one per lane."""
@@ -206,7 +210,7 @@ class Arena:
         row = (shape[1] + halo.left + halo.right) * shape[2]
         stride = odd_lines((shape[0] + halo.top + halo.bottom) * row + self.lanes)
         width = round_up(math.prod(shape), self.lanes)
-        return NHWC(self.allocate(self.images * stride), shape, stride, width, halo)
+        return NHWC(self._filled(self.images * stride, halo), shape, stride, width, halo)
 
     def constants(self, values: np.ndarray) -> Offset:
         """Return the offset of room that holds these float32 values for good."""

@@ -14,8 +14,8 @@ import numpy as np
 from llvmlite import ir
 
 from cnnexp.backends.simd.algorithms.cost import Work, passes
-from cnnexp.backends.simd.algorithms.elementwise import apply, same
-from cnnexp.backends.simd.algorithms.node import Node, Section
+from cnnexp.backends.simd.algorithms.elementwise import apply, each, same
+from cnnexp.backends.simd.algorithms.node import Node, Section, Tensor
 from cnnexp.backends.simd.compiler.emit import INDEX, INT, Emitter, Kernels, Pointer, Target
 from cnnexp.backends.simd.layouts import NC, Blocked, Layout, round_up
 from cnnexp.network import DropoutStage
@@ -25,7 +25,7 @@ TRAINS, KEYS = 3, 4
 """Where in a step's numbers it says whether anything is dropped, not 0, and where the layers' keys begin, 32 bits."""
 
 
-class DropoutNode(Node[Blocked | NC, Blocked | NC]):
+class DropoutNode(Node[Tensor, Tensor]):
     """A Dropout; in `predict` it copies.
 
     Attributes:
@@ -34,7 +34,8 @@ class DropoutNode(Node[Blocked | NC, Blocked | NC]):
     """
 
     algorithm = "dropout"
-    rectifies_dx = True
+    rectifies_dx = any_image = True
+    keeps_y = False
 
     @classmethod
     def of(cls, sections: Sequence[Section], first: bool) -> DropoutNode | None:
@@ -84,26 +85,20 @@ class DropoutNode(Node[Blocked | NC, Blocked | NC]):
         positive = self.x if self.input_rectified else None
         return [("backward", lambda k: self._mask(k, self.dy, self.needed_dx, positive))]
 
-    def _mask(self, k: Emitter, x: Blocked | NC, y: Blocked | NC, positive: Blocked | NC | None = None) -> None:
+    def _mask(self, k: Emitter, x: Tensor, y: Tensor, positive: Tensor | None = None) -> None:
         """y = x scaled where it is kept, else 0; also 0 where `positive`, if given, is not."""
-        rows, table, arrays = k.arena + self.rows, k.arena + self.table, (x, y, positive)
-        matrices = [array for array in arrays if isinstance(array, NC)]
-        if matrices:
-            with k.loop(k.count) as n:
-                row = k.spread(k.load_int(rows.at(n)))
-                with k.loop(matrices[0].width // k.lanes) as i:
-                    element = k.as_integers(k.load(table.at(i, k.lanes)))
-                    self._put(k, row, element, [array.stored(k, n).at(i, k.lanes) for array in matrices])
-            return
-        images = [array for array in arrays if isinstance(array, Blocked)]
-        height, width, channels = images[0].shape
-        with k.loop(k.groups(k.lanes)) as g:
-            row = k.as_integers(k.load(rows.at(g, k.lanes)))
-            with k.loop(height) as p, k.loop(width) as q, k.loop(channels) as c:
-                element = k.spread(k.load_int(table.at(p, width * channels).at(q, channels).at(c)))
-                self._put(k, row, element, [array.pixel(k, g, p, q).at(c, array.lanes) for array in images])
+        rows, table, in_lanes = k.arena + self.rows, k.arena + self.table, isinstance(x, Blocked)
 
-    def _put(self, k: Emitter, row: ir.Value, element: ir.Value, places: list[Pointer]) -> None:
+        def begin(n: ir.Value) -> ir.Value:
+            return k.as_integers(k.load(rows.at(n, k.lanes))) if in_lanes else k.spread(k.load_int(rows.at(n)))
+
+        def body(places: list[Pointer], valid: int, i: ir.Value, row: ir.Value) -> None:
+            element = k.spread(k.load_int(table.at(i))) if in_lanes else k.as_integers(k.load(table.at(i)))
+            self._put(k, row, element, places, valid)
+
+        each(k, (x, y, *([positive] if positive else [])), body, begin)
+
+    def _put(self, k: Emitter, row: ir.Value, element: ir.Value, places: list[Pointer], valid: int) -> None:
         source, target, *positive = places
         value = k.multiply(k.load(source), k.constant(self.scale))
         if self.least:
@@ -112,7 +107,7 @@ class DropoutNode(Node[Blocked | NC, Blocked | NC]):
             value = k.select(kept, value, k.zero())
         for place in positive:
             value = k.where_positive(k.load(place), value)
-        k.store(value, target)
+        k.store_part(value, target, valid)
 
 
 class _Bits:

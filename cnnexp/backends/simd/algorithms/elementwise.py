@@ -8,16 +8,16 @@ from collections.abc import Callable, Sequence
 from llvmlite import ir
 
 from cnnexp.backends.simd.algorithms.cost import Work, passes
-from cnnexp.backends.simd.algorithms.node import Node, Section
-from cnnexp.backends.simd.compiler.emit import Emitter, Kernels, Pointer, Target
+from cnnexp.backends.simd.algorithms.node import Node, Section, Tensor
+from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Kernels, Pointer, Target
 from cnnexp.backends.simd.compiler.trace import MATHS, emitted
-from cnnexp.backends.simd.layouts import NC, Blocked, Layout
+from cnnexp.backends.simd.layouts import Blocked, Halo, Layout
 from cnnexp.network import ElementwiseStage, LeakyReLU, ReLU
 
 Map = Callable[[Emitter, ir.Value], ir.Value]
 
 
-class ElementwiseNode(Node[Blocked | NC, Blocked | NC]):
+class ElementwiseNode(Node[Tensor, Tensor]):
     """An elementwise layer where nothing takes it in."""
 
     algorithm = "elementwise"
@@ -29,7 +29,7 @@ class ElementwiseNode(Node[Blocked | NC, Blocked | NC]):
 
     def __init__(self, stage: ElementwiseStage, shape: tuple[int, ...]) -> None:
         super().__init__(stage.name, shape)
-        self.layer = stage.layer
+        self.layer, self.any_image = stage.layer, len(shape) == 3
 
     def work(self, target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
         # an exponential takes some twenty instructions, a comparison two
@@ -46,10 +46,11 @@ class ElementwiseNode(Node[Blocked | NC, Blocked | NC]):
         def run(k: Emitter) -> None:
             """dx = dy * derivative(x, y)."""
 
-            def one(x: Pointer, y: Pointer, dy: Pointer, dx: Pointer) -> None:
-                k.store(k.multiply(k.load(dy), derivative(k, k.load(x), k.load(y))), dx)
+            def one(places: list[Pointer], valid: int, *_: object) -> None:
+                x, y, dy = (k.load(place) for place in places[:3])
+                k.store_part(k.multiply(dy, derivative(k, x, y)), places[3], valid)
 
-            _each(k, (self.x, self.y, self.dy, self.needed_dx), one)
+            each(k, (self.x, self.y, self.dy, self.needed_dx), one)
 
         return [("backward", run)]
 
@@ -58,28 +59,49 @@ def same(k: Emitter, x: ir.Value) -> ir.Value:
     return x
 
 
-def apply(k: Emitter, function: Map, x: Blocked | NC, y: Blocked | NC) -> None:
-    """y = function(x); what rounds up rows stays 0."""
-    if not isinstance(x, NC) or not isinstance(y, NC) or not x.size % k.lanes:
-        _each(k, (x, y), lambda a, b: k.store(function(k, k.load(a)), b))
-        return
-    with k.loop(k.count) as n:
-        for i, valid in k.vectors(x.size):
-            value = function(k, k.load(x.stored(k, n).at(i, k.lanes)))
-            k.store(k.first_lanes(value, valid), y.stored(k, n).at(i, k.lanes))
+def apply(k: Emitter, function: Map, x: Tensor, y: Tensor) -> None:
+    """y = function(x)."""
+    each(k, (x, y), lambda places, valid, *_: k.store_part(function(k, k.load(places[0])), places[1], valid))
 
 
-def _each(k: Emitter, arrays: tuple, body: Callable) -> None:
-    """Call the body with the address of every vector of arrays of the same shape."""
-    if isinstance(arrays[0], NC):
-        with k.loop(k.count) as n, k.loop(arrays[0].width // k.lanes) as i:
-            body(*(a.stored(k, n).at(i, k.lanes) for a in arrays))
-        return
-    rows, columns, channels = arrays[0].shape
-    with k.loop(k.groups(k.lanes)) as g, k.loop(rows) as p, k.loop(columns) as q, k.loop(channels) as c:
-        body(*(a.pixel(k, g, p, q).at(c, a.lanes) for a in arrays))
-
-
-def rectify_gradient(k: Emitter, y: Blocked | NC, dy: Blocked | NC) -> None:
+def rectify_gradient(k: Emitter, y: Tensor, dy: Tensor) -> None:
     """dy = 0 wherever ReLU gave 0, in place."""
-    _each(k, (dy, y), lambda at, positive: k.store(k.where_positive(k.load(positive), k.load(at)), at))
+
+    def mask(places: list[Pointer], valid: int, *_: object) -> None:
+        k.store_part(k.where_positive(k.load(places[0]), k.load(places[1])), places[1], valid)
+
+    each(k, (y, dy), mask)
+
+
+def each(
+    k: Emitter, tensors: Sequence[Tensor], body: Callable[..., object], begin: Callable[[ir.Value], object] = id
+) -> None:
+    """Call body(places, valid, element, begun) for every vector of tensors of one shape and kind of layout.
+
+    Halos, and what rounds up rows, stay as they are.
+
+    Args:
+        body: of a vector it takes the addresses in the tensors, how many lanes count, the number of the first value in
+            its image, and what `begin` returned.
+        begin: called with the number of an image, or of a group of images in the lanes, before its vectors.
+    """
+    if isinstance(tensors[0], Blocked):
+        rows, columns, channels = tensors[0].shape
+        with k.loop(k.groups(k.lanes)) as n:
+            begun = begin(n)
+            with k.loop(rows) as p, k.loop(columns) as q, k.loop(channels) as c:
+                pixel = k.builder.add(k.builder.mul(p, INDEX(columns)), q)
+                element = k.builder.add(k.builder.mul(pixel, INDEX(channels)), c)
+                body([t.pixel(k, n, p, q).at(c, k.lanes) for t in tensors], k.lanes, element, begun)
+        return
+    # row by row where there is room around any
+    images = any(tensor.halo != Halo() for tensor in tensors)
+    rows = tensors[0].shape[0] if images else 1
+    run = tensors[0].size // rows
+    with k.loop(k.count) as n:
+        begun = begin(n)
+        with k.loop(rows) as p:
+            starts = [t.pixel(k, n, p, 0) if images else t.stored(k, n) for t in tensors]
+            for v, valid in k.vectors(run):
+                element = k.builder.add(k.builder.mul(p, INDEX(run)), k.builder.mul(v, INDEX(k.lanes)))
+                body([start.at(v, k.lanes) for start in starts], valid, element, begun)

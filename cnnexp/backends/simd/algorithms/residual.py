@@ -10,9 +10,10 @@ import math
 from collections.abc import Callable, Sequence
 
 from cnnexp.backends.simd.algorithms.cost import Work, passes
+from cnnexp.backends.simd.algorithms.elementwise import each
 from cnnexp.backends.simd.algorithms.node import Node, Section, Tensor
 from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Kernels, Pointer, Target
-from cnnexp.backends.simd.layouts import NC, Blocked, Halo, Layout
+from cnnexp.backends.simd.layouts import NC, Blocked, Layout
 from cnnexp.network import ResidualStage
 
 
@@ -67,6 +68,7 @@ class Sum(Node[Tensor, Tensor]):
     algorithm = "residual"
     any_image = True
     whole_vectors = False
+    keeps_x = False
     split: Split
 
     @classmethod
@@ -128,20 +130,5 @@ def _each_nth(k: Emitter, tensors: Sequence[tuple[Tensor, int]], channels: tuple
 
 
 def _each(k: Emitter, sources: Sequence[Tensor], target: Tensor, function: Callable) -> None:
-    """target = function(k, addresses in the sources), vector by vector; halos, and what rounds up rows, stay."""
-    tensors = (*sources, target)
-    if isinstance(target, Blocked):
-        rows, columns, channels = target.shape
-        with k.loop(k.groups(k.lanes)) as g, k.loop(rows) as p, k.loop(columns) as q, k.loop(channels) as c:
-            *places, place = (tensor.pixel(k, g, p, q).at(c, target.lanes) for tensor in tensors)
-            k.store(function(k, places), place)
-        return
-    # row by row where there is room around any
-    images = any(tensor.halo != Halo() for tensor in tensors)
-    rows = target.shape[0] if images else 1
-    run = target.size // rows
-    with k.loop(k.count) as n, k.loop(rows) as p:
-        starts = [tensor.pixel(k, n, p, 0) if images else tensor.stored(k, n) for tensor in tensors]
-        for v, valid in k.vectors(run):
-            *places, place = (start.at(v, k.lanes) for start in starts)
-            k.store_part(function(k, places), place, valid)
+    """target = function(k, addresses in the sources), vector by vector."""
+    each(k, (*sources, target), lambda places, valid, *_: k.store_part(function(k, places[:-1]), places[-1], valid))
