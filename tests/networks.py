@@ -8,25 +8,9 @@ from conformance import check_case, make_case
 from hypothesis import HealthCheck, assume, given, seed, settings
 from hypothesis import strategies as st
 
+from cnnexp import Loss, MaxPool2d, Network, ReLU, Residual, Sigmoid, Tanh
 from cnnexp.errors import NetworkError
-from cnnexp.network import (
-    GELU,
-    AvgPool2d,
-    BatchNorm2d,
-    Conv2d,
-    Dropout,
-    Flatten,
-    GlobalAvgPool,
-    LeakyReLU,
-    Linear,
-    MaxPool2d,
-    Network,
-    ReLU,
-    Residual,
-    Sigmoid,
-    Tanh,
-)
-from cnnexp.network.losses import Loss
+from cnnexp.network import GELU, AvgPool2d, BatchNorm2d, Conv2d, Dropout, Flatten, GlobalAvgPool, LeakyReLU, Linear
 from cnnexp.testing import LOSSES
 from cnnexp.testing import NETWORKS as SHIPPED
 

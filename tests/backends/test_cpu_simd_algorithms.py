@@ -10,30 +10,15 @@ from backends.on_target import AVX2, AVX512, NETWORKS, often
 from conformance import check_gradients, check_scores, decisions_are_clear, make_case
 from machine_code import CPUS, KernelProgram
 
+from cnnexp import SGD, AvgPool2d, BatchNorm2d, Conv2d, Dropout, Flatten, Linear, Loss, MaxPool2d, Network, ReLU
 from cnnexp.backends import simd
 from cnnexp.backends.simd import CpuSimd
 from cnnexp.backends.simd.compiler.emit import Target
 from cnnexp.backends.simd.lowering import Plan
 from cnnexp.backends.simd.planner import ALGORITHMS, allowed, candidates, choose_nodes, split
 from cnnexp.errors import ConfigError
-from cnnexp.network import (
-    AvgPool2d,
-    BatchNorm2d,
-    Conv2d,
-    ConvStage,
-    Dropout,
-    Flatten,
-    Linear,
-    MaxPool2d,
-    Network,
-    ReLU,
-    Residual,
-    Sigmoid,
-    Stage,
-)
-from cnnexp.network.losses import Loss
+from cnnexp.network import ConvStage, Residual, Sigmoid, Stage
 from cnnexp.network.models import MobileNet, OneConv, ResNet, TwoConvMlp
-from cnnexp.optimizers import SGD
 
 HERE = [name for name in ("sse4", "avx2", "avx512") if CPUS[name].runs_here]
 

@@ -9,22 +9,9 @@ import reference
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cnnexp import Network, ReLU, Residual, Sigmoid
 from cnnexp.errors import NetworkError
-from cnnexp.network import (
-    AvgPool2d,
-    BatchNorm2d,
-    Conv2d,
-    Dropout,
-    Flatten,
-    GlobalAvgPool,
-    LeakyReLU,
-    Linear,
-    MaxPool2d,
-    Network,
-    ReLU,
-    Residual,
-    Sigmoid,
-)
+from cnnexp.network import AvgPool2d, BatchNorm2d, Conv2d, Dropout, Flatten, GlobalAvgPool, LeakyReLU, Linear, MaxPool2d
 from cnnexp.network.layers import describe_layer, make_layer
 from cnnexp.network.shapes import walk, window_count
 
