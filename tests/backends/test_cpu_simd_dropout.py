@@ -49,7 +49,8 @@ def masks():
 @pytest.mark.parametrize(("name", "target", "threads"), list(masks()))
 def test_masks_are_those_of_numpy(name, target, threads):
     """The oracle has them from `network/noise`, as NumPy has; a number more or less would change the gradient."""
-    cases = (make_case(Network(*SHOWN[name]), images=20, seed=seed) for seed in range(100))
+    count = 6 if name == "images" else 20  # else rounding decides somewhere
+    cases = (make_case(Network(*SHOWN[name]), images=count, seed=seed) for seed in range(100))
     check_case(OnTarget(target, threads), next(case for case in cases if decisions_are_clear(case)))
 
 

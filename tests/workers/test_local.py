@@ -1,37 +1,21 @@
 import errno
 import os
 import signal
-import threading
 import time
 from multiprocessing import active_children
 from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
-from workers.work import RATE, compiled, hundred_steps, images, order, trained
+from workers.work import RATE, compiled, hundred_steps, images, on_threads, order, trained
 
 from cnnexp.backends import backend_class
 from cnnexp.datasets import Split
 from cnnexp.errors import CheckpointError, ConfigError, WorkerDied
 from cnnexp.system.cores import usable_cores
 from cnnexp.workers import Local, local
-from cnnexp.workers.local import SLOT_BYTES, LocalCollective, SharedBuffer
+from cnnexp.workers.local import SLOT_BYTES
 from cnnexp.workers.replica import divide_threads
-
-
-def on_threads(size, work):
-    """Return what `work(collective)` returns on each rank; threads share the buffer as processes do."""
-    shared, results = SharedBuffer(size), [None] * size
-
-    def run(rank):
-        results[rank] = work(LocalCollective(shared, rank))
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return results
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])

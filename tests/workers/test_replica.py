@@ -3,8 +3,7 @@ import itertools
 import numpy as np
 import pytest
 from conformance import assert_same_state
-from thread_group import Group
-from workers.work import MODELS, OPTIMIZERS, images
+from workers.work import MODELS, OPTIMIZERS, images, on_threads
 
 from cnnexp import SGD, Conv2d, Flatten, Linear, Loss, MaxPool2d, Network, ReLU
 from cnnexp.backends import backend_class
@@ -37,7 +36,7 @@ def together(size, spec, work, data):
         replica.restore({"parameters": spec.network.initial_parameters(0)})
         return work(replica, replica.load(*data))
 
-    return Group(size).run(run)
+    return on_threads(size, run)
 
 
 def relative(a, b):
@@ -241,7 +240,7 @@ def test_hybrid_refuses_what_it_cannot_split():
     for network, message in ((only_linear, "needs convolutions"), (few_outputs, "linear1 has 2 outputs for 3 workers")):
         case = Spec(backend_class("numpy")(), network, SOFTMAX, SGD(), 16, "hybrid")
         with pytest.raises(ConfigError, match=message):
-            Group(3).run(lambda collective, case=case: make_replica(case, collective))
+            on_threads(3, lambda collective, case=case: make_replica(case, collective))
 
 
 def test_parameters_are_averaged_once_an_epoch_that_comes_in_parts(monkeypatch):
