@@ -34,12 +34,9 @@ def test_where_losses_saturate_or_tie(loss, scores, labels, losses, hits):
     assert right.tolist() == hits
 
 
-def test_nan_is_not_hidden():
+def test_nan_is_not_hidden_and_totals_add_up():
     assert np.isnan(compute(SOFTMAX, [[np.nan, 1]], [0])[0]).all()
     assert np.isnan(compute(BINARY, [[np.nan]], [0])[0]).all()
-
-
-def test_evaluate_sums_and_totals_add_up():
     totals = evaluate(SOFTMAX, np.array([[2, 0], [0, 2], [0, 2]], np.float32), np.array([0, 1, 0]))
     assert (totals.count, totals.correct) == (3, 2)
     assert totals.loss == pytest.approx(2 * np.log1p(np.exp(-2)) + np.log1p(np.exp(2)), rel=1e-6)

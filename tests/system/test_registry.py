@@ -63,14 +63,12 @@ def test_what_cannot_be_registered(group, name, cls, message):
         register(group, name)(cls)
 
 
-def test_two_plugins_may_not_share_a_name():
+def test_two_plugins_may_not_share_a_name_and_an_unknown_one_says_what_is_legal():
     register("backend", "x")(Mine)
     for taken in (lambda: register("backend", "x")(SGD), lambda: Registry("backend", {"x": SGD})):
         with pytest.raises(ConfigError, match=r"'x'\): the name is taken"):
             taken()
 
-
-def test_an_unknown_name_is_an_error_that_says_what_is_legal():
     said = r"backend.name='cpu-smd': unknown; legal: python, .*; did you mean 'cpu-simd'"
     with pytest.raises(ConfigError, match=said):
         BACKENDS.find("cpu-smd", "backend.name")

@@ -255,13 +255,10 @@ def test_what_is_larger_than_the_images_is_refused(kind, key):
         Augmenter([kind], images(), 0)
 
 
-def test_what_has_no_height_and_width_is_refused_and_so_is_one_kind_twice():
+def test_no_height_or_one_kind_twice_is_refused_and_a_checkpoint_knows_what_was_trained_on():
     with pytest.raises(ConfigError, match=r"augment=\['shift'\]: needs .* with height and width; these have \(4,\)"):
         Augmenter([Shift()], np.zeros((3, 4), np.float32), 0)
     with pytest.raises(ConfigError, match="each kind once"):
         Augmenter([Shift(), Shift(3)], images(), 0)
-
-
-def test_a_checkpoint_knows_what_was_trained_on():
     assert augment.describe((Cutout(3), Shift(1))) == {"cutout": {"size": 3}, "shift": {"pixels": 1}}
     assert list(AUGMENTATIONS) == [kind.name for kind in KINDS]

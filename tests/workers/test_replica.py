@@ -223,7 +223,7 @@ def test_parameters_are_averaged_as_algorithm_4_says(size, period):
             np.testing.assert_allclose(state[name], array, rtol=1e-4, atol=1e-7)
 
 
-def test_every_workers_time_and_share_are_known():
+def test_every_workers_time_and_share_are_known_and_hybrid_refuses_what_it_cannot_split():
     def work(replica, handle):
         replica.train(handle, np.arange(40), 0.05)
         return replica.times()
@@ -233,8 +233,6 @@ def test_every_workers_time_and_share_are_known():
         assert (times[:, :2] > 0).all()
         np.testing.assert_array_equal(times[:, 2], [20, 20])
 
-
-def test_hybrid_refuses_what_it_cannot_split():
     only_linear = Network((12, 12, 1), (Flatten(), Linear(10)))
     few_outputs = Network((12, 12, 1), (Conv2d(2, 3), ReLU(), MaxPool2d(2), Flatten(), Linear(2)))
     for network, message in ((only_linear, "needs convolutions"), (few_outputs, "linear1 has 2 outputs for 3 workers")):
