@@ -69,11 +69,3 @@ def test_100_steps_are_the_published_algorithm_compiled_or_not(name, settings):
     found = run(optimizer, gradients)
     assert reference.relative_error(found, w) < 1e-5
     assert reference.relative_error(run(optimizer, gradients, compile_update(optimizer)), found) < 1e-5
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_rules_stay_in_float32(name):
-    optimizer = OPTIMIZERS[name]()
-    one = np.float32(1)
-    new = optimizer.rule()(one, one, one, one, one, *optimizer.constants(7))
-    assert {type(value) for value in new} == {np.float32}

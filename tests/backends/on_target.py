@@ -54,7 +54,7 @@ NETWORKS = {
         Conv2d(8, 3), ReLU(), Conv2d(6, 3, padding="valid"), ReLU(), MaxPool2d(2, padding="valid", stride=3), Flatten(),
         Linear(21), ReLU(), Linear(5, bias=False),
     )),
-    "windows": ((15, 18, 1), (
+    "windows": ((18, 21, 1), (
         Conv2d(5, 2), ReLU(), MaxPool2d(4, padding="floor"), Conv2d(7, 2), MaxPool2d(3, padding="floor"), ReLU(),
         Flatten(), Linear(3),
     )),

@@ -91,13 +91,6 @@ def test_the_files_that_are_kept_are_as_the_program_writes_them():
         assert program.dumps(json.loads(file.read_text())) == file.read_text(), file
 
 
-def test_every_case_has_the_same_data_each_time():
-    once, again = cases.data(TINY), cases.data(TINY)
-    assert np.array_equal(once.images, again.images)
-    assert np.array_equal(once.parameters, again.parameters)
-    assert once.images.shape == (500, 8, 6, 6, 1)
-
-
 @pytest.mark.parametrize("count", [1, 2, 7, 100])
 def test_our_order_visits_what_was_put_away_as_it_stood(count):
     order = np.random.default_rng(0).permutation(count)

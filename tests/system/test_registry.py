@@ -40,15 +40,6 @@ def test_a_registered_class_is_found_beside_ours():
     register("optimizer", "mine")(Mine)  # the same file, loaded again
 
 
-def test_a_class_is_imported_when_it_is_asked_for():
-    lazy = Registry("optimizer", {"later": "nowhere:Later", "now": "optimizers:SGD"})
-    assert list(lazy) == ["later", "now"]
-    assert "later" in lazy
-    assert lazy["now"] is SGD
-    with pytest.raises(ModuleNotFoundError):
-        lazy["later"]
-
-
 @pytest.mark.parametrize(
     ("group", "name", "cls", "message"),
     [

@@ -108,21 +108,6 @@ def test_every_transformation_does_as_scipy_does(kinds, dtype):
         np.testing.assert_allclose(out[n], wanted, rtol=0, atol=atol)
 
 
-def test_amounts_reach_both_ends_and_half_are_mirrored():
-    count = 4000
-    key = augment.layer_key(SEED, 1, "augment.crop_flip")
-    u = augment.draws(key, np.arange(count), 3) * 2.0**-32
-    maps = CropFlip(2, 0.25).matrix(u, (9, 9))
-    down, counts = np.unique(maps[:, 0, 2], return_counts=True)
-    assert down.tolist() == [-2, -1, 0, 1, 2]
-    assert np.abs(counts / count - 0.2).max() < 0.03
-    assert abs((maps[:, 1, 1] < 0).mean() - 0.25) < 0.03
-    maps = Affine(10.0, 0.0, 0.0, 0.0).matrix(np.column_stack([u, u[:, :2]]), (9, 9))
-    angles = np.degrees(np.arcsin(maps[:, 0, 1]))
-    assert -10 <= angles.min() < -9.9
-    assert 9.9 < angles.max() <= 10
-
-
 def test_every_epoch_and_every_seed_sees_other_images_and_no_image_another_places():
     pictures = images()
 
