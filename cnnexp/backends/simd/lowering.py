@@ -21,12 +21,12 @@ from cnnexp.backends.simd.algorithms.cost import MACS, Work
 from cnnexp.backends.simd.algorithms.dropout import DropoutNode
 from cnnexp.backends.simd.algorithms.elementwise import ElementwiseNode
 from cnnexp.backends.simd.algorithms.gather import gather_lanes, gather_rows
-from cnnexp.backends.simd.algorithms.node import Node, Tensor
+from cnnexp.backends.simd.algorithms.node import Node
 from cnnexp.backends.simd.algorithms.residual import Split, Sum
 from cnnexp.backends.simd.algorithms.update import own_arena
 from cnnexp.backends.simd.compiler.clocks import Clocks
 from cnnexp.backends.simd.compiler.emit import BYTE, FLOAT, Emitter, Kernel, Kernels, Offset, Target
-from cnnexp.backends.simd.layouts import NC, NHWC, Arena, Blocked, Halo, Parameters
+from cnnexp.backends.simd.layouts import NC, NHWC, Arena, Blocked, Halo, Parameters, Tensor
 from cnnexp.backends.simd.planner import choose_nodes, works
 from cnnexp.network import Network, Parameter, Shape, Stage
 from cnnexp.optimizers import Optimizer
@@ -266,5 +266,5 @@ def _end(nodes: list[Node], at: int) -> Sum:
 def _like(x: Tensor | None, kind: type[Tensor]) -> Tensor:
     """Return a tensor as it is, or a dense image as the row that it is."""
     if kind is NC and isinstance(x, NHWC):
-        return NC(x.offset, (x.size,), x.stride, x.width)
+        return NC(x.offset, (x.size,), x.stride, width=x.width)
     return cast(Tensor, x)

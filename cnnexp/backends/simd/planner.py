@@ -29,13 +29,13 @@ from cnnexp.backends.simd.algorithms.dropout import DropoutNode
 from cnnexp.backends.simd.algorithms.elementwise import ElementwiseNode
 from cnnexp.backends.simd.algorithms.linear.skinny import Skinny
 from cnnexp.backends.simd.algorithms.linear.wide import Wide
-from cnnexp.backends.simd.algorithms.node import Node, Section, Tensor
+from cnnexp.backends.simd.algorithms.node import Node, Section
 from cnnexp.backends.simd.algorithms.pool import Pool
 from cnnexp.backends.simd.algorithms.reorder import Reorder
 from cnnexp.backends.simd.algorithms.residual import Split, Sum
 from cnnexp.backends.simd.compiler.emit import Target
 from cnnexp.backends.simd.general import General
-from cnnexp.backends.simd.layouts import NC, NHWC, Blocked, Halo, round_up
+from cnnexp.backends.simd.layouts import NC, NHWC, Blocked, Halo, Tensor, round_up
 from cnnexp.errors import ConfigError, did_you_mean
 from cnnexp.network import Network, Stage
 

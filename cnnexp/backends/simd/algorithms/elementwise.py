@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from llvmlite import ir
 
@@ -11,13 +11,13 @@ from cnnexp.backends.simd.algorithms.cost import Work, passes
 from cnnexp.backends.simd.algorithms.node import Node, Section
 from cnnexp.backends.simd.compiler.emit import Emitter, Kernels, Pointer, Target
 from cnnexp.backends.simd.compiler.trace import MATHS, emitted
-from cnnexp.backends.simd.layouts import NC, Blocked, Layout
+from cnnexp.backends.simd.layouts import Layout, Tensor, vectors
 from cnnexp.network import ElementwiseStage, LeakyReLU, ReLU
 
 Map = Callable[[Emitter, ir.Value], ir.Value]
 
 
-class ElementwiseNode(Node[Blocked | NC, Blocked | NC]):
+class ElementwiseNode(Node[Tensor, Tensor]):
     """An elementwise layer where nothing takes it in."""
 
     algorithm = "elementwise"
@@ -45,11 +45,8 @@ class ElementwiseNode(Node[Blocked | NC, Blocked | NC]):
 
         def run(k: Emitter) -> None:
             """dx = dy * derivative(x, y)."""
-
-            def one(x: Pointer, y: Pointer, dy: Pointer, dx: Pointer) -> None:
-                k.store(k.multiply(k.load(dy), derivative(k, k.load(x), k.load(y))), dx)
-
-            _each(k, (self.x, self.y, self.dy, self.needed_dx), one)
+            for (x, y, dy, dx), valid in vectors(k, self.x, self.y, self.dy, self.needed_dx):
+                k.store_part(k.multiply(k.load(dy), derivative(k, k.load(x), k.load(y))), dx, valid)
 
         return [("backward", run)]
 
@@ -58,28 +55,19 @@ def same(k: Emitter, x: ir.Value) -> ir.Value:
     return x
 
 
-def apply(k: Emitter, function: Map, x: Blocked | NC, y: Blocked | NC) -> None:
-    """y = function(x); what rounds up rows stays 0."""
-    if not isinstance(x, NC) or not isinstance(y, NC) or not x.size % k.lanes:
-        _each(k, (x, y), lambda a, b: k.store(function(k, k.load(a)), b))
-        return
-    with k.loop(k.count) as n:
-        for i, valid in k.vectors(x.size):
-            value = function(k, k.load(x.stored(k, n).at(i, k.lanes)))
-            k.store(k.first_lanes(value, valid), y.stored(k, n).at(i, k.lanes))
+def apply(k: Emitter, function: Map, x: Tensor, y: Tensor) -> None:
+    """y = function(x)."""
+    for (source, target), valid in vectors(k, x, y):
+        k.store_part(function(k, k.load(source)), target, valid)
 
 
-def _each(k: Emitter, arrays: tuple, body: Callable) -> None:
-    """Call the body with the address of every vector of arrays of the same shape."""
-    if isinstance(arrays[0], NC):
-        with k.loop(k.count) as n, k.loop(arrays[0].width // k.lanes) as i:
-            body(*(a.stored(k, n).at(i, k.lanes) for a in arrays))
-        return
-    rows, columns, channels = arrays[0].shape
-    with k.loop(k.groups(k.lanes)) as g, k.loop(rows) as p, k.loop(columns) as q, k.loop(channels) as c:
-        body(*(a.pixel(k, g, p, q).at(c, a.lanes) for a in arrays))
+def copy_gradient(k: Emitter, y: Tensor | None, dy: Tensor, d: Tensor) -> None:
+    """d = dy, 0 wherever ReLU gave y = 0; d may be dy."""
+    pass_gradient(k, vectors(k, *((dy, d) if y is None else (dy, d, y))))
 
 
-def rectify_gradient(k: Emitter, y: Blocked | NC, dy: Blocked | NC) -> None:
-    """dy = 0 wherever ReLU gave 0, in place."""
-    _each(k, (dy, y), lambda at, positive: k.store(k.where_positive(k.load(positive), k.load(at)), at))
+def pass_gradient(k: Emitter, places: Iterable[tuple[list[Pointer], int]]) -> None:
+    """Copy vectors from the first of their places to the second, 0 wherever the third, if there is one, is not > 0."""
+    for (source, target, *positive), valid in places:
+        value = k.load(source)
+        k.store_part(k.where_positive(k.load(positive[0]), value) if positive else value, target, valid)

@@ -10,11 +10,9 @@ from typing import ClassVar, Generic, TypeVar
 from cnnexp.backends.parts import BACKWARD, Part
 from cnnexp.backends.simd.algorithms.cost import Work
 from cnnexp.backends.simd.compiler.emit import Emit, Emitter, Kernels, Target
-from cnnexp.backends.simd.layouts import NC, Blocked, Halo, Layout
+from cnnexp.backends.simd.layouts import Halo, Layout, Tensor
 from cnnexp.network import PoolStage, ReLU, Stage
 from cnnexp.optimizers import Optimizer
-
-Tensor = Blocked | NC
 
 X = TypeVar("X", bound=Tensor)
 

@@ -114,7 +114,7 @@ class Pool(Node[Blocked, Blocked]):
         """dx = dy added at each window's argmax, or its shares at every pixel; what lands in x's halo is not used."""
         spread = self.spread
         with k.loop(k.groups(k.lanes)) as g:
-            k.clear(spread.stored(k, g), spread.group // spread.lanes)
+            k.clear(spread.stored(k, g), spread.stride // spread.lanes)
         with self._windows(k, spread) as (corner, place, share):
             value = k.load(place(self.dy))
             if self.largest:

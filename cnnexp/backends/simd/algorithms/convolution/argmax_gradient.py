@@ -92,7 +92,7 @@ class EventLists:
 
     y: Blocked
     dy: Blocked
-    windows: Windows[Blocked]
+    windows: Windows
     rectify: bool
     down: int
     right: int
@@ -119,7 +119,7 @@ class EventLists:
 
 
 def make_lists(
-    arena: Arena, y: Blocked, dy: Blocked, windows: Windows[Blocked], rectify: bool, down: int, right: int, reach: int
+    arena: Arena, y: Blocked, dy: Blocked, windows: Windows, rectify: bool, down: int, right: int, reach: int
 ) -> EventLists:
     """Return lists with room; see `EventLists`.
 

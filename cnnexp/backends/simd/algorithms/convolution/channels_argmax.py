@@ -12,15 +12,17 @@ kernels, 270,689 by `channels` (`python -m benchmarks.kernels --algorithms`, Zen
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 from llvmlite import ir
 
 from cnnexp.backends.simd.algorithms.convolution.argmax_gradient import EventList, alive
-from cnnexp.backends.simd.algorithms.convolution.channels import Channels, copy_line
+from cnnexp.backends.simd.algorithms.convolution.channels import Channels
 from cnnexp.backends.simd.algorithms.cost import Work, events, passes
+from cnnexp.backends.simd.algorithms.elementwise import pass_gradient
 from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Kernels, Pointer, Target, chunks
-from cnnexp.backends.simd.layouts import NHWC, Layout, round_up
+from cnnexp.backends.simd.layouts import Layout, Tensor, round_up, vectors_of
 
 BLOCK = 16
 """Cells of a block, at least a vector of them."""
@@ -79,7 +81,7 @@ class ChannelsArgmax(Channels):
         order = np.concatenate([block[start::reach] for block in blocks for start in range(reach)])
         u, v = order // columns, order % columns
 
-        def place(image: NHWC, step: int, first: tuple[int, int]) -> np.ndarray:
+        def place(image: Tensor, step: int, first: tuple[int, int]) -> np.ndarray:
             return (u * step + first[0]) * image.row + (v * step + first[1]) * image.column
 
         parts = [place(image, 1, (image.halo.top, image.halo.left)) for image in (self.dy, conv.y, windows.argmax)]
@@ -168,13 +170,9 @@ class ChannelsArgmax(Channels):
 
     def _copy(self, k: Emitter, n: ir.Value) -> None:
         """dx = what was added up, 0 where x is not positive if so asked."""
-        x, dx = self.sum.x, self.needed_dx
-        rows, columns, channels = dx.shape
-        start = k.arena + self.dx_sums + (x.halo.top * x.row + x.halo.left * x.column)
-        # row by row, without the halo
-        with k.loop(rows) as p:
-            positive = [x.pixel(k, n, p, INDEX(0))] if self.input_rectified else []
-            copy_line(k, [start.at(p, x.row), dx.pixel(k, n, p, INDEX(0)), *positive], columns * channels)
+        x = self.sum.x
+        placed = (replace(x, offset=self.dx_sums), INDEX(0)), (self.needed_dx, n), (x, n)
+        pass_gradient(k, vectors_of(k, *placed[: 3 if self.input_rectified else 2]))
 
     def _turn(self, k: Emitter, panelled: Pointer, packed: Pointer, back: bool) -> None:
         """packed[i, f, j] = panelled[(i, j), f], what rounds up a run 0; or, back, add the former to the latter."""

@@ -39,7 +39,7 @@ from llvmlite import ir
 from cnnexp.backends.parts import BACKWARD, FOLLOWED
 from cnnexp.backends.simd.algorithms import cost
 from cnnexp.backends.simd.algorithms.cost import Work, passes
-from cnnexp.backends.simd.algorithms.elementwise import rectify_gradient
+from cnnexp.backends.simd.algorithms.elementwise import copy_gradient
 from cnnexp.backends.simd.algorithms.node import Node, Section
 from cnnexp.backends.simd.compiler import argmax_codes
 from cnnexp.backends.simd.compiler.emit import FLOAT, INDEX, INT, Emitter, Kernels, Pointer, Target, Variable, chunks
@@ -172,7 +172,7 @@ class Filters(Node[NC, NC]):
 
         kernels: Kernels = []
         if self.rectifies_dy:
-            kernels.append(("rectify_gradient", lambda k: rectify_gradient(k, self.y, self.dy)))
+            kernels.append(("rectify_gradient", lambda k: copy_gradient(k, self.y, self.dy, self.dy)))
         return [*kernels, ("backward_weights", run)]
 
     def corner(self, k: Emitter, n: ir.Value, u: ir.Value, v: ir.Value) -> Pointer:

@@ -11,7 +11,6 @@ kernels, 25,330 by `lanes` (`python -m benchmarks.kernels --algorithms`, Zen 3, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 from llvmlite import ir
 
@@ -23,9 +22,9 @@ from cnnexp.backends.simd.algorithms.convolution.argmax_gradient import (
 )
 from cnnexp.backends.simd.algorithms.convolution.lanes import Lanes
 from cnnexp.backends.simd.algorithms.cost import Work, events, transposition
-from cnnexp.backends.simd.algorithms.reorder import group_to_lanes, group_to_rows
+from cnnexp.backends.simd.algorithms.reorder import to_lanes, to_rows
 from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Kernels, Pointer, Target
-from cnnexp.backends.simd.layouts import Blocked, Layout, round_up
+from cnnexp.backends.simd.layouts import NHWC, Layout, round_up, runs
 
 
 class LanesArgmax(Lanes):
@@ -66,7 +65,7 @@ class LanesArgmax(Lanes):
             reach=-(-(layer.kernel + layer.stride * windows.size) // (windows.stride * layer.stride)),
         )  # fmt: skip
         packed = layer.filters * layer.kernel * round_up(self._run, arena.lanes)
-        self.image = round_up(self.x.group // arena.lanes, arena.lanes) + arena.lanes
+        self.image = round_up(self.x.stride // arena.lanes, arena.lanes) + arena.lanes
         self.x_rows, self.dx_rows, self.packed, self.gradients = (
             arena.allocate(floats) for floats in (arena.lanes * self.image, arena.lanes * self.image, packed, packed)
         )
@@ -85,7 +84,7 @@ class LanesArgmax(Lanes):
         # a group: its input to rows, its events to lists
         with k.loop(k.groups(k.lanes)) as g:
             images = k.builder.sub(k.count, k.builder.mul(g, INDEX(k.lanes)))
-            group_to_rows(k, self.x.stored(k, g), x, self.x.group // self.x.lanes, stride)
+            to_rows(k, self.x.stored(k, g), x, self.x.stride // self.x.lanes, stride)
             list_events(k, self.events, g, db)
             # image by image, filter by filter
             with k.loop(k.lanes) as n:
@@ -93,31 +92,16 @@ class LanesArgmax(Lanes):
                 with k.loop(filters) as f:
                     self._follow_events(k, n, f, x.at(n, stride), dx.at(n, stride))
             # dx back to lanes, and the gradients of the weights to where they belong
-            self._store_gradient(k, g, dx, images)
+            self._store_gradient(k, g, images)
         unpack_gradients(k, gradients, dw, size, row)
 
-    def _store_gradient(self, k: Emitter, g: ir.Value, rows: Pointer, images: ir.Value) -> None:
+    def _store_gradient(self, k: Emitter, g: ir.Value, images: ir.Value) -> None:
         """Turn dx to lanes, without what lies in the halo of x."""
-        x, dx, stride = self.x, self.needed_dx, self.image
-
-        def store(source: Pointer, size: int, place: Callable[[Blocked], Pointer]) -> None:
-            target, positive = place(dx), place(x) if self.input_rectified else None
-            group_to_lanes(k, source, target, size, stride, images, positive)
-
-        # no halo on either side: all at once
-        if x.dense and dx.dense:
-            store(rows, x.group // x.lanes, lambda tensor: tensor.image(k, g))
-            return
-        # else row by row, or pixel by pixel where dx has room between them
-        height, width, channels = x.shape
-        row = x.row // x.lanes
-        first = rows + (x.halo.top * row + x.halo.left * channels)
-        with k.loop(height) as p:
-            if dx.halo.step == 1:
-                store(first.at(p, row), width * channels, lambda tensor: tensor.pixel(k, g, p, INDEX(0)))
-            else:
-                with k.loop(width) as q:
-                    store(first.at(p, row).at(q, channels), channels, lambda tensor: tensor.pixel(k, g, p, q))
+        x, rows = self.x, NHWC(self.dx_rows, self.x.shape, self.image, halo=self.x.halo)
+        placed = (rows, INDEX(0)), (self.needed_dx, g), (x, g)
+        for places, _, size in runs(k, *placed[: 3 if self.input_rectified else 2]):
+            source, target, *positive = places
+            to_lanes(k, source, target, size, self.image, images, *positive)
 
     def _follow_events(self, k: Emitter, n: ir.Value, f: ir.Value, x: Pointer, dx: Pointer) -> None:
         """Run one image's events of one filter."""

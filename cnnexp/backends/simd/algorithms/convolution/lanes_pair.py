@@ -38,7 +38,7 @@ from cnnexp.backends.simd.algorithms.convolution.lanes import Correlation, Lanes
 from cnnexp.backends.simd.algorithms.convolution.lanes_argmax import LanesArgmax
 from cnnexp.backends.simd.algorithms.cost import Work, pair_events, transposition
 from cnnexp.backends.simd.algorithms.node import Node, Section
-from cnnexp.backends.simd.algorithms.reorder import group_to_rows
+from cnnexp.backends.simd.algorithms.reorder import to_rows
 from cnnexp.backends.simd.compiler.emit import BYTE, INDEX, INT, Emitter, Kernels, Pointer, Target, Variable
 from cnnexp.backends.simd.layouts import Blocked, Halo, Layout, round_up
 
@@ -140,19 +140,19 @@ class LanesPair(Node[Blocked, Blocked]):
         between = arena.blocked(first.output_shape, halo)
         windows = Windows(pool.window.size, pool.window.stride, arena.argmax(self.shape))
         self.opening = Correlation(
-            self.x, (step * halo.top, step * halo.left), step, first.layer.kernel,
-            first.input_shape[2], first.layer.filters, between, rectify=True,
+            first.layer.kernel, first.input_shape[2], first.layer.filters,
+            x=self.x, origin=(step * halo.top, step * halo.left), stride=step, y=between, rectify=True,
         )  # fmt: skip
         self.closing = Correlation(
-            between, (0, 0), second.layer.stride, second.layer.kernel,
-            first.layer.filters, second.layer.filters, self.y, self.rectify, windows,
+            second.layer.kernel, first.layer.filters, second.layer.filters,
+            x=between, stride=second.layer.stride, y=self.y, rectify=self.rectify, windows=windows,
         )  # fmt: skip
         self.patch, move, lanes = self._patch(arena.lanes), step * second.layer.stride, arena.lanes
         self.events = make_lists(
             arena, self.y, self.dy, windows, self.rectifies_dy,
             down=move * self.x.row // lanes, right=move * self.x.column // lanes, reach=1,
         )  # fmt: skip
-        self.size = self.x.group // lanes
+        self.size = self.x.stride // lanes
         self.image, packed = round_up(self.size, lanes) + lanes, second.layer.filters * self.patch.vectors * lanes
         held = (len(self.patch.taps) + 1) * self.patch.patterns * lanes
         edges, masks = self._edges()
@@ -206,7 +206,7 @@ class LanesPair(Node[Blocked, Blocked]):
         places = self._first_places(k, self.first_gradients)
         totals = [k.variables(patch.patterns) for _ in places]
         with k.loop(k.groups(k.lanes)) as g:
-            group_to_rows(k, self.x.stored(k, g), x, self.size, self.image)
+            to_rows(k, self.x.stored(k, g), x, self.size, self.image)
             list_events(k, self.events, g, db)
             with k.loop(k.lanes) as n, k.loop(second.layer.filters) as f:
                 self._follow_events(k, n, f, x.at(n, self.image), totals)
