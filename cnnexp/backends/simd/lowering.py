@@ -31,7 +31,7 @@ from cnnexp.backends.simd.planner import choose_nodes, works
 from cnnexp.network import Network, Parameter, Shape, Stage
 from cnnexp.optimizers import Optimizer
 
-LAYOUTS = {Blocked: "images in lanes", NHWC: "channels in lanes", NC: "an image a row"}
+LAYOUTS = {Blocked: "images in lanes", NHWC: "channels last", NC: "an image a row"}
 
 STEP = {
     "gather": Part("gather", ("batch",), "gather"),
@@ -156,8 +156,6 @@ class Plan:
         """Give every node its input, output and gradients."""
         flat = len(network.input_shape) == 1 or nodes[0].input_layout is NC
         shape = (math.prod(network.input_shape),) if flat else network.input_shape
-        if nodes[0].input_room:
-            shape = nodes[0].input_room[:1]
         halo = _reader(nodes, -1).input_halo()
         x = self._tensor(NC if flat else nodes[0].input_layout or Blocked, shape, halo)
         first, dx, rooms = self._first_trained, cast(Tensor | None, None), Rooms()
@@ -207,8 +205,6 @@ class Plan:
             return [("gather", functools.partial(gather_lanes, y=x, pixel=pixel))]
         if isinstance(x, NHWC):
             start, row = x.halo.top * x.row + x.halo.left * x.column, x.row
-        elif first.input_room:
-            _, start, row = first.input_room
         gather = functools.partial(gather_rows, y=x, shape=shape, first=start, stride=row, pixel=pixel)
         return [("gather", gather)]
 

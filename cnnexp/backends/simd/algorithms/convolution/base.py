@@ -187,7 +187,7 @@ class ConvolutionNode(Node[Pixels, Pixels]):
         """Part of the input's rows that the rows of the output, put apart by the stride, reach from first to last."""
         return min(1.0, ((self.stage.output_shape[0] - 1) * self.stage.layer.stride + 1) / self.stage.input_shape[0])
 
-    def may_follow(self, before: Halo | None, needs_dx: bool) -> bool:
+    def may_follow(self, needs_dx: bool) -> bool:
         return needs_dx or not self.argmax
 
     def input_halo(self) -> Halo:

@@ -66,7 +66,6 @@ class LanesPair(Node[Blocked, Blocked]):
     trains = True
     algorithm = "lanes-pair"
     holds = "weights"
-    opens = True
     spans = 2
 
     def __init__(self, first: Lanes, second: LanesArgmax) -> None:
