@@ -21,17 +21,17 @@ from cnnexp.backends.simd.algorithms.cost import MACS, Work
 from cnnexp.backends.simd.algorithms.dropout import DropoutNode
 from cnnexp.backends.simd.algorithms.elementwise import ElementwiseNode
 from cnnexp.backends.simd.algorithms.gather import gather_lanes, gather_rows
-from cnnexp.backends.simd.algorithms.node import Node, Tensor
+from cnnexp.backends.simd.algorithms.node import Node
 from cnnexp.backends.simd.algorithms.residual import Split, Sum
 from cnnexp.backends.simd.algorithms.update import own_arena
 from cnnexp.backends.simd.compiler.clocks import Clocks
 from cnnexp.backends.simd.compiler.emit import BYTE, FLOAT, Emitter, Kernel, Kernels, Offset, Target
-from cnnexp.backends.simd.layouts import NC, NHWC, Arena, Blocked, Halo, Parameters
+from cnnexp.backends.simd.layouts import NC, NHWC, Arena, Blocked, Halo, Parameters, Tensor
 from cnnexp.backends.simd.planner import choose_nodes, works
 from cnnexp.network import Network, Parameter, Shape, Stage
 from cnnexp.optimizers import Optimizer
 
-LAYOUTS = {Blocked: "images in lanes", NHWC: "channels in lanes", NC: "an image a row"}
+LAYOUTS = {Blocked: "images in lanes", NHWC: "channels last", NC: "an image a row"}
 
 STEP = {
     "gather": Part("gather", ("batch",), "gather"),
@@ -156,8 +156,6 @@ class Plan:
         """Give every node its input, output and gradients."""
         flat = len(network.input_shape) == 1 or nodes[0].input_layout is NC
         shape = (math.prod(network.input_shape),) if flat else network.input_shape
-        if nodes[0].input_room:
-            shape = nodes[0].input_room[:1]
         halo = _reader(nodes, -1).input_halo()
         x = self._tensor(NC if flat else nodes[0].input_layout or Blocked, shape, halo)
         first, dx, rooms = self._first_trained, cast(Tensor | None, None), Rooms()
@@ -221,8 +219,6 @@ class Plan:
             return [("gather", functools.partial(gather_lanes, y=x, pixel=pixel))]
         if isinstance(x, NHWC):
             start, row = x.halo.top * x.row + x.halo.left * x.column, x.row
-        elif first.input_room:
-            _, start, row = first.input_room
         gather = functools.partial(gather_rows, y=x, shape=shape, first=start, stride=row, pixel=pixel)
         return [("gather", gather)]
 
@@ -280,5 +276,5 @@ def _end(nodes: list[Node], at: int) -> Sum:
 def _like(x: Tensor | None, kind: type[Tensor]) -> Tensor:
     """Return a tensor as it is, or a dense image as the row that it is."""
     if kind is NC and isinstance(x, NHWC):
-        return NC(x.offset, (x.size,), x.stride, x.width)
+        return NC(x.offset, (x.size,), x.stride, width=x.width)
     return cast(Tensor, x)

@@ -14,10 +14,10 @@ import numpy as np
 from llvmlite import ir
 
 from cnnexp.backends.simd.algorithms.cost import Work, passes
-from cnnexp.backends.simd.algorithms.elementwise import apply, each, same
-from cnnexp.backends.simd.algorithms.node import Node, Section, Tensor
+from cnnexp.backends.simd.algorithms.elementwise import apply, same
+from cnnexp.backends.simd.algorithms.node import Node, Section
 from cnnexp.backends.simd.compiler.emit import INDEX, INT, Emitter, Kernels, Pointer, Target
-from cnnexp.backends.simd.layouts import NC, Blocked, Layout, round_up
+from cnnexp.backends.simd.layouts import NC, Blocked, Layout, Tensor, round_up, runs
 from cnnexp.network import DropoutStage
 from cnnexp.network.noise import mix, threshold
 
@@ -87,27 +87,28 @@ class DropoutNode(Node[Tensor, Tensor]):
 
     def _mask(self, k: Emitter, x: Tensor, y: Tensor, positive: Tensor | None = None) -> None:
         """y = x scaled where it is kept, else 0; also 0 where `positive`, if given, is not."""
-        rows, table, in_lanes = k.arena + self.rows, k.arena + self.table, isinstance(x, Blocked)
+        rows, table, arrays = k.arena + self.rows, k.arena + self.table, [x, y, *([positive] if positive else [])]
+        in_lanes = isinstance(x, Blocked)
+        # an image's row, or a group's
+        with k.loop(k.groups(x.lanes)) as n:
+            row = k.as_integers(k.load(rows.at(n, k.lanes))) if in_lanes else k.spread(k.load_int(rows.at(n)))
+            # a vector of the image's elements, or an element of the group's
+            for starts, first, size in runs(k, *((array, n) for array in arrays)):
+                for v, valid in k.vectors(size * x.lanes):
+                    at = table.at(first)
+                    element = k.spread(k.load_int(at.at(v))) if in_lanes else k.as_integers(k.load(at.at(v, k.lanes)))
+                    source, target, *zeros = (start.at(v, k.lanes) for start in starts)
+                    k.store_part(self._masked(k, k.load(source), row, element, zeros), target, valid)
 
-        def begin(n: ir.Value) -> ir.Value:
-            return k.as_integers(k.load(rows.at(n, k.lanes))) if in_lanes else k.spread(k.load_int(rows.at(n)))
-
-        def body(places: list[Pointer], valid: int, i: ir.Value, row: ir.Value) -> None:
-            element = k.spread(k.load_int(table.at(i))) if in_lanes else k.as_integers(k.load(table.at(i)))
-            self._put(k, row, element, places, valid)
-
-        each(k, (x, y, *([positive] if positive else [])), body, begin)
-
-    def _put(self, k: Emitter, row: ir.Value, element: ir.Value, places: list[Pointer], valid: int) -> None:
-        source, target, *positive = places
-        value = k.multiply(k.load(source), k.constant(self.scale))
+    def _masked(self, k: Emitter, value: ir.Value, row: ir.Value, element: ir.Value, zeros: list[Pointer]) -> ir.Value:
+        value = k.multiply(value, k.constant(self.scale))
         if self.least:
             draw = mix(_Bits(k.builder, k.builder.xor(row, element))).value
             kept = k.builder.icmp_unsigned(">", draw, k.integers(self.least - 1))  # `least` may take 33 bits
             value = k.select(kept, value, k.zero())
-        for place in positive:
+        for place in zeros:
             value = k.where_positive(k.load(place), value)
-        k.store_part(value, target, valid)
+        return value
 
 
 class _Bits:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from llvmlite import ir
 
 from cnnexp.backends.simd.algorithms.cost import Work, passes
-from cnnexp.backends.simd.algorithms.node import Node, Section, Tensor
-from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Kernels, Pointer, Target
+from cnnexp.backends.simd.algorithms.node import Node, Section
+from cnnexp.backends.simd.compiler.emit import Emitter, Kernels, Pointer, Target
 from cnnexp.backends.simd.compiler.trace import MATHS, emitted
-from cnnexp.backends.simd.layouts import Blocked, Halo, Layout
+from cnnexp.backends.simd.layouts import Layout, Tensor, vectors
 from cnnexp.network import ElementwiseStage, LeakyReLU, ReLU
 
 Map = Callable[[Emitter, ir.Value], ir.Value]
@@ -45,12 +45,8 @@ class ElementwiseNode(Node[Tensor, Tensor]):
 
         def run(k: Emitter) -> None:
             """dx = dy * derivative(x, y)."""
-
-            def one(places: list[Pointer], valid: int, *_: object) -> None:
-                x, y, dy = (k.load(place) for place in places[:3])
-                k.store_part(k.multiply(dy, derivative(k, x, y)), places[3], valid)
-
-            each(k, (self.x, self.y, self.dy, self.needed_dx), one)
+            for (x, y, dy, dx), valid in vectors(k, self.x, self.y, self.dy, self.needed_dx):
+                k.store_part(k.multiply(k.load(dy), derivative(k, k.load(x), k.load(y))), dx, valid)
 
         return [("backward", run)]
 
@@ -61,47 +57,17 @@ def same(k: Emitter, x: ir.Value) -> ir.Value:
 
 def apply(k: Emitter, function: Map, x: Tensor, y: Tensor) -> None:
     """y = function(x)."""
-    each(k, (x, y), lambda places, valid, *_: k.store_part(function(k, k.load(places[0])), places[1], valid))
+    for (source, target), valid in vectors(k, x, y):
+        k.store_part(function(k, k.load(source)), target, valid)
 
 
-def rectify_gradient(k: Emitter, y: Tensor, dy: Tensor) -> None:
-    """dy = 0 wherever ReLU gave 0, in place."""
-
-    def mask(places: list[Pointer], valid: int, *_: object) -> None:
-        k.store_part(k.where_positive(k.load(places[0]), k.load(places[1])), places[1], valid)
-
-    each(k, (y, dy), mask)
+def copy_gradient(k: Emitter, y: Tensor | None, dy: Tensor, d: Tensor) -> None:
+    """d = dy, 0 wherever ReLU gave y = 0; d may be dy."""
+    pass_gradient(k, vectors(k, *((dy, d) if y is None else (dy, d, y))))
 
 
-def each(
-    k: Emitter, tensors: Sequence[Tensor], body: Callable[..., object], begin: Callable[[ir.Value], object] = id
-) -> None:
-    """Call body(places, valid, element, begun) for every vector of tensors of one shape and kind of layout.
-
-    Halos, and what rounds up rows, stay as they are.
-
-    Args:
-        body: of a vector it takes the addresses in the tensors, how many lanes count, the number of the first value in
-            its image, and what `begin` returned.
-        begin: called with the number of an image, or of a group of images in the lanes, before its vectors.
-    """
-    if isinstance(tensors[0], Blocked):
-        rows, columns, channels = tensors[0].shape
-        with k.loop(k.groups(k.lanes)) as n:
-            begun = begin(n)
-            with k.loop(rows) as p, k.loop(columns) as q, k.loop(channels) as c:
-                pixel = k.builder.add(k.builder.mul(p, INDEX(columns)), q)
-                element = k.builder.add(k.builder.mul(pixel, INDEX(channels)), c)
-                body([t.pixel(k, n, p, q).at(c, k.lanes) for t in tensors], k.lanes, element, begun)
-        return
-    # row by row where there is room around any
-    images = any(tensor.halo != Halo() for tensor in tensors)
-    rows = tensors[0].shape[0] if images else 1
-    run = tensors[0].size // rows
-    with k.loop(k.count) as n:
-        begun = begin(n)
-        with k.loop(rows) as p:
-            starts = [t.pixel(k, n, p, 0) if images else t.stored(k, n) for t in tensors]
-            for v, valid in k.vectors(run):
-                element = k.builder.add(k.builder.mul(p, INDEX(run)), k.builder.mul(v, INDEX(k.lanes)))
-                body([start.at(v, k.lanes) for start in starts], valid, element, begun)
+def pass_gradient(k: Emitter, places: Iterable[tuple[list[Pointer], int]]) -> None:
+    """Copy vectors from the first of their places to the second, 0 wherever the third, if there is one, is not > 0."""
+    for (source, target, *positive), valid in places:
+        value = k.load(source)
+        k.store_part(k.where_positive(k.load(positive[0]), value) if positive else value, target, valid)

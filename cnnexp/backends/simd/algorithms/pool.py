@@ -81,12 +81,11 @@ class Pool(Node[Pixels, Pixels]):
         of the window's pixels inside the image, in all lanes, where a mean is taken; and how many lanes count.
         """
         (rows, columns, channels), window = self.y.shape, self.stage.window
-        in_lanes = isinstance(seen, Blocked)
-        with k.loop(k.groups(k.lanes) if in_lanes else k.count) as n, k.loop(rows) as u, k.loop(columns) as v:
+        with k.loop(k.groups(seen.lanes)) as n, k.loop(rows) as u, k.loop(columns) as v:
             share = k.zero() if self.largest else k.splat((k.arena + self.shares).at(u, columns).at(v))
             first = seen.pixel(k, n, 0, 0) + -(window.top * seen.row + window.left * seen.column)
             corner = first.at(u, self.stride * seen.row).at(v, self.stride * seen.column)
-            for c, valid in k.vectors(channels * k.lanes if in_lanes else channels):
+            for c, valid in k.vectors(channels * seen.lanes):
 
                 def place(tensor: Pixels, c: ir.Value = c) -> Pointer:
                     return tensor.pixel(k, n, u, v).at(c, k.lanes)
@@ -126,9 +125,8 @@ class Pool(Node[Pixels, Pixels]):
         # where every pixel is in one window, each is stored once; else all begin at 0
         tiled = self.size == self.stride and (rows * self.size, columns * self.size) == (height, width)
         if not tiled:
-            whole = spread.group if isinstance(spread, Blocked) else spread.stride
-            with k.loop(k.groups(k.lanes) if isinstance(spread, Blocked) else k.count) as n:
-                k.clear(spread.stored(k, n), whole // k.lanes)
+            with k.loop(k.groups(spread.lanes)) as n:
+                k.clear(spread.stored(k, n), spread.stride // k.lanes)
         for corner, place, share, valid in self._windows(k, spread):
             value, where = k.load(place(self.dy)), None
             if self.largest:

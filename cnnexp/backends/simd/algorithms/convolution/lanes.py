@@ -24,11 +24,10 @@ from dataclasses import dataclass, replace
 from llvmlite import ir
 
 from cnnexp.backends.parts import FORWARD
-from cnnexp.backends.simd.algorithms.convolution.base import ConvolutionNode, Windows, rows_inside
+from cnnexp.backends.simd.algorithms.convolution.base import ConvolutionNode, Geometry, Windows, rows_inside
 from cnnexp.backends.simd.algorithms.cost import Work, lane_gradient, lane_sums, passes
-from cnnexp.backends.simd.algorithms.elementwise import rectify_gradient
 from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Kernels, Pointer, Target, chunks
-from cnnexp.backends.simd.layouts import Blocked, Halo, Layout
+from cnnexp.backends.simd.layouts import Blocked, Halo, Layout, Tensor
 
 MOST_SUMS = 256
 """Vectors of sums that lie in L1 beside what is summed: 16 KB of AVX-512's."""
@@ -52,7 +51,7 @@ class Lanes(ConvolutionNode[Blocked]):
         pixels, most = sums_tile(target.registers)
         found = {
             "forward": self.forward_work(target),
-            "rectify_gradient": passes(rows * columns * filters, 2, target, target.lanes, 3),
+            "gradient": passes(rows * columns * filters, 2, target, target.lanes, 3),
             "unpool": passes(cells * filters, 4 + 3 * window, target, target.lanes, window + 1),
         }
         held, terms = rows * columns * filters + height * width * channels, kernel**2 * channels // groups
@@ -108,83 +107,53 @@ class Lanes(ConvolutionNode[Blocked]):
         self.prepare_forward(plan)
         if plan.target.forward_only:
             return
+        self.prepare_gradient(plan)
         self.sums = plan.arena.allocate(MOST_SUMS * plan.target.lanes)
-        self.d = self.dy
-        if self.pool:
-            self.d = plan.arena.blocked(self.stage.output_shape, self._dense_halo() if self.dx else Halo())
         if self.dx:
             self.flipped = plan.arena.allocate(self.stage.weight.size)
 
     def prepare_forward(self, plan: Layout) -> None:
         """Allocate what the forward pass needs."""
-        layer, channels, windows = self.stage.layer, self.stage.input_shape[2], None
+        layer, channels = self.stage.layer, self.stage.input_shape[2]
         plan.parameters.place_plain(self.stage.weight, self.stage.bias)
         if self.pool:
-            windows = Windows(self.pool.window.size, self.pool.window.stride, plan.arena.argmax(self.shape))
+            self.windows = Windows(self.pool.window.size, self.pool.window.stride, plan.arena.argmax(self.shape))
         self.correlation = Correlation(
-            self.x, (0, 0), layer.stride, layer.kernel, channels, layer.filters, self.y, self.rectify, windows,
-            groups=layer.groups, dilation=layer.dilation,
+            layer.kernel, channels, layer.filters, layer.groups, layer.dilation,
+            x=self.x, stride=layer.stride, y=self.y, rectify=self.rectify, windows=self.windows,
         )  # fmt: skip
 
     def forward(self, plan: Layout) -> Kernels:
         return [("forward", lambda k: conv2d(k, self.correlation, *plan.parameters.weights(k, self.stage)))]
 
-    def backward(self, plan: Layout) -> Kernels:
-        def backward_weights(k: Emitter) -> None:
-            dw, db = plan.parameters.gradients(k, self.stage)
-            conv2d_backward_weights(k, self.correlation, self.d, dw, db, k.arena + self.sums)
+    def backward_weights(self, k: Emitter, plan: Layout) -> None:
+        dw, db = plan.parameters.gradients(k, self.stage)
+        conv2d_backward_weights(k, self.correlation, self.d, dw, db, k.arena + self.sums)
 
-        kernels: Kernels = []
-        windows, dx = self.correlation.windows, self.dx
-        if windows:
-            kernels.append(("unpool", lambda k: unpool(k, windows, self.y, self.dy, self.d, self.rectifies_dy)))
-        elif self.rectifies_dy:
-            kernels.append(("rectify_gradient", lambda k: rectify_gradient(k, self.y, self.dy)))
-        kernels.append(("backward_weights", backward_weights))
-        if dx:
-            kernels.append(("backward_input", lambda k: self._backward_input(k, plan, dx)))
-        return kernels
-
-    def _backward_input(self, k: Emitter, plan: Layout, dx: Blocked) -> None:
+    def backward_input(self, k: Emitter, plan: Layout) -> None:
         layer, channels = self.stage.layer, self.stage.input_shape[2]
         flipped = k.arena + self.flipped
         weights, _ = plan.parameters.weights(k, self.stage)
         flip_weights(k, weights, flipped, self.correlation)
         top, left, _, _ = (max(0, pad - self._reach) for pad in self.stage.window.pads)
-        positive = self.x if self.input_rectified else None
         back = Correlation(
-            self.d, (top, left), 1, layer.kernel, layer.filters, channels, dx, positive=positive,
-            groups=layer.groups, dilation=layer.dilation,
+            layer.kernel, layer.filters, channels, layer.groups, layer.dilation,
+            x=self.d, origin=(top, left), y=self.needed_dx, positive=self.x if self.input_rectified else None,
         )  # fmt: skip
         conv2d(k, back, flipped, None)
 
 
 @dataclass(frozen=True)
-class Correlation:
-    """y = cross-correlation of x with weights, the geometry of one forward or input-gradient pass.
+class Correlation(Geometry[Blocked]):
+    """y = cross-correlation of x with weights.
 
     Attributes:
-        x: input, its halo wide enough for every window.
-        origin: stored (row, column) of x where the first window starts.
-        stride: stored pixels from window to window.
-        kernel, channels, filters: K, C, F.
-        y: output, of the pooled shape with `windows`.
-        rectify: whether ReLU is applied.
-        windows: the max-pool fused into it, or None.
-        positive: a tensor of y's shape: y is 0 where it is not positive; None for y as it is. Not with `windows`.
-        groups: of channels and filters. dilation: stored pixels from tap to tap.
+        kernel, channels, filters: K, C, F. groups: of channels and filters. dilation: stored pixels from tap to tap.
     """
 
-    x: Blocked
-    origin: tuple[int, int]
-    stride: int
     kernel: int
     channels: int
     filters: int
-    y: Blocked
-    rectify: bool = False
-    windows: Windows[Blocked] | None = None
-    positive: Blocked | None = None
     groups: int = 1
     dilation: int = 1
 
@@ -194,10 +163,6 @@ class Correlation:
         if self.groups == self.dilation == 1:
             return 1, self.kernel * self.channels
         return self.kernel, self.channels // self.groups
-
-    def corner(self, k: Emitter, g: ir.Value) -> Pointer:
-        """Return the address where the first window starts."""
-        return self.x.stored(k, g) + (self.origin[0] * self.x.row + self.origin[1] * self.x.column)
 
     def each_group(self, k: Emitter) -> AbstractContextManager[ir.Value]:
         """Run the block for every group of filters."""
@@ -280,7 +245,7 @@ class Tile:
     filters: int
     inside: tuple[ir.Value, ir.Value]
 
-    def at(self, k: Emitter, tensor: Blocked) -> Pointer:
+    def at(self, k: Emitter, tensor: Tensor) -> Pointer:
         """Return the address of the first filter in a tensor of the output's shape."""
         return tensor.pixel(k, self.group, self.row, self.column).at(self.first, tensor.lanes)
 
@@ -297,7 +262,7 @@ def _plain(k: Emitter, conv: Correlation, tile: Tile, pixels: int) -> None:
             _store(k, conv, tile, j, value, target)
 
 
-def _pooled(k: Emitter, conv: Correlation, windows: Windows[Blocked], tile: Tile) -> None:
+def _pooled(k: Emitter, conv: Correlation, windows: Windows, tile: Tile) -> None:
     """Convolve one pooling window with the filters, and store its maxima and where they were.
 
     Part by part in a loop: LLVM would put off the maxima of parts one after the other, and keep every sum till then.
@@ -498,19 +463,3 @@ def _backward_bias(k: Emitter, d: Blocked, db: Pointer) -> None:
             for j, total in enumerate(totals):
                 k.increase(total, k.load(at + j * d.lanes))
         k.add_lanes(totals, db.at(f))
-
-
-def unpool(k: Emitter, windows: Windows[Blocked], y: Blocked, dy: Blocked, d: Blocked, rectified: bool) -> None:
-    """d = dy at each window's argmax, else 0, and 0 wherever ReLU gave 0. Pixels in no window keep their zero."""
-    rows, columns, channels = y.shape
-    with k.loop(k.groups(k.lanes)) as g, k.loop(rows) as u, k.loop(columns) as v, k.loop(channels) as c:
-        value = k.load(dy.pixel(k, g, u, v).at(c, dy.lanes))
-        if rectified:
-            value = k.where_positive(k.load(y.pixel(k, g, u, v).at(c, y.lanes)), value)
-        where = k.load_bytes(windows.argmax.pixel(k, g, u, v).at(c, windows.argmax.lanes))
-        step = d.halo.step
-        corner = d.image(k, g).at(u, windows.stride * step * d.row).at(v, windows.stride * step * d.column)
-        corner = corner.at(c, d.lanes)
-        for code, (i, j) in enumerate(windows.pixels):
-            here = k.select(k.equal(where, code), value, k.zero())
-            k.store(here, corner + (i * d.row + j * d.column) * step)
