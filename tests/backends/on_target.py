@@ -19,10 +19,6 @@ TARGETS = {
     "wide": Target(lanes=16, registers=32),
 }
 FILTERS = Network((10, 8, 1), (Conv2d(32, 3, padding="same"), ReLU(), MaxPool2d(2), Flatten(), Linear(10)))
-GENERAL = Network((7, 9, 2), (
-    Conv2d(5, 3, 2, "auto"), Sigmoid(), AvgPool2d(3, 2, "auto"), Conv2d(3, 2, 1, "full"), MaxPool2d(2, 1), Flatten(),
-    Linear(17), Sigmoid(), Linear(14),
-))  # fmt: skip
 
 NETWORKS = {
     "first": ((8, 6, 1), (Conv2d(32, 3, padding="same"), ReLU(), MaxPool2d(2), Flatten(), Linear(5))),
@@ -49,6 +45,10 @@ NETWORKS = {
     )),
     "whole image": ((8, 8, 2), (
         Conv2d(5, 3), Sigmoid(), MaxPool2d(2), Conv2d(17, 3), ReLU(), Sigmoid(), Flatten(), Linear(3),
+    )),
+    "general": ((7, 9, 2), (
+        Conv2d(5, 3, 2, "auto"), Sigmoid(), AvgPool2d(3, 2, "auto"), Conv2d(3, 2, 1, "full"), MaxPool2d(2, 1),
+        Flatten(), Linear(17), Sigmoid(), Linear(14),
     )),
     "sparse": ((12, 12, 1), (
         Conv2d(8, 3), ReLU(), Conv2d(6, 3, padding="valid"), ReLU(), MaxPool2d(2, padding="valid", stride=3), Flatten(),

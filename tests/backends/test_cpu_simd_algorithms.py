@@ -97,13 +97,6 @@ def test_tiles_of_odd_images_lie_over_each_other(cpu):
     check_every_algorithm(cpu, Network((5, 7, 3), layers))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("cpu", HERE[:-1])
-@pytest.mark.parametrize("name", NETWORKS)
-def test_every_algorithm_of_every_layer_computes_it_on_narrower_vectors(cpu, name):
-    check_every_algorithm(cpu, Network(*NETWORKS[name]))
-
-
 @pytest.mark.parametrize(
     ("layers", "fits"),
     [

@@ -17,7 +17,7 @@ SUITES = (
 def runs():
     for name, cpu in CPUS.items():
         yield pytest.param(name, (ONE_CPU,), id=name, marks=pytest.mark.thorough)
-        yield pytest.param(name, (ONE_CPU, "-m", "slow"), id=f"{name}-whole grid", marks=pytest.mark.slow)
+        yield pytest.param(name, (ONE_CPU, "-m", "slow"), id=f"{name}-every network", marks=pytest.mark.slow)
         if cpu.runs_here:
             yield pytest.param(name, (*SUITES, "-m", "not slow"), id=f"{name}-conformance", marks=pytest.mark.slow)
 

@@ -123,19 +123,3 @@ def test_time_memory_and_files_that_grow_are_seen(tmp_path, monkeypatch, last_ms
         for epoch in times
     ]
     assert (long._growth(tmp_path, samples) is None) == holds
-
-
-@pytest.mark.parametrize(
-    ("trials", "fault"),
-    [
-        ([(None, None)], None),
-        ([(None, "slower"), (None, None)], None),
-        ([(None, "slower")] * long.TRIES, "slower"),
-        ([("hung", None)], "hung"),
-    ],
-)
-def test_what_grows_does_so_every_time(tmp_path, monkeypatch, trials, fault):
-    left = list(trials)
-    monkeypatch.setattr(long, "_train", lambda folder: left.pop(0))
-    assert next(long.epochs(tmp_path, 0)) == fault
-    assert not left
