@@ -207,10 +207,14 @@ class Arena:
 
     def blocked(self, shape: Shape, halo: Halo = Halo()) -> Blocked:
         stride = math.prod(halo.around(shape)) * shape[2] * self.lanes
-        found = Blocked(self.allocate(self.groups * stride), shape, stride, self.lanes, halo)
+        return Blocked(self._filled(self.groups * stride, halo), shape, stride, self.lanes, halo)
+
+    def _filled(self, floats: int, halo: Halo) -> Offset:
+        """Return the offset of room for images with what their halo holds all over."""
+        offset = self.allocate(floats)
         if halo.value:
-            self._fills.append((found.offset, np.full(self.groups * stride, halo.value, np.float32)))
-        return found
+            self._fills.append((offset, np.full(floats, halo.value, np.float32)))
+        return offset
 
     def argmax(self, shape: Shape) -> Blocked:
         """Return a tensor of bytes, one per lane."""
@@ -225,7 +229,7 @@ class Arena:
     def nhwc(self, shape: Shape, halo: Halo = Halo()) -> NHWC:
         stride = odd_lines(math.prod(halo.around(shape)) * shape[2] + self.lanes)
         width = round_up(math.prod(shape), self.lanes)
-        return NHWC(self.allocate(self.images * stride), shape, stride, halo=halo, width=width)
+        return NHWC(self._filled(self.images * stride, halo), shape, stride, halo=halo, width=width)
 
     def constants(self, values: np.ndarray) -> Offset:
         """Return the offset of room that holds these float32 values for good."""

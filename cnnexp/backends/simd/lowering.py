@@ -170,20 +170,35 @@ class Plan:
             # in lanes nothing flattens but a change of layout: what is elementwise after a Flatten keeps the image
             shape = x.shape if isinstance(node, ElementwiseNode) and isinstance(x, Blocked) else node.shape
             halo = _reader(nodes, i).input_halo() if i + 1 < len(nodes) else Halo()
-            node.y = self._tensor(kind, shape, halo)
+            node.y = self._room(rooms, (kind, shape, halo), self._read_forward(nodes, i))
             x, dx, node.dy = node.y, None, node.y  # in `predict` nobody looks for a gradient
             if i >= first:
                 flat = i + 1 == len(nodes) or nodes[i + 1].input_layout is NC
                 halo = Halo() if flat else node.gradient_halo(i > first)
                 start = nodes.index(node.split) if isinstance(node, Sum) else i
                 until = i + 1 if i + 1 == len(nodes) else nodes.index(_reader(nodes, i))
-                share = rooms if kind is not NC and any(node.any_image for node in nodes) else {}
-                dx = node.dy = self._gradient(share, (kind, shape, halo), (start, until))
+                dx = node.dy = self._room(rooms, (kind, shape, halo), (start, until))
                 if i + 1 < len(nodes):
                     nodes[i + 1].input_rectified = node.dy_rectified = node.rectify and nodes[i + 1].rectifies_dx
 
-    def _gradient(self, rooms: Rooms, like: tuple[type[Tensor], Shape, Halo], used: tuple[int, int]) -> Tensor:
-        """Return room for a gradient that nodes use, the first to the last of them: that of one no longer used then."""
+    def _read_forward(self, nodes: list[Node], i: int) -> tuple[int, int] | None:
+        """Return the steps of the forward pass in which a node's output is used; None where the backward pass reads it.
+
+        They are numbered from -len(nodes) on: all come before those of the backward pass.
+        """
+        if i + 1 == len(nodes):
+            return None
+        last, trained = i + 1, i + 1 >= self._first_trained
+        if isinstance(nodes[last], Split):  # the sum where it ends reads this, too
+            last = nodes.index(_end(nodes, last))
+        if trained and (nodes[i].keeps_y or nodes[i + 1].keeps_x or last > i + 1):
+            return None
+        return i - len(nodes), last - len(nodes)
+
+    def _room(self, rooms: Rooms, like: tuple[type[Tensor], Shape, Halo], used: tuple[int, int] | None) -> Tensor:
+        """Return a tensor that is used in these steps: the room of one that is not used then, if there is."""
+        if used is None or like[0] is NC:
+            return self._tensor(*like)
         for tensor, others in rooms.setdefault(like, []):
             if all(used[1] < first or last < used[0] for first, last in others):
                 others.append(used)
@@ -194,9 +209,8 @@ class Plan:
     def _tensor(self, kind: type[Tensor], shape: tuple[int, ...], halo: Halo) -> Tensor:
         if kind is NC:
             return self.arena.nc(math.prod(shape))
-        if kind is NHWC:
-            return self.arena.nhwc(shape, halo)
-        return self.arena.blocked(shape if len(shape) == 3 else (1, 1, *shape), halo)
+        image = shape if len(shape) == 3 else (1, 1, *shape)
+        return (self.arena.nhwc if kind is NHWC else self.arena.blocked)(image, halo)
 
     def _gather(self, network: Network, first: Node, pixel: ir.Type) -> Kernels:
         shape = network.input_shape if len(network.input_shape) == 3 else (1, 1, *network.input_shape)

@@ -42,6 +42,7 @@ class BatchNormNode(Node[Pixels, Pixels]):
     trains = True
     any_image = True
     whole_vectors = False
+    keeps_y = False
     stage: NormStage
 
     def __init__(self, stage: NormStage, rectify: bool) -> None:

@@ -34,7 +34,8 @@ class DropoutNode(Node[Tensor, Tensor]):
     """
 
     algorithm = "dropout"
-    rectifies_dx = True
+    rectifies_dx = any_image = True
+    keeps_y = False
 
     @classmethod
     def of(cls, sections: Sequence[Section], first: bool) -> DropoutNode | None:

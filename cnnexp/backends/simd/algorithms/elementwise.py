@@ -29,7 +29,7 @@ class ElementwiseNode(Node[Tensor, Tensor]):
 
     def __init__(self, stage: ElementwiseStage, shape: tuple[int, ...]) -> None:
         super().__init__(stage.name, shape)
-        self.layer = stage.layer
+        self.layer, self.any_image = stage.layer, len(shape) == 3
 
     def work(self, target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
         # an exponential takes some twenty instructions, a comparison two

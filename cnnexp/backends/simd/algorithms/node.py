@@ -93,7 +93,7 @@ class Node(Generic[X, Y]):
     """What a vector holds many of, e.g. `filters`; empty where nothing is multiplied."""
     input_layout: type[Tensor] | None = None
     """The layout of the input, `Blocked`, `NC` or `NHWC`; None for either, and the output is of the same."""
-    any_image: ClassVar[bool] = False
+    any_image: bool = False
     """Whether it takes an image in either layout, where `input_layout` names none."""
     output_layout: type[Tensor] | None = None
     """The layout of the output."""
@@ -103,6 +103,10 @@ class Node(Generic[X, Y]):
     """Whether it has taken in a ReLU."""
     whole_vectors: ClassVar[bool] = True
     """Whether its kernels go by vectors of images, and may write a whole one where a tile has fewer images."""
+    keeps_x: bool = True
+    """Whether its backward pass reads its input."""
+    keeps_y: ClassVar[bool] = True
+    """Whether its backward pass reads its output."""
     rectifies_dx: ClassVar[bool] = False
     """Whether it can see to a ReLU before it when it stores dx."""
 

@@ -16,6 +16,7 @@ class Reorder(Node[Tensor, Tensor]):
     """Changes layout, from blocked or to it."""
 
     algorithm = "reorder"
+    keeps_x = keeps_y = False
 
     def __init__(self, name: str, shape: tuple[int, ...], from_: type[Tensor], to: type[Tensor]) -> None:
         super().__init__(name, shape)

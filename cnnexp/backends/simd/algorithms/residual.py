@@ -72,6 +72,7 @@ class Sum(Node[Tensor, Tensor]):
     algorithm = "residual"
     any_image = True
     whole_vectors = False
+    keeps_x = False
     split: Split
 
     @classmethod
