@@ -9,7 +9,7 @@ import numpy as np
 from llvmlite import ir
 
 from cnnexp.backends.simd.algorithms.cost import Work, passes
-from cnnexp.backends.simd.algorithms.elementwise import apply, same
+from cnnexp.backends.simd.algorithms.elementwise import copy_gradient
 from cnnexp.backends.simd.algorithms.node import Node, Section
 from cnnexp.backends.simd.compiler.emit import INDEX, INT, Emitter, Kernels, Pointer, Target
 from cnnexp.backends.simd.layouts import Blocked, Halo, Layout, Tensor
@@ -135,4 +135,4 @@ class Pool(Node[Tensor, Tensor]):
                 here = k.select(k.builder.icmp_signed("==", where, code), value, k.zero()) if where else value
                 k.store_part(here if tiled else k.add(k.load(at), here), at, valid)
         if spread is not dx:
-            apply(k, same, spread, dx)
+            copy_gradient(k, None, spread, dx)
