@@ -14,7 +14,7 @@ import numpy as np
 from llvmlite import ir
 
 from cnnexp.backends.simd.algorithms.cost import Work, passes
-from cnnexp.backends.simd.algorithms.elementwise import apply, same
+from cnnexp.backends.simd.algorithms.elementwise import copy_gradient
 from cnnexp.backends.simd.algorithms.node import Node, Section
 from cnnexp.backends.simd.compiler.emit import INDEX, INT, Emitter, Kernels, Pointer, Target
 from cnnexp.backends.simd.layouts import NC, Blocked, Layout, Tensor, round_up, runs
@@ -77,7 +77,7 @@ class DropoutNode(Node[Tensor, Tensor]):
                 with masks:
                     self._mask(k, self.x, self.y)
                 with copies:
-                    apply(k, same, self.x, self.y)
+                    copy_gradient(k, None, self.x, self.y)
 
         return [("forward", run)]
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-
-from llvmlite import ir
+from collections.abc import Iterable, Sequence
 
 from cnnexp.backends.simd.algorithms.cost import Work, passes
 from cnnexp.backends.simd.algorithms.node import Node, Section
@@ -13,8 +11,6 @@ from cnnexp.backends.simd.compiler.emit import Emitter, Kernels, Pointer, Target
 from cnnexp.backends.simd.compiler.trace import MATHS, emitted
 from cnnexp.backends.simd.layouts import Layout, Tensor, vectors
 from cnnexp.network import ElementwiseStage, LeakyReLU, ReLU
-
-Map = Callable[[Emitter, ir.Value], ir.Value]
 
 
 class ElementwiseNode(Node[Tensor, Tensor]):
@@ -38,7 +34,13 @@ class ElementwiseNode(Node[Tensor, Tensor]):
 
     def forward(self, plan: Layout) -> Kernels:
         rule = emitted(self.layer.rule(MATHS))
-        return [("forward", lambda k: apply(k, rule, self.x, self.y))]
+
+        def run(k: Emitter) -> None:
+            """y = rule(x)."""
+            for (x, y), valid in vectors(k, self.x, self.y):
+                k.store_part(rule(k, k.load(x)), y, valid)
+
+        return [("forward", run)]
 
     def backward(self, plan: Layout) -> Kernels:
         derivative = emitted(self.layer.derivative(MATHS))
@@ -51,16 +53,6 @@ class ElementwiseNode(Node[Tensor, Tensor]):
         return [("backward", run)]
 
 
-def same(k: Emitter, x: ir.Value) -> ir.Value:
-    return x
-
-
-def apply(k: Emitter, function: Map, x: Tensor, y: Tensor) -> None:
-    """y = function(x)."""
-    for (source, target), valid in vectors(k, x, y):
-        k.store_part(function(k, k.load(source)), target, valid)
-
-
 def copy_gradient(k: Emitter, y: Tensor | None, dy: Tensor, d: Tensor) -> None:
     """d = dy, 0 wherever ReLU gave y = 0; d may be dy."""
     pass_gradient(k, vectors(k, *((dy, d) if y is None else (dy, d, y))))
@@ -69,5 +61,4 @@ def copy_gradient(k: Emitter, y: Tensor | None, dy: Tensor, d: Tensor) -> None:
 def pass_gradient(k: Emitter, places: Iterable[tuple[list[Pointer], int]]) -> None:
     """Copy vectors from the first of their places to the second, 0 wherever the third, if there is one, is not > 0."""
     for (source, target, *positive), valid in places:
-        value = k.load(source)
-        k.store_part(k.where_positive(k.load(positive[0]), value) if positive else value, target, valid)
+        k.store_part(k.finish(k.load(source), positive=positive[0] if positive else None), target, valid)

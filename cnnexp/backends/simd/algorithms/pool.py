@@ -9,18 +9,16 @@ import numpy as np
 from llvmlite import ir
 
 from cnnexp.backends.simd.algorithms.cost import Work, passes
-from cnnexp.backends.simd.algorithms.elementwise import apply, same
+from cnnexp.backends.simd.algorithms.elementwise import copy_gradient
 from cnnexp.backends.simd.algorithms.node import Node, Section
 from cnnexp.backends.simd.compiler.emit import INDEX, INT, Emitter, Kernels, Pointer, Target
-from cnnexp.backends.simd.layouts import NHWC, Blocked, Halo, Layout
+from cnnexp.backends.simd.layouts import Blocked, Halo, Layout, Tensor
 from cnnexp.network import MaxPool2d, PoolStage
 
-Pixels = Blocked | NHWC
-
-Place = Callable[[Pixels], Pointer]
+Place = Callable[[Tensor], Pointer]
 
 
-class Pool(Node[Pixels, Pixels]):
+class Pool(Node[Tensor, Tensor]):
     """MaxPool2d or AvgPool2d where no convolution takes it in."""
 
     stage: PoolStage
@@ -74,7 +72,7 @@ class Pool(Node[Pixels, Pixels]):
     def backward(self, plan: Layout) -> Kernels:
         return [("backward", self._backward)]
 
-    def _windows(self, k: Emitter, seen: Pixels) -> Iterator[tuple[Pointer, Place, ir.Value, int]]:
+    def _windows(self, k: Emitter, seen: Tensor) -> Iterator[tuple[Pointer, Place, ir.Value, int]]:
         """Run what follows for every vector of the output.
 
         Yields where its window begins in what is seen; the address of a vector of the output's shape; 1 / the number
@@ -87,12 +85,12 @@ class Pool(Node[Pixels, Pixels]):
             corner = first.at(u, self.stride * seen.row).at(v, self.stride * seen.column)
             for c, valid in k.vectors(channels * seen.lanes):
 
-                def place(tensor: Pixels, c: ir.Value = c) -> Pointer:
+                def place(tensor: Tensor, c: ir.Value = c) -> Pointer:
                     return tensor.pixel(k, n, u, v).at(c, k.lanes)
 
                 yield corner.at(c, k.lanes), place, share, valid
 
-    def _pixels(self, k: Emitter, seen: Pixels, corner: Pointer) -> Iterator[tuple[Pointer, ir.Value]]:
+    def _pixels(self, k: Emitter, seen: Tensor, corner: Pointer) -> Iterator[tuple[Pointer, ir.Value]]:
         """Run what follows for every pixel of a window: its address, and in all lanes its number."""
         with k.loop(self.size) as i, k.loop(self.size) as j:
             code = k.builder.trunc(k.builder.add(k.builder.mul(i, INDEX(self.size)), j), INT)
@@ -137,4 +135,4 @@ class Pool(Node[Pixels, Pixels]):
                 here = k.select(k.builder.icmp_signed("==", where, code), value, k.zero()) if where else value
                 k.store_part(here if tiled else k.add(k.load(at), here), at, valid)
         if spread is not dx:
-            apply(k, same, spread, dx)
+            copy_gradient(k, None, spread, dx)

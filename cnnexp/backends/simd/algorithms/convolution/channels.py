@@ -236,13 +236,9 @@ def finish(
             code = conv.windows.argmax.pixel(k, n, u, v).at(panel.vector, k.lanes // 4)
             k.store_bytes(where, code + vector * (k.lanes // 4))
         # what follows the sum, and no lane past the last filter
-        if bias is not None:
-            value = k.add(value, k.load(panel.outputs(bias) + at))
-        if conv.rectify:
-            value = k.rectify(value)
-        if conv.positive:
-            value = k.where_positive(k.load(panel.outputs(_pixel(k, conv, n, u, v, conv.positive)) + at), value)
-        k.store_part(value, target + at, valid)
+        added = None if bias is None else k.load(panel.outputs(bias) + at)
+        positive = panel.outputs(_pixel(k, conv, n, u, v, conv.positive)) + at if conv.positive else None
+        k.store_part(k.finish(value, added, conv.rectify, positive), target + at, valid)
 
 
 def pieces(conv: Sum, d: NHWC, cache: int) -> tuple[int, int]:

@@ -73,8 +73,7 @@ class Depthwise(ConvolutionNode[NHWC]):
             weights, bias = plan.parameters.weights(k, self.stage)
 
             def finish(value: ir.Value, channel: ir.Value, _: Place) -> ir.Value:
-                value = value if bias is None else k.add(value, k.load(bias.at(channel)))
-                return k.rectify(value) if self.rectify else value
+                return k.finish(value, None if bias is None else k.load(bias.at(channel)), self.rectify)
 
             phases = forward(self.stage, 0), forward(self.stage, 1)
             add_taps(k, (self.x, self.y), phases, self._tap(weights), finish)
@@ -88,7 +87,7 @@ class Depthwise(ConvolutionNode[NHWC]):
         tap = self._tap(plan.parameters.weights(k, self.stage)[0])
 
         def finish(value: ir.Value, channel: ir.Value, at: Place) -> ir.Value:
-            return k.where_positive(k.load(at(self.x).at(channel)), value) if self.input_rectified else value
+            return k.finish(value, positive=at(self.x).at(channel) if self.input_rectified else None)
 
         for phases in itertools.product(seen_by(self.stage, 0), seen_by(self.stage, 1)):
             add_taps(k, (self.d, self.needed_dx), phases, tap, finish)

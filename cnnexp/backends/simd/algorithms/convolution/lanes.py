@@ -17,7 +17,6 @@ benchmarks.kernels --algorithms`, Zen 3, AVX2).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -257,9 +256,9 @@ def _plain(k: Emitter, conv: Correlation, tile: Tile, pixels: int) -> None:
         target = tile.at(k, conv.y) + i * conv.y.column * conv.y.halo.step
         positive = tile.at(k, conv.positive) + i * conv.positive.column if conv.positive else None
         for j, value in enumerate(totals[i]):
-            if positive:
-                value = k.where_positive(k.load(positive + j * k.lanes), value)
-            _store(k, conv, tile, j, value, target)
+            bias = None if tile.bias is None else k.splat(tile.bias + j)
+            value = k.finish(value, bias, conv.rectify, positive + j * k.lanes if positive else None)
+            k.store(value, target + j * conv.y.lanes)
 
 
 def _pooled(k: Emitter, conv: Correlation, windows: Windows, tile: Tile) -> None:
@@ -292,15 +291,9 @@ def _pooled(k: Emitter, conv: Correlation, windows: Windows, tile: Tile) -> None
     # bias, ReLU, and the argmax as a byte
     target, code_target = tile.at(k, conv.y), tile.at(k, argmax)
     for j, (best, where) in enumerate(found):
-        _store(k, conv, tile, j, best.get(), target)
+        bias = None if tile.bias is None else k.splat(tile.bias + j)
+        k.store(k.finish(best.get(), bias, conv.rectify), target + j * conv.y.lanes)
         k.store_bytes(where.get(), code_target + j * argmax.lanes)
-
-
-def _store(k: Emitter, conv: Correlation, tile: Tile, j: int, value: ir.Value, target: Pointer) -> None:
-    """Store filter j's value, with its bias and through the ReLU."""
-    if tile.bias is not None:
-        value = k.add(value, k.splat(tile.bias + j))
-    k.store(k.rectify(value) if conv.rectify else value, target + j * conv.y.lanes)
 
 
 def _dot(k: Emitter, conv: Correlation, tile: Tile, pixels: list[tuple[int, int]]) -> list[list[ir.Value]]:
@@ -373,14 +366,11 @@ def conv2d_backward_weights(
                 r, f = k.scaled(tap_block, taps, first_tap), k.scaled(filter_block, filters, first_filter)
                 f = k.builder.add(k.builder.mul(e, INDEX(each)), f)
                 place = k.builder.add(k.builder.mul(i, INDEX(runs)), j)
-
                 # where the taps lie in x, from the corner of a window
-                def seen(corner: Pointer, i=i, j=j, e=e, r=r) -> Pointer:  # type: ignore[no-untyped-def]
-                    corner = corner.at(i, conv.dilation * x.row).at(j, conv.dilation * x.column)
-                    return corner.at(e, run * x.lanes if conv.groups > 1 else 0).at(r, x.lanes)
-
+                across = k.scaled(k.builder.add(k.scaled(e, run), r), x.lanes)
+                down = k.builder.add(k.scaled(i, conv.dilation * x.row), k.scaled(j, conv.dilation * x.column))
                 target = dw.at(place, run * conv.filters).at(r, conv.filters).at(f)
-                _weight_block(k, conv, d, seen, f, (taps, filters), target, sums)
+                _weight_block(k, conv, d, (k.builder.add(down, across), f), (taps, filters), target, sums)
     if db is not None:
         _backward_bias(k, d, db)
 
@@ -414,8 +404,7 @@ def _weight_block(
     k: Emitter,
     conv: Correlation,
     d: Blocked,
-    seen: Callable[[Pointer], Pointer],
-    f: ir.Value,
+    first: tuple[ir.Value, ir.Value],
     size: tuple[int, int],
     dw: Pointer,
     sums: Pointer,
@@ -423,10 +412,10 @@ def _weight_block(
     """Add to a block of dw, some taps of some filters.
 
     Args:
-        seen: returns where the first tap lies, from the corner of a window. f: the first filter. size: taps, filters.
+        first: where the first tap lies, from the corner of a window; and the first filter. size: taps, filters.
         dw: of the first tap and filter.
     """
-    x, (taps, filters) = conv.x, size
+    x, (seen, f), (taps, filters) = conv.x, first, size
     rows, columns, _ = d.shape
     most_columns = max(4, CACHED_VECTORS // (conv.stride * conv.channels + filters))
     most_taps, most_filters = gradient_tile(k.target.registers)
@@ -435,7 +424,7 @@ def _weight_block(
     k.clear(sums, taps * filters)
     # row by row of all images, a piece of it at a time
     with k.loop(k.groups(k.lanes)) as g, k.loop(rows) as p:
-        source = seen(conv.corner(k, g)).at(p, conv.stride * x.row)
+        source = conv.corner(k, g).at(seen).at(p, conv.stride * x.row)
         gradient = d.pixel(k, g, p, 0).at(f, d.lanes)
         for q, piece in k.chunks(columns, most_columns):
             # all tiles of the block along this piece
