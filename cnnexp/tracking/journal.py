@@ -31,29 +31,10 @@ from cnnexp.measuring.explanation import changes, sides_of
 from cnnexp.measuring.interference import Interference
 from cnnexp.network import Network
 from cnnexp.system.registry import VARIABLE, files
-from cnnexp.tracking import verdict
-from cnnexp.tracking.events import (
-    DISTURBED,
-    EXAMPLE,
-    FOLDER,
-    JOURNAL,
-    LACKING,
-    MODEL,
-    RUN,
-    SCHEMA,
-    Journal,
-    note,
-    open_journal,
-)
+from cnnexp.tracking import events, verdict
+from cnnexp.tracking.events import JOURNAL, MODEL, Journal, note, open_journal
 from cnnexp.tracking.folder import RunLock
-from cnnexp.tracking.metrics import (
-    class_metrics,
-    default_name,
-    epoch_metrics,
-    flatten,
-    predicted_classes,
-    summary,
-)
+from cnnexp.tracking.metrics import class_metrics, default_name, epoch_metrics, flatten, predicted_classes, summary
 from cnnexp.tracking.pipe import ANSWER_S, NoAnswerYet, Recorder, RecorderDied
 from cnnexp.training.checkpoint import as_result, holds_checkpoints, plain_result
 from cnnexp.training.loop import EpochResult, Observer
@@ -69,28 +50,43 @@ MOST_REASONS = 2  # that a verdict gives for a speedup; `cnnexp explain` gives a
 class Record(ABC):
     """The journal of a folder, a run's or a sweep's, and the recorder that brings the store up to it.
 
-    The folder is locked from here to `_end`. The arguments are those of `Run`.
+    Args:
+        folder: where the journal, the figures and the model go; made here, and locked until the end of the record.
+        config: the resolved config, section -> key -> value, with secrets left out.
+        overrides: what the user typed, e.g. `["model.filters=32"]`; part of the name.
+        recorder: None records in the folder alone.
+        name: None makes one up from the config.
+        parent: `begun` of the sweep's record.
+        contended: whether other runs compute at the same time; then no speedup is claimed.
+        earlier: the folder of the run that this one goes on with, perhaps its own, whose journal is then continued;
+            where the config is the same, the MLflow run goes on, too.
+
+    Raises:
+        ConfigError: another run is in the folder now, or the folder holds one that is not `earlier`.
     """
 
-    kind, key = RUN, "hydra.run.dir"  # of the config: names the folder
+    kind, key = events.RUN, "hydra.run.dir"  # of the config: names the folder
+    id: str | None = None  # of the MLflow run
+    begun: Mapping[str, Any] = {}  # what `Store.begin` is given
+    lost: TrackingError | None = None  # why the store lacks something
 
     def __init__(
         self,
         folder: Path,
         config: Mapping[str, Any],
-        overrides: Sequence[str],
-        recorder: Recorder | None,
-        name: str,
+        overrides: Sequence[str] = (),
+        recorder: Recorder | None = None,
+        name: str | None = None,
+        parent: Mapping[str, Any] | None = None,
         contended: bool = False,
         earlier: Path | None = None,
     ) -> None:
-        self.folder, self.name, self.contended = Path(folder), name, contended
-        self.id: str | None = None
-        self.begun: dict[str, Any] = {}  # what `Store.begin` is given
-        self.metrics: dict[str, float] = {}
-        self.verdict: list[verdict.Row] = []
-        self.lost: TrackingError | None = None
-        self._config, self._recorder = config, recorder
+        self.folder, self.name, self.contended = Path(folder), name or default_name(config, overrides), contended
+        self.metrics: dict[str, float] = {}  # what is recorded once, at the end
+        self.verdict: list[verdict.Row] = []  # what it ends with; empty without an epoch
+        # takes what a finished run's verdict says: its results before the store has them, then where they are
+        self.show: Callable[[Sequence[verdict.Row]], None] = lambda rows: None
+        self._config, self._recorder, self._parent = config, recorder, parent
         self._artifacts: list[tuple[str, str | None]] = []
         self.folder.mkdir(parents=True, exist_ok=True)
         goes_on = earlier is not None and Path(earlier).resolve() == self.folder.resolve()
@@ -105,7 +101,7 @@ class Record(ABC):
         self._noted = set(self._known) if goes_on else set[int]()
         self._journal = open_journal(self.folder / JOURNAL, goes_on)
         facts = {"overrides": list(overrides), "config": config, "config_hash": self._hash, "contended": contended}
-        note(self._journal, "job", schema=SCHEMA, kind=self.kind, name=name, **facts)
+        note(self._journal, "job", schema=events.SCHEMA, kind=self.kind, name=self.name, **facts)
 
     def _lock(self, earlier: Path | None, goes_on: bool) -> contextlib.ExitStack:
         """Return what unlocks the folder, and the one that it goes on from, once they are locked."""
@@ -123,7 +119,7 @@ class Record(ABC):
 
     def _begin(self, tags: Mapping[str, str], params: Mapping[str, str], **more: Any) -> None:
         """Begin the record: what is given and made up here is what `Store.begin` is given."""
-        own = {"kind": self.kind, "config_hash": self._hash, FOLDER: str(self.folder.resolve())}
+        own = {"kind": self.kind, "config_hash": self._hash, events.FOLDER: str(self.folder.resolve())}
         self.begun = {"name": self.name, "params": params, "tags": {**own, **tags}, **more, "key": self._key}
         note(self._journal, "begin", **self.begun)
 
@@ -184,62 +180,19 @@ class Run(Record, Observer):
 
     Leaving the block ends the run: FINISHED, KILLED after Ctrl-C or SIGTERM, FAILED after any other exception, which
     goes on to the caller.
-
-    Args:
-        folder: where the journal, the figures and the model go; made here.
-        config: the resolved config, section -> key -> value, with secrets left out.
-        overrides: what the user typed, e.g. `["model.filters=32"]`; part of the name.
-        recorder: None records in the folder alone.
-        name: None makes one up from the config.
-        parent: `begun` of the sweep's record.
-        contended: whether other runs compute at the same time; then no speedup is claimed.
-        earlier: the folder of the run that this one goes on with, perhaps its own, whose journal is then continued;
-            where the config is the same, the MLflow run goes on, too.
-
-    Raises:
-        ConfigError: another run is in the folder now, or the folder holds one that is not `earlier`.
-
-    Attributes:
-        id: of the MLflow run, None without one.
-        contended: as given.
-        epochs: the results so far.
-        metrics: what is recorded once, at the end.
-        profile: where the time went, None unless asked for.
-        interference: what other work took of the time, None where it is not known.
-        parts: by the name of a backend, the share of its training step by part.
-        course: how the run began and ended.
-        verdict: what the run ends with, once it has ended; empty without an epoch.
-        model: the checkpoint that is the run's model, should it end now; MLflow gets it as one that it can load.
-        augmented: the first images as the first epoch sees them, None where no augmentation is.
-        show: takes what the verdict of a finished run says: its results before the store has them, then where they are.
     """
 
-    _dataset: Dataset  # once begun
-
-    def __init__(
-        self,
-        folder: Path,
-        config: Mapping[str, Mapping[str, Any]],
-        overrides: Sequence[str] = (),
-        recorder: Recorder | None = None,
-        name: str | None = None,
-        parent: Mapping[str, Any] | None = None,
-        contended: bool = False,
-        earlier: Path | None = None,
-    ) -> None:
-        super().__init__(
-            folder, config, overrides, recorder, name or default_name(config, overrides), contended, earlier
-        )
-        self.epochs: list[EpochResult] = []
-        self._tags: dict[str, str] = {}
-        self.profile: Mapping[str, Any] | None = None
-        self.interference: Interference | None = None
-        self.parts: dict[str, Mapping[str, float]] = {}
-        self.course = verdict.Course()
-        self.augmented: np.ndarray | None = None
-        self._parent, self._skipped = parent, False
-        self.model: Path | None = None
-        self.show: Callable[[Sequence[verdict.Row]], None] = lambda rows: None
+    # once begun: the data, the results so far, and by the name of a backend the share of its training step by part
+    _dataset: Dataset
+    epochs: list[EpochResult]
+    parts: dict[str, Mapping[str, float]]
+    profile: Mapping[str, Any] | None = None  # where the time went
+    interference: Interference | None = None  # what other work took of the time
+    course = verdict.Course()  # how the run began and ended
+    model: Path | None = None  # the checkpoint that is the run's model, should it end now, for MLflow to load
+    augmented: np.ndarray | None = None  # the first images as the first epoch sees them
+    _tags: Mapping[str, str] = {}
+    _skipped = False
 
     def __enter__(self) -> Self:
         return self
@@ -263,7 +216,7 @@ class Run(Record, Observer):
         """
         if self._recorder is not None:
             self._recorder.check()
-        self._dataset = dataset
+        self._dataset, self.epochs, self.parts = dataset, [], {}
         self.metrics["model/parameters"] = network.parameter_count
         tags = {
             **{group: str(self._config[group]["name"]) for group in ("backend", "model", "dataset", "optimizer")},
@@ -361,12 +314,12 @@ class Run(Record, Observer):
         return look
 
     def summarize(self, metrics: Mapping[str, float]) -> None:
-        """Add metrics that are recorded once, e.g. `{"time/compile_s": 1.2}`."""
+        """Add to `metrics`, e.g. `{"time/compile_s": 1.2}`."""
         self.metrics.update(metrics)
 
     def tag(self, name: str, value: str) -> None:
         """Add a tag that becomes known only after `begin`."""
-        self._tags[name] = value
+        self._tags = {**self._tags, name: value}
 
     def add_profile(self, profile: Mapping[str, Any]) -> None:
         """Store where the time went: `ledger.report`."""
@@ -381,11 +334,11 @@ class Run(Record, Observer):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         status = "SKIPPED" if self._skipped else _status(error)
-        tags = self._tags if error is None else {**self._tags, "error": _one_line(error)}
+        tags = {**self._tags, **({} if error is None else {"error": _one_line(error)})}
         if isinstance(error, Diverged):
             tags["diverged"] = "true"
         with self._locks, self._journal:
-            if self.epochs:
+            if self.begun and self.epochs:
                 self._summarize(status, tags)
             self._end(status, tags, drawn=status == "FINISHED")
         if self.lost is not None and error is None:
@@ -395,37 +348,32 @@ class Run(Record, Observer):
             )
 
     def _summarize(self, status: str, tags: dict[str, str]) -> None:
-        self.metrics.update(summary(self.epochs, self.contended, self._config["trainer"].get("target")))
+        """Come to the results of the epochs, of which there is one at least."""
+        baseline, target = (self._config["trainer"].get(key) for key in ("baseline", "target"))
+        self.metrics.update(summary(self.epochs, self.contended, target))
         if self.interference is not None:
             self.metrics["time/others_share"] = self.interference.others
             if self.interference.known:
-                tags[DISTURBED] = str(self.interference.disturbed).lower()
-        if status == "FINISHED":
-            predicted = predicted_classes(self.epochs[-1].scores)
-            labels = self._dataset.test.labels[: len(predicted)]
-            np.savez_compressed(self.folder / PREDICTIONS, labels=labels, predicted=predicted)
-            if self._recorder is not None and self.model is not None:
-                self._save_model(self.model)
-        self.verdict = self._results(status)
-        if status == "FINISHED":
-            self.show(self.verdict)
-
-    def _results(self, status: str) -> list[verdict.Row]:
-        """Return what the verdict says of the epochs, of which there is one at least."""
-        baseline = self._config["trainer"].get("baseline")
-        rows = verdict.run_rows(
+                tags[events.DISTURBED] = str(self.interference.disturbed).lower()
+        self.verdict = verdict.run_rows(
             self.epochs, self.metrics, baseline, self.contended, self.interference, self.parts, self.course
         )
-        target = self._config["trainer"].get("target")
         if target is not None:
-            rows.append(("target", verdict.to_target(target, self.metrics)))
+            self.verdict.append(("target", verdict.to_target(target, self.metrics)))
         if self.profile is not None:
-            rows += [("why", text) for text in changes(sides_of(self.profile))[:MOST_REASONS]]
-        ended = [] if status == "FINISHED" else [("status", f"{status} after {self.epochs[-1].epoch} epochs")]
-        return [*ended, *rows]
+            self.verdict += [("why", text) for text in changes(sides_of(self.profile))[:MOST_REASONS]]
+        if status != "FINISHED":
+            self.verdict.insert(0, ("status", f"{status} after {self.epochs[-1].epoch} epochs"))
+            return
+        predicted = predicted_classes(self.epochs[-1].scores)
+        labels = self._dataset.test.labels[: len(predicted)]
+        np.savez_compressed(self.folder / PREDICTIONS, labels=labels, predicted=predicted)
+        if self._recorder is not None and self.model is not None:
+            self._save_model(self.model)
+        self.show(self.verdict)
 
     def _conclude(self, status: str) -> str | None:
-        if not self.epochs:
+        if not self.verdict:
             return None
         run = self.id or self.folder
         offers = ("ui", self.id), (f"predict {run} IMAGE", run), (f"explain {run}", self.profile)
@@ -440,7 +388,7 @@ class Run(Record, Observer):
         """Leave for the recorder what it makes a model of."""
         test, folder = self._dataset.test.images, self.folder / MODEL
         folder.mkdir(exist_ok=True)
-        (folder / EXAMPLE).write_text(json.dumps(test[:1].tolist()), encoding="utf-8")
+        (folder / events.EXAMPLE).write_text(json.dumps(test[:1].tolist()), encoding="utf-8")
         note(
             self._journal,
             "model",
@@ -493,7 +441,7 @@ def _status(error: BaseException | None) -> str:
     if error is None:
         return "FINISHED"
     if isinstance(error, BackendUnavailable):
-        return LACKING
+        return events.LACKING
     return "KILLED" if isinstance(error, KeyboardInterrupt | SystemExit) else "FAILED"
 
 

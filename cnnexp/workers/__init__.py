@@ -12,9 +12,6 @@ from typing import Any, ClassVar, Literal
 from cnnexp.backends.protocol import Backend, Program
 from cnnexp.errors import ConfigError
 from cnnexp.measuring.environment import launched_rank
-from cnnexp.network import Network
-from cnnexp.network.losses import Loss
-from cnnexp.optimizers import Optimizer
 from cnnexp.system.ranges import check_range
 from cnnexp.system.registry import Registry
 from cnnexp.workers.replica import Spec, divide_threads
@@ -33,10 +30,10 @@ class Alone:
         """Return the backend as each worker of this machine has it: its threads are divided among them."""
         return backend
 
-    def compile(self, backend: Backend, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> Program:
-        """As `Backend.compile`."""
+    def compile(self, backend: Backend, *compiling: Any) -> Program:
+        """As `Backend.compile`, whose arguments follow."""
         _refuse_idle_ranks(self.name)
-        return backend.compile(network, loss, optimizer, batch_size)
+        return backend.compile(*compiling)
 
 
 @dataclass(frozen=True)
@@ -61,15 +58,16 @@ class _Parallel:
             raise ConfigError(f"workers.period={self.period}: only with workers.sync=parameters, not {self.sync}")
         check_range("workers.heartbeat_timeout_s", self.heartbeat_timeout_s, ">= 1 seconds")
 
+    def _spec(self, workers: int, *compiling: Any) -> Spec:
+        spec = Spec(*(*compiling, self.sync, self.period))
+        if spec.batch_size < workers:
+            raise ConfigError(f"trainer.batch_size={spec.batch_size}: must be >= {workers}, one image per worker")
+        return spec
+
 
 @dataclass(frozen=True)
 class Local(_Parallel):
-    """Processes of this machine.
-
-    Attributes:
-        count: how many, >= 1; one is the backend's own program.
-        sync, period, heartbeat_timeout_s: as `_Parallel`.
-    """
+    """Processes of this machine, `count` of them, >= 1; one is the backend's own program."""
 
     name: ClassVar[str] = "local"
     count: int = 2
@@ -79,19 +77,15 @@ class Local(_Parallel):
         check_range("workers.count", self.count, ">= 1")
 
     def share_cores(self, backend: Backend) -> Backend:
-        """As `Alone.share_cores`."""
         return divide_threads(backend, self.count)
 
-    def compile(self, backend: Backend, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> Program:
-        """As `Backend.compile`; the threads are divided among the workers."""
+    def compile(self, backend: Backend, *compiling: Any) -> Program:
         from cnnexp.workers.local import compile_local
 
         _refuse_idle_ranks(self.name)
-        _check_batch(batch_size, self.count)
         if self.count == 1:
-            return backend.compile(network, loss, optimizer, batch_size)
-        own = self.share_cores(backend)
-        spec = Spec(own, network, loss, optimizer, batch_size, self.sync, self.period)
+            return backend.compile(*compiling)
+        spec = self._spec(self.count, self.share_cores(backend), *compiling)
         return compile_local(spec, self.count, self.heartbeat_timeout_s)
 
 
@@ -103,24 +97,21 @@ class Mpi(_Parallel):
 
     @property
     def count(self) -> int:
-        """How many workers."""
         from cnnexp.workers.mpi import group_size
 
         return group_size()
 
     def share_cores(self, backend: Backend) -> Backend:
-        """As `Alone.share_cores`, for rank 0's machine."""
+        """As `Alone.share_cores`, for rank 0's machine; each rank does it for its own when it compiles."""
         from cnnexp.workers.mpi import session
 
         return divide_threads(backend, session().collective.host_size) if self.count > 1 else backend
 
-    def compile(self, backend: Backend, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> Program:
+    def compile(self, backend: Backend, *compiling: Any) -> Program:
         """As `Backend.compile`, on rank 0; the others serve (see `cnnexp.workers.mpi`)."""
         from cnnexp.workers.mpi import compile_mpi
 
-        _check_batch(batch_size, self.count)
-        spec = Spec(backend, network, loss, optimizer, batch_size, self.sync, self.period)
-        return compile_mpi(spec, self.heartbeat_timeout_s)
+        return compile_mpi(self._spec(self.count, backend, *compiling), self.heartbeat_timeout_s)
 
 
 Workers = Alone | Local | Mpi
@@ -132,8 +123,3 @@ def _refuse_idle_ranks(name: str) -> None:
 
     if launched_rank() is not None and group_size() > 1:
         raise ConfigError(f"workers={name}: but {group_size()} MPI processes were started; add workers=mpi")
-
-
-def _check_batch(batch_size: int, workers: int) -> None:
-    if batch_size < workers:
-        raise ConfigError(f"trainer.batch_size={batch_size}: must be >= {workers}, one image per worker")

@@ -21,7 +21,7 @@ from cnnexp.network import DropoutStage, ElementwiseStage, FlattenStage, Linear,
 from cnnexp.network.losses import Loss, Totals, compute
 from cnnexp.optimizers import Optimizer
 from cnnexp.workers.collective import Collective, share, shares
-from cnnexp.workers.replica import NOTHING, Loaded, Replica, Spec
+from cnnexp.workers.replica import Loaded, Replica, Spec
 
 
 class HybridReplica(Replica):
@@ -46,9 +46,8 @@ class HybridReplica(Replica):
                 f"workers.sync=hybrid: backend={spec.backend.name} compiles a network as one piece; use a backend that "
                 "runs layer by layer, e.g. cpu-parallel"
             )
-        super().__init__(program, collective, spec.batch_size)
-        self._features = program
-        self.network, self.loss, self.batch_size = spec.network, spec.loss, spec.batch_size
+        super().__init__(spec, collective, program)
+        self._features, self.network, self.loss = program, spec.network, spec.loss
         self._head = Head(spec.network, spec.optimizer, first, cast(Collective, self.collective))
         self._shared = features.parameter_count
 
@@ -84,14 +83,10 @@ class HybridReplica(Replica):
             own[:] = head.own(state.get(name, zeros)[shared:])
         head.step, head.seed = int(state.get("step", 0)), int(state.get("seed", 0))
 
-    def _train(self, split: Loaded, order: np.ndarray, rates: np.ndarray) -> Totals:
-        totals = NOTHING
-        for step, rate in enumerate(rates):
-            with one_blas_thread():
-                batch = order[step * self.batch_size : (step + 1) * self.batch_size]
-                batch_totals, gradient = self._compute(split, batch)
-                self._apply(gradient, float(rate))
-            totals += batch_totals
+    def _step(self, split: Loaded, batch: np.ndarray, rate: float) -> Totals:
+        with one_blas_thread():
+            totals, gradient = self._compute(split, batch)
+            self._apply(gradient, rate)
         return totals
 
     def _forward(self, split: Loaded, batch: np.ndarray, trains: bool) -> np.ndarray:

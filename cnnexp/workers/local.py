@@ -165,24 +165,18 @@ class LocalCollective:
             self._check()
 
 
-class Heartbeats:
-    """This worker's signs of life, and looks at the others': a process that is stopped does not die, so none sees it.
+def _watch(shared: SharedBuffer, rank: int, timeout_s: float, ended: threading.Event) -> Callable[[int], bool]:
+    """Give signs of life for a worker until `ended`; return what says whether another has been silent for too long.
 
-    After `timeout_s` seconds of silence a worker counts as stopped. Once `ended` is set, this one gives no more signs.
+    That is to be asked every `CHECK_S` seconds: a process that is stopped does not die, so none sees it otherwise.
     """
+    others = [Heartbeat(timeout_s, CHECK_S, max(timeout_s, START_S)) for _ in range(shared.size)]
 
-    def __init__(self, shared: SharedBuffer, rank: int, timeout_s: float) -> None:
-        self._signs, self._rank, self.ended = shared.signs, rank, threading.Event()
-        start_s = max(timeout_s, START_S)
-        self._others = [Heartbeat(timeout_s, CHECK_S, start_s) for _ in range(shared.size)]
-        beat(self._give_sign, CHECK_S, self.ended)
+    def give_sign() -> None:
+        shared.signs[rank] += 1
 
-    def stopped(self, rank: int) -> bool:
-        """Return whether a worker has been silent for too long; to be asked every `CHECK_S` seconds."""
-        return self._others[rank].look(self._signs[rank])
-
-    def _give_sign(self) -> None:
-        self._signs[self._rank] += 1
+    beat(give_sign, CHECK_S, ended)
+    return lambda other: others[other].look(shared.signs[other])
 
 
 # another worker as rank 0 sees it; the pipe brings one line, if it failed with an error of its own
@@ -199,11 +193,18 @@ def compile_local(spec: Spec, count: int, timeout_s: float) -> ParallelProgram:
     with _explained(count):
         shared = SharedBuffer(count)
     children: list[_Child] = []
-    heartbeats = Heartbeats(shared, 0, timeout_s)
-    collective = LocalCollective(shared, 0, lambda: _check_children(children, count, heartbeats, timeout_s))
+    ended = threading.Event()
+    stopped = _watch(shared, 0, timeout_s, ended)
+
+    def check() -> None:
+        for rank, (process, failure) in enumerate(children, 1):
+            if why := _failure(process, failure) or (SILENT.format(timeout_s) if stopped(rank) else None):
+                raise WorkerDied(f"worker {rank} of {count} (pid {process.pid}) {why}")
+
+    collective = LocalCollective(shared, 0, check)
 
     def release(orderly: bool) -> None:
-        heartbeats.ended.set()
+        ended.set()
         _stop(children, STOP_S if orderly else 0.0)
 
     try:
@@ -259,11 +260,11 @@ def _work(shared: SharedBuffer, rank: int, spec: Spec, timeout_s: float, failure
         _end(shared, parent, "died")
 
     def check() -> None:
-        if heartbeats.stopped(0):
+        if stopped(0):
             _end(shared, parent, SILENT.format(timeout_s))
 
     threading.Thread(target=end_with_parent, daemon=True).start()
-    heartbeats = Heartbeats(shared, rank, timeout_s)
+    stopped = _watch(shared, rank, timeout_s, threading.Event())
     try:
         collective = LocalCollective(shared, rank, check)
         collective.barrier()
@@ -286,16 +287,15 @@ def _end(shared: SharedBuffer, parent: BaseProcess, reason: str) -> None:
     os._exit(WorkerDied.exit_code)
 
 
-def _check_children(children: list[_Child], size: int, heartbeats: Heartbeats, timeout_s: float) -> None:
-    for rank, (process, failure) in enumerate(children, 1):
-        who, code = f"worker {rank} of {size} (pid {process.pid})", process.exitcode
-        if code is not None:
-            reason = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-            with contextlib.suppress(EOFError):
-                reason = f"failed: {failure.recv()}" if failure.poll() else reason
-            raise WorkerDied(f"{who} {reason}")
-        if heartbeats.stopped(rank):
-            raise WorkerDied(f"{who} {SILENT.format(timeout_s)}")
+def _failure(process: SpawnProcess, failure: Connection) -> str | None:
+    """Return why a worker has ended, None where it has not."""
+    code = process.exitcode
+    if code is None:
+        return None
+    with contextlib.suppress(EOFError):
+        if failure.poll():
+            return f"failed: {failure.recv()}"
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
 def _stop(children: list[_Child], within_s: float) -> None:

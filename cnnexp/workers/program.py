@@ -1,32 +1,31 @@
 """A `Program` that many workers run: rank 0 is called and asks the others, who do the same at the same time.
 
-So the train loop, the tracker and the checkpoints know of one program only, on rank 0. A command is a line of JSON, and
-the arrays it names follow, each broadcast as it lies in memory.
+So the train loop, the tracker and the checkpoints know of one program only, on rank 0. A command is a pickle of ours,
+as what the workers are started with is, and the arrays in it follow.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
+import pickle
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partialmethod
 from typing import Any
 
 import numpy as np
 
-from cnnexp.backends.protocol import Program, Rate, State
+from cnnexp.backends.protocol import Program, State
 from cnnexp.backends.state import complete
 from cnnexp.datasets import Split
 from cnnexp.errors import Diverged
 from cnnexp.measuring import cost_model
-from cnnexp.network.losses import Totals
 from cnnexp.system.cores import usable_cores
 from cnnexp.workers.collective import Collective
-from cnnexp.workers.replica import GradientReplica, ParameterReplica, Replica, Spec, divide_threads
+from cnnexp.workers.replica import ParameterReplica, Replica, Spec, divide_threads
 
 CLOSE = "close"
 REPEATS = 20
 SHORT, LONG = 1, 1 << 18  # floats in the all-reduces that the cost model's constants are measured with
-COMMANDS = ("load", "refill", "train", "gradients", "apply", "predict", "state", "restore", "exchange", "times")
 
 
 def make_replica(spec: Spec, collective: Collective) -> Replica:
@@ -37,7 +36,7 @@ def make_replica(spec: Spec, collective: Collective) -> Replica:
         from cnnexp.workers.hybrid import HybridReplica
 
         return HybridReplica(spec, collective)
-    return {"gradients": GradientReplica, "parameters": ParameterReplica}[spec.sync](spec, collective)
+    return ParameterReplica(spec, collective) if spec.sync == "parameters" else Replica(spec, collective)
 
 
 class ParallelProgram(Program[int]):
@@ -59,34 +58,9 @@ class ParallelProgram(Program[int]):
         self._together, self._is_closed = True, False
         self._prediction: cost_model.Prediction | None = None
 
-    def load(self, images: np.ndarray, labels: np.ndarray) -> int:
-        return self._call("load", np.ascontiguousarray(images), np.ascontiguousarray(labels))
-
-    def refill(self, handle: int | None, images: np.ndarray, labels: np.ndarray, epoch: int) -> int:
-        return self._call("refill", handle, np.ascontiguousarray(images), np.ascontiguousarray(labels), epoch)
-
-    def train(self, handle: int, order: np.ndarray, rate: Rate) -> Totals:
-        return self._call("train", handle, np.ascontiguousarray(order, np.int64), rate)
-
-    def gradients(self, handle: int, indices: np.ndarray) -> tuple[Totals, np.ndarray]:
-        return self._call("gradients", handle, np.ascontiguousarray(indices, np.int64))
-
-    def apply(self, gradient: np.ndarray, rate: float) -> None:
-        self._call("apply", np.ascontiguousarray(gradient, np.float32), rate)
-
-    def predict(self, handle: int) -> np.ndarray:
-        return self._call("predict", handle)
-
-    def state(self) -> State:
-        return self._call("state")
-
     def restore(self, state: State) -> None:
         complete(state, self.network, self.optimizer)  # refuses what does not fit before any worker hears of it
-        self._call("restore", {name: np.asarray(array, order="C") for name, array in state.items()})
-
-    def times(self) -> np.ndarray:
-        """Return (workers, 3): of all training so far, seconds computing, seconds communicating, and images."""
-        return self._call("times")
+        self._call("restore", state)
 
     def metrics(self) -> dict[str, float]:
         """Return `times`, e.g. as `workers/1/communicate_s`, and what was measured, by the names for the record."""
@@ -153,53 +127,42 @@ class ParallelProgram(Program[int]):
         self._together = True
         return result
 
+    load: Any = partialmethod(_call, "load")
+    refill: Any = partialmethod(_call, "refill")
+    train: Any = partialmethod(_call, "train")
+    gradients: Any = partialmethod(_call, "gradients")
+    apply: Any = partialmethod(_call, "apply")
+    predict: Any = partialmethod(_call, "predict")
+    state: Any = partialmethod(_call, "state")
+    times: Any = partialmethod(_call, "times")
+
 
 def serve(replica: Replica, collective: Collective) -> None:
     """Do what rank 0 does until it closes the program: the life of every other worker."""
-    while True:
+    command = ""
+    while command != CLOSE:
         command, arguments = receive(collective)
-        if command == CLOSE:
-            replica.close()
-            return
         getattr(replica, command)(*arguments)
 
 
 def send(collective: Collective, command: str, *arguments: Any) -> None:
-    """Broadcast a command from rank 0: numbers, arrays, and arrays by name."""
-    arrays: list[np.ndarray] = []
-
-    def describe(value: Any) -> Any:
-        if isinstance(value, np.ndarray):
-            arrays.append(value)
-            return {"dtype": value.dtype.str, "shape": value.shape}
-        if isinstance(value, Mapping):
-            return {"named": {name: describe(array) for name, array in value.items()}}
-        return value
-
-    line = json.dumps([command, [describe(argument) for argument in arguments]]).encode()
-    collective.broadcast(np.array([len(line)], np.int64))
-    collective.broadcast(np.frombuffer(line, np.uint8))
-    for array in arrays:
-        collective.broadcast(array)
+    """Broadcast a command from rank 0; its arrays go as they lie in memory."""
+    arrays: list[pickle.PickleBuffer] = []
+    line = pickle.dumps((command, arguments), protocol=5, buffer_callback=arrays.append)
+    parts = [np.frombuffer(line, np.uint8), *(np.frombuffer(array.raw(), np.uint8) for array in arrays)]
+    collective.broadcast(np.array([len(parts)], np.int64))
+    collective.broadcast(np.array([len(part) for part in parts], np.int64))
+    for part in parts:
+        collective.broadcast(part)
 
 
-def receive(collective: Collective) -> tuple[str, list[Any]]:
+def receive(collective: Collective) -> tuple[str, tuple[Any, ...]]:
     """Return the next command and its arguments, as `send` took them."""
-    length = np.empty(1, np.int64)
-    collective.broadcast(length)
-    line = np.empty(int(length[0]), np.uint8)
-    collective.broadcast(line)
-    command, described = json.loads(line.tobytes())
-
-    def restored(value: Any) -> Any:
-        if not isinstance(value, Mapping):
-            return value
-        if "named" in value:
-            return {name: restored(array) for name, array in value["named"].items()}
-        array = np.empty(tuple(value["shape"]), np.dtype(value["dtype"]))
-        collective.broadcast(array)
-        return array
-
-    if command != CLOSE and command not in COMMANDS:
-        raise ValueError(f"unknown command {command!r}")
-    return command, [restored(value) for value in described]
+    count = np.empty(1, np.int64)
+    collective.broadcast(count)
+    sizes = np.empty(int(count[0]), np.int64)
+    collective.broadcast(sizes)
+    parts = [np.empty(size, np.uint8) for size in sizes]
+    for part in parts:
+        collective.broadcast(part)
+    return pickle.loads(parts[0].tobytes(), buffers=parts[1:])

@@ -53,49 +53,48 @@ class Spec:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A split on one worker.
+    """A split on one worker."""
 
-    Attributes:
-        whole: the program's handle on all images, for training.
-        images, labels: all of it, as it came.
-        epoch: images of an epoch over it, or over the larger one that it is some of.
-    """
-
-    whole: Any
+    whole: Any  # the program's handle on all images, for training
     images: np.ndarray
     labels: np.ndarray
-    epoch: int
+    epoch: int  # images of an epoch over it, or over the larger one that it is some of
 
 
 class Replica:
-    """Base: a program of its own per worker, and what does not depend on how the workers keep together."""
+    """A worker that averages the gradient at every step: all are one with the whole batch, up to rounding.
 
-    def __init__(self, program: Program, collective: Collective, batch_size: int) -> None:
-        self.program, self.collective, self._batch_size = program, Timed(collective), batch_size
+    It is asked as a `Program` is, all workers at the same time; a handle is a number. The other ways to keep together
+    inherit from it, with a `program` that is compiled for their share of a batch.
+    """
+
+    def __init__(self, spec: Spec, collective: Collective, program: Program | None = None) -> None:
+        self.program = program or spec.compile(shares(spec.batch_size, collective.size)[0])
+        self.collective, self.batch_size = Timed(collective), spec.batch_size
         self._splits: list[Loaded] = []
         self._rows: dict[int, Any] = {}
-        self._buffer = np.empty(program.network.parameter_count + 3, np.float32)  # a gradient, then its totals
+        self._buffer = np.empty(self.program.network.parameter_count + 3, np.float32)  # a gradient, then totals
         self._train_s, self._communicate_s, self._images = 0.0, 0.0, 0
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.program, name)
+
     def load(self, images: np.ndarray, labels: np.ndarray) -> int:
-        """Take a split; return its handle, a number."""
-        self._splits.append(Loaded(self.program.load(images, labels), images, labels, len(labels)))
-        return len(self._splits) - 1
+        return self.refill(None, images, labels, len(labels))
 
     def refill(self, handle: int | None, images: np.ndarray, labels: np.ndarray, epoch: int) -> int:
         """As `Program.refill`, on every worker: rank 0 makes the images and sends them."""
-        whole = self.program.refill(None if handle is None else self._splits[handle].whole, images, labels, epoch)
-        loaded = Loaded(whole, images, labels, epoch)
         if handle is None:
-            self._splits.append(loaded)
+            self._splits.append(Loaded(self.program.load(images, labels), images, labels, epoch))
             return len(self._splits) - 1
-        self._splits[handle] = loaded
+        whole = self.program.refill(self._splits[handle].whole, images, labels, epoch)
+        self._splits[handle] = Loaded(whole, images, labels, epoch)
         return handle
 
     def train(self, handle: int, order: np.ndarray, rate: Rate) -> Totals:
         """As `Program.train`; the totals are of all workers."""
         started, communicated = time.perf_counter(), self.collective.seconds
-        totals = self._train(self._splits[handle], order, rate_of_steps(rate, len(order), self._batch_size))
+        totals = self._train(self._splits[handle], order, rate_of_steps(rate, len(order), self.batch_size))
         self._train_s += time.perf_counter() - started
         self._communicate_s += self.collective.seconds - communicated
         return totals
@@ -104,9 +103,6 @@ class Replica:
         """As `Program.gradients`: each worker computes its share of the batch, and all get the mean."""
         totals = self._gradients(self._splits[handle], indices)
         return totals, self._buffer[:-3].copy()
-
-    def apply(self, gradient: np.ndarray, rate: float) -> None:
-        self.program.apply(gradient, rate)
 
     def predict(self, handle: int) -> np.ndarray:
         """As `Program.predict`: each worker scores its rows."""
@@ -120,12 +116,6 @@ class Replica:
             scores = self.program.predict(self._rows[handle])
         sizes = [rows * outputs for rows in shares(count, size)]
         return self.collective.all_gather(scores.ravel(), sizes).reshape(count, outputs)
-
-    def state(self) -> State:
-        return self.program.state()
-
-    def restore(self, state: State) -> None:
-        self.program.restore(state)
 
     def exchange(self, floats: int, repeats: int) -> float:
         """Return the median seconds of an all-reduce of `floats` numbers."""
@@ -142,11 +132,16 @@ class Replica:
         own = np.array([self._train_s - self._communicate_s, self._communicate_s, self._images], np.float32)
         return self.collective.all_gather(own, [3] * self.collective.size).reshape(-1, 3)
 
-    def close(self) -> None:
-        self.program.close()
-
     def _train(self, split: Loaded, order: np.ndarray, rates: np.ndarray) -> Totals:
-        raise NotImplementedError
+        totals = NOTHING
+        for step, rate in enumerate(rates):
+            totals += self._step(split, order[step * self.batch_size : (step + 1) * self.batch_size], float(rate))
+        return totals
+
+    def _step(self, split: Loaded, batch: np.ndarray, rate: float) -> Totals:
+        totals = self._gradients(split, batch)
+        self.program.apply(self._buffer[:-3], rate)
+        return totals
 
     def _average_pending(self, weight: float) -> None:
         """Let `apply` move every worker's running averages to the mean of where the workers' shares of a batch do.
@@ -180,20 +175,6 @@ class Replica:
         return _totals(self._buffer[-3:])
 
 
-class GradientReplica(Replica):
-    """Average the gradient at every step: equal to one worker with the whole batch, up to rounding."""
-
-    def __init__(self, spec: Spec, collective: Collective) -> None:
-        super().__init__(spec.compile(shares(spec.batch_size, collective.size)[0]), collective, spec.batch_size)
-
-    def _train(self, split: Loaded, order: np.ndarray, rates: np.ndarray) -> Totals:
-        totals = NOTHING
-        for step, rate in enumerate(rates):
-            totals += self._gradients(split, order[step * self._batch_size : (step + 1) * self._batch_size])
-            self.program.apply(self._buffer[:-3], float(rate))
-        return totals
-
-
 class ParameterReplica(Replica):
     """Let every worker train alone and average the parameters now and then (chavan, algorithm 4; local SGD).
 
@@ -205,21 +186,20 @@ class ParameterReplica(Replica):
 
     def __init__(self, spec: Spec, collective: Collective) -> None:
         # batches of its own share: then many of them in one call fall apart into the right steps
-        own = spec.compile(shares(spec.batch_size, collective.size)[collective.rank])
-        super().__init__(own, collective, spec.batch_size)
+        super().__init__(spec, collective, spec.compile(shares(spec.batch_size, collective.size)[collective.rank]))
         self._period = spec.period
         self._batches, self._seen = 0, 0
         self._since = np.zeros((2, self.collective.size), np.int64)  # steps and images of each since the last average
 
     def restore(self, state: State) -> None:
-        super().restore(state)
+        self.program.restore(state)
         self._begin_epoch()
 
     def _train(self, split: Loaded, order: np.ndarray, rates: np.ndarray) -> Totals:
         totals: Totals = NOTHING
         waiting: list[tuple[np.ndarray, float]] = []
         for step, rate in enumerate(rates):
-            batch = order[step * self._batch_size : (step + 1) * self._batch_size]
+            batch = order[step * self.batch_size : (step + 1) * self.batch_size]
             waiting.append((batch[share(len(batch), self.collective.size, self.collective.rank)], rate))
             images = np.array(shares(len(batch), self.collective.size))
             self._since += np.stack([images > 0, images])
