@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from cnnexp.backends.protocol import Array, Ops, Program, Rate, State, Watch, rate_of_steps
+from cnnexp.backends.protocol import Array, Handle, Ops, Program, Rate, State, Watch, rate_of_steps
 from cnnexp.backends.stages import Chain, Run, unwatched
 from cnnexp.backends.state import PendingAverages, complete, optimizers
 from cnnexp.network import Network, Stage
@@ -31,10 +31,10 @@ T = TypeVar("T")
 
 
 def _in_scope(method: Callable[..., T]) -> Callable[..., T]:
-    """Run a method of `LayerwiseProgram` inside a new context of its scope."""
+    """Run a method of `FlatProgram` inside a new context of its scope."""
 
     @functools.wraps(method)
-    def wrapped(self: LayerwiseProgram, *arguments: Any) -> T:
+    def wrapped(self: FlatProgram, *arguments: Any) -> T:
         with self._scope():
             return method(self, *arguments)
 
@@ -52,8 +52,8 @@ class Split(Generic[Array]):
         return self.images.shape[0]
 
 
-class LayerwiseProgram(Program[Split[Array]], Generic[Array]):
-    """A `Program` (see `protocol`) that runs the network's stages one after another: see `stages`.
+class FlatProgram(Program[Handle], Generic[Array, Handle]):
+    """What programs (see `protocol`) share whose parameters and optimizer state lie in flat arrays of an `Ops`.
 
     Args:
         release: called once by `close`.
@@ -88,11 +88,60 @@ class LayerwiseProgram(Program[Split[Array]], Generic[Array]):
             network, lambda: ops.to_host(self._running), lambda averages: ops.copy(averages, self._running)
         )
         self._step, self._seed = 0, 0
-        self._x = ops.empty((batch_size, *network.input_shape), np.float32)
-        self._labels = ops.empty((batch_size,), np.int32)
-        self._chain = Chain(ops, network.stages, batch_size, self._x, None)
-        self._warm_up()
+        self._make()
         self.compile_s = time.perf_counter() - started
+
+    def _make(self) -> None:
+        """Compile everything, and run it once, so that nothing is compiled while timed."""
+        raise NotImplementedError
+
+    @_in_scope
+    def apply(self, gradient: np.ndarray, rate: float) -> None:
+        self.pending.commit()
+        self._ops.copy(gradient, self._gradient)
+        self._apply(rate)
+
+    @_in_scope
+    def state(self) -> State:
+        to_host = self._ops.to_host
+        state = {"parameters": to_host(self._parameters), "step": np.array(self._step, np.int64)}
+        state |= {name: to_host(slot) for name, slot in zip(self.optimizer.slots, self._slots, strict=True)}
+        if self.network.running:
+            state["running"] = to_host(self._running)
+        if self.network.draws:
+            state["seed"] = np.array(self._seed, np.int64)
+        return state
+
+    @_in_scope
+    def restore(self, state: State) -> None:
+        whole = complete(state, self.network, self.optimizer)
+        targets = dict(zip(self.optimizer.slots, self._slots, strict=True))
+        targets |= {"parameters": self._parameters, "running": self._running}
+        for name, array in whole.items():
+            if name in targets:
+                self._ops.copy(np.ascontiguousarray(array, np.float32), targets[name])
+        self._step, self._seed = int(whole["step"]), int(whole.get("seed", 0))
+        self.pending.drop()
+
+    def close(self) -> None:
+        self._release()
+        self._release = lambda: None
+
+    def _apply(self, rate: float) -> None:
+        self._step += 1
+        with self._watch("parameters", "update"):
+            for update, w, g, slots in self._updates:
+                update(w, g, slots, rate, self._step)
+
+
+class LayerwiseProgram(FlatProgram[Array, Split[Array]]):
+    """A `Program` (see `protocol`) that runs the network's stages one after another: see `stages`."""
+
+    def _make(self) -> None:
+        self._x = self._ops.empty((self.batch_size, *self.network.input_shape), np.float32)
+        self._labels = self._ops.empty((self.batch_size,), np.int32)
+        self._chain = Chain(self._ops, self.network.stages, self.batch_size, self._x, None)
+        self._warm_up()
 
     @_in_scope
     def load(self, images: np.ndarray, labels: np.ndarray) -> Split[Array]:
@@ -125,12 +174,6 @@ class LayerwiseProgram(Program[Split[Array]], Generic[Array]):
         with self.pending.hold():
             self._gradients(handle, *self._places(indices, images), losses, hits)
         return _totals(ops.to_host(losses), ops.to_host(hits)), ops.to_host(self._gradient)
-
-    @_in_scope
-    def apply(self, gradient: np.ndarray, rate: float) -> None:
-        self.pending.commit()
-        self._ops.copy(gradient, self._gradient)
-        self._apply(rate)
 
     @_in_scope
     def predict(self, handle: Split[Array]) -> np.ndarray:
@@ -170,28 +213,6 @@ class LayerwiseProgram(Program[Split[Array]], Generic[Array]):
         self._chain.backward(self._begun, self._inputs(count)[0], None)
         return self._ops.to_host(self._gradient)
 
-    @_in_scope
-    def state(self) -> State:
-        to_host = self._ops.to_host
-        state = {"parameters": to_host(self._parameters), "step": np.array(self._step, np.int64)}
-        state |= {name: to_host(slot) for name, slot in zip(self.optimizer.slots, self._slots, strict=True)}
-        if self.network.running:
-            state["running"] = to_host(self._running)
-        if self.network.draws:
-            state["seed"] = np.array(self._seed, np.int64)
-        return state
-
-    @_in_scope
-    def restore(self, state: State) -> None:
-        whole = complete(state, self.network, self.optimizer)
-        targets = dict(zip(self.optimizer.slots, self._slots, strict=True))
-        targets |= {"parameters": self._parameters, "running": self._running}
-        for name, array in whole.items():
-            if name in targets:
-                self._ops.copy(np.ascontiguousarray(array, np.float32), targets[name])
-        self._step, self._seed = int(whole["step"]), int(whole.get("seed", 0))
-        self.pending.drop()
-
     def watch(self, watch: Watch | None) -> bool:
         @contextlib.contextmanager
         def until_done(layer: str, what: str) -> Iterator[None]:
@@ -203,10 +224,6 @@ class LayerwiseProgram(Program[Split[Array]], Generic[Array]):
         made = watch or unwatched
         self._watch = until_done if watch else unwatched
         return True
-
-    def close(self) -> None:
-        self._release()
-        self._release = lambda: None
 
     def _warm_up(self) -> None:
         """Run one step on zeros and look at them, so that every kernel is compiled before anything is timed."""
@@ -240,12 +257,6 @@ class LayerwiseProgram(Program[Split[Array]], Generic[Array]):
     def _backward(self, run: Run[Array], x: Array) -> None:
         """Fill the flat gradient, given that of the scores."""
         self._chain.backward(run, x, None)
-
-    def _apply(self, rate: float) -> None:
-        self._step += 1
-        with self._watch("parameters", "update"):
-            for update, w, g, slots in self._updates:
-                update(w, g, slots, rate, self._step)
 
     def _run(self, count: int, trains: bool = False, images: Array | None = None) -> Run[Array]:
         step = self._step + 1

@@ -105,6 +105,11 @@ class Kernel:
         return hashlib.sha256(source_digest() + repr(facts).encode()).hexdigest()
 
 
+def kernel(signature: str) -> Callable[[Callable[..., None]], Callable[[int], Kernel]]:
+    """Return the decorator of a function that is the same for all sizes: it makes its kernel, given the block size."""
+    return lambda function: cache(lambda block: Kernel(function, signature, block))
+
+
 def kernel_folder() -> Path | None:
     """Return where compiled kernels lie, in the user's cache folder; None where there is none."""
     folder = cache_folder()

@@ -282,8 +282,7 @@ class FusedLinear(FusedNode):
         arrays = self._before.y, self.y, self.dy, self._partials.memory
         self._weights.over(self._slices * self._w.size, step.stream, *arrays, u32(step.count))
         if self._before.dy is not None:
-            images = linear_kernels.PER * (BLOCK // LANES)  # of a block
-            blocks = -(-self._D // LANES) * -(-step.count // images)
+            blocks = -(-self._D // LANES) * -(-step.count // (BLOCK // LANES))
             self._input.launch(blocks, step.stream, self._w, self.y, self.dy, self._before.dy, u32(step.count))
 
 
@@ -316,12 +315,12 @@ class PlainLoss(FusedNode):
 
     def forward(self, step: BatchStep) -> None:
         count, split = step.count, step.split
-        kernels.gather_labels().over(count, step.stream, split.labels, *step.place, self._labels)
+        kernels.gather_labels(BLOCK).over(count, step.stream, split.labels, *step.place, self._labels)
         self._ops.stream = step.stream
         assert self._before.dy is not None  # as of every layer
         scores, d_scores = self._before.y[:count], self._before.dy[:count]
         self._ops.loss(self._loss, scores, self._labels, 1.0 / count, d_scores, self._losses, self._hits)
-        kernels.keep_losses().over(count, step.stream, self._losses, self._hits, *step.place, split.outcomes)
+        kernels.keep_losses(BLOCK).over(count, step.stream, self._losses, self._hits, *step.place, split.outcomes)
 
 
 class PlainLayer(FusedNode):
