@@ -11,15 +11,13 @@ import numpy as np
 from cnnexp.backends.gpu import device, streamed
 from cnnexp.backends.gpu.device import Gpu, Tensor, on_its_gpu
 from cnnexp.backends.gpu.graphs import Graphs
-from cnnexp.backends.gpu.kernels import sums
 from cnnexp.backends.gpu.launch import default_stream
 from cnnexp.backends.gpu.limits import limits
 from cnnexp.backends.layerwise import LayerwiseProgram
 from cnnexp.backends.protocol import Backend, Ops, Program, Rate, rate_of_steps
 from cnnexp.backends.stages import Run, unwatched
-from cnnexp.network import Conv2d, Flatten, MaxPool2d, Network
+from cnnexp.network import Network
 from cnnexp.network.losses import Loss, Totals
-from cnnexp.network.shapes import walk
 from cnnexp.optimizers import Optimizer
 
 BLOCK = 256  # threads per block
@@ -173,18 +171,4 @@ class GpuBackend(Backend):
 
     def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> Program:
         with device.on(self.gpu):
-            needed = batch_bytes(network, optimizer, batch_size, self.gpu)
-            device.check_memory(needed, f"a batch of {batch_size}")
             return GpuProgram(self.gpu, self.ops(batch_size), network, loss, optimizer, batch_size)
-
-
-def batch_bytes(network: Network, optimizer: Optimizer, batch_size: int, gpu: Gpu) -> int:
-    """Return the bytes that a layerwise program allocates, but for the data set."""
-    values = int(np.prod(network.input_shape)) + 1
-    for stage in walk(network.stages):
-        size = int(np.prod(stage.output_shape))
-        if not isinstance(stage.layer, Flatten):  # it shares its input's buffers
-            values += size * (3 if isinstance(stage.layer, MaxPool2d) else 2)  # activation, gradient, argmax
-    weights = [stage.weight.size for stage in walk(network.stages) if stage.weight and isinstance(stage.layer, Conv2d)]
-    scratch = sums.BLOCKS * gpu.multiprocessors * sums.THREADS + max(weights, default=0)
-    return 4 * (values * batch_size + network.parameter_count * (2 + len(optimizer.slots)) + scratch)

@@ -162,12 +162,6 @@ def on_its_gpu(method: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def check_block(gpu: Gpu, block: int) -> None:
-    """Raise ConfigError where a block has more threads than the GPU allows."""
-    if not 1 <= block <= gpu.block_threads:
-        raise ConfigError(f"backend.block={block}: must be 1 .. {gpu.block_threads} threads, the limit of {gpu.name}")
-
-
 def free_memory() -> tuple[float, float]:
     """Return the bytes of the GPU's memory that are free, and all of them."""
     context = cuda.current_context()

@@ -17,6 +17,7 @@ from cnnexp.backends.gpu.device import Gpu, Tensor
 from cnnexp.backends.gpu.kernels import direct, layers, sums
 from cnnexp.backends.gpu.kernels.index import ZERO, ConvSizes, conv_sizes, f32, pool_sizes, u32
 from cnnexp.backends.protocol import Update
+from cnnexp.errors import ConfigError
 from cnnexp.network import BatchNorm2d, Elementwise, MaxPool2d, Stage, Window
 from cnnexp.network.losses import Loss
 from cnnexp.network.noise import threshold
@@ -231,7 +232,9 @@ class GpuNaive(GpuBackend):
         return BLOCK if self.block is None else self.block
 
     def check(self, gpu: Gpu) -> None:
-        device.check_block(gpu, self.block_threads)
+        block, most = self.block_threads, gpu.block_threads
+        if not 1 <= block <= most:
+            raise ConfigError(f"backend.block={block}: must be 1 .. {most} threads, the limit of {gpu.name}")
 
     def ops(self, batch_size: int) -> NaiveOps:
         return NaiveOps(self.gpu, self.block_threads)
