@@ -30,7 +30,7 @@ def as_float32(images: np.ndarray) -> np.ndarray:
 T = TypeVar("T")
 
 
-def _in_scope(method: Callable[..., T]) -> Callable[..., T]:
+def in_scope(method: Callable[..., T]) -> Callable[..., T]:
     """Run a method of `FlatProgram` inside a new context of its scope."""
 
     @functools.wraps(method)
@@ -95,13 +95,13 @@ class FlatProgram(Program[Handle], Generic[Array, Handle]):
         """Compile everything, and run it once, so that nothing is compiled while timed."""
         raise NotImplementedError
 
-    @_in_scope
+    @in_scope
     def apply(self, gradient: np.ndarray, rate: float) -> None:
         self.pending.commit()
         self._ops.copy(gradient, self._gradient)
         self._apply(rate)
 
-    @_in_scope
+    @in_scope
     def state(self) -> State:
         to_host = self._ops.to_host
         state = {"parameters": to_host(self._parameters), "step": np.array(self._step, np.int64)}
@@ -112,7 +112,7 @@ class FlatProgram(Program[Handle], Generic[Array, Handle]):
             state["seed"] = np.array(self._seed, np.int64)
         return state
 
-    @_in_scope
+    @in_scope
     def restore(self, state: State) -> None:
         whole = complete(state, self.network, self.optimizer)
         targets = dict(zip(self.optimizer.slots, self._slots, strict=True))
@@ -143,11 +143,11 @@ class LayerwiseProgram(FlatProgram[Array, Split[Array]]):
         self._chain = Chain(self._ops, self.network.stages, self.batch_size, self._x, None)
         self._warm_up()
 
-    @_in_scope
+    @in_scope
     def load(self, images: np.ndarray, labels: np.ndarray) -> Split[Array]:
         return Split(self._ops.to_device(as_float32(images)), self._ops.to_device(labels.astype(np.int32)))
 
-    @_in_scope
+    @in_scope
     def train(self, handle: Split[Array], order: np.ndarray, rate: Rate, images: np.ndarray | None = None) -> Totals:
         """As `Program.train`.
 
@@ -164,7 +164,7 @@ class LayerwiseProgram(FlatProgram[Array, Split[Array]]):
             self._apply(float(step_rate))
         return _totals(ops.to_host(losses), ops.to_host(hits))
 
-    @_in_scope
+    @in_scope
     def gradients(
         self, handle: Split[Array], indices: np.ndarray, images: np.ndarray | None = None
     ) -> tuple[Totals, np.ndarray]:
@@ -175,7 +175,7 @@ class LayerwiseProgram(FlatProgram[Array, Split[Array]]):
             self._gradients(handle, *self._places(indices, images), losses, hits)
         return _totals(ops.to_host(losses), ops.to_host(hits)), ops.to_host(self._gradient)
 
-    @_in_scope
+    @in_scope
     def predict(self, handle: Split[Array]) -> np.ndarray:
         ops = self._ops
         scores = np.empty((len(handle), *self.network.output_shape), np.float32)
@@ -184,13 +184,13 @@ class LayerwiseProgram(FlatProgram[Array, Split[Array]]):
             scores[batch] = ops.to_host(self._chain.forward(self._run(batch.stop - start), handle.images[batch]))
         return scores
 
-    @_in_scope
+    @in_scope
     def outputs(self, handle: Split[Array]) -> list[tuple[Stage, np.ndarray]]:
         """Return each stage with its output in `predict`, (N, *output_shape), for at most batch_size images."""
         outputs = self._chain.outputs(self._run(len(handle)), handle.images)
         return [(stage, np.array(self._ops.to_host(y))) for stage, y in outputs]
 
-    @_in_scope
+    @in_scope
     def forward(
         self, handle: Split[Array], indices: np.ndarray, trains: bool, images: np.ndarray | None = None
     ) -> np.ndarray:
@@ -205,7 +205,7 @@ class LayerwiseProgram(FlatProgram[Array, Split[Array]]):
         with self.pending.hold() if trains else contextlib.nullcontext():
             return self._ops.to_host(self._chain.forward(self._begun, x))
 
-    @_in_scope
+    @in_scope
     def backward(self, d_outputs: np.ndarray) -> np.ndarray:
         """Return the flat gradient, given that of the outputs of the last `forward`, (N, *output_shape)."""
         count = len(d_outputs)

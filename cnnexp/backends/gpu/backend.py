@@ -9,11 +9,10 @@ from typing import Any, ClassVar, Protocol, Self, cast
 import numpy as np
 
 from cnnexp.backends.gpu import device, streamed
-from cnnexp.backends.gpu.device import Gpu, Tensor, on_its_gpu
-from cnnexp.backends.gpu.graphs import Graphs
-from cnnexp.backends.gpu.launch import default_stream
+from cnnexp.backends.gpu.device import Gpu, Tensor
+from cnnexp.backends.gpu.launch import Graphs, default_stream
 from cnnexp.backends.gpu.limits import limits
-from cnnexp.backends.layerwise import LayerwiseProgram
+from cnnexp.backends.layerwise import LayerwiseProgram, in_scope
 from cnnexp.backends.protocol import Backend, Ops, Program, Rate, rate_of_steps
 from cnnexp.backends.stages import Run, unwatched
 from cnnexp.network import Network
@@ -42,12 +41,12 @@ class GpuProgram(LayerwiseProgram):
         self._passes: tuple[Any, Any] | None = None
         super().__init__(ops, network, loss, optimizer, batch_size, scope=lambda: device.on(gpu))
 
-    @on_its_gpu
+    @in_scope
     def load(self, images: np.ndarray, labels: np.ndarray) -> Any:
         image_bytes = 4 * int(np.prod(images.shape[1:])) + 17  # its label, and in `train` its index, loss and hit
         return streamed.load(super().load, images, labels, image_bytes, self.batch_size)
 
-    @on_its_gpu
+    @in_scope
     def train(self, handle: Any, order: np.ndarray, rate: Rate, images: np.ndarray | None = None) -> Totals:
         totals, rates = Totals(0.0, 0, 0), rate_of_steps(rate, len(order), self.batch_size)
         for split, places in streamed.parts(handle, order):
@@ -56,14 +55,14 @@ class GpuProgram(LayerwiseProgram):
             totals += super().train(split, places, rates[first : first + steps], shown)
         return totals
 
-    @on_its_gpu
+    @in_scope
     def gradients(
         self, handle: Any, indices: np.ndarray, images: np.ndarray | None = None
     ) -> tuple[Totals, np.ndarray]:
         split, places = next(streamed.parts(handle, indices))
         return super().gradients(split, places, indices)
 
-    @on_its_gpu
+    @in_scope
     def predict(self, handle: Any) -> np.ndarray:
         def scored(split: Any) -> Tensor:
             def outputs(start: int, count: int) -> Tensor:
@@ -75,7 +74,7 @@ class GpuProgram(LayerwiseProgram):
 
         return streamed.predicted(handle, scored)
 
-    @on_its_gpu
+    @in_scope
     def forward(self, handle: Any, indices: np.ndarray, trains: bool, images: np.ndarray | None = None) -> Any:
         split, places = next(streamed.parts(handle, indices))
         return super().forward(split, places, trains, indices)

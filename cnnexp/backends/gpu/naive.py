@@ -36,15 +36,6 @@ class NaiveOps:
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Tensor:
         return device.empty(shape, dtype)
 
-    def saved(self, stage: Stage, batch_size: int) -> Any:
-        """Allocate the place of each window's maximum, int32 (N,U,V,C); mean and inverse deviation, (C,) each."""
-        match stage.layer:
-            case MaxPool2d():
-                return self.empty((batch_size, *stage.output_shape), np.int32)
-            case BatchNorm2d():
-                return tuple(self.empty(stage.output_shape[2:], np.float32) for _ in range(2))
-        return None
-
     def to_device(self, array: np.ndarray) -> Tensor:
         return device.to_device(array)
 
@@ -53,6 +44,15 @@ class NaiveOps:
 
     def copy(self, source: np.ndarray, target: Tensor) -> None:
         device.copy(source, target)
+
+    def saved(self, stage: Stage, batch_size: int) -> Any:
+        """Allocate the place of each window's maximum, int32 (N,U,V,C); mean and inverse deviation, (C,) each."""
+        match stage.layer:
+            case MaxPool2d():
+                return self.empty((batch_size, *stage.output_shape), np.int32)
+            case BatchNorm2d():
+                return tuple(self.empty(stage.output_shape[2:], np.float32) for _ in range(2))
+        return None
 
     def gather(self, images: Tensor, labels: Tensor, indices: Tensor, x: Tensor, t: Tensor) -> None:
         kernel = layers.gather(x.size // x.shape[0], self._block)
@@ -139,17 +139,29 @@ class NaiveOps:
             kernel, share = layers.normalize_backward(w.size, self._block), f32(w.size / x.size)
             kernel.over(x.size, self.stream, x, mean, inverse, w, dy, dw, db, share, dx)
 
-    def linear(self, x: Tensor, w: Tensor, b: Tensor | None, y: Tensor) -> None:
-        self._matmul(x, w, b, y)
+    def linear(
+        self, x: Tensor, w: Tensor, b: Tensor | None, y: Tensor, transposed: Sequence[bool] = (False, False)
+    ) -> None:
+        """As `Ops` has it; `transposed` says which of x and w are stored so."""
+        (rows, columns), depth = y.shape, x.shape[0 if transposed[0] else 1]
+        deep = sums.deep(self._multiprocessors, rows, columns, depth)
+        parts = -(-depth // deep)
+        partial = y if parts == 1 else self._partial(y.size, parts)[0]
+        kernel = sums.matmul(*transposed, b is not None and parts == 1)
+        sizes = (u32(size) for size in (rows, columns, depth, deep))
+        blocks = sums.tiles(rows, columns) * parts
+        kernel.launch(blocks, self.stream, x, w, self._or_nothing(b), partial, *sizes)
+        if parts > 1:
+            self._sum_slices(partial, u32(parts), y, b)
 
     def linear_backward(
         self, x: Tensor, w: Tensor, dy: Tensor, dx: Tensor | None, dw: Tensor, db: Tensor | None
     ) -> None:
-        self._matmul(x, dy, None, dw, (True, False))
+        self.linear(x, dy, None, dw, (True, False))
         if db is not None:
             self._sum_columns(dy, db)
         if dx is not None:
-            self._matmul(dy, w, None, dx, (False, True))
+            self.linear(dy, w, None, dx, (False, True))
 
     def loss(
         self, loss: Loss, scores: Tensor, labels: Tensor, scale: float, d_scores: Tensor, losses: Tensor, hits: Tensor
@@ -165,26 +177,6 @@ class NaiveOps:
             kernel.over(w.size, self.stream, w, g, s, t, f32(rate), *optimizer.constants(step))
 
         return update
-
-    def _matmul(
-        self,
-        left: Tensor,
-        right: Tensor,
-        bias: Tensor | None,
-        out: Tensor,
-        transposed: Sequence[bool] = (False, False),
-    ) -> None:
-        """out = left @ right (+ bias); which of the two operands are stored transposed."""
-        (rows, columns), depth = out.shape, left.shape[0 if transposed[0] else 1]
-        deep = sums.deep(self._multiprocessors, rows, columns, depth)
-        parts = -(-depth // deep)
-        partial = out if parts == 1 else self._partial(out.size, parts)[0]
-        kernel = sums.matmul(*transposed, bias is not None and parts == 1)
-        sizes = (u32(size) for size in (rows, columns, depth, deep))
-        blocks = sums.tiles(rows, columns) * parts
-        kernel.launch(blocks, self.stream, left, right, self._or_nothing(bias), partial, *sizes)
-        if parts > 1:
-            self._sum_slices(partial, u32(parts), out, bias)
 
     def _sum_columns(self, dy: Tensor, out: Tensor, of: str = "dy", x: Tensor | None = None, mean: Any = None) -> None:
         """out[c] = the sum of a term, see `sums.column_sums`, over all of dy (..., C) but the column."""

@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 
 from cnnexp.backends.gpu import device, streamed
-from cnnexp.backends.gpu.device import Gpu, Tensor, on_its_gpu
+from cnnexp.backends.gpu.device import Gpu, Tensor
 from cnnexp.backends.gpu.fused import kernels
 from cnnexp.backends.gpu.fused.build import build
 from cnnexp.backends.gpu.fused.clocks import EVERY, GpuClocks
 from cnnexp.backends.gpu.fused.kernels import BLOCK
 from cnnexp.backends.gpu.fused.nodes import BatchStep, Context, GradientArena, Partials
-from cnnexp.backends.gpu.graphs import Graphs
 from cnnexp.backends.gpu.kernels.index import u32
+from cnnexp.backends.gpu.launch import Graphs
 from cnnexp.backends.gpu.shared import CONV_TILE, SharedOps
-from cnnexp.backends.layerwise import FlatProgram, as_float32
+from cnnexp.backends.layerwise import FlatProgram, as_float32, in_scope
 from cnnexp.backends.parts import BACKWARD, FORWARD, Part
 from cnnexp.backends.protocol import Rate, rate_of_steps
 from cnnexp.backends.state import optimizers
@@ -35,26 +35,16 @@ UPDATE = Part("update", ("parameters",), "update")
 
 @dataclass
 class DeviceSplit:
-    """A loaded split, and what a pass over it needs on the device.
+    """A loaded split, and what a pass over it needs on the device."""
 
-    Attributes:
-        images: (N, *input_shape), bytes or float32. labels: int32 (N,).
-        order: uint32, the place from which steps count, then the images of the steps to come.
-        rates: (rate, c0, c1) of every step to come, float32.
-        outcomes: (loss, hit) by place in `order`.
-        sums: of `BLOCK` outcomes each; all that goes back to the host.
-        graphs: by number of steps.
-        predictions: the scores, and what launches the graph that fills them, by number of images.
-    """
-
-    images: Tensor
-    labels: Tensor
-    order: Tensor
-    rates: Tensor
-    outcomes: Tensor
-    sums: Tensor
-    graphs: dict[int, Any] = field(default_factory=dict)
-    predictions: dict[int, tuple[Tensor, Any]] = field(default_factory=dict)
+    images: Tensor  # (N, *input_shape), bytes or float32
+    labels: Tensor  # int32 (N,)
+    order: Tensor  # uint32, the place from which steps count, then the images of the steps to come
+    rates: Tensor  # (rate, c0, c1) of every step to come, float32
+    outcomes: Tensor  # (loss, hit) by place in `order`
+    sums: Tensor  # of `BLOCK` outcomes each; all that goes back to the host
+    graphs: dict[int, Any] = field(default_factory=dict)  # by number of steps
+    predictions: dict[int, tuple[Tensor, Any]] = field(default_factory=dict)  # scores, and what fills them, by images
 
     @property
     def is_bytes(self) -> bool:
@@ -112,13 +102,13 @@ class FusedProgram(FlatProgram[Tensor, Any]):
             yield
             device.synchronize()
 
-    @on_its_gpu
+    @in_scope
     def load(self, images: np.ndarray, labels: np.ndarray) -> DeviceSplit | streamed.Streamed:
         images = images if images.dtype == np.uint8 else as_float32(images)
         image_bytes = 32 + images[:1].nbytes  # what else `DeviceSplit` has for an image takes the 32
         return streamed.load(self._load_captured, images, labels, image_bytes, self.batch_size)
 
-    @on_its_gpu
+    @in_scope
     def refill(self, handle: Any, images: np.ndarray, labels: np.ndarray, epoch: int) -> Any:
         if not isinstance(handle, DeviceSplit):
             return self.load(images, labels)
@@ -145,7 +135,7 @@ class FusedProgram(FlatProgram[Tensor, Any]):
             sums=device.empty((-(-room // BLOCK), 2), np.float32),
         )
 
-    @on_its_gpu
+    @in_scope
     def train(self, handle: DeviceSplit | streamed.Streamed, order: np.ndarray, rate: Rate) -> Totals:
         totals, rates = Totals(0.0, 0, 0), rate_of_steps(rate, len(order), self.batch_size)
         for split, places in streamed.parts(handle, order):
@@ -156,7 +146,7 @@ class FusedProgram(FlatProgram[Tensor, Any]):
                 totals += self._train(split, part, rates[first : first + steps], self._graphs is not None)
         return totals
 
-    @on_its_gpu
+    @in_scope
     def gradients(self, handle: DeviceSplit | streamed.Streamed, indices: np.ndarray) -> tuple[Totals, np.ndarray]:
         split, places = next(streamed.parts(handle, indices))
         self._send(split, places)
@@ -164,7 +154,7 @@ class FusedProgram(FlatProgram[Tensor, Any]):
         self._update(BatchStep(self._stream, split, 0, len(places)), self._gradient)
         return self._totals(split, len(places)), self._to_host(self._gradient)
 
-    @on_its_gpu
+    @in_scope
     def predict(self, handle: DeviceSplit | streamed.Streamed) -> np.ndarray:
         return streamed.predicted(handle, self._scored)
 
@@ -188,7 +178,7 @@ class FusedProgram(FlatProgram[Tensor, Any]):
 
         streamed.enqueue_batches(scores, self.batch_size, stream, outputs)
 
-    @on_its_gpu
+    @in_scope
     def clocked(self) -> Sequence[tuple[Part, float]]:
         """As `Program.clocked`: of all steps, by those that were clocked."""
         return [*self._clocks.seconds(self._images / self.batch_size).items()] if self._clocks else []
