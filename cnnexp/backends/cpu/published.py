@@ -16,24 +16,8 @@ from cnnexp.backends.processor import Array
 from cnnexp.network import Window
 
 
-class PublishedOps(CpuOps):
-    """`Ops` (see `protocol`) of `cpu`, with the paper's detours."""
-
-    keep_argmax = False  # whether the offset of each maximum that the forward pass kept serves, not another search
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._pooled: dict[int, tuple] = {}  # the last max_pool, by the address of what it saved
-
-    def max_pool(self, x: Array, window: Window, y: Array, saved: Array) -> None:
-        super().max_pool(x, window, y, saved)
-        self._pooled[saved.ctypes.data] = x, y
-
-    def max_pool_backward(self, saved: Array, dy: Array, window: Window, dx: Array) -> None:
-        if not self.keep_argmax:
-            x, y = self._pooled[saved.ctypes.data]
-            super().max_pool(x, window, y, saved)
-        super().max_pool_backward(saved, dy, window, dx)
+class ArgmaxOps(CpuOps):
+    """`Ops` (see `protocol`) of `cpu`, with the detour of the gradients alone."""
 
     def conv2d_backward(
         self, x: Array, w: Array, dy: Array, window: Window, dx: Array | None, dw: Array, db: Array | None
@@ -50,10 +34,21 @@ class PublishedOps(CpuOps):
             dbs.sum(axis=0, out=db)
 
 
-class ArgmaxOps(PublishedOps):
-    """`PublishedOps` without the search."""
+class PublishedOps(ArgmaxOps):
+    """Both detours."""
 
-    keep_argmax = True
+    def __init__(self) -> None:
+        super().__init__()
+        self._pooled: dict[int, tuple] = {}  # the last max_pool, by the address of what it saved
+
+    def max_pool(self, x: Array, window: Window, y: Array, saved: Array) -> None:
+        super().max_pool(x, window, y, saved)
+        self._pooled[saved.ctypes.data] = x, y
+
+    def max_pool_backward(self, saved: Array, dy: Array, window: Window, dx: Array) -> None:
+        x, y = self._pooled[saved.ctypes.data]
+        super().max_pool(x, window, y, saved)
+        super().max_pool_backward(saved, dy, window, dx)
 
 
 @dataclass(frozen=True)
