@@ -129,9 +129,6 @@ class PeerProgram(Program):
             for tensor, part in zip(tensors, self._parts(whole[name]), strict=True):
                 self.assign(tensor, part)
 
-    def close(self) -> None:
-        """Nothing to give back: a framework's threads are the process's."""
-
     def _warm_up(self) -> None:
         """Run everything once, so that nothing is compiled while timed."""
         zeros = self.load(np.zeros((1, *self.network.input_shape), np.float32), np.zeros(1, np.int32))

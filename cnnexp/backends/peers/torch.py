@@ -26,23 +26,20 @@ from cnnexp.optimizers import SGD, Adadelta, Adagrad, Adam, AdaMax, AdamW, Optim
 
 try:
     import torch
+    from torch import optim
     from torch.nn import functional
 except ImportError as error:
     raise BackendUnavailable(f"backend=torch: PyTorch cannot be imported ({error}); {installing('torch')}") from error
 
 # our optimizers -> PyTorch's of the same formulas, our names of its slots -> the keys of its state, what it is given
-OPTIMIZERS: dict[type[Optimizer], tuple[type[torch.optim.Optimizer], dict[str, str], tuple[str, ...]]] = {
-    SGD: (torch.optim.SGD, {"velocity": "momentum_buffer"}, ("momentum", "nesterov")),
-    RMSprop: (
-        torch.optim.RMSprop,
-        {"square": "square_avg", "velocity": "momentum_buffer"},
-        ("alpha", "eps", "momentum"),
-    ),
-    Adagrad: (torch.optim.Adagrad, {"square_sum": "sum"}, ("lr_decay", "eps")),
-    Adadelta: (torch.optim.Adadelta, {"square": "square_avg", "update": "acc_delta"}, ("rho", "eps")),
-    Adam: (torch.optim.Adam, {"mean": "exp_avg", "square": "exp_avg_sq"}, ("betas", "eps")),
-    AdamW: (torch.optim.AdamW, {"mean": "exp_avg", "square": "exp_avg_sq"}, ("betas", "eps")),
-    AdaMax: (torch.optim.Adamax, {"mean": "exp_avg", "norm": "exp_inf"}, ("betas", "eps")),
+OPTIMIZERS: dict[type[Optimizer], tuple[type[optim.Optimizer], dict[str, str], tuple[str, ...]]] = {
+    SGD: (optim.SGD, {"velocity": "momentum_buffer"}, ("momentum", "nesterov")),
+    RMSprop: (optim.RMSprop, {"square": "square_avg", "velocity": "momentum_buffer"}, ("alpha", "eps", "momentum")),
+    Adagrad: (optim.Adagrad, {"square_sum": "sum"}, ("lr_decay", "eps")),
+    Adadelta: (optim.Adadelta, {"square": "square_avg", "update": "acc_delta"}, ("rho", "eps")),
+    Adam: (optim.Adam, {"mean": "exp_avg", "square": "exp_avg_sq"}, ("betas", "eps")),
+    AdamW: (optim.AdamW, {"mean": "exp_avg", "square": "exp_avg_sq"}, ("betas", "eps")),
+    AdaMax: (optim.Adamax, {"mean": "exp_avg", "norm": "exp_inf"}, ("betas", "eps")),
 }
 
 
@@ -259,7 +256,7 @@ def _channels_first(images: torch.Tensor) -> torch.Tensor:
     return images.permute(0, 3, 1, 2) if images.ndim == 4 else images
 
 
-def _updater(optimizer: Optimizer, tensors: list[Any]) -> torch.optim.Optimizer:
+def _updater(optimizer: Optimizer, tensors: list[Any]) -> optim.Optimizer:
     """Return PyTorch's optimizer of the same formulas."""
     if type(optimizer) not in OPTIMIZERS:
         raise ConfigError(f"backend=torch: has no optimizer like {type(optimizer).__name__}")
