@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from cnnexp.backends.protocol import Array, Ops, Program, Rate, State, Watch, rate_of_steps
+from cnnexp.backends.protocol import Array, Handle, Ops, Program, Rate, State, Watch, rate_of_steps
 from cnnexp.backends.stages import Chain, Run, unwatched
 from cnnexp.backends.state import PendingAverages, complete, optimizers
 from cnnexp.network import Network, Stage
@@ -30,11 +30,11 @@ def as_float32(images: np.ndarray) -> np.ndarray:
 T = TypeVar("T")
 
 
-def _in_scope(method: Callable[..., T]) -> Callable[..., T]:
-    """Run a method of `LayerwiseProgram` inside a new context of its scope."""
+def in_scope(method: Callable[..., T]) -> Callable[..., T]:
+    """Run a method of `FlatProgram` inside a new context of its scope."""
 
     @functools.wraps(method)
-    def wrapped(self: LayerwiseProgram, *arguments: Any) -> T:
+    def wrapped(self: FlatProgram, *arguments: Any) -> T:
         with self._scope():
             return method(self, *arguments)
 
@@ -52,8 +52,8 @@ class Split(Generic[Array]):
         return self.images.shape[0]
 
 
-class LayerwiseProgram(Program[Split[Array]], Generic[Array]):
-    """A `Program` (see `protocol`) that runs the network's stages one after another: see `stages`.
+class FlatProgram(Program[Handle], Generic[Array, Handle]):
+    """What programs (see `protocol`) share whose parameters and optimizer state lie in flat arrays of an `Ops`.
 
     Args:
         release: called once by `close`.
@@ -88,17 +88,66 @@ class LayerwiseProgram(Program[Split[Array]], Generic[Array]):
             network, lambda: ops.to_host(self._running), lambda averages: ops.copy(averages, self._running)
         )
         self._step, self._seed = 0, 0
-        self._x = ops.empty((batch_size, *network.input_shape), np.float32)
-        self._labels = ops.empty((batch_size,), np.int32)
-        self._chain = Chain(ops, network.stages, batch_size, self._x, None)
-        self._warm_up()
+        self._make()
         self.compile_s = time.perf_counter() - started
 
-    @_in_scope
+    def _make(self) -> None:
+        """Compile everything, and run it once, so that nothing is compiled while timed."""
+        raise NotImplementedError
+
+    @in_scope
+    def apply(self, gradient: np.ndarray, rate: float) -> None:
+        self.pending.commit()
+        self._ops.copy(gradient, self._gradient)
+        self._apply(rate)
+
+    @in_scope
+    def state(self) -> State:
+        to_host = self._ops.to_host
+        state = {"parameters": to_host(self._parameters), "step": np.array(self._step, np.int64)}
+        state |= {name: to_host(slot) for name, slot in zip(self.optimizer.slots, self._slots, strict=True)}
+        if self.network.running:
+            state["running"] = to_host(self._running)
+        if self.network.draws:
+            state["seed"] = np.array(self._seed, np.int64)
+        return state
+
+    @in_scope
+    def restore(self, state: State) -> None:
+        whole = complete(state, self.network, self.optimizer)
+        targets = dict(zip(self.optimizer.slots, self._slots, strict=True))
+        targets |= {"parameters": self._parameters, "running": self._running}
+        for name, array in whole.items():
+            if name in targets:
+                self._ops.copy(np.ascontiguousarray(array, np.float32), targets[name])
+        self._step, self._seed = int(whole["step"]), int(whole.get("seed", 0))
+        self.pending.drop()
+
+    def close(self) -> None:
+        self._release()
+        self._release = lambda: None
+
+    def _apply(self, rate: float) -> None:
+        self._step += 1
+        with self._watch("parameters", "update"):
+            for update, w, g, slots in self._updates:
+                update(w, g, slots, rate, self._step)
+
+
+class LayerwiseProgram(FlatProgram[Array, Split[Array]]):
+    """A `Program` (see `protocol`) that runs the network's stages one after another: see `stages`."""
+
+    def _make(self) -> None:
+        self._x = self._ops.empty((self.batch_size, *self.network.input_shape), np.float32)
+        self._labels = self._ops.empty((self.batch_size,), np.int32)
+        self._chain = Chain(self._ops, self.network.stages, self.batch_size, self._x, None)
+        self._warm_up()
+
+    @in_scope
     def load(self, images: np.ndarray, labels: np.ndarray) -> Split[Array]:
         return Split(self._ops.to_device(as_float32(images)), self._ops.to_device(labels.astype(np.int32)))
 
-    @_in_scope
+    @in_scope
     def train(self, handle: Split[Array], order: np.ndarray, rate: Rate, images: np.ndarray | None = None) -> Totals:
         """As `Program.train`.
 
@@ -115,7 +164,7 @@ class LayerwiseProgram(Program[Split[Array]], Generic[Array]):
             self._apply(float(step_rate))
         return _totals(ops.to_host(losses), ops.to_host(hits))
 
-    @_in_scope
+    @in_scope
     def gradients(
         self, handle: Split[Array], indices: np.ndarray, images: np.ndarray | None = None
     ) -> tuple[Totals, np.ndarray]:
@@ -126,13 +175,7 @@ class LayerwiseProgram(Program[Split[Array]], Generic[Array]):
             self._gradients(handle, *self._places(indices, images), losses, hits)
         return _totals(ops.to_host(losses), ops.to_host(hits)), ops.to_host(self._gradient)
 
-    @_in_scope
-    def apply(self, gradient: np.ndarray, rate: float) -> None:
-        self.pending.commit()
-        self._ops.copy(gradient, self._gradient)
-        self._apply(rate)
-
-    @_in_scope
+    @in_scope
     def predict(self, handle: Split[Array]) -> np.ndarray:
         ops = self._ops
         scores = np.empty((len(handle), *self.network.output_shape), np.float32)
@@ -141,13 +184,13 @@ class LayerwiseProgram(Program[Split[Array]], Generic[Array]):
             scores[batch] = ops.to_host(self._chain.forward(self._run(batch.stop - start), handle.images[batch]))
         return scores
 
-    @_in_scope
+    @in_scope
     def outputs(self, handle: Split[Array]) -> list[tuple[Stage, np.ndarray]]:
         """Return each stage with its output in `predict`, (N, *output_shape), for at most batch_size images."""
         outputs = self._chain.outputs(self._run(len(handle)), handle.images)
         return [(stage, np.array(self._ops.to_host(y))) for stage, y in outputs]
 
-    @_in_scope
+    @in_scope
     def forward(
         self, handle: Split[Array], indices: np.ndarray, trains: bool, images: np.ndarray | None = None
     ) -> np.ndarray:
@@ -162,35 +205,13 @@ class LayerwiseProgram(Program[Split[Array]], Generic[Array]):
         with self.pending.hold() if trains else contextlib.nullcontext():
             return self._ops.to_host(self._chain.forward(self._begun, x))
 
-    @_in_scope
+    @in_scope
     def backward(self, d_outputs: np.ndarray) -> np.ndarray:
         """Return the flat gradient, given that of the outputs of the last `forward`, (N, *output_shape)."""
         count = len(d_outputs)
         self._ops.copy(d_outputs, self._chain.gradient(count))
         self._chain.backward(self._begun, self._inputs(count)[0], None)
         return self._ops.to_host(self._gradient)
-
-    @_in_scope
-    def state(self) -> State:
-        to_host = self._ops.to_host
-        state = {"parameters": to_host(self._parameters), "step": np.array(self._step, np.int64)}
-        state |= {name: to_host(slot) for name, slot in zip(self.optimizer.slots, self._slots, strict=True)}
-        if self.network.running:
-            state["running"] = to_host(self._running)
-        if self.network.draws:
-            state["seed"] = np.array(self._seed, np.int64)
-        return state
-
-    @_in_scope
-    def restore(self, state: State) -> None:
-        whole = complete(state, self.network, self.optimizer)
-        targets = dict(zip(self.optimizer.slots, self._slots, strict=True))
-        targets |= {"parameters": self._parameters, "running": self._running}
-        for name, array in whole.items():
-            if name in targets:
-                self._ops.copy(np.ascontiguousarray(array, np.float32), targets[name])
-        self._step, self._seed = int(whole["step"]), int(whole.get("seed", 0))
-        self.pending.drop()
 
     def watch(self, watch: Watch | None) -> bool:
         @contextlib.contextmanager
@@ -203,10 +224,6 @@ class LayerwiseProgram(Program[Split[Array]], Generic[Array]):
         made = watch or unwatched
         self._watch = until_done if watch else unwatched
         return True
-
-    def close(self) -> None:
-        self._release()
-        self._release = lambda: None
 
     def _warm_up(self) -> None:
         """Run one step on zeros and look at them, so that every kernel is compiled before anything is timed."""
@@ -240,12 +257,6 @@ class LayerwiseProgram(Program[Split[Array]], Generic[Array]):
     def _backward(self, run: Run[Array], x: Array) -> None:
         """Fill the flat gradient, given that of the scores."""
         self._chain.backward(run, x, None)
-
-    def _apply(self, rate: float) -> None:
-        self._step += 1
-        with self._watch("parameters", "update"):
-            for update, w, g, slots in self._updates:
-                update(w, g, slots, rate, self._step)
 
     def _run(self, count: int, trains: bool = False, images: Array | None = None) -> Run[Array]:
         step = self._step + 1

@@ -120,7 +120,8 @@ class Program(Protocol[Handle]):
         """Take over a `state()` of any backend; what is missing is as when a run begins, see `state.complete`."""
 
     def close(self) -> None:
-        """Give back threads and device memory. Idempotent."""
+        """Give back threads and device memory, of its own if it has any. Idempotent."""
+        return
 
     def warm(self, handle: Handle, indices: np.ndarray) -> None:
         """Have threads, caches and code ready for the batch `indices`, before a clock starts; `state()` stays as it is.

@@ -26,25 +26,16 @@ def unwatched(layer: str, what: str) -> AbstractContextManager:
 
 @dataclass(frozen=True)
 class Run(Generic[Array]):
-    """What every layer is given while one batch goes through them.
+    """What every layer is given while one batch goes through them."""
 
-    Attributes:
-        count: images in the batch.
-        parameters, gradient: flat float32.
-        running: flat float32, the running averages.
-        trains: whether it is a step of training, not `predict`.
-        seed, step: what random numbers follow from; steps count from 1.
-        images: int64 (N,), the images' places in the data set, where the ops want them; None in `predict`.
-    """
-
-    count: int
-    parameters: Array
-    gradient: Array
-    running: Array | None = None
-    trains: bool = False
-    seed: int = 0
-    step: int = 0
-    images: Array | None = None
+    count: int  # images in the batch
+    parameters: Array  # flat float32
+    gradient: Array  # flat float32
+    running: Array | None = None  # flat float32, the running averages
+    trains: bool = False  # whether it is a step of training, not `predict`
+    seed: int = 0  # what random numbers follow from, with the step
+    step: int = 0  # from 1
+    images: Array | None = None  # int64 (N,), places in the data set, where the ops want them; None in `predict`
     watch: Watch = unwatched
 
     @property

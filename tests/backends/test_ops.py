@@ -92,7 +92,7 @@ def test_another_order_is_found(name, arguments):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere memory may be in use before it is touched, or shared")
-@pytest.mark.parametrize("ops", [CpuOps(parallel=False), NumpyOps(), PythonOps()], ids=lambda ops: type(ops).__name__)
+@pytest.mark.parametrize("ops", [CpuOps(), NumpyOps(), PythonOps()], ids=lambda ops: type(ops).__name__)
 def test_no_batch_pays_for_the_first_use_of_its_buffers(ops):
     resident = psutil.Process().memory_info
     before = resident().rss

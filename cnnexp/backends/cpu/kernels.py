@@ -68,24 +68,9 @@ def kernel(*arguments: str):
     return lambda function: Kernel(function, f"void({', '.join(arguments)})")
 
 
-@kernel(batch, image)
-def reverse_rows(w, rows):
-    """Fill rows (K,C,K*F) with w (K,K,C,F), the columns of each row reversed.
-
-    A pixel at column s meets the output columns s - K + 1 .. s, with the weights' columns running backwards: reversed,
-    a row of weights lies beside the outputs it feeds, and one contiguous loop over K*F covers them all.
-    """
-    side, _, channels, filters = w.shape
-    for i in range(side):
-        for j in range(side):
-            for c in range(channels):
-                for f in range(filters):
-                    rows[i, c, (side - 1 - j) * filters + f] = w[i, j, c, f]
-
-
 @task
 def conv2d_image(x, rows, b, stride, top, left, y):
-    """Convolve one image: x (H,W,C), rows as of `reverse_rows`, y (P,Q,F)."""
+    """Convolve one image: x (H,W,C), rows (K,C,K*F) as of `sequential.reversed_rows`, y (P,Q,F)."""
     height, width, channels = x.shape
     side, filters = rows.shape[0], y.shape[2]
     # outputs of one row at stride 1, from the first column that any pixel reaches to the last
@@ -162,23 +147,6 @@ def conv2d_backward(x, rows, dy, stride, top, left, dx, d_rows, d_bias):
     for block in prange(blocks):
         for n in range(block * images // blocks, (block + 1) * images // blocks):
             conv2d_backward_image(x[n], rows, dy[n], stride, top, left, dx[n], d_rows[block], d_bias[block])
-
-
-@kernel(batch, matrix, batch, vector)
-def sum_blocks(d_rows, d_bias, dw, db):
-    """Add up the blocks' gradients, first to last, and turn the rows back: dw (K,K,C,F), db (F,) or empty."""
-    side, _, channels, filters = dw.shape
-    dw[:] = ZERO
-    db[:] = ZERO
-    for block in range(d_rows.shape[0]):
-        # a column of `reverse_rows` at a time, in the order of w
-        for i in range(side):
-            for j in range(side):
-                for c in range(channels):
-                    for f in range(filters):
-                        dw[i, j, c, f] += d_rows[block, i, c, (side - 1 - j) * filters + f]
-        for f in range(db.size):
-            db[f] += d_bias[block, f]
 
 
 @kernel(batch, batch, vector, "i8", "i8", "i8", "i8", batch)
@@ -319,25 +287,14 @@ def sum_channels(x, partial):
                 partial[block, c] += x[r, c]
 
 
-@kernel(matrix, vector, doubles)
-def sum_squares(x, mean, partial):
-    """As `sum_channels`, of (x - mean)^2."""
+@kernel(matrix, vector, matrix, vector, doubles)
+def sum_products(x, x_mean, y, y_mean, partial):
+    """As `sum_channels`, of (x - x_mean) * (y - y_mean)."""
     pixels, blocks = x.shape[0], partial.shape[0]
     for block in prange(blocks):
         for r in range(block * pixels // blocks, (block + 1) * pixels // blocks):
             for c in range(x.shape[1]):
-                difference = x[r, c] - mean[c]
-                partial[block, c] += difference * difference
-
-
-@kernel(matrix, vector, matrix, doubles)
-def sum_products(x, mean, dy, partial):
-    """As `sum_channels`, of (x - mean) * dy."""
-    pixels, blocks = x.shape[0], partial.shape[0]
-    for block in prange(blocks):
-        for r in range(block * pixels // blocks, (block + 1) * pixels // blocks):
-            for c in range(x.shape[1]):
-                partial[block, c] += (x[r, c] - mean[c]) * dy[r, c]
+                partial[block, c] += (x[r, c] - x_mean[c]) * (y[r, c] - y_mean[c])
 
 
 @kernel(matrix, vector, vector, vector, matrix)
@@ -494,15 +451,6 @@ def linear_backward_features(x, w, dy, first, last, dx, dw):
     for d in range(count):
         for o in range(outputs):
             dw[first + d, o] = dw_transposed[o, d]
-
-
-@kernel(matrix, vector)
-def sum_rows(dy, db):
-    """db = dy (N,O) summed over n."""
-    db[:] = ZERO
-    for n in range(dy.shape[0]):
-        for o in range(db.size):
-            db[o] += dy[n, o]
 
 
 @kernel(matrix, matrix, matrix, matrix, matrix)

@@ -5,18 +5,15 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numba
 
 from cnnexp.backends.cpu.sequential import CpuOps
-from cnnexp.backends.layerwise import LayerwiseProgram
 from cnnexp.backends.processor import ThreadedBackend, using_threads
 from cnnexp.errors import ConfigError
-from cnnexp.network import Network
-from cnnexp.network.losses import Loss
-from cnnexp.optimizers import Optimizer
 
 
 @functools.cache
@@ -36,11 +33,22 @@ def choose_threading_layer() -> None:
         numba.config.THREADING_LAYER = "workqueue"
 
 
+class ParallelOps(CpuOps):
+    """`CpuOps` on as many threads as Numba uses."""
+
+    parallel = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        choose_threading_layer()
+
+
 @dataclass(frozen=True)
 class CpuParallel(ThreadedBackend):
     """Numba on several threads."""
 
     name: ClassVar[str] = "cpu-parallel"
+    ops: ClassVar[type[CpuOps]] = ParallelOps
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -50,7 +58,5 @@ class CpuParallel(ThreadedBackend):
                 "the environment variable NUMBA_NUM_THREADS; unset it"
             )
 
-    def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> LayerwiseProgram:
-        choose_threading_layer()
-        scope = functools.partial(using_threads, self.thread_count, numba.get_num_threads, numba.set_num_threads)
-        return LayerwiseProgram(CpuOps(parallel=True), network, loss, optimizer, batch_size, scope=scope)
+    def scope(self) -> AbstractContextManager[object]:
+        return using_threads(self.thread_count, numba.get_num_threads, numba.set_num_threads)

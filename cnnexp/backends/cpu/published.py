@@ -12,34 +12,12 @@ from typing import ClassVar
 import numpy as np
 
 from cnnexp.backends.cpu.sequential import Cpu, CpuOps
-from cnnexp.backends.layerwise import LayerwiseProgram
 from cnnexp.backends.processor import Array
-from cnnexp.network import Network, Window
-from cnnexp.network.losses import Loss
-from cnnexp.optimizers import Optimizer
+from cnnexp.network import Window
 
 
-class PublishedOps(CpuOps):
-    """`Ops` (see `protocol`) of `cpu`, with the paper's detours.
-
-    Args:
-        keep_argmax: use the offset of each maximum that the forward pass kept, instead of searching again.
-    """
-
-    def __init__(self, keep_argmax: bool) -> None:
-        super().__init__(parallel=False)
-        self._keep_argmax = keep_argmax
-        self._pooled: dict[int, tuple] = {}  # the last max_pool, by the address of what it saved
-
-    def max_pool(self, x: Array, window: Window, y: Array, saved: Array) -> None:
-        super().max_pool(x, window, y, saved)
-        self._pooled[saved.ctypes.data] = x, y
-
-    def max_pool_backward(self, saved: Array, dy: Array, window: Window, dx: Array) -> None:
-        if not self._keep_argmax:
-            x, y = self._pooled[saved.ctypes.data]
-            super().max_pool(x, window, y, saved)
-        super().max_pool_backward(saved, dy, window, dx)
+class ArgmaxOps(CpuOps):
+    """`Ops` (see `protocol`) of `cpu`, with the detour of the gradients alone."""
 
     def conv2d_backward(
         self, x: Array, w: Array, dy: Array, window: Window, dx: Array | None, dw: Array, db: Array | None
@@ -56,15 +34,29 @@ class PublishedOps(CpuOps):
             dbs.sum(axis=0, out=db)
 
 
+class PublishedOps(ArgmaxOps):
+    """Both detours."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pooled: dict[int, tuple] = {}  # the last max_pool, by the address of what it saved
+
+    def max_pool(self, x: Array, window: Window, y: Array, saved: Array) -> None:
+        super().max_pool(x, window, y, saved)
+        self._pooled[saved.ctypes.data] = x, y
+
+    def max_pool_backward(self, saved: Array, dy: Array, window: Window, dx: Array) -> None:
+        x, y = self._pooled[saved.ctypes.data]
+        super().max_pool(x, window, y, saved)
+        super().max_pool_backward(saved, dy, window, dx)
+
+
 @dataclass(frozen=True)
 class CpuPublished(Cpu):
     """Both detours."""
 
     name: ClassVar[str] = "cpu-published"
-    keep_argmax: ClassVar[bool] = False
-
-    def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> LayerwiseProgram:
-        return LayerwiseProgram(PublishedOps(self.keep_argmax), network, loss, optimizer, batch_size)
+    ops: ClassVar[type[CpuOps]] = PublishedOps
 
 
 @dataclass(frozen=True)
@@ -72,4 +64,4 @@ class CpuPublishedArgmax(CpuPublished):
     """The offset of each maximum is kept, and only the gradients take their detour."""
 
     name: ClassVar[str] = "cpu-published-argmax"
-    keep_argmax: ClassVar[bool] = True
+    ops: ClassVar[type[CpuOps]] = ArgmaxOps

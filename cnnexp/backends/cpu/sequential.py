@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from cnnexp.backends.layerwise import LayerwiseProgram
 from cnnexp.backends.processor import Array, HostOps, SequentialBackend, need_compiler
 from cnnexp.backends.protocol import Update
-from cnnexp.network import BatchNorm2d, Elementwise, Network, Window
+from cnnexp.network import Elementwise, Window
 from cnnexp.network.losses import Loss
 from cnnexp.network.noise import threshold
 from cnnexp.optimizers import Optimizer
@@ -25,12 +24,12 @@ NO_MATRIX = np.empty((0, 0), np.float32)
 class CpuOps(HostOps):
     """`Ops` (see `protocol`) on NumPy arrays, by the kernels of `kernels`, each compiled when first called."""
 
-    def __init__(self, parallel: bool) -> None:
+    parallel = False
+
+    def __init__(self) -> None:
         need_compiler()
         global kernels
         from cnnexp.backends.cpu import kernels  # brings Numba: not before something is compiled
-
-        self._parallel = parallel
 
     def to_device(self, array: np.ndarray) -> Array:
         return np.require(array, requirements=["C", "W"])
@@ -41,7 +40,7 @@ class CpuOps(HostOps):
     def conv2d(self, x: Array, w: Array, b: Array | None, window: Window, y: Array) -> None:
         b = NO_VECTOR if b is None else b
         if _is_dense(x, w, window):
-            self._run(kernels.conv2d, x, self._reversed(w), b, *_corner(window), y)
+            self._run(kernels.conv2d, x, reversed_rows(w), b, *_corner(window), y)
         else:
             stride, *corner = _corner(window)
             self._run(kernels.grouped_conv2d, x, w, b, stride, window.dilation, *corner, y)
@@ -49,21 +48,20 @@ class CpuOps(HostOps):
     def conv2d_backward(
         self, x: Array, w: Array, dy: Array, window: Window, dx: Array | None, dw: Array, db: Array | None
     ) -> None:
-        side, _, channels, filters = w.shape
+        (side, _, channels, filters), (stride, *corner) = w.shape, _corner(window)
         blocks = min(len(x), kernels.BLOCKS)
         d_bias = np.zeros((blocks, filters), np.float32)
         dx = np.empty((len(x), 0, 0, 0), np.float32) if dx is None else dx
-        if not _is_dense(x, w, window):
-            (stride, *corner), d_weights = _corner(window), np.zeros((blocks, *w.shape), np.float32)
-            at = stride, window.dilation, *corner
+        if _is_dense(x, w, window):
+            d_rows = np.zeros((blocks, side, channels, side * filters), np.float32)
+            self._run(kernels.conv2d_backward, x, reversed_rows(w), dy, stride, *corner, dx, d_rows, d_bias)
+            dw[...] = d_rows.sum(axis=0).reshape(side, channels, side, filters).swapaxes(1, 2)[:, ::-1]
+        else:
+            d_weights, at = np.zeros((blocks, *w.shape), np.float32), (stride, window.dilation, *corner)
             self._run(kernels.grouped_conv2d_backward, x, w, dy, *at, dx, d_weights, d_bias)
             d_weights.sum(axis=0, out=dw)
-            if db is not None:
-                d_bias.sum(axis=0, out=db)
-            return
-        d_rows = np.zeros((blocks, side, channels, side * filters), np.float32)
-        self._run(kernels.conv2d_backward, x, self._reversed(w), dy, *_corner(window), dx, d_rows, d_bias)
-        kernels.sum_blocks.compiled(False)(d_rows, d_bias, dw, NO_VECTOR if db is None else db)
+        if db is not None:
+            d_bias.sum(axis=0, out=db)
 
     def elementwise(self, layer: Elementwise, x: Array, y: Array) -> None:
         self._run(kernels.elementwise(layer), _rows(x), _rows(y))
@@ -89,35 +87,19 @@ class CpuOps(HostOps):
     def dropout(self, x: Array, images: Array, key: int, rate: float, y: Array) -> None:
         self._run(kernels.dropout, _rows(x), images, key, threshold(rate), np.float32(1 / (1 - rate)), _rows(y))
 
-    def batch_norm(
-        self, layer: BatchNorm2d, x: Array, w: Array, b: Array, mean: Array, variance: Array, y: Array, saved: Array
-    ) -> None:
-        pixels = _pixels(x)
-        m = (self._sums(kernels.sum_channels, pixels) / len(pixels)).astype(np.float32)
-        v = self._sums(kernels.sum_squares, pixels, m) / len(pixels)
-        mean += np.float32(layer.momentum) * (m - mean)
-        variance += np.float32(layer.momentum) * (v * len(pixels) / max(len(pixels) - 1, 1) - variance)
-        saved[0], saved[1] = m, 1 / np.sqrt(v + layer.epsilon)
-        self._run(kernels.normalize, pixels, m, saved[1] * w, b, _pixels(y))
+    def _sum_channels(self, x: Array) -> Array:
+        return self._sums(kernels.sum_channels, _pixels(x))
 
-    def batch_norm_predict(
-        self, layer: BatchNorm2d, x: Array, w: Array, b: Array, mean: Array, variance: Array, y: Array
-    ) -> None:
-        scale = w / np.sqrt(variance + np.float32(layer.epsilon))
-        self._run(kernels.normalize, _pixels(x), mean, scale, b, _pixels(y))
+    def _sum_products(self, x: Array, x_mean: Array, y: Array, y_mean: Array) -> Array:
+        return self._sums(kernels.sum_products, _pixels(x), x_mean, _pixels(y), y_mean)
 
-    def batch_norm_backward(
-        self, x: Array, w: Array, dy: Array, saved: Array, dx: Array | None, dw: Array, db: Array
+    def _normalize(self, x: Array, mean: Array, scale: Array, shift: Array, y: Array) -> None:
+        self._run(kernels.normalize, _pixels(x), mean, scale, shift, _pixels(y))
+
+    def _normalize_backward(
+        self, x: Array, dy: Array, mean: Array, scale: Array, mean_dy: Array, factor: Array, dx: Array
     ) -> None:
-        (mean, inverse), pixels, dy_pixels = saved, _pixels(x), _pixels(dy)
-        total = self._sums(kernels.sum_channels, dy_pixels)
-        product = self._sums(kernels.sum_products, pixels, mean, dy_pixels) * inverse
-        dw[:], db[:] = product, total
-        if dx is not None:
-            mean_dy = (total / len(pixels)).astype(np.float32)
-            factor = (product * inverse / len(pixels)).astype(np.float32)
-            scale = inverse * w
-            self._run(kernels.normalize_backward, pixels, dy_pixels, mean, scale, mean_dy, factor, _pixels(dx))
+        self._run(kernels.normalize_backward, _pixels(x), _pixels(dy), mean, scale, mean_dy, factor, _pixels(dx))
 
     def _sums(self, kernel: kernels.Kernel, *arguments: np.ndarray) -> np.ndarray:
         """Return sums over pixels (C,), float64: those of blocks of them, added in order."""
@@ -133,7 +115,7 @@ class CpuOps(HostOps):
     def linear_backward(self, x: Array, w: Array, dy: Array, dx: Array | None, dw: Array, db: Array | None) -> None:
         self._run(kernels.linear_backward, x, w, dy, NO_MATRIX if dx is None else dx, dw)
         if db is not None:
-            kernels.sum_rows.compiled(False)(dy, db)
+            dy.sum(axis=0, out=db)
 
     def loss(
         self, loss: Loss, scores: Array, labels: Array, scale: float, d_scores: Array, losses: Array, hits: Array
@@ -150,15 +132,17 @@ class CpuOps(HostOps):
 
         return update
 
-    def _reversed(self, w: np.ndarray) -> np.ndarray:
-        """Return w (K,K,C,F) by rows (K,C,K*F), see `kernels.reverse_rows`."""
-        side, _, channels, filters = w.shape
-        rows = np.empty((side, channels, side * filters), np.float32)
-        kernels.reverse_rows.compiled(False)(w, rows)
-        return rows
-
     def _run(self, kernel: kernels.Kernel, *arguments: Any) -> None:
-        kernel.compiled(self._parallel)(*arguments)
+        kernel.compiled(self.parallel)(*arguments)
+
+
+def reversed_rows(w: np.ndarray) -> np.ndarray:
+    """Return w (K,K,C,F) as rows (K,C,K*F), the columns of each row reversed.
+
+    A pixel at column s meets the output columns s - K + 1 .. s, with the weights' columns running backwards: reversed,
+    a row of weights lies beside the outputs it feeds, and one contiguous loop over K*F covers them all.
+    """
+    return np.ascontiguousarray(w[:, ::-1].swapaxes(1, 2)).reshape(w.shape[0], w.shape[2], -1)
 
 
 def _is_dense(x: np.ndarray, w: np.ndarray, window: Window) -> bool:
@@ -186,6 +170,4 @@ class Cpu(SequentialBackend):
     """Numba on one thread: the baseline of every speedup."""
 
     name: ClassVar[str] = "cpu"
-
-    def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> LayerwiseProgram:
-        return LayerwiseProgram(CpuOps(parallel=False), network, loss, optimizer, batch_size)
+    ops: ClassVar[type[CpuOps]] = CpuOps

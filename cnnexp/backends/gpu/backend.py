@@ -9,17 +9,14 @@ from typing import Any, ClassVar, Protocol, Self, cast
 import numpy as np
 
 from cnnexp.backends.gpu import device, streamed
-from cnnexp.backends.gpu.device import Gpu, Tensor, on_its_gpu
-from cnnexp.backends.gpu.graphs import Graphs
-from cnnexp.backends.gpu.kernels import sums
-from cnnexp.backends.gpu.launch import default_stream
+from cnnexp.backends.gpu.device import Gpu, Tensor
+from cnnexp.backends.gpu.launch import Graphs, default_stream
 from cnnexp.backends.gpu.limits import limits
-from cnnexp.backends.layerwise import LayerwiseProgram
+from cnnexp.backends.layerwise import LayerwiseProgram, in_scope
 from cnnexp.backends.protocol import Backend, Ops, Program, Rate, rate_of_steps
 from cnnexp.backends.stages import Run, unwatched
-from cnnexp.network import Conv2d, Flatten, MaxPool2d, Network
+from cnnexp.network import Network
 from cnnexp.network.losses import Loss, Totals
-from cnnexp.network.shapes import walk
 from cnnexp.optimizers import Optimizer
 
 BLOCK = 256  # threads per block
@@ -44,12 +41,12 @@ class GpuProgram(LayerwiseProgram):
         self._passes: tuple[Any, Any] | None = None
         super().__init__(ops, network, loss, optimizer, batch_size, scope=lambda: device.on(gpu))
 
-    @on_its_gpu
+    @in_scope
     def load(self, images: np.ndarray, labels: np.ndarray) -> Any:
         image_bytes = 4 * int(np.prod(images.shape[1:])) + 17  # its label, and in `train` its index, loss and hit
         return streamed.load(super().load, images, labels, image_bytes, self.batch_size)
 
-    @on_its_gpu
+    @in_scope
     def train(self, handle: Any, order: np.ndarray, rate: Rate, images: np.ndarray | None = None) -> Totals:
         totals, rates = Totals(0.0, 0, 0), rate_of_steps(rate, len(order), self.batch_size)
         for split, places in streamed.parts(handle, order):
@@ -58,14 +55,14 @@ class GpuProgram(LayerwiseProgram):
             totals += super().train(split, places, rates[first : first + steps], shown)
         return totals
 
-    @on_its_gpu
+    @in_scope
     def gradients(
         self, handle: Any, indices: np.ndarray, images: np.ndarray | None = None
     ) -> tuple[Totals, np.ndarray]:
         split, places = next(streamed.parts(handle, indices))
         return super().gradients(split, places, indices)
 
-    @on_its_gpu
+    @in_scope
     def predict(self, handle: Any) -> np.ndarray:
         def scored(split: Any) -> Tensor:
             def outputs(start: int, count: int) -> Tensor:
@@ -77,7 +74,7 @@ class GpuProgram(LayerwiseProgram):
 
         return streamed.predicted(handle, scored)
 
-    @on_its_gpu
+    @in_scope
     def forward(self, handle: Any, indices: np.ndarray, trains: bool, images: np.ndarray | None = None) -> Any:
         split, places = next(streamed.parts(handle, indices))
         return super().forward(split, places, trains, indices)
@@ -173,18 +170,4 @@ class GpuBackend(Backend):
 
     def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> Program:
         with device.on(self.gpu):
-            needed = batch_bytes(network, optimizer, batch_size, self.gpu)
-            device.check_memory(needed, f"a batch of {batch_size}")
             return GpuProgram(self.gpu, self.ops(batch_size), network, loss, optimizer, batch_size)
-
-
-def batch_bytes(network: Network, optimizer: Optimizer, batch_size: int, gpu: Gpu) -> int:
-    """Return the bytes that a layerwise program allocates, but for the data set."""
-    values = int(np.prod(network.input_shape)) + 1
-    for stage in walk(network.stages):
-        size = int(np.prod(stage.output_shape))
-        if not isinstance(stage.layer, Flatten):  # it shares its input's buffers
-            values += size * (3 if isinstance(stage.layer, MaxPool2d) else 2)  # activation, gradient, argmax
-    weights = [stage.weight.size for stage in walk(network.stages) if stage.weight and isinstance(stage.layer, Conv2d)]
-    scratch = sums.BLOCKS * gpu.multiprocessors * sums.THREADS + max(weights, default=0)
-    return 4 * (values * batch_size + network.parameter_count * (2 + len(optimizer.slots)) + scratch)

@@ -9,7 +9,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -39,25 +39,16 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Gpu:
-    """What one GPU is and allows.
+    """What one GPU is and allows."""
 
-    Attributes:
-        index: CUDA's number of it.
-        driver: newest CUDA version that its driver takes, (major, minor).
-        toolkit: CUDA version of the compiler in use, (major, minor).
-        multiprocessors: how many blocks can surely run at once.
-        block_threads: the most threads in one block.
-        shared_bytes: the most static shared memory of one block.
-    """
-
-    index: int
+    index: int  # CUDA's number of it
     name: str
     compute_capability: tuple[int, int]
-    driver: tuple[int, int]
-    toolkit: tuple[int, int]
-    multiprocessors: int
-    block_threads: int
-    shared_bytes: int
+    driver: tuple[int, int]  # newest CUDA version that its driver takes, (major, minor)
+    toolkit: tuple[int, int]  # CUDA version of the compiler in use
+    multiprocessors: int  # how many blocks can surely run at once
+    block_threads: int  # the most in one block
+    shared_bytes: int  # the most static shared memory of one block
 
     @property
     def facts(self) -> dict[str, str]:
@@ -151,39 +142,12 @@ def _translate_errors() -> Iterator[None]:
         ) from error
 
 
-def on_its_gpu(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Run a method of a program on the program's `gpu`: other programs of the process may be on another."""
-
-    @functools.wraps(method)
-    def wrapped(self: Any, *arguments: Any) -> Any:
-        with on(self.gpu):
-            return method(self, *arguments)
-
-    return wrapped
-
-
-def check_block(gpu: Gpu, block: int) -> None:
-    """Raise ConfigError where a block has more threads than the GPU allows."""
-    if not 1 <= block <= gpu.block_threads:
-        raise ConfigError(f"backend.block={block}: must be 1 .. {gpu.block_threads} threads, the limit of {gpu.name}")
-
-
 def free_memory() -> tuple[float, float]:
     """Return the bytes of the GPU's memory that are free, and all of them."""
     context = cuda.current_context()
     context.deallocations.clear()  # what Numba has yet to give back
     free, total = context.get_memory_info()
     return free, total
-
-
-def check_memory(needed: int, what: str) -> None:
-    """Raise ConfigError where `needed` bytes for `what` are not free on the GPU."""
-    free, total = free_memory()
-    if needed > free:
-        raise ConfigError(
-            f"{what} needs {needed:,} bytes of GPU memory, {free:,} of {total:,} are free; lower trainer.batch_size, "
-            "dataset.train_size or the model's size"
-        )
 
 
 class Tensor:
@@ -267,10 +231,15 @@ def synchronize() -> None:
 
 
 def _check_array(shape: Shape, dtype: Any) -> None:
-    size = math.prod(shape)
+    size, what = math.prod(shape), f"an array of shape {tuple(shape)}"
     if size >= LARGEST_ARRAY:
         raise ConfigError(
-            f"an array of shape {tuple(shape)} has {size:,} elements, GPU kernels index less than {LARGEST_ARRAY:,}; "
-            "lower trainer.batch_size or the model's size"
+            f"{what} has {size:,} elements, GPU kernels index less than {LARGEST_ARRAY:,}; lower trainer.batch_size or "
+            "the model's size"
         )
-    check_memory(size * np.dtype(dtype).itemsize, f"an array of shape {tuple(shape)}")
+    needed, (free, total) = size * np.dtype(dtype).itemsize, free_memory()
+    if needed > free:
+        raise ConfigError(
+            f"{what} needs {needed:,} bytes of GPU memory, {free:,} of {total:,} are free; lower trainer.batch_size, "
+            "dataset.train_size or the model's size"
+        )

@@ -2,6 +2,7 @@
 
 Numba's own launch looks at every argument anew, which takes the host longer than these kernels take the GPU. Here the
 types are compared with the signature, and what Numba's code expects of an array is put together by `Tensor.words`.
+Launches that come again and again are captured in a graph.
 """
 
 from __future__ import annotations
@@ -103,6 +104,38 @@ class Kernel:
         packages = sys.version, metadata.version("numba-cuda"), np.__version__, gpu.toolkit
         facts = packages, gpu.name, gpu.compute_capability, self.signature, self.block, described(self.function)
         return hashlib.sha256(source_digest() + repr(facts).encode()).hexdigest()
+
+
+def kernel(signature: str) -> Callable[[Callable[..., None]], Callable[[int], Kernel]]:
+    """Return the decorator of a function that is the same for all sizes: it makes its kernel, given the block size."""
+    return lambda function: cache(lambda block: Kernel(function, signature, block))
+
+
+class Graphs:
+    """Captures launches in CUDA graphs of the GPU with CUDA's number `index`."""
+
+    def __init__(self, index: int) -> None:
+        self._device = _core().Device(index)
+        self._device.set_current()
+        self.stream = self._device.create_stream()
+
+    def capture(self, enqueue: Callable[[Any], None]) -> Any:
+        """Return the graph of what `enqueue` launches on the stream it is given."""
+        builder = self._device.create_graph_builder()
+        builder.begin_building()
+        enqueue(builder)
+        graph = builder.end_building().complete()
+        graph.upload(self.stream)
+        return graph
+
+    def seconds(self, graph: Any) -> float:
+        """Launch a graph; return the seconds that the GPU was at it."""
+        timed = _core().EventOptions(timing_enabled=True)
+        start = self.stream.record(options=timed)
+        graph.launch(self.stream)
+        stop = self.stream.record(options=timed)
+        stop.sync()
+        return (stop - start) / 1e3
 
 
 def kernel_folder() -> Path | None:

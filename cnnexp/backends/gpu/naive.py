@@ -17,6 +17,7 @@ from cnnexp.backends.gpu.device import Gpu, Tensor
 from cnnexp.backends.gpu.kernels import direct, layers, sums
 from cnnexp.backends.gpu.kernels.index import ZERO, ConvSizes, conv_sizes, f32, pool_sizes, u32
 from cnnexp.backends.protocol import Update
+from cnnexp.errors import ConfigError
 from cnnexp.network import BatchNorm2d, Elementwise, MaxPool2d, Stage, Window
 from cnnexp.network.losses import Loss
 from cnnexp.network.noise import threshold
@@ -35,15 +36,6 @@ class NaiveOps:
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Tensor:
         return device.empty(shape, dtype)
 
-    def saved(self, stage: Stage, batch_size: int) -> Any:
-        """Allocate the place of each window's maximum, int32 (N,U,V,C); mean and inverse deviation, (C,) each."""
-        match stage.layer:
-            case MaxPool2d():
-                return self.empty((batch_size, *stage.output_shape), np.int32)
-            case BatchNorm2d():
-                return tuple(self.empty(stage.output_shape[2:], np.float32) for _ in range(2))
-        return None
-
     def to_device(self, array: np.ndarray) -> Tensor:
         return device.to_device(array)
 
@@ -52,6 +44,15 @@ class NaiveOps:
 
     def copy(self, source: np.ndarray, target: Tensor) -> None:
         device.copy(source, target)
+
+    def saved(self, stage: Stage, batch_size: int) -> Any:
+        """Allocate the place of each window's maximum, int32 (N,U,V,C); mean and inverse deviation, (C,) each."""
+        match stage.layer:
+            case MaxPool2d():
+                return self.empty((batch_size, *stage.output_shape), np.int32)
+            case BatchNorm2d():
+                return tuple(self.empty(stage.output_shape[2:], np.float32) for _ in range(2))
+        return None
 
     def gather(self, images: Tensor, labels: Tensor, indices: Tensor, x: Tensor, t: Tensor) -> None:
         kernel = layers.gather(x.size // x.shape[0], self._block)
@@ -138,17 +139,29 @@ class NaiveOps:
             kernel, share = layers.normalize_backward(w.size, self._block), f32(w.size / x.size)
             kernel.over(x.size, self.stream, x, mean, inverse, w, dy, dw, db, share, dx)
 
-    def linear(self, x: Tensor, w: Tensor, b: Tensor | None, y: Tensor) -> None:
-        self._matmul(x, w, b, y)
+    def linear(
+        self, x: Tensor, w: Tensor, b: Tensor | None, y: Tensor, transposed: Sequence[bool] = (False, False)
+    ) -> None:
+        """As `Ops` has it; `transposed` says which of x and w are stored so."""
+        (rows, columns), depth = y.shape, x.shape[0 if transposed[0] else 1]
+        deep = sums.deep(self._multiprocessors, rows, columns, depth)
+        parts = -(-depth // deep)
+        partial = y if parts == 1 else self._partial(y.size, parts)[0]
+        kernel = sums.matmul(*transposed, b is not None and parts == 1)
+        sizes = (u32(size) for size in (rows, columns, depth, deep))
+        blocks = sums.tiles(rows, columns) * parts
+        kernel.launch(blocks, self.stream, x, w, self._or_nothing(b), partial, *sizes)
+        if parts > 1:
+            self._sum_slices(partial, u32(parts), y, b)
 
     def linear_backward(
         self, x: Tensor, w: Tensor, dy: Tensor, dx: Tensor | None, dw: Tensor, db: Tensor | None
     ) -> None:
-        self._matmul(x, dy, None, dw, (True, False))
+        self.linear(x, dy, None, dw, (True, False))
         if db is not None:
             self._sum_columns(dy, db)
         if dx is not None:
-            self._matmul(dy, w, None, dx, (False, True))
+            self.linear(dy, w, None, dx, (False, True))
 
     def loss(
         self, loss: Loss, scores: Tensor, labels: Tensor, scale: float, d_scores: Tensor, losses: Tensor, hits: Tensor
@@ -164,26 +177,6 @@ class NaiveOps:
             kernel.over(w.size, self.stream, w, g, s, t, f32(rate), *optimizer.constants(step))
 
         return update
-
-    def _matmul(
-        self,
-        left: Tensor,
-        right: Tensor,
-        bias: Tensor | None,
-        out: Tensor,
-        transposed: Sequence[bool] = (False, False),
-    ) -> None:
-        """out = left @ right (+ bias); which of the two operands are stored transposed."""
-        (rows, columns), depth = out.shape, left.shape[0 if transposed[0] else 1]
-        deep = sums.deep(self._multiprocessors, rows, columns, depth)
-        parts = -(-depth // deep)
-        partial = out if parts == 1 else self._partial(out.size, parts)[0]
-        kernel = sums.matmul(*transposed, bias is not None and parts == 1)
-        sizes = (u32(size) for size in (rows, columns, depth, deep))
-        blocks = sums.tiles(rows, columns) * parts
-        kernel.launch(blocks, self.stream, left, right, self._or_nothing(bias), partial, *sizes)
-        if parts > 1:
-            self._sum_slices(partial, u32(parts), out, bias)
 
     def _sum_columns(self, dy: Tensor, out: Tensor, of: str = "dy", x: Tensor | None = None, mean: Any = None) -> None:
         """out[c] = the sum of a term, see `sums.column_sums`, over all of dy (..., C) but the column."""
@@ -231,7 +224,9 @@ class GpuNaive(GpuBackend):
         return BLOCK if self.block is None else self.block
 
     def check(self, gpu: Gpu) -> None:
-        device.check_block(gpu, self.block_threads)
+        block, most = self.block_threads, gpu.block_threads
+        if not 1 <= block <= most:
+            raise ConfigError(f"backend.block={block}: must be 1 .. {most} threads, the limit of {gpu.name}")
 
     def ops(self, batch_size: int) -> NaiveOps:
         return NaiveOps(self.gpu, self.block_threads)

@@ -38,17 +38,12 @@ class Streamed:
     def __init__(self, images: np.ndarray, labels: np.ndarray, window: Any) -> None:
         self._images, self._labels, self._window = images, labels, window
         self._staged = cuda.pinned_array(window.images.shape, window.images.dtype)
+        self.room = len(self._staged)  # images of the window
 
     def __len__(self) -> int:
         return len(self._images)
 
-    def parts(self, indices: np.ndarray) -> Iterator[tuple[Any, np.ndarray]]:
-        """Yield (split, places in it) for as many of `indices` as the window holds, until all are done."""
-        for start in range(0, len(indices), len(self._staged)):
-            part = indices[start : start + len(self._staged)]
-            yield self._show(part), np.arange(len(part))
-
-    def _show(self, indices: np.ndarray) -> Any:
+    def show(self, indices: np.ndarray) -> Any:
         """Overwrite the window, all work on it being done; return as much of it as was."""
         count, images = len(indices), self._images[indices]
         self._staged[:count] = images if self._staged.dtype == images.dtype else as_float32(images)
@@ -93,7 +88,9 @@ def load(
 def parts(handle: Any, indices: np.ndarray) -> Iterator[tuple[Any, np.ndarray]]:
     """Yield (split, places in it) until all of `indices` are done: at once, but for a streamed split."""
     if isinstance(handle, Streamed):
-        yield from handle.parts(indices)
+        for start in range(0, len(indices), handle.room):
+            part = indices[start : start + handle.room]
+            yield handle.show(part), np.arange(len(part))
     else:
         yield handle, indices
 

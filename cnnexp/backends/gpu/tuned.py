@@ -19,10 +19,9 @@ from cnnexp.backends.cache import load_or_make
 from cnnexp.backends.gpu import device
 from cnnexp.backends.gpu.backend import BLOCK, GpuBackend
 from cnnexp.backends.gpu.device import Gpu
-from cnnexp.backends.gpu.graphs import Graphs
 from cnnexp.backends.gpu.kernels.index import ConvSizes
 from cnnexp.backends.gpu.kernels.tiled import ConvTile, conv_tile
-from cnnexp.backends.gpu.launch import source_digest
+from cnnexp.backends.gpu.launch import Graphs, source_digest
 from cnnexp.backends.gpu.shared import CONV_TILE, SharedOps
 from cnnexp.errors import ConfigError
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, assert_never
@@ -18,12 +17,11 @@ import numpy as np
 
 from cnnexp import network as net
 from cnnexp.backends.layerwise import as_float32
+from cnnexp.backends.peers.program import PeerProgram
 from cnnexp.backends.processor import ThreadedBackend
-from cnnexp.backends.protocol import Program, Rate, State, rate_of_steps
-from cnnexp.backends.state import PendingAverages, complete
 from cnnexp.errors import BackendUnavailable, ConfigError, installing
-from cnnexp.network import Network, Stage, noise
-from cnnexp.network.losses import LOG_FLOOR, VARIANCE_FLOOR, Loss, Totals, check_loss
+from cnnexp.network import Network, Parameter, Stage, noise
+from cnnexp.network.losses import LOG_FLOOR, VARIANCE_FLOOR, Loss
 from cnnexp.optimizers import Optimizer
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # its greeting of the CPU
@@ -37,249 +35,63 @@ except ImportError as error:
     ) from error
 
 
-class EdgePad(keras.layers.Layer):
-    """Put `value` around images (N,H,W,C), as far as windows reach."""
-
-    def __init__(self, window: net.Window, value: float) -> None:
-        super().__init__()
-        top, left, bottom, right = window.pads
-        self.sides, self.value = [[0, 0], [top, bottom], [left, right], [0, 0]], value
-        self.needed = window.padded
-
-    def call(self, x: tf.Tensor) -> tf.Tensor:
-        return tf.pad(x, self.sides, constant_values=self.value) if self.needed else x
-
-
-class EdgeAverage(keras.layers.Layer):
-    """The mean over the pixels of each window that lie inside the image."""
-
-    def __init__(self, stage: net.PoolStage) -> None:
-        super().__init__()
-        window = stage.window
-        self.pad, self.pool = EdgePad(window, 0.0), keras.layers.AveragePooling2D(window.size, window.stride)
-        self.share = self.pool(self.pad(tf.ones((1, *stage.input_shape[:2], 1))))
-
-    def call(self, x: tf.Tensor) -> tf.Tensor:
-        return self.pool(self.pad(x)) / self.share if self.pad.needed else self.pool(x)
-
-
-class Rule(keras.layers.Layer):
-    """A user's elementwise layer, by its own derivative."""
-
-    def __init__(self, layer: net.Elementwise) -> None:
-        super().__init__()
-        self.rule, self.derivative = layer.rule(MATHS), layer.derivative(MATHS)
-
-    def call(self, x: tf.Tensor) -> tf.Tensor:
-        @tf.custom_gradient
-        def run(x: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
-            y = self.rule(x)
-            return y, lambda dy: dy * self.derivative(x, y)
-
-        return run(x)
-
-
 MATHS = net.Maths(tf.exp, tf.tanh, tf.math.erf, lambda a, b: tf.where(a < b, b, a), tf.where)
+OWN = (net.ReLU, net.Sigmoid, net.Tanh, net.GELU)
+Layer = Callable[[tf.Tensor, bool], tf.Tensor]
+"""What a stage does to x, and whether it trains."""
 
 
-class Drop(keras.layers.Layer):
-    """`noise.keeps`: which numbers are dropped is not TensorFlow's to say.
+class KerasProgram(PeerProgram):
+    """A `Program` (see `protocol`) on Keras layers, and on TensorFlow's operations where Keras has none."""
 
-    Args:
-        now: int64, the seed and the step that is being taken; `images` is set to their places in the data set.
-    """
-
-    def __init__(self, stage: net.DropoutStage, now: Step) -> None:
-        super().__init__()
-        self.layer_name, self.rate, self.shape, self.now = stage.name, stage.layer.rate, stage.output_shape, now
-
-    def call(self, x: tf.Tensor, training: bool | None = None) -> tf.Tensor:
-        if not training:
-            return x
-        kept = tf.numpy_function(self._keeps, [self.now.numbers, self.now.images], tf.float32)
-        return x * tf.reshape(kept, tf.shape(x))
-
-    def _keeps(self, numbers: np.ndarray, images: np.ndarray) -> np.ndarray:
-        key = noise.layer_key(int(numbers[0]), int(numbers[1]), self.layer_name)
-        return noise.keeps(key, self.rate, images, math.prod(self.shape)) * np.float32(1 / (1 - self.rate))
-
-
-class Step:
-    """What random numbers follow from: seed and step, and the images of the step that is being taken."""
-
-    def __init__(self) -> None:
-        self.numbers = tf.Variable([0, 0], dtype=tf.int64)
-        self.images: Any = None
-
-
-class Norm(keras.layers.Layer):
-    """Batch normalization with the unbiased variance in its running average, as PyTorch; Keras's takes the other."""
-
-    def __init__(self, stage: net.NormStage) -> None:
-        super().__init__()
-        self.layer, channels = stage.layer, stage.output_shape[2]
-        self.scale, self.shift = (self.add_weight(shape=(channels,), name=name) for name in ("scale", "shift"))
-        self.averages = [tf.Variable(tf.zeros(channels), trainable=False) for _ in range(2)]
-
-    def call(self, x: tf.Tensor, training: bool | None = None) -> tf.Tensor:
-        if training:
-            mean, variance = tf.nn.moments(x, [0, 1, 2])
-            count = tf.cast(tf.size(x) // tf.size(mean), tf.float32)
-            unbiased = variance * count / tf.maximum(count - 1, 1)
-            for average, value in zip(self.averages, (mean, unbiased), strict=True):
-                average.assign_add(self.layer.momentum * (value - average))
-        else:
-            mean, variance = self.averages
-        # not tf.nn.batch_normalization, which takes mean * scale from x * scale: what little is left is rounding
-        return (x - mean) * (tf.math.rsqrt(variance + self.layer.epsilon) * self.scale) + self.shift
-
-
-class GroupedConv(keras.layers.Layer):
-    """A convolution of groups or with dilation: TensorFlow has no gradient of Keras's own on a CPU."""
-
-    def __init__(self, stage: net.ConvStage) -> None:
-        super().__init__()
-        self.layer, self.shape = stage.layer, (*stage.weight.shape[:2], stage.input_shape[2], -1)
-        self.kernel = self.add_weight(shape=stage.weight.shape, name="kernel")
-        self.shift = self.add_weight(shape=(stage.layer.filters,), name="shift") if stage.layer.bias else 0.0
-
-    def call(self, x: tf.Tensor) -> tf.Tensor:
-        groups, dilation, weight = self.layer.groups, self.layer.dilation, tf.convert_to_tensor(self.kernel)
-        step, skip = (1, self.layer.stride) if dilation > 1 else (self.layer.stride, 1)  # TensorFlow's are one or other
-        if weight.shape[2] == 1:
-            of_channels = tf.reshape(weight, self.shape)
-            y = tf.nn.depthwise_conv2d(x, of_channels, [1, step, step, 1], "VALID", dilations=[dilation] * 2)
-        else:
-            parts = zip(tf.split(x, groups, 3), tf.split(weight, groups, 3), strict=True)
-            y = tf.concat([tf.nn.convolution(a, w, step, "VALID", dilations=dilation) for a, w in parts], 3)
-        return y[:, ::skip, ::skip] + self.shift
-
-
-class Skip(keras.layers.Layer):
-    """x + f(x); of x every n-th pixel, and channels of zeros, where the shortcut is padded."""
-
-    def __init__(self, inner: list[keras.layers.Layer], stage: net.ResidualStage) -> None:
-        super().__init__()
-        self.inner, self.window = keras.Sequential(inner), stage.window
-        self.more = stage.output_shape[-1] - stage.input_shape[-1]
-
-    def call(self, x: tf.Tensor, training: bool | None = None) -> tf.Tensor:
-        y = self.inner(x, training=training)
-        if self.window:
-            step = self.window.stride
-            x = tf.pad(x[:, ::step, ::step], [[0, 0], [0, 0], [0, 0], [0, self.more]])
-        return x + y
-
-
-class KerasProgram(Program):
-    """A `Program` (see `protocol`) on Keras layers."""
-
-    def __init__(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> None:
-        check_loss(network, loss)
-        started = time.perf_counter()
-        self.network, self.loss, self.optimizer, self.batch_size = network, loss, optimizer, batch_size
-        self._now = Step()
-        self._averages: list[tf.Variable] = []
-        layers = [layer for stage in network.stages for layer in _layers(stage, self._now, self._averages)]
-        self.pending: PendingAverages = PendingAverages(network, lambda: self._flat(self._averages), self._set_running)
-        self._model = keras.Sequential([keras.Input(network.input_shape), *layers])
-        self._variables = [variable.value for variable in self._model.trainable_variables]
-        self._slots = [[tf.Variable(tf.zeros_like(v)) for v in self._variables] for _ in optimizer.slots]
-        self._rules = [optimizer.of(tuple(v.shape)).rule(tf.sqrt, tf.maximum) for v in self._variables]
-        self._step = 0
+    def make(self) -> None:
+        network, optimizer, variables = self.network, self.optimizer, self.tensors["parameters"]
+        self._layers = [self._layer(stage) for stage in network.stages]
+        self.tensors |= {name: [tf.Variable(tf.zeros_like(v)) for v in variables] for name in optimizer.slots}
+        self._rules = [optimizer.of(tuple(v.shape)).rule(tf.sqrt, tf.maximum) for v in variables]
         images = tf.TensorSpec([None, *network.input_shape])
         batch = (images, tf.TensorSpec([None], tf.int32), tf.TensorSpec([None], tf.int64))
         scalars, compiled = [tf.TensorSpec([])] * 3, partial(tf.function, autograph=False)  # which knows no `match`
         self._train_step = compiled(self._take_step, input_signature=[*batch, *scalars])
         self._gradients = compiled(self._differentiate, input_signature=batch)
-        parts = [tf.TensorSpec(variable.shape) for variable in self._variables]
+        parts = [tf.TensorSpec(variable.shape) for variable in variables]
         self._apply = compiled(self._update, input_signature=[parts, *scalars])
-        self._forward = compiled(lambda x: self._model(x, training=False), input_signature=[images])
-        self._warm_up()
-        self.compile_s = time.perf_counter() - started
+        self._predict = compiled(lambda x: self._forward(x, False), input_signature=[images])
 
     def load(self, images: np.ndarray, labels: np.ndarray) -> tuple[tf.Tensor, tf.Tensor]:
         return tf.constant(as_float32(images)), tf.constant(labels.astype(np.int32))
 
-    def train(self, handle: Any, order: np.ndarray, rate: Rate) -> Totals:
-        losses, hits = [], []
-        self.pending.drop()
-        for step, step_rate in enumerate(rate_of_steps(rate, len(order), self.batch_size)):
-            indices = order[step * self.batch_size : (step + 1) * self.batch_size].astype(np.int64)
-            self._begin_step()
-            numbers = np.float32(step_rate), *self.optimizer.constants(self._step)
-            loss, correct = self._train_step(*handle, indices, *numbers)
-            losses.append(loss)
-            hits.append(correct)
-        return Totals(sum(float(loss) for loss in losses), sum(int(correct) for correct in hits), len(order))
+    def step(self, handle: Any, indices: np.ndarray, rate: float) -> tuple[tf.Tensor, tf.Tensor]:
+        return self._train_step(*handle, indices, *self._numbers(rate))
 
-    def gradients(self, handle: Any, indices: np.ndarray) -> tuple[Totals, np.ndarray]:
-        if self.network.draws:
-            self._now.numbers[1].assign(self._step + 1)
-        with self.pending.hold():
-            loss, hits, gradients = self._gradients(*handle, indices.astype(np.int64))
-        return Totals(float(loss), int(hits), len(indices)), self._flat(gradients)
+    def differentiate(self, handle: Any, indices: np.ndarray) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]:
+        return self._gradients(*handle, indices)
 
-    def apply(self, gradient: np.ndarray, rate: float) -> None:
-        self.pending.commit()
-        self._begin_step()
-        parts = [tf.constant(part) for part in self._parts(gradient)]
-        self._apply(parts, np.float32(rate), *self.optimizer.constants(self._step))
+    def update(self, parts: list[np.ndarray], rate: float) -> None:
+        self._apply([tf.constant(part) for part in parts], *self._numbers(rate))
 
-    def predict(self, handle: Any) -> np.ndarray:
-        images = handle[0]
-        rows = range(0, len(images), self.batch_size)
-        return np.concatenate([self._forward(images[start : start + self.batch_size]).numpy() for start in rows])
+    def scores(self, images: tf.Tensor) -> np.ndarray:
+        return self._predict(images).numpy()
 
-    def state(self) -> State:
-        state = {"parameters": self._flat(self._variables), "step": np.array(self._step, np.int64)}
-        state |= {name: self._flat(slot) for name, slot in zip(self.optimizer.slots, self._slots, strict=True)}
-        if self._averages:
-            state["running"] = self._flat(self._averages)
-        if self.network.draws:
-            state["seed"] = self._now.numbers.numpy()[0]
-        return state
+    def assign(self, tensor: tf.Variable, array: np.ndarray) -> None:
+        tensor.assign(array)
 
-    def restore(self, state: State) -> None:
-        whole = complete(state, self.network, self.optimizer)
-        for name, targets in zip(("parameters", *self.optimizer.slots), (self._variables, *self._slots), strict=True):
-            for target, part in zip(targets, self._parts(whole[name]), strict=True):
-                target.assign(part)
-        self.pending.drop()
-        if self._averages:
-            self._set_running(whole["running"])
-        self._step = int(whole["step"])
-        self._now.numbers.assign([int(whole.get("seed", 0)), self._step + 1])
+    def _numbers(self, rate: float) -> tuple[np.float32, ...]:
+        return np.float32(rate), *self.optimizer.constants(self.now.step)
 
-    def close(self) -> None:
-        """Nothing to give back: TensorFlow's threads are the process's."""
-
-    def _set_running(self, running: np.ndarray) -> None:
-        for average, part in zip(self._averages, self.network.running, strict=True):
-            average.assign(part.view(running))
-
-    def _begin_step(self) -> None:
-        self._step += 1
-        if self.network.draws:
-            self._now.numbers[1].assign(self._step)
-
-    def _warm_up(self) -> None:
-        """Trace and run every function once, so that none is compiled while timed."""
-        zeros = self.load(np.zeros((1, *self.network.input_shape), np.float32), np.zeros(1, np.int32))
-        _, gradient = self.gradients(zeros, np.zeros(1, np.int64))
-        self.apply(gradient, 0.0)
-        self.train(zeros, np.zeros(1, np.int64), 0.0)
-        self.predict(zeros)
-        self.restore({"parameters": np.zeros(self.network.parameter_count, np.float32)})
+    def _forward(self, x: tf.Tensor, trains: bool) -> tf.Tensor:
+        for layer in self._layers:
+            x = layer(x, trains)
+        return x
 
     def _differentiate(
         self, images: tf.Tensor, labels: tf.Tensor, indices: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]:
         """Return the summed loss, the hits and the mean gradients of one batch."""
         x, t = tf.gather(images, indices), tf.gather(labels, indices)
-        self._now.images = indices
+        self.now.images = indices
         with tf.GradientTape() as tape:
-            scores = self._model(x, training=True)
+            scores = self._forward(x, True)
             losses = _losses(self.loss, scores, t)
             if self.loss.class_weights:
                 losses *= tf.gather(tf.constant(self.loss.class_weights), t)
@@ -288,16 +100,14 @@ class KerasProgram(Program):
             hits = tf.equal(scores[:, 0] >= 0.5, tf.equal(t, 1))
         else:
             hits = tf.equal(tf.argmax(scores, 1, tf.int32), t)
-        gradients = tape.gradient(mean, self._variables)
+        gradients = tape.gradient(mean, self.tensors["parameters"])
         return tf.reduce_sum(losses), tf.reduce_sum(tf.cast(hits, tf.int32)), gradients
 
     def _update(self, gradients: list[tf.Tensor], rate: tf.Tensor, c0: tf.Tensor, c1: tf.Tensor) -> None:
         zero = tf.constant(0.0)
-        for i, (w, g, rule) in enumerate(zip(self._variables, gradients, self._rules, strict=True)):
-            slots = [slot[i] for slot in self._slots]
-            s, t = ([tf.convert_to_tensor(slot) for slot in slots] + [zero, zero])[:2]
-            new = rule(tf.convert_to_tensor(w), g, s, t, rate, c0, c1)
-            for old, value in zip([w, *slots], new, strict=False):
+        for g, rule, *kept in zip(gradients, self._rules, *self.tensors.values(), strict=True):
+            w, s, t = ([tf.convert_to_tensor(one) for one in kept] + [zero, zero])[:3]
+            for old, value in zip(kept, rule(w, g, s, t, rate, c0, c1), strict=False):
                 old.assign(value)
 
     def _take_step(
@@ -307,12 +117,144 @@ class KerasProgram(Program):
         self._update(gradients, *scalars)
         return loss, hits
 
-    def _flat(self, parts: Sequence[tf.Tensor]) -> np.ndarray:
-        """Return the parts, in the order and shapes of the parameters, as one flat buffer."""
-        return np.concatenate([np.asarray(part, np.float32).ravel() for part in parts])
+    def _variable(self, parameter: Parameter | None) -> tf.Variable | None:
+        """Return the variable of a parameter, which is the next in the flat buffer."""
+        if parameter is not None:
+            self.tensors["parameters"].append(tf.Variable(tf.zeros(parameter.shape)))
+        return self.tensors["parameters"][-1] if parameter else None
 
-    def _parts(self, flat: np.ndarray) -> list[np.ndarray]:
-        return [parameter.view(np.asarray(flat, np.float32)) for parameter in self.network.parameters]
+    def _built(self, layer: keras.layers.Layer, stage: Stage) -> keras.layers.Layer:
+        """Return a layer of Keras's, its weights being the next in the flat buffer."""
+        *sides, channels = stage.input_shape
+        layer.build((None, *(None for _ in sides), channels))  # sides without what is put around them
+        self.tensors["parameters"] += [weight.value for weight in layer.trainable_weights]
+        return layer
+
+    def _layer(self, stage: Stage) -> Layer:
+        """Return what a stage does, adding its parameters and running averages to those there are."""
+        match stage:
+            case net.ConvStage() if not stage.dense:
+                return self._grouped(stage)
+            case net.ConvStage(layer=layer, window=window):
+                conv = keras.layers.Conv2D(layer.filters, layer.kernel, layer.stride, use_bias=layer.bias)
+                conv = self._built(conv, stage)
+                return lambda x, trains: conv(_pad(x, window))
+            case net.PoolStage(layer=net.MaxPool2d(), window=window):
+                max_pool = keras.layers.MaxPooling2D(window.size, window.stride)
+                return lambda x, trains: max_pool(_pad(x, window, -np.inf))
+            case net.PoolStage(layer=net.GlobalAvgPool()):
+                return _itself(keras.layers.GlobalAveragePooling2D())
+            case net.PoolStage(window=window):
+                pool = keras.layers.AveragePooling2D(window.size, window.stride)
+                share = pool(_pad(tf.ones((1, *stage.input_shape[:2], 1)), window))  # of a window inside the image
+                return lambda x, trains: pool(_pad(x, window)) / share
+            case net.LinearStage(layer=layer):
+                return _itself(self._built(keras.layers.Dense(layer.features, use_bias=layer.bias), stage))
+            case net.FlattenStage():
+                return _itself(keras.layers.Flatten())
+            case net.ResidualStage():
+                return self._residual(stage)
+            case net.DropoutStage():
+                return self._dropout(stage)
+            case net.NormStage():
+                return self._norm(stage)
+            case net.ElementwiseStage(layer=net.LeakyReLU(slope)):
+                return _itself(keras.layers.LeakyReLU(slope))
+            case net.ElementwiseStage(layer=layer):
+                own = type(layer) in OWN
+                return _itself(keras.layers.Activation(type(layer).__name__.lower()) if own else _rule(layer))
+            case net.StructuralStage():
+                raise ConfigError(f"backend=keras: cannot differentiate layer {stage.name}, which is NumPy's")
+            case _:
+                assert_never(stage)
+
+    def _grouped(self, stage: net.ConvStage) -> Layer:
+        """A convolution of groups or with dilation: TensorFlow has no gradient of Keras's own on a CPU."""
+        groups, dilation, stride = stage.layer.groups, stage.layer.dilation, stage.layer.stride
+        step, skip = (1, stride) if dilation > 1 else (stride, 1)  # TensorFlow's are one or other
+        kernel, shift = self._variable(stage.weight), self._variable(stage.bias)
+
+        def convolve(x: tf.Tensor, trains: bool) -> tf.Tensor:
+            x, weight = _pad(x, stage.window), tf.convert_to_tensor(kernel)
+            if weight.shape[2] == 1:
+                of_channels = tf.reshape(weight, (*weight.shape[:2], x.shape[3], -1))
+                y = tf.nn.depthwise_conv2d(x, of_channels, [1, step, step, 1], "VALID", dilations=[dilation] * 2)
+            else:
+                parts = zip(tf.split(x, groups, 3), tf.split(weight, groups, 3), strict=True)
+                y = tf.concat([tf.nn.convolution(a, w, step, "VALID", dilations=dilation) for a, w in parts], 3)
+            return y[:, ::skip, ::skip] + (0.0 if shift is None else shift)
+
+        return convolve
+
+    def _norm(self, stage: net.NormStage) -> Layer:
+        """Batch normalization, the unbiased variance in its running average, as PyTorch; Keras's takes the other."""
+        scale, shift = self._variable(stage.weight), self._variable(stage.bias)
+        averages = [tf.Variable(tf.zeros(average.shape)) for average in stage.running]
+        self.averages += averages
+
+        def normalize(x: tf.Tensor, trains: bool) -> tf.Tensor:
+            mean, variance = tf.nn.moments(x, [0, 1, 2]) if trains else averages
+            if trains:
+                count = tf.cast(tf.size(x) // tf.size(mean), tf.float32)
+                unbiased = variance * count / tf.maximum(count - 1, 1)
+                for average, value in zip(averages, (mean, unbiased), strict=True):
+                    average.assign_add(stage.layer.momentum * (value - average))
+            # not tf.nn.batch_normalization, which takes mean * scale from x * scale: what little is left is rounding
+            return (x - mean) * (tf.math.rsqrt(variance + stage.layer.epsilon) * scale) + shift
+
+        return normalize
+
+    def _dropout(self, stage: net.DropoutStage) -> Layer:
+        """`noise.keeps`, asked when a step runs: which numbers are dropped is not TensorFlow's to say."""
+        rate, size = stage.layer.rate, math.prod(stage.output_shape)
+
+        def keeps(images: np.ndarray) -> np.ndarray:
+            key = noise.layer_key(self.now.seed, self.now.step, stage.name)
+            return noise.keeps(key, rate, images, size) * np.float32(1 / (1 - rate))
+
+        def drop(x: tf.Tensor, trains: bool) -> tf.Tensor:
+            return x * tf.reshape(tf.numpy_function(keeps, [self.now.images], tf.float32), tf.shape(x)) if trains else x
+
+        return drop
+
+    def _residual(self, stage: net.ResidualStage) -> Layer:
+        """x + f(x); of x every n-th pixel, and channels of zeros, where the shortcut is padded."""
+        inner, window = [self._layer(one) for one in stage.stages], stage.window
+        more = stage.output_shape[-1] - stage.input_shape[-1]
+
+        def add(x: tf.Tensor, trains: bool) -> tf.Tensor:
+            y = x
+            for layer in inner:
+                y = layer(y, trains)
+            if window:
+                x = tf.pad(x[:, :: window.stride, :: window.stride], [[0, 0], [0, 0], [0, 0], [0, more]])
+            return x + y
+
+        return add
+
+
+def _itself(layer: Callable[[tf.Tensor], tf.Tensor]) -> Layer:
+    """Return a layer that does the same in training."""
+    return lambda x, trains: layer(x)
+
+
+def _pad(x: tf.Tensor, window: net.Window, value: float = 0.0) -> tf.Tensor:
+    """Put `value` around images (N,H,W,C), as far as windows reach."""
+    top, left, bottom, right = window.pads
+    sides = [[0, 0], [top, bottom], [left, right], [0, 0]]
+    return tf.pad(x, sides, constant_values=value) if window.padded else x
+
+
+def _rule(layer: net.Elementwise) -> Callable[[tf.Tensor], tf.Tensor]:
+    """Return a user's elementwise layer, by its own derivative."""
+    rule, derivative = layer.rule(MATHS), layer.derivative(MATHS)
+
+    @tf.custom_gradient
+    def run(x: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
+        y = rule(x)
+        return y, lambda dy: dy * derivative(x, y)
+
+    return run
 
 
 def _losses(loss: Loss, scores: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
@@ -340,45 +282,6 @@ def _binary_cross_entropy(p: tf.Tensor, t: tf.Tensor) -> tuple[tf.Tensor, Callab
         return upstream * (p - t) / tf.maximum(p * (1 - p), VARIANCE_FLOOR), None
 
     return losses, gradient
-
-
-def _layers(stage: Stage, now: Step, averages: list[tf.Variable]) -> list[keras.layers.Layer]:
-    """Return the layers of a stage, adding its running averages to the list, in their order."""
-    match stage:
-        case net.ConvStage() if not stage.dense:
-            return [EdgePad(stage.window, 0.0), GroupedConv(stage)]
-        case net.ConvStage(layer=layer):
-            conv = keras.layers.Conv2D(layer.filters, layer.kernel, layer.stride, use_bias=layer.bias)
-            return [EdgePad(stage.window, 0.0), conv]
-        case net.PoolStage(layer=net.MaxPool2d()):
-            pool = keras.layers.MaxPooling2D(stage.window.size, stage.window.stride)
-            return [EdgePad(stage.window, -np.inf), pool]
-        case net.PoolStage(layer=net.GlobalAvgPool()):
-            return [keras.layers.GlobalAveragePooling2D()]
-        case net.PoolStage():
-            return [EdgeAverage(stage)]
-        case net.LinearStage(layer=layer):
-            return [keras.layers.Dense(layer.features, use_bias=layer.bias)]
-        case net.FlattenStage():
-            return [keras.layers.Flatten()]
-        case net.ResidualStage():
-            return [Skip([made for inner in stage.stages for made in _layers(inner, now, averages)], stage)]
-        case net.DropoutStage():
-            return [Drop(stage, now)]
-        case net.NormStage():
-            norm = Norm(stage)
-            averages += norm.averages
-            return [norm]
-        case net.ElementwiseStage(layer=net.ReLU() | net.Sigmoid() | net.Tanh() | net.GELU()):
-            return [keras.layers.Activation(type(stage.layer).__name__.lower())]
-        case net.ElementwiseStage(layer=net.LeakyReLU(slope)):
-            return [keras.layers.LeakyReLU(slope)]
-        case net.ElementwiseStage():
-            return [Rule(stage.layer)]
-        case net.StructuralStage():
-            raise ConfigError(f"backend=keras: cannot differentiate layer {stage.name}, which is NumPy's")
-        case _:
-            assert_never(stage)
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,9 @@ from typing import ClassVar
 import numpy as np
 import threadpoolctl
 
-from cnnexp.backends.layerwise import LayerwiseProgram
 from cnnexp.backends.processor import Array, HostOps, SequentialBackend
 from cnnexp.backends.protocol import Update
-from cnnexp.network import BatchNorm2d, Elementwise, Maths, Network, Window
+from cnnexp.network import Elementwise, Maths, Window
 from cnnexp.network.elementwise import rational_erf
 from cnnexp.network.losses import Loss, compute
 from cnnexp.network.noise import keeps
@@ -99,33 +98,6 @@ class NumpyOps(HostOps):
         kept = keeps(key, rate, images, x[0].size).reshape(x.shape)
         np.multiply(x, kept * np.float32(1 / (1 - rate)), out=y)
 
-    def batch_norm(
-        self, layer: BatchNorm2d, x: Array, w: Array, b: Array, mean: Array, variance: Array, y: Array, saved: Array
-    ) -> None:
-        m = x.mean(axis=(0, 1, 2), dtype=np.float64)
-        v = np.square(x - m.astype(np.float32)).mean(axis=(0, 1, 2), dtype=np.float64)
-        count = x.size // len(m)
-        for average, value in ((mean, m), (variance, v * count / max(count - 1, 1))):
-            average += np.float32(layer.momentum) * (value - average)
-        saved[0], saved[1] = m, 1 / np.sqrt(v + layer.epsilon)
-        y[...] = (x - saved[0]) * (saved[1] * w) + b
-
-    def batch_norm_predict(
-        self, layer: BatchNorm2d, x: Array, w: Array, b: Array, mean: Array, variance: Array, y: Array
-    ) -> None:
-        y[...] = (x - mean) * (w / np.sqrt(variance + np.float32(layer.epsilon))) + b
-
-    def batch_norm_backward(
-        self, x: Array, w: Array, dy: Array, saved: Array, dx: Array | None, dw: Array, db: Array
-    ) -> None:
-        mean, inverse = saved
-        normal = (x - mean) * inverse
-        count = x.size // len(w)
-        dw[...] = (dy * normal).sum(axis=(0, 1, 2), dtype=np.float64)
-        db[...] = dy.sum(axis=(0, 1, 2), dtype=np.float64)
-        if dx is not None:
-            dx[...] = inverse * w * (dy - db / count - normal * (dw / count))
-
     def linear(self, x: Array, w: Array, b: Array | None, y: Array) -> None:
         np.matmul(x, w, out=y)
         if b is not None:
@@ -196,6 +168,7 @@ class Numpy(SequentialBackend):
     """Matrix operations on one thread."""
 
     name: ClassVar[str] = "numpy"
+    ops: ClassVar[type[NumpyOps]] = NumpyOps
 
-    def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> LayerwiseProgram:
-        return LayerwiseProgram(NumpyOps(), network, loss, optimizer, batch_size, scope=one_blas_thread)
+    def scope(self) -> AbstractContextManager[object]:
+        return one_blas_thread()

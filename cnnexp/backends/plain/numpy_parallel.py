@@ -92,10 +92,11 @@ class SplitOps:
 
 
 @dataclass(frozen=True)
-class _Split(ThreadedBackend):
-    """What both backends share."""
+class NumpyParallel(ThreadedBackend):
+    """`numpy` with the images of a batch split over threads."""
 
-    ops: ClassVar[type[Ops]]
+    name: ClassVar[str] = "numpy-parallel"
+    ops: ClassVar[type[NumpyOps]] = NumpyOps
 
     def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> LayerwiseProgram:
         ops = SplitOps(self.ops(), self.thread_count)
@@ -104,16 +105,8 @@ class _Split(ThreadedBackend):
 
 
 @dataclass(frozen=True)
-class NumpyParallel(_Split):
-    """`numpy` with the images of a batch split over threads."""
-
-    name: ClassVar[str] = "numpy-parallel"
-    ops: ClassVar[type[Ops]] = NumpyOps
-
-
-@dataclass(frozen=True)
-class UnrolledParallel(_Split):
+class UnrolledParallel(NumpyParallel):
     """`unrolled` with the images of a batch split over threads."""
 
     name: ClassVar[str] = "unrolled-parallel"
-    ops: ClassVar[type[Ops]] = UnrolledOps
+    ops: ClassVar[type[NumpyOps]] = UnrolledOps

@@ -12,10 +12,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from cnnexp.backends.layerwise import LayerwiseProgram
 from cnnexp.backends.processor import Array, HostOps, SequentialBackend
 from cnnexp.backends.protocol import Update
-from cnnexp.network import BatchNorm2d, Elementwise, Maths, Network, Window
+from cnnexp.network import Elementwise, Maths, Window
 from cnnexp.network.losses import Loss
 from cnnexp.network.noise import mix, threshold
 from cnnexp.optimizers import Optimizer
@@ -130,38 +129,27 @@ class PythonOps(HostOps):
             row[:] = [value * scale if mix(start ^ mix(d)) >= least else 0.0 for d, value in enumerate(row)]
         _store(rows, y)
 
-    def batch_norm(
-        self, layer: BatchNorm2d, x: Array, w: Array, b: Array, mean: Array, variance: Array, y: Array, saved: Array
-    ) -> None:
-        for c in range(x.shape[3]):
-            values = x[..., c].ravel().tolist()
-            m = sum(values) / len(values)
-            v = sum((value - m) ** 2 for value in values) / len(values)
-            unbiased = v * len(values) / max(len(values) - 1, 1)
-            mean[c] += layer.momentum * (m - mean[c])
-            variance[c] += layer.momentum * (unbiased - variance[c])
-            saved[0, c], saved[1, c] = m, 1 / math.sqrt(v + layer.epsilon)
-            _store([(value - m) * saved[1, c] * w[c] + b[c] for value in values], y[..., c])
+    def _sum_channels(self, x: Array) -> Array:
+        return np.array([sum(x[..., c].ravel().tolist()) for c in range(x.shape[3])])
 
-    def batch_norm_predict(
-        self, layer: BatchNorm2d, x: Array, w: Array, b: Array, mean: Array, variance: Array, y: Array
-    ) -> None:
-        for c in range(x.shape[3]):
-            inverse = 1 / math.sqrt(variance[c] + layer.epsilon)
-            _store([(value - mean[c]) * inverse * w[c] + b[c] for value in x[..., c].ravel().tolist()], y[..., c])
+    def _sum_products(self, x: Array, x_mean: Array, y: Array, y_mean: Array) -> Array:
+        sums = []
+        for c, (a, b) in enumerate(zip(x_mean.tolist(), y_mean.tolist(), strict=True)):
+            pairs = zip(x[..., c].ravel().tolist(), y[..., c].ravel().tolist(), strict=True)
+            sums.append(sum((p - a) * (q - b) for p, q in pairs))
+        return np.array(sums)
 
-    def batch_norm_backward(
-        self, x: Array, w: Array, dy: Array, saved: Array, dx: Array | None, dw: Array, db: Array
+    def _normalize(self, x: Array, mean: Array, scale: Array, shift: Array, y: Array) -> None:
+        for c, (m, s, t) in enumerate(zip(mean.tolist(), scale.tolist(), shift.tolist(), strict=True)):
+            _store([(value - m) * s + t for value in x[..., c].ravel().tolist()], y[..., c])
+
+    def _normalize_backward(
+        self, x: Array, dy: Array, mean: Array, scale: Array, mean_dy: Array, factor: Array, dx: Array
     ) -> None:
-        for c in range(x.shape[3]):
-            m, inverse, d_outputs = float(saved[0, c]), float(saved[1, c]), dy[..., c].ravel().tolist()
-            normals = [(value - m) * inverse for value in x[..., c].ravel().tolist()]
-            total, product = sum(d_outputs), sum(d * n for d, n in zip(d_outputs, normals, strict=True))
-            dw[c], db[c] = product, total
-            if dx is not None:
-                pairs, count = zip(d_outputs, normals, strict=True), len(d_outputs)
-                scale = inverse * float(w[c])
-                _store([scale * (d - total / count - n * product / count) for d, n in pairs], dx[..., c])
+        for c, numbers in enumerate(zip(*(a.tolist() for a in (mean, scale, mean_dy, factor)), strict=True)):
+            m, s, mean_d, f = numbers
+            pairs = zip(x[..., c].ravel().tolist(), dy[..., c].ravel().tolist(), strict=True)
+            _store([s * (d - mean_d - (value - m) * f) for value, d in pairs], dx[..., c])
 
     def linear(self, x: Array, w: Array, b: Array | None, y: Array) -> None:
         rows, weights = x.tolist(), w.tolist()
@@ -233,6 +221,4 @@ class Python(SequentialBackend):
     """Plain Python on one thread: the slowest, and the plainest to read."""
 
     name: ClassVar[str] = "python"
-
-    def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> LayerwiseProgram:
-        return LayerwiseProgram(PythonOps(), network, loss, optimizer, batch_size)
+    ops: ClassVar[type[PythonOps]] = PythonOps

@@ -8,12 +8,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from cnnexp.backends.layerwise import LayerwiseProgram
-from cnnexp.backends.plain.numpy import NumpyOps, by_group, one_blas_thread, pad, pixels, unpad
-from cnnexp.backends.processor import Array, SequentialBackend
-from cnnexp.network import Network, Window
-from cnnexp.network.losses import Loss
-from cnnexp.optimizers import Optimizer
+from cnnexp.backends.plain.numpy import Numpy, NumpyOps, by_group, pad, pixels, unpad
+from cnnexp.backends.processor import Array
+from cnnexp.network import Window
 
 
 class UnrolledOps(NumpyOps):
@@ -72,10 +69,8 @@ def roll(columns: np.ndarray, window: Window, x: np.ndarray) -> None:
 
 
 @dataclass(frozen=True)
-class Unrolled(SequentialBackend):
+class Unrolled(Numpy):
     """im2col and one matrix product per convolution, on one thread."""
 
     name: ClassVar[str] = "unrolled"
-
-    def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> LayerwiseProgram:
-        return LayerwiseProgram(UnrolledOps(), network, loss, optimizer, batch_size, scope=one_blas_thread)
+    ops: ClassVar[type[NumpyOps]] = UnrolledOps

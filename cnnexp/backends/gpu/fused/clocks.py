@@ -8,7 +8,6 @@ say what one costs, which is taken off every part.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -18,10 +17,11 @@ from numba.cuda.extending import intrinsic
 
 from cnnexp.backends.gpu import device
 from cnnexp.backends.gpu.kernels.index import u32
-from cnnexp.backends.gpu.launch import Kernel
+from cnnexp.backends.gpu.launch import kernel
 from cnnexp.backends.parts import Part
 
 EVERY = 8
+READ_CLOCK = ir.InlineAsm(ir.FunctionType(ir.IntType(64), ()), "mov.u64 $0, %globaltimer;", "=l", side_effect=True)
 LAST, STEPS, READING, FIRST = range(4)  # places in memory: last reading, steps clocked, what a reading costs, parts
 
 
@@ -34,12 +34,12 @@ class GpuClocks:
 
     def begin(self, stream: Any) -> None:
         """Enqueue the first reading of a step."""
-        begin_step().launch(1, stream, self._memory)
-        charge().launch(1, stream, self._memory, u32(READING))
+        begin_step(1).launch(1, stream, self._memory)
+        charge(1).launch(1, stream, self._memory, u32(READING))
 
     def charge(self, stream: Any, part: Part) -> None:
         """Enqueue a reading that gives the time since the last one to a part."""
-        charge().launch(1, stream, self._memory, self._places[part])
+        charge(1).launch(1, stream, self._memory, self._places[part])
 
     def reset(self) -> None:
         device.copy(np.zeros(self._memory.size, np.int64), self._memory)
@@ -54,41 +54,22 @@ class GpuClocks:
         return {part: 1e-9 * ns * steps / int(ticks[STEPS]) for part, ns in of_steps.items()}
 
 
-@cache
-def charge() -> Kernel:
+@intrinsic
+def nanoseconds(typing: Any) -> Any:
+    """The time by the GPU's clock, which all multiprocessors share."""
+    return cuda.types.int64(), lambda context, builder, signature, arguments: builder.call(READ_CLOCK, ())
+
+
+@kernel("void(i8[::1], u4)")
+def charge(ticks: Any, place: Any) -> None:
     """ticks[place] += now - ticks[LAST]; ticks[LAST] = now."""
-    nanoseconds = _nanoseconds()
-
-    def charge(ticks: Any, place: Any) -> None:
-        now = nanoseconds()
-        ticks[place] += now - ticks[LAST]
-        ticks[LAST] = now
-
-    return Kernel(charge, "void(i8[::1], u4)", 1)
+    now = nanoseconds()
+    ticks[place] += now - ticks[LAST]
+    ticks[LAST] = now
 
 
-@cache
-def begin_step() -> Kernel:
+@kernel("void(i8[::1])")
+def begin_step(ticks: Any) -> None:
     """ticks[LAST] = now; ticks[STEPS] += 1."""
-    nanoseconds = _nanoseconds()
-
-    def begin_step(ticks: Any) -> None:
-        ticks[STEPS] += 1
-        ticks[LAST] = nanoseconds()
-
-    return Kernel(begin_step, "void(i8[::1])", 1)
-
-
-@cache
-def _nanoseconds() -> Any:
-    """Return the device function () of the GPU's clock, which all multiprocessors share."""
-    read = ir.InlineAsm(ir.FunctionType(ir.IntType(64), ()), "mov.u64 $0, %globaltimer;", "=l", side_effect=True)
-
-    @intrinsic
-    def clock(typing: Any) -> Any:
-        return cuda.types.int64(), lambda context, builder, signature, arguments: builder.call(read, ())
-
-    def nanoseconds() -> Any:
-        return clock()
-
-    return cuda.jit(device=True)(nanoseconds)
+    ticks[STEPS] += 1
+    ticks[LAST] = nanoseconds()

@@ -25,21 +25,14 @@ FILTERS, CHANNELS = 2, 4  # of a thread: with more, small networks leave multipr
 
 @dataclass(frozen=True)
 class ConvBlock:
-    """A convolution with what follows it in registers.
-
-    Attributes:
-        pool: S, side and step of the max-pool after it; 1 if there is none.
-        relu: whether a ReLU is before or after the pooling (the same thing, as max and ReLU commute).
-        from_order: its input is the data set, read through `order`; else the layer before, image by image.
-        from_bytes: the data set holds bytes.
-    """
+    """A convolution with what follows it in registers."""
 
     sizes: ConvSizes
-    pool: int
-    relu: bool
+    pool: int  # S, side and step of the max-pool after it; 1 if there is none
+    relu: bool  # whether a ReLU is before or after the pooling (the same thing, as max and ReLU commute)
     has_bias: bool
-    from_order: bool
-    from_bytes: bool
+    from_order: bool  # its input is the data set, read through `order`; else the layer before, image by image
+    from_bytes: bool  # the data set holds bytes
 
     @property
     def U(self) -> int:  # noqa: N802

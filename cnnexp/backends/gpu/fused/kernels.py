@@ -15,7 +15,7 @@ from numba import cuda
 from cnnexp.backends.gpu.kernels.index import ZERO, f32, offset, split, u32
 from cnnexp.backends.gpu.kernels.layers import step_of
 from cnnexp.backends.gpu.kernels.sums import sum_every
-from cnnexp.backends.gpu.launch import Kernel
+from cnnexp.backends.gpu.launch import Kernel, kernel
 from cnnexp.optimizers import Optimizer
 
 BLOCK = 256  # threads
@@ -66,29 +66,21 @@ def gather(D: int, from_bytes: bool) -> Kernel:
     return Kernel(gather, f"void({images}, u4[::1], u4, f4[::1], u4)", BLOCK)
 
 
-@cache
-def gather_labels() -> Kernel:
+@kernel("void(i4[::1], u4[::1], u4, i4[::1], u4)")
+def gather_labels(labels, order, ahead, t, count):
     """t[n] = label of image order[start + n], for a loss that is not fused."""
-
-    def gather_labels(labels, order, ahead, t, count):
-        n = u32(cuda.grid(1))
-        if n < count:
-            t[n] = labels[image_at(order, ahead, n)]
-
-    return Kernel(gather_labels, "void(i4[::1], u4[::1], u4, i4[::1], u4)", BLOCK)
+    n = u32(cuda.grid(1))
+    if n < count:
+        t[n] = labels[image_at(order, ahead, n)]
 
 
-@cache
-def keep_losses() -> Kernel:
+@kernel("void(f4[::1], u1[::1], u4[::1], u4, f4[::1], u4)")
+def keep_losses(batch_losses, batch_hits, order, ahead, outcomes, count):
     """Put a batch's losses and hits in their places, for a loss that is not fused."""
-
-    def keep_losses(batch_losses, batch_hits, order, ahead, outcomes, count):
-        n = u32(cuda.grid(1))
-        if n < count:
-            place = u32(order[0] + ahead + n)
-            outcomes[offset(place, 2, 0)], outcomes[offset(place, 2, 1)] = batch_losses[n], f32(batch_hits[n])
-
-    return Kernel(keep_losses, "void(f4[::1], u1[::1], u4[::1], u4, f4[::1], u4)", BLOCK)
+    n = u32(cuda.grid(1))
+    if n < count:
+        place = u32(order[0] + ahead + n)
+        outcomes[offset(place, 2, 0)], outcomes[offset(place, 2, 1)] = batch_losses[n], f32(batch_hits[n])
 
 
 @cuda.jit(device=True)
@@ -140,33 +132,24 @@ def update(optimizer: Optimizer | None, batch_size: int) -> Kernel:
     return Kernel(update, "void(f4[::1], u4[::1], f4[::1], f4[::1], f4[::1], f4[::1], u4[::1], u4)", BLOCK)
 
 
-@cache
-def advance() -> Kernel:
+@kernel("void(u4[::1], u4)")
+def advance(order, by):
     """order[0] += by: the last node of a graph, so that the same graph runs the next steps when launched again."""
-
-    def advance(order, by):
-        if cuda.threadIdx.x == 0:
-            order[0] = u32(order[0] + by)
-
-    return Kernel(advance, "void(u4[::1], u4)", 1)
+    if cuda.threadIdx.x == 0:
+        order[0] = u32(order[0] + by)
 
 
-@cache
-def sum_up() -> Kernel:
+@kernel("void(f4[::1], f4[::1], u4)")
+def sum_up(outcomes, sums, count):
     """Per block of `BLOCK` images, the sum of their losses and hits: what is copied to the host after a pass."""
-    block = BLOCK
-
-    def sum_up(outcomes, sums, count):
-        losses, hits = cuda.shared.array(block, f32), cuda.shared.array(block, f32)
-        t, i = u32(cuda.threadIdx.x), u32(cuda.grid(1))
-        losses[t] = outcomes[offset(i, 2, 0)] if i < count else ZERO
-        hits[t] = outcomes[offset(i, 2, 1)] if i < count else ZERO
-        cuda.syncthreads()
-        if t == 0:
-            loss, hit = ZERO, ZERO
-            for k in range(u32(block)):
-                loss += losses[k]
-                hit += hits[k]
-            sums[offset(cuda.blockIdx.x, 2, 0)], sums[offset(cuda.blockIdx.x, 2, 1)] = loss, hit
-
-    return Kernel(sum_up, "void(f4[::1], f4[::1], u4)", BLOCK)
+    losses, hits = cuda.shared.array(BLOCK, f32), cuda.shared.array(BLOCK, f32)
+    t, i = u32(cuda.threadIdx.x), u32(cuda.grid(1))
+    losses[t] = outcomes[offset(i, 2, 0)] if i < count else ZERO
+    hits[t] = outcomes[offset(i, 2, 1)] if i < count else ZERO
+    cuda.syncthreads()
+    if t == 0:
+        loss, hit = ZERO, ZERO
+        for k in range(u32(BLOCK)):
+            loss += losses[k]
+            hit += hits[k]
+        sums[offset(cuda.blockIdx.x, 2, 0)], sums[offset(cuda.blockIdx.x, 2, 1)] = loss, hit

@@ -16,7 +16,6 @@ from cnnexp.backends.gpu.kernels.index import ONE, ZERO, f32, offset, split, u32
 from cnnexp.backends.gpu.launch import Kernel
 
 WIDE_BLOCK = 512  # threads, for the few, long sums of a layer's outputs
-PER = 1  # images of a thread in `linear_backward_input`: with more, small batches leave multiprocessors idle
 AHEAD = 4  # images that a thread of `linear_backward_weights` asks for before it waits for the first
 
 
@@ -54,15 +53,15 @@ def linear(D: int, O: int, has_bias: bool, relu: bool) -> Kernel:  # noqa: E741
 
 @cache
 def linear_backward_input(D: int, O: int, relu: bool) -> Kernel:  # noqa: E741
-    """dx = dy @ w.T, dy only where y > 0 if the layer ends in ReLU: a block makes LANES inputs of PER * Z images.
+    """dx = dy @ w.T, dy only where y > 0 if the layer ends in ReLU: a block makes LANES inputs of Z images.
 
     A tile of w goes through shared memory, since threads side by side need rows of it and memory wants columns.
     """
     D, O = u32(D), u32(O)  # noqa: E741
     lanes, Z, block = u32(LANES), u32(BLOCK // LANES), u32(BLOCK)
     chunk = u32(min(int(O), LANES))
-    pitch, w_size, d_size = u32(chunk + 1), LANES * (int(chunk) + 1), PER * (BLOCK // LANES) * int(chunk)
-    groups, images = u32(-(-int(D) // LANES)), u32(PER * (BLOCK // LANES))
+    pitch, w_size, d_size = u32(chunk + 1), LANES * (int(chunk) + 1), BLOCK // LANES * int(chunk)
+    groups = u32(-(-int(D) // LANES))
 
     def linear_backward_input(w, y, dy, dx, count):
         w_tile = cuda.shared.array(w_size, f32)
@@ -70,11 +69,8 @@ def linear_backward_input(D: int, O: int, relu: bool) -> Kernel:  # noqa: E741
         t = u32(cuda.threadIdx.x)
         z, lane = split(t, lanes)
         image_group, group = split(cuda.blockIdx.x, groups)
-        n0, k0 = u32(image_group * images), u32(group * lanes)
-        total = cuda.local.array(PER, f32)
-        for j in range(PER):
-            total[j] = ZERO
-        o0 = u32(0)
+        n0, k0 = u32(image_group * Z), u32(group * lanes)
+        total, o0 = ZERO, u32(0)
         while o0 < O:
             # stage a tile of w
             cuda.syncthreads()
@@ -86,7 +82,7 @@ def linear_backward_input(D: int, O: int, relu: bool) -> Kernel:  # noqa: E741
                 i = u32(i + block)
             # stage the gradients of the images
             i = t
-            while i < u32(images * chunk):
+            while i < u32(Z * chunk):
                 row, column = split(i, chunk)
                 n, o = u32(n0 + row), u32(o0 + column)
                 value = ZERO
@@ -97,14 +93,11 @@ def linear_backward_input(D: int, O: int, relu: bool) -> Kernel:  # noqa: E741
             cuda.syncthreads()
             # multiply them
             for o in range(chunk):
-                weight = w_tile[offset(lane, pitch, o)]
-                for j in range(PER):
-                    total[j] += weight * d_tile[offset(offset(j, Z, z), chunk, o)]
+                total += w_tile[offset(lane, pitch, o)] * d_tile[offset(z, chunk, o)]
             o0 = u32(o0 + chunk)
-        for j in range(PER):
-            n, k = u32(n0 + offset(j, Z, z)), u32(k0 + lane)
-            if n < count and k < D:
-                dx[offset(n, D, k)] = total[j]
+        n, k = u32(n0 + z), u32(k0 + lane)
+        if n < count and k < D:
+            dx[offset(n, D, k)] = total
 
     return Kernel(linear_backward_input, "void(f4[::1], f4[::1], f4[::1], f4[::1], u4)", BLOCK)
 

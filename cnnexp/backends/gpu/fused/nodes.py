@@ -31,19 +31,12 @@ SPARE_SHARED = 1024  # bytes of shared memory left to the compiler
 
 @dataclass
 class BatchStep:
-    """Where a step's images are.
+    """Where a step's images are."""
 
-    Attributes:
-        stream: where its kernels are enqueued: a stream, or a graph builder.
-        split: the loaded split, see `program.DeviceSplit`.
-        ahead: place of the first image after `split.order[0]`.
-        count: images, at most the batch size.
-    """
-
-    stream: Any
-    split: Any
-    ahead: int
-    count: int
+    stream: Any  # where its kernels are enqueued: a stream, or a graph builder
+    split: Any  # the loaded split, see `program.DeviceSplit`
+    ahead: int  # place of the first image after `split.order[0]`
+    count: int  # images, at most the batch size
 
     @property
     def place(self) -> tuple[Tensor, np.uint32]:
@@ -52,19 +45,13 @@ class BatchStep:
 
 @dataclass
 class Partials:
-    """Partial gradients of parameters that lie side by side, in the arena.
+    """Partial gradients of parameters that lie side by side, in the arena."""
 
-    Attributes:
-        offset, size: of the parameters in the flat buffer.
-        base: where in the arena the first of so many parts begins; the others follow.
-        memory: all of them, once the arena is allocated.
-    """
-
-    offset: int
+    offset: int  # of the parameters in the flat buffer
     size: int
-    base: int
+    base: int  # where in the arena the first of so many parts begins; the others follow
     parts: int
-    memory: Tensor | None = None
+    memory: Tensor | None = None  # all of them, once the arena is allocated
 
 
 class GradientArena:
@@ -157,23 +144,14 @@ class Gather(FusedNode):
 
 @dataclass(frozen=True)
 class ConvPlan:
-    """How the kernels of a convolution cut it up.
+    """How the kernels of a convolution cut it up."""
 
-    Attributes:
-        rows: rows of pooled outputs of a block, forward.
-        filters: of a block, forward.
-        slices: of the batch, for the gradient of the weights.
-        weight_rows: rows of pooled outputs of a block there.
-        pairs: (channel, filter) pairs of a block there.
-        input_rows: rows of a block, for the gradient of the input; 0 if none fits.
-    """
-
-    rows: int
-    filters: int
-    slices: int
-    weight_rows: int
-    pairs: int
-    input_rows: int
+    rows: int  # of pooled outputs of a block, forward
+    filters: int  # of a block, forward
+    slices: int  # of the batch, for the gradient of the weights
+    weight_rows: int  # of pooled outputs of a block there
+    pairs: int  # (channel, filter) pairs of a block there
+    input_rows: int  # of a block, for the gradient of the input; 0 if none fits
 
 
 def conv_block(stage: ConvStage, pool: int, relu: bool, from_order: bool) -> ConvBlock:
@@ -282,8 +260,7 @@ class FusedLinear(FusedNode):
         arrays = self._before.y, self.y, self.dy, self._partials.memory
         self._weights.over(self._slices * self._w.size, step.stream, *arrays, u32(step.count))
         if self._before.dy is not None:
-            images = linear_kernels.PER * (BLOCK // LANES)  # of a block
-            blocks = -(-self._D // LANES) * -(-step.count // images)
+            blocks = -(-self._D // LANES) * -(-step.count // (BLOCK // LANES))
             self._input.launch(blocks, step.stream, self._w, self.y, self.dy, self._before.dy, u32(step.count))
 
 
@@ -316,12 +293,12 @@ class PlainLoss(FusedNode):
 
     def forward(self, step: BatchStep) -> None:
         count, split = step.count, step.split
-        kernels.gather_labels().over(count, step.stream, split.labels, *step.place, self._labels)
+        kernels.gather_labels(BLOCK).over(count, step.stream, split.labels, *step.place, self._labels)
         self._ops.stream = step.stream
         assert self._before.dy is not None  # as of every layer
         scores, d_scores = self._before.y[:count], self._before.dy[:count]
         self._ops.loss(self._loss, scores, self._labels, 1.0 / count, d_scores, self._losses, self._hits)
-        kernels.keep_losses().over(count, step.stream, self._losses, self._hits, *step.place, split.outcomes)
+        kernels.keep_losses(BLOCK).over(count, step.stream, self._losses, self._hits, *step.place, split.outcomes)
 
 
 class PlainLayer(FusedNode):

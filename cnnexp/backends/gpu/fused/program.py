@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -12,21 +12,21 @@ from typing import Any
 import numpy as np
 
 from cnnexp.backends.gpu import device, streamed
-from cnnexp.backends.gpu.device import Gpu, Tensor, on_its_gpu
+from cnnexp.backends.gpu.device import Gpu, Tensor
 from cnnexp.backends.gpu.fused import kernels
 from cnnexp.backends.gpu.fused.build import build
 from cnnexp.backends.gpu.fused.clocks import EVERY, GpuClocks
 from cnnexp.backends.gpu.fused.kernels import BLOCK
 from cnnexp.backends.gpu.fused.nodes import BatchStep, Context, GradientArena, Partials
-from cnnexp.backends.gpu.graphs import Graphs
 from cnnexp.backends.gpu.kernels.index import u32
+from cnnexp.backends.gpu.launch import Graphs
 from cnnexp.backends.gpu.shared import CONV_TILE, SharedOps
-from cnnexp.backends.layerwise import as_float32
+from cnnexp.backends.layerwise import FlatProgram, as_float32, in_scope
 from cnnexp.backends.parts import BACKWARD, FORWARD, Part
-from cnnexp.backends.protocol import Program, Rate, State, rate_of_steps
-from cnnexp.backends.state import complete, optimizers
+from cnnexp.backends.protocol import Rate, rate_of_steps
+from cnnexp.backends.state import optimizers
 from cnnexp.network import Network
-from cnnexp.network.losses import Loss, Totals, check_loss
+from cnnexp.network.losses import Loss, Totals
 from cnnexp.optimizers import Optimizer
 
 GRAPH_STEPS = (64, 8, 1)  # steps of the graphs that a pass is put together from
@@ -35,26 +35,16 @@ UPDATE = Part("update", ("parameters",), "update")
 
 @dataclass
 class DeviceSplit:
-    """A loaded split, and what a pass over it needs on the device.
+    """A loaded split, and what a pass over it needs on the device."""
 
-    Attributes:
-        images: (N, *input_shape), bytes or float32. labels: int32 (N,).
-        order: uint32, the place from which steps count, then the images of the steps to come.
-        rates: (rate, c0, c1) of every step to come, float32.
-        outcomes: (loss, hit) by place in `order`.
-        sums: of `BLOCK` outcomes each; all that goes back to the host.
-        graphs: by number of steps.
-        predictions: the scores, and what launches the graph that fills them, by number of images.
-    """
-
-    images: Tensor
-    labels: Tensor
-    order: Tensor
-    rates: Tensor
-    outcomes: Tensor
-    sums: Tensor
-    graphs: dict[int, Any] = field(default_factory=dict)
-    predictions: dict[int, tuple[Tensor, Any]] = field(default_factory=dict)
+    images: Tensor  # (N, *input_shape), bytes or float32
+    labels: Tensor  # int32 (N,)
+    order: Tensor  # uint32, the place from which steps count, then the images of the steps to come
+    rates: Tensor  # (rate, c0, c1) of every step to come, float32
+    outcomes: Tensor  # (loss, hit) by place in `order`
+    sums: Tensor  # of `BLOCK` outcomes each; all that goes back to the host
+    graphs: dict[int, Any] = field(default_factory=dict)  # by number of steps
+    predictions: dict[int, tuple[Tensor, Any]] = field(default_factory=dict)  # scores, and what fills them, by images
 
     @property
     def is_bytes(self) -> bool:
@@ -69,7 +59,7 @@ class DeviceSplit:
         return self.images.shape[0]
 
 
-class FusedProgram(Program):
+class FusedProgram(FlatProgram[Tensor, Any]):
     """A `Program` (see `protocol`) in few kernels and no work on the host between steps.
 
     Args:
@@ -77,42 +67,48 @@ class FusedProgram(Program):
         clocks: whether some steps are clocked, part by part.
     """
 
+    _ops: SharedOps
+
     def __init__(
         self, gpu: Gpu, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int, graphs: bool, clocks: bool
     ) -> None:
-        check_loss(network, loss)
-        started = time.perf_counter()
-        self.network, self.loss, self.optimizer, self.batch_size = network, loss, optimizer, batch_size
-        self.gpu, self._step = gpu, 0
-        zeros = np.zeros(network.parameter_count, np.float32)
-        self._parameters, self._gradient = device.to_device(zeros), device.to_device(zeros)
-        self._slots = tuple(device.to_device(zeros) for _ in optimizer.slots)
-        self._nothing = device.empty((1,), np.float32)
-        ops = SharedOps(gpu, BLOCK, CONV_TILE)
-        self._context = Context(gpu, batch_size, self._parameters, GradientArena(network.parameter_count), ops)
-        self._nodes = build(self._context, network, loss)
-        self._arena = self._context.arena
-        self._arena.allocate()
-        self._optimizers = optimizers(network, optimizer)
-        self._tables = {  # by optimizer, what it takes the step of
-            own: device.to_device(segments(self._arena.partials, [part for part, of in self._optimizers if of == own]))
-            for own in dict.fromkeys(own for _, own in self._optimizers)
-        }
+        self.gpu, self._clocked = gpu, clocks
         self._graphs = Graphs(gpu.index) if graphs else None
         self._stream = self._graphs.stream if self._graphs else 0
+        ops = SharedOps(gpu, BLOCK, CONV_TILE)
+        super().__init__(ops, network, loss, optimizer, batch_size, scope=self._synchronized)
+
+    def _make(self) -> None:
+        self._nothing = device.empty((1,), np.float32)
+        self._arena = GradientArena(self.network.parameter_count)
+        context = Context(self.gpu, self.batch_size, self._parameters, self._arena, self._ops)
+        self._nodes = build(context, self.network, self.loss)
+        self._arena.allocate()
+        taken = optimizers(self.network, self.optimizer)
+        self._tables = {  # by optimizer, what it takes the step of
+            own: device.to_device(segments(self._arena.partials, [part for part, of in taken if of == own]))
+            for own in dict.fromkeys(own for _, own in taken)
+        }
         parts = [part for node in self._nodes for part in node.parts.values()]
-        self._clocks = GpuClocks([*parts, UPDATE]) if clocks else None
+        self._clocks = GpuClocks([*parts, UPDATE]) if self._clocked else None
         self._images = 0  # trained on
         self._warm_up()
-        self.compile_s = time.perf_counter() - started
 
-    @on_its_gpu
+    @contextlib.contextmanager
+    def _synchronized(self) -> Iterator[None]:
+        """Work on the GPU with nothing else under way, before or after: `Ops` enqueue on another stream."""
+        with device.on(self.gpu):
+            device.synchronize()
+            yield
+            device.synchronize()
+
+    @in_scope
     def load(self, images: np.ndarray, labels: np.ndarray) -> DeviceSplit | streamed.Streamed:
         images = images if images.dtype == np.uint8 else as_float32(images)
         image_bytes = 32 + images[:1].nbytes  # what else `DeviceSplit` has for an image takes the 32
         return streamed.load(self._load_captured, images, labels, image_bytes, self.batch_size)
 
-    @on_its_gpu
+    @in_scope
     def refill(self, handle: Any, images: np.ndarray, labels: np.ndarray, epoch: int) -> Any:
         if not isinstance(handle, DeviceSplit):
             return self.load(images, labels)
@@ -139,7 +135,7 @@ class FusedProgram(Program):
             sums=device.empty((-(-room // BLOCK), 2), np.float32),
         )
 
-    @on_its_gpu
+    @in_scope
     def train(self, handle: DeviceSplit | streamed.Streamed, order: np.ndarray, rate: Rate) -> Totals:
         totals, rates = Totals(0.0, 0, 0), rate_of_steps(rate, len(order), self.batch_size)
         for split, places in streamed.parts(handle, order):
@@ -150,7 +146,7 @@ class FusedProgram(Program):
                 totals += self._train(split, part, rates[first : first + steps], self._graphs is not None)
         return totals
 
-    @on_its_gpu
+    @in_scope
     def gradients(self, handle: DeviceSplit | streamed.Streamed, indices: np.ndarray) -> tuple[Totals, np.ndarray]:
         split, places = next(streamed.parts(handle, indices))
         self._send(split, places)
@@ -158,19 +154,7 @@ class FusedProgram(Program):
         self._update(BatchStep(self._stream, split, 0, len(places)), self._gradient)
         return self._totals(split, len(places)), self._to_host(self._gradient)
 
-    @on_its_gpu
-    def apply(self, gradient: np.ndarray, rate: float) -> None:
-        self._step += 1
-        device.copy(gradient, self._gradient)
-        device.synchronize()
-        ops = self._context.ops
-        ops.stream = self._stream
-        for part, own in self._optimizers:
-            slots = tuple(slot[part] for slot in self._slots)
-            ops.updater(own)(self._parameters[part], self._gradient[part], slots, rate, self._step)
-        device.synchronize()
-
-    @on_its_gpu
+    @in_scope
     def predict(self, handle: DeviceSplit | streamed.Streamed) -> np.ndarray:
         return streamed.predicted(handle, self._scored)
 
@@ -194,26 +178,14 @@ class FusedProgram(Program):
 
         streamed.enqueue_batches(scores, self.batch_size, stream, outputs)
 
-    @on_its_gpu
+    @in_scope
     def clocked(self) -> Sequence[tuple[Part, float]]:
         """As `Program.clocked`: of all steps, by those that were clocked."""
         return [*self._clocks.seconds(self._images / self.batch_size).items()] if self._clocks else []
 
-    @on_its_gpu
-    def state(self) -> State:
-        slots = {name: self._to_host(slot) for name, slot in zip(self.optimizer.slots, self._slots, strict=True)}
-        return {"parameters": self._to_host(self._parameters), "step": np.array(self._step, np.int64), **slots}
-
-    @on_its_gpu
-    def restore(self, state: State) -> None:
-        whole = complete(state, self.network, self.optimizer)
-        for name, target in zip(("parameters", *self.optimizer.slots), (self._parameters, *self._slots), strict=True):
-            device.copy(np.ascontiguousarray(whole[name], np.float32), target)
-        self._step = int(whole["step"])
-        device.synchronize()
-
-    def close(self) -> None:
-        """Device memory is given back with the last reference to it."""
+    def _apply(self, rate: float) -> None:
+        self._ops.stream = 0  # a step's kernels leave theirs
+        super()._apply(rate)
 
     def _warm_up(self) -> None:
         """Take every path once on zeros: kernels are compiled before anything is timed, and never while a graph is."""
@@ -226,7 +198,7 @@ class FusedProgram(Program):
             self._train(split, order, np.zeros(1), graphs=False)
             scores = device.empty((len(split), *self.network.output_shape), np.float32)
             self._enqueue_scores(split, scores, self._stream)
-            kernels.advance().launch(1, self._stream, split.order, u32(0))
+            kernels.advance(1).launch(1, self._stream, split.order, u32(0))
             self._capture(split)
             self._train(split, order, np.zeros(1), self._graphs is not None)
             self.predict(split)
@@ -270,7 +242,7 @@ class FusedProgram(Program):
         """Enqueue whole steps from the cursor on, then move it past them."""
         for i in range(steps):
             self._enqueue(stream, split, i * self.batch_size, self.batch_size, i % EVERY == 0)
-        kernels.advance().launch(1, stream, split.order, u32(steps * self.batch_size))
+        kernels.advance(1).launch(1, stream, split.order, u32(steps * self.batch_size))
 
     def _enqueue(self, stream: Any, split: DeviceSplit, ahead: int, count: int, clocked: bool) -> None:
         """Enqueue one step, with readings of the clock if there is one."""
@@ -307,7 +279,7 @@ class FusedProgram(Program):
 
     def _totals(self, split: DeviceSplit, count: int) -> Totals:
         blocks = -(-count // BLOCK)
-        kernels.sum_up().launch(blocks, self._stream, split.outcomes, split.sums, u32(count))
+        kernels.sum_up(BLOCK).launch(blocks, self._stream, split.outcomes, split.sums, u32(count))
         loss, hits = self._to_host(split.sums[:blocks]).sum(axis=0, dtype=np.float64)
         return Totals(float(loss), int(hits), count)
 

@@ -13,7 +13,7 @@ import numpy as np
 from numba import cuda
 
 from cnnexp.backends.gpu.kernels.index import ONE, ZERO, ConvSizes, f32, first_window, offset, split, u32, unsigned
-from cnnexp.backends.gpu.launch import Kernel
+from cnnexp.backends.gpu.launch import Kernel, kernel
 from cnnexp.network import Elementwise, Maths, noise
 from cnnexp.network.losses import Loss
 from cnnexp.optimizers import Optimizer
@@ -76,16 +76,12 @@ def elementwise_backward(layer: Elementwise, block: int) -> Kernel:
     return Kernel(elementwise_backward, "void(f4[::1], f4[::1], f4[::1], f4[::1], u4)", block)
 
 
-@cache
-def put(block: int) -> Kernel:
+@kernel("void(f4[::1], f4[::1], u4, u4)")
+def put(source, target, first, count):
     """target[first + i] = source[i]: one thread per number."""
-
-    def put(source, target, first, count):
-        i = u32(cuda.grid(1))
-        if i < count:
-            target[u32(first + i)] = source[i]
-
-    return Kernel(put, "void(f4[::1], f4[::1], u4, u4)", block)
+    i = u32(cuda.grid(1))
+    if i < count:
+        target[u32(first + i)] = source[i]
 
 
 @cache
@@ -117,31 +113,23 @@ def dropout(D: int, block: int) -> Kernel:
     return Kernel(dropout, "void(f4[::1], i8[::1], i8, i8, f4, f4[::1], u4)", block)
 
 
-@cache
-def scale(block: int) -> Kernel:
+@kernel("void(f4[::1], f4, u4)")
+def scale(x, factor, count):
     """x *= factor: one thread per number."""
-
-    def scale(x, factor, count):
-        i = u32(cuda.grid(1))
-        if i < count:
-            x[i] = x[i] * factor
-
-    return Kernel(scale, "void(f4[::1], f4, u4)", block)
+    i = u32(cuda.grid(1))
+    if i < count:
+        x[i] = x[i] * factor
 
 
-@cache
-def average(block: int) -> Kernel:
+@kernel("void(f4[::1], f4[::1], f4[::1], f4[::1], f4, f4, f4, f4, u4)")
+def average(mean, inverse, running_mean, running_variance, momentum, epsilon, share, unbiased, count):
     """Move running averages; `inverse` holds sums of squares, then 1 / sqrt(variance + epsilon)."""
-
-    def average(mean, inverse, running_mean, running_variance, momentum, epsilon, share, unbiased, count):
-        c = u32(cuda.grid(1))
-        if c < count:
-            squares = inverse[c]
-            running_mean[c] += momentum * (mean[c] - running_mean[c])
-            running_variance[c] += momentum * (squares * unbiased - running_variance[c])
-            inverse[c] = ONE / f32(math.sqrt(squares * share + epsilon))
-
-    return Kernel(average, "void(f4[::1], f4[::1], f4[::1], f4[::1], f4, f4, f4, f4, u4)", block)
+    c = u32(cuda.grid(1))
+    if c < count:
+        squares = inverse[c]
+        running_mean[c] += momentum * (mean[c] - running_mean[c])
+        running_variance[c] += momentum * (squares * unbiased - running_variance[c])
+        inverse[c] = ONE / f32(math.sqrt(squares * share + epsilon))
 
 
 @cache

@@ -95,21 +95,14 @@ def conv2d(sizes: ConvSizes, flipped: bool, has_bias: bool, stage_filters: bool,
 
 @dataclass(frozen=True)
 class ConvTile:
-    """How a block of `block` threads covers a convolution.
+    """How a block of threads covers a convolution."""
 
-    Attributes:
-        tile, side: of the square of a block's outputs, in places, and of the pixels that they see.
-        filters: of a block.
-        channels: staged at once.
-        kernel: K.
-    """
-
-    block: int
-    tile: int
-    side: int
-    filters: int
-    channels: int
-    kernel: int
+    block: int  # threads
+    tile: int  # side of the square of a block's outputs, in places
+    side: int  # of the square of pixels that they see
+    filters: int  # of a block
+    channels: int  # staged at once
+    kernel: int  # K
 
     @property
     def x_size(self) -> int:
