@@ -91,8 +91,7 @@ def test_illegal_values_are_one_line(source, values, part):
         source(**values)
 
 
-# --- fer2013 ---
-
+# fer2013
 USAGES = ["Training"] * 6 + ["PublicTest"] * 3 + ["PrivateTest"] * 2
 
 
@@ -155,8 +154,7 @@ def test_fer2013_of_another_layout_truncated_missing_or_binary(tmp_path, fer):
     refused(Fer2013(path=str(tmp_path / "binary.csv")), r"binary\.csv")
 
 
-# --- images ---
-
+# images
 COLORS = {"blue": (0, 0, 250), "red": (250, 0, 0)}
 
 
@@ -239,8 +237,7 @@ def test_folders_that_hold_no_classes(tmp_path):
     refused(Images(root=str(tmp_path / "split")), "class 'green' is not among the training classes blue, red")
 
 
-# --- npz ---
-
+# npz
 ARRAYS = {
     "train_images": np.arange(6 * 4 * 4, dtype=np.uint8).reshape(6, 4, 4),
     "train_labels": np.array([0, 1, 2, 0, 1, 2]),

@@ -14,7 +14,7 @@ from unittest.mock import MagicMock
 
 import pytest
 from chromium import CHROMIUM, Browser
-from commands import ROOT
+from commands import ROOT, wait_for
 
 from cnnexp.errors import BackendUnavailable, ConfigError
 from cnnexp.tracking import address, browser, view
@@ -156,9 +156,7 @@ def page(tmp_path_factory, new_store):
         try:
             process.stdout.readline()
             printed = process.stdout.readline().strip()
-            ends = time.monotonic() + MLFLOW_S
-            while not opened.exists() and time.monotonic() < ends:
-                time.sleep(0.2)
+            wait_for(opened.exists, limit_s=MLFLOW_S)
             assert opened.read_text().strip() == printed
             yield printed, recorded
         finally:

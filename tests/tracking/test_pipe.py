@@ -11,6 +11,7 @@ from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
+from commands import wait_for
 from results import CONFIG, DATASET, NETWORK, Backend, epoch_result
 from tables import each
 from tracking.test_store import history, read
@@ -301,9 +302,7 @@ def test_a_recorder_finds_by_itself_what_it_is_not_asked_for(live, store, tmp_pa
         run_id = live._look.result(100)
         monkeypatch.setattr(live, "follow", lambda folder: live._look)
         run.finished(epoch_result(1))
-        deadline = time.monotonic() + 100
-        while not history(store, run_id) and time.monotonic() < deadline:
-            time.sleep(0.05)
+        wait_for(lambda: history(store, run_id))
         assert history(store, run_id) == [(1, 1.0)]
 
 
@@ -400,9 +399,7 @@ def test_a_killed_process_leaves_no_run_running_and_never_imported_mlflow(uri, s
     assert done.returncode == -signal.SIGKILL, done.stderr
     run_id, imported = done.stdout.split()
     assert imported == "False"
-    deadline = time.monotonic() + 120
-    while read(store, run_id).info.status == "RUNNING" and time.monotonic() < deadline:
-        time.sleep(0.1)
+    wait_for(lambda: read(store, run_id).info.status != "RUNNING")
     recorded = read(store, run_id)
     assert (recorded.info.status, recorded.data.tags["error"]) == ("KILLED", "the training process died")
     assert recorded.data.metrics["test/accuracy"] == 0.5
