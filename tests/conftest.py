@@ -18,6 +18,9 @@ from hypothesis import HealthCheck, settings
 
 from cnnexp.system import registry
 
+# Workers of xdist share the cores: threads of OpenMP that wait would spin, two thirds of what PyTorch's tests cost.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 # A shell starts its background jobs with Ctrl-C ignored, and they and their children stay deaf to it; tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
