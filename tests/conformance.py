@@ -18,6 +18,8 @@ import numpy as np
 import reference
 
 from cnnexp import SGD, Adam, AvgPool2d, BatchNorm2d, Conv2d, Dropout, Elementwise, Flatten, GlobalAvgPool, LeakyReLU
+from cnnexp.backends import backend_class
+from cnnexp.errors import BackendUnavailable
 from cnnexp.network import Linear, MaxPool2d, Network, Residual, Stage, Structural, noise
 from cnnexp.network.losses import Loss
 from cnnexp.network.shapes import walk
@@ -208,22 +210,49 @@ def check_backend(
 ) -> None:
     """Hold one backend to the whole contract on one network: outputs, gradients, training, state, repetition."""
     case, optimizer = _same_case(network, loss, images, seed, exact), Adam(lr=0.01)
-    check_case(backend, case, optimizer)
-    check_training(backend, case, optimizer)
+    with compiled(backend, case, optimizer) as program:
+        check_answers(program, case)
+        check_steps(program, case, optimizer)
 
 
 _same_case = functools.cache(make_case)  # for all backends
 
 
-def check_case(backend, case: Case, optimizer: Optimizer = DESCENT) -> None:
+def is_here(name: str) -> bool:
+    """Tell whether this machine has what a backend needs."""
+    with contextlib.suppress(BackendUnavailable):
+        return backend_class(name)() is not None
+    return False
+
+
+@contextlib.contextmanager
+def compiled(backend, case: Case, optimizer: Optimizer):
+    """Give a program for the batches of a case; at its end it may be closed twice."""
+    program = backend.compile(case.network, case.loss, optimizer, max(len(case.images) - 1, 1))
+    try:
+        yield program
+    finally:
+        program.close()
+        program.close()
+
+
+def check_case(backend, case: Case) -> None:
+    with compiled(backend, case, DESCENT) as program:
+        check_answers(program, case)
+
+
+def check_training(backend, case: Case, optimizer: Optimizer) -> None:
+    with compiled(backend, case, optimizer) as program:
+        check_steps(program, case, optimizer)
+
+
+def check_answers(program, case: Case) -> None:
     """Compare scores, totals and the gradient of every parameter with the oracle; the last batch is a short one."""
-    count = len(case.images)
-    with contextlib.closing(backend.compile(case.network, case.loss, optimizer, max(count - 1, 1))) as program:
-        program.restore(case.state)
-        handle = program.load(case.images, case.labels)
-        check_scores(program, handle, case)
-        for batch in case.batches:
-            check_gradients(program, handle, case, batch)
+    program.restore(case.state)
+    handle = program.load(case.images, case.labels)
+    check_scores(program, handle, case)
+    for batch in case.batches:
+        check_gradients(program, handle, case, batch)
 
 
 def check_scores(program, handle, case: Case) -> None:
@@ -305,44 +334,38 @@ def _close(actual, expected, whole: float = 0.0) -> bool:
     return bool(difference <= TOLERANCE * np.abs(expected).max(initial=0.0) + 1e-7 * whole + 1e-30)
 
 
-def check_training(backend, case: Case, optimizer: Optimizer, steps: int = 5) -> None:
+def check_steps(program, case: Case, optimizer: Optimizer, steps: int = 5) -> None:
     """Training is `gradients` and `apply` in turn; two runs are bit-identical; a run can go on from its state."""
-    count = len(case.images)
-    batch_size = max(count - 1, 1)
-    order = np.random.default_rng(1).integers(0, count, (steps - 1) * batch_size + 1)
-    program = backend.compile(case.network, case.loss, optimizer, batch_size)
-    try:
-        handle = program.load(case.images, case.labels)
-        program.restore(case.state)
-        first = program.train(handle, order, 0.01)
-        trained = program.state()
-        assert first.count == len(order)
-        assert int(trained["step"]) == steps
-        assert set(trained) == {"step", *case.state, *optimizer.slots}
+    batch_size = program.batch_size
+    order = np.random.default_rng(1).integers(0, len(case.images), (steps - 1) * batch_size + 1)
+    handle = program.load(case.images, case.labels)
+    program.restore(case.state)
+    first = program.train(handle, order, 0.01)
+    trained = program.state()
+    assert first.count == len(order)
+    assert int(trained["step"]) == steps
+    assert set(trained) == {"step", *case.state, *optimizer.slots}
 
-        program.restore(case.state)
-        assert program.train(handle, order, 0.01) == first, "two runs differ"
-        assert_same_state(program.state(), trained)
+    program.restore(case.state)
+    assert program.train(handle, order, 0.01) == first, "two runs differ"
+    assert_same_state(program.state(), trained)
 
-        program.restore(case.state)
-        middle = 2 * batch_size
-        program.train(handle, order[:middle], 0.01)
-        saved = program.state()
-        program.train(handle, order[:middle], 0.5)  # `saved` is a copy that later steps leave alone
-        program.restore(saved)
-        program.train(handle, order[middle:], 0.01)
-        assert_same_state(program.state(), trained)
+    program.restore(case.state)
+    middle = 2 * batch_size
+    program.train(handle, order[:middle], 0.01)
+    saved = program.state()
+    program.train(handle, order[:middle], 0.5)  # `saved` is a copy that later steps leave alone
+    program.restore(saved)
+    program.train(handle, order[middle:], 0.01)
+    assert_same_state(program.state(), trained)
 
-        program.restore(case.state)
-        for start in range(0, len(order), batch_size):
-            _, gradient = program.gradients(handle, order[start : start + batch_size])
-            program.apply(gradient, 0.01)
-        assert int(program.state()["step"]) == steps
-        for name in (*case.state, *optimizer.slots):
-            np.testing.assert_allclose(program.state()[name], trained[name], rtol=1e-5, atol=1e-6)
-    finally:
-        program.close()
-        program.close()
+    program.restore(case.state)
+    for start in range(0, len(order), batch_size):
+        _, gradient = program.gradients(handle, order[start : start + batch_size])
+        program.apply(gradient, 0.01)
+    assert int(program.state()["step"]) == steps
+    for name in (*case.state, *optimizer.slots):
+        np.testing.assert_allclose(program.state()[name], trained[name], rtol=1e-5, atol=1e-6)
 
 
 def assert_same_state(actual: dict, expected: dict) -> None:

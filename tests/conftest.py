@@ -18,6 +18,9 @@ from hypothesis import HealthCheck, settings
 
 from cnnexp.system import registry
 
+# Workers of xdist share the cores: threads of OpenMP that wait would spin, two thirds of what PyTorch's tests cost.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 # A shell starts its background jobs with Ctrl-C ignored, and they and their children stay deaf to it; tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -33,7 +36,10 @@ EMPTY_STORE = "import sys, mlflow; mlflow.MlflowClient('sqlite:///' + sys.argv[1
 
 @pytest.fixture(autouse=True, scope="session")
 def _compiled_once():
-    """Keep all that tests compile from run to run, beside the user's cache: that one holds fewer programs than they."""
+    """Keep all that tests compile from run to run, beside the user's cache: that one holds fewer programs than they.
+
+    They are compiled in this process: a child for each of hundreds costs minutes.
+    """
     from cnnexp.backends import cache
 
     find, users = cache.cache_folder, cache.cache_folder()
@@ -45,6 +51,7 @@ def _compiled_once():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cache, "cache_folder", folder)
         patch.setattr(cache, "KEEP", 5000)
+        patch.setattr("cnnexp.backends.simd.runtime.compilation.compile_in_subprocess", lambda key, described: None)
         yield
 
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from tables import each
 
 PACKAGE = Path(__file__).resolve().parent.parent / "cnnexp"
 
@@ -117,19 +117,16 @@ def test_there_is_no_circle():
     assert set(circle(registry | back)) == {*registry, *back}, "one is found"
 
 
-@pytest.mark.parametrize(
-    ("name", "source"),
-    [
-        ("cnnexp.errors", "import cnnexp.network.shapes"),
-        ("cnnexp.network.shapes", "def f():\n    from cnnexp.backends import protocol"),
-        ("cnnexp.training.loop", "if TYPE_CHECKING:\n    from cnnexp.app.config import Settings"),
-        ("cnnexp.backends", "import_module('cnnexp.training.loop')"),
-        ("cnnexp.tracking.pipe", "run(['-m', 'cnnexp.papers.page'])"),
-        ("cnnexp.measuring.ledger", "PLACE = 'cnnexp.app.report:command'"),
-        ("cnnexp.tracking.store", "loader_module='cnnexp.tracking.gone'"),
-        ("cnnexp.workers", "from cnnexp.tracking import journal"),
-        ("cnnexp.datasets", "from cnnexp import Network"),
-    ],
+@each(
+    ("cnnexp.errors", "import cnnexp.network.shapes"),
+    ("cnnexp.network.shapes", "def f():\n    from cnnexp.backends import protocol"),
+    ("cnnexp.training.loop", "if TYPE_CHECKING:\n    from cnnexp.app.config import Settings"),
+    ("cnnexp.backends", "import_module('cnnexp.training.loop')"),
+    ("cnnexp.tracking.pipe", "run(['-m', 'cnnexp.papers.page'])"),
+    ("cnnexp.measuring.ledger", "PLACE = 'cnnexp.app.report:command'"),
+    ("cnnexp.tracking.store", "loader_module='cnnexp.tracking.gone'"),
+    ("cnnexp.workers", "from cnnexp.tracking import journal"),
+    ("cnnexp.datasets", "from cnnexp import Network"),
 )
 def test_an_import_that_points_up_is_found(name, source):
     assert len(faults(name, imports(name, ast.parse(source)))) == 1

@@ -18,6 +18,8 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```(?:sh|\{code-block\} \w+\n:caption: (\S+)\n)\n(.*?)```", TUTORIAL, re.DOTALL)
 """File name, or empty for commands, and text."""
+LINKS = re.compile(r"\]\((?!https?:|mailto:)([^)#\s]+)(?:#([^)\s]*))?\)|\]\(#([^)\s]+)\)")
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "docs/papers/index.md", ROOT / "examples/README.md"]
 
 
 def commands():
@@ -82,16 +84,10 @@ def test_the_drawings_of_the_kernels(tmp_path, monkeypatch):
     assert sum(path.stat().st_size for path in kept) < 300_000
 
 
-LINKS = re.compile(r"\]\((?!https?:|mailto:)([^)#\s]+)(?:#([^)\s]*))?\)|\]\(#([^)\s]+)\)")
-
-
 def anchors(page):
     """Return the anchors that GitHub gives to a page's headings."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "docs/papers/index.md", ROOT / "examples/README.md"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())

@@ -10,6 +10,7 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 from commands import one_line
+from tables import each
 
 from cnnexp import testing
 from cnnexp.app import check
@@ -108,17 +109,14 @@ class Refusing(LayerwiseProgram):
         raise NetworkError("no layers here")
 
 
-@pytest.mark.parametrize(
-    ("parts", "verdict", "text"),
-    [
-        ({"ops": DoubledWeights}, "WRONG", "the gradient of conv1.weight, a batch of 4 is off by 0.001 of its largest"),
-        ({"ops": StaleBias}, "WRONG", "the gradient of linear1.bias"),
-        ({"ops": NoNumber}, "WRONG", "the scores of predict is off by nan"),
-        ({"ops": Raising}, "WRONG", "ValueError: tile of 7 (test_check.py, line "),
-        ({"program": Forgetful}, "WRONG", "velocity after training"),
-        ({"program": Drifting}, "WRONG", "the same steps end elsewhere"),
-        ({"program": Refusing}, "refused", "refused: no layers here"),
-    ],
+@each(
+    ({"ops": DoubledWeights}, "WRONG", "the gradient of conv1.weight, a batch of 4 is off by 0.001 of its largest"),
+    ({"ops": StaleBias}, "WRONG", "the gradient of linear1.bias"),
+    ({"ops": NoNumber}, "WRONG", "the scores of predict is off by nan"),
+    ({"ops": Raising}, "WRONG", "ValueError: tile of 7 (test_check.py, line "),
+    ({"program": Forgetful}, "WRONG", "velocity after training"),
+    ({"program": Drifting}, "WRONG", "the same steps end elsewhere"),
+    ({"program": Refusing}, "refused", "refused: no layers here"),
     ids=lambda value: next(iter(value.values())).__name__ if isinstance(value, dict) else "",
 )
 def test_what_is_wrong_is_named(parts, verdict, text):
@@ -148,18 +146,15 @@ def test_what_cannot_run_says_why(monkeypatch):
         check.command(["cpu"])
 
 
-@pytest.mark.parametrize(
-    ("ops", "said"),
-    [
-        (DoubledWeights, "Conv2d is wrong: its gradient, not its output"),
-        (StaleBias, "Linear is wrong: its gradient, not its output"),
-        (HalfPool, "MaxPool2d is wrong: it is in every network that is wrong, in none that is right"),
-        (NoDropout, "Dropout is wrong: "),
-        (NoMomentum, "SGD is wrong: "),
-        (NoLoss, "mean_squared_error is wrong: "),
-        (NumpyOps, None),
-        (Several, None),  # nothing is guessed
-    ],
+@each(
+    (DoubledWeights, "Conv2d is wrong: its gradient, not its output"),
+    (StaleBias, "Linear is wrong: its gradient, not its output"),
+    (HalfPool, "MaxPool2d is wrong: it is in every network that is wrong, in none that is right"),
+    (NoDropout, "Dropout is wrong: "),
+    (NoMomentum, "SGD is wrong: "),
+    (NoLoss, "mean_squared_error is wrong: "),
+    (NumpyOps, None),
+    (Several, None),  # nothing is guessed
 )
 def test_one_operation_that_explains_all_is_named(ops, said):
     found = testing.explain({title: examined(ops, title=title) for title in testing.NETWORKS})
@@ -227,20 +222,17 @@ def test_a_derivative_may_be_a_surrogate_where_that_is_said():
     testing.check_layer(Surrogate(slope=lambda maths, x: TWO))
 
 
-@pytest.mark.parametrize(
-    ("parts", "said"),
-    [
-        ({"slope": lambda maths, x: TWO}, "its derivative is wrong at 101 of 101 points"),
-        ({"slope": lambda maths, x: np.float32(2.02) * x}, r"its derivative is wrong at .*; surrogate = True if it"),
-        ({"slope": lambda maths, x: maths.where(x > TWO, x, TWO * x)}, r"at 34 of 101 points: 6\.012 at x = 6\.01"),
-        ({"function": lambda maths, x: np.exp(x)}, r"numpy\.exp in a rule: use maths\.exp$"),
-        ({"function": lambda maths, x: math.exp(x)}, r"plain number of one that varies: use maths\.exp, maths\.tanh"),
-        ({"function": lambda maths, x: x**2}, r"numpy\.power in a rule: use \+ - \* /"),
-        ({"function": lambda maths, x: x if x > TWO else -x}, r"of a number that varies: use maths\.where"),
-        ({"function": lambda maths, x: 2.0 * x}, r"the number 2\.0 in a rule: write numpy\.float32\(2\.0\)"),
-        ({"function": lambda maths, x: x * x / x}, "its rule is no number at x = 0"),
-        ({"function": lambda maths, x: x.sign()}, r"AttributeError: .*'sign' \(test_check\.py, line"),
-    ],
+@each(
+    ({"slope": lambda maths, x: TWO}, "its derivative is wrong at 101 of 101 points"),
+    ({"slope": lambda maths, x: np.float32(2.02) * x}, r"its derivative is wrong at .*; surrogate = True if it"),
+    ({"slope": lambda maths, x: maths.where(x > TWO, x, TWO * x)}, r"at 34 of 101 points: 6\.012 at x = 6\.01"),
+    ({"function": lambda maths, x: np.exp(x)}, r"numpy\.exp in a rule: use maths\.exp$"),
+    ({"function": lambda maths, x: math.exp(x)}, r"plain number of one that varies: use maths\.exp, maths\.tanh"),
+    ({"function": lambda maths, x: x**2}, r"numpy\.power in a rule: use \+ - \* /"),
+    ({"function": lambda maths, x: x if x > TWO else -x}, r"of a number that varies: use maths\.where"),
+    ({"function": lambda maths, x: 2.0 * x}, r"the number 2\.0 in a rule: write numpy\.float32\(2\.0\)"),
+    ({"function": lambda maths, x: x * x / x}, "its rule is no number at x = 0"),
+    ({"function": lambda maths, x: x.sign()}, r"AttributeError: .*'sign' \(test_check\.py, line"),
 )
 def test_a_wrong_rule_is_one_line_before_anything_is_trained(parts, said):
     layers = (Flatten(), Linear(3), Residual((Square(**parts),)), Linear(3))
@@ -260,14 +252,11 @@ class Own(Optimizer):
         return lambda w, g, s, t, rate, c0, c1: (self.step(maximum, w, g, rate), s, t)
 
 
-@pytest.mark.parametrize(
-    ("parts", "said"),
-    [
-        ({"step": lambda maximum, w, g, rate: w - rate * np.sign(g)}, r"numpy\.sign in a rule: use \+ - \* /"),
-        ({"step": lambda maximum, w, g, rate: w - rate * g / maximum(g, -g)}, "a gradient of 0 makes"),
-        ({"step": lambda maximum, w, g, rate: w - 0.1 * g}, r"the number 0\.1 in a rule"),
-        ({"slots": ("a", "b", "c")}, "slots a, b, c: must be at most two"),
-    ],
+@each(
+    ({"step": lambda maximum, w, g, rate: w - rate * np.sign(g)}, r"numpy\.sign in a rule: use \+ - \* /"),
+    ({"step": lambda maximum, w, g, rate: w - rate * g / maximum(g, -g)}, "a gradient of 0 makes"),
+    ({"step": lambda maximum, w, g, rate: w - 0.1 * g}, r"the number 0\.1 in a rule"),
+    ({"slots": ("a", "b", "c")}, "slots a, b, c: must be at most two"),
 )
 def test_a_wrong_optimizer_is_one_line_before_anything_is_trained(parts, said):
     network = Network((4,), (Linear(3),))

@@ -14,6 +14,7 @@ from unittest.mock import MagicMock
 import pytest
 import yaml
 from commands import ROOT, TINY, starting
+from tables import each
 
 import cnnexp
 from cnnexp import __main__ as cli
@@ -23,40 +24,39 @@ from cnnexp.tracking.events import read_journal
 from cnnexp.training.checkpoint import find
 
 HOWTO = (ROOT / "docs" / "howto.md").read_text(encoding="utf-8")
+HUGE_RATE = ("trainer.batch_size=40", "dataset.train_size=40", "optimizer.lr=1e38")
+DIVERGED = "the test loss became nan after epoch 1, at learning rate 1e.38; .*"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["trian.lr=1"], "trian.lr=1: unknown key; legal: model, backend, .*; did you mean 'optimizer.lr'"),
-        (["model=lenet"], "model=lenet: unknown; legal: custom, .*, two_conv_pool4"),
-        (["hydra.mode=x"], r"hydra.mode=x: Invalid value 'x', expected one of \[RUN, MULTIRUN\]"),
-        (["experiment=smoke", "model=custom"], "experiment=smoke sets it: add ~model.filters, or choose no other"),
-        (["--nope"], "--nope: unknown flag; legal: --help, --hydra-help, --version, --cfg, .*, --info"),
-        (["--confg-dir=x"], "--confg-dir=x: unknown flag; .*did you mean '--config-dir'"),
-        (["-h=1"], "-h=1: -h takes no value"),
-        (["--cfg"], "--cfg=hydra.run.dir.*: its value must be one of job, hydra, all"),
-        (["--info=nope"], "--info=nope: its value must be one of all, config, defaults, "),
-        (["trainer.epochs=1", "--config-dir", "-m"], "--config-dir: its value must be given, as --config-dir VALUE"),
-        (["--resolve"], "The --resolve flag can only be used in conjunction with --cfg"),
-        (["model=ffn", "model.filters=3"], "model.filters=3: unknown key; legal in model: name, hidden, loss_name"),
-        (["+model.bogus=1"], "model.bogus=1: unknown key; legal: filters, kernel, pool, padding"),
-        (["~trainer.bogus"], "trainer.bogus: unknown key; legal in trainer: epochs"),
-        (["~model"], "model is missing"),
-        (["experiment=smok"], "experiment=smok: unknown; legal: .*; did you mean 'smoke'"),
-        (["modle=one_conv"], "modle=one_conv: unknown key; legal: model, .*; did you mean 'model'"),
-        (["predcit", "x"], "predcit: no such command; .*did you mean 'predict'"),
-        (["model.filters=["], r"model.filters=\[: cannot be read .no viable alternative.*; close its brackets"),
-        (["model.filters"], "Error parsing override 'model.filters'"),
-        (["tracking.run_name=日本"], "cannot read tracking.run_name=日本; quote a value of other letters"),
-        (["trainer.epochs=1,2"], "trainer.epochs=1,2: several values; add -m to run them all, or quote them"),
-        (["model.filters=???"], "model.filters: must be given, as model.filters=VALUE"),
-        (["tracking.uri=${oc.env:CNNEXP_TEST_MISSING}"], "tracking.uri: .*CNNEXP_TEST_MISSING"),
-        (["trainer.epochs='3'"], "trainer.epochs='3': must be a whole number"),
-        (["optimizer={a: 1}"], r"optimizer={a: 1}: must be a name of the group optimizer"),
-        (["workers=local", "workers.patience_s=3"], "unknown key;.* did you mean 'workers.heartbeat_timeout_s'"),
-        (["--config-dir", "nowhere"], "Additional config directory '.*nowhere' not found"),
-    ],
+@each(
+    (["trian.lr=1"], "trian.lr=1: unknown key; legal: model, backend, .*; did you mean 'optimizer.lr'"),
+    (["model=lenet"], "model=lenet: unknown; legal: custom, .*, two_conv_pool4"),
+    (["hydra.mode=x"], r"hydra.mode=x: Invalid value 'x', expected one of \[RUN, MULTIRUN\]"),
+    (["experiment=smoke", "model=custom"], "experiment=smoke sets it: add ~model.filters, or choose no other"),
+    (["--nope"], "--nope: unknown flag; legal: --help, --hydra-help, --version, --cfg, .*, --info"),
+    (["--confg-dir=x"], "--confg-dir=x: unknown flag; .*did you mean '--config-dir'"),
+    (["-h=1"], "-h=1: -h takes no value"),
+    (["--cfg"], "--cfg=hydra.run.dir.*: its value must be one of job, hydra, all"),
+    (["--info=nope"], "--info=nope: its value must be one of all, config, defaults, "),
+    (["trainer.epochs=1", "--config-dir", "-m"], "--config-dir: its value must be given, as --config-dir VALUE"),
+    (["--resolve"], "The --resolve flag can only be used in conjunction with --cfg"),
+    (["model=ffn", "model.filters=3"], "model.filters=3: unknown key; legal in model: name, hidden, loss_name"),
+    (["+model.bogus=1"], "model.bogus=1: unknown key; legal: filters, kernel, pool, padding"),
+    (["~trainer.bogus"], "trainer.bogus: unknown key; legal in trainer: epochs"),
+    (["~model"], "model is missing"),
+    (["experiment=smok"], "experiment=smok: unknown; legal: .*; did you mean 'smoke'"),
+    (["modle=one_conv"], "modle=one_conv: unknown key; legal: model, .*; did you mean 'model'"),
+    (["predcit", "x"], "predcit: no such command; .*did you mean 'predict'"),
+    (["model.filters=["], r"model.filters=\[: cannot be read .no viable alternative.*; close its brackets"),
+    (["model.filters"], "Error parsing override 'model.filters'"),
+    (["tracking.run_name=日本"], "cannot read tracking.run_name=日本; quote a value of other letters"),
+    (["trainer.epochs=1,2"], "trainer.epochs=1,2: several values; add -m to run them all, or quote them"),
+    (["model.filters=???"], "model.filters: must be given, as model.filters=VALUE"),
+    (["tracking.uri=${oc.env:CNNEXP_TEST_MISSING}"], "tracking.uri: .*CNNEXP_TEST_MISSING"),
+    (["trainer.epochs='3'"], "trainer.epochs='3': must be a whole number"),
+    (["optimizer={a: 1}"], r"optimizer={a: 1}: must be a name of the group optimizer"),
+    (["workers=local", "workers.patience_s=3"], "unknown key;.* did you mean 'workers.heartbeat_timeout_s'"),
+    (["--config-dir", "nowhere"], "Additional config directory '.*nowhere' not found"),
 )
 def test_a_mistake_is_one_line_and_exit_code_2(run, arguments, message):
     code, out, err = run(*arguments)
@@ -64,15 +64,12 @@ def test_a_mistake_is_one_line_and_exit_code_2(run, arguments, message):
     assert (code, out) == (2, "")
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (b"model: [1\nb: 2", r"mine\.yaml, line 2: not YAML"),
-        (b"model:\n\tfilters: 1\n", r"mine\.yaml, line 2: not YAML"),
-        (b"a: 1\na: 2\n", r"mine\.yaml, line 2: not YAML: found duplicate key a"),
-        (b"\xff\xfe", "not UTF-8"),
-        (b"# @package _global_\nmodel: {filtres: 3}", "model.filtres=3: unknown key; .*did you mean 'filters'"),
-    ],
+@each(
+    (b"model: [1\nb: 2", r"mine\.yaml, line 2: not YAML"),
+    (b"model:\n\tfilters: 1\n", r"mine\.yaml, line 2: not YAML"),
+    (b"a: 1\na: 2\n", r"mine\.yaml, line 2: not YAML: found duplicate key a"),
+    (b"\xff\xfe", "not UTF-8"),
+    (b"# @package _global_\nmodel: {filtres: 3}", "model.filtres=3: unknown key; .*did you mean 'filters'"),
 )
 def test_a_mistake_in_a_file_of_the_user(run, tmp_path, text, message):
     (tmp_path / "mine" / "experiment").mkdir(parents=True)
@@ -82,18 +79,11 @@ def test_a_mistake_in_a_file_of_the_user(run, tmp_path, text, message):
     assert (code, out) == (2, "")
 
 
-HUGE_RATE = ("trainer.batch_size=40", "dataset.train_size=40", "optimizer.lr=1e38")
-DIVERGED = "the test loss became nan after epoch 1, at learning rate 1e.38; .*"
-
-
-@pytest.mark.parametrize(
-    ("words", "error", "said"),
-    [
-        (("dataset=mnist", "dataset.root=/nowhere"), DataError, ".*nowhere.*"),
-        ((*HUGE_RATE, "backend=numpy"), Diverged, DIVERGED),
-        ((*HUGE_RATE, "backend=numpy-parallel"), Diverged, DIVERGED),
-        (("backend=gpu",), BackendUnavailable, ".*backend=cpu.*"),
-    ],
+@each(
+    (("dataset=mnist", "dataset.root=/nowhere"), DataError, ".*nowhere.*"),
+    ((*HUGE_RATE, "backend=numpy"), Diverged, DIVERGED),
+    ((*HUGE_RATE, "backend=numpy-parallel"), Diverged, DIVERGED),
+    (("backend=gpu",), BackendUnavailable, ".*backend=cpu.*"),
 )
 def test_other_errors_are_one_line_with_a_code_of_their_own(run, words, error, said):
     if words == ("backend=gpu",) and importlib.util.find_spec("numba_cuda"):
@@ -267,16 +257,13 @@ def test_a_flag_may_stand_between_words(run, tmp_path):
         assert "optimizer/adam" in out
 
 
-@pytest.mark.parametrize(
-    ("name", "code", "said"),
-    [
-        ("leaves.py", "import sys; sys.exit(3)", "cannot be imported: SystemExit: 3"),
-        ("raises.py", "raise ValueError('a\\nb')", "cannot be imported: ValueError: a b"),
-        ("no_python.py", "1 +", "cannot be imported: SyntaxError: "),
-        ("lacks.py", "import nowhere_at_all", "cannot be imported: ModuleNotFoundError"),
-        ("gone.py", None, "no such file"),
-        ("json.py", "", "another module is called json; rename the file"),
-    ],
+@each(
+    ("leaves.py", "import sys; sys.exit(3)", "cannot be imported: SystemExit: 3"),
+    ("raises.py", "raise ValueError('a\\nb')", "cannot be imported: ValueError: a b"),
+    ("no_python.py", "1 +", "cannot be imported: SyntaxError: "),
+    ("lacks.py", "import nowhere_at_all", "cannot be imported: ModuleNotFoundError"),
+    ("gone.py", None, "no such file"),
+    ("json.py", "", "another module is called json; rename the file"),
 )
 def test_a_plugin_that_exits_or_raises_or_is_none_is_one_line(run, tmp_path, monkeypatch, name, code, said):
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -297,13 +284,10 @@ def test_runs_go_to_the_checkout_from_any_folder_and_never_share_one(run, tmp_pa
     assert re.search(f"{re.escape(str(ROOT / 'outputs' / 'runs'))}/{microseconds}$", out.strip())
 
 
-@pytest.mark.parametrize(
-    ("number", "code", "word"),
-    [
-        (signal.SIGTERM, 143, "terminated"),
-        pytest.param(signal.SIGHUP, 129, "terminated", marks=pytest.mark.thorough),
-        pytest.param(signal.SIGINT, 130, "inter", marks=pytest.mark.thorough),  # test_resume sends it, too
-    ],
+@each(
+    (signal.SIGTERM, 143, "terminated"),
+    pytest.param(signal.SIGHUP, 129, "terminated", marks=pytest.mark.thorough),
+    pytest.param(signal.SIGINT, 130, "inter", marks=pytest.mark.thorough),  # test_resume sends it, too
 )
 def test_signals_end_the_run_as_killed_and_verbose_is_free_of_the_noise_of_libraries(run, tmp_path, number, code, word):
     words = [*TINY, "backend=cpu", "hydra.verbose=true", "trainer.epochs=1000000", f"hydra.run.dir={tmp_path}"]

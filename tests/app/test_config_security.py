@@ -12,6 +12,7 @@ from hydra._internal.config_repository import CachingConfigRepository
 from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 from hydra.core.default_element import ResultDefault
 from hydra.core.plugins import Plugins
+from tables import each
 
 from cnnexp.app import config_security, hydra_app
 from cnnexp.errors import ConfigError
@@ -224,14 +225,11 @@ BOMB = "\n".join(
 )
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (b"\xff\xfe", "not UTF-8 text"),
-        (b"a: &a [*a]", "unfolds to more than"),
-        (BOMB.encode(), "unfolds to more than 100000 values by its aliases"),
-        (b"x" * (config_security.MOST_BYTES + 1), "more than the"),
-    ],
+@each(
+    (b"\xff\xfe", "not UTF-8 text"),
+    (b"a: &a [*a]", "unfolds to more than"),
+    (BOMB.encode(), "unfolds to more than 100000 values by its aliases"),
+    (b"x" * (config_security.MOST_BYTES + 1), "more than the"),
 )
 def test_other_files_that_no_config_is(tmp_path, content, said):
     (tmp_path / "x.yaml").write_bytes(content)

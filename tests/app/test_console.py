@@ -20,6 +20,7 @@ RESULT = dataclasses.replace(
     **{"train": Totals(50.0, 80, 100), "test": Totals(5.0, 9, 10), "evaluate_s": 0.1},
     comparison=Comparison(0.01, 32, 3, 2.0),
 )
+METRICS = {"time/median_epoch_s": 0.0123, "speedup/median": 35.2, "final/test_accuracy": 0.952}
 
 
 def show(terminal, shown=True, epochs=2, results=(RESULT,), width=80, job="", baseline="cpu", folder=Path()):
@@ -92,9 +93,6 @@ def test_nothing_and_no_colour_where_none_is_wanted(monkeypatch):
     assert "\x1b[38;5;" in show(terminal=True) or "\x1b[3" in show(terminal=True)
     monkeypatch.setenv("NO_COLOR", "1")
     assert "\x1b[3" not in show(terminal=True)
-
-
-METRICS = {"time/median_epoch_s": 0.0123, "speedup/median": 35.2, "final/test_accuracy": 0.952}
 
 
 def job_table(rows, jobs=4, titles=("backend", "model.filters"), width=80):

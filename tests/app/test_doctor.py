@@ -6,6 +6,7 @@ from unittest.mock import MagicMock
 
 import pytest
 from commands import ROOT
+from tables import each
 
 from cnnexp.app import doctor
 from cnnexp.errors import BackendUnavailable, ConfigError
@@ -32,14 +33,14 @@ def answers(text: str) -> dict[str, str]:
 
 
 def test_it_tells_of_the_machine_and_of_every_backend(told, monkeypatch):
-    monkeypatch.setattr(doctor, "BACKENDS", dict.fromkeys(("numpy", "cpu", "cpu-parallel"), ""))
+    monkeypatch.setattr(doctor, "BACKENDS", dict.fromkeys(("python", "numpy", "numpy-parallel"), ""))
     found = answers(told())
     cores = usable_cores()
     assert found["cores"].startswith(f"{cores} usable")
     assert re.fullmatch(r"(128|256|512) bits, (4|8|16) float32 at once", found["vectors"])
     one, all_cores = (f"{n} thread{'s' if n > 1 else ''} of" for n in (1, cores))
-    assert found[next(key for key in found if "numpy, cpu" in key)].startswith(f"yes, on {one}")
-    assert found[next(key for key in found if "cpu-parallel" in key)].startswith(f"yes, on {all_cores}")
+    assert found[next(key for key in found if "python, numpy" in key)].startswith(f"yes, on {one}")
+    assert found["numpy-parallel"].startswith(f"yes, on {all_cores}")
     assert found["numba"] == environment.versions()["version.numba"]
     assert found["store"].startswith(f"sqlite:///{environment.outputs_dir()}/mlflow.db")
     assert {"MPI", "mnist", "fashion_mnist"} <= found.keys()
@@ -70,12 +71,9 @@ def test_what_dies_is_one_line_for_all_that_die_so(told, tmp_path, monkeypatch):
     assert answers(told())["python, numpy"] == "no: its process was ended by SIGABRT"
 
 
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [
-        (BackendUnavailable("no GPU to compute on"), b"no: no GPU to compute on"),
-        (OSError("libcuda.so: cannot open\nmore of it"), b"no: OSError: libcuda.so: cannot open"),
-    ],
+@each(
+    (BackendUnavailable("no GPU to compute on"), b"no: no GPU to compute on"),
+    (OSError("libcuda.so: cannot open\nmore of it"), b"no: OSError: libcuda.so: cannot open"),
 )
 def test_what_is_missing_or_broken_is_told_not_raised(monkeypatch, error, said):
     monkeypatch.setattr(doctor, "backend_class", MagicMock(side_effect=error))

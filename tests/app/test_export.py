@@ -22,8 +22,8 @@ def onnxruntime():
     return pytest.importorskip("onnxruntime", reason="no onnxruntime is installed")
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("custom", "onnx")])
-def test_the_file_of_every_model_agrees_with_predict(onnxruntime, tmp_path, capsys, name):
+@pytest.mark.parametrize("name", ["ffn", "resnet"])  # test_onnx has all models
+def test_the_file_agrees_with_predict(onnxruntime, tmp_path, capsys, name):
     model = MODELS[name]()
     layers = model.network((28, 28, 1), 10).layers
     path, _ = saved(tmp_path / FOLDER, layers, (28, 28, 1), model.loss)

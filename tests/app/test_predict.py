@@ -20,6 +20,7 @@ from checkpoints import GRAY, saved
 from commands import ROOT, cnnexp, one_line, wait_for
 from PIL import Image
 from renderings import opaque
+from tables import each
 
 from cnnexp import Flatten, Linear, Loss, ReLU, Sigmoid
 from cnnexp.app import draw, export, predict, resume
@@ -67,18 +68,15 @@ def test_one_output_is_the_probability_of_the_second_class(tmp_path):
     np.testing.assert_array_equal(classifier.predict(points), classifier.predict(np.array(points, np.float32)))
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (np.zeros((2, 5, 4, 1)), r"images of shape \(2, 5, 4, 1\): the model takes \(N, 4, 4, 1\)"),
-        (np.zeros(GRAY), r"the model takes \(N, 4, 4, 1\)"),
-        (np.full((1, *GRAY), 256), "must be 0 .. 255; found 256 .. 256"),
-        (np.full((1, *GRAY), "a"), "of type <U1"),
-        (["no base64!"], "image 0: no picture in base64"),
-        ([base64.b64encode(b"no picture").decode()], "image 0: not a picture that Pillow can read"),
-        ([[1, 2], [3]], "images of several shapes"),
-        ([[["a"]]], "of type <U1|of shape"),
-    ],
+@each(
+    (np.zeros((2, 5, 4, 1)), r"images of shape \(2, 5, 4, 1\): the model takes \(N, 4, 4, 1\)"),
+    (np.zeros(GRAY), r"the model takes \(N, 4, 4, 1\)"),
+    (np.full((1, *GRAY), 256), "must be 0 .. 255; found 256 .. 256"),
+    (np.full((1, *GRAY), "a"), "of type <U1"),
+    (["no base64!"], "image 0: no picture in base64"),
+    ([base64.b64encode(b"no picture").decode()], "image 0: not a picture that Pillow can read"),
+    ([[1, 2], [3]], "images of several shapes"),
+    ([[["a"]]], "of type <U1|of shape"),
 )
 def test_images_that_the_model_does_not_take(tmp_path, given, message):
     classifier = Classifier(saved(tmp_path)[0], backend("numpy"))
@@ -134,23 +132,20 @@ def test_a_data_sets_test_split_gets_an_accuracy(tmp_path, capsys):
     assert last == f"test accuracy {right / 200:.4f}, {right} of 200 images"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ([], ConfigError, "give a run and either images or a data set"),
-        (["MODEL"], ConfigError, "give a run and either images or a data set"),
-        (["MODEL", "a.png", "dataset=digits"], ConfigError, "give a run and either images or a data set"),
-        (["MODEL", "datset=digits"], ConfigError, "predict datset=digits: unknown; legal: dataset=NAME"),
-        (["MODEL", "--fast"], ConfigError, "predict --fast: unknown"),
-        (["MODEL", "dataset=digit"], ConfigError, "dataset.name='digit': unknown; .*did you mean 'digits'"),
-        (["MODEL", "dataset=digits", "dataset.test_siz=1"], ConfigError, "dataset.test_siz=1: unknown key"),
-        (["MODEL", "dataset=digits", "dataset.seed=[1"], ConfigError, "dataset.seed="),
-        (["MODEL", "dataset=digits", "backend=nump"], ConfigError, "backend.name='nump': unknown"),
-        (["MODEL", "dataset=digits"], DataError, r"inputs of shape \(28, 28, 1\) and 10 classes; the mo"),
-        (["MODEL", "nowhere.png"], DataError, "nowhere.png"),
-        (["nowhere", "dataset=digits"], CheckpointError, "predict nowhere: no such file or folder"),
-        (["0" * 32, "dataset=digits"], CheckpointError, "predict 0{32}: no such file or folder"),
-    ],
+@each(
+    ([], ConfigError, "give a run and either images or a data set"),
+    (["MODEL"], ConfigError, "give a run and either images or a data set"),
+    (["MODEL", "a.png", "dataset=digits"], ConfigError, "give a run and either images or a data set"),
+    (["MODEL", "datset=digits"], ConfigError, "predict datset=digits: unknown; legal: dataset=NAME"),
+    (["MODEL", "--fast"], ConfigError, "predict --fast: unknown"),
+    (["MODEL", "dataset=digit"], ConfigError, "dataset.name='digit': unknown; .*did you mean 'digits'"),
+    (["MODEL", "dataset=digits", "dataset.test_siz=1"], ConfigError, "dataset.test_siz=1: unknown key"),
+    (["MODEL", "dataset=digits", "dataset.seed=[1"], ConfigError, "dataset.seed="),
+    (["MODEL", "dataset=digits", "backend=nump"], ConfigError, "backend.name='nump': unknown"),
+    (["MODEL", "dataset=digits"], DataError, r"inputs of shape \(28, 28, 1\) and 10 classes; the mo"),
+    (["MODEL", "nowhere.png"], DataError, "nowhere.png"),
+    (["nowhere", "dataset=digits"], CheckpointError, "predict nowhere: no such file or folder"),
+    (["0" * 32, "dataset=digits"], CheckpointError, "predict 0{32}: no such file or folder"),
 )
 def test_a_mistake_is_one_line(tmp_path, arguments, error, message):
     path, _ = saved(tmp_path)
@@ -158,13 +153,10 @@ def test_a_mistake_is_one_line(tmp_path, arguments, error, message):
         predict.command([str(path) if word == "MODEL" else word for word in arguments])
 
 
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        ({"layers": (Linear(1), Sigmoid()), "shape": (2,), "loss": Loss.BINARY_CROSS_ENTROPY}, "no pictures"),
-        ({"layers": (Flatten(), ReLU(), Linear(3)), "shape": (4, 4, 2)}, "no pictures"),
-        ({"pixels": "float32"}, "trained on floating-point images"),
-    ],
+@each(
+    ({"layers": (Linear(1), Sigmoid()), "shape": (2,), "loss": Loss.BINARY_CROSS_ENTROPY}, "no pictures"),
+    ({"layers": (Flatten(), ReLU(), Linear(3)), "shape": (4, 4, 2)}, "no pictures"),
+    ({"pixels": "float32"}, "trained on floating-point images"),
 )
 def test_models_that_take_no_picture_files(tmp_path, model, message):
     path, _ = saved(tmp_path, **model)

@@ -2,6 +2,10 @@ import pytest
 
 from cnnexp.app import ranking
 
+VARIED = ["backend", "trainer.seed"]
+FAST, SLOW = (5.0, 5.1, 5.2, 4.9, 5.3, 4.8), (2.0, 2.1, 1.9, 2.2, 2.05, 1.95)
+LIKE_SLOW = (2.01, 2.11, 1.91, 2.19, 2.04, 1.96)
+
 
 def row(job, backend, seed="0", status="FINISHED", contended=False, disturbed=False):
     run = {"job": job, "name": f"job {job}", "status": status, "contended": contended, "disturbed": disturbed}
@@ -10,11 +14,6 @@ def row(job, backend, seed="0", status="FINISHED", contended=False, disturbed=Fa
 
 def epochs(*speedups):
     return [{"epoch": i, "speedup/vs_baseline": s, "throughput/images_per_s": 100 * s} for i, s in enumerate(speedups)]
-
-
-VARIED = ["backend", "trainer.seed"]
-FAST, SLOW = (5.0, 5.1, 5.2, 4.9, 5.3, 4.8), (2.0, 2.1, 1.9, 2.2, 2.05, 1.95)
-LIKE_SLOW = (2.01, 2.11, 1.91, 2.19, 2.04, 1.96)
 
 
 def verdict(rows, by_job, failed=0):

@@ -23,6 +23,7 @@ from cnnexp.tracking.journal import Run
 from cnnexp.training.checkpoint import CheckpointWriter, find, list_checkpoints, load
 
 THREE = (*TINY, "trainer.epochs=3")
+WITHIN = (*TINY[:-1], "trainer.epochs=2", "trainer.batch_size=8")  # 25 batches an epoch
 
 
 def parameters(folder):
@@ -163,9 +164,6 @@ def test_a_run_is_named_by_latest_best_or_the_first_digits_of_its_id(tmp_path, m
         resume.find_run("abcd", "predict abcd")
     with pytest.raises(CheckpointError, match="no such file or folder"):
         resume.find_run("0000", "x")
-
-
-WITHIN = (*TINY[:-1], "trainer.epochs=2", "trainer.batch_size=8")  # 25 batches an epoch
 
 
 def stop_after(monkeypatch, batches):

@@ -3,16 +3,18 @@
 from dataclasses import replace
 
 import pytest
+from conformance import is_here
 
+from cnnexp.backends import BACKENDS, backend_class
 from cnnexp.optimizers import OPTIMIZERS
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _compiled_here():
-    """Compile hundreds of small programs in this process: a child for each costs minutes."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cnnexp.backends.simd.runtime.compilation.compile_in_subprocess", lambda key, described: None)
-        yield
+# those of a GPU only where there is one: `test_gpu_absent` has what they say elsewhere, `soft_gpu` what they compute
+@pytest.fixture(params=[name for name in BACKENDS if not name.startswith("gpu") or is_here("gpu-naive")])
+def backend(request):
+    if not is_here(request.param):
+        pytest.skip("what it needs is not installed")
+    return backend_class(request.param)()
 
 
 @pytest.fixture(params=OPTIMIZERS)

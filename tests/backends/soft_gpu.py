@@ -15,6 +15,7 @@ from backends.test_mnist import read
 from commands import needs_mnist
 from conformance import assert_same_state, check_case, check_training, decisions_are_clear, make_case
 from networks import NETWORKS as OFTEN_SEEN
+from tables import each
 
 import softgpu
 from benchmarks.gpu_check import CONFORMANCE, _graphs_change_nothing
@@ -345,13 +346,10 @@ def test_a_recipe_ends_where_numpy_ends(name, loss):
         np.testing.assert_allclose(states[1][key], value, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [
-        ("gpu-shared", {"block": 3, "tile": 3}),
-        pytest.param("gpu-naive", {"block": 3}, marks=pytest.mark.slow),
-        pytest.param("gpu-shared-input", {"block": 7, "tile": 1}, marks=pytest.mark.slow),
-    ],
+@each(
+    ("gpu-shared", {"block": 3, "tile": 3}),
+    pytest.param("gpu-naive", {"block": 3}, marks=pytest.mark.slow),
+    pytest.param("gpu-shared-input", {"block": 7, "tile": 1}, marks=pytest.mark.slow),
 )
 def test_any_block_and_tile_give_the_same_numbers(name, settings):
     case = make_case(Network(*OFTEN_SEEN["auto_padding"]), images=2)
@@ -372,15 +370,12 @@ def test_what_does_not_fit_on_the_gpu_is_refused(name, monkeypatch):
         backend.compile(network, LOSS, Adam(), 50)
 
 
-@pytest.mark.parametrize(
-    ("name", "settings", "says"),
-    [
-        ("gpu-naive", {"block": 2048}, r"backend.block=2048: must be 1 \.\. 1024 threads"),
-        ("gpu-shared", {"block": 0}, r"backend.block=0: must be 1 \.\. 1024 threads, the limit of software GPU"),
-        ("gpu-naive", {"device": 9}, r"backend.device=9: must be 0 \.\. "),
-        ("gpu-shared", {"tile": 0}, r"backend.tile=0: must be >= 1"),
-        ("gpu-shared", {"tile": 200}, r"backend.tile=200: .* needs 163,252 bytes of shared memory, a block has 49,152"),
-    ],
+@each(
+    ("gpu-naive", {"block": 2048}, r"backend.block=2048: must be 1 \.\. 1024 threads"),
+    ("gpu-shared", {"block": 0}, r"backend.block=0: must be 1 \.\. 1024 threads, the limit of software GPU"),
+    ("gpu-naive", {"device": 9}, r"backend.device=9: must be 0 \.\. "),
+    ("gpu-shared", {"tile": 0}, r"backend.tile=0: must be >= 1"),
+    ("gpu-shared", {"tile": 200}, r"backend.tile=200: .* needs 163,252 bytes of shared memory, a block has 49,152"),
 )
 def test_settings_beyond_the_gpu_are_refused(name, settings, says):
     network = Network((8, 8, 1), (Conv2d(1, 3), Flatten(), Linear(2)))

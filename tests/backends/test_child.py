@@ -3,6 +3,7 @@
 import os
 
 import pytest
+from tables import each
 
 from cnnexp.system import child
 
@@ -37,14 +38,11 @@ def test_the_answer_is_what_the_function_returns_and_nothing_else():
 
 
 @pytest.mark.skipif(os.name == "nt", reason="an abort is a signal on POSIX alone")
-@pytest.mark.parametrize(
-    ("function", "limit_s", "said"),
-    [
-        ("abort", 60, "was ended by SIGABRT"),
-        ("fatal", 60, "ended with exit code 1 (LLVM ERROR: Cannot select: 0x1)"),
-        ("missing", 60, "ended with exit code 1"),
-        ("hang", 0.5, "took more than 0.5 s and was killed"),
-    ],
+@each(
+    ("abort", 60, "was ended by SIGABRT"),
+    ("fatal", 60, "ended with exit code 1 (LLVM ERROR: Cannot select: 0x1)"),
+    ("missing", 60, "ended with exit code 1"),
+    ("hang", 0.5, "took more than 0.5 s and was killed"),
 )
 def test_a_death_says_how(function, limit_s, said):
     with pytest.raises(child.ChildDied) as death:

@@ -1,6 +1,5 @@
 """Every backend of this machine against the oracle: the contract of `cnnexp.backends.protocol`."""
 
-import contextlib
 import functools
 
 import conformance
@@ -8,31 +7,14 @@ import numpy as np
 import pytest
 import reference
 from backends import outside_layer
-from conformance import Case, assert_same_state, check_backend, check_case, check_training, make_case
-from networks import KINDS, NETWORKS, check_random_networks
+from conformance import Case, assert_same_state, check_backend, check_case, check_training, is_here, make_case
+from networks import NETWORKS
 
 from cnnexp.backends import BACKENDS, backend_class
-from cnnexp.errors import BackendUnavailable, CheckpointError, ConfigError, NetworkError
-from cnnexp.network import LAYERS, BatchNorm2d, Conv2d, Dropout, Flatten, Linear, Network, ReLU, Residual, Sigmoid, Tanh
+from cnnexp.errors import CheckpointError, ConfigError, NetworkError
+from cnnexp.network import BatchNorm2d, Conv2d, Dropout, Flatten, Linear, Network, ReLU, Residual, Sigmoid, Tanh
 from cnnexp.network.losses import Loss
 from cnnexp.optimizers import SGD, Adam
-
-# of each kind, the first the smallest that there is; a backend that compiles anew for each network gets fewer of them
-EXAMPLES = {"cpu-simd": 2, "gpu-fused": 2, "gpu": 2}
-
-
-def is_here(name):
-    with contextlib.suppress(BackendUnavailable):
-        return backend_class(name)() is not None
-    return False
-
-
-# those of a GPU only where there is one: `test_gpu_absent` has what they say elsewhere, `soft_gpu` what they compute
-@pytest.fixture(params=[name for name in BACKENDS if not name.startswith("gpu") or is_here("gpu-naive")])
-def backend(request):
-    if not is_here(request.param):
-        pytest.skip("what it needs is not installed")
-    return backend_class(request.param)()
 
 
 @pytest.mark.parametrize("turn", [0, pytest.param(1, marks=pytest.mark.thorough)])
@@ -102,15 +84,6 @@ def test_large_sums(backend):
 @functools.cache
 def large_case(images):
     return make_case(Network((28, 28, 1), (Conv2d(2, 3), ReLU(), Flatten(), Linear(4))), images=images)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_random_networks(backend, kind):
-    check_random_networks(backend, kind, EXAMPLES.get(backend.name, 3))
-
-
-def test_random_networks_hold_every_layer():
-    assert set(LAYERS) <= set(KINDS)
 
 
 def test_every_optimizer_trains(backend, optimizer):

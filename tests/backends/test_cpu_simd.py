@@ -11,6 +11,7 @@ import networks
 import numpy as np
 import pytest
 from backends.on_target import AVX512, HOST, OnTarget
+from commands import wait_for
 from conformance import check_case, check_training, make_case
 
 from cnnexp.backends.simd import CpuSimd
@@ -154,10 +155,7 @@ def test_threads_end_with_the_program():
     assert len(mine()) == 2
     del program
     gc.collect()
-    deadline = time.monotonic() + 60
-    while mine() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not mine()
+    wait_for(lambda: not mine())
 
 
 def test_an_update_rounds_as_numpy_does(optimizer):

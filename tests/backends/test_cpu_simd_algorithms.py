@@ -9,6 +9,7 @@ import pytest
 from backends.on_target import AVX2, AVX512, NETWORKS, TARGETS
 from conformance import check_gradients, check_scores, decisions_are_clear, make_case
 from machine_code import CPUS, KernelProgram
+from tables import each
 
 from cnnexp import SGD, AvgPool2d, BatchNorm2d, Conv2d, Dropout, Flatten, Linear, Loss, MaxPool2d, Network, ReLU
 from cnnexp.backends import simd
@@ -22,6 +23,8 @@ from cnnexp.network.models import MobileNet, OneConv, ResNet, TwoConvMlp, TwoCon
 
 OFTEN = ("most", "here"), ("between", "neon")
 HERE = [name for name in ("sse4", "avx2", "avx512") if CPUS[name].runs_here]
+FUSED = "filters-fused", "lanes-pair"
+"""The algorithms that take in the layers after, too."""
 
 
 def every_algorithm(network: Network, target: Target) -> list[tuple[str, str]]:
@@ -42,10 +45,6 @@ def named(stages: Sequence[Stage]) -> set[str]:
     """Return the names of all stages that compute something, those within others too."""
     own = {stage.name for stage in stages if not isinstance(stage.layer, Flatten)}
     return own.union(*(named(stage.stages) for stage in stages))
-
-
-FUSED = "filters-fused", "lanes-pair"
-"""The algorithms that take in the layers after, too."""
 
 
 def rounds(network: Network, target: Target) -> list[tuple[tuple[str, str], ...]]:
@@ -97,16 +96,13 @@ def test_tiles_of_odd_images_lie_over_each_other(cpu):
     check_every_algorithm(cpu, Network((5, 7, 3), layers))
 
 
-@pytest.mark.parametrize(
-    ("layers", "fits"),
-    [
-        ((Conv2d(6, 3, groups=2), ReLU(), MaxPool2d(2)), {"lanes"}),
-        ((Conv2d(8, 3, dilation=2), ReLU(), MaxPool2d(2)), {"lanes"}),
-        ((Conv2d(8, 3, groups=4),), {"lanes"}),
-        ((Conv2d(4, 3, 2, "floor", groups=4, dilation=2), ReLU()), {"depthwise", "lanes"}),
-        ((Conv2d(4, 3, groups=4), ReLU(), MaxPool2d(2)), {"lanes"}),
-        ((Conv2d(4, 9, groups=4),), {"lanes"}),
-    ],
+@each(
+    ((Conv2d(6, 3, groups=2), ReLU(), MaxPool2d(2)), {"lanes"}),
+    ((Conv2d(8, 3, dilation=2), ReLU(), MaxPool2d(2)), {"lanes"}),
+    ((Conv2d(8, 3, groups=4),), {"lanes"}),
+    ((Conv2d(4, 3, 2, "floor", groups=4, dilation=2), ReLU()), {"depthwise", "lanes"}),
+    ((Conv2d(4, 3, groups=4), ReLU(), MaxPool2d(2)), {"lanes"}),
+    ((Conv2d(4, 9, groups=4),), {"lanes"}),
 )
 def test_groups_and_dilation_have_their_algorithms(layers, fits):
     network = Network((10, 10, 4), (*layers, Flatten(), Linear(3)))
@@ -168,13 +164,10 @@ def test_the_share_of_the_limit_is_of_what_the_core_can_do():
         assert 0.5 < row.share < 1
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "message"),
-    [
-        ("conv1", r"backend.algorithms='conv1': must be LAYER:ALGORITHM"),
-        ("conv1:lane", r"cannot be computed by 'lane' here; there are channels, .*lanes, .*did you mean 'lanes'"),
-        ("conv7:lanes", r"no layer 'conv7' to force; there are conv1, linear1"),
-    ],
+@each(
+    ("conv1", r"backend.algorithms='conv1': must be LAYER:ALGORITHM"),
+    ("conv1:lane", r"cannot be computed by 'lane' here; there are channels, .*lanes, .*did you mean 'lanes'"),
+    ("conv7:lanes", r"no layer 'conv7' to force; there are conv1, linear1"),
 )
 def test_an_algorithm_is_forced_and_one_that_is_none_refused(algorithm, message):
     def compiled(algorithm):

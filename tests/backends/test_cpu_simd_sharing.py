@@ -11,6 +11,8 @@ from cnnexp.backends.simd.lowering import Plan
 from cnnexp.network import AvgPool2d, Conv2d, Dropout, Flatten, Linear, MaxPool2d, Network, ReLU, Residual
 from cnnexp.network.models import ResNet
 
+BLOCK = (Conv2d(6, 3, padding="same"), ReLU(), Dropout(0.25))
+
 
 def plan_of(network):
     return Plan(network, HOST, 1, 8)
@@ -48,7 +50,6 @@ def test_more_equal_blocks_are_no_more_kernels(monkeypatch):
     assert len(emitted) < (len(many.forward) + len(many.backward)) / 2
 
 
-BLOCK = (Conv2d(6, 3, padding="same"), ReLU(), Dropout(0.25))
 REPEATED = {
     "resnet": resnet(2),
     "convolutions": Network((9, 9, 6), (*BLOCK * 3, MaxPool2d(2, 1), MaxPool2d(2, 1), Flatten(), Linear(3))),

@@ -8,7 +8,7 @@ from machine_code import CPUS
 
 ONE_CPU = "tests/backends/one_cpu.py"
 SUITES = (
-    *(f"tests/backends/test_{suite}.py" for suite in ("conformance", "cpu_simd")),
+    *(f"tests/backends/test_{suite}.py" for suite in ("conformance", "random_networks", "cpu_simd")),
     "-k",
     "cpu-simd or test_cpu_simd",
 )

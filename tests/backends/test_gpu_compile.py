@@ -5,6 +5,7 @@ compiled is what would be launched, and the arguments have the types that the si
 """
 
 import contextlib
+import itertools
 import math
 import re
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from tables import each
 
 pytest.importorskip("numba_cuda", reason="compiles with numba-cuda: pip install cnnexp[gpu]")
 
@@ -118,20 +120,11 @@ def make(name: str):
     return backend_class(name)(graphs=False) if name == "gpu-fused" else backend_class(name)()
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(("name", "program"), sorted(OFTEN))
-def test_kernels_compile_within_their_budgets(launched, name, program):
-    check_budgets(launched, name, program, (HOPPER,))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.parametrize("name", BACKENDS)
-def test_every_kernel_compiles_within_its_budget_for_every_gpu(launched, name, program):
-    check_budgets(launched, name, program, TARGETS)
-
-
-def check_budgets(launched, name: str, program: str, targets: tuple[Target, ...]) -> None:
+@each(
+    *(pytest.param(*often, (HOPPER,), marks=pytest.mark.thorough) for often in sorted(OFTEN)),
+    *(pytest.param(*pair, TARGETS, marks=pytest.mark.slow) for pair in itertools.product(BACKENDS, PROGRAMS)),
+)
+def test_kernels_compile_within_their_budgets(launched, name, program, targets):
     train(make(name), *PROGRAMS[program])
     assert len(launched) >= 5
     for kernel, types in new(launched, targets):

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from tables import each
 
 import cnnexp.backends
 from cnnexp.backends.cpu.sequential import CpuOps
@@ -83,10 +84,7 @@ def test_kernels_have_the_names_and_the_order_of_the_operations():
     assert [kernel for kernel in found if OTHER_WORDS.fullmatch(kernel[1]) or out_of_order(*kernel[1:])] == []
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments"),
-    [("conv2d", "x y w"), ("linear_backward_input", "dx w dy"), ("max_pool_backward_image", "dy argmax dx")],
-)
+@each(("conv2d", "x y w"), ("linear_backward_input", "dx w dy"), ("max_pool_backward_image", "dy argmax dx"))
 def test_another_order_is_found(name, arguments):
     assert out_of_order(name, arguments.split())
 

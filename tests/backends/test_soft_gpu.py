@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 from commands import suite
+from tables import each
 
 pytest.importorskip("numba_cuda", reason="runs numba-cuda: pip install cnnexp[gpu]")
 
@@ -16,26 +17,26 @@ OF_EACH_KIND = SoftGpu(devices=3, capabilities=((7, 5), (9, 0), (12, 0)), multip
 pytestmark = pytest.mark.skipif(bool(softgpu.unavailable()), reason=softgpu.unavailable())
 
 
-@pytest.mark.parametrize(
-    ("gpu", "arguments"),
-    [
-        pytest.param(TWO, (OWN,), id="backends", marks=pytest.mark.thorough),
-        pytest.param(
-            TWO,
-            ("tests/backends/test_conformance.py", "-k", "gpu and (outside or random or binary or ties or optimizer)"),
-            id="what all backends are held to",
-            marks=pytest.mark.slow,
+@each(
+    pytest.param(TWO, (OWN,), id="backends", marks=pytest.mark.thorough),
+    pytest.param(
+        TWO,
+        (
+            *("tests/backends/test_conformance.py", "tests/backends/test_random_networks.py"),
+            *("-k", "gpu and (outside or random or binary or ties or optimizer)"),
         ),
-        pytest.param(
-            OF_EACH_KIND,
-            (OWN, "-m", "slow and not mutant", "-k", "network or real_size"),
-            id="every network on every backend and a GPU of each kind",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(TWO, (OWN, "-m", "slow", "-k", "epoch"), id="an epoch of MNIST", marks=pytest.mark.slow),
-    ],
+        id="what all backends are held to",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        OF_EACH_KIND,
+        (OWN, "-m", "slow and not mutant", "-k", "network or real_size"),
+        id="every network on every backend and a GPU of each kind",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(TWO, (OWN, "-m", "slow", "-k", "epoch"), id="an epoch of MNIST", marks=pytest.mark.slow),
 )
-def test_backends(gpu, arguments, tmp_path):
+def test_backends(tmp_path, gpu, arguments):
     report = None if OWN in arguments else tmp_path / "findings"  # that suite looks at what is found itself
     printed = suite("-s", *arguments, environ=replace(gpu, report=report).environment())
     assert "skipped" not in printed

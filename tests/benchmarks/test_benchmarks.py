@@ -10,6 +10,7 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 from commands import ROOT
+from tables import each
 
 from benchmarks import __main__ as program
 from benchmarks import cases, contestants, oracle, ours, report, run_overhead, runner, worker
@@ -17,6 +18,7 @@ from cnnexp import SGD, Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Resid
 
 TINY = cases.select(["tiny"])[0]
 expected = functools.cache(oracle.expected)
+FURTHER = ["strided-b1", "lenet5_1998-b1", "gelu_mlp-b16", "resnet20-b1", "mobilenet-b1"]
 
 
 def match(samples, batch_size=100, side="peer", per_step=100):
@@ -166,9 +168,6 @@ def test_clocks_count_a_call_within_a_call_once():
     assert clocks.seconds == {"configuration and the rest": 1 + 12, "outer": 2 + 1, "inner": 4}
 
 
-FURTHER = ["strided-b1", "lenet5_1998-b1", "gelu_mlp-b16", "resnet20-b1", "mobilenet-b1"]
-
-
 @pytest.mark.parametrize(
     "case",
     [TINY, *(pytest.param(case, marks=pytest.mark.thorough) for case in cases.select(FURTHER))],
@@ -244,11 +243,8 @@ def test_the_oracle_sees_where_rounding_decides(monkeypatch):
         assert least <= oracle.expected(case)["blur_gradient_1"] <= most
 
 
-@pytest.mark.parametrize(
-    ("contestant", "limit_s", "says"),
-    [("numpy", 0.05, "no answer to setup within 0 s"), ("nobody", 300, "KeyError: 'nobody'")],
-)
-def test_a_worker_that_dies_or_hangs_is_reported(contestant, limit_s, says, tmp_path):
+@each(("numpy", 0.05, "no answer to setup within 0 s"), ("nobody", 300, "KeyError: 'nobody'"))
+def test_a_worker_that_dies_or_hangs_is_reported(tmp_path, contestant, limit_s, says):
     with worker_of(tmp_path) as ask, pytest.raises(runner.WorkerFailed, match=says):
         ask(contestant, limit_s=limit_s)
 

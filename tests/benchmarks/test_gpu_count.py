@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from tables import each
 
 pytest.importorskip("numba_cuda", reason="runs numba-cuda: pip install cnnexp[gpu]")
 
@@ -13,19 +14,16 @@ from softgpu.gpus import GPUS, H200, T4
 needs_softgpu = pytest.mark.skipif(bool(softgpu.unavailable()), reason=softgpu.unavailable())
 
 
-@pytest.mark.parametrize(
-    ("argument", "says"),
-    [
-        ("model=lenet", r"model=lenet: must be one of one_conv, "),
-        ("gpu=H300", r"gpu=H300: must be one of H200, A100, T4, RTX 4090"),
-        ("batch=many", r"batch=many: must be a number"),
-        ("batch=0", r"batch=0: must be >= 1"),
-        ("backend=cpu", r"backend=cpu: must be among gpu-naive"),
-        ("model.depth=3", r"model\.depth: one_conv has filters, "),
-        ("size=3", r"size=3: no such key; there are model, batch"),
-    ],
+@each(
+    ("model=lenet", r"model=lenet: must be one of one_conv, "),
+    ("gpu=H300", r"gpu=H300: must be one of H200, A100, T4, RTX 4090"),
+    ("batch=many", r"batch=many: must be a number"),
+    ("batch=0", r"batch=0: must be >= 1"),
+    ("backend=cpu", r"backend=cpu: must be among gpu-naive"),
+    ("model.depth=3", r"model\.depth: one_conv has filters, "),
+    ("size=3", r"size=3: no such key; there are model, batch"),
 )
-def test_a_wrong_argument_is_one_line(argument, says, capsys):
+def test_a_wrong_argument_is_one_line(capsys, argument, says):
     assert gpu_count.main([argument]) == 2
     told = capsys.readouterr().err
     assert re.match(f"gpu_count: error: {says}", told)

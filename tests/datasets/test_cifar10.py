@@ -7,6 +7,7 @@ import tarfile
 import numpy as np
 import pytest
 from commands import refused
+from tables import each
 
 from cnnexp.datasets import Cifar10
 from cnnexp.datasets.cifar10 import ARCHIVE, FOLDER, MOST_BYTES, RECORD, TEST, TRAIN
@@ -75,14 +76,11 @@ def test_what_lies_elsewhere_or_is_a_link_is_no_part_of_an_archive(tmp_path, whe
     assert [path.name for path in tmp_path.iterdir()] == [ARCHIVE]
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (FILES[TEST][2][:-1], rf"{TEST} in it: truncated or altered: {3 * RECORD - 1} bytes are no whole number"),
-        (b"", r"truncated or altered: 0 bytes"),
-        (b"\x0b" + FILES[TEST][2][1:], r"labels must be 0 \.\. 9 for 10 classes"),
-        (bytes(MOST_BYTES + 1), rf"has {MOST_BYTES + 1} bytes, more than the {MOST_BYTES} of a file"),
-    ],
+@each(
+    (FILES[TEST][2][:-1], rf"{TEST} in it: truncated or altered: {3 * RECORD - 1} bytes are no whole number"),
+    (b"", r"truncated or altered: 0 bytes"),
+    (b"\x0b" + FILES[TEST][2][1:], r"labels must be 0 \.\. 9 for 10 classes"),
+    (bytes(MOST_BYTES + 1), rf"has {MOST_BYTES + 1} bytes, more than the {MOST_BYTES} of a file"),
     ids=["cut", "empty", "label", "large"],
 )
 def test_damaged_members_are_one_line(tmp_path, content, message):
@@ -90,15 +88,12 @@ def test_damaged_members_are_one_line(tmp_path, content, message):
     refused(Cifar10(root=str(tmp_path), verify=False), message)
 
 
-@pytest.mark.parametrize(
-    ("name", "cut", "message"),
-    [
-        (ARCHIVE, lambda archive: b"<html>", "damaged, or no gzipped archive"),
-        (ARCHIVE, lambda archive: b"", "damaged, or no gzipped archive|lacks"),
-        (ARCHIVE, lambda archive: archive[:-2000], "damaged, or no gzipped archive"),
-        ("another", lambda archive: archive, "holds neither"),
-        (TRAIN[2], lambda archive: FILES[TRAIN[2]][2][:100], r"data_batch_3\.bin'?: truncated or altered: 100 bytes"),
-    ],
+@each(
+    (ARCHIVE, lambda archive: b"<html>", "damaged, or no gzipped archive"),
+    (ARCHIVE, lambda archive: b"", "damaged, or no gzipped archive|lacks"),
+    (ARCHIVE, lambda archive: archive[:-2000], "damaged, or no gzipped archive"),
+    ("another", lambda archive: archive, "holds neither"),
+    (TRAIN[2], lambda archive: FILES[TRAIN[2]][2][:100], r"data_batch_3\.bin'?: truncated or altered: 100 bytes"),
     ids=["page", "empty", "cut", "none", "a file of it cut"],
 )
 def test_what_is_no_archive_is_one_line(tmp_path, name, cut, message):

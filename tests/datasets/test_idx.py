@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from idx_files import NAMES, idx_bytes, publish, small_set, write
+from tables import each
 
 from cnnexp.datasets import FashionMnist, Mnist
 from cnnexp.datasets.idx import read_idx
@@ -122,9 +123,7 @@ def published(monkeypatch):
     return files
 
 
-@pytest.mark.parametrize(
-    ("source", "part"), [(Mnist, "altered: its content has sha256"), (FashionMnist, "altered.*: it has sha256")]
-)
+@each((Mnist, "altered: its content has sha256"), (FashionMnist, "altered.*: it has sha256"))
 def test_verify_accepts_the_published_content_and_sees_one_altered_pixel(tmp_path, published, source, part):
     write(tmp_path, published)
     assert len(source(root=str(tmp_path)).load().train) == 30

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from commands import refused
 from PIL import Image
+from tables import each
 
 from cnnexp.datasets import Digits, Fer2013, Images, Npz, Quadrants, Synthetic
 from cnnexp.datasets.digits import enlarge
@@ -79,22 +80,18 @@ def test_fewer_generated_images_are_the_first_of_more(source):
     assert not np.array_equal(few.train.images[:40], few.test.images[:40])
 
 
-@pytest.mark.parametrize(
-    ("source", "values", "part"),
-    [
-        (Quadrants, {"test_size": None}, r"dataset\.test_size=None"),
-        (Images, {}, r"dataset\.root: not given; .*e\.g\. dataset\.root=photos"),
-        (Fer2013, {}, r"dataset\.path: not given"),
-        (Npz, {}, r"dataset\.path: not given"),
-    ],
+@each(
+    (Quadrants, {"test_size": None}, r"dataset\.test_size=None"),
+    (Images, {}, r"dataset\.root: not given; .*e\.g\. dataset\.root=photos"),
+    (Fer2013, {}, r"dataset\.path: not given"),
+    (Npz, {}, r"dataset\.path: not given"),
 )
 def test_illegal_values_are_one_line(source, values, part):
     with pytest.raises(ConfigError, match=part):
         source(**values)
 
 
-# --- fer2013 ---
-
+# fer2013
 USAGES = ["Training"] * 6 + ["PublicTest"] * 3 + ["PrivateTest"] * 2
 
 
@@ -131,19 +128,16 @@ def pixels(*last):
     return " ".join(["0"] * (2304 - len(last)) + [*last])
 
 
-@pytest.mark.parametrize(
-    ("row", "part"),
-    [
-        ([0, "1 2 3", "Training"], "line 2: 3 pixels, expected 48 x 48 = 2304"),
-        ([0, pixels("256"), "Training"], r"line 2: pixels 0 \.\. 256; legal: 0 \.\. 255"),
-        ([0, pixels() + " x", "Training"], "line 2: emotion and pixels must be whole numbers"),
-        ([0, pixels("1.5"), "Training"], "line 2: emotion and pixels must be whole numbers"),
-        ([0, pixels("-1"), "Training"], r"line 2: pixels -1 \.\. 0"),
-        (["happy", pixels(), "Training"], "line 2: emotion and pixels must be whole numbers"),
-        ([7, pixels(), "Training"], r"line 2: emotion 7; legal: 0 \.\. 6"),
-        ([0, pixels(), "Testing"], "line 2: Usage is 'Testing'; legal: Training, PublicTest, Priv"),
-        ([0, pixels()], "line 2: 2 columns, expected 3"),
-    ],
+@each(
+    ([0, "1 2 3", "Training"], "line 2: 3 pixels, expected 48 x 48 = 2304"),
+    ([0, pixels("256"), "Training"], r"line 2: pixels 0 \.\. 256; legal: 0 \.\. 255"),
+    ([0, pixels() + " x", "Training"], "line 2: emotion and pixels must be whole numbers"),
+    ([0, pixels("1.5"), "Training"], "line 2: emotion and pixels must be whole numbers"),
+    ([0, pixels("-1"), "Training"], r"line 2: pixels -1 \.\. 0"),
+    (["happy", pixels(), "Training"], "line 2: emotion and pixels must be whole numbers"),
+    ([7, pixels(), "Training"], r"line 2: emotion 7; legal: 0 \.\. 6"),
+    ([0, pixels(), "Testing"], "line 2: Usage is 'Testing'; legal: Training, PublicTest, Priv"),
+    ([0, pixels()], "line 2: 2 columns, expected 3"),
 )
 def test_fer2013_malformed_row(tmp_path, row, part):
     refused(Fer2013(path=write_fer(tmp_path / "a.csv", [row])), part)
@@ -160,8 +154,7 @@ def test_fer2013_of_another_layout_truncated_missing_or_binary(tmp_path, fer):
     refused(Fer2013(path=str(tmp_path / "binary.csv")), r"binary\.csv")
 
 
-# --- images ---
-
+# images
 COLORS = {"blue": (0, 0, 250), "red": (250, 0, 0)}
 
 
@@ -244,8 +237,7 @@ def test_folders_that_hold_no_classes(tmp_path):
     refused(Images(root=str(tmp_path / "split")), "class 'green' is not among the training classes blue, red")
 
 
-# --- npz ---
-
+# npz
 ARRAYS = {
     "train_images": np.arange(6 * 4 * 4, dtype=np.uint8).reshape(6, 4, 4),
     "train_labels": np.array([0, 1, 2, 0, 1, 2]),
@@ -270,15 +262,12 @@ def test_npz(tmp_path):
     assert len(Npz(path=str(tmp_path / "a.npz"), classes=5).load().classes) == 5
 
 
-@pytest.mark.parametrize(
-    ("changes", "part"),
-    [
-        ({"test_labels": None}, "holds no test_labels, but train_images, train_labels, test_images; needs"),
-        ({"train_images": np.array([{}] * 6, object)}, "train_images is an array of Python objects: pickled data refu"),
-        ({"test_labels": np.array([0, 3])}, r"npz, test: labels must be 0 \.\. 2 for 3 classes; found 0 \.\. 3"),
-        *(({name: np.uint8(3)}, r"a single number, no array|labels of type|of shape") for name in ARRAYS),
-        *(({"train_images": np.zeros((6, channels, 8, 9), np.uint8)}, CHANNELS_FIRST) for channels in (1, 3)),
-    ],
+@each(
+    ({"test_labels": None}, "holds no test_labels, but train_images, train_labels, test_images; needs"),
+    ({"train_images": np.array([{}] * 6, object)}, "train_images is an array of Python objects: pickled data refu"),
+    ({"test_labels": np.array([0, 3])}, r"npz, test: labels must be 0 \.\. 2 for 3 classes; found 0 \.\. 3"),
+    *(({name: np.uint8(3)}, r"a single number, no array|labels of type|of shape") for name in ARRAYS),
+    *(({"train_images": np.zeros((6, channels, 8, 9), np.uint8)}, CHANNELS_FIRST) for channels in (1, 3)),
 )
 def test_npz_malformed(tmp_path, changes, part):
     refused(Npz(path=write_npz(tmp_path / "a.npz", **changes)), part)
@@ -330,12 +319,9 @@ def test_no_source_waits_for_a_pipe_or_reads_a_device(tmp_path):
                 read()
 
 
-@pytest.mark.parametrize(
-    ("trained", "tested", "said"),
-    [
-        ([0] * 6, [0, 0], "npz: all training images are of one class, 0: nothing can be learned"),
-        ([0, 1, 1, 0, 1, 1], [0, 2], "1 of the classes tested on have no training image: 2"),
-    ],
+@each(
+    ([0] * 6, [0, 0], "npz: all training images are of one class, 0: nothing can be learned"),
+    ([0, 1, 1, 0, 1, 1], [0, 2], "1 of the classes tested on have no training image: 2"),
 )
 def test_classes_that_cannot_be_learned_are_told(tmp_path, caplog, trained, tested, said):
     changes = {"train_labels": np.array(trained), "test_labels": np.array(tested)}

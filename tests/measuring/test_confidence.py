@@ -1,14 +1,12 @@
 import numpy as np
 import pytest
 from scipy import stats
+from tables import each
 
 from cnnexp.measuring.confidence import EXACT, holm, median_interval, p_value
 
 
-@pytest.mark.parametrize(
-    ("count", "low", "high", "confidence"),
-    [(1, 0, 0, 0.0), (2, 0, 1, 0.5), (5, 0, 4, 0.9375), (6, 0, 5, 0.96875), (10, 1, 8, 0.978515625)],
-)
+@each((1, 0, 0, 0.0), (2, 0, 1, 0.5), (5, 0, 4, 0.9375), (6, 0, 5, 0.96875), (10, 1, 8, 0.978515625))
 def test_interval_of_a_median_is_that_of_the_tables(count, low, high, confidence):
     found = median_interval(list(reversed(range(count))))
     assert (found.low, found.high, found.confidence) == (low, high, pytest.approx(confidence))

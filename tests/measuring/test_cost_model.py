@@ -1,4 +1,5 @@
 import pytest
+from tables import each
 
 from cnnexp import Conv2d, Flatten, Linear, Network, ReLU, TwoConvMlp
 from cnnexp.measuring import cost_model
@@ -28,9 +29,7 @@ def test_an_all_reduce_of_one_worker_costs_nothing_and_its_constants_are_found_a
         assert cost_model.fit_links(*timed, workers) == pytest.approx((COSTS.t_s, COSTS.t_b), rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("sync", "period", "averages"), [("gradients", None, 10), ("parameters", None, 1), ("parameters", 3, 4)]
-)
+@each(("gradients", None, 10), ("parameters", None, 1), ("parameters", 3, 4))
 def test_how_often_an_epoch_averages(sync, period, averages):
     assert cost_model.averages_per_epoch(images=95, batch_size=10, sync=sync, period=period) == averages
 

@@ -7,6 +7,8 @@ import pytest
 from cnnexp.measuring.explanation import changes, plain_name, rows, sentences, side_of, us_text
 from cnnexp.measuring.ledger import BETWEEN
 
+LIMITS = {"gflops": 100.0, "gb_per_s": 10.0}
+
 
 def layer(names, what, seconds, multiply_adds=0, flops=0.0, size=1.0, at_once="", fewer=""):
     return {
@@ -19,7 +21,6 @@ def entry(what, name, seconds):
     return {"what": what, "layer": name, "seconds": seconds}
 
 
-LIMITS = {"gflops": 100.0, "gb_per_s": 10.0}
 RUN = {
     "backend": "cpu-simd",
     "threads": 2,

@@ -7,10 +7,13 @@ import sys
 
 import pytest
 from fakes import FakeClock
+from tables import each
 
 from cnnexp.measuring import interference
 from cnnexp.measuring.interference import PROC, Interference, Watch, _look, await_quiet, others_share
 from cnnexp.system.cores import usable_cores
+
+SPIN = "import os; print(os.getpid(), flush=True)\nwhile True: pass"
 
 
 def write_stat(folder, idle, stolen, ticks):
@@ -38,9 +41,7 @@ def machine(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts what others use")
-@pytest.mark.parametrize(
-    ("others", "stolen", "disturbed"), [(0.0, 0.0, False), (0.03, 0.0, False), (0.2, 0.0, True), (0.0, 0.1, True)]
-)
+@each((0.0, 0.0, False), (0.03, 0.0, False), (0.2, 0.0, True), (0.0, 0.1, True))
 def test_disturbed_is_what_others_used_never_how_the_own_threads_waited(machine, others, stolen, disturbed):
     folder, pass_time = machine
     cores = usable_cores()
@@ -64,10 +65,7 @@ def test_disturbed_is_what_others_used_never_how_the_own_threads_waited(machine,
     assert found.disturbed is disturbed
 
 
-@pytest.mark.parametrize(
-    ("cores", "threads", "busy_cores", "disturbed"),
-    [(2, 1, 1.0, True), (64, 2, 1.0, False), (64, 64, 1.0, True), (64, 62, 1.0, False), (64, 8, 60.0, True)],
-)
+@each((2, 1, 1.0, True), (64, 2, 1.0, False), (64, 64, 1.0, True), (64, 62, 1.0, False), (64, 8, 60.0, True))
 def test_cores_that_the_run_leaves_free_are_the_others(cores, threads, busy_cores, disturbed):
     assert Interference(busy_cores / cores, 0.0, 1.0, cores, threads, 9.0).disturbed is disturbed
 
@@ -78,9 +76,6 @@ def test_a_system_that_does_not_count_is_not_guessed_at(tmp_path):
     watch.finished(None)
     assert watch.interference() is None
     assert others_share(0.0, tmp_path) == 0.0
-
-
-SPIN = "import os; print(os.getpid(), flush=True)\nwhile True: pass"
 
 
 @pytest.mark.skipif(_look(PROC) is None, reason="this system does not count what others use")

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from fakes import FakeClock, FakeProgram
+from tables import each
 
 from cnnexp.backends import backend_class
 from cnnexp.measuring import roofline
@@ -200,20 +201,17 @@ def work(layer, shape, what, batch_size=1, **options):
     return work_per_image(network.stages[0], what, batch_size, **options)
 
 
-@pytest.mark.parametrize(
-    ("layer", "shape", "what", "flops", "numbers"),
-    [
-        # 6x6 outputs of 4 filters, each 3x3x2 multiply-adds
-        (Conv2d(4, 3), (8, 8, 2), "forward", 2 * 36 * 4 * 18, 128 + 144 + 76),
-        (Conv2d(4, 3), (8, 8, 2), "backward", 2 * 2 * 36 * 4 * 18, 128 + 144 + 2 * 76 + 128),
-        (Linear(5), (7,), "forward", 2 * 35, 7 + 5 + 40),
-        (MaxPool2d(2), (4, 4, 3), "forward", 4 * 12, 48 + 12 + 12),
-        (MaxPool2d(2), (4, 4, 3), "backward", 12, 48 + 12 + 12),
-        (AvgPool2d(2), (4, 4, 3), "forward", 4 * 12, 48 + 12),
-        (ReLU(), (4, 4, 3), "forward", 48, 96),
-        (ReLU(), (4, 4, 3), "backward", 48, 144),
-        (Sigmoid(), (4, 4, 3), "forward", 4 * 48, 96),
-    ],
+@each(
+    # 6x6 outputs of 4 filters, each 3x3x2 multiply-adds
+    (Conv2d(4, 3), (8, 8, 2), "forward", 2 * 36 * 4 * 18, 128 + 144 + 76),
+    (Conv2d(4, 3), (8, 8, 2), "backward", 2 * 2 * 36 * 4 * 18, 128 + 144 + 2 * 76 + 128),
+    (Linear(5), (7,), "forward", 2 * 35, 7 + 5 + 40),
+    (MaxPool2d(2), (4, 4, 3), "forward", 4 * 12, 48 + 12 + 12),
+    (MaxPool2d(2), (4, 4, 3), "backward", 12, 48 + 12 + 12),
+    (AvgPool2d(2), (4, 4, 3), "forward", 4 * 12, 48 + 12),
+    (ReLU(), (4, 4, 3), "forward", 48, 96),
+    (ReLU(), (4, 4, 3), "backward", 48, 144),
+    (Sigmoid(), (4, 4, 3), "forward", 4 * 48, 96),
 )
 def test_operations_and_bytes_by_hand(layer, shape, what, flops, numbers):
     assert work(layer, shape, what) == (flops, 4 * numbers)
@@ -245,8 +243,6 @@ def test_machine_limits_are_measured_and_some_where_no_cache_is_known(tmp_path, 
     assert all(0.1 < value < 1e6 for value in limits.values())
 
 
-@pytest.mark.parametrize(
-    ("share", "speedup", "expected"), [(0.0, 8, 1.0), (1.0, 8, 8.0), (0.5, math.inf, 2.0), (0.9801, 768, 47.2)]
-)
+@each((0.0, 8, 1.0), (1.0, 8, 8.0), (0.5, math.inf, 2.0), (0.9801, 768, 47.2))
 def test_amdahls_law(share, speedup, expected):
     assert amdahl_limit(share, speedup) == pytest.approx(expected, abs=0.05)

@@ -55,7 +55,7 @@ def test_a_fingerprint_changes_with_numbers_and_code():
     assert fingerprint(changed()) != before
 
 
-@pytest.mark.parametrize("slope", [float("nan"), True, "0.1"])
+@pytest.mark.parametrize("slope", [float("nan"), 1e39, 1e-300, True, "0.1"])
 def test_a_slope_is_a_finite_number(slope):
     with pytest.raises(NetworkError, match=r"LeakyReLU: slope=.*; must be a finite number"):
         LeakyReLU(slope)

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from tables import each
 
 from cnnexp.errors import NetworkError
 from cnnexp.network import Conv2d, Flatten, Linear, Network, ReLU, Sigmoid
@@ -26,15 +27,12 @@ def test_where_losses_saturate_or_tie_nan_is_not_hidden_and_totals_add_up():
     assert (total, total.mean_loss, total.accuracy) == (Totals(4.0, 3, 4), 1.0, 0.75)
 
 
-@pytest.mark.parametrize(
-    ("layers", "loss", "classes", "message"),
-    [
-        ((Flatten(), Linear(2), Sigmoid()), BINARY, None, r"needs Linear\(1\) and Sigmoid last"),
-        ((Flatten(), Linear(1)), BINARY, None, r"needs Linear\(1\) and Sigmoid last"),
-        ((Flatten(), Linear(1), Sigmoid()), BINARY, 10, "2 classes, not 10"),
-        ((Flatten(), Linear(9)), SOFTMAX, 10, r"\(9,\).*\(10,\)"),
-        ((Conv2d(3, 2), ReLU()), SOFTMAX, None, "a flat vector of scores"),
-    ],
+@each(
+    ((Flatten(), Linear(2), Sigmoid()), BINARY, None, r"needs Linear\(1\) and Sigmoid last"),
+    ((Flatten(), Linear(1)), BINARY, None, r"needs Linear\(1\) and Sigmoid last"),
+    ((Flatten(), Linear(1), Sigmoid()), BINARY, 10, "2 classes, not 10"),
+    ((Flatten(), Linear(9)), SOFTMAX, 10, r"\(9,\).*\(10,\)"),
+    ((Conv2d(3, 2), ReLU()), SOFTMAX, None, "a flat vector of scores"),
 )
 def test_a_network_that_does_not_suit_is_refused(layers, loss, classes, message):
     with pytest.raises(NetworkError, match=message):
@@ -43,13 +41,10 @@ def test_a_network_that_does_not_suit_is_refused(layers, loss, classes, message)
     check_loss(Network((3,), (Linear(1), Sigmoid())), BINARY, 2)
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        (("hinge",), "loss 'hinge': unknown; legal: softmax_cross_entropy, binary"),
-        (("softmax_cross_entropy", 1.0), "label_smoothing=1.0: must be >= 0 and < 1"),
-        (("mean_squared_error", 0.1), "label_smoothing=0.1: mean_squared_error has none; it must be 0"),
-    ],
+@each(
+    (("hinge",), "loss 'hinge': unknown; legal: softmax_cross_entropy, binary"),
+    (("softmax_cross_entropy", 1.0), "label_smoothing=1.0: must be >= 0 and < 1"),
+    (("mean_squared_error", 0.1), "label_smoothing=0.1: mean_squared_error has none; it must be 0"),
 )
 def test_losses_that_are_none(values, message):
     with pytest.raises(NetworkError, match=message):

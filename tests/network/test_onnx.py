@@ -17,6 +17,7 @@ from commands import one_line
 from conformance import make_case
 from hypothesis import HealthCheck, given, settings
 from networks import NETWORKS, cases
+from tables import each
 from torch_modules import NAMES, channels_last, torch_modules
 
 from cnnexp.app import explain, export, predict
@@ -358,14 +359,11 @@ def test_a_damaged_file_is_one_line(tmp_path, kind):
     assert len(str(refused.value)) < 900
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"opset": 12}, "opset 12; export it for one of 13 .. "),
-        ({"opset": 999}, "opset 999; export it for one of 13 .. "),
-        ({"dims": ("N", 3, 8, 8)}, "takes inputs of 3 x 8 x 8, the data set's are 1 x 8 x 8 or 8 x 8 x 1 or 8 x 8; "),
-        ({"dims": ("N", 64)}, "takes inputs of 64, the data set's are 1 x 8 x 8"),
-    ],
+@each(
+    ({"opset": 12}, "opset 12; export it for one of 13 .. "),
+    ({"opset": 999}, "opset 999; export it for one of 13 .. "),
+    ({"dims": ("N", 3, 8, 8)}, "takes inputs of 3 x 8 x 8, the data set's are 1 x 8 x 8 or 8 x 8 x 1 or 8 x 8; "),
+    ({"dims": ("N", 64)}, "takes inputs of 64, the data set's are 1 x 8 x 8"),
 )
 def test_a_model_for_something_else_is_one_line(tmp_path, options, message):
     path = saved(tmp_path, [node("Conv", "x k", "a"), *HEAD], CONV, **options)

@@ -6,6 +6,7 @@ import sys
 import numpy as np
 import pytest
 from commands import often, one_line
+from tables import each
 from torch_modules import NAMES, channels_last, torch_modules
 
 from cnnexp import from_torch, to_torch
@@ -83,19 +84,16 @@ class Branches(nn.Module):
         return x if x.sum() > 0 else -x
 
 
-@pytest.mark.parametrize(
-    ("module", "message"),
-    [
-        (Shared(), r"conv.weight is of several layers; each must have its own weights"),
-        (Branches(), r"torch.export cannot trace the module on torch.Size\(\[1, 2, 4, 4\]\): "),
-        (nn.Conv2d(2, 4, 2, dilation=(1, 2)), r"\(Conv\): dilations=\[1, 2\]; what fits: equal dil"),
-        (nn.SELU(), r"node 'selu' \(aten.selu.default\): unknown operator; what fits: one of Add"),
-        (nn.Dropout2d(), r"\(aten.feature_dropout.default\): unknown operator"),
-        (nn.AdaptiveAvgPool2d(2), r"\(aten.adaptive_avg_pool2d.default\): unknown operator"),
-        (nn.BatchNorm2d(2, affine=False), r"\(BatchNormalization\): a weight is missing or computed"),
-        (nn.GELU("tanh"), r"\(Gelu\): approximate=tanh; what fits: approximate=none"),
-        (nn.Conv2d(3, 4, 3), r"torch.export cannot trace the module on .*: "),
-    ],
+@each(
+    (Shared(), r"conv.weight is of several layers; each must have its own weights"),
+    (Branches(), r"torch.export cannot trace the module on torch.Size\(\[1, 2, 4, 4\]\): "),
+    (nn.Conv2d(2, 4, 2, dilation=(1, 2)), r"\(Conv\): dilations=\[1, 2\]; what fits: equal dil"),
+    (nn.SELU(), r"node 'selu' \(aten.selu.default\): unknown operator; what fits: one of Add"),
+    (nn.Dropout2d(), r"\(aten.feature_dropout.default\): unknown operator"),
+    (nn.AdaptiveAvgPool2d(2), r"\(aten.adaptive_avg_pool2d.default\): unknown operator"),
+    (nn.BatchNorm2d(2, affine=False), r"\(BatchNormalization\): a weight is missing or computed"),
+    (nn.GELU("tanh"), r"\(Gelu\): approximate=tanh; what fits: approximate=none"),
+    (nn.Conv2d(3, 4, 3), r"torch.export cannot trace the module on .*: "),
 )
 def test_what_no_layer_does_is_one_line_that_names_it(module, message):
     with one_line(NetworkError, f"^from_torch: .*{message}"):

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 from papers.jobs import make_job
+from tables import each
 
 from cnnexp.papers import EXPERIMENTS, compare, page
 from cnnexp.papers.compare import Cell, Result
@@ -36,9 +37,7 @@ def test_cells_have_mean_spread_and_ratio_and_speedups_are_against_the_same_colu
     assert [cell.ours for cell in as_cells(Experiment("t", "s", "q", lines, columns), jobs)[0]] == [3.0, 8.0]
 
 
-@pytest.mark.parametrize(
-    ("status", "why"), [(LACKING, "not on this machine"), ("FAILED", "failed"), ("KILLED", "killed"), (None, "–")]
-)
+@each((LACKING, "not on this machine"), ("FAILED", "failed"), ("KILLED", "killed"), (None, "–"))
 def test_what_could_not_be_run_says_why(status, why):
     table = Experiment("t", "s", "q", (Line("a", {"backend.name": "gpu-naive"}, (4.06,)),), (Column("c"),))
     (cell,) = as_cells(table, [make_job("gpu-naive", status=status)] if status else [])[0]

@@ -3,7 +3,7 @@
 import json
 
 import numpy as np
-import pytest
+from tables import each
 
 from cnnexp import SGD, Constant, Flatten, Linear, Loss, Network
 from cnnexp.tracking.events import JOURNAL
@@ -29,19 +29,16 @@ def journal(folder, epochs=STEPS, ended=("finish", "stored"), times_ms=None):
     (folder / JOURNAL).write_text("".join(json.dumps(event) + "\n" for event in events))
 
 
-@pytest.mark.parametrize(
-    ("change", "fault"),
-    [
-        ("nothing", None),
-        ("a weight", "the weights differ"),
-        ("a test loss", "the test losses differ"),
-        ("a training loss", "the training losses differ"),
-        ("a metric", "test/accuracy has the epochs"),
-        ("an epoch", "the journal has other epochs"),
-        ("the end", "the journal says DIED"),
-        ("the store", "the journal says FINISHED, stored: False"),
-        ("a file", "left behind: ['.x.7.tmp']"),
-    ],
+@each(
+    ("nothing", None),
+    ("a weight", "the weights differ"),
+    ("a test loss", "the test losses differ"),
+    ("a training loss", "the training losses differ"),
+    ("a metric", "test/accuracy has the epochs"),
+    ("an epoch", "the journal has other epochs"),
+    ("the end", "the journal says DIED"),
+    ("the store", "the journal says FINISHED, stored: False"),
+    ("a file", "left behind: ['.x.7.tmp']"),
 )
 def test_what_a_kill_may_change_is_seen(tmp_path, monkeypatch, change, fault):
     parameters = np.zeros(NETWORK.parameter_count, np.float32)
@@ -78,15 +75,12 @@ def test_a_job_that_is_missing_or_still_running_is_seen(tmp_path, monkeypatch):
         assert kills._sweep_fault(tmp_path, "x", 2) == fault
 
 
-@pytest.mark.parametrize(
-    ("kept_ms", "waited_ms", "recorder", "said"),
-    [
-        (0, 0, 0.0, None),
-        (90, 0, 0.0, None),  # other work on the machine
-        (0, 9, 0.0, None),
-        (0, 15, 0.0, "epoch 16 waited for 15% of one; "),
-        (0, 0, 0.2, "the recorder computed for 200 ms of 1000; "),
-    ],
+@each(
+    (0, 0, 0.0, None),
+    (90, 0, 0.0, None),  # other work on the machine
+    (0, 9, 0.0, None),
+    (0, 15, 0.0, "epoch 16 waited for 15% of one; "),
+    (0, 0, 0.2, "the recorder computed for 200 ms of 1000; "),
 )
 def test_an_epoch_that_waits_for_a_store_is_seen(tmp_path, monkeypatch, kept_ms, waited_ms, recorder, said):
     monkeypatch.setattr(stores, "EPOCHS", 30)
@@ -104,15 +98,12 @@ def test_an_epoch_that_waits_for_a_store_is_seen(tmp_path, monkeypatch, kept_ms,
     assert "too few to judge by" in few
 
 
-@pytest.mark.parametrize(
-    ("last_ms", "kept_ms", "more", "holds"),
-    [
-        (10, 0, (0, 0), True),
-        (13, 0, (0, 0), False),
-        (13, 3, (0, 0), True),  # others had the cores
-        (10, 0, (long.MOST_BYTES + 1, 0), False),
-        (10, 0, (0, 3), False),
-    ],
+@each(
+    (10, 0, (0, 0), True),
+    (13, 0, (0, 0), False),
+    (13, 3, (0, 0), True),  # others had the cores
+    (10, 0, (long.MOST_BYTES + 1, 0), False),
+    (10, 0, (0, 3), False),
 )
 def test_time_memory_and_files_that_grow_are_seen(tmp_path, monkeypatch, last_ms, kept_ms, more, holds):
     monkeypatch.setattr(long, "EPOCHS", 100)

@@ -3,10 +3,15 @@
 import sys
 
 import pytest
+from tables import each
 
 from soak import __main__ as soak
 from soak import commands, faults, kills, mutants
 from soak.commands import Done, Recorded, fault_of
+
+WHOLE = {name: [(1, 0.5), (2, 0.25)] for name in commands.ALWAYS}
+SLICED = [*map(soak.PARTS.get, ("worker-kills", "training-faults", "process-faults"))]
+LINE = "cnnexp: error: worker 1 of 2 (pid 7) ended with exit code 1\n"
 
 
 def run(monkeypatch, capsys, *words):
@@ -47,29 +52,17 @@ def test_a_part_that_cannot_be_tried_keeps_no_other_from_it(monkeypatch, capsys)
     assert run(monkeypatch, capsys, "a", "c")[0] == 0
 
 
-WHOLE = {name: [(1, 0.5), (2, 0.25)] for name in commands.ALWAYS}
-
-
-@pytest.mark.parametrize(
-    ("runs", "fault"),
-    [
-        ([Recorded("r", "FINISHED", WHOLE)], None),
-        ([Recorded("r", "FINISHED", WHOLE)] * 2, "2 MLflow runs"),
-        ([], "0 MLflow runs"),
-        ([Recorded("r", "RUNNING", WHOLE)], "the MLflow run is RUNNING"),
-        ([Recorded("r", "FINISHED", {**WHOLE, "test/loss": [(1, 0.5)]})], "test/loss has the epochs [1]"),
-        (
-            [Recorded("r", "FINISHED", {**WHOLE, "time/epoch_s": [(1, 1), (1, 1), (2, 1)]})],
-            "time/epoch_s has the epochs",
-        ),
-    ],
+@each(
+    ([Recorded("r", "FINISHED", WHOLE)], None),
+    ([Recorded("r", "FINISHED", WHOLE)] * 2, "2 MLflow runs"),
+    ([], "0 MLflow runs"),
+    ([Recorded("r", "RUNNING", WHOLE)], "the MLflow run is RUNNING"),
+    ([Recorded("r", "FINISHED", {**WHOLE, "test/loss": [(1, 0.5)]})], "test/loss has the epochs [1]"),
+    ([Recorded("r", "FINISHED", {**WHOLE, "time/epoch_s": [(1, 1), (1, 1), (2, 1)]})], "time/epoch_s has the epochs"),
 )
 def test_a_record_that_lacks_or_doubles_an_epoch_is_seen(runs, fault):
     found = fault_of(runs, 2)
     assert found is None if fault is None else found.startswith(fault)
-
-
-SLICED = [*map(soak.PARTS.get, ("worker-kills", "training-faults", "process-faults"))]
 
 
 @pytest.mark.slow
@@ -104,16 +97,12 @@ TRACKERS = """Traceback (most recent call last):
 FileNotFoundError: [Errno 2] No such file or directory
 """
 OURS = TRACKERS.replace("multiprocessing/synchronize.py", "cnnexp/workers/local.py")
-LINE = "cnnexp: error: worker 1 of 2 (pid 7) ended with exit code 1\n"
 
 
-@pytest.mark.parametrize(
-    ("said", "left"),
-    [
-        (f"{faults.TRACKER}\n{TRACKERS}{LINE}{TRACKERS}", f"{faults.TRACKER}\n{LINE}"),
-        (f"{faults.TRACKER}\n{OURS}{LINE}", f"{faults.TRACKER}\n{OURS}{LINE}"),
-        (f"{TRACKERS}{LINE}", f"{TRACKERS}{LINE}"),
-    ],
+@each(
+    (f"{faults.TRACKER}\n{TRACKERS}{LINE}{TRACKERS}", f"{faults.TRACKER}\n{LINE}"),
+    (f"{faults.TRACKER}\n{OURS}{LINE}", f"{faults.TRACKER}\n{OURS}{LINE}"),
+    (f"{TRACKERS}{LINE}", f"{TRACKERS}{LINE}"),
 )
 def test_only_what_cpython_says_of_its_lost_tracker_is_passed_over(said, left):
     assert faults.without_tracker(Done(8, "", said, 1.0)) == Done(8, "", left, 1.0)

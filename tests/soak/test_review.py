@@ -5,9 +5,13 @@ import subprocess
 import sys
 
 import pytest
+from tables import each
 
 from soak import review
 from soak.commands import ROOT, Done
+
+LINE = "cnnexp: error: model.filters=0: must be >= 1\n"
+CASE = review.tiny("model.filters=0", says="model.filters=0")
 
 
 @pytest.mark.thorough
@@ -20,23 +24,16 @@ def test_every_command_of_the_review_ends_as_it_should(tmp_path):
     assert done.stdout.startswith(f"review: {len(review.CASES)} of {len(review.CASES)} hold")
 
 
-LINE = "cnnexp: error: model.filters=0: must be >= 1\n"
-CASE = review.tiny("model.filters=0", says="model.filters=0")
-
-
-@pytest.mark.parametrize(
-    ("done", "cpu_s", "used", "fault"),
-    [
-        (Done(2, "", LINE, 1.0), 1.0, 0, None),
-        (Done(None, "", "", 99.0), 1.0, 0, "hung"),
-        (Done(-9, "", "", 1.0), 1.0, 0, "died of SIGKILL"),
-        (Done(0, "", "", 1.0), 1.0, 0, "exit code 0, not 2"),
-        (Done(2, "", "Traceback (most recent call last)", 1.0), 1.0, 0, "a traceback"),
-        (Done(2, "", LINE * 2, 1.0), 1.0, 0, "exit code 2 with"),
-        (Done(2, "", LINE.replace("0", "1"), 1.0), 1.0, 0, "does not say"),
-        (Done(2, "", LINE, 1.0), 6.0, 0, "took 6.0 s"),
-        (Done(2, "", LINE, 1.0), 1.0, 2**31, "took 2147483648 bytes"),
-    ],
+@each(
+    (Done(2, "", LINE, 1.0), 1.0, 0, None),
+    (Done(None, "", "", 99.0), 1.0, 0, "hung"),
+    (Done(-9, "", "", 1.0), 1.0, 0, "died of SIGKILL"),
+    (Done(0, "", "", 1.0), 1.0, 0, "exit code 0, not 2"),
+    (Done(2, "", "Traceback (most recent call last)", 1.0), 1.0, 0, "a traceback"),
+    (Done(2, "", LINE * 2, 1.0), 1.0, 0, "exit code 2 with"),
+    (Done(2, "", LINE.replace("0", "1"), 1.0), 1.0, 0, "does not say"),
+    (Done(2, "", LINE, 1.0), 6.0, 0, "took 6.0 s"),
+    (Done(2, "", LINE, 1.0), 1.0, 2**31, "took 2147483648 bytes"),
 )
 def test_what_is_no_single_line_in_seconds_is_a_fault(done, cpu_s, used, fault):
     found = review.fault_of(CASE, done, cpu_s, used)

@@ -10,6 +10,7 @@ import pytest
 from cuda.core import Device
 from numba import cuda
 from ptx_runner import run as run_ptx
+from tables import each
 
 import softgpu
 
@@ -252,13 +253,10 @@ def test_synccheck_a_value_from_a_lane_that_is_not_there():
     assert found("synccheck", "from lane 20, which is not there")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ((np.zeros(8, np.float64), np.uint32(3)), "launch argument 0 is array(float64, 1d, C)"),
-        ((np.zeros((8, 1), np.float32), np.uint32(3)), "launch argument 0 is array(float32, 2d, C)"),
-        ((np.zeros(8, np.float32), 3), "launch argument 1 is int64, the kernel takes uint32"),
-    ],
+@each(
+    ((np.zeros(8, np.float64), np.uint32(3)), "launch argument 0 is array(float64, 1d, C)"),
+    ((np.zeros((8, 1), np.float32), np.uint32(3)), "launch argument 0 is array(float32, 2d, C)"),
+    ((np.zeros(8, np.float32), 3), "launch argument 1 is int64, the kernel takes uint32"),
 )
 def test_argcheck(arguments, says):
     @cuda.jit("void(float32[::1], uint32)")

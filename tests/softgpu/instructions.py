@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from numba import cuda
 from ptx_runner import run
+from tables import each
 
 import softgpu
 from softgpu import assembler, ptx
@@ -160,31 +161,28 @@ def test_a_fused_multiply_add_rounds_once():
     assert np.count_nonzero(exact) > 400
 
 
-@pytest.mark.parametrize(
-    ("instruction", "kind", "result", "wanted"),
-    [
-        ("cvt.rzi.s32.f32", "f32", "s32", lambda v: clipped(np.trunc(v), -(2**31), 2**31 - 1)),
-        ("cvt.rni.u32.f32", "f32", "u32", lambda v: clipped(np.rint(v), 0, 2**32 - 1)),
-        ("cvt.sat.f32.f32", "f32", "f32", lambda v: np.nan_to_num(np.clip(v, 0, 1), nan=0)),
-        ("cvt.rn.f32.u32", "u32", "f32", lambda v: v),
-        ("cvt.rn.f32.s64", "s64", "f32", lambda v: v),
-        ("cvt.rn.f32.f64", "f64", "f32", lambda v: v),
-        ("cvt.f64.f32", "f32", "f64", lambda v: v),
-        ("cvt.u64.u32", "u32", "u64", lambda v: v),
-        ("cvt.s64.s32", "s32", "s64", lambda v: v),
-        ("cvt.u32.u64", "u64", "u32", lambda v: v & 0xFFFFFFFF),
-        ("cvt.u16.u64", "u64", "u16", lambda v: v & 0xFFFF),
-        ("cvt.s32.s16", "s16", "s32", lambda v: v),
-        ("cvt.u32.u16", "u16", "u32", lambda v: v),
-        ("cvt.s16.s8", "s16", "s16", lambda v: v.astype(np.int8)),
-        ("neg.f32", "f32", "f32", lambda v: -v),
-        ("abs.s32", "s32", "s32", lambda v: np.abs(v)),
-        ("sqrt.rn.f32", "f32", "f32", np.sqrt),
-        ("not.b16", "u16", "u16", lambda v: ~v),
-        ("popc.b32", "u32", "u32", np.bitwise_count),
-        ("brev.b32", "u32", "u32", lambda v: np.array([int(f"{n:032b}"[::-1], 2) for n in v.tolist()])),
-        ("clz.b64", "u64", "u32", lambda v: np.array([64 - n.bit_length() for n in v.tolist()])),
-    ],
+@each(
+    ("cvt.rzi.s32.f32", "f32", "s32", lambda v: clipped(np.trunc(v), -(2**31), 2**31 - 1)),
+    ("cvt.rni.u32.f32", "f32", "u32", lambda v: clipped(np.rint(v), 0, 2**32 - 1)),
+    ("cvt.sat.f32.f32", "f32", "f32", lambda v: np.nan_to_num(np.clip(v, 0, 1), nan=0)),
+    ("cvt.rn.f32.u32", "u32", "f32", lambda v: v),
+    ("cvt.rn.f32.s64", "s64", "f32", lambda v: v),
+    ("cvt.rn.f32.f64", "f64", "f32", lambda v: v),
+    ("cvt.f64.f32", "f32", "f64", lambda v: v),
+    ("cvt.u64.u32", "u32", "u64", lambda v: v),
+    ("cvt.s64.s32", "s32", "s64", lambda v: v),
+    ("cvt.u32.u64", "u64", "u32", lambda v: v & 0xFFFFFFFF),
+    ("cvt.u16.u64", "u64", "u16", lambda v: v & 0xFFFF),
+    ("cvt.s32.s16", "s16", "s32", lambda v: v),
+    ("cvt.u32.u16", "u16", "u32", lambda v: v),
+    ("cvt.s16.s8", "s16", "s16", lambda v: v.astype(np.int8)),
+    ("neg.f32", "f32", "f32", lambda v: -v),
+    ("abs.s32", "s32", "s32", lambda v: np.abs(v)),
+    ("sqrt.rn.f32", "f32", "f32", np.sqrt),
+    ("not.b16", "u16", "u16", lambda v: ~v),
+    ("popc.b32", "u32", "u32", np.bitwise_count),
+    ("brev.b32", "u32", "u32", lambda v: np.array([int(f"{n:032b}"[::-1], 2) for n in v.tolist()])),
+    ("clz.b64", "u64", "u32", lambda v: np.array([64 - n.bit_length() for n in v.tolist()])),
 )
 def test_conversions_and_what_has_one_operand(instruction, kind, result, wanted):
     x = pairs(kind)[:, :1]

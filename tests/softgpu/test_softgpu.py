@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from commands import ROOT, suite
+from tables import each
 
 pytest.importorskip("numba_cuda", reason="runs numba-cuda: pip install cnnexp[gpu]")
 
@@ -18,13 +19,10 @@ pytestmark = pytest.mark.skipif(bool(softgpu.unavailable()), reason=softgpu.unav
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("names", "gpu"),
-    [
-        pytest.param(("instructions", "faults", "host", "counts"), SoftGpu(devices=2), id="in order"),
-        pytest.param(("host",), SoftGpu(devices=2, streams="late"), id="streams late"),
-        pytest.param(("faults",), SoftGpu(devices=2, seed=5), id="shuffled", marks=pytest.mark.slow),
-    ],
+@each(
+    pytest.param(("instructions", "faults", "host", "counts"), SoftGpu(devices=2), id="in order"),
+    pytest.param(("host",), SoftGpu(devices=2, streams="late"), id="streams late"),
+    pytest.param(("faults",), SoftGpu(devices=2, seed=5), id="shuffled", marks=pytest.mark.slow),
 )
 def test_suites(names, gpu):
     files = [str(HERE / f"{name}.py") for name in names]
@@ -55,12 +53,9 @@ FAULTY = (
 )
 
 
-@pytest.mark.parametrize(
-    ("gpu", "says"),
-    [
-        (SoftGpu(devices=3, capabilities=((7, 5), (9, 0)), capability=(12, 0)), "(7, 5) (9, 0) (12, 0)\ndone"),
-        *(pytest.param(*machine, marks=pytest.mark.thorough) for machine in FAULTY),
-    ],
+@each(
+    (SoftGpu(devices=3, capabilities=((7, 5), (9, 0)), capability=(12, 0)), "(7, 5) (9, 0) (12, 0)\ndone"),
+    *(pytest.param(*machine, marks=pytest.mark.thorough) for machine in FAULTY),
 )
 def test_machines_and_faults_on_demand(gpu, says):
     assert says in subprocess.check_output([sys.executable, "-c", ASK], cwd=ROOT, env=gpu.environment(), text=True)

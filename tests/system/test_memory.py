@@ -1,6 +1,7 @@
 """Memory is counted before it is taken."""
 
 import pytest
+from tables import each
 
 from cnnexp import SGD, Adam, Conv2d, Flatten, Linear, Network, ReLU, backend
 from cnnexp.datasets import Synthetic
@@ -11,18 +12,12 @@ from cnnexp.system import memory
 NETWORK = Network((6, 6, 1), (Conv2d(2, 3), ReLU(), Flatten(), Linear(3)))
 
 
-@pytest.mark.parametrize(
-    ("files", "wanted"),
-    [
-        ({"memory.max": "1000", "memory.current": "700", "memory.stat": "anon 1\ninactive_file 200"}, [500]),
-        ({"memory.max": "max", "memory.current": "700", "memory.stat": "inactive_file 200"}, []),
-        (
-            {"memory.limit_in_bytes": "1000", "memory.usage_in_bytes": "900", "memory.stat": "total_inactive_file 1"},
-            [101],
-        ),
-        ({"memory.limit_in_bytes": str(2**63 - 4096), "memory.usage_in_bytes": "9", "memory.stat": ""}, []),
-        ({}, []),
-    ],
+@each(
+    ({"memory.max": "1000", "memory.current": "700", "memory.stat": "anon 1\ninactive_file 200"}, [500]),
+    ({"memory.max": "max", "memory.current": "700", "memory.stat": "inactive_file 200"}, []),
+    ({"memory.limit_in_bytes": "1000", "memory.usage_in_bytes": "900", "memory.stat": "total_inactive_file 1"}, [101]),
+    ({"memory.limit_in_bytes": str(2**63 - 4096), "memory.usage_in_bytes": "9", "memory.stat": ""}, []),
+    ({}, []),
 )
 def test_limits_of_control_groups(tmp_path, files, wanted):
     for name, text in files.items():

@@ -2,6 +2,7 @@ import io
 
 import pytest
 from rich.console import Console
+from tables import each
 
 from cnnexp.system.table import Group, Table, as_html, as_markdown, as_screen, number
 
@@ -27,9 +28,7 @@ def test_every_form_shows_the_same_table_and_without_headings_one_line_of_titles
     assert as_html(Table((Group("1"), Group("2")), ())).count("<tr>") == 1
 
 
-@pytest.mark.parametrize(
-    ("value", "text"), [(7341, "7,341"), (262.4, "262.4"), (4.0561, "4.056"), (0.01234, "0.0123"), (0, "0"), (None, "")]
-)
+@each((7341, "7,341"), (262.4, "262.4"), (4.0561, "4.056"), (0.01234, "0.0123"), (0, "0"), (None, ""))
 def test_numbers_are_read_at_a_glance(value, text):
     assert number(value) == text
 

@@ -14,7 +14,7 @@ from unittest.mock import MagicMock
 
 import pytest
 from chromium import CHROMIUM, Browser
-from commands import ROOT
+from commands import ROOT, wait_for
 
 from cnnexp.errors import BackendUnavailable, ConfigError
 from cnnexp.tracking import address, browser, view
@@ -156,9 +156,7 @@ def page(tmp_path_factory, new_store):
         try:
             process.stdout.readline()
             printed = process.stdout.readline().strip()
-            ends = time.monotonic() + MLFLOW_S
-            while not opened.exists() and time.monotonic() < ends:
-                time.sleep(0.2)
+            wait_for(opened.exists, limit_s=MLFLOW_S)
             assert opened.read_text().strip() == printed
             yield printed, recorded
         finally:
@@ -191,10 +189,15 @@ def names(dom):
 
 @needs_chromium
 @pytest.mark.thorough
-def test_the_charts_are_of_the_ranking(page):
-    address, _ = page
+def test_the_page_opens_on_the_ranking_with_our_columns_charts_and_models(page):
+    address, store = page
 
-    def shown(dom):
+    def listed(dom):
+        assert names(dom) == RANKED
+        assert set(re.findall(r'col-id="((?:tags|params|metrics)\.[^"]*)"', dom)) == view.COLUMNS.keys()
+        assert "MLflow Assistant" not in dom
+
+    def charts(dom):
         assert names(dom)[:3] == RANKED
         assert view.SECTION in dom
         bars = re.findall(r'class="bartext[^>]*data-unformatted="([^"]*)"', dom)
@@ -204,21 +207,12 @@ def test_the_charts_are_of_the_ranking(page):
         assert dom.count("scatterlayer") >= 2  # accuracy and loss by epoch
         assert "workflowType=genai" not in dom
 
-    see(address.replace("=TABLE", "=CHART"), shown)
+    def models(dom):
+        assert set(names(dom)) == set(RUNS)
 
-
-@needs_chromium
-@pytest.mark.thorough
-def test_the_page_opens_on_the_ranking_with_our_columns(page):
-    address, _ = page
-
-    def shown(dom):
-        assert names(dom) == RANKED
-        columns = set(re.findall(r'col-id="((?:tags|params|metrics)\.[^"]*)"', dom))
-        assert columns == view.COLUMNS.keys()
-        assert "MLflow Assistant" not in dom
-
-    see(address, shown)
+    see(address, listed)
+    see(address.replace("=TABLE", "=CHART"), charts)
+    see(f"{address.partition('#')[0]}#/experiments/{store._experiment_id}/models?{view.MODE}", models)
 
 
 @needs_chromium
@@ -237,15 +231,3 @@ def test_without_our_view_the_plain_list_opens(page):
     finally:
         store._client.set_experiment_tag(store._experiment_id, view.TAG, view.state())
     assert experiment == (store._experiment_id, False)
-
-
-@needs_chromium
-@pytest.mark.thorough
-def test_models_are_in_the_models_tab(page):
-    address, store = page
-    models = f"{address.partition('#')[0]}#/experiments/{store._experiment_id}/models?{view.MODE}"
-
-    def shown(dom):
-        assert set(names(dom)) == set(RUNS)
-
-    see(models, shown)

@@ -1,16 +1,29 @@
 import itertools
 
 import numpy as np
-import pytest
 from canvas import cut_off
 from matplotlib.text import Text
 from PIL import Image
 from results import DATASET, LABELS, SCORES, epoch_result
+from tables import each
 
 from cnnexp.measuring.explanation import sides_of
 from cnnexp.measuring.roofline import roofs
 from cnnexp.tracking import figures
 from cnnexp.tracking.metrics import epoch_metrics, predicted_classes
+
+ROWS = [
+    {"backend": backend, "model.filters": filters, "time/median_epoch_s": seconds}
+    for backend, filters, seconds in [("cpu", "64", 4.0), ("cpu", "32", 2.0), ("cpu-parallel", "32", 1.0)]
+]
+SPEEDUP = {"speedup/median": 2.0}
+LONG = "cpu-simd conv3 with-a-name-nobody-would-type mnist " + "root=/a/long/path/to/where/images/are/kept/" * 3
+LONG_NAMES = ["WWWWWWWWWW" * 5, "a class of many words, all of them needed to say what it is", "i" * 80, "$x$ and $y"]
+LIMITS = {"gflops": 100.0, "gb_per_s": 10.0, "l3_gb_per_s": 30.0, "l2_gb_per_s": 50.0, "l1_gb_per_s": 99.0}
+SMALL = [f"{split}/{metric}" for split in ("train", "test") for metric in ("loss", "accuracy")]
+TINY_LOSSES = [{"epoch": i, **dict.fromkeys((*SMALL, "time/epoch_s"), 1.23456e-7 * i)} for i in range(1, 4)]
+SECONDS = "time/median_epoch_s"
+LONG_ROWS = [{**row, "trainer.resume": LONG, "model.filters": str(32 * i)} for i, row in enumerate(ROWS, 1)]
 
 
 def epochs(*results):
@@ -64,12 +77,6 @@ def test_confusion_counts_true_by_predicted_and_a_class_without_images_has_recal
     assert not figures.confusion(np.arange(100), np.arange(100), many).axes[0].texts, "they are not named"
 
 
-ROWS = [
-    {"backend": backend, "model.filters": filters, "time/median_epoch_s": seconds}
-    for backend, filters, seconds in [("cpu", "64", 4.0), ("cpu", "32", 2.0), ("cpu-parallel", "32", 1.0)]
-]
-
-
 def test_comparison_draws_a_line_per_choice_over_a_number_and_else_bars():
     axes = figures.comparison(ROWS, ["backend", "model.filters"], "time/median_epoch_s", "seconds").axes[0]
     assert axes.get_xlabel() == "model.filters"
@@ -80,16 +87,10 @@ def test_comparison_draws_a_line_per_choice_over_a_number_and_else_bars():
     assert [bar.get_width() for bar in axes.patches] == [2, 1]
 
 
-SPEEDUP = {"speedup/median": 2.0}
-
-
-@pytest.mark.parametrize(
-    ("rows", "drawn"),
-    [
-        (ROWS[:2], ["epoch_time.png"]),
-        ([ROWS[0], {**ROWS[1], **SPEEDUP}], ["epoch_time.png", "speedup.png"]),
-        ([], []),
-    ],
+@each(
+    (ROWS[:2], ["epoch_time.png"]),
+    ([ROWS[0], {**ROWS[1], **SPEEDUP}], ["epoch_time.png", "speedup.png"]),
+    ([], []),
     ids=["no speedup", "a speedup", "failures alone"],
 )
 def test_draw_sweep_draws_what_was_measured(tmp_path, rows, drawn):
@@ -97,9 +98,6 @@ def test_draw_sweep_draws_what_was_measured(tmp_path, rows, drawn):
     assert sorted(path.name for path in tmp_path.iterdir()) == drawn
 
 
-LONG = "cpu-simd conv3 with-a-name-nobody-would-type mnist " + "root=/a/long/path/to/where/images/are/kept/" * 3
-LONG_NAMES = ["WWWWWWWWWW" * 5, "a class of many words, all of them needed to say what it is", "i" * 80, "$x$ and $y"]
-LIMITS = {"gflops": 100.0, "gb_per_s": 10.0, "l3_gb_per_s": 30.0, "l2_gb_per_s": 50.0, "l1_gb_per_s": 99.0}
 PROFILE = {
     **{"backend": "W" * 60, "threads": 2, "images": 1000, "us_per_image": 12345.678, "wall_s": 1234.5},
     **{"accounted": 0.9876, "layered": True, "machine": LIMITS},
@@ -115,10 +113,6 @@ PROFILE = {
     ],
 }
 FEW = {**PROFILE, "layers": PROFILE["layers"][:4]}
-SMALL = [f"{split}/{metric}" for split in ("train", "test") for metric in ("loss", "accuracy")]
-TINY_LOSSES = [{"epoch": i, **dict.fromkeys((*SMALL, "time/epoch_s"), 1.23456e-7 * i)} for i in range(1, 4)]
-SECONDS = "time/median_epoch_s"
-LONG_ROWS = [{**row, "trainer.resume": LONG, "model.filters": str(32 * i)} for i, row in enumerate(ROWS, 1)]
 FIGURES = {
     "learning": lambda: figures.learning(TINY_LOSSES),
     "epoch_time": lambda: figures.epoch_time(TINY_LOSSES, [None, 1.5e-7, 1e-7]),
@@ -143,10 +137,7 @@ def assert_whole(figure, title):
     assert not any(axes.bbox.overlaps(shown.get_window_extent()) for axes in figure.axes), "the title is above the axes"
 
 
-@pytest.mark.parametrize(
-    ("name", "title"),
-    [*((name, LONG) for name in FIGURES), *itertools.product(["learning", "recall"], ["W" * 300, "short"])],
-)
+@each(*((name, LONG) for name in FIGURES), *itertools.product(["learning", "recall"], ["W" * 300, "short"]))
 def test_every_text_is_whole(name, title):
     assert_whole(FIGURES[name](), title)
 

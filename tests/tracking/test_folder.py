@@ -6,6 +6,7 @@ import os
 from unittest.mock import MagicMock
 
 import pytest
+from tables import each
 
 from cnnexp.errors import ConfigError
 from cnnexp.tracking import folder, liveness
@@ -42,16 +43,13 @@ def test_where_there_are_no_locks_a_file_is_one(tmp_path):
 
 
 @pytest.mark.usefixtures("without_locks")
-@pytest.mark.parametrize(
-    ("other", "stale"),
-    [
-        ({}, False),
-        ({liveness.PID: GONE}, True),
-        ({liveness.STARTED: "1"}, True),  # the id is another process's by now
-        ({liveness.WHERE[0]: "another boot"}, True),
-        ({liveness.WHERE[1]: "pid:[1]", liveness.PID: GONE}, False),  # of a container, whose ids are its own
-        ({liveness.HOST: "another-machine", liveness.PID: GONE}, False),
-    ],
+@each(
+    ({}, False),
+    ({liveness.PID: GONE}, True),
+    ({liveness.STARTED: "1"}, True),  # the id is another process's by now
+    ({liveness.WHERE[0]: "another boot"}, True),
+    ({liveness.WHERE[1]: "pid:[1]", liveness.PID: GONE}, False),  # of a container, whose ids are its own
+    ({liveness.HOST: "another-machine", liveness.PID: GONE}, False),
 )
 def test_a_file_whose_process_is_gone_locks_nobody_out(tmp_path, other, stale):
     hold(tmp_path, **other)

@@ -11,7 +11,9 @@ from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
+from commands import wait_for
 from results import CONFIG, DATASET, NETWORK, Backend, epoch_result
+from tables import each
 from tracking.test_store import history, read
 
 from cnnexp.errors import Diverged, TrackingError
@@ -24,6 +26,10 @@ from cnnexp.tracking.pipe import NoAnswerYet, Recorder
 
 # MLflow and what it imports warn of each other; the recorder's process silences them
 pytestmark = pytest.mark.filterwarnings("default")
+PATH = "dataset.root=/a/very/long/path/to/photos"
+CHANGED = ["model.filters=8", "model=one_conv", "tracking.uri=sqlite:///x", "trainer.seed=1", "~trainer.lr"]
+LAYERS = "model.layers=[{type: Flatten}, {type: Linear, features: 10}]"
+MANY = [PATH, "trainer.epochs=3", LAYERS, "hydra/launcher=joblib", "optimizer=adam", "+experiment=smoke"]
 
 
 @pytest.fixture(scope="module")
@@ -136,14 +142,11 @@ def test_run_records_everything(live, store, tmp_path):
         assert arrays["predicted"].tolist() == [0, 1, 2, 1]
 
 
-@pytest.mark.parametrize(
-    ("error", "status", "tags"),
-    [
-        (KeyboardInterrupt(), "KILLED", {"error": "KeyboardInterrupt"}),
-        (SystemExit(143), "KILLED", {"error": "143"}),
-        (ValueError("no\ngood"), "FAILED", {"error": "no"}),
-        (Diverged("the loss became nan"), "FAILED", {"error": "the loss became nan", "diverged": "true"}),
-    ],
+@each(
+    (KeyboardInterrupt(), "KILLED", {"error": "KeyboardInterrupt"}),
+    (SystemExit(143), "KILLED", {"error": "143"}),
+    (ValueError("no\ngood"), "FAILED", {"error": "no"}),
+    (Diverged("the loss became nan"), "FAILED", {"error": "the loss became nan", "diverged": "true"}),
 )
 def test_an_exception_ends_the_run_and_goes_on(live, store, tmp_path, error, status, tags):
     with pytest.raises(type(error)):
@@ -273,19 +276,12 @@ def test_an_epoch_is_recorded_before_the_next_is_timed(live, store, tmp_path, mo
         assert len(history(store, run_id)) == 1
 
 
-@contextlib.contextmanager
-def locked(database):
-    """Have an sqlite file locked, for readers and writers of other processes."""
-    with contextlib.closing(sqlite3.connect(database, isolation_level=None)) as holder:
-        holder.execute("BEGIN EXCLUSIVE")
-        yield
-
-
 # MLflow's client waits for 20 s
 @pytest.mark.parametrize("held_s", [0.0, pytest.param(25.0, marks=pytest.mark.thorough)])
 def test_a_store_that_is_locked_at_the_start_has_all_later(new_store, tmp_path, held_s):
     uri = new_store(tmp_path)
-    with locked(tmp_path / "mlflow.db"):
+    with contextlib.closing(sqlite3.connect(tmp_path / "mlflow.db", isolation_level=None)) as holder:
+        holder.execute("BEGIN EXCLUSIVE")
         recorder = Recorder(uri, "runs")
         run = Undrawn(tmp_path / "run", CONFIG, (), recorder)
         run_epochs(run, map(epoch_result, (1, 2, 3)))
@@ -306,9 +302,7 @@ def test_a_recorder_finds_by_itself_what_it_is_not_asked_for(live, store, tmp_pa
         run_id = live._look.result(100)
         monkeypatch.setattr(live, "follow", lambda folder: live._look)
         run.finished(epoch_result(1))
-        deadline = time.monotonic() + 100
-        while not history(store, run_id) and time.monotonic() < deadline:
-            time.sleep(0.05)
+        wait_for(lambda: history(store, run_id))
         assert history(store, run_id) == [(1, 1.0)]
 
 
@@ -405,9 +399,7 @@ def test_a_killed_process_leaves_no_run_running_and_never_imported_mlflow(uri, s
     assert done.returncode == -signal.SIGKILL, done.stderr
     run_id, imported = done.stdout.split()
     assert imported == "False"
-    deadline = time.monotonic() + 120
-    while read(store, run_id).info.status == "RUNNING" and time.monotonic() < deadline:
-        time.sleep(0.1)
+    wait_for(lambda: read(store, run_id).info.status != "RUNNING")
     recorded = read(store, run_id)
     assert (recorded.info.status, recorded.data.tags["error"]) == ("KILLED", "the training process died")
     assert recorded.data.metrics["test/accuracy"] == 0.5
@@ -461,20 +453,11 @@ def test_flatten_gives_dotted_keys_and_one_output_has_two_classes():
     assert predicted_classes(np.array([[0.2], [0.5]], np.float32)).tolist() == [0, 1]
 
 
-PATH = "dataset.root=/a/very/long/path/to/photos"
-CHANGED = ["model.filters=8", "model=one_conv", "tracking.uri=sqlite:///x", "trainer.seed=1", "~trainer.lr"]
-LAYERS = "model.layers=[{type: Flatten}, {type: Linear, features: 10}]"
-MANY = [PATH, "trainer.epochs=3", LAYERS, "hydra/launcher=joblib", "optimizer=adam", "+experiment=smoke"]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "varied", "name"),
-    [
-        (CHANGED, [], "one_conv filters=8 seed=1 numpy points"),
-        (CHANGED, ["trainer.seed", "model", "optimizer"], "seed=1 one_conv filters=8 numpy points"),
-        (MANY, [], "adam smoke epochs=3 numpy one_conv points root=.../photos layers=[{type: Flat...atures: 10}]"),
-        ([PATH], ["dataset.root"], "root=.../photos numpy one_conv points"),
-    ],
+@each(
+    (CHANGED, [], "one_conv filters=8 seed=1 numpy points"),
+    (CHANGED, ["trainer.seed", "model", "optimizer"], "seed=1 one_conv filters=8 numpy points"),
+    (MANY, [], "adam smoke epochs=3 numpy one_conv points root=.../photos layers=[{type: Flat...atures: 10}]"),
+    ([PATH], ["dataset.root"], "root=.../photos numpy one_conv points"),
 )
 def test_name_tells_the_pieces_and_what_was_changed_and_ends_with_what_is_long(overrides, varied, name):
     assert default_name(CONFIG, overrides, varied) == name

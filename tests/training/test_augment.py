@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from fakes import FakeClock, FakeProgram
 from scipy import ndimage
+from tables import each
 
 from cnnexp import SGD, Dataset, Flatten, Linear, Loss, Network, Split, TrainingPlan, train_epochs
 from cnnexp.backends import backend_class
@@ -20,6 +21,8 @@ from cnnexp.workers import Local
 SEED, EPOCH = 2**40 + 7, 3
 KINDS = [Shift(3), CropFlip(3, 0.5), Affine(40.0, 3.0, 0.4, 30.0), Elastic(12.0, 2.0), Cutout(5)]
 ALL = tuple(KINDS)
+NETWORK = Network((9, 9, 1), (Conv2d(3, 3), Flatten(), Dropout(0.3), Linear(2)))
+COMPILING = NETWORK, Loss.SOFTMAX_CROSS_ENTROPY, SGD(lr=0.05), 8
 
 
 def mix(x):
@@ -201,10 +204,6 @@ def test_an_epoch_that_ends_early_leaves_nothing_behind(small_parts):
         assert [seen[0] for seen in program.seen[count * (epoch - 1) :][:count]] == as_augmented(epoch, count)
 
 
-NETWORK = Network((9, 9, 1), (Conv2d(3, 3), Flatten(), Dropout(0.3), Linear(2)))
-COMPILING = NETWORK, Loss.SOFTMAX_CROSS_ENTROPY, SGD(lr=0.05), 8
-
-
 def trained(program):
     program.restore({**NETWORK.initial_state(4)})
     list(train_epochs(program, data(), TrainingPlan(2, 5, augment=(Affine(), Cutout()))))
@@ -226,14 +225,11 @@ def test_workers_train_on_the_same_images(sync, small_parts):
     np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("kind", "key"),
-    [
-        (Shift(11), "shift.pixels=11"),
-        (CropFlip(12), "crop_flip.padding=12"),
-        (Affine(translation=11.5), "affine.translation=11.5"),
-        (Cutout(12), "cutout.size=12"),
-    ],
+@each(
+    (Shift(11), "shift.pixels=11"),
+    (CropFlip(12), "crop_flip.padding=12"),
+    (Affine(translation=11.5), "affine.translation=11.5"),
+    (Cutout(12), "cutout.size=12"),
 )
 def test_what_is_larger_than_the_images_is_refused(kind, key):
     with pytest.raises(ConfigError, match=f"augment.{key}: the images are 13 x 11 pixels; must be less than 11"):

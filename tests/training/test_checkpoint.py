@@ -7,6 +7,7 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 from results import epoch_result
+from tables import each
 
 from cnnexp import SGD, Adam, Constant, Conv2d, Cosine, Flatten, Linear, Loss, Network, ReLU
 from cnnexp.errors import CheckpointError
@@ -89,15 +90,12 @@ def test_what_cannot_be_of_an_epoch_that_has_begun_is_refused(tmp_path, begun):
         load(path)
 
 
-@pytest.mark.parametrize(
-    ("options", "kept"),
-    [
-        ({}, [2, 5, 6]),
-        ({"last": 1, "best": 0}, [6]),
-        ({"last": 3, "best": 0}, [4, 5, 6]),
-        ({"last": 1, "best": 2}, [2, 3, 6]),
-        ({"last": 2, "best": 3}, [1, 2, 3, 5, 6]),
-    ],
+@each(
+    ({}, [2, 5, 6]),
+    ({"last": 1, "best": 0}, [6]),
+    ({"last": 3, "best": 0}, [4, 5, 6]),
+    ({"last": 1, "best": 2}, [2, 3, 6]),
+    ({"last": 2, "best": 3}, [1, 2, 3, 5, 6]),
 )
 def test_the_last_two_and_the_best_are_kept_or_as_many_as_asked_for(tmp_path, options, kept):
     folder = tmp_path / "checkpoints"
@@ -208,17 +206,14 @@ def test_no_pipe_and_no_device_is_read_and_nothing_to_find_is_one_line(tmp_path)
         load(tmp_path / "nowhere.ckpt")
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"network": Network((6, 6, 1), (Flatten(), Linear(3)))}, "network.layers is"),
-        ({"optimizer": SGD()}, 'optimizer is {"type": "SGD"'),
-        ({"optimizer": Adam(lr=0.5)}, '"lr": 0.5'),
-        ({"batch_size": 9}, "batch_size is 9, the checkpoint's 8"),
-        ({"schedule": Cosine()}, 'schedule is {"type": "Cosine"}'),
-        ({"seed": 6}, "seed is 6, the checkpoint's 5"),
-        ({"dataset_sha256": "1" * 64}, "dataset.sha256 is"),
-    ],
+@each(
+    ({"network": Network((6, 6, 1), (Flatten(), Linear(3)))}, "network.layers is"),
+    ({"optimizer": SGD()}, 'optimizer is {"type": "SGD"'),
+    ({"optimizer": Adam(lr=0.5)}, '"lr": 0.5'),
+    ({"batch_size": 9}, "batch_size is 9, the checkpoint's 8"),
+    ({"schedule": Cosine()}, 'schedule is {"type": "Cosine"}'),
+    ({"seed": 6}, "seed is 6, the checkpoint's 5"),
+    ({"dataset_sha256": "1" * 64}, "dataset.sha256 is"),
 )
 def test_another_training_is_refused_and_what_differs_is_named(changed, message):
     same = {

@@ -7,6 +7,7 @@ from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
+from tables import each
 from workers.work import RATE, compiled, hundred_steps, images, on_threads, order, trained
 
 from cnnexp.backends import backend_class
@@ -60,10 +61,8 @@ def test_no_worker_overtakes_another():
 
 
 # test_replica has all combinations, in threads
-@pytest.mark.parametrize(
-    ("sync", "model", "optimizer"), [("gradients", "one_conv", "adam"), ("hybrid", "two_conv_mlp", "sgd")]
-)
-def test_two_processes_train_like_one_for_100_steps(model, optimizer, sync):
+@each(("gradients", "one_conv", "adam"), ("hybrid", "two_conv_mlp", "sgd"))
+def test_two_processes_train_like_one_for_100_steps(sync, model, optimizer):
     one = trained(compiled(None, model, optimizer), hundred_steps())
     program = compiled(Local(count=2, sync=sync), model, optimizer)
     totals, state, scores = trained(program, hundred_steps())

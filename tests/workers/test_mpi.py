@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from commands import ROOT, TINY, statuses, wait_for
+from tables import each
 from workers.work import MODELS, OPTIMIZERS, compiled, hundred_steps, trained
 
 from cnnexp.backends.processor import usable_cores
@@ -106,13 +107,10 @@ RARE = (
 )
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        (("workers=mpi",), 0, ""),
-        (("trainer.epoch=3",), 2, "trainer.epoch=3: unknown key"),
-        *(pytest.param(*case, marks=pytest.mark.thorough) for case in RARE),
-    ],
+@each(
+    (("workers=mpi",), 0, ""),
+    (("trainer.epoch=3",), 2, "trainer.epoch=3: unknown key"),
+    *(pytest.param(*case, marks=pytest.mark.thorough) for case in RARE),
 )
 def test_rank_0_alone_speaks_and_all_end(tmp_path, arguments, code, message):
     process = start("-m", "cnnexp", *TINY, *arguments, f"hydra.run.dir={tmp_path}/run")

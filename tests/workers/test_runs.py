@@ -10,6 +10,7 @@ import time
 import pytest
 from commands import ROOT, cnnexp, statuses, wait_for
 from conformance import assert_same_state
+from tables import each
 
 from cnnexp.tracking.events import read_journal
 from cnnexp.training.checkpoint import find, list_checkpoints, load
@@ -24,6 +25,7 @@ PLAIN = ("backend=numpy", "trainer.baseline=null", "trainer.schedule=constant", 
 SMALL = ("experiment=smoke", *PLAIN)
 LAYERS = "[{type: Conv2d, filters: 6, padding: same},{type: BatchNorm2d},{type: ReLU},{type: Dropout, rate: 0.2},"
 LAYERS += "{type: Flatten},{type: Linear, features: 10}]"
+SILENT = "has given no sign of life for 3 s (workers.heartbeat_timeout_s)"
 
 
 @pytest.mark.parametrize("workers", ["none", pytest.param("local", marks=pytest.mark.thorough)])
@@ -58,12 +60,7 @@ def test_a_run_that_cannot_go_on_says_why(run, tmp_path):
         assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-SILENT = "has given no sign of life for 3 s (workers.heartbeat_timeout_s)"
-
-
-@pytest.mark.parametrize(
-    ("end", "said"), [("kill", "died"), pytest.param("suspend", SILENT, marks=pytest.mark.thorough)]
-)
+@each(("kill", "died"), pytest.param("suspend", SILENT, marks=pytest.mark.thorough))
 def test_a_lost_rank_0_ends_the_run_as_failed_and_it_goes_on_from_its_checkpoint(run, tmp_path, new_store, end, said):
     store, folder = new_store(tmp_path), tmp_path / "run"
     with _endless(folder, "workers.heartbeat_timeout_s=3", f"tracking.uri={store}") as (started, worker):
@@ -80,9 +77,7 @@ def test_a_lost_rank_0_ends_the_run_as_failed_and_it_goes_on_from_its_checkpoint
     assert len(read_journal(tmp_path / "on")["epochs"]) == epoch
 
 
-@pytest.mark.parametrize(
-    ("end", "said"), [("kill", "was killed by SIGKILL"), pytest.param("suspend", SILENT, marks=pytest.mark.thorough)]
-)
+@each(("kill", "was killed by SIGKILL"), pytest.param("suspend", SILENT, marks=pytest.mark.thorough))
 def test_a_lost_worker_ends_the_run_as_failed(tmp_path, end, said):
     with _endless(tmp_path, "workers.heartbeat_timeout_s=3", "tracking=none") as (run, worker):
         getattr(worker, end)()
