@@ -27,6 +27,16 @@ def cnnexp(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=False)
 
 
+def suite(*arguments: str, environ: dict[str, str], limit_s: float = 7200) -> str:
+    """Return what tests print that run, and pass, in a process of its own with an environment."""
+    environ = {name: value for name, value in environ.items() if name != "PYTEST_XDIST_WORKER"}
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-p", "no:xdist", *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=limit_s, check=False)
+    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout[-4000:]}{done.stderr[-2000:]}"
+    assert " passed" in done.stdout
+    return done.stdout
+
+
 @contextlib.contextmanager
 def starting(*words: str, **options) -> Iterator[subprocess.Popen]:
     """Give a command line of cnnexp that runs, in a process of its own whose streams are read as they come."""
@@ -42,6 +52,11 @@ def one_line(error: type[Exception], message: str | None = None) -> Iterator[pyt
     with pytest.raises(error, match=message) as raised:
         yield raised
     assert "\n" not in str(raised.value)
+
+
+def often(names, few):
+    """Return parameters, of which not every run of the tests tries more than a few."""
+    return [pytest.param(name, marks=() if name in few else pytest.mark.thorough, id=str(name)) for name in names]
 
 
 def refused(source, message: str) -> None:

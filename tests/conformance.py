@@ -17,26 +17,11 @@ from typing import assert_never
 import numpy as np
 import reference
 
-from cnnexp.network import (
-    AvgPool2d,
-    BatchNorm2d,
-    Conv2d,
-    Dropout,
-    Elementwise,
-    Flatten,
-    GlobalAvgPool,
-    LeakyReLU,
-    Linear,
-    MaxPool2d,
-    Network,
-    Residual,
-    Stage,
-    Structural,
-    noise,
-)
+from cnnexp import SGD, Adam, AvgPool2d, BatchNorm2d, Conv2d, Dropout, Elementwise, Flatten, GlobalAvgPool, LeakyReLU
+from cnnexp.network import Linear, MaxPool2d, Network, Residual, Stage, Structural, noise
 from cnnexp.network.losses import Loss
 from cnnexp.network.shapes import walk
-from cnnexp.optimizers import SGD, Adam, Optimizer
+from cnnexp.optimizers import Optimizer
 
 DESCENT = SGD(lr=0.1)
 TOLERANCE = 1e-5  # relative, of outputs and of every parameter's gradient

@@ -131,9 +131,9 @@ def check_assembly(cpu: Cpu, text: str) -> None:
 class KernelProgram:
     """As much of a `Program` as one step of training needs: softmax cross-entropy, a tile of images at a time."""
 
-    def __init__(self, cpu: Cpu, network, optimizer, batch_size: int, forced=()) -> None:
+    def __init__(self, cpu: Cpu, network, optimizer, batch_size: int, forced=(), target=None) -> None:
         self.network, self.optimizer, self.batch_size = network, optimizer, batch_size
-        self.plan = make_plan(network, replace(cpu.target, forced=forced), batch_size)
+        self.plan = make_plan(network, replace(target or cpu.target, forced=forced), batch_size)
         module = optimized(kernel_module(cpu, self.plan, optimizer), cpu.machine())
         self._cpu, self._module = cpu, module.clone()
         if cpu.runs_here:

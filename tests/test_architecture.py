@@ -105,11 +105,8 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
     return []
 
 
-def test_every_room_is_on_a_floor():
+def test_every_room_is_on_a_floor_and_imports_point_down():
     assert {room(name) for name in MODULES if name != "cnnexp"} == LEVELS.keys()
-
-
-def test_imports_point_down():
     assert [fault for name in MODULES if name != "cnnexp" for fault in faults(name, GRAPH[name])] == []
 
 
@@ -158,12 +155,20 @@ def test_the_package_can_be_taken_in_at_a_glance():
     assert len(entries) <= MOST_ENTRIES, sorted(entries)
 
 
-def test_heavy_libraries_stay_where_they_belong():
+def test_heavy_libraries_stay_where_they_belong_and_nothing_prints_or_evaluates_text():
     for name in MODULES:
         roots = {found.partition(".")[0] for found in GRAPH[name]}
         for library, homes in ONLY_IN.items():
             assert library not in roots or name in homes, f"{name} imports {library}"
         assert "numba" not in roots or name.startswith("cnnexp.backends."), f"{name} imports numba"
+
+    called = [
+        (name, node.func.id)
+        for name, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    ]
+    assert not [call for call in called if call[1] in ("print", "eval", "exec")]
 
 
 def test_no_two_names_beside_each_other_differ_by_a_suffix():
@@ -186,13 +191,3 @@ def test_no_heavy_library_is_imported_before_it_is_needed():
     code = "import sys\n" + "\n".join(f"{step}\nprint(*{heavy} & set(sys.modules))" for step, heavy in LATE.items())
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
     assert done.stdout.split() == []
-
-
-def test_nothing_prints_or_evaluates_text():
-    called = [
-        (name, node.func.id)
-        for name, tree in TREES.items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-    ]
-    assert not [call for call in called if call[1] in ("print", "eval", "exec")]

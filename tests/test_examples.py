@@ -30,10 +30,15 @@ def test_the_commands_run(tmp_path):
     assert predicted.startswith("shapes/circle/000.png")
 
 
-def test_the_page_names_every_file():
+def test_the_page_names_every_file_and_what_the_notebook_gave_is_kept():
     named = set(re.findall(r"\]\(([\w/.]+)\)", PAGE)) - {"../docs/tutorial.md"}
     files = {path.relative_to(ROOT / "examples").as_posix() for path in (ROOT / "examples").rglob("*.*")}
     assert named == {file for file in files if "__pycache__" not in file} - {"README.md"}
+
+    kept = [output for cell in CODE for output in cell["outputs"]]
+    assert all(cell["outputs"] for cell in CODE[1:])
+    assert "error" not in {output["output_type"] for output in kept}
+    assert sum("image/png" in output.get("data", {}) for output in kept) == 4
 
 
 @pytest.mark.thorough
@@ -61,10 +66,3 @@ def test_a_network_of_pytorchs_is_trained_here_and_evaluated_there(monkeypatch, 
     in_pytorch, in_cnnexp, _ = map(float, re.findall(r"[\d.]+", here))
     assert in_pytorch == in_cnnexp > 50
     assert re.fullmatch(r"trained there: [\d.]+% in PyTorch, [\d.]+ s", there)
-
-
-def test_what_the_notebook_gave_is_kept_in_it():
-    kept = [output for cell in CODE for output in cell["outputs"]]
-    assert all(cell["outputs"] for cell in CODE[1:])
-    assert "error" not in {output["output_type"] for output in kept}
-    assert sum("image/png" in output.get("data", {}) for output in kept) == 4

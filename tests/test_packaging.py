@@ -71,6 +71,7 @@ sys.meta_path.insert(0, Lacking())
 """
 
 
+@pytest.mark.thorough
 def test_the_core_alone_trains_and_records_in_the_working_folder(site, tmp_path):
     """With nothing importable that `pip install .` does not bring, MLflow's own part of its store included."""
     core = brought(PROJECT["project"]["dependencies"]) | {"cnnexp"}
@@ -104,20 +105,14 @@ def brought(requirements: Sequence[str]) -> set[str]:
     return found
 
 
-def test_every_dependency_is_bounded_below_and_above():
+def test_dependencies_are_bounded_constraints_pinned_and_the_version_is_one():
     extras = PROJECT["project"]["optional-dependencies"]
     assert {"ui", "gpu", "torch", "keras", "sweep", "mpi", "onnx", "dev"} <= extras.keys()
     for requirement in sum(extras.values(), PROJECT["project"]["dependencies"]):
         assert {">", "<"} <= {one.operator[0] for one in Requirement(requirement).specifier}, requirement
-
-
-def test_the_constraints_are_names_and_versions_only():
     text = (ROOT / "constraints.txt").read_text(encoding="utf-8")
     assert re.fullmatch(r"(#.*\n|[\w.-]+==[\w.]+\n)+", text)
     assert {"numba", "mlflow", "hydra-core"} <= set(re.findall(r"^[\w.-]+", text, re.MULTILINE))
-
-
-def test_the_version_is_the_same_wherever_it_stands():
     version = cnnexp.__version__
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
     assert f"\n## {version}\n" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")

@@ -44,15 +44,12 @@ def kinds(layers):
     return {type(layer).__name__ for layer in layers}.union(inner)
 
 
-def test_a_right_backend_is_right_on_every_network(capsys):
+def test_a_right_backend_is_right_on_every_network_and_they_hold_every_layer(capsys):
     check.command(["numpy"])
     first, *rows, last = capsys.readouterr().out.splitlines()
     assert first.startswith("numpy beside python")
     assert [row.split("right, to ")[0].strip() for row in rows] == list(check.NETWORKS)
     assert last == f"numpy is right on {len(rows)} of {len(rows)} networks"
-
-
-def test_the_networks_hold_every_kind_of_layer():
     held = set().union(*(kinds(layers) for _, layers in check.NETWORKS.values()))
     assert held == set(LAYERS)
 
@@ -187,13 +184,11 @@ def test_the_layers_and_the_optimizers_of_the_package_are_right():
         testing.check_descent(optimizer())
 
 
-def test_the_losses_of_the_package_are_right(capsys):
+def test_the_losses_of_the_package_are_right_and_a_wrong_gradient_is_named(capsys, monkeypatch):
     for name in NAMES:
         check.command([name])
     assert capsys.readouterr().out.count("its gradient is the differences', NumPy's form agrees\n") == len(NAMES)
 
-
-def test_a_wrong_gradient_of_a_loss_is_named(monkeypatch):
     rule = Loss.rule
 
     def doubled(self, outputs, *functions):
@@ -230,13 +225,12 @@ class Surrogate(Square):
 def test_a_derivative_may_be_a_surrogate_where_that_is_said():
     testing.check_layer(Square())
     testing.check_layer(Surrogate(slope=lambda maths, x: TWO))
-    with pytest.raises(NetworkError, match="its derivative is wrong at 101 of 101 points"):
-        testing.check_layer(Square(slope=lambda maths, x: TWO))
 
 
 @pytest.mark.parametrize(
     ("parts", "said"),
     [
+        ({"slope": lambda maths, x: TWO}, "its derivative is wrong at 101 of 101 points"),
         ({"slope": lambda maths, x: np.float32(2.02) * x}, r"its derivative is wrong at .*; surrogate = True if it"),
         ({"slope": lambda maths, x: maths.where(x > TWO, x, TWO * x)}, r"at 34 of 101 points: 6\.012 at x = 6\.01"),
         ({"function": lambda maths, x: np.exp(x)}, r"numpy\.exp in a rule: use maths\.exp$"),

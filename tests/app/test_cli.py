@@ -30,28 +30,21 @@ HOWTO = (ROOT / "docs" / "howto.md").read_text(encoding="utf-8")
     [
         (["trian.lr=1"], "trian.lr=1: unknown key; legal: model, backend, .*; did you mean 'optimizer.lr'"),
         (["model=lenet"], "model=lenet: unknown; legal: custom, .*, two_conv_pool4"),
-        (["dataset.augment=1"], "dataset.augment=1: unknown key; legal in dataset: name, .*, seed"),
         (["hydra.mode=x"], r"hydra.mode=x: Invalid value 'x', expected one of \[RUN, MULTIRUN\]"),
         (["experiment=smoke", "model=custom"], "experiment=smoke sets it: add ~model.filters, or choose no other"),
         (["--nope"], "--nope: unknown flag; legal: --help, --hydra-help, --version, --cfg, .*, --info"),
         (["--confg-dir=x"], "--confg-dir=x: unknown flag; .*did you mean '--config-dir'"),
-        (["--exp=FILE"], "--exp=FILE: unknown flag; legal: --help"),
         (["-h=1"], "-h=1: -h takes no value"),
         (["--cfg"], "--cfg=hydra.run.dir.*: its value must be one of job, hydra, all"),
-        (["--cfg=xx"], "--cfg=xx: its value must be one of job, hydra, all"),
         (["--info=nope"], "--info=nope: its value must be one of all, config, defaults, "),
         (["trainer.epochs=1", "--config-dir", "-m"], "--config-dir: its value must be given, as --config-dir VALUE"),
         (["--resolve"], "The --resolve flag can only be used in conjunction with --cfg"),
-        (["trainer.epoch=3"], "trainer.epoch=3: unknown key; legal in trainer: epochs, .*; did you mean 'trainer.epoc"),
         (["model=ffn", "model.filters=3"], "model.filters=3: unknown key; legal in model: name, hidden, loss_name"),
         (["+model.bogus=1"], "model.bogus=1: unknown key; legal: filters, kernel, pool, padding"),
-        (["+bogus=1"], "bogus=1: unknown key; legal: model, backend, optimizer"),
         (["~trainer.bogus"], "trainer.bogus: unknown key; legal in trainer: epochs"),
         (["~model"], "model is missing"),
         (["experiment=smok"], "experiment=smok: unknown; legal: .*; did you mean 'smoke'"),
         (["modle=one_conv"], "modle=one_conv: unknown key; legal: model, .*; did you mean 'model'"),
-        (["optimizer.learning_rate=0.1"], "unknown key; legal in optimizer: .*did you mean 'optimizer.lr'"),
-        (["train"], "train: no such command; legal: help, check, doctor, "),
         (["predcit", "x"], "predcit: no such command; .*did you mean 'predict'"),
         (["model.filters=["], r"model.filters=\[: cannot be read .no viable alternative.*; close its brackets"),
         (["model.filters"], "Error parsing override 'model.filters'"),
@@ -59,9 +52,7 @@ HOWTO = (ROOT / "docs" / "howto.md").read_text(encoding="utf-8")
         (["trainer.epochs=1,2"], "trainer.epochs=1,2: several values; add -m to run them all, or quote them"),
         (["model.filters=???"], "model.filters: must be given, as model.filters=VALUE"),
         (["tracking.uri=${oc.env:CNNEXP_TEST_MISSING}"], "tracking.uri: .*CNNEXP_TEST_MISSING"),
-        (["tracking.uri=${nope.x}"], "tracking.uri: .*nope"),
         (["trainer.epochs='3'"], "trainer.epochs='3': must be a whole number"),
-        (["+model._target_=os.system"], "model._target_='os.system': refused"),
         (["optimizer={a: 1}"], r"optimizer={a: 1}: must be a name of the group optimizer"),
         (["workers=local", "workers.patience_s=3"], "unknown key;.* did you mean 'workers.heartbeat_timeout_s'"),
         (["--config-dir", "nowhere"], "Additional config directory '.*nowhere' not found"),
@@ -197,8 +188,6 @@ def test_a_bug_is_one_line_that_names_a_file_with_the_traceback(run, monkeypatch
     assert "Traceback" not in out + err, "of a job of a sweep"
     assert len([*(tmp_path / "sweep").glob("*/traceback-*.txt")]) == 2
 
-
-def test_a_bug_before_any_run_is_one_line_too(run, monkeypatch):
     monkeypatch.setattr(hydra_app, "launch", lambda: [][0])
     code, _, err = run(*TINY)
     assert code == 1

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from cnnexp.app.config import Sweep, Tracking, Trainer, build, convert, defaults, load, plain, record
-from cnnexp.backends import BACKENDS, backend
+from cnnexp.backends import BACKENDS
 from cnnexp.datasets import DATASETS
 from cnnexp.errors import BackendUnavailable, ConfigError, NetworkError
 from cnnexp.network import BatchNorm2d, Conv2d, Dropout, Flatten, LeakyReLU, Linear, Network, Residual, Tanh
@@ -56,9 +56,7 @@ def test_load_makes_every_piece():
     ("values", "message"),
     [
         (changed("model", filers=3), "model.filers=3: unknown key; legal: filters, kernel, pool, padding; did you"),
-        (changed("model", bogus={"a": 1}), "model.bogus={'a': 1}: unknown key; legal: filters"),
         (changed("model", name="onconv"), "model.name='onconv': unknown; legal: one_conv, .*; did you mean 'one_conv'"),
-        (changed("model", name=None), "model.name=null: unknown; legal: one_conv"),
         (changed("backend", threads=2), "backend.threads=2: unknown key; legal: none"),
         (changed("model", filters="abc"), "model.filters='abc': must be a whole number"),
         (changed("model", filters=True), "model.filters=true: must be a whole number"),
@@ -67,27 +65,21 @@ def test_load_makes_every_piece():
         ({**VALUES, "augment": {"affine": {"rotations": 3}}}, "augment.affine.rotations=3: unknown key; .*'rotation'"),
         ({**VALUES, "augment": {"cutout": 4}}, "augment.cutout=4: must be a mapping of keys to values"),
         ({**VALUES, "augment": {"shift": {"pixels": 1.5}}}, "augment.shift.pixels=1.5: must be a whole number"),
-        ({**VALUES, "augment": "shift"}, "augment='shift': must be a mapping of keys to values"),
-        (changed("trainer", batch_size=-(2**64)), "must be a whole number of at most"),
         (changed("model", filters=10**400), r"model.filters=10{199}\.\.\.: must be a whole number of at most"),
         (changed("model", filters=10**5000), "model.filters=a number of thousands of digits: must be a whole number"),
         (changed("optimizer", lr=10**400), r"optimizer.lr=10{199}\.\.\.: must be a finite number"),
-        (changed("model", name=[1]), r"model.name=\[1\]: unknown; legal"),
         ({**VALUES, "model": {"name": "ffn", "hidden": [3, "4"]}}, r"model.hidden\[1\]='4': must be a whole number"),
         ({**VALUES, "model": {"name": "ffn", "hidden": 5}}, "model.hidden=5: must be a list, each a whole number"),
         (changed("model", padding="sane"), "model.padding='sane': must be one of valid, same, .* did you mean 'same'"),
-        (changed("optimizer", lr="abc"), "optimizer.lr='abc': must be a finite number"),
         (changed("optimizer", lr=math.nan), "optimizer.lr=nan: must be a finite number"),
         (changed("optimizer", nesterov=1), "optimizer.nesterov=1: must be true or false"),
         (changed("optimizer", nesterov=True), "optimizer.nesterov=true: needs optimizer.momentum > 0"),
         (changed("trainer", milestones=[0]), "trainer.milestones=0: must be >= 1"),
         (changed("trainer", class_weights=[1.0, 0.0]), "trainer.class_weights=0.0: must be > 0"),
         (changed("trainer", class_weights="balance"), "trainer.class_weights='balance': .* did you mean 'balanced'"),
-        (changed("trainer", baseline="cpuu"), "trainer.baseline='cpuu': unknown; legal: .* did you mean 'cpu'"),
         (changed("tracking", experiment=""), "tracking.experiment='': must be 1 .. 256 characters"),
         (changed("tracking", run_name=7), "tracking.run_name=7: must be a text or null"),
         (changed("model", _target_="os.system"), "model._target_='os.system': refused"),
-        ({**VALUES, "extra": {"a": {"_target_": "x"}}}, "extra.a._target_='x': refused"),
         ({**VALUES, "extra": 1}, "extra=1: unknown key; legal: model, backend"),
         ({**VALUES, "model": "one_conv"}, "model='one_conv': must be a mapping"),
         ({key: VALUES[key] for key in VALUES if key != "model"}, "model is missing"),
@@ -278,8 +270,3 @@ def test_numbers_of_layers_are_float32s(number):
         LeakyReLU(number)
     with pytest.raises(ConfigError, match=r"epsilon=.*: must be a finite number of float32"):
         build(Custom, {"layers": [{"type": "BatchNorm2d", "epsilon": number}]}, "model")
-
-
-def test_what_a_backend_lacks_is_named():
-    with pytest.raises(ConfigError, match=r"^backend\.threads=2: unknown key of numpy; legal: none$"):
-        backend("numpy", threads=2)

@@ -72,13 +72,11 @@ def test_the_kernels_of_a_step_fit_and_none_is_clipped():
     assert "\u2026" not in out.getvalue()
 
 
-def test_a_validation_split_has_columns_of_its_own():
+def test_a_validation_split_has_columns_and_a_terminal_a_bar_above_finished_epochs_but_not_of_a_job():
     validated = dataclasses.replace(RESULT, validation=Totals(2.0, 1, 4))
     assert "25.00%" in show(False, results=[validated])
     assert "25.00%" not in show(False)
 
-
-def test_in_a_terminal_a_bar_and_finished_epochs_stay_but_not_those_of_a_job():
     text = show(terminal=True)
     assert "epoch 1/2" in text
     assert "accuracy 66.67%  240 images/s" in text

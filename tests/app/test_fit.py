@@ -87,14 +87,12 @@ def test_everything_is_told_in_a_line(trained):
     assert repr(trained.network) == "Network(28 x 28 x 1 to 10, 5 layers, 6,810 parameters)"
 
 
-def test_help_begins_with_what_people_use():
+def test_help_begins_with_what_people_use_and_the_summary_adds_up(trained):
     text = pydoc.render_doc(cnnexp, renderer=pydoc.plaintext)
     told = text[: text.index("PACKAGE CONTENTS")]
     assert told.index("fit(OneConv(filters=32), Digits()") < told.index("What people use")
     assert set(cnnexp.__all__) <= set(re.findall(r"\w+", told))
 
-
-def test_summary_adds_up(trained):
     rows = [row.split() for row in trained.network.summary().splitlines()]
     assert rows[-1][1] == f"{trained.network.parameter_count:,}"
     assert rows[1] == ["input", "28", "x", "28", "x", "1"]

@@ -41,7 +41,7 @@ def shown(capsys, *arguments):
     return re.findall(r"(\w+) \[x\]", capsys.readouterr().out)
 
 
-def test_the_newest_come_first_and_words_filter_sort_and_count(outputs, capsys):
+def test_the_newest_come_first_words_filter_sort_and_count_and_a_row_names_its_run(outputs, capsys):
     assert shown(capsys) == ["middle", "fast", "slow"]
     assert shown(capsys, "last=2") == ["middle", "fast"]
     assert shown(capsys, "sort=speedup") == ["fast", "middle", "slow"]  # what lacks it comes last
@@ -52,8 +52,6 @@ def test_the_newest_come_first_and_words_filter_sort_and_count(outputs, capsys):
     listing.command(["backend=gpu"])
     assert capsys.readouterr().out.strip() == f"0 of 3 runs under {outputs}"
 
-
-def test_a_row_has_what_names_the_run_and_its_numbers(outputs, capsys):
     listing.command(["status=FINISHED", "last=1"])
     out = capsys.readouterr().out
     assert re.search(r"^ *\S+ \S+ +3bcdef01 +middle \[x\] +FINISHED +1 +7\.25 *$", out, re.MULTILINE)

@@ -42,7 +42,7 @@ def test_jobs_that_differ_in_their_seed_alone_are_repeats():
     assert sorted(places[0].values) == sorted(FAST)
 
 
-def test_too_few_epochs_tell_nothing_apart():
+def test_too_few_epochs_tell_nothing_apart_and_without_a_baseline_speed_ranks():
     told, _ = verdict([row("0", "a"), row("1", "b")], {"0": epochs(5.0, 5.1), "1": epochs(1.0, 1.1)})
     assert "differ" not in told
     assert told["not sure"].startswith("1 and 2 (p 0.33)")
@@ -51,8 +51,6 @@ def test_too_few_epochs_tell_nothing_apart():
     told, _ = verdict(rows, {str(i): epochs(5.0 - i) for i in range(3)})
     assert told["not sure"].startswith("each of 1 to 2 and the next (p 1): ")
 
-
-def test_without_a_baseline_speed_ranks():
     rows = [row("0", "a"), row("1", "b")]
     by_job = {job: [{"throughput/images_per_s": 1e4 * (1 + int(job))}] for job in "01"}
     told, places = verdict(rows, by_job)

@@ -9,7 +9,7 @@ from cnnexp.papers.compare import note_facts
 from cnnexp.tracking.events import JOURNAL, LACKING
 
 
-def test_a_report_is_made_again_from_its_folder(tmp_path, capsys):
+def test_a_report_is_made_again_from_its_folder_and_of_nothing_there_is_none(tmp_path, capsys):
     job = tmp_path / "0"
     job.mkdir()
     config = {"backend": {"name": "cpu"}, "model": {"hidden": [4]}}
@@ -25,8 +25,6 @@ def test_a_report_is_made_again_from_its_folder(tmp_path, capsys):
     assert "not on this machine" in made.read_text(encoding="utf-8")
     assert "no &lt;b&gt;" in made.read_text(encoding="utf-8")
 
-
-def test_a_report_of_nothing(tmp_path):
     with pytest.raises(ConfigError, match="give a sweep's folder, or an experiment: castanheira_fig2_batch"):
         report.command([])
     with pytest.raises(ConfigError, match=r"neither a folder nor one of .*; did you mean 'garg_table1'"):
@@ -34,4 +32,4 @@ def test_a_report_of_nothing(tmp_path):
     with pytest.raises(ConfigError, match=r"never run; run it with .* experiment=garg_table1"):
         report.newest("garg_table1", tmp_path)
     with pytest.raises(DataError, match="not the folder of a sweep"):
-        report.command([str(tmp_path)])
+        report.command([str(tmp_path / "0")])

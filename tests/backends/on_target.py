@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass, replace
 
-import pytest
-
 from cnnexp.backends.simd.compiler.emit import Target
 from cnnexp.backends.simd.compiler.host import host_target
 from cnnexp.backends.simd.runtime.program import SimdProgram
@@ -21,10 +19,6 @@ TARGETS = {
     "wide": Target(lanes=16, registers=32),
 }
 FILTERS = Network((10, 8, 1), (Conv2d(32, 3, padding="same"), ReLU(), MaxPool2d(2), Flatten(), Linear(10)))
-GENERAL = Network((7, 9, 2), (
-    Conv2d(5, 3, 2, "auto"), Sigmoid(), AvgPool2d(3, 2, "auto"), Conv2d(3, 2, 1, "full"), MaxPool2d(2, 1), Flatten(),
-    Linear(17), Sigmoid(), Linear(14),
-))  # fmt: skip
 
 NETWORKS = {
     "first": ((8, 6, 1), (Conv2d(32, 3, padding="same"), ReLU(), MaxPool2d(2), Flatten(), Linear(5))),
@@ -52,6 +46,31 @@ NETWORKS = {
     "whole image": ((8, 8, 2), (
         Conv2d(5, 3), Sigmoid(), MaxPool2d(2), Conv2d(17, 3), ReLU(), Sigmoid(), Flatten(), Linear(3),
     )),
+    "general": ((7, 9, 2), (
+        Conv2d(5, 3, 2, "auto"), Sigmoid(), AvgPool2d(3, 2, "auto"), Conv2d(3, 2, 1, "full"), MaxPool2d(2, 1),
+        Flatten(), Linear(17), Sigmoid(), Linear(14),
+    )),
+    "sparse": ((12, 12, 1), (
+        Conv2d(8, 3), ReLU(), Conv2d(6, 3, padding="valid"), ReLU(), MaxPool2d(2, padding="valid", stride=3), Flatten(),
+        Linear(21), ReLU(), Linear(5, bias=False),
+    )),
+    "windows": ((18, 21, 1), (
+        Conv2d(5, 2), ReLU(), MaxPool2d(4, padding="floor"), Conv2d(7, 2), MaxPool2d(3, padding="floor"), ReLU(),
+        Flatten(), Linear(3),
+    )),
+    # the sums of a weight gradient and a piece of a row do not fit L1: both go in parts
+    "wide rows": ((5, 12, 1), (
+        Conv2d(50, 1, padding="valid"), ReLU(), Conv2d(9, 3, padding="same"), ReLU(), Conv2d(2, 3), Flatten(),
+        Linear(3),
+    )),
+    "codes of more than a byte": ((17, 34, 1), (Conv2d(3, 1), ReLU(), MaxPool2d(17), Flatten(), Linear(3))),
+    # a first convolution: filters in the lanes, of odd numbers, kernels, steps and paddings
+    **{f"filters {conv.filters} {conv.kernel} {conv.padding}": ((9, 12, {1: 5, 2: 2}.get(conv.kernel, 1)), (
+        conv, ReLU(), MaxPool2d(2, padding="floor"), Flatten(), Linear(3),
+    )) for conv in (
+        Conv2d(24, 3, 2, "floor"), Conv2d(19, 5), Conv2d(32, 3, padding=2), Conv2d(6, 3, padding="same", bias=False),
+        Conv2d(32, 2), Conv2d(24, 1), Conv2d(8, 1, 2, "floor"), Conv2d(50, 3, padding=2), Conv2d(5, 2),
+    )},
     # a gradient with room around and between its pixels, which a convolution before a max-pool fills
     "spread": ((9, 9, 1), (
         Conv2d(2, 2), ReLU(), Conv2d(3, 3, 2, "same"), ReLU(), Conv2d(4, 2, padding="same"), MaxPool2d(2), Flatten(),
@@ -81,8 +100,3 @@ def computed(network, target, algorithm):
     """Return the target on which every convolution is computed by one algorithm."""
     names = [stage.name for stage in walk(network.stages) if isinstance(stage, ConvStage)]
     return forced(target, **dict.fromkeys(names, algorithm))
-
-
-def often(names, few):
-    """Return parameters, of which not every run of the tests tries more than a few."""
-    return [pytest.param(name, marks=() if name in few else pytest.mark.thorough, id=str(name)) for name in names]

@@ -10,13 +10,11 @@ import tracemalloc
 import networks
 import numpy as np
 import pytest
-from backends import on_target
-from backends.on_target import AVX2, AVX512, FILTERS, GENERAL, HOST, NETWORKS, TARGETS, OnTarget, computed, forced
+from backends.on_target import AVX512, HOST, OnTarget
 from conformance import check_case, check_training, make_case
 
 from cnnexp.backends.simd import CpuSimd
 from cnnexp.backends.simd.compiler import intrinsics
-from cnnexp.backends.simd.compiler.host import cache_bytes
 from cnnexp.backends.simd.lowering import Plan
 from cnnexp.backends.simd.runtime.limit import CHAINS, fma_loop
 from cnnexp.backends.simd.runtime.program import make_plan, paying_threads
@@ -24,80 +22,12 @@ from cnnexp.backends.simd.runtime.thread_pool import ThreadPool
 from cnnexp.errors import DataError
 from cnnexp.network import Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Sigmoid
 from cnnexp.network.losses import Loss
-from cnnexp.network.models import OneConv, TwoConvMlp, TwoConvPool4
+from cnnexp.network.models import OneConv, TwoConvMlp
 from cnnexp.optimizers import SGD, Adam
 
 LOSS = Loss.SOFTMAX_CROSS_ENTROPY
 TINY = Network((2,), (Linear(3), ReLU(), Linear(2)))
-SPARSE = Network((12, 12, 1), (
-    Conv2d(8, 3), ReLU(), Conv2d(6, 3, padding="valid"), ReLU(), MaxPool2d(2, padding="valid", stride=3), Flatten(),
-    Linear(21), ReLU(), Linear(5, bias=False),
-))  # fmt: skip
-WINDOWS = Network((30, 27, 1), (
-    Conv2d(5, 2), ReLU(), MaxPool2d(4, padding="floor"), Conv2d(7, 2), MaxPool2d(3, padding="floor"), ReLU(), Flatten(),
-    Linear(3),
-))  # fmt: skip
-# the sums of a weight gradient and a piece of a row do not fit L1: both go in parts
-WIDE_ROWS = Network((5, 12, 1), (
-    Conv2d(50, 1, padding="valid"), ReLU(), Conv2d(9, 3, padding="same"), ReLU(), Conv2d(2, 3), Flatten(), Linear(3),
-))  # fmt: skip
 LARGE_WINDOW = Network((17, 34, 1), (Conv2d(3, 1), ReLU(), MaxPool2d(17), Flatten(), Linear(3)))
-
-
-def one_conv(conv, shape=(10, 12, 1)):
-    return Network(shape, (conv, ReLU(), MaxPool2d(2, padding="floor"), Flatten(), Linear(3)))
-
-
-def trials():
-    """Yield networks, what computes them and how many images: every layout, width of vectors and odd geometry."""
-
-    def trial(name, network, target, images=19, often=True):
-        return pytest.param(network, target, images, id=name, marks=() if often else pytest.mark.thorough)
-
-    for name in ("avx2", "sse", "neon", "wide"):
-        target, often = TARGETS[name], name == "avx2"
-        yield trial(f"sparse {name}", SPARSE, target, often=often)
-        yield trial(f"filters {name}", FILTERS, target, often=often)
-        yield trial(f"windows {name}", WINDOWS, target, often=False)
-        if name != "neon":
-            for title in ("second", "edges", "between"):
-                network = Network(*NETWORKS[title])
-                channels = computed(network, target, "channels")
-                yield trial(f"channels {title} {name}", network, channels, often=often)
-            yield trial(f"channels general {name}", GENERAL, computed(GENERAL, target, "channels"), often=often)
-    natives = {"avx2 native": AVX2} if set(AVX2.features) <= set(HOST.features) else {}
-    for name, target in {"avx2": TARGETS["avx2"], "wide": TARGETS["wide"], **natives}.items():
-        argmax = forced(target, conv1="channels", conv2="channels-argmax", conv3="channels-argmax")
-        yield trial(f"argmax {name}", Network(*NETWORKS["second"]), argmax, often=name != "wide")
-    yield trial("general sse", GENERAL, TARGETS["sse"], 7)
-    yield trial("wide rows", WIDE_ROWS, computed(WIDE_ROWS, HOST, "lanes"), 5)
-    yield trial("codes of more than a byte", LARGE_WINDOW, HOST, 3)
-    for conv in (Conv2d(19, 5), Conv2d(6, 3, padding="same", bias=False)):
-        yield trial(f"filters-fused {conv.filters}", one_conv(conv), forced(HOST, conv1="filters-fused"), 5)
-    few = Conv2d(32, 3, padding=2), Conv2d(19, 5)
-    many = Conv2d(32, 5), Conv2d(32, 3, padding="same", bias=False), Conv2d(50, 3, padding=2)
-    for conv in (*few, *many, Conv2d(6, 3, padding="same", bias=False)):
-        name = f"filters {conv.filters} {conv.kernel} {conv.padding}"
-        yield trial(name, one_conv(conv), forced(HOST, conv1="filters"), 5, conv in few)
-
-
-@pytest.mark.parametrize(("network", "target", "images"), list(trials()))
-def test_a_network_on_a_target(network, target, images):
-    check_case(OnTarget(target), make_case(network, images=images))
-
-
-FEW = Conv2d(24, 3, 2, "floor"), Conv2d(19, 3, padding="same")
-MORE = Conv2d(8, 3, padding="same"), Conv2d(32, 2, padding="valid"), Conv2d(24, 1), Conv2d(8, 1, 2, "floor")
-
-
-@pytest.mark.skipif(not set(AVX2.features) <= set(HOST.features), reason="needs a CPU with AVX2")
-@pytest.mark.parametrize("algorithm", ["filters", "filters-fused"])
-@pytest.mark.parametrize("conv", on_target.often((*FEW, *MORE, Conv2d(5, 2, padding="valid")), FEW))
-def test_windows_of_four_pixels_on_avx2(conv, algorithm):
-    network, target = one_conv(conv, (9, 12, {1: 5, 2: 2, 3: 1}[conv.kernel])), forced(AVX2, conv1=algorithm)
-    node = Plan(network, target, 1, 5).nodes[0]
-    assert getattr(node, "conv", node).gather == "pick"
-    check_case(OnTarget(target), make_case(network, images=5))
 
 
 @pytest.mark.parametrize("images", [2, 5, 140])
@@ -126,29 +56,6 @@ def test_threads_own_wide_weights_where_a_batch_is_one_tile(images, owns):
     plan = make_plan(network, HOST, -(-(images - 1) // 2))
     assert plan.owns == bool(plan.parameters.owned) == owns
     check_training(OnTarget(), make_case(network, images=images), Adam())
-
-
-def test_caches_are_read_not_assumed(tmp_path):
-    kinds = [("1", "Instruction", "64K"), ("1", "Data", "48K"), ("2", "Unified", "512K"), ("3", "Unified", "32M")]
-    for index, facts in enumerate(kinds):
-        folder = tmp_path / f"index{index}"
-        folder.mkdir()
-        for name, fact in zip(("level", "type", "size"), facts, strict=True):
-            (folder / name).write_text(fact + "\n")
-    assert cache_bytes(1, tmp_path) == 48 << 10
-    assert cache_bytes(2, tmp_path) == 512 << 10
-    assert cache_bytes(2, tmp_path / "nothing") > 0
-
-
-def test_the_papers_networks_get_the_special_kernels():
-    one, mlp, pool4 = (
-        Plan(model.network((28, 28, 1), 10), AVX512, 1, 16) for model in (OneConv(), TwoConvMlp(), TwoConvPool4())
-    )
-    assert [node.algorithm for node in one.nodes] == ["filters-fused"]
-    row = one.nodes[0].conv.shape[1] * one.nodes[0].conv.shape[2]
-    assert one.nodes[0].conv.dy.size == row, "there is room for the gradient of a row of cells alone"
-    assert [node.algorithm for node in mlp.nodes if node.trains] == ["lanes", "lanes-argmax", "wide", "skinny"]
-    assert [node.algorithm for node in pool4.nodes if node.trains] == ["lanes-pair", "wide", "skinny"]
 
 
 def test_the_limit_of_the_arithmetic_is_measured():
@@ -189,19 +96,6 @@ def test_indices_and_labels_are_checked_before_compiled_code_trusts_them():
     for labels in ([0, 1, 2], [0, -1, 1]):
         with pytest.raises(DataError, match="2 classes"):
             program.load(images, np.array(labels))
-
-
-def test_more_threads_than_images_and_batches_beyond_one_tile():
-    case = make_case(TINY, images=9000)
-    program, one = (OnTarget(threads=threads).compile(TINY, case.loss, SGD(), 1) for threads in (3, 1))
-    handle, found = program.load(case.images, case.labels), []
-    for made in (program, one):
-        made.restore(case.state)
-        found.append(made.train(handle, np.arange(5), 0.1))
-    assert found[0].count == 5
-    np.testing.assert_allclose(found[1].loss, found[0].loss, rtol=1e-6)
-    one.restore(program.state())
-    np.testing.assert_array_equal(one.predict(handle), program.predict(handle))
 
 
 def test_a_missing_number_reaches_the_loss():

@@ -6,35 +6,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from backends.on_target import AVX2, AVX512, NETWORKS, often
+from backends.on_target import AVX2, AVX512, NETWORKS, TARGETS
 from conformance import check_gradients, check_scores, decisions_are_clear, make_case
 from machine_code import CPUS, KernelProgram
 
+from cnnexp import SGD, AvgPool2d, BatchNorm2d, Conv2d, Dropout, Flatten, Linear, Loss, MaxPool2d, Network, ReLU
 from cnnexp.backends import simd
 from cnnexp.backends.simd import CpuSimd
 from cnnexp.backends.simd.compiler.emit import Target
 from cnnexp.backends.simd.lowering import Plan
 from cnnexp.backends.simd.planner import ALGORITHMS, allowed, candidates, choose_nodes, split
 from cnnexp.errors import ConfigError
-from cnnexp.network import (
-    AvgPool2d,
-    BatchNorm2d,
-    Conv2d,
-    ConvStage,
-    Dropout,
-    Flatten,
-    Linear,
-    MaxPool2d,
-    Network,
-    ReLU,
-    Residual,
-    Sigmoid,
-    Stage,
-)
-from cnnexp.network.losses import Loss
-from cnnexp.network.models import MobileNet, OneConv, ResNet, TwoConvMlp
-from cnnexp.optimizers import SGD
+from cnnexp.network import GELU, Residual, Sigmoid, Stage
+from cnnexp.network.models import MobileNet, OneConv, ResNet, TwoConvMlp, TwoConvPool4
 
+OFTEN = ("most", "here"), ("between", "neon")
 HERE = [name for name in ("sse4", "avx2", "avx512") if CPUS[name].runs_here]
 
 
@@ -72,13 +58,13 @@ def rounds(network: Network, target: Target) -> list[tuple[tuple[str, str], ...]
     return fused + [tuple((layer, found[i % len(found)]) for layer, found in alone.items()) for i in range(most)]
 
 
-def check_every_algorithm(cpu: str, network: Network) -> None:
-    target = CPUS[cpu].target
+def check_every_algorithm(cpu: str, network: Network, target: Target | None = None) -> None:
+    target = target or CPUS[cpu].target
     cases = (make_case(network, images=target.lanes + 3, seed=seed, exact=seed > 4) for seed in range(20))
     case = next(case for case in cases if decisions_are_clear(case))
     taken = set()
     for forced in rounds(network, target):
-        program = KernelProgram(CPUS[cpu], network, SGD(), len(case.images), forced)
+        program = KernelProgram(CPUS[cpu], network, SGD(), len(case.images), forced, target)
         taken |= {(node.name.partition("+")[0], node.algorithm) for node in program.plan.nodes}
         program.restore({"parameters": case.parameters})
         handle = program.load(case.images, case.labels)
@@ -87,9 +73,21 @@ def check_every_algorithm(cpu: str, network: Network) -> None:
     assert set(every_algorithm(network, target)) <= taken
 
 
-@pytest.mark.parametrize("name", often(NETWORKS, ("most",)))
-def test_every_algorithm_of_every_layer_computes_it(name):
-    check_every_algorithm(HERE[-1], Network(*NETWORKS[name]))
+def trials():
+    """Yield every network on this machine's widest vectors and, one after another, on those that it may not have."""
+    natives = {"avx2 native": AVX2} if "avx2" in HERE else {}
+    for i, name in enumerate(NETWORKS):
+        # vectors of 16 that must be split take LLVM long: of small networks alone
+        others = ("sse", "wide") if name.startswith("filters ") else ("avx2", "sse", "neon", *natives)
+        title = others[i % len(others)]
+        for where, target in (("here", CPUS[HERE[-1]].target), (title, (TARGETS | natives)[title])):
+            mark = () if (name, where) in OFTEN else pytest.mark.thorough
+            yield pytest.param(name, target, id=f"{name}-{where}", marks=mark)
+
+
+@pytest.mark.parametrize(("name", "target"), list(trials()))
+def test_every_algorithm_of_every_layer_computes_it(name, target):
+    check_every_algorithm(HERE[-1], Network(*NETWORKS[name]), target)
 
 
 @pytest.mark.thorough
@@ -97,13 +95,6 @@ def test_every_algorithm_of_every_layer_computes_it(name):
 def test_tiles_of_odd_images_lie_over_each_other(cpu):
     layers = Conv2d(5, 3, padding="same"), ReLU(), Conv2d(17, 3, padding="same"), ReLU(), Flatten(), Linear(4)
     check_every_algorithm(cpu, Network((5, 7, 3), layers))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cpu", HERE[:-1])
-@pytest.mark.parametrize("name", NETWORKS)
-def test_every_algorithm_of_every_layer_computes_it_on_narrower_vectors(cpu, name):
-    check_every_algorithm(cpu, Network(*NETWORKS[name]))
 
 
 @pytest.mark.parametrize(
@@ -123,19 +114,31 @@ def test_groups_and_dilation_have_their_algorithms(layers, fits):
         assert {node.algorithm for node in candidates(split(network.stages), first)} == fits
 
 
-def test_a_mobilenet_is_computed_by_depthwise_and_a_resnet_in_one_piece():
-    nodes = choose_nodes(MobileNet().network((32, 32, 3), 10), AVX2, 8)
-    of_channels = [node for node in nodes if isinstance(node.stage, ConvStage) and node.stage.layer.groups > 1]
-    assert [node.algorithm for node in of_channels] == ["depthwise"] * 6
-    assert sum(node.algorithm == "residual" for node in choose_nodes(ResNet(3).network((32, 32, 3), 10), AVX2, 8)) == 18
+def test_the_planner_takes_what_suits_a_network():
+    def taken(network, target=AVX512, images=16):
+        return [node.algorithm for node in choose_nodes(network, target, images) if node.trains]
+
+    one, mlp, pool4 = (model().network((28, 28, 1), 10) for model in (OneConv, TwoConvMlp, TwoConvPool4))
+    lenet = Network((28, 28, 1), (Conv2d(6, 5), ReLU(), Conv2d(8, 5), ReLU(), Flatten(), Linear(10)))
+    wide = Conv2d(128, 3), ReLU(), Conv2d(128, 3), ReLU(), MaxPool2d(2), Flatten(), Linear(9)
+    assert taken(one) == ["filters-fused"]
+    assert taken(mlp) == ["lanes", "lanes-argmax", "wide", "skinny"]
+    assert taken(pool4) == ["lanes-pair", "wide", "skinny"]
+    assert taken(lenet, images=64) == ["lanes", "lanes", "skinny"]
+    assert taken(lenet, images=1) == ["channels", "channels", "skinny"], "empty lanes cost as well"
+    for target in (AVX2, AVX512):
+        assert taken(Network((16, 16, 64), wide), target, 32) == ["winograd", "winograd-argmax", "skinny"]
+    assert taken(MobileNet().network((32, 32, 3), 10), AVX2, 8).count("depthwise") == 6
+    nodes = choose_nodes(ResNet(3).network((32, 32, 3), 10), AVX2, 8)
+    assert [node.algorithm for node in nodes].count("residual") == 18
 
 
-@pytest.mark.parametrize("target", [AVX2, AVX512], ids=["avx2", "avx512"])
+@pytest.mark.parametrize("target", [pytest.param(AVX2, marks=pytest.mark.thorough), AVX512], ids=["avx2", "avx512"])
 def test_rows_show_every_kernel_of_a_step(target):
     """And an algorithm has a file of its name."""
     last = (4, 4, 1), (BatchNorm2d(), Residual((ReLU(),)), Flatten(), Dropout(0.5), Linear(3))
-    names = set()
-    for shape, layers in (*NETWORKS.values(), last):
+    names, networks = set(), [network for name, network in NETWORKS.items() if not name.startswith("filters ")]
+    for shape, layers in (*networks, last):
         network = Network(shape, layers)
         for pair in every_algorithm(network, target):
             plan = Plan(network, replace(target, forced=(pair,)), 1, 9)
@@ -151,22 +154,6 @@ def test_rows_show_every_kernel_of_a_step(target):
     assert names == {algorithm.algorithm for algorithm in ALGORITHMS} | {"reorder"}
     files = [path.stem for path in (Path(simd.__file__).parent / "algorithms").rglob("*.py")]
     assert {name: files.count(name.replace("-", "_")) for name in names} == dict.fromkeys(names, 1)
-
-
-def test_empty_lanes_cost_as_well():
-    """So one image is computed with channels in the lanes where many have the batch there."""
-    network = Network((28, 28, 1), (Conv2d(6, 5), ReLU(), Conv2d(8, 5), ReLU(), Flatten(), Linear(10)))
-    many, one = ([node.algorithm for node in choose_nodes(network, AVX512, n) if node.trains] for n in (64, 1))
-    assert many == ["lanes", "lanes", "skinny"]
-    assert one == ["channels", "channels", "skinny"]
-
-
-def test_many_channels_belong_in_the_lanes():
-    layers = Conv2d(128, 3), ReLU(), Conv2d(128, 3), ReLU(), MaxPool2d(2), Flatten(), Linear(9)
-    network = Network((16, 16, 64), layers)
-    for target in (AVX2, AVX512):
-        chosen = [node.algorithm for node in choose_nodes(network, target, 32)]
-        assert chosen == ["winograd", "winograd-argmax", "skinny"]
 
 
 def test_the_share_of_the_limit_is_of_what_the_core_can_do():
@@ -206,3 +193,14 @@ def test_a_window_of_the_whole_image_is_a_linear_layer_where_rows_follow(after, 
     chosen = {node.name: node.algorithm for node in choose_nodes(network, AVX2, 16)}
     assert (chosen["conv2"] == "wide") is linear
     assert chosen["conv1"] != "wide"
+
+
+def test_what_stands_between_convolutions_keeps_their_layout_and_shares_room():
+    """No reorder around a pool, an activation or a dropout; an output that no backward pass reads has no room alone."""
+    convolution = Conv2d(64, 3, padding="same", bias=False), BatchNorm2d()
+    layers = *convolution, GELU(), MaxPool2d(3, 2, "floor+1"), Dropout(0.2), *convolution, AvgPool2d(2), *convolution
+    network = Network((16, 16, 64), (*layers, MaxPool2d(2), Flatten(), Linear(10)))
+    plan = Plan(network, AVX512, 1, 16)
+    assert "reorder" not in {row.algorithm for row in plan.explain(2)}
+    norms = [node for node in plan.nodes if node.algorithm == "batch-norm"]
+    assert norms[1].y.offset in {node.dy.offset for node in plan.nodes}

@@ -73,9 +73,10 @@ def test_every_kind_of_layer_has_general_operations(layers):
     check_case(generally(*layers), make_case(MIXED, images=19))
 
 
-def test_what_cannot_be_a_call_of_its_own_is_refused():
+def test_what_cannot_be_a_call_is_refused_and_a_strange_layer_is_described_as_any_other():
     with pytest.raises(ConfigError, match="batchnorm1 cannot be computed by 'general' here"):
         generally("batchnorm1").compile(MIXED, LOSS, SGD(), 4)
+    assert describe_layer(Unshuffle(3)) == {"type": "Unshuffle", "block": 3}
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,3 @@ class Shapeless(Unshuffle):
 def test_a_shape_must_be_a_tuple():
     with pytest.raises(NetworkError, match=r"layer 0 \(shapeless1\): output_shape\(\(4, 4, 1\)\) gives \[16\]"):
         Network((4, 4, 1), (Shapeless(), Flatten(), Linear(2)))
-
-
-def test_a_strange_layer_is_described_as_any_other():
-    assert describe_layer(Unshuffle(3)) == {"type": "Unshuffle", "block": 3}

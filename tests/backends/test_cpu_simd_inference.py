@@ -4,7 +4,8 @@ import threading
 
 import numpy as np
 import pytest
-from backends.on_target import HOST, often
+from backends.on_target import HOST
+from commands import often
 from conformance import check_scores, make_case
 from networks import NETWORKS
 

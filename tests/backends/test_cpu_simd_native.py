@@ -81,11 +81,15 @@ def test_neither_a_cold_nor_a_warm_start_imports_numba(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_code_that_calls_what_nobody_has_is_refused(made):
+def test_code_that_calls_what_nobody_has_or_is_for_another_cpu_is_refused(made, monkeypatch):
     with pytest.raises(LookupError, match="calls nothing_of_the_kind, which"):
         Function(MachineCode(made.symbol, ("nothing_of_the_kind",), made.object_file), [])
     with pytest.raises(LookupError, match="no other_name in"):
         Function(MachineCode("other_name", made.needs, made.object_file), [])
+
+    monkeypatch.setattr(step, "host", lambda: ("x86_64", "another", "+sse2"))
+    with pytest.raises(RuntimeError, match=r"Numba compiles for .*, the kernels are for .*another"):
+        compilation.compile_in_process("key", DESCRIBED)
 
 
 @pytest.mark.parametrize("payload", [b"", b"code", b"[1]\ncode", b"{}\n", b'["a", 1]\ncode'])
@@ -94,20 +98,9 @@ def test_bytes_that_are_no_code_raise(payload):
         MachineCode.of_bytes(payload)
 
 
-def test_bytes_come_back_as_they_went(made):
-    assert MachineCode.of_bytes(made.to_bytes()) == made
-    assert not [name for name in made.needs if name.startswith(("NRT_", "numba_", "Py"))]
-
-
 def test_an_array_that_is_not_what_the_code_takes_is_refused(made):
     """Of another type, of two dimensions, with gaps, read-only, and a list."""
     function, right = Function(made, [Array("float32", 1, written=True)]), np.zeros(4, np.float32)
     for wrong in (right.astype(float), right.reshape(2, 2), right[::2], np.frombuffer(right.tobytes(), "f4"), [0.0]):
         with pytest.raises(TypeError, match="given for Array"):
             function(wrong)
-
-
-def test_numba_and_we_must_mean_the_same_cpu(monkeypatch):
-    monkeypatch.setattr(step, "host", lambda: ("x86_64", "another", "+sse2"))
-    with pytest.raises(RuntimeError, match=r"Numba compiles for .*, the kernels are for .*another"):
-        compilation.compile_in_process("key", DESCRIBED)

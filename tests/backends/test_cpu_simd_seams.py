@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from backends.on_target import HOST, TARGETS, OnTarget, computed, often
+from backends.on_target import HOST, TARGETS, OnTarget, computed
+from commands import often
 from conformance import check_case, check_training, make_case
 from networks import NETWORKS
 

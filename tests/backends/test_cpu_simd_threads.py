@@ -45,31 +45,25 @@ def test_one_thread_works_where_others_keep_the_cores_busy_and_all_do_elsewhere(
     assert rate * min(1e-4, together_s) > 0.9
 
 
-def test_all_work_again_when_the_others_have_gone():
+def test_all_work_again_when_the_others_have_gone_and_what_passes_sends_no_thread_away():
     machine = Machine(AdaptiveThreads(4), alone_s=1e-4, together_s=1e-3)
     machine.train(30)
     machine.together_s = 4e-5
     machine.train(10)  # no trial is further off
     assert machine.train(10)[0] < 0.01
 
-
-def test_a_disturbance_that_passes_does_not_send_threads_away():
     machine = Machine(AdaptiveThreads(2), alone_s=1e-4, together_s=6e-5)
-    machine.train(0.1)
-    machine.together_s = 6e-4
-    machine.train(0.05)
-    machine.together_s = 6e-5
-    assert machine.train(0.1)[0] < 0.1
+    for together_s in (6e-5, 6e-4, 6e-5):  # a short disturbance
+        machine.together_s = together_s
+        share, _ = machine.train(0.1 if together_s < 1e-4 else 0.05)
+    assert share < 0.1
 
-
-def test_a_long_disturbance_is_forgotten_soon_after_its_end():
-    adaptive = AdaptiveThreads(2)
-    machine = Machine(adaptive, alone_s=1e-4, together_s=6e-4)
-    while adaptive.size == 2:
+    machine = Machine(AdaptiveThreads(2), alone_s=1e-4, together_s=6e-4)
+    while machine.adaptive.size == 2:
         machine.train(0.01)
     machine.together_s = 6e-5
     machine.train(0.06)
-    assert adaptive.size == 2
+    assert machine.adaptive.size == 2, "a long one is forgotten soon after its end"
 
 
 def test_a_short_call_that_waking_the_threads_outlasts_does_not_count_alone():
@@ -81,16 +75,12 @@ def test_a_short_call_that_waking_the_threads_outlasts_does_not_count_alone():
         assert adaptive.size == 2
 
 
-def test_long_steps_are_not_tried_on_one_thread():
+def test_no_other_number_is_tried_where_there_is_none_or_steps_are_long():
+    for adaptive in (AdaptiveThreads(1), AdaptiveThreads(2, trials=False)):
+        size = adaptive.size
+        Machine(adaptive, alone_s=1e-4, together_s=1e-3).train(3)
+        assert adaptive.size == size
     assert Machine(AdaptiveThreads(2), alone_s=TRIAL_S * 2, together_s=TRIAL_S).train(30)[0] == 0
-
-
-@pytest.mark.parametrize("adaptive", [AdaptiveThreads(1), AdaptiveThreads(2, trials=False)], ids=["one", "no trials"])
-def test_no_other_number_is_tried(adaptive):
-    machine = Machine(adaptive, alone_s=1e-4, together_s=1e-3)
-    size = adaptive.size
-    machine.train(3)
-    assert adaptive.size == size
 
 
 @pytest.mark.parametrize("network", [CONVOLUTION, OWNED, NORMED], ids=["convolution", "owned", "normed"])

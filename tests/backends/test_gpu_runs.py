@@ -45,18 +45,14 @@ except GpuError as error:
 """
 
 
-@pytest.mark.parametrize(
-    ("gpu", "says"),
-    [
-        (SoftGpu(driver=(12, 8)), r"the NVIDIA driver takes CUDA 12\.8, the compiler here is of CUDA 13\.\d+: update"),
-        (
-            SoftGpu(capability=(7, 0)),
-            r"backend\.device=0: .* has compute capability 7\.0, the compiler here is for 7\.5",
-        ),
-        (SoftGpu(fault="alloc:5"), r"the GPU is out of memory; lower trainer\.batch_size"),
-    ],
-    ids=["old driver", "unsupported GPU", "no memory left"],
+UNFIT = (
+    (SoftGpu(driver=(12, 8)), r"the NVIDIA driver takes CUDA 12\.8, the compiler here is of CUDA 13\.\d+: update"),
+    (SoftGpu(capability=(7, 0)), r"backend\.device=0: .* has compute capability 7\.0, the compiler here is for 7\.5"),
 )
+FULL = SoftGpu(fault="alloc:5"), r"the GPU is out of memory; lower trainer\.batch_size"
+
+
+@pytest.mark.parametrize(("gpu", "says"), [FULL, *(pytest.param(*one, marks=pytest.mark.thorough) for one in UNFIT)])
 def test_a_gpu_that_gives_up_is_one_line(gpu, says):
     told = subprocess.check_output([sys.executable, "-c", SCRIPT], cwd=ROOT, env=gpu.environment(), text=True)
     assert re.fullmatch(rf"{says}[^\n]*\n", told), told
@@ -79,6 +75,7 @@ def test_a_lost_gpu_is_one_line_and_a_failed_run_that_goes_on_elsewhere(tmp_path
     assert journal[-1]["status"] == "FINISHED"
 
 
+@pytest.mark.thorough
 def test_two_workers_train_on_two_gpus_what_one_trains_on_one(tmp_path):
     report = tmp_path / "findings"
     found = []

@@ -1,16 +1,16 @@
 """The GPU backends on the software GPU: `soft_gpu.py` in a process of its own, for GPUs of several kinds."""
 
-import subprocess
-import sys
+from dataclasses import replace
 
 import pytest
-from commands import ROOT
+from commands import suite
 
 pytest.importorskip("numba_cuda", reason="runs numba-cuda: pip install cnnexp[gpu]")
 
 import softgpu
 from softgpu import SoftGpu
 
+OWN = "tests/backends/soft_gpu.py"
 TWO = SoftGpu(devices=2, multiprocessors=4)
 OF_EACH_KIND = SoftGpu(devices=3, capabilities=((7, 5), (9, 0), (12, 0)), multiprocessors=4)
 pytestmark = pytest.mark.skipif(bool(softgpu.unavailable()), reason=softgpu.unavailable())
@@ -19,23 +19,25 @@ pytestmark = pytest.mark.skipif(bool(softgpu.unavailable()), reason=softgpu.unav
 @pytest.mark.parametrize(
     ("gpu", "arguments"),
     [
-        pytest.param(TWO, (), id="backends", marks=pytest.mark.thorough),
+        pytest.param(TWO, (OWN,), id="backends", marks=pytest.mark.thorough),
+        pytest.param(
+            TWO,
+            ("tests/backends/test_conformance.py", "-k", "gpu and (outside or random or binary or ties or optimizer)"),
+            id="what all backends are held to",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             OF_EACH_KIND,
-            ("-m", "slow and not mutant", "-k", "network or real_size"),
+            (OWN, "-m", "slow and not mutant", "-k", "network or real_size"),
             id="every network on every backend and a GPU of each kind",
             marks=pytest.mark.slow,
         ),
-        pytest.param(TWO, ("-m", "slow", "-k", "epoch"), id="an epoch of MNIST", marks=pytest.mark.slow),
+        pytest.param(TWO, (OWN, "-m", "slow", "-k", "epoch"), id="an epoch of MNIST", marks=pytest.mark.slow),
     ],
 )
-def test_backends(gpu, arguments):
-    environment = gpu.environment()
-    environment.pop("PYTEST_XDIST_WORKER", None)
-    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-s", "tests/backends/soft_gpu.py"]
-    command = [sys.executable, "-m", "pytest", *options, *arguments]
-    pipes = {"capture_output": True, "text": True, "timeout": 7200}
-    done = subprocess.run(command, cwd=ROOT, env=environment, check=False, **pipes)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert "skipped" not in done.stdout
-    print(done.stdout)  # noqa: T201
+def test_backends(gpu, arguments, tmp_path):
+    report = None if OWN in arguments else tmp_path / "findings"  # that suite looks at what is found itself
+    printed = suite("-s", *arguments, environ=replace(gpu, report=report).environment())
+    assert "skipped" not in printed
+    assert report is None or not report.exists() or report.read_text() == ""
+    print(printed)  # noqa: T201

@@ -9,9 +9,8 @@ from conformance import make_case
 
 from cnnexp.backends import BACKENDS, backend_class
 from cnnexp.errors import BackendUnavailable
-from cnnexp.network import Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU
 from cnnexp.network.losses import Loss
-from cnnexp.network.models import ResNet
+from cnnexp.network.models import OneConv, ResNet, TwoConvMlp
 from cnnexp.optimizers import SGD, Adam
 
 torch = pytest.importorskip("torch")
@@ -28,22 +27,10 @@ RESNETS = {
 }
 NETWORKS = {
     **RESNETS,
-    "one_conv": Network((28, 28, 1), (Conv2d(8, 3), ReLU(), MaxPool2d(2), Flatten(), Linear(10))),
-    "two_conv_mlp": Network(
-        (28, 28, 1),
-        (
-            *(Conv2d(8, 5), ReLU(), Conv2d(8, 5), ReLU(), MaxPool2d(2), Flatten()),
-            *(Linear(128, bias=False), ReLU(), Linear(10, bias=False)),
-        ),
-    ),
-    "one_conv_small": Network((8, 8, 1), (Conv2d(2, 3), ReLU(), MaxPool2d(2), Flatten(), Linear(4))),
-    "two_conv_mlp_small": Network(
-        (10, 10, 1),
-        (
-            *(Conv2d(2, 3), ReLU(), Conv2d(2, 3), ReLU(), MaxPool2d(2), Flatten()),
-            *(Linear(6, bias=False), ReLU(), Linear(4, bias=False)),
-        ),
-    ),
+    "one_conv": OneConv(filters=8).network((28, 28, 1), 10),
+    "two_conv_mlp": TwoConvMlp().network((28, 28, 1), 10),
+    "one_conv_small": OneConv(filters=2).network((8, 8, 1), 4),
+    "two_conv_mlp_small": TwoConvMlp(filters=2, kernel=3, hidden=6).network((10, 10, 1), 4),
 }
 OPTIMIZERS = {"sgd": SGD(lr=0.05), "adam": Adam(lr=1e-3, beta1=0.95, beta2=0.99)}
 

@@ -43,12 +43,18 @@ def test_multiply_adds_of_an_inner_convolution_include_its_input_gradient():
     assert cases.multiply_adds(Network((10, 10, 1), layers)) == (through, 2 * first + 3 * second + 3 * linear)
 
 
-def test_select_names_what_is_legal():
+def test_what_is_legal_is_named_and_the_recorded_command_holds_no_folder_of_this_machine():
     with pytest.raises(ValueError, match="--cases huge: unknown; legal: main, batch"):
         cases.select(["huge"])
     with pytest.raises(ValueError, match="--contestants caffe: unknown; legal: ours, peer"):
         contestants.select(["caffe"])
     assert len(cases.select(["main"])) == 4
+    cores = len(program.machine.usable_cores())
+    assert program._threads(["all", "1"]) == sorted({1, cores})
+    with pytest.raises(ValueError, match=f"--threads {cores + 1}: legal are 1 .. {cores} and all"):
+        program._threads([str(cores + 1)])
+    command = program._command(["--cases", "main", "--peer-python", "/home/me/bin/python", "--out=/home/me/here"])
+    assert command == "python -m benchmarks --cases main --peer-python PATH --out=PATH"
 
 
 @contextlib.contextmanager
@@ -78,42 +84,11 @@ def test_held_contestants_have_8_lanes(tmp_path):
         assert ask("fma-loop")["facts"]["lanes"] == 8
 
 
-def test_threads_are_held_to_the_cores_there_are():
-    cores = len(program.machine.usable_cores())
-    assert program._threads(["all", "1"]) == sorted({1, cores})
-    with pytest.raises(ValueError, match=f"--threads {cores + 1}: legal are 1 .. {cores} and all"):
-        program._threads([str(cores + 1)])
-
-
-def test_the_recorded_command_holds_no_folder_of_this_machine():
-    command = program._command(["--cases", "main", "--peer-python", "/home/me/bin/python", "--out=/home/me/here"])
-    assert command == "python -m benchmarks --cases main --peer-python PATH --out=PATH"
-
-
 def test_the_files_that_are_kept_are_as_the_program_writes_them():
     kept = sorted((ROOT / "benchmarks" / "results").rglob("cpu.json"))
     assert kept
     for file in kept:
         assert program.dumps(json.loads(file.read_text())) == file.read_text(), file
-
-
-@pytest.mark.parametrize(("rate", "inside"), [(0.5, False), (0.9, True), (1.1, False)])
-def test_no_number_stands_on_the_line_of_the_limit(rate, inside):
-    """On a linear axis from 0; a number that would cross the line stands within its bar."""
-    from matplotlib.figure import Figure
-
-    axis = Figure().subplots()
-    report._bar_panel(axis, match({"cpu-simd": [0.1 / rate], "torch": [1.0]}))  # the limit is 1,000 images/s
-    label = next(text for text in axis.texts if text.get_text() == f"{1000 * rate:,.0f}")
-    assert (axis.get_xscale(), axis.get_xlim()[0]) == ("linear", 0)
-    assert (label.get_ha() == "right") is inside
-
-
-def test_every_case_has_the_same_data_each_time():
-    once, again = cases.data(TINY), cases.data(TINY)
-    assert np.array_equal(once.images, again.images)
-    assert np.array_equal(once.parameters, again.parameters)
-    assert once.images.shape == (500, 8, 6, 6, 1)
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 100])
@@ -125,7 +100,7 @@ def test_our_order_visits_what_was_put_away_as_it_stood(count):
     assert (labels[order] == np.arange(count)).all()
 
 
-def test_lines_compare_with_the_best_peer_and_the_limit():
+def test_lines_compare_with_the_best_peer_and_the_limit_and_failures_say_so():
     found = {
         line.contestant: line
         for line in report.lines(match({"cpu": [0.2, 0.1, 0.4], "torch": [2, 1, 4], "jax": [4, 4, 4]}))
@@ -137,8 +112,6 @@ def test_lines_compare_with_the_best_peer_and_the_limit():
     assert found["jax"].against_peer == 0.5
     assert found["sgemm"].of_limit == 1
 
-
-def test_a_contestant_that_failed_or_is_scaled_down_says_so():
     record = match({"cpu": [1.0], "torch": [1.0]})
     record["rows"][1] |= {"error": "no compiler", "samples": []}
     last = [line for line in report.lines(record) if line.side != "limit"][-1]
@@ -159,7 +132,7 @@ def written(matches, folder, **more):
     return [path.name for path in paths], paths[0].read_text()
 
 
-def test_figures_of_a_sweep(tmp_path):
+def test_a_sweep_gets_figures_and_networks_a_table(tmp_path):
     matches = [match({"cpu-simd": [0.1 * n], "torch": [0.3 * n], "python": [9.0]}) for n in (1, 2, 4)]
     for grows, record in zip((14, 28, 56), matches, strict=True):
         record |= {"group": "size", "title": f"one_conv, {grows} x {grows}", "grows": grows}
@@ -168,8 +141,6 @@ def test_figures_of_a_sweep(tmp_path):
     assert "| torch | 3,000 | 6,000 | 12,000 |" in text
     assert "Not installed: jax" in text
 
-
-def test_networks_get_a_table_and_a_figure_of_their_own(tmp_path):
     record = match({"cpu-simd": [0.1, 0.1], "torch": [0.2, 0.2]})
     record |= {"group": "networks", "title": "LeNet-5, batch 16", "case": "lenet5-b16", "batch_size": 16}
     names, text = written([record], tmp_path, held="avx2")
@@ -247,12 +218,10 @@ class Made:
         return expected(TINY)["update_8"] * self._step * self.steps
 
 
-def test_a_contestant_that_does_not_do_the_work_is_refused():
+def test_a_contestant_that_does_not_do_the_work_is_refused_unless_rounding_decides():
     with pytest.raises(ValueError, match="update is off by 1 from the float64 oracle"):
         worker.check(Made(gradient=1, step=0), "SGD", expected(TINY))
 
-
-def test_a_gradient_may_be_off_where_rounding_decides():
     true, made = expected(TINY), Made(gradient=1 + 5e-4, step=1)
     assert true["blur_gradient_8"] < 1e-5, "nothing hangs on rounding there"
     with pytest.raises(ValueError, match=r"gradient is off by 0\.0005 from the float64 oracle, 0\.0001 is allowed"):

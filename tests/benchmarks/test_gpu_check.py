@@ -36,7 +36,7 @@ def test_without_a_gpu_it_says_what_is_missing(capsys):
         pytest.skip("this machine has a GPU")
 
 
-def test_the_floor_of_one_conv_is_counted_by_hand():
+def test_the_floor_is_counted_by_hand_and_ratios_are_to_the_best_float32_pytorch():
     case = NAMED["one_conv-f256-b1000"]
     # forward 26 * 26 * 9 * 256 and 43264 * 10; the filters' gradient through 13 * 13 places, the linear layer's twice
     multiply_adds = 26 * 26 * 9 * 256 + 13 * 13 * 9 * 256 + 3 * 432_640
@@ -46,8 +46,6 @@ def test_the_floor_of_one_conv_is_counted_by_hand():
     assert gpu_check.floor_s(case, {"fma_per_s": 1.0, "copy_bytes_per_s": 1e30}) == multiply_adds
     assert gpu_check.floor_s(case, {"fma_per_s": 1e30, "copy_bytes_per_s": 2.0}) == pytest.approx(moved / 2)
 
-
-def test_ratios_are_to_the_best_float32_pytorch_by_medians():
     case = NAMED["one_conv-f32-b100"]
     seconds = {"gpu-fused": [1.0, 9.0, 1.0], "torch eager": [8.0], "torch graph": [4.0], "torch graph tf32": [2.0]}
     contestants = [Contestant(name, lambda steps: None, 0.0, 10, times) for name, times in seconds.items()]
@@ -185,29 +183,13 @@ def test_after_a_fault_that_spoils_the_device_the_others_race_in_a_new_process(m
     assert list(json.loads(out.read_text())["raw"][CASES[0].name]) == list(without)
 
 
-def test_the_report_is_written_after_every_part(machine):
-    replaced, out = machine
-
-    def conform(name, titles):
-        report = json.loads(out.read_text())
-        assert list(report["conformance"]) == list(gpu_check.BACKENDS[: gpu_check.BACKENDS.index(name)])
-        return {"small": "ok"}
-
-    def race(case, names, peers, repeats, epoch):
-        report = json.loads(out.read_text())
-        assert report["ceilings"] == {"fma_per_s": 1.0}
-        assert list(report["raw"]) == [done.name for done in CASES[: CASES.index(case)]]
-        return [Contestant("gpu-fused", None, 0.0, 1, [1.0])], {}
-
-    replaced(conform=conform, race=race)
-    assert gpu_check.main([f"--out={out}"]) == 0
-    assert list(json.loads(out.read_text())["raw"]) == [case.name for case in CASES[:2]]
-
-
 def test_a_report_grows_by_cases_and_backends_and_nothing_is_done_twice(machine, capsys):
     (replaced, out), done = machine, []
 
     def race(case, names, peers, repeats, epoch):
+        written = json.loads(out.read_text())  # after every part
+        assert written["ceilings"] == {"fma_per_s": 1.0}
+        assert set(names) <= written["conformance"].keys()
         done.append((case.name, names))
         return [Contestant(name, None, 0.0, 1, [1.0]) for name in names], {}
 

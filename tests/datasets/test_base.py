@@ -67,13 +67,6 @@ def test_more_than_there_is_names_both_numbers(sizes, parts):
         Counting(**sizes).load()
 
 
-@pytest.mark.parametrize("size", [0, -1, 2.5, True])
-@pytest.mark.parametrize("key", ["train_size", "test_size", "validation_size"])
-def test_sizes_are_whole_numbers_from_one(key, size):
-    with pytest.raises(ConfigError, match=rf"dataset\.{key}={size}: must be a whole number >= 1"):
-        Counting(**{key: size})
-
-
 def test_hash_sees_the_images_in_use_alone_and_every_pixel_and_label_of_them():
     assert Counting().load().sha256 == Counting(train_size=10).load().sha256
     different = [Counting(), Counting(train_size=9), Counting(test_size=3), Counting(validation_size=1)]

@@ -103,15 +103,13 @@ def test_root_may_have_any_name(tmp_path, name):
         Mnist(root=str(folder), verify=False).load()
 
 
-def test_root_missing_file_and_empty(tmp_path):
+def test_root_missing_file_and_empty_and_another_shape_than_the_published(tmp_path):
     (tmp_path / "file").write_text("x")
     (tmp_path / "empty").mkdir()
     cases = {"nowhere": "no such file", "file": "not a directory", "empty": "holds neither train-images-idx3"}
     for name, part in {**cases, "x" * 300: "file name too long"}.items():
         refused(Mnist(root=str(tmp_path / name)), f"^dataset.root='{tmp_path / name}': .*{part}")
 
-
-def test_verify_holds_files_against_the_published_shape(tmp_path):
     write(tmp_path, small_set())
     said = r"idx3-ubyte\.gz': holds an array of \(30, 28, 28\), .* \(60000, 28, 28\); down"
     refused(Mnist(root=str(tmp_path)), said)

@@ -66,7 +66,7 @@ def test_each_rendering_becomes_light_on_dark_of_their_size_in_their_place():
             assert np.abs(prepared.astype(int) - image).mean() < 14, name
 
 
-def test_a_ground_of_light_gets_dark_ink_and_light_ink_on_nothing_is_seen_too():
+def test_a_ground_of_light_gets_dark_ink_and_without_a_look_a_picture_is_resized():
     prepared = photograph.prepare(renderings(strokes(1, seed=3)[0, :, :, 0])["280 pixels"], LIGHT, SHAPE)
     assert np.median(prepared) == 255
     assert prepared.min() < 55
@@ -74,8 +74,6 @@ def test_a_ground_of_light_gets_dark_ink_and_light_ink_on_nothing_is_seen_too():
     picture[20:80, 40:60] = 255
     assert height(photograph.prepare(picture, LOOK, SHAPE)) == 20
 
-
-def test_without_a_look_a_picture_is_flattened_and_resized():
     picture = np.zeros((8, 8, 4), np.uint8)
     picture[:, :, 3] = 255
     picture[:, :4, 0] = 255
@@ -85,7 +83,7 @@ def test_without_a_look_a_picture_is_flattened_and_resized():
     assert prepared[:, 3].max() == 0
 
 
-def test_what_is_not_like_them_is_said():
+def test_what_is_not_like_them_has_no_stroke_or_several_things_is_said():
     rng = np.random.default_rng(0)
     assert sum(photograph.unlike(image, LOOK) is not None for image in strokes(100, seed=4)) <= 5
     blank = opaque(np.full((50, 50), 128, np.uint8))
@@ -94,8 +92,6 @@ def test_what_is_not_like_them_is_said():
     for picture in (blank, noise, stripes):
         assert photograph.unlike(photograph.prepare(picture, LOOK, SHAPE), LOOK) is not None
 
-
-def test_a_picture_without_a_stroke_or_with_several_things_is_said():
     rng = np.random.default_rng(0)
     (first, *_), (second, *_) = strokes(1, seed=5), strokes(1, seed=6)
     pictures = {

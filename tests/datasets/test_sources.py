@@ -173,7 +173,7 @@ def write_pictures(folder, count=10, size=(6, 4), suffix=".png"):
     return str(folder)
 
 
-def test_images_are_split_by_seed_in_every_class(tmp_path):
+def test_images_are_split_by_seed_in_every_class_or_by_folders(tmp_path):
     root = write_pictures(tmp_path / "photos")
     (tmp_path / "photos" / "blue" / "notes.txt").write_text("no picture")
     dataset = Images(root=root).load()
@@ -185,11 +185,11 @@ def test_images_are_split_by_seed_in_every_class(tmp_path):
     assert len(set(seen)) == 20
     assert Images(root=root).load().sha256 == dataset.sha256 != Images(root=root, seed=1).load().sha256
 
-
-def test_images_in_train_and_test_folders(tmp_path):
-    write_pictures(tmp_path / "train", 5)
-    write_pictures(tmp_path / "test", 3)
-    dataset = Images(root=str(tmp_path), height=8, width=9, grayscale=True, validation_size=2, test_size=4).load()
+    write_pictures(tmp_path / "split" / "train", 5)
+    write_pictures(tmp_path / "split" / "test", 3)
+    dataset = Images(
+        root=str(tmp_path / "split"), height=8, width=9, grayscale=True, validation_size=2, test_size=4
+    ).load()
     assert (len(dataset.train), len(dataset.validation), len(dataset.test)) == (8, 2, 4)
     assert dataset.input_shape == (8, 9, 1)
 
@@ -214,7 +214,7 @@ def test_images_of_different_sizes_ask_for_one(tmp_path):
     assert Images(root=str(root), height=4, width=4).load().input_shape == (4, 4, 3)
 
 
-def test_damaged_images(tmp_path):
+def test_damaged_images_and_ones_too_large(tmp_path, monkeypatch):
     root = Path(write_pictures(tmp_path, 2, (60, 40)))
     victim = root / "blue" / "0.png"
     sound = victim.read_bytes()
@@ -224,9 +224,7 @@ def test_damaged_images(tmp_path):
         victim.write_bytes(content)
         refused(Images(root=str(root)), rf"0\.png': .*{part}")
 
-
-def test_image_too_large_is_refused_unread(tmp_path, monkeypatch):
-    root = write_pictures(tmp_path)
+    root = write_pictures(tmp_path / "large")
     for limit in (20, 5):  # Pillow warns above its limit and refuses above twice that; both are refused here
         monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
         refused(Images(root=root), f"more than {limit} pixels")
@@ -286,30 +284,17 @@ def test_npz_malformed(tmp_path, changes, part):
     refused(Npz(path=write_npz(tmp_path / "a.npz", **changes)), part)
 
 
-def test_npz_with_a_flipped_bit_is_refused_or_unchanged(tmp_path):
-    path = Path(write_npz(tmp_path / "a.npz"))
-    sound, expected = path.read_bytes(), Npz(path=str(path)).load().sha256
-    rng = np.random.default_rng(0)
-    refusals = []
-    for position, bit in zip(rng.integers(0, len(sound), 300), rng.integers(0, 8, 300), strict=True):
-        flipped = bytearray(sound)
-        flipped[position] ^= 1 << bit
-        path.write_bytes(flipped)
-        try:
-            assert Npz(path=str(path)).load().sha256 == expected
-        except DataError as error:
-            refusals.append(str(error))
-    assert len(refusals) > 200
-    assert "\n" not in "".join(refusals)
-
-
-def test_npz_with_an_absurd_shape(tmp_path):
+def test_npz_with_an_absurd_shape_or_one_enormous_label_is_refused_at_once(tmp_path):
     header = io.BytesIO()
     np.lib.format.write_array_header_1_0(header, {"descr": "|u1", "fortran_order": False, "shape": (2**50, 4, 4)})
     with zipfile.ZipFile(tmp_path / "a.npz", "w") as file:
         for name in ARRAYS:
             file.writestr(f"{name}.npy", header.getvalue())
     refused(Npz(path=str(tmp_path / "a.npz")), r"damaged: .*allocate")
+    refused(
+        Npz(path=write_npz(tmp_path / "a.npz", train_labels=np.array([0, 1, 2, 0, 1, 10**12]))),
+        "train_labels up to 1000000000000; there can be 100000 classes",
+    )
 
 
 def test_npz_damaged_or_something_else(tmp_path):
@@ -326,13 +311,6 @@ def test_npz_damaged_or_something_else(tmp_path):
     refused(Npz(path=str(path)), "damaged")
     refused(Npz(path=str(tmp_path / "none.npz")), "no such file")
     refused(Npz(path=str(tmp_path)), "is a directory")
-
-
-def test_npz_with_one_enormous_label_is_refused_at_once(tmp_path):
-    refused(
-        Npz(path=write_npz(tmp_path / "a.npz", train_labels=np.array([0, 1, 2, 0, 1, 10**12]))),
-        "train_labels up to 1000000000000; there can be 100000 classes",
-    )
 
 
 def test_npz_that_unfolds_to_more_than_there_is(tmp_path, monkeypatch):

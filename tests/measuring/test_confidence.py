@@ -32,15 +32,13 @@ def test_p_value_is_the_exact_mann_whitney_test(sizes):
         assert p_value(a.tolist(), b.tolist()) == pytest.approx(expected)
 
 
-def test_many_pairs_are_approximated_and_equal_measurements_do_not_differ():
+def test_many_pairs_are_approximated_equal_ones_do_not_differ_and_holm_raises_p():
     rng = np.random.default_rng(2)
     a, b = rng.normal(size=60), rng.normal(0.4, size=40)
     assert len(a) * len(b) > EXACT
     assert p_value(a.tolist(), b.tolist()) == pytest.approx(stats.mannwhitneyu(a, b).pvalue, rel=1e-6)
     assert p_value([1.0] * 5, [1.0] * 5) == 1.0
 
-
-def test_holm_raises_what_was_tried_more_often():
     assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
     assert holm([0.6, 0.7]) == [1.0, 1.0]
     assert holm([]) == []

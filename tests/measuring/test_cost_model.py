@@ -7,10 +7,17 @@ from cnnexp.measuring.cost_model import Costs, Training
 COSTS = Costs(t_c=1e-9, t_s=1e-5, t_b=1e-9)
 
 
-def test_operations_of_a_network_by_hand():
+def test_operations_and_an_epoch_by_hand():
     network = Network((6, 6, 2), (Conv2d(4, 3), ReLU(), Flatten(), Linear(5)))
     conv, linear = 4 * 4 * 4 * (2 * 3 * 3 * 2 + 1), 5 * (2 * 64 + 1)
     assert cost_model.operations(network) == 3 * (conv + linear)
+
+    training = Training(operations=1000, images=100, averages=3, floats=500)
+    assert cost_model.epoch_s(COSTS, training, 1) == (pytest.approx(1e-4), 0)
+    reduce_s = cost_model.all_reduce_s(COSTS, 500, 3)
+    assert cost_model.epoch_s(COSTS, training, 3) == pytest.approx((34e-6, 3 * reduce_s))
+    # four workers on two cores compute as fast as two
+    assert cost_model.epoch_s(COSTS, training, 4, cores=2)[0] == pytest.approx(50e-6)
 
 
 def test_an_all_reduce_of_one_worker_costs_nothing_and_its_constants_are_found_again():
@@ -28,16 +35,7 @@ def test_how_often_an_epoch_averages(sync, period, averages):
     assert cost_model.averages_per_epoch(images=95, batch_size=10, sync=sync, period=period) == averages
 
 
-def test_an_epoch_by_hand():
-    training = Training(operations=1000, images=100, averages=3, floats=500)
-    assert cost_model.epoch_s(COSTS, training, 1) == (pytest.approx(1e-4), 0)
-    reduce_s = cost_model.all_reduce_s(COSTS, 500, 3)
-    assert cost_model.epoch_s(COSTS, training, 3) == pytest.approx((34e-6, 3 * reduce_s))
-    # four workers on two cores compute as fast as two
-    assert cost_model.epoch_s(COSTS, training, 4, cores=2)[0] == pytest.approx(50e-6)
-
-
-def test_rows_say_where_more_workers_stop_paying():
+def test_rows_say_where_more_workers_stop_paying_and_break_even_is_there():
     network = TwoConvMlp().network((28, 28, 1), 10)
     rows = list(cost_model.extrapolate(COSTS, network, 60_000, 64, network.parameter_count, "parameters"))
     assert len(rows) == 3 * 8
@@ -52,8 +50,6 @@ def test_rows_say_where_more_workers_stop_paying():
     assert efficiencies == sorted(efficiencies, reverse=True)
     assert fast[-1]["speedup"] > slow[-1]["speedup"]
 
-
-def test_break_even_is_where_communicating_takes_as_long_as_computing():
     training = Training(operations=1000, images=1 << 20, averages=1, floats=500)
     workers = cost_model.break_even(COSTS, training)
     for count, later in ((workers // 2, False), (workers, True)):

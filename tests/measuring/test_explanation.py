@@ -58,7 +58,7 @@ def steps(run=RUN, baseline=BASELINE):
     return [side_of(run), side_of(baseline)]
 
 
-def test_groups_are_the_coarser_ones_and_add_up():
+def test_groups_are_the_coarser_ones_joined_where_they_overlap_and_add_up():
     table = {row.name: [piece and piece.us for piece in row.pieces] for row in rows(steps())}
     assert table["conv1 relu1 maxpool1 forward"] == [3.0, 120.0]
     assert table["conv1 relu1 maxpool1 backward"] == [4.0, 330.0]
@@ -70,8 +70,6 @@ def test_groups_are_the_coarser_ones_and_add_up():
         assert sum(pieces[i] or 0 for pieces in table.values()) == pytest.approx(side.accounted * side.us)
     assert steps()[0].accounted == pytest.approx(0.98), "evaluation and what is no training are no part of a step"
 
-
-def test_groups_that_overlap_are_joined():
     a = {**RUN, "layers": [layer("conv1 relu1", "forward", 1.0), layer("pool1", "forward", 2.0)], "entries": []}
     b = {**RUN, "layers": [layer("conv1", "forward", 4.0), layer("relu1 pool1", "forward", 5.0)], "entries": []}
     (row,) = rows([side_of(a, "a"), side_of(b, "b")])
@@ -109,11 +107,16 @@ def test_the_ways_that_the_planner_took_and_that_a_run_was_disturbed_are_said():
     assert "DISTURBED" not in " ".join(sentences(steps()))
 
 
-def test_the_other_way_round_it_rose():
+def test_the_other_way_round_it_rose_and_a_step_timed_whole_is_told_whole():
     text = " ".join(changes(steps()[::-1]))
     assert "conv1's backward pass with relu1 and maxpool1 rose from 4 us to 330 us an image, 82.5 times more." in text
     assert "fewer" not in text
     assert "at once" not in text
+
+    whole = {**BASELINE, "layers": [], "entries": [entry("train", "", 500.0)]}
+    assert side_of(whole).pieces == ()
+    assert changes(steps(baseline=whole)) == []
+    assert sentences(steps(baseline=whole))[0].endswith("cpu on 1 thread 500 us: 50 times less.")
 
 
 def test_memory_may_be_what_bounds():
@@ -130,13 +133,6 @@ def test_memory_may_be_what_bounds():
     )
     denser = {**faster, "layers": [layer("linear1", "backward", 9.0, 1, 9e12, 3e10)]}
     assert "more than the 100 that was measured as the limit here (300 FLOP" in sentences([side_of(denser)])[0]
-
-
-def test_a_step_that_was_only_timed_whole_is_told_whole():
-    whole = {**BASELINE, "layers": [], "entries": [entry("train", "", 500.0)]}
-    assert side_of(whole).pieces == ()
-    assert changes(steps(baseline=whole)) == []
-    assert sentences(steps(baseline=whole))[0].endswith("cpu on 1 thread 500 us: 50 times less.")
 
 
 def test_names_and_microseconds_are_plain():

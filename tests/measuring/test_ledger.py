@@ -21,7 +21,7 @@ from cnnexp.optimizers import SGD
 NETWORK = Network((12, 12, 2), (Conv2d(4, 3), ReLU(), MaxPool2d(2), Flatten(), Linear(6), Sigmoid(), Linear(3)))
 
 
-def test_inner_spans_stop_the_outer_one():
+def test_inner_spans_stop_the_outer_one_and_one_that_raises_is_closed():
     clock = FakeClock()
     ledger = Ledger(clock)
     clock.advance(1)
@@ -36,8 +36,6 @@ def test_inner_spans_stop_the_outer_one():
     assert ledger.close() == 31
     assert ledger.seconds == {REST: 17, ("train", ""): 10, ("forward", "conv1"): 4}
 
-
-def test_a_span_that_raises_is_charged_and_closed():
     clock = FakeClock()
     ledger = Ledger(clock)
 
@@ -182,7 +180,7 @@ class Stepper:
                 self.clock.advance(seconds)
 
 
-def test_the_layers_share_of_a_step_is_that_of_their_passes_alone():
+def test_the_layers_share_of_a_step_is_that_of_their_passes_alone_and_a_fused_one_has_none():
     clock = FakeClock()
     ledger, program = Ledger(clock), Stepper(clock)
     baseline = Profiled(program, ledger, train="baseline")
@@ -191,8 +189,6 @@ def test_the_layers_share_of_a_step_is_that_of_their_passes_alone():
     assert set(ledger.seconds) == {REST, ("baseline", "")}
     assert program.heard is None  # steps that are timed are not clocked inside
 
-
-def test_a_fused_baseline_has_no_layers_share():
     clock = FakeClock()
     program = FakeProgram(clock, 0.1)
     assert Profiled(program, Ledger(clock), train="baseline").layers_share(None, np.arange(4), 0.1) is None
@@ -228,7 +224,7 @@ def test_weights_are_read_once_a_batch_and_a_first_layer_needs_no_dx():
     assert work(Conv2d(4, 3), (8, 8, 2), "backward", needs_dx=False) == (2 * 36 * 4 * 18, 4 * (128 + 144 + 152))
 
 
-def test_machine_limits_are_measured(tmp_path, monkeypatch):
+def test_machine_limits_are_measured_and_some_where_no_cache_is_known(tmp_path, monkeypatch):
     sizes = ("Data", 1, "32K"), ("Instruction", 1, "64K"), ("Unified", 2, "512K"), ("Unified", 3, "16M")
     for i, facts in enumerate(sizes):
         (tmp_path / f"index{i}").mkdir()
@@ -243,8 +239,6 @@ def test_machine_limits_are_measured(tmp_path, monkeypatch):
     assert "l3_gb_per_s" not in machine_limits(4), "a thread's share of it is hardly more than its second cache"
     assert list(roofs(machine_limits(2))) == ["memory", "L3 cache", "L2 cache", "L1 cache"]
 
-
-def test_bandwidths_are_measured_where_no_cache_is_known(tmp_path, monkeypatch):
     monkeypatch.setattr(roofline.cores, "CACHES", tmp_path / "nothing")
     limits = machine_limits(2)
     assert set(limits) == {"gflops", "gb_per_s"}

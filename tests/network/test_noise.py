@@ -35,14 +35,12 @@ def test_neighbours_tell_nothing_of_each_other():
         assert abs((a * b).mean()) < 4 * 0.25 / np.sqrt(a.size)
 
 
-def test_a_mask_follows_from_the_image_wherever_it_stands():
+def test_a_mask_follows_from_the_image_wherever_it_stands_and_keys_differ():
     key = layer_key(5, 9, "residual1.dropout1")
     together = keeps(key, 0.3, IMAGES, 50)
     for image, row in zip(IMAGES, together, strict=True):
         np.testing.assert_array_equal(keeps(key, 0.3, np.array([image]), 50)[0], row)
 
-
-def test_keys_differ_by_seed_step_and_layer():
     places = ((0, 1, "a"), (1, 1, "a"), (0, 2, "a"), (0, 1, "b"), (1 << 32, 1, "a"), (-1, 1, "a"))
     keys = {layer_key(*place) for place in places}
     assert len(keys) == 6

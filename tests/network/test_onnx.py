@@ -1,8 +1,9 @@
 # ruff: noqa: E501 - one graph a line
-"""Networks from ONNX files: what other programs wrote computes here what it computes there."""
+"""Networks to ONNX files and from them: what we wrote computes the same elsewhere, what others wrote the same here."""
 
 import dataclasses
 import io
+import json
 import os
 import subprocess
 import sys
@@ -10,9 +11,12 @@ import warnings
 
 import numpy as np
 import pytest
+import reference
+from backends import outside_layer
 from commands import one_line
 from conformance import make_case
-from networks import NETWORKS
+from hypothesis import HealthCheck, given, settings
+from networks import NETWORKS, cases
 from torch_modules import NAMES, channels_last, torch_modules
 
 from cnnexp.app import explain, export, predict
@@ -57,14 +61,35 @@ def in_onnxruntime(path, images):
     return np.concatenate([session.run(None, {given.name: batch})[0] for batch in batches])
 
 
+def check_exported(path, case):
+    """Compare onnxruntime on a case's graph with the oracle; return its probabilities and how many."""
+    scores = reference.forward(case.layers, case.float_images)[-1]
+    wanted = np.hstack([1 - scores, scores]) if case.loss == Loss.BINARY_CROSS_ENTROPY else softmax(scores)
+    names = [f"class {i}" for i in range(wanted.shape[1])]
+    path.write_bytes(graph.build(case.network, case.loss, case.state, "float32", names).SerializeToString())
+    np.testing.assert_allclose(in_onnxruntime(path, case.images), wanted, rtol=0, atol=1e-5)
+    return wanted
+
+
 @pytest.mark.parametrize("name", NETWORKS)
-def test_what_export_wrote_is_read_back(tmp_path, name):
-    case = make_case(Network(*NETWORKS[name]))
-    outputs = case.network.output_shape[0]
-    path = tmp_path / "net.onnx"
-    path.write_bytes(graph.build(case.network, case.loss, case.state, "float32", "x" * outputs).SerializeToString())
-    found, _ = probabilities(Onnx(str(path), pretrained=True), case.images, outputs)
-    np.testing.assert_allclose(found, in_onnxruntime(path, case.images), rtol=0, atol=1e-5)
+def test_what_export_wrote_is_the_oracles_in_onnxruntime_and_read_back(tmp_path, name):
+    path, case = tmp_path / "net.onnx", make_case(Network(*NETWORKS[name]))
+    wanted = check_exported(path, case)
+    found, _ = probabilities(Onnx(str(path), pretrained=True), case.images, wanted.shape[1])
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5)
+    kept = {entry.key: entry.value for entry in onnx.load(path).metadata_props}
+    assert json.loads(kept["classes"])[0] == "class 0"
+
+
+@settings(max_examples=75, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@given(case=cases())
+def test_random_networks_are_exported(tmp_path_factory, case):
+    check_exported(tmp_path_factory.getbasetemp() / "random.onnx", case)
+
+
+def test_a_layer_of_a_plugin_is_exported_by_its_rule(tmp_path):
+    with outside_layer.network() as network:
+        check_exported(tmp_path / "net.onnx", make_case(network))
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in ("custom", "onnx")])
@@ -95,7 +120,7 @@ def written_by_torch(path, module, shape, **options):
     path.write_bytes(content.getvalue())
 
 
-@pytest.mark.parametrize("opset", [13, 17, 20])
+@pytest.mark.parametrize("opset", [17, *(pytest.param(opset, marks=pytest.mark.thorough) for opset in (13, 20))])
 @pytest.mark.parametrize("name", NAMES)
 def test_what_pytorch_wrote_agrees_with_onnxruntime(tmp_path, name, opset):
     module, shape = torch_modules()[name]

@@ -5,7 +5,7 @@ import sys
 
 import numpy as np
 import pytest
-from commands import one_line
+from commands import often, one_line
 from torch_modules import NAMES, channels_last, torch_modules
 
 from cnnexp import from_torch, to_torch
@@ -17,6 +17,7 @@ from cnnexp.optimizers import SGD
 torch = pytest.importorskip("torch", reason="no torch is installed")
 nn = torch.nn
 RNG = np.random.default_rng(0)
+OFTEN = "lenet5", "vgg", "padded_resnet", "mobilenet", "views"
 RESIDUALS = {"resnet": 3, "plain_resnet": 1, "padded_resnet": 1}
 
 
@@ -37,7 +38,7 @@ def scores_of(program, images):
     return scores - np.log(np.exp(scores).sum(1, keepdims=True))
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("rows_and_columns",)])
+@pytest.mark.parametrize("name", often([name for name in NAMES if name != "rows_and_columns"], OFTEN))
 def test_a_step_is_the_modules_own_and_goes_back_into_it(name):
     module, shape = torch_modules()[name]
     for layer in module.modules():

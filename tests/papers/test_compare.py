@@ -20,15 +20,13 @@ def as_cells(experiment: Experiment, jobs) -> list[list[Cell]]:
     ]
 
 
-def test_cells_have_the_mean_over_seeds_its_spread_and_the_ratio():
+def test_cells_have_mean_spread_and_ratio_and_speedups_are_against_the_same_column():
     table = Experiment("t", "s", "q", (Line("a", {"backend.name": "numpy"}, (25.0,)),), (Column("c"),), accuracy)
     (cell,) = as_cells(table, [make_job(accuracy=0.4), make_job(accuracy=0.6), make_job("cpu", accuracy=0.9)])[0]
     assert (cell.ours, cell.published, cell.ratio) == pytest.approx((50.0, 25.0, 2.0))
     assert cell.spread == pytest.approx(14.142, abs=1e-3)
     assert texts(cell) == ("25", "50.00 ± 14.14", "2")
 
-
-def test_a_speedup_is_against_the_jobs_of_the_same_column():
     lines = (Line("a", {"backend.name": "cpu-simd"}, against={"backend.name": "cpu"}),)
     columns = tuple(Column(str(n), {"model.filters": n}) for n in (1, 2))
     jobs = [
@@ -47,13 +45,11 @@ def test_what_could_not_be_run_says_why(status, why):
     assert texts(cell) == ("4.06", why, "")
 
 
-def test_amdahl_with_the_papers_inputs():
+def test_amdahl_with_the_papers_inputs_and_an_epoch_cut_short_is_scaled():
     assert limit(768)(replace(make_job(), metrics={"profile/parallel_share": 0.9801})) == pytest.approx(47.2, abs=0.05)
     assert limit(768)(make_job()) is None
     assert "gives 47.2; the paper prints 45.45" in EXPERIMENTS["khandait_amdahl"].notes[0]
 
-
-def test_an_epoch_cut_short_is_scaled():
     job = make_job(images=1000, timed=250, seconds=2.0)
     assert epoch_s(job) == 8.0
     assert seconds_per_iteration(job) == 0.08

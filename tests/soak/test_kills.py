@@ -29,16 +29,6 @@ def journal(folder, epochs=STEPS, ended=("finish", "stored"), times_ms=None):
     (folder / JOURNAL).write_text("".join(json.dumps(event) + "\n" for event in events))
 
 
-def test_one_bit_of_one_weight_is_seen(tmp_path):
-    parameters = np.linspace(-1, 1, NETWORK.parameter_count, dtype=np.float32)
-    keep(tmp_path / "a", parameters)
-    keep(tmp_path / "b", parameters)
-    assert commands.weights(tmp_path / "a") == commands.weights(tmp_path / "b")
-    parameters[3] = np.nextafter(parameters[3], np.float32(2))
-    keep(tmp_path / "c", parameters)
-    assert commands.weights(tmp_path / "a") != commands.weights(tmp_path / "c")
-
-
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
@@ -56,7 +46,11 @@ def test_one_bit_of_one_weight_is_seen(tmp_path):
 def test_what_a_kill_may_change_is_seen(tmp_path, monkeypatch, change, fault):
     parameters = np.zeros(NETWORK.parameter_count, np.float32)
     keep(tmp_path / "run", parameters)
-    wanted = "other" if change == "a weight" else commands.weights(tmp_path / "run")
+    wanted = commands.weights(tmp_path / "run")
+    if change == "a weight":  # by one bit
+        parameters[3] = np.nextafter(parameters[3], np.float32(2))
+        keep(tmp_path / "other", parameters)
+        wanted = commands.weights(tmp_path / "other")
     metrics = {name: list(values) for name, values in METRICS.items()}
     if change == "a metric":
         del metrics["test/accuracy"][2]
@@ -129,19 +123,3 @@ def test_time_memory_and_files_that_grow_are_seen(tmp_path, monkeypatch, last_ms
         for epoch in times
     ]
     assert (long._growth(tmp_path, samples) is None) == holds
-
-
-@pytest.mark.parametrize(
-    ("trials", "fault"),
-    [
-        ([(None, None)], None),
-        ([(None, "slower"), (None, None)], None),
-        ([(None, "slower")] * long.TRIES, "slower"),
-        ([("hung", None)], "hung"),
-    ],
-)
-def test_what_grows_does_so_every_time(tmp_path, monkeypatch, trials, fault):
-    left = list(trials)
-    monkeypatch.setattr(long, "_train", lambda folder: left.pop(0))
-    assert next(long.epochs(tmp_path, 0)) == fault
-    assert not left

@@ -16,15 +16,13 @@ def run(monkeypatch, capsys, *words):
     return left.value.code, capsys.readouterr().out
 
 
-def test_a_part_that_does_not_hold_is_told_and_counted(monkeypatch, capsys, tmp_path):
+def test_a_part_that_does_not_hold_is_told_and_a_slice_ends_in_time(monkeypatch, capsys, tmp_path):
     faults = iter([None, "lost an epoch", None, None])
     monkeypatch.setattr(soak, "PARTS", {"fake": lambda folder, seed: faults})
     code, out = run(monkeypatch, capsys, "fake", "--folder", str(tmp_path))
     assert code == 1
     assert out.startswith("fake: lost an epoch\nfake: 3 of 4 hold, in ")
 
-
-def test_a_slice_ends_after_its_count_or_its_seconds(monkeypatch, capsys):
     monkeypatch.setattr(soak, "PARTS", {"a": lambda *_: iter([None] * 9), "b": lambda *_: iter([None] * 9)})
     code, out = run(monkeypatch, capsys, "--count", "3")
     assert (code, out.count("3 of 3 hold")) == (0, 2)

@@ -48,12 +48,121 @@ def lost(words, run, *arguments):
     assert found("memcheck", *words)
 
 
-def told_unless(right, check, *words):
-    assert softgpu.findings() == [] if right else found(check, *words)
-
-
 def zeros(count=THREADS, dtype=np.float32):
     return cuda.to_device(np.zeros(count, dtype))
+
+
+FAULTS = []
+
+
+def fault(right, wrong, check, *words, blocks=1, threads=THREADS):
+    """Note a kernel (array, number) that is silent with the right number and told of with the wrong one."""
+    return lambda kernel: FAULTS.append(
+        pytest.param(kernel, right, wrong, check, words, blocks, threads, id=kernel.__name__)
+    )
+
+
+@fault(0, 1, "memcheck", "a write", "shared address 0x100", "st.shared")
+def past_shared_memory(y, first):
+    tile = cuda.shared.array(THREADS, np.float32)
+    i = cuda.threadIdx.x
+    tile[np.uint32(i + first)] = f32(1)
+    cuda.syncthreads()
+    y[i] = tile[i]
+
+
+@fault(2, 1, "initcheck", "shared address", "nobody wrote", blocks=2)
+def shared_memory_is_new_in_every_block(y, writers):
+    tile = cuda.shared.array(THREADS, np.float32)
+    i = cuda.threadIdx.x
+    if cuda.blockIdx.x < writers:
+        tile[i] = f32(1)
+    cuda.syncthreads()
+    y[cuda.grid(1)] = tile[i]
+
+
+@fault(1, 0, "racecheck", "shared")
+def a_tile_that_is_overwritten_while_it_is_read(y, barrier):
+    tile = cuda.shared.array(THREADS, np.float32)
+    i = cuda.threadIdx.x
+    total = f32(0)
+    for turn in range(3):
+        tile[i] = f32(i + turn)
+        cuda.syncthreads()
+        total += tile[THREADS - 1 - i]
+        if barrier:
+            cuda.syncthreads()
+    y[i] = total
+
+
+@fault(1, 0, "racecheck", "shared", threads=32)
+def lanes_of_a_warp_that_do_not_wait(y, synchronized):
+    tile = cuda.shared.array(32, np.float32)
+    i = cuda.threadIdx.x
+    tile[i] = f32(i)
+    if synchronized:
+        cuda.syncwarp()
+    y[i] = tile[31 - i]
+
+
+@fault(1, 2, "racecheck", "a write", "global", "block 0", blocks=2)
+def two_blocks_that_write_in_one_place(y, writers):
+    if cuda.threadIdx.x == 0 and cuda.blockIdx.x < writers:
+        y[0] = f32(cuda.blockIdx.x)
+
+
+@fault(0, THREADS, "racecheck", "global", blocks=2)
+def a_block_that_reads_what_another_writes(y, further):
+    i = cuda.grid(1)
+    value = y[np.uint32(i + further) % cuda.gridsize(1)]
+    cuda.syncthreads()
+    y[i] = value
+
+
+@fault(THREADS, 40, "synccheck", "24 are gone", "bar.sync")
+def a_barrier_that_some_have_left_for_good(y, stay):
+    i = cuda.threadIdx.x
+    if i >= stay:
+        return
+    y[i] = f32(1)
+    cuda.syncthreads()
+    y[i] += f32(1)
+
+
+@fault(0, 32, "synccheck", "wait at different barriers")
+def a_barrier_in_a_branch(y, least):
+    i = cuda.threadIdx.x
+    if i >= least:
+        y[i] = f32(1)
+        cuda.syncthreads()
+        y[i] += f32(1)
+    else:
+        y[i] = f32(2)
+        cuda.syncthreads()
+
+
+@pytest.mark.parametrize(("kernel", "right", "wrong", "check", "words", "blocks", "threads"), FAULTS)
+def test_a_fault_is_found_and_the_same_kernel_without_is_silent(kernel, right, wrong, check, words, blocks, threads):
+    compiled = cuda.jit("void(float32[::1], uint32)")(kernel)
+    silent(compiled, zeros(2 * THREADS), np.uint32(right), blocks=blocks, threads=threads)
+    given = compiled, zeros(2 * THREADS), np.uint32(wrong)
+    if check == "memcheck":
+        lost(words, lambda: launch(*given, blocks=blocks, threads=threads))
+        return
+    launch(*given, blocks=blocks, threads=threads)
+    assert found(check, *words)
+
+
+def test_racecheck_a_missing_barrier():
+    @cuda.jit("void(float32[::1])")
+    def kernel(y):
+        tile = cuda.shared.array(THREADS, np.float32)
+        i = cuda.threadIdx.x
+        tile[i] = f32(i)
+        y[i] = tile[THREADS - 1 - i]
+
+    launch(kernel, zeros())
+    assert any(line.startswith("racecheck: ") and "shared" in line for line in softgpu.findings())
 
 
 def test_memcheck_an_index_off_by_one_leaves_the_allocation():
@@ -67,19 +176,6 @@ def test_memcheck_an_index_off_by_one_leaves_the_allocation():
     words = "a read of 4 bytes", "outside every allocation", "shift", "ld.global"
     lost(words, launch, shift, x, y, np.uint32(1))
     lost(words, zeros)
-
-
-def test_memcheck_a_write_past_shared_memory():
-    @cuda.jit("void(float32[::1], uint32)")
-    def kernel(y, first):
-        tile = cuda.shared.array(THREADS, np.float32)
-        i = cuda.threadIdx.x
-        tile[np.uint32(i + first)] = f32(1)
-        cuda.syncthreads()
-        y[i] = tile[i]
-
-    silent(kernel, zeros(), np.uint32(0))
-    lost(("a write", "shared address 0x100", "st.shared"), launch, kernel, zeros(), np.uint32(1))
 
 
 def test_memcheck_memory_that_was_given_back():
@@ -127,99 +223,9 @@ def test_initcheck_memory_that_nobody_wrote():
     assert found("initcheck", "nobody wrote", "ld.global")
 
 
-def test_initcheck_shared_memory_is_new_in_every_block():
-    @cuda.jit("void(float32[::1], uint32)")
-    def kernel(y, writers):
-        tile = cuda.shared.array(THREADS, np.float32)
-        i = cuda.threadIdx.x
-        if cuda.blockIdx.x < writers:
-            tile[i] = f32(1)
-        cuda.syncthreads()
-        y[cuda.grid(1)] = tile[i]
-
-    silent(kernel, zeros(2 * THREADS), np.uint32(2), blocks=2)
-    launch(kernel, zeros(2 * THREADS), np.uint32(1), blocks=2)
-    assert found("initcheck", "shared address", "nobody wrote")
-
-
 def test_initcheck_what_is_copied_to_the_host():
     cuda.device_array(4, np.float32).copy_to_host()
     assert found("initcheck", "a copy to the host of 16 bytes")
-
-
-@pytest.mark.parametrize("barrier", [True, False])
-def test_racecheck_a_missing_barrier(barrier):
-    @cuda.jit("void(float32[::1])")
-    def kernel(y):
-        tile = cuda.shared.array(THREADS, np.float32)
-        i = cuda.threadIdx.x
-        tile[i] = f32(i)
-        if barrier:
-            cuda.syncthreads()
-        y[i] = tile[THREADS - 1 - i]
-
-    launch(kernel, zeros())
-    assert bool(softgpu.findings()) is not barrier
-    assert barrier or any(line.startswith("racecheck: ") and "shared" in line for line in softgpu.findings())
-
-
-@pytest.mark.parametrize("barrier", [True, False])
-def test_racecheck_a_tile_that_is_overwritten_while_it_is_read(barrier):
-    @cuda.jit("void(float32[::1])")
-    def kernel(y):
-        tile = cuda.shared.array(THREADS, np.float32)
-        i = cuda.threadIdx.x
-        total = f32(0)
-        for turn in range(3):
-            tile[i] = f32(i + turn)
-            cuda.syncthreads()
-            total += tile[THREADS - 1 - i]
-            if barrier:
-                cuda.syncthreads()
-        y[i] = total
-
-    launch(kernel, zeros())
-    told_unless(barrier, "racecheck", "shared")
-
-
-@pytest.mark.parametrize("synchronized", [True, False])
-def test_racecheck_within_a_warp(synchronized):
-    @cuda.jit("void(float32[::1])")
-    def kernel(y):
-        tile = cuda.shared.array(32, np.float32)
-        i = cuda.threadIdx.x
-        tile[i] = f32(i)
-        if synchronized:
-            cuda.syncwarp()
-        y[i] = tile[31 - i]
-
-    launch(kernel, zeros(32), threads=32)
-    told_unless(synchronized, "racecheck", "shared")
-
-
-@pytest.mark.parametrize("blocks", [1, 2])
-def test_racecheck_between_blocks(blocks):
-    @cuda.jit("void(float32[::1])")
-    def kernel(y):
-        if cuda.threadIdx.x == 0:
-            y[0] = f32(cuda.blockIdx.x)
-
-    launch(kernel, zeros(), blocks=blocks)
-    told_unless(blocks == 1, "racecheck", "a write", "global", "block 0")
-
-
-@pytest.mark.parametrize("blocks", [1, 2])
-def test_racecheck_a_block_reads_what_another_writes(blocks):
-    @cuda.jit("void(float32[::1])")
-    def kernel(y):
-        i = cuda.grid(1)
-        n = cuda.gridsize(1)
-        value = y[(i + THREADS) % n]
-        cuda.syncthreads()
-        y[i] = value
-
-    launch(kernel, zeros(blocks * THREADS), blocks=blocks)
-    told_unless(blocks == 1, "racecheck", "global")
 
 
 def test_racecheck_knows_bytes_apart_and_lets_atomics_be():
@@ -233,37 +239,6 @@ def test_racecheck_knows_bytes_apart_and_lets_atomics_be():
     assert total.copy_to_host()[0] == 4 * THREADS
     launch(kernel, y, total, np.uint32(2))
     assert found("racecheck", "a write", "st.global.u8")
-
-
-def test_synccheck_a_barrier_that_some_have_left_for_good():
-    @cuda.jit("void(float32[::1], uint32)")
-    def kernel(y, stay):
-        i = cuda.threadIdx.x
-        if i >= stay:
-            return
-        y[i] = f32(1)
-        cuda.syncthreads()
-        y[i] += f32(1)
-
-    silent(kernel, zeros(), np.uint32(THREADS))
-    launch(kernel, zeros(), np.uint32(40))
-    assert found("synccheck", "24 are gone", "bar.sync")
-
-
-def test_synccheck_a_barrier_in_a_branch():
-    @cuda.jit("void(float32[::1], uint32)")
-    def kernel(y, least):
-        i = cuda.threadIdx.x
-        if i >= least:
-            y[i] = f32(1)
-            cuda.syncthreads()
-            y[i] += f32(1)
-        else:
-            y[i] = f32(2)
-            cuda.syncthreads()
-
-    launch(kernel, zeros(), np.uint32(32))
-    assert found("synccheck", "wait at different barriers")
 
 
 def test_synccheck_a_value_from_a_lane_that_is_not_there():

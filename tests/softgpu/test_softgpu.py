@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import ROOT
+from commands import ROOT, suite
 
 pytest.importorskip("numba_cuda", reason="runs numba-cuda: pip install cnnexp[gpu]")
 
@@ -17,29 +17,20 @@ HERE = Path(__file__).parent
 pytestmark = pytest.mark.skipif(bool(softgpu.unavailable()), reason=softgpu.unavailable())
 
 
-def run(gpu: SoftGpu, *arguments: str) -> subprocess.CompletedProcess:
-    environment = gpu.environment()
-    environment["PYTHONPATH"] += os.pathsep + str(HERE)
-    environment["NUMBA_CUDA_LOW_OCCUPANCY_WARNINGS"] = "0"
-    environment.pop("PYTEST_XDIST_WORKER", None)
-    command = [sys.executable, "-m", *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500, check=False)
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("suites", "gpu"),
+    ("names", "gpu"),
     [
         pytest.param(("instructions", "faults", "host", "counts"), SoftGpu(devices=2), id="in order"),
         pytest.param(("host",), SoftGpu(devices=2, streams="late"), id="streams late"),
         pytest.param(("faults",), SoftGpu(devices=2, seed=5), id="shuffled", marks=pytest.mark.slow),
     ],
 )
-def test_suites(suites, gpu):
-    files = [str(HERE / f"{suite}.py") for suite in suites]
-    done = run(gpu, "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *files)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert "skipped" not in done.stdout
+def test_suites(names, gpu):
+    files = [str(HERE / f"{name}.py") for name in names]
+    environ = {**gpu.environment(), "NUMBA_CUDA_LOW_OCCUPANCY_WARNINGS": "0"}
+    environ["PYTHONPATH"] += os.pathsep + str(HERE)
+    assert "skipped" not in suite(*files, environ=environ)
 
 
 ASK = """
@@ -57,14 +48,18 @@ except Exception as error:
 """
 
 
+FAULTY = (
+    (SoftGpu(devices=0), "CUDA_ERROR_NO_DEVICE"),
+    (SoftGpu(fault="alloc:2"), "CUDA_ERROR_OUT_OF_MEMORY"),
+    (SoftGpu(fault="lost:2"), "CUDA_ERROR_UNKNOWN"),
+)
+
+
 @pytest.mark.parametrize(
     ("gpu", "says"),
     [
-        (SoftGpu(devices=3, capability=(7, 5)), "(7, 5) (7, 5) (7, 5)\ndone"),
         (SoftGpu(devices=3, capabilities=((7, 5), (9, 0)), capability=(12, 0)), "(7, 5) (9, 0) (12, 0)\ndone"),
-        (SoftGpu(devices=0), "CUDA_ERROR_NO_DEVICE"),
-        (SoftGpu(fault="alloc:2"), "CUDA_ERROR_OUT_OF_MEMORY"),
-        (SoftGpu(fault="lost:2"), "CUDA_ERROR_UNKNOWN"),
+        *(pytest.param(*machine, marks=pytest.mark.thorough) for machine in FAULTY),
     ],
 )
 def test_machines_and_faults_on_demand(gpu, says):

@@ -40,15 +40,6 @@ def test_a_registered_class_is_found_beside_ours():
     register("optimizer", "mine")(Mine)  # the same file, loaded again
 
 
-def test_a_class_is_imported_when_it_is_asked_for():
-    lazy = Registry("optimizer", {"later": "nowhere:Later", "now": "optimizers:SGD"})
-    assert list(lazy) == ["later", "now"]
-    assert "later" in lazy
-    assert lazy["now"] is SGD
-    with pytest.raises(ModuleNotFoundError):
-        lazy["later"]
-
-
 @pytest.mark.parametrize(
     ("group", "name", "cls", "message"),
     [
@@ -63,14 +54,12 @@ def test_what_cannot_be_registered(group, name, cls, message):
         register(group, name)(cls)
 
 
-def test_two_plugins_may_not_share_a_name():
+def test_two_plugins_may_not_share_a_name_and_an_unknown_one_says_what_is_legal():
     register("backend", "x")(Mine)
     for taken in (lambda: register("backend", "x")(SGD), lambda: Registry("backend", {"x": SGD})):
         with pytest.raises(ConfigError, match=r"'x'\): the name is taken"):
             taken()
 
-
-def test_an_unknown_name_is_an_error_that_says_what_is_legal():
     said = r"backend.name='cpu-smd': unknown; legal: python, .*; did you mean 'cpu-simd'"
     with pytest.raises(ConfigError, match=said):
         BACKENDS.find("cpu-smd", "backend.name")

@@ -8,7 +8,7 @@ from cnnexp.system.table import Group, Table, as_html, as_markdown, as_screen, n
 TABLE = Table((Group("time", ("paper", "ours")), Group("a < b")), (("one", "1", "2", "<3>"), ("two", "", "5", "6")))
 
 
-def test_every_form_shows_the_same_table():
+def test_every_form_shows_the_same_table_and_without_headings_one_line_of_titles():
     assert as_markdown(TABLE) == [
         "|  | time: paper | time: ours | a < b |",
         "| --- | --: | --: | --: |",
@@ -24,9 +24,6 @@ def test_every_form_shows_the_same_table():
     screen = as_screen(TABLE, "title", 80)
     assert [column.header for column in screen.columns] == ["", "time\npaper", "time\nours", "a < b"]
     assert [list(column.cells) for column in screen.columns] == [["one", "two"], ["1", ""], ["2", "5"], ["<3>", "6"]]
-
-
-def test_a_table_without_headings_under_its_titles_has_one_line_of_them():
     assert as_html(Table((Group("1"), Group("2")), ())).count("<tr>") == 1
 
 

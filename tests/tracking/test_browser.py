@@ -30,7 +30,7 @@ def store(tmp_path_factory, new_store):
     return stores.Store(new_store(tmp_path_factory.mktemp("ui")), "first")
 
 
-def test_ui_shows_the_store_to_this_machine_alone(store, monkeypatch, capsys):
+def test_ui_shows_the_store_to_this_machine_alone_and_a_server_is_its_own_page(store, monkeypatch, capsys):
     commands = []
     monkeypatch.setattr(browser.os, "execve", lambda path, command, environ: commands.append(command))
     browser.command([f"tracking.uri={store._uri}", "port=5123"])
@@ -41,8 +41,6 @@ def test_ui_shows_the_store_to_this_machine_alone(store, monkeypatch, capsys):
         *("--host", view.HOST, "--port", "5123", "--workers", "1"),
     ]
 
-
-def test_ui_of_a_server_is_the_server(capsys):
     browser.command(["tracking.uri=http://host:5000"])
     assert capsys.readouterr().out.endswith("http://host:5000\n")
 
@@ -59,15 +57,13 @@ def test_without_mlflows_pages_one_line_says_what_installs_them(store, monkeypat
         browser.command([f"tracking.uri={store._uri}"])
 
 
-def test_free_port_skips_a_taken_one():
+def test_free_port_skips_a_taken_one_and_the_last_experiment_is_of_the_newest_run_not_deleted(store, tmp_path):
     with browser.loopback() as taken:
         taken.bind((view.HOST, 0))
         taken.listen()
         first = taken.getsockname()[1]
         assert browser.free_port(first) > first
 
-
-def test_last_experiment_is_that_of_the_newest_run_that_is_not_deleted(store, tmp_path):
     assert browser.last_experiment(f"sqlite:///{tmp_path}/none.db") == (None, False)
     assert browser.last_experiment("http://host") == (None, False)
     (tmp_path / "other.db").write_bytes(b"not a database " * 100)

@@ -1,4 +1,3 @@
-import io
 import itertools
 
 import numpy as np
@@ -22,17 +21,6 @@ def lines(axes):
     return {line.get_label(): [list(data) for data in line.get_data()] for line in axes.get_lines()}
 
 
-def test_draw_run_writes_its_figures(tmp_path):
-    predictions = tmp_path / "predictions.npz"
-    np.savez(predictions, labels=LABELS, predicted=predicted_classes(SCORES))
-    figures.draw_run(
-        str(tmp_path / "figures"), epochs(epoch_result(1)), [None], str(predictions), DATASET.classes, "a run"
-    )
-    sizes = {path.name: Image.open(io.BytesIO(path.read_bytes())).size for path in (tmp_path / "figures").iterdir()}
-    assert sizes.keys() == {"learning.png", "epoch_time.png", "confusion.png", "recall.png"}
-    assert all(min(size) >= 300 for size in sizes.values())
-
-
 def test_augmented_images_stand_four_in_a_row(tmp_path):
     images = np.zeros((6, 8, 8, 2), np.uint8)
     images[5, :, :, 0] = 255  # white, of black ones
@@ -46,7 +34,7 @@ def test_augmented_images_stand_four_in_a_row(tmp_path):
     assert rows.max() < 320, "no third row"
 
 
-def test_learning_shows_each_split_by_epoch():
+def test_learning_shows_each_split_and_epoch_time_the_baseline_where_it_was_measured():
     figure = figures.learning(
         epochs(epoch_result(1, correct=1, validation=2), epoch_result(2, correct=3, validation=4))
     )
@@ -56,8 +44,6 @@ def test_learning_shows_each_split_by_epoch():
     assert accuracies["validation"] == [[1, 2], [0.5, 1.0]]
     assert "validation" not in lines(figures.learning(epochs(epoch_result(1))).axes[0])
 
-
-def test_epoch_time_shows_the_baseline_where_it_was_measured():
     figure = figures.epoch_time(epochs(epoch_result(1), epoch_result(2)), [None, 1.5])
     run, baseline = lines(figure.axes[0]).values()
     assert run == [[1, 2], [0.5, 0.5]]
@@ -65,23 +51,17 @@ def test_epoch_time_shows_the_baseline_where_it_was_measured():
     assert len(lines(figures.epoch_time(epochs(epoch_result(1)), [None]).axes[0])) == 1
 
 
-def test_confusion_counts_true_by_predicted():
+def test_confusion_counts_true_by_predicted_and_a_class_without_images_has_recall_zero():
     axes = figures.confusion(LABELS, predicted_classes(SCORES), DATASET.classes).axes[0]
     cells = {tuple(map(int, text.get_position()[::-1])): text.get_text() for text in axes.texts}
     assert cells[2, 1] == "1"  # the 2 that was taken for a 1
     assert (1, 2) not in cells  # zeros are left out
     assert [cells[i, i] for i in range(3)] == ["1", "1", "1"]
     assert np.array(axes.images[0].get_array())[2].tolist() == [0, 0.5, 0.5]
-
-
-def test_a_class_without_images_has_recall_zero():
     heights = [bar.get_height() for bar in figures.recall(LABELS, predicted_classes(SCORES), "abcd").axes[0].patches]
     assert heights == [1, 1, 0.5, 0]
-
-
-def test_many_classes_are_not_named(tmp_path):
-    classes = [str(i) for i in range(100)]
-    assert not figures.confusion(np.arange(100), np.arange(100), classes).axes[0].texts
+    many = list(map(str, range(100)))
+    assert not figures.confusion(np.arange(100), np.arange(100), many).axes[0].texts, "they are not named"
 
 
 ROWS = [
@@ -90,13 +70,11 @@ ROWS = [
 ]
 
 
-def test_comparison_draws_a_line_per_choice_over_a_number():
+def test_comparison_draws_a_line_per_choice_over_a_number_and_else_bars():
     axes = figures.comparison(ROWS, ["backend", "model.filters"], "time/median_epoch_s", "seconds").axes[0]
     assert axes.get_xlabel() == "model.filters"
     assert lines(axes) == {"cpu": [[32, 64], [2, 4]], "cpu-parallel": [[32], [1]]}
 
-
-def test_comparison_draws_bars_where_only_choices_varied():
     axes = figures.comparison(ROWS[1:], ["backend"], "time/median_epoch_s", "seconds").axes[0]
     assert [text.get_text().strip() for text in axes.get_yticklabels()] == ["cpu", "cpu-parallel"]
     assert [bar.get_width() for bar in axes.patches] == [2, 1]

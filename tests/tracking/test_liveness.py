@@ -14,12 +14,14 @@ def ours():
     return liveness.describe(os.getpid())
 
 
-def test_this_process_is_alive_and_an_ended_one_is_gone(ours):
+def test_this_process_is_alive_an_ended_one_is_gone_and_without_a_heartbeat_the_start_counts(ours):
     gone = subprocess.Popen([sys.executable, "-c", ""])
     tags = liveness.describe(gone.pid)
     gone.wait()
     assert not liveness.is_gone(ours, 0, NOW_MS)
     assert liveness.is_gone(tags, NOW_MS, NOW_MS)
+    assert not liveness.is_gone({liveness.HOST: "elsewhere"}, NOW_MS - 60_000, NOW_MS)
+    assert liveness.is_gone({liveness.HEARTBEAT: "never"}, 0, NOW_MS)
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="the system does not tell when a process started")
@@ -34,8 +36,3 @@ def test_elsewhere_the_heartbeat_tells(ours, differs, age_s, gone):
     beat = str(int(NOW_MS - age_s * 1000))
     tags = {**ours, liveness.PID: "999999999", differs: "elsewhere", liveness.HEARTBEAT: beat}
     assert liveness.is_gone(tags, 0, NOW_MS) is gone
-
-
-def test_without_a_heartbeat_the_start_counts(ours):
-    assert not liveness.is_gone({liveness.HOST: "elsewhere"}, NOW_MS - 60_000, NOW_MS)
-    assert liveness.is_gone({liveness.HEARTBEAT: "never"}, 0, NOW_MS)

@@ -450,7 +450,7 @@ def test_recorders_that_die_at_once_lose_no_epoch_and_it_is_said_how_to_send_the
     assert read_journal(tmp_path)["stored"]
 
 
-def test_flatten_gives_dotted_keys():
+def test_flatten_gives_dotted_keys_and_one_output_has_two_classes():
     config = {"model": {"name": "custom", "layers": [{"type": "ReLU"}]}, "trainer": {"patience": None, "lr": 0.1}}
     assert flatten(config) == {
         "model.name": "custom",
@@ -458,6 +458,7 @@ def test_flatten_gives_dotted_keys():
         "trainer.patience": "null",
         "trainer.lr": "0.1",
     }
+    assert predicted_classes(np.array([[0.2], [0.5]], np.float32)).tolist() == [0, 1]
 
 
 PATH = "dataset.root=/a/very/long/path/to/photos"
@@ -477,7 +478,3 @@ MANY = [PATH, "trainer.epochs=3", LAYERS, "hydra/launcher=joblib", "optimizer=ad
 )
 def test_name_tells_the_pieces_and_what_was_changed_and_ends_with_what_is_long(overrides, varied, name):
     assert default_name(CONFIG, overrides, varied) == name
-
-
-def test_predicted_classes_of_one_output():
-    assert predicted_classes(np.array([[0.2], [0.5]], np.float32)).tolist() == [0, 1]

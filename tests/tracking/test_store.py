@@ -278,6 +278,7 @@ def test_what_is_no_database_is_told_at_once(tmp_path, kind):
         stores.Store(f"sqlite:///{path}", "first")
 
 
+@pytest.mark.thorough
 def test_processes_that_start_at_once_share_a_new_store(tmp_path):
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     recorders = [Recorder(uri, "together") for _ in range(2)]

@@ -64,15 +64,12 @@ def test_the_best_epoch_is_told_where_it_was_not_the_last():
     assert "speedup" not in said
 
 
-def test_no_line_is_wider_than_the_screen():
+def test_no_line_is_wider_than_the_screen_and_markdown_keeps_its_columns():
     found = rows(interference=BUSY)
     for width in (40, 80, 120):
         text = verdict.screen(list(found.items()), width)
         assert max(map(len, text.splitlines())) <= width
         assert all(said in " ".join(text.split()) for said in found.values())
-
-
-def test_markdown_keeps_its_columns():
     assert "| a | one \\| two |" in verdict.markdown("title", [("a", "one | two")])
 
 

@@ -34,15 +34,13 @@ def test_speedup_is_the_ratio_of_the_costs_without_the_short_last_batch(own, oth
     assert result.comparison.seconds_per_image == pytest.approx(other[0] + sum(other[1:]) / min(10, train))
 
 
-def test_baseline_sees_batches_that_the_run_trained_on():
+def test_the_baseline_sees_batches_of_the_run_spread_over_every_epoch_but_a_short_one():
     (result,), program, beside = measure(own=(0.01,), other=(0.02,), train=100, batches=2)
     trained = [batch for order in program.orders for batch in np.split(order, len(order) // 10)]
     timed = beside.orders[-result.comparison.batches :]
     assert result.comparison.batches == 2
     assert all(any(np.array_equal(batch, own) for own in trained) for batch in timed)
 
-
-def test_the_samples_of_the_baseline_are_spread_over_every_epoch_but_a_short_one():
     _, program, _ = measure(own=(1e-3,), other=(1e-6,), train=300, epochs=2)
     assert [len(order) for order in program.orders] == [10, 40, 100, 100, 50, 100, 100, 100]
     results, program, _ = measure(own=(1e-6,), other=(1e-6,), train=300, epochs=3)
@@ -50,12 +48,9 @@ def test_the_samples_of_the_baseline_are_spread_over_every_epoch_but_a_short_one
     assert [result.comparison.batches for result in results] == [3, 3, 3]
 
 
-def test_baseline_time_is_not_in_the_epoch():
+def test_baseline_time_is_not_in_the_epoch_and_a_slow_one_is_timed_on_fewer_images():
     (result,), _, _ = measure(own=(0.01,), other=(5.0,))
     assert result.epoch_s == pytest.approx(25 * 0.01)
-
-
-def test_a_slow_baseline_is_timed_on_fewer_images_and_says_so():
     (result,), _, beside = measure(own=(0.01,), other=(2.0,), train=400, batch_size=100, budget_s=10.0)
     assert result.comparison.images == 5
     assert result.comparison.speedup == pytest.approx(200.0)

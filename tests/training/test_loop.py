@@ -43,7 +43,7 @@ def stopped(epochs, data=None, earlier=(), **options):
     return results, stopping.reason
 
 
-def test_every_image_is_trained_once_an_epoch_the_short_last_batch_included():
+def test_every_image_is_trained_once_an_epoch_and_its_seconds_are_those_alone():
     program = FakeProgram(FakeClock(), 0.001, batch_size=10)
     (result,) = run(program)
     assert sorted(np.concatenate(program.orders)) == list(range(25))
@@ -52,8 +52,6 @@ def test_every_image_is_trained_once_an_epoch_the_short_last_batch_included():
     assert result.train.count == 25
     assert run(FakeProgram(FakeClock(), 0.1, batch_size=100))[0].train.count == 25, "a batch larger than the data"
 
-
-def test_epoch_seconds_are_the_training_pass_alone():
     program = FakeProgram(FakeClock(), 0.25, per_step_s=1.0, batch_size=10)
     (result,) = run(program)
     assert result.epoch_s == pytest.approx(25 * 0.25 + 3 * 1.0)
@@ -85,15 +83,13 @@ def test_an_epoch_that_goes_on_trains_the_images_that_are_left():
     assert (again.train, len(rest.orders)) == (second.train, 1)
 
 
-def test_progress_is_told_after_so_many_batches_at_most():
+def test_progress_is_told_after_so_many_batches_and_an_epoch_begins_with_what_the_last_ended_with():
     seen = Seen()
     run(FakeProgram(FakeClock(), 1e-9, batch_size=2), dataset(train=41), progress_batches=3, observers=[seen])
     steps = np.diff([0, *(progress.totals.count for progress in seen)])
     assert max(steps) == 6
     assert sum(steps) == 41
 
-
-def test_an_epoch_begins_with_as_many_batches_as_the_last_one_ended_with():
     program = FakeProgram(FakeClock(), 1e-6, batch_size=10)
     run(program, dataset(train=300), epochs=3)
     assert [len(order) for order in program.orders] == [10, 40, 160, 90, 300, 300]
@@ -152,14 +148,12 @@ def test_a_pass_over_its_seconds_ends_early_and_is_tested_on_the_same_share():
     assert counts == [10, 25], "one batch at least, and time enough changes nothing"
 
 
-def test_early_stopping_counts_epochs_without_a_smaller_held_out_loss_and_says_so():
+def test_early_stopping_counts_epochs_without_a_smaller_held_out_loss_of_the_split_that_there_is():
     results, reason = stopped(10, patience=2)
     assert len(results) == 3  # the fake's scores never change: best in epoch 1, worse in 2 and 3
     assert reason == "early stopping, trainer.patience=2: the loss of the test images fell no more"
     assert "of the validation images" in stopped(10, dataset(validation=4), patience=2)[1]
 
-
-def test_held_out_is_the_validation_split_where_there_is_one():
     (result,) = run(FakeProgram(FakeClock(), 0.1), dataset(test=8, validation=4))
     assert (result.test.count, result.validation.count, result.held_out.count) == (8, 4, 4)
     (result,) = run(FakeProgram(FakeClock(), 0.1), dataset(test=8))
@@ -173,7 +167,7 @@ def test_step_schedule_refuses(options):
         Step(**options)
 
 
-def test_training_stops_after_the_epoch_that_reaches_its_target():
+def test_training_stops_after_the_epoch_that_reaches_its_target_and_every_observer_sees_it():
     # the fake's scores are all 0 and so are the labels: everything is right
     results, reason = stopped(5, target=1.0)
     assert (len(results), reason) == (1, "trainer.target=1 was reached on the test images")
@@ -183,8 +177,6 @@ def test_training_stops_after_the_epoch_that_reaches_its_target():
     results, reason = stopped(5, wrong, target=0.5)
     assert (len(results), reason) == (5, "")
 
-
-def test_every_observer_sees_the_last_epoch_before_training_ends():
     first, last = Seen(), Seen()
     for seen in (first, last):
         seen.finished = lambda result, seen=seen: seen.append(result.epoch)

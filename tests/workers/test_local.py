@@ -1,37 +1,21 @@
 import errno
 import os
 import signal
-import threading
 import time
 from multiprocessing import active_children
 from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
-from workers.work import RATE, compiled, hundred_steps, images, order, trained
+from workers.work import RATE, compiled, hundred_steps, images, on_threads, order, trained
 
 from cnnexp.backends import backend_class
 from cnnexp.datasets import Split
 from cnnexp.errors import CheckpointError, ConfigError, WorkerDied
 from cnnexp.system.cores import usable_cores
 from cnnexp.workers import Local, local
-from cnnexp.workers.local import SLOT_BYTES, LocalCollective, SharedBuffer
+from cnnexp.workers.local import SLOT_BYTES
 from cnnexp.workers.replica import divide_threads
-
-
-def on_threads(size, work):
-    """Return what `work(collective)` returns on each rank; threads share the buffer as processes do."""
-    shared, results = SharedBuffer(size), [None] * size
-
-    def run(rank):
-        results[rank] = work(LocalCollective(shared, rank))
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return results
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
@@ -121,17 +105,17 @@ def test_a_killed_worker_is_named_and_the_others_end():
     assert not any(child.pid in children for child in active_children())
 
 
-def test_threads_are_divided_among_the_workers(monkeypatch):
+def test_threads_are_divided_among_the_workers_and_what_cannot_be_is_refused(monkeypatch):
     monkeypatch.setattr("cnnexp.workers.replica.usable_cores", lambda: 2)
     backend = backend_class("cpu-parallel")(threads=2)
     assert [divide_threads(backend, workers).threads for workers in (1, 2, 4)] == [2, 1, 1]
     alone = backend_class("numpy")()
     assert divide_threads(alone, 4) is alone
-
-
-def test_a_period_is_of_parameters():
     with pytest.raises(ConfigError, match=r"workers\.period=3: only with workers\.sync=parameters, not gradients"):
         Local(period=3)
+    with pytest.raises(ConfigError, match=r"trainer\.batch_size=16: must be >= 17"):
+        compiled(Local(count=17), "one_conv", "sgd")
+    assert type(compiled(Local(count=1), "one_conv", "sgd")) is type(compiled(None, "one_conv", "sgd"))
 
 
 @pytest.mark.parametrize("lacking", [errno.EAGAIN, errno.EPIPE])
@@ -140,11 +124,6 @@ def test_a_worker_that_cannot_be_started_is_told_in_a_line(monkeypatch, lacking)
     with pytest.raises(WorkerDied, match=r"workers\.count=2: not all of them can be started: .*; lower workers\.count"):
         compiled(Local(count=2), "one_conv", "sgd")
     assert not active_children()
-
-
-def test_more_workers_than_images_in_a_batch_are_refused():
-    with pytest.raises(ConfigError, match=r"trainer\.batch_size=16: must be >= 17"):
-        compiled(Local(count=17), "one_conv", "sgd")
 
 
 def test_the_constants_of_the_cost_model_are_measured_and_a_wrong_state_leaves_the_workers_together():
@@ -158,7 +137,3 @@ def test_the_constants_of_the_cost_model_are_measured_and_a_wrong_state_leaves_t
     assert prediction.training.floats == 3 * program.network.parameter_count
     assert trained(program)[0].count == len(order())
     program.close()
-
-
-def test_one_local_worker_is_the_backends_own_program():
-    assert type(compiled(Local(count=1), "one_conv", "sgd")) is type(compiled(None, "one_conv", "sgd"))

@@ -68,7 +68,7 @@ def test_two_ranks_train_like_one_for_100_steps(tmp_path):
             assert difference < 1e-5 * np.linalg.norm(state["parameters"])
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.thorough)])
 def test_a_killed_rank_ends_all_and_is_named(rank):
     process = start("tests/workers/work.py", "endless")
     assert process.stdout.readline() == "training\n"
@@ -81,7 +81,7 @@ def test_a_killed_rank_ends_all_and_is_named(rank):
     assert psutil.wait_procs(everyone.values(), timeout=LIMIT_S)[1] == []
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.thorough), 1])
 def test_a_stopped_rank_ends_all_and_the_run_is_failed(tmp_path, rank, new_store):
     store, folder = new_store(tmp_path), tmp_path / "run"
     endless = (f"hydra.run.dir={folder}", "trainer.epochs=100000", "dataset.train_size=1000")
@@ -99,14 +99,19 @@ def test_a_stopped_rank_ends_all_and_the_run_is_failed(tmp_path, rank, new_store
     assert load(find(folder)).epoch >= 1
 
 
+RARE = (
+    ((), 2, "workers=none: but 2 MPI processes were started; add workers=mpi"),
+    (("workers=local",), 2, "workers=local: but 2 MPI processes were started; add workers=mpi"),
+    (("workers=mpi", "workers.sync=hybrid", *FFN), 2, "workers.sync=hybrid: needs convolutions"),
+)
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
         (("workers=mpi",), 0, ""),
         (("trainer.epoch=3",), 2, "trainer.epoch=3: unknown key"),
-        ((), 2, "workers=none: but 2 MPI processes were started; add workers=mpi"),
-        (("workers=local",), 2, "workers=local: but 2 MPI processes were started; add workers=mpi"),
-        (("workers=mpi", "workers.sync=hybrid", *FFN), 2, "workers.sync=hybrid: needs convolutions"),
+        *(pytest.param(*case, marks=pytest.mark.thorough) for case in RARE),
     ],
 )
 def test_rank_0_alone_speaks_and_all_end(tmp_path, arguments, code, message):

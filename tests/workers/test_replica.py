@@ -3,8 +3,7 @@ import itertools
 import numpy as np
 import pytest
 from conformance import assert_same_state
-from thread_group import Group
-from workers.work import MODELS, OPTIMIZERS, images
+from workers.work import MODELS, OPTIMIZERS, images, on_threads
 
 from cnnexp import SGD, Conv2d, Flatten, Linear, Loss, MaxPool2d, Network, ReLU
 from cnnexp.backends import backend_class
@@ -37,7 +36,7 @@ def together(size, spec, work, data):
         replica.restore({"parameters": spec.network.initial_parameters(0)})
         return work(replica, replica.load(*data))
 
-    return Group(size).run(run)
+    return on_threads(size, run)
 
 
 def relative(a, b):
@@ -224,7 +223,7 @@ def test_parameters_are_averaged_as_algorithm_4_says(size, period):
             np.testing.assert_allclose(state[name], array, rtol=1e-4, atol=1e-7)
 
 
-def test_every_workers_time_and_share_are_known():
+def test_every_workers_time_and_share_are_known_and_hybrid_refuses_what_it_cannot_split():
     def work(replica, handle):
         replica.train(handle, np.arange(40), 0.05)
         return replica.times()
@@ -234,14 +233,12 @@ def test_every_workers_time_and_share_are_known():
         assert (times[:, :2] > 0).all()
         np.testing.assert_array_equal(times[:, 2], [20, 20])
 
-
-def test_hybrid_refuses_what_it_cannot_split():
     only_linear = Network((12, 12, 1), (Flatten(), Linear(10)))
     few_outputs = Network((12, 12, 1), (Conv2d(2, 3), ReLU(), MaxPool2d(2), Flatten(), Linear(2)))
     for network, message in ((only_linear, "needs convolutions"), (few_outputs, "linear1 has 2 outputs for 3 workers")):
         case = Spec(backend_class("numpy")(), network, SOFTMAX, SGD(), 16, "hybrid")
         with pytest.raises(ConfigError, match=message):
-            Group(3).run(lambda collective, case=case: make_replica(case, collective))
+            on_threads(3, lambda collective, case=case: make_replica(case, collective))
 
 
 def test_parameters_are_averaged_once_an_epoch_that_comes_in_parts(monkeypatch):

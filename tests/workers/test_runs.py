@@ -80,7 +80,9 @@ def test_a_lost_rank_0_ends_the_run_as_failed_and_it_goes_on_from_its_checkpoint
     assert len(read_journal(tmp_path / "on")["epochs"]) == epoch
 
 
-@pytest.mark.parametrize(("end", "said"), [("kill", "was killed by SIGKILL"), ("suspend", SILENT)])
+@pytest.mark.parametrize(
+    ("end", "said"), [("kill", "was killed by SIGKILL"), pytest.param("suspend", SILENT, marks=pytest.mark.thorough)]
+)
 def test_a_lost_worker_ends_the_run_as_failed(tmp_path, end, said):
     with _endless(tmp_path, "workers.heartbeat_timeout_s=3", "tracking=none") as (run, worker):
         getattr(worker, end)()

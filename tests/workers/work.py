@@ -1,8 +1,10 @@
-"""What the workers of these tests train; run by `mpiexec`, what every rank does."""
+"""What the workers of these tests train, in threads too; run by `mpiexec`, what every rank does."""
 
 import argparse
 import itertools
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -11,6 +13,7 @@ from cnnexp.backends import backend_class
 from cnnexp.measuring.environment import launched_rank
 from cnnexp.training.loop import epoch_order
 from cnnexp.workers import Mpi, mpi
+from cnnexp.workers.local import LocalCollective, SharedBuffer
 
 MODELS = {"one_conv": OneConv(filters=4), "two_conv_mlp": TwoConvMlp(filters=3, hidden=17)}
 OPTIMIZERS = {"sgd": SGD(lr=0.05, momentum=0.5), "adam": Adam(lr=1e-3)}
@@ -45,6 +48,28 @@ def trained(program, visited=None):
     handle = program.load(*images())
     totals = program.train(handle, order() if visited is None else visited, RATE)
     return totals, program.state(), program.predict(handle)
+
+
+def on_threads(size, work):
+    """Return what `work(collective)` returns on each rank; threads share the buffer as processes do."""
+    shared, failed = SharedBuffer(size), threading.Event()
+
+    def check():
+        if failed.is_set():
+            raise threading.BrokenBarrierError
+
+    def guarded(rank):
+        try:
+            return work(LocalCollective(shared, rank, check))
+        except BaseException:
+            failed.set()
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(guarded, rank) for rank in range(size)]
+    # what went wrong on a rank comes before what the others say of it
+    futures.sort(key=lambda future: isinstance(future.exception(), threading.BrokenBarrierError))
+    return [future.result() for future in futures]
 
 
 def main():

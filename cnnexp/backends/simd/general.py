@@ -17,9 +17,9 @@ from llvmlite import ir
 
 from cnnexp.backends.plain.numpy import NumpyOps
 from cnnexp.backends.simd.algorithms.cost import Work
-from cnnexp.backends.simd.algorithms.node import Node, Section, Tensor
+from cnnexp.backends.simd.algorithms.node import Node, Section
 from cnnexp.backends.simd.compiler.emit import FLOAT, INDEX, Emitter, Kernels, Target
-from cnnexp.backends.simd.layouts import NC, NHWC, Halo, Layout
+from cnnexp.backends.simd.layouts import NC, NHWC, Layout, Tensor
 from cnnexp.backends.stages import Chain, Run
 from cnnexp.errors import CnnexpError, NetworkError
 from cnnexp.network import DropoutStage, NormStage, ResidualStage, Stage
@@ -167,7 +167,7 @@ def _view(tensor: Tensor | None, arena: np.ndarray, images: int, shape: tuple[in
     """Return what lies in a tensor of rows or images, (images, *shape)."""
     assert isinstance(tensor, NC)
     first, steps = int(tensor.offset), [math.prod(shape[at + 1 :]) for at in range(len(shape))]
-    if tensor.halo != Halo():
+    if not tensor.dense:
         first += tensor.halo.top * tensor.row + tensor.halo.left * tensor.column
         steps = [tensor.row, tensor.column, 1]
     strides = [4 * step for step in (tensor.stride, *steps)]

@@ -12,14 +12,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 from llvmlite import ir
 
 from cnnexp.backends.simd.compiler.clocks import Clocks
-from cnnexp.backends.simd.compiler.emit import Emitter, Offset, Pointer, Target
+from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Offset, Pointer, Target
 from cnnexp.network import ConvStage, LinearStage, Parameter, Shape
 
 
@@ -57,72 +57,30 @@ class Halo:
     step: int = 1
     value: float = 0.0
 
+    def around(self, shape: Shape) -> tuple[int, int]:
+        """Return the rows and columns that are stored of (H, W, C)."""
+        return (
+            (shape[0] - 1) * self.step + 1 + self.top + self.bottom,
+            (shape[1] - 1) * self.step + 1 + self.left + self.right,
+        )
+
 
 @dataclass(frozen=True)
-class Blocked:
-    """Values (H, W, C) of groups of images, batch in lanes, perhaps with a halo.
+class Tensor:
+    """Values of images, channels last, perhaps with a halo; with many images in a vector, each `image` is a group.
 
     Attributes:
-        offset: of the first element in the arena, in floats.
-        shape: (H, W, C).
-        lanes: room of one vector in floats.
+        offset: of the first stored value in the arena, in floats.
+        shape: (H, W, C), or (D,) of rows.
+        stride: floats from image to image.
+        lanes: images in a vector, so floats from value to value.
         halo: the room around.
     """
 
     offset: int
     shape: Shape
-    lanes: int
-    halo: Halo = Halo()
-
-    @property
-    def column(self) -> int:
-        """Floats from one stored column to the next."""
-        return self.shape[2] * self.lanes
-
-    @property
-    def row(self) -> int:
-        halo = self.halo
-        return ((self.shape[1] - 1) * halo.step + 1 + halo.left + halo.right) * self.column
-
-    @property
-    def group(self) -> int:
-        halo = self.halo
-        return ((self.shape[0] - 1) * halo.step + 1 + halo.top + halo.bottom) * self.row
-
-    @property
-    def dense(self) -> bool:
-        """Whether pixels follow each other without room between them."""
-        return self.halo == Halo(value=self.halo.value)
-
-    def stored(self, k: Emitter, group: ir.Value) -> Pointer:
-        """Return the address of the first stored pixel, in the halo if there is one."""
-        return (k.arena + self.offset).at(group, self.group)
-
-    def image(self, k: Emitter, group: ir.Value) -> Pointer:
-        """Return the address of the image's first pixel."""
-        return self.stored(k, group) + (self.halo.top * self.row + self.halo.left * self.column)
-
-    def pixel(self, k: Emitter, group: ir.Value, row: ir.Value | int, column: ir.Value | int) -> Pointer:
-        """Return the address of channel 0 of a pixel of the image."""
-        step = self.halo.step
-        return self.image(k, group).at(row, self.row * step).at(column, self.column * step)
-
-
-@dataclass(frozen=True)
-class NC:
-    """Values of images, one image per row, channels-last, perhaps with a halo.
-
-    Attributes:
-        offset: of the first stored value in the arena, in floats.
-        shape: (D,) or (H, W, C). halo: the room around; its step is 1.
-        stride: floats from image to image; loads and stores may reach a vector past the last value.
-        width: the size rounded up to whole vectors; the rest of them holds finite values.
-    """
-
-    offset: int
-    shape: Shape
     stride: int
-    width: int
+    lanes: int = 1
     halo: Halo = Halo()
 
     @property
@@ -132,24 +90,86 @@ class NC:
 
     @property
     def column(self) -> int:
-        return self.shape[2]
+        """Floats from one stored column to the next."""
+        return self.shape[2] * self.lanes
 
     @property
     def row(self) -> int:
-        return (self.shape[1] + self.halo.left + self.halo.right) * self.column
+        return self.halo.around(self.shape)[1] * self.column
+
+    @property
+    def dense(self) -> bool:
+        """Whether pixels follow each other without room between them."""
+        return self.halo == Halo(value=self.halo.value)
 
     def stored(self, k: Emitter, image: ir.Value | int) -> Pointer:
         """Return the address of the first stored value, in the halo if there is one."""
         return (k.arena + self.offset).at(image, self.stride)
 
+    def image(self, k: Emitter, image: ir.Value) -> Pointer:
+        """Return the address of the image's first pixel."""
+        return self.stored(k, image) + (self.halo.top * self.row + self.halo.left * self.column)
+
     def pixel(self, k: Emitter, image: ir.Value, row: ir.Value | int, column: ir.Value | int) -> Pointer:
         """Return the address of channel 0 of a pixel of the image."""
-        first = self.stored(k, image) + (self.halo.top * self.row + self.halo.left * self.column)
-        return first.at(row, self.row).at(column, self.column)
+        step = self.halo.step
+        return self.image(k, image).at(row, self.row * step).at(column, self.column * step)
+
+
+class Blocked(Tensor):
+    """Images (H, W, C), the batch in lanes."""
+
+
+@dataclass(frozen=True)
+class NC(Tensor):
+    """An image a row; loads and stores may reach a vector past the last value. The step of its halo is 1.
+
+    Attributes:
+        width: the size rounded up to whole vectors; the rest of them holds finite values.
+    """
+
+    width: int = 0
 
 
 class NHWC(NC):
     """As `NC`, of images: rows and columns count, and there may be a halo. Without one it serves as `NC`, too."""
+
+
+Placed = tuple[Tensor, ir.Value]
+"""A tensor and one of its images."""
+
+
+def runs(k: Emitter, *placed: Placed) -> Iterator[tuple[list[Pointer], ir.Value, int]]:
+    """Run what follows for every run of values between which no tensor has room.
+
+    Yields where it begins in each, the number of its first value, and how many there are.
+    """
+    shape = next((tensor.shape for tensor, _ in placed if not tensor.dense), None)
+    if shape is None:
+        yield [tensor.stored(k, n) for tensor, n in placed], INDEX(0), placed[0][0].size
+        return
+    (rows, columns, channels), run = shape, shape[1] * shape[2]
+    images = [(replace(tensor, shape=shape), n) for tensor, n in placed]  # a row without room is an image of any shape
+    with k.loop(rows) as p:
+        if all(tensor.halo.step == 1 for tensor, _ in placed):
+            yield [image.pixel(k, n, p, 0) for image, n in images], k.scaled(p, run), run
+            return
+        with k.loop(columns) as q:
+            first = k.builder.add(k.scaled(p, run), k.scaled(q, channels))
+            yield [image.pixel(k, n, p, q) for image, n in images], first, channels
+
+
+def vectors_of(k: Emitter, *placed: Placed) -> Iterator[tuple[list[Pointer], int]]:
+    """Run what follows for every vector of an image: its address in each tensor, and how many of its lanes count."""
+    for starts, _, size in runs(k, *placed):
+        for v, valid in k.vectors(size * placed[0][0].lanes):
+            yield [start.at(v, k.lanes) for start in starts], valid
+
+
+def vectors(k: Emitter, *tensors: Tensor) -> Iterator[tuple[list[Pointer], int]]:
+    """As `vectors_of`, of every image."""
+    with k.loop(k.groups(tensors[0].lanes)) as n:
+        yield from vectors_of(k, *((tensor, n) for tensor in tensors))
 
 
 class Arena:
@@ -186,27 +206,30 @@ class Arena:
         self.shared = self.allocate(self._needed)
 
     def blocked(self, shape: Shape, halo: Halo = Halo()) -> Blocked:
-        size = self.groups * Blocked(0, shape, self.lanes, halo).group
-        found = Blocked(self.allocate(size), shape, self.lanes, halo)
+        stride = math.prod(halo.around(shape)) * shape[2] * self.lanes
+        return Blocked(self._filled(self.groups * stride, halo), shape, stride, self.lanes, halo)
+
+    def _filled(self, floats: int, halo: Halo) -> Offset:
+        """Return the offset of room for images with what their halo holds all over."""
+        offset = self.allocate(floats)
         if halo.value:
-            self._fills.append((found.offset, np.full(size, halo.value, np.float32)))
-        return found
+            self._fills.append((offset, np.full(floats, halo.value, np.float32)))
+        return offset
 
     def argmax(self, shape: Shape) -> Blocked:
         """Return a tensor of bytes, one per lane."""
-        size = self.groups * Blocked(0, shape, self.lanes // 4).group
-        return Blocked(self.allocate(size), shape, self.lanes // 4)
+        stride = math.prod(shape) * self.lanes // 4
+        return Blocked(self.allocate(self.groups * stride), shape, stride, self.lanes // 4)
 
     def nc(self, size: int) -> NC:
         width = round_up(size, self.lanes)
         stride = width if width < SHORT_ROW else odd_lines(width)
-        return NC(self.allocate(self.images * stride), (size,), stride, width)
+        return NC(self.allocate(self.images * stride), (size,), stride, width=width)
 
     def nhwc(self, shape: Shape, halo: Halo = Halo()) -> NHWC:
-        row = (shape[1] + halo.left + halo.right) * shape[2]
-        stride = odd_lines((shape[0] + halo.top + halo.bottom) * row + self.lanes)
+        stride = odd_lines(math.prod(halo.around(shape)) * shape[2] + self.lanes)
         width = round_up(math.prod(shape), self.lanes)
-        return NHWC(self.allocate(self.images * stride), shape, stride, width, halo)
+        return NHWC(self._filled(self.images * stride, halo), shape, stride, halo=halo, width=width)
 
     def constants(self, values: np.ndarray) -> Offset:
         """Return the offset of room that holds these float32 values for good."""

@@ -21,17 +21,17 @@ from cnnexp.backends.simd.algorithms.cost import MACS, Work
 from cnnexp.backends.simd.algorithms.dropout import DropoutNode
 from cnnexp.backends.simd.algorithms.elementwise import ElementwiseNode
 from cnnexp.backends.simd.algorithms.gather import gather_lanes, gather_rows
-from cnnexp.backends.simd.algorithms.node import Node, Tensor
+from cnnexp.backends.simd.algorithms.node import Node
 from cnnexp.backends.simd.algorithms.residual import Split, Sum
 from cnnexp.backends.simd.algorithms.update import own_arena
 from cnnexp.backends.simd.compiler.clocks import Clocks
 from cnnexp.backends.simd.compiler.emit import BYTE, FLOAT, Emitter, Kernel, Kernels, Offset, Target
-from cnnexp.backends.simd.layouts import NC, NHWC, Arena, Blocked, Halo, Parameters
+from cnnexp.backends.simd.layouts import NC, NHWC, Arena, Blocked, Halo, Parameters, Tensor
 from cnnexp.backends.simd.planner import choose_nodes, works
 from cnnexp.network import Network, Parameter, Shape, Stage
 from cnnexp.optimizers import Optimizer
 
-LAYOUTS = {Blocked: "images in lanes", NHWC: "channels in lanes", NC: "an image a row"}
+LAYOUTS = {Blocked: "images in lanes", NHWC: "channels last", NC: "an image a row"}
 
 STEP = {
     "gather": Part("gather", ("batch",), "gather"),
@@ -156,8 +156,6 @@ class Plan:
         """Give every node its input, output and gradients."""
         flat = len(network.input_shape) == 1 or nodes[0].input_layout is NC
         shape = (math.prod(network.input_shape),) if flat else network.input_shape
-        if nodes[0].input_room:
-            shape = nodes[0].input_room[:1]
         halo = _reader(nodes, -1).input_halo()
         x = self._tensor(NC if flat else nodes[0].input_layout or Blocked, shape, halo)
         first, dx, rooms = self._first_trained, cast(Tensor | None, None), Rooms()
@@ -172,20 +170,35 @@ class Plan:
             # in lanes nothing flattens but a change of layout: what is elementwise after a Flatten keeps the image
             shape = x.shape if isinstance(node, ElementwiseNode) and isinstance(x, Blocked) else node.shape
             halo = _reader(nodes, i).input_halo() if i + 1 < len(nodes) else Halo()
-            node.y = self._tensor(kind, shape, halo)
+            node.y = self._room(rooms, (kind, shape, halo), self._read_forward(nodes, i))
             x, dx, node.dy = node.y, None, node.y  # in `predict` nobody looks for a gradient
             if i >= first:
                 flat = i + 1 == len(nodes) or nodes[i + 1].input_layout is NC
                 halo = Halo() if flat else node.gradient_halo(i > first)
                 start = nodes.index(node.split) if isinstance(node, Sum) else i
                 until = i + 1 if i + 1 == len(nodes) else nodes.index(_reader(nodes, i))
-                share = rooms if kind is not NC and any(node.any_image for node in nodes) else {}
-                dx = node.dy = self._gradient(share, (kind, shape, halo), (start, until))
+                dx = node.dy = self._room(rooms, (kind, shape, halo), (start, until))
                 if i + 1 < len(nodes):
                     nodes[i + 1].input_rectified = node.dy_rectified = node.rectify and nodes[i + 1].rectifies_dx
 
-    def _gradient(self, rooms: Rooms, like: tuple[type[Tensor], Shape, Halo], used: tuple[int, int]) -> Tensor:
-        """Return room for a gradient that nodes use, the first to the last of them: that of one no longer used then."""
+    def _read_forward(self, nodes: list[Node], i: int) -> tuple[int, int] | None:
+        """Return the steps of the forward pass in which a node's output is used; None where the backward pass reads it.
+
+        They are numbered from -len(nodes) on: all come before those of the backward pass.
+        """
+        if i + 1 == len(nodes):
+            return None
+        last, trained = i + 1, i + 1 >= self._first_trained
+        if isinstance(nodes[last], Split):  # the sum where it ends reads this, too
+            last = nodes.index(_end(nodes, last))
+        if trained and (nodes[i].keeps_y or nodes[i + 1].keeps_x or last > i + 1):
+            return None
+        return i - len(nodes), last - len(nodes)
+
+    def _room(self, rooms: Rooms, like: tuple[type[Tensor], Shape, Halo], used: tuple[int, int] | None) -> Tensor:
+        """Return a tensor that is used in these steps: the room of one that is not used then, if there is."""
+        if used is None or like[0] is NC:
+            return self._tensor(*like)
         for tensor, others in rooms.setdefault(like, []):
             if all(used[1] < first or last < used[0] for first, last in others):
                 others.append(used)
@@ -196,9 +209,8 @@ class Plan:
     def _tensor(self, kind: type[Tensor], shape: tuple[int, ...], halo: Halo) -> Tensor:
         if kind is NC:
             return self.arena.nc(math.prod(shape))
-        if kind is NHWC:
-            return self.arena.nhwc(shape, halo)
-        return self.arena.blocked(shape if len(shape) == 3 else (1, 1, *shape), halo)
+        image = shape if len(shape) == 3 else (1, 1, *shape)
+        return (self.arena.nhwc if kind is NHWC else self.arena.blocked)(image, halo)
 
     def _gather(self, network: Network, first: Node, pixel: ir.Type) -> Kernels:
         shape = network.input_shape if len(network.input_shape) == 3 else (1, 1, *network.input_shape)
@@ -207,8 +219,6 @@ class Plan:
             return [("gather", functools.partial(gather_lanes, y=x, pixel=pixel))]
         if isinstance(x, NHWC):
             start, row = x.halo.top * x.row + x.halo.left * x.column, x.row
-        elif first.input_room:
-            _, start, row = first.input_room
         gather = functools.partial(gather_rows, y=x, shape=shape, first=start, stride=row, pixel=pixel)
         return [("gather", gather)]
 
@@ -266,5 +276,5 @@ def _end(nodes: list[Node], at: int) -> Sum:
 def _like(x: Tensor | None, kind: type[Tensor]) -> Tensor:
     """Return a tensor as it is, or a dense image as the row that it is."""
     if kind is NC and isinstance(x, NHWC):
-        return NC(x.offset, (x.size,), x.stride, x.width)
+        return NC(x.offset, (x.size,), x.stride, width=x.width)
     return cast(Tensor, x)

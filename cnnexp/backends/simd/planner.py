@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
 
 from cnnexp import network as net
 from cnnexp.backends.simd.algorithms.batch_norm import BatchNormNode
@@ -29,13 +28,13 @@ from cnnexp.backends.simd.algorithms.dropout import DropoutNode
 from cnnexp.backends.simd.algorithms.elementwise import ElementwiseNode
 from cnnexp.backends.simd.algorithms.linear.skinny import Skinny
 from cnnexp.backends.simd.algorithms.linear.wide import Wide
-from cnnexp.backends.simd.algorithms.node import Node, Section, Tensor
+from cnnexp.backends.simd.algorithms.node import Node, Section
 from cnnexp.backends.simd.algorithms.pool import Pool
 from cnnexp.backends.simd.algorithms.reorder import Reorder
 from cnnexp.backends.simd.algorithms.residual import Split, Sum
 from cnnexp.backends.simd.compiler.emit import Target
 from cnnexp.backends.simd.general import General
-from cnnexp.backends.simd.layouts import NC, NHWC, Blocked, Halo, round_up
+from cnnexp.backends.simd.layouts import NC, NHWC, Blocked, Tensor, round_up
 from cnnexp.errors import ConfigError, did_you_mean
 from cnnexp.network import Network, Stage
 
@@ -55,7 +54,6 @@ class Path:
 
     Attributes:
         layout, shape: of the last one's output. trained: whether any has parameters.
-        halo: the room around the gradient of the last one's output, None where there is no node.
         splits: layouts where the Residuals begin that have not ended, the innermost last.
     """
 
@@ -63,7 +61,6 @@ class Path:
     layout: type[Tensor]
     shape: tuple[int, ...]
     trained: bool = False
-    halo: Halo | None = None
     cycles: float = 0.0
     splits: tuple[type[Tensor], ...] = ()
 
@@ -71,7 +68,7 @@ class Path:
         """Return the path with a node, None where it cannot come next; a change of layout before it is put in."""
         wanted = self.splits[-1] if isinstance(node, Sum) else node.input_layout
         path = self if node.any_image and wanted is None else self.change(node.name, wanted, target, images)
-        if not node.may_follow(path.halo, path.trained):
+        if not node.may_follow(path.trained):
             return None
         return path._and(node, target, images)
 
@@ -92,12 +89,12 @@ class Path:
         found = works(node, node.input_layout or layout, target, images, self.trained)
         backward = (self.trained or node.trains) and not target.forward_only
         cycles = self.cycles + total(work for name, work in found.items() if backward or name == "forward")
-        halo, splits = cast(Halo | None, node.gradient_halo(self.trained)), self.splits
+        splits = self.splits
         if isinstance(node, Split):
-            halo, splits = self.halo, (*splits, layout)  # the gradient there is that of the node before
+            splits = (*splits, layout)
         elif isinstance(node, Sum):
             splits = splits[:-1]
-        return Path((*self.nodes, node), layout, node.shape, backward, halo, cycles, splits)
+        return Path((*self.nodes, node), layout, node.shape, backward, cycles, splits)
 
 
 def works(node: Node, layout: type[Tensor], target: Target, images: int, needs_dx: bool) -> dict[str, Work]:

@@ -18,10 +18,8 @@ from llvmlite import ir
 from cnnexp.backends.simd.algorithms.cost import Work, passes
 from cnnexp.backends.simd.algorithms.node import Node, Seam, Section
 from cnnexp.backends.simd.compiler.emit import FLOAT, INDEX, INT, Emitter, Kernels, Offset, Pointer, Target, chunks
-from cnnexp.backends.simd.layouts import NHWC, Blocked, Layout, round_up
+from cnnexp.backends.simd.layouts import Layout, Tensor, round_up
 from cnnexp.network import NormStage
-
-Pixels = Blocked | NHWC
 
 TOGETHER = 4
 """Vectors of a pixel that are taken at once: two cache lines of 8 lanes, and constants that the registers hold."""
@@ -30,7 +28,7 @@ TILES, FIRST = 1, 2
 """Where the table of a seam says how many tiles there are, and the images of each; first of all, which is meant."""
 
 
-class BatchNormNode(Node[Pixels, Pixels]):
+class BatchNormNode(Node[Tensor, Tensor]):
     """BatchNorm2d [+ ReLU].
 
     Attributes:
@@ -42,6 +40,7 @@ class BatchNormNode(Node[Pixels, Pixels]):
     trains = True
     any_image = True
     whole_vectors = False
+    keeps_y = False
     stage: NormStage
 
     def __init__(self, stage: NormStage, rectify: bool) -> None:
@@ -78,7 +77,7 @@ class BatchNormNode(Node[Pixels, Pixels]):
                 mean = None if alone else block.constants(k.arena + self.table["mean"])
                 scale = block.constants(weight if alone else k.arena + self.table["scale"])
                 level = block.constants(shift)
-                with block.pixels() as (at, _):
+                for at, _ in block.pixels():
                     for u, (x, y) in enumerate(zip(block.places(at(self.x)), block.places(at(self.y)), strict=True)):
                         distance = k.subtract(k.load(x), mean[u]) if mean else k.load(x)
                         value = k.fma(distance, scale[u], level[u])
@@ -91,19 +90,17 @@ class BatchNormNode(Node[Pixels, Pixels]):
         count = k.builder.uitofp(k.builder.mul(k.count, INDEX(self.pixels)), FLOAT)
         share = k.spread(k.builder.fdiv(FLOAT(1), count))
         for block in _blocks(k, self.x):
-            totals = k.variables(len(block.valid))
-            with block.pixels() as (at, inside):
+            totals, squares = k.variables(len(block.valid)), k.variables(len(block.valid))
+            for at, inside in block.pixels():
                 for total, place in zip(totals, block.places(at(self.x)), strict=True):
                     k.increase(total, inside(k.load(place)))
             block.finish(totals, k.arena + self.table["own_mean"], share)
-        for block in _blocks(k, self.x):
             mean = block.constants(k.arena + self.table["own_mean"])
-            totals = k.variables(len(block.valid))
-            with block.pixels() as (at, inside):
-                for total, middle, place in zip(totals, mean, block.places(at(self.x)), strict=True):
+            for at, inside in block.pixels():
+                for total, middle, place in zip(squares, mean, block.places(at(self.x)), strict=True):
                     distance = inside(k.subtract(k.load(place), middle))
                     k.accumulate(total, distance, distance)
-            block.finish(totals, k.arena + self.table["own_squares"])
+            block.finish(squares, k.arena + self.table["own_squares"])
 
     def backward(self, plan: Layout) -> Kernels:
         kernels: Kernels = [("sums", lambda k: self._sums(k, plan))]
@@ -133,7 +130,7 @@ class BatchNormNode(Node[Pixels, Pixels]):
         for block in _blocks(k, self.x):
             gradients = self._gradient(k, plan, block)
             sums, products = k.variables(len(block.valid)), k.variables(len(block.valid))
-            with block.pixels() as (at, inside):
+            for at, inside in block.pixels():
                 for total, product, (distance, gradient) in zip(sums, products, gradients(at, inside), strict=True):
                     k.increase(total, gradient)
                     k.accumulate(product, distance, gradient)
@@ -154,7 +151,7 @@ class BatchNormNode(Node[Pixels, Pixels]):
             gradients = self._gradient(k, plan, block)
             names = ("scale", "slope", "level")
             scale, slope, level = (block.constants(k.arena + self.table[name]) for name in names)
-            with block.pixels() as (at, inside):
+            for at, inside in block.pixels():
                 places = block.places(at(self.needed_dx))
                 for u, (distance, gradient) in enumerate(gradients(at, inside)):
                     value = k.fma(scale[u], gradient, k.fma(slope[u], distance, level[u]))
@@ -261,20 +258,17 @@ class Block:
     Of each vector as many lanes count as `valid` says.
     """
 
-    def __init__(self, k: Emitter, x: Pixels, channel: ir.Value, valid: list[int]) -> None:
+    def __init__(self, k: Emitter, x: Tensor, channel: ir.Value, valid: list[int]) -> None:
         self._k, self._x, self._channel, self.valid = k, x, channel, valid
-        self._lanes = isinstance(x, Blocked)
 
     def constants(self, row: Pointer) -> list[ir.Value]:
         """Load a vector for each, from a row of a number per channel."""
-        at = row.at(self._channel)
-        if self._lanes:
-            return [self._k.splat(at + u) for u in range(len(self.valid))]
-        return [self._k.load(at + u * self._k.lanes) for u in range(len(self.valid))]
+        k, at = self._k, row.at(self._channel)
+        return [k.splat(at + u) if self._x.lanes > 1 else k.load(at + u * k.lanes) for u in range(len(self.valid))]
 
     def places(self, pixel: Pointer) -> list[Pointer]:
         """Return the address of each vector of a pixel."""
-        first = pixel.at(self._channel, self._k.lanes if self._lanes else 1)
+        first = pixel.at(self._channel, self._x.lanes)
         return [first + u * self._k.lanes for u in range(len(self.valid))]
 
     def store(self, value: ir.Value, place: Pointer, number: int) -> None:
@@ -285,34 +279,29 @@ class Block:
         k, at = self._k, row.at(self._channel)
         for u, total in enumerate(totals):
             value = total.get() if factor is None else k.multiply(total.get(), factor)
-            if self._lanes:
+            if self._x.lanes > 1:
                 k.builder.store(k.sum_lanes(value), (at + u).value(FLOAT), align=4)
             else:
                 k.store(value, at + u * k.lanes)
 
-    @contextlib.contextmanager
-    def pixels(self) -> Iterator[tuple[Callable[[Pixels], Pointer], Callable[[ir.Value], ir.Value]]]:
-        """Run the code for every pixel: with its address in a tensor, and what makes 0 of lanes with no image."""
-        k, (height, width, _) = self._k, self._x.shape
-        images = k.groups(k.lanes) if self._lanes else k.count
-        with k.loop(images) as n:
-            inside = self._inside(n)
+    def pixels(self) -> Iterator[tuple[Callable[[Tensor], Pointer], Callable[[ir.Value], ir.Value]]]:
+        """Run what follows for every pixel: with its address in a tensor, and what makes 0 of lanes with no image."""
+        k, (height, width, _), lanes = self._k, self._x.shape, self._x.lanes
+        with k.loop(k.groups(lanes)) as n:
+            # a group's images that there are
+            left = k.builder.trunc(k.builder.sub(k.count, k.builder.mul(n, INDEX(lanes))), INT)
+            numbers = ir.Constant(k.indices, [INT(lane) for lane in range(k.lanes)])
+            mask = k.builder.icmp_signed("<", numbers, k.spread(left))
             with k.loop(height) as p, k.loop(width) as q:
-                yield lambda tensor: tensor.pixel(k, n, p, q), inside
-
-    def _inside(self, group: ir.Value) -> Callable[[ir.Value], ir.Value]:
-        if not self._lanes:
-            return lambda value: value
-        k = self._k
-        left = k.builder.trunc(k.builder.sub(k.count, k.builder.mul(group, INDEX(k.lanes))), INT)
-        numbers = ir.Constant(k.indices, [INT(lane) for lane in range(k.lanes)])
-        mask = k.builder.icmp_signed("<", numbers, k.spread(left))
-        return lambda value: k.select(mask, value, k.zero())
+                yield (
+                    lambda tensor: tensor.pixel(k, n, p, q),
+                    lambda value: k.select(mask, value, k.zero()) if lanes > 1 else value,
+                )
 
 
-def _blocks(k: Emitter, x: Pixels) -> Iterator[Block]:
-    """Run the code for the vectors of a pixel, block by block."""
-    channels, step = x.shape[2], 1 if isinstance(x, Blocked) else k.lanes
+def _blocks(k: Emitter, x: Tensor) -> Iterator[Block]:
+    """Run what follows for the vectors of a pixel, block by block."""
+    channels, step = x.shape[2], k.lanes // x.lanes
     if channels // step:
         for first, width, times in chunks(channels // step, TOGETHER):
             with k.loop(times) as t:

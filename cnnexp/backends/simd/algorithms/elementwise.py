@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-
-from llvmlite import ir
+from collections.abc import Iterable, Sequence
 
 from cnnexp.backends.simd.algorithms.cost import Work, passes
 from cnnexp.backends.simd.algorithms.node import Node, Section
 from cnnexp.backends.simd.compiler.emit import Emitter, Kernels, Pointer, Target
 from cnnexp.backends.simd.compiler.trace import MATHS, emitted
-from cnnexp.backends.simd.layouts import NC, Blocked, Layout
+from cnnexp.backends.simd.layouts import Layout, Tensor, vectors
 from cnnexp.network import ElementwiseStage, LeakyReLU, ReLU
 
-Map = Callable[[Emitter, ir.Value], ir.Value]
 
-
-class ElementwiseNode(Node[Blocked | NC, Blocked | NC]):
+class ElementwiseNode(Node[Tensor, Tensor]):
     """An elementwise layer where nothing takes it in."""
 
     algorithm = "elementwise"
@@ -29,7 +25,7 @@ class ElementwiseNode(Node[Blocked | NC, Blocked | NC]):
 
     def __init__(self, stage: ElementwiseStage, shape: tuple[int, ...]) -> None:
         super().__init__(stage.name, shape)
-        self.layer = stage.layer
+        self.layer, self.any_image = stage.layer, len(shape) == 3
 
     def work(self, target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
         # an exponential takes some twenty instructions, a comparison two
@@ -38,48 +34,31 @@ class ElementwiseNode(Node[Blocked | NC, Blocked | NC]):
 
     def forward(self, plan: Layout) -> Kernels:
         rule = emitted(self.layer.rule(MATHS))
-        return [("forward", lambda k: apply(k, rule, self.x, self.y))]
+
+        def run(k: Emitter) -> None:
+            """y = rule(x)."""
+            for (x, y), valid in vectors(k, self.x, self.y):
+                k.store_part(rule(k, k.load(x)), y, valid)
+
+        return [("forward", run)]
 
     def backward(self, plan: Layout) -> Kernels:
         derivative = emitted(self.layer.derivative(MATHS))
 
         def run(k: Emitter) -> None:
             """dx = dy * derivative(x, y)."""
-
-            def one(x: Pointer, y: Pointer, dy: Pointer, dx: Pointer) -> None:
-                k.store(k.multiply(k.load(dy), derivative(k, k.load(x), k.load(y))), dx)
-
-            _each(k, (self.x, self.y, self.dy, self.needed_dx), one)
+            for (x, y, dy, dx), valid in vectors(k, self.x, self.y, self.dy, self.needed_dx):
+                k.store_part(k.multiply(k.load(dy), derivative(k, k.load(x), k.load(y))), dx, valid)
 
         return [("backward", run)]
 
 
-def same(k: Emitter, x: ir.Value) -> ir.Value:
-    return x
+def copy_gradient(k: Emitter, y: Tensor | None, dy: Tensor, d: Tensor) -> None:
+    """d = dy, 0 wherever ReLU gave y = 0; d may be dy."""
+    pass_gradient(k, vectors(k, *((dy, d) if y is None else (dy, d, y))))
 
 
-def apply(k: Emitter, function: Map, x: Blocked | NC, y: Blocked | NC) -> None:
-    """y = function(x); what rounds up rows stays 0."""
-    if not isinstance(x, NC) or not isinstance(y, NC) or not x.size % k.lanes:
-        _each(k, (x, y), lambda a, b: k.store(function(k, k.load(a)), b))
-        return
-    with k.loop(k.count) as n:
-        for i, valid in k.vectors(x.size):
-            value = function(k, k.load(x.stored(k, n).at(i, k.lanes)))
-            k.store(k.first_lanes(value, valid), y.stored(k, n).at(i, k.lanes))
-
-
-def _each(k: Emitter, arrays: tuple, body: Callable) -> None:
-    """Call the body with the address of every vector of arrays of the same shape."""
-    if isinstance(arrays[0], NC):
-        with k.loop(k.count) as n, k.loop(arrays[0].width // k.lanes) as i:
-            body(*(a.stored(k, n).at(i, k.lanes) for a in arrays))
-        return
-    rows, columns, channels = arrays[0].shape
-    with k.loop(k.groups(k.lanes)) as g, k.loop(rows) as p, k.loop(columns) as q, k.loop(channels) as c:
-        body(*(a.pixel(k, g, p, q).at(c, a.lanes) for a in arrays))
-
-
-def rectify_gradient(k: Emitter, y: Blocked | NC, dy: Blocked | NC) -> None:
-    """dy = 0 wherever ReLU gave 0, in place."""
-    _each(k, (dy, y), lambda at, positive: k.store(k.where_positive(k.load(positive), k.load(at)), at))
+def pass_gradient(k: Emitter, places: Iterable[tuple[list[Pointer], int]]) -> None:
+    """Copy vectors from the first of their places to the second, 0 wherever the third, if there is one, is not > 0."""
+    for (source, target, *positive), valid in places:
+        k.store_part(k.finish(k.load(source), positive=positive[0] if positive else None), target, valid)

@@ -54,9 +54,7 @@ def gather_rows(k: Emitter, y: NC, shape: Shape, first: int, stride: int, pixel:
     height, width, channels = shape
     run, runs = (width * channels, height) if stride > width * channels else (height * width * channels, 1)
     with k.loop(k.count) as n:
-        # an image, and the next one brought near
         source = _image(k, images, order, n, shape)
-        _fetch(k, _image(k, images, order, k.builder.add(n, INDEX(1)), shape), height * width * channels, pixel)
         with k.loop(runs) as r:
             row, target = source.at(r, run), (y.stored(k, n) + first).at(r, stride)
             # whole vectors, the last of which overlaps its neighbour
@@ -82,13 +80,6 @@ def _image(k: Emitter, images: Pointer, order: Pointer, n: ir.Value, shape: Shap
     last = k.builder.sub(k.count, INDEX(1))
     index = k.builder.load(order.at(k.least(n, last)).value(INDEX))
     return images.at(index, shape[0] * shape[1] * shape[2])
-
-
-def _fetch(k: Emitter, image: Pointer, size: int, pixel: ir.Type) -> None:
-    """Have an image brought near: where the next one in an order lies, a CPU does not foresee."""
-    line = 16 if pixel is FLOAT else 64
-    with k.loop(-(-size // line)) as i:
-        k.prefetch(image.at(i, line))
 
 
 def _pixels(k: Emitter, pointer: Pointer, pixel: ir.Type) -> ir.Value:

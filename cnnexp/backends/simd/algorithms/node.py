@@ -10,11 +10,9 @@ from typing import ClassVar, Generic, TypeVar
 from cnnexp.backends.parts import BACKWARD, Part
 from cnnexp.backends.simd.algorithms.cost import Work
 from cnnexp.backends.simd.compiler.emit import Emit, Emitter, Kernels, Target
-from cnnexp.backends.simd.layouts import NC, Blocked, Halo, Layout
+from cnnexp.backends.simd.layouts import Halo, Layout, Tensor
 from cnnexp.network import PoolStage, ReLU, Stage
 from cnnexp.optimizers import Optimizer
-
-Tensor = Blocked | NC
 
 X = TypeVar("X", bound=Tensor)
 
@@ -91,13 +89,11 @@ class Node(Generic[X, Y]):
     """The algorithm, as `backend.explain=true` prints it; its file has the same name."""
     spans: ClassVar[int] = 1
     """How many sections it computes."""
-    opens: ClassVar[bool] = False
-    """Whether it is for the first layers of a network alone."""
     holds: ClassVar[str] = ""
     """What a vector holds many of, e.g. `filters`; empty where nothing is multiplied."""
     input_layout: type[Tensor] | None = None
     """The layout of the input, `Blocked`, `NC` or `NHWC`; None for either, and the output is of the same."""
-    any_image: ClassVar[bool] = False
+    any_image: bool = False
     """Whether it takes an image in either layout, where `input_layout` names none."""
     output_layout: type[Tensor] | None = None
     """The layout of the output."""
@@ -107,6 +103,10 @@ class Node(Generic[X, Y]):
     """Whether it has taken in a ReLU."""
     whole_vectors: ClassVar[bool] = True
     """Whether its kernels go by vectors of images, and may write a whole one where a tile has fewer images."""
+    keeps_x: bool = True
+    """Whether its backward pass reads its input."""
+    keeps_y: ClassVar[bool] = True
+    """Whether its backward pass reads its output."""
     rectifies_dx: ClassVar[bool] = False
     """Whether it can see to a ReLU before it when it stores dx."""
 
@@ -133,20 +133,13 @@ class Node(Generic[X, Y]):
         """Whether its ReLU's gradient is still to be taken."""
         return self.rectify and not self.dy_rectified
 
-    input_room: tuple[int, int, int] | None = None
-    """Of images that need padding around them in a row: (floats of a row, the first pixel, floats from row to row)."""
-
     def fits(self, target: Target) -> bool:
         """Whether the CPU's registers hold it."""
         return True
 
-    def may_follow(self, before: Halo | None, needs_dx: bool) -> bool:
-        """Whether it can come after a node.
-
-        Args:
-            before: the room around that node's dy, None where it is the network's input. needs_dx: of its own.
-        """
-        return before is None or not self.opens
+    def may_follow(self, needs_dx: bool) -> bool:
+        """Whether it can come where the gradient of its input is needed, or is not."""
+        return True
 
     def work(self, target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
         """Return what each kernel, by its name, does for an image.

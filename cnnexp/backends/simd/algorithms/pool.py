@@ -1,30 +1,30 @@
-"""`pool`: a max-pool or an average pool on its own, the batch in the lanes; any window, stride and padding."""
+"""`pool`: a max-pool or an average pool on its own, in either layout of images; any window, stride and padding."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 
 import numpy as np
 from llvmlite import ir
 
 from cnnexp.backends.simd.algorithms.cost import Work, passes
-from cnnexp.backends.simd.algorithms.elementwise import apply, same
+from cnnexp.backends.simd.algorithms.elementwise import copy_gradient
 from cnnexp.backends.simd.algorithms.node import Node, Section
 from cnnexp.backends.simd.compiler.emit import INDEX, INT, Emitter, Kernels, Pointer, Target
-from cnnexp.backends.simd.layouts import Blocked, Halo, Layout
+from cnnexp.backends.simd.layouts import Blocked, Halo, Layout, Tensor
 from cnnexp.network import MaxPool2d, PoolStage
 
-Place = Callable[[Blocked], Pointer]
+Place = Callable[[Tensor], Pointer]
 
 
-class Pool(Node[Blocked, Blocked]):
+class Pool(Node[Tensor, Tensor]):
     """MaxPool2d or AvgPool2d where no convolution takes it in."""
 
-    input_layout = output_layout = Blocked
     stage: PoolStage
     algorithm = "pool"
+    any_image = True
+    keeps_x = keeps_y = False
 
     @classmethod
     def of(cls, sections: Sequence[Section], first: bool) -> Pool | None:
@@ -42,16 +42,19 @@ class Pool(Node[Blocked, Blocked]):
         return {"forward": each, "backward": Work(0.0, each.cycles + kept.cycles)}
 
     def input_halo(self) -> Halo:
-        return Halo(*self.stage.window.pads, value=-math.inf if self.largest else 0.0)
+        pads = self.stage.window.pads
+        return Halo(*pads, value=-math.inf if self.largest and any(pads) else 0.0)
 
     def prepare(self, plan: Layout) -> None:
+        room = plan.arena.blocked if isinstance(self.y, Blocked) else plan.arena.nhwc
         if self.largest:
-            self.argmax = plan.arena.blocked(self.shape)
+            self.argmax = room(self.shape)
         else:
             self.shares = plan.arena.constants((1 / self._inside()).astype(np.float32))
         if self.dx:
-            halo = self.input_halo()
-            self.spread = plan.arena.blocked(self.dx.shape, Halo(halo.top, halo.left, halo.bottom, halo.right))
+            self.spread, pads = self.dx, self.stage.window.pads
+            if any(pads) or self.dx.halo.step > 1:  # what lands outside the image needs room
+                self.spread = room(self.dx.shape, Halo(*pads))
 
     def _inside(self) -> np.ndarray:
         """Return how many pixels of each window lie inside the image, (U, V)."""
@@ -69,59 +72,67 @@ class Pool(Node[Blocked, Blocked]):
     def backward(self, plan: Layout) -> Kernels:
         return [("backward", self._backward)]
 
-    @contextmanager
-    def _windows(self, k: Emitter, seen: Blocked) -> Iterator[tuple[Pointer, Place, ir.Value]]:
-        """Run the block for every vector of the output.
+    def _windows(self, k: Emitter, seen: Tensor) -> Iterator[tuple[Pointer, Place, ir.Value, int]]:
+        """Run what follows for every vector of the output.
 
-        Yields where its window begins in what is seen; the address of a vector of the output's shape; and 1 / the
-        number of the window's pixels inside the image, in all lanes, where a mean is taken.
+        Yields where its window begins in what is seen; the address of a vector of the output's shape; 1 / the number
+        of the window's pixels inside the image, in all lanes, where a mean is taken; and how many lanes count.
         """
-        rows, columns, channels = self.y.shape
-        with k.loop(k.groups(k.lanes)) as g, k.loop(rows) as u, k.loop(columns) as v:
+        (rows, columns, channels), window = self.y.shape, self.stage.window
+        with k.loop(k.groups(seen.lanes)) as n, k.loop(rows) as u, k.loop(columns) as v:
             share = k.zero() if self.largest else k.splat((k.arena + self.shares).at(u, columns).at(v))
-            with k.loop(channels) as c:
-                corner = seen.stored(k, g).at(u, self.stride * seen.row).at(v, self.stride * seen.column)
-                yield corner.at(c, seen.lanes), lambda tensor: tensor.pixel(k, g, u, v).at(c, tensor.lanes), share
+            first = seen.pixel(k, n, 0, 0) + -(window.top * seen.row + window.left * seen.column)
+            corner = first.at(u, self.stride * seen.row).at(v, self.stride * seen.column)
+            for c, valid in k.vectors(channels * seen.lanes):
 
-    @contextmanager
-    def _pixels(self, k: Emitter, seen: Blocked, corner: Pointer) -> Iterator[tuple[Pointer, ir.Value]]:
-        """Run the block for every pixel of a window: its address, and in all lanes its number."""
+                def place(tensor: Tensor, c: ir.Value = c) -> Pointer:
+                    return tensor.pixel(k, n, u, v).at(c, k.lanes)
+
+                yield corner.at(c, k.lanes), place, share, valid
+
+    def _pixels(self, k: Emitter, seen: Tensor, corner: Pointer) -> Iterator[tuple[Pointer, ir.Value]]:
+        """Run what follows for every pixel of a window: its address, and in all lanes its number."""
         with k.loop(self.size) as i, k.loop(self.size) as j:
             code = k.builder.trunc(k.builder.add(k.builder.mul(i, INDEX(self.size)), j), INT)
             yield corner.at(i, seen.row).at(j, seen.column), k.spread(code)
 
     def _max(self, k: Emitter) -> None:
         """y = the largest of each window, argmax = its place, a 32-bit integer; x's halo holds -inf: it never wins."""
-        with self._windows(k, self.x) as (corner, place, _):
+        for corner, place, _, valid in self._windows(k, self.x):
             best, where = k.variable(k.constant(-math.inf)), k.variable(k.integers(0))
-            with self._pixels(k, self.x, corner) as (at, code):
+            for at, code in self._pixels(k, self.x, corner):
                 value = k.load(at)
                 larger = k.larger(value, best.get())
                 best.set(k.select(larger, value, best.get()))
                 where.set(k.select(larger, code, where.get()))
-            k.store(best.get(), place(self.y))
-            k.store(k.as_floats(where.get()), place(self.argmax))
+            k.store_part(best.get(), place(self.y), valid)
+            k.store_part(k.as_floats(where.get()), place(self.argmax), valid)
 
     def _average(self, k: Emitter) -> None:
         """y = the mean of each window's pixels inside the image."""
-        with self._windows(k, self.x) as (corner, place, share):
+        for corner, place, share, valid in self._windows(k, self.x):
             total = k.variable()
-            with self._pixels(k, self.x, corner) as (at, _):
+            for at, _ in self._pixels(k, self.x, corner):
                 k.increase(total, k.load(at))
-            k.store(k.multiply(total.get(), share), place(self.y))
+            k.store_part(k.multiply(total.get(), share), place(self.y), valid)
 
     def _backward(self, k: Emitter) -> None:
-        """dx = dy added at each window's argmax, or its shares at every pixel; what lands in x's halo is not used."""
-        spread = self.spread
-        with k.loop(k.groups(k.lanes)) as g:
-            k.clear(spread.stored(k, g), spread.group // spread.lanes)
-        with self._windows(k, spread) as (corner, place, share):
-            value = k.load(place(self.dy))
+        """dx = dy added at each window's argmax, or its shares at every pixel; what lands in a halo is not used."""
+        spread, dx = self.spread, self.needed_dx
+        (height, width, _), (rows, columns, _) = dx.shape, self.y.shape
+        # where every pixel is in one window, each is stored once; else all begin at 0
+        tiled = self.size == self.stride and (rows * self.size, columns * self.size) == (height, width)
+        if not tiled:
+            with k.loop(k.groups(spread.lanes)) as n:
+                k.clear(spread.stored(k, n), spread.stride // k.lanes)
+        for corner, place, share, valid in self._windows(k, spread):
+            value, where = k.load(place(self.dy)), None
             if self.largest:
                 where = k.as_integers(k.load(place(self.argmax)))
             else:
                 value = k.multiply(value, share)
-            with self._pixels(k, spread, corner) as (at, code):
-                here = k.select(k.builder.icmp_signed("==", where, code), value, k.zero()) if self.largest else value
-                k.store(k.add(k.load(at), here), at)
-        apply(k, same, spread, self.needed_dx)
+            for at, code in self._pixels(k, spread, corner):
+                here = k.select(k.builder.icmp_signed("==", where, code), value, k.zero()) if where else value
+                k.store_part(here if tiled else k.add(k.load(at), here), at, valid)
+        if spread is not dx:
+            copy_gradient(k, None, spread, dx)

@@ -9,11 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+from llvmlite import ir
+
 from cnnexp.backends.simd.algorithms.cost import Work, passes
-from cnnexp.backends.simd.algorithms.node import Node, Section, Tensor
+from cnnexp.backends.simd.algorithms.elementwise import copy_gradient
+from cnnexp.backends.simd.algorithms.node import Node, Section
 from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Kernels, Pointer, Target
-from cnnexp.backends.simd.layouts import NC, Blocked, Halo, Layout
+from cnnexp.backends.simd.layouts import NC, Layout, Tensor, vectors
 from cnnexp.network import ResidualStage
+
+Function = Callable[[Emitter, list[Pointer]], ir.Value]
 
 
 class Split(Node[Tensor, Tensor]):
@@ -44,7 +49,7 @@ class Split(Node[Tensor, Tensor]):
         dx, end = self.needed_dx, self.sum
         tensors = (dx, end.dy, end.y) if end.rectifies_dy else (dx, end.dy)
 
-        def add(k: Emitter, places: list[Pointer]) -> object:
+        def add(k: Emitter, places: list[Pointer]) -> ir.Value:
             value = k.load(places[1])
             if end.rectifies_dy:
                 value = k.where_positive(k.load(places[2]), value)
@@ -53,7 +58,7 @@ class Split(Node[Tensor, Tensor]):
         if end.step:
             steps = [*zip(tensors, (end.step, 1, 1), strict=False), (dx, end.step)]
             return [("backward", lambda k: _each_nth(k, steps, (0, self.shape[2]), add))]
-        return [("backward", lambda k: _each(k, tensors, dx, add))]
+        return [("backward", lambda k: _each(k, (*tensors, dx), add))]
 
 
 class Sum(Node[Tensor, Tensor]):
@@ -67,6 +72,7 @@ class Sum(Node[Tensor, Tensor]):
     algorithm = "residual"
     any_image = True
     whole_vectors = False
+    keeps_x = False
     split: Split
 
     @classmethod
@@ -85,63 +91,35 @@ class Sum(Node[Tensor, Tensor]):
         return {"forward": each, "backward": each}
 
     def forward(self, plan: Layout) -> Kernels:
-        def add(k: Emitter, places: list[Pointer]) -> object:
-            value = k.add(k.load(places[0]), k.load(places[1]))
+        def add(k: Emitter, places: list[Pointer]) -> ir.Value:
+            value = k.add(k.load(places[0]), k.load(places[1])) if len(places) > 1 else k.load(places[0])
             return k.rectify(value) if self.rectify else value
 
         def pad(k: Emitter) -> None:
             x, y, channels = (self.x, 1), (self.y, 1), self.split.shape[2]
             _each_nth(k, (x, (self.split.x, self.step), y), (0, channels), add)
             if self.shape[2] > channels:
-                _each_nth(k, (x, y), (channels, self.shape[2] - channels), keep)
+                _each_nth(k, (x, y), (channels, self.shape[2] - channels), add)
 
-        def keep(k: Emitter, places: list[Pointer]) -> object:
-            return k.rectify(k.load(places[0])) if self.rectify else k.load(places[0])
-
-        if self.step:
-            return [("forward", pad)]
-        return [("forward", lambda k: _each(k, (self.x, self.split.x), self.y, add))]
+        return [("forward", pad if self.step else lambda k: _each(k, (self.x, self.split.x, self.y), add))]
 
     def backward(self, plan: Layout) -> Kernels:
-        tensors = (self.dy, self.y) if self.rectifies_dy else (self.dy,)
-
-        def pass_on(k: Emitter, places: list[Pointer]) -> object:
-            value = k.load(places[0])
-            return k.where_positive(k.load(places[1]), value) if self.rectifies_dy else value
-
-        return [("backward", lambda k: _each(k, tensors, self.needed_dx, pass_on))]
+        y = self.y if self.rectifies_dy else None
+        return [("backward", lambda k: copy_gradient(k, y, self.dy, self.needed_dx))]
 
 
-def _each_nth(k: Emitter, tensors: Sequence[tuple[Tensor, int]], channels: tuple[int, int], function: Callable) -> None:
-    """As `_each`, of `channels`, the first and how many, and of every n-th row and column of each (tensor, n).
+def _each(k: Emitter, tensors: Sequence[Tensor], function: Function) -> None:
+    """Fill the last tensor with function(k, addresses in the others), vector by vector."""
+    for (*places, place), valid in vectors(k, *tensors):
+        k.store_part(function(k, places), place, valid)
 
-    The last tensor is the target.
-    """
-    (first, count), lanes = channels, isinstance(tensors[0][0], Blocked)
+
+def _each_nth(k: Emitter, tensors: Sequence[tuple[Tensor, int]], channels: tuple[int, int], function: Function) -> None:
+    """As `_each`, of `channels`, the first and how many, and of every n-th row and column of each (tensor, n)."""
+    (first, count), lanes = channels, tensors[0][0].lanes
     rows, columns, _ = next(tensor.shape for tensor, step in tensors if step == 1)
-    with k.loop(k.groups(k.lanes) if lanes else k.count) as n, k.loop(rows) as p, k.loop(columns) as q:
+    with k.loop(k.groups(lanes)) as n, k.loop(rows) as p, k.loop(columns) as q:
         pixels = [tensor.pixel(k, n, *(k.builder.mul(i, INDEX(step)) for i in (p, q))) for tensor, step in tensors]
-        starts = [pixel + first * (k.lanes if lanes else 1) for pixel in pixels]
-        for v, valid in k.vectors(count * k.lanes if lanes else count):
-            *places, place = (start.at(v, k.lanes) for start in starts)
-            k.store_part(function(k, places), place, valid)
-
-
-def _each(k: Emitter, sources: Sequence[Tensor], target: Tensor, function: Callable) -> None:
-    """target = function(k, addresses in the sources), vector by vector; halos, and what rounds up rows, stay."""
-    tensors = (*sources, target)
-    if isinstance(target, Blocked):
-        rows, columns, channels = target.shape
-        with k.loop(k.groups(k.lanes)) as g, k.loop(rows) as p, k.loop(columns) as q, k.loop(channels) as c:
-            *places, place = (tensor.pixel(k, g, p, q).at(c, target.lanes) for tensor in tensors)
-            k.store(function(k, places), place)
-        return
-    # row by row where there is room around any
-    images = any(tensor.halo != Halo() for tensor in tensors)
-    rows = target.shape[0] if images else 1
-    run = target.size // rows
-    with k.loop(k.count) as n, k.loop(rows) as p:
-        starts = [tensor.pixel(k, n, p, 0) if images else tensor.stored(k, n) for tensor in tensors]
-        for v, valid in k.vectors(run):
-            *places, place = (start.at(v, k.lanes) for start in starts)
+        for v, valid in k.vectors(count * lanes):
+            *places, place = ((pixel + first * lanes).at(v, k.lanes) for pixel in pixels)
             k.store_part(function(k, places), place, valid)

@@ -32,7 +32,7 @@ class Clocks:
     """
 
     def __init__(self, target: Target) -> None:
-        self.on, self._target = target.clocks, target
+        self.on = target.clocks
         self.parts: list[Part] = []
         self.offset = 0
 
@@ -50,27 +50,19 @@ class Clocks:
     def charge(self, k: Emitter, part: int, arena: Pointer | None = None) -> None:
         """Emit a reading that gives the ticks since the last one to a part; the arena is the kernel's unless given."""
         if self.on:
-            last, total = ((arena or k.arena) + Offset(self.offset + FLOATS * place) for place in (0, 1 + part))
-            _charge(k.builder, self._target, last.value(INDEX), total.value(INDEX))
+            last, total = self._place(k, arena, 0), self._place(k, arena, 1 + part)
+            now, builder = _ticks(k), k.builder
+            builder.store(builder.add(builder.load(total), builder.sub(now, builder.load(last))), total)
+            builder.store(now, last)
 
-    def charging(self, part: int) -> Callable[[ir.IRBuilder, ir.Value], None]:
-        """Return what emits as `charge` does, given an arena's first float."""
-
-        def emit(builder: ir.IRBuilder, arena: ir.Value) -> None:
-            if self.on:
-                last = self._last(builder, arena)
-                _charge(builder, self._target, last, builder.gep(last, [INDEX(1 + part)]))
-
-        return emit
-
-    def starting(self, builder: ir.IRBuilder, arena: ir.Value) -> None:
+    def start(self, k: Emitter) -> None:
         """Emit a reading that gives the time before it to nobody."""
         if self.on:
-            builder.store(_ticks(builder, self._target), self._last(builder, arena))
+            k.builder.store(_ticks(k), self._place(k, None, 0))
 
-    def _last(self, builder: ir.IRBuilder, arena: ir.Value) -> ir.Value:
-        """Return the address of the last reading."""
-        return builder.bitcast(builder.gep(arena, [INDEX(self.offset)]), INDEX.as_pointer())
+    def _place(self, k: Emitter, arena: Pointer | None, number: int) -> ir.Value:
+        """Return the address of the last reading, or of a sum behind it."""
+        return ((arena or k.arena) + Offset(self.offset + FLOATS * number)).value(INDEX)
 
     def readings(self, arenas: np.ndarray) -> np.ndarray:
         """Return a view (threads, 1 + parts), int64, of the clocks in arenas (threads, stride)."""
@@ -82,14 +74,8 @@ def available(triple: str) -> bool:
     return triple.startswith(("x86_64", "aarch64", "arm64"))
 
 
-def _charge(builder: ir.IRBuilder, target: Target, last: ir.Value, total: ir.Value) -> None:
-    now = _ticks(builder, target)
-    builder.store(builder.add(builder.load(total), builder.sub(now, builder.load(last))), total)
-    builder.store(now, last)
-
-
-def _ticks(builder: ir.IRBuilder, target: Target) -> ir.Value:
+def _ticks(k: Emitter) -> ir.Value:
     """Read the core's clock, whose rate is constant."""
-    if target.has(intrinsics.READ_CLOCK):
-        return intrinsics.call(builder, target.features, intrinsics.READ_CLOCK, INDEX, [])
-    return intrinsics.read_register(builder, ARM_TICKS)
+    if k.target.has(intrinsics.READ_CLOCK):
+        return intrinsics.call(k.builder, k.target.features, intrinsics.READ_CLOCK, INDEX, [])
+    return intrinsics.read_register(k.builder, ARM_TICKS)

@@ -14,39 +14,34 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from cnnexp.backends.simd.compiler.emit import Kernels, Target, call_kernels
+from cnnexp.backends.simd.compiler.emit import INDEX, Emit, Kernels, Target, call_kernels
 
 Codegen = Callable[[Any, ir.IRBuilder, Any, Sequence[ir.Value]], ir.Value]
 Intrinsic = tuple[types.Type, Codegen]
 """What Numba asks of an intrinsic: its signature, and what emits it."""
 
 
-def compose(name: str, target: Target, kernels: Kernels, library: ir.Module | None = None) -> Callable[..., None]:
+def compose(
+    name: str, target: Target, kernels: Kernels, library: ir.Module | None = None, choices: Sequence[Kernels] = ()
+) -> Callable[..., None]:
     """Return a function for `@njit` code that runs the kernels in order, each on the same arrays and a count of images.
 
     Each kernel is an LLVM function of its own, so that registers are allocated kernel by kernel.
 
     Args:
         library: where the kernels are defined; None for where they are called, once for each compiled function.
+        choices: lists of kernels, of which the one of a number given last runs afterwards.
     """
 
     def emit(builder: ir.IRBuilder, given: list[ir.Value]) -> None:
-        call_kernels(builder, name, target, kernels, given)
-
-    return _outlined(f"kernels.{name}", library, emit)
-
-
-def compose_choice(name: str, target: Target, choices: Sequence[Kernels], library: ir.Module) -> Callable[..., None]:
-    """Return a function for `@njit` code that runs, of lists of kernels, the one of a number given last."""
-
-    def emit(builder: ir.IRBuilder, given: list[ir.Value]) -> None:
-        *same, choice = given
+        same = given[:-1] if choices else given
+        call_kernels(builder, name, target, kernels, same)
         end = builder.append_basic_block("end")
-        switch = builder.switch(choice, end)
-        for number, kernels in enumerate(choices):
+        switch = builder.switch(given[-1], end)
+        for number, chosen in enumerate(choices):
             switch.add_case(number, block := builder.append_basic_block(f"choice{number}"))
             builder.position_at_end(block)
-            call_kernels(builder, name, target, kernels, same)
+            call_kernels(builder, name, target, chosen, same)
             builder.branch(end)
         builder.position_at_end(end)
 
@@ -91,13 +86,14 @@ def _define(
     builder.ret_void()
 
 
-def on_arena(emit: Callable[[ir.IRBuilder, ir.Value], None]) -> Callable[..., Any]:
-    """Return a function of an arena for `@njit` code that does what is emitted, given the arena's first float."""
+def on_arena(target: Target, emit: Emit) -> Callable[..., Any]:
+    """Return a function of an arena for `@njit` code that runs a kernel, each time a function of its own."""
 
     @intrinsic
     def run(typing: Any, arena: types.Type) -> Intrinsic:
-        def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-            emit(builder, context.make_array(arena)(context, builder, arguments[0]).data)
+        def codegen(context: Any, builder: ir.IRBuilder, signature: Any, given: Sequence[ir.Value]) -> ir.Value:
+            first = context.make_array(arena)(context, builder, given[0]).data
+            call_kernels(builder, "arena", target, [("kernel", emit)], [first] * 3 + [INDEX(0)])
             return context.get_dummy_value()
 
         return types.void(arena), codegen

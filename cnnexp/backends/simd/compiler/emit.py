@@ -380,6 +380,14 @@ class Emitter:
         """Return max(x, 0); a NaN stays one."""
         return self.builder.select(self.builder.fcmp_ordered("<", x, self.zero()), self.zero(), x)
 
+    def finish(
+        self, value: ir.Value, bias: ir.Value | None = None, rectify: bool = False, positive: Pointer | None = None
+    ) -> ir.Value:
+        """Return a sum with its bias and through the ReLU, 0 where what lies at `positive` is not positive."""
+        value = value if bias is None else self.add(value, bias)
+        value = self.rectify(value) if rectify else value
+        return value if positive is None else self.where_positive(self.load(positive), value)
+
     def where_positive(self, x: ir.Value, value: ir.Value) -> ir.Value:
         """Return `value` where x > 0, else 0."""
         return self.builder.select(self.builder.fcmp_ordered(">", x, self.zero()), value, self.zero())

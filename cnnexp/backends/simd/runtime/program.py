@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -97,7 +98,12 @@ class SimdProgram(Program[LoadedSplit]):
         self.network, self.loss, self.optimizer, self.batch_size = network, loss, optimizer, batch_size
         started = time.perf_counter()
         plan = make_plan(network, target, -(-batch_size // threads))
-        self._work = _function((network, loss, optimizer, target, plan.arena.groups, plan.share + (not plan.owns)))
+        size = max(batch_size, threads * 2 * target.lanes)
+        with ThreadPoolExecutor(1) as beside:  # the two compile at once
+            predicts = (network, loss, optimizer, size, target, threads) if network.running else None
+            forward = beside.submit(ForwardProgram, *predicts) if predicts else None
+            self._work = _function((network, loss, optimizer, target, plan.arena.groups, plan.share + (not plan.owns)))
+            self._forward = forward and forward.result()  # predicts where there are running averages
         self._rows = plan.explain(threads)
         self._layout = plan.parameters
         self._outputs = plan.scores.size
@@ -117,10 +123,6 @@ class SimdProgram(Program[LoadedSplit]):
         self._clocks = plan.clocks
         self._ticks = np.zeros(len(plan.clocks.parts), np.int64)
         self._readings: list[tuple[float, int]] = []
-        self._forward: ForwardProgram | None = None  # predicts where there are running averages
-        if network.running:
-            size = max(batch_size, threads * 2 * target.lanes)
-            self._forward = ForwardProgram(network, loss, optimizer, size, target, threads)
         self._pool, self._adaptive = ThreadPool(threads), AdaptiveThreads(threads, trials=not plan.clocks.on)
         weakref.finalize(self, self._pool.close)
         self.compile_s = time.perf_counter() - started

@@ -13,7 +13,7 @@ import numpy as np
 from llvmlite import ir
 
 from cnnexp.backends.simd.algorithms.batch_norm import FIRST, TILES
-from cnnexp.backends.simd.compiler.compose import compose_choice, on_arena
+from cnnexp.backends.simd.compiler.compose import compose, on_arena
 from cnnexp.backends.simd.compiler.emit import Kernels
 from cnnexp.backends.simd.compiler.entry import GRADIENTS, Call
 from cnnexp.backends.simd.lowering import Plan
@@ -44,12 +44,11 @@ def make_batch(plan: Plan, begin: Callable, finish: Callable, compiled: Callable
     (ahead, left), (back, left_back) = cut(plan.forward, names), cut(plan.backward, names)
     meets: list[Kernels] = [[("meet", seam.meet)] for seam in plan.seams]
     choices = [*ahead, *back, *left, *left_back, *meets, plan.gradients]
-    run = compose_choice("seamed", plan.target, choices, library)
+    run = compose("seamed", plan.target, [], library, choices)
     cuts, seams, images, clocked = len(ahead) - 1, len(names), plan.arena.images, plan.clocks.on
     parts, meeting, gradients = 2 * cuts + 2, 2 * cuts + 2 + seams, 2 * cuts + 2 + 2 * seams
-    start_clocks, charge_wait = (
-        on_arena(emit) for emit in (plan.clocks.starting, plan.clocks.charging(plan.step_parts["wait"]))
-    )
+    start_clocks = on_arena(plan.target, plan.clocks.start)
+    charge_wait = on_arena(plan.target, lambda k: plan.clocks.charge(k, plan.step_parts["wait"]))
 
     def pass_tile(call: Call, share: int, step: int, phase: int, number: int, tile: np.ndarray, batch: int) -> None:
         """Take a tile through a segment, up to the next seam; the last one forward is also the first one back."""

@@ -54,7 +54,7 @@ def make_work(plan: Plan, loss: Loss, optimizer: Optimizer, key: str, library: i
     added, owned = plan.parameters.added, plan.parameters.owned
     fetches = 0 < 4 * owned <= target.l2_bytes // 2
     fetch = compose("fetch", target, [("owned", update.fetch)], library)
-    start_clocks = on_arena(plan.clocks.starting)
+    start_clocks = on_arena(target, plan.clocks.start)
     charge_wait, charge_update = (_charging(plan, name) for name in ("wait", "update"))
 
     def work(call: Call) -> None:
@@ -96,7 +96,7 @@ def make_work(plan: Plan, loss: Loss, optimizer: Optimizer, key: str, library: i
 
 def _charging(plan: Plan, part: str) -> Callable[..., Any]:
     """Return what charges the time since the last reading to a part of the step, given an arena."""
-    return on_arena(plan.clocks.charging(plan.step_parts[part]))
+    return on_arena(plan.target, lambda k: plan.clocks.charge(k, plan.step_parts[part]))
 
 
 def _make_tile(plan: Plan, loss: Loss, compiled: Callable, library: ir.Module) -> tuple[Callable, Callable]:

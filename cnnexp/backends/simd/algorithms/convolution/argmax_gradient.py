@@ -12,16 +12,20 @@ store still on its way waits for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from llvmlite import ir
 
 from cnnexp.backends.simd.algorithms.convolution.base import Windows
+from cnnexp.backends.simd.algorithms.node import Node
+from cnnexp.backends.simd.algorithms.reorder import to_rows
 from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Pointer
-from cnnexp.backends.simd.layouts import Arena, Blocked, round_up
+from cnnexp.backends.simd.layouts import NHWC, Arena, Blocked, Tensor, round_up
 
 
 @dataclass(frozen=True)
@@ -69,128 +73,143 @@ class EventList:
             k.store(total.get(), gradient)
 
 
-def alive(
-    k: Emitter, gradients: list[ir.Value], patches: list[ir.Value]
-) -> Iterator[tuple[ir.Value, ir.Value, ir.Value]]:
-    """Transpose blocks of cells, and yield for each row (mask of its events, gradients, places of their patches)."""
-    for gradient, patch in zip(k.transpose(gradients), k.transpose(patches), strict=True):
-        yield k.builder.fcmp_unordered("!=", gradient, k.zero()), gradient, patch
-
-
 @dataclass(frozen=True)
 class EventLists:
-    """The events of one group of images, by image and filter, and what they are found from.
+    """The events of an image, or of a group of them: a list for every lane of a pooled cell, and what they come from.
+
+    With the batch in lanes, list f * lanes + n is that of filter f and image n.
 
     Attributes:
-        y, dy: pooled output and its gradient, without a halo. windows: the max-pool.
+        y, dy: pooled output and its gradient. windows: the max-pool.
         rectify: whether a ReLU was applied that dy does not know of.
-        down, right: floats between the patches of neighbouring rows and columns, before the pool.
-        values, places: room, [image][filter][cells, rounded up]: the events' gradients and the places of their patches.
-        counts: room, [filter][image], 64 bits: how many events.
-        cells: room, two integers per cell: where it lies in the pooled output, and the place of its first patch.
+        x: where the patches lie, an image a row. stride: of the convolution in it.
+        room: cells of a list.
+        values, places: where in the arena lists of the events' gradients lie, and of the places of their patches.
+        counts: likewise how many events a list has, 64 bits.
+        cells: likewise, for each cell, where its gradient, its output, its argmax and its first patch lie.
     """
 
-    y: Blocked
-    dy: Blocked
-    windows: Windows[Blocked]
+    y: Tensor
+    dy: Tensor
+    windows: Windows
     rectify: bool
-    down: int
-    right: int
+    x: Tensor
+    stride: int
+    room: int
     values: int
     places: int
     counts: int
     cells: int
 
-    @property
-    def filters(self) -> int:
-        return self.y.shape[2]
-
-    @property
-    def count(self) -> int:
-        """How many cells there are."""
-        return self.y.shape[0] * self.y.shape[1]
-
-    def of(self, k: Emitter, n: ir.Value, f: ir.Value) -> EventList:
-        """Return the events of image n and filter f."""
-        room = round_up(self.count, k.lanes)
-        start = k.builder.add(k.builder.mul(n, INDEX(self.filters)), f)
-        count = k.builder.load((k.arena + self.counts).at(f, 2 * k.lanes).at(n, 2).value(INDEX), align=4)
-        return EventList(count, *((k.arena + at).at(start, room) for at in (self.values, self.places)))
+    def of(self, k: Emitter, number: ir.Value) -> EventList:
+        """Return the events of a list."""
+        count = k.builder.load((k.arena + self.counts).at(number, 2).value(INDEX), align=4)
+        return EventList(count, *((k.arena + at).at(number, self.room) for at in (self.values, self.places)))
 
 
 def make_lists(
-    arena: Arena, y: Blocked, dy: Blocked, windows: Windows[Blocked], rectify: bool, down: int, right: int, reach: int
+    arena: Arena, node: Node[Any, Any], windows: Windows, x: Tensor, stride: int, order: np.ndarray, room: int
 ) -> EventLists:
-    """Return lists with room; see `EventLists`.
+    """Return lists with room, for the output of a node; see `EventLists`.
 
     Args:
-        reach: cells apart from which on patches have no pixel in common.
+        order: in which cells, row * columns + column, come into the lists.
     """
-    lanes, (rows, columns, filters) = arena.lanes, y.shape
-    room = lanes * filters * round_up(rows * columns, lanes)
-    u, v = _spread_out(rows, columns, reach)
-    step = windows.stride
-    table = np.stack([(u * columns + v) * filters, u * step * down + v * step * right], axis=1)
+    (_, columns, filters), lanes = node.y.shape, arena.lanes
+    u, v = order // columns, order % columns
+
+    def places(image: Tensor) -> np.ndarray:
+        return (u + image.halo.top) * image.row + (v + image.halo.left) * image.column
+
+    step = windows.stride * stride
+    images = [places(image) for image in (node.dy, node.y, windows.argmax)]
+    patches = u * step * x.row + v * step * x.column
+    lists = round_up(filters * node.y.lanes, lanes)
     return EventLists(
-        y, dy, windows, rectify, down, right,
-        values=arena.allocate(room),
-        places=arena.allocate(room),
-        counts=arena.allocate(2 * lanes * filters),
-        cells=arena.constants(table.astype(np.int32).view(np.float32)),
+        node.y, node.dy, windows, node.rectifies_dy, x, stride, room,
+        values=arena.allocate(lists * room),
+        places=arena.allocate(lists * room),
+        counts=arena.allocate(2 * lists),
+        cells=arena.constants(np.stack([*images, patches], axis=1).astype(np.int32).view(np.float32)),
     )  # fmt: skip
 
 
-def _spread_out(rows: int, columns: int, reach: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the cells, column by column, in an order in which neighbours are no neighbours in space.
+def group_lists(arena: Arena, node: Node[Any, Any], windows: Windows, x: Tensor, stride: int, reach: int) -> EventLists:
+    """As `make_lists`, of all cells, column by column; rows `reach` apart share no pixel."""
+    rows, columns, _ = node.shape
+    order = spread_out(np.arange(rows * columns).reshape(rows, columns).T, reach)
+    return make_lists(arena, node, windows, x, stride, order, round_up(rows * columns, arena.lanes))
 
-    Rows `reach` apart share no pixel.
+
+def image_rows(arena: Arena, x: Blocked) -> NHWC:
+    """Return room for the images of a group of x, each with its halo, and a vector behind it."""
+    stride = round_up(x.stride // arena.lanes, arena.lanes) + arena.lanes
+    return NHWC(arena.allocate(arena.lanes * stride), x.shape, stride, halo=x.halo)
+
+
+def list_group(k: Emitter, lists: EventLists, x: Blocked, g: ir.Value, db: Pointer | None) -> None:
+    """Turn a group of x to rows, where patches lie, and list its events."""
+    to_rows(k, x.stored(k, g), lists.x.stored(k, 0), x.stride // k.lanes, lists.x.stride)
+    list_events(k, lists, g, INDEX(0), math.prod(lists.y.shape[:2]), db)
+
+
+def spread_out(parts: Iterable[np.ndarray], reach: int) -> np.ndarray:
+    """Return cells part by part, in an order in which neighbours are no neighbours in space.
+
+    Args:
+        reach: cells apart in a part from which on patches have no pixel in common.
     """
-    u = [row for start in range(min(reach, rows)) for row in range(start, rows, reach)]
-    return np.tile(u, columns), np.repeat(np.arange(columns), rows)
+    return np.concatenate([part[start::reach] for part in parts for start in range(reach)])
 
 
-def list_events(k: Emitter, lists: EventLists, g: ir.Value, db: Pointer | None) -> None:
-    """Fill the lists of a group: blocks of cells, turned from lanes to rows and compressed. Add up db."""
-    room = round_up(lists.count, k.lanes)
+def list_events(k: Emitter, lists: EventLists, n: ir.Value, first: ir.Value, count: int, db: Pointer | None) -> None:
+    """List the events of an image, or a group: of a block of cells, turned to the lanes and compressed. Add up db."""
     values, places, counts = (k.arena + at for at in (lists.values, lists.places, lists.counts))
-    table = k.arena + lists.cells
-    # a filter: no image has an event yet
-    with k.loop(lists.filters) as f:
-        total = k.variable()
-        counters = counts.at(f, 2 * k.lanes)
+    images = [image.stored(k, n) for image in (lists.dy, lists.y, lists.windows.argmax)]
+    table, (*_, filters), in_lanes = (k.arena + lists.cells).at(first, 4), lists.y.shape, lists.y.lanes
+    # a vector of a cell: its lists have no event yet
+    for c, valid in k.vectors(filters * in_lanes):
+        total, counters = k.variable(), counts.at(c, 2 * k.lanes)
         for half in range(2):
             k.store(k.zero(), counters + half * k.lanes)
-        for block, valid in k.vectors(lists.count):
-            # a vector of cells, of all images of the group; past the last cell there are none
-            first = k.builder.mul(block, INDEX(k.lanes))
+        for block, cells in k.vectors(count):
+            # a vector of cells; past the last cell there are none
+            entries = table.at(block, 4 * k.lanes)
             gradients, patches = [k.zero()] * k.lanes, [k.zero()] * k.lanes
-            for i in range(valid):
-                gradients[i], patch = _cell(k, lists, g, f, table.at(first, 2) + 2 * i)
+            for i in range(cells):
+                gradients[i], patch = _cell(k, lists, images, (c, valid), entries + 4 * i)
                 k.increase(total, gradients[i])
                 patches[i] = k.as_floats(patch)
-            # cells to the lanes, and behind each image's list those that are events
-            for n, (mask, gradient, patch) in enumerate(alive(k, gradients, patches)):
-                counter = (counters + 2 * n).value(INDEX)
-                first_event = n * lists.filters * room
-                found = [(gradient, (values + first_event).at(f, room)), (patch, (places + first_event).at(f, room))]
-                count = k.append(mask, k.builder.load(counter, align=4), found)
-                k.builder.store(count, counter, align=4)
-
+            # cells to the lanes, and behind each list those that are events
+            rows = zip(range(valid), k.transpose(gradients), k.transpose(patches), strict=False)
+            for lane, gradient, patch in rows:
+                counter, mask = (counters + 2 * lane).value(INDEX), k.builder.fcmp_unordered("!=", gradient, k.zero())
+                lines = ((room + lane * lists.room).at(c, k.lanes * lists.room) for room in (values, places))
+                found = list(zip((gradient, patch), lines, strict=True))
+                k.builder.store(k.append(mask, k.builder.load(counter, align=4), found), counter, align=4)
         # the bias
-        if db is not None:
-            k.add_to(db.at(f), k.sum_lanes(total.get()))
+        if db is not None and in_lanes > 1:
+            k.add_to(db.at(c), k.sum_lanes(total.get()))
+        elif db is not None:
+            target = db.at(c, k.lanes)
+            k.store(k.add(k.load(target), total.get()), target)
 
 
-def _cell(k: Emitter, lists: EventLists, g: ir.Value, f: ir.Value, entry: Pointer) -> tuple[ir.Value, ir.Value]:
-    """Return a cell's gradient, 0 where ReLU gave 0, and the place of the patch that each image's maximum saw."""
-    where, first = (k.builder.sext(k.load_int(entry + i), INDEX) for i in range(2))
-    argmax = lists.windows.argmax
-    value = k.load(lists.dy.image(k, g).at(where, k.lanes).at(f, k.lanes))
+def _cell(
+    k: Emitter, lists: EventLists, images: list[Pointer], vector: tuple[ir.Value, int], entry: Pointer
+) -> tuple[ir.Value, ir.Value]:
+    """Return a cell's gradient, 0 where ReLU gave 0, and the place of the patch that each maximum saw.
+
+    Args:
+        images: gradient, output and argmax. vector: of the cell, and the lanes of it that count.
+    """
+    (c, valid), at = vector, [k.builder.sext(k.load_int(entry + i), INDEX) for i in range(4)]
+    value = k.load_part(images[0].at(at[0]).at(c, k.lanes), valid)
     if lists.rectify:
-        value = k.where_positive(k.load(lists.y.image(k, g).at(where, k.lanes).at(f, k.lanes)), value)
-    code = k.load_bytes(argmax.image(k, g).at(where, argmax.lanes).at(f, argmax.lanes))
-    shift = lists.windows.shift(k, code, lists.down, lists.right)
-    return value, k.builder.add(shift, k.spread(k.builder.trunc(first, ir.IntType(32))))
+        value = k.where_positive(k.load(images[1].at(at[1]).at(c, k.lanes)), value)
+    code = k.load_bytes(images[2].at(at[2]).at(c, k.lanes // 4))
+    shift = lists.windows.shift(k, code, lists.stride * lists.x.row, lists.stride * lists.x.column)
+    return value, k.builder.add(shift, k.spread(k.load_int(entry + 3)))
 
 
 def pack_weights(

@@ -7,21 +7,22 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import ClassVar, Generic, Self, TypeVar
+from typing import ClassVar, Generic, Self, TypeVar, cast
 
 from llvmlite import ir
 
 from cnnexp.backends.parts import BACKWARD, FOLLOWED, FORWARD
+from cnnexp.backends.simd.algorithms.elementwise import copy_gradient
 from cnnexp.backends.simd.algorithms.node import Node, Section
-from cnnexp.backends.simd.compiler.emit import INDEX, Emitter
-from cnnexp.backends.simd.layouts import NHWC, Blocked, Halo
+from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Kernels, Pointer
+from cnnexp.backends.simd.layouts import NHWC, Blocked, Halo, Layout, Tensor
 from cnnexp.network import ConvStage, PoolStage
 
-Argmax = TypeVar("Argmax", Blocked, NHWC)
+Pixels = TypeVar("Pixels", Blocked, NHWC)
 
 
 @dataclass(frozen=True)
-class Windows(Generic[Argmax]):
+class Windows:
     """Max-pool windows that do not overlap and lie inside the image, fused into a convolution.
 
     Attributes:
@@ -30,7 +31,7 @@ class Windows(Generic[Argmax]):
 
     size: int
     stride: int
-    argmax: Argmax
+    argmax: Tensor
 
     @property
     def pixels(self) -> list[tuple[int, int]]:
@@ -48,12 +49,37 @@ class Windows(Generic[Argmax]):
         return k.builder.add(along, k.builder.mul(row, k.integers(down - self.size * right)))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Geometry(Generic[Pixels]):
+    """One pass of a convolution, forward or to the input's gradient.
+
+    Attributes:
+        x: source, its halo wide enough for every window. origin: stored (row, column) of x where the first window
+            starts. stride: stored pixels from window to window.
+        y: target, of the pooled shape with `windows`. rectify: whether ReLU is applied. windows: the max-pool fused
+            into it, or None.
+        positive: a tensor of y's shape: y is 0 where it is not positive; None for y as it is. Not with `windows`.
+    """
+
+    x: Pixels
+    origin: tuple[int, int] = (0, 0)
+    stride: int = 1
+    y: Pixels
+    rectify: bool = False
+    windows: Windows | None = None
+    positive: Pixels | None = None
+
+    def corner(self, k: Emitter, n: ir.Value) -> Pointer:
+        """Return the address where the first window starts."""
+        return self.x.stored(k, n) + (self.origin[0] * self.x.row + self.origin[1] * self.x.column)
+
+
 LEAST_OUTSIDE = 1 / 8
 """Part of the rows that kernels read for which leaving them out pays: bounds known at run time cost some 5 %."""
 
 
 def rows_inside(
-    k: Emitter, image: Blocked | NHWC, kernel: int, row: ir.Value, steps: tuple[int, int, int], reach: int = 0
+    k: Emitter, image: Tensor, kernel: int, row: ir.Value, steps: tuple[int, int, int], reach: int = 0
 ) -> tuple[ir.Value, ir.Value]:
     """Return the first row of a kernel that sees the image, and the end of those; the others see zeros around it.
 
@@ -116,9 +142,6 @@ def seen_by(stage: ConvStage, axis: int) -> list[Phase]:
     return found
 
 
-Pixels = TypeVar("Pixels", Blocked, NHWC)
-
-
 class ConvolutionNode(Node[Pixels, Pixels]):
     """Conv2d [+ ReLU] [+ MaxPool2d]."""
 
@@ -128,6 +151,11 @@ class ConvolutionNode(Node[Pixels, Pixels]):
     """Whether the backward pass follows each window's maximum and leaves out the rest."""
     any_taps: ClassVar[bool] = False
     """Whether it computes groups and dilation."""
+
+    windows: Windows | None = None
+    """Those of the pool, once it is prepared."""
+    d: Pixels
+    """Gradient of the convolution's own output."""
 
     def __init__(self, stage: ConvStage, rectify: bool, pool: PoolStage | None) -> None:
         super().__init__(stage.name, (pool or stage).output_shape)
@@ -159,7 +187,7 @@ class ConvolutionNode(Node[Pixels, Pixels]):
         """Part of the input's rows that the rows of the output, put apart by the stride, reach from first to last."""
         return min(1.0, ((self.stage.output_shape[0] - 1) * self.stage.layer.stride + 1) / self.stage.input_shape[0])
 
-    def may_follow(self, before: Halo | None, needs_dx: bool) -> bool:
+    def may_follow(self, needs_dx: bool) -> bool:
         return needs_dx or not self.argmax
 
     def input_halo(self) -> Halo:
@@ -177,6 +205,31 @@ class ConvolutionNode(Node[Pixels, Pixels]):
         (top, bottom), (left, right) = sides
         return Halo(top, left, bottom, right)
 
+    def prepare_gradient(self, plan: Layout) -> None:
+        """Give `d` room, unless it is dy itself."""
+        self.d, halo = self.dy, self._dense_halo() if self.dx else Halo()
+        if self.pool or self.dy.halo != halo:
+            make = plan.arena.blocked if self.input_layout is Blocked else plan.arena.nhwc
+            self.d = cast(Pixels, make(self.stage.output_shape, halo))
+
+    def backward(self, plan: Layout) -> Kernels:
+        kernels: Kernels = []
+        if windows := self.windows:
+            kernels.append(("unpool", lambda k: unpool(k, windows, self.y, self.dy, self.d, self.rectifies_dy)))
+        elif self.rectifies_dy or self.d is not self.dy:
+            positive = self.y if self.rectifies_dy else None
+            kernels.append(("gradient", lambda k: copy_gradient(k, positive, self.dy, self.d)))
+        kernels.append(("backward_weights", lambda k: self.backward_weights(k, plan)))
+        if self.dx:
+            kernels.append(("backward_input", lambda k: self.backward_input(k, plan)))
+        return kernels
+
+    def backward_weights(self, k: Emitter, plan: Layout) -> None:
+        raise NotImplementedError
+
+    def backward_input(self, k: Emitter, plan: Layout) -> None:
+        raise NotImplementedError
+
     def in_lanes(self, what: str, kernel: str) -> str:
         return "weights" if self.argmax and what == BACKWARD else self.holds
 
@@ -188,3 +241,20 @@ class ConvolutionNode(Node[Pixels, Pixels]):
 
     def fewer(self, what: str) -> str:
         return FOLLOWED if self.argmax and what == BACKWARD else ""
+
+
+def unpool(k: Emitter, windows: Windows, y: Tensor, dy: Tensor, d: Tensor, rectified: bool) -> None:
+    """d = dy at each window's argmax, else 0, and 0 wherever ReLU gave 0. Pixels in no window keep their zero."""
+    (rows, columns, channels), step = y.shape, d.halo.step
+    # a cell, a vector of it
+    with k.loop(k.groups(y.lanes)) as n, k.loop(rows) as u, k.loop(columns) as v:
+        for f, valid in k.vectors(channels * y.lanes):
+            value = k.load(dy.pixel(k, n, u, v).at(f, k.lanes))
+            if rectified:
+                value = k.where_positive(k.load(y.pixel(k, n, u, v).at(f, k.lanes)), value)
+            where = k.load_bytes(windows.argmax.pixel(k, n, u, v).at(f, k.lanes // 4))
+            corner = d.image(k, n).at(u, windows.stride * step * d.row).at(v, windows.stride * step * d.column)
+            corner = corner.at(f, k.lanes)
+            for code, (i, j) in enumerate(windows.pixels):
+                here = k.select(k.equal(where, code), value, k.zero())
+                k.store_part(here, corner + (i * d.row + j * d.column) * step, valid)

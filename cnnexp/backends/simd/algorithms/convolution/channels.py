@@ -23,11 +23,18 @@ from dataclasses import dataclass
 
 from llvmlite import ir
 
-from cnnexp.backends.simd.algorithms.convolution.base import ConvolutionNode, Phase, Windows, rows_inside, seen_by
+from cnnexp.backends.simd.algorithms.convolution.base import (
+    ConvolutionNode,
+    Geometry,
+    Phase,
+    Windows,
+    rows_inside,
+    seen_by,
+)
 from cnnexp.backends.simd.algorithms.cost import Work, passes, product_gradient, product_sums, total
 from cnnexp.backends.simd.algorithms.linear.product import Panel, Panels, Steps, add_products, choose_tile, most_height
 from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Kernels, Pointer, Target
-from cnnexp.backends.simd.layouts import NHWC, Halo, Layout
+from cnnexp.backends.simd.layouts import NHWC, Layout
 
 CACHED_PART = (3, 4)
 """Part of L1 that x and d of a weight gradient's pieces may take."""
@@ -80,9 +87,7 @@ class Channels(ConvolutionNode[NHWC]):
         self.prepare_forward(plan)
         if plan.target.forward_only:
             return
-        self.d, halo = self.dy, self._dense_halo() if self.dx else Halo()
-        if self.pool or self.dy.halo != halo:
-            self.d = plan.arena.nhwc(self.stage.output_shape, halo)
+        self.prepare_gradient(plan)
         if self.dx:
             self.phases, size = self._input_gradient(self.d, self.dx, plan.target)
             self.packed = plan.arena.allocate(size)
@@ -96,7 +101,7 @@ class Channels(ConvolutionNode[NHWC]):
             width = panel_width(counts, 1, channels, target)
             panels = Panels(taps[0] * taps[1] * filters, channels, width, target.lanes)
             origin, first = (d.halo.top + rows.start, d.halo.left + columns.start), (rows.first, columns.first)
-            conv = Sum(d, origin, 1, taps, dx, first, rows.step, counts, panels, positive=positive)
+            conv = Sum(taps, counts, panels, first, rows.step, x=d, origin=origin, y=dx, positive=positive)
             parts.append((rows, columns, conv, size))
             size += panels.size
         return parts, size
@@ -104,41 +109,27 @@ class Channels(ConvolutionNode[NHWC]):
     def prepare_forward(self, plan: Layout) -> None:
         """Allocate what the forward pass needs."""
         stage, layer, channels, target = self.stage, self.stage.layer, self.stage.input_shape[2], plan.target
-        windows, (rows, columns, _) = None, self.shape
-        counts = rows, columns
+        counts = self.shape[0], self.shape[1]
         if self.pool:
             size, vectors = self.pool.window.size, -(-layer.filters // target.lanes)
             argmax = plan.arena.nhwc((*counts, vectors * target.lanes // 4))
-            windows = Windows(size, self.pool.window.stride, argmax)
-        width = panel_width(counts, windows.size if windows else 1, layer.filters, target)
+            self.windows = Windows(size, self.pool.window.stride, argmax)
+        width = panel_width(counts, self.pool.window.size if self.pool else 1, layer.filters, target)
         panels = Panels(layer.kernel**2 * channels, layer.filters, width, target.lanes)
         plan.parameters.place(stage.weight, panels.size, panels.views)
         plan.parameters.place_plain(stage.bias)
         self.sum = Sum(
-            self.x, (0, 0), layer.stride, (layer.kernel, layer.kernel), self.y, (0, 0), 1, counts,
-            panels, self.rectify, windows,
+            (layer.kernel, layer.kernel), counts, panels,
+            x=self.x, stride=layer.stride, y=self.y, rectify=self.rectify, windows=self.windows,
         )  # fmt: skip
 
     def forward(self, plan: Layout) -> Kernels:
         return [("forward", lambda k: conv2d(k, self.sum, *plan.parameters.weights(k, self.stage)))]
 
-    def backward(self, plan: Layout) -> Kernels:
-        kernels: Kernels = []
-        windows = self.sum.windows
-        if windows:
-            kernels.append(("unpool", lambda k: unpool(k, windows, self.y, self.dy, self.d, self.rectifies_dy)))
-        elif self.rectifies_dy or self.d is not self.dy:
-            positive = self.y if self.rectifies_dy else None
-            kernels.append(("gradient", lambda k: copy_gradient(k, positive, self.dy, self.d)))
-        kernels.append(("backward_weights", lambda k: self._backward_weights(k, plan)))
-        if self.dx:
-            kernels.append(("backward_input", lambda k: self._backward_input(k, plan)))
-        return kernels
-
-    def _backward_weights(self, k: Emitter, plan: Layout) -> None:
+    def backward_weights(self, k: Emitter, plan: Layout) -> None:
         conv2d_backward_weights(k, self.sum, self.d, *plan.parameters.gradients(k, self.stage))
 
-    def _backward_input(self, k: Emitter, plan: Layout) -> None:
+    def backward_input(self, k: Emitter, plan: Layout) -> None:
         weights, _ = plan.parameters.weights(k, self.stage)
         for rows, columns, conv, offset in self.phases:
             packed = k.arena + self.packed + offset
@@ -177,34 +168,19 @@ class Channels(ConvolutionNode[NHWC]):
 
 
 @dataclass(frozen=True)
-class Sum:
-    """y[n, first + step * (u, v), f] = sum over taps and channels of x * w, the geometry of one pass.
+class Sum(Geometry[NHWC]):
+    """y[n, first + step * (u, v), f] = sum over taps and channels of x * w.
 
     Attributes:
-        x: source. origin: stored (row, column) of x where the first window starts. stride: from window to window.
-        kernel: (rows, columns) of taps.
-        y: target, or the pooled target. first, step: its pixels that are written. counts: (U, V), how many.
+        kernel: (rows, columns) of taps. counts: (U, V), how many pixels of y are written. first, step: which.
         panels: of the weights (rows * columns * C, F).
-        rectify: whether ReLU is applied. windows: the max-pool that is fused, or None.
-        positive: an image of y's shape: y is 0 where it is not positive; None for y as it is.
     """
 
-    x: NHWC
-    origin: tuple[int, int]
-    stride: int
     kernel: tuple[int, int]
-    y: NHWC
-    first: tuple[int, int]
-    step: int
     counts: tuple[int, int]
     panels: Panels
-    rectify: bool = False
-    windows: Windows[NHWC] | None = None
-    positive: NHWC | None = None
-
-    def corner(self, k: Emitter, n: ir.Value) -> Pointer:
-        """Return the address where the first window starts."""
-        return self.x.stored(k, n) + (self.origin[0] * self.x.row + self.origin[1] * self.x.column)
+    first: tuple[int, int] = (0, 0)
+    step: int = 1
 
 
 def panel_width(counts: tuple[int, int], window: int, filters: int, target: Target) -> int:
@@ -257,20 +233,12 @@ def finish(
         # the maximum of the window, and which pixel it was
         if conv.windows:
             value, where = k.first_maximum([(row[vector], k.integers(code)) for code, row in enumerate(window)])
-            k.store_bytes(where, argmax_at(k, conv.windows, n, u, v, panel.vector) + vector * (k.lanes // 4))
+            code = conv.windows.argmax.pixel(k, n, u, v).at(panel.vector, k.lanes // 4)
+            k.store_bytes(where, code + vector * (k.lanes // 4))
         # what follows the sum, and no lane past the last filter
-        if bias is not None:
-            value = k.add(value, k.load(panel.outputs(bias) + at))
-        if conv.rectify:
-            value = k.rectify(value)
-        if conv.positive:
-            value = k.where_positive(k.load(panel.outputs(_pixel(k, conv, n, u, v, conv.positive)) + at), value)
-        k.store_part(value, target + at, valid)
-
-
-def argmax_at(k: Emitter, windows: Windows[NHWC], n: ir.Value, u: ir.Value, v: ir.Value, vector: ir.Value) -> Pointer:
-    """Return the address of the argmax of a vector of filters, in `windows`: an image of whole vectors of bytes."""
-    return windows.argmax.pixel(k, n, u, v).at(vector, k.lanes // 4)
+        added = None if bias is None else k.load(panel.outputs(bias) + at)
+        positive = panel.outputs(_pixel(k, conv, n, u, v, conv.positive)) + at if conv.positive else None
+        k.store_part(k.finish(value, added, conv.rectify, positive), target + at, valid)
 
 
 def pieces(conv: Sum, d: NHWC, cache: int) -> tuple[int, int]:
@@ -349,35 +317,3 @@ def _pixel(k: Emitter, conv: Sum, n: ir.Value, u: ir.Value, v: ir.Value, image: 
     """Return the address of the pixel (u, v) that a sum writes, or of the same pixel of another image."""
     row, column = (k.scaled(i, conv.step, first) for i, first in zip((u, v), conv.first, strict=True))
     return (image or conv.y).pixel(k, n, row, column)
-
-
-def unpool(k: Emitter, windows: Windows[NHWC], y: NHWC, dy: NHWC, d: NHWC, rectified: bool) -> None:
-    """d = dy at each window's argmax, else 0, and 0 wherever ReLU gave 0. Pixels in no window keep their zero."""
-    rows, columns, filters = y.shape
-    # a cell, a vector of its filters
-    with k.loop(k.count) as n, k.loop(rows) as u, k.loop(columns) as v:
-        for f, valid in k.vectors(filters):
-            value = k.load(dy.pixel(k, n, u, v).at(f, k.lanes))
-            if rectified:
-                value = k.where_positive(k.load(y.pixel(k, n, u, v).at(f, k.lanes)), value)
-            where = k.load_bytes(argmax_at(k, windows, n, u, v, f))
-            corner = d.pixel(k, n, INDEX(0), INDEX(0)).at(u, windows.stride * d.row).at(v, windows.stride * d.column)
-            for code, (i, j) in enumerate(windows.pixels):
-                here = k.select(k.equal(where, code), value, k.zero())
-                k.store_part(here, corner.at(f, k.lanes) + (i * d.row + j * d.column), valid)
-
-
-def copy_gradient(k: Emitter, y: NHWC | None, dy: NHWC, d: NHWC) -> None:
-    """d = dy, 0 wherever ReLU gave y = 0; d may be dy."""
-    rows, columns, filters = dy.shape
-    with k.loop(k.count) as n, k.loop(rows) as p:
-        lines = [image.pixel(k, n, p, INDEX(0)) for image in ((dy, d) if y is None else (dy, d, y))]
-        copy_line(k, lines, columns * filters)
-
-
-def copy_line(k: Emitter, lines: list[Pointer], floats: int) -> None:
-    """Copy the first to the second of them, 0 wherever the third, if there is one, is not positive."""
-    for i, valid in k.vectors(floats):
-        source, target, *positive = (line.at(i, k.lanes) for line in lines)
-        value = k.load(source)
-        k.store_part(k.where_positive(k.load(positive[0]), value) if positive else value, target, valid)

@@ -12,15 +12,17 @@ kernels, 270,689 by `channels` (`python -m benchmarks.kernels --algorithms`, Zen
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 from llvmlite import ir
 
-from cnnexp.backends.simd.algorithms.convolution.argmax_gradient import EventList, alive
-from cnnexp.backends.simd.algorithms.convolution.channels import Channels, copy_line
+from cnnexp.backends.simd.algorithms.convolution.argmax_gradient import list_events, make_lists, spread_out
+from cnnexp.backends.simd.algorithms.convolution.channels import Channels
 from cnnexp.backends.simd.algorithms.cost import Work, events, passes
+from cnnexp.backends.simd.algorithms.elementwise import pass_gradient
 from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Kernels, Pointer, Target, chunks
-from cnnexp.backends.simd.layouts import NHWC, Layout, round_up
+from cnnexp.backends.simd.layouts import Layout, round_up, vectors_of
 
 BLOCK = 16
 """Cells of a block, at least a vector of them."""
@@ -29,10 +31,10 @@ BLOCK = 16
 class ChannelsArgmax(Channels):
     """Channels in lanes; gradients through the argmax of the max-pool after it alone.
 
-    Attributes, where room in the arena lies:
-        values, places, counts: lists [filter][cell of a block], and how long they are.
-        dx_sums: of dx, an image as x. packed, gradients: of the weights, [kernel row][filter][K * C, rounded up].
-        cells: for each cell where its gradient, its output, its argmax and its first patch lie, four integers.
+    Attributes:
+        events: of a block of cells.
+        dx_sums: where in the arena dx is added up, an image as x.
+        packed, gradients: likewise the weights', [kernel row][filter][K * C, rounded up].
     """
 
     algorithm = "channels-argmax"
@@ -56,34 +58,20 @@ class ChannelsArgmax(Channels):
 
     def prepare(self, plan: Layout) -> None:
         self.prepare_forward(plan)
-        arena, lanes, conv = plan.arena, plan.arena.lanes, self.sum
-        cells, filters = block_cells(lanes), round_up(conv.panels.outputs, lanes)
-        packed = conv.kernel[0] * filters * self._row(lanes)
-        self.values, self.places, self.counts = (arena.allocate(filters * floats) for floats in (cells, cells, 2))
+        arena, lanes, conv, windows = plan.arena, plan.arena.lanes, self.sum, self.windows
+        assert windows is not None
+        (rows, columns), size = conv.counts, block_cells(lanes)
+        blocks = np.split(np.arange(rows * columns), range(size, rows * columns, size))
+        order = spread_out(blocks, 1 + -(-conv.kernel[1] // (windows.stride * conv.stride)))
+        self.events = make_lists(arena, self, windows, conv.x, conv.stride, order, size)
+        packed = conv.kernel[0] * round_up(conv.panels.outputs, lanes) * self._row(lanes)
         self.dx_sums, self.packed, self.gradients = (
             arena.allocate(floats) for floats in (conv.x.stride, packed, packed)
         )
-        self.cells = arena.constants(self._cell_table(lanes).view(np.float32))
 
     def _row(self, lanes: int) -> int:
         """Floats from one packed kernel row to the next."""
         return round_up(self._run, lanes)
-
-    def _cell_table(self, lanes: int) -> np.ndarray:
-        """Return the table of cells, int32 (U * V, 4); neighbours in a block's list are no neighbours in space."""
-        conv, windows = self.sum, self.sum.windows
-        assert windows is not None
-        (rows, columns), step = conv.counts, windows.stride * conv.stride
-        size, reach = block_cells(lanes), 1 + -(-conv.kernel[1] // step)
-        blocks = np.split(np.arange(rows * columns), range(size, rows * columns, size))
-        order = np.concatenate([block[start::reach] for block in blocks for start in range(reach)])
-        u, v = order // columns, order % columns
-
-        def place(image: NHWC, step: int, first: tuple[int, int]) -> np.ndarray:
-            return (u * step + first[0]) * image.row + (v * step + first[1]) * image.column
-
-        parts = [place(image, 1, (image.halo.top, image.halo.left)) for image in (self.dy, conv.y, windows.argmax)]
-        return np.stack([*parts, place(conv.x, step, conv.origin)], axis=1).astype(np.int32)
 
     def backward(self, plan: Layout) -> Kernels:
         return [("backward", lambda k: self._backward(k, plan))]
@@ -99,54 +87,17 @@ class ChannelsArgmax(Channels):
         with k.loop(k.count) as n:
             k.clear(sums, conv.x.stride // k.lanes)
             with k.loop(cells // size) as b:
-                self._list(k, n, k.builder.mul(b, INDEX(size)), size, db)
+                list_events(k, self.events, n, k.builder.mul(b, INDEX(size)), size, db)
                 self._follow(k, n)
             if cells % size:
-                self._list(k, n, INDEX(cells // size * size), cells % size, db)
+                list_events(k, self.events, n, INDEX(cells // size * size), cells % size, db)
                 self._follow(k, n)
             self._copy(k, n)
         self._turn(k, dw, gradients, back=True)
 
-    def _list(self, k: Emitter, n: ir.Value, first: ir.Value, cells: int, db: Pointer | None) -> None:
-        """Fill the lists of a block of cells from the first on."""
-        size, conv, windows = block_cells(k.lanes), self.sum, self.sum.windows
-        assert windows is not None
-        values, places, counts = (k.arena + at for at in (self.values, self.places, self.counts))
-        table = (k.arena + self.cells).at(first, 4)
-        images = [(k.arena + image.offset).at(n, image.stride) for image in (self.dy, conv.y, windows.argmax)]
-        # a vector of filters, its cells a vector at a time
-        for fv, valid in k.vectors(conv.panels.outputs):
-            total, found = k.variable(), [k.variable(INDEX(0)) for _ in range(k.lanes)]
-            for start in range(0, cells, k.lanes):
-                gradients, patches = [k.zero()] * k.lanes, [k.zero()] * k.lanes
-                for cell in range(min(k.lanes, cells - start)):
-                    entry = table + 4 * (start + cell)
-                    at = [k.builder.sext(k.load_int(entry + i), INDEX) for i in range(4)]
-                    # a cell: its gradient, 0 where ReLU gave 0, and the patch that its maximum saw
-                    value = k.load_part(images[0].at(at[0]).at(fv, k.lanes), valid)
-                    if self.rectifies_dy:
-                        value = k.where_positive(k.load(images[1].at(at[1]).at(fv, k.lanes)), value)
-                    code = k.load_bytes(images[2].at(at[2]).at(fv, k.lanes // 4))
-                    shift = windows.shift(k, code, conv.stride * conv.x.row, conv.stride * conv.x.column)
-                    place = k.builder.add(shift, k.spread(k.load_int(entry + 3)))
-                    k.increase(total, value)
-                    gradients[cell], patches[cell] = value, k.as_floats(place)
-                # cells to the lanes, and behind each filter's list those that are events
-                for f, (mask, *event) in zip(range(valid), alive(k, gradients, patches), strict=False):
-                    rooms = ((room + f * size).at(fv, k.lanes * size) for room in (values, places))
-                    lists = list(zip(event, rooms, strict=True))
-                    found[f].set(k.append(mask, found[f].get(), lists))
-            # how many there are; and the bias
-            for f in range(valid):
-                k.builder.store(found[f].get(), (counts + 2 * f).at(fv, 2 * k.lanes).value(INDEX), align=4)
-            if db is not None:
-                target = db.at(fv, k.lanes)
-                k.store(k.add(k.load(target), total.get()), target)
-
     def _follow(self, k: Emitter, n: ir.Value) -> None:
         """Run the listed events: part of the runs by part, filter by filter."""
-        size, row, conv = block_cells(k.lanes), self._row(k.lanes), self.sum
-        filters = conv.panels.outputs
+        row, conv, filters = self._row(k.lanes), self.sum, self.sum.panels.outputs
         x, sums = conv.x.stored(k, n), k.arena + self.dx_sums
         # a part of a kernel row that the registers hold, and a filter
         for first, width, times in chunks(row // k.lanes, most_vectors(k.target.registers)):
@@ -158,23 +109,17 @@ class ChannelsArgmax(Channels):
                 )
                 operands = x.at(i, conv.x.row).at(at), sums.at(i, conv.x.row).at(at)
                 # its events of this block
-                values, places = ((k.arena + part).at(f, size) for part in (self.values, self.places))
-                count = k.builder.load((k.arena + self.counts).at(f, 2).value(INDEX), align=4)
                 starts = [v * k.lanes for v in range(width)]
-                EventList(count, values, places).follow(
+                self.events.of(k, f).follow(
                     k, [(start, k.lanes) for start in starts], operands,
                     [packed + start for start in starts], [gradient + start for start in starts],
                 )  # fmt: skip
 
     def _copy(self, k: Emitter, n: ir.Value) -> None:
         """dx = what was added up, 0 where x is not positive if so asked."""
-        x, dx = self.sum.x, self.needed_dx
-        rows, columns, channels = dx.shape
-        start = k.arena + self.dx_sums + (x.halo.top * x.row + x.halo.left * x.column)
-        # row by row, without the halo
-        with k.loop(rows) as p:
-            positive = [x.pixel(k, n, p, INDEX(0))] if self.input_rectified else []
-            copy_line(k, [start.at(p, x.row), dx.pixel(k, n, p, INDEX(0)), *positive], columns * channels)
+        x = self.sum.x
+        placed = (replace(x, offset=self.dx_sums), INDEX(0)), (self.needed_dx, n), (x, n)
+        pass_gradient(k, vectors_of(k, *placed[: 3 if self.input_rectified else 2]))
 
     def _turn(self, k: Emitter, panelled: Pointer, packed: Pointer, back: bool) -> None:
         """packed[i, f, j] = panelled[(i, j), f], what rounds up a run 0; or, back, add the former to the latter."""

@@ -23,7 +23,6 @@ from typing import Self
 from llvmlite import ir
 
 from cnnexp.backends.simd.algorithms.convolution.base import ConvolutionNode, Phase, seen_by
-from cnnexp.backends.simd.algorithms.convolution.channels import copy_gradient
 from cnnexp.backends.simd.algorithms.cost import Work, bring, passes
 from cnnexp.backends.simd.algorithms.node import Section
 from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Kernels, Pointer, Target, chunks
@@ -67,44 +66,33 @@ class Depthwise(ConvolutionNode[NHWC]):
         views = functools.partial(padded_rows, rows=taps, row=self.row)
         plan.parameters.place(self.stage.weight, taps * self.row, views)
         plan.parameters.place_plain(self.stage.bias)
-        halo = self.gradient_halo(self.dx is not None)
-        self.d = self.dy if self.dy.halo == halo else plan.arena.nhwc(self.shape, halo)
+        self.prepare_gradient(plan)
 
     def forward(self, plan: Layout) -> Kernels:
         def run(k: Emitter) -> None:
             weights, bias = plan.parameters.weights(k, self.stage)
 
             def finish(value: ir.Value, channel: ir.Value, _: Place) -> ir.Value:
-                value = value if bias is None else k.add(value, k.load(bias.at(channel)))
-                return k.rectify(value) if self.rectify else value
+                return k.finish(value, None if bias is None else k.load(bias.at(channel)), self.rectify)
 
             phases = forward(self.stage, 0), forward(self.stage, 1)
             add_taps(k, (self.x, self.y), phases, self._tap(weights), finish)
 
         return [("forward", run)]
 
-    def backward(self, plan: Layout) -> Kernels:
-        kernels: Kernels = [("backward_weights", lambda k: self._backward_weights(k, plan))]
-        if self.rectifies_dy or self.d is not self.dy:
-            positive = self.y if self.rectifies_dy else None
-            kernels.insert(0, ("gradient", lambda k: copy_gradient(k, positive, self.dy, self.d)))
-        if self.dx is not None:
-            kernels.append(("backward_input", lambda k: self._backward_input(k, plan)))
-        return kernels
-
     def _tap(self, weights: Pointer) -> Tap:
         return lambda i, j: weights + (i * self.stage.layer.kernel + j) * self.row
 
-    def _backward_input(self, k: Emitter, plan: Layout) -> None:
+    def backward_input(self, k: Emitter, plan: Layout) -> None:
         tap = self._tap(plan.parameters.weights(k, self.stage)[0])
 
         def finish(value: ir.Value, channel: ir.Value, at: Place) -> ir.Value:
-            return k.where_positive(k.load(at(self.x).at(channel)), value) if self.input_rectified else value
+            return k.finish(value, positive=at(self.x).at(channel) if self.input_rectified else None)
 
         for phases in itertools.product(seen_by(self.stage, 0), seen_by(self.stage, 1)):
             add_taps(k, (self.d, self.needed_dx), phases, tap, finish)
 
-    def _backward_weights(self, k: Emitter, plan: Layout) -> None:
+    def backward_weights(self, k: Emitter, plan: Layout) -> None:
         (dw, db), x, d = plan.parameters.gradients(k, self.stage), self.x, self.d
         down, across, tap = forward(self.stage, 0), forward(self.stage, 1), self._tap(dw)
         step = _rows(len(down.taps), k.target)

@@ -39,43 +39,38 @@ from llvmlite import ir
 from cnnexp.backends.parts import BACKWARD, FOLLOWED
 from cnnexp.backends.simd.algorithms import cost
 from cnnexp.backends.simd.algorithms.cost import Work, passes
-from cnnexp.backends.simd.algorithms.elementwise import rectify_gradient
+from cnnexp.backends.simd.algorithms.elementwise import copy_gradient
 from cnnexp.backends.simd.algorithms.node import Node, Section
 from cnnexp.backends.simd.compiler import argmax_codes
 from cnnexp.backends.simd.compiler.emit import FLOAT, INDEX, INT, Emitter, Kernels, Pointer, Target, Variable, chunks
-from cnnexp.backends.simd.layouts import NC, Layout, padded_rows, round_up
+from cnnexp.backends.simd.layouts import NC, NHWC, Halo, Layout, padded_rows, round_up
 from cnnexp.network import ConvStage, PoolStage
 
 GatherMethod = Literal["permute", "pick", "window"]
 
 
-class Filters(Node[NC, NC]):
+class Filters(Node[NHWC, NC]):
     """Conv2d [+ ReLU] + MaxPool2d that opens a network and leads into a linear layer, filters in lanes.
 
     Attributes:
-        row: floats from row to row of a stored image. channels, filters, size: C, F, S. side: of a patch.
+        channels, filters, size: C, F, S. side: of a patch.
         vectors: of filters. gather: how the gradient finds the maximum's pixels.
-        places: where [image][u][v][filter] lie in the arena, bytes, the place of each maximum in its patch; or the
-            codes of `argmax_codes`. places_room: floats of a cell's.
-        patches: where patches [image][u][v][pixel] lie, rounded up to vectors; or what four pixels see, [tap][pixel].
-            patch_room: floats of a cell's.
+        cells: y, a cell a pixel. places: [image][u][v][filter], bytes, the place of each maximum in its patch; or the
+            codes of `argmax_codes`.
+        patches: [image][u][v][pixel], rounded up to vectors; or what four pixels see, [tap][pixel].
     """
 
-    input_layout = output_layout = NC
+    input_layout, output_layout = NHWC, NC
     whole_vectors = False
     trains = True
     stage: ConvStage
     algorithm = "filters"
     holds = "filters"
-    opens = True
 
     def __init__(self, stage: ConvStage, rectify: bool, pool: PoolStage) -> None:
         super().__init__(stage.name, pool.output_shape)
         self.stage, self.rectify, self.pool = stage, rectify, pool
-        (height, width, channels), (top, left, bottom, right) = stage.input_shape, stage.window.pads
-        self.row = (left + width + right) * channels
-        self.input_room = (top + height + bottom) * self.row, top * self.row + left * channels, self.row
-        self.channels, self.filters, self.size = channels, stage.layer.filters, pool.window.size
+        self.channels, self.filters, self.size = stage.input_shape[2], stage.layer.filters, pool.window.size
         self.side = (self.size - 1) * stage.layer.stride + stage.layer.kernel
         self.whole = False
         """Whether a cell of the output takes whole vectors; the plan's own tensors have none between cells."""
@@ -88,6 +83,9 @@ class Filters(Node[NC, NC]):
         if not section.stage.dense:
             return None
         return cls(section.stage, section.rectify, section.pool)
+
+    def input_halo(self) -> Halo:
+        return Halo(*self.stage.window.pads)
 
     def fits(self, target: Target) -> bool:
         """Whether windows are small enough for each of their pixels to be in the code."""
@@ -138,13 +136,12 @@ class Filters(Node[NC, NC]):
         views = functools.partial(padded_rows, rows=terms, row=self.vectors * lanes)
         plan.parameters.place(self.stage.weight, terms * self.vectors * lanes, views)
         plan.parameters.place_plain(self.stage.bias)
-        cells, picks = plan.arena.images * rows * columns, self.gather == "pick"
-        self.places_room = argmax_codes.words(self.vectors) if picks else self.vectors * lanes // 4
+        places = argmax_codes.words(self.vectors) if self.gather == "pick" else self.vectors * lanes // 4
         values = {"permute": self.side**2 * self.channels, "pick": argmax_codes.PIXELS * terms, "window": 0}
-        self.patch_room = round_up(values[self.gather], lanes)
-        self.places = plan.arena.allocate(cells * self.places_room)
-        # loads reach past the last one
-        self.patches = plan.arena.allocate((cells + 1) * self.patch_room)
+        self.cells = NHWC(self.y.offset, (rows, columns, self.pitch(lanes)), self.y.stride)
+        self.places, self.patches = (
+            plan.arena.nhwc((rows, columns, room)) for room in (places, round_up(values[self.gather], lanes))
+        )
 
     @property
     def follows(self) -> bool:
@@ -172,29 +169,18 @@ class Filters(Node[NC, NC]):
 
         kernels: Kernels = []
         if self.rectifies_dy:
-            kernels.append(("rectify_gradient", lambda k: rectify_gradient(k, self.y, self.dy)))
+            kernels.append(("rectify_gradient", lambda k: copy_gradient(k, self.y, self.dy, self.dy)))
         return [*kernels, ("backward_weights", run)]
 
     def corner(self, k: Emitter, n: ir.Value, u: ir.Value, v: ir.Value) -> Pointer:
         """Return the address of the first pixel that a cell sees."""
         step = self.pool.window.stride * self.stage.layer.stride
-        return self.x.stored(k, n).at(u, step * self.row).at(v, step * self.channels)
+        return self.x.stored(k, n).at(u, step * self.x.row).at(v, step * self.x.column)
 
     def pixel(self, corner: Pointer, place: int) -> Pointer:
         """Return the address of what lies at a place of the patch that begins at a corner."""
         width = self.side * self.channels
-        return corner + (place // width * self.row + place % width)
-
-    def patch(self, k: Emitter, n: ir.Value, u: ir.Value, v: ir.Value) -> Pointer:
-        """Return the address of a cell's patch, where patches are kept."""
-        (rows, columns, _), room = self.shape, self.patch_room
-        return (k.arena + self.patches).at(n, rows * columns * room).at(u, columns * room).at(v, room)
-
-    def cell(self, k: Emitter, n: ir.Value, u: ir.Value, v: ir.Value) -> tuple[Pointer, Pointer]:
-        """Return the addresses of a cell's values and of its places."""
-        (rows, columns, _), room, pitch = self.shape, self.places_room, self.pitch(k.lanes)
-        places = (k.arena + self.places).at(n, rows * columns * room).at(u, columns * room).at(v, room)
-        return self.y.stored(k, n).at(u, columns * pitch).at(v, pitch), places
+        return corner + (place // width * self.x.row + place % width)
 
     def conv2d_row(self, k: Emitter, plan: Layout, u: ir.Value) -> None:
         """Fill row u of y, the places and the patches. weights [tap][filter], bias [filter], in whole vectors."""
@@ -203,9 +189,9 @@ class Filters(Node[NC, NC]):
         with k.loop(k.count) as n, k.loop(self.shape[1]) as v:
             # the patch of a cell: what the gradient needs of it, and every pixel in a register
             corner = self.corner(k, n, u, v)
-            self._store_patch(k, corner, self.patch(k, n, u, v))
+            self._store_patch(k, corner, self.patches.pixel(k, n, u, v))
             pixels = [k.splat(self.pixel(corner, p)) for p in range(self.side**2 * self.channels)]
-            cell, places = self.cell(k, n, u, v)
+            cell, places = self.cells.pixel(k, n, u, v), self.places.pixel(k, n, u, v)
             for first, vectors, times, valid in self._blocks(most, k.lanes):
                 with k.loop(times) as t:
                     f = k.scaled(t, vectors, first)
@@ -283,13 +269,13 @@ class Filters(Node[NC, NC]):
         width, parts = self.side * self.channels, []
         for start in range(0, self.side * width, k.lanes):
             first, last = start // width, min((start + k.lanes - 1) // width, self.side - 1)
-            part = k.load(corner + (first * self.row + start - first * width))
+            part = k.load(corner + (first * self.x.row + start - first * width))
             for i in range(first + 1, last + 1):
                 begin = i * width - start
                 lanes = [
                     INT(k.lanes + lane - begin if begin <= lane < begin + width else lane) for lane in range(k.lanes)
                 ]
-                part = k.builder.shuffle_vector(part, k.load(corner + i * self.row), ir.Constant(k.indices, lanes))
+                part = k.builder.shuffle_vector(part, k.load(corner + i * self.x.row), ir.Constant(k.indices, lanes))
             parts.append(part)
         return parts
 
@@ -328,7 +314,7 @@ class Filters(Node[NC, NC]):
         # along the row of cells the sums stay in registers
         with k.sums([places]) as [totals], k.loop(columns) as v:
             value = k.load_part(dy.stored(k, n).at(u, gradient_row).at(v, pitch).at(f, k.lanes), valid)
-            (_, found), patch = self.cell(k, n, u, v), self.patch(k, n, u, v)
+            found, patch = self.places.pixel(k, n, u, v), self.patches.pixel(k, n, u, v)
             taps = list(zip(range(first, end), totals, strict=False))
             # the pixel that each lane's maximum saw through a tap, by the gather method
             if shifts is not None:

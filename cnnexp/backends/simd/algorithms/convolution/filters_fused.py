@@ -17,26 +17,24 @@ from cnnexp.backends.simd.algorithms.linear.dense import Dense
 from cnnexp.backends.simd.algorithms.linear.skinny import Skinny
 from cnnexp.backends.simd.algorithms.node import Node, Section
 from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Kernels, Target
-from cnnexp.backends.simd.layouts import NC, Layout
+from cnnexp.backends.simd.layouts import NC, NHWC, Halo, Layout
 
 
-class FiltersFused(Node[NC, NC]):
+class FiltersFused(Node[NHWC, NC]):
     """A `Filters` and the skinny `Dense` after it, row of cells by row of cells.
 
     What one writes the other reads from a cache. Of what lies between there is the gradient of a row of cells alone.
     """
 
-    input_layout = output_layout = NC
+    input_layout, output_layout = NHWC, NC
     trains = True
     whole_vectors = False
     algorithm = "filters-fused"
-    opens = True
     spans = 2
 
     def __init__(self, conv: Filters, dense: Skinny) -> None:
         super().__init__(f"{conv.name}+{dense.name}", dense.shape)
         self.conv, self.dense, self.rectify = conv, dense, dense.rectify
-        self.input_room = conv.input_room
         conv.whole = True
 
     @classmethod
@@ -46,6 +44,9 @@ class FiltersFused(Node[NC, NC]):
             return None
         conv.layers, dense.layers = sections[0].names, sections[1].names
         return cls(conv, dense)
+
+    def input_halo(self) -> Halo:
+        return self.conv.input_halo()
 
     def part(self, plan: Layout, what: str, kernel: str) -> Part:
         """As `Node.part`: of the dense layer; what the convolution takes is charged to it between."""

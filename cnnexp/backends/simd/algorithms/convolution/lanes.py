@@ -17,18 +17,16 @@ benchmarks.kernels --algorithms`, Zen 3, AVX2).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 from llvmlite import ir
 
 from cnnexp.backends.parts import FORWARD
-from cnnexp.backends.simd.algorithms.convolution.base import ConvolutionNode, Windows, rows_inside
+from cnnexp.backends.simd.algorithms.convolution.base import ConvolutionNode, Geometry, Windows, rows_inside
 from cnnexp.backends.simd.algorithms.cost import Work, lane_gradient, lane_sums, passes
-from cnnexp.backends.simd.algorithms.elementwise import rectify_gradient
 from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Kernels, Pointer, Target, chunks
-from cnnexp.backends.simd.layouts import Blocked, Halo, Layout
+from cnnexp.backends.simd.layouts import Blocked, Halo, Layout, Tensor
 
 MOST_SUMS = 256
 """Vectors of sums that lie in L1 beside what is summed: 16 KB of AVX-512's."""
@@ -52,7 +50,7 @@ class Lanes(ConvolutionNode[Blocked]):
         pixels, most = sums_tile(target.registers)
         found = {
             "forward": self.forward_work(target),
-            "rectify_gradient": passes(rows * columns * filters, 2, target, target.lanes, 3),
+            "gradient": passes(rows * columns * filters, 2, target, target.lanes, 3),
             "unpool": passes(cells * filters, 4 + 3 * window, target, target.lanes, window + 1),
         }
         held, terms = rows * columns * filters + height * width * channels, kernel**2 * channels // groups
@@ -108,83 +106,53 @@ class Lanes(ConvolutionNode[Blocked]):
         self.prepare_forward(plan)
         if plan.target.forward_only:
             return
+        self.prepare_gradient(plan)
         self.sums = plan.arena.allocate(MOST_SUMS * plan.target.lanes)
-        self.d = self.dy
-        if self.pool:
-            self.d = plan.arena.blocked(self.stage.output_shape, self._dense_halo() if self.dx else Halo())
         if self.dx:
             self.flipped = plan.arena.allocate(self.stage.weight.size)
 
     def prepare_forward(self, plan: Layout) -> None:
         """Allocate what the forward pass needs."""
-        layer, channels, windows = self.stage.layer, self.stage.input_shape[2], None
+        layer, channels = self.stage.layer, self.stage.input_shape[2]
         plan.parameters.place_plain(self.stage.weight, self.stage.bias)
         if self.pool:
-            windows = Windows(self.pool.window.size, self.pool.window.stride, plan.arena.argmax(self.shape))
+            self.windows = Windows(self.pool.window.size, self.pool.window.stride, plan.arena.argmax(self.shape))
         self.correlation = Correlation(
-            self.x, (0, 0), layer.stride, layer.kernel, channels, layer.filters, self.y, self.rectify, windows,
-            groups=layer.groups, dilation=layer.dilation,
+            layer.kernel, channels, layer.filters, layer.groups, layer.dilation,
+            x=self.x, stride=layer.stride, y=self.y, rectify=self.rectify, windows=self.windows,
         )  # fmt: skip
 
     def forward(self, plan: Layout) -> Kernels:
         return [("forward", lambda k: conv2d(k, self.correlation, *plan.parameters.weights(k, self.stage)))]
 
-    def backward(self, plan: Layout) -> Kernels:
-        def backward_weights(k: Emitter) -> None:
-            dw, db = plan.parameters.gradients(k, self.stage)
-            conv2d_backward_weights(k, self.correlation, self.d, dw, db, k.arena + self.sums)
+    def backward_weights(self, k: Emitter, plan: Layout) -> None:
+        dw, db = plan.parameters.gradients(k, self.stage)
+        conv2d_backward_weights(k, self.correlation, self.d, dw, db, k.arena + self.sums)
 
-        kernels: Kernels = []
-        windows, dx = self.correlation.windows, self.dx
-        if windows:
-            kernels.append(("unpool", lambda k: unpool(k, windows, self.y, self.dy, self.d, self.rectifies_dy)))
-        elif self.rectifies_dy:
-            kernels.append(("rectify_gradient", lambda k: rectify_gradient(k, self.y, self.dy)))
-        kernels.append(("backward_weights", backward_weights))
-        if dx:
-            kernels.append(("backward_input", lambda k: self._backward_input(k, plan, dx)))
-        return kernels
-
-    def _backward_input(self, k: Emitter, plan: Layout, dx: Blocked) -> None:
+    def backward_input(self, k: Emitter, plan: Layout) -> None:
         layer, channels = self.stage.layer, self.stage.input_shape[2]
         flipped = k.arena + self.flipped
         weights, _ = plan.parameters.weights(k, self.stage)
         flip_weights(k, weights, flipped, self.correlation)
         top, left, _, _ = (max(0, pad - self._reach) for pad in self.stage.window.pads)
-        positive = self.x if self.input_rectified else None
         back = Correlation(
-            self.d, (top, left), 1, layer.kernel, layer.filters, channels, dx, positive=positive,
-            groups=layer.groups, dilation=layer.dilation,
+            layer.kernel, layer.filters, channels, layer.groups, layer.dilation,
+            x=self.d, origin=(top, left), y=self.needed_dx, positive=self.x if self.input_rectified else None,
         )  # fmt: skip
         conv2d(k, back, flipped, None)
 
 
 @dataclass(frozen=True)
-class Correlation:
-    """y = cross-correlation of x with weights, the geometry of one forward or input-gradient pass.
+class Correlation(Geometry[Blocked]):
+    """y = cross-correlation of x with weights.
 
     Attributes:
-        x: input, its halo wide enough for every window.
-        origin: stored (row, column) of x where the first window starts.
-        stride: stored pixels from window to window.
-        kernel, channels, filters: K, C, F.
-        y: output, of the pooled shape with `windows`.
-        rectify: whether ReLU is applied.
-        windows: the max-pool fused into it, or None.
-        positive: a tensor of y's shape: y is 0 where it is not positive; None for y as it is. Not with `windows`.
-        groups: of channels and filters. dilation: stored pixels from tap to tap.
+        kernel, channels, filters: K, C, F. groups: of channels and filters. dilation: stored pixels from tap to tap.
     """
 
-    x: Blocked
-    origin: tuple[int, int]
-    stride: int
     kernel: int
     channels: int
     filters: int
-    y: Blocked
-    rectify: bool = False
-    windows: Windows[Blocked] | None = None
-    positive: Blocked | None = None
     groups: int = 1
     dilation: int = 1
 
@@ -194,10 +162,6 @@ class Correlation:
         if self.groups == self.dilation == 1:
             return 1, self.kernel * self.channels
         return self.kernel, self.channels // self.groups
-
-    def corner(self, k: Emitter, g: ir.Value) -> Pointer:
-        """Return the address where the first window starts."""
-        return self.x.stored(k, g) + (self.origin[0] * self.x.row + self.origin[1] * self.x.column)
 
     def each_group(self, k: Emitter) -> AbstractContextManager[ir.Value]:
         """Run the block for every group of filters."""
@@ -280,7 +244,7 @@ class Tile:
     filters: int
     inside: tuple[ir.Value, ir.Value]
 
-    def at(self, k: Emitter, tensor: Blocked) -> Pointer:
+    def at(self, k: Emitter, tensor: Tensor) -> Pointer:
         """Return the address of the first filter in a tensor of the output's shape."""
         return tensor.pixel(k, self.group, self.row, self.column).at(self.first, tensor.lanes)
 
@@ -292,12 +256,12 @@ def _plain(k: Emitter, conv: Correlation, tile: Tile, pixels: int) -> None:
         target = tile.at(k, conv.y) + i * conv.y.column * conv.y.halo.step
         positive = tile.at(k, conv.positive) + i * conv.positive.column if conv.positive else None
         for j, value in enumerate(totals[i]):
-            if positive:
-                value = k.where_positive(k.load(positive + j * k.lanes), value)
-            _store(k, conv, tile, j, value, target)
+            bias = None if tile.bias is None else k.splat(tile.bias + j)
+            value = k.finish(value, bias, conv.rectify, positive + j * k.lanes if positive else None)
+            k.store(value, target + j * conv.y.lanes)
 
 
-def _pooled(k: Emitter, conv: Correlation, windows: Windows[Blocked], tile: Tile) -> None:
+def _pooled(k: Emitter, conv: Correlation, windows: Windows, tile: Tile) -> None:
     """Convolve one pooling window with the filters, and store its maxima and where they were.
 
     Part by part in a loop: LLVM would put off the maxima of parts one after the other, and keep every sum till then.
@@ -327,15 +291,9 @@ def _pooled(k: Emitter, conv: Correlation, windows: Windows[Blocked], tile: Tile
     # bias, ReLU, and the argmax as a byte
     target, code_target = tile.at(k, conv.y), tile.at(k, argmax)
     for j, (best, where) in enumerate(found):
-        _store(k, conv, tile, j, best.get(), target)
+        bias = None if tile.bias is None else k.splat(tile.bias + j)
+        k.store(k.finish(best.get(), bias, conv.rectify), target + j * conv.y.lanes)
         k.store_bytes(where.get(), code_target + j * argmax.lanes)
-
-
-def _store(k: Emitter, conv: Correlation, tile: Tile, j: int, value: ir.Value, target: Pointer) -> None:
-    """Store filter j's value, with its bias and through the ReLU."""
-    if tile.bias is not None:
-        value = k.add(value, k.splat(tile.bias + j))
-    k.store(k.rectify(value) if conv.rectify else value, target + j * conv.y.lanes)
 
 
 def _dot(k: Emitter, conv: Correlation, tile: Tile, pixels: list[tuple[int, int]]) -> list[list[ir.Value]]:
@@ -408,14 +366,11 @@ def conv2d_backward_weights(
                 r, f = k.scaled(tap_block, taps, first_tap), k.scaled(filter_block, filters, first_filter)
                 f = k.builder.add(k.builder.mul(e, INDEX(each)), f)
                 place = k.builder.add(k.builder.mul(i, INDEX(runs)), j)
-
                 # where the taps lie in x, from the corner of a window
-                def seen(corner: Pointer, i=i, j=j, e=e, r=r) -> Pointer:  # type: ignore[no-untyped-def]
-                    corner = corner.at(i, conv.dilation * x.row).at(j, conv.dilation * x.column)
-                    return corner.at(e, run * x.lanes if conv.groups > 1 else 0).at(r, x.lanes)
-
+                across = k.scaled(k.builder.add(k.scaled(e, run), r), x.lanes)
+                down = k.builder.add(k.scaled(i, conv.dilation * x.row), k.scaled(j, conv.dilation * x.column))
                 target = dw.at(place, run * conv.filters).at(r, conv.filters).at(f)
-                _weight_block(k, conv, d, seen, f, (taps, filters), target, sums)
+                _weight_block(k, conv, d, (k.builder.add(down, across), f), (taps, filters), target, sums)
     if db is not None:
         _backward_bias(k, d, db)
 
@@ -449,8 +404,7 @@ def _weight_block(
     k: Emitter,
     conv: Correlation,
     d: Blocked,
-    seen: Callable[[Pointer], Pointer],
-    f: ir.Value,
+    first: tuple[ir.Value, ir.Value],
     size: tuple[int, int],
     dw: Pointer,
     sums: Pointer,
@@ -458,10 +412,10 @@ def _weight_block(
     """Add to a block of dw, some taps of some filters.
 
     Args:
-        seen: returns where the first tap lies, from the corner of a window. f: the first filter. size: taps, filters.
+        first: where the first tap lies, from the corner of a window; and the first filter. size: taps, filters.
         dw: of the first tap and filter.
     """
-    x, (taps, filters) = conv.x, size
+    x, (seen, f), (taps, filters) = conv.x, first, size
     rows, columns, _ = d.shape
     most_columns = max(4, CACHED_VECTORS // (conv.stride * conv.channels + filters))
     most_taps, most_filters = gradient_tile(k.target.registers)
@@ -470,7 +424,7 @@ def _weight_block(
     k.clear(sums, taps * filters)
     # row by row of all images, a piece of it at a time
     with k.loop(k.groups(k.lanes)) as g, k.loop(rows) as p:
-        source = seen(conv.corner(k, g)).at(p, conv.stride * x.row)
+        source = conv.corner(k, g).at(seen).at(p, conv.stride * x.row)
         gradient = d.pixel(k, g, p, 0).at(f, d.lanes)
         for q, piece in k.chunks(columns, most_columns):
             # all tiles of the block along this piece
@@ -498,19 +452,3 @@ def _backward_bias(k: Emitter, d: Blocked, db: Pointer) -> None:
             for j, total in enumerate(totals):
                 k.increase(total, k.load(at + j * d.lanes))
         k.add_lanes(totals, db.at(f))
-
-
-def unpool(k: Emitter, windows: Windows[Blocked], y: Blocked, dy: Blocked, d: Blocked, rectified: bool) -> None:
-    """d = dy at each window's argmax, else 0, and 0 wherever ReLU gave 0. Pixels in no window keep their zero."""
-    rows, columns, channels = y.shape
-    with k.loop(k.groups(k.lanes)) as g, k.loop(rows) as u, k.loop(columns) as v, k.loop(channels) as c:
-        value = k.load(dy.pixel(k, g, u, v).at(c, dy.lanes))
-        if rectified:
-            value = k.where_positive(k.load(y.pixel(k, g, u, v).at(c, y.lanes)), value)
-        where = k.load_bytes(windows.argmax.pixel(k, g, u, v).at(c, windows.argmax.lanes))
-        step = d.halo.step
-        corner = d.image(k, g).at(u, windows.stride * step * d.row).at(v, windows.stride * step * d.column)
-        corner = corner.at(c, d.lanes)
-        for code, (i, j) in enumerate(windows.pixels):
-            here = k.select(k.equal(where, code), value, k.zero())
-            k.store(here, corner + (i * d.row + j * d.column) * step)

@@ -11,30 +11,29 @@ kernels, 25,330 by `lanes` (`python -m benchmarks.kernels --algorithms`, Zen 3, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 from llvmlite import ir
 
 from cnnexp.backends.simd.algorithms.convolution.argmax_gradient import (
-    list_events,
-    make_lists,
+    group_lists,
+    image_rows,
+    list_group,
     pack_weights,
     unpack_gradients,
 )
 from cnnexp.backends.simd.algorithms.convolution.lanes import Lanes
 from cnnexp.backends.simd.algorithms.cost import Work, events, transposition
-from cnnexp.backends.simd.algorithms.reorder import group_to_lanes, group_to_rows
-from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Kernels, Pointer, Target
-from cnnexp.backends.simd.layouts import Blocked, Layout, round_up
+from cnnexp.backends.simd.algorithms.reorder import to_lanes
+from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Kernels, Target
+from cnnexp.backends.simd.layouts import Layout, round_up, runs
 
 
 class LanesArgmax(Lanes):
     """Batch in lanes; gradients through the argmax of the max-pool after it alone.
 
     Attributes:
-        events: of the output. image: floats from image to image of `x_rows`.
-        x_rows, dx_rows: where a group's [image][values of the input with its halo, rounded up] lie in the arena.
-        packed, gradients: likewise the weights' [filter][kernel row][K * C, rounded up].
+        events: of the output. x_rows, dx_rows: a group's input and its gradient, with the halo of x.
+        packed, gradients: where in the arena the weights' [filter][kernel row][K * C, rounded up] lie.
     """
 
     algorithm = "lanes-argmax"
@@ -58,18 +57,13 @@ class LanesArgmax(Lanes):
 
     def prepare(self, plan: Layout) -> None:
         self.prepare_forward(plan)
-        layer, windows, arena = self.stage.layer, self.correlation.windows, plan.arena
+        layer, windows, arena = self.stage.layer, self.windows, plan.arena
         assert windows is not None
-        self.events = make_lists(
-            arena, self.y, self.dy, windows, self.rectifies_dy,
-            down=layer.stride * self.x.row // self.x.lanes, right=layer.stride * self.stage.input_shape[2],
-            reach=-(-(layer.kernel + layer.stride * windows.size) // (windows.stride * layer.stride)),
-        )  # fmt: skip
         packed = layer.filters * layer.kernel * round_up(self._run, arena.lanes)
-        self.image = round_up(self.x.group // arena.lanes, arena.lanes) + arena.lanes
-        self.x_rows, self.dx_rows, self.packed, self.gradients = (
-            arena.allocate(floats) for floats in (arena.lanes * self.image, arena.lanes * self.image, packed, packed)
-        )
+        self.x_rows, self.dx_rows = image_rows(arena, self.x), image_rows(arena, self.x)
+        self.packed, self.gradients = arena.allocate(packed), arena.allocate(packed)
+        reach = -(-(layer.kernel + layer.stride * windows.size) // (windows.stride * layer.stride))
+        self.events = group_lists(arena, self, windows, self.x_rows, layer.stride, reach)
 
     def backward(self, plan: Layout) -> Kernels:
         return [("backward", lambda k: self._backward(k, plan))]
@@ -77,49 +71,32 @@ class LanesArgmax(Lanes):
     def _backward(self, k: Emitter, plan: Layout) -> None:
         """dw, db += the gradient; dx = the gradient."""
         (weights, _), (dw, db) = plan.parameters.weights(k, self.stage), plan.parameters.gradients(k, self.stage)
-        x, dx, packed, gradients = (k.arena + at for at in (self.x_rows, self.dx_rows, self.packed, self.gradients))
-        filters, row, stride = self.stage.layer.filters, round_up(self._run, k.lanes), self.image
+        packed, gradients = k.arena + self.packed, k.arena + self.gradients
+        filters, row, stride = self.stage.layer.filters, round_up(self._run, k.lanes), self.x_rows.stride
         # weights by filter; no gradient yet
         size = self.stage.layer.kernel, self._run, filters
         pack_weights(k, weights, packed, gradients, size, row)
         # a group: its input to rows, its events to lists
         with k.loop(k.groups(k.lanes)) as g:
             images = k.builder.sub(k.count, k.builder.mul(g, INDEX(k.lanes)))
-            group_to_rows(k, self.x.stored(k, g), x, self.x.group // self.x.lanes, stride)
-            list_events(k, self.events, g, db)
+            list_group(k, self.events, self.x, g, db)
             # image by image, filter by filter
             with k.loop(k.lanes) as n:
-                k.clear(dx.at(n, stride), stride // k.lanes)
+                k.clear(self.dx_rows.stored(k, n), stride // k.lanes)
                 with k.loop(filters) as f:
-                    self._follow_events(k, n, f, x.at(n, stride), dx.at(n, stride))
+                    self._follow_events(k, n, f)
             # dx back to lanes, and the gradients of the weights to where they belong
-            self._store_gradient(k, g, dx, images)
+            self._store_gradient(k, g, images)
         unpack_gradients(k, gradients, dw, size, row)
 
-    def _store_gradient(self, k: Emitter, g: ir.Value, rows: Pointer, images: ir.Value) -> None:
+    def _store_gradient(self, k: Emitter, g: ir.Value, images: ir.Value) -> None:
         """Turn dx to lanes, without what lies in the halo of x."""
-        x, dx, stride = self.x, self.needed_dx, self.image
+        placed = (self.dx_rows, INDEX(0)), (self.needed_dx, g), (self.x, g)
+        for places, _, size in runs(k, *placed[: 3 if self.input_rectified else 2]):
+            source, target, *positive = places
+            to_lanes(k, source, target, size, self.dx_rows.stride, images, *positive)
 
-        def store(source: Pointer, size: int, place: Callable[[Blocked], Pointer]) -> None:
-            target, positive = place(dx), place(x) if self.input_rectified else None
-            group_to_lanes(k, source, target, size, stride, images, positive)
-
-        # no halo on either side: all at once
-        if x.dense and dx.dense:
-            store(rows, x.group // x.lanes, lambda tensor: tensor.image(k, g))
-            return
-        # else row by row, or pixel by pixel where dx has room between them
-        height, width, channels = x.shape
-        row = x.row // x.lanes
-        first = rows + (x.halo.top * row + x.halo.left * channels)
-        with k.loop(height) as p:
-            if dx.halo.step == 1:
-                store(first.at(p, row), width * channels, lambda tensor: tensor.pixel(k, g, p, INDEX(0)))
-            else:
-                with k.loop(width) as q:
-                    store(first.at(p, row).at(q, channels), channels, lambda tensor: tensor.pixel(k, g, p, q))
-
-    def _follow_events(self, k: Emitter, n: ir.Value, f: ir.Value, x: Pointer, dx: Pointer) -> None:
+    def _follow_events(self, k: Emitter, n: ir.Value, f: ir.Value) -> None:
         """Run one image's events of one filter."""
         kernel, row = self.stage.layer.kernel, round_up(self._run, k.lanes)
         parts = [(i, p * k.lanes, w) for i in range(kernel) for p, w in enumerate(widths(self._run, k.lanes))]
@@ -127,8 +104,10 @@ class LanesArgmax(Lanes):
             [(k.arena + at).at(f, kernel * row) + (i * row + start) for i, start, _ in parts]
             for at in (self.packed, self.gradients)
         )
-        places = [(i * (self.x.row // self.x.lanes) + start, width) for i, start, width in parts]
-        self.events.of(k, n, f).follow(k, places, (x, dx), packed, gradients)
+        places = [(i * self.x_rows.row + start, width) for i, start, width in parts]
+        operands = self.x_rows.stored(k, n), self.dx_rows.stored(k, n)
+        events = self.events.of(k, k.builder.add(k.builder.mul(f, INDEX(k.lanes)), n))
+        events.follow(k, places, operands, packed, gradients)
 
 
 def widths(run: int, lanes: int) -> list[int]:

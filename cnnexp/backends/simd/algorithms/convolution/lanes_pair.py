@@ -28,8 +28,9 @@ from llvmlite import ir
 
 from cnnexp.backends.parts import BACKWARD, FORWARD, Part
 from cnnexp.backends.simd.algorithms.convolution.argmax_gradient import (
-    list_events,
-    make_lists,
+    group_lists,
+    image_rows,
+    list_group,
     pack_weights,
     unpack_gradients,
 )
@@ -38,7 +39,6 @@ from cnnexp.backends.simd.algorithms.convolution.lanes import Correlation, Lanes
 from cnnexp.backends.simd.algorithms.convolution.lanes_argmax import LanesArgmax
 from cnnexp.backends.simd.algorithms.cost import Work, pair_events, transposition
 from cnnexp.backends.simd.algorithms.node import Node, Section
-from cnnexp.backends.simd.algorithms.reorder import group_to_rows
 from cnnexp.backends.simd.compiler.emit import BYTE, INDEX, INT, Emitter, Kernels, Pointer, Target, Variable
 from cnnexp.backends.simd.layouts import Blocked, Halo, Layout, round_up
 
@@ -55,9 +55,8 @@ class LanesPair(Node[Blocked, Blocked]):
     Attributes:
         opening, closing: their geometry; the halo of the image is wide enough for every patch, also at an edge.
         patch: what a window of the second sees. events: of its output.
-        size, image: floats of an image with its halo, and from image to image of `x_rows`.
-        x_rows: where a group's [image][values of the input with its halo, rounded up] lie in the arena.
-        weights, gradients: likewise of the second, packed as `Patch` says.
+        x_rows: a group's input, with the halo of x.
+        weights, gradients: where in the arena those of the second lie, packed as `Patch` says.
         first_weights, first_gradients: likewise of the first, [tap or bias][pattern] vectors.
         edges: bytes, by the place of a patch the number of its mask; None where no window reaches over an edge.
         masks: [number][vector], bits.
@@ -67,7 +66,6 @@ class LanesPair(Node[Blocked, Blocked]):
     trains = True
     algorithm = "lanes-pair"
     holds = "weights"
-    opens = True
     spans = 2
 
     def __init__(self, first: Lanes, second: LanesArgmax) -> None:
@@ -140,24 +138,21 @@ class LanesPair(Node[Blocked, Blocked]):
         between = arena.blocked(first.output_shape, halo)
         windows = Windows(pool.window.size, pool.window.stride, arena.argmax(self.shape))
         self.opening = Correlation(
-            self.x, (step * halo.top, step * halo.left), step, first.layer.kernel,
-            first.input_shape[2], first.layer.filters, between, rectify=True,
+            first.layer.kernel, first.input_shape[2], first.layer.filters,
+            x=self.x, origin=(step * halo.top, step * halo.left), stride=step, y=between, rectify=True,
         )  # fmt: skip
         self.closing = Correlation(
-            between, (0, 0), second.layer.stride, second.layer.kernel,
-            first.layer.filters, second.layer.filters, self.y, self.rectify, windows,
+            second.layer.kernel, first.layer.filters, second.layer.filters,
+            x=between, stride=second.layer.stride, y=self.y, rectify=self.rectify, windows=windows,
         )  # fmt: skip
         self.patch, move, lanes = self._patch(arena.lanes), step * second.layer.stride, arena.lanes
-        self.events = make_lists(
-            arena, self.y, self.dy, windows, self.rectifies_dy,
-            down=move * self.x.row // lanes, right=move * self.x.column // lanes, reach=1,
-        )  # fmt: skip
-        self.size = self.x.group // lanes
-        self.image, packed = round_up(self.size, lanes) + lanes, second.layer.filters * self.patch.vectors * lanes
+        self.x_rows = image_rows(arena, self.x)
+        self.events = group_lists(arena, self, windows, self.x_rows, move, reach=1)
+        packed = second.layer.filters * self.patch.vectors * lanes
         held = (len(self.patch.taps) + 1) * self.patch.patterns * lanes
         edges, masks = self._edges()
-        self.x_rows, self.weights, self.gradients, self.first_weights, self.first_gradients = (
-            arena.allocate(floats) for floats in (lanes * self.image, packed, packed, held, held)
+        self.weights, self.gradients, self.first_weights, self.first_gradients = (
+            arena.allocate(floats) for floats in (packed, packed, held, held)
         )
         self.edges = arena.constants(edges.view(np.float32)) if len(masks) > 1 else None
         self.masks = arena.constants(masks.view(np.float32))
@@ -175,7 +170,7 @@ class LanesPair(Node[Blocked, Blocked]):
         """
         patch, between = self.patch, self.closing.x
         halo, (height, width, _) = between.halo, between.shape
-        row, column = self.x.row // self.x.lanes, self.x.column // self.x.lanes
+        row, column = self.x_rows.row, self.x_rows.column
         # a lane without a pixel is outside everywhere
         pixels = [patch.pixel(lane) or (-(1 << 30), 0) for lane in range(patch.vectors * patch.lanes)]
         down, right = np.array(pixels).T
@@ -185,7 +180,7 @@ class LanesPair(Node[Blocked, Blocked]):
         in_rows, row_kind = _kinds((halo.top <= stands) & (stands < halo.top + height))
         in_columns, column_kind = _kinds((halo.left <= reaches) & (reaches < halo.left + width))
         masks, number = _kinds((in_rows[:, None] & in_columns).reshape(-1, len(pixels)))
-        edges = np.zeros(round_up(self.size, 4), np.uint8)
+        edges = np.zeros(round_up(self.x.stride // patch.lanes, 4), np.uint8)
         numbers = number.reshape(len(in_rows), len(in_columns))[row_kind[:, None], column_kind]
         edges[(p * row + q.T * column) * patch.stride] = numbers
         return edges, -masks.astype(np.int32)
@@ -198,7 +193,7 @@ class LanesPair(Node[Blocked, Blocked]):
         patch, first, second = self.patch, self.first.stage, self.second.stage
         (weights, _), first_parameters = plan.parameters.weights(k, second), plan.parameters.weights(k, first)
         first_gradients, (dw, db) = plan.parameters.gradients(k, first), plan.parameters.gradients(k, second)
-        x, packed, d_packed = (k.arena + at for at in (self.x_rows, self.weights, self.gradients))
+        packed, d_packed = k.arena + self.weights, k.arena + self.gradients
         size = patch.kernel, patch.run, second.layer.filters
         pack_weights(k, weights, packed, d_packed, size, patch.row)
         for weight, place in self._each_weight(k, self.first_weights, *first_parameters):  # for every pixel of a patch
@@ -206,10 +201,9 @@ class LanesPair(Node[Blocked, Blocked]):
         places = self._first_places(k, self.first_gradients)
         totals = [k.variables(patch.patterns) for _ in places]
         with k.loop(k.groups(k.lanes)) as g:
-            group_to_rows(k, self.x.stored(k, g), x, self.size, self.image)
-            list_events(k, self.events, g, db)
+            list_group(k, self.events, self.x, g, db)
             with k.loop(k.lanes) as n, k.loop(second.layer.filters) as f:
-                self._follow_events(k, n, f, x.at(n, self.image), totals)
+                self._follow_events(k, n, f, totals)
         k.store_all(totals, places)
         unpack_gradients(k, d_packed, dw, size, patch.row)
         for weight, place in self._each_weight(k, self.first_gradients, *first_gradients):
@@ -232,9 +226,7 @@ class LanesPair(Node[Blocked, Blocked]):
             for lane in lanes:
                 yield source + lane % patch.row % patch.channels, start + lane
 
-    def _follow_events(
-        self, k: Emitter, n: ir.Value, f: ir.Value, x: Pointer, first_totals: list[list[Variable]]
-    ) -> None:
+    def _follow_events(self, k: Emitter, n: ir.Value, f: ir.Value, first_totals: list[list[Variable]]) -> None:
         """Run one image's events of one filter."""
         patch, vectors = self.patch, range(self.patch.vectors)
         packed, gradients = ((k.arena + at).at(f, patch.vectors * k.lanes) for at in (self.weights, self.gradients))
@@ -244,11 +236,11 @@ class LanesPair(Node[Blocked, Blocked]):
         width = max(4, 1 << (patch.side * patch.depth - 1).bit_length())
         with (
             k.sums(k.grid(gradients, 1, 0, patch.vectors)) as [totals],
-            self.events.of(k, n, f).each(k) as (value, place),
+            self.events.of(k, k.builder.add(k.builder.mul(f, INDEX(k.lanes)), n)).each(k) as (value, place),
         ):
             # the part of the image that the window sees
-            source, factor = x.at(place), k.spread(value)
-            rows = [k.load(source + i * (self.x.row // self.x.lanes), width) for i in range(patch.side)]
+            source, factor = self.x_rows.stored(k, n).at(place), k.spread(value)
+            rows = [k.load(source + i * self.x_rows.row, width) for i in range(patch.side)]
             masks = self._masks(k, place)
             for v in vectors:
                 pattern = v % patch.patterns

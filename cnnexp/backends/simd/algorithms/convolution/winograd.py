@@ -95,10 +95,10 @@ class Winograd(Channels):
     def forward(self, plan: Layout) -> Kernels:
         return [("forward", lambda k: conv2d(k, self.transformed, *plan.parameters.weights(k, self.stage)))]
 
-    def _backward_weights(self, k: Emitter, plan: Layout) -> None:
+    def backward_weights(self, k: Emitter, plan: Layout) -> None:
         conv2d_backward_weights(k, self.transformed, self.d, *plan.parameters.gradients(k, self.stage))
 
-    def _backward_input(self, k: Emitter, plan: Layout) -> None:
+    def backward_input(self, k: Emitter, plan: Layout) -> None:
         weights, _ = plan.parameters.weights(k, self.stage)
         packed, (rows, columns, conv, _) = k.arena + self.packed, self.phases[0]
         self._transpose_weights(k, (rows, columns), weights, conv.panels, packed)

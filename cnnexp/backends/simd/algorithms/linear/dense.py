@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Self
 
 from cnnexp.backends.simd.algorithms.cost import Work, passes
-from cnnexp.backends.simd.algorithms.elementwise import rectify_gradient
+from cnnexp.backends.simd.algorithms.elementwise import copy_gradient
 from cnnexp.backends.simd.algorithms.node import Node, Section
 from cnnexp.backends.simd.compiler.emit import Emitter, Kernels, Target
 from cnnexp.backends.simd.layouts import NC, Layout, round_up
@@ -41,7 +41,7 @@ class Dense(Node[NC, NC]):
         """Return what both forms begin with."""
         kernels: Kernels = []
         if self.rectifies_dy:
-            kernels.append(("rectify_gradient", lambda k: rectify_gradient(k, self.y, self.dy)))
+            kernels.append(("rectify_gradient", lambda k: copy_gradient(k, self.y, self.dy, self.dy)))
         if self.stage.bias:
             kernels.append(("backward_bias", lambda k: self._backward_bias(k, plan)))
         return kernels

@@ -22,7 +22,7 @@ from cnnexp.backends.simd.algorithms.linear.product import (
     most_height,
     tile_cycles,
 )
-from cnnexp.backends.simd.algorithms.reorder import to_lanes, to_rows
+from cnnexp.backends.simd.algorithms.reorder import reorder
 from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Kernels, Target, chunks
 from cnnexp.backends.simd.layouts import LINE_FLOATS, Layout
 from cnnexp.optimizers import Optimizer
@@ -102,9 +102,9 @@ class Wide(Dense):
         kernels, dx = [*super().backward(plan), *([] if plan.owns else self._backward_weights(plan))], self.dx
         if dx:
             kernels += [
-                ("dy_to_lanes", lambda k: to_lanes(k, self.dy, self.dy_lanes)),
+                ("dy_to_lanes", lambda k: reorder(k, self.dy, self.dy_lanes)),
                 ("backward_input", lambda k: self._backward_input(k, plan)),
-                ("dx_to_rows", lambda k: to_rows(k, self.dx_lanes, dx)),
+                ("dx_to_rows", lambda k: reorder(k, self.dx_lanes, dx)),
             ]
         return kernels
 
@@ -173,10 +173,10 @@ class Wide(Dense):
                     for vector, panel_width, panel_times in panels.kinds:
                         unit, panel = panel_width * k.lanes, panels.rows * panel_width * k.lanes
                         outputs = min(unit, panels.outputs - (vector + (panel_times - 1) * panel_width) * k.lanes)
-                        steps = Steps(panel_times, outputs, (panel, 1), (unit * k.lanes, k.lanes), dy.group)
+                        steps = Steps(panel_times, outputs, (panel, 1), (unit * k.lanes, k.lanes), dy.stride)
                         rows = (weights + vector * panels.rows * k.lanes).at(d, unit)
                         lines, places = source + vector * k.lanes * k.lanes, [i * unit for i in range(height)]
                         add_products(k, totals, rows, places, lines, steps)
                     for i, row in enumerate(totals):
                         for g, total in enumerate(row):
-                            k.store(total.get(), target.at(d, k.lanes) + (i * k.lanes + g * dx.group))
+                            k.store(total.get(), target.at(d, k.lanes) + (i * k.lanes + g * dx.stride))
