@@ -63,10 +63,7 @@ def sqlite_uri(database: Path) -> str:
 
 
 def need_answer(uri: str) -> None:
-    """Raise OSError where a server does not answer.
-
-    MLflow's own attempts at a database server go on for minutes.
-    """
+    """Raise OSError where a server does not answer; MLflow's own attempts at a database go on for minutes."""
     parts = urlsplit(uri)
     if not parts.hostname:
         return
@@ -78,12 +75,10 @@ def need_answer(uri: str) -> None:
             socket.create_connection((parts.hostname, port), CONNECT_S).close()
 
 
-def need_database(uri: str, wait_s: float | None = None) -> None:
+def need_database(uri: str, wait_s: float = OPEN_S) -> None:
     """Raise sqlite3.Error where an sqlite file exists and cannot be one; MLflow would try again for minutes."""
     if uri.startswith("sqlite") and database_of(uri).exists():
-        with contextlib.closing(
-            sqlite3.connect(database_of(uri), timeout=OPEN_S if wait_s is None else wait_s)
-        ) as database:
+        with contextlib.closing(sqlite3.connect(database_of(uri), timeout=wait_s)) as database:
             database.execute("PRAGMA schema_version")
 
 

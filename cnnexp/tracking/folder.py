@@ -30,12 +30,7 @@ MOST_BYTES = 2000  # that name a holder
 class RunLock:
     """The lock of a run's folder, until `release` or the end of the process, however that ends.
 
-    It names its holder: process id, host and boot.
-
-    Args:
-        folder: exists.
-        holder: what this process is; a run waits until a `RECORDER` has done its work.
-        key: of the config that names the folder.
+    It names its holder: process id, host and boot, and what it is; a run waits until a `RECORDER` has done its work.
 
     Raises:
         ConfigError: another process is in the folder now.

@@ -34,11 +34,7 @@ Images = np.ndarray | Sequence[Any] | str
 
 
 class Classifier:
-    """A trained network, ready to classify.
-
-    Args:
-        path: a checkpoint file.
-        backend: what computes.
+    """A trained network, of a checkpoint file, ready to classify.
 
     Attributes:
         network, loss, state: what was trained, and to what.
@@ -130,10 +126,7 @@ class Classifier:
         return softmax(scores)
 
     def outputs(self, images: np.ndarray) -> list[tuple[Stage, np.ndarray]]:
-        """Return each layer in its place with its output, (N, *output_shape).
-
-        Args:
-            images: (N, *input_shape), uint8 or float32; at most `BATCH_SIZE`.
+        """Return each layer with its output (N, *output_shape), of `BATCH_SIZE` images (N, *input_shape) at most.
 
         Raises:
             TypeError: the backend does not run layer after layer.
@@ -203,11 +196,6 @@ def _refusal(text: str) -> Exception:
 
 
 def _load_pyfunc(path: str, model_config: Mapping[str, Any] | None = None) -> Served:
-    """Return what `mlflow.pyfunc.load_model` wraps.
-
-    Args:
-        path: of the model's data, a checkpoint file.
-        model_config: `{"backend": NAME}` for another backend than `BACKEND`.
-    """
+    """Return what `mlflow.pyfunc.load_model` wraps; `{"backend": NAME}` asks for another backend than `BACKEND`."""
     name = (model_config or {}).get("backend", BACKEND)
     return Served(Classifier(Path(path), backend_class(name)()))

@@ -68,11 +68,8 @@ class NoAnswerYet(TrackingError):
 class Recorder:
     """A process that brings an MLflow store up to journals; started at once, ready some two seconds later.
 
-    It knows nothing that the journals do not say, so another one goes on where it dies.
-
-    Args:
-        uri: as `address.store_uri` returns it.
-        experiment: name of the MLflow experiment.
+    It knows nothing that the journals do not say, so another one goes on where it dies. The address is one that
+    `address.store_uri` returned.
 
     Raises:
         TrackingError: no process can be started.
@@ -93,10 +90,8 @@ class Recorder:
         """Have the recorder look into the journal of a folder, and give it a moment for what is new there.
 
         So it does not compute beside what is timed next. A store that once takes longer than `FLUSH_S` is not waited
-        for again. Where a look is under way this one is left out: the recorder looks by itself each second.
-
-        Returns:
-            Of the last look that was asked for: the id of the run, once it is there.
+        for again. Where a look is under way this one is left out: the recorder looks by itself each second. Returns
+        what will have the id of the run, of the last look that was asked for.
 
         Raises:
             TrackingError: none can be started.

@@ -55,25 +55,15 @@ _LEFTOVER = re.compile(r"\..*\.\d+\.tmp")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A run between two steps.
+    """A run between two steps."""
 
-    Attributes:
-        epoch: the last one that is done, 0 before the first.
-        training: what must be the same for a run to go on as if never stopped: see `describe`.
-        state: as `Program.state` returned it after that epoch.
-        history_sha256: of what every epoch was, see `take_history`.
-        history: what every epoch was, first to last, once `take_history` has found it; the scores are left out.
-        about: facts for the reader, e.g. config hash, backend, versions; never checked.
-        begun: how far the next epoch is; None where it has not begun.
-    """
-
-    epoch: int
-    training: Mapping[str, Any]
-    state: State = field(repr=False)
-    history_sha256: str = ""
-    history: tuple[EpochResult, ...] = ()
-    about: Mapping[str, Any] = field(default_factory=dict)
-    begun: Progress | None = None
+    epoch: int  # the last one that is done, 0 before the first
+    training: Mapping[str, Any]  # what must be the same for a run to go on as if never stopped: see `describe`
+    state: State = field(repr=False)  # as `Program.state` returned it after that epoch
+    history_sha256: str = ""  # of what every epoch was, see `take_history`
+    history: tuple[EpochResult, ...] = ()  # that itself, once `take_history` has found it, without the scores
+    about: Mapping[str, Any] = field(default_factory=dict)  # for the reader, e.g. backend, versions; never checked
+    begun: Progress | None = None  # how far the next epoch is; None where it has not begun
 
 
 class CheckpointWriter:
@@ -101,10 +91,8 @@ class CheckpointWriter:
         last: int = 2,
         best: int = 1,
     ) -> None:
-        self._folder, self._training = Path(folder), training
-        self._last, self._most_best = last, best
-        self._digest, self.epochs = hashlib.sha256(), 0
-        """How many epochs are done."""
+        self._folder, self._training, self._last, self._most_best = Path(folder), training, last, best
+        self._digest, self.epochs = hashlib.sha256(), 0  # of the epochs that are done, and how many
         self._best: list[tuple[float, int]] = []  # (-accuracy, epoch), the best first
         for result in earlier:
             self._count(result)
@@ -117,13 +105,7 @@ class CheckpointWriter:
     def save(
         self, state: State, about: Mapping[str, Any], result: EpochResult | None = None, begun: Progress | None = None
     ) -> Path:
-        """Write a checkpoint after one more epoch, or without a result where the run is now.
-
-        Args:
-            state: of the program.
-            about: see `Checkpoint`.
-            result: of the epoch that has ended.
-            begun: how far the next one is.
+        """Write a checkpoint after one more epoch, or without a `result` where the run is now, the next epoch `begun`.
 
         Returns:
             The file, `epoch-000007.ckpt` after epoch 7, `epoch-000007-images-000000640.ckpt` 640 images later.
@@ -317,11 +299,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def _newest_whole(found: Sequence[Path]) -> Path:
-    """Return the last of some checkpoint files that is whole; of one alone, that one.
-
-    Raises:
-        CheckpointError: all are damaged.
-    """
+    """Return the last of some checkpoint files that is whole; of one alone, that one. Raises as `find`."""
     damages: list[tuple[Path, str]] = []
     for path in reversed(found):
         damage = _damage(_content(path))
@@ -405,18 +383,16 @@ def _check_state(state: Mapping[str, np.ndarray]) -> None:
         if name in ("step", "seed"):
             legal = array.shape == () and array.dtype == np.int64 and (name == "seed" or int(array) >= 0)
         else:
-            legal = array.ndim == 1 and array.dtype == np.float32
-            legal = legal and (name.endswith("running") or array.shape == parameters.shape)
+            shaped = array.shape == parameters.shape or name.endswith("running")
+            legal = array.ndim == 1 and array.dtype == np.float32 and shaped
         if not legal:
             raise ValueError(f"{name} is {array.dtype} of shape {array.shape}")
 
 
 def _another(path: Path) -> str:
     """Return where to go on instead: the newest other checkpoint beside `path` that is whole."""
-    for other in reversed(list_checkpoints(path.parent)):
-        if other != path and _damage(_content(other)) is None:
-            return f"; {other.name} beside it is whole"
-    return ""
+    others = (other for other in reversed(list_checkpoints(path.parent)) if other != path)
+    return next((f"; {other.name} beside it is whole" for other in others if _damage(_content(other)) is None), "")
 
 
 def plain_result(result: EpochResult) -> dict[str, Any]:

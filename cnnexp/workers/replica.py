@@ -30,21 +30,15 @@ NOTHING = Totals(0.0, 0, 0)
 
 @dataclass(frozen=True)
 class Spec:
-    """What the workers train and how they keep together.
-
-    Attributes:
-        backend, network, loss, optimizer, batch_size: as for `Backend.compile`.
-        sync: `gradients`, `parameters` or `hybrid`.
-        period: with `parameters`, batches between two averages; None averages once an epoch.
-    """
+    """What the workers train, as for `Backend.compile`, and how they keep together."""
 
     backend: Backend
     network: Network
     loss: Loss
     optimizer: Optimizer
     batch_size: int
-    sync: str
-    period: int | None = None
+    sync: str  # `gradients`, `parameters` or `hybrid`
+    period: int | None = None  # with `parameters`, batches between two averages; None averages once an epoch
 
     def compile(self, batch_size: int) -> Program:
         """Compile the network as it is, for batches of another size."""
