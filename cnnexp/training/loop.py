@@ -23,6 +23,7 @@ CHUNK_S = 0.5  # seconds between looks at the progress bar and at Ctrl-C
 # seconds of training between two of the baseline's batches, at least: waking threads that slept meanwhile takes some
 # tenths of a millisecond, on a virtual machine one or two
 BESIDE_S = 0.05
+LONG = 32  # whole batches after which a short last one needs no call of its own: its images hardly change the mean
 
 
 @dataclass(frozen=True)
@@ -224,7 +225,7 @@ class _Setting:
 
 
 class _Pass:
-    """One epoch's training pass, in chunks of whole batches, the short last batch in a chunk of its own.
+    """One epoch's training pass, in chunks of whole batches; a short last batch goes with many or by itself.
 
     Args:
         batches: of the first chunk, where no clock limits the pass: of the last one, in the pass before.
@@ -248,7 +249,7 @@ class _Pass:
 
     @property
     def seconds_per_image(self) -> float:
-        """Over whole batches, since a short one costs more per image; over all where none is whole."""
+        """Over whole batches, since a short one costs more per image; over all where none is, or very many are."""
         if self._whole_images:
             return self._whole_s / self._whole_images
         return self.seconds / self.totals.count
@@ -263,6 +264,8 @@ class _Pass:
             return
         while start < whole and chunk:
             stop = min(start + chunk, whole, start - start % most + most)
+            if stop == whole and stop - start >= LONG * batch_size:
+                stop = count
             program.warm(*next(self._parts(start, start + batch_size)))
             seconds = self._train(start, stop)
             self._whole_s, self._whole_images = self._whole_s + seconds, self._whole_images + stop - start
@@ -272,7 +275,7 @@ class _Pass:
             start, chunk = stop, batch_size * min(self.batches, self._batches_in(self._limit_s - self.seconds))
         if start == whole < count:
             self._train(whole, count)
-        while baseline and start == whole and baseline.taken < min(baseline.batches, max(1, whole // batch_size)):
+        while baseline and start >= whole and baseline.taken < min(baseline.batches, max(1, whole // batch_size)):
             baseline.sample(self._order[:batch_size], self.rate, program.state)
 
     def _spread(self, whole: int) -> int:
