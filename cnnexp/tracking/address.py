@@ -19,11 +19,7 @@ OPEN_S = 120.0  # as long may other processes take to set up a new store before 
 
 
 def store_uri(uri: str | None) -> str:
-    """Return `uri`, made absolute, or for None the sqlite file under `outputs/`.
-
-    Raises:
-        ConfigError: the address is not one that MLflow can open.
-    """
+    """Return `uri` made absolute, or the sqlite file under `outputs/`; raise ConfigError if MLflow cannot open it."""
     if uri is None:
         return sqlite_uri(environment.outputs_dir() / "mlflow.db")
     text = without_secrets(uri) if "://" in uri or not may_hold_secret(uri) else "***"

@@ -39,10 +39,8 @@ class RunLock:
     def __init__(self, folder: Path, holder: str = "process", key: str = "hydra.run.dir") -> None:
         release = _wait_for(folder, {"holder": holder, **liveness.describe(os.getpid())}, holder != RECORDER)
         if release is None:
-            delete = f", or delete {folder / HELD} if that is gone" if (folder / HELD).exists() else ""
-            raise ConfigError(
-                f"{key}={folder}: {_named(_holder(folder))} runs in it now; choose another folder{delete}"
-            )
+            more = f", or delete {folder / HELD} if that is gone" if (folder / HELD).exists() else ""
+            raise ConfigError(f"{key}={folder}: {_named(_holder(folder))} runs in it now; choose another folder{more}")
         self.release: Callable[[], None] = release
         """Let others in. Idempotent."""
 

@@ -7,7 +7,7 @@ inside it ONNX's order, channels first, holds.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, assert_never
 
 import numpy as np
@@ -15,6 +15,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from cnnexp import network as net
+from cnnexp.backends.protocol import State
 from cnnexp.errors import ConfigError
 from cnnexp.network import Network, Stage
 from cnnexp.network.losses import Loss
@@ -30,18 +31,11 @@ OPERATORS = {
 """ONNX's operators of `Recorded`."""
 
 
-def build(
-    network: Network, loss: Loss, state: Mapping[str, np.ndarray], pixels: str, classes: Sequence[str]
-) -> onnx.ModelProto:
+def build(network: Network, loss: Loss, state: State, pixels: str, classes: Sequence[str]) -> onnx.ModelProto:
     """Return the graph of what `model.Classifier.predict` computes.
 
-    Its input is `images` (N, *input_shape), its output `probabilities` float32 (N, classes); the names of the classes
-    are in its metadata, as JSON.
-
-    Args:
-        network, loss, state: what was trained, how its scores become probabilities, and to what.
-        pixels: dtype of the images that it was trained on; `uint8` stands for value / 255.
-        classes: their names, in the order of the outputs.
+    Its input is `images` (N, *input_shape) of the dtype `pixels`, `uint8` standing for value / 255; its output is
+    `probabilities` float32 (N, classes); the names of the classes, in this order, are in its metadata, as JSON.
     """
     writer = _Writer(state)
     x = INPUT
@@ -73,7 +67,7 @@ def build(
 class _Writer:
     """Puts one node after another, with the parameters of a state; a value is the name of the node that gives it."""
 
-    def __init__(self, state: Mapping[str, np.ndarray]) -> None:
+    def __init__(self, state: State) -> None:
         self._state = state
         self.nodes: list[onnx.NodeProto] = []
         self.tensors: list[onnx.TensorProto] = []

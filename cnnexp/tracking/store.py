@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import psutil
 import yaml
 
-from cnnexp.errors import ConfigError, TrackingError, without_secrets
+from cnnexp.errors import ConfigError, TrackingError, refused, without_secrets
 from cnnexp.measuring import environment
 from cnnexp.system.files import sync_folder
 from cnnexp.tracking import liveness, view
@@ -79,12 +79,9 @@ class _Followed:
 
 
 class Store:
-    """Runs of one experiment in one MLflow store.
+    """Runs of one experiment, made where it does not exist, in one MLflow store, its address of `store_uri`.
 
-    Args:
-        uri: as `store_uri` returns it.
-        experiment: name; made where it does not exist.
-        owner: the process whose runs these are, our parent; None is this one.
+    The owner is the process whose runs these are, our parent; None is this one.
 
     Raises:
         TrackingError: the store cannot be opened, with the reason, in a few seconds.
@@ -140,11 +137,10 @@ class Store:
         where = Path(folder).resolve()
         self._followed.pop(folder, None)
         try:
-            lock = RunLock(where, RECORDER)
+            with refused(TrackingError, str(where)):
+                lock = RunLock(where, RECORDER)
         except ConfigError:
             return None
-        except OSError as error:
-            raise TrackingError(f"{where}: {error.strerror or error}") from error
         try:
             followed = _Followed(Journal(where))
             facts = followed.journal.read()

@@ -42,13 +42,8 @@ def run_rows(
 ) -> list[Row]:
     """Return the verdict on one run, of one epoch at least; where it has trained none, no speed is claimed.
 
-    Args:
-        epochs, metrics: its results, and what is recorded once.
-        baseline: its name, None without one.
-        contended: whether other runs computed at the same time.
-        interference: None where it is not known.
-        parts: by the name of a backend, the share of its training step by part.
-        course: how it began and ended.
+    Of a contended run, beside which others computed, no speedup is given. `parts` are, by the name of a backend, the
+    shares of its training step.
     """
     rows, last = _course_rows(course, len(epochs)), epochs[-1]
     timed = len(epochs) > course.done

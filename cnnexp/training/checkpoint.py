@@ -14,7 +14,6 @@ whole random state.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import io
@@ -24,7 +23,7 @@ import math
 import os
 import re
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from cnnexp.backends.protocol import State
-from cnnexp.errors import MOST_SAID, CheckpointError
+from cnnexp.errors import MOST_SAID, CheckpointError, refused
 from cnnexp.network import Network
 from cnnexp.network.layers import describe_layer, make_layer
 from cnnexp.network.losses import Loss, Totals
@@ -72,12 +71,7 @@ class CheckpointWriter:
     The last ones of an epoch stay, and the best: those with the highest held-out accuracy, the earlier of equals; and
     the newest within an epoch, until that is done. What a process that was killed has left half-written goes.
 
-    Args:
-        folder: made where it does not exist.
-        training: see `Checkpoint`.
-        earlier: the epochs that are done.
-        last: how many of the last stay, >= 1.
-        best: how many of the best.
+    `training` is as in `Checkpoint`; the `earlier` epochs are done. So many of the `last`, >= 1, and the `best` stay.
 
     Raises:
         CheckpointError: the folder cannot be written.
@@ -96,7 +90,7 @@ class CheckpointWriter:
         self._best: list[tuple[float, int]] = []  # (-accuracy, epoch), the best first
         for result in earlier:
             self._count(result)
-        with self._explained(self._folder):
+        with refused(CheckpointError, f"checkpoint {self._folder}: cannot be written"):
             self._folder.mkdir(parents=True, exist_ok=True)
             for path in self._folder.iterdir():
                 if _LEFTOVER.fullmatch(path.name):
@@ -107,8 +101,7 @@ class CheckpointWriter:
     ) -> Path:
         """Write a checkpoint after one more epoch, or without a `result` where the run is now, the next epoch `begun`.
 
-        Returns:
-            The file, `epoch-000007.ckpt` after epoch 7, `epoch-000007-images-000000640.ckpt` 640 images later.
+        Returns its file: `epoch-000007.ckpt` after epoch 7, `epoch-000007-images-000000640.ckpt` 640 images later.
 
         Raises:
             CheckpointError: it cannot be written; those before it are untouched.
@@ -117,7 +110,7 @@ class CheckpointWriter:
         if result is not None:
             self._count(result)
         target = self._folder / f"epoch-{self.epochs:06d}{within}.ckpt"
-        with self._explained(target):
+        with refused(CheckpointError, f"checkpoint {target}: cannot be written"):
             _write_whole(target, self._encode(state, about, begun))
             self._prune()
         return target
@@ -151,13 +144,6 @@ class CheckpointWriter:
         np.savez(archive, **arrays)
         body = archive.getvalue()
         return MAGIC + hashlib.sha256(body).hexdigest().encode() + b"\n" + body
-
-    @contextlib.contextmanager
-    def _explained(self, path: Path) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise CheckpointError(f"checkpoint {path}: cannot be written: {error.strerror or error}") from error
 
 
 def describe(
@@ -195,15 +181,10 @@ def describe(
 
 
 def rebuild(training: Mapping[str, Any]) -> tuple[Network, Loss]:
-    """Return the network and the loss that `describe` described.
-
-    Raises:
-        KeyError, TypeError, ValueError: it is not as `describe` writes it.
-    """
+    """Return the network and the loss of what `describe` wrote; raise KeyError, TypeError or ValueError on all else."""
     layers = tuple(make_layer(layer) for layer in training["network.layers"])
-    return Network(training["network.input_shape"], layers), Loss(
-        training["loss"], training.get("loss.label_smoothing", 0.0)
-    )
+    loss = Loss(training["loss"], training.get("loss.label_smoothing", 0.0))
+    return Network(training["network.input_shape"], layers), loss
 
 
 def load(path: Path) -> Checkpoint:
@@ -213,10 +194,8 @@ def load(path: Path) -> Checkpoint:
         CheckpointError: it is missing, cut short, altered, of another version, or not as it is written here.
     """
     path = Path(path)
-    try:
+    with refused(CheckpointError, f"checkpoint {path}: cannot be read"):
         content = read_regular(path, MOST_BYTES)
-    except OSError as error:
-        raise CheckpointError(f"checkpoint {path}: cannot be read: {error.strerror or error}") from error
     damage = _damage(content)
     if damage:
         raise CheckpointError(f"checkpoint {path}: {damage}{_another(path)}")
@@ -249,12 +228,8 @@ def take_history(checkpoint: Checkpoint, results: Mapping[int, Mapping[str, Any]
 def find(where: Path, given: str | None = None) -> Path:
     """Return the newest checkpoint of a run that is whole; a newer one that is damaged is warned of.
 
-    Args:
-        where: a checkpoint file, the run's folder, or its folder of checkpoints.
-        given: how the user gave it, for the message; None stands for `trainer.resume=...`.
-
-    Raises:
-        CheckpointError: there is none.
+    It is in the run's folder, or its folder of checkpoints, or is a file. `given` is how the user gave it, for the
+    message; None stands for `trainer.resume=...`. CheckpointError is raised where there is none.
     """
     where = Path(where)
     given = given or f"trainer.resume={str(where)!r}"

@@ -140,10 +140,8 @@ class Replica:
     def _average_pending(self, weight: float) -> None:
         """Let `apply` move every worker's running averages to the mean of where the workers' shares of a batch do.
 
-        After every batch, not now and then: a run that goes on from a checkpoint must end with the same bits.
-
-        Args:
-            weight: this worker's share of the batch, 0 to 1; with 0 it has computed nothing, and counts for nothing.
+        After every batch, not now and then: a run that goes on from a checkpoint must end with the same bits. `weight`
+        is this worker's share of the batch, 0 to 1; with 0 it has computed nothing, and counts for nothing.
         """
         pending = self.program.pending
         if pending is None or not self.program.network.running:
