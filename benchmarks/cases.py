@@ -95,7 +95,7 @@ def multiply_adds(network: Network) -> tuple[int, int]:
     gradients cost one patch per pooled cell; "dense", they cost every output. Elementwise work is not counted.
     """
     through, dense = 0, 0
-    stages = tuple(walk(network.stages))
+    stages = tuple(stage for stage in walk(network.stages) if not stage.stages)
     first = next(stage for stage in stages if stage.macs)
     for position, stage in enumerate(stages):
         if not stage.macs:
