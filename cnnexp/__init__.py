@@ -5,7 +5,7 @@
     result = fit(OneConv(filters=32), Digits(), backend="cpu-simd", epochs=5)
     print(result.table)  # and result.verdict, result.plot(), result.save(FOLDER)
 
-What people use, each with a help of its own, e.g. `help(cnnexp.fit)`:
+What people use, each with a help of its own, e.g. `help(cnnexp.fit)`; `cnnexp help model=knm` explains its keys:
 
     train       fit -> Fit; step by step: train_epochs -> EpochResult, TrainingPlan, EarlyStopping,
                 Baseline, backend

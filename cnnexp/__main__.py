@@ -18,50 +18,42 @@ from cnnexp.measuring.environment import RANK_VARIABLES, launched_rank
 from cnnexp.system.registry import take_plugins
 from cnnexp.tracking.pipe import end_early, start_early
 
-# name -> function, arguments and what it does
+# name -> its module, with the function `command`, its arguments and what it does
 COMMANDS = {
     "check": (
-        "cnnexp.app.check:command",
-        "NAME [plugins=FILE.py]",
+        *("cnnexp.app.check", "NAME [plugins=FILE.py]"),
         "Is a backend, a layer, an optimizer or a loss right? Your own, too.",
     ),
-    "doctor": ("cnnexp.app.doctor:command", "", "What this machine can run, and what is missing for the rest."),
-    "draw": ("cnnexp.app.draw:command", "RUN", "A page to draw a digit on, and watch what the layers make of it."),
+    "doctor": ("cnnexp.app.doctor", "", "What this machine can run, and what is missing for the rest."),
+    "draw": ("cnnexp.app.draw", "RUN", "A page to draw a digit on, and watch what the layers make of it."),
     "explain": (
-        "cnnexp.app.explain:command",
-        "RUN | RUN RUN",
+        *("cnnexp.app.explain", "RUN | RUN RUN"),
         "Where the time of a run's step goes, beside its baseline's or another run's, and\nwhy. The run needs "
         "trainer.profile=true.",
     ),
-    "export": ("cnnexp.app.export:command", "RUN [FILE.onnx]", "Write what a run has trained as an ONNX file."),
+    "export": ("cnnexp.app.export", "RUN [FILE.onnx]", "Write what a run has trained as an ONNX file."),
     "find-rate": (
-        "cnnexp.app.find_rate:command",
-        "[GROUP=NAME ...] [GROUP.KEY=VALUE ...]",
+        *("cnnexp.app.find_rate", "[GROUP=NAME ...] [GROUP.KEY=VALUE ...]"),
         "Try ever higher learning rates, a step each, and suggest one for a run.",
     ),
     "predict": (
-        "cnnexp.app.predict:command",
-        "RUN IMAGE... | RUN dataset=NAME [dataset.KEY=VALUE ...] [backend=NAME]",
+        *("cnnexp.app.predict", "RUN IMAGE... | RUN dataset=NAME [dataset.KEY=VALUE ...] [backend=NAME]"),
         "Classify photographs, or a data set, with what a run has trained.",
     ),
     "report": (
-        "cnnexp.app.report:command",
-        "FOLDER | EXPERIMENT",
+        *("cnnexp.app.report", "FOLDER | EXPERIMENT"),
         "Make the page of a paper's table or figure again, from the folder of a sweep.",
     ),
     "runs": (
-        "cnnexp.app.listing:command",
-        "[KEY=VALUE ...] [sort=COLUMN] [last=NUMBER]",
+        *("cnnexp.app.listing", "[KEY=VALUE ...] [sort=COLUMN] [last=NUMBER]"),
         "List the recorded runs here, the newest first; KEY is status,\nor a group or key of the config.",
     ),
     "sync": (
-        "cnnexp.app.sync:command",
-        "[FOLDER ...] [tracking.uri=STORE]",
+        *("cnnexp.app.sync", "[FOLDER ...] [tracking.uri=STORE]"),
         "Send to their store what runs have written down and it has missed.",
     ),
     "ui": (
-        "cnnexp.tracking.browser:command",
-        "[tracking.uri=STORE] [port=NUMBER]",
+        *("cnnexp.tracking.browser", "[tracking.uri=STORE] [port=NUMBER]"),
         "Open the recorded runs in a browser, ranked, the latest experiment first.",
     ),
 }
@@ -69,11 +61,7 @@ A_RUN = "RUN is its folder, a checkpoint, its MLflow id or the first digits of i
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM or SIGHUP, treated like Ctrl-C: the run ends as killed.
-
-    Args:
-        signum: which of them.
-    """
+    """SIGTERM or SIGHUP, treated like Ctrl-C: the run ends as killed."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signal.Signals(signum).name)
@@ -149,14 +137,13 @@ def _dispatch(arguments: list[str]) -> None:
             "a run takes GROUP=NAME and GROUP.KEY=VALUE alone"
         )
     if arguments and arguments[0] in COMMANDS:
-        place, usage, does = COMMANDS[arguments[0]]
-        module, _, function = place.partition(":")
+        module, usage, does = COMMANDS[arguments[0]]
         gc.enable()
         if set(arguments[1:]) & {"-h", "--help"}:
             lines = f"Usage: cnnexp {arguments[0]} {usage}".rstrip().replace(" | ", f"\n       cnnexp {arguments[0]} ")
             sys.stdout.write("\n".join([lines, "", does, *([A_RUN] if "RUN" in usage else []), ""]))
         else:
-            getattr(importlib.import_module(module), function)(arguments[1:])
+            importlib.import_module(module).command(arguments[1:])
         return
     if {"-h", "--help"} & set(arguments):
         importlib.import_module("cnnexp.app.groups").show_all({name: does for name, (_, _, does) in COMMANDS.items()})

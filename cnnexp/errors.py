@@ -16,7 +16,7 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NoReturn
 from urllib.parse import unquote, urlsplit
@@ -105,8 +105,6 @@ class WorkerDied(CnnexpError):
 class Unexpected(CnnexpError):
     """A mistake of this program: its traceback is in a file."""
 
-    exit_code = 1
-
 
 def explained(error: Exception, *folders: Path) -> CnnexpError:
     """Return any error as one line: as it is, as what a disk lacks, or, as the last resort, as unexpected.
@@ -118,9 +116,8 @@ def explained(error: Exception, *folders: Path) -> CnnexpError:
     lacking = error.__cause__ if isinstance(error.__cause__, OSError) else error
     if isinstance(lacking, OSError) and lacking.errno in DISK_ERRORS:
         where = f"{lacking.filename}: " if lacking.filename else ""
-        return CnnexpError(
-            f"{where}{os.strerror(lacking.errno)}; runs write to hydra.run.dir=FOLDER and tracking.uri=STORE"
-        )
+        why = os.strerror(lacking.errno)
+        return CnnexpError(f"{where}{why}; runs write to hydra.run.dir=FOLDER and tracking.uri=STORE")
     return _keep_traceback(error, *folders)
 
 
@@ -137,6 +134,20 @@ def _keep_traceback(error: Exception, *folders: Path) -> Unexpected:
                 file.write(without_secrets(text))
             return Unexpected(f"{line}; its traceback is in {name}")
     return Unexpected(f"{line}; its traceback could not be written anywhere")
+
+
+def reason_of(error: OSError) -> str:
+    """Return what the operating system says is wrong, in a few words."""
+    return (error.strerror or str(error) or type(error).__name__).lower()
+
+
+@contextlib.contextmanager
+def refused(kind: type[CnnexpError], what: str) -> Iterator[None]:
+    """Raise what the operating system refuses within the block as an error of ours: what was wanted, and why not."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{what}: {reason_of(error)}") from error
 
 
 def did_you_mean(given: str, legal: Iterable[str]) -> str:

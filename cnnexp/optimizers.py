@@ -28,13 +28,7 @@ NO_CONSTANTS = (f32(0), f32(0))
 
 @dataclass(frozen=True)
 class Optimizer:
-    """Base of the optimizers.
-
-    Attributes:
-        lr: learning rate before any schedule, > 0.
-        weight_decay: L2 penalty, added to the gradient as weight_decay * w (`AdamW`: applied to w directly), >= 0.
-        decay_biases: whether it takes parameters of one axis, too: biases, scales and shifts of normalization.
-    """
+    """Base of the optimizers; `conf/optimizer/<name>.yaml` explains the fields of each."""
 
     lr: float = 0.01
     weight_decay: float = 0.0
@@ -249,15 +243,5 @@ class AdaMax(Optimizer):
         return adamax
 
 
-OPTIMIZERS: Registry[Optimizer] = Registry(
-    "optimizer",
-    {
-        "sgd": SGD,
-        "rmsprop": RMSprop,
-        "adagrad": Adagrad,
-        "adadelta": Adadelta,
-        "adam": Adam,
-        "adamw": AdamW,
-        "adamax": AdaMax,
-    },
-)
+_KINDS: tuple[type[Optimizer], ...] = (SGD, RMSprop, Adagrad, Adadelta, Adam, AdamW, AdaMax)
+OPTIMIZERS: Registry[Optimizer] = Registry("optimizer", {cls.__name__.lower(): cls for cls in _KINDS})

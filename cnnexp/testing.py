@@ -101,11 +101,7 @@ def reference_of(name: str) -> str:
 def examine(backend: Backend, other: Backend, trial: str | Network, optimizer: Optimizer = TRAINING) -> tuple[str, str]:
     """Return `right`, `WRONG` or `refused`, and the line that says so, of a backend on a network.
 
-    Args:
-        backend: that is examined.
-        other: that is right.
-        trial: the network, or a title of `NETWORKS`.
-        optimizer: that trains it.
+    It is compared with another, that is right. The trial is the network, or a title of `NETWORKS`.
     """
     network = trial if isinstance(trial, Network) else Network(*NETWORKS[trial])
     loss = LOSSES.get(str(trial), Loss.SOFTMAX_CROSS_ENTROPY)
@@ -127,10 +123,7 @@ def examine(backend: Backend, other: Backend, trial: str | Network, optimizer: O
 def explain(found: Mapping[str, tuple[str, str]]) -> str | None:
     """Return which operation explains all that is wrong, None where none does, or more than two may.
 
-    It is in every network that is wrong and in none that is right.
-
-    Args:
-        found: what `examine` returned, by the titles of `NETWORKS`.
+    It is in every network that is wrong and in none that is right, of what `examine` returned by titles of `NETWORKS`.
     """
     wrong = {title: text for title, (verdict, text) in found.items() if verdict == "WRONG"}
     right = set().union(*(_parts(title) for title, (verdict, _) in found.items() if verdict == "right"))
@@ -139,10 +132,8 @@ def explain(found: Mapping[str, tuple[str, str]]) -> str | None:
     if not 1 <= len(guilty) <= 2:
         return None
     gradient = all("the gradient of" in text for text in wrong.values())
-    which = (
-        "its gradient, not its output" if gradient else "it is in every network that is wrong, in none that is right"
-    )
-    return f"{' or '.join(guilty)} is wrong: {which}"
+    why = "its gradient, not its output" if gradient else "it is in every network that is wrong, in none that is right"
+    return f"{' or '.join(guilty)} is wrong: {why}"
 
 
 def _parts(title: str) -> set[str]:
@@ -168,11 +159,7 @@ def each_layer(layers: Iterable[Layer]) -> Iterator[Layer]:
 
 
 def _compare(program: Program[Any], reference: Program[Any]) -> Iterator[float]:
-    """Yield how far apart two programs of a network are, of the largest number.
-
-    Raises:
-        Wrong: by more than `ALLOWED`.
-    """
+    """Yield how far apart two programs of a network are, of the largest number; raise Wrong by more than `ALLOWED`."""
     network = program.network
     rng = np.random.default_rng(0)
     images = rng.standard_normal((IMAGES, *network.input_shape), np.float32)
@@ -249,9 +236,7 @@ class _Probe(Recorded):
     def apply(self, operation: str, *values: Any) -> _Probe:
         for value in values:
             if not isinstance(value, _Probe | np.float32):
-                raise NetworkError(
-                    f"the number {value!r} in a rule: write numpy.float32({value!r}), else it is a double"
-                )
+                raise NetworkError(f"the number {value!r} in a rule: write numpy.float32({value!r}), else a double")
         return self
 
     @classmethod
@@ -270,16 +255,10 @@ STEPS = 100  # of an optimizer, after which a bowl must be lower
 
 
 def check_rules(network: Network, optimizer: Optimizer) -> None:
-    """Check the layers and the optimizer of a run that are not this package's; it takes less than a millisecond each.
-
-    Raises:
-        NetworkError: one is wrong.
-    """
-    own = {
-        id(layer): layer for layer in each_layer(network.layers) if isinstance(layer, Elementwise) and _is_own(layer)
-    }
-    for layer in own.values():
-        check_layer(layer)
+    """Raise NetworkError where a layer or an optimizer of others is wrong; it takes less than a millisecond each."""
+    for layer in {id(layer): layer for layer in each_layer(network.layers)}.values():
+        if isinstance(layer, Elementwise) and _is_own(layer):
+            check_layer(layer)
     if _is_own(optimizer):
         check_optimizer(optimizer)
 
@@ -339,11 +318,7 @@ def check_descent(optimizer: Optimizer) -> None:
 
 
 def check_gradient(loss: Loss) -> None:
-    """Compare the gradient of a loss's rule with central differences, and NumPy's form of the loss with the rule.
-
-    Raises:
-        NetworkError: they differ.
-    """
+    """Raise NetworkError unless a loss's gradient is its rule's central differences, and NumPy's form is the rule."""
     rng, outputs = np.random.default_rng(0), 1 if loss == Loss.BINARY_CROSS_ENTROPY else 3
     rule = loss.rule(outputs, np.exp, np.log, np.log1p)
     for label in (0, 1, 1, 0):

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from cnnexp import testing
 from cnnexp.app.config import build
 from cnnexp.backends import BACKENDS, backend_class
 from cnnexp.errors import CnnexpError, ConfigError, did_you_mean
@@ -13,17 +14,6 @@ from cnnexp.network import LAYERS, Conv2d, Elementwise, Flatten, Linear, Network
 from cnnexp.network.losses import NAMES, Loss
 from cnnexp.optimizers import OPTIMIZERS, Optimizer
 from cnnexp.system.registry import load_installed
-from cnnexp.testing import (
-    NETWORKS,
-    TRAINING,
-    check_descent,
-    check_gradient,
-    check_layer,
-    check_optimizer,
-    examine,
-    explain,
-    reference_of,
-)
 
 COMPILED = ("python", "cpu", "cpu-simd")  # that a rule is compared on, with `numpy`: whatever turns it into something
 
@@ -48,17 +38,18 @@ def command(arguments: Sequence[str]) -> None:
         _check_backend(name)
     elif name in OPTIMIZERS:
         optimizer = build(OPTIMIZERS[name], {}, name)
-        check_optimizer(optimizer)
-        check_descent(optimizer)
-        _compare(name, Network(*NETWORKS["linear"]), optimizer)
+        testing.check_optimizer(optimizer)
+        testing.check_descent(optimizer)
+        _compare(name, Network(*testing.NETWORKS["linear"]), optimizer)
     elif name in NAMES:
         for smoothing in (0.0, 0.1) if name == "softmax_cross_entropy" else (0.0,):
-            check_gradient(Loss(name, smoothing))
+            testing.check_gradient(Loss(name, smoothing))
         sys.stdout.write(f"{name}: its gradient is the differences', NumPy's form agrees\n")
     elif name in LAYERS and issubclass(LAYERS[name], Elementwise):
         layer: Any = build(LAYERS[name], {}, name)
-        check_layer(layer)
-        _compare(name, Network((5, 4, 2), (Conv2d(3, 2), layer, Flatten(), Linear(4), layer, Linear(3))), TRAINING)
+        testing.check_layer(layer)
+        network = Network((5, 4, 2), (Conv2d(3, 2), layer, Flatten(), Linear(4), layer, Linear(3)))
+        _compare(name, network, testing.TRAINING)
     else:
         rules = [layer for layer in LAYERS if issubclass(LAYERS[layer], Elementwise)]
         legal = [*BACKENDS, *rules, *OPTIMIZERS, *NAMES]
@@ -67,13 +58,13 @@ def command(arguments: Sequence[str]) -> None:
 
 def _check_backend(name: str) -> None:
     """Compare a backend with another on every network of `testing`, and say which operation explains what is wrong."""
-    backend, other = backend_class(name)(), reference_of(name)
+    backend, other = backend_class(name)(), testing.reference_of(name)
     sys.stdout.write(f"{name} beside {other}: scores, losses, gradients, steps taken twice, resumed steps\n")
     found = {}
-    for title in NETWORKS:
-        found[title] = examine(backend, backend_class(other)(), title)
+    for title in testing.NETWORKS:
+        found[title] = testing.examine(backend, backend_class(other)(), title)
         _say(title, found[title][1])
-    if guilty := explain(found):
+    if guilty := testing.explain(found):
         sys.stdout.write(f"{guilty}\n")
     _conclude(name, [verdict for verdict, _ in found.values()], "networks")
 
@@ -83,7 +74,7 @@ def _compare(name: str, network: Network, optimizer: Optimizer) -> None:
     sys.stdout.write(f"{name}: its rule is right; a network with it, beside numpy:\n")
     verdicts = []
     for backend in COMPILED:
-        verdict, text = examine(backend_class(backend)(), backend_class("numpy")(), network, optimizer)
+        verdict, text = testing.examine(backend_class(backend)(), backend_class("numpy")(), network, optimizer)
         verdicts.append(verdict)
         _say(backend, text)
     _conclude(name, verdicts, "backends")

@@ -37,9 +37,7 @@ SYNONYMS = {
 def explain(error: Exception, config_keys: Callable[[], Sequence[str]]) -> ConfigError | None:
     """Return the user's error behind an exception, or None where it was not raised while composing.
 
-    Args:
-        error: as caught.
-        config_keys: returns the dotted keys of a config that does compose; asked for only when a key is unknown.
+    `config_keys` returns the dotted keys of a config that does compose; it is asked only when a key is unknown.
     """
     raised_in = list(traceback.walk_tb(error.__traceback__))[-1][0].f_globals["__name__"]
     if not {module.partition(".")[0] for module in (str(raised_in), type(error).__module__)} & COMPOSERS:
@@ -50,10 +48,8 @@ def explain(error: Exception, config_keys: Callable[[], Sequence[str]]) -> Confi
     if match := re.search(r"Could not (?:find|load) '(.+?)/([^/']+)'", text):
         return _unknown_option(match[1], match[2], text)
     if match := re.match(r"Ambiguous value for argument '(.+?)=(.+)'", text):
-        key, values = match[1], match[2]
-        return ConfigError(
-            f"{key}={values}: several values; add -m to run them all, or quote them: {key}=\"'{values}'\""
-        )
+        key, value = match[1], match[2]
+        return ConfigError(f"{key}={value}: several values; add -m to run them all, or quote them: {key}=\"'{value}'\"")
     if isinstance(error, MarkedYAMLError):
         mark = error.problem_mark
         return ConfigError(f"{mark.name}, line {mark.line + 1}: not YAML: {error.problem}")

@@ -59,36 +59,7 @@ TRAINER_RANGES = {
 
 @dataclass(frozen=True)
 class Trainer:
-    """How long and in what order to train, and what to measure beside it.
-
-    Attributes:
-        epochs: 1 .. 1,000,000.
-        batch_size: images per optimizer step, >= 1.
-        seed: of the initial parameters and of each epoch's order, 0 .. 2**63 - 1.
-        schedule: of the learning rate; it, step_every, step_factor, milestones, power, peak and warmup: see `Schedule`.
-        clip_norm: a gradient with a larger norm over all parameters is scaled down to it (Pascanu et al. 2013), > 0;
-            None leaves gradients as they are.
-        accumulate: batches to one optimizer step, >= 1: the step is that of a batch so many times as large.
-        class_weights: what the loss of an image of each class is multiplied by, all > 0; `balanced`: images per class,
-            on average, over the class's; None weighs all images alike.
-        ema: decay of the exponential moving average of the parameters, > 0 and < 1; None keeps none. See `Steps`.
-        patience: stop after so many epochs in a row without a smaller held-out loss; None never stops early.
-        target: stop after the first epoch with such a held-out accuracy; None trains for all epochs.
-        baseline: the backend to compare with, beside the run; None compares with nothing.
-        baseline_batches: batches it trains each epoch.
-        baseline_s: the most seconds one of these batches may take; a slower baseline gets fewer images.
-        progress: whether to show progress.
-        resume: go on from the newest checkpoint of a run: its folder, one of its checkpoint files, or its MLflow run
-            id; `auto` takes the newest run of this config, if there is one; None starts afresh.
-        pass_s: seconds that a training pass may take before it ends early; None never ends one early.
-        profile: whether to clock every layer, see `measuring.ledger`.
-        checkpoint_s: seconds between two checkpoints within an epoch; None writes none by the clock.
-        checkpoint_batches: batches between two checkpoints within an epoch; None writes none by their number.
-        keep_last: how many checkpoints of the last epochs stay.
-        keep_best: how many of the epochs with the highest held-out accuracy stay.
-        patient: whether to wait before every epoch until other work leaves this process's cores alone, at most
-            `interference.IDLE_WAIT_S` in all.
-    """
+    """How long and in what order to train, and what to measure beside it; see `conf/trainer/default.yaml`."""
 
     epochs: int = 10
     batch_size: int = 32
@@ -141,19 +112,12 @@ class Trainer:
 
 @dataclass(frozen=True)
 class Tracking:
-    """Where runs are recorded.
+    """Where runs are recorded."""
 
-    Attributes:
-        name: `mlflow`, or `none`, which records nothing and never imports MLflow.
-        uri: the MLflow store; None is an sqlite file under `outputs/`.
-        experiment: the MLflow experiment that runs are listed under.
-        run_name: None makes one up from the config.
-    """
-
-    name: Literal["none", "mlflow"] = "mlflow"
-    uri: str | None = None
-    experiment: str = "cnnexp"
-    run_name: str | None = None
+    name: Literal["none", "mlflow"] = "mlflow"  # `mlflow`, or `none`, which records nothing and never imports MLflow
+    uri: str | None = None  # the MLflow store; None is an sqlite file under `outputs/`
+    experiment: str = "cnnexp"  # the MLflow experiment that runs are listed under
+    run_name: str | None = None  # None makes one up from the config
 
     def __post_init__(self) -> None:
         if not 0 < len(self.experiment) <= 256:
@@ -162,20 +126,14 @@ class Tracking:
 
 @dataclass(frozen=True)
 class Sweep:
-    """How a multirun behaves.
+    """How a multirun behaves."""
 
-    Attributes:
-        skip_finished: skip jobs whose config already has a finished run in the store.
-        objective: what each job returns to a sweeper: the final test accuracy, or the median epoch time in seconds.
-        paper: the table or figure of a paper that the jobs make again, a key of `papers.EXPERIMENTS`: it is shown at
-            the end, and what this machine lacks is a row of it that says so; None compares the jobs alone.
-        small: whether `debug=small` is on: experiments then leave out what takes minutes at any size.
-    """
-
-    skip_finished: bool = False
-    objective: Literal["test_accuracy", "epoch_s"] = "test_accuracy"
+    skip_finished: bool = False  # skip jobs whose config already has a finished run in the store
+    objective: Literal["test_accuracy", "epoch_s"] = "test_accuracy"  # what each job returns to a sweeper
+    # the table or figure of a paper that the jobs make again, a key of `papers.EXPERIMENTS`: it is shown at the end;
+    # what this machine lacks is a row of it that says so; None compares the jobs alone
     paper: str | None = None
-    small: bool = False
+    small: bool = False  # whether `debug=small` is on: experiments then leave out what takes minutes at any size
 
     def __post_init__(self) -> None:
         if self.paper is not None and self.paper not in EXPERIMENTS:
@@ -204,11 +162,7 @@ class Settings:
             raise ConfigError(f"workers.sync=parameters: takes no {keys}, its workers take steps alone; use gradients")
 
     def loss(self, dataset: Dataset) -> Loss:
-        """Return the model's loss, with the weights of the data set's classes where they are wanted.
-
-        Raises:
-            ConfigError: there are not as many weights as classes.
-        """
+        """Return the model's loss, weighted where that is wanted; raise ConfigError without one weight a class."""
         classes, wanted = len(dataset.classes), self.trainer.class_weights
         if wanted == "balanced":
             counts = np.bincount(dataset.train.labels, minlength=classes)
@@ -221,10 +175,7 @@ class Settings:
 
 
 def load(values: Mapping[str, Any]) -> Settings:
-    """Make the pieces from a composed, resolved config.
-
-    Args:
-        values: section -> key -> value, as plain containers: see `plain`.
+    """Make the pieces from a composed, resolved config, section -> key -> value as plain containers: see `plain`.
 
     Raises:
         ConfigError: an unknown section or key, a wrong type, an illegal value.
@@ -232,9 +183,7 @@ def load(values: Mapping[str, Any]) -> Settings:
     """
     _refuse_targets(values, "")
     if "plugins" in values:
-        raise ConfigError(
-            "plugins: refused in a config file, since a plugin is code; give plugins=FILE.py on the command line"
-        )
+        raise ConfigError("plugins: refused in a config file, being code; give plugins=FILE.py on the command line")
     _check_names("", values, SECTIONS, required=[name for name in SECTIONS if name != "augment"])
     for section, value in values.items():
         if not isinstance(value, Mapping):
@@ -260,11 +209,7 @@ def load(values: Mapping[str, Any]) -> Settings:
 
 
 def plain(config: DictConfig) -> dict[str, Any]:
-    """Return a composed config as plain containers, its interpolations resolved.
-
-    Raises:
-        ConfigError: a mandatory value (`???`) is missing or an interpolation leads nowhere.
-    """
+    """Return a config in plain containers, resolved; raise ConfigError where `???` or an interpolation is left."""
     try:
         return _container(config, resolve=True, throw_on_missing=True)
     except MissingMandatoryValue as error:
@@ -283,13 +228,9 @@ def record(config: DictConfig) -> dict[str, Any]:
 
 
 def build(cls: type, values: Mapping[str, Any], where: str, tag: str | None = None) -> Any:
-    """Make a dataclass from plain values, strictly.
+    """Make a dataclass from plain values, strictly: its fields are the legal keys, their annotations the legal types.
 
-    Args:
-        cls: the dataclass; its fields are the legal keys, their annotations the legal types.
-        values: key -> value.
-        where: the config path of `values`, for messages.
-        tag: a key of `values` that has chosen `cls` and is no field of it.
+    `where` is the config path of the values, for messages; `tag` a key that has chosen the class and is no field of it.
 
     Raises:
         ConfigError: an unknown or missing key, a wrong type, an illegal value.
@@ -343,13 +284,7 @@ def convert(value: Any, hint: Any, key: str) -> Any:
 
 
 def named(registry: Registry[Any], values: Mapping[str, Any], group: str) -> Any:
-    """Make the object that `values["name"]` picks from a registry, strictly.
-
-    Args:
-        registry: of the group.
-        values: its options, and its name.
-        group: the config path of `values`, for messages.
-    """
+    """Make the object that `values["name"]` picks from a registry, strictly; `group` is the config path of `values`."""
     return build(registry.find(values.get("name"), f"{group}.name"), values, group, tag="name")
 
 
@@ -386,10 +321,8 @@ def _check_names(where: str, given: Mapping[str, Any], legal: Sequence[str], req
     prefix = f"{where}." if where else ""
     for key, value in given.items():
         if key not in legal:
-            names = ", ".join(legal) or "none"
-            raise ConfigError(
-                f"{prefix}{key}={show(value)}: unknown key; legal: {names}{did_you_mean(str(key), legal)}"
-            )
+            keys = ", ".join(legal) or "none"
+            raise ConfigError(f"{prefix}{key}={show(value)}: unknown key; legal: {keys}{did_you_mean(str(key), legal)}")
     for key in required:
         if key not in given:
             raise ConfigError(f"{prefix}{key} is missing")

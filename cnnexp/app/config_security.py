@@ -19,7 +19,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from cnnexp.errors import ConfigError, may_hold_secret
+from cnnexp.errors import ConfigError, may_hold_secret, refused
 from cnnexp.system.files import read_regular
 from cnnexp.tracking.metrics import leaves
 
@@ -105,9 +105,8 @@ def check_file(path: Path) -> None:
     And, but for `TRUSTED` files, where it reads the environment or leads out of the folders of configs.
     """
     try:
-        text = read_regular(path, MOST_BYTES).decode("utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}") from error
+        with refused(ConfigError, str(path)):
+            text = read_regular(path, MOST_BYTES).decode("utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text: {error}") from error
     try:
@@ -125,9 +124,7 @@ def check_file(path: Path) -> None:
 def check_placed(values: Any, file: Path) -> None:
     """Raise ConfigError where a config file that is not trusted sets what is not in `FROM_FILES`.
 
-    Args:
-        values: what the file sets, from the root of the config, unresolved, as plain containers.
-        file: that it was read from.
+    The values are what it sets, from the root of the config, unresolved, as plain containers.
     """
     if file.resolve() in TRUSTED:
         return
@@ -146,10 +143,9 @@ def check_placed(values: Any, file: Path) -> None:
 
 
 def check_composed(config: Mapping[str, Any]) -> None:
-    """Raise ConfigError where a composed config, unresolved, names code, or files outside the run's folder.
+    """Raise ConfigError where a composed config names code, or files outside the run's folder.
 
-    Args:
-        config: as plain containers, Hydra's own section with it.
+    It is given unresolved, as plain containers, Hydra's own section with it.
     """
     _check_code(config, "")
     hydra = config.get("hydra")

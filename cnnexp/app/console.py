@@ -28,14 +28,9 @@ NUMBERS = 8  # columns that a number of an epoch's row takes, about
 
 
 class Display:
-    """Context manager: shows one run's progress.
+    """Context manager: shows one run's progress, by default on standard output.
 
-    Args:
-        epochs: how many there will be at most.
-        baseline: name of the backend it is compared with, or None.
-        shown: False shows nothing.
-        console: where to; standard output by default.
-        job: e.g. `job 2 of 8`, of a sweep, whose table then has a row for the whole run; empty for a run alone.
+    A `job` of a sweep, e.g. `job 2 of 8`, has no rows: the sweep's table then has one for the whole run.
     """
 
     def __init__(
@@ -149,11 +144,7 @@ class _Screen(Console):
 class JobTable:
     """The table of a sweep, which fills in: a row per job as it ends, with the time that is left.
 
-    Args:
-        titles: of what varies.
-        jobs: how many there will be, None where that is not known.
-        started: `time.time()` at the sweep's start.
-        console: where to; standard output by default.
+    Its titles are of what varies; how many jobs there will be may be None, not known; `started` is `time.time()`.
     """
 
     def __init__(self, titles: Sequence[str], jobs: int | None, started: float, console: Console | None = None) -> None:

@@ -33,11 +33,7 @@ TRIAL = "max-pool"  # of `testing.NETWORKS`: convolution, ReLU, max-pool, linear
 
 
 def command(arguments: Sequence[str]) -> None:
-    """Print a table of the machine, the backends, and where runs and data sets are kept.
-
-    Raises:
-        ConfigError: an argument was given.
-    """
+    """Print a table of the machine, the backends, where runs and data sets are; raise ConfigError given an argument."""
     if arguments:
         raise ConfigError(f"doctor {arguments[0]}: takes no arguments")
     versions = ((tag.removeprefix("version."), version) for tag, version in environment.versions().items())

@@ -53,10 +53,7 @@ def command(arguments: Sequence[str]) -> None:
         raise ConfigError("draw: give a run: its folder, its id, latest or best")
     path = find_run(arguments[0], f"draw {arguments[0]}")
     classifier = Classifier(path, backend_class(BACKEND)())
-    try:
-        classifier.check_pictures()
-    except ConfigError as error:
-        raise ConfigError(f"draw {arguments[0]}: {error}") from error
+    classifier.check_pictures(f"draw {arguments[0]}: ")
     with Server(classifier, str(path)) as server:
         sys.stdout.write(f"Draw for {path} until Ctrl-C, at\n{server.address}\n")
         sys.stdout.flush()
@@ -70,15 +67,7 @@ def command(arguments: Sequence[str]) -> None:
 
 
 class Server(ThreadingHTTPServer):
-    """Serves the page of one model to this machine alone, on a free port.
-
-    Args:
-        classifier: whose backend runs layer after layer.
-        name: of the run, for the page.
-
-    Attributes:
-        address: of the page.
-    """
+    """Serves the page of one model, whose backend runs layer after layer, to this machine alone, on a free port."""
 
     daemon_threads = True
 
@@ -100,11 +89,7 @@ class Server(ThreadingHTTPServer):
         }
 
     def look(self, file: bytes) -> dict[str, Any]:
-        """Return what the model makes of a picture file: see `show` in draw.html.
-
-        Raises:
-            DataError: it is none.
-        """
+        """Return what the model makes of a picture file, see `show` in draw.html; raise DataError where it is none."""
         picture = decode_picture(io.BytesIO(file), "RGBA", "the drawing")
         with self._one_at_a_time:
             image = self._classifier.prepare(picture)

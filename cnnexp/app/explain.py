@@ -31,10 +31,7 @@ EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
 def command(arguments: Sequence[str]) -> None:
-    """Print the step of a run beside its baseline's, or of two runs, and why they differ; draw it.
-
-    Args:
-        arguments: one run or two, see `resume.find_run`.
+    """Print the step of a run beside its baseline's, or of two runs (see `resume.find_run`), why they differ; draw it.
 
     Raises:
         ConfigError: not one or two runs, or one that was not profiled and whose record does not say how it was run.
@@ -68,12 +65,7 @@ def command(arguments: Sequence[str]) -> None:
 def clock_steps(path: Path, config: Mapping[str, Any], given: str) -> dict[str, Any]:
     """Train for some seconds, clocked, from a run's checkpoint; return their profile, see `ledger.report`.
 
-    They train as one process, beside the run's baseline. Nothing is recorded.
-
-    Args:
-        path: the checkpoint.
-        config: of the run, as its journal has it.
-        given: how the user gave the run, for messages.
+    They train as one process, beside the run's baseline. Nothing is recorded. `given` is how the user gave the run.
     """
     if missing := {"backend", "optimizer", "dataset", "trainer"} - config.keys():
         raise ConfigError(f"{given}: its journal holds no config of {', '.join(sorted(missing))}")
@@ -122,11 +114,7 @@ def set_beside(profiles: Sequence[Mapping[str, Any]]) -> list[Side]:
 def screen(sides: Sequence[Side], title: str, width: int = LINE, blocks: bool = True) -> list[str]:
     """Return the lines to show: a bar per part and side, all to one scale, then the sentences.
 
-    Args:
-        sides: one or two.
-        title: what was run.
-        width: of the screen.
-        blocks: whether it shows letters that are parts of a bar.
+    The screen is `width` columns wide; `blocks` says whether it shows letters that are parts of a bar.
     """
     table = rows(sides)
     bar = max(8, width - NAME - SIDE - US - SHARE - 2)

@@ -24,10 +24,7 @@ ROWS, FIGURE = 12, "find-rate.png"
 
 
 def command(arguments: Sequence[str]) -> None:
-    """Print rates and losses and the rate to train with; draw the curve.
-
-    Args:
-        arguments: of a run.
+    """Print rates and losses and the rate to train with, of a run's arguments; draw the curve.
 
     Raises:
         ConfigError: an argument is unknown or illegal, or the loss falls at no rate.

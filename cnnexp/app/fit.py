@@ -89,10 +89,8 @@ class Fit:
     @property
     def verdict(self) -> str:
         """What a run of the command line ends with: how much faster, how sure, whether the machine was quiet."""
-        metrics = summary(self.epochs)
-        rows = verdict.run_rows(
-            self.epochs, metrics, self.baseline, interference=self.interference, course=self._course
-        )
+        found = summary(self.epochs)
+        rows = verdict.run_rows(self.epochs, found, self.baseline, interference=self.interference, course=self._course)
         return verdict.screen([(title, text.replace("trainer.patient=true", "patient=True")) for title, text in rows])
 
     def plot(self) -> Figure:

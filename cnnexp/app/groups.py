@@ -27,11 +27,7 @@ Usage: cnnexp [GROUP=NAME ...] [GROUP.KEY=VALUE ...]
 
 
 def show_all(commands: Mapping[str, str]) -> None:
-    """Print the help of the command line of this process: its commands, then Hydra's of groups and keys.
-
-    Args:
-        commands: name -> what it does.
-    """
+    """Print the help of the command line of this process: what each command does, then Hydra's of groups and keys."""
     with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.suppress(SystemExit):
         launch()  # prints and leaves
     console = make_console()
@@ -49,9 +45,7 @@ def show_all(commands: Mapping[str, str]) -> None:
 def show(word: str, commands: Iterable[str]) -> None:
     """Print the names of a group, each with what its file says it is; of one name, or of a group of one, the file.
 
-    Args:
-        word: GROUP or GROUP=NAME.
-        commands: what else there is help for.
+    The word is GROUP or GROUP=NAME; there is help for commands, too.
 
     Raises:
         ConfigError: there is no such group or name.

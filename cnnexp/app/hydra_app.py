@@ -98,12 +98,10 @@ def launch() -> None:
     for tracking, link in links.items():
         store = f" tracking.uri={without_secrets(tracking.uri)}" if tracking.uri else ""
         first = "" if browser.has_pages() else f"{installing('ui')}, then "
-        console = make_console()
-        command = f"{first}{program_name()} ui{store}"
         if browser.answers(link):  # an address that nothing answers is of no use
-            say(console, link)
+            say(make_console(), link)
         else:
-            say_rows(console, [("To look at it:", command)])
+            say_rows(make_console(), [("To look at it:", f"{first}{program_name()} ui{store}")])
     if failed or gave_up:
         leave("\n  ".join([*failed, *gave_up, *map(str, _failures)]), 1)
     if _failures:
@@ -198,9 +196,7 @@ def flags_first(words: Sequence[str]) -> list[str]:
             value = left.pop(0)
         value = value or (str(action.const) if optional else "")
         if not value or (action.choices and value not in action.choices):
-            choices = (
-                f"one of {', '.join(map(str, action.choices))}" if action.choices else "given, as " + f"{name} VALUE"
-            )
+            choices = f"one of {', '.join(map(str, action.choices))}" if action.choices else f"given, as {name} VALUE"
             raise ConfigError(f"{flag}{f'={value}' if value else ''}: its value must be {choices}")
         flags.append(f"{name}={value}")
     return [*flags, *others]
@@ -246,7 +242,7 @@ def run(composed: DictConfig) -> float:
             if settings.sweep.skip_finished and run.skip_if_finished():
                 log.info("skipped, finished before: %s", run.name)
             else:
-                train(settings, run, earlier, _table(within).name(_number()) if within else "")
+                train(settings, run, earlier, _table(within).name(HydraConfig.get().job.num) if within else "")
     except KeyboardInterrupt as stopped:
         if within is None and (kept := checkpoint.list_checkpoints(folder / checkpoint.FOLDER)):
             stopped.add_note(f"its checkpoint is {kept[-1]}; to go on: {_going_on(folder)}")
@@ -340,17 +336,12 @@ def _table(within: sweep.Sweep) -> JobTable:
     return _tables[within.folder]
 
 
-def _number() -> int:
-    return int(HydraConfig.get().job.num)
-
-
 def _show(within: sweep.Sweep, metrics: Mapping[str, float], error: str | None = None) -> None:
     """Show the job of a sweep that has just ended."""
     typed = dict(override.lstrip("+~").partition("=")[::2] for override in _as_typed(HydraConfig.get().overrides.task))
-    values = (
-        f"{key.rpartition('.')[2]}={typed[key]}" if "." in key else typed[key] for key in within.varied if key in typed
-    )
-    _table(within).row(_number(), " ".join(values), metrics, error, time.time())
+    keys = [key for key in within.varied if key in typed]
+    values = (f"{key.rpartition('.')[2]}={typed[key]}" if "." in key else typed[key] for key in keys)
+    _table(within).row(HydraConfig.get().job.num, " ".join(values), metrics, error, time.time())
 
 
 def _finish_sweep(started: sweep.SweepRecord, interrupted: bool) -> list[str]:
@@ -378,8 +369,7 @@ def _recorder(tracking: Tracking) -> Recorder | None:
     if tracking.name == "none":
         return None
     if tracking not in _recorders:
-        uri = store_uri(tracking.uri)
-        _recorders[tracking] = Recorder(uri, tracking.experiment)
+        _recorders[tracking] = Recorder(store_uri(tracking.uri), tracking.experiment)
     return _recorders[tracking]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any, Self
 
 from cnnexp.app.config import Trainer
@@ -15,15 +14,9 @@ from cnnexp.training.loop import EpochResult, Progress
 
 
 class CheckpointCallback:
-    """Context manager: keeps what a program has trained, in the folder of its run.
+    """Context manager: keeps what a program has trained, in the folder of its run, whose model the newest one is.
 
-    Args:
-        run: gets the newest checkpoint as its model.
-        program: whose state is kept.
-        trainer: says how often, and how many stay.
-        training: see `Checkpoint`.
-        resumed: where the run goes on from.
-        within: whether the program has one state between any two steps.
+    The trainer says how often, and how many stay. `within`: whether the program has one state between any two steps.
 
     Raises:
         CheckpointError: one cannot be written.
@@ -64,9 +57,7 @@ class CheckpointCallback:
         if due:
             self._save(begun=progress)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Keep how far an epoch is that Ctrl-C or a signal ends."""
         latest = self._latest
         stopped = isinstance(error, KeyboardInterrupt) and self._within and latest is not None

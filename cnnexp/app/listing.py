@@ -30,12 +30,8 @@ SORT = ("ended", *COLUMNS)
 def command(arguments: Sequence[str]) -> None:
     """Show the newest runs that have every KEY=VALUE of the command line, the newest or the highest first.
 
-    Args:
-        arguments: `last=N` shows so many; `sort=COLUMN` is one of `SORT`; every other word is `status=...`, or a group
-            or key of the config with its value.
-
-    Raises:
-        ConfigError: a word is none of these.
+    `last=N` shows so many; `sort=COLUMN` is one of `SORT`; every other word is `status=...`, or a group or key of the
+    config with its value; ConfigError is raised where one is none of these.
     """
     asked = {"last": str(LAST), "sort": SORT[0], **dict(word.partition("=")[::2] for word in arguments)}
     last, sort = asked.pop("last"), asked.pop("sort")

@@ -26,9 +26,8 @@ SURE = 0.9  # a smaller probability is shown with the next class
 def command(arguments: Sequence[str]) -> None:
     """Print the class and its probability of every image; of a data set's test split the accuracy, too.
 
-    Args:
-        arguments: a run (see `resume.find_run`); then either picture
-            files or `dataset=NAME` with its keys; and `backend=NAME` with its keys.
+    The arguments are a run (see `resume.find_run`); then either picture files or `dataset=NAME` with its keys; and
+    `backend=NAME` with its keys.
 
     Raises:
         ConfigError: an argument is unknown, missing or illegal.
@@ -62,15 +61,11 @@ def _parse(arguments: Sequence[str]) -> tuple[str, list[str], dict[str, dict[str
         else:
             words.append(argument)
     try:
-        options = cast(
-            dict[str, dict[str, Any]], OmegaConf.to_container(OmegaConf.from_dotlist(overrides), resolve=True)
-        )
+        options = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.from_dotlist(overrides), resolve=True))
     except (OmegaConfBaseException, YAMLError) as error:
         raise ConfigError(f"predict {' '.join(overrides)}: {str(error).splitlines()[0]}") from error
     if not words or bool(words[1:]) == ("dataset" in options):
-        raise ConfigError(
-            "predict: give a run and either images or a data set: predict RUN IMAGE... | RUN dataset=NAME"
-        )
+        raise ConfigError("predict: give a run and either images or a data set: RUN IMAGE... | RUN dataset=NAME")
     return words[0], words[1:], options
 
 
@@ -80,10 +75,7 @@ def _classify_files(classifier: Classifier, files: Sequence[str]) -> Iterator[st
     What the model is not sure of is said in the line, and a picture that is not like its training data, or of several
     things; one without a stroke gets no class.
     """
-    try:
-        classifier.check_pictures()
-    except ConfigError as error:
-        raise ConfigError(f"predict IMAGE: {error}") from error
+    classifier.check_pictures("predict IMAGE: ")
     for file in files:
         picture = read_picture(Path(file), "RGBA")
         image = classifier.prepare(picture)

@@ -20,19 +20,12 @@ MEASURES = {"speedup/vs_baseline": "{:.3g} x", "throughput/images_per_s": "{:,.0
 
 @dataclass(frozen=True)
 class Place:
-    """A job of a sweep, or several that differ in their seed alone.
+    """A job of a sweep, or several that differ in their seed alone."""
 
-    Attributes:
-        label: what varied, e.g. `cpu-simd filters=32`.
-        jobs: their numbers.
-        values: of the measure, one per epoch of every job.
-        interval: of their median.
-    """
-
-    label: str
-    jobs: tuple[str, ...]
-    values: tuple[float, ...]
-    interval: Interval
+    label: str  # what varied, e.g. `cpu-simd filters=32`
+    jobs: tuple[str, ...]  # their numbers
+    values: tuple[float, ...]  # of the measure, one per epoch of every job
+    interval: Interval  # of their median
 
 
 def rank(
@@ -40,10 +33,7 @@ def rank(
 ) -> tuple[str | None, list[Place]]:
     """Return the measure that ranks, and the places, best first; (None, []) where nothing can be compared.
 
-    Args:
-        found: as `sweep.rows` returned it.
-        varied: as `sweep.varied` returned it.
-        epochs: each job's epochs, metrics by name, by the job's number.
+    It is given what `sweep.rows` and `sweep.varied` returned, and each job's epochs, metrics by name.
     """
     finished = [row for row in found if row["status"] in ("FINISHED", "SKIPPED") and not row["contended"]]
     measured = {measure: [row for row in finished if _values(epochs[row["job"]], measure)] for measure in MEASURES}
@@ -61,14 +51,9 @@ def rank(
 def rows(
     found: Sequence[Mapping[str, Any]], measure: str | None, places: Sequence[Place], baseline: str | None, failed: int
 ) -> list[verdict.Row]:
-    """Return the verdict on a sweep.
+    """Return the verdict on a sweep, of `sweep.rows` and `rank`.
 
-    Args:
-        found: as `sweep.rows` returned it.
-        measure: of `rank`.
-        places: of `rank`.
-        baseline: name of what speedups are over, None where jobs differ in it.
-        failed: how many jobs did not finish.
+    The baseline is what speedups are over, None where jobs differ in it; `failed` jobs did not finish.
     """
     rows: list[verdict.Row] = []
     if measure is None:

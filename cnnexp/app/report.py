@@ -13,11 +13,7 @@ from cnnexp.papers.compare import FACTS, read_facts
 
 
 def command(arguments: Sequence[str]) -> None:
-    """Make the report of `cnnexp report FOLDER` or `cnnexp report KEY` again, and say where it is.
-
-    Raises:
-        ConfigError: no such sweep.
-    """
+    """Make the report of `cnnexp report FOLDER` or `KEY` again, say where; raise ConfigError without such a sweep."""
     if len(arguments) != 1:
         raise ConfigError("report: give a sweep's folder, or an experiment: " + ", ".join(EXPERIMENTS))
     folder = Path(arguments[0])
@@ -33,9 +29,8 @@ def command(arguments: Sequence[str]) -> None:
 def newest(key: str, sweeps: Path) -> Path:
     """Return the folder of the last sweep that made the table or figure `key` again."""
     if key not in EXPERIMENTS:
-        raise ConfigError(
-            f"report {key}: neither a folder nor one of {', '.join(EXPERIMENTS)}{did_you_mean(key, EXPERIMENTS)}"
-        )
+        near = did_you_mean(key, EXPERIMENTS)
+        raise ConfigError(f"report {key}: neither a folder nor one of {', '.join(EXPERIMENTS)}{near}")
     found = [path.parent for path in sweeps.glob(f"*/*/{FACTS}") if read_facts(path.parent)["paper"] == key]
     if not found:
         raise ConfigError(f"report {key}: never run; run it with {environment.program_name()} experiment={key}")

@@ -21,15 +21,10 @@ ID_START = re.compile("[0-9a-f]{4,32}")
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """A run that was stopped.
+    """A run that was stopped."""
 
-    Attributes:
-        folder: of the run.
-        path: its newest whole checkpoint; None where it was stopped before the first.
-    """
-
-    folder: Path
-    path: Path | None
+    folder: Path  # of the run
+    path: Path | None  # its newest whole checkpoint; None where it was stopped before the first
 
     def load(self, training: Mapping[str, Any], epochs: int) -> checkpoint.Checkpoint | None:
         """Return its checkpoint, once it is known to be of this very training.
@@ -54,13 +49,9 @@ class ResumePoint:
 
 
 def find_earlier(resume: str | None, folder: Path, config: Mapping[str, Any]) -> ResumePoint | None:
-    """Return the run to go on from, None to start afresh.
+    """Return the run to go on from, None to start afresh, for a run to come in a folder, its config as recorded.
 
-    Args:
-        resume: `trainer.resume`; `auto` looks in the run's own folder, then for the newest run of this config under
-            `outputs/` that is not running now.
-        folder: of the run to come.
-        config: the run's, as it is recorded.
+    `auto` looks in the run's own folder, then for the newest run of this config under `outputs/` that is not running.
 
     Raises:
         CheckpointError: the run that is named has no checkpoint.
@@ -78,12 +69,10 @@ def find_earlier(resume: str | None, folder: Path, config: Mapping[str, Any]) ->
 
 
 def find_run(named: str, given: str) -> Path:
-    """Return the newest checkpoint of the run that a user means.
+    """Return the newest checkpoint of the run that a user means; `given` is how, for the message.
 
-    Args:
-        named: a run's folder or a checkpoint file; or, of the runs under `outputs/`, an MLflow id or the first digits
-            of one, `latest`, or `best`: the one that ended with the highest test accuracy.
-        given: how the user gave it, for the message.
+    A run is named by its folder or a checkpoint file; or, of the runs under `outputs/`, by an MLflow id or the first
+    digits of one, `latest`, or `best`: the one that ended with the highest test accuracy.
 
     Raises:
         CheckpointError: there is none, or several have such an id.

@@ -46,14 +46,7 @@ log = logging.getLogger(__name__)
 
 
 def train(settings: Settings, run: Run, earlier: ResumePoint | None = None, job: str = "") -> None:
-    """Train what the settings describe, from where an earlier run was stopped; record it in `run`, show it.
-
-    Args:
-        settings: every piece, made and checked.
-        run: its record.
-        earlier: what was stopped, None to start afresh.
-        job: e.g. `job 2 of 8`, of a sweep; empty for a run alone.
-    """
+    """Train what settings describe, from where an earlier run stopped; record and show it, of a sweep as a `job`."""
     Diverged.in_one_line()
     trainer = settings.trainer
     with ExitStack() as stack:
@@ -96,29 +89,18 @@ def train(settings: Settings, run: Run, earlier: ResumePoint | None = None, job:
 
 @dataclass(frozen=True)
 class _Made:
-    """What is trained, once all is compiled.
-
-    Attributes:
-        settings, run, ledger: what it is made from, its record, its time.
-        dataset: loaded.
-        backend: that compiled it: the next best where the wanted one's compiler died.
-        program: the run's, profiled where that is wanted.
-        parallel: the same where workers share it, else None.
-        beside: the baseline's program, None without one.
-        training: what decides the numbers, see `checkpoint.describe`.
-        resumed: where an earlier run was stopped, None to start afresh.
-    """
+    """What is trained, once all is compiled: what it is made from, its record, its time, and what came of it."""
 
     settings: Settings
     run: Run
     ledger: Ledger
     dataset: Dataset
-    backend: Backend
-    program: Program
-    parallel: ParallelProgram | None
-    beside: Profiled | None
-    training: Mapping[str, Any]
-    resumed: checkpoint.Checkpoint | None
+    backend: Backend  # that compiled it: the next best where the wanted one's compiler died
+    program: Program  # the run's, profiled where that is wanted
+    parallel: ParallelProgram | None  # the same where workers share it
+    beside: Profiled | None  # the baseline's program
+    training: Mapping[str, Any]  # what decides the numbers, see `checkpoint.describe`
+    resumed: checkpoint.Checkpoint | None  # where an earlier run was stopped
 
 
 def _make(settings: Settings, run: Run, earlier: ResumePoint | None, stack: ExitStack, display: Display) -> _Made:
@@ -152,7 +134,7 @@ def _make(settings: Settings, run: Run, earlier: ResumePoint | None, stack: Exit
         with ledger.span("baseline"):
             compiled = stack.enter_context(contextlib.closing(settings.baseline.compile(*compiling)))
         beside = Profiled(compiled, ledger, train="baseline")
-    run.summarize({"time/compile_s": program.compile_s})
+    run.metrics.update({"time/compile_s": program.compile_s})
     run.add_artifact(run.folder / checkpoint.FOLDER, checkpoint.FOLDER)
     if settings.augment:
         few = dataset.train[:AUGMENTED]
@@ -236,16 +218,13 @@ def _tell(
     if baseline is not None and baseline.parallel_share is not None:
         share = baseline.parallel_share
         limit = amdahl_limit(share, workers * _parallel_operations(made.backend))
-        run.summarize({"speedup/parallel_share": share, "speedup/amdahl_limit": limit})
+        run.metrics.update({"speedup/parallel_share": share, "speedup/amdahl_limit": limit})
     if made.beside is not None and made.beside.shares():
         run.parts[str(trainer.baseline)] = step_parts(made.beside.shares())
 
 
 def _conclude(made: _Made, done: int) -> None:
-    """Record what only a whole training has: where its time went, its workers' shares, scores of what was loaded.
-
-    An earlier run has trained `done` epochs.
-    """
+    """Record what only a whole training has, after `done` epochs of an earlier one: its time, its workers' shares."""
     run, program, ledger = made.run, made.program, made.ledger
     clocked, baseline = run.epochs[done:], made.settings.baseline
     if done and not clocked:
@@ -257,11 +236,11 @@ def _conclude(made: _Made, done: int) -> None:
         if run.interference is not None and run.interference.disturbed:
             profile["disturbed"] = verdict.machine(run.interference)
         run.add_profile(profile)
-        run.summarize(metrics(profile))
+        run.metrics.update(metrics(profile))
         if profile["layered"]:
             run.parts[made.backend.name] = step_parts(ledger.seconds)
     if made.parallel is not None:
-        run.summarize(made.parallel.metrics())
+        run.metrics.update(made.parallel.metrics())
 
 
 def _await_quiet(idle_wait: IdleWait, ledger: Ledger) -> None:

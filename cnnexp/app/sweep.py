@@ -40,23 +40,14 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep, as its jobs see it.
+    """A sweep, as its jobs see it."""
 
-    Attributes:
-        folder: holds one folder per job.
-        process: host and process that started the sweep.
-        begun: what makes the parent run in the store, for the jobs' records: the first of them to come there makes it.
-        varied: the keys that differ between its jobs, in the order they were typed.
-        jobs: how many there will be, None where the sweeper decides as it goes.
-        started: `time.time()` at its start.
-    """
-
-    folder: str
-    process: str
-    begun: Mapping[str, Any]
-    varied: Sequence[str] = ()
-    jobs: int | None = None
-    started: float = 0.0
+    folder: str  # holds one folder per job
+    process: str  # host and process that started the sweep
+    begun: Mapping[str, Any]  # what makes the parent run in the store: the first job to come there makes it
+    varied: Sequence[str] = ()  # the keys that differ between its jobs, in the order they were typed
+    jobs: int | None = None  # how many there will be, None where the sweeper decides as it goes
+    started: float = 0.0  # `time.time()` at its start
 
     @property
     def contended(self) -> bool:
@@ -75,15 +66,11 @@ class SweepRecord(Record):
 
     It lets the jobs know whose they are. A store that is silent, as one that another process has locked, gets it later.
 
-    Args:
-        folder: where the jobs' folders will be.
-        overrides: what the user typed, ranges and all.
-        recorder: None keeps MLflow out.
+    Args, beside those of `Record`:
         paper: the table or figure of a paper that it makes again, or None; its jobs may lack what they need.
         varied: the keys that differ between its jobs, and their values as they were typed.
         jobs: how many there will be, None where the sweeper decides as it goes.
         config: what the jobs have in common, as it is recorded.
-        earlier: the folder of the sweep that this one goes on with, perhaps its own.
 
     Raises:
         ConfigError: another sweep is in the folder now.
@@ -120,13 +107,9 @@ class SweepRecord(Record):
         os.environ[VARIABLE] = json.dumps(asdict(within))
 
     def finish(self, interrupted: bool = False) -> list[dict[str, Any]]:
-        """End the sweep: write its table, draw its figures, end its parent run; `lost` says why the store lacks it.
+        """End the sweep, one that a signal has interrupted, too: write its table, draw its figures, end its parent run.
 
-        Args:
-            interrupted: by Ctrl-C or SIGTERM.
-
-        Returns:
-            One row per job, in their order: see `rows`.
+        `lost` says why the store lacks it. Returns `rows`, one per job.
         """
         os.environ.pop(VARIABLE, None)
         with self._locks, self._journal:
@@ -175,10 +158,8 @@ def conclude(
 def rows(folder: Path) -> list[dict[str, Any]]:
     """Return one row per job of a sweep's folder, by their number.
 
-    Returns:
-        `job` (its folder's name), `name`, `status` (FINISHED, FAILED, KILLED, SKIPPED, UNAVAILABLE, or DIED where the
-        process was gone before it could say), `error`, `contended`, `fallback` (the backend that took over, or None),
-        `disturbed` (by other work, None where it is not known), what varied by key, and the final metrics by name.
+    It holds `job` (its folder's name), what `Journal` explains, `name`, `status`, `error`, `contended`, `fallback` and
+    `disturbed`, what varied by key, and the final metrics by name.
     """
     jobs = [path.parent for path in Path(folder).glob(f"*/{JOURNAL}")]
     jobs.sort(key=lambda job: (int(job.name) if job.name.isdecimal() else -1, job.name))
@@ -216,11 +197,9 @@ def job_table(found: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def failures(found: Sequence[Mapping[str, Any]], paper: str | None = None) -> list[str]:
-    """Return one line per cause that jobs did not finish: the first of them, how many more, and why.
+    """Return one line per cause that jobs of `rows` did not finish: the first of them, how many more, and why.
 
-    Args:
-        found: as `rows` returned it.
-        paper: see `SweepRecord`: where it is given, a backend that this machine lacks is no failure.
+    Where a paper is made again, a backend that this machine lacks is no failure.
     """
     keys = varied(found) if found else []
     causes: dict[str, list[str]] = {}

@@ -23,9 +23,8 @@ URI = "tracking.uri"
 def command(arguments: Sequence[str]) -> None:
     """Bring stores up to the journals of runs that have ended, and say what was sent.
 
-    Args:
-        arguments: of the command line: folders to look in, `outputs/` where none is given; `tracking.uri=...` sends all
-            that lies there to that store, instead of what each run's own store lacks.
+    The arguments are folders to look in, `outputs/` where none is given; `tracking.uri=...` sends all that lies there
+    to that store, instead of what each run's own store lacks.
 
     Raises:
         ConfigError: a folder is not there, or the address of a store is not known here.

@@ -105,19 +105,12 @@ class Dataset:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Source:
-    """Base of the sources; the fields of each are the keys of `conf/dataset/<name>.yaml`.
-
-    Attributes:
-        train_size: images to train on, the first of the training split; all if None.
-        test_size: images to test on, the first of the test split; all if None.
-        validation_size: images taken from the end of the whole training split; no validation split if None.
-        whole: least and most (None: any) of the fields that are whole numbers; one whose default is None may be None.
-        given: the fields that have to be given: what each is, and an example.
-    """
+    """Base of the sources; `conf/dataset/<name>.yaml` explains the fields of each."""
 
     name: ClassVar[str]
+    # least and most (None: any) of the fields that are whole numbers; one whose default is None may be None
     whole: ClassVar[Mapping[str, tuple[int, int | None]]] = {}
-    given: ClassVar[Mapping[str, tuple[str, str]]] = {}
+    given: ClassVar[Mapping[str, tuple[str, str]]] = {}  # what a field is that has to be given, and an example
     train_size: int | None = None
     test_size: int | None = None
     validation_size: int | None = None
@@ -160,11 +153,7 @@ class Source:
             raise ConfigError(f"dataset.{key}={value!r}: {error}") from error
 
     def _rows(self, train: int, test: int) -> tuple[slice, slice, slice | None]:
-        """Return which rows to train on, to test on and to validate on, of splits of these lengths.
-
-        Raises:
-            ConfigError: there are not so many.
-        """
+        """Return the rows to train, test and validate on, of splits of these lengths; raise ConfigError on too few."""
         held = self.validation_size or 0
         self._check_limit("validation_size", train - 1, f"the training split has {train} images, one must stay")
         kept = f", {held} of which are for validation" if held else ""
@@ -195,11 +184,6 @@ def shown(path: Path | str | None) -> str:
 def need_images(count: int, bytes_each: int, key: str) -> None:
     """Raise OutOfMemory unless there is memory for `count` images; `key` of `conf/dataset/` makes them fewer."""
     memory.need([memory.Part(f"{count} images", count * bytes_each, f"dataset.{key}")])
-
-
-def reason_of(error: OSError) -> str:
-    """Return what the operating system says is wrong, in a few words."""
-    return (error.strerror or str(error) or type(error).__name__).lower()
 
 
 def _checked(where: str, split: Split, classes: int) -> Split:

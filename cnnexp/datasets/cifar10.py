@@ -18,9 +18,9 @@ from typing import Any, ClassVar, cast
 
 import numpy as np
 
-from cnnexp.datasets.base import Dataset, Source, Split, reason_of, shown
+from cnnexp.datasets.base import Dataset, Source, Split, shown
 from cnnexp.datasets.download import fetch
-from cnnexp.errors import DataError
+from cnnexp.errors import DataError, reason_of
 from cnnexp.system.files import open_regular, read_regular
 
 SIDE = 32
@@ -39,14 +39,7 @@ TEST = "test_batch.bin"
 class Cifar10(Source):
     """50,000 training and 10,000 test images, uint8 (N, 32, 32, 3).
 
-    The page gives the archive's md5 alone; the sha256 here is the one that projects which pin it agree on (gomlx, for
-    one).
-
-    Attributes:
-        root: folder that holds the archive or its six files, or the folder of these; None downloads the archive once,
-            into the user's cache.
-        verify: hold the archive against its sha256, and files against the published number of images; False takes any
-            set of this form.
+    The page gives the archive's md5 alone; the sha256 here is the one that projects which pin it, as gomlx, agree on.
     """
 
     root: str | None = None
@@ -122,9 +115,8 @@ class Cifar10(Source):
         wanted = {f"{FOLDER}/{name}": name for name in (*TRAIN, TEST)}
         for member in archive:
             if member.size > MOST_BYTES:
-                raise DataError(
-                    f"{member.name[:80]!r} in it has {member.size} bytes, more than the {MOST_BYTES} of a file"
-                )
+                name = member.name[:80]
+                raise DataError(f"{name!r} in it has {member.size} bytes, more than the {MOST_BYTES} of a file")
             if member.name in wanted and member.isreg():
                 file = archive.extractfile(member)
                 try:

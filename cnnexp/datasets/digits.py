@@ -24,11 +24,7 @@ BRIGHTEST = 16  # pixels are 0 .. 16
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Digits(Source):
-    """1,500 training and 297 test images, uint8 (N, 28, 28, 1); needs no network.
-
-    Attributes:
-        seed: which images are trained on and in which order, 0 .. 2**63 - 1.
-    """
+    """1,500 training and 297 test images, uint8 (N, 28, 28, 1), chosen by seed; needs no network."""
 
     name: ClassVar[str] = "digits"
     whole: ClassVar = {"seed": SEEDS}

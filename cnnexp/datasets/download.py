@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urlsplit
 
-from cnnexp.datasets.base import reason_of, shown
-from cnnexp.errors import DataError
+from cnnexp.datasets.base import shown
+from cnnexp.errors import DataError, refused
 from cnnexp.system.files import remove_leftovers
 
 log = logging.getLogger(__name__)
@@ -25,14 +25,8 @@ def fetch(dataset: str, name: str, mirrors: tuple[str, ...], read: Callable[[Pat
     """Return `read(path)` of the cached file, downloading it where it is missing or no longer whole.
 
     A file enters the cache only after `read` accepted it, in one rename, so neither a cut connection nor a second
-    process can leave half a file there.
-
-    Args:
-        dataset: name of the data set and of its folder in the cache.
-        name: name of the file, under each mirror and in the cache.
-        mirrors: base URLs ending in a slash, tried in order.
-        read: reads and checks the file; raises DataError with what is wrong with it.
-        most_bytes: of the file; a mirror that sends more is left at that.
+    process can leave half a file there. Mirrors are base URLs ending in a slash, tried in order; one that sends more
+    than `most_bytes` is left at that. `read` raises DataError with what is wrong with the file.
 
     Raises:
         DataError: no mirror gave a whole file; says why for each, and how to work offline.
@@ -47,7 +41,7 @@ def fetch(dataset: str, name: str, mirrors: tuple[str, ...], read: Callable[[Pat
         except DataError as error:
             log.warning("%s: %s; downloading it again", shown(cached), error)
     problems = []
-    try:
+    with refused(DataError, f"{dataset}: cannot write to the cache {shown(folder)}"):
         folder.mkdir(parents=True, exist_ok=True)
         remove_leftovers(folder, f"{MAKING}*")
         with tempfile.TemporaryDirectory(prefix=MAKING, dir=folder) as partial:
@@ -59,8 +53,6 @@ def fetch(dataset: str, name: str, mirrors: tuple[str, ...], read: Callable[[Pat
                     continue
                 (Path(partial) / name).replace(cached)
                 return content
-    except OSError as error:
-        raise DataError(f"{dataset}: cannot write to the cache {shown(folder)}: {reason_of(error)}") from error
     raise DataError(
         f"{dataset}: cannot download {name} ({'; '.join(problems)}); "
         f"to work offline, give the folder that holds the files: dataset.root=<folder>"

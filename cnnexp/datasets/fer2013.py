@@ -11,8 +11,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from cnnexp.datasets.base import Dataset, Source, Split, reason_of, shown
-from cnnexp.errors import DataError
+from cnnexp.datasets.base import Dataset, Source, Split, shown
+from cnnexp.errors import DataError, reason_of
 from cnnexp.system.files import open_regular
 
 SIDE = 48
@@ -24,11 +24,8 @@ COLUMNS = ["emotion", "pixels", "Usage"]
 class Fer2013(Source):
     """The published CSV: rows of Usage Training (28,709) are trained on, PrivateTest (3,589) tested on.
 
-    `validation_size` takes the first rows of PublicTest (3,589), the set that the competition kept for that.
-
-    Attributes:
-        path: the file `fer2013.csv`, with the columns emotion, pixels, Usage. Kaggle gives it to its users only.
-        verify: hold the number of rows of each Usage against the published ones.
+    `validation_size` takes the first rows of PublicTest (3,589), the set that the competition kept for that. Kaggle
+    gives the file to its users only.
     """
 
     name: ClassVar[str] = "fer2013"
@@ -61,9 +58,8 @@ class Fer2013(Source):
         train_rows, test_rows, _ = replace(self, validation_size=None)._rows(len(train), len(test))
         self._check_limit("validation_size", len(public), f"PublicTest has {len(public)} images")
         validation = public[: self.validation_size] if self.validation_size else None
-        return Dataset.build(
-            self.name, train[train_rows], test[test_rows], validation, classes=self.classes, source=str(self.path)
-        )
+        used = train[train_rows], test[test_rows], validation
+        return Dataset.build(self.name, *used, classes=self.classes, source=str(self.path))
 
 
 def _parse(path: Path) -> dict[str, Split]:

@@ -18,9 +18,9 @@ from typing import IO, ClassVar, cast
 
 import numpy as np
 
-from cnnexp.datasets.base import Dataset, Source, Split, reason_of, shown
+from cnnexp.datasets.base import Dataset, Source, Split, shown
 from cnnexp.datasets.download import fetch
-from cnnexp.errors import DataError
+from cnnexp.errors import DataError, reason_of
 from cnnexp.system.files import open_regular, read_up_to
 
 UNSIGNED_BYTE = 0x08
@@ -37,12 +37,9 @@ FORM = (
 
 
 def read_idx(path: Path, ndim: int) -> tuple[np.ndarray, str]:
-    """Read an IDX file of bytes, gzipped if its name ends in `.gz`.
+    """Read an IDX file, gzipped if its name ends in `.gz`: a uint8 array of `ndim` axes, and the sha256 decompressed.
 
     Never reads more than its header announces, so a small file cannot unfold into a large one.
-
-    Returns:
-        The uint8 array, of `ndim` axes (3 for images, 1 for labels), and the sha256 of the (decompressed) file.
 
     Raises:
         DataError: what is wrong with the file; the caller adds which file it is.
@@ -97,27 +94,17 @@ def _shape(header: bytes, ndim: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class IdxFile:
-    """One published file.
+    """One published file."""
 
-    Attributes:
-        name: without `.gz`.
-        sha256, gz_sha256: of the decompressed and of the gzipped file, or empty.
-    """
-
-    name: str
+    name: str  # without `.gz`
     shape: tuple[int, ...]
-    sha256: str = ""
+    sha256: str = ""  # of the decompressed file
     gz_sha256: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class IdxSet(Source):
-    """A set published as four IDX files; images uint8 (N, 28, 28, 1).
-
-    Attributes:
-        root: folder that holds the files, gzipped or not; None downloads them once, into the user's cache.
-        verify: hold each file against its published size and hash; False takes any set of this form (KMNIST, say).
-    """
+    """A set published as four IDX files; images uint8 (N, 28, 28, 1)."""
 
     root: str | None = None
     verify: bool = True

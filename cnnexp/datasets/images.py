@@ -10,8 +10,8 @@ from typing import BinaryIO, ClassVar
 
 import numpy as np
 
-from cnnexp.datasets.base import SEEDS, Dataset, Source, Split, need_images, reason_of, shown
-from cnnexp.errors import DataError
+from cnnexp.datasets.base import SEEDS, Dataset, Source, Split, need_images, shown
+from cnnexp.errors import DataError, reason_of, refused
 from cnnexp.system.files import open_regular
 from cnnexp.system.ranges import check_range
 
@@ -27,14 +27,7 @@ class Images(Source):
 
     `root` holds a folder per class, named as the class; or it holds `train` and `test`, which hold these. Files of
     other types than bmp, gif, jpeg, pgm, png, ppm, tiff and webp are left out, and so are hidden files. Order is
-    shuffled by seed, so a limit takes images of all classes. Transparency is dropped.
-
-    Attributes:
-        root: the folder.
-        height, width: pixels that every picture is resized to (bilinear); None keeps them, then all must agree.
-        grayscale: one channel instead of three.
-        test_fraction: share of each class that is tested on, > 0 and < 1; unused where `train` and `test` exist.
-        seed: which pictures are tested on and their order, 0 .. 2**63 - 1.
+    shuffled by seed, so a limit takes images of all classes. Transparency is dropped. Resizing is bilinear.
     """
 
     name: ClassVar[str] = "images"
@@ -116,25 +109,15 @@ class Images(Source):
 
 
 def read_picture(path: Path, mode: str) -> np.ndarray:
-    """Return a picture file as `decode_picture` does.
-
-    Raises:
-        DataError: it cannot be read, or as there.
-    """
-    try:
-        with open_regular(path, MOST_BYTES) as file:
-            return decode_picture(file, mode, shown(path))
-    except OSError as error:
-        raise DataError(f"{shown(path)}: cannot be read as a picture: {reason_of(error)}") from error
+    """Return a picture file as `decode_picture` does; raise DataError where it cannot be read, or as there."""
+    with refused(DataError, f"{shown(path)}: cannot be read as a picture"), open_regular(path, MOST_BYTES) as file:
+        return decode_picture(file, mode, shown(path))
 
 
 def decode_picture(file: BinaryIO, mode: str, name: str) -> np.ndarray:
-    """Return a picture as uint8 (H, W, ...), turned as its metadata says.
+    """Return a picture, which errors call `name`, as uint8 (H, W, ...), turned as its metadata says.
 
-    Args:
-        file: its bytes, in a format that Pillow knows.
-        mode: Pillow's: `L`, `RGB` or `RGBA`.
-        name: what errors call it.
+    It comes in a format that Pillow knows; `mode` is Pillow's: `L`, `RGB` or `RGBA`.
 
     Raises:
         DataError: it is no picture, is damaged, or has more than 8 bits a channel.
@@ -163,15 +146,10 @@ def decode_picture(file: BinaryIO, mode: str, name: str) -> np.ndarray:
 
 def _folders(folder: Path) -> list[str]:
     """Return the names of the folders in a folder, sorted; hidden ones left out."""
-    try:
-        with os.scandir(folder) as entries:
-            names = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
-    except OSError as error:
-        raise DataError(f"dataset.root={shown(folder)}: {reason_of(error)}") from error
+    with refused(DataError, f"dataset.root={shown(folder)}"), os.scandir(folder) as entries:
+        names = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
     if len(names) < 2:
-        raise DataError(
-            f"dataset.root={shown(folder)}: holds {len(names)} folders; it needs one per class, at least two"
-        )
+        raise DataError(f"dataset.root={shown(folder)}: holds {len(names)} folders; it needs one per class, at least 2")
     return names
 
 

@@ -9,8 +9,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from cnnexp.datasets.base import MAX_CLASSES, Dataset, Source, Split, reason_of, shown
-from cnnexp.errors import MOST_SAID, CnnexpError, DataError
+from cnnexp.datasets.base import MAX_CLASSES, Dataset, Source, Split, shown
+from cnnexp.errors import MOST_SAID, CnnexpError, DataError, reason_of
 from cnnexp.system import memory
 from cnnexp.system.files import open_regular
 
@@ -22,10 +22,6 @@ class Npz(Source):
     """Arrays train_images, train_labels, test_images and test_labels, as `numpy.savez` writes them.
 
     Images are uint8 (value / 255) or floats, (N, H, W, C), (N, H, W) or (N, D); labels are integers (N,) from 0.
-
-    Attributes:
-        path: the file.
-        classes: how many, 2 .. 100,000; None for the largest training label + 1.
     """
 
     name: ClassVar[str] = "npz"
@@ -50,9 +46,8 @@ class Npz(Source):
                 f"dataset.path={shown(self.path)}: train_labels up to {count - 1}; there can be {MAX_CLASSES} classes"
             )
         classes = tuple(str(label) for label in range(max(count, 2)))
-        return self._dataset(
-            Split(train_images, train_labels), Split(test_images, test_labels), classes, str(self.path)
-        )
+        train, test = Split(train_images, train_labels), Split(test_images, test_labels)
+        return self._dataset(train, test, classes, str(self.path))
 
     def _read(self) -> list[np.ndarray]:
         where = f"dataset.path={shown(self.path)}"

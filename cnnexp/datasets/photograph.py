@@ -30,14 +30,10 @@ Look = Mapping[str, Any]
 
 
 def describe(images: np.ndarray, labels: np.ndarray, classes: int) -> Look | None:
-    """Return what grey images of one thing on a plain ground have in common, None for others.
+    """Return what grey images, uint8 (N, H, W, 1), of one thing on a plain ground have in common, None for others.
 
-    Args:
-        images, labels: uint8 (N, H, W, 1), and (N,) of so many classes.
-
-    Returns:
-        `ground` (a pixel), `side` (of the box, in pixels), `by_mass` (centred by mass, or by the box), `ink` and
-        `distance` (least and most of what is usual), and `centres` (of the classes, coarse, `GRID` x `GRID` each).
+    `ground` (a pixel), `side` (of the box, in pixels), `by_mass` (centred by mass, or by the box), `ink` and `distance`
+    (least and most of what is usual), and `centres` (of the classes, coarse, `GRID` x `GRID` each).
     """
     if images.dtype != np.uint8 or images.ndim != 4 or images.shape[3] != 1 or min(images.shape[1:3]) < GRID:
         return None
@@ -67,12 +63,9 @@ def describe(images: np.ndarray, labels: np.ndarray, classes: int) -> Look | Non
 
 
 def prepare(picture: np.ndarray, look: Look | None, shape: Sequence[int]) -> np.ndarray:
-    """Return a picture as the model takes it, uint8 (H, W, C).
+    """Return a picture, uint8 (h, w, 4) with alpha, as the model takes it, uint8 of its `shape` (H, W, C).
 
-    Args:
-        picture: uint8 (h, w, 4), red, green, blue, alpha.
-        look: of `describe`; None only flattens and resizes.
-        shape: (H, W, C) of the model's images.
+    A look is of `describe`; None only flattens and resizes.
     """
     flat = _flatten(picture)
     if look is None or shape[2] != 1:
@@ -115,9 +108,7 @@ def unlike(image: np.ndarray, look: Look) -> str | None:
 def count(picture: np.ndarray, shape: Sequence[int]) -> str | None:
     """Return why a picture does not show one thing: `no stroke`, or how many things; None where it does.
 
-    Args:
-        picture: uint8 (h, w, 4), red, green, blue, alpha.
-        shape: (H, W, C) of the model's images.
+    It is uint8 (h, w, 4) with alpha; the model's images are of `shape` (H, W, C).
     """
     grey = _shrink(_grey(_flatten(picture)), FINE * max(shape[:2])) / 255
     seen = _ink(grey) > INK
@@ -175,9 +166,8 @@ def _ink(grey: np.ndarray) -> np.ndarray:
     frame = np.zeros(grey.shape, bool)
     edge = max(1, min(height, width) // 20)
     frame[:edge] = frame[-edge:] = frame[:, :edge] = frame[:, -edge:] = True
-    near = np.abs(grey - np.median(grey[frame])) <= max(
-        EVEN, 3 * np.median(np.abs(grey[frame] - np.median(grey[frame])))
-    )
+    around = grey[frame]
+    near = np.abs(grey - np.median(around)) <= max(EVEN, 3 * np.median(np.abs(around - np.median(around))))
     known = frame & near  # ink may reach the border
     plane = np.stack([np.ones(known.sum()), rows[known], columns[known]], axis=1)
     fitted, *_ = np.linalg.lstsq(plane, grey[known], rcond=None)

@@ -14,10 +14,7 @@ from cnnexp.datasets.base import SEEDS, Dataset, Source, Split, need_images
 class Quadrants(Source):
     """Points drawn uniformly from [-1, 1]^2, float32 (N, 2): label 0 in quadrants I and III, 1 in II and IV.
 
-    Attributes:
-        train_size, test_size: how many points, >= 1; the paper does not say how many it drew.
-        validation_size: points drawn besides these; no validation split if None.
-        seed: of the draw, 0 .. 2**63 - 1.
+    The paper does not say how many it drew.
     """
 
     name: ClassVar[str] = "quadrants"

@@ -18,14 +18,7 @@ BLOCK = 4  # pixels; patterns are of square blocks, so that small kernels and po
 class Synthetic(Source):
     """Images float32 (N, height, width, channels), each its class's pattern of 0s and 1s plus Gaussian noise.
 
-    Attributes:
-        height, width: pixels, >= 1.
-        channels: >= 1.
-        classes: 2 .. 100,000; labels go round, so every class has as many images as the next, or one more.
-        train_size, test_size: how many images, >= 1.
-        validation_size: images made besides these; no validation split if None.
-        noise: standard deviation of the noise, >= 0, where patterns are 0 or 1.
-        seed: of patterns and noise, 0 .. 2**63 - 1.
+    Labels go round, so every class has as many images as the next, or one more.
     """
 
     name: ClassVar[str] = "synthetic"

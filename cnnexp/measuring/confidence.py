@@ -13,13 +13,9 @@ EXACT = 1000  # up to so many pairs the test is exact
 
 @dataclass(frozen=True)
 class Interval:
-    """A median and where it lies.
+    """A median and where it lies: between `low` and `high`, two of the measurements, with this confidence.
 
-    Attributes:
-        median: of the measurements.
-        low, high: two of the measurements: the interval between them holds the true median with this confidence.
-        confidence: >= 0.95, or what the whole range gives where that is less: 0.5 for two measurements, 0 for one.
-        least, most, count: the whole range, and how many measurements there are.
+    It is >= 0.95, or that of the whole range, `least` to `most`, where it is less: 0.5 for two measurements, 0 for one.
     """
 
     median: float
@@ -51,9 +47,8 @@ def median_interval(values: Sequence[float]) -> Interval:
         if narrower < CONFIDENCE:
             break
         outside, confidence = outside + 1, narrower
-    return Interval(
-        statistics.median(ordered), ordered[outside], ordered[-1 - outside], confidence, ordered[0], ordered[-1], count
-    )
+    median, low, high = statistics.median(ordered), ordered[outside], ordered[-1 - outside]
+    return Interval(median, low, high, confidence, ordered[0], ordered[-1], count)
 
 
 def p_value(a: Sequence[float], b: Sequence[float]) -> float:

@@ -22,17 +22,11 @@ BYTES = 4  # of a float32
 
 @dataclass(frozen=True)
 class Costs:
-    """The constants of a machine and its network.
+    """The constants of a machine and its network."""
 
-    Attributes:
-        t_c: seconds per arithmetic operation of one worker's backend (a multiply-add is two).
-        t_s: seconds to start a message.
-        t_b: seconds per byte of a message.
-    """
-
-    t_c: float
-    t_s: float
-    t_b: float
+    t_c: float  # seconds per arithmetic operation of one worker's backend (a multiply-add is two)
+    t_s: float  # seconds to start a message
+    t_b: float  # seconds per byte of a message
 
 
 # Networks between machines: what replaces the costs measured here, between processes of one machine. Bandwidths as
@@ -76,10 +70,7 @@ def fit_links(small: tuple[int, float], large: tuple[int, float], workers: int) 
 
 @dataclass(frozen=True)
 class Training:
-    """What an epoch asks for: images of so many operations, and all-reduces of so many float32 numbers.
-
-    See `operations` and `averages_per_epoch`.
-    """
+    """What an epoch asks for: images of so many `operations`, and `averages_per_epoch` of so many float32 numbers."""
 
     operations: int
     images: int
@@ -108,11 +99,9 @@ class Prediction:
 
 
 def epoch_s(costs: Costs, training: Training, workers: int, cores: float | None = None) -> tuple[float, float]:
-    """Return the seconds of an epoch that go to computing and to communicating.
+    """Return the seconds of an epoch that go to computing and to communicating; a worker that has no image waits.
 
-    Args:
-        workers: how many share the images; one that has no image waits.
-        cores: that all workers share, None where each has its own.
+    All workers share the cores; with None each has its own.
     """
     images = math.ceil(training.images / workers)
     sharing = max(1.0, workers / cores) if cores else 1.0
@@ -133,11 +122,8 @@ def extrapolate(
 ) -> Iterator[dict[str, Any]]:
     """Yield one row per link of `LINKS` and number of `WORKERS`, each worker on cores of its own.
 
-    A batch has `batch_size` images for each worker here: shared out, it would soon be less than one image for each.
-
-    Yields:
-        Rows of `link`, `workers`, `sync`, `compute_s`, `communicate_s`, `epoch_s`, `speedup` over one worker, and
-        `efficiency`, the speedup per worker.
+    A batch has `batch_size` images for each worker here: shared out, it would soon be less than one image for each. The
+    speedup is over one worker, the efficiency the speedup per worker.
     """
     for link, its_own in LINKS.items():
         on_link = replace(costs, **its_own)

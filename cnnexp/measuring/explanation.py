@@ -23,9 +23,7 @@ OTHERS = {"wait": "waiting for threads", "gather": "gathering the batch", "updat
 
 def plain_name(what: str, layers: Sequence[str]) -> str:
     """Return e.g. `conv1 relu1 forward`; `waiting for threads` of what is no layer's."""
-    if what in OTHERS:
-        return OTHERS[what]
-    return " ".join((*map(_plain_layer, layers), what))
+    return OTHERS[what] if what in OTHERS else " ".join((*map(_plain_layer, layers), what))
 
 
 def _plain_layer(name: str) -> str:
@@ -35,18 +33,15 @@ def _plain_layer(name: str) -> str:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a step: a pass of layers that are computed at once, or what belongs to no layer.
+    """A part of a step: a pass of layers that are computed at once, or what belongs to no layer; of one image.
 
-    Attributes:
-        what, layers, at_once, fewer: as `backends.parts.Part`.
-        us: microseconds an image.
-        multiply_adds, flops, bytes: of an image; 0 where they are not known, or there are none.
+    Its `what`, `layers`, `at_once` and `fewer` are as in `backends.parts.Part`.
     """
 
     what: str
     layers: tuple[str, ...]
-    us: float
-    multiply_adds: float = 0.0
+    us: float  # microseconds
+    multiply_adds: float = 0.0  # 0 where they, and flops and bytes, are not known, or there are none
     flops: float = 0.0
     bytes: float = 0.0
     at_once: str = ""
@@ -63,27 +58,16 @@ class Piece:
 
 @dataclass(frozen=True)
 class Side:
-    """A training step.
+    """A training step."""
 
-    Attributes:
-        label: e.g. `cpu-simd`.
-        threads: that computed it.
-        us: microseconds an image, by the clock of the epochs.
-        device: the GPU that computed it; empty on a CPU.
-        pieces: in the order of the step; empty where only the whole was timed.
-        limits: of the machine, see `roofline.machine_limits`; empty where they were not measured for these threads.
-        ways: by layers, which of several ways to compute them was taken.
-        disturbed: how other work disturbed the run; empty where it did not.
-    """
-
-    label: str
-    threads: int
-    device: str
-    us: float
-    pieces: tuple[Piece, ...]
-    limits: Mapping[str, float]
-    ways: Mapping[str, str] = field(default_factory=dict)
-    disturbed: str = ""
+    label: str  # e.g. `cpu-simd`
+    threads: int  # that computed it
+    device: str  # the GPU that computed it; empty on a CPU
+    us: float  # microseconds an image, by the clock of the epochs
+    pieces: tuple[Piece, ...]  # in the order of the step; empty where only the whole was timed
+    limits: Mapping[str, float]  # `roofline.machine_limits`; empty where they were not measured for these threads
+    ways: Mapping[str, str] = field(default_factory=dict)  # by layers, which of several to compute them was taken
+    disturbed: str = ""  # how other work disturbed the run; empty where it did not
 
     @property
     def accounted(self) -> float:
@@ -166,9 +150,7 @@ def changes(sides: Sequence[Side]) -> list[str]:
     if len(sides) < 2:
         return []
     ours, theirs = sides
-    pairs = [
-        (a, b) for a, b in (row.pieces for row in rows(sides)) if a is not None and b is not None and a.what != BETWEEN
-    ]
+    pairs = [(a, b) for a, b in (row.pieces for row in rows(sides)) if a and b and a.what != BETWEEN]
     worth = [(a, b) for a, b in pairs if abs(b.us - a.us) >= WORTH * max(ours.us, theirs.us)]
     worth.sort(key=lambda pair: -abs(pair[1].us - pair[0].us))
     return [_change(a, b, ours, theirs) for a, b in worth[:LARGEST]]
@@ -199,13 +181,11 @@ def _what_is_left(side: Side) -> str:
         text += f" at {speed:,.3g} GFLOP/s, "
         allowed = {where: min(most, intensity * width) for where, width in roofs(side.limits).items()}
         where = next((where for where, limit in allowed.items() if speed <= limit), None)
-        nearest = next(iter(allowed))
+        nearest, roof = next(iter(allowed.items()))
         if where is None:
             text += f"more than the {max(allowed.values()):,.3g} that was measured as the limit here"
         elif where != nearest:
-            text += (
-                f"more than the {allowed[nearest]:,.3g} that {nearest} allows: much of what it reads is in the caches; "
-            )
+            text += f"more than the {roof:,.3g} that {nearest} allows: much of what it reads is in the caches; "
         if where is not None:
             bound = "arithmetic" if allowed[where] == most else where if where == nearest else f"the {where}"
             text += f"{speed / allowed[where]:.0%} of the {allowed[where]:,.3g} that {bound} allows here"
@@ -257,9 +237,7 @@ def _who(side: Side) -> str:
 
 
 def _times(ours: float, theirs: float) -> str:
-    if ours <= theirs:
-        return f"{theirs / ours:.3g} times less"
-    return f"{ours / theirs:.3g} times more"
+    return f"{theirs / ours:.3g} times less" if ours <= theirs else f"{ours / theirs:.3g} times more"
 
 
 def us_text(us: float) -> str:

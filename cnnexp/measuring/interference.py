@@ -30,22 +30,14 @@ IDLE_WAIT_S = 300.0  # of a patient run, all waits together
 
 @dataclass(frozen=True)
 class Interference:
-    """What others took of the cores' time while a run trained.
+    """What other processes and machines took of the time of the cores that this process may use, while it trained."""
 
-    Attributes:
-        others: share of the time of the cores that this process may use, 0 .. 1: of other processes and other machines.
-        stolen: the part of it that a hypervisor gave to other machines, 0 .. 1.
-        load: the system's load average of the last minute: of all processes, this one among them.
-        cores, threads: that this process may use, and that the run computes with.
-        seconds: that were watched.
-    """
-
-    others: float
-    stolen: float
-    load: float
+    others: float  # share of that time, 0 .. 1
+    stolen: float  # the part of it that a hypervisor gave to other machines, 0 .. 1
+    load: float  # the system's load average of the last minute: of all processes, this one among them
     cores: int
-    threads: int
-    seconds: float
+    threads: int  # that the run computes with
+    seconds: float  # that were watched
 
     def __repr__(self) -> str:
         taken = f"others {self.others:.1%}, stolen {self.stolen:.1%}"
@@ -93,12 +85,9 @@ class Watch(Observer):
 def await_quiet(
     limit_s: float = IDLE_WAIT_S, busy: Callable[[], float] | None = None, clock: Callable[[], float] = time.monotonic
 ) -> float:
-    """Wait until others leave this process's cores alone; return the seconds waited, at least one look.
+    """Wait until others leave this process's cores alone, or `limit_s` are over; return the seconds, at least a look.
 
-    Args:
-        limit_s: go on after so many seconds, quiet or not.
-        busy: looks, for a while, and returns the share of the cores that others use.
-        clock: returns seconds.
+    `busy` looks, for a while, and returns the share of the cores that others use.
     """
     started = clock()
     while (busy or others_share)() > QUIET_BUSY and clock() - started < limit_s:

@@ -83,9 +83,8 @@ class Charged:
 class Profiled:
     """A `Program` (see `backends.protocol`) whose calls are entered into a ledger.
 
-    Args:
-        ledger: gets `transfer`, `train`, `evaluate`, and where the program can be watched each layer's passes.
-        train: the name of the entry for `train`, e.g. `baseline`; only the default looks into the layers.
+    It gets `transfer`, `train`, `evaluate`, and where the program can be watched each layer's passes. The entry for
+    `train` may have another name, e.g. `baseline`; only the default looks into the layers.
     """
 
     def __init__(self, program: Program, ledger: Ledger, train: str = "train") -> None:
@@ -130,23 +129,19 @@ class Profiled:
             return self._program.predict(handle)
 
     def _watch(self, layer: str, what: str) -> AbstractContextManager:
-        if not self._ledger.inside("train"):
-            return contextlib.nullcontext()
-        return self._ledger.span(what, layer)
+        return self._ledger.span(what, layer) if self._ledger.inside("train") else contextlib.nullcontext()
 
 
 def report(ledger: Ledger, program: Profiled, epochs: Sequence[EpochResult], backend: Backend) -> dict[str, Any]:
-    """Close the ledger of a whole run, in which a program trained for some epochs; return what it found.
+    """Close the ledger of a whole run, in which a program trained for some epochs; return plain values by name.
 
-    Returns:
-        Plain values by name:
-        `backend`, `threads`, `device` (its GPU; empty on a CPU), `wall_s`, `accounted` (share of it), `layered`
-        (whether layers were clocked), `entries` (what, layer, seconds), `images` (trained on, over all epochs),
-        `us_per_image` (of training, by the epochs' own clock), `machine` (`roofline.machine_limits`, or the GPU's),
-        `ways` (by layers, which of several ways to compute them was taken) and `share_of_gflops` (of the machine's,
-        that all layers' passes reached); and where layers were clocked `layers` (name, layers, kind, pass, and the
-        run's seconds, flops, bytes and multiply_adds, and how a fused program computes them: kernels by seconds,
-        at_once, fewer) and `parallel_share` (of the seconds of all training steps, the part inside these passes).
+    `backend`, `threads`, `device` (its GPU; empty on a CPU), `wall_s`, `accounted` (share of it), `layered` (whether
+    layers were clocked), `entries` (what, layer, seconds), `images` (trained on, over all epochs), `us_per_image` (of
+    training, by the epochs' own clock), `machine` (`roofline.machine_limits`, or the GPU's), `ways` (by layers, which
+    of several ways to compute them was taken) and `share_of_gflops` (of the machine's, that all layers' passes
+    reached); and where layers were clocked `layers` (name, layers, kind, pass, and the run's seconds, flops, bytes and
+    multiply_adds, and how a fused program computes them: kernels by seconds, at_once, fewer) and `parallel_share` (of
+    the seconds of all training steps, the part inside these passes).
     """
     wall_s = ledger.close()
     images = sum(epoch.train.count for epoch in epochs)

@@ -28,12 +28,10 @@ ROUNDS = 3  # the best of them counts: a limit is what the machine can do
 
 
 def work_per_image(stage: Stage, what: str, batch_size: int, needs_dx: bool = True) -> tuple[float, float]:
-    """Return (floating-point operations, bytes) of one image's pass through one layer.
+    """Return (floating-point operations, bytes) of one image's pass, `forward` or `backward`, through one layer.
 
-    Args:
-        what: `forward` or `backward`.
-        batch_size: images that share one reading of the weights.
-        needs_dx: whether the backward pass computes the gradient of the layer's input: not in a network's first.
+    The images of a batch share one reading of the weights. `needs_dx` says whether the backward pass computes the
+    gradient of the layer's input: not in a network's first.
     """
     x, y = math.prod(stage.input_shape), math.prod(stage.output_shape)
     forward = what == "forward"
@@ -67,12 +65,8 @@ def fused_work(
 ) -> tuple[float, float]:
     """Return (floating-point operations, bytes) of one image's pass through layers that are computed at once.
 
-    What lies between the layers is in no memory.
-
-    Args:
-        stages: the layers, one after another; of none, a change of layout, there is no point.
-        what, batch_size, needs_dx: as for `work_per_image`.
-        multiply_adds: that the layers with weights take.
+    They stand one after another; of none, a change of layout, there is no point. What lies between is in no memory.
+    Those with weights take so many multiply-adds; the other arguments are as for `work_per_image`.
     """
     if not stages:
         return 0.0, 0.0
@@ -86,11 +80,7 @@ def fused_work(
 def machine_limits(threads: int) -> dict[str, float]:
     """Measure what the machine can do, in a second: a matrix product, and maxima of arrays that each cache just holds.
 
-    Args:
-        threads: that compute at once.
-
-    Returns:
-        `gflops`, `gb_per_s` of the memory, and `<cache>_gb_per_s` (l1, l2, l3) of each cache whose size is known.
+    By `threads` at once: `gflops`, `gb_per_s` of memory, and `<cache>_gb_per_s` (l1, l2, l3) of caches of known size.
     """
     rng, side = np.random.default_rng(0), 1024
     a, b = rng.random((2, side, side), np.float32)

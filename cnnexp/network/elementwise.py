@@ -29,19 +29,13 @@ ZERO, HALF, ONE = f32(0), f32(0.5), f32(1)
 
 @dataclass(frozen=True)
 class Maths:
-    """What a rule may call, in the form that a target compiles or runs.
-
-    Attributes:
-        exp, tanh, erf: of one number.
-        maximum: `maximum(a, b)`, b where a < b, else a: a NaN in a stays.
-        where: `where(condition, a, b)`, a where the condition holds, else b; both are computed.
-    """
+    """What a rule may call, in the form that a target compiles or runs."""
 
     exp: Callable
     tanh: Callable
     erf: Callable
-    maximum: Callable
-    where: Callable
+    maximum: Callable  # `maximum(a, b)`, b where a < b, else a: a NaN in a stays
+    where: Callable  # `where(condition, a, b)`, a where the condition holds, else b; both are computed
 
 
 @dataclass(frozen=True)
@@ -82,11 +76,7 @@ class ReLU(Elementwise):
 
 @dataclass(frozen=True)
 class LeakyReLU(Elementwise):
-    """x where x > 0, else slope * x (Maas et al. 2013).
-
-    Attributes:
-        slope: of the negative side, a finite number of float32.
-    """
+    """x where x > 0, else slope * x (Maas et al. 2013); the slope is a finite number of float32."""
 
     slope: float = 0.01
 

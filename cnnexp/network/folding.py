@@ -19,9 +19,8 @@ from cnnexp.network.shapes import Network, NormStage, Stage
 class Folded:
     """A network without what does nothing of its own in `predict`.
 
-    Attributes:
-        network: it. sources: of each of its layers that has parameters the stage of the whole network that these come
-            from, and the BatchNorm2ds that are folded into them.
+    Its sources are, of each layer that has parameters, the stage of the whole network that these come from, and the
+    BatchNorm2ds that are folded into them.
     """
 
     network: Network

@@ -13,20 +13,10 @@ from typing import Literal
 import numpy as np
 
 from cnnexp.errors import ConfigError, NetworkError
+from cnnexp.network import layers as net
 from cnnexp.network import onnx_file
 from cnnexp.network.elementwise import ReLU, Sigmoid
-from cnnexp.network.layers import (
-    BatchNorm2d,
-    Conv2d,
-    Dropout,
-    Flatten,
-    GlobalAvgPool,
-    Layer,
-    Linear,
-    MaxPool2d,
-    Residual,
-    Shape,
-)
+from cnnexp.network.layers import Layer, Shape
 from cnnexp.network.losses import Loss, LossName
 from cnnexp.network.reader import Found, read
 from cnnexp.network.shapes import Network
@@ -40,10 +30,11 @@ Padding = Literal["valid", "same", "full", "auto"] | int
 
 @dataclass(frozen=True)
 class Model:
-    """Base of the models; a whole number in one counts something, so it is at least 1 (`padding`: at least 0).
+    """Base of the models; `conf/model/<name>.yaml` explains the fields of each.
 
-    A plugin's own default may be smaller, and is the least then. A model may have the fields `loss_name` and
-    `label_smoothing`, see `Loss`; without them it is trained with softmax and cross entropy.
+    A whole number counts something, so it is at least 1 (`padding`: at least 0). A plugin's own default may be smaller,
+    and is the least then. A model may have the fields `loss_name` and `label_smoothing`, see `Loss`; without them it is
+    trained with softmax and cross entropy.
     """
 
     def __post_init__(self) -> None:
@@ -60,15 +51,7 @@ class Model:
             raise ConfigError(f"model.{error}") from error
 
     def network(self, input_shape: Shape, classes: int) -> Network:
-        """Return the network for a data set.
-
-        Args:
-            input_shape: (H, W, C) of its images, or (D,) of its points.
-            classes: how many it has.
-
-        Raises:
-            NetworkError: the layers do not fit the input.
-        """
+        """Return the network of inputs (H, W, C) or (D,) and classes; raise NetworkError where layers do not fit."""
         raise NotImplementedError
 
     def initial_state(self, network: Network, seed: int) -> dict[str, np.ndarray]:
@@ -87,14 +70,7 @@ class Model:
 
 @dataclass(frozen=True)
 class OneConv(Model):
-    """Castanheira's network (section 2): one convolution, one pooling layer, one linear layer.
-
-    Attributes:
-        filters: of the convolution.
-        kernel: side in pixels.
-        pool: side of the max-pooling window, and its step.
-        padding: of the convolution; `auto` pads the pooling layer too.
-    """
+    """Castanheira's network (section 2): one convolution, one pooling layer, one linear layer."""
 
     filters: int = 64
     kernel: int = 3
@@ -102,18 +78,12 @@ class OneConv(Model):
     padding: Padding = "valid"
 
     def network(self, input_shape: Shape, classes: int) -> Network:
-        return _convolutional(input_shape, self, 1, Linear(classes))
+        return _convolutional(input_shape, self, 1, net.Linear(classes))
 
 
 @dataclass(frozen=True)
 class TwoConvMlp(Model):
-    """Garg's network: two convolutions, one pooling layer, two linear layers.
-
-    Attributes:
-        filters, kernel, pool, padding: as `OneConv`, for both convolutions.
-        hidden: outputs of the first linear layer.
-        linear_bias: whether the linear layers have biases; the paper's count, 105,496, is without.
-    """
+    """Garg's network: two convolutions, one pooling layer, two linear layers; without biases as the paper counts it."""
 
     filters: int = 8
     kernel: int = 5
@@ -123,18 +93,13 @@ class TwoConvMlp(Model):
     linear_bias: bool = False
 
     def network(self, input_shape: Shape, classes: int) -> Network:
-        head = (Linear(self.hidden, self.linear_bias), ReLU(), Linear(classes, self.linear_bias))
+        head = (net.Linear(self.hidden, self.linear_bias), ReLU(), net.Linear(classes, self.linear_bias))
         return _convolutional(input_shape, self, 2, *head)
 
 
 @dataclass(frozen=True)
 class TwoConvPool4(Model):
-    """Rendon and Sanseviero's network: two small convolutions, one wide pooling layer, two linear layers.
-
-    Attributes:
-        filters, kernel, pool, padding: as `OneConv`, for both convolutions.
-        hidden: outputs of the first linear layer.
-    """
+    """Rendon and Sanseviero's network: two small convolutions, one wide pooling layer, two linear layers."""
 
     filters: int = 4
     kernel: int = 2
@@ -143,19 +108,12 @@ class TwoConvPool4(Model):
     hidden: int = 128
 
     def network(self, input_shape: Shape, classes: int) -> Network:
-        return _convolutional(input_shape, self, 2, Linear(self.hidden), ReLU(), Linear(classes))
+        return _convolutional(input_shape, self, 2, net.Linear(self.hidden), ReLU(), net.Linear(classes))
 
 
 @dataclass(frozen=True)
 class Knm(Model):
-    """Chavan and Kulkarni's "K-N-M-10": N kernels of K x K, M hidden neurons, e.g. 5-50-100-10 (their figure 3).
-
-    Attributes:
-        kernel: K, side in pixels.
-        filters: N.
-        hidden: M, outputs of the first linear layer; the last has one per class of the data set.
-        pool, padding: as `OneConv`.
-    """
+    """Chavan and Kulkarni's "K-N-M-10": N kernels of K x K, M hidden neurons, e.g. 5-50-100-10 (their figure 3)."""
 
     kernel: int = 5
     filters: int = 50
@@ -164,40 +122,27 @@ class Knm(Model):
     padding: Padding = "valid"
 
     def network(self, input_shape: Shape, classes: int) -> Network:
-        return _convolutional(input_shape, self, 1, Linear(self.hidden), ReLU(), Linear(classes))
+        return _convolutional(input_shape, self, 1, net.Linear(self.hidden), ReLU(), net.Linear(classes))
 
 
 @dataclass(frozen=True)
 class Ffn(Model):
-    """Khandait et al.'s feed-forward network: linear layers with ReLU between them; images are flattened first.
-
-    Attributes:
-        hidden: outputs of each hidden layer, first to last; empty for a linear classifier.
-        loss_name: `binary_cross_entropy` ends in one sigmoid (two classes, as in the paper), `softmax_cross_entropy`
-            in one score per class.
-    """
+    """Khandait et al.'s feed-forward network: linear layers with ReLU between them; images are flattened first."""
 
     hidden: tuple[int, ...] = (30,)
     loss_name: Literal["softmax_cross_entropy", "binary_cross_entropy"] = "binary_cross_entropy"
 
     def network(self, input_shape: Shape, classes: int) -> Network:
-        flatten = (Flatten(),) if len(input_shape) > 1 else ()
-        body = tuple(layer for width in self.hidden for layer in (Linear(width), ReLU()))
+        flatten = (net.Flatten(),) if len(input_shape) > 1 else ()
+        body = tuple(layer for width in self.hidden for layer in (net.Linear(width), ReLU()))
         binary = self.loss == Loss.BINARY_CROSS_ENTROPY
-        head = (Linear(1), Sigmoid()) if binary else (Linear(classes),)
+        head = (net.Linear(1), Sigmoid()) if binary else (net.Linear(classes),)
         return Network(input_shape, (*flatten, *body, *head))
 
 
 @dataclass(frozen=True)
 class Custom(Model):
-    """Any list of layers.
-
-    Attributes:
-        layers: first to last; the last must give one output per class of the data set (one for
-            `binary_cross_entropy`, with a Sigmoid after it).
-        loss_name: what training minimizes.
-        label_smoothing: of `softmax_cross_entropy`: see `Loss`.
-    """
+    """Any list of layers; the last gives an output per class, or one for `binary_cross_entropy`, then a Sigmoid."""
 
     layers: tuple[Layer, ...]
     loss_name: LossName = "softmax_cross_entropy"
@@ -209,13 +154,7 @@ class Custom(Model):
 
 @dataclass(frozen=True)
 class Onnx(Model):
-    """A network from an ONNX file, of the layers that there are.
-
-    Attributes:
-        path: the file.
-        pretrained: whether training begins with the file's weights; else with drawn ones, as every other model.
-        loss_name, label_smoothing: as `Custom`.
-    """
+    """A network from an ONNX file, of the layers that there are; `pretrained` begins with the file's weights."""
 
     path: str
     pretrained: bool = False
@@ -241,14 +180,6 @@ class ResNet(Model):
 
     A convolution, then three groups of `blocks` residual blocks of two convolutions each, then the mean of every
     channel and a linear layer: 6 * blocks + 2 layers with weights.
-
-    Attributes:
-        blocks: n in the paper's depth, 6n + 2.
-        width: channels of the first group; the second has twice as many, the third four times.
-        downsample: what halves the image and doubles the channels between groups: `shortcut`, the first block of the
-            next group, its shortcut without parameters, option A of the paper; `convolution`, one more of them.
-        dropout: rate before the linear layer; none if 0.
-        label_smoothing: see `Loss`.
     """
 
     blocks: int = 1
@@ -268,13 +199,13 @@ class ResNet(Model):
             if group and self.downsample == "convolution":
                 layers += [*_normalized(width, stride=2), ReLU()]
             elif group:
-                halving = Conv2d(width, 3, 2, "floor+1", bias=False), BatchNorm2d()
-                layers += [Residual((*halving, ReLU(), *_normalized(width)), "padded"), ReLU()]
+                halving = net.Conv2d(width, 3, 2, "floor+1", bias=False), net.BatchNorm2d()
+                layers += [net.Residual((*halving, ReLU(), *_normalized(width)), "padded"), ReLU()]
                 blocks -= 1
-            block = Residual((*_normalized(width), ReLU(), *_normalized(width)))
+            block = net.Residual((*_normalized(width), ReLU(), *_normalized(width)))
             layers += [block, ReLU()] * blocks
-        drop = (Dropout(self.dropout),) if self.dropout else ()
-        return Network(input_shape, (*layers, GlobalAvgPool(), *drop, Linear(classes)))
+        drop = (net.Dropout(self.dropout),) if self.dropout else ()
+        return Network(input_shape, (*layers, net.GlobalAvgPool(), *drop, net.Linear(classes)))
 
 
 @dataclass(frozen=True)
@@ -284,11 +215,6 @@ class MobileNet(Model):
     A convolution, then three groups of `blocks` separable ones, each a depthwise 3 x 3 and a 1 x 1 convolution with
     batch normalization and ReLU after both, then the mean of every channel and a linear layer. The second and the third
     group halve the image.
-
-    Attributes:
-        blocks: separable convolutions of a group.
-        width: channels of the first convolution; each group has twice as many as what comes before it.
-        label_smoothing: see `Loss`.
     """
 
     blocks: int = 2
@@ -300,10 +226,11 @@ class MobileNet(Model):
         for group in range(3):
             for block in range(self.blocks):
                 stride, padding = (2, "floor+1") if group and not block else (1, "same")
-                depthwise = Conv2d(channels, 3, stride, padding, bias=False, groups=channels)
+                depthwise = net.Conv2d(channels, 3, stride, padding, bias=False, groups=channels)
                 channels = self.width * 2 ** (group + 1)
-                layers += [depthwise, BatchNorm2d(), ReLU(), Conv2d(channels, 1, bias=False), BatchNorm2d(), ReLU()]
-        return Network(input_shape, (*layers, GlobalAvgPool(), Linear(classes)))
+                pointwise = net.Conv2d(channels, 1, bias=False)
+                layers += [depthwise, net.BatchNorm2d(), ReLU(), pointwise, net.BatchNorm2d(), ReLU()]
+        return Network(input_shape, (*layers, net.GlobalAvgPool(), net.Linear(classes)))
 
 
 MODELS: Registry[Model] = Registry(
@@ -326,11 +253,11 @@ def _convolutional(
     input_shape: Shape, model: OneConv | TwoConvMlp | TwoConvPool4 | Knm, convolutions: int, *head: Layer
 ) -> Network:
     """Return as many convolutions, each with a ReLU, a pooling layer, and a head on the flat outcome."""
-    conv = Conv2d(model.filters, model.kernel, padding=model.padding)
-    pool = MaxPool2d(model.pool, padding="auto" if model.padding == "auto" else "valid")
-    return Network(input_shape, (*(conv, ReLU()) * convolutions, pool, Flatten(), *head))
+    conv = net.Conv2d(model.filters, model.kernel, padding=model.padding)
+    pool = net.MaxPool2d(model.pool, padding="auto" if model.padding == "auto" else "valid")
+    return Network(input_shape, (*(conv, ReLU()) * convolutions, pool, net.Flatten(), *head))
 
 
 def _normalized(filters: int, stride: int = 1) -> tuple[Layer, ...]:
     """A convolution without bias, which the shift after it would undo, and a batch normalization."""
-    return Conv2d(filters, 3, stride, "same", bias=False), BatchNorm2d()
+    return net.Conv2d(filters, 3, stride, "same", bias=False), net.BatchNorm2d()

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from cnnexp.errors import MOST_SAID, BackendUnavailable, DataError, NetworkError, installing
+from cnnexp.errors import MOST_SAID, BackendUnavailable, DataError, NetworkError, installing, reason_of
 from cnnexp.network.reader import HANDLERS, Graph, Node
 from cnnexp.system.files import open_regular, read_regular, read_up_to
 
@@ -40,7 +40,7 @@ def load(path: str) -> Graph:
             onnx.checker.check_model(model)
         return graph
     except OSError as error:
-        raise DataError(f"{source}: {error.strerror or error}") from error
+        raise DataError(f"{source}: {reason_of(error)}") from error
     except (DataError, NetworkError):
         raise
     except Exception as error:  # protobuf, the checker and NumPy raise whatever they like on a damaged file

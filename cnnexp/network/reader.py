@@ -46,37 +46,25 @@ class Node:
 
 @dataclass(frozen=True)
 class Graph:
-    """Nodes, each after those whose values it takes.
+    """Nodes, each after those whose values it takes."""
 
-    Attributes:
-        source: where it comes from, for messages, e.g. `model.path='net.onnx'`.
-        constants: by name.
-        given, made: the names of what it takes and gives.
-        dims: of what it takes, without the number of images; None for a side that is left open.
-        folds: whether arithmetic may become part of weights; not of those that are written back where they came from.
-    """
-
-    source: str
+    source: str  # where it comes from, for messages, e.g. `model.path='net.onnx'`
     nodes: Sequence[Node]
     constants: Mapping[str, np.ndarray]
-    given: str
+    given: str  # the name of what it takes
     made: str
-    dims: tuple[int | None, ...]
-    folds: bool = True
+    dims: tuple[int | None, ...]  # of what it takes, without the number of images; None for a side that is left open
+    folds: bool = True  # arithmetic into weights; not into those that are written back where they came from
 
 
 @dataclass(frozen=True)
 class Found:
-    """The layers of a graph, and their weights in the order of `Network.parameters` and `Network.running`.
-
-    Attributes:
-        dropped: what no layer does, since training or the data set does it, in words.
-    """
+    """The layers of a graph, and their weights in the order of `Network.parameters` and `Network.running`."""
 
     layers: tuple[Layer, ...]
     parameters: Weights
     running: Weights
-    dropped: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()  # what no layer does, since training or the data set does it, in words
 
     def state(self, network: Network, seed: int, dtype: type = np.float32) -> dict[str, np.ndarray]:
         """Return what a run with these weights begins with, as `Network.initial_state`."""
@@ -104,25 +92,16 @@ class _Point:
 
 @dataclass(frozen=True)
 class _Value:
-    """A value of the graph.
-
-    Attributes:
-        axes: where its axes lie in ours, (N, H, W, C).
-        order: of a flat one, where each of its numbers stands in ours; None where they stand alike.
-        pads: of a Pad just before: top, left, bottom, right. fill: with what.
-        skip: of a shortcut just before: the steps from pixel to pixel, down and across, and its channels of zeros.
-        end: the softmax just before.
-        rule: what arithmetic with numbers makes of the place's values; None if there is none.
-    """
+    """A value of the graph."""
 
     point: _Point
-    axes: tuple[int, ...]
-    order: np.ndarray | None = None
-    pads: tuple[int, ...] = NO_PADS
-    fill: float = 0.0
-    skip: tuple[int, ...] = NO_SKIP
-    end: str = ""
-    rule: Callable[[Any], Any] | None = None
+    axes: tuple[int, ...]  # where they lie in ours, (N, H, W, C)
+    order: np.ndarray | None = None  # of a flat one, where each number stands in ours; None where they stand alike
+    pads: tuple[int, ...] = NO_PADS  # of a Pad just before: top, left, bottom, right
+    fill: float = 0.0  # what it fills them with
+    skip: tuple[int, ...] = NO_SKIP  # of a shortcut just before: steps down and across, and its channels of zeros
+    end: str = ""  # the softmax just before
+    rule: Callable[[Any], Any] | None = None  # what arithmetic with numbers makes of the place's values
 
 
 def read(graph: Graph, input_shape: Shape) -> Found:

@@ -18,11 +18,7 @@ GIVEN = ("exp", "tanh", "erf", "maximum", "where")  # the fields of `elementwise
 
 
 class Recorded(NDArrayOperatorsMixin):
-    """Base: it turns `+ - * /` and comparisons into operations by name, on itself and on numbers.
-
-    Raises:
-        NetworkError: a rule does anything else with it.
-    """
+    """Base: it turns `+ - * /` and comparisons into operations by name; anything else in a rule raises NetworkError."""
 
     def apply(self, operation: str, *values: Self | np.float32) -> Self:
         """Return an operation's outcome: `add sub mul div`, `neg` (of one value), `< <= > >=`."""

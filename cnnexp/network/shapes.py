@@ -15,23 +15,9 @@ from typing import Any, assert_never, cast
 import numpy as np
 
 from cnnexp.errors import NetworkError
+from cnnexp.network import layers as net
 from cnnexp.network.elementwise import Elementwise
-from cnnexp.network.layers import (
-    LAYERS,
-    AvgPool2d,
-    BatchNorm2d,
-    Conv2d,
-    Dropout,
-    Flatten,
-    GlobalAvgPool,
-    Layer,
-    Linear,
-    MaxPool2d,
-    Pool,
-    Residual,
-    Shape,
-    Structural,
-)
+from cnnexp.network.layers import LAYERS, Layer, Pool, Shape
 from cnnexp.system.ranges import FLOAT32, in_float32
 
 PADDINGS = ("valid", "same", "full", "auto", "floor")
@@ -40,21 +26,13 @@ POOL_PADDINGS = ("valid", "auto", "floor")
 
 @dataclass(frozen=True)
 class Parameter:
-    """One weight or bias: where it lies in the flat buffer and how it is initialized.
+    """One weight or bias: where it lies in the flat buffer and how it is initialized."""
 
-    Attributes:
-        name: e.g. `conv1.weight`.
-        shape: Conv2d weight (K, K, C, F), Linear weight (D, O), bias (F,) or (O,).
-        offset: index of its first element in the flat buffer.
-        fan_in: inputs that feed one output of the layer; bounds the initial values.
-        start: the initial value of all its elements; None where they are drawn.
-    """
-
-    name: str
-    shape: Shape
-    offset: int
-    fan_in: int
-    start: float | None = None
+    name: str  # e.g. `conv1.weight`
+    shape: Shape  # Conv2d weight (K, K, C, F), Linear weight (D, O), bias (F,) or (O,)
+    offset: int  # index of its first element in the flat buffer
+    fan_in: int  # inputs that feed one output of the layer; bounds the initial values
+    start: float | None = None  # the initial value of all its elements; None where they are drawn
 
     @property
     def size(self) -> int:
@@ -67,21 +45,15 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Window:
-    """How square windows slide over an image, all worked out: no backend does it again.
+    """How square windows slide over an image, all worked out, in pixels: no backend does it again."""
 
-    Attributes:
-        size: side of a window in pixels. stride: step in pixels.
-        top, left, bottom, right: rows and columns outside the image that windows reach into, >= 0.
-        dilation: step in pixels within a window, of `size` taps then.
-    """
-
-    size: int
+    size: int  # of a side
     stride: int
-    top: int = 0
+    top: int = 0  # rows, and on the other sides columns, outside the image that windows reach into, >= 0
     left: int = 0
     bottom: int = 0
     right: int = 0
-    dilation: int = 1
+    dilation: int = 1  # step within a window, of `size` taps then
 
     @property
     def pads(self) -> tuple[int, int, int, int]:
@@ -96,24 +68,16 @@ class Window:
 
 @dataclass(frozen=True)
 class Placed:
-    """A layer in its place: what comes in, what goes out, what it holds.
-
-    Attributes:
-        name: kind and ordinal, e.g. `conv1`, `relu2`, `linear1`, and `residual1.conv1` of a layer inside another.
-        input_shape, output_shape: without the number of images.
-        weight, bias: its parameters, or None; a BatchNorm2d's scale and shift.
-        running: of a BatchNorm2d, the mean and the variance of every channel in the flat buffer of running averages.
-        stages: of the layers that it holds, first to last.
-    """
+    """A layer in its place: what comes in, what goes out, what it holds."""
 
     layer: Layer
-    name: str
-    input_shape: Shape
+    name: str  # kind and ordinal, e.g. `conv1`, `relu2`, and `residual1.conv1` of a layer inside another
+    input_shape: Shape  # without the number of images
     output_shape: Shape
-    weight: Parameter | None = None
-    bias: Parameter | None = None
-    running: tuple[Parameter, ...] = ()
-    stages: tuple[Stage, ...] = ()
+    weight: Parameter | None = None  # a BatchNorm2d's scale
+    bias: Parameter | None = None  # a BatchNorm2d's shift
+    running: tuple[Parameter, ...] = ()  # a BatchNorm2d's mean and variance, in the flat buffer of running averages
+    stages: tuple[Stage, ...] = ()  # of the layers that it holds, first to last
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name}, {_by(self.input_shape)} to {_by(self.output_shape)})"
@@ -138,7 +102,7 @@ class Placed:
 class ConvStage(Placed):
     """A Conv2d in its place, with how its kernel slides over the image."""
 
-    layer: Conv2d
+    layer: net.Conv2d
     window: Window = field(kw_only=True)
     weight: Parameter = field(kw_only=True)
 
@@ -164,7 +128,7 @@ class PoolStage(Placed):
 class LinearStage(Placed):
     """A Linear in its place."""
 
-    layer: Linear
+    layer: net.Linear
     weight: Parameter = field(kw_only=True)
 
     @property
@@ -176,7 +140,7 @@ class LinearStage(Placed):
 class NormStage(Placed):
     """A BatchNorm2d in its place."""
 
-    layer: BatchNorm2d
+    layer: net.BatchNorm2d
     weight: Parameter = field(kw_only=True)
     bias: Parameter = field(kw_only=True)
 
@@ -192,21 +156,21 @@ class ElementwiseStage(Placed):
 class DropoutStage(Placed):
     """A Dropout in its place."""
 
-    layer: Dropout
+    layer: net.Dropout
 
 
 @dataclass(frozen=True, repr=False)
 class FlattenStage(Placed):
     """A Flatten in its place."""
 
-    layer: Flatten
+    layer: net.Flatten
 
 
 @dataclass(frozen=True, repr=False)
 class ResidualStage(Placed):
     """A Residual in its place, with the windows of one pixel that its shortcut takes, None where it takes all."""
 
-    layer: Residual
+    layer: net.Residual
     window: Window | None = None
 
 
@@ -214,7 +178,7 @@ class ResidualStage(Placed):
 class StructuralStage(Placed):
     """A plugin's structural layer in its place."""
 
-    layer: Structural
+    layer: net.Structural
 
 
 _Plain = ElementwiseStage | DropoutStage | FlattenStage | StructuralStage
@@ -231,11 +195,7 @@ def walk(stages: Iterable[Stage]) -> Iterator[Stage]:
 
 @dataclass(frozen=True)
 class Network:
-    """An input shape and layers that fit it.
-
-    Args:
-        input_shape: (H, W, C) for images, (D,) for points.
-        layers: the layer specs, first to last.
+    """An input shape, (H, W, C) for images, (D,) for points, and layers that fit it, first to last.
 
     Raises:
         NetworkError: a layer does not fit, with its position, the shape there and what would fit.
@@ -291,7 +251,7 @@ class Network:
     @property
     def draws(self) -> bool:
         """Whether a training step draws random numbers."""
-        return any(isinstance(stage.layer, Dropout) for stage in walk(self.stages))
+        return any(isinstance(stage.layer, net.Dropout) for stage in walk(self.stages))
 
     def initial_state(self, seed: int) -> dict[str, np.ndarray]:
         """Return what a run begins with, as `Program.restore` takes it.
@@ -372,14 +332,12 @@ class _Builder:
     def __init__(self) -> None:
         self._offset, self._running_offset = 0, 0
 
-    def stages(
-        self, layers: tuple[Layer, ...], shape: Shape, position: str = "", prefix: str = ""
-    ) -> tuple[Stage, ...]:
-        """Return the stages of layers on an input; `position` and `prefix` say which layer holds them."""
+    def stages(self, layers: tuple[Layer, ...], shape: Shape, place: str = "", prefix: str = "") -> tuple[Stage, ...]:
+        """Return the stages of layers on an input; `place` and `prefix` say which layer holds them."""
         stages: list[Stage] = []
         ordinals: dict[str, int] = {}
         for i, layer in enumerate(layers):
-            here = f"{position}{i}"
+            here = f"{place}{i}"
             if not isinstance(layer, Layer):
                 raise NetworkError(f"layer {here}: {layer!r} is not a layer; legal: {', '.join(LAYERS)}")
             kind = type(layer).__name__.lower().removesuffix("2d")
@@ -392,7 +350,7 @@ class _Builder:
     def _stage(self, layer: Layer, name: str, position: str, shape: Shape) -> Stage:
         where = f"layer {position} ({name})"
         match layer:
-            case Conv2d(filters, kernel, stride, padding, has_bias, groups, dilation):
+            case net.Conv2d(filters, kernel, stride, padding, has_bias, groups, dilation):
                 _need_image(where, shape, "Conv2d")
                 _check_whole(where, filters=filters, kernel=kernel, stride=stride, groups=groups, dilation=dilation)
                 if shape[2] % groups or filters % groups:
@@ -403,21 +361,21 @@ class _Builder:
                 window, seen = replace(window, size=kernel, dilation=dilation), shape[2] // groups
                 weights = self._weights(name, (kernel, kernel, seen, filters), kernel * kernel * seen, has_bias)
                 return ConvStage(layer, name, shape, (p, q, filters), window=window, **weights)
-            case MaxPool2d(pool, stride, padding) | AvgPool2d(pool, stride, padding):
+            case net.MaxPool2d(pool, stride, padding) | net.AvgPool2d(pool, stride, padding):
                 _need_image(where, shape, type(layer).__name__)
                 step = pool if stride is None else stride
                 _check_whole(where, pool=pool, stride=step)
                 window, (u, v) = _slide_pool(where, shape, pool, step, padding)
                 return PoolStage(layer, name, shape, (u, v, shape[2]), window=window)
-            case GlobalAvgPool():
+            case net.GlobalAvgPool():
                 _need_image(where, shape, "GlobalAvgPool")
                 height, width, channels = shape
                 side = max(height, width)  # one window over all: what lies outside the image does not count
                 window = Window(side, 1, 0, 0, side - height, side - width)
                 return PoolStage(layer, name, shape, (channels,), window=window)
-            case Flatten():
+            case net.Flatten():
                 return FlattenStage(layer, name, shape, (math.prod(shape),))
-            case Linear(features, has_bias):
+            case net.Linear(features, has_bias):
                 if len(shape) != 1:
                     raise NetworkError(f"{where}: Linear needs a flat input but gets {shape}; put Flatten before it")
                 _check_whole(where, features=features)
@@ -425,10 +383,10 @@ class _Builder:
                 return LinearStage(layer, name, shape, (features,), **weights)
             case Elementwise():
                 return ElementwiseStage(layer, name, shape, shape)
-            case Dropout(rate):
+            case net.Dropout(rate):
                 _check_number(where, "rate", rate, 0 <= rate < 1, ">= 0 and < 1")
                 return DropoutStage(layer, name, shape, shape)
-            case BatchNorm2d(momentum, epsilon):
+            case net.BatchNorm2d(momentum, epsilon):
                 _need_image(where, shape, "BatchNorm2d")
                 _check_number(where, "momentum", momentum, 0 < momentum <= 1, "> 0 and <= 1")
                 _check_number(where, "epsilon", epsilon, 0 < epsilon < math.inf, "> 0")
@@ -437,13 +395,13 @@ class _Builder:
                 shift = self._take(f"{name}.bias", by_channel, 1, 0.0)
                 running = self._keep(f"{name}.mean", by_channel, 0.0), self._keep(f"{name}.variance", by_channel, 1.0)
                 return NormStage(layer, name, shape, shape, weight=scale, bias=shift, running=running)
-            case Residual(layers, shortcut):
+            case net.Residual(layers, shortcut):
                 if not layers:
                     raise NetworkError(f"{where}: Residual holds no layers; give it at least one")
                 inner = self.stages(layers, shape, f"{position}.", f"{name}.")
                 made = inner[-1].output_shape
                 return ResidualStage(layer, name, shape, made, stages=inner, window=_skip(where, shortcut, shape, made))
-            case Structural():
+            case net.Structural():
                 return StructuralStage(layer, name, shape, _given_shape(where, layer, shape))
             case _:
                 assert_never(layer)
@@ -506,7 +464,7 @@ def _slide(
     return Window(window, stride, *befores, *afters), (counts[0], counts[1])
 
 
-def _given_shape(where: str, layer: Structural, shape: Shape) -> Shape:
+def _given_shape(where: str, layer: net.Structural, shape: Shape) -> Shape:
     given = layer.output_shape(shape)
     if not (isinstance(given, tuple) and len(given) in (1, 3) and all(_whole(n, 1) for n in given)):
         raise NetworkError(f"{where}: output_shape({shape}) gives {given!r}; must be (H, W, C) or (D,), each >= 1")
@@ -527,9 +485,8 @@ def _skip(where: str, shortcut: str, shape: Shape, made: Shape) -> Window | None
     }
     if shortcut not in legal:
         raise NetworkError(f"{where}: shortcut={shortcut!r}; legal: {', '.join(legal)}")
-    raise NetworkError(
-        f"{where}: Residual adds its input, {shape}, to what its layers make of it, {made}; {legal[shortcut]}"
-    )
+    fits = legal[shortcut]
+    raise NetworkError(f"{where}: Residual adds its input, {shape}, to what its layers make of it, {made}; {fits}")
 
 
 def _need_image(where: str, shape: Shape, kind: str) -> None:

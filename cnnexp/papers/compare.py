@@ -26,19 +26,12 @@ FACTS = "sweep.json"  # of a sweep's folder: what was run, where
 
 @dataclass(frozen=True)
 class Cell:
-    """One number made again.
+    """One number made again."""
 
-    Attributes:
-        published: as printed, or None.
-        ours: the mean over the jobs that make it, or None where there is none.
-        spread: their standard deviation where there are several (seeds), else None.
-        why: what stands there instead of a number.
-    """
-
-    published: float | None
-    ours: float | None
-    spread: float | None = None
-    why: str = ""
+    published: float | None  # as printed, or None
+    ours: float | None  # the mean over the jobs that make it, or None where there is none
+    spread: float | None = None  # their standard deviation where there are several (seeds), else None
+    why: str = ""  # what stands there instead of a number
 
     @property
     def ratio(self) -> float | None:
@@ -72,11 +65,7 @@ def note_facts(folder: Path, paper: str | None, overrides: Sequence[str]) -> Non
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
-    """Return what `note_facts` kept.
-
-    Raises:
-        DataError: the folder is not one of a sweep.
-    """
+    """Return what `note_facts` kept; raise DataError where the folder is not one of a sweep."""
     try:
         return json.loads((folder / FACTS).read_text(encoding="utf-8"))
     except OSError as error:

@@ -15,21 +15,13 @@ from cnnexp.papers.measures import Measure, epoch_s
 
 @dataclass(frozen=True)
 class Line:
-    """A row of a table, a series of a figure.
+    """A row of a table, a series of a figure."""
 
-    Attributes:
-        label: as the paper has it, or ours where the paper has no such row.
-        jobs: config keys and values of the jobs that make it.
-        published: one number per column of the experiment, first to last; the paper has none for those left over.
-        measure: of its own, else the column's, else the experiment's.
-        against: makes the line a speedup: the measure of these jobs over that of its own.
-    """
-
-    label: str
-    jobs: Mapping[str, Any] = field(default_factory=dict)
-    published: tuple[float | None, ...] = ()
-    measure: Measure | None = None
-    against: Mapping[str, Any] | None = None
+    label: str  # as the paper has it, or ours where the paper has no such row
+    jobs: Mapping[str, Any] = field(default_factory=dict)  # config keys and values of the jobs that make it
+    published: tuple[float | None, ...] = ()  # of the experiment's columns, first to last; none for those left over
+    measure: Measure | None = None  # of its own, else the column's, else the experiment's
+    against: Mapping[str, Any] | None = None  # makes it a speedup: the measure of these jobs over that of its own
 
 
 @dataclass(frozen=True)
@@ -44,34 +36,22 @@ class Column:
 
 @dataclass(frozen=True)
 class Experiment:
-    """One table or figure of a paper.
-
-    Attributes:
-        source: paper and place.
-        quantity: what the numbers are, with their unit.
-        lines, columns: the table.
-        measure: of a job.
-        figure: `bars` (a panel per column, a bar per line), `lines` (over the columns' x), or `epochs` (over epochs).
-        axis: what the columns vary.
-        top: a second horizontal axis: its name and its number for each column.
-        by_epoch: of figure `epochs`, the metric drawn; `recall` adds a panel with the recall of each class.
-        scaling: adds a panel and a table with more workers and other links, as the cost model of its jobs has them.
-        notes: what differs from the paper, and why.
-    """
+    """One table or figure of a paper."""
 
     title: str
-    source: str
-    quantity: str
+    source: str  # paper and place
+    quantity: str  # what the numbers are, with their unit
     lines: tuple[Line, ...]
     columns: tuple[Column, ...]
     measure: Measure = epoch_s
+    # a panel per column and a bar per line; over the columns' x; or over epochs
     figure: Literal["bars", "lines", "epochs"] = "bars"
-    axis: str = ""
-    top: tuple[str, tuple[float, ...]] | None = None
-    by_epoch: str = "time/epoch_s"
-    recall: bool = False
-    scaling: bool = False
-    notes: tuple[str, ...] = ()
+    axis: str = ""  # what the columns vary
+    top: tuple[str, tuple[float, ...]] | None = None  # a second horizontal axis: its name, its number for each column
+    by_epoch: str = "time/epoch_s"  # of figure `epochs`, the metric drawn
+    recall: bool = False  # adds a panel with the recall of each class
+    scaling: bool = False  # adds a panel and a table with more workers and other links, by the cost model of its jobs
+    notes: tuple[str, ...] = ()  # what differs from the paper, and why
 
 
 def on(backend: str) -> dict[str, Any]:

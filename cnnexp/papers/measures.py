@@ -12,24 +12,14 @@ from cnnexp.measuring.amdahl import amdahl_limit
 
 @dataclass(frozen=True)
 class Job:
-    """One run of a sweep, as its journal has it.
+    """One run of a sweep, as its journal has it."""
 
-    Attributes:
-        config: the leaves of its config by dotted key.
-        status: FINISHED, or why not.
-        error: one line, None where it finished.
-        metrics: what is recorded once. epochs: metrics of each epoch.
-        images: of its whole training split.
-        folder: of the run.
-        device, threads: that it computed on.
-    """
-
-    config: Mapping[str, Any]
-    status: str
-    error: str | None
-    metrics: Mapping[str, float]
-    epochs: Sequence[Mapping[str, float]]
-    images: int = 0
+    config: Mapping[str, Any]  # its leaves by dotted key
+    status: str  # FINISHED, or why not
+    error: str | None  # one line, None where it finished
+    metrics: Mapping[str, float]  # what is recorded once
+    epochs: Sequence[Mapping[str, float]]  # metrics of each
+    images: int = 0  # of its whole training split
     folder: str = ""
     device: str = ""
     threads: int = 0
@@ -72,10 +62,7 @@ def images_per_s(job: Job) -> float:
 
 
 def layer_ms(layers: str, *passes: str) -> Measure:
-    """Return a measure: milliseconds per image in some passes of layers together, from the profile.
-
-    It is None where one was not clocked.
-    """
+    """Return a measure: milliseconds per image in some passes of layers together; None where one was not clocked."""
     names = [f"profile/{layer}/{what}_ms" for layer in layers.split() for what in passes or ("forward", "backward")]
     return lambda job: sum(job.metrics[name] for name in names) if set(names) <= set(job.metrics) else None
 

@@ -25,11 +25,7 @@ class ChildDied(Exception):
 
 
 def call(place: str, question: bytes, limit_s: float) -> bytes:
-    """Return `place(question)`.
-
-    Args:
-        place: `module:function` of this package, from bytes to bytes; it should catch its own exceptions.
-        limit_s: as long may it take, in seconds.
+    """Return `place(question)`, a `module:function` of this package, which should catch its own exceptions.
 
     Raises:
         ChildDied: the process ended without an answer, or took too long.

@@ -14,9 +14,7 @@ CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 def usable_cores() -> int:
     """Return the cores this process may run on: fewer than the machine has, in a container or under taskset."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @functools.cache

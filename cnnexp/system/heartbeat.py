@@ -11,15 +11,9 @@ from collections.abc import Callable
 
 
 class Heartbeat:
-    """What one process knows of the life of another.
+    """What one process knows of the life of another, which counts as stopped after `timeout_s` seconds of silence.
 
-    Args:
-        timeout_s: seconds of silence after which the other counts as stopped.
-        look_s: seconds between two looks.
-        start_timeout_s: as `timeout_s`, before the first sign; None: the same.
-
-    Attributes:
-        silent_s: seconds since the last sign, a look's worth each.
+    Looks are `look_s` apart. Before the first sign `start_timeout_s` counts, where it is given.
     """
 
     def __init__(self, timeout_s: float, look_s: float, start_timeout_s: float | None = None) -> None:
@@ -30,8 +24,7 @@ class Heartbeat:
     def look(self, sign: object) -> bool:
         """Look once more; return whether the other has been silent for too long.
 
-        Args:
-            sign: anything that changes while the other lives, as a count of its signs; 0 before the first.
+        The sign is anything that changes while the other lives, as a count of its signs; 0 before the first.
         """
         self.silent_s = self.silent_s + self._look_s if sign == self._last else 0.0
         self._last = sign

@@ -21,17 +21,11 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class Part:
-    """Something that takes memory.
+    """Something that takes memory."""
 
-    Attributes:
-        what: for a message, e.g. `the activations of a batch`.
-        bytes: at least so many.
-        key: of the config, whose lower value makes it smaller.
-    """
-
-    what: str
-    bytes: int
-    key: str
+    what: str  # for a message, e.g. `the activations of a batch`
+    bytes: int  # at least so many
+    key: str  # of the config, whose lower value makes it smaller
 
 
 def need(parts: Iterable[Part]) -> None:

@@ -28,13 +28,7 @@ def is_within(value: float, legal: str) -> bool:
 
 
 def check_range(key: str, value: float | None, legal: str) -> None:
-    """Raise ConfigError unless a number is as `legal` says, which the message repeats.
-
-    Args:
-        key: of the config, for the message.
-        value: as given; None is legal where `legal` names null.
-        legal: see the module.
-    """
+    """Raise ConfigError unless a number is as `legal` says, which the message repeats; None where it names null."""
     if value is None and "null" in legal:
         return
     number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -31,13 +31,7 @@ _shipped: dict[str, Mapping[str, object]] = {}
 
 
 class Registry(Mapping[str, type[T]], Generic[T]):
-    """The classes of one group by name; a class is imported when it is asked for.
-
-    Args:
-        group: as in `conf/`, and `layer`.
-        shipped: name -> class, or its `module:Class`.
-        package: that such a module is in.
-    """
+    """The classes of a group, of `conf/` or `layer`, by name; one given as `module:Class` is imported at need."""
 
     def __init__(self, group: str, shipped: Mapping[str, type[T] | str], package: str = "cnnexp") -> None:
         self._group, self._ours, self._package = group, shipped, package
@@ -119,11 +113,7 @@ def files(group: str) -> dict[str, str]:
 
 
 def load(plugin: str) -> None:
-    """Import a plugin: a module, or a file that ends in .py, under its own name.
-
-    Raises:
-        ConfigError: it cannot be imported.
-    """
+    """Import a plugin: a module, or a file that ends in .py, under its own name; raise ConfigError where that fails."""
     name = plugin
     if plugin.endswith(".py"):
         path = Path(plugin).expanduser().resolve()

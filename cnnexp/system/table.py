@@ -25,17 +25,11 @@ class Group:
 
 @dataclass(frozen=True)
 class Table:
-    """Groups of columns after columns of labels, and rows: the labels and a text for each column.
+    """Groups of columns after columns of labels, and rows: the labels and a text for each column."""
 
-    Attributes:
-        groups: of columns of numbers, aligned to the right.
-        rows: a text for each label and column.
-        labels: titles of the columns of texts before them, aligned to the left.
-    """
-
-    groups: Sequence[Group]
-    rows: Sequence[Sequence[str]]
-    labels: Sequence[str] = ("",)
+    groups: Sequence[Group]  # of columns of numbers, aligned to the right
+    rows: Sequence[Sequence[str]]  # a text for each label and column
+    labels: Sequence[str] = ("",)  # titles of the columns of texts before them, aligned to the left
 
     def titles(self, between: str) -> list[str]:
         """Return what stands above each column: a label, or its group's title and its heading."""

@@ -19,11 +19,7 @@ OPEN_S = 120.0  # as long may other processes take to set up a new store before 
 
 
 def store_uri(uri: str | None) -> str:
-    """Return `uri`, made absolute, or for None the sqlite file under `outputs/`.
-
-    Raises:
-        ConfigError: the address is not one that MLflow can open.
-    """
+    """Return `uri` made absolute, or the sqlite file under `outputs/`; raise ConfigError if MLflow cannot open it."""
     if uri is None:
         return sqlite_uri(environment.outputs_dir() / "mlflow.db")
     text = without_secrets(uri) if "://" in uri or not may_hold_secret(uri) else "***"
@@ -63,10 +59,7 @@ def sqlite_uri(database: Path) -> str:
 
 
 def need_answer(uri: str) -> None:
-    """Raise OSError where a server does not answer.
-
-    MLflow's own attempts at a database server go on for minutes.
-    """
+    """Raise OSError where a server does not answer; MLflow's own attempts at a database go on for minutes."""
     parts = urlsplit(uri)
     if not parts.hostname:
         return
@@ -78,12 +71,10 @@ def need_answer(uri: str) -> None:
             socket.create_connection((parts.hostname, port), CONNECT_S).close()
 
 
-def need_database(uri: str, wait_s: float | None = None) -> None:
+def need_database(uri: str, wait_s: float = OPEN_S) -> None:
     """Raise sqlite3.Error where an sqlite file exists and cannot be one; MLflow would try again for minutes."""
     if uri.startswith("sqlite") and database_of(uri).exists():
-        with contextlib.closing(
-            sqlite3.connect(database_of(uri), timeout=OPEN_S if wait_s is None else wait_s)
-        ) as database:
+        with contextlib.closing(sqlite3.connect(database_of(uri), timeout=wait_s)) as database:
             database.execute("PRAGMA schema_version")
 
 

@@ -27,9 +27,7 @@ SERVED_S = 60.0  # a page that does not answer by then is not opened
 def command(arguments: Sequence[str]) -> None:
     """Serve MLflow's web page on this machine until Ctrl-C, print its address, and open it where there is a screen.
 
-    Args:
-        arguments: of the command line: `tracking.uri=...` for another store, `port=...` for another port than 5000 or
-            the next free one.
+    The arguments are `tracking.uri=...` for another store, `port=...` for another port than 5000 or the next free one.
 
     Raises:
         ConfigError: an argument is unknown or out of range.

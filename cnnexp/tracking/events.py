@@ -41,20 +41,16 @@ _UNENDED: dict[str, Any] = {
 class Journal:
     """What the journal of a run's folder says; `read` takes in what has been written since.
 
-    A line that is no event of ours, such as the last one of a process that was killed while it wrote, is left out.
-
-    Args:
-        folder: of the run; it need not be there.
+    A line that is no event of ours, such as the last one of a process that was killed while it wrote, is left out. The
+    folder need not be there.
 
     Attributes:
         facts: of its last `job` line kind (`RUN` or `SWEEP`), name, overrides, config, config_hash and contended (empty
             without one), with `status` (DIED if it never ended), `error` (or None), `fallback` (the backend that took
             over, or None), `disturbed` (by other work; None where it is not known), `begin` (what `Store.begin` is
-            given, else empty),
-            `run_id` (of the MLflow run, or None), `stored` (whether the store was brought up to the end), `metrics`
-            (the final ones), `tags` (added at the end), `model` (what `Store.save_model` is given, or None),
-            `artifacts` ((file or folder, folder among the artifacts) pairs beside the usual ones) and `time_ms` (of
-            the end).
+            given, else empty), `run_id` (of the MLflow run, or None), `stored` (whether the store was brought up to the
+            end), `metrics` (the final ones), `tags` (added at the end), `model` (what `Store.save_model` is given, or
+            None), `artifacts` ((file or folder, folder among the artifacts) pairs beside the usual ones) and `time_ms`.
         epochs: by number, each once: its `metrics` by name, `time_ms`, when it ended, and `result`, all that a run
             needs to go on after it.
         unsent: numbers of the epochs that were read and that nobody has taken out.
@@ -120,10 +116,9 @@ class Journal:
 
 
 def read_journal(folder: Path) -> dict[str, Any]:
-    """Return the facts of a folder's `Journal`, and as lists what its epochs were.
+    """Return the facts of a folder's `Journal`, and what its epochs were.
 
-    Returns:
-        Beside the facts `epochs` (metrics by name, `epoch` among them) and `times_ms` (by epoch, and the end's by 0).
+    `epochs` is a list (metrics by name, `epoch` among them), `times_ms` a mapping (by epoch, and the end's by 0).
     """
     journal = Journal(folder)
     facts = journal.read()

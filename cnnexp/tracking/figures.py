@@ -47,15 +47,12 @@ def draw_run(
     classes: Sequence[str],
     title: str,
 ) -> None:
-    """Draw the figures of one run into `folder`.
+    """Draw the figures of one run into `folder`: learning.png, epoch_time.png, confusion.png and recall.png.
 
     Args:
-        folder: made if missing; gets learning.png, epoch_time.png, confusion.png and recall.png.
         epochs: each epoch's metrics by name, with `epoch`.
         baseline_s: seconds the baseline would have needed for each epoch, None where it was not measured.
         predictions: an .npz file with `labels` and `predicted` of the test split, integers (N,).
-        classes: their names.
-        title: of every figure.
     """
     with np.load(predictions, allow_pickle=False) as arrays:
         labels, predicted = arrays["labels"], arrays["predicted"]
@@ -72,10 +69,8 @@ def draw_run(
 def draw_sweep(folder: Path | str, rows: Sequence[Mapping[str, Any]], varied: Sequence[str]) -> None:
     """Draw what a sweep compares into `folder`: epoch_time.png and, where it was measured, speedup.png.
 
-    Args:
-        folder: made if missing.
-        rows: one per finished job: what varied, by key, and its metrics, by name.
-        varied: the keys that differ between jobs; the last with numbers alone is the horizontal axis.
+    A row of a finished job holds what varied, by key, and its metrics, by name; the last of the keys in `varied` with
+    numbers alone is the horizontal axis.
     """
     for name, metric, label in (
         ("epoch_time", "time/median_epoch_s", "median epoch time (s)"),
@@ -344,10 +339,8 @@ def _bars(rows: Sequence[Mapping[str, Any]], varied: Sequence[str], metric: str,
 def new_figure(width: float, height: float, measured: bool = True) -> Figure:
     """Return a figure of its own, in inches; pyplot would keep every one alive.
 
-    Args:
-        width, height: in inches.
-        measured: whether Matplotlib makes room for every text, in half of the time that drawing takes; else the usual
-            room is left for a title and for labels of a few letters.
+    Where it is `measured`, Matplotlib makes room for every text, in half of the time that drawing takes; else the usual
+    room is left for a title and for labels of a few letters.
     """
     figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained" if measured else None)
     if not measured:

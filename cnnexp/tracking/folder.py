@@ -30,12 +30,7 @@ MOST_BYTES = 2000  # that name a holder
 class RunLock:
     """The lock of a run's folder, until `release` or the end of the process, however that ends.
 
-    It names its holder: process id, host and boot.
-
-    Args:
-        folder: exists.
-        holder: what this process is; a run waits until a `RECORDER` has done its work.
-        key: of the config that names the folder.
+    It names its holder: process id, host and boot, and what it is; a run waits until a `RECORDER` has done its work.
 
     Raises:
         ConfigError: another process is in the folder now.
@@ -44,10 +39,8 @@ class RunLock:
     def __init__(self, folder: Path, holder: str = "process", key: str = "hydra.run.dir") -> None:
         release = _wait_for(folder, {"holder": holder, **liveness.describe(os.getpid())}, holder != RECORDER)
         if release is None:
-            delete = f", or delete {folder / HELD} if that is gone" if (folder / HELD).exists() else ""
-            raise ConfigError(
-                f"{key}={folder}: {_named(_holder(folder))} runs in it now; choose another folder{delete}"
-            )
+            more = f", or delete {folder / HELD} if that is gone" if (folder / HELD).exists() else ""
+            raise ConfigError(f"{key}={folder}: {_named(_holder(folder))} runs in it now; choose another folder{more}")
         self.release: Callable[[], None] = release
         """Let others in. Idempotent."""
 

@@ -7,66 +7,35 @@ inside it ONNX's order, channels first, holds.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, assert_never
 
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
+from cnnexp import network as net
+from cnnexp.backends.protocol import State
 from cnnexp.errors import ConfigError
-from cnnexp.network import (
-    ConvStage,
-    DropoutStage,
-    Elementwise,
-    ElementwiseStage,
-    FlattenStage,
-    GlobalAvgPool,
-    LeakyReLU,
-    LinearStage,
-    Maths,
-    MaxPool2d,
-    Network,
-    NormStage,
-    PoolStage,
-    ResidualStage,
-    Stage,
-    StructuralStage,
-)
+from cnnexp.network import Network, Stage
 from cnnexp.network.losses import Loss
 from cnnexp.network.reader import NATIVE
 from cnnexp.network.recorded import Recorded
 
 INPUT, OUTPUT = "images", "probabilities"
 OPSET, IR_VERSION = 17, 8  # of 2022; all that is used here is in them, and every runtime since reads them
-OPERATORS: Mapping[str, str] = {
-    "add": "Add",
-    "sub": "Sub",
-    "mul": "Mul",
-    "div": "Div",
-    "neg": "Neg",
-    "<": "Less",
-    "<=": "LessOrEqual",
-    ">": "Greater",
-    ">=": "GreaterOrEqual",
+OPERATORS = {
+    **{"add": "Add", "sub": "Sub", "mul": "Mul", "div": "Div", "neg": "Neg"},
+    **{"<": "Less", "<=": "LessOrEqual", ">": "Greater", ">=": "GreaterOrEqual"},
 }
 """ONNX's operators of `Recorded`."""
 
 
-def build(
-    network: Network, loss: Loss, state: Mapping[str, np.ndarray], pixels: str, classes: Sequence[str]
-) -> onnx.ModelProto:
+def build(network: Network, loss: Loss, state: State, pixels: str, classes: Sequence[str]) -> onnx.ModelProto:
     """Return the graph of what `model.Classifier.predict` computes.
 
-    Its input is `images` (N, *input_shape), its output `probabilities` float32 (N, classes); the names of the classes
-    are in its metadata, as JSON.
-
-    Args:
-        network: what was trained.
-        loss: which says how scores become probabilities.
-        state: of `Program.state`.
-        pixels: dtype of the images that it was trained on; `uint8` stands for value / 255.
-        classes: their names, in the order of the outputs.
+    Its input is `images` (N, *input_shape) of the dtype `pixels`, `uint8` standing for value / 255; its output is
+    `probabilities` float32 (N, classes); the names of the classes, in this order, are in its metadata, as JSON.
     """
     writer = _Writer(state)
     x = INPUT
@@ -96,13 +65,9 @@ def build(
 
 
 class _Writer:
-    """Puts one node after another; a value is the name of the node that gives it.
+    """Puts one node after another, with the parameters of a state; a value is the name of the node that gives it."""
 
-    Args:
-        state: whose parameters the layers take.
-    """
-
-    def __init__(self, state: Mapping[str, np.ndarray]) -> None:
+    def __init__(self, state: State) -> None:
         self._state = state
         self.nodes: list[onnx.NodeProto] = []
         self.tensors: list[onnx.TensorProto] = []
@@ -128,42 +93,42 @@ class _Writer:
     def _stage(self, stage: Stage, x: str) -> str:
         name = stage.name
         match stage:
-            case ConvStage():
+            case net.ConvStage():
                 # (K, K, C/G, F) -> (F, C/G, K, K)
                 weights, layer = self._weights(stage, (3, 2, 0, 1)), stage.layer
                 parts = {"group": layer.groups, "dilations": (layer.dilation, layer.dilation)}
                 return self.add("Conv", x, *weights, name=name, **parts, **_window(stage))
-            case PoolStage(layer=MaxPool2d()):
+            case net.PoolStage(layer=net.MaxPool2d()):
                 return self.add("MaxPool", x, name=name, **_window(stage))
-            case PoolStage(layer=GlobalAvgPool()):
+            case net.PoolStage(layer=net.GlobalAvgPool()):
                 return self.add("Flatten", self.add("GlobalAveragePool", x), name=name)
-            case PoolStage():
+            case net.PoolStage():
                 return self.add("AveragePool", x, name=name, count_include_pad=0, **_window(stage))
-            case FlattenStage():
+            case net.FlattenStage():
                 rows_first = self.add("Transpose", x, perm=(0, 2, 3, 1)) if len(stage.input_shape) == 3 else x
                 return self.add("Flatten", rows_first, name=name)
-            case LinearStage():
+            case net.LinearStage():
                 return self.add("Gemm", x, *self._weights(stage, (0, 1)), name=name)
-            case DropoutStage():
+            case net.DropoutStage():
                 return x
-            case NormStage():
+            case net.NormStage():
                 averages = [self.constant(p.view(self._state["running"]), p.name) for p in stage.running]
                 kept, epsilon = (*self._weights(stage, (0,)), *averages), stage.layer.epsilon
                 return self.add("BatchNormalization", x, *kept, name=name, epsilon=epsilon)
-            case ResidualStage():
+            case net.ResidualStage():
                 return self.add("Add", self._shortcut(stage, x), self.stages(stage.stages, x), name=name)
-            case ElementwiseStage(layer=layer):
+            case net.ElementwiseStage(layer=layer):
                 operator = NATIVE.get(type(layer))
                 if operator is None:
                     return self._by_rule(layer, x, name)
-                slope = {"alpha": layer.slope} if isinstance(layer, LeakyReLU) else {}
+                slope = {"alpha": layer.slope} if isinstance(layer, net.LeakyReLU) else {}
                 return self.add(operator, x, name=name, **slope)
-            case StructuralStage():
+            case net.StructuralStage():
                 raise ConfigError(f"export: layer {name} is a plugin's, of NumPy; ONNX has no operator for it")
             case _:
                 assert_never(stage)
 
-    def _shortcut(self, stage: ResidualStage, x: str) -> str:
+    def _shortcut(self, stage: net.ResidualStage, x: str) -> str:
         """Return what a Residual adds: x, or every n-th of its pixels and channels of zeros."""
         if stage.window is None:
             return x
@@ -181,10 +146,10 @@ class _Writer:
                 found.append(self.constant(array.transpose(order) if p is stage.weight else array, p.name))
         return found
 
-    def _by_rule(self, layer: Elementwise, x: str, name: str) -> str:
+    def _by_rule(self, layer: net.Elementwise, x: str, name: str) -> str:
         """Add what a rule on scalars does, run once on a value that records it."""
         given = _Value(self, x)
-        maths = Maths(
+        maths = net.Maths(
             exp=lambda a: given.apply("Exp", a),
             tanh=lambda a: given.apply("Tanh", a),
             erf=lambda a: given.apply("Erf", a),
@@ -207,7 +172,7 @@ class _Value(Recorded):
         return _Value(self.writer, self.writer.add(OPERATORS.get(operation, operation), *names))
 
 
-def _window(stage: ConvStage | PoolStage) -> dict[str, Any]:
+def _window(stage: net.ConvStage | net.PoolStage) -> dict[str, Any]:
     """Return how ONNX says a convolution's or a pooling layer's window."""
     size, stride = stage.window.size, stage.window.stride
     return {"kernel_shape": (size, size), "strides": (stride, stride), "pads": stage.window.pads}

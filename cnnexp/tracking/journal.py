@@ -18,14 +18,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 
 from cnnexp.backends.protocol import Backend
 from cnnexp.datasets import Dataset, photograph
-from cnnexp.errors import BackendUnavailable, CheckpointError, ConfigError, Diverged, TrackingError
+from cnnexp.errors import BackendUnavailable, CheckpointError, ConfigError, Diverged, TrackingError, refused
 from cnnexp.measuring import environment
 from cnnexp.measuring.explanation import changes, sides_of
 from cnnexp.measuring.interference import Interference
@@ -53,9 +52,8 @@ class Record(ABC):
     Args:
         folder: where the journal, the figures and the model go; made here, and locked until the end of the record.
         config: the resolved config, section -> key -> value, with secrets left out.
-        overrides: what the user typed, e.g. `["model.filters=32"]`; part of the name.
+        overrides: what the user typed, e.g. `["model.filters=32"]`; part of the name, where none is given.
         recorder: None records in the folder alone.
-        name: None makes one up from the config.
         parent: `begun` of the sweep's record.
         contended: whether other runs compute at the same time; then no speedup is claimed.
         earlier: the folder of the run that this one goes on with, perhaps its own, whose journal is then continued;
@@ -313,10 +311,6 @@ class Run(Record, Observer):
             self._take_id(look.result())
         return look
 
-    def summarize(self, metrics: Mapping[str, float]) -> None:
-        """Add to `metrics`, e.g. `{"time/compile_s": 1.2}`."""
-        self.metrics.update(metrics)
-
     def tag(self, name: str, value: str) -> None:
         """Add a tag that becomes known only after `begin`."""
         self._tags = {**self._tags, name: value}
@@ -330,9 +324,7 @@ class Run(Record, Observer):
         """Give the last epoch its scores on the test split, which no checkpoint keeps."""
         self.epochs[-1] = dataclasses.replace(self.epochs[-1], scores=scores)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         status = "SKIPPED" if self._skipped else _status(error)
         tags = {**self._tags, **({} if error is None else {"error": _one_line(error)})}
         if isinstance(error, Diverged):
@@ -426,15 +418,13 @@ def save_epochs(folder: Path, epochs: Sequence[EpochResult]) -> None:
     Raises:
         CheckpointError: the folder holds a run's journal, or cannot be written.
     """
-    try:
+    with refused(CheckpointError, f"{folder / JOURNAL}: cannot be written"):
         if Journal(folder).read()["config"]:
             raise CheckpointError(f"{folder}: holds a run; choose another folder")
         folder.mkdir(parents=True, exist_ok=True)
         with open_journal(folder / JOURNAL, goes_on=False) as journal:
             for result in epochs:
                 note(journal, "epoch", epoch=result.epoch, metrics=epoch_metrics(result), result=plain_result(result))
-    except OSError as error:
-        raise CheckpointError(f"{folder / JOURNAL}: cannot be written: {error.strerror or error}") from error
 
 
 def _status(error: BaseException | None) -> str:

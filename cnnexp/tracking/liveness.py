@@ -32,28 +32,12 @@ def describe(pid: int) -> dict[str, str]:
 
 
 def is_gone(tags: Mapping[str, str], started_ms: int, now_ms: int) -> bool:
-    """Return whether the process of a run has ended.
-
-    Args:
-        tags: of the run.
-        started_ms: when the run began.
-        now_ms: by the clock of this machine.
-    """
+    """Return whether the process of a run that began at `started_ms` has ended, by the run's tags."""
     here = describe(int(tags[PID])) if tags.get(PID, "").isdecimal() else {}
     if here and all(tags.get(name, "") == here.get(name, "") for name in (HOST, *WHERE)):
-        return not _alive(int(tags[PID])) or tags.get(STARTED, "") != here.get(STARTED, "")
+        import psutil  # slow to import, and rarely needed
+
+        return not psutil.pid_exists(int(tags[PID])) or tags.get(STARTED, "") != here.get(STARTED, "")
     beat = tags.get(HEARTBEAT, "")
     last_ms = max(started_ms, int(beat) if beat.isdecimal() else 0)
     return now_ms - last_ms > DEAD_S * 1000
-
-
-def _alive(pid: int) -> bool:
-    if os.name != "posix":
-        return True  # signal 0 is no harmless question there
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return pid > 0

@@ -97,15 +97,11 @@ def leaves(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def default_name(
-    config: Mapping[str, Mapping[str, Any]], overrides: Sequence[str] = (), varied: Sequence[str] = ()
-) -> str:
+def default_name(config: Mapping[str, Any], overrides: Sequence[str] = (), varied: Sequence[str] = ()) -> str:
     """Return e.g. `adam epochs=3 cpu-simd one_conv digits`: a page that cuts names keeps what differs.
 
-    Args:
-        config: the resolved config.
-        overrides: what the user typed: groups, keys, then the pieces that were not typed, then long values, shortened.
-        varied: keys of the sweep that this is a job of; they come first of all.
+    Keys that a sweep varies come first, then what the user typed: groups, keys, then the pieces that were not typed,
+    then long values, shortened.
     """
     typed = dict(word.lstrip("+").partition("=")[::2] for word in overrides)
     typed = {key: value for key, value in typed.items() if not re.match(UNNAMED, key)}

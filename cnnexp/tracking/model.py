@@ -34,44 +34,27 @@ Images = np.ndarray | Sequence[Any] | str
 
 
 class Classifier:
-    """A trained network, ready to classify.
-
-    Args:
-        path: a checkpoint file.
-        backend: what computes.
-
-    Attributes:
-        network, loss, state: what was trained, and to what.
-        classes: their names, in the order of the outputs.
-        input_shape: (H, W, C) of an image, or (D,) of a point.
-        pixels: dtype of the images that it was trained on, `uint8` or `float32`.
-        look: what these have in common, of `photograph.describe`, or None.
-
-    Raises:
-        CheckpointError: the file is damaged, or not one that holds a network.
-    """
+    """A trained network, ready to classify; raises CheckpointError where its file is damaged, or holds no network."""
 
     def __init__(self, path: Path, backend: Backend) -> None:
         trained = checkpoint.load(path)
         try:
             self.network, self.loss = checkpoint.rebuild(trained.training)
-            self.state = {
-                name: trained.state.get(PREFIX + name, trained.state[name]) for name in self.network.initial_state(0)
-            }
+            state = trained.state
+            self.state = {name: state.get(PREFIX + name, state[name]) for name in self.network.initial_state(0)}
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"checkpoint {path}: holds no network: {error}") from error
         except ConfigError as error:
             lacking = {name: file for name, file in trained.about.get("plugins", {}).items() if name not in LAYERS}
             for name, file in lacking.items():
-                raise ConfigError(
-                    f"layer {name}: of a plugin that is not loaded; add plugins={file}, or set {VARIABLE}={file}"
-                ) from error
+                advice = f"add plugins={file}, or set {VARIABLE}={file}"
+                raise ConfigError(f"layer {name}: of a plugin that is not loaded; {advice}") from error
             raise
         outputs = 2 if self.loss == Loss.BINARY_CROSS_ENTROPY else self.network.output_shape[0]
-        self.input_shape: Shape = self.network.input_shape
+        self.input_shape: Shape = self.network.input_shape  # (H, W, C) of an image, or (D,) of a point
         self.classes: tuple[str, ...] = tuple(trained.about.get("classes", map(str, range(outputs))))
-        self.pixels: str = trained.about.get("pixels", "uint8")
-        self.look: Mapping[str, Any] | None = trained.about.get("look")
+        self.pixels: str = trained.about.get("pixels", "uint8")  # of the images that it was trained on, or float32
+        self.look: Mapping[str, Any] | None = trained.about.get("look")  # what they have in common
         self._program = backend.forward_only.compile(self.network, self.loss, SGD(), BATCH_SIZE)
         self._program.restore(self.state)
 
@@ -87,14 +70,14 @@ class Classifier:
         why = photograph.unlike(image, self.look)
         return photograph.count(picture, self.input_shape) or (why and f"unlike the training data: {why}")
 
-    def check_pictures(self) -> None:
-        """Raise ConfigError where the model takes no pictures."""
+    def check_pictures(self, given: str = "") -> None:
+        """Raise ConfigError where the model takes no pictures; `given` begins the message."""
         shape = self.input_shape
         if len(shape) != 3 or shape[2] not in (1, 3):
-            raise ConfigError(f"the model takes inputs of shape {shape}, no pictures; give a dataset=NAME")
+            raise ConfigError(f"{given}the model takes inputs of shape {shape}, no pictures; give a dataset=NAME")
         if self.pixels != "uint8":
             raise ConfigError(
-                "the model was trained on floating-point images, whose scale no picture file has; give them as "
+                f"{given}the model was trained on floating-point images, whose scale no picture file has; give them as "
                 "dataset=npz dataset.path=FILE"
             )
 
@@ -125,19 +108,10 @@ class Classifier:
             raise DataError(f"images of type {images.dtype}: must be whole or floating-point numbers")
         handle = self._program.load(images, np.zeros(len(images), np.int32))
         scores = self._program.predict(handle)
-        if self.loss == Loss.BINARY_CROSS_ENTROPY:
-            return np.hstack([1 - scores, scores])
-        return softmax(scores)
+        return np.hstack([1 - scores, scores]) if self.loss == Loss.BINARY_CROSS_ENTROPY else softmax(scores)
 
     def outputs(self, images: np.ndarray) -> list[tuple[Stage, np.ndarray]]:
-        """Return each layer in its place with its output, (N, *output_shape).
-
-        Args:
-            images: (N, *input_shape), uint8 or float32; at most `BATCH_SIZE`.
-
-        Raises:
-            TypeError: the backend does not run layer after layer.
-        """
+        """Return each layer with its output (N, *output_shape), of `BATCH_SIZE` images at most; TypeError if fused."""
         if not isinstance(self._program, LayerwiseProgram):
             raise TypeError(f"{type(self._program).__name__} keeps no outputs of layers")
         return self._program.outputs(self._program.load(images, np.zeros(len(images), np.int32)))
@@ -203,11 +177,6 @@ def _refusal(text: str) -> Exception:
 
 
 def _load_pyfunc(path: str, model_config: Mapping[str, Any] | None = None) -> Served:
-    """Return what `mlflow.pyfunc.load_model` wraps.
-
-    Args:
-        path: of the model's data, a checkpoint file.
-        model_config: `{"backend": NAME}` for another backend than `BACKEND`.
-    """
+    """Return what `mlflow.pyfunc.load_model` wraps; `{"backend": NAME}` asks for another backend than `BACKEND`."""
     name = (model_config or {}).get("backend", BACKEND)
     return Served(Classifier(Path(path), backend_class(name)()))

@@ -18,7 +18,7 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import IO, Any, cast
 
-from cnnexp.errors import TrackingError, without_secrets
+from cnnexp.errors import TrackingError, reason_of, without_secrets
 from cnnexp.system.heartbeat import Heartbeat
 
 ANSWER_S = 180.0  # the recorder answers sooner, or computes, as it loads MLflow; after this it is called dead
@@ -43,8 +43,7 @@ _early: list[subprocess.Popen[str]] = []
 def start_early(database: bool = True) -> None:
     """Start the process of the first `Recorder` to come, which then finds it with its libraries loaded.
 
-    Args:
-        database: whether its store will be a database, as far as is known by now.
+    Those of a database, too, where its store will be one as far as is known by now.
     """
     with contextlib.suppress(OSError):  # none can be started now; the recorder says so
         _early.append(_start_process(database))
@@ -68,14 +67,8 @@ class NoAnswerYet(TrackingError):
 class Recorder:
     """A process that brings an MLflow store up to journals; started at once, ready some two seconds later.
 
-    It knows nothing that the journals do not say, so another one goes on where it dies.
-
-    Args:
-        uri: as `address.store_uri` returns it.
-        experiment: name of the MLflow experiment.
-
-    Raises:
-        TrackingError: no process can be started.
+    It knows nothing that the journals do not say, so another one goes on where it dies. The address is one that
+    `address.store_uri` returned. It raises TrackingError where no process can be started.
     """
 
     def __init__(self, uri: str, experiment: str) -> None:
@@ -93,10 +86,8 @@ class Recorder:
         """Have the recorder look into the journal of a folder, and give it a moment for what is new there.
 
         So it does not compute beside what is timed next. A store that once takes longer than `FLUSH_S` is not waited
-        for again. Where a look is under way this one is left out: the recorder looks by itself each second.
-
-        Returns:
-            Of the last look that was asked for: the id of the run, once it is there.
+        for again. Where a look is under way this one is left out: the recorder looks by itself each second. Returns
+        what will have the id of the run, of the last look that was asked for.
 
         Raises:
             TrackingError: none can be started.
@@ -129,11 +120,7 @@ class Recorder:
         self._write(None, "hold", {})
 
     def ask(self, method: str, /, **arguments: Any) -> Future[Any]:
-        """Call a method of `store.Store`; return what will have its value, or raise what it raised.
-
-        Raises:
-            TrackingError: the process has died, and no other one can be started.
-        """
+        """Call a method of `store.Store`; return its value to come; raise TrackingError where no process can start."""
         if not self._alive:
             self._restart()
         return self._send(method, arguments)
@@ -164,11 +151,7 @@ class Recorder:
         self._listener.join()
 
     def _restart(self) -> None:
-        """Start another process in the place of one that has died.
-
-        Raises:
-            TrackingError: `MOST_DEATHS` in a row have done nothing, or none can be started.
-        """
+        """Start another process in place of one that died; raise TrackingError after `MOST_DEATHS` that did nothing."""
         self._deaths += 1
         if self._deaths > MOST_DEATHS:
             raise TrackingError(self._death)
@@ -180,7 +163,7 @@ class Recorder:
             self._process = process or _start_process()
         except OSError as error:
             raise TrackingError(
-                f"{self._store}: the recorder process cannot be started: {error.strerror or error}; tracking=none does "
+                f"{self._store}: the recorder process cannot be started: {reason_of(error)}; tracking=none does "
                 "without one"
             ) from error
         self._calls = cast(IO[str], self._process.stdin)

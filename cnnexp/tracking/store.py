@@ -14,6 +14,7 @@ import functools
 import gc
 import glob
 import importlib
+import itertools
 import json
 import logging
 import os
@@ -33,12 +34,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import psutil
 import yaml
 
-from cnnexp.errors import ConfigError, TrackingError, without_secrets
+from cnnexp.errors import ConfigError, TrackingError, refused, without_secrets
 from cnnexp.measuring import environment
 from cnnexp.system.files import sync_folder
-from cnnexp.tracking import liveness, usage, view
+from cnnexp.tracking import liveness, view
 from cnnexp.tracking.address import alone, artifact_location, database_of, need_answer, need_database, sqlite_uri
 from cnnexp.tracking.events import DIED, EXAMPLE, FOLDER, JOURNAL, KEY, LACKING, MODEL, Journal, note, open_journal
 from cnnexp.tracking.folder import RECORDER, RunLock
@@ -77,12 +79,9 @@ class _Followed:
 
 
 class Store:
-    """Runs of one experiment in one MLflow store.
+    """Runs of one experiment, made where it does not exist, in one MLflow store, its address of `store_uri`.
 
-    Args:
-        uri: as `store_uri` returns it.
-        experiment: name; made where it does not exist.
-        owner: the process whose runs these are, our parent; None is this one.
+    The owner is the process whose runs these are, our parent; None is this one.
 
     Raises:
         TrackingError: the store cannot be opened, with the reason, in a few seconds.
@@ -91,9 +90,8 @@ class Store:
     def __init__(self, uri: str, experiment: str, owner: int | None = None) -> None:
         self._uri, self._owner = uri, os.getpid() if owner is None else owner
         self._followed: dict[str, _Followed] = {}
-        self._open_runs: set[str] = set()
         self._beat_at = 0.0
-        usage.since_last(self._owner)  # the next call returns what is used from now on
+        _used_since_last(self._owner)  # the next call returns what is used from now on
         with self._explained("cannot be opened"):
             need_answer(uri)
             _retry(self._owner, self._open, experiment)
@@ -112,12 +110,7 @@ class Store:
     def follow(self, folder: str, now: bool = True) -> str | None:
         """Bring the store up to the journal of a folder, as far as it is written; `look` does so from now on.
 
-        Args:
-            folder: of a run or a sweep of our owner's.
-            now: whether to do so at once, however short ago the last time or a failure is.
-
-        Returns:
-            The id of the run; None where there is none yet.
+        Not `now`: not soon after the last time, or after a failure. Returns the run's id, None before it begins.
 
         Raises:
             TrackingError: the store cannot be written; all is in the journal.
@@ -134,11 +127,9 @@ class Store:
         return followed.run_id
 
     def sync(self, folder: str) -> str | None:
-        """Bring the store up to the journal of a run or a sweep that has ended, however it ended.
+        """Bring the store up to the journal of a run or a sweep that has ended, however it ended; return its id.
 
-        Returns:
-            The id of the run; None where there is nothing to send: it runs, is gone on with in another folder, or
-            nothing of it was recorded.
+        None where there is nothing to send: it runs, is gone on with in another folder, or recorded nothing.
 
         Raises:
             TrackingError: the store cannot be written.
@@ -146,11 +137,10 @@ class Store:
         where = Path(folder).resolve()
         self._followed.pop(folder, None)
         try:
-            lock = RunLock(where, RECORDER)
+            with refused(TrackingError, str(where)):
+                lock = RunLock(where, RECORDER)
         except ConfigError:
             return None
-        except OSError as error:
-            raise TrackingError(f"{where}: {error.strerror or error}") from error
         try:
             followed = _Followed(Journal(where))
             facts = followed.journal.read()
@@ -174,7 +164,7 @@ class Store:
                 self.follow(folder, now=False)
         if time.monotonic() >= self._beat_at:
             self._beat_at = time.monotonic() + liveness.BEAT_S
-            for run_id in tuple(self._open_runs):
+            for run_id in filter(None, [followed.run_id for followed in self._followed.values()]):
                 with contextlib.suppress(Exception):  # the store may be gone for a while
                     run = self._client.get_run(run_id)
                     for beating in {run_id, run.data.tags.get(PARENT, run_id)}:
@@ -213,7 +203,6 @@ class Store:
                     self._client.set_tag(run_id, tag, value)
                 if "error" in found.data.tags:
                     self._client.delete_tag(run_id, "error")
-            self._open_runs |= {run_id} if is_live else set()
             self._describe(run_id, found, params, dataset)
         return run_id
 
@@ -230,7 +219,7 @@ class Store:
             for epoch in journal.unsent:
                 entry = journal.epochs[epoch]
                 is_new = epoch == journal.unsent[-1] and _now_ms() - entry["time_ms"] < NEW_S * 1000
-                used = usage.since_last(self._owner) if is_new else {}
+                used = _used_since_last(self._owner) if is_new else {}
                 metrics += _metrics({**entry["metrics"], **used}, epoch, entry["time_ms"])
             self._send(run_id, metrics)
             journal.unsent.clear()
@@ -249,13 +238,8 @@ class Store:
     def _save_model(self, run_id: str, folder: Path, model: Mapping[str, Any]) -> None:
         """Log a checkpoint as a model of MLflow's, which `mlflow.pyfunc.load_model` loads beside cnnexp.
 
-        Nothing is pickled and no code is written: the data is a copy of the checkpoint, the loader `model`.
-
-        Args:
-            run_id: of the run.
-            folder: the run's; its folder `MODEL` holds an image that the model takes, `EXAMPLE`.
-            model: `checkpoint` (the file), `shape` and `pixels` (of images and their dtype), `classes` (how many
-                probabilities it gives for each) and `step` (the epoch of the checkpoint).
+        Nothing is pickled and no code is written: the data is a copy of the checkpoint, the loader `model`. The folder
+        `MODEL` of the run's holds an image that the model takes, `EXAMPLE`; `model` is of `Run._save_model`.
         """
         from mlflow.entities import LoggedModelOutput
 
@@ -286,7 +270,6 @@ class Store:
                 log = self._client.log_artifacts if Path(path).is_dir() else self._client.log_artifact
                 log(run_id, path, target)
             self._client.set_terminated(run_id, status)
-            self._open_runs.discard(run_id)
         gc.collect()  # of a run; see `main`
 
     def link(self) -> str:
@@ -298,16 +281,13 @@ class Store:
         with self._explained("cannot be read"):
             runs = self._search(f"attributes.status = 'FINISHED' and tags.config_hash = '{config_hash}'", 1)
         found = runs[0].data.metrics if runs else None
-        return found and {name: value for name, value in found.items() if not name.startswith(usage.PREFIX)}
+        return found and {name: value for name, value in found.items() if not name.startswith("system/")}
 
     def close(self) -> None:
         """End what was never ended: its process is gone."""
         for folder in tuple(self._followed):
             with contextlib.suppress(TrackingError):  # it is in the journal
                 self.sync(folder)
-        for run_id in tuple(self._open_runs):
-            with contextlib.suppress(TrackingError):  # it is in the journal
-                self._end_dead(run_id)
 
     def _experiment(self, name: str) -> str:
         from mlflow.exceptions import MlflowException
@@ -371,22 +351,18 @@ class Store:
             self._client.log_batch(run_id, metrics=metrics[start : start + METRICS_PER_CALL])
 
     def _end_stale_runs(self) -> None:
-        """End runs whose process and recorder were both killed, on this machine or another."""
-        for run in self._search("attributes.status = 'RUNNING'", 100):
-            if liveness.is_gone(run.data.tags, run.info.start_time, _now_ms()):
-                with contextlib.suppress(TrackingError):  # the next start tries again
-                    self._end_dead(run.info.run_id)
+        """End runs whose process and recorder were both killed, here or elsewhere: as their journals say, if they can.
 
-    def _end_dead(self, run_id: str) -> None:
-        """End a run whose process is gone: as its journal says, or, where that is not here, as killed."""
-        with self._explained("stopped answering"):
-            tags = self._client.get_run(run_id).data.tags
-        folder, key = tags.get(FOLDER), tags.get(KEY)
-        if folder and _key_in(Path(folder)) == key:
-            self.sync(folder)
-        else:
-            self.finish(run_id, *_how_died(tags))
-        self._open_runs.discard(run_id)
+        What cannot be ended now, the next start tries again.
+        """
+        for run in self._search("attributes.status = 'RUNNING'", 100):
+            tags = run.data.tags
+            if liveness.is_gone(tags, run.info.start_time, _now_ms()):
+                with contextlib.suppress(TrackingError):
+                    if (folder := tags.get(FOLDER)) and _key_in(Path(folder)) == tags.get(KEY):
+                        self.sync(folder)
+                    else:
+                        self.finish(run.info.run_id, *_how_died(tags))
 
     @contextlib.contextmanager
     def _explained(self, what: str) -> Iterator[None]:
@@ -513,6 +489,22 @@ def _metrics(metrics: Mapping[str, float], step: int, time_ms: int) -> list[Metr
     return [Metric(key, float(value), time_ms, step) for key, value in rounded.items()]
 
 
+def _used_since_last(process: int) -> dict[str, float]:
+    """Return the share of all cores used since the last call, memory now, and that of a process, by MLflow's names.
+
+    Its own monitor looks every 10 s, when most epochs are over.
+    """
+    memory = psutil.virtual_memory()
+    used = {
+        "system/cpu_utilization_percentage": psutil.cpu_percent(),
+        "system/system_memory_usage_megabytes": memory.used / 1e6,
+        "system/system_memory_usage_percentage": memory.percent,
+    }
+    with contextlib.suppress(psutil.Error):  # it may have ended
+        used["system/process_memory_usage_megabytes"] = psutil.Process(process).memory_info().rss / 1e6
+    return used
+
+
 def _now_ms() -> int:
     return int(time.time() * 1000)
 
@@ -528,34 +520,23 @@ def _load(database: bool = False) -> None:
 
 
 class _Hold:
-    """Keeps the imports of this process still for a while: an entry of `sys.meta_path`, asked first for all modules."""
+    """Keeps imports still until `ends`: an entry of `sys.meta_path`, which is asked first for every module."""
 
-    def __init__(self) -> None:
-        self._over, self._ends = threading.Event(), 0.0
-
-    def begin(self) -> None:
-        self._ends = time.monotonic() + HOLD_S
-        self._over.clear()
-
-    def end(self) -> None:
-        self._ends = 0.0
-        self._over.set()
+    ends = 0.0
 
     def find_spec(self, *_: Any) -> None:
-        if (left_s := self._ends - time.monotonic()) > 0:
-            self._over.wait(left_s)
+        while time.monotonic() < self.ends:
+            time.sleep(0.01)
 
 
 def _listen(lines: Iterator[str], calls: queue.SimpleQueue[str], hold: _Hold) -> None:
     """Read calls, and hold or go on as they say, while the main thread loads or waits for a store."""
-    for line in lines:
+    for line in itertools.chain(lines, [""]):
         if line.endswith("\n") and json.loads(line)[1] == "hold":
-            hold.begin()
+            hold.ends = time.monotonic() + HOLD_S
         else:
-            hold.end()
+            hold.ends = 0.0
             calls.put(line)
-    hold.end()
-    calls.put("")
 
 
 class _Server:

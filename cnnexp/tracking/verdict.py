@@ -22,21 +22,13 @@ MORE_EPOCHS = 6  # from so many on the range of their ratios holds the median wi
 
 @dataclass(frozen=True)
 class Course:
-    """How a run began and ended.
+    """How a run began and ended."""
 
-    Attributes:
-        done: how many of its epochs an earlier process has trained.
-        resumed: where it went on and from what, e.g. `after epoch 3, from FOLDER`; empty for a run from the start.
-        stopped: why it ended before its last epoch; empty where it did not.
-        cut: what cut its epochs short; empty where nothing did.
-        chosen: whether held-out images decide when it ends: early stopping, or a target.
-    """
-
-    done: int = 0
-    resumed: str = ""
-    stopped: str = ""
-    cut: str = ""
-    chosen: bool = False
+    done: int = 0  # how many of its epochs an earlier process has trained
+    resumed: str = ""  # where it went on and from what, e.g. `after epoch 3, from FOLDER`
+    stopped: str = ""  # why it ended before its last epoch
+    cut: str = ""  # what cut its epochs short
+    chosen: bool = False  # whether held-out images decide when it ends: early stopping, or a target
 
 
 def run_rows(
@@ -48,16 +40,10 @@ def run_rows(
     parts: Mapping[str, Mapping[str, float]] | None = None,
     course: Course = Course(),
 ) -> list[Row]:
-    """Return the verdict on one run.
+    """Return the verdict on one run, of one epoch at least; where it has trained none, no speed is claimed.
 
-    Args:
-        epochs: at least one.
-        metrics: those recorded once, by name.
-        baseline: its name, None without one.
-        contended: whether other runs computed at the same time.
-        interference: None where it is not known.
-        parts: by the name of a backend, the share of its training step by part.
-        course: how it began and ended; where it has trained nothing, no speed is claimed.
+    Of a contended run, beside which others computed, no speedup is given. `parts` are, by the name of a backend, the
+    shares of its training step.
     """
     rows, last = _course_rows(course, len(epochs)), epochs[-1]
     timed = len(epochs) > course.done

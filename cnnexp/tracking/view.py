@@ -86,11 +86,8 @@ def state() -> str:
 def address(uri: str, experiment_id: str | None, shared: bool = True, port: int = PORT) -> str:
     """Return the address that opens an experiment, the list of experiments where there is none yet.
 
-    Args:
-        uri: of the store; a server has a page of its own, other stores one that `cnnexp ui` serves.
-        experiment_id: MLflow's.
-        shared: whether the experiment has our view; without it the plain list of runs opens.
-        port: of that page.
+    A server has a page of its own, other stores one that `cnnexp ui` serves at a port. Where the experiment has not our
+    view, `shared`, the plain list of runs opens.
     """
     ours = f"http://{f'[{HOST}]' if ':' in HOST else HOST}:{port}"
     page = without_secrets(uri).rstrip("/") if uri.startswith("http") else ours

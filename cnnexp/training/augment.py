@@ -27,19 +27,12 @@ AHEAD_IMAGES = 512  # images made at a time, in whole batches, while the program
 
 @dataclass(frozen=True)
 class Augmentation:
-    """Base: what may happen to an image; `conf/augment/<name>.yaml` explains the fields of each.
-
-    Attributes:
-        name: in the config.
-        numbers: how many random numbers an image draws.
-        ranges: of the keys, in the words of `system.ranges`.
-        pixels_key: the key that must be less than the image's shorter side.
-    """
+    """Base: what may happen to an image; `conf/augment/<name>.yaml` explains the fields of each."""
 
     name: ClassVar[str]
-    numbers: ClassVar[int] = 0
-    ranges: ClassVar[Mapping[str, str]]
-    pixels_key: ClassVar[str] = ""
+    numbers: ClassVar[int] = 0  # that an image draws
+    ranges: ClassVar[Mapping[str, str]]  # of the keys, in the words of `system.ranges`
+    pixels_key: ClassVar[str] = ""  # the key that must be less than the image's shorter side
 
     def __post_init__(self) -> None:
         for key, legal in self.ranges.items():

@@ -20,19 +20,12 @@ from cnnexp.datasets import Split
 
 @dataclass(frozen=True)
 class Comparison:
-    """The baseline beside one epoch.
+    """The baseline beside one epoch."""
 
-    Attributes:
-        seconds_per_image: median over the baseline's batches of this epoch.
-        images: images per baseline batch; less than the run's batch where a whole one would take too long.
-        batches: how many batches the median is over.
-        speedup: the baseline's seconds per image over the run's, both over batches that are not the short last one.
-    """
-
-    seconds_per_image: float
-    images: int
-    batches: int
-    speedup: float
+    seconds_per_image: float  # median over the baseline's batches of this epoch
+    images: int  # images per baseline batch; less than the run's batch where a whole one would take too long
+    batches: int  # how many batches the median is over
+    speedup: float  # the baseline's seconds per image over the run's, both over batches that are not the short last one
 
     def __repr__(self) -> str:
         baseline = f"{1e6 * self.seconds_per_image:.3g} us an image over {self.batches} batches of {self.images}"
@@ -43,11 +36,10 @@ class Baseline:
     """A second program that is timed on the batches of the run.
 
     Args:
-        program: the baseline's program, compiled for the same network, loss, optimizer and batch size.
+        program: the baseline's, compiled for the same network, loss, optimizer and batch size.
         split: the training split.
         batches: how many batches to time each epoch.
         budget_s: the most seconds one batch may take; a slower baseline is timed on the first images of each batch.
-        clock: returns seconds.
         layers_share: trains on (handle, batch, rate) and returns the share of that step inside its layers' passes, None
             where they cannot be told apart (`ledger.Profiled.layers_share`); itself None where no share is wanted.
 
@@ -78,12 +70,9 @@ class Baseline:
         return len(self._samples)
 
     def sample(self, batch: np.ndarray, rate: float, state: Callable[[], Any]) -> None:
-        """Time one training step on the images `batch`, unless this epoch has enough samples.
+        """Time one training step on a batch of indices that the run trained on, unless this epoch has enough samples.
 
-        Args:
-            batch: indices of one batch that the run trained on.
-            rate: the run's learning rate.
-            state: returns the run's state; asked for once an epoch, outside the timing.
+        `state` returns the run's state; it is asked once an epoch, outside the timing.
         """
         if len(self._samples) == self.batches:
             return

@@ -14,7 +14,6 @@ whole random state.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import io
@@ -24,7 +23,7 @@ import math
 import os
 import re
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from cnnexp.backends.protocol import State
-from cnnexp.errors import MOST_SAID, CheckpointError
+from cnnexp.errors import MOST_SAID, CheckpointError, refused
 from cnnexp.network import Network
 from cnnexp.network.layers import describe_layer, make_layer
 from cnnexp.network.losses import Loss, Totals
@@ -55,25 +54,15 @@ _LEFTOVER = re.compile(r"\..*\.\d+\.tmp")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A run between two steps.
+    """A run between two steps."""
 
-    Attributes:
-        epoch: the last one that is done, 0 before the first.
-        training: what must be the same for a run to go on as if never stopped: see `describe`.
-        state: as `Program.state` returned it after that epoch.
-        history_sha256: of what every epoch was, see `take_history`.
-        history: what every epoch was, first to last, once `take_history` has found it; the scores are left out.
-        about: facts for the reader, e.g. config hash, backend, versions; never checked.
-        begun: how far the next epoch is; None where it has not begun.
-    """
-
-    epoch: int
-    training: Mapping[str, Any]
-    state: State = field(repr=False)
-    history_sha256: str = ""
-    history: tuple[EpochResult, ...] = ()
-    about: Mapping[str, Any] = field(default_factory=dict)
-    begun: Progress | None = None
+    epoch: int  # the last one that is done, 0 before the first
+    training: Mapping[str, Any]  # what must be the same for a run to go on as if never stopped: see `describe`
+    state: State = field(repr=False)  # as `Program.state` returned it after that epoch
+    history_sha256: str = ""  # of what every epoch was, see `take_history`
+    history: tuple[EpochResult, ...] = ()  # that itself, once `take_history` has found it, without the scores
+    about: Mapping[str, Any] = field(default_factory=dict)  # for the reader, e.g. backend, versions; never checked
+    begun: Progress | None = None  # how far the next epoch is; None where it has not begun
 
 
 class CheckpointWriter:
@@ -82,12 +71,7 @@ class CheckpointWriter:
     The last ones of an epoch stay, and the best: those with the highest held-out accuracy, the earlier of equals; and
     the newest within an epoch, until that is done. What a process that was killed has left half-written goes.
 
-    Args:
-        folder: made where it does not exist.
-        training: see `Checkpoint`.
-        earlier: the epochs that are done.
-        last: how many of the last stay, >= 1.
-        best: how many of the best.
+    `training` is as in `Checkpoint`; the `earlier` epochs are done. So many of the `last`, >= 1, and the `best` stay.
 
     Raises:
         CheckpointError: the folder cannot be written.
@@ -101,14 +85,12 @@ class CheckpointWriter:
         last: int = 2,
         best: int = 1,
     ) -> None:
-        self._folder, self._training = Path(folder), training
-        self._last, self._most_best = last, best
-        self._digest, self.epochs = hashlib.sha256(), 0
-        """How many epochs are done."""
+        self._folder, self._training, self._last, self._most_best = Path(folder), training, last, best
+        self._digest, self.epochs = hashlib.sha256(), 0  # of the epochs that are done, and how many
         self._best: list[tuple[float, int]] = []  # (-accuracy, epoch), the best first
         for result in earlier:
             self._count(result)
-        with self._explained(self._folder):
+        with refused(CheckpointError, f"checkpoint {self._folder}: cannot be written"):
             self._folder.mkdir(parents=True, exist_ok=True)
             for path in self._folder.iterdir():
                 if _LEFTOVER.fullmatch(path.name):
@@ -117,16 +99,9 @@ class CheckpointWriter:
     def save(
         self, state: State, about: Mapping[str, Any], result: EpochResult | None = None, begun: Progress | None = None
     ) -> Path:
-        """Write a checkpoint after one more epoch, or without a result where the run is now.
+        """Write a checkpoint after one more epoch, or without a `result` where the run is now, the next epoch `begun`.
 
-        Args:
-            state: of the program.
-            about: see `Checkpoint`.
-            result: of the epoch that has ended.
-            begun: how far the next one is.
-
-        Returns:
-            The file, `epoch-000007.ckpt` after epoch 7, `epoch-000007-images-000000640.ckpt` 640 images later.
+        Returns its file: `epoch-000007.ckpt` after epoch 7, `epoch-000007-images-000000640.ckpt` 640 images later.
 
         Raises:
             CheckpointError: it cannot be written; those before it are untouched.
@@ -135,7 +110,7 @@ class CheckpointWriter:
         if result is not None:
             self._count(result)
         target = self._folder / f"epoch-{self.epochs:06d}{within}.ckpt"
-        with self._explained(target):
+        with refused(CheckpointError, f"checkpoint {target}: cannot be written"):
             _write_whole(target, self._encode(state, about, begun))
             self._prune()
         return target
@@ -169,13 +144,6 @@ class CheckpointWriter:
         np.savez(archive, **arrays)
         body = archive.getvalue()
         return MAGIC + hashlib.sha256(body).hexdigest().encode() + b"\n" + body
-
-    @contextlib.contextmanager
-    def _explained(self, path: Path) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise CheckpointError(f"checkpoint {path}: cannot be written: {error.strerror or error}") from error
 
 
 def describe(
@@ -213,15 +181,10 @@ def describe(
 
 
 def rebuild(training: Mapping[str, Any]) -> tuple[Network, Loss]:
-    """Return the network and the loss that `describe` described.
-
-    Raises:
-        KeyError, TypeError, ValueError: it is not as `describe` writes it.
-    """
+    """Return the network and the loss of what `describe` wrote; raise KeyError, TypeError or ValueError on all else."""
     layers = tuple(make_layer(layer) for layer in training["network.layers"])
-    return Network(training["network.input_shape"], layers), Loss(
-        training["loss"], training.get("loss.label_smoothing", 0.0)
-    )
+    loss = Loss(training["loss"], training.get("loss.label_smoothing", 0.0))
+    return Network(training["network.input_shape"], layers), loss
 
 
 def load(path: Path) -> Checkpoint:
@@ -231,10 +194,8 @@ def load(path: Path) -> Checkpoint:
         CheckpointError: it is missing, cut short, altered, of another version, or not as it is written here.
     """
     path = Path(path)
-    try:
+    with refused(CheckpointError, f"checkpoint {path}: cannot be read"):
         content = read_regular(path, MOST_BYTES)
-    except OSError as error:
-        raise CheckpointError(f"checkpoint {path}: cannot be read: {error.strerror or error}") from error
     damage = _damage(content)
     if damage:
         raise CheckpointError(f"checkpoint {path}: {damage}{_another(path)}")
@@ -267,12 +228,8 @@ def take_history(checkpoint: Checkpoint, results: Mapping[int, Mapping[str, Any]
 def find(where: Path, given: str | None = None) -> Path:
     """Return the newest checkpoint of a run that is whole; a newer one that is damaged is warned of.
 
-    Args:
-        where: a checkpoint file, the run's folder, or its folder of checkpoints.
-        given: how the user gave it, for the message; None stands for `trainer.resume=...`.
-
-    Raises:
-        CheckpointError: there is none.
+    It is in the run's folder, or its folder of checkpoints, or is a file. `given` is how the user gave it, for the
+    message; None stands for `trainer.resume=...`. CheckpointError is raised where there is none.
     """
     where = Path(where)
     given = given or f"trainer.resume={str(where)!r}"
@@ -317,11 +274,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def _newest_whole(found: Sequence[Path]) -> Path:
-    """Return the last of some checkpoint files that is whole; of one alone, that one.
-
-    Raises:
-        CheckpointError: all are damaged.
-    """
+    """Return the last of some checkpoint files that is whole; of one alone, that one. Raises as `find`."""
     damages: list[tuple[Path, str]] = []
     for path in reversed(found):
         damage = _damage(_content(path))
@@ -405,18 +358,16 @@ def _check_state(state: Mapping[str, np.ndarray]) -> None:
         if name in ("step", "seed"):
             legal = array.shape == () and array.dtype == np.int64 and (name == "seed" or int(array) >= 0)
         else:
-            legal = array.ndim == 1 and array.dtype == np.float32
-            legal = legal and (name.endswith("running") or array.shape == parameters.shape)
+            shaped = array.shape == parameters.shape or name.endswith("running")
+            legal = array.ndim == 1 and array.dtype == np.float32 and shaped
         if not legal:
             raise ValueError(f"{name} is {array.dtype} of shape {array.shape}")
 
 
 def _another(path: Path) -> str:
     """Return where to go on instead: the newest other checkpoint beside `path` that is whole."""
-    for other in reversed(list_checkpoints(path.parent)):
-        if other != path and _damage(_content(other)) is None:
-            return f"; {other.name} beside it is whole"
-    return ""
+    others = (other for other in reversed(list_checkpoints(path.parent)) if other != path)
+    return next((f"; {other.name} beside it is whole" for other in others if _damage(_content(other)) is None), "")
 
 
 def plain_result(result: EpochResult) -> dict[str, Any]:

@@ -138,7 +138,6 @@ def train_epochs(
         observers: called in this order.
         baseline: timed on a few of the run's batches each epoch.
         resume_from: what is done, after `program.restore`; None begins with epoch 1.
-        clock: returns seconds.
 
     Raises:
         Diverged: the loss, of training or of a held-out split, is not a finite number.
@@ -227,8 +226,7 @@ class _Setting:
 class _Pass:
     """One epoch's training pass, in chunks of whole batches; a short last batch goes with many or by itself.
 
-    Args:
-        batches: of the first chunk, where no clock limits the pass: of the last one, in the pass before.
+    Where no clock limits the pass, its first chunk has as many `batches` as the last one of the pass before.
     """
 
     def __init__(self, setting: _Setting, epoch: int, order: np.ndarray, batches: int) -> None:

@@ -24,7 +24,7 @@ class Steps:
 
     Args:
         program: whose batches become steps.
-        clip_norm: the largest norm of a gradient over all parameters; None leaves gradients as they are.
+        clip_norm: the largest norm of a gradient over all parameters (Pascanu et al. 2013); None leaves it as it is.
         accumulate: batches to a step; `batch_size` is so many times the program's.
         ema: decay of the average, None for none.
     """

@@ -38,15 +38,7 @@ class Alone:
 
 @dataclass(frozen=True)
 class _Parallel:
-    """What `Local` and `Mpi` have in common.
-
-    Attributes:
-        sync: what keeps them together: `gradients` (averaged at every step), `parameters` (averaged now and then, local
-            SGD), `hybrid` (convolutions share images, linear layers share outputs).
-        period: with `parameters`, batches between two averages, >= 1; None averages once an epoch.
-        heartbeat_timeout_s: seconds that a worker may give no sign of life before the run ends, >= 1. Signs come from a
-            thread of their own, so a worker that computes, compiles or loads for longer gives them all the same.
-    """
+    """What `Local` and `Mpi` have in common; `conf/workers/<name>.yaml` explains the fields of each."""
 
     sync: Sync = "gradients"
     period: int | None = None

@@ -11,19 +11,12 @@ import numpy as np
 
 
 class Collective(Protocol):
-    """One worker's end of a group. All workers call the same methods in the same order.
+    """One worker's end of a group. All workers call the same methods in the same order."""
 
-    Attributes:
-        rank: 0 .. size - 1; rank 0 leads.
-        size: how many workers there are.
-        host_size: how many of them share this machine's cores.
-        host_rank: 0 .. host_size - 1 among those.
-    """
-
-    rank: int
-    size: int
-    host_size: int
-    host_rank: int
+    rank: int  # 0 .. size - 1; rank 0 leads
+    size: int  # how many workers there are
+    host_size: int  # how many of them share this machine's cores
+    host_rank: int  # 0 .. host_size - 1 among those
 
     def all_reduce(self, buffer: np.ndarray) -> None:
         """Replace `buffer` (float32, one axis) by its sum over the workers, the same bits on every worker."""

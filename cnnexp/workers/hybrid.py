@@ -119,10 +119,8 @@ class HybridReplica(Replica):
 class Head:
     """The layers from the first linear one on; of each linear layer's weights, one worker's columns.
 
-    Attributes:
-        arrays, gradient: flat float32, this worker's columns only, layer after layer: `parameters` and the optimizer's
-            slots by name, and the gradient.
-        step, seed: optimizer steps taken, and what the random numbers of layers follow from.
+    Its arrays, `parameters` and the optimizer's slots by name, and its gradient are flat float32: this worker's columns
+    only, layer after layer. The random numbers of layers follow from `seed`.
     """
 
     def __init__(self, network: Network, optimizer: Optimizer, first: int, collective: Collective) -> None:
@@ -152,11 +150,7 @@ class Head:
         return flat
 
     def forward(self, x: np.ndarray, images: np.ndarray | None) -> np.ndarray:
-        """Return the scores (N, O) of the features x (N, D); both are the same on every worker.
-
-        Args:
-            images: their places in the data set, in a step of training; else None.
-        """
+        """Return the scores (N, O) of x (N, D), the same on every worker; in training `images` are their places."""
         flat = self._parameters, self.gradient, None
         self._inputs, self._run = [x], Run(len(x), *flat, images is not None, self.seed, self.step + 1, images)
         for stage, (w, b) in zip(self._stages, self._views(self._parameters), strict=True):
@@ -214,17 +208,11 @@ class Head:
 
 
 def first_linear(network: Network, workers: int) -> int:
-    """Return where the linear layers begin.
-
-    Raises:
-        ConfigError: there are no convolutions before them, or one has fewer outputs than there are workers.
-    """
+    """Return where linear layers begin; raise ConfigError without convolutions before, or outputs for all workers."""
     layers = network.layers
     first = next((i for i, layer in enumerate(layers) if isinstance(layer, Linear)), None)
     if first is None or not any(stage.macs for stage in network.stages[:first]):
-        raise ConfigError(
-            "workers.sync=hybrid: needs convolutions followed by linear layers; use workers.sync=gradients"
-        )
+        raise ConfigError("workers.sync=hybrid: needs convolutions, then linear layers; use workers.sync=gradients")
     for stage in network.stages[first:]:
         if not isinstance(stage, LinearStage | ElementwiseStage | DropoutStage | FlattenStage):
             raise ConfigError(

@@ -24,7 +24,7 @@ from typing import Any, cast
 import numpy as np
 import psutil
 
-from cnnexp.errors import CnnexpError, WorkerDied
+from cnnexp.errors import CnnexpError, WorkerDied, reason_of
 from cnnexp.system.heartbeat import Heartbeat, beat
 from cnnexp.workers.collective import share
 from cnnexp.workers.guard import SILENT
@@ -226,9 +226,8 @@ def _explained(count: int) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise WorkerDied(
-            f"workers.count={count}: not all of them can be started: {error.strerror or error}; lower workers.count"
-        ) from error
+        why = f"not all of them can be started: {reason_of(error)}; lower workers.count"
+        raise WorkerDied(f"workers.count={count}: {why}") from error
 
 
 def _start(shared: SharedBuffer, rank: int, spec: Spec, timeout_s: float) -> _Child:

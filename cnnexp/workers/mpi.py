@@ -76,11 +76,7 @@ class Session:
         self.member = Member(address, self.comm.rank, lambda: os._exit(WorkerDied.exit_code))
 
     def compile(self, spec: Spec) -> Replica:
-        """Compile this rank's part; return once all have.
-
-        Raises:
-            CnnexpError: this rank could not, or another.
-        """
+        """Compile this rank's part; return once all have, raise CnnexpError where this rank or another could not."""
         failure: CnnexpError | None = None
         try:
             backend = divide_threads(spec.backend, self.collective.host_size)
@@ -140,11 +136,7 @@ def follow() -> None:
 
 
 def group_size() -> int:
-    """Return how many ranks there are.
-
-    Raises:
-        ConfigError: this process was not started by an MPI launcher.
-    """
+    """Return how many ranks there are; raise ConfigError where this process was not started by an MPI launcher."""
     if launched_rank() is None:
         raise ConfigError("workers=mpi: not started by MPI; run it as mpiexec -n 4 python -m cnnexp workers=mpi ...")
     return session().comm.size

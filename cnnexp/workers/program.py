@@ -42,11 +42,8 @@ def make_replica(spec: Spec, collective: Collective) -> Replica:
 class ParallelProgram(Program[int]):
     """Rank 0's program; see `Program` in `cnnexp.backends.protocol`.
 
-    Args:
-        collective, replica: rank 0's end of the group, and its own part.
-        compile_s: seconds until every worker was ready.
-        release: called once by `close`, with whether the workers end by themselves; they do not where a call was
-            interrupted halfway, since then no two workers stand at the same place.
+    `close` calls `release` once, with whether the workers end by themselves; they do not where a call was interrupted
+    halfway, since then no two workers stand at the same place.
     """
 
     def __init__(

@@ -30,21 +30,15 @@ NOTHING = Totals(0.0, 0, 0)
 
 @dataclass(frozen=True)
 class Spec:
-    """What the workers train and how they keep together.
-
-    Attributes:
-        backend, network, loss, optimizer, batch_size: as for `Backend.compile`.
-        sync: `gradients`, `parameters` or `hybrid`.
-        period: with `parameters`, batches between two averages; None averages once an epoch.
-    """
+    """What the workers train, as for `Backend.compile`, and how they keep together."""
 
     backend: Backend
     network: Network
     loss: Loss
     optimizer: Optimizer
     batch_size: int
-    sync: str
-    period: int | None = None
+    sync: str  # `gradients`, `parameters` or `hybrid`
+    period: int | None = None  # with `parameters`, batches between two averages; None averages once an epoch
 
     def compile(self, batch_size: int) -> Program:
         """Compile the network as it is, for batches of another size."""
@@ -146,10 +140,8 @@ class Replica:
     def _average_pending(self, weight: float) -> None:
         """Let `apply` move every worker's running averages to the mean of where the workers' shares of a batch do.
 
-        After every batch, not now and then: a run that goes on from a checkpoint must end with the same bits.
-
-        Args:
-            weight: this worker's share of the batch, 0 to 1; with 0 it has computed nothing, and counts for nothing.
+        After every batch, not now and then: a run that goes on from a checkpoint must end with the same bits. `weight`
+        is this worker's share of the batch, 0 to 1; with 0 it has computed nothing, and counts for nothing.
         """
         pending = self.program.pending
         if pending is None or not self.program.network.running:

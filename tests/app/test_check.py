@@ -49,9 +49,9 @@ def test_a_right_backend_is_right_on_every_network_and_they_hold_every_layer(cap
     check.command(["numpy"])
     first, *rows, last = capsys.readouterr().out.splitlines()
     assert first.startswith("numpy beside python")
-    assert [row.split("right, to ")[0].strip() for row in rows] == list(check.NETWORKS)
+    assert [row.split("right, to ")[0].strip() for row in rows] == list(testing.NETWORKS)
     assert last == f"numpy is right on {len(rows)} of {len(rows)} networks"
-    held = set().union(*(kinds(layers) for _, layers in check.NETWORKS.values()))
+    held = set().union(*(kinds(layers) for _, layers in testing.NETWORKS.values()))
     assert held == set(LAYERS)
 
 
@@ -126,7 +126,7 @@ def test_what_is_wrong_is_named(parts, verdict, text):
 
 
 def test_a_wrong_backend_ends_with_an_error(monkeypatch, capsys):
-    monkeypatch.setattr(check, "NETWORKS", {key: check.NETWORKS[key] for key in ("linear", "convolution")})
+    monkeypatch.setattr(testing, "NETWORKS", {key: testing.NETWORKS[key] for key in ("linear", "convolution")})
     monkeypatch.setattr(backend_class("numpy"), "compile", lambda _, *made: LayerwiseProgram(DoubledWeights(), *made))
     with pytest.raises(CnnexpError, match="check numpy: wrong on 1 of 2 networks"):
         check.command(["numpy"])

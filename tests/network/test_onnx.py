@@ -464,7 +464,7 @@ def test_a_run_goes_on_predicts_and_is_explained_without_the_file(tmp_path, run,
     code, _, error = run(*words, "trainer.epochs=1", f"hydra.run.dir={tmp_path}/afresh")
     assert code == 3
     assert error.count("\n") == 1
-    assert "No such file or directory" in error
+    assert "no such file or directory" in error
     unknown = saved(tmp_path, [node("Selu", "x", "a"), *HEAD], CONV, ("N", 1, 28, 28))
     code, _, error = run("model=onnx", f"model.path={unknown}", *data, f"hydra.run.dir={tmp_path}/unknown")
     assert code == 2

@@ -100,7 +100,7 @@ def test_run_records_everything(live, store, tmp_path):
     config = CONFIG | {"more": {f"key{i}": i for i in range(250)}}  # than MLflow takes at once
     with Run(tmp_path, config, ["model.filters=4"], live) as run:
         run_epochs(run, [epoch_result(1, correct=4, speedup=2), epoch_result(2, epoch_s=0.25, speedup=3)])
-        run.summarize({"time/compile_s": 1.5})
+        run.metrics.update({"time/compile_s": 1.5})
         (tmp_path / "checkpoints").mkdir()
         (tmp_path / "checkpoints" / "2.npz").write_bytes(b"state")
         run.add_artifact(tmp_path / "checkpoints", "checkpoints")
@@ -219,7 +219,7 @@ def test_a_recorder_that_cannot_be_started_is_told_in_a_line(uri, monkeypatch):
     refused = BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
     monkeypatch.setattr(pipe, "_start_process", MagicMock(side_effect=refused))
     pipe.start_early()
-    with pytest.raises(TrackingError, match="process cannot be started: Resource temporarily unavailable; tracking=no"):
+    with pytest.raises(TrackingError, match="process cannot be started: resource temporarily unavailable; tracking=no"):
         Recorder(uri, "runs")
 
 

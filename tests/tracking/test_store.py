@@ -189,12 +189,14 @@ def test_a_killed_machine_leaves_no_run_running(store):
     assert read(store, live).info.status == "RUNNING"
 
 
-def test_a_heartbeat_is_of_the_run_and_its_sweep(store):
+def test_a_heartbeat_is_of_the_run_and_its_sweep(store, monkeypatch):
     parent = begin(store)
     child = store.begin("child", {}, {}, parent=parent)
     for run_id in (parent, child):
         store._client.set_tag(run_id, liveness.HEARTBEAT, "1")
-    store._open_runs, store._beat_at = {child}, 0.0
+    monkeypatch.setattr(store, "_followed", {"": SimpleNamespace(run_id=child)})
+    monkeypatch.setattr(store, "follow", MagicMock())
+    store._beat_at = 0.0
     store.look()
     assert all(int(read(store, run_id).data.tags[liveness.HEARTBEAT]) > 1 for run_id in (parent, child))
 
@@ -207,17 +209,17 @@ def test_a_journal_that_is_not_as_we_write_it_is_one_line(store, tmp_path):
     assert store.sync(str(tmp_path / "nothing")) is None
 
 
-def test_a_server_that_is_gone_when_open_runs_are_ended_is_no_traceback(store, monkeypatch):
-    run_id = begin(store)
-
+def test_a_server_that_is_gone_at_the_end_is_no_traceback(store, tmp_path, monkeypatch):
+    write(tmp_path, begun(tmp_path, "open"))
+    run_id = store.follow(str(tmp_path))
     said = "API request failed: Max retries exceeded (Caused by ReadTimeoutError('timed out'))"
     with monkeypatch.context() as down:
-        down.setattr(store._client, "get_run", MagicMock(side_effect=ConnectionError(said)))
-        with pytest.raises(TrackingError, match=r": stopped answering: ReadTimeoutError\('timed out'\)$"):
-            store._end_dead(run_id)
+        down.setattr(store._client, "search_runs", MagicMock(side_effect=ConnectionError(said)))
+        with pytest.raises(TrackingError, match=r": cannot be read: ReadTimeoutError\('timed out'\)$"):
+            store.finished("any")
         store.close()
-    assert run_id in store._open_runs
-    store.close()
+    assert read(store, run_id).info.status == "RUNNING"
+    store.sync(str(tmp_path))
     assert read(store, run_id).info.status == "KILLED"
 
 

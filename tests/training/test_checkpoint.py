@@ -186,7 +186,7 @@ def test_a_failure_at_any_moment_leaves_the_last_checkpoint_and_no_litter(tmp_pa
     keeper = CheckpointWriter(tmp_path, TRAINING)
     keeper.save(checkpoint().state, {}, epoch_result(1))
     monkeypatch.setattr(call, MagicMock(side_effect=OSError(28, "No space left on device")))
-    with pytest.raises(CheckpointError, match="cannot be written: No space left on device"):
+    with pytest.raises(CheckpointError, match="cannot be written: no space left on device"):
         keeper.save(checkpoint().state, {}, epoch_result(2))
     monkeypatch.undo()
     assert sorted(os.listdir(tmp_path)) == ["epoch-000001.ckpt"]
