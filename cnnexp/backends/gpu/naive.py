@@ -139,10 +139,11 @@ class NaiveOps:
             kernel, share = layers.normalize_backward(w.size, self._block), f32(w.size / x.size)
             kernel.over(x.size, self.stream, x, mean, inverse, w, dy, dw, db, share, dx)
 
-    def linear(
-        self, x: Tensor, w: Tensor, b: Tensor | None, y: Tensor, transposed: Sequence[bool] = (False, False)
-    ) -> None:
-        """As `Ops` has it; `transposed` says which of x and w are stored so."""
+    def linear(self, x: Tensor, w: Tensor, b: Tensor | None, y: Tensor) -> None:
+        self._product(x, w, b, y, (False, False))
+
+    def _product(self, x: Tensor, w: Tensor, b: Tensor | None, y: Tensor, transposed: tuple[bool, bool]) -> None:
+        """y = x @ w + b, where `transposed` says which of x and w are stored so."""
         (rows, columns), depth = y.shape, x.shape[0 if transposed[0] else 1]
         deep = sums.deep(self._multiprocessors, rows, columns, depth)
         parts = -(-depth // deep)
@@ -157,11 +158,11 @@ class NaiveOps:
     def linear_backward(
         self, x: Tensor, w: Tensor, dy: Tensor, dx: Tensor | None, dw: Tensor, db: Tensor | None
     ) -> None:
-        self.linear(x, dy, None, dw, (True, False))
+        self._product(x, dy, None, dw, (True, False))
         if db is not None:
             self._sum_columns(dy, db)
         if dx is not None:
-            self.linear(dy, w, None, dx, (False, True))
+            self._product(dy, w, None, dx, (False, True))
 
     def loss(
         self, loss: Loss, scores: Tensor, labels: Tensor, scale: float, d_scores: Tensor, losses: Tensor, hits: Tensor
