@@ -21,39 +21,47 @@ from cnnexp.tracking.pipe import end_early, start_early
 # name -> its module, with the function `command`, its arguments and what it does
 COMMANDS = {
     "check": (
-        *("cnnexp.app.check", "NAME [plugins=FILE.py]"),
+        "cnnexp.app.check",
+        "NAME [plugins=FILE.py]",
         "Is a backend, a layer, an optimizer or a loss right? Your own, too.",
     ),
     "doctor": ("cnnexp.app.doctor", "", "What this machine can run, and what is missing for the rest."),
     "draw": ("cnnexp.app.draw", "RUN", "A page to draw a digit on, and watch what the layers make of it."),
     "explain": (
-        *("cnnexp.app.explain", "RUN | RUN RUN"),
+        "cnnexp.app.explain",
+        "RUN | RUN RUN",
         "Where the time of a run's step goes, beside its baseline's or another run's, and\nwhy. The run needs "
         "trainer.profile=true.",
     ),
     "export": ("cnnexp.app.export", "RUN [FILE.onnx]", "Write what a run has trained as an ONNX file."),
     "find-rate": (
-        *("cnnexp.app.find_rate", "[GROUP=NAME ...] [GROUP.KEY=VALUE ...]"),
+        "cnnexp.app.find_rate",
+        "[GROUP=NAME ...] [GROUP.KEY=VALUE ...]",
         "Try ever higher learning rates, a step each, and suggest one for a run.",
     ),
     "predict": (
-        *("cnnexp.app.predict", "RUN IMAGE... | RUN dataset=NAME [dataset.KEY=VALUE ...] [backend=NAME]"),
+        "cnnexp.app.predict",
+        "RUN IMAGE... | RUN dataset=NAME [dataset.KEY=VALUE ...] [backend=NAME]",
         "Classify photographs, or a data set, with what a run has trained.",
     ),
     "report": (
-        *("cnnexp.app.report", "FOLDER | EXPERIMENT"),
+        "cnnexp.app.report",
+        "FOLDER | EXPERIMENT",
         "Make the page of a paper's table or figure again, from the folder of a sweep.",
     ),
     "runs": (
-        *("cnnexp.app.listing", "[KEY=VALUE ...] [sort=COLUMN] [last=NUMBER]"),
+        "cnnexp.app.listing",
+        "[KEY=VALUE ...] [sort=COLUMN] [last=NUMBER]",
         "List the recorded runs here, the newest first; KEY is status,\nor a group or key of the config.",
     ),
     "sync": (
-        *("cnnexp.app.sync", "[FOLDER ...] [tracking.uri=STORE]"),
+        "cnnexp.app.sync",
+        "[FOLDER ...] [tracking.uri=STORE]",
         "Send to their store what runs have written down and it has missed.",
     ),
     "ui": (
-        *("cnnexp.tracking.browser", "[tracking.uri=STORE] [port=NUMBER]"),
+        "cnnexp.tracking.browser",
+        "[tracking.uri=STORE] [port=NUMBER]",
         "Open the recorded runs in a browser, ranked, the latest experiment first.",
     ),
 }

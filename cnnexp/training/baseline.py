@@ -25,7 +25,7 @@ class Comparison:
     seconds_per_image: float  # median over the baseline's batches of this epoch
     images: int  # images per baseline batch; less than the run's batch where a whole one would take too long
     batches: int  # how many batches the median is over
-    speedup: float  # the baseline's seconds per image over the run's, both over batches that are not the short last one
+    speedup: float  # the baseline's seconds per image over the run's, see `_Pass.seconds_per_image`
 
     def __repr__(self) -> str:
         baseline = f"{1e6 * self.seconds_per_image:.3g} us an image over {self.batches} batches of {self.images}"

@@ -51,6 +51,9 @@ def test_every_image_is_trained_once_an_epoch_and_its_seconds_are_those_alone():
     assert len(program.orders[-1]) == 5
     assert result.train.count == 25
     assert run(FakeProgram(FakeClock(), 0.1, batch_size=100))[0].train.count == 25, "a batch larger than the data"
+    program = FakeProgram(FakeClock(), 1e-6, batch_size=2)
+    run(program, dataset(train=101), epochs=2)
+    assert [len(order) for order in program.orders] == [2, 8, 32, 58, 1, 101], "a short batch goes with many whole ones"
 
     program = FakeProgram(FakeClock(), 0.25, per_step_s=1.0, batch_size=10)
     (result,) = run(program)
