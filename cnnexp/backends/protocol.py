@@ -152,7 +152,7 @@ class Program(Protocol[Handle]):
 
 def rate_of_steps(rate: Rate, images: int, batch_size: int) -> np.ndarray:
     """Return the rate of each step (steps,) of `Program.train` over so many images."""
-    return np.broadcast_to(rate, -(-images // batch_size))
+    return np.full(-(-images // batch_size), rate)
 
 
 class Backend:
