@@ -50,6 +50,19 @@ def test_statistics_are_of_the_whole_batch(target, algorithm):
     check_case(OnTarget(cpu), make_case(NORMED, images=19))
 
 
+@pytest.mark.parametrize("name", ["vgg_norm", "resnet20", "mobilenet"])
+def test_tiles_keep_what_a_seam_lies_across_and_no_more(name):
+    plan = make_plan(TIMED[name][1], HOST, 64)
+    normed = [node for node in plan.nodes if node.algorithm == "batch-norm"]
+    again = {kernel for kernel, _ in plan.backward if kernel.endswith(".again")}
+    assert again == {f"{node.name}.again" for node in normed if node.made_again}
+    assert len(again) >= len(normed) // 2 - 1
+    for node in normed:
+        assert min(node.x.offset, node.dy.offset) > 0
+        assert (node.y.offset < 0) == (node.made_again or not plan.nodes[plan.nodes.index(node) + 1].keeps_x)
+        assert node.dx is None or node.dx.offset < 0
+
+
 def test_training_in_tiles():
     check_training(OnTarget(TARGETS["sse"], threads=3), make_case(NORMED, images=35), Adam())
 

@@ -88,7 +88,7 @@ class Calls:
         self._kept, self._failure = list[Any](), list[Exception]()
         for node in nodes:
             if isinstance(node, General):
-                called = CALLED(self._guarded(_Tiles(node, plan, arenas.shape[1])))
+                called = CALLED(self._guarded(_Tiles(node, plan)))
                 self._kept.append(called)
                 address = ctypes.cast(called, ctypes.c_void_p).value
                 at = int(node.address)
@@ -117,8 +117,8 @@ class Calls:
 class _Tiles:
     """A general node's work on tiles, each with an arena of its own and what is kept from forward to backward."""
 
-    def __init__(self, node: General, plan: Layout, floats: int) -> None:
-        self._name, self._floats, self._images = node.name, floats, plan.arena.images
+    def __init__(self, node: General, plan: Layout) -> None:
+        self._name, self._images = node.name, plan.arena.images
         self._x, self._y, self._dx = node.x, node.y, node.dx
         self._dy = None if plan.target.forward_only else getattr(node, "dy", None)
         self._places = [(parameter, int(plan.parameters.offset(parameter))) for parameter in node.parameters]
@@ -126,7 +126,7 @@ class _Tiles:
         self._chains: dict[int, Chain[np.ndarray]] = {}
 
     def __call__(self, back: int, count: int, arena: int, parameters: int, gradients: int) -> None:
-        floats, chain = _floats(arena, self._floats), self._chain(arena)
+        chain = self._chain(arena)
         # flat as the network's, but nothing is in it, nor read, beside the layers' own
         flat, gradient = (
             np.empty(max((p.offset + p.size for p, _ in self._places), default=0), np.float32) for _ in "pg"
@@ -134,12 +134,12 @@ class _Tiles:
         for p, at in self._places:
             flat[p.offset : p.offset + p.size] = _floats(parameters, self._size)[at : at + p.size]
         run = Run(count, flat, gradient, trains=True)
-        x = np.ascontiguousarray(_view(self._x, floats, count, self._stages[0].input_shape))
+        x = np.ascontiguousarray(_view(self._x, arena, count, self._stages[0].input_shape))
         try:
             if not back:
-                _view(self._y, floats, count, self._stages[-1].output_shape)[...] = chain.forward(run, x)
+                _view(self._y, arena, count, self._stages[-1].output_shape)[...] = chain.forward(run, x)
                 return
-            chain.gradient(count)[...] = _view(self._dy, floats, count, self._stages[-1].output_shape)
+            chain.gradient(count)[...] = _view(self._dy, arena, count, self._stages[-1].output_shape)
             dx = None if self._dx is None else np.empty_like(x)
             chain.backward(run, x, dx)
         except CnnexpError:
@@ -147,7 +147,7 @@ class _Tiles:
         except Exception as error:
             raise NetworkError(f"layer {self._name}: {type(error).__name__}: {error}") from error
         if dx is not None:
-            _view(self._dx, floats, count, self._stages[0].input_shape)[...] = dx
+            _view(self._dx, arena, count, self._stages[0].input_shape)[...] = dx
         for p, at in self._places:
             _floats(gradients, self._size)[at : at + p.size] += gradient[p.offset : p.offset + p.size]
 
@@ -163,12 +163,15 @@ def _floats(address: int, size: int) -> np.ndarray:
     return np.ctypeslib.as_array((ctypes.c_float * size).from_address(address))
 
 
-def _view(tensor: Tensor | None, arena: np.ndarray, images: int, shape: tuple[int, ...]) -> np.ndarray:
-    """Return what lies in a tensor of rows or images, (images, *shape)."""
+def _view(tensor: Tensor | None, arena: int, images: int, shape: tuple[int, ...]) -> np.ndarray:
+    """Return what lies in a tensor of rows or images, (images, *shape), of the arena at an address."""
     assert isinstance(tensor, NC)
     first, steps = int(tensor.offset), [math.prod(shape[at + 1 :]) for at in range(len(shape))]
+    if first < 0:  # see `Emitter.place`
+        first += ctypes.c_int64.from_address(arena).value
     if not tensor.dense:
         first += tensor.halo.top * tensor.row + tensor.halo.left * tensor.column
         steps = [tensor.row, tensor.column, 1]
     strides = [4 * step for step in (tensor.stride, *steps)]
-    return np.lib.stride_tricks.as_strided(arena[first:], (images, *shape), strides)
+    values = _floats(arena + 4 * first, images * tensor.stride)
+    return np.lib.stride_tricks.as_strided(values, (images, *shape), strides)

@@ -182,17 +182,22 @@ class Arena:
 
     Attributes:
         size: floats. shared: where the room lies that each kernel has for itself while it runs, once all is allocated.
+        passing: floats of a room that the tiles of a share have in turn: for what no tile needs once another one comes.
+            Its offsets count back from its end.
     """
 
     def __init__(self, lanes: int, groups: int, images: int | None = None) -> None:
         self.lanes, self.groups, self.images = lanes, groups, images or lanes * groups
         # loads may reach one vector past the last value
-        self.size = 16 * lanes
+        self.size = self.passing = 16 * lanes
         self.shared, self._needed = Offset(0), 0
         self._fills: list[tuple[int, np.ndarray]] = []
 
-    def allocate(self, floats: int) -> Offset:
+    def allocate(self, floats: int, passing: bool = False) -> Offset:
         """Return the offset of room that starts on a cache line."""
+        if passing:
+            self.passing += round_up(floats, 16)
+            return Offset(-self.passing)
         offset = Offset(self.size)
         self.size += round_up(floats, 16)
         return offset
@@ -201,17 +206,17 @@ class Arena:
         """Have the room that kernels take turns in hold as much."""
         self._needed = max(self._needed, floats)
 
-    def place_shared(self) -> None:
+    def place_shared(self, passing: bool) -> None:
         """Allocate it, when all who need it have said so."""
-        self.shared = self.allocate(self._needed)
+        self.shared = self.allocate(self._needed, passing)
 
-    def blocked(self, shape: Shape, halo: Halo = Halo()) -> Blocked:
+    def blocked(self, shape: Shape, halo: Halo = Halo(), passing: bool = False) -> Blocked:
         stride = math.prod(halo.around(shape)) * shape[2] * self.lanes
-        return Blocked(self._filled(self.groups * stride, halo), shape, stride, self.lanes, halo)
+        return Blocked(self._filled(self.groups * stride, halo, passing), shape, stride, self.lanes, halo)
 
-    def _filled(self, floats: int, halo: Halo) -> Offset:
+    def _filled(self, floats: int, halo: Halo, passing: bool) -> Offset:
         """Return the offset of room for images with what their halo holds all over."""
-        offset = self.allocate(floats)
+        offset = self.allocate(floats, passing)
         if halo.value:
             self._fills.append((offset, np.full(floats, halo.value, np.float32)))
         return offset
@@ -226,10 +231,10 @@ class Arena:
         stride = width if width < SHORT_ROW else odd_lines(width)
         return NC(self.allocate(self.images * stride), (size,), stride, width=width)
 
-    def nhwc(self, shape: Shape, halo: Halo = Halo()) -> NHWC:
+    def nhwc(self, shape: Shape, halo: Halo = Halo(), passing: bool = False) -> NHWC:
         stride = odd_lines(math.prod(halo.around(shape)) * shape[2] + self.lanes)
         width = round_up(math.prod(shape), self.lanes)
-        return NHWC(self._filled(self.images * stride, halo), shape, stride, halo=halo, width=width)
+        return NHWC(self._filled(self.images * stride, halo, passing), shape, stride, halo=halo, width=width)
 
     def constants(self, values: np.ndarray) -> Offset:
         """Return the offset of room that holds these float32 values for good."""
@@ -243,11 +248,20 @@ class Arena:
         """Floats from one thread's arena to the next, once all is allocated."""
         return round_up(self.size + 16 * self.lanes, 16)
 
-    def make(self, threads: int) -> np.ndarray:
-        """Return arenas (threads, stride) as a fresh run needs them, each on its own cache lines."""
-        arenas = aligned_zeros((threads, self.stride))
+    def make(self, shares: int, tiles: int = 1) -> np.ndarray:
+        """Return arenas (tiles * shares, stride) as a fresh run needs them, tile by tile, each on its own cache lines.
+
+        The first eight bytes of each are the floats from there to the end of what its tile has in passing.
+        """
+        room = round_up(self.passing + 16 * self.lanes, 16)
+        whole = aligned_zeros((tiles * shares * self.stride + shares * room,))
+        arenas, rooms = np.split(whole, [tiles * shares * self.stride])
+        arenas, rooms = arenas.reshape(-1, self.stride), rooms.reshape(-1, room)
         for offset, values in self._fills:
-            arenas[:, int(offset) : int(offset) + len(values)] = values
+            filled, at = (rooms, room + int(offset)) if offset < 0 else (arenas, int(offset))
+            filled[:, at : at + len(values)] = values
+        numbers = np.arange(len(arenas))
+        arenas[:, :2].view(np.int64)[:, 0] = (len(arenas) - numbers) * self.stride + (numbers % shares + 1) * room
         return arenas
 
 

@@ -17,6 +17,7 @@ from typing import Any, cast
 from llvmlite import ir
 
 from cnnexp.backends.parts import BACKWARD, FORWARD, Part
+from cnnexp.backends.simd.algorithms.batch_norm import BatchNormNode
 from cnnexp.backends.simd.algorithms.cost import MACS, Work
 from cnnexp.backends.simd.algorithms.dropout import DropoutNode
 from cnnexp.backends.simd.algorithms.elementwise import ElementwiseNode
@@ -44,8 +45,12 @@ STEP = {
 FEWEST_IN_A_TILE = 2
 """Part of a vector that a tile of images has room for at least: `predict` takes as many at once."""
 
-Rooms = dict[tuple[type[Tensor], Shape, Halo], list[tuple[Tensor, list[tuple[int, int]]]]]
-"""Of gradients, by what they are like: each with the first and the last of the nodes that use it, every time."""
+Steps = list[tuple[int, int]]
+"""The first and the last step that use a tensor, every time. The step of a node is its number, in the forward pass less
+that of all nodes."""
+
+Rooms = dict[tuple[type[Tensor], Shape, Halo, bool], list[tuple[Tensor, Steps]]]
+"""Tensors by what they are like, and whether in passing, with the steps that use each."""
 
 
 class Plan:
@@ -69,6 +74,7 @@ class Plan:
         self.network = network
         self.target, self.share, self.owns = target, min(share, most), share <= most
         nodes = self.nodes = choose_nodes(network, target, self.share)
+        self._cuts = [i for i, node in enumerate(nodes) if node.seams(self)]
         whole = any(node.whole_vectors for node in nodes)
         images = most if whole else max(self.share, target.lanes // FEWEST_IN_A_TILE)
         self.arena, self.parameters = Arena(target.lanes, groups, images), Parameters(target.lanes)
@@ -76,7 +82,7 @@ class Plan:
         self._allocate(network, nodes)
         for node in nodes:
             node.prepare(self)
-        self.arena.place_shared()
+        self.arena.place_shared(passing=bool(self._cuts))
         self.gather = {
             name: self._gather(network, nodes[0], kind) for name, kind in (("uint8", BYTE), ("float32", FLOAT))
         }
@@ -87,7 +93,11 @@ class Plan:
         self.scores, self.d_scores = cast(NC, nodes[-1].y), cast(NC, nodes[-1].dy)
         self.forward = self._named(FORWARD, nodes, lambda node: node.forward(self))
         trained = nodes[self._first_trained :]
-        self.backward = self._named(BACKWARD, reversed(trained), lambda node: node.backward(self))
+        self.backward = []
+        for node, before in zip(reversed(trained), [*reversed(nodes[:-1]), None], strict=False):
+            if isinstance(before, BatchNormNode) and before.made_again:
+                self.backward += self._named(BACKWARD, [before], lambda node: [("again", node.forward(self)[-1][1])])
+            self.backward += self._named(BACKWARD, [node], lambda node: node.backward(self))
         self.gradients = self._named(BACKWARD, trained, lambda node: node.owned_gradients(self))
         self._updates = self._named(BACKWARD, trained, lambda node: node.owned_updates(self))
         self.seams = [seam for node in nodes for seam in node.seams(self)[:1]]
@@ -170,47 +180,60 @@ class Plan:
             # in lanes nothing flattens but a change of layout: what is elementwise after a Flatten keeps the image
             shape = x.shape if isinstance(node, ElementwiseNode) and isinstance(x, Blocked) else node.shape
             halo = _reader(nodes, i).input_halo() if i + 1 < len(nodes) else Halo()
-            node.y = self._room(rooms, (kind, shape, halo), self._read_forward(nodes, i))
+            node.y = self._room(rooms, (kind, shape, halo), self._steps_of_y(nodes, i))
             x, dx, node.dy = node.y, None, node.y  # in `predict` nobody looks for a gradient
             if i >= first:
                 flat = i + 1 == len(nodes) or nodes[i + 1].input_layout is NC
                 halo = Halo() if flat else node.gradient_halo(i > first)
                 start = nodes.index(node.split) if isinstance(node, Sum) else i
                 until = i + 1 if i + 1 == len(nodes) else nodes.index(_reader(nodes, i))
-                dx = node.dy = self._room(rooms, (kind, shape, halo), (start, until))
+                dx = node.dy = self._room(rooms, (kind, shape, halo), [(start, until)])
                 if i + 1 < len(nodes):
                     nodes[i + 1].input_rectified = node.dy_rectified = node.rectify and nodes[i + 1].rectifies_dx
 
-    def _read_forward(self, nodes: list[Node], i: int) -> tuple[int, int] | None:
-        """Return the steps of the forward pass in which a node's output is used; None where the backward pass reads it.
+    def _steps_of_y(self, nodes: list[Node], i: int) -> Steps | None:
+        """Return the first and the last step that use a node's output, every time; None from its own to the last.
 
-        They are numbered from -len(nodes) on: all come before those of the backward pass.
+        Where the batch is many tiles, what the backward pass reads may be made again there from what lies before it.
         """
         if i + 1 == len(nodes):
             return None
         last, trained = i + 1, i + 1 >= self._first_trained
         if isinstance(nodes[last], Split):  # the sum where it ends reads this, too
             last = nodes.index(_end(nodes, last))
-        if trained and (nodes[i].keeps_y or nodes[i + 1].keeps_x or last > i + 1):
+        forward = i - len(nodes), last - len(nodes)
+        if not trained or not (nodes[i].keeps_y or nodes[i + 1].keeps_x or last > i + 1):
+            return [forward]
+        node = nodes[i]
+        if self.owns or not isinstance(node, BatchNormNode) or last > i + 1 or last in self._cuts:
             return None
-        return i - len(nodes), last - len(nodes)
+        node.made_again = True
+        return [forward, (last, last)]
 
-    def _room(self, rooms: Rooms, like: tuple[type[Tensor], Shape, Halo], used: tuple[int, int] | None) -> Tensor:
+    def _room(self, rooms: Rooms, like: tuple[type[Tensor], Shape, Halo], used: Steps | None) -> Tensor:
         """Return a tensor that is used in these steps: the room of one that is not used then, if there is."""
         if used is None or like[0] is NC:
             return self._tensor(*like)
-        for tensor, others in rooms.setdefault(like, []):
-            if all(used[1] < first or last < used[0] for first, last in others):
-                others.append(used)
+        passing = bool(self._cuts) and not any(map(self._crosses, used))
+        for tensor, others in rooms.setdefault((*like, passing), []):
+            if all(until < first or last < start for first, last in others for start, until in used):
+                others.extend(used)
                 return tensor
-        rooms[like].append((self._tensor(*like), [used]))
-        return rooms[like][-1][0]
+        rooms[*like, passing].append((self._tensor(*like, passing), [*used]))
+        return rooms[*like, passing][-1][0]
 
-    def _tensor(self, kind: type[Tensor], shape: tuple[int, ...], halo: Halo) -> Tensor:
+    def _crosses(self, used: tuple[int, int]) -> bool:
+        """Whether a seam lies between two steps; a node with seams reads its input and dy on both sides of them."""
+        first, last = used
+        if first < 0:
+            return any(first < cut - len(self.nodes) <= last for cut in self._cuts)
+        return any(first <= cut < last for cut in self._cuts)
+
+    def _tensor(self, kind: type[Tensor], shape: Shape, halo: Halo, passing: bool = False) -> Tensor:
         if kind is NC:
             return self.arena.nc(math.prod(shape))
         image = shape if len(shape) == 3 else (1, 1, *shape)
-        return (self.arena.nhwc if kind is NHWC else self.arena.blocked)(image, halo)
+        return (self.arena.nhwc if kind is NHWC else self.arena.blocked)(image, halo, passing)
 
     def _gather(self, network: Network, first: Node, pixel: ir.Type) -> Kernels:
         shape = network.input_shape if len(network.input_shape) == 3 else (1, 1, *network.input_shape)
@@ -239,7 +262,7 @@ class _NodeState(pickle.Pickler):
         if isinstance(thing, Parameter):
             return thing.shape, self._number(self._parameters.offset(thing))
         if isinstance(thing, Offset):
-            return self._number(thing)
+            return self._number(thing), thing < 0
         if isinstance(thing, Node):  # the ends of a Residual name each other
             if thing in self._nodes:
                 return self._nodes.index(thing)

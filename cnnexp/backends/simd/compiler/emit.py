@@ -149,13 +149,16 @@ class Emitter:
         self.bytes = ir.VectorType(BYTE, target.lanes)
 
     def place(self, base: ir.Value, offset: Offset) -> ir.Value:
-        """Return the address so far from a base."""
+        """Return the address so far from a base; below 0, from the end of the room that `Arena.make` says there."""
         whole = isinstance(base, ir.Argument)
         key = base.name if whole else "", offset
         if key not in self._places:
             with self.builder.goto_entry_block():
                 number = self.offsets.setdefault(key, len(self.offsets))
                 found = self.builder.load(self.builder.gep(self._table, [INDEX(number)]))
+                if offset < 0:
+                    end = self.builder.load(self.builder.bitcast(base, INDEX.as_pointer()))
+                    found = self.builder.add(found, end)
                 self._places[key] = self.builder.gep(base, [found]) if whole else found
         return self._places[key] if whole else self.builder.gep(base, [self._places[key]])
 

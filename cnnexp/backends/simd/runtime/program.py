@@ -111,7 +111,7 @@ class SimdProgram(Program[LoadedSplit]):
         self._slots = aligned_zeros((2, plan.parameters.size))
         self._gradients = aligned_zeros((threads, plan.parameters.size))
         tiles = -(-batch_size // threads) if plan.seams else 1
-        self._arenas = plan.arena.make(threads * -(-tiles // plan.arena.images))
+        self._arenas = plan.arena.make(threads, -(-tiles // plan.arena.images))
         self._calls = Calls(plan.nodes, plan, self._arenas)
         self._totals = np.zeros((threads, LINE))
         self._flags = np.zeros(threads * LINE, np.int64)
