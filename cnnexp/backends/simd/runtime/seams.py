@@ -47,8 +47,8 @@ def make_batch(plan: Plan, begin: Callable, finish: Callable, compiled: Callable
     run = compose("seamed", plan.target, [], library, choices)
     cuts, seams, images, clocked = len(ahead) - 1, len(names), plan.arena.images, plan.clocks.on
     parts, meeting, gradients = 2 * cuts + 2, 2 * cuts + 2 + seams, 2 * cuts + 2 + 2 * seams
-    start_clocks = on_arena(plan.target, plan.clocks.start)
-    charge_wait = on_arena(plan.target, lambda k: plan.clocks.charge(k, plan.step_parts["wait"]))
+    start_clocks = on_arena("start", plan.target, plan.clocks.start)
+    charge_wait = on_arena("wait", plan.target, lambda k: plan.clocks.charge(k, plan.step_parts["wait"]))
 
     def pass_tile(call: Call, share: int, step: int, phase: int, number: int, tile: np.ndarray, batch: int) -> None:
         """Take a tile through a segment, up to the next seam; the last one forward is also the first one back."""

@@ -205,8 +205,17 @@ class ConvolutionNode(Node[Pixels, Pixels]):
         (top, bottom), (left, right) = sides
         return Halo(top, left, bottom, right)
 
-    def prepare_gradient(self, plan: Layout) -> None:
-        """Give `d` room, unless it is dy itself."""
+    def prepare(self, plan: Layout) -> None:
+        self.prepare_forward(plan)
+        if not plan.target.forward_only:
+            self.prepare_backward(plan)
+
+    def prepare_forward(self, plan: Layout) -> None:
+        """Allocate what the forward pass needs."""
+        raise NotImplementedError
+
+    def prepare_backward(self, plan: Layout) -> None:
+        """Allocate what the backward pass needs besides: first of all `d`, unless it is dy itself."""
         self.d, halo = self.dy, self._dense_halo() if self.dx else Halo()
         if self.pool or self.dy.halo != halo:
             make = plan.arena.blocked if self.input_layout is Blocked else plan.arena.nhwc

@@ -83,11 +83,8 @@ class Channels(ConvolutionNode[NHWC]):
         cells, finish = (self.shape[0], self.shape[1]), 2.5 + 3.0 * (self.window - 1)
         return product_sums(cells, self.window, layer.filters, layer.kernel**2 * channels, target, finish)
 
-    def prepare(self, plan: Layout) -> None:
-        self.prepare_forward(plan)
-        if plan.target.forward_only:
-            return
-        self.prepare_gradient(plan)
+    def prepare_backward(self, plan: Layout) -> None:
+        super().prepare_backward(plan)
         if self.dx:
             self.phases, size = self._input_gradient(self.d, self.dx, plan.target)
             self.packed = plan.arena.allocate(size)
@@ -107,7 +104,6 @@ class Channels(ConvolutionNode[NHWC]):
         return parts, size
 
     def prepare_forward(self, plan: Layout) -> None:
-        """Allocate what the forward pass needs."""
         stage, layer, channels, target = self.stage, self.stage.layer, self.stage.input_shape[2], plan.target
         counts = self.shape[0], self.shape[1]
         if self.pool:

@@ -56,8 +56,7 @@ class ChannelsArgmax(Channels):
         backward = Work(following.macs, following.cycles + packing + cleared, following.tile)
         return {"forward": self.forward_work(target, images), "backward": backward}
 
-    def prepare(self, plan: Layout) -> None:
-        self.prepare_forward(plan)
+    def prepare_backward(self, plan: Layout) -> None:
         arena, lanes, conv, windows = plan.arena, plan.arena.lanes, self.sum, self.windows
         assert windows is not None
         (rows, columns), size = conv.counts, block_cells(lanes)

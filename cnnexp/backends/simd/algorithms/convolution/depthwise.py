@@ -61,12 +61,11 @@ class Depthwise(ConvolutionNode[NHWC]):
         found["backward_weights"] = Work(macs, 1.3 * each.cycles, f"{_rows(side, target)} x {side} taps")
         return found | ({"backward_input": each} if needs_dx else {})
 
-    def prepare(self, plan: Layout) -> None:
+    def prepare_forward(self, plan: Layout) -> None:
         taps, self.row = self.stage.layer.kernel**2, round_up(self.shape[2], plan.target.lanes)
         views = functools.partial(padded_rows, rows=taps, row=self.row)
         plan.parameters.place(self.stage.weight, taps * self.row, views)
         plan.parameters.place_plain(self.stage.bias)
-        self.prepare_gradient(plan)
 
     def forward(self, plan: Layout) -> Kernels:
         def run(k: Emitter) -> None:

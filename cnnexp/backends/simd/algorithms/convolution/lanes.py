@@ -102,17 +102,13 @@ class Lanes(ConvolutionNode[Blocked]):
         (top, bottom), (left, right) = sides
         return Halo(top, left, bottom, right, layer.stride)
 
-    def prepare(self, plan: Layout) -> None:
-        self.prepare_forward(plan)
-        if plan.target.forward_only:
-            return
-        self.prepare_gradient(plan)
+    def prepare_backward(self, plan: Layout) -> None:
+        super().prepare_backward(plan)
         self.sums = plan.arena.allocate(MOST_SUMS * plan.target.lanes)
         if self.dx:
             self.flipped = plan.arena.allocate(self.stage.weight.size)
 
     def prepare_forward(self, plan: Layout) -> None:
-        """Allocate what the forward pass needs."""
         layer, channels = self.stage.layer, self.stage.input_shape[2]
         plan.parameters.place_plain(self.stage.weight, self.stage.bias)
         if self.pool:

@@ -55,8 +55,7 @@ class LanesArgmax(Lanes):
         backward = Work(following.macs, following.cycles + moved + packing, f"{vectors} vectors of a filter")
         return {"forward": self.forward_work(target), "backward": backward}
 
-    def prepare(self, plan: Layout) -> None:
-        self.prepare_forward(plan)
+    def prepare_backward(self, plan: Layout) -> None:
         layer, windows, arena = self.stage.layer, self.windows, plan.arena
         assert windows is not None
         packed = layer.filters * layer.kernel * round_up(self._run, arena.lanes)
