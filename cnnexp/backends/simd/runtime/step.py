@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from llvmlite import ir
@@ -24,7 +23,7 @@ from numba.np.numpy_support import from_dtype
 
 from cnnexp.backends.cache import host
 from cnnexp.backends.simd.algorithms import update
-from cnnexp.backends.simd.compiler.compose import compose, emitted, on_arena
+from cnnexp.backends.simd.compiler.compose import compose, emitted
 from cnnexp.backends.simd.compiler.entry import APPLY, GRADIENTS, PREDICT, TRAIN, Array, Call, Forward, arguments
 from cnnexp.backends.simd.compiler.host import host_target
 from cnnexp.backends.simd.compiler.intrinsics import LOAD_CONTROL, STORE_CONTROL, call
@@ -32,7 +31,7 @@ from cnnexp.backends.simd.compiler.native import MachineCode, add_packed
 from cnnexp.backends.simd.layouts import NC
 from cnnexp.backends.simd.lowering import Plan
 from cnnexp.backends.simd.runtime.barrier import fetch_add, wait
-from cnnexp.backends.simd.runtime.seams import make_batch
+from cnnexp.backends.simd.runtime.seams import clocking, make_batch
 from cnnexp.network.losses import Loss
 from cnnexp.optimizers import Optimizer
 
@@ -66,12 +65,10 @@ def make_work(plan: Plan, loss: Loss, optimizer: Optimizer, key: str, library: i
     compiled = _compiler(key)
     run_batch = _make_batch(plan, loss, compiled, library)
     update_share = _make_update(plan, optimizer, compiled, library)
-    target, clocked = plan.target, plan.clocks.on
-    added, owned = plan.parameters.added, plan.parameters.owned
+    target, added, owned = plan.target, plan.parameters.added, plan.parameters.owned
     fetches = 0 < 4 * owned <= target.l2_bytes // 2
     fetch = compose("fetch", target, [("owned", update.fetch)], library)
-    start_clocks = on_arena("start", target, plan.clocks.start)
-    charge_wait, charge_update = (_charging(plan, name) for name in ("wait", "update"))
+    start_clocks, charge_wait, charge_update = (clocking(plan, name) for name in ("start", "wait", "update"))
 
     def work(call: Call) -> None:
         """Do one thread's part."""
@@ -79,9 +76,8 @@ def make_work(plan: Plan, loss: Loss, optimizer: Optimizer, key: str, library: i
         shares, count = call.gradients.shape[0], len(call.order)
         mine, next_ = shares * call.rank // call.threads, shares * (call.rank + 1) // call.threads
         call.counts[call.rank, 1] = shares
-        if clocked:
-            for share in range(mine, next_):
-                start_clocks(call.arenas[share])
+        for share in range(mine, next_):
+            start_clocks(call.arenas[share])
         for step in range(max(1, -(-count // call.batch))):
             # the thread's shares of the batch, tile by tile
             first, last = step * call.batch, min((step + 1) * call.batch, count)
@@ -94,20 +90,13 @@ def make_work(plan: Plan, loss: Loss, optimizer: Optimizer, key: str, library: i
                 for share in range(mine, next_):
                     update_share(call, share, step, here)
                 wait(call.flags, call.rank, call.threads)
-                if clocked:
-                    for share in range(mine, next_):
-                        charge_wait(call.arenas[share])
+                for share in range(mine, next_):
+                    charge_wait(call.arenas[share])
                 if fetches and call.threads > 1:
                     fetch(call.parameters[added:], call.gradients[mine], call.arenas[mine], owned)
-                    if clocked:
-                        charge_update(call.arenas[mine])
+                    charge_update(call.arenas[mine])
 
     return compiled(work)
-
-
-def _charging(plan: Plan, part: str) -> Callable[..., Any]:
-    """Return what charges the time since the last reading to a part of the step, given an arena."""
-    return on_arena(part, plan.target, lambda k: plan.clocks.charge(k, plan.step_parts[part]))
 
 
 def _make_gather(plan: Plan, compiled: Callable, library: ir.Module) -> Callable:
@@ -126,26 +115,24 @@ def _make_gather(plan: Plan, compiled: Callable, library: ir.Module) -> Callable
 
 def _make_batch(plan: Plan, loss: Loss, compiled: Callable, library: ir.Module) -> Callable:
     """Return what takes a thread's shares of a batch through the layers, tile by tile; see `make_batch` for seams."""
-    target, clocked, images = plan.target, plan.clocks.on, plan.arena.images
+    target, images = plan.target, plan.arena.images
     gather = _make_gather(plan, compiled, library)
     draw = compose("draws", target, plan.draws, library)
     forward = compose("forward", target, plan.forward, library)
     backward = compose("backward", target, plan.backward, library)
     owned_gradients = compose("owned_gradients", target, plan.gradients, library)
-    charge_gather, charge_loss = (_charging(plan, name) for name in ("gather", "loss"))
+    charge_gather, charge_loss = (clocking(plan, name) for name in ("gather", "loss"))
     tile_loss = _tile_loss(loss, plan.scores, plan.d_scores, compiled)
     copy_scores = _copy_scores(plan.scores, compiled)
 
     def begin(call: Call, arena: np.ndarray, step: int, tile: np.ndarray) -> None:
         draw(call.numbers[step], tile, arena, len(tile))
         gather(call, tile, arena)
-        if clocked:
-            charge_gather(arena)
+        charge_gather(arena)
 
     def finish(call: Call, arena: np.ndarray, share: int, tile: np.ndarray, batch: int) -> None:
         tile_loss(arena, call.nan_mask, call.labels, tile, batch, call.totals[share])
-        if clocked:
-            charge_loss(arena)
+        charge_loss(arena)
 
     begin, finish = compiled(begin, inline="always"), compiled(finish, inline="always")
     if plan.seams:
@@ -213,24 +200,22 @@ def make_forward(plan: Plan, key: str, library: ir.Module) -> Dispatcher:
 
 def _make_update(plan: Plan, optimizer: Optimizer, compiled: Callable, library: ir.Module) -> Callable:
     """Return what takes the optimizer's step of a share of the parameters."""
-    target, clocked, added = plan.target, plan.clocks.on, plan.parameters.added
+    target, added = plan.target, plan.parameters.added
     owned_updates = compose("owned_updates", target, plan.updates(optimizer), library)
-    charge_wait, charge_update = (_charging(plan, name) for name in ("wait", "update"))
+    charge_wait, charge_update = (clocking(plan, name) for name in ("wait", "update"))
     apply_update = _update(optimizer, plan, compiled, library)
 
     def update_share(call: Call, share: int, step: int, batch: int) -> None:
         """Take step number `step` of this call, on a batch of so many images."""
         arena, shares = call.arenas[share], call.gradients.shape[0]
-        if clocked:
-            charge_wait(arena)
+        charge_wait(arena)
         # those whose gradients are added up by share, in whole cache lines
         size = added if call.mode == TRAIN else len(call.parameters)
         low, high = size * share // shares // 16 * 16, size * (share + 1) // shares // 16 * 16
         if share == shares - 1:
             high = size
         apply_update(call.parameters, call.slots, call.gradients, low, high, call.numbers[step])
-        if clocked:
-            charge_update(arena)
+        charge_update(arena)
         # those that a thread owns
         if call.mode == TRAIN:
             known = call.counts[call.rank]

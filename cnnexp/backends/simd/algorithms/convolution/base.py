@@ -33,11 +33,6 @@ class Windows:
     stride: int
     argmax: Tensor
 
-    @property
-    def pixels(self) -> list[tuple[int, int]]:
-        """(row, column) of every pixel of a window, by its code."""
-        return [(i, j) for i in range(self.size) for j in range(self.size)]
-
     def shift(self, k: Emitter, code: ir.Value, down: int, right: int) -> ir.Value:
         """Return how far a window's pixel lies from its first one, if so many floats lie between rows and columns.
 
@@ -264,6 +259,6 @@ def unpool(k: Emitter, windows: Windows, y: Tensor, dy: Tensor, d: Tensor, recti
             where = k.load_bytes(windows.argmax.pixel(k, n, u, v).at(f, k.lanes // 4))
             corner = d.image(k, n).at(u, windows.stride * step * d.row).at(v, windows.stride * step * d.column)
             corner = corner.at(f, k.lanes)
-            for code, (i, j) in enumerate(windows.pixels):
+            for code, (i, j) in enumerate(itertools.product(range(windows.size), repeat=2)):
                 here = k.select(k.equal(where, code), value, k.zero())
                 k.store_part(here, corner + (i * d.row + j * d.column) * step, valid)

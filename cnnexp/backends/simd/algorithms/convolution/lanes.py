@@ -119,16 +119,16 @@ class Lanes(ConvolutionNode[Blocked]):
         )  # fmt: skip
 
     def forward(self, plan: Layout) -> Kernels:
-        return [("forward", lambda k: conv2d(k, self.correlation, *plan.parameters.weights(k, self.stage)))]
+        return [("forward", lambda k: conv2d(k, self.correlation, *plan.parameters.of(self.stage, k.parameters)))]
 
     def backward_weights(self, k: Emitter, plan: Layout) -> None:
-        dw, db = plan.parameters.gradients(k, self.stage)
+        dw, db = plan.parameters.of(self.stage, k.gradients)
         conv2d_backward_weights(k, self.correlation, self.d, dw, db, k.arena + self.sums)
 
     def backward_input(self, k: Emitter, plan: Layout) -> None:
         layer, channels = self.stage.layer, self.stage.input_shape[2]
         flipped = k.arena + self.flipped
-        weights, _ = plan.parameters.weights(k, self.stage)
+        weights, _ = plan.parameters.of(self.stage, k.parameters)
         flip_weights(k, weights, flipped, self.correlation)
         top, left, _, _ = (max(0, pad - self._reach) for pad in self.stage.window.pads)
         back = Correlation(
