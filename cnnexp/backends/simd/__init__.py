@@ -57,15 +57,16 @@ class CpuSimd(ThreadedBackend):
     @property
     def clocked(self) -> Backend:
         """This backend, its programs clocking their parts: see `simd.clocks`."""
-        backend = copy.copy(self)
-        object.__setattr__(backend, "clocks", True)
-        return cast(Backend, backend)
+        return self._with("clocks")
 
     @property
     def forward_only(self) -> Backend:
         """This backend, its programs compiled for the forward pass alone."""
+        return self._with("predicts")
+
+    def _with(self, option: str) -> Backend:
         backend = copy.copy(self)
-        object.__setattr__(backend, "predicts", True)
+        object.__setattr__(backend, option, True)
         return cast(Backend, backend)
 
     def limits(self) -> Mapping[str, float]:

@@ -118,15 +118,13 @@ class _Tiles:
     """A general node's work on tiles, each with an arena of its own and what is kept from forward to backward."""
 
     def __init__(self, node: General, plan: Layout) -> None:
-        self._name, self._images = node.name, plan.arena.images
-        self._x, self._y, self._dx = node.x, node.y, node.dx
-        self._dy = None if plan.target.forward_only else getattr(node, "dy", None)
+        self._node, self._images, self._size = node, plan.arena.images, plan.parameters.size
         self._places = [(parameter, int(plan.parameters.offset(parameter))) for parameter in node.parameters]
-        self._stages, self._size = node.stages, plan.parameters.size
         self._chains: dict[int, Chain[np.ndarray]] = {}
 
     def __call__(self, back: int, count: int, arena: int, parameters: int, gradients: int) -> None:
-        chain = self._chain(arena)
+        node, chain = self._node, self._chain(arena)
+        x_shape, y_shape = node.stages[0].input_shape, node.stages[-1].output_shape
         # flat as the network's, but nothing is in it, nor read, beside the layers' own
         flat, gradient = (
             np.empty(max((p.offset + p.size for p, _ in self._places), default=0), np.float32) for _ in "pg"
@@ -134,28 +132,28 @@ class _Tiles:
         for p, at in self._places:
             flat[p.offset : p.offset + p.size] = _floats(parameters, self._size)[at : at + p.size]
         run = Run(count, flat, gradient, trains=True)
-        x = np.ascontiguousarray(_view(self._x, arena, count, self._stages[0].input_shape))
+        x = np.ascontiguousarray(_view(node.x, arena, count, x_shape))
         try:
             if not back:
-                _view(self._y, arena, count, self._stages[-1].output_shape)[...] = chain.forward(run, x)
+                _view(node.y, arena, count, y_shape)[...] = chain.forward(run, x)
                 return
-            chain.gradient(count)[...] = _view(self._dy, arena, count, self._stages[-1].output_shape)
-            dx = None if self._dx is None else np.empty_like(x)
+            chain.gradient(count)[...] = _view(node.dy, arena, count, y_shape)
+            dx = None if node.dx is None else np.empty_like(x)
             chain.backward(run, x, dx)
         except CnnexpError:
             raise
         except Exception as error:
-            raise NetworkError(f"layer {self._name}: {type(error).__name__}: {error}") from error
+            raise NetworkError(f"layer {node.name}: {type(error).__name__}: {error}") from error
         if dx is not None:
-            _view(self._dx, arena, count, self._stages[0].input_shape)[...] = dx
+            _view(node.dx, arena, count, x_shape)[...] = dx
         for p, at in self._places:
             _floats(gradients, self._size)[at : at + p.size] += gradient[p.offset : p.offset + p.size]
 
     def _chain(self, arena: int) -> Chain[np.ndarray]:
         if arena not in self._chains:
-            x = np.zeros((self._images, *self._stages[0].input_shape), np.float32)
-            dx = None if self._dx is None else np.zeros_like(x)
-            self._chains[arena] = Chain(NumpyOps(), self._stages, self._images, x, dx)
+            x = np.zeros((self._images, *self._node.stages[0].input_shape), np.float32)
+            dx = None if self._node.dx is None else np.zeros_like(x)
+            self._chains[arena] = Chain(NumpyOps(), self._node.stages, self._images, x, dx)
         return self._chains[arena]
 
 

@@ -347,15 +347,8 @@ class Parameters:
         owned, at = self._places[parameter.name]
         return self._offsets.setdefault(parameter.name, Offset(at + self.added if owned else at))
 
-    def weights(self, k: Emitter, stage: ConvStage | LinearStage) -> tuple[Pointer, Pointer | None]:
-        """Return the addresses of a layer's weight and of its bias, None where it has none."""
-        return self._addresses(k.parameters, stage)
-
-    def gradients(self, k: Emitter, stage: ConvStage | LinearStage) -> tuple[Pointer, Pointer | None]:
-        """Return the addresses of their gradients."""
-        return self._addresses(k.gradients, stage)
-
-    def _addresses(self, start: Pointer, stage: ConvStage | LinearStage) -> tuple[Pointer, Pointer | None]:
+    def of(self, stage: ConvStage | LinearStage, start: Pointer) -> tuple[Pointer, Pointer | None]:
+        """Return the addresses of a layer's weight and of its bias, None where it has none, in a buffer."""
         bias = None if stage.bias is None else start + self.offset(stage.bias)
         return start + self.offset(stage.weight), bias
 

@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
-from llvmlite import ir
-
 from cnnexp.backends.parts import BACKWARD, FORWARD, Part
 from cnnexp.backends.simd.algorithms.batch_norm import BatchNormNode
 from cnnexp.backends.simd.algorithms.cost import MACS, Work
@@ -83,8 +81,10 @@ class Plan:
         for node in nodes:
             node.prepare(self)
         self.arena.place_shared(passing=bool(self._cuts))
-        self.gather = {
-            name: self._gather(network, nodes[0], kind) for name, kind in (("uint8", BYTE), ("float32", FLOAT))
+        gather = functools.partial(gather_lanes if isinstance(nodes[0].x, Blocked) else gather_rows, y=nodes[0].x)
+        self.gather: dict[str, Kernels] = {
+            name: [("gather", functools.partial(gather, pixel=kind))]
+            for name, kind in (("uint8", BYTE), ("float32", FLOAT))
         }
         self.dropouts = [node for node in nodes if isinstance(node, DropoutNode)]
         self.draws: Kernels = [
@@ -234,16 +234,6 @@ class Plan:
             return self.arena.nc(math.prod(shape))
         image = shape if len(shape) == 3 else (1, 1, *shape)
         return (self.arena.nhwc if kind is NHWC else self.arena.blocked)(image, halo, passing)
-
-    def _gather(self, network: Network, first: Node, pixel: ir.Type) -> Kernels:
-        shape = network.input_shape if len(network.input_shape) == 3 else (1, 1, *network.input_shape)
-        x, start, row = first.x, 0, shape[1] * shape[2]
-        if isinstance(x, Blocked):
-            return [("gather", functools.partial(gather_lanes, y=x, pixel=pixel))]
-        if isinstance(x, NHWC):
-            start, row = x.halo.top * x.row + x.halo.left * x.column, x.row
-        gather = functools.partial(gather_rows, y=x, shape=shape, first=start, stride=row, pixel=pixel)
-        return [("gather", gather)]
 
 
 class _NodeState(pickle.Pickler):

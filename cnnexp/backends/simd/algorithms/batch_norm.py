@@ -89,7 +89,7 @@ class BatchNormNode(Node[Tensor, Tensor]):
                     for u, (x, y) in enumerate(zip(block.places(at(self.x)), block.places(at(self.y)), strict=True)):
                         distance = k.subtract(k.load(x), mean[u]) if mean else k.load(x)
                         value = k.fma(distance, scale[u], level[u])
-                        block.store(k.rectify(value) if self.rectify else value, y, u)
+                        k.store_part(k.rectify(value) if self.rectify else value, y, block.valid[u])
 
         return [*([] if alone else [("statistics", self._statistics)]), ("forward", run)]
 
@@ -163,7 +163,7 @@ class BatchNormNode(Node[Tensor, Tensor]):
                 places = block.places(at(self.needed_dx))
                 for u, (distance, gradient) in enumerate(gradients(at, inside)):
                     value = k.fma(scale[u], gradient, k.fma(slope[u], distance, level[u]))
-                    block.store(inside(value), places[u], u)
+                    k.store_part(inside(value), places[u], block.valid[u])
 
     # what all threads do when they have met
 
@@ -278,9 +278,6 @@ class Block:
         """Return the address of each vector of a pixel."""
         first = pixel.at(self._channel, self._x.lanes)
         return [first + u * self._k.lanes for u in range(len(self.valid))]
-
-    def store(self, value: ir.Value, place: Pointer, number: int) -> None:
-        self._k.store_part(value, place, self.valid[number])
 
     def finish(self, totals: Sequence, row: Pointer, factor: ir.Value | None = None) -> None:
         """Store the sums of the channels, times a vector of one factor, if given, in a row."""

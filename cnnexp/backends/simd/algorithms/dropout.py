@@ -16,7 +16,7 @@ from llvmlite import ir
 from cnnexp.backends.simd.algorithms.cost import Work, passes
 from cnnexp.backends.simd.algorithms.elementwise import copy_gradient
 from cnnexp.backends.simd.algorithms.node import Node, Section
-from cnnexp.backends.simd.compiler.emit import INDEX, INT, Emitter, Kernels, Pointer, Target
+from cnnexp.backends.simd.compiler.emit import INDEX, INT, Emitter, Kernels, Target
 from cnnexp.backends.simd.layouts import NC, Blocked, Layout, Tensor, round_up, runs
 from cnnexp.network import DropoutStage
 from cnnexp.network.noise import mix, threshold
@@ -98,17 +98,14 @@ class DropoutNode(Node[Tensor, Tensor]):
                     at = table.at(first)
                     element = k.spread(k.load_int(at.at(v))) if in_lanes else k.as_integers(k.load(at.at(v, k.lanes)))
                     source, target, *zeros = (start.at(v, k.lanes) for start in starts)
-                    k.store_part(self._masked(k, k.load(source), row, element, zeros), target, valid)
-
-    def _masked(self, k: Emitter, value: ir.Value, row: ir.Value, element: ir.Value, zeros: list[Pointer]) -> ir.Value:
-        value = k.multiply(value, k.constant(self.scale))
-        if self.least:
-            draw = mix(_Bits(k.builder, k.builder.xor(row, element))).value
-            kept = k.builder.icmp_unsigned(">", draw, k.integers(self.least - 1))  # `least` may take 33 bits
-            value = k.select(kept, value, k.zero())
-        for place in zeros:
-            value = k.where_positive(k.load(place), value)
-        return value
+                    value = k.multiply(k.load(source), k.constant(self.scale))
+                    if self.least:
+                        draw = mix(_Bits(k.builder, k.builder.xor(row, element))).value
+                        kept = k.builder.icmp_unsigned(">", draw, k.integers(self.least - 1))  # it may take 33 bits
+                        value = k.select(kept, value, k.zero())
+                    for place in zeros:
+                        value = k.where_positive(k.load(place), value)
+                    k.store_part(value, target, valid)
 
 
 class _Bits:

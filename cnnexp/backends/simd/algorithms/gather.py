@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 from llvmlite import ir
 
 from cnnexp.backends.simd.compiler.emit import BYTE, FLOAT, INDEX, INT, Emitter, Pointer
 from cnnexp.backends.simd.layouts import NC, Blocked
-from cnnexp.network import Shape
 
 BYTE_SCALE = float(np.float32(1) / np.float32(255))
 
@@ -22,10 +22,10 @@ def gather_lanes(k: Emitter, y: Blocked, pixel: ir.Type) -> None:
     """
     images, order, _ = k.buffers
     height, width, channels = y.shape
-    run, runs = (height * width * channels, 1) if y.dense else (width * channels, height)
+    run, runs = (y.size, 1) if y.dense else (width * channels, height)
     with k.loop(k.groups(k.lanes)) as g:
         # the images of a group
-        sources = [_image(k, images, order, k.scaled(g, k.lanes, n), y.shape) for n in range(k.lanes)]
+        sources = [_image(k, images, order, k.scaled(g, k.lanes, n), y.size) for n in range(k.lanes)]
         with k.loop(runs) as r:
             rows = [source.at(r, run) for source in sources]
             target = y.image(k, g).at(r, y.row)
@@ -43,20 +43,16 @@ def gather_lanes(k: Emitter, y: Blocked, pixel: ir.Type) -> None:
                     k.store(value, target.at(i, k.lanes))
 
 
-def gather_rows(k: Emitter, y: NC, shape: Shape, first: int, stride: int, pixel: ir.Type) -> None:
-    """Copy images, picked by an order, into rows; buffers as `gather_lanes`.
-
-    Args:
-        shape: (H, W, C).
-        first: elements before the image's first pixel. stride: elements from row to row of it, at least W * C.
-    """
+def gather_rows(k: Emitter, y: NC, pixel: ir.Type) -> None:
+    """Copy images, picked by an order, into rows; buffers as `gather_lanes`."""
     images, order, _ = k.buffers
-    height, width, channels = shape
-    run, runs = (width * channels, height) if stride > width * channels else (height * width * channels, 1)
+    y = replace(y, shape=(1, 1, y.size)) if len(y.shape) == 1 else y
+    height, width, channels = y.shape
+    run, runs = (width * channels, height) if y.row > width * channels else (y.size, 1)
     with k.loop(k.count) as n:
-        source = _image(k, images, order, n, shape)
+        source = _image(k, images, order, n, y.size)
         with k.loop(runs) as r:
-            row, target = source.at(r, run), (y.stored(k, n) + first).at(r, stride)
+            row, target = source.at(r, run), y.image(k, n).at(r, y.row)
             # whole vectors, the last of which overlaps its neighbour
             for at in _vectors(k, run):
                 k.store(_pixels(k, row.at(at), pixel), target.at(at))
@@ -75,11 +71,11 @@ def _vectors(k: Emitter, run: int) -> Iterator[ir.Value]:
                 yield k.scaled(vector, k.lanes, start)
 
 
-def _image(k: Emitter, images: Pointer, order: Pointer, n: ir.Value, shape: Shape) -> Pointer:
+def _image(k: Emitter, images: Pointer, order: Pointer, n: ir.Value, size: int) -> Pointer:
     """Return the address of the image that the order names, the last one for n past it."""
     last = k.builder.sub(k.count, INDEX(1))
     index = k.builder.load(order.at(k.least(n, last)).value(INDEX))
-    return images.at(index, shape[0] * shape[1] * shape[2])
+    return images.at(index, size)
 
 
 def _pixels(k: Emitter, pointer: Pointer, pixel: ir.Type) -> ir.Value:

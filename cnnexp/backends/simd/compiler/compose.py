@@ -16,10 +16,6 @@ from numba.extending import intrinsic
 
 from cnnexp.backends.simd.compiler.emit import INDEX, Emit, Kernels, Target, call_kernels
 
-Codegen = Callable[[Any, ir.IRBuilder, Any, Sequence[ir.Value]], ir.Value]
-Intrinsic = tuple[types.Type, Codegen]
-"""What Numba asks of an intrinsic: its signature, and what emits it."""
-
 
 def compose(
     name: str, target: Target, kernels: Kernels, library: ir.Module | None = None, choices: Sequence[Kernels] = ()
@@ -53,23 +49,32 @@ def _outlined(
 ) -> Callable[..., None]:
     """Return a function for `@njit` code that calls what is emitted, once, on first elements and numbers."""
 
+    def call(builder: ir.IRBuilder, *values: ir.Value) -> None:
+        home = builder.module if library is None else library
+        if name not in home.globals:
+            _define(home, name, values, "internal" if library is None else "external", emit)
+        if name not in builder.module.globals:
+            _define(builder.module, name, values, "weak")
+        builder.call(builder.module.globals[name], values)
+
+    return emitted(types.void, call)
+
+
+def emitted(result: types.Type, emit: Callable[..., ir.Value | None]) -> Callable[..., Any]:
+    """Return a function for `@njit` code that stands for what emit(builder, *first elements and numbers) emits."""
+
     @intrinsic
-    def run(typing: Any, *arguments: types.Type) -> Intrinsic:
+    def run(typing: Any, *arguments: types.Type) -> tuple[types.Type, Callable[..., ir.Value]]:
         def codegen(context: Any, builder: ir.IRBuilder, signature: Any, given: Sequence[ir.Value]) -> ir.Value:
             values = [
                 context.make_array(kind)(context, builder, value).data if isinstance(kind, types.Array) else value
                 for kind, value in zip(kinds, cgutils.unpack_tuple(builder, given[0]), strict=True)
             ]
-            home = builder.module if library is None else library
-            if name not in home.globals:
-                _define(home, name, values, "internal" if library is None else "external", emit)
-            if name not in builder.module.globals:
-                _define(builder.module, name, values, "weak")
-            builder.call(builder.module.globals[name], values)
-            return context.get_dummy_value()
+            found = emit(builder, *values)
+            return context.get_dummy_value() if result is types.void else found
 
         kinds = [kind if isinstance(kind, types.Array) else types.int64 for kind in arguments]
-        return types.void(types.StarArgTuple.from_types(kinds)), codegen
+        return result(types.StarArgTuple.from_types(kinds)), codegen
 
     return run
 
@@ -86,16 +91,10 @@ def _define(
     builder.ret_void()
 
 
-def on_arena(target: Target, emit: Emit) -> Callable[..., Any]:
-    """Return a function of an arena for `@njit` code that runs a kernel, each time a function of its own."""
+def on_arena(name: str, target: Target, emit: Emit) -> Callable[..., None]:
+    """Return a function of an arena for `@njit` code that runs a kernel, which is defined where it is called."""
 
-    @intrinsic
-    def run(typing: Any, arena: types.Type) -> Intrinsic:
-        def codegen(context: Any, builder: ir.IRBuilder, signature: Any, given: Sequence[ir.Value]) -> ir.Value:
-            first = context.make_array(arena)(context, builder, given[0]).data
-            call_kernels(builder, "arena", target, [("kernel", emit)], [first] * 3 + [INDEX(0)])
-            return context.get_dummy_value()
+    def call(builder: ir.IRBuilder, given: list[ir.Value]) -> None:
+        call_kernels(builder, name, target, [(name, emit)], [*given * 3, INDEX(0)])
 
-        return types.void(arena), codegen
-
-    return run
+    return _outlined(f"kernels.{name}", None, call)

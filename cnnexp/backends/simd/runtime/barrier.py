@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import numpy as np
 from llvmlite import ir
 from numba import int32, int64, njit, types, uint32
-from numba.extending import intrinsic
 
-from cnnexp.backends.simd.compiler.compose import Intrinsic
+from cnnexp.backends.simd.compiler.compose import emitted
 from cnnexp.backends.simd.compiler.entry import LINE
 from cnnexp.backends.simd.compiler.host import host_target
 from cnnexp.backends.simd.compiler.intrinsics import PAUSE, call
@@ -26,53 +24,28 @@ SLEEP = 0 if os.name == "nt" else 50
 """Microseconds; on Windows, whose sleep is many ms, the core is offered to others."""
 
 
-@intrinsic
-def _store_release(typing: Any, flags: types.Type, index: types.Type, value: types.Type) -> Intrinsic:
-    """flags[index] = value, after all that this thread wrote before."""
-
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        array = context.make_array(signature.args[0])(context, builder, arguments[0])
-        place = builder.gep(array.data, [arguments[1]])
-        builder.store_atomic(arguments[2], place, "release", 8)
-        return context.get_dummy_value()
-
-    return types.void(flags, int64, int64), codegen
+def _emit_pause(builder: ir.IRBuilder) -> None:
+    target = host_target()
+    if target.has(PAUSE):
+        call(builder, target.features, PAUSE, ir.VoidType(), [])
 
 
-@intrinsic
-def _load_acquire(typing: Any, flags: types.Type, index: types.Type) -> Intrinsic:
-    """flags[index], before all that this thread reads after."""
+_pause = emitted(types.void, _emit_pause)
+"""Tell the core that this is a waiting loop, so that another thread of the same core runs faster."""
 
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        array = context.make_array(signature.args[0])(context, builder, arguments[0])
-        return builder.load_atomic(builder.gep(array.data, [arguments[1]]), "acquire", 8)
+_store_release = emitted(
+    types.void,
+    lambda builder, flags, index, value: builder.store_atomic(value, builder.gep(flags, [index]), "release", 8),
+)
+"""(flags, index, value): flags[index] = value, after all that this thread wrote before."""
 
-    return int64(flags, int64), codegen
+_load_acquire = emitted(
+    int64, lambda builder, flags, index: builder.load_atomic(builder.gep(flags, [index]), "acquire", 8)
+)
+"""(flags, index): flags[index], before all that this thread reads after."""
 
-
-@intrinsic
-def fetch_add(typing: Any, numbers: types.Type, more: types.Type) -> Intrinsic:
-    """Return numbers[0] and add to it, as one operation that no other thread gets between."""
-
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        array = context.make_array(signature.args[0])(context, builder, arguments[0])
-        return builder.atomic_rmw("add", array.data, arguments[1], "monotonic")
-
-    return int64(numbers, int64), codegen
-
-
-@intrinsic
-def _pause(typing: Any) -> Intrinsic:
-    """Tell the core that this is a waiting loop, so that another thread of the same core runs faster."""
-
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        target = host_target()
-        if target.has(PAUSE):
-            call(builder, target.features, PAUSE, ir.VoidType(), [])
-        return context.get_dummy_value()
-
-    return types.void(), codegen
-
+fetch_add = emitted(int64, lambda builder, numbers, more: builder.atomic_rmw("add", numbers, more, "monotonic"))
+"""(numbers, more): numbers[0], to which it adds as one operation that no other thread gets between."""
 
 _sleep = types.ExternalFunction("Sleep" if os.name == "nt" else "usleep", int32(uint32))
 """Give the core away for `SLEEP`."""

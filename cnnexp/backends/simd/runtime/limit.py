@@ -9,13 +9,12 @@ import functools
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
-from llvmlite import ir
+import numpy as np
 from numba import njit
-from numba.core import cgutils, types
-from numba.extending import intrinsic
 
+from cnnexp.backends.simd.compiler.compose import compose
+from cnnexp.backends.simd.compiler.emit import Emitter
 from cnnexp.backends.simd.compiler.host import host_target
 
 CHAINS = 12
@@ -31,40 +30,23 @@ A limit is what the machine can do, and the core of a second thread may take a m
 @functools.cache
 def fma_loop() -> tuple[Callable[[int], float], int, int]:
     """Return (loop(turns), the multiply-adds of one turn, lanes), on vectors as wide as Numba compiles for."""
-    lanes = host_target().lanes
-    vector, int64 = ir.VectorType(ir.FloatType(), lanes), ir.IntType(64)
+    target = host_target()
+    lanes = target.lanes
 
-    def splat(value: float) -> ir.Constant:
-        return ir.Constant(vector, [value] * lanes)
+    def emit(k: Emitter) -> None:
+        chains = [k.variable(k.constant(chain)) for chain in range(CHAINS)]
+        with k.loop(k.count):
+            for total in chains:
+                total.set(k.fma(total.get(), k.constant(0.999), k.constant(0.001)))
+        k.store(functools.reduce(k.add, [total.get() for total in chains]), k.arena)
 
-    def build(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        fma = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(vector, [vector] * 3), f"llvm.fma.v{lanes}f32"
-        )
-        before, turn = builder.block, builder.append_basic_block("turn")
-        builder.branch(turn)
-        builder.position_at_end(turn)
-        done = builder.phi(int64)
-        sums = [builder.phi(vector) for _ in range(CHAINS)]
-        new_sums = [builder.call(fma, [old, splat(0.999), splat(0.001)]) for old in sums]
-        new_done = builder.add(done, int64(1))
-        firsts = [int64(0), *(splat(chain) for chain in range(CHAINS))]
-        for phi, first, new in zip([done, *sums], firsts, [new_done, *new_sums], strict=True):
-            phi.add_incoming(first, before)
-            phi.add_incoming(new, turn)
-        after = builder.append_basic_block("after")
-        builder.cbranch(builder.icmp_signed("<", new_done, arguments[0]), turn, after)
-        builder.position_at_end(after)
-        total = functools.reduce(builder.fadd, new_sums)
-        return builder.extract_element(total, ir.IntType(32)(0))
-
-    @intrinsic
-    def spin(typing_context: Any, turns: Any) -> tuple[types.Type, Callable]:
-        return types.float32(types.int64), build
+    run = compose("fma", target, [("fma", emit)])
 
     @njit(nogil=True)
     def loop(turns: int) -> float:
-        return spin(turns)
+        total = np.empty(lanes, np.float32)
+        run(total, total, total, turns)
+        return total[0]
 
     return loop, lanes * CHAINS, lanes
 

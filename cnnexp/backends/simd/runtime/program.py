@@ -251,8 +251,6 @@ class SimdProgram(Program[LoadedSplit]):
         if mode in (TRAIN, APPLY):
             numbers[:, 0], (numbers[:, 1], numbers[:, 2]) = rate, self.optimizer.constants(which)
             self._step += steps
-        if len(scores) == 0:
-            scores = np.empty((len(order), 0), np.float32)
         self._totals[...] = 0
         clocks = self._clocks.readings(self._arenas) if self._clocks.on else None
         if clocks is not None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 from llvmlite import ir
+from numba import njit
 
 from cnnexp.backends.simd.algorithms.batch_norm import FIRST, TILES
 from cnnexp.backends.simd.compiler.compose import compose, on_arena
@@ -33,6 +34,22 @@ def cut(kernels: Kernels, after: Sequence[str]) -> tuple[list[Kernels], list[Ker
     return segments, found
 
 
+def clocking(plan: Plan, part: str) -> Callable[[np.ndarray], None]:
+    """Return what charges the time since the last reading to a part of the step, or at its `start` to nobody.
+
+    It takes an arena, and does nothing where the plan has no clocks.
+    """
+    if not plan.clocks.on:
+        return _nothing
+    emit = plan.clocks.start if part == "start" else lambda k: plan.clocks.charge(k, plan.step_parts[part])
+    return on_arena(part, plan.target, emit)
+
+
+@njit
+def _nothing(arena: np.ndarray) -> None:
+    pass
+
+
 def make_batch(plan: Plan, begin: Callable, finish: Callable, compiled: Callable, library: ir.Module) -> Callable:
     """Return what takes a thread's shares of a batch through a network with seams, in training.
 
@@ -45,16 +62,14 @@ def make_batch(plan: Plan, begin: Callable, finish: Callable, compiled: Callable
     meets: list[Kernels] = [[("meet", seam.meet)] for seam in plan.seams]
     choices = [*ahead, *back, *left, *left_back, *meets, plan.gradients]
     run = compose("seamed", plan.target, [], library, choices)
-    cuts, seams, images, clocked = len(ahead) - 1, len(names), plan.arena.images, plan.clocks.on
+    cuts, seams, images = len(ahead) - 1, len(names), plan.arena.images
     parts, meeting, gradients = 2 * cuts + 2, 2 * cuts + 2 + seams, 2 * cuts + 2 + 2 * seams
-    start_clocks = on_arena(plan.target, plan.clocks.start)
-    charge_wait = on_arena(plan.target, lambda k: plan.clocks.charge(k, plan.step_parts["wait"]))
+    start_clocks, charge_wait = clocking(plan, "start"), clocking(plan, "wait")
 
     def pass_tile(call: Call, share: int, step: int, phase: int, number: int, tile: np.ndarray, batch: int) -> None:
         """Take a tile through a segment, up to the next seam; the last one forward is also the first one back."""
         arena, gradient, known = call.arenas[number], call.gradients[share], call.counts[call.rank]
-        if clocked:
-            start_clocks(arena)
+        start_clocks(arena)
         if phase == 0:
             begin(call, arena, step, tile)
         if phase <= cuts:
@@ -87,11 +102,9 @@ def make_batch(plan: Plan, begin: Callable, finish: Callable, compiled: Callable
                     at = first + here * share // shares + number // shares * images
                     pass_tile(call, share, step, phase, number, call.order[at : at + count], here)
             if phase < seams:
-                if clocked:
-                    start_clocks(call.arenas[mine])
+                start_clocks(call.arenas[mine])
                 wait(call.flags, call.rank, call.threads)
-                if clocked:
-                    charge_wait(call.arenas[mine])
+                charge_wait(call.arenas[mine])
                 for number in range(known[TILES]):
                     # the very first even if it has no images: by it the running averages move
                     if mine <= number % shares < next_ and (known[FIRST + number] or number == 0):

@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from llvmlite import ir
@@ -20,12 +19,11 @@ from numba import int64, njit, types
 from numba.core import cgutils
 from numba.core.dispatcher import Dispatcher
 from numba.core.registry import cpu_target
-from numba.extending import intrinsic
 from numba.np.numpy_support import from_dtype
 
 from cnnexp.backends.cache import host
 from cnnexp.backends.simd.algorithms import update
-from cnnexp.backends.simd.compiler.compose import Intrinsic, compose, on_arena
+from cnnexp.backends.simd.compiler.compose import compose, emitted
 from cnnexp.backends.simd.compiler.entry import APPLY, GRADIENTS, PREDICT, TRAIN, Array, Call, Forward, arguments
 from cnnexp.backends.simd.compiler.host import host_target
 from cnnexp.backends.simd.compiler.intrinsics import LOAD_CONTROL, STORE_CONTROL, call
@@ -33,12 +31,29 @@ from cnnexp.backends.simd.compiler.native import MachineCode, add_packed
 from cnnexp.backends.simd.layouts import NC
 from cnnexp.backends.simd.lowering import Plan
 from cnnexp.backends.simd.runtime.barrier import fetch_add, wait
-from cnnexp.backends.simd.runtime.seams import make_batch
+from cnnexp.backends.simd.runtime.seams import clocking, make_batch
 from cnnexp.network.losses import Loss
 from cnnexp.optimizers import Optimizer
 
 FLUSH_TO_ZERO = 0x8040
 """Bits of x86's MXCSR: results below the normal numbers become 0, and so do operands."""
+
+
+def _emit_flush(builder: ir.IRBuilder) -> None:
+    target = host_target()
+    if target.has(LOAD_CONTROL):
+        register = cgutils.alloca_once(builder, ir.IntType(32))
+        place = builder.bitcast(register, ir.IntType(8).as_pointer())
+        call(builder, target.features, STORE_CONTROL, ir.VoidType(), [place])
+        builder.store(builder.or_(builder.load(register), ir.IntType(32)(FLUSH_TO_ZERO)), register)
+        call(builder, target.features, LOAD_CONTROL, ir.VoidType(), [place])
+
+
+_flush_denormals = emitted(types.void, _emit_flush)
+"""Have this thread, which does nothing else, take numbers below 1e-38 for 0: they are a hundred times as slow.
+
+Momenta of units that stopped learning halve for thousands of steps and get there.
+"""
 
 
 def make_work(plan: Plan, loss: Loss, optimizer: Optimizer, key: str, library: ir.Module) -> Dispatcher:
@@ -48,14 +63,12 @@ def make_work(plan: Plan, loss: Loss, optimizer: Optimizer, key: str, library: i
         key: what distinguishes its machine code from that of other programs. library: of the kernels, see `compose`.
     """
     compiled = _compiler(key)
-    run_tile, run_batch = _make_tile(plan, loss, compiled, library)
+    run_batch = _make_batch(plan, loss, compiled, library)
     update_share = _make_update(plan, optimizer, compiled, library)
-    target, images, clocked, seamed = plan.target, plan.arena.images, plan.clocks.on, bool(plan.seams)
-    added, owned = plan.parameters.added, plan.parameters.owned
+    target, added, owned = plan.target, plan.parameters.added, plan.parameters.owned
     fetches = 0 < 4 * owned <= target.l2_bytes // 2
     fetch = compose("fetch", target, [("owned", update.fetch)], library)
-    start_clocks = on_arena(target, plan.clocks.start)
-    charge_wait, charge_update = (_charging(plan, name) for name in ("wait", "update"))
+    start_clocks, charge_wait, charge_update = (clocking(plan, name) for name in ("start", "wait", "update"))
 
     def work(call: Call) -> None:
         """Do one thread's part."""
@@ -63,75 +76,67 @@ def make_work(plan: Plan, loss: Loss, optimizer: Optimizer, key: str, library: i
         shares, count = call.gradients.shape[0], len(call.order)
         mine, next_ = shares * call.rank // call.threads, shares * (call.rank + 1) // call.threads
         call.counts[call.rank, 1] = shares
-        if clocked:
-            for share in range(mine, next_):
-                start_clocks(call.arenas[share])
+        for share in range(mine, next_):
+            start_clocks(call.arenas[share])
         for step in range(max(1, -(-count // call.batch))):
             # the thread's shares of the batch, tile by tile
             first, last = step * call.batch, min((step + 1) * call.batch, count)
             here = last - first
-            if seamed and call.mode != APPLY:
+            if call.mode != APPLY:
                 run_batch(call, step, first, here, mine, next_)
-            elif call.mode != APPLY:
-                for share in range(mine, next_):
-                    start, end = first + here * share // shares, first + here * (share + 1) // shares
-                    for at in range(start, end, images):
-                        run_tile(call, share, step, at, min(at + images, end), here)
             if call.mode in (TRAIN, APPLY):
                 # its shares of the parameters, between two waits for the others
                 wait(call.flags, call.rank, call.threads)
                 for share in range(mine, next_):
                     update_share(call, share, step, here)
                 wait(call.flags, call.rank, call.threads)
-                if clocked:
-                    for share in range(mine, next_):
-                        charge_wait(call.arenas[share])
+                for share in range(mine, next_):
+                    charge_wait(call.arenas[share])
                 if fetches and call.threads > 1:
                     fetch(call.parameters[added:], call.gradients[mine], call.arenas[mine], owned)
-                    if clocked:
-                        charge_update(call.arenas[mine])
+                    charge_update(call.arenas[mine])
 
     return compiled(work)
 
 
-def _charging(plan: Plan, part: str) -> Callable[..., Any]:
-    """Return what charges the time since the last reading to a part of the step, given an arena."""
-    return on_arena(plan.target, lambda k: plan.clocks.charge(k, plan.step_parts[part]))
+def _make_gather(plan: Plan, compiled: Callable, library: ir.Module) -> Callable:
+    """Return what brings a tile's images into an arena."""
+    gather_bytes = compose("gather_uint8", plan.target, plan.gather["uint8"], library)
+    gather_floats = compose("gather_float32", plan.target, plan.gather["float32"], library)
+
+    def gather(call: Call | Forward, tile: np.ndarray, arena: np.ndarray) -> None:
+        if len(call.bytes_):
+            gather_bytes(call.bytes_, tile, arena, len(tile))
+        else:
+            gather_floats(call.floats, tile, arena, len(tile))
+
+    return compiled(gather, inline="always")
 
 
-def _make_tile(plan: Plan, loss: Loss, compiled: Callable, library: ir.Module) -> tuple[Callable, Callable]:
-    """Return what takes a tile of images through the layers, and what takes a batch, where the step has seams."""
-    target, clocked = plan.target, plan.clocks.on
-    gather_bytes = compose("gather_uint8", target, plan.gather["uint8"], library)
-    gather_floats = compose("gather_float32", target, plan.gather["float32"], library)
+def _make_batch(plan: Plan, loss: Loss, compiled: Callable, library: ir.Module) -> Callable:
+    """Return what takes a thread's shares of a batch through the layers, tile by tile; see `make_batch` for seams."""
+    target, images = plan.target, plan.arena.images
+    gather = _make_gather(plan, compiled, library)
     draw = compose("draws", target, plan.draws, library)
     forward = compose("forward", target, plan.forward, library)
     backward = compose("backward", target, plan.backward, library)
     owned_gradients = compose("owned_gradients", target, plan.gradients, library)
-    charge_gather, charge_loss = (_charging(plan, name) for name in ("gather", "loss"))
+    charge_gather, charge_loss = (clocking(plan, name) for name in ("gather", "loss"))
     tile_loss = _tile_loss(loss, plan.scores, plan.d_scores, compiled)
     copy_scores = _copy_scores(plan.scores, compiled)
 
     def begin(call: Call, arena: np.ndarray, step: int, tile: np.ndarray) -> None:
         draw(call.numbers[step], tile, arena, len(tile))
-        if len(call.bytes_):
-            gather_bytes(call.bytes_, tile, arena, len(tile))
-        else:
-            gather_floats(call.floats, tile, arena, len(tile))
-        if clocked:
-            charge_gather(arena)
+        gather(call, tile, arena)
+        charge_gather(arena)
 
     def finish(call: Call, arena: np.ndarray, share: int, tile: np.ndarray, batch: int) -> None:
         tile_loss(arena, call.nan_mask, call.labels, tile, batch, call.totals[share])
-        if clocked:
-            charge_loss(arena)
-
-    def nothing(*_: Any) -> None:
-        pass
+        charge_loss(arena)
 
     begin, finish = compiled(begin, inline="always"), compiled(finish, inline="always")
     if plan.seams:
-        return compiled(nothing), make_batch(plan, begin, finish, compiled, library)
+        return make_batch(plan, begin, finish, compiled, library)
 
     def run_tile(call: Call, share: int, step: int, at: int, end: int, batch: int) -> None:
         """Run the images order[at : end], at most a tile's, of a batch of so many."""
@@ -147,7 +152,17 @@ def _make_tile(plan: Plan, loss: Loss, compiled: Callable, library: ir.Module) -
             owned_gradients(call.parameters, gradient, arena, len(tile))
 
     # outlined, LLVM knows less of the kernels' arguments: 5 % slower
-    return compiled(run_tile, inline="always"), compiled(nothing)
+    run_tile = compiled(run_tile, inline="always")
+
+    def run_batch(call: Call, step: int, first: int, here: int, mine: int, next_: int) -> None:
+        """Run the shares from `mine` to `next_` of the batch order[first : first + here]."""
+        shares = call.gradients.shape[0]
+        for share in range(mine, next_):
+            start, end = first + here * share // shares, first + here * (share + 1) // shares
+            for at in range(start, end, images):
+                run_tile(call, share, step, at, min(at + images, end), here)
+
+    return compiled(run_batch, inline="always")
 
 
 def _copy_scores(scores: NC, compiled: Callable) -> Callable:
@@ -165,10 +180,9 @@ def _copy_scores(scores: NC, compiled: Callable) -> Callable:
 
 def make_forward(plan: Plan, key: str, library: ir.Module) -> Dispatcher:
     """Return `forward`, a dispatcher as `make_work`'s: what one thread does of a program that only predicts."""
-    compiled, target, images = _compiler(key), plan.target, plan.arena.images
-    gather_bytes = compose("gather_uint8", target, plan.gather["uint8"], library)
-    gather_floats = compose("gather_float32", target, plan.gather["float32"], library)
-    run, copy_scores = compose("forward", target, plan.forward, library), _copy_scores(plan.scores, compiled)
+    compiled, images = _compiler(key), plan.arena.images
+    gather, copy_scores = _make_gather(plan, compiled, library), _copy_scores(plan.scores, compiled)
+    run = compose("forward", plan.target, plan.forward, library)
 
     def forward(call: Forward) -> None:
         while True:
@@ -177,10 +191,7 @@ def make_forward(plan: Plan, key: str, library: ir.Module) -> Dispatcher:
                 break
             end = min(at + images, call.total)
             tile = call.order[at:end]
-            if len(call.bytes_):
-                gather_bytes(call.bytes_, tile, call.arena, len(tile))
-            else:
-                gather_floats(call.floats, tile, call.arena, len(tile))
+            gather(call, tile, call.arena)
             run(call.parameters, call.parameters, call.arena, len(tile))
             copy_scores(call.arena, call.scores[at:end])
 
@@ -189,24 +200,22 @@ def make_forward(plan: Plan, key: str, library: ir.Module) -> Dispatcher:
 
 def _make_update(plan: Plan, optimizer: Optimizer, compiled: Callable, library: ir.Module) -> Callable:
     """Return what takes the optimizer's step of a share of the parameters."""
-    target, clocked, added = plan.target, plan.clocks.on, plan.parameters.added
+    target, added = plan.target, plan.parameters.added
     owned_updates = compose("owned_updates", target, plan.updates(optimizer), library)
-    charge_wait, charge_update = (_charging(plan, name) for name in ("wait", "update"))
+    charge_wait, charge_update = (clocking(plan, name) for name in ("wait", "update"))
     apply_update = _update(optimizer, plan, compiled, library)
 
     def update_share(call: Call, share: int, step: int, batch: int) -> None:
         """Take step number `step` of this call, on a batch of so many images."""
         arena, shares = call.arenas[share], call.gradients.shape[0]
-        if clocked:
-            charge_wait(arena)
+        charge_wait(arena)
         # those whose gradients are added up by share, in whole cache lines
         size = added if call.mode == TRAIN else len(call.parameters)
         low, high = size * share // shares // 16 * 16, size * (share + 1) // shares // 16 * 16
         if share == shares - 1:
             high = size
         apply_update(call.parameters, call.slots, call.gradients, low, high, call.numbers[step])
-        if clocked:
-            charge_update(arena)
+        charge_update(arena)
         # those that a thread owns
         if call.mode == TRAIN:
             known = call.counts[call.rank]
@@ -216,7 +225,7 @@ def _make_update(plan: Plan, optimizer: Optimizer, compiled: Callable, library: 
             numbers = call.numbers[step]
             owned_updates(call.parameters, call.slots[0], call.slots[1], numbers, call.arenas, known, 0)
 
-    return compiled(update_share, inline="always")  # see `_make_tile`
+    return compiled(update_share, inline="always")  # see `_make_batch`
 
 
 def machine_code(plan: Plan, loss: Loss, optimizer: Optimizer, key: str) -> MachineCode:
@@ -288,61 +297,32 @@ def _tile_loss(loss: Loss, scores: NC, d_scores: NC, compiled: Callable) -> Call
 
 
 def _update(optimizer: Optimizer, plan: Plan, compiled: Callable, library: ir.Module) -> Callable:
-    """Return the optimizer's part of a step: add up the threads' gradients in order, apply the rule, clear them."""
-    if not optimizer.decay_biases:
-        return _update_sparing(optimizer, plan, compiled, library)
-    target, name = plan.target, f"update_{optimizer.weight_decay:g}"
-    add = compose("add", target, [("add", update.add)], library)
-    apply = compose(name, target, [(name, functools.partial(update.update, optimizer=optimizer))], library)
+    """Return the optimizer's part of a step: add up the threads' gradients in order, apply the rule, clear them.
 
-    @compiled
-    def run(
-        parameters: np.ndarray, slots: np.ndarray, gradients: np.ndarray, low: int, high: int, numbers: np.ndarray
-    ) -> None:
-        total = gradients[0, low:high]
-        for thread in range(1, gradients.shape[0]):
-            add(total, gradients[thread, low:high], numbers, high - low)
-        apply(parameters[low:high], total, slots[0, low:high], slots[1, low:high], numbers, high - low)
-
-    return run
-
-
-def _update_sparing(optimizer: Optimizer, plan: Plan, compiled: Callable, library: ir.Module) -> Callable:
-    """Return what `_update` does where weight decay spares the parameters of one axis."""
-    decaying = _update(dataclasses.replace(optimizer, decay_biases=True), plan, compiled, library)
-    spared = dataclasses.replace(optimizer, decay_biases=True, weight_decay=0.0)
-    sparing = _update(spared, plan, compiled, library)
-    rows = plan.parameters.rows()
-
-    @compiled
-    def run(
-        parameters: np.ndarray, slots: np.ndarray, gradients: np.ndarray, low: int, high: int, numbers: np.ndarray
-    ) -> None:
-        for i in range(len(rows)):
-            first, end = max(low, rows[i, 0]), min(high, rows[i, 1])
-            if first < end and rows[i, 2] == 1:
-                sparing(parameters, slots, gradients, first, end, numbers)
-            elif first < end:
-                decaying(parameters, slots, gradients, first, end, numbers)
-
-    return run
-
-
-@intrinsic
-def _flush_denormals(typing: Any) -> Intrinsic:
-    """Have this thread, which does nothing else, take numbers below 1e-38 for 0: they are a hundred times as slow.
-
-    Momenta of units that stopped learning halve for thousands of steps and get there.
+    Parameter by parameter where weight decay spares those of one axis, else at once.
     """
 
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        target = host_target()
-        if target.has(LOAD_CONTROL):
-            register = cgutils.alloca_once(builder, ir.IntType(32))
-            place = builder.bitcast(register, ir.IntType(8).as_pointer())
-            call(builder, target.features, STORE_CONTROL, ir.VoidType(), [place])
-            builder.store(builder.or_(builder.load(register), ir.IntType(32)(FLUSH_TO_ZERO)), register)
-            call(builder, target.features, LOAD_CONTROL, ir.VoidType(), [place])
-        return context.get_dummy_value()
+    def rule(decay: float) -> Callable:
+        emit = functools.partial(update.update, optimizer=dataclasses.replace(optimizer, weight_decay=decay))
+        return compose(f"update_{decay:g}", plan.target, [("update", emit)], library)
 
-    return types.void(), codegen
+    add = compose("add", plan.target, [("add", update.add)], library)
+    decaying, whole = rule(optimizer.weight_decay), np.array([[0, plan.parameters.size, 0]])
+    sparing, rows = (decaying, whole) if optimizer.decay_biases else (rule(0.0), plan.parameters.rows())
+
+    @compiled
+    def run(
+        parameters: np.ndarray, slots: np.ndarray, gradients: np.ndarray, low: int, high: int, numbers: np.ndarray
+    ) -> None:
+        total = gradients[0]
+        for thread in range(1, gradients.shape[0]):
+            add(total[low:high], gradients[thread, low:high], numbers, high - low)
+        for i in range(len(rows)):
+            first, end = max(low, rows[i, 0]), min(high, rows[i, 1])
+            w, g, s0, s1 = parameters[first:end], total[first:end], slots[0, first:end], slots[1, first:end]
+            if first < end and rows[i, 2] == 1:
+                sparing(w, g, s0, s1, numbers, end - first)
+            elif first < end:
+                decaying(w, g, s0, s1, numbers, end - first)
+
+    return run

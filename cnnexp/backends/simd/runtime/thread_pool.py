@@ -33,7 +33,9 @@ class ThreadPool:
         A thread that the others wait for inside the task must not raise: they would wait for ever.
         """
         if self._tasks is None:
-            self._tasks = self._start()
+            tasks: SimpleQueue = SimpleQueue()
+            threading.Thread(target=_lead, args=(tasks, self._threads), name="cpu-simd-0", daemon=True).start()
+            self._tasks = tasks
         done: SimpleQueue = SimpleQueue()
         self._is_left = True
         self._tasks.put((task, threads or self._threads, done))
@@ -52,11 +54,6 @@ class ThreadPool:
         if self._tasks is not None:
             self._tasks.put((None, self._threads, None))
             self._tasks = None
-
-    def _start(self) -> SimpleQueue:
-        tasks: SimpleQueue = SimpleQueue()
-        threading.Thread(target=_lead, args=(tasks, self._threads), name="cpu-simd-0", daemon=True).start()
-        return tasks
 
 
 class Helpers:

@@ -73,33 +73,40 @@ class EventList:
             k.store(total.get(), gradient)
 
 
-@dataclass(frozen=True)
 class EventLists:
     """The events of an image, or of a group of them: a list for every lane of a pooled cell, and what they come from.
 
     With the batch in lanes, list f * lanes + n is that of filter f and image n.
 
-    Attributes:
-        y, dy: pooled output and its gradient. windows: the max-pool.
-        rectify: whether a ReLU was applied that dy does not know of.
+    Args:
+        node: whose output, pooled by `windows`, has the events.
         x: where the patches lie, an image a row. stride: of the convolution in it.
-        room: cells of a list.
+        order: in which cells, row * columns + column, come into the lists. room: cells of a list.
+
+    Attributes:
+        rectify: whether a ReLU was applied that dy does not know of.
         values, places: where in the arena lists of the events' gradients lie, and of the places of their patches.
         counts: likewise how many events a list has, 64 bits.
         cells: likewise, for each cell, where its gradient, its output, its argmax and its first patch lie.
     """
 
-    y: Tensor
-    dy: Tensor
-    windows: Windows
-    rectify: bool
-    x: Tensor
-    stride: int
-    room: int
-    values: int
-    places: int
-    counts: int
-    cells: int
+    def __init__(
+        self, arena: Arena, node: Node[Any, Any], windows: Windows, x: Tensor, stride: int, order: np.ndarray, room: int
+    ) -> None:
+        self.y, self.dy, self.windows, self.rectify = node.y, node.dy, windows, node.rectifies_dy
+        self.x, self.stride, self.room = x, stride, room
+        (_, columns, filters), lanes = node.y.shape, arena.lanes
+        u, v = order // columns, order % columns
+
+        def places(image: Tensor) -> np.ndarray:
+            return (u + image.halo.top) * image.row + (v + image.halo.left) * image.column
+
+        step = windows.stride * stride
+        images = [places(image) for image in (node.dy, node.y, windows.argmax)]
+        patches = u * step * x.row + v * step * x.column
+        lists = round_up(filters * node.y.lanes, lanes)
+        self.values, self.places, self.counts = (arena.allocate(lists * each) for each in (room, room, 2))
+        self.cells = arena.constants(np.stack([*images, patches], axis=1).astype(np.int32).view(np.float32))
 
     def of(self, k: Emitter, number: ir.Value) -> EventList:
         """Return the events of a list."""
@@ -107,38 +114,11 @@ class EventLists:
         return EventList(count, *((k.arena + at).at(number, self.room) for at in (self.values, self.places)))
 
 
-def make_lists(
-    arena: Arena, node: Node[Any, Any], windows: Windows, x: Tensor, stride: int, order: np.ndarray, room: int
-) -> EventLists:
-    """Return lists with room, for the output of a node; see `EventLists`.
-
-    Args:
-        order: in which cells, row * columns + column, come into the lists.
-    """
-    (_, columns, filters), lanes = node.y.shape, arena.lanes
-    u, v = order // columns, order % columns
-
-    def places(image: Tensor) -> np.ndarray:
-        return (u + image.halo.top) * image.row + (v + image.halo.left) * image.column
-
-    step = windows.stride * stride
-    images = [places(image) for image in (node.dy, node.y, windows.argmax)]
-    patches = u * step * x.row + v * step * x.column
-    lists = round_up(filters * node.y.lanes, lanes)
-    return EventLists(
-        node.y, node.dy, windows, node.rectifies_dy, x, stride, room,
-        values=arena.allocate(lists * room),
-        places=arena.allocate(lists * room),
-        counts=arena.allocate(2 * lists),
-        cells=arena.constants(np.stack([*images, patches], axis=1).astype(np.int32).view(np.float32)),
-    )  # fmt: skip
-
-
 def group_lists(arena: Arena, node: Node[Any, Any], windows: Windows, x: Tensor, stride: int, reach: int) -> EventLists:
-    """As `make_lists`, of all cells, column by column; rows `reach` apart share no pixel."""
+    """Return lists of all cells, column by column; rows `reach` apart share no pixel."""
     rows, columns, _ = node.shape
     order = spread_out(np.arange(rows * columns).reshape(rows, columns).T, reach)
-    return make_lists(arena, node, windows, x, stride, order, round_up(rows * columns, arena.lanes))
+    return EventLists(arena, node, windows, x, stride, order, round_up(rows * columns, arena.lanes))
 
 
 def image_rows(arena: Arena, x: Blocked) -> NHWC:

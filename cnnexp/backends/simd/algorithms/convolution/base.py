@@ -33,11 +33,6 @@ class Windows:
     stride: int
     argmax: Tensor
 
-    @property
-    def pixels(self) -> list[tuple[int, int]]:
-        """(row, column) of every pixel of a window, by its code."""
-        return [(i, j) for i in range(self.size) for j in range(self.size)]
-
     def shift(self, k: Emitter, code: ir.Value, down: int, right: int) -> ir.Value:
         """Return how far a window's pixel lies from its first one, if so many floats lie between rows and columns.
 
@@ -205,8 +200,17 @@ class ConvolutionNode(Node[Pixels, Pixels]):
         (top, bottom), (left, right) = sides
         return Halo(top, left, bottom, right)
 
-    def prepare_gradient(self, plan: Layout) -> None:
-        """Give `d` room, unless it is dy itself."""
+    def prepare(self, plan: Layout) -> None:
+        self.prepare_forward(plan)
+        if not plan.target.forward_only:
+            self.prepare_backward(plan)
+
+    def prepare_forward(self, plan: Layout) -> None:
+        """Allocate what the forward pass needs."""
+        raise NotImplementedError
+
+    def prepare_backward(self, plan: Layout) -> None:
+        """Allocate what the backward pass needs besides: first of all `d`, unless it is dy itself."""
         self.d, halo = self.dy, self._dense_halo() if self.dx else Halo()
         if self.pool or self.dy.halo != halo:
             make = plan.arena.blocked if self.input_layout is Blocked else plan.arena.nhwc
@@ -255,6 +259,6 @@ def unpool(k: Emitter, windows: Windows, y: Tensor, dy: Tensor, d: Tensor, recti
             where = k.load_bytes(windows.argmax.pixel(k, n, u, v).at(f, k.lanes // 4))
             corner = d.image(k, n).at(u, windows.stride * step * d.row).at(v, windows.stride * step * d.column)
             corner = corner.at(f, k.lanes)
-            for code, (i, j) in enumerate(windows.pixels):
+            for code, (i, j) in enumerate(itertools.product(range(windows.size), repeat=2)):
                 here = k.select(k.equal(where, code), value, k.zero())
                 k.store_part(here, corner + (i * d.row + j * d.column) * step, valid)

@@ -83,31 +83,26 @@ class Channels(ConvolutionNode[NHWC]):
         cells, finish = (self.shape[0], self.shape[1]), 2.5 + 3.0 * (self.window - 1)
         return product_sums(cells, self.window, layer.filters, layer.kernel**2 * channels, target, finish)
 
-    def prepare(self, plan: Layout) -> None:
-        self.prepare_forward(plan)
-        if plan.target.forward_only:
-            return
-        self.prepare_gradient(plan)
+    def prepare_backward(self, plan: Layout) -> None:
+        super().prepare_backward(plan)
         if self.dx:
-            self.phases, size = self._input_gradient(self.d, self.dx, plan.target)
-            self.packed = plan.arena.allocate(size)
+            self._prepare_phases(self.d, self.dx, plan)
 
-    def _input_gradient(self, d: NHWC, dx: NHWC, target: Target) -> tuple[list[tuple[Phase, Phase, Sum, int]], int]:
-        """Return the phases of dx: rows, columns, the sum, and where its weights lie; and the floats of all weights."""
-        parts, size, positive = [], 0, self.x if self.input_rectified else None
-        channels, filters = dx.shape[2], d.shape[2]
+    def _prepare_phases(self, d: NHWC, dx: NHWC, plan: Layout) -> None:
+        """List the phases of dx: rows, columns, the sum, and where in the room for all weights its own lie."""
+        size, positive, target = 0, self.x if self.input_rectified else None, plan.target
+        channels, filters, self.phases = dx.shape[2], d.shape[2], list[tuple[Phase, Phase, Sum, int]]()
         for rows, columns in itertools.product(seen_by(self.stage, 0), seen_by(self.stage, 1)):
             taps, counts = (len(rows.taps), len(columns.taps)), (rows.count, columns.count)
             width = panel_width(counts, 1, channels, target)
             panels = Panels(taps[0] * taps[1] * filters, channels, width, target.lanes)
             origin, first = (d.halo.top + rows.start, d.halo.left + columns.start), (rows.first, columns.first)
             conv = Sum(taps, counts, panels, first, rows.step, x=d, origin=origin, y=dx, positive=positive)
-            parts.append((rows, columns, conv, size))
+            self.phases.append((rows, columns, conv, size))
             size += panels.size
-        return parts, size
+        self.packed = plan.arena.allocate(size)
 
     def prepare_forward(self, plan: Layout) -> None:
-        """Allocate what the forward pass needs."""
         stage, layer, channels, target = self.stage, self.stage.layer, self.stage.input_shape[2], plan.target
         counts = self.shape[0], self.shape[1]
         if self.pool:
@@ -124,18 +119,21 @@ class Channels(ConvolutionNode[NHWC]):
         )  # fmt: skip
 
     def forward(self, plan: Layout) -> Kernels:
-        return [("forward", lambda k: conv2d(k, self.sum, *plan.parameters.weights(k, self.stage)))]
+        return [("forward", lambda k: self.conv2d(k, self.sum, *plan.parameters.of(self.stage, k.parameters)))]
+
+    def conv2d(self, k: Emitter, conv: Sum, weights: Pointer, bias: Pointer | None) -> None:
+        conv2d(k, conv, weights, bias)
 
     def backward_weights(self, k: Emitter, plan: Layout) -> None:
-        conv2d_backward_weights(k, self.sum, self.d, *plan.parameters.gradients(k, self.stage))
+        conv2d_backward_weights(k, self.sum, self.d, *plan.parameters.of(self.stage, k.gradients))
 
     def backward_input(self, k: Emitter, plan: Layout) -> None:
-        weights, _ = plan.parameters.weights(k, self.stage)
+        weights, _ = plan.parameters.of(self.stage, k.parameters)
         for rows, columns, conv, offset in self.phases:
             packed = k.arena + self.packed + offset
             if rows.taps and columns.taps:
                 self._transpose_weights(k, (rows, columns), weights, conv.panels, packed)
-                conv2d(k, conv, packed, None)
+                self.conv2d(k, conv, packed, None)
             else:
                 _clear(k, conv)
 

@@ -17,7 +17,7 @@ from dataclasses import replace
 import numpy as np
 from llvmlite import ir
 
-from cnnexp.backends.simd.algorithms.convolution.argmax_gradient import list_events, make_lists, spread_out
+from cnnexp.backends.simd.algorithms.convolution.argmax_gradient import EventLists, list_events, spread_out
 from cnnexp.backends.simd.algorithms.convolution.channels import Channels
 from cnnexp.backends.simd.algorithms.cost import Work, events, passes
 from cnnexp.backends.simd.algorithms.elementwise import pass_gradient
@@ -56,14 +56,13 @@ class ChannelsArgmax(Channels):
         backward = Work(following.macs, following.cycles + packing + cleared, following.tile)
         return {"forward": self.forward_work(target, images), "backward": backward}
 
-    def prepare(self, plan: Layout) -> None:
-        self.prepare_forward(plan)
+    def prepare_backward(self, plan: Layout) -> None:
         arena, lanes, conv, windows = plan.arena, plan.arena.lanes, self.sum, self.windows
         assert windows is not None
         (rows, columns), size = conv.counts, block_cells(lanes)
         blocks = np.split(np.arange(rows * columns), range(size, rows * columns, size))
         order = spread_out(blocks, 1 + -(-conv.kernel[1] // (windows.stride * conv.stride)))
-        self.events = make_lists(arena, self, windows, conv.x, conv.stride, order, size)
+        self.events = EventLists(arena, self, windows, conv.x, conv.stride, order, size)
         packed = conv.kernel[0] * round_up(conv.panels.outputs, lanes) * self._row(lanes)
         self.dx_sums, self.packed, self.gradients = (
             arena.allocate(floats) for floats in (conv.x.stride, packed, packed)
@@ -78,7 +77,7 @@ class ChannelsArgmax(Channels):
 
     def _backward(self, k: Emitter, plan: Layout) -> None:
         """dw, db += the gradient, packed as the weights; dx = the gradient."""
-        (weights, _), (dw, db) = plan.parameters.weights(k, self.stage), plan.parameters.gradients(k, self.stage)
+        (weights, _), (dw, db) = (plan.parameters.of(self.stage, at) for at in (k.parameters, k.gradients))
         conv, cells, size = self.sum, self.sum.counts[0] * self.sum.counts[1], block_cells(k.lanes)
         sums, gradients = k.arena + self.dx_sums, k.arena + self.gradients
         self._turn(k, weights, k.arena + self.packed, back=False)
@@ -92,7 +91,9 @@ class ChannelsArgmax(Channels):
             if cells % size:
                 list_events(k, self.events, n, INDEX(cells // size * size), cells % size, db)
                 self._follow(k, n)
-            self._copy(k, n)
+            # dx: what was added up, 0 where x is not positive if so asked
+            placed = (replace(conv.x, offset=self.dx_sums), INDEX(0)), (self.needed_dx, n), (conv.x, n)
+            pass_gradient(k, vectors_of(k, *placed[: 3 if self.input_rectified else 2]))
         self._turn(k, dw, gradients, back=True)
 
     def _follow(self, k: Emitter, n: ir.Value) -> None:
@@ -114,12 +115,6 @@ class ChannelsArgmax(Channels):
                     k, [(start, k.lanes) for start in starts], operands,
                     [packed + start for start in starts], [gradient + start for start in starts],
                 )  # fmt: skip
-
-    def _copy(self, k: Emitter, n: ir.Value) -> None:
-        """dx = what was added up, 0 where x is not positive if so asked."""
-        x = self.sum.x
-        placed = (replace(x, offset=self.dx_sums), INDEX(0)), (self.needed_dx, n), (x, n)
-        pass_gradient(k, vectors_of(k, *placed[: 3 if self.input_rectified else 2]))
 
     def _turn(self, k: Emitter, panelled: Pointer, packed: Pointer, back: bool) -> None:
         """packed[i, f, j] = panelled[(i, j), f], what rounds up a run 0; or, back, add the former to the latter."""

@@ -61,16 +61,15 @@ class Depthwise(ConvolutionNode[NHWC]):
         found["backward_weights"] = Work(macs, 1.3 * each.cycles, f"{_rows(side, target)} x {side} taps")
         return found | ({"backward_input": each} if needs_dx else {})
 
-    def prepare(self, plan: Layout) -> None:
+    def prepare_forward(self, plan: Layout) -> None:
         taps, self.row = self.stage.layer.kernel**2, round_up(self.shape[2], plan.target.lanes)
         views = functools.partial(padded_rows, rows=taps, row=self.row)
         plan.parameters.place(self.stage.weight, taps * self.row, views)
         plan.parameters.place_plain(self.stage.bias)
-        self.prepare_gradient(plan)
 
     def forward(self, plan: Layout) -> Kernels:
         def run(k: Emitter) -> None:
-            weights, bias = plan.parameters.weights(k, self.stage)
+            weights, bias = plan.parameters.of(self.stage, k.parameters)
 
             def finish(value: ir.Value, channel: ir.Value, _: Place) -> ir.Value:
                 return k.finish(value, None if bias is None else k.load(bias.at(channel)), self.rectify)
@@ -84,7 +83,7 @@ class Depthwise(ConvolutionNode[NHWC]):
         return lambda i, j: weights + (i * self.stage.layer.kernel + j) * self.row
 
     def backward_input(self, k: Emitter, plan: Layout) -> None:
-        tap = self._tap(plan.parameters.weights(k, self.stage)[0])
+        tap = self._tap(plan.parameters.of(self.stage, k.parameters)[0])
 
         def finish(value: ir.Value, channel: ir.Value, at: Place) -> ir.Value:
             return k.finish(value, positive=at(self.x).at(channel) if self.input_rectified else None)
@@ -93,7 +92,7 @@ class Depthwise(ConvolutionNode[NHWC]):
             add_taps(k, (self.d, self.needed_dx), phases, tap, finish)
 
     def backward_weights(self, k: Emitter, plan: Layout) -> None:
-        (dw, db), x, d = plan.parameters.gradients(k, self.stage), self.x, self.d
+        (dw, db), x, d = plan.parameters.of(self.stage, k.gradients), self.x, self.d
         down, across, tap = forward(self.stage, 0), forward(self.stage, 1), self._tap(dw)
         step = _rows(len(down.taps), k.target)
         for start in range(0, len(down.taps), step):

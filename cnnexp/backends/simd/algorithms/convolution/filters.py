@@ -42,7 +42,7 @@ from cnnexp.backends.simd.algorithms.cost import Work, passes
 from cnnexp.backends.simd.algorithms.elementwise import copy_gradient
 from cnnexp.backends.simd.algorithms.node import Node, Section
 from cnnexp.backends.simd.compiler import argmax_codes
-from cnnexp.backends.simd.compiler.emit import FLOAT, INDEX, INT, Emitter, Kernels, Pointer, Target, Variable, chunks
+from cnnexp.backends.simd.compiler.emit import FLOAT, INDEX, INT, Emitter, Kernels, Pointer, Target, chunks
 from cnnexp.backends.simd.layouts import NC, NHWC, Halo, Layout, padded_rows, round_up
 from cnnexp.network import ConvStage, PoolStage
 
@@ -77,12 +77,10 @@ class Filters(Node[NHWC, NC]):
 
     @classmethod
     def of(cls, sections: Sequence[Section], first: bool) -> Filters | None:
-        section = sections[0]
-        if not (first and isinstance(section.stage, ConvStage) and section.pool and section.flattened):
+        stage, pool = sections[0].stage, sections[0].pool
+        if not (first and isinstance(stage, ConvStage) and stage.dense and pool and sections[0].flattened):
             return None
-        if not section.stage.dense:
-            return None
-        return cls(section.stage, section.rectify, section.pool)
+        return cls(stage, sections[0].rectify, pool)
 
     def input_halo(self) -> Halo:
         return Halo(*self.stage.window.pads)
@@ -184,7 +182,7 @@ class Filters(Node[NHWC, NC]):
 
     def conv2d_row(self, k: Emitter, plan: Layout, u: ir.Value) -> None:
         """Fill row u of y, the places and the patches. weights [tap][filter], bias [filter], in whole vectors."""
-        weights, bias = plan.parameters.weights(k, self.stage)
+        weights, bias = plan.parameters.of(self.stage, k.parameters)
         most = most_vectors(self.side**2 * self.channels, self.size, self.gather, k.target)
         with k.loop(k.count) as n, k.loop(self.shape[1]) as v:
             # the patch of a cell: what the gradient needs of it, and every pixel in a register
@@ -284,7 +282,7 @@ class Filters(Node[NHWC, NC]):
 
         dy may be the gradient of y, or of its row u alone.
         """
-        dw, db = plan.parameters.gradients(k, self.stage)
+        dw, db = plan.parameters.of(self.stage, k.gradients)
         for first, _, count, valid in self._blocks(1, k.lanes):
             for part in gradient_parts(len(self.taps), k.target.registers):
                 with k.loop(k.count) as n, k.loop(first + count, start=first) as f:
@@ -328,18 +326,13 @@ class Filters(Node[NHWC, NC]):
                         pixel = k.permute(k.load_first(patch + self.taps[t], self.corners[-1] + 1), where)
                         k.accumulate(total, pixel, value)
                 else:
-                    self._accumulate_window(k, self.corner(k, n, u, v), value, where, taps)
+                    corner = self.corner(k, n, u, v)
+                    for at in self.corners:
+                        of_pixel = k.select(k.equal(where, at), value, k.zero())
+                        for t, total in taps:
+                            k.accumulate(total, k.splat(self.pixel(corner, at + self.taps[t])), of_pixel)
             if db is not None:
                 k.increase(totals[-1], value)
-
-    def _accumulate_window(
-        self, k: Emitter, corner: Pointer, gradient: ir.Value, place: ir.Value, taps: list[tuple[int, Variable]]
-    ) -> None:
-        """Add every pixel of the window's part to the taps' totals: the gradient where the maximum was, else 0."""
-        for at in self.corners:
-            part = k.select(k.equal(place, at), gradient, k.zero())
-            for t, total in taps:
-                k.accumulate(total, k.splat(self.pixel(corner, at + self.taps[t])), part)
 
 
 def most_vectors(patch: int, window: int, gather: GatherMethod, target: Target) -> int:

@@ -102,17 +102,13 @@ class Lanes(ConvolutionNode[Blocked]):
         (top, bottom), (left, right) = sides
         return Halo(top, left, bottom, right, layer.stride)
 
-    def prepare(self, plan: Layout) -> None:
-        self.prepare_forward(plan)
-        if plan.target.forward_only:
-            return
-        self.prepare_gradient(plan)
+    def prepare_backward(self, plan: Layout) -> None:
+        super().prepare_backward(plan)
         self.sums = plan.arena.allocate(MOST_SUMS * plan.target.lanes)
         if self.dx:
             self.flipped = plan.arena.allocate(self.stage.weight.size)
 
     def prepare_forward(self, plan: Layout) -> None:
-        """Allocate what the forward pass needs."""
         layer, channels = self.stage.layer, self.stage.input_shape[2]
         plan.parameters.place_plain(self.stage.weight, self.stage.bias)
         if self.pool:
@@ -123,16 +119,16 @@ class Lanes(ConvolutionNode[Blocked]):
         )  # fmt: skip
 
     def forward(self, plan: Layout) -> Kernels:
-        return [("forward", lambda k: conv2d(k, self.correlation, *plan.parameters.weights(k, self.stage)))]
+        return [("forward", lambda k: conv2d(k, self.correlation, *plan.parameters.of(self.stage, k.parameters)))]
 
     def backward_weights(self, k: Emitter, plan: Layout) -> None:
-        dw, db = plan.parameters.gradients(k, self.stage)
+        dw, db = plan.parameters.of(self.stage, k.gradients)
         conv2d_backward_weights(k, self.correlation, self.d, dw, db, k.arena + self.sums)
 
     def backward_input(self, k: Emitter, plan: Layout) -> None:
         layer, channels = self.stage.layer, self.stage.input_shape[2]
         flipped = k.arena + self.flipped
-        weights, _ = plan.parameters.weights(k, self.stage)
+        weights, _ = plan.parameters.of(self.stage, k.parameters)
         flip_weights(k, weights, flipped, self.correlation)
         top, left, _, _ = (max(0, pad - self._reach) for pad in self.stage.window.pads)
         back = Correlation(

@@ -55,8 +55,7 @@ class LanesArgmax(Lanes):
         backward = Work(following.macs, following.cycles + moved + packing, f"{vectors} vectors of a filter")
         return {"forward": self.forward_work(target), "backward": backward}
 
-    def prepare(self, plan: Layout) -> None:
-        self.prepare_forward(plan)
+    def prepare_backward(self, plan: Layout) -> None:
         layer, windows, arena = self.stage.layer, self.windows, plan.arena
         assert windows is not None
         packed = layer.filters * layer.kernel * round_up(self._run, arena.lanes)
@@ -70,7 +69,7 @@ class LanesArgmax(Lanes):
 
     def _backward(self, k: Emitter, plan: Layout) -> None:
         """dw, db += the gradient; dx = the gradient."""
-        (weights, _), (dw, db) = plan.parameters.weights(k, self.stage), plan.parameters.gradients(k, self.stage)
+        (weights, _), (dw, db) = (plan.parameters.of(self.stage, at) for at in (k.parameters, k.gradients))
         packed, gradients = k.arena + self.packed, k.arena + self.gradients
         filters, row, stride = self.stage.layer.filters, round_up(self._run, k.lanes), self.x_rows.stride
         # weights by filter; no gradient yet
@@ -85,16 +84,12 @@ class LanesArgmax(Lanes):
                 k.clear(self.dx_rows.stored(k, n), stride // k.lanes)
                 with k.loop(filters) as f:
                     self._follow_events(k, n, f)
-            # dx back to lanes, and the gradients of the weights to where they belong
-            self._store_gradient(k, g, images)
+            # dx back to lanes, without what lies in the halo of x
+            placed = (self.dx_rows, INDEX(0)), (self.needed_dx, g), (self.x, g)
+            for (source, target, *positive), _, part in runs(k, *placed[: 3 if self.input_rectified else 2]):
+                to_lanes(k, source, target, part, stride, images, *positive)
+        # the gradients of the weights to where they belong
         unpack_gradients(k, gradients, dw, size, row)
-
-    def _store_gradient(self, k: Emitter, g: ir.Value, images: ir.Value) -> None:
-        """Turn dx to lanes, without what lies in the halo of x."""
-        placed = (self.dx_rows, INDEX(0)), (self.needed_dx, g), (self.x, g)
-        for places, _, size in runs(k, *placed[: 3 if self.input_rectified else 2]):
-            source, target, *positive = places
-            to_lanes(k, source, target, size, self.dx_rows.stride, images, *positive)
 
     def _follow_events(self, k: Emitter, n: ir.Value, f: ir.Value) -> None:
         """Run one image's events of one filter."""

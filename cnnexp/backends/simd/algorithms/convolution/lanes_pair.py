@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 from llvmlite import ir
@@ -34,13 +34,13 @@ from cnnexp.backends.simd.algorithms.convolution.argmax_gradient import (
     pack_weights,
     unpack_gradients,
 )
-from cnnexp.backends.simd.algorithms.convolution.base import Windows
-from cnnexp.backends.simd.algorithms.convolution.lanes import Correlation, Lanes, conv2d
+from cnnexp.backends.simd.algorithms.convolution.lanes import Lanes, conv2d
 from cnnexp.backends.simd.algorithms.convolution.lanes_argmax import LanesArgmax
 from cnnexp.backends.simd.algorithms.cost import Work, pair_events, transposition
 from cnnexp.backends.simd.algorithms.node import Node, Section
 from cnnexp.backends.simd.compiler.emit import BYTE, INDEX, INT, Emitter, Kernels, Pointer, Target, Variable
 from cnnexp.backends.simd.layouts import Blocked, Halo, Layout, round_up
+from cnnexp.network import ConvStage
 
 MOST_EDGES = 256
 """Positions at an edge that a byte can number."""
@@ -83,10 +83,7 @@ class LanesPair(Node[Blocked, Blocked]):
         return cls(before, pooled)
 
     def _patch(self, lanes: int) -> Patch:
-        first, second = self.first.stage, self.second.stage
-        (kernel, channels), depth = (second.layer.kernel, first.layer.filters), first.input_shape[2]
-        taps = tuple(itertools.product(range(first.layer.kernel), range(first.layer.kernel), range(depth)))
-        return Patch(kernel, kernel * channels, channels, taps, first.layer.stride, depth, lanes)
+        return Patch(self.first.stage, self.second.stage, lanes)
 
     def fits(self, target: Target) -> bool:
         """Whether sums and a patch fit the registers, a row of the image a vector, and the positions at an edge."""
@@ -130,21 +127,15 @@ class LanesPair(Node[Blocked, Blocked]):
         return self.second.fewer(what)
 
     def prepare(self, plan: Layout) -> None:
-        first, second, pool = self.first.stage, self.second.stage, self.second.pool
-        assert pool is not None
-        for stage in (first, second):
-            plan.parameters.place_plain(stage.weight, stage.bias)
+        first, second = self.first.stage, self.second.stage
         halo, step, arena = self.second.input_halo(), first.layer.stride, plan.arena
         between = arena.blocked(first.output_shape, halo)
-        windows = Windows(pool.window.size, pool.window.stride, arena.argmax(self.shape))
-        self.opening = Correlation(
-            first.layer.kernel, first.input_shape[2], first.layer.filters,
-            x=self.x, origin=(step * halo.top, step * halo.left), stride=step, y=between, rectify=True,
-        )  # fmt: skip
-        self.closing = Correlation(
-            second.layer.kernel, first.layer.filters, second.layer.filters,
-            x=between, stride=second.layer.stride, y=self.y, rectify=self.rectify, windows=windows,
-        )  # fmt: skip
+        for node, x, y in ((self.first, self.x, between), (self.second, between, self.y)):
+            node.x, node.y = x, y
+            node.prepare_forward(plan)
+        self.opening = replace(self.first.correlation, origin=(step * halo.top, step * halo.left))
+        self.closing, windows = self.second.correlation, self.second.windows
+        assert windows is not None
         self.patch, move, lanes = self._patch(arena.lanes), step * second.layer.stride, arena.lanes
         self.x_rows = image_rows(arena, self.x)
         self.events = group_lists(arena, self, windows, self.x_rows, move, reach=1)
@@ -159,8 +150,8 @@ class LanesPair(Node[Blocked, Blocked]):
 
     def forward(self, plan: Layout) -> Kernels:
         return [
-            ("first.forward", lambda k: conv2d(k, self.opening, *plan.parameters.weights(k, self.first.stage))),
-            ("forward", lambda k: conv2d(k, self.closing, *plan.parameters.weights(k, self.second.stage))),
+            ("first.forward", lambda k: conv2d(k, self.opening, *plan.parameters.of(self.first.stage, k.parameters))),
+            *self.second.forward(plan),
         ]
 
     def _edges(self) -> tuple[np.ndarray, np.ndarray]:
@@ -191,8 +182,8 @@ class LanesPair(Node[Blocked, Blocked]):
     def _backward(self, k: Emitter, plan: Layout) -> None:
         """Add to the gradients (dw, db) of both convolutions."""
         patch, first, second = self.patch, self.first.stage, self.second.stage
-        (weights, _), first_parameters = plan.parameters.weights(k, second), plan.parameters.weights(k, first)
-        first_gradients, (dw, db) = plan.parameters.gradients(k, first), plan.parameters.gradients(k, second)
+        (weights, _), first_parameters = (plan.parameters.of(stage, k.parameters) for stage in (second, first))
+        first_gradients, (dw, db) = (plan.parameters.of(stage, k.gradients) for stage in (first, second))
         packed, d_packed = k.arena + self.weights, k.arena + self.gradients
         size = patch.kernel, patch.run, second.layer.filters
         pack_weights(k, weights, packed, d_packed, size, patch.row)
@@ -269,7 +260,6 @@ class LanesPair(Node[Blocked, Blocked]):
         return (k.arena + self.masks).at(number, self.patch.vectors * k.lanes)
 
 
-@dataclass(frozen=True)
 class Patch:
     """What a window of the second convolution sees of the first one's output, and that of the image, in vectors.
 
@@ -279,13 +269,12 @@ class Patch:
         lanes: of a vector.
     """
 
-    kernel: int
-    run: int
-    channels: int
-    taps: tuple[tuple[int, int, int], ...]
-    stride: int
-    depth: int
-    lanes: int
+    def __init__(self, first: ConvStage, second: ConvStage, lanes: int) -> None:
+        self.kernel, self.channels, self.lanes = second.layer.kernel, first.layer.filters, lanes
+        self.run = self.kernel * self.channels
+        self.stride, self.depth = first.layer.stride, first.input_shape[2]
+        side = range(first.layer.kernel)
+        self.taps = tuple(itertools.product(side, side, range(self.depth)))
 
     @property
     def row(self) -> int:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 
 from llvmlite import ir
@@ -33,8 +33,8 @@ from cnnexp.backends.simd.algorithms.convolution.channels import (
     panel_width,
 )
 from cnnexp.backends.simd.algorithms.cost import Work, bring, passes, product_gradient, product_sums
-from cnnexp.backends.simd.algorithms.linear.product import Panels, Steps, add_products
-from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Kernels, Pointer, Target, chunks
+from cnnexp.backends.simd.algorithms.linear.product import Steps, add_products
+from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Pointer, Target, chunks
 from cnnexp.backends.simd.layouts import NHWC, Arena, Layout, odd_lines, round_up
 
 PLACES = 16
@@ -64,7 +64,7 @@ class Winograd(Channels):
             found["backward_weights"] = _gradient(self._tiling(target), wide, target, images)
         if "backward_input" in found:
             packing = (math.log2(target.lanes) + 2) * 9 * channels * filters / target.lanes / images
-            back = _sums(tiling_of((height, width), False, filters, channels, target), target, images)
+            back = _sums(Tiling((height, width), False, filters, channels, target), target, images)
             found["backward_input"] = Work(back.macs, back.cycles + packing, back.tile)
         return found
 
@@ -73,7 +73,7 @@ class Winograd(Channels):
 
     def _tiling(self, target: Target) -> Tiling:
         channels, filters = self.stage.input_shape[2], self.stage.layer.filters
-        return tiling_of((self.shape[0], self.shape[1]), self.pool is not None, channels, filters, target)
+        return Tiling((self.shape[0], self.shape[1]), self.pool is not None, channels, filters, target)
 
     def computed(self, what: str) -> Fraction:
         if self.argmax and what == BACKWARD:
@@ -87,22 +87,16 @@ class Winograd(Channels):
 
     def prepare(self, plan: Layout) -> None:
         super().prepare(plan)
-        self.transformed = make_winograd(plan.arena, self.sum, plan.target)
+        self.transformed = WinogradPass(plan.arena, self.sum, plan.target)
         if self.dx and not self.argmax:
             _, _, conv, _ = self.phases[0]
-            self.back = make_winograd(plan.arena, conv, plan.target)
+            self.back = WinogradPass(plan.arena, conv, plan.target)
 
-    def forward(self, plan: Layout) -> Kernels:
-        return [("forward", lambda k: conv2d(k, self.transformed, *plan.parameters.weights(k, self.stage)))]
+    def conv2d(self, k: Emitter, conv: Sum, weights: Pointer, bias: Pointer | None) -> None:
+        conv2d(k, self.transformed if conv is self.sum else self.back, weights, bias)
 
     def backward_weights(self, k: Emitter, plan: Layout) -> None:
-        conv2d_backward_weights(k, self.transformed, self.d, *plan.parameters.gradients(k, self.stage))
-
-    def backward_input(self, k: Emitter, plan: Layout) -> None:
-        weights, _ = plan.parameters.weights(k, self.stage)
-        packed, (rows, columns, conv, _) = k.arena + self.packed, self.phases[0]
-        self._transpose_weights(k, (rows, columns), weights, conv.panels, packed)
-        conv2d(k, self.back, packed, None)
+        conv2d_backward_weights(k, self.transformed, self.d, *plan.parameters.of(self.stage, k.gradients))
 
 
 def _moves(tiling: Tiling, images: int, target: Target) -> float:
@@ -138,9 +132,8 @@ def _gradient(tiling: Tiling, width: int, target: Target, images: int) -> Work:
     return Work(blocks * product.macs, cycles, f"{product.tile} for each of {PLACES} places")
 
 
-@dataclass(frozen=True)
 class Tiling:
-    """How a pass goes over an image.
+    """How a pass goes over an image, to (U, V) outputs, or to as many windows of which each is a tile.
 
     Attributes:
         counts: rows and columns of tiles. channels, filters: C, F.
@@ -148,11 +141,13 @@ class Tiling:
             block; one where a block is part of an image.
     """
 
-    counts: tuple[int, int]
-    channels: int
-    filters: int
-    rows: int
-    images: int
+    def __init__(self, counts: tuple[int, int], pooled: bool, channels: int, filters: int, target: Target) -> None:
+        self.counts = counts if pooled else (-(-counts[0] // 2), -(-counts[1] // 2))
+        self.channels, self.filters = channels, filters
+        row = 4 * PLACES * self.counts[1] * (channels + filters)
+        held = target.l2_bytes // CACHED_PART
+        self.rows = chunks(self.counts[0], max(1, held // row))[0][1]
+        self.images = max(1, 2 * held // (row * self.counts[0]))
 
     @property
     def block(self) -> int:
@@ -165,34 +160,30 @@ class Tiling:
         return self.counts[0] / self.rows
 
 
-def tiling_of(counts: tuple[int, int], pooled: bool, channels: int, filters: int, target: Target) -> Tiling:
-    """Return how to go over (U, V) outputs, or as many windows of which each is a tile."""
-    tiles = counts if pooled else (-(-counts[0] // 2), -(-counts[1] // 2))
-    row = 4 * PLACES * tiles[1] * (channels + filters)
-    held = target.l2_bytes // CACHED_PART
-    rows = chunks(tiles[0], max(1, held // row))[0][1]
-    return Tiling(tiles, channels, filters, rows, max(1, 2 * held // (row * tiles[0])))
-
-
-@dataclass(frozen=True)
 class WinogradPass:
     """The geometry of one pass.
 
-    Attributes:
+    Args:
         conv: as without Winograd, 3 x 3 taps, stride 1, and windows of 2 x 2 if any.
-        tiling: how it goes over an image. panels: of the weights of one place (C, F).
         arena: whose room for a kernel holds the transformed weights, or their gradient, [place][panels].
-        inputs, outputs: so many floats into it lie the block's tiles, [place][tile][channel] and [place][tile][filter].
+
+    Attributes:
+        tiling: how it goes over an image. panels: of the weights of one place (C, F).
+        inputs, outputs: so many floats into the room lie the block's tiles, [place][tile][channel] and
+            [place][tile][filter].
         strides: floats from place to place of weights, inputs and outputs.
     """
 
-    conv: Sum
-    tiling: Tiling
-    panels: Panels
-    arena: Arena
-    inputs: int
-    outputs: int
-    strides: tuple[int, int, int]
+    def __init__(self, arena: Arena, conv: Sum, target: Target) -> None:
+        channels, filters = conv.x.shape[2], conv.panels.outputs
+        self.conv, self.arena, self.panels = conv, arena, replace(conv.panels, rows=channels)
+        self.tiling = Tiling(conv.counts, conv.windows is not None, channels, filters, target)
+        tiles = self.tiling.images * self.tiling.block
+        weights = odd_lines(self.panels.size)
+        inputs, outputs = (odd_lines(tiles * round_up(row, target.lanes)) for row in (channels, filters))
+        self.strides = weights, inputs, outputs
+        self.inputs, self.outputs = PLACES * weights, PLACES * (weights + inputs)
+        arena.share(self.outputs + PLACES * outputs)
 
     def room(self, k: Emitter) -> Pointer:
         return k.arena + self.arena.shared
@@ -211,18 +202,6 @@ class WinogradPass:
     def output_row(self) -> int:
         """Floats of a transformed tile's filters."""
         return self.panels.vectors * self.panels.lanes
-
-
-def make_winograd(arena: Arena, conv: Sum, target: Target) -> WinogradPass:
-    """Return the geometry, with room in the arena."""
-    channels, filters = conv.x.shape[2], conv.panels.outputs
-    tiling = tiling_of(conv.counts, conv.windows is not None, channels, filters, target)
-    panels, tiles = replace(conv.panels, rows=channels), tiling.images * tiling.block
-    input_stride, output_stride = (odd_lines(tiles * round_up(row, target.lanes)) for row in (channels, filters))
-    strides = odd_lines(panels.size), input_stride, output_stride
-    inputs_at, outputs_at = PLACES * strides[0], PLACES * (strides[0] + input_stride)
-    arena.share(outputs_at + PLACES * output_stride)
-    return WinogradPass(conv, tiling, panels, arena, inputs_at, outputs_at, strides)
 
 
 def conv2d(k: Emitter, winograd: WinogradPass, weights: Pointer, bias: Pointer | None) -> None:

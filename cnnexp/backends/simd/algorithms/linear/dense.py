@@ -48,7 +48,7 @@ class Dense(Node[NC, NC]):
 
     def _backward_bias(self, k: Emitter, plan: Layout) -> None:
         """db += the sum of dy over images."""
-        _, db = plan.parameters.gradients(k, self.stage)
+        _, db = plan.parameters.of(self.stage, k.gradients)
         assert db is not None
         with k.loop(self.dy.width // k.lanes) as v, k.sums([[db.at(v, k.lanes)]]) as [[total]], k.loop(k.count) as n:
             k.increase(total, k.load(self.dy.stored(k, n).at(v, k.lanes)))

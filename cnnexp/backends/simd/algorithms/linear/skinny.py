@@ -85,7 +85,7 @@ class Skinny(Dense):
 
     def add(self, k: Emitter, plan: Layout, start: ir.Value, vectors: int) -> None:
         """Add the products of `vectors` vectors of features from `start` on."""
-        (weights, _), outputs = plan.parameters.weights(k, self.stage), self.y.size
+        (weights, _), outputs = plan.parameters.of(self.stage, k.parameters), self.y.size
         images = 2 if 2 * outputs + 3 <= k.target.registers else 1
         for first, size in k.chunks(vectors, max(1, SKINNY_BLOCK_FLOATS // (outputs * k.lanes))):
             at, pairs = k.builder.add(first, start), k.builder.udiv(k.count, INDEX(images))
@@ -109,7 +109,7 @@ class Skinny(Dense):
 
     def end(self, k: Emitter, plan: Layout) -> None:
         """y = the totals, their lanes added up, + bias (y.width,)."""
-        (_, bias), outputs = plan.parameters.weights(k, self.stage), self.y.size
+        (_, bias), outputs = plan.parameters.of(self.stage, k.parameters), self.y.size
         with k.loop(k.count) as n:
             totals = (k.arena + self.totals).at(n, outputs * k.lanes)
             for first in range(0, outputs, k.lanes):
@@ -132,7 +132,7 @@ class Skinny(Dense):
 
         dx may be of all of x, or of those features alone.
         """
-        (weights, _), (dw, _) = plan.parameters.weights(k, self.stage), plan.parameters.gradients(k, self.stage)
+        (weights, _), (dw, _) = (plan.parameters.of(self.stage, at) for at in (k.parameters, k.gradients))
         x, dy, dx, outputs, room = self.x, self.dy, self.dx, self.dy.size, self.dy.size * k.lanes
         parts = chunks(outputs, most_block(k.target.registers))
         starts = [first + i * size for first, size, times in parts for i in range(times)] + [outputs]

@@ -79,7 +79,7 @@ class Wide(Dense):
 
     def _forward(self, k: Emitter, plan: Layout) -> None:
         """y = x @ weights + bias, by tiles of `height` images; the last may do some twice."""
-        (weights, bias), height, x, y = plan.parameters.weights(k, self.stage), self.height, self.x, self.y
+        (weights, bias), height, x, y = plan.parameters.of(self.stage, k.parameters), self.height, self.x, self.y
         for panel in self.panels.each(k):
             # the last tile ends with the last image
             with k.loop(k.groups(height)) as tile:
@@ -110,7 +110,7 @@ class Wide(Dense):
 
     def _backward_weights(self, plan: Layout) -> Kernels:
         def run(k: Emitter) -> None:
-            (dw, _), x, dy = plan.parameters.gradients(k, self.stage), self.x, self.dy
+            (dw, _), x, dy = plan.parameters.of(self.stage, k.gradients), self.x, self.dy
             for panel in self.panels.each(k):
                 for d, height in panel.chunks(k, x.size):
                     with k.sums(k.grid(panel.at(dw).at(d, panel.unit), height, panel.unit, panel.width)) as totals:
@@ -161,7 +161,12 @@ class Wide(Dense):
 
     def _backward_input(self, k: Emitter, plan: Layout) -> None:
         """dx[d, lane] = sum over o of weights[d, o] * dy[o, lane]."""
-        panels, dy, dx, (weights, _) = self.panels, self.dy_lanes, self.dx_lanes, plan.parameters.weights(k, self.stage)
+        panels, dy, dx, (weights, _) = (
+            self.panels,
+            self.dy_lanes,
+            self.dx_lanes,
+            plan.parameters.of(self.stage, k.parameters),
+        )
         # tiles of features x groups of images
         for first_group, width, group_times in chunks(plan.arena.groups, 4):
             for first, height, times in chunks(panels.rows, most_height(width, k.target.registers)):
