@@ -181,7 +181,6 @@ def load(values: Mapping[str, Any]) -> Settings:
         ConfigError: an unknown section or key, a wrong type, an illegal value.
         BackendUnavailable: this machine cannot run the chosen backend.
     """
-    _refuse_targets(values, "")
     if "plugins" in values:
         raise ConfigError("plugins: refused in a config file, being code; give plugins=FILE.py on the command line")
     _check_names("", values, SECTIONS, required=[name for name in SECTIONS if name != "augment"])
@@ -326,16 +325,6 @@ def _check_names(where: str, given: Mapping[str, Any], legal: Sequence[str], req
     for key in required:
         if key not in given:
             raise ConfigError(f"{prefix}{key} is missing")
-
-
-def _refuse_targets(value: Any, path: str) -> None:
-    """Refuse `_target_` at any depth: config chooses code by name from our registries, never by import path."""
-    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
-    for key, item in items:
-        here = f"{path}.{key}" if path else str(key)
-        if key == "_target_":
-            raise ConfigError(f"{here}={show(item)}: refused; code is chosen by name, never by _target_")
-        _refuse_targets(item, here)
 
 
 def _keep_env(resolved: Any, written: Any) -> Any:
