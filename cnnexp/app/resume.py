@@ -77,21 +77,16 @@ def find_run(named: str, given: str) -> Path:
     Raises:
         CheckpointError: there is none, or several have such an id.
     """
-    if Path(named).exists():
-        return checkpoint.find(Path(named), given)
-    if named in (LATEST, BEST):
-        return checkpoint.find(_ranked(named, given), given)
-    if ID_START.fullmatch(named):
-        found = {
-            run_id: folder
-            for folder in _trained()
-            if (run_id := read_journal(folder)["run_id"] or "").startswith(named)
-        }
+    place = Path(named)
+    if not place.exists() and named in (LATEST, BEST):
+        place = _ranked(named, given)
+    elif not place.exists() and ID_START.fullmatch(named):
+        ids = {read_journal(folder)["run_id"] or "": folder for folder in _trained()}
+        found = [run_id for run_id in ids if run_id.startswith(named)]
         if len(found) > 1:
             raise CheckpointError(f"{given}: {len(found)} runs begin so: {', '.join(sorted(found))}; give more digits")
-        for folder in found.values():
-            return checkpoint.find(folder, given)
-    return checkpoint.find(Path(named), given)
+        place = ids[found[0]] if found else place
+    return checkpoint.find(place, given)
 
 
 def folder_of(path: Path) -> Path:
