@@ -112,12 +112,12 @@ class Trainer:
 
 @dataclass(frozen=True)
 class Tracking:
-    """Where runs are recorded."""
+    """Where runs are recorded; see `conf/tracking/mlflow.yaml`."""
 
-    name: Literal["none", "mlflow"] = "mlflow"  # `mlflow`, or `none`, which records nothing and never imports MLflow
-    uri: str | None = None  # the MLflow store; None is an sqlite file under `outputs/`
-    experiment: str = "cnnexp"  # the MLflow experiment that runs are listed under
-    run_name: str | None = None  # None makes one up from the config
+    name: Literal["none", "mlflow"] = "mlflow"
+    uri: str | None = None
+    experiment: str = "cnnexp"
+    run_name: str | None = None
 
     def __post_init__(self) -> None:
         if not 0 < len(self.experiment) <= 256:
@@ -126,14 +126,12 @@ class Tracking:
 
 @dataclass(frozen=True)
 class Sweep:
-    """How a multirun behaves."""
+    """How a multirun behaves; see `conf/config.yaml`."""
 
-    skip_finished: bool = False  # skip jobs whose config already has a finished run in the store
-    objective: Literal["test_accuracy", "epoch_s"] = "test_accuracy"  # what each job returns to a sweeper
-    # the table or figure of a paper that the jobs make again, a key of `papers.EXPERIMENTS`: it is shown at the end;
-    # what this machine lacks is a row of it that says so; None compares the jobs alone
-    paper: str | None = None
-    small: bool = False  # whether `debug=small` is on: experiments then leave out what takes minutes at any size
+    skip_finished: bool = False
+    objective: Literal["test_accuracy", "epoch_s"] = "test_accuracy"
+    paper: str | None = None  # a key of `papers.EXPERIMENTS`; what this machine lacks is a row that says so
+    small: bool = False
 
     def __post_init__(self) -> None:
         if self.paper is not None and self.paper not in EXPERIMENTS:
