@@ -224,9 +224,6 @@ class AdaMax(Adam):
     lr: float = 2e-3
     slots: ClassVar[tuple[str, ...]] = ("mean", "norm")
 
-    def constants(self, step: Scalar) -> tuple[Scalar, Scalar]:
-        return f32(1 / (1 - self.beta1**step)), f32(0)
-
     def rule(self, sqrt: Callable = np.sqrt, maximum: Callable = np.maximum) -> Rule:
         beta1, rest1, beta2 = f32(self.beta1), f32(1 - self.beta1), f32(self.beta2)
         eps, decay = f32(self.eps), f32(self.weight_decay)

@@ -7,6 +7,7 @@ vocabulary, and every mistake is one `ConfigError` line that names the key, the 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import types
 import typing
@@ -105,7 +106,6 @@ class Trainer:
         return {key: value for key in plain if (value := getattr(self, key)) != plain[key]}
 
     def rates(self) -> Schedule:
-        """Return the schedule that the keys describe."""
         steps = self.step_every, self.step_factor
         return Schedule(self.schedule, *steps, self.milestones, self.power, self.peak, self.warmup)
 
@@ -259,9 +259,13 @@ def convert(value: Any, hint: Any, key: str) -> Any:
     """
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint == Layer:
-        return _layer(value, key)
+        if not isinstance(value, Mapping) or "type" not in value:
+            raise ConfigError(f"{key}={show(value)}: must be a mapping with a type, one of {', '.join(LAYERS)}")
+        return build(LAYERS.find(value["type"], f"{key}.type"), value, key, tag="type")
     if origin in (typing.Union, types.UnionType):
-        return _convert_union(value, hint, args, key)
+        for member in args:
+            with contextlib.suppress(ConfigError):
+                return convert(value, member, key)
     if origin is Literal and isinstance(value, str) and value in args:
         return value
     if origin in (tuple, list) and isinstance(value, Sequence) and not isinstance(value, str):
@@ -276,7 +280,8 @@ def convert(value: Any, hint: Any, key: str) -> Any:
         raise ConfigError(f"{key}={show(value)}: must be a whole number of at most 2**63 - 1")
     if hint is float and _is_number(value, int | float) and abs(value) <= LARGEST and in_float32(value):
         return float(value)
-    near = did_you_mean(value, args) if origin is Literal and isinstance(value, str) else ""
+    literals = [name for kind in (hint, *args) if typing.get_origin(kind) is Literal for name in typing.get_args(kind)]
+    near = did_you_mean(value, literals) if isinstance(value, str) else ""
     raise ConfigError(f"{key}={show(value)}: must be {_describe(hint)}{near}")
 
 
@@ -294,24 +299,6 @@ def show(value: Any) -> str:
     except ValueError:  # Python writes no whole number of more than 4,300 digits
         text = "a number of thousands of digits"
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
-
-
-def _convert_union(value: Any, hint: Any, members: tuple[Any, ...], key: str) -> Any:
-    for member in members:
-        try:
-            return convert(value, member, key)
-        except ConfigError:
-            continue
-    literals = [name for member in members if typing.get_origin(member) is Literal for name in typing.get_args(member)]
-    near = did_you_mean(value, literals) if isinstance(value, str) else ""
-    raise ConfigError(f"{key}={show(value)}: must be {_describe(hint)}{near}")
-
-
-def _layer(value: Any, key: str) -> Layer:
-    """Make the layer that the value's `type` picks."""
-    if not isinstance(value, Mapping) or "type" not in value:
-        raise ConfigError(f"{key}={show(value)}: must be a mapping with a type, one of {', '.join(LAYERS)}")
-    return build(LAYERS.find(value["type"], f"{key}.type"), value, key, tag="type")
 
 
 def _check_names(where: str, given: Mapping[str, Any], legal: Sequence[str], required: Sequence[str]) -> None:

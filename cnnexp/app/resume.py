@@ -58,9 +58,8 @@ def find_earlier(resume: str | None, folder: Path, config: Mapping[str, Any]) ->
     """
     if resume is None:
         return None
-    wanted = config_hash(config)
     if resume == AUTO:
-        return _newest(folder, wanted)
+        return _newest(folder, config_hash(config))
     path = find_run(resume, f"trainer.resume={resume!r}").absolute()
     holder = folder_of(path)
     if holder.resolve() == folder.resolve() and path != checkpoint.list_checkpoints(path.parent)[-1]:
@@ -116,15 +115,14 @@ def _trained() -> Iterator[Path]:
 
 def _newest(folder: Path, wanted: str) -> ResumePoint | None:
     """Return the run of a folder, else the newest of a config that has a checkpoint, else the newest of it."""
-    own = Path(folder) / JOURNAL
-    if own.exists():
+    if (folder / JOURNAL).exists():
         return ResumePoint(folder, _checkpoint(folder))
     same = [journal for journal in outputs_dir().rglob(JOURNAL) if hash_in(journal) == wanted]
     same.sort(key=lambda journal: journal.stat().st_mtime, reverse=True)
     stopped = [journal.parent for journal in same if not is_locked(journal.parent)]
-    with_checkpoint = ((holder, path) for holder in stopped if (path := _checkpoint(holder)) is not None)
-    holder, path = next(with_checkpoint, (stopped[0] if stopped else None, None))
-    return None if holder is None else ResumePoint(holder, path)
+    points = (ResumePoint(holder, _checkpoint(holder)) for holder in stopped)
+    with_checkpoint = (point for point in points if point.path is not None)
+    return next(with_checkpoint, ResumePoint(stopped[0], None) if stopped else None)
 
 
 def _checkpoint(folder: Path) -> Path | None:

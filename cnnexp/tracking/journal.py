@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import functools
 import json
-import logging
 import os
 import time
 import uuid
@@ -38,7 +37,6 @@ from cnnexp.tracking.pipe import ANSWER_S, NoAnswerYet, Recorder, RecorderDied
 from cnnexp.training.checkpoint import as_result, holds_checkpoints, plain_result
 from cnnexp.training.loop import EpochResult, Observer
 
-log = logging.getLogger(__name__)
 PREDICTIONS = "predictions.npz"  # of the test split: labels and predicted, integers (N,)
 CONFIG, PROFILE = "config.json", "profile.json"
 REPORT = "report.md"  # the verdict, and MLflow's note of the run

@@ -45,8 +45,14 @@ def run_rows(
     Of a contended run, beside which others computed, no speedup is given. `parts` are, by the name of a backend, the
     shares of its training step.
     """
-    rows, last = _course_rows(course, len(epochs)), epochs[-1]
+    rows, last = list[Row](), epochs[-1]
     timed = len(epochs) > course.done
+    if course.resumed:
+        rows.append(("resumed", course.resumed + ("" if timed else "; nothing was left to train")))
+    if course.stopped:
+        rows.append(("stopped", f"after epoch {len(epochs)}: {course.stopped}"))
+    if course.cut:
+        rows.append(("cut short", course.cut))
     if timed:
         ratios = [result.comparison.speedup for result in epochs if result.comparison is not None]
         if contended:
@@ -71,19 +77,6 @@ def run_rows(
             largest = sorted(shares, key=lambda part: -shares[part])[:LARGEST]
             text = ", ".join(f"{part} {shares[part]:.0%}" for part in largest)
             rows.append((f"{name} step", text))
-    return rows
-
-
-def _course_rows(course: Course, count: int) -> list[Row]:
-    """Say how a run of `count` epochs began and ended."""
-    rows = []
-    if course.resumed:
-        nothing = "; nothing was left to train" if count == course.done else ""
-        rows.append(("resumed", course.resumed + nothing))
-    if course.stopped:
-        rows.append(("stopped", f"after epoch {count}: {course.stopped}"))
-    if course.cut:
-        rows.append(("cut short", course.cut))
     return rows
 
 
