@@ -355,6 +355,5 @@ def _named(what: str) -> Iterator[None]:
 
 
 def _place(error: Exception) -> str:
-    """Return where an error was raised."""
     frames = traceback.extract_tb(error.__traceback__)
     return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""

@@ -96,7 +96,6 @@ class Display:
         )
 
     def progressed(self, progress: EpochProgress) -> None:
-        """Move the bar."""
         if self._bar:
             rate = progress.totals.count / progress.seconds if progress.seconds else 0.0
             self._bar.update(

@@ -77,7 +77,6 @@ class Server(ThreadingHTTPServer):
         self._classifier, self._name, self._one_at_a_time = classifier, name, threading.Lock()
 
     def describe(self) -> dict[str, Any]:
-        """Return what the page says of the model."""
         network, look = self._classifier.network, self._classifier.look
         layers = f"{len(network.layers)} layers, {network.parameter_count:,} parameters"
         return {

@@ -122,11 +122,9 @@ def screen(sides: Sequence[Side], title: str, width: int = LINE, blocks: bool = 
         lines.append(f"{'part of a step':{NAME}}{'':{SIDE}}{'us/image':>{US}}{'share':>{SHARE}}")
     for row in table:
         lines += _row(row, sides, lambda us: _bar(us / longest * bar, blocks))
-    whole = [f"{'the whole step':{NAME}}" if i == 0 else " " * NAME for i in range(len(sides))]
-    lines += [
-        f"{name}{side.label[: SIDE - 1]:{SIDE}}{_number(side.us):>{US}}"
-        for name, side in zip(whole, sides, strict=True)
-    ]
+    for i, side in enumerate(sides):
+        name = "" if i else "the whole step"
+        lines.append(f"{name:{NAME}}{side.label[: SIDE - 1]:{SIDE}}{_number(side.us):>{US}}")
     for text in sentences(sides):
         lines += ["", *textwrap.wrap(text, width, break_on_hyphens=False)]
     return lines

@@ -94,7 +94,6 @@ def folder_of(path: Path) -> Path:
 
 
 def _ranked(named: str, given: str) -> Path:
-    """Return the folder of the latest run, or of the best."""
     folders = list(_trained())
     if named == BEST:
         accuracies = {folder: read_journal(folder)["metrics"].get("final/test_accuracy", 0.0) for folder in folders}

@@ -73,13 +73,11 @@ class _Writer:
         self.tensors: list[onnx.TensorProto] = []
 
     def add(self, operator: str, *inputs: str, name: str | None = None, **attributes: Any) -> str:
-        """Add a node and return its value."""
         name = name or f"{operator.lower()}_{len(self.nodes)}"
         self.nodes.append(helper.make_node(operator, inputs, [name], name, **attributes))
         return name
 
     def constant(self, value: np.ndarray | np.generic, name: str | None = None) -> str:
-        """Add a tensor and return its value."""
         name = name or f"constant_{len(self.tensors)}"
         self.tensors.append(numpy_helper.from_array(np.ascontiguousarray(value).reshape(np.shape(value)), name))
         return name

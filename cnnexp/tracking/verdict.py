@@ -95,7 +95,6 @@ def speedup(interval: Interval, unit: str) -> str:
 
 
 def machine(interference: Interference | None) -> str:
-    """Say whether other work disturbed a run."""
     if interference is None:
         return "whether other work disturbed is not known here"
     cores = f"{interference.cores} core{'s' if interference.cores > 1 else ''}"
@@ -132,7 +131,6 @@ def screen(rows: Sequence[Row], width: int = WIDTH) -> str:
 
 
 def markdown(title: str, rows: Sequence[Row]) -> str:
-    """Return rows as a page in Markdown."""
     cells = [f"| {name} | {text.replace('|', chr(92) + '|')} |" for name, text in rows]
     return "\n".join([f"## {title}", "", "| | |", "|---|---|", *cells, ""])
 
