@@ -269,31 +269,29 @@ def check_layer(layer: Elementwise) -> None:
     Raises:
         NetworkError: they differ, one is no number, or uses what not every target can compile.
     """
-    name = type(layer).__name__
-    with _named(f"layer {name}"), np.errstate(all="ignore"):
+    with _named(f"layer {type(layer).__name__}"), np.errstate(all="ignore"):
         layer.derivative(PROBING)(_Probe(), layer.rule(PROBING)(_Probe()))
         rule, derivative = layer.rule(EXACT), layer.derivative(EXACT)
         slope = (rule(POINTS + STEP) - rule(POINTS - STEP)) / (2 * STEP)
         given = np.broadcast_to(derivative(POINTS, rule(POINTS)), POINTS.shape)
         edges = rule(EDGES)
         numbers = np.stack([edges, np.broadcast_to(derivative(EDGES, edges), EDGES.shape)])
-    for what, row in zip(("rule", "derivative"), numbers, strict=True):
-        if np.isnan(row).any():
-            raise NetworkError(f"layer {name}: its {what} is no number at x = {EDGES[np.isnan(row)][0]:g}")
-    off = np.abs(given - slope)
-    legal = off <= DERIVATIVE_ALLOWED * (np.abs(slope) + np.abs(slope).max() / 10) + 1e-9
-    if not (layer.surrogate or legal.all()):
-        at = int(np.where(legal, -1.0, off).argmax())
-        raise NetworkError(
-            f"layer {name}: its derivative is wrong at {(~legal).sum()} of {len(POINTS)} points: {given[at]:.4g} at "
-            f"x = {POINTS[at]:.3g}, where differences of its rule give {slope[at]:.4g}; surrogate = True if it is meant"
-        )
+        for what, row in zip(("rule", "derivative"), numbers, strict=True):
+            if np.isnan(row).any():
+                raise NetworkError(f"its {what} is no number at x = {EDGES[np.isnan(row)][0]:g}")
+        off = np.abs(given - slope)
+        legal = off <= DERIVATIVE_ALLOWED * (np.abs(slope) + np.abs(slope).max() / 10) + 1e-9
+        if not (layer.surrogate or legal.all()):
+            at = int(np.where(legal, -1.0, off).argmax())
+            raise NetworkError(
+                f"its derivative is wrong at {(~legal).sum()} of {len(POINTS)} points: {given[at]:.4g} at x = "
+                f"{POINTS[at]:.3g}, where differences of its rule give {slope[at]:.4g}; surrogate = True if it is meant"
+            )
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
     """Raise NetworkError where an optimizer's rule uses what not every target can compile, or makes a NaN of zeros."""
-    name = type(optimizer).__name__
-    with _named(f"optimizer {name}"), np.errstate(all="ignore"):
+    with _named(f"optimizer {type(optimizer).__name__}"), np.errstate(all="ignore"):
         if len(optimizer.slots) > 2:
             raise NetworkError(f"slots {', '.join(optimizer.slots)}: must be at most two")
         optimizer.rule(_Probe.call, _Probe.call)(*[_Probe()] * 7)
@@ -310,11 +308,9 @@ def check_descent(optimizer: Optimizer) -> None:
     with _named(f"optimizer {type(optimizer).__name__}"), np.errstate(all="ignore"):
         for step in range(1, STEPS + 1):
             optimizer.apply(w, 2 * w, slots, optimizer.lr, step)
-    if not (after := float(w @ w)) < before:
-        raise NetworkError(
-            f"optimizer {type(optimizer).__name__}: {STEPS} steps of lr={optimizer.lr:g} down the sum of w^2 lead from "
-            f"{before:g} to {after:g}"
-        )
+        if not (after := float(w @ w)) < before:
+            steps = f"{STEPS} steps of lr={optimizer.lr:g}"
+            raise NetworkError(f"{steps} down the sum of w^2 lead from {before:g} to {after:g}")
 
 
 def check_gradient(loss: Loss) -> None:
