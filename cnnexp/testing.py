@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from cnnexp.network import (
     Elementwise,
     Flatten,
     GlobalAvgPool,
-    Layer,
     LeakyReLU,
     Linear,
     Maths,
@@ -39,6 +38,7 @@ from cnnexp.network import (
 )
 from cnnexp.network.losses import Loss, compute
 from cnnexp.network.recorded import Recorded
+from cnnexp.network.shapes import walk
 from cnnexp.optimizers import SGD, Optimizer
 
 ALLOWED = 1e-4
@@ -139,7 +139,8 @@ def explain(found: Mapping[str, tuple[str, str]]) -> str | None:
 def _parts(title: str) -> set[str]:
     """Return what a network is computed with: its kinds of layers, its loss, its optimizer."""
     loss = LOSSES.get(title, Loss.SOFTMAX_CROSS_ENTROPY).name
-    return {type(layer).__name__ for layer in each_layer(NETWORKS[title][1])} | {loss, type(TRAINING).__name__}
+    stages = walk(Network(*NETWORKS[title]).stages)
+    return {type(stage.layer).__name__ for stage in stages} | {loss, type(TRAINING).__name__}
 
 
 def _suspects(title: str, text: str) -> set[str]:
@@ -148,14 +149,6 @@ def _suspects(title: str, text: str) -> set[str]:
     if " after " in text:
         return {"BatchNorm2d"} if "running" in text else {update}
     return _parts(title) - {update}
-
-
-def each_layer(layers: Iterable[Layer]) -> Iterator[Layer]:
-    """Yield layers, and after a residual block those within."""
-    for layer in layers:
-        yield layer
-        if isinstance(layer, Residual):
-            yield from each_layer(layer.layers)
 
 
 def _compare(program: Program[Any], reference: Program[Any]) -> Iterator[float]:
@@ -256,7 +249,7 @@ STEPS = 100  # of an optimizer, after which a bowl must be lower
 
 def check_rules(network: Network, optimizer: Optimizer) -> None:
     """Raise NetworkError where a layer or an optimizer of others is wrong; it takes less than a millisecond each."""
-    for layer in {id(layer): layer for layer in each_layer(network.layers)}.values():
+    for layer in {id(stage.layer): stage.layer for stage in walk(network.stages)}.values():
         if isinstance(layer, Elementwise) and _is_own(layer):
             check_layer(layer)
     if _is_own(optimizer):

@@ -96,8 +96,7 @@ def folder_of(path: Path) -> Path:
 def _ranked(named: str, given: str) -> Path:
     folders = list(_trained())
     if named == BEST:
-        accuracies = {folder: read_journal(folder)["metrics"].get("final/test_accuracy", 0.0) for folder in folders}
-        folders.sort(key=lambda folder: accuracies[folder])
+        folders.sort(key=lambda folder: read_journal(folder)["metrics"].get("final/test_accuracy", 0.0))
     else:
         folders.sort(key=lambda folder: (folder / JOURNAL).stat().st_mtime)
     if not folders:
