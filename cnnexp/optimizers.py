@@ -218,17 +218,11 @@ class AdamW(Adam):
 
 
 @dataclass(frozen=True)
-class AdaMax(Optimizer):
+class AdaMax(Adam):
     """Adam on the infinity norm (Kingma and Ba 2015, algorithm 2)."""
 
     lr: float = 2e-3
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
     slots: ClassVar[tuple[str, ...]] = ("mean", "norm")
-
-    def constants(self, step: Scalar) -> tuple[Scalar, Scalar]:
-        return f32(1 / (1 - self.beta1**step)), f32(0)
 
     def rule(self, sqrt: Callable = np.sqrt, maximum: Callable = np.maximum) -> Rule:
         beta1, rest1, beta2 = f32(self.beta1), f32(1 - self.beta1), f32(self.beta2)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from cnnexp.network import (
     Elementwise,
     Flatten,
     GlobalAvgPool,
-    Layer,
     LeakyReLU,
     Linear,
     Maths,
@@ -39,6 +38,7 @@ from cnnexp.network import (
 )
 from cnnexp.network.losses import Loss, compute
 from cnnexp.network.recorded import Recorded
+from cnnexp.network.shapes import walk
 from cnnexp.optimizers import SGD, Optimizer
 
 ALLOWED = 1e-4
@@ -139,7 +139,8 @@ def explain(found: Mapping[str, tuple[str, str]]) -> str | None:
 def _parts(title: str) -> set[str]:
     """Return what a network is computed with: its kinds of layers, its loss, its optimizer."""
     loss = LOSSES.get(title, Loss.SOFTMAX_CROSS_ENTROPY).name
-    return {type(layer).__name__ for layer in each_layer(NETWORKS[title][1])} | {loss, type(TRAINING).__name__}
+    stages = walk(Network(*NETWORKS[title]).stages)
+    return {type(stage.layer).__name__ for stage in stages} | {loss, type(TRAINING).__name__}
 
 
 def _suspects(title: str, text: str) -> set[str]:
@@ -148,14 +149,6 @@ def _suspects(title: str, text: str) -> set[str]:
     if " after " in text:
         return {"BatchNorm2d"} if "running" in text else {update}
     return _parts(title) - {update}
-
-
-def each_layer(layers: Iterable[Layer]) -> Iterator[Layer]:
-    """Yield layers, and after a residual block those within."""
-    for layer in layers:
-        yield layer
-        if isinstance(layer, Residual):
-            yield from each_layer(layer.layers)
 
 
 def _compare(program: Program[Any], reference: Program[Any]) -> Iterator[float]:
@@ -256,7 +249,7 @@ STEPS = 100  # of an optimizer, after which a bowl must be lower
 
 def check_rules(network: Network, optimizer: Optimizer) -> None:
     """Raise NetworkError where a layer or an optimizer of others is wrong; it takes less than a millisecond each."""
-    for layer in {id(layer): layer for layer in each_layer(network.layers)}.values():
+    for layer in {id(stage.layer): stage.layer for stage in walk(network.stages)}.values():
         if isinstance(layer, Elementwise) and _is_own(layer):
             check_layer(layer)
     if _is_own(optimizer):
@@ -269,31 +262,29 @@ def check_layer(layer: Elementwise) -> None:
     Raises:
         NetworkError: they differ, one is no number, or uses what not every target can compile.
     """
-    name = type(layer).__name__
-    with _named(f"layer {name}"), np.errstate(all="ignore"):
+    with _named(f"layer {type(layer).__name__}"), np.errstate(all="ignore"):
         layer.derivative(PROBING)(_Probe(), layer.rule(PROBING)(_Probe()))
         rule, derivative = layer.rule(EXACT), layer.derivative(EXACT)
         slope = (rule(POINTS + STEP) - rule(POINTS - STEP)) / (2 * STEP)
         given = np.broadcast_to(derivative(POINTS, rule(POINTS)), POINTS.shape)
         edges = rule(EDGES)
         numbers = np.stack([edges, np.broadcast_to(derivative(EDGES, edges), EDGES.shape)])
-    for what, row in zip(("rule", "derivative"), numbers, strict=True):
-        if np.isnan(row).any():
-            raise NetworkError(f"layer {name}: its {what} is no number at x = {EDGES[np.isnan(row)][0]:g}")
-    off = np.abs(given - slope)
-    legal = off <= DERIVATIVE_ALLOWED * (np.abs(slope) + np.abs(slope).max() / 10) + 1e-9
-    if not (layer.surrogate or legal.all()):
-        at = int(np.where(legal, -1.0, off).argmax())
-        raise NetworkError(
-            f"layer {name}: its derivative is wrong at {(~legal).sum()} of {len(POINTS)} points: {given[at]:.4g} at "
-            f"x = {POINTS[at]:.3g}, where differences of its rule give {slope[at]:.4g}; surrogate = True if it is meant"
-        )
+        for what, row in zip(("rule", "derivative"), numbers, strict=True):
+            if np.isnan(row).any():
+                raise NetworkError(f"its {what} is no number at x = {EDGES[np.isnan(row)][0]:g}")
+        off = np.abs(given - slope)
+        legal = off <= DERIVATIVE_ALLOWED * (np.abs(slope) + np.abs(slope).max() / 10) + 1e-9
+        if not (layer.surrogate or legal.all()):
+            at = int(np.where(legal, -1.0, off).argmax())
+            raise NetworkError(
+                f"its derivative is wrong at {(~legal).sum()} of {len(POINTS)} points: {given[at]:.4g} at x = "
+                f"{POINTS[at]:.3g}, where differences of its rule give {slope[at]:.4g}; surrogate = True if it is meant"
+            )
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
     """Raise NetworkError where an optimizer's rule uses what not every target can compile, or makes a NaN of zeros."""
-    name = type(optimizer).__name__
-    with _named(f"optimizer {name}"), np.errstate(all="ignore"):
+    with _named(f"optimizer {type(optimizer).__name__}"), np.errstate(all="ignore"):
         if len(optimizer.slots) > 2:
             raise NetworkError(f"slots {', '.join(optimizer.slots)}: must be at most two")
         optimizer.rule(_Probe.call, _Probe.call)(*[_Probe()] * 7)
@@ -310,11 +301,9 @@ def check_descent(optimizer: Optimizer) -> None:
     with _named(f"optimizer {type(optimizer).__name__}"), np.errstate(all="ignore"):
         for step in range(1, STEPS + 1):
             optimizer.apply(w, 2 * w, slots, optimizer.lr, step)
-    if not (after := float(w @ w)) < before:
-        raise NetworkError(
-            f"optimizer {type(optimizer).__name__}: {STEPS} steps of lr={optimizer.lr:g} down the sum of w^2 lead from "
-            f"{before:g} to {after:g}"
-        )
+        if not (after := float(w @ w)) < before:
+            steps = f"{STEPS} steps of lr={optimizer.lr:g}"
+            raise NetworkError(f"{steps} down the sum of w^2 lead from {before:g} to {after:g}")
 
 
 def check_gradient(loss: Loss) -> None:
@@ -355,6 +344,5 @@ def _named(what: str) -> Iterator[None]:
 
 
 def _place(error: Exception) -> str:
-    """Return where an error was raised."""
     frames = traceback.extract_tb(error.__traceback__)
     return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""

@@ -7,6 +7,7 @@ vocabulary, and every mistake is one `ConfigError` line that names the key, the 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import types
 import typing
@@ -105,19 +106,18 @@ class Trainer:
         return {key: value for key in plain if (value := getattr(self, key)) != plain[key]}
 
     def rates(self) -> Schedule:
-        """Return the schedule that the keys describe."""
         steps = self.step_every, self.step_factor
         return Schedule(self.schedule, *steps, self.milestones, self.power, self.peak, self.warmup)
 
 
 @dataclass(frozen=True)
 class Tracking:
-    """Where runs are recorded."""
+    """Where runs are recorded; see `conf/tracking/mlflow.yaml`."""
 
-    name: Literal["none", "mlflow"] = "mlflow"  # `mlflow`, or `none`, which records nothing and never imports MLflow
-    uri: str | None = None  # the MLflow store; None is an sqlite file under `outputs/`
-    experiment: str = "cnnexp"  # the MLflow experiment that runs are listed under
-    run_name: str | None = None  # None makes one up from the config
+    name: Literal["none", "mlflow"] = "mlflow"
+    uri: str | None = None
+    experiment: str = "cnnexp"
+    run_name: str | None = None
 
     def __post_init__(self) -> None:
         if not 0 < len(self.experiment) <= 256:
@@ -126,14 +126,12 @@ class Tracking:
 
 @dataclass(frozen=True)
 class Sweep:
-    """How a multirun behaves."""
+    """How a multirun behaves; see `conf/config.yaml`."""
 
-    skip_finished: bool = False  # skip jobs whose config already has a finished run in the store
-    objective: Literal["test_accuracy", "epoch_s"] = "test_accuracy"  # what each job returns to a sweeper
-    # the table or figure of a paper that the jobs make again, a key of `papers.EXPERIMENTS`: it is shown at the end;
-    # what this machine lacks is a row of it that says so; None compares the jobs alone
-    paper: str | None = None
-    small: bool = False  # whether `debug=small` is on: experiments then leave out what takes minutes at any size
+    skip_finished: bool = False
+    objective: Literal["test_accuracy", "epoch_s"] = "test_accuracy"
+    paper: str | None = None  # a key of `papers.EXPERIMENTS`; what this machine lacks is a row that says so
+    small: bool = False
 
     def __post_init__(self) -> None:
         if self.paper is not None and self.paper not in EXPERIMENTS:
@@ -181,7 +179,6 @@ def load(values: Mapping[str, Any]) -> Settings:
         ConfigError: an unknown section or key, a wrong type, an illegal value.
         BackendUnavailable: this machine cannot run the chosen backend.
     """
-    _refuse_targets(values, "")
     if "plugins" in values:
         raise ConfigError("plugins: refused in a config file, being code; give plugins=FILE.py on the command line")
     _check_names("", values, SECTIONS, required=[name for name in SECTIONS if name != "augment"])
@@ -262,9 +259,13 @@ def convert(value: Any, hint: Any, key: str) -> Any:
     """
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint == Layer:
-        return _layer(value, key)
+        if not isinstance(value, Mapping) or "type" not in value:
+            raise ConfigError(f"{key}={show(value)}: must be a mapping with a type, one of {', '.join(LAYERS)}")
+        return build(LAYERS.find(value["type"], f"{key}.type"), value, key, tag="type")
     if origin in (typing.Union, types.UnionType):
-        return _convert_union(value, hint, args, key)
+        for member in args:
+            with contextlib.suppress(ConfigError):
+                return convert(value, member, key)
     if origin is Literal and isinstance(value, str) and value in args:
         return value
     if origin in (tuple, list) and isinstance(value, Sequence) and not isinstance(value, str):
@@ -279,7 +280,8 @@ def convert(value: Any, hint: Any, key: str) -> Any:
         raise ConfigError(f"{key}={show(value)}: must be a whole number of at most 2**63 - 1")
     if hint is float and _is_number(value, int | float) and abs(value) <= LARGEST and in_float32(value):
         return float(value)
-    near = did_you_mean(value, args) if origin is Literal and isinstance(value, str) else ""
+    literals = [name for kind in (hint, *args) if typing.get_origin(kind) is Literal for name in typing.get_args(kind)]
+    near = did_you_mean(value, literals) if isinstance(value, str) else ""
     raise ConfigError(f"{key}={show(value)}: must be {_describe(hint)}{near}")
 
 
@@ -299,24 +301,6 @@ def show(value: Any) -> str:
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 
 
-def _convert_union(value: Any, hint: Any, members: tuple[Any, ...], key: str) -> Any:
-    for member in members:
-        try:
-            return convert(value, member, key)
-        except ConfigError:
-            continue
-    literals = [name for member in members if typing.get_origin(member) is Literal for name in typing.get_args(member)]
-    near = did_you_mean(value, literals) if isinstance(value, str) else ""
-    raise ConfigError(f"{key}={show(value)}: must be {_describe(hint)}{near}")
-
-
-def _layer(value: Any, key: str) -> Layer:
-    """Make the layer that the value's `type` picks."""
-    if not isinstance(value, Mapping) or "type" not in value:
-        raise ConfigError(f"{key}={show(value)}: must be a mapping with a type, one of {', '.join(LAYERS)}")
-    return build(LAYERS.find(value["type"], f"{key}.type"), value, key, tag="type")
-
-
 def _check_names(where: str, given: Mapping[str, Any], legal: Sequence[str], required: Sequence[str]) -> None:
     prefix = f"{where}." if where else ""
     for key, value in given.items():
@@ -326,16 +310,6 @@ def _check_names(where: str, given: Mapping[str, Any], legal: Sequence[str], req
     for key in required:
         if key not in given:
             raise ConfigError(f"{prefix}{key} is missing")
-
-
-def _refuse_targets(value: Any, path: str) -> None:
-    """Refuse `_target_` at any depth: config chooses code by name from our registries, never by import path."""
-    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
-    for key, item in items:
-        here = f"{path}.{key}" if path else str(key)
-        if key == "_target_":
-            raise ConfigError(f"{here}={show(item)}: refused; code is chosen by name, never by _target_")
-        _refuse_targets(item, here)
 
 
 def _keep_env(resolved: Any, written: Any) -> Any:

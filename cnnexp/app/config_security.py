@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -147,11 +147,14 @@ def check_composed(config: Mapping[str, Any]) -> None:
 
     It is given unresolved, as plain containers, Hydra's own section with it.
     """
-    _check_code(config, "")
+    for here, key, item in _walk(config):
+        place = TARGET_KEY.fullmatch(here)
+        ours = place is not None and isinstance(item, str) and item in TARGETS[place[1] or place[2] or place[3]]
+        if (key in INSTANTIATE and not ours) or (isinstance(item, str) and MAKES_KEYS.search(item)):
+            raise ConfigError(f"{here}={item!r}: refused; a config runs no code but what ships with cnnexp")
     hydra = config.get("hydra")
     if isinstance(hydra, Mapping):
-        for section in ("job_logging", "hydra_logging"):
-            _check_logging({section: hydra.get(section)}, "hydra")
+        _check_logging({section: hydra.get(section) for section in ("job_logging", "hydra_logging")})
         _check_job(hydra, hydra.get("job"))
 
 
@@ -199,29 +202,15 @@ def _check_texts(node: yaml.Node, path: Path, defaults: bool = False) -> None:
         _check_texts(child, path, defaults or (key is not None and key.value == "defaults"))
 
 
-def _check_code(value: Any, path: str) -> None:
-    for key, item in _items(value):
-        here = f"{path}.{key}" if path else str(key)
-        if here in AS_TYPED:
-            continue
-        place = TARGET_KEY.fullmatch(here)
-        ours = place is not None and isinstance(item, str) and item in TARGETS[place[1] or place[2] or place[3]]
-        if (key in INSTANTIATE and not ours) or (isinstance(item, str) and MAKES_KEYS.search(item)):
-            raise ConfigError(f"{here}={item!r}: refused; a config runs no code but what ships with cnnexp")
-        _check_code(item, here)
-
-
-def _check_logging(value: Any, path: str) -> None:
+def _check_logging(sections: Mapping[str, Any]) -> None:
     """Refuse what `logging.config` would import or call, and what stands for something that is not looked at."""
-    for key, item in _items(value):
-        here = f"{path}.{key}"
+    for here, key, item in _walk(sections, "hydra."):
         named = isinstance(item, str) and re.match(r"(ext|cfg)://|\$\{", item) and item not in STREAMS
         named = named and key not in ("filename", "level")
         if key == "filename" and item != LOG_FILE:
             raise ConfigError(f"{here}={item!r}: refused; legal: {LOG_FILE}")
         if named or (key in ("class", "()", "factory") and item not in LOGGING):
             raise ConfigError(f"{here}={item!r}: refused; legal: {', '.join(sorted(LOGGING | STREAMS))}")
-        _check_logging(item, here)
 
 
 def _check_job(hydra: Mapping[str, Any], job: Any) -> None:
@@ -237,7 +226,11 @@ def _check_job(hydra: Mapping[str, Any], job: Any) -> None:
             raise ConfigError(f"hydra.{key}={name!r}: refused; legal: a plain name, which stays in the run's folder")
 
 
-def _items(value: Any) -> list[tuple[Any, Any]]:
-    if isinstance(value, Mapping):
-        return list(value.items())
-    return list(enumerate(value)) if isinstance(value, list | tuple) else []
+def _walk(value: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield the dotted key, the key and the value of all that a config holds, at any depth, but for `AS_TYPED`."""
+    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()
+    for key, item in items:
+        here = f"{prefix}{key}"
+        if here not in AS_TYPED:
+            yield here, key, item
+            yield from _walk(item, f"{here}.")

@@ -96,7 +96,6 @@ class Display:
         )
 
     def progressed(self, progress: EpochProgress) -> None:
-        """Move the bar."""
         if self._bar:
             rate = progress.totals.count / progress.seconds if progress.seconds else 0.0
             self._bar.update(
@@ -171,9 +170,9 @@ class JobTable:
             return
         columns = ("time/median_epoch_s", 11, ".4g"), ("speedup/median", 9, ".3g"), ("final/test_accuracy", 9, ".2%")
         cells = [f"{format(metrics[name], form) if name in metrics else '':>{width}}" for name, width, form in columns]
-        left = (now - self._started) / self.shown * (self._jobs - self.shown) if self._jobs else None
-        left_text = "" if left is None else f"  {_duration(left)}"
-        say(self.console, f"{self._begun(place, label)}{''.join(cells)}{left_text}")
+        if self._jobs:
+            cells.append(f"  {_duration((now - self._started) / self.shown * (self._jobs - self.shown))}")
+        say(self.console, f"{self._begun(place, label)}{''.join(cells)}")
 
     def _begun(self, place: str, label: str) -> str:
         """Return the first columns of a row; a label too long for its column is shown before, whole."""

@@ -26,6 +26,7 @@ from cnnexp.testing import examine, reference_of
 from cnnexp.tracking.address import store_uri
 
 FLOAT_BITS = 32
+VECTORS = "vectors"
 LIMIT_S = 600.0
 """As long may a backend take to its answer; the first time on a machine it compiles."""
 
@@ -47,7 +48,7 @@ def _machine() -> Iterator[tuple[str, str]]:
     facts = environment.machine_facts()
     yield "CPU", facts["machine.cpu"]
     yield "cores", f"{facts['machine.cores']} usable, {facts['machine.load']} processes running in the last minute"
-    yield "vectors", _ask("vectors", "")
+    yield "vectors", _ask(VECTORS)
     yield "system", facts["machine.system"]
 
 
@@ -55,42 +56,44 @@ def _backends() -> Iterator[tuple[str, str]]:
     """Yield the backends, those with the same answer together."""
     answers: dict[str, list[str]] = {}
     with make_console().status("every backend trains a step"), ThreadPoolExecutor(usable_cores()) as asking:
-        for name, answer in zip(BACKENDS, asking.map(lambda name: _ask("trial", name), BACKENDS), strict=True):
+        for name, answer in zip(BACKENDS, asking.map(_ask, BACKENDS), strict=True):
             answers.setdefault(answer, []).append(name)
     for answer, names in answers.items():
         yield ", ".join(names), answer
 
 
-def _ask(function: str, question: str) -> str:
-    """Return the answer of a function of this module in a process of its own, or how that process ended."""
+def _ask(question: str) -> str:
+    """Return what `answer` says in a process of its own, or how that process ended."""
     try:
-        return child.call(f"{__name__}:{function}", question.encode(), LIMIT_S).decode()
+        return child.call(f"{__name__}:answer", question.encode(), LIMIT_S).decode()
     except child.ChildDied as death:
         return f"no: its process {death}"
 
 
-def vectors(question: bytes) -> bytes:
-    """Answer how wide this CPU's vectors are."""
+def answer(question: bytes) -> bytes:
+    """Answer how wide the `VECTORS` are, or what the backend of a name computes on; or in one line why it cannot."""
+    name = question.decode()
     try:
-        from cnnexp.backends.simd.compiler.host import host_target
-
-        lanes = host_target().lanes
-        return f"{lanes * FLOAT_BITS} bits, {lanes} float32 at once".encode()
-    except Exception as error:  # whatever a broken Numba raises: its backends say the same
-        return _why(error).encode()
-
-
-def trial(name: bytes) -> bytes:
-    """Answer what a backend computes on, once it has trained a step right, or in one line why it cannot."""
-    try:
-        backend = backend_class(name.decode())()
-        verdict, text = examine(backend, backend_class(reference_of(name.decode()))(), TRIAL)
+        return (_vectors() if name == VECTORS else _trial(name)).encode()
     except Exception as error:  # also what a broken installation raises: it is this command's news
-        return _why(error).encode()
+        text = (str(error).splitlines() or [""])[0]
+        return f"no: {text if isinstance(error, CnnexpError) else f'{type(error).__name__}: {text}'}".encode()
+
+
+def _vectors() -> str:
+    from cnnexp.backends.simd.compiler.host import host_target
+
+    lanes = host_target().lanes
+    return f"{lanes * FLOAT_BITS} bits, {lanes} float32 at once"
+
+
+def _trial(name: str) -> str:
+    backend = backend_class(name)()
+    verdict, text = examine(backend, backend_class(reference_of(name))(), TRIAL)
     if verdict != "right":
-        return f"no: {text}".encode()
+        return f"no: {text}"
     threads = f"{backend.threads} thread{'s' if backend.threads > 1 else ''} of " if not backend.on_gpu else ""
-    return f"yes, on {threads}{backend.device_name}".encode()
+    return f"yes, on {threads}{backend.device_name}"
 
 
 def _around() -> Iterator[tuple[str, str]]:
@@ -110,8 +113,3 @@ def _around() -> Iterator[tuple[str, str]]:
             files = [cache / name / f"{file.name}.gz" for file in source.files]
             there = all(file.exists() for file in files)
             yield name, f"in {cache / name}" if there else f"not yet in {cache / name}: its first use downloads it"
-
-
-def _why(error: Exception) -> str:
-    text = str(error).splitlines() or [""]
-    return f"no: {text[0]}" if isinstance(error, CnnexpError) else f"no: {type(error).__name__}: {text[0]}"

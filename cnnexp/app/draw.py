@@ -77,7 +77,6 @@ class Server(ThreadingHTTPServer):
         self._classifier, self._name, self._one_at_a_time = classifier, name, threading.Lock()
 
     def describe(self) -> dict[str, Any]:
-        """Return what the page says of the model."""
         network, look = self._classifier.network, self._classifier.look
         layers = f"{len(network.layers)} layers, {network.parameter_count:,} parameters"
         return {
@@ -110,9 +109,18 @@ class _Handler(BaseHTTPRequestHandler):
 
     server: Server
 
+    def parse_request(self) -> bool:
+        """Return whether the request can be answered: it names this server, and comes from its page or from none."""
+        if not super().parse_request():
+            return False
+        names = [f"{name}:{self.server.server_port}" for name in (LOOPBACK, "localhost")]
+        origin = self.headers.get("Origin")
+        ours = self.headers.get("Host") in names and (origin is None or urlsplit(origin).netloc in names)
+        if not ours:
+            self._refuse(HTTPStatus.FORBIDDEN, f"only {self.server.address} is served")
+        return ours
+
     def do_GET(self) -> None:
-        if not self._is_ours():
-            return
         if self.path == "/":
             self._reply(HTTPStatus.OK, "text/html; charset=utf-8", files(__package__).joinpath(PAGE).read_bytes())
         elif self.path == "/model":
@@ -121,8 +129,6 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(HTTPStatus.NOT_FOUND, "no such page")
 
     def do_POST(self) -> None:
-        if not self._is_ours():
-            return
         length = self.headers.get("Content-Length", "")
         if self.path != "/look" or self.headers.get("Content-Type") != "image/png":
             self._refuse(HTTPStatus.NOT_FOUND, "no such page; /look takes image/png")
@@ -136,15 +142,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *arguments: object) -> None:
         """Say nothing of requests that went well."""
-
-    def _is_ours(self) -> bool:
-        """Return whether the request names this server, and comes from its page or from none."""
-        names = [f"{name}:{self.server.server_port}" for name in (LOOPBACK, "localhost")]
-        origin = self.headers.get("Origin")
-        ours = self.headers.get("Host") in names and (origin is None or urlsplit(origin).netloc in names)
-        if not ours:
-            self._refuse(HTTPStatus.FORBIDDEN, f"only {self.server.address} is served")
-        return ours
 
     def _refuse(self, status: HTTPStatus, why: str) -> None:
         self._reply_json(status, {"error": why})

@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from cnnexp.app.config import Trainer, build, named
 from cnnexp.app.console import LINE, make_console, say
 from cnnexp.app.resume import find_run, folder_of
 from cnnexp.backends import BACKENDS, backend_class
-from cnnexp.datasets import DATASETS, Split
+from cnnexp.datasets import DATASETS
 from cnnexp.errors import ConfigError
 from cnnexp.measuring.explanation import Row, Side, rows, sentences, side_of, sides_of
 from cnnexp.measuring.ledger import Ledger, Profiled, report, report_beside
@@ -43,15 +44,14 @@ def command(arguments: Sequence[str]) -> None:
     paths = [find_run(run, f"explain {run}") for run in arguments]
     folders = [folder_of(path) for path in paths]
     console = make_console()
-    profiles = []
+    profiles, names = [], []
     for run, path, folder in zip(arguments, paths, folders, strict=True):
-        profile = _read_profile(folder)
+        profile, journal = _read_profile(folder), read_journal(folder)
         if profile is None:
-            said = f"explain {run}: was not profiled; its steps are timed now, from {path.name}"
-            say(console, f"{said}\n")
-            profile = clock_steps(path, read_journal(folder)["config"], f"explain {run}")
+            say(console, f"explain {run}: was not profiled; its steps are timed now, from {path.name}\n")
+            profile = clock_steps(path, journal["config"], f"explain {run}")
         profiles.append(profile)
-    names = [str(read_journal(folder)["name"]) for folder in folders]
+        names.append(str(journal["name"]))
     sides = set_beside(profiles)
     file = folders[0] / "figures" / ("explain.png" if len(folders) == 1 else f"explain-{folders[1].name}.png")
     has_blocks = console.encoding.lower().startswith("utf")
@@ -81,9 +81,7 @@ def clock_steps(path: Path, config: Mapping[str, Any], given: str) -> dict[str, 
     compiling = network, loss, named(OPTIMIZERS, config["optimizer"], "optimizer"), trainer.batch_size
     backend, ledger = named(BACKENDS, config["backend"], "backend").clocked, Ledger()
     most = MOST_STEPS * trainer.batch_size
-    train = Split(dataset.train.images[:most], dataset.train.labels[:most])
-    test = Split(dataset.test.images[:1], dataset.test.labels[:1])
-    dataset = replace(dataset, train=train, test=test, validation=None)
+    dataset = replace(dataset, train=dataset.train[:most], test=dataset.test[:1], validation=None)
     with ExitStack() as stack:
         program = Profiled(stack.enter_context(closing(backend.compile(*compiling))), ledger)
         program.restore(found.state)
@@ -92,7 +90,7 @@ def clock_steps(path: Path, config: Mapping[str, Any], given: str) -> dict[str, 
             compared = backend_class(trainer.baseline)()
             beside = Profiled(stack.enter_context(closing(compared.compile(*compiling))), ledger, train="baseline")
             timed = trainer.baseline_batches, trainer.baseline_s
-            baseline = Baseline(beside, train, *timed, layers_share=beside.layers_share)
+            baseline = Baseline(beside, dataset.train, *timed, layers_share=beside.layers_share)
         plan = TrainingPlan(PASSES, trainer.seed, trainer.rates(), PASS_S)
         epochs = list(train_epochs(program, dataset, plan, baseline=baseline))
         profile = report(ledger, program, epochs, backend)
@@ -124,11 +122,9 @@ def screen(sides: Sequence[Side], title: str, width: int = LINE, blocks: bool = 
         lines.append(f"{'part of a step':{NAME}}{'':{SIDE}}{'us/image':>{US}}{'share':>{SHARE}}")
     for row in table:
         lines += _row(row, sides, lambda us: _bar(us / longest * bar, blocks))
-    whole = [f"{'the whole step':{NAME}}" if i == 0 else " " * NAME for i in range(len(sides))]
-    lines += [
-        f"{name}{side.label[: SIDE - 1]:{SIDE}}{_number(side.us):>{US}}"
-        for name, side in zip(whole, sides, strict=True)
-    ]
+    for i, side in enumerate(sides):
+        name = "" if i else "the whole step"
+        lines.append(f"{name:{NAME}}{side.label[: SIDE - 1]:{SIDE}}{_number(side.us):>{US}}")
     for text in sentences(sides):
         lines += ["", *textwrap.wrap(text, width, break_on_hyphens=False)]
     return lines
@@ -137,12 +133,11 @@ def screen(sides: Sequence[Side], title: str, width: int = LINE, blocks: bool = 
 def _row(row: Row, sides: Sequence[Side], bar_of: Any) -> list[str]:
     """Return a line per side that has the part; its name goes over as many as there are."""
     here = [(side, piece) for side, piece in zip(sides, row.pieces, strict=True) if piece is not None]
-    name = textwrap.wrap(row.name, NAME - 1)
     lines = []
-    for i in range(max(len(here), len(name))):
-        line = f"{name[i] if i < len(name) else '':{NAME}}"
-        if i < len(here):
-            side, piece = here[i]
+    for name, found in zip_longest(textwrap.wrap(row.name, NAME - 1), here):
+        line = f"{name or '':{NAME}}"
+        if found is not None:
+            side, piece = found
             share = f"{piece.us / side.us:.1%}"
             line += f"{side.label[: SIDE - 1]:{SIDE}}{_number(piece.us):>{US}}{share:>{SHARE + 1}} {bar_of(piece.us)}"
         lines.append(line.rstrip())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,9 +12,6 @@ from cnnexp.app.resume import find_run, folder_of
 from cnnexp.backends import backend_class
 from cnnexp.errors import BackendUnavailable, CnnexpError, ConfigError, installing
 from cnnexp.tracking.model import BACKEND, Classifier
-
-if TYPE_CHECKING:
-    import onnx
 
 FILE = "model.onnx"
 CHECKED = 16  # images on which the file must agree with `predict`
@@ -42,28 +38,20 @@ def command(arguments: Sequence[str]) -> None:
     classifier = Classifier(path, backend_class(BACKEND)())
     network = classifier.network
     model = graph.build(network, classifier.loss, classifier.state, classifier.pixels, classifier.classes)
-    differ = difference(model, classifier)
+    content = model.SerializeToString()
+    rng, size = np.random.default_rng(0), (CHECKED, *network.input_shape)
+    whole = classifier.pixels == "uint8"
+    images = rng.integers(0, 256, size).astype(np.uint8) if whole else rng.standard_normal(size, np.float32)
+    session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
+    (found,) = session.run([graph.OUTPUT], {graph.INPUT: images})
+    differ = float(np.abs(found - classifier.predict(images)).max())
     if not differ <= AGREES:
         raise CnnexpError(f"export {path}: onnxruntime's probabilities differ from predict's by {differ:.1e}")
     target = Path(arguments[1]) if arguments[1:] else folder_of(path) / FILE
-    target.write_bytes(model.SerializeToString())
+    target.write_bytes(content)
     shape = " x ".join(map(str, network.input_shape))
     sys.stdout.write(
         f"{target}\n{graph.INPUT}: {classifier.pixels}, N x {shape}; {graph.OUTPUT}: float32, "
         f"N x {len(classifier.classes)}\nonnxruntime {onnxruntime.__version__} differs from predict by {differ:.0e}, "
         f"over {CHECKED} random images\n"
     )
-
-
-def difference(model: onnx.ModelProto, classifier: Classifier) -> float:
-    """Return the largest difference between a graph's probabilities in onnxruntime and a classifier's."""
-    import onnxruntime
-
-    from cnnexp.tracking import graph
-
-    rng, shape = np.random.default_rng(0), (CHECKED, *classifier.input_shape)
-    whole = classifier.pixels == "uint8"
-    images = rng.integers(0, 256, shape).astype(np.uint8) if whole else rng.standard_normal(shape, np.float32)
-    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    (found,) = session.run([graph.OUTPUT], {graph.INPUT: images})
-    return float(np.abs(found - classifier.predict(images)).max())

@@ -178,8 +178,6 @@ def fit(
 
 @dataclass(frozen=True)
 class _Loaded(Source):
-    """A source of data that are there."""
-
     dataset: Dataset = field(kw_only=True)
 
     def load(self) -> Dataset:
@@ -200,7 +198,6 @@ def _config(settings: Settings, name: str) -> dict[str, dict[str, Any]]:
 
 
 def _described(registry: Registry, made: Any) -> dict[str, Any]:
-    """Return a piece as the config has it: its name, and its options."""
     kind = type(made).__name__
     name = next((name for name in registry if name.replace("-", "").replace("_", "") == kind.lower()), kind)
     return {"name": getattr(made, "name", name), **_plain_fields(made)}

@@ -59,9 +59,8 @@ class CheckpointCallback:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Keep how far an epoch is that Ctrl-C or a signal ends."""
-        latest = self._latest
-        stopped = isinstance(error, KeyboardInterrupt) and self._within and latest is not None
-        if stopped and latest != self._kept and latest is not None and latest.epoch == self._writer.epochs + 1:
+        stopped, latest = isinstance(error, KeyboardInterrupt) and self._within, self._latest
+        if stopped and latest is not None and latest != self._kept and latest.epoch == self._writer.epochs + 1:
             self._save(begun=latest)
 
     def _save(self, result: EpochResult | None = None, begun: Progress | None = None) -> None:

@@ -49,11 +49,10 @@ def command(arguments: Sequence[str]) -> None:
     found = [run for run in runs if all(run["keys"].get(key) == value for key, value in asked.items())]
     found = sorted(found, key=lambda run: -run["ended"])[: int(last)]
     found.sort(key=lambda run: -run.get(sort, float("-inf")))
-    console, title = make_console(), f"{len(found)} of {len(runs)} runs under {outputs_dir()}"
-    rows = [_row(run) for run in found]
-    table = Table([Group(name) for name in COLUMNS], rows, ["ended", "run", "name", "status"])
-    console.print(as_screen(table, None, console.width) if rows else "", highlight=False, markup=False)
-    say(console, title)
+    console = make_console()
+    table = Table([Group(name) for name in COLUMNS], [_row(run) for run in found], ["ended", "run", "name", "status"])
+    console.print(as_screen(table, None, console.width) if found else "", highlight=False, markup=False)
+    say(console, f"{len(found)} of {len(runs)} runs under {outputs_dir()}")
 
 
 def _run(folder: Path, journal: Mapping[str, Any]) -> dict[str, Any]:

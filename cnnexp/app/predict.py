@@ -38,11 +38,7 @@ def command(arguments: Sequence[str]) -> None:
     backend = named(BACKENDS, {"name": BACKEND, **options.get("backend", {})}, "backend")
     source = named(DATASETS, options["dataset"], "dataset") if "dataset" in options else None
     classifier = Classifier(find_run(run, f"predict {run}"), backend)
-    if source is None:
-        lines = _classify_files(classifier, files)
-    else:
-        lines = _classify_split(classifier, source.load())
-    for line in lines:
+    for line in _classify_split(classifier, source.load()) if source else _classify_files(classifier, files):
         sys.stdout.write(f"{line}\n")
 
 

@@ -23,7 +23,6 @@ class Place:
     """A job of a sweep, or several that differ in their seed alone."""
 
     label: str  # what varied, e.g. `cpu-simd filters=32`
-    jobs: tuple[str, ...]  # their numbers
     values: tuple[float, ...]  # of the measure, one per epoch of every job
     interval: Interval  # of their median
 
@@ -36,16 +35,15 @@ def rank(
     It is given what `sweep.rows` and `sweep.varied` returned, and each job's epochs, metrics by name.
     """
     finished = [row for row in found if row["status"] in ("FINISHED", "SKIPPED") and not row["contended"]]
-    measured = {measure: [row for row in finished if _values(epochs[row["job"]], measure)] for measure in MEASURES}
-    measure = next((measure for measure, rows in measured.items() if rows), None)
-    groups: dict[str, list[str]] = {}
-    for row in measured[measure] if measure is not None else ():
-        groups.setdefault(_label(row, varied), []).append(row["job"])
-    places = []
-    for label, jobs in groups.items():
-        values = [value for job in jobs for value in _values(epochs[job], str(measure))]
-        places.append(Place(label, tuple(jobs), tuple(values), median_interval(values)))
-    return measure, sorted(places, key=lambda place: -place.interval.median)
+    for measure in MEASURES:
+        groups: dict[str, list[float]] = {}
+        for row in finished:
+            if values := [epoch[measure] for epoch in epochs[row["job"]] if measure in epoch]:
+                groups.setdefault(_label(row, varied), []).extend(values)
+        if groups:
+            places = [Place(label, tuple(values), median_interval(values)) for label, values in groups.items()]
+            return measure, sorted(places, key=lambda place: -place.interval.median)
+    return None, []
 
 
 def rows(
@@ -116,10 +114,6 @@ def _phrase(interval: Interval, form: str) -> str:
     sure = f" with {interval.confidence:.0%} confidence" if interval.count >= verdict.MORE_EPOCHS else ""
     ends = f"{number.format(interval.low)} to {number.format(interval.high)}{sure}"
     return f"{form.format(interval.median)} ({ends}, {interval.count} epochs)"
-
-
-def _values(epochs: Sequence[Mapping[str, float]], measure: str) -> list[float]:
-    return [epoch[measure] for epoch in epochs if measure in epoch]
 
 
 def _label(row: Mapping[str, Any], varied: Sequence[str]) -> str:

@@ -58,9 +58,8 @@ def find_earlier(resume: str | None, folder: Path, config: Mapping[str, Any]) ->
     """
     if resume is None:
         return None
-    wanted = config_hash(config)
     if resume == AUTO:
-        return _newest(folder, wanted)
+        return _newest(folder, config_hash(config))
     path = find_run(resume, f"trainer.resume={resume!r}").absolute()
     holder = folder_of(path)
     if holder.resolve() == folder.resolve() and path != checkpoint.list_checkpoints(path.parent)[-1]:
@@ -77,21 +76,16 @@ def find_run(named: str, given: str) -> Path:
     Raises:
         CheckpointError: there is none, or several have such an id.
     """
-    if Path(named).exists():
-        return checkpoint.find(Path(named), given)
-    if named in (LATEST, BEST):
-        return checkpoint.find(_ranked(named, given), given)
-    if ID_START.fullmatch(named):
-        found = {
-            run_id: folder
-            for folder in _trained()
-            if (run_id := read_journal(folder)["run_id"] or "").startswith(named)
-        }
+    place = Path(named)
+    if not place.exists() and named in (LATEST, BEST):
+        place = _ranked(named, given)
+    elif not place.exists() and ID_START.fullmatch(named):
+        ids = {read_journal(folder)["run_id"] or "": folder for folder in _trained()}
+        found = [run_id for run_id in ids if run_id.startswith(named)]
         if len(found) > 1:
             raise CheckpointError(f"{given}: {len(found)} runs begin so: {', '.join(sorted(found))}; give more digits")
-        for folder in found.values():
-            return checkpoint.find(folder, given)
-    return checkpoint.find(Path(named), given)
+        place = ids[found[0]] if found else place
+    return checkpoint.find(place, given)
 
 
 def folder_of(path: Path) -> Path:
@@ -100,11 +94,9 @@ def folder_of(path: Path) -> Path:
 
 
 def _ranked(named: str, given: str) -> Path:
-    """Return the folder of the latest run, or of the best."""
     folders = list(_trained())
     if named == BEST:
-        accuracies = {folder: read_journal(folder)["metrics"].get("final/test_accuracy", 0.0) for folder in folders}
-        folders.sort(key=lambda folder: accuracies[folder])
+        folders.sort(key=lambda folder: read_journal(folder)["metrics"].get("final/test_accuracy", 0.0))
     else:
         folders.sort(key=lambda folder: (folder / JOURNAL).stat().st_mtime)
     if not folders:
@@ -121,15 +113,14 @@ def _trained() -> Iterator[Path]:
 
 def _newest(folder: Path, wanted: str) -> ResumePoint | None:
     """Return the run of a folder, else the newest of a config that has a checkpoint, else the newest of it."""
-    own = Path(folder) / JOURNAL
-    if own.exists():
+    if (folder / JOURNAL).exists():
         return ResumePoint(folder, _checkpoint(folder))
     same = [journal for journal in outputs_dir().rglob(JOURNAL) if hash_in(journal) == wanted]
     same.sort(key=lambda journal: journal.stat().st_mtime, reverse=True)
     stopped = [journal.parent for journal in same if not is_locked(journal.parent)]
-    with_checkpoint = ((holder, path) for holder in stopped if (path := _checkpoint(holder)) is not None)
-    holder, path = next(with_checkpoint, (stopped[0] if stopped else None, None))
-    return None if holder is None else ResumePoint(holder, path)
+    points = (ResumePoint(holder, _checkpoint(holder)) for holder in stopped)
+    with_checkpoint = (point for point in points if point.path is not None)
+    return next(with_checkpoint, ResumePoint(stopped[0], None) if stopped else None)
 
 
 def _checkpoint(folder: Path) -> Path | None:

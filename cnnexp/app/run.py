@@ -61,10 +61,8 @@ def train(settings: Settings, run: Run, earlier: ResumePoint | None = None, job:
         stack.enter_context(keeping)
         run.resume(history)
         stopping = EarlyStopping(trainer.patience, trainer.target, history)
-        baseline, idle = _baseline(made), IdleWait(trainer.patient)
-        watch = Watch(settings.workers.count * made.backend.threads)
-        _await_quiet(idle, made.ledger)
-        watch.start()
+        idle, watch = IdleWait(trainer.patient), Watch(settings.workers.count * made.backend.threads)
+        _await_quiet(idle, watch, made.ledger)
         if not gc.isenabled():  # see `__main__`
             gc.freeze()  # what has been loaded is no garbage
             gc.enable()
@@ -74,16 +72,15 @@ def train(settings: Settings, run: Run, earlier: ResumePoint | None = None, job:
             made.dataset,
             TrainingPlan(trainer.epochs, trainer.seed, trainer.rates(), *limits, settings.augment),
             [Charged(observer, made.ledger) for observer in (watch, run, display, keeping, stopping)],
-            baseline,
+            made.baseline,
             made.resumed,
         )
         try:
             for result in epochs if not stopping.reason else ():
                 if result.epoch < trainer.epochs and not stopping.reason:
-                    _await_quiet(idle, made.ledger)
-                    watch.start()
+                    _await_quiet(idle, watch, made.ledger)
         finally:
-            _tell(made, earlier, stopping, baseline, watch)
+            _tell(made, earlier, stopping, watch)
         _conclude(made, len(history))
 
 
@@ -99,6 +96,7 @@ class _Made:
     program: Program  # the run's, profiled where that is wanted
     parallel: ParallelProgram | None  # the same where workers share it
     beside: Profiled | None  # the baseline's program
+    baseline: Baseline | None
     training: Mapping[str, Any]  # what decides the numbers, see `checkpoint.describe`
     resumed: checkpoint.Checkpoint | None  # where an earlier run was stopped
 
@@ -129,11 +127,14 @@ def _make(settings: Settings, run: Run, earlier: ResumePoint | None, stack: Exit
         program = cast(Program, Steps(program, **trainer.steps))
     display.start(dataset, network, backend, program.compile_s, run.folder)
     program.restore(resumed.state if resumed else settings.model.initial_state(network, trainer.seed))
-    beside = None
-    if settings.baseline is not None and not run.contended:
+    beside = baseline = None
+    if (other := settings.baseline) is not None and not run.contended:
         with ledger.span("baseline"):
-            compiled = stack.enter_context(contextlib.closing(settings.baseline.compile(*compiling)))
+            compiled = stack.enter_context(contextlib.closing(other.compile(*compiling)))
         beside = Profiled(compiled, ledger, train="baseline")
+        # one that is sequential says, too, which share of its steps could be parallel
+        share = beside.layers_share if other.threads == 1 and not other.on_gpu else None
+        baseline = Baseline(beside, dataset.train, trainer.baseline_batches, trainer.baseline_s, layers_share=share)
     run.metrics.update({"time/compile_s": program.compile_s})
     run.add_artifact(run.folder / checkpoint.FOLDER, checkpoint.FOLDER)
     if settings.augment:
@@ -151,7 +152,7 @@ def _make(settings: Settings, run: Run, earlier: ResumePoint | None, stack: Exit
         write_csv(parallel.extrapolate(), table)
         run.add_artifact(table)
     trained = Profiled(program, ledger) if trainer.profile else program
-    return _Made(settings, run, ledger, dataset, backend, trained, parallel, beside, training, resumed)
+    return _Made(settings, run, ledger, dataset, backend, trained, parallel, beside, baseline, training, resumed)
 
 
 def _network(settings: Settings, dataset: Dataset, earlier: ResumePoint | None) -> Network:
@@ -189,18 +190,7 @@ def _need_memory(settings: Settings, backend: Backend, network: Network, dataset
     memory.need(parts)
 
 
-def _baseline(made: _Made) -> Baseline | None:
-    """Return the baseline; one that is sequential says, too, which share of its steps could be parallel."""
-    backend, program, trainer = made.settings.baseline, made.beside, made.settings.trainer
-    if backend is None or program is None:
-        return None
-    share = program.layers_share if backend.threads == 1 and not backend.on_gpu else None
-    return Baseline(program, made.dataset.train, trainer.baseline_batches, trainer.baseline_s, layers_share=share)
-
-
-def _tell(
-    made: _Made, earlier: ResumePoint | None, stopping: EarlyStopping, baseline: Baseline | None, watch: Watch
-) -> None:
+def _tell(made: _Made, earlier: ResumePoint | None, stopping: EarlyStopping, watch: Watch) -> None:
     """Give the record what is known when training ends, however it does: its conditions, its start and its end."""
     run, trainer, workers = made.run, made.settings.trainer, made.settings.workers.count
     done, begun = (len(made.resumed.history), made.resumed.begun) if made.resumed else (0, None)
@@ -215,8 +205,7 @@ def _tell(
         cut = f"trainer.pass_s={trainer.pass_s:g} ended epochs early: from {images:,} of {whole:,} images on"
     chosen = trainer.patience is not None or trainer.target is not None
     run.course = verdict.Course(done, resumed, stopping.reason, cut, chosen)
-    if baseline is not None and baseline.parallel_share is not None:
-        share = baseline.parallel_share
+    if made.baseline is not None and (share := made.baseline.parallel_share) is not None:
         limit = amdahl_limit(share, workers * _parallel_operations(made.backend))
         run.metrics.update({"speedup/parallel_share": share, "speedup/amdahl_limit": limit})
     if made.beside is not None and made.beside.shares():
@@ -243,10 +232,12 @@ def _conclude(made: _Made, done: int) -> None:
         run.metrics.update(made.parallel.metrics())
 
 
-def _await_quiet(idle_wait: IdleWait, ledger: Ledger) -> None:
+def _await_quiet(idle_wait: IdleWait, watch: Watch, ledger: Ledger) -> None:
+    """Wait until nothing else computes, where that is wanted; watch the machine from then on."""
     if idle_wait.left_s > 0:
         with ledger.span("quiet"):
             idle_wait.wait()
+    watch.start()
 
 
 def _parallel_operations(backend: Backend) -> float:

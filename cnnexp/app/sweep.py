@@ -164,8 +164,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     jobs = [path.parent for path in Path(folder).glob(f"*/{JOURNAL}")]
     jobs.sort(key=lambda job: (int(job.name) if job.name.isdecimal() else -1, job.name))
     journals = [read_journal(job) for job in jobs]
-    overrides = [[word.lstrip("+~").partition("=")[::2] for word in journal["overrides"]] for journal in journals]
-    changed = [dict(pairs) for pairs in overrides]
+    changed = [dict(word.lstrip("+~").partition("=")[::2] for word in journal["overrides"]) for journal in journals]
     typed = dict.fromkeys(key for values in changed for key in values)  # in the order they were typed
     keys = [key for key in typed if len({values.get(key) for values in changed}) > 1]
     return [

@@ -35,8 +35,8 @@ class Registry(Mapping[str, type[T]], Generic[T]):
 
     def __init__(self, group: str, shipped: Mapping[str, type[T] | str], package: str = "cnnexp") -> None:
         self._group, self._ours, self._package = group, shipped, package
-        for name in _added[group]:
-            _refuse_taken(group, name, shipped)
+        if taken := [name for name in _added[group] if name in shipped]:
+            raise _taken(group, taken[0])
         _shipped[group] = shipped
 
     def __getitem__(self, name: str) -> type[T]:
@@ -88,10 +88,10 @@ def register(group: str, name: str) -> Callable[[C], C]:
             raise ConfigError(f"register({group!r}, {name!r}): {cls.__name__} must be a dataclass")
         if group == "layer" and name != cls.__name__:  # a stored network names it by its class
             raise ConfigError(f"register({group!r}, {name!r}): must be called as its class, {cls.__name__!r}")
-        other = _added[group].get(name)
-        if other is not None and (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
-            _refuse_taken(group, name, [name])
-        _refuse_taken(group, name, _shipped.get(group, ()))
+        other = _added[group].get(name, cls)
+        same = (other.__module__, other.__qualname__) == (cls.__module__, cls.__qualname__)
+        if not same or name in _shipped.get(group, ()):
+            raise _taken(group, name)
         _added[group][name] = cls
         return cls
 
@@ -163,6 +163,5 @@ def take_plugins(words: Sequence[str]) -> list[str]:
     return others
 
 
-def _refuse_taken(group: str, name: str, names: Mapping[str, object] | Sequence[str]) -> None:
-    if name in names:
-        raise ConfigError(f"register({group!r}, {name!r}): the name is taken; choose another")
+def _taken(group: str, name: str) -> ConfigError:
+    return ConfigError(f"register({group!r}, {name!r}): the name is taken; choose another")

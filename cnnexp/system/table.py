@@ -72,7 +72,6 @@ def _wrapped(text: str, width: int) -> str:
 
 
 def as_markdown(table: Table) -> list[str]:
-    """Return the table as lines of Markdown."""
     titles, left = table.titles(": "), len(table.labels)
     lines = [titles, [*["---"] * left, *["--:"] * (len(titles) - left)], *table.rows]
     return [f"| {' | '.join(text.replace('|', chr(92) + '|') for text in line)} |" for line in lines]

@@ -49,7 +49,6 @@ def artifact_location(uri: str) -> str | None:
 
 
 def database_of(uri: str) -> Path:
-    """Return the file of an sqlite URI."""
     return Path(unquote(uri.partition(":///")[2]))
 
 

@@ -21,6 +21,7 @@ from cnnexp.tracking import view
 from cnnexp.tracking.address import alone, artifact_location, database_of, store_uri
 
 PROBE_S = 0.3  # what does not answer by then does not
+FAMILY = socket.AF_INET6 if ":" in view.HOST else socket.AF_INET
 SERVED_S = 60.0  # a page that does not answer by then is not opened
 
 
@@ -96,17 +97,9 @@ def last_experiment(uri: str) -> tuple[str | None, bool]:
 def free_port(first: int = view.PORT) -> int:
     """Return the first port from `first` on that nobody listens on."""
     for port in range(first, first + 100):
-        with loopback() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            with contextlib.suppress(OSError):
-                probe.bind((view.HOST, port))
-                return port
+        with contextlib.suppress(OSError), socket.create_server((view.HOST, port), family=FAMILY):
+            return port
     raise TrackingError(f"no free port between {first} and {first + 99} on {view.HOST}")
-
-
-def loopback() -> socket.socket:
-    """Return a socket of the kind that `view.HOST` takes."""
-    return socket.socket(socket.AF_INET6 if ":" in view.HOST else socket.AF_INET)
 
 
 def open_when_served(address: str, limit_s: float = SERVED_S) -> bool:

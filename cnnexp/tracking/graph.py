@@ -73,13 +73,11 @@ class _Writer:
         self.tensors: list[onnx.TensorProto] = []
 
     def add(self, operator: str, *inputs: str, name: str | None = None, **attributes: Any) -> str:
-        """Add a node and return its value."""
         name = name or f"{operator.lower()}_{len(self.nodes)}"
         self.nodes.append(helper.make_node(operator, inputs, [name], name, **attributes))
         return name
 
     def constant(self, value: np.ndarray | np.generic, name: str | None = None) -> str:
-        """Add a tensor and return its value."""
         name = name or f"constant_{len(self.tensors)}"
         self.tensors.append(numpy_helper.from_array(np.ascontiguousarray(value).reshape(np.shape(value)), name))
         return name
@@ -139,12 +137,8 @@ class _Writer:
 
     def _weights(self, stage: Stage, order: tuple[int, ...]) -> list[str]:
         """Add a layer's parameters, the weight's axes in another order."""
-        flat, found = self._state["parameters"], []
-        for p in (stage.weight, stage.bias):
-            if p is not None:
-                array = p.view(flat)
-                found.append(self.constant(array.transpose(order) if p is stage.weight else array, p.name))
-        return found
+        flat, given = self._state["parameters"], ((stage.weight, order), (stage.bias, (0,)))
+        return [self.constant(p.view(flat).transpose(axes), p.name) for p, axes in given if p is not None]
 
     def _by_rule(self, layer: net.Elementwise, x: str, name: str) -> str:
         """Add what a rule on scalars does, run once on a value that records it."""

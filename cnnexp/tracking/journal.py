@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import functools
 import json
-import logging
 import os
 import time
 import uuid
@@ -38,7 +37,6 @@ from cnnexp.tracking.pipe import ANSWER_S, NoAnswerYet, Recorder, RecorderDied
 from cnnexp.training.checkpoint import as_result, holds_checkpoints, plain_result
 from cnnexp.training.loop import EpochResult, Observer
 
-log = logging.getLogger(__name__)
 PREDICTIONS = "predictions.npz"  # of the test split: labels and predicted, integers (N,)
 CONFIG, PROFILE = "config.json", "profile.json"
 REPORT = "report.md"  # the verdict, and MLflow's note of the run
@@ -234,8 +232,9 @@ class Run(Record, Observer):
             "profile": {name: len(split.labels) for name, split in splits.items() if split is not None},
         }
         self._begin(tags, flatten(self._config), dataset=described, parent=self._parent)
-        for epoch in sorted(self._known):  # for who goes on with this one, should it end before it trains
-            self._note_epoch(epoch, self._known[epoch])
+        for epoch in sorted(self._known.keys() - self._noted):  # for who goes on with this one, should it end untrained
+            note(self._journal, "epoch", epoch=epoch, **self._known[epoch])
+        self._noted = set(self._known)
         if self._recorder is not None:
             (self.folder / CONFIG).write_text(json.dumps(self._config, indent=2) + "\n", encoding="utf-8")
         self._follow()
@@ -274,7 +273,7 @@ class Run(Record, Observer):
         """Take over the epochs that an earlier process has trained, the first of this run to the last."""
         self.epochs = list(history)
         for result in history:
-            self._note_epoch(result.epoch, self._known.get(result.epoch) or self._entry(result))
+            self._note_epoch(result)
         self._follow()
 
     def finished(self, result: EpochResult) -> None:
@@ -283,21 +282,19 @@ class Run(Record, Observer):
         if entry is not None and entry["result"] is not None:
             result = dataclasses.replace(as_result(entry["result"]), scores=result.scores)
         self.epochs.append(result)
-        self._note_epoch(result.epoch, entry or self._entry(result))
+        self._note_epoch(result)
         self._follow()
 
-    def _entry(self, result: EpochResult) -> dict[str, Any]:
+    def _note_epoch(self, result: EpochResult) -> None:
+        """Write an epoch into the journal, once."""
+        if result.epoch in self._noted:
+            return
+        self._noted.add(result.epoch)
         metrics, time_ms = epoch_metrics(result, self.contended), int(time.time() * 1000)
         if scored := len(result.scores):
             test = self._dataset.test.labels[:scored]
             metrics |= class_metrics(result.scores, test, self._dataset.classes)
-        return {"metrics": metrics, "time_ms": time_ms, "result": plain_result(result)}
-
-    def _note_epoch(self, epoch: int, entry: Mapping[str, Any]) -> None:
-        """Write an epoch into the journal, once."""
-        if epoch not in self._noted:
-            self._noted.add(epoch)
-            note(self._journal, "epoch", epoch=epoch, **entry)
+        note(self._journal, "epoch", epoch=result.epoch, metrics=metrics, time_ms=time_ms, result=plain_result(result))
 
     def _follow(self) -> Future[Any] | None:
         """Have the recorder look into the journal, however the store is; note the id of the run once it is known."""

@@ -117,7 +117,6 @@ class Classifier:
         return self._program.outputs(self._program.load(images, np.zeros(len(images), np.int32)))
 
     def _as_array(self, images: Images) -> np.ndarray:
-        """Return images in whatever form as one array."""
         if isinstance(images, str):
             images = [images]
         try:

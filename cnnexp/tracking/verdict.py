@@ -45,8 +45,14 @@ def run_rows(
     Of a contended run, beside which others computed, no speedup is given. `parts` are, by the name of a backend, the
     shares of its training step.
     """
-    rows, last = _course_rows(course, len(epochs)), epochs[-1]
+    rows, last = list[Row](), epochs[-1]
     timed = len(epochs) > course.done
+    if course.resumed:
+        rows.append(("resumed", course.resumed + ("" if timed else "; nothing was left to train")))
+    if course.stopped:
+        rows.append(("stopped", f"after epoch {len(epochs)}: {course.stopped}"))
+    if course.cut:
+        rows.append(("cut short", course.cut))
     if timed:
         ratios = [result.comparison.speedup for result in epochs if result.comparison is not None]
         if contended:
@@ -74,19 +80,6 @@ def run_rows(
     return rows
 
 
-def _course_rows(course: Course, count: int) -> list[Row]:
-    """Say how a run of `count` epochs began and ended."""
-    rows = []
-    if course.resumed:
-        nothing = "; nothing was left to train" if count == course.done else ""
-        rows.append(("resumed", course.resumed + nothing))
-    if course.stopped:
-        rows.append(("stopped", f"after epoch {count}: {course.stopped}"))
-    if course.cut:
-        rows.append(("cut short", course.cut))
-    return rows
-
-
 def speedup(interval: Interval, unit: str) -> str:
     """Return e.g. `9.31 x (median of 10 epochs; 8.9 to 9.6 with 98 % confidence; all 7.2 to 9.8)`."""
     if interval.count == 1:
@@ -102,7 +95,6 @@ def speedup(interval: Interval, unit: str) -> str:
 
 
 def machine(interference: Interference | None) -> str:
-    """Say whether other work disturbed a run."""
     if interference is None:
         return "whether other work disturbed is not known here"
     cores = f"{interference.cores} core{'s' if interference.cores > 1 else ''}"
@@ -139,7 +131,6 @@ def screen(rows: Sequence[Row], width: int = WIDTH) -> str:
 
 
 def markdown(title: str, rows: Sequence[Row]) -> str:
-    """Return rows as a page in Markdown."""
     cells = [f"| {name} | {text.replace('|', chr(92) + '|')} |" for name, text in rows]
     return "\n".join([f"## {title}", "", "| | |", "|---|---|", *cells, ""])
 

@@ -47,7 +47,7 @@ def test_it_tells_of_the_machine_and_of_every_backend(told, monkeypatch):
 
 
 def test_on_80_columns_nothing_is_clipped(told, monkeypatch):
-    monkeypatch.setattr(doctor, "_ask", lambda function, question: "yes, on 2 threads of a processor of some name")
+    monkeypatch.setattr(doctor, "_ask", lambda question: "yes, on 2 threads of a processor of some name")
     monkeypatch.setenv("COLUMNS", "80")
     text = told()
     assert max(map(len, text.splitlines())) <= 80
@@ -57,7 +57,7 @@ def test_on_80_columns_nothing_is_clipped(told, monkeypatch):
 
 ABORTING = """
 import os, sys
-if "cnnexp.app.doctor:trial" in sys.orig_argv:
+if "cnnexp.app.doctor:answer" in sys.orig_argv:
     from cnnexp.app import doctor
     doctor.examine = lambda *given: os.abort()
 """
@@ -77,12 +77,12 @@ def test_what_dies_is_one_line_for_all_that_die_so(told, tmp_path, monkeypatch):
 )
 def test_what_is_missing_or_broken_is_told_not_raised(monkeypatch, error, said):
     monkeypatch.setattr(doctor, "backend_class", MagicMock(side_effect=error))
-    assert doctor.trial(b"gpu") == said
+    assert doctor.answer(b"gpu") == said
 
 
 def test_a_wrong_step_is_told_and_an_argument_refused(monkeypatch):
     monkeypatch.setattr(doctor, "examine", lambda backend, other, title: ("WRONG", f"{backend.name} by {other.name}"))
-    assert doctor.trial(b"cpu") == b"no: cpu by numpy"
-    assert doctor.trial(b"numpy") == b"no: numpy by python"
+    assert doctor.answer(b"cpu") == b"no: cpu by numpy"
+    assert doctor.answer(b"numpy") == b"no: numpy by python"
     with pytest.raises(ConfigError, match="doctor --fix: takes no arguments"):
         doctor.command(["--fix"])

@@ -58,9 +58,7 @@ def test_without_mlflows_pages_one_line_says_what_installs_them(store, monkeypat
 
 
 def test_free_port_skips_a_taken_one_and_the_last_experiment_is_of_the_newest_run_not_deleted(store, tmp_path):
-    with browser.loopback() as taken:
-        taken.bind((view.HOST, 0))
-        taken.listen()
+    with socket.create_server((view.HOST, 0), family=browser.FAMILY) as taken:
         first = taken.getsockname()[1]
         assert browser.free_port(first) > first
 
@@ -80,7 +78,7 @@ def test_free_port_skips_a_taken_one_and_the_last_experiment_is_of_the_newest_ru
 def test_a_page_is_opened_where_there_is_a_screen_once_it_is_served(monkeypatch):
     opened = []
     monkeypatch.setattr(browser.webbrowser, "open", lambda address: opened.append(address) or True)
-    with browser.loopback() as served:
+    with socket.socket(browser.FAMILY) as served:
         served.bind((view.HOST, 0))
         address = view.address("sqlite", "1", port=served.getsockname()[1])
         assert not browser.open_when_served(address, limit_s=0.3)
