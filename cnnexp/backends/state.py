@@ -76,5 +76,4 @@ class PendingAverages:
         self.drop()
 
     def drop(self) -> None:
-        """Forget what waits."""
         self.moved = None

@@ -49,7 +49,6 @@ class Piece:
 
     @property
     def name(self) -> str:
-        """As `plain_name` has it."""
         return plain_name(self.what, self.layers)
 
     def gflops(self) -> float:
@@ -241,5 +240,4 @@ def _times(ours: float, theirs: float) -> str:
 
 
 def us_text(us: float) -> str:
-    """Return microseconds as text of three digits."""
     return f"{us:.3g} us" if us < 1000 else f"{us / 1000:.3g} ms"

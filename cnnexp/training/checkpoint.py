@@ -247,7 +247,6 @@ def find(where: Path, given: str | None = None) -> Path:
 
 
 def holds_checkpoints(folder: Path) -> bool:
-    """Return whether a run's folder holds a checkpoint."""
     return bool(list_checkpoints(Path(folder) / FOLDER))
 
 

@@ -146,7 +146,6 @@ class GpuBackend(Backend):
 
     @property
     def gpu(self) -> Gpu:
-        """What this backend computes on."""
         return device.open_gpu(self.device)
 
     def of_worker(self, host_rank: int) -> Self:

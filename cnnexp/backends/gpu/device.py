@@ -105,7 +105,6 @@ def open_gpu(index: int) -> Gpu:
 
 
 def gpu_count() -> int:
-    """Return how many GPUs this machine has."""
     return len(cuda.gpus)
 
 
@@ -221,12 +220,10 @@ def to_host(tensor: Tensor) -> np.ndarray:
 
 
 def copy(source: np.ndarray, target: Tensor) -> None:
-    """Overwrite a device array."""
     target.flat[: source.size].copy_to_device(np.ascontiguousarray(source).reshape(-1))
 
 
 def synchronize() -> None:
-    """Wait for all work on the device."""
     cuda.synchronize()
 
 

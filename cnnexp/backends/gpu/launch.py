@@ -188,5 +188,4 @@ def _config(blocks: int, block: int) -> Any:
 
 @cache
 def default_stream() -> Any:
-    """Return the stream 0."""
     return _core().Stream.from_handle(0)

@@ -57,7 +57,6 @@ class PeerProgram(Program):
         self.compile_s = time.perf_counter() - started
 
     def make(self) -> None:
-        """Make the network's tensors."""
         raise NotImplementedError
 
     def step(self, handle: Any, indices: np.ndarray, rate: float) -> tuple[Any, Any]:

@@ -65,7 +65,6 @@ class SplitOps:
         return functools.partial(self._sum if name in SUMMED else self._each, work, BY_IMAGE[name][0])
 
     def shutdown(self) -> None:
-        """End the workers."""
         self._pool.shutdown()
 
     def _parts(self, images: np.ndarray) -> list[slice]:

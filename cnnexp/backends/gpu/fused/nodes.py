@@ -155,7 +155,6 @@ class ConvPlan:
 
 
 def conv_block(stage: ConvStage, pool: int, relu: bool, from_order: bool) -> ConvBlock:
-    """Return what the kernels of a convolution are made from."""
     (H, W, C), (P, Q, F), window = stage.input_shape, stage.output_shape, stage.window
     P, Q = P // pool * pool, Q // pool * pool  # what no window sees is not made
     sizes = ConvSizes(H, W, C, window.size, F, window.stride, window.top, window.left, P, Q)
