@@ -126,15 +126,12 @@ class GpuProgram(LayerwiseProgram):
 class GpuBackend(Backend):
     """Base of the GPU backends.
 
-    Attributes:
-        device: CUDA's index of the GPU, >= 0.
-
     Raises:
         BackendUnavailable: numba-cuda, the driver or a GPU is missing.
         ConfigError: the index is not a GPU's.
     """
 
-    device: int = 0
+    device: int = 0  # CUDA's index of the GPU
     on_gpu: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

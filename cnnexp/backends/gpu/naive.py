@@ -209,14 +209,10 @@ class NaiveOps:
 
 @dataclass(frozen=True)
 class GpuNaive(GpuBackend):
-    """Convolutions by one thread per output element, from global memory only.
-
-    Attributes:
-        block: threads per block; chosen if None.
-    """
+    """Convolutions by one thread per output element, from global memory only."""
 
     name: ClassVar[str] = "gpu-naive"
-    block: int | None = None
+    block: int | None = None  # threads per block; chosen if None
 
     @property
     def block_threads(self) -> int:

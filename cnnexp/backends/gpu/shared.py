@@ -80,14 +80,10 @@ def flipped(sizes: ConvSizes) -> ConvSizes:
 
 @dataclass(frozen=True)
 class GpuSharedInput(GpuNaive):
-    """Input tiles of the convolutions in shared memory.
-
-    Attributes:
-        tile: side of a tile of outputs of a convolution.
-    """
+    """Input tiles of the convolutions in shared memory."""
 
     name: ClassVar[str] = "gpu-shared-input"
-    tile: int = CONV_TILE
+    tile: int = CONV_TILE  # side of a tile of outputs of a convolution
     make_ops: ClassVar[type[SharedInputOps]] = SharedInputOps
 
     def check(self, gpu: Gpu) -> None:

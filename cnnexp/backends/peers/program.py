@@ -31,10 +31,7 @@ class PeerProgram(Program):
     """A `Program` (see `protocol`) of a framework's tensors: a handle is the images and the labels as such.
 
     `make` fills `tensors`, the parameters in the order of the flat buffer and, by slot, what the optimizer keeps of
-    each, and `averages`, the running averages in their order.
-
-    Args:
-        scope: makes the context in which anything is computed.
+    each, and `averages`, the running averages in their order. `scope` makes the context in which anything is computed.
     """
 
     def __init__(

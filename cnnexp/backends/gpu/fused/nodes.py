@@ -108,15 +108,11 @@ class Context:
 
 
 class FusedNode:
-    """A part of the network: its outputs `y` and their gradient `dy`, (N, *shape); the gather has no gradient.
-
-    Attributes:
-        parts: of a step, by pass: what a profile shows.
-    """
+    """A part of the network: its outputs `y` and their gradient `dy`, (N, *shape); the gather has no gradient."""
 
     y: Tensor
     dy: Tensor | None = None
-    parts: Mapping[str, Part] = {}
+    parts: Mapping[str, Part] = {}  # of a step, by pass: what a profile shows
 
     def _allocate(self, context: Context, shape: tuple[int, ...]) -> None:
         self.y = device.empty((context.batch_size, *shape), np.float32)
@@ -195,11 +191,7 @@ def fitting(rows: int, fits: Callable[[int], bool]) -> int:
 
 
 class FusedConv(FusedNode):
-    """Convolution, max-pool and ReLU in one kernel, and their gradients in two.
-
-    Args:
-        before: the node before; None if the convolution reads the data set.
-    """
+    """Convolution, max-pool and ReLU in one kernel, and their gradients in two; it reads the data set if first."""
 
     def __init__(
         self, context: Context, stage: ConvStage, conv: ConvBlock, plan: ConvPlan, before: FusedNode | None
@@ -301,11 +293,7 @@ class PlainLoss(FusedNode):
 
 
 class PlainLayer(FusedNode):
-    """A layer with no fused kernel: `gpu-shared`'s.
-
-    Args:
-        trains: whether it or a layer before it has parameters; else it has no use for gradients.
-    """
+    """A layer with no fused kernel: `gpu-shared`'s; it has a use for gradients if it or one before it `trains`."""
 
     def __init__(self, context: Context, stage: Stage, before: FusedNode, trains: bool) -> None:
         self._stage, self._before, self._ops, self._arena = stage, before, context.ops, context.arena
