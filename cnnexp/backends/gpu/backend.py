@@ -124,12 +124,7 @@ class GpuProgram(LayerwiseProgram):
 
 @dataclass(frozen=True)
 class GpuBackend(Backend):
-    """Base of the GPU backends.
-
-    Raises:
-        BackendUnavailable: numba-cuda, the driver or a GPU is missing.
-        ConfigError: the index is not a GPU's.
-    """
+    """Base of the GPU backends; to make one raises what `device.open_gpu` does."""
 
     device: int = 0  # CUDA's index of the GPU
     on_gpu: ClassVar[bool] = True
