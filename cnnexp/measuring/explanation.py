@@ -125,10 +125,7 @@ def rows(sides: Sequence[Side]) -> list[Row]:
 
 
 def sentences(sides: Sequence[Side]) -> list[str]:
-    """Say why the first side takes less than the second, or more; of one side alone, where its time goes.
-
-    Every sentence is made from the numbers of `rows`.
-    """
+    """Say why the first side takes less than the second, or more; of one side alone, where its time goes."""
     ours, *others = sides
     found = []
     if others:
