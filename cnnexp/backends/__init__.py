@@ -38,12 +38,7 @@ BACKENDS: Registry[Backend] = Registry(
 
 
 def backend_class(name: str) -> type[Backend]:
-    """Import and return the class of a backend.
-
-    Raises:
-        ConfigError: no backend has this name.
-        BackendUnavailable: the machine lacks what the backend's module needs.
-    """
+    """Import and return the class of a backend; it raises what `backend` does, but for options."""
     return BACKENDS.find(name, "backend")
 
 

@@ -76,12 +76,10 @@ def cache_folder() -> Path | None:
 
 
 def load_or_make(key: str, load: Callable[[bytes], T], make: Callable[[], bytes]) -> T:
-    """Return `load` of the bytes that lie under a key.
+    """Return `load` of the bytes that lie under a key of `program_key`.
 
-    Where none do, of those that `make` returns, which then lie there.
-
-    Args:
-        key: see `program_key`. load: raises if the bytes are not what they should be: then they are made again.
+    Where none do, or `load` raises as they are not what they should be, of those that `make` returns, which then lie
+    there.
     """
     folder = cache_folder()
     path = None if folder is None else folder / f"{key}.bin"
@@ -112,11 +110,7 @@ def source_files() -> list[Path]:
 
 
 def program_key(signature: object, described: tuple[object, ...]) -> str:
-    """Return the hash of all that the machine code depends on besides the package's source.
-
-    Args:
-        signature: of what is compiled. described: what else; they differ in their `repr`.
-    """
+    """Return the hash of all that machine code of a signature depends on; what is `described` differs in its `repr`."""
     rules = [rule for thing in described for rule in _rules(thing)]
     identities = [_identity(thing) for thing in described]
     facts = (sys.version, _numba_version(), llvmlite.__version__, host(), str(signature), *rules, *identities)

@@ -149,11 +149,7 @@ class LayerwiseProgram(FlatProgram[Array, Split[Array]]):
 
     @in_scope
     def train(self, handle: Split[Array], order: np.ndarray, rate: Rate, images: np.ndarray | None = None) -> Totals:
-        """As `Program.train`.
-
-        Args:
-            images: places in the data set of the images of `order`, where the handle shows only a part of it.
-        """
+        """As `Program.train`; `images` are their places in the data set, where the handle shows only a part of it."""
         ops, count = self._ops, len(order)
         self.pending.drop()
         places, where = self._places(order, images)

@@ -22,16 +22,6 @@ from cnnexp.system.cores import usable_cores
 Array = np.ndarray
 
 
-def resolve_threads(threads: int | None) -> int:
-    """Return `threads`, or every usable core for None; ConfigError outside 1..cores."""
-    cores = usable_cores()
-    if threads is None:
-        return cores
-    if not 1 <= threads <= cores:
-        raise ConfigError(f"backend.threads={threads}: must be 1 to {cores}, the cores this process may use, or null")
-    return threads
-
-
 @contextlib.contextmanager
 def using_threads(count: int, get: Callable[[], int], use: Callable[[int], object]) -> Iterator[None]:
     """Let a library use `count` threads, then as many as before: programs of a process do not share a count."""
@@ -55,13 +45,9 @@ def need_compiler() -> None:
 
 @dataclass(frozen=True)
 class HostBackend(Backend):
-    """A backend on the CPU: unless it has a `compile` of its own, its programs run `ops` layer by layer.
+    """A backend on the CPU: unless it has a `compile` of its own, its programs run `ops` layer by layer."""
 
-    Attributes:
-        ops: the class of its operations.
-    """
-
-    ops: ClassVar[type[Any]]
+    ops: ClassVar[type[Any]]  # the class of its operations
 
     def scope(self) -> AbstractContextManager[object]:
         """Return the context in which they compute, e.g. with a number of threads."""
@@ -78,16 +64,18 @@ class SequentialBackend(HostBackend):
 
 @dataclass(frozen=True)
 class ThreadedBackend(HostBackend):
-    """What backends on several threads of the CPU have in common.
+    """What backends on several threads of the CPU have in common."""
 
-    Attributes:
-        threads: 1 to the usable cores; all of them if None.
-    """
-
-    threads: int | None = None  # type: ignore[assignment]  # a number, once it is made
+    threads: int | None = None  # type: ignore[assignment]  # 1 to the usable cores: all of them if None is given
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "threads", resolve_threads(self.threads))
+        cores = usable_cores()
+        if self.threads is None:
+            object.__setattr__(self, "threads", cores)
+        elif not 1 <= self.threads <= cores:
+            raise ConfigError(
+                f"backend.threads={self.threads}: must be 1 to {cores}, the cores this process may use, or null"
+            )
 
     @property
     def thread_count(self) -> int:

@@ -172,6 +172,7 @@ class Backend:
 
     name: ClassVar[str]
     on_gpu: ClassVar[bool] = False
+    explain: bool = False
 
     @property
     def threads(self) -> int:
@@ -188,10 +189,6 @@ class Backend:
     @property
     def next_best(self) -> Backend | None:
         return None
-
-    @property
-    def explain(self) -> bool:
-        return False
 
     @property
     def clocked(self) -> Backend:

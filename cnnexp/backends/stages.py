@@ -20,7 +20,6 @@ _UNWATCHED: AbstractContextManager = contextlib.nullcontext()
 
 
 def unwatched(layer: str, what: str) -> AbstractContextManager:
-    """Watch nothing."""
     return _UNWATCHED
 
 

@@ -24,8 +24,7 @@ def optimizers(network: Network, optimizer: Optimizer) -> list[tuple[slice, Opti
 def complete(state: State, network: Network, optimizer: Optimizer) -> State:
     """Return a state with all that `Program.state` has; what is missing starts as in a run that begins.
 
-    Raises:
-        CheckpointError: an array is not of the network's size.
+    CheckpointError is raised where an array is not of the network's size.
     """
     zeros = np.zeros(network.parameter_count, np.float32)
     fresh = {"parameters": zeros, "step": np.int64(0), **dict.fromkeys(optimizer.slots, zeros)}
@@ -76,5 +75,4 @@ class PendingAverages:
         self.drop()
 
     def drop(self) -> None:
-        """Forget what waits."""
         self.moved = None

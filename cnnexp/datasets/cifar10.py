@@ -125,7 +125,6 @@ class Cifar10(Source):
                     raise DataError(f"{member.name} in it: {error}") from error
 
     def _split(self, content: bytes) -> Split:
-        """Return the images and labels of one file."""
         if not content or len(content) % RECORD:
             raise DataError(f"truncated or altered: {len(content)} bytes are no whole number of records of {RECORD}")
         records = np.frombuffer(content, np.uint8).reshape(-1, RECORD)

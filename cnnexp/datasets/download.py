@@ -26,10 +26,8 @@ def fetch(dataset: str, name: str, mirrors: tuple[str, ...], read: Callable[[Pat
 
     A file enters the cache only after `read` accepted it, in one rename, so neither a cut connection nor a second
     process can leave half a file there. Mirrors are base URLs ending in a slash, tried in order; one that sends more
-    than `most_bytes` is left at that. `read` raises DataError with what is wrong with the file.
-
-    Raises:
-        DataError: no mirror gave a whole file; says why for each, and how to work offline.
+    than `most_bytes` is left at that. `read` raises DataError with what is wrong with the file; where no mirror gave a
+    whole one, another says why for each, and how to work offline.
     """
     import pooch  # only a download needs it
 

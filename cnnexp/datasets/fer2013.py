@@ -83,7 +83,6 @@ def _parse(path: Path) -> dict[str, Split]:
 
 
 def _parse_row(row: list[str], line: int) -> tuple[str, int, bytes]:
-    """Return the Usage, label and pixels of a row."""
     if len(row) != len(COLUMNS):
         raise DataError(f"line {line}: {len(row)} columns, expected {len(COLUMNS)}")
     emotion, text, usage = row

@@ -39,10 +39,8 @@ FORM = (
 def read_idx(path: Path, ndim: int) -> tuple[np.ndarray, str]:
     """Read an IDX file, gzipped if its name ends in `.gz`: a uint8 array of `ndim` axes, and the sha256 decompressed.
 
-    Never reads more than its header announces, so a small file cannot unfold into a large one.
-
-    Raises:
-        DataError: what is wrong with the file; the caller adds which file it is.
+    Never reads more than its header announces, so a small file cannot unfold into a large one. DataError says what is
+    wrong with the file; the caller adds which file it is.
     """
     try:
         with _open(path) as file:

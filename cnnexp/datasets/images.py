@@ -117,10 +117,8 @@ def read_picture(path: Path, mode: str) -> np.ndarray:
 def decode_picture(file: BinaryIO, mode: str, name: str) -> np.ndarray:
     """Return a picture, which errors call `name`, as uint8 (H, W, ...), turned as its metadata says.
 
-    It comes in a format that Pillow knows; `mode` is Pillow's: `L`, `RGB` or `RGBA`.
-
-    Raises:
-        DataError: it is no picture, is damaged, or has more than 8 bits a channel.
+    It comes in a format that Pillow knows; `mode` is Pillow's: `L`, `RGB` or `RGBA`. DataError is raised where it is no
+    picture, is damaged, or has more than 8 bits a channel.
     """
     from PIL import Image, ImageOps, UnidentifiedImageError  # only this source needs it
 

@@ -49,7 +49,6 @@ class Piece:
 
     @property
     def name(self) -> str:
-        """As `plain_name` has it."""
         return plain_name(self.what, self.layers)
 
     def gflops(self) -> float:
@@ -126,10 +125,7 @@ def rows(sides: Sequence[Side]) -> list[Row]:
 
 
 def sentences(sides: Sequence[Side]) -> list[str]:
-    """Say why the first side takes less than the second, or more; of one side alone, where its time goes.
-
-    Every sentence is made from the numbers of `rows`.
-    """
+    """Say why the first side takes less than the second, or more; of one side alone, where its time goes."""
     ours, *others = sides
     found = []
     if others:
@@ -241,5 +237,4 @@ def _times(ours: float, theirs: float) -> str:
 
 
 def us_text(us: float) -> str:
-    """Return microseconds as text of three digits."""
     return f"{us:.3g} us" if us < 1000 else f"{us / 1000:.3g} ms"

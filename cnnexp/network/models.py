@@ -44,9 +44,9 @@ class Model:
                 least = 0 if field.name == "padding" else min(1, default) if isinstance(default, int) else 1
                 if isinstance(number, int) and not isinstance(number, bool) and number < least:
                     raise ConfigError(f"model.{field.name}={number}: must be a whole number >= {least}")
-        check_range("model.label_smoothing", self._loss[1], ">= 0 and < 1")
+        check_range("model.label_smoothing", getattr(self, "label_smoothing", 0.0), ">= 0 and < 1")
         try:
-            Loss(*self._loss)
+            _ = self.loss
         except NetworkError as error:
             raise ConfigError(f"model.{error}") from error
 
@@ -60,12 +60,7 @@ class Model:
 
     @property
     def loss(self) -> Loss:
-        """What training minimizes."""
-        return Loss(*self._loss)
-
-    @property
-    def _loss(self) -> tuple[LossName, float]:
-        return getattr(self, "loss_name", "softmax_cross_entropy"), getattr(self, "label_smoothing", 0.0)
+        return Loss(getattr(self, "loss_name", "softmax_cross_entropy"), getattr(self, "label_smoothing", 0.0))
 
 
 @dataclass(frozen=True)

@@ -107,8 +107,7 @@ class _Value:
 def read(graph: Graph, input_shape: Shape) -> Found:
     """Return the layers of a graph on images of a shape, (H, W, C) or (D,), and their weights.
 
-    Raises:
-        NetworkError: it takes other shapes, or a node is not known or does not fit.
+    NetworkError is raised where it takes other shapes, or a node is not known or does not fit.
     """
     ways: dict[Shape, tuple[int, ...]] = {input_shape: CHANNELS_LAST if len(input_shape) == 3 else (0, 1)}
     if len(input_shape) == 3:

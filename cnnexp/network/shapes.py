@@ -302,7 +302,6 @@ def window_count(size: int, window: int, stride: int, padding: str | int) -> tup
 
 
 def _by(shape: Shape) -> str:
-    """Return e.g. `28 x 28 x 1`."""
     return " x ".join(map(str, shape))
 
 
@@ -330,7 +329,7 @@ class _Builder:
     """Puts layers in their places, giving out the room in the flat buffer as it goes."""
 
     def __init__(self) -> None:
-        self._offset, self._running_offset = 0, 0
+        self._taken = {"parameters": 0, "running": 0}  # of the flat buffers
 
     def stages(self, layers: tuple[Layer, ...], shape: Shape, place: str = "", prefix: str = "") -> tuple[Stage, ...]:
         """Return the stages of layers on an input; `place` and `prefix` say which layer holds them."""
@@ -391,10 +390,11 @@ class _Builder:
                 _check_number(where, "momentum", momentum, 0 < momentum <= 1, "> 0 and <= 1")
                 _check_number(where, "epsilon", epsilon, 0 < epsilon < math.inf, "> 0")
                 by_channel = shape[2:]
-                scale = self._take(f"{name}.weight", by_channel, 1, 1.0)
-                shift = self._take(f"{name}.bias", by_channel, 1, 0.0)
-                running = self._keep(f"{name}.mean", by_channel, 0.0), self._keep(f"{name}.variance", by_channel, 1.0)
-                return NormStage(layer, name, shape, shape, weight=scale, bias=shift, running=running)
+                scale = self._take(f"{name}.weight", by_channel, start=1.0)
+                shift = self._take(f"{name}.bias", by_channel, start=0.0)
+                mean = self._take(f"{name}.mean", by_channel, start=0.0, buffer="running")
+                variance = self._take(f"{name}.variance", by_channel, start=1.0, buffer="running")
+                return NormStage(layer, name, shape, shape, weight=scale, bias=shift, running=(mean, variance))
             case net.Residual(layers, shortcut):
                 if not layers:
                     raise NetworkError(f"{where}: Residual holds no layers; give it at least one")
@@ -410,15 +410,12 @@ class _Builder:
         weight = self._take(f"{name}.weight", shape, fan_in)
         return {"weight": weight, "bias": self._take(f"{name}.bias", shape[-1:], fan_in) if has_bias else None}
 
-    def _take(self, name: str, shape: Shape, fan_in: int, start: float | None = None) -> Parameter:
-        parameter = Parameter(name, shape, self._offset, fan_in, start)
-        self._offset += parameter.size
+    def _take(
+        self, name: str, shape: Shape, fan_in: int = 1, start: float | None = None, buffer: str = "parameters"
+    ) -> Parameter:
+        parameter = Parameter(name, shape, self._taken[buffer], fan_in, start)
+        self._taken[buffer] += parameter.size
         return parameter
-
-    def _keep(self, name: str, shape: Shape, start: float) -> Parameter:
-        average = Parameter(name, shape, self._running_offset, 1, start)
-        self._running_offset += average.size
-        return average
 
 
 def _slide_pool(where: str, shape: Shape, pool: int, stride: int, padding: str | int) -> tuple[Window, Shape]:
@@ -441,7 +438,7 @@ def _slide(
     if not (padding in PADDINGS or _floors(padding) if isinstance(padding, str) else _whole(padding, 0)):
         legal = f"{', '.join(PADDINGS)}, floor+PIXELS"
         raise NetworkError(f"{where}: padding={padding!r}; legal: {legal}, or a whole number >= 0")
-    befores, counts, afters = [], [], []
+    fits = []
     for axis, size in zip(("height", "width"), shape[:2], strict=True):
         fit = window_count(size, window, stride, padding)
         if fit is None:
@@ -458,10 +455,9 @@ def _slide(
                 "use padding=auto, which pads just enough, or padding=floor, which leaves the rest out"
             )
         before, count = fit
-        befores.append(before)
-        counts.append(count)
-        afters.append(max((count - 1) * stride + window - before - size, 0))
-    return Window(window, stride, *befores, *afters), (counts[0], counts[1])
+        fits.append((before, count, max((count - 1) * stride + window - before - size, 0)))
+    befores, counts, afters = zip(*fits, strict=True)
+    return Window(window, stride, *befores, *afters), counts
 
 
 def _given_shape(where: str, layer: net.Structural, shape: Shape) -> Shape:

@@ -35,7 +35,6 @@ class Cell:
 
     @property
     def ratio(self) -> float | None:
-        """Ours over the published."""
         return None if self.published in (None, 0) or self.ours is None else self.ours / self.published
 
 

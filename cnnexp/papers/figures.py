@@ -35,7 +35,6 @@ def draw(result: Result, folder: Path) -> None:
 
 
 def figure(result: Result) -> Figure:
-    """Return what `draw` writes."""
     drawn = {"bars": _bars, "lines": _lines, "epochs": _epochs}[result.experiment.figure](result)
     entitle(drawn, result.experiment.title)
     return drawn

@@ -149,8 +149,7 @@ def describe(augmentations: Sequence[Augmentation]) -> dict[str, dict[str, Any]]
 class Augmenter:
     """Makes the images of an epoch, any of them at any time, out of images (N,H,W,C), uint8 or float32.
 
-    Raises:
-        ConfigError: the images have no height and width, or are too small.
+    ConfigError is raised where they have no height and width, or are too small.
     """
 
     def __init__(self, augmentations: Sequence[Augmentation], images: np.ndarray, seed: int) -> None:

@@ -66,7 +66,6 @@ class Baseline:
 
     @property
     def taken(self) -> int:
-        """How many batches of this epoch have been timed."""
         return len(self._samples)
 
     def sample(self, batch: np.ndarray, rate: float, state: Callable[[], Any]) -> None:

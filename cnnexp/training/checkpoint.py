@@ -72,9 +72,7 @@ class CheckpointWriter:
     the newest within an epoch, until that is done. What a process that was killed has left half-written goes.
 
     `training` is as in `Checkpoint`; the `earlier` epochs are done. So many of the `last`, >= 1, and the `best` stay.
-
-    Raises:
-        CheckpointError: the folder cannot be written.
+    CheckpointError is raised where the folder cannot be written.
     """
 
     def __init__(
@@ -85,7 +83,7 @@ class CheckpointWriter:
         last: int = 2,
         best: int = 1,
     ) -> None:
-        self._folder, self._training, self._last, self._most_best = Path(folder), training, last, best
+        self._folder, self._training, self._last, self._most_best = folder, training, last, best
         self._digest, self.epochs = hashlib.sha256(), 0  # of the epochs that are done, and how many
         self._best: list[tuple[float, int]] = []  # (-accuracy, epoch), the best first
         for result in earlier:
@@ -102,9 +100,7 @@ class CheckpointWriter:
         """Write a checkpoint after one more epoch, or without a `result` where the run is now, the next epoch `begun`.
 
         Returns its file: `epoch-000007.ckpt` after epoch 7, `epoch-000007-images-000000640.ckpt` 640 images later.
-
-        Raises:
-            CheckpointError: it cannot be written; those before it are untouched.
+        CheckpointError is raised where it cannot be written; those before it are untouched.
         """
         within = f"-images-{begun.totals.count:09d}" if begun is not None else ""
         if result is not None:
@@ -190,10 +186,8 @@ def rebuild(training: Mapping[str, Any]) -> tuple[Network, Loss]:
 def load(path: Path) -> Checkpoint:
     """Read a checkpoint, without its history.
 
-    Raises:
-        CheckpointError: it is missing, cut short, altered, of another version, or not as it is written here.
+    CheckpointError is raised where it is missing, cut short, altered, of another version, or not as written here.
     """
-    path = Path(path)
     with refused(CheckpointError, f"checkpoint {path}: cannot be read"):
         content = read_regular(path, MOST_BYTES)
     damage = _damage(content)
@@ -210,8 +204,7 @@ def load(path: Path) -> Checkpoint:
 def take_history(checkpoint: Checkpoint, results: Mapping[int, Mapping[str, Any] | None], path: Path) -> Checkpoint:
     """Return a checkpoint, that `load` returned, with what its epochs were: a journal's `plain_result` by epoch.
 
-    Raises:
-        CheckpointError: they are missing, or other ones.
+    CheckpointError is raised where they are missing, or other ones.
     """
     digest = hashlib.sha256()
     try:
@@ -231,7 +224,6 @@ def find(where: Path, given: str | None = None) -> Path:
     It is in the run's folder, or its folder of checkpoints, or is a file. `given` is how the user gave it, for the
     message; None stands for `trainer.resume=...`. CheckpointError is raised where there is none.
     """
-    where = Path(where)
     given = given or f"trainer.resume={str(where)!r}"
     try:
         if where.is_file():
@@ -247,8 +239,7 @@ def find(where: Path, given: str | None = None) -> Path:
 
 
 def holds_checkpoints(folder: Path) -> bool:
-    """Return whether a run's folder holds a checkpoint."""
-    return bool(list_checkpoints(Path(folder) / FOLDER))
+    return bool(list_checkpoints(folder / FOLDER))
 
 
 def check_same(checkpoint: Checkpoint, training: Mapping[str, Any], path: Path) -> None:
@@ -265,7 +256,6 @@ def check_same(checkpoint: Checkpoint, training: Mapping[str, Any], path: Path) 
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoint files of a folder, oldest first."""
-    folder = Path(folder)
     if not folder.is_dir():
         return []
     matches = ((path, _NAME.fullmatch(path.name)) for path in folder.iterdir())

@@ -35,13 +35,11 @@ class EarlyStopping(Observer):
         self._worse = 0 if loss < self._least else self._worse + 1
         self._least = min(self._least, loss)
         self._reached = self._reached or (self._target is not None and accuracy >= self._target)
-        images = "validation" if result.validation else "test"
+        images, self.reason = "validation" if result.validation else "test", ""
         if self._reached:
             self.reason = f"trainer.target={self._target:g} was reached on the {images} images"
         elif self._patience is not None and self._worse >= self._patience:
             self.reason = (
                 f"early stopping, trainer.patience={self._patience}: the loss of the {images} images fell no more"
             )
-        else:
-            self.reason = ""
         return bool(self.reason)

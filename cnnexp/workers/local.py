@@ -186,8 +186,7 @@ _Child = tuple[SpawnProcess, Connection]
 def compile_local(spec: Spec, count: int, timeout_s: float) -> ParallelProgram:
     """Start `count` - 1 processes and return the program of all of them.
 
-    Raises:
-        WorkerDied: a process could not be started, ended before it was ready, or was silent for `timeout_s`.
+    WorkerDied is raised where one could not be started, ended before it was ready, or was silent for `timeout_s`.
     """
     started = time.perf_counter()
     with _explained(count):

@@ -55,7 +55,6 @@ class Kernel:
         self.compiled = functools.cache(self._compile)
 
     def _compile(self, parallel: bool):
-        """Return the compiled function."""
         source = self._function
         twin = types.FunctionType(source.__code__, {**source.__globals__, **self._bound}, source.__name__)
         twin.__qualname__ = f"{self._name}_{'parallel' if parallel else 'sequential'}"
@@ -299,7 +298,6 @@ def sum_products(x, x_mean, y, y_mean, partial):
 
 @kernel(matrix, vector, vector, vector, matrix)
 def normalize(x, mean, scale, shift, y):
-    """y = (x - mean) * scale + shift, by channel."""
     for r in prange(x.shape[0]):
         for c in range(x.shape[1]):
             y[r, c] = (x[r, c] - mean[c]) * scale[c] + shift[c]
@@ -307,7 +305,6 @@ def normalize(x, mean, scale, shift, y):
 
 @kernel(matrix, matrix, vector, vector, vector, vector, matrix)
 def normalize_backward(x, dy, mean, scale, mean_dy, factor, dx):
-    """dx = scale * (dy - mean_dy - (x - mean) * factor), by channel."""
     for r in prange(x.shape[0]):
         for c in range(x.shape[1]):
             dx[r, c] = scale[c] * (dy[r, c] - mean_dy[c] - (x[r, c] - mean[c]) * factor[c])

@@ -124,17 +124,9 @@ class GpuProgram(LayerwiseProgram):
 
 @dataclass(frozen=True)
 class GpuBackend(Backend):
-    """Base of the GPU backends.
+    """Base of the GPU backends; to make one raises what `device.open_gpu` does."""
 
-    Attributes:
-        device: CUDA's index of the GPU, >= 0.
-
-    Raises:
-        BackendUnavailable: numba-cuda, the driver or a GPU is missing.
-        ConfigError: the index is not a GPU's.
-    """
-
-    device: int = 0
+    device: int = 0  # CUDA's index of the GPU
     on_gpu: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -146,7 +138,6 @@ class GpuBackend(Backend):
 
     @property
     def gpu(self) -> Gpu:
-        """What this backend computes on."""
         return device.open_gpu(self.device)
 
     def of_worker(self, host_rank: int) -> Self:

@@ -105,7 +105,6 @@ def open_gpu(index: int) -> Gpu:
 
 
 def gpu_count() -> int:
-    """Return how many GPUs this machine has."""
     return len(cuda.gpus)
 
 
@@ -115,11 +114,7 @@ def _unavailable(what: str) -> BackendUnavailable:
 
 @contextlib.contextmanager
 def on(gpu: Gpu) -> Iterator[None]:
-    """Have this thread compute on a GPU, whichever it used before.
-
-    Raises:
-        GpuError: the GPU is out of memory, or has failed.
-    """
+    """Have this thread compute on a GPU, whichever it used before; GpuError where that is out of memory or fails."""
     with _translate_errors(), cuda.gpus[gpu.index]:
         yield
 
@@ -196,21 +191,13 @@ class Tensor:
 
 
 def empty(shape: Shape, dtype: Any) -> Tensor:
-    """Allocate an uninitialized device array.
-
-    Raises:
-        ConfigError: it is larger than the GPU's free memory, or than kernels can index.
-    """
+    """Allocate an uninitialized device array; ConfigError where free memory, or an index of kernels, is too small."""
     _check_array(shape, dtype)
     return Tensor(cuda.device_array(max(math.prod(shape), 1), dtype), shape)
 
 
 def to_device(array: np.ndarray) -> Tensor:
-    """Copy a NumPy array to the device.
-
-    Raises:
-        ConfigError: as `empty`.
-    """
+    """Copy a NumPy array to the device; ConfigError as `empty`."""
     _check_array(array.shape, array.dtype)
     return Tensor(cuda.to_device(np.ascontiguousarray(array).reshape(-1)), array.shape)
 
@@ -221,12 +208,10 @@ def to_host(tensor: Tensor) -> np.ndarray:
 
 
 def copy(source: np.ndarray, target: Tensor) -> None:
-    """Overwrite a device array."""
     target.flat[: source.size].copy_to_device(np.ascontiguousarray(source).reshape(-1))
 
 
 def synchronize() -> None:
-    """Wait for all work on the device."""
     cuda.synchronize()
 
 

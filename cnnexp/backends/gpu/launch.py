@@ -55,11 +55,7 @@ class Kernel:
     def launch(self, blocks: int, stream: Any, *arguments: Any) -> None:
         """Launch `blocks` blocks on a stream (0 for the default one, or a graph builder).
 
-        Args:
-            arguments: tensors and NumPy scalars, of the signature's types.
-
-        Raises:
-            TypeError: an argument of another type, or not as many as the signature has.
+        TypeError is raised unless the arguments are tensors and NumPy scalars of the signature's types.
         """
         words = self._words(arguments)
         index = cuda.current_context().device.id
@@ -188,5 +184,4 @@ def _config(blocks: int, block: int) -> Any:
 
 @cache
 def default_stream() -> Any:
-    """Return the stream 0."""
     return _core().Stream.from_handle(0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import timeit
 from collections.abc import Callable
 from typing import Any
 
@@ -63,12 +63,10 @@ def multiply_add(turns: int) -> tuple[Kernel, int]:
 
 def best_seconds(work: Callable[[], object]) -> float:
     """Return the least seconds of a few, after one that warms up."""
-    work()
-    cuda.synchronize()
-    seconds = []
-    for _ in range(ROUNDS):
-        started = time.perf_counter()
+
+    def done() -> None:
         work()
         cuda.synchronize()
-        seconds.append(time.perf_counter() - started)
-    return min(seconds)
+
+    done()
+    return min(timeit.repeat(done, number=1, repeat=ROUNDS))

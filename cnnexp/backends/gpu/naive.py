@@ -189,7 +189,6 @@ class NaiveOps:
         self._sum_slices(partial, slices, out)
 
     def _sum_slices(self, partial: Tensor, slices: np.uint32, out: Tensor, bias: Tensor | None = None) -> None:
-        """out = the sum of its partial sums (+ bias)."""
         kernel, columns = sums.sum_slices(bias is not None), out.size if bias is None else bias.size
         blocks, sizes = -(-out.size // sums.OWNERS), (slices, u32(columns), u32(out.size))
         kernel.launch(blocks, self.stream, partial, self._or_nothing(bias), out, *sizes)
@@ -210,14 +209,10 @@ class NaiveOps:
 
 @dataclass(frozen=True)
 class GpuNaive(GpuBackend):
-    """Convolutions by one thread per output element, from global memory only.
-
-    Attributes:
-        block: threads per block; chosen if None.
-    """
+    """Convolutions by one thread per output element, from global memory only."""
 
     name: ClassVar[str] = "gpu-naive"
-    block: int | None = None
+    block: int | None = None  # threads per block; chosen if None
 
     @property
     def block_threads(self) -> int:

@@ -52,7 +52,6 @@ class SharedInputOps(NaiveOps):
         kernel.launch(x.shape[0] * across * down * deep, self.stream, x, w, self._or_nothing(b), y)
 
     def _plan(self, sizes: ConvSizes, is_flipped: bool) -> ConvTile:
-        """Return how to cover a convolution."""
         return conv_tile(sizes, self._block, self._tile, self._shared_bytes)
 
     def _conv2d_backward_weights(self, sizes: ConvSizes, x: Tensor, dy: Tensor, dw: Tensor) -> None:
@@ -81,14 +80,10 @@ def flipped(sizes: ConvSizes) -> ConvSizes:
 
 @dataclass(frozen=True)
 class GpuSharedInput(GpuNaive):
-    """Input tiles of the convolutions in shared memory.
-
-    Attributes:
-        tile: side of a tile of outputs of a convolution.
-    """
+    """Input tiles of the convolutions in shared memory."""
 
     name: ClassVar[str] = "gpu-shared-input"
-    tile: int = CONV_TILE
+    tile: int = CONV_TILE  # side of a tile of outputs of a convolution
     make_ops: ClassVar[type[SharedInputOps]] = SharedInputOps
 
     def check(self, gpu: Gpu) -> None:

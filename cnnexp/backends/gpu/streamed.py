@@ -65,10 +65,7 @@ def load(
     Args:
         load_whole: puts images and labels on the GPU, and returns a dataclass of them and more.
         image_bytes: what an image takes on the GPU, all in all.
-        batch_size: windows are of whole batches.
-
-    Raises:
-        ConfigError: not even one batch fits.
+        batch_size: windows are of whole batches; ConfigError is raised where not even one fits.
     """
     free, total = device.free_memory()
     if len(images) * image_bytes <= free and images.size < device.LARGEST_ARRAY:

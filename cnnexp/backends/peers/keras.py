@@ -286,11 +286,7 @@ def _binary_cross_entropy(p: tf.Tensor, t: tf.Tensor) -> tuple[tf.Tensor, Callab
 
 @dataclass(frozen=True)
 class Keras(ThreadedBackend):
-    """Keras on TensorFlow, on the CPU.
-
-    Attributes:
-        threads: 1 to the usable cores; all of them if None. TensorFlow takes it once, from the first in a process.
-    """
+    """Keras on TensorFlow, on the CPU; TensorFlow takes `threads` once, from the first program of a process."""
 
     name: ClassVar[str] = "keras"
 
@@ -301,11 +297,7 @@ class Keras(ThreadedBackend):
 
 
 def set_threads(count: int) -> None:
-    """Let TensorFlow use `count` threads for one operation, and one operation at a time.
-
-    Raises:
-        BackendUnavailable: TensorFlow runs already, with another number.
-    """
+    """Let TensorFlow use `count` threads for an operation, one at a time; BackendUnavailable if it runs with others."""
     threading = tf.config.threading
     if threading.get_intra_op_parallelism_threads() != count:
         try:

@@ -31,10 +31,7 @@ class PeerProgram(Program):
     """A `Program` (see `protocol`) of a framework's tensors: a handle is the images and the labels as such.
 
     `make` fills `tensors`, the parameters in the order of the flat buffer and, by slot, what the optimizer keeps of
-    each, and `averages`, the running averages in their order.
-
-    Args:
-        scope: makes the context in which anything is computed.
+    each, and `averages`, the running averages in their order. `scope` makes the context in which anything is computed.
     """
 
     def __init__(
@@ -57,7 +54,6 @@ class PeerProgram(Program):
         self.compile_s = time.perf_counter() - started
 
     def make(self) -> None:
-        """Make the network's tensors."""
         raise NotImplementedError
 
     def step(self, handle: Any, indices: np.ndarray, rate: float) -> tuple[Any, Any]:

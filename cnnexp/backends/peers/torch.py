@@ -176,7 +176,6 @@ class TorchProgram(PeerProgram):
         return x
 
     def _layer(self, stage: Stage, x: torch.Tensor, trains: bool) -> torch.Tensor:
-        """Return what one stage makes of x."""
         w, b = (None if p is None else self._named[p.name] for p in (stage.weight, stage.bias))
         match stage:
             case net.ConvStage(layer=layer):
@@ -257,7 +256,6 @@ def _channels_first(images: torch.Tensor) -> torch.Tensor:
 
 
 def _updater(optimizer: Optimizer, tensors: list[Any]) -> optim.Optimizer:
-    """Return PyTorch's optimizer of the same formulas."""
     if type(optimizer) not in OPTIMIZERS:
         raise ConfigError(f"backend=torch: has no optimizer like {type(optimizer).__name__}")
     made, _, extra = OPTIMIZERS[type(optimizer)]

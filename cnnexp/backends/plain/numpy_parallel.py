@@ -51,7 +51,7 @@ class SplitOps:
 
     def __init__(self, ops: Ops, threads: int) -> None:
         self._ops, self._threads = ops, threads
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="cnnexp")
+        self.pool = ThreadPoolExecutor(threads, thread_name_prefix="cnnexp")
 
     def __getattr__(self, name: str) -> Any:
         whole = getattr(self._ops, name)
@@ -64,10 +64,6 @@ class SplitOps:
 
         return functools.partial(self._sum if name in SUMMED else self._each, work, BY_IMAGE[name][0])
 
-    def shutdown(self) -> None:
-        """End the workers."""
-        self._pool.shutdown()
-
     def _parts(self, images: np.ndarray) -> list[slice]:
         count = len(images)
         workers = min(self._threads, count)
@@ -75,7 +71,7 @@ class SplitOps:
 
     def _each(self, work: Callable, first: int, *arguments: Any) -> None:
         """Do `work` on every part of the images, side by side; the argument `first` has a part for each."""
-        for _ in self._pool.map(lambda part: work(part, *arguments), self._parts(arguments[first])):
+        for _ in self.pool.map(lambda part: work(part, *arguments), self._parts(arguments[first])):
             pass  # each result is waited for, and a worker's error is raised here
 
     def _sum(self, work: Callable, first: int, *arguments: Any) -> None:
@@ -84,7 +80,7 @@ class SplitOps:
         dws = np.empty((len(parts), *dw.shape), np.float32)
         dbs = None if db is None else np.empty((len(parts), *db.shape), np.float32)
         own = zip(parts, dws, [None] * len(parts) if dbs is None else dbs, strict=True)
-        for _ in self._pool.map(lambda one: work(one[0], *given, *one[1:]), own):
+        for _ in self.pool.map(lambda one: work(one[0], *given, *one[1:]), own):
             pass
         dws.sum(axis=0, out=dw)
         if dbs is not None:
@@ -101,7 +97,7 @@ class NumpyParallel(ThreadedBackend):
     def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> LayerwiseProgram:
         ops = SplitOps(self.ops(), self.thread_count)
         what = network, loss, optimizer, batch_size
-        return LayerwiseProgram(cast(Ops, ops), *what, release=ops.shutdown, scope=one_blas_thread)
+        return LayerwiseProgram(cast(Ops, ops), *what, release=ops.pool.shutdown, scope=one_blas_thread)
 
 
 @dataclass(frozen=True)

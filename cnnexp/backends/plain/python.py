@@ -206,7 +206,6 @@ def _taps(p: int, q: int, window: Window, height: int, width: int) -> list[tuple
 
 
 def _zeros(like: np.ndarray) -> Any:
-    """Return nested lists of zeros, of an array's shape."""
     return np.zeros(like.shape).tolist()
 
 

@@ -22,15 +22,11 @@ class GpuFused(GpuBackend):
     """Layers fused, data on the device, steps in CUDA graphs.
 
     A network with a layer that it has no node for is compiled as `gpu-shared` does.
-
-    Attributes:
-        graphs: launch many steps as one CUDA graph; without, the same kernels one by one.
-        clocks: whether programs clock their parts; set by `clocked` alone.
     """
 
     name: ClassVar[str] = "gpu-fused"
-    graphs: bool = True
-    clocks: bool = field(default=False, init=False)
+    graphs: bool = True  # launch many steps as one CUDA graph; without, the same kernels one by one
+    clocks: bool = field(default=False, init=False)  # whether programs clock their parts; set by `clocked` alone
 
     @property
     def clocked(self) -> Backend:

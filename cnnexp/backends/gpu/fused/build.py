@@ -55,15 +55,13 @@ def _fused(
             return None
         return nodes.FusedConv(context, stage, conv, plan, before), used
     if isinstance(stage, net.LinearStage) and before is not None:
-        if len(stages) == 1 and loss == Loss.SOFTMAX_CROSS_ENTROPY and _fits_head(*stage.weight.shape):
+        D, O = stage.weight.shape  # noqa: E741
+        fits = D <= MOST_HEAD_INPUTS and linear_kernels.lanes_of(O) <= BLOCK and D * O <= MOST_OWNED * BLOCK
+        if len(stages) == 1 and loss == Loss.SOFTMAX_CROSS_ENTROPY and fits:
             return nodes.FusedHead(context, stage, before), 1
         relu = len(stages) > 1 and isinstance(stages[1].layer, net.ReLU)
         return nodes.FusedLinear(context, stage, relu, before), 1 + relu
     return None
-
-
-def _fits_head(D: int, O: int) -> bool:  # noqa: E741
-    return D <= MOST_HEAD_INPUTS and linear_kernels.lanes_of(O) <= BLOCK and D * O <= MOST_OWNED * BLOCK
 
 
 def _pool_and_relu(stages: Sequence[Stage]) -> tuple[int, bool, int]:
@@ -95,10 +93,9 @@ def suits(network: Network) -> bool:
 
 
 def parts_of(node: FusedNode, stages: Sequence[Stage], before: FusedNode | None, gpu: Gpu) -> dict[str, Part]:
-    """Return the part of a step that each pass of a node is; nothing of a pass that launches no kernel.
+    """Return the part of a step that each pass of a node is, but for a pass that launches no kernel.
 
-    Args:
-        stages: that the node computes; the gather and the loss alone compute none.
+    The gather and the loss alone compute no stages.
     """
     if isinstance(node, nodes.Gather):
         return {FORWARD: Part("gather", ("batch",), "gather")}

@@ -62,7 +62,6 @@ def nanoseconds(typing: Any) -> Any:
 
 @kernel("void(i8[::1], u4)")
 def charge(ticks: Any, place: Any) -> None:
-    """ticks[place] += now - ticks[LAST]; ticks[LAST] = now."""
     now = nanoseconds()
     ticks[place] += now - ticks[LAST]
     ticks[LAST] = now
@@ -70,6 +69,5 @@ def charge(ticks: Any, place: Any) -> None:
 
 @kernel("void(i8[::1])")
 def begin_step(ticks: Any) -> None:
-    """ticks[LAST] = now; ticks[STEPS] += 1."""
     ticks[STEPS] += 1
     ticks[LAST] = nanoseconds()

@@ -108,15 +108,11 @@ class Context:
 
 
 class FusedNode:
-    """A part of the network: its outputs `y` and their gradient `dy`, (N, *shape); the gather has no gradient.
-
-    Attributes:
-        parts: of a step, by pass: what a profile shows.
-    """
+    """A part of the network: its outputs `y` and their gradient `dy`, (N, *shape); the gather has no gradient."""
 
     y: Tensor
     dy: Tensor | None = None
-    parts: Mapping[str, Part] = {}
+    parts: Mapping[str, Part] = {}  # of a step, by pass: what a profile shows
 
     def _allocate(self, context: Context, shape: tuple[int, ...]) -> None:
         self.y = device.empty((context.batch_size, *shape), np.float32)
@@ -155,7 +151,6 @@ class ConvPlan:
 
 
 def conv_block(stage: ConvStage, pool: int, relu: bool, from_order: bool) -> ConvBlock:
-    """Return what the kernels of a convolution are made from."""
     (H, W, C), (P, Q, F), window = stage.input_shape, stage.output_shape, stage.window
     P, Q = P // pool * pool, Q // pool * pool  # what no window sees is not made
     sizes = ConvSizes(H, W, C, window.size, F, window.stride, window.top, window.left, P, Q)
@@ -196,11 +191,7 @@ def fitting(rows: int, fits: Callable[[int], bool]) -> int:
 
 
 class FusedConv(FusedNode):
-    """Convolution, max-pool and ReLU in one kernel, and their gradients in two.
-
-    Args:
-        before: the node before; None if the convolution reads the data set.
-    """
+    """Convolution, max-pool and ReLU in one kernel, and their gradients in two; it reads the data set if first."""
 
     def __init__(
         self, context: Context, stage: ConvStage, conv: ConvBlock, plan: ConvPlan, before: FusedNode | None
@@ -302,11 +293,7 @@ class PlainLoss(FusedNode):
 
 
 class PlainLayer(FusedNode):
-    """A layer with no fused kernel: `gpu-shared`'s.
-
-    Args:
-        trains: whether it or a layer before it has parameters; else it has no use for gradients.
-    """
+    """A layer with no fused kernel: `gpu-shared`'s; it has a use for gradients if it or one before it `trains`."""
 
     def __init__(self, context: Context, stage: Stage, before: FusedNode, trains: bool) -> None:
         self._stage, self._before, self._ops, self._arena = stage, before, context.ops, context.arena

@@ -31,9 +31,6 @@ class ConvSizes:
     """Sizes of a convolution, in the letters of `protocol`; images by `stride`, `top` and `left` as there.
 
     Those of a pooling layer, too: S is its K, U and V are its P and Q, and its F is C.
-
-    Attributes:
-        groups: of channels and filters. dilation: step in pixels from tap to tap.
     """
 
     H: int
@@ -46,8 +43,8 @@ class ConvSizes:
     left: int
     P: int
     Q: int
-    groups: int = 1
-    dilation: int = 1
+    groups: int = 1  # of channels and filters
+    dilation: int = 1  # step in pixels from tap to tap
 
     @property
     def dense(self) -> bool:

@@ -37,20 +37,30 @@ def deep(multiprocessors: int, rows: int, columns: int, depth: int) -> int:
     return -(-depth // (max(parts, 1) * SIDE)) * SIDE
 
 
-@cuda.jit(device=True)
-def sum_every(partial, first, stride, part, parts, step):
-    """Return the sum of every `step`-th of some parts from one on; a part lies `stride` behind the one before."""
-    total, apart = ZERO, u32(step * stride)
-    while u32(part + 3 * step) < parts:  # begins four loads before it waits for the first
-        i = offset(part, stride, first)
-        a, b = partial[i], partial[u32(i + apart)]
-        c, d = partial[u32(i + 2 * apart)], partial[u32(i + 3 * apart)]
-        total += (a + b) + (c + d)
-        part = u32(part + 4 * step)
-    while part < parts:
-        total += partial[offset(part, stride, first)]
-        part = u32(part + step)
-    return total
+def sum_of(term):
+    """Return the device function (given, first, stride, part, parts, step): the sum of `term(given, place)`.
+
+    Places are those of every `step`-th of some parts from one on; a part lies `stride` behind the one before.
+    """
+    term = cuda.jit(device=True)(term)
+
+    def sum_every(given, first, stride, part, parts, step):
+        total, apart = ZERO, u32(step * stride)
+        while u32(part + 3 * step) < parts:  # begins four loads before it waits for the first
+            i = offset(part, stride, first)
+            a, b = term(given, i), term(given, u32(i + apart))
+            c, d = term(given, u32(i + 2 * apart)), term(given, u32(i + 3 * apart))
+            total += (a + b) + (c + d)
+            part = u32(part + 4 * step)
+        while part < parts:
+            total += term(given, offset(part, stride, first))
+            part = u32(part + step)
+        return total
+
+    return cuda.jit(device=True)(sum_every)
+
+
+sum_every = sum_of(lambda partial, place: partial[place])
 
 
 @cache
@@ -81,30 +91,21 @@ def column_sums(columns: int, of: str) -> Kernel:
     """partial[s, c] = the sum over slice s of the rows of "dy", "(x - mean) dy" or "(x - mean)^2"; one thread each."""
     C, is_centred, is_square = u32(columns), of != "dy", of == "(x - mean)^2"
 
-    def term(x, mean, dy, place):
+    def term(given, place):
+        x, mean, dy = given
         if not is_centred:
             return dy[place]
         difference = x[place] - mean
         return difference * (difference if is_square else dy[place])
 
-    term = cuda.jit(device=True)(term)
+    sum_rows = sum_of(term)
 
     def column_sums(x, mean, dy, partial, rows, slices, count):
         i = u32(cuda.grid(1))
         if i < count:
             row, c = split(i, C)
-            total, middle = ZERO, mean[c] if is_centred else ZERO
-            while u32(row + 3 * slices) < rows:
-                p = term(x, middle, dy, offset(row, C, c))
-                q = term(x, middle, dy, offset(u32(row + slices), C, c))
-                r = term(x, middle, dy, offset(u32(row + 2 * slices), C, c))
-                s = term(x, middle, dy, offset(u32(row + 3 * slices), C, c))
-                total += (p + q) + (r + s)
-                row = u32(row + 4 * slices)
-            while row < rows:
-                total += term(x, middle, dy, offset(row, C, c))
-                row = u32(row + slices)
-            partial[i] = total
+            given = x, mean[c] if is_centred else ZERO, dy
+            partial[i] = sum_rows(given, c, C, row, rows, slices)
 
     return Kernel(column_sums, "void(f4[::1], f4[::1], f4[::1], f4[::1], u4, u4, u4)", THREADS)
 

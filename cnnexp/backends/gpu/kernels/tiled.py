@@ -118,11 +118,7 @@ class ConvTile:
 
 
 def conv_tile(sizes: ConvSizes, block: int, tile: int, shared_bytes: int, filters: int = FILTERS) -> ConvTile:
-    """Return how to cover a convolution with tiles that fit in shared memory.
-
-    Raises:
-        ConfigError: not even one channel fits.
-    """
+    """Return how to cover a convolution with tiles that fit in shared memory; ConfigError if not one channel does."""
     side, filters = (tile - 1) * sizes.stride + sizes.K, min(sizes.F, filters)
     per_channel = 4 * (side * side + sizes.K * sizes.K * filters)
     if per_channel > shared_bytes:
