@@ -53,6 +53,17 @@ def zeros(count=THREADS, dtype=np.float32):
     return cuda.to_device(np.zeros(count, dtype))
 
 
+@cuda.jit("void(float32[::1], float32[::1], uint32)")
+def shift(x, y, first):
+    i = cuda.grid(1)
+    y[i] = x[i + first]
+
+
+@cuda.jit("void(float32[::1], uint32)")
+def fill(x, count):
+    x[cuda.threadIdx.x] = f32(count)
+
+
 FAULTS = []
 
 
@@ -154,24 +165,7 @@ def test_a_fault_is_found_and_the_same_kernel_without_is_silent(kernel, right, w
     assert found(check, *words)
 
 
-def test_racecheck_a_missing_barrier():
-    @cuda.jit("void(float32[::1])")
-    def kernel(y):
-        tile = cuda.shared.array(THREADS, np.float32)
-        i = cuda.threadIdx.x
-        tile[i] = f32(i)
-        y[i] = tile[THREADS - 1 - i]
-
-    launch(kernel, zeros())
-    assert any(line.startswith("racecheck: ") and "shared" in line for line in softgpu.findings())
-
-
 def test_memcheck_an_index_off_by_one_leaves_the_allocation():
-    @cuda.jit("void(float32[::1], float32[::1], uint32)")
-    def shift(x, y, first):
-        i = cuda.grid(1)
-        y[i] = x[i + first]
-
     x, y = zeros(), zeros()
     silent(shift, x, y, np.uint32(0))
     words = "a read of 4 bytes", "outside every allocation", "shift", "ld.global"
@@ -180,16 +174,12 @@ def test_memcheck_an_index_off_by_one_leaves_the_allocation():
 
 
 def test_memcheck_memory_that_was_given_back():
-    @cuda.jit("void(float32[::1])")
-    def kernel(x):
-        x[cuda.threadIdx.x] = f32(1)
-
     memory = Device(0).allocate(4 * THREADS, stream=Device(0).default_stream)
     interface = {"shape": (THREADS,), "typestr": "<f4", "data": (int(memory.handle), False), "version": 3}
     x = cuda.as_cuda_array(SimpleNamespace(__cuda_array_interface__=interface), sync=False)
-    silent(kernel, x)
+    silent(fill, x, np.uint32(1))
     memory.close()
-    lost(("a write", "outside every allocation"), launch, kernel, x)
+    lost(("a write", "outside every allocation"), launch, fill, x, np.uint32(1))
 
 
 def test_memcheck_a_vector_that_is_not_aligned():
@@ -205,22 +195,13 @@ def test_memcheck_a_vector_that_is_not_aligned():
 
 
 def test_memcheck_memory_of_another_gpu():
-    @cuda.jit("void(float32[::1], float32[::1])")
-    def kernel(x, y):
-        y[cuda.threadIdx.x] = x[cuda.threadIdx.x]
-
     with cuda.gpus[1]:
         x = zeros()
-    lost(("memory of GPU 1, by a kernel on GPU 0",), launch, kernel, x, zeros())
+    lost(("memory of GPU 1, by a kernel on GPU 0",), launch, shift, x, zeros(), np.uint32(0))
 
 
 def test_initcheck_memory_that_nobody_wrote():
-    @cuda.jit("void(float32[::1], float32[::1])")
-    def kernel(x, y):
-        y[cuda.threadIdx.x] = x[cuda.threadIdx.x] + f32(1)
-
-    silent(kernel, zeros(), zeros())
-    launch(kernel, cuda.device_array(THREADS, np.float32), zeros())
+    launch(shift, cuda.device_array(THREADS, np.float32), zeros(), np.uint32(0))
     assert found("initcheck", "nobody wrote", "ld.global")
 
 
@@ -259,21 +240,13 @@ def test_synccheck_a_value_from_a_lane_that_is_not_there():
     ((np.zeros(8, np.float32), 3), "launch argument 1 is int64, the kernel takes uint32"),
 )
 def test_argcheck(arguments, says):
-    @cuda.jit("void(float32[::1], uint32)")
-    def kernel(x, count):
-        x[cuda.threadIdx.x] = f32(count)
-
     array, count = arguments
-    launch(kernel, cuda.to_device(array), count, threads=4)
+    launch(fill, cuda.to_device(array), count, threads=4)
     assert found("argcheck", says)
 
 
 def test_argcheck_an_argument_too_few():
-    @cuda.jit("void(float32[::1], uint32)")
-    def kernel(x, count):
-        x[cuda.threadIdx.x] = f32(count)
-
-    (compiled,) = kernel.overloads.values()
+    (compiled,) = fill.overloads.values()
     with pytest.raises(TypeError, match="1 launch arguments"):
         compiled.launch((zeros(),), (1, 1, 1), (4, 1, 1))
     assert found("argcheck", "1 launch arguments for a kernel of 2")

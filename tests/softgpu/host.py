@@ -23,6 +23,18 @@ def silent():
     assert softgpu.findings() == []
 
 
+@pytest.fixture
+def stream():
+    """A stream that waits for no other."""
+    Device(0).set_current()
+    return Device(0).create_stream()
+
+
+@pytest.fixture
+def x():
+    return cuda.to_device(np.zeros(COUNT, np.float32))
+
+
 @cuda.jit("void(float32[::1], float32)")
 def add(x, value):
     x[cuda.grid(1)] += value
@@ -52,13 +64,9 @@ def test_memory_is_counted_and_runs_out():
     assert cuda.current_context().get_memory_info()[0] >= free
 
 
-def test_work_on_one_stream_is_in_order_and_a_graph_replays_it():
-    device = Device(0)
-    device.set_current()
-    stream = device.create_stream()
-    x = cuda.to_device(np.zeros(COUNT, np.float32))
+def test_work_on_one_stream_is_in_order_and_a_graph_replays_it(stream, x):
     cuda.synchronize()
-    builder = device.create_graph_builder()
+    builder = Device(0).create_graph_builder()
     builder.begin_building()
     add[1, COUNT, builder](x, np.float32(1))
     add[1, COUNT, builder](x, np.float32(2))
@@ -73,11 +81,9 @@ def test_work_on_one_stream_is_in_order_and_a_graph_replays_it():
     assert x.copy_to_host().tolist() == [109] * COUNT
 
 
-def test_while_a_graph_is_captured_nothing_else_may_wait_or_allocate():
-    device = Device(0)
-    device.set_current()
-    x = cuda.to_device(np.zeros(COUNT, np.float32))
-    builder = device.create_graph_builder()
+def test_while_a_graph_is_captured_nothing_else_may_wait_or_allocate(x):
+    Device(0).set_current()
+    builder = Device(0).create_graph_builder()
     builder.begin_building()
     for forbidden in (cuda.synchronize, x.copy_to_host, lambda: cuda.device_array(4, np.float32)):
         with pytest.raises(CudaAPIError, match="STREAM_CAPTURE"):
@@ -85,11 +91,7 @@ def test_while_a_graph_is_captured_nothing_else_may_wait_or_allocate():
     builder.end_building()
 
 
-def test_a_missing_synchronization_shows():
-    device = Device(0)
-    device.set_current()
-    stream = device.create_stream()  # waits for no other
-    x = cuda.to_device(np.zeros(COUNT, np.float32))
+def test_a_missing_synchronization_shows(stream, x):
     cuda.synchronize()
     add[1, COUNT, stream](x, np.float32(1))
     early = x.copy_to_host()[0]
@@ -107,12 +109,9 @@ def test_the_default_stream_waits_for_those_that_do_not_refuse():
     assert x.copy_to_host()[0] == 3
 
 
-def test_a_copy_from_page_locked_memory_is_done_when_it_returns_and_another_need_not_be():
+def test_a_copy_from_page_locked_memory_is_done_when_it_returns_and_another_need_not_be(stream):
     pinned, paged = cuda.pinned_array(4, np.float32), np.ones(4, np.float32)
     pinned[:] = 1
-    device = Device(0)
-    device.set_current()
-    stream = device.create_stream()
     for source, is_done in ((pinned, True), (paged, not LATE)):
         x = cuda.to_device(np.zeros(4, np.float32))
         cuda.synchronize()
@@ -123,8 +122,8 @@ def test_a_copy_from_page_locked_memory_is_done_when_it_returns_and_another_need
         assert x.copy_to_host().tolist() == [2 if is_done else 1] * 4
 
 
-def test_events_tell_a_time_that_is_the_same_every_time():
-    x, times = cuda.to_device(np.zeros(COUNT, np.float32)), []
+def test_events_tell_a_time_that_is_the_same_every_time(x):
+    times = []
     for _ in range(2):
         start, stop = cuda.event(), cuda.event()
         start.record()
@@ -135,17 +134,15 @@ def test_events_tell_a_time_that_is_the_same_every_time():
     assert times[0] == times[1] > 0
 
 
-def test_launches_that_no_gpu_would_take():
-    x = cuda.to_device(np.zeros(COUNT, np.float32))
+def test_launches_that_no_gpu_would_take(x):
     for grid, block in (((1,), (2048,)), ((1, 70000), (32,))):
         with pytest.raises(Exception, match="INVALID_VALUE"):
             add[grid, block](x, np.float32(1))
 
 
-def test_a_stream_of_another_gpu_is_refused():
+def test_a_stream_of_another_gpu_is_refused(x):
     with cuda.gpus[1]:
         stream = cuda.stream()
-    x = cuda.to_device(np.zeros(COUNT, np.float32))
     with pytest.raises(Exception, match="INVALID_HANDLE"):
         add[1, COUNT, stream](x, np.float32(1))
     assert softgpu.findings()[0].startswith("contextcheck: a launch on a stream of GPU 1, in the context of GPU 0")
