@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata, util
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from cnnexp.app.console import make_console
 from cnnexp.backends import BACKENDS, backend_class
@@ -23,7 +22,7 @@ from cnnexp.system import child
 from cnnexp.system.cores import usable_cores
 from cnnexp.system.table import Table, as_screen
 from cnnexp.testing import examine, reference_of
-from cnnexp.tracking.address import store_uri
+from cnnexp.tracking.address import database_of, store_uri
 
 FLOAT_BITS = 32
 VECTORS = "vectors"
@@ -103,7 +102,7 @@ def _around() -> Iterator[tuple[str, str]]:
         mpi = f"mpi4py {named[0].version if named else '(its distribution has another name)'}"
     yield "MPI", f"{mpi}; {shutil.which('mpiexec') or 'no mpiexec on the PATH'}"
     store = store_uri(None)
-    database = Path(urlsplit(store).path)
+    database = database_of(store)
     yield "store", f"{store} ({database.stat().st_size / 1e6:.1f} MB)" if database.exists() else f"{store} (no run yet)"
     import pooch
 

@@ -393,8 +393,7 @@ class Run(Record, Observer):
 
         folder = self.folder / "figures"
         metrics = [{"epoch": e.epoch, **epoch_metrics(e, self.contended)} for e in self.epochs]
-        compared = [(e.comparison, e.train.count) for e in self.epochs]
-        baseline_s = [beside.seconds_per_image * count if beside else None for beside, count in compared]
+        baseline_s = [e.comparison.seconds_per_image * e.train.count if e.comparison else None for e in self.epochs]
         figures.draw_run(folder, metrics, baseline_s, self.folder / PREDICTIONS, self._dataset.classes, self.name)
         if self.augmented is not None:
             figures.draw_augmented(folder / "augmented.png", self.augmented, self.name)

@@ -63,7 +63,12 @@ def run_rows(
             share, limit = metrics["speedup/parallel_share"], metrics["speedup/amdahl_limit"]
             text = f"{limit:.3g} x, with its layers shared out, {share:.1%} of {baseline}'s step (Amdahl)"
             rows.append(("threads alone", text))
-        rows.append(("speed", _speed(epochs, metrics)))
+        images_per_s, epoch_s = metrics["throughput/median_images_per_s"], metrics["time/median_epoch_s"]
+        text = f"{images_per_s:,.0f} images/s, {epoch_s:.3g} s an epoch"
+        if "profile/share_of_gflops" in metrics:
+            share, limit = metrics["profile/share_of_gflops"], metrics["profile/machine_gflops"]
+            text += f"; {share:.1%} of the {limit:,.0f} GFLOP/s measured as the limit here"
+        rows.append(("speed", text))
     final, best = metrics["final/test_accuracy"], metrics["best/test_accuracy"]
     best_text = f"; the best epoch {best:.2%}" if best > final else ""
     rows.append(("accuracy", f"{final:.2%} of the test images{best_text}"))
@@ -133,12 +138,3 @@ def screen(rows: Sequence[Row], width: int = WIDTH) -> str:
 def markdown(title: str, rows: Sequence[Row]) -> str:
     cells = [f"| {name} | {text.replace('|', chr(92) + '|')} |" for name, text in rows]
     return "\n".join([f"## {title}", "", "| | |", "|---|---|", *cells, ""])
-
-
-def _speed(epochs: Sequence[EpochResult], metrics: Mapping[str, float]) -> str:
-    fastest = median_interval([result.images_per_s for result in epochs]).median
-    text = f"{fastest:,.0f} images/s, {metrics['time/median_epoch_s']:.3g} s an epoch"
-    if "profile/share_of_gflops" in metrics:
-        share, limit = metrics["profile/share_of_gflops"], metrics["profile/machine_gflops"]
-        text += f"; {share:.1%} of the {limit:,.0f} GFLOP/s measured as the limit here"
-    return text
