@@ -49,7 +49,6 @@ FOLDER = "checkpoints"
 _WITHIN = "-images-"  # in the name of one within an epoch
 MOST_BYTES = 1 << 36  # of a file; parameters and two slots of 5 billion numbers
 _NAME = re.compile(r"epoch-(\d{6,9})(?:-images-(\d{9,12}))?\.ckpt")
-_LEFTOVER = re.compile(r"\..*\.\d+\.tmp")
 
 
 @dataclass(frozen=True)
@@ -90,9 +89,8 @@ class CheckpointWriter:
             self._count(result)
         with refused(CheckpointError, f"checkpoint {self._folder}: cannot be written"):
             self._folder.mkdir(parents=True, exist_ok=True)
-            for path in self._folder.iterdir():
-                if _LEFTOVER.fullmatch(path.name):
-                    path.unlink()
+            for left in self._folder.glob(".epoch-*.ckpt.*.tmp"):
+                left.unlink()
 
     def save(
         self, state: State, about: Mapping[str, Any], result: EpochResult | None = None, begun: Progress | None = None

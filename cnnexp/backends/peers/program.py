@@ -48,7 +48,7 @@ class PeerProgram(Program):
         self.tensors: dict[str, list[Any]] = {"parameters": []}
         self.averages: list[Any] = []
         self.now, self.scope = Step(), scope
-        self.pending: PendingAverages = PendingAverages(network, self._running, self._set_running)
+        self.pending: PendingAverages = PendingAverages(network, lambda: self._flat(self.averages), self._set_running)
         self.make()
         self._warm_up()
         self.compile_s = time.perf_counter() - started
@@ -110,7 +110,7 @@ class PeerProgram(Program):
         state = {name: self._flat(tensors) for name, tensors in self.tensors.items()}
         state["step"] = np.array(self.now.step - 1, np.int64)
         if self.averages:
-            state["running"] = self._running()
+            state["running"] = self._flat(self.averages)
         if self.network.draws:
             state["seed"] = np.array(self.now.seed, np.int64)
         return state
@@ -133,9 +133,6 @@ class PeerProgram(Program):
         self.train(zeros, np.zeros(1, np.int64), 0.0)
         self.predict(zeros)
         self.restore({"parameters": np.zeros(self.network.parameter_count, np.float32)})
-
-    def _running(self) -> np.ndarray:
-        return np.concatenate([np.asarray(average, np.float32) for average in self.averages])
 
     def _set_running(self, running: np.ndarray) -> None:
         for average, part in zip(self.averages, self.network.running, strict=True):
