@@ -4,11 +4,10 @@ import contextlib
 import re
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
-from commands import ROOT, cnnexp, statuses, wait_for
+from commands import cnnexp, starting, statuses, wait_for
 from conformance import assert_same_state
 from tables import each
 
@@ -116,15 +115,13 @@ def test_a_terminated_run_takes_its_workers_along(tmp_path):
 def _endless(folder, *arguments):
     """Start a run of two workers, wait for its first checkpoint; yield it and its other worker."""
     folders = (f"hydra.run.dir={folder}", "trainer.epochs=100000", *LONGER)
-    command = [sys.executable, "-m", "cnnexp", *SMALL, "workers=local", *folders, *arguments]
-    run = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    try:
-        wait_for(lambda: list_checkpoints(folder / "checkpoints")[1:], run)  # of the start, and of an epoch
-        (worker,) = [child for child in psutil.Process(run.pid).children() if _is_worker(child)]
-        yield run, worker
-    finally:
-        run.kill()
-        run.communicate()
+    with starting(*SMALL, "workers=local", *folders, *arguments, stdout=subprocess.DEVNULL) as run:
+        try:
+            wait_for(lambda: list_checkpoints(folder / "checkpoints")[1:], run)  # of the start, and of an epoch
+            (worker,) = [child for child in psutil.Process(run.pid).children() if _is_worker(child)]
+            yield run, worker
+        finally:
+            run.kill()
 
 
 def _is_worker(process):
