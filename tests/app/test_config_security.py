@@ -28,7 +28,7 @@ MARK = "+hydra.callbacks.x._target_="
         [f"{MARK}shutil.copyfile", "+hydra.callbacks.x.src=FILE", "+hydra.callbacks.x.dst=MARKER"],
         [f"{MARK}builtins.open", "+hydra.callbacks.x.file=MARKER", "+hydra.callbacks.x.mode=w"],
         ["hydra.launcher._target_=builtins.open", "+hydra.launcher.file=MARKER", "+hydra.launcher.mode=w"],
-        ["hydra.sweeper._target_=builtins.open"],
+        ["hydra.sweeper._target_=hydra_plugins.cnnexp_search.sweeper.Path"],
         ["+hydra.job_logging.handlers.x={class: builtins.open, filename: MARKER, mode: w}"],
         ["+hydra.job_logging.handlers.x={class: logging.StreamHandler, stream: 'ext://os.environ'}"],
         ["+evil={x: {_target_: builtins.open, file: MARKER, mode: w}}", "hydra.callbacks=${evil}"],
