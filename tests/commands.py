@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import sqlite3
 import subprocess
 import sys
@@ -42,8 +43,20 @@ def starting(*words: str, **options) -> Iterator[subprocess.Popen]:
     """Give a command line of cnnexp that runs, in a process of its own whose streams are read as they come."""
     command = [sys.executable, "-u", "-m", "cnnexp", *words]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, cwd=ROOT, **pipes, **options) as process:
+    with subprocess.Popen(command, **{"cwd": ROOT, **pipes, **options}) as process:
         yield process
+
+
+@contextlib.contextmanager
+def serving(*command: str, env: dict[str, str], stdout: int = subprocess.PIPE) -> Iterator[subprocess.Popen]:
+    """Give a server that runs until it is killed with all its processes."""
+    streams = {"stdout": stdout, "stderr": subprocess.DEVNULL, "text": True}
+    with subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True, **streams) as process:
+        try:
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 import copy
 import fcntl
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -99,6 +100,20 @@ def run(monkeypatch, capsys, tmp_path):
 
     yield run
     signal.signal(signal.SIGTERM, handler)
+
+
+@pytest.fixture
+def mistake(run):
+    """Return mistake(*arguments, says, code): expect one line of error, a pattern; after exit code 2 it is all."""
+
+    def mistake(*arguments: str, says: str, code: int = 2) -> str:
+        left, out, err = run(*arguments)
+        assert re.fullmatch(f"cnnexp: error: {says}\n", err), err
+        assert left == code
+        assert code != 2 or out == ""
+        return err
+
+    return mistake
 
 
 @pytest.fixture

@@ -22,7 +22,6 @@ from cnnexp.backends.simd.compiler.host import target_of
 from cnnexp.backends.simd.layouts import aligned_zeros
 from cnnexp.backends.simd.runtime.program import make_plan
 from cnnexp.network.losses import Totals
-from cnnexp.optimizers import OPTIMIZERS
 
 llvm.initialize_all_targets()
 llvm.initialize_all_asmprinters()
@@ -198,12 +197,11 @@ class KernelProgram:
         kind(self._engine.get_function_address(name))(*(buffer.ctypes.data for buffer in buffers), count)
 
 
-def check_update(cpu: Cpu) -> None:
-    """Compile every optimizer's rule."""
-    for optimizer in OPTIMIZERS.values():
-        module = ir.Module("update")
-        module.triple = cpu.triple
-        step = [("update", functools.partial(update.update, optimizer=optimizer(weight_decay=0.01)))]
-        add_function(module, "update", cpu.target, step, [FLOAT] * 5)
-        machine = cpu.machine()
-        check_assembly(cpu, machine.emit_assembly(optimized(str(module), machine)))
+def assembly_of(cpu: Cpu, target, kernels, buffers: list[ir.Type]) -> str:
+    """Return the assembly of one function that runs kernels, looked over."""
+    module, machine = ir.Module("kernels"), cpu.machine()
+    module.triple = cpu.triple
+    add_function(module, "kernels", target, kernels, buffers)
+    assembly = machine.emit_assembly(optimized(str(module), machine))
+    check_assembly(cpu, assembly)
+    return assembly

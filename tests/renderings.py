@@ -1,5 +1,7 @@
 """A digit as people would photograph it: nine renderings of a 28 x 28 image, light on black."""
 
+import io
+
 import numpy as np
 from PIL import Image
 
@@ -30,6 +32,13 @@ def renderings(digit, seed=0):
         "photo": opaque(np.clip(photo, 0, 255).astype(np.uint8)),
         "tight crop": opaque(tight),
     }
+
+
+def png(pixels):
+    """Return pixels, uint8 (h, w) or (h, w, channels), as a PNG file."""
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
 
 
 def opaque(pixels):

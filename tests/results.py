@@ -1,9 +1,12 @@
 """Epochs as `train_epochs` would yield them, and the config of a run, for tests of what is recorded."""
 
+import json
+
 import numpy as np
 
 from cnnexp import EpochResult, Flatten, Linear, Network, Split, Totals
 from cnnexp.datasets import Dataset
+from cnnexp.tracking.events import JOURNAL
 from cnnexp.training.baseline import Comparison
 
 CONFIG = {
@@ -21,6 +24,20 @@ SCORES = np.eye(3, dtype=np.float32)[[0, 1, 2, 1]]  # the last image is taken fo
 _IMAGES = np.zeros((4, 2, 2, 1), np.uint8)
 _SPLITS = Split(np.zeros((8, 2, 2, 1), np.uint8), np.arange(8, dtype=np.int32) % 3), Split(_IMAGES, LABELS)
 DATASET = Dataset("points", *_SPLITS, None, ("a", "b", "c"), source="made up", sha256="0123456789abcdef" * 4)
+
+
+def write_journal(folder, *events):
+    """Leave the journal of a run, an event a line."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / JOURNAL).write_text("".join(json.dumps(event) + "\n" for event in events))
+
+
+def train(run, results):
+    """Have a run record epochs, as `app/run` does."""
+    run.begin(DATASET, NETWORK, Backend())
+    run.wait()
+    for result in results:
+        run.finished(result)
 
 
 class Backend:

@@ -58,10 +58,8 @@ DIVERGED = "the test loss became nan after epoch 1, at learning rate 1e.38; .*"
     (["workers=local", "workers.patience_s=3"], "unknown key;.* did you mean 'workers.heartbeat_timeout_s'"),
     (["--config-dir", "nowhere"], "Additional config directory '.*nowhere' not found"),
 )
-def test_a_mistake_is_one_line_and_exit_code_2(run, arguments, message):
-    code, out, err = run(*arguments)
-    assert re.fullmatch(f"cnnexp: error: .*{message}.*\n", err)
-    assert (code, out) == (2, "")
+def test_a_mistake_is_one_line_and_exit_code_2(mistake, arguments, message):
+    mistake(*arguments, says=f".*{message}.*")
 
 
 @each(
@@ -71,12 +69,10 @@ def test_a_mistake_is_one_line_and_exit_code_2(run, arguments, message):
     (b"\xff\xfe", "not UTF-8"),
     (b"# @package _global_\nmodel: {filtres: 3}", "model.filtres=3: unknown key; .*did you mean 'filters'"),
 )
-def test_a_mistake_in_a_file_of_the_user(run, tmp_path, text, message):
+def test_a_mistake_in_a_file_of_the_user(mistake, tmp_path, text, message):
     (tmp_path / "mine" / "experiment").mkdir(parents=True)
     (tmp_path / "mine" / "experiment" / "mine.yaml").write_bytes(text)
-    code, out, err = run("--config-dir", str(tmp_path / "mine"), "experiment=mine")
-    assert re.fullmatch(f"cnnexp: error: .*{message}.*\n", err)
-    assert (code, out) == (2, "")
+    mistake("--config-dir", str(tmp_path / "mine"), "experiment=mine", says=f".*{message}.*")
 
 
 @each(
@@ -85,12 +81,10 @@ def test_a_mistake_in_a_file_of_the_user(run, tmp_path, text, message):
     ((*HUGE_RATE, "backend=numpy-parallel"), Diverged, DIVERGED),
     (("backend=gpu",), BackendUnavailable, ".*backend=cpu.*"),
 )
-def test_other_errors_are_one_line_with_a_code_of_their_own(run, words, error, said):
+def test_other_errors_are_one_line_with_a_code_of_their_own(mistake, words, error, said):
     if words == ("backend=gpu",) and importlib.util.find_spec("numba_cuda"):
         pytest.skip("numba-cuda is installed")
-    code, _, err = run(*TINY[1:], *words)
-    assert re.fullmatch(f"cnnexp: error: {said}\n", err)
-    assert code == error.exit_code
+    mistake(*TINY[1:], *words, says=said, code=error.exit_code)
 
 
 def test_a_full_traceback_on_request(run, monkeypatch):
@@ -215,12 +209,10 @@ def test_debug_small_shrinks_any_run_and_progress_off_shows_the_verdict_alone(ru
     assert read_journal(tmp_path / "run")["config"]["dataset"]["train_size"] == 200
 
 
-def test_a_sweep_into_the_folder_of_another_is_refused_unless_it_goes_on(run, tmp_path):
+def test_a_sweep_into_the_folder_of_another_is_refused_unless_it_goes_on(run, mistake, tmp_path):
     words = (*TINY, "-m", "trainer.seed=0,1")
     assert run(*words)[::2] == (0, "")
-    code, out, err = run(*words)
-    assert (code, out) == (2, "")
-    assert re.fullmatch(rf"cnnexp: error: hydra.sweep.dir={tmp_path}/sweep: holds the runs of another sweep; .*\n", err)
+    mistake(*words, says=rf"hydra.sweep.dir={tmp_path}/sweep: holds the runs of another sweep; .*")
     assert run(*words, "trainer.resume=auto")[::2] == (0, "")
 
 
@@ -265,15 +257,13 @@ def test_a_flag_may_stand_between_words(run, tmp_path):
     ("gone.py", None, "no such file"),
     ("json.py", "", "another module is called json; rename the file"),
 )
-def test_a_plugin_that_exits_or_raises_or_is_none_is_one_line(run, tmp_path, monkeypatch, name, code, said):
+def test_a_plugin_that_exits_or_raises_or_is_none_is_one_line(mistake, tmp_path, monkeypatch, name, code, said):
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setenv("CNNEXP_PLUGINS", "")
     file = tmp_path / name
     if code is not None:
         file.write_text(code)
-    left, out, err = run("model=knm", f"plugins={file}", *TINY)
-    assert (left, out) == (2, "")
-    assert re.fullmatch(rf"cnnexp: error: plugins={file}: {said}.*\n", err)
+    mistake("model=knm", f"plugins={file}", *TINY, says=rf"plugins={file}: {said}.*")
 
 
 def test_runs_go_to_the_checkout_from_any_folder_and_never_share_one(run, tmp_path, monkeypatch):

@@ -18,7 +18,7 @@ from checkpoints import saved
 from chromium import CHROMIUM, Browser
 from commands import starting
 from PIL import Image
-from renderings import opaque, renderings
+from renderings import opaque, png, renderings
 
 from cnnexp import Conv2d, Digits, Dropout, Flatten, Linear, MaxPool2d, OneConv, ReLU, fit
 from cnnexp.app import draw
@@ -51,12 +51,6 @@ def ask(server, method="GET", path="/", body=None, **headers):
         answer = connection.getresponse()
         content = answer.read()
     return answer.status, json.loads(content) if answer.getheader("Content-Type") == "application/json" else content
-
-
-def png(pixels):
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG")
-    return file.getvalue()
 
 
 @pytest.fixture(scope="module")

@@ -1,14 +1,13 @@
 """`cnnexp runs`, from journals alone."""
 
-import json
 import re
 
 import pytest
+from results import write_journal
 from tables import each
 
 from cnnexp.app import listing
 from cnnexp.errors import ConfigError
-from cnnexp.tracking.events import JOURNAL
 from cnnexp.tracking.folder import RunLock
 
 RUNS = {"slow": ("cpu", 1.0, 1), "fast": ("cpu-simd", 30.5, 2), "middle": ("cpu-simd", 7.25, 3)}
@@ -28,13 +27,8 @@ def outputs(tmp_path, monkeypatch):
             {"event": "finish", "status": "FINISHED", "tags": {}, "metrics": {"speedup/median": speedup}},
         ]
         lines[-1]["time_ms"] = minute * 60_000
-        write(tmp_path / "outputs" / "runs" / name, lines[: 3 if name == "slow" else 4])
+        write_journal(tmp_path / "outputs" / "runs" / name, *lines[: 3 if name == "slow" else 4])
     return tmp_path / "outputs"
-
-
-def write(folder, lines):
-    folder.mkdir(parents=True)
-    (folder / JOURNAL).write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def shown(capsys, *arguments):
@@ -60,7 +54,7 @@ def test_the_newest_come_first_words_filter_sort_and_count_and_a_row_names_its_r
 
 
 def test_a_run_that_goes_on_now_says_so_and_one_without_a_store_is_named_by_its_folder(outputs, capsys):
-    write(outputs / "sweeps" / "0", [{"event": "job", "name": "unsent", "overrides": [], "config": {}}])
+    write_journal(outputs / "sweeps" / "0", {"event": "job", "name": "unsent", "overrides": [], "config": {}})
     claim = RunLock(outputs / "sweeps" / "0")
     listing.command(["status=RUNNING"])
     assert re.search(r"outputs/sweeps/0 +unsent +RUNNING +0 *$", capsys.readouterr().out, re.MULTILINE)

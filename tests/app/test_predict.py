@@ -2,11 +2,9 @@
 
 import base64
 import contextlib
-import io
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import urllib.error
@@ -17,9 +15,9 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 from checkpoints import GRAY, saved
-from commands import ROOT, cnnexp, one_line, wait_for
+from commands import ROOT, cnnexp, one_line, serving, wait_for
 from PIL import Image
-from renderings import opaque
+from renderings import opaque, png
 from tables import each
 
 from cnnexp import Flatten, Linear, Loss, ReLU, Sigmoid
@@ -222,10 +220,10 @@ def test_a_model_of_mlflows_takes_arrays_lists_and_pictures_in_base64(recorded):
         (images, expected),
         (images.tolist(), expected),
         ((images / 255).tolist(), expected),
-        ([png(image) for image in images], expected),
-        (np.array([png(image) for image in images]), expected),
-        (f"data:image/png;base64,{png(images[0])}", expected[:1]),
-        ([png(large)], as_photograph),
+        ([in_base64(image) for image in images], expected),
+        (np.array([in_base64(image) for image in images]), expected),
+        (f"data:image/png;base64,{in_base64(images[0])}", expected[:1]),
+        ([in_base64(large)], as_photograph),
     ):
         np.testing.assert_allclose(model.predict(given), wanted, rtol=0, atol=1e-5)
 
@@ -236,7 +234,7 @@ def test_served_exported_and_drawn_the_model_gives_the_scores_of_predict(recorde
     images = images_of(folder)[:8]
     expected = Classifier(checkpoint.find(folder), backend("numpy")).predict(images)
     with mlflow_serving(folder / "model", tmp_path) as address:
-        by_lists, by_pictures = (posted(address, given) for given in (images.tolist(), [png(i) for i in images]))
+        by_lists, by_pictures = (posted(address, given) for given in (images.tolist(), [in_base64(i) for i in images]))
         with pytest.raises(urllib.error.HTTPError) as refused:
             posted(address, images[:, :5].tolist())
         with refused.value as error:
@@ -248,7 +246,7 @@ def test_served_exported_and_drawn_the_model_gives_the_scores_of_predict(recorde
     session = onnxruntime.InferenceSession(capsys.readouterr().out.splitlines()[0], providers=["CPUExecutionProvider"])
     (exported,) = session.run(["probabilities"], {"images": images})
     with draw.Server(Classifier(checkpoint.find(folder), backend("numpy")), "drawn") as server:
-        drawn = [server.look(base64.b64decode(png(image)))["probabilities"] for image in images]
+        drawn = [server.look(png(image[:, :, 0]))["probabilities"] for image in images]
     for found in (by_lists, by_pictures, exported, drawn):
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
 
@@ -263,14 +261,12 @@ def mlflow_serving(model, folder):
     port = free_port(5400)
     command = [sys.executable, "-m", "mlflow", "models", "serve", "--model-uri", str(model), "--env-manager", "local"]
     environ = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-    options = {"env": environ, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "start_new_session": True}
-    with subprocess.Popen([*command, "--host", "127.0.0.1", "--port", str(port)], **options) as process:
-        try:
-            address = f"http://127.0.0.1:{port}"
-            wait_for(lambda: answers(f"{address}/ping"), process)
-            yield address
-        finally:
-            os.killpg(process.pid, signal.SIGKILL)
+    with serving(
+        *command, "--host", "127.0.0.1", "--port", str(port), env=environ, stdout=subprocess.DEVNULL
+    ) as process:
+        address = f"http://127.0.0.1:{port}"
+        wait_for(lambda: answers(f"{address}/ping"), process)
+        yield address
 
 
 def answers(address):
@@ -312,8 +308,6 @@ def images_of(folder):
     return named(DATASETS, read_journal(folder)["config"]["dataset"], "dataset").load().test.images
 
 
-def png(image):
+def in_base64(image):
     """Return a gray image (H, W, 1) as a PNG file in base64."""
-    file = io.BytesIO()
-    Image.fromarray(image[:, :, 0]).save(file, "PNG")
-    return base64.b64encode(file.getvalue()).decode()
+    return base64.b64encode(png(image[:, :, 0])).decode()

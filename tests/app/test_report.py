@@ -1,23 +1,21 @@
-import json
 from pathlib import Path
 
 import pytest
+from results import write_journal
 
 from cnnexp.app import report
 from cnnexp.errors import ConfigError, DataError
 from cnnexp.papers.compare import note_facts
-from cnnexp.tracking.events import JOURNAL, LACKING
+from cnnexp.tracking.events import LACKING
 
 
 def test_a_report_is_made_again_from_its_folder_and_of_nothing_there_is_none(tmp_path, capsys):
-    job = tmp_path / "0"
-    job.mkdir()
     config = {"backend": {"name": "cpu"}, "model": {"hidden": [4]}}
-    entries = [
+    write_journal(
+        tmp_path / "0",
         {"event": "job", "name": "n", "overrides": [], "config": config, "config_hash": "h", "contended": False},
         {"event": "finish", "status": LACKING, "tags": {"error": "no <b>"}, "metrics": {}},
-    ]
-    (job / JOURNAL).write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    )
     note_facts(tmp_path, "khandait_quadrants", ["experiment=khandait_quadrants"])
     report.command([str(tmp_path)])
     made = Path(capsys.readouterr().out.strip())

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from commands import TINY
+from results import write_journal
 
 from cnnexp.app import resume
 from cnnexp.backends.layerwise import LayerwiseProgram
@@ -138,11 +139,8 @@ def finished(folder, run_id, accuracy, age_s):
     """A run's folder as far as its name can be found: a journal and a checkpoint."""
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "checkpoints" / "epoch-000001.ckpt").write_bytes(b"")
-    events = [
-        {"event": "recorded", "run_id": run_id},
-        {"event": "finish", "status": "FINISHED", "tags": {}, "metrics": {"final/test_accuracy": accuracy}},
-    ]
-    (folder / JOURNAL).write_text("".join(json.dumps(event) + "\n" for event in events), encoding="utf-8")
+    finish = {"event": "finish", "status": "FINISHED", "tags": {}, "metrics": {"final/test_accuracy": accuracy}}
+    write_journal(folder, {"event": "recorded", "run_id": run_id}, finish)
     os.utime(folder / JOURNAL, (1e9 - age_s, 1e9 - age_s))
     return folder / "checkpoints" / "epoch-000001.ckpt"
 
@@ -153,8 +151,7 @@ def test_a_run_is_named_by_latest_best_or_the_first_digits_of_its_id(tmp_path, m
         resume.find_run("latest", "latest")
     old = finished(tmp_path / "outputs" / "a", "abcd" + 28 * "1", 0.99, 100)
     new = finished(tmp_path / "outputs" / "b", "abce" + 28 * "2", 0.98, 1)
-    (tmp_path / "outputs" / "c").mkdir()
-    (tmp_path / "outputs" / "c" / JOURNAL).write_text("{}\n")  # newer, but it has trained nothing
+    write_journal(tmp_path / "outputs" / "c", {})  # newer, but it has trained nothing
     assert resume.find_run("latest", "x") == new
     assert resume.find_run("best", "x") == old
     assert resume.find_run("abcd", "x") == old
@@ -178,7 +175,6 @@ def stop_after(monkeypatch, batches):
         return totals
 
     monkeypatch.setattr(LayerwiseProgram, "train", stop)
-    return train
 
 
 @pytest.mark.parametrize("stops", [(20, 25, 30), pytest.param((1, 50), marks=pytest.mark.thorough)])

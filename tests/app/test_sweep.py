@@ -1,7 +1,6 @@
 import contextlib
 import csv
 import io
-import json
 import os
 import re
 import sqlite3
@@ -13,7 +12,7 @@ from concurrent.futures.process import BrokenProcessPool
 import pytest
 from commands import ROOT, TINY, cnnexp
 from omegaconf import OmegaConf
-from results import CONFIG, DATASET, NETWORK, Backend, epoch_result
+from results import CONFIG, DATASET, NETWORK, Backend, epoch_result, train, write_journal
 from rich.console import Console
 
 from cnnexp.app import hydra_app, resume, sweep, sync
@@ -41,8 +40,7 @@ def run_job(folder, number, overrides, epoch_s=0.5, error=None, recorder=None):
     within = sweep.current()
     job = Run(folder / str(number), CONFIG, overrides, recorder, None, within.begun, within.contended)
     if error is None:
-        job.begin(DATASET, NETWORK, Backend())
-        job.finished(epoch_result(1, epoch_s=epoch_s, speedup=2.0))
+        train(job, [epoch_result(1, epoch_s=epoch_s, speedup=2.0)])
     job.__exit__(type(error), error, None)
     return job
 
@@ -221,9 +219,8 @@ def test_a_parallel_launcher_that_lost_a_process_is_told_in_a_line(monkeypatch, 
     def command():
         hydra_app.SweepCallback.started = sweep.SweepRecord(tmp_path, ["model.filters=1,2,4"])
         run_job(tmp_path, 0, ["model.filters=1"])
-        (tmp_path / "1").mkdir()
         died = {"event": "job", "name": "killed", "overrides": ["model.filters=2"], "config": CONFIG}
-        (tmp_path / "1" / JOURNAL).write_text(json.dumps(died) + "\n")
+        write_journal(tmp_path / "1", died)
         raise BrokenProcessPool("A worker process was unexpectedly terminated.\nThe exit codes are {SIGKILL(-9)}")
 
     monkeypatch.setattr(hydra_app.SweepCallback, "started", None)

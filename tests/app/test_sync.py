@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from results import CONFIG, DATASET, NETWORK, Backend, epoch_result
+from results import CONFIG, epoch_result, train
 
 from cnnexp.app import sync
 from cnnexp.errors import ConfigError, TrackingError
@@ -17,9 +17,7 @@ pytestmark = pytest.mark.filterwarnings("default")
 def leave_behind(folder, uri, epochs=2, ended=True):
     """A run that no store was told of, in its folder alone."""
     run = Run(folder, {**CONFIG, "tracking": {"name": "mlflow", "uri": uri, "experiment": "sent"}})
-    run.begin(DATASET, NETWORK, Backend())
-    for epoch in range(1, epochs + 1):
-        run.finished(epoch_result(epoch))
+    train(run, map(epoch_result, range(1, epochs + 1)))
     if ended:
         run.__exit__(None, None, None)
     else:
@@ -54,8 +52,7 @@ def test_what_journals_hold_is_sent_once(tmp_path, capsys, monkeypatch, new_stor
 
 def test_a_run_that_runs_now_and_a_damaged_journal_are_left_alone(tmp_path, capsys):
     run = Run(tmp_path / "run", {**CONFIG, "tracking": {"name": "mlflow", "uri": None}})
-    run.begin(DATASET, NETWORK, Backend())
-    run.finished(epoch_result(1))
+    train(run, [epoch_result(1)])
     (tmp_path / "damaged").mkdir()
     content = b"\xff\x00" + json.dumps({"event": "begin"}).encode() + b"\n[1]\n"
     (tmp_path / "damaged" / JOURNAL).write_bytes(content)

@@ -10,8 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from backends.test_mnist import read
-from commands import needs_mnist
+from commands import MNIST, needs_mnist
 from conformance import assert_same_state, check_case, check_training, clear_case, make_case
 from networks import NETWORKS as OFTEN_SEEN
 from tables import each
@@ -28,6 +27,7 @@ from cnnexp.backends.gpu.kernels.index import ConvSizes
 from cnnexp.backends.gpu.kernels.tiled import ConvTile
 from cnnexp.backends.gpu.streamed import Streamed
 from cnnexp.backends.parts import FOLLOWED
+from cnnexp.datasets import Mnist
 from cnnexp.errors import ConfigError
 from cnnexp.network import Conv2d, Dropout, Flatten, LeakyReLU, Linear, MaxPool2d, Network, ReLU, Tanh
 from cnnexp.network.losses import Loss
@@ -396,14 +396,13 @@ def test_too_large_an_array_is_refused_and_two_gpus_are_taken_in_turn(monkeypatc
 @pytest.mark.slow
 @needs_mnist
 def test_an_epoch_of_2000_mnist_images_ends_where_the_cpu_ends(backend, capsys):
-    images = read("train-images-idx3-ubyte.gz", 16).reshape(-1, 28, 28, 1)[:2000]
-    labels = read("train-labels-idx1-ubyte.gz", 8)[:2000]
+    train = Mnist(root=str(MNIST), train_size=2000).load().train
     network, order = OneConv(32).network((28, 28, 1), 10), np.random.default_rng(0).permutation(2000)
     softgpu.set_order(1, "random")
     before, started = softgpu.executed(), time.process_time()
-    totals, ours = trained(backend, network, 100, images, labels, order)
+    totals, ours = trained(backend, network, 100, train.images, train.labels, order)
     billions, cpu_s = 32 * (softgpu.executed() - before) / 1e9, time.process_time() - started
-    expected, theirs = trained(backend_class("cpu")(), network, 100, images, labels, order)
+    expected, theirs = trained(backend_class("cpu")(), network, 100, train.images, train.labels, order)
     apart = np.abs(ours - theirs).max() / np.abs(theirs).max()
     with capsys.disabled():
         print(  # noqa: T201

@@ -5,14 +5,12 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from dataclasses import dataclass
 
 import numpy as np
 import psutil
 import pytest
-from commands import ROOT, wait_for
+from commands import ROOT, starting, wait_for
 
 from cnnexp.backends.simd import CpuSimd
 from cnnexp.backends.simd.compiler.host import host, host_target
@@ -101,17 +99,15 @@ def test_a_compiler_that_aborts_ends_the_run_in_one_line_or_with_fallback_it_goe
 def test_ctrl_c_ends_the_child_too(compiler, tmp_path):
     compiler("hang")
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    command = [sys.executable, "-m", "cnnexp", *SMALL, "hydra.run.dir=run"]
-    run = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    try:
-        wait_for((tmp_path / "hangs").exists, run, 300)
-        (child,) = psutil.Process(run.pid).children()
-        run.send_signal(signal.SIGINT)
-        _, stderr = run.communicate(timeout=300)
-    finally:
-        run.kill()
-        run.communicate()
-    assert (run.returncode, stderr) == (130, b"cnnexp: error: interrupted\n")
+    with starting(*SMALL, "hydra.run.dir=run", cwd=tmp_path, env=environment) as run:
+        try:
+            wait_for((tmp_path / "hangs").exists, run, 300)
+            (child,) = psutil.Process(run.pid).children()
+            run.send_signal(signal.SIGINT)
+            _, stderr = run.communicate(timeout=300)
+        finally:
+            run.kill()
+    assert (run.returncode, stderr) == (130, "cnnexp: error: interrupted\n")
     with contextlib.suppress(psutil.NoSuchProcess):
         assert child.status() == psutil.STATUS_ZOMBIE
     assert read_journal(tmp_path / "run")["status"] == "KILLED"

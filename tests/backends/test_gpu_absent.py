@@ -3,18 +3,12 @@
 import csv
 
 import pytest
+from conformance import is_here
 
 from cnnexp.backends import BACKENDS, backend_class
 from cnnexp.errors import BackendUnavailable
 
-
-@pytest.fixture(autouse=True)
-def absent():
-    try:
-        backend_class("gpu")()
-    except BackendUnavailable:
-        return
-    pytest.skip("this machine has a GPU")
+pytestmark = pytest.mark.skipif(is_here("gpu"), reason="this machine has a GPU")
 
 
 @pytest.mark.parametrize("name", [name for name in BACKENDS if name.startswith("gpu")])

@@ -1,12 +1,11 @@
 """What the papers' networks must reach on the real MNIST: `pytest -m slow tests/backends/test_mnist.py`."""
 
-import gzip
-
 import numpy as np
 import pytest
 from commands import MNIST, needs_mnist
 
 from cnnexp.backends import backend_class
+from cnnexp.datasets import Mnist
 from cnnexp.network.losses import Loss, evaluate
 from cnnexp.network.models import OneConv, TwoConvMlp, TwoConvPool4
 from cnnexp.optimizers import SGD, Adam
@@ -21,10 +20,6 @@ LINES = {
 }
 
 
-def read(name: str, header: int) -> np.ndarray:
-    return np.frombuffer(gzip.decompress((MNIST / name).read_bytes()), np.uint8, offset=header)
-
-
 @pytest.mark.parametrize("name", LINES)
 @pytest.mark.parametrize("backend", ["cpu-parallel", "cpu-simd"])
 def test_accuracy(backend, name, capsys):
@@ -32,14 +27,13 @@ def test_accuracy(backend, name, capsys):
     network = model.network((28, 28, 1), 10)
     program = backend_class(backend)().compile(network, Loss.SOFTMAX_CROSS_ENTROPY, optimizer, batch_size)
     program.restore({"parameters": network.initial_parameters(seed=0)})
-    images = read("train-images-idx3-ubyte.gz", 16).reshape(-1, 28, 28, 1)[:count]
-    train = program.load(images, read("train-labels-idx1-ubyte.gz", 8)[:count])
+    data = Mnist(root=str(MNIST), train_size=count).load()
+    train = program.load(data.train.images, data.train.labels)
     rng = np.random.default_rng(0)
     for _ in range(epochs):
         program.train(train, rng.permutation(count), optimizer.lr)
-    labels = read("t10k-labels-idx1-ubyte.gz", 8)
-    test = program.load(read("t10k-images-idx3-ubyte.gz", 16).reshape(-1, 28, 28, 1), labels)
-    accuracy = evaluate(Loss.SOFTMAX_CROSS_ENTROPY, program.predict(test), labels.astype(np.int32)).accuracy
+    scores = program.predict(program.load(data.test.images, data.test.labels))
+    accuracy = evaluate(Loss.SOFTMAX_CROSS_ENTROPY, scores, data.test.labels).accuracy
     with capsys.disabled():
         print(f"\n{name}, {backend}: test accuracy {accuracy:.4f}, at least {least}")  # noqa: T201
     assert accuracy >= least

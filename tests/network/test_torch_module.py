@@ -2,6 +2,7 @@
 
 import copy
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -59,10 +60,7 @@ def test_a_step_is_the_modules_own_and_goes_back_into_it(name):
     optimizer.step()
     program.train(program.load(channels_last(images), labels), np.arange(6), 0.1)
 
-    class Trained:
-        network, state = program.network, program.state()
-
-    assert to_torch(Trained, module) is module
+    assert to_torch(SimpleNamespace(network=program.network, state=program.state()), module) is module
     wanted = own.state_dict()
     for key, array in module.state_dict().items():
         if not key.endswith("num_batches_tracked"):
@@ -121,11 +119,9 @@ def test_another_data_set_and_another_module_are_refused():
     with pytest.raises(NetworkError, match=r"made for images of \(4, 4, 1\), the data set's are \(8, 8, 1\)"):
         model.network((8, 8, 1), 3)
 
-    class Trained:
-        network, state = model.network((4, 4, 1), 3), {}
-
+    trained = SimpleNamespace(network=model.network((4, 4, 1), 3), state={})
     with pytest.raises(NetworkError, match="to_torch: the module is of other layers than what was trained"):
-        to_torch(Trained, nn.Sequential(nn.Flatten(), nn.Linear(16, 4)))
+        to_torch(trained, nn.Sequential(nn.Flatten(), nn.Linear(16, 4)))
 
 
 def test_without_pytorch_one_line_names_the_extra(monkeypatch):

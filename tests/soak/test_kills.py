@@ -1,12 +1,10 @@
 """What the soak compares: one bit of a weight, one metric, one epoch, one file too many, and it must be told."""
 
-import json
-
 import numpy as np
+from results import write_journal
 from tables import each
 
 from cnnexp import SGD, Constant, Flatten, Linear, Loss, Network
-from cnnexp.tracking.events import JOURNAL
 from cnnexp.training.checkpoint import FOLDER, CheckpointWriter, describe
 from soak import commands, kills, long, stores
 from soak.commands import Recorded
@@ -25,8 +23,7 @@ def journal(folder, epochs=STEPS, ended=("finish", "stored"), times_ms=None):
     events = [{"event": "job"}]
     events += [{"event": "epoch", "epoch": e, "metrics": {}, "time_ms": (times_ms or {}).get(e, e)} for e in epochs]
     events += [{"event": event, "status": "FINISHED", "metrics": {}, "tags": {}} for event in ended]
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / JOURNAL).write_text("".join(json.dumps(event) + "\n" for event in events))
+    write_journal(folder, *events)
 
 
 @each(

@@ -6,7 +6,7 @@ import pytest
 from tables import each
 
 from soak import __main__ as soak
-from soak import commands, faults, kills, mutants
+from soak import commands, faults, kills, mutants, networks
 from soak.commands import Done, Recorded, fault_of
 
 WHOLE = {name: [(1, 0.5), (2, 0.25)] for name in commands.ALWAYS}
@@ -67,7 +67,7 @@ def test_a_record_that_lacks_or_doubles_an_epoch_is_seen(runs, fault):
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are killed and watched as Linux does it")
-@pytest.mark.parametrize("part", [kills.kills, kills.recorder, kills.sweeps, kills.jobs, *SLICED])
+@pytest.mark.parametrize("part", [kills.kills, kills.recorder, kills.sweeps, kills.jobs, networks.networks, *SLICED])
 def test_a_short_slice_holds(tmp_path, part):
     trials = part(tmp_path, 0)
     assert [next(trials) for _ in range(2)] == [None, None]

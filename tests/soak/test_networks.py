@@ -4,7 +4,6 @@ import json
 import sys
 
 import numpy as np
-import pytest
 
 from cnnexp.backends import BACKENDS, backend_class
 from soak import commands, networks
@@ -54,9 +53,3 @@ def test_processes_follow_each_other_and_the_end_of_one_is_told(monkeypatch, tmp
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     trials = commands.chunks("part", ["word"], 7, 1)
     assert [next(trials) for _ in range(3)] == [None, None, "seed 7000001: its process ended with exit code 1: gone\n"]
-
-
-@pytest.mark.slow
-def test_a_short_slice_holds(tmp_path):
-    trials = networks.networks(tmp_path, 0)
-    assert [next(trials) for _ in range(5)] == [None] * 5

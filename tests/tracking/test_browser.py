@@ -3,9 +3,7 @@
 import contextlib
 import os
 import re
-import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -14,7 +12,7 @@ from unittest.mock import MagicMock
 
 import pytest
 from chromium import CHROMIUM, Browser
-from commands import ROOT, wait_for
+from commands import serving, wait_for
 
 from cnnexp.errors import BackendUnavailable, ConfigError
 from cnnexp.tracking import address, browser, view
@@ -148,18 +146,12 @@ def page(tmp_path_factory, new_store):
     opener.write_text(f'#!/bin/sh\necho "$1" > {opened}\n')
     opener.chmod(0o755)
     command = [sys.executable, "-m", "cnnexp", "ui", f"tracking.uri={uri}", f"port={browser.free_port(5300)}"]
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
-    environment = {**os.environ, "BROWSER": f"{opener} %s"}
-    with subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **streams) as process:
-        try:
-            process.stdout.readline()
-            printed = process.stdout.readline().strip()
-            wait_for(opened.exists, limit_s=MLFLOW_S)
-            assert opened.read_text().strip() == printed
-            yield printed, recorded
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+    with serving(*command, env={**os.environ, "BROWSER": f"{opener} %s"}) as process:
+        process.stdout.readline()
+        printed = process.stdout.readline().strip()
+        wait_for(opened.exists, limit_s=MLFLOW_S)
+        assert opened.read_text().strip() == printed
+        yield printed, recorded
 
 
 def see(address, shown):

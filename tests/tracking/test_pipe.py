@@ -12,7 +12,7 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 from commands import wait_for
-from results import CONFIG, DATASET, NETWORK, Backend, epoch_result
+from results import CONFIG, DATASET, NETWORK, Backend, epoch_result, train
 from tables import each
 from tracking.test_store import history, read
 
@@ -58,17 +58,10 @@ class Undrawn(Run):
         pass
 
 
-def run_epochs(run, results):
-    run.begin(DATASET, NETWORK, Backend())
-    run.wait()
-    for result in results:
-        run.finished(result)
-
-
 def record(folder, recorder, results, error=None, config=CONFIG, **options):
     """Record a run that ends with `error`; return it."""
     with Undrawn(folder, config, (), recorder, **options) as run:
-        run_epochs(run, results)
+        train(run, results)
         if error is not None:
             raise error
     return run
@@ -99,7 +92,7 @@ def stopped(recorder):
 def test_run_records_everything(live, store, tmp_path):
     config = CONFIG | {"more": {f"key{i}": i for i in range(250)}}  # than MLflow takes at once
     with Run(tmp_path, config, ["model.filters=4"], live) as run:
-        run_epochs(run, [epoch_result(1, correct=4, speedup=2), epoch_result(2, epoch_s=0.25, speedup=3)])
+        train(run, [epoch_result(1, correct=4, speedup=2), epoch_result(2, epoch_s=0.25, speedup=3)])
         run.metrics.update({"time/compile_s": 1.5})
         (tmp_path / "checkpoints").mkdir()
         (tmp_path / "checkpoints" / "2.npz").write_bytes(b"state")
@@ -170,7 +163,7 @@ def test_finished_config_is_skipped_unless_the_store_is_silent(live, tmp_path, m
     config = {**CONFIG, "trainer": {"seed": 77}}
     with Undrawn(tmp_path / "1", config, (), live) as first:
         assert not first.skip_if_finished()
-        run_epochs(first, [epoch_result(1)])
+        train(first, [epoch_result(1)])
     elsewhere = {**config, "tracking": {"name": "mlflow", "run_name": "another"}}
     with Run(tmp_path / "2", elsewhere, (), live) as second:
         assert second.skip_if_finished()
@@ -187,7 +180,7 @@ def test_finished_config_is_skipped_unless_the_store_is_silent(live, tmp_path, m
 def test_without_a_recorder_the_journal_tells_all_and_best_goes_by_the_validation_split(tmp_path):
     run = Run(tmp_path, CONFIG, ["model.filters=4"])
     assert not run.skip_if_finished()
-    run_epochs(run, [epoch_result(1, correct=1, validation=4), epoch_result(2, correct=3, validation=2)])
+    train(run, [epoch_result(1, correct=1, validation=4), epoch_result(2, correct=3, validation=2)])
     assert read_journal(tmp_path)["status"] == "DIED"  # as long as it has not ended
     run.__exit__(None, None, None)
     journal = read_journal(tmp_path)
@@ -247,7 +240,7 @@ def test_a_run_never_waits_for_a_store_that_stands_still_and_it_has_all_then(liv
     monkeypatch.setattr(pipe, "FLUSH_S", 60.0)
     with Undrawn(tmp_path, CONFIG, (), live) as run:
         with stopped(live):
-            run_epochs(run, [epoch_result(1)])
+            train(run, [epoch_result(1)])
             assert run.id is None
         run_id = live._look.result(100)
         monkeypatch.setattr(live, "_slow", False)
@@ -269,7 +262,7 @@ def test_an_epoch_is_recorded_before_the_next_is_timed(live, store, tmp_path, mo
     monkeypatch.setattr(pipe, "FLUSH_S", 60.0)
     monkeypatch.setattr(live, "_slow", False)
     with Undrawn(tmp_path, CONFIG, (), live) as run:
-        run_epochs(run, [])
+        train(run, [])
         run_id = live._look.result(100)
         run.finished(epoch_result(1))
         assert not live._slow
@@ -284,7 +277,7 @@ def test_a_store_that_is_locked_at_the_start_has_all_later(new_store, tmp_path, 
         holder.execute("BEGIN EXCLUSIVE")
         recorder = Recorder(uri, "runs")
         run = Undrawn(tmp_path / "run", CONFIG, (), recorder)
-        run_epochs(run, map(epoch_result, (1, 2, 3)))
+        train(run, map(epoch_result, (1, 2, 3)))
         time.sleep(held_s)
         assert run.id is None
         assert [epoch["epoch"] for epoch in read_journal(tmp_path / "run")["epochs"]] == [1, 2, 3]
@@ -298,7 +291,7 @@ def test_a_store_that_is_locked_at_the_start_has_all_later(new_store, tmp_path, 
 
 def test_a_recorder_finds_by_itself_what_it_is_not_asked_for(live, store, tmp_path, monkeypatch):
     with Undrawn(tmp_path, CONFIG, (), live) as run:
-        run_epochs(run, [])
+        train(run, [])
         run_id = live._look.result(100)
         monkeypatch.setattr(live, "follow", lambda folder: live._look)
         run.finished(epoch_result(1))

@@ -1,7 +1,7 @@
 import dataclasses
 import re
 
-from results import CONFIG, DATASET, NETWORK, Backend, epoch_result
+from results import CONFIG, epoch_result, train
 
 from cnnexp.measuring.confidence import median_interval
 from cnnexp.measuring.interference import Interference
@@ -81,10 +81,8 @@ def test_a_run_writes_its_verdict_into_its_folder_and_shows_results_before_the_s
     shown = []
     with Run(tmp_path, CONFIG) as run:
         run.show = show
-        run.begin(DATASET, NETWORK, Backend())
-        for epoch, ratio in enumerate(RATIOS, 1):
-            run.interference = dataclasses.replace(BUSY)
-            run.finished(epoch_result(epoch, speedup=ratio))
+        run.interference = BUSY
+        train(run, [epoch_result(epoch, speedup=ratio) for epoch, ratio in enumerate(RATIOS, 1)])
     page = (tmp_path / REPORT).read_text()
     assert "| speedup | 2.5 x (median of 7 epochs" in page
     assert f"| folder | {tmp_path} |" in page
@@ -99,9 +97,7 @@ def test_a_run_writes_its_verdict_into_its_folder_and_shows_results_before_the_s
 def test_a_run_that_was_stopped_says_so_and_one_without_an_epoch_has_no_verdict(tmp_path):
     for results, error in (([epoch_result(1)], KeyboardInterrupt()), ([], ValueError("early"))):
         run = Run(tmp_path / str(len(results)), CONFIG)
-        run.begin(DATASET, NETWORK, Backend())
-        for result in results:
-            run.finished(result)
+        train(run, results)
         run.__exit__(type(error), error, None)
     assert re.search(r"\| status \| KILLED after 1 epochs \|", (tmp_path / "1" / REPORT).read_text())
     assert run.verdict == []

@@ -5,6 +5,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from conformance import assert_same_state
 from tables import each
 
 from cnnexp import SGD, AdamW, BatchNorm2d, Conv2d, Dropout, Flatten, Linear, Loss, Network, ReLU, Sigmoid
@@ -95,8 +96,7 @@ def test_a_rate_for_each_step_is_as_many_calls(backend):
         program.restore(NETWORK.initial_state(1))
         parts = [program.train(handle, order[i * BATCH : (i + 1) * BATCH], rate) for i, rate in enumerate(rates)]
         assert totals.correct == sum(part.correct for part in parts)
-        for name, array in program.state().items():
-            np.testing.assert_array_equal(together[name], array)
+        assert_same_state(program.state(), together)
         program.restore(NETWORK.initial_state(1))
         program.train(handle, order, 0.1)
         assert np.abs(together["parameters"] - program.state()["parameters"]).max() > 1e-4
@@ -235,9 +235,7 @@ def test_what_was_stopped_goes_on_to_the_same_bits(backend):
         steps = Steps(program, **ALL)
         steps.restore(stopped)
         steps.train(data, order[16:], 0.05)
-        assert set(whole) == set(steps.state())
-        for name, array in steps.state().items():
-            np.testing.assert_array_equal(array, whole[name])
+        assert_same_state(steps.state(), whole)
         np.testing.assert_array_equal(steps.predict(data), scores)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import ROOT, TINY, statuses, wait_for
+from commands import ROOT, TINY, cnnexp, statuses, wait_for
 from tables import each
 from workers.work import MODELS, OPTIMIZERS, compiled, hundred_steps, trained
 
@@ -136,7 +136,6 @@ def test_ctrl_c_ends_all_ranks_and_the_run_is_killed(tmp_path):
 
 
 def test_workers_mpi_without_mpiexec_says_how():
-    command = [sys.executable, "-m", "cnnexp", *TINY, "workers=mpi"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    done = cnnexp(*TINY, "workers=mpi")
     assert done.returncode == 2
     assert "workers=mpi: not started by MPI; run it as mpiexec -n 4" in done.stderr

@@ -4,11 +4,10 @@ import contextlib
 import re
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
-from commands import ROOT, cnnexp, statuses, wait_for
+from commands import cnnexp, starting, statuses, wait_for
 from conformance import assert_same_state
 from tables import each
 
@@ -46,7 +45,7 @@ def test_a_run_that_was_stopped_ends_bit_identical_to_one_that_was_not(run, tmp_
         assert set(start.state["running"]) == {0.0, 1.0}
 
 
-def test_a_run_that_cannot_go_on_says_why(run, tmp_path):
+def test_a_run_that_cannot_go_on_says_why(run, mistake, tmp_path):
     words = (*SMALL, "tracking=none", "trainer.epochs=2")
     assert run(*words, f"hydra.run.dir={tmp_path}/half")[0] == 0
     for arguments, code, message in (
@@ -54,9 +53,7 @@ def test_a_run_that_cannot_go_on_says_why(run, tmp_path):
         (["trainer.epochs=3", "optimizer.lr=0.5"], 6, 'of another training: optimizer is .*"lr": 0.5'),
         (["trainer.epochs=3", "trainer.resume=nowhere"], 6, "trainer.resume='nowhere': no such file or folder"),
     ):
-        left, _, err = run(*words, f"trainer.resume={tmp_path}/half", *arguments)
-        assert left == code
-        assert re.fullmatch(f".*{message}.*\n", err)
+        mistake(*words, f"trainer.resume={tmp_path}/half", *arguments, says=f".*{message}.*", code=code)
         assert not (tmp_path / "run" / "checkpoints").exists()
 
 
@@ -116,15 +113,13 @@ def test_a_terminated_run_takes_its_workers_along(tmp_path):
 def _endless(folder, *arguments):
     """Start a run of two workers, wait for its first checkpoint; yield it and its other worker."""
     folders = (f"hydra.run.dir={folder}", "trainer.epochs=100000", *LONGER)
-    command = [sys.executable, "-m", "cnnexp", *SMALL, "workers=local", *folders, *arguments]
-    run = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    try:
-        wait_for(lambda: list_checkpoints(folder / "checkpoints")[1:], run)  # of the start, and of an epoch
-        (worker,) = [child for child in psutil.Process(run.pid).children() if _is_worker(child)]
-        yield run, worker
-    finally:
-        run.kill()
-        run.communicate()
+    with starting(*SMALL, "workers=local", *folders, *arguments, stdout=subprocess.DEVNULL) as run:
+        try:
+            wait_for(lambda: list_checkpoints(folder / "checkpoints")[1:], run)  # of the start, and of an epoch
+            (worker,) = [child for child in psutil.Process(run.pid).children() if _is_worker(child)]
+            yield run, worker
+        finally:
+            run.kill()
 
 
 def _is_worker(process):
