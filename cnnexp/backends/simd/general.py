@@ -8,6 +8,7 @@ So it is with a structural layer of a plugin; `backend.algorithms=[LAYER:general
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -88,23 +89,11 @@ class Calls:
         self._kept, self._failure = list[Any](), list[Exception]()
         for node in nodes:
             if isinstance(node, General):
-                called = CALLED(self._guarded(_Tiles(node, plan)))
+                called = CALLED(functools.partial(_guarded, self._failure, _Tiles(node, plan)))
                 self._kept.append(called)
                 address = ctypes.cast(called, ctypes.c_void_p).value
                 at = int(node.address)
                 arenas[:, at : at + 2] = np.array([address]).view(np.float32)
-
-    def _guarded(self, function: Callable[..., None]) -> Callable[..., None]:
-        """Return the function, keeping what it raises: nothing goes through compiled code."""
-        failures = self._failure
-
-        def guarded(*given: int) -> None:
-            try:
-                function(*given)
-            except Exception as error:
-                failures.append(error)
-
-        return guarded
 
     def check(self) -> None:
         """Raise what has failed since the last time, first of all."""
@@ -112,6 +101,14 @@ class Calls:
             failure = self._failure[0]
             self._failure.clear()
             raise failure
+
+
+def _guarded(failures: list[Exception], function: Callable[..., None], *given: int) -> None:
+    """Call a function and keep what it raises: nothing goes through compiled code."""
+    try:
+        function(*given)
+    except Exception as error:
+        failures.append(error)
 
 
 class _Tiles:

@@ -178,7 +178,7 @@ class Arena:
     Args:
         lanes: images per vector.
         groups: vectors of images per tile.
-        images: per tile, if fewer: then nothing may write whole vectors of images to an `NC`.
+        images: per tile; if they fill no vectors, nothing may write whole vectors of images to an `NC`.
 
     Attributes:
         size: floats. shared: where the room lies that each kernel has for itself while it runs, once all is allocated.
@@ -186,8 +186,8 @@ class Arena:
             Its offsets count back from its end.
     """
 
-    def __init__(self, lanes: int, groups: int, images: int | None = None) -> None:
-        self.lanes, self.groups, self.images = lanes, groups, images or lanes * groups
+    def __init__(self, lanes: int, groups: int, images: int) -> None:
+        self.lanes, self.groups, self.images = lanes, groups, images
         # loads may reach one vector past the last value
         self.size = self.passing = 16 * lanes
         self.shared, self._needed = Offset(0), 0

@@ -128,7 +128,6 @@ class SimdProgram(Program[LoadedSplit]):
         self.compile_s = time.perf_counter() - started
 
     def explain(self) -> list[Part]:
-        """Return what was chosen for every kernel of a training step, in order."""
         return self._rows
 
     def load(self, images: np.ndarray, labels: np.ndarray) -> LoadedSplit:

@@ -78,7 +78,6 @@ class Channels(ConvolutionNode[NHWC]):
         return found
 
     def forward_work(self, target: Target, images: int) -> Work:
-        """Return what the forward pass does for an image."""
         layer, channels = self.stage.layer, self.stage.input_shape[2]
         cells, finish = (self.shape[0], self.shape[1]), 2.5 + 3.0 * (self.window - 1)
         return product_sums(cells, self.window, layer.filters, layer.kernel**2 * channels, target, finish)

@@ -72,7 +72,6 @@ class Lanes(ConvolutionNode[Blocked]):
         return found
 
     def forward_work(self, target: Target) -> Work:
-        """Return what the forward pass does for an image."""
         rows, columns, filters = self.stage.output_shape
         pixels, most = sums_tile(target.registers)
         if self.pool:

@@ -53,7 +53,7 @@ class LanesPair(Node[Blocked, Blocked]):
         first, second: the convolutions, which compute their forward passes.
 
     Attributes:
-        opening, closing: their geometry; the halo of the image is wide enough for every patch, also at an edge.
+        opening: geometry of the first; the halo of the image is wide enough for every patch, also at an edge.
         patch: what a window of the second sees. events: of its output.
         x_rows: a group's input, with the halo of x.
         weights, gradients: where in the arena those of the second lie, packed as `Patch` says.
@@ -134,7 +134,7 @@ class LanesPair(Node[Blocked, Blocked]):
             node.x, node.y = x, y
             node.prepare_forward(plan)
         self.opening = replace(self.first.correlation, origin=(step * halo.top, step * halo.left))
-        self.closing, windows = self.second.correlation, self.second.windows
+        windows = self.second.windows
         assert windows is not None
         self.patch, move, lanes = self._patch(arena.lanes), step * second.layer.stride, arena.lanes
         self.x_rows = image_rows(arena, self.x)
@@ -159,7 +159,7 @@ class LanesPair(Node[Blocked, Blocked]):
 
         A place is where in the image, its halo with it, the patch begins. Masks are int32.
         """
-        patch, between = self.patch, self.closing.x
+        patch, between = self.patch, self.second.x
         halo, (height, width, _) = between.halo, between.shape
         row, column = self.x_rows.row, self.x_rows.column
         # a lane without a pixel is outside everywhere
