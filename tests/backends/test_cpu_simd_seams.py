@@ -67,6 +67,12 @@ def test_training_in_tiles():
     check_training(OnTarget(TARGETS["sse"], threads=3), make_case(NORMED, images=35), Adam())
 
 
+@pytest.mark.parametrize("algorithm", ["lanes", "channels"])
+def test_gradients_in_tiles(algorithm):
+    """18 images of one thread are three tiles, which have a room in turn."""
+    check_case(OnTarget(computed(NORMED, TARGETS["sse"], algorithm), threads=1), make_case(NORMED, images=19))
+
+
 def test_a_batch_has_no_more_images_than_there_are_tiles_for():
     program = OnTarget(threads=1).compile(NORMED, LOSS, SGD(), 4)
     handle = program.load(np.zeros((9, 7, 6, 3), np.float32), np.zeros(9, np.int32))

@@ -1,12 +1,15 @@
 """A kernel is compiled for a shape, not for a place in the network."""
 
+import copy
+from dataclasses import replace
+
 import pytest
 from backends.on_target import HOST
 from llvmlite import ir
 from machine_code import add_function
 
 from cnnexp import testing
-from cnnexp.backends.simd.compiler.emit import FLOAT
+from cnnexp.backends.simd.compiler.emit import FLOAT, Offset
 from cnnexp.backends.simd.lowering import Plan
 from cnnexp.network import AvgPool2d, Conv2d, Dropout, Flatten, Linear, MaxPool2d, Network, ReLU, Residual
 from cnnexp.network.models import ResNet
@@ -14,8 +17,8 @@ from cnnexp.network.models import ResNet
 BLOCK = (Conv2d(6, 3, padding="same"), ReLU(), Dropout(0.25))
 
 
-def plan_of(network):
-    return Plan(network, HOST, 1, 8)
+def plan_of(network, share=8):
+    return Plan(network, HOST, 1, share)
 
 
 def module_of(plan, keyed=True):
@@ -60,7 +63,17 @@ REPEATED = {
 NETWORKS = REPEATED | {name: Network(*given) for name, given in testing.NETWORKS.items()}
 
 
-@pytest.mark.parametrize("name", NETWORKS)
-def test_kernels_of_equal_keys_have_equal_code(name):
-    plan = plan_of(NETWORKS[name])
+def test_kernels_on_a_room_in_turn_are_others():
+    plan = plan_of(NETWORKS["resnet"], 40)
+    node, keys = copy.copy(plan.nodes[0]), set()
+    for offset in (Offset(64), Offset(128), Offset(-128)):
+        node.x = replace(node.x, offset=offset)
+        keys.add(plan._key(node, "forward", "forward")[0])
+    assert len(keys) == 2
+
+
+@pytest.mark.parametrize(("name", "share"), [*((name, 8) for name in NETWORKS), ("resnet", 40)])
+def test_kernels_of_equal_keys_have_equal_code(name, share):
+    """Also where a share is several tiles, which have a room in turn."""
+    plan = plan_of(NETWORKS[name], share)
     assert str(module_of(plan)) == str(module_of(plan, keyed=False))
