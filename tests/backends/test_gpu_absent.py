@@ -1,6 +1,8 @@
 """Where there is no GPU: the GPU jobs of a sweep fail, each by one clear line, and its other jobs are kept."""
 
 import csv
+import subprocess
+import sys
 
 import pytest
 from conformance import is_here
@@ -15,6 +17,29 @@ pytestmark = pytest.mark.skipif(is_here("gpu"), reason="this machine has a GPU")
 def test_every_gpu_backend_says_what_is_missing_and_what_to_use(name):
     with pytest.raises(BackendUnavailable, match=r"^no GPU to compute on: .*use backend=cpu-parallel or cpu-simd$"):
         backend_class(name)()
+
+
+WITHOUT_NUMBA_CUDA = """
+import importlib.util, sys
+sys.meta_path = [finder for finder in sys.meta_path if type(finder).__name__ != "NumbaCudaFinder"]
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "numba_cuda" else found(name, *rest)
+from cnnexp.backends import BACKENDS, backend_class
+from cnnexp.errors import BackendUnavailable
+for name in [name for name in BACKENDS if name.startswith("gpu")]:
+    try:
+        backend_class(name)()
+    except BackendUnavailable as error:
+        print(error)
+"""
+
+
+def test_every_gpu_backend_loads_without_numba_cuda():
+    """As the core install leaves it: Numba's own `numba.cuda` has fewer modules."""
+    ran = subprocess.run([sys.executable, "-c", WITHOUT_NUMBA_CUDA], capture_output=True, text=True, check=True)
+    lines = ran.stdout.splitlines()
+    assert len(lines) == len([name for name in BACKENDS if name.startswith("gpu")])
+    assert all(line.startswith("no GPU to compute on: the package numba-cuda is not installed; ") for line in lines)
 
 
 def test_a_sweep_loses_its_gpu_jobs_and_keeps_the_others(run, tmp_path):

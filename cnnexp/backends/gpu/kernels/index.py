@@ -17,7 +17,6 @@ import numpy as np
 from numba import cuda
 from numba.cuda import types
 from numba.cuda.extending import intrinsic
-from numba.cuda.typing import signature
 
 from cnnexp.backends.gpu.device import Tensor
 from cnnexp.network import Window
@@ -70,7 +69,7 @@ def offset(typing: Any, *numbers: Any) -> Any:
             place = builder.add(builder.mul(place, size), index)
         return place
 
-    return signature(types.uint32, types.StarArgTuple(numbers)), code
+    return types.uint32(types.StarArgTuple(numbers)), code
 
 
 @intrinsic
@@ -84,7 +83,7 @@ def split(typing: Any, place: Any, *sizes: Any) -> Any:
             rest = builder.udiv(rest, size)
         return context.make_tuple(builder, kinds.return_type, [rest, *reversed(found)])
 
-    return signature(types.UniTuple(types.uint32, len(sizes) + 1), place, types.StarArgTuple(sizes)), code
+    return types.UniTuple(types.uint32, len(sizes) + 1)(place, types.StarArgTuple(sizes)), code
 
 
 def _words(context: Any, builder: Any, kinds: Any, packed: Any) -> list[Any]:
