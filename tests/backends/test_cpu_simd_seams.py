@@ -69,7 +69,7 @@ def test_training_in_tiles():
 
 @pytest.mark.parametrize("algorithm", ["lanes", "channels"])
 def test_gradients_in_tiles(algorithm):
-    """18 images of one thread are three tiles, which have a room in turn."""
+    """18 images of one thread are three tiles, which share a scratch buffer."""
     check_case(OnTarget(computed(NORMED, TARGETS["sse"], algorithm), threads=1), make_case(NORMED, images=19))
 
 

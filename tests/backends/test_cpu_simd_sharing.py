@@ -63,7 +63,7 @@ REPEATED = {
 NETWORKS = REPEATED | {name: Network(*given) for name, given in testing.NETWORKS.items()}
 
 
-def test_kernels_on_a_room_in_turn_are_others():
+def test_kernels_on_the_scratch_buffer_are_others():
     plan = plan_of(NETWORKS["resnet"], 40)
     node, keys = copy.copy(plan.nodes[0]), set()
     for offset in (Offset(64), Offset(128), Offset(-128)):
@@ -74,6 +74,6 @@ def test_kernels_on_a_room_in_turn_are_others():
 
 @pytest.mark.parametrize(("name", "share"), [*((name, 8) for name in NETWORKS), ("resnet", 40)])
 def test_kernels_of_equal_keys_have_equal_code(name, share):
-    """Also where a share is several tiles, which have a room in turn."""
+    """Also where a share is several tiles, which share a scratch buffer."""
     plan = plan_of(NETWORKS[name], share)
     assert str(module_of(plan)) == str(module_of(plan, keyed=False))

@@ -182,22 +182,22 @@ class Arena:
 
     Attributes:
         size: floats. shared: where the room lies that each kernel has for itself while it runs, once all is allocated.
-        passing: floats of a room that the tiles of a share have in turn: for what no tile needs once another one comes.
-            Its offsets count back from its end.
+        scratch: floats of a scratch buffer that the tiles of a share use one after the other, for what none needs once
+            the next one comes. Its offsets are negative: they count back from its end.
     """
 
     def __init__(self, lanes: int, groups: int, images: int) -> None:
         self.lanes, self.groups, self.images = lanes, groups, images
         # loads may reach one vector past the last value
-        self.size = self.passing = 16 * lanes
+        self.size = self.scratch = 16 * lanes
         self.shared, self._needed = Offset(0), 0
         self._fills: list[tuple[int, np.ndarray]] = []
 
-    def allocate(self, floats: int, passing: bool = False) -> Offset:
+    def allocate(self, floats: int, scratch: bool = False) -> Offset:
         """Return the offset of room that starts on a cache line."""
-        if passing:
-            self.passing += round_up(floats, 16)
-            return Offset(-self.passing)
+        if scratch:
+            self.scratch += round_up(floats, 16)
+            return Offset(-self.scratch)
         offset = Offset(self.size)
         self.size += round_up(floats, 16)
         return offset
@@ -206,17 +206,17 @@ class Arena:
         """Have the room that kernels take turns in hold as much."""
         self._needed = max(self._needed, floats)
 
-    def place_shared(self, passing: bool) -> None:
+    def place_shared(self, scratch: bool) -> None:
         """Allocate it, when all who need it have said so."""
-        self.shared = self.allocate(self._needed, passing)
+        self.shared = self.allocate(self._needed, scratch)
 
-    def blocked(self, shape: Shape, halo: Halo = Halo(), passing: bool = False) -> Blocked:
+    def blocked(self, shape: Shape, halo: Halo = Halo(), scratch: bool = False) -> Blocked:
         stride = math.prod(halo.around(shape)) * shape[2] * self.lanes
-        return Blocked(self._filled(self.groups * stride, halo, passing), shape, stride, self.lanes, halo)
+        return Blocked(self._filled(self.groups * stride, halo, scratch), shape, stride, self.lanes, halo)
 
-    def _filled(self, floats: int, halo: Halo, passing: bool) -> Offset:
+    def _filled(self, floats: int, halo: Halo, scratch: bool) -> Offset:
         """Return the offset of room for images with what their halo holds all over."""
-        offset = self.allocate(floats, passing)
+        offset = self.allocate(floats, scratch)
         if halo.value:
             self._fills.append((offset, np.full(floats, halo.value, np.float32)))
         return offset
@@ -231,10 +231,10 @@ class Arena:
         stride = width if width < SHORT_ROW else odd_lines(width)
         return NC(self.allocate(self.images * stride), (size,), stride, width=width)
 
-    def nhwc(self, shape: Shape, halo: Halo = Halo(), passing: bool = False) -> NHWC:
+    def nhwc(self, shape: Shape, halo: Halo = Halo(), scratch: bool = False) -> NHWC:
         stride = odd_lines(math.prod(halo.around(shape)) * shape[2] + self.lanes)
         width = round_up(math.prod(shape), self.lanes)
-        return NHWC(self._filled(self.images * stride, halo, passing), shape, stride, halo=halo, width=width)
+        return NHWC(self._filled(self.images * stride, halo, scratch), shape, stride, halo=halo, width=width)
 
     def constants(self, values: np.ndarray) -> Offset:
         """Return the offset of room that holds these float32 values for good."""
@@ -251,9 +251,9 @@ class Arena:
     def make(self, shares: int, tiles: int = 1) -> np.ndarray:
         """Return arenas (tiles * shares, stride) as a fresh run needs them, tile by tile, each on its own cache lines.
 
-        The first eight bytes of each are the floats from there to the end of what its tile has in passing.
+        The first eight bytes of each say how many floats lie from there to the end of its share's scratch buffer.
         """
-        room = round_up(self.passing + 16 * self.lanes, 16)
+        room = round_up(self.scratch + 16 * self.lanes, 16)
         whole = aligned_zeros((tiles * shares * self.stride + shares * room,))
         arenas, rooms = np.split(whole, [tiles * shares * self.stride])
         arenas, rooms = arenas.reshape(-1, self.stride), rooms.reshape(-1, room)

@@ -48,7 +48,7 @@ Steps = list[tuple[int, int]]
 that of all nodes."""
 
 Rooms = dict[tuple[type[Tensor], Shape, Halo, bool], list[tuple[Tensor, Steps]]]
-"""Tensors by what they are like, and whether in passing, with the steps that use each."""
+"""Tensors by what they are like, and whether in the scratch buffer, with the steps that use each."""
 
 
 class Plan:
@@ -80,7 +80,7 @@ class Plan:
         self._allocate(network, nodes)
         for node in nodes:
             node.prepare(self)
-        self.arena.place_shared(passing=bool(self._cuts))
+        self.arena.place_shared(scratch=bool(self._cuts))
         gather = functools.partial(gather_lanes if isinstance(nodes[0].x, Blocked) else gather_rows, y=nodes[0].x)
         self.gather: dict[str, Kernels] = {
             name: [("gather", functools.partial(gather, pixel=kind))]
@@ -194,7 +194,7 @@ class Plan:
     def _steps_of_y(self, nodes: list[Node], i: int) -> Steps | None:
         """Return the first and the last step that use a node's output, every time; None from its own to the last.
 
-        Where the batch is many tiles, what the backward pass reads may be made again there from what lies before it.
+        Where a share is many tiles, the output of a normalization is not kept but `made_again`, which is noted here.
         """
         if i + 1 == len(nodes):
             return None
@@ -214,13 +214,13 @@ class Plan:
         """Return a tensor that is used in these steps: the room of one that is not used then, if there is."""
         if used is None or like[0] is NC:
             return self._tensor(*like)
-        passing = bool(self._cuts) and not any(map(self._crosses, used))
-        for tensor, others in rooms.setdefault((*like, passing), []):
+        scratch = bool(self._cuts) and not any(map(self._crosses, used))
+        for tensor, others in rooms.setdefault((*like, scratch), []):
             if all(until < first or last < start for first, last in others for start, until in used):
                 others.extend(used)
                 return tensor
-        rooms[*like, passing].append((self._tensor(*like, passing), [*used]))
-        return rooms[*like, passing][-1][0]
+        rooms[*like, scratch].append((self._tensor(*like, scratch), [*used]))
+        return rooms[*like, scratch][-1][0]
 
     def _crosses(self, used: tuple[int, int]) -> bool:
         """Whether a seam lies between two steps; a node with seams reads its input and dy on both sides of them."""
@@ -229,11 +229,11 @@ class Plan:
             return any(first < cut - len(self.nodes) <= last for cut in self._cuts)
         return any(first <= cut < last for cut in self._cuts)
 
-    def _tensor(self, kind: type[Tensor], shape: Shape, halo: Halo, passing: bool = False) -> Tensor:
+    def _tensor(self, kind: type[Tensor], shape: Shape, halo: Halo, scratch: bool = False) -> Tensor:
         if kind is NC:
             return self.arena.nc(math.prod(shape))
         image = shape if len(shape) == 3 else (1, 1, *shape)
-        return (self.arena.nhwc if kind is NHWC else self.arena.blocked)(image, halo, passing)
+        return (self.arena.nhwc if kind is NHWC else self.arena.blocked)(image, halo, scratch)
 
 
 class _NodeState(pickle.Pickler):

@@ -149,7 +149,7 @@ class Emitter:
         self.bytes = ir.VectorType(BYTE, target.lanes)
 
     def place(self, base: ir.Value, offset: Offset) -> ir.Value:
-        """Return the address so far from a base; below 0, from the end of the room that `Arena.make` says there."""
+        """Return the address so far from a base; below 0, from the end of `Arena.scratch`."""
         whole = isinstance(base, ir.Argument)
         key = base.name if whole else "", offset
         if key not in self._places:
