@@ -33,7 +33,7 @@ EXPERIMENTS = {
         "Keras's older MNIST example",
         "Keras 2, examples/mnist_cnn.py",
         99.25,
-        "Adadelta as in Keras 2: rate 1.0, rho 0.95, epsilon 1e-7.",
+        "Adadelta as in Keras 2: rate 1.0, rho 0.95, epsilon 1e-7. Weights begin as PyTorch draws them.",
     ),
     "pytorch_mnist": recipe(
         "PyTorch's MNIST example",

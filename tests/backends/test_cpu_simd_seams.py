@@ -57,6 +57,7 @@ def test_tiles_keep_what_a_seam_lies_across_and_no_more(name):
     again = {kernel for kernel, _ in plan.backward if kernel.endswith(".again")}
     assert again == {f"{node.name}.again" for node in normed if node.made_again}
     assert len(again) >= len(normed) // 2 - 1
+    assert {node.x.offset for node in normed} & {node.dy.offset for node in normed}
     for node in normed:
         assert min(node.x.offset, node.dy.offset) > 0
         assert (node.y.offset < 0) == (node.made_again or not plan.nodes[plan.nodes.index(node) + 1].keeps_x)

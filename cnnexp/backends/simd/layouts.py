@@ -210,12 +210,18 @@ class Arena:
         """Allocate it, when all who need it have said so."""
         self.shared = self.allocate(self._needed, scratch)
 
-    def blocked(self, shape: Shape, halo: Halo = Halo(), scratch: bool = False) -> Blocked:
+    def blocked(self, shape: Shape, halo: Halo = Halo(), scratch: bool = False, at: Offset | None = None) -> Blocked:
         stride = math.prod(halo.around(shape)) * shape[2] * self.lanes
-        return Blocked(self._filled(self.groups * stride, halo, scratch), shape, stride, self.lanes, halo)
+        return Blocked(self._filled(self.groups * stride, halo, scratch, at), shape, stride, self.lanes, halo)
 
-    def _filled(self, floats: int, halo: Halo, scratch: bool) -> Offset:
-        """Return the offset of room for images with what their halo holds all over."""
+    def floats(self, tensor: Tensor) -> int:
+        """Return how many floats of room a tensor takes."""
+        return tensor.stride * (self.groups if isinstance(tensor, Blocked) else self.images)
+
+    def _filled(self, floats: int, halo: Halo, scratch: bool, at: Offset | None) -> Offset:
+        """Return the offset of room for images with what their halo holds all over: `at`, if there is some."""
+        if at is not None:
+            return at
         offset = self.allocate(floats, scratch)
         if halo.value:
             self._fills.append((offset, np.full(floats, halo.value, np.float32)))
@@ -231,10 +237,10 @@ class Arena:
         stride = width if width < SHORT_ROW else odd_lines(width)
         return NC(self.allocate(self.images * stride), (size,), stride, width=width)
 
-    def nhwc(self, shape: Shape, halo: Halo = Halo(), scratch: bool = False) -> NHWC:
+    def nhwc(self, shape: Shape, halo: Halo = Halo(), scratch: bool = False, at: Offset | None = None) -> NHWC:
         stride = odd_lines(math.prod(halo.around(shape)) * shape[2] + self.lanes)
         width = round_up(math.prod(shape), self.lanes)
-        return NHWC(self._filled(self.images * stride, halo, scratch), shape, stride, halo=halo, width=width)
+        return NHWC(self._filled(self.images * stride, halo, scratch, at), shape, stride, halo=halo, width=width)
 
     def constants(self, values: np.ndarray) -> Offset:
         """Return the offset of room that holds these float32 values for good."""

@@ -44,11 +44,10 @@ FEWEST_IN_A_TILE = 2
 """Part of a vector that a tile of images has room for at least: `predict` takes as many at once."""
 
 Steps = list[tuple[int, int]]
-"""The first and the last step that use a tensor, every time. The step of a node is its number, in the forward pass less
-that of all nodes."""
+"""The first and the last step that use a tensor, every time. A step is a node's forward or backward pass, in order."""
 
-Rooms = dict[tuple[type[Tensor], Shape, Halo, bool], list[tuple[Tensor, Steps]]]
-"""Tensors by what they are like, and whether in the scratch buffer, with the steps that use each."""
+Rooms = dict[tuple[object, ...], list[tuple[Tensor, Steps]]]
+"""Tensors with the steps that use each, by what those must be like that may lie there at other steps."""
 
 
 class Plan:
@@ -180,60 +179,71 @@ class Plan:
             # in lanes nothing flattens but a change of layout: what is elementwise after a Flatten keeps the image
             shape = x.shape if isinstance(node, ElementwiseNode) and isinstance(x, Blocked) else node.shape
             halo = _reader(nodes, i).input_halo() if i + 1 < len(nodes) else Halo()
-            node.y = self._room(rooms, (kind, shape, halo), self._steps_of_y(nodes, i))
+            node.y = self._room(rooms, kind, shape, halo, self._steps_of_y(nodes, i))
             x, dx, node.dy = node.y, None, node.y  # in `predict` nobody looks for a gradient
             if i >= first:
                 flat = i + 1 == len(nodes) or nodes[i + 1].input_layout is NC
                 halo = Halo() if flat else node.gradient_halo(i > first)
-                start = nodes.index(node.split) if isinstance(node, Sum) else i
                 until = i + 1 if i + 1 == len(nodes) else nodes.index(_reader(nodes, i))
-                dx = node.dy = self._room(rooms, (kind, shape, halo), [(start, until)])
+                used = self._backward(until), self._backward(_start(nodes, i))
+                dx = node.dy = self._room(rooms, kind, shape, halo, [used])
                 if i + 1 < len(nodes):
                     nodes[i + 1].input_rectified = node.dy_rectified = node.rectify and nodes[i + 1].rectifies_dx
 
+    def _backward(self, i: int) -> int:
+        """Return the step that is a node's backward pass."""
+        return 2 * len(self.nodes) - 1 - i
+
     def _steps_of_y(self, nodes: list[Node], i: int) -> Steps | None:
-        """Return the first and the last step that use a node's output, every time; None from its own to the last.
+        """Return the steps that use a node's output; None where its room is for it alone.
 
         Where a share is many tiles, the output of a normalization is not kept but `made_again`, which is noted here.
         """
         if i + 1 == len(nodes):
             return None
-        last, trained = i + 1, i + 1 >= self._first_trained
+        node, last, trained = nodes[i], i + 1, i + 1 >= self._first_trained
         if isinstance(nodes[last], Split):  # the sum where it ends reads this, too
             last = nodes.index(_end(nodes, last))
-        forward = i - len(nodes), last - len(nodes)
-        if not trained or not (nodes[i].keeps_y or nodes[i + 1].keeps_x or last > i + 1):
-            return [forward]
-        node = nodes[i]
-        if self.owns or not isinstance(node, BatchNormNode) or last > i + 1 or last in self._cuts:
+        if not trained or not (node.keeps_y or nodes[i + 1].keeps_x or last > i + 1):
+            return [(i, last)]
+        if not self._cuts or (self.owns and _reader(nodes, i).input_layout is NC):  # for `updates`, after all steps
             return None
-        node.made_again = True
-        return [forward, (last, last)]
+        if isinstance(node, BatchNormNode) and not self.owns and last == i + 1 and last not in self._cuts:
+            node.made_again = True
+            return [(i, last), (self._backward(last), self._backward(last))]
+        return [(i, self._backward(_start(nodes, i) if node.keeps_y or last > i + 1 else last))]
 
-    def _room(self, rooms: Rooms, like: tuple[type[Tensor], Shape, Halo], used: Steps | None) -> Tensor:
-        """Return a tensor that is used in these steps: the room of one that is not used then, if there is."""
-        if used is None or like[0] is NC:
-            return self._tensor(*like)
+    def _room(self, rooms: Rooms, kind: type[Tensor], shape: Shape, halo: Halo, used: Steps | None) -> Tensor:
+        """Return a tensor that is used in these steps: where another one lies that is not used then, if there is.
+
+        Where a halo keeps its values that is one just like it; so it is in a step that is not cut, whose tile is small.
+        """
+        if used is None or kind is NC:
+            return self._tensor(kind, shape, halo)
         scratch = bool(self._cuts) and not any(map(self._crosses, used))
-        for tensor, others in rooms.setdefault((*like, scratch), []):
-            if all(until < first or last < start for first, last in others for start, until in used):
+        wanted = self._tensor(kind, shape, halo, scratch, Offset(0))
+        alike = (scratch,) if self._cuts and halo == Halo() else (kind, shape, halo, scratch)
+        for tensor, others in rooms.setdefault(alike, []):
+            is_free = all(until < first or last < start for first, last in others for start, until in used)
+            if is_free and self.arena.floats(wanted) <= self.arena.floats(tensor):
                 others.extend(used)
-                return tensor
-        rooms[*like, scratch].append((self._tensor(*like, scratch), [*used]))
-        return rooms[*like, scratch][-1][0]
+                return replace(wanted, offset=tensor.offset)
+        tensor = self._tensor(kind, shape, halo, scratch)
+        rooms[alike].append((tensor, [*used]))
+        return tensor
 
     def _crosses(self, used: tuple[int, int]) -> bool:
         """Whether a seam lies between two steps; a node with seams reads its input and dy on both sides of them."""
         first, last = used
-        if first < 0:
-            return any(first < cut - len(self.nodes) <= last for cut in self._cuts)
-        return any(first <= cut < last for cut in self._cuts)
+        return any(first < step <= last for cut in self._cuts for step in (cut, self._backward(cut)))
 
-    def _tensor(self, kind: type[Tensor], shape: Shape, halo: Halo, scratch: bool = False) -> Tensor:
+    def _tensor(
+        self, kind: type[Tensor], shape: Shape, halo: Halo, scratch: bool = False, at: Offset | None = None
+    ) -> Tensor:
         if kind is NC:
             return self.arena.nc(math.prod(shape))
         image = shape if len(shape) == 3 else (1, 1, *shape)
-        return (self.arena.nhwc if kind is NHWC else self.arena.blocked)(image, halo, scratch)
+        return (self.arena.nhwc if kind is NHWC else self.arena.blocked)(image, halo, scratch, at)
 
 
 class _NodeState(pickle.Pickler):
@@ -274,6 +284,12 @@ class _NodeState(pickle.Pickler):
 def _reader(nodes: list[Node], at: int) -> Node:
     """Return the first node after one that reads its output: where a Residual begins nothing does."""
     return next(node for node in nodes[at + 1 :] if not isinstance(node, Split))
+
+
+def _start(nodes: list[Node], at: int) -> int:
+    """Return the node whose backward pass is the last that reads a node's output and its gradient."""
+    node = nodes[at]
+    return nodes.index(node.split) if isinstance(node, Sum) else at
 
 
 def _end(nodes: list[Node], at: int) -> Sum:

@@ -8,7 +8,8 @@ that nothing cancels. Whether the ReLU let a number through follows from the inp
 
 Where a share is many tiles, the output is not kept either: a convolution that reads it in its backward pass has it made
 again just before (Chen, Xu, Zhang and Guestrin 2016), in the scratch buffer. One thread, batch 128, Zen 4: MobileNet
-takes 0.85 of the time, ResNet-20 0.93; on two threads tiles take 0.57 and 0.76 of the memory.
+takes 0.85 of the time, ResNet-20 0.93; on two threads tiles take 0.57 and 0.76 of the memory. What a tile keeps for
+both passes lies where other tensors lay before or will: 0.88 and 0.87 of that.
 """
 
 from __future__ import annotations

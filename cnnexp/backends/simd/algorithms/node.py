@@ -105,7 +105,7 @@ class Node(Generic[X, Y]):
     """Whether its kernels go by vectors of images, and may write a whole one where a tile has fewer images."""
     keeps_x: bool = True
     """Whether its backward pass reads its input."""
-    keeps_y: ClassVar[bool] = True
+    keeps_y: bool = True
     """Whether its backward pass reads its output."""
     rectifies_dx: ClassVar[bool] = False
     """Whether it can see to a ReLU before it when it stores dx."""

@@ -437,7 +437,7 @@ def make_plan(network: Network, target: Target, share: int) -> Plan:
         pushed_out = 4 * (one.arena.size + 2 * one.parameters.size) > target.l2_bytes
         worth = pushed_out and one.arena.size <= WEIGHT_PASSES * one.parameters.size
         fits = worth or 4 * more.arena.size <= target.l2_bytes
-        if not fits or 4 * more.arena.size > (L3_SHARE_BYTES if near else LARGEST_ARENA):
+        if not fits or 4 * (more.arena.size + more.arena.scratch) > (L3_SHARE_BYTES if near else LARGEST_ARENA):
             break
         plan = more
     return plan

@@ -155,6 +155,7 @@ class ConvolutionNode(Node[Pixels, Pixels]):
     def __init__(self, stage: ConvStage, rectify: bool, pool: PoolStage | None) -> None:
         super().__init__(stage.name, (pool or stage).output_shape)
         self.stage, self.rectify, self.pool = stage, rectify, pool
+        self.keeps_y = rectify or pool is not None
 
     @classmethod
     def of(cls, sections: Sequence[Section], first: bool) -> Self | None:
