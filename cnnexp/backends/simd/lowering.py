@@ -199,14 +199,14 @@ class Plan:
 
         Where a share is many tiles, the output of a normalization is not kept but `made_again`, which is noted here.
         """
-        if i + 1 == len(nodes):
-            return None
+        if i + 1 == len(nodes) or (self._cuts and _reader(nodes, i).input_layout is NC):
+            return None  # what rounds up a row must stay 0
         node, last, trained = nodes[i], i + 1, i + 1 >= self._first_trained
         if isinstance(nodes[last], Split):  # the sum where it ends reads this, too
             last = nodes.index(_end(nodes, last))
         if not trained or not (node.keeps_y or nodes[i + 1].keeps_x or last > i + 1):
             return [(i, last)]
-        if not self._cuts or (self.owns and _reader(nodes, i).input_layout is NC):  # for `updates`, after all steps
+        if not self._cuts:
             return None
         if isinstance(node, BatchNormNode) and not self.owns and last == i + 1 and last not in self._cuts:
             node.made_again = True

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import cast
 
 from cnnexp.backends.simd.algorithms.cost import Work, passes
 from cnnexp.backends.simd.algorithms.node import Node, Section
 from cnnexp.backends.simd.compiler.emit import Emitter, Kernels, Pointer, Target
 from cnnexp.backends.simd.compiler.trace import MATHS, emitted
-from cnnexp.backends.simd.layouts import Layout, Tensor, vectors
+from cnnexp.backends.simd.layouts import NC, Layout, Tensor, vectors
 from cnnexp.network import ElementwiseStage, LeakyReLU, ReLU
 
 
@@ -54,8 +56,11 @@ class ElementwiseNode(Node[Tensor, Tensor]):
 
 
 def copy_gradient(k: Emitter, y: Tensor | None, dy: Tensor, d: Tensor) -> None:
-    """d = dy, 0 wherever ReLU gave y = 0; d may be dy."""
-    pass_gradient(k, vectors(k, *((dy, d) if y is None else (dy, d, y))))
+    """d = dy, 0 wherever ReLU gave y = 0; d may be dy. Of rows whole vectors, see `to_rows`."""
+    tensors = (dy, d) if y is None else (dy, d, y)
+    if all(type(tensor) is NC for tensor in tensors):
+        tensors = tuple(replace(tensor, shape=(cast(NC, tensor).width,)) for tensor in tensors)
+    pass_gradient(k, vectors(k, *tensors))
 
 
 def pass_gradient(k: Emitter, places: Iterable[tuple[list[Pointer], int]]) -> None:

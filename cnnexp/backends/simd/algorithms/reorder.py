@@ -40,20 +40,23 @@ def reorder(k: Emitter, x: Tensor, y: Tensor) -> None:
         images = k.builder.sub(k.count, first)
         if isinstance(x, Blocked):
             for (source, target), _, size in runs(k, (x, g), (y, first)):
-                to_rows(k, source, target, size, y.stride)
+                to_rows(k, source, target, size, y.stride, whole=y.dense)
         else:
             for (source, target), _, size in runs(k, (x, first), (y, g)):
                 to_lanes(k, source, target, size, x.stride, images)
 
 
-def to_rows(k: Emitter, source: Pointer, target: Pointer, size: int, stride: int) -> None:
-    """Transpose `size` vectors into `lanes` rows `stride` floats apart, and write nothing else."""
+def to_rows(k: Emitter, source: Pointer, target: Pointer, size: int, stride: int, whole: bool = False) -> None:
+    """Transpose `size` vectors into `lanes` rows `stride` floats apart, and write nothing else.
+
+    Or `whole` vectors, of zeros behind the last: a part of one is not there yet for who loads all of it next.
+    """
     for block, valid in k.vectors(size):
         at = k.builder.mul(block, INDEX(k.lanes))
         start = source.at(at, k.lanes)
         lanes = [k.load(start + i * k.lanes) if i < valid else k.zero() for i in range(k.lanes)]
         for n, value in enumerate(k.transpose(lanes)):
-            k.store_part(value, target.at(at) + n * stride, valid)
+            k.store_part(value, target.at(at) + n * stride, k.lanes if whole else valid)
 
 
 def to_lanes(
