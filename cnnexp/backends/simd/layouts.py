@@ -125,7 +125,7 @@ class NC(Tensor):
     """An image a row; loads and stores may reach a vector past the last value. The step of its halo is 1.
 
     Attributes:
-        width: the size rounded up to whole vectors; the rest of them holds finite values.
+        width: the size rounded up to whole vectors; the rest of them holds finite values, 0 where a linear layer reads.
     """
 
     width: int = 0

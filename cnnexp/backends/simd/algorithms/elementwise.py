@@ -57,7 +57,7 @@ class ElementwiseNode(Node[Tensor, Tensor]):
 
 def copy_gradient(k: Emitter, y: Tensor | None, dy: Tensor, d: Tensor) -> None:
     """d = dy, 0 wherever ReLU gave y = 0; d may be dy. Of rows whole vectors, see `to_rows`."""
-    tensors = (dy, d) if y is None else (dy, d, y)
+    tensors: tuple[Tensor, ...] = (dy, d) if y is None else (dy, d, y)
     if all(type(tensor) is NC for tensor in tensors):
         tensors = tuple(replace(tensor, shape=(cast(NC, tensor).width,)) for tensor in tensors)
     pass_gradient(k, vectors(k, *tensors))
