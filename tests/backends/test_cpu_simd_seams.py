@@ -1,5 +1,6 @@
 """BatchNorm2d and Residual in the fused step of `cpu-simd`: a batch in tiles, and what all threads add up of it."""
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -62,6 +63,11 @@ def test_tiles_keep_what_a_seam_lies_across_and_no_more(name):
         assert min(node.x.offset, node.dy.offset) > 0
         assert (node.y.offset < 0) == (node.made_again or not plan.nodes[plan.nodes.index(node) + 1].keeps_x)
         assert node.dx is None or node.dx.offset < 0
+    ends = {}
+    for tensor in {tensor for node in plan.nodes for tensor in (node.x, node.y, node.dy)}:
+        start = int(tensor.offset)
+        ends[start] = max(ends.get(start, start), start + plan.arena.floats(tensor))
+    assert all(ends[start] <= following for start, following in itertools.pairwise(sorted(ends)))
 
 
 FLATTENED = Network((7, 6, 3), (
