@@ -81,7 +81,7 @@ FLATTENED = Network((7, 6, 3), (
 def test_training_in_tiles(network, algorithm):
     """Of 5 numbers or 35, the last vector has lanes to spare, which no weight may be trained by."""
     cpu = computed(network, TARGETS["sse"], algorithm)
-    check_training(OnTarget(cpu, threads=2), make_case(network, images=35), Adam())
+    check_training(OnTarget(cpu, threads=3), make_case(network, images=35), Adam())
 
 
 @pytest.mark.parametrize("algorithm", ["lanes", "channels"])
