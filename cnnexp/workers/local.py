@@ -97,7 +97,7 @@ class LocalCollective:
     `check` is called every `CHECK_S` seconds of waiting and raises where another worker has died.
     """
 
-    def __init__(self, shared: SharedBuffer, rank: int, check: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, shared: SharedBuffer, rank: int, check: Callable[[], None]) -> None:
         self.rank, self.size, self.host_size, self.host_rank = rank, shared.size, shared.size, rank
         self._semaphores, self._check = shared.semaphores, check
         self._bytes = np.frombuffer(shared.memory, np.uint8).reshape(2, shared.size + 1, SLOT_BYTES)
@@ -191,8 +191,7 @@ def compile_local(spec: Spec, count: int, timeout_s: float) -> ParallelProgram:
     started = time.perf_counter()
     with _explained(count):
         shared = SharedBuffer(count)
-    children: list[_Child] = []
-    ended = threading.Event()
+    children, ended = list[_Child](), threading.Event()
     stopped = _watch(shared, 0, timeout_s, ended)
 
     def check() -> None:
@@ -287,8 +286,7 @@ def _end(shared: SharedBuffer, parent: BaseProcess, reason: str) -> None:
 
 def _failure(process: SpawnProcess, failure: Connection) -> str | None:
     """Return why a worker has ended, None where it has not."""
-    code = process.exitcode
-    if code is None:
+    if (code := process.exitcode) is None:
         return None
     with contextlib.suppress(EOFError):
         if failure.poll():

@@ -13,7 +13,6 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -80,16 +79,15 @@ class Session:
         failure: CnnexpError | None = None
         try:
             backend = divide_threads(spec.backend, self.collective.host_size)
-            replica = make_replica(replace(spec, backend=backend), self.collective)
+            replica = make_replica(spec._replace(backend=backend), self.collective)
         except CnnexpError as error:
             failure = error
-        sizes = [1] * self.comm.size
-        failed = self.collective.all_gather(np.array([failure is not None], np.float32), sizes)
+        failed = self.comm.allgather(failure is not None)
         if failure is not None:
             raise failure
-        if failed.any():
+        if any(failed):
             replica.close()
-            raise WorkerDied(f"worker {int(failed.argmax())} of {self.comm.size} could not compile; see its message")
+            raise WorkerDied(f"worker {failed.index(True)} of {self.comm.size} could not compile; see its message")
         return replica
 
     def end(self) -> None:
