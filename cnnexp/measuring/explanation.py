@@ -83,9 +83,9 @@ def side_of(profile: Mapping[str, Any], label: str | None = None) -> Side:
     images = profile["images"]
     pieces = []
     for layer in profile.get("layers", ()):
-        numbers = [layer[key] / images for key in ("multiply_adds", "flops", "bytes")]
-        more = layer["at_once"], layer["fewer"]
-        pieces.append(Piece(layer["pass"], tuple(layer["layers"]), 1e6 * layer["seconds"] / images, *numbers, *more))
+        numbers = {key: layer[key] / images for key in ("multiply_adds", "flops", "bytes")}
+        more = {key: layer[key] for key in ("at_once", "fewer")}
+        pieces.append(Piece(layer["pass"], tuple(layer["layers"]), 1e6 * layer["seconds"] / images, **numbers, **more))
     known = {(piece.what, piece.layers) for piece in pieces}
     for entry in profile["entries"]:
         what, layers = entry["what"], tuple(entry["layer"].split())

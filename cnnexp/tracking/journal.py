@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -139,7 +139,6 @@ class Record(ABC):
             self.lost = lost
         except Exception as failure:
             self.lost = TrackingError(f"the record cannot be completed: {type(failure).__name__}: {failure}")
-        recorded = False
         try:
             recorded = self._recorded()  # for the id, which the verdict names
         finally:
@@ -171,7 +170,7 @@ class Record(ABC):
         """Come to the verdict; return it as Markdown, None where there is nothing to say."""
 
 
-class Run(Record, Observer):
+class Run(Record, Observer, contextlib.AbstractContextManager["Run"]):
     """Context manager: one run's journal, MLflow record and figures.
 
     Leaving the block ends the run: FINISHED, KILLED after Ctrl-C or SIGTERM, FAILED after any other exception, which
@@ -190,18 +189,14 @@ class Run(Record, Observer):
     _tags: Mapping[str, str] = {}
     _skipped = False
 
-    def __enter__(self) -> Self:
-        return self
-
     def skip_if_finished(self) -> bool:
         """Return whether the store has a finished run of the same config; this run then takes over its metrics."""
         if self._recorder is None:
             return False
-        metrics = None
         with contextlib.suppress(NoAnswerYet):
             metrics = self._recorder.call("finished", within_s=ANSWER_S, config_hash=self._hash)
-        self._skipped = metrics is not None
-        self.metrics.update(metrics or {})
+            self._skipped = metrics is not None
+            self.metrics.update(metrics or {})
         return self._skipped
 
     def begin(self, dataset: Dataset, network: Network, backend: Backend, workers: int = 1) -> None:
@@ -225,12 +220,8 @@ class Run(Record, Observer):
             **backend.facts,  # of a GPU: what it can do, driver and toolkit
         }
         splits = {name: getattr(dataset, name) for name in ("train", "test", "validation")}
-        described = {
-            "name": dataset.name,
-            "sha256": dataset.sha256,
-            "source": dataset.source,
-            "profile": {name: len(split.labels) for name, split in splits.items() if split is not None},
-        }
+        sizes = {name: len(split.labels) for name, split in splits.items() if split is not None}
+        described = {"name": dataset.name, "sha256": dataset.sha256, "source": dataset.source, "profile": sizes}
         self._begin(tags, flatten(self._config), dataset=described, parent=self._parent)
         for epoch in sorted(self._known.keys() - self._noted):  # for who goes on with this one, should it end untrained
             note(self._journal, "epoch", epoch=epoch, **self._known[epoch])
@@ -323,7 +314,9 @@ class Run(Record, Observer):
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         status = "SKIPPED" if self._skipped else _status(error)
-        tags = {**self._tags, **({} if error is None else {"error": _one_line(error)})}
+        tags = dict(self._tags)
+        if error is not None:
+            tags["error"] = next(iter(str(error).strip().splitlines()), type(error).__name__)
         if isinstance(error, Diverged):
             tags["diverged"] = "true"
         with self._locks, self._journal:
@@ -344,9 +337,8 @@ class Run(Record, Observer):
             self.metrics["time/others_share"] = self.interference.others
             if self.interference.known:
                 tags[events.DISTURBED] = str(self.interference.disturbed).lower()
-        self.verdict = verdict.run_rows(
-            self.epochs, self.metrics, baseline, self.contended, self.interference, self.parts, self.course
-        )
+        conditions = self.contended, self.interference, self.parts, self.course
+        self.verdict = verdict.run_rows(self.epochs, self.metrics, baseline, *conditions)
         if target is not None:
             self.verdict.append(("target", verdict.to_target(target, self.metrics)))
         if self.profile is not None:
@@ -378,15 +370,9 @@ class Run(Record, Observer):
         test, folder = self._dataset.test.images, self.folder / MODEL
         folder.mkdir(exist_ok=True)
         (folder / events.EXAMPLE).write_text(json.dumps(test[:1].tolist()), encoding="utf-8")
-        note(
-            self._journal,
-            "model",
-            checkpoint=os.path.relpath(checkpoint, self.folder),
-            shape=list(test.shape[1:]),
-            pixels=str(test.dtype),
-            classes=len(self._dataset.classes),
-            step=self.epochs[-1].epoch,
-        )
+        takes = {"shape": list(test.shape[1:]), "pixels": str(test.dtype), "classes": len(self._dataset.classes)}
+        path, step = os.path.relpath(checkpoint, self.folder), self.epochs[-1].epoch
+        note(self._journal, "model", checkpoint=path, **takes, step=step)
 
     def _draw(self) -> None:
         from cnnexp.tracking import figures  # loads Matplotlib
@@ -429,8 +415,3 @@ def _status(error: BaseException | None) -> str:
     if isinstance(error, BackendUnavailable):
         return events.LACKING
     return "KILLED" if isinstance(error, KeyboardInterrupt | SystemExit) else "FAILED"
-
-
-def _one_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return text[0] if text else type(error).__name__

@@ -8,6 +8,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from cnnexp.measuring.confidence import Interval, median_interval
 from cnnexp.measuring.interference import Interference
@@ -122,17 +123,9 @@ def to_target(target: float, metrics: Mapping[str, float]) -> str:
 def screen(rows: Sequence[Row], width: int = WIDTH) -> str:
     """Return rows as text that no screen of this width clips; a path that is longer goes over several lines."""
     indent = max(TITLE, *(len(title) for title, _ in rows)) + 2
-    return "\n".join(
-        textwrap.fill(
-            text,
-            max(width, indent + 20),
-            initial_indent=title.ljust(indent),
-            subsequent_indent=" " * indent,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-        for title, text in rows
-    )
+    width = max(width, indent + 20)
+    style: dict[str, Any] = {"subsequent_indent": " " * indent, "break_long_words": False, "break_on_hyphens": False}
+    return "\n".join(textwrap.fill(text, width, initial_indent=title.ljust(indent), **style) for title, text in rows)
 
 
 def markdown(title: str, rows: Sequence[Row]) -> str:
