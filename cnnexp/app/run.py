@@ -176,7 +176,7 @@ def _compile(settings: Settings, backend: Backend, compiling: Compiling, run: Ru
         if following is None:
             raise
         log.warning("%s", death)
-        run.tag(FALLBACK, following.name)
+        run.tags[FALLBACK] = following.name
         return following, settings.workers.compile(following, *compiling)
 
 

@@ -117,19 +117,15 @@ def _look(proc: Path) -> np.ndarray | None:
 
     None where they are not counted.
     """
-    idle = stolen = found = 0
     try:
-        wanted = {f"cpu{core}" for core in os.sched_getaffinity(0)}
-        for line in (proc / "stat").read_text().splitlines():
-            name, *columns = line.split()
-            if name in wanted:
-                found += 1
-                idle += int(columns[3]) + int(columns[4])  # columns: user nice system idle iowait irq softirq steal
-                stolen += int(columns[7])
+        ours = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+        lines = [line.split() for line in (proc / "stat").read_text().splitlines()]
+        cores = [line for line in lines if line[0] in ours]  # name user nice system idle iowait irq softirq steal
+        idle, stolen = sum(int(core[4]) + int(core[5]) for core in cores), sum(int(core[8]) for core in cores)
     except (AttributeError, OSError, ValueError, IndexError):
         return None
     tick_s = 1 / os.sysconf("SC_CLK_TCK")
-    return np.array([time.monotonic(), _own_s(), idle * tick_s, stolen * tick_s]) if found else None
+    return np.array([time.monotonic(), _own_s(), idle * tick_s, stolen * tick_s]) if cores else None
 
 
 def _own_s() -> float:

@@ -79,6 +79,7 @@ class Record(ABC):
     ) -> None:
         self.folder, self.name, self.contended = Path(folder), name or default_name(config, overrides), contended
         self.metrics: dict[str, float] = {}  # what is recorded once, at the end
+        self.tags: dict[str, str] = {}  # that become known only after `begin`
         self.verdict: list[verdict.Row] = []  # what it ends with; empty without an epoch
         # takes what a finished run's verdict says: its results before the store has them, then where they are
         self.show: Callable[[Sequence[verdict.Row]], None] = lambda rows: None
@@ -128,7 +129,7 @@ class Record(ABC):
         """Store a file or folder, if it exists at the end, under the folder `target` of the artifacts."""
         self._artifacts.append((os.path.relpath(path, self.folder), target))
 
-    def _end(self, status: str, tags: dict[str, str], drawn: bool) -> None:
+    def _end(self, status: str, drawn: bool) -> None:
         """Draw the figures where they are wanted, conclude, end the journal, wait for the store to have it all."""
         try:
             if self._recorder is not None and self.begun:
@@ -144,8 +145,8 @@ class Record(ABC):
         finally:
             if (page := self._conclude(status)) is not None:
                 (self.folder / REPORT).write_text(page, encoding="utf-8")
-                tags["mlflow.note.content"] = page
-            facts = {"status": status, "tags": tags, "metrics": self.metrics, "artifacts": self._artifacts}
+                self.tags["mlflow.note.content"] = page
+            facts = {"status": status, "tags": self.tags, "metrics": self.metrics, "artifacts": self._artifacts}
             note(self._journal, "finish", **facts, time_ms=int(time.time() * 1000))
         if recorded and self._recorded():
             note(self._journal, "stored")
@@ -186,7 +187,6 @@ class Run(Record, Observer, contextlib.AbstractContextManager["Run"]):
     course = verdict.Course()  # how the run began and ended
     model: Path | None = None  # the checkpoint that is the run's model, should it end now, for MLflow to load
     augmented: np.ndarray | None = None  # the first images as the first epoch sees them
-    _tags: Mapping[str, str] = {}
     _skipped = False
 
     def skip_if_finished(self) -> bool:
@@ -299,10 +299,6 @@ class Run(Record, Observer, contextlib.AbstractContextManager["Run"]):
             self._take_id(look.result())
         return look
 
-    def tag(self, name: str, value: str) -> None:
-        """Add a tag that becomes known only after `begin`."""
-        self._tags = {**self._tags, name: value}
-
     def add_profile(self, profile: Mapping[str, Any]) -> None:
         """Store where the time went: `ledger.report`."""
         self.profile = profile
@@ -314,29 +310,28 @@ class Run(Record, Observer, contextlib.AbstractContextManager["Run"]):
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         status = "SKIPPED" if self._skipped else _status(error)
-        tags = dict(self._tags)
         if error is not None:
-            tags["error"] = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            self.tags["error"] = next(iter(str(error).strip().splitlines()), type(error).__name__)
         if isinstance(error, Diverged):
-            tags["diverged"] = "true"
+            self.tags["diverged"] = "true"
         with self._locks, self._journal:
             if self.begun and self.epochs:
-                self._summarize(status, tags)
-            self._end(status, tags, drawn=status == "FINISHED")
+                self._summarize(status)
+            self._end(status, drawn=status == "FINISHED")
         if self.lost is not None and error is None:
             raise TrackingError(
                 f"{self.lost}; all {len(self.epochs)} epochs are in {self.folder / JOURNAL}; "
                 f"{environment.program_name()} sync {self.folder} sends them"
             )
 
-    def _summarize(self, status: str, tags: dict[str, str]) -> None:
+    def _summarize(self, status: str) -> None:
         """Come to the results of the epochs, of which there is one at least."""
         baseline, target = (self._config["trainer"].get(key) for key in ("baseline", "target"))
         self.metrics.update(summary(self.epochs, self.contended, target))
         if self.interference is not None:
             self.metrics["time/others_share"] = self.interference.others
             if self.interference.known:
-                tags[events.DISTURBED] = str(self.interference.disturbed).lower()
+                self.tags[events.DISTURBED] = str(self.interference.disturbed).lower()
         conditions = self.contended, self.interference, self.parts, self.course
         self.verdict = verdict.run_rows(self.epochs, self.metrics, baseline, *conditions)
         if target is not None:

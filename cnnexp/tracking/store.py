@@ -145,7 +145,9 @@ class Store:
             with self._explained("cannot be written"):
                 key = facts["begin"].get("key")
                 found = self._of_key(key)
-                if key is None or (found is None and not followed.journal.has_results) or _elsewhere(found, where, key):
+                there = Path(found.data.tags.get(FOLDER, where)) if found else where
+                goes_on_there = there != where and _key_in(there) == key
+                if key is None or (found is None and not followed.journal.has_results) or goes_on_there:
                     return None
             self._bring_up(followed, where, has_ended=True)
             with open_journal(where / JOURNAL) as file:
@@ -449,12 +451,6 @@ def _describe_model(data: str, model: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _elsewhere(found: Run | None, folder: Path, key: str) -> bool:
-    """Return whether a run is gone on with in another folder, which is there."""
-    there = found.data.tags.get(FOLDER) if found else None
-    return there is not None and Path(there) != folder and _key_in(Path(there)) == key
-
-
 def _key_in(folder: Path) -> str | None:
     """Return which run the journal of a folder is of, None where there is none that can be read."""
     with contextlib.suppress(OSError):
@@ -553,12 +549,20 @@ class _Server:
         return None if name == "open" else getattr(self.store, name)(**arguments)
 
 
-def serve(lines: Iterator[str], answer: Callable[[str], None], owner: int) -> None:
-    """Run the calls of a `cnnexp.tracking.pipe.Recorder`, in the process `owner`, until its pipe closes."""
+def main() -> None:
+    """Run the calls of a `cnnexp.tracking.pipe.Recorder`, in the process that we are given, until its pipe closes.
+
+    What libraries print goes to standard error, so answers stay clean.
+    """
+    gc.disable()  # until a run has ended: MLflow loads in two thirds of the time
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.CRITICAL)  # what fails is an answer, one line; libraries add pages of tracebacks
     calls: queue.SimpleQueue[str] = queue.SimpleQueue()
-    hold, server, line = _Hold(), _Server(owner), "\n"
+    hold, server, line = _Hold(), _Server(int(sys.argv[1])), "\n"
     sys.meta_path.insert(0, cast(Any, hold))
-    threading.Thread(target=_listen, args=(lines, calls, hold), daemon=True).start()
+    threading.Thread(target=_listen, args=(iter(sys.stdin.readline, ""), calls, hold), daemon=True).start()
     while line.endswith("\n"):  # else it is the end, or cut short: its writer died
         try:
             line = calls.get(timeout=POLL_S)
@@ -577,25 +581,11 @@ def serve(lines: Iterator[str], answer: Callable[[str], None], owner: int) -> No
             except Exception as failure:
                 error = f"the record of the run cannot be completed: {type(failure).__name__}: {failure}"
             if call_id is not None:
-                answer(json.dumps([call_id, value, error]) + "\n")
+                with contextlib.suppress(BrokenPipeError):  # the caller died; what it asked for is done all the same
+                    answers.write(json.dumps([call_id, value, error]) + "\n")
+                    answers.flush()
     if server.store is not None:
         server.store.close()
-
-
-def main() -> None:
-    """Serve standard input. What libraries print goes to standard error, so answers stay clean."""
-    gc.disable()  # until a run has ended: MLflow loads in two thirds of the time
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    warnings.simplefilter("ignore")
-    logging.disable(logging.CRITICAL)  # what fails is an answer, one line; libraries add pages of tracebacks
-
-    def answer(line: str) -> None:
-        with contextlib.suppress(BrokenPipeError):  # the caller died; what it has asked for is done nevertheless
-            answers.write(line)
-            answers.flush()
-
-    serve(iter(sys.stdin.readline, ""), answer, int(sys.argv[1]))
     os._exit(0)  # MLflow's modules take a second to tear down, and nothing is left to save
 
 

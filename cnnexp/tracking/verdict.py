@@ -90,13 +90,10 @@ def speedup(interval: Interval, unit: str) -> str:
     """Return e.g. `9.31 x (median of 10 epochs; 8.9 to 9.6 with 98 % confidence; all 7.2 to 9.8)`."""
     if interval.count == 1:
         return f"{interval.median:.3g} x (one {unit}: how sure is not known)"
+    everything = f"{interval.least:.3g} to {interval.most:.3g}"
+    sure = f"{interval.low:.3g} to {interval.high:.3g} with {interval.confidence:.0%} confidence; all {everything}"
     if interval.count < MORE_EPOCHS:
-        sure = f"{interval.least:.3g} to {interval.most:.3g}, too few for an interval"
-    else:
-        sure = (
-            f"{interval.low:.3g} to {interval.high:.3g} with {interval.confidence:.0%} confidence; "
-            f"all {interval.least:.3g} to {interval.most:.3g}"
-        )
+        sure = f"{everything}, too few for an interval"
     return f"{interval.median:.3g} x (median of {interval.count} {unit}s; {sure})"
 
 

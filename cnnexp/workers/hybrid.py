@@ -150,7 +150,9 @@ class Head:
         self._inputs, self._run = [x], Run(len(x), *flat, images is not None, self.seed, self.step + 1, images)
         for stage, (w, b) in zip(self._stages, self._views(self._parameters), strict=True):
             if isinstance(stage, LinearStage):
-                x = self._join(x @ w + (0 if b is None else b), stage.output_shape[0])
+                columns = x @ w + (0 if b is None else b)  # of this worker
+                sizes = [len(x) * width for width in shares(stage.output_shape[0], self._collective.size)]
+                x = np.hstack([part.reshape(len(x), -1) for part in self._gather(columns.ravel(), sizes)])
             elif self._computes(stage):
                 y = np.empty_like(x)
                 forward_stage(_OPS, stage, self._run, x, y, None)
@@ -185,12 +187,6 @@ class Head:
         for _, _, own in self._layouts[self._collective.rank]:
             w, g, *slots = (own.view(flat) for flat in (self._parameters, self.gradient, *self._slots))
             self._optimizer.of(own.shape).apply(w, g, slots, rate, self.step)
-
-    def _join(self, columns: np.ndarray, outputs: int) -> np.ndarray:
-        """Return (N, outputs) out of every worker's columns of it."""
-        count = len(columns)
-        parts = self._gather(columns.ravel(), [count * width for width in shares(outputs, self._collective.size)])
-        return np.hstack([part.reshape(count, -1) for part in parts])
 
     def _gather(self, own: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
         """Return every worker's flat array, so many numbers long each."""

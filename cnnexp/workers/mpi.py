@@ -68,11 +68,9 @@ class Session:
         self.comm = MPI.COMM_WORLD
         self.collective = MpiCollective(self.comm)
         self.broken = False
-        address = None
-        if self.comm.rank == 0:
-            address = start_guard(self.comm.size, reachable=self.collective.host_size < self.comm.size)
-        address = self.comm.bcast(address)
-        self.member = Member(address, self.comm.rank, lambda: os._exit(WorkerDied.exit_code))
+        size, rank = self.comm.size, self.comm.rank
+        address = start_guard(size, reachable=self.collective.host_size < size) if rank == 0 else None
+        self.member = Member(self.comm.bcast(address), rank, lambda: os._exit(WorkerDied.exit_code))
 
     def compile(self, spec: Spec) -> Replica:
         """Compile this rank's part; return once all have, raise CnnexpError where this rank or another could not."""

@@ -51,6 +51,7 @@ class ParallelProgram(Program[int]):
         self.network, self.loss, self.optimizer = spec.network, spec.loss, spec.optimizer
         self.batch_size, self.compile_s = spec.batch_size, compile_s
         self._spec, self._collective, self._replica, self._release = spec, collective, replica, release
+        self.predictable = spec.sync != "hybrid"  # whether the cost model covers how the workers keep together
         self._together, self._is_closed = True, False
         self._prediction: cost_model.Prediction | None = None
 
@@ -63,11 +64,6 @@ class ParallelProgram(Program[int]):
         names = ("compute_s", "communicate_s", "images")
         found = {f"workers/{rank}/{names[i]}": float(value) for (rank, i), value in np.ndenumerate(self.times())}
         return {**found, **(self._prediction.metrics() if self._prediction else {})}
-
-    @property
-    def predictable(self) -> bool:
-        """Whether the cost model covers how the workers keep together."""
-        return self._spec.sync != "hybrid"
 
     def measure(self, split: Split) -> cost_model.Prediction:
         """Measure the cost model's constants and return what it says of epochs over `split`, if `predictable`."""
