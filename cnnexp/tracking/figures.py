@@ -312,12 +312,11 @@ def _bars(rows: Sequence[Mapping[str, Any]], varied: Sequence[str], metric: str,
     axes = figure.subplots()
     values = [row[metric] for row in rows]
     # a logarithmic axis where the slowest would hide the others
-    axes.set_xscale("log" if max(values) > 50 * min(values) > 0 else "linear")
+    axes.set(xscale="log" if max(values) > 50 * min(values) > 0 else "linear", xlabel=label)
     bars = axes.barh([f"{_name(row, varied)} " for row in rows], values)
     axes.bar_label(bars, [f" {value:.3g}" for value in values])
     axes.margins(x=0.15)
     axes.invert_yaxis()
-    axes.set_xlabel(label)
     return figure
 
 

@@ -35,8 +35,6 @@ CLIENT_SETTINGS = {
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",  # it would show the password in a store's address
     "MLFLOW_LOGGING_LEVEL": "CRITICAL",  # what fails is said once, by us
 }
-
-
 _early: list[subprocess.Popen[str]] = []
 
 

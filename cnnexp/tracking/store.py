@@ -134,12 +134,12 @@ class Store:
         """
         where = Path(folder).resolve()
         self._followed.pop(folder, None)
-        try:
-            with refused(TrackingError, str(where)):
-                lock = RunLock(where, RECORDER)
-        except ConfigError:
-            return None
-        try:
+        with contextlib.ExitStack() as lock:
+            try:
+                with refused(TrackingError, str(where)):
+                    lock.callback(RunLock(where, RECORDER).release)
+            except ConfigError:
+                return None
             followed = _Followed(Journal(where))
             facts = followed.journal.read()
             with self._explained("cannot be written"):
@@ -154,8 +154,6 @@ class Store:
                 note(file, "recorded", run_id=followed.run_id)
                 note(file, "stored")
             return followed.run_id
-        finally:
-            lock.release()
 
     def look(self) -> None:
         """Look into all journals that are followed, and say of every open run that it is alive, where that is due."""

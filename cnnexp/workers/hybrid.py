@@ -200,8 +200,7 @@ class Head:
 
 def first_linear(network: Network, workers: int) -> int:
     """Return where linear layers begin; raise ConfigError without convolutions before, or outputs for all workers."""
-    layers = network.layers
-    first = next((i for i, layer in enumerate(layers) if isinstance(layer, Linear)), None)
+    first = next((i for i, layer in enumerate(network.layers) if isinstance(layer, Linear)), None)
     if first is None or not any(stage.macs for stage in network.stages[:first]):
         raise ConfigError("workers.sync=hybrid: needs convolutions, then linear layers; use workers.sync=gradients")
     for stage in network.stages[first:]:

@@ -115,8 +115,8 @@ class Replica:
 
     def gradient_s(self, handle: int, images: int, repeats: int) -> float:
         """Return the median seconds that this worker, alone, needs for the gradient of `images` images."""
-        batch, gradients = (self._splits[handle].whole, np.arange(images)), self.program.gradients
-        return statistics.median(timeit.repeat(lambda: gradients(*batch), repeat=repeats, number=1))
+        batch = self._splits[handle].whole, np.arange(images)
+        return statistics.median(timeit.repeat(lambda: self.program.gradients(*batch), repeat=repeats, number=1))
 
     def times(self) -> np.ndarray:
         """Return float32 (workers, 3): of all training so far, seconds computing, seconds communicating, and images."""
